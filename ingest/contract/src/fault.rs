@@ -1,0 +1,238 @@
+//! Errors that help: what went wrong, where, what was found, what was wanted, what to do next.
+//!
+//! One type for every room, because every room's errors end in the same place: on a person's terminal, with an
+//! exit code that a script can act on.
+
+use std::fmt;
+use std::io;
+use std::path::Path;
+
+/// The result of anything that can go wrong outside our own code.
+pub type Result<T> = std::result::Result<T, Fault>;
+
+/// Who has to act, and thereby the exit code (`0` is "done").
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Class {
+    /// 1: a bug of ours.
+    Bug,
+    /// 2: wrong use, or a curriculum or corpus file that cannot run.
+    Usage,
+    /// 3: data that is missing or damaged.
+    Data,
+    /// 4: two digests that had to agree do not.
+    Mismatch,
+    /// 5: the run diverged.
+    Diverged,
+    /// 6: the machine: disk full, device lost, a folder in use.
+    Machine,
+}
+
+impl Class {
+    /// The process exit code of this class.
+    pub const fn exit_code(self) -> u8 {
+        match self {
+            Class::Bug => 1,
+            Class::Usage => 2,
+            Class::Data => 3,
+            Class::Mismatch => 4,
+            Class::Diverged => 5,
+            Class::Machine => 6,
+        }
+    }
+}
+
+/// An error with its place and its way out.
+///
+/// ```
+/// use contract::{Class, Fault};
+/// let fault = Fault::usage("a weight must be positive").at("mix.toml:14").found("-3").hint("use 0.3 or \"3/10\"");
+/// assert_eq!(fault.class(), Class::Usage);
+/// assert_eq!(
+///     fault.to_string(),
+///     "mix.toml:14: a weight must be positive\n  found:  -3\n  hint:   use 0.3 or \"3/10\""
+/// );
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault(Box<Inner>);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Inner {
+    class: Class,
+    what: String,
+    place: Option<String>,
+    found: Option<String>,
+    wanted: Option<String>,
+    hint: Option<String>,
+}
+
+impl Fault {
+    /// A fault of `class` that says `what` went wrong, as a lower-case sentence without a full stop.
+    pub fn new(class: Class, what: impl Into<String>) -> Self {
+        let (place, found, wanted, hint) = (None, None, None, None);
+        Fault(Box::new(Inner { class, what: what.into(), place, found, wanted, hint }))
+    }
+
+    /// A bug of ours (exit 1).
+    pub fn bug(what: impl Into<String>) -> Self {
+        Fault::new(Class::Bug, what)
+            .hint("this is a bug of ours: please report it with the command that led here")
+    }
+
+    /// Wrong use, or a file that cannot run (exit 2).
+    pub fn usage(what: impl Into<String>) -> Self {
+        Fault::new(Class::Usage, what)
+    }
+
+    /// Data missing or damaged (exit 3).
+    pub fn data(what: impl Into<String>) -> Self {
+        Fault::new(Class::Data, what)
+    }
+
+    /// Two digests that had to agree do not (exit 4).
+    pub fn mismatch(what: impl Into<String>) -> Self {
+        Fault::new(Class::Mismatch, what)
+    }
+
+    /// The run diverged (exit 5).
+    pub fn diverged(what: impl Into<String>) -> Self {
+        Fault::new(Class::Diverged, what)
+    }
+
+    /// The machine failed or refused (exit 6).
+    pub fn machine(what: impl Into<String>) -> Self {
+        Fault::new(Class::Machine, what)
+    }
+
+    /// An I/O error on `path` while trying to do `what` ("read", "create the folder of").
+    ///
+    /// A missing file is missing data; everything else (disk full, no handles left, no permission) is the machine's.
+    pub fn io(what: &str, path: &Path, error: &io::Error) -> Self {
+        let (class, hint) = match error.kind() {
+            io::ErrorKind::NotFound => {
+                (Class::Data, "check the path; relative paths start at the file that names them")
+            }
+            io::ErrorKind::UnexpectedEof => {
+                (Class::Data, "the file is shorter than it should be: restore it")
+            }
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => (
+                Class::Machine,
+                "free some space and run the same command again: it goes on where it stopped",
+            ),
+            _ => (Class::Machine, "mend this on the machine and run the same command again"),
+        };
+        Fault::new(class, format!("cannot {what} it: {error}"))
+            .at(path.display().to_string())
+            .hint(hint)
+    }
+
+    /// Where: a file, `file:line`, or a key.
+    pub fn at(mut self, place: impl Into<String>) -> Self {
+        self.0.place = Some(place.into());
+        self
+    }
+
+    /// Where, if no more precise place is known yet.
+    pub fn or_at(mut self, place: impl FnOnce() -> String) -> Self {
+        self.0.place.get_or_insert_with(place);
+        self
+    }
+
+    /// What was found.
+    pub fn found(mut self, found: impl fmt::Display) -> Self {
+        self.0.found = Some(found.to_string());
+        self
+    }
+
+    /// What was wanted instead.
+    pub fn wanted(mut self, wanted: impl fmt::Display) -> Self {
+        self.0.wanted = Some(wanted.to_string());
+        self
+    }
+
+    /// What to do next.
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.0.hint = Some(hint.into());
+        self
+    }
+
+    /// Who has to act.
+    pub fn class(&self) -> Class {
+        self.0.class
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Inner { class: _, what, place, found, wanted, hint } = &*self.0;
+        if let Some(place) = place {
+            write!(f, "{place}: ")?;
+        }
+        write!(f, "{what}")?;
+        for (label, text) in [("found: ", found), ("wanted:", wanted), ("hint:  ", hint)] {
+            if let Some(text) = text {
+                write!(f, "\n  {label} {text}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for Fault {}
+
+/// The known word nearest to `word`, for "did you mean": at most a third of its letters differ.
+pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let best = known.into_iter().map(|name| (edit_distance(word, name), name)).min()?;
+    (best.0 <= word.chars().count().div_ceil(3)).then_some(best.1)
+}
+
+/// Levenshtein distance in characters.
+fn edit_distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let replaced = diagonal + usize::from(x != *y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nearest_finds_typos_and_refuses_guesses() {
+        let known = ["seq_len", "batch", "steps", "mix"];
+        assert_eq!(nearest("seq_length", known), Some("seq_len"));
+        assert_eq!(nearest("btach", known), Some("batch"));
+        assert_eq!(nearest("optimizer", known), None);
+    }
+
+    #[test]
+    fn exit_codes_are_the_documented_ones() {
+        let classes = [
+            Class::Bug,
+            Class::Usage,
+            Class::Data,
+            Class::Mismatch,
+            Class::Diverged,
+            Class::Machine,
+        ];
+        assert_eq!(classes.map(Class::exit_code), [1, 2, 3, 4, 5, 6]);
+    }
+
+    #[test]
+    fn a_missing_file_is_missing_data_and_a_full_disk_is_the_machine() {
+        let path = Path::new("x");
+        assert_eq!(Fault::io("read", path, &io::ErrorKind::NotFound.into()).class(), Class::Data);
+        assert_eq!(
+            Fault::io("write", path, &io::ErrorKind::StorageFull.into()).class(),
+            Class::Machine
+        );
+    }
+}

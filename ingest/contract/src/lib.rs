@@ -1,0 +1,26 @@
+//! The shared vocabulary of `zdata` and `ztrain`.
+//!
+//! Everything that two rooms of the house must agree on stands here, and nothing else: how a digest is taken,
+//! how chance is drawn, how an order is permuted, what a store's bytes are, and how an error speaks to its reader.
+//!
+//! ```text
+//! contract <- ingest, mixer <- loader <- trainer -> kernels
+//! ```
+//!
+//! Invariant: this crate depends on no other member of the workspace, starts no thread and reads no clock.
+//! Invariant: nothing here depends on the machine's word size, byte order or iteration order.
+
+#![forbid(unsafe_code)]
+
+pub mod digest;
+pub mod draw;
+pub mod fault;
+pub mod permute;
+pub mod ratio;
+pub mod store;
+
+pub use digest::{Digest, Digestible, Hasher, Identity};
+pub use draw::{Key, Purpose, draw};
+pub use fault::{Class, Fault, Result};
+pub use permute::Permutation;
+pub use ratio::Ratio;

@@ -1,0 +1,207 @@
+//! `manifest.json`: the one file that makes a folder a store.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Digest, Hasher, Identity};
+
+/// What a store holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    /// Version of the format ([`super::FORMAT`]).
+    pub format: u32,
+    /// SHA-256 over the logical content: see [`Manifest::identity`].
+    pub digest: Identity,
+    /// SHA-256 over what the build was asked to do (inputs' content, tokenizer bytes, preparation, format):
+    /// the same request finds its store, another one is refused.
+    pub request: Identity,
+    /// What made the tokens.
+    pub tokenizer: TokenizerRecord,
+    /// Bytes of a stored token: 2 or 4, by the largest id.
+    pub token_bytes: u32,
+    /// Tokens in a unit.
+    pub unit: u64,
+    /// The share of documents in the validation split ("1/1000").
+    pub validation: String,
+    /// The sources, in the order of `corpus.toml`.
+    pub sources: Vec<SourceRecord>,
+}
+
+/// The tokenizer and its policy.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TokenizerRecord {
+    /// SHA-256 of `tokenizer.json`.
+    pub sha256: Identity,
+    /// One more than the largest id, added tokens included: the rows an embedding needs.
+    pub vocab: u32,
+    /// The id put before each document, if any.
+    pub begin: Option<u32>,
+    /// The id put after each document, if any.
+    pub end: Option<u32>,
+    /// Which encoder ran ("fastokens 0.3.5"): not part of the identity, since its ids are checked.
+    pub encoder: String,
+}
+
+/// One source.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SourceRecord {
+    /// Its name, unique in the store; also its folder.
+    pub name: String,
+    /// The preparation steps as canonical text: part of the identity.
+    pub preparation: String,
+    /// The input files in reading order.
+    pub inputs: Vec<InputRecord>,
+    /// The documents trained on.
+    pub train: StreamRecord,
+    /// The documents held back.
+    pub validation: StreamRecord,
+    /// What was read but not kept, by reason: documents read = train + validation + losses.
+    pub losses: Vec<Loss>,
+}
+
+/// One input file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct InputRecord {
+    /// Its path as found from `corpus.toml`: for people, not part of the identity.
+    pub path: String,
+    /// Its size.
+    pub bytes: u64,
+    /// SHA-256 of its bytes.
+    pub sha256: Identity,
+    /// Documents read from it, lost ones included.
+    pub documents: u64,
+}
+
+/// Documents that were read but not kept.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Loss {
+    /// Why ("empty", "malformed").
+    pub reason: String,
+    /// How many.
+    pub documents: u64,
+    /// Their bytes of text or, where there was none, of record.
+    pub bytes: u64,
+}
+
+/// The documents of one source and split, in input order.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StreamRecord {
+    /// Tokens in all shards.
+    pub tokens: u64,
+    /// Documents in all shards.
+    pub documents: u64,
+    /// Bytes of text that became these tokens.
+    pub text_bytes: u64,
+    /// The chain over the documents (see `chain`): their tokens and provenance, whatever the shards.
+    pub digest: Digest,
+    /// The shards, in order.
+    pub shards: Vec<ShardRecord>,
+}
+
+/// One shard: four files.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShardRecord {
+    /// The stream's token that this shard begins with.
+    pub first_token: u64,
+    /// Tokens here.
+    pub tokens: u64,
+    /// The stream's document that this shard begins with.
+    pub first_document: u64,
+    /// Documents here.
+    pub documents: u64,
+    /// `tokens-*.arrow`.
+    pub token_file: FileRecord,
+    /// `tokens-*.sums`.
+    pub sum_file: FileRecord,
+    /// `starts-*.arrow`.
+    pub start_file: FileRecord,
+    /// `documents-*.parquet`.
+    pub document_file: FileRecord,
+}
+
+/// One file of the store.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileRecord {
+    /// Its name in the stream's folder.
+    pub name: String,
+    /// Its size.
+    pub bytes: u64,
+    /// xxh3-128 of its bytes.
+    pub digest: Digest,
+}
+
+impl Manifest {
+    /// The store digest: over logical content, not over container bytes, so that a new release of a file-format
+    /// library ends no run. Paths, encoder names and shard cuts stay out.
+    pub fn identity(&self) -> Identity {
+        let mut text = format!("zdata store v{}\n", self.format);
+        let TokenizerRecord { sha256, vocab, begin, end, encoder: _ } = &self.tokenizer;
+        text += &format!("tokenizer {sha256} vocab {vocab} begin {begin:?} end {end:?}\n");
+        text += &format!("unit {} validation {}\n", self.unit, self.validation);
+        for source in &self.sources {
+            let SourceRecord { name, preparation, inputs, train, validation, losses: _ } = source;
+            text += &format!("source {name:?} {preparation:?}\n");
+            for input in inputs {
+                text += &format!("input {} {}\n", input.bytes, input.sha256);
+            }
+            for stream in [train, validation] {
+                text +=
+                    &format!("stream {} {} {}\n", stream.tokens, stream.documents, stream.digest);
+            }
+        }
+        Identity::of_bytes(text.as_bytes())
+    }
+
+    /// The source of that name.
+    pub fn source(&self, name: &str) -> Option<&SourceRecord> {
+        self.sources.iter().find(|source| source.name == name)
+    }
+}
+
+impl StreamRecord {
+    /// A stream without documents.
+    pub fn empty() -> Self {
+        StreamRecord {
+            tokens: 0,
+            documents: 0,
+            text_bytes: 0,
+            digest: Digest::default(),
+            shards: Vec::new(),
+        }
+    }
+
+    /// The shard that holds token `index` of the stream.
+    pub fn shard_of_token(&self, index: u64) -> Option<usize> {
+        if index >= self.tokens {
+            return None;
+        }
+        Some(self.shards.partition_point(|shard| shard.first_token <= index) - 1)
+    }
+
+    /// The shard that holds document `index` of the stream.
+    pub fn shard_of_document(&self, index: u64) -> Option<usize> {
+        if index >= self.documents {
+            return None;
+        }
+        Some(self.shards.partition_point(|shard| shard.first_document <= index) - 1)
+    }
+}
+
+/// One link of a stream's digest: the state after a document, from the state before it, the document's tokens and its
+/// provenance. Sixteen bytes carry a build across a kill, and the cut into shards leaves no trace.
+pub fn chain(before: Digest, tokens: &[u32], record: &super::DocumentRecord) -> Digest {
+    let super::DocumentRecord { id, file, row, group, bytes, first_token, tokens: count } = record;
+    let mut hasher = Hasher::new();
+    hasher.tag("document.v1").digest(before).u32s(tokens).str(id).u64(u64::from(*file)).u64(*row);
+    hasher.u64(group.map_or(u64::MAX, u64::from));
+    let (first_byte, end_byte) = bytes.unwrap_or((u64::MAX, u64::MAX));
+    hasher.u64(first_byte).u64(end_byte).u64(*first_token).u64(*count);
+    hasher.finish()
+}

@@ -1,0 +1,74 @@
+//! The store: what `ingest` promises and `loader` relies on. `ingest/README.md` draws the bytes.
+//!
+//! ```text
+//! STORE/
+//!   manifest.json                      committed last, by rename; a folder without it is no store
+//!   tokenizer.json                     the bytes that made the tokens
+//!   SOURCE/train/                      one stream: the documents of a source and split, in input order
+//!     tokens-00000.arrow               one non-null column `token`, record batches of 16,384 tokens
+//!     tokens-00000.sums                xxh3-64 of each batch's token bytes, u64 little-endian
+//!     starts-00000.arrow               one non-null column `start`: where each document begins in the stream, u64
+//!     documents-00000.parquet          provenance, one row per document
+//!     tokens-00001.arrow ...
+//!   SOURCE/validation/                 the same, never trained on
+//! ```
+//!
+//! A stream is cut into shards at document ends, so that each shard stands alone and a killed build goes on after the
+//! last whole one. A token's shard is found by binary search in the manifest; its block by division.
+
+pub mod manifest;
+
+pub use manifest::{
+    FileRecord, InputRecord, Loss, Manifest, ShardRecord, SourceRecord, StreamRecord,
+    TokenizerRecord,
+};
+
+/// The version of everything in this module; part of a store's identity.
+pub const FORMAT: u32 = 1;
+
+/// Tokens in a record batch (the last one of a shard may hold fewer): the unit of checking and of reading.
+pub const BLOCK_TOKENS: u64 = 16_384;
+
+/// Tokens in a unit unless `corpus.toml` says otherwise; every `seq_len` divides it.
+pub const UNIT_TOKENS: u64 = 131_072;
+
+/// The two halves of a source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Split {
+    /// Trained on.
+    Train,
+    /// Never trained on.
+    Validation,
+}
+
+impl Split {
+    /// Both, in the order in which they are stored.
+    pub const ALL: [Split; 2] = [Split::Train, Split::Validation];
+
+    /// The folder's name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Split::Train => "train",
+            Split::Validation => "validation",
+        }
+    }
+}
+
+/// One document's provenance: a row of `documents-*.parquet`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DocumentRecord {
+    /// The corpus's own id, or `FILE#ROW` where it has none.
+    pub id: String,
+    /// Which input file of the source (index into [`SourceRecord::inputs`]).
+    pub file: u32,
+    /// Line (from 1) of a JSON Lines file, row (from 0) of a row group or record batch, 0 for a whole file.
+    pub row: u64,
+    /// Row group or record batch (from 0); `None` for lines and whole files.
+    pub group: Option<u32>,
+    /// First byte of the record in the decompressed stream; `None` for columnar input, which has none.
+    pub bytes: Option<(u64, u64)>,
+    /// First token in the stream.
+    pub first_token: u64,
+    /// Tokens, begin and end markers included.
+    pub tokens: u64,
+}

@@ -1,0 +1,63 @@
+//! What the plan answers with: which text a sample is, and where it stands.
+
+/// A run of tokens that are neighbours in their stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Segment {
+    /// First token, counted in the source's training stream.
+    pub start: u64,
+    /// How many tokens, at least one.
+    pub tokens: u32,
+}
+
+/// Global sample number `sample`, resolved.
+///
+/// Its segments, in order, hold at most `seq_len` tokens together; the rest is padding at the end. A joint between two
+/// segments is a document boundary, even where the text happens to go on. The label of a segment's last token is the
+/// next token of the stream, if that belongs to the same document.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SampleSpec {
+    /// The global sample number: the one clock.
+    pub sample: u64,
+    /// Index into [`crate::Plan::phases`].
+    pub phase: usize,
+    /// Index into [`crate::Plan::sources`].
+    pub source: usize,
+    /// Number of this sample among the phase's samples of this source.
+    pub ordinal: u64,
+    /// How many times the source had been gone through before (from 0).
+    pub epoch: u64,
+    /// Tokens in the sequence, padding included.
+    pub seq_len: u32,
+    /// The text.
+    pub segments: Vec<Segment>,
+}
+
+/// One step, resolved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepSpec {
+    /// The step, from 1.
+    pub step: u64,
+    /// Index into [`crate::Plan::phases`].
+    pub phase: usize,
+    /// First global sample number.
+    pub first_sample: u64,
+    /// Sequences in the step.
+    pub batch: u64,
+    /// Sequences in a gradient leaf; divides `batch`.
+    pub leaf: u64,
+    /// Tokens in a sequence.
+    pub seq_len: u32,
+}
+
+/// What planning needs to know of a source: a store's manifest tells it, or a description does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SourceFacts {
+    /// Its name.
+    pub name: String,
+    /// Tokens in its training stream.
+    pub tokens: u64,
+    /// Documents in its training stream.
+    pub documents: u64,
+    /// Tokens in a unit.
+    pub unit: u64,
+}
