@@ -1,2 +1,65 @@
-//! (skeleton)
-fn main() {}
+//! `zdata`: raw corpora to an immutable, checksummed, tokenized store, and answers about what a curriculum reads from it.
+
+#![expect(clippy::print_stdout, reason = "results go to standard output")]
+
+mod cmd;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Prepares corpora for pretraining, and tells what any training step reads.
+///
+/// Results go to standard output, progress and errors to standard error.
+/// Exit codes: 0 done, 1 a bug of ours, 2 usage or curriculum, 3 data missing or damaged, 4 digest mismatch,
+/// 5 run diverged, 6 machine.
+#[derive(Parser)]
+#[command(name = "zdata", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Tokenize a corpus into a store; run it again after a kill and it goes on.
+    Build(cmd::build::Args),
+    /// Train a tokenizer on a corpus.
+    #[command(subcommand)]
+    Tokenizer(cmd::tokenizer::Command),
+    /// Show a store: sources, documents, tokens, sizes, digests, losses by reason.
+    Inspect(cmd::inspect::Args),
+    /// Check every byte of a store, naming what is damaged.
+    Verify(cmd::verify::Args),
+    /// Show what a curriculum trains on, and refuse what cannot run.
+    Plan(cmd::plan::Args),
+    /// Show what one step trains on: documents, file, row, text.
+    Batch(cmd::batch::Args),
+    /// Print one data digest per step.
+    Digest(cmd::digest::Args),
+    /// Find every step that sees a document.
+    Where(cmd::whereabouts::Args),
+    /// Recompute every data digest of a run.
+    VerifyRun(cmd::verify_run::Args),
+}
+
+fn main() -> ExitCode {
+    let outcome = match Cli::parse().command {
+        Command::Build(args) => cmd::build::exec(args),
+        Command::Tokenizer(command) => cmd::tokenizer::exec(command),
+        Command::Inspect(args) => cmd::inspect::exec(args),
+        Command::Verify(args) => cmd::verify::exec(args),
+        Command::Plan(args) => cmd::plan::exec(args),
+        Command::Batch(args) => cmd::batch::exec(args),
+        Command::Digest(args) => cmd::digest::exec(args),
+        Command::Where(args) => cmd::whereabouts::exec(args),
+        Command::VerifyRun(args) => cmd::verify_run::exec(args),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(fault) => {
+            eprintln!("error: {fault}");
+            ExitCode::from(fault.class().exit_code())
+        }
+    }
+}

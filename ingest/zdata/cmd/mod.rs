@@ -1,0 +1,11 @@
+//! One file per command: its arguments and what it does.
+
+pub(crate) mod batch;
+pub(crate) mod build;
+pub(crate) mod digest;
+pub(crate) mod inspect;
+pub(crate) mod plan;
+pub(crate) mod tokenizer;
+pub(crate) mod verify;
+pub(crate) mod verify_run;
+pub(crate) mod whereabouts;
