@@ -1,1 +1,8 @@
-//! (skeleton)
+//! The integration tests of the house, one file for each thing one fears.
+//!
+//! They run the real binaries on corpora that they generate, in scratch folders, and need no network, no GPU and
+//! nothing outside this repository.
+
+mod support;
+
+mod tidy;
