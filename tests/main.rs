@@ -5,4 +5,8 @@
 
 mod support;
 
+mod corrupt;
+mod determinism;
+mod linkage;
+mod resume;
 mod tidy;
