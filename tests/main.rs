@@ -7,6 +7,9 @@ mod support;
 
 mod corrupt;
 mod determinism;
+mod golden;
+#[cfg(feature = "train")]
+mod learns;
 mod linkage;
 mod resume;
 mod tidy;
