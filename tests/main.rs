@@ -1,1 +1,15 @@
-//! (skeleton)
+//! The integration tests of the house, one file for each thing one fears.
+//!
+//! They run the real binaries on corpora that they generate, in scratch folders, and need no network, no GPU and
+//! nothing outside this repository.
+
+mod support;
+
+mod corrupt;
+mod determinism;
+mod golden;
+#[cfg(feature = "train")]
+mod learns;
+mod linkage;
+mod resume;
+mod tidy;
