@@ -1,0 +1,165 @@
+//! Arrow IPC, as a stream or as a file: a string column, nested or not, record batch by record batch.
+
+use std::collections::VecDeque;
+use std::path::Path;
+use std::sync::Arc;
+
+use arrow::array::{Array, ArrayRef, AsArray, RecordBatch, StructArray};
+use arrow::buffer::NullBuffer;
+use arrow::datatypes::{DataType, Field, Schema};
+use contract::{Fault, Identity, Result};
+
+use super::columns::{Column, Rows, no_column, wrong_column};
+use super::ipc::Messages;
+use super::{Fields, Input, Limits, Records, Slab};
+
+/// Rows of a slab, at most.
+const ROWS_MAX: usize = 4096;
+
+/// Reads the record batches of a file in order.
+pub(super) struct Reader {
+    path: Arc<Path>,
+    limits: Limits,
+    messages: Messages,
+    text: String,
+    id: Option<String>,
+    groups: u32,
+    slabs: VecDeque<Slab>,
+    ended: bool,
+}
+
+impl Reader {
+    pub(super) fn open(path: &Path, fields: &Fields, limits: Limits) -> Result<Self> {
+        let mut messages = Messages::open(path)?;
+        let schema = messages.schema();
+        check(path, schema, &fields.text, "strings", is_text)?;
+        if let Some(id) = &fields.id {
+            check(path, schema, id, "strings or integers", |kind| {
+                is_text(kind) || is_integer(kind)
+            })?;
+        }
+        let names = [Some(&fields.text), fields.id.as_ref()];
+        let wanted =
+            |field: &Field| names.iter().flatten().any(|name| leads_to(field.name(), name));
+        let columns = schema.fields().iter().enumerate().filter(|(_, field)| wanted(field));
+        let columns = columns.map(|(index, _)| index).collect();
+        messages.project(columns);
+        let (text, id) = (fields.text.clone(), fields.id.clone());
+        let (path, slabs) = (path.into(), VecDeque::new());
+        Ok(Reader { path, limits, messages, text, id, groups: 0, slabs, ended: false })
+    }
+
+    /// Cuts a batch into slabs; the pieces share its memory.
+    fn cut(&mut self, batch: &RecordBatch) -> Result<()> {
+        let group = self.groups;
+        let torn = || Fault::data("two columns share a name").at(self.path.display().to_string());
+        let text = column(batch, &self.text).ok_or_else(torn)?;
+        let id = self.id.as_ref().map(|id| column(batch, id).ok_or_else(torn)).transpose()?;
+        let bytes = text.0.to_data().get_slice_memory_size().unwrap_or_default();
+        let each = bytes / batch.num_rows().max(1);
+        let step = (self.limits.slab_bytes / each.max(1)).clamp(1, ROWS_MAX);
+        let piece = |(array, nulls): &(ArrayRef, Option<NullBuffer>), first, rows| {
+            let nulls = nulls.as_ref().map(|nulls| nulls.slice(first, rows));
+            Column::Array(array.slice(first, rows), nulls)
+        };
+        for first in (0..batch.num_rows()).step_by(step) {
+            let rows = step.min(batch.num_rows() - first);
+            self.slabs.push_back(Slab(Records::Rows(Rows {
+                path: self.path.clone(),
+                kind: "record batch",
+                group,
+                first: first as u64,
+                rows,
+                text: piece(&text, first, rows),
+                id: id.as_ref().map(|id| piece(id, first, rows)),
+                bytes_max: self.limits.max_document_bytes,
+            })));
+        }
+        self.groups = group.checked_add(1).ok_or_else(|| Fault::data("too many record batches"))?;
+        Ok(())
+    }
+}
+
+impl Input for Reader {
+    fn next_slab(&mut self) -> Result<Option<Slab>> {
+        loop {
+            if let Some(slab) = self.slabs.pop_front() {
+                return Ok(Some(slab));
+            }
+            if self.ended {
+                return Ok(None);
+            }
+            match self.messages.next_batch()? {
+                Some(batch) => self.cut(&batch)?,
+                None => self.ended = true,
+            }
+        }
+    }
+
+    fn content(&self) -> (u64, Identity) {
+        self.messages.content()
+    }
+}
+
+/// Whether a top-level column is `path` or holds it.
+fn leads_to(column: &str, path: &str) -> bool {
+    path.strip_prefix(column).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+}
+
+/// The array at a dotted path, and the nulls of the structs on the way.
+fn column(batch: &RecordBatch, name: &str) -> Option<(ArrayRef, Option<NullBuffer>)> {
+    if let Some(array) = batch.column_by_name(name) {
+        return Some((array.clone(), None));
+    }
+    let mut at: ArrayRef = Arc::new(StructArray::from(batch.clone()));
+    let mut nulls = None;
+    for part in name.split('.') {
+        let parent = at.as_struct_opt()?;
+        nulls = NullBuffer::union(nulls.as_ref(), parent.nulls());
+        at = parent.column_by_name(part)?.clone();
+    }
+    Some((at, nulls))
+}
+
+/// Refuses a schema without a fitting column at a dotted path.
+fn check(
+    path: &Path,
+    schema: &Schema,
+    name: &str,
+    wanted: &str,
+    fits: impl Fn(&DataType) -> bool,
+) -> Result<()> {
+    let mut leaves = Vec::new();
+    schema.fields().iter().for_each(|field| list_leaves(field, "", &mut leaves));
+    match leaves.iter().find(|(leaf, _)| leaf == name) {
+        Some((_, kind)) if fits(kind) => Ok(()),
+        Some((_, kind)) => Err(wrong_column(path, name, kind, wanted)),
+        None => Err(no_column(path, name, leaves.iter().map(|(leaf, _)| leaf.as_str()))),
+    }
+}
+
+fn list_leaves(field: &Field, prefix: &str, leaves: &mut Vec<(String, DataType)>) {
+    let name = format!("{prefix}{}", field.name());
+    match field.data_type() {
+        DataType::Struct(fields) => {
+            fields.iter().for_each(|field| list_leaves(field, &format!("{name}."), leaves));
+        }
+        kind => leaves.push((name, kind.clone())),
+    }
+}
+
+fn is_text(kind: &DataType) -> bool {
+    match kind {
+        DataType::Dictionary(_, values) => is_text(values),
+        DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => true,
+        DataType::Binary | DataType::LargeBinary | DataType::BinaryView => true,
+        _ => false,
+    }
+}
+
+fn is_integer(kind: &DataType) -> bool {
+    match kind {
+        DataType::Dictionary(_, values) => values.is_integer(),
+        kind => kind.is_integer(),
+    }
+}
