@@ -73,7 +73,10 @@ fn phases(root: &Section, places: &mut Places) -> Result<Vec<Phase>> {
             .and_then(|samples| samples.checked_mul(u64::from(phase.seq_len)))
             .and_then(|tokens| tokens.checked_add(total))
             .filter(|&tokens| tokens <= TOKENS_MAX)
-            .ok_or_else(|| section.fault("steps", "the run is longer than 2^62 tokens"))?;
+            .ok_or_else(|| {
+                let key = if section.has("steps") { "steps" } else { "tokens" };
+                section.fault(key, "the run is longer than 2^62 tokens")
+            })?;
         phases.push(phase);
     }
     if phases.is_empty() {
