@@ -19,6 +19,7 @@
 pub mod documents;
 pub mod manifest;
 pub mod open;
+pub mod read;
 pub mod verify;
 pub mod write;
 
@@ -26,6 +27,7 @@ pub use manifest::{
     FileRecord, InputRecord, Loss, Manifest, ShardRecord, SourceRecord, StreamRecord,
     TokenizerRecord,
 };
+pub use read::{Store, StreamReader};
 
 /// The version of everything in this module; part of a store's identity.
 pub const FORMAT: u32 = 1;
