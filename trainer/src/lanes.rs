@@ -5,11 +5,13 @@
 //!
 //! Invariant: the only threads that compute weights, gradients or losses are started here.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use contract::{Fault, Result};
+use kernels::runtime;
 
 /// A number of lanes, at least one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,11 +62,12 @@ impl Lanes {
         let (moved, take) = (Condvar::new(), Mutex::new(take));
         let window = self.0 as u64 + 1;
         let lane = || {
-            tch::set_num_threads(1);
+            runtime::enter_thread().map_err(machine)?;
             while let Some(item) = begin_next(&shared, &moved, items, window) {
                 let result = work(item);
                 deliver(&shared, &moved, &take, item, result);
             }
+            Ok(())
         };
         self.run(lane)?;
         let shared = shared.into_inner().unwrap_or_else(PoisonError::into_inner);
@@ -94,20 +97,32 @@ impl Lanes {
 
     /// Runs `lane` on every lane. Even a single one has a thread of its own, so that it computes under the same
     /// conditions as many do.
-    fn run(self, lane: impl Fn() + Sync) -> Result<()> {
+    fn run(self, lane: impl Fn() -> Result<()> + Sync) -> Result<()> {
         thread::scope(|scope| {
             let handles: Vec<_> = (0..self.0).map(|_| scope.spawn(&lane)).collect();
             let joined: Vec<_> = handles.into_iter().map(|handle| handle.join()).collect();
-            match joined.into_iter().find_map(std::result::Result::err) {
-                None => Ok(()),
-                Some(panic) => {
-                    let text = panic.downcast_ref::<String>().map(String::as_str);
-                    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-                    Err(Fault::bug("a lane stopped").found(text.unwrap_or("no message")))
-                }
-            }
+            joined
+                .into_iter()
+                .try_for_each(|outcome| outcome.unwrap_or_else(|panic| Err(stopped(&*panic))))
         })
     }
+}
+
+/// A foreign refusal is the machine's.
+fn machine(error: kernels::Error) -> Fault {
+    Fault::machine(error.to_string())
+}
+
+/// What to say about a lane that panicked: libtorch's wrapper panics where libtorch throws, also for want of memory.
+fn stopped(panic: &(dyn Any + Send)) -> Fault {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
+    if text.contains("out of memory") || text.contains("can't allocate memory") {
+        return Fault::machine("there is not enough memory")
+            .found(text)
+            .hint("use fewer lanes, or smaller leaves");
+    }
+    Fault::bug("a lane stopped").found(text)
 }
 
 /// The next item for a lane, once it is close enough to the one that is taken next.

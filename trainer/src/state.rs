@@ -50,15 +50,18 @@ impl State {
     fn tensors(&self) -> impl Iterator<Item = (Part, usize, &Tensor)> {
         let named = |part: Part| move |(index, tensor)| (part, index, tensor);
         let second = self.second.iter().enumerate();
-        let second = second.filter_map(|(index, tensor)| Some((Part::Second, index, tensor.as_ref()?)));
+        let second =
+            second.filter_map(|(index, tensor)| Some((Part::Second, index, tensor.as_ref()?)));
         let weights = self.weights.iter().enumerate().map(named(Part::Weight));
         weights.chain(self.first.iter().enumerate().map(named(Part::First))).chain(second)
     }
 
     /// Checksums of everything, computed on the lanes.
     pub fn sums(&self, lanes: Lanes) -> Result<StateSums> {
-        let items: Vec<_> =
-            self.tensors().map(|(part, index, tensor)| (salt(part, index), tensor.shallow_clone())).collect();
+        let items: Vec<_> = self
+            .tensors()
+            .map(|(part, index, tensor)| (salt(part, index), tensor.shallow_clone()))
+            .collect();
         let sums = lanes.map(items, |(salt, tensor)| Ok(checksum::tensor(&tensor, salt)))?;
         let mut hasher = Hasher::new();
         // No `..`: whatever is added to the state enters its digest.
@@ -78,4 +81,3 @@ impl State {
         Ok(StateSums { weights: sums[..weights.len()].to_vec(), digest: hasher.finish() })
     }
 }
-

@@ -11,10 +11,10 @@ use crate::model::ParamSpec;
 use crate::state::State;
 
 /// The version of the format.
-pub const FORMAT: u32 = 1;
+pub(super) const FORMAT: u32 = 1;
 
 /// A blob is closed before it grows beyond this, so that reading one never needs much memory beside the state.
-pub const BLOB_BYTES: u64 = 1 << 30;
+pub(super) const BLOB_BYTES: u64 = 1 << 30;
 
 /// `manifest.json`: a folder without it is no checkpoint. No time, device or path enters it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -87,7 +87,12 @@ pub(super) fn entries<'a>(state: &'a State, parameters: &[ParamSpec]) -> Vec<Ent
             };
             let shape = parameter.shape.iter().map(|length| *length as usize).collect();
             let name = parameter.name.clone();
-            found.extend(tensor.map(|tensor| Entry { set, name, shape, values: Values::Tensor(tensor) }));
+            found.extend(tensor.map(|tensor| Entry {
+                set,
+                name,
+                shape,
+                values: Values::Tensor(tensor),
+            }));
         }
         for (layer, balance) in state.balance.iter().enumerate() {
             let values = match set {

@@ -54,8 +54,11 @@ impl Checkpoints {
 
     /// The steps that have one, ascending.
     pub fn steps(&self) -> Result<Vec<u64>> {
-        let mut steps: Vec<u64> =
-            self.names()?.iter().filter_map(|name| name.strip_prefix("step-")?.parse().ok()).collect();
+        let mut steps: Vec<u64> = self
+            .names()?
+            .iter()
+            .filter_map(|name| name.strip_prefix("step-")?.parse().ok())
+            .collect();
         steps.sort_unstable();
         Ok(steps)
     }
@@ -64,8 +67,11 @@ impl Checkpoints {
         if !self.folder.exists() {
             return Ok(Vec::new());
         }
-        let entries = fs::read_dir(&self.folder).map_err(|error| Fault::io("list", &self.folder, &error))?;
-        let name = |entry: std::io::Result<fs::DirEntry>| Ok(entry?.file_name().to_string_lossy().into_owned());
+        let entries =
+            fs::read_dir(&self.folder).map_err(|error| Fault::io("list", &self.folder, &error))?;
+        let name = |entry: std::io::Result<fs::DirEntry>| {
+            Ok(entry?.file_name().to_string_lossy().into_owned())
+        };
         let names: std::io::Result<Vec<_>> = entries.map(name).collect();
         names.map_err(|error| Fault::io("list", &self.folder, &error))
     }
@@ -78,8 +84,15 @@ impl Checkpoints {
     }
 
     /// Commits `state`; `digest` is its own and `chain` the ledger's after its step.
-    pub fn save(&self, state: &State, parameters: &[ParamSpec], digest: Digest, chain: Digest) -> Result<()> {
-        fs::create_dir_all(&self.folder).map_err(|error| Fault::io("create", &self.folder, &error))?;
+    pub fn save(
+        &self,
+        state: &State,
+        parameters: &[ParamSpec],
+        digest: Digest,
+        chain: Digest,
+    ) -> Result<()> {
+        fs::create_dir_all(&self.folder)
+            .map_err(|error| Fault::io("create", &self.folder, &error))?;
         let scratch = self.folder.join(format!("{PARTIAL}{}", state.step));
         write::write(&scratch, &self.path(state.step), state, parameters, digest, chain)
     }
@@ -105,13 +118,14 @@ impl Checkpoints {
     ) -> Result<Found> {
         let mut passed = Vec::new();
         for step in self.steps()?.into_iter().rev().filter(|step| *step <= last) {
-            let loaded = self.load(step, layout, lanes).and_then(|(state, manifest)| {
-                match chain_at(step) {
+            let loaded =
+                self.load(step, layout, lanes).and_then(|(state, manifest)| match chain_at(step) {
                     Some(chain) if chain == manifest.chain => Ok(state),
-                    _ => Err(Fault::data("this checkpoint does not belong to the ledger beside it")
-                        .at(self.path(step).display().to_string())),
-                }
-            });
+                    _ => {
+                        Err(Fault::data("this checkpoint does not belong to the ledger beside it")
+                            .at(self.path(step).display().to_string()))
+                    }
+                });
             match loaded {
                 Ok(state) => return Ok(Found { state: Some(state), passed }),
                 // A machine that cannot read says nothing about the bytes.

@@ -11,8 +11,8 @@ use tch::{Device, Kind, Tensor};
 use super::format::{self, FileRecord, Manifest, ParameterRecord};
 use crate::lanes::Lanes;
 use crate::model::ParamSpec;
-use crate::optim::balance::Balance;
 use crate::optim::Rule;
+use crate::optim::balance::Balance;
 use crate::state::State;
 
 /// What a state looks like: decided by the run, not by what is on the disk.
@@ -43,7 +43,10 @@ pub(super) fn read(folder: &Path, layout: Layout<'_>, lanes: Lanes) -> Result<(S
     let manifest = manifest(folder)?;
     let wanted: Vec<_> = layout.parameters.iter().map(record).collect();
     if manifest.format != format::FORMAT || manifest.parameters != wanted {
-        return Err(damaged(&folder.join("manifest.json"), "its format or its parameters are not this run's"));
+        return Err(damaged(
+            &folder.join("manifest.json"),
+            "its format or its parameters are not this run's",
+        ));
     }
     let mut sets: BTreeMap<(String, String), Tensor> = BTreeMap::new();
     for file in &manifest.files {
@@ -76,7 +79,8 @@ fn blob(folder: &Path, file: &FileRecord) -> Result<Vec<(String, Tensor)>> {
             .found(found)
             .wanted(format!("{} bytes, digest {}", file.bytes, file.digest)));
     }
-    let tensors = SafeTensors::deserialize(&bytes).map_err(|error| damaged(&path, &error.to_string()))?;
+    let tensors =
+        SafeTensors::deserialize(&bytes).map_err(|error| damaged(&path, &error.to_string()))?;
     let tensor = |(name, view): (&str, safetensors::tensor::TensorView<'_>)| {
         let shape: Vec<i64> = view.shape().iter().map(|length| *length as i64).collect();
         let tensor = Tensor::f_from_data_size(view.data(), &shape, Kind::Float);
@@ -95,9 +99,9 @@ fn assemble(
 ) -> Result<State> {
     let mut take = |set: &str, name: &str, shape: &[i64]| {
         let tensor = sets.remove(&(set.to_owned(), name.to_owned()));
-        tensor
-            .filter(|tensor| tensor.size() == shape)
-            .ok_or_else(|| damaged(folder, &format!("it lacks {set} of {name} in the shape {shape:?}")))
+        tensor.filter(|tensor| tensor.size() == shape).ok_or_else(|| {
+            damaged(folder, &format!("it lacks {set} of {name} in the shape {shape:?}"))
+        })
     };
     let (mut weights, mut first, mut second) = (Vec::new(), Vec::new(), Vec::new());
     for (parameter, rule) in layout.parameters.iter().zip(layout.rules) {
@@ -112,9 +116,11 @@ fn assemble(
         let name = format::balance_name(layer);
         let mut values = |set: &str, length: usize| -> Result<Vec<f32>> {
             let tensor = take(set, &name, &[length as i64])?;
-            Vec::try_from(tensor).map_err(|error| damaged(folder, &error.to_string()))
+            Vec::try_from(tensor)
+                .map_err(|error: tch::TchError| damaged(folder, &error.to_string()))
         };
-        let (bias, first) = (values("weights", like.bias.len())?, values("first", like.first.len())?);
+        let (bias, first) =
+            (values("weights", like.bias.len())?, values("first", like.first.len())?);
         balance.push(Balance { bias, first, second: values("second", like.second.len())? });
     }
     Ok(State { step, weights, first, second, balance })

@@ -22,13 +22,24 @@ pub(super) fn write(
     remove(scratch)?;
     fs::create_dir_all(scratch).map_err(|error| Fault::io("create", scratch, &error))?;
     let blobs = format::blobs(format::entries(state, parameters), format::BLOB_BYTES);
-    let files = blobs.iter().map(|(name, entries)| blob(scratch, name, entries)).collect::<Result<_>>()?;
-    let named =
-        |parameter: &ParamSpec| ParameterRecord { name: parameter.name.clone(), shape: parameter.shape.clone() };
+    let files =
+        blobs.iter().map(|(name, entries)| blob(scratch, name, entries)).collect::<Result<_>>()?;
+    let named = |parameter: &ParamSpec| ParameterRecord {
+        name: parameter.name.clone(),
+        shape: parameter.shape.clone(),
+    };
     let parameters = parameters.iter().map(named).collect();
-    let manifest = Manifest { format: format::FORMAT, step: state.step, state: digest, chain, files, parameters };
-    let text = serde_json::to_string_pretty(&manifest)
-        .map_err(|error| Fault::bug(format!("a checkpoint's manifest cannot be written: {error}")))?;
+    let manifest = Manifest {
+        format: format::FORMAT,
+        step: state.step,
+        state: digest,
+        chain,
+        files,
+        parameters,
+    };
+    let text = serde_json::to_string_pretty(&manifest).map_err(|error| {
+        Fault::bug(format!("a checkpoint's manifest cannot be written: {error}"))
+    })?;
     let path = scratch.join("manifest.json");
     fs::write(&path, text + "\n").map_err(|error| Fault::io("write", &path, &error))?;
     sync(&path)?;
@@ -45,22 +56,32 @@ fn blob(folder: &Path, name: &str, entries: &[Entry<'_>]) -> Result<FileRecord> 
     let named = entries.iter().map(|entry| (entry.name.as_str(), entry));
     safetensors::serialize_to_file(named, None, &path).map_err(|error| match error {
         SafeTensorError::IoError(error) => Fault::io("write", &path, &error),
-        other => Fault::bug(format!("a blob cannot be written: {other}")).at(path.display().to_string()),
+        other => {
+            Fault::bug(format!("a blob cannot be written: {other}")).at(path.display().to_string())
+        }
     })?;
     sync(&path)?;
     let bytes = fs::read(&path).map_err(|error| Fault::io("read back", &path, &error))?;
-    Ok(FileRecord { name: name.to_owned(), bytes: bytes.len() as u64, digest: Digest::of_bytes(&bytes) })
+    Ok(FileRecord {
+        name: name.to_owned(),
+        bytes: bytes.len() as u64,
+        digest: Digest::of_bytes(&bytes),
+    })
 }
 
 /// Waits until a file or folder is on the disk.
 fn sync(path: &Path) -> Result<()> {
-    File::open(path).and_then(|file| file.sync_all()).map_err(|error| Fault::io("flush", path, &error))
+    File::open(path)
+        .and_then(|file| file.sync_all())
+        .map_err(|error| Fault::io("flush", path, &error))
 }
 
 /// Removes a folder, if there is one.
 pub(super) fn remove(path: &Path) -> Result<()> {
     match fs::remove_dir_all(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Fault::io("remove", path, &error)),
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(Fault::io("remove", path, &error))
+        }
         _ => Ok(()),
     }
 }

@@ -34,7 +34,10 @@ impl Ledger {
         let options = OpenOptions::new().read(true).append(true).open(path);
         let file = options.map_err(|error| Fault::io("open", path, &error))?;
         let Some(ledger) = Ledger::checked(path, file)? else { return Ok(None) };
-        ledger.file.set_len(ledger.end).map_err(|error| Fault::io("cut the torn end of", path, &error))?;
+        ledger
+            .file
+            .set_len(ledger.end)
+            .map_err(|error| Fault::io("cut the torn end of", path, &error))?;
         Ok(Some(ledger))
     }
 
@@ -42,7 +45,9 @@ impl Ledger {
     pub fn read(path: &Path) -> Result<Ledger> {
         let file = File::open(path).map_err(|error| Fault::io("open", path, &error))?;
         Ledger::checked(path, file)?.ok_or_else(|| {
-            Fault::data("the ledger is empty").at(path.display().to_string()).hint("the run had not begun: start it again")
+            Fault::data("the ledger is empty")
+                .at(path.display().to_string())
+                .hint("the run had not begun: start it again")
         })
     }
 
@@ -64,11 +69,14 @@ impl Ledger {
         let mut bytes = Vec::new();
         loop {
             bytes.clear();
-            let read = reader.read_until(b'\n', &mut bytes).map_err(|error| Fault::io("read", path, &error))?;
+            let read = reader
+                .read_until(b'\n', &mut bytes)
+                .map_err(|error| Fault::io("read", path, &error))?;
             let Some(line) = bytes.strip_suffix(b"\n") else { break };
             let number = lines.len();
             let opened = std::str::from_utf8(line).ok().and_then(|line| chain::open(chain, line));
-            let (body, after) = opened.ok_or_else(|| broken(path, number, "its chain is broken"))?;
+            let (body, after) =
+                opened.ok_or_else(|| broken(path, number, "its chain is broken"))?;
             if number == 0 {
                 head = Some(from_json::<Head>(path, number, &body)?);
             } else if from_json::<Numbered>(path, number, &body)?.step != number as u64 {
@@ -114,14 +122,19 @@ impl Ledger {
         let line = String::from_utf8_lossy(&bytes);
         let before = self.lines[step as usize - 1].chain;
         let opened = chain::open(before, line.trim_end_matches('\n'));
-        let (body, _) = opened.ok_or_else(|| broken(&self.path, step as usize, "it changed while it was in use"))?;
+        let (body, _) = opened
+            .ok_or_else(|| broken(&self.path, step as usize, "it changed while it was in use"))?;
         from_json(&self.path, step as usize, &body)
     }
 
     /// Appends the record of the step after the last.
     pub fn append(&mut self, record: &StepRecord) -> Result<()> {
         if record.step != self.last_step() + 1 {
-            return Err(Fault::bug(format!("step {} was to follow step {}", record.step, self.last_step())));
+            return Err(Fault::bug(format!(
+                "step {} was to follow step {}",
+                record.step,
+                self.last_step()
+            )));
         }
         let body = to_json(record)?;
         self.append_body(&body)
@@ -131,7 +144,9 @@ impl Ledger {
         let before = self.lines.last().map_or(Digest::default(), |line| line.chain);
         let (mut line, chain) = chain::seal(before, body);
         line.push('\n');
-        self.file.write_all(line.as_bytes()).map_err(|error| Fault::io("append to", &self.path, &error))?;
+        self.file
+            .write_all(line.as_bytes())
+            .map_err(|error| Fault::io("append to", &self.path, &error))?;
         self.end += line.len() as u64;
         self.lines.push(Line { end: self.end, chain });
         Ok(())
@@ -156,7 +171,8 @@ fn broken(path: &Path, number: usize, what: &str) -> Fault {
 }
 
 fn to_json(value: &impl serde::Serialize) -> Result<String> {
-    serde_json::to_string(value).map_err(|error| Fault::bug(format!("a ledger line cannot be written: {error}")))
+    serde_json::to_string(value)
+        .map_err(|error| Fault::bug(format!("a ledger line cannot be written: {error}")))
 }
 
 fn from_json<T: serde::de::DeserializeOwned>(path: &Path, number: usize, body: &str) -> Result<T> {
@@ -205,7 +221,11 @@ mod tests {
         assert_eq!(ledger.record(4).unwrap().difference(&record(4, 1), &[]), None);
         let whole = std::fs::read(&path).unwrap();
         let again = tempfile::tempdir().unwrap();
-        assert_eq!(whole, std::fs::read(written(again.path(), 4)).unwrap(), "nothing but the records enters");
+        assert_eq!(
+            whole,
+            std::fs::read(written(again.path(), 4)).unwrap(),
+            "nothing but the records enters"
+        );
     }
 
     #[test]
@@ -213,7 +233,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = written(folder.path(), 2);
         let whole = std::fs::read(&path).unwrap();
-        let ends: Vec<usize> = (0..whole.len()).filter(|at| whole[*at] == b'\n').map(|at| at + 1).collect();
+        let ends: Vec<usize> =
+            (0..whole.len()).filter(|at| whole[*at] == b'\n').map(|at| at + 1).collect();
         for cut in (0..whole.len()).step_by(7).chain(ends.iter().copied()) {
             std::fs::write(&path, &whole[..cut]).unwrap();
             let complete = ends.iter().filter(|end| **end <= cut).count();
@@ -239,7 +260,10 @@ mod tests {
         let changed = text.replacen("\"step\":2", "\"step\":3", 1);
         for (damaged, line) in [(swapped, 2), (removed, 2), (changed, 3)] {
             std::fs::write(&path, damaged).unwrap();
-            for fault in [Ledger::open(&path).map(|_| ()).unwrap_err(), Ledger::read(&path).map(|_| ()).unwrap_err()] {
+            for fault in [
+                Ledger::open(&path).map(|_| ()).unwrap_err(),
+                Ledger::read(&path).map(|_| ()).unwrap_err(),
+            ] {
                 assert_eq!(fault.class(), Class::Mismatch);
                 assert!(fault.to_string().contains(&format!("ledger.jsonl:{line}:")), "{fault}");
             }

@@ -99,9 +99,20 @@ impl StepRecord {
     pub fn difference(&self, other: &StepRecord, parameters: &[String]) -> Option<Difference> {
         // No `..`: a new quantity must take its place in this order. `loss` follows from `leaf_losses`.
         let StepRecord { kind: _, step, phase, data, divisor, loss: _, leaf_labels, .. } = self;
-        let StepRecord { leaf_losses, router, leaf_gradients, gradients, norm, lr, weights, state, .. } = self;
+        let StepRecord {
+            leaf_losses,
+            router,
+            leaf_gradients,
+            gradients,
+            norm,
+            lr,
+            weights,
+            state,
+            ..
+        } = self;
         let leaf = |index: usize| format!("of leaf {index}");
-        let tensor = |index: usize| format!("of {}", parameters.get(index).map_or("?", String::as_str));
+        let tensor =
+            |index: usize| format!("of {}", parameters.get(index).map_or("?", String::as_str));
         let layer = |index: usize| format!("of layer {index}");
         let text = |value: &Vec<u64>| format!("{value:?}");
         let hex = |value: &u64| format!("{value:016x}");
@@ -172,7 +183,12 @@ impl TryFrom<String> for Packed {
     type Error = String;
 
     fn try_from(text: String) -> Result<Self, String> {
-        let wrong = || format!("expected sixteen hexadecimal digits for each word, found {} characters", text.len());
+        let wrong = || {
+            format!(
+                "expected sixteen hexadecimal digits for each word, found {} characters",
+                text.len()
+            )
+        };
         if !text.is_ascii() || text.len() % 16 != 0 {
             return Err(wrong());
         }
@@ -192,7 +208,11 @@ pub(crate) mod tests {
     /// A record whose every quantity follows from `seed`.
     pub(crate) fn record(step: u64, seed: u64) -> StepRecord {
         let word = |index: u64| {
-            contract::draw(contract::Key::from_seed(seed).nth(step), contract::Purpose::Generate, index)
+            contract::draw(
+                contract::Key::from_seed(seed).nth(step),
+                contract::Purpose::Generate,
+                index,
+            )
         };
         let words = |from: u64, count: u64| Packed((from..from + count).map(word).collect());
         StepRecord {

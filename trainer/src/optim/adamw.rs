@@ -38,7 +38,13 @@ impl AdamW {
     }
 
     /// Updates one flat piece of a tensor and of its moments in place.
-    pub fn update(&self, weight: &mut Tensor, first: &mut Tensor, second: &mut Tensor, gradient: &Tensor) {
+    pub fn update(
+        &self,
+        weight: &mut Tensor,
+        first: &mut Tensor,
+        second: &mut Tensor,
+        gradient: &Tensor,
+    ) {
         if self.keep != 1.0 {
             let _ = weight.g_mul_scalar_(self.keep);
         }
@@ -59,7 +65,14 @@ mod tests {
     use proptest::prelude::*;
 
     /// AdamW as torch documents it, one element, in f64.
-    fn reference(weight: f64, gradients: &[f64], lr: f64, decay: f64, betas: (f64, f64), eps: f64) -> f64 {
+    fn reference(
+        weight: f64,
+        gradients: &[f64],
+        lr: f64,
+        decay: f64,
+        betas: (f64, f64),
+        eps: f64,
+    ) -> f64 {
         let (mut w, mut m, mut v) = (weight, 0.0, 0.0);
         for (index, g) in gradients.iter().enumerate() {
             let t = index as i32 + 1;

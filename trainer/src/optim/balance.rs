@@ -40,7 +40,8 @@ impl Balance {
         let correction = (1.0 - power(BETAS.0, step), 1.0 - power(BETAS.1, step));
         for (expert, &count) in counts[..experts].iter().enumerate() {
             // A step whose tokens all skipped says nothing about the experts.
-            let share = if total == 0 { 0.0 } else { count as f64 / total as f64 - 1.0 / experts as f64 };
+            let share =
+                if total == 0 { 0.0 } else { count as f64 / total as f64 - 1.0 / experts as f64 };
             let first = BETAS.0 * f64::from(self.first[expert]) + (1.0 - BETAS.0) * share;
             let second = BETAS.1 * f64::from(self.second[expert]) + (1.0 - BETAS.1) * share * share;
             let change = lr * (first / correction.0) / ((second / correction.1).sqrt() + EPS);

@@ -74,7 +74,9 @@ impl Rule {
         match (kind, parameter.role) {
             (Kind::Muon, Role::Matrix) => Rule::Muon,
             (Kind::Muon, Role::Experts) => Rule::MuonEach,
-            (Kind::AdamW, _) | (Kind::Muon, Role::Elementwise) => Rule::AdamW { decay: parameter.shape.len() > 1 },
+            (Kind::AdamW, _) | (Kind::Muon, Role::Elementwise) => {
+                Rule::AdamW { decay: parameter.shape.len() > 1 }
+            }
         }
     }
 
@@ -103,7 +105,13 @@ pub fn update(
     let lr = settings.schedule.rate(step);
     let muon = Muon::at(lr, settings.weight_decay, settings.momentum);
     let adamw = |decay: bool| {
-        AdamW::at(step, lr, if decay { settings.weight_decay } else { 0.0 }, settings.betas, settings.eps)
+        AdamW::at(
+            step,
+            lr,
+            if decay { settings.weight_decay } else { 0.0 },
+            settings.betas,
+            settings.eps,
+        )
     };
     let (plain, decayed) = (adamw(false), adamw(true));
     let mut items = Vec::new();
@@ -118,9 +126,17 @@ pub fn update(
             Item::Flat { weight, first, second, gradient, decay } => {
                 let rule = if decay { decayed } else { plain };
                 for start in (0..weight.size()[0]).step_by(CHUNK as usize) {
-                    let chunk = |tensor: &Tensor| tensor.narrow(0, start, CHUNK.min(tensor.size()[0] - start));
-                    let (mut weight, mut first, mut second) = (chunk(&weight), chunk(&first), chunk(&second));
-                    rule.update(&mut weight, &mut first, &mut second, &scaled(chunk(&gradient), scale));
+                    let chunk = |tensor: &Tensor| {
+                        tensor.narrow(0, start, CHUNK.min(tensor.size()[0] - start))
+                    };
+                    let (mut weight, mut first, mut second) =
+                        (chunk(&weight), chunk(&first), chunk(&second));
+                    rule.update(
+                        &mut weight,
+                        &mut first,
+                        &mut second,
+                        &scaled(chunk(&gradient), scale),
+                    );
                 }
             }
         });
@@ -137,8 +153,11 @@ fn split(rule: Rule, state: &State, index: usize, gradient: &Tensor, items: &mut
             let flat = |tensor: &Tensor| tensor.view([-1]);
             let length = weight.numel() as i64;
             for start in (0..length).step_by((CHUNK * CHUNKS) as usize) {
-                let piece = |tensor: &Tensor| flat(tensor).narrow(0, start, (CHUNK * CHUNKS).min(length - start));
-                let gradient = gradient.reshape([-1]).narrow(0, start, (CHUNK * CHUNKS).min(length - start));
+                let piece = |tensor: &Tensor| {
+                    flat(tensor).narrow(0, start, (CHUNK * CHUNKS).min(length - start))
+                };
+                let gradient =
+                    gradient.reshape([-1]).narrow(0, start, (CHUNK * CHUNKS).min(length - start));
                 let (weight, first, second) = (piece(weight), piece(first), piece(second));
                 items.push(Item::Flat { weight, first, second, gradient, decay });
             }

@@ -77,9 +77,16 @@ mod tests {
     use tch::Kind;
 
     fn random(rows: i64, columns: i64, seed: i64) -> Tensor {
-        let draw = |index| contract::draw(contract::Key::from_seed(seed as u64), contract::Purpose::Generate, index);
-        let values: Vec<f32> =
-            (0..rows * columns).map(|index| (draw(index as u64) >> 40) as f32 / (1u64 << 23) as f32 - 1.0).collect();
+        let draw = |index| {
+            contract::draw(
+                contract::Key::from_seed(seed as u64),
+                contract::Purpose::Generate,
+                index,
+            )
+        };
+        let values: Vec<f32> = (0..rows * columns)
+            .map(|index| (draw(index as u64) >> 40) as f32 / (1u64 << 23) as f32 - 1.0)
+            .collect();
         Tensor::from_slice(&values).reshape([rows, columns])
     }
 
@@ -131,9 +138,14 @@ mod tests {
 
     #[test]
     fn a_gradient_of_zeros_moves_nothing() {
-        let (mut weight, mut momentum) = (random(4, 6, 1), Tensor::zeros([4, 6], tch::kind::FLOAT_CPU));
+        let (mut weight, mut momentum) =
+            (random(4, 6, 1), Tensor::zeros([4, 6], tch::kind::FLOAT_CPU));
         let before = weight.copy();
-        Muon::at(0.02, 0.0, 0.95).update(&mut weight, &mut momentum, &Tensor::zeros([4, 6], tch::kind::FLOAT_CPU));
+        Muon::at(0.02, 0.0, 0.95).update(
+            &mut weight,
+            &mut momentum,
+            &Tensor::zeros([4, 6], tch::kind::FLOAT_CPU),
+        );
         assert_eq!(weight, before);
     }
 }
