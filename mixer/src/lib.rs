@@ -1,9 +1,38 @@
-//! Curriculum to plan: which text is sample number i. Everything here is arithmetic with inverses.
+//! Curriculum to plan: which text is sample number `i`. Everything here is arithmetic with inverses.
 //!
-//! Invariant: no I/O, no threads, no clock, no floats.
+//! ```text
+//! step -> samples -> phase -> source, ordinal -> epoch, group, window -> tokens       Plan::step, Plan::sample
+//!                                                 tokens -> every (sample, offset)    Plan::visits
+//! ```
+//!
+//! - [`curriculum`]: the file, read with a place for every mistake; its canonical text; what an edit changes.
+//! - [`mixing`]: which source sample `j` of a phase comes from: exact at every prefix, in O(depth).
+//! - [`course`]: the order in which a source is gone through, across phases and lengths.
+//! - [`plan`]: the two together.
+//!
+//! Invariant: no I/O, no threads, no clock, and no float decides which text is read.
+//! Invariant: what a plan holds grows with phases x sources, never with tokens, samples or steps.
+//!
+//! Ramps, best-fit packing and amendments will fit without another clock: a ramp of weights or batch gives a phase
+//! other closed forms of the same four questions ([`mixing::Mixing`]: pick, count, nth; [`Plan::step`]); a packed source
+//! permutes packs where this permutes windows, which is why a sample has several [`Segment`]s; an amendment from step S
+//! cuts a phase in two at S, and a [`course::Cursor`] is all that the second part needs to know of the first.
 
 #![forbid(unsafe_code)]
 
+pub mod course;
+pub mod curriculum;
+mod described;
+mod digest;
+mod limits;
+pub mod mixing;
+pub mod plan;
 pub mod sample;
+mod stretch;
+mod visits;
 
+pub use curriculum::{Curriculum, Difference};
+pub use described::described_store;
+pub use plan::{PhasePlan, Plan, SourceUse};
 pub use sample::{SampleSpec, Segment, SourceFacts, StepSpec};
+pub use visits::Visit;

@@ -1,0 +1,260 @@
+//! The order in which one source is gone through, whatever the phases: epochs, groups, windows, leftovers.
+//!
+//! ```text
+//! epoch    the source's units (the last one may be partial), permuted under (seed, name, epoch)
+//! group    1,024 permuted units in a row (the last group may hold fewer)
+//! window   a unit cut into pieces of `seq_len` tokens; a group's windows are permuted under (seed, name, epoch, group)
+//! ```
+//!
+//! Invariant: a group is used up before the next one opens, an epoch before the next one begins. So every token is
+//! served once before any is served twice, also where `seq_len` changes: what a change leaves of the open group is read
+//! as one long text (its windows in permuted order, without padding), and that is cut anew.
+//!
+//! Nothing here is proportional to the source: the one partial unit and its one short window are where their inverse
+//! permutations say, and everything else is division.
+
+use contract::{Key, Permutation};
+
+use crate::sample::Segment;
+
+/// Units in a group.
+pub const GROUP_UNITS: u64 = 1024;
+
+/// How a source is gone through.
+#[derive(Clone, Debug)]
+pub(crate) struct Course {
+    key: Key,
+    /// Tokens in the source.
+    pub(crate) tokens: u64,
+    /// Tokens in a unit.
+    pub(crate) unit: u64,
+    /// Units, the partial one included.
+    units: u64,
+    /// Tokens in the partial unit; 0 if there is none.
+    tail: u64,
+}
+
+/// Where a source stands: everything that its past has left behind.
+///
+/// All before (`epoch`, `group`) is served, and of that group, cut at `cut`, the first `served` windows and then
+/// `offset` tokens of the rest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cursor {
+    /// How many times the source has been gone through.
+    pub epoch: u64,
+    /// The open group of this epoch.
+    pub group: u64,
+    /// The `seq_len` at which the open group was cut.
+    pub cut: u32,
+    /// Windows of the open group that were served at that cut.
+    pub served: u64,
+    /// Tokens of the leftover that were served at another `seq_len`.
+    pub offset: u64,
+}
+
+/// One epoch of a course.
+pub(crate) struct Epoch<'a> {
+    course: &'a Course,
+    key: Key,
+    units: Permutation,
+    /// Where the partial unit stands in permuted order.
+    tail_slot: Option<u64>,
+}
+
+/// One group of an epoch, cut at one `seq_len`.
+pub(crate) struct Group<'a> {
+    epoch: &'a Epoch<'a>,
+    seq_len: u64,
+    first_slot: u64,
+    /// Tokens here.
+    pub(crate) tokens: u64,
+    /// The slot of this group that holds the partial unit.
+    tail_slot: Option<u64>,
+    order: Permutation,
+    /// The short window's place in permuted order, and how many tokens it lacks.
+    short: Option<(u64, u64)>,
+}
+
+impl Course {
+    /// The course of the source `name` under `seed`.
+    ///
+    /// # Panics
+    /// If `tokens` or `unit` is zero.
+    pub(crate) fn new(seed: u64, name: &str, tokens: u64, unit: u64) -> Self {
+        assert!(tokens > 0 && unit > 0, "a course needs tokens and a unit");
+        let key = Key::from_seed(seed).child("order").child(name);
+        Course { key, tokens, unit, units: tokens.div_ceil(unit), tail: tokens % unit }
+    }
+
+    /// Windows of one epoch at `seq_len`.
+    pub(crate) fn windows(&self, seq_len: u32) -> u64 {
+        let seq_len = u64::from(seq_len);
+        self.tokens / self.unit * (self.unit / seq_len) + self.tail.div_ceil(seq_len)
+    }
+
+    /// Groups of one epoch.
+    pub(crate) fn groups(&self) -> u64 {
+        self.units.div_ceil(GROUP_UNITS)
+    }
+
+    /// The order of one epoch.
+    pub(crate) fn epoch(&self, epoch: u64) -> Epoch<'_> {
+        let key = self.key.nth(epoch);
+        let units = Permutation::new(key, self.units);
+        let tail_slot = (self.tail > 0).then(|| units.inverse(self.units - 1));
+        Epoch { course: self, key, units, tail_slot }
+    }
+
+    /// Tokens served on the way from the very beginning to `cursor`.
+    pub(crate) fn tokens_before(&self, cursor: &Cursor) -> u64 {
+        let epoch = self.epoch(cursor.epoch);
+        let whole = cursor.epoch * self.tokens + epoch.tokens_before(cursor.group);
+        if cursor.served == 0 {
+            return whole + cursor.offset;
+        }
+        whole + epoch.group(cursor.group, cursor.cut).tokens_before(cursor.served) + cursor.offset
+    }
+}
+
+impl Cursor {
+    /// The very beginning.
+    pub const START: Cursor = Cursor { epoch: 0, group: 0, cut: 0, served: 0, offset: 0 };
+}
+
+impl Epoch<'_> {
+    /// Windows that a group of whole units has.
+    fn group_windows(&self, seq_len: u32) -> u64 {
+        GROUP_UNITS * (self.course.unit / u64::from(seq_len))
+    }
+
+    /// Windows that the partial unit has fewer than a whole one.
+    fn missing_windows(&self, seq_len: u32) -> u64 {
+        let seq_len = u64::from(seq_len);
+        self.course.unit / seq_len - self.course.tail.div_ceil(seq_len)
+    }
+
+    /// Windows before `group`.
+    pub(crate) fn windows_before(&self, group: u64, seq_len: u32) -> u64 {
+        let whole = group * self.group_windows(seq_len);
+        match self.tail_slot {
+            Some(slot) if slot / GROUP_UNITS < group => whole - self.missing_windows(seq_len),
+            _ => whole,
+        }
+    }
+
+    /// The group of window `index` of the epoch, and the window's number in it.
+    pub(crate) fn group_of_window(&self, index: u64, seq_len: u32) -> (u64, u64) {
+        let full = self.group_windows(seq_len);
+        let group = match self.tail_slot {
+            Some(slot) => {
+                let (tail_group, missing) = (slot / GROUP_UNITS, self.missing_windows(seq_len));
+                match index / full {
+                    group if group < tail_group => group,
+                    _ if index + missing < (tail_group + 1) * full => tail_group,
+                    _ => (index + missing) / full,
+                }
+            }
+            None => index / full,
+        };
+        (group, index - self.windows_before(group, seq_len))
+    }
+
+    /// Tokens before `group`.
+    fn tokens_before(&self, group: u64) -> u64 {
+        let Course { unit, tail, units, .. } = *self.course;
+        let whole = (group * GROUP_UNITS).min(units) * unit;
+        match self.tail_slot {
+            Some(slot) if slot / GROUP_UNITS < group => whole - (unit - tail),
+            _ => whole,
+        }
+    }
+
+    /// The group and slot in which `unit` stands.
+    pub(crate) fn slot_of_unit(&self, unit: u64) -> (u64, u64) {
+        let slot = self.units.inverse(unit);
+        (slot / GROUP_UNITS, slot % GROUP_UNITS)
+    }
+
+    /// One group, cut at `seq_len`.
+    pub(crate) fn group(&self, group: u64, seq_len: u32) -> Group<'_> {
+        let first_slot = group * GROUP_UNITS;
+        let windows = self.windows_before(group + 1, seq_len).min(self.course.windows(seq_len))
+            - self.windows_before(group, seq_len);
+        let tokens = self.tokens_before(group + 1) - self.tokens_before(group);
+        let tail_slot =
+            self.tail_slot.filter(|slot| slot / GROUP_UNITS == group).map(|slot| slot - first_slot);
+        let order = Permutation::new(self.key.nth(group), windows);
+        let seq_len = u64::from(seq_len);
+        let short = tail_slot.filter(|_| self.course.tail % seq_len > 0).map(|slot| {
+            let window = slot * (self.course.unit / seq_len) + self.course.tail / seq_len;
+            (order.inverse(window), seq_len - self.course.tail % seq_len)
+        });
+        Group { epoch: self, seq_len, first_slot, tokens, tail_slot, order, short }
+    }
+}
+
+impl Group<'_> {
+    /// The text of the window served as number `place` of this group.
+    pub(crate) fn window(&self, place: u64) -> Segment {
+        let window = self.order.forward(place);
+        let Course { unit, tail, .. } = *self.epoch.course;
+        let (whole, partial) = (unit / self.seq_len, tail.div_ceil(self.seq_len));
+        let (slot, inside) = match self.tail_slot {
+            Some(slot) if window >= slot * whole + partial => {
+                let window = window + whole - partial;
+                (window / whole, window % whole)
+            }
+            _ => (window / whole, window % whole),
+        };
+        let start = self.epoch.units.forward(self.first_slot + slot) * unit + inside * self.seq_len;
+        let tokens = self.seq_len.min(self.epoch.course.tokens - start);
+        Segment { start, tokens: narrow(tokens) }
+    }
+
+    /// Where window `inside` of the unit at `slot` is served.
+    pub(crate) fn place(&self, slot: u64, inside: u64) -> u64 {
+        let Course { unit, tail, .. } = *self.epoch.course;
+        let (whole, partial) = (unit / self.seq_len, tail.div_ceil(self.seq_len));
+        let missing = match self.tail_slot {
+            Some(tail_slot) if slot > tail_slot => whole - partial,
+            _ => 0,
+        };
+        self.order.inverse(slot * whole + inside - missing)
+    }
+
+    /// Tokens in the windows before `place`.
+    pub(crate) fn tokens_before(&self, place: u64) -> u64 {
+        match self.short {
+            Some((short, missing)) if short < place => place * self.seq_len - missing,
+            _ => place * self.seq_len,
+        }
+    }
+
+    /// The window in which token number `token` of this group stands, and its offset there.
+    fn place_of_token(&self, token: u64) -> (u64, u64) {
+        match self.short {
+            Some((short, missing)) if token >= (short + 1) * self.seq_len - missing => {
+                ((token + missing) / self.seq_len, (token + missing) % self.seq_len)
+            }
+            _ => (token / self.seq_len, token % self.seq_len),
+        }
+    }
+
+    /// Tokens `from..to` of this group, in the order in which it is served; each joint is a cut between windows.
+    pub(crate) fn text(&self, from: u64, to: u64) -> Vec<Segment> {
+        let (mut place, mut skip) = self.place_of_token(from);
+        let mut left = to - from;
+        let mut segments = Vec::new();
+        while left > 0 {
+            let window = self.window(place);
+            let tokens = (u64::from(window.tokens) - skip).min(left);
+            segments.push(Segment { start: window.start + skip, tokens: narrow(tokens) });
+            (place, skip, left) = (place + 1, 0, left - tokens);
+        }
+        segments
+    }
+}
+
+fn narrow(tokens: u64) -> u32 {
+    u32::try_from(tokens).expect("a window has at most seq_len tokens, which is 32 bits")
+}

@@ -1,0 +1,109 @@
+//! One text for one meaning.
+//!
+//! Every key stands there with its default filled in, tables and sources in a fixed order, weights as integers without
+//! a common divisor, `tokens` as steps. The text is itself a curriculum with the same meaning.
+
+use std::fmt::Write as _;
+
+use super::{Curriculum, ModelSpec, OptimizerSpec, Phase, ScheduleSpec, SourceLimits};
+
+impl Curriculum {
+    /// The canonical text: two curricula mean the same if, and only if, they share it.
+    pub fn canonical(&self) -> String {
+        // No `..`: a new field does not compile until it is written here.
+        let Curriculum {
+            stores,
+            seed,
+            dtype,
+            phases,
+            sources,
+            model,
+            optimizer,
+            schedule,
+            places: _,
+        } = self;
+        let mut out = Text::default();
+        let stores: Vec<String> = stores.iter().map(|store| quoted(store)).collect();
+        out.line("store", format!("[{}]", stores.join(", ")));
+        out.line("seed", seed);
+        out.line("dtype", quoted(dtype.name()));
+        let ModelSpec { preset, fields } = model;
+        out.head("[model]");
+        if let Some(preset) = preset {
+            out.line("preset", quoted(preset));
+        }
+        for (field, value) in fields {
+            out.line(&key(field), value);
+        }
+        optimizer_text(optimizer, &mut out);
+        let ScheduleSpec { warmup_steps, decay_steps, final_lr } = schedule;
+        out.head("[schedule]");
+        out.line("warmup_steps", warmup_steps);
+        out.line("decay_steps", decay_steps);
+        if *decay_steps > 0 {
+            out.line("final_lr", float(*final_lr));
+        }
+        for (name, SourceLimits { max_epochs }) in sources {
+            // The default, spelled out, means what its absence means.
+            if *max_epochs != SourceLimits::default().max_epochs {
+                out.head(&format!("[source.{}]", key(name)));
+                out.line("max_epochs", max_epochs);
+            }
+        }
+        phases.iter().for_each(|phase| phase_text(phase, &mut out));
+        out.0
+    }
+}
+
+fn optimizer_text(optimizer: &OptimizerSpec, out: &mut Text) {
+    let OptimizerSpec { kind, lr, betas, eps, momentum, weight_decay, clip } = optimizer;
+    out.head("[optimizer]");
+    out.line("kind", quoted(kind.name()));
+    out.line("lr", float(*lr));
+    out.line("betas", format!("[{}, {}]", float(betas[0]), float(betas[1])));
+    out.line("eps", float(*eps));
+    out.line("momentum", float(*momentum));
+    out.line("weight_decay", float(*weight_decay));
+    out.line("clip", float(*clip));
+}
+
+fn phase_text(phase: &Phase, out: &mut Text) {
+    let Phase { name, steps, seq_len, batch, leaf, mix } = phase;
+    out.head("[[phase]]");
+    out.line("name", quoted(name));
+    out.line("steps", steps);
+    out.line("seq_len", seq_len);
+    out.line("batch", batch);
+    out.line("leaf", leaf);
+    let weights = phase.weights().expect("checked when the phase was read");
+    let pairs =
+        mix.keys().zip(weights).map(|(source, weight)| format!("{} = {weight}", key(source)));
+    out.line("mix", format!("{{ {} }}", pairs.collect::<Vec<_>>().join(", ")));
+}
+
+#[derive(Default)]
+struct Text(String);
+
+impl Text {
+    fn head(&mut self, head: &str) {
+        self.0 += &format!("\n{head}\n");
+    }
+
+    fn line(&mut self, key: &str, value: impl std::fmt::Display) {
+        writeln!(self.0, "{key} = {value}").expect("writing to a string cannot fail");
+    }
+}
+
+/// The shortest decimal that reads back as the same number.
+pub(super) fn float(value: f64) -> String {
+    format!("{value:e}")
+}
+
+fn quoted(text: &str) -> String {
+    toml::Value::String(text.to_owned()).to_string()
+}
+
+fn key(name: &str) -> String {
+    let bare = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_' || byte == b'-';
+    if !name.is_empty() && name.bytes().all(bare) { name.to_owned() } else { quoted(name) }
+}

@@ -1,0 +1,151 @@
+//! What an edited curriculum changes, and from which step on.
+
+use std::collections::BTreeSet;
+use std::fmt;
+
+use super::canonical::float;
+use super::{Curriculum, ModelSpec, OptimizerSpec, Phase, ScheduleSpec};
+
+/// One key whose value differs in a way that reaches a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Difference {
+    /// The key (`optimizer.lr`, `phase.NAME.mix.SOURCE`).
+    pub key: String,
+    /// What the other curriculum says.
+    pub found: String,
+    /// What this one says.
+    pub wanted: String,
+    /// The first step that it would change.
+    pub first_step: u64,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Difference { key, found, wanted, first_step } = self;
+        write!(f, "{key}: {wanted} became {found}, which matters from step {first_step}")
+    }
+}
+
+impl Curriculum {
+    /// What `other` (an edit) changes against `self` (what the run began with), by the first step that it reaches.
+    ///
+    /// Names of phases, `max_epochs` and the paths of stores change no step and never appear: a limit either refuses
+    /// the plan or has no effect, and a store is known by its digest.
+    pub fn difference(&self, other: &Curriculum) -> Vec<Difference> {
+        let Curriculum {
+            stores: _,
+            seed,
+            dtype,
+            phases,
+            sources: _,
+            model,
+            optimizer,
+            schedule,
+            places: _,
+        } = self;
+        let mut list = List::default();
+        list.compare("seed", other.seed, seed, 1);
+        list.compare("dtype", other.dtype.name(), dtype.name(), 1);
+        model_difference(model, &other.model, &mut list);
+        optimizer_difference(optimizer, &other.optimizer, &mut list);
+        schedule_difference(schedule, &other.schedule, &mut list);
+        phase_differences(phases, &other.phases, &mut list);
+        list.0.sort_by_key(|difference| difference.first_step);
+        list.0
+    }
+}
+
+#[derive(Default)]
+struct List(Vec<Difference>);
+
+impl List {
+    fn compare(
+        &mut self,
+        key: &str,
+        found: impl fmt::Display,
+        wanted: impl fmt::Display,
+        first_step: u64,
+    ) {
+        let (found, wanted) = (found.to_string(), wanted.to_string());
+        if found != wanted {
+            self.0.push(Difference { key: key.to_owned(), found, wanted, first_step });
+        }
+    }
+}
+
+fn model_difference(model: &ModelSpec, other: &ModelSpec, list: &mut List) {
+    let ModelSpec { preset, fields } = model;
+    let named = |preset: &Option<String>| preset.clone().unwrap_or_else(|| "no preset".to_owned());
+    list.compare("model.preset", named(&other.preset), named(preset), 1);
+    let keys: BTreeSet<&String> = fields.keys().chain(other.fields.keys()).collect();
+    for key in keys {
+        let show = |value: Option<&toml::Value>| match value {
+            Some(value) => value.to_string(),
+            None => "the preset's value".to_owned(),
+        };
+        let (found, wanted) = (show(other.fields.get(key)), show(fields.get(key)));
+        list.compare(&format!("model.{key}"), found, wanted, 1);
+    }
+}
+
+fn optimizer_difference(optimizer: &OptimizerSpec, other: &OptimizerSpec, list: &mut List) {
+    let OptimizerSpec { kind, lr, betas, eps, momentum, weight_decay, clip } = optimizer;
+    let pair = |betas: &[f64; 2]| format!("[{}, {}]", float(betas[0]), float(betas[1]));
+    list.compare("optimizer.kind", other.kind.name(), kind.name(), 1);
+    list.compare("optimizer.lr", float(other.lr), float(*lr), 1);
+    list.compare("optimizer.betas", pair(&other.betas), pair(betas), 1);
+    list.compare("optimizer.eps", float(other.eps), float(*eps), 1);
+    list.compare("optimizer.momentum", float(other.momentum), float(*momentum), 1);
+    list.compare("optimizer.weight_decay", float(other.weight_decay), float(*weight_decay), 1);
+    list.compare("optimizer.clip", float(other.clip), float(*clip), 1);
+}
+
+fn schedule_difference(schedule: &ScheduleSpec, other: &ScheduleSpec, list: &mut List) {
+    let ScheduleSpec { warmup_steps, decay_steps, final_lr } = schedule;
+    list.compare("schedule.warmup_steps", other.warmup_steps, warmup_steps, 1);
+    // The rate of step `warmup_steps` itself is still the peak.
+    let decays = other.warmup_steps.min(*warmup_steps) + 1;
+    list.compare("schedule.decay_steps", other.decay_steps, decay_steps, decays);
+    if *decay_steps > 0 && other.decay_steps > 0 {
+        list.compare("schedule.final_lr", float(other.final_lr), float(*final_lr), decays);
+    }
+}
+
+/// Phases are compared in order; from the first one whose end moves, everything has moved.
+fn phase_differences(phases: &[Phase], others: &[Phase], list: &mut List) {
+    let (mut first, mut first_other) = (1, 1);
+    for (phase, other) in phases.iter().zip(others) {
+        phase_difference(phase, other, first.min(first_other), list);
+        first += phase.steps;
+        first_other += other.steps;
+    }
+    let reached = first.min(first_other);
+    let common = phases.len().min(others.len());
+    for phase in &phases[common..] {
+        list.compare(&format!("phase.{}", phase.name), "no such phase", "a phase", reached);
+    }
+    for phase in &others[common..] {
+        list.compare(&format!("phase.{}", phase.name), "a phase", "no such phase", reached);
+    }
+}
+
+fn phase_difference(phase: &Phase, other: &Phase, first_step: u64, list: &mut List) {
+    let Phase { name, steps, seq_len, batch, leaf, mix } = phase;
+    let key = |field: &str| format!("phase.{name}.{field}");
+    list.compare(&key("steps"), other.steps, steps, first_step + other.steps.min(*steps));
+    list.compare(&key("seq_len"), other.seq_len, seq_len, first_step);
+    list.compare(&key("batch"), other.batch, batch, first_step);
+    list.compare(&key("leaf"), other.leaf, leaf, first_step);
+    // Weights that are the same once scaled decide the same.
+    if mix.keys().eq(other.mix.keys()) && phase.weights() == other.weights() {
+        return;
+    }
+    let sources: BTreeSet<&String> = mix.keys().chain(other.mix.keys()).collect();
+    for source in sources {
+        let show = |phase: &Phase| match phase.mix.get(source) {
+            Some(weight) => weight.to_string(),
+            None => "not in the mix".to_owned(),
+        };
+        list.compare(&key(&format!("mix.{source}")), show(other), show(phase), first_step);
+    }
+}

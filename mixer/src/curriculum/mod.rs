@@ -1,0 +1,191 @@
+//! The curriculum: the one file that says what is trained. `curricula/README.md` is the reference of its keys.
+//!
+//! Whatever decides a bit stands here; whatever only decides speed (ranks, lanes, threads, device) is a flag and
+//! never does. Weights are exact ratios, taken from the text as typed.
+
+mod canonical;
+mod difference;
+mod parse;
+mod reader;
+
+use std::collections::BTreeMap;
+
+use contract::ratio::{Ratio, gcd};
+
+pub use difference::Difference;
+pub(crate) use reader::{Places, Section, Text};
+
+use crate::mixing::WEIGHT_MAX;
+
+/// A parsed curriculum, every default filled in.
+#[derive(Clone, Debug)]
+pub struct Curriculum {
+    /// Stores, or descriptions of stores, as written: relative paths start at the curriculum's folder.
+    pub stores: Vec<String>,
+    /// The root of every draw.
+    pub seed: u64,
+    /// What the model computes in.
+    pub dtype: Dtype,
+    /// The phases, in order.
+    pub phases: Vec<Phase>,
+    /// Limits of single sources; [`Curriculum::limits`] knows the default.
+    pub sources: BTreeMap<String, SourceLimits>,
+    /// The model.
+    pub model: ModelSpec,
+    /// The optimizer.
+    pub optimizer: OptimizerSpec,
+    /// The learning rate's course.
+    pub schedule: ScheduleSpec,
+    places: Places,
+}
+
+/// What the model computes in; master weights and sums are 32-bit floats either way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dtype {
+    /// 32-bit floats.
+    F32,
+    /// bfloat16.
+    Bf16,
+}
+
+/// A phase: constant mix, sequence length and batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Phase {
+    /// Its name, unique; names things for people and decides nothing.
+    pub name: String,
+    /// Steps, at least one.
+    pub steps: u64,
+    /// Tokens in a sequence.
+    pub seq_len: u32,
+    /// Sequences in a step.
+    pub batch: u64,
+    /// Sequences in a gradient leaf; divides `batch`.
+    pub leaf: u64,
+    /// The sources and their weights, all above zero.
+    pub mix: BTreeMap<String, Ratio>,
+}
+
+/// Limits of one source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SourceLimits {
+    /// How many times the source may be gone through in the whole run.
+    pub max_epochs: u64,
+}
+
+/// `[model]`: the trainer knows what the fields mean.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ModelSpec {
+    /// A named configuration.
+    pub preset: Option<String>,
+    /// Fields that differ from it.
+    pub fields: BTreeMap<String, toml::Value>,
+}
+
+/// Which optimizer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OptimizerKind {
+    /// Muon on matrices, AdamW on the rest.
+    Muon,
+    /// AdamW on everything.
+    AdamW,
+}
+
+/// `[optimizer]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OptimizerSpec {
+    /// Which one.
+    pub kind: OptimizerKind,
+    /// The peak learning rate.
+    pub lr: f64,
+    /// AdamW's two decays.
+    pub betas: [f64; 2],
+    /// AdamW's epsilon.
+    pub eps: f64,
+    /// Muon's momentum.
+    pub momentum: f64,
+    /// Decoupled weight decay.
+    pub weight_decay: f64,
+    /// The largest global gradient norm; 0 for no clipping.
+    pub clip: f64,
+}
+
+/// `[schedule]`: step `s` has `lr * s / warmup_steps` up to `warmup_steps`, then half a cosine down to `final_lr` over
+/// `decay_steps`, then `final_lr`. Never derived from phase lengths. Without `decay_steps` the rate stays at `lr`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ScheduleSpec {
+    /// Steps of warm-up.
+    pub warmup_steps: u64,
+    /// Steps of decay after warm-up; 0 for none.
+    pub decay_steps: u64,
+    /// The rate after decay.
+    pub final_lr: f64,
+}
+
+impl Curriculum {
+    /// The limits of `source`, stated or default.
+    pub fn limits(&self, source: &str) -> SourceLimits {
+        self.sources.get(source).copied().unwrap_or_default()
+    }
+
+    /// `file:line:column` of a key (`model.head_dim`, `phase.NAME.mix.SOURCE`), or of the section it belongs to, or the
+    /// file: the place that a fault about this key names.
+    pub fn place(&self, key: &str) -> String {
+        self.places.of(key)
+    }
+}
+
+impl Default for SourceLimits {
+    /// Once: repeating text is a decision, so it is written down.
+    fn default() -> Self {
+        SourceLimits { max_epochs: 1 }
+    }
+}
+
+impl Dtype {
+    /// Every one, by name.
+    pub const ALL: [(&'static str, Dtype); 2] = [("f32", Dtype::F32), ("bf16", Dtype::Bf16)];
+
+    /// The name in a curriculum.
+    pub fn name(self) -> &'static str {
+        match self {
+            Dtype::F32 => Dtype::ALL[0].0,
+            Dtype::Bf16 => Dtype::ALL[1].0,
+        }
+    }
+}
+
+impl OptimizerKind {
+    /// Every one, by name.
+    pub const ALL: [(&'static str, OptimizerKind); 2] =
+        [("muon", OptimizerKind::Muon), ("adamw", OptimizerKind::AdamW)];
+
+    /// The name in a curriculum.
+    pub fn name(self) -> &'static str {
+        match self {
+            OptimizerKind::Muon => OptimizerKind::ALL[0].0,
+            OptimizerKind::AdamW => OptimizerKind::ALL[1].0,
+        }
+    }
+}
+
+impl Phase {
+    /// The weights as integers without a common divisor, in the order of the sources' names: what decides.
+    ///
+    /// `None` if they are so fine, or so far apart, that their sum does not fit.
+    pub fn weights(&self) -> Option<Vec<u64>> {
+        let scale = self.mix.values().try_fold(1u64, |scale, weight| {
+            (scale / gcd(scale, weight.den())).checked_mul(weight.den())
+        })?;
+        let whole = |weight: &Ratio| weight.num().checked_mul(scale / weight.den());
+        let weights: Vec<u64> = self.mix.values().map(whole).collect::<Option<_>>()?;
+        let divisor = weights.iter().fold(0, |divisor, &weight| gcd(divisor, weight));
+        let weights: Vec<u64> = weights.iter().map(|weight| weight / divisor).collect();
+        let total = weights.iter().try_fold(0u64, |sum, &weight| sum.checked_add(weight))?;
+        (total <= WEIGHT_MAX).then_some(weights)
+    }
+
+    /// Samples of the phase.
+    pub fn samples(&self) -> u64 {
+        self.steps * self.batch
+    }
+}

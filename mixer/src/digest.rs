@@ -1,0 +1,65 @@
+//! The plan digest up to a step: only what decides the steps up to it.
+//!
+//! Lengthening a phase, adding a later one, or a source that is not used by then, leaves it unchanged.
+
+use contract::{Digest, Digestible, Hasher};
+
+use crate::plan::{PhasePlan, Plan};
+use crate::sample::SourceFacts;
+
+/// A plan as far as `step`.
+struct Until<'a> {
+    plan: &'a Plan,
+    step: u64,
+}
+
+impl Plan {
+    /// The digest of what decides steps 1 to `step`; later steps than the plan has add nothing.
+    pub fn digest_through(&self, step: u64) -> Digest {
+        Digest::of(&Until { plan: self, step })
+    }
+}
+
+impl Digestible for Until<'_> {
+    fn feed(&self, hasher: &mut Hasher) {
+        let Plan { seed, phases, sources, courses: _ } = self.plan;
+        let begun = phases.iter().take_while(|phase| phase.first_step <= self.step);
+        hasher.tag("plan.v1").u64(*seed).u64(begun.clone().count() as u64);
+        let mut used = vec![false; sources.len()];
+        for phase in begun {
+            let steps = phase.steps.min(self.step - phase.first_step + 1);
+            feed_phase(phase, steps, sources, hasher);
+            let counts = phase.mixing.counts(steps * phase.batch);
+            for (part, count) in phase.uses.iter().zip(counts) {
+                used[part.source] |= count > 0;
+            }
+        }
+        // A source that has served nothing yet has decided nothing yet.
+        let mut facts: Vec<&SourceFacts> =
+            sources.iter().zip(used).filter_map(|(facts, used)| used.then_some(facts)).collect();
+        facts.sort_by(|a, b| a.name.cmp(&b.name));
+        hasher.u64(facts.len() as u64);
+        for SourceFacts { name, tokens, documents: _, unit } in facts {
+            hasher.str(name).u64(*tokens).u64(*unit);
+        }
+    }
+}
+
+/// The first `steps` steps of a phase. Its name decides nothing; where it begins and what it takes follows from the rest.
+fn feed_phase(phase: &PhasePlan, steps: u64, sources: &[SourceFacts], hasher: &mut Hasher) {
+    let PhasePlan {
+        name: _,
+        first_step: _,
+        steps: _,
+        first_sample: _,
+        batch,
+        leaf,
+        seq_len,
+        uses,
+        mixing: _,
+    } = phase;
+    hasher.u64(steps).u64(*batch).u64(*leaf).u64(u64::from(*seq_len)).u64(uses.len() as u64);
+    for part in uses {
+        hasher.str(&sources[part.source].name).u64(part.weight);
+    }
+}

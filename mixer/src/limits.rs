@@ -1,0 +1,94 @@
+//! No repeats beyond `max_epochs`: refused before the run starts, with the step at which it would happen.
+
+use contract::{Fault, Result};
+
+use crate::curriculum::Curriculum;
+use crate::plan::{PhasePlan, Plan, SourceUse};
+
+/// A source that runs out.
+struct Shortfall {
+    step: u64,
+    phase: usize,
+    source: usize,
+    max_epochs: u64,
+}
+
+/// Refuses the plan if a source runs out.
+pub(crate) fn check(plan: &Plan, curriculum: &Curriculum) -> Result<()> {
+    let mut short: Vec<Shortfall> = Vec::new();
+    for (index, phase) in plan.phases.iter().enumerate() {
+        for (entry, part) in phase.uses.iter().enumerate() {
+            let max_epochs = curriculum.limits(&plan.sources[part.source].name).max_epochs;
+            let within = part.stretch.samples_within(max_epochs);
+            let known = short.iter().any(|earlier| earlier.source == part.source);
+            if part.samples > within && !known {
+                let step = phase.first_step + phase.mixing.nth(entry, within) / phase.batch;
+                short.push(Shortfall { step, phase: index, source: part.source, max_epochs });
+            }
+        }
+    }
+    short.sort_by_key(|shortfall| shortfall.step);
+    match short.split_first() {
+        Some((first, others)) => Err(fault(plan, curriculum, first, others)),
+        None => Ok(()),
+    }
+}
+
+fn fault(plan: &Plan, curriculum: &Curriculum, first: &Shortfall, others: &[Shortfall]) -> Fault {
+    let Shortfall { step, phase, source, max_epochs } = *first;
+    let (facts, phase) = (&plan.sources[source], &plan.phases[phase]);
+    let (name, needed) = (&facts.name, plan.tokens_needed(source));
+    let limit_key = format!("source.{name}.max_epochs");
+    let place = match curriculum.sources.contains_key(name) {
+        true => curriculum.place(&limit_key),
+        false => curriculum.place(&format!("phase.{}.mix.{name}", phase.name)),
+    };
+    let also: Vec<String> = others
+        .iter()
+        .map(|other| format!("{} at step {}", plan.sources[other.source].name, other.step))
+        .collect();
+    let also = if also.is_empty() { String::new() } else { format!("; so do {}", also.join(", ")) };
+    let what = format!("source {name:?} runs out at step {step}, in phase {:?}{also}", phase.name);
+    let epochs = hundredths(needed, facts.tokens);
+    Fault::usage(what)
+        .at(place)
+        .found(format!("the run takes {needed} of its {} tokens: {epochs} epochs", facts.tokens))
+        .wanted(format!("at most {max_epochs} (max_epochs)"))
+        .hint(format!(
+            "set max_epochs = {} under [source.{name}] to repeat it, or give it less weight or fewer steps",
+            plan.epochs_needed(source)
+        ))
+}
+
+/// `part / whole` with two decimals, rounded up: 1.004 epochs are more than one.
+fn hundredths(part: u64, whole: u64) -> String {
+    let value = (u128::from(part) * 100).div_ceil(u128::from(whole));
+    format!("{}.{:02}", value / 100, value % 100)
+}
+
+impl Plan {
+    /// Tokens that the run takes from a source, repeats included.
+    pub fn tokens_needed(&self, source: usize) -> u64 {
+        self.last_use(source).map_or(0, |(_, part)| part.tokens_before + part.tokens)
+    }
+
+    /// The least `max_epochs` with which a source lasts for the whole run.
+    pub fn epochs_needed(&self, source: usize) -> u64 {
+        match self.last_use(source) {
+            Some((_, part)) => {
+                let begun = part.after.group > 0 || part.after.served > 0 || part.after.offset > 0;
+                part.after.epoch + u64::from(begun)
+            }
+            None => 0,
+        }
+    }
+
+    fn last_use(&self, source: usize) -> Option<(&PhasePlan, &SourceUse)> {
+        let in_phase =
+            |phase: &'_ PhasePlan| phase.uses.iter().position(|part| part.source == source);
+        self.phases
+            .iter()
+            .rev()
+            .find_map(|phase| in_phase(phase).map(|entry| (phase, &phase.uses[entry])))
+    }
+}

@@ -1,0 +1,251 @@
+//! The plan: step -> samples -> phase -> source and ordinal -> text, every arrow with its inverse.
+//!
+//! What a plan holds is one [`PhasePlan`] for each phase and one [`SourceUse`] for each source of a phase: where the
+//! source stood, how many samples it gives, where it stands afterwards. Everything else is computed when asked.
+
+use contract::fault::nearest;
+use contract::{Fault, Result};
+
+use crate::course::{Course, Cursor};
+use crate::curriculum::{Curriculum, Phase};
+use crate::mixing::Mixing;
+use crate::sample::{SampleSpec, SourceFacts, StepSpec};
+use crate::stretch::Stretch;
+
+/// What a run reads, in closed form.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    pub(crate) seed: u64,
+    pub(crate) phases: Vec<PhasePlan>,
+    pub(crate) sources: Vec<SourceFacts>,
+    /// One for each source that some phase uses.
+    pub(crate) courses: Vec<Option<Course>>,
+}
+
+/// One phase, resolved.
+#[derive(Clone, Debug)]
+pub struct PhasePlan {
+    /// Its name.
+    pub name: String,
+    /// Its first step.
+    pub first_step: u64,
+    /// Its steps.
+    pub steps: u64,
+    /// Its first global sample number.
+    pub first_sample: u64,
+    /// Sequences in a step.
+    pub batch: u64,
+    /// Sequences in a gradient leaf.
+    pub leaf: u64,
+    /// Tokens in a sequence.
+    pub seq_len: u32,
+    /// What each source of the mix gives, in the order of the sources' names.
+    pub uses: Vec<SourceUse>,
+    /// Which source each sample comes from; numbered as `uses`.
+    pub mixing: Mixing,
+}
+
+/// What a source gives to a phase.
+#[derive(Clone, Debug)]
+pub struct SourceUse {
+    /// Index into [`Plan::sources`].
+    pub source: usize,
+    /// Its integer weight.
+    pub weight: u64,
+    /// Its samples.
+    pub samples: u64,
+    /// Its tokens, padding left out.
+    pub tokens: u64,
+    /// Tokens that had been taken from it in the whole run before the phase, repeats included.
+    pub tokens_before: u64,
+    /// Where it stands when the phase ends.
+    pub after: Cursor,
+    pub(crate) stretch: Stretch,
+}
+
+impl Plan {
+    /// Plans `curriculum` over sources, and refuses what cannot run.
+    pub fn new(curriculum: &Curriculum, facts: &[SourceFacts]) -> Result<Plan> {
+        check_sources(curriculum, facts)?;
+        let mut plan = Plan {
+            seed: curriculum.seed,
+            phases: Vec::with_capacity(curriculum.phases.len()),
+            sources: facts.to_vec(),
+            courses: vec![None; facts.len()],
+        };
+        let mut cursors = vec![Cursor::START; facts.len()];
+        for phase in &curriculum.phases {
+            let planned = plan.phase_plan(curriculum, phase, &mut cursors)?;
+            plan.phases.push(planned);
+        }
+        crate::limits::check(&plan, curriculum)?;
+        Ok(plan)
+    }
+
+    /// The phases, in order.
+    pub fn phases(&self) -> &[PhasePlan] {
+        &self.phases
+    }
+
+    /// The sources, in the order given; also those that no phase uses.
+    pub fn sources(&self) -> &[SourceFacts] {
+        &self.sources
+    }
+
+    /// The last step; steps are 1 to this.
+    pub fn steps(&self) -> u64 {
+        self.phases.last().map_or(0, |phase| phase.first_step + phase.steps - 1)
+    }
+
+    /// Samples of the whole run.
+    pub fn samples(&self) -> u64 {
+        self.phases.last().map_or(0, |phase| phase.first_sample + phase.samples())
+    }
+
+    /// Step `step`.
+    pub fn step(&self, step: u64) -> Result<StepSpec> {
+        if step == 0 || step > self.steps() {
+            return Err(Fault::usage("there is no such step")
+                .found(format!("step {step}"))
+                .wanted(format!("1 to {}", self.steps())));
+        }
+        let phase = self.phases.partition_point(|phase| phase.first_step <= step) - 1;
+        let PhasePlan { first_step, first_sample, batch, leaf, seq_len, .. } = self.phases[phase];
+        let first_sample = first_sample + (step - first_step) * batch;
+        Ok(StepSpec { step, phase, first_sample, batch, leaf, seq_len })
+    }
+
+    /// The step that global sample `sample` belongs to.
+    pub fn step_of(&self, sample: u64) -> Result<u64> {
+        let phase = &self.phases[self.phase_of(sample)?];
+        Ok(phase.first_step + (sample - phase.first_sample) / phase.batch)
+    }
+
+    /// Global sample `sample`.
+    pub fn sample(&self, sample: u64) -> Result<SampleSpec> {
+        let index = self.phase_of(sample)?;
+        let phase = &self.phases[index];
+        let (entry, ordinal) = phase.mixing.pick(sample - phase.first_sample);
+        let SourceUse { source, stretch, .. } = &phase.uses[entry];
+        let (epoch, segments) = stretch.text(self.course(*source), ordinal);
+        let (source, seq_len) = (*source, phase.seq_len);
+        Ok(SampleSpec { sample, phase: index, source, ordinal, epoch, seq_len, segments })
+    }
+
+    fn phase_of(&self, sample: u64) -> Result<usize> {
+        if sample >= self.samples() {
+            return Err(Fault::usage("there is no such sample")
+                .found(format!("sample {sample}"))
+                .wanted(format!("0 to {}", self.samples() - 1)));
+        }
+        Ok(self.phases.partition_point(|phase| phase.first_sample <= sample) - 1)
+    }
+
+    pub(crate) fn course(&self, source: usize) -> &Course {
+        self.courses[source].as_ref().expect("a source in a mix has a course")
+    }
+
+    /// Plans one phase and moves the cursors of its sources.
+    fn phase_plan(
+        &mut self,
+        curriculum: &Curriculum,
+        phase: &Phase,
+        cursors: &mut [Cursor],
+    ) -> Result<PhasePlan> {
+        let weights = phase.weights().expect("checked when the phase was read");
+        let mixing = Mixing::new(&weights);
+        let counts = mixing.counts(phase.samples());
+        let mut uses = Vec::with_capacity(weights.len());
+        for ((name, weight), samples) in phase.mix.keys().zip(weights).zip(counts) {
+            let source = source_of(curriculum, phase, name, &self.sources)?;
+            let SourceFacts { name, tokens, documents: _, unit } = &self.sources[source];
+            let course = self.courses[source]
+                .get_or_insert_with(|| Course::new(curriculum.seed, name, *tokens, *unit));
+            let stretch = Stretch::new(course, cursors[source], phase.seq_len);
+            let after = stretch.after(course, samples);
+            let tokens_before = course.tokens_before(&stretch.start);
+            let tokens = course.tokens_before(&after) - tokens_before;
+            cursors[source] = after;
+            uses.push(SourceUse { source, weight, samples, tokens, tokens_before, after, stretch });
+        }
+        Ok(PhasePlan {
+            name: phase.name.clone(),
+            first_step: self.steps() + 1,
+            steps: phase.steps,
+            first_sample: self.samples(),
+            batch: phase.batch,
+            leaf: phase.leaf,
+            seq_len: phase.seq_len,
+            uses,
+            mixing,
+        })
+    }
+}
+
+impl PhasePlan {
+    /// Its samples.
+    pub fn samples(&self) -> u64 {
+        self.steps * self.batch
+    }
+
+    /// Its last step.
+    pub fn last_step(&self) -> u64 {
+        self.first_step + self.steps - 1
+    }
+}
+
+/// The source that a mix names, checked.
+fn source_of(
+    curriculum: &Curriculum,
+    phase: &Phase,
+    name: &str,
+    facts: &[SourceFacts],
+) -> Result<usize> {
+    let place = || curriculum.place(&format!("phase.{}.mix.{name}", phase.name));
+    let Some(source) = facts.iter().position(|facts| facts.name == name) else {
+        return Err(unknown(name, facts).at(place()));
+    };
+    let SourceFacts { name: _, tokens, documents: _, unit } = facts[source];
+    if tokens == 0 {
+        return Err(Fault::usage(format!("source {name:?} has no text to train on")).at(place()));
+    }
+    if unit % u64::from(phase.seq_len) != 0 {
+        return Err(Fault::usage("`seq_len` does not divide the unit of a source")
+            .at(curriculum.place(&format!("phase.{}.seq_len", phase.name)))
+            .found(format!("seq_len {}", phase.seq_len))
+            .wanted(format!("a divisor of {unit}, the unit of {name:?}")));
+    }
+    Ok(source)
+}
+
+fn unknown(name: &str, facts: &[SourceFacts]) -> Fault {
+    let fault = Fault::usage(format!("no store has a source {name:?}"));
+    let names = || facts.iter().map(|facts| facts.name.as_str());
+    match nearest(name, names()) {
+        Some(near) => fault.hint(format!("did you mean {near:?}?")),
+        None => fault.wanted(names().take(20).collect::<Vec<_>>().join(", ")),
+    }
+}
+
+/// Checks that sources are told apart, that their size fits, and that limits name some source.
+fn check_sources(curriculum: &Curriculum, facts: &[SourceFacts]) -> Result<()> {
+    let store = || curriculum.place("store");
+    let mut names: Vec<&str> = facts.iter().map(|facts| facts.name.as_str()).collect();
+    names.sort_unstable();
+    if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+        let what = format!("two stores have a source {:?}", pair[0]);
+        return Err(Fault::usage(what).at(store()).wanted("names that are unique over all stores"));
+    }
+    for SourceFacts { name, tokens, documents: _, unit } in facts {
+        if *tokens > 1 << 62 || *unit == 0 || *unit > 1 << 40 {
+            return Err(Fault::usage(format!("source {name:?} is out of range"))
+                .at(store())
+                .found(format!("{tokens} tokens in units of {unit}"))
+                .wanted("at most 2^62 tokens in units of 1 to 2^40"));
+        }
+    }
+    match curriculum.sources.keys().find(|name| !names.contains(&name.as_str())) {
+        Some(name) => Err(unknown(name, facts).at(curriculum.place(&format!("source.{name}")))),
+        None => Ok(()),
+    }
+}

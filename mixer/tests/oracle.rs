@@ -1,0 +1,444 @@
+//! The plan against a naive program of the same rules: lists instead of closed forms, one sample after the other.
+//!
+//! Only the keyed permutation and its keys are shared with the plan; they have tests of their own. Everything else
+//! is written again here in the most obvious way.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use contract::{Key, Permutation};
+use mixer::{Curriculum, Plan, SampleSpec, Segment, SourceFacts, Visit};
+use proptest::prelude::*;
+
+const GROUP: usize = 1024;
+
+/// A source as a queue: open groups are lists of windows.
+struct Queue {
+    key: Key,
+    tokens: u64,
+    unit: u64,
+    epoch: u64,
+    groups: VecDeque<(u64, Vec<u64>)>,
+    open: VecDeque<Segment>,
+    cut: u32,
+    cut_again: bool,
+    begun: u64,
+}
+
+impl Queue {
+    fn new(seed: u64, facts: &SourceFacts) -> Self {
+        let key = Key::from_seed(seed).child("order").child(&facts.name);
+        let (tokens, unit) = (facts.tokens, facts.unit);
+        let (groups, open) = (VecDeque::new(), VecDeque::new());
+        Queue { key, tokens, unit, epoch: 0, groups, open, cut: 0, cut_again: false, begun: 0 }
+    }
+
+    /// The next sample of `seq_len` tokens, and its epoch.
+    fn next(&mut self, seq_len: u32) -> (u64, Vec<Segment>) {
+        if self.open.is_empty() {
+            self.open_group(seq_len);
+        }
+        let epoch = self.begun - 1;
+        if self.cut == seq_len && !self.cut_again {
+            return (epoch, vec![self.open.pop_front().unwrap()]);
+        }
+        self.cut_again = true;
+        let (mut room, mut text) = (seq_len, Vec::new());
+        while room > 0 {
+            let Some(window) = self.open.pop_front() else { break };
+            let tokens = window.tokens.min(room);
+            text.push(Segment { start: window.start, tokens });
+            room -= tokens;
+            if tokens < window.tokens {
+                let (start, tokens) = (window.start + u64::from(tokens), window.tokens - tokens);
+                self.open.push_front(Segment { start, tokens });
+            }
+        }
+        (epoch, text)
+    }
+
+    fn open_group(&mut self, seq_len: u32) {
+        if self.groups.is_empty() {
+            let units: Vec<u64> = (0..self.tokens.div_ceil(self.unit)).collect();
+            let order = Permutation::new(self.key.nth(self.begun), units.len() as u64);
+            let permuted: Vec<u64> = (0..units.len() as u64).map(|i| order.forward(i)).collect();
+            self.groups = permuted
+                .chunks(GROUP)
+                .map(<[u64]>::to_vec)
+                .enumerate()
+                .map(|(g, u)| (g as u64, u))
+                .collect();
+            self.epoch = self.begun;
+            self.begun += 1;
+        }
+        let (group, units) = self.groups.pop_front().unwrap();
+        let mut windows = Vec::new();
+        for unit in units {
+            let (mut start, end) = (unit * self.unit, self.tokens.min((unit + 1) * self.unit));
+            while start < end {
+                let tokens = u64::from(seq_len).min(end - start);
+                windows.push(Segment { start, tokens: tokens as u32 });
+                start += tokens;
+            }
+        }
+        let order = Permutation::new(self.key.nth(self.epoch).nth(group), windows.len() as u64);
+        self.open = (0..windows.len() as u64).map(|i| windows[order.forward(i) as usize]).collect();
+        (self.cut, self.cut_again) = (seq_len, false);
+    }
+}
+
+/// A mixing tree that counts what it has sent where.
+enum Tree {
+    Source(usize),
+    Node {
+        left: Box<Tree>,
+        right: Box<Tree>,
+        left_weight: u128,
+        total: u128,
+        sent: u128,
+        sent_left: u128,
+    },
+}
+
+impl Tree {
+    fn new(weights: &[u64]) -> Tree {
+        let mut open: Vec<(u128, usize, Tree)> =
+            weights.iter().enumerate().map(|(i, &w)| (u128::from(w), i, Tree::Source(i))).collect();
+        let mut made = weights.len();
+        while open.len() > 1 {
+            open.sort_by_key(|(weight, age, _)| (*weight, *age));
+            let (left_weight, _, left) = open.remove(0);
+            let (right_weight, _, right) = open.remove(0);
+            let (left, right, total) =
+                (Box::new(left), Box::new(right), left_weight + right_weight);
+            open.push((
+                total,
+                made,
+                Tree::Node { left, right, left_weight, total, sent: 0, sent_left: 0 },
+            ));
+            made += 1;
+        }
+        open.remove(0).2
+    }
+
+    fn next(&mut self) -> usize {
+        match self {
+            Tree::Source(source) => *source,
+            Tree::Node { left, right, left_weight, total, sent, sent_left } => {
+                *sent += 1;
+                // The nearest whole number to sent x weight / total, halves upwards.
+                let due = (2 * *sent * *left_weight + *total) / (2 * *total);
+                if due > *sent_left {
+                    *sent_left += 1;
+                    left.next()
+                } else {
+                    right.next()
+                }
+            }
+        }
+    }
+}
+
+/// Every sample of the run, by simulation.
+fn simulate(curriculum: &Curriculum, facts: &[SourceFacts]) -> Vec<SampleSpec> {
+    let mut queues: Vec<Queue> = facts.iter().map(|f| Queue::new(curriculum.seed, f)).collect();
+    let mut samples = Vec::new();
+    for (phase, spec) in curriculum.phases.iter().enumerate() {
+        let names: Vec<&String> = spec.mix.keys().collect();
+        let mut tree = Tree::new(&spec.weights().unwrap());
+        let mut given = vec![0; names.len()];
+        for _ in 0..spec.steps * spec.batch {
+            let entry = tree.next();
+            let source = facts.iter().position(|f| f.name == *names[entry]).unwrap();
+            let (epoch, segments) = queues[source].next(spec.seq_len);
+            let (sample, ordinal, seq_len) = (samples.len() as u64, given[entry], spec.seq_len);
+            samples.push(SampleSpec { sample, phase, source, ordinal, epoch, seq_len, segments });
+            given[entry] += 1;
+        }
+    }
+    samples
+}
+
+#[derive(Clone, Debug)]
+struct PhaseDraw {
+    seq_len: u32,
+    batch: u64,
+    steps: u64,
+    weights: Vec<u32>,
+}
+
+fn phase_draw() -> impl Strategy<Value = PhaseDraw> {
+    let seq_len = prop::sample::select(vec![1u32, 2, 3, 4, 6, 12]);
+    let weights = prop::collection::vec(
+        prop_oneof![2 => Just(0u32), 3 => 1u32..50, 1 => Just(100_000u32)],
+        3,
+    );
+    let sizes = (1u64..8, prop_oneof![2 => 1u64..20, 1 => 20u64..250]);
+    (seq_len, sizes, weights).prop_map(|(seq_len, (batch, steps), mut weights)| {
+        if weights.iter().all(|&weight| weight == 0) {
+            weights[0] = 1;
+        }
+        PhaseDraw { seq_len, batch, steps, weights }
+    })
+}
+
+fn tokens_draw() -> impl Strategy<Value = u64> {
+    prop_oneof![1u64..40, 1u64..3000, 12_000u64..26_000, Just(12_288u64), Just(12_289u64)]
+}
+
+/// A curriculum over sources `a`, `b`, `c` with as many epochs as it likes.
+fn curriculum_text(seed: u64, phases: &[PhaseDraw]) -> String {
+    limited_text(seed, phases, [1_000_000; 3])
+}
+
+fn limited_text(seed: u64, phases: &[PhaseDraw], max_epochs: [u64; 3]) -> String {
+    let mut text = format!("store = \"s\"\nseed = {seed}\n");
+    for (name, max_epochs) in ["a", "b", "c"].iter().zip(max_epochs) {
+        text += &format!("[source.{name}]\nmax_epochs = {max_epochs}\n");
+    }
+    for (index, PhaseDraw { seq_len, batch, steps, weights }) in phases.iter().enumerate() {
+        let mix: Vec<String> = ["a", "b", "c"]
+            .iter()
+            .zip(weights)
+            .filter(|(_, weight)| **weight > 0)
+            .map(|(name, weight)| format!("{name} = {weight}"))
+            .collect();
+        text += &format!(
+            "[[phase]]\nname = \"p{index}\"\nsteps = {steps}\nseq_len = {seq_len}\nbatch = {batch}\nmix = {{ {} }}\n",
+            mix.join(", ")
+        );
+    }
+    text
+}
+
+fn facts(tokens: &[u64]) -> Vec<SourceFacts> {
+    // Not in the order of their names: the order of stores decides nothing.
+    [("c", 2), ("a", 0), ("b", 1)]
+        .iter()
+        .map(|&(name, i)| SourceFacts {
+            name: name.to_owned(),
+            tokens: tokens[i],
+            documents: 1,
+            unit: 12,
+        })
+        .collect()
+}
+
+/// Each token of a source once in each epoch before any twice; the open epoch has none twice.
+fn covers(samples: &[SampleSpec], facts: &[SourceFacts]) -> Result<(), TestCaseError> {
+    for (source, facts) in facts.iter().enumerate() {
+        let of_source: Vec<&SampleSpec> =
+            samples.iter().filter(|sample| sample.source == source).collect();
+        let Some(last) = of_source.last().map(|sample| sample.epoch) else { continue };
+        let mut seen = vec![0u64; facts.tokens as usize];
+        let mut epoch = 0;
+        for sample in of_source {
+            prop_assert!(sample.epoch == epoch || sample.epoch == epoch + 1);
+            if sample.epoch == epoch + 1 {
+                prop_assert!(
+                    seen.iter().all(|&times| times == sample.epoch),
+                    "an epoch began too early"
+                );
+                epoch += 1;
+            }
+            for segment in &sample.segments {
+                for token in segment.start..segment.start + u64::from(segment.tokens) {
+                    seen[token as usize] += 1;
+                    prop_assert_eq!(
+                        seen[token as usize],
+                        epoch + 1,
+                        "token {} in epoch {}",
+                        token,
+                        epoch
+                    );
+                }
+            }
+        }
+        prop_assert_eq!(last, epoch);
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_plan_is_the_simulation(
+        seed in 0u64..1 << 40,
+        tokens in prop::collection::vec(tokens_draw(), 3),
+        phases in prop::collection::vec(phase_draw(), 1..7),
+        asked in (0u64..26_000, 1u64..60),
+    ) {
+        let curriculum = Curriculum::parse(&curriculum_text(seed, &phases), "c.toml").unwrap();
+        let facts = facts(&tokens);
+        let plan = Plan::new(&curriculum, &facts).unwrap();
+        let samples = simulate(&curriculum, &facts);
+        prop_assert_eq!(plan.samples(), samples.len() as u64);
+        for sample in &samples {
+            prop_assert_eq!(&plan.sample(sample.sample).unwrap(), sample);
+        }
+        prop_assert!(plan.sample(plan.samples()).is_err());
+        covers(&samples, &facts)?;
+        totals_agree(&plan, &samples)?;
+        steps_agree(&plan)?;
+        for source in 0..facts.len() {
+            let whole = asked.0 % facts[source].tokens;
+            visits_agree(&plan, &samples, source, whole, asked.1)?;
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+
+    /// A run is refused if, and only if, a source runs out, with the first step that would repeat it.
+    #[test]
+    fn repeats_are_refused_with_their_step(
+        tokens in prop::collection::vec(tokens_draw(), 3),
+        phases in prop::collection::vec(phase_draw(), 1..5),
+        max_epochs in prop::array::uniform3(prop_oneof![Just(1u64), 1u64..6]),
+    ) {
+        let free = Curriculum::parse(&curriculum_text(1, &phases), "c.toml").unwrap();
+        let limited = Curriculum::parse(&limited_text(1, &phases, max_epochs), "c.toml").unwrap();
+        let facts = facts(&tokens);
+        let plan = Plan::new(&free, &facts).unwrap();
+        let samples = simulate(&free, &facts);
+        let limit = |source: usize| limited.limits(&facts[source].name).max_epochs;
+        let first = samples.iter().find(|sample| sample.epoch >= limit(sample.source));
+        match (Plan::new(&limited, &facts), first) {
+            (Ok(_), None) => {}
+            (Err(fault), Some(sample)) => {
+                let told = fault.to_string();
+                let (name, step) = (&facts[sample.source].name, plan.step_of(sample.sample).unwrap());
+                let needed = plan.epochs_needed(sample.source);
+                let wanted = [format!("at step {step}"), format!("{name:?}"), format!("[source.{name}]")];
+                for word in wanted {
+                    prop_assert!(told.contains(&word), "no {} in {}", word, told);
+                }
+                prop_assert!(told.contains(&format!("max_epochs = {needed} ")) || told.contains("so do"), "{}", told);
+            }
+            (Ok(_), Some(sample)) => prop_assert!(false, "accepted, but {sample:?} repeats"),
+            (Err(fault), None) => prop_assert!(false, "refused: {fault}"),
+        }
+    }
+
+    /// What comes later, or is not used yet, reaches no digest; what is used does.
+    #[test]
+    fn digests_follow_effect(
+        tokens in prop::collection::vec(tokens_draw(), 3),
+        phases in prop::collection::vec(phase_draw(), 1..4),
+        more in phase_draw(),
+        step in 0u64..400,
+    ) {
+        let sources = facts(&tokens);
+        let plan = |phases: &[PhaseDraw], sources: &[SourceFacts]| {
+            Plan::new(&Curriculum::parse(&curriculum_text(1, phases), "c.toml").unwrap(), sources).unwrap()
+        };
+        let whole = plan(&phases, &sources);
+        let step = step.min(whole.steps());
+        let before = whole.digest_through(step);
+        let last = phases.len() - 1;
+
+        let added = [&phases[..], &[more.clone()]].concat();
+        prop_assert_eq!(plan(&added, &sources).digest_through(step), before);
+        let mut longer = phases.clone();
+        longer[last].steps += 1 + more.steps;
+        prop_assert_eq!(plan(&longer, &sources).digest_through(step), before);
+        let unused = SourceFacts { name: "unused".to_owned(), tokens: 5, documents: 1, unit: 7 };
+        let mut sources_more = vec![unused];
+        sources_more.extend(sources.iter().rev().cloned());
+        prop_assert_eq!(plan(&phases, &sources_more).digest_through(step), before);
+
+        let first_of_last = whole.phases()[last].first_step;
+        let mut edits: Vec<Vec<PhaseDraw>> = vec![phases.clone(); 4];
+        edits[0][last].weights[0] += 1;
+        edits[1][last].batch += 1;
+        edits[2][last].seq_len = if phases[last].seq_len == 12 { 6 } else { 12 };
+        edits[3][last].steps = 1;
+        for (kind, edit) in edits.iter().enumerate() {
+            let edit = plan(edit, &sources);
+            prop_assert_eq!(edit.digest_through(first_of_last - 1), whole.digest_through(first_of_last - 1));
+            let used = phases[last].weights.iter().filter(|&&weight| weight > 0).count();
+            // One source has all the weight whatever its weight is, and a cut phase is the same while it lasts.
+            let same = (kind == 0 && used == 1 && phases[last].weights[0] > 0) || kind == 3;
+            prop_assert_eq!(edit.digest_through(first_of_last) == whole.digest_through(first_of_last), same);
+        }
+        // Samples decide: two plans with one digest give the same samples as far as it reaches.
+        let end = if step == 0 { 0 } else { whole.step(step).unwrap().first_sample + whole.step(step).unwrap().batch };
+        let long = plan(&longer, &sources);
+        for sample in 0..end {
+            prop_assert_eq!(whole.sample(sample).unwrap(), long.sample(sample).unwrap());
+        }
+        for one in 1..=step {
+            prop_assert_ne!(whole.digest_through(one), whole.digest_through(one - 1));
+        }
+    }
+}
+
+/// What the plan says of each phase and source, against the samples.
+fn totals_agree(plan: &Plan, samples: &[SampleSpec]) -> Result<(), TestCaseError> {
+    let mut taken: BTreeMap<usize, u64> = BTreeMap::new();
+    for (index, phase) in plan.phases().iter().enumerate() {
+        for part in &phase.uses {
+            let mine = || samples.iter().filter(|s| s.phase == index && s.source == part.source);
+            let tokens: u64 =
+                mine().flat_map(|s| &s.segments).map(|segment| u64::from(segment.tokens)).sum();
+            prop_assert_eq!(part.samples, mine().count() as u64);
+            prop_assert_eq!(part.tokens, tokens);
+            let before = taken.entry(part.source).or_default();
+            prop_assert_eq!(part.tokens_before, *before);
+            *before += tokens;
+        }
+    }
+    for source in 0..plan.sources().len() {
+        prop_assert_eq!(plan.tokens_needed(source), taken.get(&source).copied().unwrap_or(0));
+        let last = samples.iter().filter(|s| s.source == source).map(|s| s.epoch + 1).max();
+        prop_assert_eq!(plan.epochs_needed(source), last.unwrap_or(0));
+    }
+    Ok(())
+}
+
+fn steps_agree(plan: &Plan) -> Result<(), TestCaseError> {
+    let mut sample = 0;
+    for number in 1..=plan.steps() {
+        let step = plan.step(number).unwrap();
+        prop_assert_eq!((step.step, step.first_sample), (number, sample));
+        prop_assert_eq!(plan.sample(sample).unwrap().phase, step.phase);
+        prop_assert_eq!(plan.step_of(sample).unwrap(), number);
+        sample += step.batch;
+        prop_assert_eq!(plan.step_of(sample - 1).unwrap(), number);
+    }
+    prop_assert_eq!(sample, plan.samples());
+    prop_assert!(plan.step(0).is_err() && plan.step(plan.steps() + 1).is_err());
+    Ok(())
+}
+
+/// `visits`, token by token, against a walk over every sample.
+fn visits_agree(
+    plan: &Plan,
+    samples: &[SampleSpec],
+    source: usize,
+    start: u64,
+    count: u64,
+) -> Result<(), TestCaseError> {
+    let mut wanted = Vec::new();
+    for sample in samples.iter().filter(|sample| sample.source == source) {
+        let mut offset = 0;
+        for segment in &sample.segments {
+            for token in segment.start..segment.start + u64::from(segment.tokens) {
+                if (start..start + count).contains(&token) {
+                    wanted.push((sample.sample, offset, token));
+                }
+                offset += 1;
+            }
+        }
+    }
+    let mut found = Vec::new();
+    for Visit { sample, offset_in_sequence, token, tokens } in
+        plan.visits(source, start..start + count)
+    {
+        prop_assert!(tokens > 0);
+        found.extend((0..tokens).map(|i| (sample, offset_in_sequence + i, token + u64::from(i))));
+    }
+    prop_assert_eq!(found, wanted);
+    Ok(())
+}
