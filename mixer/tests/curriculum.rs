@@ -146,7 +146,7 @@ fn mistakes_are_named() {
         ("store = [\"a/store\", \"b/store\"]", "store = []", &["c.toml:1:1", "store"]),
         ("store = [\"a/store\", \"b/store\"]\n", "", &["c.toml", "no `store`"]),
         ("[model]", "[model", &["c.toml:8:", "TOML"]),
-        ("[model]", "[source]", &["c.toml:8", "TOML"]),
+        ("[model]", "[source]", &["c.toml:9:1", "[source.preset]"]),
         ("[optimizer]", "[optimiser]", &["c.toml:13:2", "did you mean `optimizer`"]),
         ("[[phase]]", "[phase]", &["c.toml", "TOML"]),
     ];
