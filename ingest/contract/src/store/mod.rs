@@ -17,17 +17,27 @@
 //! last whole one. A token's shard is found by binary search in the manifest; its block by division.
 
 pub mod manifest;
+pub mod open;
+pub mod read;
+pub mod write;
 
 pub use manifest::{
     FileRecord, InputRecord, Loss, Manifest, ShardRecord, SourceRecord, StreamRecord,
     TokenizerRecord,
 };
+pub use read::{Store, StreamReader};
 
 /// The version of everything in this module; part of a store's identity.
 pub const FORMAT: u32 = 1;
 
 /// Tokens in a record batch (the last one of a shard may hold fewer): the unit of checking and of reading.
 pub const BLOCK_TOKENS: u64 = 16_384;
+
+/// Starts in a record batch of `starts-*.arrow` (the last one may hold fewer).
+pub const BLOCK_STARTS: u64 = 8_192;
+
+/// Bytes before
+pub const HEAD_BYTES: u64 = 192;
 
 /// Tokens in a unit unless `corpus.toml` says otherwise; every `seq_len` divides it.
 pub const UNIT_TOKENS: u64 = 131_072;

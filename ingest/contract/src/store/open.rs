@@ -1,0 +1,100 @@
+//! The moment a folder becomes a store, and the check that it is one.
+//!
+//! Invariant: `manifest.json` is renamed into place last, so a folder that has it holds everything it names.
+
+use std::path::{Path, PathBuf};
+use std::{fs, io};
+
+use super::{FORMAT, Manifest, write};
+use crate::{Digest, Fault, Result};
+
+/// The manifest's name.
+pub const MANIFEST: &str = "manifest.json";
+
+/// The name of the digest of the manifest's bytes, for the flipped bit that changes no meaning.
+pub const MANIFEST_SUM: &str = "manifest.sum";
+
+/// The tokenizer's name.
+pub const TOKENIZER: &str = "tokenizer.json";
+
+/// What an unfinished build keeps in the store's folder, and removes at its end.
+pub const BUILD_FOLDER: &str = ".build";
+
+/// Where the files of a stream lie.
+pub fn stream_folder(store: &Path, source: &str, split: super::Split) -> PathBuf {
+    store.join(source).join(split.name())
+}
+
+/// Makes `store` a store. Everything the manifest names must be on the disk already.
+pub fn commit(store: &Path, manifest: &Manifest) -> Result<()> {
+    let mut bytes = serde_json::to_vec_pretty(manifest)
+        .map_err(|error| Fault::bug(format!("a manifest cannot be written: {error}")))?;
+    bytes.push(b'\n');
+    let sum = format!("{}\n", Digest::of_bytes(&bytes));
+    write::write_whole(&store.join(MANIFEST_SUM), sum.as_bytes())?;
+    write::write_whole(&store.join(MANIFEST), &bytes)
+}
+
+/// Reads the manifest of the store at `store` and checks that it is whole and of this format.
+pub fn manifest(store: &Path) -> Result<Manifest> {
+    let path = store.join(MANIFEST);
+    let bytes = match fs::read(&path) {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(no_store(store)),
+        Err(error) => return Err(Fault::io("read", &path, &error)),
+    };
+    let place = path.display().to_string();
+    let damaged = |what: String| {
+        Fault::data(what).at(place.clone()).hint("restore the file, or build the store again")
+    };
+    check_sum(store, &bytes)?;
+    let value: serde_json::Value = serde_json::from_slice(&bytes)
+        .map_err(|error| damaged(format!("it is no manifest: {error}")))?;
+    match value.get("format").and_then(serde_json::Value::as_u64) {
+        Some(format) if format == u64::from(FORMAT) => {}
+        found => {
+            return Err(damaged("it is of another format version".to_owned())
+                .found(found.map_or("none".to_owned(), |format| format.to_string()))
+                .wanted(FORMAT)
+                .hint("use the zdata release that wrote it, or build the store again"));
+        }
+    }
+    let manifest: Manifest = serde_json::from_value(value)
+        .map_err(|error| damaged(format!("it is no manifest: {error}")))?;
+    let identity = manifest.identity();
+    if identity != manifest.digest {
+        return Err(damaged("the manifest does not agree with its own digest".to_owned())
+            .found(identity)
+            .wanted(manifest.digest));
+    }
+    Ok(manifest)
+}
+
+fn check_sum(store: &Path, bytes: &[u8]) -> Result<()> {
+    let path = store.join(MANIFEST_SUM);
+    let text = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
+    let wanted = format!("{}\n", Digest::of_bytes(bytes));
+    if text == wanted.as_bytes() {
+        return Ok(());
+    }
+    Err(Fault::data(format!("{MANIFEST} or its sum is damaged"))
+        .at(path.display().to_string())
+        .found(String::from_utf8_lossy(&text).trim_end())
+        .wanted(wanted.trim_end())
+        .hint("restore both files, or build the store again"))
+}
+
+fn no_store(store: &Path) -> Fault {
+    let place = store.display().to_string();
+    if store.join(BUILD_FOLDER).is_dir() {
+        return Fault::data("this store is half built")
+            .at(place)
+            .hint("run the same `zdata build` again: it goes on where it stopped");
+    }
+    if !store.is_dir() {
+        return Fault::data("there is no such store").at(place).hint("build it with `zdata build`");
+    }
+    Fault::data(format!("this folder is no store: it has no {MANIFEST}"))
+        .at(place)
+        .hint("name the folder that `zdata build --out` wrote")
+}

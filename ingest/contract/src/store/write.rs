@@ -1,0 +1,446 @@
+//! Writing a shard: four files, each under a temporary name until it is whole and on the disk.
+//!
+//! Memory is flat in tokens and documents: one open block of each column and one row group of provenance.
+//! Invariant: equal documents in equal order give equal bytes; neither clock, thread nor path of the machine enters.
+
+use std::error::Error;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use arrow::array::{ArrayRef, RecordBatch, StringArray, UInt16Array, UInt32Array, UInt64Array};
+use arrow::datatypes::{DataType, Field, Schema, SchemaRef};
+use arrow::ipc::writer::{FileWriter, IpcWriteOptions};
+use parquet::arrow::ArrowWriter;
+use parquet::basic::{Compression, ZstdLevel};
+use parquet::file::properties::WriterProperties;
+use xxhash_rust::xxh3::Xxh3;
+
+use super::{
+    BLOCK_STARTS, BLOCK_TOKENS, DocumentRecord, FileRecord, HEAD_BYTES, ShardRecord, Split,
+};
+use crate::digest::block_sum;
+use crate::{Digest, Fault, Result};
+
+/// Rows in a row group of `documents-*.parquet`.
+pub const ROW_GROUP_DOCUMENTS: usize = 65_536;
+
+/// Rows handed to the Parquet writer at once.
+const ROWS_AT_ONCE: usize = 4_096;
+
+/// What a shard needs to know of the stream it belongs to.
+#[derive(Clone, Debug)]
+pub struct StreamHead {
+    /// The stream's folder.
+    pub folder: PathBuf,
+    /// The source's name.
+    pub source: String,
+    /// Train or validation.
+    pub split: Split,
+    /// Bytes of a stored token: 2 or 4.
+    pub token_bytes: u32,
+    /// One more than the largest id that may be written.
+    pub vocab: u32,
+}
+
+/// Writes one shard.
+pub struct ShardWriter {
+    head: StreamHead,
+    first_token: u64,
+    first_document: u64,
+    tokens: TokenFile,
+    starts: StartFile,
+    documents: DocumentFile,
+}
+
+impl ShardWriter {
+    /// Begins shard number `index` of a stream, in its folder, which must exist.
+    pub fn create(
+        head: StreamHead,
+        index: usize,
+        first_token: u64,
+        first_document: u64,
+    ) -> Result<Self> {
+        let path =
+            |kind: &str, ending: &str| head.folder.join(format!("{kind}-{index:05}.{ending}"));
+        Ok(ShardWriter {
+            tokens: TokenFile::create(
+                &path("tokens", "arrow"),
+                &path("tokens", "sums"),
+                head.token_bytes,
+            )?,
+            starts: StartFile::create(&path("starts", "arrow"))?,
+            documents: DocumentFile::create(&path("documents", "parquet"), &head)?,
+            head,
+            first_token,
+            first_document,
+        })
+    }
+
+    /// Tokens so far.
+    pub fn tokens(&self) -> u64 {
+        self.tokens.written
+    }
+
+    /// Adds the next document.
+    pub fn push(&mut self, tokens: &[u32], record: &DocumentRecord) -> Result<()> {
+        let largest = tokens.iter().copied().max();
+        if let Some(id) = largest.filter(|&id| id >= self.head.vocab) {
+            return Err(Fault::mismatch("the tokenizer gave an id that its vocabulary lacks")
+                .at(format!("document {}", record.id))
+                .found(id)
+                .wanted(format!("ids below {}", self.head.vocab))
+                .hint("the tokenizer.json contradicts itself: repair it, or use another one"));
+        }
+        let next = self.first_token + self.tokens.written;
+        if record.first_token != next || record.tokens != tokens.len() as u64 || tokens.is_empty() {
+            return Err(Fault::bug("a document's record does not agree with its tokens")
+                .at(format!("document {}", record.id)));
+        }
+        self.tokens.push(tokens)?;
+        self.starts.push(record.first_token)?;
+        self.documents.push(record)
+    }
+
+    /// Commits the four files under their names.
+    pub fn finish(self) -> Result<ShardRecord> {
+        let (tokens, documents) = (self.tokens.written, self.starts.written);
+        let (token_file, sum_file) = self.tokens.finish()?;
+        let start_file = self.starts.finish()?;
+        let document_file = self.documents.finish()?;
+        sync_folder(&self.head.folder)?;
+        Ok(ShardRecord {
+            first_token: self.first_token,
+            tokens,
+            first_document: self.first_document,
+            documents,
+            token_file,
+            sum_file,
+            start_file,
+            document_file,
+        })
+    }
+}
+
+/// The one column of `tokens-*.arrow`.
+pub fn token_schema(token_bytes: u32) -> SchemaRef {
+    let kind = if token_bytes == 2 { DataType::UInt16 } else { DataType::UInt32 };
+    Arc::new(Schema::new(vec![Field::new("token", kind, false)]))
+}
+
+/// The one column of `starts-*.arrow`.
+pub fn start_schema() -> SchemaRef {
+    Arc::new(Schema::new(vec![Field::new("start", DataType::UInt64, false)]))
+}
+
+/// The columns of `documents-*.parquet`.
+pub fn document_schema() -> SchemaRef {
+    let field = |name: &str, kind: DataType| Field::new(name, kind, false);
+    Arc::new(Schema::new(vec![
+        field("id", DataType::Utf8),
+        field("source", DataType::Utf8),
+        field("split", DataType::Utf8),
+        field("file", DataType::UInt32),
+        field("row", DataType::UInt64),
+        Field::new("group", DataType::UInt32, true),
+        Field::new("first_byte", DataType::UInt64, true),
+        Field::new("end_byte", DataType::UInt64, true),
+        field("first_token", DataType::UInt64),
+        field("tokens", DataType::UInt64),
+    ]))
+}
+
+/// A file under construction that knows its size and digest.
+struct Sink {
+    path: PathBuf,
+    file: BufWriter<File>,
+    hash: Box<Xxh3>,
+    bytes: u64,
+}
+
+impl Sink {
+    fn create(path: &Path) -> Result<Self> {
+        let temporary = temporary(path);
+        let file =
+            File::create(&temporary).map_err(|error| Fault::io("create", &temporary, &error))?;
+        Ok(Sink {
+            path: path.to_owned(),
+            file: BufWriter::with_capacity(256 << 10, file),
+            hash: Box::new(Xxh3::new()),
+            bytes: 0,
+        })
+    }
+
+    fn commit(self) -> Result<FileRecord> {
+        let temporary = temporary(&self.path);
+        let fault = |error: &io::Error| Fault::io("write", &temporary, error);
+        let file = self.file.into_inner().map_err(|error| fault(error.error()))?;
+        file.sync_all().map_err(|error| fault(&error))?;
+        drop(file);
+        fs::rename(&temporary, &self.path).map_err(|error| fault(&error))?;
+        let name = self.path.file_name().map(|name| name.to_string_lossy().into_owned());
+        Ok(FileRecord {
+            name: name.ok_or_else(|| Fault::bug("a store file has no name"))?,
+            bytes: self.bytes,
+            digest: Digest(self.hash.digest128()),
+        })
+    }
+}
+
+impl Write for Sink {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        self.write_all(buffer)?;
+        Ok(buffer.len())
+    }
+
+    fn write_all(&mut self, buffer: &[u8]) -> io::Result<()> {
+        self.file.write_all(buffer)?;
+        self.hash.update(buffer);
+        self.bytes += buffer.len() as u64;
+        Ok(())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+/// The name of a file that is not whole yet.
+pub fn temporary(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".tmp");
+    PathBuf::from(name)
+}
+
+/// Makes renames in `folder` survive a power cut.
+pub fn sync_folder(folder: &Path) -> Result<()> {
+    File::open(folder)
+        .and_then(|folder| folder.sync_all())
+        .map_err(|error| Fault::io("write", folder, &error))
+}
+
+/// Writes `bytes` to `path`: whole or not at all.
+pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
+    let mut sink = Sink::create(path)?;
+    sink.write_all(bytes).map_err(|error| Fault::io("write", &temporary(path), &error))?;
+    sink.commit()?;
+    path.parent().map_or(Ok(()), sync_folder)
+}
+
+/// The fault behind an error of a format library: the machine's, if an I/O error is at its root.
+fn library_fault(path: &Path, error: &(dyn Error + 'static)) -> Fault {
+    let mut cause = Some(error);
+    while let Some(link) = cause {
+        if let Some(error) = link.downcast_ref::<io::Error>() {
+            return Fault::io("write", path, error);
+        }
+        cause = link.source();
+    }
+    Fault::bug(format!("cannot write it: {error}")).at(path.display().to_string())
+}
+
+/// An Arrow IPC file whose blocks lie at offsets that division finds.
+struct BlockFile {
+    writer: FileWriter<Sink>,
+    schema: SchemaRef,
+    block_bytes: u64,
+    blocks: u64,
+}
+
+impl BlockFile {
+    fn create(path: &Path, schema: SchemaRef, block_bytes: u64) -> Result<Self> {
+        // Version 5 messages, aligned to 64 bytes, uncompressed.
+        let options = IpcWriteOptions::default();
+        let writer = FileWriter::try_new_with_options(Sink::create(path)?, &schema, options)
+            .map_err(|error| library_fault(path, &error))?;
+        Ok(BlockFile { writer, schema, block_bytes, blocks: 0 })
+    }
+
+    fn write(&mut self, column: ArrayRef) -> Result<()> {
+        let sink = self.writer.get_ref();
+        let (path, wanted) = (sink.path.clone(), block_offset(self.block_bytes, self.blocks));
+        if sink.bytes + HEAD_BYTES != wanted {
+            return Err(Fault::bug("a block does not lie where division finds it")
+                .at(path.display().to_string())
+                .found(sink.bytes)
+                .wanted(wanted - HEAD_BYTES));
+        }
+        let batch = RecordBatch::try_new(self.schema.clone(), vec![column]);
+        batch
+            .and_then(|batch| self.writer.write(&batch))
+            .map_err(|error| library_fault(&path, &error))?;
+        self.blocks += 1;
+        Ok(())
+    }
+
+    fn commit(mut self) -> Result<FileRecord> {
+        let path = self.writer.get_ref().path.clone();
+        self.writer.finish().map_err(|error| library_fault(&path, &error))?;
+        self.writer.into_inner().map_err(|error| library_fault(&path, &error))?.commit()
+    }
+}
+
+/// Where the values of a block begin in an Arrow file whose full blocks hold `block_bytes` bytes of values.
+pub const fn block_offset(block_bytes: u64, block: u64) -> u64 {
+    2 * HEAD_BYTES + block * (HEAD_BYTES + block_bytes.next_multiple_of(64))
+}
+
+struct TokenFile {
+    file: BlockFile,
+    sums: Sink,
+    open: Vec<u32>,
+    token_bytes: u32,
+    written: u64,
+}
+
+impl TokenFile {
+    fn create(path: &Path, sums: &Path, token_bytes: u32) -> Result<Self> {
+        let block_bytes = BLOCK_TOKENS * u64::from(token_bytes);
+        Ok(TokenFile {
+            file: BlockFile::create(path, token_schema(token_bytes), block_bytes)?,
+            sums: Sink::create(sums)?,
+            open: Vec::with_capacity(BLOCK_TOKENS as usize),
+            token_bytes,
+            written: 0,
+        })
+    }
+
+    fn push(&mut self, mut tokens: &[u32]) -> Result<()> {
+        self.written += tokens.len() as u64;
+        while !tokens.is_empty() {
+            let room = BLOCK_TOKENS as usize - self.open.len();
+            let (now, later) = tokens.split_at(room.min(tokens.len()));
+            self.open.extend_from_slice(now);
+            tokens = later;
+            if self.open.len() == BLOCK_TOKENS as usize {
+                self.write_block()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn write_block(&mut self) -> Result<()> {
+        let open = self.open.drain(..);
+        let (column, bytes): (ArrayRef, Vec<u8>) = if self.token_bytes == 2 {
+            let values: Vec<u16> = open
+                .map(|id| {
+                    u16::try_from(id).map_err(|_| Fault::bug("an id does not fit its column"))
+                })
+                .collect::<Result<_>>()?;
+            let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            (Arc::new(UInt16Array::from(values)), bytes)
+        } else {
+            let values: Vec<u32> = open.collect();
+            let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            (Arc::new(UInt32Array::from(values)), bytes)
+        };
+        self.file.write(column)?;
+        let path = temporary(&self.sums.path);
+        self.sums
+            .write_all(&block_sum(&bytes).to_le_bytes())
+            .map_err(|error| Fault::io("write", &path, &error))
+    }
+
+    fn finish(mut self) -> Result<(FileRecord, FileRecord)> {
+        if !self.open.is_empty() {
+            self.write_block()?;
+        }
+        Ok((self.file.commit()?, self.sums.commit()?))
+    }
+}
+
+struct StartFile {
+    file: BlockFile,
+    open: Vec<u64>,
+    written: u64,
+}
+
+impl StartFile {
+    fn create(path: &Path) -> Result<Self> {
+        let file = BlockFile::create(path, start_schema(), BLOCK_STARTS * 8)?;
+        Ok(StartFile { file, open: Vec::new(), written: 0 })
+    }
+
+    fn push(&mut self, start: u64) -> Result<()> {
+        self.open.push(start);
+        self.written += 1;
+        if self.open.len() as u64 == BLOCK_STARTS { self.write_block() } else { Ok(()) }
+    }
+
+    fn write_block(&mut self) -> Result<()> {
+        let column = UInt64Array::from_iter_values(self.open.drain(..));
+        self.file.write(Arc::new(column))
+    }
+
+    fn finish(mut self) -> Result<FileRecord> {
+        if !self.open.is_empty() {
+            self.write_block()?;
+        }
+        self.file.commit()
+    }
+}
+
+struct DocumentFile {
+    writer: ArrowWriter<Sink>,
+    path: PathBuf,
+    source: String,
+    split: Split,
+    open: Vec<DocumentRecord>,
+}
+
+impl DocumentFile {
+    fn create(path: &Path, head: &StreamHead) -> Result<Self> {
+        let level = ZstdLevel::try_new(1).map_err(|error| library_fault(path, &error))?;
+        let properties = WriterProperties::builder()
+            .set_created_by("zdata".to_owned())
+            .set_compression(Compression::ZSTD(level))
+            .set_max_row_group_row_count(Some(ROW_GROUP_DOCUMENTS))
+            .build();
+        let writer = ArrowWriter::try_new(Sink::create(path)?, document_schema(), Some(properties))
+            .map_err(|error| library_fault(path, &error))?;
+        Ok(DocumentFile {
+            writer,
+            path: path.to_owned(),
+            source: head.source.clone(),
+            split: head.split,
+            open: Vec::new(),
+        })
+    }
+
+    fn push(&mut self, record: &DocumentRecord) -> Result<()> {
+        self.open.push(record.clone());
+        if self.open.len() == ROWS_AT_ONCE { self.write_rows() } else { Ok(()) }
+    }
+
+    fn write_rows(&mut self) -> Result<()> {
+        let rows = std::mem::take(&mut self.open);
+        let text = |values: Vec<&str>| Arc::new(StringArray::from(values)) as ArrayRef;
+        let words = |value: fn(&DocumentRecord) -> Option<u64>| {
+            Arc::new(rows.iter().map(value).collect::<UInt64Array>()) as ArrayRef
+        };
+        let columns = vec![
+            text(rows.iter().map(|row| row.id.as_str()).collect()),
+            text(vec![&self.source; rows.len()]),
+            text(vec![self.split.name(); rows.len()]),
+            Arc::new(UInt32Array::from_iter_values(rows.iter().map(|row| row.file))),
+            words(|row| Some(row.row)),
+            Arc::new(rows.iter().map(|row| row.group).collect::<UInt32Array>()),
+            words(|row| row.bytes.map(|(first, _)| first)),
+            words(|row| row.bytes.map(|(_, end)| end)),
+            words(|row| Some(row.first_token)),
+            words(|row| Some(row.tokens)),
+        ];
+        let batch = RecordBatch::try_new(document_schema(), columns)
+            .map_err(|error| library_fault(&self.path, &error))?;
+        self.writer.write(&batch).map_err(|error| library_fault(&self.path, &error))
+    }
+
+    fn finish(mut self) -> Result<FileRecord> {
+        if !self.open.is_empty() {
+            self.write_rows()?;
+        }
+        let path = self.path;
+        self.writer.into_inner().map_err(|error| library_fault(&path, &error))?.commit()
+    }
+}
