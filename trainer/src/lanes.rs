@@ -7,6 +7,7 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
@@ -64,7 +65,7 @@ impl Lanes {
         let lane = || {
             runtime::enter_thread().map_err(machine)?;
             while let Some(item) = begin_next(&shared, &moved, items, window) {
-                let result = work(item);
+                let result = caught(|| work(item));
                 deliver(&shared, &moved, &take, item, result);
             }
             Ok(())
@@ -106,6 +107,11 @@ impl Lanes {
                 .try_for_each(|outcome| outcome.unwrap_or_else(|panic| Err(stopped(&*panic))))
         })
     }
+}
+
+/// A panic as a fault, so that an item that breaks still has its turn and nobody waits for it.
+fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(stopped(&*panic)))
 }
 
 /// A foreign refusal is the machine's.
@@ -160,7 +166,7 @@ fn deliver<T>(
         let Some(result) = state.waiting.remove(&turn) else { break };
         state.taking = true;
         drop(state);
-        let outcome = result.and_then(|value| lock(take)(turn, value));
+        let outcome = result.and_then(|value| caught(|| lock(take)(turn, value)));
         state = lock(shared);
         state.taking = false;
         state.take += 1;
