@@ -1,1 +1,27 @@
-//! (skeleton)
+//! Raw documents to an immutable, checksummed, tokenized store.
+//!
+//! ```text
+//! corpus.toml -> files -> slabs (1 reader) -> documents -> tokens (n workers) -> shards (1 committer, in input order)
+//! ```
+//!
+//! Invariant: the bytes of a store are a function of the inputs' content, the tokenizer's bytes and `corpus.toml`.
+//! How many workers ran, when a build was killed and where the files lie leaves no trace.
+//! Invariant: memory is bounded by the slabs in flight, whatever the number of documents.
+
+#![forbid(unsafe_code)]
+
+pub mod build;
+mod commit;
+pub mod corpus;
+mod files;
+pub mod inspect;
+mod journal;
+mod pipeline;
+mod progress;
+mod request;
+pub mod source;
+pub mod tokenize;
+pub mod verify;
+
+pub use build::{Outcome, build};
+pub use corpus::Corpus;

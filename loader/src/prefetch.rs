@@ -165,3 +165,100 @@ impl<T> Drop for Prefetcher<T> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::time::Duration;
+
+    use contract::{Class, Key, Purpose, draw};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Makes a step's value slowly, by a different delay each.
+    fn slow(step: u64) -> Result<u64> {
+        thread::sleep(Duration::from_micros(
+            draw(Key::from_seed(1), Purpose::Generate, step) % 300,
+        ));
+        Ok(step * step)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+
+        #[test]
+        fn order_knows_neither_threads_nor_depth(threads in 0usize..9, depth in 0usize..9, end in 1u64..60) {
+            let mut calls = 0;
+            let last = move |value: u64| {
+                calls += 1;
+                Ok((calls, value))
+            };
+            let options = PrefetchOptions { threads, depth };
+            let found: Vec<_> = Prefetcher::over(1..end, options, slow, last).unwrap().map(Result::unwrap).collect();
+            prop_assert_eq!(found, (1..end).map(|step| (step, step * step)).collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn a_fault_comes_at_its_step_and_ends_the_stream(threads in 1usize..5, depth in 1usize..5, bad in 1u64..20, late: bool) {
+            let make = move |step| if step == bad && !late { Err(Fault::data("torn")) } else { slow(step) };
+            let last = move |value| if value == bad * bad { Err(Fault::data("torn")) } else { Ok(value) };
+            let mut stream = Prefetcher::over(1..100, PrefetchOptions { threads, depth }, make, last).unwrap();
+            for step in 1..bad {
+                prop_assert_eq!(stream.next(), Some(Ok(step * step)));
+            }
+            prop_assert_eq!(stream.next(), Some(Err(Fault::data("torn"))));
+            prop_assert_eq!(stream.next(), None);
+        }
+
+        /// Dropped at any moment, all threads end, and with them what their closures held.
+        #[test]
+        fn dropping_joins_every_thread(threads in 1usize..5, depth in 1usize..5, taken in 0usize..12) {
+            let token = Arc::new(());
+            let (made, ended) = (Arc::clone(&token), Arc::clone(&token));
+            let make = move |step| {
+                let _held = &made;
+                slow(step)
+            };
+            let last = move |value| {
+                let _held = &ended;
+                Ok(value)
+            };
+            let stream = Prefetcher::over(1..u64::MAX, PrefetchOptions { threads, depth }, make, last).unwrap();
+            let mut stream = stream;
+            prop_assert_eq!(stream.by_ref().take(taken).count(), taken);
+            drop(stream);
+            prop_assert_eq!(Arc::strong_count(&token), 1);
+        }
+
+        /// No more is made ahead than was asked for.
+        #[test]
+        fn depth_bounds_what_waits(threads in 1usize..5, depth in 1usize..5) {
+            let made = Arc::new(AtomicU64::new(0));
+            let counter = Arc::clone(&made);
+            let make = move |step| Ok(counter.fetch_max(step, Ordering::Relaxed).max(step));
+            let mut stream = Prefetcher::over(1..1000, PrefetchOptions { threads, depth }, make, |_| Ok(())).unwrap();
+            for taken in 1..20 {
+                prop_assert!(stream.next().is_some());
+                thread::sleep(Duration::from_micros(200));
+                // Beside the queue: one batch in the last stage, one behind it, one in each reader's hands.
+                prop_assert!(made.load(Ordering::Relaxed) <= taken + (depth + threads + 2) as u64);
+            }
+        }
+    }
+
+    #[test]
+    fn a_panic_is_a_fault_at_its_step() {
+        let options = PrefetchOptions { threads: 2, depth: 2 };
+        let reader = |step| if step == 3 { panic!("reader") } else { Ok(step) };
+        let mut stream = Prefetcher::over(1..9, options, reader, Ok).unwrap();
+        assert_eq!((stream.next(), stream.next()), (Some(Ok(1)), Some(Ok(2))));
+        assert_eq!(stream.next().unwrap().unwrap_err().class(), Class::Bug);
+        assert_eq!(stream.next(), None);
+        let last = |step| if step == 2 { panic!("last stage") } else { Ok(step) };
+        let mut stream = Prefetcher::over(1..9, options, Ok, last).unwrap();
+        assert_eq!(stream.next(), Some(Ok(1)));
+        assert_eq!(stream.next().unwrap().unwrap_err().class(), Class::Bug);
+        assert_eq!(stream.next(), None);
+    }
+}

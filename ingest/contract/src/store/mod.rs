@@ -16,9 +16,11 @@
 //! A stream is cut into shards at document ends, so that each shard stands alone and a killed build goes on after the
 //! last whole one. A token's shard is found by binary search in the manifest; its block by division.
 
+pub mod documents;
 pub mod manifest;
 pub mod open;
 pub mod read;
+pub mod verify;
 pub mod write;
 
 pub use manifest::{
@@ -36,7 +38,8 @@ pub const BLOCK_TOKENS: u64 = 16_384;
 /// Starts in a record batch of `starts-*.arrow` (the last one may hold fewer).
 pub const BLOCK_STARTS: u64 = 8_192;
 
-/// Bytes before
+/// Bytes before the first record batch of an Arrow file of the store, and bytes of metadata before the values of
+/// each: with them a block's offset is a multiplication, and one read fetches it.
 pub const HEAD_BYTES: u64 = 192;
 
 /// Tokens in a unit unless `corpus.toml` says otherwise; every `seq_len` divides it.

@@ -21,6 +21,7 @@ use std::sync::{Arc, OnceLock};
 use self::cache::Lru;
 use self::column::{ColumnFile, damaged};
 use self::starts::{StartIndex, words};
+use super::open::stream_folder;
 use super::{
     BLOCK_TOKENS, DocumentRecord, Manifest, ShardRecord, SourceRecord, Split, StreamRecord,
 };
@@ -88,7 +89,7 @@ impl Store {
     pub fn stream(&self, source: usize, split: Split) -> StreamReader {
         let manifest = Arc::clone(&self.manifest);
         let record = &manifest.sources[source];
-        let dir = self.root.join(&record.name).join(split.name());
+        let dir = stream_folder(&self.root, &record.name, split);
         let shards = record.stream(split).shards.iter().map(|_| ShardState::default()).collect();
         let number = self.cache.streams.fetch_add(1, Ordering::Relaxed);
         let cache = Arc::clone(&self.cache);

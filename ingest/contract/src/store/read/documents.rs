@@ -5,12 +5,14 @@ use std::io::Read;
 use std::ops::Range;
 use std::path::Path;
 
-use arrow::array::{Array, RecordBatch, StringArray, UInt32Array, UInt64Array};
+use arrow::array::{AsArray, RecordBatch};
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::column::{damaged, missing};
+use crate::store::documents::row;
+use crate::store::write::document_schema;
 use crate::store::{DocumentRecord, FileRecord};
 use crate::{Digest, Fault, Result};
 
@@ -59,7 +61,8 @@ pub(super) fn read_rows(
         .build();
     let before = out.len();
     for batch in batches(path, reader)? {
-        decode(&batch?, out).ok_or_else(|| strange(path))?;
+        let batch = batch?;
+        out.extend((0..batch.num_rows()).map(|at| row(&batch, at)));
     }
     if (out.len() - before) as u64 == wanted { Ok(()) } else { Err(strange(path)) }
 }
@@ -69,15 +72,14 @@ pub(super) fn find(path: &Path, id: &str) -> Result<Vec<u64>> {
     let builder = builder(path)?;
     let ids = ProjectionMask::columns(builder.parquet_schema(), ["id"]);
     let reader = builder.with_projection(ids).build();
-    let (mut found, mut row) = (Vec::new(), 0);
+    let (mut found, mut number) = (Vec::new(), 0);
     for batch in batches(path, reader)? {
         let batch = batch?;
-        let ids = column::<StringArray>(&batch, "id").ok_or_else(|| strange(path))?;
-        for other in ids {
+        for other in batch.column(0).as_string::<i32>() {
             if other == Some(id) {
-                found.push(row);
+                found.push(number);
             }
-            row += 1;
+            number += 1;
         }
     }
     Ok(found)
@@ -85,8 +87,10 @@ pub(super) fn find(path: &Path, id: &str) -> Result<Vec<u64>> {
 
 fn builder(path: &Path) -> Result<ParquetRecordBatchReaderBuilder<File>> {
     let file = File::open(path).map_err(|error| missing(path, &error))?;
-    ParquetRecordBatchReaderBuilder::try_new(file)
-        .map_err(|error| damaged(path, "provenance is no Parquet file").found(error))
+    let builder = ParquetRecordBatchReaderBuilder::try_new(file)
+        .map_err(|error| damaged(path, "provenance is no Parquet file").found(error))?;
+    let known = builder.schema().fields() == document_schema().fields();
+    if known { Ok(builder) } else { Err(strange(path)) }
 }
 
 fn batches(
@@ -100,28 +104,4 @@ fn batches(
 
 fn strange(path: &Path) -> Fault {
     damaged(path, "provenance has other columns or rows than this format")
-}
-
-fn column<'a, A: 'static>(batch: &'a RecordBatch, name: &str) -> Option<&'a A> {
-    batch.column_by_name(name)?.as_any().downcast_ref()
-}
-
-fn decode(batch: &RecordBatch, out: &mut Vec<DocumentRecord>) -> Option<()> {
-    let words = |name| column::<UInt64Array>(batch, name);
-    let id = column::<StringArray>(batch, "id")?;
-    let (file, group) =
-        (column::<UInt32Array>(batch, "file")?, column::<UInt32Array>(batch, "group")?);
-    let (row, first_byte, end_byte) = (words("row")?, words("first_byte")?, words("end_byte")?);
-    let (first_token, tokens) = (words("first_token")?, words("tokens")?);
-    let columnar = |at: usize| first_byte.is_null(at) || end_byte.is_null(at);
-    out.extend((0..batch.num_rows()).map(|at| DocumentRecord {
-        id: id.value(at).to_owned(),
-        file: file.value(at),
-        row: row.value(at),
-        group: (!group.is_null(at)).then(|| group.value(at)),
-        bytes: (!columnar(at)).then(|| (first_byte.value(at), end_byte.value(at))),
-        first_token: first_token.value(at),
-        tokens: tokens.value(at),
-    }));
-    Some(())
 }

@@ -59,7 +59,7 @@ impl Text {
 
     /// Writes the text as the training split of source "web" and commits the store.
     fn write(&self) -> TempDir {
-        let dir = scratch().unwrap();
+        let dir = scratch();
         let folder = stream_folder(dir.path(), "web", Split::Train);
         fs::create_dir_all(&folder).unwrap();
         let head = StreamHead {
@@ -124,8 +124,10 @@ fn open(dir: &Path) -> Result<StreamReader> {
     Ok(Store::open(dir)?.stream(0, Split::Train))
 }
 
-/// All that a store tells.
-fn read_everything(dir: &Path) -> Result<(Vec<u32>, Vec<u64>, Vec<DocumentRecord>, Vec<u8>)> {
+/// All that a store tells: tokens, starts, provenance, tokenizer.
+type Everything = (Vec<u32>, Vec<u64>, Vec<DocumentRecord>, Vec<u8>);
+
+fn read_everything(dir: &Path) -> Result<Everything> {
     let store = Store::open(dir)?;
     let stream = store.stream(0, Split::Train);
     let (mut tokens, mut starts) = (Vec::new(), Vec::new());
@@ -304,7 +306,7 @@ fn short_long_and_missing_files_are_named() {
 
 #[test]
 fn what_is_no_store_is_refused_with_a_reason() {
-    let dir = scratch().unwrap();
+    let dir = scratch();
     let refusal = |path: &Path| {
         let fault = Store::open(path).err().unwrap();
         assert_eq!(fault.class(), Class::Data, "{fault}");

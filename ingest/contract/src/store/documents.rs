@@ -1,0 +1,115 @@
+//! Reading the two lists of documents of a shard from front to back: starts and provenance.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use arrow::array::{Array as _, AsArray as _, RecordBatch};
+use arrow::datatypes::{UInt32Type, UInt64Type};
+use arrow::ipc::reader::FileReader;
+use parquet::arrow::arrow_reader::{ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder};
+
+use super::DocumentRecord;
+use super::write::{document_schema, start_schema};
+use crate::{Fault, Result};
+
+/// The fault of a file that another writer must have written, or that changed after its digest was checked.
+fn strange(path: &Path, what: impl ToString) -> Fault {
+    Fault::data(format!("it cannot be read: {}", what.to_string()))
+        .at(path.display().to_string())
+        .hint("check the store with `zdata verify`")
+}
+
+/// The starts in `starts-*.arrow`.
+pub struct Starts {
+    path: PathBuf,
+    reader: FileReader<File>,
+    batch: Option<RecordBatch>,
+    at: usize,
+}
+
+impl Starts {
+    /// Opens one file.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(|error| Fault::io("read", path, &error))?;
+        let reader = FileReader::try_new(file, None).map_err(|error| strange(path, error))?;
+        if reader.schema() != start_schema() {
+            return Err(strange(path, "its schema is not that of starts"));
+        }
+        Ok(Starts { path: path.to_owned(), reader, batch: None, at: 0 })
+    }
+}
+
+impl Iterator for Starts {
+    type Item = Result<u64>;
+
+    fn next(&mut self) -> Option<Result<u64>> {
+        while self.batch.as_ref().is_none_or(|batch| self.at == batch.num_rows()) {
+            match self.reader.next()? {
+                Ok(batch) => (self.batch, self.at) = (Some(batch), 0),
+                Err(error) => return Some(Err(strange(&self.path, error))),
+            }
+        }
+        let start = self.batch.as_ref()?.column(0).as_primitive::<UInt64Type>().value(self.at);
+        self.at += 1;
+        Some(Ok(start))
+    }
+}
+
+/// The rows of `documents-*.parquet`.
+pub struct Documents {
+    path: PathBuf,
+    reader: ParquetRecordBatchReader,
+    batch: Option<RecordBatch>,
+    at: usize,
+}
+
+impl Documents {
+    /// Opens one file.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(|error| Fault::io("read", path, &error))?;
+        let builder =
+            ParquetRecordBatchReaderBuilder::try_new(file).map_err(|error| strange(path, error))?;
+        if builder.schema().fields() != document_schema().fields() {
+            return Err(strange(path, "its schema is not that of documents"));
+        }
+        let reader = builder.with_batch_size(4096).build().map_err(|error| strange(path, error))?;
+        Ok(Documents { path: path.to_owned(), reader, batch: None, at: 0 })
+    }
+}
+
+impl Iterator for Documents {
+    type Item = Result<DocumentRecord>;
+
+    fn next(&mut self) -> Option<Result<DocumentRecord>> {
+        while self.batch.as_ref().is_none_or(|batch| self.at == batch.num_rows()) {
+            match self.reader.next()? {
+                Ok(batch) => (self.batch, self.at) = (Some(batch), 0),
+                Err(error) => return Some(Err(strange(&self.path, error))),
+            }
+        }
+        let row = row(self.batch.as_ref()?, self.at);
+        self.at += 1;
+        Some(Ok(row))
+    }
+}
+
+/// Row `at` of a batch of documents, whose schema was checked.
+pub(super) fn row(batch: &RecordBatch, at: usize) -> DocumentRecord {
+    let word = |column: usize| {
+        let column = batch.column(column).as_primitive::<UInt64Type>();
+        column.is_valid(at).then(|| column.value(at))
+    };
+    let small = |column: usize| {
+        let column = batch.column(column).as_primitive::<UInt32Type>();
+        column.is_valid(at).then(|| column.value(at))
+    };
+    DocumentRecord {
+        id: batch.column(0).as_string::<i32>().value(at).to_owned(),
+        file: small(3).unwrap_or_default(),
+        row: word(4).unwrap_or_default(),
+        group: small(5),
+        bytes: word(6).zip(word(7)),
+        first_token: word(8).unwrap_or_default(),
+        tokens: word(9).unwrap_or_default(),
+    }
+}

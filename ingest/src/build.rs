@@ -1,0 +1,220 @@
+//! `zdata build`: a corpus to a store, resumable, the same bytes every time.
+//!
+//! Reads top to bottom: lock the folder, ask whether it is done, take up or begin the journal, run the pipeline, check
+//! the last samples, make it a store.
+
+use std::fs::{self, File, TryLockError};
+use std::path::Path;
+
+use contract::store::{FORMAT, Manifest, TokenizerRecord, open, write};
+use contract::{Fault, Result};
+use rayon::prelude::*;
+
+use crate::commit::Committer;
+use crate::corpus::Corpus;
+use crate::journal;
+use crate::journal::{Checkpoint, Head, Journal};
+use crate::pipeline::{self, Encoding};
+use crate::progress::Progress;
+use crate::request::{self, Sides};
+use crate::tokenize::audit::{self, Wanted};
+use crate::tokenize::{Engine, Tokenizer};
+
+/// What only decides speed.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Threads that parse and encode.
+    pub workers: usize,
+    /// Which library encodes.
+    pub engine: Engine,
+    /// Whether to keep silent about progress.
+    pub quiet: bool,
+}
+
+/// How a build ended.
+#[derive(Debug)]
+pub enum Outcome {
+    /// The store was there already, built from the same request.
+    UpToDate(Manifest),
+    /// Built now.
+    Built {
+        /// The store.
+        manifest: Manifest,
+        /// What passed and how fast.
+        summary: String,
+        /// Documents that the reference encoded again, and their bytes.
+        audited: (u64, u64),
+    },
+}
+
+/// Builds `corpus` into the folder `store`, or goes on with a build that was killed there.
+pub fn build(corpus: &Corpus, store: &Path, options: Options) -> Result<Outcome> {
+    let path = corpus.tokenizer.as_ref().ok_or_else(|| {
+        Fault::usage("the corpus names no tokenizer")
+            .at(corpus.file.display().to_string())
+            .wanted("tokenizer = \"tokenizer.json\"")
+    })?;
+    let tokenizer = Tokenizer::read(path, options.engine)?;
+    let head = head(corpus, &tokenizer)?;
+    fs::create_dir_all(store).map_err(|error| Fault::io("create", store, &error))?;
+    let _lock = lock(store)?;
+    if store.join(open::MANIFEST).exists() {
+        let manifest = done(corpus, store, &head)?;
+        return Ok(Outcome::UpToDate(manifest));
+    }
+    if let (Some(why), Engine::Fastest, false) =
+        (tokenizer.why_slow(), options.engine, options.quiet)
+    {
+        eprintln!(
+            "note: fastokens does not cover this tokenizer ({why}): encoding with tokenizers"
+        );
+    }
+    let empty = request::empty_manifest(&head, tokenizer.token_bytes());
+    let (journal, checkpoints) = take_up(corpus, store, &head)?;
+    let mut progress = progress(corpus, &checkpoints, options.quiet)?;
+    let wanted = Wanted::default();
+    let mut committer =
+        Committer::new(corpus, store, &empty, (journal, checkpoints), &wanted, &mut progress)?;
+    let encoding = Encoding {
+        tokenizer: &tokenizer,
+        begin: head.tokenizer.begin,
+        end: head.tokenizer.end,
+        validation: corpus.validation,
+        wanted: &wanted,
+    };
+    let position = committer.position();
+    pipeline::run(corpus, &encoding, options.workers.max(1), position, |step, auditor| {
+        committer.step(step, auditor)
+    })?;
+    let mut audit = std::mem::take(&mut committer.audit);
+    let sources = std::mem::take(&mut committer.sources);
+    let failure = audit.finish().par_iter().find_map_first(|s| audit::check(&tokenizer, s).err());
+    failure.map_or(Ok(()), Err)?;
+    let manifest = finish(store, &tokenizer, Manifest { sources, ..empty })?;
+    let rescued = tokenizer.rescued();
+    if rescued > 0 && !options.quiet {
+        eprintln!("note: fastokens gave up on {rescued} documents: tokenizers encoded them");
+    }
+    let audited = (audit.documents, audit.audited_bytes);
+    Ok(Outcome::Built { manifest, summary: progress.finish(), audited })
+}
+
+fn head(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Head> {
+    let marker = |key: &str, token: &Option<String>| {
+        let id = token.as_ref().map(|token| tokenizer.id_of(key, token)).transpose();
+        id.map_err(|fault| fault.or_at(|| corpus.file.display().to_string()))
+    };
+    Ok(Head {
+        zdata: env!("CARGO_PKG_VERSION").to_owned(),
+        tokenizer: TokenizerRecord {
+            sha256: tokenizer.identity(),
+            vocab: tokenizer.vocab(),
+            begin: marker("begin", &corpus.begin)?,
+            end: marker("end", &corpus.end)?,
+            encoder: tokenizer.encoder().to_owned(),
+        },
+        unit: corpus.unit,
+        validation: corpus.validation.to_string(),
+        shard_tokens: corpus.shard_tokens,
+        sources: corpus
+            .sources
+            .iter()
+            .map(|source| (source.name.clone(), request::preparation(corpus, source)))
+            .collect(),
+    })
+}
+
+/// Holds the folder against other builds until it is dropped, or the process dies.
+fn lock(store: &Path) -> Result<File> {
+    let folder = File::open(store).map_err(|error| Fault::io("open", store, &error))?;
+    match folder.try_lock() {
+        Ok(()) => Ok(folder),
+        Err(TryLockError::WouldBlock) => Err(Fault::machine("another build is writing this store")
+            .at(store.display().to_string())
+            .hint("wait for it, or name another --out")),
+        Err(TryLockError::Error(error)) => Err(Fault::io("lock", store, &error)),
+    }
+}
+
+/// The store that is there, if it is what was asked for.
+fn done(corpus: &Corpus, store: &Path, head: &Head) -> Result<Manifest> {
+    let manifest = open::manifest(store)?;
+    let sides = Sides { store, since: "this store was built" };
+    sides.compare_heads(&request::head_of(&manifest, head), head)?;
+    for (source, old) in corpus.sources.iter().zip(&manifest.sources) {
+        sides.compare_inputs(source, &old.inputs, true)?;
+    }
+    request::compare_losses(corpus, &manifest, store)?;
+    // Killed between its last two acts.
+    journal::remove(store)?;
+    Ok(manifest)
+}
+
+/// The journal of this build: the one that is there, if it is of the same request, or a new one.
+fn take_up(corpus: &Corpus, store: &Path, head: &Head) -> Result<(Journal, Vec<Checkpoint>)> {
+    if !Journal::exists(store) {
+        refuse_foreign(store)?;
+        return Ok((Journal::begin(store, head)?, Vec::new()));
+    }
+    let (journal, old, checkpoints) = Journal::resume(store)?;
+    let sides = Sides { store, since: "this build was begun" };
+    sides.compare_heads(&old, head)?;
+    let pairs = [
+        ("shard_tokens", old.shard_tokens.to_string(), head.shard_tokens.to_string()),
+        ("the release of zdata", old.zdata.clone(), head.zdata.clone()),
+    ];
+    for (what, old, new) in pairs {
+        if old != new {
+            return Err(Fault::usage(format!("{what} changed since this build was begun"))
+                .at(store.display().to_string())
+                .found(new)
+                .wanted(old)
+                .hint("undo the change, or delete the store's folder and build it again"));
+        }
+    }
+    for (index, source) in corpus.sources.iter().enumerate() {
+        let inputs = checkpoints.iter().filter(|checkpoint| checkpoint.source == index);
+        let inputs: Vec<_> = inputs.flat_map(|checkpoint| checkpoint.inputs.clone()).collect();
+        let finished = checkpoints.last().is_some_and(|last| last.position.source > index);
+        sides.compare_inputs(source, &inputs, finished)?;
+    }
+    Ok((journal, checkpoints))
+}
+
+/// A build clears its folder, so it must be its own.
+fn refuse_foreign(store: &Path) -> Result<()> {
+    let entries = fs::read_dir(store).map_err(|error| Fault::io("list", store, &error))?;
+    for entry in entries {
+        let entry = entry.map_err(|error| Fault::io("list", store, &error))?;
+        if entry.file_name() != open::BUILD_FOLDER {
+            return Err(Fault::usage("this folder holds something else")
+                .at(store.display().to_string())
+                .found(entry.file_name().to_string_lossy())
+                .wanted("a new or empty folder, a store, or an unfinished build")
+                .hint("name another --out"));
+        }
+    }
+    Ok(())
+}
+
+fn progress(corpus: &Corpus, checkpoints: &[Checkpoint], quiet: bool) -> Result<Progress> {
+    let mut bytes = 0;
+    for file in corpus.sources.iter().flat_map(|source| &source.files) {
+        let found = fs::metadata(&file.path);
+        bytes += found.map_err(|error| Fault::io("read", &file.path, &error))?.len();
+    }
+    let inputs = checkpoints.iter().flat_map(|checkpoint| &checkpoint.inputs);
+    Ok(Progress::new(bytes, inputs.map(|input| input.bytes).sum(), quiet))
+}
+
+/// Makes the folder a store.
+fn finish(store: &Path, tokenizer: &Tokenizer, mut manifest: Manifest) -> Result<Manifest> {
+    debug_assert_eq!(manifest.format, FORMAT);
+    write::write_whole(&store.join(open::TOKENIZER), tokenizer.bytes())?;
+    manifest.request = request::identity(&manifest);
+    manifest.digest = manifest.identity();
+    open::commit(store, &manifest)?;
+    journal::remove(store)?;
+    write::sync_folder(store)?;
+    Ok(manifest)
+}

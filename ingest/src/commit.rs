@@ -1,0 +1,326 @@
+//! The committer: documents in input order become shards, and every shard a checkpoint.
+//!
+//! Train and validation are cut together, at the document that fills either: so a checkpoint is a point in the input,
+//! no document has to be read twice, and the cut is a function of the documents alone.
+
+use std::fs;
+use std::path::Path;
+
+use contract::store::manifest::chain;
+use contract::store::write::{ShardWriter, StreamHead};
+use contract::store::{
+    DocumentRecord, InputRecord, Loss, Manifest, SourceRecord, Split, StreamRecord, open,
+};
+use contract::{Fault, Result};
+
+use crate::corpus::{Corpus, OnError};
+use crate::journal::{Checkpoint, Journal, Position, Totals};
+use crate::pipeline::{Auditor, Encoded, Item, Step};
+use crate::progress::Progress;
+use crate::request::always_counted;
+use crate::tokenize::audit::{Audit, Wanted};
+
+/// One stream under construction.
+struct Stream {
+    head: StreamHead,
+    record: StreamRecord,
+    open: Option<ShardWriter>,
+}
+
+/// Everything that grows while a build runs.
+pub(crate) struct Committer<'a> {
+    corpus: &'a Corpus,
+    store: &'a Path,
+    token_bytes: u32,
+    vocab: u32,
+    journal: Journal,
+    wanted: &'a Wanted,
+    progress: &'a mut Progress,
+    pub(crate) audit: Audit,
+    pub(crate) sources: Vec<SourceRecord>,
+    position: Position,
+    streams: [Stream; 2],
+    /// Inputs of the open source that are in the journal already.
+    journaled: usize,
+}
+
+impl<'a> Committer<'a> {
+    /// Goes on after `checkpoints`, or begins where there are none.
+    pub(crate) fn new(
+        corpus: &'a Corpus,
+        store: &'a Path,
+        empty: &Manifest,
+        (journal, checkpoints): (Journal, Vec<Checkpoint>),
+        wanted: &'a Wanted,
+        progress: &'a mut Progress,
+    ) -> Result<Self> {
+        let mut sources = empty.sources.clone();
+        let mut position = Position::start(0, 0);
+        let mut audit = Audit::default();
+        for checkpoint in checkpoints {
+            replay(&mut sources[checkpoint.source], &checkpoint);
+            (position, audit) = (checkpoint.position, checkpoint.audit);
+        }
+        audit.restore_floor(journal.floor()?, wanted);
+        for source in &sources {
+            clear(store, source)?;
+        }
+        let (token_bytes, vocab) = (empty.token_bytes, empty.tokenizer.vocab);
+        let at = position.source.min(sources.len().saturating_sub(1));
+        let streams = streams(store, &sources[at], token_bytes, vocab);
+        let journaled = sources[at].inputs.len();
+        Ok(Committer {
+            corpus,
+            store,
+            token_bytes,
+            vocab,
+            journal,
+            wanted,
+            progress,
+            audit,
+            sources,
+            position,
+            streams,
+            journaled,
+        })
+    }
+
+    /// Where the inputs have to go on.
+    pub(crate) fn position(&self) -> Position {
+        self.position.clone()
+    }
+
+    /// Takes the next step in input order.
+    pub(crate) fn step(&mut self, step: Step, auditor: &Auditor<'_>) -> Result<()> {
+        match step {
+            Step::Slab(items) => {
+                for item in items {
+                    self.item(item, auditor)?;
+                }
+            }
+            Step::FileEnd(input) => self.file_end(input),
+            Step::SourceEnd => self.source_end()?,
+        }
+        self.progress.tick();
+        Ok(())
+    }
+
+    fn item(&mut self, item: Item, auditor: &Auditor<'_>) -> Result<()> {
+        match item {
+            Item::Document(document) => {
+                self.position.pass(document.content);
+                self.document(*document, auditor)
+            }
+            Item::Lost { reason, bytes, content, fault } => {
+                self.position.pass(content);
+                self.lost(reason, bytes, fault)
+            }
+        }
+    }
+
+    fn lost(&mut self, reason: &str, bytes: u64, fault: Fault) -> Result<()> {
+        if self.corpus.on_error == OnError::Stop && !always_counted(reason) {
+            let file = &self.corpus.sources[self.position.source].files[self.position.file];
+            return Err(fault.or_at(|| file.shown.clone()));
+        }
+        let losses = &mut self.sources[self.position.source].losses;
+        let slot = match losses.iter().position(|loss| loss.reason == reason) {
+            Some(index) => &mut losses[index],
+            None => {
+                losses.push(Loss { reason: reason.to_owned(), documents: 0, bytes: 0 });
+                losses.sort_by(|a, b| a.reason.cmp(&b.reason));
+                let index = losses.iter().position(|loss| loss.reason == reason);
+                &mut losses[index.unwrap_or_default()]
+            }
+        };
+        slot.documents += 1;
+        slot.bytes += bytes;
+        Ok(())
+    }
+
+    fn document(&mut self, document: Encoded, auditor: &Auditor<'_>) -> Result<()> {
+        let Encoded { id, row, group, bytes, text_bytes, content, split, tokens, sample } =
+            document;
+        if let Some(sample) = self.audit.offer(content.0, text_bytes, sample, self.wanted) {
+            auditor.check(sample);
+        }
+        let file = self.position.file;
+        let stream = &mut self.streams[split as usize];
+        let record = DocumentRecord {
+            id: id.unwrap_or_else(|| anonymous(file, group, row)),
+            file: u32::try_from(file).map_err(|_| Fault::usage("a source has too many files"))?,
+            row,
+            group,
+            bytes,
+            first_token: stream.record.tokens,
+            tokens: tokens.len() as u64,
+        };
+        stream.push(&tokens, &record, text_bytes)?;
+        self.progress.document(text_bytes, tokens.len() as u64);
+        let full = |stream: &Stream| {
+            stream.open.as_ref().is_some_and(|shard| shard.tokens() >= self.corpus.shard_tokens)
+        };
+        if self.streams.iter().any(full) { self.cut() } else { Ok(()) }
+    }
+
+    fn file_end(&mut self, mut input: InputRecord) {
+        input.documents = self.position.documents;
+        self.progress.file(input.bytes);
+        self.sources[self.position.source].inputs.push(input);
+        self.position = Position::start(self.position.source, self.position.file + 1);
+    }
+
+    fn source_end(&mut self) -> Result<()> {
+        let next = self.position.source + 1;
+        let done = std::mem::replace(&mut self.position, Position::start(next, 0));
+        self.checkpoint(done.source)?;
+        if let Some(source) = self.sources.get(next) {
+            self.streams = streams(self.store, source, self.token_bytes, self.vocab);
+            self.journaled = 0;
+        }
+        Ok(())
+    }
+
+    fn cut(&mut self) -> Result<()> {
+        self.checkpoint(self.position.source)
+    }
+
+    /// Commits the open shards of source `source`, then says so in the journal.
+    fn checkpoint(&mut self, source: usize) -> Result<()> {
+        let mut shards = [None, None];
+        for (stream, shard) in self.streams.iter_mut().zip(&mut shards) {
+            *shard = stream.commit()?;
+        }
+        let record = &mut self.sources[source];
+        record.train = self.streams[0].record.clone();
+        record.validation = self.streams[1].record.clone();
+        let checkpoint = Checkpoint {
+            position: self.position.clone(),
+            source,
+            inputs: record.inputs[self.journaled..].to_vec(),
+            shards,
+            streams: [totals(&record.train), totals(&record.validation)],
+            losses: record.losses.clone(),
+            audit: self.audit.counts(),
+        };
+        self.journaled = record.inputs.len();
+        let floor = self.audit.floor_if_changed();
+        self.journal.record(&checkpoint, floor)
+    }
+}
+
+impl Stream {
+    fn push(&mut self, tokens: &[u32], record: &DocumentRecord, text_bytes: u64) -> Result<()> {
+        let total = &mut self.record;
+        let open = match &mut self.open {
+            Some(open) => open,
+            none => {
+                let folder = &self.head.folder;
+                fs::create_dir_all(folder).map_err(|e| Fault::io("create", folder, &e))?;
+                let (head, index) = (self.head.clone(), total.shards.len());
+                none.insert(ShardWriter::create(head, index, total.tokens, total.documents)?)
+            }
+        };
+        open.push(tokens, record)?;
+        total.tokens += record.tokens;
+        total.documents += 1;
+        total.text_bytes += text_bytes;
+        total.digest = chain(total.digest, tokens, record);
+        Ok(())
+    }
+
+    fn commit(&mut self) -> Result<Option<contract::store::ShardRecord>> {
+        let Some(open) = self.open.take() else { return Ok(None) };
+        let shard = open.finish()?;
+        self.record.shards.push(shard.clone());
+        Ok(Some(shard))
+    }
+}
+
+/// The id of a document whose corpus has none: which input, and where in it. No path, since paths decide nothing.
+fn anonymous(file: usize, group: Option<u32>, row: u64) -> String {
+    match group {
+        Some(group) => format!("{file}#{group}.{row}"),
+        None => format!("{file}#{row}"),
+    }
+}
+
+fn streams(store: &Path, source: &SourceRecord, token_bytes: u32, vocab: u32) -> [Stream; 2] {
+    Split::ALL.map(|split| Stream {
+        head: StreamHead {
+            folder: open::stream_folder(store, &source.name, split),
+            source: source.name.clone(),
+            split,
+            token_bytes,
+            vocab,
+        },
+        record: stream_of(source, split).clone(),
+        open: None,
+    })
+}
+
+fn stream_of(source: &SourceRecord, split: Split) -> &StreamRecord {
+    match split {
+        Split::Train => &source.train,
+        Split::Validation => &source.validation,
+    }
+}
+
+fn totals(stream: &StreamRecord) -> Totals {
+    let StreamRecord { tokens, documents, text_bytes, digest, shards: _ } = stream;
+    Totals { tokens: *tokens, documents: *documents, text_bytes: *text_bytes, digest: *digest }
+}
+
+fn replay(source: &mut SourceRecord, checkpoint: &Checkpoint) {
+    source.inputs.extend(checkpoint.inputs.iter().cloned());
+    source.losses.clone_from(&checkpoint.losses);
+    let streams = [&mut source.train, &mut source.validation];
+    let news = checkpoint.shards.iter().zip(&checkpoint.streams);
+    for (stream, (shard, totals)) in streams.into_iter().zip(news) {
+        stream.shards.extend(shard.clone());
+        let Totals { tokens, documents, text_bytes, digest } = totals.clone();
+        (stream.tokens, stream.documents) = (tokens, documents);
+        (stream.text_bytes, stream.digest) = (text_bytes, digest);
+    }
+}
+
+/// Removes what a killed build wrote beyond its last checkpoint, and checks that the rest is there.
+fn clear(store: &Path, source: &SourceRecord) -> Result<()> {
+    for split in Split::ALL {
+        let folder = open::stream_folder(store, &source.name, split);
+        let mut named = std::collections::BTreeMap::new();
+        for shard in &stream_of(source, split).shards {
+            for file in
+                [&shard.token_file, &shard.sum_file, &shard.start_file, &shard.document_file]
+            {
+                named.insert(file.name.clone(), file.bytes);
+            }
+        }
+        if !folder.is_dir() && named.is_empty() {
+            continue;
+        }
+        let fault = |error: &std::io::Error| Fault::io("clear", &folder, error);
+        for entry in fs::read_dir(&folder).map_err(|error| fault(&error))? {
+            let entry = entry.map_err(|error| fault(&error))?;
+            let bytes = entry.metadata().map_err(|error| fault(&error))?.len();
+            let name = entry.file_name().to_string_lossy().into_owned();
+            match named.remove(&name) {
+                Some(wanted) if wanted == bytes => {}
+                Some(wanted) => {
+                    return Err(Fault::data("a committed file changed its size")
+                        .at(entry.path().display().to_string())
+                        .found(format!("{bytes} bytes"))
+                        .wanted(format!("{wanted} bytes"))
+                        .hint("delete the store's folder and build it again"));
+                }
+                None => fs::remove_file(entry.path()).map_err(|error| fault(&error))?,
+            }
+        }
+        if let Some((name, _)) = named.first_key_value() {
+            return Err(Fault::data("a committed file is missing")
+                .at(folder.join(name).display().to_string())
+                .hint("delete the store's folder and build it again"));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,386 @@
+//! `corpus.toml`: which files become a store, and how. `ingest/README.md` has the schema.
+//!
+//! Every wrong key or value is refused with its line; a key nobody knows is answered with the nearest known one.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use contract::store::UNIT_TOKENS;
+use contract::{Fault, Ratio, Result, fault};
+use toml_edit::{Document, Item, TableLike, Value};
+
+use crate::files;
+use crate::source::{Fields, Format};
+
+/// Tokens after which a shard is cut, unless `shard_tokens` says otherwise: half a gigabyte of stored u32.
+pub const SHARD_TOKENS: u64 = 1 << 27;
+
+/// The largest document, unless `max_document_bytes` says otherwise.
+pub const MAX_DOCUMENT_BYTES: u64 = 1 << 30;
+
+const KEYS: &[&str] = &[
+    "tokenizer",
+    "unit",
+    "validation",
+    "begin",
+    "end",
+    "shard_tokens",
+    "max_document_bytes",
+    "on_error",
+    "source",
+];
+const SOURCE_KEYS: &[&str] = &["name", "files", "text", "id", "format"];
+
+/// The formats by their names in `corpus.toml`.
+const FORMATS: &[(&str, Format)] = &[
+    ("jsonl", Format::JsonLines),
+    ("parquet", Format::Parquet),
+    ("arrow", Format::Arrow),
+    ("text", Format::Text),
+];
+
+/// What to do with a record that is no document.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnError {
+    /// Refuse the build, naming the record.
+    Stop,
+    /// Leave it out and count it.
+    Skip,
+}
+
+/// A whole corpus file.
+#[derive(Clone, Debug)]
+pub struct Corpus {
+    /// The file itself.
+    pub file: PathBuf,
+    /// The tokenizer; training one needs none.
+    pub tokenizer: Option<PathBuf>,
+    /// Tokens in a unit.
+    pub unit: u64,
+    /// The share of documents that are held back.
+    pub validation: Ratio,
+    /// The token put before each document.
+    pub begin: Option<String>,
+    /// The token put after each document.
+    pub end: Option<String>,
+    /// Tokens after which a shard is cut: decides files, not content.
+    pub shard_tokens: u64,
+    /// The largest document.
+    pub max_document_bytes: u64,
+    /// What to do with a record that is no document.
+    pub on_error: OnError,
+    /// The sources, in order.
+    pub sources: Vec<Source>,
+}
+
+/// One `[[source]]`.
+#[derive(Clone, Debug)]
+pub struct Source {
+    /// Its name, also its folder in the store.
+    pub name: String,
+    /// Its files, sorted.
+    pub files: Vec<SourceFile>,
+    /// Where text and id stand in a record.
+    pub fields: Fields,
+}
+
+/// One input file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SourceFile {
+    /// Where it lies.
+    pub path: PathBuf,
+    /// Its path from the corpus file's folder, for people.
+    pub shown: String,
+    /// How it holds documents.
+    pub format: Format,
+}
+
+impl Corpus {
+    /// Reads a corpus file and finds its inputs.
+    pub fn read(file: &Path) -> Result<Corpus> {
+        let text = fs::read_to_string(file).map_err(|error| Fault::io("read", file, &error))?;
+        Corpus::parse(&text, file)
+    }
+
+    /// Parses the text of a corpus file and finds its inputs.
+    pub fn parse(text: &str, file: &Path) -> Result<Corpus> {
+        let places = Places { text, file: file.display().to_string() };
+        let document = Document::parse(text).map_err(|error| {
+            let place = error.span().map_or(places.file.clone(), |span| places.line(&span));
+            Fault::usage(format!("this is no TOML: {}", error.message())).at(place)
+        })?;
+        let root = Keys::new(&places, document.as_table(), "the corpus", KEYS)?;
+        let folder = file.parent().unwrap_or(Path::new(""));
+        let corpus = Corpus {
+            file: file.to_owned(),
+            tokenizer: root.text("tokenizer")?.map(|(name, _)| folder.join(name)),
+            unit: root.count("unit", UNIT_TOKENS)?,
+            validation: validation(&root)?,
+            begin: marker(&root, "begin")?,
+            end: marker(&root, "end")?,
+            shard_tokens: root.count("shard_tokens", SHARD_TOKENS)?,
+            max_document_bytes: root.count("max_document_bytes", MAX_DOCUMENT_BYTES)?,
+            on_error: on_error(&root)?,
+            sources: sources(&root, folder)?,
+        };
+        Ok(corpus)
+    }
+}
+
+fn validation(root: &Keys<'_>) -> Result<Ratio> {
+    let wanted = "a share below 1, like \"1/1000\"";
+    let Some(item) = root.get("validation") else { return Ok(Ratio::new(1, 1000)) };
+    let place = root.places.item(item);
+    let text = match item.as_value() {
+        Some(Value::String(text)) => text.value().clone(),
+        Some(Value::Integer(number)) => number.value().to_string(),
+        // The text as written, so that no float decides data.
+        Some(Value::Float(_)) => root.places.slice(item).to_owned(),
+        _ => {
+            return Err(Fault::usage("`validation` is no share").at(place).wanted(wanted));
+        }
+    };
+    let share: Ratio = text.parse().map_err(|error: String| {
+        Fault::usage(format!("`validation` is no share: {error}")).at(place.clone()).wanted(wanted)
+    })?;
+    if share.num() >= share.den() {
+        return Err(Fault::usage("`validation` leaves nothing to train on")
+            .at(place)
+            .found(share)
+            .wanted(wanted));
+    }
+    Ok(share)
+}
+
+/// `begin` and `end`: a token, or "none" (also by absence, and as `false`).
+fn marker(root: &Keys<'_>, key: &str) -> Result<Option<String>> {
+    if let Some(Value::Boolean(value)) = root.get(key).and_then(Item::as_value)
+        && !value.value()
+    {
+        return Ok(None);
+    }
+    Ok(root.text(key)?.map(|(token, _)| token).filter(|token| token != "none"))
+}
+
+fn on_error(root: &Keys<'_>) -> Result<OnError> {
+    match root.text("on_error")? {
+        None => Ok(OnError::Stop),
+        Some((text, place)) => match text.as_str() {
+            "stop" => Ok(OnError::Stop),
+            "skip" => Ok(OnError::Skip),
+            _ => Err(Fault::usage("`on_error` is unknown")
+                .at(place)
+                .found(text)
+                .wanted("\"stop\" or \"skip\"")),
+        },
+    }
+}
+
+fn sources(root: &Keys<'_>, folder: &Path) -> Result<Vec<Source>> {
+    let wanted = "at least one [[source]] with `name` and `files`";
+    let Some(item) = root.get("source") else {
+        return Err(Fault::usage("the corpus has no source")
+            .at(root.places.file.clone())
+            .wanted(wanted));
+    };
+    let Some(tables) = item.as_array_of_tables() else {
+        return Err(Fault::usage("`source` is no list of tables")
+            .at(root.places.item(item))
+            .wanted("[[source]], with two brackets"));
+    };
+    let mut names = BTreeMap::new();
+    let mut sources = Vec::new();
+    for table in tables {
+        let place = table.span().map_or(root.places.file.clone(), |span| root.places.line(&span));
+        let keys = Keys::new(root.places, table, "a source", SOURCE_KEYS)?;
+        let (name, name_place) = keys.text("name")?.ok_or_else(|| {
+            Fault::usage("a source has no `name`").at(place.clone()).wanted(wanted)
+        })?;
+        check_name(&name, &name_place)?;
+        // Folders on some systems ignore case.
+        if let Some(before) = names.insert(name.to_lowercase(), name_place.clone()) {
+            return Err(Fault::usage(format!("two sources are called {name:?}"))
+                .at(name_place)
+                .found(format!("the other one at {before}"))
+                .hint("give each source its own name"));
+        }
+        sources.push(source(&keys, name, &place, folder)?);
+    }
+    Ok(sources)
+}
+
+fn source(keys: &Keys<'_>, name: String, place: &str, folder: &Path) -> Result<Source> {
+    let stated = match keys.text("format")? {
+        None => None,
+        Some((text, place)) => match FORMATS.iter().find(|(known, _)| *known == text) {
+            Some((_, format)) => Some(*format),
+            None => {
+                let known = FORMATS.iter().map(|(known, _)| *known);
+                return Err(Fault::usage("`format` is unknown")
+                    .at(place)
+                    .found(text)
+                    .wanted(known.collect::<Vec<_>>().join(", ")));
+            }
+        },
+    };
+    let patterns = keys.texts("files")?.ok_or_else(|| {
+        Fault::usage(format!("source {name:?} has no `files`"))
+            .at(place.to_owned())
+            .wanted("files = [\"raw/*.jsonl.zst\"]")
+    })?;
+    let mut files = Vec::new();
+    for found in files::find(folder, &patterns)? {
+        let format = match stated.or_else(|| format_of(&found.shown)) {
+            Some(format) => format,
+            None => {
+                return Err(Fault::usage(format!("the format of {:?} is unknown", found.shown))
+                    .at(found.place)
+                    .hint("state it in the source: format = \"jsonl\", or parquet, arrow, text"));
+            }
+        };
+        files.push(SourceFile { path: found.path, shown: found.shown, format });
+    }
+    let field = |key: &str| -> Result<Option<String>> {
+        let Some((text, place)) = keys.text(key)? else { return Ok(None) };
+        if text.split('.').any(str::is_empty) {
+            return Err(Fault::usage(format!("`{key}` is no path of fields"))
+                .at(place)
+                .found(format!("{text:?}"))
+                .wanted("names joined by dots, like \"text\" or \"meta.id\""));
+        }
+        Ok(Some(text))
+    };
+    let text = field("text")?.unwrap_or_else(|| "text".to_owned());
+    Ok(Source { name, files, fields: Fields { text, id: field("id")? } })
+}
+
+/// A name becomes a folder, on any system.
+fn check_name(name: &str, place: &str) -> Result<()> {
+    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    let taken = ["manifest.json", "manifest.sum", "tokenizer.json"];
+    if !name.is_empty()
+        && name.len() <= 100
+        && name.chars().all(fits)
+        && !name.starts_with('.')
+        && !taken.contains(&name.to_lowercase().as_str())
+    {
+        return Ok(());
+    }
+    Err(Fault::usage("this name cannot be a source's folder")
+        .at(place.to_owned())
+        .found(format!("{name:?}"))
+        .wanted("letters, digits, '-', '_' and '.', not beginning with '.'"))
+}
+
+/// The format by the ending, after `.gz` or `.zst`.
+fn format_of(name: &str) -> Option<Format> {
+    let lower = name.to_lowercase();
+    let bare = lower.strip_suffix(".gz").or(lower.strip_suffix(".zst")).unwrap_or(&lower);
+    let ending = Path::new(bare).extension()?.to_str()?;
+    Some(match ending {
+        "jsonl" | "ndjson" | "json" => Format::JsonLines,
+        "parquet" => Format::Parquet,
+        "arrow" | "feather" | "ipc" => Format::Arrow,
+        _ => Format::Text,
+    })
+}
+
+/// The name of a format in `corpus.toml`.
+pub fn format_name(format: Format) -> &'static str {
+    FORMATS.iter().find(|(_, known)| *known == format).map_or("unknown", |(name, _)| *name)
+}
+
+/// Turns byte ranges of the text into places.
+struct Places<'a> {
+    text: &'a str,
+    file: String,
+}
+
+impl Places<'_> {
+    fn line(&self, span: &Range<usize>) -> String {
+        let before = self.text.get(..span.start).unwrap_or(self.text);
+        format!("{}:{}", self.file, before.matches('\n').count() + 1)
+    }
+
+    fn item(&self, item: &Item) -> String {
+        item.span().map_or(self.file.clone(), |span| self.line(&span))
+    }
+
+    fn slice(&self, item: &Item) -> &str {
+        item.span().and_then(|span| self.text.get(span)).unwrap_or("")
+    }
+}
+
+/// A table whose keys are all known.
+struct Keys<'a> {
+    places: &'a Places<'a>,
+    table: &'a dyn TableLike,
+}
+
+impl<'a> Keys<'a> {
+    fn new(
+        places: &'a Places<'a>,
+        table: &'a dyn TableLike,
+        what: &str,
+        known: &[&str],
+    ) -> Result<Self> {
+        for (key, item) in table.iter() {
+            if known.contains(&key) {
+                continue;
+            }
+            let span = table.key(key).and_then(|key| key.span());
+            let place = span.map_or_else(|| places.item(item), |span| places.line(&span));
+            let refused = Fault::usage(format!("{what} has no key `{key}`")).at(place);
+            return Err(match fault::nearest(key, known.iter().copied()) {
+                Some(near) => refused.hint(format!("did you mean `{near}`?")),
+                None => refused.wanted(known.join(", ")),
+            });
+        }
+        Ok(Keys { places, table })
+    }
+
+    fn get(&self, key: &str) -> Option<&'a Item> {
+        self.table.get(key)
+    }
+
+    fn wrong(&self, key: &str, item: &Item, wanted: &str) -> Fault {
+        Fault::usage(format!("`{key}` is of the wrong kind"))
+            .at(self.places.item(item))
+            .found(self.places.slice(item).trim())
+            .wanted(wanted)
+    }
+
+    fn text(&self, key: &str) -> Result<Option<(String, String)>> {
+        let Some(item) = self.get(key) else { return Ok(None) };
+        let text = item.as_str().ok_or_else(|| self.wrong(key, item, "a string"))?;
+        Ok(Some((text.to_owned(), self.places.item(item))))
+    }
+
+    fn texts(&self, key: &str) -> Result<Option<Vec<(String, String)>>> {
+        let Some(item) = self.get(key) else { return Ok(None) };
+        let wrong = || self.wrong(key, item, "a list of strings");
+        let list = item.as_array().ok_or_else(wrong)?;
+        let place = |value: &Value| {
+            value.span().map_or_else(|| self.places.item(item), |span| self.places.line(&span))
+        };
+        let texts = list.iter().map(|value| {
+            value.as_str().map(|text| (text.to_owned(), place(value))).ok_or_else(wrong)
+        });
+        let texts: Vec<_> = texts.collect::<Result<_>>()?;
+        if texts.is_empty() {
+            Err(self.wrong(key, item, "at least one file"))
+        } else {
+            Ok(Some(texts))
+        }
+    }
+
+    fn count(&self, key: &str, default: u64) -> Result<u64> {
+        let Some(item) = self.get(key) else { return Ok(default) };
+        item.as_integer()
+            .and_then(|number| u64::try_from(number).ok())
+            .filter(|number| *number > 0)
+            .ok_or_else(|| self.wrong(key, item, "a whole number above zero"))
+    }
+}

@@ -1,0 +1,164 @@
+//! `zdata inspect`: what a store holds, and the ledger that says what became of every document read.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use contract::store::{InputRecord, Loss, Manifest, SourceRecord, StreamRecord};
+use serde_json::{Value, json};
+
+use crate::verify::bytes;
+
+/// Documents read, kept and lost, of one source: they balance to zero.
+pub struct Ledger {
+    /// Records of all inputs.
+    pub read: u64,
+    /// Documents trained on.
+    pub train: u64,
+    /// Documents held back.
+    pub validation: u64,
+    /// Documents lost.
+    pub lost: u64,
+}
+
+impl Ledger {
+    /// The ledger of a source.
+    pub fn of(source: &SourceRecord) -> Self {
+        Ledger {
+            read: source.inputs.iter().map(|input| input.documents).sum(),
+            train: source.train.documents,
+            validation: source.validation.documents,
+            lost: source.losses.iter().map(|loss| loss.documents).sum(),
+        }
+    }
+
+    /// Read minus kept minus lost.
+    pub fn balance(&self) -> i128 {
+        let Ledger { read, train, validation, lost } = self;
+        i128::from(*read) - i128::from(*train) - i128::from(*validation) - i128::from(*lost)
+    }
+}
+
+/// The answer for a program.
+pub fn json(store: &Path, manifest: &Manifest) -> Value {
+    let stream = |stream: &StreamRecord| {
+        json!({
+            "tokens": stream.tokens, "documents": stream.documents, "text_bytes": stream.text_bytes,
+            "bytes": bytes(stream), "shards": stream.shards.len(), "digest": stream.digest,
+        })
+    };
+    let source = |source: &SourceRecord| {
+        let ledger = Ledger::of(source);
+        let inputs = source.inputs.iter().map(|input| {
+            let InputRecord { path, bytes, sha256, documents } = input;
+            json!({"path": path, "bytes": bytes, "sha256": sha256, "documents": documents})
+        });
+        let losses = source.losses.iter().map(|loss| {
+            let Loss { reason, documents, bytes } = loss;
+            json!({"reason": reason, "documents": documents, "bytes": bytes})
+        });
+        json!({
+            "name": source.name, "preparation": source.preparation,
+            "train": stream(&source.train), "validation": stream(&source.validation),
+            "inputs": inputs.collect::<Vec<_>>(), "losses": losses.collect::<Vec<_>>(),
+            "ledger": {
+                "read": ledger.read, "train": ledger.train, "validation": ledger.validation,
+                "lost": ledger.lost, "balance": ledger.balance() as i64,
+            },
+        })
+    };
+    json!({
+        "store": store, "digest": manifest.digest, "request": manifest.request, "format": manifest.format,
+        "unit": manifest.unit, "validation": manifest.validation, "token_bytes": manifest.token_bytes,
+        "tokenizer": manifest.tokenizer,
+        "sources": manifest.sources.iter().map(source).collect::<Vec<_>>(),
+    })
+}
+
+/// The answer for a person.
+pub fn text(store: &Path, manifest: &Manifest) -> String {
+    let mut out = String::new();
+    let marker = |id: Option<u32>| id.map_or("none".to_owned(), |id| id.to_string());
+    let tokenizer = &manifest.tokenizer;
+    let lines = [
+        ("store", store.display().to_string()),
+        ("digest", manifest.digest.to_string()),
+        ("format", format!("{}, {} bytes a token", manifest.format, manifest.token_bytes)),
+        (
+            "tokenizer",
+            format!(
+                "{} (vocab {}, begin {}, end {}, {})",
+                tokenizer.sha256.short(),
+                tokenizer.vocab,
+                marker(tokenizer.begin),
+                marker(tokenizer.end),
+                tokenizer.encoder,
+            ),
+        ),
+        ("unit", format!("{} tokens, validation {}", grouped(manifest.unit), manifest.validation)),
+    ];
+    for (name, value) in lines {
+        let _ = writeln!(out, "{name:<10} {value}");
+    }
+    let _ = writeln!(
+        out,
+        "\n{:<16} {:<11} {:>15} {:>12} {:>10} {:>8} {:>7}  digest",
+        "source", "split", "tokens", "documents", "bytes", "tok/doc", "shards"
+    );
+    for source in &manifest.sources {
+        row(&mut out, &source.name, "train", &source.train);
+        row(&mut out, &source.name, "validation", &source.validation);
+    }
+    let _ = writeln!(out, "\nledger (documents)");
+    for source in &manifest.sources {
+        ledger(&mut out, source);
+    }
+    out
+}
+
+fn row(out: &mut String, name: &str, split: &str, stream: &StreamRecord) {
+    let per = stream.tokens.checked_div(stream.documents).unwrap_or(0);
+    let _ = writeln!(
+        out,
+        "{name:<16} {split:<11} {:>15} {:>12} {:>10} {per:>8} {:>7}  {}",
+        grouped(stream.tokens),
+        grouped(stream.documents),
+        size(bytes(stream)),
+        stream.shards.len(),
+        stream.digest.short(),
+    );
+}
+
+fn ledger(out: &mut String, source: &SourceRecord) {
+    let ledger = Ledger::of(source);
+    let files = source.inputs.len();
+    let _ = write!(
+        out,
+        "{:<16} {} read from {files} files = {} train + {} validation",
+        source.name,
+        grouped(ledger.read),
+        grouped(ledger.train),
+        grouped(ledger.validation),
+    );
+    for loss in &source.losses {
+        let (documents, bytes) = (grouped(loss.documents), size(loss.bytes));
+        let _ = write!(out, " + {documents} {} ({bytes})", loss.reason);
+    }
+    let _ = writeln!(out, "; balance {}", ledger.balance());
+}
+
+/// Digits in groups of three.
+pub fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut out = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+fn size(bytes: u64) -> String {
+    indicatif::HumanBytes(bytes).to_string()
+}

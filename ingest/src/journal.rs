@@ -1,0 +1,199 @@
+//! The journal of an unfinished build: what is committed so far, and where in the inputs to go on.
+//!
+//! `STORE/.build/journal.jsonl` holds a head, then one line per checkpoint; a torn last line is cut. A checkpoint is
+//! written after the shards it names are on the disk, so whatever the journal says is true.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+
+use contract::store::{InputRecord, Loss, ShardRecord, TokenizerRecord, open, write};
+use contract::{Digest, Fault, Hasher, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::tokenize::audit::{Audit, Sample};
+
+/// What a build may not change on its way.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Head {
+    /// The release that began: another one may write other container bytes.
+    pub(crate) zdata: String,
+    pub(crate) tokenizer: TokenizerRecord,
+    pub(crate) unit: u64,
+    pub(crate) validation: String,
+    pub(crate) shard_tokens: u64,
+    /// Names and preparations.
+    pub(crate) sources: Vec<(String, String)>,
+}
+
+/// Where to go on: the next record to read.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Position {
+    /// Index of the source.
+    pub(crate) source: usize,
+    /// Index of the file in the source.
+    pub(crate) file: usize,
+    /// Records read from that file.
+    pub(crate) documents: u64,
+    /// Their digest, so that a file that changed since is noticed.
+    pub(crate) consumed: Digest,
+}
+
+impl Position {
+    /// The beginning of file `file` of source `source`.
+    pub(crate) fn start(source: usize, file: usize) -> Self {
+        Position { source, file, documents: 0, consumed: Digest::default() }
+    }
+
+    /// After one more record with this content.
+    pub(crate) fn pass(&mut self, content: Digest) {
+        self.documents += 1;
+        self.consumed =
+            Hasher::new().tag("consumed.v1").digest(self.consumed).digest(content).finish();
+    }
+}
+
+/// What a stream amounts to so far.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Totals {
+    pub(crate) tokens: u64,
+    pub(crate) documents: u64,
+    pub(crate) text_bytes: u64,
+    pub(crate) digest: Digest,
+}
+
+/// One step forward.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Checkpoint {
+    pub(crate) position: Position,
+    /// The source whose streams these are; `position` is beyond it once it is finished.
+    pub(crate) source: usize,
+    /// Its inputs finished since the checkpoint before.
+    pub(crate) inputs: Vec<InputRecord>,
+    /// The shards committed now, train and validation.
+    pub(crate) shards: [Option<ShardRecord>; 2],
+    pub(crate) streams: [Totals; 2],
+    pub(crate) losses: Vec<Loss>,
+    pub(crate) audit: Audit,
+}
+
+/// The journal, open for appending.
+pub(crate) struct Journal {
+    folder: PathBuf,
+    file: File,
+}
+
+impl Journal {
+    /// Whether the folder of a store holds an unfinished build.
+    pub(crate) fn exists(store: &Path) -> bool {
+        path(store).is_file()
+    }
+
+    /// Begins one.
+    pub(crate) fn begin(store: &Path, head: &Head) -> Result<Self> {
+        let folder = store.join(open::BUILD_FOLDER);
+        fs::create_dir_all(&folder).map_err(|error| Fault::io("create", &folder, &error))?;
+        write::write_whole(&path(store), &line(head)?)?;
+        Journal::append_to(store)
+    }
+
+    /// Goes on with one: its head, its checkpoints, its audit samples.
+    pub(crate) fn resume(store: &Path) -> Result<(Self, Head, Vec<Checkpoint>)> {
+        let path = path(store);
+        let bytes = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
+        let whole = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+        let damaged = |what: String| {
+            Fault::data(format!("the journal of this build is damaged: {what}"))
+                .at(path.display().to_string())
+                .hint("delete the store's folder and build it again")
+        };
+        let mut lines = bytes[..whole].split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
+        let head = lines.next().ok_or_else(|| damaged("it has no head".to_owned()))?;
+        let head = serde_json::from_slice(head).map_err(|error| damaged(error.to_string()))?;
+        let checkpoints = lines
+            .map(|line| serde_json::from_slice(line).map_err(|error| damaged(error.to_string())))
+            .collect::<Result<_>>()?;
+        let journal = Journal::append_to(store)?;
+        journal.file.set_len(whole as u64).map_err(|error| Fault::io("write", &path, &error))?;
+        Ok((journal, head, checkpoints))
+    }
+
+    fn append_to(store: &Path) -> Result<Self> {
+        let path = path(store);
+        let file = OpenOptions::new()
+            .append(true)
+            .open(&path)
+            .map_err(|error| Fault::io("write", &path, &error))?;
+        Ok(Journal { folder: store.join(open::BUILD_FOLDER), file })
+    }
+
+    /// Records a checkpoint. The samples come first: to know more than needed does no harm.
+    pub(crate) fn record(
+        &mut self,
+        checkpoint: &Checkpoint,
+        floor: Option<Vec<(u64, u128, Sample)>>,
+    ) -> Result<()> {
+        if let Some(floor) = floor {
+            write::write_whole(&self.folder.join(FLOOR), &line(&Floor::from(floor))?)?;
+        }
+        let bytes = line(checkpoint)?;
+        let write = self.file.write_all(&bytes).and_then(|()| self.file.sync_data());
+        write.map_err(|error| Fault::io("write", &self.folder.join(JOURNAL), &error))
+    }
+
+    /// The audit samples of the checkpoints so far.
+    pub(crate) fn floor(&self) -> Result<Vec<(u64, u128, Sample)>> {
+        let path = self.folder.join(FLOOR);
+        match fs::read(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+            Err(error) => Err(Fault::io("read", &path, &error)),
+            Ok(bytes) => match serde_json::from_slice::<Floor>(&bytes) {
+                Ok(floor) => Ok(floor.into()),
+                Err(error) => Err(Fault::data(format!("the samples are damaged: {error}"))
+                    .at(path.display().to_string())
+                    .hint("delete the store's folder and build it again")),
+            },
+        }
+    }
+}
+
+/// Removes what a finished build leaves.
+pub(crate) fn remove(store: &Path) -> Result<()> {
+    let folder = store.join(open::BUILD_FOLDER);
+    match fs::remove_dir_all(&folder) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(Fault::io("remove", &folder, &error))
+        }
+        _ => Ok(()),
+    }
+}
+
+const JOURNAL: &str = "journal.jsonl";
+const FLOOR: &str = "samples.json";
+
+/// Samples as JSON: contents are 128 bits, which JSON numbers are not.
+#[derive(Serialize, Deserialize)]
+struct Floor(Vec<(u64, Digest, Sample)>);
+
+impl From<Vec<(u64, u128, Sample)>> for Floor {
+    fn from(floor: Vec<(u64, u128, Sample)>) -> Self {
+        Floor(floor.into_iter().map(|(key, content, s)| (key, Digest(content), s)).collect())
+    }
+}
+
+impl From<Floor> for Vec<(u64, u128, Sample)> {
+    fn from(floor: Floor) -> Self {
+        floor.0.into_iter().map(|(key, content, s)| (key, content.0, s)).collect()
+    }
+}
+
+fn path(store: &Path) -> PathBuf {
+    store.join(open::BUILD_FOLDER).join(JOURNAL)
+}
+
+fn line(value: &impl Serialize) -> Result<Vec<u8>> {
+    let mut bytes = serde_json::to_vec(value)
+        .map_err(|error| Fault::bug(format!("the journal cannot be written: {error}")))?;
+    bytes.push(b'\n');
+    Ok(bytes)
+}

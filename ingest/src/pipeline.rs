@@ -1,0 +1,340 @@
+//! One reader, any number of workers, one committer: parallel work, delivered in input order.
+//!
+//! The reader cuts inputs into slabs and puts, for each, a promise into an ordered queue; workers keep the promises in
+//! any order; the committer redeems them in order. The queue is bounded, and with it memory. The first error in input
+//! order is the one reported, whatever the number of workers.
+
+use std::thread;
+
+use contract::draw::happens;
+use contract::store::{InputRecord, Split};
+use contract::{Digest, Fault, Key, Purpose, Ratio, Result};
+use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
+
+use crate::corpus::{Corpus, Source};
+use crate::journal::Position;
+use crate::request::content_of_loss;
+use crate::source::{self, Document, Limits, Parsed, Slab};
+use crate::tokenize::Tokenizer;
+use crate::tokenize::audit::{self, Sample, Wanted};
+
+/// Slabs in flight beyond one for each worker.
+const SPARE_SLABS: usize = 3;
+
+/// A document longer than this is audited by a piece.
+const AUDIT_WHOLE_BYTES: usize = 1_000_000;
+
+/// What decides the tokens of a document.
+pub(crate) struct Encoding<'a> {
+    pub(crate) tokenizer: &'a Tokenizer,
+    pub(crate) begin: Option<u32>,
+    pub(crate) end: Option<u32>,
+    pub(crate) validation: Ratio,
+    pub(crate) wanted: &'a Wanted,
+}
+
+/// What became of one record.
+pub(crate) enum Item {
+    Document(Box<Encoded>),
+    Lost { reason: &'static str, bytes: u64, content: Digest, fault: Fault },
+}
+
+/// A document, encoded.
+pub(crate) struct Encoded {
+    pub(crate) id: Option<String>,
+    pub(crate) row: u64,
+    pub(crate) group: Option<u32>,
+    pub(crate) bytes: Option<(u64, u64)>,
+    pub(crate) text_bytes: u64,
+    pub(crate) content: Digest,
+    pub(crate) split: Split,
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) sample: Option<Sample>,
+}
+
+/// What the committer is told, in input order.
+pub(crate) enum Step {
+    Slab(Vec<Item>),
+    /// A file is exhausted; its number of documents is the committer's to know.
+    FileEnd(InputRecord),
+    SourceEnd,
+}
+
+enum Promise {
+    Slab(Receiver<Result<Vec<Item>>>),
+    Step(Step),
+    Failed(Fault),
+}
+
+enum Work<'a> {
+    Encode { slab: Slab, skip: usize, source: &'a Source, file: &'a str, reply: Reply },
+    Audit(Box<Sample>),
+}
+
+type Reply = Sender<Result<Vec<Item>>>;
+
+/// Hands samples to whichever worker is free.
+pub(crate) struct Auditor<'a>(Sender<Work<'a>>);
+
+impl Auditor<'_> {
+    pub(crate) fn check(&self, sample: Sample) {
+        // The workers are gone only when the build has failed already.
+        let _ = self.0.send(Work::Audit(Box::new(sample)));
+    }
+}
+
+/// Runs the inputs from `position` on, and calls `commit` with every step in input order.
+pub(crate) fn run(
+    corpus: &Corpus,
+    encoding: &Encoding<'_>,
+    workers: usize,
+    position: Position,
+    mut commit: impl FnMut(Step, &Auditor<'_>) -> Result<()>,
+) -> Result<()> {
+    let (order, promises) = bounded::<Promise>(workers + SPARE_SLABS);
+    let (slabs, work) = bounded::<Work<'_>>(workers + SPARE_SLABS);
+    let (samples, audits) = unbounded::<Work<'_>>();
+    let (failures, failed) = unbounded::<Fault>();
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            let reader = Reader { corpus, order: &order, slabs: &slabs };
+            if let Err(fault) = reader.run(position) {
+                let _ = order.send(Promise::Failed(fault));
+            }
+        });
+        for _ in 0..workers {
+            let (work, audits, failures) = (work.clone(), audits.clone(), failures.clone());
+            scope.spawn(move || {
+                // Samples first: they are few, and what they find makes the rest void.
+                loop {
+                    let next = match audits.try_recv() {
+                        Ok(sample) => Ok(sample),
+                        Err(_) => {
+                            crossbeam::select! { recv(work) -> w => w, recv(audits) -> a => a }
+                        }
+                    };
+                    match next {
+                        Ok(next) => perform(next, encoding, &failures),
+                        // One channel is closed: drain the other.
+                        Err(_) => {
+                            audits
+                                .iter()
+                                .chain(work.iter())
+                                .for_each(|w| perform(w, encoding, &failures));
+                            return;
+                        }
+                    }
+                }
+            });
+        }
+        drop((work, audits, failures));
+        let auditor = Auditor(samples);
+        let outcome = redeem(promises, &failed, |step| commit(step, &auditor));
+        drop(auditor);
+        outcome?;
+        // Ends when the last worker has: every sample is checked before a build is done.
+        failed.iter().next().map_or(Ok(()), Err)
+    })
+}
+
+fn redeem(
+    promises: Receiver<Promise>,
+    failed: &Receiver<Fault>,
+    mut commit: impl FnMut(Step) -> Result<()>,
+) -> Result<()> {
+    for promise in promises {
+        if let Ok(fault) = failed.try_recv() {
+            return Err(fault);
+        }
+        match promise {
+            Promise::Step(step) => commit(step)?,
+            Promise::Failed(fault) => return Err(fault),
+            Promise::Slab(reply) => {
+                let items =
+                    reply.recv().map_err(|_| Fault::bug("a worker of the build died"))??;
+                commit(Step::Slab(items))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The reader stopped because the committer did: its error is the one to tell.
+fn gone<T>(_: T) -> Fault {
+    Fault::bug("the committer of the build died")
+}
+
+struct Reader<'a, 'b> {
+    corpus: &'a Corpus,
+    order: &'b Sender<Promise>,
+    slabs: &'b Sender<Work<'a>>,
+}
+
+impl<'a> Reader<'a, '_> {
+    fn run(&self, mut position: Position) -> Result<()> {
+        for (index, source) in self.corpus.sources.iter().enumerate().skip(position.source) {
+            if index > position.source {
+                position = Position::start(index, 0);
+            }
+            for number in position.file..source.files.len() {
+                if number > position.file {
+                    position = Position::start(index, number);
+                }
+                self.file(source, number, &position)?;
+            }
+            self.order.send(Promise::Step(Step::SourceEnd)).map_err(gone)?;
+        }
+        Ok(())
+    }
+
+    /// Reads one file from `position` on.
+    fn file(&self, source: &'a Source, number: usize, position: &Position) -> Result<()> {
+        let file = &source.files[number];
+        let limits = Limits { max_document_bytes: self.corpus.max_document_bytes };
+        let mut input = source::open(&file.path, file.format, &limits)?;
+        let mut passed = Position::start(position.source, number);
+        while let Some(slab) = input.next_slab()? {
+            let mut skip = 0;
+            if passed.documents < position.documents {
+                match pass(&slab, source, &mut passed, position)? {
+                    Some(records) => skip = records,
+                    None => continue,
+                }
+            }
+            let (reply, promise) = bounded(1);
+            let work = Work::Encode { slab, skip, source, file: &file.shown, reply };
+            self.order.send(Promise::Slab(promise)).map_err(gone)?;
+            self.slabs.send(work).map_err(gone)?;
+        }
+        if passed.documents < position.documents {
+            return Err(changed(&file.shown));
+        }
+        let (bytes, sha256) = input.content();
+        let record = InputRecord { path: file.shown.clone(), bytes, sha256, documents: 0 };
+        self.order.send(Promise::Step(Step::FileEnd(record))).map_err(gone)
+    }
+}
+
+/// Goes over the records that a killed build had committed; returns how many of this slab they are, or `None` for all.
+fn pass(
+    slab: &Slab,
+    source: &Source,
+    passed: &mut Position,
+    to: &Position,
+) -> Result<Option<usize>> {
+    let records = slab.parse(&source.fields)?;
+    let (all, mut skip) = (records.len(), 0);
+    for parsed in records {
+        if passed.documents == to.documents {
+            break;
+        }
+        passed.pass(match &parsed {
+            Parsed::Document(document) => Digest::of_bytes(document.text.as_bytes()),
+            Parsed::Lost { reason, bytes, .. } => content_of_loss(reason, *bytes),
+        });
+        skip += 1;
+    }
+    if passed.documents == to.documents && passed.consumed != to.consumed {
+        return Err(changed(&source.files[to.file].shown));
+    }
+    Ok((skip < all).then_some(skip))
+}
+
+fn changed(file: &str) -> Fault {
+    Fault::mismatch("this input changed since the build was begun")
+        .at(file.to_owned())
+        .hint("restore the input, or delete the store's folder and build it again")
+}
+
+fn perform(work: Work<'_>, encoding: &Encoding<'_>, failures: &Sender<Fault>) {
+    match work {
+        Work::Encode { slab, skip, source, file, reply } => {
+            // Nobody waits for the reply once the build has failed.
+            let _ = reply.send(encode_slab(&slab, skip, source, file, encoding));
+        }
+        Work::Audit(sample) => {
+            if let Err(fault) = audit::check(encoding.tokenizer, &sample) {
+                let _ = failures.send(fault);
+            }
+        }
+    }
+}
+
+fn encode_slab(
+    slab: &Slab,
+    skip: usize,
+    source: &Source,
+    file: &str,
+    encoding: &Encoding<'_>,
+) -> Result<Vec<Item>> {
+    let parsed = slab.parse(&source.fields)?;
+    Ok(parsed.into_iter().skip(skip).map(|parsed| encode(parsed, file, encoding)).collect())
+}
+
+fn encode(parsed: Parsed, file: &str, encoding: &Encoding<'_>) -> Item {
+    let document = match parsed {
+        Parsed::Document(document) => document,
+        Parsed::Lost { reason, bytes, fault } => {
+            return Item::Lost { reason, bytes, content: content_of_loss(reason, bytes), fault };
+        }
+    };
+    let text_bytes = document.text.len() as u64;
+    let content = Digest::of_bytes(document.text.as_bytes());
+    let place = || match document.group {
+        Some(group) => format!("{file}: row {} of group {group}", document.row),
+        None => format!("{file}:{}", document.row),
+    };
+    let lost = |reason, fault: Fault| Item::Lost { reason, bytes: text_bytes, content, fault };
+    match encoding.tokenizer.encode(&document.text) {
+        Err(fault) => lost("refused by the tokenizer", fault.or_at(place)),
+        Ok(ids) if ids.is_empty() => lost("no tokens", Fault::data("it has no tokens").at(place())),
+        Ok(ids) => {
+            let sample = sample(&document, &ids, content, encoding.wanted, place);
+            Item::Document(Box::new(encoded(document, ids, content, sample, encoding)))
+        }
+    }
+}
+
+fn encoded(
+    document: Document,
+    ids: Vec<u32>,
+    content: Digest,
+    sample: Option<Sample>,
+    encoding: &Encoding<'_>,
+) -> Encoded {
+    let key = Key::from_seed(0).child("validation");
+    let held_back = happens(key, Purpose::Split, content.0 as u64, encoding.validation);
+    let Encoding { begin, end, .. } = encoding;
+    let tokens = match (begin, end) {
+        (None, None) => ids,
+        _ => begin.iter().copied().chain(ids).chain(end.iter().copied()).collect(),
+    };
+    Encoded {
+        id: document.id,
+        row: document.row,
+        group: document.group,
+        bytes: document.bytes,
+        text_bytes: document.text.len() as u64,
+        content,
+        split: if held_back { Split::Validation } else { Split::Train },
+        tokens,
+        sample,
+    }
+}
+
+fn sample(
+    document: &Document,
+    ids: &[u32],
+    content: Digest,
+    wanted: &Wanted,
+    place: impl FnOnce() -> String,
+) -> Option<Sample> {
+    let key = audit::key_of(content.0);
+    if !wanted.may_want(key) {
+        return None;
+    }
+    let whole = document.text.len() <= AUDIT_WHOLE_BYTES;
+    let text = if whole { &document.text } else { audit::piece(&document.text, key) };
+    let ids = whole.then(|| ids.to_vec());
+    Some(Sample { place: place(), text: text.to_owned(), ids })
+}

@@ -1,0 +1,204 @@
+//! What a build is asked to do, and how that differs from what a store was built from.
+//!
+//! Touching, moving or renaming an input is no difference: content is compared, never paths or dates.
+
+use std::fs::File;
+use std::io::Read as _;
+use std::path::Path;
+
+use contract::store::{FORMAT, InputRecord, Manifest, SourceRecord, StreamRecord, TokenizerRecord};
+use contract::{Digest, Fault, Identity, Result};
+use sha2::{Digest as _, Sha256};
+
+use crate::corpus::{self, Corpus, OnError, Source};
+use crate::journal::Head;
+
+/// The preparation of a source as canonical text: part of the store's identity.
+pub(crate) fn preparation(corpus: &Corpus, source: &Source) -> String {
+    let mut formats: Vec<&str> = Vec::new();
+    for file in &source.files {
+        let name = corpus::format_name(file.format);
+        if !formats.contains(&name) {
+            formats.push(name);
+        }
+    }
+    let formats = formats.join("+");
+    let id = source.fields.id.as_deref().unwrap_or("");
+    let text = &source.fields.text;
+    format!("format={formats} text={text:?} id={id:?} max={}", corpus.max_document_bytes)
+}
+
+/// SHA-256 over everything a build was asked to do.
+pub(crate) fn identity(manifest: &Manifest) -> Identity {
+    let mut text = format!("zdata request v{FORMAT}\n");
+    let TokenizerRecord { sha256, vocab: _, begin, end, encoder: _ } = &manifest.tokenizer;
+    text += &format!("tokenizer {sha256} begin {begin:?} end {end:?}\n");
+    text += &format!("unit {} validation {}\n", manifest.unit, manifest.validation);
+    for source in &manifest.sources {
+        text += &format!("source {:?} {:?}\n", source.name, source.preparation);
+        for input in &source.inputs {
+            text += &format!("input {} {}\n", input.bytes, input.sha256);
+        }
+    }
+    Identity::of_bytes(text.as_bytes())
+}
+
+/// The manifest of a build that has not begun.
+pub(crate) fn empty_manifest(head: &Head, token_bytes: u32) -> Manifest {
+    let source = |(name, preparation): &(String, String)| SourceRecord {
+        name: name.clone(),
+        preparation: preparation.clone(),
+        inputs: Vec::new(),
+        train: StreamRecord::empty(),
+        validation: StreamRecord::empty(),
+        losses: Vec::new(),
+    };
+    Manifest {
+        format: FORMAT,
+        digest: Identity([0; 32]),
+        request: Identity([0; 32]),
+        tokenizer: head.tokenizer.clone(),
+        token_bytes,
+        unit: head.unit,
+        validation: head.validation.clone(),
+        sources: head.sources.iter().map(source).collect(),
+    }
+}
+
+/// What an old build and a new request are called in an error.
+pub(crate) struct Sides<'a> {
+    /// The store's folder.
+    pub(crate) store: &'a Path,
+    /// "this store was built", "this build was begun".
+    pub(crate) since: &'a str,
+}
+
+impl Sides<'_> {
+    fn key(&self, key: &str, old: impl ToString, new: impl ToString) -> Fault {
+        Fault::usage(format!("`{key}` changed since {}", self.since))
+            .at(self.store.display().to_string())
+            .found(new.to_string())
+            .wanted(old.to_string())
+            .hint("name another --out, or undo the change; a store is never altered")
+    }
+
+    /// Refuses a request whose keys or tokenizer differ.
+    pub(crate) fn compare_heads(&self, old: &Head, new: &Head) -> Result<()> {
+        if old.tokenizer.sha256 != new.tokenizer.sha256 {
+            return Err(Fault::mismatch(format!("the tokenizer changed since {}", self.since))
+                .at(self.store.display().to_string())
+                .found(new.tokenizer.sha256)
+                .wanted(old.tokenizer.sha256)
+                .hint("name another --out, or restore the old tokenizer.json"));
+        }
+        let id = |id: Option<u32>| id.map_or("none".to_owned(), |id| format!("token {id}"));
+        let pairs = [
+            ("begin", id(old.tokenizer.begin), id(new.tokenizer.begin)),
+            ("end", id(old.tokenizer.end), id(new.tokenizer.end)),
+            ("unit", old.unit.to_string(), new.unit.to_string()),
+            ("validation", old.validation.clone(), new.validation.clone()),
+        ];
+        for (key, old, new) in pairs {
+            if old != new {
+                return Err(self.key(key, old, new));
+            }
+        }
+        let names = |head: &Head| {
+            head.sources.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ")
+        };
+        if names(old) != names(new) {
+            return Err(self.key("source", names(old), names(new)));
+        }
+        for ((name, old), (_, new)) in old.sources.iter().zip(&new.sources) {
+            if old != new {
+                return Err(self.key(&format!("source {name}"), old, new));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses inputs whose content differs from what `source` was built from. `whole`: none may be missing or new.
+    pub(crate) fn compare_inputs(
+        &self,
+        source: &Source,
+        old: &[InputRecord],
+        whole: bool,
+    ) -> Result<()> {
+        let place = || format!("{}: source {:?}", self.store.display(), source.name);
+        let refused = |what: String| {
+            Fault::mismatch(format!("{what} since {}", self.since))
+                .at(place())
+                .hint("restore the inputs, or name another --out; a store is never altered")
+        };
+        let new = source.files.len();
+        if new < old.len() || (whole && new > old.len()) {
+            return Err(refused("the number of inputs changed".to_owned())
+                .found(format!("{new} files"))
+                .wanted(format!("{} files", old.len())));
+        }
+        for (file, old) in source.files.iter().zip(old) {
+            let (bytes, sha256) = content(&file.path)?;
+            if (bytes, sha256) != (old.bytes, old.sha256) {
+                return Err(refused(format!("the input {:?} changed", file.shown))
+                    .found(format!("{bytes} bytes, {sha256}"))
+                    .wanted(format!("{} bytes, {} ({})", old.bytes, old.sha256, old.path)));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Refuses to call a store with losses done if the corpus now says that a loss stops the build.
+pub(crate) fn compare_losses(corpus: &Corpus, manifest: &Manifest, store: &Path) -> Result<()> {
+    if corpus.on_error == OnError::Skip {
+        return Ok(());
+    }
+    for source in &manifest.sources {
+        if let Some(loss) = source.losses.iter().find(|loss| !always_counted(&loss.reason)) {
+            return Err(Fault::usage("this store was built with on_error = \"skip\"")
+                .at(store.display().to_string())
+                .found(format!("{} of {:?}: {}", loss.documents, source.name, loss.reason))
+                .hint("set on_error = \"skip\", or mend the inputs and name another --out"));
+        }
+    }
+    Ok(())
+}
+
+/// Whether a loss is counted even where other losses stop the build.
+pub(crate) fn always_counted(reason: &str) -> bool {
+    matches!(reason, "empty" | "no tokens")
+}
+
+/// Size and SHA-256 of a file.
+fn content(path: &Path) -> Result<(u64, Identity)> {
+    let fault = |error| Fault::io("read", path, &error);
+    let mut file = File::open(path).map_err(fault)?;
+    let (mut hash, mut bytes) = (Sha256::new(), 0);
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        let count = file.read(&mut buffer).map_err(fault)?;
+        if count == 0 {
+            return Ok((bytes, Identity(hash.finalize().into())));
+        }
+        hash.update(&buffer[..count]);
+        bytes += count as u64;
+    }
+}
+
+/// The head that a done store answers to.
+pub(crate) fn head_of(manifest: &Manifest, like: &Head) -> Head {
+    let pair = |source: &SourceRecord| (source.name.clone(), source.preparation.clone());
+    Head {
+        zdata: like.zdata.clone(),
+        tokenizer: manifest.tokenizer.clone(),
+        unit: manifest.unit,
+        validation: manifest.validation.clone(),
+        shard_tokens: like.shard_tokens,
+        sources: manifest.sources.iter().map(pair).collect(),
+    }
+}
+
+/// The content of a record that is no document, for the digest of what was consumed.
+pub(crate) fn content_of_loss(reason: &str, bytes: u64) -> Digest {
+    contract::Hasher::new().tag("loss.v1").str(reason).u64(bytes).finish()
+}

@@ -1,0 +1,265 @@
+//! The oracle audit: a keyed sample of the documents is encoded again by the reference.
+//!
+//! Two samples. A thousandth of all documents, drawn by content, as long as they stay below 0.2 % of the text; and the
+//! [`FLOOR_DOCUMENTS`] documents of lowest draw, so that a small corpus is looked at too, as long as they stay below
+//! [`FLOOR_BYTES`] together. Which documents are drawn is a function of their content, never of workers or kills.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use contract::{Fault, Key, Purpose, Ratio, Result, draw};
+use serde::{Deserialize, Serialize};
+
+use super::Tokenizer;
+
+/// Documents of the sample that does not depend on the amount of text.
+pub const FLOOR_DOCUMENTS: usize = 32;
+
+/// Their text together stays below this.
+pub const FLOOR_BYTES: u64 = 1_000_000;
+
+/// The share of documents drawn.
+const SHARE: Ratio = Ratio::new(1, 1000);
+
+/// The share of text that the draw may reach.
+const TEXT_SHARE: Ratio = Ratio::new(2, 1000);
+
+/// The bytes of a document too large to be encoded again whole: a piece of it, encoded by both.
+const PIECE_BYTES: usize = 2_000;
+
+/// A document that the audit may ask for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sample {
+    /// How the document is called in an error.
+    pub place: String,
+    /// Its text, or a piece of it.
+    pub text: String,
+    /// The ids that go into the store, without begin and end; `None` for a piece.
+    pub ids: Option<Vec<u32>>,
+}
+
+/// The draw of a document with this content.
+pub fn key_of(content: u128) -> u64 {
+    draw(Key::from_seed(0).child("audit"), Purpose::Audit, content as u64)
+}
+
+/// Whether the thousandth drawn holds a document with this draw.
+fn in_share(key: u64) -> bool {
+    u128::from(key) * u128::from(SHARE.den()) < u128::from(SHARE.num()) << 64
+}
+
+/// The piece of a large text that stands for it, at a place drawn by its content.
+pub fn piece(text: &str, key: u64) -> &str {
+    let room = text.len().saturating_sub(PIECE_BYTES) as u128;
+    let mut start = (room * u128::from(key) >> 64) as usize;
+    while !text.is_char_boundary(start) {
+        start -= 1;
+    }
+    let mut end = text.len().min(start + PIECE_BYTES);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[start..end]
+}
+
+/// What the workers need to know to keep the text of a document: more than the audit takes, and never less.
+#[derive(Debug)]
+pub struct Wanted(AtomicU64);
+
+impl Default for Wanted {
+    fn default() -> Self {
+        Wanted(AtomicU64::new(u64::MAX))
+    }
+}
+
+impl Wanted {
+    /// Whether a document with this draw may be asked for.
+    pub fn may_want(&self, key: u64) -> bool {
+        in_share(key) || key <= self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// The audit of one build: fed in input order.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Audit {
+    /// Text seen.
+    pub text_bytes: u64,
+    /// Documents drawn by share.
+    pub documents: u64,
+    /// Their text.
+    pub audited_bytes: u64,
+    #[serde(skip)]
+    floor: BTreeMap<(u64, u128), Sample>,
+    #[serde(skip)]
+    changed: bool,
+}
+
+impl Audit {
+    /// Takes note of a document; returns its sample if it is drawn and has to be checked now.
+    pub fn offer(
+        &mut self,
+        content: u128,
+        text_bytes: u64,
+        sample: Option<Sample>,
+        wanted: &Wanted,
+    ) -> Option<Sample> {
+        self.text_bytes += text_bytes;
+        let key = key_of(content);
+        let sample = sample?;
+        self.offer_floor(key, content, &sample, wanted);
+        let after = self.audited_bytes + sample.text.len() as u64;
+        let fits = u128::from(after) * u128::from(TEXT_SHARE.den())
+            <= u128::from(self.text_bytes) * u128::from(TEXT_SHARE.num());
+        if !in_share(key) || !fits {
+            return None;
+        }
+        self.documents += 1;
+        self.audited_bytes = after;
+        Some(sample)
+    }
+
+    fn offer_floor(&mut self, key: u64, content: u128, sample: &Sample, wanted: &Wanted) {
+        let last = self.floor.last_key_value().map(|(last, _)| *last);
+        if self.floor.len() == FLOOR_DOCUMENTS && last.is_some_and(|last| (key, content) >= last) {
+            return;
+        }
+        // The first of equal documents stands for all of them.
+        if self.floor.contains_key(&(key, content)) {
+            return;
+        }
+        self.floor.insert((key, content), sample.clone());
+        self.changed = true;
+        if self.floor.len() > FLOOR_DOCUMENTS {
+            self.floor.pop_last();
+        }
+        self.publish(wanted);
+    }
+
+    /// The counts without the samples, for a checkpoint.
+    pub fn counts(&self) -> Audit {
+        let Audit { text_bytes, documents, audited_bytes, floor: _, changed: _ } = self;
+        Audit {
+            text_bytes: *text_bytes,
+            documents: *documents,
+            audited_bytes: *audited_bytes,
+            ..Audit::default()
+        }
+    }
+
+    fn publish(&self, wanted: &Wanted) {
+        if self.floor.len() == FLOOR_DOCUMENTS
+            && let Some(((key, _), _)) = self.floor.last_key_value()
+        {
+            wanted.0.store(*key, Ordering::Relaxed);
+        }
+    }
+
+    /// The samples that a resumed build has to know again, if they changed since the last call.
+    pub fn floor_if_changed(&mut self) -> Option<Vec<(u64, u128, Sample)>> {
+        std::mem::take(&mut self.changed).then(|| {
+            self.floor.iter().map(|((key, content), s)| (*key, *content, s.clone())).collect()
+        })
+    }
+
+    /// Takes the samples of a killed build back.
+    pub fn restore_floor(&mut self, floor: Vec<(u64, u128, Sample)>, wanted: &Wanted) {
+        self.floor = floor.into_iter().map(|(key, content, s)| ((key, content), s)).collect();
+        self.publish(wanted);
+    }
+
+    /// The documents to check when all have been seen: in the order of their draws, as many as fit.
+    pub fn finish(&mut self) -> Vec<Sample> {
+        let mut room = FLOOR_BYTES;
+        let mut chosen = Vec::new();
+        for (_, sample) in std::mem::take(&mut self.floor) {
+            let bytes = sample.text.len() as u64;
+            if bytes < room {
+                room -= bytes;
+                self.documents += 1;
+                self.audited_bytes += bytes;
+                chosen.push(sample);
+            }
+        }
+        chosen
+    }
+}
+
+/// Encodes `sample` by the reference and refuses the first difference.
+pub fn check(tokenizer: &Tokenizer, sample: &Sample) -> Result<()> {
+    let found = match &sample.ids {
+        Some(ids) => ids.clone(),
+        None => tokenizer.encode(&sample.text)?,
+    };
+    let wanted = tokenizer.encode_by_reference(&sample.text)?;
+    if found == wanted {
+        return Ok(());
+    }
+    let at = found.iter().zip(&wanted).take_while(|(a, b)| a == b).count();
+    let near = |ids: &[u32]| format!("{:?}", &ids[at.min(ids.len())..ids.len().min(at + 4)]);
+    Err(Fault::mismatch(format!("two tokenizer libraries disagree at token {at} of this document"))
+        .at(sample.place.clone())
+        .found(format!("{} ({})", near(&found), tokenizer.encoder()))
+        .wanted(format!("{} ({})", near(&wanted), super::encoder::REFERENCE))
+        .hint("build with --encoder reference, and report the tokenizer and the document"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn run(sizes: &[u64]) -> (Audit, Vec<Sample>, Vec<Sample>) {
+        let (mut audit, wanted) = (Audit::default(), Wanted::default());
+        let mut drawn = Vec::new();
+        for (index, size) in sizes.iter().enumerate() {
+            let content = u128::from(contract::digest::block_sum(&index.to_le_bytes()));
+            let sample =
+                Sample { place: index.to_string(), text: "x".repeat(*size as usize), ids: None };
+            let sample = wanted.may_want(key_of(content)).then_some(sample);
+            drawn.extend(audit.offer(content, *size, sample, &wanted));
+        }
+        let floor = audit.finish();
+        (audit, drawn, floor)
+    }
+
+    proptest! {
+        #[test]
+        fn a_small_corpus_is_audited_whole_and_a_large_one_within_bounds(
+            sizes in prop::collection::vec(1u64..60_000, 0..200),
+        ) {
+            let (_, drawn, floor) = run(&sizes);
+            let text: u64 = sizes.iter().sum();
+            let bytes: u64 = drawn.iter().map(|s| s.text.len() as u64).sum();
+            prop_assert!(bytes * 1000 <= text * 2);
+            prop_assert!(floor.iter().map(|s| s.text.len() as u64).sum::<u64>() < FLOOR_BYTES);
+            // The 32 documents of lowest draw, found by sorting all of them.
+            let mut keys: Vec<(u64, usize)> = (0..sizes.len())
+                .map(|i| (key_of(u128::from(contract::digest::block_sum(&i.to_le_bytes()))), i)).collect();
+            keys.sort_unstable();
+            keys.truncate(FLOOR_DOCUMENTS);
+            if keys.iter().map(|(_, i)| sizes[*i]).sum::<u64>() < FLOOR_BYTES {
+                let wanted: Vec<String> = keys.iter().map(|(_, i)| i.to_string()).collect();
+                prop_assert_eq!(floor.into_iter().map(|s| s.place).collect::<Vec<_>>(), wanted);
+            }
+        }
+
+        #[test]
+        fn a_piece_is_text_of_the_document(text in "\\PC{0,3000}", key: u64) {
+            let piece = piece(&text, key);
+            prop_assert!(text.contains(piece) && piece.len() <= PIECE_BYTES);
+            prop_assert!(text.len() < PIECE_BYTES || piece.len() > PIECE_BYTES - 8);
+        }
+    }
+
+    #[test]
+    fn a_large_corpus_is_drawn_from_in_every_part() {
+        let sizes = vec![100; 200_000];
+        let (audit, drawn, floor) = run(&sizes);
+        assert_eq!(floor.len(), FLOOR_DOCUMENTS);
+        assert_eq!(audit.documents as usize, drawn.len() + floor.len());
+        // 200 are expected; five standard deviations are 71.
+        assert!(drawn.len().abs_diff(200) < 71, "{}", drawn.len());
+        let late = drawn.iter().filter(|s| s.place.parse::<u32>().unwrap() >= 100_000).count();
+        assert!(late > 50, "{late}");
+    }
+}

@@ -1,0 +1,334 @@
+//! A tokenizer that two libraries read from the same bytes.
+//!
+//! Invariant: which of the two encodes decides speed, never an id: a build stops where they differ.
+
+use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use contract::{Fault, Identity, Result, fault};
+use fastokens::AddedTokenPolicy;
+use serde_json::Value;
+
+/// Which library encodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Engine {
+    /// `fastokens` where it covers the tokenizer.
+    Fastest,
+    /// Hugging Face `tokenizers`.
+    Reference,
+}
+
+/// The version of the reference, beside which "the same ids" has a meaning.
+pub const REFERENCE: &str = "tokenizers 0.23.2";
+
+/// The version of the fast encoder.
+pub const FAST: &str = "fastokens 0.3.5";
+
+/// A tokenizer, ready to encode from several threads at once.
+pub struct Tokenizer {
+    bytes: Vec<u8>,
+    identity: Identity,
+    vocab: u32,
+    reference: tokenizers::Tokenizer,
+    /// The fast encoder, or why there is none.
+    fast: std::result::Result<fastokens::Tokenizer, String>,
+    rescued: AtomicU64,
+}
+
+impl Tokenizer {
+    /// Reads a `tokenizer.json`.
+    pub fn read(path: &Path, engine: Engine) -> Result<Self> {
+        let bytes = fs::read(path).map_err(|error| Fault::io("read", path, &error))?;
+        Tokenizer::new(bytes, engine).map_err(|fault| fault.or_at(|| path.display().to_string()))
+    }
+
+    /// Reads the bytes of a `tokenizer.json`.
+    pub fn new(bytes: Vec<u8>, engine: Engine) -> Result<Self> {
+        let json: Value = serde_json::from_slice(&bytes)
+            .map_err(|error| Fault::usage(format!("this is no tokenizer.json: {error}")))?;
+        refuse_chance(&json)?;
+        let reference = reference(&bytes)?;
+        let largest = reference.get_vocab(true).into_values().max();
+        let vocab = largest
+            .and_then(|id| id.checked_add(1))
+            .ok_or_else(|| Fault::usage("the tokenizer has no tokens, or an id beyond 32 bits"))?;
+        let fast = match engine {
+            Engine::Reference => Err("the reference was asked for".to_owned()),
+            Engine::Fastest => fast(json, &reference),
+        };
+        let identity = Identity::of_bytes(&bytes);
+        Ok(Tokenizer { bytes, identity, vocab, reference, fast, rescued: AtomicU64::new(0) })
+    }
+
+    /// The bytes of the file.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// SHA-256 of the bytes.
+    pub fn identity(&self) -> Identity {
+        self.identity
+    }
+
+    /// One more than the largest id, added tokens included.
+    pub fn vocab(&self) -> u32 {
+        self.vocab
+    }
+
+    /// Bytes of a stored token: by the largest id.
+    pub fn token_bytes(&self) -> u32 {
+        if self.vocab <= 1 << 16 { 2 } else { 4 }
+    }
+
+    /// The library that encodes, with its version.
+    pub fn encoder(&self) -> &'static str {
+        if self.fast.is_ok() { FAST } else { REFERENCE }
+    }
+
+    /// Why the fast encoder does not run.
+    pub fn why_slow(&self) -> Option<&str> {
+        self.fast.as_ref().err().map(String::as_str)
+    }
+
+    /// Documents on which the fast encoder gave up and the reference stepped in.
+    pub fn rescued(&self) -> u64 {
+        self.rescued.load(Ordering::Relaxed)
+    }
+
+    /// The id of a token that `corpus.toml` names.
+    pub fn id_of(&self, key: &str, token: &str) -> Result<u32> {
+        if let Some(id) = self.reference.token_to_id(token) {
+            return Ok(id);
+        }
+        let added = self.reference.get_added_tokens_decoder();
+        let mut known: Vec<&str> = added.values().map(|token| token.content.as_str()).collect();
+        known.sort_unstable();
+        let refused = Fault::usage(format!("`{key}` names a token that the tokenizer lacks"))
+            .found(format!("{token:?}"));
+        Err(match fault::nearest(token, known.iter().copied()) {
+            Some(near) => refused.hint(format!("did you mean {near:?}?")),
+            None if known.is_empty() => refused.hint("this tokenizer has no added tokens"),
+            None => refused.wanted(format!("one of {}", known[..known.len().min(8)].join(", "))),
+        })
+    }
+
+    /// The ids of `text`.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let Ok(fast) = &self.fast else { return self.encode_by_reference(text) };
+        if let Ok(ids) = encode_fast(fast, text) {
+            return Ok(ids);
+        }
+        self.rescued.fetch_add(1, Ordering::Relaxed);
+        self.encode_by_reference(text)
+    }
+
+    /// The ids of `text` as the reference gives them.
+    pub fn encode_by_reference(&self, text: &str) -> Result<Vec<u32>> {
+        encode_reference(&self.reference, text)
+    }
+
+    /// The text of `ids`, special tokens included.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        self.reference
+            .decode(ids, false)
+            .map_err(|error| Fault::data(format!("these ids cannot be decoded: {error}")))
+    }
+}
+
+/// A tokenizer that draws lots would give other ids each time.
+fn refuse_chance(json: &Value) -> Result<()> {
+    match json.pointer("/model/dropout") {
+        Some(Value::Number(chance)) if chance.as_f64() != Some(0.0) => {
+            Err(Fault::usage("this tokenizer merges by chance")
+                .found(format!("model.dropout = {chance}"))
+                .wanted("\"dropout\": null")
+                .hint("dropout is for training: a store needs the same ids every time"))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn reference(bytes: &[u8]) -> Result<tokenizers::Tokenizer> {
+    let refused = |error: String| {
+        Fault::usage(format!("`tokenizers` refuses this tokenizer.json: {error}"))
+            .hint(format!("it has to be a file that {REFERENCE} reads"))
+    };
+    let mut reference = catch_unwind(|| tokenizers::Tokenizer::from_bytes(bytes))
+        .map_err(|_| refused("it panicked".to_owned()))?
+        .map_err(|error| refused(error.to_string()))?;
+    // What a file says of cropping and padding is for batches of a model, not for documents.
+    reference.with_truncation(None).map_err(|error| refused(error.to_string()))?;
+    reference.with_padding(None);
+    reference.set_encode_special_tokens(true);
+    Ok(reference)
+}
+
+fn encode_reference(reference: &tokenizers::Tokenizer, text: &str) -> Result<Vec<u32>> {
+    let encoding = catch_unwind(AssertUnwindSafe(|| reference.encode_fast(text, false)));
+    match encoding {
+        Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
+        Ok(Err(error)) => Err(Fault::data(format!("the tokenizer refuses a document: {error}"))
+            .hint("leave the document out, or use a tokenizer that knows every byte")),
+        Err(_) => Err(Fault::data("the reference tokenizer panicked on a document")
+            .hint("leave the document out, or use another tokenizer")),
+    }
+}
+
+/// The fast encoder if it covers this tokenizer, or why not.
+fn fast(
+    json: Value,
+    reference: &tokenizers::Tokenizer,
+) -> std::result::Result<fastokens::Tokenizer, String> {
+    let whole_words = json["added_tokens"].as_array().is_some_and(|added| {
+        added.iter().any(|token| token["single_word"] == true && token["special"] != true)
+    });
+    if whole_words {
+        return Err("an added token matches whole words only".to_owned());
+    }
+    let mut fast = quietly(|| fastokens::Tokenizer::from_json(json))
+        .map_err(|()| "it panicked on this tokenizer.json".to_owned())?
+        .map_err(|error| error.to_string())?;
+    fast.set_truncation(None);
+    fast.set_padding(None);
+    for text in probes(reference) {
+        let wanted = encode_reference(reference, &text).map_err(|fault| fault.to_string())?;
+        match encode_fast(&fast, &text) {
+            Ok(ids) if ids == wanted => {}
+            Ok(_) => return Err(format!("its ids differ on the probe {text:?}")),
+            Err(why) => return Err(format!("it gives up on the probe {text:?}: {why}")),
+        }
+    }
+    Ok(fast)
+}
+
+fn encode_fast(fast: &fastokens::Tokenizer, text: &str) -> std::result::Result<Vec<u32>, String> {
+    quietly(|| fast.encode_with_policy(text, false, AddedTokenPolicy::SkipSpecial))
+        .map_err(|()| "it panicked".to_owned())?
+        .map_err(|error| error.to_string())
+}
+
+/// Runs what may panic; what it would have printed is no use to a person, who reads the reason instead.
+fn quietly<T>(work: impl FnOnce() -> T) -> std::result::Result<T, ()> {
+    catch_unwind(AssertUnwindSafe(work)).map_err(|_| ())
+}
+
+/// Texts on which tokenizers are known to part ways, and every added token amid text.
+fn probes(reference: &tokenizers::Tokenizer) -> Vec<String> {
+    let fixed = [
+        " ",
+        "  leading and trailing  ",
+        "tabs\t\t and\r\nlines\n\n\n  indented\n",
+        "don't we'll I'VE it's 'tis O'Brien's",
+        "1234567890 3.14159 1e-10 0xFF 1,000,000",
+        "caf\u{e9} cafe\u{301} \u{fb01}n \u{212b} \u{1e9b}\u{323}",
+        "\u{6587}\u{5b57}\u{5316}\u{3051} \u{432}\u{44b}\u{445}\u{43e}\u{434} \u{645}\u{631}\u{62d}\u{628}\u{627} \u{1f468}\u{200d}\u{1f469}\u{200d}\u{1f467} \u{1f1e9}\u{1f1ea}",
+        "\u{0}\u{1}\u{7f}\u{85}\u{a0}\u{2028}\u{feff}\u{fffd}\u{10ffff}",
+        "fn main() { let x = &mut v[..]; } // ==> `a` != b",
+        "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa          bbbb\u{2581}\u{2581}c",
+        "<s>[INST] <|endoftext|><unk></s> [CLS]a[SEP] <pad>",
+    ];
+    let mut probes: Vec<String> = fixed.iter().map(|text| (*text).to_owned()).collect();
+    let mut added: Vec<_> = reference.get_added_tokens_decoder().into_iter().collect();
+    added.sort_unstable_by_key(|(id, _)| *id);
+    for (_, token) in added.iter().take(64) {
+        let token = &token.content;
+        probes.push(format!("{token} word{token}word  {token}  {token}{token} end {token}"));
+    }
+    probes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// A byte-level tokenizer without merges, of a plain and a special added token, and whatever else `change` does.
+    pub(crate) fn bytes_tokenizer(change: impl FnOnce(&mut Value)) -> Vec<u8> {
+        let mut alphabet: Vec<char> =
+            tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet().into_iter().collect();
+        alphabet.sort_unstable();
+        let vocab: serde_json::Map<String, Value> =
+            alphabet.iter().enumerate().map(|(id, c)| (c.to_string(), json!(id))).collect();
+        let added = |id: u32, content: &str, special: bool| {
+            json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                   "normalized": false, "special": special})
+        };
+        let mut value = json!({
+            "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+            "added_tokens": [added(256, "<|end|>", true), added(257, "<tab>", false)],
+            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+            "post_processor": null,
+            "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
+            "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                      "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
+                      "ignore_merges": false, "vocab": vocab, "merges": []},
+        });
+        change(&mut value);
+        serde_json::to_vec(&value).unwrap()
+    }
+
+    #[test]
+    fn special_tokens_stay_text_and_others_match() {
+        for engine in [Engine::Fastest, Engine::Reference] {
+            let tokenizer = Tokenizer::new(bytes_tokenizer(|_| ()), engine).unwrap();
+            assert_eq!(tokenizer.why_slow().is_none(), engine == Engine::Fastest);
+            let ids = tokenizer.encode("a<|end|><tab>b").unwrap();
+            assert_eq!(ids.len(), 1 + "<|end|>".len() + 1 + 1);
+            assert_eq!(ids[8], 257);
+            assert!(!ids.contains(&256));
+            assert_eq!(tokenizer.decode(&ids).unwrap(), "a<|end|><tab>b");
+            assert_eq!((tokenizer.vocab(), tokenizer.token_bytes()), (258, 2));
+        }
+    }
+
+    #[test]
+    fn cropping_and_padding_of_the_file_do_not_reach_documents() {
+        let bytes = bytes_tokenizer(|json| {
+            json["truncation"] = json!({"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0});
+            json["padding"] = json!({"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": null,
+                                     "pad_id": 0, "pad_type_id": 0, "pad_token": "!"});
+        });
+        for engine in [Engine::Fastest, Engine::Reference] {
+            let tokenizer = Tokenizer::new(bytes.clone(), engine).unwrap();
+            assert_eq!(tokenizer.encode("abc").unwrap().len(), 3);
+            assert_eq!(tokenizer.encode("abcdefghijkl").unwrap().len(), 12);
+        }
+    }
+
+    #[test]
+    fn what_the_fast_encoder_does_not_cover_is_encoded_by_the_reference() {
+        let bytes = bytes_tokenizer(|json| json["added_tokens"][1]["single_word"] = json!(true));
+        let tokenizer = Tokenizer::new(bytes, Engine::Fastest).unwrap();
+        assert_eq!(tokenizer.encoder(), REFERENCE);
+        assert!(tokenizer.why_slow().unwrap().contains("whole words"));
+        assert_eq!(tokenizer.encode("a<tab>b").unwrap().len(), 7);
+        let unigram = bytes_tokenizer(|json| {
+            json["model"] =
+                json!({"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]]});
+            json["pre_tokenizer"] = Value::Null;
+            json["decoder"] = Value::Null;
+        });
+        let tokenizer = Tokenizer::new(unigram, Engine::Fastest).unwrap();
+        assert_eq!(tokenizer.encoder(), REFERENCE);
+    }
+
+    #[test]
+    fn odd_files_are_refused_with_a_reason() {
+        for (bytes, word) in [
+            (b"{".to_vec(), "no tokenizer.json"),
+            (b"{}".to_vec(), "refuses"),
+            (bytes_tokenizer(|json| json["model"]["dropout"] = json!(0.1)), "chance"),
+            (bytes_tokenizer(|json| json["model"]["vocab"] = json!({})), "tokenizer"),
+        ] {
+            match Tokenizer::new(bytes, Engine::Fastest) {
+                Ok(_) => assert_eq!(word, "tokenizer"),
+                Err(fault) => assert!(fault.to_string().contains(word), "{fault}"),
+            }
+        }
+        let tokenizer = Tokenizer::new(bytes_tokenizer(|_| ()), Engine::Fastest).unwrap();
+        let fault = tokenizer.id_of("end", "<|edn|>").unwrap_err().to_string();
+        assert!(fault.contains("<|end|>"), "{fault}");
+    }
+}

@@ -1,0 +1,10 @@
+//! Text to ids.
+//!
+//! `fastokens` encodes where it covers the tokenizer, Hugging Face `tokenizers` otherwise; the latter is also the
+//! oracle. Strings that look like special tokens stay text; other added tokens match as usual; nothing is cropped,
+//! padded or added but the begin and end tokens that `corpus.toml` asks for.
+
+pub mod audit;
+pub mod encoder;
+
+pub use encoder::{Engine, Tokenizer};

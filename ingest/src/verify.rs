@@ -1,0 +1,68 @@
+//! `zdata verify`: the whole store, its streams side by side.
+
+use std::path::Path;
+use std::sync::Mutex;
+
+use contract::Result;
+use contract::store::verify::{self, Damage};
+use contract::store::{Manifest, Split, StreamRecord, open};
+use rayon::prelude::*;
+
+use crate::progress::Progress;
+use crate::request;
+
+/// What was found.
+#[derive(Debug)]
+pub struct Report {
+    /// The manifest, which is whole: without it nothing else can be said.
+    pub manifest: Manifest,
+    /// Bytes read.
+    pub bytes: u64,
+    /// Files read.
+    pub files: u64,
+    /// What is damaged, in the order of the store.
+    pub damages: Vec<Damage>,
+}
+
+/// Checks every byte of a store.
+pub fn verify(store: &Path, quiet: bool) -> Result<Report> {
+    let manifest = open::manifest(store)?;
+    let streams: Vec<_> = manifest
+        .sources
+        .iter()
+        .flat_map(|source| Split::ALL.map(|split| (source, split)))
+        .collect();
+    let bytes = manifest.sources.iter().flat_map(|s| [&s.train, &s.validation]).map(bytes).sum();
+    let progress = Mutex::new(Progress::new(bytes, 0, quiet));
+    let passed = |bytes| {
+        if let Ok(mut progress) = progress.lock() {
+            progress.file(bytes);
+            progress.tick();
+        }
+    };
+    let mut damages = verify::verify_tokenizer(store, &manifest);
+    if request::identity(&manifest) != manifest.request {
+        damages.push(Damage {
+            file: open::MANIFEST.to_owned(),
+            what: "the request it names is not the one it was built from".to_owned(),
+            block: None,
+            documents: None,
+        });
+    }
+    let found: Vec<Vec<Damage>> = streams
+        .par_iter()
+        .map(|(source, split)| verify::verify_stream(store, &manifest, source, *split, &passed))
+        .collect();
+    damages.extend(found.into_iter().flatten());
+    let shards: usize =
+        manifest.sources.iter().map(|s| s.train.shards.len() + s.validation.shards.len()).sum();
+    Ok(Report { bytes, files: 3 + 4 * shards as u64, damages, manifest })
+}
+
+/// Bytes of a stream's files.
+pub(crate) fn bytes(stream: &StreamRecord) -> u64 {
+    let files = stream.shards.iter().flat_map(|shard| {
+        [&shard.token_file, &shard.sum_file, &shard.start_file, &shard.document_file]
+    });
+    files.map(|file| file.bytes).sum()
+}
