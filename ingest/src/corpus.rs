@@ -33,14 +33,6 @@ const KEYS: &[&str] = &[
 ];
 const SOURCE_KEYS: &[&str] = &["name", "files", "text", "id", "format"];
 
-/// The formats by their names in `corpus.toml`.
-const FORMATS: &[(&str, Format)] = &[
-    ("jsonl", Format::JsonLines),
-    ("parquet", Format::Parquet),
-    ("arrow", Format::Arrow),
-    ("text", Format::Text),
-];
-
 /// What to do with a record that is no document.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnError {
@@ -214,16 +206,12 @@ fn sources(root: &Keys<'_>, folder: &Path) -> Result<Vec<Source>> {
 fn source(keys: &Keys<'_>, name: String, place: &str, folder: &Path) -> Result<Source> {
     let stated = match keys.text("format")? {
         None => None,
-        Some((text, place)) => match FORMATS.iter().find(|(known, _)| *known == text) {
-            Some((_, format)) => Some(*format),
-            None => {
-                let known = FORMATS.iter().map(|(known, _)| *known);
-                return Err(Fault::usage("`format` is unknown")
-                    .at(place)
-                    .found(text)
-                    .wanted(known.collect::<Vec<_>>().join(", ")));
-            }
-        },
+        Some((name, place)) => Some(Format::from_name(&name).ok_or_else(|| {
+            Fault::usage("`format` is unknown")
+                .at(place)
+                .found(name)
+                .wanted(Format::ALL.map(Format::name).join(", "))
+        })?),
     };
     let patterns = keys.texts("files")?.ok_or_else(|| {
         Fault::usage(format!("source {name:?} has no `files`"))
@@ -232,14 +220,7 @@ fn source(keys: &Keys<'_>, name: String, place: &str, folder: &Path) -> Result<S
     })?;
     let mut files = Vec::new();
     for found in files::find(folder, &patterns)? {
-        let format = match stated.or_else(|| format_of(&found.shown)) {
-            Some(format) => format,
-            None => {
-                return Err(Fault::usage(format!("the format of {:?} is unknown", found.shown))
-                    .at(found.place)
-                    .hint("state it in the source: format = \"jsonl\", or parquet, arrow, text"));
-            }
-        };
+        let format = stated.unwrap_or_else(|| Format::guess(&found.path));
         files.push(SourceFile { path: found.path, shown: found.shown, format });
     }
     let field = |key: &str| -> Result<Option<String>> {
@@ -272,24 +253,6 @@ fn check_name(name: &str, place: &str) -> Result<()> {
         .at(place.to_owned())
         .found(format!("{name:?}"))
         .wanted("letters, digits, '-', '_' and '.', not beginning with '.'"))
-}
-
-/// The format by the ending, after `.gz` or `.zst`.
-fn format_of(name: &str) -> Option<Format> {
-    let lower = name.to_lowercase();
-    let bare = lower.strip_suffix(".gz").or(lower.strip_suffix(".zst")).unwrap_or(&lower);
-    let ending = Path::new(bare).extension()?.to_str()?;
-    Some(match ending {
-        "jsonl" | "ndjson" | "json" => Format::JsonLines,
-        "parquet" => Format::Parquet,
-        "arrow" | "feather" | "ipc" => Format::Arrow,
-        _ => Format::Text,
-    })
-}
-
-/// The name of a format in `corpus.toml`.
-pub fn format_name(format: Format) -> &'static str {
-    FORMATS.iter().find(|(_, known)| *known == format).map_or("unknown", |(name, _)| *name)
 }
 
 /// Turns byte ranges of the text into places.

@@ -14,8 +14,6 @@ pub(crate) struct Found {
     pub(crate) path: PathBuf,
     /// Its path from the folder, with `/` between parts.
     pub(crate) shown: String,
-    /// The place of the pattern.
-    pub(crate) place: String,
 }
 
 /// The files that `patterns` (each with its place in the corpus file) name from `folder`, sorted by their path from
@@ -41,7 +39,7 @@ pub(crate) fn find(folder: &Path, patterns: &[(String, String)]) -> Result<Vec<F
                     .found(format!("also as {before:?}"))
                     .hint("a document that should count twice needs max_epochs, not two names"));
             }
-            found.insert(shown.clone(), Found { path, shown, place: place.clone() });
+            found.insert(shown.clone(), Found { path, shown });
         }
     }
     Ok(found.into_values().collect())

@@ -190,8 +190,9 @@ impl<'a> Reader<'a, '_> {
     /// Reads one file from `position` on.
     fn file(&self, source: &'a Source, number: usize, position: &Position) -> Result<()> {
         let file = &source.files[number];
-        let limits = Limits { max_document_bytes: self.corpus.max_document_bytes };
-        let mut input = source::open(&file.path, file.format, &limits)?;
+        let max_document_bytes = self.corpus.max_document_bytes;
+        let limits = Limits { max_document_bytes, ..Limits::default() };
+        let mut input = source::open(&file.path, file.format, &source.fields, &limits)?;
         let mut passed = Position::start(position.source, number);
         while let Some(slab) = input.next_slab()? {
             let mut skip = 0;

@@ -10,14 +10,14 @@ use contract::store::{FORMAT, InputRecord, Manifest, SourceRecord, StreamRecord,
 use contract::{Digest, Fault, Identity, Result};
 use sha2::{Digest as _, Sha256};
 
-use crate::corpus::{self, Corpus, OnError, Source};
+use crate::corpus::{Corpus, OnError, Source};
 use crate::journal::Head;
 
 /// The preparation of a source as canonical text: part of the store's identity.
 pub(crate) fn preparation(corpus: &Corpus, source: &Source) -> String {
     let mut formats: Vec<&str> = Vec::new();
     for file in &source.files {
-        let name = corpus::format_name(file.format);
+        let name = file.format.name();
         if !formats.contains(&name) {
             formats.push(name);
         }

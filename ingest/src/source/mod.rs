@@ -1,144 +1,246 @@
-//! Stand-in for the readers: JSON Lines only.
+//! Raw files to documents: JSON Lines, Parquet, Arrow IPC and plain text.
+//!
+//! Reading is split where threads are: an [`Input`] belongs to one reader thread, which reads, decompresses and cuts
+//! at record boundaries; the [`Slab`]s it hands out are parsed on any worker thread.
+//!
+//! Invariant: the documents of a file, their order, rows and byte ranges depend on the file's bytes alone, never on
+//! how large a slab is.
+//! Invariant: whatever a file holds ends in a document, in a counted loss, or in a [`Fault`]; never in a panic.
+
+mod decompress;
+mod json;
+mod jsonl;
+
+mod text;
+
 use std::path::Path;
 
 use contract::{Fault, Identity, Result};
 
-/// How a file holds documents.
+/// What a file holds, whatever it is compressed with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Format {
-    /// One JSON object a line.
+    /// One JSON object per line (plain, gzip or zstd).
     JsonLines,
-    /// Parquet.
+    /// Parquet with a string column.
     Parquet,
-    /// Arrow IPC.
+    /// Arrow IPC, file or stream, with a string column.
     Arrow,
-    /// One file, one document.
+    /// One document per file (plain, gzip or zstd).
     Text,
 }
 
-/// Where a record's text and id stand.
-#[derive(Clone, Debug)]
+impl Format {
+    /// Every format, in the order in which messages list them.
+    pub const ALL: [Format; 4] = [Format::JsonLines, Format::Parquet, Format::Arrow, Format::Text];
+
+    /// The format that a file's name suggests; anything unknown (prose, source code) is text.
+    ///
+    /// A last `.gz` or `.zst` says how the file is compressed and is looked behind.
+    pub fn guess(path: &Path) -> Format {
+        let name = path.file_name().map(|name| name.to_string_lossy().to_lowercase());
+        let name = name.unwrap_or_default();
+        let name = name.strip_suffix(".gz").or(name.strip_suffix(".zst")).unwrap_or(&name);
+        match name.rsplit_once('.').map_or("", |(_, extension)| extension) {
+            "jsonl" | "ndjson" | "json" => Format::JsonLines,
+            "parquet" | "pq" => Format::Parquet,
+            "arrow" | "arrows" | "ipc" | "feather" => Format::Arrow,
+            _ => Format::Text,
+        }
+    }
+
+    /// The name used in `format = "..."`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Format::JsonLines => "jsonl",
+            Format::Parquet => "parquet",
+            Format::Arrow => "arrow",
+            Format::Text => "text",
+        }
+    }
+
+    /// The format called `name`.
+    pub fn from_name(name: &str) -> Option<Format> {
+        Format::ALL.into_iter().find(|format| format.name() == name)
+    }
+}
+
+/// Which fields of a record matter. A path's parts are separated by dots: `"meta.id"`.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fields {
-    /// Dotted path.
+    /// Where the text stands.
     pub text: String,
-    /// Dotted path.
+    /// Where the document's id stands, if it has one.
     pub id: Option<String>,
 }
 
-/// Limits.
-#[derive(Clone, Debug)]
+/// What bounds the memory of reading.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Largest document.
+    /// Bytes handed to a worker at a time, about: a slab holds at least one record.
+    pub slab_bytes: usize,
+    /// A longer record is a loss, and is passed over without being held.
     pub max_document_bytes: u64,
 }
 
-/// A reader.
+impl Default for Limits {
+    fn default() -> Self {
+        Limits { slab_bytes: 2 << 20, max_document_bytes: 1 << 30 }
+    }
+}
+
+/// One file being read, on its reader thread.
 pub trait Input: Send {
-    /// The next slab.
+    /// The next records, or nothing at the end of the file.
     fn next_slab(&mut self) -> Result<Option<Slab>>;
-    /// Size and identity of the raw file, once exhausted.
+
+    /// Bytes of the raw file read so far, and their identity: that of the whole file once there are no more slabs.
     fn content(&self) -> (u64, Identity);
 }
 
-/// Some records.
-pub struct Slab {
-    first_row: u64,
-    text: String,
+/// Whole records of one file, read but not yet parsed.
+pub struct Slab(Records);
+
+enum Records {
+    Lines(jsonl::Lines),
+    TooLong(jsonl::TooLong),
+    Whole(text::Whole),
 }
 
-/// One record.
+impl Slab {
+    /// The documents of this slab, in file order, on a worker thread.
+    pub fn parse(&self, fields: &Fields) -> Result<Vec<Parsed>> {
+        match &self.0 {
+            Records::Lines(lines) => Ok(lines.parse(fields)),
+            Records::TooLong(line) => Ok(vec![line.parse()]),
+            Records::Whole(whole) => Ok(vec![whole.parse()]),
+        }
+    }
+}
+
+/// What became of one record.
+#[derive(Debug)]
 pub enum Parsed {
-    /// A document.
+    /// A document with a text that is not empty.
     Document(Document),
-    /// None.
+    /// A record without one.
     Lost {
-        /// Why.
+        /// One of `malformed`, `missing text`, `invalid UTF-8`, `too large`, `empty`.
         reason: &'static str,
-        /// How much.
+        /// Its length in the decompressed stream, as far as it is known.
         bytes: u64,
-        /// In words.
+        /// The same as an error that names the place.
         fault: Fault,
     },
 }
 
-/// One document.
+/// One document and where it stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Document {
-    /// Its id.
+    /// Its own id, if a field for it was asked for and the record has one.
     pub id: Option<String>,
-    /// Its text.
+    /// Its text, never empty.
     pub text: String,
-    /// Row.
+    /// Line, from 1 (JSON Lines); row within its group, from 0 (Parquet, Arrow); 0 (text).
     pub row: u64,
-    /// Group.
+    /// Row group (Parquet) or record batch (Arrow), from 0.
     pub group: Option<u32>,
-    /// Byte range.
+    /// Byte range of the record in the decompressed stream, without its line ending.
     pub bytes: Option<(u64, u64)>,
 }
 
-impl Slab {
-    /// Its records.
-    pub fn parse(&self, fields: &Fields) -> Result<Vec<Parsed>> {
-        let mut out = Vec::new();
-        for (i, line) in self.text.lines().enumerate() {
-            let value: std::result::Result<serde_json::Value, _> = serde_json::from_str(line);
-            let bytes = line.len() as u64;
-            let lost = |reason: &'static str| Parsed::Lost {
-                reason,
-                bytes,
-                fault: Fault::data(reason).at(format!("line {}", self.first_row + i as u64)),
-            };
-            out.push(match value {
-                Err(_) => lost("malformed"),
-                Ok(value) => match value.get(&fields.text).and_then(|t| t.as_str()) {
-                    None => lost("missing text"),
-                    Some("") => lost("empty"),
-                    Some(text) => Parsed::Document(Document {
-                        id: fields.id.as_ref().and_then(|id| {
-                            value.get(id).and_then(|id| id.as_str()).map(str::to_owned)
-                        }),
-                        text: text.to_owned(),
-                        row: self.first_row + i as u64,
-                        group: None,
-                        bytes: Some((0, bytes)),
-                    }),
-                },
-            });
+/// Opens a file for reading as `format`.
+///
+/// The fields are those that its slabs will be parsed for: a columnar reader leaves the others unread, and refuses at
+/// once a file that lacks them.
+pub fn open(
+    path: &Path,
+    format: Format,
+    fields: &Fields,
+    limits: &Limits,
+) -> Result<Box<dyn Input>> {
+    Ok(match format {
+        Format::JsonLines => Box::new(jsonl::Reader::open(path, *limits)?),
+        Format::Parquet | Format::Arrow => {
+            return Err(Fault::bug("this format cannot be read yet"));
         }
-        Ok(out)
-    }
+        Format::Text => Box::new(text::Reader::open(path, *limits)?),
+    })
 }
 
-struct Whole(Vec<u8>, Vec<Slab>);
-
-impl Input for Whole {
-    fn next_slab(&mut self) -> Result<Option<Slab>> {
-        Ok(self.1.pop())
-    }
-    fn content(&self) -> (u64, Identity) {
-        (self.0.len() as u64, Identity::of_bytes(&self.0))
-    }
+/// A record that is lost, with the one hint that fits every reason.
+fn lost(reason: &'static str, bytes: u64, fault: Fault) -> Parsed {
+    let fault = fault.hint(match reason {
+        "empty" => "give it text, or drop it",
+        "too large" => "split the document, or raise the limit",
+        _ => "mend or drop it, or set on_error = \"skip\" to count such records and go on",
+    });
+    Parsed::Lost { reason, bytes, fault }
 }
 
-/// Opens.
-pub fn open(path: &Path, _format: Format, _limits: &Limits) -> Result<Box<dyn Input>> {
-    let raw = std::fs::read(path).map_err(|e| Fault::io("read", path, &e))?;
-    let bytes = match path.extension().and_then(|e| e.to_str()) {
-        Some("zst") => zstd::decode_all(&raw[..]),
-        Some("gz") => {
-            let mut out = Vec::new();
-            std::io::Read::read_to_end(&mut flate2::read::MultiGzDecoder::new(&raw[..]), &mut out)
-                .map(|_| out)
-        }
-        _ => Ok(raw.clone()),
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A file in a folder of its own, removed when dropped.
+    pub(super) struct Scratch {
+        _folder: tempfile::TempDir,
+        pub(super) path: std::path::PathBuf,
     }
-    .map_err(|e| Fault::io("read", path, &e))?;
-    let text = String::from_utf8_lossy(&bytes).into_owned();
-    let lines: Vec<&str> = text.lines().collect();
-    let mut slabs: Vec<Slab> = lines
-        .chunks(300)
-        .enumerate()
-        .map(|(i, lines)| Slab { first_row: 1 + 300 * i as u64, text: lines.join("\n") })
-        .collect();
-    slabs.reverse();
-    Ok(Box::new(Whole(raw, slabs)))
+
+    pub(super) fn write(name: &str, bytes: &[u8]) -> Scratch {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        Scratch { _folder: folder, path }
+    }
+
+    pub(super) fn read_with(
+        file: &Scratch,
+        text: &str,
+        id: Option<&str>,
+        limits: &Limits,
+    ) -> Result<Vec<Parsed>> {
+        let fields = Fields { text: text.to_owned(), id: id.map(str::to_owned) };
+        let mut input = open(&file.path, Format::guess(&file.path), &fields, limits)?;
+        let mut parsed = Vec::new();
+        while let Some(slab) = input.next_slab()? {
+            parsed.extend(slab.parse(&fields)?);
+        }
+        let raw = std::fs::read(&file.path).unwrap();
+        assert_eq!(input.content(), (raw.len() as u64, Identity::of_bytes(&raw)));
+        assert!(input.next_slab()?.is_none(), "an exhausted input stays so");
+        Ok(parsed)
+    }
+
+    pub(super) fn read(file: &Scratch, text: &str, id: Option<&str>) -> Vec<Parsed> {
+        read_with(file, text, id, &Limits::default()).unwrap()
+    }
+
+    pub(super) fn documents(parsed: Vec<Parsed>) -> Vec<Document> {
+        let keep = |parsed| match parsed {
+            Parsed::Document(document) => Some(document),
+            Parsed::Lost { .. } => None,
+        };
+        parsed.into_iter().filter_map(keep).collect()
+    }
+
+    #[test]
+    fn names_and_extensions_say_the_format() {
+        for (name, format) in [
+            ("a.jsonl", Format::JsonLines),
+            ("a.json.gz", Format::JsonLines),
+            ("A.JSONL.ZST", Format::JsonLines),
+            ("a.parquet", Format::Parquet),
+            ("a.arrow", Format::Arrow),
+            ("a.md", Format::Text),
+            ("src/main.rs", Format::Text),
+            ("README", Format::Text),
+            ("book.txt.gz", Format::Text),
+        ] {
+            assert_eq!(Format::guess(Path::new(name)), format, "{name}");
+            assert_eq!(Format::from_name(format.name()), Some(format));
+        }
+        assert_eq!(Format::from_name("csv"), None);
+    }
 }

@@ -1,0 +1,152 @@
+//! A file's bytes, decompressed (`.gz`, `.zst`), while the identity of the raw bytes is taken on the way.
+//!
+//! Concatenated gzip members and zstd frames, skippable ones included, are one stream. A stream that ends early or is
+//! followed by something else is damaged: whoever reads on from there would lose documents in silence.
+
+use std::fs::File;
+use std::io::{self, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use contract::{Fault, Identity, Result};
+use flate2::bufread::MultiGzDecoder;
+use sha2::{Digest, Sha256};
+
+/// Raw bytes are read and hashed in pieces of this size.
+const RAW_BYTES: usize = 256 << 10;
+
+/// `zstd --long=31`, which published dumps use, needs windows this large; zstd allocates what the frame asks for.
+const WINDOW_LOG_MAX: u32 = 31;
+
+/// A decompressed stream that knows where it is.
+pub(super) struct Stream {
+    decoder: Decoder,
+    path: PathBuf,
+    offset: u64,
+}
+
+enum Decoder {
+    Plain(BufReader<Tee>),
+    Gzip(Box<MultiGzDecoder<BufReader<Tee>>>),
+    Zstd(zstd::Decoder<'static, BufReader<Tee>>),
+}
+
+impl Stream {
+    /// Opens `path`; its name says how it is compressed.
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let raw = BufReader::with_capacity(RAW_BYTES, Tee::open(path)?);
+        let extension = path.extension().map(|extension| extension.to_ascii_lowercase());
+        let decoder = match extension.as_ref().and_then(|extension| extension.to_str()) {
+            Some("gz") => Decoder::Gzip(Box::new(MultiGzDecoder::new(raw))),
+            Some("zst") => {
+                let decoder = zstd::Decoder::with_buffer(raw).and_then(|mut decoder| {
+                    decoder.window_log_max(WINDOW_LOG_MAX)?;
+                    Ok(decoder)
+                });
+                Decoder::Zstd(decoder.map_err(|error| Fault::io("read", path, &error))?)
+            }
+            _ => Decoder::Plain(raw),
+        };
+        Ok(Stream { decoder, path: path.to_owned(), offset: 0 })
+    }
+
+    /// Appends up to `at_most` bytes and says how many; fewer than asked for only at the end of the stream.
+    pub(super) fn fill(&mut self, buffer: &mut Vec<u8>, at_most: usize) -> Result<usize> {
+        let before = buffer.len();
+        buffer.reserve(at_most);
+        let outcome = match &mut self.decoder {
+            Decoder::Plain(reader) => reader.take(at_most as u64).read_to_end(buffer),
+            Decoder::Gzip(reader) => reader.take(at_most as u64).read_to_end(buffer),
+            Decoder::Zstd(reader) => reader.take(at_most as u64).read_to_end(buffer),
+        };
+        let got = buffer.len() - before;
+        self.offset += got as u64;
+        outcome.map_err(|error| self.damaged(&error.to_string()))?;
+        if got == 0 && at_most > 0 && self.tee().bytes == 0 && self.kind().is_some() {
+            return Err(self.damaged("the file is empty"));
+        }
+        Ok(got)
+    }
+
+    /// The file.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Raw bytes read so far and their identity.
+    pub(super) fn content(&self) -> (u64, Identity) {
+        self.tee().content()
+    }
+
+    fn tee(&self) -> &Tee {
+        match &self.decoder {
+            Decoder::Plain(reader) => reader.get_ref(),
+            Decoder::Gzip(reader) => reader.get_ref().get_ref(),
+            Decoder::Zstd(reader) => reader.get_ref().get_ref(),
+        }
+    }
+
+    fn kind(&self) -> Option<&'static str> {
+        match &self.decoder {
+            Decoder::Plain(_) => None,
+            Decoder::Gzip(_) => Some("gzip"),
+            Decoder::Zstd(_) => Some("zstd"),
+        }
+    }
+
+    /// The fault behind a failed read: the machine's if the raw file could not be read, else the data's.
+    fn damaged(&self, error: &str) -> Fault {
+        if let Some(error) = &self.tee().failed {
+            return Fault::io("read", &self.path, error);
+        }
+        let kind = self.kind().unwrap_or("raw");
+        Fault::data(format!(
+            "the {kind} stream is damaged, cut short or followed by something else"
+        ))
+        .at(self.path.display().to_string())
+        .found(format!(
+            "{error}, {} decompressed bytes into the stream ({} of the file read)",
+            self.offset,
+            self.tee().bytes
+        ))
+        .hint(
+            "fetch the file again; its name must end in .gz or .zst exactly if it is compressed so",
+        )
+    }
+}
+
+/// A file that hashes whatever is read from it.
+pub(super) struct Tee {
+    file: File,
+    bytes: u64,
+    hasher: Sha256,
+    failed: Option<io::Error>,
+}
+
+impl Tee {
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(|error| Fault::io("open", path, &error))?;
+        Ok(Tee { file, bytes: 0, hasher: Sha256::new(), failed: None })
+    }
+
+    pub(super) fn content(&self) -> (u64, Identity) {
+        (self.bytes, Identity(self.hasher.clone().finalize().into()))
+    }
+}
+
+impl Read for Tee {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let got = match self.file.read(buffer) {
+            Ok(got) => got,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Err(error),
+            Err(error) => {
+                // A decoder above may wrap or replace the error: whose fault it is must survive.
+                let copy = io::Error::new(error.kind(), error.to_string());
+                self.failed = Some(copy);
+                return Err(error);
+            }
+        };
+        self.hasher.update(&buffer[..got]);
+        self.bytes += got as u64;
+        Ok(got)
+    }
+}

@@ -1,0 +1,336 @@
+//! JSON Lines: one record per line, rows counted from 1, blank lines counted and passed over.
+//!
+//! A line ends at `\n` and nowhere else: U+2028 and U+0085 stand inside strings. A `\r` before it and a byte-order
+//! mark at the start of the file are not part of a line.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use contract::fault::nearest;
+use contract::{Fault, Identity, Result};
+use memchr::{memchr, memchr_iter, memrchr};
+
+use super::decompress::Stream;
+use super::json::{self, Found, Value, Wanted};
+use super::{Document, Fields, Input, Limits, Parsed, Records, Slab, lost};
+
+const MARK: &[u8] = b"\xef\xbb\xbf";
+
+/// A line longer than the limit by more than a mark and a `\r` is too long whatever else it holds.
+const SLACK: u64 = 4;
+
+/// The longest line that the JSON parser takes.
+const LINE_BYTES_MAX: u64 = u32::MAX as u64;
+
+/// Cuts a stream into slabs of whole lines.
+pub(super) struct Reader {
+    stream: Stream,
+    path: Arc<Path>,
+    limits: Limits,
+    /// What follows the last line end handed out.
+    carry: Vec<u8>,
+    /// Where the carry starts in the stream.
+    offset: u64,
+    /// The number of the line that the carry starts.
+    line: u64,
+    ended: bool,
+}
+
+/// Whole lines.
+pub(super) struct Lines {
+    path: Arc<Path>,
+    bytes: Vec<u8>,
+    offset: u64,
+    line: u64,
+    bytes_max: u64,
+}
+
+/// A line that was passed over.
+pub(super) struct TooLong {
+    path: Arc<Path>,
+    line: u64,
+    bytes: u64,
+    bytes_max: u64,
+}
+
+impl Reader {
+    pub(super) fn open(path: &Path, limits: Limits) -> Result<Self> {
+        let limits = Limits {
+            slab_bytes: limits.slab_bytes.max(1),
+            max_document_bytes: limits.max_document_bytes.min(LINE_BYTES_MAX),
+        };
+        let mut stream = Stream::open(path)?;
+        let mut carry = Vec::new();
+        let mut offset = 0;
+        let ended = stream.fill(&mut carry, MARK.len())? < MARK.len();
+        if carry == MARK {
+            carry.clear();
+            offset = MARK.len() as u64;
+        }
+        Ok(Reader { stream, path: path.into(), limits, carry, offset, line: 1, ended })
+    }
+
+    /// Hands out the first `length` bytes of the carry.
+    fn cut(&mut self, length: usize) -> Slab {
+        let rest = self.carry.split_off(length);
+        let bytes = std::mem::replace(&mut self.carry, rest);
+        let (offset, line) = (self.offset, self.line);
+        self.offset += bytes.len() as u64;
+        self.line += memchr_iter(b'\n', &bytes).count() as u64;
+        let bytes_max = self.limits.max_document_bytes;
+        Slab(Records::Lines(Lines { path: self.path.clone(), bytes, offset, line, bytes_max }))
+    }
+
+    /// Passes over the line that the carry starts, keeping what follows it.
+    fn pass_over(&mut self) -> Result<Slab> {
+        let (mut length, mut last) = (0, 0);
+        let line = self.line;
+        loop {
+            let end = memchr(b'\n', &self.carry);
+            let piece = &self.carry[..end.unwrap_or(self.carry.len())];
+            length += piece.len() as u64;
+            last = piece.last().copied().unwrap_or(last);
+            if let Some(end) = end {
+                self.carry.drain(..=end);
+                self.line += 1;
+                self.offset += length + 1;
+                break;
+            }
+            self.carry.clear();
+            if self.ended {
+                self.offset += length;
+                break;
+            }
+            self.read_on()?;
+        }
+        let bytes = length - u64::from(last == b'\r');
+        let bytes_max = self.limits.max_document_bytes;
+        Ok(Slab(Records::TooLong(TooLong { path: self.path.clone(), line, bytes, bytes_max })))
+    }
+
+    fn read_on(&mut self) -> Result<()> {
+        let wanted = self.limits.slab_bytes;
+        self.ended = self.stream.fill(&mut self.carry, wanted)? < wanted;
+        Ok(())
+    }
+}
+
+impl Input for Reader {
+    fn next_slab(&mut self) -> Result<Option<Slab>> {
+        let mut searched = 0;
+        loop {
+            // Only bytes not searched before: a line of many slabs takes linear time.
+            if let Some(end) = memrchr(b'\n', &self.carry[searched..]) {
+                if self.ended || self.carry.len() >= self.limits.slab_bytes {
+                    return Ok(Some(self.cut(searched + end + 1)));
+                }
+            } else {
+                searched = self.carry.len();
+                if searched as u64 > self.limits.max_document_bytes + SLACK {
+                    return self.pass_over().map(Some);
+                }
+            }
+            if self.ended {
+                let last = self.carry.len();
+                return Ok((last > 0).then(|| self.cut(last)));
+            }
+            self.read_on()?;
+        }
+    }
+
+    fn content(&self) -> (u64, Identity) {
+        self.stream.content()
+    }
+}
+
+impl Lines {
+    pub(super) fn parse(&self, fields: &Fields) -> Vec<Parsed> {
+        let wanted = Wanted::new(&fields.text, fields.id.as_deref());
+        // One check for the whole slab; line by line only where it fails.
+        let valid = std::str::from_utf8(&self.bytes).ok();
+        let mut scratch = Vec::new();
+        let mut parsed = Vec::new();
+        let mut start = 0;
+        let ends = memchr_iter(b'\n', &self.bytes).chain([self.bytes.len()]);
+        for (row, end) in (self.line..).zip(ends) {
+            let line = &self.bytes[start..end];
+            let line = line.strip_suffix(b"\r").unwrap_or(line);
+            let record = Record { lines: self, row, start, line, fields };
+            let text = match valid {
+                Some(text) => Ok(&text[start..start + line.len()]),
+                None => std::str::from_utf8(line),
+            };
+            parsed.extend(match text {
+                _ if line.len() as u64 > self.bytes_max => {
+                    Some(too_long(&self.path, row, line.len() as u64, self.bytes_max))
+                }
+                _ if line.iter().all(|byte| b" \t\r".contains(byte)) => None,
+                Ok(text) => Some(record.parse(text, &wanted, &mut scratch)),
+                Err(error) => Some(record.not_utf8(error.valid_up_to())),
+            });
+            start = end + 1;
+        }
+        parsed
+    }
+}
+
+/// One line and where it stands.
+struct Record<'a> {
+    lines: &'a Lines,
+    row: u64,
+    start: usize,
+    line: &'a [u8],
+    fields: &'a Fields,
+}
+
+impl Record<'_> {
+    fn parse(&self, text: &str, wanted: &Wanted<'_>, scratch: &mut Vec<u8>) -> Parsed {
+        match json::read(text, wanted, scratch) {
+            Ok(found) => self.document(text, found),
+            Err(reason) => self.lost("malformed", Fault::data("malformed JSON").found(reason)),
+        }
+    }
+
+    fn document(&self, line: &str, found: Found) -> Parsed {
+        let id = match found.id {
+            None | Some(Value::Other("null")) => None,
+            Some(Value::String(id) | Value::Integer(id)) => Some(id),
+            Some(Value::Other(kind)) => return self.wrong_id(kind),
+        };
+        let text = match found.text {
+            Some(Value::String(text)) => text,
+            Some(Value::Integer(_)) => return self.wrong_text("a number"),
+            Some(Value::Other(kind)) => return self.wrong_text(kind),
+            None => return self.no_text(line),
+        };
+        if text.is_empty() {
+            return self.lost("empty", Fault::data("the document is empty"));
+        }
+        let start = self.lines.offset + self.start as u64;
+        let bytes = Some((start, start + self.line.len() as u64));
+        Parsed::Document(Document { id, text, row: self.row, group: None, bytes })
+    }
+
+    fn wrong_id(&self, kind: &str) -> Parsed {
+        let key = self.fields.id.as_deref().unwrap_or_default();
+        let fault = Fault::data(format!("key `{key}` holds no id")).found(kind);
+        self.lost("malformed", fault.wanted("a string or an integer"))
+    }
+
+    fn wrong_text(&self, kind: &str) -> Parsed {
+        let fault = Fault::data(format!("key `{}` holds no text", self.fields.text)).found(kind);
+        self.lost("missing text", fault.wanted("a string"))
+    }
+
+    fn no_text(&self, line: &str) -> Parsed {
+        let (keys, part) = json::keys_beside(line, &self.fields.text);
+        let fault = Fault::data(format!("no key `{}`", self.fields.text));
+        let fault = match nearest(&part, keys.iter().map(String::as_str)) {
+            Some(near) => fault.found(format!("the nearest key is `{near}`")),
+            None if keys.is_empty() => fault.found("no key at all where it should stand"),
+            None => fault.found(format!("the keys {}", listed(&keys))),
+        };
+        self.lost("missing text", fault)
+    }
+
+    fn not_utf8(&self, valid: usize) -> Parsed {
+        let found = format!("byte 0x{:02x} in column {}", self.line[valid], valid + 1);
+        self.lost("invalid UTF-8", Fault::data("invalid UTF-8").found(found))
+    }
+
+    fn lost(&self, reason: &'static str, fault: Fault) -> Parsed {
+        let place = format!("{}:{}", self.lines.path.display(), self.row);
+        lost(reason, self.line.len() as u64, fault.at(place))
+    }
+}
+
+impl TooLong {
+    pub(super) fn parse(&self) -> Parsed {
+        too_long(&self.path, self.line, self.bytes, self.bytes_max)
+    }
+}
+
+fn too_long(path: &Path, line: u64, bytes: u64, bytes_max: u64) -> Parsed {
+    let fault = Fault::data("the line is too long")
+        .at(format!("{}:{line}", path.display()))
+        .found(format!("{bytes} bytes"))
+        .wanted(format!("at most {bytes_max}"));
+    lost("too large", bytes, fault)
+}
+
+/// The first keys, for a message.
+fn listed(keys: &[String]) -> String {
+    let shown: Vec<_> = keys.iter().take(8).map(|key| format!("`{key}`")).collect();
+    shown.join(", ") + if keys.len() > 8 { ", ..." } else { "" }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{documents, read, read_with, write};
+    use super::*;
+
+    #[test]
+    fn rows_are_lines_and_ranges_are_bytes() {
+        let text = "\u{feff}{\"text\":\"a\",\"id\":7}\r\n\n \t\n{\"text\":\"b\u{85}\u{2028}\"}\n{\"text\":\"c\"}";
+        let file = write("x.jsonl", text.as_bytes());
+        let got = documents(read(&file, "text", Some("id")));
+        let rows: Vec<_> = got.iter().map(|d| (d.row, d.id.as_deref(), d.text.as_str())).collect();
+        assert_eq!(rows, [(1, Some("7"), "a"), (4, None, "b\u{85}\u{2028}"), (5, None, "c")]);
+        for document in &got {
+            let (start, end) = document.bytes.unwrap();
+            let line = &text.as_bytes()[start as usize..end as usize];
+            let value: serde_json::Value = serde_json::from_slice(line).unwrap();
+            assert_eq!(value["text"], document.text);
+            assert!(line.ends_with(b"}"));
+        }
+    }
+
+    #[test]
+    fn every_loss_names_its_line() {
+        let cases: [(&[u8], &str, &str); 9] = [
+            (b"{\"text\":\"a\"", "malformed", "the line ends within an object"),
+            (b"{\"text\":\"a\"} x", "malformed", "after the end of the record"),
+            (b"{\"text\":\"\\ud800\"}", "malformed", "surrogate"),
+            (b"{\"text\":\"a\",\"b\":\"\\u12G4\"}", "malformed", "column"),
+            (b"{\"text\":\"\xff\"}", "invalid UTF-8", "byte 0xff in column 10"),
+            (b"{\"txet\":\"a\"}", "missing text", "the nearest key is `txet`"),
+            (b"{\"text\":null}", "missing text", "null"),
+            (b"[]", "missing text", "no key at all"),
+            (b"{\"text\":\"\"}", "empty", "empty"),
+        ];
+        for (line, wanted, found) in cases {
+            let file = write("x.jsonl", &[b"{\"text\":\"ok\"}\n", line, b"\n"].concat());
+            let parsed = read(&file, "text", None);
+            assert_eq!(parsed.len(), 2);
+            let Parsed::Lost { reason, bytes, fault } = &parsed[1] else { panic!("{parsed:?}") };
+            assert_eq!((*reason, *bytes), (wanted, line.len() as u64));
+            let message = fault.to_string();
+            assert!(message.contains("x.jsonl:2: ") && message.contains(found), "{message}");
+        }
+    }
+
+    #[test]
+    fn a_line_too_long_is_lost_whatever_the_slab() {
+        let limit = 40;
+        for length in 30..50 {
+            let line = format!("{{\"text\":\"{}\"}}", "x".repeat(length - 11));
+            for ending in ["\n", "\r\n"] {
+                let lines = format!("{{\"text\":\"a\"}}{ending}{line}{ending}{{\"text\":\"b\"}}");
+                let file = write("x.jsonl", lines.as_bytes());
+                for slab_bytes in [1, 7, 43, 1000] {
+                    let limits = Limits { slab_bytes, max_document_bytes: limit };
+                    let parsed = read_with(&file, "text", None, &limits).unwrap();
+                    assert_eq!(parsed.len(), 3);
+                    let too_long = length as u64 > limit;
+                    assert_eq!(
+                        matches!(parsed[1], Parsed::Lost { reason: "too large", bytes, .. }
+                        if bytes == length as u64),
+                        too_long
+                    );
+                    let Parsed::Document(last) = &parsed[2] else { panic!("{parsed:?}") };
+                    assert_eq!((last.row, last.bytes.unwrap().1), (3, lines.len() as u64));
+                }
+            }
+        }
+    }
+}

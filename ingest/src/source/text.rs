@@ -1,0 +1,91 @@
+//! Plain text: one file is one document.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use contract::{Fault, Identity, Result};
+
+use super::decompress::Stream;
+use super::{Document, Input, Limits, Parsed, Records, Slab, lost};
+
+const MARK: &[u8] = b"\xef\xbb\xbf";
+
+/// Reads a file as one slab.
+pub(super) struct Reader {
+    stream: Stream,
+    path: Arc<Path>,
+    limits: Limits,
+    done: bool,
+}
+
+/// A file's whole text, or only its length where that is too much.
+pub(super) struct Whole {
+    path: Arc<Path>,
+    bytes: Vec<u8>,
+    length: u64,
+    bytes_max: u64,
+}
+
+impl Reader {
+    pub(super) fn open(path: &Path, limits: Limits) -> Result<Self> {
+        Ok(Reader { stream: Stream::open(path)?, path: path.into(), limits, done: false })
+    }
+}
+
+impl Input for Reader {
+    fn next_slab(&mut self) -> Result<Option<Slab>> {
+        if self.done {
+            return Ok(None);
+        }
+        let bytes_max = self.limits.max_document_bytes;
+        let wanted = self.limits.slab_bytes.max(1);
+        let (mut bytes, mut length) = (Vec::new(), 0);
+        loop {
+            let got = self.stream.fill(&mut bytes, wanted)?;
+            length += got as u64;
+            if length > bytes_max {
+                bytes = Vec::new();
+            }
+            if got < wanted {
+                break;
+            }
+        }
+        self.done = true;
+        Ok(Some(Slab(Records::Whole(Whole { path: self.path.clone(), bytes, length, bytes_max }))))
+    }
+
+    fn content(&self) -> (u64, Identity) {
+        self.stream.content()
+    }
+}
+
+impl Whole {
+    pub(super) fn parse(&self) -> Parsed {
+        if self.length > self.bytes_max {
+            let fault = Fault::data("the file is too long for one document");
+            let fault = fault.found(format!("{} bytes", self.length));
+            return self.lost("too large", fault.wanted(format!("at most {}", self.bytes_max)));
+        }
+        let text = self.bytes.strip_prefix(MARK).unwrap_or(&self.bytes);
+        let start = self.length - text.len() as u64;
+        match std::str::from_utf8(text) {
+            Ok("") => self.lost("empty", Fault::data("the document is empty")),
+            Ok(text) => Parsed::Document(Document {
+                id: None,
+                text: text.to_owned(),
+                row: 0,
+                group: None,
+                bytes: Some((start, self.length)),
+            }),
+            Err(error) => {
+                let at = error.valid_up_to();
+                let found = format!("byte 0x{:02x} at offset {}", text[at], start + at as u64);
+                self.lost("invalid UTF-8", Fault::data("invalid UTF-8").found(found))
+            }
+        }
+    }
+
+    fn lost(&self, reason: &'static str, fault: Fault) -> Parsed {
+        lost(reason, self.length, fault.at(self.path.display().to_string()))
+    }
+}
