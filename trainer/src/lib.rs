@@ -11,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 pub mod checkpoint;
+pub mod compare;
 pub mod events;
 pub mod exec;
 pub mod folder;
