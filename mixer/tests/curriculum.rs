@@ -45,6 +45,7 @@ tokens = 2_000
 seq_len = 128
 batch = 6
 mix = { web = 1, math = 1e-6 }
+model = { rope_theta = 1e6 }
 "#;
 
 fn parse(text: &str) -> Curriculum {
@@ -76,6 +77,9 @@ fn every_key_arrives() {
     assert_eq!(c.model.preset.as_deref(), Some("zaya1-nano"));
     assert_eq!(c.model.fields["hidden_size"], toml::Value::Integer(32));
     assert_eq!(c.model.fields["rope_theta"], toml::Value::Float(1e4));
+    assert_eq!(c.model_at(0), c.model);
+    assert_eq!(c.model_at(1).fields["rope_theta"], toml::Value::Float(1e6));
+    assert_eq!(c.model_at(1).fields["hidden_size"], toml::Value::Integer(32));
     assert_eq!((c.optimizer.kind, c.optimizer.lr), (OptimizerKind::AdamW, 1e-2));
     assert_eq!((c.optimizer.betas, c.optimizer.eps), ([0.8, 0.9], 1e-9));
     assert_eq!((c.optimizer.momentum, c.optimizer.weight_decay, c.optimizer.clip), (0.5, 0.0, 2.0));
@@ -145,6 +149,7 @@ fn mistakes_are_named() {
         ("mix = { web = 0.7, math = \"3/10\" }\n", "", &["c.toml:27:1", "mix"]),
         ("store = [\"a/store\", \"b/store\"]", "store = []", &["c.toml:1:1", "store"]),
         ("store = [\"a/store\", \"b/store\"]\n", "", &["c.toml", "no `store`"]),
+        ("model = { rope", "model = { preset = \"x\", rope", &["c.toml:41:1", "preset"]),
         ("[model]", "[model", &["c.toml:8:", "TOML"]),
         ("[model]", "[source]", &["c.toml:9:1", "[source.preset]"]),
         ("[optimizer]", "[optimiser]", &["c.toml:13:2", "did you mean `optimizer`"]),
@@ -221,6 +226,7 @@ fn one_meaning_has_one_text() {
         ("seed = 11", "seed = 12"),
         ("leaf = 2", "leaf = 4"),
         ("eps = 1e-9", "eps = 1e-8"),
+        ("rope_theta = 1e6", "rope_theta = 1e7"),
         ("hidden_size = 32", "hidden_size = 64"),
         ("max_epochs = 3", "max_epochs = 4"),
         ("tokens = 2_000", "tokens = 3_000"),
@@ -273,6 +279,10 @@ fn an_edit_matters_from_a_known_step() {
     assert_eq!(change("warmup_steps = 3", "warmup_steps = 4"), one("schedule.warmup_steps", 1));
     assert_eq!(change("decay_steps = 30", "decay_steps = 31"), one("schedule.decay_steps", 4));
     assert_eq!(change("final_lr = 1e-3", "final_lr = 2e-3"), one("schedule.final_lr", 4));
+    assert_eq!(
+        change("rope_theta = 1e6", "rope_theta = 2e6"),
+        one("phase.long.model.rope_theta", 13)
+    );
     assert_eq!(change("seq_len = 64", "seq_len = 32"), one("phase.short.seq_len", 1));
     assert_eq!(change("steps = 12", "steps = 15"), one("phase.short.steps", 13));
     assert_eq!(change("steps = 12", "steps = 10"), one("phase.short.steps", 11));

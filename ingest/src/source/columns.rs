@@ -1,13 +1,238 @@
 //! Rows of columnar files: a text column and perhaps an id column, ready for a worker.
 
+use std::error::Error;
+use std::fmt::Display;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 
-use arrow::array::{
-    Array, ArrayRef, AsArray, BinaryViewArray, LargeBinaryArray, LargeStringArray, StringArray,
-};
-use arrow::datatypes::{DataType, Int64Type, UInt64Type};
+use arrow::array::{Array, ArrayRef, AsArray};
+use arrow::buffer::NullBuffer;
+use arrow::datatypes::DataType;
+use arrow::util::display::array_value_to_string;
 use contract::fault::nearest;
 use contract::{Fault, Result};
+use parquet::data_type::ByteArray;
 
 use super::{Document, Fields, Parsed, lost};
+
+/// Rows of one group of a file.
+pub(super) struct Rows {
+    pub(super) path: Arc<Path>,
+    /// What the file's format calls a group.
+    pub(super) kind: &'static str,
+    pub(super) group: u32,
+    /// The number of the first row within its group.
+    pub(super) first: u64,
+    pub(super) rows: usize,
+    pub(super) text: Column,
+    pub(super) id: Option<Column>,
+    pub(super) bytes_max: u64,
+}
+
+/// The values of one column for the rows of a slab.
+pub(super) enum Column {
+    /// Strings of a Parquet column, not yet checked to be UTF-8.
+    Bytes(Vec<Option<ByteArray>>),
+    /// Integers of a Parquet column.
+    Integers(Vec<Option<i128>>),
+    /// An Arrow array, and the nulls of the structs around it.
+    Array(ArrayRef, Option<NullBuffer>),
+}
+
+impl Rows {
+    pub(super) fn parse(&self, fields: &Fields) -> Result<Vec<Parsed>> {
+        let text = self.text.cells(self.rows)?;
+        let id = self.id.as_ref().map(|id| id.cells(self.rows)).transpose()?;
+        (0..self.rows)
+            .map(|row| {
+                let id = id.as_ref().map_or(Ok(None), |id| id.text(row))?;
+                Ok(self.row(row, text.bytes(row), id, fields))
+            })
+            .collect()
+    }
+
+    fn row(&self, row: usize, text: Option<&[u8]>, id: Option<String>, fields: &Fields) -> Parsed {
+        let Some(text) = text else {
+            let fault =
+                Fault::data(format!("column `{}` holds no text", fields.text)).found("null");
+            return self.lost(row, "missing text", 0, fault);
+        };
+        let length = text.len() as u64;
+        if length > self.bytes_max {
+            let fault = Fault::data("the document is too long").found(format!("{length} bytes"));
+            let fault = fault.wanted(format!("at most {}", self.bytes_max));
+            return self.lost(row, "too large", length, fault);
+        }
+        match std::str::from_utf8(text) {
+            Ok("") => self.lost(row, "empty", 0, Fault::data("the document is empty")),
+            Ok(text) => Parsed::Document(Document {
+                id,
+                text: text.to_owned(),
+                row: self.first + row as u64,
+                group: Some(self.group),
+                bytes: None,
+            }),
+            Err(error) => {
+                let at = error.valid_up_to();
+                let found = format!("byte 0x{:02x} at offset {at} of the value", text[at]);
+                self.lost(row, "invalid UTF-8", length, Fault::data("invalid UTF-8").found(found))
+            }
+        }
+    }
+
+    fn lost(&self, row: usize, reason: &'static str, bytes: u64, fault: Fault) -> Parsed {
+        let row = self.first + row as u64;
+        let place = format!("{}: {} {}, row {row}", self.path.display(), self.kind, self.group);
+        lost(reason, bytes, fault.at(place))
+    }
+}
+
+impl Column {
+    /// The column, looked up once instead of at every row.
+    fn cells(&self, rows: usize) -> Result<Cells<'_>> {
+        let cells = match self {
+            Column::Bytes(values) => Cells::Bytes(values),
+            Column::Integers(values) => Cells::Integers(values),
+            Column::Array(array, nulls) => {
+                let nulls = NullBuffer::union(nulls.as_ref(), array.nulls());
+                match array.as_any_dictionary_opt() {
+                    // A dictionary without values has only null keys.
+                    Some(keyed) if keyed.values().is_empty() => {
+                        Cells::Array(keyed.values(), Some(NullBuffer::new_null(rows)), None)
+                    }
+                    Some(keyed) => {
+                        Cells::Array(keyed.values(), nulls, Some(keyed.normalized_keys()))
+                    }
+                    None => Cells::Array(array, nulls, None),
+                }
+            }
+        };
+        if cells.len() < rows {
+            return Err(Fault::bug("a column is shorter than its rows"));
+        }
+        Ok(cells)
+    }
+}
+
+enum Cells<'a> {
+    Bytes(&'a [Option<ByteArray>]),
+    Integers(&'a [Option<i128>]),
+    Array(&'a ArrayRef, Option<NullBuffer>, Option<Vec<usize>>),
+}
+
+impl Cells<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Cells::Bytes(values) => values.len(),
+            Cells::Integers(values) => values.len(),
+            Cells::Array(array, nulls, keys) => match (nulls, keys) {
+                (_, Some(keys)) => keys.len(),
+                (Some(nulls), None) => nulls.len(),
+                (None, None) => array.len(),
+            },
+        }
+    }
+
+    /// The array and the place in it where a row's value stands, unless it is null.
+    fn place(&self, row: usize) -> Option<(&ArrayRef, usize)> {
+        let Cells::Array(array, nulls, keys) = self else { return None };
+        if nulls.as_ref().is_some_and(|nulls| nulls.is_null(row)) {
+            return None;
+        }
+        let place = keys.as_ref().map_or(row, |keys| keys[row]);
+        (!array.is_null(place)).then_some((*array, place))
+    }
+
+    fn bytes(&self, row: usize) -> Option<&[u8]> {
+        if let Cells::Bytes(values) = self {
+            return values[row].as_ref().map(ByteArray::data);
+        }
+        let (array, at) = self.place(row)?;
+        match array.data_type() {
+            DataType::Utf8 => Some(array.as_string::<i32>().value(at).as_bytes()),
+            DataType::LargeUtf8 => Some(array.as_string::<i64>().value(at).as_bytes()),
+            DataType::Utf8View => Some(array.as_string_view().value(at).as_bytes()),
+            DataType::Binary => Some(array.as_binary::<i32>().value(at)),
+            DataType::LargeBinary => Some(array.as_binary::<i64>().value(at)),
+            DataType::BinaryView => Some(array.as_binary_view().value(at)),
+            _ => None,
+        }
+    }
+
+    fn text(&self, row: usize) -> Result<Option<String>> {
+        match self {
+            Cells::Integers(values) => Ok(values[row].map(|value| value.to_string())),
+            Cells::Array(array, ..) if array.data_type().is_integer() => {
+                let Some((array, at)) = self.place(row) else { return Ok(None) };
+                let shown = array_value_to_string(array, at);
+                shown.map(Some).map_err(|error| Fault::bug(format!("cannot show an id: {error}")))
+            }
+            _ => Ok(self.bytes(row).map(|bytes| String::from_utf8_lossy(bytes).into_owned())),
+        }
+    }
+}
+
+/// A column that the corpus names and the file lacks.
+pub(super) fn no_column<'a>(
+    path: &Path,
+    name: &str,
+    known: impl Iterator<Item = &'a str>,
+) -> Fault {
+    let known: Vec<&str> = known.collect();
+    let fault = Fault::data(format!("no column `{name}`")).at(path.display().to_string());
+    let fault = match nearest(name, known.iter().copied()) {
+        Some(near) => fault.found(format!("the nearest column is `{near}`")),
+        None => fault.found(format!("the columns {}", known.join(", "))),
+    };
+    fault.hint(
+        "name the column in corpus.toml as `text` or `id`; parts of a path are separated by dots",
+    )
+}
+
+/// A column of a type that holds neither text nor, for an id, integers.
+pub(super) fn wrong_column(path: &Path, name: &str, found: impl Display, wanted: &str) -> Fault {
+    Fault::data(format!("column `{name}` has the wrong type"))
+        .at(path.display().to_string())
+        .found(found)
+        .wanted(wanted)
+        .hint("name another column in corpus.toml")
+}
+
+/// Runs a decoder on bytes that nobody has vouched for.
+///
+/// The decoders of these formats index into what the file itself claims about its layout, and a damaged file can make
+/// them panic. That is an error of the file, to be reported as one.
+pub(super) fn guarded<T, E: Error + 'static>(
+    path: &Path,
+    format: &str,
+    decode: impl FnOnce() -> std::result::Result<T, E>,
+) -> Result<T> {
+    let damaged = |found: String| {
+        Fault::data(format!("the {format} file is damaged, cut short or of an unknown kind"))
+            .at(path.display().to_string())
+            .found(found)
+            .hint("fetch or write the file again")
+    };
+    match catch_unwind(AssertUnwindSafe(decode)) {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => Err(match of_the_machine(&error) {
+            Some(error) => Fault::io("read", path, error),
+            None => damaged(error.to_string()),
+        }),
+        Err(_) => Err(damaged("bytes that the decoder could not make sense of".to_owned())),
+    }
+}
+
+/// The error of the operating system that a decoder passed on, if that is what it is.
+fn of_the_machine<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a io::Error> {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        if let Some(io) = error.downcast_ref::<io::Error>() {
+            return io.raw_os_error().map(|_| io);
+        }
+        cause = error.source();
+    }
+    None
+}

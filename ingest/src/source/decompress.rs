@@ -67,11 +67,6 @@ impl Stream {
         Ok(got)
     }
 
-    /// The file.
-    pub(super) fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Raw bytes read so far and their identity.
     pub(super) fn content(&self) -> (u64, Identity) {
         self.tee().content()
@@ -128,6 +123,15 @@ impl Tee {
         Ok(Tee { file, bytes: 0, hasher: Sha256::new(), failed: None })
     }
 
+    /// Reads on to byte `end` or the end of the file, for the identity alone.
+    pub(super) fn read_to(&mut self, end: u64, path: &Path) -> Result<()> {
+        let rest = end.saturating_sub(self.bytes);
+        let read =
+            io::copy(&mut BufReader::with_capacity(RAW_BYTES, self.take(rest)), &mut io::sink());
+        read.map(drop).map_err(|error| Fault::io("read", path, &error))
+    }
+
+    /// Bytes read so far and their identity.
     pub(super) fn content(&self) -> (u64, Identity) {
         (self.bytes, Identity(self.hasher.clone().finalize().into()))
     }

@@ -7,10 +7,12 @@
 //! how large a slab is.
 //! Invariant: whatever a file holds ends in a document, in a counted loss, or in a [`Fault`]; never in a panic.
 
+mod arrow;
+mod columns;
 mod decompress;
 mod json;
 mod jsonl;
-
+mod parquet;
 mod text;
 
 use std::path::Path;
@@ -104,6 +106,7 @@ pub struct Slab(Records);
 enum Records {
     Lines(jsonl::Lines),
     TooLong(jsonl::TooLong),
+    Rows(columns::Rows),
     Whole(text::Whole),
 }
 
@@ -113,6 +116,7 @@ impl Slab {
         match &self.0 {
             Records::Lines(lines) => Ok(lines.parse(fields)),
             Records::TooLong(line) => Ok(vec![line.parse()]),
+            Records::Rows(rows) => rows.parse(fields),
             Records::Whole(whole) => Ok(vec![whole.parse()]),
         }
     }
@@ -161,9 +165,8 @@ pub fn open(
 ) -> Result<Box<dyn Input>> {
     Ok(match format {
         Format::JsonLines => Box::new(jsonl::Reader::open(path, *limits)?),
-        Format::Parquet | Format::Arrow => {
-            return Err(Fault::bug("this format cannot be read yet"));
-        }
+        Format::Parquet => Box::new(parquet::Reader::open(path, fields, *limits)?),
+        Format::Arrow => Box::new(arrow::Reader::open(path, fields, *limits)?),
         Format::Text => Box::new(text::Reader::open(path, *limits)?),
     })
 }

@@ -11,6 +11,8 @@ mod config;
 mod input;
 mod normal;
 mod params;
+#[cfg(test)]
+mod parity;
 mod reference;
 
 pub use config::{PRESETS, Skip, ZayaConfig};
@@ -49,6 +51,18 @@ pub fn leaf(
     input.validate(config)?;
     kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
     reference::leaf(config, params, balance, input, divisor)
+}
+
+/// Logits of every token, `[rows * seq_len, vocab_size]`: for tests and short texts, a leaf never holds them all.
+pub fn logits(
+    config: &ZayaConfig,
+    params: &[Tensor],
+    balance: &[Tensor],
+    input: &LeafInput,
+) -> Result<Tensor> {
+    input.validate(config)?;
+    kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
+    Ok(reference::logits(config, params, balance, input))
 }
 
 #[cfg(test)]

@@ -65,11 +65,12 @@ const F: [f64; 8] = [
     2.044_263_103_389_939_785_64e-15,
 ];
 
-/// The standard normal number at the quantile that `bits` name: the middle of one of 2^53 equal intervals.
+/// The standard normal number at the quantile that `bits` name: the middle of one of 2^52 equal intervals, which both
+/// it and its distance from 1 hit exactly.
 pub(super) fn standard_normal(bits: u64) -> f64 {
-    let below = (bits >> 11) as f64;
-    let scale = 1.0 / (1u64 << 53) as f64;
-    quantile((below + 0.5) * scale, ((1u64 << 53) as f64 - below - 0.5) * scale)
+    let intervals = (1u64 << 52) as f64;
+    let middle = (bits >> 12) as f64 + 0.5;
+    quantile(middle / intervals, (intervals - middle) / intervals)
 }
 
 /// The number that a standard normal one is below with probability `p`, where `q = 1 - p`.

@@ -54,6 +54,20 @@ fn run(
     })
 }
 
+/// Logits of every token; see [`super::logits`].
+pub(super) fn logits(
+    config: &ZayaConfig,
+    params: &[Tensor],
+    balance: &[Tensor],
+    input: &LeafInput,
+) -> Tensor {
+    let _guard = tch::no_grad_guard();
+    let input = input.prepare(config, params[0].device());
+    let embedded = params[0].index_select(0, &input.tokens);
+    let mut forward = Forward { config, input: &input, counts: Vec::new() };
+    forward.body(params, balance, &embedded).linear(&params[0], None::<&Tensor>)
+}
+
 struct Forward<'a> {
     config: &'a ZayaConfig,
     input: &'a Prepared,

@@ -1,0 +1,254 @@
+//! Parquet: a string column, nested or not, row group by row group.
+//!
+//! Columns are read below the Arrow layer, as bytes: a value that is not UTF-8 is then one lost row and not a lost
+//! file, workers do the checking, and only the pages of the columns asked for are touched.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use contract::{Fault, Identity, Result};
+use parquet::basic::{LogicalType, Type as PhysicalType};
+use parquet::column::reader::{ColumnReader, ColumnReaderImpl};
+use parquet::data_type::DataType;
+use parquet::errors::ParquetError;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::schema::types::ColumnDescPtr;
+
+use super::columns::{Column, Rows, guarded, no_column, wrong_column};
+use super::decompress::Tee;
+use super::{Fields, Input, Limits, Records, Slab};
+
+/// Rows read at a time while a slab fills.
+const ROWS_MAX: usize = 1024;
+
+/// Reads the row groups of a file in order.
+pub(super) struct Reader {
+    path: Arc<Path>,
+    limits: Limits,
+    file: SerializedFileReader<File>,
+    tee: Tee,
+    text: Leaf,
+    id: Option<Leaf>,
+    /// The row group to be opened next.
+    group: usize,
+    open: Option<Group>,
+}
+
+/// A leaf column of the file's schema.
+struct Leaf {
+    index: usize,
+    /// A value is present where its definition level is the highest.
+    level: i16,
+    unsigned: bool,
+}
+
+/// A row group being read.
+struct Group {
+    number: u32,
+    rows: u64,
+    next: u64,
+    chunk: usize,
+    text: ColumnReader,
+    id: Option<ColumnReader>,
+}
+
+impl Reader {
+    pub(super) fn open(path: &Path, fields: &Fields, limits: Limits) -> Result<Self> {
+        let file = File::open(path).map_err(|error| Fault::io("open", path, &error))?;
+        let file = guarded(path, "Parquet", || SerializedFileReader::new(file))?;
+        let columns = file.metadata().file_metadata().schema_descr().columns();
+        let text = leaf(path, columns, &fields.text, &[PhysicalType::BYTE_ARRAY])?;
+        let kinds = [PhysicalType::BYTE_ARRAY, PhysicalType::INT32, PhysicalType::INT64];
+        let id = fields.id.as_deref().map(|id| leaf(path, columns, id, &kinds)).transpose()?;
+        let (path, tee) = (path.into(), Tee::open(path)?);
+        Ok(Reader { path, limits, file, tee, text, id, group: 0, open: None })
+    }
+
+    /// Opens the next row group that has rows.
+    fn next_group(&mut self) -> Result<Option<Group>> {
+        while self.group < self.file.num_row_groups() {
+            let index = self.group;
+            self.group += 1;
+            let meta = self.file.metadata().row_group(index);
+            let rows = u64::try_from(meta.num_rows()).map_err(|_| self.torn(index, "row"))?;
+            let number = u32::try_from(index).map_err(|_| self.torn(index, "group"))?;
+            if rows == 0 {
+                continue;
+            }
+            let bytes = meta.column(self.text.index).uncompressed_size().max(1) as u64;
+            let chunk = (self.limits.slab_bytes as u64).saturating_mul(rows) / bytes / 4;
+            let chunk = chunk.clamp(1, ROWS_MAX as u64) as usize;
+            let (text, id) = guarded(&self.path, "Parquet", || {
+                let group = self.file.get_row_group(index)?;
+                let id =
+                    self.id.as_ref().map(|id| group.get_column_reader(id.index)).transpose()?;
+                Ok::<_, ParquetError>((group.get_column_reader(self.text.index)?, id))
+            })?;
+            return Ok(Some(Group { number, rows, next: 0, chunk, text, id }));
+        }
+        Ok(None)
+    }
+
+    /// Reads rows of the open group until the slab is full.
+    fn fill(&self, group: &mut Group) -> Result<Slab> {
+        let (first, number) = (group.next, group.number);
+        let (mut text, mut id, mut bytes) = (Vec::new(), Vec::new(), 0);
+        let mut integers = Vec::new();
+        while group.next < group.rows && (text.is_empty() || bytes < self.limits.slab_bytes) {
+            let wanted = (group.rows - group.next).min(group.chunk as u64) as usize;
+            let before = text.len();
+            guarded(&self.path, "Parquet", || {
+                strings(&mut group.text, &self.text, wanted, &mut text)?;
+                match (&mut group.id, &self.id) {
+                    (Some(reader @ ColumnReader::ByteArrayColumnReader(_)), Some(leaf)) => {
+                        strings(reader, leaf, wanted, &mut id)
+                    }
+                    (Some(reader), Some(leaf)) => numbers(reader, leaf, wanted, &mut integers),
+                    _ => Ok(()),
+                }
+            })?;
+            bytes += text[before..].iter().flatten().map(|value| value.len()).sum::<usize>();
+            group.next += wanted as u64;
+        }
+        let rows = text.len();
+        let id = match group.id {
+            Some(ColumnReader::ByteArrayColumnReader(_)) => Some(Column::Bytes(id)),
+            Some(_) => Some(Column::Integers(integers)),
+            None => None,
+        };
+        let text = Column::Bytes(text);
+        let (path, bytes_max) = (self.path.clone(), self.limits.max_document_bytes);
+        let kind = "row group";
+        Ok(Slab(Records::Rows(Rows {
+            path,
+            kind,
+            group: number,
+            first,
+            rows,
+            text,
+            id,
+            bytes_max,
+        })))
+    }
+
+    fn torn(&self, group: usize, what: &str) -> Fault {
+        Fault::data(format!("the Parquet file has an impossible {what} count"))
+            .at(format!("{}: row group {group}", self.path.display()))
+            .hint("fetch or write the file again")
+    }
+}
+
+impl Input for Reader {
+    fn next_slab(&mut self) -> Result<Option<Slab>> {
+        let mut group = match self.open.take() {
+            Some(group) => group,
+            None => match self.next_group()? {
+                Some(group) => group,
+                None => {
+                    self.tee.read_to(u64::MAX, &self.path)?;
+                    return Ok(None);
+                }
+            },
+        };
+        let slab = self.fill(&mut group)?;
+        if group.next < group.rows {
+            self.open = Some(group);
+        } else {
+            // The identity follows the row groups, so that it costs no long pause at the end.
+            let meta = self.file.metadata().row_group(group.number as usize);
+            let (start, length) = meta.column(self.text.index).byte_range();
+            self.tee.read_to(start.saturating_add(length), &self.path)?;
+        }
+        Ok(Some(slab))
+    }
+
+    fn content(&self) -> (u64, Identity) {
+        self.tee.content()
+    }
+}
+
+/// Finds the leaf column called `name`, of one of these physical types.
+fn leaf(
+    path: &Path,
+    columns: &[ColumnDescPtr],
+    name: &str,
+    kinds: &[PhysicalType],
+) -> Result<Leaf> {
+    let Some(index) = columns.iter().position(|column| column.path().string() == name) else {
+        let known: Vec<String> = columns.iter().map(|column| column.path().string()).collect();
+        return Err(no_column(path, name, known.iter().map(String::as_str)));
+    };
+    let column = &columns[index];
+    let wanted = if kinds.len() == 1 { "strings" } else { "strings or integers" };
+    if column.max_rep_level() > 0 {
+        return Err(wrong_column(path, name, "a list", wanted));
+    }
+    if !kinds.contains(&column.physical_type()) {
+        return Err(wrong_column(path, name, column.physical_type(), wanted));
+    }
+    let unsigned =
+        matches!(column.logical_type_ref(), Some(LogicalType::Integer(kind)) if !kind.is_signed);
+    Ok(Leaf { index, level: column.max_def_level(), unsigned })
+}
+
+fn strings(
+    reader: &mut ColumnReader,
+    leaf: &Leaf,
+    rows: usize,
+    values: &mut Vec<Option<parquet::data_type::ByteArray>>,
+) -> std::result::Result<(), ParquetError> {
+    let ColumnReader::ByteArrayColumnReader(reader) = reader else {
+        return Err(ParquetError::General("the column is not one of strings".to_owned()));
+    };
+    column(reader, leaf, rows, values, |value| value)
+}
+
+fn numbers(
+    reader: &mut ColumnReader,
+    leaf: &Leaf,
+    rows: usize,
+    values: &mut Vec<Option<i128>>,
+) -> std::result::Result<(), ParquetError> {
+    match (reader, leaf.unsigned) {
+        (ColumnReader::Int32ColumnReader(reader), false) => {
+            column(reader, leaf, rows, values, i128::from)
+        }
+        (ColumnReader::Int32ColumnReader(reader), true) => {
+            column(reader, leaf, rows, values, |value| i128::from(value as u32))
+        }
+        (ColumnReader::Int64ColumnReader(reader), false) => {
+            column(reader, leaf, rows, values, i128::from)
+        }
+        (ColumnReader::Int64ColumnReader(reader), true) => {
+            column(reader, leaf, rows, values, |value| i128::from(value as u64))
+        }
+        _ => Err(ParquetError::General("the column is not one of integers".to_owned())),
+    }
+}
+
+/// Appends exactly `rows` values, absent ones included.
+fn column<T: DataType, V>(
+    reader: &mut ColumnReaderImpl<T>,
+    leaf: &Leaf,
+    rows: usize,
+    out: &mut Vec<Option<V>>,
+    value_of: impl Fn(T::T) -> V,
+) -> std::result::Result<(), ParquetError> {
+    let (mut levels, mut values) = (Vec::new(), Vec::new());
+    let (got, ..) = reader.read_records(rows, Some(&mut levels), None, &mut values)?;
+    if got != rows {
+        return Err(ParquetError::General("a column ends before its row group".to_owned()));
+    }
+    let mut values = values.into_iter().map(value_of);
+    if leaf.level == 0 {
+        out.extend(values.map(Some));
+    } else {
+        out.extend(levels.iter().map(
+            |&level| {
+                if level == leaf.level { values.next() } else { None }
+            },
+        ));
+    }
+    Ok(())
+}
