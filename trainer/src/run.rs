@@ -219,7 +219,7 @@ fn last_digest(ledger: &Ledger, step: u64) -> Result<Option<Digest>> {
 }
 
 fn describe(spec: &RunSpec, exec: &ExecOptions, from: u64) -> String {
-    let parameters = step::parameter_count(&spec.config);
+    let parameters = step::parameter_count(spec.config());
     format!(
         "run {} | after step {from} of {} | {:.1}M parameters | {} lanes on {:?} | levels D (data), L0 (training bits)",
         Digest::of(spec).short(),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use contract::{Digestible, Fault, Hasher, Identity, Result};
 use loader::{Opened, Stores};
-use mixer::curriculum::{Dtype, OptimizerKind};
+use mixer::curriculum::{Dtype, ModelSpec, OptimizerKind};
 use mixer::{Curriculum, Plan};
 
 use crate::model::{self, ParamSpec, ZayaConfig};
@@ -27,14 +27,23 @@ pub struct Content {
     pub vocab: u32,
 }
 
+/// The model during one phase.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PhaseModel {
+    /// Its configuration.
+    pub config: ZayaConfig,
+    /// The learning rate of the balancing biases.
+    pub balance_lr: f64,
+}
+
 /// A run, resolved.
 pub struct RunSpec {
     /// The curriculum, as read.
     pub curriculum: Curriculum,
     /// What it reads.
     pub content: Content,
-    /// The model.
-    pub config: ZayaConfig,
+    /// The model as it is in each phase: the same parameters, some other numbers.
+    pub models: Vec<PhaseModel>,
     /// The optimizer's numbers.
     pub settings: Settings,
     /// The parameters in canonical order.
@@ -59,12 +68,12 @@ impl RunSpec {
                 .found(format!("{:?}", curriculum.dtype.name()))
                 .wanted("\"f32\""));
         }
-        let (config, balance_lr) = resolve_model(&curriculum, content.vocab)?;
-        let settings = settings(&curriculum, balance_lr);
-        let parameters = model::parameters(&config);
+        let models = models(&curriculum, content.vocab)?;
+        let settings = settings(&curriculum);
+        let parameters = model::parameters(&models[0].config);
         let rules = parameters.iter().map(|parameter| Rule::of(settings.kind, parameter)).collect();
         let plan = Arc::clone(&opened.plan);
-        Ok(RunSpec { curriculum, content, config, settings, parameters, rules, plan, data })
+        Ok(RunSpec { curriculum, content, models, settings, parameters, rules, plan, data })
     }
 
     /// The curriculum's canonical text with the stores' digests for their paths: a function of content alone.
@@ -74,10 +83,20 @@ impl RunSpec {
         curriculum.canonical()
     }
 
+    /// The configuration that the weights are drawn from: the first phase's.
+    pub fn config(&self) -> &ZayaConfig {
+        &self.models[0].config
+    }
+
+    /// The model during `step`.
+    pub fn model_at(&self, step: u64) -> Result<&PhaseModel> {
+        Ok(&self.models[self.plan.step(step)?.phase])
+    }
+
     /// The balance before the first step, by layer.
     pub fn balance(&self) -> Vec<Balance> {
-        let layer = |_| Balance::new(self.config.num_experts as usize, true);
-        (0..self.config.num_hidden_layers).map(layer).collect()
+        let layer = |_| Balance::new(self.config().num_experts as usize, true);
+        (0..self.config().num_hidden_layers).map(layer).collect()
     }
 
     /// The names of the parameters.
@@ -105,7 +124,7 @@ impl Digestible for RunSpec {
         let RunSpec {
             curriculum: _,
             content,
-            config,
+            models,
             settings: _,
             parameters: _,
             rules: _,
@@ -118,49 +137,70 @@ impl Digestible for RunSpec {
         stores.iter().for_each(|store| {
             hasher.bytes(&store.0);
         });
-        hasher.bytes(&tokenizer.0).u64(u64::from(*vocab));
-        config.feed(hasher);
+        hasher.bytes(&tokenizer.0).u64(u64::from(*vocab)).u64(models.len() as u64);
+        for PhaseModel { config, balance_lr } in models {
+            config.feed(hasher);
+            hasher.u64(balance_lr.to_bits());
+        }
     }
 }
 
+/// The model of each phase; a phase may change numbers, but no parameter.
+fn models(curriculum: &Curriculum, vocab: u32) -> Result<Vec<PhaseModel>> {
+    let mut models: Vec<PhaseModel> = Vec::new();
+    for (index, phase) in curriculum.phases.iter().enumerate() {
+        let place = |field: &str| match phase.model.contains_key(field) {
+            true => curriculum.place(&format!("phase.{}.model.{field}", phase.name)),
+            false => curriculum.place(&format!("model.{field}")),
+        };
+        let model = resolve_model(&curriculum.model_at(index), vocab, place)?;
+        if let Some(first) = models.first()
+            && model::parameters(&first.config) != model::parameters(&model.config)
+        {
+            return Err(Fault::usage("a phase cannot change the parameters of the model")
+                .at(place("model"))
+                .hint("only numbers such as rope_theta may differ between phases"));
+        }
+        models.push(model);
+    }
+    Ok(models)
+}
+
 /// The model's configuration, and the learning rate of its balance.
-fn resolve_model(curriculum: &Curriculum, vocab: u32) -> Result<(ZayaConfig, f64)> {
+fn resolve_model(
+    model: &ModelSpec,
+    vocab: u32,
+    place: impl Fn(&str) -> String,
+) -> Result<PhaseModel> {
     let mut fields = BTreeMap::new();
-    for (key, value) in &curriculum.model.fields {
+    for (key, value) in &model.fields {
         let value = serde_json::to_value(value).map_err(|error| {
-            Fault::usage(format!("this value has no meaning here: {error}"))
-                .at(place(curriculum, key))
+            Fault::usage(format!("this value has no meaning here: {error}")).at(place(key))
         })?;
         fields.insert(key.clone(), value);
     }
     let balance_lr = match fields.remove(BALANCE_LR) {
         None => balance::LR,
         Some(value) => {
-            value.as_f64().filter(|lr| *lr >= 0.0 && lr.is_finite()).ok_or_else(|| {
-                Fault::usage("a learning rate is a number from 0")
-                    .at(place(curriculum, BALANCE_LR))
-                    .found(&value)
-            })?
+            let lr = value.as_f64().filter(|lr| *lr >= 0.0 && lr.is_finite());
+            let fault = || Fault::usage("a learning rate is a number from 0");
+            lr.ok_or_else(|| fault().at(place(BALANCE_LR)).found(&value))?
         }
     };
     // A preset's vocabulary is for planning; a run has that of its tokenizer unless the curriculum asks for more rows.
     fields.entry("vocab_size".to_owned()).or_insert_with(|| vocab.into());
-    let config = ZayaConfig::resolve(curriculum.model.preset.as_deref(), &fields)?;
+    let config = ZayaConfig::resolve(model.preset.as_deref(), &fields)?;
     if config.vocab_size < i64::from(vocab) {
         return Err(Fault::usage("the model has fewer token ids than the tokenizer")
-            .at(place(curriculum, "vocab_size"))
+            .at(place("vocab_size"))
             .found(config.vocab_size)
             .wanted(format!("at least {vocab}"))
             .hint("leave vocab_size out: it then follows the tokenizer"));
     }
-    Ok((config, balance_lr))
+    Ok(PhaseModel { config, balance_lr })
 }
 
-fn place(curriculum: &Curriculum, field: &str) -> String {
-    curriculum.place(&format!("model.{field}"))
-}
-
-fn settings(curriculum: &Curriculum, balance_lr: f64) -> Settings {
+fn settings(curriculum: &Curriculum) -> Settings {
     let optimizer = &curriculum.optimizer;
     let schedule = &curriculum.schedule;
     Settings {
@@ -179,6 +219,5 @@ fn settings(curriculum: &Curriculum, balance_lr: f64) -> Settings {
         momentum: optimizer.momentum,
         weight_decay: optimizer.weight_decay,
         clip: optimizer.clip,
-        balance_lr,
     }
 }

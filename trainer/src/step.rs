@@ -56,11 +56,12 @@ pub fn gradient(spec: &RunSpec, state: &State, batch: &Batch, lanes: Lanes) -> R
     let (weights, biases) = (Frozen::new(&state.weights), bias_tensors(state));
     let biases = Frozen::new(&biases);
     let (divisor, step) = (batch.label_count.max(1), state.step + 1);
+    let config = &spec.model_at(batch.step)?.config;
     let (mut sum, mut losses) = (Counter::new(), Counter::new());
     let (mut leaves, mut router) = (Vec::new(), Vec::new());
     let work = |leaf: u64| {
         let output = model::leaf(
-            &spec.config,
+            config,
             &weights.aliases(),
             &biases.aliases(),
             &input(batch, leaf),
@@ -87,7 +88,7 @@ pub fn gradient(spec: &RunSpec, state: &State, batch: &Batch, lanes: Lanes) -> R
 /// Computes one leaf by itself, with the loss of each token.
 pub fn leaf(spec: &RunSpec, state: &State, batch: &Batch, leaf: u64) -> Result<LeafSums> {
     let output = model::leaf(
-        &spec.config,
+        &spec.model_at(batch.step)?.config,
         &state.weights,
         &bias_tensors(state),
         &input(batch, leaf),
@@ -112,8 +113,9 @@ pub fn apply(
     }
     let scale = norm::scale(norm, spec.settings.clip);
     optim::update(&spec.settings, &spec.rules, state, &gradient.tensors, step, scale, lanes)?;
+    let balance_lr = spec.model_at(step)?.balance_lr;
     for (balance, counts) in state.balance.iter_mut().zip(&gradient.router) {
-        balance.update(step, counts, spec.settings.balance_lr);
+        balance.update(step, counts, balance_lr);
     }
     state.step = step;
     let sums = state.sums(lanes)?;
@@ -207,7 +209,7 @@ fn diverged(what: &str, step: u64) -> Fault {
 
 /// The state before the first step.
 pub fn initial(spec: &RunSpec, device: tch::Device) -> State {
-    let weights: Vec<Tensor> = model::init(&spec.config, spec.curriculum.seed)
+    let weights: Vec<Tensor> = model::init(spec.config(), spec.curriculum.seed)
         .into_iter()
         .map(|tensor| tensor.to_device(device))
         .collect();

@@ -49,8 +49,6 @@ pub struct Settings {
     pub weight_decay: f64,
     /// The largest gradient norm; 0 for no clipping.
     pub clip: f64,
-    /// The learning rate of the balancing biases.
-    pub balance_lr: f64,
 }
 
 /// How one tensor is updated.
