@@ -4,9 +4,6 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
-#include <ATen/detail/CUDAHooksInterface.h>
-#include <ATen/record_function.h>
-#include <c10/core/CPUAllocator.h>
 #include <torch/version.h>
 
 #include <string>
@@ -112,11 +109,6 @@ int shim_switch(const char* name) {
 }
 
 int shim_in_parallel_region() { return at::in_parallel_region(); }
-
-// Whether a GPU context exists already: its libraries have then read their environment.
-int shim_device_context_exists() {
-  return at::hasCUDA() && at::detail::getCUDAHooks().hasPrimaryContext(0);
-}
 
 const char* shim_describe(const char* what) {
   const std::string wanted(what);
