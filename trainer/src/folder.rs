@@ -163,10 +163,23 @@ pub fn head(spec: &RunSpec, table: &KernelTable) -> Result<Head> {
 
 /// Refuses to go on with other data, other kernels or another model than the ledger began with.
 fn compare_heads(begun: &Head, now: &Head, path: &Path) -> Result<()> {
-    let mismatch = |what: &str, found: String, wanted: String| {
-        let fault = Fault::mismatch(format!("{what} is not the one that this run began with"));
-        Err(fault.at(path.display().to_string()).found(found).wanted(wanted))
-    };
+    compare_content(begun, now, path)?;
+    if let Some((key, before, after)) = table_difference(&begun.kernel_table, &now.kernel_table) {
+        return Err(other(&format!("the kernel table's {key}"), after, before, path)
+            .hint("go on where it began, or train it here as a run of its own with --out"));
+    }
+    Ok(())
+}
+
+fn other(what: &str, found: String, wanted: String, path: &Path) -> Fault {
+    let fault = Fault::mismatch(format!("{what} is not the one that this run began with"));
+    fault.at(path.display().to_string()).found(found).wanted(wanted)
+}
+
+/// Refuses other data or another model than the ledger began with.
+pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<()> {
+    let mismatch =
+        |what: &str, found: String, wanted: String| Err(other(what, found, wanted, path));
     if begun.format != now.format {
         return mismatch("the ledger's format", now.format.to_string(), begun.format.to_string());
     }
@@ -179,8 +192,9 @@ fn compare_heads(begun: &Head, now: &Head, path: &Path) -> Result<()> {
     if begun.stores != now.stores {
         return mismatch("the content of a store", text(&now.stores), text(&begun.stores));
     }
-    if let Some((key, before, after)) = table_difference(&begun.kernel_table, &now.kernel_table) {
-        return mismatch(&format!("the kernel table's {key}"), after, before);
+    if begun.parameters != now.parameters {
+        let count = |head: &Head| format!("{} tensors", head.parameters.len());
+        return mismatch("the list of the model's parameters", count(now), count(begun));
     }
     Ok(())
 }

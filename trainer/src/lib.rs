@@ -3,6 +3,7 @@
 //! - [`spec`] is what is trained (hashed), [`exec`] how fast (no hash). [`run`] is the loop, [`folder`] what it leaves.
 //! - [`step`] is one step: [`model`] computes leaves on [`lanes`], the fixed tree adds them, [`optim`] moves the
 //!   [`state`].
+//! - [`replay`] computes past steps again and explains them; [`compare`] finds where two runs part.
 //! - [`ledger`] holds what was computed, [`events`] where and when, [`checkpoint`] the state itself.
 //!
 //! Invariant: step N is a function of the run and N. Lanes, threads, prefetch, checkpoints, kills and dates are not
@@ -19,6 +20,7 @@ pub mod lanes;
 pub mod ledger;
 pub mod model;
 pub mod optim;
+pub mod replay;
 pub mod report;
 pub mod run;
 pub mod spec;

@@ -56,6 +56,15 @@ impl State {
         weights.chain(self.first.iter().enumerate().map(named(Part::First))).chain(second)
     }
 
+    /// A copy that shares no memory with this one.
+    pub fn copy(&self) -> State {
+        let State { step, weights, first, second, balance } = self;
+        let copies = |tensors: &[Tensor]| tensors.iter().map(Tensor::copy).collect();
+        let second = second.iter().map(|tensor| tensor.as_ref().map(Tensor::copy)).collect();
+        let (weights, first) = (copies(weights), copies(first));
+        State { step: *step, weights, first, second, balance: balance.clone() }
+    }
+
     /// Checksums of everything, computed on the lanes.
     pub fn sums(&self, lanes: Lanes) -> Result<StateSums> {
         let items: Vec<_> = self

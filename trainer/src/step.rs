@@ -40,6 +40,15 @@ pub struct LeafSums {
     pub token_losses: Vec<f32>,
 }
 
+/// How much is kept of a leaf.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Detail {
+    /// What the ledger needs.
+    Sums,
+    /// The loss of each token as well.
+    Tokens,
+}
+
 /// Computes one step and moves the state.
 pub fn advance(
     spec: &RunSpec,
@@ -47,33 +56,30 @@ pub fn advance(
     batch: &Batch,
     lanes: Lanes,
 ) -> Result<StepRecord> {
-    let gradient = gradient(spec, state, batch, lanes)?;
+    let gradient = gradient(spec, state, batch, lanes, Detail::Sums)?;
     apply(spec, state, batch, &gradient, lanes)
 }
 
 /// Computes the leaves of a step and adds them up. The state stays as it is.
-pub fn gradient(spec: &RunSpec, state: &State, batch: &Batch, lanes: Lanes) -> Result<Gradient> {
+pub fn gradient(
+    spec: &RunSpec,
+    state: &State,
+    batch: &Batch,
+    lanes: Lanes,
+    detail: Detail,
+) -> Result<Gradient> {
     let (weights, biases) = (Frozen::new(&state.weights), bias_tensors(state));
     let biases = Frozen::new(&biases);
-    let (divisor, step) = (batch.label_count.max(1), state.step + 1);
+    let divisor = batch.label_count.max(1);
     let config = &spec.model_at(batch.step)?.config;
     let (mut sum, mut losses) = (Counter::new(), Counter::new());
     let (mut leaves, mut router) = (Vec::new(), Vec::new());
     let work = |leaf: u64| {
-        let output = model::leaf(
-            config,
-            &weights.aliases(),
-            &biases.aliases(),
-            &input(batch, leaf),
-            divisor,
-        )?;
-        Ok((sums(&output, false), output))
+        let (weights, biases) = (weights.aliases(), biases.aliases());
+        let output = model::leaf(config, &weights, &biases, &input(batch, leaf), divisor)?;
+        Ok((sums(&output, detail), output))
     };
-    let take = |leaf: u64, (sums, output): (LeafSums, LeafOutput)| {
-        if !sums.loss.is_finite() {
-            return Err(diverged("the loss is not finite", step)
-                .found(format!("{} in leaf {leaf}", sums.loss)));
-        }
+    let take = |_, (sums, output): (LeafSums, LeafOutput)| {
         losses.push(sums.loss);
         add_counts(&mut router, output.counts);
         sum.push(output.grads);
@@ -86,15 +92,24 @@ pub fn gradient(spec: &RunSpec, state: &State, batch: &Batch, lanes: Lanes) -> R
 }
 
 /// Computes one leaf by itself, with the loss of each token.
-pub fn leaf(spec: &RunSpec, state: &State, batch: &Batch, leaf: u64) -> Result<LeafSums> {
-    let output = model::leaf(
-        &spec.model_at(batch.step)?.config,
-        &state.weights,
-        &bias_tensors(state),
-        &input(batch, leaf),
-        batch.label_count.max(1),
-    )?;
-    Ok(sums(&output, true))
+pub fn leaf(
+    spec: &RunSpec,
+    state: &State,
+    batch: &Batch,
+    leaf: u64,
+    lanes: Lanes,
+) -> Result<LeafSums> {
+    let (weights, biases) = (Frozen::new(&state.weights), bias_tensors(state));
+    let biases = Frozen::new(&biases);
+    let config = &spec.model_at(batch.step)?.config;
+    // On a lane of its own, as in the run.
+    let mut found = lanes.map(vec![leaf], |leaf| {
+        let (weights, biases) = (weights.aliases(), biases.aliases());
+        let divisor = batch.label_count.max(1);
+        let output = model::leaf(config, &weights, &biases, &input(batch, leaf), divisor)?;
+        Ok(sums(&output, Detail::Tokens))
+    })?;
+    found.pop().ok_or_else(|| Fault::bug("a leaf had no outcome"))
 }
 
 /// Clips, moves weights, moments and balance, and writes down what happened.
@@ -105,14 +120,32 @@ pub fn apply(
     gradient: &Gradient,
     lanes: Lanes,
 ) -> Result<StepRecord> {
+    apply_at(spec, state, batch, gradient, lanes, None)
+}
+
+/// The same, with a learning rate in place of the schedule's: for questions of what would have been.
+pub(crate) fn apply_at(
+    spec: &RunSpec,
+    state: &mut State,
+    batch: &Batch,
+    gradient: &Gradient,
+    lanes: Lanes,
+    lr: Option<f64>,
+) -> Result<StepRecord> {
+    let lr = lr.unwrap_or_else(|| spec.settings.schedule.rate(state.step + 1));
     let step = state.step + 1;
+    if let Some(leaf) = gradient.leaves.iter().position(|leaf| !leaf.loss.is_finite()) {
+        let found = format!("{} in leaf {leaf}", gradient.leaves[leaf].loss);
+        return Err(diverged("the loss is not finite", step).found(found));
+    }
     let parts = parts(&gradient.tensors, lanes)?;
     let norm = norm::norm(&parts.iter().map(|(_, square)| *square).collect::<Vec<_>>());
     if !norm.is_finite() {
         return Err(diverged("the gradient is not finite", step).found(format!("a norm of {norm}")));
     }
     let scale = norm::scale(norm, spec.settings.clip);
-    optim::update(&spec.settings, &spec.rules, state, &gradient.tensors, step, scale, lanes)?;
+    let at = optim::At { step, lr, scale };
+    optim::update(&spec.settings, &spec.rules, state, &gradient.tensors, at, lanes)?;
     let balance_lr = spec.model_at(step)?.balance_lr;
     for (balance, counts) in state.balance.iter_mut().zip(&gradient.router) {
         balance.update(step, counts, balance_lr);
@@ -120,14 +153,14 @@ pub fn apply(
     state.step = step;
     let sums = state.sums(lanes)?;
     let checksums = parts.into_iter().map(|(checksum, _)| checksum).collect();
-    record(spec, batch, gradient, (norm, checksums), sums)
+    record(spec, batch, gradient, (lr, norm, checksums), sums)
 }
 
 fn record(
     spec: &RunSpec,
     batch: &Batch,
     gradient: &Gradient,
-    (norm, gradients): (f64, Vec<u64>),
+    (lr, norm, gradients): (f64, f64, Vec<u64>),
     sums: StateSums,
 ) -> Result<StepRecord> {
     let leaves = &gradient.leaves;
@@ -144,7 +177,7 @@ fn record(
         leaf_gradients: Packed(leaves.iter().map(|leaf| leaf.gradient).collect()),
         gradients: Packed(gradients),
         norm: Packed::floats([norm]),
-        lr: Packed::floats([spec.settings.schedule.rate(batch.step)]),
+        lr: Packed::floats([lr]),
         weights: Packed(sums.weights),
         state: sums.digest,
     })
@@ -166,13 +199,13 @@ fn input(batch: &Batch, leaf: u64) -> LeafInput<'_> {
     }
 }
 
-fn sums(output: &LeafOutput, tokens: bool) -> LeafSums {
+fn sums(output: &LeafOutput, detail: Detail) -> LeafSums {
     let checksums = output.grads.iter().enumerate();
     let checksums =
         checksums.map(|(index, tensor)| checksum::tensor(tensor, salt(Part::LeafGradient, index)));
-    let token_losses = match tokens {
-        true => Vec::try_from(&output.token_losses.flatten(0, -1)).unwrap_or_default(),
-        false => Vec::new(),
+    let token_losses = match detail {
+        Detail::Tokens => Vec::try_from(&output.token_losses.flatten(0, -1)).unwrap_or_default(),
+        Detail::Sums => Vec::new(),
     };
     let gradient = checksums.fold(0, u64::wrapping_add);
     LeafSums { loss: output.loss, labels: output.labels, gradient, token_losses }

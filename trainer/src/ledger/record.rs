@@ -69,7 +69,7 @@ pub struct StepRecord {
 }
 
 /// The first quantity in which two records of a step differ, in the order in which a step computes them.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Difference {
     /// Which ("gradient of leaf 3").
     pub quantity: String,

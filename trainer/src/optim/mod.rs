@@ -90,17 +90,27 @@ enum Item {
     Flat { weight: Tensor, first: Tensor, second: Tensor, gradient: Tensor, decay: bool },
 }
 
-/// Moves the weights by `gradients`, multiplied by `scale` first. What `state.step` counts is left to the caller.
+/// The numbers of one step.
+#[derive(Clone, Copy, Debug)]
+pub struct At {
+    /// The step, from 1.
+    pub step: u64,
+    /// Its learning rate.
+    pub lr: f64,
+    /// What the gradient is multiplied with first; 1 touches nothing.
+    pub scale: f64,
+}
+
+/// Moves the weights by `gradients`. What `state.step` counts is left to the caller.
 pub fn update(
     settings: &Settings,
     rules: &[Rule],
     state: &mut State,
     gradients: &[Tensor],
-    step: u64,
-    scale: f64,
+    at: At,
     lanes: Lanes,
 ) -> Result<()> {
-    let lr = settings.schedule.rate(step);
+    let At { step, lr, scale } = at;
     let muon = Muon::at(lr, settings.weight_decay, settings.momentum);
     let adamw = |decay: bool| {
         AdamW::at(

@@ -25,5 +25,9 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     } else {
         println!("{answer}");
     }
-    Ok(if matches!(answer, Answer { difference: None, .. }) { 0 } else { contract::Class::Mismatch.exit_code() })
+    Ok(if matches!(answer, Answer { difference: None, .. }) {
+        0
+    } else {
+        contract::Class::Mismatch.exit_code()
+    })
 }

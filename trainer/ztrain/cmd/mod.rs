@@ -5,8 +5,10 @@ pub(crate) mod replay;
 pub(crate) mod train;
 
 use contract::{Fault, Result};
+use kernels::device;
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
 use tch::Device;
+use trainer::lanes::Lanes;
 
 /// Flags that only decide speed and place; no value of them can change a bit.
 #[derive(clap::Args)]
@@ -27,14 +29,17 @@ pub(crate) struct Speed {
 }
 
 impl Speed {
+    /// The lanes asked for.
+    pub(crate) fn lanes(&self) -> Lanes {
+        self.lanes.map_or_else(Lanes::available, Lanes::new)
+    }
+
     /// Puts the determinism switches in force, then opens the device.
     pub(crate) fn start(&self) -> Result<(Device, KernelTable)> {
         let options = RuntimeOptions { device: self.device.clone() };
         let table = runtime::start(&options).map_err(|error| machine(&self.device, &error))?;
-        if self.device != "cpu" {
-            return Err(Fault::machine(format!("device {:?} cannot be opened", self.device)));
-        }
-        Ok((Device::Cpu, table))
+        let device = device::open(&self.device).map_err(|error| machine(&self.device, &error))?;
+        Ok((device, table))
     }
 }
 

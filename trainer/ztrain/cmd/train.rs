@@ -8,7 +8,6 @@ use loader::{Opened, PrefetchOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 use trainer::checkpoint::Retention;
-use trainer::lanes::Lanes;
 use trainer::{ExecOptions, train};
 
 use super::Speed;
@@ -43,13 +42,15 @@ pub(crate) struct Args {
 
 /// Trains until the last step, a signal or a fault.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let curriculum = args.curriculum.as_deref().ok_or_else(|| Fault::usage("--curriculum is missing"))?;
+    let curriculum =
+        args.curriculum.as_deref().ok_or_else(|| Fault::usage("--curriculum is missing"))?;
     let (device, table) = args.speed.start()?;
     let out = args.out.clone().unwrap_or_else(|| default_folder(curriculum));
     let mut exec = ExecOptions::new(out);
     exec.device = device;
-    exec.lanes = args.speed.lanes.map_or_else(Lanes::available, Lanes::new);
-    exec.prefetch = PrefetchOptions { threads: args.speed.loader_threads, depth: args.speed.prefetch };
+    exec.lanes = args.speed.lanes();
+    exec.prefetch =
+        PrefetchOptions { threads: args.speed.loader_threads, depth: args.speed.prefetch };
     exec.checkpoint_every = args.checkpoint_every;
     exec.retention = Retention { newest: args.keep as usize, every: args.keep_every };
     exec.stop_after = args.stop_after;
@@ -59,7 +60,12 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let outcome = train(&opened, &exec, &table)?;
     let state = outcome.state.map_or_else(|| "none".to_owned(), |digest| digest.to_string());
     let ended = if outcome.step == outcome.steps { "done" } else { "stopped" };
-    println!("{ended} after step {} of {} | state {state} | {}", outcome.step, outcome.steps, exec.out.display());
+    println!(
+        "{ended} after step {} of {} | state {state} | {}",
+        outcome.step,
+        outcome.steps,
+        exec.out.display()
+    );
     Ok(0)
 }
 
