@@ -1,8 +1,27 @@
 //! Compiles the C++ shim, and gives the tests of this crate libtorch's run path.
 
+use std::path::{Path, PathBuf};
+
+const SOURCES: [&str; 2] = ["shim/device.cpp", "shim/switches.cpp"];
+
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    if let Ok(lib) = std::env::var("DEP_TCH_LIBTORCH_LIB") {
-        println!("cargo:rustc-link-arg=-Wl,-rpath,{lib}");
-    }
+    println!("cargo:rerun-if-changed=shim");
+    let lib = PathBuf::from(
+        std::env::var("DEP_TCH_LIBTORCH_LIB").expect("torch-sys says where libtorch lies"),
+    );
+    println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());
+    println!("cargo:rustc-link-lib=dl");
+    let include = lib.parent().unwrap_or(Path::new("/")).join("include");
+    cc::Build::new()
+        .cpp(true)
+        .files(SOURCES)
+        .include(&include)
+        .include(include.join("torch/csrc/api/include"))
+        .flag("-std=c++17")
+        .flag("-D_GLIBCXX_USE_CXX11_ABI=1")
+        .warnings(false)
+        // The same machine code in every profile: a debug build must not compute other bits than a release build.
+        .opt_level(2)
+        .compile("ztrain_shim");
 }

@@ -1,1 +1,21 @@
-//! (skeleton)
+//! All that is unsafe or foreign: libtorch's switches and devices, the fixed tree of additions, checksums.
+//!
+//! ```text
+//! runtime   determinism switches, set and read back; the kernel table
+//! device    CPU, or a GPU whose library is opened at run time; staging of batches
+//! tree      the one order in which leaves are added
+//! checksum  order-free sums over bits, for any layout
+//! share     tensors read by several threads at once
+//! ```
+//!
+//! Invariant: this crate depends on no other member of the workspace, and no other member says `unsafe`.
+//! Invariant: nothing here knows what a model, a batch or a step is.
+
+pub mod checksum;
+pub mod device;
+pub mod error;
+pub mod runtime;
+pub mod share;
+pub mod tree;
+
+pub use error::{Error, Result};

@@ -1,1 +1,26 @@
-//! (skeleton)
+//! (plan, step, rank slice) to batch, and the prefetcher that keeps a device fed.
+//!
+//! ```text
+//! Plan --step--> SampleSpec* --Stores--> rows: tokens, labels, positions, boundaries, mask --> digest
+//! ```
+//!
+//! Invariant: a batch is a function of the plan, the store's content, the step and the rank slice. Threads, prefetch
+//! depth, open files, shard cuts and what was read before decide only how fast it comes.
+//! Invariant: boundaries come from the store's document starts, never from a token's value.
+//! Invariant: the only threads of the data path start in `prefetch.rs`.
+
+#![forbid(unsafe_code)]
+
+pub mod assemble;
+pub mod batch;
+pub mod open;
+pub mod prefetch;
+pub mod slice;
+pub mod stores;
+pub mod validation;
+
+pub use batch::{Batch, batch, step_digest};
+pub use open::Opened;
+pub use prefetch::{PrefetchOptions, Prefetcher};
+pub use slice::RankSlice;
+pub use stores::Stores;

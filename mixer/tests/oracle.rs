@@ -187,9 +187,13 @@ fn tokens_draw() -> impl Strategy<Value = u64> {
 
 /// A curriculum over sources `a`, `b`, `c` with as many epochs as it likes.
 fn curriculum_text(seed: u64, phases: &[PhaseDraw]) -> String {
+    limited_text(seed, phases, [1_000_000; 3])
+}
+
+fn limited_text(seed: u64, phases: &[PhaseDraw], max_epochs: [u64; 3]) -> String {
     let mut text = format!("store = \"s\"\nseed = {seed}\n");
-    for name in ["a", "b", "c"] {
-        text += &format!("[source.{name}]\nmax_epochs = 1000000\n");
+    for (name, max_epochs) in ["a", "b", "c"].iter().zip(max_epochs) {
+        text += &format!("[source.{name}]\nmax_epochs = {max_epochs}\n");
     }
     for (index, PhaseDraw { seq_len, batch, steps, weights }) in phases.iter().enumerate() {
         let mix: Vec<String> = ["a", "b", "c"]
@@ -279,6 +283,93 @@ proptest! {
         for source in 0..facts.len() {
             let whole = asked.0 % facts[source].tokens;
             visits_agree(&plan, &samples, source, whole, asked.1)?;
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+
+    /// A run is refused if, and only if, a source runs out, with the first step that would repeat it.
+    #[test]
+    fn repeats_are_refused_with_their_step(
+        tokens in prop::collection::vec(tokens_draw(), 3),
+        phases in prop::collection::vec(phase_draw(), 1..5),
+        max_epochs in prop::array::uniform3(prop_oneof![Just(1u64), 1u64..6]),
+    ) {
+        let free = Curriculum::parse(&curriculum_text(1, &phases), "c.toml").unwrap();
+        let limited = Curriculum::parse(&limited_text(1, &phases, max_epochs), "c.toml").unwrap();
+        let facts = facts(&tokens);
+        let plan = Plan::new(&free, &facts).unwrap();
+        let samples = simulate(&free, &facts);
+        let limit = |source: usize| limited.limits(&facts[source].name).max_epochs;
+        let first = samples.iter().find(|sample| sample.epoch >= limit(sample.source));
+        match (Plan::new(&limited, &facts), first) {
+            (Ok(_), None) => {}
+            (Err(fault), Some(sample)) => {
+                let told = fault.to_string();
+                let (name, step) = (&facts[sample.source].name, plan.step_of(sample.sample).unwrap());
+                let needed = plan.epochs_needed(sample.source);
+                let wanted = [format!("at step {step}"), format!("{name:?}"), format!("[source.{name}]")];
+                for word in wanted {
+                    prop_assert!(told.contains(&word), "no {} in {}", word, told);
+                }
+                prop_assert!(told.contains(&format!("max_epochs = {needed} ")) || told.contains("so do"), "{}", told);
+            }
+            (Ok(_), Some(sample)) => prop_assert!(false, "accepted, but {sample:?} repeats"),
+            (Err(fault), None) => prop_assert!(false, "refused: {fault}"),
+        }
+    }
+
+    /// What comes later, or is not used yet, reaches no digest; what is used does.
+    #[test]
+    fn digests_follow_effect(
+        tokens in prop::collection::vec(tokens_draw(), 3),
+        phases in prop::collection::vec(phase_draw(), 1..4),
+        more in phase_draw(),
+        step in 0u64..400,
+    ) {
+        let sources = facts(&tokens);
+        let plan = |phases: &[PhaseDraw], sources: &[SourceFacts]| {
+            Plan::new(&Curriculum::parse(&curriculum_text(1, phases), "c.toml").unwrap(), sources).unwrap()
+        };
+        let whole = plan(&phases, &sources);
+        let step = step.min(whole.steps());
+        let before = whole.digest_through(step);
+        let last = phases.len() - 1;
+
+        let added = [&phases[..], &[more.clone()]].concat();
+        prop_assert_eq!(plan(&added, &sources).digest_through(step), before);
+        let mut longer = phases.clone();
+        longer[last].steps += 1 + more.steps;
+        prop_assert_eq!(plan(&longer, &sources).digest_through(step), before);
+        let unused = SourceFacts { name: "unused".to_owned(), tokens: 5, documents: 1, unit: 7 };
+        let mut sources_more = vec![unused];
+        sources_more.extend(sources.iter().rev().cloned());
+        prop_assert_eq!(plan(&phases, &sources_more).digest_through(step), before);
+
+        let first_of_last = whole.phases()[last].first_step;
+        let mut edits: Vec<Vec<PhaseDraw>> = vec![phases.clone(); 4];
+        edits[0][last].weights[0] += 1;
+        edits[1][last].batch += 1;
+        edits[2][last].seq_len = if phases[last].seq_len == 12 { 6 } else { 12 };
+        edits[3][last].steps = 1;
+        for (kind, edit) in edits.iter().enumerate() {
+            let edit = plan(edit, &sources);
+            prop_assert_eq!(edit.digest_through(first_of_last - 1), whole.digest_through(first_of_last - 1));
+            let used = phases[last].weights.iter().filter(|&&weight| weight > 0).count();
+            // One source has all the weight whatever its weight is, and a cut phase is the same while it lasts.
+            let same = (kind == 0 && used == 1 && phases[last].weights[0] > 0) || kind == 3;
+            prop_assert_eq!(edit.digest_through(first_of_last) == whole.digest_through(first_of_last), same);
+        }
+        // Samples decide: two plans with one digest give the same samples as far as it reaches.
+        let end = if step == 0 { 0 } else { whole.step(step).unwrap().first_sample + whole.step(step).unwrap().batch };
+        let long = plan(&longer, &sources);
+        for sample in 0..end {
+            prop_assert_eq!(whole.sample(sample).unwrap(), long.sample(sample).unwrap());
+        }
+        for one in 1..=step {
+            prop_assert_ne!(whole.digest_through(one), whole.digest_through(one - 1));
         }
     }
 }

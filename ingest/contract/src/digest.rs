@@ -112,11 +112,20 @@ impl Hasher {
 
     /// Length, then each value as four bytes, little-endian.
     pub fn u32s(&mut self, values: &[u32]) -> &mut Self {
+        self.words(values, u32::to_le_bytes)
+    }
+
+    /// Length, then each value as four bytes, little-endian: what [`Self::u32s`] feeds for the same bits.
+    pub fn i32s(&mut self, values: &[i32]) -> &mut Self {
+        self.words(values, i32::to_le_bytes)
+    }
+
+    fn words<T: Copy>(&mut self, values: &[T], bytes: impl Fn(T) -> [u8; 4]) -> &mut Self {
         self.u64(values.len() as u64);
         let mut buffer = [0u8; 4096];
         for chunk in values.chunks(1024) {
-            for (slot, value) in buffer.chunks_exact_mut(4).zip(chunk) {
-                slot.copy_from_slice(&value.to_le_bytes());
+            for (slot, value) in buffer.as_chunks_mut().0.iter_mut().zip(chunk) {
+                *slot = bytes(*value);
             }
             self.0.update(&buffer[..chunk.len() * 4]);
         }
@@ -224,6 +233,8 @@ mod tests {
             let mut framed = (values.len() as u64).to_le_bytes().to_vec();
             framed.extend(values.iter().flat_map(|value| value.to_le_bytes()));
             prop_assert_eq!(Hasher::new().u32s(&values).finish(), Digest::of_bytes(&framed));
+            let signed: Vec<i32> = values.iter().map(|&value| value.cast_signed()).collect();
+            prop_assert_eq!(Hasher::new().i32s(&signed).finish(), Digest::of_bytes(&framed));
         }
     }
 }

@@ -1,12 +1,322 @@
-//! `zdata plan`.
+//! `zdata plan`: what a curriculum would train on, and whether it can run at all. Reads manifests, never text.
 
+use std::path::{Path, PathBuf};
+
+use contract::store::{FORMAT, Manifest};
 use contract::{Fault, Result};
+use mixer::{Curriculum, PhasePlan, Plan, SourceFacts, described_store};
+use serde::Serialize;
 
 /// Arguments.
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+#[command(after_help = "Example: zdata plan curricula/phase1.toml\n\n\
+    A store in the curriculum may be a folder, or a described store: a TOML file of [[source]] name, tokens, documents.")]
+pub(crate) struct Args {
+    /// The curriculum.
+    curriculum: PathBuf,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
 
 /// Does it.
-pub(crate) fn exec(_args: Args) -> Result<()> {
-    Err(Fault::bug("not built yet"))
+pub(crate) fn exec(args: Args) -> Result<()> {
+    let text = read(&args.curriculum)?;
+    let curriculum = Curriculum::parse(&text, &args.curriculum.display().to_string())?;
+    let folder = args.curriculum.parent().unwrap_or(Path::new(""));
+    let mut facts = Vec::new();
+    for store in &curriculum.stores {
+        facts.extend(facts_of(&folder.join(store)).map_err(|fault| {
+            let place = curriculum.place("store");
+            fault.or_at(|| place)
+        })?);
+    }
+    let report = Report::new(&Plan::new(&curriculum, &facts)?, &curriculum);
+    if args.json {
+        let json = serde_json::to_string_pretty(&report);
+        println!("{}", json.map_err(|error| Fault::bug(format!("a report is no JSON: {error}")))?);
+    } else {
+        print!("{}", report.text());
+    }
+    Ok(())
+}
+
+fn read(path: &Path) -> Result<String> {
+    std::fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))
+}
+
+/// The sources of a store's folder, or of a description.
+fn facts_of(path: &Path) -> Result<Vec<SourceFacts>> {
+    if path.is_file() {
+        let name = path.display().to_string();
+        return described_store(&read(path)?, &name)?.ok_or_else(|| {
+            Fault::usage("this file describes no store")
+                .at(name)
+                .wanted("a store's folder, or a TOML file of [[source]] name, tokens, documents")
+        });
+    }
+    let path = path.join("manifest.json");
+    let place = || path.display().to_string();
+    let text = read(&path).map_err(|fault| {
+        fault.hint("a store has a manifest.json once its build has ended: run `zdata build`")
+    })?;
+    let manifest: Manifest = serde_json::from_str(&text).map_err(|error| {
+        Fault::data(format!("not a manifest: {error}")).at(place()).hint("build the store again")
+    })?;
+    if manifest.format != FORMAT {
+        return Err(Fault::usage("the store has another format")
+            .at(place())
+            .found(manifest.format)
+            .wanted(FORMAT));
+    }
+    if manifest.identity() != manifest.digest {
+        return Err(Fault::data("the manifest does not have the digest that it states")
+            .at(place())
+            .found(manifest.identity())
+            .wanted(manifest.digest)
+            .hint("`zdata verify` shows what else is damaged"));
+    }
+    let Manifest { unit, sources, .. } = manifest;
+    Ok(sources
+        .into_iter()
+        .map(|source| {
+            let (tokens, documents) = (source.train.tokens, source.train.documents);
+            SourceFacts { name: source.name, tokens, documents, unit }
+        })
+        .collect())
+}
+
+/// The answer; `--json` prints it as it is.
+#[derive(Serialize)]
+struct Report {
+    steps: u64,
+    samples: u64,
+    /// Tokens of text, padding left out.
+    tokens: u64,
+    padding: u64,
+    /// The plan digest up to the last step.
+    digest: String,
+    phases: Vec<PhaseRow>,
+    sources: Vec<SourceRow>,
+}
+
+#[derive(Serialize)]
+struct PhaseRow {
+    name: String,
+    first_step: u64,
+    last_step: u64,
+    steps: u64,
+    seq_len: u32,
+    batch: u64,
+    leaf: u64,
+    samples: u64,
+    tokens: u64,
+    padding: u64,
+    /// The plan digest up to the phase's last step.
+    digest: String,
+    sources: Vec<UseRow>,
+}
+
+#[derive(Serialize)]
+struct UseRow {
+    name: String,
+    /// The weight as an integer, without a divisor that all weights of the phase share.
+    weight: u64,
+    share: f64,
+    samples: u64,
+    tokens: u64,
+    padding: u64,
+    epochs_before: f64,
+    epochs_after: f64,
+}
+
+#[derive(Serialize)]
+struct SourceRow {
+    name: String,
+    tokens: u64,
+    documents: u64,
+    unit: u64,
+    taken: u64,
+    epochs: f64,
+    /// The least `max_epochs` that would do.
+    epochs_needed: u64,
+    max_epochs: u64,
+}
+
+impl Report {
+    fn new(plan: &Plan, curriculum: &Curriculum) -> Self {
+        let phases: Vec<PhaseRow> =
+            plan.phases().iter().map(|phase| PhaseRow::new(plan, phase)).collect();
+        let source = |(index, facts): (usize, &SourceFacts)| {
+            let SourceFacts { name, tokens, documents, unit } = facts.clone();
+            let taken = plan.tokens_needed(index);
+            let max_epochs = curriculum.limits(&name).max_epochs;
+            let epochs_needed = plan.epochs_needed(index);
+            let epochs = epochs(taken, tokens);
+            SourceRow { name, tokens, documents, unit, taken, epochs, epochs_needed, max_epochs }
+        };
+        Report {
+            steps: plan.steps(),
+            samples: plan.samples(),
+            tokens: phases.iter().map(|phase| phase.tokens).sum(),
+            padding: phases.iter().map(|phase| phase.padding).sum(),
+            digest: plan.digest_through(plan.steps()).to_string(),
+            sources: plan.sources().iter().enumerate().map(source).collect(),
+            phases,
+        }
+    }
+
+    fn text(&self) -> String {
+        let mut out = String::new();
+        for phase in &self.phases {
+            out += &phase.text();
+        }
+        let head = ["source", "tokens", "documents", "taken", "epochs", "at most"];
+        let rows = self.sources.iter().map(|source| {
+            let SourceRow {
+                name,
+                tokens,
+                documents,
+                unit: _,
+                taken,
+                epochs,
+                epochs_needed: _,
+                max_epochs,
+            } = source;
+            [
+                name.clone(),
+                count(*tokens),
+                count(*documents),
+                count(*taken),
+                decimals(*epochs),
+                count(*max_epochs),
+            ]
+        });
+        out += "sources, over the whole run\n";
+        out += &table(head, rows.collect());
+        let Report { steps, samples, tokens, padding, digest, .. } = self;
+        out += &format!(
+            "\n{} steps, {} sequences, {} tokens of text, {} of padding\nplan digest {digest}\n",
+            count(*steps),
+            count(*samples),
+            count(*tokens),
+            count(*padding)
+        );
+        out
+    }
+}
+
+impl PhaseRow {
+    fn new(plan: &Plan, phase: &PhasePlan) -> Self {
+        let weights: u64 = phase.uses.iter().map(|part| part.weight).sum();
+        let sources: Vec<UseRow> = phase
+            .uses
+            .iter()
+            .map(|part| {
+                let facts = &plan.sources()[part.source];
+                UseRow {
+                    name: facts.name.clone(),
+                    weight: part.weight,
+                    share: part.weight as f64 / weights as f64,
+                    samples: part.samples,
+                    tokens: part.tokens,
+                    padding: part.samples * u64::from(phase.seq_len) - part.tokens,
+                    epochs_before: epochs(part.tokens_before, facts.tokens),
+                    epochs_after: epochs(part.tokens_before + part.tokens, facts.tokens),
+                }
+            })
+            .collect();
+        PhaseRow {
+            name: phase.name.clone(),
+            first_step: phase.first_step,
+            last_step: phase.last_step(),
+            steps: phase.steps,
+            seq_len: phase.seq_len,
+            batch: phase.batch,
+            leaf: phase.leaf,
+            samples: phase.samples(),
+            tokens: sources.iter().map(|source| source.tokens).sum(),
+            padding: sources.iter().map(|source| source.padding).sum(),
+            digest: plan.digest_through(phase.last_step()).to_string(),
+            sources,
+        }
+    }
+
+    fn text(&self) -> String {
+        let PhaseRow { name, first_step, last_step, steps, seq_len, batch, leaf, .. } = self;
+        let mut out = format!(
+            "phase {name}: {} steps, {} to {}; {} sequences of {} tokens in a step, {} in a leaf\n",
+            count(*steps),
+            count(*first_step),
+            count(*last_step),
+            count(*batch),
+            count(u64::from(*seq_len)),
+            count(*leaf)
+        );
+        let head =
+            ["source", "weight", "share", "sequences", "tokens", "padding", "epochs from", "to"];
+        let mut rows: Vec<[String; 8]> = self.sources.iter().map(UseRow::cells).collect();
+        let mut total = ["", "", "100.00 %"].map(str::to_owned).to_vec();
+        total.extend([self.samples, self.tokens, self.padding].map(count));
+        total.extend([String::new(), String::new()]);
+        rows.extend(<[String; 8]>::try_from(total));
+        out += &table(head, rows);
+        out + "\n"
+    }
+}
+
+impl UseRow {
+    fn cells(&self) -> [String; 8] {
+        let UseRow { name, weight, share, samples, tokens, padding, epochs_before, epochs_after } =
+            self;
+        [
+            name.clone(),
+            count(*weight),
+            format!("{:.2} %", share * 100.0),
+            count(*samples),
+            count(*tokens),
+            count(*padding),
+            decimals(*epochs_before),
+            decimals(*epochs_after),
+        ]
+    }
+}
+
+fn epochs(taken: u64, tokens: u64) -> f64 {
+    if tokens == 0 { 0.0 } else { taken as f64 / tokens as f64 }
+}
+
+fn decimals(value: f64) -> String {
+    format!("{value:.4}")
+}
+
+/// 1234567 as 1,234,567.
+fn count(value: u64) -> String {
+    let digits = value.to_string();
+    let mut out = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// Columns as wide as they need to be: the first to the left, numbers to the right.
+fn table<const N: usize>(head: [&str; N], rows: Vec<[String; N]>) -> String {
+    let mut lines = vec![head.map(str::to_owned)];
+    lines.extend(rows);
+    let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max();
+    let widths: Vec<usize> = (0..N).map(|column| width(column).unwrap_or(0)).collect();
+    let mut out = String::new();
+    for line in &lines {
+        let mut text = format!("  {:<1$}", line[0], widths[0]);
+        for (cell, width) in line.iter().zip(&widths).skip(1) {
+            text += &format!("  {cell:>width$}");
+        }
+        out += text.trim_end();
+        out.push('\n');
+    }
+    out
 }

@@ -68,7 +68,7 @@ fn optimizer_text(optimizer: &OptimizerSpec, out: &mut Text) {
 }
 
 fn phase_text(phase: &Phase, out: &mut Text) {
-    let Phase { name, steps, seq_len, batch, leaf, mix } = phase;
+    let Phase { name, steps, seq_len, batch, leaf, mix, model } = phase;
     out.head("[[phase]]");
     out.line("name", quoted(name));
     out.line("steps", steps);
@@ -78,7 +78,15 @@ fn phase_text(phase: &Phase, out: &mut Text) {
     let weights = phase.weights().expect("checked when the phase was read");
     let pairs =
         mix.keys().zip(weights).map(|(source, weight)| format!("{} = {weight}", key(source)));
-    out.line("mix", format!("{{ {} }}", pairs.collect::<Vec<_>>().join(", ")));
+    out.line("mix", inline(pairs.collect()));
+    if !model.is_empty() {
+        let pairs = model.iter().map(|(field, value)| format!("{} = {value}", key(field)));
+        out.line("model", inline(pairs.collect()));
+    }
+}
+
+fn inline(pairs: Vec<String>) -> String {
+    format!("{{ {} }}", pairs.join(", "))
 }
 
 #[derive(Default)]

@@ -1,6 +1,6 @@
 //! What an edited curriculum changes, and from which step on.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use super::canonical::float;
@@ -77,14 +77,26 @@ fn model_difference(model: &ModelSpec, other: &ModelSpec, list: &mut List) {
     let ModelSpec { preset, fields } = model;
     let named = |preset: &Option<String>| preset.clone().unwrap_or_else(|| "no preset".to_owned());
     list.compare("model.preset", named(&other.preset), named(preset), 1);
-    let keys: BTreeSet<&String> = fields.keys().chain(other.fields.keys()).collect();
+    field_differences("model", fields, &other.fields, 1, list);
+}
+
+type Fields = BTreeMap<String, toml::Value>;
+
+fn field_differences(
+    path: &str,
+    fields: &Fields,
+    others: &Fields,
+    first_step: u64,
+    list: &mut List,
+) {
+    let keys: BTreeSet<&String> = fields.keys().chain(others.keys()).collect();
     for key in keys {
         let show = |value: Option<&toml::Value>| match value {
             Some(value) => value.to_string(),
-            None => "the preset's value".to_owned(),
+            None => "not set".to_owned(),
         };
-        let (found, wanted) = (show(other.fields.get(key)), show(fields.get(key)));
-        list.compare(&format!("model.{key}"), found, wanted, 1);
+        let (found, wanted) = (show(others.get(key)), show(fields.get(key)));
+        list.compare(&format!("{path}.{key}"), found, wanted, first_step);
     }
 }
 
@@ -130,12 +142,13 @@ fn phase_differences(phases: &[Phase], others: &[Phase], list: &mut List) {
 }
 
 fn phase_difference(phase: &Phase, other: &Phase, first_step: u64, list: &mut List) {
-    let Phase { name, steps, seq_len, batch, leaf, mix } = phase;
+    let Phase { name, steps, seq_len, batch, leaf, mix, model } = phase;
     let key = |field: &str| format!("phase.{name}.{field}");
     list.compare(&key("steps"), other.steps, steps, first_step + other.steps.min(*steps));
     list.compare(&key("seq_len"), other.seq_len, seq_len, first_step);
     list.compare(&key("batch"), other.batch, batch, first_step);
     list.compare(&key("leaf"), other.leaf, leaf, first_step);
+    field_differences(&key("model"), model, &other.model, first_step, list);
     // Weights that are the same once scaled decide the same.
     if mix.keys().eq(other.mix.keys()) && phase.weights() == other.weights() {
         return;

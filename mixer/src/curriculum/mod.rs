@@ -49,7 +49,7 @@ pub enum Dtype {
 }
 
 /// A phase: constant mix, sequence length and batch.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Phase {
     /// Its name, unique; names things for people and decides nothing.
     pub name: String,
@@ -63,9 +63,11 @@ pub struct Phase {
     pub leaf: u64,
     /// The sources and their weights, all above zero.
     pub mix: BTreeMap<String, Ratio>,
+    /// Fields of the model that differ during this phase (`rope_theta` where the sequences grow).
+    pub model: BTreeMap<String, toml::Value>,
 }
 
-/// Limits of one source.
+/// Limits of a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SourceLimits {
     /// How many times the source may be gone through in the whole run.
@@ -125,6 +127,13 @@ impl Curriculum {
     /// The limits of `source`, stated or default.
     pub fn limits(&self, source: &str) -> SourceLimits {
         self.sources.get(source).copied().unwrap_or_default()
+    }
+
+    /// The model as it is during a phase (index into `phases`): `[model]`, and what the phase says on top.
+    pub fn model_at(&self, phase: usize) -> ModelSpec {
+        let mut model = self.model.clone();
+        model.fields.extend(self.phases[phase].model.clone());
+        model
     }
 
     /// `file:line:column` of a key (`model.head_dim`, `phase.NAME.mix.SOURCE`), or of the section it belongs to, or the

@@ -12,7 +12,8 @@ use super::{
 
 const ROOT_KEYS: &[&str] =
     &["store", "seed", "dtype", "phase", "source", "model", "optimizer", "schedule"];
-const PHASE_KEYS: &[&str] = &["name", "steps", "tokens", "seq_len", "batch", "leaf", "mix"];
+const PHASE_KEYS: &[&str] =
+    &["name", "steps", "tokens", "seq_len", "batch", "leaf", "mix", "model"];
 const OPTIMIZER_KEYS: &[&str] = &["kind", "lr", "betas", "eps", "momentum", "weight_decay", "clip"];
 const SCHEDULE_KEYS: &[&str] = &["warmup_steps", "decay_steps", "final_lr"];
 
@@ -73,7 +74,10 @@ fn phases(root: &Section, places: &mut Places) -> Result<Vec<Phase>> {
             .and_then(|samples| samples.checked_mul(u64::from(phase.seq_len)))
             .and_then(|tokens| tokens.checked_add(total))
             .filter(|&tokens| tokens <= TOKENS_MAX)
-            .ok_or_else(|| section.fault("steps", "the run is longer than 2^62 tokens"))?;
+            .ok_or_else(|| {
+                let key = if section.has("steps") { "steps" } else { "tokens" };
+                section.fault(key, "the run is longer than 2^62 tokens")
+            })?;
         phases.push(phase);
     }
     if phases.is_empty() {
@@ -101,15 +105,23 @@ fn phase(section: &Section, places: &mut Places) -> Result<Phase> {
             .wanted("whole leaves in a step"));
     }
     let steps = steps(section, u64::from(seq_len), batch)?;
-    let phase = Phase { mix: mix(section)?, name, steps, seq_len, batch, leaf };
+    let model = fields(section)?;
+    if model.contains_key("preset") {
+        return Err(section
+            .fault("model", "a phase cannot change `preset`")
+            .hint("name the preset under [model], and here the fields that differ"));
+    }
+    let phase = Phase { mix: mix(section)?, model, name, steps, seq_len, batch, leaf };
     if phase.weights().is_none() {
         return Err(section
             .fault("mix", "these weights are too fine for each other")
             .wanted("as integers without a common divisor they sum to at most 2^62"));
     }
     record(section, &format!("phase.{}", phase.name), places);
-    if let Some(mix) = section.section("mix")? {
-        record(&mix, &format!("phase.{}.mix", phase.name), places);
+    for key in ["mix", "model"] {
+        if let Some(inner) = section.section(key)? {
+            record(&inner, &format!("phase.{}.{key}", phase.name), places);
+        }
     }
     Ok(phase)
 }
@@ -165,12 +177,21 @@ fn model(root: &Section, places: &mut Places) -> Result<ModelSpec> {
     let Some(section) = root.section("model")? else { return Ok(ModelSpec::default()) };
     record(&section, "model", places);
     let preset = section.string("preset")?.map(str::to_owned);
-    let mut fields = BTreeMap::new();
-    for key in section.keys().into_iter().filter(|&key| key != "preset") {
-        let Some(value) = section.value(key)? else { continue };
-        fields.insert(key.to_owned(), plain(&section, key, value)?);
-    }
+    let mut fields = fields(root)?;
+    fields.remove("preset");
     Ok(ModelSpec { preset, fields })
+}
+
+/// The fields of the `model` table in `outer`, if there is one.
+fn fields(outer: &Section) -> Result<BTreeMap<String, toml::Value>> {
+    let mut fields = BTreeMap::new();
+    let Some(section) = outer.section("model")? else { return Ok(fields) };
+    for key in section.keys() {
+        if let Some(value) = section.value(key)? {
+            fields.insert(key.to_owned(), plain(&section, key, value)?);
+        }
+    }
+    Ok(fields)
 }
 
 /// The same value without its place and spelling.

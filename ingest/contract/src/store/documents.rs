@@ -94,7 +94,7 @@ impl Iterator for Documents {
 }
 
 /// Row `at` of a batch of documents, whose schema was checked.
-fn row(batch: &RecordBatch, at: usize) -> DocumentRecord {
+pub(super) fn row(batch: &RecordBatch, at: usize) -> DocumentRecord {
     let word = |column: usize| {
         let column = batch.column(column).as_primitive::<UInt64Type>();
         column.is_valid(at).then(|| column.value(at))

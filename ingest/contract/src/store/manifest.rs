@@ -165,6 +165,16 @@ impl Manifest {
     }
 }
 
+impl SourceRecord {
+    /// The stream of that split.
+    pub fn stream(&self, split: super::Split) -> &StreamRecord {
+        match split {
+            super::Split::Train => &self.train,
+            super::Split::Validation => &self.validation,
+        }
+    }
+}
+
 impl StreamRecord {
     /// A stream without documents.
     pub fn empty() -> Self {

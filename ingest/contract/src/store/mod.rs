@@ -20,8 +20,12 @@
 pub mod documents;
 pub mod manifest;
 pub mod open;
+<<<<<<< HEAD
 #[cfg(test)]
 mod tests;
+=======
+pub mod read;
+>>>>>>> main
 pub mod verify;
 pub mod write;
 
@@ -29,6 +33,7 @@ pub use manifest::{
     FileRecord, InputRecord, Loss, Manifest, ShardRecord, SourceRecord, StreamRecord,
     TokenizerRecord,
 };
+pub use read::{Store, StreamReader};
 
 /// The version of everything in this module; part of a store's identity.
 pub const FORMAT: u32 = 1;

@@ -1,0 +1,450 @@
+//! Reading a store: any range of tokens, any document, from any number of threads, nothing believed unchecked.
+//!
+//! - Reads are positional (`pread`): no mapping that a network file system could refuse, no cursor to share.
+//! - A block of 16,384 tokens is checked against its sum when this process first reads it, then trusted; the sums and
+//!   the document starts are checked against their digests in the manifest, the manifest against the store's identity.
+//! - Open files and indexes are kept in caches that all streams share and that forget what was used longest ago.
+
+mod cache;
+mod column;
+mod documents;
+mod open;
+mod starts;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use self::cache::Lru;
+use self::column::{ColumnFile, damaged};
+use self::starts::{StartIndex, words};
+use super::open::stream_folder;
+use super::{
+    BLOCK_TOKENS, DocumentRecord, Manifest, ShardRecord, SourceRecord, Split, StreamRecord,
+};
+use crate::digest::{Digest, block_sum};
+use crate::{Fault, Result};
+
+/// Memory for the indexes of document starts, in bytes.
+const INDEX_BYTES: u64 = 64 << 20;
+
+/// What all streams of a process share: open files and indexes, both bounded.
+pub struct ReadCache {
+    tokens: Lru<Arc<TokenFile>>,
+    starts: Lru<Arc<ColumnFile>>,
+    indexes: Lru<Arc<StartIndex>>,
+    streams: AtomicU64,
+}
+
+impl ReadCache {
+    /// A cache that keeps about `files` files open (threads at work may hold a few more for a moment).
+    pub fn new(files: u64) -> Arc<Self> {
+        let (tokens, starts) = (Lru::new(files.div_ceil(2).max(1)), Lru::new((files / 2).max(1)));
+        let indexes = Lru::new(INDEX_BYTES);
+        Arc::new(ReadCache { tokens, starts, indexes, streams: AtomicU64::new(0) })
+    }
+
+    /// A cache that leaves half of the process's file handles to others.
+    pub fn sized_by_the_process() -> Arc<Self> {
+        ReadCache::new((open::file_limit() / 2).clamp(8, 1024))
+    }
+}
+
+/// An open store.
+pub struct Store {
+    root: PathBuf,
+    manifest: Arc<Manifest>,
+    cache: Arc<ReadCache>,
+}
+
+impl Store {
+    /// Opens the store in `root` with a cache of its own.
+    pub fn open(root: &Path) -> Result<Self> {
+        Store::open_with(root, ReadCache::sized_by_the_process())
+    }
+
+    /// Opens the store in `root` with a cache that other stores may share.
+    pub fn open_with(root: &Path, cache: Arc<ReadCache>) -> Result<Self> {
+        let manifest = Arc::new(open::manifest(root)?);
+        Ok(Store { root: root.to_path_buf(), manifest, cache })
+    }
+
+    /// What the store holds.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// Its folder.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The stream of a source (index into [`Manifest::sources`]) and split.
+    ///
+    /// # Panics
+    /// If there is no such source.
+    pub fn stream(&self, source: usize, split: Split) -> StreamReader {
+        let manifest = Arc::clone(&self.manifest);
+        let record = &manifest.sources[source];
+        let dir = stream_folder(&self.root, &record.name, split);
+        let shards = record.stream(split).shards.iter().map(|_| ShardState::default()).collect();
+        let number = self.cache.streams.fetch_add(1, Ordering::Relaxed);
+        let cache = Arc::clone(&self.cache);
+        StreamReader { manifest, source, split, dir, cache, number, shards }
+    }
+
+    /// The bytes of `tokenizer.json`, checked.
+    pub fn tokenizer(&self) -> Result<Vec<u8>> {
+        open::tokenizer(&self.root, &self.manifest)
+    }
+}
+
+/// Reads one stream. Methods take `&self`: share it between threads.
+pub struct StreamReader {
+    manifest: Arc<Manifest>,
+    source: usize,
+    split: Split,
+    dir: PathBuf,
+    cache: Arc<ReadCache>,
+    number: u64,
+    shards: Vec<ShardState>,
+}
+
+/// What is known of a shard for good: 80 bytes, and a bit per block once it is read.
+#[derive(Default)]
+struct ShardState {
+    layout: OnceLock<Layout>,
+    checked: OnceLock<Box<[AtomicU64]>>,
+    documents_checked: AtomicBool,
+}
+
+/// Where a shard's tokens lie, in closed form; found in the footer once.
+#[derive(Clone, Copy)]
+struct Layout {
+    first: u64,
+    stride: u64,
+    last: u64,
+}
+
+/// An open token file and, while blocks remain to be checked, its sums.
+struct TokenFile {
+    file: ColumnFile,
+    sums: OnceLock<Vec<u64>>,
+}
+
+impl StreamReader {
+    /// The stream's record in the manifest.
+    pub fn record(&self) -> &StreamRecord {
+        self.source().stream(self.split)
+    }
+
+    /// The source's record in the manifest.
+    pub fn source(&self) -> &SourceRecord {
+        &self.manifest.sources[self.source]
+    }
+
+    /// Appends the tokens of `range`, as they are, to `out`.
+    pub fn read_tokens(&self, range: Range<u64>, out: &mut Vec<u32>) -> Result<()> {
+        self.read_as(range, out, u32::from, |word| word)
+    }
+
+    /// Appends the tokens of `range` to `out` as signed numbers, which is how tensors hold them (a vocabulary above
+    /// 2^31 is refused when the store is opened).
+    pub fn read_ids(&self, range: Range<u64>, out: &mut Vec<i32>) -> Result<()> {
+        self.read_as(range, out, i32::from, |word| word as i32)
+    }
+
+    fn read_as<T>(
+        &self,
+        range: Range<u64>,
+        out: &mut Vec<T>,
+        narrow: impl Fn(u16) -> T,
+        wide: impl Fn(u32) -> T,
+    ) -> Result<()> {
+        if self.manifest.token_bytes == 2 {
+            self.visit(range, |bytes| {
+                let words = bytes.as_chunks().0.iter();
+                out.extend(words.map(|word| narrow(u16::from_le_bytes(*word))));
+            })
+        } else {
+            self.visit(range, |bytes| {
+                let words = bytes.as_chunks().0.iter();
+                out.extend(words.map(|word| wide(u32::from_le_bytes(*word))));
+            })
+        }
+    }
+
+    /// Calls `each` with the checked bytes of `range`, block by block.
+    fn visit(&self, range: Range<u64>, mut each: impl FnMut(&[u8])) -> Result<()> {
+        self.within(&range)?;
+        let mut buffer = Vec::new();
+        let mut at = range.start;
+        while at < range.end {
+            let shard = self.shard_of(at)?;
+            let record = &self.record().shards[shard];
+            let file = self.token_file(shard)?;
+            let end = range.end.min(record.first_token + record.tokens);
+            while at < end {
+                let local = at - record.first_token;
+                let block = local / BLOCK_TOKENS;
+                let stop = end.min(record.first_token + (block + 1) * BLOCK_TOKENS);
+                let inner = local % BLOCK_TOKENS..local % BLOCK_TOKENS + (stop - at);
+                each(self.read_block(shard, block, inner, &file, &mut buffer)?);
+                at = stop;
+            }
+        }
+        Ok(())
+    }
+
+    /// The bytes of tokens `inner` of one block, after checking the block if that was not yet done.
+    fn read_block<'a>(
+        &self,
+        shard: usize,
+        block: u64,
+        inner: Range<u64>,
+        file: &TokenFile,
+        buffer: &'a mut Vec<u8>,
+    ) -> Result<&'a [u8]> {
+        let record = &self.record().shards[shard];
+        let layout = self.layout(shard, &file.file)?;
+        let width = u64::from(self.manifest.token_bytes);
+        let blocks = record.tokens.div_ceil(BLOCK_TOKENS);
+        let offset =
+            if block + 1 == blocks { layout.last } else { layout.first + block * layout.stride };
+        let checked = self.shards[shard]
+            .checked
+            .get_or_init(|| (0..blocks.div_ceil(64)).map(|_| AtomicU64::new(0)).collect());
+        let (word, bit) = (&checked[(block / 64) as usize], 1u64 << (block % 64));
+        if word.load(Ordering::Acquire) & bit != 0 {
+            buffer.resize(((inner.end - inner.start) * width) as usize, 0);
+            file.file.read(buffer, offset + inner.start * width)?;
+            return Ok(buffer);
+        }
+        let rows = BLOCK_TOKENS.min(record.tokens - block * BLOCK_TOKENS);
+        buffer.resize((rows * width) as usize, 0);
+        file.file.read(buffer, offset)?;
+        let (found, wanted) = (block_sum(buffer), self.sums(shard, file)?[block as usize]);
+        if found != wanted {
+            return Err(self.block_fault(shard, block, file.file.path(), found, wanted));
+        }
+        word.fetch_or(bit, Ordering::Release);
+        Ok(&buffer[(inner.start * width) as usize..(inner.end * width) as usize])
+    }
+
+    /// The layout of a shard's token file, from its footer the first time.
+    fn layout(&self, shard: usize, file: &ColumnFile) -> Result<Layout> {
+        if let Some(layout) = self.shards[shard].layout.get() {
+            return Ok(*layout);
+        }
+        let record = &self.record().shards[shard];
+        let layout = token_layout(file, record, u64::from(self.manifest.token_bytes))?;
+        Ok(*self.shards[shard].layout.get_or_init(|| layout))
+    }
+
+    fn token_file(&self, shard: usize) -> Result<Arc<TokenFile>> {
+        let slot = (self.number, shard);
+        if let Some(file) = self.cache.tokens.get(slot) {
+            return Ok(file);
+        }
+        let record = &self.record().shards[shard].token_file;
+        let file = ColumnFile::open(self.dir.join(&record.name), record.bytes)?;
+        let file = Arc::new(TokenFile { file, sums: OnceLock::new() });
+        self.cache.tokens.put(slot, 1, Arc::clone(&file));
+        Ok(file)
+    }
+
+    /// The sums of a shard's blocks, checked by their digest.
+    fn sums<'a>(&self, shard: usize, file: &'a TokenFile) -> Result<&'a [u64]> {
+        if let Some(sums) = file.sums.get() {
+            return Ok(sums);
+        }
+        let record = &self.record().shards[shard];
+        let sums = ColumnFile::open(self.dir.join(&record.sum_file.name), record.sum_file.bytes)?;
+        let bytes = sums.read_all()?;
+        let found = Digest::of_bytes(&bytes);
+        if found != record.sum_file.digest {
+            return Err(damaged(sums.path(), "block sums do not match their digest")
+                .found(found)
+                .wanted(record.sum_file.digest));
+        }
+        if bytes.len() as u64 != record.tokens.div_ceil(BLOCK_TOKENS) * 8 {
+            return Err(damaged(sums.path(), "block sums do not cover the shard"));
+        }
+        Ok(file.sums.get_or_init(|| words(&bytes).collect()))
+    }
+
+    /// Appends to `out` where documents begin within `range`; its end may lie past the stream's.
+    pub fn starts_in(&self, range: Range<u64>, out: &mut Vec<u64>) -> Result<()> {
+        let range = range.start..range.end.min(self.record().tokens);
+        let mut at = range.start;
+        while at < range.end {
+            let shard = self.shard_of(at)?;
+            let record = &self.record().shards[shard];
+            let part = at..range.end.min(record.first_token + record.tokens);
+            let index = self.start_index(shard)?;
+            index.visit(
+                index.rows_near(&part),
+                || self.start_file(shard),
+                |start| {
+                    if part.contains(&start) {
+                        out.push(start);
+                    }
+                },
+            )?;
+            at = part.end;
+        }
+        Ok(())
+    }
+
+    /// The document that token `token` belongs to, counted in the stream.
+    pub fn document_of_token(&self, token: u64) -> Result<u64> {
+        self.within(&(token..token + 1))?;
+        let shard = self.shard_of(token)?;
+        let index = self.start_index(shard)?;
+        let rows = index.rows_near(&(token..token + 1));
+        let mut after = rows.start;
+        index.visit(rows, || self.start_file(shard), |start| after += u64::from(start <= token))?;
+        let record = &self.record().shards[shard];
+        (record.first_document + after)
+            .checked_sub(1)
+            .ok_or_else(|| Fault::bug(format!("token {token} stands before the first document")))
+    }
+
+    /// A document's provenance, for explanations.
+    pub fn document(&self, index: u64) -> Result<DocumentRecord> {
+        let mut found = self.documents(index..index + 1)?;
+        found.pop().ok_or_else(|| Fault::bug(format!("document {index} has no provenance")))
+    }
+
+    /// The provenance of a range of documents.
+    pub fn documents(&self, range: Range<u64>) -> Result<Vec<DocumentRecord>> {
+        let mut out = Vec::new();
+        let mut at = range.start;
+        while at < range.end {
+            let shard = self.record().shard_of_document(at).ok_or_else(|| {
+                Fault::bug(format!(
+                    "document {at} was asked of a stream of {}",
+                    self.record().documents
+                ))
+            })?;
+            let record = &self.record().shards[shard];
+            let end = range.end.min(record.first_document + record.documents);
+            let rows = at - record.first_document..end - record.first_document;
+            documents::read_rows(&self.document_file(shard)?, rows, &mut out)?;
+            at = end;
+        }
+        Ok(out)
+    }
+
+    /// The indexes of all documents with this id: one, unless the corpus repeats ids. Reads every id of the stream.
+    pub fn find(&self, id: &str) -> Result<Vec<u64>> {
+        let mut found = Vec::new();
+        for (shard, record) in self.record().shards.iter().enumerate() {
+            let rows = documents::find(&self.document_file(shard)?, id)?;
+            found.extend(rows.into_iter().map(|row| record.first_document + row));
+        }
+        Ok(found)
+    }
+
+    fn start_index(&self, shard: usize) -> Result<Arc<StartIndex>> {
+        let slot = (self.number, shard);
+        if let Some(index) = self.cache.indexes.get(slot) {
+            return Ok(index);
+        }
+        let index =
+            Arc::new(StartIndex::load(&*self.start_file(shard)?, &self.record().shards[shard])?);
+        self.cache.indexes.put(slot, index.weight(), Arc::clone(&index));
+        Ok(index)
+    }
+
+    fn start_file(&self, shard: usize) -> Result<Arc<ColumnFile>> {
+        let slot = (self.number, shard);
+        if let Some(file) = self.cache.starts.get(slot) {
+            return Ok(file);
+        }
+        let record = &self.record().shards[shard].start_file;
+        let file = Arc::new(ColumnFile::open(self.dir.join(&record.name), record.bytes)?);
+        self.cache.starts.put(slot, 1, Arc::clone(&file));
+        Ok(file)
+    }
+
+    /// A shard's provenance file, checked by its digest once.
+    fn document_file(&self, shard: usize) -> Result<PathBuf> {
+        let record = &self.record().shards[shard].document_file;
+        let path = self.dir.join(&record.name);
+        if !self.shards[shard].documents_checked.load(Ordering::Acquire) {
+            documents::check(&path, record)?;
+            self.shards[shard].documents_checked.store(true, Ordering::Release);
+        }
+        Ok(path)
+    }
+
+    fn shard_of(&self, token: u64) -> Result<usize> {
+        self.record().shard_of_token(token).ok_or_else(|| {
+            Fault::bug(format!("token {token} was asked of a stream of {}", self.record().tokens))
+        })
+    }
+
+    fn within(&self, range: &Range<u64>) -> Result<()> {
+        if range.start <= range.end && range.end <= self.record().tokens {
+            return Ok(());
+        }
+        let tokens = self.record().tokens;
+        Err(Fault::bug(format!("tokens {range:?} were asked of a stream of {tokens}")))
+    }
+
+    /// A block that is not what was written: which one, and whose text is lost.
+    fn block_fault(&self, shard: usize, block: u64, path: &Path, found: u64, wanted: u64) -> Fault {
+        let record = &self.record().shards[shard];
+        let first = record.first_token + block * BLOCK_TOKENS;
+        let last = (first + BLOCK_TOKENS).min(record.first_token + record.tokens) - 1;
+        let blocks = record.tokens.div_ceil(BLOCK_TOKENS);
+        damaged(path, &format!("block {block} of {blocks} is damaged: {}", self.whose(first, last)))
+            .found(format!("sum {found:016x}"))
+            .wanted(format!("sum {wanted:016x}"))
+    }
+
+    /// The documents of a range of tokens, as far as the other files still tell.
+    fn whose(&self, first: u64, last: u64) -> String {
+        let name = format!("source {:?}, {}", self.source().name, self.split.name());
+        let bounds =
+            self.document_of_token(first).and_then(|a| Ok((a, self.document_of_token(last)?)));
+        let Ok((from, to)) = bounds else {
+            return format!("tokens {first} to {last} of {name}");
+        };
+        match (self.document(from), self.document(to)) {
+            (Ok(a), Ok(b)) => {
+                format!("documents {from} ({:?}) to {to} ({:?}) of {name}", a.id, b.id)
+            }
+            _ => format!("documents {from} to {to} of {name}"),
+        }
+    }
+}
+
+/// Reads the footer once and holds it against the manifest: full blocks at equal distances, then the last one.
+fn token_layout(file: &ColumnFile, shard: &ShardRecord, width: u64) -> Result<Layout> {
+    let wrong = || damaged(file.path(), "its footer contradicts the manifest");
+    let batches = file.batches()?;
+    let blocks = shard.tokens.div_ceil(BLOCK_TOKENS);
+    if batches.len() as u64 != blocks {
+        return Err(wrong().found(format!("{} blocks", batches.len())).wanted(blocks));
+    }
+    let (Some(&first), Some(&last)) = (batches.first(), batches.last()) else {
+        return Err(wrong().found("no block").wanted("at least one"));
+    };
+    let (first_run, last_run) = (file.run(first, width)?, file.run(last, width)?);
+    let full = &batches[..batches.len() - 1];
+    let regular = full.iter().enumerate().all(|(i, batch)| {
+        batch.stride() == first.stride()
+            && batch.offset() == first.offset() + i as u64 * first.stride()
+    });
+    let rows_fit = last_run.rows == shard.tokens - (blocks - 1) * BLOCK_TOKENS
+        && (full.is_empty() || first_run.rows == BLOCK_TOKENS);
+    if !regular || !rows_fit {
+        return Err(wrong());
+    }
+    Ok(Layout { first: first_run.offset, stride: first.stride(), last: last_run.offset })
+}

@@ -1,0 +1,107 @@
+//! Provenance rows. Read for explanations only, never on the way to a batch.
+
+use std::fs::File;
+use std::io::Read;
+use std::ops::Range;
+use std::path::Path;
+
+use arrow::array::{AsArray, RecordBatch};
+use parquet::arrow::ProjectionMask;
+use parquet::arrow::arrow_reader::{ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder};
+use xxhash_rust::xxh3::Xxh3;
+
+use super::column::{damaged, missing};
+use crate::store::documents::row;
+use crate::store::write::document_schema;
+use crate::store::{DocumentRecord, FileRecord};
+use crate::{Digest, Fault, Result};
+
+/// Holds the file against its record, in pieces: it may be large.
+pub(super) fn check(path: &Path, record: &FileRecord) -> Result<()> {
+    let mut file = File::open(path).map_err(|error| missing(path, &error))?;
+    let (mut hash, mut bytes, mut buffer) = (Xxh3::new(), 0, vec![0; 1 << 18]);
+    loop {
+        let count = file.read(&mut buffer).map_err(|error| Fault::io("read", path, &error))?;
+        if count == 0 {
+            break;
+        }
+        hash.update(&buffer[..count]);
+        bytes += count as u64;
+    }
+    let found = Digest(hash.digest128());
+    if (bytes, found) == (record.bytes, record.digest) {
+        return Ok(());
+    }
+    Err(damaged(path, "provenance does not match its digest")
+        .found(format!("{found}, {bytes} bytes"))
+        .wanted(format!("{}, {} bytes", record.digest, record.bytes)))
+}
+
+/// Appends the records of `rows`, touching only the row groups that hold them.
+pub(super) fn read_rows(
+    path: &Path,
+    rows: Range<u64>,
+    out: &mut Vec<DocumentRecord>,
+) -> Result<()> {
+    let builder = builder(path)?;
+    let (mut groups, mut skipped, mut at) = (Vec::new(), None, 0);
+    for (number, group) in builder.metadata().row_groups().iter().enumerate() {
+        let count = u64::try_from(group.num_rows()).unwrap_or(0);
+        if at < rows.end && rows.start < at + count {
+            groups.push(number);
+            skipped.get_or_insert(rows.start - at);
+        }
+        at += count;
+    }
+    let wanted = rows.end - rows.start;
+    let reader = builder
+        .with_row_groups(groups)
+        .with_offset(skipped.unwrap_or(0) as usize)
+        .with_limit(wanted as usize)
+        .build();
+    let before = out.len();
+    for batch in batches(path, reader)? {
+        let batch = batch?;
+        out.extend((0..batch.num_rows()).map(|at| row(&batch, at)));
+    }
+    if (out.len() - before) as u64 == wanted { Ok(()) } else { Err(strange(path)) }
+}
+
+/// The rows whose id is `id`.
+pub(super) fn find(path: &Path, id: &str) -> Result<Vec<u64>> {
+    let builder = builder(path)?;
+    let ids = ProjectionMask::columns(builder.parquet_schema(), ["id"]);
+    let reader = builder.with_projection(ids).build();
+    let (mut found, mut number) = (Vec::new(), 0);
+    for batch in batches(path, reader)? {
+        let batch = batch?;
+        for other in batch.column(0).as_string::<i32>() {
+            if other == Some(id) {
+                found.push(number);
+            }
+            number += 1;
+        }
+    }
+    Ok(found)
+}
+
+fn builder(path: &Path) -> Result<ParquetRecordBatchReaderBuilder<File>> {
+    let file = File::open(path).map_err(|error| missing(path, &error))?;
+    let builder = ParquetRecordBatchReaderBuilder::try_new(file)
+        .map_err(|error| damaged(path, "provenance is no Parquet file").found(error))?;
+    let known = builder.schema().fields() == document_schema().fields();
+    if known { Ok(builder) } else { Err(strange(path)) }
+}
+
+fn batches(
+    path: &Path,
+    reader: parquet::errors::Result<ParquetRecordBatchReader>,
+) -> Result<impl Iterator<Item = Result<RecordBatch>>> {
+    let reader = reader.map_err(|error| damaged(path, "provenance is unreadable").found(error))?;
+    Ok(reader
+        .map(|batch| batch.map_err(|error| damaged(path, "provenance is unreadable").found(error))))
+}
+
+fn strange(path: &Path) -> Fault {
+    damaged(path, "provenance has other columns or rows than this format")
+}

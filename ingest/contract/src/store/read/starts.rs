@@ -1,0 +1,127 @@
+//! Where documents begin: a sparse index in memory, the rest read from the file by position.
+//!
+//! The whole file is read once, checked by its digest and thinned to every 512th start; a window then costs one small
+//! read. So memory is a fraction of a byte per document, and a group of units that a batch draws from stays resident
+//! even in a store of ten trillion tokens.
+
+use std::ops::Range;
+
+use super::column::{ColumnFile, Run, damaged};
+use crate::Result;
+use crate::digest::Digest;
+use crate::store::ShardRecord;
+
+const WIDTH: u64 = 8;
+/// One start in so many is kept, unless the shard is small.
+const STRIDE: u64 = 512;
+/// Documents up to which a shard's starts are all kept.
+const SMALL: u64 = 4096;
+
+/// The index of one shard's starts.
+pub(super) struct StartIndex {
+    stride: u64,
+    rows: u64,
+    samples: Vec<u64>,
+    /// The file's runs with the number of each one's first row.
+    runs: Vec<(u64, Run)>,
+}
+
+impl StartIndex {
+    /// Reads, checks and thins the file.
+    pub(super) fn load(file: &ColumnFile, shard: &ShardRecord) -> Result<Self> {
+        let bytes = file.read_all()?;
+        let found = Digest::of_bytes(&bytes);
+        if found != shard.start_file.digest {
+            return Err(damaged(file.path(), "document starts do not match their digest")
+                .found(found)
+                .wanted(shard.start_file.digest));
+        }
+        let mut runs = Vec::new();
+        let mut rows = 0;
+        for batch in file.batches()? {
+            let run = file.run(batch, WIDTH)?;
+            runs.push((rows, run));
+            rows += run.rows;
+        }
+        let stride = if rows <= SMALL { 1 } else { STRIDE };
+        let mut thinned = Thinned { stride, row: 0, last: shard.first_token, samples: Vec::new() };
+        let ordered = runs.iter().all(|(_, run)| {
+            let from = run.offset as usize;
+            thinned.add(&bytes[from..from + (run.rows * WIDTH) as usize])
+        });
+        let end = shard.first_token + shard.tokens;
+        let begins = thinned.samples.first().is_none_or(|first| *first == shard.first_token);
+        if rows != shard.documents || !ordered || !begins || thinned.last > end {
+            return Err(damaged(file.path(), "document starts contradict the manifest")
+                .found(format!("{rows} starts up to token {}", thinned.last))
+                .wanted(format!("{} starts up to token {end}, in order", shard.documents)));
+        }
+        Ok(StartIndex { stride, rows, samples: thinned.samples, runs })
+    }
+
+    /// Bytes of memory.
+    pub(super) fn weight(&self) -> u64 {
+        ((self.samples.len() + 3 * self.runs.len() + 16) as u64) * WIDTH
+    }
+
+    /// The rows among which every start in `tokens` is, and few others.
+    pub(super) fn rows_near(&self, tokens: &Range<u64>) -> Range<u64> {
+        let below = |token: u64| self.samples.partition_point(|start| *start < token) as u64;
+        let first = below(tokens.start).saturating_sub(1) * self.stride;
+        first..(below(tokens.end) * self.stride).clamp(first, self.rows)
+    }
+
+    /// Calls `each` with every start of `rows`, in order.
+    pub(super) fn visit(
+        &self,
+        rows: Range<u64>,
+        file: impl FnOnce() -> Result<std::sync::Arc<ColumnFile>>,
+        mut each: impl FnMut(u64),
+    ) -> Result<()> {
+        if self.stride == 1 {
+            self.samples[rows.start as usize..rows.end as usize].iter().for_each(|s| each(*s));
+            return Ok(());
+        }
+        let file = file()?;
+        let mut at = rows.start;
+        let mut run = self.runs.partition_point(|(first, _)| *first <= at).saturating_sub(1);
+        while at < rows.end {
+            let (first, Run { rows: count, offset }) = self.runs[run];
+            let end = rows.end.min(first + count);
+            let mut bytes = vec![0; ((end - at) * WIDTH) as usize];
+            file.read(&mut bytes, offset + (at - first) * WIDTH)?;
+            words(&bytes).for_each(&mut each);
+            (at, run) = (end, run + 1);
+        }
+        Ok(())
+    }
+}
+
+/// The samples taken so far.
+struct Thinned {
+    stride: u64,
+    row: u64,
+    last: u64,
+    samples: Vec<u64>,
+}
+
+impl Thinned {
+    /// Takes the samples of one run; false if its starts fall.
+    fn add(&mut self, bytes: &[u8]) -> bool {
+        let mut ordered = true;
+        for start in words(bytes) {
+            ordered &= start >= self.last;
+            self.last = start;
+            if self.row.is_multiple_of(self.stride) {
+                self.samples.push(start);
+            }
+            self.row += 1;
+        }
+        ordered
+    }
+}
+
+/// Little-endian words.
+pub(super) fn words(bytes: &[u8]) -> impl Iterator<Item = u64> {
+    bytes.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word))
+}

@@ -1,0 +1,239 @@
+//! Order-free, position-dependent sums over the bits of a tensor, computable in any layout and on any device.
+//!
+//! `sum over i of bits(x_i) * weight(i, salt)`, wrapping in 64 bits. Addition of integers commutes, so shards, devices and
+//! threads may add in any order. Every weight is odd: a change of a single element always changes the sum.
+//!
+//! ```text
+//! h  = (i + (i >> 32) * 0xC2B2AE3D + salt_low + salt_high * 0x27D4EB2F)   mod 2^32
+//! h  = h * 0x9E3779B1 mod 2^32;   h ^= h >> 15
+//! h  = h * 0x85EBCA77 mod 2^32;   h ^= h >> 13
+//! weight(i, salt) = h | 1
+//! ```
+//! All of it is 32-bit arithmetic, so that a CPU can do eight elements at once; products are 64 bits wide.
+
+#![expect(unsafe_code, reason = "reads the elements of a contiguous CPU tensor in place")]
+
+use tch::{Device, Kind, Tensor};
+
+const LOW: i64 = 0xFFFF_FFFF;
+const HIGH_INDEX: u32 = 0xC2B2_AE3D;
+const HIGH_SALT: u32 = 0x27D4_EB2F;
+const FIRST: u32 = 0x9E37_79B1;
+const SECOND: u32 = 0x85EB_CA77;
+
+/// The checksum of a whole tensor.
+pub fn tensor(tensor: &Tensor, salt: u64) -> u64 {
+    slice(tensor, 0, salt)
+}
+
+/// The part that a slice adds to the checksum of its tensor, if its first element has number `first` there.
+pub fn slice(tensor: &Tensor, first: u64, salt: u64) -> u64 {
+    let tensor = tensor.detach().contiguous();
+    if tensor.device() == Device::Cpu {
+        on_cpu(&tensor, first, salt)
+    } else {
+        by_operators(&tensor, first, salt)
+    }
+}
+
+fn on_cpu(tensor: &Tensor, first: u64, salt: u64) -> u64 {
+    let count = tensor.numel();
+    if count == 0 {
+        return 0;
+    }
+    let data = tensor.data_ptr();
+    match width(tensor.kind()) {
+        // SAFETY: a contiguous CPU tensor of `count` elements of this width, kept alive by `tensor`, aligned by the
+        // allocator (or by its element type), and written by nobody: the caller holds it by shared reference.
+        1 => sum(unsafe { std::slice::from_raw_parts(data.cast::<u8>(), count) }, first, salt),
+        // SAFETY: as above.
+        2 => sum(unsafe { std::slice::from_raw_parts(data.cast::<u16>(), count) }, first, salt),
+        // SAFETY: as above.
+        4 => sum(unsafe { std::slice::from_raw_parts(data.cast::<u32>(), count) }, first, salt),
+        // SAFETY: as above.
+        _ => sum(unsafe { std::slice::from_raw_parts(data.cast::<u64>(), count) }, first, salt),
+    }
+}
+
+fn sum<T: Copy + Into<u64>>(elements: &[T], first: u64, salt: u64) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("avx2") {
+        // SAFETY: the processor has AVX2. Integer arithmetic: the bits do not depend on it.
+        return unsafe { sum_avx2(elements, first, salt) };
+    }
+    sum_plain(elements, first, salt)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn sum_avx2<T: Copy + Into<u64>>(elements: &[T], first: u64, salt: u64) -> u64 {
+    sum_plain(elements, first, salt)
+}
+
+#[inline(always)]
+fn sum_plain<T: Copy + Into<u64>>(elements: &[T], first: u64, salt: u64) -> u64 {
+    let (mut total, mut at, mut rest) = (0u64, first, elements);
+    while !rest.is_empty() {
+        // The high half of the index is constant up to the next multiple of 2^32.
+        let until = ((at >> 32) + 1) << 32;
+        let (now, later) = rest.split_at(rest.len().min((until - at) as usize));
+        let base = salted(salt)
+            .wrapping_add(((at >> 32) as u32).wrapping_mul(HIGH_INDEX))
+            .wrapping_add(at as u32);
+        for (index, &element) in (0u32..).zip(now) {
+            let weight = mixed(base.wrapping_add(index));
+            total = total.wrapping_add(element.into().wrapping_mul(u64::from(weight)));
+        }
+        (at, rest) = (until, later);
+    }
+    total
+}
+
+fn salted(salt: u64) -> u32 {
+    (salt as u32).wrapping_add(((salt >> 32) as u32).wrapping_mul(HIGH_SALT))
+}
+
+#[inline(always)]
+fn mixed(mut h: u32) -> u32 {
+    h = h.wrapping_mul(FIRST);
+    h ^= h >> 15;
+    h = h.wrapping_mul(SECOND);
+    h ^= h >> 13;
+    h | 1
+}
+
+/// The same sum in tensor operators, for devices whose memory we cannot read, and as the reference of the fast path.
+fn by_operators(tensor: &Tensor, first: u64, salt: u64) -> u64 {
+    let flat = tensor.reshape([-1]);
+    let (mut total, count, mut done) = (0u64, flat.size()[0], 0i64);
+    while done < count {
+        let piece = (count - done).min(1 << 22);
+        let bits = integers(&flat.narrow(0, done, piece));
+        total = total.wrapping_add(piece_by_operators(&bits, first + done as u64, salt));
+        done += piece;
+    }
+    total
+}
+
+fn piece_by_operators(bits: &Tensor, first: u64, salt: u64) -> u64 {
+    let index = Tensor::arange(bits.size()[0], (Kind::Int64, bits.device())) + first as i64;
+    let high = index.bitwise_right_shift_tensor_scalar(32) * i64::from(HIGH_INDEX);
+    let h = (index + high + i64::from(salted(salt))).bitwise_and(LOW);
+    let h = (h * i64::from(FIRST)).bitwise_and(LOW);
+    let h = h.bitwise_xor_tensor(&h.bitwise_right_shift_tensor_scalar(15));
+    let h = (h * i64::from(SECOND)).bitwise_and(LOW);
+    let h = h.bitwise_xor_tensor(&h.bitwise_right_shift_tensor_scalar(13));
+    (bits * h.bitwise_or(1)).sum(Kind::Int64).int64_value(&[]) as u64
+}
+
+/// The bits of each element as an unsigned number in 64.
+fn integers(flat: &Tensor) -> Tensor {
+    let (same_width, mask) = match width(flat.kind()) {
+        1 => (Kind::Uint8, None),
+        2 => (Kind::Int16, Some(0xFFFF)),
+        4 => (Kind::Int, Some(LOW)),
+        _ => (Kind::Int64, None),
+    };
+    let wide = flat.view_dtype(same_width).to_kind(Kind::Int64);
+    match mask {
+        Some(mask) => wide.bitwise_and(mask),
+        None => wide,
+    }
+}
+
+/// Bytes of an element.
+fn width(kind: Kind) -> usize {
+    kind.elt_size_in_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// The formula of the head of this file, one element at a time.
+    fn weight(index: u64, salt: u64) -> u64 {
+        let modulus = 1u64 << 32;
+        let product = |a: u64, b: u32| (a % modulus) * u64::from(b) % modulus;
+        let mut h = (index % modulus + product(index >> 32, HIGH_INDEX)) % modulus;
+        h = (h + salt % modulus + product(salt >> 32, HIGH_SALT)) % modulus;
+        h = product(h, FIRST);
+        h ^= h >> 15;
+        h = product(h, SECOND);
+        h ^= h >> 13;
+        h | 1
+    }
+
+    fn by_formula(values: &[f32], first: u64, salt: u64) -> u64 {
+        (first..).zip(values).fold(0, |sum: u64, (index, value)| {
+            sum.wrapping_add(u64::from(value.to_bits()).wrapping_mul(weight(index, salt)))
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn all_three_ways_agree(
+            values in prop::collection::vec(any::<u32>().prop_map(f32::from_bits), 0..300),
+            first in prop_oneof![0..1000u64, (1u64 << 32) - 200..(1 << 32) + 200, 0..1u64 << 40],
+            salt: u64,
+        ) {
+            let tensor = Tensor::from_slice(&values);
+            let wanted = by_formula(&values, first, salt);
+            prop_assert_eq!(slice(&tensor, first, salt), wanted);
+            prop_assert_eq!(by_operators(&tensor, first, salt), wanted);
+        }
+
+        #[test]
+        fn slices_add_up_in_any_order(
+            values in prop::collection::vec(any::<f32>(), 1..300),
+            cut in any::<prop::sample::Index>(),
+            salt: u64,
+        ) {
+            let cut = cut.index(values.len());
+            let whole = tensor(&Tensor::from_slice(&values), salt);
+            let left = slice(&Tensor::from_slice(&values[..cut]), 0, salt);
+            let right = slice(&Tensor::from_slice(&values[cut..]), cut as u64, salt);
+            prop_assert_eq!(right.wrapping_add(left), whole);
+        }
+
+        #[test]
+        fn one_changed_element_or_a_swap_shows(
+            values in prop::collection::vec(any::<u32>(), 2..300),
+            place in any::<prop::sample::Index>(),
+            flip in 1u32..,
+            salt: u64,
+        ) {
+            let floats = |bits: &[u32]| {
+                Tensor::from_slice(&bits.iter().map(|&bits| f32::from_bits(bits)).collect::<Vec<_>>())
+            };
+            let before = tensor(&floats(&values), salt);
+            let place = place.index(values.len());
+            let mut changed = values.clone();
+            changed[place] ^= flip;
+            prop_assert_ne!(tensor(&floats(&changed), salt), before);
+            let mut swapped = values.clone();
+            swapped.swap(0, place);
+            prop_assert_eq!(tensor(&floats(&swapped), salt) == before, swapped == values);
+        }
+    }
+
+    #[test]
+    fn layout_and_kind_are_read_as_they_are() {
+        let square = Tensor::arange(12, (Kind::Float, Device::Cpu)).reshape([3, 4]);
+        let turned = square.transpose(0, 1);
+        assert_eq!(tensor(&turned, 5), tensor(&turned.contiguous(), 5));
+        assert_ne!(tensor(&turned, 5), tensor(&square, 5));
+        assert_ne!(tensor(&square, 5), tensor(&square, 6));
+        for kind in [Kind::BFloat16, Kind::Half, Kind::Int64, Kind::Double, Kind::Uint8, Kind::Int]
+        {
+            let cast = square.to_kind(kind);
+            assert_eq!(tensor(&cast, 9), by_operators(&cast, 0, 9), "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn zeros_of_both_signs_differ() {
+        let minus = Tensor::from_slice(&[1.0f32, -0.0]);
+        assert_ne!(tensor(&minus, 1), tensor(&Tensor::from_slice(&[1.0f32, 0.0]), 1));
+    }
+}

@@ -1,0 +1,44 @@
+//! What can go wrong between us and foreign code.
+
+/// The result of anything that leaves our own code.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// A refusal of libtorch, of a device library, or of this crate on their behalf.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Parallel work or a device context existed before the switches were set: they may not be in force.
+    #[error("{what} is in use already, so the determinism switches come too late to take effect")]
+    TooLate {
+        /// What exists already.
+        what: &'static str,
+    },
+    /// A switch was set, and reads back differently.
+    #[error("the switch {switch} is not in force: it reads {found}, wanted {wanted}")]
+    NotInForce {
+        /// Its name.
+        switch: &'static str,
+        /// What it reads.
+        found: i32,
+        /// What it has to read.
+        wanted: i32,
+    },
+    /// The device asked for cannot be had on this machine.
+    #[error("device {device:?} cannot be used: {reason}")]
+    NoDevice {
+        /// As it was asked for.
+        device: String,
+        /// Why not.
+        reason: String,
+    },
+    /// A foreign function failed.
+    #[error("{call}: {reason}")]
+    Foreign {
+        /// What was called.
+        call: &'static str,
+        /// What it said.
+        reason: String,
+    },
+    /// libtorch failed.
+    #[error("libtorch: {0}")]
+    Torch(#[from] tch::TchError),
+}

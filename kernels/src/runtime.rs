@@ -1,0 +1,319 @@
+//! The switches that decide bits: set once at the start, read back, and written down as the kernel table.
+//!
+//! Invariant: after [`start`] every leaf of this process runs on one math thread with deterministic algorithms;
+//! whatever could not be put in force is an error, never a warning.
+
+#![expect(
+    unsafe_code,
+    reason = "calls the C++ shim and sets environment variables before any thread exists"
+)]
+
+use std::collections::BTreeMap;
+use std::ffi::{CStr, CString, c_char, c_int};
+use std::sync::Mutex;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result};
+
+unsafe extern "C" {
+    fn shim_set_switches() -> *const c_char;
+    fn shim_set_interop_threads(threads: c_int) -> *const c_char;
+    fn shim_interop_threads() -> c_int;
+    fn shim_enter_thread(threads: c_int) -> *const c_char;
+    fn shim_threads() -> c_int;
+    fn shim_flushes_denormals() -> c_int;
+    fn shim_switch(name: *const c_char) -> c_int;
+    fn shim_in_parallel_region() -> c_int;
+    fn shim_gpu_context_exists() -> c_int;
+    fn shim_describe(what: *const c_char) -> *const c_char;
+}
+
+/// Math threads of a leaf on CPU. More cores compute more leaves at once, which changes no bit.
+pub const THREADS_PER_LEAF: u32 = 1;
+
+/// Every process-wide switch and the value it must read back.
+const SWITCHES: [(&CStr, c_int); 13] = [
+    (c"deterministic_algorithms", 1),
+    (c"fill_uninitialized", 0),
+    (c"deterministic_cudnn", 1),
+    (c"deterministic_onednn", 1),
+    (c"benchmark_cudnn", 0),
+    (c"tf32_cudnn", 0),
+    (c"tf32_cublas", 0),
+    (c"tf32_onednn", 0),
+    (c"float32_matmul_highest", 1),
+    (c"fp16_reduction_cpu", 0),
+    (c"fp16_reduction_cublas", 0),
+    (c"bf16_reduction_cublas", 0),
+    (c"fp16_accumulation_cublas", 0),
+];
+
+/// Variables that GPU libraries read once, when their context is made: set here unless the user did.
+const DEVICE_ENVIRONMENT: [(&str, &str); 2] =
+    [("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("ROCBLAS_DEFAULT_ATOMICS_MODE", "0")];
+
+/// Variables that choose kernels. Their values belong to the kernel table.
+const RECORDED_ENVIRONMENT: [&str; 10] = [
+    "ATEN_CPU_CAPABILITY",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_DEBUG_CPU_TYPE",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "GLIBC_TUNABLES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "ROCBLAS_DEFAULT_ATOMICS_MODE",
+];
+
+/// What the caller decides about the runtime.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RuntimeOptions {
+    /// As in `--device`: `cpu`, `cuda` or `cuda:1`.
+    pub device: String,
+}
+
+/// Everything besides weights and data that decides the bits of a leaf.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KernelTable {
+    /// Release of libtorch, as the library itself says.
+    pub libtorch: String,
+    /// Release of MKL, the matrix products of libtorch on CPU.
+    pub mkl: String,
+    /// Release of oneDNN.
+    pub onednn: String,
+    /// Vendor, family and model of the processor: MKL chooses its kernels by them.
+    pub cpu: String,
+    /// Instruction set that libtorch's own CPU kernels use.
+    pub cpu_capability: String,
+    /// `cpu`, or `cuda` (HIP answers to the same name).
+    pub device: String,
+    /// Architecture of the device; empty on CPU.
+    pub architecture: String,
+    /// Math threads of one leaf.
+    pub threads_per_leaf: u32,
+    /// The switches, as read back.
+    pub switches: BTreeMap<String, i32>,
+    /// Variables of the environment that choose kernels, where they are set.
+    pub environment: BTreeMap<String, String>,
+}
+
+impl KernelTable {
+    /// One line that two machines share exactly if they have the same table.
+    pub fn fingerprint(&self) -> String {
+        let Self {
+            libtorch,
+            mkl,
+            onednn,
+            cpu,
+            cpu_capability,
+            device,
+            architecture,
+            threads_per_leaf,
+            switches,
+            environment,
+        } = self;
+        let pairs = |map: &BTreeMap<String, String>| {
+            map.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(",")
+        };
+        let switches = switches.iter().map(|(name, value)| (name.clone(), value.to_string()));
+        [
+            format!("libtorch={libtorch}"),
+            format!("mkl={mkl}"),
+            format!("onednn={onednn}"),
+            format!("cpu={cpu}"),
+            format!("capability={cpu_capability}"),
+            format!("device={device}"),
+            format!("architecture={architecture}"),
+            format!("threads={threads_per_leaf}"),
+            format!("switches={}", pairs(&switches.collect())),
+            format!("environment={}", pairs(environment)),
+        ]
+        .join("; ")
+    }
+}
+
+/// Puts every switch in force and tells what is in force; the first thing a process does.
+///
+/// A second call with the same options answers with the same table.
+pub fn start(options: &RuntimeOptions) -> Result<KernelTable> {
+    static STARTED: Mutex<Option<(RuntimeOptions, KernelTable)>> = Mutex::new(None);
+    let mut started = STARTED.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    if let Some((before, table)) = started.as_ref() {
+        return match before == options {
+            true => Ok(table.clone()),
+            false => Err(Error::TooLate { what: "a runtime for another device" }),
+        };
+    }
+    refuse_if_late()?;
+    set_device_environment(options);
+    let device = crate::device::open(&options.device)?;
+    // SAFETY: takes nothing, touches libtorch's own globals, and lets no exception out.
+    guarded("set the determinism switches", unsafe { shim_set_switches() })?;
+    set_interop_threads()?;
+    enter_thread()?;
+    let table = read_table(device)?;
+    *started = Some((options.clone(), table.clone()));
+    Ok(table)
+}
+
+/// Makes the calling thread compute as every other: one math thread, denormal numbers kept. Cheap when repeated.
+pub fn enter_thread() -> Result<()> {
+    thread_local!(static ENTERED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) });
+    if ENTERED.get() {
+        return Ok(());
+    }
+    // SAFETY: plain integers in, this thread's own settings touched, no exception out.
+    guarded("enter a compute thread", unsafe { shim_enter_thread(THREADS_PER_LEAF as c_int) })?;
+    // SAFETY: reads this thread's settings.
+    let (threads, flushes) = unsafe { (shim_threads(), shim_flushes_denormals()) };
+    expect("threads_per_leaf", threads, THREADS_PER_LEAF as i32)?;
+    if flushes >= 0 {
+        expect("flush_denormals", flushes, 0)?;
+    }
+    ENTERED.set(true);
+    Ok(())
+}
+
+/// Reads every process-wide switch again; an error names the first that is no longer in force.
+pub fn verify() -> Result<BTreeMap<String, i32>> {
+    let mut found = BTreeMap::new();
+    for (name, wanted) in SWITCHES {
+        // SAFETY: the name is a C string that outlives the call.
+        let value = unsafe { shim_switch(name.as_ptr()) };
+        let name = name.to_str().unwrap_or("?");
+        expect(name, value, wanted)?;
+        found.insert(name.to_owned(), value);
+    }
+    Ok(found)
+}
+
+fn expect(switch: &'static str, found: i32, wanted: i32) -> Result<()> {
+    if found == wanted { Ok(()) } else { Err(Error::NotInForce { switch, found, wanted }) }
+}
+
+fn refuse_if_late() -> Result<()> {
+    // SAFETY: reads a flag of this thread.
+    if unsafe { shim_in_parallel_region() } != 0 {
+        return Err(Error::TooLate { what: "a parallel region" });
+    }
+    // SAFETY: asks the device library, if one is loaded, whether it made a context.
+    if unsafe { shim_gpu_context_exists() } != 0 {
+        return Err(Error::TooLate { what: "a device context" });
+    }
+    Ok(())
+}
+
+/// One thread between operators too: a second pool would only take cores from the lanes.
+fn set_interop_threads() -> Result<()> {
+    // SAFETY: a plain integer in, no exception out.
+    let refused = guarded("set the interop threads", unsafe { shim_set_interop_threads(1) });
+    // SAFETY: reads a number.
+    if refused.is_err() && unsafe { shim_interop_threads() } != 1 {
+        return Err(Error::TooLate { what: "libtorch's pool of inter-operator threads" });
+    }
+    Ok(())
+}
+
+fn set_device_environment(options: &RuntimeOptions) {
+    if options.device == "cpu" {
+        return;
+    }
+    for (name, value) in DEVICE_ENVIRONMENT {
+        if std::env::var_os(name).is_none() {
+            // SAFETY: `start` is called first thing in a process, before it has a second thread that could read
+            // the environment; libraries loaded later see the value.
+            unsafe { std::env::set_var(name, value) };
+        }
+    }
+}
+
+fn read_table(device: tch::Device) -> Result<KernelTable> {
+    let mut switches = verify()?;
+    // SAFETY: reads this thread's settings.
+    switches.insert("flush_denormals".to_owned(), unsafe { shim_flushes_denormals() });
+    let environment = RECORDED_ENVIRONMENT
+        .iter()
+        .filter_map(|&name| Some((name.to_owned(), std::env::var(name).ok()?)))
+        .collect();
+    Ok(KernelTable {
+        libtorch: libtorch_release(),
+        mkl: describe(c"mkl"),
+        onednn: describe(c"onednn"),
+        cpu: describe(c"cpu"),
+        cpu_capability: describe(c"cpu_capability"),
+        device: if device.is_cuda() { "cuda" } else { "cpu" }.to_owned(),
+        architecture: crate::device::architecture(device),
+        threads_per_leaf: THREADS_PER_LEAF,
+        switches,
+        environment,
+    })
+}
+
+/// The loaded library's own word for its release; the headers only say what we were compiled against.
+fn libtorch_release() -> String {
+    let config = describe(c"config");
+    let stated = config.split("TORCH_VERSION=").nth(1).and_then(|rest| rest.split(',').next());
+    stated.map_or_else(|| describe(c"compiled_against"), |text| text.trim().to_owned())
+}
+
+fn describe(what: &CStr) -> String {
+    // SAFETY: the name is a C string; the answer is one too, and is copied before the next call on this thread.
+    let text = unsafe { CStr::from_ptr(shim_describe(what.as_ptr())) };
+    text.to_string_lossy().trim().to_owned()
+}
+
+/// Turns a shim's answer into a result: null is success.
+pub(crate) fn guarded(call: &'static str, answer: *const c_char) -> Result<()> {
+    if answer.is_null() {
+        return Ok(());
+    }
+    // SAFETY: a non-null answer is a C string that lives until the next shim call on this thread.
+    let reason = CString::from(unsafe { CStr::from_ptr(answer) });
+    // C++ messages end in a stack trace: the first line says what happened.
+    let reason = reason.to_string_lossy().lines().next().unwrap_or_default().to_owned();
+    Err(Error::Foreign { call, reason })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn switches_are_in_force_on_every_thread() {
+        let options = RuntimeOptions { device: "cpu".to_owned() };
+        let table = start(&options).unwrap();
+        assert_eq!(table, start(&options).unwrap());
+        assert_eq!(table.threads_per_leaf, 1);
+        assert!(table.libtorch.starts_with("2."), "{}", table.libtorch);
+        assert!(table.fingerprint().contains(&table.cpu_capability));
+        std::thread::spawn(|| {
+            enter_thread().unwrap();
+            // SAFETY: reads this thread's settings.
+            assert_eq!(unsafe { shim_threads() }, 1);
+        })
+        .join()
+        .unwrap();
+        let other = RuntimeOptions { device: "cuda:1".to_owned() };
+        assert!(matches!(start(&other), Err(Error::TooLate { .. })));
+    }
+
+    #[test]
+    fn a_switch_that_was_turned_back_is_noticed() {
+        start(&RuntimeOptions { device: "cpu".to_owned() }).unwrap();
+        verify().unwrap();
+        // Another test may verify at the same moment, so this one only asks about a name nobody else reads.
+        // SAFETY: the name is a C string that outlives the call.
+        assert_eq!(unsafe { shim_switch(c"no such switch".as_ptr()) }, -1);
+        assert!(matches!(expect("tf32_cublas", 1, 0), Err(Error::NotInForce { .. })));
+    }
+
+    #[test]
+    fn a_table_survives_text() {
+        let table = start(&RuntimeOptions { device: "cpu".to_owned() }).unwrap();
+        let text = serde_json::to_string(&table).unwrap();
+        assert_eq!(serde_json::from_str::<KernelTable>(&text).unwrap(), table);
+    }
+}

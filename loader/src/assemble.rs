@@ -1,0 +1,108 @@
+//! One row of a batch from one sample.
+
+use contract::store::StreamReader;
+use contract::{Digest, Fault, Hasher, Result};
+use mixer::{SampleSpec, Segment};
+
+/// A row to be filled: four slices of `seq_len`, all zero.
+pub(crate) struct Row<'a> {
+    pub(crate) tokens: &'a mut [i32],
+    pub(crate) labels: &'a mut [i32],
+    pub(crate) positions: &'a mut [i32],
+    pub(crate) mask: &'a mut [u8],
+}
+
+/// Buffers that rows share.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    ids: Vec<i32>,
+    starts: Vec<u64>,
+}
+
+impl Row<'_> {
+    /// Fills the row with `spec`'s text from `stream` and returns where its documents begin.
+    pub(crate) fn fill(
+        &mut self,
+        stream: &StreamReader,
+        spec: &SampleSpec,
+        scratch: &mut Scratch,
+    ) -> Result<Vec<u32>> {
+        let mut boundaries = Vec::new();
+        let mut at = 0;
+        for segment in &spec.segments {
+            let fits = at + segment.tokens as usize <= self.tokens.len();
+            let end = segment.start.checked_add(u64::from(segment.tokens));
+            if segment.tokens == 0 || !fits || end.is_none_or(|end| end > stream.record().tokens) {
+                return Err(Fault::bug(format!(
+                    "sample {} asks for {segment:?} at {at} of {} in a stream of {} tokens",
+                    spec.sample,
+                    self.tokens.len(),
+                    stream.record().tokens
+                )));
+            }
+            self.add(stream, *segment, at, &mut boundaries, scratch)?;
+            at += segment.tokens as usize;
+        }
+        if at < self.tokens.len() {
+            boundaries.push(at as u32); // Padding is a segment of its own: no text attends to it.
+        }
+        self.count_positions(&boundaries);
+        Ok(boundaries)
+    }
+
+    /// Puts one segment at `at`. Its first token is a boundary even where a document goes on: what came before is not
+    /// in view.
+    fn add(
+        &mut self,
+        stream: &StreamReader,
+        segment: Segment,
+        at: usize,
+        boundaries: &mut Vec<u32>,
+        scratch: &mut Scratch,
+    ) -> Result<()> {
+        let (start, count) = (segment.start, segment.tokens as usize);
+        let end = start + u64::from(segment.tokens);
+        let Scratch { ids, starts } = scratch;
+        starts.clear();
+        stream.starts_in(start + 1..end + 1, starts)?;
+        starts.dedup();
+        // The token after the last one is its label, unless a document ends between them.
+        let goes_on = end < stream.record().tokens && starts.last() != Some(&end);
+        ids.clear();
+        stream.read_ids(start..end + u64::from(goes_on), ids)?;
+        if !goes_on {
+            ids.push(0);
+        }
+        self.tokens[at..at + count].copy_from_slice(&ids[..count]);
+        self.labels[at..at + count].copy_from_slice(&ids[1..]);
+        self.mask[at..at + count].fill(1);
+        self.mask[at + count - 1] = u8::from(goes_on);
+        boundaries.push(at as u32);
+        for &document in starts.iter() {
+            let first = at + (document - start) as usize;
+            // A document's first token is nobody's label.
+            (self.labels[first - 1], self.mask[first - 1]) = (0, 0);
+            if document < end {
+                boundaries.push(first as u32);
+            }
+        }
+        Ok(())
+    }
+
+    /// Positions count from 0 at every boundary.
+    fn count_positions(&mut self, boundaries: &[u32]) {
+        let ends = boundaries.iter().skip(1).copied().chain([self.positions.len() as u32]);
+        for (&from, to) in boundaries.iter().zip(ends) {
+            let part = &mut self.positions[from as usize..to as usize];
+            part.iter_mut().enumerate().for_each(|(i, position)| *position = i as i32);
+        }
+    }
+
+    /// The digest of what the model sees of this row.
+    pub(crate) fn digest(&self, boundaries: &[u32]) -> Digest {
+        let Row { tokens, labels: _, positions, mask } = self; // Labels follow from the rest of the stream.
+        let mut hasher = Hasher::new();
+        hasher.tag("sequence.v1").i32s(tokens).i32s(positions).u32s(boundaries).bytes(mask);
+        hasher.finish()
+    }
+}

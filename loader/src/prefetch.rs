@@ -1,0 +1,264 @@
+//! Batches ahead of time, in order.
+//!
+//! ```text
+//! reader threads --(one slot per step, handed out in step order)--> last stage, a thread of its own --> `next`
+//! ```
+//!
+//! A reader takes the next step's number and a slot in the order queue at one stroke, so that the queue's order is the
+//! steps' order whatever the readers' pace. The queue's bound is the depth: a full queue stops the readers.
+//!
+//! The last stage is a closure on its own thread, because putting a batch on a device needs state that lives with one
+//! thread. For a GPU the trainer passes one that copies the batch into a pinned buffer of a small ring, starts the copy
+//! to the device on a side stream, records an event behind it, and hands on the device tensors with that event; the
+//! compute stream waits for the event, not the CPU, and a pinned buffer is filled again only after its event has
+//! passed. On a CPU it wraps the batch's memory without copying. The closure sees the batches in step order, one at a
+//! time, and is dropped on its thread.
+//!
+//! A fault is delivered at its step, after all steps before it, and ends the stream. Dropping the prefetcher at any
+//! moment stops and joins all its threads.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use contract::{Fault, Result};
+use crossbeam::channel::{Receiver, Sender, bounded};
+use mixer::Plan;
+
+use crate::{Batch, RankSlice, Stores, batch};
+
+/// How fast, never what: nothing here has a digest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrefetchOptions {
+    /// Threads that read and assemble; at least one runs.
+    pub threads: usize,
+    /// Batches that may wait, assembled or in the making, before the last stage; at least one.
+    pub depth: usize,
+}
+
+impl Default for PrefetchOptions {
+    fn default() -> Self {
+        PrefetchOptions { threads: 2, depth: 4 }
+    }
+}
+
+/// Delivers what the last stage made of each step's batch, in order.
+pub struct Prefetcher<T> {
+    ready: Option<Receiver<Result<T>>>,
+    left: u64,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// A step's slot: its batch comes through here.
+type Slot<B> = Receiver<Result<B>>;
+
+impl<T: Send + 'static> Prefetcher<T> {
+    /// Starts reading the batches of `steps` (half-open) for `slice`; `last` makes of each what `next` returns.
+    pub fn start(
+        plan: Arc<Plan>,
+        stores: Arc<Stores>,
+        steps: Range<u64>,
+        slice: RankSlice,
+        options: PrefetchOptions,
+        last: impl FnMut(Batch) -> Result<T> + Send + 'static,
+    ) -> Result<Self> {
+        let make = move |step| batch(&plan, &stores, step, slice);
+        Prefetcher::over(steps, options, make, last)
+    }
+
+    /// The same over any function from a step to its batch.
+    fn over<B: Send + 'static>(
+        steps: Range<u64>,
+        options: PrefetchOptions,
+        make: impl Fn(u64) -> Result<B> + Send + Sync + 'static,
+        last: impl FnMut(B) -> Result<T> + Send + 'static,
+    ) -> Result<Self> {
+        let (order, slots) = bounded::<Slot<B>>(options.depth.max(1));
+        let (done, ready) = bounded(1);
+        let left = steps.end.saturating_sub(steps.start);
+        let mut prefetcher = Prefetcher { ready: Some(ready), left, threads: Vec::new() };
+        let next = Arc::new(Mutex::new((steps, order)));
+        let make = Arc::new(make);
+        for number in 0..options.threads.max(1) {
+            let (next, make) = (Arc::clone(&next), Arc::clone(&make));
+            prefetcher.spawn(format!("loader-{number}"), move || read(&next, &*make))?;
+        }
+        prefetcher.spawn("loader-last".to_owned(), move || finish(&slots, &done, last))?;
+        Ok(prefetcher)
+    }
+
+    fn spawn(&mut self, name: String, work: impl FnOnce() + Send + 'static) -> Result<()> {
+        let thread = thread::Builder::new().name(name).spawn(work).map_err(|error| {
+            Fault::machine(format!("cannot start a thread: {error}")).hint("raise `ulimit -u`")
+        })?;
+        self.threads.push(thread);
+        Ok(())
+    }
+}
+
+/// A reader: takes the next step with its slot until there is none, or nobody listens.
+fn read<B>(
+    next: &Mutex<(Range<u64>, Sender<Slot<B>>)>,
+    make: &(impl Fn(u64) -> Result<B> + ?Sized),
+) {
+    loop {
+        let (step, sender) = {
+            // Held while the queue is full: the others could do nothing but wait behind this one.
+            let mut next = next.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(step) = next.0.next() else { return };
+            let (sender, slot) = bounded(1);
+            if next.1.send(slot).is_err() {
+                return;
+            }
+            (step, sender)
+        };
+        let made = make(step);
+        let failed = made.is_err();
+        // The slot is gone if the stream ended meanwhile: then nobody wants this batch.
+        if sender.send(made).is_err() || failed {
+            return;
+        }
+    }
+}
+
+/// The last stage: slots in order, each through the closure, until a fault or the end.
+fn finish<B, T>(
+    slots: &Receiver<Slot<B>>,
+    done: &Sender<Result<T>>,
+    mut last: impl FnMut(B) -> Result<T>,
+) {
+    for slot in slots {
+        // A reader that panicked drops its slot: say so at its step instead of waiting for ever.
+        let made = slot.recv().unwrap_or_else(|_| Err(Fault::bug("a loader thread panicked")));
+        let value = made.and_then(&mut last);
+        let failed = value.is_err();
+        if done.send(value).is_err() || failed {
+            return;
+        }
+    }
+}
+
+impl<T> Iterator for Prefetcher<T> {
+    type Item = Result<T>;
+
+    fn next(&mut self) -> Option<Result<T>> {
+        if self.left == 0 {
+            return None;
+        }
+        self.left -= 1;
+        let value = self.ready.as_ref()?.recv();
+        let value = value.unwrap_or_else(|_| Err(Fault::bug("the loader's last stage panicked")));
+        if value.is_err() {
+            self.left = 0;
+        }
+        Some(value)
+    }
+}
+
+impl<T> Drop for Prefetcher<T> {
+    fn drop(&mut self) {
+        // With its receiver gone the last stage stops, with the slots gone the readers do.
+        self.ready = None;
+        for thread in self.threads.drain(..) {
+            // A thread's panic was delivered as a fault at its step.
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::time::Duration;
+
+    use contract::{Class, Key, Purpose, draw};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Makes a step's value slowly, by a different delay each.
+    fn slow(step: u64) -> Result<u64> {
+        thread::sleep(Duration::from_micros(
+            draw(Key::from_seed(1), Purpose::Generate, step) % 300,
+        ));
+        Ok(step * step)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+
+        #[test]
+        fn order_knows_neither_threads_nor_depth(threads in 0usize..9, depth in 0usize..9, end in 1u64..60) {
+            let mut calls = 0;
+            let last = move |value: u64| {
+                calls += 1;
+                Ok((calls, value))
+            };
+            let options = PrefetchOptions { threads, depth };
+            let found: Vec<_> = Prefetcher::over(1..end, options, slow, last).unwrap().map(Result::unwrap).collect();
+            prop_assert_eq!(found, (1..end).map(|step| (step, step * step)).collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn a_fault_comes_at_its_step_and_ends_the_stream(threads in 1usize..5, depth in 1usize..5, bad in 1u64..20, late: bool) {
+            let make = move |step| if step == bad && !late { Err(Fault::data("torn")) } else { slow(step) };
+            let last = move |value| if value == bad * bad { Err(Fault::data("torn")) } else { Ok(value) };
+            let mut stream = Prefetcher::over(1..100, PrefetchOptions { threads, depth }, make, last).unwrap();
+            for step in 1..bad {
+                prop_assert_eq!(stream.next(), Some(Ok(step * step)));
+            }
+            prop_assert_eq!(stream.next(), Some(Err(Fault::data("torn"))));
+            prop_assert_eq!(stream.next(), None);
+        }
+
+        /// Dropped at any moment, all threads end, and with them what their closures held.
+        #[test]
+        fn dropping_joins_every_thread(threads in 1usize..5, depth in 1usize..5, taken in 0usize..12) {
+            let token = Arc::new(());
+            let (made, ended) = (Arc::clone(&token), Arc::clone(&token));
+            let make = move |step| {
+                let _held = &made;
+                slow(step)
+            };
+            let last = move |value| {
+                let _held = &ended;
+                Ok(value)
+            };
+            let stream = Prefetcher::over(1..u64::MAX, PrefetchOptions { threads, depth }, make, last).unwrap();
+            let mut stream = stream;
+            prop_assert_eq!(stream.by_ref().take(taken).count(), taken);
+            drop(stream);
+            prop_assert_eq!(Arc::strong_count(&token), 1);
+        }
+
+        /// No more is made ahead than was asked for.
+        #[test]
+        fn depth_bounds_what_waits(threads in 1usize..5, depth in 1usize..5) {
+            let made = Arc::new(AtomicU64::new(0));
+            let counter = Arc::clone(&made);
+            let make = move |step| Ok(counter.fetch_max(step, Ordering::Relaxed).max(step));
+            let mut stream = Prefetcher::over(1..1000, PrefetchOptions { threads, depth }, make, |_| Ok(())).unwrap();
+            for taken in 1..20 {
+                prop_assert!(stream.next().is_some());
+                thread::sleep(Duration::from_micros(200));
+                // Beside the queue: one batch in the last stage, one behind it, one in each reader's hands.
+                prop_assert!(made.load(Ordering::Relaxed) <= taken + (depth + threads + 2) as u64);
+            }
+        }
+    }
+
+    #[test]
+    fn a_panic_is_a_fault_at_its_step() {
+        let options = PrefetchOptions { threads: 2, depth: 2 };
+        let reader = |step| if step == 3 { panic!("reader") } else { Ok(step) };
+        let mut stream = Prefetcher::over(1..9, options, reader, Ok).unwrap();
+        assert_eq!((stream.next(), stream.next()), (Some(Ok(1)), Some(Ok(2))));
+        assert_eq!(stream.next().unwrap().unwrap_err().class(), Class::Bug);
+        assert_eq!(stream.next(), None);
+        let last = |step| if step == 2 { panic!("last stage") } else { Ok(step) };
+        let mut stream = Prefetcher::over(1..9, options, Ok, last).unwrap();
+        assert_eq!(stream.next(), Some(Ok(1)));
+        assert_eq!(stream.next().unwrap().unwrap_err().class(), Class::Bug);
+        assert_eq!(stream.next(), None);
+    }
+}

@@ -1,0 +1,115 @@
+//! The stores of a curriculum, as one.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use contract::store::{Split, Store, StreamReader, read::ReadCache};
+use contract::{Fault, Result};
+use mixer::SourceFacts;
+
+/// Several stores with one tokenizer, source names unique.
+pub struct Stores {
+    stores: Vec<Store>,
+    by_name: BTreeMap<String, usize>,
+    sources: Vec<Source>,
+}
+
+/// One source, wherever it lies.
+struct Source {
+    store: usize,
+    facts: SourceFacts,
+    train: StreamReader,
+    validation: StreamReader,
+}
+
+impl Stores {
+    /// Opens the stores in these folders, which share one bounded cache of open files.
+    pub fn open<P: AsRef<Path>>(paths: &[P]) -> Result<Self> {
+        Stores::open_with(paths, ReadCache::sized_by_the_process())
+    }
+
+    /// Opens the stores in these folders with this cache.
+    pub fn open_with<P: AsRef<Path>>(paths: &[P], cache: Arc<ReadCache>) -> Result<Self> {
+        let mut all = Stores { stores: Vec::new(), by_name: BTreeMap::new(), sources: Vec::new() };
+        for path in paths {
+            all.add(Store::open_with(path.as_ref(), Arc::clone(&cache))?)?;
+        }
+        if all.stores.is_empty() {
+            return Err(Fault::usage("no store is named").hint("give `store` a path or a list"));
+        }
+        Ok(all)
+    }
+
+    fn add(&mut self, store: Store) -> Result<()> {
+        let place = || store.root().display().to_string();
+        if let Some(first) = self.stores.first() {
+            let (ours, theirs) = (&first.manifest().tokenizer, &store.manifest().tokenizer);
+            if (ours.sha256, ours.begin, ours.end) != (theirs.sha256, theirs.begin, theirs.end) {
+                return Err(Fault::usage("two stores of one curriculum have different tokenizers")
+                    .at(place())
+                    .found(format!("{theirs:?}"))
+                    .wanted(format!("{ours:?}, as in {}", first.root().display()))
+                    .hint("build both from the same tokenizer.json and begin/end policy"));
+            }
+        }
+        let number = self.stores.len();
+        for (index, record) in store.manifest().sources.iter().enumerate() {
+            let name = record.name.clone();
+            if let Some(other) = self.by_name.insert(name.clone(), self.sources.len()) {
+                let other = self.stores.get(self.sources[other].store).unwrap_or(&store);
+                return Err(Fault::usage(format!("two stores have a source called {name:?}"))
+                    .at(place())
+                    .found(format!("also in {}", other.root().display()))
+                    .hint("rename one in its corpus.toml and build it again"));
+            }
+            let (tokens, documents) = (record.train.tokens, record.train.documents);
+            let facts = SourceFacts { name, tokens, documents, unit: store.manifest().unit };
+            self.sources.push(Source {
+                store: number,
+                facts,
+                train: store.stream(index, Split::Train),
+                validation: store.stream(index, Split::Validation),
+            });
+        }
+        self.stores.push(store);
+        Ok(())
+    }
+
+    /// What planning needs to know of each source.
+    pub fn facts(&self) -> Vec<SourceFacts> {
+        self.sources.iter().map(|source| source.facts.clone()).collect()
+    }
+
+    /// The source's number in [`Self::facts`].
+    pub fn number(&self, name: &str) -> Option<usize> {
+        self.by_name.get(name).copied()
+    }
+
+    /// A stream of the source called `name`.
+    pub fn stream(&self, name: &str, split: Split) -> Result<&StreamReader> {
+        let Some(number) = self.number(name) else {
+            let known = self.by_name.keys().map(String::as_str);
+            let hint = contract::fault::nearest(name, known.clone())
+                .map_or_else(String::new, |near| format!("did you mean {near:?}? "));
+            let known: Vec<&str> = known.collect();
+            return Err(Fault::usage(format!("no store has a source called {name:?}"))
+                .hint(format!("{hint}there are: {}", known.join(", "))));
+        };
+        let source = &self.sources[number];
+        Ok(match split {
+            Split::Train => &source.train,
+            Split::Validation => &source.validation,
+        })
+    }
+
+    /// The stores, in the order given.
+    pub fn stores(&self) -> &[Store] {
+        &self.stores
+    }
+
+    /// The bytes of the `tokenizer.json` that all stores share.
+    pub fn tokenizer(&self) -> Result<Vec<u8>> {
+        self.stores[0].tokenizer()
+    }
+}

@@ -1,0 +1,122 @@
+//! Speed decides nothing: threads, depth, open files and what was read before leave no trace in a batch.
+
+mod support;
+
+use std::sync::Arc;
+
+use contract::store::read::ReadCache;
+use contract::{Class, Digest};
+use loader::{Batch, PrefetchOptions, Prefetcher, RankSlice, Stores, batch};
+use mixer::Plan;
+use proptest::prelude::*;
+use support::{PhaseText, Text, curriculum, plan, scratch, write_store};
+
+fn two_sources() -> Vec<Text> {
+    let lengths = |salt: u64| (0..300).map(|i| 1 + (i * i * salt) % 97).collect::<Vec<u64>>();
+    ["web", "math"]
+        .into_iter()
+        .zip([3, 5])
+        .map(|(name, salt)| Text {
+            shard_tokens: 700,
+            ..Text::generate(name, &lengths(salt), 60_000)
+        })
+        .collect()
+}
+
+fn world(dir: &std::path::Path, cache: Arc<ReadCache>) -> (Arc<Plan>, Arc<Stores>) {
+    let stores = Stores::open_with(&[dir], cache).unwrap();
+    let phases = [
+        PhaseText(12, 64, 6, 2, "web = 0.7, math = 0.3"),
+        PhaseText(8, 256, 4, 1, "web = 1, math = 1"),
+    ];
+    let text = curriculum(&[dir], &["web", "math"], &phases);
+    (Arc::new(plan(&text, &stores)), Arc::new(stores))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn prefetching_changes_no_bit(
+        threads in 1usize..6, depth in 1usize..6, files in 1u64..40, from in 1u64..20, rank in 0u32..3,
+    ) {
+        let dir = scratch();
+        write_store(dir.path(), &two_sources(), 2, 512);
+        let (plan, stores) = world(dir.path(), ReadCache::new(files));
+        let slice = RankSlice::new(rank, 3).unwrap();
+        let options = PrefetchOptions { threads, depth };
+        let stream = Prefetcher::start(Arc::clone(&plan), stores, from..21, slice, options, Ok).unwrap();
+        let found: Vec<Batch> = stream.map(Result::unwrap).collect();
+        // Backwards, from a store just opened: no step depends on another one having been read.
+        let (plan, stores) = world(dir.path(), ReadCache::new(1));
+        let mut wanted: Vec<Batch> =
+            (from..21).rev().map(|step| batch(&plan, &stores, step, slice).unwrap()).collect();
+        wanted.reverse();
+        prop_assert_eq!(found, wanted);
+    }
+}
+
+#[test]
+fn shard_cuts_and_token_width_leave_no_trace() {
+    let digests = |shard_tokens: u64, token_bytes: u32| -> Vec<Digest> {
+        let dir = scratch();
+        let texts: Vec<Text> =
+            two_sources().into_iter().map(|text| Text { shard_tokens, ..text }).collect();
+        write_store(dir.path(), &texts, token_bytes, 512);
+        let (plan, stores) = world(dir.path(), ReadCache::new(8));
+        (1..=plan.steps())
+            .map(|step| batch(&plan, &stores, step, RankSlice::WHOLE).unwrap().digest())
+            .collect()
+    };
+    let wanted = digests(u64::MAX, 2);
+    for (shard_tokens, token_bytes) in [(1, 2), (700, 2), (3000, 4), (u64::MAX, 4)] {
+        assert_eq!(digests(shard_tokens, token_bytes), wanted, "{shard_tokens}, {token_bytes}");
+    }
+}
+
+#[test]
+fn damage_comes_at_its_step_and_names_its_place() {
+    let dir = scratch();
+    write_store(dir.path(), &two_sources(), 2, 512);
+    let shard = dir.path().join("math/train/tokens-00003.arrow");
+    let mut bytes = std::fs::read(&shard).unwrap();
+    bytes[400] ^= 1; // Values begin at byte 384 and go on for over a kilobyte.
+    std::fs::write(&shard, bytes).unwrap();
+    let (plan, stores) = world(dir.path(), ReadCache::new(8));
+    let good = |step| batch(&plan, &stores, step, RankSlice::WHOLE);
+    let first_bad = (1..=plan.steps()).find(|step| good(*step).is_err()).unwrap();
+    let (plan, stores) = world(dir.path(), ReadCache::new(8));
+    let steps = 1..plan.steps() + 1;
+    let options = PrefetchOptions { threads: 3, depth: 3 };
+    let stream =
+        Prefetcher::start(plan, stores, steps, RankSlice::WHOLE, options, |b| Ok(b.step)).unwrap();
+    let found: Vec<_> = stream.collect();
+    assert_eq!(found.len() as u64, first_bad);
+    let fault = found.last().unwrap().as_ref().unwrap_err();
+    assert_eq!(fault.class(), Class::Data);
+    let message = fault.to_string();
+    assert!(
+        message.contains("math/train/tokens-00003.arrow") && message.contains("documents "),
+        "{message}"
+    );
+}
+
+#[test]
+fn stores_that_cannot_act_as_one_are_refused() {
+    let (a, b) = (scratch(), scratch());
+    write_store(a.path(), &two_sources(), 2, 512);
+    write_store(b.path(), &two_sources()[..1], 2, 512);
+    let refused = |paths: &[&std::path::Path]| Stores::open(paths).err().unwrap();
+    let fault = refused(&[a.path(), b.path()]);
+    assert_eq!(fault.class(), Class::Usage);
+    assert!(fault.to_string().contains("\"web\""), "{fault}");
+    assert_eq!(refused(&[]).class(), Class::Usage);
+    let other = Text { name: "other".to_owned(), ..two_sources().remove(0) };
+    write_store(b.path(), &[other], 4, 512); // A wider vocabulary, and so another tokenizer in earnest.
+    std::fs::write(b.path().join("tokenizer.json"), "{} ").unwrap();
+    let mut manifest = contract::store::open::manifest(b.path()).unwrap();
+    manifest.tokenizer.sha256 = contract::Identity::of_bytes(b"{} ");
+    manifest.digest = manifest.identity();
+    contract::store::open::commit(b.path(), &manifest).unwrap();
+    assert!(refused(&[a.path(), b.path()]).to_string().contains("different tokenizers"));
+}

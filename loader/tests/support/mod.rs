@@ -1,0 +1,164 @@
+//! Generated stores and curricula for tests and benchmarks, written by the real writer.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use contract::store::manifest::{TokenizerRecord, chain};
+use contract::store::open::{commit, stream_folder};
+use contract::store::write::{ShardWriter, StreamHead};
+use contract::store::{DocumentRecord, FORMAT, Manifest, SourceRecord, Split, StreamRecord};
+use contract::{Identity, Key, Purpose, draw};
+use mixer::{Curriculum, Plan};
+use tempfile::TempDir;
+
+/// A source to be written.
+#[derive(Clone, Debug)]
+pub(crate) struct Text {
+    /// Its name.
+    pub(crate) name: String,
+    /// The documents trained on.
+    pub(crate) train: Vec<Vec<u32>>,
+    /// The documents held back.
+    pub(crate) validation: Vec<Vec<u32>>,
+    /// A shard ends with the document that reaches so many tokens.
+    pub(crate) shard_tokens: u64,
+}
+
+impl Text {
+    /// Documents of these lengths with tokens by chance; `limit` is above every id.
+    pub(crate) fn generate(name: &str, lengths: &[u64], limit: u64) -> Self {
+        let document = |(number, length): (usize, &u64)| {
+            let key = Key::from_seed(1).child(name).nth(number as u64);
+            (0..*length).map(|i| (draw(key, Purpose::Generate, i) % limit) as u32).collect()
+        };
+        let train = lengths.iter().enumerate().map(document).collect();
+        Text { name: name.to_owned(), train, validation: Vec::new(), shard_tokens: u64::MAX }
+    }
+}
+
+/// A scratch folder in memory where there is such a place: writers flush every file, which a disk does slowly.
+pub(crate) fn scratch() -> TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
+/// Writes a store.
+pub(crate) fn write_store(dir: &Path, texts: &[Text], token_bytes: u32, unit: u64) {
+    let sources = texts.iter().map(|text| SourceRecord {
+        name: text.name.clone(),
+        preparation: String::new(),
+        inputs: Vec::new(),
+        train: write_stream(dir, text, Split::Train, token_bytes),
+        validation: write_stream(dir, text, Split::Validation, token_bytes),
+        losses: Vec::new(),
+    });
+    commit_store(dir, sources.collect(), token_bytes, unit);
+}
+
+/// Makes the folder a store of these sources.
+pub(crate) fn commit_store(dir: &Path, sources: Vec<SourceRecord>, token_bytes: u32, unit: u64) {
+    fs::write(dir.join("tokenizer.json"), "{}").unwrap();
+    let tokenizer = TokenizerRecord {
+        sha256: Identity::of_bytes(b"{}"),
+        vocab: vocab(token_bytes),
+        begin: None,
+        end: None,
+        encoder: "generated".to_owned(),
+    };
+    let (digest, request) = (Identity([0; 32]), Identity([0; 32]));
+    let validation = "0".to_owned();
+    let mut manifest = Manifest {
+        format: FORMAT,
+        digest,
+        request,
+        tokenizer,
+        token_bytes,
+        unit,
+        validation,
+        sources,
+    };
+    manifest.digest = manifest.identity();
+    commit(dir, &manifest).unwrap();
+}
+
+fn vocab(token_bytes: u32) -> u32 {
+    if token_bytes == 2 { 1 << 16 } else { 1 << 20 }
+}
+
+/// What a stream's writer needs to know, with its folder made.
+pub(crate) fn head(dir: &Path, source: &str, split: Split, token_bytes: u32) -> StreamHead {
+    let folder = stream_folder(dir, source, split);
+    fs::create_dir_all(&folder).unwrap();
+    let (source, vocab) = (source.to_owned(), vocab(token_bytes));
+    StreamHead { folder, source, split, token_bytes, vocab }
+}
+
+fn write_stream(dir: &Path, text: &Text, split: Split, token_bytes: u32) -> StreamRecord {
+    let documents = match split {
+        Split::Train => &text.train,
+        Split::Validation => &text.validation,
+    };
+    let head = head(dir, &text.name, split, token_bytes);
+    let (mut stream, mut open) = (StreamRecord::empty(), None);
+    for tokens in documents {
+        let record = record(&text.name, stream.documents, stream.tokens, tokens.len() as u64);
+        let shard = open.get_or_insert_with(|| {
+            let (index, first) = (stream.shards.len(), stream.documents);
+            ShardWriter::create(head.clone(), index, record.first_token, first).unwrap()
+        });
+        shard.push(tokens, &record).unwrap();
+        stream.digest = chain(stream.digest, tokens, &record);
+        (stream.tokens, stream.documents) = (stream.tokens + record.tokens, stream.documents + 1);
+        if shard.tokens() >= text.shard_tokens {
+            stream.shards.extend(open.take().map(|shard| shard.finish().unwrap()));
+        }
+    }
+    stream.shards.extend(open.map(|shard| shard.finish().unwrap()));
+    stream
+}
+
+/// The provenance of a generated document.
+pub(crate) fn record(source: &str, number: u64, first_token: u64, tokens: u64) -> DocumentRecord {
+    let (id, row) = (format!("{source}-{number}"), number + 1);
+    DocumentRecord { id, file: 0, row, group: None, bytes: Some((0, 1)), first_token, tokens }
+}
+
+/// A phase for [`curriculum`]: steps, sequence length, batch, leaf and mix.
+pub(crate) struct PhaseText<'a>(
+    pub(crate) u64,
+    pub(crate) u32,
+    pub(crate) u64,
+    pub(crate) u64,
+    pub(crate) &'a str,
+);
+
+/// The text of a curriculum over `stores`; every source may be gone through 1,000 times.
+pub(crate) fn curriculum(stores: &[&Path], sources: &[&str], phases: &[PhaseText]) -> String {
+    let stores: Vec<String> =
+        stores.iter().map(|path| format!("{:?}", path.display().to_string())).collect();
+    let mut text = format!("store = [{}]\nseed = 7\n", stores.join(", "));
+    for (number, PhaseText(steps, seq_len, batch, leaf, mix)) in phases.iter().enumerate() {
+        text += &format!(
+            "[[phase]]\nname = \"p{number}\"\nsteps = {steps}\nseq_len = {seq_len}\nbatch = {batch}\nleaf = {leaf}\n\
+             mix = {{ {mix} }}\n"
+        );
+    }
+    for source in sources {
+        text += &format!("[source.{source}]\nmax_epochs = 1000\n");
+    }
+    text
+}
+
+/// Writes such a curriculum into `dir`.
+pub(crate) fn write_curriculum(dir: &Path, text: &str) -> PathBuf {
+    let path = dir.join("curriculum.toml");
+    fs::write(&path, text).unwrap();
+    path
+}
+
+/// The plan of such a curriculum over `stores`.
+pub(crate) fn plan(text: &str, stores: &loader::Stores) -> Plan {
+    let curriculum = Curriculum::parse(text, "curriculum.toml").unwrap();
+    Plan::new(&curriculum, &stores.facts()).unwrap()
+}

@@ -1,0 +1,345 @@
+//! The curriculum file: what it means, what it refuses and where it points, and what an edit changes.
+
+use contract::{Class, Ratio};
+use mixer::curriculum::{Dtype, OptimizerKind};
+use mixer::{Curriculum, Difference, Plan, SourceFacts, described_store};
+use proptest::prelude::*;
+
+const WHOLE: &str = r#"store = ["a/store", "b/store"]
+seed = 11
+dtype = "bf16"
+
+[source.math]
+max_epochs = 3
+
+[model]
+preset = "zaya1-nano"
+hidden_size = 32
+rope_theta = 1e4
+
+[optimizer]
+kind = "adamw"
+lr = 1e-2
+betas = [0.8, 0.9]
+eps = 1e-9
+momentum = 0.5
+weight_decay = 0
+clip = 2
+
+[schedule]
+warmup_steps = 3
+decay_steps = 30
+final_lr = 1e-3
+
+[[phase]]
+name = "short"
+steps = 12
+seq_len = 64
+batch = 8
+leaf = 2
+mix = { web = 0.7, math = "3/10" }
+
+[[phase]]
+name = "long"
+tokens = 2_000
+seq_len = 128
+batch = 6
+mix = { web = 1, math = 1e-6 }
+model = { rope_theta = 1e6 }
+"#;
+
+fn parse(text: &str) -> Curriculum {
+    Curriculum::parse(text, "c.toml").unwrap()
+}
+
+fn edited(from: &str, to: &str) -> String {
+    assert!(WHOLE.contains(from), "the text has no {from:?}");
+    WHOLE.replacen(from, to, 1)
+}
+
+fn facts(web: u64, math: u64) -> Vec<SourceFacts> {
+    [("web", web), ("math", math)]
+        .map(|(name, tokens)| SourceFacts {
+            name: name.to_owned(),
+            tokens,
+            documents: 9,
+            unit: 1024,
+        })
+        .to_vec()
+}
+
+#[test]
+fn every_key_arrives() {
+    let c = parse(WHOLE);
+    assert_eq!(c.stores, ["a/store", "b/store"]);
+    assert_eq!((c.seed, c.dtype), (11, Dtype::Bf16));
+    assert_eq!((c.limits("math").max_epochs, c.limits("web").max_epochs), (3, 1));
+    assert_eq!(c.model.preset.as_deref(), Some("zaya1-nano"));
+    assert_eq!(c.model.fields["hidden_size"], toml::Value::Integer(32));
+    assert_eq!(c.model.fields["rope_theta"], toml::Value::Float(1e4));
+    assert_eq!(c.model_at(0), c.model);
+    assert_eq!(c.model_at(1).fields["rope_theta"], toml::Value::Float(1e6));
+    assert_eq!(c.model_at(1).fields["hidden_size"], toml::Value::Integer(32));
+    assert_eq!((c.optimizer.kind, c.optimizer.lr), (OptimizerKind::AdamW, 1e-2));
+    assert_eq!((c.optimizer.betas, c.optimizer.eps), ([0.8, 0.9], 1e-9));
+    assert_eq!((c.optimizer.momentum, c.optimizer.weight_decay, c.optimizer.clip), (0.5, 0.0, 2.0));
+    assert_eq!(
+        (c.schedule.warmup_steps, c.schedule.decay_steps, c.schedule.final_lr),
+        (3, 30, 1e-3)
+    );
+    let [short, long] = &c.phases[..] else { panic!("two phases") };
+    assert_eq!(
+        (short.name.as_str(), short.steps, short.seq_len, short.batch, short.leaf),
+        ("short", 12, 64, 8, 2)
+    );
+    assert_eq!(short.mix["web"], Ratio::new(7, 10));
+    assert_eq!(short.weights(), Some(vec![3, 7]));
+    // Whole steps of 128 x 6 tokens in 2,000.
+    assert_eq!((long.steps, long.leaf), (2, 1));
+    assert_eq!(long.weights(), Some(vec![1, 1_000_000]));
+}
+
+/// Every mistake names its line, what was found, and helps.
+#[test]
+fn mistakes_are_named() {
+    let cases: &[(&str, &str, &[&str])] = &[
+        ("seed = 11", "seed = -1", &["c.toml:2:1", "seed", "-1"]),
+        ("seed = 11", "seed = 1.5", &["c.toml:2:1", "1.5"]),
+        ("seed = 11", "sed = 11", &["c.toml:2:1", "unknown key `sed`", "did you mean `seed`"]),
+        ("dtype = \"bf16\"", "dtype = \"bf61\"", &["c.toml:3:1", "bf61", "bf16"]),
+        ("dtype = \"bf16\"", "dtype = 16", &["c.toml:3:1", "16", "a string"]),
+        ("max_epochs = 3", "max_epoch = 3", &["c.toml:6:1", "max_epochs", "source.math"]),
+        ("max_epochs = 3", "max_epochs = 0", &["c.toml:6:1", "at least 1"]),
+        ("hidden_size = 32", "hidden_size = {}", &["c.toml:10:1", "hidden_size"]),
+        ("kind = \"adamw\"", "kind = \"adam\"", &["c.toml:14:1", "muon or adamw", "adamw"]),
+        ("lr = 1e-2", "lr = nan", &["c.toml:15:1", "nan"]),
+        ("lr = 1e-2", "lr = -1", &["c.toml:15:1", "-1"]),
+        ("betas = [0.8, 0.9]", "betas = [0.8, 1.0]", &["c.toml:16:1", "1.0", "below 1"]),
+        ("betas = [0.8, 0.9]", "betas = 0.9", &["c.toml:16:1", "pair"]),
+        ("clip = 2", "clip = inf", &["c.toml:20:1", "inf"]),
+        ("clip = 2", "clamp = 2", &["c.toml:20:1", "clamp"]),
+        ("warmup_steps = 3", "warm_up_steps = 3", &["c.toml:23:1", "warmup_steps"]),
+        ("final_lr = 1e-3\n", "", &["c.toml:22:2", "final_lr"]),
+        ("decay_steps = 30\n", "", &["c.toml:24:1", "decay_steps"]),
+        ("name = \"short\"", "name = \"long\"", &["c.toml:36:1", "two phases", "long"]),
+        ("name = \"short\"\n", "", &["c.toml:27:1", "name"]),
+        ("steps = 12", "steps = 0", &["c.toml:29:1", "at least 1"]),
+        ("steps = 12", "steps = 12\ntokens = 5", &["c.toml:30:1", "both"]),
+        ("steps = 12\n", "", &["c.toml:27:1", "steps"]),
+        ("tokens = 2_000", "tokens = 767", &["c.toml:37:1", "128 x 6"]),
+        ("tokens = 2_000", "tokens = 9223372036854775807", &["c.toml:37:1", "2^62"]),
+        ("steps = 12", "steps = 9223372036854775807", &["c.toml:29:1", "2^62"]),
+        ("seq_len = 64", "seq_length = 64", &["c.toml:30:1", "did you mean `seq_len`"]),
+        ("seq_len = 64", "seq_len = 4294967296", &["c.toml:30:1", "2^32"]),
+        ("seq_len = 64", "seq_len = 0", &["c.toml:30:1"]),
+        ("batch = 8\n", "", &["c.toml:27:1", "batch"]),
+        ("leaf = 2", "leaf = 3", &["c.toml:32:1", "leaf 3, batch 8"]),
+        ("web = 0.7", "web = 0", &["c.toml:33:9", "web", "above zero"]),
+        ("web = 0.7", "web = -0.7", &["c.toml:33:9", "-0.7", "above zero"]),
+        ("web = 0.7", "web = \"-1/2\"", &["c.toml:33:9", "above zero"]),
+        ("web = 0.7", "web = nan", &["c.toml:33:9", "nan"]),
+        ("web = 0.7", "web = inf", &["c.toml:33:9", "inf"]),
+        ("web = 0.7", "web = \"1/0\"", &["c.toml:33:9", "1/0"]),
+        ("web = 0.7", "web = true", &["c.toml:33:9", "true"]),
+        ("web = 0.7", "web = [1]", &["c.toml:33:9", "[1]"]),
+        ("web = 0.7", "web = 1e-300", &["c.toml:33:9", "1e-300"]),
+        ("web = 0.7", "web = \"1/9223372036854775807\"", &["c.toml:33:1", "too fine"]),
+        ("mix = { web = 0.7, math = \"3/10\" }", "mix = {}", &["c.toml:33:1", "empty"]),
+        ("mix = { web = 0.7, math = \"3/10\" }", "mix = 3", &["c.toml:33:1", "table"]),
+        ("mix = { web = 0.7, math = \"3/10\" }\n", "", &["c.toml:27:1", "mix"]),
+        ("store = [\"a/store\", \"b/store\"]", "store = []", &["c.toml:1:1", "store"]),
+        ("store = [\"a/store\", \"b/store\"]\n", "", &["c.toml", "no `store`"]),
+        ("model = { rope", "model = { preset = \"x\", rope", &["c.toml:41:1", "preset"]),
+        ("[model]", "[model", &["c.toml:8:", "TOML"]),
+        ("[model]", "[source]", &["c.toml:9:1", "[source.preset]"]),
+        ("[optimizer]", "[optimiser]", &["c.toml:13:2", "did you mean `optimizer`"]),
+        ("[[phase]]", "[phase]", &["c.toml", "TOML"]),
+    ];
+    for (from, to, words) in cases {
+        let fault = Curriculum::parse(&edited(from, to), "c.toml").expect_err(to);
+        let told = fault.to_string();
+        assert_eq!(fault.class(), Class::Usage, "{told}");
+        for word in *words {
+            assert!(told.contains(word), "{from:?} -> {to:?}: no {word:?} in\n{told}");
+        }
+    }
+    assert!(
+        Curriculum::parse("store = \"s\"", "c.toml").unwrap_err().to_string().contains("phase")
+    );
+}
+
+/// Mistakes that only the sources can show.
+#[test]
+fn mistakes_against_the_sources_are_named() {
+    let cases: &[(&str, &str, &[&str])] = &[
+        ("web = 0.7", "wib = 0.7", &["c.toml:33:9", "wib", "did you mean \"web\""]),
+        ("[source.math]", "[source.maths]", &["c.toml:5:", "maths", "did you mean \"math\""]),
+        ("seq_len = 64", "seq_len = 100", &["c.toml:30:1", "seq_len 100", "1024"]),
+        ("steps = 12", "steps = 100000", &["c.toml:", "max_epochs", "runs out at step"]),
+    ];
+    for (from, to, words) in cases {
+        let curriculum = parse(&edited(from, to));
+        let fault = Plan::new(&curriculum, &facts(10_000, 10_000)).expect_err(to);
+        let told = fault.to_string();
+        assert_eq!(fault.class(), Class::Usage, "{told}");
+        for word in *words {
+            assert!(told.contains(word), "{to}: no {word:?} in\n{told}");
+        }
+    }
+    let whole = parse(WHOLE);
+    assert!(Plan::new(&whole, &facts(10_000, 0)).unwrap_err().to_string().contains("no text"));
+    let twice = [facts(10_000, 10_000), facts(1, 1)].concat();
+    assert!(Plan::new(&whole, &twice).unwrap_err().to_string().contains("two stores"));
+    Plan::new(&whole, &facts(10_000, 10_000)).unwrap();
+}
+
+#[test]
+fn one_meaning_has_one_text() {
+    let canonical = parse(WHOLE).canonical();
+    assert_eq!(parse(&canonical).canonical(), canonical, "{canonical}");
+    let same = [
+        ("web = 0.7, math = \"3/10\"", "math = 0.30, web = \"7/10\""),
+        ("web = 0.7, math = \"3/10\"", "web = 7, math = 3"),
+        ("web = 0.7, math = \"3/10\"", "web = +70e-2, math = 3E-1"),
+        ("tokens = 2_000", "steps = 2"),
+        ("lr = 1e-2", "lr = 0.01 # a comment"),
+        ("clip = 2", "clip = 2.0"),
+        ("seed = 11", "seed = 0xb"),
+        (
+            "[source.math]\nmax_epochs = 3\n",
+            "source.math.max_epochs = 3\n[source.web]\nmax_epochs = 1\n",
+        ),
+        ("batch = 6", "batch = 6\nleaf = 1"),
+    ];
+    for (from, to) in same {
+        assert_eq!(parse(&edited(from, to)).canonical(), canonical, "{to}");
+    }
+    // Tables in another order.
+    let (head, schedule) = WHOLE.split_once("[schedule]").unwrap();
+    let (schedule, phases) = schedule.split_once("[[phase]]").unwrap();
+    let (head, optimizer) = head.split_once("[optimizer]").unwrap();
+    let reordered =
+        format!("{head}\n[schedule]{schedule}\n[[phase]]{phases}\n[optimizer]{optimizer}");
+    assert_eq!(parse(&reordered).canonical(), canonical);
+    let other = [
+        ("web = 0.7", "web = 0.70001"),
+        ("seed = 11", "seed = 12"),
+        ("leaf = 2", "leaf = 4"),
+        ("eps = 1e-9", "eps = 1e-8"),
+        ("rope_theta = 1e6", "rope_theta = 1e7"),
+        ("hidden_size = 32", "hidden_size = 64"),
+        ("max_epochs = 3", "max_epochs = 4"),
+        ("tokens = 2_000", "tokens = 3_000"),
+        ("\"b/store\"", "\"c/store\""),
+        ("dtype = \"bf16\"", "dtype = \"f32\""),
+        ("decay_steps = 30", "decay_steps = 31"),
+    ];
+    for (from, to) in other {
+        assert_ne!(parse(&edited(from, to)).canonical(), canonical, "{to}");
+    }
+}
+
+#[test]
+fn odd_names_survive_the_canonical_text() {
+    let text = "store = \"s\"\n[source.\"a b\"]\nmax_epochs = 2\n[[phase]]\nname = \"q\\\"uote\\\\\\n\"\nsteps = 1\n\
+                seq_len = 1\nbatch = 1\nmix = { \"a b\" = 1, \"x.y\" = 2, \"\u{e9}\" = 3 }\n";
+    let (first, again) = (parse(text), parse(&parse(text).canonical()));
+    assert_eq!(
+        first.phases,
+        again
+            .phases
+            .clone()
+            .into_iter()
+            .map(|mut phase| {
+                phase.mix = first.phases[0].mix.clone();
+                phase
+            })
+            .collect::<Vec<_>>()
+    );
+    assert_eq!(first.canonical(), again.canonical());
+    assert_eq!(again.limits("a b").max_epochs, 2);
+}
+
+fn change(from: &str, to: &str) -> Vec<(String, u64)> {
+    let key = |difference: Difference| (difference.key, difference.first_step);
+    parse(WHOLE).difference(&parse(&edited(from, to))).into_iter().map(key).collect()
+}
+
+#[test]
+fn an_edit_matters_from_a_known_step() {
+    let one = |key: &str, step: u64| vec![(key.to_owned(), step)];
+    assert_eq!(change("seed = 11", "seed = 11"), []);
+    assert_eq!(change("name = \"short\"", "name = \"brief\""), []);
+    assert_eq!(change("max_epochs = 3", "max_epochs = 30"), []);
+    assert_eq!(change("\"b/store\"", "\"moved/store\""), []);
+    assert_eq!(change("web = 0.7, math = \"3/10\"", "web = 7, math = 3"), []);
+    assert_eq!(change("seed = 11", "seed = 12"), one("seed", 1));
+    assert_eq!(change("lr = 1e-2", "lr = 2e-2"), one("optimizer.lr", 1));
+    assert_eq!(change("hidden_size = 32\n", ""), one("model.hidden_size", 1));
+    assert_eq!(change("warmup_steps = 3", "warmup_steps = 4"), one("schedule.warmup_steps", 1));
+    assert_eq!(change("decay_steps = 30", "decay_steps = 31"), one("schedule.decay_steps", 4));
+    assert_eq!(change("final_lr = 1e-3", "final_lr = 2e-3"), one("schedule.final_lr", 4));
+    assert_eq!(
+        change("rope_theta = 1e6", "rope_theta = 2e6"),
+        one("phase.long.model.rope_theta", 13)
+    );
+    assert_eq!(change("seq_len = 64", "seq_len = 32"), one("phase.short.seq_len", 1));
+    assert_eq!(change("steps = 12", "steps = 15"), one("phase.short.steps", 13));
+    assert_eq!(change("steps = 12", "steps = 10"), one("phase.short.steps", 11));
+    assert_eq!(change("tokens = 2_000", "steps = 5"), one("phase.long.steps", 15));
+    assert_eq!(
+        change("batch = 6", "batch = 5"),
+        [("phase.long.batch".to_owned(), 13), ("phase.long.steps".to_owned(), 15)]
+    );
+    assert_eq!(change("web = 1,", "web = 2,"), one("phase.long.mix.web", 13));
+    assert_eq!(change("web = 1,", "code = 1, web = 1,"), one("phase.long.mix.code", 13));
+    let longer = format!(
+        "{WHOLE}\n[[phase]]\nname = \"more\"\nsteps = 1\nseq_len = 64\nbatch = 1\nmix = {{ web = 1 }}\n"
+    );
+    let (short, long) = (parse(WHOLE), parse(&longer));
+    for (a, b) in [(&short, &long), (&long, &short)] {
+        let found: Vec<_> = a.difference(b).into_iter().map(|d| (d.key, d.first_step)).collect();
+        assert_eq!(found, one("phase.more", 15));
+    }
+    let told = parse(WHOLE).difference(&parse(&edited("lr = 1e-2", "lr = 2e-2")))[0].to_string();
+    assert!(told.contains("optimizer.lr") && told.contains("step 1"), "{told}");
+}
+
+#[test]
+fn stores_can_be_described() {
+    let text = "[[source]]\nname = \"web\"\ntokens = 9_000_000_000_000\ndocuments = 10\n\n\
+                [[source]]\nname = \"code\"\ntokens = 5\ndocuments = 1\nunit = 64\n";
+    let found = described_store(text, "d.toml").unwrap().unwrap();
+    assert_eq!(found[0].name, "web");
+    assert_eq!(
+        (found[0].tokens, found[0].documents, found[0].unit),
+        (9_000_000_000_000, 10, 131_072)
+    );
+    assert_eq!((found[1].tokens, found[1].unit), (5, 64));
+    assert_eq!(described_store("tokenizer = \"t\"", "d.toml").unwrap(), None);
+    for (from, to, word) in [
+        ("tokens = 5", "token = 5", "d.toml:8:1"),
+        ("tokens = 5\n", "", "d.toml:6:1"),
+        ("\"code\"", "\"web\"", "two sources"),
+        ("unit = 64", "unit = 0", "d.toml:10:1"),
+        ("tokens = 5", "files = [\"x\"]", "described store"),
+    ] {
+        let told = described_store(&text.replacen(from, to, 1), "d.toml").unwrap_err().to_string();
+        assert!(told.contains(word), "{told}");
+    }
+}
+
+proptest! {
+    /// No text makes the parser panic, and whatever it accepts has a canonical text of the same meaning.
+    #[test]
+    fn no_text_breaks_the_parser(cut in 0usize..WHOLE.len(), keep in 0usize..40, noise in "[\\PC\n]{0,6}") {
+        let mut text = WHOLE.to_owned();
+        text.replace_range(cut..(cut + keep).min(WHOLE.len()), &noise);
+        if let Ok(curriculum) = Curriculum::parse(&text, "c.toml") {
+            let canonical = curriculum.canonical();
+            let again = Curriculum::parse(&canonical, "c.toml").unwrap();
+            prop_assert_eq!(again.canonical(), canonical);
+            prop_assert_eq!(curriculum.difference(&again), vec![]);
+        }
+    }
+}

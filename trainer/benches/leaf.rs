@@ -1,0 +1,105 @@
+//! Tokens per second of one leaf, forward and backward: `cargo bench -p trainer --bench leaf [-- PRESET ROWS SEQ_LEN DOCUMENT]`.
+//!
+//! One thread first, then as many lanes as there are cores, each computing leaves of its own.
+
+#![expect(clippy::print_stdout, reason = "results go to standard output")]
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use kernels::share::Frozen;
+use trainer::model::{LeafInput, ZayaConfig, init, init_balance, leaf};
+
+const RUNS: usize = 7;
+
+struct Leaf {
+    tokens: Vec<i32>,
+    positions: Vec<i32>,
+    boundaries: Vec<Vec<u32>>,
+    rows: usize,
+    seq_len: usize,
+}
+
+impl Leaf {
+    /// Tokens that no predictor knows, in documents of `document` tokens.
+    fn new(config: &ZayaConfig, rows: usize, seq_len: usize, document: usize) -> Leaf {
+        let key = contract::Key::from_seed(1);
+        let draw = |i| contract::draw(key, contract::Purpose::Generate, i);
+        let vocabulary = config.vocab_size as u64;
+        let count = (rows * seq_len) as u64;
+        Leaf {
+            tokens: (0..=count).map(|i| (draw(i) % vocabulary) as i32).collect(),
+            positions: (0..rows * seq_len).map(|i| (i % seq_len % document) as i32).collect(),
+            boundaries: vec![(0..seq_len as u32).step_by(document).collect(); rows],
+            rows,
+            seq_len,
+        }
+    }
+
+    fn input<'a>(&'a self, mask: &'a [u8]) -> LeafInput<'a> {
+        let (rows, seq_len) = (self.rows, self.seq_len);
+        let count = rows * seq_len;
+        LeafInput {
+            tokens: &self.tokens[..count],
+            labels: &self.tokens[1..],
+            positions: &self.positions,
+            mask,
+            boundaries: &self.boundaries,
+            rows,
+            seq_len,
+        }
+    }
+}
+
+/// Nanoseconds this thread has spent on a core: what a shared machine cannot blur.
+fn core_nanoseconds() -> u64 {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
+    text.split(' ').next().and_then(|first| first.parse().ok()).unwrap_or(0)
+}
+
+fn main() {
+    let given: Vec<String> =
+        std::env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
+    let number = |index: usize, default: usize| {
+        given.get(index).map_or(default, |text| text.parse().expect("a number"))
+    };
+    let preset = given.first().map_or("zaya1-nano", String::as_str);
+    let config = ZayaConfig::preset(preset).expect("a preset");
+    let (rows, seq_len) = (number(1, 4), number(2, 256));
+    let document = number(3, seq_len);
+    let options = kernels::runtime::RuntimeOptions { device: "cpu".to_owned() };
+    let table = kernels::runtime::start(&options).expect("the switches are in force");
+    println!("{}", table.fingerprint());
+    let (params, balance) = (init(&config, 1), init_balance(&config));
+    let (params, balance) = (Frozen::new(&params), Frozen::new(&balance));
+    let data = Leaf::new(&config, rows, seq_len, document);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    for lanes in [1, cores] {
+        let (mut times, busy) = (Vec::new(), AtomicU64::new(0));
+        for _ in 0..RUNS {
+            let begin = Instant::now();
+            std::thread::scope(|scope| {
+                for _ in 0..lanes {
+                    scope.spawn(|| {
+                        let mask = vec![1; rows * seq_len];
+                        let (params, balance) = (params.aliases(), balance.aliases());
+                        let divisor = (rows * seq_len) as u64;
+                        let before = core_nanoseconds();
+                        leaf(&config, &params, &balance, &data.input(&mask), divisor)
+                            .expect("a leaf");
+                        busy.fetch_add(core_nanoseconds() - before, Ordering::Relaxed);
+                    });
+                }
+            });
+            times.push(begin.elapsed().as_secs_f64());
+        }
+        times.sort_by(f64::total_cmp);
+        let per_second = |time: f64| (lanes * rows * seq_len) as f64 / time;
+        println!(
+            "{preset}: {lanes} lanes, leaves of {rows} x {seq_len}, documents of {document}: {:.0} tokens/s (best {:.0}); {:.0} per second of one core",
+            per_second(times[times.len() / 2]),
+            per_second(times[0]),
+            (RUNS * lanes * rows * seq_len) as f64 * 1e9 / busy.load(Ordering::Relaxed) as f64,
+        );
+    }
+}

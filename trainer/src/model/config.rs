@@ -1,0 +1,464 @@
+//! The shape of a ZAYA1 model: every number that decides what a forward pass computes.
+
+use std::collections::BTreeMap;
+
+use contract::{Digestible, Fault, Hasher, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// What the 17th router class, which has no expert, contributes to the stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Skip {
+    /// Nothing: the meaning of Hugging Face's implementation.
+    Zero,
+    /// Its probability times the layer's normed input: Zyphra's meaning.
+    Identity,
+}
+
+/// A ZAYA1 model. Names are those of Hugging Face's `ZayaConfig` where it has the field.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ZayaConfig {
+    /// Rows of the embedding, which is also the output head.
+    pub vocab_size: i64,
+    /// Width of the residual stream.
+    pub hidden_size: i64,
+    /// Layers, each an attention and a mixture of experts.
+    pub num_hidden_layers: i64,
+    /// Query heads.
+    pub num_attention_heads: i64,
+    /// Key and value heads; divides the query heads.
+    pub num_key_value_heads: i64,
+    /// Width of a head.
+    pub head_dim: i64,
+    /// Width of an expert, per side of its gated unit.
+    pub moe_intermediate_size: i64,
+    /// Experts; the router has one class more.
+    pub num_experts: i64,
+    /// Experts per token: always 1.
+    pub num_experts_per_tok: i64,
+    /// Width of the router's state.
+    pub router_hidden_size: i64,
+    /// Kernel of the depthwise convolution: always 2.
+    pub cca_time0: i64,
+    /// Kernel of the grouped convolution: always 2.
+    pub cca_time1: i64,
+    /// Activation of the experts: always `silu`.
+    pub hidden_act: String,
+    /// Added to the mean square in every norm.
+    pub rms_norm_eps: f64,
+    /// Standard deviation of initial weights.
+    pub initializer_range: f64,
+    /// Longest sequence.
+    pub max_position_embeddings: i64,
+    /// Base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// Part of each head that is rotated.
+    pub partial_rotary_factor: f64,
+    /// Whether head and embedding are one matrix: always.
+    pub tie_word_embeddings: bool,
+    /// Biases in the attention projections: never.
+    pub attention_bias: bool,
+    /// A bias in the head: never.
+    pub lm_head_bias: bool,
+    /// What the skip class contributes.
+    pub skip: Skip,
+    /// Whether attention, convolutions and the value shift stop at document boundaries. The reference
+    /// implementation does not (`false`): there only rows separate.
+    pub document_mask: bool,
+    /// Tokens whose logits exist at the same time. Decides bits: the gradient of the head is summed chunk by chunk.
+    pub loss_chunk: i64,
+}
+
+/// Names of the presets, smallest first.
+pub const PRESETS: [&str; 3] = ["zaya1-nano", "zaya1-1b", "zaya1-8b"];
+
+impl ZayaConfig {
+    /// The preset of that name.
+    pub fn preset(name: &str) -> Option<ZayaConfig> {
+        match name {
+            "zaya1-nano" => Some(nano()),
+            "zaya1-1b" => Some(one_billion()),
+            "zaya1-8b" => Some(eight_billion()),
+            _ => None,
+        }
+    }
+
+    /// The preset (by default `zaya1-nano`) with `fields` of the curriculum's `[model]` in place of its own, checked.
+    pub fn resolve(preset: Option<&str>, fields: &BTreeMap<String, Value>) -> Result<ZayaConfig> {
+        let name = preset.unwrap_or("zaya1-nano");
+        let base = ZayaConfig::preset(name).ok_or_else(|| {
+            Fault::usage("unknown preset")
+                .at("[model] preset")
+                .found(format!("{name:?}"))
+                .wanted(PRESETS.join(", "))
+        })?;
+        let config = base.with_fields(fields)?;
+        config.validate()?;
+        Ok(config)
+    }
+
+    fn with_fields(&self, fields: &BTreeMap<String, Value>) -> Result<ZayaConfig> {
+        let whole = serde_json::to_value(self)
+            .map_err(|error| Fault::bug(format!("a configuration that is no JSON: {error}")))?;
+        let Value::Object(mut all) = whole else {
+            return Err(Fault::bug("a configuration that is no JSON object"));
+        };
+        for (key, value) in fields {
+            if !all.contains_key(key) {
+                let known = all.keys().cloned().collect::<Vec<_>>();
+                return Err(Fault::usage("unknown field of the model")
+                    .at(format!("[model] {key}"))
+                    .wanted(format!("preset, {}", known.join(", ")))
+                    .hint(match nearest(key, &known) {
+                        Some(near) => format!("did you mean {near}?"),
+                        None => "fields carry the names of Hugging Face's ZayaConfig".to_owned(),
+                    }));
+            }
+            let mut one = all.clone();
+            one.insert(key.clone(), value.clone());
+            // One field at a time, so that the message can name the one that does not fit.
+            serde_json::from_value::<ZayaConfig>(Value::Object(one)).map_err(|error| {
+                Fault::usage(format!("a field of the wrong kind: {error}"))
+                    .at(format!("[model] {key}"))
+                    .found(value.to_string())
+            })?;
+            all.insert(key.clone(), value.clone());
+        }
+        serde_json::from_value(Value::Object(all))
+            .map_err(|error| Fault::bug(format!("fields that fit alone but not together: {error}")))
+    }
+
+    /// Refuses a shape that this model cannot have, naming the field.
+    pub fn validate(&self) -> Result<()> {
+        self.validate_sizes()?;
+        self.validate_fixed()?;
+        let field = |name: &str, ok: bool, found: String, wanted: &str| {
+            if ok { Ok(()) } else { Err(wrong(name, found, wanted)) }
+        };
+        field(
+            "num_attention_heads",
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            self.num_attention_heads.to_string(),
+            &format!("a multiple of num_key_value_heads ({})", self.num_key_value_heads),
+        )?;
+        let factor = self.partial_rotary_factor;
+        let rotary = self.head_dim as f64 * factor;
+        field(
+            "partial_rotary_factor",
+            (0.0..=1.0).contains(&factor) && rotary >= 2.0 && rotary % 2.0 == 0.0,
+            factor.to_string(),
+            "a part of head_dim that is an even number of dimensions, at least 2",
+        )?;
+        field(
+            "head_dim",
+            self.num_key_value_heads * self.head_dim % 2 == 0,
+            self.head_dim.to_string(),
+            "num_key_value_heads x head_dim even: half of the value channels are delayed",
+        )?;
+        let positive = |value: f64| value.is_finite() && value > 0.0;
+        let eps = self.rms_norm_eps;
+        field("rms_norm_eps", positive(eps), eps.to_string(), "a positive number")?;
+        let range = self.initializer_range;
+        field("initializer_range", positive(range), range.to_string(), "a positive number")?;
+        let theta = self.rope_theta;
+        field("rope_theta", positive(theta), theta.to_string(), "a positive number")
+    }
+
+    fn validate_sizes(&self) -> Result<()> {
+        let sizes = [
+            ("vocab_size", self.vocab_size, 1 << 31),
+            ("hidden_size", self.hidden_size, 1 << 20),
+            ("num_hidden_layers", self.num_hidden_layers, 1 << 12),
+            ("num_attention_heads", self.num_attention_heads, 1 << 12),
+            ("num_key_value_heads", self.num_key_value_heads, 1 << 12),
+            ("head_dim", self.head_dim, 1 << 12),
+            ("moe_intermediate_size", self.moe_intermediate_size, 1 << 20),
+            ("num_experts", self.num_experts, 1 << 12),
+            ("router_hidden_size", self.router_hidden_size, 1 << 16),
+            ("max_position_embeddings", self.max_position_embeddings, 1 << 31),
+            ("loss_chunk", self.loss_chunk, 1 << 24),
+        ];
+        for (name, found, limit) in sizes {
+            if !(1..=limit).contains(&found) {
+                return Err(wrong(name, found.to_string(), &format!("1 to {limit}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Fields that exist so that Hugging Face's configurations can be read, with the one value built here.
+    fn validate_fixed(&self) -> Result<()> {
+        let fixed = [
+            ("num_experts_per_tok", self.num_experts_per_tok.to_string(), "1"),
+            ("cca_time0", self.cca_time0.to_string(), "2"),
+            ("cca_time1", self.cca_time1.to_string(), "2"),
+            ("hidden_act", self.hidden_act.clone(), "silu"),
+            ("tie_word_embeddings", self.tie_word_embeddings.to_string(), "true"),
+            ("attention_bias", self.attention_bias.to_string(), "false"),
+            ("lm_head_bias", self.lm_head_bias.to_string(), "false"),
+        ];
+        for (name, found, wanted) in fixed {
+            if found != wanted {
+                return Err(wrong(name, found, &format!("{wanted}, the only value of ZAYA1")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Width of all query heads together.
+    pub fn query_size(&self) -> i64 {
+        self.num_attention_heads * self.head_dim
+    }
+
+    /// Width of all key heads together, which is that of all value heads.
+    pub fn key_size(&self) -> i64 {
+        self.num_key_value_heads * self.head_dim
+    }
+
+    /// Channels of the two convolutions: queries, then keys.
+    pub fn conv_size(&self) -> i64 {
+        self.query_size() + self.key_size()
+    }
+
+    /// Query heads that share a key head.
+    pub fn group(&self) -> i64 {
+        self.num_attention_heads / self.num_key_value_heads
+    }
+
+    /// Rotated dimensions of a head.
+    pub fn rotary_dim(&self) -> i64 {
+        (self.head_dim as f64 * self.partial_rotary_factor) as i64
+    }
+
+    /// Classes of the router: the experts, then the skip.
+    pub fn router_classes(&self) -> i64 {
+        self.num_experts + 1
+    }
+}
+
+fn wrong(field: &str, found: String, wanted: &str) -> Fault {
+    Fault::usage("the model cannot have this shape")
+        .at(format!("[model] {field}"))
+        .found(found)
+        .wanted(wanted)
+}
+
+/// The known key that differs least, if it differs by little.
+fn nearest<'a>(key: &str, known: &'a [String]) -> Option<&'a str> {
+    let distance = |other: &str| {
+        let other: Vec<char> = other.chars().collect();
+        let mut row: Vec<usize> = (0..=other.len()).collect();
+        for (i, a) in key.chars().enumerate() {
+            let mut diagonal = row[0];
+            row[0] = i + 1;
+            for (j, &b) in other.iter().enumerate() {
+                let replaced = diagonal + usize::from(a != b);
+                diagonal = row[j + 1];
+                row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+            }
+        }
+        row[other.len()]
+    };
+    let best = known.iter().min_by_key(|other| distance(other))?;
+    (distance(best) <= 1 + key.len() / 3).then_some(best.as_str())
+}
+
+/// Trained in minutes on a CPU.
+fn nano() -> ZayaConfig {
+    ZayaConfig {
+        vocab_size: 8192,
+        hidden_size: 256,
+        num_hidden_layers: 6,
+        num_attention_heads: 4,
+        head_dim: 64,
+        moe_intermediate_size: 256,
+        num_experts: 8,
+        router_hidden_size: 64,
+        max_position_embeddings: 4096,
+        rope_theta: 1e4,
+        ..eight_billion()
+    }
+}
+
+/// Ours: the proportions of ZAYA1-8B (queries half the width, keys an eighth, 16 experts) at about a billion
+/// weights outside the embedding.
+fn one_billion() -> ZayaConfig {
+    ZayaConfig {
+        hidden_size: 1024,
+        num_hidden_layers: 26,
+        num_attention_heads: 8,
+        head_dim: 64,
+        moe_intermediate_size: 768,
+        router_hidden_size: 128,
+        max_position_embeddings: 32_768,
+        rope_theta: 1e4,
+        ..eight_billion()
+    }
+}
+
+/// ZAYA1-8B as released.
+fn eight_billion() -> ZayaConfig {
+    ZayaConfig {
+        vocab_size: 262_272,
+        hidden_size: 2048,
+        num_hidden_layers: 40,
+        num_attention_heads: 8,
+        num_key_value_heads: 2,
+        head_dim: 128,
+        moe_intermediate_size: 2048,
+        num_experts: 16,
+        num_experts_per_tok: 1,
+        router_hidden_size: 256,
+        cca_time0: 2,
+        cca_time1: 2,
+        hidden_act: "silu".to_owned(),
+        rms_norm_eps: 1e-5,
+        initializer_range: 0.02,
+        max_position_embeddings: 131_072,
+        rope_theta: 5e6,
+        partial_rotary_factor: 0.5,
+        tie_word_embeddings: true,
+        attention_bias: false,
+        lm_head_bias: false,
+        skip: Skip::Zero,
+        document_mask: true,
+        loss_chunk: 512,
+    }
+}
+
+impl Digestible for ZayaConfig {
+    fn feed(&self, hasher: &mut Hasher) {
+        let Self {
+            vocab_size,
+            hidden_size,
+            num_hidden_layers,
+            num_attention_heads,
+            num_key_value_heads,
+            head_dim,
+            moe_intermediate_size,
+            num_experts,
+            num_experts_per_tok,
+            router_hidden_size,
+            cca_time0,
+            cca_time1,
+            hidden_act,
+            rms_norm_eps,
+            initializer_range,
+            max_position_embeddings,
+            rope_theta,
+            partial_rotary_factor,
+            tie_word_embeddings,
+            attention_bias,
+            lm_head_bias,
+            skip,
+            document_mask,
+            loss_chunk,
+        } = self;
+        hasher.tag("zaya-config.v1").str(hidden_act);
+        let sizes = [
+            vocab_size,
+            hidden_size,
+            num_hidden_layers,
+            num_attention_heads,
+            num_key_value_heads,
+            head_dim,
+            moe_intermediate_size,
+            num_experts,
+            num_experts_per_tok,
+            router_hidden_size,
+            cca_time0,
+            cca_time1,
+            max_position_embeddings,
+            loss_chunk,
+        ];
+        sizes.into_iter().for_each(|&size| {
+            hasher.u64(size as u64);
+        });
+        let reals = [rms_norm_eps, initializer_range, rope_theta, partial_rotary_factor];
+        reals.into_iter().for_each(|real| {
+            hasher.u64(real.to_bits());
+        });
+        for flag in [tie_word_embeddings, attention_bias, lm_head_bias, document_mask] {
+            hasher.u64(u64::from(*flag));
+        }
+        hasher.str(match skip {
+            Skip::Zero => "zero",
+            Skip::Identity => "identity",
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn fields(pairs: &[(&str, Value)]) -> BTreeMap<String, Value> {
+        pairs.iter().map(|(key, value)| ((*key).to_owned(), value.clone())).collect()
+    }
+
+    #[test]
+    fn presets_are_valid_and_survive_text() {
+        for name in PRESETS {
+            let config = ZayaConfig::preset(name).unwrap();
+            config.validate().unwrap();
+            let text = serde_json::to_string(&config).unwrap();
+            assert_eq!(serde_json::from_str::<ZayaConfig>(&text).unwrap(), config);
+        }
+        assert_eq!(ZayaConfig::preset("zaya1-80b"), None);
+    }
+
+    #[test]
+    fn fields_replace_those_of_the_preset() {
+        let wanted = ZayaConfig { vocab_size: 5000, skip: Skip::Identity, ..nano() };
+        let given = fields(&[("vocab_size", json!(5000)), ("skip", json!("identity"))]);
+        assert_eq!(ZayaConfig::resolve(None, &given).unwrap(), wanted);
+        assert_eq!(ZayaConfig::resolve(Some("zaya1-8b"), &fields(&[])).unwrap(), eight_billion());
+    }
+
+    #[test]
+    fn what_cannot_be_names_the_field() {
+        let refused = |preset, key: &str, value: Value| {
+            ZayaConfig::resolve(preset, &fields(&[(key, value)])).unwrap_err().to_string()
+        };
+        let cases = [
+            (refused(Some("zaya2"), "skip", json!("zero")), "zaya1-nano, zaya1-1b"),
+            (refused(None, "hiden_size", json!(1)), "did you mean hidden_size?"),
+            (refused(None, "vocab_size", json!("many")), "[model] vocab_size"),
+            (refused(None, "skip", json!("half")), "[model] skip"),
+            (refused(None, "num_hidden_layers", json!(0)), "[model] num_hidden_layers"),
+            (refused(None, "num_attention_heads", json!(3)), "multiple of num_key_value_heads"),
+            (refused(None, "partial_rotary_factor", json!(0.3)), "even number"),
+            (refused(None, "num_experts_per_tok", json!(2)), "the only value"),
+            (refused(None, "hidden_act", json!("gelu")), "silu"),
+            (refused(None, "rms_norm_eps", json!(0.0)), "a positive number"),
+        ];
+        for (message, part) in cases {
+            assert!(message.contains(part), "{message}");
+        }
+    }
+
+    #[test]
+    fn every_field_reaches_the_digest() {
+        let digest = |config: &ZayaConfig| {
+            let mut hasher = Hasher::new();
+            config.feed(&mut hasher);
+            hasher.finish()
+        };
+        let base = nano();
+        let Value::Object(all) = serde_json::to_value(&base).unwrap() else { panic!("an object") };
+        for (key, value) in &all {
+            let other = match value {
+                Value::Bool(flag) => json!(!flag),
+                Value::String(text) if text == "zero" => json!("identity"),
+                Value::String(text) => json!(format!("{text}x")),
+                Value::Number(number) if number.is_i64() => json!(number.as_i64().unwrap() + 1),
+                _ => json!(value.as_f64().unwrap() + 1.0),
+            };
+            let changed = base.with_fields(&fields(&[(key, other)])).unwrap();
+            assert_ne!(digest(&changed), digest(&base), "{key}");
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! The ZAYA1 model: one leaf of sequences in, its losses and gradients out.
+//!
+//! ```text
+//! config     every number that decides the computation        params   names, shapes, roles, initial values
+//! input      tokens of a leaf, its segments and positions     leaf     forward, loss, backward of one leaf
+//! ```
+//!
+//! Invariant: [`leaf`] is a pure function of the weights, the balancing biases, the leaf and the kernel table.
+
+mod config;
+mod input;
+mod normal;
+mod params;
+#[cfg(test)]
+mod parity;
+mod reference;
+
+pub use config::{PRESETS, Skip, ZayaConfig};
+pub use input::LeafInput;
+pub use params::{EMBEDDING, Init, ParamSpec, Role, balance_name, init, init_balance, parameters};
+
+use contract::{Fault, Result};
+use tch::Tensor;
+
+/// What a leaf answers with.
+#[derive(Debug)]
+pub struct LeafOutput {
+    /// Sum of the token losses, in nats.
+    pub loss: f64,
+    /// Tokens that had a label.
+    pub labels: u64,
+    /// Gradient of `loss / divisor` for every parameter, in canonical order, f32. What was not used has exact zeros.
+    pub grads: Vec<Tensor>,
+    /// Loss of every token, `[rows * seq_len]`, f32; 0 where there is no label.
+    pub token_losses: Tensor,
+    /// Tokens by layer and router class; the skip is the last class.
+    pub counts: Vec<Vec<u64>>,
+}
+
+/// Computes one leaf: forward, loss and backward of `sum of token losses / divisor`.
+///
+/// `params` in the order of [`parameters`], `balance` one tensor of biases per layer. Nothing is written to either, so
+/// several threads may compute leaves of the same weights at once, each with its own aliases ([`kernels::share`]).
+pub fn leaf(
+    config: &ZayaConfig,
+    params: &[Tensor],
+    balance: &[Tensor],
+    input: &LeafInput,
+    divisor: u64,
+) -> Result<LeafOutput> {
+    input.validate(config)?;
+    kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
+    reference::leaf(config, params, balance, input, divisor)
+}
+
+/// Logits of every token, `[rows * seq_len, vocab_size]`: for tests and short texts, a leaf never holds them all.
+pub fn logits(
+    config: &ZayaConfig,
+    params: &[Tensor],
+    balance: &[Tensor],
+    input: &LeafInput,
+) -> Result<Tensor> {
+    input.validate(config)?;
+    kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
+    Ok(reference::logits(config, params, balance, input))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_leaf_answers_for_every_parameter() {
+        let config = ZayaConfig { vocab_size: 97, ..ZayaConfig::preset("zaya1-nano").unwrap() };
+        let (params, balance) = (init(&config, 1), init_balance(&config));
+        let tokens: Vec<i32> = (0..64).map(|i| i * 37 % 97).collect();
+        let labels: Vec<i32> = (1..65).map(|i| i * 37 % 97).collect();
+        let positions: Vec<i32> = (0..64).map(|i| i % 32).collect();
+        let input = LeafInput {
+            tokens: &tokens,
+            labels: &labels,
+            positions: &positions,
+            mask: &[1; 64],
+            boundaries: &[vec![0], vec![0]],
+            rows: 2,
+            seq_len: 32,
+        };
+        let out = leaf(&config, &params, &balance, &input, 64).unwrap();
+        assert!((out.loss / 64.0 - (97f64).ln()).abs() < 0.3, "{}", out.loss / 64.0);
+        for (spec, grad) in parameters(&config).iter().zip(&out.grads) {
+            assert_eq!(grad.size(), spec.shape, "{}", spec.name);
+            assert!(grad.isfinite().all().int64_value(&[]) == 1, "{}", spec.name);
+        }
+        let again = leaf(&config, &params, &balance, &input, 64).unwrap();
+        assert_eq!(out.grads, again.grads);
+    }
+}

@@ -1,0 +1,245 @@
+//! Parity with Hugging Face's zaya on the fixtures of `fixtures/parity.py`, tensor by tensor.
+//!
+//! `cargo test -p trainer parity -- --nocapture` prints the table.
+
+use std::collections::BTreeMap;
+
+use safetensors::{Dtype, SafeTensors};
+use tch::{Kind, Tensor};
+
+use super::{LeafInput, LeafOutput, Skip, ZayaConfig, balance_name, leaf, logits, parameters};
+
+/// The largest relative error allowed, for every tensor.
+const BOUND: f64 = 1e-4;
+
+pub(super) struct Fixture {
+    name: &'static str,
+    tensors: BTreeMap<String, Tensor>,
+    pub(super) config: ZayaConfig,
+    pub(super) rows: usize,
+    pub(super) seq_len: usize,
+}
+
+/// The arrays that a leaf borrows.
+pub(super) struct Arrays {
+    pub(super) tokens: Vec<i32>,
+    labels: Vec<i32>,
+    positions: Vec<i32>,
+    mask: Vec<u8>,
+    boundaries: Vec<Vec<u32>>,
+    rows: usize,
+    seq_len: usize,
+}
+
+impl Arrays {
+    /// Rows of tokens with the starts of their documents; the last token of a document has no label.
+    pub(super) fn new(tokens: Vec<i32>, rows: usize, boundaries: Vec<Vec<u32>>) -> Arrays {
+        let (count, seq_len) = (tokens.len(), tokens.len() / rows);
+        let labels: Vec<i32> = tokens[1..].iter().copied().chain([0]).collect();
+        let (mut positions, mut mask) = (vec![0; count], vec![1; count]);
+        for (row, starts) in boundaries.iter().enumerate() {
+            for (index, &start) in starts.iter().enumerate() {
+                let end = starts.get(index + 1).map_or(seq_len, |&next| next as usize);
+                for place in start as usize..end {
+                    positions[row * seq_len + place] = (place - start as usize) as i32;
+                }
+                mask[row * seq_len + end - 1] = 0;
+            }
+        }
+        Arrays { tokens, labels, positions, mask, boundaries, rows, seq_len }
+    }
+
+    pub(super) fn input(&self) -> LeafInput<'_> {
+        LeafInput {
+            tokens: &self.tokens,
+            labels: &self.labels,
+            positions: &self.positions,
+            mask: &self.mask,
+            boundaries: &self.boundaries,
+            rows: self.rows,
+            seq_len: self.seq_len,
+        }
+    }
+
+    pub(super) fn label_count(&self) -> u64 {
+        self.mask.iter().map(|&mask| u64::from(mask)).sum()
+    }
+}
+
+impl Fixture {
+    pub(super) fn read(name: &'static str) -> Fixture {
+        let path = format!("{}/src/model/fixtures/{name}.safetensors", env!("CARGO_MANIFEST_DIR"));
+        let bytes = std::fs::read(path).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let tensor = |view: &safetensors::tensor::TensorView| {
+            let shape: Vec<i64> = view.shape().iter().map(|&size| size as i64).collect();
+            let kind = match view.dtype() {
+                Dtype::F32 => Kind::Float,
+                Dtype::I32 => Kind::Int,
+                other => panic!("{other:?}"),
+            };
+            Tensor::from_data_size(view.data(), &shape, kind)
+        };
+        let tensors =
+            file.tensors().iter().map(|(name, view)| (name.clone(), tensor(view))).collect();
+        let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
+        let shape = header.metadata().as_ref().unwrap()["shape"].clone();
+        let mut fields: BTreeMap<String, serde_json::Value> = serde_json::from_str(&shape).unwrap();
+        let mut size = |name: &str| fields.remove(name).unwrap().as_u64().unwrap() as usize;
+        let (rows, seq_len) = (size("rows"), size("seq_len"));
+        let config = ZayaConfig::resolve(Some("zaya1-8b"), &fields).unwrap();
+        Fixture { name, tensors, config, rows, seq_len }
+    }
+
+    pub(super) fn params(&self) -> Vec<Tensor> {
+        let named = |name: &str| self.tensors[&format!("param.{name}")].copy();
+        parameters(&self.config).iter().map(|spec| named(&spec.name)).collect()
+    }
+
+    pub(super) fn balance(&self) -> Vec<Tensor> {
+        let named = |layer| self.tensors[&format!("param.{}", balance_name(layer))].copy();
+        (0..self.config.num_hidden_layers).map(named).collect()
+    }
+
+    pub(super) fn arrays(&self) -> Arrays {
+        let tokens = Vec::<i32>::try_from(self.tensors["input_ids"].reshape([-1])).unwrap();
+        Arrays::new(tokens, self.rows, vec![vec![0]; self.rows])
+    }
+
+    /// Token losses without the last token of each row, which has none.
+    fn losses(&self, out: &LeafOutput) -> Tensor {
+        let rows = out.token_losses.view([self.rows as i64, self.seq_len as i64]);
+        rows.narrow(1, 0, self.seq_len as i64 - 1)
+    }
+}
+
+/// `|a - b| / |b|`.
+pub(super) fn relative(a: &Tensor, b: &Tensor) -> f64 {
+    assert_eq!(a.size(), b.size());
+    let (a, b) = (a.to_kind(Kind::Double), b.to_kind(Kind::Double));
+    let (apart, size) = ((a - &b).norm().double_value(&[]), b.norm().double_value(&[]));
+    if apart == 0.0 { 0.0 } else { apart / size }
+}
+
+/// The part of a parameter's name that all layers share.
+fn family(name: &str) -> String {
+    name.split('.').filter(|part| part.parse::<u32>().is_err()).collect::<Vec<_>>().join(".")
+}
+
+fn check(fixture: &Fixture) {
+    let Fixture { name, tensors, config, .. } = fixture;
+    let (params, balance, arrays) = (fixture.params(), fixture.balance(), fixture.arrays());
+    let out = leaf(config, &params, &balance, &arrays.input(), arrays.label_count()).unwrap();
+    let logits = logits(config, &params, &balance, &arrays.input()).unwrap();
+    let loss = Tensor::from_slice(&[out.loss / out.labels as f64]).to_kind(Kind::Float);
+    let mut table = BTreeMap::from([
+        (
+            "1 logits".to_owned(),
+            relative(&logits, &tensors["logits"].view([-1, config.vocab_size])),
+        ),
+        ("2 token losses".to_owned(), relative(&fixture.losses(&out), &tensors["token_losses"])),
+        ("3 loss".to_owned(), relative(&loss, &tensors["loss"])),
+    ]);
+    for (spec, grad) in parameters(config).iter().zip(&out.grads) {
+        let error = relative(grad, &tensors[&format!("grad.{}", spec.name)]);
+        let entry = table.entry(format!("gradient {}", family(&spec.name))).or_insert(0.0);
+        *entry = entry.max(error);
+    }
+    println!("{name}: largest |a - b| / |b| over layers, bound {BOUND:e}");
+    for (tensor, error) in &table {
+        println!("  {error:.1e}  {tensor}");
+    }
+    for (tensor, error) in &table {
+        assert!(*error <= BOUND, "{name}: {tensor} differs by {error:e}");
+    }
+    let counts: Vec<i32> = out.counts.iter().flatten().map(|&count| count as i32).collect();
+    assert_eq!(Tensor::from_slice(&counts), tensors["counts"].reshape([-1]));
+}
+
+#[test]
+fn parity_wide() {
+    check(&Fixture::read("wide"));
+}
+
+#[test]
+fn parity_narrow() {
+    check(&Fixture::read("narrow"));
+}
+
+/// An expert without a token has exact zeros, not small numbers.
+#[test]
+fn idle_experts_have_exact_zeros() {
+    let mut idle = 0;
+    for fixture in [Fixture::read("wide"), Fixture::read("narrow")] {
+        let arrays = fixture.arrays();
+        let out = leaf(&fixture.config, &fixture.params(), &fixture.balance(), &arrays.input(), 7)
+            .unwrap();
+        for (spec, grad) in parameters(&fixture.config).iter().zip(&out.grads) {
+            let Some(rest) = spec.name.strip_prefix("model.layers.") else { continue };
+            if !rest.contains(".mlp.experts.") {
+                continue;
+            }
+            let layer: usize = rest.split('.').next().unwrap().parse().unwrap();
+            for expert in 0..fixture.config.num_experts {
+                let bits = Vec::<f32>::try_from(grad.get(expert).reshape([-1])).unwrap();
+                let zero = bits.iter().all(|value| value.to_bits() == 0);
+                assert_eq!(zero, out.counts[layer][expert as usize] == 0, "{} {expert}", spec.name);
+                idle += u32::from(zero);
+            }
+        }
+    }
+    assert!(idle >= 2, "the fixtures have idle experts");
+}
+
+/// Documents in a row compute what each computes alone, losses and gradients.
+#[test]
+fn documents_in_a_row_are_documents_alone() {
+    for skip in [Skip::Zero, Skip::Identity] {
+        for name in ["wide", "narrow"] {
+            let fixture = Fixture::read(name);
+            let config = ZayaConfig { skip, ..fixture.config.clone() };
+            let (params, balance, tokens) =
+                (fixture.params(), fixture.balance(), fixture.arrays().tokens);
+            let starts: Vec<Vec<u32>> =
+                [vec![0, 1, 3, 11], vec![0], vec![0, 5, 6]][..fixture.rows].to_vec();
+            let together = Arrays::new(tokens.clone(), fixture.rows, starts.clone());
+            let divisor = together.label_count();
+            let whole = leaf(&config, &params, &balance, &together.input(), divisor).unwrap();
+            let (mut losses, mut grads, mut counts) = (Vec::new(), Vec::new(), 0);
+            for (row, starts) in starts.iter().enumerate() {
+                for (index, &start) in starts.iter().enumerate() {
+                    let end = starts.get(index + 1).map_or(fixture.seq_len, |&next| next as usize);
+                    let range = row * fixture.seq_len + start as usize..row * fixture.seq_len + end;
+                    let alone = Arrays::new(tokens[range].to_vec(), 1, vec![vec![0]]);
+                    let out = leaf(&config, &params, &balance, &alone.input(), divisor).unwrap();
+                    losses.push(out.token_losses);
+                    grads.push(out.grads);
+                    counts += out.counts.iter().flatten().sum::<u64>();
+                }
+            }
+            assert_eq!(counts, whole.counts.iter().flatten().sum::<u64>());
+            assert!(relative(&whole.token_losses, &Tensor::cat(&losses, 0)) < 1e-5);
+            for (index, spec) in parameters(&config).iter().enumerate() {
+                let sum = grads.iter().map(|grads| grads[index].to_kind(Kind::Double));
+                let error = relative(&whole.grads[index], &sum.sum::<Tensor>());
+                assert!(error < 1e-5, "{name} {}: {error:e}", spec.name);
+            }
+        }
+    }
+}
+
+/// With `document_mask = false` boundaries and positions are not looked at: that is the reference's packing.
+#[test]
+fn the_reference_behaviour_ignores_boundaries() {
+    let fixture = Fixture::read("wide");
+    let config = ZayaConfig { document_mask: false, ..fixture.config.clone() };
+    let (params, balance) = (fixture.params(), fixture.balance());
+    let whole = fixture.arrays();
+    let cut = Arrays { boundaries: vec![vec![0, 7]; fixture.rows], ..fixture.arrays() };
+    let cut = Arrays { positions: (0..48).map(|i| i % 5).collect(), ..cut };
+    let compute = |config: &ZayaConfig, arrays: &Arrays| {
+        leaf(config, &params, &balance, &arrays.input(), 46).unwrap().token_losses
+    };
+    assert_eq!(compute(&config, &cut), compute(&fixture.config, &whole));
+    assert_ne!(compute(&fixture.config, &cut), compute(&fixture.config, &whole));
+}
