@@ -98,7 +98,8 @@ impl<'a> Committer<'a> {
         go_on: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
         match step {
-            Step::Slab(items) => {
+            Step::Slab { items, raw_bytes } => {
+                self.progress.within(raw_bytes);
                 for item in items {
                     go_on()?;
                     self.item(item, auditor)?;
@@ -260,16 +261,9 @@ fn streams(store: &Path, source: &SourceRecord, token_bytes: u32, vocab: u32) ->
             token_bytes,
             vocab,
         },
-        record: stream_of(source, split).clone(),
+        record: source.stream(split).clone(),
         open: None,
     })
-}
-
-fn stream_of(source: &SourceRecord, split: Split) -> &StreamRecord {
-    match split {
-        Split::Train => &source.train,
-        Split::Validation => &source.validation,
-    }
 }
 
 fn totals(stream: &StreamRecord) -> Totals {
@@ -295,7 +289,7 @@ fn clear(store: &Path, source: &SourceRecord) -> Result<()> {
     for split in Split::ALL {
         let folder = open::stream_folder(store, &source.name, split);
         let mut named = std::collections::BTreeMap::new();
-        for shard in &stream_of(source, split).shards {
+        for shard in &source.stream(split).shards {
             for file in
                 [&shard.token_file, &shard.sum_file, &shard.start_file, &shard.document_file]
             {

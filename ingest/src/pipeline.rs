@@ -54,14 +54,18 @@ pub(crate) struct Encoded {
 
 /// What the committer is told, in input order.
 pub(crate) enum Step {
-    Slab(Vec<Item>),
+    Slab {
+        items: Vec<Item>,
+        /// Bytes of the raw file read when the slab was cut.
+        raw_bytes: u64,
+    },
     /// A file is exhausted; its number of documents is the committer's to know.
     FileEnd(InputRecord),
     SourceEnd,
 }
 
 enum Promise {
-    Slab(Receiver<Result<Vec<Item>>>),
+    Slab { reply: Receiver<Result<Vec<Item>>>, raw_bytes: u64 },
     Step(Step),
     Failed(Fault),
 }
@@ -149,10 +153,10 @@ fn redeem(
         match promise {
             Promise::Step(step) => commit(step)?,
             Promise::Failed(fault) => return Err(fault),
-            Promise::Slab(reply) => {
+            Promise::Slab { reply, raw_bytes } => {
                 let items =
                     reply.recv().map_err(|_| Fault::bug("a worker of the build died"))??;
-                commit(Step::Slab(items))?;
+                commit(Step::Slab { items, raw_bytes })?;
             }
         }
     }
@@ -203,8 +207,10 @@ impl<'a> Reader<'a, '_> {
                 }
             }
             let (reply, promise) = bounded(1);
+            let (raw_bytes, _) = input.content();
+            let promise = Promise::Slab { reply: promise, raw_bytes };
             let work = Work::Encode { slab, skip, source, file: &file.shown, reply };
-            self.order.send(Promise::Slab(promise)).map_err(gone)?;
+            self.order.send(promise).map_err(gone)?;
             self.slabs.send(work).map_err(gone)?;
         }
         if passed.documents < position.documents {

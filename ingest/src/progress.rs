@@ -19,6 +19,9 @@ pub(crate) struct Progress {
     told: Instant,
     input_bytes: u64,
     before: u64,
+    /// Bytes of the files that are finished.
+    files: u64,
+    /// The same, and what was read of the open one.
     done: u64,
     text: u64,
     tokens: u64,
@@ -43,6 +46,7 @@ impl Progress {
             told: now,
             input_bytes,
             before: done,
+            files: done,
             done,
             text: 0,
             tokens: 0,
@@ -59,7 +63,13 @@ impl Progress {
 
     /// One more file of this size.
     pub(crate) fn file(&mut self, bytes: u64) {
-        self.done += bytes;
+        self.files += bytes;
+        self.done = self.files;
+    }
+
+    /// So much of the open file is read.
+    pub(crate) fn within(&mut self, bytes: u64) {
+        self.done = self.files + bytes;
     }
 
     /// Speaks, if it is time.

@@ -67,10 +67,7 @@ pub fn verify_stream(
     split: Split,
     passed: &dyn Fn(u64),
 ) -> Vec<Damage> {
-    let stream = match split {
-        Split::Train => &source.train,
-        Split::Validation => &source.validation,
-    };
+    let stream = source.stream(split);
     let mut check = Check {
         folder: open::stream_folder(store, &source.name, split),
         shown: format!("{}/{}", source.name, split.name()),
