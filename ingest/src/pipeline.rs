@@ -71,7 +71,7 @@ enum Promise {
 }
 
 enum Work<'a> {
-    Encode { slab: Slab, skip: usize, source: &'a Source, file: &'a str, reply: Reply },
+    Encode { slab: Box<Slab>, skip: usize, source: &'a Source, file: &'a str, reply: Reply },
     Audit(Box<Sample>),
 }
 
@@ -209,6 +209,7 @@ impl<'a> Reader<'a, '_> {
             let (reply, promise) = bounded(1);
             let (raw_bytes, _) = input.content();
             let promise = Promise::Slab { reply: promise, raw_bytes };
+            let slab = Box::new(slab);
             let work = Work::Encode { slab, skip, source, file: &file.shown, reply };
             self.order.send(promise).map_err(gone)?;
             self.slabs.send(work).map_err(gone)?;

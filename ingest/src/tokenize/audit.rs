@@ -51,7 +51,7 @@ fn in_share(key: u64) -> bool {
 /// The piece of a large text that stands for it, at a place drawn by its content.
 pub fn piece(text: &str, key: u64) -> &str {
     let room = text.len().saturating_sub(PIECE_BYTES) as u128;
-    let mut start = (room * u128::from(key) >> 64) as usize;
+    let mut start = ((room * u128::from(key)) >> 64) as usize;
     while !text.is_char_boundary(start) {
         start -= 1;
     }
