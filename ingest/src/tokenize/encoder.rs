@@ -2,9 +2,11 @@
 //!
 //! Invariant: which of the two encodes decides speed, never an id: a build stops where they differ.
 
+use std::cell::Cell;
 use std::fs;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
+use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use contract::{Fault, Identity, Result, fault};
@@ -155,8 +157,8 @@ fn reference(bytes: &[u8]) -> Result<tokenizers::Tokenizer> {
         Fault::usage(format!("`tokenizers` refuses this tokenizer.json: {error}"))
             .hint(format!("it has to be a file that {REFERENCE} reads"))
     };
-    let mut reference = catch_unwind(|| tokenizers::Tokenizer::from_bytes(bytes))
-        .map_err(|_| refused("it panicked".to_owned()))?
+    let mut reference = quietly(|| tokenizers::Tokenizer::from_bytes(bytes))
+        .map_err(|()| refused("it panicked".to_owned()))?
         .map_err(|error| refused(error.to_string()))?;
     // What a file says of cropping and padding is for batches of a model, not for documents.
     reference.with_truncation(None).map_err(|error| refused(error.to_string()))?;
@@ -166,8 +168,7 @@ fn reference(bytes: &[u8]) -> Result<tokenizers::Tokenizer> {
 }
 
 fn encode_reference(reference: &tokenizers::Tokenizer, text: &str) -> Result<Vec<u32>> {
-    let encoding = catch_unwind(AssertUnwindSafe(|| reference.encode_fast(text, false)));
-    match encoding {
+    match quietly(|| reference.encode_fast(text, false)) {
         Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
         Ok(Err(error)) => Err(Fault::data(format!("the tokenizer refuses a document: {error}"))
             .hint("leave the document out, or use a tokenizer that knows every byte")),
@@ -209,9 +210,27 @@ fn encode_fast(fast: &fastokens::Tokenizer, text: &str) -> std::result::Result<V
         .map_err(|error| error.to_string())
 }
 
-/// Runs what may panic; what it would have printed is no use to a person, who reads the reason instead.
+thread_local! {
+    /// Whether a panic of this thread is expected.
+    static QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs what may panic. The libraries' panics are answered with another encoder or an error that names the document,
+/// so that what they print would only mislead; every other panic speaks as before.
 fn quietly<T>(work: impl FnOnce() -> T) -> std::result::Result<T, ()> {
-    catch_unwind(AssertUnwindSafe(work)).map_err(|_| ())
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let speak = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if !QUIET.get() {
+                speak(info);
+            }
+        }));
+    });
+    let before = QUIET.replace(true);
+    let done = panic::catch_unwind(AssertUnwindSafe(work));
+    QUIET.set(before);
+    done.map_err(|_| ())
 }
 
 /// Texts on which tokenizers are known to part ways, and every added token amid text.
@@ -242,32 +261,8 @@ fn probes(reference: &tokenizers::Tokenizer) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::bytes_tokenizer;
     use serde_json::json;
-
-    /// A byte-level tokenizer without merges, of a plain and a special added token, and whatever else `change` does.
-    pub(crate) fn bytes_tokenizer(change: impl FnOnce(&mut Value)) -> Vec<u8> {
-        let mut alphabet: Vec<char> =
-            tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet().into_iter().collect();
-        alphabet.sort_unstable();
-        let vocab: serde_json::Map<String, Value> =
-            alphabet.iter().enumerate().map(|(id, c)| (c.to_string(), json!(id))).collect();
-        let added = |id: u32, content: &str, special: bool| {
-            json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
-                   "normalized": false, "special": special})
-        };
-        let mut value = json!({
-            "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
-            "added_tokens": [added(256, "<|end|>", true), added(257, "<tab>", false)],
-            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
-            "post_processor": null,
-            "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
-            "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-                      "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
-                      "ignore_merges": false, "vocab": vocab, "merges": []},
-        });
-        change(&mut value);
-        serde_json::to_vec(&value).unwrap()
-    }
 
     #[test]
     fn special_tokens_stay_text_and_others_match() {
