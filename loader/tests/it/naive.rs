@@ -1,14 +1,12 @@
 //! Batches against the most obvious program: one token at a time, over plain vectors.
 
-mod support;
-
 use std::collections::BTreeMap;
 
+use crate::support::{PhaseText, Text, curriculum, plan, scratch, write_store};
 use contract::Digest;
 use loader::{Batch, RankSlice, Stores, batch, step_digest, validation};
 use mixer::{Plan, SampleSpec, Segment};
 use proptest::prelude::*;
-use support::{PhaseText, Text, curriculum, plan, scratch, write_store};
 
 /// A stream as plain vectors: each token, and the number of its document.
 struct Plain {
