@@ -63,8 +63,9 @@ fn truncated_files_are_named() {
 }
 
 fn flate(text: &str) -> Vec<u8> {
-    let mut child = Command::new("gzip").arg("-c").stdin(std::process::Stdio::piped());
-    let mut child = child.stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut command = Command::new("gzip");
+    command.arg("-c").stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+    let mut child = command.spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
     let text = text.to_owned();
     let writer = std::thread::spawn(move || stdin.write_all(text.as_bytes()).unwrap());
