@@ -3,6 +3,7 @@
 //! Invariant: which of the two encodes decides speed, never an id: a build stops where they differ.
 
 use std::cell::Cell;
+use std::collections::BTreeSet;
 use std::fs;
 use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
@@ -188,6 +189,7 @@ fn fast(
     if whole_words {
         return Err("an added token matches whole words only".to_owned());
     }
+    let json = without_gaps(json)?;
     let mut fast = quietly(|| fastokens::Tokenizer::from_json(json))
         .map_err(|()| "it panicked on this tokenizer.json".to_owned())?
         .map_err(|error| error.to_string())?;
@@ -202,6 +204,32 @@ fn fast(
         }
     }
     Ok(fast)
+}
+
+/// The most unused ids that are worth naming.
+const GAPS_MAX: usize = 1 << 16;
+
+/// Gives ids that no token has a token that no text has, since `fastokens` wants the ids of a model without gaps.
+/// (cl100k and o200k leave some out below their special tokens.) Under a byte-level pre-tokenizer, a space never
+/// reaches the model, so a token with one cannot match.
+fn without_gaps(mut json: Value) -> std::result::Result<Value, String> {
+    let byte_level = json["pre_tokenizer"].to_string().contains("\"ByteLevel\"");
+    let Some(vocab) = json.pointer_mut("/model/vocab").and_then(Value::as_object_mut) else {
+        return Ok(json);
+    };
+    let ids: BTreeSet<u64> = vocab.values().filter_map(Value::as_u64).collect();
+    let end = ids.last().map_or(0, |last| last.saturating_add(1));
+    let missing = end - ids.len() as u64;
+    if missing == 0 || !byte_level {
+        return Ok(json);
+    }
+    if missing > GAPS_MAX as u64 {
+        return Err(format!("{missing} ids below {end} have no token"));
+    }
+    for id in (0..end).filter(|id| !ids.contains(id)) {
+        vocab.insert(format!(" unused {id}"), id.into());
+    }
+    Ok(json)
 }
 
 fn encode_fast(fast: &fastokens::Tokenizer, text: &str) -> std::result::Result<Vec<u32>, String> {
