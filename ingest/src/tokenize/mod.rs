@@ -5,6 +5,8 @@
 //! padded or added but the begin and end tokens that `corpus.toml` asks for.
 
 pub mod audit;
+pub mod decode;
 pub mod encoder;
 
+pub use decode::Decoder;
 pub use encoder::{Engine, Tokenizer};
