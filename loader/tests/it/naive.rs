@@ -215,8 +215,8 @@ fn check_world(plan: &Plan, stores: &Stores, whole: &Batch, world: u32) {
     let parts: Vec<Batch> = (0..world).map(part).collect();
     let digests: Vec<&[Digest]> = parts.iter().map(|part| part.sequences.as_slice()).collect();
     assert_eq!(step_digest(digests), whole.digest(), "world {world}");
-    let joined: Vec<i32> = parts.iter().flat_map(|part| part.labels.clone()).collect();
-    assert_eq!(joined, whole.labels);
+    let joined: Vec<i32> = parts.iter().flat_map(|part| part.labels.to_vec()).collect();
+    assert_eq!(joined, *whole.labels);
     assert_eq!(parts.iter().map(|part| part.label_count).sum::<u64>(), whole.label_count);
     let mut next = whole.first_sample;
     for part in parts.iter().filter(|part| part.rows > 0) {
