@@ -6,5 +6,6 @@
 
 pub mod audit;
 pub mod encoder;
+pub mod train;
 
 pub use encoder::{Engine, Tokenizer};
