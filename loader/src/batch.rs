@@ -5,6 +5,7 @@ use contract::{Digest, Hasher, Result};
 use mixer::{Plan, SampleSpec};
 
 use crate::assemble::{Row, Scratch};
+use crate::column::Column;
 use crate::{RankSlice, Stores};
 
 /// Rows of `seq_len` tokens, row after row.
@@ -21,13 +22,13 @@ pub struct Batch {
     /// Tokens in a row, padding included.
     pub seq_len: u32,
     /// `rows * seq_len` token ids; 0 in padding.
-    pub tokens: Vec<i32>,
+    pub tokens: Column<i32>,
     /// The token that follows each one in its document, be it in this row or past its end; 0 where there is none.
-    pub labels: Vec<i32>,
+    pub labels: Column<i32>,
     /// Positions, from 0 at every boundary.
-    pub positions: Vec<i32>,
+    pub positions: Column<i32>,
     /// 1 where the label counts, 0 at a document's last token and in padding.
-    pub mask: Vec<u8>,
+    pub mask: Column<u8>,
     /// Per row: where a document, or what is in view of it, begins. The first is 0; padding has its own.
     pub boundaries: Vec<Vec<u32>>,
     /// Per row: what it is.
@@ -61,8 +62,9 @@ impl Batch {
     ) -> Result<Self> {
         let width = head.seq_len as usize;
         let size = samples.len() * width;
-        let (mut tokens, mut labels, mut positions) = (vec![0; size], vec![0; size], vec![0; size]);
-        let mut mask = vec![0; size];
+        let (words, bytes) = stores.shelves();
+        let (mut tokens, mut labels) = (words.take(size), words.take(size));
+        let (mut positions, mut mask) = (words.take(size), bytes.take(size));
         let mut boundaries = Vec::with_capacity(samples.len());
         let mut sequences = Vec::with_capacity(samples.len());
         let mut scratch = Scratch::default();

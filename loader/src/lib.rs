@@ -13,6 +13,7 @@
 
 pub mod assemble;
 pub mod batch;
+mod column;
 pub mod open;
 pub mod prefetch;
 pub mod slice;
@@ -20,6 +21,7 @@ pub mod stores;
 pub mod validation;
 
 pub use batch::{Batch, batch, step_digest};
+pub use column::Column;
 pub use open::Opened;
 pub use prefetch::{PrefetchOptions, Prefetcher};
 pub use slice::RankSlice;
