@@ -4,7 +4,7 @@ use contract::store::StreamReader;
 use contract::{Digest, Fault, Hasher, Result};
 use mixer::{SampleSpec, Segment};
 
-/// A row to be filled: four slices of `seq_len`, all zero.
+/// A row to be filled: four slices of `seq_len`. What they hold is of no account: every value is written.
 pub(crate) struct Row<'a> {
     pub(crate) tokens: &'a mut [i32],
     pub(crate) labels: &'a mut [i32],
@@ -45,6 +45,9 @@ impl Row<'_> {
         }
         if at < self.tokens.len() {
             boundaries.push(at as u32); // Padding is a segment of its own: no text attends to it.
+            self.tokens[at..].fill(0);
+            self.labels[at..].fill(0);
+            self.mask[at..].fill(0);
         }
         self.count_positions(&boundaries);
         Ok(boundaries)

@@ -1,10 +1,13 @@
 //! A step's batch, or a rank's part of it.
 
+use std::ops::Range;
+
 use contract::store::Split;
 use contract::{Digest, Hasher, Result};
 use mixer::{Plan, SampleSpec};
 
 use crate::assemble::{Row, Scratch};
+use crate::column::Column;
 use crate::{RankSlice, Stores};
 
 /// Rows of `seq_len` tokens, row after row.
@@ -14,20 +17,20 @@ pub struct Batch {
     pub step: u64,
     /// The global sample number of the first row here.
     pub first_sample: u64,
-    /// Rows in a gradient leaf; the rows here are whole leaves.
+    /// Rows in a gradient leaf; a rank's rows are whole leaves.
     pub leaf: u64,
     /// Rows here.
     pub rows: u64,
     /// Tokens in a row, padding included.
     pub seq_len: u32,
     /// `rows * seq_len` token ids; 0 in padding.
-    pub tokens: Vec<i32>,
+    pub tokens: Column<i32>,
     /// The token that follows each one in its document, be it in this row or past its end; 0 where there is none.
-    pub labels: Vec<i32>,
+    pub labels: Column<i32>,
     /// Positions, from 0 at every boundary.
-    pub positions: Vec<i32>,
+    pub positions: Column<i32>,
     /// 1 where the label counts, 0 at a document's last token and in padding.
-    pub mask: Vec<u8>,
+    pub mask: Column<u8>,
     /// Per row: where a document, or what is in view of it, begins. The first is 0; padding has its own.
     pub boundaries: Vec<Vec<u32>>,
     /// Per row: what it is.
@@ -61,8 +64,9 @@ impl Batch {
     ) -> Result<Self> {
         let width = head.seq_len as usize;
         let size = samples.len() * width;
-        let (mut tokens, mut labels, mut positions) = (vec![0; size], vec![0; size], vec![0; size]);
-        let mut mask = vec![0; size];
+        let (words, bytes) = stores.shelves();
+        let (mut tokens, mut labels) = (words.take(size), words.take(size));
+        let (mut positions, mut mask) = (words.take(size), bytes.take(size));
         let mut boundaries = Vec::with_capacity(samples.len());
         let mut sequences = Vec::with_capacity(samples.len());
         let mut scratch = Scratch::default();
@@ -109,16 +113,18 @@ pub(crate) struct Head {
 
 /// The part of step `step` that is `slice`'s.
 pub fn batch(plan: &Plan, stores: &Stores, step: u64, slice: RankSlice) -> Result<Batch> {
+    rows(plan, stores, step, slice.rows(&plan.step(step)?))
+}
+
+/// Rows `rows` of step `step`, counted from 0: to look at a few.
+pub fn rows(plan: &Plan, stores: &Stores, step: u64, rows: Range<u64>) -> Result<Batch> {
     let spec = plan.step(step)?;
-    let leaves = slice.leaves(spec.batch / spec.leaf);
-    let rows = leaves.start * spec.leaf..leaves.end * spec.leaf;
     let first_sample = spec.first_sample + rows.start;
     let samples =
         rows.map(|row| plan.sample(spec.first_sample + row)).collect::<Result<Vec<_>>>()?;
     let head = Head { step, first_sample, leaf: spec.leaf, seq_len: spec.seq_len };
-    Batch::assemble(head, samples, Split::Train, stores, |sample| {
-        &plan.sources()[sample.source].name
-    })
+    let name = |sample: &SampleSpec| plan.sources()[sample.source].name.as_str();
+    Batch::assemble(head, samples, Split::Train, stores, name)
 }
 
 /// A step's digest from the digests of its sequences, in order, in whatever parts the ranks hold them.

@@ -8,11 +8,15 @@ use contract::store::{Split, Store, StreamReader, read::ReadCache};
 use contract::{Fault, Result};
 use mixer::SourceFacts;
 
+use crate::column::Shelf;
+
 /// Several stores with one tokenizer, source names unique.
 pub struct Stores {
     stores: Vec<Store>,
     by_name: BTreeMap<String, usize>,
     sources: Vec<Source>,
+    words: Arc<Shelf<i32>>,
+    bytes: Arc<Shelf<u8>>,
 }
 
 /// One source, wherever it lies.
@@ -31,7 +35,9 @@ impl Stores {
 
     /// Opens the stores in these folders with this cache.
     pub fn open_with<P: AsRef<Path>>(paths: &[P], cache: Arc<ReadCache>) -> Result<Self> {
-        let mut all = Stores { stores: Vec::new(), by_name: BTreeMap::new(), sources: Vec::new() };
+        let (stores, by_name, sources) = (Vec::new(), BTreeMap::new(), Vec::new());
+        let (words, bytes) = (Arc::default(), Arc::default());
+        let mut all = Stores { stores, by_name, sources, words, bytes };
         for path in paths {
             all.add(Store::open_with(path.as_ref(), Arc::clone(&cache))?)?;
         }
@@ -101,6 +107,11 @@ impl Stores {
             Split::Train => &source.train,
             Split::Validation => &source.validation,
         })
+    }
+
+    /// Where the memory of batches waits to be used again.
+    pub(crate) fn shelves(&self) -> (&Arc<Shelf<i32>>, &Arc<Shelf<u8>>) {
+        (&self.words, &self.bytes)
     }
 
     /// The stores, in the order given.

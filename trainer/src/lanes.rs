@@ -123,6 +123,8 @@ fn machine(error: kernels::Error) -> Fault {
 fn stopped(panic: &(dyn Any + Send)) -> Fault {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
+    // libtorch's messages end in a stack trace of its own; the first line says what happened.
+    let text = text.split("\\n").next().unwrap_or(text).lines().next().unwrap_or(text);
     if text.contains("out of memory") || text.contains("can't allocate memory") {
         return Fault::machine("there is not enough memory")
             .found(text)

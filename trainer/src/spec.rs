@@ -183,7 +183,7 @@ fn resolve_model(
         None => balance::LR,
         Some(value) => {
             let lr = value.as_f64().filter(|lr| *lr >= 0.0 && lr.is_finite());
-            let fault = || Fault::usage("a learning rate is a number from 0");
+            let fault = || Fault::usage("balance_lr is a learning rate: a number from 0");
             lr.ok_or_else(|| fault().at(place(BALANCE_LR)).found(&value))?
         }
     };

@@ -6,7 +6,6 @@
 //! says how large each of its buffers is once decompressed: the library allocates that before it looks at the data, so
 //! a damaged length must be found before.
 
-use std::collections::HashMap;
 use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -47,7 +46,7 @@ pub(super) struct Messages {
         clippy::disallowed_types,
         reason = "the library's interface; only ever looked up by id"
     )]
-    dictionaries: HashMap<i64, ArrayRef>,
+    dictionaries: std::collections::HashMap<i64, ArrayRef>,
     batches: usize,
 }
 
@@ -163,8 +162,7 @@ impl Messages {
 
     /// Reads exactly `length` bytes, without believing that there are so many.
     fn exactly(&mut self, length: u64) -> Result<Vec<u8>> {
-        let mut bytes = Vec::new();
-        bytes.reserve(length.min(TRUSTED_BYTES as u64) as usize);
+        let mut bytes = Vec::with_capacity(length.min(TRUSTED_BYTES as u64) as usize);
         let read = self.raw.by_ref().take(length).read_to_end(&mut bytes);
         read.map_err(|error| Fault::io("read", &self.path, &error))?;
         match length - bytes.len() as u64 {

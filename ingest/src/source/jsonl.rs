@@ -333,4 +333,28 @@ mod tests {
             }
         }
     }
+
+    #[test]
+    fn a_line_of_many_slabs_takes_linear_time() {
+        // Searching such a line from its start for every slab would go over 10^12 bytes.
+        let line = format!("{{\"text\":\"{}\"}}\n{{\"text\":\"b\"}}\n", "x\\n".repeat(5_000_000));
+        let file = write("x.jsonl", line.as_bytes());
+        let begun = std::time::Instant::now();
+        let limits = Limits { slab_bytes: 64, ..Limits::default() };
+        let got = documents(read_with(&file, "text", None, &limits).unwrap());
+        assert_eq!((got[0].text.len(), got[1].row), (10_000_000, 2));
+        assert!(begun.elapsed().as_secs() < 30, "{:?}", begun.elapsed());
+    }
+
+    #[test]
+    fn a_line_too_long_is_never_held() {
+        let lines = format!("{{\"text\":\"{}\"}}\n{{\"text\":\"b\"}}\n", "x".repeat(20_000_000));
+        let file = write("x.jsonl.zst", &zstd::encode_all(lines.as_bytes(), 1).unwrap());
+        let limits = Limits { slab_bytes: 1000, max_document_bytes: 50_000 };
+        let mut reader = Reader::open(&file.path, limits).unwrap();
+        let first = reader.next_slab().unwrap().unwrap();
+        assert!(matches!(first.0, Records::TooLong(TooLong { bytes: 20_000_011, .. })));
+        assert!(reader.carry.capacity() < 200_000, "{}", reader.carry.capacity());
+        assert!(reader.next_slab().unwrap().is_some());
+    }
 }

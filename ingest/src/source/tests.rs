@@ -205,7 +205,7 @@ fn parquet_file(rows: &[Row], group: usize, kind: usize, nested: bool, variant: 
     ];
     let properties = WriterProperties::builder()
         .set_writer_version(version)
-        .set_dictionary_enabled(variant % 3 == 0)
+        .set_dictionary_enabled(variant.is_multiple_of(3))
         .set_compression(codecs[variant % 4])
         .set_data_page_row_count_limit(3)
         .set_write_batch_size(2)
@@ -226,7 +226,7 @@ fn arrow_file(rows: &[Row], group: usize, kind: usize, nested: bool, variant: us
     ][variant / 2 % 3];
     let options =
         ::arrow::ipc::writer::IpcWriteOptions::default().try_with_compression(compression).unwrap();
-    if variant % 2 == 0 {
+    if variant.is_multiple_of(2) {
         let mut writer = StreamWriter::try_new_with_options(Vec::new(), &schema, options).unwrap();
         batches.iter().for_each(|batch| writer.write(batch).unwrap());
         writer.finish().unwrap();
@@ -351,7 +351,8 @@ fn files_cut_short_are_refused_by_name() {
     for (name, bytes) in sound_files() {
         assert!(read_with(&write(name, &bytes), "text", None, &limits(100)).is_ok(), "{name}");
         let far = 150;
-        let near = |length: usize| length < far || length + far > bytes.len() || length % 11 == 0;
+        let near =
+            |length: usize| length < far || length + far > bytes.len() || length.is_multiple_of(11);
         for length in (0..bytes.len()).filter(|&length| near(length)) {
             let cut = &bytes[..length];
             let outcome = read_with(&write(name, cut), "text", None, &limits(100));

@@ -189,7 +189,7 @@ impl TryFrom<String> for Packed {
                 text.len()
             )
         };
-        if !text.is_ascii() || text.len() % 16 != 0 {
+        if !text.is_ascii() || !text.len().is_multiple_of(16) {
             return Err(wrong());
         }
         let words = text.as_bytes().chunks_exact(16).map(|digits| {

@@ -74,11 +74,11 @@ impl Learner {
         let alphabet = alphabet();
         let mut id_of = [0; BYTES as usize];
         (0..).zip(alphabet).for_each(|(id, byte)| id_of[usize::from(byte)] = id);
-        let word = |(text, &count): (&Box<str>, &u64)| Word {
+        let word = |text: &str, count| Word {
             tokens: text.bytes().map(|byte| id_of[usize::from(byte)]).collect(),
             count,
         };
-        let words: Vec<Word> = words.iter().map(word).collect();
+        let words: Vec<Word> = words.iter().map(|(text, count)| word(text, *count)).collect();
         let tokens: Vec<Vec<u8>> = alphabet.iter().map(|&byte| vec![byte]).collect();
         let ids = (0..).zip(&tokens).map(|(id, bytes)| (bytes.clone(), id)).collect();
         let learned = Learned { tokens, merges: Vec::new() };

@@ -48,7 +48,7 @@ fn merges_of(json: &serde_json::Value) -> Vec<[String; 2]> {
 #[test]
 fn hugging_face_learns_the_same_merges() {
     let texts: Vec<String> = [paragraphs(PROSE), paragraphs(CODE)].concat();
-    let ours = trained(&[texts.clone()], &request(700), 2).unwrap();
+    let ours = trained(std::slice::from_ref(&texts), &request(700), 2).unwrap();
     let ours: serde_json::Value = serde_json::from_slice(&ours.bytes).unwrap();
 
     let mut theirs = tokenizers::Tokenizer::from_bytes(ours.to_string()).unwrap();
@@ -167,7 +167,7 @@ fn both_encoders_take_the_result_and_give_the_text_back() {
 fn a_sample_is_chosen_by_content_and_validation_is_left_out() {
     let texts: Vec<String> = (0..4000).map(|i| format!("document {i}")).collect();
     let tenth = Request { sample: Ratio::new(1, 10), ..request(300) };
-    let one = trained(&[texts.clone()], &tenth, 2).unwrap();
+    let one = trained(std::slice::from_ref(&texts), &tenth, 2).unwrap();
     assert!(one.documents.abs_diff(400) < 100, "{}", one.documents);
     let files: Vec<Vec<String>> = texts.chunks(300).rev().map(<[_]>::to_vec).collect();
     assert!(trained(&files, &tenth, 1).unwrap().bytes == one.bytes);

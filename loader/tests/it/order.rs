@@ -1,15 +1,13 @@
 //! Speed decides nothing: threads, depth, open files and what was read before leave no trace in a batch.
 
-mod support;
-
 use std::sync::Arc;
 
+use crate::support::{PhaseText, Text, curriculum, plan, scratch, write_store};
 use contract::store::read::ReadCache;
 use contract::{Class, Digest};
 use loader::{Batch, PrefetchOptions, Prefetcher, RankSlice, Stores, batch};
 use mixer::Plan;
 use proptest::prelude::*;
-use support::{PhaseText, Text, curriculum, plan, scratch, write_store};
 
 fn two_sources() -> Vec<Text> {
     let lengths = |salt: u64| (0..300).map(|i| 1 + (i * i * salt) % 97).collect::<Vec<u64>>();

@@ -1,14 +1,12 @@
 //! Batches against the most obvious program: one token at a time, over plain vectors.
 
-mod support;
-
 use std::collections::BTreeMap;
 
+use crate::support::{PhaseText, Text, curriculum, plan, scratch, write_store};
 use contract::Digest;
 use loader::{Batch, RankSlice, Stores, batch, step_digest, validation};
 use mixer::{Plan, SampleSpec, Segment};
 use proptest::prelude::*;
-use support::{PhaseText, Text, curriculum, plan, scratch, write_store};
 
 /// A stream as plain vectors: each token, and the number of its document.
 struct Plain {
@@ -217,8 +215,8 @@ fn check_world(plan: &Plan, stores: &Stores, whole: &Batch, world: u32) {
     let parts: Vec<Batch> = (0..world).map(part).collect();
     let digests: Vec<&[Digest]> = parts.iter().map(|part| part.sequences.as_slice()).collect();
     assert_eq!(step_digest(digests), whole.digest(), "world {world}");
-    let joined: Vec<i32> = parts.iter().flat_map(|part| part.labels.clone()).collect();
-    assert_eq!(joined, whole.labels);
+    let joined: Vec<i32> = parts.iter().flat_map(|part| part.labels.to_vec()).collect();
+    assert_eq!(joined, *whole.labels);
     assert_eq!(parts.iter().map(|part| part.label_count).sum::<u64>(), whole.label_count);
     let mut next = whole.first_sample;
     for part in parts.iter().filter(|part| part.rows > 0) {

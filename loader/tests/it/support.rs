@@ -1,7 +1,5 @@
 //! Generated stores and curricula for tests and benchmarks, written by the real writer.
 
-#![allow(dead_code, reason = "each test file uses its part")]
-
 use std::fs;
 use std::path::{Path, PathBuf};
 
