@@ -5,8 +5,8 @@
 //! ```
 //!
 //! Each row is a process of its own, pinned by `taskset`, since encoders keep caches: `fastokens alone` encodes the
-//! documents, read and parsed beforehand, with one thread for each core; `zdata build` goes from the compressed files to
-//! the committed store. Each pair runs three times, alternating; the median counts.
+//! documents, read and parsed beforehand, with one thread for each core; `zdata build` goes from the compressed files
+//! to the committed store. Each pair runs three times, alternating; the median counts.
 
 #![expect(clippy::print_stdout, reason = "a benchmark prints its rows")]
 
