@@ -237,7 +237,8 @@ impl<'a> Section<'a> {
         least: f64,
         below: f64,
     ) -> Result<f64> {
-        let number = value.as_float().or_else(|| value.as_integer().map(|whole| whole as f64));
+        let whole = || value.as_integer().and_then(|whole| i32::try_from(whole).ok());
+        let number = value.as_float().or_else(|| whole().map(Into::into));
         match number {
             Some(number) if least <= number && number < below => Ok(number),
             _ => Err(self
