@@ -3,6 +3,8 @@
 //! Only the keyed permutation and its keys are shared with the plan; they have tests of their own. Everything else
 //! is written again here in the most obvious way.
 
+#![expect(clippy::unwrap_used, reason = "a failing test may panic")]
+
 use std::collections::{BTreeMap, VecDeque};
 
 use contract::{Key, Permutation};
