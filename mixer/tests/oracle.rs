@@ -3,6 +3,8 @@
 //! Only the keyed permutation and its keys are shared with the plan; they have tests of their own. Everything else
 //! is written again here in the most obvious way.
 
+#![expect(clippy::unwrap_used, reason = "a failing test may panic")]
+
 use std::collections::{BTreeMap, VecDeque};
 
 use contract::{Key, Permutation};
@@ -280,8 +282,8 @@ proptest! {
         covers(&samples, &facts)?;
         totals_agree(&plan, &samples)?;
         steps_agree(&plan)?;
-        for source in 0..facts.len() {
-            let whole = asked.0 % facts[source].tokens;
+        for (source, facts) in facts.iter().enumerate() {
+            let whole = asked.0 % facts.tokens;
             visits_agree(&plan, &samples, source, whole, asked.1)?;
         }
     }
@@ -338,7 +340,7 @@ proptest! {
         let before = whole.digest_through(step);
         let last = phases.len() - 1;
 
-        let added = [&phases[..], &[more.clone()]].concat();
+        let added = [&phases[..], std::slice::from_ref(&more)].concat();
         prop_assert_eq!(plan(&added, &sources).digest_through(step), before);
         let mut longer = phases.clone();
         longer[last].steps += 1 + more.steps;
