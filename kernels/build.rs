@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-const SOURCES: [&str; 1] = ["shim/switches.cpp"];
+const SOURCES: [&str; 2] = ["shim/device.cpp", "shim/switches.cpp"];
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -11,8 +11,7 @@ fn main() {
         std::env::var("DEP_TCH_LIBTORCH_LIB").expect("torch-sys says where libtorch lies"),
     );
     println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());
-    // Where the device libraries are looked for at run time, before the loader's own path.
-    println!("cargo:rustc-env=KERNELS_LIBTORCH_LIB={}", lib.display());
+    println!("cargo:rustc-link-lib=dl");
     let include = lib.parent().unwrap_or(Path::new("/")).join("include");
     cc::Build::new()
         .cpp(true)

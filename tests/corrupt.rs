@@ -43,7 +43,8 @@ fn malformed_lines_are_named_or_counted() {
         let scratch = Scratch::new();
         let skip = one_file(&scratch, "bad.jsonl", &bytes, "on_error = \"skip\"");
         let store = build(&scratch, &skip, "out");
-        let seen: serde_json::Value = serde_json::from_slice(&fs::read(store.join("manifest.json")).unwrap()).unwrap();
+        let seen: serde_json::Value =
+            serde_json::from_slice(&fs::read(store.join("manifest.json")).unwrap()).unwrap();
         assert_eq!(seen["sources"][0]["losses"][0]["documents"], 1, "{seen}");
         assert_eq!(seen["sources"][0]["train"]["documents"], 6, "{seen}");
     }
@@ -63,8 +64,9 @@ fn truncated_files_are_named() {
 }
 
 fn flate(text: &str) -> Vec<u8> {
-    let mut child = Command::new("gzip").arg("-c").stdin(std::process::Stdio::piped());
-    let mut child = child.stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let mut command = Command::new("gzip");
+    command.arg("-c").stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+    let mut child = command.spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
     let text = text.to_owned();
     let writer = std::thread::spawn(move || stdin.write_all(text.as_bytes()).unwrap());
@@ -75,10 +77,12 @@ fn flate(text: &str) -> Vec<u8> {
 
 fn parquet_file(lines: &str) -> Vec<u8> {
     let texts: Vec<&str> = lines.lines().collect();
-    let column: arrow::array::ArrayRef = std::sync::Arc::new(arrow::array::StringArray::from(texts));
+    let column: arrow::array::ArrayRef =
+        std::sync::Arc::new(arrow::array::StringArray::from(texts));
     let batch = arrow::array::RecordBatch::try_from_iter([("text", column)]).unwrap();
     let mut bytes = Vec::new();
-    let mut writer = parquet::arrow::ArrowWriter::try_new(&mut bytes, batch.schema(), None).unwrap();
+    let mut writer =
+        parquet::arrow::ArrowWriter::try_new(&mut bytes, batch.schema(), None).unwrap();
     writer.write(&batch).unwrap();
     writer.close().unwrap();
     bytes
@@ -90,7 +94,9 @@ fn empty_files_and_documents_are_counted_not_fatal() {
     let bytes = format!("{{\"text\": \"\"}}\n\n{}", json_lines(4, 3));
     let corpus = one_file(&scratch, "bad.jsonl", bytes.as_bytes(), "");
     scratch.write("empty.jsonl", "");
-    let text = fs::read_to_string(&corpus).unwrap().replace("[\"bad.jsonl\"]", "[\"bad.jsonl\", \"empty.jsonl\"]");
+    let text = fs::read_to_string(&corpus)
+        .unwrap()
+        .replace("[\"bad.jsonl\"]", "[\"bad.jsonl\", \"empty.jsonl\"]");
     fs::write(&corpus, text).unwrap();
     let store = build(&scratch, &corpus, "out");
     let told = zdata(&["inspect", arg(&store)]).ok();
@@ -128,7 +134,8 @@ fn damage_to_a_store_is_named_by_verify_and_by_reading() {
     for (name, bytes) in tree(&store) {
         let path = store.join(&name);
         let shard = Path::new(&name).file_name().unwrap().to_str().unwrap().to_owned();
-        let reread = !name.contains("validation") && (shard.contains("tokens") || shard.contains("starts"));
+        let reread =
+            !name.contains("validation") && (shard.contains("tokens") || shard.contains("starts"));
         for damaged in [flipped(&bytes, bytes.len() / 2), bytes[..bytes.len() - 1].to_vec()] {
             fs::write(&path, damaged).unwrap();
             zdata(&["verify", arg(&store)]).fails(3, &[&shard]);
@@ -182,7 +189,10 @@ fn a_full_disk_stops_a_build_that_then_goes_on() {
     // A limit on file size is what a full disk is to the program: a write that fails.
     let script = "trap '' XFSZ; ulimit -f 64; exec \"$0\" build \"$1\" --out \"$2\"";
     let program = env!("CARGO_BIN_EXE_zdata");
-    let output = Command::new("sh").args(["-c", script, program, arg(&corpus), arg(&store)]).output().unwrap();
+    let output = Command::new("sh")
+        .args(["-c", script, program, arg(&corpus), arg(&store)])
+        .output()
+        .unwrap();
     assert_eq!(output.status.code(), Some(6), "{}", String::from_utf8_lossy(&output.stderr));
     zdata(&["build", arg(&corpus), "--out", arg(&store)]).ok();
     crate::support::assert_same_tree(&whole, &store);
@@ -197,7 +207,16 @@ mod training {
         let store = build(scratch, &corpus(scratch, 300, ""), "store");
         let path = curriculum(scratch, &store, "run.toml", &[]);
         let out = scratch.path("run");
-        let stop = ["--curriculum", arg(&path), "--out", arg(&out), "--checkpoint-every", "3", "--stop-after", "8"];
+        let stop = [
+            "--curriculum",
+            arg(&path),
+            "--out",
+            arg(&out),
+            "--checkpoint-every",
+            "3",
+            "--stop-after",
+            "8",
+        ];
         ztrain(&stop).ok();
         (path, out)
     }
@@ -218,14 +237,19 @@ mod training {
     fn a_damaged_checkpoint_falls_back_to_the_one_before() {
         let scratch = Scratch::new();
         let (path, out) = started(&scratch);
-        let mut steps: Vec<_> = fs::read_dir(out.join("checkpoints")).unwrap().map(|e| e.unwrap().path()).collect();
+        let mut steps: Vec<_> =
+            fs::read_dir(out.join("checkpoints")).unwrap().map(|e| e.unwrap().path()).collect();
         steps.sort();
         let newest = steps.last().unwrap();
-        let blob = fs::read_dir(newest).unwrap().map(|e| e.unwrap().path()).find(|p| p.extension().is_some_and(|e| e == "safetensors"));
+        let blob = fs::read_dir(newest)
+            .unwrap()
+            .map(|e| e.unwrap().path())
+            .find(|p| p.extension().is_some_and(|e| e == "safetensors"));
         let blob = blob.unwrap();
         let bytes = fs::read(&blob).unwrap();
         fs::write(&blob, flipped(&bytes, bytes.len() / 2)).unwrap();
-        let ran = ztrain(&["--curriculum", arg(&path), "--out", arg(&out), "--checkpoint-every", "3"]);
+        let ran =
+            ztrain(&["--curriculum", arg(&path), "--out", arg(&out), "--checkpoint-every", "3"]);
         assert!(ran.err.contains(newest.file_name().unwrap().to_str().unwrap()), "{}", ran.err);
         ran.ok();
         let whole = scratch.path("whole");
@@ -240,11 +264,18 @@ mod training {
         let path = curriculum(&scratch, &store, "run.toml", &[]);
         let out = scratch.path("run");
         let args = ["--curriculum", arg(&path), "--out", arg(&out)];
-        let mut first = ztrain_command(&args).stderr(std::process::Stdio::null()).stdout(std::process::Stdio::null()).spawn().unwrap();
+        let mut first = ztrain_command(&args)
+            .stderr(std::process::Stdio::null())
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
         while !out.join("ledger.jsonl").exists() && first.try_wait().unwrap().is_none() {
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
-        assert!(first.try_wait().unwrap().is_none(), "the first run ended before the second could start");
+        assert!(
+            first.try_wait().unwrap().is_none(),
+            "the first run ended before the second could start"
+        );
         ztrain(&args).fails(6, &["run"]);
         assert!(first.wait().unwrap().success());
     }
@@ -275,7 +306,14 @@ mod training {
         let scratch = Scratch::new();
         let store = build(&scratch, &corpus(&scratch, 60, ""), "store");
         let path = curriculum(&scratch, &store, "run.toml", &[]);
-        let ran = ztrain(&["--curriculum", arg(&path), "--out", arg(&scratch.path("run")), "--device", "cuda:0"]);
+        let ran = ztrain(&[
+            "--curriculum",
+            arg(&path),
+            "--out",
+            arg(&scratch.path("run")),
+            "--device",
+            "cuda:0",
+        ]);
         ran.fails(6, &["cuda"]);
     }
 }

@@ -35,7 +35,8 @@ fn a_moved_or_touched_corpus_is_the_same_corpus() {
 }
 
 fn digest_of(store: &std::path::Path) -> String {
-    let manifest: serde_json::Value = serde_json::from_slice(&fs::read(store.join("manifest.json")).unwrap()).unwrap();
+    let manifest: serde_json::Value =
+        serde_json::from_slice(&fs::read(store.join("manifest.json")).unwrap()).unwrap();
     manifest["digest"].as_str().unwrap().to_owned()
 }
 

@@ -25,7 +25,8 @@ fn tokenizer_store_and_steps_keep_their_digests() {
     let scratch = Scratch::new();
     let corpus = corpus(&scratch, 400, "");
     let store = build(&scratch, &corpus, "store");
-    let manifest: serde_json::Value = serde_json::from_slice(&fs::read(store.join("manifest.json")).unwrap()).unwrap();
+    let manifest: serde_json::Value =
+        serde_json::from_slice(&fs::read(store.join("manifest.json")).unwrap()).unwrap();
     let mut found = format!("tokenizer {}\n", manifest["tokenizer"]["sha256"].as_str().unwrap());
     found += &format!("store {}\n", manifest["digest"].as_str().unwrap());
     for source in manifest["sources"].as_array().unwrap() {

@@ -24,7 +24,10 @@ fn ztrain_links_the_cpu_half_only() {
 }
 
 fn needed(program: &str) -> String {
-    let output = Command::new("readelf").args(["-d", program]).output().expect("readelf comes with any C++ compiler");
+    let output = Command::new("readelf")
+        .args(["-d", program])
+        .output()
+        .expect("readelf comes with any C++ compiler");
     let text = String::from_utf8(output.stdout).unwrap();
     text.lines().filter(|line| line.contains("(NEEDED)")).collect::<Vec<_>>().join("\n")
 }

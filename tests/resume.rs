@@ -34,7 +34,8 @@ fn a_killed_build_ends_with_the_same_bytes() {
     let scratch = Scratch::new();
     let small = crate::support::corpus(&scratch, 50, "shard_tokens = 65536");
     scratch.write("raw/web-2.jsonl", json_lines(9, 12_000));
-    let build = |store: &str| ["build", arg(&small), "--out", store, "--workers", "2"].map(str::to_owned);
+    let build =
+        |store: &str| ["build", arg(&small), "--out", store, "--workers", "2"].map(str::to_owned);
     let undisturbed = scratch.path("undisturbed");
     let start = Instant::now();
     zdata(&build(arg(&undisturbed)).each_ref().map(String::as_str)).ok();
@@ -70,7 +71,8 @@ mod training {
         let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
         let curriculum = curriculum(&scratch, &store, "run.toml", &[]);
         let run = |out: &str| {
-            ["--curriculum", arg(&curriculum), "--out", out, "--checkpoint-every", "3"].map(str::to_owned)
+            ["--curriculum", arg(&curriculum), "--out", out, "--checkpoint-every", "3"]
+                .map(str::to_owned)
         };
         let undisturbed = scratch.path("undisturbed");
         let start = Instant::now();
@@ -82,12 +84,19 @@ mod training {
             let command = run(arg(&folder));
             let command = command.each_ref().map(String::as_str);
             for life in 0..2 {
-                hit += u64::from(kill_after(ztrain_command(&command), moment(whole, 2 * index + life)));
+                hit += u64::from(kill_after(
+                    ztrain_command(&command),
+                    moment(whole, 2 * index + life),
+                ));
             }
             ztrain(&command).ok();
-            let read = |run: &std::path::Path| fs::read_to_string(run.join("ledger.jsonl")).unwrap();
+            let read =
+                |run: &std::path::Path| fs::read_to_string(run.join("ledger.jsonl")).unwrap();
             assert!(read(&undisturbed) == read(&folder), "the ledgers of kill {index} differ");
-            assert_same_tree(&undisturbed.join("checkpoints/step-20"), &folder.join("checkpoints/step-20"));
+            assert_same_tree(
+                &undisturbed.join("checkpoints/step-20"),
+                &folder.join("checkpoints/step-20"),
+            );
             ztrain(&["compare", arg(&undisturbed), arg(&folder)]).ok();
         }
         assert!(hit > 0, "no run was still alive when it was to be killed");

@@ -49,6 +49,16 @@ pub enum Outcome {
 
 /// Builds `corpus` into the folder `store`, or goes on with a build that was killed there.
 pub fn build(corpus: &Corpus, store: &Path, options: Options) -> Result<Outcome> {
+    build_while(corpus, store, options, || Ok(()))
+}
+
+/// Builds as long as `go_on`, asked before each document, does not fail.
+pub(crate) fn build_while(
+    corpus: &Corpus,
+    store: &Path,
+    options: Options,
+    mut go_on: impl FnMut() -> Result<()>,
+) -> Result<Outcome> {
     let path = corpus.tokenizer.as_ref().ok_or_else(|| {
         Fault::usage("the corpus names no tokenizer")
             .at(corpus.file.display().to_string())
@@ -84,7 +94,7 @@ pub fn build(corpus: &Corpus, store: &Path, options: Options) -> Result<Outcome>
     };
     let position = committer.position();
     pipeline::run(corpus, &encoding, options.workers.max(1), position, |step, auditor| {
-        committer.step(step, auditor)
+        committer.step(step, auditor, &mut go_on)
     })?;
     let mut audit = std::mem::take(&mut committer.audit);
     let sources = std::mem::take(&mut committer.sources);

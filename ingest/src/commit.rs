@@ -90,11 +90,17 @@ impl<'a> Committer<'a> {
         self.position.clone()
     }
 
-    /// Takes the next step in input order.
-    pub(crate) fn step(&mut self, step: Step, auditor: &Auditor<'_>) -> Result<()> {
+    /// Takes the next step in input order; asks `go_on` before each document.
+    pub(crate) fn step(
+        &mut self,
+        step: Step,
+        auditor: &Auditor<'_>,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
         match step {
             Step::Slab(items) => {
                 for item in items {
+                    go_on()?;
                     self.item(item, auditor)?;
                 }
             }

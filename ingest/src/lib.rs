@@ -20,6 +20,10 @@ mod pipeline;
 mod progress;
 mod request;
 pub mod source;
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;
 pub mod tokenize;
 pub mod verify;
 

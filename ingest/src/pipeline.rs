@@ -296,6 +296,11 @@ fn encode(parsed: Parsed, file: &str, encoding: &Encoding<'_>) -> Item {
     }
 }
 
+/// Whether a document with this content is kept for validation: never trained on, by a tokenizer neither.
+pub(crate) fn held_back(content: Digest, share: Ratio) -> bool {
+    happens(Key::from_seed(0).child("validation"), Purpose::Split, content.0 as u64, share)
+}
+
 fn encoded(
     document: Document,
     ids: Vec<u32>,
@@ -303,8 +308,7 @@ fn encoded(
     sample: Option<Sample>,
     encoding: &Encoding<'_>,
 ) -> Encoded {
-    let key = Key::from_seed(0).child("validation");
-    let held_back = happens(key, Purpose::Split, content.0 as u64, encoding.validation);
+    let held_back = held_back(content, encoding.validation);
     let Encoding { begin, end, .. } = encoding;
     let tokens = match (begin, end) {
         (None, None) => ids,

@@ -12,6 +12,7 @@
 //! Invariant: nothing here knows what a model, a batch or a step is.
 
 pub mod checksum;
+pub mod device;
 pub mod error;
 pub mod runtime;
 pub mod share;

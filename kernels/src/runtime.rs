@@ -18,6 +18,7 @@ use crate::{Error, Result};
 
 unsafe extern "C" {
     fn shim_set_switches() -> *const c_char;
+    fn shim_keep_memory();
     fn shim_set_interop_threads(threads: c_int) -> *const c_char;
     fn shim_interop_threads() -> c_int;
     fn shim_enter_thread(threads: c_int) -> *const c_char;
@@ -25,7 +26,7 @@ unsafe extern "C" {
     fn shim_flushes_denormals() -> c_int;
     fn shim_switch(name: *const c_char) -> c_int;
     fn shim_in_parallel_region() -> c_int;
-    fn shim_device_context_exists() -> c_int;
+    fn shim_gpu_context_exists() -> c_int;
     fn shim_describe(what: *const c_char) -> *const c_char;
 }
 
@@ -149,11 +150,14 @@ pub fn start(options: &RuntimeOptions) -> Result<KernelTable> {
     }
     refuse_if_late()?;
     set_device_environment(options);
+    let device = crate::device::open(&options.device)?;
+    // SAFETY: sets parameters of the allocator, which takes its own lock.
+    unsafe { shim_keep_memory() };
     // SAFETY: takes nothing, touches libtorch's own globals, and lets no exception out.
     guarded("set the determinism switches", unsafe { shim_set_switches() })?;
     set_interop_threads()?;
     enter_thread()?;
-    let table = read_table(options)?;
+    let table = read_table(device)?;
     *started = Some((options.clone(), table.clone()));
     Ok(table)
 }
@@ -199,7 +203,7 @@ fn refuse_if_late() -> Result<()> {
         return Err(Error::TooLate { what: "a parallel region" });
     }
     // SAFETY: asks the device library, if one is loaded, whether it made a context.
-    if unsafe { shim_device_context_exists() } != 0 {
+    if unsafe { shim_gpu_context_exists() } != 0 {
         return Err(Error::TooLate { what: "a device context" });
     }
     Ok(())
@@ -229,7 +233,7 @@ fn set_device_environment(options: &RuntimeOptions) {
     }
 }
 
-fn read_table(options: &RuntimeOptions) -> Result<KernelTable> {
+fn read_table(device: tch::Device) -> Result<KernelTable> {
     let mut switches = verify()?;
     // SAFETY: reads this thread's settings.
     switches.insert("flush_denormals".to_owned(), unsafe { shim_flushes_denormals() });
@@ -243,8 +247,8 @@ fn read_table(options: &RuntimeOptions) -> Result<KernelTable> {
         onednn: describe(c"onednn"),
         cpu: describe(c"cpu"),
         cpu_capability: describe(c"cpu_capability"),
-        device: options.device.split(':').next().unwrap_or_default().to_owned(),
-        architecture: String::new(),
+        device: if device.is_cuda() { "cuda" } else { "cpu" }.to_owned(),
+        architecture: crate::device::architecture(device),
         threads_per_leaf: THREADS_PER_LEAF,
         switches,
         environment,

@@ -92,9 +92,48 @@ pub(crate) fn arg(path: &Path) -> &str {
 }
 
 const WORDS: &[&str] = &[
-    "the", "a", "river", "of", "tokens", "runs", "through", "every", "shard", "and", "no", "step", "is", "lost", "while",
-    "ranks", "come", "go", "exactly", "once", "each", "document", "ends", "where", "it", "should", "naive", "cafe", "42",
-    "fn", "main()", "{", "}", "let", "x", "=", "1;", "hello,", "world!", "deterministic", "\u{00fc}ber", "\u{6587}\u{5b57}",
+    "the",
+    "a",
+    "river",
+    "of",
+    "tokens",
+    "runs",
+    "through",
+    "every",
+    "shard",
+    "and",
+    "no",
+    "step",
+    "is",
+    "lost",
+    "while",
+    "ranks",
+    "come",
+    "go",
+    "exactly",
+    "once",
+    "each",
+    "document",
+    "ends",
+    "where",
+    "it",
+    "should",
+    "naive",
+    "cafe",
+    "42",
+    "fn",
+    "main()",
+    "{",
+    "}",
+    "let",
+    "x",
+    "=",
+    "1;",
+    "hello,",
+    "world!",
+    "deterministic",
+    "\u{00fc}ber",
+    "\u{6587}\u{5b57}",
 ];
 
 /// Document `index` of a generated corpus: some 5 to 200 words, the same on every machine.
@@ -107,18 +146,26 @@ pub(crate) fn document(seed: u64, index: u64) -> String {
 
 /// JSON Lines of `documents` generated documents.
 pub(crate) fn json_lines(seed: u64, documents: u64) -> String {
-    let line = |i| serde_json::json!({"id": format!("doc-{seed}-{i}"), "text": document(seed, i)}).to_string() + "\n";
+    let line = |i| {
+        serde_json::json!({"id": format!("doc-{seed}-{i}"), "text": document(seed, i)}).to_string()
+            + "\n"
+    };
     (0..documents).map(line).collect()
 }
 
 /// A corpus of two sources and its `corpus.toml`; the tokenizer is trained from it.
 pub(crate) fn corpus(scratch: &Scratch, documents: u64, extra: &str) -> PathBuf {
     scratch.write("raw/web-0.jsonl", json_lines(1, documents));
-    scratch.write("raw/web-1.jsonl.zst", zstd::encode_all(json_lines(2, documents).as_bytes(), 3).unwrap());
+    scratch.write(
+        "raw/web-1.jsonl.zst",
+        zstd::encode_all(json_lines(2, documents).as_bytes(), 3).unwrap(),
+    );
     scratch.write("raw/math.jsonl", json_lines(3, documents / 2));
     let sources = "[[source]]\nname = \"web\"\nfiles = [\"raw/web-*\"]\ntext = \"text\"\nid = \"id\"\n\n\
                    [[source]]\nname = \"math\"\nfiles = [\"raw/math.jsonl\"]\ntext = \"text\"\nid = \"id\"\n";
-    let head = format!("tokenizer = \"tokenizer.json\"\nend = \"<|endoftext|>\"\nunit = 1024\nvalidation = \"1/50\"\n{extra}\n");
+    let head = format!(
+        "tokenizer = \"tokenizer.json\"\nend = \"<|endoftext|>\"\nunit = 1024\nvalidation = \"1/50\"\n{extra}\n"
+    );
     let path = scratch.write("corpus.toml", head + sources);
     let tokenizer = scratch.path("tokenizer.json");
     zdata(&["tokenizer", "train", arg(&path), "--vocab", "400", "--out", arg(&tokenizer)]).ok();
@@ -155,7 +202,8 @@ pub(crate) fn tree(folder: &Path) -> Vec<(String, Vec<u8>)> {
 #[track_caller]
 pub(crate) fn assert_same_tree(a: &Path, b: &Path) {
     let (a, b) = (tree(a), tree(b));
-    let names = |tree: &[(String, Vec<u8>)]| tree.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+    let names =
+        |tree: &[(String, Vec<u8>)]| tree.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
     assert_eq!(names(&a), names(&b));
     for ((name, left), (_, right)) in a.iter().zip(&b) {
         assert!(left == right, "{name} differs ({} and {} bytes)", left.len(), right.len());
@@ -163,7 +211,12 @@ pub(crate) fn assert_same_tree(a: &Path, b: &Path) {
 }
 
 /// A small curriculum over the store that `corpus` builds: two phases, of different mix, length and batch.
-pub(crate) fn curriculum(scratch: &Scratch, store: &Path, name: &str, change: &[(&str, &str)]) -> PathBuf {
+pub(crate) fn curriculum(
+    scratch: &Scratch,
+    store: &Path,
+    name: &str,
+    change: &[(&str, &str)],
+) -> PathBuf {
     let mut text = CURRICULUM.replace("STORE", arg(store));
     for (from, to) in change {
         assert!(text.contains(from), "the curriculum has no {from:?}");

@@ -1,2 +1,49 @@
-//! (skeleton)
-fn main() {}
+//! `ztrain`: trains a model as a curriculum says, and computes any past step again, bit for bit.
+
+#![expect(clippy::print_stdout, reason = "results go to standard output")]
+
+mod cmd;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Trains a ZAYA1-style model as a curriculum says; any step can be computed again, bit for bit, and explained.
+///
+/// `ztrain --curriculum FILE` begins a run, or goes on with it exactly where it stopped.
+/// Results go to standard output, progress and errors to standard error.
+/// Exit codes: 0 done, 1 a bug of ours, 2 usage or curriculum, 3 data missing or damaged, 4 digest mismatch,
+/// 5 run diverged, 6 machine.
+#[derive(Parser)]
+#[command(name = "ztrain", version, max_term_width = 100, args_conflicts_with_subcommands = true)]
+#[command(subcommand_negates_reqs = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    train: cmd::train::Args,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Compute a past step again, compare it with the ledger, and show the documents behind its loss.
+    Replay(cmd::replay::Args),
+    /// Find the first step and the first quantity in which two runs differ.
+    Compare(cmd::compare::Args),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let outcome = match cli.command {
+        None => cmd::train::exec(cli.train),
+        Some(Command::Replay(args)) => cmd::replay::exec(args),
+        Some(Command::Compare(args)) => cmd::compare::exec(args),
+    };
+    match outcome {
+        Ok(code) => ExitCode::from(code),
+        Err(fault) => {
+            eprintln!("error: {fault}");
+            ExitCode::from(fault.class().exit_code())
+        }
+    }
+}

@@ -1,29 +1,17 @@
 //! Arrow IPC, as a stream or as a file: a string column, nested or not, record batch by record batch.
-//!
-//! An IPC file holds an IPC stream between its magic and its footer, so both are read from front to end in one pass
-//! that also takes the identity. A stream without its end marker is taken for cut short: the format would allow it,
-//! but then nothing would tell a whole file from one that lost its last batches.
 
 use std::collections::VecDeque;
-use std::io::{self, BufReader, Read};
 use std::path::Path;
 use std::sync::Arc;
 
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch, StructArray};
 use arrow::buffer::NullBuffer;
 use arrow::datatypes::{DataType, Field, Schema};
-use arrow::error::ArrowError;
-use arrow::ipc::reader::StreamReader;
 use contract::{Fault, Identity, Result};
 
-use super::columns::{Column, Rows, guarded, no_column, wrong_column};
-use super::decompress::Tee;
+use super::columns::{Column, Rows, no_column, wrong_column};
+use super::ipc::Messages;
 use super::{Fields, Input, Limits, Records, Slab};
-
-const MAGIC: &[u8; 6] = b"ARROW1";
-
-/// What may follow the stream: a footer, with 24 bytes for each record batch.
-const REST_BYTES_MAX: u64 = 1 << 30;
 
 /// Rows of a slab, at most.
 const ROWS_MAX: usize = 4096;
@@ -32,8 +20,7 @@ const ROWS_MAX: usize = 4096;
 pub(super) struct Reader {
     path: Arc<Path>,
     limits: Limits,
-    stream: StreamReader<Source>,
-    is_file: bool,
+    messages: Messages,
     text: String,
     id: Option<String>,
     groups: u32,
@@ -41,57 +28,33 @@ pub(super) struct Reader {
     ended: bool,
 }
 
-/// The raw bytes, which remember whether the decoder ever asked for more than there are.
-struct Source {
-    head: io::Cursor<Vec<u8>>,
-    raw: BufReader<Tee>,
-    starved: bool,
-}
-
-impl Read for Source {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let got = match self.head.read(buffer)? {
-            0 => self.raw.read(buffer)?,
-            got => got,
-        };
-        self.starved |= got == 0 && !buffer.is_empty();
-        Ok(got)
-    }
-}
-
 impl Reader {
     pub(super) fn open(path: &Path, fields: &Fields, limits: Limits) -> Result<Self> {
-        let mut raw = BufReader::with_capacity(256 << 10, Tee::open(path)?);
-        let mut head = Vec::new();
-        let io = |error: io::Error| Fault::io("read", path, &error);
-        raw.by_ref().take(8).read_to_end(&mut head).map_err(io)?;
-        let is_file = head.starts_with(MAGIC);
-        if is_file {
-            head.clear();
-        }
-        let source = Source { head: io::Cursor::new(head), raw, starved: false };
-        let stream = guarded(path, "Arrow", || StreamReader::try_new(source, None))?;
-        let schema = stream.schema();
-        check(path, &schema, &fields.text, "strings", is_text)?;
+        let mut messages = Messages::open(path)?;
+        let schema = messages.schema();
+        check(path, schema, &fields.text, "strings", is_text)?;
         if let Some(id) = &fields.id {
-            check(path, &schema, id, "strings or integers", |kind| {
+            check(path, schema, id, "strings or integers", |kind| {
                 is_text(kind) || is_integer(kind)
             })?;
         }
+        let names = [Some(&fields.text), fields.id.as_ref()];
+        let wanted =
+            |field: &Field| names.iter().flatten().any(|name| leads_to(field.name(), name));
+        let columns = schema.fields().iter().enumerate().filter(|(_, field)| wanted(field));
+        let columns = columns.map(|(index, _)| index).collect();
+        messages.project(columns);
         let (text, id) = (fields.text.clone(), fields.id.clone());
         let (path, slabs) = (path.into(), VecDeque::new());
-        Ok(Reader { path, limits, stream, is_file, text, id, groups: 0, slabs, ended: false })
+        Ok(Reader { path, limits, messages, text, id, groups: 0, slabs, ended: false })
     }
 
     /// Cuts a batch into slabs; the pieces share its memory.
     fn cut(&mut self, batch: &RecordBatch) -> Result<()> {
         let group = self.groups;
-        self.groups = group.checked_add(1).ok_or_else(|| self.cut_short("too many batches"))?;
-        let text = column(batch, &self.text).ok_or_else(|| self.cut_short("a column is gone"))?;
-        let id = match &self.id {
-            Some(id) => Some(column(batch, id).ok_or_else(|| self.cut_short("a column is gone"))?),
-            None => None,
-        };
+        let torn = || Fault::data("two columns share a name").at(self.path.display().to_string());
+        let text = column(batch, &self.text).ok_or_else(torn)?;
+        let id = self.id.as_ref().map(|id| column(batch, id).ok_or_else(torn)).transpose()?;
         let bytes = text.0.to_data().get_slice_memory_size().unwrap_or_default();
         let each = bytes / batch.num_rows().max(1);
         let step = (self.limits.slab_bytes / each.max(1)).clamp(1, ROWS_MAX);
@@ -112,48 +75,8 @@ impl Reader {
                 bytes_max: self.limits.max_document_bytes,
             })));
         }
+        self.groups = group.checked_add(1).ok_or_else(|| Fault::data("too many record batches"))?;
         Ok(())
-    }
-
-    /// Checks that the stream ended where the file says, and reads what follows for the identity.
-    fn finish(&mut self) -> Result<()> {
-        if self.stream.get_ref().starved {
-            return Err(self.cut_short("the end of the file before the end marker of the stream"));
-        }
-        let source = self.stream.get_mut();
-        let mut rest = Vec::new();
-        let outcome = source.take(REST_BYTES_MAX).read_to_end(&mut rest);
-        outcome.map_err(|error| Fault::io("read", &self.path, &error))?;
-        if !self.is_file {
-            return match rest.len() {
-                0 => Ok(()),
-                more => Err(self.cut_short(&format!("{more} bytes after the end marker"))),
-            };
-        }
-        let footer = rest.strip_suffix(MAGIC).and_then(|rest| rest.split_last_chunk::<4>());
-        let Some((footer, length)) = footer else {
-            return Err(self.cut_short("no footer at the end of the file"));
-        };
-        let length = u32::from_le_bytes(*length) as usize;
-        let start =
-            footer.len().checked_sub(length).ok_or_else(|| self.cut_short("a torn footer"))?;
-        let batches = guarded(&self.path, "Arrow", || {
-            let footer = arrow::ipc::root_as_footer(&footer[start..])
-                .map_err(|error| ArrowError::ParseError(error.to_string()))?;
-            Ok::<_, ArrowError>(footer.recordBatches().map_or(0, |batches| batches.len()))
-        })?;
-        if batches != self.groups as usize {
-            let found = format!("{} record batches where the footer lists {batches}", self.groups);
-            return Err(self.cut_short(&found));
-        }
-        Ok(())
-    }
-
-    fn cut_short(&self, found: &str) -> Fault {
-        Fault::data("the Arrow file is damaged or cut short")
-            .at(self.path.display().to_string())
-            .found(found)
-            .hint("fetch or write the file again")
     }
 }
 
@@ -166,21 +89,21 @@ impl Input for Reader {
             if self.ended {
                 return Ok(None);
             }
-            let stream = &mut self.stream;
-            let batch = guarded(&self.path, "Arrow", || stream.next().transpose())?;
-            match batch {
+            match self.messages.next_batch()? {
                 Some(batch) => self.cut(&batch)?,
-                None => {
-                    self.finish()?;
-                    self.ended = true;
-                }
+                None => self.ended = true,
             }
         }
     }
 
     fn content(&self) -> (u64, Identity) {
-        self.stream.get_ref().raw.get_ref().content()
+        self.messages.content()
     }
+}
+
+/// Whether a top-level column is `path` or holds it.
+fn leads_to(column: &str, path: &str) -> bool {
+    path.strip_prefix(column).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
 /// The array at a dotted path, and the nulls of the structs on the way.

@@ -252,3 +252,183 @@ pub(super) fn keys_beside(line: &str, path: &str) -> (Vec<String>, String) {
     }
     (Vec::new(), path.to_owned())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use proptest::sample::{Index, select};
+
+    fn ours(line: &str, text: &str, id: Option<&str>) -> Result<Found, String> {
+        read(line, &Wanted::new(text, id), &mut Vec::new())
+    }
+
+    /// What `serde_json` finds at a path, in our words.
+    fn theirs(line: &str, path: &str) -> Result<Option<Value>, ()> {
+        let mut at: serde_json::Value = serde_json::from_str(line).map_err(drop)?;
+        for part in path.split('.') {
+            match at.get_mut(part) {
+                Some(next) => at = next.take(),
+                None => return Ok(None),
+            }
+        }
+        Ok(Some(match at {
+            serde_json::Value::String(text) => Value::String(text),
+            serde_json::Value::Null => Value::Other("null"),
+            serde_json::Value::Bool(_) => Value::Other("a boolean"),
+            serde_json::Value::Array(_) => Value::Other("an array"),
+            serde_json::Value::Object(_) => Value::Other("an object"),
+            // How a number is written does not survive there: that it is one must agree.
+            serde_json::Value::Number(_) => Value::Integer(String::new()),
+        }))
+    }
+
+    fn agree(line: &str) -> Result<(), TestCaseError> {
+        for (text, id) in [("a", "b.c"), ("a.b", "a"), ("c", "c"), ("a.a.a", "b")] {
+            let found = ours(line, text, Some(id)).map_err(drop);
+            let wanted = theirs(line, text).and_then(|text| Ok((text, theirs(line, id)?)));
+            let found = found.map(|found| (found.text, found.id));
+            let same = |value| match value {
+                Value::Integer(_) | Value::Other("a number with a fraction") => {
+                    Value::Integer(String::new())
+                }
+                value => value,
+            };
+            let found = found.map(|(text, id)| (text.map(same), id.map(same)));
+            prop_assert_eq!(found, wanted, "{:?}", line);
+        }
+        Ok(())
+    }
+
+    fn value() -> impl Strategy<Value = serde_json::Value> {
+        let leaf = prop_oneof![
+            Just(serde_json::Value::Null),
+            any::<bool>().prop_map(Into::into),
+            any::<i64>().prop_map(Into::into),
+            any::<f64>().prop_map(Into::into),
+            any::<String>().prop_map(Into::into),
+            "[ -~]{0,80}".prop_map(Into::into),
+        ];
+        leaf.prop_recursive(4, 24, 4, |inner| {
+            let key =
+                prop_oneof![select(vec!["a", "b", "c"]).prop_map(str::to_owned), any::<String>()];
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..4).prop_map(serde_json::Value::from),
+                prop::collection::btree_map(key, inner, 0..4)
+                    .prop_map(|map| serde_json::Value::Object(map.into_iter().collect())),
+            ]
+        })
+    }
+
+    /// The pieces that JSON is made of, and those it is not.
+    fn pieces() -> impl Strategy<Value = String> {
+        let piece = select(vec![
+            "{",
+            "}",
+            "[",
+            "]",
+            ",",
+            ":",
+            "\"",
+            "\"a\"",
+            "\"b\"",
+            "\"c\"",
+            "\"a\":",
+            "\"b\":",
+            "1",
+            "-",
+            "0",
+            ".5",
+            "e9",
+            "E+",
+            "e999",
+            "1e400",
+            "99999999999999999999",
+            "true",
+            "false",
+            "null",
+            "nul",
+            "t",
+            " ",
+            "\t",
+            "\r",
+            "\\",
+            "\\u",
+            "\\ud834",
+            "\\udd1e",
+            "\\u00e9",
+            "\\u00",
+            "\\n",
+            "\\x",
+            "\u{7f}",
+            "\u{0}",
+            "\u{1f}",
+            "\u{e9}",
+            "\u{2028}",
+            "NaN",
+            "'",
+            "/",
+            "\"\"",
+            "{}",
+            "[]",
+        ]);
+        prop::collection::vec(piece, 0..14).prop_map(|pieces| pieces.concat())
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+
+        #[test]
+        fn values_are_read_as_serde_json_reads_them(value in value(), pretty: bool) {
+            let shown = if pretty { serde_json::to_string_pretty(&value) } else { serde_json::to_string(&value) };
+            agree(&shown.unwrap())?;
+        }
+
+        #[test]
+        fn broken_values_are_judged_as_serde_json_judges_them(
+            value in value(), edits in prop::collection::vec((any::<Index>(), pieces(), any::<bool>()), 1..3),
+        ) {
+            let mut line: Vec<char> = value.to_string().chars().collect();
+            for (at, piece, replace) in edits {
+                let at = at.index(line.len() + 1);
+                let end = (at + usize::from(replace)).min(line.len());
+                line.splice(at..end, piece.chars());
+            }
+            agree(&line.into_iter().collect::<String>())?;
+        }
+
+        #[test]
+        fn nonsense_is_judged_as_serde_json_judges_it(line in pieces()) {
+            agree(&line)?;
+            agree(&format!("{{\"a\":{line}}}"))?;
+            agree(&format!("{{\"a\":\"{line}\",\"b\":{{\"c\":\"{line}\"}}}}"))?;
+        }
+    }
+
+    #[test]
+    fn the_last_of_equal_keys_counts() {
+        let found = ours(r#"{"a":{"b":"x"},"a":{"b":"y","b":"z"}}"#, "a.b", None).unwrap();
+        assert_eq!(found.text, Some(Value::String("z".to_owned())));
+        let found = ours(r#"{"a":{"b":"x"},"a":{}}"#, "a.b", None).unwrap();
+        assert_eq!(found.text, None);
+    }
+
+    #[test]
+    fn integers_keep_every_digit() {
+        for written in ["0", "-12", "18446744073709551616", "123456789012345678901234567890"] {
+            let found = ours(&format!("{{\"id\": {written} }}"), "t", Some("id")).unwrap();
+            assert_eq!(found.id, Some(Value::Integer(written.to_owned())));
+        }
+    }
+
+    #[test]
+    fn nesting_is_bounded_where_serde_json_bounds_it() {
+        for depth in [126, 127, 128, 129] {
+            agree(&format!("{}{}", "[".repeat(depth), "]".repeat(depth))).unwrap();
+            agree(&format!("{}1{}", "{\"a\":".repeat(depth), "}".repeat(depth))).unwrap();
+        }
+        for opening in ["[", "{\"a\":"] {
+            assert!(ours(&opening.repeat(1_000_000), "t", None).is_err());
+        }
+    }
+}

@@ -10,6 +10,7 @@
 mod arrow;
 mod columns;
 mod decompress;
+mod ipc;
 mod json;
 mod jsonl;
 mod parquet;
@@ -182,68 +183,4 @@ fn lost(reason: &'static str, bytes: u64, fault: Fault) -> Parsed {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A file in a folder of its own, removed when dropped.
-    pub(super) struct Scratch {
-        _folder: tempfile::TempDir,
-        pub(super) path: std::path::PathBuf,
-    }
-
-    pub(super) fn write(name: &str, bytes: &[u8]) -> Scratch {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join(name);
-        std::fs::write(&path, bytes).unwrap();
-        Scratch { _folder: folder, path }
-    }
-
-    pub(super) fn read_with(
-        file: &Scratch,
-        text: &str,
-        id: Option<&str>,
-        limits: &Limits,
-    ) -> Result<Vec<Parsed>> {
-        let fields = Fields { text: text.to_owned(), id: id.map(str::to_owned) };
-        let mut input = open(&file.path, Format::guess(&file.path), &fields, limits)?;
-        let mut parsed = Vec::new();
-        while let Some(slab) = input.next_slab()? {
-            parsed.extend(slab.parse(&fields)?);
-        }
-        let raw = std::fs::read(&file.path).unwrap();
-        assert_eq!(input.content(), (raw.len() as u64, Identity::of_bytes(&raw)));
-        assert!(input.next_slab()?.is_none(), "an exhausted input stays so");
-        Ok(parsed)
-    }
-
-    pub(super) fn read(file: &Scratch, text: &str, id: Option<&str>) -> Vec<Parsed> {
-        read_with(file, text, id, &Limits::default()).unwrap()
-    }
-
-    pub(super) fn documents(parsed: Vec<Parsed>) -> Vec<Document> {
-        let keep = |parsed| match parsed {
-            Parsed::Document(document) => Some(document),
-            Parsed::Lost { .. } => None,
-        };
-        parsed.into_iter().filter_map(keep).collect()
-    }
-
-    #[test]
-    fn names_and_extensions_say_the_format() {
-        for (name, format) in [
-            ("a.jsonl", Format::JsonLines),
-            ("a.json.gz", Format::JsonLines),
-            ("A.JSONL.ZST", Format::JsonLines),
-            ("a.parquet", Format::Parquet),
-            ("a.arrow", Format::Arrow),
-            ("a.md", Format::Text),
-            ("src/main.rs", Format::Text),
-            ("README", Format::Text),
-            ("book.txt.gz", Format::Text),
-        ] {
-            assert_eq!(Format::guess(Path::new(name)), format, "{name}");
-            assert_eq!(Format::from_name(format.name()), Some(format));
-        }
-        assert_eq!(Format::from_name("csv"), None);
-    }
-}
+mod tests;

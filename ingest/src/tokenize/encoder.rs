@@ -2,9 +2,12 @@
 //!
 //! Invariant: which of the two encodes decides speed, never an id: a build stops where they differ.
 
+use std::cell::Cell;
+use std::collections::BTreeSet;
 use std::fs;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
+use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use contract::{Fault, Identity, Result, fault};
@@ -155,8 +158,8 @@ fn reference(bytes: &[u8]) -> Result<tokenizers::Tokenizer> {
         Fault::usage(format!("`tokenizers` refuses this tokenizer.json: {error}"))
             .hint(format!("it has to be a file that {REFERENCE} reads"))
     };
-    let mut reference = catch_unwind(|| tokenizers::Tokenizer::from_bytes(bytes))
-        .map_err(|_| refused("it panicked".to_owned()))?
+    let mut reference = quietly(|| tokenizers::Tokenizer::from_bytes(bytes))
+        .map_err(|()| refused("it panicked".to_owned()))?
         .map_err(|error| refused(error.to_string()))?;
     // What a file says of cropping and padding is for batches of a model, not for documents.
     reference.with_truncation(None).map_err(|error| refused(error.to_string()))?;
@@ -166,8 +169,7 @@ fn reference(bytes: &[u8]) -> Result<tokenizers::Tokenizer> {
 }
 
 fn encode_reference(reference: &tokenizers::Tokenizer, text: &str) -> Result<Vec<u32>> {
-    let encoding = catch_unwind(AssertUnwindSafe(|| reference.encode_fast(text, false)));
-    match encoding {
+    match quietly(|| reference.encode_fast(text, false)) {
         Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
         Ok(Err(error)) => Err(Fault::data(format!("the tokenizer refuses a document: {error}"))
             .hint("leave the document out, or use a tokenizer that knows every byte")),
@@ -187,6 +189,7 @@ fn fast(
     if whole_words {
         return Err("an added token matches whole words only".to_owned());
     }
+    let json = without_gaps(json)?;
     let mut fast = quietly(|| fastokens::Tokenizer::from_json(json))
         .map_err(|()| "it panicked on this tokenizer.json".to_owned())?
         .map_err(|error| error.to_string())?;
@@ -203,15 +206,59 @@ fn fast(
     Ok(fast)
 }
 
+/// The most unused ids that are worth naming.
+const GAPS_MAX: usize = 1 << 16;
+
+/// Gives ids that no token has a token that no text has, since `fastokens` wants the ids of a model without gaps.
+/// (cl100k and o200k leave some out below their special tokens.) Under a byte-level pre-tokenizer, a space never
+/// reaches the model, so a token with one cannot match.
+fn without_gaps(mut json: Value) -> std::result::Result<Value, String> {
+    let byte_level = json["pre_tokenizer"].to_string().contains("\"ByteLevel\"");
+    let Some(vocab) = json.pointer_mut("/model/vocab").and_then(Value::as_object_mut) else {
+        return Ok(json);
+    };
+    let ids: BTreeSet<u64> = vocab.values().filter_map(Value::as_u64).collect();
+    let end = ids.last().map_or(0, |last| last.saturating_add(1));
+    let missing = end - ids.len() as u64;
+    if missing == 0 || !byte_level {
+        return Ok(json);
+    }
+    if missing > GAPS_MAX as u64 {
+        return Err(format!("{missing} ids below {end} have no token"));
+    }
+    for id in (0..end).filter(|id| !ids.contains(id)) {
+        vocab.insert(format!(" unused {id}"), id.into());
+    }
+    Ok(json)
+}
+
 fn encode_fast(fast: &fastokens::Tokenizer, text: &str) -> std::result::Result<Vec<u32>, String> {
     quietly(|| fast.encode_with_policy(text, false, AddedTokenPolicy::SkipSpecial))
         .map_err(|()| "it panicked".to_owned())?
         .map_err(|error| error.to_string())
 }
 
-/// Runs what may panic; what it would have printed is no use to a person, who reads the reason instead.
+thread_local! {
+    /// Whether a panic of this thread is expected.
+    static QUIET: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs what may panic. The libraries' panics are answered with another encoder or an error that names the document,
+/// so that what they print would only mislead; every other panic speaks as before.
 fn quietly<T>(work: impl FnOnce() -> T) -> std::result::Result<T, ()> {
-    catch_unwind(AssertUnwindSafe(work)).map_err(|_| ())
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let speak = panic::take_hook();
+        panic::set_hook(Box::new(move |info| {
+            if !QUIET.get() {
+                speak(info);
+            }
+        }));
+    });
+    let before = QUIET.replace(true);
+    let done = panic::catch_unwind(AssertUnwindSafe(work));
+    QUIET.set(before);
+    done.map_err(|_| ())
 }
 
 /// Texts on which tokenizers are known to part ways, and every added token amid text.
@@ -242,32 +289,8 @@ fn probes(reference: &tokenizers::Tokenizer) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::bytes_tokenizer;
     use serde_json::json;
-
-    /// A byte-level tokenizer without merges, of a plain and a special added token, and whatever else `change` does.
-    pub(crate) fn bytes_tokenizer(change: impl FnOnce(&mut Value)) -> Vec<u8> {
-        let mut alphabet: Vec<char> =
-            tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet().into_iter().collect();
-        alphabet.sort_unstable();
-        let vocab: serde_json::Map<String, Value> =
-            alphabet.iter().enumerate().map(|(id, c)| (c.to_string(), json!(id))).collect();
-        let added = |id: u32, content: &str, special: bool| {
-            json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
-                   "normalized": false, "special": special})
-        };
-        let mut value = json!({
-            "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
-            "added_tokens": [added(256, "<|end|>", true), added(257, "<tab>", false)],
-            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
-            "post_processor": null,
-            "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true},
-            "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-                      "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
-                      "ignore_merges": false, "vocab": vocab, "merges": []},
-        });
-        change(&mut value);
-        serde_json::to_vec(&value).unwrap()
-    }
 
     #[test]
     fn special_tokens_stay_text_and_others_match() {

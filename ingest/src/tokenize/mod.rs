@@ -7,6 +7,7 @@
 pub mod audit;
 pub mod decode;
 pub mod encoder;
+pub mod train;
 
 pub use decode::Decoder;
 pub use encoder::{Engine, Tokenizer};

@@ -1,12 +1,102 @@
 //! `zdata tokenizer train`.
 
-use contract::{Fault, Result};
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::thread;
+
+use contract::{Fault, Identity, Ratio, Result};
+use ingest::Corpus;
+use ingest::tokenize::train::{Options, Request, Trained, train};
+use serde_json::json;
 
 /// What to do with a tokenizer.
 #[derive(clap::Subcommand)]
-pub(crate) enum Command {}
+pub(crate) enum Command {
+    /// Train a byte-level BPE tokenizer on the documents of a corpus, validation left out.
+    ///
+    /// The same corpus gives the same bytes, whatever the number of workers.
+    ///
+    /// Example: zdata tokenizer train corpus.toml --vocab 8192 --out tokenizer.json
+    Train(Args),
+}
+
+/// Arguments.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The corpus file; it needs no `tokenizer`.
+    corpus: PathBuf,
+    /// Tokens in the vocabulary, special ones included.
+    #[arg(long)]
+    vocab: u32,
+    /// The tokenizer to write, in Hugging Face's format.
+    #[arg(long)]
+    out: PathBuf,
+    /// A special token; repeat it for more. They get the last ids.
+    #[arg(long = "special", default_value = "<|endoftext|>")]
+    special: Vec<String>,
+    /// The share of documents looked at, chosen by their content ("1/10").
+    #[arg(long, default_value = "1")]
+    sample: Ratio,
+    /// Threads that count words [default: one for each core]; never changes a bit.
+    #[arg(long)]
+    workers: Option<usize>,
+    /// Tell a program what was trained.
+    #[arg(long)]
+    json: bool,
+}
 
 /// Does it.
-pub(crate) fn exec(_command: Command) -> Result<()> {
-    Err(Fault::bug("not built yet"))
+pub(crate) fn exec(command: Command) -> Result<()> {
+    let Command::Train(args) = command;
+    if args.workers == Some(0) {
+        return Err(Fault::usage("training needs a worker")
+            .at("--workers")
+            .found(0)
+            .wanted("at least 1"));
+    }
+    let corpus = Corpus::read(&args.corpus)?;
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let options = Options { workers: args.workers.unwrap_or(cores), quiet: false };
+    let request = Request { vocab: args.vocab, special: args.special, sample: args.sample };
+    let trained = train(&corpus, &request, options)?;
+    write(&args.out, &trained.bytes)?;
+    tell(&args.out, &request, &trained, args.json);
+    Ok(())
+}
+
+/// Writes a file whole or not at all.
+fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".part");
+    let part = path.with_file_name(name);
+    let written = File::create(&part).and_then(|mut file| {
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        fs::rename(&part, path)
+    });
+    written.map_err(|error| Fault::io("write", path, &error))
+}
+
+fn tell(path: &Path, request: &Request, trained: &Trained, json: bool) {
+    let Trained { bytes, vocab, documents, text_bytes, words, lost } = trained;
+    let identity = Identity::of_bytes(bytes);
+    eprintln!(
+        "{vocab} tokens from {documents} documents, {text_bytes} bytes of text, {words} words"
+    );
+    if *lost > 0 {
+        eprintln!("{lost} records were no documents");
+    }
+    if *vocab < request.vocab {
+        eprintln!("no other pair of tokens occurs twice: {} were asked for", request.vocab);
+    }
+    if json {
+        let answer = json!({
+            "path": path, "sha256": identity, "vocab": vocab, "documents": documents,
+            "text_bytes": text_bytes, "words": words, "lost": lost,
+        });
+        println!("{answer}");
+    } else {
+        println!("{identity}  {}", path.display());
+    }
 }

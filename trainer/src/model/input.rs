@@ -4,6 +4,7 @@ use contract::{Fault, Result};
 use tch::{Device, Tensor};
 
 use super::ZayaConfig;
+use super::shift::Starts;
 
 /// The sequences of one leaf, as the loader serves them.
 #[derive(Clone, Copy, Debug)]
@@ -44,6 +45,8 @@ pub(super) struct Prepared {
     pub(super) positions: Tensor,
     /// In order, covering every token.
     pub(super) spans: Vec<Span>,
+    /// Where they start.
+    pub(super) starts: Starts,
     /// Tokens with a label.
     pub(super) label_count: u64,
 }
@@ -104,11 +107,14 @@ impl LeafInput<'_> {
             true => self.positions.iter().map(|&place| i64::from(place)).collect(),
             false => (0..self.rows).flat_map(|_| 0..self.seq_len as i64).collect(),
         };
+        let spans = self.spans(config.document_mask);
+        let starts = wide(spans.iter().map(|span| span.start).collect());
         Prepared {
             tokens: wide(self.tokens.iter().map(|&id| i64::from(id)).collect()),
             labels: wide(labels.collect()),
             positions: wide(positions),
-            spans: self.spans(config.document_mask),
+            starts: Starts::new(starts, self.tokens.len() as i64),
+            spans,
             label_count: mask.iter().filter(|&&mask| mask != 0.0).count() as u64,
             mask: Tensor::from_slice(&mask).to_device(device),
         }

@@ -7,12 +7,24 @@
 //!
 //! Invariant: [`leaf`] is a pure function of the weights, the balancing biases, the leaf and the kernel table.
 
+mod attention;
 mod config;
+mod experts;
+mod head;
 mod input;
+mod layers;
+mod norm;
 mod normal;
 mod params;
+mod pass;
+mod rotary;
+mod router;
+mod sdpa;
+mod shift;
+
 #[cfg(test)]
 mod parity;
+#[cfg(test)]
 mod reference;
 
 pub use config::{PRESETS, Skip, ZayaConfig};
@@ -50,7 +62,8 @@ pub fn leaf(
 ) -> Result<LeafOutput> {
     input.validate(config)?;
     kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
-    reference::leaf(config, params, balance, input, divisor)
+    let input = input.prepare(config, params[0].device());
+    Ok(pass::leaf(config, params, balance, &input, divisor))
 }
 
 /// Logits of every token, `[rows * seq_len, vocab_size]`: for tests and short texts, a leaf never holds them all.
@@ -62,7 +75,8 @@ pub fn logits(
 ) -> Result<Tensor> {
     input.validate(config)?;
     kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
-    Ok(reference::logits(config, params, balance, input))
+    let input = input.prepare(config, params[0].device());
+    Ok(pass::logits(config, params, balance, &input))
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 //! ```text
 //! STORE/
 //!   manifest.json                      committed last, by rename; a folder without it is no store
+//!   manifest.sum                       xxh3-128 of its bytes, for the flipped bit that changes no meaning
 //!   tokenizer.json                     the bytes that made the tokens
 //!   SOURCE/train/                      one stream: the documents of a source and split, in input order
 //!     tokens-00000.arrow               one non-null column `token`, record batches of 16,384 tokens
@@ -20,6 +21,8 @@ pub mod documents;
 pub mod manifest;
 pub mod open;
 pub mod read;
+#[cfg(test)]
+mod tests;
 pub mod verify;
 pub mod write;
 

@@ -1,0 +1,342 @@
+//! A store written, checked and damaged in every way; and its bytes against what the README draws.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use proptest::prelude::*;
+use tempfile::TempDir;
+
+use super::manifest::chain;
+use super::verify::{verify_stream, verify_tokenizer};
+use super::write::{ROW_GROUP_DOCUMENTS, ShardWriter, StreamHead, block_offset};
+use super::*;
+use crate::digest::block_sum;
+use crate::{Class, Digest, Identity, Key, Purpose, draw};
+
+/// A store of one source, its train stream cut into shards of `cuts` documents.
+fn store(token_bytes: u32, cuts: &[u64], document_tokens: u64) -> (TempDir, Manifest) {
+    let folder = tempfile::tempdir().unwrap();
+    let stream_folder = open::stream_folder(folder.path(), "web", Split::Train);
+    fs::create_dir_all(&stream_folder).unwrap();
+    let vocab = if token_bytes == 2 { 65_536 } else { 200_000 };
+    let head = StreamHead {
+        folder: stream_folder,
+        source: "web".to_owned(),
+        split: Split::Train,
+        token_bytes,
+        vocab,
+    };
+    let mut stream = StreamRecord::empty();
+    for (index, documents) in cuts.iter().enumerate() {
+        let (tokens, first) = (stream.tokens, stream.documents);
+        let mut writer = ShardWriter::create(head.clone(), index, tokens, first).unwrap();
+        for number in first..first + documents {
+            let record = record(number, stream.tokens, document_tokens + number % 5);
+            let tokens = document(number, record.tokens, vocab);
+            writer.push(&tokens, &record).unwrap();
+            stream.digest = chain(stream.digest, &tokens, &record);
+            stream.tokens += record.tokens;
+            stream.documents += 1;
+        }
+        stream.shards.push(writer.finish().unwrap());
+    }
+    let tokenizer = b"{}".to_vec();
+    fs::write(folder.path().join(open::TOKENIZER), &tokenizer).unwrap();
+    let input = InputRecord {
+        path: "a.jsonl".to_owned(),
+        bytes: 1,
+        sha256: Identity([1; 32]),
+        documents: stream.documents,
+    };
+    let mut manifest = Manifest {
+        format: FORMAT,
+        digest: Identity([0; 32]),
+        request: Identity([0; 32]),
+        tokenizer: TokenizerRecord {
+            sha256: Identity::of_bytes(&tokenizer),
+            vocab,
+            begin: None,
+            end: Some(0),
+            encoder: "none".to_owned(),
+        },
+        token_bytes,
+        unit: UNIT_TOKENS,
+        validation: "0".to_owned(),
+        sources: vec![SourceRecord {
+            name: "web".to_owned(),
+            preparation: String::new(),
+            inputs: vec![input],
+            train: stream,
+            validation: StreamRecord::empty(),
+            losses: Vec::new(),
+        }],
+    };
+    manifest.digest = manifest.identity();
+    open::commit(folder.path(), &manifest).unwrap();
+    (folder, manifest)
+}
+
+fn record(number: u64, first_token: u64, tokens: u64) -> DocumentRecord {
+    DocumentRecord {
+        id: format!("doc-{number}"),
+        file: 0,
+        row: number,
+        group: (number.is_multiple_of(2)).then_some(3),
+        bytes: (number.is_multiple_of(3)).then_some((number, number + 7)),
+        first_token,
+        tokens,
+    }
+}
+
+fn document(number: u64, tokens: u64, vocab: u32) -> Vec<u32> {
+    let key = Key::from_seed(2).nth(number);
+    (0..tokens).map(|i| (draw(key, Purpose::Generate, i) % u64::from(vocab)) as u32).collect()
+}
+
+/// Every damage of the store in words, the manifest's included.
+fn damages(store: &Path) -> Vec<String> {
+    let manifest = match open::manifest(store) {
+        Ok(manifest) => manifest,
+        Err(fault) => {
+            assert_eq!(fault.class(), Class::Data);
+            return vec![fault.to_string()];
+        }
+    };
+    let mut found = verify_tokenizer(store, &manifest);
+    for source in &manifest.sources {
+        for split in Split::ALL {
+            found.extend(verify_stream(store, &manifest, source, split, &|_| ()));
+        }
+    }
+    found.iter().map(ToString::to_string).collect()
+}
+
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() { found.extend(files(&path)) } else { found.push(path) }
+    }
+    found.sort();
+    found
+}
+
+fn name(path: &Path) -> &str {
+    path.file_name().unwrap().to_str().unwrap()
+}
+
+#[test]
+fn a_store_as_written_is_whole() {
+    for token_bytes in [2, 4] {
+        let (folder, manifest) = store(token_bytes, &[90, 1, 200], 700);
+        assert_eq!(damages(folder.path()), Vec::<String>::new());
+        assert_eq!(open::manifest(folder.path()).unwrap(), manifest);
+        assert_eq!(files(folder.path()).len(), 3 + 3 * 4);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+    #[test]
+    fn a_flipped_bit_anywhere_is_found_and_its_file_named(file: prop::sample::Index, bit: prop::sample::Index) {
+        let (folder, _) = store(2, &[40, 30], 900);
+        let files = files(folder.path());
+        let path = &files[file.index(files.len())];
+        let mut bytes = fs::read(path).unwrap();
+        let at = bit.index(8 * bytes.len());
+        bytes[at / 8] ^= 1 << (at % 8);
+        fs::write(path, bytes).unwrap();
+        let found = damages(folder.path());
+        prop_assert!(found.len() == 1 && found[0].contains(name(path)), "{:?}", found);
+    }
+}
+
+#[test]
+fn a_damaged_block_is_named_with_its_documents() {
+    let (folder, manifest) = store(4, &[10, 60], 1000);
+    let shard = &manifest.sources[0].train.shards[1];
+    let path = open::stream_folder(folder.path(), "web", Split::Train).join(&shard.token_file.name);
+    let mut bytes = fs::read(&path).unwrap();
+    // The first token of block 2, which by brute force belongs to the document below.
+    let at = block_offset(BLOCK_TOKENS * 4, 2) as usize;
+    let token = shard.first_token + 2 * BLOCK_TOKENS;
+    let (mut owner, mut end) = (0, 0);
+    while end <= token {
+        end += 1000 + owner % 5;
+        owner += 1;
+    }
+    bytes[at] ^= 1;
+    fs::write(&path, bytes).unwrap();
+    let found = damages(folder.path());
+    let owner = format!("doc-{}", owner - 1);
+    assert!(
+        found.len() == 1 && found[0].contains("block 2") && found[0].contains(&owner),
+        "{found:?} {owner}"
+    );
+    // Without the provenance, the starts still tell which documents they are.
+    let documents = path.with_file_name(&shard.document_file.name);
+    fs::remove_file(documents).unwrap();
+    let found = damages(folder.path());
+    let number = owner.replace("doc-", "number ");
+    assert!(
+        found.len() == 2 && found.iter().any(|line| line.contains(&number)),
+        "{found:?} {number}"
+    );
+}
+
+#[test]
+fn missing_short_long_and_swapped_files_are_named() {
+    let (folder, _) = store(2, &[5, 5], 100);
+    for path in files(folder.path()) {
+        let bytes = fs::read(&path).unwrap();
+        for damaged in
+            [Some(&bytes[..bytes.len() - 1]), Some(&[&bytes[..], b"\0"].concat()[..]), None]
+        {
+            match damaged {
+                Some(damaged) => fs::write(&path, damaged).unwrap(),
+                None => fs::remove_file(&path).unwrap(),
+            }
+            let found = damages(folder.path());
+            assert!(
+                found.iter().any(|line| line.contains(name(&path))),
+                "{}: {found:?}",
+                path.display()
+            );
+        }
+        fs::write(&path, bytes).unwrap();
+    }
+    let train = open::stream_folder(folder.path(), "web", Split::Train);
+    let swap = |a: &str, b: &str| {
+        let (left, right) = (fs::read(train.join(a)).unwrap(), fs::read(train.join(b)).unwrap());
+        fs::write(train.join(a), right).unwrap();
+        fs::write(train.join(b), left).unwrap();
+    };
+    swap("tokens-00000.arrow", "tokens-00001.arrow");
+    assert!(damages(folder.path()).iter().any(|line| line.contains("tokens-00000.arrow")));
+    swap("tokens-00000.arrow", "tokens-00001.arrow");
+    assert_eq!(damages(folder.path()), Vec::<String>::new());
+}
+
+#[test]
+fn lies_that_agree_with_the_digests_of_files_are_found() {
+    let edited = |edit: fn(&mut Manifest)| {
+        let (folder, mut manifest) = store(2, &[20, 20], 50);
+        edit(&mut manifest);
+        manifest.digest = manifest.identity();
+        open::commit(folder.path(), &manifest).unwrap();
+        damages(folder.path())
+    };
+    assert!(edited(|_| ()).is_empty());
+    assert!(!edited(|manifest| manifest.tokenizer.vocab = 1000).is_empty());
+    assert!(!edited(|manifest| manifest.sources[0].train.digest = Digest(1)).is_empty());
+    assert!(!edited(|manifest| manifest.sources[0].train.tokens += 1).is_empty());
+    assert!(!edited(|manifest| manifest.sources[0].train.shards.reverse()).is_empty());
+    assert!(!edited(|manifest| manifest.sources[0].inputs.clear()).is_empty());
+    assert!(!edited(|manifest| manifest.sources[0].train.shards[0].documents -= 1).is_empty());
+}
+
+#[test]
+fn a_shard_refuses_ids_beyond_the_vocabulary_and_records_that_lie() {
+    let folder = tempfile::tempdir().unwrap();
+    let head = StreamHead {
+        folder: folder.path().to_owned(),
+        source: "web".to_owned(),
+        split: Split::Train,
+        token_bytes: 2,
+        vocab: 100,
+    };
+    let mut writer = ShardWriter::create(head, 0, 0, 0).unwrap();
+    let fault = writer.push(&[99, 100], &record(0, 0, 2)).unwrap_err();
+    assert!(fault.class() == Class::Mismatch && fault.to_string().contains("doc-0"), "{fault}");
+    assert_eq!(writer.push(&[1, 2], &record(0, 0, 3)).unwrap_err().class(), Class::Bug);
+    assert_eq!(writer.push(&[1, 2], &record(0, 5, 2)).unwrap_err().class(), Class::Bug);
+}
+
+#[test]
+fn a_store_that_is_none_says_what_to_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let says = |path: &Path, word: &str| {
+        let fault = open::manifest(path).unwrap_err();
+        assert!(fault.class() == Class::Data && fault.to_string().contains(word), "{fault}");
+    };
+    says(&folder.path().join("nowhere"), "no such store");
+    says(folder.path(), "no store");
+    fs::create_dir(folder.path().join(open::BUILD_FOLDER)).unwrap();
+    says(folder.path(), "half built");
+    let (folder, mut manifest) = store(2, &[3], 10);
+    manifest.format = 9;
+    manifest.digest = manifest.identity();
+    open::commit(folder.path(), &manifest).unwrap();
+    says(folder.path(), "another format");
+}
+
+/// The rows of the README's tables, cells trimmed of blanks and backquotes.
+fn readme_rows() -> Vec<Vec<String>> {
+    let text =
+        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../README.md")).unwrap();
+    let cells =
+        |line: &str| line.split('|').map(|cell| cell.trim().trim_matches('`').to_owned()).collect();
+    text.lines().filter(|line| line.starts_with('|')).map(cells).collect()
+}
+
+#[test]
+fn the_readme_draws_the_bytes_as_they_are() {
+    let rows = readme_rows();
+    let constants = [
+        ("FORMAT", u64::from(FORMAT)),
+        ("BLOCK_TOKENS", BLOCK_TOKENS),
+        ("BLOCK_STARTS", BLOCK_STARTS),
+        ("HEAD_BYTES", HEAD_BYTES),
+        ("ROW_GROUP_DOCUMENTS", ROW_GROUP_DOCUMENTS as u64),
+    ];
+    for (name, value) in constants {
+        let row =
+            rows.iter().find(|row| row[1] == name).unwrap_or_else(|| panic!("no row for {name}"));
+        assert_eq!(row[2], value.to_string(), "{name}");
+    }
+    // The offsets of the second table, evaluated for block i, hold the tokens that were written and nothing else.
+    let offset = |what: &str, i: u64, w: u64, b: u64| {
+        let row =
+            rows.iter().find(|row| row.get(3).is_some_and(|cell| cell.starts_with(what))).unwrap();
+        let (first, rest) = row[1].split_once(" + i x (").unwrap();
+        let (head, body) = rest.trim_end_matches(')').split_once(" + ").unwrap();
+        assert_eq!(body, "B x w");
+        first.parse::<u64>().unwrap() + i * (head.parse::<u64>().unwrap() + b * w)
+    };
+    for token_bytes in [2u64, 4] {
+        let (folder, manifest) = store(token_bytes as u32, &[100], 600);
+        let train = open::stream_folder(folder.path(), "web", Split::Train);
+        let bytes = fs::read(train.join("tokens-00000.arrow")).unwrap();
+        let sums = fs::read(train.join("tokens-00000.sums")).unwrap();
+        assert!(bytes.starts_with(b"ARROW1") && bytes.ends_with(b"ARROW1"));
+        let all: Vec<u8> = (0..100)
+            .flat_map(|n| document(n, 600 + n % 5, manifest.tokenizer.vocab))
+            .flat_map(|id| id.to_le_bytes()[..token_bytes as usize].to_vec())
+            .collect();
+        for (block, values) in (0u64..).zip(all.chunks((BLOCK_TOKENS * token_bytes) as usize)) {
+            let at = offset("the values of block i", block, token_bytes, BLOCK_TOKENS) as usize;
+            assert_eq!(
+                at as u64,
+                offset("the metadata of block i", block, token_bytes, BLOCK_TOKENS) + HEAD_BYTES
+            );
+            assert!(bytes[at..at + values.len()] == *values, "block {block}");
+            let sum = &sums[8 * block as usize..][..8];
+            assert_eq!(sum, block_sum(values).to_le_bytes());
+        }
+        assert_eq!(sums.len(), 8 * all.len().div_ceil((BLOCK_TOKENS * token_bytes) as usize));
+    }
+}
+
+#[test]
+fn starts_lie_where_the_readme_says_in_every_block() {
+    let (folder, _) = store(2, &[BLOCK_STARTS * 2 + 5], 1);
+    let path = open::stream_folder(folder.path(), "web", Split::Train).join("starts-00000.arrow");
+    let bytes = fs::read(path).unwrap();
+    let mut start = 0;
+    for number in 0..BLOCK_STARTS * 2 + 5 {
+        let (block, index) = (number / BLOCK_STARTS, number % BLOCK_STARTS);
+        let at = (block_offset(BLOCK_STARTS * 8, block) + 8 * index) as usize;
+        assert_eq!(bytes[at..at + 8], u64::to_le_bytes(start), "document {number}");
+        start += 1 + number % 5;
+    }
+}

@@ -1,0 +1,249 @@
+//! The messages of an Arrow IPC stream or file, front to end, with the identity of the bytes taken on the way.
+//!
+//! An IPC file holds an IPC stream between its magic and its footer, so both are read as streams. The framing is read
+//! here and only the messages are decoded by the library, for two reasons. A stream without its end marker is refused:
+//! the format would allow it, but then nothing tells a whole file from one that lost its last batches. And a message
+//! says how large each of its buffers is once decompressed: the library allocates that before it looks at the data, so
+//! a damaged length must be found before.
+
+use std::collections::HashMap;
+use std::io::{BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use arrow::array::{ArrayRef, RecordBatch};
+use arrow::buffer::Buffer;
+use arrow::datatypes::{Schema, SchemaRef};
+use arrow::error::ArrowError;
+use arrow::ipc::convert::try_fb_to_schema;
+use arrow::ipc::reader::{read_dictionary, read_record_batch};
+use arrow::ipc::{self, CompressionType, root_as_footer, root_as_message};
+use contract::{Fault, Identity, Result};
+use zstd::zstd_safe::get_frame_content_size;
+
+use super::columns::guarded;
+use super::decompress::Tee;
+
+const MAGIC: &[u8; 6] = b"ARROW1";
+const CONTINUATION: [u8; 4] = [0xff; 4];
+
+/// What may follow the stream: a footer, with 24 bytes for each record batch.
+const REST_BYTES_MAX: u64 = 1 << 30;
+
+/// Memory reserved for a message on its own word; a longer one grows with the bytes that arrive.
+const TRUSTED_BYTES: usize = 64 << 20;
+
+/// One LZ4 byte stands for at most 255; zstd can do better, but then says how long its content is.
+const LZ4_RATIO_MAX: u64 = 255;
+
+/// A file of messages.
+pub(super) struct Messages {
+    raw: BufReader<Tee>,
+    path: PathBuf,
+    is_file: bool,
+    schema: SchemaRef,
+    projection: Option<Vec<usize>>,
+    #[expect(
+        clippy::disallowed_types,
+        reason = "the library's interface; only ever looked up by id"
+    )]
+    dictionaries: HashMap<i64, ArrayRef>,
+    batches: usize,
+}
+
+struct Message {
+    head: Vec<u8>,
+    body: Buffer,
+}
+
+impl Messages {
+    /// Opens `path` and reads its schema.
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let mut messages = Messages {
+            raw: BufReader::with_capacity(256 << 10, Tee::open(path)?),
+            path: path.to_owned(),
+            is_file: false,
+            schema: Arc::new(Schema::empty()),
+            projection: None,
+            dictionaries: Default::default(),
+            batches: 0,
+        };
+        let mut first = messages.exactly(8)?;
+        messages.is_file = first.starts_with(MAGIC);
+        if messages.is_file {
+            // Zeros align the stream, how many is the writer's choice; a stream itself never starts with them.
+            first = messages.exactly(8)?;
+            while first == [0; 8] {
+                first = messages.exactly(8)?;
+            }
+        }
+        let schema = messages.message(&first)?;
+        let Some(message) = schema else { return Err(messages.damaged("no schema")) };
+        messages.schema = guarded(path, "Arrow", || {
+            let schema =
+                parsed(&message.head)?.header_as_schema().ok_or_else(|| unfit("no schema"))?;
+            try_fb_to_schema(schema).map(Arc::new)
+        })?;
+        Ok(messages)
+    }
+
+    pub(super) fn schema(&self) -> &Schema {
+        &self.schema
+    }
+
+    /// Decodes only these top-level columns.
+    pub(super) fn project(&mut self, columns: Vec<usize>) {
+        self.projection = Some(columns);
+    }
+
+    /// Raw bytes read so far and their identity.
+    pub(super) fn content(&self) -> (u64, Identity) {
+        self.raw.get_ref().content()
+    }
+
+    /// The next record batch; nothing after the end marker, with all that follows it checked.
+    pub(super) fn next_batch(&mut self) -> Result<Option<RecordBatch>> {
+        loop {
+            let first = self.exactly(4)?;
+            let first =
+                if first == CONTINUATION { [first, self.exactly(4)?].concat() } else { first };
+            let Some(message) = self.message(&first)? else { return self.finish().map(|()| None) };
+            let (schema, projection) = (self.schema.clone(), self.projection.as_deref());
+            let dictionaries = &mut self.dictionaries;
+            let batch = guarded(&self.path, "Arrow", || {
+                let head = parsed(&message.head)?;
+                if let Some(batch) = head.header_as_record_batch() {
+                    check_lengths(&batch, &message.body)?;
+                    let version = head.version();
+                    read_record_batch(
+                        &message.body,
+                        batch,
+                        schema,
+                        dictionaries,
+                        projection,
+                        &version,
+                    )
+                    .map(Some)
+                } else if let Some(dictionary) = head.header_as_dictionary_batch() {
+                    let data = dictionary.data().ok_or_else(|| unfit("an empty dictionary"))?;
+                    check_lengths(&data, &message.body)?;
+                    let version = head.version();
+                    read_dictionary(&message.body, dictionary, &schema, dictionaries, &version)?;
+                    Ok(None)
+                } else {
+                    Err(unfit("a message that is neither a record batch nor a dictionary"))
+                }
+            })?;
+            if batch.is_some() {
+                self.batches += 1;
+                return Ok(batch);
+            }
+        }
+    }
+
+    /// Reads the message whose first bytes, marker and length or length alone, are `first`.
+    fn message(&mut self, first: &[u8]) -> Result<Option<Message>> {
+        let marked = first.strip_prefix(&CONTINUATION);
+        let Some((length, rest)) = marked.unwrap_or(first).split_first_chunk::<4>() else {
+            return Err(self.damaged("no length of a message"));
+        };
+        let length = match u64::try_from(i32::from_le_bytes(*length)) {
+            Ok(0) => return Ok(None),
+            Ok(length) if length >= rest.len() as u64 => length,
+            _ => return Err(self.damaged("an impossible length of a message")),
+        };
+        let head = [rest, &self.exactly(length - rest.len() as u64)?].concat();
+        let length = guarded(&self.path, "Arrow", || {
+            let length = parsed(&head)?.bodyLength();
+            u64::try_from(length).map_err(|_| unfit("a message with a body of negative length"))
+        })?;
+        let body = Buffer::from_vec(self.exactly(length)?);
+        Ok(Some(Message { head, body }))
+    }
+
+    /// Reads exactly `length` bytes, without believing that there are so many.
+    fn exactly(&mut self, length: u64) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        bytes.reserve(length.min(TRUSTED_BYTES as u64) as usize);
+        let read = self.raw.by_ref().take(length).read_to_end(&mut bytes);
+        read.map_err(|error| Fault::io("read", &self.path, &error))?;
+        match length - bytes.len() as u64 {
+            0 => Ok(bytes),
+            missing => Err(self.damaged(&format!("the end of the file, {missing} bytes too soon"))),
+        }
+    }
+
+    /// Checks what stands behind the end marker: nothing, or a footer that lists as many batches as were read.
+    fn finish(&mut self) -> Result<()> {
+        let mut rest = Vec::new();
+        let read = self.raw.by_ref().take(REST_BYTES_MAX).read_to_end(&mut rest);
+        read.map_err(|error| Fault::io("read", &self.path, &error))?;
+        if !self.is_file {
+            return match rest.len() {
+                0 => Ok(()),
+                _ => Err(self.damaged("something after the end marker")),
+            };
+        }
+        let footer = rest.strip_suffix(MAGIC).and_then(|rest| rest.split_last_chunk::<4>());
+        let footer = footer.and_then(|(footer, length)| {
+            let length = usize::try_from(i32::from_le_bytes(*length)).ok()?;
+            footer.get(footer.len().checked_sub(length)?..)
+        });
+        let Some(footer) = footer else { return Err(self.damaged("no footer at the end")) };
+        let listed = guarded(&self.path, "Arrow", || {
+            let footer = root_as_footer(footer).map_err(|error| unfit(&error.to_string()))?;
+            Ok::<_, ArrowError>(footer.recordBatches().map_or(0, |batches| batches.len()))
+        })?;
+        if listed != self.batches {
+            let read = self.batches;
+            return Err(
+                self.damaged(&format!("{read} record batches where the footer lists {listed}"))
+            );
+        }
+        Ok(())
+    }
+
+    fn damaged(&self, found: &str) -> Fault {
+        Fault::data("the Arrow file is damaged or cut short")
+            .at(self.path.display().to_string())
+            .found(found)
+            .hint("fetch or write the file again")
+    }
+}
+
+fn parsed(head: &[u8]) -> std::result::Result<ipc::Message<'_>, ArrowError> {
+    root_as_message(head).map_err(|error| unfit(&error.to_string()))
+}
+
+fn unfit(what: &str) -> ArrowError {
+    ArrowError::ParseError(what.to_owned())
+}
+
+/// Checks the lengths that a compressed message claims for its buffers against the compressed bytes themselves.
+fn check_lengths(batch: &ipc::RecordBatch<'_>, body: &[u8]) -> std::result::Result<(), ArrowError> {
+    let Some(compression) = batch.compression() else { return Ok(()) };
+    for buffer in batch.buffers().iter().flatten() {
+        let range =
+            usize::try_from(buffer.offset()).ok().zip(usize::try_from(buffer.length()).ok());
+        let end = range.and_then(|(start, length)| start.checked_add(length));
+        let bytes = range.zip(end).and_then(|((start, _), end)| body.get(start..end));
+        let bytes = bytes.ok_or_else(|| unfit("a buffer outside its message"))?;
+        // An empty buffer has no length, and -1 marks one that is stored as it is.
+        let Some((claimed, packed)) = bytes.split_first_chunk::<8>() else { continue };
+        let claimed = i64::from_le_bytes(*claimed);
+        let ratio = packed.len() as u64 * LZ4_RATIO_MAX;
+        let possible = match compression.codec() {
+            _ if claimed <= 0 => true,
+            CompressionType::ZSTD => match get_frame_content_size(packed) {
+                Ok(Some(content)) => claimed as u64 == content,
+                Ok(None) => claimed as u64 <= ratio,
+                Err(_) => false,
+            },
+            _ => claimed as u64 <= ratio,
+        };
+        if !possible {
+            return Err(unfit(&format!("a buffer that claims {claimed} bytes")));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,360 @@
+//! Whole builds: workers, kills, cuts, refusals, and what the ledger says of them.
+
+use std::fs;
+use std::path::Path;
+
+use contract::store::documents::Documents;
+use contract::store::{Manifest, Split, open};
+use contract::{Class, Fault, Result};
+use proptest::prelude::*;
+
+use crate::build::{Outcome, build, build_while};
+use crate::corpus::Corpus;
+use crate::inspect::{self, Ledger};
+use crate::testing::{Workbench, document, json_lines, options, tree};
+use crate::tokenize::{Engine, Tokenizer};
+use crate::verify::verify;
+
+fn built(corpus: &Path, store: &Path, workers: usize) -> Manifest {
+    match build(&Corpus::read(corpus).unwrap(), store, options(workers)).unwrap() {
+        Outcome::Built { manifest, .. } => manifest,
+        Outcome::UpToDate(_) => panic!("there was a store already"),
+    }
+}
+
+fn refused(corpus: &Path, store: &Path) -> Fault {
+    match Corpus::read(corpus).and_then(|corpus| build(&corpus, store, options(1))) {
+        Ok(_) => panic!("this build should have been refused"),
+        Err(fault) => fault,
+    }
+}
+
+#[track_caller]
+fn same(a: &Path, b: &Path) {
+    let (a, b) = (tree(a), tree(b));
+    let names = |tree: &[(std::path::PathBuf, Vec<u8>)]| {
+        tree.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(names(&a), names(&b));
+    for ((name, left), (_, right)) in a.iter().zip(&b) {
+        assert!(left == right, "{} differs", name.display());
+    }
+}
+
+/// The stored tokens of a stream, read by the Arrow library.
+fn tokens(store: &Path, manifest: &Manifest, source: usize, split: Split) -> Vec<u32> {
+    use arrow::array::AsArray as _;
+    let record = &manifest.sources[source];
+    let stream = if split == Split::Train { &record.train } else { &record.validation };
+    let mut all = Vec::new();
+    for shard in &stream.shards {
+        let path = open::stream_folder(store, &record.name, split).join(&shard.token_file.name);
+        let file = fs::File::open(path).unwrap();
+        for batch in arrow::ipc::reader::FileReader::try_new(file, None).unwrap() {
+            let batch = batch.unwrap();
+            let column = batch.column(0).as_primitive::<arrow::datatypes::UInt16Type>();
+            all.extend(column.values().iter().map(|id| u32::from(*id)));
+        }
+    }
+    all
+}
+
+#[test]
+fn workers_leave_no_trace() {
+    let bench = Workbench::new(900);
+    let corpus = bench.corpus("shard_tokens = 5000");
+    let stores = [1, 2, 7].map(|workers| {
+        let store = bench.path(&format!("store-{workers}"));
+        built(&corpus, &store, workers);
+        assert_eq!(verify(&store, true).unwrap().damages, []);
+        store
+    });
+    same(&stores[0], &stores[1]);
+    same(&stores[0], &stores[2]);
+}
+
+#[test]
+fn the_store_holds_what_the_tokenizer_gives() {
+    let bench = Workbench::new(200);
+    let store = bench.path("store");
+    let manifest = built(&bench.corpus("shard_tokens = 3000"), &store, 2);
+    let bytes = fs::read(bench.path("tokenizer.json")).unwrap();
+    let reference = Tokenizer::new(bytes, Engine::Reference).unwrap();
+    // The documents of a source in input order, split by what the provenance says of them.
+    for (source, first, count) in [(0, 0u64, 300u64), (1, 1_000_000, 66)] {
+        let record = &manifest.sources[source];
+        let mut seen = Vec::new();
+        for (split, stream) in
+            [(Split::Train, &record.train), (Split::Validation, &record.validation)]
+        {
+            let (mut wanted, mut end) = (Vec::new(), 0);
+            for shard in &stream.shards {
+                let folder = open::stream_folder(&store, &record.name, split);
+                for row in Documents::open(&folder.join(&shard.document_file.name)).unwrap() {
+                    let row = row.unwrap();
+                    let index = match source {
+                        0 => row.id[1..].parse::<u64>().unwrap(),
+                        _ => first + row.row - 1,
+                    };
+                    assert_eq!(row.first_token, end);
+                    end += row.tokens;
+                    wanted.extend(reference.encode(&document(index)).unwrap());
+                    wanted.push(256);
+                    seen.push(index);
+                }
+            }
+            assert_eq!(tokens(&store, &manifest, source, split), wanted);
+        }
+        seen.sort_unstable();
+        assert_eq!(seen, (first..first + count).collect::<Vec<_>>());
+    }
+}
+
+#[test]
+fn the_cut_leaves_no_trace_in_the_digest() {
+    let bench = Workbench::new(300);
+    let mut digests = Vec::new();
+    for (index, cut) in ["", "shard_tokens = 1", "shard_tokens = 4000"].into_iter().enumerate() {
+        let manifest = built(&bench.corpus(cut), &bench.path(&index.to_string()), 2);
+        assert_eq!(manifest.sources[0].train.shards.len() > 1, index > 0);
+        digests.push((manifest.digest, manifest.request));
+    }
+    assert!(digests.iter().all(|pair| *pair == digests[0]), "{digests:?}");
+}
+
+#[test]
+fn equal_documents_are_on_one_side() {
+    let bench = Workbench::new(700);
+    let store = bench.path("store");
+    let manifest = built(&bench.corpus(""), &store, 2);
+    // Ninety-seven different texts, each several times, in both sources.
+    let mut sides = std::collections::BTreeMap::new();
+    for source in &manifest.sources {
+        for split in Split::ALL {
+            let folder = open::stream_folder(&store, &source.name, split);
+            for row in Documents::open(&folder.join("documents-00000.parquet")).unwrap() {
+                let row = row.unwrap();
+                let text = match row.id.strip_prefix('d') {
+                    Some(index) => index.parse::<u64>().unwrap() % 97,
+                    None => (1_000_000 + row.row - 1) % 97,
+                };
+                assert_eq!(*sides.entry(text).or_insert(split), split, "{}", row.id);
+            }
+        }
+    }
+    assert_eq!(sides.len(), 97);
+    assert!(sides.values().any(|side| *side == Split::Validation));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+    #[test]
+    fn kills_leave_no_trace(moments in prop::collection::vec(0u32..900, 1..4), cut in 200u32..9000) {
+        let bench = Workbench::new(500);
+        let corpus = bench.corpus(&format!("shard_tokens = {cut}"));
+        let corpus = Corpus::read(&corpus).unwrap();
+        let (whole, killed) = (bench.path("whole"), bench.path("killed"));
+        build(&corpus, &whole, options(2)).unwrap();
+        for moment in moments {
+            let mut left = moment;
+            let stop = || -> Result<()> {
+                left = left.checked_sub(1).ok_or_else(|| Fault::machine("killed"))?;
+                Ok(())
+            };
+            match build_while(&corpus, &killed, options(2), stop) {
+                Ok(_) => break,
+                Err(fault) => prop_assert_eq!(fault, Fault::machine("killed")),
+            }
+            let half = open::manifest(&killed).unwrap_err();
+            prop_assert_eq!(half.class(), Class::Data);
+            prop_assert!(half.to_string().contains("half built"), "{}", half);
+        }
+        build(&corpus, &killed, options(1)).unwrap();
+        prop_assert_eq!(tree(&whole), tree(&killed));
+    }
+}
+
+#[test]
+fn what_was_committed_is_not_done_again() {
+    let bench = Workbench::new(600);
+    let corpus = Corpus::read(&bench.corpus("shard_tokens = 2000")).unwrap();
+    let store = bench.path("store");
+    let mut left = 700;
+    let stopped = build_while(&corpus, &store, options(1), || {
+        left -= 1;
+        if left == 0 { Err(Fault::machine("killed")) } else { Ok(()) }
+    });
+    assert!(stopped.is_err());
+    let mut again = 0;
+    build_while(&corpus, &store, options(1), || {
+        again += 1;
+        Ok(())
+    })
+    .unwrap();
+    // 900 and 200 documents; those of a shard of 2,000 tokens, about 20, at most are done twice.
+    assert!((401..450).contains(&again), "{again}");
+}
+
+#[test]
+fn an_input_that_changed_under_a_killed_build_is_noticed() {
+    for (file, changed) in
+        [("web-0.jsonl", json_lines(5, 600)), ("web-1.jsonl", json_lines(9, 300))]
+    {
+        let bench = Workbench::new(600);
+        let corpus = Corpus::read(&bench.corpus("shard_tokens = 2000")).unwrap();
+        let store = bench.path("store");
+        let mut left = 750;
+        build_while(&corpus, &store, options(1), || {
+            left -= 1;
+            if left == 0 { Err(Fault::machine("killed")) } else { Ok(()) }
+        })
+        .unwrap_err();
+        bench.write(file, changed);
+        let fault = build(&corpus, &store, options(1)).unwrap_err();
+        assert_eq!(fault.class(), Class::Mismatch);
+        assert!(fault.to_string().contains(file), "{fault}");
+    }
+}
+
+#[test]
+fn a_store_answers_only_to_its_own_request() {
+    let bench = Workbench::new(90);
+    let store = bench.path("store");
+    let plain = bench.corpus("");
+    let built = built(&plain, &store, 1);
+    let again = build(&Corpus::read(&plain).unwrap(), &store, options(3)).unwrap();
+    assert!(matches!(again, Outcome::UpToDate(manifest) if manifest == built));
+    // Another cut, or the will to skip what there is none of, asks for the same.
+    for same in ["shard_tokens = 99", "on_error = \"skip\""] {
+        let again = build(&Corpus::read(&bench.corpus(same)).unwrap(), &store, options(1)).unwrap();
+        assert!(matches!(again, Outcome::UpToDate(_)));
+    }
+    let key = |from: &str, to: &str| {
+        let text = fs::read_to_string(bench.corpus("")).unwrap();
+        assert!(text.contains(from));
+        bench.write("other.toml", text.replace(from, to))
+    };
+    for (from, to, words) in [
+        ("unit = 64", "unit = 128", ["unit", "128"]),
+        ("1/7", "1/8", ["validation", "1/8"]),
+        ("end = \"<|end|>\"\n", "", ["end", "none"]),
+        ("name = \"math\"", "name = \"maths\"", ["source", "maths"]),
+        ("id = \"id\"\n", "", ["web", "id="]),
+    ] {
+        let fault = refused(&key(from, to), &store);
+        assert_eq!(fault.class(), Class::Usage, "{fault}");
+        assert!(words.iter().all(|word| fault.to_string().contains(word)), "{fault}");
+    }
+    bench.write("math.jsonl", json_lines(1, 30));
+    let fault = refused(&bench.corpus(""), &store);
+    assert!(
+        fault.class() == Class::Mismatch && fault.to_string().contains("math.jsonl"),
+        "{fault}"
+    );
+    bench.write("math.jsonl", json_lines(1_000_000, 30));
+    bench.write("web-2.jsonl", "");
+    let fault = refused(&bench.corpus(""), &store);
+    assert!(fault.class() == Class::Mismatch && fault.to_string().contains("3 files"), "{fault}");
+    fs::remove_file(bench.path("web-2.jsonl")).unwrap();
+    bench.write(
+        "tokenizer.json",
+        crate::testing::bytes_tokenizer(|json| json["added_tokens"][1]["lstrip"] = true.into()),
+    );
+    let fault = refused(&bench.corpus(""), &store);
+    assert!(fault.class() == Class::Mismatch && fault.to_string().contains("tokenizer"), "{fault}");
+}
+
+#[test]
+fn two_builds_do_not_share_a_folder() {
+    let bench = Workbench::new(60);
+    let corpus = Corpus::read(&bench.corpus("")).unwrap();
+    let store = bench.path("store");
+    let mut tried = false;
+    build_while(&corpus, &store, options(1), || {
+        if !std::mem::replace(&mut tried, true) {
+            let fault = build(&corpus, &store, options(1)).unwrap_err();
+            assert_eq!(fault.class(), Class::Machine, "{fault}");
+        }
+        Ok(())
+    })
+    .unwrap();
+    assert!(tried);
+    let foreign = bench.path("foreign");
+    bench.write("foreign/thesis.tex", "years of work");
+    let fault = build(&corpus, &foreign, options(1)).unwrap_err();
+    assert!(fault.class() == Class::Usage && fault.to_string().contains("thesis.tex"), "{fault}");
+    assert!(foreign.join("thesis.tex").exists());
+}
+
+#[test]
+fn losses_are_counted_and_balance() {
+    let bench = Workbench::new(30);
+    let lines = [
+        json_lines(0, 10),
+        "{\"text\": \"\"}\n{\"text\": 7}\nnonsense\n{\"text\": \"\"}\n".to_owned(),
+        format!("{{\"text\": \"{}\"}}\n", "x".repeat(2000)),
+        json_lines(40, 5),
+    ];
+    bench.write("web-0.jsonl", lines.concat());
+    let keys = "max_document_bytes = 1500";
+    let stop = refused(&bench.corpus(keys), &bench.path("stop"));
+    assert_eq!(stop.class(), Class::Data);
+    assert!(stop.to_string().contains("web-0.jsonl:12"), "{stop}");
+    let skip = bench.corpus(&format!("on_error = \"skip\"\n{keys}"));
+    let store = bench.path("store");
+    let manifest = built(&skip, &store, 2);
+    let web = &manifest.sources[0];
+    let losses: Vec<_> = web.losses.iter().map(|l| (l.reason.as_str(), l.documents)).collect();
+    assert_eq!(losses, [("empty", 2), ("malformed", 1), ("missing text", 1), ("too large", 1)]);
+    let ledger = Ledger::of(web);
+    assert_eq!((ledger.read, ledger.lost, ledger.balance()), (35, 5, 0));
+    let told = inspect::text(&store, &manifest);
+    assert!(told.contains("2 empty") && told.contains("balance 0"), "{told}");
+    let json = inspect::json(&store, &manifest);
+    assert_eq!(json["sources"][0]["ledger"]["balance"], 0);
+    // A corpus that now wants to stop at a loss is not what this store was built from.
+    let fault = refused(&bench.corpus(keys), &store);
+    assert!(fault.class() == Class::Usage && fault.to_string().contains("skip"), "{fault}");
+}
+
+#[test]
+fn a_loss_that_stopped_a_build_can_be_skipped_on_the_way() {
+    let bench = Workbench::new(300);
+    let lines = json_lines(0, 299) + "nonsense\n";
+    bench.write("web-0.jsonl", lines);
+    let (whole, stopped) = (bench.path("whole"), bench.path("stopped"));
+    refused(&bench.corpus("shard_tokens = 2000"), &stopped);
+    let skip = bench.corpus("shard_tokens = 2000\non_error = \"skip\"");
+    built(&skip, &whole, 1);
+    built(&skip, &stopped, 1);
+    same(&whole, &stopped);
+}
+
+#[test]
+fn streams_without_documents_are_stores_too() {
+    let bench = Workbench::new(0);
+    let store = bench.path("store");
+    let manifest = built(&bench.corpus(""), &store, 1);
+    assert_eq!(manifest.sources[0].train.tokens, 0);
+    assert_eq!(verify(&store, true).unwrap().damages, []);
+}
+
+#[test]
+fn a_long_document_takes_time_in_proportion() {
+    let bench = Workbench::new(0);
+    let sentence = "the river of tokens runs through every shard and no step is lost. ";
+    let mut seconds = Vec::new();
+    for megabytes in [4, 16] {
+        let text = sentence.repeat((megabytes << 20) / sentence.len());
+        bench.write("web-0.jsonl", format!("{{\"text\": \"{text}\"}}\n"));
+        let begun = std::time::Instant::now();
+        let manifest = built(&bench.corpus(""), &bench.path(&megabytes.to_string()), 1);
+        seconds.push(begun.elapsed().as_secs_f64());
+        assert_eq!(
+            manifest.sources[0].train.documents + manifest.sources[0].validation.documents,
+            1
+        );
+    }
+    // Four times the text: quadratic work would take sixteen times as long.
+    assert!(seconds[1] < 10.0 * seconds[0] + 0.5, "{seconds:?}");
+}

@@ -1,0 +1,127 @@
+//! Training a tokenizer: byte-level BPE over the words of a corpus.
+//!
+//! Text is split into words by cl100k's expression, which both encoders know (for `fastokens` it is on the fast path);
+//! words are counted, and the pair of neighbouring tokens that occurs most often becomes a token, again and again. Of
+//! pairs that occur equally often the one with the lowest ids wins.
+//!
+//! Invariant: the bytes of the result depend on the texts and the options alone, never on the number of threads or on
+//! the order of documents. Documents held back for validation are not looked at.
+
+mod file;
+mod merge;
+mod words;
+
+use std::path::PathBuf;
+
+use contract::{Digest, Fault, Key, Purpose, Ratio, Result, draw};
+
+use crate::corpus::Corpus;
+use crate::progress::Progress;
+
+/// The expression that cuts text into words; the same characters as in `fastokens`, which recognises it by them.
+pub const SPLIT: &str = fastokens::tiktoken::CL100K_BASE_PATTERN;
+
+/// Every byte is a token.
+const BYTES: u32 = 256;
+
+/// What decides a tokenizer, beside the corpus.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Tokens in the vocabulary, special ones included.
+    pub vocab: u32,
+    /// Special tokens, which get the last ids.
+    pub special: Vec<String>,
+    /// The share of documents looked at, chosen by their content.
+    pub sample: Ratio,
+}
+
+/// What only decides how fast, and what is said meanwhile.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Threads that count words.
+    pub workers: usize,
+    /// Whether to keep silent about progress.
+    pub quiet: bool,
+}
+
+/// A trained tokenizer.
+#[derive(Clone, Debug)]
+pub struct Trained {
+    /// The bytes of `tokenizer.json`.
+    pub bytes: Vec<u8>,
+    /// Tokens in the vocabulary: fewer than asked for where the text has no more pairs that occur twice.
+    pub vocab: u32,
+    /// Documents looked at.
+    pub documents: u64,
+    /// Bytes of their text.
+    pub text_bytes: u64,
+    /// Different words in it.
+    pub words: u64,
+    /// Records that were no documents, if the corpus says to skip such.
+    pub lost: u64,
+}
+
+/// Trains a tokenizer on the documents of a corpus.
+pub fn train(corpus: &Corpus, request: &Request, options: Options) -> Result<Trained> {
+    let special = u32::try_from(request.special.len()).unwrap_or(u32::MAX);
+    let smallest = BYTES.saturating_add(special);
+    if request.vocab < smallest {
+        return Err(Fault::usage("the vocabulary is too small")
+            .at("--vocab")
+            .found(request.vocab)
+            .wanted(format!("at least {smallest}: every byte and every special token")));
+    }
+    check_special(&request.special)?;
+    let mut progress = Progress::new(input_bytes(corpus)?, 0, options.quiet);
+    let counted = words::count(corpus, request.sample, options.workers, &mut progress)?;
+    if counted.words.is_empty() {
+        return Err(Fault::data("the corpus has no documents to train a tokenizer on")
+            .at(corpus.file.display().to_string())
+            .found(format!("{} records that are none", counted.lost))
+            .hint("check `files` and `text` in the corpus file, and --sample"));
+    }
+    progress.finish();
+    let learned = merge::learn(&counted.words, request.vocab - special);
+    let bytes = file::tokenizer_json(&learned, &request.special)?;
+    Ok(Trained {
+        bytes,
+        vocab: learned.tokens.len() as u32 + special,
+        documents: counted.documents,
+        text_bytes: counted.text_bytes,
+        words: counted.words.len() as u64,
+        lost: counted.lost,
+    })
+}
+
+/// Whether a document with this content belongs to the sample.
+fn sampled(content: Digest, share: Ratio) -> bool {
+    let key = Key::from_seed(0).child("tokenizer sample");
+    draw::happens(key, Purpose::Split, content.0 as u64, share)
+}
+
+fn check_special(special: &[String]) -> Result<()> {
+    let wrong = |what: &str, token: &str| {
+        Err(Fault::usage(what).at("--special").found(format!("{token:?}")))
+    };
+    for (index, token) in special.iter().enumerate() {
+        if token.chars().count() < 2 {
+            return wrong("a special token needs two characters or more", token);
+        }
+        if special[..index].contains(token) {
+            return wrong("a special token is named twice", token);
+        }
+    }
+    Ok(())
+}
+
+fn input_bytes(corpus: &Corpus) -> Result<u64> {
+    let files = corpus.sources.iter().flat_map(|source| &source.files);
+    let length = |path: &PathBuf| {
+        let meta = std::fs::metadata(path).map_err(|error| Fault::io("read", path, &error))?;
+        Ok(meta.len())
+    };
+    files.map(|file| length(&file.path)).sum()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,151 @@
+// Devices: the GPU half of libtorch is opened at run time, streams and events go through its device-generic interface,
+// so nothing here needs CUDA or HIP headers. HIP builds of libtorch answer to the name `cuda`.
+
+#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "shim.h"
+
+namespace {
+
+constexpr auto kGpu = c10::DeviceType::CUDA;
+
+c10::Device gpu(int index) { return c10::Device(kGpu, static_cast<c10::DeviceIndex>(index)); }
+
+// One stream beside the one that computes.
+struct Side {
+  c10::Stream stream;
+};
+
+// Runs `body` with `stream` as the current one.
+template <typename Body>
+void on_stream(const c10::Stream& stream, Body&& body) {
+  const c10::impl::VirtualGuardImpl guard(kGpu);
+  const c10::Device device_before = guard.exchangeDevice(stream.device());
+  const c10::Stream before = guard.exchangeStream(stream);
+  try {
+    body();
+  } catch (...) {
+    guard.exchangeStream(before);
+    guard.setDevice(device_before);
+    throw;
+  }
+  guard.exchangeStream(before);
+  guard.setDevice(device_before);
+}
+
+} // namespace
+
+extern "C" {
+
+// The folder that the loaded libtorch_cpu.so came from.
+const char* shim_libtorch_folder() {
+  Dl_info info;
+  // Any function of the library does; a data symbol could be a copy in the program.
+  if (dladdr(reinterpret_cast<void*>(&at::globalContext), &info) == 0 || info.dli_fname == nullptr) return "";
+  const std::string path(info.dli_fname);
+  const auto slash = path.rfind('/');
+  return slash == std::string::npos ? "" : shim_fail(path.substr(0, slash));
+}
+
+// Opens a library for good, its symbols visible to those opened after it.
+const char* shim_open_library(const char* path) {
+  if (dlopen(path, RTLD_NOW | RTLD_GLOBAL) != nullptr) return nullptr;
+  const char* reason = dlerror();
+  return shim_fail(reason == nullptr ? "unknown reason" : reason);
+}
+
+// Whether some library has registered the GPU. Unlike at::hasCUDA() this may be asked before one is opened.
+int shim_gpu_registered() { return c10::impl::hasDeviceGuardImpl(kGpu); }
+
+int shim_gpu_count() {
+  if (!c10::impl::hasDeviceGuardImpl(kGpu)) return 0;
+  return c10::impl::getDeviceGuardImpl(kGpu)->deviceCount();
+}
+
+// Whether a GPU context exists already: its libraries have then read their environment.
+int shim_gpu_context_exists() {
+  return c10::impl::hasDeviceGuardImpl(kGpu) && at::detail::getCUDAHooks().hasPrimaryContext(0);
+}
+
+// Architecture or name of a GPU, asked of the runtime library that is loaded by now; empty if it does not say.
+const char* shim_gpu_architecture(int index) {
+  // Attributes 75 and 76 are the compute capability since CUDA 5.
+  using Attribute = int (*)(int*, int, int);
+  if (auto ask = reinterpret_cast<Attribute>(dlsym(RTLD_DEFAULT, "cudaDeviceGetAttribute"))) {
+    int major = 0, minor = 0;
+    if (ask(&major, 75, index) == 0 && ask(&minor, 76, index) == 0) {
+      return shim_fail("sm_" + std::to_string(major) + std::to_string(minor));
+    }
+  }
+  // The property structure changed its layout between HIP releases, the name function did not.
+  using Name = int (*)(char*, int, int);
+  if (auto ask = reinterpret_cast<Name>(dlsym(RTLD_DEFAULT, "hipDeviceGetName"))) {
+    char name[256] = {};
+    if (ask(name, sizeof(name) - 1, index) == 0) return shim_fail(name);
+  }
+  return "";
+}
+
+// A CPU tensor over memory that somebody else owns: `drop(owner)` runs when its last alias goes.
+at::Tensor* shim_adopt(void* data, const int64_t* sizes, int64_t dims, int kind, void* owner, void (*drop)(void*)) {
+  at::Tensor* out = nullptr;
+  const char* failed = shim_guard([&] {
+    const auto type = static_cast<at::ScalarType>(kind);
+    out = new at::Tensor(at::from_blob(
+        data, at::IntArrayRef(sizes, dims), [owner, drop](void*) { drop(owner); }, at::TensorOptions(type)));
+  });
+  return failed == nullptr ? out : nullptr;
+}
+
+// A new stream on GPU `index`.
+const char* shim_side_stream(int index, void** out) {
+  return shim_guard([&] {
+    const c10::impl::VirtualGuardImpl guard(kGpu);
+    *out = new Side{guard.getNewStream(gpu(index))};
+  });
+}
+
+void shim_side_stream_free(void* side) { delete static_cast<Side*>(side); }
+
+// Copies host memory through a pinned buffer on the side stream; `event` marks the end of the copy.
+const char* shim_stage(void* side, const void* data, size_t bytes, const int64_t* sizes, int64_t dims, int kind,
+                       at::Tensor** out, void** event) {
+  return shim_guard([&] {
+    const c10::Stream stream = static_cast<Side*>(side)->stream;
+    const auto options = at::TensorOptions(static_cast<at::ScalarType>(kind));
+    // The pinned allocator knows which stream reads the buffer, and does not hand it out again before that is done.
+    const at::Tensor pinned = at::empty(at::IntArrayRef(sizes, dims), options.pinned_memory(true));
+    std::memcpy(pinned.mutable_data_ptr(), data, bytes);
+    auto done = std::make_unique<c10::Event>(kGpu);
+    auto tensor = std::make_unique<at::Tensor>();
+    on_stream(stream, [&] {
+      *tensor = pinned.to(options.device(stream.device()), /*non_blocking=*/true, /*copy=*/true);
+      done->record(stream);
+    });
+    *event = done.release();
+    *out = tensor.release();
+  });
+}
+
+// Makes the current stream wait for the copy, and tells the allocator that this stream uses the tensor too.
+const char* shim_await(void* event, const at::Tensor* tensor) {
+  return shim_guard([&] {
+    const c10::impl::VirtualGuardImpl guard(kGpu);
+    const c10::Stream current = guard.getStream(tensor->device());
+    static_cast<c10::Event*>(event)->block(current);
+    tensor->record_stream(current);
+  });
+}
+
+void shim_event_free(void* event) { delete static_cast<c10::Event*>(event); }
+
+} // extern "C"

@@ -1,0 +1,317 @@
+//! Where tensors live, and how a batch gets there.
+//!
+//! We link the CPU half of libtorch only. A GPU's half (`libtorch_cuda.so`, `libtorch_hip.so`) is opened at run time
+//! when `--device cuda` asks for it, from the folder of the libtorch in use or the loader's path; then it registers
+//! itself. On a GPU a batch goes through pinned memory on a stream of its own, and an event makes the computing stream
+//! wait; on a CPU the tensor simply takes the buffer over.
+//!
+//! What runs on a GPU here has only been compiled so far.
+
+#![expect(unsafe_code, reason = "opens libraries and hands memory, streams and events to C++")]
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ptr;
+
+use tch::{Device, Tensor};
+use torch_sys::C_tensor;
+
+use crate::runtime::guarded;
+use crate::{Error, Result};
+
+unsafe extern "C" {
+    fn shim_libtorch_folder() -> *const c_char;
+    fn shim_open_library(path: *const c_char) -> *const c_char;
+    fn shim_gpu_registered() -> c_int;
+    fn shim_gpu_count() -> c_int;
+    fn shim_gpu_architecture(index: c_int) -> *const c_char;
+    fn shim_adopt(
+        data: *mut c_void,
+        sizes: *const i64,
+        dims: i64,
+        kind: c_int,
+        owner: *mut c_void,
+        drop: extern "C" fn(*mut c_void),
+    ) -> *mut C_tensor;
+    fn shim_side_stream(index: c_int, out: *mut *mut c_void) -> *const c_char;
+    fn shim_side_stream_free(side: *mut c_void);
+    fn shim_stage(
+        side: *mut c_void,
+        data: *const c_void,
+        bytes: usize,
+        sizes: *const i64,
+        dims: i64,
+        kind: c_int,
+        out: *mut *mut C_tensor,
+        event: *mut *mut c_void,
+    ) -> *const c_char;
+    fn shim_await(event: *mut c_void, tensor: *const C_tensor) -> *const c_char;
+    fn shim_event_free(event: *mut c_void);
+}
+
+/// Libraries that hold the GPU half, by vendor: what an own libtorch has of them is tried first.
+const GPU_LIBRARIES: [&str; 2] = ["libtorch_cuda.so", "libtorch_hip.so"];
+
+/// The device that `--device` names: `cpu`, `cuda` (which is `cuda:0`) or `cuda:1`. Opens its library if need be.
+pub fn open(name: &str) -> Result<Device> {
+    let refuse = |reason: String| Error::NoDevice { device: name.to_owned(), reason };
+    let index = match name.split_once(':') {
+        None if name == "cpu" => return Ok(Device::Cpu),
+        None if name == "cuda" => 0,
+        Some(("cuda", index)) => index
+            .parse::<u16>()
+            .map_err(|_| refuse("a device's number is a small integer, as in cuda:1".to_owned()))?,
+        _ => return Err(refuse("known devices are cpu, cuda and cuda:N".to_owned())),
+    };
+    open_gpu_library().map_err(&refuse)?;
+    // SAFETY: asks the registered implementation for a number.
+    match unsafe { shim_gpu_count() } {
+        count if i32::from(index) < count => Ok(Device::Cuda(usize::from(index))),
+        0 => Err(refuse("its library is here, but the driver shows no device".to_owned())),
+        count => Err(refuse(format!("this machine shows {count} of them, numbered from 0"))),
+    }
+}
+
+/// Architecture of a device for the kernel table; empty for a CPU, whose instruction set stands there already.
+pub fn architecture(device: Device) -> String {
+    match device {
+        // SAFETY: a plain number in, a C string out that is copied at once.
+        Device::Cuda(index) => unsafe { text(shim_gpu_architecture(index as c_int)) },
+        _ => String::new(),
+    }
+}
+
+fn open_gpu_library() -> std::result::Result<(), String> {
+    // SAFETY: reads a registry.
+    if unsafe { shim_gpu_registered() } != 0 {
+        return Ok(());
+    }
+    // SAFETY: takes nothing; the C string is copied at once.
+    let folder = unsafe { text(shim_libtorch_folder()) };
+    let mut refusals = Vec::new();
+    for library in GPU_LIBRARIES {
+        for path in [format!("{folder}/{library}"), library.to_owned()] {
+            let Ok(name) = CString::new(path) else { continue };
+            // SAFETY: the name is a C string. Opening a library runs its initialisers; it is the one that matches the
+            // libtorch in use, or the loader's own choice, as it would be had we linked it.
+            let refused = unsafe { shim_open_library(name.as_ptr()) };
+            if refused.is_null() {
+                return Ok(());
+            }
+            // SAFETY: a C string that lives until the next shim call on this thread.
+            refusals.push(unsafe { text(refused) });
+        }
+    }
+    // A library that exists and cannot be opened says more than one that is missing.
+    let missing = |reason: &&String| !reason.contains("No such file");
+    let reason = refusals.iter().find(missing).or(refusals.first()).cloned().unwrap_or_default();
+    Err(format!(
+        "no GPU half of libtorch could be opened ({reason}); set LIBTORCH to a CUDA or ROCm libtorch 2.11"
+    ))
+}
+
+/// # Safety
+/// `answer` is a C string that lives until the next shim call on this thread.
+unsafe fn text(answer: *const c_char) -> String {
+    // SAFETY: the caller's promise.
+    unsafe { CStr::from_ptr(answer) }.to_string_lossy().into_owned()
+}
+
+/// An element that a batch is made of.
+pub trait Host: tch::kind::Element + Copy + Send + 'static {
+    /// Its number among libtorch's scalar types.
+    const SCALAR_TYPE: c_int;
+}
+
+impl Host for u8 {
+    const SCALAR_TYPE: c_int = 0;
+}
+impl Host for i32 {
+    const SCALAR_TYPE: c_int = 3;
+}
+impl Host for i64 {
+    const SCALAR_TYPE: c_int = 4;
+}
+impl Host for f32 {
+    const SCALAR_TYPE: c_int = 6;
+}
+
+/// Moves host buffers to a device; on a GPU beside the computation.
+#[derive(Debug)]
+pub struct Stager {
+    device: Device,
+    side: Option<SideStream>,
+}
+
+#[derive(Debug)]
+struct SideStream(*mut c_void);
+
+// SAFETY: a handle of libtorch, usable from any thread; the stager is not Sync, so one thread uses it at a time.
+unsafe impl Send for SideStream {}
+
+impl Drop for SideStream {
+    fn drop(&mut self) {
+        // SAFETY: made by `shim_side_stream`, freed once.
+        unsafe { shim_side_stream_free(self.0) }
+    }
+}
+
+/// A tensor on its way; [`Staged::wait`] gives it to the computation.
+#[derive(Debug)]
+pub struct Staged {
+    tensor: Tensor,
+    arrival: Option<Event>,
+}
+
+#[derive(Debug)]
+struct Event(*mut c_void);
+
+// SAFETY: a handle of libtorch, usable from any thread, owned by one value.
+unsafe impl Send for Event {}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: made by `shim_stage`, freed once.
+        unsafe { shim_event_free(self.0) }
+    }
+}
+
+impl Stager {
+    /// A stager for `device`, which [`open`] has opened.
+    pub fn new(device: Device) -> Result<Stager> {
+        let Device::Cuda(index) = device else { return Ok(Stager { device, side: None }) };
+        let mut side = ptr::null_mut();
+        // SAFETY: `side` outlives the call, which fills it exactly if it succeeds.
+        guarded("make a stream", unsafe { shim_side_stream(index as c_int, &raw mut side) })?;
+        Ok(Stager { device, side: Some(SideStream(side)) })
+    }
+
+    /// The device it moves to.
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Starts moving `data`; on a CPU the tensor owns the buffer from here on, without a copy.
+    pub fn put<T: Host>(&self, data: Vec<T>, shape: &[i64]) -> Result<Staged> {
+        let count: i64 = shape.iter().product();
+        if count != data.len() as i64 {
+            let reason = format!("{} elements do not fill the shape {shape:?}", data.len());
+            return Err(Error::Foreign { call: "stage a buffer", reason });
+        }
+        let Some(side) = &self.side else {
+            return Ok(Staged { tensor: adopt(data, shape)?, arrival: None });
+        };
+        let (mut tensor, mut event) = (ptr::null_mut(), ptr::null_mut());
+        let bytes = std::mem::size_of_val(data.as_slice());
+        // SAFETY: the call reads `bytes` bytes of `data` before it returns; both out-pointers outlive it and are
+        // filled exactly if it succeeds.
+        guarded("stage a buffer", unsafe {
+            shim_stage(
+                side.0,
+                data.as_ptr().cast(),
+                bytes,
+                shape.as_ptr(),
+                shape.len() as i64,
+                T::SCALAR_TYPE,
+                &raw mut tensor,
+                &raw mut event,
+            )
+        })?;
+        // SAFETY: a new tensor that nobody else owns.
+        Ok(Staged { tensor: unsafe { Tensor::from_ptr(tensor) }, arrival: Some(Event(event)) })
+    }
+}
+
+impl Staged {
+    /// The tensor, safe to use in the current stream of this thread.
+    pub fn wait(self) -> Result<Tensor> {
+        if let Some(event) = &self.arrival {
+            // SAFETY: both handles are alive; the shim only queues a wait.
+            guarded("wait for a copy", unsafe { shim_await(event.0, self.tensor.as_ptr()) })?;
+        }
+        Ok(self.tensor)
+    }
+}
+
+/// A CPU tensor that owns `data`.
+fn adopt<T: Host>(data: Vec<T>, shape: &[i64]) -> Result<Tensor> {
+    extern "C" fn release<T>(owner: *mut c_void) {
+        // SAFETY: `owner` came from `Box::into_raw` of this very type below, and libtorch calls this once, after the
+        // last tensor over the buffer is gone.
+        drop(unsafe { Box::from_raw(owner.cast::<Vec<T>>()) });
+    }
+    let mut owner = Box::new(data);
+    let place = owner.as_mut_ptr();
+    let owner = Box::into_raw(owner);
+    // SAFETY: `place` points at as many elements of kind T as `shape` says (checked by the caller), aligned for T, and
+    // stays there until `release` runs: moving the box did not move the buffer. T is Send, so any thread may free it.
+    let tensor = unsafe {
+        shim_adopt(
+            place.cast(),
+            shape.as_ptr(),
+            shape.len() as i64,
+            T::SCALAR_TYPE,
+            owner.cast(),
+            release::<T>,
+        )
+    };
+    if tensor.is_null() {
+        // SAFETY: the shim failed before it took the owner.
+        drop(unsafe { Box::from_raw(owner) });
+        let reason = "libtorch refused the buffer".to_owned();
+        return Err(Error::Foreign { call: "adopt a buffer", reason });
+    }
+    // SAFETY: a new tensor that nobody else owns.
+    Ok(unsafe { Tensor::from_ptr(tensor) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cpu_takes_the_buffer_over() {
+        let stager = Stager::new(open("cpu").unwrap()).unwrap();
+        let data: Vec<i32> = (0..12).collect();
+        let place = data.as_ptr();
+        let tensor = stager.put(data, &[3, 4]).unwrap().wait().unwrap();
+        assert_eq!(tensor.data_ptr().cast_const(), place.cast());
+        let row = tensor.get(1);
+        drop(tensor);
+        assert_eq!(Vec::<i32>::try_from(row).unwrap(), [4, 5, 6, 7]);
+        let flags = stager.put(vec![1u8, 0, 1], &[3]).unwrap().wait().unwrap();
+        assert_eq!(
+            (flags.kind(), flags.sum(tch::Kind::Int64).int64_value(&[])),
+            (tch::Kind::Uint8, 2)
+        );
+        assert!(stager.put(vec![1.0f32], &[2]).is_err());
+    }
+
+    #[test]
+    fn buffers_are_freed_on_any_thread() {
+        let stager = Stager::new(Device::Cpu).unwrap();
+        for _ in 0..100 {
+            let staged = stager.put(vec![0i64; 10_000], &[10_000]).unwrap();
+            std::thread::spawn(move || drop(staged.wait())).join().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_device_that_is_not_there_says_why() {
+        for name in ["gpu", "cuda:x", "cuda:-1", "cpu:0", ""] {
+            assert!(matches!(open(name), Err(Error::NoDevice { .. })), "{name}");
+        }
+        // Where a GPU is at hand this opens it; everywhere else the reason names the library that is missing.
+        match open("cuda") {
+            Ok(device) => {
+                println!("a GPU is at hand: {}", architecture(device));
+                let stager = Stager::new(device).unwrap();
+                let staged = stager.put(vec![1i32, 2, 3], &[3]).unwrap().wait().unwrap();
+                assert_eq!(staged.sum(tch::Kind::Int64).int64_value(&[]), 6);
+            }
+            Err(error) => {
+                println!("skipped, no GPU: {error}");
+                assert!(error.to_string().contains("libtorch"), "{error}");
+            }
+        }
+    }
+}

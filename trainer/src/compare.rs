@@ -1,0 +1,101 @@
+//! Where two runs part: the first step, and in it the first quantity in the order of computing.
+
+use std::fmt;
+use std::path::Path;
+
+use contract::Result;
+use serde_json::{Value, json};
+
+use crate::folder::{RunFolder, table_difference};
+use crate::ledger::{Difference, Head, Ledger};
+
+/// What a comparison found.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Answer {
+    /// Steps recorded by each run.
+    pub steps: [u64; 2],
+    /// What differs between the heads, for people: it explains a difference, and is none by itself.
+    pub notes: Vec<String>,
+    /// The first step that differs, and its first quantity.
+    pub difference: Option<(u64, Difference)>,
+}
+
+/// Compares the runs in two folders on the steps that both have.
+pub fn compare(a: &Path, b: &Path) -> Result<Answer> {
+    let open = |root: &Path| Ledger::read(&RunFolder::new(root).ledger());
+    let (left, right) = (open(a)?, open(b)?);
+    let steps = [left.last_step(), right.last_step()];
+    let notes = notes(left.head(), right.head());
+    let common = steps[0].min(steps[1]);
+    for step in 1..=common {
+        if let Some(difference) =
+            left.record(step)?.difference(&right.record(step)?, &left.head().parameters)
+        {
+            return Ok(Answer { steps, notes, difference: Some((step, difference)) });
+        }
+    }
+    Ok(Answer { steps, notes, difference: None })
+}
+
+fn notes(left: &Head, right: &Head) -> Vec<String> {
+    // No `..`: a new field of the head must be looked at.
+    let Head {
+        kind: _,
+        format,
+        kernel_table,
+        curriculum,
+        stores,
+        tokenizer,
+        levels: _,
+        parameters,
+    } = left;
+    let mut notes = Vec::new();
+    let mut note = |differs: bool, what: &str| {
+        if differs {
+            notes.push(format!("the runs have different {what}"));
+        }
+    };
+    note(*format != right.format, "ledger formats");
+    note(*stores != right.stores, "stores");
+    note(*tokenizer != right.tokenizer, "tokenizers");
+    note(*curriculum != right.curriculum, "curricula");
+    note(*parameters != right.parameters, "parameters");
+    if let Some((key, a, b)) = table_difference(kernel_table, &right.kernel_table) {
+        notes.push(format!("the runs have different kernel tables: {key} is {a} and {b}"));
+    }
+    notes
+}
+
+impl Answer {
+    /// The answer for programs.
+    pub fn to_json(&self) -> Value {
+        let Answer { steps, notes, difference } = self;
+        let difference = difference.as_ref().map(|(step, found)| {
+            json!({"step": step, "quantity": found.quantity, "a": found.left, "b": found.right})
+        });
+        json!({"equal": difference.is_none(), "steps": steps, "notes": notes, "difference": difference})
+    }
+}
+
+impl fmt::Display for Answer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Answer { steps: [a, b], notes, difference } = self;
+        for note in notes {
+            writeln!(f, "note: {note}")?;
+        }
+        if a != b {
+            writeln!(
+                f,
+                "note: the runs have {a} and {b} steps; the first {} are compared",
+                a.min(b)
+            )?;
+        }
+        match difference {
+            None => write!(f, "equal: {} steps, every quantity", a.min(b)),
+            Some((step, found)) => {
+                writeln!(f, "step {step} is the first to differ, in its {}", found.quantity)?;
+                write!(f, "  a: {}\n  b: {}", found.left, found.right)
+            }
+        }
+    }
+}

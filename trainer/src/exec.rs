@@ -1,0 +1,56 @@
+//! How fast, never what: nothing here has a digest, and no value of it can change a bit.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use loader::PrefetchOptions;
+use tch::Device;
+
+use crate::checkpoint::Retention;
+use crate::lanes::Lanes;
+
+/// Everything that only decides speed, place and patience.
+#[derive(Clone, Debug)]
+pub struct ExecOptions {
+    /// Where tensors live.
+    pub device: Device,
+    /// Leaves computed at once.
+    pub lanes: Lanes,
+    /// Reader threads and batches that wait.
+    pub prefetch: PrefetchOptions,
+    /// Steps between checkpoints.
+    pub checkpoint_every: u64,
+    /// Which checkpoints stay.
+    pub retention: Retention,
+    /// The step after which to stop, if before the curriculum's last.
+    pub stop_after: Option<u64>,
+    /// Whether a line is printed for every step.
+    pub progress: bool,
+    /// The run's folder.
+    pub out: PathBuf,
+    /// Set from outside to stop after the step at hand.
+    pub stop: Arc<AtomicBool>,
+}
+
+impl ExecOptions {
+    /// Everything by default, in the folder `out`.
+    pub fn new(out: PathBuf) -> Self {
+        ExecOptions {
+            device: Device::Cpu,
+            lanes: Lanes::available(),
+            prefetch: PrefetchOptions::default(),
+            checkpoint_every: 50,
+            retention: Retention { newest: 3, every: 0 },
+            stop_after: None,
+            progress: true,
+            out,
+            stop: Arc::default(),
+        }
+    }
+
+    /// Whether somebody asked to stop.
+    pub fn stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+}

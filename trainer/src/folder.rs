@@ -1,0 +1,220 @@
+//! A run's folder: who may write to it, what it was begun with, and whether it may go on.
+//!
+//! ```text
+//! run.toml        the curriculum in canonical form, stores by absolute path
+//! ledger.jsonl    what was computed, chained          events.jsonl    where and when
+//! checkpoints/    step-N, committed by rename         lock            held by the process that trains
+//! ```
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::path::{Path, PathBuf};
+
+use contract::{Fault, Result};
+use kernels::runtime::KernelTable;
+use mixer::Curriculum;
+
+use crate::checkpoint::Checkpoints;
+use crate::ledger::{self, Head, Ledger};
+use crate::spec::RunSpec;
+
+/// What is promised today, as in the README's table.
+pub const LEVELS: [&str; 2] = ["D", "L0"];
+
+/// Paths in a run's folder.
+#[derive(Clone, Debug)]
+pub struct RunFolder {
+    root: PathBuf,
+}
+
+/// A folder that this process alone writes to.
+pub struct OpenRun {
+    /// Its paths.
+    pub folder: RunFolder,
+    /// Its ledger.
+    pub ledger: Ledger,
+    /// What an accepted edit of the curriculum changed, for the events.
+    pub edits: Vec<String>,
+    /// Held until the run ends.
+    _lock: File,
+}
+
+impl RunFolder {
+    /// The folder at `root`, which need not exist.
+    pub fn new(root: &Path) -> Self {
+        RunFolder { root: root.to_owned() }
+    }
+
+    /// Where it is.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The curriculum of the run.
+    pub fn curriculum(&self) -> PathBuf {
+        self.root.join("run.toml")
+    }
+
+    /// The ledger.
+    pub fn ledger(&self) -> PathBuf {
+        self.root.join("ledger.jsonl")
+    }
+
+    /// The events.
+    pub fn events(&self) -> PathBuf {
+        self.root.join("events.jsonl")
+    }
+
+    /// The checkpoints.
+    pub fn checkpoints(&self) -> Checkpoints {
+        Checkpoints::new(&self.root.join("checkpoints"))
+    }
+
+    /// Takes the folder for `spec`: begins a run in it, or goes on with the one that is there if it is the same.
+    pub fn open(&self, spec: &RunSpec, source: &Path, table: &KernelTable) -> Result<OpenRun> {
+        fs::create_dir_all(&self.root).map_err(|error| Fault::io("create", &self.root, &error))?;
+        let lock = self.lock()?;
+        let head = head(spec, table)?;
+        let found = Ledger::open(&self.ledger())?;
+        if let Some(ledger) = &found {
+            compare_heads(ledger.head(), &head, &self.ledger())?;
+        }
+        let recorded = found.as_ref().map_or(0, Ledger::last_step);
+        let edits = self.accept(spec, recorded)?;
+        self.write_curriculum(spec, source)?;
+        let ledger = match found {
+            Some(ledger) => ledger,
+            None => Ledger::create(&self.ledger(), head)?,
+        };
+        Ok(OpenRun { folder: self.clone(), ledger, edits, _lock: lock })
+    }
+
+    /// The operating system drops the lock with the process, however it ends.
+    fn lock(&self) -> Result<File> {
+        let path = self.root.join("lock");
+        let file = OpenOptions::new().create(true).truncate(false).write(true).open(&path);
+        let file = file.map_err(|error| Fault::io("open", &path, &error))?;
+        match file.try_lock() {
+            Ok(()) => Ok(file),
+            Err(TryLockError::WouldBlock) => {
+                Err(Fault::machine("another run is using this folder")
+                    .at(self.root.display().to_string())
+                    .hint("wait for it, stop it, or name another folder with --out"))
+            }
+            Err(TryLockError::Error(error)) => Err(Fault::io("lock", &path, &error)),
+        }
+    }
+
+    /// What the curriculum changes against the run's; refused if it reaches a step that is recorded.
+    fn accept(&self, spec: &RunSpec, recorded: u64) -> Result<Vec<String>> {
+        let path = self.curriculum();
+        if !path.exists() {
+            return Ok(Vec::new());
+        }
+        let text = fs::read_to_string(&path).map_err(|error| Fault::io("read", &path, &error))?;
+        let begun = Curriculum::parse(&text, &path.display().to_string())?;
+        let differences = begun.difference(&spec.curriculum);
+        match differences.iter().find(|difference| difference.first_step <= recorded) {
+            None => Ok(differences.iter().map(ToString::to_string).collect()),
+            Some(first) => Err(Fault::usage(format!(
+                "{} was edited after the run began, and matters from step {} on; {recorded} steps are recorded",
+                first.key, first.first_step
+            ))
+            .at(spec.curriculum.place(&first.key))
+            .found(&first.found)
+            .wanted(format!("{}, as in {}", first.wanted, path.display()))
+            .hint("take the edit back, or train it as a run of its own with --out")),
+        }
+    }
+
+    fn write_curriculum(&self, spec: &RunSpec, source: &Path) -> Result<()> {
+        let mut resolved = spec.curriculum.clone();
+        let folder = source.parent().unwrap_or(Path::new(""));
+        for store in &mut resolved.stores {
+            let path = folder.join(&*store);
+            let path = path.canonicalize().map_err(|error| Fault::io("resolve", &path, &error))?;
+            *store = path.to_string_lossy().into_owned();
+        }
+        let text = resolved.canonical();
+        let path = self.curriculum();
+        if fs::read_to_string(&path).is_ok_and(|before| before == text) {
+            return Ok(());
+        }
+        let scratch = self.root.join("run.toml.partial");
+        fs::write(&scratch, text).map_err(|error| Fault::io("write", &scratch, &error))?;
+        fs::rename(&scratch, &path).map_err(|error| Fault::io("rename to", &path, &error))
+    }
+}
+
+/// Line 0 of the ledger of `spec` on this machine.
+pub fn head(spec: &RunSpec, table: &KernelTable) -> Result<Head> {
+    let kernel_table = serde_json::to_value(table)
+        .map_err(|error| Fault::bug(format!("the kernel table cannot be written: {error}")))?;
+    Ok(Head {
+        kind: "head".to_owned(),
+        format: ledger::FORMAT,
+        kernel_table,
+        curriculum: spec.canonical(),
+        stores: spec.content.stores.clone(),
+        tokenizer: spec.content.tokenizer,
+        levels: LEVELS.map(str::to_owned).to_vec(),
+        parameters: spec.names(),
+    })
+}
+
+/// Refuses to go on with other data, other kernels or another model than the ledger began with.
+fn compare_heads(begun: &Head, now: &Head, path: &Path) -> Result<()> {
+    compare_content(begun, now, path)?;
+    if let Some((key, before, after)) = table_difference(&begun.kernel_table, &now.kernel_table) {
+        return Err(other(&format!("the kernel table's {key}"), after, before, path)
+            .hint("go on where it began, or train it here as a run of its own with --out"));
+    }
+    Ok(())
+}
+
+fn other(what: &str, found: String, wanted: String, path: &Path) -> Fault {
+    let fault = Fault::mismatch(format!("{what} is not the one that this run began with"));
+    fault.at(path.display().to_string()).found(found).wanted(wanted)
+}
+
+/// Refuses other data or another model than the ledger began with.
+pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<()> {
+    let mismatch =
+        |what: &str, found: String, wanted: String| Err(other(what, found, wanted, path));
+    if begun.format != now.format {
+        return mismatch("the ledger's format", now.format.to_string(), begun.format.to_string());
+    }
+    if begun.tokenizer != now.tokenizer {
+        return mismatch("the tokenizer", now.tokenizer.to_string(), begun.tokenizer.to_string());
+    }
+    let text = |stores: &[contract::Identity]| {
+        stores.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+    };
+    if begun.stores != now.stores {
+        return mismatch("the content of a store", text(&now.stores), text(&begun.stores));
+    }
+    if begun.parameters != now.parameters {
+        let count = |head: &Head| format!("{} tensors", head.parameters.len());
+        return mismatch("the list of the model's parameters", count(now), count(begun));
+    }
+    Ok(())
+}
+
+/// The first entry in which two kernel tables differ, with both values.
+pub fn table_difference(
+    before: &serde_json::Value,
+    after: &serde_json::Value,
+) -> Option<(String, String, String)> {
+    use serde_json::Value;
+    if let (Value::Object(left), Value::Object(right)) = (before, after) {
+        let keys: std::collections::BTreeSet<&String> = left.keys().chain(right.keys()).collect();
+        return keys.into_iter().find_map(|key| {
+            let side = |object: &serde_json::Map<String, Value>| {
+                object.get(key).cloned().unwrap_or(Value::Null)
+            };
+            let (inner, before, after) = table_difference(&side(left), &side(right))?;
+            let key = if inner.is_empty() { key.clone() } else { format!("{key}.{inner}") };
+            Some((key, before, after))
+        });
+    }
+    (before != after).then(|| (String::new(), before.to_string(), after.to_string()))
+}

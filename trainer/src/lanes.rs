@@ -1,0 +1,246 @@
+//! Lanes: how more than one core works on a step without changing a bit of it.
+//!
+//! A lane computes whole items (a leaf, a matrix of the optimizer) with one math thread; results are taken in item
+//! order, whatever lane finished first. So the number of lanes decides only speed.
+//!
+//! Invariant: the only threads that compute weights, gradients or losses are started here.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+
+use contract::{Fault, Result};
+use kernels::runtime;
+
+/// A number of lanes, at least one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lanes(usize);
+
+/// What the lanes of one fold share.
+struct Shared<T> {
+    /// The next item that no lane has begun.
+    begin: u64,
+    /// The next item to be taken; everything before it has been.
+    take: u64,
+    /// Finished items that wait for their turn.
+    waiting: BTreeMap<u64, Result<T>>,
+    /// Whether a lane is taking items now.
+    taking: bool,
+    /// The first failure in item order; nothing after it is taken.
+    failure: Option<Fault>,
+}
+
+impl Lanes {
+    /// `count` lanes.
+    pub fn new(count: usize) -> Self {
+        Lanes(count.max(1))
+    }
+
+    /// One lane for each core of the machine.
+    pub fn available() -> Self {
+        Lanes::new(thread::available_parallelism().map_or(1, usize::from))
+    }
+
+    /// How many.
+    pub fn count(self) -> usize {
+        self.0
+    }
+
+    /// Computes `work(0)`, `work(1)`, ... `work(items - 1)` on the lanes and hands each result to `take`, in order.
+    ///
+    /// At most one result more than there are lanes exists at a time, so that memory does not depend on `items`. On
+    /// failure the first one in item order is returned, and nothing from it on has been taken.
+    pub fn fold<T: Send>(
+        self,
+        items: u64,
+        work: impl Fn(u64) -> Result<T> + Sync,
+        take: impl FnMut(u64, T) -> Result<()> + Send,
+    ) -> Result<()> {
+        let (waiting, failure) = (BTreeMap::new(), None);
+        let shared = Mutex::new(Shared { begin: 0, take: 0, waiting, taking: false, failure });
+        let (moved, take) = (Condvar::new(), Mutex::new(take));
+        let window = self.0 as u64 + 1;
+        let lane = || {
+            runtime::enter_thread().map_err(machine)?;
+            while let Some(item) = begin_next(&shared, &moved, items, window) {
+                let result = caught(|| work(item));
+                deliver(&shared, &moved, &take, item, result);
+            }
+            Ok(())
+        };
+        self.run(lane)?;
+        let shared = shared.into_inner().unwrap_or_else(PoisonError::into_inner);
+        shared.failure.map_or(Ok(()), Err)
+    }
+
+    /// Computes `work` for every item on the lanes; the results come in item order.
+    pub fn map<I: Send, T: Send>(
+        self,
+        items: Vec<I>,
+        work: impl Fn(I) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
+        let count = items.len() as u64;
+        let slots: Vec<Mutex<Option<I>>> =
+            items.into_iter().map(|item| Mutex::new(Some(item))).collect();
+        let mut results = Vec::with_capacity(slots.len());
+        let once = |index: u64| match lock(&slots[index as usize]).take() {
+            Some(item) => work(item),
+            None => Err(Fault::bug("an item was handed to two lanes")),
+        };
+        self.fold(count, once, |_, result| {
+            results.push(result);
+            Ok(())
+        })?;
+        Ok(results)
+    }
+
+    /// Runs `lane` on every lane. Even a single one has a thread of its own, so that it computes under the same
+    /// conditions as many do.
+    fn run(self, lane: impl Fn() -> Result<()> + Sync) -> Result<()> {
+        thread::scope(|scope| {
+            let handles: Vec<_> = (0..self.0).map(|_| scope.spawn(&lane)).collect();
+            let joined: Vec<_> = handles.into_iter().map(|handle| handle.join()).collect();
+            joined
+                .into_iter()
+                .try_for_each(|outcome| outcome.unwrap_or_else(|panic| Err(stopped(&*panic))))
+        })
+    }
+}
+
+/// A panic as a fault, so that an item that breaks still has its turn and nobody waits for it.
+fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(stopped(&*panic)))
+}
+
+/// A foreign refusal is the machine's.
+fn machine(error: kernels::Error) -> Fault {
+    Fault::machine(error.to_string())
+}
+
+/// What to say about a lane that panicked: libtorch's wrapper panics where libtorch throws, also for want of memory.
+fn stopped(panic: &(dyn Any + Send)) -> Fault {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
+    // libtorch's messages end in a stack trace of its own; the first line says what happened.
+    let text = text.split("\\n").next().unwrap_or(text).lines().next().unwrap_or(text);
+    if text.contains("out of memory") || text.contains("can't allocate memory") {
+        return Fault::machine("there is not enough memory")
+            .found(text)
+            .hint("use fewer lanes, or smaller leaves");
+    }
+    Fault::bug("a lane stopped").found(text)
+}
+
+/// The next item for a lane, once it is close enough to the one that is taken next.
+fn begin_next<T>(
+    shared: &Mutex<Shared<T>>,
+    moved: &Condvar,
+    items: u64,
+    window: u64,
+) -> Option<u64> {
+    let mut state = lock(shared);
+    loop {
+        if state.begin >= items || state.failure.is_some() {
+            return None;
+        }
+        if state.begin < state.take + window {
+            state.begin += 1;
+            return Some(state.begin - 1);
+        }
+        state = moved.wait(state).unwrap_or_else(PoisonError::into_inner);
+    }
+}
+
+/// Puts a result in its place, then takes every result whose turn has come, unless another lane is doing so.
+fn deliver<T>(
+    shared: &Mutex<Shared<T>>,
+    moved: &Condvar,
+    take: &Mutex<impl FnMut(u64, T) -> Result<()>>,
+    item: u64,
+    result: Result<T>,
+) {
+    let mut state = lock(shared);
+    state.waiting.insert(item, result);
+    while !state.taking && state.failure.is_none() {
+        let turn = state.take;
+        let Some(result) = state.waiting.remove(&turn) else { break };
+        state.taking = true;
+        drop(state);
+        let outcome = result.and_then(|value| caught(|| lock(take)(turn, value)));
+        state = lock(shared);
+        state.taking = false;
+        state.take += 1;
+        state.failure = outcome.err();
+        moved.notify_all();
+    }
+}
+
+/// A lane that panicked has already failed the whole fold; its lock is no second failure.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::time::Duration;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+
+        #[test]
+        fn results_come_in_order_and_never_pile_up(
+            lanes in 1usize..6,
+            naps in prop::collection::vec(0u64..3, 0..40),
+        ) {
+            let alive = AtomicU64::new(0);
+            let most = AtomicU64::new(0);
+            let mut seen = Vec::new();
+            let work = |item: u64| {
+                most.fetch_max(alive.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                thread::sleep(Duration::from_millis(naps[item as usize]));
+                Ok(item * item)
+            };
+            let take = |item, value| {
+                alive.fetch_sub(1, Ordering::SeqCst);
+                seen.push((item, value));
+                Ok(())
+            };
+            Lanes::new(lanes).fold(naps.len() as u64, work, take).unwrap();
+            let wanted: Vec<_> = (0..naps.len() as u64).map(|item| (item, item * item)).collect();
+            prop_assert_eq!(seen, wanted);
+            prop_assert!(most.into_inner() <= lanes as u64 + 1);
+        }
+
+        #[test]
+        fn the_first_failure_in_item_order_wins(
+            lanes in 1usize..6,
+            bad in prop::collection::btree_set(0u64..30, 1..5),
+        ) {
+            let mut taken = 0;
+            let work = |item| {
+                thread::sleep(Duration::from_micros((item * 7919) % 500));
+                if bad.contains(&item) { Err(Fault::data(format!("item {item}"))) } else { Ok(item) }
+            };
+            let take = |_, _| { taken += 1; Ok(()) };
+            let fault = Lanes::new(lanes).fold(30, work, take).unwrap_err();
+            let first = *bad.first().unwrap();
+            prop_assert_eq!(fault, Fault::data(format!("item {first}")));
+            prop_assert_eq!(taken, first);
+        }
+    }
+
+    #[test]
+    fn a_panic_is_a_bug_with_its_message_and_does_not_hang() {
+        for lanes in [1, 3] {
+            let work = |item| if item == 5 { panic!("item {item} broke") } else { Ok(item) };
+            let fault = Lanes::new(lanes).map((0..50).collect(), work).unwrap_err();
+            assert_eq!(fault.class(), contract::Class::Bug);
+            assert!(fault.to_string().contains("item 5 broke"), "{fault}");
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! The head and its loss, without ever holding all logits.
+//!
+//! Logits exist for `loss_chunk` tokens at a time. Their gradient is written down, `softmax - one_hot`, so nothing is
+//! kept for a backward pass: each chunk adds its part to the gradient of the embedding, in order, and leaves.
+
+use tch::{Kind, Tensor};
+
+use super::ZayaConfig;
+use super::input::Prepared;
+
+/// Losses, and gradients of their sum over the divisor.
+pub(super) struct Head {
+    /// `[N]`: nats, 0 where there is no label.
+    pub(super) losses: Tensor,
+    /// `[N, D]`.
+    pub(super) hidden: Tensor,
+    /// `[V, D]`: the head's part of the embedding's gradient.
+    pub(super) embedding: Tensor,
+}
+
+/// Loss and backward of the head for the final normed stream `hidden`.
+pub(super) fn run(
+    config: &ZayaConfig,
+    embedding: &Tensor,
+    hidden: &Tensor,
+    input: &Prepared,
+    divisor: u64,
+) -> Head {
+    let n = hidden.size()[0];
+    let mut grad = embedding.zeros_like();
+    let hidden_grad = hidden.empty_like();
+    let losses = hidden.new_empty([n], (Kind::Float, hidden.device()));
+    let mut start = 0;
+    while start < n {
+        let count = config.loss_chunk.min(n - start);
+        let part = |x: &Tensor| x.narrow(0, start, count);
+        let (rows, mask) = (part(hidden), part(&input.mask).unsqueeze(1));
+        let labels = part(&input.labels).unsqueeze(1);
+        let mut log = rows.matmul(&embedding.tr()).log_softmax(-1, Kind::Float);
+        // where, not a product: a masked token's loss is 0 even if its logits are not finite.
+        let own = log.gather(1, &labels, false).neg().where_self(&mask.gt(0.0), &mask);
+        part(&losses).copy_(&own.squeeze_dim(1));
+        let mut slope = log.exp_();
+        let _ = slope.scatter_add_(1, &labels, &mask.ones_like().neg());
+        // The mask and the divisor scale the narrow side: rows of D numbers, not of V.
+        let scale = mask / divisor as f64;
+        let _ = slope.mm_out(&part(&hidden_grad), embedding);
+        let _ = part(&hidden_grad).g_mul_(&scale);
+        let _ = grad.addmm_(&slope.tr(), &(rows * &scale));
+        start += count;
+    }
+    Head { losses, hidden: hidden_grad, embedding: grad }
+}

@@ -1,0 +1,94 @@
+//! The router's balancing biases: integer counts over the global batch, one AdamW step for each training step.
+//!
+//! An expert's error is its share of the tokens that went to experts, minus 1/E; fed as a gradient, it lowers the bias
+//! of what is used too much. The skip class stands last, keeps its bias of -1 and stays outside. Shares come from
+//! integers, so neither the order of leaves nor their number of ranks can be seen.
+
+use super::schedule::power;
+
+/// Betas and eps of this AdamW, and its learning rate where the curriculum says none. Nothing of it is published; these
+/// are the values of the AMD port of ZAYA1.
+const BETAS: (f64, f64) = (0.9, 0.999);
+const EPS: f64 = 1e-8;
+
+/// The default learning rate.
+pub const LR: f64 = 1e-3;
+
+/// Biases and moments of one layer's router: one of each per expert, the skip class (if any) last in `bias`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Balance {
+    /// Added to the router's probabilities for the choice alone.
+    pub bias: Vec<f32>,
+    /// First moment, for the experts.
+    pub first: Vec<f32>,
+    /// Second moment, for the experts.
+    pub second: Vec<f32>,
+}
+
+impl Balance {
+    /// Before the first step: no preference, and a skip class that cannot win.
+    pub fn new(experts: usize, skip: bool) -> Self {
+        let mut bias = vec![0.0; experts];
+        bias.extend(skip.then_some(-1.0));
+        Balance { bias, first: vec![0.0; experts], second: vec![0.0; experts] }
+    }
+
+    /// Moves the biases by what step `step` (from 1) counted.
+    pub fn update(&mut self, step: u64, counts: &[u64], lr: f64) {
+        let experts = self.first.len();
+        let total: u64 = counts[..experts].iter().sum();
+        let correction = (1.0 - power(BETAS.0, step), 1.0 - power(BETAS.1, step));
+        for (expert, &count) in counts[..experts].iter().enumerate() {
+            // A step whose tokens all skipped says nothing about the experts.
+            let share =
+                if total == 0 { 0.0 } else { count as f64 / total as f64 - 1.0 / experts as f64 };
+            let first = BETAS.0 * f64::from(self.first[expert]) + (1.0 - BETAS.0) * share;
+            let second = BETAS.1 * f64::from(self.second[expert]) + (1.0 - BETAS.1) * share * share;
+            let change = lr * (first / correction.0) / ((second / correction.1).sqrt() + EPS);
+            (self.first[expert], self.second[expert]) = (first as f32, second as f32);
+            self.bias[expert] = (f64::from(self.bias[expert]) - change) as f32;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use tch::{Tensor, kind};
+
+    #[test]
+    fn what_is_used_too_much_is_lowered_and_the_skip_class_stays() {
+        let mut balance = Balance::new(4, true);
+        for step in 1..=50 {
+            balance.update(step, &[70, 10, 10, 10, 1000], LR);
+        }
+        assert!(balance.bias[0] < -0.02 && balance.bias[1..4].iter().all(|bias| *bias > 0.02));
+        assert_eq!(balance.bias[4], -1.0);
+        let before = balance.bias.clone();
+        Balance { ..balance.clone() }.update(51, &[0, 0, 0, 0, 9], LR);
+        assert_eq!(before, balance.bias);
+    }
+
+    proptest! {
+        /// The same as torch's AdamW without decay, fed with shares.
+        #[test]
+        fn it_is_adamw(steps in prop::collection::vec(prop::collection::vec(1u64..1000, 5), 1..8)) {
+            let mut balance = Balance::new(5, false);
+            let mut weight = Tensor::zeros([5], kind::FLOAT_CPU);
+            let (mut first, mut second) = (weight.zeros_like(), weight.zeros_like());
+            for (index, counts) in steps.iter().enumerate() {
+                let step = index as u64 + 1;
+                balance.update(step, counts, 0.01);
+                let total: u64 = counts.iter().sum();
+                let error: Vec<f32> = counts.iter().map(|count| (*count as f64 / total as f64 - 0.2) as f32).collect();
+                super::super::adamw::AdamW::at(step, 0.01, 0.0, BETAS, EPS)
+                    .update(&mut weight, &mut first, &mut second, &Tensor::from_slice(&error));
+            }
+            let wanted: Vec<f32> = Vec::try_from(&weight).unwrap();
+            for (found, wanted) in balance.bias.iter().zip(wanted) {
+                prop_assert!((found - wanted).abs() < 1e-4, "{found} {wanted}");
+            }
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! The optimizers: Muon on matrices, AdamW on everything else, one update of the routers' balance for each step.
+//!
+//! Invariant: an update is a function of its own tensor, moments and gradient, and of the step's few numbers. So whoever
+//! owns a tensor can update it, on whatever lane.
+
+pub mod adamw;
+pub mod balance;
+pub mod muon;
+pub mod norm;
+pub mod schedule;
+
+use contract::Result;
+use tch::Tensor;
+
+use crate::lanes::Lanes;
+use crate::model::{ParamSpec, Role};
+use crate::state::State;
+use adamw::AdamW;
+use muon::Muon;
+use norm::CHUNK;
+use schedule::Schedule;
+
+/// Chunks of an elementwise work item: enough to be worth a lane's while, few enough to share a large embedding.
+const CHUNKS: i64 = 8;
+
+/// Which optimizer rules the matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Muon on matrices, AdamW elsewhere.
+    Muon,
+    /// AdamW everywhere.
+    AdamW,
+}
+
+/// The numbers of `[optimizer]` and `[schedule]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Settings {
+    /// Who rules the matrices.
+    pub kind: Kind,
+    /// The learning rate by step.
+    pub schedule: Schedule,
+    /// AdamW's.
+    pub betas: (f64, f64),
+    /// AdamW's.
+    pub eps: f64,
+    /// Muon's.
+    pub momentum: f64,
+    /// Decoupled, by the learning rate shared by both.
+    pub weight_decay: f64,
+    /// The largest gradient norm; 0 for no clipping.
+    pub clip: f64,
+}
+
+/// How one tensor is updated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rule {
+    /// The whole tensor is one matrix.
+    Muon,
+    /// Each `[e]` of `[E, rows, columns]` is a matrix.
+    MuonEach,
+    /// Elementwise, with weight decay or without: vectors (biases, norms, scales, temperatures) are not decayed, since
+    /// zero is no neutral place for them.
+    AdamW {
+        /// Whether it decays.
+        decay: bool,
+    },
+}
+
+impl Rule {
+    /// The rule of a parameter.
+    pub fn of(kind: Kind, parameter: &ParamSpec) -> Self {
+        match (kind, parameter.role) {
+            (Kind::Muon, Role::Matrix) => Rule::Muon,
+            (Kind::Muon, Role::Experts) => Rule::MuonEach,
+            (Kind::AdamW, _) | (Kind::Muon, Role::Elementwise) => {
+                Rule::AdamW { decay: parameter.shape.len() > 1 }
+            }
+        }
+    }
+
+    /// Whether this rule keeps a second moment.
+    pub fn has_second_moment(self) -> bool {
+        matches!(self, Rule::AdamW { .. })
+    }
+}
+
+/// One piece of work: a matrix, or some chunks of a tensor.
+enum Item {
+    Matrix { weight: Tensor, momentum: Tensor, gradient: Tensor },
+    Flat { weight: Tensor, first: Tensor, second: Tensor, gradient: Tensor, decay: bool },
+}
+
+/// The numbers of one step.
+#[derive(Clone, Copy, Debug)]
+pub struct At {
+    /// The step, from 1.
+    pub step: u64,
+    /// Its learning rate.
+    pub lr: f64,
+    /// What the gradient is multiplied with first; 1 touches nothing.
+    pub scale: f64,
+}
+
+/// Moves the weights by `gradients`. What `state.step` counts is left to the caller.
+pub fn update(
+    settings: &Settings,
+    rules: &[Rule],
+    state: &mut State,
+    gradients: &[Tensor],
+    at: At,
+    lanes: Lanes,
+) -> Result<()> {
+    let At { step, lr, scale } = at;
+    let muon = Muon::at(lr, settings.weight_decay, settings.momentum);
+    let adamw = |decay: bool| {
+        AdamW::at(
+            step,
+            lr,
+            if decay { settings.weight_decay } else { 0.0 },
+            settings.betas,
+            settings.eps,
+        )
+    };
+    let (plain, decayed) = (adamw(false), adamw(true));
+    let mut items = Vec::new();
+    for (index, rule) in rules.iter().enumerate() {
+        split(*rule, state, index, &gradients[index], &mut items);
+    }
+    lanes.map(items, |item| {
+        tch::no_grad(|| match item {
+            Item::Matrix { mut weight, mut momentum, gradient } => {
+                muon.update(&mut weight, &mut momentum, &scaled(gradient, scale));
+            }
+            Item::Flat { weight, first, second, gradient, decay } => {
+                let rule = if decay { decayed } else { plain };
+                for start in (0..weight.size()[0]).step_by(CHUNK as usize) {
+                    let chunk = |tensor: &Tensor| {
+                        tensor.narrow(0, start, CHUNK.min(tensor.size()[0] - start))
+                    };
+                    let (mut weight, mut first, mut second) =
+                        (chunk(&weight), chunk(&first), chunk(&second));
+                    rule.update(
+                        &mut weight,
+                        &mut first,
+                        &mut second,
+                        &scaled(chunk(&gradient), scale),
+                    );
+                }
+            }
+        });
+        Ok(())
+    })?;
+    Ok(())
+}
+
+/// The pieces of work of tensor `index`, largest kind first.
+fn split(rule: Rule, state: &State, index: usize, gradient: &Tensor, items: &mut Vec<Item>) {
+    let (weight, first) = (&state.weights[index], &state.first[index]);
+    match (rule, &state.second[index]) {
+        (Rule::AdamW { decay }, Some(second)) => {
+            let flat = |tensor: &Tensor| tensor.view([-1]);
+            let length = weight.numel() as i64;
+            for start in (0..length).step_by((CHUNK * CHUNKS) as usize) {
+                let piece = |tensor: &Tensor| {
+                    flat(tensor).narrow(0, start, (CHUNK * CHUNKS).min(length - start))
+                };
+                let gradient =
+                    gradient.reshape([-1]).narrow(0, start, (CHUNK * CHUNKS).min(length - start));
+                let (weight, first, second) = (piece(weight), piece(first), piece(second));
+                items.push(Item::Flat { weight, first, second, gradient, decay });
+            }
+        }
+        (Rule::MuonEach, _) => (0..weight.size()[0]).for_each(|expert| {
+            let matrix = |tensor: &Tensor| tensor.select(0, expert);
+            let (weight, momentum, gradient) = (matrix(weight), matrix(first), matrix(gradient));
+            items.push(Item::Matrix { weight, momentum, gradient });
+        }),
+        (Rule::Muon | Rule::AdamW { .. }, _) => {
+            let (weight, momentum) = (weight.shallow_clone(), first.shallow_clone());
+            items.push(Item::Matrix { weight, momentum, gradient: gradient.shallow_clone() });
+        }
+    }
+}
+
+/// A gradient within the clip is passed through, never multiplied by one.
+fn scaled(gradient: Tensor, scale: f64) -> Tensor {
+    if scale == 1.0 { gradient } else { gradient.g_mul_scalar(scale) }
+}

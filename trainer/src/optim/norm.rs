@@ -1,0 +1,61 @@
+//! The global gradient norm: sums of squares of fixed chunks, then the fixed tree, twice.
+//!
+//! A chunk's sum is a function of its 65,536 elements; chunks are added by the tree over chunk numbers, tensors by the
+//! tree over tensor numbers. So whoever holds whichever chunks can contribute, and the norm has the same bits.
+
+use kernels::tree::Counter;
+use tch::{Kind, Tensor};
+
+/// Elements of a chunk: the unit of the gradient norm and of elementwise work.
+pub const CHUNK: i64 = 65_536;
+
+/// The sum of squares of a tensor, in f64.
+pub fn squares(tensor: &Tensor) -> f64 {
+    let flat = tensor.reshape([-1]);
+    let mut tree = Counter::new();
+    for start in (0..flat.size()[0]).step_by(CHUNK as usize) {
+        let chunk = flat.narrow(0, start, CHUNK.min(flat.size()[0] - start)).to_kind(Kind::Double);
+        tree.push(chunk.square().sum(Kind::Double).double_value(&[]));
+    }
+    tree.finish().unwrap_or(0.0)
+}
+
+/// The norm, from the sums of squares of all tensors in canonical order.
+pub fn norm(squares: &[f64]) -> f64 {
+    let mut tree = Counter::new();
+    squares.iter().for_each(|square| tree.push(*square));
+    tree.finish().unwrap_or(0.0).sqrt()
+}
+
+/// What to multiply the gradient with so that its norm is at most `clip`: exactly 1 (nothing is touched) if it is.
+pub fn scale(norm: f64, clip: f64) -> f64 {
+    if clip > 0.0 && norm > clip { clip / norm } else { 1.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use tch::Device;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(12))]
+
+        #[test]
+        fn norms_are_norms(length in 1i64..200_000, size in 1e-6..1e6f64) {
+            let tensor = (Tensor::arange(length, (Kind::Float, Device::Cpu)) * 0.7).sin() * size;
+            let values: Vec<f32> = Vec::try_from(&tensor).unwrap();
+            let wanted: f64 = values.iter().map(|value| f64::from(*value).powi(2)).sum();
+            prop_assert!((squares(&tensor) - wanted).abs() <= 1e-9 * wanted);
+            let both = norm(&[squares(&tensor), squares(&tensor)]);
+            prop_assert!((both - (2.0 * wanted).sqrt()).abs() <= 1e-9 * both);
+        }
+    }
+
+    #[test]
+    fn clipping_touches_only_what_is_too_long() {
+        assert_eq!(scale(0.5, 1.0), 1.0);
+        assert_eq!(scale(4.0, 1.0), 0.25);
+        assert_eq!(scale(4.0, 0.0), 1.0, "0 is no clipping");
+    }
+}

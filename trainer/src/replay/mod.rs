@@ -1,0 +1,324 @@
+//! Replay: a past step computed again, compared with the ledger quantity by quantity, and explained by its documents.
+//!
+//! Invariant: nothing in the run's folder is written, not even locked: a run may be replayed while it goes on.
+
+pub mod documents;
+pub mod whatif;
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use contract::{Class, Fault, Result};
+use kernels::runtime::KernelTable;
+use loader::{Batch, Opened, RankSlice};
+use serde::Serialize;
+use tch::Device;
+
+use crate::checkpoint::Layout;
+use crate::folder::{RunFolder, compare_content, head, table_difference};
+use crate::lanes::Lanes;
+use crate::ledger::{Difference, Ledger, StepRecord};
+use crate::spec::RunSpec;
+use crate::state::State;
+use crate::step::{self, Detail, Gradient};
+use documents::DocumentLoss;
+
+/// What a replay says about a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// Every quantity as in the ledger: if the loss is odd, look at the data.
+    SameBits,
+    /// Different, and the same again when repeated: other software or kernels.
+    Repeatable,
+    /// Different each time: the machine.
+    NotRepeatable,
+    /// The ledger does not have this step: there is nothing to compare with.
+    NotRecorded,
+}
+
+/// One replayed step, or leaf of a step.
+#[derive(Clone, Debug, Serialize)]
+pub struct Replayed {
+    /// The step.
+    pub step: u64,
+    /// The leaf, if only one was computed.
+    pub leaf: Option<u64>,
+    /// What came out.
+    pub verdict: Verdict,
+    /// The first quantity that differs: the ledger on the left.
+    pub difference: Option<Difference>,
+    /// Why the step could not be completed, where it diverged again.
+    pub diverged: Option<String>,
+    /// The mean loss of a label.
+    pub loss: f64,
+    /// The record, if the step could be completed.
+    pub record: Option<StepRecord>,
+    /// Its documents, worst first.
+    pub documents: Vec<DocumentLoss>,
+}
+
+/// A run opened to be replayed.
+pub struct Replayer {
+    spec: RunSpec,
+    folder: RunFolder,
+    ledger: Ledger,
+    device: Device,
+    lanes: Lanes,
+    /// What differs between the ledger's kernel table and this machine's.
+    pub kernels: Option<String>,
+    /// Checkpoints that were passed over, and why.
+    pub warnings: Vec<String>,
+}
+
+impl Replayer {
+    /// Opens the run in `root` without touching it.
+    pub fn open(root: &Path, table: &KernelTable, device: Device, lanes: Lanes) -> Result<Self> {
+        let folder = RunFolder::new(root);
+        let curriculum = folder.curriculum();
+        if !curriculum.exists() {
+            return Err(Fault::usage("this is no run: it has no run.toml")
+                .at(root.display().to_string())
+                .hint("name the folder that `ztrain --curriculum` wrote, its --out"));
+        }
+        let spec = RunSpec::new(&Opened::open(&curriculum)?)?;
+        let ledger = Ledger::read(&folder.ledger())?;
+        let now = head(&spec, table)?;
+        compare_content(ledger.head(), &now, &folder.ledger())?;
+        let kernels = table_difference(&ledger.head().kernel_table, &now.kernel_table);
+        let kernels = kernels.map(|(key, before, after)| {
+            format!("the kernel table differs: {key} was {before}, here it is {after}")
+        });
+        Ok(Replayer { spec, folder, ledger, device, lanes, kernels, warnings: Vec::new() })
+    }
+
+    /// What is trained.
+    pub fn spec(&self) -> &RunSpec {
+        &self.spec
+    }
+
+    /// Steps in the ledger.
+    pub fn recorded(&self) -> u64 {
+        self.ledger.last_step()
+    }
+
+    /// The state after `step`: from the nearest checkpoint, then by computing, each step checked against the ledger.
+    pub fn state_after(&mut self, step: u64) -> Result<State> {
+        let (last, recorded) = (self.spec.plan.steps(), self.recorded());
+        if step >= last || step > recorded {
+            return Err(Fault::usage(format!("step {} cannot be replayed", step + 1))
+                .at(self.folder.ledger().display().to_string())
+                .found(format!("a curriculum of {last} steps, {recorded} of them recorded"))
+                .wanted(format!("a step from 1 to {}", last.min(recorded + 1))));
+        }
+        let balance = self.spec.balance();
+        let layout = Layout {
+            parameters: &self.spec.parameters,
+            rules: &self.spec.rules,
+            balance: &balance,
+            device: self.device,
+        };
+        let checkpoints = self.folder.checkpoints();
+        let chain = |step| self.ledger.chain_at(step);
+        let found = checkpoints.newest(step, layout, self.lanes, chain)?;
+        let passed =
+            found.passed.iter().map(|(step, fault)| format!("checkpoint step-{step}: {fault}"));
+        self.warnings.extend(passed);
+        let mut state = found.state.unwrap_or_else(|| step::initial(&self.spec, self.device));
+        while state.step < step {
+            let next = self.step(&mut state, Detail::Sums)?;
+            if next.verdict != Verdict::SameBits {
+                return Err(self.on_the_way(&next));
+            }
+        }
+        Ok(state)
+    }
+
+    fn on_the_way(&self, next: &Replayed) -> Fault {
+        let quantity = next.difference.as_ref().map_or("outcome", |found| &found.quantity);
+        let fault = Fault::mismatch(format!(
+            "step {} on the way came out with {}: its {quantity} differs from the ledger",
+            next.step,
+            next.verdict.words()
+        ));
+        let fault = fault.at(self.folder.ledger().display().to_string());
+        match (&next.difference, &self.kernels) {
+            (Some(found), None) => fault.found(&found.right).wanted(&found.left),
+            (Some(found), Some(kernels)) => {
+                fault.found(&found.right).wanted(&found.left).hint(kernels)
+            }
+            _ => fault,
+        }
+    }
+
+    /// Computes the step after `state` as the run did, compares it, and moves the state.
+    pub fn step(&self, state: &mut State, detail: Detail) -> Result<Replayed> {
+        let step = state.step + 1;
+        let batch = self.batch(step)?;
+        let before = state.copy();
+        let (gradient, outcome) = self.compute(state, &batch, detail)?;
+        let (record, diverged) = match outcome {
+            Ok(record) => (Some(record), None),
+            Err(fault) => (None, Some(fault.to_string())),
+        };
+        let difference = self.difference(step, record.as_ref())?;
+        let verdict = match (&difference, step > self.recorded()) {
+            (_, true) => Verdict::NotRecorded,
+            (None, false) => Verdict::SameBits,
+            (Some(_), false) => self.again(before, &batch, record.as_ref())?,
+        };
+        let documents = match detail {
+            Detail::Sums => Vec::new(),
+            Detail::Tokens => self.documents(&batch, 0..batch.rows, &gradient.leaves)?,
+        };
+        let loss = gradient.loss / gradient.divisor as f64;
+        Ok(Replayed { step, leaf: None, verdict, difference, diverged, loss, record, documents })
+    }
+
+    /// Computes one leaf of the step after `state`, and compares that.
+    pub fn leaf(&self, state: &State, leaf: u64) -> Result<Replayed> {
+        let step = state.step + 1;
+        let batch = self.batch(step)?;
+        let leaves = batch.rows / batch.leaf;
+        if leaf >= leaves {
+            return Err(Fault::usage(format!("step {step} has no leaf {leaf}"))
+                .at("--leaf")
+                .wanted(format!("0 to {}", leaves - 1)));
+        }
+        let sums = step::leaf(&self.spec, state, &batch, leaf, self.lanes)?;
+        let difference = if step > self.recorded() {
+            None
+        } else {
+            leaf_difference(&self.ledger.record(step)?, leaf, &sums)
+        };
+        let verdict = match (&difference, step > self.recorded()) {
+            (_, true) => Verdict::NotRecorded,
+            (None, false) => Verdict::SameBits,
+            (Some(_), false) => {
+                let again = step::leaf(&self.spec, state, &batch, leaf, self.lanes)?;
+                repeatable(
+                    again.gradient == sums.gradient && again.loss.to_bits() == sums.loss.to_bits(),
+                )
+            }
+        };
+        let rows = leaf * batch.leaf..(leaf + 1) * batch.leaf;
+        let loss = sums.loss / sums.labels.max(1) as f64;
+        let documents = self.documents(&batch, rows, &[sums])?;
+        let (leaf, record, diverged) = (Some(leaf), None, None);
+        Ok(Replayed { step, leaf, verdict, difference, diverged, loss, record, documents })
+    }
+
+    fn batch(&self, step: u64) -> Result<Batch> {
+        loader::batch(&self.spec.plan, &self.spec.data, step, RankSlice::WHOLE)
+    }
+
+    /// The gradient, and the record unless the step diverges.
+    fn compute(
+        &self,
+        state: &mut State,
+        batch: &Batch,
+        detail: Detail,
+    ) -> Result<(Gradient, Result<StepRecord>)> {
+        let gradient = step::gradient(&self.spec, state, batch, self.lanes, detail)?;
+        match step::apply(&self.spec, state, batch, &gradient, self.lanes) {
+            Err(fault) if fault.class() != Class::Diverged => Err(fault),
+            outcome => Ok((gradient, outcome)),
+        }
+    }
+
+    /// Computes a step that came out differently once more.
+    fn again(
+        &self,
+        mut before: State,
+        batch: &Batch,
+        first: Option<&StepRecord>,
+    ) -> Result<Verdict> {
+        let (_, outcome) = self.compute(&mut before, batch, Detail::Sums)?;
+        let parameters = &self.ledger.head().parameters;
+        Ok(repeatable(match (first, outcome) {
+            (Some(first), Ok(second)) => first.difference(&second, parameters).is_none(),
+            (None, Err(_)) => true,
+            _ => false,
+        }))
+    }
+
+    fn difference(&self, step: u64, record: Option<&StepRecord>) -> Result<Option<Difference>> {
+        if step > self.recorded() {
+            return Ok(None);
+        }
+        let written = self.ledger.record(step)?;
+        Ok(match record {
+            Some(record) => written.difference(record, &self.ledger.head().parameters),
+            None => Some(Difference {
+                quantity: "outcome".to_owned(),
+                left: format!("a loss of {}", written.loss),
+                right: "it diverged".to_owned(),
+            }),
+        })
+    }
+
+    fn documents(
+        &self,
+        batch: &Batch,
+        rows: Range<u64>,
+        leaves: &[step::LeafSums],
+    ) -> Result<Vec<DocumentLoss>> {
+        let losses: Vec<f32> =
+            leaves.iter().flat_map(|leaf| leaf.token_losses.iter().copied()).collect();
+        documents::rank(&self.spec, batch, rows, &losses)
+    }
+
+    /// Where the run lies.
+    pub fn root(&self) -> PathBuf {
+        self.folder.root().to_owned()
+    }
+}
+
+/// Where a leaf parts from the ledger.
+fn leaf_difference(written: &StepRecord, leaf: u64, sums: &step::LeafSums) -> Option<Difference> {
+    let index = leaf as usize;
+    let differs = |quantity: &str, left: Option<u64>, right: u64| {
+        let left = left.map_or_else(|| "none".to_owned(), |left| format!("{left:016x}"));
+        let right = format!("{right:016x}");
+        (left != right).then(|| Difference {
+            quantity: format!("{quantity} of leaf {leaf}"),
+            left,
+            right,
+        })
+    };
+    differs("labels", written.leaf_labels.get(index).copied(), sums.labels)
+        .or_else(|| differs("loss", written.leaf_losses.0.get(index).copied(), sums.loss.to_bits()))
+        .or_else(|| {
+            differs("gradient", written.leaf_gradients.0.get(index).copied(), sums.gradient)
+        })
+}
+
+fn repeatable(same: bool) -> Verdict {
+    if same { Verdict::Repeatable } else { Verdict::NotRepeatable }
+}
+
+impl Verdict {
+    /// For people.
+    pub fn words(self) -> &'static str {
+        match self {
+            Verdict::SameBits => "same bits",
+            Verdict::Repeatable => "different bits, repeatably",
+            Verdict::NotRepeatable => "different bits, not repeatably",
+            Verdict::NotRecorded => "not in the ledger",
+        }
+    }
+
+    /// What to look at next.
+    pub fn advice(self) -> &'static str {
+        match self {
+            Verdict::SameBits => {
+                "the machine computed this step correctly: an odd loss comes from the data or the weights"
+            }
+            Verdict::Repeatable => "software or kernels changed since the run",
+            Verdict::NotRepeatable => "the hardware does not compute the same twice",
+            Verdict::NotRecorded => {
+                "the run has not got past this step: there is nothing to compare with"
+            }
+        }
+    }
+}

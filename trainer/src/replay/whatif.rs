@@ -1,0 +1,103 @@
+//! Counterfactuals: a few steps computed with something changed. Marked as such everywhere: this is not a replay.
+
+use std::ops::Range;
+
+use contract::{Fault, Result};
+use loader::Batch;
+use serde::Serialize;
+
+use super::{Replayer, documents};
+use crate::ledger::StepRecord;
+use crate::spec::RunSpec;
+use crate::state::State;
+use crate::step;
+
+/// What is changed.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Change {
+    /// Ids of documents whose labels do not count.
+    pub drop: Vec<String>,
+    /// A learning rate in place of the schedule's.
+    pub lr: Option<f64>,
+}
+
+/// A step as it was and as it would have been.
+#[derive(Clone, Debug, Serialize)]
+pub struct Imagined {
+    /// The step.
+    pub step: u64,
+    /// Labels that did not count.
+    pub dropped_labels: u64,
+    /// Mean loss and gradient norm in the ledger, if it has the step.
+    pub was: Option<(f64, f64)>,
+    /// Mean loss and gradient norm with the change.
+    pub would_be: (f64, f64),
+}
+
+impl Change {
+    /// Whether anything is changed.
+    pub fn is_some(&self) -> bool {
+        !self.drop.is_empty() || self.lr.is_some()
+    }
+}
+
+/// Computes `steps` from the true state before them, with `change` from the first on.
+pub fn imagine(
+    replayer: &mut Replayer,
+    steps: Range<u64>,
+    change: &Change,
+) -> Result<Vec<Imagined>> {
+    let mut state: State = replayer.state_after(steps.start - 1)?;
+    let mut dropped = 0;
+    let mut imagined = Vec::new();
+    for step in steps {
+        let mut batch = replayer.batch(step)?;
+        let labels = drop_documents(replayer.spec(), &mut batch, &change.drop)?;
+        dropped += labels;
+        let record = advance(replayer, &mut state, &batch, change.lr)?;
+        let was =
+            if step > replayer.recorded() { None } else { Some(replayer.ledger.record(step)?) };
+        let was = was.map(|record| (record.loss, record.norm()));
+        let would_be = (record.loss, record.norm());
+        imagined.push(Imagined { step, dropped_labels: labels, was, would_be });
+    }
+    if dropped == 0 && !change.drop.is_empty() {
+        return Err(Fault::usage("none of these documents has a label in these steps")
+            .at("--drop-doc")
+            .found(change.drop.join(", "))
+            .hint("the replay of a step lists the ids of its documents"));
+    }
+    Ok(imagined)
+}
+
+fn advance(
+    replayer: &Replayer,
+    state: &mut State,
+    batch: &Batch,
+    lr: Option<f64>,
+) -> Result<StepRecord> {
+    let detail = step::Detail::Sums;
+    let gradient = step::gradient(&replayer.spec, state, batch, replayer.lanes, detail)?;
+    step::apply_at(&replayer.spec, state, batch, &gradient, replayer.lanes, lr)
+}
+
+/// Masks the labels of the documents with these ids; returns how many there were.
+fn drop_documents(spec: &RunSpec, batch: &mut Batch, ids: &[String]) -> Result<u64> {
+    if ids.is_empty() {
+        return Ok(0);
+    }
+    let mut dropped = 0;
+    for piece in documents::pieces(spec, batch)? {
+        let name = &spec.plan.sources()[piece.source].name;
+        let stream = spec.data.stream(name, contract::store::Split::Train)?;
+        if !ids.contains(&stream.document(piece.document)?.id) {
+            continue;
+        }
+        let first = piece.row as usize * batch.seq_len as usize;
+        for place in piece.tokens.start as usize..piece.tokens.end as usize {
+            dropped += u64::from(std::mem::take(&mut batch.mask[first + place]) != 0);
+        }
+    }
+    batch.label_count -= dropped;
+    Ok(dropped)
+}

@@ -1,0 +1,81 @@
+//! What a person sees while a run goes on: one line for each step, on standard error.
+//!
+//! Everything left of the data rate is the same in two equal runs.
+
+use std::time::{Duration, Instant};
+
+use crate::ledger::StepRecord;
+
+/// Prints the lines of one process's part of a run.
+pub struct Progress {
+    steps: u64,
+    shown: bool,
+    last: Instant,
+    /// Seconds per step, averaged over the last ones.
+    pace: Option<f64>,
+}
+
+impl Progress {
+    /// A run of `steps` steps in all; silent unless `shown`.
+    pub fn new(steps: u64, shown: bool) -> Self {
+        Progress { steps, shown, last: Instant::now(), pace: None }
+    }
+
+    /// Says something that is no step.
+    pub fn note(&self, text: &str) {
+        eprintln!("{text}");
+    }
+
+    /// One step is done, with `tokens` tokens; returns how long it took.
+    pub fn step(&mut self, record: &StepRecord, tokens: u64, recomputed: bool) -> Duration {
+        let taken = self.last.elapsed();
+        self.last = Instant::now();
+        let seconds = taken.as_secs_f64();
+        let pace = self.pace.map_or(seconds, |pace| 0.8 * pace + 0.2 * seconds);
+        self.pace = Some(pace);
+        if self.shown {
+            let left = Duration::from_secs_f64(pace * (self.steps - record.step) as f64);
+            let note = if recomputed { " | again, same bits" } else { "" };
+            eprintln!(
+                "{} | {} tok/s | eta {}{note}",
+                line(record, self.steps),
+                rate(tokens as f64 / seconds.max(1e-9)),
+                clock(left)
+            );
+        }
+        taken
+    }
+}
+
+/// The part of a step's line that is a function of the run.
+fn line(record: &StepRecord, steps: u64) -> String {
+    format!(
+        "step {}/{steps} | {} | loss {:.6} | lr {:.2e} | norm {:.4} | data {} | state {}",
+        record.step,
+        record.phase,
+        record.loss,
+        record.lr(),
+        record.norm(),
+        record.data.short(),
+        record.state.short()
+    )
+}
+
+/// "812", "41.2k", "3.10M".
+pub fn rate(value: f64) -> String {
+    match value {
+        _ if value >= 1e6 => format!("{:.2}M", value / 1e6),
+        _ if value >= 1e4 => format!("{:.1}k", value / 1e3),
+        _ => format!("{value:.0}"),
+    }
+}
+
+/// "12s", "3m10s", "5h02m".
+pub fn clock(time: Duration) -> String {
+    let seconds = time.as_secs();
+    match seconds {
+        0..60 => format!("{seconds}s"),
+        60..3600 => format!("{}m{:02}s", seconds / 60, seconds % 60),
+        _ => format!("{}h{:02}m", seconds / 3600, seconds / 60 % 60),
+    }
+}

@@ -1,0 +1,223 @@
+//! What is trained: everything that decides a bit, in one hashed value.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use contract::{Digestible, Fault, Hasher, Identity, Result};
+use loader::{Opened, Stores};
+use mixer::curriculum::{Dtype, ModelSpec, OptimizerKind};
+use mixer::{Curriculum, Plan};
+
+use crate::model::{self, ParamSpec, ZayaConfig};
+use crate::optim::balance::{self, Balance};
+use crate::optim::schedule::Schedule;
+use crate::optim::{Kind, Rule, Settings};
+
+/// The model field that is ours: the learning rate of the balancing biases.
+const BALANCE_LR: &str = "balance_lr";
+
+/// The content that a run reads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Content {
+    /// The digests of the stores, in the order of the curriculum.
+    pub stores: Vec<Identity>,
+    /// SHA-256 of their tokenizer.
+    pub tokenizer: Identity,
+    /// Ids of the tokenizer, added ones included.
+    pub vocab: u32,
+}
+
+/// The model during one phase.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PhaseModel {
+    /// Its configuration.
+    pub config: ZayaConfig,
+    /// The learning rate of the balancing biases.
+    pub balance_lr: f64,
+}
+
+/// A run, resolved.
+pub struct RunSpec {
+    /// The curriculum, as read.
+    pub curriculum: Curriculum,
+    /// What it reads.
+    pub content: Content,
+    /// The model as it is in each phase: the same parameters, some other numbers.
+    pub models: Vec<PhaseModel>,
+    /// The optimizer's numbers.
+    pub settings: Settings,
+    /// The parameters in canonical order.
+    pub parameters: Vec<ParamSpec>,
+    /// How each is updated.
+    pub rules: Vec<Rule>,
+    /// Which text each step reads.
+    pub plan: Arc<Plan>,
+    /// Where the text lies.
+    pub data: Arc<Stores>,
+}
+
+impl RunSpec {
+    /// Resolves an opened curriculum; refuses what cannot be trained.
+    pub fn new(opened: &Opened) -> Result<Self> {
+        let curriculum = opened.curriculum.clone();
+        let data = Arc::clone(opened.stores()?);
+        let content = Content::of(&data);
+        if curriculum.dtype != Dtype::F32 {
+            return Err(Fault::usage("the model computes in f32 so far")
+                .at(curriculum.place("dtype"))
+                .found(format!("{:?}", curriculum.dtype.name()))
+                .wanted("\"f32\""));
+        }
+        let models = models(&curriculum, content.vocab)?;
+        let settings = settings(&curriculum);
+        let parameters = model::parameters(&models[0].config);
+        let rules = parameters.iter().map(|parameter| Rule::of(settings.kind, parameter)).collect();
+        let plan = Arc::clone(&opened.plan);
+        Ok(RunSpec { curriculum, content, models, settings, parameters, rules, plan, data })
+    }
+
+    /// The curriculum's canonical text with the stores' digests for their paths: a function of content alone.
+    pub fn canonical(&self) -> String {
+        let mut curriculum = self.curriculum.clone();
+        curriculum.stores = self.content.stores.iter().map(Identity::to_string).collect();
+        curriculum.canonical()
+    }
+
+    /// The configuration that the weights are drawn from: the first phase's.
+    pub fn config(&self) -> &ZayaConfig {
+        &self.models[0].config
+    }
+
+    /// The model during `step`.
+    pub fn model_at(&self, step: u64) -> Result<&PhaseModel> {
+        Ok(&self.models[self.plan.step(step)?.phase])
+    }
+
+    /// The balance before the first step, by layer.
+    pub fn balance(&self) -> Vec<Balance> {
+        let layer = |_| Balance::new(self.config().num_experts as usize, true);
+        (0..self.config().num_hidden_layers).map(layer).collect()
+    }
+
+    /// The names of the parameters.
+    pub fn names(&self) -> Vec<String> {
+        self.parameters.iter().map(|parameter| parameter.name.clone()).collect()
+    }
+}
+
+impl Content {
+    /// What these stores hold.
+    pub fn of(stores: &Stores) -> Self {
+        let manifests = stores.stores().iter().map(|store| store.manifest());
+        let tokenizer = &stores.stores()[0].manifest().tokenizer;
+        Content {
+            stores: manifests.map(|manifest| manifest.digest).collect(),
+            tokenizer: tokenizer.sha256,
+            vocab: tokenizer.vocab,
+        }
+    }
+}
+
+impl Digestible for RunSpec {
+    fn feed(&self, hasher: &mut Hasher) {
+        // No `..`: a new field must choose. What follows from the others is not fed again; paths of stores never are.
+        let RunSpec {
+            curriculum: _,
+            content,
+            models,
+            settings: _,
+            parameters: _,
+            rules: _,
+            plan: _,
+            data: _,
+        } = self;
+        hasher.tag("run.v1").str(&self.canonical());
+        let Content { stores, tokenizer, vocab } = content;
+        hasher.u64(stores.len() as u64);
+        stores.iter().for_each(|store| {
+            hasher.bytes(&store.0);
+        });
+        hasher.bytes(&tokenizer.0).u64(u64::from(*vocab)).u64(models.len() as u64);
+        for PhaseModel { config, balance_lr } in models {
+            config.feed(hasher);
+            hasher.u64(balance_lr.to_bits());
+        }
+    }
+}
+
+/// The model of each phase; a phase may change numbers, but no parameter.
+fn models(curriculum: &Curriculum, vocab: u32) -> Result<Vec<PhaseModel>> {
+    let mut models: Vec<PhaseModel> = Vec::new();
+    for (index, phase) in curriculum.phases.iter().enumerate() {
+        let place = |field: &str| match phase.model.contains_key(field) {
+            true => curriculum.place(&format!("phase.{}.model.{field}", phase.name)),
+            false => curriculum.place(&format!("model.{field}")),
+        };
+        let model = resolve_model(&curriculum.model_at(index), vocab, place)?;
+        if let Some(first) = models.first()
+            && model::parameters(&first.config) != model::parameters(&model.config)
+        {
+            return Err(Fault::usage("a phase cannot change the parameters of the model")
+                .at(place("model"))
+                .hint("only numbers such as rope_theta may differ between phases"));
+        }
+        models.push(model);
+    }
+    Ok(models)
+}
+
+/// The model's configuration, and the learning rate of its balance.
+fn resolve_model(
+    model: &ModelSpec,
+    vocab: u32,
+    place: impl Fn(&str) -> String,
+) -> Result<PhaseModel> {
+    let mut fields = BTreeMap::new();
+    for (key, value) in &model.fields {
+        let value = serde_json::to_value(value).map_err(|error| {
+            Fault::usage(format!("this value has no meaning here: {error}")).at(place(key))
+        })?;
+        fields.insert(key.clone(), value);
+    }
+    let balance_lr = match fields.remove(BALANCE_LR) {
+        None => balance::LR,
+        Some(value) => {
+            let lr = value.as_f64().filter(|lr| *lr >= 0.0 && lr.is_finite());
+            let fault = || Fault::usage("balance_lr is a learning rate: a number from 0");
+            lr.ok_or_else(|| fault().at(place(BALANCE_LR)).found(&value))?
+        }
+    };
+    // A preset's vocabulary is for planning; a run has that of its tokenizer unless the curriculum asks for more rows.
+    fields.entry("vocab_size".to_owned()).or_insert_with(|| vocab.into());
+    let config = ZayaConfig::resolve(model.preset.as_deref(), &fields)?;
+    if config.vocab_size < i64::from(vocab) {
+        return Err(Fault::usage("the model has fewer token ids than the tokenizer")
+            .at(place("vocab_size"))
+            .found(config.vocab_size)
+            .wanted(format!("at least {vocab}"))
+            .hint("leave vocab_size out: it then follows the tokenizer"));
+    }
+    Ok(PhaseModel { config, balance_lr })
+}
+
+fn settings(curriculum: &Curriculum) -> Settings {
+    let optimizer = &curriculum.optimizer;
+    let schedule = &curriculum.schedule;
+    Settings {
+        kind: match optimizer.kind {
+            OptimizerKind::Muon => Kind::Muon,
+            OptimizerKind::AdamW => Kind::AdamW,
+        },
+        schedule: Schedule {
+            peak: optimizer.lr,
+            warmup_steps: schedule.warmup_steps,
+            decay_steps: schedule.decay_steps,
+            last: schedule.final_lr,
+        },
+        betas: (optimizer.betas[0], optimizer.betas[1]),
+        eps: optimizer.eps,
+        momentum: optimizer.momentum,
+        weight_decay: optimizer.weight_decay,
+        clip: optimizer.clip,
+    }
+}

@@ -1,0 +1,265 @@
+//! One step: leaves, the fixed tree, norm, clip, update. A pure function of the state and the batch.
+
+use contract::{Fault, Result};
+use kernels::share::Frozen;
+use kernels::{checksum, tree::Counter};
+use loader::Batch;
+use tch::Tensor;
+
+use crate::lanes::Lanes;
+use crate::ledger::{Packed, StepRecord};
+use crate::model::{self, LeafInput, LeafOutput, ZayaConfig};
+use crate::optim::{self, norm};
+use crate::spec::RunSpec;
+use crate::state::{Part, State, StateSums, salt};
+
+/// What the leaves of a step say before anything moves.
+pub struct Gradient {
+    /// Labels in the step.
+    pub divisor: u64,
+    /// Sum of token losses over the step.
+    pub loss: f64,
+    /// The summed gradient, by parameter.
+    pub tensors: Vec<Tensor>,
+    /// What the ledger keeps of each leaf.
+    pub leaves: Vec<LeafSums>,
+    /// Tokens by layer and router class.
+    pub router: Vec<Vec<u64>>,
+}
+
+/// What the ledger keeps of a leaf, and what explains it.
+#[derive(Clone, Debug)]
+pub struct LeafSums {
+    /// Sum of its token losses.
+    pub loss: f64,
+    /// Its labels.
+    pub labels: u64,
+    /// Checksum of its gradient.
+    pub gradient: u64,
+    /// The loss of each of its tokens, only where asked for.
+    pub token_losses: Vec<f32>,
+}
+
+/// How much is kept of a leaf.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Detail {
+    /// What the ledger needs.
+    Sums,
+    /// The loss of each token as well.
+    Tokens,
+}
+
+/// Computes one step and moves the state.
+pub fn advance(
+    spec: &RunSpec,
+    state: &mut State,
+    batch: &Batch,
+    lanes: Lanes,
+) -> Result<StepRecord> {
+    let gradient = gradient(spec, state, batch, lanes, Detail::Sums)?;
+    apply(spec, state, batch, &gradient, lanes)
+}
+
+/// Computes the leaves of a step and adds them up. The state stays as it is.
+pub fn gradient(
+    spec: &RunSpec,
+    state: &State,
+    batch: &Batch,
+    lanes: Lanes,
+    detail: Detail,
+) -> Result<Gradient> {
+    let (weights, biases) = (Frozen::new(&state.weights), bias_tensors(state));
+    let biases = Frozen::new(&biases);
+    let divisor = batch.label_count.max(1);
+    let config = &spec.model_at(batch.step)?.config;
+    let (mut sum, mut losses) = (Counter::new(), Counter::new());
+    let (mut leaves, mut router) = (Vec::new(), Vec::new());
+    let work = |leaf: u64| {
+        let (weights, biases) = (weights.aliases(), biases.aliases());
+        let output = model::leaf(config, &weights, &biases, &input(batch, leaf), divisor)?;
+        Ok((sums(&output, detail), output))
+    };
+    let take = |_, (sums, output): (LeafSums, LeafOutput)| {
+        losses.push(sums.loss);
+        add_counts(&mut router, output.counts);
+        sum.push(output.grads);
+        leaves.push(sums);
+        Ok(())
+    };
+    lanes.fold(batch.rows / batch.leaf, work, take)?;
+    let (tensors, loss) = (sum.finish().unwrap_or_default(), losses.finish().unwrap_or(0.0));
+    Ok(Gradient { divisor, loss, tensors, leaves, router })
+}
+
+/// Computes one leaf by itself, with the loss of each token.
+pub fn leaf(
+    spec: &RunSpec,
+    state: &State,
+    batch: &Batch,
+    leaf: u64,
+    lanes: Lanes,
+) -> Result<LeafSums> {
+    let (weights, biases) = (Frozen::new(&state.weights), bias_tensors(state));
+    let biases = Frozen::new(&biases);
+    let config = &spec.model_at(batch.step)?.config;
+    // On a lane of its own, as in the run.
+    let mut found = lanes.map(vec![leaf], |leaf| {
+        let (weights, biases) = (weights.aliases(), biases.aliases());
+        let divisor = batch.label_count.max(1);
+        let output = model::leaf(config, &weights, &biases, &input(batch, leaf), divisor)?;
+        Ok(sums(&output, Detail::Tokens))
+    })?;
+    found.pop().ok_or_else(|| Fault::bug("a leaf had no outcome"))
+}
+
+/// Clips, moves weights, moments and balance, and writes down what happened.
+pub fn apply(
+    spec: &RunSpec,
+    state: &mut State,
+    batch: &Batch,
+    gradient: &Gradient,
+    lanes: Lanes,
+) -> Result<StepRecord> {
+    apply_at(spec, state, batch, gradient, lanes, None)
+}
+
+/// The same, with a learning rate in place of the schedule's: for questions of what would have been.
+pub(crate) fn apply_at(
+    spec: &RunSpec,
+    state: &mut State,
+    batch: &Batch,
+    gradient: &Gradient,
+    lanes: Lanes,
+    lr: Option<f64>,
+) -> Result<StepRecord> {
+    let lr = lr.unwrap_or_else(|| spec.settings.schedule.rate(state.step + 1));
+    let step = state.step + 1;
+    if let Some(leaf) = gradient.leaves.iter().position(|leaf| !leaf.loss.is_finite()) {
+        let found = format!("{} in leaf {leaf}", gradient.leaves[leaf].loss);
+        return Err(diverged("the loss is not finite", step).found(found));
+    }
+    let parts = parts(&gradient.tensors, lanes)?;
+    let norm = norm::norm(&parts.iter().map(|(_, square)| *square).collect::<Vec<_>>());
+    if !norm.is_finite() {
+        return Err(diverged("the gradient is not finite", step).found(format!("a norm of {norm}")));
+    }
+    let scale = norm::scale(norm, spec.settings.clip);
+    let at = optim::At { step, lr, scale };
+    optim::update(&spec.settings, &spec.rules, state, &gradient.tensors, at, lanes)?;
+    let balance_lr = spec.model_at(step)?.balance_lr;
+    for (balance, counts) in state.balance.iter_mut().zip(&gradient.router) {
+        balance.update(step, counts, balance_lr);
+    }
+    state.step = step;
+    let sums = state.sums(lanes)?;
+    let checksums = parts.into_iter().map(|(checksum, _)| checksum).collect();
+    record(spec, batch, gradient, (lr, norm, checksums), sums)
+}
+
+fn record(
+    spec: &RunSpec,
+    batch: &Batch,
+    gradient: &Gradient,
+    (lr, norm, gradients): (f64, f64, Vec<u64>),
+    sums: StateSums,
+) -> Result<StepRecord> {
+    let leaves = &gradient.leaves;
+    Ok(StepRecord {
+        kind: "step".to_owned(),
+        step: batch.step,
+        phase: spec.plan.phases()[spec.plan.step(batch.step)?.phase].name.clone(),
+        data: batch.digest(),
+        divisor: gradient.divisor,
+        loss: gradient.loss / gradient.divisor as f64,
+        leaf_labels: leaves.iter().map(|leaf| leaf.labels).collect(),
+        leaf_losses: Packed::floats(leaves.iter().map(|leaf| leaf.loss)),
+        router: gradient.router.clone(),
+        leaf_gradients: Packed(leaves.iter().map(|leaf| leaf.gradient).collect()),
+        gradients: Packed(gradients),
+        norm: Packed::floats([norm]),
+        lr: Packed::floats([lr]),
+        weights: Packed(sums.weights),
+        state: sums.digest,
+    })
+}
+
+/// Leaf number `leaf` of a batch.
+fn input(batch: &Batch, leaf: u64) -> LeafInput<'_> {
+    let (rows, width) = (batch.leaf as usize, batch.seq_len as usize);
+    let first = leaf as usize * rows;
+    let tokens = first * width..(first + rows) * width;
+    LeafInput {
+        tokens: &batch.tokens[tokens.clone()],
+        labels: &batch.labels[tokens.clone()],
+        positions: &batch.positions[tokens.clone()],
+        mask: &batch.mask[tokens],
+        boundaries: &batch.boundaries[first..first + rows],
+        rows,
+        seq_len: width,
+    }
+}
+
+fn sums(output: &LeafOutput, detail: Detail) -> LeafSums {
+    let checksums = output.grads.iter().enumerate();
+    let checksums =
+        checksums.map(|(index, tensor)| checksum::tensor(tensor, salt(Part::LeafGradient, index)));
+    let token_losses = match detail {
+        Detail::Tokens => Vec::try_from(&output.token_losses.flatten(0, -1)).unwrap_or_default(),
+        Detail::Sums => Vec::new(),
+    };
+    let gradient = checksums.fold(0, u64::wrapping_add);
+    LeafSums { loss: output.loss, labels: output.labels, gradient, token_losses }
+}
+
+/// The balancing biases as tensors beside the weights.
+fn bias_tensors(state: &State) -> Vec<Tensor> {
+    let device = state.weights.first().map_or(tch::Device::Cpu, Tensor::device);
+    state.balance.iter().map(|layer| Tensor::from_slice(&layer.bias).to_device(device)).collect()
+}
+
+/// Checksum and sum of squares of each tensor.
+fn parts(tensors: &[Tensor], lanes: Lanes) -> Result<Vec<(u64, f64)>> {
+    let items: Vec<_> = tensors.iter().map(Tensor::shallow_clone).enumerate().collect();
+    lanes.map(items, |(index, tensor)| {
+        Ok((checksum::tensor(&tensor, salt(Part::Gradient, index)), norm::squares(&tensor)))
+    })
+}
+
+/// Integers: any order gives the same sum.
+fn add_counts(total: &mut Vec<Vec<u64>>, counts: Vec<Vec<u64>>) {
+    if total.is_empty() {
+        *total = counts;
+        return;
+    }
+    for (total, counts) in total.iter_mut().zip(counts) {
+        total.iter_mut().zip(counts).for_each(|(total, count)| *total += count);
+    }
+}
+
+fn diverged(what: &str, step: u64) -> Fault {
+    Fault::diverged(what).at(format!("step {step}"))
+}
+
+/// The state before the first step.
+pub fn initial(spec: &RunSpec, device: tch::Device) -> State {
+    let weights: Vec<Tensor> = model::init(spec.config(), spec.curriculum.seed)
+        .into_iter()
+        .map(|tensor| tensor.to_device(device))
+        .collect();
+    let zeros = |tensor: &Tensor| tensor.zeros_like();
+    let second = weights.iter().zip(&spec.rules);
+    let second =
+        second.map(|(tensor, rule)| rule.has_second_moment().then(|| zeros(tensor))).collect();
+    State {
+        step: 0,
+        first: weights.iter().map(zeros).collect(),
+        second,
+        balance: spec.balance(),
+        weights,
+    }
+}
+
+/// How many numbers a configuration trains.
+pub fn parameter_count(config: &ZayaConfig) -> u64 {
+    model::parameters(config).iter().map(model::ParamSpec::elements).sum()
+}

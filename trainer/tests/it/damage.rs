@@ -1,0 +1,126 @@
+//! Fear: that damage is trained on, or that it costs more than it must.
+
+use std::fs;
+use std::path::Path;
+
+use contract::{Class, Digest};
+use trainer::ledger::chain;
+
+use crate::support::{Scratch, stop_after};
+
+/// Flips one bit in the middle of a file.
+fn flip(path: &Path) {
+    let mut bytes = fs::read(path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    fs::write(path, bytes).unwrap();
+}
+
+/// Rewrites the body of one ledger line and chains everything after it anew: a wrong number with a right chain.
+pub(crate) fn forge(path: &Path, step: usize, change: impl Fn(&mut serde_json::Value)) {
+    let text = fs::read_to_string(path).unwrap();
+    let (mut before, mut forged, mut out) = (Digest::default(), Digest::default(), String::new());
+    for (number, line) in text.lines().enumerate() {
+        let (mut body, after) = chain::open(before, line).unwrap();
+        if number == step {
+            let mut value = serde_json::from_str(&body).unwrap();
+            change(&mut value);
+            body = value.to_string();
+        }
+        let (sealed, next) = chain::seal(forged, &body);
+        (before, forged) = (after, next);
+        out += &(sealed + "\n");
+    }
+    fs::write(path, out).unwrap();
+}
+
+#[test]
+fn a_damaged_checkpoint_falls_back_to_the_one_before() {
+    for file in [
+        "weights-00000.safetensors",
+        "first-00000.safetensors",
+        "second-00000.safetensors",
+        "manifest.json",
+    ] {
+        let scratch = Scratch::new();
+        scratch.train("whole");
+        scratch.run(&scratch.path("run.toml"), "run", stop_after(8)).unwrap();
+        flip(&scratch.path("run/checkpoints/step-8").join(file));
+        scratch.train("run");
+        assert!(scratch.ledger("whole") == scratch.ledger("run"), "{file}");
+        let events = fs::read_to_string(scratch.path("run/events.jsonl")).unwrap();
+        assert!(
+            events.contains("damaged checkpoint") && events.contains("\"from_step\":6"),
+            "{file}: {events}"
+        );
+        assert!(scratch.path("run/checkpoints/damaged-step-8").exists());
+    }
+}
+
+#[test]
+fn without_any_good_checkpoint_a_run_begins_at_the_beginning() {
+    let scratch = Scratch::new();
+    scratch.train("whole");
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(4)).unwrap();
+    for step in [3, 4] {
+        fs::remove_file(
+            scratch.path(&format!("run/checkpoints/step-{step}/first-00000.safetensors")),
+        )
+        .unwrap();
+    }
+    scratch.train("run");
+    assert!(scratch.ledger("whole") == scratch.ledger("run"));
+}
+
+#[test]
+fn a_checkpoint_of_another_run_is_not_taken() {
+    let scratch = Scratch::new();
+    let other = scratch.edited("other.toml", &[("seed = 11", "seed = 12")]);
+    scratch.run(&other, "other", stop_after(6)).unwrap();
+    scratch.train("whole");
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(6)).unwrap();
+    let place = |run: &str| scratch.path(run).join("checkpoints/step-6");
+    fs::remove_dir_all(place("run")).unwrap();
+    fs::rename(place("other"), place("run")).unwrap();
+    scratch.train("run");
+    assert!(scratch.ledger("whole") == scratch.ledger("run"));
+}
+
+#[test]
+fn a_recorded_step_that_comes_out_differently_stops_the_run() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(5)).unwrap();
+    let whole = scratch.tree("run");
+    let ledger = scratch.path("run/ledger.jsonl");
+    let cases: [(&str, &dyn Fn(&mut serde_json::Value)); 3] = [
+        ("gradient norm", &|line| line["norm"] = "3ff0000000000000".into()),
+        ("router counts of layer 1", &|line| line["router"][1][0] = 1.into()),
+        ("loss of leaf 2", &|line| {
+            let text = line["leaf_losses"].as_str().unwrap().to_owned();
+            line["leaf_losses"] = format!("{}{}", &text[..32], "0123456789abcdef").into();
+        }),
+    ];
+    for (quantity, change) in cases {
+        fs::write(&ledger, &whole["ledger.jsonl"]).unwrap();
+        // Checkpoints know the true chain, so only those before the forged step are still taken: step 3.
+        forge(&ledger, 4, change);
+        fs::create_dir_all(scratch.path("run/checkpoints/step-5")).unwrap();
+        let fault = scratch.run(&scratch.path("run.toml"), "run", |_| ()).unwrap_err();
+        assert_eq!(fault.class(), Class::Mismatch);
+        assert!(
+            fault.to_string().contains(&format!("step 4 was computed again and its {quantity}")),
+            "{fault}"
+        );
+    }
+}
+
+#[test]
+fn a_changed_ledger_is_refused() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(5)).unwrap();
+    let text = scratch.ledger("run").replacen("\"step\":4", "\"step\":5", 1);
+    fs::write(scratch.path("run/ledger.jsonl"), text).unwrap();
+    let fault = scratch.run(&scratch.path("run.toml"), "run", |_| ()).unwrap_err();
+    assert_eq!(fault.class(), Class::Mismatch);
+    assert!(fault.to_string().contains("ledger.jsonl:5"), "{fault}");
+}

@@ -1,0 +1,7 @@
+//! The trainer as a whole, on a generated store and a tiny model: what one fears, file by file.
+
+mod damage;
+mod explain;
+mod refuse;
+mod same_bits;
+mod support;

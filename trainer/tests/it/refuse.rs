@@ -1,0 +1,138 @@
+//! Fear: that a run goes on as another one, or that two become one.
+
+use std::fs::{self, OpenOptions};
+
+use contract::Class;
+use loader::Opened;
+use trainer::{ExecOptions, train};
+
+use crate::support::{CURRICULUM, Scratch, stop_after, table};
+
+#[test]
+fn an_edit_is_refused_from_the_step_that_it_changes_on() {
+    let scratch = Scratch::new();
+    let path = scratch.path("run.toml");
+    scratch.run(&path, "run", stop_after(7)).unwrap();
+    let edits = [
+        (("lr = 1e-2", "lr = 2e-2"), "optimizer.lr", "step 1 "),
+        (("seed = 11", "seed = 12"), "seed", "step 1 "),
+        (("steps = 6", "steps = 7"), "phase.short.steps", "step 7 "),
+        (("seq_len = 64", "seq_len = 128"), "phase.long.seq_len", "step 7 "),
+        (("num_experts = 3", "num_experts = 3\nbalance_lr = 0.5"), "model.balance_lr", "step 1 "),
+    ];
+    for ((from, to), key, step) in edits {
+        scratch.edited("run.toml", &[(from, to)]);
+        let fault = scratch.run(&path, "run", |_| ()).unwrap_err();
+        assert_eq!(fault.class(), Class::Usage, "{fault}");
+        assert!(fault.to_string().contains(key) && fault.to_string().contains(step), "{fault}");
+    }
+    // What comes later may change, and says so.
+    scratch.edited("run.toml", &[("steps = 4", "steps = 2")]);
+    assert_eq!(scratch.run(&path, "run", |_| ()).unwrap().step, 8);
+    let events = fs::read_to_string(scratch.path("run/events.jsonl")).unwrap();
+    assert!(events.contains("phase.long.steps"), "{events}");
+    scratch.write("run.toml", CURRICULUM);
+    assert_eq!(scratch.train("run").step, 10);
+    scratch.train("whole");
+    assert!(
+        scratch.ledger("run") == scratch.ledger("whole"),
+        "a detour that changed no step left no trace"
+    );
+}
+
+#[test]
+fn a_store_that_changed_is_refused() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(2)).unwrap();
+    scratch.write_store(2);
+    let fault = scratch.run(&scratch.path("run.toml"), "run", |_| ()).unwrap_err();
+    assert_eq!(fault.class(), Class::Mismatch);
+    assert!(fault.to_string().contains("content of a store"), "{fault}");
+}
+
+#[test]
+fn a_store_that_moved_is_the_same() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(2)).unwrap();
+    fs::rename(scratch.path("store"), scratch.path("elsewhere")).unwrap();
+    let moved = scratch.edited("moved.toml", &[("\"store\"", "\"elsewhere\"")]);
+    scratch.run(&moved, "run", |_| ()).unwrap();
+    fs::rename(scratch.path("elsewhere"), scratch.path("store")).unwrap();
+    scratch.train("whole");
+    assert!(scratch.ledger("run") == scratch.ledger("whole"));
+}
+
+#[test]
+fn another_kernel_table_is_refused_by_name() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(2)).unwrap();
+    let mut other = table();
+    other.cpu_capability = "AVX2".to_owned();
+    let opened = Opened::open(&scratch.path("run.toml")).unwrap();
+    let fault = train(&opened, &ExecOptions::new(scratch.path("run")), &other).unwrap_err();
+    assert_eq!(fault.class(), Class::Mismatch);
+    let text = fault.to_string();
+    assert!(text.contains("cpu_capability") && text.contains("AVX2"), "{fault}");
+    assert!(text.contains(&table().cpu_capability), "{fault}");
+}
+
+#[test]
+fn two_runs_do_not_share_a_folder() {
+    let scratch = Scratch::new();
+    fs::create_dir_all(scratch.path("run")).unwrap();
+    let lock = OpenOptions::new()
+        .create(true)
+        .truncate(true)
+        .write(true)
+        .open(scratch.path("run/lock"))
+        .unwrap();
+    lock.try_lock().unwrap();
+    let fault = scratch.run(&scratch.path("run.toml"), "run", |_| ()).unwrap_err();
+    assert_eq!(fault.class(), Class::Machine);
+    assert!(!scratch.path("run/ledger.jsonl").exists(), "the refused run wrote nothing");
+    drop(lock);
+    scratch.train("run");
+}
+
+#[test]
+fn divergence_keeps_the_state_and_names_the_step() {
+    let scratch = Scratch::new();
+    let wild = [
+        ("lr = 1e-2", "lr = 1e30"),
+        ("\"muon\"", "\"adamw\""),
+        ("warmup_steps = 3", "warmup_steps = 0"),
+    ];
+    let path = scratch.edited("wild.toml", &wild);
+    for _ in 0..2 {
+        let fault = scratch.run(&path, "run", |_| ()).unwrap_err();
+        assert_eq!(fault.class(), Class::Diverged);
+        assert!(
+            fault.to_string().contains("step 2") && fault.to_string().contains("replay"),
+            "{fault}"
+        );
+        assert_eq!(scratch.ledger("run").lines().count(), 2, "head and step 1");
+        assert!(scratch.path("run/checkpoints/step-1/manifest.json").exists());
+    }
+}
+
+#[test]
+fn a_model_that_cannot_be_is_refused_with_its_key() {
+    let scratch = Scratch::new();
+    let cases = [
+        (("dtype = \"f32\"", "dtype = \"bf16\""), "bf16"),
+        (("num_experts = 3", "num_experts = 3\nvocab_size = 49"), "at least 50"),
+        (("num_experts = 3", "num_experts = 3\nbalance_lr = -1"), "balance_lr"),
+        (("num_experts = 3", "num_expert = 3"), "num_expert"),
+        (("leaf = 1", "leaf = 1\nmodel = { hidden_size = 32 }"), "parameters"),
+        (("leaf = 1", "leaf = 1\nmodel = { rope_theta = -1.0 }"), "rope_theta"),
+    ];
+    for ((from, to), word) in cases {
+        let path = scratch.edited("bad.toml", &[(from, to)]);
+        let fault = scratch.run(&path, "run", |_| ()).unwrap_err();
+        assert_eq!(fault.class(), Class::Usage, "{fault}");
+        assert!(fault.to_string().contains(word), "{fault}");
+    }
+    let path =
+        scratch.edited("good.toml", &[("leaf = 1", "leaf = 1\nmodel = { rope_theta = 1e6 }")]);
+    assert_eq!(scratch.run(&path, "good", |_| ()).unwrap().step, 10);
+}

@@ -1,0 +1,114 @@
+//! Fear: that lanes, threads, stops or kills leave a trace in the bits.
+
+use std::fs;
+
+use loader::PrefetchOptions;
+use trainer::checkpoint::Retention;
+
+use crate::support::{Scratch, lanes, stop_after};
+
+/// Asserts that two runs left the same ledger and the same last checkpoint.
+#[track_caller]
+fn assert_same(scratch: &Scratch, a: &str, b: &str) {
+    assert!(scratch.ledger(a) == scratch.ledger(b), "the ledgers of {a} and {b} differ");
+    let (a, b) = (scratch.tree(a), scratch.tree(b));
+    let last = |tree: &std::collections::BTreeMap<String, Vec<u8>>| {
+        let files = tree.iter().filter(|(name, _)| name.starts_with("checkpoints/step-10/"));
+        files.map(|(name, bytes)| (name.clone(), bytes.clone())).collect::<Vec<_>>()
+    };
+    assert!(!last(&a).is_empty() && last(&a) == last(&b), "the last checkpoints differ");
+}
+
+#[test]
+fn lanes_and_loader_threads_do_not_show() {
+    let scratch = Scratch::new();
+    scratch.train("plain");
+    for (index, (count, threads, depth)) in
+        [(1, 1, 1), (2, 3, 1), (3, 2, 7)].into_iter().enumerate()
+    {
+        let out = format!("other-{index}");
+        let options = PrefetchOptions { threads, depth };
+        let change = |exec: &mut trainer::ExecOptions| {
+            lanes(count)(exec);
+            exec.prefetch = options;
+        };
+        scratch.run(&scratch.path("run.toml"), &out, change).unwrap();
+        assert_same(&scratch, "plain", &out);
+    }
+}
+
+#[test]
+fn a_run_in_parts_is_the_whole_run() {
+    let scratch = Scratch::new();
+    let whole = scratch.train("whole");
+    for last in [1, 4, 4, 6, 9] {
+        let part = scratch.run(&scratch.path("run.toml"), "parts", stop_after(last)).unwrap();
+        assert_eq!(part.step, last);
+    }
+    assert_eq!(scratch.train("parts"), whole);
+    assert_same(&scratch, "whole", "parts");
+    // Another command on a finished run finds nothing to do.
+    assert_eq!(scratch.train("parts"), whole);
+    assert_same(&scratch, "whole", "parts");
+}
+
+#[test]
+fn what_a_kill_loses_is_computed_again_with_the_same_bits() {
+    let scratch = Scratch::new();
+    scratch.train("whole");
+    let ledger = scratch.ledger("whole");
+    for (index, cut) in
+        [ledger.len() - 1, ledger.len() - 700, ledger.len() / 2, 40].into_iter().enumerate()
+    {
+        let out = format!("killed-{index}");
+        scratch.run(&scratch.path("run.toml"), &out, stop_after(8)).unwrap();
+        // A kill may tear the last line anywhere, and leave a checkpoint half written.
+        let path = scratch.path(&out).join("ledger.jsonl");
+        let torn = &ledger[..cut];
+        if torn.len() < scratch.ledger(&out).len() {
+            fs::write(&path, torn).unwrap();
+        }
+        let partial = scratch.path(&out).join("checkpoints/.partial-step-9");
+        fs::create_dir_all(&partial).unwrap();
+        fs::write(partial.join("weights-00000.safetensors"), "half").unwrap();
+        scratch.train(&out);
+        assert_same(&scratch, "whole", &out);
+        assert!(!partial.exists(), "what was half written is gone");
+    }
+}
+
+#[test]
+fn checkpoints_stay_as_told() {
+    let scratch = Scratch::new();
+    let retention = Retention { newest: 2, every: 4 };
+    let change =
+        |exec: &mut trainer::ExecOptions| (exec.checkpoint_every, exec.retention) = (1, retention);
+    scratch.run(&scratch.path("run.toml"), "kept", change).unwrap();
+    let tree = scratch.tree("kept");
+    let mut steps: Vec<&str> = tree
+        .keys()
+        .filter_map(|name| name.strip_prefix("checkpoints/")?.split('/').next())
+        .collect();
+    steps.dedup();
+    assert_eq!(steps, ["step-10", "step-4", "step-8", "step-9"]);
+    scratch.train("plain");
+    assert_same(&scratch, "plain", "kept");
+}
+
+#[test]
+fn the_model_learns_and_the_balance_moves() {
+    let scratch = Scratch::new();
+    scratch.train("run");
+    let ledger = scratch.ledger("run");
+    let steps: Vec<serde_json::Value> =
+        ledger.lines().skip(1).map(|line| serde_json::from_str(line).unwrap()).collect();
+    let loss = |step: usize| steps[step]["loss"].as_f64().unwrap();
+    assert!((loss(0) - 50f64.ln()).abs() < 0.2, "{}", loss(0));
+    assert!(loss(9) < loss(0) - 0.2, "{} to {}", loss(0), loss(9));
+    // Every token of the step was counted in every layer: 6 rows of 32 tokens.
+    for layer in steps[0]["router"].as_array().unwrap() {
+        let total: u64 =
+            layer.as_array().unwrap().iter().map(|count| count.as_u64().unwrap()).sum();
+        assert_eq!(total, 6 * 32);
+    }
+}

@@ -1,0 +1,218 @@
+//! A scratch folder with a generated store, tiny curricula over it, and runs of them.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use contract::store::manifest::{TokenizerRecord, chain};
+use contract::store::open::{commit, stream_folder};
+use contract::store::write::{ShardWriter, StreamHead};
+use contract::store::{
+    DocumentRecord, FORMAT, InputRecord, Manifest, SourceRecord, Split, StreamRecord,
+};
+use contract::{Identity, Key, Purpose, Result, draw};
+use kernels::runtime::{self, KernelTable, RuntimeOptions};
+use loader::Opened;
+use tempfile::TempDir;
+use trainer::lanes::Lanes;
+use trainer::{ExecOptions, Outcome, train};
+
+const VOCAB: u32 = 50;
+
+/// A scratch folder with a store of two sources.
+pub(crate) struct Scratch(TempDir);
+
+impl Scratch {
+    pub(crate) fn new() -> Self {
+        // In memory where there is such a place: checkpoints flush every file, which a disk does slowly.
+        let folder = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
+        let scratch = Scratch(folder);
+        scratch.write_store(1);
+        scratch.write("run.toml", CURRICULUM);
+        scratch
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    pub(crate) fn write(&self, name: &str, text: &str) -> PathBuf {
+        fs::write(self.path(name), text).unwrap();
+        self.path(name)
+    }
+
+    /// The curriculum with some of its text replaced.
+    pub(crate) fn edited(&self, name: &str, changes: &[(&str, &str)]) -> PathBuf {
+        let mut text = CURRICULUM.to_owned();
+        for (from, to) in changes {
+            assert!(text.contains(from), "no {from:?}");
+            text = text.replace(from, to);
+        }
+        self.write(name, &text)
+    }
+
+    pub(crate) fn write_store(&self, seed: u64) {
+        let root = self.path("store");
+        let _ = fs::remove_dir_all(&root);
+        let sources = ["web", "math"].map(|name| source(&root, name, seed)).to_vec();
+        fs::write(root.join("tokenizer.json"), "{}").unwrap();
+        let tokenizer = TokenizerRecord {
+            sha256: Identity::of_bytes(b"{}"),
+            vocab: VOCAB,
+            begin: None,
+            end: None,
+            encoder: "generated".to_owned(),
+        };
+        let (digest, request) = (Identity([0; 32]), Identity([0; 32]));
+        let (format, token_bytes, unit, validation) = (FORMAT, 2, 512, "0".to_owned());
+        let mut manifest =
+            Manifest { format, digest, request, tokenizer, token_bytes, unit, validation, sources };
+        manifest.digest = manifest.identity();
+        commit(&root, &manifest).unwrap();
+    }
+
+    /// Trains `run.toml` in the folder `out` until its end.
+    pub(crate) fn train(&self, out: &str) -> Outcome {
+        self.run(&self.path("run.toml"), out, |_| ()).unwrap()
+    }
+
+    /// Trains with other options.
+    pub(crate) fn run(
+        &self,
+        curriculum: &Path,
+        out: &str,
+        change: impl Fn(&mut ExecOptions),
+    ) -> Result<Outcome> {
+        let mut exec = ExecOptions::new(self.path(out));
+        (exec.progress, exec.checkpoint_every) = (false, 3);
+        change(&mut exec);
+        train(&Opened::open(curriculum)?, &exec, &table())
+    }
+
+    pub(crate) fn ledger(&self, out: &str) -> String {
+        fs::read_to_string(self.path(out).join("ledger.jsonl")).unwrap()
+    }
+
+    /// Every file under a run's folder but its events, by relative path.
+    pub(crate) fn tree(&self, out: &str) -> BTreeMap<String, Vec<u8>> {
+        let (root, mut found) = (self.path(out), BTreeMap::new());
+        let mut open = vec![root.clone()];
+        while let Some(next) = open.pop() {
+            for entry in fs::read_dir(&next).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    open.push(path);
+                } else if !path.ends_with("events.jsonl") {
+                    let name = path.strip_prefix(&root).unwrap().to_str().unwrap().to_owned();
+                    found.insert(name, fs::read(&path).unwrap());
+                }
+            }
+        }
+        found
+    }
+}
+
+pub(crate) fn table() -> KernelTable {
+    runtime::start(&RuntimeOptions { device: "cpu".to_owned() }).unwrap()
+}
+
+pub(crate) fn lanes(count: usize) -> impl Fn(&mut ExecOptions) {
+    move |exec| exec.lanes = Lanes::new(count)
+}
+
+pub(crate) fn stop_after(step: u64) -> impl Fn(&mut ExecOptions) {
+    move |exec| exec.stop_after = Some(step)
+}
+
+/// Documents of 2 to 60 tokens that are easy to learn: each token follows from the one before, by source.
+fn source(root: &Path, name: &str, seed: u64) -> SourceRecord {
+    let folder = stream_folder(root, name, Split::Train);
+    fs::create_dir_all(&folder).unwrap();
+    let head = |split, folder| StreamHead {
+        folder,
+        source: name.to_owned(),
+        split,
+        token_bytes: 2,
+        vocab: VOCAB,
+    };
+    let mut shard = ShardWriter::create(head(Split::Train, folder), 0, 0, 0).unwrap();
+    let mut train = StreamRecord::empty();
+    for number in 0..120u64 {
+        let key = Key::from_seed(seed).child(name).nth(number);
+        let length = 2 + draw(key, Purpose::Generate, 0) % 59;
+        let first = draw(key, Purpose::Generate, 1) as u32 % VOCAB;
+        let tokens: Vec<u32> =
+            (0..length as u32).map(|index| (first + 7 * index) % VOCAB).collect();
+        let record = DocumentRecord {
+            id: format!("{name}-{number}"),
+            file: 0,
+            row: number + 1,
+            group: None,
+            bytes: Some((0, 1)),
+            first_token: train.tokens,
+            tokens: length,
+        };
+        shard.push(&tokens, &record).unwrap();
+        train.digest = chain(train.digest, &tokens, &record);
+        (train.tokens, train.documents) = (train.tokens + length, train.documents + 1);
+    }
+    train.shards.push(shard.finish().unwrap());
+    let input = InputRecord {
+        path: format!("{name}.jsonl"),
+        bytes: 1,
+        sha256: Identity::of_bytes(name.as_bytes()),
+        documents: 120,
+    };
+    SourceRecord {
+        name: name.to_owned(),
+        preparation: String::new(),
+        inputs: vec![input],
+        train,
+        validation: StreamRecord::empty(),
+        losses: Vec::new(),
+    }
+}
+
+/// Ten steps in two phases of different mix, length, batch and leaf; three and five leaves, so neither a power of two.
+pub(crate) const CURRICULUM: &str = r#"store = "store"
+seed = 11
+dtype = "f32"
+
+[model]
+preset = "zaya1-nano"
+hidden_size = 16
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 2
+head_dim = 8
+moe_intermediate_size = 16
+num_experts = 3
+router_hidden_size = 8
+
+[optimizer]
+kind = "muon"
+lr = 1e-2
+weight_decay = 0.1
+clip = 0.5
+
+[schedule]
+warmup_steps = 3
+decay_steps = 30
+final_lr = 1e-3
+
+[[phase]]
+name = "short"
+steps = 6
+seq_len = 32
+batch = 6
+leaf = 2
+mix = { web = 0.7, math = "3/10" }
+
+[[phase]]
+name = "long"
+steps = 4
+seq_len = 64
+batch = 5
+leaf = 1
+mix = { web = 1, math = 3 }
+"#;

@@ -1,0 +1,33 @@
+//! `ztrain compare A B`.
+
+use std::path::PathBuf;
+
+use contract::Result;
+use trainer::compare::{Answer, compare};
+
+/// Arguments.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// A run's folder.
+    a: PathBuf,
+    /// Another one.
+    b: PathBuf,
+    /// Print the answer as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Compares; exit code 4 if the runs differ.
+pub(crate) fn exec(args: Args) -> Result<u8> {
+    let answer = compare(&args.a, &args.b)?;
+    if args.json {
+        println!("{}", answer.to_json());
+    } else {
+        println!("{answer}");
+    }
+    Ok(if matches!(answer, Answer { difference: None, .. }) {
+        0
+    } else {
+        contract::Class::Mismatch.exit_code()
+    })
+}

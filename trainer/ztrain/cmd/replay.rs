@@ -1,0 +1,198 @@
+//! `ztrain replay`.
+
+use std::ops::Range;
+use std::path::PathBuf;
+
+use contract::{Class, Fault, Result};
+use serde_json::json;
+use trainer::replay::documents::DocumentLoss;
+use trainer::replay::whatif::{Change, Imagined, imagine};
+use trainer::replay::{Replayed, Replayer, Verdict};
+use trainer::step::Detail;
+
+use super::Speed;
+
+/// Arguments.
+#[derive(clap::Args)]
+#[command(after_help = "Exit codes: 0 the same bits, 4 different bits, 5 the step diverges.")]
+pub(crate) struct Args {
+    /// The run's folder; nothing in it is written.
+    #[arg(long, value_name = "RUN")]
+    run: PathBuf,
+    /// The step to compute again.
+    #[arg(long, value_name = "N", required_unless_present = "steps", conflicts_with = "steps")]
+    step: Option<u64>,
+    /// Several steps, from A to before B.
+    #[arg(long, value_name = "A..B")]
+    steps: Option<String>,
+    /// Only this leaf of the step.
+    #[arg(long, value_name = "V", conflicts_with = "steps")]
+    leaf: Option<u64>,
+    /// How many documents to list, worst first; 0 for all.
+    #[arg(long, value_name = "COUNT", default_value_t = 40)]
+    top: usize,
+    /// Print everything as JSON, one line for each step.
+    #[arg(long)]
+    json: bool,
+    /// What if this document's labels had not counted (not a replay).
+    #[arg(long, value_name = "ID", conflicts_with = "leaf", help_heading = "What if")]
+    drop_doc: Vec<String>,
+    /// What if the learning rate had been this (not a replay).
+    #[arg(long, value_name = "RATE", conflicts_with = "leaf", help_heading = "What if")]
+    lr: Option<f64>,
+    #[command(flatten)]
+    speed: Speed,
+}
+
+/// Replays; the worst verdict decides the exit code.
+pub(crate) fn exec(args: Args) -> Result<u8> {
+    let steps = steps(&args)?;
+    let (device, table) = args.speed.start()?;
+    let mut replayer = Replayer::open(&args.run, &table, device, args.speed.lanes())?;
+    if let Some(kernels) = &replayer.kernels {
+        eprintln!("note: {kernels}");
+    }
+    let change = Change { drop: args.drop_doc.clone(), lr: args.lr };
+    if change.is_some() {
+        let imagined = imagine(&mut replayer, steps, &change)?;
+        print_imagined(&change, &imagined, args.json);
+        return Ok(0);
+    }
+    let mut state = replayer.state_after(steps.start - 1)?;
+    for warning in &replayer.warnings {
+        eprintln!("warning: passed over: {warning}");
+    }
+    let mut code = 0;
+    for step in steps.clone() {
+        let before = state.step;
+        let replayed = match args.leaf {
+            Some(leaf) => replayer.leaf(&state, leaf)?,
+            None => replayer.step(&mut state, Detail::Tokens)?,
+        };
+        print_replayed(&args, &replayed, steps.end - steps.start == 1);
+        code = code.max(exit_code(&replayed));
+        if state.step == before && step + 1 < steps.end {
+            break;
+        }
+    }
+    Ok(code)
+}
+
+fn steps(args: &Args) -> Result<Range<u64>> {
+    let wrong = |found: &str| {
+        Fault::usage("these are no steps")
+            .at("--steps")
+            .found(found)
+            .wanted("A..B with 1 <= A < B, as in 10..20")
+    };
+    let range = match (&args.steps, args.step) {
+        (Some(text), _) => {
+            let (from, to) = text.split_once("..").ok_or_else(|| wrong(text))?;
+            let number = |text: &str| text.trim().parse::<u64>().map_err(|_| wrong(text));
+            number(from)?..number(to)?
+        }
+        (None, step) => step.unwrap_or(0)..step.unwrap_or(0) + 1,
+    };
+    if range.start == 0 || range.is_empty() {
+        return Err(wrong(&format!("{}..{}", range.start, range.end)));
+    }
+    Ok(range)
+}
+
+fn exit_code(replayed: &Replayed) -> u8 {
+    match replayed.verdict {
+        _ if replayed.diverged.is_some() => Class::Diverged.exit_code(),
+        Verdict::SameBits | Verdict::NotRecorded => 0,
+        Verdict::Repeatable | Verdict::NotRepeatable => Class::Mismatch.exit_code(),
+    }
+}
+
+fn print_replayed(args: &Args, replayed: &Replayed, alone: bool) {
+    if args.json {
+        let mut line = json!(replayed);
+        line["verdict_words"] = json!(replayed.verdict.words());
+        println!("{line}");
+        return;
+    }
+    let leaf = replayed.leaf.map_or_else(String::new, |leaf| format!(", leaf {leaf}"));
+    println!(
+        "step {}{leaf}: {} (loss {:.6})",
+        replayed.step,
+        replayed.verdict.words(),
+        replayed.loss
+    );
+    if let Some(found) = &replayed.difference {
+        println!("  first difference: {}", found.quantity);
+        println!("    ledger: {}\n    here:   {}", found.left, found.right);
+    }
+    if let Some(fault) = &replayed.diverged {
+        println!("  diverges: {}", fault.replace('\n', "\n  "));
+    }
+    if let Some(record) = &replayed.record {
+        println!(
+            "  data {} | {} leaves | norm {:.6} | lr {:.3e} | state {}",
+            record.data,
+            record.leaves(),
+            record.norm(),
+            record.lr(),
+            record.state
+        );
+    }
+    println!("  {}", replayed.verdict.advice());
+    if alone {
+        print_documents(&replayed.documents, args.top);
+    }
+}
+
+fn print_documents(documents: &[DocumentLoss], top: usize) {
+    let shown = if top == 0 { documents.len() } else { top.min(documents.len()) };
+    println!("documents by mean loss, worst first ({shown} of {}):", documents.len());
+    println!(
+        "{:>10} {:>7} {:>7}  source | file:row | id | sequences",
+        "loss/label", "labels", "tokens"
+    );
+    for document in &documents[..shown] {
+        let group = document.group.map_or_else(String::new, |group| format!("group {group} row "));
+        let sequences: Vec<String> = document.sequences.iter().map(u64::to_string).collect();
+        println!(
+            "{:>10.4} {:>7} {:>7}  {} | {}:{group}{} | {} | {}",
+            document.mean,
+            document.labels,
+            document.tokens,
+            document.source,
+            document.file,
+            document.row,
+            document.id,
+            sequences.join(",")
+        );
+    }
+}
+
+fn print_imagined(change: &Change, imagined: &[Imagined], json: bool) {
+    if json {
+        println!(
+            "{}",
+            json!({"replay": false, "dropped": change.drop, "lr": change.lr, "steps": imagined})
+        );
+        return;
+    }
+    println!("WHAT IF, not a replay: dropped {:?}, lr {:?}", change.drop, change.lr);
+    println!(
+        "{:>8} {:>14} {:>14} {:>12} {:>12} {:>8}",
+        "step", "loss was", "would be", "norm was", "would be", "dropped"
+    );
+    for step in imagined {
+        let was = |value: Option<f64>| {
+            value.map_or_else(|| "-".to_owned(), |value| format!("{value:.6}"))
+        };
+        println!(
+            "{:>8} {:>14} {:>14.6} {:>12} {:>12.6} {:>8}",
+            step.step,
+            was(step.was.map(|was| was.0)),
+            step.would_be.0,
+            was(step.was.map(|was| was.1)),
+            step.would_be.1,
+            step.dropped_labels
+        );
+    }
+}

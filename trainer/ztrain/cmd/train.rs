@@ -1,0 +1,85 @@
+//! `ztrain --curriculum FILE`.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use contract::{Fault, Result};
+use loader::{Opened, PrefetchOptions};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
+use trainer::checkpoint::Retention;
+use trainer::{ExecOptions, train};
+
+use super::Speed;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// What to train: data, phases, model, optimizer, schedule.
+    #[arg(long, value_name = "FILE", required = true)]
+    curriculum: Option<PathBuf>,
+    /// The run's folder [default: runs/NAME beside the working directory, NAME as in NAME.toml].
+    #[arg(long, value_name = "RUN")]
+    out: Option<PathBuf>,
+    /// Steps between checkpoints; the last step always has one.
+    #[arg(long, value_name = "STEPS", default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..))]
+    checkpoint_every: u64,
+    /// The newest checkpoints that stay.
+    #[arg(long, value_name = "COUNT", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
+    keep: u64,
+    /// Keep also each checkpoint whose step this divides; 0 for none.
+    #[arg(long, value_name = "STEPS", default_value_t = 0)]
+    keep_every: u64,
+    /// Stop after this step; the same command without it goes on.
+    #[arg(long, value_name = "STEP")]
+    stop_after: Option<u64>,
+    /// No line for each step.
+    #[arg(long)]
+    quiet: bool,
+    #[command(flatten)]
+    speed: Speed,
+}
+
+/// Trains until the last step, a signal or a fault.
+pub(crate) fn exec(args: Args) -> Result<u8> {
+    let curriculum =
+        args.curriculum.as_deref().ok_or_else(|| Fault::usage("--curriculum is missing"))?;
+    let (device, table) = args.speed.start()?;
+    let out = args.out.clone().unwrap_or_else(|| default_folder(curriculum));
+    let mut exec = ExecOptions::new(out);
+    exec.device = device;
+    exec.lanes = args.speed.lanes();
+    exec.prefetch =
+        PrefetchOptions { threads: args.speed.loader_threads, depth: args.speed.prefetch };
+    exec.checkpoint_every = args.checkpoint_every;
+    exec.retention = Retention { newest: args.keep as usize, every: args.keep_every };
+    exec.stop_after = args.stop_after;
+    exec.progress = !args.quiet;
+    listen(&exec)?;
+    let opened = Opened::open(curriculum)?;
+    let outcome = train(&opened, &exec, &table)?;
+    let state = outcome.state.map_or_else(|| "none".to_owned(), |digest| digest.to_string());
+    let ended = if outcome.step == outcome.steps { "done" } else { "stopped" };
+    println!(
+        "{ended} after step {} of {} | state {state} | {}",
+        outcome.step,
+        outcome.steps,
+        exec.out.display()
+    );
+    Ok(0)
+}
+
+/// The first SIGINT or SIGTERM lets the step at hand end and be kept; the second one ends the process.
+fn listen(exec: &ExecOptions) -> Result<()> {
+    for signal in [SIGINT, SIGTERM] {
+        flag::register_conditional_shutdown(signal, 130, Arc::clone(&exec.stop))
+            .and_then(|_| flag::register(signal, Arc::clone(&exec.stop)))
+            .map_err(|error| Fault::machine(format!("cannot listen to signals: {error}")))?;
+    }
+    Ok(())
+}
+
+fn default_folder(curriculum: &Path) -> PathBuf {
+    let name = curriculum.file_stem().map_or_else(|| "run".into(), |stem| stem.to_os_string());
+    Path::new("runs").join(name)
+}
