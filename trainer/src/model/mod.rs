@@ -23,6 +23,8 @@ mod sdpa;
 mod shift;
 
 #[cfg(test)]
+mod agreement;
+#[cfg(test)]
 mod parity;
 #[cfg(test)]
 mod reference;
