@@ -18,6 +18,7 @@ use crate::{Error, Result};
 
 unsafe extern "C" {
     fn shim_set_switches() -> *const c_char;
+    fn shim_keep_memory();
     fn shim_set_interop_threads(threads: c_int) -> *const c_char;
     fn shim_interop_threads() -> c_int;
     fn shim_enter_thread(threads: c_int) -> *const c_char;
@@ -150,6 +151,8 @@ pub fn start(options: &RuntimeOptions) -> Result<KernelTable> {
     refuse_if_late()?;
     set_device_environment(options);
     let device = crate::device::open(&options.device)?;
+    // SAFETY: sets parameters of the allocator, which takes its own lock.
+    unsafe { shim_keep_memory() };
     // SAFETY: takes nothing, touches libtorch's own globals, and lets no exception out.
     guarded("set the determinism switches", unsafe { shim_set_switches() })?;
     set_interop_threads()?;

@@ -1,5 +1,7 @@
 //! A step's batch, or a rank's part of it.
 
+use std::ops::Range;
+
 use contract::store::Split;
 use contract::{Digest, Hasher, Result};
 use mixer::{Plan, SampleSpec};
@@ -15,7 +17,7 @@ pub struct Batch {
     pub step: u64,
     /// The global sample number of the first row here.
     pub first_sample: u64,
-    /// Rows in a gradient leaf; the rows here are whole leaves.
+    /// Rows in a gradient leaf; a rank's rows are whole leaves.
     pub leaf: u64,
     /// Rows here.
     pub rows: u64,
@@ -111,16 +113,18 @@ pub(crate) struct Head {
 
 /// The part of step `step` that is `slice`'s.
 pub fn batch(plan: &Plan, stores: &Stores, step: u64, slice: RankSlice) -> Result<Batch> {
+    rows(plan, stores, step, slice.rows(&plan.step(step)?))
+}
+
+/// Rows `rows` of step `step`, counted from 0: to look at a few.
+pub fn rows(plan: &Plan, stores: &Stores, step: u64, rows: Range<u64>) -> Result<Batch> {
     let spec = plan.step(step)?;
-    let leaves = slice.leaves(spec.batch / spec.leaf);
-    let rows = leaves.start * spec.leaf..leaves.end * spec.leaf;
     let first_sample = spec.first_sample + rows.start;
     let samples =
         rows.map(|row| plan.sample(spec.first_sample + row)).collect::<Result<Vec<_>>>()?;
     let head = Head { step, first_sample, leaf: spec.leaf, seq_len: spec.seq_len };
-    Batch::assemble(head, samples, Split::Train, stores, |sample| {
-        &plan.sources()[sample.source].name
-    })
+    let name = |sample: &SampleSpec| plan.sources()[sample.source].name.as_str();
+    Batch::assemble(head, samples, Split::Train, stores, name)
 }
 
 /// A step's digest from the digests of its sequences, in order, in whatever parts the ranks hold them.

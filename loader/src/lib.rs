@@ -14,13 +14,14 @@
 pub mod assemble;
 pub mod batch;
 mod column;
+pub mod explain;
 pub mod open;
 pub mod prefetch;
 pub mod slice;
 pub mod stores;
 pub mod validation;
 
-pub use batch::{Batch, batch, step_digest};
+pub use batch::{Batch, batch, rows, step_digest};
 pub use column::Column;
 pub use open::Opened;
 pub use prefetch::{PrefetchOptions, Prefetcher};

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use contract::{Fault, Result};
+use mixer::StepSpec;
 
 /// Rank `rank` of `world`: a contiguous run of whole gradient leaves.
 ///
@@ -46,6 +47,12 @@ impl RankSlice {
             leaf as u64 // At most `leaves`, since the rank is at most the world.
         };
         cut(self.rank)..cut(self.rank + 1)
+    }
+
+    /// This rank's rows of a step.
+    pub fn rows(self, step: &StepSpec) -> Range<u64> {
+        let leaves = self.leaves(step.batch / step.leaf);
+        leaves.start * step.leaf..leaves.end * step.leaf
     }
 }
 

@@ -15,9 +15,9 @@ use crate::sample::SourceFacts;
 
 /// Reads a description; `None` if the text has no `[[source]]`, and so describes nothing.
 pub fn described_store(text: &str, file: &str) -> Result<Option<Vec<SourceFacts>>> {
-    let text = Text { text, file };
+    let text = Text::new(text, file);
     let document = text.document()?;
-    let root = Section::root(text, document.as_table());
+    let root = Section::root(&text, document.as_table());
     if !root.has("source") {
         return Ok(None);
     }

@@ -7,6 +7,8 @@ use crate::plan::{PhasePlan, Plan, SourceUse};
 
 /// A source that runs out.
 struct Shortfall {
+    /// The first sample that would repeat it, and its step.
+    sample: u64,
     step: u64,
     phase: usize,
     source: usize,
@@ -22,12 +24,15 @@ pub(crate) fn check(plan: &Plan, curriculum: &Curriculum) -> Result<()> {
             let within = part.stretch.samples_within(max_epochs);
             let known = short.iter().any(|earlier| earlier.source == part.source);
             if part.samples > within && !known {
-                let step = phase.first_step + phase.mixing.nth(entry, within) / phase.batch;
-                short.push(Shortfall { step, phase: index, source: part.source, max_epochs });
+                let offset = phase.mixing.nth(entry, within);
+                let (sample, step) =
+                    (phase.first_sample + offset, phase.first_step + offset / phase.batch);
+                let (phase, source) = (index, part.source);
+                short.push(Shortfall { sample, step, phase, source, max_epochs });
             }
         }
     }
-    short.sort_by_key(|shortfall| shortfall.step);
+    short.sort_by_key(|shortfall| shortfall.sample);
     match short.split_first() {
         Some((first, others)) => Err(fault(plan, curriculum, first, others)),
         None => Ok(()),
@@ -35,7 +40,7 @@ pub(crate) fn check(plan: &Plan, curriculum: &Curriculum) -> Result<()> {
 }
 
 fn fault(plan: &Plan, curriculum: &Curriculum, first: &Shortfall, others: &[Shortfall]) -> Fault {
-    let Shortfall { step, phase, source, max_epochs } = *first;
+    let Shortfall { sample: _, step, phase, source, max_epochs } = *first;
     let (facts, phase) = (&plan.sources[source], &plan.phases[phase]);
     let (name, needed) = (&facts.name, plan.tokens_needed(source));
     let limit_key = format!("source.{name}.max_epochs");

@@ -5,7 +5,9 @@
 //! padded or added but the begin and end tokens that `corpus.toml` asks for.
 
 pub mod audit;
+pub mod decode;
 pub mod encoder;
 pub mod train;
 
+pub use decode::Decoder;
 pub use encoder::{Engine, Tokenizer};

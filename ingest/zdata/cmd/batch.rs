@@ -1,12 +1,271 @@
-//! `zdata batch`.
+//! `zdata batch`: what one step trains on, down to file, row and text.
 
+use std::fmt::Write as _;
+use std::ops::Range;
+use std::path::PathBuf;
+
+use contract::store::Split;
 use contract::{Fault, Result};
+use ingest::tokenize::Decoder;
+use loader::explain::{Piece, pieces};
+use loader::{Opened, RankSlice, Stores};
+use mixer::{Plan, SampleSpec, StepSpec};
+use serde::Serialize;
+
+use super::output;
+
+/// Characters of a document's text in the table.
+const SHOWN: usize = 96;
 
 /// Arguments.
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+#[command(after_help = "Examples: zdata batch curricula/demo.toml --step 12\n          \
+    zdata batch curricula/demo.toml --step 12 --sequence 3 --text")]
+pub(crate) struct Args {
+    /// The curriculum.
+    curriculum: PathBuf,
+    /// The step, from 1.
+    #[arg(long, value_name = "N")]
+    step: u64,
+    /// Show the part of this rank, from 0.
+    #[arg(long, value_name = "R", default_value_t = 0)]
+    rank: u32,
+    /// How many ranks there are.
+    #[arg(long, value_name = "W", default_value_t = 1)]
+    world: u32,
+    /// Show one sequence only, counted in the step from 0.
+    #[arg(long, value_name = "I", conflicts_with_all = ["rank", "world"])]
+    sequence: Option<u64>,
+    /// Print JSON, with the whole text.
+    #[arg(long)]
+    json: bool,
+    /// Print the whole text of each document.
+    #[arg(long)]
+    text: bool,
+}
+
+/// The answer; `--json` prints it as it is.
+#[derive(Serialize)]
+struct Report {
+    step: u64,
+    phase: String,
+    /// Sequences of the whole step.
+    batch: u64,
+    leaf: u64,
+    seq_len: u32,
+    first_sample: u64,
+    /// The step's digest, if all of it is shown and there is text.
+    digest: Option<String>,
+    sequences: Vec<Sequence>,
+}
+
+#[derive(Serialize)]
+struct Sequence {
+    /// Counted in the step.
+    sequence: u64,
+    sample: u64,
+    source: String,
+    epoch: u64,
+    digest: Option<String>,
+    labels: Option<u64>,
+    padding: u32,
+    /// Runs of tokens of the source's training stream: first, and one past the last.
+    segments: Vec<[u64; 2]>,
+    documents: Vec<Document>,
+}
+
+/// A run of a document's tokens.
+#[derive(Serialize)]
+struct Document {
+    id: String,
+    document: u64,
+    file: String,
+    row: u64,
+    group: Option<u32>,
+    bytes: Option<(u64, u64)>,
+    origin: String,
+    /// Where the run stands in the sequence.
+    tokens: [u32; 2],
+    /// Where the run stands in the document, and how long that is.
+    of_document: [u64; 2],
+    document_tokens: u64,
+    text: String,
+}
 
 /// Does it.
-pub(crate) fn exec(_args: Args) -> Result<()> {
-    Err(Fault::bug("not built yet"))
+pub(crate) fn exec(args: Args) -> Result<()> {
+    let opened = Opened::open(&args.curriculum)?;
+    let plan = &opened.plan;
+    let spec =
+        plan.step(args.step).map_err(|fault| fault.or_at(|| opened.path.display().to_string()))?;
+    let rows = rows(&args, &spec)?;
+    let whole = rows == (0..spec.batch);
+    let (sequences, digest) = match opened.text() {
+        None => (positions(plan, &spec, rows)?, None),
+        Some(stores) => {
+            let (sequences, digest) = explained(plan, stores, &spec, rows)?;
+            (sequences, whole.then_some(digest))
+        }
+    };
+    let phase = plan.phases()[spec.phase].name.clone();
+    let StepSpec { step, phase: _, first_sample, batch, leaf, seq_len } = spec;
+    let report = Report { step, phase, batch, leaf, seq_len, first_sample, digest, sequences };
+    output::emit(&if args.json { output::json(&report)? } else { report.text(args.text) })
+}
+
+/// The rows asked for.
+fn rows(args: &Args, spec: &StepSpec) -> Result<Range<u64>> {
+    match args.sequence {
+        None => Ok(RankSlice::new(args.rank, args.world)?.rows(spec)),
+        Some(sequence) if sequence < spec.batch => Ok(sequence..sequence + 1),
+        Some(sequence) => Err(Fault::usage("there is no such sequence")
+            .found(format!("--sequence {sequence}"))
+            .wanted(format!("0 to {}: step {} has {}", spec.batch - 1, spec.step, spec.batch))),
+    }
+}
+
+/// Sequences of which only the place is known.
+fn positions(plan: &Plan, spec: &StepSpec, rows: Range<u64>) -> Result<Vec<Sequence>> {
+    let sequence = |row| Ok(Sequence::new(plan, row, &plan.sample(spec.first_sample + row)?));
+    rows.map(sequence).collect()
+}
+
+/// Sequences with documents and text, and the digest of all of them.
+fn explained(
+    plan: &Plan,
+    stores: &Stores,
+    spec: &StepSpec,
+    rows: Range<u64>,
+) -> Result<(Vec<Sequence>, String)> {
+    let batch = loader::rows(plan, stores, spec.step, rows.clone())?;
+    let decoder = Decoder::new(&stores.tokenizer()?)?;
+    let all = pieces(plan, stores, &batch.samples)?;
+    let mut sequences = Vec::with_capacity(batch.samples.len());
+    for (number, (sample, pieces)) in batch.samples.iter().zip(all).enumerate() {
+        let mut sequence = Sequence::new(plan, rows.start + number as u64, sample);
+        let mask = batch.row(&batch.mask, number as u64);
+        sequence.labels = Some(mask.iter().map(|label| u64::from(*label)).sum());
+        sequence.digest = Some(batch.sequences[number].to_string());
+        for piece in pieces {
+            sequence.documents.push(Document::new(&decoder, stores, &sequence.source, piece)?);
+        }
+        sequences.push(sequence);
+    }
+    Ok((sequences, batch.digest().to_string()))
+}
+
+impl Sequence {
+    /// The sequence without its documents.
+    fn new(plan: &Plan, sequence: u64, sample: &SampleSpec) -> Self {
+        let filled: u32 = sample.segments.iter().map(|segment| segment.tokens).sum();
+        let segment = |s: &mixer::Segment| [s.start, s.start + u64::from(s.tokens)];
+        Sequence {
+            sequence,
+            sample: sample.sample,
+            source: plan.sources()[sample.source].name.clone(),
+            epoch: sample.epoch,
+            digest: None,
+            labels: None,
+            padding: sample.seq_len - filled,
+            segments: sample.segments.iter().map(segment).collect(),
+            documents: Vec::new(),
+        }
+    }
+
+    fn text(&self, full: bool) -> String {
+        let Sequence {
+            sequence,
+            sample,
+            source,
+            epoch,
+            digest,
+            labels,
+            padding,
+            segments,
+            documents,
+        } = self;
+        let mut out = format!("sequence {sequence}: sample {sample}, {source}, epoch {epoch}");
+        let parts: Vec<String> =
+            segments.iter().map(|[from, to]| format!("{from}..{to}")).collect();
+        let _ = write!(out, ", tokens {} of the source", parts.join(" + "));
+        if let Some(labels) = labels {
+            let _ = write!(out, ", {labels} labels");
+        }
+        if *padding > 0 {
+            let _ = write!(out, ", {padding} padding");
+        }
+        if let Some(digest) = digest {
+            let _ = write!(out, ", digest {digest}");
+        }
+        out.push('\n');
+        documents.iter().for_each(|document| out += &document.text(full));
+        out
+    }
+}
+
+impl Document {
+    fn new(decoder: &Decoder, stores: &Stores, source: &str, piece: Piece) -> Result<Self> {
+        let stream = stores.stream(source, Split::Train)?;
+        let mut ids = Vec::new();
+        stream.read_tokens(piece.tokens.clone(), &mut ids)?;
+        let (inner, record) = (piece.in_document(), &piece.record);
+        Ok(Document {
+            id: record.id.clone(),
+            document: piece.document,
+            file: output::file(stream.source(), record).to_owned(),
+            row: record.row,
+            group: record.group,
+            bytes: record.bytes,
+            origin: output::origin(stream.source(), record),
+            tokens: [piece.place.start, piece.place.end],
+            of_document: [inner.start, inner.end],
+            document_tokens: record.tokens,
+            text: decoder.text(&ids)?,
+        })
+    }
+
+    fn text(&self, full: bool) -> String {
+        let Document { id, origin, tokens: [from, to], of_document, document_tokens, text, .. } =
+            self;
+        let part = match of_document {
+            [0, end] if end == document_tokens => String::new(),
+            [start, end] => format!(" (its {start}..{end} of {document_tokens})"),
+        };
+        let mut out = format!("  {from}..{to}  {id}{part}  {origin}\n");
+        if full {
+            text.lines().for_each(|line| out += &format!("    | {line}\n"));
+        } else {
+            out += &format!("    {}\n", shortened(text));
+        }
+        out
+    }
+}
+
+/// Begin and end of a text, on one line.
+fn shortened(text: &str) -> String {
+    let line = |part: String| format!("{part:?}");
+    let count = text.chars().count();
+    if count <= SHOWN {
+        return line(text.to_owned());
+    }
+    let (head, tail) = (SHOWN * 2 / 3, SHOWN / 3);
+    let head = line(text.chars().take(head).collect());
+    let tail = line(text.chars().skip(count - tail).collect());
+    format!("{head} ... {tail}")
+}
+
+impl Report {
+    fn text(&self, full: bool) -> String {
+        let Report { step, phase, batch, leaf, seq_len, first_sample, digest, sequences } = self;
+        let mut out = format!(
+            "step {step}, phase {phase}: {batch} sequences of {seq_len} tokens, {leaf} in a leaf, \
+             samples {first_sample} to {}\n",
+            first_sample + batch - 1
+        );
+        if let Some(digest) = digest {
+            let _ = writeln!(out, "digest {digest}");
+        }
+        sequences.iter().for_each(|sequence| out += &sequence.text(full));
+        out
+    }
 }

@@ -1,12 +1,73 @@
-//! `zdata digest`.
+//! `zdata digest`: one data digest per step, the same for every world size.
+
+use std::fmt::Write as _;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
 
 use contract::{Fault, Result};
+use loader::{Batch, Opened, PrefetchOptions, Prefetcher, RankSlice};
+
+use super::output;
 
 /// Arguments.
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+#[command(after_help = "Example: zdata digest curricula/demo.toml --steps 1..101\n\n\
+    Each line is a step and its digest: xxh3-128 over the ordered digests of its sequences \
+    (tokens, positions, document boundaries, loss mask).")]
+pub(crate) struct Args {
+    /// The curriculum.
+    curriculum: PathBuf,
+    /// Steps A..B: A to B - 1, counted from 1.
+    #[arg(long, value_name = "A..B", value_parser = output::steps)]
+    steps: Range<u64>,
+    /// Threads; they change the speed, never a digest.
+    #[arg(long, value_name = "N", default_value_t = default_workers())]
+    workers: usize,
+    /// Print a JSON object per line.
+    #[arg(long)]
+    json: bool,
+}
+
+/// As many threads as the machine has cores.
+pub(crate) fn default_workers() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
 
 /// Does it.
-pub(crate) fn exec(_args: Args) -> Result<()> {
-    Err(Fault::bug("not built yet"))
+pub(crate) fn exec(args: Args) -> Result<()> {
+    let Args { curriculum, steps, workers, json } = args;
+    let opened = Opened::open(&curriculum)?;
+    let mut lines = String::new();
+    for found in digests(&opened, steps, workers)? {
+        let (step, digest) = found?;
+        if json {
+            lines += &output::json(&serde_json::json!({ "step": step, "digest": digest }))?;
+        } else {
+            let _ = writeln!(lines, "{step} {digest}"); // A string takes everything.
+        }
+        if lines.len() > 1 << 14 {
+            output::emit(&std::mem::take(&mut lines))?;
+        }
+    }
+    output::emit(&lines)
+}
+
+/// The digests of `steps`, in order.
+pub(crate) fn digests(
+    opened: &Opened,
+    steps: Range<u64>,
+    workers: usize,
+) -> Result<Prefetcher<(u64, contract::Digest)>> {
+    let last = opened.plan.steps();
+    if steps.end > last + 1 {
+        return Err(Fault::usage("the curriculum ends before these steps")
+            .at(opened.path.display().to_string())
+            .found(format!("steps {}..{}", steps.start, steps.end))
+            .wanted(format!("steps within 1..{}", last + 1)));
+    }
+    let (plan, stores) = (Arc::clone(&opened.plan), Arc::clone(opened.stores()?));
+    let options = PrefetchOptions { threads: workers, depth: 2 * workers };
+    let digest = |batch: Batch| Ok((batch.step, batch.digest()));
+    Prefetcher::start(plan, stores, steps, RankSlice::WHOLE, options, digest)
 }

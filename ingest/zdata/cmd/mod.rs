@@ -4,6 +4,7 @@ pub(crate) mod batch;
 pub(crate) mod build;
 pub(crate) mod digest;
 pub(crate) mod inspect;
+pub(crate) mod output;
 pub(crate) mod plan;
 pub(crate) mod tokenizer;
 pub(crate) mod verify;

@@ -1,12 +1,222 @@
-//! `zdata verify-run`.
+//! `zdata verify-run`: recomputes every data digest of a run from its curriculum and stores. Needs no GPU, no libtorch.
 
-use contract::{Fault, Result};
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use contract::{Digest, Fault, Identity, Result};
+use loader::Opened;
+use mixer::Curriculum;
+use serde::Deserialize;
+
+use super::{digest, output};
 
 /// Arguments.
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+#[command(after_help = "Example: zdata verify-run runs/demo")]
+pub(crate) struct Args {
+    /// The run's folder.
+    run: PathBuf,
+    /// Threads; they change the speed, never a digest.
+    #[arg(long, value_name = "N", default_value_t = digest::default_workers())]
+    workers: usize,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What is read of the ledger's first line.
+#[derive(Deserialize)]
+struct Head {
+    kind: String,
+    curriculum: String,
+    stores: Vec<Identity>,
+    tokenizer: Identity,
+}
+
+/// What is read of every other line.
+#[derive(Deserialize)]
+struct Step {
+    step: u64,
+    data: Digest,
+}
+
+/// A ledger whose chain holds.
+struct Ledger {
+    path: PathBuf,
+    head: Head,
+    /// The data digest of step 1, 2, ...
+    data: Vec<Digest>,
+    chain: Digest,
+    torn: bool,
+}
 
 /// Does it.
-pub(crate) fn exec(_args: Args) -> Result<()> {
-    Err(Fault::bug("not built yet"))
+pub(crate) fn exec(args: Args) -> Result<()> {
+    let ledger = Ledger::read(&args.run.join("ledger.jsonl"))?;
+    if ledger.torn {
+        eprintln!(
+            "note: the last line of the ledger is torn, as a kill leaves it; the run cuts it when it goes on"
+        );
+    }
+    let run = args.run.join("run.toml");
+    let opened = Opened::open(&run)?;
+    let steps = ledger.data.len() as u64;
+    if steps > 0 {
+        compare(&ledger, &opened, args.workers)?;
+    }
+    same_content(&ledger, &opened)?;
+    let Ledger { chain, torn, .. } = &ledger;
+    output::emit(&if args.json {
+        output::json(
+            &serde_json::json!({ "steps": steps, "chain": chain, "torn_last_line": torn }),
+        )?
+    } else {
+        format!(
+            "{steps} steps: every data digest computed again and equal; the ledger's chain holds ({chain})\n"
+        )
+    })
+}
+
+/// Recomputes each step's digest, in order, up to the first that differs.
+fn compare(ledger: &Ledger, opened: &Opened, workers: usize) -> Result<()> {
+    let steps = ledger.data.len() as u64;
+    let (mut said, mut all) = (Instant::now(), ledger.data.iter());
+    for found in digest::digests(opened, 1..steps + 1, workers)? {
+        let (step, found) = found?;
+        let wanted = all.next().copied().unwrap_or_default();
+        if found != wanted {
+            let fault = Fault::mismatch(format!(
+                "the data of step {step} is not what the run was trained on"
+            ));
+            let cause = cause(ledger, opened, step);
+            return Err(fault.at(ledger.place(step)).found(found).wanted(wanted).hint(cause));
+        }
+        if said.elapsed() > Duration::from_secs(5) {
+            eprintln!("{step} of {steps} steps agree");
+            said = Instant::now();
+        }
+    }
+    Ok(())
+}
+
+/// The first component that differs, in the order in which data follows from them.
+fn cause(ledger: &Ledger, opened: &Opened, step: u64) -> String {
+    if let Err(fault) = same_content(ledger, opened) {
+        return format!("the first difference: {fault}").replace('\n', "\n  ");
+    }
+    let begun = Curriculum::parse(&ledger.head.curriculum, "the ledger's curriculum");
+    let edits = begun.map(|begun| begun.difference(&opened.curriculum)).unwrap_or_default();
+    let trains = ["model", "optimizer", "schedule", "dtype"];
+    let edit = edits.iter().filter(|edit| edit.first_step <= step).find(|edit| {
+        let section = edit.key.split('.').next().unwrap_or_default();
+        !trains.contains(&section)
+    });
+    match edit {
+        Some(edit) => format!("the first difference is in {}: {edit}", opened.path.display()),
+        None => {
+            "curriculum and stores are those of the run: this release assembles other batches; \
+                 verify with the one that trained, and please report it"
+                .to_owned()
+        }
+    }
+}
+
+/// Holds the stores and the tokenizer against those that the run began with.
+fn same_content(ledger: &Ledger, opened: &Opened) -> Result<()> {
+    let stores = opened.stores()?.stores();
+    let place = |store: &contract::store::Store| store.root().display().to_string();
+    if stores.len() != ledger.head.stores.len() {
+        return Err(Fault::mismatch("the run began with another number of stores")
+            .at(opened.curriculum.place("store"))
+            .found(stores.len())
+            .wanted(ledger.head.stores.len()));
+    }
+    for (store, wanted) in stores.iter().zip(&ledger.head.stores) {
+        let manifest = store.manifest();
+        let pairs = [
+            ("tokenizer", manifest.tokenizer.sha256, ledger.head.tokenizer),
+            ("store", manifest.digest, *wanted),
+        ];
+        if let Some((what, found, wanted)) = pairs.into_iter().find(|(_, a, b)| a != b) {
+            return Err(Fault::mismatch(format!(
+                "the {what} is not the one that the run began with"
+            ))
+            .at(place(store))
+            .found(found)
+            .wanted(wanted)
+            .hint("put the store that the run was trained from at this path"));
+        }
+    }
+    Ok(())
+}
+
+impl Ledger {
+    /// Reads the ledger and checks its chain; a last line without its end is passed over.
+    fn read(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(|error| {
+            Fault::io("read", path, &error).hint("name the folder that was given to `ztrain --out`")
+        })?;
+        let mut lines = BufReader::new(file);
+        let (mut head, mut data, mut chain) = (None, Vec::new(), Digest::default());
+        let (mut line, mut torn, mut number) = (Vec::new(), false, 0u64);
+        loop {
+            line.clear();
+            let read = lines.read_until(b'\n', &mut line);
+            if read.map_err(|error| Fault::io("read", path, &error))? == 0 {
+                break;
+            }
+            if line.pop() != Some(b'\n') {
+                torn = true;
+                break;
+            }
+            let changed = |what: &str| changed(path, number, what);
+            let body = opened(&mut chain, &line).ok_or_else(|| changed("its chain is broken"))?;
+            if number == 0 {
+                let first: Head = parse(&body).ok_or_else(|| changed("it is no head"))?;
+                head = Some(first).filter(|head| head.kind == "head");
+            } else {
+                let step: Step = parse(&body).ok_or_else(|| changed("it is no step"))?;
+                if step.step != number {
+                    return Err(changed(&format!("it should be step {number}")));
+                }
+                data.push(step.data);
+            }
+            number += 1;
+        }
+        let path = path.to_owned();
+        match head {
+            Some(head) => Ok(Ledger { path, head, data, chain, torn }),
+            None => Err(Fault::data("the ledger has no head")
+                .at(path.display().to_string())
+                .hint("the run had not begun: there is nothing to verify")),
+        }
+    }
+
+    /// The line of a step.
+    fn place(&self, step: u64) -> String {
+        format!("{}:{}", self.path.display(), step + 1)
+    }
+}
+
+fn parse<T: serde::de::DeserializeOwned>(body: &str) -> Option<T> {
+    serde_json::from_str(body).ok()
+}
+
+fn changed(path: &Path, number: u64, what: &str) -> Fault {
+    Fault::mismatch(format!("this line of the ledger was changed: {what}"))
+        .at(format!("{}:{}", path.display(), number + 1))
+        .hint("restore the file; nothing after a changed line can be trusted")
+}
+
+/// The body of a line that continues `chain`, which moves on: the line ends in `,"chain":"HEX"}`, HEX being xxh3-128
+/// over the digits of the chain before it and the line without that field.
+fn opened(chain: &mut Digest, line: &[u8]) -> Option<String> {
+    let (open, rest) = std::str::from_utf8(line).ok()?.rsplit_once(",\"chain\":\"")?;
+    let found: Digest = rest.strip_suffix("\"}")?.parse().ok()?;
+    let body = format!("{open}}}");
+    let link = Digest::of_bytes(format!("{chain}{body}").as_bytes());
+    *chain = link;
+    (link == found).then_some(body)
 }

@@ -1,12 +1,137 @@
-//! `zdata where`.
+//! `zdata where`: every place at which a run sees a document.
 
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use contract::store::{DocumentRecord, Split};
 use contract::{Fault, Result};
+use loader::{Opened, Stores};
+use mixer::{Plan, Visit};
+use serde::Serialize;
+
+use super::output;
 
 /// Arguments.
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+#[command(after_help = "Example: zdata where curricula/demo.toml --doc web-1234")]
+pub(crate) struct Args {
+    /// The curriculum.
+    curriculum: PathBuf,
+    /// The document's id.
+    #[arg(long, value_name = "ID")]
+    doc: String,
+    /// Search this source only.
+    #[arg(long, value_name = "NAME")]
+    source: Option<String>,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// A document that has the id.
+#[derive(Serialize)]
+struct Found {
+    id: String,
+    source: String,
+    split: &'static str,
+    document: u64,
+    origin: String,
+    tokens: u64,
+    seen: Vec<Seen>,
+}
+
+/// A run of its tokens in a sequence.
+#[derive(Serialize)]
+struct Seen {
+    step: u64,
+    /// The sequence, counted in the step.
+    sequence: u64,
+    /// Where in the sequence the run begins.
+    offset: u32,
+    /// Tokens of the document, from its begin.
+    tokens: [u64; 2],
+    sample: u64,
+}
 
 /// Does it.
-pub(crate) fn exec(_args: Args) -> Result<()> {
-    Err(Fault::bug("not built yet"))
+pub(crate) fn exec(args: Args) -> Result<()> {
+    let opened = Opened::open(&args.curriculum)?;
+    let found = search(&opened.plan, opened.stores()?, &args)?;
+    if found.is_empty() {
+        let place =
+            args.source.as_ref().map_or("any source".to_owned(), |name| format!("{name:?}"));
+        return Err(Fault::usage(format!("no document of {place} has this id"))
+            .found(format!("{:?}", args.doc))
+            .hint("`zdata batch CURRICULUM.toml --step N` shows ids; where the corpus has none, they are FILE#ROW"));
+    }
+    output::emit(&if args.json { output::json(&found)? } else { text(&found) })
+}
+
+/// All documents with the id, in the order of the plan's sources.
+fn search(plan: &Plan, stores: &Stores, args: &Args) -> Result<Vec<Found>> {
+    if let Some(name) = &args.source {
+        stores.stream(name, Split::Train)?; // A fault that knows the names, if this is none.
+    }
+    let mut found = Vec::new();
+    for (number, facts) in plan.sources().iter().enumerate() {
+        if args.source.as_ref().is_some_and(|name| *name != facts.name) {
+            continue;
+        }
+        for split in Split::ALL {
+            let stream = stores.stream(&facts.name, split)?;
+            for document in stream.find(&args.doc)? {
+                let record = stream.document(document)?;
+                let seen = match split {
+                    Split::Train => seen(plan, number, &record)?,
+                    Split::Validation => Vec::new(),
+                };
+                found.push(Found {
+                    id: record.id.clone(),
+                    source: facts.name.clone(),
+                    split: split.name(),
+                    document,
+                    origin: output::origin(stream.source(), &record),
+                    tokens: record.tokens,
+                    seen,
+                });
+            }
+        }
+    }
+    Ok(found)
+}
+
+fn seen(plan: &Plan, source: usize, record: &DocumentRecord) -> Result<Vec<Seen>> {
+    let visits = plan.visits(source, record.first_token..record.first_token + record.tokens);
+    let seen = |visit: Visit| {
+        let step = plan.step_of(visit.sample)?;
+        let first = visit.token - record.first_token;
+        Ok(Seen {
+            step,
+            sequence: visit.sample - plan.step(step)?.first_sample,
+            offset: visit.offset_in_sequence,
+            tokens: [first, first + u64::from(visit.tokens)],
+            sample: visit.sample,
+        })
+    };
+    visits.into_iter().map(seen).collect()
+}
+
+fn text(found: &[Found]) -> String {
+    let mut out = String::new();
+    for Found { id, source, split, document, origin, tokens, seen } in found {
+        let _ =
+            writeln!(out, "{id}: document {document} of {source}, {tokens} tokens, from {origin}");
+        if *split == Split::Validation.name() {
+            out += "  held back for validation: no step trains on it\n";
+        } else if seen.is_empty() {
+            out += "  no step of this curriculum comes to it\n";
+        }
+        for Seen { step, sequence, offset, tokens: [from, to], sample: _ } in seen {
+            let _ = writeln!(
+                out,
+                "  step {step}, sequence {sequence}, offset {offset}: its tokens {from}..{to}"
+            );
+        }
+    }
+    out
 }

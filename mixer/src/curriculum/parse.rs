@@ -23,9 +23,9 @@ const TOKENS_MAX: u64 = 1 << 62;
 impl Curriculum {
     /// Reads a curriculum; `file` names it in faults.
     pub fn parse(text: &str, file: &str) -> Result<Curriculum> {
-        let text = Text { text, file };
+        let text = Text::new(text, file);
         let document = text.document()?;
-        let root = Section::root(text, document.as_table());
+        let root = Section::root(&text, document.as_table());
         root.only(ROOT_KEYS)?;
         let mut places = Places::new(file);
         let stores = stores(&root)?;

@@ -8,10 +8,11 @@ use contract::{Fault, Ratio, Result};
 use toml_edit::{Document, Item, TableLike, Value};
 
 /// The text of a file, for places and for values as typed.
-#[derive(Clone, Copy)]
 pub(crate) struct Text<'a> {
-    pub(crate) text: &'a str,
-    pub(crate) file: &'a str,
+    text: &'a str,
+    file: &'a str,
+    /// Where each line begins.
+    lines: Vec<usize>,
 }
 
 /// Where each key of a file stands.
@@ -23,7 +24,7 @@ pub(crate) struct Places {
 
 /// A table with its name, for faults.
 pub(crate) struct Section<'a> {
-    text: Text<'a>,
+    text: &'a Text<'a>,
     table: &'a dyn TableLike,
     /// The table's key, dotted; empty for the file itself.
     path: String,
@@ -31,8 +32,13 @@ pub(crate) struct Section<'a> {
 }
 
 impl<'a> Text<'a> {
+    pub(crate) fn new(text: &'a str, file: &'a str) -> Self {
+        let after_breaks = text.match_indices('\n').map(|(at, _)| at + 1);
+        Text { text, file, lines: std::iter::once(0).chain(after_breaks).collect() }
+    }
+
     /// Parses it.
-    pub(crate) fn document(self) -> Result<Document<&'a str>> {
+    pub(crate) fn document(&self) -> Result<Document<&'a str>> {
         Document::parse(self.text).map_err(|error| {
             let message = error.message().trim().replace('\n', ", ");
             Fault::usage(format!("not valid TOML: {message}"))
@@ -42,17 +48,17 @@ impl<'a> Text<'a> {
     }
 
     /// `file:line:column` of a span's start.
-    pub(crate) fn place(self, span: Option<Range<usize>>) -> String {
+    pub(crate) fn place(&self, span: Option<Range<usize>>) -> String {
         let Some(before) = span.and_then(|span| self.text.get(..span.start)) else {
             return self.file.to_owned();
         };
-        let line = before.matches('\n').count() + 1;
-        let column = before.chars().rev().take_while(|&c| c != '\n').count() + 1;
+        let line = self.lines.partition_point(|&start| start <= before.len());
+        let column = before[self.lines[line - 1]..].chars().count() + 1;
         format!("{}:{line}:{column}", self.file)
     }
 
     /// A value as typed.
-    pub(crate) fn raw(self, value: &Value) -> &'a str {
+    pub(crate) fn raw(&self, value: &Value) -> &'a str {
         value.span().and_then(|span| self.text.get(span)).unwrap_or_default()
     }
 }
@@ -81,7 +87,7 @@ impl Places {
 
 impl<'a> Section<'a> {
     /// The file itself.
-    pub(crate) fn root(text: Text<'a>, table: &'a dyn TableLike) -> Self {
+    pub(crate) fn root(text: &'a Text<'a>, table: &'a dyn TableLike) -> Self {
         Section { text, table, path: String::new(), place: text.file.to_owned() }
     }
 

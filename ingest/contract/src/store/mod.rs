@@ -20,12 +20,9 @@
 pub mod documents;
 pub mod manifest;
 pub mod open;
-<<<<<<< HEAD
+pub mod read;
 #[cfg(test)]
 mod tests;
-=======
-pub mod read;
->>>>>>> main
 pub mod verify;
 pub mod write;
 

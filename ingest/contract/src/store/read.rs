@@ -315,26 +315,28 @@ impl StreamReader {
 
     /// A document's provenance, for explanations.
     pub fn document(&self, index: u64) -> Result<DocumentRecord> {
-        let mut found = self.documents(index..index + 1)?;
+        let mut found = self.documents(std::slice::from_ref(&(index..index + 1)))?;
         found.pop().ok_or_else(|| Fault::bug(format!("document {index} has no provenance")))
     }
 
-    /// The provenance of a range of documents.
-    pub fn documents(&self, range: Range<u64>) -> Result<Vec<DocumentRecord>> {
+    /// The provenance of ranges of documents, which rise and keep apart: each file is read once.
+    pub fn documents(&self, ranges: &[Range<u64>]) -> Result<Vec<DocumentRecord>> {
+        let end = ranges.last().map_or(0, |range| range.end);
+        if end > self.record().documents || ranges.windows(2).any(|two| two[0].end > two[1].start) {
+            let count = self.record().documents;
+            return Err(Fault::bug(format!(
+                "documents {ranges:?} were asked of a stream of {count}"
+            )));
+        }
         let mut out = Vec::new();
-        let mut at = range.start;
-        while at < range.end {
-            let shard = self.record().shard_of_document(at).ok_or_else(|| {
-                Fault::bug(format!(
-                    "document {at} was asked of a stream of {}",
-                    self.record().documents
-                ))
-            })?;
-            let record = &self.record().shards[shard];
-            let end = range.end.min(record.first_document + record.documents);
-            let rows = at - record.first_document..end - record.first_document;
-            documents::read_rows(&self.document_file(shard)?, rows, &mut out)?;
-            at = end;
+        for (shard, record) in self.record().shards.iter().enumerate() {
+            let (first, end) = (record.first_document, record.first_document + record.documents);
+            let inside = |range: &Range<u64>| range.start.max(first)..range.end.min(end);
+            let parts = ranges.iter().map(inside).filter(|part| !part.is_empty());
+            let rows: Vec<_> = parts.map(|part| part.start - first..part.end - first).collect();
+            if !rows.is_empty() {
+                documents::read_rows(&self.document_file(shard)?, &rows, &mut out)?;
+            }
         }
         Ok(out)
     }

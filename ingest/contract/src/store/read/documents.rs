@@ -7,7 +7,9 @@ use std::path::Path;
 
 use arrow::array::{AsArray, RecordBatch};
 use parquet::arrow::ProjectionMask;
-use parquet::arrow::arrow_reader::{ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder};
+use parquet::arrow::arrow_reader::{
+    ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder, RowSelection,
+};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::column::{damaged, missing};
@@ -37,33 +39,36 @@ pub(super) fn check(path: &Path, record: &FileRecord) -> Result<()> {
         .wanted(format!("{}, {} bytes", record.digest, record.bytes)))
 }
 
-/// Appends the records of `rows`, touching only the row groups that hold them.
+/// Appends the records of `rows` (rising, apart), touching only the row groups that hold them.
 pub(super) fn read_rows(
     path: &Path,
-    rows: Range<u64>,
+    rows: &[Range<u64>],
     out: &mut Vec<DocumentRecord>,
 ) -> Result<()> {
     let builder = builder(path)?;
-    let (mut groups, mut skipped, mut at) = (Vec::new(), None, 0);
+    let (mut groups, mut ranges, mut at, mut kept) = (Vec::new(), Vec::new(), 0u64, 0u64);
     for (number, group) in builder.metadata().row_groups().iter().enumerate() {
         let count = u64::try_from(group.num_rows()).unwrap_or(0);
-        if at < rows.end && rows.start < at + count {
+        let inside = |range: &Range<u64>| range.start.max(at)..range.end.min(at + count);
+        let before = ranges.len();
+        for part in rows.iter().map(inside).filter(|part| !part.is_empty()) {
+            // Counted in the groups that are kept, as the reader counts.
+            ranges.push((part.start - at + kept) as usize..(part.end - at + kept) as usize);
+        }
+        if ranges.len() > before {
             groups.push(number);
-            skipped.get_or_insert(rows.start - at);
+            kept += count;
         }
         at += count;
     }
-    let wanted = rows.end - rows.start;
-    let reader = builder
-        .with_row_groups(groups)
-        .with_offset(skipped.unwrap_or(0) as usize)
-        .with_limit(wanted as usize)
-        .build();
+    let selection = RowSelection::from_consecutive_ranges(ranges.into_iter(), kept as usize);
+    let reader = builder.with_row_groups(groups).with_row_selection(selection).build();
     let before = out.len();
     for batch in batches(path, reader)? {
         let batch = batch?;
         out.extend((0..batch.num_rows()).map(|at| row(&batch, at)));
     }
+    let wanted: u64 = rows.iter().map(|range| range.end - range.start).sum();
     if (out.len() - before) as u64 == wanted { Ok(()) } else { Err(strange(path)) }
 }
 

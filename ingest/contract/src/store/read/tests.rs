@@ -133,7 +133,7 @@ fn read_everything(dir: &Path) -> Result<Everything> {
     let (mut tokens, mut starts) = (Vec::new(), Vec::new());
     stream.read_tokens(0..stream.record().tokens, &mut tokens)?;
     stream.starts_in(0..stream.record().tokens, &mut starts)?;
-    let documents = stream.documents(0..stream.record().documents)?;
+    let documents = stream.documents(std::slice::from_ref(&(0..stream.record().documents)))?;
     Ok((tokens, starts, documents, store.tokenizer()?))
 }
 
@@ -210,6 +210,21 @@ fn sparse_indexes_find_every_start() {
         let document = stream.document_of_token(from).unwrap() as usize;
         assert!(starts[document] <= from && starts.get(document + 1).is_none_or(|s| *s > from));
     }
+}
+
+/// Provenance from several shards and row groups, by ranges.
+#[test]
+fn ranges_of_documents_come_in_order() {
+    let text = Text::generate(8, &vec![1; 70_000], 69_000, 2);
+    let dir = text.write();
+    let stream = open(dir.path()).unwrap();
+    let ranges = [0..2, 5..5, 65_530..65_540, 68_999..69_001, 69_999..70_000];
+    let found = stream.documents(&ranges).unwrap();
+    let wanted: Vec<_> = ranges.into_iter().flatten().map(|i| text.record(i as usize)).collect();
+    assert_eq!(found, wanted);
+    let reversed = [5..6, 0..2];
+    assert_eq!(stream.documents(&reversed).unwrap_err().class(), Class::Bug);
+    assert_eq!(stream.document(70_000).unwrap_err().class(), Class::Bug);
 }
 
 /// Every bit of every file of a small store: found, with the class that says "data" and a file of this store as its

@@ -1,0 +1,70 @@
+//! What the commands that explain share: ranges as arguments, places as text, output that may end early.
+
+use std::io::{ErrorKind, Write};
+use std::ops::Range;
+use std::path::Path;
+
+use contract::store::{DocumentRecord, SourceRecord};
+use contract::{Fault, Result};
+
+/// Writes to standard output. A reader that has seen enough (`| head`) is no error.
+pub(crate) fn emit(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(Fault::io("write to", Path::new("standard output"), &error))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// One line of JSON.
+pub(crate) fn json(value: &impl serde::Serialize) -> Result<String> {
+    let text = serde_json::to_string(value);
+    Ok(text.map_err(|error| Fault::bug(format!("an answer is no JSON: {error}")))? + "\n")
+}
+
+/// Steps `A..B`, half-open, from 1.
+pub(crate) fn steps(text: &str) -> std::result::Result<Range<u64>, String> {
+    let wrong = || format!("expected steps A..B (A to B - 1, counted from 1), found {text:?}");
+    let (from, to) = text.split_once("..").ok_or_else(wrong)?;
+    let number = |text: &str| text.trim().replace('_', "").parse::<u64>().map_err(|_| wrong());
+    let (from, to) = (number(from)?, number(to)?);
+    if from == 0 || to <= from {
+        return Err(wrong());
+    }
+    Ok(from..to)
+}
+
+/// The input file of a document.
+pub(crate) fn file<'a>(source: &'a SourceRecord, record: &DocumentRecord) -> &'a str {
+    source.inputs.get(record.file as usize).map_or("unknown file", |input| input.path.as_str())
+}
+
+/// Where a document's text stands: `raw/web.jsonl.zst line 12, bytes 3400..4811`.
+pub(crate) fn origin(source: &SourceRecord, record: &DocumentRecord) -> String {
+    let mut place = file(source, record).to_owned();
+    place += &match (record.group, record.row) {
+        (Some(group), row) => format!(" row group {group} row {row}"),
+        (None, 0) => String::new(),
+        (None, line) => format!(" line {line}"),
+    };
+    if let Some((from, to)) = record.bytes {
+        place += &format!(", bytes {from}..{to}");
+    }
+    place
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_of_steps() {
+        assert_eq!(steps("1..21"), Ok(1..21));
+        assert_eq!(steps("1_000 .. 1_001"), Ok(1000..1001));
+        for text in ["", "5", "0..3", "3..3", "4..3", "1..", "..4", "a..b", "1..-4", "1...4"] {
+            assert!(steps(text).is_err(), "{text}");
+        }
+    }
+}

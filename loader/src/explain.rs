@@ -1,0 +1,102 @@
+//! Which documents a sample shows.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use contract::store::{DocumentRecord, Split};
+use contract::{Fault, Result};
+use mixer::{Plan, SampleSpec};
+
+use crate::Stores;
+
+/// A run of tokens of one document in a sequence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Where it stands in the sequence.
+    pub place: Range<u32>,
+    /// Its tokens, counted in the source's training stream.
+    pub tokens: Range<u64>,
+    /// The document, counted in the stream.
+    pub document: u64,
+    /// The document's provenance.
+    pub record: Arc<DocumentRecord>,
+}
+
+impl Piece {
+    /// Its tokens, counted in the document.
+    pub fn in_document(&self) -> Range<u64> {
+        let first = self.record.first_token;
+        self.tokens.start - first..self.tokens.end - first
+    }
+}
+
+/// The pieces of each sample, in reading order; padding is none. Each provenance file is opened once.
+pub fn pieces(plan: &Plan, stores: &Stores, samples: &[SampleSpec]) -> Result<Vec<Vec<Piece>>> {
+    let unknown = Arc::new(DocumentRecord {
+        id: String::new(),
+        file: 0,
+        row: 0,
+        group: None,
+        bytes: None,
+        first_token: 0,
+        tokens: 0,
+    });
+    let mut all = Vec::with_capacity(samples.len());
+    let mut wanted: BTreeMap<usize, BTreeMap<u64, Arc<DocumentRecord>>> = BTreeMap::new();
+    for sample in samples {
+        let cut = cut(plan, stores, sample)?;
+        let known = wanted.entry(sample.source).or_default();
+        known.extend(cut.iter().map(|(_, _, document)| (*document, Arc::clone(&unknown))));
+        all.push(cut);
+    }
+    for (source, known) in &mut wanted {
+        let stream = stores.stream(&plan.sources()[*source].name, Split::Train)?;
+        let records = stream.documents(&runs(known.keys().copied()))?;
+        known.values_mut().zip(records).for_each(|(slot, record)| *slot = Arc::new(record));
+    }
+    let found = samples.iter().zip(all).map(|(sample, cut)| {
+        let known = &wanted[&sample.source];
+        let piece = |(place, tokens, document)| {
+            let record = Arc::clone(&known[&document]);
+            Piece { place, tokens, document, record }
+        };
+        cut.into_iter().map(piece).collect()
+    });
+    Ok(found.collect())
+}
+
+/// Place in the sequence, tokens of the stream, document.
+type Cut = (Range<u32>, Range<u64>, u64);
+
+/// Cuts a sample where documents begin and where text is joined.
+fn cut(plan: &Plan, stores: &Stores, sample: &SampleSpec) -> Result<Vec<Cut>> {
+    let stream = stores.stream(&plan.sources()[sample.source].name, Split::Train)?;
+    let (mut found, mut starts, mut place) = (Vec::new(), Vec::new(), 0);
+    for segment in &sample.segments {
+        let end = segment.start + u64::from(segment.tokens);
+        starts.clear();
+        stream.starts_in(segment.start + 1..end, &mut starts)?;
+        let mut document = stream.document_of_token(segment.start)?;
+        let mut from = segment.start;
+        for to in starts.iter().copied().chain([end]) {
+            let tokens = u32::try_from(to - from)
+                .map_err(|_| Fault::bug("a segment is longer than its sequence"))?;
+            found.push((place..place + tokens, from..to, document));
+            (place, from, document) = (place + tokens, to, document + 1);
+        }
+    }
+    Ok(found)
+}
+
+/// Rising numbers as ranges.
+fn runs(numbers: impl Iterator<Item = u64>) -> Vec<Range<u64>> {
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    for number in numbers {
+        match runs.last_mut() {
+            Some(run) if run.end == number => run.end += 1,
+            _ => runs.push(number..number + 1),
+        }
+    }
+    runs
+}

@@ -1,0 +1,90 @@
+//! What planning costs: 1,000 sources of 10^13 tokens together, 1.1 million steps, two phases of different length.
+//!
+//! `cargo bench -p mixer`. Each row is the mean over many questions at one place of the run.
+
+#![expect(clippy::print_stdout, reason = "a benchmark prints its rows")]
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use mixer::{Curriculum, Plan, SourceFacts};
+
+fn main() {
+    let facts: Vec<SourceFacts> = (0..1000u64)
+        .map(|i| {
+            let tokens = 5_000_000_000 + i * 10_010_010;
+            SourceFacts {
+                name: format!("source-{i:03}"),
+                tokens,
+                documents: tokens / 900,
+                unit: 131_072,
+            }
+        })
+        .collect();
+    let total: u64 = facts.iter().map(|facts| facts.tokens).sum();
+    println!("{} sources, {total} tokens", facts.len());
+    let text = curriculum();
+    let started = Instant::now();
+    let curriculum = Curriculum::parse(&text, "bench.toml").expect("the text is fixed");
+    println!("{:<44} {:>10.1} us", "Curriculum::parse", started.elapsed().as_secs_f64() * 1e6);
+    let started = Instant::now();
+    let plan = Plan::new(&curriculum, &facts).expect("the curriculum fits its sources");
+    println!("{:<44} {:>10.1} us", "Plan::new", started.elapsed().as_secs_f64() * 1e6);
+    let before = resident();
+    for step in [10, 100_000, 1_000_000, plan.steps()] {
+        questions(&plan, step);
+    }
+    println!("resident memory {before} KiB before the questions, {} KiB after", resident());
+}
+
+/// Two phases over all sources, their weights far apart.
+fn curriculum() -> String {
+    let mix = |power: u32| -> String {
+        let weight = |i: u64| 1 + (i * 7919 % 1000).pow(power);
+        (0..1000).map(|i| format!("source-{i:03} = {}", weight(i))).collect::<Vec<_>>().join(", ")
+    };
+    let limits: String =
+        (0..1000).map(|i| format!("[source.source-{i:03}]\nmax_epochs = 1000000\n")).collect();
+    format!(
+        "store = \"s\"\n{limits}[[phase]]\nname = \"a\"\nsteps = 900_000\nseq_len = 4096\nbatch = 2048\nmix = {{ {} }}\n\
+         [[phase]]\nname = \"b\"\nsteps = 200_000\nseq_len = 32_768\nbatch = 256\nmix = {{ {} }}\n",
+        mix(1),
+        mix(2)
+    )
+}
+
+fn questions(plan: &Plan, step: u64) {
+    let spec = plan.step(step).expect("the step is part of the run");
+    let samples = spec.first_sample..spec.first_sample + spec.batch;
+    row(&format!("Plan::sample, step {step}"), spec.batch, || {
+        for sample in samples.clone() {
+            black_box(plan.sample(sample).expect("the sample is part of the run"));
+        }
+    });
+    let spec = plan.sample(spec.first_sample).expect("the sample is part of the run");
+    let (source, start) = (spec.source, spec.segments[0].start);
+    row(&format!("Plan::visits of 1,000 tokens, step {step}"), 1, || {
+        black_box(plan.visits(source, start..start + 1000));
+    });
+    row(&format!("Plan::digest_through, step {step}"), 1, || {
+        black_box(plan.digest_through(step));
+    });
+}
+
+/// Asks for a fifth of a second and prints the mean time of one of `each` answers.
+fn row(name: &str, each: u64, mut ask: impl FnMut()) {
+    ask();
+    let (started, mut asked) = (Instant::now(), 0);
+    while started.elapsed().as_millis() < 200 {
+        ask();
+        asked += each;
+    }
+    println!("{name:<44} {:>10.3} us", started.elapsed().as_secs_f64() * 1e6 / asked as f64);
+}
+
+/// Resident memory in KiB, where the system tells.
+fn resident() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    line.and_then(|rest| rest.trim().trim_end_matches(" kB").parse().ok()).unwrap_or(0)
+}

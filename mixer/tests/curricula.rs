@@ -1,0 +1,66 @@
+//! The shipped recipe: it plans, it is one run that grows, and it says what the published one says.
+
+use std::path::Path;
+
+use mixer::{Curriculum, Plan, described_store};
+
+fn plan(name: &str) -> (Curriculum, Plan) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../curricula");
+    let read = |name: &str| std::fs::read_to_string(folder.join(name)).unwrap();
+    let curriculum = Curriculum::parse(&read(name), name).unwrap();
+    let facts = curriculum
+        .stores
+        .iter()
+        .flat_map(|store| described_store(&read(store), store).unwrap().unwrap());
+    let plan = Plan::new(&curriculum, &facts.collect::<Vec<_>>()).unwrap();
+    (curriculum, plan)
+}
+
+#[test]
+fn the_recipe_is_one_run_that_grows() {
+    let ((first, a), (second, b), (third, c)) =
+        (plan("phase1.toml"), plan("phase2.toml"), plan("phase3.toml"));
+    for step in [1, 1000, a.steps()] {
+        assert_eq!(a.digest_through(step), b.digest_through(step));
+        assert_eq!(a.digest_through(step), c.digest_through(step));
+    }
+    assert_eq!(b.digest_through(b.steps()), c.digest_through(b.steps()));
+    assert_ne!(a.digest_through(a.steps()), b.digest_through(b.steps()));
+    for (old, new, steps) in
+        [(&first, &second, a.steps()), (&second, &third, b.steps()), (&first, &third, a.steps())]
+    {
+        for difference in old.difference(new) {
+            assert!(difference.first_step > steps, "{difference}");
+        }
+    }
+}
+
+/// What the papers give: tokens, lengths, tokens a step, learning rates, the midtraining mix.
+#[test]
+fn the_recipe_says_what_is_published() {
+    let (curriculum, plan) = plan("phase3.toml");
+    let published =
+        [(8_000_000_000_000u64, 4096), (4_000_000_000_000, 4096), (1_200_000_000_000, 32_768)];
+    assert_eq!(plan.phases().len(), published.len());
+    for (phase, (tokens, seq_len)) in plan.phases().iter().zip(published) {
+        let step = phase.batch * u64::from(phase.seq_len);
+        assert_eq!((step, phase.seq_len), (16_777_216, seq_len));
+        assert!((tokens - step + 1..=tokens).contains(&(phase.steps * step)), "{}", phase.name);
+    }
+    assert_eq!(
+        curriculum.schedule.warmup_steps + curriculum.schedule.decay_steps,
+        plan.phases()[0].steps
+    );
+    assert_eq!((curriculum.optimizer.lr, curriculum.schedule.final_lr), (6e-4, 2e-4));
+    let theta = |phase| curriculum.model_at(phase).fields["rope_theta"].as_float();
+    assert_eq!([theta(0), theta(1), theta(2)], [Some(1e4), Some(1e4), Some(1e6)]);
+    let mix = &curriculum.phases[2].mix;
+    let share = |name: &str| mix[name].num() as f64 / mix[name].den() as f64;
+    assert_eq!(share("reasoning-32k"), 86.1);
+    assert!((share("web") + share("multilingual") - 5.7).abs() < 1e-9);
+    assert_eq!(
+        [share("long"), share("code"), share("math"), share("instruction")],
+        [0.8, 3.0, 3.0, 1.4]
+    );
+    assert!((mix.keys().map(|name| share(name)).sum::<f64>() - 100.0).abs() < 1e-9);
+}
