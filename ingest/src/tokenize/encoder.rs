@@ -270,7 +270,8 @@ fn probes(reference: &tokenizers::Tokenizer) -> Vec<String> {
         "don't we'll I'VE it's 'tis O'Brien's",
         "1234567890 3.14159 1e-10 0xFF 1,000,000",
         "caf\u{e9} cafe\u{301} \u{fb01}n \u{212b} \u{1e9b}\u{323}",
-        "\u{6587}\u{5b57}\u{5316}\u{3051} \u{432}\u{44b}\u{445}\u{43e}\u{434} \u{645}\u{631}\u{62d}\u{628}\u{627} \u{1f468}\u{200d}\u{1f469}\u{200d}\u{1f467} \u{1f1e9}\u{1f1ea}",
+        "\u{6587}\u{5b57}\u{5316}\u{3051} \u{432}\u{44b}\u{445}\u{43e}\u{434} \u{645}\u{631}\u{62d}\u{628}\u{627} \
+         \u{1f468}\u{200d}\u{1f469}\u{200d}\u{1f467} \u{1f1e9}\u{1f1ea}",
         "\u{0}\u{1}\u{7f}\u{85}\u{a0}\u{2028}\u{feff}\u{fffd}\u{10ffff}",
         "fn main() { let x = &mut v[..]; } // ==> `a` != b",
         "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa          bbbb\u{2581}\u{2581}c",
