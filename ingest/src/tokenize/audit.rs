@@ -212,7 +212,7 @@ mod tests {
         let (mut audit, wanted) = (Audit::default(), Wanted::default());
         let mut drawn = Vec::new();
         for (index, size) in sizes.iter().enumerate() {
-            let content = u128::from(contract::digest::block_sum(&index.to_le_bytes()));
+            let content = u128::from(contract::digest::block_sum(&(index as u64).to_le_bytes()));
             let sample =
                 Sample { place: index.to_string(), text: "x".repeat(*size as usize), ids: None };
             let sample = wanted.may_want(key_of(content)).then_some(sample);
@@ -234,7 +234,7 @@ mod tests {
             prop_assert!(floor.iter().map(|s| s.text.len() as u64).sum::<u64>() < FLOOR_BYTES);
             // The 32 documents of lowest draw, found by sorting all of them.
             let mut keys: Vec<(u64, usize)> = (0..sizes.len())
-                .map(|i| (key_of(u128::from(contract::digest::block_sum(&i.to_le_bytes()))), i)).collect();
+                .map(|i| (key_of(u128::from(contract::digest::block_sum(&(i as u64).to_le_bytes()))), i)).collect();
             keys.sort_unstable();
             keys.truncate(FLOOR_DOCUMENTS);
             if keys.iter().map(|(_, i)| sizes[*i]).sum::<u64>() < FLOOR_BYTES {
