@@ -376,6 +376,27 @@ proptest! {
     }
 }
 
+/// Every window of three groups, wherever the partial unit falls: the few windows just behind its group are where a wrong
+/// count would show, and random runs seldom stop there.
+#[test]
+fn windows_behind_the_partial_unit_are_found() {
+    for seed in 0..6 {
+        for (seq_len, tokens) in [(1, 30_001u64), (2, 30_001), (3, 30_004), (6, 30_010)] {
+            let steps = 2 * tokens.div_ceil(u64::from(seq_len));
+            let draw = PhaseDraw { seq_len, batch: 1, steps, weights: vec![1, 0, 0] };
+            let curriculum = Curriculum::parse(&curriculum_text(seed, &[draw]), "c.toml").unwrap();
+            let facts = facts(&[tokens, 1, 1]);
+            let plan = Plan::new(&curriculum, &facts).unwrap();
+            let samples = simulate(&curriculum, &facts);
+            for sample in &samples {
+                assert_eq!(&plan.sample(sample.sample).unwrap(), sample);
+            }
+            covers(&samples, &facts).unwrap();
+            visits_agree(&plan, &samples, 1, 0, tokens).unwrap();
+        }
+    }
+}
+
 /// What the plan says of each phase and source, against the samples.
 fn totals_agree(plan: &Plan, samples: &[SampleSpec]) -> Result<(), TestCaseError> {
     let mut taken: BTreeMap<usize, u64> = BTreeMap::new();
