@@ -376,8 +376,8 @@ proptest! {
     }
 }
 
-/// Every window of three groups, wherever the partial unit falls: the few windows just behind its group are where a wrong
-/// count would show, and random runs seldom stop there.
+/// Every window of three groups, wherever the partial unit falls: the few windows just behind its group are where a
+/// wrong count would show, and random runs seldom stop there.
 #[test]
 fn windows_behind_the_partial_unit_are_found() {
     for seed in 0..6 {

@@ -10,7 +10,8 @@ use serde::Serialize;
 /// Arguments.
 #[derive(clap::Args)]
 #[command(after_help = "Example: zdata plan curricula/phase1.toml\n\n\
-    A store in the curriculum may be a folder, or a described store: a TOML file of [[source]] name, tokens, documents.")]
+    A store in the curriculum may be a folder, or a described store: \
+    a TOML file of [[source]] name, tokens, documents.")]
 pub(crate) struct Args {
     /// The curriculum.
     curriculum: PathBuf,
