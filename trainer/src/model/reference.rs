@@ -72,7 +72,7 @@ impl Forward<'_> {
             let v = rms_norm(&stream, norm, self.config.rms_norm_eps);
             let mut state = v.linear(wd, Some(*bd));
             if let Some(before) = &states {
-                state = state + before * *gamma;
+                state += before * *gamma;
             }
             let n = rms_norm(&state, rnorm, self.config.rms_norm_eps);
             let h = n.linear(w1, Some(*b1)).gelu("none").linear(w2, Some(*b2)).gelu("none");
