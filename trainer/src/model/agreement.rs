@@ -6,6 +6,7 @@ use tch::{Device, Kind, Tensor};
 use super::parity::{Arrays, Fixture, relative};
 use super::{
     Init, LeafOutput, ParamSpec, Skip, ZayaConfig, init, init_balance, leaf, parameters, reference,
+    staged_leaf,
 };
 
 /// A model and a leaf large enough that kernels take their vector paths, with documents of awkward lengths.
@@ -53,7 +54,7 @@ fn gradients_are_those_of_automatic_differentiation() {
         let (config, params, balance, arrays) = middling(skip);
         let out = leaf(&config, &params, &balance, &arrays.input(), 200).unwrap();
         assert!(out.counts.iter().all(|layer| layer[8] > 0), "some tokens skip: {:?}", out.counts);
-        let prepared = arrays.input().prepare(&config, Device::Cpu);
+        let prepared = arrays.input().prepare(&config, Device::Cpu).unwrap();
         let (losses, grads) = reference::leaf(&config, &params, &balance, &prepared, 200);
         assert!(relative(&out.token_losses, &losses) < 1e-6);
         let mut worst = 0f64;
@@ -86,6 +87,20 @@ fn threads_do_not_change_a_bit() {
     });
     let again = leaf(&config, &params.aliases(), &balance.aliases(), &arrays.input(), 200).unwrap();
     assert!(same_bits(&alone, &again));
+}
+
+/// The way of a prefetcher: staged on another thread, computed on this one.
+#[test]
+fn a_staged_leaf_has_the_same_bits() {
+    let (config, params, balance, arrays) = middling(Skip::Zero);
+    let alone = leaf(&config, &params, &balance, &arrays.input(), 200).unwrap();
+    let stage = || {
+        let stager = kernels::device::Stager::new(Device::Cpu).unwrap();
+        arrays.input().stage(&config, &stager).unwrap()
+    };
+    let staged = std::thread::scope(|scope| scope.spawn(stage).join().unwrap());
+    let out = staged_leaf(&config, &params, &balance, staged, 200).unwrap();
+    assert!(same_bits(&alone, &out));
 }
 
 /// How many logits exist at once changes the rounding of one sum and nothing else.
@@ -169,7 +184,7 @@ fn identity_skip_is_its_probability_times_its_input() {
     let out_of_layer = v * chance.unsqueeze(1);
     let x = affine(&out_of_layer, end, "hidden_states") + affine(&x, end, "residual");
     let logits = norm(&x, &wide[specs.len() - 1]).matmul(&wide[0].tr());
-    let prepared = arrays.input().prepare(&config, Device::Cpu);
+    let prepared = arrays.input().prepare(&config, Device::Cpu).unwrap();
     let own = logits.gather(1, &prepared.labels.unsqueeze(1), false).squeeze_dim(1);
     let log_sum = logits.exp().sum_dim_intlist(1, false, Kind::Double).log();
     let losses = (log_sum - own) * prepared.mask.to_kind(Kind::Double);
