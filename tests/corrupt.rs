@@ -165,10 +165,10 @@ fn mistakes_in_a_curriculum_are_named_with_their_line() {
     let scratch = Scratch::new();
     let store = build(&scratch, &corpus(&scratch, 120, ""), "store");
     for (from, to, words) in [
-        ("web = 0.7", "web = -0.7", &["31", "web"][..]),
-        ("web = 0.7", "web = 0", &["31", "web"]),
-        ("web = 0.7", "wib = 0.7", &["31", "wib", "web"]),
-        ("seq_len = 64", "seq_length = 64", &["28", "seq_length", "seq_len"]),
+        ("web = 0.7", "web = -0.7", &[":36:", "web"][..]),
+        ("web = 0.7", "web = 0", &[":36:", "web"]),
+        ("web = 0.7", "wib = 0.7", &[":36:", "wib", "web"]),
+        ("seq_len = 64", "seq_length = 64", &[":33:", "seq_length", "seq_len"]),
         ("leaf = 2\nmix = { web = 0.7", "leaf = 3\nmix = { web = 0.7", &["leaf", "8"]),
         ("seq_len = 64", "seq_len = 100", &["seq_len", "1024"]),
         ("steps = 12", "steps = 100000", &["max_epochs", "step"]),

@@ -3,6 +3,8 @@
 //! They run the real binaries on corpora that they generate, in scratch folders, and need no network, no GPU and
 //! nothing outside this repository.
 
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 mod support;
 
 mod corrupt;

@@ -77,12 +77,14 @@ fn sum_plain<T: Copy + Into<u64>>(elements: &[T], first: u64, salt: u64) -> u64 
         // The high half of the index is constant up to the next multiple of 2^32.
         let until = ((at >> 32) + 1) << 32;
         let (now, later) = rest.split_at(rest.len().min((until - at) as usize));
-        let base = salted(salt)
+        let mut place = salted(salt)
             .wrapping_add(((at >> 32) as u32).wrapping_mul(HIGH_INDEX))
             .wrapping_add(at as u32);
-        for (index, &element) in (0u32..).zip(now) {
-            let weight = mixed(base.wrapping_add(index));
-            total = total.wrapping_add(element.into().wrapping_mul(u64::from(weight)));
+        // Wrapping by hand: a range or `enumerate` checks for overflow in a debug build, which keeps the loop scalar.
+        for &element in now {
+            let product = element.into().wrapping_mul(u64::from(mixed(place)));
+            total = total.wrapping_add(product);
+            place = place.wrapping_add(1);
         }
         (at, rest) = (until, later);
     }

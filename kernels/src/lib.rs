@@ -14,6 +14,8 @@
 pub mod checksum;
 pub mod device;
 pub mod error;
+#[cfg(feature = "hip")]
+pub mod hip;
 pub mod runtime;
 pub mod share;
 pub mod tree;

@@ -200,7 +200,9 @@ mod tests {
         }
 
         #[test]
-        fn a_fault_comes_at_its_step_and_ends_the_stream(threads in 1usize..5, depth in 1usize..5, bad in 1u64..20, late: bool) {
+        fn a_fault_comes_at_its_step_and_ends_the_stream(
+            threads in 1usize..5, depth in 1usize..5, bad in 1u64..20, late: bool,
+        ) {
             let make = move |step| if step == bad && !late { Err(Fault::data("torn")) } else { slow(step) };
             let last = move |value| if value == bad * bad { Err(Fault::data("torn")) } else { Ok(value) };
             let mut stream = Prefetcher::over(1..100, PrefetchOptions { threads, depth }, make, last).unwrap();

@@ -46,7 +46,8 @@ fn curriculum() -> String {
     let limits: String =
         (0..1000).map(|i| format!("[source.source-{i:03}]\nmax_epochs = 1000000\n")).collect();
     format!(
-        "store = \"s\"\n{limits}[[phase]]\nname = \"a\"\nsteps = 900_000\nseq_len = 4096\nbatch = 2048\nmix = {{ {} }}\n\
+        "store = \"s\"\n{limits}[[phase]]\nname = \"a\"\nsteps = 900_000\nseq_len = 4096\nbatch = 2048\n\
+         mix = {{ {} }}\n\
          [[phase]]\nname = \"b\"\nsteps = 200_000\nseq_len = 32_768\nbatch = 256\nmix = {{ {} }}\n",
         mix(1),
         mix(2)

@@ -185,7 +185,7 @@ impl Epoch<'_> {
             self.tail_slot.filter(|slot| slot / GROUP_UNITS == group).map(|slot| slot - first_slot);
         let order = Permutation::new(self.key.nth(group), windows);
         let seq_len = u64::from(seq_len);
-        let short = tail_slot.filter(|_| self.course.tail % seq_len > 0).map(|slot| {
+        let short = tail_slot.filter(|_| !self.course.tail.is_multiple_of(seq_len)).map(|slot| {
             let window = slot * (self.course.unit / seq_len) + self.course.tail / seq_len;
             (order.inverse(window), seq_len - self.course.tail % seq_len)
         });

@@ -45,7 +45,8 @@ impl Digestible for Until<'_> {
     }
 }
 
-/// The first `steps` steps of a phase. Its name decides nothing; where it begins and what it takes follows from the rest.
+/// The first `steps` steps of a phase. Its name decides nothing; where it begins and what it takes follows from the
+/// rest.
 fn feed_phase(phase: &PhasePlan, steps: u64, sources: &[SourceFacts], hasher: &mut Hasher) {
     let PhasePlan {
         name: _,

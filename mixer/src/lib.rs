@@ -14,9 +14,10 @@
 //! Invariant: what a plan holds grows with phases x sources, never with tokens, samples or steps.
 //!
 //! Ramps, best-fit packing and amendments will fit without another clock: a ramp of weights or batch gives a phase
-//! other closed forms of the same four questions ([`mixing::Mixing`]: pick, count, nth; [`Plan::step`]); a packed source
-//! permutes packs where this permutes windows, which is why a sample has several [`Segment`]s; an amendment from step S
-//! cuts a phase in two at S, and a [`course::Cursor`] is all that the second part needs to know of the first.
+//! other closed forms of the same four questions ([`mixing::Mixing`]: pick, count, nth; [`Plan::step`]); a packed
+//! source permutes packs where this permutes windows, which is why a sample has several [`Segment`]s; an amendment
+//! from step S cuts a phase in two at S, and a [`course::Cursor`] is all that the second part needs to know of the
+//! first.
 
 #![forbid(unsafe_code)]
 

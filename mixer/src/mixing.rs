@@ -1,15 +1,16 @@
 //! Which source sample number `j` of a phase comes from, exactly and without a table.
 //!
 //! A Huffman tree over the integer weights. A node of weight `T` whose left child weighs `a` sends
-//! `floor((2 n a + T) / 2 T)` of its first `n` samples to the left, that is `n a / T` rounded, and the rest to the right.
+//! `floor((2 n a + T) / 2 T)` of its first `n` samples to the left, that is `n a / T` rounded, and the rest to the
+//! right.
 //! Both counts are monotone and grow by at most one a sample, so "where does sample `j` go" and "which is the `k`-th
 //! sample of this child" are one division each, and a source is found, counted or inverted along one path.
 //!
 //! **Bound.** Rounding adds at most 1/2 at each node, and a deviation shrinks by child / parent on the way down, so a
 //! source of weight `w0` whose ancestors weigh `w1 < w2 < ... < wd` deviates by at most
 //! `(1 + w0/w1 + w0/w2 + ... + w0/w(d-1)) / 2`. Huffman merges the two lightest nodes, so the sibling of an
-//! ancestor weighs at least as much as that ancestor's heavier child: `w(k+1) >= w(k) + w(k-1)`. The ancestors grow like
-//! Fibonacci numbers, the sum stays below their reciprocals' 3.3599, and every count is within **1.68** of
+//! ancestor weighs at least as much as that ancestor's heavier child: `w(k+1) >= w(k) + w(k-1)`. The ancestors grow
+//! like Fibonacci numbers, the sum stays below their reciprocals' 3.3599, and every count is within **1.68** of
 //! weight x samples, at every prefix, for any weights.
 
 use std::collections::BTreeSet;

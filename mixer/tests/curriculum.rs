@@ -1,5 +1,7 @@
 //! The curriculum file: what it means, what it refuses and where it points, and what an edit changes.
 
+#![expect(clippy::unwrap_used, reason = "a failing test may panic")]
+
 use contract::{Class, Ratio};
 use mixer::curriculum::{Dtype, OptimizerKind};
 use mixer::{Curriculum, Difference, Plan, SourceFacts, described_store};
@@ -110,6 +112,8 @@ fn mistakes_are_named() {
         ("dtype = \"bf16\"", "dtype = 16", &["c.toml:3:1", "16", "a string"]),
         ("max_epochs = 3", "max_epoch = 3", &["c.toml:6:1", "max_epochs", "source.math"]),
         ("max_epochs = 3", "max_epochs = 0", &["c.toml:6:1", "at least 1"]),
+        ("hidden_size = 32", "hiden_size = 32", &["c.toml:10:1", "hiden_size", "`hidden_size`"]),
+        ("{ rope_theta", "{ rope_teta", &["c.toml:41:11", "rope_teta", "`rope_theta`"]),
         ("hidden_size = 32", "hidden_size = {}", &["c.toml:10:1", "hidden_size"]),
         ("kind = \"adamw\"", "kind = \"adam\"", &["c.toml:14:1", "muon or adamw", "adamw"]),
         ("lr = 1e-2", "lr = nan", &["c.toml:15:1", "nan"]),
@@ -166,6 +170,23 @@ fn mistakes_are_named() {
     assert!(
         Curriculum::parse("store = \"s\"", "c.toml").unwrap_err().to_string().contains("phase")
     );
+}
+
+/// The trainer's configuration has exactly the fields that a curriculum may name.
+#[test]
+fn model_fields_are_the_trainers() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../trainer/src/model/config.rs");
+    let text = std::fs::read_to_string(path).unwrap();
+    let body = text.split_once("pub struct ZayaConfig {").unwrap().1.split_once("\n}").unwrap().0;
+    let field = |line: &str| Some(line.trim().strip_prefix("pub ")?.split_once(':')?.0.to_owned());
+    let mut fields: Vec<String> = body.lines().filter_map(field).collect();
+    assert!(fields.len() > 15, "{fields:?}");
+    fields.extend(["preset".to_owned(), "balance_lr".to_owned()]);
+    fields.sort();
+    let told = Curriculum::parse(&edited("hidden_size = 32", "no_such_field_at_all = 1"), "c.toml");
+    let told = told.unwrap_err().to_string();
+    let known = told.split_once("known here: ").unwrap().1;
+    assert_eq!(known.split(", ").collect::<Vec<_>>(), fields);
 }
 
 /// Mistakes that only the sources can show.

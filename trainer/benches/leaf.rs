@@ -96,7 +96,8 @@ fn main() {
         times.sort_by(f64::total_cmp);
         let per_second = |time: f64| (lanes * rows * seq_len) as f64 / time;
         println!(
-            "{preset}: {lanes} lanes, leaves of {rows} x {seq_len}, documents of {document}: {:.0} tokens/s (best {:.0}); {:.0} per second of one core",
+            "{preset}: {lanes} lanes, leaves of {rows} x {seq_len}, documents of {document}: {:.0} tokens/s (best {:.0}); \
+             {:.0} per second of one core",
             per_second(times[times.len() / 2]),
             per_second(times[0]),
             (RUNS * lanes * rows * seq_len) as f64 * 1e9 / busy.load(Ordering::Relaxed) as f64,

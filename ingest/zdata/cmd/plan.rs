@@ -1,16 +1,17 @@
 //! `zdata plan`: what a curriculum would train on, and whether it can run at all. Reads manifests, never text.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use contract::store::{FORMAT, Manifest};
 use contract::{Fault, Result};
-use mixer::{Curriculum, PhasePlan, Plan, SourceFacts, described_store};
+use loader::Opened;
+use mixer::{Curriculum, PhasePlan, Plan, SourceFacts};
 use serde::Serialize;
 
 /// Arguments.
 #[derive(clap::Args)]
 #[command(after_help = "Example: zdata plan curricula/phase1.toml\n\n\
-    A store in the curriculum may be a folder, or a described store: a TOML file of [[source]] name, tokens, documents.")]
+    A store in the curriculum may be a folder, or a described store: \
+    a TOML file of [[source]] name, tokens, documents.")]
 pub(crate) struct Args {
     /// The curriculum.
     curriculum: PathBuf,
@@ -21,17 +22,8 @@ pub(crate) struct Args {
 
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
-    let text = read(&args.curriculum)?;
-    let curriculum = Curriculum::parse(&text, &args.curriculum.display().to_string())?;
-    let folder = args.curriculum.parent().unwrap_or(Path::new(""));
-    let mut facts = Vec::new();
-    for store in &curriculum.stores {
-        facts.extend(facts_of(&folder.join(store)).map_err(|fault| {
-            let place = curriculum.place("store");
-            fault.or_at(|| place)
-        })?);
-    }
-    let report = Report::new(&Plan::new(&curriculum, &facts)?, &curriculum);
+    let opened = Opened::open(&args.curriculum)?;
+    let report = Report::new(&opened.plan, &opened.curriculum);
     if args.json {
         let json = serde_json::to_string_pretty(&report);
         println!("{}", json.map_err(|error| Fault::bug(format!("a report is no JSON: {error}")))?);
@@ -39,51 +31,6 @@ pub(crate) fn exec(args: Args) -> Result<()> {
         print!("{}", report.text());
     }
     Ok(())
-}
-
-fn read(path: &Path) -> Result<String> {
-    std::fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))
-}
-
-/// The sources of a store's folder, or of a description.
-fn facts_of(path: &Path) -> Result<Vec<SourceFacts>> {
-    if path.is_file() {
-        let name = path.display().to_string();
-        return described_store(&read(path)?, &name)?.ok_or_else(|| {
-            Fault::usage("this file describes no store")
-                .at(name)
-                .wanted("a store's folder, or a TOML file of [[source]] name, tokens, documents")
-        });
-    }
-    let path = path.join("manifest.json");
-    let place = || path.display().to_string();
-    let text = read(&path).map_err(|fault| {
-        fault.hint("a store has a manifest.json once its build has ended: run `zdata build`")
-    })?;
-    let manifest: Manifest = serde_json::from_str(&text).map_err(|error| {
-        Fault::data(format!("not a manifest: {error}")).at(place()).hint("build the store again")
-    })?;
-    if manifest.format != FORMAT {
-        return Err(Fault::usage("the store has another format")
-            .at(place())
-            .found(manifest.format)
-            .wanted(FORMAT));
-    }
-    if manifest.identity() != manifest.digest {
-        return Err(Fault::data("the manifest does not have the digest that it states")
-            .at(place())
-            .found(manifest.identity())
-            .wanted(manifest.digest)
-            .hint("`zdata verify` shows what else is damaged"));
-    }
-    let Manifest { unit, sources, .. } = manifest;
-    Ok(sources
-        .into_iter()
-        .map(|source| {
-            let (tokens, documents) = (source.train.tokens, source.train.documents);
-            SourceFacts { name: source.name, tokens, documents, unit }
-        })
-        .collect())
 }
 
 /// The answer; `--json` prints it as it is.

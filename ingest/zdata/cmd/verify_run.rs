@@ -220,3 +220,70 @@ fn opened(chain: &mut Digest, line: &[u8]) -> Option<String> {
     *chain = link;
     (link == found).then_some(body)
 }
+
+#[cfg(test)]
+mod tests {
+    use contract::Class;
+
+    use super::*;
+
+    /// A ledger of a head and these steps, chained as its definition says.
+    fn ledger(steps: &[u64]) -> String {
+        let zeros = "0".repeat(64);
+        let head = format!(
+            "{{\"kind\":\"head\",\"curriculum\":\"\",\"stores\":[],\"tokenizer\":\"{zeros}\"}}"
+        );
+        let step = |step: u64| {
+            format!("{{\"kind\":\"step\",\"step\":{step},\"data\":\"{}\"}}", Digest(step.into()))
+        };
+        let mut before = "0".repeat(32);
+        let mut text = String::new();
+        for body in [head].into_iter().chain(steps.iter().copied().map(step)) {
+            before = Digest::of_bytes(format!("{before}{body}").as_bytes()).to_string();
+            text += &format!("{},\"chain\":\"{before}\"}}\n", body.strip_suffix('}').unwrap());
+        }
+        text
+    }
+
+    fn read(bytes: &[u8]) -> Result<Ledger> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ledger.jsonl");
+        std::fs::write(&path, bytes).unwrap();
+        Ledger::read(&path)
+    }
+
+    #[test]
+    fn a_ledger_cut_anywhere_gives_its_whole_lines() {
+        let text = ledger(&[1, 2, 3]);
+        let ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at + 1).collect();
+        for cut in 0..=text.len() {
+            let whole = ends.iter().filter(|end| **end <= cut).count();
+            let read = read(&text.as_bytes()[..cut]);
+            if whole == 0 {
+                assert_eq!(read.err().unwrap().class(), Class::Data);
+                continue;
+            }
+            let read = read.unwrap();
+            let wanted: Vec<Digest> = (1..whole).map(|step| Digest(step as u128)).collect();
+            assert_eq!((read.data, read.torn), (wanted, !ends.contains(&cut)), "cut at {cut}");
+        }
+    }
+
+    #[test]
+    fn any_change_breaks_the_chain_at_its_line() {
+        let text = ledger(&[1, 2, 3]);
+        for (at, _) in text.match_indices(|c: char| c.is_ascii_alphanumeric()) {
+            let mut bytes = text.clone().into_bytes();
+            bytes[at] ^= 1;
+            let line = text[..at].matches('\n').count() + 1;
+            let fault = read(&bytes).err().unwrap();
+            assert_eq!(fault.class(), Class::Mismatch, "byte {at}: {fault}");
+            assert!(
+                fault.to_string().contains(&format!("ledger.jsonl:{line}:")),
+                "byte {at}: {fault}"
+            );
+        }
+        let fault = read(ledger(&[1, 3]).as_bytes()).err().unwrap();
+        assert!(fault.to_string().contains("it should be step 2"), "{fault}");
+    }
+}

@@ -1,7 +1,9 @@
 //! The loader against naive programs, damage, and every way of being fast.
 
 #![expect(clippy::unwrap_used, reason = "a failing test may panic")]
+#![expect(clippy::print_stdout, reason = "a test that runs itself again answers there")]
 
+mod many;
 mod naive;
 mod order;
 mod support;

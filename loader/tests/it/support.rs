@@ -1,7 +1,7 @@
 //! Generated stores and curricula for tests and benchmarks, written by the real writer.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use contract::store::manifest::{TokenizerRecord, chain};
 use contract::store::open::{commit, stream_folder};
@@ -146,13 +146,6 @@ pub(crate) fn curriculum(stores: &[&Path], sources: &[&str], phases: &[PhaseText
         text += &format!("[source.{source}]\nmax_epochs = 1000\n");
     }
     text
-}
-
-/// Writes such a curriculum into `dir`.
-pub(crate) fn write_curriculum(dir: &Path, text: &str) -> PathBuf {
-    let path = dir.join("curriculum.toml");
-    fs::write(&path, text).unwrap();
-    path
 }
 
 /// The plan of such a curriculum over `stores`.

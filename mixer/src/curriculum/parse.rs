@@ -16,6 +16,36 @@ const PHASE_KEYS: &[&str] =
     &["name", "steps", "tokens", "seq_len", "batch", "leaf", "mix", "model"];
 const OPTIMIZER_KEYS: &[&str] = &["kind", "lr", "betas", "eps", "momentum", "weight_decay", "clip"];
 const SCHEDULE_KEYS: &[&str] = &["warmup_steps", "decay_steps", "final_lr"];
+/// The fields of the ZAYA configuration that the trainer takes, and the rate of its balance. They mean nothing here:
+/// planning is where a misspelt one should be noticed.
+const MODEL_KEYS: &[&str] = &[
+    "attention_bias",
+    "balance_lr",
+    "cca_time0",
+    "cca_time1",
+    "document_mask",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "initializer_range",
+    "lm_head_bias",
+    "loss_chunk",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "num_attention_heads",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "partial_rotary_factor",
+    "preset",
+    "rms_norm_eps",
+    "rope_theta",
+    "router_hidden_size",
+    "skip",
+    "tie_word_embeddings",
+    "vocab_size",
+];
 
 /// The largest sample number times `seq_len`: far above any run, far below where integers end.
 const TOKENS_MAX: u64 = 1 << 62;
@@ -186,6 +216,7 @@ fn model(root: &Section, places: &mut Places) -> Result<ModelSpec> {
 fn fields(outer: &Section) -> Result<BTreeMap<String, toml::Value>> {
     let mut fields = BTreeMap::new();
     let Some(section) = outer.section("model")? else { return Ok(fields) };
+    section.only(MODEL_KEYS)?;
     for key in section.keys() {
         if let Some(value) = section.value(key)? {
             fields.insert(key.to_owned(), plain(&section, key, value)?);

@@ -22,6 +22,9 @@ pub(crate) struct Places {
     found: BTreeMap<String, String>,
 }
 
+/// A table and where it stands.
+type Spanned<'a> = (&'a dyn TableLike, Option<Range<usize>>);
+
 /// A table with its name, for faults.
 pub(crate) struct Section<'a> {
     text: &'a Text<'a>,
@@ -104,7 +107,7 @@ impl<'a> Section<'a> {
     /// The tables of an array, `[[key]]`.
     pub(crate) fn sections(&self, key: &str) -> Result<Vec<Section<'a>>> {
         let Some(item) = self.table.get(key) else { return Ok(Vec::new()) };
-        let tables: Option<Vec<(&dyn TableLike, Option<Range<usize>>)>> = match item {
+        let tables: Option<Vec<Spanned>> = match item {
             Item::ArrayOfTables(array) => {
                 Some(array.iter().map(|table| (table as &dyn TableLike, table.span())).collect())
             }
@@ -237,7 +240,8 @@ impl<'a> Section<'a> {
         least: f64,
         below: f64,
     ) -> Result<f64> {
-        let number = value.as_float().or_else(|| value.as_integer().map(|whole| whole as f64));
+        let whole = || value.as_integer().and_then(|whole| i32::try_from(whole).ok());
+        let number = value.as_float().or_else(|| whole().map(Into::into));
         match number {
             Some(number) if least <= number && number < below => Ok(number),
             _ => Err(self

@@ -1,7 +1,8 @@
 //! What a leaf computes on: tokens, labels, and where one document ends and the next begins.
 
 use contract::{Fault, Result};
-use tch::{Device, Tensor};
+use kernels::device::{Staged, Stager};
+use tch::{Device, Kind, Tensor};
 
 use super::ZayaConfig;
 use super::shift::Starts;
@@ -23,6 +24,18 @@ pub struct LeafInput<'a> {
     pub rows: usize,
     /// Tokens in a sequence.
     pub seq_len: usize,
+}
+
+/// A leaf on its way to the device: made by a prefetcher's last stage, computed by [`super::staged_leaf`].
+#[derive(Debug)]
+pub struct StagedLeaf {
+    tokens: Staged,
+    labels: Staged,
+    positions: Staged,
+    mask: Staged,
+    starts: Staged,
+    spans: Vec<Span>,
+    label_count: u64,
 }
 
 /// Tokens `start..start + len` of the leaf that see each other, and nothing else.
@@ -96,28 +109,36 @@ impl LeafInput<'_> {
         Ok(())
     }
 
-    /// Moves the leaf to `device` and derives its spans.
-    pub(super) fn prepare(&self, config: &ZayaConfig, device: Device) -> Prepared {
-        let mask: Vec<f32> = self.mask.iter().map(|&mask| f32::from(u8::from(mask != 0))).collect();
-        let wide = |ids: Vec<i64>| Tensor::from_slice(&ids).to_device(device);
-        let labels = self.labels.iter().zip(&mask);
+    /// Checks the leaf and starts moving it; on a GPU beside the computation.
+    pub fn stage(&self, config: &ZayaConfig, stager: &Stager) -> Result<StagedLeaf> {
+        self.validate(config)?;
+        let labelled: Vec<u8> = self.mask.iter().map(|&mask| u8::from(mask != 0)).collect();
+        let labels = self.labels.iter().zip(&labelled);
         // A place without a label may hold anything: 0 is a token of every vocabulary.
-        let labels = labels.map(|(&label, &mask)| if mask == 0.0 { 0 } else { i64::from(label) });
+        let labels = labels.map(|(&label, &mask)| if mask == 0 { 0 } else { label }).collect();
         let positions = match config.document_mask {
-            true => self.positions.iter().map(|&place| i64::from(place)).collect(),
-            false => (0..self.rows).flat_map(|_| 0..self.seq_len as i64).collect(),
+            true => self.positions.to_vec(),
+            false => (0..self.rows).flat_map(|_| 0..self.seq_len as i32).collect(),
         };
         let spans = self.spans(config.document_mask);
-        let starts = wide(spans.iter().map(|span| span.start).collect());
-        Prepared {
-            tokens: wide(self.tokens.iter().map(|&id| i64::from(id)).collect()),
-            labels: wide(labels.collect()),
-            positions: wide(positions),
-            starts: Starts::new(starts, self.tokens.len() as i64),
+        let starts = spans.iter().map(|span| span.start).collect::<Vec<i64>>();
+        let count = [self.tokens.len() as i64];
+        let machine = |error: kernels::Error| Fault::machine(error.to_string());
+        Ok(StagedLeaf {
+            tokens: stager.put(self.tokens.to_vec(), &count).map_err(machine)?,
+            labels: stager.put::<i32>(labels, &count).map_err(machine)?,
+            positions: stager.put(positions, &count).map_err(machine)?,
+            label_count: labelled.iter().map(|&mask| u64::from(mask)).sum(),
+            mask: stager.put(labelled, &count).map_err(machine)?,
+            starts: stager.put(starts, &[spans.len() as i64]).map_err(machine)?,
             spans,
-            label_count: mask.iter().filter(|&&mask| mask != 0.0).count() as u64,
-            mask: Tensor::from_slice(&mask).to_device(device),
-        }
+        })
+    }
+
+    /// The leaf on `device`, at once.
+    pub(super) fn prepare(&self, config: &ZayaConfig, device: Device) -> Result<Prepared> {
+        let stager = Stager::new(device).map_err(|error| Fault::machine(error.to_string()))?;
+        self.stage(config, &stager)?.arrive()
     }
 
     fn spans(&self, documents: bool) -> Vec<Span> {
@@ -132,5 +153,23 @@ impl LeafInput<'_> {
             }));
         }
         spans
+    }
+}
+
+impl StagedLeaf {
+    /// Waits, on the device, for every array.
+    pub(super) fn arrive(self) -> Result<Prepared> {
+        let wait =
+            |staged: Staged| staged.wait().map_err(|error| Fault::machine(error.to_string()));
+        let total = self.spans.iter().map(|span| span.len).sum();
+        Ok(Prepared {
+            tokens: wait(self.tokens)?.to_kind(Kind::Int64),
+            labels: wait(self.labels)?.to_kind(Kind::Int64),
+            positions: wait(self.positions)?.to_kind(Kind::Int64),
+            mask: wait(self.mask)?.to_kind(Kind::Float),
+            starts: Starts::new(wait(self.starts)?, total),
+            spans: self.spans,
+            label_count: self.label_count,
+        })
     }
 }

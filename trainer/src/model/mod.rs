@@ -1,8 +1,12 @@
 //! The ZAYA1 model: one leaf of sequences in, its losses and gradients out.
 //!
 //! ```text
-//! config     every number that decides the computation        params   names, shapes, roles, initial values
-//! input      tokens of a leaf, its segments and positions     leaf     forward, loss, backward of one leaf
+//! config     every number that decides the computation     params     names, shapes, roles, initial values
+//! input      tokens of a leaf, its documents               pass       forward, loss, backward: read this first
+//! norm       RMS norm, residual scaling                    attention  convolutions, q-k mean, value shift (shift,
+//! router     depth averaging, choice                                  rotary and sdpa are its parts)
+//! experts    sorted, one product each                      head       loss without all logits
+//! fixtures/  parity with Hugging Face, and its traps
 //! ```
 //!
 //! Invariant: [`leaf`] is a pure function of the weights, the balancing biases, the leaf and the kernel table.
@@ -23,12 +27,14 @@ mod sdpa;
 mod shift;
 
 #[cfg(test)]
+mod agreement;
+#[cfg(test)]
 mod parity;
 #[cfg(test)]
 mod reference;
 
 pub use config::{PRESETS, Skip, ZayaConfig};
-pub use input::LeafInput;
+pub use input::{LeafInput, StagedLeaf};
 pub use params::{EMBEDDING, Init, ParamSpec, Role, balance_name, init, init_balance, parameters};
 
 use contract::{Fault, Result};
@@ -60,10 +66,30 @@ pub fn leaf(
     input: &LeafInput,
     divisor: u64,
 ) -> Result<LeafOutput> {
-    input.validate(config)?;
+    let input = input.prepare(config, params[0].device())?;
+    compute(config, params, balance, &input, divisor)
+}
+
+/// Computes a leaf that a prefetcher staged; otherwise as [`leaf`].
+pub fn staged_leaf(
+    config: &ZayaConfig,
+    params: &[Tensor],
+    balance: &[Tensor],
+    staged: StagedLeaf,
+    divisor: u64,
+) -> Result<LeafOutput> {
+    compute(config, params, balance, &staged.arrive()?, divisor)
+}
+
+fn compute(
+    config: &ZayaConfig,
+    params: &[Tensor],
+    balance: &[Tensor],
+    input: &input::Prepared,
+    divisor: u64,
+) -> Result<LeafOutput> {
     kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
-    let input = input.prepare(config, params[0].device());
-    Ok(pass::leaf(config, params, balance, &input, divisor))
+    Ok(pass::leaf(config, params, balance, input, divisor))
 }
 
 /// Logits of every token, `[rows * seq_len, vocab_size]`: for tests and short texts, a leaf never holds them all.
@@ -73,9 +99,8 @@ pub fn logits(
     balance: &[Tensor],
     input: &LeafInput,
 ) -> Result<Tensor> {
-    input.validate(config)?;
     kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
-    let input = input.prepare(config, params[0].device());
+    let input = input.prepare(config, params[0].device())?;
     Ok(pass::logits(config, params, balance, &input))
 }
 

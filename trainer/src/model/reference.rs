@@ -1,71 +1,31 @@
-//! The model as its equations read, differentiated by libtorch.
+//! The model as its equations read, differentiated by libtorch: the oracle of the passes written out beside it.
+//!
+//! Slow and plain on purpose, and in f64, so that what differs is the rounding of the passes. Shares with them only the
+//! leaf's spans, the order of parameters and their sizes.
 
-use contract::{Fault, Result};
 use tch::{Device, Kind, Tensor};
 
 use super::input::{Prepared, Span};
 use super::params::{HEAD_PARAMS, LAYER_PARAMS};
-use super::{LeafInput, LeafOutput, Skip, ZayaConfig};
+use super::{Skip, ZayaConfig};
 
-/// One leaf; see [`super::leaf`].
+/// Token losses, and the gradient of their sum over `divisor` for every parameter.
 pub(super) fn leaf(
-    config: &ZayaConfig,
-    params: &[Tensor],
-    balance: &[Tensor],
-    input: &LeafInput,
-    divisor: u64,
-) -> Result<LeafOutput> {
-    let prepared = input.prepare(config, params[0].device());
-    run(config, params, balance, &prepared, divisor)
-        .map_err(|error| Fault::machine(format!("libtorch: {error}")))
-}
-
-fn run(
     config: &ZayaConfig,
     params: &[Tensor],
     balance: &[Tensor],
     input: &Prepared,
     divisor: u64,
-) -> std::result::Result<LeafOutput, tch::TchError> {
-    let params: Vec<Tensor> =
-        params.iter().map(|param| param.detach().set_requires_grad(true)).collect();
+) -> (Tensor, Vec<Tensor>) {
+    let watched = |param: &Tensor| param.to_kind(Kind::Double).set_requires_grad(true);
+    let params: Vec<Tensor> = params.iter().map(watched).collect();
     let mut forward = Forward { config, input, counts: Vec::new() };
-    let embedded = params[0].detach().index_select(0, &input.tokens).set_requires_grad(true);
-    let hidden = forward.body(&params, balance, &embedded);
-    let head = head(config, &params[0].detach(), &hidden.detach(), input, divisor);
-    // The gradient of this product with respect to `hidden` is exactly `head.hidden`.
-    let surrogate = (&hidden * &head.hidden).sum(Kind::Float);
-    let mut wanted: Vec<&Tensor> = params.iter().skip(1).collect();
-    wanted.push(&embedded);
-    let mut grads = Tensor::f_run_backward(&[&surrogate], &wanted, false, false)?;
-    let embedded_grad = grads.pop().unwrap_or_default();
-    // The head's part first, then the input's, always in this order.
-    let tied = head.embedding.index_add(0, &input.tokens, &embedded_grad);
-    let defined = grads.into_iter().zip(&wanted).map(|(grad, param)| match grad.defined() {
-        true => grad.contiguous(),
-        false => param.zeros_like(),
-    });
-    Ok(LeafOutput {
-        loss: head.losses.sum(Kind::Double).double_value(&[]),
-        labels: input.label_count,
-        grads: std::iter::once(tied).chain(defined).collect(),
-        token_losses: head.losses,
-        counts: forward.counts,
-    })
-}
-
-/// Logits of every token; see [`super::logits`].
-pub(super) fn logits(
-    config: &ZayaConfig,
-    params: &[Tensor],
-    balance: &[Tensor],
-    input: &LeafInput,
-) -> Tensor {
-    let _guard = tch::no_grad_guard();
-    let input = input.prepare(config, params[0].device());
     let embedded = params[0].index_select(0, &input.tokens);
-    let mut forward = Forward { config, input: &input, counts: Vec::new() };
-    forward.body(params, balance, &embedded).linear(&params[0], None::<&Tensor>)
+    let hidden = forward.body(&params, balance, &embedded);
+    let log = hidden.linear(&params[0], None::<&Tensor>).log_softmax(-1, Kind::Double);
+    let losses = -log.gather(1, &input.labels.unsqueeze(1), false).squeeze_dim(1) * &input.mask;
+    let loss = losses.sum(Kind::Double) / divisor as f64;
+    (losses.detach(), Tensor::run_backward(&[loss], &params, false, false))
 }
 
 struct Forward<'a> {
@@ -112,11 +72,11 @@ impl Forward<'_> {
             let v = rms_norm(&stream, norm, self.config.rms_norm_eps);
             let mut state = v.linear(wd, Some(*bd));
             if let Some(before) = &states {
-                state = state + before * *gamma;
+                state += before * *gamma;
             }
             let n = rms_norm(&state, rnorm, self.config.rms_norm_eps);
             let h = n.linear(w1, Some(*b1)).gelu("none").linear(w2, Some(*b2)).gelu("none");
-            let probs = h.linear(w3, None::<&Tensor>).softmax(-1, Kind::Float);
+            let probs = h.linear(w3, None::<&Tensor>).softmax(-1, Kind::Double);
             states = Some(state);
             let out = self.experts(&v, &probs, balance, gate_up, down);
             stream = residual(&out, &stream, hs, hb, rs, rb);
@@ -145,7 +105,7 @@ impl Forward<'_> {
         let taps = w0.squeeze_dim(1);
         let before = shifted(
             &z,
-            &z.new_zeros([1, z.size()[1]], (Kind::Float, z.device())),
+            &z.new_zeros([1, z.size()[1]], (Kind::Double, z.device())),
             &self.input.spans,
         );
         let c0 = before * taps.select(1, 0) + &z * taps.select(1, 1) + b0;
@@ -157,7 +117,7 @@ impl Forward<'_> {
         let c1 = c1.transpose(0, 1) + b1.view([heads + keys, dim]);
         let (q, k) = (q.view([-1, keys, group, dim]), k.view([-1, keys, 1, dim]));
         let mean_q = (q + k) * 0.5;
-        let mean_k = mean_q.mean_dim(2, false, Kind::Float);
+        let mean_k = mean_q.mean_dim(2, false, Kind::Double);
         let query = c1.narrow(1, 0, heads) + mean_q.reshape([-1, heads, dim]);
         (query, c1.narrow(1, heads, keys) + mean_k)
     }
@@ -171,7 +131,7 @@ impl Forward<'_> {
     ) -> (Tensor, Tensor) {
         let scale = (self.config.head_dim as f64).sqrt();
         let unit = |x: &Tensor| {
-            let norm = x.square().sum_dim_intlist(-1, true, Kind::Float).sqrt();
+            let norm = x.square().sum_dim_intlist(-1, true, Kind::Double).sqrt();
             x * (scale / norm.clamp_min(f64::from(f32::EPSILON)))
         };
         let key = unit(&key) * temp.unsqueeze(-1);
@@ -180,7 +140,7 @@ impl Forward<'_> {
 
     fn values(&self, u: &Tensor, current: &Tensor, delayed: &Tensor) -> Tensor {
         let delayed = u.linear(delayed, None::<&Tensor>);
-        let nothing = delayed.new_zeros([1, delayed.size()[1]], (Kind::Float, delayed.device()));
+        let nothing = delayed.new_zeros([1, delayed.size()[1]], (Kind::Double, delayed.device()));
         let delayed = shifted(&delayed, &nothing, &self.input.spans);
         Tensor::cat(&[u.linear(current, None::<&Tensor>), delayed], 1).view([
             -1,
@@ -202,7 +162,8 @@ impl Forward<'_> {
                     / (self.config.head_dim as f64).sqrt();
                 let later =
                     Tensor::ones([span.len, span.len], (Kind::Bool, query.device())).triu(1);
-                let scores = scores.masked_fill(&later, f64::NEG_INFINITY).softmax(-1, Kind::Float);
+                let scores =
+                    scores.masked_fill(&later, f64::NEG_INFINITY).softmax(-1, Kind::Double);
                 scores.matmul(&wide(value)).transpose(0, 1).reshape([span.len, -1])
             })
             .collect();
@@ -255,7 +216,7 @@ fn shifted(x: &Tensor, first: &Tensor, spans: &[Span]) -> Tensor {
 }
 
 fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
-    x * (x.square().mean_dim(-1, true, Kind::Float) + eps).rsqrt() * weight
+    x * (x.square().mean_dim(-1, true, Kind::Double) + eps).rsqrt() * weight
 }
 
 fn residual(
@@ -278,9 +239,9 @@ impl Rotary {
     fn new(config: &ZayaConfig, positions: &Tensor) -> Rotary {
         let dim = config.rotary_dim();
         let exponent =
-            Tensor::arange_start_step(0, dim, 2, (Kind::Float, positions.device())) / dim as f64;
+            Tensor::arange_start_step(0, dim, 2, (Kind::Double, positions.device())) / dim as f64;
         let frequency = Tensor::pow_scalar(config.rope_theta, &exponent).reciprocal();
-        let angle = positions.to_kind(Kind::Float).unsqueeze(1) * frequency;
+        let angle = positions.to_kind(Kind::Double).unsqueeze(1) * frequency;
         Rotary { cos: angle.cos().unsqueeze(1), sin: angle.sin().unsqueeze(1) }
     }
 
@@ -296,44 +257,5 @@ impl Rotary {
             ],
             2,
         )
-    }
-}
-
-struct Head {
-    losses: Tensor,
-    hidden: Tensor,
-    embedding: Tensor,
-}
-
-/// Losses and the gradients of the head, for `loss_chunk` tokens at a time.
-fn head(
-    config: &ZayaConfig,
-    embedding: &Tensor,
-    hidden: &Tensor,
-    input: &Prepared,
-    divisor: u64,
-) -> Head {
-    let mut grad = embedding.zeros_like();
-    let (mut losses, mut hidden_grads) = (Vec::new(), Vec::new());
-    let (total, mut start) = (hidden.size()[0], 0);
-    while start < total {
-        let count = config.loss_chunk.min(total - start);
-        let part = |x: &Tensor| x.narrow(0, start, count);
-        let (rows, labels, mask) =
-            (part(hidden), part(&input.labels).unsqueeze(1), part(&input.mask).unsqueeze(1));
-        let logits = rows.matmul(&embedding.transpose(0, 1));
-        let log = logits.log_softmax(-1, Kind::Float);
-        losses.push(-log.gather(1, &labels, false) * &mask);
-        let scale = mask / divisor as f64;
-        let slope = log.exp() * &scale;
-        let slope = slope.scatter_add(1, &labels, &-&scale);
-        hidden_grads.push(slope.matmul(embedding));
-        let _ = grad.addmm_(&slope.transpose(0, 1), &rows);
-        start += count;
-    }
-    Head {
-        losses: Tensor::cat(&losses, 0).squeeze_dim(1),
-        hidden: Tensor::cat(&hidden_grads, 0),
-        embedding: grad,
     }
 }

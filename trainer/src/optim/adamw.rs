@@ -96,7 +96,8 @@ mod tests {
         ) {
             let steps = 5;
             let at = |step: usize, index: usize| {
-                let bits = contract::draw(contract::Key::from_seed(seed).nth(step as u64), contract::Purpose::Generate, index as u64);
+                let key = contract::Key::from_seed(seed).nth(step as u64);
+                let bits = contract::draw(key, contract::Purpose::Generate, index as u64);
                 (bits >> 40) as f32 / (1u64 << 23) as f32 - 1.0
             };
             let mut weight = Tensor::from_slice(&weights);

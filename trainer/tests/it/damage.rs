@@ -92,7 +92,8 @@ fn a_recorded_step_that_comes_out_differently_stops_the_run() {
     scratch.run(&scratch.path("run.toml"), "run", stop_after(5)).unwrap();
     let whole = scratch.tree("run");
     let ledger = scratch.path("run/ledger.jsonl");
-    let cases: [(&str, &dyn Fn(&mut serde_json::Value)); 3] = [
+    type Edit<'a> = &'a dyn Fn(&mut serde_json::Value);
+    let cases: [(&str, Edit<'_>); 3] = [
         ("gradient norm", &|line| line["norm"] = "3ff0000000000000".into()),
         ("router counts of layer 1", &|line| line["router"][1][0] = 1.into()),
         ("loss of leaf 2", &|line| {

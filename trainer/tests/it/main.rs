@@ -1,5 +1,7 @@
 //! The trainer as a whole, on a generated store and a tiny model: what one fears, file by file.
 
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 mod damage;
 mod explain;
 mod refuse;

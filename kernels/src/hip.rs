@@ -1,0 +1,75 @@
+//! Who a ROCm device is, by HIP's own word: for the log of where a run was, never for what decides its bits.
+//!
+//! Only with the feature `hip`, because `hip-sys` needs ROCm's headers and `libamdhip64` when it is built. It does not
+//! touch `hipDeviceProp_t`, whose layout differs between ROCm 5, which the bindings describe, and ROCm 6.
+
+#![expect(unsafe_code, reason = "calls HIP")]
+
+use std::ffi::{CStr, c_int};
+
+use hip_sys::hiprt;
+
+use crate::{Error, Result};
+
+/// One device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Identity {
+    /// Its product name.
+    pub name: String,
+    /// Its unique number, in hexadecimal digits.
+    pub uuid: String,
+    /// Release of the HIP runtime, as HIP encodes it.
+    pub runtime: i32,
+}
+
+/// How many devices the driver shows.
+pub fn count() -> Result<i32> {
+    let mut count = 0;
+    // SAFETY: the out-pointer outlives the call.
+    checked("hipGetDeviceCount", unsafe { hiprt::hipGetDeviceCount(&raw mut count) })?;
+    Ok(count)
+}
+
+/// The identity of device `index`.
+pub fn identity(index: i32) -> Result<Identity> {
+    let mut name = [0; 256];
+    // SAFETY: HIP writes at most as many bytes as it is told, of which the last stays zero.
+    let answer =
+        unsafe { hiprt::hipDeviceGetName(name.as_mut_ptr(), name.len() as c_int - 1, index) };
+    checked("hipDeviceGetName", answer)?;
+    let mut uuid = hiprt::hipUUID { bytes: [0; 16] };
+    // SAFETY: the out-pointer outlives the call.
+    checked("hipDeviceGetUuid", unsafe { hiprt::hipDeviceGetUuid(&raw mut uuid, index) })?;
+    let mut runtime = 0;
+    // SAFETY: the out-pointer outlives the call.
+    checked("hipRuntimeGetVersion", unsafe { hiprt::hipRuntimeGetVersion(&raw mut runtime) })?;
+    // SAFETY: zero-terminated, as said above.
+    let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
+    let uuid = uuid.bytes.iter().map(|&byte| format!("{:02x}", byte as u8)).collect();
+    Ok(Identity { name, uuid, runtime })
+}
+
+fn checked(call: &'static str, answer: hiprt::hipError_t) -> Result<()> {
+    if answer == hiprt::hipError_t::hipSuccess {
+        return Ok(());
+    }
+    Err(Error::Foreign { call, reason: format!("HIP error {}", answer as u32) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_says_who_it_is_or_there_is_none() {
+        match count() {
+            Ok(devices @ 1..) => (0..devices).for_each(|index| {
+                assert_eq!(identity(index).unwrap().uuid.len(), 32);
+            }),
+            other => {
+                println!("skipped, no ROCm device: {other:?}");
+                assert!(identity(0).is_err());
+            }
+        }
+    }
+}

@@ -1,0 +1,107 @@
+"""Tokens per second of `ztrain` and of transformers' zaya with torch's fused AdamW: same cores, shapes, masking, dtype.
+
+    python trainer/benches/side_by_side.py target/release [STEPS]
+
+Needs torch and transformers (nothing else here does). Both sides run in one go, in turns, so that a neighbour's load
+meets both. The reference sees no document boundaries, so the fair row is the one with `document_mask = false`.
+"""
+
+import json
+import os
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROWS, SEQ_LEN, LEAF, VOCAB = 8, 256, 4, 8192
+SHAPE = dict(hidden_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+             moe_intermediate_size=256, num_experts=8, router_hidden_size=64)
+CORES = len(os.sched_getaffinity(0))
+
+
+def corpus(folder: pathlib.Path, tokens: int) -> None:
+    """Random words of a fixed vocabulary, a store of them, and nothing that either side could learn faster."""
+    random.seed(0)
+    words = [f"w{index}" for index in range(VOCAB - 1)]
+    vocab = {"<|end|>": 0} | {word: index + 1 for index, word in enumerate(words)}
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+                 "added_tokens": [{"id": 0, "content": "<|end|>", "single_word": False, "lstrip": False,
+                                   "rstrip": False, "normalized": False, "special": True}],
+                 "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
+                 "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<|end|>"}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with open(folder / "text.jsonl", "w", encoding="utf-8") as out:
+        for _ in range(tokens // 128 + 1):
+            out.write(json.dumps({"text": " ".join(random.choices(words, k=127))}) + "\n")
+    (folder / "corpus.toml").write_text(
+        'tokenizer = "tokenizer.json"\nend = "<|end|>"\nunit = 4096\nvalidation = "0"\n'
+        '[[source]]\nname = "words"\nfiles = ["text.jsonl"]\ntext = "text"\n')
+
+
+def ours(programs: pathlib.Path, folder: pathlib.Path, kind: str, boundaries: bool, steps: int) -> float:
+    name = f"{kind}-{'documents' if boundaries else 'rows'}-{time.monotonic_ns()}"
+    fields = "\n".join(f"{key} = {value}" for key, value in SHAPE.items())
+    (folder / f"{name}.toml").write_text(
+        f'store = "store"\nseed = 1\n[model]\npreset = "zaya1-nano"\nvocab_size = {VOCAB}\n{fields}\n'
+        f"document_mask = {str(boundaries).lower()}\n"
+        f'[optimizer]\nkind = "{kind}"\nlr = 1e-3\nclip = 1.0\n[schedule]\nwarmup_steps = 0\n'
+        f'[[phase]]\nname = "all"\nsteps = {steps}\nseq_len = {SEQ_LEN}\nbatch = {ROWS}\nleaf = {LEAF}\n'
+        'mix = { words = 1 }\n[source.words]\nmax_epochs = 100\n')
+    run = folder / name
+    subprocess.run([programs / "ztrain", "--curriculum", folder / f"{name}.toml", "--out", run, "--quiet",
+                    "--lanes", str(CORES)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    seconds = [event["seconds"] for event in events if event["event"] == "step"][2:]
+    return ROWS * SEQ_LEN / statistics.median(seconds)
+
+
+def reference(steps: int) -> float:
+    import torch
+    from transformers import ZayaConfig, ZayaForCausalLM
+    torch.set_num_threads(CORES)
+    torch.manual_seed(0)
+    model = ZayaForCausalLM(ZayaConfig(vocab_size=VOCAB, max_position_embeddings=4096, use_cache=False, **SHAPE)).train()
+    for name, parameter in model.named_parameters():
+        if name.endswith("temp"):
+            parameter.data.fill_(1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    tokens, seconds = torch.randint(0, VOCAB, (ROWS, SEQ_LEN)), []
+    for _ in range(steps):
+        start = time.perf_counter()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - start)
+    return ROWS * SEQ_LEN / statistics.median(seconds[2:])
+
+
+def main() -> None:
+    programs = pathlib.Path(sys.argv[1]).resolve()
+    steps = int(sys.argv[2]) if len(sys.argv) > 2 else 8
+    rows = {"transformers, fused AdamW": [], "ours, AdamW, rows only": [], "ours, AdamW, documents": [],
+            "ours, Muon, documents": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = pathlib.Path(scratch)
+        corpus(folder, steps * ROWS * SEQ_LEN)
+        subprocess.run([programs / "zdata", "build", folder / "corpus.toml", "--out", folder / "store"],
+                       check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(3):
+            rows["transformers, fused AdamW"].append(reference(steps))
+            rows["ours, AdamW, rows only"].append(ours(programs, folder, "adamw", False, steps))
+            rows["ours, AdamW, documents"].append(ours(programs, folder, "adamw", True, steps))
+            rows["ours, Muon, documents"].append(ours(programs, folder, "muon", True, steps))
+    load = os.getloadavg()[0]
+    print(f"{ROWS} x {SEQ_LEN} tokens, f32, {CORES} cores, medians of 3 rounds of {steps} steps, load {load:.1f} at the end")
+    base = statistics.median(rows["transformers, fused AdamW"])
+    for name, rates in rows.items():
+        rate = statistics.median(rates)
+        print(f"{name:28} {rate:8.0f} tok/s  x {rate / base:.2f}  (from {min(rates):.0f} to {max(rates):.0f})")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    main()

@@ -1,0 +1,204 @@
+//! The written-out passes against what they must agree with: differentiation, a formula, themselves on other threads.
+
+use kernels::share::Frozen;
+use tch::{Device, Kind, Tensor};
+
+use super::parity::{Arrays, Fixture, relative};
+use super::{
+    Init, LeafOutput, ParamSpec, Skip, ZayaConfig, init, init_balance, leaf, parameters, reference,
+    staged_leaf,
+};
+
+/// A model and a leaf large enough that kernels take their vector paths, with documents of awkward lengths.
+fn middling(skip: Skip) -> (ZayaConfig, Vec<Tensor>, Vec<Tensor>, Arrays) {
+    let small = ZayaConfig { vocab_size: 331, num_hidden_layers: 2, ..preset() };
+    let config = ZayaConfig { skip, loss_chunk: 50, ..small };
+    let key = contract::Key::from_seed(3);
+    let draw = |i| contract::draw(key, contract::Purpose::Generate, i);
+    let tokens = (0..256).map(|i| (draw(i) % 331) as i32).collect();
+    let arrays = Arrays::new(tokens, 2, vec![vec![0, 1, 2, 40, 41, 127], vec![0, 64]]);
+    // Larger weights than a run begins with: near the beginning attention is almost uniform, and the gradient of its
+    // temperature a sum of terms that cancel.
+    let larger = |(spec, weight): (&ParamSpec, Tensor)| match spec.init {
+        Init::Normal(_) => weight * 5.0,
+        Init::Constant(_) => weight,
+    };
+    let specs = parameters(&config);
+    let params = specs.iter().zip(init(&config, 1)).map(larger).collect();
+    let balance = init_balance(&config).into_iter().map(|biases| biases + skip_lift()).collect();
+    (config, params, balance, arrays)
+}
+
+fn preset() -> ZayaConfig {
+    ZayaConfig::preset("zaya1-nano").unwrap()
+}
+
+/// What makes the skip class about as likely as the others.
+fn skip_lift() -> Tensor {
+    let mut lift = vec![0.0f32; 8];
+    lift.push(1.0);
+    Tensor::from_slice(&lift)
+}
+
+fn same_bits(a: &LeafOutput, b: &LeafOutput) -> bool {
+    let checksums = |out: &LeafOutput| {
+        let tensors = out.grads.iter().chain([&out.token_losses]);
+        tensors.map(|tensor| kernels::checksum::tensor(tensor, 1)).collect::<Vec<_>>()
+    };
+    a.loss.to_bits() == b.loss.to_bits() && a.counts == b.counts && checksums(a) == checksums(b)
+}
+
+#[test]
+fn gradients_are_those_of_automatic_differentiation() {
+    for skip in [Skip::Zero, Skip::Identity] {
+        let (config, params, balance, arrays) = middling(skip);
+        let out = leaf(&config, &params, &balance, &arrays.input(), 200).unwrap();
+        assert!(out.counts.iter().all(|layer| layer[8] > 0), "some tokens skip: {:?}", out.counts);
+        let prepared = arrays.input().prepare(&config, Device::Cpu).unwrap();
+        let (losses, grads) = reference::leaf(&config, &params, &balance, &prepared, 200);
+        assert!(relative(&out.token_losses, &losses) < 1e-6);
+        let mut worst = 0f64;
+        for ((spec, a), b) in parameters(&config).iter().zip(&out.grads).zip(&grads) {
+            let error = relative(a, b);
+            worst = worst.max(error);
+            assert!(error < 2e-5, "{skip:?} {}: {error:e}", spec.name);
+        }
+        println!("skip {skip:?}: largest |a - b| / |b| against f64: {worst:.1e}");
+    }
+}
+
+/// Lanes: the same leaf beside itself on several threads, and in other company, has the same bits.
+#[test]
+fn threads_do_not_change_a_bit() {
+    let (config, params, balance, arrays) = middling(Skip::Zero);
+    let alone = leaf(&config, &params, &balance, &arrays.input(), 200).unwrap();
+    let (params, balance) = (Frozen::new(&params), Frozen::new(&balance));
+    std::thread::scope(|scope| {
+        for lane in 0..3 {
+            let (config, arrays, alone) = (&config, &arrays, Frozen::new(&alone.grads));
+            scope.spawn(move || {
+                let (params, balance) = (params.aliases(), balance.aliases());
+                for _ in 0..=lane {
+                    let out = leaf(config, &params, &balance, &arrays.input(), 200).unwrap();
+                    assert_eq!(out.grads, alone.aliases());
+                }
+            });
+        }
+    });
+    let again = leaf(&config, &params.aliases(), &balance.aliases(), &arrays.input(), 200).unwrap();
+    assert!(same_bits(&alone, &again));
+}
+
+/// The way of a prefetcher: staged on another thread, computed on this one.
+#[test]
+fn a_staged_leaf_has_the_same_bits() {
+    let (config, params, balance, arrays) = middling(Skip::Zero);
+    let alone = leaf(&config, &params, &balance, &arrays.input(), 200).unwrap();
+    let stage = || {
+        let stager = kernels::device::Stager::new(Device::Cpu).unwrap();
+        arrays.input().stage(&config, &stager).unwrap()
+    };
+    let staged = std::thread::scope(|scope| scope.spawn(stage).join().unwrap());
+    let out = staged_leaf(&config, &params, &balance, staged, 200).unwrap();
+    assert!(same_bits(&alone, &out));
+}
+
+/// How many logits exist at once changes the rounding of one sum and nothing else.
+#[test]
+fn chunks_of_the_head_agree() {
+    let (config, params, balance, arrays) = middling(Skip::Zero);
+    let whole = ZayaConfig { loss_chunk: 1000, ..config.clone() };
+    let a = leaf(&config, &params, &balance, &arrays.input(), 200).unwrap();
+    let b = leaf(&whole, &params, &balance, &arrays.input(), 200).unwrap();
+    assert!(relative(&a.token_losses, &b.token_losses) < 1e-6);
+    for ((spec, a), b) in parameters(&config).iter().zip(&a.grads).zip(&b.grads) {
+        assert!(relative(a, b) < 1e-5, "{}", spec.name);
+    }
+}
+
+/// What has no label costs nothing and teaches nothing, whatever stands there.
+#[test]
+fn padding_has_no_effect() {
+    let (config, params, balance, arrays) = middling(Skip::Zero);
+    let input = arrays.input();
+    let mut mask = input.mask.to_vec();
+    mask[200..].fill(0);
+    let a =
+        leaf(&config, &params, &balance, &super::LeafInput { mask: &mask, ..input }, 9).unwrap();
+    let (mut tokens, mut labels) = (input.tokens.to_vec(), input.labels.to_vec());
+    tokens[201..].fill(5);
+    labels[200..].fill(-1);
+    let other = super::LeafInput { mask: &mask, tokens: &tokens, labels: &labels, ..input };
+    let b = leaf(&config, &params, &balance, &other, 9).unwrap();
+    // Other tokens of the padding stand in other experts' products, so rounding may differ, and nothing else.
+    assert!(relative(&a.token_losses, &b.token_losses) < 1e-6);
+    assert_eq!(a.labels, b.labels);
+    assert!(a.token_losses.narrow(0, 200, 56).abs().sum(Kind::Float).double_value(&[]) == 0.0);
+    for ((spec, a), b) in parameters(&config).iter().zip(&a.grads).zip(&b.grads) {
+        assert!(relative(a, b) < 1e-5, "{}", spec.name);
+    }
+}
+
+/// Zyphra's skip against its formula in f64: one layer, attention silenced, every token on the skip class.
+#[test]
+fn identity_skip_is_its_probability_times_its_input() {
+    let fixture = Fixture::read("wide");
+    let config =
+        ZayaConfig { num_hidden_layers: 1, skip: Skip::Identity, ..fixture.config.clone() };
+    let specs = parameters(&config);
+    let index = |end: &str| specs.iter().position(|spec| spec.name.ends_with(end)).unwrap();
+    let mut params = fixture.params();
+    params.truncate(specs.len() - 1);
+    params.push(fixture.params().pop().unwrap());
+    let silent = index("o_proj.weight");
+    params[silent] = params[silent].zeros_like();
+    let balance = [Tensor::from_slice(&[0f32, 0.0, 0.0, 0.0, 2.0])];
+    let arrays = fixture.arrays();
+    let out = leaf(&config, &params, &balance, &arrays.input(), 46).unwrap();
+    assert_eq!(out.counts, [[0, 0, 0, 0, 48]]);
+
+    let wide: Vec<Tensor> =
+        params.iter().map(|p| p.to_kind(Kind::Double).set_requires_grad(true)).collect();
+    let p = |end: &str| &wide[index(end)];
+    let norm = |x: &Tensor, weight: &Tensor| {
+        let mean = (x * x).mean_dim(-1, true, Kind::Double);
+        x / (mean + config.rms_norm_eps).sqrt() * weight
+    };
+    let gelu = |x: Tensor| &x * ((&x / 2f64.sqrt()).erf() + 1.0) / 2.0;
+    let affine = |x: &Tensor, to: &str, kind: &str| {
+        (x + p(&format!("{to}.{kind}_bias"))) * p(&format!("{to}.{kind}_scale"))
+    };
+    let tokens = Tensor::from_slice(&arrays.tokens).to_kind(Kind::Int64);
+    let x = wide[0].index_select(0, &tokens);
+    let x = (x + p("input_hidden_states_bias")) * p("input_hidden_states_scale");
+    let (mid, end) = ("post_attention_residual_scale", "post_mlp_residual_scale");
+    let x = affine(&x.zeros_like(), mid, "hidden_states") + affine(&x, mid, "residual");
+    let v = norm(&x, p("post_attention_layernorm.weight"));
+    let layer = |x: &Tensor, name: &str| {
+        x.matmul(&p(&format!("{name}.weight")).tr()) + p(&format!("{name}.bias"))
+    };
+    let n = norm(&layer(&v, "gate.down_proj"), p("router_mlp.norm.weight"));
+    let h = gelu(layer(&gelu(layer(&n, "router_mlp.fc1")), "router_mlp.fc2"));
+    let logits = h.matmul(&p("router_mlp.out_proj.weight").tr()).exp();
+    let chance = logits.select(1, 4) / logits.sum_dim_intlist(1, false, Kind::Double);
+    let out_of_layer = v * chance.unsqueeze(1);
+    let x = affine(&out_of_layer, end, "hidden_states") + affine(&x, end, "residual");
+    let logits = norm(&x, &wide[specs.len() - 1]).matmul(&wide[0].tr());
+    let prepared = arrays.input().prepare(&config, Device::Cpu).unwrap();
+    let own = logits.gather(1, &prepared.labels.unsqueeze(1), false).squeeze_dim(1);
+    let log_sum = logits.exp().sum_dim_intlist(1, false, Kind::Double).log();
+    let losses = (log_sum - own) * prepared.mask.to_kind(Kind::Double);
+    (losses.sum(Kind::Double) / 46.0).backward();
+
+    assert!(relative(&out.token_losses, &losses.detach()) < 1e-6);
+    for (index, spec) in specs.iter().enumerate() {
+        let grad = wide[index].grad();
+        if grad.defined() {
+            let error = relative(&out.grads[index], &grad);
+            assert!(error < 1e-5, "{}: {error:e}", spec.name);
+        } else if index != silent {
+            let size = out.grads[index].abs().max().double_value(&[]);
+            assert!(size == 0.0, "{} takes no part", spec.name);
+        }
+    }
+}
