@@ -1,8 +1,11 @@
 //! The run: open or resume, then step after step until the end, a signal or a fault.
 
+use std::sync::Arc;
+
 use contract::{Digest, Fault, Result};
+use kernels::device::Stager;
 use kernels::runtime::KernelTable;
-use loader::{Opened, Prefetcher, RankSlice};
+use loader::{Batch, Opened, Prefetcher, RankSlice};
 use serde_json::json;
 
 use crate::checkpoint::{Checkpoints, Layout};
@@ -13,7 +16,7 @@ use crate::ledger::{Ledger, StepRecord};
 use crate::report::Progress;
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step;
+use crate::step::{self, Leaves};
 
 /// How a run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,14 +31,15 @@ pub struct Outcome {
 
 /// Trains what `opened` says, from wherever the folder stands, until its last step.
 pub fn train(opened: &Opened, exec: &ExecOptions, table: &KernelTable) -> Result<Outcome> {
-    let spec = RunSpec::new(opened)?;
+    let spec = Arc::new(RunSpec::new(opened)?);
     let mut run = Run::open(&spec, opened, exec, table)?;
     let steps = run.state.step + 1..run.last_step() + 1;
     let (plan, data) = (spec.plan.clone(), spec.data.clone());
-    let batches = Prefetcher::start(plan, data, steps, RankSlice::WHOLE, exec.prefetch, Ok)?;
+    let stage = staging(&spec, exec)?;
+    let batches = Prefetcher::start(plan, data, steps, RankSlice::WHOLE, exec.prefetch, stage)?;
     for batch in batches {
-        let batch = batch?;
-        let computed = step::advance(&spec, &mut run.state, &batch, exec.lanes);
+        let (batch, leaves) = batch?;
+        let computed = step::advance(&spec, &mut run.state, &batch, &leaves, exec.lanes);
         let record = computed.map_err(|fault| run.failed(fault))?;
         run.record(&record, batch.rows * u64::from(batch.seq_len))?;
         if exec.stopped() || run.checkpoint_is_due() {
@@ -46,6 +50,17 @@ pub fn train(opened: &Opened, exec: &ExecOptions, table: &KernelTable) -> Result
         }
     }
     run.finish()
+}
+
+/// The prefetcher's last stage: puts the leaves of each batch on the device while the step before is computed.
+fn staging(
+    spec: &Arc<RunSpec>,
+    exec: &ExecOptions,
+) -> Result<impl FnMut(Batch) -> Result<(Batch, Leaves)> + Send + 'static> {
+    let stager = Stager::new(exec.device);
+    let stager = stager.map_err(|error| Fault::machine(error.to_string()))?;
+    let spec = Arc::clone(spec);
+    Ok(move |batch: Batch| Leaves::stage(&spec, &batch, &stager).map(|leaves| (batch, leaves)))
 }
 
 /// Everything that a run in progress holds.

@@ -1,6 +1,9 @@
 //! One step: leaves, the fixed tree, norm, clip, update. A pure function of the state and the batch.
 
+use std::sync::Mutex;
+
 use contract::{Fault, Result};
+use kernels::device::Stager;
 use kernels::share::Frozen;
 use kernels::{checksum, tree::Counter};
 use loader::Batch;
@@ -8,7 +11,7 @@ use tch::Tensor;
 
 use crate::lanes::Lanes;
 use crate::ledger::{Packed, StepRecord};
-use crate::model::{self, LeafInput, LeafOutput, ZayaConfig};
+use crate::model::{self, LeafInput, LeafOutput, StagedLeaf, ZayaConfig};
 use crate::optim::{self, norm};
 use crate::spec::RunSpec;
 use crate::state::{Part, State, StateSums, salt};
@@ -49,14 +52,34 @@ pub enum Detail {
     Tokens,
 }
 
+/// The leaves of one step on their way to the device; each is taken once.
+///
+/// The prefetcher's last stage makes them, so that on a GPU the copy runs beside the step before.
+pub struct Leaves(Vec<Mutex<Option<StagedLeaf>>>);
+
+impl Leaves {
+    /// Checks every leaf of `batch` and starts moving it.
+    pub fn stage(spec: &RunSpec, batch: &Batch, stager: &Stager) -> Result<Leaves> {
+        let config = &spec.model_at(batch.step)?.config;
+        let staged = |leaf| input(batch, leaf).stage(config, stager).map(Some).map(Mutex::new);
+        (0..batch.rows / batch.leaf).map(staged).collect::<Result<_>>().map(Leaves)
+    }
+
+    fn take(&self, leaf: u64) -> Result<StagedLeaf> {
+        let slot = self.0.get(leaf as usize).and_then(|slot| slot.lock().ok()?.take());
+        slot.ok_or_else(|| Fault::bug(format!("leaf {leaf} was not staged, or taken twice")))
+    }
+}
+
 /// Computes one step and moves the state.
 pub fn advance(
     spec: &RunSpec,
     state: &mut State,
     batch: &Batch,
+    leaves: &Leaves,
     lanes: Lanes,
 ) -> Result<StepRecord> {
-    let gradient = gradient(spec, state, batch, lanes, Detail::Sums)?;
+    let gradient = gradient_of(spec, state, batch, leaves, lanes, Detail::Sums)?;
     apply(spec, state, batch, &gradient, lanes)
 }
 
@@ -68,27 +91,40 @@ pub fn gradient(
     lanes: Lanes,
     detail: Detail,
 ) -> Result<Gradient> {
+    let stager = Stager::new(state.weights[0].device());
+    let stager = stager.map_err(|error| Fault::machine(error.to_string()))?;
+    gradient_of(spec, state, batch, &Leaves::stage(spec, batch, &stager)?, lanes, detail)
+}
+
+fn gradient_of(
+    spec: &RunSpec,
+    state: &State,
+    batch: &Batch,
+    leaves: &Leaves,
+    lanes: Lanes,
+    detail: Detail,
+) -> Result<Gradient> {
     let (weights, biases) = (Frozen::new(&state.weights), bias_tensors(state));
     let biases = Frozen::new(&biases);
     let divisor = batch.label_count.max(1);
     let config = &spec.model_at(batch.step)?.config;
     let (mut sum, mut losses) = (Counter::new(), Counter::new());
-    let (mut leaves, mut router) = (Vec::new(), Vec::new());
+    let (mut kept, mut router) = (Vec::new(), Vec::new());
     let work = |leaf: u64| {
         let (weights, biases) = (weights.aliases(), biases.aliases());
-        let output = model::leaf(config, &weights, &biases, &input(batch, leaf), divisor)?;
+        let output = model::staged_leaf(config, &weights, &biases, leaves.take(leaf)?, divisor)?;
         Ok((sums(&output, detail), output))
     };
     let take = |_, (sums, output): (LeafSums, LeafOutput)| {
         losses.push(sums.loss);
         add_counts(&mut router, output.counts);
         sum.push(output.grads);
-        leaves.push(sums);
+        kept.push(sums);
         Ok(())
     };
     lanes.fold(batch.rows / batch.leaf, work, take)?;
     let (tensors, loss) = (sum.finish().unwrap_or_default(), losses.finish().unwrap_or(0.0));
-    Ok(Gradient { divisor, loss, tensors, leaves, router })
+    Ok(Gradient { divisor, loss, tensors, leaves: kept, router })
 }
 
 /// Computes one leaf by itself, with the loss of each token.
