@@ -23,13 +23,17 @@ zdata inspect "$demo/store"
 zdata plan curricula/demo.toml
 
 say "train, and pull the plug on the way (kill -9)"
-printf '$ ztrain --curriculum curricula/demo.toml --out %s/run &\n' "$demo"
+steps() { # how many steps the ledger holds
+  n=$(grep -c '"kind":"step"' "$demo/run/ledger.jsonl" 2>/dev/null) || true
+  echo "${n:-0}"
+}
+printf '$ ztrain --curriculum curricula/demo.toml --out %s/run --checkpoint-every 20 &\n' "$demo"
 "$bin/ztrain" --curriculum curricula/demo.toml --out "$demo/run" --checkpoint-every 20 &
 victim=$!
-while kill -0 "$victim" 2>/dev/null && [ "$(grep -c '"kind":"step"' "$demo/run/ledger.jsonl" 2>/dev/null || true)" -lt 47 ]; do
+while kill -0 "$victim" 2>/dev/null && [ "$(steps)" -lt 47 ]; do
   sleep 0.2
 done
-kill -9 "$victim" && echo "killed -9 after $(grep -c '"kind":"step"' "$demo/run/ledger.jsonl") steps"
+kill -9 "$victim" && echo "killed -9 after $(steps) steps"
 wait "$victim" 2>/dev/null || true
 
 say "the same command again: it goes on from the last checkpoint, and what it computes again must match the ledger"
