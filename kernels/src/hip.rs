@@ -67,7 +67,9 @@ mod tests {
                 assert_eq!(identity(index).unwrap().uuid.len(), 32);
             }),
             other => {
-                println!("skipped, no ROCm device: {other:?}");
+                use std::io::Write as _;
+                writeln!(std::io::stderr(), "1 GPU test skipped: no ROCm device: {other:?}")
+                    .unwrap();
                 assert!(identity(0).is_err());
             }
         }
