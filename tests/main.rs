@@ -7,6 +7,7 @@
 
 mod support;
 
+mod cli;
 mod corrupt;
 mod determinism;
 mod golden;

@@ -44,6 +44,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    contract::fault::end_with_the_reader();
     let outcome = match Cli::parse().command {
         Command::Build(args) => cmd::build::exec(args),
         Command::Tokenizer(command) => cmd::tokenizer::exec(command),

@@ -33,6 +33,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    contract::fault::end_with_the_reader();
     let cli = Cli::parse();
     let outcome = match cli.command {
         None => cmd::train::exec(cli.train),
