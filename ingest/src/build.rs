@@ -7,7 +7,7 @@ use std::fs::{self, File, TryLockError};
 use std::path::Path;
 
 use contract::store::{FORMAT, Manifest, TokenizerRecord, open, write};
-use contract::{Fault, Result};
+use contract::{Fault, Result, far};
 use rayon::prelude::*;
 
 use crate::commit::Committer;
@@ -15,8 +15,10 @@ use crate::corpus::Corpus;
 use crate::journal;
 use crate::journal::{Checkpoint, Head, Journal};
 use crate::pipeline::{self, Encoding};
+use crate::prepare::{Prepared, Survey, Tools};
 use crate::progress::Progress;
 use crate::request::{self, Sides};
+use crate::takeover;
 use crate::tokenize::audit::{self, Wanted};
 use crate::tokenize::{Engine, Tokenizer};
 
@@ -49,22 +51,30 @@ pub enum Outcome {
 
 /// Builds `corpus` into the folder `store`, or goes on with a build that was killed there.
 pub fn build(corpus: &Corpus, store: &Path, options: Options) -> Result<Outcome> {
-    build_while(corpus, store, options, || Ok(()))
+    build_from(corpus, store, None, options, || Ok(()))
 }
 
 /// Builds as long as `go_on`, asked before each document, does not fail.
+#[cfg(test)]
 pub(crate) fn build_while(
     corpus: &Corpus,
     store: &Path,
     options: Options,
+    go_on: impl FnMut() -> Result<()>,
+) -> Result<Outcome> {
+    build_from(corpus, store, None, options, go_on)
+}
+
+/// Builds, taking over from the store `from` what did not change since, as long as `go_on`, asked before each document,
+/// does not fail.
+pub fn build_from(
+    corpus: &Corpus,
+    store: &Path,
+    from: Option<&Path>,
+    options: Options,
     mut go_on: impl FnMut() -> Result<()>,
 ) -> Result<Outcome> {
-    let path = corpus.tokenizer.as_ref().ok_or_else(|| {
-        Fault::usage("the corpus names no tokenizer")
-            .at(corpus.file.display().to_string())
-            .wanted("tokenizer = \"tokenizer.json\"")
-    })?;
-    let tokenizer = Tokenizer::read(path, options.engine)?;
+    let tokenizer = tokenizer(corpus, options.engine)?;
     let head = head(corpus, &tokenizer)?;
     fs::create_dir_all(store).map_err(|error| Fault::io("create", store, &error))?;
     let _lock = lock(store)?;
@@ -81,6 +91,11 @@ pub(crate) fn build_while(
     }
     let empty = request::empty_manifest(&head, tokenizer.token_bytes());
     let (journal, checkpoints) = take_up(corpus, store, &head)?;
+    let tools = tools(corpus, &tokenizer, &head)?;
+    let survey = survey(corpus, store, (&tools, options), &mut go_on)?;
+    let planned = take_over(corpus, from, (&head, &checkpoints), survey.as_ref(), options)?;
+    let corpus = planned.as_ref().unwrap_or(corpus);
+    let prepared = Prepared::new(corpus, &tools, store)?;
     let mut progress = progress(corpus, &checkpoints, options.quiet)?;
     let wanted = Wanted::default();
     let mut committer =
@@ -91,15 +106,19 @@ pub(crate) fn build_while(
         end: head.tokenizer.end,
         validation: corpus.validation,
         wanted: &wanted,
+        prepared: &prepared,
     };
     let position = committer.position();
     pipeline::run(corpus, &encoding, options.workers.max(1), position, |step, auditor| {
         committer.step(step, auditor, &mut go_on)
     })?;
     let mut audit = std::mem::take(&mut committer.audit);
-    let sources = std::mem::take(&mut committer.sources);
+    let mut sources = std::mem::take(&mut committer.sources);
     let failure = audit.finish().par_iter().find_map_first(|s| audit::check(&tokenizer, s).err());
     failure.map_or(Ok(()), Err)?;
+    if let Some(survey) = survey {
+        survey.close(corpus, &mut sources)?;
+    }
     let manifest = finish(store, &tokenizer, Manifest { sources, ..empty })?;
     let rescued = tokenizer.rescued();
     if rescued > 0 && !options.quiet {
@@ -109,7 +128,71 @@ pub(crate) fn build_while(
     Ok(Outcome::Built { manifest, summary: progress.finish(), audited })
 }
 
-fn head(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Head> {
+/// The corpus with its unchanged sources marked, if there is a store to take them from.
+fn take_over(
+    corpus: &Corpus,
+    from: Option<&Path>,
+    (head, checkpoints): (&Head, &[Checkpoint]),
+    survey: Option<&Survey>,
+    options: Options,
+) -> Result<Option<Corpus>> {
+    let Some(from) = from else { return Ok(None) };
+    let lists = survey.map_or(&[][..], |survey| &survey.files);
+    let begun = |source: usize| {
+        checkpoints.last().is_some_and(|last| source < last.position.source)
+            || checkpoints.iter().any(|checkpoint| checkpoint.source == source)
+    };
+    let (planned, notes) = takeover::plan(corpus, from, head, lists, begun)?;
+    if !options.quiet {
+        notes.iter().for_each(|note| eprintln!("note: {note}"));
+    }
+    Ok(Some(planned))
+}
+
+/// What steps need, with the tokens that are put around documents.
+pub(crate) fn tools<'a>(
+    corpus: &Corpus,
+    tokenizer: &'a Tokenizer,
+    head: &Head,
+) -> Result<Tools<'a>> {
+    let around = [head.tokenizer.begin, head.tokenizer.end].iter().flatten().count();
+    Tools::new(corpus, Some((tokenizer, around)))
+}
+
+/// The survey, if a step compares documents.
+fn survey(
+    corpus: &Corpus,
+    store: &Path,
+    (tools, options): (&Tools<'_>, Options),
+    go_on: &mut dyn FnMut() -> Result<()>,
+) -> Result<Option<Survey>> {
+    if !options.quiet {
+        tools.notes().for_each(|note| eprintln!("note: {note}"));
+    }
+    if corpus.sources.iter().all(|source| source.recipe.surveyed() == 0) {
+        return Ok(None);
+    }
+    let how = (options.workers.max(1), options.quiet);
+    Survey::take_up(tools, corpus, store, how, go_on).map(Some)
+}
+
+/// The store that lies at `store`, which may be far, if it was built from this very request.
+pub fn built(corpus: &Corpus, store: &Path, engine: Engine) -> Result<Manifest> {
+    let tokenizer = tokenizer(corpus, engine)?;
+    done(corpus, store, &head(corpus, &tokenizer)?)
+}
+
+/// The tokenizer that a corpus names.
+pub(crate) fn tokenizer(corpus: &Corpus, engine: Engine) -> Result<Tokenizer> {
+    let path = corpus.tokenizer.as_ref().ok_or_else(|| {
+        Fault::usage("the corpus names no tokenizer")
+            .at(corpus.file.display().to_string())
+            .wanted("tokenizer = \"tokenizer.json\"")
+    })?;
+    Tokenizer::read(path, engine)
+}
+
+pub(crate) fn head(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Head> {
     let marker = |key: &str, token: &Option<String>| {
         let id = token.as_ref().map(|token| tokenizer.id_of(key, token)).transpose();
         id.map_err(|fault| fault.or_at(|| corpus.file.display().to_string()))
@@ -210,8 +293,8 @@ fn refuse_foreign(store: &Path) -> Result<()> {
 fn progress(corpus: &Corpus, checkpoints: &[Checkpoint], quiet: bool) -> Result<Progress> {
     let mut bytes = 0;
     for file in corpus.sources.iter().flat_map(|source| &source.files) {
-        let found = fs::metadata(&file.path);
-        bytes += found.map_err(|error| Fault::io("read", &file.path, &error))?.len();
+        let found = far::size(&file.path);
+        bytes += found.map_err(|error| Fault::io("read", &file.path, &error))?;
     }
     let inputs = checkpoints.iter().flat_map(|checkpoint| &checkpoint.inputs);
     Ok(Progress::new(bytes, inputs.map(|input| input.bytes).sum(), quiet))

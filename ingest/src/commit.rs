@@ -6,26 +6,21 @@
 use std::fs;
 use std::path::Path;
 
-use contract::store::manifest::chain;
-use contract::store::write::{ShardWriter, StreamHead};
 use contract::store::{
-    DocumentRecord, InputRecord, Loss, Manifest, SourceRecord, Split, StreamRecord, open,
+    DocumentRecord, InputRecord, Loss, Manifest, PreparedRecord, SourceRecord, Split, StreamRecord,
+    open,
 };
 use contract::{Fault, Result};
 
 use crate::corpus::{Corpus, OnError};
 use crate::journal::{Checkpoint, Journal, Position, Totals};
 use crate::pipeline::{Auditor, Encoded, Item, Step};
+use crate::prepare::Recipe;
 use crate::progress::Progress;
 use crate::request::always_counted;
+use crate::stream::Stream;
+use crate::takeover::Taken;
 use crate::tokenize::audit::{Audit, Wanted};
-
-/// One stream under construction.
-struct Stream {
-    head: StreamHead,
-    record: StreamRecord,
-    open: Option<ShardWriter>,
-}
 
 /// Everything that grows while a build runs.
 pub(crate) struct Committer<'a> {
@@ -67,7 +62,7 @@ impl<'a> Committer<'a> {
         }
         let (token_bytes, vocab) = (empty.token_bytes, empty.tokenizer.vocab);
         let at = position.source.min(sources.len().saturating_sub(1));
-        let streams = streams(store, &sources[at], token_bytes, vocab);
+        let streams = Stream::both(store, &sources[at], token_bytes, vocab);
         let journaled = sources[at].inputs.len();
         Ok(Committer {
             corpus,
@@ -115,12 +110,12 @@ impl<'a> Committer<'a> {
     fn item(&mut self, item: Item, auditor: &Auditor<'_>) -> Result<()> {
         match item {
             Item::Document(document) => {
-                self.position.pass(document.content);
+                self.position.pass(document.consumed);
                 self.document(*document, auditor)
             }
             Item::Lost { reason, bytes, content, fault } => {
                 self.position.pass(content);
-                self.lost(reason, bytes, fault)
+                self.lost(&reason, bytes, fault)
             }
         }
     }
@@ -130,6 +125,7 @@ impl<'a> Committer<'a> {
             let file = &self.corpus.sources[self.position.source].files[self.position.file];
             return Err(fault.or_at(|| file.shown.clone()));
         }
+        self.prepared(|prepared, _| prepared.read_bytes += bytes);
         let losses = &mut self.sources[self.position.source].losses;
         let slot = match losses.iter().position(|loss| loss.reason == reason) {
             Some(index) => &mut losses[index],
@@ -146,8 +142,11 @@ impl<'a> Committer<'a> {
     }
 
     fn document(&mut self, document: Encoded, auditor: &Auditor<'_>) -> Result<()> {
-        let Encoded { id, row, group, bytes, text_bytes, content, split, tokens, sample } =
-            document;
+        let Encoded { id, row, group, bytes, text_bytes, consumed: _, content, .. } = document;
+        let Encoded { trace, split, tokens, sample, .. } = document;
+        if let Some(trace) = trace {
+            self.prepared(|prepared, recipe| recipe.count(&trace, prepared));
+        }
         if let Some(sample) = self.audit.offer(content.0, text_bytes, sample, self.wanted) {
             auditor.check(sample);
         }
@@ -164,10 +163,16 @@ impl<'a> Committer<'a> {
         };
         stream.push(&tokens, &record, text_bytes)?;
         self.progress.document(text_bytes, tokens.len() as u64);
-        let full = |stream: &Stream| {
-            stream.open.as_ref().is_some_and(|shard| shard.tokens() >= self.corpus.shard_tokens)
-        };
+        let full = |stream: &Stream| stream.is_full(self.corpus.shard_tokens);
         if self.streams.iter().any(full) { self.cut() } else { Ok(()) }
+    }
+
+    /// Counts what steps did, if the open source has any.
+    fn prepared(&mut self, count: impl FnOnce(&mut PreparedRecord, &Recipe)) {
+        let recipe = &self.corpus.sources[self.position.source].recipe;
+        if !recipe.is_empty() {
+            count(self.sources[self.position.source].prepared.get_or_insert_default(), recipe);
+        }
     }
 
     fn file_end(&mut self, mut input: InputRecord) {
@@ -180,12 +185,37 @@ impl<'a> Committer<'a> {
     fn source_end(&mut self) -> Result<()> {
         let next = self.position.source + 1;
         let done = std::mem::replace(&mut self.position, Position::start(next, 0));
-        self.checkpoint(done.source)?;
+        match &self.corpus.sources[done.source].taken {
+            Some(taken) => self.take_over(done.source, taken)?,
+            None => self.checkpoint(done.source)?,
+        }
         if let Some(source) = self.sources.get(next) {
-            self.streams = streams(self.store, source, self.token_bytes, self.vocab);
+            self.streams = Stream::both(self.store, source, self.token_bytes, self.vocab);
             self.journaled = 0;
         }
         Ok(())
+    }
+
+    /// Takes the files of an unchanged source over, then says so in the journal.
+    fn take_over(&mut self, source: usize, taken: &Taken) -> Result<()> {
+        taken.link(self.store)?;
+        let record = taken.record.clone();
+        for input in &record.inputs {
+            self.progress.file(input.bytes);
+        }
+        let checkpoint = Checkpoint {
+            position: self.position.clone(),
+            source,
+            inputs: record.inputs.clone(),
+            shards: [None, None],
+            streams: [totals(&record.train), totals(&record.validation)],
+            losses: record.losses.clone(),
+            prepared: record.prepared.clone(),
+            audit: self.audit.counts(),
+            taken: Some(Box::new(record.clone())),
+        };
+        self.sources[source] = record;
+        self.journal.record(&checkpoint, None)
     }
 
     fn cut(&mut self) -> Result<()> {
@@ -208,39 +238,13 @@ impl<'a> Committer<'a> {
             shards,
             streams: [totals(&record.train), totals(&record.validation)],
             losses: record.losses.clone(),
+            prepared: record.prepared.clone(),
             audit: self.audit.counts(),
+            taken: None,
         };
         self.journaled = record.inputs.len();
         let floor = self.audit.floor_if_changed();
         self.journal.record(&checkpoint, floor)
-    }
-}
-
-impl Stream {
-    fn push(&mut self, tokens: &[u32], record: &DocumentRecord, text_bytes: u64) -> Result<()> {
-        let total = &mut self.record;
-        let open = match &mut self.open {
-            Some(open) => open,
-            none => {
-                let folder = &self.head.folder;
-                fs::create_dir_all(folder).map_err(|e| Fault::io("create", folder, &e))?;
-                let (head, index) = (self.head.clone(), total.shards.len());
-                none.insert(ShardWriter::create(head, index, total.tokens, total.documents)?)
-            }
-        };
-        open.push(tokens, record)?;
-        total.tokens += record.tokens;
-        total.documents += 1;
-        total.text_bytes += text_bytes;
-        total.digest = chain(total.digest, tokens, record);
-        Ok(())
-    }
-
-    fn commit(&mut self) -> Result<Option<contract::store::ShardRecord>> {
-        let Some(open) = self.open.take() else { return Ok(None) };
-        let shard = open.finish()?;
-        self.record.shards.push(shard.clone());
-        Ok(Some(shard))
     }
 }
 
@@ -252,28 +256,19 @@ fn anonymous(file: usize, group: Option<u32>, row: u64) -> String {
     }
 }
 
-fn streams(store: &Path, source: &SourceRecord, token_bytes: u32, vocab: u32) -> [Stream; 2] {
-    Split::ALL.map(|split| Stream {
-        head: StreamHead {
-            folder: open::stream_folder(store, &source.name, split),
-            source: source.name.clone(),
-            split,
-            token_bytes,
-            vocab,
-        },
-        record: source.stream(split).clone(),
-        open: None,
-    })
-}
-
 fn totals(stream: &StreamRecord) -> Totals {
     let StreamRecord { tokens, documents, text_bytes, digest, shards: _ } = stream;
     Totals { tokens: *tokens, documents: *documents, text_bytes: *text_bytes, digest: *digest }
 }
 
 fn replay(source: &mut SourceRecord, checkpoint: &Checkpoint) {
+    if let Some(taken) = &checkpoint.taken {
+        source.clone_from(taken);
+        return;
+    }
     source.inputs.extend(checkpoint.inputs.iter().cloned());
     source.losses.clone_from(&checkpoint.losses);
+    source.prepared.clone_from(&checkpoint.prepared);
     let streams = [&mut source.train, &mut source.validation];
     let news = checkpoint.shards.iter().zip(&checkpoint.streams);
     for (stream, (shard, totals)) in streams.into_iter().zip(news) {

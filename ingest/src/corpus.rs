@@ -12,7 +12,10 @@ use contract::{Fault, Ratio, Result, fault};
 use toml_edit::{Document, Item, TableLike, Value};
 
 use crate::files;
+use crate::prepare::setting::Setting;
+use crate::prepare::{Recipe, config};
 use crate::source::{Fields, Format};
+use crate::takeover::Taken;
 
 /// Tokens after which a shard is cut, unless `shard_tokens` says otherwise: half a gigabyte of stored u32.
 pub const SHARD_TOKENS: u64 = 1 << 27;
@@ -30,8 +33,10 @@ const KEYS: &[&str] = &[
     "max_document_bytes",
     "on_error",
     "source",
+    "prepare",
 ];
-const SOURCE_KEYS: &[&str] = &["name", "files", "text", "id", "format"];
+const SOURCE_KEYS: &[&str] =
+    &["name", "files", "text", "id", "format", "template", "chat", "message"];
 
 /// What to do with a record that is no document.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,6 +81,10 @@ pub struct Source {
     pub files: Vec<SourceFile>,
     /// Where text and id stand in a record.
     pub fields: Fields,
+    /// What is done to its documents before they are encoded.
+    pub recipe: Recipe,
+    /// The same source of an earlier store, if it is taken over.
+    pub(crate) taken: Option<Box<Taken>>,
 }
 
 /// One input file.
@@ -200,6 +209,9 @@ fn sources(root: &Keys<'_>, folder: &Path) -> Result<Vec<Source>> {
         }
         sources.push(source(&keys, name, &place, folder)?);
     }
+    let mut recipes: Vec<_> =
+        sources.iter_mut().map(|source| (source.name.clone(), &mut source.recipe)).collect();
+    config::steps(root, folder, &mut recipes)?;
     Ok(sources)
 }
 
@@ -234,11 +246,14 @@ fn source(keys: &Keys<'_>, name: String, place: &str, folder: &Path) -> Result<S
         Ok(Some(text))
     };
     let text = field("text")?.unwrap_or_else(|| "text".to_owned());
-    Ok(Source { name, files, fields: Fields { text, id: field("id")? } })
+    let formats: Vec<Format> = files.iter().map(|file| file.format).collect();
+    let mapping = config::mapping(keys, &formats)?;
+    let fields = config::fields(&mapping, text, field("id")?);
+    Ok(Source { name, files, fields, recipe: Recipe { mapping, steps: Vec::new() }, taken: None })
 }
 
 /// A name becomes a folder, on any system.
-fn check_name(name: &str, place: &str) -> Result<()> {
+pub(crate) fn check_name(name: &str, place: &str) -> Result<()> {
     let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     let taken = ["manifest.json", "manifest.sum", "tokenizer.json"];
     if !name.is_empty()
@@ -256,7 +271,7 @@ fn check_name(name: &str, place: &str) -> Result<()> {
 }
 
 /// Turns byte ranges of the text into places.
-struct Places<'a> {
+pub(crate) struct Places<'a> {
     text: &'a str,
     file: String,
 }
@@ -277,7 +292,7 @@ impl Places<'_> {
 }
 
 /// A table whose keys are all known.
-struct Keys<'a> {
+pub(crate) struct Keys<'a> {
     places: &'a Places<'a>,
     table: &'a dyn TableLike,
 }
@@ -289,19 +304,64 @@ impl<'a> Keys<'a> {
         what: &str,
         known: &[&str],
     ) -> Result<Self> {
-        for (key, item) in table.iter() {
+        let keys = Keys { places, table };
+        keys.only(what, known)?;
+        Ok(keys)
+    }
+
+    /// A table of the same file, whose keys are checked once it is known which it may have.
+    pub(crate) fn open(like: &Keys<'a>, table: &'a dyn TableLike) -> Self {
+        Keys { places: like.places, table }
+    }
+
+    /// Refuses keys other than `known`.
+    pub(crate) fn only(&self, what: &str, known: &[&str]) -> Result<()> {
+        for (key, item) in self.table.iter() {
             if known.contains(&key) {
                 continue;
             }
-            let span = table.key(key).and_then(|key| key.span());
-            let place = span.map_or_else(|| places.item(item), |span| places.line(&span));
+            let span = self.table.key(key).and_then(|key| key.span());
+            let place = span.map_or_else(|| self.places.item(item), |span| self.places.line(&span));
             let refused = Fault::usage(format!("{what} has no key `{key}`")).at(place);
             return Err(match fault::nearest(key, known.iter().copied()) {
                 Some(near) => refused.hint(format!("did you mean `{near}`?")),
                 None => refused.wanted(known.join(", ")),
             });
         }
-        Ok(Keys { places, table })
+        Ok(())
+    }
+
+    /// The tables of a list `[[key]]`, with their places.
+    pub(crate) fn tables(&self, key: &str) -> Result<Vec<(&'a dyn TableLike, String)>> {
+        let Some(item) = self.get(key) else { return Ok(Vec::new()) };
+        let Some(tables) = item.as_array_of_tables() else {
+            return Err(Fault::usage(format!("`{key}` is no list of tables"))
+                .at(self.places.item(item))
+                .wanted(format!("[[{key}]], with two brackets")));
+        };
+        let place = |span: Option<Range<usize>>| {
+            span.map_or(self.places.file.clone(), |span| self.places.line(&span))
+        };
+        Ok(tables.iter().map(|table| (table as &dyn TableLike, place(table.span()))).collect())
+    }
+
+    /// A setting of a step, as it is written; `default` is what a person would write.
+    pub(crate) fn setting<T: Setting>(&self, key: &str, default: &str) -> Result<T> {
+        let item = self.get(key);
+        let text = match item.and_then(Item::as_value) {
+            None if item.is_none() => default.to_owned(),
+            Some(Value::String(text)) => text.value().clone(),
+            Some(Value::Integer(number)) => number.value().to_string(),
+            Some(Value::Boolean(value)) => value.value().to_string(),
+            // The text as written, so that no float decides data.
+            Some(Value::Float(_)) => item.map_or("", |item| self.places.slice(item)).to_owned(),
+            _ => String::new(),
+        };
+        match (T::parse(text.trim()), item) {
+            (Some(value), _) => Ok(value),
+            (None, Some(item)) => Err(self.wrong(key, item, T::WANTED)),
+            (None, None) => Err(Fault::bug(format!("the default of `{key}` is wrong"))),
+        }
     }
 
     fn get(&self, key: &str) -> Option<&'a Item> {
@@ -315,13 +375,13 @@ impl<'a> Keys<'a> {
             .wanted(wanted)
     }
 
-    fn text(&self, key: &str) -> Result<Option<(String, String)>> {
+    pub(crate) fn text(&self, key: &str) -> Result<Option<(String, String)>> {
         let Some(item) = self.get(key) else { return Ok(None) };
         let text = item.as_str().ok_or_else(|| self.wrong(key, item, "a string"))?;
         Ok(Some((text.to_owned(), self.places.item(item))))
     }
 
-    fn texts(&self, key: &str) -> Result<Option<Vec<(String, String)>>> {
+    pub(crate) fn texts(&self, key: &str) -> Result<Option<Vec<(String, String)>>> {
         let Some(item) = self.get(key) else { return Ok(None) };
         let wrong = || self.wrong(key, item, "a list of strings");
         let list = item.as_array().ok_or_else(wrong)?;
@@ -332,11 +392,7 @@ impl<'a> Keys<'a> {
             value.as_str().map(|text| (text.to_owned(), place(value))).ok_or_else(wrong)
         });
         let texts: Vec<_> = texts.collect::<Result<_>>()?;
-        if texts.is_empty() {
-            Err(self.wrong(key, item, "at least one file"))
-        } else {
-            Ok(Some(texts))
-        }
+        if texts.is_empty() { Err(self.wrong(key, item, "at least one")) } else { Ok(Some(texts)) }
     }
 
     fn count(&self, key: &str, default: u64) -> Result<u64> {

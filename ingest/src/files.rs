@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, far};
 use globset::{GlobBuilder, GlobMatcher};
+
+use crate::remote;
 
 /// A file that a pattern named.
 #[derive(Clone, Debug)]
@@ -22,8 +24,13 @@ pub(crate) fn find(folder: &Path, patterns: &[(String, String)]) -> Result<Vec<F
     let mut found: BTreeMap<String, Found> = BTreeMap::new();
     let mut seen: BTreeMap<PathBuf, String> = BTreeMap::new();
     for (pattern, place) in patterns {
+        let far = far::is_far(Path::new(pattern));
         let mut names = Vec::new();
-        Walk::new(pattern, place)?.run(folder, &mut names)?;
+        if far {
+            names = remote::find(pattern, place)?;
+        } else {
+            Walk::new(pattern, place)?.run(folder, &mut names)?;
+        }
         if names.is_empty() {
             return Err(Fault::data(format!("no file is named by {pattern:?}"))
                 .at(place.clone())
@@ -31,8 +38,9 @@ pub(crate) fn find(folder: &Path, patterns: &[(String, String)]) -> Result<Vec<F
                 .hint("globs start at the folder of the corpus file"));
         }
         for shown in names {
-            let path = folder.join(&shown);
-            let real = fs::canonicalize(&path).map_err(|error| Fault::io("find", &path, &error))?;
+            let path = if far { PathBuf::from(&shown) } else { folder.join(&shown) };
+            let real = if far { Ok(path.clone()) } else { fs::canonicalize(&path) };
+            let real = real.map_err(|error| Fault::io("find", &path, &error))?;
             if let Some(before) = seen.insert(real, shown.clone()) {
                 return Err(Fault::usage(format!("the file {shown:?} is named twice"))
                     .at(place.clone())

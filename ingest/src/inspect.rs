@@ -3,7 +3,9 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use contract::store::{InputRecord, Loss, Manifest, SourceRecord, StreamRecord};
+use contract::store::{
+    Change, InputRecord, Loss, Manifest, PreparedRecord, SourceRecord, StreamRecord,
+};
 use serde_json::{Value, json};
 
 use crate::verify::bytes;
@@ -38,6 +40,43 @@ impl Ledger {
     }
 }
 
+/// Bytes of text of a source with steps of preparation: they balance to zero as well.
+pub struct Bytes {
+    /// Of all records, before the first step.
+    pub read: u64,
+    /// By which steps made documents longer that were kept.
+    pub added: u64,
+    /// By which steps made them shorter.
+    pub removed: u64,
+    /// Of lost records.
+    pub lost: u64,
+    /// Of what was encoded.
+    pub kept: u64,
+}
+
+impl Bytes {
+    /// The ledger of a source, if it has steps.
+    pub fn of(source: &SourceRecord) -> Option<Self> {
+        let PreparedRecord { read_bytes, changes, files: _ } = source.prepared.as_ref()?;
+        Some(Bytes {
+            read: *read_bytes,
+            added: changes.iter().map(|change| change.added).sum(),
+            removed: changes.iter().map(|change| change.removed).sum(),
+            lost: source.losses.iter().map(|loss| loss.bytes).sum(),
+            kept: source.train.text_bytes + source.validation.text_bytes,
+        })
+    }
+
+    /// Read and added minus removed, lost and kept.
+    pub fn balance(&self) -> i128 {
+        let Bytes { read, added, removed, lost, kept } = self;
+        i128::from(*read) + i128::from(*added)
+            - i128::from(*removed)
+            - i128::from(*lost)
+            - i128::from(*kept)
+    }
+}
+
 /// The answer for a program.
 pub fn json(store: &Path, manifest: &Manifest) -> Value {
     let stream = |stream: &StreamRecord| {
@@ -56,7 +95,7 @@ pub fn json(store: &Path, manifest: &Manifest) -> Value {
             let Loss { reason, documents, bytes } = loss;
             json!({"reason": reason, "documents": documents, "bytes": bytes})
         });
-        json!({
+        let mut answer = json!({
             "name": source.name, "preparation": source.preparation,
             "train": stream(&source.train), "validation": stream(&source.validation),
             "inputs": inputs.collect::<Vec<_>>(), "losses": losses.collect::<Vec<_>>(),
@@ -64,7 +103,14 @@ pub fn json(store: &Path, manifest: &Manifest) -> Value {
                 "read": ledger.read, "train": ledger.train, "validation": ledger.validation,
                 "lost": ledger.lost, "balance": ledger.balance() as i64,
             },
-        })
+        });
+        if let (Some(bytes), Some(prepared)) = (Bytes::of(source), &source.prepared) {
+            answer["prepared"] = json!({
+                "read_bytes": bytes.read, "changes": prepared.changes, "lost_bytes": bytes.lost,
+                "kept_bytes": bytes.kept, "balance": bytes.balance() as i64, "files": prepared.files,
+            });
+        }
+        answer
     };
     json!({
         "store": store, "digest": manifest.digest, "request": manifest.request, "format": manifest.format,
@@ -144,6 +190,28 @@ fn ledger(out: &mut String, source: &SourceRecord) {
         let _ = write!(out, " + {documents} {} ({bytes})", loss.reason);
     }
     let _ = writeln!(out, "; balance {}", ledger.balance());
+    let (Some(bytes), Some(prepared)) = (Bytes::of(source), &source.prepared) else { return };
+    let Bytes { read, added, removed, lost, kept } = &bytes;
+    let [read, added, removed, lost, kept] =
+        [read, added, removed, lost, kept].map(|n| grouped(*n));
+    let _ = writeln!(
+        out,
+        "{:<16} bytes of text: {read} read + {added} added - {removed} removed - {lost} lost = {kept} kept; \
+         balance {}",
+        "",
+        bytes.balance()
+    );
+    for Change { step, documents, added, removed } in &prepared.changes {
+        let [documents, added, removed] = [documents, added, removed].map(|n| grouped(*n));
+        let _ = writeln!(
+            out,
+            "{:<16} step {step}: changed {documents} documents, {added} added, {removed} removed",
+            ""
+        );
+    }
+    for file in &prepared.files {
+        let _ = writeln!(out, "{:<16} {}/{} ({})", "", source.name, file.name, size(file.bytes));
+    }
 }
 
 /// Digits in groups of three.

@@ -7,7 +7,9 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
-use contract::store::{InputRecord, Loss, ShardRecord, TokenizerRecord, open, write};
+use contract::store::{
+    InputRecord, Loss, PreparedRecord, ShardRecord, SourceRecord, TokenizerRecord, open, write,
+};
 use contract::{Digest, Fault, Hasher, Result};
 use serde::{Deserialize, Serialize};
 
@@ -74,7 +76,12 @@ pub(crate) struct Checkpoint {
     pub(crate) shards: [Option<ShardRecord>; 2],
     pub(crate) streams: [Totals; 2],
     pub(crate) losses: Vec<Loss>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) prepared: Option<PreparedRecord>,
     pub(crate) audit: Audit,
+    /// The whole source, if it was taken over from another store.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) taken: Option<Box<SourceRecord>>,
 }
 
 /// The journal, open for appending.

@@ -1,7 +1,7 @@
 //! Raw documents to an immutable, checksummed, tokenized store.
 //!
 //! ```text
-//! corpus.toml -> files -> slabs (1 reader) -> documents -> tokens (n workers) -> shards (1 committer, in input order)
+//! corpus.toml -> files -> slabs (1 reader) -> documents, steps, tokens (n workers) -> shards (1 committer, in input order)
 //! ```
 //!
 //! Invariant: the bytes of a store are a function of the inputs' content, the tokenizer's bytes and `corpus.toml`.
@@ -13,13 +13,19 @@
 pub mod build;
 mod commit;
 pub mod corpus;
+pub mod engine;
+pub mod exchange;
 mod files;
 pub mod inspect;
 mod journal;
 mod pipeline;
+pub mod prepare;
 mod progress;
+pub mod remote;
 mod request;
 pub mod source;
+mod stream;
+mod takeover;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]
@@ -27,5 +33,5 @@ mod tests;
 pub mod tokenize;
 pub mod verify;
 
-pub use build::{Outcome, build};
+pub use build::{Outcome, build, build_from};
 pub use corpus::Corpus;

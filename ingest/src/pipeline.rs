@@ -4,6 +4,7 @@
 //! any order; the committer redeems them in order. The queue is bounded, and with it memory. The first error in input
 //! order is the one reported, whatever the number of workers.
 
+use std::borrow::Cow;
 use std::thread;
 
 use contract::draw::happens;
@@ -13,6 +14,7 @@ use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
 
 use crate::corpus::{Corpus, Source};
 use crate::journal::Position;
+use crate::prepare::{InFile, Prepared, Trace};
 use crate::request::content_of_loss;
 use crate::source::{self, Document, Limits, Parsed, Slab};
 use crate::tokenize::Tokenizer;
@@ -31,12 +33,13 @@ pub(crate) struct Encoding<'a> {
     pub(crate) end: Option<u32>,
     pub(crate) validation: Ratio,
     pub(crate) wanted: &'a Wanted,
+    pub(crate) prepared: &'a Prepared<'a>,
 }
 
 /// What became of one record.
 pub(crate) enum Item {
     Document(Box<Encoded>),
-    Lost { reason: &'static str, bytes: u64, content: Digest, fault: Fault },
+    Lost { reason: Cow<'static, str>, bytes: u64, content: Digest, fault: Fault },
 }
 
 /// A document, encoded.
@@ -46,7 +49,12 @@ pub(crate) struct Encoded {
     pub(crate) group: Option<u32>,
     pub(crate) bytes: Option<(u64, u64)>,
     pub(crate) text_bytes: u64,
+    /// Of its text as read.
+    pub(crate) consumed: Digest,
+    /// Of its text as encoded.
     pub(crate) content: Digest,
+    /// What steps of preparation did to it, if there are any.
+    pub(crate) trace: Option<Trace>,
     pub(crate) split: Split,
     pub(crate) tokens: Vec<u32>,
     pub(crate) sample: Option<Sample>,
@@ -81,6 +89,11 @@ type Reply = Sender<Result<Vec<Item>>>;
 pub(crate) struct Auditor<'a>(Sender<Work<'a>>);
 
 impl Auditor<'_> {
+    /// For documents that are audited already: what it is told goes nowhere.
+    pub(crate) fn idle() -> Auditor<'static> {
+        Auditor(unbounded().0)
+    }
+
     pub(crate) fn check(&self, sample: Sample) {
         // The workers are gone only when the build has failed already.
         let _ = self.0.send(Work::Audit(Box::new(sample)));
@@ -180,7 +193,8 @@ impl<'a> Reader<'a, '_> {
             if index > position.source {
                 position = Position::start(index, 0);
             }
-            for number in position.file..source.files.len() {
+            let files = if source.taken.is_some() { 0 } else { source.files.len() };
+            for number in position.file..files {
                 if number > position.file {
                     position = Position::start(index, number);
                 }
@@ -276,29 +290,52 @@ fn encode_slab(
     encoding: &Encoding<'_>,
 ) -> Result<Vec<Item>> {
     let parsed = slab.parse(&source.fields)?;
-    Ok(parsed.into_iter().skip(skip).map(|parsed| encode(parsed, file, encoding)).collect())
+    let steps = encoding.prepared.in_file(&source.name, file);
+    let encode = |parsed| encode(parsed, file, encoding, steps.as_ref());
+    Ok(parsed.into_iter().skip(skip).map(encode).collect())
 }
 
-fn encode(parsed: Parsed, file: &str, encoding: &Encoding<'_>) -> Item {
+fn encode(parsed: Parsed, file: &str, encoding: &Encoding<'_>, steps: Option<&InFile<'_>>) -> Item {
     let document = match parsed {
         Parsed::Document(document) => document,
         Parsed::Lost { reason, bytes, fault } => {
-            return Item::Lost { reason, bytes, content: content_of_loss(reason, bytes), fault };
+            let content = content_of_loss(reason, bytes);
+            return Item::Lost { reason: reason.into(), bytes, content, fault };
         }
     };
-    let text_bytes = document.text.len() as u64;
-    let content = Digest::of_bytes(document.text.as_bytes());
-    let place = || match document.group {
-        Some(group) => format!("{file}: row {} of group {group}", document.row),
-        None => format!("{file}:{}", document.row),
+    let consumed = Digest::of_bytes(document.text.as_bytes());
+    let (row, group) = (document.row, document.group);
+    let place = || match group {
+        Some(group) => format!("{file}: row {row} of group {group}"),
+        None => format!("{file}:{row}"),
     };
-    let lost = |reason, fault: Fault| Item::Lost { reason, bytes: text_bytes, content, fault };
+    let (document, content, trace) = match steps {
+        None => (document, consumed, None),
+        Some(steps) => match steps.apply(document) {
+            Ok((document, trace)) => {
+                let content = Digest::of_bytes(document.text.as_bytes());
+                (document, content, Some(trace))
+            }
+            Err(lost) => {
+                let (reason, bytes, fault) = (lost.reason.into(), lost.bytes, lost.fault);
+                return Item::Lost { reason, bytes, content: consumed, fault: fault.or_at(place) };
+            }
+        },
+    };
+    let bytes = trace.as_ref().map_or(document.text.len() as u64, |trace| trace.read);
+    let lost = |reason: &'static str, fault: Fault| Item::Lost {
+        reason: reason.into(),
+        bytes,
+        content: consumed,
+        fault,
+    };
     match encoding.tokenizer.encode(&document.text) {
         Err(fault) => lost("refused by the tokenizer", fault.or_at(place)),
         Ok(ids) if ids.is_empty() => lost("no tokens", Fault::data("it has no tokens").at(place())),
         Ok(ids) => {
             let sample = sample(&document, &ids, content, encoding.wanted, place);
-            Item::Document(Box::new(encoded(document, ids, content, sample, encoding)))
+            let parts = (document, ids, (consumed, content), trace, sample);
+            Item::Document(Box::new(encoded(parts, encoding)))
         }
     }
 }
@@ -308,13 +345,10 @@ pub(crate) fn held_back(content: Digest, share: Ratio) -> bool {
     happens(Key::from_seed(0).child("validation"), Purpose::Split, content.0 as u64, share)
 }
 
-fn encoded(
-    document: Document,
-    ids: Vec<u32>,
-    content: Digest,
-    sample: Option<Sample>,
-    encoding: &Encoding<'_>,
-) -> Encoded {
+type Parts = (Document, Vec<u32>, (Digest, Digest), Option<Trace>, Option<Sample>);
+
+fn encoded(parts: Parts, encoding: &Encoding<'_>) -> Encoded {
+    let (document, ids, (consumed, content), trace, sample) = parts;
     let held_back = held_back(content, encoding.validation);
     let Encoding { begin, end, .. } = encoding;
     let tokens = match (begin, end) {
@@ -327,7 +361,9 @@ fn encoded(
         group: document.group,
         bytes: document.bytes,
         text_bytes: document.text.len() as u64,
+        consumed,
         content,
+        trace,
         split: if held_back { Split::Validation } else { Split::Train },
         tokens,
         sample,

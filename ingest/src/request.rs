@@ -2,16 +2,16 @@
 //!
 //! Touching, moving or renaming an input is no difference: content is compared, never paths or dates.
 
-use std::fs::File;
 use std::io::Read as _;
 use std::path::Path;
 
 use contract::store::{FORMAT, InputRecord, Manifest, SourceRecord, StreamRecord, TokenizerRecord};
-use contract::{Digest, Fault, Identity, Result};
+use contract::{Digest, Fault, Identity, Result, far};
 use sha2::{Digest as _, Sha256};
 
 use crate::corpus::{Corpus, OnError, Source};
 use crate::journal::Head;
+use crate::prepare;
 
 /// The preparation of a source as canonical text: part of the store's identity.
 pub(crate) fn preparation(corpus: &Corpus, source: &Source) -> String {
@@ -25,7 +25,8 @@ pub(crate) fn preparation(corpus: &Corpus, source: &Source) -> String {
     let formats = formats.join("+");
     let id = source.fields.id.as_deref().unwrap_or("");
     let text = &source.fields.text;
-    format!("format={formats} text={text:?} id={id:?} max={}", corpus.max_document_bytes)
+    let steps = source.recipe.describe();
+    format!("format={formats} text={text:?} id={id:?} max={}{steps}", corpus.max_document_bytes)
 }
 
 /// SHA-256 over everything a build was asked to do.
@@ -52,6 +53,7 @@ pub(crate) fn empty_manifest(head: &Head, token_bytes: u32) -> Manifest {
         train: StreamRecord::empty(),
         validation: StreamRecord::empty(),
         losses: Vec::new(),
+        prepared: None,
     };
     Manifest {
         format: FORMAT,
@@ -79,7 +81,7 @@ impl Sides<'_> {
             .at(self.store.display().to_string())
             .found(new.to_string())
             .wanted(old.to_string())
-            .hint("name another --out, or undo the change; a store is never altered")
+            .hint("name another --out (--from this store takes over what did not change), or undo the change")
     }
 
     /// Refuses a request whose keys or tokenizer differ.
@@ -111,6 +113,7 @@ impl Sides<'_> {
         }
         for ((name, old), (_, new)) in old.sources.iter().zip(&new.sources) {
             if old != new {
+                let (old, new) = prepare::first_difference(old, new);
                 return Err(self.key(&format!("source {name}"), old, new));
             }
         }
@@ -166,13 +169,13 @@ pub(crate) fn compare_losses(corpus: &Corpus, manifest: &Manifest, store: &Path)
 
 /// Whether a loss is counted even where other losses stop the build.
 pub(crate) fn always_counted(reason: &str) -> bool {
-    matches!(reason, "empty" | "no tokens")
+    matches!(reason, "empty" | "no tokens") || prepare::is_reason(reason)
 }
 
 /// Size and SHA-256 of a file.
-fn content(path: &Path) -> Result<(u64, Identity)> {
+pub(crate) fn content(path: &Path) -> Result<(u64, Identity)> {
     let fault = |error| Fault::io("read", path, &error);
-    let mut file = File::open(path).map_err(fault)?;
+    let mut file = far::open(path).map_err(fault)?;
     let (mut hash, mut bytes) = (Sha256::new(), 0);
     let mut buffer = vec![0; 1 << 20];
     loop {

@@ -9,7 +9,7 @@ use contract::store::{Manifest, Split, StreamRecord, open};
 use rayon::prelude::*;
 
 use crate::progress::Progress;
-use crate::request;
+use crate::{prepare, request};
 
 /// What was found.
 #[derive(Debug)]
@@ -54,9 +54,12 @@ pub fn verify(store: &Path, quiet: bool) -> Result<Report> {
         .map(|(source, split)| verify::verify_stream(store, &manifest, source, *split, &passed))
         .collect();
     damages.extend(found.into_iter().flatten());
+    damages.extend(manifest.sources.iter().flat_map(|source| prepare::damages(store, source)));
     let shards: usize =
         manifest.sources.iter().map(|s| s.train.shards.len() + s.validation.shards.len()).sum();
-    Ok(Report { bytes, files: 3 + 4 * shards as u64, damages, manifest })
+    let lists = manifest.sources.iter().flat_map(|source| &source.prepared);
+    let lists: usize = lists.map(|prepared| prepared.files.len()).sum();
+    Ok(Report { bytes, files: (3 + 4 * shards + lists) as u64, damages, manifest })
 }
 
 /// Bytes of a stream's files.

@@ -24,6 +24,9 @@ struct Cli {
 enum Command {
     /// Tokenize a corpus into a store; run it again after a kill and it goes on.
     Build(cmd::build::Args),
+    /// The pieces of a build that a scheduler runs.
+    #[command(subcommand, hide = true)]
+    Task(cmd::task::Command),
     /// Train a tokenizer on a corpus.
     #[command(subcommand)]
     Tokenizer(cmd::tokenizer::Command),
@@ -31,6 +34,12 @@ enum Command {
     Inspect(cmd::inspect::Args),
     /// Check every byte of a store, naming what is damaged.
     Verify(cmd::verify::Args),
+    /// Make a store of another project's token files.
+    Import(cmd::import::Args),
+    /// Write a store as another project's token files.
+    Export(cmd::export::Args),
+    /// Put a store into a bucket: every file, then the manifest.
+    Publish(cmd::publish::Args),
     /// Show what a curriculum trains on, and refuse what cannot run.
     Plan(cmd::plan::Args),
     /// Show what one step trains on: documents, file, row, text.
@@ -45,11 +54,16 @@ enum Command {
 
 fn main() -> ExitCode {
     contract::fault::end_with_the_reader();
+    ingest::remote::install();
     let outcome = match Cli::parse().command {
         Command::Build(args) => cmd::build::exec(args),
+        Command::Task(command) => cmd::task::exec(command),
         Command::Tokenizer(command) => cmd::tokenizer::exec(command),
         Command::Inspect(args) => cmd::inspect::exec(args),
         Command::Verify(args) => cmd::verify::exec(args),
+        Command::Import(args) => cmd::import::exec(args),
+        Command::Export(args) => cmd::export::exec(args),
+        Command::Publish(args) => cmd::publish::exec(args),
         Command::Plan(args) => cmd::plan::exec(args),
         Command::Batch(args) => cmd::batch::exec(args),
         Command::Digest(args) => cmd::digest::exec(args),

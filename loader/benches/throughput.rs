@@ -60,7 +60,7 @@ fn generate(path: &Path, shards: u64, tokens: u64, length: u64) {
     }
     let (validation, losses, inputs) = (StreamRecord::empty(), Vec::new(), Vec::new());
     let (name, preparation) = ("web".to_owned(), String::new());
-    let web = SourceRecord { name, preparation, inputs, train, validation, losses };
+    let web = SourceRecord { name, preparation, inputs, train, validation, losses, prepared: None };
     commit_store(path, vec![web], 2, 131_072);
 }
 

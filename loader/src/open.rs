@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use contract::store::read::ReadCache;
-use contract::{Fault, Result};
+use contract::{Fault, Result, far};
 use mixer::{Curriculum, Plan, SourceFacts, described_store};
 
 use crate::Stores;
@@ -30,7 +30,7 @@ impl Opened {
         let curriculum = Curriculum::parse(&text, &path.display().to_string())?;
         let folder = path.parent().unwrap_or(Path::new(""));
         let places: Vec<PathBuf> =
-            curriculum.stores.iter().map(|store| folder.join(store)).collect();
+            curriculum.stores.iter().map(|store| placed(folder, store)).collect();
         let place = || curriculum.place("store");
         let (mut facts, mut folders) = (Vec::new(), Vec::new());
         for store in &places {
@@ -67,6 +67,11 @@ impl Opened {
                 .hint("build one with `zdata build CORPUS.toml --out STORE`")
         })
     }
+}
+
+/// Where a store lies: in the curriculum's folder, unless it is far.
+fn placed(folder: &Path, store: &str) -> PathBuf {
+    if far::is_far(Path::new(store)) { PathBuf::from(store) } else { folder.join(store) }
 }
 
 /// The facts of a described store, if `path` is a file and not a store's folder.

@@ -21,6 +21,8 @@ pub enum Purpose {
     Init = 4,
     /// Generated test and benchmark data.
     Generate = 5,
+    /// Preparation: the random functions of MinHash, the documents of a sample.
+    Prepare = 6,
 }
 
 /// A key for draws: 128 bits derived from a seed and a path of names and numbers.

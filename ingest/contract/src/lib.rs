@@ -14,6 +14,7 @@
 
 pub mod digest;
 pub mod draw;
+pub mod far;
 pub mod fault;
 pub mod permute;
 pub mod ratio;

@@ -198,6 +198,7 @@ impl Record<'_> {
             Some(Value::Other(kind)) => return self.wrong_id(kind),
         };
         let text = match found.text {
+            _ if self.fields.is_record() => line.to_owned(),
             Some(Value::String(text)) => text,
             Some(Value::Integer(_)) => return self.wrong_text("a number"),
             Some(Value::Other(kind)) => return self.wrong_text(kind),

@@ -14,11 +14,12 @@ mod ipc;
 mod json;
 mod jsonl;
 mod parquet;
+mod records;
 mod text;
 
 use std::path::Path;
 
-use contract::{Fault, Identity, Result};
+use contract::{Fault, Identity, Result, far};
 
 /// What a file holds, whatever it is compressed with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -77,6 +78,24 @@ pub struct Fields {
     pub id: Option<String>,
 }
 
+impl Fields {
+    /// In place of a path: the text is the whole record as JSON, from which a template takes these fields of it.
+    pub fn record<'a>(fields: impl IntoIterator<Item = &'a str>) -> String {
+        // No path begins with a dot.
+        format!(".{}", fields.into_iter().collect::<Vec<_>>().join(","))
+    }
+
+    /// Whether the text is the whole record.
+    pub fn is_record(&self) -> bool {
+        self.text.starts_with('.')
+    }
+
+    /// The fields of a whole record that are needed.
+    fn columns(&self) -> impl Iterator<Item = &str> {
+        self.text.trim_start_matches('.').split(',').filter(|name| !name.is_empty())
+    }
+}
+
 /// What bounds the memory of reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
@@ -88,7 +107,8 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Limits { slab_bytes: 2 << 20, max_document_bytes: 1 << 30 }
+        // Slabs in flight bound the memory of a build; larger ones were no faster.
+        Limits { slab_bytes: 256 << 10, max_document_bytes: 1 << 30 }
     }
 }
 
@@ -109,6 +129,7 @@ enum Records {
     TooLong(jsonl::TooLong),
     Rows(columns::Rows),
     Whole(text::Whole),
+    Objects(records::Rows),
 }
 
 impl Slab {
@@ -119,6 +140,7 @@ impl Slab {
             Records::TooLong(line) => Ok(vec![line.parse()]),
             Records::Rows(rows) => rows.parse(fields),
             Records::Whole(whole) => Ok(vec![whole.parse()]),
+            Records::Objects(rows) => Ok(rows.parse(fields)),
         }
     }
 }
@@ -164,8 +186,14 @@ pub fn open(
     fields: &Fields,
     limits: &Limits,
 ) -> Result<Box<dyn Input>> {
+    // A reader keeps its handles, so that a far file's copy is needed only until they are open.
+    let near = far::near(path).map_err(|error| Fault::io("open", path, &error))?;
+    let path = near.path();
     Ok(match format {
         Format::JsonLines => Box::new(jsonl::Reader::open(path, *limits)?),
+        Format::Parquet if fields.is_record() => {
+            Box::new(records::Reader::open(path, fields, *limits)?)
+        }
         Format::Parquet => Box::new(parquet::Reader::open(path, fields, *limits)?),
         Format::Arrow => Box::new(arrow::Reader::open(path, fields, *limits)?),
         Format::Text => Box::new(text::Reader::open(path, *limits)?),

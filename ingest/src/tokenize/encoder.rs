@@ -52,15 +52,21 @@ impl Tokenizer {
         let json: Value = serde_json::from_slice(&bytes)
             .map_err(|error| Fault::usage(format!("this is no tokenizer.json: {error}")))?;
         refuse_chance(&json)?;
-        let reference = reference(&bytes)?;
+        // Each takes as long to load as tens of megabytes to encode.
+        let (reference, fast) = std::thread::scope(|scope| {
+            let reference = scope.spawn(|| reference(&bytes));
+            let fast = match engine {
+                Engine::Reference => Err("the reference was asked for".to_owned()),
+                Engine::Fastest => fast(json),
+            };
+            (reference.join(), fast)
+        });
+        let reference = reference.map_err(|_| Fault::bug("the loader of a tokenizer died"))??;
         let largest = reference.get_vocab(true).into_values().max();
         let vocab = largest
             .and_then(|id| id.checked_add(1))
             .ok_or_else(|| Fault::usage("the tokenizer has no tokens, or an id beyond 32 bits"))?;
-        let fast = match engine {
-            Engine::Reference => Err("the reference was asked for".to_owned()),
-            Engine::Fastest => fast(json, &reference),
-        };
+        let fast = fast.and_then(|fast| agreeing(fast, &reference));
         let identity = Identity::of_bytes(&bytes);
         Ok(Tokenizer { bytes, identity, vocab, reference, fast, rescued: AtomicU64::new(0) })
     }
@@ -179,10 +185,7 @@ fn encode_reference(reference: &tokenizers::Tokenizer, text: &str) -> Result<Vec
 }
 
 /// The fast encoder if it covers this tokenizer, or why not.
-fn fast(
-    json: Value,
-    reference: &tokenizers::Tokenizer,
-) -> std::result::Result<fastokens::Tokenizer, String> {
+fn fast(json: Value) -> std::result::Result<fastokens::Tokenizer, String> {
     let whole_words = json["added_tokens"].as_array().is_some_and(|added| {
         added.iter().any(|token| token["single_word"] == true && token["special"] != true)
     });
@@ -195,6 +198,14 @@ fn fast(
         .map_err(|error| error.to_string())?;
     fast.set_truncation(None);
     fast.set_padding(None);
+    Ok(fast)
+}
+
+/// The fast encoder if it agrees with the reference where tokenizers are known to part ways, or where it does not.
+fn agreeing(
+    fast: fastokens::Tokenizer,
+    reference: &tokenizers::Tokenizer,
+) -> std::result::Result<fastokens::Tokenizer, String> {
     for text in probes(reference) {
         let wanted = encode_reference(reference, &text).map_err(|fault| fault.to_string())?;
         match encode_fast(&fast, &text) {

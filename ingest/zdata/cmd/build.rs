@@ -1,10 +1,14 @@
 //! `zdata build`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::thread;
 
-use contract::{Fault, Result};
+use contract::store::{Manifest, open};
+use contract::{Fault, Result, far};
 use ingest::build::Options;
+use ingest::engine::plan::TASK_BYTES;
+use ingest::engine::{self, slurm};
+use ingest::remote::publish;
 use ingest::tokenize::Engine;
 use ingest::{Corpus, Outcome, inspect};
 
@@ -13,18 +17,43 @@ use ingest::{Corpus, Outcome, inspect};
 pub(crate) struct Args {
     /// The corpus file: which inputs, which tokenizer.
     corpus: PathBuf,
-    /// The folder that becomes the store.
+    /// The folder that becomes the store, or s3://bucket/prefix.
     #[arg(long)]
     out: PathBuf,
+    /// An earlier store: sources that did not change since are taken over from it.
+    #[arg(long, value_name = "STORE")]
+    from: Option<PathBuf>,
     /// Threads that encode [default: one for each core]; never changes a bit.
     #[arg(long)]
     workers: Option<usize>,
     /// The library that encodes; never changes a bit.
     #[arg(long, value_enum, default_value_t = Encoder::Fastest)]
     encoder: Encoder,
+    /// Where the work is done; never changes a bit.
+    #[arg(long, value_enum, default_value_t = Place::Local)]
+    engine: Place,
+    /// The folder of plan and parts, which every machine sees [default: OUT.tasks].
+    #[arg(long, value_name = "FOLDER")]
+    work: Option<PathBuf>,
+    /// Bytes of input that a task gets; a larger file is a task by itself.
+    #[arg(long, default_value_t = TASK_BYTES)]
+    task_bytes: u64,
+    /// An argument for sbatch, like "--partition=cpu"; again for more.
+    #[arg(long, value_name = "ARGUMENT", allow_hyphen_values = true)]
+    sbatch: Vec<String>,
     /// Tell a program what was built.
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Place {
+    /// In this process.
+    Local,
+    /// In this process, task by task, as a cluster would.
+    Tasks,
+    /// As a job array of Slurm.
+    Slurm,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -33,6 +62,92 @@ enum Encoder {
     Fastest,
     /// Hugging Face tokenizers.
     Reference,
+}
+
+/// Builds into a folder and tells how it went.
+fn build(corpus: &Corpus, out: &Path, from: Option<&Path>, options: Options) -> Result<Manifest> {
+    Ok(match ingest::build_from(corpus, out, from, options, || Ok(()))? {
+        Outcome::UpToDate(manifest) => {
+            eprintln!("up to date: the store was built from this very request");
+            manifest
+        }
+        Outcome::Built { manifest, summary, audited: (documents, bytes) } => {
+            eprintln!("{summary}");
+            eprintln!(
+                "audit: {documents} documents ({bytes} bytes) encoded again by tokenizers, no difference"
+            );
+            manifest
+        }
+    })
+}
+
+/// Builds on this machine, then puts the store into its bucket.
+fn far_build(
+    corpus: &Corpus,
+    url: &Path,
+    from: Option<&Path>,
+    options: Options,
+) -> Result<Manifest> {
+    let manifest = url.join(open::MANIFEST);
+    match far::size(&manifest) {
+        Ok(_) => {
+            let manifest = ingest::build::built(corpus, url, options.engine)?;
+            eprintln!("up to date: the store was built from this very request");
+            return Ok(manifest);
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+        Err(error) => return Err(Fault::io("look for", &manifest, &error)),
+    }
+    let scratch = publish::scratch(url)?;
+    let manifest = build(corpus, &scratch, from, options)?;
+    publish::publish(&scratch, url, &manifest)?;
+    std::fs::remove_dir_all(&scratch).map_err(|error| Fault::io("remove", &scratch, &error))?;
+    Ok(manifest)
+}
+
+/// Builds by tasks, and merges them.
+fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> {
+    if args.from.is_some() {
+        return Err(Fault::usage("tasks take nothing over from another store")
+            .at("--from")
+            .hint("leave it out, or build with --engine local"));
+    }
+    if far::is_far(&args.out) {
+        return Err(Fault::usage("tasks merge into a folder")
+            .at("--out")
+            .found(args.out.display())
+            .hint("build into a folder, then `zdata publish` it"));
+    }
+    if args.out.join(open::MANIFEST).exists() {
+        let manifest = ingest::build::built(corpus, &args.out, options.engine)?;
+        eprintln!("up to date: the store was built from this very request");
+        return Ok(manifest);
+    }
+    let mut work = args.out.as_os_str().to_owned();
+    work.push(".tasks");
+    let work = args.work.clone().unwrap_or_else(|| PathBuf::from(work));
+    let plan = engine::plan(corpus, &work, args.task_bytes)?;
+    let (all, missing) = (plan.tasks(), plan.missing());
+    eprintln!("{all} tasks, {} to run, in {}", missing.len(), work.display());
+    if args.engine == Place::Slurm {
+        let program = std::env::current_exe();
+        let program = program.map_err(|error| Fault::io("find", Path::new("zdata"), &error))?;
+        let sbatch = args.sbatch.clone();
+        slurm::run(
+            &plan,
+            &args.out,
+            &slurm::Options { program, sbatch, workers: options.workers },
+        )?;
+    } else {
+        for task in missing {
+            engine::run(&plan, task, options.workers)?;
+            eprintln!("task {task} of {all}");
+        }
+        engine::merge(&plan, &args.out)?;
+    }
+    let manifest = open::manifest(&args.out)?;
+    std::fs::remove_dir_all(&work).map_err(|error| Fault::io("remove", &work, &error))?;
+    Ok(manifest)
 }
 
 /// Does it.
@@ -50,18 +165,12 @@ pub(crate) fn exec(args: Args) -> Result<()> {
         Encoder::Reference => Engine::Reference,
     };
     let options = Options { workers: args.workers.unwrap_or(cores), engine, quiet: false };
-    let manifest = match ingest::build(&corpus, &args.out, options)? {
-        Outcome::UpToDate(manifest) => {
-            eprintln!("up to date: the store was built from this very request");
-            manifest
-        }
-        Outcome::Built { manifest, summary, audited: (documents, bytes) } => {
-            eprintln!("{summary}");
-            eprintln!(
-                "audit: {documents} documents ({bytes} bytes) encoded again by tokenizers, no difference"
-            );
-            manifest
-        }
+    let manifest = if args.engine != Place::Local {
+        by_tasks(&corpus, &args, options)?
+    } else if far::is_far(&args.out) {
+        far_build(&corpus, &args.out, args.from.as_deref(), options)?
+    } else {
+        build(&corpus, &args.out, args.from.as_deref(), options)?
     };
     if args.json {
         println!("{}", inspect::json(&args.out, &manifest));

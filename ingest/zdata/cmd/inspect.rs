@@ -4,7 +4,10 @@ use std::path::PathBuf;
 
 use contract::Result;
 use contract::store::open;
-use ingest::inspect;
+use ingest::prepare::sample;
+use ingest::{Corpus, inspect};
+
+use super::output;
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -14,11 +17,29 @@ pub(crate) struct Args {
     /// Answer a program.
     #[arg(long)]
     json: bool,
+    /// Show N random records instead, and what each step of preparation did to them.
+    #[arg(long, value_name = "N", requires = "corpus")]
+    sample: Option<u64>,
+    /// The corpus file that the store was built from: a sample reads its inputs again.
+    #[arg(long, value_name = "CORPUS")]
+    corpus: Option<PathBuf>,
+    /// What the sample is drawn by.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
 }
 
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
     let manifest = open::manifest(&args.store)?;
+    if let (Some(count), Some(corpus)) = (args.sample, &args.corpus) {
+        let corpus = Corpus::read(corpus)?;
+        let sample = sample::sample(&corpus, (&args.store, &manifest), count, args.seed)?;
+        if !args.json {
+            return output::emit(&sample::text(&sample));
+        }
+        let lines: String = sample.iter().map(output::json).collect::<Result<_>>()?;
+        return output::emit(&lines);
+    }
     if args.json {
         println!("{}", inspect::json(&args.store, &manifest));
     } else {

@@ -3,9 +3,13 @@
 pub(crate) mod batch;
 pub(crate) mod build;
 pub(crate) mod digest;
+pub(crate) mod export;
+pub(crate) mod import;
 pub(crate) mod inspect;
 pub(crate) mod output;
 pub(crate) mod plan;
+pub(crate) mod publish;
+pub(crate) mod task;
 pub(crate) mod tokenizer;
 pub(crate) mod verify;
 pub(crate) mod verify_run;

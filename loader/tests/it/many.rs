@@ -52,7 +52,7 @@ fn write(dir: &Path) {
     (train.tokens, train.documents) = (SHARDS * TOKENS, SHARDS);
     let (validation, losses, inputs) = (StreamRecord::empty(), Vec::new(), Vec::new());
     let (name, preparation) = ("web".to_owned(), String::new());
-    let web = SourceRecord { name, preparation, inputs, train, validation, losses };
+    let web = SourceRecord { name, preparation, inputs, train, validation, losses, prepared: None };
     commit_store(dir, vec![web], 2, 1024);
 }
 

@@ -50,6 +50,7 @@ pub(crate) fn write_store(dir: &Path, texts: &[Text], token_bytes: u32, unit: u6
         train: write_stream(dir, text, Split::Train, token_bytes),
         validation: write_stream(dir, text, Split::Validation, token_bytes),
         losses: Vec::new(),
+        prepared: None,
     });
     commit_store(dir, sources.collect(), token_bytes, unit);
 }

@@ -10,7 +10,7 @@ use parquet::arrow::arrow_reader::{ParquetRecordBatchReader, ParquetRecordBatchR
 
 use super::DocumentRecord;
 use super::write::{document_schema, start_schema};
-use crate::{Fault, Result};
+use crate::{Fault, Result, far};
 
 /// The fault of a file that another writer must have written, or that changed after its digest was checked.
 fn strange(path: &Path, what: impl ToString) -> Fault {
@@ -30,7 +30,7 @@ pub struct Starts {
 impl Starts {
     /// Opens one file.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|error| Fault::io("read", path, &error))?;
+        let file = far::open(path).map_err(|error| Fault::io("read", path, &error))?;
         let reader = FileReader::try_new(file, None).map_err(|error| strange(path, error))?;
         if reader.schema() != start_schema() {
             return Err(strange(path, "its schema is not that of starts"));
@@ -66,7 +66,7 @@ pub struct Documents {
 impl Documents {
     /// Opens one file.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|error| Fault::io("read", path, &error))?;
+        let file = far::open(path).map_err(|error| Fault::io("read", path, &error))?;
         let builder =
             ParquetRecordBatchReaderBuilder::try_new(file).map_err(|error| strange(path, error))?;
         if builder.schema().fields() != document_schema().fields() {

@@ -59,6 +59,36 @@ pub struct SourceRecord {
     pub validation: StreamRecord,
     /// What was read but not kept, by reason: documents read = train + validation + losses.
     pub losses: Vec<Loss>,
+    /// What steps of preparation did, if there were any: a function of the rest, and so no part of the identity.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prepared: Option<PreparedRecord>,
+}
+
+/// What steps of preparation did to a source:
+/// bytes read + added - removed - lost = bytes of text in train and validation.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PreparedRecord {
+    /// Bytes of text (or, where there was none, of record) of all documents before the first step.
+    pub read_bytes: u64,
+    /// The steps that changed documents that were kept, in the order of the steps.
+    pub changes: Vec<Change>,
+    /// Lists that the steps left in the source's folder: documents removed, hits of evaluation sets.
+    pub files: Vec<FileRecord>,
+}
+
+/// What one step changed in documents that were kept.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Change {
+    /// The step.
+    pub step: String,
+    /// How many it changed.
+    pub documents: u64,
+    /// Bytes by which texts grew.
+    pub added: u64,
+    /// Bytes by which texts shrank.
+    pub removed: u64,
 }
 
 /// One input file.
@@ -146,7 +176,15 @@ impl Manifest {
         text += &format!("tokenizer {sha256} vocab {vocab} begin {begin:?} end {end:?}\n");
         text += &format!("unit {} validation {}\n", self.unit, self.validation);
         for source in &self.sources {
-            let SourceRecord { name, preparation, inputs, train, validation, losses: _ } = source;
+            let SourceRecord {
+                name,
+                preparation,
+                inputs,
+                train,
+                validation,
+                losses: _,
+                prepared: _,
+            } = source;
             text += &format!("source {name:?} {preparation:?}\n");
             for input in inputs {
                 text += &format!("input {} {}\n", input.bytes, input.sha256);

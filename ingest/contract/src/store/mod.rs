@@ -27,8 +27,8 @@ pub mod verify;
 pub mod write;
 
 pub use manifest::{
-    FileRecord, InputRecord, Loss, Manifest, ShardRecord, SourceRecord, StreamRecord,
-    TokenizerRecord,
+    Change, FileRecord, InputRecord, Loss, Manifest, PreparedRecord, ShardRecord, SourceRecord,
+    StreamRecord, TokenizerRecord,
 };
 pub use read::{Store, StreamReader};
 

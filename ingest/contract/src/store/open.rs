@@ -2,11 +2,11 @@
 //!
 //! Invariant: `manifest.json` is renamed into place last, so a folder that has it holds everything it names.
 
+use std::io;
 use std::path::{Path, PathBuf};
-use std::{fs, io};
 
 use super::{FORMAT, Manifest, write};
-use crate::{Digest, Fault, Result};
+use crate::{Digest, Fault, Result, far};
 
 /// The manifest's name.
 pub const MANIFEST: &str = "manifest.json";
@@ -38,7 +38,7 @@ pub fn commit(store: &Path, manifest: &Manifest) -> Result<()> {
 /// Reads the manifest of the store at `store` and checks that it is whole and of this format.
 pub fn manifest(store: &Path) -> Result<Manifest> {
     let path = store.join(MANIFEST);
-    let bytes = match fs::read(&path) {
+    let bytes = match far::read(&path) {
         Ok(bytes) => bytes,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(no_store(store)),
         Err(error) => return Err(Fault::io("read", &path, &error)),
@@ -72,7 +72,7 @@ pub fn manifest(store: &Path) -> Result<Manifest> {
 
 fn check_sum(store: &Path, bytes: &[u8]) -> Result<()> {
     let path = store.join(MANIFEST_SUM);
-    let text = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
+    let text = far::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
     let wanted = format!("{}\n", Digest::of_bytes(bytes));
     if text == wanted.as_bytes() {
         return Ok(());
@@ -91,7 +91,7 @@ fn no_store(store: &Path) -> Fault {
             .at(place)
             .hint("run the same `zdata build` again: it goes on where it stopped");
     }
-    if !store.is_dir() {
+    if far::is_far(store) || !store.is_dir() {
         return Fault::data("there is no such store").at(place).hint("build it with `zdata build`");
     }
     Fault::data(format!("this folder is no store: it has no {MANIFEST}"))

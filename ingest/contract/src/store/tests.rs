@@ -69,6 +69,7 @@ fn store(token_bytes: u32, cuts: &[u64], document_tokens: u64) -> (TempDir, Mani
             train: stream,
             validation: StreamRecord::empty(),
             losses: Vec::new(),
+            prepared: None,
         }],
     };
     manifest.digest = manifest.identity();

@@ -4,7 +4,7 @@
 //! gives, and named with the documents it touches as long as one of the two lists of documents is whole.
 
 use std::fmt;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use super::{
     StreamRecord, open,
 };
 use crate::digest::block_sum;
-use crate::{Digest, Fault, Identity, Result};
+use crate::{Digest, Fault, Identity, Result, far};
 
 /// One damaged place.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,7 +46,7 @@ impl fmt::Display for Damage {
 
 /// Checks what belongs to no stream: the tokenizer.
 pub fn verify_tokenizer(store: &Path, manifest: &Manifest) -> Vec<Damage> {
-    let found = fs::read(store.join(open::TOKENIZER));
+    let found = far::read(&store.join(open::TOKENIZER));
     let what = match found {
         Err(error) => format!("it cannot be read: {error}"),
         Ok(bytes) if Identity::of_bytes(&bytes) == manifest.tokenizer.sha256 => return Vec::new(),
@@ -203,7 +203,7 @@ impl Check<'_> {
         let name = &shard.token_file.name;
         let path = self.folder.join(name);
         let (Ok(sums), Ok(mut file)) =
-            (fs::read(self.folder.join(&shard.sum_file.name)), File::open(&path))
+            (far::read(&self.folder.join(&shard.sum_file.name)), far::open(&path))
         else {
             return Vec::new();
         };
@@ -355,7 +355,7 @@ fn read_block(
 }
 
 fn digest_of(path: &Path) -> std::io::Result<(u64, Digest)> {
-    let mut file = File::open(path)?;
+    let mut file = far::open(path)?;
     let (mut hash, mut bytes) = (Xxh3::new(), 0);
     let mut buffer = vec![0; 1 << 20];
     loop {
@@ -387,7 +387,7 @@ impl<'a> Tokens<'a> {
         manifest: &Manifest,
     ) -> std::result::Result<Self, (String, String)> {
         let name = &shard.token_file.name;
-        let file = File::open(path).map_err(|error| (name.clone(), error.to_string()))?;
+        let file = far::open(path).map_err(|error| (name.clone(), error.to_string()))?;
         let (vocab, token_bytes) = (manifest.tokenizer.vocab, manifest.token_bytes);
         Ok(Tokens { file, name, shard, vocab, token_bytes, block: 0, ids: Vec::new(), at: 0 })
     }

@@ -321,25 +321,23 @@ impl TokenFile {
     }
 
     fn write_block(&mut self) -> Result<()> {
-        let open = self.open.drain(..);
-        let (column, bytes): (ArrayRef, Vec<u8>) = if self.token_bytes == 2 {
-            let values: Vec<u16> = open
-                .map(|id| {
-                    u16::try_from(id).map_err(|_| Fault::bug("an id does not fit its column"))
-                })
-                .collect::<Result<_>>()?;
-            let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-            (Arc::new(UInt16Array::from(values)), bytes)
+        let (column, sum): (ArrayRef, u64) = if self.token_bytes == 2 {
+            let narrow = |id: u32| {
+                u16::try_from(id).map_err(|_| Fault::bug("an id does not fit its column"))
+            };
+            let values: Vec<u16> = self.open.drain(..).map(narrow).collect::<Result<_>>()?;
+            let column = UInt16Array::from(values);
+            let sum = block_sum(column.values().inner());
+            (Arc::new(column), sum)
         } else {
-            let values: Vec<u32> = open.collect();
-            let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-            (Arc::new(UInt32Array::from(values)), bytes)
+            let room = Vec::with_capacity(BLOCK_TOKENS as usize);
+            let column = UInt32Array::from(std::mem::replace(&mut self.open, room));
+            let sum = block_sum(column.values().inner());
+            (Arc::new(column), sum)
         };
         self.file.write(column)?;
         let path = temporary(&self.sums.path);
-        self.sums
-            .write_all(&block_sum(&bytes).to_le_bytes())
-            .map_err(|error| Fault::io("write", &path, &error))
+        self.sums.write_all(&sum.to_le_bytes()).map_err(|error| Fault::io("write", &path, &error))
     }
 
     fn finish(mut self) -> Result<(FileRecord, FileRecord)> {

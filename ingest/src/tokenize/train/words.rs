@@ -13,6 +13,7 @@ use tokenizers::utils::SysRegex;
 
 use crate::corpus::{Corpus, OnError, Source};
 use crate::pipeline::held_back;
+use crate::prepare::{InFile, Tools};
 use crate::progress::Progress;
 use crate::source::{self, Document, Limits, Parsed, Slab};
 
@@ -45,11 +46,13 @@ pub(super) fn count(
     progress: &mut Progress,
 ) -> Result<Counted> {
     let (slabs, work) = bounded::<Work<'_>>(workers + 2);
+    // Steps that count tokens have none yet, and do nothing.
+    let tools = Tools::new(corpus, None)?;
     let stop = AtomicBool::new(false);
     let (read, tallies) = thread::scope(|scope| {
         let worker = || {
-            let (work, stop) = (work.clone(), &stop);
-            scope.spawn(move || tally(&work, corpus, share, stop))
+            let (work, stop, tools) = (work.clone(), &stop, &tools);
+            scope.spawn(move || tally(&work, (corpus, tools), share, stop))
         };
         let workers: Vec<_> = (0..workers.max(1)).map(|_| worker()).collect();
         drop(work);
@@ -114,7 +117,7 @@ struct Tally {
 
 fn tally(
     work: &Receiver<Work<'_>>,
-    corpus: &Corpus,
+    (corpus, tools): (&Corpus, &Tools<'_>),
     share: Ratio,
     stop: &AtomicBool,
 ) -> std::result::Result<Tally, (u64, Fault)> {
@@ -125,8 +128,17 @@ fn tally(
             stop.store(true, Ordering::Relaxed);
             (order, fault)
         };
+        let steps = InFile::unsurveyed(source, tools);
         for parsed in slab.parse(&source.fields).map_err(failed)? {
             match parsed {
+                Parsed::Document(document) if steps.is_some() => {
+                    match steps.as_ref().map(|steps| steps.apply(document)) {
+                        Some(Ok((document, _))) => {
+                            tally.document(&document, corpus, share, &split);
+                        }
+                        _ => tally.lost += 1,
+                    }
+                }
                 Parsed::Document(document) => tally.document(&document, corpus, share, &split),
                 Parsed::Lost { reason: "empty", .. } => tally.lost += 1,
                 Parsed::Lost { .. } if corpus.on_error == OnError::Skip => tally.lost += 1,

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use arrow::ipc::{MessageHeader, root_as_footer, root_as_message};
 
-use crate::{Fault, Result};
+use crate::{Fault, Result, far};
 
 /// `ARROW1` at both ends of a file, and the footer's length before the last one.
 const MAGIC: &[u8] = b"ARROW1";
@@ -48,7 +48,8 @@ impl Batch {
 
 /// An open column file of known length.
 pub(super) struct ColumnFile {
-    file: File,
+    /// The file, unless it is far: then blocks are fetched one by one.
+    file: Option<File>,
     path: PathBuf,
     bytes: u64,
 }
@@ -56,8 +57,13 @@ pub(super) struct ColumnFile {
 impl ColumnFile {
     /// Opens the file, which must have exactly `bytes` bytes.
     pub(super) fn open(path: PathBuf, bytes: u64) -> Result<Self> {
-        let file = File::open(&path).map_err(|error| missing(&path, &error))?;
-        let found = file.metadata().map_err(|error| Fault::io("examine", &path, &error))?.len();
+        let (file, found) = if far::is_far(&path) {
+            (None, far::size(&path).map_err(|error| missing(&path, &error))?)
+        } else {
+            let file = File::open(&path).map_err(|error| missing(&path, &error))?;
+            let about = file.metadata().map_err(|error| Fault::io("examine", &path, &error))?;
+            (Some(file), about.len())
+        };
         if found != bytes {
             return Err(damaged(&path, "the file has the wrong size")
                 .found(format!("{found} bytes"))
@@ -73,9 +79,14 @@ impl ColumnFile {
 
     /// Fills `buffer` from `offset` on, moving no cursor: any number of threads may read at once.
     pub(super) fn read(&self, buffer: &mut [u8], offset: u64) -> Result<()> {
-        self.file
-            .read_exact_at(buffer, offset)
-            .map_err(|error| Fault::io("read", &self.path, &error))
+        let read = match &self.file {
+            Some(file) => file.read_exact_at(buffer, offset),
+            None => far::reader(&self.path).and_then(|far| match far {
+                Some(far) => far.read_at(&self.path, buffer, offset),
+                None => Err(std::io::ErrorKind::Unsupported.into()),
+            }),
+        };
+        read.map_err(|error| Fault::io("read", &self.path, &error))
     }
 
     /// The whole file.

@@ -16,11 +16,11 @@ use super::column::{damaged, missing};
 use crate::store::documents::row;
 use crate::store::write::document_schema;
 use crate::store::{DocumentRecord, FileRecord};
-use crate::{Digest, Fault, Result};
+use crate::{Digest, Fault, Result, far};
 
 /// Holds the file against its record, in pieces: it may be large.
 pub(super) fn check(path: &Path, record: &FileRecord) -> Result<()> {
-    let mut file = File::open(path).map_err(|error| missing(path, &error))?;
+    let mut file = far::open(path).map_err(|error| missing(path, &error))?;
     let (mut hash, mut bytes, mut buffer) = (Xxh3::new(), 0, vec![0; 1 << 18]);
     loop {
         let count = file.read(&mut buffer).map_err(|error| Fault::io("read", path, &error))?;
@@ -91,7 +91,7 @@ pub(super) fn find(path: &Path, id: &str) -> Result<Vec<u64>> {
 }
 
 fn builder(path: &Path) -> Result<ParquetRecordBatchReaderBuilder<File>> {
-    let file = File::open(path).map_err(|error| missing(path, &error))?;
+    let file = far::open(path).map_err(|error| missing(path, &error))?;
     let builder = ParquetRecordBatchReaderBuilder::try_new(file)
         .map_err(|error| damaged(path, "provenance is no Parquet file").found(error))?;
     let known = builder.schema().fields() == document_schema().fields();

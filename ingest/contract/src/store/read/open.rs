@@ -6,7 +6,7 @@ use std::path::{Component, Path};
 use super::column::{damaged, missing};
 use crate::store::open::{MANIFEST, TOKENIZER, manifest as store_manifest};
 use crate::store::{Manifest, Split, StreamRecord};
-use crate::{Identity, Result};
+use crate::{Identity, Result, far};
 
 /// Reads and checks `manifest.json`.
 pub(super) fn manifest(root: &Path) -> Result<Manifest> {
@@ -74,7 +74,7 @@ fn is_plain(name: &str) -> bool {
 /// Reads `tokenizer.json`, which must be the one that made the tokens.
 pub(super) fn tokenizer(root: &Path, manifest: &Manifest) -> Result<Vec<u8>> {
     let path = root.join(TOKENIZER);
-    let bytes = fs::read(&path).map_err(|error| missing(&path, &error))?;
+    let bytes = far::read(&path).map_err(|error| missing(&path, &error))?;
     let found = Identity::of_bytes(&bytes);
     if found == manifest.tokenizer.sha256 {
         return Ok(bytes);

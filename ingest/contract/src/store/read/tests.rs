@@ -114,6 +114,7 @@ fn commit_store(dir: &Path, train: StreamRecord, token_bytes: u32, vocab: u32) {
             train,
             validation: StreamRecord::empty(),
             losses: Vec::new(),
+            prepared: None,
         }],
     };
     manifest.digest = manifest.identity();

@@ -1,0 +1,99 @@
+//! Files that do not lie on this machine: `s3://bucket/key`.
+//!
+//! This room knows no network. Whoever does says here how far files are read (`ingest::remote`); all that reads inputs
+//! and stores opens files here, near ones as ever, far ones as a copy on this machine. A path is far if it begins with
+//! `s3://`.
+
+use std::fs::{self, File};
+use std::io::{Error, ErrorKind, Result};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// What far paths begin with.
+pub const SCHEME: &str = "s3://";
+
+/// How far files are read. Errors are those of files: a missing one is [`ErrorKind::NotFound`].
+pub trait Far: Send + Sync {
+    /// The size of a file.
+    fn size(&self, path: &Path) -> Result<u64>;
+
+    /// Fills `buffer` from byte `offset` on.
+    fn read_at(&self, path: &Path, buffer: &mut [u8], offset: u64) -> Result<()>;
+
+    /// A whole copy on this machine.
+    fn fetch(&self, path: &Path) -> Result<Near>;
+}
+
+static FAR: OnceLock<Box<dyn Far>> = OnceLock::new();
+
+/// Says how far files are read, once for a process.
+pub fn install(far: Box<dyn Far>) {
+    // The first one stays: a program installs one at its start.
+    let _ = FAR.set(far);
+}
+
+/// Whether a path is far.
+pub fn is_far(path: &Path) -> bool {
+    path.as_os_str().as_encoded_bytes().starts_with(SCHEME.as_bytes())
+}
+
+/// What reads `path`, if it is far.
+pub fn reader(path: &Path) -> Result<Option<&'static dyn Far>> {
+    if !is_far(path) {
+        return Ok(None);
+    }
+    match FAR.get() {
+        Some(far) => Ok(Some(far.as_ref())),
+        None => Err(Error::new(ErrorKind::Unsupported, "this program reads no object storage")),
+    }
+}
+
+/// A file on this machine: the file itself, or a copy of a far one that stays as long as this lives.
+#[derive(Debug)]
+pub struct Near {
+    path: PathBuf,
+    hold: Option<File>,
+}
+
+impl Near {
+    /// A copy, which is not cleared away while `hold` is open.
+    pub fn copy(path: PathBuf, hold: File) -> Self {
+        Near { path, hold: Some(hold) }
+    }
+
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// `path` on this machine.
+pub fn near(path: &Path) -> Result<Near> {
+    match reader(path)? {
+        Some(far) => far.fetch(path),
+        None => Ok(Near { path: path.to_owned(), hold: None }),
+    }
+}
+
+/// Opens a file, far or near.
+pub fn open(path: &Path) -> Result<File> {
+    let near = near(path)?;
+    match near.hold {
+        // Its own handle, since a copy may be cleared away once it is let go.
+        Some(_) => File::open(&near.path),
+        None => File::open(path),
+    }
+}
+
+/// The bytes of a file, far or near.
+pub fn read(path: &Path) -> Result<Vec<u8>> {
+    fs::read(near(path)?.path())
+}
+
+/// The size of a file, far or near.
+pub fn size(path: &Path) -> Result<u64> {
+    match reader(path)? {
+        Some(far) => far.size(path),
+        None => Ok(fs::metadata(path)?.len()),
+    }
+}

@@ -1,0 +1,200 @@
+//! datatrove's `.ds`: tokens and nothing else; where documents end stands beside them.
+//!
+//! ```text
+//! X.ds            tokens, u16 or u32 (u16 up to a vocabulary of 65,536)
+//! X.ds.index      u64 for each document: where it ends, in tokens
+//! X.ds.metadata   "NAME|WIDTH", tokens, tokens for people: a line each
+//! X.ds.loss       one byte a token, which a store cannot keep: refused
+//! ```
+
+use std::io::{BufReader, Read as _};
+use std::path::{Path, PathBuf};
+
+use contract::store::InputRecord;
+use contract::{Fault, Result};
+
+use super::sink::{Sink, Written};
+use super::tokens::{Hashing, TokenFile};
+use super::{Documents, Found, Hints, Width, Writer, damaged};
+
+/// The largest `.metadata` that is read.
+const METADATA_BYTES: u64 = 1 << 16;
+
+fn beside(path: &Path, ending: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(ending);
+    PathBuf::from(name)
+}
+
+/// What `.metadata` says of the width, if it is there.
+fn stated_width(path: &Path) -> Result<Option<(Width, InputRecord)>> {
+    let path = beside(path, ".metadata");
+    if !path.exists() {
+        return Ok(None);
+    }
+    let (bytes, record) = Hashing::whole(&path, METADATA_BYTES)?;
+    let text = String::from_utf8_lossy(&bytes);
+    let line = text.lines().next().unwrap_or_default();
+    let size = line.rsplit_once('|').and_then(|(_, size)| size.trim().parse().ok());
+    match size.and_then(Width::of_size) {
+        Some(width) => Ok(Some((width, record))),
+        None => Err(damaged(&path, "it does not say how wide a token is")
+            .found(format!("{:?}", line.chars().take(80).collect::<String>()))
+            .wanted("NAME|2 or NAME|4")),
+    }
+}
+
+/// Reads a `.ds` with its index.
+pub(super) struct Reader {
+    tokens: TokenFile,
+    index: BufReader<Hashing>,
+    path: PathBuf,
+    metadata: Option<InputRecord>,
+    left: u64,
+}
+
+impl Reader {
+    pub(super) fn open(path: &Path, hints: &Hints) -> Result<Self> {
+        let loss = beside(path, ".loss");
+        if loss.exists() {
+            return Err(Fault::usage("these tokens have a loss mask, which a store does not keep")
+                .at(loss.display().to_string())
+                .hint("remove the .loss file if every token shall be trained on"));
+        }
+        let index = beside(path, ".index");
+        if !index.exists() {
+            return Err(damaged(path, "it has no .index: nothing says where its documents end")
+                .hint("write it with save_index=True"));
+        }
+        let index = Hashing::open(&index)?;
+        let index_path = beside(path, ".index");
+        if !index.bytes.is_multiple_of(8) {
+            return Err(damaged(&index_path, "the index ends within a number")
+                .found(format!("{} bytes", index.bytes))
+                .wanted("a multiple of 8"));
+        }
+        let metadata = stated_width(path)?;
+        let stated = metadata.as_ref().map(|(width, _)| *width);
+        let width = match (hints.width, stated) {
+            (Some(hint), Some(stated)) if hint.bytes() != stated.bytes() => {
+                return Err(Fault::usage("--dtype differs from .metadata")
+                    .at(path.display().to_string())
+                    .found(hint.name())
+                    .wanted(stated.name()));
+            }
+            (Some(width), _) | (None, Some(width)) => width,
+            (None, None) => measured(path, &index_path, index.bytes)?,
+        };
+        let left = index.bytes / 8;
+        Ok(Reader {
+            tokens: TokenFile::open(path, width, hints.vocab)?,
+            index: BufReader::with_capacity(64 << 10, index),
+            path: index_path,
+            metadata: metadata.map(|(_, record)| record),
+            left,
+        })
+    }
+}
+
+/// The width that the last end and the size agree on.
+fn measured(path: &Path, index: &Path, index_bytes: u64) -> Result<Width> {
+    use std::os::unix::fs::FileExt as _;
+    let size = Hashing::open(path)?.bytes;
+    if index_bytes == 0 {
+        return Ok(Width::U16);
+    }
+    let fault = |error: &std::io::Error| Fault::io("read", index, error);
+    let file = std::fs::File::open(index).map_err(|error| fault(&error))?;
+    let mut last = [0; 8];
+    file.read_exact_at(&mut last, index_bytes - 8).map_err(|error| fault(&error))?;
+    let last = u64::from_le_bytes(last);
+    match size.checked_div(last).filter(|width| width.checked_mul(last) == Some(size)) {
+        Some(2) => Ok(Width::U16),
+        Some(4) => Ok(Width::U32),
+        _ if (last, size) == (0, 0) => Ok(Width::U16),
+        _ => Err(damaged(path, "its size does not fit its index")
+            .found(format!("{size} bytes"))
+            .wanted(format!("two or four for each of {last} tokens"))),
+    }
+}
+
+impl Documents for Reader {
+    fn next(&mut self, tokens: &mut Vec<u32>) -> Result<Option<Found>> {
+        tokens.clear();
+        if self.left == 0 {
+            self.tokens.finish()?;
+            return Ok(None);
+        }
+        self.left -= 1;
+        let mut word = [0; 8];
+        let read = self.index.read_exact(&mut word);
+        read.map_err(|error| Fault::io("read", &self.path, &error))?;
+        let (first, end) = (self.tokens.at, u64::from_le_bytes(word));
+        let count = end.checked_sub(first).ok_or_else(|| {
+            damaged(&self.path, "a document ends before it begins")
+                .at(format!("{}: document {}", self.path.display(), self.tokens.documents))
+                .found(end)
+                .wanted(format!("at least {first}"))
+        })?;
+        self.tokens.take(count, tokens)?;
+        Ok(Some(Found { id: None, bytes: self.tokens.range(first) }))
+    }
+
+    fn inputs(&self) -> Vec<InputRecord> {
+        let index = self.index.get_ref().record(0);
+        [self.tokens.record(), index].into_iter().chain(self.metadata.clone()).collect()
+    }
+}
+
+/// Writes one `.ds`.
+pub(super) struct Files {
+    tokens: Sink,
+    index: Sink,
+    metadata: Sink,
+    width: u64,
+    name: String,
+    at: u64,
+    raw: Vec<u8>,
+}
+
+impl Files {
+    /// Begins a file; `name` is the tokenizer's.
+    pub(super) fn create(path: &Path, vocab: u32, name: &str) -> Result<Self> {
+        Ok(Files {
+            tokens: Sink::create(path)?,
+            index: Sink::create(&beside(path, ".index"))?,
+            metadata: Sink::create(&beside(path, ".metadata"))?,
+            width: if vocab <= 1 << 16 { 2 } else { 4 },
+            name: name.to_owned(),
+            at: 0,
+            raw: Vec::new(),
+        })
+    }
+}
+
+/// Tokens for people, as datatrove puts it.
+fn for_people(tokens: u64) -> String {
+    let mut value = tokens as f64;
+    for unit in ["", "K", "M", "B", "T"] {
+        if value < 1000.0 {
+            return format!("{value:.2} {unit}").trim_end().to_owned();
+        }
+        value /= 1000.0;
+    }
+    format!("{value:.2} P")
+}
+
+impl Writer for Files {
+    fn document(&mut self, tokens: &[u32], _id: &str, _src: &str, _row: u64) -> Result<()> {
+        self.tokens.tokens(tokens, self.width, &mut self.raw)?;
+        self.at += tokens.len() as u64;
+        self.index.put(&self.at.to_le_bytes())
+    }
+
+    fn finish(mut self: Box<Self>) -> Result<Vec<Written>> {
+        let text = format!("{}|{}\n{}\n{}", self.name, self.width, self.at, for_people(self.at));
+        self.metadata.put(text.as_bytes())?;
+        let Files { tokens, index, metadata, .. } = *self;
+        Ok(vec![tokens.finish()?, index.finish()?, metadata.finish()?])
+    }
+}

@@ -1,0 +1,282 @@
+//! `zdata export`: a store, or a part of it, as a peer's files.
+//!
+//! `OUT/export.json` says of which store they are, and each file's size and digest; `OUT/tokenizer.json` goes with the
+//! tokens.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use contract::store::write::{ROW_GROUP_DOCUMENTS, write_whole};
+use contract::store::{DocumentRecord, SourceRecord, Split, Store, StreamReader, open};
+use contract::{Fault, Identity, Result, fault};
+use serde::{Deserialize, Serialize};
+
+use super::sink::Written;
+use super::staging::{self, Staging};
+use super::{Peer, Writer, datatrove, mds, megatron, olmo};
+use crate::progress::Progress;
+
+/// The file that says what an export is.
+pub const NOTE: &str = "export.json";
+
+/// Tokens read at a time.
+const READ_TOKENS: u64 = 1 << 20;
+
+/// What to export.
+#[derive(Clone, Debug)]
+pub struct Export {
+    /// The store.
+    pub store: PathBuf,
+    /// The folder to make.
+    pub out: PathBuf,
+    /// Whose files.
+    pub peer: Peer,
+    /// One source only.
+    pub source: Option<String>,
+    /// One split only.
+    pub split: Option<Split>,
+    /// Whether to keep silent about progress.
+    pub quiet: bool,
+}
+
+/// What an export holds: `export.json`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Note {
+    /// Whose files.
+    pub format: String,
+    /// The store's digest.
+    pub store: Identity,
+    /// The streams, in the store's order.
+    pub streams: Vec<StreamNote>,
+}
+
+/// One stream of an export.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StreamNote {
+    /// Its source.
+    pub source: String,
+    /// Its split.
+    pub split: String,
+    /// Its documents.
+    pub documents: u64,
+    /// Its tokens.
+    pub tokens: u64,
+    /// Its files.
+    pub files: Vec<Written>,
+}
+
+/// How an export ended.
+#[derive(Debug)]
+pub enum Exported {
+    /// The files were there already.
+    UpToDate(Note),
+    /// Written now; what passed.
+    Done(Note, String),
+}
+
+/// Exports.
+pub fn export(request: &Export) -> Result<Exported> {
+    let store = Store::open(&request.store)?;
+    let chosen = chosen(&store, request)?;
+    if let Some(note) = note_of(&request.out)? {
+        staging::finish(&request.out)?;
+        return same(request, &store, &chosen, note);
+    }
+    let staging = Staging::begin(&request.out)?;
+    let tokens = chosen.iter().map(|(_, _, stream)| stream.record().tokens).sum();
+    let mut progress = Progress::new(tokens, 0, request.quiet);
+    let mut streams = Vec::new();
+    for (source, split, stream) in &chosen {
+        let stem = staging.path().join(&source.name).join(split.name());
+        let writer = writer(request.peer, &stem, &store, stream)?;
+        let mut files = walk(stream, writer, &mut progress)?;
+        for file in &mut files {
+            file.name = relative(&file.name, staging.path());
+        }
+        streams.push(StreamNote {
+            source: source.name.clone(),
+            split: split.name().to_owned(),
+            documents: stream.record().documents,
+            tokens: stream.record().tokens,
+            files,
+        });
+    }
+    let note =
+        Note { format: request.peer.name().to_owned(), store: store.manifest().digest, streams };
+    write_whole(&staging.path().join(open::TOKENIZER), &store.tokenizer()?)?;
+    write_whole(&staging.path().join(NOTE), &bytes(&note)?)?;
+    staging.commit()?;
+    progress.finish();
+    let documents: u64 = note.streams.iter().map(|stream| stream.documents).sum();
+    Ok(Exported::Done(note, format!("{documents} documents, {tokens} tokens")))
+}
+
+fn bytes(note: &Note) -> Result<Vec<u8>> {
+    let mut bytes = serde_json::to_vec_pretty(note)
+        .map_err(|error| Fault::bug(format!("an export's note cannot be written: {error}")))?;
+    bytes.push(b'\n');
+    Ok(bytes)
+}
+
+fn relative(name: &str, folder: &Path) -> String {
+    let short = Path::new(name).strip_prefix(folder).unwrap_or(Path::new(name));
+    short.display().to_string()
+}
+
+/// The streams that were asked for: those that hold documents.
+fn chosen<'a>(
+    store: &'a Store,
+    request: &Export,
+) -> Result<Vec<(&'a SourceRecord, Split, StreamReader)>> {
+    let sources = &store.manifest().sources;
+    if let Some(name) = &request.source
+        && store.manifest().source(name).is_none()
+    {
+        let refused = Fault::usage(format!("the store has no source {name:?}"))
+            .at(request.store.display().to_string());
+        let names = || sources.iter().map(|source| source.name.as_str());
+        return Err(match fault::nearest(name, names()) {
+            Some(near) => refused.hint(format!("did you mean {near:?}?")),
+            None => refused.wanted(format!("one of {}", names().collect::<Vec<_>>().join(", "))),
+        });
+    }
+    let mut chosen = Vec::new();
+    for (index, source) in sources.iter().enumerate() {
+        for split in Split::ALL {
+            let wanted = request.source.as_ref().is_none_or(|name| *name == source.name)
+                && request.split.is_none_or(|only| only == split);
+            if wanted && source.stream(split).documents > 0 {
+                chosen.push((source, split, store.stream(index, split)));
+            }
+        }
+    }
+    if chosen.is_empty() {
+        return Err(Fault::usage("there is nothing to export")
+            .at(request.store.display().to_string())
+            .hint("see `zdata inspect` for what the store holds"));
+    }
+    Ok(chosen)
+}
+
+fn writer(
+    peer: Peer,
+    stem: &Path,
+    store: &Store,
+    stream: &StreamReader,
+) -> Result<Box<dyn Writer>> {
+    let vocab = store.manifest().tokenizer.vocab;
+    let documents = stream.record().documents;
+    Ok(match peer {
+        Peer::Megatron => Box::new(megatron::Files::create(stem, vocab, documents)?),
+        Peer::Datatrove => {
+            let name = store.manifest().tokenizer.sha256.to_string();
+            let path = stem.join("00000_unshuffled.ds");
+            Box::new(datatrove::Files::create(&path, vocab, &name)?)
+        }
+        Peer::Olmo => Box::new(olmo::Files::create(stem, vocab)?),
+        Peer::Mds => Box::new(mds::Files::create(stem, vocab)?),
+    })
+}
+
+/// Hands every document of a stream to `writer`, reading tokens in long runs.
+fn walk(
+    stream: &StreamReader,
+    mut writer: Box<dyn Writer>,
+    progress: &mut Progress,
+) -> Result<Vec<Written>> {
+    let mut window = Window { stream, range: 0..0, tokens: Vec::new() };
+    for shard in &stream.record().shards {
+        let end = shard.first_document + shard.documents;
+        let mut at = shard.first_document;
+        while at < end {
+            // Row groups, so that none is opened twice.
+            let next = end.min(at + ROW_GROUP_DOCUMENTS as u64);
+            for record in stream.documents(std::slice::from_ref(&(at..next)))? {
+                document(stream, &mut window, &record, &mut *writer)?;
+                progress.document(0, record.tokens);
+                progress.within(record.first_token + record.tokens);
+                progress.tick();
+            }
+            at = next;
+        }
+    }
+    progress.file(stream.record().tokens);
+    writer.finish()
+}
+
+fn document(
+    stream: &StreamReader,
+    window: &mut Window<'_>,
+    record: &DocumentRecord,
+    writer: &mut dyn Writer,
+) -> Result<()> {
+    let inputs = &stream.source().inputs;
+    let src = inputs.get(record.file as usize).map_or("", |input| input.path.as_str());
+    let tokens = window.get(record.first_token..record.first_token + record.tokens)?;
+    writer.document(tokens, &record.id, src, record.row)
+}
+
+/// Tokens of a stream that lie in memory.
+struct Window<'a> {
+    stream: &'a StreamReader,
+    range: Range<u64>,
+    tokens: Vec<u32>,
+}
+
+impl Window<'_> {
+    /// Tokens `range`, which begins where the range before it ended or later.
+    fn get(&mut self, range: Range<u64>) -> Result<&[u32]> {
+        if range.end > self.range.end || range.start < self.range.start {
+            let all = self.stream.record().tokens;
+            let end = range.end.max(all.min(range.start + READ_TOKENS));
+            self.tokens.clear();
+            self.stream.read_tokens(range.start..end, &mut self.tokens)?;
+            self.range = range.start..end;
+        }
+        let first = (range.start - self.range.start) as usize;
+        Ok(&self.tokens[first..first + (range.end - range.start) as usize])
+    }
+}
+
+/// The note of an export that is there.
+fn note_of(out: &Path) -> Result<Option<Note>> {
+    let path = out.join(NOTE);
+    match std::fs::read(&path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Fault::io("read", &path, &error)),
+        Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|error| {
+            Fault::data("this is no note of an export").at(path.display().to_string()).found(error)
+        }),
+    }
+}
+
+/// Whether what is there is what was asked for; its files' sizes are checked.
+fn same(
+    request: &Export,
+    store: &Store,
+    chosen: &[(&SourceRecord, Split, StreamReader)],
+    note: Note,
+) -> Result<Exported> {
+    let wanted = chosen.iter().map(|(source, split, _)| (source.name.as_str(), split.name()));
+    let found = note.streams.iter().map(|stream| (stream.source.as_str(), stream.split.as_str()));
+    let same = note.format == request.peer.name() && note.store == store.manifest().digest;
+    if !same || !wanted.eq(found) {
+        return Err(Fault::usage("this folder holds another export")
+            .at(request.out.display().to_string())
+            .found(format!("{} of store {}", note.format, note.store.short()))
+            .wanted(format!("{} of store {}", request.peer.name(), store.manifest().digest.short()))
+            .hint("name another --out"));
+    }
+    for file in note.streams.iter().flat_map(|stream| &stream.files) {
+        let path = request.out.join(&file.name);
+        let about = std::fs::metadata(&path).map_err(|error| Fault::io("read", &path, &error))?;
+        if about.len() != file.bytes {
+            return Err(Fault::data("a file of this export changed its size")
+                .at(path.display().to_string())
+                .found(format!("{} bytes", about.len()))
+                .wanted(format!("{} bytes", file.bytes))
+                .hint("delete the folder and export again"));
+        }
+    }
+    Ok(Exported::UpToDate(note))
+}

@@ -1,0 +1,73 @@
+//! Documents that are tokens already become the streams of a store.
+//!
+//! Train and validation are cut together, as a build cuts them: the cut is a function of the documents alone.
+
+use std::path::Path;
+
+use contract::Result;
+use contract::store::{DocumentRecord, Loss, Manifest, SourceRecord, Split, StreamRecord};
+
+use crate::stream::Stream;
+
+/// One source under construction.
+pub(super) struct Filling {
+    pub(super) record: SourceRecord,
+    streams: [Stream; 2],
+    shard_tokens: u64,
+}
+
+impl Filling {
+    pub(super) fn new(
+        store: &Path,
+        manifest: &Manifest,
+        (name, preparation): (&str, String),
+        shard_tokens: u64,
+    ) -> Self {
+        let record = SourceRecord {
+            prepared: None,
+            name: name.to_owned(),
+            preparation,
+            inputs: Vec::new(),
+            train: StreamRecord::empty(),
+            validation: StreamRecord::empty(),
+            losses: Vec::new(),
+        };
+        let (token_bytes, vocab) = (manifest.token_bytes, manifest.tokenizer.vocab);
+        let streams = Stream::both(store, &record, token_bytes, vocab);
+        Filling { record, streams, shard_tokens }
+    }
+
+    /// The next document of `split`; its record's first token is set here.
+    pub(super) fn push(
+        &mut self,
+        split: Split,
+        tokens: &[u32],
+        mut record: DocumentRecord,
+    ) -> Result<()> {
+        let stream = &mut self.streams[split as usize];
+        record.first_token = stream.record.tokens;
+        stream.push(tokens, &record, 0)?;
+        let full = |stream: &Stream| stream.is_full(self.shard_tokens);
+        if self.streams.iter().any(full) { self.cut() } else { Ok(()) }
+    }
+
+    /// A document that is not kept.
+    pub(super) fn lost(&mut self, reason: &str, bytes: u64) {
+        let losses = &mut self.record.losses;
+        match losses.iter_mut().find(|loss| loss.reason == reason) {
+            Some(loss) => (loss.documents, loss.bytes) = (loss.documents + 1, loss.bytes + bytes),
+            None => losses.push(Loss { reason: reason.to_owned(), documents: 1, bytes }),
+        }
+    }
+
+    fn cut(&mut self) -> Result<()> {
+        self.streams.iter_mut().try_for_each(|stream| stream.commit().map(drop))
+    }
+
+    /// Ends the source.
+    pub(super) fn finish(mut self) -> Result<SourceRecord> {
+        self.cut()?;
+        let [train, validation] = self.streams.map(|stream| stream.record);
+        Ok(SourceRecord { train, validation, ..self.record })
+    }
+}

@@ -1,0 +1,285 @@
+//! A file of bare tokens, read front to back, hashed on the way, and no further than it really goes.
+
+use std::fs::File;
+use std::io::{BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use contract::store::InputRecord;
+use contract::{Fault, Identity, Result};
+use sha2::{Digest as _, Sha256};
+
+use super::damaged;
+
+/// Tokens decoded at a time: what bounds memory where a count is a lie.
+const PIECE_TOKENS: u64 = 1 << 16;
+
+/// How a token is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Width {
+    /// One byte.
+    U8,
+    /// Two bytes.
+    U16,
+    /// Four bytes.
+    U32,
+    /// Eight bytes.
+    U64,
+    /// One byte, signed.
+    I8,
+    /// Two bytes, signed.
+    I16,
+    /// Four bytes, signed.
+    I32,
+    /// Eight bytes, signed.
+    I64,
+}
+
+impl Width {
+    /// Every width.
+    pub const ALL: [Width; 8] = [
+        Width::U8,
+        Width::U16,
+        Width::U32,
+        Width::U64,
+        Width::I8,
+        Width::I16,
+        Width::I32,
+        Width::I64,
+    ];
+
+    /// The name that NumPy and `--dtype` use.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Width::U8 => "uint8",
+            Width::U16 => "uint16",
+            Width::U32 => "uint32",
+            Width::U64 => "uint64",
+            Width::I8 => "int8",
+            Width::I16 => "int16",
+            Width::I32 => "int32",
+            Width::I64 => "int64",
+        }
+    }
+
+    /// The width of that name.
+    pub fn from_name(name: &str) -> Option<Width> {
+        Width::ALL.into_iter().find(|width| width.name() == name)
+    }
+
+    /// Bytes of a token.
+    pub const fn bytes(self) -> u64 {
+        match self {
+            Width::U8 | Width::I8 => 1,
+            Width::U16 | Width::I16 => 2,
+            Width::U32 | Width::I32 => 4,
+            Width::U64 | Width::I64 => 8,
+        }
+    }
+
+    /// Appends the tokens in `bytes`, of which there must be whole ones only; or says which one is no id below `vocab`.
+    pub(super) fn decode(
+        self,
+        bytes: &[u8],
+        vocab: u32,
+        out: &mut Vec<u32>,
+    ) -> std::result::Result<(), (usize, i128)> {
+        fn each<const N: usize>(
+            bytes: &[u8],
+            vocab: u32,
+            out: &mut Vec<u32>,
+            value: impl Fn([u8; N]) -> i128,
+        ) -> std::result::Result<(), (usize, i128)> {
+            for (index, word) in bytes.as_chunks().0.iter().enumerate() {
+                let value = value(*word);
+                match u32::try_from(value) {
+                    Ok(id) if id < vocab => out.push(id),
+                    _ => return Err((index, value)),
+                }
+            }
+            Ok(())
+        }
+        match self {
+            Width::U8 => each(bytes, vocab, out, |word| u8::from_le_bytes(word).into()),
+            Width::U16 => each(bytes, vocab, out, |word| u16::from_le_bytes(word).into()),
+            Width::U32 => each(bytes, vocab, out, |word| u32::from_le_bytes(word).into()),
+            Width::U64 => each(bytes, vocab, out, |word| u64::from_le_bytes(word).into()),
+            Width::I8 => each(bytes, vocab, out, |word| i8::from_le_bytes(word).into()),
+            Width::I16 => each(bytes, vocab, out, |word| i16::from_le_bytes(word).into()),
+            Width::I32 => each(bytes, vocab, out, |word| i32::from_le_bytes(word).into()),
+            Width::I64 => each(bytes, vocab, out, |word| i64::from_le_bytes(word).into()),
+        }
+    }
+
+    /// The unsigned width of `size` bytes.
+    pub(super) fn of_size(size: u64) -> Option<Width> {
+        [Width::U8, Width::U16, Width::U32, Width::U64].into_iter().find(|w| w.bytes() == size)
+    }
+}
+
+/// The fault of a token that the named tokenizer cannot have made.
+pub(super) fn beyond(path: &Path, token: u64, value: i128, vocab: u32) -> Fault {
+    Fault::data("a token is no id of the tokenizer")
+        .at(format!("{}: token {token}", path.display()))
+        .found(value)
+        .wanted(format!("ids from 0 to {}", vocab.saturating_sub(1)))
+        .hint("name the tokenizer.json that made the tokens, or the right --dtype")
+}
+
+/// A file that hashes what is read from it.
+pub(super) struct Hashing {
+    path: PathBuf,
+    file: File,
+    hash: Sha256,
+    read: u64,
+    /// Its size when it was opened.
+    pub(super) bytes: u64,
+}
+
+impl Hashing {
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let fault = |error: &std::io::Error| Fault::io("read", path, error);
+        let file = File::open(path).map_err(|error| fault(&error))?;
+        let about = file.metadata().map_err(|error| fault(&error))?;
+        if !about.is_file() {
+            return Err(damaged(path, "this is no file").hint("name a file"));
+        }
+        let bytes = about.len();
+        Ok(Hashing { path: path.to_owned(), file, hash: Sha256::new(), read: 0, bytes })
+    }
+
+    /// The whole file, whose size must be at most `limit`.
+    pub(super) fn whole(path: &Path, limit: u64) -> Result<(Vec<u8>, InputRecord)> {
+        let mut file = Hashing::open(path)?;
+        if file.bytes > limit {
+            return Err(damaged(path, "this file is too large for what it should be")
+                .found(format!("{} bytes", file.bytes))
+                .wanted(format!("at most {limit}")));
+        }
+        let mut bytes = Vec::new();
+        let read = (&mut file).take(limit).read_to_end(&mut bytes);
+        read.map_err(|error| Fault::io("read", path, &error))?;
+        Ok((bytes, file.record(0)))
+    }
+
+    /// Reads to the end, for the identity alone.
+    pub(super) fn drain(&mut self) -> Result<()> {
+        let read = std::io::copy(self, &mut std::io::sink());
+        read.map(drop).map_err(|error| Fault::io("read", &self.path, &error))
+    }
+
+    pub(super) fn record(&self, documents: u64) -> InputRecord {
+        InputRecord {
+            path: self.path.display().to_string(),
+            bytes: self.read,
+            sha256: Identity(self.hash.clone().finalize().into()),
+            documents,
+        }
+    }
+}
+
+impl Read for Hashing {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let got = self.file.read(buffer)?;
+        self.hash.update(&buffer[..got]);
+        self.read += got as u64;
+        Ok(got)
+    }
+}
+
+/// A file of tokens and nothing else.
+pub(super) struct TokenFile {
+    path: PathBuf,
+    reader: BufReader<Hashing>,
+    width: Width,
+    vocab: u32,
+    /// Tokens in the file.
+    pub(super) tokens: u64,
+    /// Tokens read.
+    pub(super) at: u64,
+    /// Documents read.
+    pub(super) documents: u64,
+    raw: Vec<u8>,
+}
+
+impl TokenFile {
+    pub(super) fn open(path: &Path, width: Width, vocab: u32) -> Result<Self> {
+        let file = Hashing::open(path)?;
+        if !file.bytes.is_multiple_of(width.bytes()) {
+            return Err(damaged(path, "the file ends within a token")
+                .found(format!("{} bytes", file.bytes))
+                .wanted(format!("a multiple of {} ({})", width.bytes(), width.name())));
+        }
+        let tokens = file.bytes / width.bytes();
+        let reader = BufReader::with_capacity(256 << 10, file);
+        let path = path.to_owned();
+        Ok(TokenFile { path, reader, width, vocab, tokens, at: 0, documents: 0, raw: Vec::new() })
+    }
+
+    /// Bytes read.
+    pub(super) fn byte(&self) -> u64 {
+        self.at * self.width.bytes()
+    }
+
+    /// The next `count` tokens, as one document (or, where `out` is not emptied in between, as a part of one).
+    pub(super) fn take(&mut self, count: u64, out: &mut Vec<u32>) -> Result<()> {
+        if count > self.tokens - self.at {
+            return Err(damaged(&self.path, "the index goes beyond the end of the tokens")
+                .found(format!("{} tokens", self.tokens))
+                .wanted(format!("at least {}", u128::from(self.at) + u128::from(count))));
+        }
+        let end = self.at + count;
+        while self.at < end {
+            let piece = (end - self.at).min(PIECE_TOKENS);
+            self.raw.resize((piece * self.width.bytes()) as usize, 0);
+            let read = self.reader.read_exact(&mut self.raw);
+            read.map_err(|error| Fault::io("read", &self.path, &error))?;
+            if let Err((index, value)) = self.width.decode(&self.raw, self.vocab, out) {
+                return Err(beyond(&self.path, self.at + index as u64, value, self.vocab));
+            }
+            self.at += piece;
+        }
+        Ok(())
+    }
+
+    /// The tokens up to and including the next `end`; `false` where there are none left.
+    pub(super) fn take_through(&mut self, end: u32, out: &mut Vec<u32>) -> Result<bool> {
+        if self.at == self.tokens {
+            return Ok(false);
+        }
+        while self.at < self.tokens {
+            self.take(1, out)?;
+            if out.last() == Some(&end) {
+                return Ok(true);
+            }
+        }
+        Err(damaged(&self.path, "the last document does not end")
+            .found(format!("no token {end} at the end"))
+            .hint("leave --end out only if the file has an index; or name the token that ends each document"))
+    }
+
+    /// Says where a document's tokens stood, and counts it.
+    pub(super) fn range(&mut self, first: u64) -> (u64, u64) {
+        self.documents += 1;
+        (first * self.width.bytes(), self.at * self.width.bytes())
+    }
+
+    /// Refuses tokens that no document has.
+    pub(super) fn finish(&self) -> Result<()> {
+        if self.at == self.tokens {
+            return Ok(());
+        }
+        Err(damaged(&self.path, "there are tokens that no document has")
+            .found(format!("{} tokens", self.tokens))
+            .wanted(format!("{}, as the index says", self.at)))
+    }
+
+    /// Reads the rest, for the identity alone.
+    pub(super) fn drain(&mut self) -> Result<()> {
+        self.reader.get_mut().drain()
+    }
+
+    /// The file as an input.
+    pub(super) fn record(&self) -> InputRecord {
+        self.reader.get_ref().record(self.documents)
+    }
+}

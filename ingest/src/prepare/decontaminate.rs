@@ -1,0 +1,316 @@
+//! Decontamination: no document that shares a run of words with an evaluation set is trained on.
+//!
+//! The sets are JSON Lines; a template makes the text of an item. Words are compared in normal form (`normal`), a run
+//! is 13 of them unless the corpus says otherwise. A hit is found by hash and confirmed word by word; every pair of
+//! document and item that shares a run is reported, with the longest text they share.
+
+use std::collections::BTreeMap;
+
+use contract::{Fault, Identity, Result};
+
+use super::normal::{self, Word};
+use super::record::{Mapping, Template};
+use super::setting::{Setting as _, step};
+use crate::corpus::SourceFile;
+use crate::source::{self, Fields, Format, Limits, Parsed};
+
+step! {
+    /// What decides a hit.
+    Rules = "decontaminate" {
+        /// Words in a run.
+        words: u64 = "13",
+        /// Runs that a document must share with one item to go.
+        min_runs: u64 = "1",
+        /// Whether numbers count; if not, any number is like any other, and an item is found with other values in it.
+        numbers: bool = "true",
+        /// The text of an item.
+        template: String = "{text}",
+    }
+}
+
+/// Decontamination against some files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Decontaminate {
+    pub(crate) rules: Rules,
+    /// The files, sorted, with what they held when the corpus was read.
+    pub(crate) files: Vec<(SourceFile, Identity)>,
+}
+
+impl Decontaminate {
+    /// Checks the settings and identifies the files.
+    pub(crate) fn new(rules: Rules, files: Vec<SourceFile>) -> Result<Self> {
+        if rules.words == 0 || rules.words > 1000 || rules.min_runs == 0 {
+            return Err(Fault::usage("this finds nothing or everything")
+                .found(format!("words = {}, min_runs = {}", rules.words, rules.min_runs))
+                .wanted("words from 1 to 1000, min_runs above zero"));
+        }
+        Template::parse(&rules.template).map_err(|why| {
+            Fault::usage(format!("`template` is no template: {why}"))
+                .found(rules.template.show())
+                .wanted("text with fields in it, like \"{question} {answer}\"")
+        })?;
+        let identified = |file: SourceFile| {
+            let (_, identity) = crate::request::content(&file.path)?;
+            Ok((file, identity))
+        };
+        Ok(Decontaminate {
+            rules,
+            files: files.into_iter().map(identified).collect::<Result<_>>()?,
+        })
+    }
+
+    /// The step as canonical text: the content of the sets, not their paths.
+    pub(crate) fn describe(&self) -> String {
+        let sets: String = self.files.iter().map(|(_, identity)| format!(" {identity}")).collect();
+        format!("{} sets=[{}]", self.rules.describe(), sets.trim_start())
+    }
+}
+
+/// Why a document goes.
+pub(crate) const REASON: &str = "decontaminate: shared with an evaluation set";
+
+impl Rules {
+    /// The words of a text as these rules compare them.
+    fn words_of(&self, text: &str) -> Vec<Word> {
+        let mut words = normal::words(text);
+        if !self.numbers {
+            for word in &mut words {
+                if text[word.start..word.end].bytes().all(|byte| byte.is_ascii_digit()) {
+                    word.hash = 0;
+                }
+            }
+        }
+        words
+    }
+}
+
+/// One run of words of one item.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Posting {
+    hash: u64,
+    item: u32,
+    word: u32,
+}
+
+/// An item of a set.
+struct Item {
+    set: usize,
+    line: u64,
+    words: Vec<u64>,
+}
+
+/// The runs of all items.
+pub(crate) struct Index {
+    rules: Rules,
+    n: usize,
+    sets: Vec<String>,
+    items: Vec<Item>,
+    postings: Vec<Posting>,
+    /// A bit for each hash that occurs, and for some that do not: most runs of most documents end here.
+    filter: Vec<u64>,
+    /// Items with fewer words than a run, which cannot be found, and all items.
+    pub(crate) short: (usize, usize),
+}
+
+/// What a document shares with an item.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Hit<'a> {
+    /// The set's path.
+    pub(crate) set: &'a str,
+    /// The item's line.
+    pub(crate) line: u64,
+    /// Runs shared.
+    pub(crate) runs: usize,
+    /// The longest text shared, as the document has it.
+    pub(crate) text: &'a str,
+}
+
+impl Index {
+    /// Reads the sets.
+    pub(crate) fn read(step: &Decontaminate) -> Result<Self> {
+        let template = Template::parse(&step.rules.template).map_err(Fault::bug)?;
+        let mapping = Mapping::Template(template);
+        let fields = Fields { text: Fields::record([]), id: None };
+        let mut items = Vec::new();
+        for (set, (file, identity)) in step.files.iter().enumerate() {
+            let mut input =
+                source::open(&file.path, Format::JsonLines, &fields, &Limits::default())?;
+            while let Some(slab) = input.next_slab()? {
+                for parsed in slab.parse(&fields)? {
+                    let document = match parsed {
+                        Parsed::Document(document) => document,
+                        Parsed::Lost { fault, .. } => return Err(fault),
+                    };
+                    let place = || format!("{}:{}", file.shown, document.row);
+                    let text = mapping.text(&document.text).map_err(|fault| {
+                        fault.or_at(place).hint("`template` names the fields of an item")
+                    })?;
+                    let words = step.rules.words_of(&text).iter().map(|word| word.hash).collect();
+                    items.push(Item { set, line: document.row, words });
+                }
+            }
+            if input.content().1 != *identity {
+                return Err(Fault::mismatch("this evaluation set changed while the build began")
+                    .at(file.shown.clone())
+                    .hint("run the same command again"));
+            }
+        }
+        let sets = step.files.iter().map(|(file, _)| file.shown.clone()).collect();
+        Ok(Index::new(&step.rules, sets, items))
+    }
+
+    fn new(rules: &Rules, sets: Vec<String>, items: Vec<Item>) -> Self {
+        let n = rules.words as usize;
+        let mut postings = Vec::new();
+        for (number, item) in items.iter().enumerate() {
+            let words: Vec<Word> =
+                item.words.iter().map(|hash| Word { hash: *hash, start: 0, end: 0 }).collect();
+            let runs = normal::grams(&words, n).enumerate();
+            postings.extend(runs.map(|(word, hash)| Posting {
+                hash,
+                item: number as u32,
+                word: word as u32,
+            }));
+        }
+        postings.sort_unstable();
+        // Where an item repeats itself, once is enough.
+        postings.dedup_by_key(|posting| (posting.hash, posting.item));
+        let mut filter = vec![0u64; (postings.len() / 2 + 1).next_power_of_two()];
+        for posting in &postings {
+            let (slot, bit) = slot(&filter, posting.hash);
+            filter[slot] |= bit;
+        }
+        let short = items.iter().filter(|item| item.words.len() < n).count();
+        let short = (short, items.len());
+        Index { rules: rules.clone(), n, sets, items, postings, filter, short }
+    }
+
+    /// Everything a text shares with items, by item.
+    pub(crate) fn hits<'a>(&'a self, text: &'a str) -> Vec<Hit<'a>> {
+        let words = self.rules.words_of(text);
+        let mut shared: BTreeMap<u32, Shared> = BTreeMap::new();
+        for (at, hash) in normal::grams(&words, self.n).enumerate() {
+            let (slot, bit) = slot(&self.filter, hash);
+            if self.filter[slot] & bit == 0 {
+                continue;
+            }
+            let first = self.postings.partition_point(|posting| posting.hash < hash);
+            let same = self.postings[first..].iter().take_while(|posting| posting.hash == hash);
+            for posting in same.filter(|posting| self.confirmed(posting, &words[at..])) {
+                shared.entry(posting.item).or_default().run(at);
+            }
+        }
+        let enough =
+            shared.into_iter().filter(|(_, shared)| shared.runs as u64 >= self.rules.min_runs);
+        let hit = |(item, shared): (u32, Shared)| {
+            let item = &self.items[item as usize];
+            let (first, last) = shared.longest;
+            let text = &text[words[first].start..words[last + self.n - 1].end];
+            Hit { set: &self.sets[item.set], line: item.line, runs: shared.runs, text }
+        };
+        enough.map(hit).collect()
+    }
+
+    fn confirmed(&self, posting: &Posting, words: &[Word]) -> bool {
+        let item = &self.items[posting.item as usize].words[posting.word as usize..];
+        item.iter().zip(words).take(self.n).all(|(a, b)| *a == b.hash)
+    }
+}
+
+fn slot(filter: &[u64], hash: u64) -> (usize, u64) {
+    ((hash >> 6) as usize & (filter.len() - 1), 1 << (hash & 63))
+}
+
+/// Where one item's runs stand in a document.
+#[derive(Default)]
+struct Shared {
+    runs: usize,
+    /// The runs at hand, one word after another: first and last.
+    open: (usize, usize),
+    longest: (usize, usize),
+}
+
+impl Shared {
+    fn run(&mut self, at: usize) {
+        if self.runs > 0 && at == self.open.1 {
+            // The same words twice in the item.
+            return;
+        }
+        self.open =
+            if self.runs > 0 && at == self.open.1 + 1 { (self.open.0, at) } else { (at, at) };
+        let length = |(first, last): (usize, usize)| last - first;
+        if self.runs == 0 || length(self.open) > length(self.longest) {
+            self.longest = self.open;
+        }
+        self.runs += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn index(n: u64, items: &[&str]) -> Index {
+        let rules = Rules { words: n, ..Rules::default() };
+        let item = |(at, text): (usize, &&str)| {
+            let words = normal::words(text).iter().map(|word| word.hash).collect();
+            Item { set: 0, line: at as u64 + 1, words }
+        };
+        Index::new(&rules, vec!["set".to_owned()], items.iter().enumerate().map(item).collect())
+    }
+
+    #[test]
+    fn a_shared_run_is_found_whatever_its_spelling() {
+        let index = index(4, &["What is the sum of two and three?", "too short"]);
+        assert_eq!(index.short, (1, 2));
+        let text = "Q: what IS -- the\nsum of 2 and 3; the sum of two and three? No.";
+        let [hit] = &index.hits(text)[..] else { panic!() };
+        assert_eq!((hit.set, hit.line, hit.runs), ("set", 1, 2 + 3));
+        assert_eq!(hit.text, "the sum of two and three");
+        assert_eq!(index.hits("the sum of 2 and three"), []);
+    }
+
+    #[test]
+    fn numbers_may_be_left_out_of_account() {
+        for (numbers, hits) in [(true, 0), (false, 1)] {
+            let rules = Rules { words: 6, numbers, ..Rules::default() };
+            let words =
+                rules.words_of("She has 12 apples and 30 pears").iter().map(|w| w.hash).collect();
+            let item = Item { set: 0, line: 1, words };
+            let index = Index::new(&rules, vec!["set".to_owned()], vec![item]);
+            assert_eq!(index.hits("she has 7 apples and 9 pears").len(), hits);
+            assert_eq!(index.hits("she has 7 apples or 9 pears").len(), 0);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn hits_are_those_of_a_search(document in "[ab]( [abc]){0,40}",
+                                      items in prop::collection::vec("[ab]( [abc]){0,12}", 0..6), n in 2u64..6) {
+            let items: Vec<&str> = items.iter().map(String::as_str).collect();
+            let index = index(n, &items);
+            let split = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
+            let words = split(&document);
+            let mut wanted = Vec::new();
+            for (at, item) in items.iter().enumerate() {
+                let item = split(item);
+                let shared = |run: &&[String]| item.windows(n as usize).any(|other| other == *run);
+                let runs = words.windows(n as usize).filter(shared).count();
+                if runs > 0 {
+                    wanted.push((at as u64 + 1, runs));
+                }
+            }
+            let hits = index.hits(&document);
+            let found: Vec<_> = hits.iter().map(|hit| (hit.line, hit.runs)).collect();
+            prop_assert_eq!(found, wanted);
+            for hit in &hits {
+                let item = split(items[hit.line as usize - 1]);
+                let text = split(hit.text);
+                // Of a text longer than a run every run is the item's.
+                prop_assert!(text.windows(n as usize).all(|run| item.windows(n as usize).any(|other| other == run)));
+            }
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! Exact duplicates: documents whose text is the same, byte for byte, after the steps before.
+
+use contract::Digest;
+
+use super::setting::step;
+
+step! {
+    /// Exact duplicates.
+    Exact = "exact-duplicates" {
+        /// Whether documents of different sources are compared.
+        across: bool = "true",
+    }
+}
+
+/// A document's text by its digest.
+pub(crate) type Entry = (u64, u64, u32);
+
+/// What is kept of a document's text.
+pub(crate) fn entry(content: Digest, document: u32) -> Entry {
+    ((content.0 >> 64) as u64, content.0 as u64, document)
+}
+
+/// The documents that have an earlier equal, with the first of their kind. Sorts `entries`.
+pub(crate) fn later(entries: &mut [Entry]) -> Vec<(u32, u32)> {
+    use rayon::slice::ParallelSliceMut as _;
+    entries.par_sort_unstable();
+    let mut found = Vec::new();
+    for same in entries.chunk_by(|a, b| (a.0, a.1) == (b.0, b.1)) {
+        found.extend(same[1..].iter().map(|(_, _, document)| (*document, same[0].2)));
+    }
+    found
+}

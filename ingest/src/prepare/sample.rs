@@ -1,0 +1,321 @@
+//! `zdata inspect --sample`: random documents, and what each step did to them.
+//!
+//! Which documents is a keyed draw over all records of a store, so the same command shows the same documents. Each is
+//! read again from its file and taken through its recipe again; what the survey decided is looked up.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::Path;
+
+use contract::store::{Manifest, open};
+use contract::{Digest, Fault, Key, Purpose, Result, draw};
+use serde::Serialize;
+
+use super::Step;
+use super::removed::{self, Kept, List};
+use super::run::{self, Done, Tools};
+use super::words::Text;
+use crate::corpus::{Corpus, Source};
+use crate::pipeline::held_back;
+use crate::request;
+use crate::source::{self, Document, Limits, Parsed};
+use crate::tokenize::{Engine, Tokenizer};
+
+/// One record of the sample.
+#[derive(Clone, Debug, Serialize)]
+pub struct Sampled {
+    /// Its source.
+    pub source: String,
+    /// Its file.
+    pub file: String,
+    /// Its row group or record batch.
+    pub group: Option<u32>,
+    /// Its line, or its row in the group.
+    pub row: u64,
+    /// Its id.
+    pub id: Option<String>,
+    /// Its text before the first step.
+    pub text: String,
+    /// What each step did, up to the one that removed it.
+    pub steps: Vec<Effect>,
+    /// `train`, `validation` or why it is lost.
+    pub outcome: String,
+    /// Its tokens, those put around it included; none if it is lost.
+    pub tokens: Option<usize>,
+}
+
+/// What one step did to one document.
+#[derive(Clone, Debug, Serialize)]
+pub struct Effect {
+    /// The step.
+    pub step: String,
+    /// `kept`, `changed` or `removed`.
+    pub did: &'static str,
+    /// Why it was removed.
+    pub reason: Option<String>,
+    /// What was found, if it was removed.
+    pub found: Option<String>,
+    /// The text after a step that changed it.
+    pub text: Option<String>,
+}
+
+/// `count` records of a store, drawn by `seed`, with what the steps of `corpus` do to them.
+pub fn sample(
+    corpus: &Corpus,
+    (store, manifest): (&Path, &Manifest),
+    count: u64,
+    seed: u64,
+) -> Result<Vec<Sampled>> {
+    same_request(corpus, manifest)?;
+    let tokenizer = Tokenizer::read(&store.join(open::TOKENIZER), Engine::Fastest)?;
+    let around = [manifest.tokenizer.begin, manifest.tokenizer.end].iter().flatten().count();
+    let tools = Tools::new(corpus, Some((&tokenizer, around)))?;
+    let chosen = choose(manifest, count, seed);
+    let mut found = Vec::new();
+    for (number, source) in corpus.sources.iter().enumerate() {
+        let mut wanted: BTreeMap<usize, Vec<u64>> = BTreeMap::new();
+        for (_, file, row) in chosen.iter().filter(|(chosen, _, _)| *chosen == number) {
+            wanted.entry(*file).or_default().push(*row);
+        }
+        let surveyed = source.recipe.surveyed() > 0 && !wanted.is_empty();
+        let (list, kept) = match surveyed {
+            true => (List::read(store, &source.name)?, removed::kept(store, &source.name)?),
+            false => (List::default(), BTreeMap::new()),
+        };
+        let teller =
+            Teller { corpus, source, tools: &tools, tokenizer: &tokenizer, around, list, kept };
+        for (file, rows) in wanted {
+            teller.file(file, &rows, &mut found)?;
+        }
+    }
+    Ok(found)
+}
+
+/// Refuses a corpus file that says something else than what the store was built from.
+fn same_request(corpus: &Corpus, manifest: &Manifest) -> Result<()> {
+    let old = manifest
+        .sources
+        .iter()
+        .map(|source| (source.name.clone(), source.preparation.clone(), source.inputs.len()));
+    let new = corpus.sources.iter().map(|source| {
+        (source.name.clone(), request::preparation(corpus, source), source.files.len())
+    });
+    if old.eq(new) {
+        return Ok(());
+    }
+    Err(Fault::usage("this store was built from another corpus")
+        .at(corpus.file.display().to_string())
+        .hint("name the corpus file that it was built from, as it was"))
+}
+
+/// Source, file and record of each document of the sample, in the order of the store.
+fn choose(manifest: &Manifest, count: u64, seed: u64) -> Vec<(usize, usize, u64)> {
+    let mut files = Vec::new();
+    let mut all = 0;
+    for (source, record) in manifest.sources.iter().enumerate() {
+        for (file, input) in record.inputs.iter().enumerate() {
+            files.push((all, source, file));
+            all += input.documents;
+        }
+    }
+    let key = Key::from_seed(seed).child("sample");
+    let mut chosen = std::collections::BTreeSet::new();
+    let mut index = 0;
+    while (chosen.len() as u64) < count.min(all) {
+        // Multiply and shift: as even as 64 bits can be.
+        let drawn = (u128::from(draw(key, Purpose::Prepare, index)) * u128::from(all)) >> 64;
+        chosen.insert(drawn as u64);
+        index += 1;
+    }
+    let place = |record: u64| {
+        let (first, source, file) = files[files.partition_point(|file| file.0 <= record) - 1];
+        (source, file, record - first)
+    };
+    chosen.into_iter().map(place).collect()
+}
+
+/// Tells of the documents of one source.
+struct Teller<'a> {
+    corpus: &'a Corpus,
+    source: &'a Source,
+    tools: &'a Tools<'a>,
+    tokenizer: &'a Tokenizer,
+    around: usize,
+    list: List,
+    kept: removed::Firsts,
+}
+
+impl Teller<'_> {
+    /// The records `rows` (counted from 0, sorted) of a file.
+    fn file(&self, number: usize, rows: &[u64], found: &mut Vec<Sampled>) -> Result<()> {
+        let file = &self.source.files[number];
+        let limits =
+            Limits { max_document_bytes: self.corpus.max_document_bytes, ..Limits::default() };
+        let mut input = source::open(&file.path, file.format, &self.source.fields, &limits)?;
+        let (mut passed, mut wanted) = (0, rows.iter().copied().peekable());
+        while wanted.peek().is_some() {
+            let Some(slab) = input.next_slab()? else {
+                return Err(Fault::mismatch("this input changed since the store was built")
+                    .at(file.shown.clone())
+                    .hint("restore the input"));
+            };
+            for parsed in slab.parse(&self.source.fields)? {
+                if wanted.next_if_eq(&passed).is_some() {
+                    found.push(match parsed {
+                        Parsed::Document(document) => self.document(number, document)?,
+                        Parsed::Lost { reason, fault, .. } => self.lost(number, reason, &fault),
+                    });
+                }
+                passed += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn lost(&self, number: usize, reason: &str, fault: &Fault) -> Sampled {
+        Sampled {
+            source: self.source.name.clone(),
+            file: self.source.files[number].shown.clone(),
+            group: None,
+            row: 0,
+            id: None,
+            text: String::new(),
+            steps: Vec::new(),
+            outcome: format!("lost: {reason}: {fault}"),
+            tokens: None,
+        }
+    }
+
+    fn document(&self, number: usize, mut document: Document) -> Result<Sampled> {
+        if let Some(mapping) = &self.source.recipe.mapping {
+            match mapping.text(&document.text) {
+                Ok(text) => document.text = text,
+                Err(fault) => return Ok(self.lost(number, "missing text", &fault)),
+            }
+        }
+        let mut sampled = Sampled {
+            source: self.source.name.clone(),
+            file: self.source.files[number].shown.clone(),
+            group: document.group,
+            row: document.row,
+            id: document.id.clone(),
+            text: document.text.clone(),
+            steps: Vec::new(),
+            outcome: String::new(),
+            tokens: None,
+        };
+        for (place, (entry, step)) in self.source.recipe.steps.iter().enumerate() {
+            let effect = self.effect(number, &document, *entry, step)?;
+            if let Some(text) = &effect.text {
+                document.text.clone_from(text);
+            }
+            let removed = effect.reason.clone();
+            sampled.steps.push(Effect { step: self.source.recipe.step_name(place), ..effect });
+            if let Some(reason) = removed {
+                sampled.outcome = format!("lost: {reason}");
+                return Ok(sampled);
+            }
+        }
+        let validation =
+            held_back(Digest::of_bytes(document.text.as_bytes()), self.corpus.validation);
+        sampled.outcome = if validation { "validation" } else { "train" }.to_owned();
+        let tokens = self.tokenizer.encode(&document.text)?.len();
+        sampled.tokens = (tokens > 0).then_some(tokens + self.around);
+        if tokens == 0 {
+            sampled.outcome = "lost: no tokens".to_owned();
+        }
+        Ok(sampled)
+    }
+
+    fn effect(
+        &self,
+        number: usize,
+        document: &Document,
+        entry: usize,
+        step: &Step,
+    ) -> Result<Effect> {
+        let nothing =
+            Effect { step: String::new(), did: "kept", reason: None, found: None, text: None };
+        if matches!(step, Step::Exact(_) | Step::Near(_)) {
+            let reason = self.list.reason(number, document.group, document.row);
+            // The list knows every reason; only that of this very step belongs here.
+            let own = reason.filter(|reason| {
+                reason.strip_prefix(step.name()).is_some_and(|rest| rest.starts_with(':'))
+            });
+            let kept = self.kept.get(&(number, document.group, document.row));
+            return Ok(own.map_or(nothing.clone(), |reason| Effect {
+                did: "removed",
+                reason: Some(reason.to_owned()),
+                found: kept.map(|kept| self.shown(kept)),
+                ..nothing
+            }));
+        }
+        Ok(match run::run(step, entry, &Text::new(&document.text), self.tools)? {
+            Ok(Done::Nothing) => nothing,
+            Ok(Done::Changed(text)) => Effect { did: "changed", text: Some(text), ..nothing },
+            Err(drop) => Effect {
+                did: "removed",
+                reason: Some(drop.reason.to_owned()),
+                found: Some(drop.found),
+                ..nothing
+            },
+        })
+    }
+
+    fn shown(&self, kept: &Kept) -> String {
+        let source = self.corpus.sources.iter().find(|source| source.name == kept.source);
+        let file = source.and_then(|source| source.files.get(kept.file));
+        let file = file.map_or("unknown file", |file| file.shown.as_str());
+        let group = kept.group.map_or(String::new(), |group| format!(" group {group}"));
+        format!("{} {file}{group} row {}", kept.source, kept.row)
+    }
+}
+
+/// The sample for a person.
+pub fn text(sample: &[Sampled]) -> String {
+    let mut out = String::new();
+    for sampled in sample {
+        let Sampled { source, file, group, row, id, text, steps, outcome, tokens } = sampled;
+        let group = group.map_or(String::new(), |group| format!(" group {group}"));
+        let id = id.as_ref().map_or(String::new(), |id| format!(" id {id:?}"));
+        let _ = writeln!(out, "{source} {file}{group} row {row}{id}");
+        let _ = writeln!(out, "  read     {} bytes  {}", text.len(), shortened(text));
+        let mut before = text.as_str();
+        for effect in steps {
+            let _ = write!(out, "  {:<24} {}", effect.step, effect.did);
+            if let Some(reason) = &effect.reason {
+                let found = effect.found.as_deref().unwrap_or("");
+                let _ = write!(out, "  {reason} ({})", shortened(found));
+            }
+            if let Some(after) = &effect.text {
+                let (old, new) = difference(before, after);
+                let _ = write!(out, "  {} to {} bytes", before.len(), after.len());
+                let _ = write!(out, "\n    - {}\n    + {}", shortened(old), shortened(new));
+                before = after;
+            }
+            out.push('\n');
+        }
+        let tokens = tokens.map_or(String::new(), |tokens| format!(", {tokens} tokens"));
+        let _ = writeln!(out, "  = {outcome}{tokens}\n");
+    }
+    out
+}
+
+/// The first characters of a text, on one line.
+fn shortened(text: &str) -> String {
+    let mut shown = String::new();
+    for c in text.chars().take(90) {
+        if c.is_control() { shown.extend(c.escape_debug()) } else { shown.push(c) }
+    }
+    if text.chars().nth(90).is_some() {
+        shown += " ...";
+    }
+    shown
+}
+
+/// Both texts from a little before the place where they begin to differ.
+fn difference<'a>(before: &'a str, after: &'a str) -> (&'a str, &'a str) {
+    let same = before.bytes().zip(after.bytes()).take_while(|(a, b)| a == b).count();
+    let from = before.floor_char_boundary(same.saturating_sub(30)).min(after.len());
+    (&before[from..], &after[after.floor_char_boundary(from)..])
+}

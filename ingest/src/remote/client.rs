@@ -1,0 +1,254 @@
+//! Requests, each asked again until it is answered or the patience ends.
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::io::{Error, ErrorKind, Result};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use contract::far;
+use futures_util::TryStreamExt as _;
+use object_store::aws::{AmazonS3, AmazonS3Builder};
+use object_store::path::Path as Key;
+use object_store::{
+    BackoffConfig, ClientOptions, GetOptions, ObjectStore, ObjectStoreExt as _, PutMode,
+    PutOptions, PutPayload, RetryConfig, WriteMultipart,
+};
+use tokio::runtime::Runtime;
+
+/// How often a request is made in all, beyond what the library repeats by itself.
+const TRIES: u32 = 6;
+
+/// Seconds that a request may take, unless `ZDATA_S3_TIMEOUT` says otherwise.
+const TIMEOUT_SECONDS: u64 = 60;
+
+/// Where an object lies.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Place {
+    pub(super) bucket: String,
+    pub(super) key: String,
+}
+
+impl Place {
+    pub(super) fn of(path: &Path) -> Result<Self> {
+        let text = path.to_str().and_then(|text| text.strip_prefix(far::SCHEME));
+        match text.and_then(|text| text.split_once('/')) {
+            Some((bucket, key)) if !bucket.is_empty() && !key.trim_matches('/').is_empty() => {
+                Ok(Place { bucket: bucket.to_owned(), key: key.trim_matches('/').to_owned() })
+            }
+            _ => Err(Error::new(ErrorKind::InvalidInput, "it is not of the form s3://bucket/key")),
+        }
+    }
+
+    pub(super) fn url(&self) -> String {
+        format!("{}{}/{}", far::SCHEME, self.bucket, self.key)
+    }
+
+    fn object(&self) -> Result<Key> {
+        Key::parse(&self.key)
+            .map_err(|error| Error::new(ErrorKind::InvalidInput, error.to_string()))
+    }
+}
+
+/// What is known of an object.
+#[derive(Clone, Debug)]
+pub(super) struct About {
+    pub(super) bytes: u64,
+    /// Its entity tag: another content has another one.
+    pub(super) version: String,
+    tag: Option<String>,
+}
+
+/// What became of a conditional put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Put {
+    /// The object is new.
+    Created,
+    /// There is one: it was left as it is.
+    Taken,
+}
+
+/// One way to all buckets that the environment gives access to.
+pub(super) struct Client {
+    buckets: Mutex<BTreeMap<String, Arc<AmazonS3>>>,
+    known: Mutex<BTreeMap<Place, About>>,
+}
+
+/// The runtime that requests run on. Threads that wait for an answer are the caller's.
+fn runtime() -> Result<&'static Runtime> {
+    static RUNTIME: OnceLock<std::result::Result<Runtime, String>> = OnceLock::new();
+    let made = RUNTIME.get_or_init(|| {
+        let mut builder = tokio::runtime::Builder::new_multi_thread();
+        builder.worker_threads(2).thread_name("s3").enable_all().build().map_err(|e| e.to_string())
+    });
+    made.as_ref().map_err(|error| Error::other(error.clone()))
+}
+
+fn timeout() -> Duration {
+    let stated = std::env::var("ZDATA_S3_TIMEOUT").ok().and_then(|text| text.parse().ok());
+    Duration::from_secs(stated.unwrap_or(TIMEOUT_SECONDS))
+}
+
+/// An error of the library as one of a file.
+fn plain(error: object_store::Error) -> Error {
+    let kind = match &error {
+        object_store::Error::NotFound { .. } => ErrorKind::NotFound,
+        object_store::Error::AlreadyExists { .. } => ErrorKind::AlreadyExists,
+        object_store::Error::Precondition { .. } => ErrorKind::StaleNetworkFileHandle,
+        object_store::Error::PermissionDenied { .. }
+        | object_store::Error::Unauthenticated { .. } => ErrorKind::PermissionDenied,
+        object_store::Error::InvalidPath { .. } => ErrorKind::InvalidInput,
+        _ => ErrorKind::Other,
+    };
+    Error::new(kind, error.to_string())
+}
+
+/// Whether asking again may help.
+fn may_pass(error: &Error) -> bool {
+    error.kind() == ErrorKind::Other
+}
+
+impl Client {
+    pub(super) fn new() -> Result<Self> {
+        runtime()?;
+        Ok(Client { buckets: Mutex::default(), known: Mutex::default() })
+    }
+
+    fn bucket(&self, name: &str) -> Result<Arc<AmazonS3>> {
+        let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(bucket) = buckets.get(name) {
+            return Ok(Arc::clone(bucket));
+        }
+        let endpoint = std::env::var("AWS_ENDPOINT_URL").or(std::env::var("AWS_ENDPOINT"));
+        let plain_http = endpoint.is_ok_and(|endpoint| endpoint.starts_with("http://"));
+        let options = ClientOptions::new()
+            .with_allow_http(plain_http)
+            .with_connect_timeout(timeout().min(Duration::from_secs(10)))
+            .with_timeout(timeout());
+        let backoff = BackoffConfig { max_backoff: Duration::from_secs(5), ..Default::default() };
+        let retry = RetryConfig { backoff, max_retries: 5, retry_timeout: 4 * timeout() };
+        let bucket = AmazonS3Builder::from_env()
+            .with_bucket_name(name)
+            .with_client_options(options)
+            .with_retry(retry)
+            .build()
+            .map_err(plain)?;
+        Ok(Arc::clone(buckets.entry(name.to_owned()).or_insert(Arc::new(bucket))))
+    }
+
+    /// Asks until there is an answer that asking again would not change.
+    fn ask<T, F: Future<Output = object_store::Result<T>>>(
+        &self,
+        place: &Place,
+        request: impl Fn(Arc<AmazonS3>, Key) -> F,
+    ) -> Result<T> {
+        let (bucket, key) = (self.bucket(&place.bucket)?, place.object()?);
+        let mut wait = Duration::from_millis(100);
+        for left in (0..TRIES).rev() {
+            let answer = runtime()?.block_on(request(Arc::clone(&bucket), key.clone()));
+            match answer.map_err(plain) {
+                Err(error) if left > 0 && may_pass(&error) => {
+                    std::thread::sleep(wait);
+                    wait *= 2;
+                }
+                answer => return answer,
+            }
+        }
+        Err(ErrorKind::TimedOut.into())
+    }
+
+    /// Size and version of an object, now.
+    pub(super) fn about(&self, place: &Place) -> Result<About> {
+        let meta = self.ask(place, |bucket, key| async move { bucket.head(&key).await })?;
+        let version = meta.e_tag.clone().unwrap_or_else(|| meta.last_modified.to_rfc3339());
+        let about = About { bytes: meta.size, version, tag: meta.e_tag };
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        known.insert(place.clone(), about.clone());
+        Ok(about)
+    }
+
+    /// The same, as this process learned it first.
+    pub(super) fn known(&self, place: &Place) -> Result<About> {
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).get(place).cloned();
+        known.map_or_else(|| self.about(place), Ok)
+    }
+
+    /// A part of an object, of that version and no other.
+    pub(super) fn range(&self, place: &Place, about: &About, range: Range<u64>) -> Result<Vec<u8>> {
+        let wanted = (range.end - range.start) as usize;
+        let bytes = self.ask(place, |bucket, key| {
+            let options = GetOptions {
+                range: Some(range.clone().into()),
+                if_match: about.tag.clone(),
+                ..Default::default()
+            };
+            async move { bucket.get_opts(&key, options).await?.bytes().await }
+        });
+        let bytes = match bytes {
+            Err(error) if error.kind() == ErrorKind::StaleNetworkFileHandle => {
+                return Err(Error::new(error.kind(), "the object changed while it was read"));
+            }
+            bytes => bytes?,
+        };
+        if bytes.len() != wanted {
+            return Err(ErrorKind::UnexpectedEof.into());
+        }
+        Ok(bytes.to_vec())
+    }
+
+    /// The keys below a folder.
+    pub(super) fn list(&self, bucket: &str, folder: &str) -> Result<Vec<String>> {
+        let place = Place { bucket: bucket.to_owned(), key: folder.to_owned() };
+        self.ask(&place, |bucket, key| async move {
+            let prefix = (!key.as_ref().is_empty()).then_some(key);
+            let found: Vec<_> = bucket.list(prefix.as_ref()).try_collect().await?;
+            Ok(found.into_iter().map(|meta| meta.location.to_string()).collect())
+        })
+    }
+
+    /// Creates an object unless there is one. A request whose answer is lost may have taken effect: then asking again
+    /// finds one, and the caller compares.
+    pub(super) fn create(&self, place: &Place, bytes: &[u8]) -> Result<Put> {
+        let payload = PutPayload::from(bytes.to_vec());
+        let put = self.ask(place, |bucket, key| {
+            let options = PutOptions { mode: PutMode::Create, ..Default::default() };
+            let payload = payload.clone();
+            async move { bucket.put_opts(&key, payload, options).await }
+        });
+        match put {
+            Ok(_) => Ok(Put::Created),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(Put::Taken),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Puts a large file in parts: it appears whole when the last one is there.
+    pub(super) fn upload(&self, place: &Place, path: &Path, part: usize) -> Result<()> {
+        let path = path.to_owned();
+        self.ask(place, |bucket, key| {
+            let path = path.clone();
+            async move {
+                let wrong = |error: Error| object_store::Error::Generic {
+                    store: "file",
+                    source: Box::new(error),
+                };
+                let mut file = std::fs::File::open(path).map_err(wrong)?;
+                let upload = bucket.put_multipart(&key).await?;
+                let mut writer = WriteMultipart::new_with_chunk_size(upload, part);
+                let mut buffer = vec![0; part];
+                loop {
+                    let got = std::io::Read::read(&mut file, &mut buffer).map_err(wrong)?;
+                    if got == 0 {
+                        break;
+                    }
+                    writer.wait_for_capacity(2).await?;
+                    writer.write(&buffer[..got]);
+                }
+                writer.finish().await
+            }
+        })
+        .map(drop)
+    }
+}

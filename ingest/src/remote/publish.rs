@@ -1,0 +1,101 @@
+//! A store that was built here is put into a bucket: every file, then the manifest.
+//!
+//! Each object is created only where there is none. Where there is one, its content is compared: the same is as good
+//! as put (an earlier, killed run; a lost answer; another builder of the same store), another one is refused. So two
+//! builders of different stores for one place end with one store and one error.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use contract::store::{Manifest, Split, open};
+use contract::{Digest, Fault, Result};
+
+use super::cache;
+use super::client::{Client, Place, Put};
+
+/// Larger files go in parts of this size, the others in one request with a condition.
+const PART_BYTES: u64 = 16 << 20;
+
+/// Where a store for `url` is built on this machine before it is put there: the same one each time, so that a killed
+/// build goes on.
+pub fn scratch(url: &Path) -> Result<PathBuf> {
+    let key = Digest::of_bytes(url.as_os_str().as_encoded_bytes());
+    let folder = cache::folder().map_err(|error| Fault::io("find the cache for", url, &error))?;
+    Ok(folder.join("builds").join(key.to_string()))
+}
+
+/// Puts the store in `folder` to `url`.
+pub fn publish(folder: &Path, url: &Path, manifest: &Manifest) -> Result<()> {
+    let client = Client::new().map_err(|error| Fault::io("reach", url, &error))?;
+    let mut names = vec![open::TOKENIZER.to_owned()];
+    for source in &manifest.sources {
+        for split in Split::ALL {
+            for shard in &source.stream(split).shards {
+                for file in
+                    [&shard.token_file, &shard.sum_file, &shard.start_file, &shard.document_file]
+                {
+                    names.push(format!("{}/{}/{}", source.name, split.name(), file.name));
+                }
+            }
+        }
+    }
+    names.push(open::MANIFEST_SUM.to_owned());
+    // Last: it makes the rest a store.
+    names.push(open::MANIFEST.to_owned());
+    for name in names {
+        put(&client, &folder.join(&name), &url.join(&name))?;
+    }
+    Ok(())
+}
+
+/// Creates one object, or finds that it is there already.
+fn put(client: &Client, file: &Path, url: &Path) -> Result<()> {
+    let fault = |error: &std::io::Error| {
+        Fault::io("write", url, error)
+            .hint("run the same command again: what is there already is compared, not sent")
+    };
+    let place = Place::of(url).map_err(|error| fault(&error))?;
+    let size = fs::metadata(file).map_err(|error| Fault::io("read", file, &error))?.len();
+    let put = if size <= PART_BYTES {
+        let bytes = fs::read(file).map_err(|error| Fault::io("read", file, &error))?;
+        client.create(&place, &bytes).map_err(|error| fault(&error))?
+    } else {
+        // Parts know no condition: look first. The manifest, which decides, is put with one.
+        match client.about(&place) {
+            Ok(_) => Put::Taken,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                client.upload(&place, file, PART_BYTES as usize).map_err(|error| fault(&error))?;
+                Put::Created
+            }
+            Err(error) => return Err(fault(&error)),
+        }
+    };
+    if put == Put::Created || same(client, file, size, &place).map_err(|error| fault(&error))? {
+        return Ok(());
+    }
+    Err(Fault::mismatch("something else is there already")
+        .at(url.display().to_string())
+        .wanted(format!("no object, or the {size} bytes of this build"))
+        .hint("name another place; an object is never replaced"))
+}
+
+/// Whether an object holds the bytes of a file.
+fn same(client: &Client, file: &Path, size: u64, place: &Place) -> std::io::Result<bool> {
+    use std::io::Read as _;
+    let about = client.about(place)?;
+    if about.bytes != size {
+        return Ok(false);
+    }
+    let mut file = fs::File::open(file)?;
+    let (mut at, mut buffer) = (0, Vec::new());
+    while at < size {
+        let end = size.min(at + PART_BYTES);
+        buffer.resize((end - at) as usize, 0);
+        file.read_exact(&mut buffer)?;
+        if client.range(place, &about, at..end)? != buffer {
+            return Ok(false);
+        }
+        at = end;
+    }
+    Ok(true)
+}

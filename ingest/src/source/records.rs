@@ -1,0 +1,257 @@
+//! Whole rows of Parquet files as JSON, for templates and chats that take several fields, nested ones too.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
+use arrow::datatypes::DataType;
+use arrow::util::display::array_value_to_string;
+use contract::{Fault, Identity, Result};
+use parquet::arrow::ProjectionMask;
+use parquet::arrow::arrow_reader::{
+    ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReader,
+    ParquetRecordBatchReaderBuilder,
+};
+use parquet::errors::ParquetError;
+use serde_json::{Map, Value};
+
+use super::columns::{guarded, no_column};
+use super::decompress::Tee;
+use super::{Document, Fields, Input, Limits, Parsed, Records, Slab, lost};
+
+/// Rows read at a time.
+const ROWS: usize = 256;
+
+/// Reads the row groups of a file in order.
+pub(super) struct Reader {
+    path: Arc<Path>,
+    limits: Limits,
+    file: File,
+    metadata: ArrowReaderMetadata,
+    columns: Vec<usize>,
+    tee: Tee,
+    /// The row group to be opened next.
+    group: usize,
+    open: Option<(u32, u64, ParquetRecordBatchReader)>,
+}
+
+/// Rows, ready for a worker.
+pub(super) struct Rows {
+    path: Arc<Path>,
+    group: u32,
+    first: u64,
+    batch: RecordBatch,
+    bytes_max: u64,
+}
+
+impl Reader {
+    pub(super) fn open(path: &Path, fields: &Fields, limits: Limits) -> Result<Self> {
+        let file = File::open(path).map_err(|error| Fault::io("open", path, &error))?;
+        let metadata = guarded(path, "Parquet", || {
+            ArrowReaderMetadata::load(&file, ArrowReaderOptions::new())
+        })?;
+        let known: Vec<&str> =
+            metadata.schema().fields().iter().map(|f| f.name().as_str()).collect();
+        let id = fields.id.as_deref().map(|id| id.split('.').next().unwrap_or(id));
+        let mut columns = Vec::new();
+        for name in fields.columns().chain(id) {
+            let at = known.iter().position(|known| *known == name);
+            columns.push(at.ok_or_else(|| no_column(path, name, known.iter().copied()))?);
+        }
+        let (path, tee) = (path.into(), Tee::open(path)?);
+        Ok(Reader { path, limits, file, metadata, columns, tee, group: 0, open: None })
+    }
+
+    fn next_group(&mut self) -> Result<Option<(u32, u64, ParquetRecordBatchReader)>> {
+        if self.group == self.metadata.metadata().num_row_groups() {
+            return Ok(None);
+        }
+        let group = self.group;
+        self.group += 1;
+        let file = self.file.try_clone().map_err(|e| Fault::io("open", &self.path, &e))?;
+        let reader = guarded(&self.path, "Parquet", || {
+            let builder =
+                ParquetRecordBatchReaderBuilder::new_with_metadata(file, self.metadata.clone());
+            let schema = builder.parquet_schema();
+            let mask = ProjectionMask::roots(schema, self.columns.iter().copied());
+            let builder = builder.with_row_groups(vec![group]).with_batch_size(ROWS);
+            builder.with_projection(mask).build()
+        })?;
+        let number = u32::try_from(group).map_err(|_| {
+            Fault::data("the file has too many row groups").at(self.path.display().to_string())
+        })?;
+        Ok(Some((number, 0, reader)))
+    }
+}
+
+impl Input for Reader {
+    fn next_slab(&mut self) -> Result<Option<Slab>> {
+        loop {
+            let Some((group, first, mut reader)) = self.open.take() else {
+                self.open = self.next_group()?;
+                if self.open.is_none() {
+                    self.tee.read_to(u64::MAX, &self.path)?;
+                    return Ok(None);
+                }
+                continue;
+            };
+            let batch = guarded(&self.path, "Parquet", || {
+                reader.next().transpose().map_err(ParquetError::from)
+            })?;
+            let Some(batch) = batch else { continue };
+            self.open = Some((group, first + batch.num_rows() as u64, reader));
+            let (path, bytes_max) = (self.path.clone(), self.limits.max_document_bytes);
+            return Ok(Some(Slab(Records::Objects(Rows { path, group, first, batch, bytes_max }))));
+        }
+    }
+
+    fn content(&self) -> (u64, Identity) {
+        self.tee.content()
+    }
+}
+
+impl Rows {
+    /// Each row as a JSON object.
+    pub(super) fn parse(&self, fields: &Fields) -> Vec<Parsed> {
+        (0..self.batch.num_rows()).map(|row| self.row(row, fields)).collect()
+    }
+
+    fn row(&self, row: usize, fields: &Fields) -> Parsed {
+        let mut record = Map::new();
+        let schema = self.batch.schema();
+        for (field, column) in schema.fields().iter().zip(self.batch.columns()) {
+            record.insert(field.name().clone(), value(column, row));
+        }
+        let record = Value::Object(record);
+        let text = record.to_string();
+        let (number, bytes) = (self.first + row as u64, text.len() as u64);
+        let place = format!("{}: row group {}, row {number}", self.path.display(), self.group);
+        if bytes > self.bytes_max {
+            let fault = Fault::data("the row is too long").found(format!("{bytes} bytes"));
+            let fault = fault.wanted(format!("at most {}", self.bytes_max)).at(place);
+            return lost("too large", bytes, fault);
+        }
+        let id = fields
+            .id
+            .as_deref()
+            .and_then(|path| path.split('.').try_fold(&record, |value, key| value.get(key)));
+        let id = match id {
+            None | Some(Value::Null) => None,
+            Some(Value::String(id)) => Some(id.clone()),
+            Some(Value::Number(id)) if !id.is_f64() => Some(id.to_string()),
+            Some(_) => {
+                let fault = Fault::data("the row's id is no string and no integer").at(place);
+                return lost("malformed", bytes, fault);
+            }
+        };
+        Parsed::Document(Document { id, text, row: number, group: Some(self.group), bytes: None })
+    }
+}
+
+/// One value as JSON; what JSON has no kind for becomes a string.
+fn value(array: &ArrayRef, row: usize) -> Value {
+    if array.is_null(row) {
+        return Value::Null;
+    }
+    let list = |values: ArrayRef| (0..values.len()).map(|at| value(&values, at)).collect();
+    match array.data_type() {
+        DataType::Null => Value::Null,
+        DataType::Boolean => array.as_boolean().value(row).into(),
+        DataType::Utf8 => array.as_string::<i32>().value(row).into(),
+        DataType::LargeUtf8 => array.as_string::<i64>().value(row).into(),
+        DataType::Utf8View => array.as_string_view().value(row).into(),
+        DataType::List(_) => Value::Array(list(array.as_list::<i32>().value(row))),
+        DataType::LargeList(_) => Value::Array(list(array.as_list::<i64>().value(row))),
+        DataType::FixedSizeList(..) => Value::Array(list(array.as_fixed_size_list().value(row))),
+        DataType::Struct(fields) => {
+            let columns = array.as_struct().columns();
+            let named = fields.iter().zip(columns);
+            Value::Object(named.map(|(f, column)| (f.name().clone(), value(column, row))).collect())
+        }
+        DataType::Dictionary(..) => match array.as_any_dictionary_opt() {
+            Some(keyed) if !keyed.values().is_empty() => {
+                value(keyed.values(), keyed.normalized_keys()[row])
+            }
+            _ => Value::Null,
+        },
+        kind => {
+            let shown = array_value_to_string(array, row).unwrap_or_default();
+            let number = kind.is_numeric().then(|| serde_json::from_str(&shown).ok()).flatten();
+            number.unwrap_or(Value::String(shown))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use arrow::array::{Float64Array, Int32Array, ListArray, StringArray, StructArray};
+    use arrow::buffer::OffsetBuffer;
+    use arrow::datatypes::{Field, Schema};
+    use parquet::arrow::ArrowWriter;
+    use parquet::file::properties::WriterProperties;
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn rows_are_objects_of_the_columns_asked_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.parquet");
+        let role: ArrayRef = Arc::new(StringArray::from(vec!["user", "bot", "user"]));
+        let content: ArrayRef = Arc::new(StringArray::from(vec![Some("hi"), Some("yo"), None]));
+        let field = |name: &str, kind: DataType| Arc::new(Field::new(name, kind, true));
+        let turns = StructArray::from(vec![
+            (field("role", DataType::Utf8), role),
+            (field("content", DataType::Utf8), content),
+        ]);
+        let item = field("item", turns.data_type().clone());
+        let offsets = OffsetBuffer::from_lengths([2, 0, 1]);
+        let chat: ArrayRef = Arc::new(ListArray::new(item, offsets, Arc::new(turns), None));
+        let columns: BTreeMap<&str, ArrayRef> = BTreeMap::from([
+            ("chat", chat),
+            ("id", Arc::new(Int32Array::from(vec![7, 8, -9])) as ArrayRef),
+            ("score", Arc::new(Float64Array::from(vec![Some(0.5), None, Some(2.0)])) as ArrayRef),
+            ("unused", Arc::new(StringArray::from(vec!["a", "b", "c"])) as ArrayRef),
+        ]);
+        let fields: Vec<_> = columns.iter().map(|(n, c)| field(n, c.data_type().clone())).collect();
+        let schema =
+            Arc::new(Schema::new(fields.iter().map(|f| f.as_ref().clone()).collect::<Vec<_>>()));
+        let batch = RecordBatch::try_new(schema.clone(), columns.into_values().collect()).unwrap();
+        let properties = WriterProperties::builder().set_max_row_group_row_count(Some(2)).build();
+        let mut writer =
+            ArrowWriter::try_new(File::create(&path).unwrap(), schema, Some(properties)).unwrap();
+        writer.write(&batch).unwrap();
+        writer.close().unwrap();
+
+        let fields = Fields { text: Fields::record(["chat", "score"]), id: Some("id".to_owned()) };
+        let mut reader = Reader::open(&path, &fields, Limits::default()).unwrap();
+        let mut found = Vec::new();
+        while let Some(slab) = reader.next_slab().unwrap() {
+            for parsed in slab.parse(&fields).unwrap() {
+                let Parsed::Document(document) = parsed else { panic!("{parsed:?}") };
+                let record: Value = serde_json::from_str(&document.text).unwrap();
+                found.push((document.id, document.group, document.row, record));
+            }
+        }
+        let turn = |role: &str, content: Option<&str>| json!({"role": role, "content": content});
+        let row = |id: i32, score: Option<f64>, chat: Vec<Value>| json!({"id": id, "score": score, "chat": chat});
+        let first = row(7, Some(0.5), vec![turn("user", Some("hi")), turn("bot", Some("yo"))]);
+        let id = |id: i32| Some(id.to_string());
+        assert_eq!(
+            found,
+            [
+                (id(7), Some(0), 0, first),
+                (id(8), Some(0), 1, row(8, None, vec![])),
+                (id(-9), Some(1), 0, row(-9, Some(2.0), vec![turn("user", None)])),
+            ]
+        );
+        let bytes = std::fs::read(&path).unwrap();
+        assert_eq!(reader.content(), (bytes.len() as u64, Identity::of_bytes(&bytes)));
+        let missing = Fields { text: Fields::record(["caht"]), id: None };
+        let fault = Reader::open(&path, &missing, Limits::default()).map(drop).unwrap_err();
+        assert!(fault.to_string().contains("`chat`"), "{fault}");
+    }
+}

@@ -1,0 +1,76 @@
+//! A stream of a store under construction: documents in order, cut into shards by whoever fills it.
+
+use std::fs;
+use std::path::Path;
+
+use contract::store::manifest::chain;
+use contract::store::write::{ShardWriter, StreamHead};
+use contract::store::{DocumentRecord, ShardRecord, SourceRecord, Split, StreamRecord, open};
+use contract::{Fault, Result};
+
+/// One stream, and the shard at its end.
+pub(crate) struct Stream {
+    head: StreamHead,
+    pub(crate) record: StreamRecord,
+    open: Option<ShardWriter>,
+}
+
+impl Stream {
+    /// Both streams of a source, to be gone on with.
+    pub(crate) fn both(
+        store: &Path,
+        source: &SourceRecord,
+        token_bytes: u32,
+        vocab: u32,
+    ) -> [Stream; 2] {
+        Split::ALL.map(|split| Stream {
+            head: StreamHead {
+                folder: open::stream_folder(store, &source.name, split),
+                source: source.name.clone(),
+                split,
+                token_bytes,
+                vocab,
+            },
+            record: source.stream(split).clone(),
+            open: None,
+        })
+    }
+
+    /// Whether the open shard holds `tokens` or more.
+    pub(crate) fn is_full(&self, tokens: u64) -> bool {
+        self.open.as_ref().is_some_and(|shard| shard.tokens() >= tokens)
+    }
+
+    /// The next document.
+    pub(crate) fn push(
+        &mut self,
+        tokens: &[u32],
+        record: &DocumentRecord,
+        text_bytes: u64,
+    ) -> Result<()> {
+        let total = &mut self.record;
+        let open = match &mut self.open {
+            Some(open) => open,
+            none => {
+                let folder = &self.head.folder;
+                fs::create_dir_all(folder).map_err(|e| Fault::io("create", folder, &e))?;
+                let (head, index) = (self.head.clone(), total.shards.len());
+                none.insert(ShardWriter::create(head, index, total.tokens, total.documents)?)
+            }
+        };
+        open.push(tokens, record)?;
+        total.tokens += record.tokens;
+        total.documents += 1;
+        total.text_bytes += text_bytes;
+        total.digest = chain(total.digest, tokens, record);
+        Ok(())
+    }
+
+    /// Commits the open shard, if there is one.
+    pub(crate) fn commit(&mut self) -> Result<Option<ShardRecord>> {
+        let Some(open) = self.open.take() else { return Ok(None) };
+        let shard = open.finish()?;
+        self.record.shards.push(shard.clone());
+        Ok(Some(shard))
+    }
+}

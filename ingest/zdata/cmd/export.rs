@@ -1,0 +1,101 @@
+//! `zdata export`.
+
+use std::path::PathBuf;
+
+use contract::Result;
+use contract::store::Split;
+use ingest::exchange::Peer;
+use ingest::exchange::export::{Export, Exported, Note, export};
+
+use super::output;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The store's folder.
+    store: PathBuf,
+    /// Whose layout.
+    #[arg(long, value_enum)]
+    format: Format,
+    /// The folder to make: files lie in OUT/SOURCE/SPLIT.
+    #[arg(long)]
+    out: PathBuf,
+    /// This source only.
+    #[arg(long)]
+    source: Option<String>,
+    /// This split only.
+    #[arg(long, value_enum)]
+    split: Option<Which>,
+    /// Tell a program what was written.
+    #[arg(long)]
+    json: bool,
+}
+
+/// A peer, as the command line names it.
+#[derive(Clone, Copy, clap::ValueEnum)]
+pub(crate) enum Format {
+    /// Megatron-LM: .bin and .idx.
+    Megatron,
+    /// datatrove (nanotron): .ds and .ds.index.
+    Datatrove,
+    /// OLMo and dolma: .npy without a header, and .csv.gz.
+    Olmo,
+    /// MosaicML Streaming: MDS shards.
+    Mds,
+}
+
+impl Format {
+    pub(crate) fn peer(self) -> Peer {
+        match self {
+            Format::Megatron => Peer::Megatron,
+            Format::Datatrove => Peer::Datatrove,
+            Format::Olmo => Peer::Olmo,
+            Format::Mds => Peer::Mds,
+        }
+    }
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Which {
+    Train,
+    Validation,
+}
+
+/// Does it.
+pub(crate) fn exec(args: Args) -> Result<()> {
+    let split = args.split.map(|which| match which {
+        Which::Train => Split::Train,
+        Which::Validation => Split::Validation,
+    });
+    let Args { store, format, out, source, json, .. } = args;
+    let request = Export { store, out, peer: format.peer(), source, split, quiet: false };
+    let note = match export(&request)? {
+        Exported::UpToDate(note) => {
+            eprintln!("up to date: these files are of this very store");
+            note
+        }
+        Exported::Done(note, summary) => {
+            eprintln!("{summary}");
+            note
+        }
+    };
+    if json { output::emit(&output::json(&note)?) } else { output::emit(&text(&request, &note)) }
+}
+
+fn text(request: &Export, note: &Note) -> String {
+    let mut told = String::new();
+    for stream in &note.streams {
+        let files: Vec<String> = stream.files.iter().map(|file| file.name.clone()).collect();
+        let (first, more) =
+            (files.first().map_or("", String::as_str), files.len().saturating_sub(1));
+        told += &format!(
+            "{} {}: {} documents, {} tokens in {} and {more} more\n",
+            stream.source,
+            stream.split,
+            stream.documents,
+            stream.tokens,
+            request.out.join(first).display(),
+        );
+    }
+    told
+}

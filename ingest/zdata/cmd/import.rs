@@ -1,0 +1,111 @@
+//! `zdata import`.
+
+use std::path::PathBuf;
+
+use contract::store::UNIT_TOKENS;
+use contract::{Ratio, Result};
+use ingest::corpus::SHARD_TOKENS;
+use ingest::exchange::Width;
+use ingest::exchange::import::{Import, Imported, Part, import};
+use ingest::inspect;
+
+use super::export::Format;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The folder that becomes the store.
+    store: PathBuf,
+    /// Whose layout.
+    #[arg(long, value_enum)]
+    format: Format,
+    /// The tokenizer.json that made the tokens: every id is held against it.
+    #[arg(long)]
+    tokenizer: PathBuf,
+    /// A source and its files, or a folder of them; again for more.
+    #[arg(long = "source", value_name = "NAME=PATH", value_parser = part)]
+    sources: Vec<(String, PathBuf)>,
+    /// The same, all of it held back for validation.
+    #[arg(long, value_name = "NAME=PATH", value_parser = part)]
+    held_back: Vec<(String, PathBuf)>,
+    /// How a token is stored, where no header says it: uint16, uint32, int64 and so on.
+    #[arg(long, value_parser = width)]
+    dtype: Option<Width>,
+    /// The token that begins each document already, if one does.
+    #[arg(long)]
+    begin: Option<String>,
+    /// The token that ends each document already, if one does.
+    #[arg(long)]
+    end: Option<String>,
+    /// The column of tokens (MDS).
+    #[arg(long, default_value = "tokens")]
+    column: String,
+    /// Share of the documents to hold back, taken exactly.
+    #[arg(long, default_value = "0", value_parser = share)]
+    validation: Ratio,
+    /// Tokens in a unit, which every seq_len must divide.
+    #[arg(long, default_value_t = UNIT_TOKENS, value_parser = clap::value_parser!(u64).range(1..))]
+    unit: u64,
+    /// Tell a program what was imported.
+    #[arg(long)]
+    json: bool,
+}
+
+fn part(text: &str) -> std::result::Result<(String, PathBuf), String> {
+    match text.split_once('=') {
+        Some((name, path)) if !name.is_empty() && !path.is_empty() => {
+            Ok((name.to_owned(), PathBuf::from(path)))
+        }
+        _ => Err(format!("expected NAME=PATH, found {text:?}")),
+    }
+}
+
+fn width(text: &str) -> std::result::Result<Width, String> {
+    let known = || Width::ALL.map(Width::name).join(", ");
+    Width::from_name(text).ok_or_else(|| format!("expected one of {}, found {text:?}", known()))
+}
+
+fn share(text: &str) -> std::result::Result<Ratio, String> {
+    let share: Ratio = text.parse()?;
+    if share.num() < share.den() {
+        Ok(share)
+    } else {
+        Err(format!("{share} leaves nothing to train on"))
+    }
+}
+
+/// Does it.
+pub(crate) fn exec(args: Args) -> Result<()> {
+    let part = |(source, path): (String, PathBuf), held_back| Part { source, path, held_back };
+    let train = args.sources.into_iter().map(|named| part(named, false));
+    let request = Import {
+        store: args.store,
+        peer: args.format.peer(),
+        tokenizer: args.tokenizer,
+        parts: train.chain(args.held_back.into_iter().map(|named| part(named, true))).collect(),
+        width: args.dtype,
+        begin: args.begin,
+        end: args.end,
+        column: args.column,
+        validation: args.validation,
+        unit: args.unit,
+        shard_tokens: SHARD_TOKENS,
+        quiet: false,
+    };
+    let manifest = match import(&request)? {
+        Imported::UpToDate(manifest) => {
+            eprintln!("up to date: the store was imported from these very files");
+            manifest
+        }
+        Imported::Done(manifest, summary) => {
+            eprintln!("{summary}");
+            manifest
+        }
+    };
+    if args.json {
+        println!("{}", inspect::json(&request.store, &manifest));
+    } else {
+        println!("{}  {}", manifest.digest, request.store.display());
+    }
+    Ok(())
+}
