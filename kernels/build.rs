@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-const SOURCES: [&str; 2] = ["shim/device.cpp", "shim/switches.cpp"];
+const SOURCES: [&str; 3] = ["shim/device.cpp", "shim/group.cpp", "shim/switches.cpp"];
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -18,6 +18,8 @@ fn main() {
         .files(SOURCES)
         .include(&include)
         .include(include.join("torch/csrc/api/include"))
+        // c10d names types of Gloo, whose headers no libtorch ships.
+        .include("shim/gloo")
         .flag("-std=c++17")
         .flag("-D_GLIBCXX_USE_CXX11_ABI=1")
         .warnings(false)

@@ -38,6 +38,18 @@ pub enum Error {
         /// What it said.
         reason: String,
     },
+    /// A rank could not be reached, and this rank was the first to notice.
+    #[error("{what}")]
+    Missing {
+        /// Which, where it was last seen, and what it was missed in.
+        what: String,
+    },
+    /// Another rank left word of why the ranks stop.
+    #[error("{what}")]
+    Reported {
+        /// Its word.
+        what: String,
+    },
     /// libtorch failed.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),

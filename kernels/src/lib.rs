@@ -3,6 +3,8 @@
 //! ```text
 //! runtime   determinism switches, set and read back; the kernel table
 //! device    CPU, or a GPU whose library is opened at run time; staging of batches
+//! group     ranks that exchange bytes, with deadlines
+//! rccl      the same between GPUs: RCCL or NCCL, opened at run time
 //! tree      the one order in which leaves are added
 //! checksum  order-free sums over bits, for any layout
 //! share     tensors read by several threads at once
@@ -14,8 +16,10 @@
 pub mod checksum;
 pub mod device;
 pub mod error;
+pub mod group;
 #[cfg(feature = "hip")]
 pub mod hip;
+pub mod rccl;
 pub mod runtime;
 pub mod share;
 pub mod tree;

@@ -364,3 +364,19 @@ proptest! {
         }
     }
 }
+
+/// A start decides what a run begins with, so it is part of the meaning; where it lies decides nothing.
+#[test]
+fn a_start_is_named_by_a_path_that_an_edit_may_move() {
+    let with = |line: &str| Curriculum::parse(&format!("{line}\n{WHOLE}"), "c.toml");
+    let (none, here) = (with("").unwrap(), with("start = \"a/start\"").unwrap());
+    assert_eq!((none.start.as_deref(), here.start.as_deref()), (None, Some("a/start")));
+    assert!(here.place("start").starts_with("c.toml:1"), "{}", here.place("start"));
+    let again = Curriculum::parse(&here.canonical(), "again.toml").unwrap();
+    assert_eq!(again.canonical(), here.canonical());
+    assert_eq!(here.canonical().replace("start = \"a/start\"\n", ""), none.canonical());
+    assert!(here.difference(&with("start = \"b/start\"").unwrap()).is_empty());
+    for wrong in ["start = \"\"", "start = 3", "strat = \"a\""] {
+        assert_eq!(with(wrong).unwrap_err().class(), Class::Usage, "{wrong}");
+    }
+}

@@ -13,6 +13,7 @@ impl Curriculum {
         // No `..`: a new field does not compile until it is written here.
         let Curriculum {
             stores,
+            start,
             seed,
             dtype,
             phases,
@@ -25,6 +26,9 @@ impl Curriculum {
         let mut out = Text::default();
         let stores: Vec<String> = stores.iter().map(|store| quoted(store)).collect();
         out.line("store", format!("[{}]", stores.join(", ")));
+        if let Some(start) = start {
+            out.line("start", quoted(start));
+        }
         out.line("seed", seed);
         out.line("dtype", quoted(dtype.name()));
         let ModelSpec { preset, fields } = model;

@@ -30,10 +30,11 @@ impl Curriculum {
     /// What `other` (an edit) changes against `self` (what the run began with), by the first step that it reaches.
     ///
     /// Names of phases, `max_epochs` and the paths of stores change no step and never appear: a limit either refuses
-    /// the plan or has no effect, and a store is known by its digest.
+    /// the plan or has no effect, and a store and a start are known by their digests.
     pub fn difference(&self, other: &Curriculum) -> Vec<Difference> {
         let Curriculum {
             stores: _,
+            start: _,
             seed,
             dtype,
             phases,

@@ -22,6 +22,8 @@ use crate::mixing::WEIGHT_MAX;
 pub struct Curriculum {
     /// Stores, or descriptions of stores, as written: relative paths start at the curriculum's folder.
     pub stores: Vec<String>,
+    /// The weights that the run begins with, as written: the folder of a start, relative to the curriculum's. `None`: drawn.
+    pub start: Option<String>,
     /// The root of every draw.
     pub seed: u64,
     /// What the model computes in.

@@ -11,7 +11,7 @@ use super::{
 };
 
 const ROOT_KEYS: &[&str] =
-    &["store", "seed", "dtype", "phase", "source", "model", "optimizer", "schedule"];
+    &["store", "start", "seed", "dtype", "phase", "source", "model", "optimizer", "schedule"];
 const PHASE_KEYS: &[&str] =
     &["name", "steps", "tokens", "seq_len", "batch", "leaf", "mix", "model"];
 const OPTIMIZER_KEYS: &[&str] = &["kind", "lr", "betas", "eps", "momentum", "weight_decay", "clip"];
@@ -60,9 +60,11 @@ impl Curriculum {
         let mut places = Places::new(file);
         let stores = stores(&root)?;
         places.insert("store".to_owned(), root.place_of("store"));
+        let start = start(&root, &mut places)?;
         let optimizer = optimizer(&root, &mut places)?;
         Ok(Curriculum {
             stores,
+            start,
             seed: root.whole("seed", 0)?.unwrap_or(0),
             dtype: root.choice("dtype", &Dtype::ALL)?.unwrap_or(Dtype::F32),
             phases: phases(&root, &mut places)?,
@@ -87,6 +89,17 @@ fn stores(root: &Section) -> Result<Vec<String>> {
         Some(paths) if !paths.is_empty() && paths.iter().all(|path| !path.is_empty()) => Ok(paths),
         _ => Err(root.fault("store", "`store` names no store").wanted(wanted)),
     }
+}
+
+fn start(root: &Section, places: &mut Places) -> Result<Option<String>> {
+    let Some(path) = root.string("start")? else { return Ok(None) };
+    if path.is_empty() {
+        return Err(root
+            .fault("start", "`start` names no folder")
+            .wanted("a path, or no such key"));
+    }
+    places.insert("start".to_owned(), root.place_of("start"));
+    Ok(Some(path.to_owned()))
 }
 
 fn phases(root: &Section, places: &mut Places) -> Result<Vec<Phase>> {

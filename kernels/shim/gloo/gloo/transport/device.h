@@ -1,0 +1,11 @@
+// See ../../README.md.
+#pragma once
+
+namespace gloo {
+namespace transport {
+
+class Device;
+class UnboundBuffer;
+
+} // namespace transport
+} // namespace gloo

@@ -1,0 +1,162 @@
+// Ranks: libtorch's own TCPStore and Gloo process group. Bytes move here and nothing is added, but for the benchmark's
+// sums. Every call that waits takes a deadline in milliseconds.
+// Every function returns nullptr when it worked, else the reason (valid until the next call on this thread).
+
+#define USE_DISTRIBUTED
+#define USE_C10D_GLOO
+
+#include <ATen/ATen.h>
+#include <c10/util/Logging.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "shim.h"
+
+namespace {
+
+using std::chrono::milliseconds;
+
+struct KeyValue {
+  c10::intrusive_ptr<c10d::TCPStore> tcp;
+  c10::intrusive_ptr<c10d::Store> named;
+};
+
+struct Peers {
+  c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo;
+};
+
+struct Moving {
+  c10::intrusive_ptr<c10d::Work> work;
+};
+
+KeyValue* store_of(void* store) { return static_cast<KeyValue*>(store); }
+c10d::ProcessGroupGloo& gloo_of(void* group) { return *static_cast<Peers*>(group)->gloo; }
+
+std::vector<uint8_t> bytes(const char* text) {
+  const std::string all(text);
+  return std::vector<uint8_t>(all.begin(), all.end());
+}
+
+} // namespace
+
+extern "C" {
+
+// The store at host:port, under the prefix `name`; with `serve` this process holds it. Port 0 lets the system choose.
+const char* shim_store_open(const char* host, int port, int serve, const char* name, int64_t timeout, void** out,
+                            int* bound) {
+  return shim_guard([&] {
+    // What fails comes back as an error that names a rank; c10d's log would only put stack traces around it.
+    if (std::getenv("TORCH_CPP_LOG_LEVEL") == nullptr) FLAGS_caffe2_log_level = c10::GLOG_FATAL;
+    c10d::TCPStoreOptions options;
+    options.port = static_cast<std::uint16_t>(port);
+    options.isServer = serve != 0;
+    options.waitWorkers = false;
+    options.timeout = milliseconds(timeout);
+    auto tcp = c10::make_intrusive<c10d::TCPStore>(host, options);
+    *bound = tcp->getPort();
+    auto named = c10::make_intrusive<c10d::PrefixStore>(std::string(name), tcp);
+    *out = new KeyValue{std::move(tcp), std::move(named)};
+  });
+}
+
+void shim_store_free(void* store) { delete store_of(store); }
+
+const char* shim_store_set(void* store, const char* key, const char* value) {
+  return shim_guard([&] { store_of(store)->named->set(std::string(key), bytes(value)); });
+}
+
+// Sets the key unless it has a value; `out` is the value it has then.
+const char* shim_store_first(void* store, const char* key, const char* value, const char** out) {
+  return shim_guard([&] {
+    const auto found = store_of(store)->named->compareSet(std::string(key), std::vector<uint8_t>(), bytes(value));
+    *out = shim_fail(std::string(found.begin(), found.end()));
+  });
+}
+
+// `out` is the key's value, or nullptr where it has none.
+const char* shim_store_find(void* store, const char* key, const char** out) {
+  return shim_guard([&] {
+    *out = nullptr;
+    auto& named = *store_of(store)->named;
+    if (!named.check({std::string(key)})) return;
+    const auto found = named.get(std::string(key));
+    *out = shim_fail(std::string(found.begin(), found.end()));
+  });
+}
+
+// Connects every rank with every other. An interface name wins over a host name; with neither, libtorch chooses.
+const char* shim_group_open(void* store, int rank, int world, const char* interface, const char* host, int64_t timeout,
+                            void** out) {
+  return shim_guard([&] {
+    auto options = c10d::ProcessGroupGloo::Options::create(milliseconds(timeout));
+    // These threads serve libtorch's own collectives only; what we use runs on the device's thread.
+    options->threads = 1;
+    if (*interface != 0) {
+      options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForInterface(interface));
+    } else if (*host != 0) {
+      options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(host));
+    } else {
+      options->devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
+    }
+    auto gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(store_of(store)->named, rank, world, std::move(options));
+    *out = new Peers{std::move(gloo)};
+  });
+}
+
+void shim_group_free(void* group) { delete static_cast<Peers*>(group); }
+
+// Starts to send a contiguous CPU tensor, which is kept until the work is freed.
+const char* shim_send(void* group, const at::Tensor* tensor, int to, int tag, void** out) {
+  return shim_guard([&] {
+    std::vector<at::Tensor> tensors{*tensor};
+    *out = new Moving{gloo_of(group).send(tensors, to, tag)};
+  });
+}
+
+// Starts to receive into a contiguous CPU tensor.
+const char* shim_recv(void* group, const at::Tensor* tensor, int from, int tag, void** out) {
+  return shim_guard([&] {
+    std::vector<at::Tensor> tensors{*tensor};
+    *out = new Moving{gloo_of(group).recv(tensors, from, tag)};
+  });
+}
+
+const char* shim_work_wait(void* work, int64_t timeout) {
+  return shim_guard([&] {
+    if (!static_cast<Moving*>(work)->work->wait(milliseconds(timeout))) throw std::runtime_error("aborted");
+  });
+}
+
+void shim_work_free(void* work) { delete static_cast<Moving*>(work); }
+
+// libtorch's own collectives on f32 tensors, for the benchmark: 0 all-reduce, 1 reduce-scatter, 2 all-gather,
+// 3 broadcast from rank 0, 4 all-to-all.
+const char* shim_collective(void* group, int which, const at::Tensor* input, const at::Tensor* output, int64_t timeout) {
+  return shim_guard([&] {
+    auto& gloo = gloo_of(group);
+    at::Tensor in = *input, out = *output;
+    std::vector<at::Tensor> tensors{in};
+    std::vector<int64_t> equal;
+    c10::intrusive_ptr<c10d::Work> work;
+    switch (which) {
+      case 0: work = gloo.allreduce(tensors); break;
+      case 1: work = gloo._reduce_scatter_base(out, in); break;
+      case 2: work = gloo._allgather_base(out, in); break;
+      case 3: work = gloo.broadcast(tensors); break;
+      default: work = gloo.alltoall_base(out, in, equal, equal); break;
+    }
+    work->wait(milliseconds(timeout));
+  });
+}
+
+// Ends the process at once, running nothing of what is registered for its end: other threads still compute.
+void shim_vanish(int code) { _exit(code); }
+
+} // extern "C"

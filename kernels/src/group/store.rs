@@ -1,0 +1,189 @@
+//! The store in which ranks meet and leave word.
+
+use std::ffi::{CStr, c_int, c_void};
+use std::ptr;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::ffi::{
+    shim_store_find, shim_store_first, shim_store_free, shim_store_open, shim_store_set,
+};
+use super::{milliseconds, text};
+use crate::runtime::guarded;
+use crate::{Error, Result};
+
+/// Between two looks for ranks that have not come yet.
+pub(super) const LOOK: Duration = Duration::from_millis(5);
+
+/// Under this key the first rank that stops leaves its word.
+pub(super) const FAULT: &str = "fault";
+
+/// A store of small texts that all ranks share.
+///
+/// Its requests run on a thread of its own: c10d waits for an answer without a deadline, and a network that is cut gives
+/// none. What does not answer in time is given up, with the thread.
+#[derive(Debug)]
+pub struct Store {
+    pub(super) handle: Handle,
+    port: u16,
+    timeout: Duration,
+    requests: Mutex<Option<Sender<Request>>>,
+}
+
+type Request = Box<dyn FnOnce() + Send>;
+
+/// The C++ store. Freed by the last who holds it; a thread that was given up holds it for ever.
+#[derive(Clone, Debug)]
+pub(super) struct Handle(Arc<Raw>);
+
+#[derive(Debug)]
+struct Raw(*mut c_void);
+
+// SAFETY: c10d's TCPStore takes a lock of its own in every operation.
+unsafe impl Send for Raw {}
+// SAFETY: as above.
+unsafe impl Sync for Raw {}
+
+impl Handle {
+    pub(super) fn raw(&self) -> *mut c_void {
+        self.0.0
+    }
+}
+
+impl Drop for Raw {
+    fn drop(&mut self) {
+        // SAFETY: made by `shim_store_open`, freed once.
+        unsafe { shim_store_free(self.0) }
+    }
+}
+
+impl Store {
+    /// Holds a store at `host`; port 0 lets the system choose one.
+    pub fn serve(host: &str, port: u16, name: &str, timeout: Duration) -> Result<Store> {
+        Store::open(host, port, true, name, timeout)
+    }
+
+    /// Reaches a store that another process holds, waiting until it is there.
+    pub fn connect(host: &str, port: u16, name: &str, timeout: Duration) -> Result<Store> {
+        Store::open(host, port, false, name, timeout)
+    }
+
+    pub(super) fn open(
+        host: &str,
+        port: u16,
+        serve: bool,
+        name: &str,
+        timeout: Duration,
+    ) -> Result<Store> {
+        let (host, name) = (text(host)?, text(name)?);
+        let (mut handle, mut bound) = (ptr::null_mut(), 0);
+        // SAFETY: both texts and both out-pointers outlive the call.
+        guarded("open the store", unsafe {
+            shim_store_open(
+                host.as_ptr(),
+                c_int::from(port),
+                c_int::from(serve),
+                name.as_ptr(),
+                milliseconds(timeout),
+                &raw mut handle,
+                &raw mut bound,
+            )
+        })?;
+        let (requests, inbox) = channel::<Request>();
+        std::thread::spawn(move || inbox.into_iter().for_each(|request| request()));
+        let (handle, requests) = (Handle(Arc::new(Raw(handle))), Mutex::new(Some(requests)));
+        Ok(Store { handle, port: bound as u16, timeout, requests })
+    }
+
+    /// From here on an answer is waited for at most so long.
+    pub(super) fn wait_at_most(&mut self, timeout: Duration) {
+        self.timeout = timeout;
+    }
+
+    /// Runs a request on the store's thread; after one that is not answered there are no more.
+    fn ask<T: Send + 'static>(
+        &self,
+        call: &'static str,
+        request: impl FnOnce(Handle) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let gone = || Error::Foreign { call, reason: "the store does not answer".to_owned() };
+        let (answer, answered) = channel();
+        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        let handle = self.handle.clone();
+        let queued = requests.as_ref().ok_or_else(gone)?.send(Box::new(move || {
+            // Nobody listens any more if this took too long.
+            let _ = answer.send(request(handle));
+        }));
+        queued.map_err(|_| gone())?;
+        match answered.recv_timeout(self.timeout) {
+            Ok(answer) => answer,
+            Err(_) => {
+                *requests = None;
+                Err(gone())
+            }
+        }
+    }
+
+    /// Its port.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Gives `key` a value.
+    pub fn set(&self, key: &str, value: &str) -> Result<()> {
+        let (key, value) = (text(key)?, text(value)?);
+        self.ask("write to the store", move |handle| {
+            // SAFETY: the store is open and both texts outlive the call.
+            let answer = unsafe { shim_store_set(handle.raw(), key.as_ptr(), value.as_ptr()) };
+            guarded("write to the store", answer)
+        })
+    }
+
+    /// Gives `key` a value unless it has one, and returns the one that it has then.
+    pub fn first(&self, key: &str, value: &str) -> Result<String> {
+        let (key, value) = (text(key)?, text(value)?);
+        self.ask("write to the store", move |handle| {
+            let mut found = ptr::null();
+            // SAFETY: the store is open; texts and out-pointer outlive the call.
+            let answer = unsafe {
+                shim_store_first(handle.raw(), key.as_ptr(), value.as_ptr(), &raw mut found)
+            };
+            guarded("write to the store", answer)?;
+            // SAFETY: a C string that lives until the next shim call on this thread.
+            Ok(unsafe { CStr::from_ptr(found) }.to_string_lossy().into_owned())
+        })
+    }
+
+    /// The value of `key` once it has one; `None` if that takes longer than `timeout`. A rank that stops meanwhile for
+    /// whatever reason ends the waiting.
+    pub fn wait(&self, key: &str, timeout: Duration) -> Result<Option<String>> {
+        let start = Instant::now();
+        loop {
+            let found = self.find(key)?;
+            if found.is_some() || start.elapsed() > timeout {
+                return Ok(found);
+            }
+            if let Some(what) = self.find(FAULT)? {
+                return Err(Error::Reported { what });
+            }
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    /// The value of `key`, if it has one.
+    pub fn find(&self, key: &str) -> Result<Option<String>> {
+        let key = text(key)?;
+        self.ask("read from the store", move |handle| {
+            let mut found = ptr::null();
+            // SAFETY: the store is open; text and out-pointer outlive the call.
+            let answer = unsafe { shim_store_find(handle.raw(), key.as_ptr(), &raw mut found) };
+            guarded("read from the store", answer)?;
+            if found.is_null() {
+                return Ok(None);
+            }
+            // SAFETY: a C string that lives until the next shim call on this thread.
+            Ok(Some(unsafe { CStr::from_ptr(found) }.to_string_lossy().into_owned()))
+        })
+    }
+}

@@ -1,0 +1,165 @@
+//! Ranks as threads, over the loopback.
+
+use super::store::FAULT;
+use super::*;
+use std::thread;
+
+fn place(rank: u32, world: u32, port: u16) -> Place {
+    let (host, name, interface) = ("127.0.0.1".to_owned(), "test/".to_owned(), String::new());
+    Place { rank, world, host, port, rank_0_serves: false, name, interface }
+}
+
+const SECONDS: Duration = Duration::from_secs(20);
+
+/// Runs `work` as every rank but those in `absent`, each on a thread.
+fn ranks<T: Send>(world: u32, timeout: Duration, work: impl Fn(Group) -> T + Sync) -> Vec<T> {
+    let store = Store::serve("127.0.0.1", 0, "test/", SECONDS).unwrap();
+    let (port, work) = (store.port(), &work);
+    thread::scope(|scope| {
+        let run = |rank| {
+            scope.spawn(move || work(Group::open(&place(rank, world, port), timeout).unwrap()))
+        };
+        let handles: Vec<_> = (0..world).map(run).collect();
+        handles.into_iter().map(|handle| handle.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn everybody_hears_everybody() {
+    for world in [1, 2, 3, 5] {
+        let heard = ranks(world, SECONDS, |group| {
+            let mine = vec![group.rank() as u8; group.rank() as usize * 508];
+            let heard = group.all_gather("a test", &mine).unwrap();
+            group.barrier("the end").unwrap();
+            heard
+        });
+        let wanted: Vec<_> = (0..world).map(|rank| vec![rank as u8; rank as usize * 508]).collect();
+        assert!(heard.iter().all(|heard| *heard == wanted), "{world} ranks");
+    }
+}
+
+#[test]
+fn transfers_keep_their_order_and_their_bits() {
+    let found = ranks(3, SECONDS, |group| {
+        let mut exchange = group.begin("a test").unwrap();
+        for to in group.others() {
+            for part in 0..4 {
+                let value = f32::from_bits(0x7f80_0001 + group.rank() * 100 + to * 10 + part);
+                exchange.send(to, &Tensor::from_slice(&[value, -0.0])).unwrap();
+            }
+        }
+        let parts = |from| {
+            let parts: Vec<_> =
+                (0..4).map(|_| exchange.receive(from, Kind::Float, 2).unwrap()).collect();
+            // Waiting in another order than that of the arrival must not matter.
+            let mut bits: Vec<_> = parts
+                .into_iter()
+                .rev()
+                .map(|part| Vec::<f32>::try_from(part.wait().unwrap()).unwrap())
+                .map(|values| (values[0].to_bits(), values[1].to_bits()))
+                .collect();
+            bits.reverse();
+            (from, bits)
+        };
+        let found: Vec<_> = group.others().map(parts).collect();
+        exchange.finish().unwrap();
+        (group.rank(), found)
+    });
+    for (rank, heard) in found {
+        for (from, bits) in heard {
+            let wanted = (0..4)
+                .map(|part| (0x7f80_0001 + from * 100 + rank * 10 + part, (-0.0f32).to_bits()));
+            assert_eq!(bits, wanted.collect::<Vec<_>>(), "from {from} to {rank}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named_by_all() {
+    let timeout = Duration::from_millis(1500);
+    let start = Instant::now();
+    let errors = ranks(4, timeout, |group| {
+        group.barrier("the start").unwrap();
+        group.reached(&format!("step 7, leaf {}", group.rank()));
+        if group.rank() == 2 {
+            thread::sleep(3 * timeout);
+            return None;
+        }
+        Some(group.barrier("the gathering of losses").unwrap_err().to_string())
+    });
+    assert!(start.elapsed() < 10 * timeout);
+    for (rank, error) in errors.iter().enumerate().filter(|(rank, _)| *rank != 2) {
+        let error = error.as_ref().unwrap();
+        assert!(error.contains("rank 2, last seen at step 7, leaf 2"), "{rank}: {error}");
+        assert!(error.contains("the gathering of losses"), "{rank}: {error}");
+        assert!(!error.contains("leaf 0;") && !error.contains("rank 3, last"), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_is_missed_at_once() {
+    let start = Instant::now();
+    let errors = ranks(3, SECONDS, |group| {
+        group.barrier("the start").unwrap();
+        if group.rank() == 1 {
+            return None;
+        }
+        Some(group.barrier("the gathering of losses").unwrap_err().to_string())
+    });
+    assert!(start.elapsed() < SECONDS, "a lost connection is noticed without waiting");
+    for error in [&errors[0], &errors[2]] {
+        assert!(error.as_ref().unwrap().contains("rank 1, last seen at"), "{error:?}");
+    }
+}
+
+#[test]
+fn a_rank_that_never_starts_is_named() {
+    let store = Store::serve("127.0.0.1", 0, "test/", SECONDS).unwrap();
+    let timeout = Duration::from_millis(300);
+    let error = Group::open(&place(1, 3, store.port()), timeout).unwrap_err().to_string();
+    assert!(error.contains("did not come within 300ms: 0, 2"), "{error}");
+    let nobody = Store::connect("127.0.0.1", 1, "test/", timeout).unwrap_err().to_string();
+    assert!(nobody.contains("store"), "{nobody}");
+}
+
+#[test]
+fn the_first_word_stands() {
+    let store = Store::serve("127.0.0.1", 0, "a/", SECONDS).unwrap();
+    let other = Store::connect("127.0.0.1", store.port(), "a/", SECONDS).unwrap();
+    assert_eq!(store.find("key").unwrap(), None);
+    assert_eq!(other.first("key", "mine").unwrap(), "mine");
+    assert_eq!(store.first("key", "yours").unwrap(), "mine");
+    assert_eq!(store.find("key").unwrap().as_deref(), Some("mine"));
+    let soon = Duration::from_millis(20);
+    assert_eq!(store.wait("key", soon).unwrap().as_deref(), Some("mine"));
+    assert_eq!(store.wait("never", soon).unwrap(), None);
+    store.set(FAULT, "rank 3: the disk is full").unwrap();
+    let start = Instant::now();
+    let error = store.wait("never", SECONDS).unwrap_err().to_string();
+    assert!(error.contains("rank 3: the disk is full") && start.elapsed() < SECONDS);
+    let apart = Store::connect("127.0.0.1", store.port(), "b/", SECONDS).unwrap();
+    assert_eq!(apart.find("key").unwrap(), None, "names keep launches apart");
+}
+
+#[test]
+fn libtorch_s_collectives_answer() {
+    let sums = ranks(2, SECONDS, |group| {
+        let rank = f64::from(group.rank());
+        let ones = |count: i64| Tensor::ones([count], tch::kind::FLOAT_CPU) * (rank + 1.0);
+        let sum = |tensor: &Tensor| tensor.sum(Kind::Double).double_value(&[]);
+        let mut found = Vec::new();
+        for (which, input, output) in [
+            (Collective::AllReduce, 8, 0),
+            (Collective::ReduceScatter, 8, 4),
+            (Collective::AllGather, 4, 8),
+            (Collective::Broadcast, 8, 0),
+            (Collective::AllToAll, 8, 8),
+        ] {
+            let (input, output) = (ones(input), ones(output));
+            group.collective(which, &input, &output).unwrap();
+            found.push(sum(if output.numel() == 0 { &input } else { &output }));
+        }
+        found
+    });
+    assert_eq!(sums, vec![vec![24.0, 12.0, 12.0, 8.0, 12.0]; 2]);
+}
