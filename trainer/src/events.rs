@@ -33,8 +33,9 @@ impl Events {
     }
 }
 
+/// Seconds since 1970, to the millisecond.
 #[expect(clippy::disallowed_methods, reason = "events are where the date may be known")]
-fn now() -> f64 {
+pub(crate) fn now() -> f64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     (since.as_secs_f64() * 1e3).round() / 1e3
 }

@@ -9,6 +9,7 @@ use tch::Device;
 
 use crate::checkpoint::Retention;
 use crate::lanes::Lanes;
+use crate::validate::Validation;
 
 /// Everything that only decides speed, place and patience.
 #[derive(Clone, Debug)]
@@ -19,6 +20,8 @@ pub struct ExecOptions {
     pub lanes: Lanes,
     /// Reader threads and batches that wait.
     pub prefetch: PrefetchOptions,
+    /// When the loss on held-back text is taken: it is told, and decides nothing.
+    pub validation: Validation,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
     /// Which checkpoints stay.
@@ -40,6 +43,7 @@ impl ExecOptions {
             device: Device::Cpu,
             lanes: Lanes::available(),
             prefetch: PrefetchOptions::default(),
+            validation: Validation { every: 50, windows: 16 },
             checkpoint_every: 50,
             retention: Retention { newest: 3, every: 0 },
             stop_after: None,

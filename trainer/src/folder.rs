@@ -4,6 +4,7 @@
 //! run.toml        the curriculum in canonical form, stores by absolute path
 //! ledger.jsonl    what was computed, chained          events.jsonl    where and when
 //! checkpoints/    step-N, committed by rename         lock            held by the process that trains
+//! metrics/        curves for TensorBoard
 //! ```
 
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -17,8 +18,14 @@ use crate::checkpoint::Checkpoints;
 use crate::ledger::{self, Head, Ledger};
 use crate::spec::RunSpec;
 
-/// What is promised today, as in the README's table.
-pub const LEVELS: [&str; 2] = ["D", "L0"];
+/// What is promised on a processor, as in the README's table: bits of the data; bits of training on one machine kind; on
+/// any number of ranks; one rank replays what many trained. On a GPU only the first two.
+pub const LEVELS: [&str; 4] = ["D", "L0", "L1", "L2"];
+
+/// The levels of a run with these kernels.
+pub fn levels(table: &KernelTable) -> &'static [&'static str] {
+    if table.device == "cpu" { &LEVELS } else { &LEVELS[..2] }
+}
 
 /// Paths in a run's folder.
 #[derive(Clone, Debug)]
@@ -62,6 +69,11 @@ impl RunFolder {
     /// The events.
     pub fn events(&self) -> PathBuf {
         self.root.join("events.jsonl")
+    }
+
+    /// The curves.
+    pub fn metrics(&self) -> PathBuf {
+        self.root.join("metrics")
     }
 
     /// The checkpoints.
@@ -134,6 +146,11 @@ impl RunFolder {
             let path = path.canonicalize().map_err(|error| Fault::io("resolve", &path, &error))?;
             *store = path.to_string_lossy().into_owned();
         }
+        if let Some(start) = &spec.start {
+            let path = start.folder();
+            let path = path.canonicalize().map_err(|error| Fault::io("resolve", path, &error))?;
+            resolved.start = Some(path.to_string_lossy().into_owned());
+        }
         let text = resolved.canonical();
         let path = self.curriculum();
         if fs::read_to_string(&path).is_ok_and(|before| before == text) {
@@ -156,7 +173,7 @@ pub fn head(spec: &RunSpec, table: &KernelTable) -> Result<Head> {
         curriculum: spec.canonical(),
         stores: spec.content.stores.clone(),
         tokenizer: spec.content.tokenizer,
-        levels: LEVELS.map(str::to_owned).to_vec(),
+        levels: levels(table).iter().map(|level| (*level).to_owned()).collect(),
         parameters: spec.names(),
     })
 }
@@ -191,6 +208,13 @@ pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<(
     };
     if begun.stores != now.stores {
         return mismatch("the content of a store", text(&now.stores), text(&begun.stores));
+    }
+    let start = |head: &Head| {
+        let line = head.curriculum.lines().find_map(|line| line.strip_prefix("start = "));
+        line.unwrap_or("drawn").to_owned()
+    };
+    if start(begun) != start(now) {
+        return mismatch("the weights at the start", start(now), start(begun));
     }
     if begun.parameters != now.parameters {
         let count = |head: &Head| format!("{} tensors", head.parameters.len());

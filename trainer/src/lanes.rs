@@ -5,14 +5,14 @@
 //!
 //! Invariant: the only threads that compute weights, gradients or losses are started here.
 
-use std::any::Any;
 use std::collections::BTreeMap;
-use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use contract::{Fault, Result};
 use kernels::runtime;
+
+use crate::refusal::{self, caught};
 
 /// A number of lanes, at least one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,35 +102,16 @@ impl Lanes {
         thread::scope(|scope| {
             let handles: Vec<_> = (0..self.0).map(|_| scope.spawn(&lane)).collect();
             let joined: Vec<_> = handles.into_iter().map(|handle| handle.join()).collect();
-            joined
-                .into_iter()
-                .try_for_each(|outcome| outcome.unwrap_or_else(|panic| Err(stopped(&*panic))))
+            joined.into_iter().try_for_each(|outcome| {
+                outcome.unwrap_or_else(|panic| Err(refusal::fault(&*panic)))
+            })
         })
     }
-}
-
-/// A panic as a fault, so that an item that breaks still has its turn and nobody waits for it.
-fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
-    panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(stopped(&*panic)))
 }
 
 /// A foreign refusal is the machine's.
 fn machine(error: kernels::Error) -> Fault {
     Fault::machine(error.to_string())
-}
-
-/// What to say about a lane that panicked: libtorch's wrapper panics where libtorch throws, also for want of memory.
-fn stopped(panic: &(dyn Any + Send)) -> Fault {
-    let text = panic.downcast_ref::<String>().map(String::as_str);
-    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
-    // libtorch's messages end in a stack trace of its own; the first line says what happened.
-    let text = text.split("\\n").next().unwrap_or(text).lines().next().unwrap_or(text);
-    if text.contains("out of memory") || text.contains("can't allocate memory") {
-        return Fault::machine("there is not enough memory")
-            .found(text)
-            .hint("use fewer lanes, or smaller leaves");
-    }
-    Fault::bug("a lane stopped").found(text)
 }
 
 /// The next item for a lane, once it is close enough to the one that is taken next.

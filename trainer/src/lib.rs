@@ -3,29 +3,39 @@
 //! - [`spec`] is what is trained (hashed), [`exec`] how fast (no hash). [`run`] is the loop, [`folder`] what it leaves.
 //! - [`step`] is one step: [`model`] computes leaves on [`lanes`], the fixed tree adds them, [`optim`] moves the
 //!   [`state`].
+//! - [`parallel`] does the same on many ranks, with the same bits.
 //! - [`replay`] computes past steps again and explains them; [`compare`] finds where two runs part.
-//! - [`ledger`] holds what was computed, [`events`] where and when, [`checkpoint`] the state itself.
+//! - [`hf`] is Hugging Face's `zaya`, in and out.
+//! - [`ledger`] holds what was computed, [`events`] where and when, [`checkpoint`] the state itself; [`metrics`] draws
+//!   curves, [`validate`] takes the loss on held-back text.
 //!
 //! Invariant: step N is a function of the run and N. Lanes, threads, prefetch, checkpoints, kills and dates are not
 //! among its arguments.
 
 #![forbid(unsafe_code)]
 
+pub mod bench;
 pub mod checkpoint;
 pub mod compare;
 pub mod events;
 pub mod exec;
 pub mod folder;
+pub mod hf;
 pub mod lanes;
 pub mod ledger;
+pub mod metrics;
 pub mod model;
 pub mod optim;
+pub mod parallel;
+pub mod refusal;
 pub mod replay;
 pub mod report;
 pub mod run;
 pub mod spec;
 pub mod state;
 pub mod step;
+pub mod timing;
+pub mod validate;
 
 pub use exec::ExecOptions;
 pub use run::{Outcome, train};

@@ -5,6 +5,7 @@
 use std::time::{Duration, Instant};
 
 use crate::ledger::StepRecord;
+use crate::validate::SourceLoss;
 
 /// Prints the lines of one process's part of a run.
 pub struct Progress {
@@ -26,6 +27,14 @@ impl Progress {
         eprintln!("{text}");
     }
 
+    /// The loss on held-back text. The time it took is no step's.
+    pub fn validation(&mut self, step: u64, sources: &[SourceLoss]) {
+        if self.shown {
+            eprintln!("{}", validation_line(step, sources));
+        }
+        self.last = Instant::now();
+    }
+
     /// One step is done, with `tokens` tokens; returns how long it took.
     pub fn step(&mut self, record: &StepRecord, tokens: u64, recomputed: bool) -> Duration {
         let taken = self.last.elapsed();
@@ -45,6 +54,16 @@ impl Progress {
         }
         taken
     }
+}
+
+/// The losses on held-back text, all of them first.
+fn validation_line(step: u64, sources: &[SourceLoss]) -> String {
+    let mut line =
+        format!("validation after step {step} | loss {:.6}", SourceLoss::over(sources).mean());
+    for one in sources {
+        line += &format!(" | {} {:.6}", one.source, one.mean());
+    }
+    line
 }
 
 /// The part of a step's line that is a function of the run.

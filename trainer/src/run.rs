@@ -1,22 +1,27 @@
 //! The run: open or resume, then step after step until the end, a signal or a fault.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use contract::{Digest, Fault, Result};
 use kernels::device::Stager;
 use kernels::runtime::KernelTable;
 use loader::{Batch, Opened, Prefetcher, RankSlice};
 use serde_json::json;
+use tch::Tensor;
 
-use crate::checkpoint::{Checkpoints, Layout};
+use crate::checkpoint::{Checkpoints, Layout, Saver, Written};
 use crate::events::Events;
 use crate::exec::ExecOptions;
-use crate::folder::{OpenRun, RunFolder};
+use crate::folder::{OpenRun, RunFolder, levels};
 use crate::ledger::{Ledger, StepRecord};
+use crate::metrics::Metrics;
+use crate::optim::balance::Balance;
 use crate::report::Progress;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step::{self, Leaves};
+use crate::validate::SourceLoss;
 
 /// How a run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,28 +37,48 @@ pub struct Outcome {
 /// Trains what `opened` says, from wherever the folder stands, until its last step.
 pub fn train(opened: &Opened, exec: &ExecOptions, table: &KernelTable) -> Result<Outcome> {
     let spec = Arc::new(RunSpec::new(opened)?);
-    let mut run = Run::open(&spec, opened, exec, table)?;
-    let steps = run.state.step + 1..run.last_step() + 1;
+    let (mut run, mut state) = Run::open(&spec, opened, exec, table)?;
+    let steps = state.step + 1..last_step(&spec, exec) + 1;
     let (plan, data) = (spec.plan.clone(), spec.data.clone());
     let stage = staging(&spec, exec)?;
-    let batches = Prefetcher::start(plan, data, steps, RankSlice::WHOLE, exec.prefetch, stage)?;
-    for batch in batches {
+    let mut batches = Prefetcher::start(plan, data, steps, RankSlice::WHOLE, exec.prefetch, stage)?;
+    while let Some(batch) = run.metrics.wait(|| batches.next()) {
         let (batch, leaves) = batch?;
-        let computed = step::advance(&spec, &mut run.state, &batch, &leaves, exec.lanes);
-        let record = computed.map_err(|fault| run.failed(fault))?;
+        let computed = step::advance(&spec, &mut state, &batch, &leaves, exec.lanes);
+        let record = computed.map_err(|fault| run.failed(fault, &state))?;
         run.record(&record, batch.rows * u64::from(batch.seq_len))?;
-        if exec.stopped() || run.checkpoint_is_due() {
-            run.checkpoint(&record)?;
+        if validation_is_due(&spec, exec, state.step) {
+            run.validate(state.step, &state.weights, &state.balance)?;
         }
-        if exec.stopped() {
+        let stopped = exec.stopped();
+        if stopped || checkpoint_is_due(&spec, exec, state.step) {
+            run.checkpoint(&state, &record)?;
+        }
+        if stopped {
             break;
         }
     }
-    run.finish()
+    run.finish(state.step)
+}
+
+/// The step after which this process stops by itself.
+pub(crate) fn last_step(spec: &RunSpec, exec: &ExecOptions) -> u64 {
+    let last = spec.plan.steps();
+    exec.stop_after.map_or(last, |stop| last.min(stop))
+}
+
+/// Whether the state after `step` is to be kept.
+pub(crate) fn checkpoint_is_due(spec: &RunSpec, exec: &ExecOptions, step: u64) -> bool {
+    step == last_step(spec, exec) || step.is_multiple_of(exec.checkpoint_every.max(1))
+}
+
+/// Whether the loss on held-back text is taken after `step`.
+pub(crate) fn validation_is_due(spec: &RunSpec, exec: &ExecOptions, step: u64) -> bool {
+    exec.validation.is_due(step, last_step(spec, exec))
 }
 
 /// The prefetcher's last stage: puts the leaves of each batch on the device while the step before is computed.
-fn staging(
+pub(crate) fn staging(
     spec: &Arc<RunSpec>,
     exec: &ExecOptions,
 ) -> Result<impl FnMut(Batch) -> Result<(Batch, Leaves)> + Send + 'static> {
@@ -63,28 +88,30 @@ fn staging(
     Ok(move |batch: Batch| Leaves::stage(&spec, &batch, &stager).map(|leaves| (batch, leaves)))
 }
 
-/// Everything that a run in progress holds.
-struct Run<'a> {
+/// Everything that a run in progress holds beside its state: what writes to its folder.
+pub(crate) struct Run<'a> {
     spec: &'a RunSpec,
     exec: &'a ExecOptions,
     open: OpenRun,
     checkpoints: Checkpoints,
     events: Events,
+    pub(crate) metrics: Metrics,
     progress: Progress,
-    state: State,
     /// The state digest after the last step.
     digest: Option<Digest>,
-    /// The last step that has a checkpoint.
+    /// The last step that has a checkpoint, or will have when the saver is done.
     saved: u64,
+    saver: Saver,
 }
 
 impl<'a> Run<'a> {
-    fn open(
+    /// Takes the folder, and finds the state to go on from.
+    pub(crate) fn open(
         spec: &'a RunSpec,
         opened: &Opened,
         exec: &'a ExecOptions,
         table: &KernelTable,
-    ) -> Result<Self> {
+    ) -> Result<(Self, State)> {
         let folder = RunFolder::new(&exec.out);
         let open = folder.open(spec, &opened.path, table)?;
         let mut events = Events::open(&folder.events())?;
@@ -92,11 +119,12 @@ impl<'a> Run<'a> {
             (folder.checkpoints(), Progress::new(spec.plan.steps(), exec.progress));
         checkpoints.clean()?;
         let state = resume(spec, exec, &open.ledger, &checkpoints, &progress, &mut events)?;
+        let metrics = Metrics::open(&folder.metrics(), state.step)?;
         let (saved, digest) = (state.step, last_digest(&open.ledger, state.step)?);
         progress.note(&format!(
             "{} {}",
             if saved == 0 { "begins:" } else { "goes on:" },
-            describe(spec, exec, saved)
+            describe(spec, exec, table, saved)
         ));
         for edit in &open.edits {
             progress.note(&format!("accepted edit of the curriculum: {edit}"));
@@ -108,17 +136,19 @@ impl<'a> Run<'a> {
             "kernels": table.fingerprint(),
         });
         events.write("start", fields)?;
-        Ok(Run { spec, exec, open, checkpoints, events, progress, state, digest, saved })
+        let saver = Saver::new();
+        let run =
+            Run { spec, exec, open, checkpoints, events, metrics, progress, digest, saved, saver };
+        Ok((run, state))
     }
 
-    /// The step after which this process stops by itself.
-    fn last_step(&self) -> u64 {
-        let last = self.spec.plan.steps();
-        self.exec.stop_after.map_or(last, |stop| last.min(stop))
+    /// Writes down where this run's parts are.
+    pub(crate) fn event(&mut self, event: &str, fields: serde_json::Value) -> Result<()> {
+        self.events.write(event, fields)
     }
 
     /// Writes the step down, or checks it against what was written before.
-    fn record(&mut self, record: &StepRecord, tokens: u64) -> Result<()> {
+    pub(crate) fn record(&mut self, record: &StepRecord, tokens: u64) -> Result<()> {
         let again = record.step <= self.open.ledger.last_step();
         if again {
             compare(&self.open.ledger, record, &self.open.folder)?;
@@ -126,49 +156,110 @@ impl<'a> Run<'a> {
             self.open.ledger.append(record)?;
         }
         self.digest = Some(record.state);
-        let seconds = self.progress.step(record, tokens, again).as_secs_f64();
+        let written = self.saver.done()?;
+        self.tell(written)?;
+        let taken = self.progress.step(record, tokens, again);
+        self.metrics.step(self.spec, record, tokens, taken)?;
+        let seconds = taken.as_secs_f64();
         let rate = tokens as f64 / seconds.max(1e-9);
         let fields = json!({
             "step": record.step, "loss": record.loss, "seconds": (seconds * 1e4).round() / 1e4,
             "tokens_per_second": rate.round(), "again": again,
+            "stall": (self.metrics.waited().as_secs_f64() * 1e4).round() / 1e4,
         });
         self.events.write("step", fields)
     }
 
-    fn checkpoint_is_due(&self) -> bool {
-        let step = self.state.step;
-        step == self.last_step() || step.is_multiple_of(self.exec.checkpoint_every.max(1))
+    /// Takes the loss on held-back text with the weights and balances after `step`.
+    pub(crate) fn validate(
+        &mut self,
+        step: u64,
+        weights: &[Tensor],
+        balance: &[Balance],
+    ) -> Result<()> {
+        let (validation, lanes) = (self.exec.validation, self.exec.lanes);
+        let sources = validation.take(self.spec, step, weights, balance, lanes)?;
+        if sources.is_empty() {
+            return Ok(());
+        }
+        self.progress.validation(step, &sources);
+        self.metrics.validation(step, &sources)?;
+        let all = SourceLoss::over(&sources);
+        let by_source: serde_json::Map<_, _> =
+            sources.iter().map(|one| (one.source.clone(), one.to_json())).collect();
+        self.events
+            .write("validation", json!({"step": step, "all": all.to_json(), "sources": by_source}))
     }
 
-    fn checkpoint(&mut self, record: &StepRecord) -> Result<()> {
-        if self.saved < self.state.step {
-            self.save(record.state)?;
+    /// Keeps `state`, which is the one after `record`, from a copy and beside the steps that follow.
+    pub(crate) fn checkpoint(&mut self, state: &State, record: &StepRecord) -> Result<()> {
+        let start = Instant::now();
+        self.checkpoint_by(record, start, |run, chain| {
+            let (state, digest) = (state.copy(), record.state);
+            let (checkpoints, parameters) = (run.checkpoints.clone(), run.spec.parameters.clone());
+            Box::new(move || checkpoints.save(&state, &parameters, digest, chain))
+        })
+    }
+
+    /// The same, written by what `work` makes of the ledger's chain; `start` is when the run began to stand still for it.
+    pub(crate) fn checkpoint_by(
+        &mut self,
+        record: &StepRecord,
+        start: Instant,
+        work: impl FnOnce(&Self, Digest) -> Box<dyn FnOnce() -> Result<()> + Send>,
+    ) -> Result<()> {
+        if self.saved >= record.step {
+            return Ok(());
         }
+        let written = self.saver.wait()?;
+        self.tell(written)?;
+        let chain = self.chain(record.step)?;
+        let work = work(self, chain);
+        let (checkpoints, retention) = (self.checkpoints.clone(), self.exec.retention);
+        let what = (record.step, record.state, start.elapsed());
+        self.saver.start(what, move || work().and_then(|()| checkpoints.retain(retention)))?;
+        self.saved = record.step;
         Ok(())
     }
 
+    /// Writes down a checkpoint that is on the disk.
+    fn tell(&mut self, written: Option<Written>) -> Result<()> {
+        let Some(Written { step, state, stall, writing }) = written else { return Ok(()) };
+        let seconds = |time: Duration| (time.as_secs_f64() * 1e4).round() / 1e4;
+        let fields = json!({
+            "step": step, "state": state, "stall_seconds": seconds(stall), "writing_seconds": seconds(writing),
+        });
+        self.events.write("checkpoint", fields)
+    }
+
     /// The ledger reaches the disk first: a checkpoint never knows of steps that a power cut can take from the ledger.
-    fn save(&mut self, digest: Digest) -> Result<()> {
-        let step = self.state.step;
+    fn chain(&self, step: u64) -> Result<Digest> {
         self.open.ledger.sync()?;
         let chain = self.open.ledger.chain_at(step);
-        let chain = chain.ok_or_else(|| Fault::bug(format!("step {step} is not in the ledger")))?;
-        self.checkpoints.save(&self.state, &self.spec.parameters, digest, chain)?;
+        chain.ok_or_else(|| Fault::bug(format!("step {step} is not in the ledger")))
+    }
+
+    /// Keeps `state` at once.
+    fn save(&mut self, state: &State, digest: Digest) -> Result<()> {
+        let written = self.saver.wait()?;
+        self.tell(written)?;
+        let chain = self.chain(state.step)?;
+        self.checkpoints.save(state, &self.spec.parameters, digest, chain)?;
         self.checkpoints.retain(self.exec.retention)?;
-        self.saved = step;
-        self.events.write("checkpoint", json!({"step": step, "state": digest}))
+        self.saved = state.step;
+        self.events.write("checkpoint", json!({"step": state.step, "state": digest}))
     }
 
     /// A step failed before anything moved: keeps what there is, and says how to look at the step.
-    fn failed(&mut self, fault: Fault) -> Fault {
-        let (step, root) = (self.state.step + 1, self.open.folder.root().display().to_string());
+    pub(crate) fn failed(&mut self, fault: Fault, state: &State) -> Fault {
+        let (step, root) = (state.step + 1, self.open.folder.root().display().to_string());
         // The fault at hand matters more than a second one while writing about it.
         let _ = self.events.write("fault", json!({"step": step, "fault": fault.to_string()}));
         if fault.class() != contract::Class::Diverged {
             return fault;
         }
-        if let (Some(digest), true) = (self.digest, self.saved < self.state.step) {
-            let _ = self.save(digest);
+        if let (Some(digest), true) = (self.digest, self.saved < state.step) {
+            let _ = self.save(state, digest);
         }
         fault.hint(format!(
             "the state after step {} is kept; see the documents of the step with `ztrain replay --run {root} --step {step}`",
@@ -176,8 +267,11 @@ impl<'a> Run<'a> {
         ))
     }
 
-    fn finish(mut self) -> Result<Outcome> {
-        let (step, steps) = (self.state.step, self.spec.plan.steps());
+    /// Says how the run ended.
+    pub(crate) fn finish(mut self, step: u64) -> Result<Outcome> {
+        let steps = self.spec.plan.steps();
+        let written = self.saver.wait()?;
+        self.tell(written)?;
         self.events.write("stop", json!({"step": step, "signal": self.exec.stopped()}))?;
         Ok(Outcome { step, steps, state: self.digest })
     }
@@ -226,21 +320,22 @@ fn resume(
         events.write("damaged checkpoint", json!({"step": step, "fault": fault.to_string()}))?;
         checkpoints.set_aside(*step)?;
     }
-    Ok(found.state.unwrap_or_else(|| step::initial(spec, exec.device)))
+    found.state.map_or_else(|| step::initial(spec, exec.device), Ok)
 }
 
 fn last_digest(ledger: &Ledger, step: u64) -> Result<Option<Digest>> {
     if step == 0 { Ok(None) } else { ledger.record(step).map(|record| Some(record.state)) }
 }
 
-fn describe(spec: &RunSpec, exec: &ExecOptions, from: u64) -> String {
+fn describe(spec: &RunSpec, exec: &ExecOptions, table: &KernelTable, from: u64) -> String {
     let parameters = step::parameter_count(spec.config());
     format!(
-        "run {} | after step {from} of {} | {:.1}M parameters | {} lanes on {:?} | levels D (data), L0 (training bits)",
+        "run {} | after step {from} of {} | {:.1}M parameters | {} lanes on {:?} | levels {}",
         Digest::of(spec).short(),
         spec.plan.steps(),
         parameters as f64 / 1e6,
         exec.lanes.count(),
         exec.device,
+        levels(table).join(", "),
     )
 }

@@ -1,6 +1,7 @@
 //! What is trained: everything that decides a bit, in one hashed value.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 
 use contract::{Digestible, Fault, Hasher, Identity, Result};
@@ -8,6 +9,7 @@ use loader::{Opened, Stores};
 use mixer::curriculum::{Dtype, ModelSpec, OptimizerKind};
 use mixer::{Curriculum, Plan};
 
+use crate::hf::Start;
 use crate::model::{self, ParamSpec, ZayaConfig};
 use crate::optim::balance::{self, Balance};
 use crate::optim::schedule::Schedule;
@@ -42,6 +44,8 @@ pub struct RunSpec {
     pub curriculum: Curriculum,
     /// What it reads.
     pub content: Content,
+    /// The weights it begins with, if they are not drawn.
+    pub start: Option<Start>,
     /// The model as it is in each phase: the same parameters, some other numbers.
     pub models: Vec<PhaseModel>,
     /// The optimizer's numbers.
@@ -68,18 +72,20 @@ impl RunSpec {
                 .found(format!("{:?}", curriculum.dtype.name()))
                 .wanted("\"f32\""));
         }
-        let models = models(&curriculum, content.vocab)?;
+        let start = open_start(opened, &data)?;
+        let models = models(&curriculum, content.vocab, start.as_ref())?;
         let settings = settings(&curriculum);
         let parameters = model::parameters(&models[0].config);
         let rules = parameters.iter().map(|parameter| Rule::of(settings.kind, parameter)).collect();
         let plan = Arc::clone(&opened.plan);
-        Ok(RunSpec { curriculum, content, models, settings, parameters, rules, plan, data })
+        Ok(RunSpec { curriculum, content, start, models, settings, parameters, rules, plan, data })
     }
 
-    /// The curriculum's canonical text with the stores' digests for their paths: a function of content alone.
+    /// The curriculum's canonical text with digests for the paths of stores and start: a function of content alone.
     pub fn canonical(&self) -> String {
         let mut curriculum = self.curriculum.clone();
         curriculum.stores = self.content.stores.iter().map(Identity::to_string).collect();
+        curriculum.start = self.start.as_ref().map(|start| start.content().to_string());
         curriculum.canonical()
     }
 
@@ -124,6 +130,8 @@ impl Digestible for RunSpec {
         let RunSpec {
             curriculum: _,
             content,
+            // In the canonical text, by its content.
+            start: _,
             models,
             settings: _,
             parameters: _,
@@ -146,14 +154,14 @@ impl Digestible for RunSpec {
 }
 
 /// The model of each phase; a phase may change numbers, but no parameter.
-fn models(curriculum: &Curriculum, vocab: u32) -> Result<Vec<PhaseModel>> {
+fn models(curriculum: &Curriculum, vocab: u32, start: Option<&Start>) -> Result<Vec<PhaseModel>> {
     let mut models: Vec<PhaseModel> = Vec::new();
     for (index, phase) in curriculum.phases.iter().enumerate() {
         let place = |field: &str| match phase.model.contains_key(field) {
             true => curriculum.place(&format!("phase.{}.model.{field}", phase.name)),
             false => curriculum.place(&format!("model.{field}")),
         };
-        let model = resolve_model(&curriculum.model_at(index), vocab, place)?;
+        let model = resolve_model(&curriculum.model_at(index), vocab, start, place)?;
         if let Some(first) = models.first()
             && model::parameters(&first.config) != model::parameters(&model.config)
         {
@@ -163,13 +171,48 @@ fn models(curriculum: &Curriculum, vocab: u32) -> Result<Vec<PhaseModel>> {
         }
         models.push(model);
     }
+    if let Some(start) = start {
+        compare_start(start, &models[0].config, || curriculum.place("start"))?;
+    }
     Ok(models)
+}
+
+/// The start that the curriculum names, relative to its own folder.
+fn open_start(opened: &Opened, data: &Stores) -> Result<Option<Start>> {
+    let Some(path) = &opened.curriculum.start else { return Ok(None) };
+    let place = || opened.curriculum.place("start");
+    let folder = opened.path.parent().unwrap_or(Path::new("")).join(path);
+    let start = Start::open(&folder).map_err(|fault| fault.or_at(place))?;
+    start.compare_tokenizer(&data.tokenizer()?, place)?;
+    Ok(Some(start))
+}
+
+/// Refuses a model that the weights of the start do not fit.
+fn compare_start(start: &Start, config: &ZayaConfig, place: impl Fn() -> String) -> Result<()> {
+    let (theirs, ours) = (model::parameters(start.config()), model::parameters(config));
+    let shown = |spec: Option<&ParamSpec>| {
+        spec.map_or_else(|| "nothing".to_owned(), |spec| format!("{} {:?}", spec.name, spec.shape))
+    };
+    let shapes = |specs: &[ParamSpec]| {
+        specs.iter().map(|spec| (spec.name.clone(), spec.shape.clone())).collect::<Vec<_>>()
+    };
+    let (left, right) = (shapes(&theirs), shapes(&ours));
+    if left == right {
+        return Ok(());
+    }
+    let same = left.iter().zip(&right).take_while(|(left, right)| left == right).count();
+    Err(Fault::usage("the start has other parameters than the model")
+        .at(place())
+        .found(shown(theirs.get(same)))
+        .wanted(shown(ours.get(same)))
+        .hint("leave [model] out: the start brings its own"))
 }
 
 /// The model's configuration, and the learning rate of its balance.
 fn resolve_model(
     model: &ModelSpec,
     vocab: u32,
+    start: Option<&Start>,
     place: impl Fn(&str) -> String,
 ) -> Result<PhaseModel> {
     let mut fields = BTreeMap::new();
@@ -187,6 +230,14 @@ fn resolve_model(
             lr.ok_or_else(|| fault().at(place(BALANCE_LR)).found(&value))?
         }
     };
+    // A start brings its configuration; what the curriculum says stands above it.
+    if let (Some(start), None) = (start, &model.preset)
+        && let Ok(serde_json::Value::Object(own)) = serde_json::to_value(start.config())
+    {
+        for (key, value) in own {
+            fields.entry(key).or_insert(value);
+        }
+    }
     // A preset's vocabulary is for planning; a run has that of its tokenizer unless the curriculum asks for more rows.
     fields.entry("vocab_size".to_owned()).or_insert_with(|| vocab.into());
     let config = ZayaConfig::resolve(model.preset.as_deref(), &fields)?;

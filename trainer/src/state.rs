@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use crate::lanes::Lanes;
 use crate::optim::balance::Balance;
+use crate::timing;
 
 /// The state after a step.
 pub struct State {
@@ -71,22 +72,34 @@ impl State {
             .tensors()
             .map(|(part, index, tensor)| (salt(part, index), tensor.shallow_clone()))
             .collect();
-        let sums = lanes.map(items, |(salt, tensor)| Ok(checksum::tensor(&tensor, salt)))?;
-        let mut hasher = Hasher::new();
+        let sums = lanes.map(items, |(salt, tensor)| {
+            let _watch = timing::part(timing::Part::StateSums);
+            Ok(checksum::tensor(&tensor, salt))
+        })?;
         // No `..`: whatever is added to the state enters its digest.
-        let State { step, weights, first, second, balance } = self;
-        hasher.tag("state.v1").u64(*step).u64(weights.len() as u64).u64(first.len() as u64);
-        second.iter().for_each(|tensor| {
-            hasher.u64(u64::from(tensor.is_some()));
-        });
-        sums.iter().for_each(|sum| {
-            hasher.u64(*sum);
-        });
-        for Balance { bias, first, second } in balance {
-            for values in [bias, first, second] {
-                hasher.u32s(&values.iter().map(|value| value.to_bits()).collect::<Vec<_>>());
-            }
-        }
-        Ok(StateSums { weights: sums[..weights.len()].to_vec(), digest: hasher.finish() })
+        let State { step, weights, first: _, second, balance } = self;
+        let has_second: Vec<bool> = second.iter().map(Option::is_some).collect();
+        let digest = digest(*step, &has_second, &sums, balance);
+        Ok(StateSums { weights: sums[..weights.len()].to_vec(), digest })
     }
+}
+
+/// The digest of a state after `step`, from the checksums of its tensors: all weights, then all first moments, then the
+/// second moments of those that have one.
+pub(crate) fn digest(step: u64, has_second: &[bool], sums: &[u64], balance: &[Balance]) -> Digest {
+    let count = has_second.len() as u64;
+    let mut hasher = Hasher::new();
+    hasher.tag("state.v1").u64(step).u64(count).u64(count);
+    has_second.iter().for_each(|has| {
+        hasher.u64(u64::from(*has));
+    });
+    sums.iter().for_each(|sum| {
+        hasher.u64(*sum);
+    });
+    for Balance { bias, first, second } in balance {
+        for values in [bias, first, second] {
+            hasher.u32s(&values.iter().map(|value| value.to_bits()).collect::<Vec<_>>());
+        }
+    }
+    hasher.finish()
 }

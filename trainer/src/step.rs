@@ -1,8 +1,9 @@
 //! One step: leaves, the fixed tree, norm, clip, update. A pure function of the state and the batch.
 
+use std::ops::Range;
 use std::sync::Mutex;
 
-use contract::{Fault, Result};
+use contract::{Digest, Fault, Result};
 use kernels::device::Stager;
 use kernels::share::Frozen;
 use kernels::{checksum, tree::Counter};
@@ -12,9 +13,12 @@ use tch::Tensor;
 use crate::lanes::Lanes;
 use crate::ledger::{Packed, StepRecord};
 use crate::model::{self, LeafInput, LeafOutput, StagedLeaf, ZayaConfig};
+use crate::optim::balance::Balance;
 use crate::optim::{self, norm};
+use crate::refusal::caught;
 use crate::spec::RunSpec;
 use crate::state::{Part, State, StateSums, salt};
+use crate::timing;
 
 /// What the leaves of a step say before anything moves.
 pub struct Gradient {
@@ -39,6 +43,8 @@ pub struct LeafSums {
     pub labels: u64,
     /// Checksum of its gradient.
     pub gradient: u64,
+    /// Sum of token losses and labels of each of its rows: not in the ledger, for the curves by source.
+    pub rows: Vec<(f64, u64)>,
     /// The loss of each of its tokens, only where asked for.
     pub token_losses: Vec<f32>,
 }
@@ -81,6 +87,7 @@ pub fn advance(
 ) -> Result<StepRecord> {
     let gradient = gradient_of(spec, state, batch, leaves, lanes, Detail::Sums)?;
     apply(spec, state, batch, &gradient, lanes)
+        .map_err(|fault| fault.or_at(|| format!("step {}", batch.step)))
 }
 
 /// Computes the leaves of a step and adds them up. The state stays as it is.
@@ -104,27 +111,53 @@ fn gradient_of(
     lanes: Lanes,
     detail: Detail,
 ) -> Result<Gradient> {
-    let (weights, biases) = (Frozen::new(&state.weights), bias_tensors(state));
-    let biases = Frozen::new(&biases);
-    let divisor = batch.label_count.max(1);
-    let config = &spec.model_at(batch.step)?.config;
     let (mut sum, mut losses) = (Counter::new(), Counter::new());
     let (mut kept, mut router) = (Vec::new(), Vec::new());
-    let work = |leaf: u64| {
-        let (weights, biases) = (weights.aliases(), biases.aliases());
-        let output = model::staged_leaf(config, &weights, &biases, leaves.take(leaf)?, divisor)?;
-        Ok((sums(&output, detail), output))
-    };
-    let take = |_, (sums, output): (LeafSums, LeafOutput)| {
+    let take = |sums: LeafSums, output: LeafOutput| {
         losses.push(sums.loss);
         add_counts(&mut router, output.counts);
+        let _watch = timing::part(timing::Part::Tree);
         sum.push(output.grads);
         kept.push(sums);
         Ok(())
     };
-    lanes.fold(batch.rows / batch.leaf, work, take)?;
+    let divisor = batch.label_count.max(1);
+    let frozen = (state.weights.as_slice(), state.balance.as_slice());
+    each_leaf(spec, frozen, batch, leaves, lanes, (divisor, detail), |_| (), take)?;
     let (tensors, loss) = (sum.finish().unwrap_or_default(), losses.finish().unwrap_or(0.0));
     Ok(Gradient { divisor, loss, tensors, leaves: kept, router })
+}
+
+/// Computes every leaf of `batch` with these weights and balances; `begun` hears of each leaf before it is computed,
+/// `take` gets what came out, in leaf order.
+#[expect(
+    clippy::too_many_arguments,
+    reason = "what a leaf is a function of, and where its outcome goes"
+)]
+pub(crate) fn each_leaf(
+    spec: &RunSpec,
+    (weights, balance): (&[Tensor], &[Balance]),
+    batch: &Batch,
+    leaves: &Leaves,
+    lanes: Lanes,
+    (divisor, detail): (u64, Detail),
+    begun: impl Fn(u64) + Sync,
+    mut take: impl FnMut(LeafSums, LeafOutput) -> Result<()> + Send,
+) -> Result<()> {
+    let (weights, biases) = (Frozen::new(weights), bias_tensors(weights, balance));
+    let biases = Frozen::new(&biases);
+    let config = &spec.model_at(batch.step)?.config;
+    let work = |leaf: u64| {
+        begun(leaf);
+        let (weights, biases) = (weights.aliases(), biases.aliases());
+        let compute = || {
+            let staged = leaves.take(leaf)?;
+            let output = model::staged_leaf(config, &weights, &biases, staged, divisor)?;
+            Ok((sums(&output, &input(batch, leaf), detail), output))
+        };
+        caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
+    };
+    lanes.fold(batch.rows / batch.leaf, work, |_, (sums, output)| take(sums, output))
 }
 
 /// Computes one leaf by itself, with the loss of each token.
@@ -135,15 +168,20 @@ pub fn leaf(
     leaf: u64,
     lanes: Lanes,
 ) -> Result<LeafSums> {
-    let (weights, biases) = (Frozen::new(&state.weights), bias_tensors(state));
+    let (weights, biases) =
+        (Frozen::new(&state.weights), bias_tensors(&state.weights, &state.balance));
     let biases = Frozen::new(&biases);
     let config = &spec.model_at(batch.step)?.config;
     // On a lane of its own, as in the run.
     let mut found = lanes.map(vec![leaf], |leaf| {
         let (weights, biases) = (weights.aliases(), biases.aliases());
         let divisor = batch.label_count.max(1);
-        let output = model::leaf(config, &weights, &biases, &input(batch, leaf), divisor)?;
-        Ok(sums(&output, Detail::Tokens))
+        let compute = || {
+            let input = input(batch, leaf);
+            let output = model::leaf(config, &weights, &biases, &input, divisor)?;
+            Ok(sums(&output, &input, Detail::Tokens))
+        };
+        caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
     })?;
     found.pop().ok_or_else(|| Fault::bug("a leaf had no outcome"))
 }
@@ -170,31 +208,51 @@ pub(crate) fn apply_at(
 ) -> Result<StepRecord> {
     let lr = lr.unwrap_or_else(|| spec.settings.schedule.rate(state.step + 1));
     let step = state.step + 1;
-    if let Some(leaf) = gradient.leaves.iter().position(|leaf| !leaf.loss.is_finite()) {
-        let found = format!("{} in leaf {leaf}", gradient.leaves[leaf].loss);
-        return Err(diverged("the loss is not finite", step).found(found));
-    }
+    check_losses(step, &gradient.leaves)?;
     let parts = parts(&gradient.tensors, lanes)?;
     let norm = norm::norm(&parts.iter().map(|(_, square)| *square).collect::<Vec<_>>());
-    if !norm.is_finite() {
-        return Err(diverged("the gradient is not finite", step).found(format!("a norm of {norm}")));
-    }
+    check_norm(step, norm)?;
     let scale = norm::scale(norm, spec.settings.clip);
     let at = optim::At { step, lr, scale };
     optim::update(&spec.settings, &spec.rules, state, &gradient.tensors, at, lanes)?;
-    let balance_lr = spec.model_at(step)?.balance_lr;
-    for (balance, counts) in state.balance.iter_mut().zip(&gradient.router) {
-        balance.update(step, counts, balance_lr);
-    }
+    update_balance(spec, step, &mut state.balance, &gradient.router)?;
     state.step = step;
     let sums = state.sums(lanes)?;
     let checksums = parts.into_iter().map(|(checksum, _)| checksum).collect();
-    record(spec, batch, gradient, (lr, norm, checksums), sums)
+    record(spec, (step, batch.digest()), gradient, (lr, norm, checksums), sums)
 }
 
-fn record(
+/// A loss that is no number ends the run before anything moves.
+pub(crate) fn check_losses(step: u64, leaves: &[LeafSums]) -> Result<()> {
+    let Some(leaf) = leaves.iter().position(|leaf| !leaf.loss.is_finite()) else { return Ok(()) };
+    let found = format!("{} in leaf {leaf}", leaves[leaf].loss);
+    Err(diverged("the loss is not finite", step).found(found))
+}
+
+/// So does a gradient that is none.
+pub(crate) fn check_norm(step: u64, norm: f64) -> Result<()> {
+    if norm.is_finite() {
+        return Ok(());
+    }
+    Err(diverged("the gradient is not finite", step).found(format!("a norm of {norm}")))
+}
+
+/// Moves the balancing biases by what the whole step counted.
+pub(crate) fn update_balance(
     spec: &RunSpec,
-    batch: &Batch,
+    step: u64,
+    balance: &mut [Balance],
+    router: &[Vec<u64>],
+) -> Result<()> {
+    let lr = spec.model_at(step)?.balance_lr;
+    balance.iter_mut().zip(router).for_each(|(balance, counts)| balance.update(step, counts, lr));
+    Ok(())
+}
+
+/// The ledger's line of a step whose batch has the digest `data`.
+pub(crate) fn record(
+    spec: &RunSpec,
+    (step, data): (u64, Digest),
     gradient: &Gradient,
     (lr, norm, gradients): (f64, f64, Vec<u64>),
     sums: StateSums,
@@ -202,9 +260,9 @@ fn record(
     let leaves = &gradient.leaves;
     Ok(StepRecord {
         kind: "step".to_owned(),
-        step: batch.step,
-        phase: spec.plan.phases()[spec.plan.step(batch.step)?.phase].name.clone(),
-        data: batch.digest(),
+        step,
+        phase: spec.plan.phases()[spec.plan.step(step)?.phase].name.clone(),
+        data,
         divisor: gradient.divisor,
         loss: gradient.loss / gradient.divisor as f64,
         leaf_labels: leaves.iter().map(|leaf| leaf.labels).collect(),
@@ -216,13 +274,19 @@ fn record(
         lr: Packed::floats([lr]),
         weights: Packed(sums.weights),
         state: sums.digest,
+        rows: leaves.iter().flat_map(|leaf| leaf.rows.iter().copied()).collect(),
     })
 }
 
 /// Leaf number `leaf` of a batch.
 fn input(batch: &Batch, leaf: u64) -> LeafInput<'_> {
-    let (rows, width) = (batch.leaf as usize, batch.seq_len as usize);
-    let first = leaf as usize * rows;
+    rows(batch, leaf * batch.leaf..(leaf + 1) * batch.leaf)
+}
+
+/// Some rows of a batch, as a leaf.
+pub(crate) fn rows(batch: &Batch, rows: Range<u64>) -> LeafInput<'_> {
+    let (first, width) = (rows.start as usize, batch.seq_len as usize);
+    let rows = (rows.end - rows.start) as usize;
     let tokens = first * width..(first + rows) * width;
     LeafInput {
         tokens: &batch.tokens[tokens.clone()],
@@ -235,7 +299,8 @@ fn input(batch: &Batch, leaf: u64) -> LeafInput<'_> {
     }
 }
 
-fn sums(output: &LeafOutput, detail: Detail) -> LeafSums {
+fn sums(output: &LeafOutput, input: &LeafInput<'_>, detail: Detail) -> LeafSums {
+    let _watch = timing::part(timing::Part::LeafSums);
     let checksums = output.grads.iter().enumerate();
     let checksums =
         checksums.map(|(index, tensor)| checksum::tensor(tensor, salt(Part::LeafGradient, index)));
@@ -244,25 +309,31 @@ fn sums(output: &LeafOutput, detail: Detail) -> LeafSums {
         Detail::Sums => Vec::new(),
     };
     let gradient = checksums.fold(0, u64::wrapping_add);
-    LeafSums { loss: output.loss, labels: output.labels, gradient, token_losses }
+    let by_row = output.token_losses.view([input.rows as i64, -1]);
+    let by_row = by_row.sum_dim_intlist(1, false, tch::Kind::Double);
+    let labels = |mask: &[u8]| mask.iter().map(|mask| u64::from(*mask != 0)).sum();
+    let losses: Vec<f64> = Vec::try_from(by_row).unwrap_or_default();
+    let rows = losses.into_iter().zip(input.mask.chunks(input.seq_len).map(labels)).collect();
+    LeafSums { loss: output.loss, labels: output.labels, gradient, rows, token_losses }
 }
 
 /// The balancing biases as tensors beside the weights.
-fn bias_tensors(state: &State) -> Vec<Tensor> {
-    let device = state.weights.first().map_or(tch::Device::Cpu, Tensor::device);
-    state.balance.iter().map(|layer| Tensor::from_slice(&layer.bias).to_device(device)).collect()
+pub(crate) fn bias_tensors(weights: &[Tensor], balance: &[Balance]) -> Vec<Tensor> {
+    let device = weights.first().map_or(tch::Device::Cpu, Tensor::device);
+    balance.iter().map(|layer| Tensor::from_slice(&layer.bias).to_device(device)).collect()
 }
 
 /// Checksum and sum of squares of each tensor.
 fn parts(tensors: &[Tensor], lanes: Lanes) -> Result<Vec<(u64, f64)>> {
     let items: Vec<_> = tensors.iter().map(Tensor::shallow_clone).enumerate().collect();
     lanes.map(items, |(index, tensor)| {
+        let _watch = timing::part(timing::Part::Norm);
         Ok((checksum::tensor(&tensor, salt(Part::Gradient, index)), norm::squares(&tensor)))
     })
 }
 
 /// Integers: any order gives the same sum.
-fn add_counts(total: &mut Vec<Vec<u64>>, counts: Vec<Vec<u64>>) {
+pub(crate) fn add_counts(total: &mut Vec<Vec<u64>>, counts: Vec<Vec<u64>>) {
     if total.is_empty() {
         *total = counts;
         return;
@@ -272,27 +343,34 @@ fn add_counts(total: &mut Vec<Vec<u64>>, counts: Vec<Vec<u64>>) {
     }
 }
 
+/// How a fault names a leaf: counted in the step, whatever part of it `batch` is.
+fn place(spec: &RunSpec, batch: &Batch, leaf: u64) -> String {
+    let begins = spec.plan.step(batch.step).map_or(batch.first_sample, |step| step.first_sample);
+    format!("step {}, leaf {}", batch.step, leaf + (batch.first_sample - begins) / batch.leaf)
+}
+
 fn diverged(what: &str, step: u64) -> Fault {
     Fault::diverged(what).at(format!("step {step}"))
 }
 
-/// The state before the first step.
-pub fn initial(spec: &RunSpec, device: tch::Device) -> State {
-    let weights: Vec<Tensor> = model::init(spec.config(), spec.curriculum.seed)
-        .into_iter()
-        .map(|tensor| tensor.to_device(device))
-        .collect();
+/// The state before the first step: weights drawn, or those of the start.
+pub fn initial(spec: &RunSpec, device: tch::Device) -> Result<State> {
+    let mut balance = spec.balance();
+    let weights = match &spec.start {
+        None => model::init(spec.config(), spec.curriculum.seed),
+        Some(start) => {
+            let (weights, biases) = start.read()?;
+            balance.iter_mut().zip(biases).for_each(|(layer, bias)| layer.bias = bias);
+            weights
+        }
+    };
+    let weights: Vec<Tensor> = weights.into_iter().map(|tensor| tensor.to_device(device)).collect();
     let zeros = |tensor: &Tensor| tensor.zeros_like();
     let second = weights.iter().zip(&spec.rules);
     let second =
         second.map(|(tensor, rule)| rule.has_second_moment().then(|| zeros(tensor))).collect();
-    State {
-        step: 0,
-        first: weights.iter().map(zeros).collect(),
-        second,
-        balance: spec.balance(),
-        weights,
-    }
+    let first = weights.iter().map(zeros).collect();
+    Ok(State { step: 0, first, second, balance, weights })
 }
 
 /// How many numbers a configuration trains.

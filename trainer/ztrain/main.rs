@@ -30,15 +30,25 @@ enum Command {
     Replay(cmd::replay::Args),
     /// Find the first step and the first quantity in which two runs differ.
     Compare(cmd::compare::Args),
+    /// Measure the machine as training uses it.
+    Bench(cmd::bench::Args),
+    /// Write a run's weights as a folder for Hugging Face transformers.
+    Export(cmd::export::Args),
+    /// Take over such a folder as the start of a curriculum.
+    Import(cmd::import::Args),
 }
 
 fn main() -> ExitCode {
     contract::fault::end_with_the_reader();
+    trainer::refusal::speak_once();
     let cli = Cli::parse();
     let outcome = match cli.command {
         None => cmd::train::exec(cli.train),
         Some(Command::Replay(args)) => cmd::replay::exec(args),
         Some(Command::Compare(args)) => cmd::compare::exec(args),
+        Some(Command::Bench(args)) => cmd::bench::exec(args),
+        Some(Command::Export(args)) => cmd::export::exec(args),
+        Some(Command::Import(args)) => cmd::import::exec(args),
     };
     match outcome {
         Ok(code) => ExitCode::from(code),

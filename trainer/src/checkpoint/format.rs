@@ -1,6 +1,7 @@
 //! What a checkpoint holds, independent of the layout that wrote it. `trainer/README.md` draws the folder.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 
 use contract::Digest;
 use safetensors::tensor::{Dtype, View};
@@ -124,6 +125,19 @@ pub(super) fn blobs(entries: Vec<Entry<'_>>, limit: u64) -> Vec<(String, Vec<Ent
         }
     }
     blobs
+}
+
+/// The number of the blob in which each tensor of a set lies: a function of the parameters alone.
+pub(super) fn homes(
+    state: &State,
+    parameters: &[ParamSpec],
+) -> BTreeMap<(&'static str, String), usize> {
+    let blobs = blobs(entries(state, parameters), BLOB_BYTES);
+    let numbered = blobs.into_iter().enumerate();
+    let homes = numbered.flat_map(|(number, (_, entries))| {
+        entries.into_iter().map(move |entry| ((entry.set, entry.name), number))
+    });
+    homes.collect()
 }
 
 impl View for &Entry<'_> {

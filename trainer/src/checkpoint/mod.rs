@@ -4,6 +4,7 @@
 
 mod format;
 mod read;
+mod saver;
 mod write;
 
 use std::fs;
@@ -13,6 +14,7 @@ use contract::{Digest, Fault, Result};
 
 pub use format::{FileRecord, Manifest, ParameterRecord};
 pub use read::Layout;
+pub use saver::{Saver, Written};
 
 use crate::lanes::Lanes;
 use crate::model::ParamSpec;
@@ -91,10 +93,40 @@ impl Checkpoints {
         digest: Digest,
         chain: Digest,
     ) -> Result<()> {
-        fs::create_dir_all(&self.folder)
-            .map_err(|error| Fault::io("create", &self.folder, &error))?;
-        let scratch = self.folder.join(format!("{PARTIAL}{}", state.step));
-        write::write(&scratch, &self.path(state.step), state, parameters, digest, chain)
+        let files = self.write_part(state, parameters, (0, 1))?;
+        self.commit((state.step, digest, chain), parameters, vec![files])
+    }
+
+    /// Writes the blobs of writer `number` of `writers`, which reads only the tensors that [`writers`] gives it.
+    pub fn write_part(
+        &self,
+        state: &State,
+        parameters: &[ParamSpec],
+        (number, writers): (usize, usize),
+    ) -> Result<Vec<FileRecord>> {
+        write::part(&self.scratch(state.step), state, parameters, |blob| blob % writers == number)
+    }
+
+    /// Makes what the writers wrote a checkpoint: `parts` are their records, by writer.
+    pub fn commit(
+        &self,
+        what: (u64, Digest, Digest),
+        parameters: &[ParamSpec],
+        parts: Vec<Vec<FileRecord>>,
+    ) -> Result<()> {
+        let count = parts.iter().map(Vec::len).sum::<usize>();
+        let writers = parts.len();
+        let mut parts: Vec<_> = parts.into_iter().map(Vec::into_iter).collect();
+        let in_order =
+            (0..count).map_while(|blob| parts[blob % writers].next()).collect::<Vec<_>>();
+        if in_order.len() != count {
+            return Err(Fault::bug("the writers of a checkpoint do not agree on its blobs"));
+        }
+        write::commit(&self.scratch(what.0), &self.path(what.0), parameters, what, in_order)
+    }
+
+    fn scratch(&self, step: u64) -> PathBuf {
+        self.folder.join(format!("{PARTIAL}{step}"))
     }
 
     /// The state after `step`.
@@ -158,6 +190,19 @@ impl Checkpoints {
             write::remove(&doomed)
         })
     }
+}
+
+/// Which of `writers` writes each tensor: for weights, first and second moments in turn, by parameter. `like` tells what
+/// there is; its values are not read.
+pub fn writers(like: &State, parameters: &[ParamSpec], writers: usize) -> [Vec<usize>; 3] {
+    let homes = format::homes(like, parameters);
+    ["weights", "first", "second"].map(|set| {
+        let home = |parameter: &ParamSpec| homes.get(&(set, parameter.name.clone()));
+        parameters
+            .iter()
+            .map(|parameter| home(parameter).map_or(0, |blob| blob % writers))
+            .collect()
+    })
 }
 
 /// What a folder is called before it is committed.

@@ -10,33 +10,33 @@ use super::format::{self, Entry, FileRecord, Manifest, ParameterRecord};
 use crate::model::ParamSpec;
 use crate::state::State;
 
-/// Writes `state` as the folder `target`, whole or not at all. `scratch` is a folder beside it that nobody else uses.
-pub(super) fn write(
+/// Writes those blobs of `state` that are `mine`, by number, into the folder `scratch`. Nothing else of the state is read.
+pub(super) fn part(
     scratch: &Path,
-    target: &Path,
     state: &State,
     parameters: &[ParamSpec],
-    digest: Digest,
-    chain: Digest,
-) -> Result<()> {
-    remove(scratch)?;
+    mine: impl Fn(usize) -> bool,
+) -> Result<Vec<FileRecord>> {
     fs::create_dir_all(scratch).map_err(|error| Fault::io("create", scratch, &error))?;
     let blobs = format::blobs(format::entries(state, parameters), format::BLOB_BYTES);
-    let files =
-        blobs.iter().map(|(name, entries)| blob(scratch, name, entries)).collect::<Result<_>>()?;
+    let mine = blobs.iter().enumerate().filter(|(number, _)| mine(*number));
+    mine.map(|(_, (name, entries))| blob(scratch, name, entries)).collect()
+}
+
+/// Makes the folder `scratch`, whose blobs are `files`, the checkpoint `target`.
+pub(super) fn commit(
+    scratch: &Path,
+    target: &Path,
+    parameters: &[ParamSpec],
+    (step, state, chain): (u64, Digest, Digest),
+    files: Vec<FileRecord>,
+) -> Result<()> {
     let named = |parameter: &ParamSpec| ParameterRecord {
         name: parameter.name.clone(),
         shape: parameter.shape.clone(),
     };
     let parameters = parameters.iter().map(named).collect();
-    let manifest = Manifest {
-        format: format::FORMAT,
-        step: state.step,
-        state: digest,
-        chain,
-        files,
-        parameters,
-    };
+    let manifest = Manifest { format: format::FORMAT, step, state, chain, files, parameters };
     let text = serde_json::to_string_pretty(&manifest).map_err(|error| {
         Fault::bug(format!("a checkpoint's manifest cannot be written: {error}"))
     })?;

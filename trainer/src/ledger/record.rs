@@ -21,7 +21,7 @@ pub struct Head {
     pub stores: Vec<Identity>,
     /// SHA-256 of the tokenizer.
     pub tokenizer: Identity,
-    /// What is promised ("D", "L0").
+    /// What is promised ("D", "L0", "L1", "L2"), as in the README.
     pub levels: Vec<String>,
     /// The parameters, in canonical order: the packed arrays of every step follow it.
     pub parameters: Vec<String>,
@@ -66,6 +66,9 @@ pub struct StepRecord {
     pub weights: Packed,
     /// Digest of the whole state after the step: weights, moments, balancing biases.
     pub state: Digest,
+    /// Sum of token losses and labels of each row, where the step was just computed: for curves, never written.
+    #[serde(skip)]
+    pub rows: Vec<(f64, u64)>,
 }
 
 /// The first quantity in which two records of a step differ, in the order in which a step computes them.
@@ -231,6 +234,7 @@ pub(crate) mod tests {
             lr: words(14, 1),
             weights: words(15, 3),
             state: Digest(u128::from(word(18))),
+            rows: Vec::new(),
         }
     }
 

@@ -37,9 +37,7 @@ pub(super) fn run(
         let (rows, mask) = (part(hidden), part(&input.mask).unsqueeze(1));
         let labels = part(&input.labels).unsqueeze(1);
         let mut log = rows.matmul(&embedding.tr()).log_softmax(-1, Kind::Float);
-        // where, not a product: a masked token's loss is 0 even if its logits are not finite.
-        let own = log.gather(1, &labels, false).neg().where_self(&mask.gt(0.0), &mask);
-        part(&losses).copy_(&own.squeeze_dim(1));
+        part(&losses).copy_(&own(&log, &labels, &mask));
         let mut slope = log.exp_();
         let _ = slope.scatter_add_(1, &labels, &mask.ones_like().neg());
         // The mask and the divisor scale the narrow side: rows of D numbers, not of V.
@@ -50,4 +48,28 @@ pub(super) fn run(
         start += count;
     }
     Head { losses, hidden: hidden_grad, embedding: grad }
+}
+
+/// The losses alone, `[N]`, chunk by chunk as in [`run`].
+pub(super) fn losses(
+    config: &ZayaConfig,
+    embedding: &Tensor,
+    hidden: &Tensor,
+    input: &Prepared,
+) -> Tensor {
+    let n = hidden.size()[0];
+    let losses = hidden.new_empty([n], (Kind::Float, hidden.device()));
+    for start in (0..n).step_by(config.loss_chunk as usize) {
+        let part = |x: &Tensor| x.narrow(0, start, config.loss_chunk.min(n - start));
+        let log = part(hidden).matmul(&embedding.tr()).log_softmax(-1, Kind::Float);
+        let (labels, mask) = (part(&input.labels).unsqueeze(1), part(&input.mask).unsqueeze(1));
+        part(&losses).copy_(&own(&log, &labels, &mask));
+    }
+    losses
+}
+
+/// The loss of each label of a chunk.
+fn own(log: &Tensor, labels: &Tensor, mask: &Tensor) -> Tensor {
+    // where, not a product: a masked token's loss is 0 even if its logits are not finite.
+    log.gather(1, labels, false).neg().where_self(&mask.gt(0.0), mask).squeeze_dim(1)
 }

@@ -14,6 +14,7 @@
 mod attention;
 mod config;
 mod experts;
+pub mod flops;
 mod head;
 mod input;
 mod layers;
@@ -29,7 +30,7 @@ mod shift;
 #[cfg(test)]
 mod agreement;
 #[cfg(test)]
-mod parity;
+pub(crate) mod parity;
 #[cfg(test)]
 mod reference;
 
@@ -90,6 +91,18 @@ fn compute(
 ) -> Result<LeafOutput> {
     kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
     Ok(pass::leaf(config, params, balance, input, divisor))
+}
+
+/// The sum of the token losses of some sequences, in nats: forward only.
+pub fn losses(
+    config: &ZayaConfig,
+    params: &[Tensor],
+    balance: &[Tensor],
+    input: &LeafInput,
+) -> Result<f64> {
+    kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
+    let input = input.prepare(config, params[0].device())?;
+    Ok(pass::losses(config, params, balance, &input))
 }
 
 /// Logits of every token, `[rows * seq_len, vocab_size]`: for tests and short texts, a leaf never holds them all.

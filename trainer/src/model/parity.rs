@@ -12,17 +12,17 @@ use super::{LeafInput, LeafOutput, Skip, ZayaConfig, balance_name, leaf, logits,
 /// The largest relative error allowed, for every tensor.
 const BOUND: f64 = 1e-4;
 
-pub(super) struct Fixture {
+pub(crate) struct Fixture {
     name: &'static str,
-    tensors: BTreeMap<String, Tensor>,
-    pub(super) config: ZayaConfig,
-    pub(super) rows: usize,
-    pub(super) seq_len: usize,
+    pub(crate) tensors: BTreeMap<String, Tensor>,
+    pub(crate) config: ZayaConfig,
+    pub(crate) rows: usize,
+    pub(crate) seq_len: usize,
 }
 
 /// The arrays that a leaf borrows.
-pub(super) struct Arrays {
-    pub(super) tokens: Vec<i32>,
+pub(crate) struct Arrays {
+    pub(crate) tokens: Vec<i32>,
     labels: Vec<i32>,
     positions: Vec<i32>,
     mask: Vec<u8>,
@@ -33,7 +33,7 @@ pub(super) struct Arrays {
 
 impl Arrays {
     /// Rows of tokens with the starts of their documents; the last token of a document has no label.
-    pub(super) fn new(tokens: Vec<i32>, rows: usize, boundaries: Vec<Vec<u32>>) -> Arrays {
+    pub(crate) fn new(tokens: Vec<i32>, rows: usize, boundaries: Vec<Vec<u32>>) -> Arrays {
         let (count, seq_len) = (tokens.len(), tokens.len() / rows);
         let labels: Vec<i32> = tokens[1..].iter().copied().chain([0]).collect();
         let (mut positions, mut mask) = (vec![0; count], vec![1; count]);
@@ -49,7 +49,7 @@ impl Arrays {
         Arrays { tokens, labels, positions, mask, boundaries, rows, seq_len }
     }
 
-    pub(super) fn input(&self) -> LeafInput<'_> {
+    pub(crate) fn input(&self) -> LeafInput<'_> {
         LeafInput {
             tokens: &self.tokens,
             labels: &self.labels,
@@ -61,13 +61,13 @@ impl Arrays {
         }
     }
 
-    pub(super) fn label_count(&self) -> u64 {
+    pub(crate) fn label_count(&self) -> u64 {
         self.mask.iter().map(|&mask| u64::from(mask)).sum()
     }
 }
 
 impl Fixture {
-    pub(super) fn read(name: &'static str) -> Fixture {
+    pub(crate) fn read(name: &'static str) -> Fixture {
         let path = format!("{}/src/model/fixtures/{name}.safetensors", env!("CARGO_MANIFEST_DIR"));
         let bytes = std::fs::read(path).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -91,17 +91,17 @@ impl Fixture {
         Fixture { name, tensors, config, rows, seq_len }
     }
 
-    pub(super) fn params(&self) -> Vec<Tensor> {
+    pub(crate) fn params(&self) -> Vec<Tensor> {
         let named = |name: &str| self.tensors[&format!("param.{name}")].copy();
         parameters(&self.config).iter().map(|spec| named(&spec.name)).collect()
     }
 
-    pub(super) fn balance(&self) -> Vec<Tensor> {
+    pub(crate) fn balance(&self) -> Vec<Tensor> {
         let named = |layer| self.tensors[&format!("param.{}", balance_name(layer))].copy();
         (0..self.config.num_hidden_layers).map(named).collect()
     }
 
-    pub(super) fn arrays(&self) -> Arrays {
+    pub(crate) fn arrays(&self) -> Arrays {
         let tokens = Vec::<i32>::try_from(self.tensors["input_ids"].reshape([-1])).unwrap();
         Arrays::new(tokens, self.rows, vec![vec![0]; self.rows])
     }
@@ -114,7 +114,7 @@ impl Fixture {
 }
 
 /// `|a - b| / |b|`.
-pub(super) fn relative(a: &Tensor, b: &Tensor) -> f64 {
+pub(crate) fn relative(a: &Tensor, b: &Tensor) -> f64 {
     assert_eq!(a.size(), b.size());
     let (a, b) = (a.to_kind(Kind::Double), b.to_kind(Kind::Double));
     let (apart, size) = ((a - &b).norm().double_value(&[]), b.norm().double_value(&[]));

@@ -12,6 +12,7 @@ use super::norm::Normed;
 use super::rotary::Rotary;
 use super::router::{self, Routes};
 use super::{LeafOutput, ZayaConfig, experts, head};
+use crate::timing::{Part, part};
 
 /// What one layer keeps for its backward pass.
 struct Saved {
@@ -49,11 +50,13 @@ pub(super) fn leaf(
     divisor: u64,
 ) -> LeafOutput {
     let _guard = tch::no_grad_guard();
+    let _watch = part(Part::Stream);
     let (outer, layers) = layers::split(config, params);
     let rotary = Rotary::new(config, &input.positions);
     let context = Context { config, input, rotary: &rotary };
     let forward = forward(&context, &outer, &layers, balance);
-    let head = head::run(config, outer.embedding, &forward.hidden, input, divisor);
+    let head =
+        timed(Part::Head, || head::run(config, outer.embedding, &forward.hidden, input, divisor));
     let counts = forward.counts.clone();
     let grads = backward(&context, &outer, &layers, forward, head.hidden, head.embedding);
     LeafOutput {
@@ -63,6 +66,21 @@ pub(super) fn leaf(
         token_losses: head.losses,
         counts,
     }
+}
+
+/// The sum of token losses; see [`super::losses`].
+pub(super) fn losses(
+    config: &ZayaConfig,
+    params: &[Tensor],
+    balance: &[Tensor],
+    input: &Prepared,
+) -> f64 {
+    let _guard = tch::no_grad_guard();
+    let (outer, layers) = layers::split(config, params);
+    let rotary = Rotary::new(config, &input.positions);
+    let context = Context { config, input, rotary: &rotary };
+    let hidden = forward(&context, &outer, &layers, balance).hidden;
+    head::losses(config, outer.embedding, &hidden, input).sum(Kind::Double).double_value(&[])
 }
 
 /// Logits of every token; see [`super::logits`].
@@ -120,6 +138,12 @@ fn backward(
     grads
 }
 
+/// `work`, on the watch of `one` part.
+fn timed<T>(one: Part, work: impl FnOnce() -> T) -> T {
+    let _watch = part(one);
+    work()
+}
+
 impl Layer<'_> {
     fn forward(
         &self,
@@ -129,11 +153,12 @@ impl Layer<'_> {
         balance: &Tensor,
     ) -> (Tensor, Saved, Routes, Vec<u64>) {
         let (u, attention_normed) = self.attention_norm.forward(&stream);
-        let (attention_out, attention) = self.attention.forward(context, &u);
+        let (attention_out, attention) =
+            timed(Part::Attention, || self.attention.forward(context, &u));
         let middle = self.attention_residual.forward(&attention_out, &stream);
         let (v, mlp_normed) = self.mlp_norm.forward(&middle);
-        let (routes, router) = self.router.forward(&v, state, balance);
-        let (mlp_out, counts, experts) = self.experts.forward(&v, &routes);
+        let (routes, router) = timed(Part::Router, || self.router.forward(&v, state, balance));
+        let (mlp_out, counts, experts) = timed(Part::Experts, || self.experts.forward(&v, &routes));
         let after = self.mlp_residual.forward(&mlp_out, &middle);
         let saved = Saved {
             stream,
@@ -160,15 +185,18 @@ impl Layer<'_> {
         state: Option<Tensor>,
     ) -> (Tensor, Option<Tensor>, Vec<Tensor>) {
         let mlp = self.mlp_residual.backward(&saved.mlp_out, &saved.middle, &grad);
-        let experts = self.experts.backward(saved.experts, &mlp.out);
-        let router = self.router.backward(saved.router, &saved.v, &experts.weight, state);
+        let experts = timed(Part::ExpertsBack, || self.experts.backward(saved.experts, &mlp.out));
+        let router = timed(Part::RouterBack, || {
+            self.router.backward(saved.router, &saved.v, &experts.weight, state)
+        });
         let (inner, mlp_norm) =
             self.mlp_norm.backward(saved.mlp_normed, &(experts.input + router.input));
         let middle = mlp.stream + inner;
         let attended =
             self.attention_residual.backward(&saved.attention_out, &saved.stream, &middle);
-        let (u, attention) =
-            self.attention.backward(context, &saved.u, saved.attention, &attended.out);
+        let (u, attention) = timed(Part::AttentionBack, || {
+            self.attention.backward(context, &saved.u, saved.attention, &attended.out)
+        });
         let (inner, attention_norm) = self.attention_norm.backward(saved.attention_normed, &u);
         let mut params = vec![attention_norm];
         params.extend(attention);

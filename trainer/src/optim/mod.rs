@@ -15,13 +15,14 @@ use tch::Tensor;
 use crate::lanes::Lanes;
 use crate::model::{ParamSpec, Role};
 use crate::state::State;
+use crate::timing::{Part, part};
 use adamw::AdamW;
 use muon::Muon;
 use norm::CHUNK;
 use schedule::Schedule;
 
 /// Chunks of an elementwise work item: enough to be worth a lane's while, few enough to share a large embedding.
-const CHUNKS: i64 = 8;
+pub(crate) const CHUNKS: i64 = 8;
 
 /// Which optimizer rules the matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,7 +86,7 @@ impl Rule {
 }
 
 /// One piece of work: a matrix, or some chunks of a tensor.
-enum Item {
+pub(crate) enum Item {
     Matrix { weight: Tensor, momentum: Tensor, gradient: Tensor },
     Flat { weight: Tensor, first: Tensor, second: Tensor, gradient: Tensor, decay: bool },
 }
@@ -110,6 +111,16 @@ pub fn update(
     at: At,
     lanes: Lanes,
 ) -> Result<()> {
+    let mut items = Vec::new();
+    for (index, rule) in rules.iter().enumerate() {
+        let moments = (&state.first[index], state.second[index].as_ref());
+        split(*rule, &state.weights[index], moments, &gradients[index], &mut items);
+    }
+    run(settings, items, at, lanes)
+}
+
+/// Does the pieces of work on the lanes.
+pub(crate) fn run(settings: &Settings, items: Vec<Item>, at: At, lanes: Lanes) -> Result<()> {
     let At { step, lr, scale } = at;
     let muon = Muon::at(lr, settings.weight_decay, settings.momentum);
     let adamw = |decay: bool| {
@@ -122,16 +133,14 @@ pub fn update(
         )
     };
     let (plain, decayed) = (adamw(false), adamw(true));
-    let mut items = Vec::new();
-    for (index, rule) in rules.iter().enumerate() {
-        split(*rule, state, index, &gradients[index], &mut items);
-    }
     lanes.map(items, |item| {
         tch::no_grad(|| match item {
             Item::Matrix { mut weight, mut momentum, gradient } => {
+                let _watch = part(Part::Muon);
                 muon.update(&mut weight, &mut momentum, &scaled(gradient, scale));
             }
             Item::Flat { weight, first, second, gradient, decay } => {
+                let _watch = part(Part::AdamW);
                 let rule = if decay { decayed } else { plain };
                 for start in (0..weight.size()[0]).step_by(CHUNK as usize) {
                     let chunk = |tensor: &Tensor| {
@@ -153,10 +162,15 @@ pub fn update(
     Ok(())
 }
 
-/// The pieces of work of tensor `index`, largest kind first.
-fn split(rule: Rule, state: &State, index: usize, gradient: &Tensor, items: &mut Vec<Item>) {
-    let (weight, first) = (&state.weights[index], &state.first[index]);
-    match (rule, &state.second[index]) {
+/// The pieces of work of a tensor, or of a part of one that an owner has: whole matrices, or whole chunks.
+pub(crate) fn split(
+    rule: Rule,
+    weight: &Tensor,
+    (first, second): (&Tensor, Option<&Tensor>),
+    gradient: &Tensor,
+    items: &mut Vec<Item>,
+) {
+    match (rule, second) {
         (Rule::AdamW { decay }, Some(second)) => {
             let flat = |tensor: &Tensor| tensor.view([-1]);
             let length = weight.numel() as i64;

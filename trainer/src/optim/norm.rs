@@ -11,20 +11,31 @@ pub const CHUNK: i64 = 65_536;
 
 /// The sum of squares of a tensor, in f64.
 pub fn squares(tensor: &Tensor) -> f64 {
+    sum(&chunks(tensor))
+}
+
+/// The sums of squares of a tensor's chunks, or of those of a slice that starts where one of its tensor's does.
+pub fn chunks(tensor: &Tensor) -> Vec<f64> {
     let flat = tensor.reshape([-1]);
+    let starts = (0..flat.size()[0]).step_by(CHUNK as usize);
+    let chunk = |start| flat.narrow(0, start, CHUNK.min(flat.size()[0] - start));
+    starts
+        .map(|start| {
+            chunk(start).to_kind(Kind::Double).square().sum(Kind::Double).double_value(&[])
+        })
+        .collect()
+}
+
+/// The tree over the chunks of a tensor.
+pub fn sum(chunks: &[f64]) -> f64 {
     let mut tree = Counter::new();
-    for start in (0..flat.size()[0]).step_by(CHUNK as usize) {
-        let chunk = flat.narrow(0, start, CHUNK.min(flat.size()[0] - start)).to_kind(Kind::Double);
-        tree.push(chunk.square().sum(Kind::Double).double_value(&[]));
-    }
+    chunks.iter().for_each(|square| tree.push(*square));
     tree.finish().unwrap_or(0.0)
 }
 
 /// The norm, from the sums of squares of all tensors in canonical order.
 pub fn norm(squares: &[f64]) -> f64 {
-    let mut tree = Counter::new();
-    squares.iter().for_each(|square| tree.push(*square));
-    tree.finish().unwrap_or(0.0).sqrt()
+    sum(squares).sqrt()
 }
 
 /// What to multiply the gradient with so that its norm is at most `clip`: exactly 1 (nothing is touched) if it is.

@@ -3,6 +3,7 @@
 //! Invariant: nothing in the run's folder is written, not even locked: a run may be replayed while it goes on.
 
 pub mod documents;
+mod executor;
 pub mod whatif;
 
 use std::ops::Range;
@@ -22,6 +23,7 @@ use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step::{self, Detail, Gradient};
 use documents::DocumentLoss;
+pub use executor::{Executor, ThisMachine};
 
 /// What a replay says about a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -65,6 +67,7 @@ pub struct Replayer {
     ledger: Ledger,
     device: Device,
     lanes: Lanes,
+    executor: Box<dyn Executor>,
     /// What differs between the ledger's kernel table and this machine's.
     pub kernels: Option<String>,
     /// Checkpoints that were passed over, and why.
@@ -89,7 +92,13 @@ impl Replayer {
         let kernels = kernels.map(|(key, before, after)| {
             format!("the kernel table differs: {key} was {before}, here it is {after}")
         });
-        Ok(Replayer { spec, folder, ledger, device, lanes, kernels, warnings: Vec::new() })
+        let (executor, warnings) = (Box::new(ThisMachine), Vec::new());
+        Ok(Replayer { spec, folder, ledger, device, lanes, executor, kernels, warnings })
+    }
+
+    /// The same run, its leaves computed by somebody else.
+    pub fn computed_by(self, executor: Box<dyn Executor>) -> Self {
+        Replayer { executor, ..self }
     }
 
     /// What is trained.
@@ -111,6 +120,17 @@ impl Replayer {
                 .found(format!("a curriculum of {last} steps, {recorded} of them recorded"))
                 .wanted(format!("a step from 1 to {}", last.min(recorded + 1))));
         }
+        self.state_at(step)
+    }
+
+    /// The same for any recorded step, the last one included: nothing follows it here.
+    pub fn state_at(&mut self, step: u64) -> Result<State> {
+        let recorded = self.recorded();
+        if step > recorded {
+            return Err(Fault::usage(format!("there is no state after step {step}"))
+                .at(self.folder.ledger().display().to_string())
+                .wanted(format!("a step from 0 to {recorded}")));
+        }
         let balance = self.spec.balance();
         let layout = Layout {
             parameters: &self.spec.parameters,
@@ -124,7 +144,8 @@ impl Replayer {
         let passed =
             found.passed.iter().map(|(step, fault)| format!("checkpoint step-{step}: {fault}"));
         self.warnings.extend(passed);
-        let mut state = found.state.unwrap_or_else(|| step::initial(&self.spec, self.device));
+        let begin = || step::initial(&self.spec, self.device);
+        let mut state = found.state.map_or_else(begin, Ok)?;
         while state.step < step {
             let next = self.step(&mut state, Detail::Sums)?;
             if next.verdict != Verdict::SameBits {
@@ -185,7 +206,7 @@ impl Replayer {
                 .at("--leaf")
                 .wanted(format!("0 to {}", leaves - 1)));
         }
-        let sums = step::leaf(&self.spec, state, &batch, leaf, self.lanes)?;
+        let sums = self.executor.leaf(&self.spec, state, &batch, leaf, self.lanes)?;
         let difference = if step > self.recorded() {
             None
         } else {
@@ -195,7 +216,7 @@ impl Replayer {
             (_, true) => Verdict::NotRecorded,
             (None, false) => Verdict::SameBits,
             (Some(_), false) => {
-                let again = step::leaf(&self.spec, state, &batch, leaf, self.lanes)?;
+                let again = self.executor.leaf(&self.spec, state, &batch, leaf, self.lanes)?;
                 repeatable(
                     again.gradient == sums.gradient && again.loss.to_bits() == sums.loss.to_bits(),
                 )
@@ -219,7 +240,7 @@ impl Replayer {
         batch: &Batch,
         detail: Detail,
     ) -> Result<(Gradient, Result<StepRecord>)> {
-        let gradient = step::gradient(&self.spec, state, batch, self.lanes, detail)?;
+        let gradient = self.executor.gradient(&self.spec, state, batch, self.lanes, detail)?;
         match step::apply(&self.spec, state, batch, &gradient, self.lanes) {
             Err(fault) if fault.class() != Class::Diverged => Err(fault),
             outcome => Ok((gradient, outcome)),

@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use contract::{Fault, Result};
-use loader::Batch;
+use loader::{Batch, explain};
 use serde::Serialize;
 
-use super::{Replayer, documents};
+use super::Replayer;
 use crate::ledger::StepRecord;
 use crate::spec::RunSpec;
 use crate::state::State;
@@ -87,15 +87,14 @@ fn drop_documents(spec: &RunSpec, batch: &mut Batch, ids: &[String]) -> Result<u
         return Ok(0);
     }
     let mut dropped = 0;
-    for piece in documents::pieces(spec, batch)? {
-        let name = &spec.plan.sources()[piece.source].name;
-        let stream = spec.data.stream(name, contract::store::Split::Train)?;
-        if !ids.contains(&stream.document(piece.document)?.id) {
-            continue;
-        }
-        let first = piece.row as usize * batch.seq_len as usize;
-        for place in piece.tokens.start as usize..piece.tokens.end as usize {
-            dropped += u64::from(std::mem::take(&mut batch.mask[first + place]) != 0);
+    for (row, pieces) in explain::pieces(&spec.plan, &spec.data, &batch.samples)?.iter().enumerate()
+    {
+        let first = row * batch.seq_len as usize;
+        for piece in pieces.iter().filter(|piece| ids.contains(&piece.record.id)) {
+            let places = first + piece.place.start as usize..first + piece.place.end as usize;
+            for mask in &mut batch.mask[places] {
+                dropped += u64::from(std::mem::take(mask) != 0);
+            }
         }
     }
     batch.label_count -= dropped;

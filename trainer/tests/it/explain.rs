@@ -1,12 +1,17 @@
 //! Fear: that a replay says "same bits" too easily, or explains a step by the wrong documents.
 
-use contract::Class;
-use tch::Device;
+use std::cell::Cell;
+
+use contract::{Class, Result};
+use loader::Batch;
+use tch::{Device, Tensor};
+use trainer::RunSpec;
 use trainer::compare::compare;
 use trainer::lanes::Lanes;
 use trainer::replay::whatif::{Change, Imagined, imagine};
-use trainer::replay::{Replayed, Replayer, Verdict};
-use trainer::step::Detail;
+use trainer::replay::{Executor, Replayed, Replayer, ThisMachine, Verdict};
+use trainer::state::State;
+use trainer::step::{Detail, Gradient, LeafSums};
 
 use crate::damage::forge;
 use crate::support::{Scratch, stop_after, table};
@@ -63,6 +68,109 @@ fn a_wrong_number_in_the_ledger_is_a_repeatable_difference() {
     let fault = replayer.state_after(5).map(|_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Mismatch);
     assert!(fault.to_string().contains("step 4"), "{fault}");
+}
+
+/// A machine that computes as this one does, and then gets one bit of what it computed wrong.
+struct Failing {
+    /// How often it is right before it fails for the first time.
+    right: usize,
+    /// Whether it makes the same mistake each time.
+    steady: bool,
+    answers: Cell<usize>,
+}
+
+impl Failing {
+    fn new(right: usize, steady: bool) -> Box<Failing> {
+        Box::new(Failing { right, steady, answers: Cell::new(0) })
+    }
+
+    /// Which bit is wrong in this answer.
+    fn wrong_bit(&self) -> Option<u32> {
+        let answer = self.answers.replace(self.answers.get() + 1);
+        let wrong = if self.steady { 0 } else { answer as u32 % 20 };
+        (answer >= self.right).then_some(wrong)
+    }
+}
+
+impl Executor for Failing {
+    fn gradient(
+        &self,
+        spec: &RunSpec,
+        state: &State,
+        batch: &Batch,
+        lanes: Lanes,
+        detail: Detail,
+    ) -> Result<Gradient> {
+        let mut gradient = ThisMachine.gradient(spec, state, batch, lanes, detail)?;
+        if let Some(bit) = self.wrong_bit() {
+            let mut values = Vec::<f32>::try_from(gradient.tensors[3].reshape([-1])).unwrap();
+            values[5] = f32::from_bits(values[5].to_bits() ^ (1 << bit));
+            let damaged = Tensor::from_slice(&values).reshape(gradient.tensors[3].size());
+            gradient.tensors[3] = damaged;
+        }
+        Ok(gradient)
+    }
+
+    fn leaf(
+        &self,
+        spec: &RunSpec,
+        state: &State,
+        batch: &Batch,
+        leaf: u64,
+        lanes: Lanes,
+    ) -> Result<LeafSums> {
+        let mut sums = ThisMachine.leaf(spec, state, batch, leaf, lanes)?;
+        if let Some(bit) = self.wrong_bit() {
+            sums.gradient ^= 1 << bit;
+        }
+        Ok(sums)
+    }
+}
+
+#[test]
+fn a_machine_that_errs_is_told_from_one_that_is_other() {
+    let scratch = Scratch::new();
+    scratch.train("run");
+    let cases = [
+        // Wrong each time in another place; wrong each time in the same place; never wrong.
+        (Failing::new(0, false), Verdict::NotRepeatable),
+        (Failing::new(0, true), Verdict::Repeatable),
+        (Failing::new(usize::MAX, false), Verdict::SameBits),
+    ];
+    for (machine, wanted) in cases {
+        let mut replayer = open(&scratch, "run");
+        let mut state = replayer.state_after(4).unwrap();
+        let replayer = replayer.computed_by(machine);
+        let replayed = replayer.leaf(&state, 1).unwrap();
+        assert_eq!(replayed.verdict, wanted);
+        let quantity = (wanted != Verdict::SameBits).then(|| "gradient of leaf 1".to_owned());
+        assert_eq!(replayed.difference.map(|found| found.quantity), quantity);
+        let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
+        assert_eq!(replayed.verdict, wanted);
+        let name = &replayer.spec().parameters[3].name;
+        let quantity = (wanted != Verdict::SameBits).then(|| format!("summed gradient of {name}"));
+        assert_eq!(replayed.difference.map(|found| found.quantity), quantity);
+        assert!(!replayed.documents.is_empty());
+    }
+    // On the way to the step that was asked for, it is an error with the same words.
+    let fault = open(&scratch, "run").computed_by(Failing::new(1, false)).state_after(8);
+    let fault = fault.map(|_| ()).unwrap_err();
+    assert_eq!(fault.class(), Class::Mismatch);
+    for word in ["step 8", "not repeatably"] {
+        assert!(fault.to_string().contains(word), "{fault}");
+    }
+    // Nothing to compare with: an odd answer is no verdict on the machine.
+    scratch.run(&scratch.path("run.toml"), "part", stop_after(3)).unwrap();
+    let mut replayer = open(&scratch, "part");
+    let mut state = replayer.state_after(3).unwrap();
+    let replayer = replayer.computed_by(Failing::new(0, false));
+    assert_eq!(replayer.leaf(&state, 0).unwrap().verdict, Verdict::NotRecorded);
+    assert_eq!(replayer.step(&mut state, Detail::Sums).unwrap().verdict, Verdict::NotRecorded);
+    for verdict in
+        [Verdict::SameBits, Verdict::Repeatable, Verdict::NotRepeatable, Verdict::NotRecorded]
+    {
+        assert!(!verdict.words().is_empty() && !verdict.advice().is_empty());
+    }
 }
 
 #[test]

@@ -4,6 +4,12 @@
 
 mod damage;
 mod explain;
+#[path = "../../../tests/support/folder.rs"]
+mod folder;
+mod hf;
+mod machine;
+mod ranks;
 mod refuse;
 mod same_bits;
 mod support;
+mod watch;

@@ -9,7 +9,7 @@ use crate::support::{Scratch, lanes, stop_after};
 
 /// Asserts that two runs left the same ledger and the same last checkpoint.
 #[track_caller]
-fn assert_same(scratch: &Scratch, a: &str, b: &str) {
+pub(crate) fn assert_same(scratch: &Scratch, a: &str, b: &str) {
     assert!(scratch.ledger(a) == scratch.ledger(b), "the ledgers of {a} and {b} differ");
     let (a, b) = (scratch.tree(a), scratch.tree(b));
     let last = |tree: &std::collections::BTreeMap<String, Vec<u8>>| {

@@ -17,6 +17,8 @@ use tempfile::TempDir;
 use trainer::lanes::Lanes;
 use trainer::{ExecOptions, Outcome, train};
 
+use crate::folder::tree;
+
 const VOCAB: u32 = 50;
 
 /// A scratch folder with a store of two sources.
@@ -64,7 +66,7 @@ impl Scratch {
             encoder: "generated".to_owned(),
         };
         let (digest, request) = (Identity([0; 32]), Identity([0; 32]));
-        let (format, token_bytes, unit, validation) = (FORMAT, 2, 512, "0".to_owned());
+        let (format, token_bytes, unit, validation) = (FORMAT, 2, 512, "1/14".to_owned());
         let mut manifest =
             Manifest { format, digest, request, tokenizer, token_bytes, unit, validation, sources };
         manifest.digest = manifest.identity();
@@ -95,20 +97,9 @@ impl Scratch {
 
     /// Every file under a run's folder but its events, by relative path.
     pub(crate) fn tree(&self, out: &str) -> BTreeMap<String, Vec<u8>> {
-        let (root, mut found) = (self.path(out), BTreeMap::new());
-        let mut open = vec![root.clone()];
-        while let Some(next) = open.pop() {
-            for entry in fs::read_dir(&next).unwrap() {
-                let path = entry.unwrap().path();
-                if path.is_dir() {
-                    open.push(path);
-                } else if !path.ends_with("events.jsonl") {
-                    let name = path.strip_prefix(&root).unwrap().to_str().unwrap().to_owned();
-                    found.insert(name, fs::read(&path).unwrap());
-                }
-            }
-        }
-        found
+        let mut files = tree(&self.path(out));
+        files.remove("events.jsonl");
+        files
     }
 }
 
@@ -124,21 +115,38 @@ pub(crate) fn stop_after(step: u64) -> impl Fn(&mut ExecOptions) {
     move |exec| exec.stop_after = Some(step)
 }
 
-/// Documents of 2 to 60 tokens that are easy to learn: each token follows from the one before, by source.
+/// A source of 120 documents, and 9 that are held back.
 fn source(root: &Path, name: &str, seed: u64) -> SourceRecord {
-    let folder = stream_folder(root, name, Split::Train);
-    fs::create_dir_all(&folder).unwrap();
-    let head = |split, folder| StreamHead {
-        folder,
-        source: name.to_owned(),
-        split,
-        token_bytes: 2,
-        vocab: VOCAB,
+    let train = stream(root, name, Split::Train, Key::from_seed(seed).child(name), 120);
+    let held = Key::from_seed(seed).child(name).child("held back");
+    let validation = stream(root, name, Split::Validation, held, 9);
+    let input = InputRecord {
+        path: format!("{name}.jsonl"),
+        bytes: 1,
+        sha256: Identity::of_bytes(name.as_bytes()),
+        documents: 129,
     };
-    let mut shard = ShardWriter::create(head(Split::Train, folder), 0, 0, 0).unwrap();
-    let mut train = StreamRecord::empty();
-    for number in 0..120u64 {
-        let key = Key::from_seed(seed).child(name).nth(number);
+    SourceRecord {
+        name: name.to_owned(),
+        preparation: String::new(),
+        inputs: vec![input],
+        train,
+        validation,
+        losses: Vec::new(),
+        prepared: None,
+    }
+}
+
+/// Documents of 2 to 60 tokens that are easy to learn: each token follows from the one before, by source.
+fn stream(root: &Path, name: &str, split: Split, key: Key, documents: u64) -> StreamRecord {
+    let folder = stream_folder(root, name, split);
+    fs::create_dir_all(&folder).unwrap();
+    let (source, token_bytes) = (name.to_owned(), 2);
+    let head = StreamHead { folder, source, split, token_bytes, vocab: VOCAB };
+    let mut shard = ShardWriter::create(head, 0, 0, 0).unwrap();
+    let mut stream = StreamRecord::empty();
+    for number in 0..documents {
+        let key = key.nth(number);
         let length = 2 + draw(key, Purpose::Generate, 0) % 59;
         let first = draw(key, Purpose::Generate, 1) as u32 % VOCAB;
         let tokens: Vec<u32> =
@@ -149,28 +157,15 @@ fn source(root: &Path, name: &str, seed: u64) -> SourceRecord {
             row: number + 1,
             group: None,
             bytes: Some((0, 1)),
-            first_token: train.tokens,
+            first_token: stream.tokens,
             tokens: length,
         };
         shard.push(&tokens, &record).unwrap();
-        train.digest = chain(train.digest, &tokens, &record);
-        (train.tokens, train.documents) = (train.tokens + length, train.documents + 1);
+        stream.digest = chain(stream.digest, &tokens, &record);
+        (stream.tokens, stream.documents) = (stream.tokens + length, stream.documents + 1);
     }
-    train.shards.push(shard.finish().unwrap());
-    let input = InputRecord {
-        path: format!("{name}.jsonl"),
-        bytes: 1,
-        sha256: Identity::of_bytes(name.as_bytes()),
-        documents: 120,
-    };
-    SourceRecord {
-        name: name.to_owned(),
-        preparation: String::new(),
-        inputs: vec![input],
-        train,
-        validation: StreamRecord::empty(),
-        losses: Vec::new(),
-    }
+    stream.shards.push(shard.finish().unwrap());
+    stream
 }
 
 /// Ten steps in two phases of different mix, length, batch and leaf; three and five leaves, so neither a power of two.

@@ -1,7 +1,12 @@
 //! One file per command: parse, call the library, print.
 
+pub(crate) mod bench;
+pub(crate) mod bench_step;
 pub(crate) mod compare;
+pub(crate) mod export;
+pub(crate) mod import;
 pub(crate) mod replay;
+pub(crate) mod spawn;
 pub(crate) mod train;
 
 use contract::{Fault, Result};
@@ -9,6 +14,7 @@ use kernels::device;
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
 use tch::Device;
 use trainer::lanes::Lanes;
+use trainer::parallel::launch::Launched;
 
 /// Flags that only decide speed and place; no value of them can change a bit.
 #[derive(clap::Args)]
@@ -17,7 +23,7 @@ pub(crate) struct Speed {
     /// Where to compute: cpu, cuda or cuda:1 (HIP devices answer to the same name).
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     pub(crate) device: String,
-    /// Leaves computed at once, one math thread each [default: one for each core].
+    /// Leaves computed at once, one math thread each [default: the cores, shared among the ranks here].
     #[arg(long, value_name = "N")]
     pub(crate) lanes: Option<usize>,
     /// Threads that read batches.
@@ -29,16 +35,29 @@ pub(crate) struct Speed {
 }
 
 impl Speed {
-    /// The lanes asked for.
-    pub(crate) fn lanes(&self) -> Lanes {
-        self.lanes.map_or_else(Lanes::available, Lanes::new)
+    /// Everything by default, on the processor.
+    pub(crate) fn cpu() -> Self {
+        Speed { device: "cpu".to_owned(), lanes: None, loader_threads: 1, prefetch: 2 }
     }
 
-    /// Puts the determinism switches in force, then opens the device.
-    pub(crate) fn start(&self) -> Result<(Device, KernelTable)> {
-        let options = RuntimeOptions { device: self.device.clone() };
-        let table = runtime::start(&options).map_err(|error| machine(&self.device, &error))?;
-        let device = device::open(&self.device).map_err(|error| machine(&self.device, &error))?;
+    /// The lanes asked for, else the cores of the machine, shared among the ranks on it.
+    pub(crate) fn lanes(&self, launched: Option<&Launched>) -> Lanes {
+        let ranks = launched.map_or(1, |launched| launched.local_world.max(1));
+        let shared = || Lanes::new(Lanes::available().count() / ranks as usize);
+        self.lanes.map_or_else(shared, Lanes::new)
+    }
+
+    /// Puts the determinism switches in force, then opens the device. Each rank on a machine takes one of its own.
+    pub(crate) fn start(&self, launched: Option<&Launched>) -> Result<(Device, KernelTable)> {
+        let name = match launched {
+            Some(Launched { local_rank, .. }) if self.device == "cuda" => {
+                format!("cuda:{local_rank}")
+            }
+            _ => self.device.clone(),
+        };
+        let options = RuntimeOptions { device: name.clone() };
+        let table = runtime::start(&options).map_err(|error| machine(&name, &error))?;
+        let device = device::open(&name).map_err(|error| machine(&name, &error))?;
         Ok((device, table))
     }
 }

@@ -47,8 +47,8 @@ pub(crate) struct Args {
 /// Replays; the worst verdict decides the exit code.
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let steps = steps(&args)?;
-    let (device, table) = args.speed.start()?;
-    let mut replayer = Replayer::open(&args.run, &table, device, args.speed.lanes())?;
+    let (device, table) = args.speed.start(None)?;
+    let mut replayer = Replayer::open(&args.run, &table, device, args.speed.lanes(None))?;
     if let Some(kernels) = &replayer.kernels {
         eprintln!("note: {kernels}");
     }

@@ -7,10 +7,15 @@ use contract::{Fault, Result};
 use loader::{Opened, PrefetchOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
+use tch::Device;
 use trainer::checkpoint::Retention;
-use trainer::{ExecOptions, train};
+use trainer::parallel::launch::Launched;
+use trainer::parallel::train_as;
+use trainer::validate::Validation;
+use trainer::{ExecOptions, Outcome, RunSpec, train};
 
 use super::Speed;
+use super::spawn::{self, Ranks};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -33,9 +38,17 @@ pub(crate) struct Args {
     /// Stop after this step; the same command without it goes on.
     #[arg(long, value_name = "STEP")]
     stop_after: Option<u64>,
+    /// Steps between two looks at the loss on the store's held-back text; 0 for none.
+    #[arg(long, value_name = "STEPS", default_value_t = 50)]
+    validate_every: u64,
+    /// Sequences of each source for it, spread evenly over its held-back text.
+    #[arg(long, value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u64).range(1..))]
+    validate_windows: u64,
     /// No line for each step.
     #[arg(long)]
     quiet: bool,
+    #[command(flatten)]
+    ranks: Ranks,
     #[command(flatten)]
     speed: Speed,
 }
@@ -44,20 +57,39 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let curriculum =
         args.curriculum.as_deref().ok_or_else(|| Fault::usage("--curriculum is missing"))?;
-    let (device, table) = args.speed.start()?;
-    let out = args.out.clone().unwrap_or_else(|| default_folder(curriculum));
-    let mut exec = ExecOptions::new(out);
-    exec.device = device;
-    exec.lanes = args.speed.lanes();
-    exec.prefetch =
-        PrefetchOptions { threads: args.speed.loader_threads, depth: args.speed.prefetch };
-    exec.checkpoint_every = args.checkpoint_every;
-    exec.retention = Retention { newest: args.keep as usize, every: args.keep_every };
-    exec.stop_after = args.stop_after;
-    exec.progress = !args.quiet;
+    if let Some(count) = args.ranks.to_spawn()? {
+        // What is wrong with the curriculum is said once, and before anything starts.
+        RunSpec::new(&Opened::open(curriculum)?)?;
+        return spawn::ranks(count);
+    }
+    let launched = args.ranks.launched()?;
+    let (device, table) = args.speed.start(launched.as_ref())?;
+    let exec = options(&args, curriculum, device, launched.as_ref());
     listen(&exec)?;
-    let opened = Opened::open(curriculum)?;
-    let outcome = train(&opened, &exec, &table)?;
+    let outcome = match &launched {
+        None => train(&Opened::open(curriculum)?, &exec, &table)?,
+        Some(launched) => {
+            let group = args.ranks.meet(launched, &exec.stop)?;
+            let outcome = Opened::open(curriculum)
+                .inspect_err(|fault| group.report(&fault.to_string()))
+                .and_then(|opened| train_as(&opened, &exec, &table, &group));
+            match outcome {
+                Ok(outcome) => outcome,
+                // Under our own launcher one rank speaks for all; other launchers keep each rank's words apart.
+                Err(fault) if spawn::launched_us() && !group.spoke_first() => {
+                    return Ok(fault.class().exit_code());
+                }
+                Err(fault) => return Err(fault),
+            }
+        }
+    };
+    if launched.is_none_or(|launched| launched.place.rank == 0) {
+        print(&outcome, &exec);
+    }
+    Ok(0)
+}
+
+fn print(outcome: &Outcome, exec: &ExecOptions) {
     let state = outcome.state.map_or_else(|| "none".to_owned(), |digest| digest.to_string());
     let ended = if outcome.step == outcome.steps { "done" } else { "stopped" };
     println!(
@@ -66,7 +98,25 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         outcome.steps,
         exec.out.display()
     );
-    Ok(0)
+}
+
+fn options(
+    args: &Args,
+    curriculum: &Path,
+    device: Device,
+    launched: Option<&Launched>,
+) -> ExecOptions {
+    let mut exec = ExecOptions::new(args.out.clone().unwrap_or_else(|| default_folder(curriculum)));
+    exec.device = device;
+    exec.lanes = args.speed.lanes(launched);
+    exec.prefetch =
+        PrefetchOptions { threads: args.speed.loader_threads, depth: args.speed.prefetch };
+    exec.checkpoint_every = args.checkpoint_every;
+    exec.retention = Retention { newest: args.keep as usize, every: args.keep_every };
+    exec.stop_after = args.stop_after;
+    exec.progress = !args.quiet;
+    exec.validation = Validation { every: args.validate_every, windows: args.validate_windows };
+    exec
 }
 
 /// The first SIGINT or SIGTERM lets the step at hand end and be kept; the second one ends the process.

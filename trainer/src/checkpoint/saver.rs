@@ -1,0 +1,96 @@
+//! Writes checkpoints beside the computation: the run waits for the copy of its state, not for the disk.
+//!
+//! One at a time: where the disk is slower than the interval, the run waits for it at the next checkpoint. What went
+//! wrong is told at the next step.
+
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use contract::{Digest, Fault, Result};
+
+/// A checkpoint that was written.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Written {
+    /// Its step.
+    pub step: u64,
+    /// Its state.
+    pub state: Digest,
+    /// How long the run stood still for it.
+    pub stall: Duration,
+    /// How long it took to write.
+    pub writing: Duration,
+}
+
+/// At most one checkpoint that is being written.
+#[derive(Default)]
+pub struct Saver(Option<JoinHandle<Result<Written>>>);
+
+impl Saver {
+    /// Nothing to write yet.
+    pub fn new() -> Self {
+        Saver(None)
+    }
+
+    /// Starts `write`, which commits the state `state` after `step`. The one before must have ended.
+    pub fn start(
+        &mut self,
+        (step, state, stall): (u64, Digest, Duration),
+        write: impl FnOnce() -> Result<()> + Send + 'static,
+    ) -> Result<()> {
+        if self.0.is_some() {
+            return Err(Fault::bug("two checkpoints were to be written at once"));
+        }
+        let work = move || {
+            let start = Instant::now();
+            write()?;
+            Ok(Written { step, state, stall, writing: start.elapsed() })
+        };
+        let thread = thread::Builder::new().name("checkpoint".to_owned()).spawn(work);
+        self.0 = Some(thread.map_err(|error| {
+            Fault::machine(format!("cannot start a thread: {error}")).hint("raise `ulimit -u`")
+        })?);
+        Ok(())
+    }
+
+    /// What has been written, if something is done.
+    pub fn done(&mut self) -> Result<Option<Written>> {
+        if self.0.as_ref().is_some_and(JoinHandle::is_finished) { self.wait() } else { Ok(None) }
+    }
+
+    /// Waits for what is being written.
+    pub fn wait(&mut self) -> Result<Option<Written>> {
+        let Some(thread) = self.0.take() else { return Ok(None) };
+        let joined = thread.join();
+        joined.unwrap_or_else(|_| Err(Fault::bug("the writing of a checkpoint panicked"))).map(Some)
+    }
+}
+
+impl Drop for Saver {
+    fn drop(&mut self) {
+        // A run that stops for another reason still keeps what it had begun to keep; that reason is what people hear.
+        let _ = self.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::channel;
+
+    const WHAT: (u64, Digest, Duration) = (7, Digest(1), Duration::ZERO);
+
+    #[test]
+    fn one_at_a_time_and_every_fault_is_told() {
+        let (mut saver, (go, wait)) = (Saver::new(), channel::<()>());
+        assert_eq!(saver.wait().unwrap(), None);
+        saver.start(WHAT, move || wait.recv().map_err(|_| Fault::bug("gone"))).unwrap();
+        assert_eq!(saver.done().unwrap(), None, "it does not wait");
+        assert!(saver.start(WHAT, || Ok(())).is_err());
+        go.send(()).unwrap();
+        assert_eq!(saver.wait().unwrap().unwrap().step, 7);
+        saver.start(WHAT, || Err(Fault::machine("the disk is full"))).unwrap();
+        assert_eq!(saver.wait(), Err(Fault::machine("the disk is full")));
+        saver.start(WHAT, || panic!("broken")).unwrap();
+        assert_eq!(saver.wait().unwrap_err().class(), contract::Class::Bug);
+    }
+}

@@ -1,0 +1,100 @@
+//! A state as a folder that `transformers` opens as `ZayaForCausalLM`.
+//!
+//! ```text
+//! config.json   generation_config.json   model.safetensors (or parts with an index), f32
+//! tokenizer.json   tokenizer_config.json     the store's tokenizer, unchanged
+//! ```
+
+use std::path::Path;
+
+use contract::store::manifest::TokenizerRecord;
+use contract::{Fault, Result};
+use serde_json::{Value, json};
+use tch::Tensor;
+
+use super::files::{self, Named, Written};
+use super::{config, files::commit};
+use crate::model::{self, ParamSpec, Skip, ZayaConfig};
+use crate::optim::balance::Balance;
+use crate::spec::RunSpec;
+use crate::state::State;
+
+/// What was written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exported {
+    /// Tensors, balancing biases included.
+    pub tensors: usize,
+    /// Bytes of all weight files.
+    pub bytes: u64,
+}
+
+/// Writes the weights of `state`, with the model as it was in the state's last step.
+pub fn export(spec: &RunSpec, state: &State, target: &Path) -> Result<Exported> {
+    let config = &spec.model_at(state.step.max(1))?.config;
+    let record = &spec.data.stores()[0].manifest().tokenizer;
+    let tokenizer = spec.data.tokenizer()?;
+    refuse_identity(config)?;
+    commit(target, |folder| {
+        let tensors = named(&spec.parameters, &state.weights, &state.balance);
+        let written = model_files(folder, config, record, &tensors)?;
+        std::fs::write(folder.join("tokenizer.json"), &tokenizer)
+            .map_err(|error| Fault::io("write", &folder.join("tokenizer.json"), &error))?;
+        let text = tokenizer_config(&tokenizer, record, config.max_position_embeddings);
+        files::text(folder, "tokenizer_config.json", &text)?;
+        Ok(Exported { tensors: tensors.len(), bytes: written.iter().map(|file| file.bytes).sum() })
+    })
+}
+
+/// `transformers` gives a token on the skip class nothing; a model that was trained otherwise would be another one there.
+fn refuse_identity(config: &ZayaConfig) -> Result<()> {
+    match config.skip {
+        Skip::Zero => Ok(()),
+        Skip::Identity => Err(Fault::usage("transformers cannot express this model")
+            .at("[model] skip")
+            .found("\"identity\": a skipped token keeps p times its input")
+            .wanted("\"zero\", its only meaning there")),
+    }
+}
+
+/// Weights and balancing biases under their names, in canonical order.
+pub(super) fn named(
+    parameters: &[ParamSpec],
+    weights: &[Tensor],
+    balance: &[Balance],
+) -> Vec<Named> {
+    let weights = parameters.iter().zip(weights);
+    let weights = weights.map(|(spec, tensor)| Named::new(spec.name.clone(), tensor));
+    let biases = (0i64..).zip(balance);
+    let biases = biases.map(|(layer, balance)| {
+        Named::new(model::balance_name(layer), &Tensor::from_slice(&balance.bias))
+    });
+    weights.chain(biases).collect()
+}
+
+/// Weights and both configurations.
+pub(super) fn model_files(
+    folder: &Path,
+    config: &ZayaConfig,
+    tokenizer: &TokenizerRecord,
+    tensors: &[Named],
+) -> Result<Vec<Written>> {
+    files::text(folder, "config.json", &config::write(config, tokenizer))?;
+    let generation = json!({"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end});
+    files::text(folder, "generation_config.json", &generation)?;
+    files::write(folder, tensors)
+}
+
+/// What `AutoTokenizer` needs besides `tokenizer.json`.
+fn tokenizer_config(tokenizer: &[u8], record: &TokenizerRecord, length: i64) -> Value {
+    let tokenizer: Value = serde_json::from_slice(tokenizer).unwrap_or_default();
+    let text = |id: Option<u32>| {
+        let added = tokenizer["added_tokens"].as_array()?;
+        let token = added.iter().find(|token| token["id"].as_u64() == id.map(u64::from))?;
+        token["content"].as_str().map(str::to_owned)
+    };
+    json!({
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length,
+        "bos_token": text(record.begin), "eos_token": text(record.end),
+        "clean_up_tokenization_spaces": false,
+    })
+}

@@ -1,0 +1,202 @@
+//! The tensors of a folder: safetensors, whole or in parts with an index.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::Path;
+
+use contract::{Digest, Fault, Result};
+use safetensors::tensor::{Dtype, TensorView, View};
+use safetensors::{SafeTensorError, SafeTensors};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use tch::{Kind, Tensor};
+
+/// A part is closed before it grows beyond this, as `transformers` does.
+const PART_BYTES: u64 = 5_000_000_000;
+
+/// One file that was written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Written {
+    pub(super) name: String,
+    pub(super) bytes: u64,
+    pub(super) digest: Digest,
+}
+
+/// A named tensor, f32.
+pub(super) struct Named {
+    pub(super) name: String,
+    pub(super) tensor: Tensor,
+    shape: Vec<usize>,
+}
+
+impl Named {
+    pub(super) fn new(name: String, tensor: &Tensor) -> Named {
+        let shape = tensor.size().iter().map(|length| *length as usize).collect();
+        Named { name, tensor: tensor.to_kind(Kind::Float), shape }
+    }
+
+    fn bytes(&self) -> u64 {
+        self.shape.iter().product::<usize>() as u64 * 4
+    }
+}
+
+impl View for &Named {
+    fn dtype(&self) -> Dtype {
+        Dtype::F32
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        let mut bytes = vec![0; self.bytes() as usize];
+        self.tensor.contiguous().copy_data_u8(&mut bytes, self.tensor.numel());
+        Cow::Owned(bytes)
+    }
+
+    fn data_len(&self) -> usize {
+        self.bytes() as usize
+    }
+}
+
+/// Writes tensors as `model.safetensors`, or as parts with their index.
+pub(super) fn write(folder: &Path, tensors: &[Named]) -> Result<Vec<Written>> {
+    write_parts(folder, tensors, PART_BYTES)
+}
+
+pub(super) fn write_parts(folder: &Path, tensors: &[Named], limit: u64) -> Result<Vec<Written>> {
+    let mut parts: Vec<(u64, Vec<&Named>)> = Vec::new();
+    for tensor in tensors {
+        match parts.last_mut() {
+            Some((bytes, part)) if *bytes + tensor.bytes() <= limit => {
+                *bytes += tensor.bytes();
+                part.push(tensor);
+            }
+            _ => parts.push((tensor.bytes(), vec![tensor])),
+        }
+    }
+    let (count, mut written, mut index) = (parts.len(), Vec::new(), BTreeMap::new());
+    for (number, (_, part)) in (1..).zip(&parts) {
+        let name = match count {
+            1 => "model.safetensors".to_owned(),
+            _ => format!("model-{number:05}-of-{count:05}.safetensors"),
+        };
+        index.extend(part.iter().map(|tensor| (tensor.name.clone(), name.clone())));
+        written.push(write_one(folder, name, part)?);
+    }
+    if count > 1 {
+        let total: u64 = tensors.iter().map(Named::bytes).sum();
+        let index = json!({"metadata": {"total_size": total}, "weight_map": index});
+        text(folder, "model.safetensors.index.json", &index)?;
+    }
+    Ok(written)
+}
+
+#[expect(
+    clippy::disallowed_types,
+    reason = "the library takes metadata so; with one entry it has one order"
+)]
+fn write_one(folder: &Path, name: String, part: &[&Named]) -> Result<Written> {
+    let path = folder.join(&name);
+    let named = part.iter().map(|tensor| (tensor.name.as_str(), *tensor));
+    // `transformers` wants to be told that torch's layout is meant.
+    let metadata = std::collections::HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    safetensors::serialize_to_file(named, Some(metadata), &path).map_err(|error| match error {
+        SafeTensorError::IoError(error) => Fault::io("write", &path, &error),
+        other => Fault::bug(format!("tensors cannot be written: {other}")),
+    })?;
+    sync(&path)?;
+    let bytes = fs::read(&path).map_err(|error| Fault::io("read back", &path, &error))?;
+    Ok(Written { name, bytes: bytes.len() as u64, digest: Digest::of_bytes(&bytes) })
+}
+
+/// Writes a JSON file.
+pub(super) fn text(folder: &Path, name: &str, value: &Value) -> Result<()> {
+    let path = folder.join(name);
+    let text = format!("{value:#}\n");
+    fs::write(&path, text).map_err(|error| Fault::io("write", &path, &error))?;
+    sync(&path)
+}
+
+pub(super) fn sync(path: &Path) -> Result<()> {
+    File::open(path)
+        .and_then(|file| file.sync_all())
+        .map_err(|error| Fault::io("flush", path, &error))
+}
+
+/// Makes `target` out of what `fill` puts into a folder beside it: whole or not at all.
+pub(super) fn commit<T>(target: &Path, fill: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
+    if target.exists() {
+        return Err(Fault::usage("there is something at this place already")
+            .at(target.display().to_string())
+            .hint("name a folder that does not exist yet, or remove this one"));
+    }
+    let mut scratch = target.as_os_str().to_owned();
+    scratch.push(".partial");
+    let scratch = Path::new(&scratch);
+    let remove = || match fs::remove_dir_all(scratch) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(Fault::io("remove", scratch, &error))
+        }
+        _ => Ok(()),
+    };
+    remove()?;
+    fs::create_dir_all(scratch).map_err(|error| Fault::io("create", scratch, &error))?;
+    let made = fill(scratch).inspect_err(|_| drop(remove()))?;
+    sync(scratch)?;
+    fs::rename(scratch, target).map_err(|error| Fault::io("rename to", target, &error))?;
+    Ok(made)
+}
+
+/// The files that hold a folder's tensors.
+pub(super) fn parts(folder: &Path) -> Result<Vec<String>> {
+    let whole = folder.join("model.safetensors");
+    let path = folder.join("model.safetensors.index.json");
+    if whole.exists() {
+        return Ok(vec!["model.safetensors".to_owned()]);
+    }
+    if !path.exists() {
+        return Err(Fault::data("this folder holds no weights that can be read")
+            .at(folder.display().to_string())
+            .wanted("model.safetensors, or model.safetensors.index.json and its parts"));
+    }
+    let text = fs::read_to_string(&path).map_err(|error| Fault::io("read", &path, &error))?;
+    let damaged = |what: String| Fault::data(what).at(path.display().to_string());
+    let index: Value = serde_json::from_str(&text)
+        .map_err(|error| damaged(format!("the index cannot be read: {error}")))?;
+    let map = index["weight_map"].as_object();
+    let map = map.ok_or_else(|| damaged("the index has no weight_map".to_owned()))?;
+    let names: Option<std::collections::BTreeSet<_>> = map.values().map(Value::as_str).collect();
+    let names = names.ok_or_else(|| damaged("the index names no files".to_owned()))?;
+    Ok(names.into_iter().map(str::to_owned).collect())
+}
+
+/// Hands every tensor of one file to `take`, as f32.
+pub(super) fn read(
+    path: &Path,
+    bytes: &[u8],
+    mut take: impl FnMut(&str, Tensor) -> Result<()>,
+) -> Result<()> {
+    let damaged = |what: String| Fault::data(what).at(path.display().to_string());
+    let file = SafeTensors::deserialize(bytes)
+        .map_err(|error| damaged(format!("this is no safetensors file: {error}")))?;
+    for (name, view) in file.iter() {
+        take(name, tensor(&view).map_err(|what| damaged(format!("{name}: {what}")))?)?;
+    }
+    Ok(())
+}
+
+fn tensor(view: &TensorView<'_>) -> std::result::Result<Tensor, String> {
+    let kind = match view.dtype() {
+        Dtype::F32 => Kind::Float,
+        Dtype::BF16 => Kind::BFloat16,
+        Dtype::F16 => Kind::Half,
+        other => return Err(format!("a tensor of {other:?}, where f32, bf16 or f16 is read")),
+    };
+    let shape: Vec<i64> = view.shape().iter().map(|length| *length as i64).collect();
+    let tensor = Tensor::f_from_data_size(view.data(), &shape, kind);
+    tensor.map(|tensor| tensor.to_kind(Kind::Float)).map_err(|error| error.to_string())
+}

@@ -1,0 +1,138 @@
+//! A folder of Hugging Face's as the start of a run: every tensor in its place, none left over, none missing.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use contract::{Fault, Result};
+use tch::Tensor;
+
+use super::config::{self, Described, Layout};
+use super::files;
+use super::names::{self, Place};
+use super::start::{self, Start};
+use crate::model::{self, ZayaConfig};
+
+/// What was taken over.
+#[derive(Clone, Debug)]
+pub struct Imported {
+    /// The start that was written.
+    pub start: Start,
+    /// Who wrote the folder.
+    pub layout: Layout,
+    /// Fields that were read against their word.
+    pub notes: Vec<String>,
+    /// Tensors, balancing biases included.
+    pub tensors: usize,
+}
+
+/// Reads the model in `source` and writes it as the start `target`.
+pub fn import(source: &Path, target: &Path) -> Result<Imported> {
+    let path = source.join("config.json");
+    let text = fs::read_to_string(&path).map_err(|error| Fault::io("read", &path, &error))?;
+    let described = config::read(&text, &path.display().to_string())?;
+    let found = tensors(source, &described)?;
+    let Described { config, layout, notes } = described;
+    let (weights, balance) = assemble(source, &config, found)?;
+    let tokenizer = source.join("tokenizer.json");
+    let tokenizer = tokenizer.exists().then(|| fs::read(&tokenizer)).transpose();
+    let tokenizer =
+        tokenizer.map_err(|error| Fault::io("read", &source.join("tokenizer.json"), &error))?;
+    let tensors = weights.len() + balance.len();
+    let start = start::write(target, &config, &weights, &balance, tokenizer.as_deref())?;
+    Ok(Imported { start, layout, notes, tensors })
+}
+
+/// All tensors of the folder under our names.
+fn tensors(source: &Path, described: &Described) -> Result<BTreeMap<String, Tensor>> {
+    let layers = described.config.num_hidden_layers;
+    let mut found = BTreeMap::new();
+    let mut experts: BTreeMap<String, BTreeMap<usize, Tensor>> = BTreeMap::new();
+    for part in files::parts(source)? {
+        let path = source.join(&part);
+        let bytes = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
+        files::read(&path, &bytes, |name, tensor| {
+            let place = match described.layout {
+                Layout::Transformers => Some(Place::Whole(name.to_owned())),
+                Layout::Zyphra if name == HEAD => Some(Place::Whole(name.to_owned())),
+                Layout::Zyphra => names::place(name, layers),
+            };
+            match place {
+                Some(Place::Whole(name)) => drop(found.insert(name, tensor)),
+                Some(Place::Expert(name, expert)) => {
+                    experts.entry(name).or_default().insert(expert, tensor);
+                }
+                None => return Err(unknown(&path, name)),
+            }
+            Ok(())
+        })?;
+    }
+    let count = described.config.num_experts as usize;
+    for (name, parts) in experts {
+        if !parts.keys().copied().eq(0..count) {
+            return Err(Fault::data(format!("{name} lacks an expert, or has one too many"))
+                .at(source.display().to_string())
+                .found(format!("experts {:?}", parts.keys().collect::<Vec<_>>()))
+                .wanted(format!("0 to {}", count - 1)));
+        }
+        let parts: Vec<Tensor> = parts.into_values().collect();
+        let whole = Tensor::f_stack(&parts, 0).map_err(|error| {
+            Fault::data(format!("the experts of {name} differ in shape: {error}"))
+                .at(source.display().to_string())
+        })?;
+        found.insert(name, whole);
+    }
+    Ok(found)
+}
+
+/// The head, which a model with one matrix for both may spell out.
+const HEAD: &str = "lm_head.weight";
+
+/// Weights in canonical order and biases by layer.
+fn assemble(
+    source: &Path,
+    config: &ZayaConfig,
+    mut found: BTreeMap<String, Tensor>,
+) -> Result<(Vec<Tensor>, Vec<Vec<f32>>)> {
+    let mut take = |name: &str, shape: &[i64]| {
+        let wrong = |tensor: Option<&Tensor>| {
+            Fault::data(format!("the folder lacks {name} in the shape of its configuration"))
+                .at(source.display().to_string())
+                .found(
+                    tensor.map_or_else(|| "nothing".to_owned(), |one| format!("{:?}", one.size())),
+                )
+                .wanted(format!("{shape:?}"))
+        };
+        let tensor = found.remove(name).ok_or_else(|| wrong(None))?;
+        if tensor.size() == shape { Ok(tensor) } else { Err(wrong(Some(&tensor))) }
+    };
+    let mut weights = Vec::new();
+    for spec in model::parameters(config) {
+        weights.push(take(&spec.name, &spec.shape)?);
+    }
+    let mut balance = Vec::new();
+    for layer in 0..config.num_hidden_layers {
+        let tensor = take(&model::balance_name(layer), &[config.router_classes()])?;
+        balance.push(Vec::<f32>::try_from(&tensor).unwrap_or_default());
+    }
+    if let Some(head) = found.remove(HEAD)
+        && head != weights[0]
+    {
+        return Err(Fault::data(
+            "the head is not the embedding, and this model has one matrix for both",
+        )
+        .at(format!("{}: {HEAD}", source.display())));
+    }
+    match found.keys().next() {
+        None => Ok((weights, balance)),
+        Some(name) => Err(unknown(source, name)),
+    }
+}
+
+fn unknown(path: &Path, name: &str) -> Fault {
+    Fault::data(format!("this model has no place for the tensor {name}"))
+        .at(path.display().to_string())
+        .hint(
+            "only what was read to the last tensor is taken over: part of a model is another model",
+        )
+}

@@ -1,0 +1,196 @@
+//! A start: the weights that a run begins with instead of drawn ones.
+//!
+//! ```text
+//! start.json    configuration, content digest, each file's size and digest; written last
+//! config.json, model.safetensors, tokenizer.json    as `transformers` reads them
+//! ```
+//!
+//! A curriculum's `start` names such a folder. The content digest (configuration, weights, biases) enters the run's
+//! identity; the folder's place never does.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use contract::store::manifest::TokenizerRecord;
+use contract::{Digest, Digestible as _, Fault, Hasher, Identity, Result};
+use kernels::checksum;
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+use super::export;
+use super::files::{self, Written};
+use crate::model::{self, ZayaConfig};
+use crate::optim::balance::Balance;
+
+/// The version of the format.
+const FORMAT: u32 = 1;
+
+/// A start on disk.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Start {
+    folder: PathBuf,
+    manifest: Manifest,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Manifest {
+    format: u32,
+    /// Over configuration, weights and biases.
+    content: Digest,
+    /// SHA-256 of the tokenizer beside them, if there is one.
+    tokenizer: Option<Identity>,
+    config: ZayaConfig,
+    files: Vec<Written>,
+}
+
+impl Start {
+    /// Opens the start in `folder`; its weights are read and checked by [`Start::read`].
+    pub fn open(folder: &Path) -> Result<Start> {
+        let path = folder.join("start.json");
+        if !path.exists() {
+            return Err(Fault::usage("this folder is no start: it has no start.json")
+                .at(folder.display().to_string())
+                .hint("make one with `ztrain import HF_DIR --out START`"));
+        }
+        let text = fs::read_to_string(&path).map_err(|error| Fault::io("read", &path, &error))?;
+        let manifest: Manifest = serde_json::from_str(&text)
+            .map_err(|error| damaged(&path, &format!("its manifest cannot be read: {error}")))?;
+        if manifest.format != FORMAT {
+            return Err(damaged(&path, "its format is another version's"));
+        }
+        Ok(Start { folder: folder.to_owned(), manifest })
+    }
+
+    /// The model.
+    pub fn config(&self) -> &ZayaConfig {
+        &self.manifest.config
+    }
+
+    /// The digest of configuration, weights and biases.
+    pub fn content(&self) -> Digest {
+        self.manifest.content
+    }
+
+    /// Where it lies.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Weights in canonical order and biases by layer, every byte of them checked.
+    pub fn read(&self) -> Result<(Vec<Tensor>, Vec<Vec<f32>>)> {
+        let config = &self.manifest.config;
+        let mut found = std::collections::BTreeMap::new();
+        for file in &self.manifest.files {
+            let path = self.folder.join(&file.name);
+            let bytes = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
+            if bytes.len() as u64 != file.bytes || Digest::of_bytes(&bytes) != file.digest {
+                return Err(damaged(&path, "its bytes changed since it was written"));
+            }
+            files::read(&path, &bytes, |name, tensor| {
+                found.insert(name.to_owned(), tensor);
+                Ok(())
+            })?;
+        }
+        let mut take = |name: &str| {
+            found.remove(name).ok_or_else(|| damaged(&self.folder, &format!("it lacks {name}")))
+        };
+        let names = model::parameters(config).into_iter().map(|spec| spec.name);
+        let weights = names.map(|name| take(&name)).collect::<Result<Vec<_>>>()?;
+        let layers = 0..config.num_hidden_layers;
+        let biases = layers.map(|layer| {
+            Ok(Vec::<f32>::try_from(&take(&model::balance_name(layer))?).unwrap_or_default())
+        });
+        let biases = biases.collect::<Result<Vec<_>>>()?;
+        let content = content(config, &weights, &biases);
+        if content != self.manifest.content {
+            let fault = damaged(&self.folder, "its content digest does not match");
+            return Err(fault.found(content).wanted(self.manifest.content));
+        }
+        Ok((weights, biases))
+    }
+
+    /// Refuses a start whose tokens mean something else than the store's.
+    pub(crate) fn compare_tokenizer(
+        &self,
+        stores: &[u8],
+        place: impl Fn() -> String,
+    ) -> Result<()> {
+        let path = self.folder.join("tokenizer.json");
+        let Ok(own) = fs::read(&path) else { return Ok(()) };
+        if Some(Identity::of_bytes(&own)) != self.manifest.tokenizer {
+            return Err(damaged(&path, "its bytes changed since it was written"));
+        }
+        let vocabulary = |bytes: &[u8]| {
+            let mut all: serde_json::Value = serde_json::from_slice(bytes).unwrap_or_default();
+            all["model"]["vocab"].take()
+        };
+        if own == stores || vocabulary(&own) == vocabulary(stores) {
+            return Ok(());
+        }
+        Err(Fault::usage(
+            "the start was trained with another vocabulary than the store was built with",
+        )
+        .at(place())
+        .found(path.display().to_string())
+        .hint("build the store with the start's tokenizer.json"))
+    }
+}
+
+/// Writes a start.
+pub(super) fn write(
+    target: &Path,
+    config: &ZayaConfig,
+    weights: &[Tensor],
+    biases: &[Vec<f32>],
+    tokenizer: Option<&[u8]>,
+) -> Result<Start> {
+    let manifest = files::commit(target, |folder| {
+        // What the tokens mean is not known here; only the number of them is.
+        let record = TokenizerRecord {
+            sha256: Identity::of_bytes(tokenizer.unwrap_or_default()),
+            vocab: config.vocab_size as u32,
+            begin: None,
+            end: None,
+            encoder: String::new(),
+        };
+        let like = |bias: &Vec<f32>| Balance { bias: bias.clone(), first: vec![], second: vec![] };
+        let balance: Vec<Balance> = biases.iter().map(like).collect();
+        let tensors = export::named(&model::parameters(config), weights, &balance);
+        let written = export::model_files(folder, config, &record, &tensors)?;
+        if let Some(bytes) = tokenizer {
+            let path = folder.join("tokenizer.json");
+            fs::write(&path, bytes).map_err(|error| Fault::io("write", &path, &error))?;
+        }
+        let manifest = Manifest {
+            format: FORMAT,
+            content: content(config, weights, biases),
+            tokenizer: tokenizer.map(Identity::of_bytes),
+            config: config.clone(),
+            files: written,
+        };
+        let value = serde_json::to_value(&manifest)
+            .map_err(|error| Fault::bug(format!("a start cannot be written: {error}")))?;
+        files::text(folder, "start.json", &value)?;
+        Ok(manifest)
+    })?;
+    Ok(Start { folder: target.to_owned(), manifest })
+}
+
+fn content(config: &ZayaConfig, weights: &[Tensor], biases: &[Vec<f32>]) -> Digest {
+    let mut hasher = Hasher::new();
+    hasher.tag("start.v1");
+    config.feed(&mut hasher);
+    hasher.u64(weights.len() as u64);
+    for (index, tensor) in weights.iter().enumerate() {
+        hasher.u64(checksum::tensor(tensor, index as u64));
+    }
+    for bias in biases {
+        hasher.u32s(&bias.iter().map(|value| value.to_bits()).collect::<Vec<_>>());
+    }
+    hasher.finish()
+}
+
+fn damaged(path: &Path, what: &str) -> Fault {
+    Fault::data(format!("this start is damaged: {what}")).at(path.display().to_string())
+}

@@ -1,0 +1,136 @@
+//! `metrics/`: curves for TensorBoard, written while the run goes on. What they show is in the ledger or follows from it,
+//! but for the speeds; nothing here is read again by a run.
+//!
+//! ```text
+//! loss/all   loss/NAME                     mean loss of a label, over the step and by source
+//! optimizer/gradient_norm   optimizer/lr   before clipping; the rate applied
+//! router/entropy   router/entropy_least    load over the experts, 1 for even: mean and least over the layers
+//! router/skipped                           share of tokens on the skip class
+//! speed/tokens_per_second   speed/data_stall   and the share of the time in which the step waited for its batch
+//! validation/all   validation/NAME         mean loss of a label on held-back text
+//! ```
+
+mod tensorboard;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use contract::{Fault, Result};
+
+use crate::ledger::StepRecord;
+use crate::spec::RunSpec;
+use crate::validate::SourceLoss;
+use tensorboard::Writer;
+
+/// The curves of one process's part of a run.
+pub struct Metrics {
+    writer: Writer,
+    waited: Duration,
+}
+
+impl Metrics {
+    /// Begins a file in `folder`; what other files there say of steps after `step` is void from now on.
+    pub fn open(folder: &Path, step: u64) -> Result<Self> {
+        fs::create_dir_all(folder).map_err(|error| Fault::io("create", folder, &error))?;
+        Ok(Metrics { writer: Writer::create(folder, step)?, waited: Duration::ZERO })
+    }
+
+    /// The next batch, and a note of how long it took to come.
+    pub fn wait<T>(&mut self, next: impl FnOnce() -> Option<T>) -> Option<T> {
+        let begin = Instant::now();
+        let batch = next();
+        self.waited = begin.elapsed();
+        batch
+    }
+
+    /// How long the batch at hand was waited for.
+    pub fn waited(&self) -> Duration {
+        self.waited
+    }
+
+    /// The curves of one step, which took `taken` in all.
+    pub fn step(
+        &mut self,
+        spec: &RunSpec,
+        record: &StepRecord,
+        tokens: u64,
+        taken: Duration,
+    ) -> Result<()> {
+        let seconds = taken.as_secs_f64().max(1e-9);
+        let mut values = vec![
+            ("loss/all".to_owned(), record.loss),
+            ("optimizer/gradient_norm".to_owned(), record.norm()),
+            ("optimizer/lr".to_owned(), record.lr()),
+            ("speed/tokens_per_second".to_owned(), tokens as f64 / seconds),
+            ("speed/data_stall".to_owned(), (self.waited.as_secs_f64() / seconds).min(1.0)),
+        ];
+        for (source, loss) in by_source(spec, record)? {
+            let name = &spec.plan.sources()[source].name;
+            values.push((format!("loss/{name}"), loss));
+        }
+        let load: Vec<f64> = record.router.iter().map(|counts| entropy(counts)).collect();
+        let skipped = record.router.iter().map(|counts| share_of_last(counts));
+        values.push(("router/entropy".to_owned(), mean(load.iter().copied())));
+        let least = load.iter().copied().fold(1.0, f64::min);
+        values.push(("router/entropy_least".to_owned(), least));
+        values.push(("router/skipped".to_owned(), mean(skipped)));
+        self.writer.scalars(record.step, &values)
+    }
+
+    /// The losses on held-back text after `step`.
+    pub fn validation(&mut self, step: u64, sources: &[SourceLoss]) -> Result<()> {
+        let named = sources.iter().map(|one| (format!("validation/{}", one.source), one.mean()));
+        let all = ("validation/all".to_owned(), SourceLoss::over(sources).mean());
+        self.writer.scalars(step, &named.chain([all]).collect::<Vec<_>>())
+    }
+}
+
+/// The mean loss of a label by source, of the sources that the step has labels of. A sequence is of one source.
+fn by_source(spec: &RunSpec, record: &StepRecord) -> Result<BTreeMap<usize, f64>> {
+    let first = spec.plan.step(record.step)?.first_sample;
+    let mut sums: BTreeMap<usize, (f64, u64)> = BTreeMap::new();
+    for (sample, (loss, labels)) in (first..).zip(&record.rows) {
+        let sum = sums.entry(spec.plan.sample(sample)?.source).or_default();
+        *sum = (sum.0 + loss, sum.1 + labels);
+    }
+    let labelled = sums.into_iter().filter(|(_, (_, labels))| *labels > 0);
+    Ok(labelled.map(|(source, (loss, labels))| (source, loss / labels as f64)).collect())
+}
+
+/// Entropy of the load over the experts (the last class is the skip), over that of an even one; 1 for a single expert.
+fn entropy(counts: &[u64]) -> f64 {
+    let experts = &counts[..counts.len().saturating_sub(1)];
+    let total: u64 = experts.iter().sum();
+    if total == 0 || experts.len() < 2 {
+        return 1.0;
+    }
+    let share = |count: u64| count as f64 / total as f64;
+    let used = experts.iter().filter(|count| **count > 0).map(|count| share(*count));
+    used.map(|share| -share * share.ln()).sum::<f64>() / (experts.len() as f64).ln()
+}
+
+fn share_of_last(counts: &[u64]) -> f64 {
+    let total: u64 = counts.iter().sum();
+    counts.last().map_or(0.0, |last| *last as f64 / total.max(1) as f64)
+}
+
+fn mean(values: impl Iterator<Item = f64>) -> f64 {
+    let (sum, count) = values.fold((0.0, 0u64), |(sum, count), value| (sum + value, count + 1));
+    if count == 0 { 0.0 } else { sum / count as f64 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_even_load_has_entropy_one_and_a_lone_expert_none() {
+        assert!((entropy(&[5, 5, 5, 5, 100]) - 1.0).abs() < 1e-12, "the skip is no load");
+        assert_eq!(entropy(&[9, 0, 0, 0]), 0.0);
+        assert!((entropy(&[1, 1, 0, 0, 0]) - 0.5).abs() < 1e-12, "two of four: half of the bits");
+        assert_eq!(entropy(&[0, 0, 3]), 1.0, "nobody was asked");
+        assert_eq!(share_of_last(&[1, 2, 1]), 0.25);
+    }
+}

@@ -1,0 +1,163 @@
+//! TensorBoard's event files: records of protocol-buffer messages, each with its length and two sums.
+//!
+//! ```text
+//! record   length u64 | masked crc32c of the length u32 | message | masked crc32c of the message u32     little-endian
+//! Event    1 wall_time double | 2 step int64 | 3 file_version text | 5 Summary | 7 SessionLog
+//! Summary  1 Value (repeated): 1 tag text, 2 simple_value float
+//! ```
+//!
+//! A file begins with its version and a session's start: readers drop what earlier files say of later steps, so that a run
+//! that goes on after a kill has one curve.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use contract::{Fault, Result};
+
+use crate::events;
+
+/// `SessionLog.status` of a start.
+const START: u64 = 1;
+
+/// A file that is appended to.
+pub(super) struct Writer {
+    path: PathBuf,
+    file: File,
+}
+
+impl Writer {
+    /// A new file in `folder` for steps after `step`.
+    pub(super) fn create(folder: &Path, step: u64) -> Result<Writer> {
+        let now = events::now();
+        // Readers take files in the order of their names. A process that is started twice in a second has another id.
+        let name = format!("events.out.tfevents.{:015.3}.{}", now, std::process::id());
+        let path = folder.join(name);
+        let file = OpenOptions::new().create(true).append(true).open(&path);
+        let file = file.map_err(|error| Fault::io("create", &path, &error))?;
+        let mut writer = Writer { path, file };
+        let mut version = Message::event(now, 0);
+        version.bytes(3, b"brain.Event:2");
+        writer.append(&version)?;
+        let mut session = Message::default();
+        session.varint(1, START);
+        let mut start = Message::event(now, step + 1);
+        start.bytes(7, &session.0);
+        writer.append(&start)?;
+        Ok(writer)
+    }
+
+    /// Numbers of one step, in one event.
+    pub(super) fn scalars(&mut self, step: u64, values: &[(String, f64)]) -> Result<()> {
+        let mut summary = Message::default();
+        for (tag, value) in values {
+            let mut one = Message::default();
+            one.bytes(1, tag.as_bytes());
+            one.float(2, *value as f32);
+            summary.bytes(1, &one.0);
+        }
+        let mut event = Message::event(events::now(), step);
+        event.bytes(5, &summary.0);
+        self.append(&event)
+    }
+
+    /// In one call to the system, so that a kill leaves at most one torn record, which readers pass over.
+    fn append(&mut self, message: &Message) -> Result<()> {
+        let length = (message.0.len() as u64).to_le_bytes();
+        let sum = |bytes: &[u8]| masked(crc32c(bytes)).to_le_bytes();
+        let record = [&length[..], &sum(&length), &message.0, &sum(&message.0)].concat();
+        let written = self.file.write_all(&record);
+        written.map_err(|error| Fault::io("append to", &self.path, &error))
+    }
+}
+
+/// A protocol-buffer message in the making.
+#[derive(Default)]
+struct Message(Vec<u8>);
+
+impl Message {
+    fn event(time: f64, step: u64) -> Message {
+        let mut event = Message::default();
+        event.key(1, 1);
+        event.0.extend(time.to_le_bytes());
+        event.varint(2, step);
+        event
+    }
+
+    fn key(&mut self, field: u64, kind: u64) {
+        self.raw_varint(field << 3 | kind);
+    }
+
+    fn raw_varint(&mut self, mut value: u64) {
+        while value >= 0x80 {
+            self.0.push(value as u8 | 0x80);
+            value >>= 7;
+        }
+        self.0.push(value as u8);
+    }
+
+    fn varint(&mut self, field: u64, value: u64) {
+        self.key(field, 0);
+        self.raw_varint(value);
+    }
+
+    fn bytes(&mut self, field: u64, value: &[u8]) {
+        self.key(field, 2);
+        self.raw_varint(value.len() as u64);
+        self.0.extend(value);
+    }
+
+    fn float(&mut self, field: u64, value: f32) {
+        self.key(field, 5);
+        self.0.extend(value.to_le_bytes());
+    }
+}
+
+/// The format's way to keep a sum of bytes that hold sums from being a likely value.
+fn masked(sum: u32) -> u32 {
+    sum.rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+/// CRC-32C (Castagnoli), reflected.
+fn crc32c(bytes: &[u8]) -> u32 {
+    const TABLE: [u32; 256] = table();
+    !bytes
+        .iter()
+        .fold(!0, |sum, byte| (sum >> 8) ^ TABLE[((sum ^ u32::from(*byte)) & 0xff) as usize])
+}
+
+const fn table() -> [u32; 256] {
+    let mut table = [0; 256];
+    let mut index = 0;
+    while index < 256 {
+        let (mut sum, mut bit) = (index as u32, 0);
+        while bit < 8 {
+            sum = if sum & 1 == 1 { (sum >> 1) ^ 0x82f6_3b78 } else { sum >> 1 };
+            bit += 1;
+        }
+        table[index] = sum;
+        index += 1;
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The vectors of RFC 3720, appendix B.4.
+    #[test]
+    fn the_sum_is_that_of_the_standard() {
+        let rising: Vec<u8> = (0..32).collect();
+        let falling: Vec<u8> = (0..32).rev().collect();
+        for (bytes, sum) in [
+            (vec![0; 32], 0x8a91_36aa),
+            (vec![0xff; 32], 0x62a8_ab43),
+            (rising, 0x46dd_794e),
+            (falling, 0x113f_db5c),
+            (b"123456789".to_vec(), 0xe306_9283),
+        ] {
+            assert_eq!(crc32c(&bytes), sum);
+        }
+    }
+}

@@ -1,0 +1,294 @@
+//! How fast ranks exchange bytes here: libtorch's own collectives, and beside them the ones that keep bits (bytes move,
+//! each owner adds in the order of the tree).
+//!
+//! Sizes and bandwidths as rccl-tests and nccl-tests define them: `size` is the larger of a rank's input and output,
+//! algorithm bandwidth is size / time, bus bandwidth is that times the share of `size` that must cross a rank's wire.
+
+use std::time::Instant;
+
+use contract::{Fault, Result};
+use kernels::group::{Collective, Group};
+use kernels::tree::Counter;
+use serde::Serialize;
+use tch::{Kind, Tensor};
+
+use super::lost;
+use super::words::{Reader, Writer};
+
+/// Which collective, and whose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// libtorch's own, over Gloo.
+    Libtorch(Collective),
+    /// Ours: transfers between ranks, sums by the fixed tree.
+    Exact(Collective),
+}
+
+/// Every way that is measured.
+pub const WAYS: [Way; 9] = [
+    Way::Libtorch(Collective::AllReduce),
+    Way::Exact(Collective::AllReduce),
+    Way::Libtorch(Collective::ReduceScatter),
+    Way::Exact(Collective::ReduceScatter),
+    Way::Libtorch(Collective::AllGather),
+    Way::Exact(Collective::AllGather),
+    Way::Libtorch(Collective::Broadcast),
+    Way::Libtorch(Collective::AllToAll),
+    Way::Exact(Collective::AllToAll),
+];
+
+/// One measurement, the same on every rank.
+#[derive(Clone, Debug, Serialize)]
+pub struct Measured {
+    /// "all-reduce".
+    pub collective: &'static str,
+    /// "libtorch" or "fixed tree".
+    pub by: &'static str,
+    /// Bytes, as defined above.
+    pub bytes: u64,
+    /// How often it ran.
+    pub rounds: u32,
+    /// The slowest rank's mean time.
+    pub microseconds: f64,
+    /// Algorithm bandwidth.
+    pub algorithm_gb_per_s: f64,
+    /// Bus bandwidth.
+    pub bus_gb_per_s: f64,
+    /// Elements that came out wrong, over all ranks.
+    pub wrong: u64,
+}
+
+impl Way {
+    fn collective(self) -> Collective {
+        match self {
+            Way::Libtorch(collective) | Way::Exact(collective) => collective,
+        }
+    }
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self.collective() {
+            Collective::AllReduce => "all-reduce",
+            Collective::ReduceScatter => "reduce-scatter",
+            Collective::AllGather => "all-gather",
+            Collective::Broadcast => "broadcast",
+            Collective::AllToAll => "all-to-all",
+        }
+    }
+
+    /// Whose it is.
+    pub fn by(self) -> &'static str {
+        match self {
+            Way::Libtorch(_) => "libtorch",
+            Way::Exact(_) => "fixed tree",
+        }
+    }
+
+    /// The share of the size that crosses each rank's wire, at best.
+    fn bus_share(self, world: u32) -> f64 {
+        let others = f64::from(world - 1) / f64::from(world);
+        match self.collective() {
+            Collective::AllReduce => 2.0 * others,
+            Collective::ReduceScatter | Collective::AllGather | Collective::AllToAll => others,
+            Collective::Broadcast => 1.0,
+        }
+    }
+
+    fn run(self, group: &Group, input: &Tensor, output: &mut Tensor) -> Result<()> {
+        match self {
+            Way::Libtorch(collective) => group.collective(collective, input, output).map_err(lost),
+            Way::Exact(collective) => exact(group, collective, input, output),
+        }
+    }
+}
+
+/// Measures one way at about `bytes`, for about `seconds`.
+pub fn measure(group: &Group, way: Way, bytes: u64, seconds: f64) -> Result<Measured> {
+    let world = i64::from(group.world());
+    let share = (bytes as i64 / 4 / world).max(1);
+    let (input_shares, output_shares) = match way.collective() {
+        Collective::AllGather => (1, world),
+        Collective::ReduceScatter => (world, 1),
+        _ => (world, world),
+    };
+    let input = filled(group.rank(), share * input_shares);
+    let mut output = Tensor::zeros([share * output_shares], tch::kind::FLOAT_CPU);
+    let run = |output: &mut Tensor| {
+        let input = input.copy();
+        group.barrier("a measurement").map_err(lost)?;
+        let start = Instant::now();
+        way.run(group, &input, output)?;
+        let taken = start.elapsed().as_secs_f64();
+        // libtorch's all-reduce and broadcast work in place.
+        if matches!(way, Way::Libtorch(Collective::AllReduce | Collective::Broadcast)) {
+            tch::no_grad(|| output.copy_(&input));
+        }
+        Ok(taken)
+    };
+    let first = (0..2).map(|_| run(&mut output)).collect::<Result<Vec<f64>>>()?;
+    let rounds = agree(group, first[1])?;
+    let rounds = (seconds / rounds.max(1e-6)).clamp(3.0, 200.0) as u32;
+    let mut taken = 0.0;
+    for _ in 0..rounds {
+        taken += run(&mut output)?;
+    }
+    let wrong = wrong(group, way.collective(), &output, share);
+    let mean = agree(group, taken / f64::from(rounds))?;
+    let wrong = agree(group, wrong as f64)? as u64;
+    let bytes = (share * world * 4) as u64;
+    let algorithm = bytes as f64 / mean / 1e9;
+    Ok(Measured {
+        collective: way.name(),
+        by: way.by(),
+        bytes,
+        rounds,
+        microseconds: mean * 1e6,
+        algorithm_gb_per_s: algorithm,
+        bus_gb_per_s: algorithm * way.bus_share(group.world()),
+        wrong,
+    })
+}
+
+/// The largest value that any rank has.
+fn agree(group: &Group, mine: f64) -> Result<f64> {
+    let heard =
+        group.all_gather("a measurement", Writer::default().float(mine).bytes()).map_err(lost)?;
+    let values =
+        heard.iter().map(|heard| Reader::new(heard).float()).collect::<Result<Vec<_>>>()?;
+    Ok(values.into_iter().fold(0.0, f64::max))
+}
+
+/// Small integers, exact in f32 in any order of addition.
+fn filled(rank: u32, count: i64) -> Tensor {
+    Tensor::arange(count, (Kind::Int64, tch::Device::Cpu)).remainder(97).to_kind(Kind::Float)
+        + f64::from(rank)
+}
+
+/// How many elements are not what they must be.
+fn wrong(group: &Group, collective: Collective, output: &Tensor, share: i64) -> i64 {
+    let (world, rank) = (group.world(), group.rank());
+    let place = |from: u32, part: u32| {
+        filled(from, share * i64::from(world)).narrow(0, i64::from(part) * share, share)
+    };
+    let sum = |part| (0..world).map(|from| place(from, part)).reduce(|a, b| a + b);
+    let join = |parts: Vec<Tensor>| Tensor::cat(&parts, 0);
+    let wanted = match collective {
+        Collective::AllReduce => join((0..world).filter_map(sum).collect()),
+        Collective::ReduceScatter => join(sum(rank).into_iter().collect()),
+        Collective::AllGather => join((0..world).map(|from| filled(from, share)).collect()),
+        Collective::Broadcast => filled(0, share * i64::from(world)),
+        Collective::AllToAll => join((0..world).map(|from| place(from, rank)).collect()),
+    };
+    output.not_equal_tensor(&wanted).sum(Kind::Int64).int64_value(&[])
+}
+
+/// The collectives as training uses them.
+fn exact(group: &Group, collective: Collective, input: &Tensor, output: &mut Tensor) -> Result<()> {
+    let world = i64::from(group.world());
+    let parts = |tensor: &Tensor| tensor.view([world, -1]);
+    tch::no_grad(|| match collective {
+        Collective::AllGather => all_gather(group, input, &parts(output)),
+        Collective::AllToAll => {
+            let received = all_to_all(group, &parts(input))?;
+            let out = parts(output);
+            (0..world).zip(received).for_each(|(from, part)| out.get(from).copy_(&part));
+            Ok(())
+        }
+        Collective::ReduceScatter => {
+            output.copy_(&own_sum(group, &parts(input))?);
+            Ok(())
+        }
+        Collective::AllReduce => all_gather(group, &own_sum(group, &parts(input))?, &parts(output)),
+        Collective::Broadcast => Err(Fault::bug("training broadcasts nothing")),
+    })
+}
+
+/// This rank's part of the sum over all ranks, added in the order of the tree.
+fn own_sum(group: &Group, parts: &Tensor) -> Result<Tensor> {
+    let mut sum = Counter::new();
+    all_to_all(group, parts)?.into_iter().for_each(|part| sum.push(part));
+    sum.finish().ok_or_else(|| Fault::bug("a group without ranks"))
+}
+
+/// Part `r` of `parts` to rank `r`; what came, by rank.
+fn all_to_all(group: &Group, parts: &Tensor) -> Result<Vec<Tensor>> {
+    let mut exchange = group.begin("an all-to-all").map_err(lost)?;
+    let count = parts.size()[1];
+    let mut arrivals = Vec::new();
+    for from in group.others() {
+        arrivals.push((from, exchange.receive(from, Kind::Float, count).map_err(lost)?));
+    }
+    for to in group.others() {
+        exchange.send(to, &parts.get(i64::from(to))).map_err(lost)?;
+    }
+    let mut found = vec![(group.rank(), parts.get(i64::from(group.rank())).copy())];
+    for (from, arrival) in arrivals {
+        found.push((from, arrival.wait().map_err(lost)?));
+    }
+    exchange.finish().map_err(lost)?;
+    found.sort_by_key(|(from, _)| *from);
+    Ok(found.into_iter().map(|(_, part)| part).collect())
+}
+
+/// `mine` to everybody; row `r` of `out` is rank `r`'s.
+fn all_gather(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
+    let mut exchange = group.begin("an all-gather").map_err(lost)?;
+    let mut arrivals = Vec::new();
+    for from in group.others() {
+        let count = mine.numel() as i64;
+        arrivals.push((from, exchange.receive(from, Kind::Float, count).map_err(lost)?));
+    }
+    for to in group.others() {
+        exchange.send(to, mine).map_err(lost)?;
+    }
+    out.get(i64::from(group.rank())).copy_(mine);
+    for (from, arrival) in arrivals {
+        out.get(i64::from(from)).copy_(&arrival.wait().map_err(lost)?);
+    }
+    exchange.finish().map_err(lost)
+}
+
+/// Bus bandwidth over size as a picture, both axes logarithmic.
+pub fn plot(measured: &[Measured], world: u32) -> String {
+    const COLORS: [&str; 9] = [
+        "#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666",
+        "#1f78b4",
+    ];
+    let (width, height, edge) = (760.0, 420.0, 60.0);
+    let logs = |value: &dyn Fn(&Measured) -> f64| {
+        let values = measured.iter().map(|one| value(one).max(1e-9).log10());
+        values.fold((f64::MAX, f64::MIN), |(low, high), value| (low.min(value), high.max(value)))
+    };
+    let (x_low, x_high) = logs(&|one| one.bytes as f64);
+    let (y_low, y_high) = logs(&|one| one.bus_gb_per_s);
+    let scale = |value: f64, low: f64, high: f64, size: f64| {
+        (value.max(1e-9).log10() - low) / (high - low).max(1e-9) * size
+    };
+    let mut lines: std::collections::BTreeMap<String, Vec<String>> =
+        std::collections::BTreeMap::new();
+    for one in measured {
+        let x = edge + scale(one.bytes as f64, x_low, x_high, width - 260.0);
+        let y = height - edge - scale(one.bus_gb_per_s, y_low, y_high, height - 2.0 * edge);
+        let name = format!("{}, {}", one.collective, one.by);
+        lines.entry(name).or_default().push(format!("{x:.1},{y:.1}"));
+    }
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
+         font-family=\"sans-serif\" font-size=\"12\">\n<text x=\"{edge}\" y=\"24\">bus bandwidth \
+         (GB/s, {:.3} to {:.3}) over size (bytes, {:.0} to {:.0}), {world} ranks, log-log</text>\n",
+        10f64.powf(y_low),
+        10f64.powf(y_high),
+        10f64.powf(x_low),
+        10f64.powf(x_high),
+    );
+    for (index, (name, points)) in lines.iter().enumerate() {
+        let (color, y) = (COLORS[index % COLORS.len()], 60 + 18 * index);
+        svg += &format!(
+            "<polyline fill=\"none\" stroke=\"{color}\" stroke-width=\"2\" points=\"{}\"/>\n\
+             <text x=\"{}\" y=\"{y}\" fill=\"{color}\">{name}</text>\n",
+            points.join(" "),
+            width - 180.0,
+        );
+    }
+    svg + "</svg>\n"
+}

@@ -1,0 +1,211 @@
+//! A rank's place, from what its launcher left in the environment.
+//!
+//! ```text
+//! torchrun, --nproc   RANK, WORLD_SIZE, LOCAL_RANK; they meet at MASTER_ADDR, MASTER_PORT
+//! srun                SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID; at the first of SLURM_STEP_NODELIST
+//! mpirun              OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK; on this machine, if all ranks are on it
+//! ```
+//!
+//! `MASTER_ADDR` and `MASTER_PORT` win wherever they are set. A shell in a Slurm allocation is no rank: only srun sets
+//! the number of a step's tasks.
+
+use contract::{Fault, Result};
+use kernels::group::Place;
+
+/// A rank and the ranks beside it on its machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Launched {
+    /// Its place among all.
+    pub place: Place,
+    /// Its number on this machine, from 0: the device it takes.
+    pub local_rank: u32,
+    /// Ranks on this machine.
+    pub local_world: u32,
+}
+
+/// c10d's own port.
+const PORT: u16 = 29500;
+
+/// The place of this process, if a launcher gave it one among others. `variable` reads the environment.
+pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launched>> {
+    let number = |name: &str| -> Result<Option<u32>> {
+        let Some(text) = variable(name) else { return Ok(None) };
+        let wrong =
+            |_| Fault::usage("this is no number").at(name).found(&text).wanted("a whole number");
+        text.trim().parse().map(Some).map_err(wrong)
+    };
+    let ways = [
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+        (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+    ];
+    for (rank_name, world_name, local_name, local_world_name) in ways {
+        let (Some(rank), Some(world)) = (number(rank_name)?, number(world_name)?) else { continue };
+        if rank >= world {
+            return Err(Fault::usage("there is no such rank")
+                .at(rank_name)
+                .found(rank)
+                .wanted(format!("a rank below {world_name}, which is {world}")));
+        }
+        if world == 1 {
+            return Ok(None);
+        }
+        let local_rank = number(local_name)?.unwrap_or(0);
+        let local_world = variable(local_world_name);
+        // Slurm writes "4(x2)": four tasks on each of two nodes.
+        let local_world = local_world.and_then(|text| text.split(['(', ',']).next()?.parse().ok());
+        let (host, port) = store(&variable, rank_name, world)?;
+        let place = Place {
+            rank,
+            world,
+            host,
+            port,
+            rank_0_serves: variable("TORCHELASTIC_USE_AGENT_STORE").as_deref() != Some("True"),
+            name: name(&variable),
+            interface: variable("GLOO_SOCKET_IFNAME").unwrap_or_default(),
+        };
+        return Ok(Some(Launched { place, local_rank, local_world: local_world.unwrap_or(1) }));
+    }
+    Ok(None)
+}
+
+/// Where the ranks meet.
+fn store(
+    variable: &impl Fn(&str) -> Option<String>,
+    rank_name: &str,
+    world: u32,
+) -> Result<(String, u16)> {
+    let port = match variable("MASTER_PORT") {
+        Some(text) => Some(text.parse().map_err(|_| {
+            Fault::usage("this is no port").at("MASTER_PORT").found(text).wanted("1 to 65535")
+        })?),
+        None => None,
+    };
+    if let Some(host) = variable("MASTER_ADDR") {
+        return Ok((host, port.unwrap_or(PORT)));
+    }
+    if rank_name.starts_with("SLURM")
+        && let Some(host) = variable("SLURM_STEP_NODELIST").as_deref().and_then(first_host)
+    {
+        let job: u32 = variable("SLURM_JOB_ID").and_then(|text| text.parse().ok()).unwrap_or(0);
+        // Two jobs that share a node must not share a port.
+        return Ok((host, port.unwrap_or(20_000 + (job % 20_000) as u16)));
+    }
+    let here = variable("OMPI_COMM_WORLD_LOCAL_SIZE").and_then(|text| text.parse().ok());
+    if rank_name.starts_with("OMPI") && here == Some(world) {
+        return Ok(("127.0.0.1".to_owned(), port.unwrap_or(PORT)));
+    }
+    Err(Fault::usage("the ranks do not know where to meet")
+        .at("MASTER_ADDR")
+        .found("nothing")
+        .wanted("the name or address of rank 0's machine")
+        .hint("export MASTER_ADDR and MASTER_PORT, or start the ranks with torchrun or --nproc"))
+}
+
+/// Keeps this launch apart from the one before, where the launcher's store outlives it.
+fn name(variable: &impl Fn(&str) -> Option<String>) -> String {
+    let part = |name: &str| variable(name).unwrap_or_else(|| "0".to_owned());
+    format!("ztrain/{}/{}/", part("TORCHELASTIC_RUN_ID"), part("TORCHELASTIC_RESTART_COUNT"))
+}
+
+/// The first machine of a Slurm list: "gpu07" of "gpu[07-09,12],login1".
+fn first_host(list: &str) -> Option<String> {
+    let first = list.split(',').next()?;
+    let Some((prefix, rest)) = first.split_once('[') else {
+        return (!first.is_empty()).then(|| first.to_owned());
+    };
+    let number: String = rest.chars().take_while(char::is_ascii_digit).collect();
+    let suffix = list.split_once(']').map_or("", |(_, rest)| rest.split(',').next().unwrap_or(""));
+    Some(format!("{prefix}{number}{suffix}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use contract::Class;
+
+    fn found(environment: &[(&str, &str)]) -> Result<Option<Launched>> {
+        place(|name| {
+            let entry = environment.iter().find(|(key, _)| *key == name);
+            entry.map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    #[test]
+    fn launchers_are_understood() {
+        assert_eq!(found(&[]).unwrap(), None);
+        let torchrun = [
+            ("RANK", "3"),
+            ("WORLD_SIZE", "8"),
+            ("LOCAL_RANK", "1"),
+            ("LOCAL_WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "node7"),
+            ("MASTER_PORT", "1234"),
+            ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+            ("TORCHELASTIC_RUN_ID", "job"),
+            ("TORCHELASTIC_RESTART_COUNT", "2"),
+            ("SLURM_PROCID", "0"),
+            ("SLURM_STEP_NUM_TASKS", "4"),
+        ];
+        let launched = found(&torchrun).unwrap().unwrap();
+        let Place { rank, world, host, port, rank_0_serves, name, .. } = launched.place;
+        assert_eq!((rank, world, host.as_str(), port), (3, 8, "node7", 1234));
+        assert_eq!((rank_0_serves, name.as_str()), (false, "ztrain/job/2/"));
+        assert_eq!((launched.local_rank, launched.local_world), (1, 2));
+        let slurm = [
+            ("SLURM_PROCID", "5"),
+            ("SLURM_STEP_NUM_TASKS", "8"),
+            ("SLURM_LOCALID", "1"),
+            ("SLURM_STEP_NODELIST", "gpu[07-09,12]"),
+            ("SLURM_STEP_TASKS_PER_NODE", "4(x2)"),
+            ("SLURM_JOB_ID", "123456"),
+        ];
+        let launched = found(&slurm).unwrap().unwrap();
+        assert_eq!((launched.place.host.as_str(), launched.place.port), ("gpu07", 23_456));
+        assert_eq!((launched.place.rank_0_serves, launched.local_world), (true, 4));
+        let mpi = [
+            ("OMPI_COMM_WORLD_RANK", "1"),
+            ("OMPI_COMM_WORLD_SIZE", "2"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+        ];
+        assert_eq!(found(&mpi).unwrap().unwrap().place.host, "127.0.0.1");
+    }
+
+    #[test]
+    fn one_rank_is_no_group_and_a_batch_script_is_no_rank() {
+        assert_eq!(found(&[("RANK", "0"), ("WORLD_SIZE", "1")]).unwrap(), None);
+        assert_eq!(found(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")]).unwrap(), None);
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused() {
+        for wrong in [
+            &[("RANK", "x"), ("WORLD_SIZE", "2")][..],
+            &[("RANK", "2"), ("WORLD_SIZE", "2")],
+            &[("RANK", "0"), ("WORLD_SIZE", "2")],
+            &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "p")],
+            &[
+                ("OMPI_COMM_WORLD_RANK", "1"),
+                ("OMPI_COMM_WORLD_SIZE", "4"),
+                ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+            ],
+        ] {
+            assert_eq!(found(wrong).unwrap_err().class(), Class::Usage, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn the_first_machine_of_a_list() {
+        for (list, first) in
+            [("a1", "a1"), ("a1,b2", "a1"), ("gpu[07-09,12],x", "gpu07"), ("n[1,3]-ib,m", "n1-ib")]
+        {
+            assert_eq!(first_host(list).as_deref(), Some(first));
+        }
+        assert_eq!(first_host(""), None);
+    }
+}

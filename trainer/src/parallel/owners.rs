@@ -1,0 +1,174 @@
+//! Who owns what: every piece of the parameters has one rank that adds its gradients, keeps its moments and moves it.
+//!
+//! A piece is what can be updated by itself: a whole matrix where Muon rules, some experts of a stack of them, or whole
+//! chunks of a tensor elsewhere. Each starts where a chunk of the gradient norm does, so that its owner has whole chunks.
+//!
+//! Invariant: pieces are a function of the parameters alone; only who owns them depends on the number of ranks.
+
+use std::cmp::Reverse;
+
+use tch::Tensor;
+
+use crate::model::ParamSpec;
+use crate::optim::norm::CHUNK;
+use crate::optim::{CHUNKS, Rule};
+
+/// Work for each element of an elementwise update, in floating-point operations.
+const ELEMENTWISE: u128 = 20;
+
+/// A part of one tensor, contiguous in it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Which tensor, in canonical order.
+    pub tensor: usize,
+    /// Its first element there.
+    pub first: i64,
+    /// Its shape: the matrix, the matrices, or a flat run of elements.
+    pub shape: Vec<i64>,
+    /// How it is updated.
+    pub rule: Rule,
+    /// The rank that owns it.
+    pub owner: u32,
+}
+
+impl Piece {
+    /// Its elements.
+    pub fn length(&self) -> i64 {
+        self.shape.iter().product()
+    }
+
+    /// Its chunks in the gradient norm.
+    pub fn chunks(&self) -> usize {
+        self.length().cast_unsigned().div_ceil(CHUNK.cast_unsigned()) as usize
+    }
+
+    /// This piece of `whole`, which is its tensor or one like it, as an alias if that is contiguous.
+    pub fn of(&self, whole: &Tensor) -> Tensor {
+        whole.reshape([-1]).narrow(0, self.first, self.length()).view(self.shape.as_slice())
+    }
+
+    /// A cost that grows like the time of an update: Newton-Schulz is cubic in the short side of a matrix.
+    fn cost(&self) -> u128 {
+        let elements = self.length() as u128;
+        match (self.rule, self.shape.as_slice()) {
+            (Rule::Muon | Rule::MuonEach, [.., rows, columns]) => {
+                elements * (ELEMENTWISE + 30 * (*rows).min(*columns) as u128)
+            }
+            _ => elements * ELEMENTWISE,
+        }
+    }
+}
+
+/// The pieces of all parameters in canonical order, each given to one of `world` ranks: the costliest first, always to
+/// the rank that has least so far.
+pub fn pieces(parameters: &[ParamSpec], rules: &[Rule], world: u32) -> Vec<Piece> {
+    let mut pieces = Vec::new();
+    for (tensor, (parameter, rule)) in parameters.iter().zip(rules).enumerate() {
+        cut(tensor, &parameter.shape, *rule, &mut pieces);
+    }
+    let mut order: Vec<usize> = (0..pieces.len()).collect();
+    order.sort_by_key(|index| (Reverse(pieces[*index].cost()), *index));
+    let mut loads = vec![0u128; world.max(1) as usize];
+    for index in order {
+        let (owner, load) = least(&mut loads);
+        *load += pieces[index].cost();
+        pieces[index].owner = owner;
+    }
+    pieces
+}
+
+fn least(loads: &mut [u128]) -> (u32, &mut u128) {
+    let owner = (0..loads.len()).min_by_key(|rank| loads[*rank]).unwrap_or(0);
+    (owner as u32, &mut loads[owner])
+}
+
+fn cut(tensor: usize, shape: &[i64], rule: Rule, pieces: &mut Vec<Piece>) {
+    let length: i64 = shape.iter().product();
+    let mut push = |first, shape| pieces.push(Piece { tensor, first, shape, rule, owner: 0 });
+    match (rule, shape) {
+        (Rule::MuonEach, [experts, rows, columns]) => {
+            // As many experts as fill whole chunks.
+            let matrix = rows * columns;
+            let together = CHUNK / common_divisor(CHUNK, matrix);
+            for first in (0..*experts).step_by(together as usize) {
+                let count = together.min(experts - first);
+                push(first * matrix, vec![count, *rows, *columns]);
+            }
+        }
+        (Rule::AdamW { .. }, _) => {
+            for first in (0..length).step_by((CHUNK * CHUNKS) as usize) {
+                push(first, vec![(CHUNK * CHUNKS).min(length - first)]);
+            }
+        }
+        _ => push(0, shape.to_vec()),
+    }
+}
+
+fn common_divisor(a: i64, b: i64) -> i64 {
+    if b == 0 { a } else { common_divisor(b, a % b) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{ZayaConfig, parameters};
+    use crate::optim::Kind;
+    use proptest::prelude::*;
+    use std::collections::BTreeMap;
+
+    fn nano() -> Vec<ParamSpec> {
+        parameters(&ZayaConfig::resolve(Some("zaya1-nano"), &BTreeMap::new()).unwrap())
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        #[test]
+        fn pieces_tile_every_tensor_on_chunk_bounds(world in 1u32..12, muon: bool) {
+            let parameters = nano();
+            let kind = if muon { Kind::Muon } else { Kind::AdamW };
+            let rules: Vec<_> = parameters.iter().map(|parameter| Rule::of(kind, parameter)).collect();
+            let pieces = pieces(&parameters, &rules, world);
+            let (mut tensor, mut next) = (0, 0);
+            for piece in &pieces {
+                if piece.tensor != tensor {
+                    prop_assert_eq!(next, parameters[tensor].shape.iter().product::<i64>());
+                    (tensor, next) = (tensor + 1, 0);
+                }
+                prop_assert_eq!((piece.tensor, piece.first), (tensor, next));
+                prop_assert_eq!(piece.first % CHUNK, 0);
+                prop_assert!(piece.owner < world);
+                prop_assert_eq!(piece.rule, rules[tensor]);
+                next += piece.length();
+            }
+            prop_assert_eq!(tensor + 1, parameters.len());
+        }
+
+        #[test]
+        fn no_rank_has_much_more_than_another(world in 1u32..12) {
+            let parameters = nano();
+            let rules: Vec<_> = parameters.iter().map(|parameter| Rule::of(Kind::Muon, parameter)).collect();
+            let pieces = pieces(&parameters, &rules, world);
+            let load = |rank| {
+                pieces.iter().filter(|piece| piece.owner == rank).map(Piece::cost).sum::<u128>()
+            };
+            let most = (0..world).map(load).max().unwrap();
+            let (mean, largest) =
+                ((0..world).map(load).sum::<u128>() / u128::from(world), pieces.iter().map(Piece::cost).max());
+            prop_assert!(most <= mean + largest.unwrap());
+        }
+    }
+
+    #[test]
+    fn a_piece_is_an_alias() {
+        let whole = Tensor::arange(24, tch::kind::FLOAT_CPU).reshape([2, 3, 4]);
+        let piece =
+            Piece { tensor: 0, first: 12, shape: vec![1, 3, 4], rule: Rule::MuonEach, owner: 0 };
+        let mut part = piece.of(&whole);
+        let _ = part.fill_(7.0);
+        assert_eq!(
+            whole.sum(tch::Kind::Float).double_value(&[]),
+            f64::from((0..12).sum::<i32>() + 84)
+        );
+    }
+}

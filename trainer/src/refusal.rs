@@ -1,0 +1,91 @@
+//! What libtorch refuses, as a fault of the machine.
+//!
+//! libtorch's wrapper panics where libtorch throws: for want of memory, or because a device or a kernel gave up. Such a
+//! panic is caught where the work began, so that a person reads which step and leaf it was and what libtorch said, and
+//! the process ends in order. Any other panic is a bug of ours.
+
+use std::any::Any;
+use std::panic::{self, AssertUnwindSafe};
+
+use contract::{Fault, Result};
+
+/// How the wrapper's panic begins when libtorch threw.
+const THROWN: &str = "called `Result::unwrap()` on an `Err` value: Torch(\"";
+
+/// Runs `work`; a panic becomes a fault, so that whoever waits for it learns of it.
+pub fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(fault(&*panic)))
+}
+
+/// What to say about a panic.
+pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
+    let text = text(panic);
+    let Some(said) = thrown(text) else {
+        return Fault::bug("a lane stopped").found(text.lines().next().unwrap_or(text));
+    };
+    if said.contains("out of memory") || said.contains("can't allocate memory") {
+        return Fault::machine("there is not enough memory")
+            .found(said)
+            .hint("use fewer lanes or smaller leaves; the same command goes on where it stopped");
+    }
+    Fault::machine("libtorch could not compute this")
+        .found(said)
+        .hint("if it happens again at the same place it is a bug of ours: please report it with this message")
+}
+
+/// Keeps the panics that become such faults from writing a message of their own. Called once, at the start of a
+/// program; every other panic speaks as before.
+pub fn speak_once() {
+    let speak = panic::take_hook();
+    panic::set_hook(Box::new(move |info| {
+        if thrown(info.payload_as_str().unwrap_or_default()).is_none() {
+            speak(info);
+        }
+    }));
+}
+
+/// What libtorch said, if it was libtorch. Its messages end in a stack trace of its own: the first line says what
+/// happened, and the wrapper shows line ends as `\n`.
+fn thrown(text: &str) -> Option<&str> {
+    let said = text.strip_prefix(THROWN)?;
+    let said = said.split("\\n").next().unwrap_or(said);
+    Some(said.strip_suffix("\")").unwrap_or(said))
+}
+
+fn text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use contract::Class;
+    use tch::Tensor;
+
+    #[test]
+    fn what_libtorch_throws_is_the_machines_in_its_own_words() {
+        let (a, b) = (Tensor::from_slice(&[1f32, 2.0]), Tensor::from_slice(&[1f32, 2.0, 3.0]));
+        let fault = caught(|| Ok(&a + &b)).map(|_| ()).unwrap_err();
+        assert_eq!(fault.class(), Class::Machine);
+        let told = fault.to_string();
+        assert!(told.contains("The size of tensor a (2) must match"), "{told}");
+        assert!(!told.contains("Exception raised") && !told.contains("unwrap"), "{told}");
+    }
+
+    #[test]
+    fn want_of_memory_says_so() {
+        let petabyte = 1i64 << 50;
+        let fault = caught(|| Ok(Tensor::empty([petabyte], tch::kind::FLOAT_CPU)));
+        let fault = fault.map(|_| ()).unwrap_err();
+        assert_eq!(fault.class(), Class::Machine);
+        assert!(fault.to_string().contains("not enough memory"), "{fault}");
+    }
+
+    #[test]
+    fn any_other_panic_is_a_bug() {
+        let fault = caught::<()>(|| panic!("leaf {} broke", 3)).unwrap_err();
+        assert_eq!(fault.class(), Class::Bug);
+        assert!(fault.to_string().contains("leaf 3 broke"), "{fault}");
+    }
+}

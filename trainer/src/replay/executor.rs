@@ -1,0 +1,45 @@
+//! Who computes the leaves of a replay: this machine, or whoever stands in its place.
+//!
+//! The verdict compares what an executor answers with the ledger, and with its own second answer. That second answer
+//! is what tells a changed kernel from a failing machine, so it has to be possible to put a failing one in: the tests do.
+//! The program always computes on this machine.
+
+use contract::Result;
+use loader::Batch;
+
+use crate::lanes::Lanes;
+use crate::spec::RunSpec;
+use crate::state::State;
+use crate::step::{self, Detail, Gradient, LeafSums};
+
+/// Computes leaves, and nothing that decides whether they are right.
+pub trait Executor {
+    /// The gradient of the step after `state`.
+    fn gradient(
+        &self,
+        spec: &RunSpec,
+        state: &State,
+        batch: &Batch,
+        lanes: Lanes,
+        detail: Detail,
+    ) -> Result<Gradient> {
+        step::gradient(spec, state, batch, lanes, detail)
+    }
+
+    /// One leaf of it.
+    fn leaf(
+        &self,
+        spec: &RunSpec,
+        state: &State,
+        batch: &Batch,
+        leaf: u64,
+        lanes: Lanes,
+    ) -> Result<LeafSums> {
+        step::leaf(spec, state, batch, leaf, lanes)
+    }
+}
+
+/// The machine that this process runs on.
+pub struct ThisMachine;
+
+impl Executor for ThisMachine {}

@@ -1,0 +1,125 @@
+//! The loss on held-back text: a function of the weights, the store and the length of the sequences, and of nothing else.
+//!
+//! How often it is taken and over how many windows is a flag, since it decides nothing about the run; so its place is
+//! `events.jsonl`, not the ledger. Taken again after a kill it has the same bits.
+
+use contract::Result;
+use kernels::share::Frozen;
+use loader::validation;
+use serde_json::{Value, json};
+use tch::Tensor;
+
+use crate::lanes::Lanes;
+use crate::model;
+use crate::optim::balance::Balance;
+use crate::refusal::caught;
+use crate::spec::RunSpec;
+use crate::step;
+
+/// When, and over how much.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Validation {
+    /// Steps between two; 0 for none.
+    pub every: u64,
+    /// Windows of each source, spread evenly over its held-back text; all of them where there are fewer.
+    pub windows: u64,
+}
+
+/// What one source costs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SourceLoss {
+    /// The source's name.
+    pub source: String,
+    /// Sum of token losses, in nats.
+    pub loss: f64,
+    /// Labels.
+    pub labels: u64,
+}
+
+impl SourceLoss {
+    /// Mean loss of a label.
+    pub fn mean(&self) -> f64 {
+        self.loss / self.labels.max(1) as f64
+    }
+
+    /// All of them as one: every label weighs the same.
+    pub fn over(sources: &[SourceLoss]) -> SourceLoss {
+        let (loss, labels) = sources
+            .iter()
+            .fold((0.0, 0), |(loss, labels), one| (loss + one.loss, labels + one.labels));
+        SourceLoss { source: "all".to_owned(), loss, labels }
+    }
+
+    /// Its fields for the events; `bits` are those of the sum.
+    pub fn to_json(&self) -> Value {
+        let bits = format!("{:016x}", self.loss.to_bits());
+        json!({"loss": self.mean(), "labels": self.labels, "bits": bits})
+    }
+}
+
+impl Validation {
+    /// Whether it is taken after `step`, when the run's last is `last`.
+    pub fn is_due(&self, step: u64, last: u64) -> bool {
+        self.every > 0 && (step == last || step.is_multiple_of(self.every))
+    }
+
+    /// Takes it with the weights and balances after `step`: sources in the order of the plan, those without held-back
+    /// text left out.
+    pub fn take(
+        &self,
+        spec: &RunSpec,
+        step: u64,
+        weights: &[Tensor],
+        balance: &[Balance],
+        lanes: Lanes,
+    ) -> Result<Vec<SourceLoss>> {
+        let at = spec.plan.step(step.max(1))?;
+        let mut pieces = Vec::new();
+        for source in spec.plan.sources() {
+            for (first, rows) in pieces_of(spec, &source.name, at.seq_len, at.leaf, self.windows)? {
+                pieces.push((source.name.clone(), first, rows));
+            }
+        }
+        let biases = step::bias_tensors(weights, balance);
+        let (weights, biases) = (Frozen::new(weights), Frozen::new(&biases));
+        let config = &spec.model_at(at.step)?.config;
+        let losses = lanes.map(pieces, |(source, first, rows): (String, u64, u64)| {
+            let batch = validation::batch(&spec.data, &source, at.seq_len, first, rows)?;
+            let place = || format!("validation of {source} after step {step}, window {first}");
+            let (weights, biases) = (weights.aliases(), biases.aliases());
+            let input = step::rows(&batch, 0..batch.rows);
+            let loss = caught(|| model::losses(config, &weights, &biases, &input));
+            Ok((source.clone(), loss.map_err(|fault| fault.or_at(place))?, batch.label_count))
+        })?;
+        let mut sums: Vec<SourceLoss> = Vec::new();
+        for (source, loss, labels) in losses {
+            match sums.last_mut() {
+                Some(sum) if sum.source == source => {
+                    (sum.loss, sum.labels) = (sum.loss + loss, sum.labels + labels);
+                }
+                _ => sums.push(SourceLoss { source, loss, labels }),
+            }
+        }
+        sums.retain(|sum| sum.labels > 0);
+        Ok(sums)
+    }
+}
+
+/// Windows as (first, how many), at most `leaf` at a time.
+fn pieces_of(
+    spec: &RunSpec,
+    source: &str,
+    seq_len: u32,
+    leaf: u64,
+    windows: u64,
+) -> Result<Vec<(u64, u64)>> {
+    let total = validation::windows(&spec.data, source, seq_len)?;
+    let wanted = windows.min(total);
+    let pieces = wanted.div_ceil(leaf.max(1));
+    // Piece p begins where its share of the text does: its windows end before the next piece's begin.
+    let piece = |piece: u64| {
+        let rows = leaf.min(wanted - piece * leaf);
+        (piece * leaf + piece * (total - wanted) / pieces, rows)
+    };
+    Ok((0..pieces).map(piece).collect())
+}

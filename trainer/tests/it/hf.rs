@@ -1,0 +1,163 @@
+//! Fear: that a model changes on its way to Hugging Face or back, or that a run forgets where its weights came from.
+
+use std::fs;
+use std::io::Write as _;
+use std::path::Path;
+use std::process::Command;
+
+use contract::Class;
+use loader::{Opened, RankSlice};
+use tch::{Device, Tensor};
+use trainer::RunSpec;
+use trainer::hf::export::export;
+use trainer::hf::import::import;
+use trainer::lanes::Lanes;
+use trainer::ledger::Ledger;
+use trainer::model::{LeafInput, logits};
+use trainer::replay::{Replayer, Verdict};
+use trainer::state::State;
+use trainer::step::{self, Detail};
+
+use crate::support::{CURRICULUM, Scratch, stop_after, table};
+
+/// The state of `run` after `step`, exported to `hf-STEP` and taken over as `start-STEP`.
+fn through(scratch: &Scratch, step: u64) -> State {
+    let path = scratch.path("run");
+    let mut replayer = Replayer::open(&path, &table(), Device::Cpu, Lanes::new(2)).unwrap();
+    let state = replayer.state_at(step).unwrap();
+    let (hf, start) = (format!("hf-{step}"), format!("start-{step}"));
+    let exported = export(replayer.spec(), &state, &scratch.path(&hf)).unwrap();
+    let imported = import(&scratch.path(&hf), &scratch.path(&start)).unwrap();
+    assert_eq!(exported.tensors, imported.tensors);
+    state
+}
+
+/// The curriculum with a start; its model follows from the start alone.
+fn started(scratch: &Scratch, name: &str, start: &str) -> std::path::PathBuf {
+    let (head, rest) = CURRICULUM.split_once("[model]").unwrap();
+    let (_, rest) = rest.split_once("[optimizer]").unwrap();
+    scratch.write(name, &format!("start = {start:?}\n{head}[optimizer]{rest}"))
+}
+
+fn spec(path: &Path) -> RunSpec {
+    RunSpec::new(&Opened::open(path).unwrap()).unwrap()
+}
+
+#[test]
+fn a_run_begins_with_the_weights_of_another() {
+    let scratch = Scratch::new();
+    scratch.train("run");
+    for step in [10, 7] {
+        let state = through(&scratch, step);
+        let path = started(&scratch, "next.toml", &format!("start-{step}"));
+        let out = format!("next-{step}");
+        scratch.run(&path, &out, stop_after(3)).unwrap();
+        // What the old state would compute on the new run's first batch is what the new run wrote down.
+        let spec = spec(&path);
+        let batch = loader::batch(&spec.plan, &spec.data, 1, RankSlice::WHOLE).unwrap();
+        let wanted = step::gradient(&spec, &state, &batch, Lanes::new(1), Detail::Sums).unwrap();
+        let ledger = Ledger::read(&scratch.path(&out).join("ledger.jsonl")).unwrap();
+        let record = ledger.record(1).unwrap();
+        let losses: Vec<u64> = wanted.leaves.iter().map(|leaf| leaf.loss.to_bits()).collect();
+        let gradients: Vec<u64> = wanted.leaves.iter().map(|leaf| leaf.gradient).collect();
+        assert_eq!((record.leaf_losses.0, record.leaf_gradients.0), (losses, gradients));
+        let path = scratch.path(&out);
+        let replayer = Replayer::open(&path, &table(), Device::Cpu, Lanes::new(2));
+        let mut replayer = replayer.unwrap();
+        let mut state = replayer.state_after(1).unwrap();
+        assert_eq!(replayer.step(&mut state, Detail::Sums).unwrap().verdict, Verdict::SameBits);
+    }
+}
+
+#[test]
+fn a_start_is_known_by_its_content_and_not_by_its_place() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(6)).unwrap();
+    through(&scratch, 5);
+    through(&scratch, 6);
+    let path = started(&scratch, "next.toml", "start-6");
+    scratch.run(&path, "next", stop_after(2)).unwrap();
+    // Moved, it is the same.
+    fs::rename(scratch.path("start-6"), scratch.path("moved")).unwrap();
+    let moved = started(&scratch, "next.toml", "moved");
+    scratch.run(&moved, "next", stop_after(4)).unwrap();
+    scratch.run(&moved, "whole", stop_after(4)).unwrap();
+    assert!(scratch.ledger("next") == scratch.ledger("whole"));
+    // Another one, or none, is another run.
+    for path in [started(&scratch, "next.toml", "start-5"), scratch.path("run.toml")] {
+        let fault = scratch.run(&path, "next", |_| ()).unwrap_err();
+        assert_eq!(fault.class(), Class::Mismatch, "{fault}");
+        assert!(fault.to_string().contains("weights at the start"), "{fault}");
+    }
+    // A model that its weights do not fit.
+    let edit =
+        [("store =", "start = \"moved\"\nstore ="), ("hidden_size = 16", "hidden_size = 24")];
+    let fault = scratch.run(&scratch.edited("other.toml", &edit), "other", |_| ()).unwrap_err();
+    assert_eq!(fault.class(), Class::Usage);
+    assert!(fault.to_string().contains("other parameters"), "{fault}");
+    // One flipped bit is found before a step is computed.
+    let weights = scratch.path("moved/model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&weights, bytes).unwrap();
+    let moved = started(&scratch, "next.toml", "moved");
+    let fault = scratch.run(&moved, "fresh", |_| ()).unwrap_err();
+    assert_eq!(fault.class(), Class::Data);
+    assert!(fault.to_string().contains("model.safetensors"), "{fault}");
+    let fault = Replayer::open(&scratch.path("run"), &table(), Device::Cpu, Lanes::new(1));
+    let fault = fault.unwrap().state_at(99).map(|_| ()).unwrap_err();
+    assert_eq!(fault.class(), Class::Usage);
+}
+
+/// transformers is a gigabyte, so that it is used where it is: `ZTRAIN_PYTHON` (or `python3`) decides.
+#[test]
+fn transformers_computes_what_we_compute() {
+    let scratch = Scratch::new();
+    scratch.train("run");
+    let state = through(&scratch, 10);
+    let spec = spec(&scratch.path("run.toml"));
+    let config = &spec.model_at(10).unwrap().config;
+    let ids: Vec<i32> = (0..24).map(|index| (index * index * 7 + 3) % 50).collect();
+    let labels = [&ids[1..], &[0]].concat();
+    let positions: Vec<i32> = (0..24).collect();
+    let input = LeafInput {
+        tokens: &ids,
+        labels: &labels,
+        positions: &positions,
+        mask: &[1; 24],
+        boundaries: &[vec![0]],
+        rows: 1,
+        seq_len: 24,
+    };
+    let biases: Vec<Tensor> =
+        state.balance.iter().map(|layer| Tensor::from_slice(&layer.bias)).collect();
+    let ours = logits(config, &state.weights, &biases, &input).unwrap();
+    let ours = Vec::<f32>::try_from(ours.reshape([-1])).unwrap();
+    let bytes: Vec<u8> = ours.iter().flat_map(|value| value.to_le_bytes()).collect();
+    fs::write(scratch.path("logits"), bytes).unwrap();
+    scratch.write("ids.json", &format!("{ids:?}"));
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/src/hf/check.py");
+    let python = std::env::var("ZTRAIN_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+    let output = Command::new(&python)
+        .arg(script)
+        .args(["hf-10", "ids.json", "logits"].map(|name| scratch.path(name)))
+        .output();
+    // Past the test runner's capture: a check that was not made says so in every log.
+    let mut log = std::io::stderr();
+    let said = |output: &std::process::Output| {
+        String::from_utf8_lossy(&output.stdout).into_owned()
+            + &String::from_utf8_lossy(&output.stderr)
+    };
+    match output {
+        Err(error) => writeln!(log, "1 Hugging Face check skipped: {python}: {error}").unwrap(),
+        Ok(output) if output.status.code() == Some(77) => {
+            writeln!(log, "1 Hugging Face check skipped: {python}: {}", said(&output).trim())
+                .unwrap();
+        }
+        Ok(output) => {
+            assert!(output.status.success(), "{}", said(&output));
+            writeln!(log, "1 Hugging Face check made: {}", said(&output).trim()).unwrap();
+        }
+    }
+}

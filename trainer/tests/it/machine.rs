@@ -1,0 +1,34 @@
+//! Fear: that what libtorch refuses ends in a panic, and that nobody learns where.
+
+use contract::Class;
+use loader::{Opened, RankSlice};
+use tch::Device;
+use trainer::RunSpec;
+use trainer::lanes::Lanes;
+use trainer::step::{self, Detail};
+
+use crate::support::{Scratch, table};
+
+#[test]
+fn a_leaf_that_cannot_be_computed_says_which_and_why() {
+    table();
+    let scratch = Scratch::new();
+    let spec = RunSpec::new(&Opened::open(&scratch.path("run.toml")).unwrap()).unwrap();
+    let mut state = step::initial(&spec, Device::Cpu).unwrap();
+    // The query projection of the first layer loses a column: no product with it has a shape.
+    let broken = spec.parameters.iter().position(|one| one.name.contains("q_proj.weight")).unwrap();
+    state.weights[broken] = state.weights[broken].narrow(1, 0, 15).contiguous();
+    let batch = loader::batch(&spec.plan, &spec.data, 7, RankSlice::WHOLE).unwrap();
+    for lanes in [1, 3] {
+        let lanes = Lanes::new(lanes);
+        let whole = step::gradient(&spec, &state, &batch, lanes, Detail::Sums).map(|_| ());
+        let alone = step::leaf(&spec, &state, &batch, 3, lanes).map(|_| ());
+        for (answer, place) in [(whole, "step 7, leaf 0:"), (alone, "step 7, leaf 3:")] {
+            let fault = answer.unwrap_err();
+            assert_eq!(fault.class(), Class::Machine, "{fault}");
+            for word in [place, "libtorch", "15"] {
+                assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
+            }
+        }
+    }
+}

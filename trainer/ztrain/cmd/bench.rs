@@ -1,0 +1,127 @@
+//! `ztrain bench`: the project's own measurements of the machine.
+
+use std::path::PathBuf;
+
+use contract::{Fault, Result};
+use trainer::parallel::bench::{Measured, WAYS, measure, plot};
+
+use super::Speed;
+use super::spawn::{self, Ranks};
+
+/// Arguments.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(clap::Subcommand)]
+enum What {
+    /// Where the time of a step goes, the model's operations, and the utilisation.
+    Step(super::bench_step::Args),
+    /// Time the exchange of bytes between ranks: libtorch's collectives, and ours that keep bits.
+    #[command(
+        after_help = "Example: ztrain bench collectives --nproc 4 --to 64M --plot collectives.svg"
+    )]
+    Collectives(Collectives),
+}
+
+#[derive(clap::Args)]
+struct Collectives {
+    /// The smallest size in bytes (K, M and G are understood); each next one is four times as large.
+    #[arg(long, value_name = "SIZE", default_value = "1K")]
+    from: String,
+    /// The largest size.
+    #[arg(long, value_name = "SIZE", default_value = "64M")]
+    to: String,
+    /// About how long each row is measured.
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.3)]
+    seconds: f64,
+    /// Print one line of JSON for each row.
+    #[arg(long)]
+    json: bool,
+    /// Draw bus bandwidth over size as SVG.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+    #[command(flatten)]
+    ranks: Ranks,
+}
+
+/// Measures.
+pub(crate) fn exec(args: Args) -> Result<u8> {
+    let args = match args.what {
+        What::Step(args) => return super::bench_step::exec(args),
+        What::Collectives(args) => args,
+    };
+    let (from, to) = (bytes("--from", &args.from)?, bytes("--to", &args.to)?);
+    if let Some(count) = args.ranks.to_spawn()? {
+        return spawn::ranks(count);
+    }
+    let launched = args.ranks.launched()?.ok_or_else(|| {
+        Fault::usage("one rank exchanges nothing")
+            .at("--nproc")
+            .wanted("at least 2")
+            .hint("ztrain bench collectives --nproc 2")
+    })?;
+    Speed::cpu().start(None)?;
+    let group = args.ranks.meet(&launched, &std::sync::Arc::default())?;
+    let speaks = group.rank() == 0;
+    if speaks && !args.json {
+        println!(
+            "{} ranks over Gloo; size and bandwidths as rccl-tests define them",
+            group.world()
+        );
+        println!(
+            "{:>12} {:>15} {:>11} {:>7} {:>12} {:>11} {:>11} {:>6}",
+            "bytes", "collective", "by", "rounds", "us", "alg GB/s", "bus GB/s", "wrong"
+        );
+    }
+    let mut all = Vec::new();
+    let mut size = from.max(4 * u64::from(group.world()));
+    while size <= to {
+        for way in WAYS {
+            let found = measure(&group, way, size, args.seconds)?;
+            if speaks {
+                print(&found, args.json);
+            }
+            all.push(found);
+        }
+        size *= 4;
+    }
+    group.barrier("the end").map_err(trainer::parallel::lost)?;
+    if let (true, Some(path)) = (speaks, &args.plot) {
+        std::fs::write(path, plot(&all, group.world()))
+            .map_err(|error| Fault::io("write", path, &error))?;
+    }
+    Ok(if all.iter().any(|one| one.wrong > 0) { 6 } else { 0 })
+}
+
+fn print(found: &Measured, json: bool) {
+    if json {
+        println!("{}", serde_json::json!(found));
+        return;
+    }
+    let Measured { collective, by, bytes, rounds, microseconds, wrong, .. } = found;
+    println!(
+        "{bytes:>12} {collective:>15} {by:>11} {rounds:>7} {microseconds:>12.1} {:>11.4} {:>11.4} {wrong:>6}",
+        found.algorithm_gb_per_s, found.bus_gb_per_s
+    );
+}
+
+/// "64M" as a number.
+fn bytes(place: &str, text: &str) -> Result<u64> {
+    let wrong = || {
+        Fault::usage("this is no size")
+            .at(place)
+            .found(text)
+            .wanted("a whole number, with K, M or G if need be, up to 8G")
+    };
+    let (digits, factor) = match text.char_indices().last() {
+        Some((at, 'k' | 'K')) => (&text[..at], 1 << 10),
+        Some((at, 'm' | 'M')) => (&text[..at], 1 << 20),
+        Some((at, 'g' | 'G')) => (&text[..at], 1 << 30),
+        _ => (text, 1),
+    };
+    let number: u64 = digits.parse().map_err(|_| wrong())?;
+    number.checked_mul(factor).filter(|bytes| (1..=8 << 30).contains(bytes)).ok_or_else(wrong)
+}

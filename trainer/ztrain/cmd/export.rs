@@ -1,0 +1,69 @@
+//! `ztrain export`.
+
+use std::path::PathBuf;
+
+use clap::ValueEnum;
+use contract::{Fault, Result};
+use trainer::folder::RunFolder;
+use trainer::hf::export::export;
+use trainer::replay::Replayer;
+
+use super::Speed;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The run's folder; nothing in it is written.
+    #[arg(long, value_name = "RUN")]
+    run: PathBuf,
+    /// The step after which the weights are taken; computed again where no checkpoint holds it [default: the newest
+    /// checkpoint's].
+    #[arg(long, value_name = "N")]
+    step: Option<u64>,
+    /// What to write.
+    #[arg(long, value_enum, default_value_t = Format::Hf)]
+    format: Format,
+    /// The folder to make.
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    #[command(flatten)]
+    speed: Speed,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Format {
+    /// A folder that Hugging Face transformers opens as ZayaForCausalLM, f32.
+    Hf,
+}
+
+/// Exports.
+pub(crate) fn exec(args: Args) -> Result<u8> {
+    let Format::Hf = args.format;
+    let (device, table) = args.speed.start(None)?;
+    let step = match args.step {
+        Some(step) => step,
+        None => newest(&args)?,
+    };
+    let mut replayer = Replayer::open(&args.run, &table, device, args.speed.lanes(None))?;
+    let state = replayer.state_at(step)?;
+    for warning in &replayer.warnings {
+        eprintln!("warning: passed over: {warning}");
+    }
+    let exported = export(replayer.spec(), &state, &args.out)?;
+    println!(
+        "step {step}: {} tensors, {} bytes of weights in {}",
+        exported.tensors,
+        exported.bytes,
+        args.out.display()
+    );
+    Ok(0)
+}
+
+fn newest(args: &Args) -> Result<u64> {
+    let steps = RunFolder::new(&args.run).checkpoints().steps()?;
+    steps.last().copied().ok_or_else(|| {
+        Fault::usage("this run has no checkpoint yet")
+            .at(args.run.display().to_string())
+            .hint("name a step with --step: it is computed from the beginning")
+    })
+}

@@ -1,0 +1,37 @@
+//! `ztrain import`.
+
+use std::path::PathBuf;
+
+use contract::Result;
+use trainer::hf::import::import;
+
+/// Arguments.
+#[derive(clap::Args)]
+#[command(
+    after_help = "A curriculum begins with it by `start = \"START\"`; its [model] may then stay empty."
+)]
+pub(crate) struct Args {
+    /// A folder in the layout of transformers' zaya, or of Zyphra's first releases.
+    #[arg(value_name = "HF_DIR")]
+    source: PathBuf,
+    /// The start to make.
+    #[arg(long, value_name = "START")]
+    out: PathBuf,
+}
+
+/// Imports.
+pub(crate) fn exec(args: Args) -> Result<u8> {
+    let imported = import(&args.source, &args.out)?;
+    for note in &imported.notes {
+        eprintln!("note: {note}");
+    }
+    println!(
+        "{} tensors in the layout of {:?} | skip {:?} | content {} | {}",
+        imported.tensors,
+        imported.layout,
+        imported.start.config().skip,
+        imported.start.content(),
+        args.out.display()
+    );
+    Ok(0)
+}

@@ -1,0 +1,183 @@
+//! Ranks of one machine: `--nproc N` starts this program N times and holds the store in which they meet.
+//!
+//! A rank's standard input is its tie to the launcher: "stop" asks it to stop, and its end tells it that the launcher is
+//! gone, however that ended. So no rank outlives its launcher, and nobody needs to send a signal to anybody.
+
+use std::io::{BufRead as _, Write as _};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use contract::{Class, Fault, Result};
+use kernels::group::{self, Group, Store};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
+use trainer::parallel::launch::{self, Launched};
+use trainer::parallel::lost;
+
+/// Set for the ranks that we start ourselves.
+const LAUNCHER: &str = "ZTRAIN_LAUNCHER";
+
+/// Between two looks at the ranks.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// What the other ranks get to say what happened, once one has failed.
+const GRACE: Duration = Duration::from_secs(3);
+
+/// Processes start one after the other: however short the patience later, the first meeting gets this much.
+const START: Duration = Duration::from_secs(60);
+
+/// Flags about ranks.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Ranks (never bits)")]
+pub(crate) struct Ranks {
+    /// Train with so many processes on this machine; under torchrun, srun or mpirun the environment decides.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    nproc: Option<u32>,
+    /// How long a rank waits for another before it names it and stops.
+    #[arg(long, value_name = "SECONDS", default_value_t = 300.0)]
+    rank_timeout: f64,
+}
+
+impl Ranks {
+    /// How many ranks to start, if it is for this process to start them.
+    pub(crate) fn to_spawn(&self) -> Result<Option<u32>> {
+        let Some(count) = self.nproc.filter(|_| !launched_us()) else { return Ok(None) };
+        if self.launched()?.is_some() {
+            return Err(Fault::usage("a launcher has started this rank already")
+                .at("--nproc")
+                .found(count)
+                .hint("leave --nproc out under torchrun, srun and mpirun"));
+        }
+        Ok((count > 1).then_some(count))
+    }
+
+    /// The place of this process among others, if it has one.
+    pub(crate) fn launched(&self) -> Result<Option<Launched>> {
+        launch::place(|name| std::env::var(name).ok())
+    }
+
+    /// Meets the other ranks. `stop` is set when the launcher asks this rank to stop.
+    pub(crate) fn meet(&self, launched: &Launched, stop: &Arc<AtomicBool>) -> Result<Group> {
+        if launched_us() {
+            follow_launcher(Arc::clone(stop));
+        }
+        let timeout = Duration::try_from_secs_f64(self.rank_timeout)
+            .ok()
+            .filter(|timeout| *timeout >= Duration::from_millis(100));
+        let timeout = timeout.ok_or_else(|| {
+            Fault::usage("a rank cannot wait that long")
+                .at("--rank-timeout")
+                .found(self.rank_timeout)
+                .wanted("seconds, at least 0.1")
+        })?;
+        let mut group = Group::open(&launched.place, START.max(timeout)).map_err(lost)?;
+        group.wait_at_most(timeout);
+        Ok(group)
+    }
+}
+
+/// Whether this process is a rank that [`ranks`] started.
+pub(crate) fn launched_us() -> bool {
+    std::env::var_os(LAUNCHER).is_some()
+}
+
+/// Does what the launcher says, until it says nothing more.
+fn follow_launcher(stop: Arc<AtomicBool>) {
+    thread::spawn(move || {
+        for line in std::io::stdin().lock().lines() {
+            match line.as_deref() {
+                Ok("stop") => stop.store(true, Ordering::Relaxed),
+                _ => break,
+            }
+        }
+        group::vanish(Class::Machine.exit_code());
+    });
+}
+
+/// Starts `count` ranks of this very command and waits for them.
+pub(crate) fn ranks(count: u32) -> Result<u8> {
+    let store = Store::serve("127.0.0.1", 0, "launcher/", START).map_err(lost)?;
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        flag::register_conditional_shutdown(signal, 130, Arc::clone(&stop))
+            .and_then(|_| flag::register(signal, Arc::clone(&stop)))
+            .map_err(|error| Fault::machine(format!("cannot listen to signals: {error}")))?;
+    }
+    let program = std::env::current_exe()
+        .map_err(|error| Fault::machine(format!("cannot find this program: {error}")))?;
+    let mut children = Vec::new();
+    for rank in 0..count {
+        let mut command = Command::new(&program);
+        command.args(std::env::args_os().skip(1)).stdin(Stdio::piped());
+        let number = |name: &str, value: u32| (name.to_owned(), value.to_string());
+        command.envs([
+            number("RANK", rank),
+            number("LOCAL_RANK", rank),
+            number("WORLD_SIZE", count),
+            number("LOCAL_WORLD_SIZE", count),
+            number("MASTER_PORT", u32::from(store.port())),
+        ]);
+        command.env("MASTER_ADDR", "127.0.0.1").env("TORCHELASTIC_USE_AGENT_STORE", "True");
+        command.env(LAUNCHER, std::process::id().to_string());
+        let child = command.spawn().map_err(|error| {
+            Fault::machine(format!("cannot start rank {rank}: {error}")).hint("raise `ulimit -u`")
+        })?;
+        children.push(Rank { rank, child, ended: None });
+    }
+    wait(children, &stop)
+}
+
+/// A rank that was started.
+struct Rank {
+    rank: u32,
+    child: Child,
+    ended: Option<ExitStatus>,
+}
+
+/// Waits for all; when one fails, the others get a moment to end by themselves.
+fn wait(mut ranks: Vec<Rank>, stop: &AtomicBool) -> Result<u8> {
+    let (mut failed, mut asked): (Option<Instant>, bool) = (None, false);
+    while ranks.iter().any(|rank| rank.ended.is_none()) {
+        if stop.load(Ordering::Relaxed) && !asked {
+            asked = true;
+            for rank in &mut ranks {
+                // A rank that is gone already needs no word.
+                let _ = rank.child.stdin.as_mut().map(|input| input.write_all(b"stop\n"));
+            }
+        }
+        for rank in ranks.iter_mut().filter(|rank| rank.ended.is_none()) {
+            let ended = rank.child.try_wait().map_err(|error| {
+                Fault::machine(format!("cannot wait for rank {}: {error}", rank.rank))
+            })?;
+            if let Some(status) = ended.filter(|status| !status.success()) {
+                failed.get_or_insert_with(Instant::now);
+                if status.code().is_none() {
+                    eprintln!("error: rank {} was ended from outside: {status}", rank.rank);
+                }
+            }
+            rank.ended = ended;
+        }
+        if failed.is_some_and(|since| since.elapsed() > GRACE) {
+            for rank in ranks.iter_mut().filter(|rank| rank.ended.is_none()) {
+                let _ = rank.child.kill();
+            }
+        }
+        thread::sleep(LOOK);
+    }
+    Ok(exit_code(&ranks))
+}
+
+/// The code of the rank that knows most: those that only lost another one say "machine".
+fn exit_code(ranks: &[Rank]) -> u8 {
+    let lost = Class::Machine.exit_code();
+    let code = |rank: &Rank| {
+        let code = rank.ended.and_then(|status| status.code());
+        code.and_then(|code| u8::try_from(code).ok()).unwrap_or(lost)
+    };
+    let codes: Vec<u8> = ranks.iter().map(code).filter(|code| *code != 0).collect();
+    let told = codes.iter().find(|code| **code != lost);
+    told.or(codes.first()).copied().unwrap_or(0)
+}
