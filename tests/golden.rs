@@ -10,7 +10,7 @@ use crate::support::{Scratch, arg, build, corpus, curriculum, zdata};
 
 /// Compares `found` with the golden file, or writes it when told to.
 #[track_caller]
-fn golden(name: &str, found: &str) {
+pub(crate) fn golden(name: &str, found: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
     if std::env::var_os("UPDATE_GOLDEN").is_some() {
         fs::create_dir_all(path.parent().unwrap()).unwrap();

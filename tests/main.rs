@@ -10,9 +10,18 @@ mod support;
 mod cli;
 mod corrupt;
 mod determinism;
+mod exchange;
 mod golden;
 #[cfg(feature = "train")]
 mod learns;
 mod linkage;
+mod prepare;
+mod python;
+#[cfg(feature = "train")]
+mod ranks;
+mod remote;
 mod resume;
+#[cfg(feature = "train")]
+mod speed;
+mod tasks;
 mod tidy;

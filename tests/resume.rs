@@ -10,23 +10,52 @@ use contract::{Key, Purpose, draw};
 
 use crate::support::{Scratch, arg, assert_same_tree, json_lines, zdata, zdata_command};
 
-fn kills() -> u64 {
+pub(crate) fn kills() -> u64 {
     std::env::var("ZSTACK_KILLS").map_or(4, |text| text.parse().unwrap())
 }
 
-/// Starts `command`, kills it after `life`, and says whether it was still alive then.
-fn kill_after(mut command: Command, life: Duration) -> bool {
-    let mut child: Child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    std::thread::sleep(life);
-    let alive = child.try_wait().unwrap().is_none();
-    child.kill().unwrap();
-    child.wait().unwrap();
-    alive
+/// Rounds of kills, each at a moment drawn from the first nine tenths of a process's life.
+///
+/// How long that life is, only the last processes can tell: machines are noisy, and what an earlier kill left makes
+/// the next one shorter. A kill that came too late shortens the guess, one that hit lengthens it again; and the rounds
+/// go on until one has hit, because kills that all come too late test nothing.
+pub(crate) struct Fire {
+    whole: Duration,
+    guess: Duration,
+    drawn: u64,
+    rounds: u64,
+    hits: u64,
 }
 
-/// A moment in the first nine tenths of `whole`, for kill number `index`.
-fn moment(whole: Duration, index: u64) -> Duration {
-    whole.mul_f64((draw(Key::from_seed(5), Purpose::Generate, index) % 900) as f64 / 1000.0)
+impl Fire {
+    /// Kills of processes that live about `whole`, their moments drawn from number `first` on.
+    pub(crate) fn new(whole: Duration, first: u64) -> Fire {
+        Fire { whole, guess: whole, drawn: first, rounds: 0, hits: 0 }
+    }
+
+    /// The number of the next round: `wanted` rounds, and more as long as none was hit.
+    pub(crate) fn round(&mut self, wanted: u64) -> Option<u64> {
+        if self.rounds >= wanted && self.hits > 0 {
+            return None;
+        }
+        assert!(self.rounds < wanted + 20, "no process was still alive when it was to be killed");
+        self.rounds += 1;
+        Some(self.rounds - 1)
+    }
+
+    /// Starts `command` and kills it at the next moment.
+    pub(crate) fn kill(&mut self, mut command: Command) {
+        let per_mille = draw(Key::from_seed(5), Purpose::Generate, self.drawn) % 900;
+        self.drawn += 1;
+        let mut child: Child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        std::thread::sleep(self.guess.mul_f64(per_mille as f64 / 1000.0));
+        let alive = child.try_wait().unwrap().is_none();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        self.hits += u64::from(alive);
+        let factor = if alive { 1.25 } else { 0.75 };
+        self.guess = self.guess.mul_f64(factor).min(self.whole);
+    }
 }
 
 #[test]
@@ -39,15 +68,14 @@ fn a_killed_build_ends_with_the_same_bytes() {
     let undisturbed = scratch.path("undisturbed");
     let start = Instant::now();
     zdata(&build(arg(&undisturbed)).each_ref().map(String::as_str)).ok();
-    let whole = start.elapsed();
-    let mut hit = 0;
-    for index in 0..kills() {
+    let mut fire = Fire::new(start.elapsed(), 0);
+    while let Some(index) = fire.round(kills()) {
         let store = scratch.path(&format!("killed-{index}"));
         let command = build(arg(&store));
         let command = command.each_ref().map(String::as_str);
         // Three kills in a row: the second build of a folder has to survive what the first one left, too.
-        for life in 0..3 {
-            hit += u64::from(kill_after(zdata_command(&command), moment(whole, 3 * index + life)));
+        for _ in 0..3 {
+            fire.kill(zdata_command(&command));
             if !store.join("manifest.json").exists() && store.exists() {
                 zdata(&["inspect", arg(&store)]).fails(3, &["build"]);
             }
@@ -56,7 +84,6 @@ fn a_killed_build_ends_with_the_same_bytes() {
         zdata(&["verify", arg(&store)]).ok();
         assert_same_tree(&undisturbed, &store);
     }
-    assert!(hit > 0, "no build was still alive when it was to be killed");
 }
 
 #[cfg(feature = "train")]
@@ -77,17 +104,13 @@ mod training {
         let undisturbed = scratch.path("undisturbed");
         let start = Instant::now();
         ztrain(&run(arg(&undisturbed)).each_ref().map(String::as_str)).ok();
-        let whole = start.elapsed();
-        let mut hit = 0;
-        for index in 0..kills() {
+        let mut fire = Fire::new(start.elapsed(), 0);
+        while let Some(index) = fire.round(kills()) {
             let folder = scratch.path(&format!("killed-{index}"));
             let command = run(arg(&folder));
             let command = command.each_ref().map(String::as_str);
-            for life in 0..2 {
-                hit += u64::from(kill_after(
-                    ztrain_command(&command),
-                    moment(whole, 2 * index + life),
-                ));
+            for _ in 0..2 {
+                fire.kill(ztrain_command(&command));
             }
             ztrain(&command).ok();
             let read =
@@ -99,11 +122,91 @@ mod training {
             );
             ztrain(&["compare", arg(&undisturbed), arg(&folder)]).ok();
         }
-        assert!(hit > 0, "no run was still alive when it was to be killed");
         for step in ["1", "13", "20"] {
             let verdict = ztrain(&["replay", "--run", arg(&undisturbed), "--step", step]).ok();
             assert!(verdict.contains("same bits"), "{verdict}");
         }
         zdata(&["verify-run", arg(&undisturbed)]).ok();
+    }
+
+    /// A polite signal: the step at hand ends, its state is kept, the exit code is 0, and the same command goes on.
+    #[test]
+    fn a_signal_ends_a_run_cleanly_and_the_same_command_goes_on() {
+        let scratch = Scratch::new();
+        let store = build(&scratch, &corpus(&scratch, 100, ""), "store");
+        let epochs = ("max_epochs = 3", "max_epochs = 1000\n\n[source.web]\nmax_epochs = 1000");
+        let path =
+            curriculum(&scratch, &store, "run.toml", &[epochs, ("steps = 12", "steps = 80")]);
+        let ledger = |run: &std::path::Path| {
+            fs::read_to_string(run.join("ledger.jsonl")).unwrap_or_default()
+        };
+        let run = |out: &str| ["--curriculum", arg(&path), "--out", out].map(str::to_owned);
+        let whole = scratch.path("whole");
+        ztrain(&run(arg(&whole)).each_ref().map(String::as_str)).ok();
+        let stopped = scratch.path("stopped");
+        let command = run(arg(&stopped));
+        let command = command.each_ref().map(String::as_str);
+        let mut last = 0;
+        for signal in ["-TERM", "-INT"] {
+            let mut child = ztrain_command(&command)
+                .arg("--quiet")
+                .stdout(std::process::Stdio::piped())
+                .spawn()
+                .unwrap();
+            while ledger(&stopped).lines().count() < last + 4 {
+                assert!(child.try_wait().unwrap().is_none(), "it ended before it could be stopped");
+                std::thread::sleep(std::time::Duration::from_millis(2));
+            }
+            let id = child.id().to_string();
+            assert!(
+                std::process::Command::new("kill").args([signal, &id]).status().unwrap().success()
+            );
+            let output = child.wait_with_output().unwrap();
+            assert_eq!(output.status.code(), Some(0), "{signal}");
+            let told = String::from_utf8(output.stdout).unwrap();
+            last = ledger(&stopped).lines().count() - 1;
+            assert!(told.starts_with(&format!("stopped after step {last} of 88")), "{told}");
+            assert!(stopped.join(format!("checkpoints/step-{last}/manifest.json")).exists());
+        }
+        let told = ztrain(&command).ok();
+        assert!(told.starts_with("done after step 88"), "{told}");
+        assert!(ledger(&stopped) == ledger(&whole), "a clean stop left a trace");
+        let events = fs::read_to_string(stopped.join("events.jsonl")).unwrap();
+        assert!(!events.contains("\"again\":true"), "no step was lost");
+        assert!(events.contains("\"event\":\"validation\""), "{events}");
+    }
+
+    /// A leaf of half a million tokens, in a process that may have three gigabytes.
+    #[test]
+    fn a_run_that_finds_no_memory_says_where_and_goes_on() {
+        let scratch = Scratch::new();
+        let store = build(&scratch, &corpus(&scratch, 100, ""), "store");
+        let epochs = ("max_epochs = 3", "max_epochs = 100000\n\n[source.web]\nmax_epochs = 100000");
+        let (length, batch) =
+            ("seq_len = 128\nbatch = 6\nleaf = 2", "seq_len = 1024\nbatch = 512\nleaf = 512");
+        let steps = ("steps = 12", "steps = 2");
+        let path = curriculum(&scratch, &store, "run.toml", &[epochs, (length, batch), steps]);
+        let run = scratch.path("run");
+        let script = "ulimit -v 3000000; exec \"$0\" --curriculum \"$1\" --out \"$2\" --lanes 1";
+        let output = std::process::Command::new("sh")
+            .args(["-c", script, env!("CARGO_BIN_EXE_ztrain"), arg(&path), arg(&run)])
+            .env_remove("RUST_BACKTRACE")
+            .output();
+        let ran = crate::support::Ran::from(output.unwrap());
+        ran.fails(6, &["step 3, leaf 0: there is not enough memory", "can't allocate memory"]);
+        // With leaves that fit, the run goes on where it stopped, as one that never failed.
+        let fits =
+            curriculum(&scratch, &store, "run.toml", &[epochs, steps, ("steps = 8", "steps = 2")]);
+        ztrain(&["--curriculum", arg(&fits), "--out", arg(&run)]).ok();
+        let whole = scratch.path("whole");
+        ztrain(&["--curriculum", arg(&fits), "--out", arg(&whole)]).ok();
+        ztrain(&["compare", arg(&run), arg(&whole)]).ok();
+        let steps = |run: &std::path::Path| {
+            let ledger = fs::read_to_string(run.join("ledger.jsonl")).unwrap();
+            let line = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap();
+            ledger.lines().skip(1).map(|text| line(text)["state"].clone()).collect::<Vec<_>>()
+        };
+        assert_eq!(steps(&run).len(), 4);
+        assert_eq!(steps(&run), steps(&whole));
     }
 }

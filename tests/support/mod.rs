@@ -1,10 +1,14 @@
 //! What every test here needs: a scratch folder, a generated corpus, and the two programs as processes.
 
+mod folder;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use contract::{Key, Purpose, draw};
+
+pub(crate) use folder::tree;
 
 /// A scratch folder that is gone afterwards.
 pub(crate) struct Scratch(tempfile::TempDir);
@@ -179,33 +183,12 @@ pub(crate) fn build(scratch: &Scratch, corpus: &Path, name: &str) -> PathBuf {
     store
 }
 
-/// Every file of a folder with its bytes, by relative path.
-pub(crate) fn tree(folder: &Path) -> Vec<(String, Vec<u8>)> {
-    let mut found = Vec::new();
-    let mut open = vec![folder.to_owned()];
-    while let Some(next) = open.pop() {
-        for entry in fs::read_dir(&next).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                open.push(path);
-            } else {
-                let name = path.strip_prefix(folder).unwrap().to_str().unwrap().to_owned();
-                found.push((name, fs::read(&path).unwrap()));
-            }
-        }
-    }
-    found.sort();
-    found
-}
-
 /// Asserts that two folders hold the same files with the same bytes, naming the first that differs.
 #[track_caller]
 pub(crate) fn assert_same_tree(a: &Path, b: &Path) {
     let (a, b) = (tree(a), tree(b));
-    let names =
-        |tree: &[(String, Vec<u8>)]| tree.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
-    assert_eq!(names(&a), names(&b));
-    for ((name, left), (_, right)) in a.iter().zip(&b) {
+    assert_eq!(a.keys().collect::<Vec<_>>(), b.keys().collect::<Vec<_>>());
+    for ((name, left), right) in a.iter().zip(b.values()) {
         assert!(left == right, "{name} differs ({} and {} bytes)", left.len(), right.len());
     }
 }

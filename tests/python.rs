@@ -1,0 +1,52 @@
+//! Pythons with other projects' packages, installed once into the user's cache by pip.
+//!
+//! Where one cannot be had, whoever wanted it says so in the log and goes on without.
+
+use std::fs;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Where `list` lies.
+pub(crate) fn tests_folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests")
+}
+
+/// A Python that has the packages of `list`, a file in this folder; or why there is none.
+pub(crate) fn provision(list: &str) -> Result<PathBuf, String> {
+    let list = tests_folder().join(list);
+    let wanted = fs::read(&list).unwrap();
+    let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+    let cache = cache.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")));
+    let cache = cache.ok_or("no HOME")?.join("ztrain");
+    let home = cache.join(format!("peers-{}", contract::Digest::of_bytes(&wanted).short()));
+    let python = home.join("bin/python");
+    if python.exists() {
+        return Ok(python);
+    }
+    fs::create_dir_all(&cache).map_err(|error| error.to_string())?;
+    // Made beside its place and renamed there: two test runs at once do no harm, nor does one that is killed.
+    let scratch = tempfile::tempdir_in(&cache).map_err(|error| error.to_string())?;
+    let fresh = scratch.path().join("venv");
+    ran(Command::new("python3").args(["-m", "venv"]).arg(&fresh))?;
+    let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"];
+    let pip = [&pip[..], &["--only-binary=:all:", "--timeout=20", "--retries=1", "-r"]].concat();
+    ran(Command::new(fresh.join("bin/python")).args(pip).arg(&list))?;
+    if fs::rename(&fresh, &home).is_err() && !python.exists() {
+        return Err(format!("{} cannot be made", home.display()));
+    }
+    Ok(python)
+}
+
+fn ran(command: &mut Command) -> Result<(), String> {
+    let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
+    let told = String::from_utf8_lossy(&output.stderr);
+    let last = told.lines().last().unwrap_or_default();
+    if output.status.success() { Ok(()) } else { Err(format!("{command:?}: {last}")) }
+}
+
+/// Says past the test runner's capture that something was not tested: it stands in every log.
+#[expect(clippy::explicit_write, reason = "the runner captures eprintln!")]
+pub(crate) fn skipped(what: &str, why: &str) {
+    writeln!(std::io::stderr(), "1 test of {what} skipped: {why}").unwrap();
+}

@@ -1,0 +1,189 @@
+//! Fear: that a rank that dies, hangs or never comes takes the run with it, or leaves a trace in the bits.
+//!
+//! Real processes: the launcher and its ranks, killed with SIGKILL or held with SIGSTOP.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use contract::{Key, Purpose, draw};
+
+use crate::support::{
+    Scratch, arg, assert_same_tree, build, corpus, curriculum, ztrain, ztrain_command,
+};
+
+/// Sends `signal` to a process by its number.
+fn signal(name: &str, process: u32) {
+    let status = Command::new("kill").args([&format!("-{name}"), &process.to_string()]).status();
+    assert!(status.unwrap().success());
+}
+
+/// The processes that `launcher` started, by rank.
+fn ranks_of(launcher: &Child, count: usize) -> Vec<u32> {
+    let path = format!("/proc/{0}/task/{0}/children", launcher.id());
+    let start = Instant::now();
+    loop {
+        let text = fs::read_to_string(&path).unwrap_or_default();
+        let found: Vec<u32> = text.split_whitespace().map(|id| id.parse().unwrap()).collect();
+        if found.len() == count || start.elapsed() > Duration::from_secs(20) {
+            return found;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Waits until the ledger in `run` has `lines` lines, or the launcher has ended.
+fn until_lines(run: &Path, lines: usize, launcher: &mut Child) {
+    let path = run.join("ledger.jsonl");
+    while launcher.try_wait().unwrap().is_none()
+        && fs::read_to_string(&path).map_or(0, |text| text.lines().count()) < lines
+    {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+struct Fixture {
+    scratch: Scratch,
+    curriculum: std::path::PathBuf,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
+        let curriculum = curriculum(&scratch, &store, "run.toml", &[]);
+        Fixture { scratch, curriculum }
+    }
+
+    fn run(&self, out: &str, extra: &[&str]) -> Command {
+        let out = self.scratch.path(out);
+        let mut args = vec!["--curriculum", arg(&self.curriculum), "--out", arg(&out)];
+        args.extend(["--checkpoint-every", "3"]);
+        args.extend(extra);
+        let mut command = ztrain_command(&args);
+        for name in ["RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"] {
+            command.env_remove(name);
+        }
+        command
+    }
+
+    #[track_caller]
+    fn finish(&self, out: &str, ranks: &str) {
+        let ran: crate::support::Ran = self.run(out, &["--nproc", ranks]).output().unwrap().into();
+        let said = ran.ok();
+        assert!(said.starts_with("done after step 20 of 20"), "{said}");
+        assert_eq!(said.lines().count(), 1, "one rank speaks for all: {said}");
+    }
+
+    #[track_caller]
+    fn assert_same(&self, a: &str, b: &str) {
+        let (a, b) = (self.scratch.path(a), self.scratch.path(b));
+        let ledger = |run: &Path| fs::read_to_string(run.join("ledger.jsonl")).unwrap();
+        assert!(ledger(&a) == ledger(&b), "the ledgers differ");
+        assert_same_tree(&a.join("checkpoints/step-20"), &b.join("checkpoints/step-20"));
+        ztrain(&["compare", arg(&a), arg(&b)]).ok();
+    }
+}
+
+#[test]
+fn ranks_that_are_killed_end_with_the_same_bytes_at_any_count() {
+    let fixture = Fixture::new();
+    fixture.finish("alone", "1");
+    fixture.finish("three", "3");
+    fixture.assert_same("alone", "three");
+    // Each kill hits another rank, or the launcher, at another moment; each start has another number of ranks.
+    let kills = [(2, Some(1)), (3, Some(0)), (5, Some(4)), (2, None)];
+    for (index, (count, victim)) in kills.into_iter().enumerate() {
+        let mut command = fixture.run("killed", &["--nproc", &count.to_string()]);
+        command.stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut launcher = command.spawn().unwrap();
+        let ranks = ranks_of(&launcher, count);
+        until_lines(&fixture.scratch.path("killed"), 2 + 4 * index, &mut launcher);
+        let pause = draw(Key::from_seed(3), Purpose::Generate, index as u64) % 40;
+        std::thread::sleep(Duration::from_millis(pause));
+        signal("KILL", victim.map_or(launcher.id(), |rank| ranks[rank]));
+        let start = Instant::now();
+        let ended = launcher.wait_with_output().unwrap();
+        assert!(start.elapsed() < Duration::from_secs(10), "the others notice at once");
+        let said = String::from_utf8(ended.stderr).unwrap();
+        match victim {
+            None => assert_eq!(ended.status.code(), None),
+            Some(rank) => {
+                assert_eq!(ended.status.code(), Some(6), "{said}");
+                assert!(said.contains(&format!("rank {rank} was ended from outside")), "{said}");
+                assert!(said.contains(&format!("rank {rank}, last seen at")), "{said}");
+                assert!(!said.contains("panicked"), "{said}");
+            }
+        }
+        // No rank outlives its launcher.
+        let start = Instant::now();
+        while ranks.iter().any(|rank| Path::new(&format!("/proc/{rank}/exe")).exists()) {
+            assert!(start.elapsed() < Duration::from_secs(5), "a rank lives on");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+    fixture.finish("killed", "5");
+    fixture.assert_same("alone", "killed");
+    let run = fixture.scratch.path("killed");
+    let verdict = ztrain(&["replay", "--run", arg(&run), "--step", "14"]).ok();
+    assert!(verdict.contains("same bits"), "one rank replays what many trained: {verdict}");
+}
+
+#[test]
+fn a_rank_that_hangs_is_named_within_the_deadline() {
+    let fixture = Fixture::new();
+    let mut command = fixture.run("held", &["--nproc", "3", "--rank-timeout", "2"]);
+    command.stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut launcher = command.spawn().unwrap();
+    let ranks = ranks_of(&launcher, 3);
+    until_lines(&fixture.scratch.path("held"), 3, &mut launcher);
+    signal("STOP", ranks[1]);
+    let start = Instant::now();
+    let ended = launcher.wait_with_output().unwrap();
+    // The deadline, then the grace that a rank gets which does not end by itself.
+    assert!(start.elapsed() < Duration::from_secs(15));
+    let said = String::from_utf8(ended.stderr).unwrap();
+    assert_eq!(ended.status.code(), Some(6), "{said}");
+    assert!(said.contains("did not come within 2s: rank 1, last seen at step"), "{said}");
+    assert!(said.contains("missed in the "), "the collective is named: {said}");
+    assert!(said.contains("run the same command again"), "{said}");
+}
+
+#[test]
+fn what_is_wrong_for_all_ranks_is_said_once() {
+    let fixture = Fixture::new();
+    let missing = fixture.scratch.path("missing.toml");
+    let ran = ztrain(&["--curriculum", arg(&missing), "--nproc", "3"]);
+    let said = ran.fails(3, &["missing.toml"]);
+    assert_eq!(said.matches("error:").count(), 1, "{said}");
+    let mut nested = fixture.run("nested", &["--nproc", "2"]);
+    nested.envs([("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")]);
+    crate::support::Ran::from(nested.output().unwrap()).fails(2, &["--nproc", "launcher"]);
+}
+
+#[test]
+fn collectives_are_measured_and_right() {
+    let scratch = Scratch::new();
+    let plot = scratch.path("plot.svg");
+    let args = ["bench", "collectives", "--nproc", "3", "--from", "4K", "--to", "64K"];
+    let rest = ["--seconds", "0.01", "--json", "--plot", arg(&plot)];
+    let said = ztrain(&[&args[..], &rest].concat()).ok();
+    let rows: Vec<serde_json::Value> =
+        said.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(rows.len(), 3 * 9);
+    for row in rows {
+        assert_eq!(row["wrong"], 0, "{row}");
+        let (bytes, time) = (row["bytes"].as_f64().unwrap(), row["microseconds"].as_f64().unwrap());
+        let share = match row["collective"].as_str().unwrap() {
+            "all-reduce" => 4.0 / 3.0,
+            "broadcast" => 1.0,
+            _ => 2.0 / 3.0,
+        };
+        let bus = row["bus_gb_per_s"].as_f64().unwrap();
+        assert!((bus - bytes / time / 1e3 * share).abs() < 1e-6 * bus, "{row}");
+    }
+    assert!(fs::read_to_string(plot).unwrap().matches("<polyline").count() == 9);
+    ztrain(&["bench", "collectives"]).fails(2, &["--nproc"]);
+    ztrain(&["bench", "collectives", "--nproc", "2", "--to", "x"]).fails(2, &["--to", "x"]);
+}

@@ -1,0 +1,288 @@
+//! Fear: that a network between us and the data changes a byte, loses a store, or makes two of one.
+//!
+//! Against a real S3 server process (`s3.py`, in a Python of its own), through a proxy that refuses, stalls, cuts and
+//! forgets. Where the server cannot be had, each test says so in the log.
+
+use std::fs;
+use std::io::{BufRead as _, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use contract::{Key, Purpose, draw};
+
+use crate::python::{provision, skipped, tests_folder};
+use crate::resume::{Fire, kills};
+use crate::support::{
+    Ran, Scratch, arg, build, corpus, curriculum, json_lines, zdata, zdata_command,
+};
+
+/// What the proxy does to a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Trouble {
+    /// Nothing.
+    None,
+    /// 503, without asking the server.
+    Refuse,
+    /// No answer for longer than anyone waits.
+    Stall,
+    /// The server does it, and the answer is lost.
+    Forget,
+    /// The server does it, and half of the answer is lost.
+    Cut,
+}
+
+/// How often each was done.
+#[derive(Default)]
+struct Counts([AtomicU64; 5]);
+
+/// A server, and a proxy before it.
+struct Bucket {
+    child: Child,
+    proxy: u16,
+    counts: Arc<Counts>,
+    cache: std::path::PathBuf,
+}
+
+impl Drop for Bucket {
+    fn drop(&mut self) {
+        // It ends by itself when its input does; a test that fails shall not wait for it.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Bucket {
+    /// Serves the files of `folder`, with so many troubles in a thousand requests.
+    fn serve(scratch: &Scratch, folder: &Path, per_mille: u64) -> Option<Bucket> {
+        let python = match provision("s3.txt") {
+            Ok(python) => python,
+            Err(why) => {
+                skipped("object storage", &why);
+                return None;
+            }
+        };
+        let mut command = Command::new(python);
+        command.arg(tests_folder().join("s3.py")).arg(folder).stderr(Stdio::null());
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let server: u16 = line.trim().parse().expect("the server says its port");
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let proxy = listener.local_addr().unwrap().port();
+        let counts = Arc::new(Counts::default());
+        let shared = Arc::clone(&counts);
+        std::thread::spawn(move || {
+            for (number, client) in (0u64..).zip(listener.incoming()) {
+                let (Ok(client), shared) = (client, Arc::clone(&shared)) else { return };
+                std::thread::spawn(move || {
+                    let trouble = trouble(number, per_mille);
+                    shared.0[trouble as usize].fetch_add(1, Ordering::Relaxed);
+                    // A client that has had enough is part of the game.
+                    let _ = relay(client, server, trouble);
+                });
+            }
+        });
+        Some(Bucket { child, proxy, counts, cache: scratch.path("cache") })
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = zdata_command(args);
+        command
+            .env("AWS_ENDPOINT_URL", format!("http://127.0.0.1:{}", self.proxy))
+            .env("AWS_ACCESS_KEY_ID", "test")
+            .env("AWS_SECRET_ACCESS_KEY", "test")
+            .env("AWS_REGION", "us-east-1")
+            .env("ZDATA_CACHE", &self.cache)
+            .env("ZDATA_S3_TIMEOUT", "1");
+        command
+    }
+
+    fn zdata(&self, args: &[&str]) -> Ran {
+        self.command(args).output().unwrap().into()
+    }
+
+    fn seen(&self, trouble: Trouble) -> u64 {
+        self.counts.0[trouble as usize].load(Ordering::Relaxed)
+    }
+}
+
+fn trouble(number: u64, per_mille: u64) -> Trouble {
+    use Trouble::{Cut, Forget, None, Refuse, Stall};
+    let kinds = [Refuse, Forget, Cut, Stall, Refuse, Forget, Cut, Refuse];
+    let lot = draw(Key::from_seed(9), Purpose::Generate, number);
+    if lot % 1000 < per_mille { kinds[(lot / 1000 % 8) as usize] } else { None }
+}
+
+/// Passes one request on and its answer back; every connection carries one.
+fn relay(mut client: TcpStream, server: u16, trouble: Trouble) -> std::io::Result<()> {
+    let mut reader = BufReader::new(client.try_clone()?);
+    let (mut head, mut length, mut line) = (String::new(), 0, String::new());
+    loop {
+        line.clear();
+        if reader.read_line(&mut line)? == 0 {
+            return Ok(());
+        }
+        let lower = line.to_lowercase();
+        if let Some(value) = lower.strip_prefix("content-length:") {
+            length = value.trim().parse().unwrap_or(0);
+        }
+        if line == "\r\n" {
+            break;
+        }
+        if !lower.starts_with("connection:") {
+            head += &line;
+        }
+    }
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body)?;
+    match trouble {
+        Trouble::Refuse => {
+            let answer = "HTTP/1.1 503 Slow Down\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
+            return client.write_all(answer.as_bytes());
+        }
+        Trouble::Stall => {
+            std::thread::sleep(Duration::from_millis(1500));
+            return Ok(());
+        }
+        _ => {}
+    }
+    let mut upstream = TcpStream::connect(("127.0.0.1", server))?;
+    upstream.write_all(format!("{head}connection: close\r\n\r\n").as_bytes())?;
+    upstream.write_all(&body)?;
+    let mut answer = Vec::new();
+    upstream.read_to_end(&mut answer)?;
+    match trouble {
+        Trouble::Forget => Ok(()),
+        Trouble::Cut => client.write_all(&answer[..answer.len() / 2]),
+        _ => client.write_all(&answer),
+    }
+}
+
+const URL: &str = "s3://bucket/stores/small";
+
+/// A corpus on the disk and the same one in the bucket.
+fn twins(scratch: &Scratch, documents: u64) -> (std::path::PathBuf, std::path::PathBuf) {
+    let near = corpus(scratch, documents, "shard_tokens = 16384");
+    let text = fs::read_to_string(&near).unwrap().replace("\"raw/", "\"s3://bucket/raw/");
+    let far = scratch.write("far.toml", text);
+    // The bucket holds what stands below this folder.
+    fs::create_dir_all(scratch.path("served")).unwrap();
+    fs::rename(scratch.path("raw"), scratch.path("served/raw")).unwrap();
+    std::os::unix::fs::symlink(scratch.path("served/raw"), scratch.path("raw")).unwrap();
+    (near, far)
+}
+
+#[test]
+fn a_store_in_a_bucket_is_the_store_on_the_disk() {
+    let scratch = Scratch::new();
+    let (near, far) = twins(&scratch, 240);
+    let Some(bucket) = Bucket::serve(&scratch, &scratch.path("served"), 120) else { return };
+    let store = build(&scratch, &near, "store");
+    let digest = |told: String| told.split_whitespace().next().unwrap().to_owned();
+    let wanted = digest(zdata(&["build", arg(&near), "--out", arg(&store)]).ok());
+    bucket.zdata(&["inspect", URL]).fails(3, &["no such store"]);
+    let found = bucket.zdata(&["build", arg(&far), "--out", URL]).ok();
+    assert_eq!(digest(found), wanted);
+    let again = bucket.zdata(&["build", arg(&far), "--out", URL]);
+    assert!(again.err.contains("up to date"), "{again:?}");
+    assert!(bucket.zdata(&["inspect", URL]).ok().contains("s3://bucket") || wanted.len() == 64);
+    assert_eq!(digest(bucket.zdata(&["verify", URL]).ok()), wanted);
+    let here = curriculum(&scratch, &store, "here.toml", &[]);
+    let there = curriculum(&scratch, Path::new(URL), "there.toml", &[]);
+    let steps = |path: &Path| bucket.zdata(&["digest", arg(path), "--steps", "1..21"]).ok();
+    assert_eq!(steps(&here), steps(&there));
+    let batch = bucket.zdata(&["batch", arg(&there), "--step", "2"]).ok();
+    assert!(batch.contains("s3://bucket/raw/web-"), "{batch}");
+    for trouble in [Trouble::Refuse, Trouble::Forget, Trouble::Cut, Trouble::Stall] {
+        assert!(bucket.seen(trouble) > 0, "no request met {trouble:?}");
+    }
+}
+
+#[test]
+fn another_store_at_the_same_place_is_refused_and_both_are_kept() {
+    let scratch = Scratch::new();
+    let (_, far) = twins(&scratch, 60);
+    let Some(bucket) = Bucket::serve(&scratch, &scratch.path("served"), 0) else { return };
+    bucket.zdata(&["build", arg(&far), "--out", URL]).ok();
+    let other = fs::read_to_string(&far).unwrap().replace("1/50", "1/7");
+    let other = scratch.write("other.toml", other);
+    bucket.zdata(&["build", arg(&other), "--out", URL]).fails(2, &["validation"]);
+    // One that looked before the first had put its manifest: its files meet those that are there.
+    let local = build_far_inputs(&bucket, &other, &scratch.path("other"));
+    let told = bucket.zdata(&["publish", arg(&local), URL]).fails(4, &["something else is there"]);
+    assert!(told.contains(URL), "{told}");
+    bucket.zdata(&["verify", URL]).ok();
+    bucket.zdata(&["verify", arg(&local)]).ok();
+    // The same store again is no other store.
+    let same = build_far_inputs(&bucket, &far, &scratch.path("same"));
+    bucket.zdata(&["publish", arg(&same), URL]).ok();
+    for (pattern, word) in
+        [("s3://bucket/raw/*.nothing", "no file"), ("s3://none/x.jsonl", "cannot list")]
+    {
+        let text = format!(
+            "tokenizer = \"tokenizer.json\"\n[[source]]\nname = \"a\"\nfiles = [\"{pattern}\"]\n"
+        );
+        let bad = scratch.write("bad.toml", text);
+        bucket
+            .zdata(&["build", arg(&bad), "--out", arg(&scratch.path("bad"))])
+            .fails(3, &[word, "bad.toml"]);
+    }
+}
+
+fn build_far_inputs(bucket: &Bucket, corpus: &Path, out: &Path) -> std::path::PathBuf {
+    bucket.zdata(&["build", arg(corpus), "--out", arg(out)]).ok();
+    out.to_owned()
+}
+
+#[test]
+fn a_killed_build_into_a_bucket_goes_on_and_is_no_store_before() {
+    let scratch = Scratch::new();
+    let (near, _) = twins(&scratch, 200);
+    scratch.write("served/raw/web-2.jsonl", json_lines(9, 600));
+    let Some(bucket) = Bucket::serve(&scratch, &scratch.path("served"), 0) else { return };
+    let start = Instant::now();
+    let wanted = bucket.zdata(&["build", arg(&near), "--out", URL]).ok();
+    let mut fire = Fire::new(start.elapsed(), 0);
+    while let Some(index) = fire.round(kills().div_ceil(4)) {
+        let url = format!("s3://bucket/stores/killed-{index}");
+        let args = ["build", arg(&near), "--out", &url];
+        for _ in 0..3 {
+            fire.kill(bucket.command(&args));
+            let told = bucket.zdata(&["verify", &url]);
+            assert!(matches!(told.code, Some(0 | 3)), "{told:?}");
+        }
+        let found = bucket.zdata(&args).ok();
+        assert_eq!(found.split_whitespace().next(), wanted.split_whitespace().next());
+        bucket.zdata(&["verify", &url]).ok();
+    }
+}
+
+#[test]
+fn copies_are_kept_within_their_bound() {
+    let scratch = Scratch::new();
+    let (near, far) = twins(&scratch, 400);
+    let Some(bucket) = Bucket::serve(&scratch, &scratch.path("served"), 0) else { return };
+    let store = scratch.path("bounded");
+    let mut command = bucket.command(&["build", arg(&far), "--out", arg(&store)]);
+    let limit = 100_000;
+    let ran: Ran = command.env("ZDATA_CACHE_BYTES", limit.to_string()).output().unwrap().into();
+    let digest = |told: String| told.split_whitespace().next().unwrap().to_owned();
+    let found = digest(ran.ok());
+    assert_eq!(
+        found,
+        digest(zdata(&["build", arg(&near), "--out", arg(&scratch.path("near"))]).ok())
+    );
+    let copies = fs::read_dir(bucket.cache.join("copies")).unwrap();
+    let bytes: Vec<u64> = copies.map(|copy| copy.unwrap().metadata().unwrap().len()).collect();
+    let all: u64 = fs::read_dir(scratch.path("served/raw"))
+        .unwrap()
+        .map(|f| f.unwrap().metadata().unwrap().len())
+        .sum();
+    assert!(all > 2 * limit, "the inputs are too small to show anything: {all}");
+    // The one in use stays, however large it is.
+    assert!(bytes.iter().sum::<u64>() <= limit.max(*bytes.iter().max().unwrap()), "{bytes:?}");
+}
