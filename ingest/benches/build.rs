@@ -22,6 +22,10 @@ use ingest::{Corpus, Outcome, build};
 
 const ROUNDS: usize = 3;
 
+/// That of `zdata`, for both rows.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 fn main() {
     // Cargo adds `--bench`.
     let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();

@@ -8,6 +8,10 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+/// A build makes and drops texts and ids by the million, on one thread and another: this allocator is made for that.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// Prepares corpora for pretraining, and tells what any training step reads.
 ///
 /// Results go to standard output, progress and errors to standard error.

@@ -147,8 +147,9 @@ impl Lines {
     pub(super) fn parse(&self, fields: &Fields) -> Vec<Parsed> {
         let wanted = Wanted::new(&fields.text, fields.id.as_deref());
         // One check for the whole slab; line by line only where it fails.
-        let valid = std::str::from_utf8(&self.bytes).ok();
-        let mut scratch = Vec::new();
+        let valid = simdutf8::basic::from_utf8(&self.bytes).ok();
+        // No string is longer than its line: memory that is not needed is never touched.
+        let mut scratch = Vec::with_capacity(self.bytes.len());
         let mut parsed = Vec::new();
         let mut start = 0;
         let ends = memchr_iter(b'\n', &self.bytes).chain([self.bytes.len()]);

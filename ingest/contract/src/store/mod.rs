@@ -17,6 +17,7 @@
 //! A stream is cut into shards at document ends, so that each shard stands alone and a killed build goes on after the
 //! last whole one. A token's shard is found by binary search in the manifest; its block by division.
 
+pub mod direct;
 pub mod documents;
 pub mod manifest;
 pub mod open;

@@ -5,7 +5,7 @@
 
 use std::error::Error;
 use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -17,6 +17,7 @@ use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::properties::WriterProperties;
 use xxhash_rust::xxh3::Xxh3;
 
+use super::direct::DirectFile;
 use super::{
     BLOCK_STARTS, BLOCK_TOKENS, DocumentRecord, FileRecord, HEAD_BYTES, ShardRecord, Split,
 };
@@ -154,7 +155,7 @@ pub fn document_schema() -> SchemaRef {
 /// A file under construction that knows its size and digest.
 struct Sink {
     path: PathBuf,
-    file: BufWriter<File>,
+    file: DirectFile,
     hash: Box<Xxh3>,
     bytes: u64,
 }
@@ -163,21 +164,14 @@ impl Sink {
     fn create(path: &Path) -> Result<Self> {
         let temporary = temporary(path);
         let file =
-            File::create(&temporary).map_err(|error| Fault::io("create", &temporary, &error))?;
-        Ok(Sink {
-            path: path.to_owned(),
-            file: BufWriter::with_capacity(256 << 10, file),
-            hash: Box::new(Xxh3::new()),
-            bytes: 0,
-        })
+            DirectFile::create(&temporary).map_err(|e| Fault::io("create", &temporary, &e))?;
+        Ok(Sink { path: path.to_owned(), file, hash: Box::new(Xxh3::new()), bytes: 0 })
     }
 
     fn commit(self) -> Result<FileRecord> {
         let temporary = temporary(&self.path);
         let fault = |error: &io::Error| Fault::io("write", &temporary, error);
-        let file = self.file.into_inner().map_err(|error| fault(error.error()))?;
-        file.sync_all().map_err(|error| fault(&error))?;
-        drop(file);
+        self.file.finish().map_err(|error| fault(&error))?;
         fs::rename(&temporary, &self.path).map_err(|error| fault(&error))?;
         let name = self.path.file_name().map(|name| name.to_string_lossy().into_owned());
         Ok(FileRecord {

@@ -1,0 +1,175 @@
+//! A file that is written from its first byte to its last, large ones past the page cache.
+//!
+//! A store is read long after it was written, and not by this process: pages kept of it only push out others. Filling
+//! fresh pages also costs more than the copy itself where memory is handed out by a hypervisor. So full pieces are
+//! written directly, from an aligned buffer; where the file system knows no direct writes, as usual. The bytes are the
+//! same either way.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+/// Bytes written at once; a file that is smaller is written as usual.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// What memory, offsets and lengths of direct writes are multiples of: no disk in use has larger sectors.
+const ALIGNMENT: usize = 4096;
+
+/// A file being written, front to back.
+pub struct DirectFile {
+    path: PathBuf,
+    file: File,
+    /// Whether `file` takes aligned pieces only.
+    direct: bool,
+    /// One piece, and room to align it.
+    buffer: Vec<u8>,
+    /// Where the aligned piece begins in the buffer.
+    aligned: usize,
+    /// Bytes of the piece that are waiting.
+    waiting: usize,
+    /// Bytes handed to the system.
+    written: u64,
+}
+
+impl DirectFile {
+    /// Begins the file at `path`, emptying one that is there.
+    pub fn create(path: &Path) -> io::Result<Self> {
+        let file = File::create(path)?;
+        let buffer = vec![0; PIECE_BYTES + ALIGNMENT];
+        let aligned = buffer.as_ptr().align_offset(ALIGNMENT);
+        let path = path.to_owned();
+        Ok(DirectFile { path, file, direct: false, buffer, aligned, waiting: 0, written: 0 })
+    }
+
+    /// Ends the file; its bytes are on the disk.
+    pub fn finish(mut self) -> io::Result<()> {
+        let end = self.written + self.waiting as u64;
+        if self.direct {
+            let whole = self.waiting.next_multiple_of(ALIGNMENT);
+            self.buffer[self.aligned + self.waiting..self.aligned + whole].fill(0);
+            self.waiting = whole;
+        }
+        self.write_out()?;
+        if self.written > end {
+            self.file.set_len(end)?;
+        }
+        self.file.sync_all()
+    }
+
+    fn write_out(&mut self) -> io::Result<()> {
+        let mut from = 0;
+        while from < self.waiting {
+            let piece = &self.buffer[self.aligned + from..self.aligned + self.waiting];
+            match self.file.write(piece) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(taken) => {
+                    from += taken;
+                    self.written += taken as u64;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // Opened for direct writes, and refused one after all, or took a piece that leaves an odd rest.
+                Err(error) if self.direct && error.kind() == io::ErrorKind::InvalidInput => {
+                    self.file = OpenOptions::new().write(true).open(&self.path)?;
+                    self.file.seek(SeekFrom::Start(self.written))?;
+                    self.direct = false;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        self.waiting = 0;
+        Ok(())
+    }
+}
+
+impl Write for DirectFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let taken = bytes.len().min(PIECE_BYTES - self.waiting);
+        let start = self.aligned + self.waiting;
+        self.buffer[start..start + taken].copy_from_slice(&bytes[..taken]);
+        self.waiting += taken;
+        if self.waiting == PIECE_BYTES {
+            if self.written == 0
+                && let Ok(file) = open_direct(&self.path)
+            {
+                (self.file, self.direct) = (file, true);
+            }
+            self.write_out()?;
+        }
+        Ok(taken)
+    }
+
+    /// Does nothing: what is not a whole piece is written at the end.
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn open_direct(path: &Path) -> io::Result<File> {
+    use std::os::unix::fs::OpenOptionsExt;
+    OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(path)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn open_direct(_: &Path) -> io::Result<File> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn written(folder: &Path, bytes: &[u8], pieces: &[usize]) -> Vec<u8> {
+        let path = folder.join("file");
+        let mut file = DirectFile::create(&path).unwrap();
+        let mut rest = bytes;
+        for &piece in pieces.iter().cycle() {
+            let (now, later) = rest.split_at(piece.min(rest.len()));
+            file.write_all(now).unwrap();
+            rest = later;
+            if rest.is_empty() {
+                break;
+            }
+        }
+        file.finish().unwrap();
+        std::fs::read(path).unwrap()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        #[test]
+        fn what_is_written_is_there(
+            length in prop_oneof![0usize..9000, 0usize..5_000_000,
+                Just(PIECE_BYTES - 1), Just(PIECE_BYTES), Just(PIECE_BYTES + 1), Just(3 * PIECE_BYTES)],
+            pieces in prop::collection::vec(1usize..2_000_000, 1..5),
+        ) {
+            let bytes: Vec<u8> = (0..length).map(|at| ((at * 2_654_435_761) >> 13) as u8).collect();
+            // Scratch may be memory, which knows no direct writes; where this test was built is a disk.
+            let here = std::env::current_exe().unwrap();
+            let folders = [tempfile::tempdir(), tempfile::tempdir_in(here.parent().unwrap())];
+            for folder in folders.map(Result::unwrap) {
+                prop_assert!(written(folder.path(), &bytes, &pieces) == bytes);
+            }
+        }
+    }
+
+    #[test]
+    fn a_file_that_refuses_direct_writes_is_written_as_usual() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        let bytes: Vec<u8> = (0..2 * PIECE_BYTES + 77).map(|at| (at >> 4) as u8).collect();
+        let mut file = DirectFile::create(&path).unwrap();
+        file.write_all(&bytes[..PIECE_BYTES]).unwrap();
+        if !file.direct {
+            return;
+        }
+        // An address that is not aligned is what the system refuses.
+        file.aligned += 8;
+        file.write_all(&bytes[PIECE_BYTES..]).unwrap();
+        assert!(!file.direct);
+        file.finish().unwrap();
+        assert!(std::fs::read(&path).unwrap() == bytes);
+    }
+}
