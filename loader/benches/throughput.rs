@@ -108,9 +108,11 @@ fn limits() {
         "GB/s",
     );
     let hash = best_core(5, || {
-        black_box(Digest::of_bytes(black_box(&from[..16 << 20])));
+        for _ in 0..64 {
+            black_box(Digest::of_bytes(black_box(&from[..16 << 20])));
+        }
     });
-    row("xxh3-128 over 16 MiB", 0.016_777_216 / hash, "GB/s");
+    row("xxh3-128 over 16 MiB", 64.0 * 0.016_777_216 / hash, "GB/s");
     let words = vec![7i32; SEQ_LEN as usize];
     let framed = best_core(5, || {
         for _ in 0..10_000 {
