@@ -15,6 +15,8 @@ mod golden;
 #[cfg(feature = "train")]
 mod learns;
 mod linkage;
+#[cfg(feature = "train")]
+mod network;
 mod prepare;
 mod python;
 #[cfg(feature = "train")]

@@ -34,7 +34,7 @@ fn ranks_of(launcher: &Child, count: usize) -> Vec<u32> {
 }
 
 /// Waits until the ledger in `run` has `lines` lines, or the launcher has ended.
-fn until_lines(run: &Path, lines: usize, launcher: &mut Child) {
+pub(crate) fn until_lines(run: &Path, lines: usize, launcher: &mut Child) {
     let path = run.join("ledger.jsonl");
     while launcher.try_wait().unwrap().is_none()
         && fs::read_to_string(&path).map_or(0, |text| text.lines().count()) < lines
@@ -43,20 +43,21 @@ fn until_lines(run: &Path, lines: usize, launcher: &mut Child) {
     }
 }
 
-struct Fixture {
-    scratch: Scratch,
+/// A store and a curriculum of twenty steps.
+pub(crate) struct Fixture {
+    pub(crate) scratch: Scratch,
     curriculum: std::path::PathBuf,
 }
 
 impl Fixture {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let scratch = Scratch::new();
         let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
         let curriculum = curriculum(&scratch, &store, "run.toml", &[]);
         Fixture { scratch, curriculum }
     }
 
-    fn run(&self, out: &str, extra: &[&str]) -> Command {
+    pub(crate) fn run(&self, out: &str, extra: &[&str]) -> Command {
         let out = self.scratch.path(out);
         let mut args = vec!["--curriculum", arg(&self.curriculum), "--out", arg(&out)];
         args.extend(["--checkpoint-every", "3"]);
@@ -69,7 +70,7 @@ impl Fixture {
     }
 
     #[track_caller]
-    fn finish(&self, out: &str, ranks: &str) {
+    pub(crate) fn finish(&self, out: &str, ranks: &str) {
         let ran: crate::support::Ran = self.run(out, &["--nproc", ranks]).output().unwrap().into();
         let said = ran.ok();
         assert!(said.starts_with("done after step 20 of 20"), "{said}");
@@ -77,7 +78,7 @@ impl Fixture {
     }
 
     #[track_caller]
-    fn assert_same(&self, a: &str, b: &str) {
+    pub(crate) fn assert_same(&self, a: &str, b: &str) {
         let (a, b) = (self.scratch.path(a), self.scratch.path(b));
         let ledger = |run: &Path| fs::read_to_string(run.join("ledger.jsonl")).unwrap();
         assert!(ledger(&a) == ledger(&b), "the ledgers differ");
