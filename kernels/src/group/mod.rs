@@ -33,6 +33,9 @@ use store::{FAULT, LOOK};
 /// Bytes of the first message of a rank in a gathering.
 const FRAME: usize = 1024;
 
+/// How long a rank that ends may take to leave word.
+const WORD: Duration = Duration::from_millis(300);
+
 /// A rank's place among the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
@@ -229,6 +232,9 @@ impl Group {
     /// What to say when `peer` could not be reached in exchange `number`.
     fn missing(&self, what: &str, number: u64, peer: u32, error: &Error) -> Error {
         let late = error.to_string().to_lowercase().contains("timed out");
+        if !late && let Some(first) = self.word_of_another() {
+            return Error::Reported { what: first };
+        }
         let mut lost = vec![peer];
         if late {
             // A peer that came this far only waits as we do: whoever did not come this far is missing.
@@ -260,6 +266,20 @@ impl Group {
             }
             Ok(first) => Error::Reported { what: first },
         }
+    }
+
+    /// What another rank says of why it stops, if it does so at once: one that misses a third rank closes its
+    /// connections to all of them first, and would be taken for the one that is gone.
+    fn word_of_another(&self) -> Option<String> {
+        let start = Instant::now();
+        while start.elapsed() < WORD {
+            match self.store.find(FAULT) {
+                Ok(None) => std::thread::sleep(LOOK),
+                Ok(found) => return found,
+                Err(_) => return None,
+            }
+        }
+        None
     }
 
     fn without_store(&self, what: &str, error: &Error) -> Error {
