@@ -103,10 +103,10 @@ fn damages(store: &Path) -> Vec<String> {
             return vec![fault.to_string()];
         }
     };
-    let mut found = verify_tokenizer(store, &manifest);
+    let mut found = verify_tokenizer(store, &manifest).unwrap();
     for source in &manifest.sources {
         for split in Split::ALL {
-            found.extend(verify_stream(store, &manifest, source, split, &|_| ()));
+            found.extend(verify_stream(store, &manifest, source, split, &|_| ()).unwrap());
         }
     }
     found.iter().map(ToString::to_string).collect()
