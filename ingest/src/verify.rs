@@ -71,3 +71,6 @@ pub(crate) fn bytes(stream: &StreamRecord) -> u64 {
     });
     files.map(|file| file.bytes).sum()
 }
+
+#[cfg(test)]
+mod tests;

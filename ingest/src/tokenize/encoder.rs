@@ -65,7 +65,8 @@ impl Tokenizer {
         let largest = reference.get_vocab(true).into_values().max();
         let vocab = largest
             .and_then(|id| id.checked_add(1))
-            .ok_or_else(|| Fault::usage("the tokenizer has no tokens, or an id beyond 32 bits"))?;
+            .filter(|vocab| *vocab <= 1 << 31)
+            .ok_or_else(|| Fault::usage("the tokenizer has no tokens, or an id beyond 31 bits"))?;
         let fast = fast.and_then(|fast| agreeing(fast, &reference));
         let identity = Identity::of_bytes(&bytes);
         Ok(Tokenizer { bytes, identity, vocab, reference, fast, rescued: AtomicU64::new(0) })

@@ -1,5 +1,7 @@
 //! A store written, checked and damaged in every way; and its bytes against what the README draws.
 
+mod long;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 

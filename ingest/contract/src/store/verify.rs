@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::documents::{Documents, Starts};
-use super::manifest::chain;
+use super::manifest::Link;
 use super::write::block_offset;
 use super::{
     BLOCK_TOKENS, DocumentRecord, FileRecord, Manifest, ShardRecord, SourceRecord, Split,
@@ -302,7 +302,6 @@ impl Check<'_> {
         let mut documents = Documents::open(&self.folder.join(&shard.document_file.name))
             .map_err(of_documents)?;
         let (mut next, mut count, mut state) = (shard.first_token, 0u64, state);
-        let mut open = Vec::new();
         for start in starts {
             let start = start.map_err(of_starts)?;
             let record = documents
@@ -313,8 +312,13 @@ impl Check<'_> {
                 return Err(in_starts(format!("document {count} starts at {start}, not {next}")));
             }
             self.provenance(&record, start).map_err(in_documents)?;
-            tokens.take(record.tokens, &mut open)?;
-            state = state.map(|digest| chain(digest, &open, &record));
+            let mut link = state.map(|digest| Link::begin(digest, record.tokens));
+            tokens.take(record.tokens, |tokens| {
+                if let Some(link) = &mut link {
+                    link.tokens(tokens);
+                }
+            })?;
+            state = link.map(|link| link.end(&record));
             next += record.tokens;
             count += 1;
         }
@@ -426,21 +430,20 @@ impl<'a> Tokens<'a> {
         Ok(Tokens { file, shard, vocab, token_bytes, block: 0, ids: Vec::new(), at: 0 })
     }
 
-    /// The next `count` tokens.
+    /// Hands out the next `count` tokens, in parts: a document need not fit into memory.
     fn take(
         &mut self,
-        count: u64,
-        into: &mut Vec<u32>,
+        mut count: u64,
+        mut each: impl FnMut(&[u32]),
     ) -> std::result::Result<(), Flaw> {
-        into.clear();
-        while (into.len() as u64) < count {
+        while count > 0 {
             if self.at == self.ids.len() {
                 self.fill()?;
             }
-            let missing =
-                (count - into.len() as u64).min((self.ids.len() - self.at) as u64) as usize;
-            into.extend_from_slice(&self.ids[self.at..self.at + missing]);
-            self.at += missing;
+            let part = count.min((self.ids.len() - self.at) as u64) as usize;
+            each(&self.ids[self.at..self.at + part]);
+            self.at += part;
+            count -= part as u64;
         }
         Ok(())
     }
