@@ -32,11 +32,13 @@ fn said(store: &Path) -> Vec<(String, Option<u64>, Option<String>)> {
 
 /// A small store with everything that a store can hold: two splits, and the lists that steps leave.
 fn whole(bench: &Workbench) -> (PathBuf, Manifest) {
-    let text = |i: u64| format!("document {} of some words that are told apart by {}", i / 2, i / 2);
+    let text =
+        |i: u64| format!("document {} of some words that are told apart by {}", i / 2, i / 2);
     let line = |i: u64| serde_json::json!({"id": format!("d{i}"), "text": text(i)}).to_string();
     let lines: Vec<String> = (0..24).map(line).collect();
     bench.write("few.jsonl", lines.join("\n"));
-    bench.write("eval.jsonl", "{\"text\": \"document 3 of some words that are told apart by 3\"}\n");
+    bench
+        .write("eval.jsonl", "{\"text\": \"document 3 of some words that are told apart by 3\"}\n");
     let corpus = bench.write(
         "few.toml",
         "tokenizer = \"tokenizer.json\"\nend = \"<|end|>\"\nunit = 64\nvalidation = \"1/4\"\n\
@@ -106,8 +108,12 @@ fn a_flipped_bit_in_any_byte_is_found_and_named() {
             if let Some((_, ids)) = values.as_ref().filter(|(range, _)| range.contains(&at)) {
                 let (_, block, documents) = &found[0];
                 assert_eq!(*block, Some(0));
-                let wanted = format!("{} documents: {}", ids.len(), ids[..ids.len().min(4)].join(", "));
-                assert!(documents.as_ref().is_some_and(|d| d.starts_with(&wanted)), "{documents:?}");
+                let wanted =
+                    format!("{} documents: {}", ids.len(), ids[..ids.len().min(4)].join(", "));
+                assert!(
+                    documents.as_ref().is_some_and(|d| d.starts_with(&wanted)),
+                    "{documents:?}"
+                );
                 texts += 1;
             }
             file.write_all_at(&bytes[at..=at], at as u64).unwrap();

@@ -80,8 +80,8 @@ impl Documents {
     pub fn open(path: &Path) -> Result<Self> {
         let file = Pieces::open(path).map_err(|error| Fault::io("read", path, &error))?;
         let fault = |error| file.or_machine(path, strange(path, error));
-        let builder =
-            ParquetRecordBatchReaderBuilder::try_new(file.clone()).map_err(|e| fault(e.to_string()))?;
+        let builder = ParquetRecordBatchReaderBuilder::try_new(file.clone())
+            .map_err(|e| fault(e.to_string()))?;
         if builder.schema().fields() != document_schema().fields() {
             return Err(strange(path, "its schema is not that of documents"));
         }

@@ -286,21 +286,16 @@ impl Check<'_> {
     }
 
     /// Ids, starts, provenance and the chain of a shard whose bytes are whole. An error is a file and what it says.
-    fn meaning(
-        &self,
-        shard: &ShardRecord,
-        state: State,
-    ) -> std::result::Result<State, Flaw> {
+    fn meaning(&self, shard: &ShardRecord, state: State) -> std::result::Result<State, Flaw> {
         let in_starts = |what: String| Flaw::Damage(shard.start_file.name.clone(), what);
         let in_documents = |what: String| Flaw::Damage(shard.document_file.name.clone(), what);
         let of_starts = |fault| Flaw::of(&shard.start_file, fault);
         let of_documents = |fault| Flaw::of(&shard.document_file, fault);
         let mut tokens =
             Tokens::open(&self.folder.join(&shard.token_file.name), shard, self.manifest)?;
-        let starts = Starts::open(&self.folder.join(&shard.start_file.name))
-            .map_err(of_starts)?;
-        let mut documents = Documents::open(&self.folder.join(&shard.document_file.name))
-            .map_err(of_documents)?;
+        let starts = Starts::open(&self.folder.join(&shard.start_file.name)).map_err(of_starts)?;
+        let mut documents =
+            Documents::open(&self.folder.join(&shard.document_file.name)).map_err(of_documents)?;
         let (mut next, mut count, mut state) = (shard.first_token, 0u64, state);
         for start in starts {
             let start = start.map_err(of_starts)?;

@@ -64,7 +64,11 @@ fn compressed_files() {
     expect("x.jsonl.gz", &gz(&[A, &B[..6]].concat())[..], &["a", "- malformed: x.jsonl.gz:2: ..."]);
     // A member may end within a line.
     expect("x.jsonl.gz", &[gz(&A[..6]), gz(&A[6..])].concat(), &["a"]);
-    expect("x.jsonl.zst", &[skippable, &zst(A), skippable, &zst(b""), &zst(B)].concat(), &["a", "b"]);
+    expect(
+        "x.jsonl.zst",
+        &[skippable, &zst(A), skippable, &zst(b""), &zst(B)].concat(),
+        &["a", "b"],
+    );
     expect("x.jsonl.zst", &[&zst(A)[..], skippable].concat(), &["a"]);
     for (name, mut bytes) in [("x.jsonl.gz", gz(A)), ("x.jsonl.zst", zst(A))] {
         for tail in [&b"x"[..], b"\0", &[0; 512], b"{\"text\":\"b\"}\n"] {
@@ -88,13 +92,20 @@ fn lines_and_their_ends() {
     expect("x.jsonl", marked.as_bytes(), &["a", "- malformed: x.jsonl:2: ...", "c\u{feff}"]);
     let ends = "{\"text\":\"a\u{2028}b\u{85}c\u{2029}\u{b}\"}\n";
     expect("x.jsonl", ends.replace('\u{b}', "").as_bytes(), &["a\u{2028}b\u{85}c\u{2029}"]);
-    expect("x.jsonl", b"{\"text\":\"a\rb\"}\n{\"text\":\"c\"}\n", &["- malformed: x.jsonl:1: ...", "c"]);
+    expect(
+        "x.jsonl",
+        b"{\"text\":\"a\rb\"}\n{\"text\":\"c\"}\n",
+        &["- malformed: x.jsonl:1: ...", "c"],
+    );
     expect("x.jsonl", b"{\"text\":\"a\"}\r{\"text\":\"b\"}\n", &["- malformed: x.jsonl:1: ..."]);
     // UTF-16 is not guessed.
     let wide: Vec<u8> = "{\"text\":\"a\"}\n".encode_utf16().flat_map(u16::to_le_bytes).collect();
     expect("x.jsonl", &wide, &["- malformed: x.jsonl:1: ...", "- malformed: x.jsonl:2: ..."]);
-    expect("x.jsonl", &[&b"\xff\xfe"[..], &wide].concat(),
-        &["- invalid UTF-8: x.jsonl:1: ...", "- malformed: x.jsonl:2: ..."]);
+    expect(
+        "x.jsonl",
+        &[&b"\xff\xfe"[..], &wide].concat(),
+        &["- invalid UTF-8: x.jsonl:1: ...", "- malformed: x.jsonl:2: ..."],
+    );
 }
 
 #[test]
@@ -175,6 +186,11 @@ fn columns() {
     for (name, bytes) in columnar(texts(), false) {
         expect(name, &bytes, &["a", "b\0"]);
     }
+    let gzip = WriterProperties::builder().set_compression(Compression::GZIP(Default::default()));
+    let one = batch(&[Row { text: Some("a".into()), id: None }], 0, false);
+    let mut parquet = ArrowWriter::try_new(Vec::new(), one.schema(), Some(gzip.build())).unwrap();
+    parquet.write(&one).unwrap();
+    expect("x.parquet", &parquet.into_inner().unwrap(), &["a"]);
     let item = Arc::new(Field::new("item", DataType::Utf8, true));
     let list = ListArray::new(item, OffsetBuffer::from_lengths([1, 1]), texts(), None);
     let fixed = FixedSizeBinaryArray::try_from_iter([b"ab", b"cd"].into_iter()).unwrap();

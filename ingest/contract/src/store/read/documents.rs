@@ -12,10 +12,10 @@ use parquet::arrow::arrow_reader::{
 use xxhash_rust::xxh3::Xxh3;
 
 use super::column::{damaged, missing};
+use crate::pieces::Pieces;
 use crate::store::documents::row;
 use crate::store::write::document_schema;
 use crate::store::{DocumentRecord, FileRecord};
-use crate::pieces::Pieces;
 use crate::{Digest, Fault, Result, far};
 
 /// Holds the file against its record, in pieces: it may be large.

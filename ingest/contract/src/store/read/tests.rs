@@ -276,7 +276,11 @@ fn no_flipped_bit_reaches_a_reader() {
         found > 5 * harmless,
         "{found} found, {harmless} harmless: what is not read is padding and metadata"
     );
-    assert_eq!(named, 2 * (171 + 30), "every byte of every token, and none of the sums, names its text");
+    assert_eq!(
+        named,
+        2 * (171 + 30),
+        "every byte of every token, and none of the sums, names its text"
+    );
     read_everything(dir.path()).unwrap();
 }
 
