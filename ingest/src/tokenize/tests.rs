@@ -22,10 +22,11 @@ fn word(mut number: u32) -> String {
     word
 }
 
-/// The byte-level tokenizer (256 bytes and two added tokens) with a word for each of these ids.
+/// The byte-level tokenizer (256 bytes and two added tokens, in the vocabulary too) with a word for each of these ids.
 fn tokenizer(ids: impl Iterator<Item = u32>) -> Vec<u8> {
     bytes_tokenizer(|value: &mut Value| {
         let vocab = value["model"]["vocab"].as_object_mut().unwrap();
+        vocab.extend([("<|end|>".to_owned(), json!(256)), ("<tab>".to_owned(), json!(257))]);
         vocab.extend(ids.map(|id| (word(id), json!(id))));
         value["model"]["ignore_merges"] = json!(true);
     })
@@ -80,6 +81,25 @@ fn gaps_and_ids_beyond_the_number_of_tokens_are_kept() {
     gaps(&[258, 1000, 65_535], 65_536, 2);
     gaps(&[300, 65_536], 65_537, 4);
     gaps(&[70_000, 1_000_000, 2_000_000_000], 2_000_000_001, 4);
+}
+
+/// `tokenizers` numbers an added token that the vocabulary lacks by how many tokens that has, whatever its "id" says:
+/// where ids have gaps, it lands on another token's.
+#[test]
+fn two_tokens_of_one_id_are_refused() {
+    let clash = bytes_tokenizer(|value| {
+        let vocab = value["model"]["vocab"].as_object_mut().unwrap();
+        vocab.extend((1000..1010).map(|id| (word(id), json!(id))));
+        // 256 bytes and ten words: the first added token becomes number 266.
+        vocab.insert(word(266), json!(266));
+        vocab.remove(&word(1000));
+    });
+    let fault = Tokenizer::new(clash, Engine::Fastest).err().unwrap();
+    let message = fault.to_string();
+    assert_eq!(fault.class(), Class::Usage);
+    for part in ["id 266", "<|end|>", &word(266)] {
+        assert!(message.contains(part), "{message}");
+    }
 }
 
 #[test]

@@ -32,13 +32,13 @@ fn said(store: &Path) -> Vec<(String, Option<u64>, Option<String>)> {
 
 /// A small store with everything that a store can hold: two splits, and the lists that steps leave.
 fn whole(bench: &Workbench) -> (PathBuf, Manifest) {
-    let text =
-        |i: u64| format!("document {} of some words that are told apart by {}", i / 2, i / 2);
+    // Pairs of equal documents, of words that no other has.
+    let text = |i: u64| (0..9).map(|word| format!("word{}x{word} ", i / 2)).collect::<String>();
     let line = |i: u64| serde_json::json!({"id": format!("d{i}"), "text": text(i)}).to_string();
     let lines: Vec<String> = (0..24).map(line).collect();
     bench.write("few.jsonl", lines.join("\n"));
-    bench
-        .write("eval.jsonl", "{\"text\": \"document 3 of some words that are told apart by 3\"}\n");
+    let item = serde_json::json!({"text": text(6)}).to_string();
+    bench.write("eval.jsonl", item + "\n");
     let corpus = bench.write(
         "few.toml",
         "tokenizer = \"tokenizer.json\"\nend = \"<|end|>\"\nunit = 64\nvalidation = \"1/4\"\n\
