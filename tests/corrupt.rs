@@ -105,6 +105,29 @@ fn empty_files_and_documents_are_counted_not_fatal() {
 }
 
 #[test]
+fn a_document_beyond_the_limit_is_refused_by_file_and_row_or_counted() {
+    let lines = format!("{}{{\"text\": \"{}\"}}\n", json_lines(4, 3), "long ".repeat(2000));
+    let zst = zstd::encode_all(lines.as_bytes(), 3).unwrap();
+    for (file, bytes, place) in [
+        ("bad.jsonl", lines.clone().into_bytes(), "bad.jsonl:4"),
+        ("bad.jsonl.zst", zst, "bad.jsonl.zst:4"),
+        ("bad.parquet", parquet_file(&lines), "bad.parquet: row group 0, row 3"),
+    ] {
+        let scratch = Scratch::new();
+        let limit = "max_document_bytes = 9000";
+        let stop = one_file(&scratch, file, &bytes, limit);
+        let out = scratch.path("stopped");
+        zdata(&["build", arg(&stop), "--out", arg(&out)])
+            .fails(3, &[place, "too long", "at most 9000"]);
+        let skip = one_file(&scratch, file, &bytes, &format!("{limit}\non_error = \"skip\""));
+        let store = build(&scratch, &skip, "skipped");
+        let told = zdata(&["inspect", arg(&store)]).ok();
+        assert!(told.contains("too large"), "{told}");
+        zdata(&["verify", arg(&store)]).ok();
+    }
+}
+
+#[test]
 fn a_huge_document_is_one_document() {
     let scratch = Scratch::new();
     let text: String = (0..12_000).map(|i| document(8, i) + "\\n").collect();

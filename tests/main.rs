@@ -11,6 +11,7 @@ mod cli;
 mod corrupt;
 mod determinism;
 mod exchange;
+mod faults;
 mod golden;
 #[cfg(feature = "train")]
 mod learns;

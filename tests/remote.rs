@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use contract::{Key, Purpose, draw};
 
+use crate::faults::limited;
 use crate::python::{provision, skipped, tests_folder};
 use crate::resume::{Fire, kills};
 use crate::support::{
@@ -90,7 +91,11 @@ impl Bucket {
     }
 
     fn command(&self, args: &[&str]) -> Command {
-        let mut command = zdata_command(args);
+        self.reached_by(zdata_command(args))
+    }
+
+    /// A command that knows where the server is.
+    fn reached_by(&self, mut command: Command) -> Command {
         command
             .env("AWS_ENDPOINT_URL", format!("http://127.0.0.1:{}", self.proxy))
             .env("AWS_ACCESS_KEY_ID", "test")
@@ -259,6 +264,25 @@ fn a_killed_build_into_a_bucket_goes_on_and_is_no_store_before() {
         assert_eq!(found.split_whitespace().next(), wanted.split_whitespace().next());
         bucket.zdata(&["verify", &url]).ok();
     }
+}
+
+#[test]
+fn a_full_disk_stops_the_copies_which_are_then_made() {
+    let scratch = Scratch::new();
+    let (near, far) = twins(&scratch, 100);
+    let Some(bucket) = Bucket::serve(&scratch, &scratch.path("served"), 0) else { return };
+    let whole = build(&scratch, &near, "whole");
+    let store = scratch.path("store");
+    let args = ["build", arg(&far), "--out", arg(&store)];
+    // 4 KiB: less than any input.
+    let ran: Ran = bucket.reached_by(limited("-f 8", &args)).output().unwrap().into();
+    ran.fails(6, &["s3://bucket/raw/", "File too large"]);
+    let copies = fs::read_dir(bucket.cache.join("copies")).unwrap();
+    assert_eq!(copies.count(), 0, "half a copy was kept");
+    bucket.zdata(&args).ok();
+    let tokens = |store: &Path| fs::read(store.join("web/train/tokens-00000.arrow")).unwrap();
+    assert!(tokens(&whole) == tokens(&store));
+    bucket.zdata(&["verify", arg(&store)]).ok();
 }
 
 #[test]

@@ -24,13 +24,14 @@ pub(crate) struct Fire {
     guess: Duration,
     drawn: u64,
     rounds: u64,
+    kills: u64,
     hits: u64,
 }
 
 impl Fire {
     /// Kills of processes that live about `whole`, their moments drawn from number `first` on.
     pub(crate) fn new(whole: Duration, first: u64) -> Fire {
-        Fire { whole, guess: whole, drawn: first, rounds: 0, hits: 0 }
+        Fire { whole, guess: whole, drawn: first, rounds: 0, kills: 0, hits: 0 }
     }
 
     /// The number of the next round: `wanted` rounds, and more as long as none was hit.
@@ -52,9 +53,17 @@ impl Fire {
         let alive = child.try_wait().unwrap().is_none();
         child.kill().unwrap();
         child.wait().unwrap();
+        self.kills += 1;
         self.hits += u64::from(alive);
         let factor = if alive { 1.25 } else { 0.75 };
         self.guess = self.guess.mul_f64(factor).min(self.whole);
+    }
+}
+
+impl Drop for Fire {
+    fn drop(&mut self) {
+        let (rounds, kills) = (self.rounds, self.kills);
+        eprintln!("{rounds} rounds: {} of {kills} kills hit", self.hits);
     }
 }
 

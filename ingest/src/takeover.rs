@@ -137,7 +137,7 @@ fn same_cut(record: &SourceRecord, from: &Path, shard_tokens: u64) -> Result<boo
 fn check(from: &Path, manifest: &Manifest, record: &SourceRecord) -> Result<()> {
     for split in Split::ALL {
         let old = manifest.source(&record.name).unwrap_or(record);
-        let damages = verify::verify_stream(from, manifest, old, split, &|_| ());
+        let damages = verify::verify_stream(from, manifest, old, split, &|_| ())?;
         if let Some(damage) = damages.first() {
             return Err(Fault::data("the store to take over from is damaged")
                 .at(from.join(&damage.file).display().to_string())

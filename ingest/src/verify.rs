@@ -40,7 +40,7 @@ pub fn verify(store: &Path, quiet: bool) -> Result<Report> {
             progress.tick();
         }
     };
-    let mut damages = verify::verify_tokenizer(store, &manifest);
+    let mut damages = verify::verify_tokenizer(store, &manifest)?;
     if request::identity(&manifest) != manifest.request {
         damages.push(Damage {
             file: open::MANIFEST.to_owned(),
@@ -52,9 +52,11 @@ pub fn verify(store: &Path, quiet: bool) -> Result<Report> {
     let found: Vec<Vec<Damage>> = streams
         .par_iter()
         .map(|(source, split)| verify::verify_stream(store, &manifest, source, *split, &passed))
-        .collect();
+        .collect::<Result<_>>()?;
     damages.extend(found.into_iter().flatten());
-    damages.extend(manifest.sources.iter().flat_map(|source| prepare::damages(store, source)));
+    for source in &manifest.sources {
+        damages.extend(prepare::damages(store, source)?);
+    }
     let shards: usize =
         manifest.sources.iter().map(|s| s.train.shards.len() + s.validation.shards.len()).sum();
     let lists = manifest.sources.iter().flat_map(|source| &source.prepared);
@@ -69,3 +71,6 @@ pub(crate) fn bytes(stream: &StreamRecord) -> u64 {
     });
     files.map(|file| file.bytes).sum()
 }
+
+#[cfg(test)]
+mod tests;

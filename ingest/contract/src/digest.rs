@@ -120,8 +120,16 @@ impl Hasher {
         self.words(values, i32::to_le_bytes)
     }
 
+    /// Each value as four bytes, little-endian: after the length of all of them, what [`Self::u32s`] feeds of a part.
+    pub fn u32s_onward(&mut self, values: &[u32]) -> &mut Self {
+        self.words_onward(values, u32::to_le_bytes)
+    }
+
     fn words<T: Copy>(&mut self, values: &[T], bytes: impl Fn(T) -> [u8; 4]) -> &mut Self {
-        self.u64(values.len() as u64);
+        self.u64(values.len() as u64).words_onward(values, bytes)
+    }
+
+    fn words_onward<T: Copy>(&mut self, values: &[T], bytes: impl Fn(T) -> [u8; 4]) -> &mut Self {
         let mut buffer = [0u8; 4096];
         for chunk in values.chunks(1024) {
             for (slot, value) in buffer.as_chunks_mut().0.iter_mut().zip(chunk) {

@@ -3,6 +3,7 @@
 //! One type for every room, because every room's errors end in the same place: on a person's terminal, with an
 //! exit code that a script can act on.
 
+use std::error::Error;
 use std::fmt;
 use std::io;
 use std::path::Path;
@@ -114,6 +115,10 @@ impl Fault {
             io::ErrorKind::UnexpectedEof => {
                 (Class::Data, "the file is shorter than it should be: restore it")
             }
+            _ if matches!(error.raw_os_error(), Some(ENFILE | EMFILE)) => (
+                Class::Machine,
+                "close what holds so many files, or raise `ulimit -n`, and run the same command again",
+            ),
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => (
                 Class::Machine,
                 "free some space and run the same command again: it goes on where it stopped",
@@ -161,6 +166,39 @@ impl Fault {
     }
 }
 
+/// No more files may be open on this machine, or in this process: errors that the standard library gives no name.
+const ENFILE: i32 = 23;
+const EMFILE: i32 = 24;
+/// The disk could not read what it holds.
+const EIO: i32 = 5;
+
+/// Whether an error on reading says something of the machine at this moment, such as "no more handles", and nothing of
+/// the file: then the file is neither whole nor damaged, but unread.
+pub fn is_of_the_moment(error: &io::Error) -> bool {
+    let class = Fault::io("read", Path::new(""), error).class();
+    class == Class::Machine && error.raw_os_error() != Some(EIO)
+}
+
+/// The I/O error at the root of what a library reports, if there is one.
+pub fn io_cause<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a io::Error> {
+    let mut cause = Some(error);
+    while let Some(link) = cause {
+        if let Some(error) = link.downcast_ref::<io::Error>() {
+            return Some(error);
+        }
+        cause = link.source();
+    }
+    None
+}
+
+/// An I/O error once more, to be kept while the first one goes its way.
+pub fn again(error: &io::Error) -> io::Error {
+    match error.raw_os_error() {
+        Some(code) => io::Error::from_raw_os_error(code),
+        None => io::Error::new(error.kind(), error.to_string()),
+    }
+}
+
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Inner { class: _, what, place, found, wanted, hint } = &*self.0;
@@ -177,7 +215,7 @@ impl fmt::Display for Fault {
     }
 }
 
-impl std::error::Error for Fault {}
+impl Error for Fault {}
 
 /// Makes `| head` a quiet end: where the reader of standard output has gone, `println!` would panic, and that is no
 /// bug of ours. Called once, at the start of a program; every other panic speaks as before.
@@ -247,5 +285,18 @@ mod tests {
             Fault::io("write", path, &io::ErrorKind::StorageFull.into()).class(),
             Class::Machine
         );
+        let handles = Fault::io("open", path, &io::Error::from_raw_os_error(24));
+        assert!(handles.class() == Class::Machine && handles.to_string().contains("ulimit -n"));
+    }
+
+    #[test]
+    fn a_failing_disk_damages_files_and_a_busy_machine_does_not() {
+        let of_the_moment = [4, 11, 12, 13, 23, 24].map(io::Error::from_raw_os_error);
+        assert!(of_the_moment.iter().all(is_of_the_moment));
+        let of_the_file = [2, 5].map(io::Error::from_raw_os_error);
+        assert!(!of_the_file.iter().any(is_of_the_moment));
+        assert!(!is_of_the_moment(&io::ErrorKind::UnexpectedEof.into()));
+        let wrapped = io::Error::other(io::Error::from_raw_os_error(24));
+        assert_eq!(again(io_cause(&wrapped).unwrap()).to_string(), again(&wrapped).to_string());
     }
 }

@@ -17,6 +17,7 @@ pub mod draw;
 pub mod far;
 pub mod fault;
 pub mod permute;
+pub mod pieces;
 pub mod ratio;
 pub mod store;
 

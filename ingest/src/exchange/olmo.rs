@@ -64,8 +64,10 @@ impl Table {
         loop {
             let (before, room) = (raw.len(), LINE_BYTES - raw.len() as u64);
             let got = (&mut self.reader).take(room).read_until(b'\n', &mut raw);
-            let got =
-                got.map_err(|error| self.wrong(&format!("the gzip stream is damaged: {error}")))?;
+            let got = got.map_err(|error| match error.raw_os_error() {
+                Some(_) => Fault::io("read", &self.path, &error),
+                None => self.wrong(&format!("the gzip stream is damaged: {error}")),
+            })?;
             open ^= raw[before..].iter().filter(|byte| **byte == b'"').count() % 2 == 1;
             if got == 0 && raw.is_empty() {
                 return Ok(None);

@@ -32,12 +32,11 @@ mod tests;
 mod trim;
 mod words;
 
-use std::fs;
 use std::path::Path;
 
-use contract::Digest;
-use contract::store::verify::Damage;
+use contract::store::verify::{Damage, unread};
 use contract::store::{Change, FileRecord, PreparedRecord, SourceRecord};
+use contract::{Digest, Result, far};
 
 pub(crate) use run::{InFile, Prepared, Tools, Trace};
 pub(crate) use survey::Survey;
@@ -64,18 +63,19 @@ pub(crate) fn is_reason(reason: &str) -> bool {
 }
 
 /// What is damaged of the lists that steps left in a source's folder.
-pub(crate) fn damages(store: &Path, source: &SourceRecord) -> Vec<Damage> {
+pub(crate) fn damages(store: &Path, source: &SourceRecord) -> Result<Vec<Damage>> {
     let files = source.prepared.iter().flat_map(|prepared| &prepared.files);
     let damage = |file: &FileRecord| {
-        let what = match fs::read(store.join(&source.name).join(&file.name)) {
-            Err(error) => format!("it cannot be read: {error}"),
-            Ok(bytes) if Digest::of_bytes(&bytes) == file.digest => return None,
+        let path = store.join(&source.name).join(&file.name);
+        let what = match far::read(&path) {
+            Err(error) => unread(&path, &error)?,
+            Ok(bytes) if Digest::of_bytes(&bytes) == file.digest => return Ok(None),
             Ok(_) => "its digest is not the manifest's".to_owned(),
         };
         let file = format!("{}/{}", source.name, file.name);
-        Some(Damage { file, what, block: None, documents: None })
+        Ok(Some(Damage { file, what, block: None, documents: None }))
     };
-    files.filter_map(damage).collect()
+    files.filter_map(|file| damage(file).transpose()).collect()
 }
 
 /// The first steps in which two preparations differ: nobody reads the whole of both.

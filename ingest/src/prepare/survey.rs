@@ -46,7 +46,7 @@ struct Start {
 /// All documents that reached a comparing step, by one.
 enum Column {
     Exact(Vec<exact::Entry>),
-    Near { documents: Vec<u32>, bands: Vec<BufWriter<File>> },
+    Near { documents: Vec<u32>, bands: Vec<(PathBuf, BufWriter<File>)> },
 }
 
 /// What is known of every record with a text.
@@ -159,7 +159,7 @@ fn run(
     if !quiet {
         eprintln!("survey: {}", progress.finish());
     }
-    table.decide(corpus, scratch)?;
+    table.decide(corpus)?;
     let mut files = table.write(corpus, store)?;
     for (files, hits) in files.iter_mut().zip(hits.finish()?) {
         files.extend(hits);
@@ -235,7 +235,8 @@ impl Table {
                     let create = |band: u64| {
                         let path = spill(scratch, *number, band);
                         let file = File::create(&path);
-                        file.map(BufWriter::new).map_err(|error| Fault::io("create", &path, &error))
+                        let file = file.map_err(|error| Fault::io("create", &path, &error))?;
+                        Ok((path, BufWriter::new(file)))
                     };
                     let bands = (0..near.bands).map(create).collect::<Result<_>>()?;
                     Column::Near { documents: Vec::new(), bands }
@@ -269,9 +270,9 @@ impl Table {
                 }
                 (Some(Column::Near { documents, bands }), Mark::Bands(keys)) => {
                     documents.push(document);
-                    for (band, key) in bands.iter_mut().zip(keys) {
+                    for ((path, band), key) in bands.iter_mut().zip(keys) {
                         let written = band.write_all(&key.to_le_bytes());
-                        written.map_err(|e| Fault::io("write", Path::new("survey"), &e))?;
+                        written.map_err(|error| Fault::io("write", path, &error))?;
                     }
                 }
                 _ => return Err(Fault::bug("a mark of another step")),
@@ -289,7 +290,7 @@ impl Table {
     }
 
     /// Decides the comparing steps in their order.
-    fn decide(&mut self, corpus: &Corpus, scratch: &Path) -> Result<()> {
+    fn decide(&mut self, corpus: &Corpus) -> Result<()> {
         for (number, column) in std::mem::take(&mut self.columns) {
             let across = corpus.sources.iter().flat_map(|source| &source.recipe.steps).find_map(
                 |(candidate, step)| match step {
@@ -305,7 +306,7 @@ impl Table {
                     "exact-duplicates: of an earlier document",
                 ),
                 Column::Near { documents, bands } => (
-                    self.near(documents, bands, (number, across), scratch)?,
+                    self.near(documents, bands, (number, across))?,
                     "near-duplicates: of an earlier document",
                 ),
             };
@@ -341,15 +342,13 @@ impl Table {
     fn near(
         &self,
         documents: Vec<u32>,
-        bands: Vec<BufWriter<File>>,
+        bands: Vec<(PathBuf, BufWriter<File>)>,
         (number, across): (usize, bool),
-        scratch: &Path,
     ) -> Result<Vec<(u32, u32)>> {
         let mut components = Components::new(self.at.len() as u32);
-        for (band, writer) in bands.into_iter().enumerate() {
-            let path = spill(scratch, number, band as u64);
+        for (path, writer) in bands {
             let fault = |error: std::io::Error| Fault::io("read", &path, &error);
-            writer.into_inner().map_err(|error| fault(error.into_error()))?;
+            writer.into_inner().map_err(|error| Fault::io("write", &path, error.error()))?;
             let mut reader = BufReader::new(File::open(&path).map_err(fault)?);
             let mut keys = Vec::new();
             for document in &documents {

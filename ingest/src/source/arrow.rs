@@ -10,6 +10,7 @@ use arrow::datatypes::{DataType, Field, Schema};
 use contract::{Fault, Identity, Result};
 
 use super::columns::{Column, Rows, no_column, wrong_column};
+use super::disk::Disk;
 use super::ipc::Messages;
 use super::{Fields, Input, Limits, Records, Slab};
 
@@ -29,8 +30,13 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    pub(super) fn open(path: &Path, fields: &Fields, limits: Limits) -> Result<Self> {
-        let mut messages = Messages::open(path)?;
+    pub(super) fn open(
+        disk: &dyn Disk,
+        path: &Path,
+        fields: &Fields,
+        limits: Limits,
+    ) -> Result<Self> {
+        let mut messages = Messages::open(disk, path)?;
         let schema = messages.schema();
         check(path, schema, &fields.text, "strings", is_text)?;
         if let Some(id) = &fields.id {

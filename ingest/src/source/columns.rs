@@ -2,7 +2,6 @@
 
 use std::error::Error;
 use std::fmt::Display;
-use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
@@ -12,6 +11,7 @@ use arrow::buffer::NullBuffer;
 use arrow::datatypes::DataType;
 use arrow::util::display::array_value_to_string;
 use contract::fault::nearest;
+use contract::pieces::Pieces;
 use contract::{Fault, Result};
 use parquet::data_type::ByteArray;
 
@@ -204,7 +204,7 @@ pub(super) fn wrong_column(path: &Path, name: &str, found: impl Display, wanted:
 ///
 /// The decoders of these formats index into what the file itself claims about its layout, and a damaged file can make
 /// them panic. That is an error of the file, to be reported as one.
-pub(super) fn guarded<T, E: Error + 'static>(
+pub(super) fn guarded<T, E: Error>(
     path: &Path,
     format: &str,
     decode: impl FnOnce() -> std::result::Result<T, E>,
@@ -217,22 +217,16 @@ pub(super) fn guarded<T, E: Error + 'static>(
     };
     match catch_unwind(AssertUnwindSafe(decode)) {
         Ok(Ok(value)) => Ok(value),
-        Ok(Err(error)) => Err(match of_the_machine(&error) {
-            Some(error) => Fault::io("read", path, error),
-            None => damaged(error.to_string()),
-        }),
+        Ok(Err(error)) => Err(damaged(error.to_string())),
         Err(_) => Err(damaged("bytes that the decoder could not make sense of".to_owned())),
     }
 }
 
-/// The error of the operating system that a decoder passed on, if that is what it is.
-fn of_the_machine<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a io::Error> {
-    let mut cause = Some(error);
-    while let Some(error) = cause {
-        if let Some(io) = error.downcast_ref::<io::Error>() {
-            return io.raw_os_error().map(|_| io);
-        }
-        cause = error.source();
-    }
-    None
+/// Runs a decoder that reads a Parquet file by itself: where it fails because the machine did, that is the error.
+pub(super) fn guarded_pieces<T>(
+    path: &Path,
+    file: &Pieces,
+    decode: impl FnOnce() -> parquet::errors::Result<T>,
+) -> Result<T> {
+    guarded(path, "Parquet", decode).map_err(|fault| file.or_machine(path, fault))
 }

@@ -3,13 +3,15 @@
 //! Concatenated gzip members and zstd frames, skippable ones included, are one stream. A stream that ends early or is
 //! followed by something else is damaged: whoever reads on from there would lose documents in silence.
 
-use std::fs::File;
 use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
 
+use contract::fault::again;
 use contract::{Fault, Identity, Result};
 use flate2::bufread::MultiGzDecoder;
 use sha2::{Digest, Sha256};
+
+use super::disk::Disk;
 
 /// Raw bytes are read and hashed in pieces of this size.
 const RAW_BYTES: usize = 256 << 10;
@@ -32,8 +34,8 @@ enum Decoder {
 
 impl Stream {
     /// Opens `path`; its name says how it is compressed.
-    pub(super) fn open(path: &Path) -> Result<Self> {
-        let raw = BufReader::with_capacity(RAW_BYTES, Tee::open(path)?);
+    pub(super) fn open(disk: &dyn Disk, path: &Path) -> Result<Self> {
+        let raw = BufReader::with_capacity(RAW_BYTES, Tee::open(disk, path)?);
         let extension = path.extension().map(|extension| extension.to_ascii_lowercase());
         let decoder = match extension.as_ref().and_then(|extension| extension.to_str()) {
             Some("gz") => Decoder::Gzip(Box::new(MultiGzDecoder::new(raw))),
@@ -111,15 +113,15 @@ impl Stream {
 
 /// A file that hashes whatever is read from it.
 pub(super) struct Tee {
-    file: File,
+    file: Box<dyn Read + Send>,
     bytes: u64,
     hasher: Sha256,
     failed: Option<io::Error>,
 }
 
 impl Tee {
-    pub(super) fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|error| Fault::io("open", path, &error))?;
+    pub(super) fn open(disk: &dyn Disk, path: &Path) -> Result<Self> {
+        let file = disk.stream(path).map_err(|error| Fault::io("open", path, &error))?;
         Ok(Tee { file, bytes: 0, hasher: Sha256::new(), failed: None })
     }
 
@@ -139,14 +141,16 @@ impl Tee {
 
 impl Read for Tee {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let got = match self.file.read(buffer) {
-            Ok(got) => got,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Err(error),
-            Err(error) => {
-                // A decoder above may wrap or replace the error: whose fault it is must survive.
-                let copy = io::Error::new(error.kind(), error.to_string());
-                self.failed = Some(copy);
-                return Err(error);
+        let got = loop {
+            match self.file.read(buffer) {
+                Ok(got) => break got,
+                // Here, so that no decoder above has to know that this is no error.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    // A decoder above may wrap or replace the error: whose fault it is must survive.
+                    self.failed = Some(again(&error));
+                    return Err(error);
+                }
             }
         };
         self.hasher.update(&buffer[..got]);

@@ -22,6 +22,7 @@ use zstd::zstd_safe::get_frame_content_size;
 
 use super::columns::guarded;
 use super::decompress::Tee;
+use super::disk::Disk;
 
 const MAGIC: &[u8; 6] = b"ARROW1";
 const CONTINUATION: [u8; 4] = [0xff; 4];
@@ -57,9 +58,9 @@ struct Message {
 
 impl Messages {
     /// Opens `path` and reads its schema.
-    pub(super) fn open(path: &Path) -> Result<Self> {
+    pub(super) fn open(disk: &dyn Disk, path: &Path) -> Result<Self> {
         let mut messages = Messages {
-            raw: BufReader::with_capacity(256 << 10, Tee::open(path)?),
+            raw: BufReader::with_capacity(256 << 10, Tee::open(disk, path)?),
             path: path.to_owned(),
             is_file: false,
             schema: Arc::new(Schema::empty()),

@@ -11,6 +11,7 @@ use contract::{Fault, Identity, Result};
 use memchr::{memchr, memchr_iter, memrchr};
 
 use super::decompress::Stream;
+use super::disk::Disk;
 use super::json::{self, Found, Value, Wanted};
 use super::{Document, Fields, Input, Limits, Parsed, Records, Slab, lost};
 
@@ -54,12 +55,12 @@ pub(super) struct TooLong {
 }
 
 impl Reader {
-    pub(super) fn open(path: &Path, limits: Limits) -> Result<Self> {
+    pub(super) fn open(disk: &dyn Disk, path: &Path, limits: Limits) -> Result<Self> {
         let limits = Limits {
             slab_bytes: limits.slab_bytes.max(1),
             max_document_bytes: limits.max_document_bytes.min(LINE_BYTES_MAX),
         };
-        let mut stream = Stream::open(path)?;
+        let mut stream = Stream::open(disk, path)?;
         let mut carry = Vec::new();
         let mut offset = 0;
         let ended = stream.fill(&mut carry, MARK.len())? < MARK.len();
@@ -268,6 +269,7 @@ fn listed(keys: &[String]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::disk::Real;
     use super::super::tests::{documents, read, read_with, write};
     use super::*;
 
@@ -353,7 +355,7 @@ mod tests {
         let lines = format!("{{\"text\":\"{}\"}}\n{{\"text\":\"b\"}}\n", "x".repeat(20_000_000));
         let file = write("x.jsonl.zst", &zstd::encode_all(lines.as_bytes(), 1).unwrap());
         let limits = Limits { slab_bytes: 1000, max_document_bytes: 50_000 };
-        let mut reader = Reader::open(&file.path, limits).unwrap();
+        let mut reader = Reader::open(&Real, &file.path, limits).unwrap();
         let first = reader.next_slab().unwrap().unwrap();
         assert!(matches!(first.0, Records::TooLong(TooLong { bytes: 20_000_011, .. })));
         assert!(reader.carry.capacity() < 200_000, "{}", reader.carry.capacity());

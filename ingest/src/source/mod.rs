@@ -10,6 +10,7 @@
 mod arrow;
 mod columns;
 mod decompress;
+mod disk;
 mod ipc;
 mod json;
 mod jsonl;
@@ -20,6 +21,8 @@ mod text;
 use std::path::Path;
 
 use contract::{Fault, Identity, Result, far};
+
+use self::disk::{Disk, Real};
 
 /// What a file holds, whatever it is compressed with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -186,17 +189,27 @@ pub fn open(
     fields: &Fields,
     limits: &Limits,
 ) -> Result<Box<dyn Input>> {
+    open_on(&Real, path, format, fields, limits)
+}
+
+fn open_on(
+    disk: &dyn Disk,
+    path: &Path,
+    format: Format,
+    fields: &Fields,
+    limits: &Limits,
+) -> Result<Box<dyn Input>> {
     // A reader keeps its handles, so that a far file's copy is needed only until they are open.
     let near = far::near(path).map_err(|error| Fault::io("open", path, &error))?;
     let path = near.path();
     Ok(match format {
-        Format::JsonLines => Box::new(jsonl::Reader::open(path, *limits)?),
+        Format::JsonLines => Box::new(jsonl::Reader::open(disk, path, *limits)?),
         Format::Parquet if fields.is_record() => {
-            Box::new(records::Reader::open(path, fields, *limits)?)
+            Box::new(records::Reader::open(disk, path, fields, *limits)?)
         }
-        Format::Parquet => Box::new(parquet::Reader::open(path, fields, *limits)?),
-        Format::Arrow => Box::new(arrow::Reader::open(path, fields, *limits)?),
-        Format::Text => Box::new(text::Reader::open(path, *limits)?),
+        Format::Parquet => Box::new(parquet::Reader::open(disk, path, fields, *limits)?),
+        Format::Arrow => Box::new(arrow::Reader::open(disk, path, fields, *limits)?),
+        Format::Text => Box::new(text::Reader::open(disk, path, *limits)?),
     })
 }
 

@@ -3,10 +3,10 @@
 //! Columns are read below the Arrow layer, as bytes: a value that is not UTF-8 is then one lost row and not a lost
 //! file, workers do the checking, and only the pages of the columns asked for are touched.
 
-use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
+use contract::pieces::Pieces;
 use contract::{Fault, Identity, Result};
 use parquet::basic::{LogicalType, Type as PhysicalType};
 use parquet::column::reader::{ColumnReader, ColumnReaderImpl};
@@ -15,8 +15,9 @@ use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::schema::types::ColumnDescPtr;
 
-use super::columns::{Column, Rows, guarded, no_column, wrong_column};
+use super::columns::{Column, Rows, guarded_pieces, no_column, wrong_column};
 use super::decompress::Tee;
+use super::disk::Disk;
 use super::{Fields, Input, Limits, Records, Slab};
 
 /// Rows read at a time while a slab fills.
@@ -26,7 +27,8 @@ const ROWS_MAX: usize = 1024;
 pub(super) struct Reader {
     path: Arc<Path>,
     limits: Limits,
-    file: SerializedFileReader<File>,
+    pieces: Pieces,
+    file: SerializedFileReader<Pieces>,
     tee: Tee,
     text: Leaf,
     id: Option<Leaf>,
@@ -54,15 +56,20 @@ struct Group {
 }
 
 impl Reader {
-    pub(super) fn open(path: &Path, fields: &Fields, limits: Limits) -> Result<Self> {
-        let file = File::open(path).map_err(|error| Fault::io("open", path, &error))?;
-        let file = guarded(path, "Parquet", || SerializedFileReader::new(file))?;
+    pub(super) fn open(
+        disk: &dyn Disk,
+        path: &Path,
+        fields: &Fields,
+        limits: Limits,
+    ) -> Result<Self> {
+        let pieces = disk.pieces(path).map_err(|error| Fault::io("open", path, &error))?;
+        let file = guarded_pieces(path, &pieces, || SerializedFileReader::new(pieces.clone()))?;
         let columns = file.metadata().file_metadata().schema_descr().columns();
         let text = leaf(path, columns, &fields.text, &[PhysicalType::BYTE_ARRAY])?;
         let kinds = [PhysicalType::BYTE_ARRAY, PhysicalType::INT32, PhysicalType::INT64];
         let id = fields.id.as_deref().map(|id| leaf(path, columns, id, &kinds)).transpose()?;
-        let (path, tee) = (path.into(), Tee::open(path)?);
-        Ok(Reader { path, limits, file, tee, text, id, group: 0, open: None })
+        let (path, tee) = (path.into(), Tee::open(disk, path)?);
+        Ok(Reader { path, limits, pieces, file, tee, text, id, group: 0, open: None })
     }
 
     /// Opens the next row group that has rows.
@@ -79,7 +86,7 @@ impl Reader {
             let bytes = meta.column(self.text.index).uncompressed_size().max(1) as u64;
             let chunk = (self.limits.slab_bytes as u64).saturating_mul(rows) / bytes / 4;
             let chunk = chunk.clamp(1, ROWS_MAX as u64) as usize;
-            let (text, id) = guarded(&self.path, "Parquet", || {
+            let (text, id) = guarded_pieces(&self.path, &self.pieces, || {
                 let group = self.file.get_row_group(index)?;
                 let id =
                     self.id.as_ref().map(|id| group.get_column_reader(id.index)).transpose()?;
@@ -98,7 +105,7 @@ impl Reader {
         while group.next < group.rows && (text.is_empty() || bytes < self.limits.slab_bytes) {
             let wanted = (group.rows - group.next).min(group.chunk as u64) as usize;
             let before = text.len();
-            guarded(&self.path, "Parquet", || {
+            guarded_pieces(&self.path, &self.pieces, || {
                 strings(&mut group.text, &self.text, wanted, &mut text)?;
                 match (&mut group.id, &self.id) {
                     (Some(reader @ ColumnReader::ByteArrayColumnReader(_)), Some(leaf)) => {

@@ -1,12 +1,12 @@
 //! Whole rows of Parquet files as JSON, for templates and chats that take several fields, nested ones too.
 
-use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
 use arrow::datatypes::DataType;
 use arrow::util::display::array_value_to_string;
+use contract::pieces::Pieces;
 use contract::{Fault, Identity, Result};
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{
@@ -16,8 +16,9 @@ use parquet::arrow::arrow_reader::{
 use parquet::errors::ParquetError;
 use serde_json::{Map, Value};
 
-use super::columns::{guarded, no_column};
+use super::columns::{guarded_pieces, no_column};
 use super::decompress::Tee;
+use super::disk::Disk;
 use super::{Document, Fields, Input, Limits, Parsed, Records, Slab, lost};
 
 /// Rows read at a time.
@@ -27,7 +28,7 @@ const ROWS: usize = 256;
 pub(super) struct Reader {
     path: Arc<Path>,
     limits: Limits,
-    file: File,
+    file: Pieces,
     metadata: ArrowReaderMetadata,
     columns: Vec<usize>,
     tee: Tee,
@@ -46,9 +47,14 @@ pub(super) struct Rows {
 }
 
 impl Reader {
-    pub(super) fn open(path: &Path, fields: &Fields, limits: Limits) -> Result<Self> {
-        let file = File::open(path).map_err(|error| Fault::io("open", path, &error))?;
-        let metadata = guarded(path, "Parquet", || {
+    pub(super) fn open(
+        disk: &dyn Disk,
+        path: &Path,
+        fields: &Fields,
+        limits: Limits,
+    ) -> Result<Self> {
+        let file = disk.pieces(path).map_err(|error| Fault::io("open", path, &error))?;
+        let metadata = guarded_pieces(path, &file, || {
             ArrowReaderMetadata::load(&file, ArrowReaderOptions::new())
         })?;
         let known: Vec<&str> =
@@ -59,7 +65,7 @@ impl Reader {
             let at = known.iter().position(|known| *known == name);
             columns.push(at.ok_or_else(|| no_column(path, name, known.iter().copied()))?);
         }
-        let (path, tee) = (path.into(), Tee::open(path)?);
+        let (path, tee) = (path.into(), Tee::open(disk, path)?);
         Ok(Reader { path, limits, file, metadata, columns, tee, group: 0, open: None })
     }
 
@@ -69,10 +75,9 @@ impl Reader {
         }
         let group = self.group;
         self.group += 1;
-        let file = self.file.try_clone().map_err(|e| Fault::io("open", &self.path, &e))?;
-        let reader = guarded(&self.path, "Parquet", || {
-            let builder =
-                ParquetRecordBatchReaderBuilder::new_with_metadata(file, self.metadata.clone());
+        let reader = guarded_pieces(&self.path, &self.file, || {
+            let (file, metadata) = (self.file.clone(), self.metadata.clone());
+            let builder = ParquetRecordBatchReaderBuilder::new_with_metadata(file, metadata);
             let schema = builder.parquet_schema();
             let mask = ProjectionMask::roots(schema, self.columns.iter().copied());
             let builder = builder.with_row_groups(vec![group]).with_batch_size(ROWS);
@@ -96,7 +101,7 @@ impl Input for Reader {
                 }
                 continue;
             };
-            let batch = guarded(&self.path, "Parquet", || {
+            let batch = guarded_pieces(&self.path, &self.file, || {
                 reader.next().transpose().map_err(ParquetError::from)
             })?;
             let Some(batch) = batch else { continue };
@@ -186,6 +191,7 @@ fn value(array: &ArrayRef, row: usize) -> Value {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
+    use std::fs::File;
 
     use arrow::array::{Float64Array, Int32Array, ListArray, StringArray, StructArray};
     use arrow::buffer::OffsetBuffer;
@@ -193,6 +199,8 @@ mod tests {
     use parquet::arrow::ArrowWriter;
     use parquet::file::properties::WriterProperties;
     use serde_json::json;
+
+    use super::super::disk::Real;
 
     use super::*;
 
@@ -227,7 +235,7 @@ mod tests {
         writer.close().unwrap();
 
         let fields = Fields { text: Fields::record(["chat", "score"]), id: Some("id".to_owned()) };
-        let mut reader = Reader::open(&path, &fields, Limits::default()).unwrap();
+        let mut reader = Reader::open(&Real, &path, &fields, Limits::default()).unwrap();
         let mut found = Vec::new();
         while let Some(slab) = reader.next_slab().unwrap() {
             for parsed in slab.parse(&fields).unwrap() {
@@ -251,7 +259,7 @@ mod tests {
         let bytes = std::fs::read(&path).unwrap();
         assert_eq!(reader.content(), (bytes.len() as u64, Identity::of_bytes(&bytes)));
         let missing = Fields { text: Fields::record(["caht"]), id: None };
-        let fault = Reader::open(&path, &missing, Limits::default()).map(drop).unwrap_err();
+        let fault = Reader::open(&Real, &path, &missing, Limits::default()).map(drop).unwrap_err();
         assert!(fault.to_string().contains("`chat`"), "{fault}");
     }
 }

@@ -1,5 +1,8 @@
 //! What all formats share: what was written is what is read, whatever the slab size, and damage is an error.
 
+mod accepted;
+mod faults;
+
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -41,10 +44,19 @@ pub(super) fn read_with(
     limits: &Limits,
 ) -> Result<Vec<Parsed>> {
     let fields = Fields { text: text.to_owned(), id: id.map(str::to_owned) };
-    let mut input = open(&file.path, Format::guess(&file.path), &fields, limits)?;
+    read_on(&Real, file, &fields, limits)
+}
+
+fn read_on(
+    disk: &dyn Disk,
+    file: &Scratch,
+    fields: &Fields,
+    limits: &Limits,
+) -> Result<Vec<Parsed>> {
+    let mut input = open_on(disk, &file.path, Format::guess(&file.path), fields, limits)?;
     let mut parsed = Vec::new();
     while let Some(slab) = input.next_slab()? {
-        parsed.extend(slab.parse(&fields)?);
+        parsed.extend(slab.parse(fields)?);
     }
     let raw = std::fs::read(&file.path).unwrap();
     assert_eq!(input.content(), (raw.len() as u64, Identity::of_bytes(&raw)));

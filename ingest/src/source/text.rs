@@ -6,6 +6,7 @@ use std::sync::Arc;
 use contract::{Fault, Identity, Result};
 
 use super::decompress::Stream;
+use super::disk::Disk;
 use super::{Document, Input, Limits, Parsed, Records, Slab, lost};
 
 const MARK: &[u8] = b"\xef\xbb\xbf";
@@ -27,8 +28,8 @@ pub(super) struct Whole {
 }
 
 impl Reader {
-    pub(super) fn open(path: &Path, limits: Limits) -> Result<Self> {
-        Ok(Reader { stream: Stream::open(path)?, path: path.into(), limits, done: false })
+    pub(super) fn open(disk: &dyn Disk, path: &Path, limits: Limits) -> Result<Self> {
+        Ok(Reader { stream: Stream::open(disk, path)?, path: path.into(), limits, done: false })
     }
 }
 

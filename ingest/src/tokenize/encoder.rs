@@ -62,10 +62,11 @@ impl Tokenizer {
             (reference.join(), fast)
         });
         let reference = reference.map_err(|_| Fault::bug("the loader of a tokenizer died"))??;
-        let largest = reference.get_vocab(true).into_values().max();
+        let largest = largest_id(&reference)?;
         let vocab = largest
             .and_then(|id| id.checked_add(1))
-            .ok_or_else(|| Fault::usage("the tokenizer has no tokens, or an id beyond 32 bits"))?;
+            .filter(|vocab| *vocab <= 1 << 31)
+            .ok_or_else(|| Fault::usage("the tokenizer has no tokens, or an id beyond 31 bits"))?;
         let fast = fast.and_then(|fast| agreeing(fast, &reference));
         let identity = Identity::of_bytes(&bytes);
         Ok(Tokenizer { bytes, identity, vocab, reference, fast, rescued: AtomicU64::new(0) })
@@ -181,6 +182,21 @@ fn encode_reference(reference: &tokenizers::Tokenizer, text: &str) -> Result<Vec
             .hint("leave the document out, or use a tokenizer that knows every byte")),
         Err(_) => Err(Fault::data("the reference tokenizer panicked on a document")
             .hint("leave the document out, or use another tokenizer")),
+    }
+}
+
+/// The largest id, of which no two tokens may have the same: nobody could tell which one a store means.
+fn largest_id(reference: &tokenizers::Tokenizer) -> Result<Option<u32>> {
+    let mut tokens: Vec<(u32, String)> =
+        reference.get_vocab(true).into_iter().map(|(token, id)| (id, token)).collect();
+    tokens.sort_unstable();
+    match tokens.windows(2).find(|two| two[0].0 == two[1].0) {
+        None => Ok(tokens.last().map(|(id, _)| *id)),
+        Some(two) => Err(Fault::usage(format!("two tokens have the id {}", two[0].0))
+            .found(format!("{:?} and {:?}", two[0].1, two[1].1))
+            .hint(format!(
+                "{REFERENCE} numbers added tokens that the vocabulary lacks after its size: put them into it"
+            ))),
     }
 }
 

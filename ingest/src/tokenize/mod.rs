@@ -11,3 +11,6 @@ pub mod train;
 
 pub use decode::Decoder;
 pub use encoder::{Engine, Tokenizer};
+
+#[cfg(test)]
+mod tests;

@@ -1,5 +1,6 @@
 //! Reading the two lists of documents of a shard from front to back: starts and provenance.
 
+use std::error::Error;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
@@ -10,6 +11,8 @@ use parquet::arrow::arrow_reader::{ParquetRecordBatchReader, ParquetRecordBatchR
 
 use super::DocumentRecord;
 use super::write::{document_schema, start_schema};
+use crate::fault::{io_cause, is_of_the_moment};
+use crate::pieces::Pieces;
 use crate::{Fault, Result, far};
 
 /// The fault of a file that another writer must have written, or that changed after its digest was checked.
@@ -17,6 +20,14 @@ fn strange(path: &Path, what: impl ToString) -> Fault {
     Fault::data(format!("it cannot be read: {}", what.to_string()))
         .at(path.display().to_string())
         .hint("check the store with `zdata verify`")
+}
+
+/// The fault behind a library's error: the machine's, if it is of the moment.
+fn unreadable(path: &Path, error: &(dyn Error + 'static)) -> Fault {
+    match io_cause(error) {
+        Some(error) if is_of_the_moment(error) => Fault::io("read", path, error),
+        _ => strange(path, error),
+    }
 }
 
 /// The starts in `starts-*.arrow`.
@@ -31,7 +42,7 @@ impl Starts {
     /// Opens one file.
     pub fn open(path: &Path) -> Result<Self> {
         let file = far::open(path).map_err(|error| Fault::io("read", path, &error))?;
-        let reader = FileReader::try_new(file, None).map_err(|error| strange(path, error))?;
+        let reader = FileReader::try_new(file, None).map_err(|error| unreadable(path, &error))?;
         if reader.schema() != start_schema() {
             return Err(strange(path, "its schema is not that of starts"));
         }
@@ -46,7 +57,7 @@ impl Iterator for Starts {
         while self.batch.as_ref().is_none_or(|batch| self.at == batch.num_rows()) {
             match self.reader.next()? {
                 Ok(batch) => (self.batch, self.at) = (Some(batch), 0),
-                Err(error) => return Some(Err(strange(&self.path, error))),
+                Err(error) => return Some(Err(unreadable(&self.path, &error))),
             }
         }
         let start = self.batch.as_ref()?.column(0).as_primitive::<UInt64Type>().value(self.at);
@@ -58,6 +69,7 @@ impl Iterator for Starts {
 /// The rows of `documents-*.parquet`.
 pub struct Documents {
     path: PathBuf,
+    file: Pieces,
     reader: ParquetRecordBatchReader,
     batch: Option<RecordBatch>,
     at: usize,
@@ -66,14 +78,15 @@ pub struct Documents {
 impl Documents {
     /// Opens one file.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = far::open(path).map_err(|error| Fault::io("read", path, &error))?;
-        let builder =
-            ParquetRecordBatchReaderBuilder::try_new(file).map_err(|error| strange(path, error))?;
+        let file = Pieces::open(path).map_err(|error| Fault::io("read", path, &error))?;
+        let fault = |error| file.or_machine(path, strange(path, error));
+        let builder = ParquetRecordBatchReaderBuilder::try_new(file.clone())
+            .map_err(|e| fault(e.to_string()))?;
         if builder.schema().fields() != document_schema().fields() {
             return Err(strange(path, "its schema is not that of documents"));
         }
-        let reader = builder.with_batch_size(4096).build().map_err(|error| strange(path, error))?;
-        Ok(Documents { path: path.to_owned(), reader, batch: None, at: 0 })
+        let reader = builder.with_batch_size(4096).build().map_err(|e| fault(e.to_string()))?;
+        Ok(Documents { path: path.to_owned(), file, reader, batch: None, at: 0 })
     }
 }
 
@@ -84,7 +97,10 @@ impl Iterator for Documents {
         while self.batch.as_ref().is_none_or(|batch| self.at == batch.num_rows()) {
             match self.reader.next()? {
                 Ok(batch) => (self.batch, self.at) = (Some(batch), 0),
-                Err(error) => return Some(Err(strange(&self.path, error))),
+                Err(error) => {
+                    let fault = strange(&self.path, error);
+                    return Some(Err(self.file.or_machine(&self.path, fault)));
+                }
             }
         }
         let row = row(self.batch.as_ref()?, self.at);

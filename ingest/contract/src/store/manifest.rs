@@ -245,11 +245,34 @@ impl StreamRecord {
 /// One link of a stream's digest: the state after a document, from the state before it, the document's tokens and its
 /// provenance. Sixteen bytes carry a build across a kill, and the cut into shards leaves no trace.
 pub fn chain(before: Digest, tokens: &[u32], record: &super::DocumentRecord) -> Digest {
-    let super::DocumentRecord { id, file, row, group, bytes, first_token, tokens: count } = record;
-    let mut hasher = Hasher::new();
-    hasher.tag("document.v1").digest(before).u32s(tokens).str(id).u64(u64::from(*file)).u64(*row);
-    hasher.u64(group.map_or(u64::MAX, u64::from));
-    let (first_byte, end_byte) = bytes.unwrap_or((u64::MAX, u64::MAX));
-    hasher.u64(first_byte).u64(end_byte).u64(*first_token).u64(*count);
-    hasher.finish()
+    let mut link = Link::begin(before, tokens.len() as u64);
+    link.tokens(tokens);
+    link.end(record)
+}
+
+/// A link under way: a document's tokens need not be in memory at once.
+pub struct Link(Hasher);
+
+impl Link {
+    /// Begins the link of a document of so many tokens.
+    pub fn begin(before: Digest, tokens: u64) -> Self {
+        let mut hasher = Hasher::new();
+        hasher.tag("document.v1").digest(before).u64(tokens);
+        Link(hasher)
+    }
+
+    /// Takes the next tokens.
+    pub fn tokens(&mut self, tokens: &[u32]) {
+        self.0.u32s_onward(tokens);
+    }
+
+    /// The state after the document.
+    pub fn end(mut self, record: &super::DocumentRecord) -> Digest {
+        let super::DocumentRecord { id, file, row, group, bytes, first_token, tokens } = record;
+        let hasher = &mut self.0;
+        hasher.str(id).u64(u64::from(*file)).u64(*row).u64(group.map_or(u64::MAX, u64::from));
+        let (first_byte, end_byte) = bytes.unwrap_or((u64::MAX, u64::MAX));
+        hasher.u64(first_byte).u64(end_byte).u64(*first_token).u64(*tokens);
+        hasher.finish()
+    }
 }

@@ -49,7 +49,7 @@ impl ReadCache {
 
     /// A cache that leaves half of the process's file handles to others.
     pub fn sized_by_the_process() -> Arc<Self> {
-        ReadCache::new((open::file_limit() / 2).clamp(8, 1024))
+        ReadCache::new((open::file_limit() / 2).clamp(2, 1024))
     }
 }
 

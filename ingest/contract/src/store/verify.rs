@@ -3,23 +3,25 @@
 //! Files whose digest is wrong are never parsed; damage inside one is found by block sums at offsets that arithmetic
 //! gives, and named with the documents it touches as long as one of the two lists of documents is whole.
 
+use std::cmp::Ordering;
 use std::fmt;
 use std::fs::File;
-use std::io::{Read as _, Seek as _, SeekFrom};
+use std::io::{self, Read as _, Seek as _, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3;
 
 use super::documents::{Documents, Starts};
-use super::manifest::chain;
+use super::manifest::Link;
 use super::write::block_offset;
 use super::{
     BLOCK_TOKENS, DocumentRecord, FileRecord, Manifest, ShardRecord, SourceRecord, Split,
     StreamRecord, open,
 };
 use crate::digest::block_sum;
-use crate::{Digest, Fault, Identity, Result, far};
+use crate::fault::is_of_the_moment;
+use crate::{Class, Digest, Fault, Identity, Result, far};
 
 /// One damaged place.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,28 +47,40 @@ impl fmt::Display for Damage {
 }
 
 /// Checks what belongs to no stream: the tokenizer.
-pub fn verify_tokenizer(store: &Path, manifest: &Manifest) -> Vec<Damage> {
-    let found = far::read(&store.join(open::TOKENIZER));
-    let what = match found {
-        Err(error) => format!("it cannot be read: {error}"),
-        Ok(bytes) if Identity::of_bytes(&bytes) == manifest.tokenizer.sha256 => return Vec::new(),
+pub fn verify_tokenizer(store: &Path, manifest: &Manifest) -> Result<Vec<Damage>> {
+    let path = store.join(open::TOKENIZER);
+    let what = match far::read(&path) {
+        Err(error) => unread(&path, &error)?,
+        Ok(bytes) if Identity::of_bytes(&bytes) == manifest.tokenizer.sha256 => {
+            return Ok(Vec::new());
+        }
         Ok(bytes) => format!(
             "its content changed: found {}, wanted {}",
             Identity::of_bytes(&bytes).short(),
             manifest.tokenizer.sha256.short()
         ),
     };
-    vec![Damage { file: open::TOKENIZER.to_owned(), what, block: None, documents: None }]
+    Ok(vec![Damage { file: open::TOKENIZER.to_owned(), what, block: None, documents: None }])
+}
+
+/// What it means that a file cannot be read: damage in words, or a fault of the machine, which says nothing of the file.
+pub fn unread(path: &Path, error: &io::Error) -> Result<String> {
+    match error.kind() {
+        _ if is_of_the_moment(error) => Err(Fault::io("read", path, error)),
+        io::ErrorKind::NotFound => Ok("it is missing".to_owned()),
+        _ => Ok(format!("it cannot be read: {error}")),
+    }
 }
 
 /// Checks one stream: its files, ids, starts, provenance and digest. Calls `passed` with the bytes of each file read.
+/// A fault is the machine's: what is damaged is a [`Damage`].
 pub fn verify_stream(
     store: &Path,
     manifest: &Manifest,
     source: &SourceRecord,
     split: Split,
     passed: &dyn Fn(u64),
-) -> Vec<Damage> {
+) -> Result<Vec<Damage>> {
     let stream = source.stream(split);
     let mut check = Check {
         folder: open::stream_folder(store, &source.name, split),
@@ -78,7 +92,7 @@ pub fn verify_stream(
     check.arithmetic(stream);
     let mut state = Some(Digest::default());
     for shard in &stream.shards {
-        state = check.shard(shard, state);
+        state = check.shard(shard, state)?;
         for file in [&shard.token_file, &shard.sum_file, &shard.start_file, &shard.document_file] {
             passed(file.bytes);
         }
@@ -89,7 +103,7 @@ pub fn verify_stream(
         let what = format!("its documents give the digest {digest}, not {}", stream.digest);
         check.tell(String::new(), what);
     }
-    check.damages
+    Ok(check.damages)
 }
 
 struct Check<'a> {
@@ -132,11 +146,11 @@ impl Check<'_> {
         }
     }
 
-    fn shard(&mut self, shard: &ShardRecord, state: State) -> State {
-        let tokens = self.file(&shard.token_file);
-        let sums = self.file(&shard.sum_file);
-        let starts = self.file(&shard.start_file);
-        let documents = self.file(&shard.document_file);
+    fn shard(&mut self, shard: &ShardRecord, state: State) -> Result<State> {
+        let tokens = self.file(&shard.token_file)?;
+        let sums = self.file(&shard.sum_file)?;
+        let starts = self.file(&shard.start_file)?;
+        let documents = self.file(&shard.document_file)?;
         let whole = Whole { starts: starts.is_ok(), documents: documents.is_ok() };
         for fault in
             [&sums, &starts, &documents].into_iter().filter_map(|found| found.as_ref().err())
@@ -146,76 +160,78 @@ impl Check<'_> {
         match tokens {
             Ok(()) => {}
             Err(damage) => {
-                let found = self.blocks(shard, sums.is_ok(), &whole);
+                let found = self.blocks(shard, sums.is_ok(), &whole)?;
                 // Without a damaged block the container around them is what changed.
                 self.damages.extend(if found.is_empty() { vec![damage] } else { found });
-                return None;
+                return Ok(None);
             }
         }
         if sums.is_ok() {
-            let found = self.blocks(shard, true, &whole);
+            let found = self.blocks(shard, true, &whole)?;
             self.damages.extend(found);
         }
         if !whole.starts || !whole.documents {
-            return None;
+            return Ok(None);
         }
         match self.meaning(shard, state) {
-            Ok(state) => state,
-            Err((name, what)) => {
+            Ok(state) => Ok(state),
+            Err(Flaw::Damage(name, what)) => {
                 self.tell(name, what);
-                None
+                Ok(None)
             }
+            Err(Flaw::Machine(fault)) => Err(fault),
         }
     }
 
     /// Size and digest of one file.
-    fn file(&self, record: &FileRecord) -> std::result::Result<(), Damage> {
+    fn file(&self, record: &FileRecord) -> Result<std::result::Result<(), Damage>> {
         let damage = |what: String| Damage {
             file: format!("{}/{}", self.shown, record.name),
             what,
             block: None,
             documents: None,
         };
-        let (bytes, digest) = match digest_of(&self.folder.join(&record.name)) {
+        let path = self.folder.join(&record.name);
+        let (bytes, digest) = match digest_of(&path) {
             Ok(found) => found,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return Err(damage("it is missing".to_owned()));
-            }
-            Err(error) => return Err(damage(format!("it cannot be read: {error}"))),
+            Err(error) => return unread(&path, &error).map(|what| Err(damage(what))),
         };
-        if bytes < record.bytes {
-            return Err(damage(format!("it is truncated: {bytes} of {} bytes", record.bytes)));
-        }
-        if bytes > record.bytes {
-            return Err(damage(format!("it is too long: {bytes} bytes, not {}", record.bytes)));
-        }
-        if digest != record.digest {
-            return Err(damage(format!(
-                "its bytes changed: found {digest}, wanted {}",
-                record.digest
-            )));
-        }
-        Ok(())
+        Ok(match bytes.cmp(&record.bytes) {
+            Ordering::Less => {
+                Err(damage(format!("it is truncated: {bytes} of {} bytes", record.bytes)))
+            }
+            Ordering::Greater => {
+                Err(damage(format!("it is too long: {bytes} bytes, not {}", record.bytes)))
+            }
+            Ordering::Equal if digest != record.digest => {
+                Err(damage(format!("its bytes changed: found {digest}, wanted {}", record.digest)))
+            }
+            Ordering::Equal => Ok(()),
+        })
     }
 
     /// The blocks of a token file whose sums are wrong.
-    fn blocks(&self, shard: &ShardRecord, sums_whole: bool, whole: &Whole) -> Vec<Damage> {
+    fn blocks(&self, shard: &ShardRecord, sums_whole: bool, whole: &Whole) -> Result<Vec<Damage>> {
         let name = &shard.token_file.name;
         let path = self.folder.join(name);
-        let (Ok(sums), Ok(mut file)) =
-            (far::read(&self.folder.join(&shard.sum_file.name)), far::open(&path))
-        else {
-            return Vec::new();
-        };
         if !sums_whole {
-            return Vec::new();
+            return Ok(Vec::new());
         }
+        let sums_path = self.folder.join(&shard.sum_file.name);
+        let sums = match far::read(&sums_path) {
+            Ok(sums) => sums,
+            Err(error) => return unread(&sums_path, &error).map(|_| Vec::new()),
+        };
+        let mut file = match far::open(&path) {
+            Ok(file) => file,
+            Err(error) => return unread(&path, &error).map(|_| Vec::new()),
+        };
         let mut damages = Vec::new();
         for (block, sum) in (0u64..).zip(sums.chunks_exact(8)) {
             let range = block_range(shard, block);
             let found = read_block(&mut file, self.manifest.token_bytes, block, &range);
             let what = match found {
-                Err(error) => format!("{error}"),
+                Err(error) => unread(&path, &error)?,
                 Ok(bytes) if block_sum(&bytes).to_le_bytes() == sum => continue,
                 Ok(_) => "its bytes changed".to_owned(),
             };
@@ -227,7 +243,7 @@ impl Check<'_> {
                 documents: self.documents_in(shard, first + range.start..first + range.end, whole),
             });
         }
-        damages
+        Ok(damages)
     }
 
     /// The documents that own these tokens of the stream, in words.
@@ -270,33 +286,34 @@ impl Check<'_> {
     }
 
     /// Ids, starts, provenance and the chain of a shard whose bytes are whole. An error is a file and what it says.
-    fn meaning(
-        &self,
-        shard: &ShardRecord,
-        state: State,
-    ) -> std::result::Result<State, (String, String)> {
-        let in_starts = |what: String| (shard.start_file.name.clone(), what);
-        let in_documents = |what: String| (shard.document_file.name.clone(), what);
+    fn meaning(&self, shard: &ShardRecord, state: State) -> std::result::Result<State, Flaw> {
+        let in_starts = |what: String| Flaw::Damage(shard.start_file.name.clone(), what);
+        let in_documents = |what: String| Flaw::Damage(shard.document_file.name.clone(), what);
+        let of_starts = |fault| Flaw::of(&shard.start_file, fault);
+        let of_documents = |fault| Flaw::of(&shard.document_file, fault);
         let mut tokens =
             Tokens::open(&self.folder.join(&shard.token_file.name), shard, self.manifest)?;
-        let starts = Starts::open(&self.folder.join(&shard.start_file.name))
-            .map_err(|fault| in_starts(fault.to_string()))?;
-        let mut documents = Documents::open(&self.folder.join(&shard.document_file.name))
-            .map_err(|fault| in_documents(fault.to_string()))?;
+        let starts = Starts::open(&self.folder.join(&shard.start_file.name)).map_err(of_starts)?;
+        let mut documents =
+            Documents::open(&self.folder.join(&shard.document_file.name)).map_err(of_documents)?;
         let (mut next, mut count, mut state) = (shard.first_token, 0u64, state);
-        let mut open = Vec::new();
         for start in starts {
-            let start = start.map_err(|fault| in_starts(fault.to_string()))?;
+            let start = start.map_err(of_starts)?;
             let record = documents
                 .next()
                 .ok_or_else(|| in_documents(format!("it ends at document {count}")))?
-                .map_err(|fault| in_documents(fault.to_string()))?;
+                .map_err(of_documents)?;
             if start != next || record.tokens == 0 {
                 return Err(in_starts(format!("document {count} starts at {start}, not {next}")));
             }
             self.provenance(&record, start).map_err(in_documents)?;
-            tokens.take(record.tokens, &mut open)?;
-            state = state.map(|digest| chain(digest, &open, &record));
+            let mut link = state.map(|digest| Link::begin(digest, record.tokens));
+            tokens.take(record.tokens, |tokens| {
+                if let Some(link) = &mut link {
+                    link.tokens(tokens);
+                }
+            })?;
+            state = link.map(|link| link.end(&record));
             next += record.tokens;
             count += 1;
         }
@@ -326,6 +343,23 @@ impl Check<'_> {
             ));
         }
         Ok(())
+    }
+}
+
+/// Why the meaning of a shard cannot be told.
+enum Flaw {
+    /// A file and what it says.
+    Damage(String, String),
+    /// The machine, which says nothing of the file.
+    Machine(Fault),
+}
+
+impl Flaw {
+    fn of(file: &FileRecord, fault: Fault) -> Self {
+        match fault.class() {
+            Class::Machine => Flaw::Machine(fault),
+            _ => Flaw::Damage(file.name.clone(), fault.to_string()),
+        }
     }
 }
 
@@ -371,7 +405,6 @@ fn digest_of(path: &Path) -> std::io::Result<(u64, Digest)> {
 /// Reads a shard's tokens front to back.
 struct Tokens<'a> {
     file: File,
-    name: &'a str,
     shard: &'a ShardRecord,
     vocab: u32,
     token_bytes: u32,
@@ -385,39 +418,39 @@ impl<'a> Tokens<'a> {
         path: &Path,
         shard: &'a ShardRecord,
         manifest: &Manifest,
-    ) -> std::result::Result<Self, (String, String)> {
-        let name = &shard.token_file.name;
-        let file = far::open(path).map_err(|error| (name.clone(), error.to_string()))?;
+    ) -> std::result::Result<Self, Flaw> {
+        let file = far::open(path)
+            .map_err(|error| Flaw::of(&shard.token_file, Fault::io("open", path, &error)))?;
         let (vocab, token_bytes) = (manifest.tokenizer.vocab, manifest.token_bytes);
-        Ok(Tokens { file, name, shard, vocab, token_bytes, block: 0, ids: Vec::new(), at: 0 })
+        Ok(Tokens { file, shard, vocab, token_bytes, block: 0, ids: Vec::new(), at: 0 })
     }
 
-    /// The next `count` tokens.
+    /// Hands out the next `count` tokens, in parts: a document need not fit into memory.
     fn take(
         &mut self,
-        count: u64,
-        into: &mut Vec<u32>,
-    ) -> std::result::Result<(), (String, String)> {
-        into.clear();
-        while (into.len() as u64) < count {
+        mut count: u64,
+        mut each: impl FnMut(&[u32]),
+    ) -> std::result::Result<(), Flaw> {
+        while count > 0 {
             if self.at == self.ids.len() {
-                self.fill().map_err(|what| (self.name.to_owned(), what))?;
+                self.fill()?;
             }
-            let missing =
-                (count - into.len() as u64).min((self.ids.len() - self.at) as u64) as usize;
-            into.extend_from_slice(&self.ids[self.at..self.at + missing]);
-            self.at += missing;
+            let part = count.min((self.ids.len() - self.at) as u64) as usize;
+            each(&self.ids[self.at..self.at + part]);
+            self.at += part;
+            count -= part as u64;
         }
         Ok(())
     }
 
-    fn fill(&mut self) -> std::result::Result<(), String> {
+    fn fill(&mut self) -> std::result::Result<(), Flaw> {
+        let flaw = |what: String| Flaw::Damage(self.shard.token_file.name.clone(), what);
         let range = block_range(self.shard, self.block);
         if range.is_empty() {
-            return Err("it ends before its documents do".to_owned());
+            return Err(flaw("it ends before its documents do".to_owned()));
         }
         let bytes = read_block(&mut self.file, self.token_bytes, self.block, &range)
-            .map_err(|error| format!("block {}: {error}", self.block))?;
+            .map_err(|error| flaw(format!("block {}: {error}", self.block)))?;
         self.ids.clear();
         if self.token_bytes == 2 {
             self.ids.extend(bytes.as_chunks().0.iter().map(|b| u32::from(u16::from_le_bytes(*b))));
@@ -425,10 +458,10 @@ impl<'a> Tokens<'a> {
             self.ids.extend(bytes.as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)));
         }
         if let Some(id) = self.ids.iter().find(|id| **id >= self.vocab) {
-            return Err(format!(
+            return Err(flaw(format!(
                 "block {} holds the id {id} of a vocabulary of {}",
                 self.block, self.vocab
-            ));
+            )));
         }
         (self.block, self.at) = (self.block + 1, 0);
         Ok(())

@@ -22,6 +22,7 @@ use super::{
     BLOCK_STARTS, BLOCK_TOKENS, DocumentRecord, FileRecord, HEAD_BYTES, ShardRecord, Split,
 };
 use crate::digest::block_sum;
+use crate::fault::io_cause;
 use crate::{Digest, Fault, Result};
 
 /// Rows in a row group of `documents-*.parquet`.
@@ -224,14 +225,10 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
 
 /// The fault behind an error of a format library: the machine's, if an I/O error is at its root.
 fn library_fault(path: &Path, error: &(dyn Error + 'static)) -> Fault {
-    let mut cause = Some(error);
-    while let Some(link) = cause {
-        if let Some(error) = link.downcast_ref::<io::Error>() {
-            return Fault::io("write", path, error);
-        }
-        cause = link.source();
+    match io_cause(error) {
+        Some(error) => Fault::io("write", path, error),
+        None => Fault::bug(format!("cannot write it: {error}")).at(path.display().to_string()),
     }
-    Fault::bug(format!("cannot write it: {error}")).at(path.display().to_string())
 }
 
 /// An Arrow IPC file whose blocks lie at offsets that division finds.

@@ -1,6 +1,5 @@
 //! Provenance rows. Read for explanations only, never on the way to a batch.
 
-use std::fs::File;
 use std::io::Read;
 use std::ops::Range;
 use std::path::Path;
@@ -13,6 +12,7 @@ use parquet::arrow::arrow_reader::{
 use xxhash_rust::xxh3::Xxh3;
 
 use super::column::{damaged, missing};
+use crate::pieces::Pieces;
 use crate::store::documents::row;
 use crate::store::write::document_schema;
 use crate::store::{DocumentRecord, FileRecord};
@@ -45,7 +45,7 @@ pub(super) fn read_rows(
     rows: &[Range<u64>],
     out: &mut Vec<DocumentRecord>,
 ) -> Result<()> {
-    let builder = builder(path)?;
+    let (builder, file) = builder(path)?;
     let (mut groups, mut ranges, mut at, mut kept) = (Vec::new(), Vec::new(), 0u64, 0u64);
     for (number, group) in builder.metadata().row_groups().iter().enumerate() {
         let count = u64::try_from(group.num_rows()).unwrap_or(0);
@@ -64,7 +64,7 @@ pub(super) fn read_rows(
     let selection = RowSelection::from_consecutive_ranges(ranges.into_iter(), kept as usize);
     let reader = builder.with_row_groups(groups).with_row_selection(selection).build();
     let before = out.len();
-    for batch in batches(path, reader)? {
+    for batch in batches(path, &file, reader)? {
         let batch = batch?;
         out.extend((0..batch.num_rows()).map(|at| row(&batch, at)));
     }
@@ -74,11 +74,11 @@ pub(super) fn read_rows(
 
 /// The rows whose id is `id`.
 pub(super) fn find(path: &Path, id: &str) -> Result<Vec<u64>> {
-    let builder = builder(path)?;
+    let (builder, file) = builder(path)?;
     let ids = ProjectionMask::columns(builder.parquet_schema(), ["id"]);
     let reader = builder.with_projection(ids).build();
     let (mut found, mut number) = (Vec::new(), 0);
-    for batch in batches(path, reader)? {
+    for batch in batches(path, &file, reader)? {
         let batch = batch?;
         for other in batch.column(0).as_string::<i32>() {
             if other == Some(id) {
@@ -90,21 +90,25 @@ pub(super) fn find(path: &Path, id: &str) -> Result<Vec<u64>> {
     Ok(found)
 }
 
-fn builder(path: &Path) -> Result<ParquetRecordBatchReaderBuilder<File>> {
-    let file = far::open(path).map_err(|error| missing(path, &error))?;
-    let builder = ParquetRecordBatchReaderBuilder::try_new(file)
-        .map_err(|error| damaged(path, "provenance is no Parquet file").found(error))?;
+fn builder(path: &Path) -> Result<(ParquetRecordBatchReaderBuilder<Pieces>, Pieces)> {
+    let file = Pieces::open(path).map_err(|error| missing(path, &error))?;
+    let builder = ParquetRecordBatchReaderBuilder::try_new(file.clone()).map_err(|error| {
+        file.or_machine(path, damaged(path, "provenance is no Parquet file").found(error))
+    })?;
     let known = builder.schema().fields() == document_schema().fields();
-    if known { Ok(builder) } else { Err(strange(path)) }
+    if known { Ok((builder, file)) } else { Err(strange(path)) }
 }
 
 fn batches(
     path: &Path,
+    file: &Pieces,
     reader: parquet::errors::Result<ParquetRecordBatchReader>,
 ) -> Result<impl Iterator<Item = Result<RecordBatch>>> {
-    let reader = reader.map_err(|error| damaged(path, "provenance is unreadable").found(error))?;
-    Ok(reader
-        .map(|batch| batch.map_err(|error| damaged(path, "provenance is unreadable").found(error))))
+    let unreadable = |error: String| {
+        file.or_machine(path, damaged(path, "provenance is unreadable").found(error))
+    };
+    let reader = reader.map_err(|error| unreadable(error.to_string()))?;
+    Ok(reader.map(move |batch| batch.map_err(|error| unreadable(error.to_string()))))
 }
 
 fn strange(path: &Path) -> Fault {

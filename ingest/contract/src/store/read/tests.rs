@@ -12,7 +12,7 @@ use crate::Class;
 use crate::store::manifest::{TokenizerRecord, chain};
 use crate::store::open::{commit, stream_folder};
 use crate::store::write::{ShardWriter, StreamHead};
-use crate::store::{FORMAT, SourceRecord};
+use crate::store::{FORMAT, HEAD_BYTES, SourceRecord};
 use crate::{Identity, Key, Purpose, draw};
 
 /// What a test store should hold.
@@ -236,11 +236,16 @@ fn no_flipped_bit_reaches_a_reader() {
     let dir = text.write();
     let wanted = read_everything(dir.path()).unwrap();
     assert_eq!(wanted.0, text.tokens());
-    let (mut found, mut harmless) = (0, 0);
+    let (mut found, mut harmless, mut named) = (0, 0, 0);
+    let wanted_tokens = [171, 30];
     for path in files(dir.path()) {
         let bytes = fs::read(&path).unwrap();
         let values =
             path.extension().is_some_and(|e| e == "sums") || path.ends_with("tokenizer.json");
+        let tokens = path.to_string_lossy().contains("tokens-")
+            && path.extension().is_some_and(|e| e == "arrow");
+        let shard = usize::from(path.to_string_lossy().contains("-00001."));
+        let values_end = 2 * HEAD_BYTES as usize + 2 * wanted_tokens[shard];
         let file = fs::File::options().write(true).open(&path).unwrap();
         for at in 0..bytes.len() {
             let flipped = bytes[at] ^ 1 << ((at * 7 + at / 8) % 8);
@@ -248,6 +253,12 @@ fn no_flipped_bit_reaches_a_reader() {
             match read_everything(dir.path()) {
                 Err(fault) => {
                     found += 1;
+                    if tokens && (2 * HEAD_BYTES as usize..values_end).contains(&at) {
+                        let whose = "documents 0 (\"doc-0\") to 2 (\"doc-2\")";
+                        let whose = if shard == 0 { whose } else { "documents 3 (\"doc-3\")" };
+                        assert!(fault.to_string().contains(whose), "byte {at}: {fault}");
+                        named += 1;
+                    }
                     assert_eq!(fault.class(), Class::Data, "{} byte {at}: {fault}", path.display());
                     let place = dir.path().display().to_string();
                     assert!(fault.to_string().starts_with(&place), "{fault}");
@@ -264,6 +275,11 @@ fn no_flipped_bit_reaches_a_reader() {
     assert!(
         found > 5 * harmless,
         "{found} found, {harmless} harmless: what is not read is padding and metadata"
+    );
+    assert_eq!(
+        named,
+        2 * (171 + 30),
+        "every byte of every token, and none of the sums, names its text"
     );
     read_everything(dir.path()).unwrap();
 }
@@ -305,8 +321,9 @@ fn short_long_and_missing_files_are_named() {
     for path in files(dir.path()) {
         let bytes = fs::read(&path).unwrap();
         let name = path.file_name().unwrap().to_str().unwrap();
-        for damaged in [Vec::new(), bytes[..bytes.len() - 1].to_vec(), [&bytes[..], b"x"].concat()]
-        {
+        let cut = (0..bytes.len()).step_by((bytes.len() / 24).max(1)).chain([bytes.len() - 1]);
+        let cut = cut.map(|length| bytes[..length].to_vec());
+        for damaged in cut.chain([[&bytes[..], b"x"].concat()]) {
             fs::write(&path, damaged).unwrap();
             let fault = read_everything(dir.path()).expect_err(name);
             assert_eq!(fault.class(), Class::Data, "{fault}");

@@ -1,0 +1,175 @@
+//! A file read in pieces at given places, as Parquet is read.
+//!
+//! The library's own way opens a handle for each piece, lets all of them share one cursor, and turns an error of the
+//! machine into words on its way up. Here a file is one handle without a cursor, and what the machine said is kept: it
+//! decides whose fault a failure is, and so the exit code.
+
+use std::fs::File;
+use std::io::{self, BufReader, ErrorKind, Read};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bytes::Bytes;
+use parquet::errors::{ParquetError, Result as ParquetResult};
+use parquet::file::reader::{ChunkReader, Length};
+
+use crate::fault::again;
+use crate::{Fault, far};
+
+/// What can be read at any place.
+pub trait Place: Send + Sync {
+    /// Reads some bytes from `offset` on; none only at the end.
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize>;
+}
+
+impl Place for File {
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        FileExt::read_at(self, buffer, offset)
+    }
+}
+
+/// A file of known length; clones are the same file.
+#[derive(Clone)]
+pub struct Pieces(Arc<Inner>);
+
+struct Inner {
+    place: Box<dyn Place>,
+    bytes: u64,
+    failed: Mutex<Option<io::Error>>,
+}
+
+impl Pieces {
+    /// Opens a file, far or near.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let file = far::open(path)?;
+        let bytes = file.metadata()?.len();
+        Ok(Pieces::of(Box::new(file), bytes))
+    }
+
+    /// The first `bytes` bytes of a place.
+    pub fn of(place: Box<dyn Place>, bytes: u64) -> Self {
+        Pieces(Arc::new(Inner { place, bytes, failed: Mutex::new(None) }))
+    }
+
+    /// `fault`, unless the machine failed before it: then that.
+    pub fn or_machine(&self, path: &Path, fault: Fault) -> Fault {
+        let failed = self.0.failed.lock().unwrap_or_else(PoisonError::into_inner);
+        failed.as_ref().map_or(fault, |error| Fault::io("read", path, error))
+    }
+
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        loop {
+            match self.0.place.read_at(buffer, offset) {
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => {
+                    let copy = again(&error);
+                    *self.0.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(copy);
+                    return Err(error);
+                }
+                read => return read,
+            }
+        }
+    }
+}
+
+impl Length for Pieces {
+    fn len(&self) -> u64 {
+        self.0.bytes
+    }
+}
+
+impl ChunkReader for Pieces {
+    type T = BufReader<Onward>;
+
+    fn get_read(&self, start: u64) -> ParquetResult<Self::T> {
+        Ok(BufReader::new(Onward { file: self.clone(), at: start }))
+    }
+
+    fn get_bytes(&self, start: u64, length: usize) -> ParquetResult<Bytes> {
+        // What a damaged file asks for is held against what there is before memory is given.
+        if start.checked_add(length as u64).is_none_or(|end| end > self.0.bytes) {
+            let what = format!("{length} bytes at {start} are beyond the end of the file");
+            return Err(ParquetError::EOF(what));
+        }
+        let mut buffer = vec![0; length];
+        Onward { file: self.clone(), at: start }.read_exact(&mut buffer)?;
+        Ok(buffer.into())
+    }
+}
+
+/// Reads on from a place.
+pub struct Onward {
+    file: Pieces,
+    at: u64,
+}
+
+impl Read for Onward {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let got = self.file.read_at(buffer, self.at)?;
+        self.at += got as u64;
+        Ok(got)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Bytes that come in pieces of at most `most`, each after an interruption, and not at all from `end` on.
+    struct Slow {
+        bytes: Vec<u8>,
+        most: usize,
+        end: u64,
+        again: Mutex<bool>,
+    }
+
+    impl Place for Slow {
+        fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+            let mut again = self.again.lock().unwrap();
+            *again = !*again;
+            if *again {
+                return Err(ErrorKind::Interrupted.into());
+            }
+            if offset >= self.end {
+                return Err(io::Error::from_raw_os_error(5));
+            }
+            let rest = &self.bytes[(offset as usize).min(self.bytes.len())..];
+            let count = rest.len().min(buffer.len()).min(self.most);
+            buffer[..count].copy_from_slice(&rest[..count]);
+            Ok(count)
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_are_those_of_the_bytes(
+            bytes in prop::collection::vec(any::<u8>(), 0..99), most in 1usize..20, start in 0u64..120, length in 0usize..120,
+        ) {
+            let total = bytes.len() as u64;
+            let slow = Slow { bytes: bytes.clone(), most, end: u64::MAX, again: Mutex::new(false) };
+            let pieces = Pieces::of(Box::new(slow), total);
+            let wanted = bytes.get(start as usize..start as usize + length);
+            let found = pieces.get_bytes(start, length).ok();
+            prop_assert_eq!(found.as_deref(), wanted);
+            let mut rest = Vec::new();
+            pieces.get_read(start).unwrap().read_to_end(&mut rest).unwrap();
+            prop_assert_eq!(&rest[..], bytes.get(start as usize..).unwrap_or_default());
+            prop_assert!(pieces.or_machine(Path::new("x"), Fault::data("d")).class() == crate::Class::Data);
+        }
+    }
+
+    #[test]
+    fn a_failing_disk_is_remembered_and_a_hopeless_length_costs_no_memory() {
+        let slow = Slow { bytes: vec![1; 100], most: 9, end: 50, again: Mutex::new(false) };
+        let pieces = Pieces::of(Box::new(slow), 100);
+        assert!(pieces.get_bytes(10, usize::MAX).is_err());
+        assert!(pieces.get_bytes(60, 1 << 40).is_err());
+        assert_eq!(pieces.get_bytes(10, 8).unwrap().len(), 8);
+        assert_eq!(pieces.or_machine(Path::new("x"), Fault::data("d")).class(), crate::Class::Data);
+        assert!(pieces.get_bytes(45, 20).is_err());
+        let fault = pieces.clone().or_machine(Path::new("x"), Fault::data("d"));
+        assert_eq!(fault.class(), crate::Class::Machine);
+    }
+}

@@ -1,0 +1,158 @@
+//! Streams and documents beyond 2^31 and 2^32 tokens.
+//!
+//! What lies before is claimed by the manifest and not there, so that the numbers are large and the files small.
+//! `ZSTACK_LONG=2147500000` writes a document of so many tokens in earnest (4.3 GB on the disk).
+
+use super::*;
+use crate::store::read::{ReadCache, Store};
+use crate::store::verify::Damage;
+
+const FIRST_DOCUMENT: u64 = (1 << 32) + 9;
+
+/// The token at a place of the stream.
+fn token(place: u64) -> u32 {
+    (place.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40 & 0xffff) as u32
+}
+
+fn head(folder: &Path) -> StreamHead {
+    let folder = open::stream_folder(folder, "web", Split::Train);
+    fs::create_dir_all(&folder).unwrap();
+    StreamHead {
+        folder,
+        source: "web".to_owned(),
+        split: Split::Train,
+        token_bytes: 2,
+        vocab: 65_536,
+    }
+}
+
+/// Makes the folder a store of one stream of these shards.
+fn commit(folder: &Path, shards: Vec<ShardRecord>, digest: Digest) -> Manifest {
+    let (old, mut manifest) = store(2, &[1], 1);
+    fs::copy(old.path().join(open::TOKENIZER), folder.join(open::TOKENIZER)).unwrap();
+    let last = shards.last().unwrap();
+    let (tokens, documents) =
+        (last.first_token + last.tokens, last.first_document + last.documents);
+    manifest.sources[0].train = StreamRecord { tokens, documents, text_bytes: 0, digest, shards };
+    manifest.digest = manifest.identity();
+    open::commit(folder, &manifest).unwrap();
+    manifest
+}
+
+fn verified(folder: &Path, manifest: &Manifest) -> Vec<Damage> {
+    verify_stream(folder, manifest, &manifest.sources[0], Split::Train, &|_| ()).unwrap()
+}
+
+/// A shard that is claimed: `tokens` tokens of `FIRST_DOCUMENT` documents.
+fn claimed(tokens: u64) -> ShardRecord {
+    let file = |name: &str| FileRecord { name: name.to_owned(), bytes: 7, digest: Digest(7) };
+    ShardRecord {
+        first_token: 0,
+        tokens,
+        first_document: 0,
+        documents: FIRST_DOCUMENT,
+        token_file: file("tokens-00000.arrow"),
+        sum_file: file("tokens-00000.sums"),
+        start_file: file("starts-00000.arrow"),
+        document_file: file("documents-00000.parquet"),
+    }
+}
+
+fn late_store(first: u64, lengths: &[u64]) -> (TempDir, Manifest, Vec<DocumentRecord>) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut writer = ShardWriter::create(head(folder.path()), 1, first, FIRST_DOCUMENT).unwrap();
+    let (mut at, mut records) = (first, Vec::new());
+    for (number, length) in (FIRST_DOCUMENT..).zip(lengths) {
+        let mut record = record(number, at, *length);
+        record.row = (1 << 40) + number;
+        let tokens: Vec<u32> = (at..at + length).map(token).collect();
+        writer.push(&tokens, &record).unwrap();
+        at += length;
+        records.push(record);
+    }
+    let shards = vec![claimed(first), writer.finish().unwrap()];
+    let manifest = commit(folder.path(), shards, Digest(0));
+    (folder, manifest, records)
+}
+
+#[test]
+fn places_beyond_32_bits_are_read_checked_and_named() {
+    for first in [(1 << 31) - 3, (1 << 32) - 30_000, 1 << 32, (1 << 40) + 1] {
+        let (folder, manifest, records) = late_store(first, &[20_000, 1, 40_000, 7]);
+        let stream = Store::open_with(folder.path(), ReadCache::new(8)).unwrap();
+        let stream = stream.stream(0, Split::Train);
+        let end = first + 60_008;
+        assert_eq!((stream.record().tokens, stream.record().documents), (end, FIRST_DOCUMENT + 4));
+        for range in [first..end, first + 19_999..first + 20_002, end - 8..end] {
+            let (mut ids, mut starts) = (Vec::new(), Vec::new());
+            stream.read_tokens(range.clone(), &mut ids).unwrap();
+            assert!(ids.iter().copied().eq(range.clone().map(token)), "{range:?}");
+            stream.starts_in(range.clone(), &mut starts).unwrap();
+            let wanted = records.iter().map(|record| record.first_token);
+            assert_eq!(starts, wanted.filter(|s| range.contains(s)).collect::<Vec<_>>());
+        }
+        for (number, record) in (FIRST_DOCUMENT..).zip(&records) {
+            assert_eq!(&stream.document(number).unwrap(), record);
+            for token in [record.first_token, record.first_token + record.tokens - 1] {
+                assert_eq!(stream.document_of_token(token).unwrap(), number);
+            }
+        }
+        let fault = stream.read_tokens(first - 1..first + 1, &mut Vec::new()).unwrap_err();
+        assert!(fault.to_string().contains("tokens-00000.arrow"), "{fault}");
+        // What is claimed is missing; what is there is whole, in bytes and in meaning.
+        let missing: Vec<String> = verified(folder.path(), &manifest)
+            .iter()
+            .map(|damage| format!("{} {}", damage.file, damage.what))
+            .collect();
+        assert_eq!(missing.len(), 4, "{missing:?}");
+        assert!(missing.iter().all(|m| m.contains("-00000.") && m.contains("missing")));
+        // Damage there is named by its block and document.
+        let path = head(folder.path()).folder.join("tokens-00001.arrow");
+        let mut bytes = fs::read(&path).unwrap();
+        bytes[block_offset(BLOCK_TOKENS * 2, 3) as usize] ^= 8;
+        fs::write(&path, bytes).unwrap();
+        let found = verified(folder.path(), &manifest).pop().unwrap();
+        assert_eq!(found.block, Some(3));
+        let owners = format!("doc-{}, doc-{}", FIRST_DOCUMENT + 2, FIRST_DOCUMENT + 3);
+        assert!(found.documents.as_ref().is_some_and(|d| d.contains(&owners)), "{found}");
+    }
+}
+
+#[test]
+fn a_document_of_any_length_is_written_read_and_verified() {
+    let wanted = std::env::var("ZSTACK_LONG").map_or(100_000, |text| text.parse().unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let mut tokens = vec![0u32; wanted as usize];
+    // Few places, so that the rest is memory that nobody has touched.
+    let marks: Vec<u64> = [0, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, wanted / 2, wanted - 1]
+        .into_iter()
+        .filter(|place| *place < wanted)
+        .collect();
+    for place in &marks {
+        tokens[*place as usize] = 1 + (*place % 999) as u32;
+    }
+    let records = [record(0, 0, wanted), record(1, wanted, 3)];
+    let mut writer = ShardWriter::create(head(folder.path()), 0, 0, 0).unwrap();
+    writer.push(&tokens, &records[0]).unwrap();
+    writer.push(&[7, 8, 9], &records[1]).unwrap();
+    let digest = chain(chain(Digest::default(), &tokens, &records[0]), &[7, 8, 9], &records[1]);
+    drop(tokens);
+    let manifest = commit(folder.path(), vec![writer.finish().unwrap()], digest);
+    assert_eq!(verified(folder.path(), &manifest), []);
+    let store = Store::open(folder.path()).unwrap();
+    let stream = store.stream(0, Split::Train);
+    for place in &marks {
+        let from = place.saturating_sub(1);
+        let mut ids = Vec::new();
+        stream.read_tokens(from..place + 1, &mut ids).unwrap();
+        assert_eq!(ids.last(), Some(&(1 + (*place % 999) as u32)), "{place}");
+        assert_eq!(stream.document_of_token(*place).unwrap(), 0);
+    }
+    let (mut ids, mut starts) = (Vec::new(), Vec::new());
+    stream.read_tokens(wanted - 2..wanted + 3, &mut ids).unwrap();
+    assert_eq!(ids[2..], [7, 8, 9]);
+    stream.starts_in(1..u64::MAX, &mut starts).unwrap();
+    assert_eq!(starts, [wanted]);
+    assert_eq!(stream.document(0).unwrap(), records[0]);
+    assert_eq!(stream.document_of_token(wanted).unwrap(), 1);
+}

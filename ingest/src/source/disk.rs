@@ -1,0 +1,29 @@
+//! Where raw files are opened: on this machine, or, in tests, on a disk that fails.
+
+use std::fs::File;
+use std::io::{Read, Result};
+use std::path::Path;
+
+use contract::pieces::Pieces;
+
+/// What opens files.
+pub(super) trait Disk {
+    /// A file from front to back.
+    fn stream(&self, path: &Path) -> Result<Box<dyn Read + Send>>;
+
+    /// A file in pieces.
+    fn pieces(&self, path: &Path) -> Result<Pieces>;
+}
+
+/// This machine's.
+pub(super) struct Real;
+
+impl Disk for Real {
+    fn stream(&self, path: &Path) -> Result<Box<dyn Read + Send>> {
+        Ok(Box::new(File::open(path)?))
+    }
+
+    fn pieces(&self, path: &Path) -> Result<Pieces> {
+        Pieces::open(path)
+    }
+}

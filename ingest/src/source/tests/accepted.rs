@@ -1,0 +1,214 @@
+//! What is accepted and what is refused, as the README's table says it.
+
+use ::arrow::array::{FixedSizeBinaryArray, ListArray};
+use ::arrow::buffer::OffsetBuffer;
+
+use super::*;
+
+/// What becomes of each record of a file: its text, `-` and the reason with the place, or `!` and the refusal.
+fn verdicts(name: &str, bytes: &[u8], limits: &Limits) -> Vec<String> {
+    let file = write(name, bytes);
+    let folder = format!("{}/", file.path.parent().unwrap().display());
+    let short = |text: String| text.replace(&folder, "");
+    match read_with(&file, "text", None, limits) {
+        Err(fault) => {
+            assert_eq!(fault.class(), Class::Data, "{fault}");
+            vec![format!("! {}", short(fault.to_string()))]
+        }
+        Ok(parsed) => parsed
+            .into_iter()
+            .map(|parsed| match parsed {
+                Parsed::Document(document) => document.text,
+                Parsed::Lost { reason, fault, .. } => {
+                    format!("- {reason}: {}", short(fault.to_string()))
+                }
+            })
+            .collect(),
+    }
+}
+
+/// Holds verdicts against texts; one that ends in `...` only has to begin so.
+#[track_caller]
+fn expect(name: &str, bytes: &[u8], wanted: &[&str]) {
+    expect_within(name, bytes, wanted, &Limits::default());
+}
+
+#[track_caller]
+fn expect_within(name: &str, bytes: &[u8], wanted: &[&str], limits: &Limits) {
+    let found = verdicts(name, bytes, limits);
+    let fits = |(found, wanted): (&String, &&str)| match wanted.strip_suffix("...") {
+        Some(start) => found.starts_with(start),
+        None => found == wanted,
+    };
+    let all = found.len() == wanted.len() && found.iter().zip(wanted).all(fits);
+    assert!(all, "{name}: {found:#?}\nwanted {wanted:#?}");
+}
+
+fn gz(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+fn zst(bytes: &[u8]) -> Vec<u8> {
+    zstd::encode_all(bytes, 1).unwrap()
+}
+
+const A: &[u8] = b"{\"text\":\"a\"}\n";
+const B: &[u8] = b"{\"text\":\"b\"}\n";
+
+#[test]
+fn compressed_files() {
+    let skippable: &[u8] = b"\x50\x2a\x4d\x18\x03\0\0\0abc";
+    expect("x.jsonl.gz", &[gz(A), gz(b""), gz(B)].concat(), &["a", "b"]);
+    expect("x.jsonl.gz", &gz(&[A, &B[..6]].concat())[..], &["a", "- malformed: x.jsonl.gz:2: ..."]);
+    // A member may end within a line.
+    expect("x.jsonl.gz", &[gz(&A[..6]), gz(&A[6..])].concat(), &["a"]);
+    expect(
+        "x.jsonl.zst",
+        &[skippable, &zst(A), skippable, &zst(b""), &zst(B)].concat(),
+        &["a", "b"],
+    );
+    expect("x.jsonl.zst", &[&zst(A)[..], skippable].concat(), &["a"]);
+    for (name, mut bytes) in [("x.jsonl.gz", gz(A)), ("x.jsonl.zst", zst(A))] {
+        for tail in [&b"x"[..], b"\0", &[0; 512], b"{\"text\":\"b\"}\n"] {
+            let kept = bytes.len();
+            bytes.extend_from_slice(tail);
+            expect(name, &bytes, &[&format!("! {name}: the ...")]);
+            bytes.truncate(kept);
+        }
+        expect(name, b"", &[&format!("! {name}: the ...")]);
+        expect(name, A, &[&format!("! {name}: the ...")]);
+    }
+    expect("x.jsonl", &gz(A), &["- invalid UTF-8: x.jsonl:1: ..."]);
+    expect("x.jsonl", b"", &[]);
+}
+
+#[test]
+fn lines_and_their_ends() {
+    expect("x.jsonl", b"{\"text\":\"a\"}\r\n\r\n \t\n{\"text\":\"b\"}", &["a", "b"]);
+    expect("x.jsonl", "\u{feff}{\"text\":\"a\"}\n".as_bytes(), &["a"]);
+    let marked = "{\"text\":\"a\"}\n\u{feff}{\"text\":\"b\"}\n{\"text\":\"c\u{feff}\"}\n";
+    expect("x.jsonl", marked.as_bytes(), &["a", "- malformed: x.jsonl:2: ...", "c\u{feff}"]);
+    let ends = "{\"text\":\"a\u{2028}b\u{85}c\u{2029}\u{b}\"}\n";
+    expect("x.jsonl", ends.replace('\u{b}', "").as_bytes(), &["a\u{2028}b\u{85}c\u{2029}"]);
+    expect(
+        "x.jsonl",
+        b"{\"text\":\"a\rb\"}\n{\"text\":\"c\"}\n",
+        &["- malformed: x.jsonl:1: ...", "c"],
+    );
+    expect("x.jsonl", b"{\"text\":\"a\"}\r{\"text\":\"b\"}\n", &["- malformed: x.jsonl:1: ..."]);
+    // UTF-16 is not guessed.
+    let wide: Vec<u8> = "{\"text\":\"a\"}\n".encode_utf16().flat_map(u16::to_le_bytes).collect();
+    expect("x.jsonl", &wide, &["- malformed: x.jsonl:1: ...", "- malformed: x.jsonl:2: ..."]);
+    expect(
+        "x.jsonl",
+        &[&b"\xff\xfe"[..], &wide].concat(),
+        &["- invalid UTF-8: x.jsonl:1: ...", "- malformed: x.jsonl:2: ..."],
+    );
+}
+
+#[test]
+fn json_values() {
+    for (line, wanted) in [
+        ("{\"text\":\"\\u0000\"}", "\0"),
+        ("{\"text\":\"\\ud83d\\ude00\"}", "\u{1f600}"),
+        ("{\"text\":\"\\ud83d\"}", "- malformed: ..."),
+        ("{\"text\":\"\\ude00\\ud83d\"}", "- malformed: ..."),
+        ("{\"other\":\"\\ud83d\",\"text\":\"a\"}", "- malformed: ..."),
+        ("{\"text\":\"a\",\"text\":\"b\"}", "b"),
+        ("{\"text\":\"a\",\"text\":null}", "- missing text: ..."),
+        ("{\"text\":\"a\",\"te\\u0078t\":\"b\"}", "b"),
+        ("{\"text\":\"a\0b\"}", "- malformed: ..."),
+        ("{\"text\":\"a\tb\"}", "- malformed: ..."),
+        ("{\"text\":\"a\"}\0", "- malformed: ..."),
+        ("{\"text\":\"a\",}", "- malformed: ..."),
+        ("{\"text\":\"a\"}{\"text\":\"b\"}", "- malformed: ..."),
+        ("{'text':'a'}", "- malformed: ..."),
+        ("{\"text\":\"a\",\"n\":NaN}", "- malformed: ..."),
+        ("{\"text\":\"a\",\"n\":1e999}", "- malformed: ..."),
+        ("{\"text\":3}", "- missing text: ..."),
+        ("{\"text\":[\"a\"]}", "- missing text: ..."),
+        ("[{\"text\":\"a\"}]", "- missing text: ..."),
+        ("\"a\"", "- missing text: ..."),
+        ("{\"text\":\"\"}", "- empty: ..."),
+        ("{\"text\":\" \"}", " "),
+    ] {
+        let lines = [A, line.as_bytes(), b"\n", B].concat();
+        let placed = wanted.replace(": ...", ": x.jsonl:2: ...");
+        expect("x.jsonl", &lines, &["a", &placed, "b"]);
+    }
+}
+
+#[test]
+fn plain_text() {
+    expect("x.txt", b"a\0b\r\nc", &["a\0b\r\nc"]);
+    expect("x.txt", "\u{feff}a\u{feff}".as_bytes(), &["a\u{feff}"]);
+    expect("x.txt", b"a\xffb", &["- invalid UTF-8: x.txt: ..."]);
+    expect("x.txt", b"", &["- empty: x.txt: ..."]);
+    expect("x.txt.gz", &[gz(b"a"), gz(b"b")].concat(), &["ab"]);
+}
+
+#[test]
+fn longer_documents_than_allowed_are_refused_with_file_and_row() {
+    let limits = Limits { slab_bytes: 16, max_document_bytes: 20 };
+    let long = format!("{{\"text\":\"{}\"}}\n", "x".repeat(20));
+    let bytes = [A, long.as_bytes(), B].concat();
+    for (name, bytes) in [("x.jsonl", bytes.clone()), ("x.jsonl.gz", gz(&bytes))] {
+        let placed = format!("- too large: {name}:2: ...");
+        expect_within(name, &bytes, &["a", &placed, "b"], &limits);
+    }
+    expect_within("x.txt", &[b'x'; 21], &["- too large: x.txt: ..."], &limits);
+    let row = |length| Row { text: Some("x".repeat(length)), id: None };
+    let rows = [row(3), row(20), row(3), row(21)];
+    let wanted = ["xxx", "xxx...", "xxx", "- too large: x.parquet: row group 1, row 0: ..."];
+    expect_within("x.parquet", &parquet_file(&rows, 3, 0, false, 0), &wanted, &limits);
+    let wanted = wanted.map(|w| w.replace("x.parquet: row group", "x.arrow: record batch"));
+    let wanted = wanted.each_ref().map(String::as_str);
+    expect_within("x.arrow", &arrow_file(&rows, 3, 0, false, 0), &wanted, &limits);
+}
+
+/// One column called `text`, as Parquet and as Arrow.
+fn columnar(column: ArrayRef, nullable: bool) -> [(&'static str, Vec<u8>); 2] {
+    let field = Field::new("text", column.data_type().clone(), nullable);
+    let batch = RecordBatch::try_new(Arc::new(Schema::new(vec![field])), vec![column]).unwrap();
+    let mut parquet = ArrowWriter::try_new(Vec::new(), batch.schema(), None).unwrap();
+    parquet.write(&batch).unwrap();
+    let mut arrow = StreamWriter::try_new(Vec::new(), &batch.schema()).unwrap();
+    arrow.write(&batch).unwrap();
+    [("x.parquet", parquet.into_inner().unwrap()), ("x.arrow", arrow.into_inner().unwrap())]
+}
+
+/// Dictionary, large, view, binary, nullable and nested columns are in the properties of the room above.
+#[test]
+fn columns() {
+    let texts = || Arc::new(StringArray::from(vec!["a", "b\0"])) as ArrayRef;
+    for (name, bytes) in columnar(texts(), false) {
+        expect(name, &bytes, &["a", "b\0"]);
+    }
+    let gzip = WriterProperties::builder().set_compression(Compression::GZIP(Default::default()));
+    let one = batch(&[Row { text: Some("a".into()), id: None }], 0, false);
+    let mut parquet = ArrowWriter::try_new(Vec::new(), one.schema(), Some(gzip.build())).unwrap();
+    parquet.write(&one).unwrap();
+    expect("x.parquet", &parquet.into_inner().unwrap(), &["a"]);
+    let item = Arc::new(Field::new("item", DataType::Utf8, true));
+    let list = ListArray::new(item, OffsetBuffer::from_lengths([1, 1]), texts(), None);
+    let fixed = FixedSizeBinaryArray::try_from_iter([b"ab", b"cd"].into_iter()).unwrap();
+    let number = Int64Array::from(vec![1, 2]);
+    for column in [Arc::new(list) as ArrayRef, Arc::new(fixed), Arc::new(number)] {
+        for (name, bytes) in columnar(column.clone(), true) {
+            let found = verdicts(name, &bytes, &Limits::default());
+            let place = format!("! {name}: ");
+            assert!(found.len() == 1 && found[0].starts_with(&place), "{found:?}");
+            assert!(found[0].contains("text"), "{found:?}");
+        }
+    }
+    let nulls = Arc::new(StringArray::from(vec![Some("a"), None, Some("")]));
+    for (name, bytes) in columnar(nulls, true) {
+        let group = if name == "x.arrow" { "record batch 0" } else { "row group 0" };
+        let missing = format!("- missing text: {name}: {group}, row 1: ...");
+        expect(name, &bytes, &["a", &missing, &format!("- empty: {name}: {group}, row 2: ...")]);
+    }
+    expect("x.parquet", b"", &["! x.parquet: ..."]);
+    expect("x.arrow", b"", &["! x.arrow: ..."]);
+}

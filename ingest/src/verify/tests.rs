@@ -1,0 +1,164 @@
+//! Every byte of a store flipped, every file cut at many lengths and removed: each is found, and its file named.
+
+use std::fs;
+use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use contract::store::documents::Documents;
+use contract::store::write::block_offset;
+use contract::store::{BLOCK_TOKENS, Manifest, Split, open};
+use contract::{Class, Key, Purpose, draw};
+
+use crate::build::{Outcome, build};
+use crate::corpus::Corpus;
+use crate::testing::{Workbench, options};
+use crate::verify::verify;
+
+/// What `verify` says: its damages or its fault, in words, and the documents named.
+fn said(store: &Path) -> Vec<(String, Option<u64>, Option<String>)> {
+    match verify(store, true) {
+        Ok(report) => report
+            .damages
+            .into_iter()
+            .map(|damage| (damage.to_string(), damage.block, damage.documents))
+            .collect(),
+        Err(fault) => {
+            assert_eq!(fault.class(), Class::Data, "{fault}");
+            vec![(fault.to_string(), None, None)]
+        }
+    }
+}
+
+/// A small store with everything that a store can hold: two splits, and the lists that steps leave.
+fn whole(bench: &Workbench) -> (PathBuf, Manifest) {
+    // Pairs of equal documents, of words that no other has.
+    let text = |i: u64| (0..9).map(|word| format!("word{}x{word} ", i / 2)).collect::<String>();
+    let line = |i: u64| serde_json::json!({"id": format!("d{i}"), "text": text(i)}).to_string();
+    let lines: Vec<String> = (0..24).map(line).collect();
+    bench.write("few.jsonl", lines.join("\n"));
+    let item = serde_json::json!({"text": text(6)}).to_string();
+    bench.write("eval.jsonl", item + "\n");
+    let corpus = bench.write(
+        "few.toml",
+        "tokenizer = \"tokenizer.json\"\nend = \"<|end|>\"\nunit = 64\nvalidation = \"1/4\"\n\
+         [[source]]\nname = \"web\"\nfiles = [\"few.jsonl\"]\nid = \"id\"\n\
+         [[prepare]]\nstep = \"exact-duplicates\"\n\
+         [[prepare]]\nstep = \"decontaminate\"\nfiles = [\"eval.jsonl\"]\nwords = 4\n",
+    );
+    let store = bench.path("store");
+    match build(&Corpus::read(&corpus).unwrap(), &store, options(1)).unwrap() {
+        Outcome::Built { manifest, .. } => (store, manifest),
+        Outcome::UpToDate(_) => panic!("there was a store already"),
+    }
+}
+
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() { found.extend(files(&path)) } else { found.push(path) }
+    }
+    found.sort();
+    found
+}
+
+/// Where a token file's values stand, and the ids of the documents in its only block.
+fn values(store: &Path, manifest: &Manifest, path: &Path) -> Option<(Range<usize>, Vec<String>)> {
+    Split::ALL.into_iter().find_map(|split| {
+        let folder = open::stream_folder(store, "web", split);
+        let shard = &manifest.sources[0].stream(split).shards[0];
+        if path != folder.join(&shard.token_file.name) {
+            return None;
+        }
+        assert!(shard.tokens < BLOCK_TOKENS);
+        let start = block_offset(2 * BLOCK_TOKENS, 0) as usize;
+        let documents = Documents::open(&folder.join(&shard.document_file.name)).unwrap();
+        let ids = documents.map(|document| document.unwrap().id).collect();
+        Some((start..start + 2 * shard.tokens as usize, ids))
+    })
+}
+
+fn name(path: &Path) -> &str {
+    path.file_name().unwrap().to_str().unwrap()
+}
+
+#[test]
+fn a_flipped_bit_in_any_byte_is_found_and_named() {
+    let bench = Workbench::new(1);
+    let (store, manifest) = whole(&bench);
+    assert_eq!(said(&store), []);
+    let all = files(&store);
+    assert_eq!(all.len(), 3 + 2 * 4 + 2, "{all:?}");
+    let (mut flips, mut texts) = (0, 0);
+    for path in &all {
+        let bytes = fs::read(path).unwrap();
+        let values = values(&store, &manifest, path);
+        let file = fs::File::options().write(true).open(path).unwrap();
+        let key = Key::from_seed(21).child(name(path));
+        for at in 0..bytes.len() {
+            let bit = draw(key, Purpose::Generate, at as u64) % 8;
+            file.write_all_at(&[bytes[at] ^ 1 << bit], at as u64).unwrap();
+            let found = said(&store);
+            assert!(
+                found.len() == 1 && found[0].0.contains(name(path)),
+                "{} byte {at} bit {bit}: {found:?}",
+                path.display()
+            );
+            if let Some((_, ids)) = values.as_ref().filter(|(range, _)| range.contains(&at)) {
+                let (_, block, documents) = &found[0];
+                assert_eq!(*block, Some(0));
+                let wanted =
+                    format!("{} documents: {}", ids.len(), ids[..ids.len().min(4)].join(", "));
+                assert!(
+                    documents.as_ref().is_some_and(|d| d.starts_with(&wanted)),
+                    "{documents:?}"
+                );
+                texts += 1;
+            }
+            file.write_all_at(&bytes[at..=at], at as u64).unwrap();
+            flips += 1;
+        }
+    }
+    assert_eq!(said(&store), []);
+    let tokens = manifest.sources[0].train.tokens + manifest.sources[0].validation.tokens;
+    assert_eq!(texts, 2 * tokens);
+    eprintln!("{flips} flips in {} files, {texts} of them in tokens", all.len());
+}
+
+#[test]
+fn a_file_cut_anywhere_or_gone_or_grown_is_found_and_named() {
+    let bench = Workbench::new(1);
+    let (store, _) = whole(&bench);
+    let mut cases = 0;
+    for path in files(&store) {
+        let bytes = fs::read(&path).unwrap();
+        let spread = (0..bytes.len()).step_by((bytes.len() / 24).max(1));
+        let edges = (0..bytes.len().min(12)).chain(bytes.len().saturating_sub(12)..bytes.len());
+        let mut damaged: Vec<Option<Vec<u8>>> =
+            spread.chain(edges).map(|length| Some(bytes[..length].to_vec())).collect();
+        damaged.extend([None, Some([&bytes[..], b"\0"].concat()), Some(bytes.repeat(2))]);
+        for damaged in damaged {
+            match &damaged {
+                Some(bytes) => fs::write(&path, bytes).unwrap(),
+                None => fs::remove_file(&path).unwrap(),
+            }
+            let length = damaged.map(|bytes| bytes.len());
+            // Without a manifest a folder is no store, and is called so by its own name.
+            let wanted = match (name(&path), length) {
+                ("manifest.json", None) => "no manifest.json",
+                (name, _) => name,
+            };
+            let found = said(&store);
+            assert!(
+                found.iter().any(|(what, ..)| what.contains(wanted)),
+                "{} as {length:?} bytes: {found:?}",
+                path.display()
+            );
+            cases += 1;
+        }
+        fs::write(&path, bytes).unwrap();
+    }
+    assert_eq!(said(&store), []);
+    eprintln!("{cases} cuts, removals and additions");
+}

@@ -1,0 +1,170 @@
+//! Fear: that a machine that runs out of something says so unclearly, or leaves another store behind.
+//!
+//! Limits of the shell stand in for a machine without handles or without space: the failing call is the same.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use crate::prepare::prepared;
+use crate::support::{
+    Ran, Scratch, arg, assert_same_tree, build, corpus, curriculum, json_lines, zdata,
+};
+
+/// A `zdata` command as a process under `ulimit`, to be run.
+pub(crate) fn limited(limit: &str, args: &[&str]) -> Command {
+    // A write beyond the limit on file size is an error, as on a full disk, and no signal.
+    let script = format!("trap '' XFSZ; ulimit {limit}; exec \"$0\" \"$@\"");
+    let mut command = Command::new("sh");
+    command.args(["-c", &script, env!("CARGO_BIN_EXE_zdata")]).args(args);
+    command.stdin(Stdio::null()).env_remove("RUST_BACKTRACE");
+    command
+}
+
+fn ran(limit: &str, args: &[&str]) -> Ran {
+    limited(limit, args).output().unwrap().into()
+}
+
+/// Whether a run under few handles did what it does under many; if not, it must have said what it lacked.
+fn enough(handles: u64, args: &[&str], wanted: &str) -> bool {
+    let ran = ran(&format!("-n {handles}"), args);
+    if ran.code == Some(0) {
+        assert_eq!(ran.out, wanted, "{args:?} with {handles} handles");
+        return true;
+    }
+    let told = ran.fails(6, &["Too many open files", "ulimit -n"]);
+    assert_eq!(told.matches("Too many open files").count(), 1, "{told}");
+    false
+}
+
+/// Limits from the least under which a program starts at all.
+fn handles() -> impl Iterator<Item = u64> {
+    let starts = |n: &u64| ran(&format!("-n {n}"), &["--version"]).code == Some(0);
+    let least = (3..20).find(starts).unwrap();
+    (least..least + 16).chain([least + 24, least + 40])
+}
+
+#[test]
+fn without_handles_a_store_is_built_or_the_lack_is_said() {
+    let scratch = Scratch::new();
+    let corpus = corpus(&scratch, 80, "shard_tokens = 8192");
+    let whole = scratch.path("whole");
+    let args = ["build", arg(&corpus), "--out", arg(&whole), "--workers", "2"];
+    let wanted = zdata(&args).ok();
+    let outcomes: Vec<bool> = handles()
+        .map(|handles| {
+            let store = scratch.path(&format!("store-{handles}"));
+            let args = ["build", arg(&corpus), "--out", arg(&store), "--workers", "2"];
+            let digest = |told: &str| told.split_whitespace().next().unwrap_or("").to_owned();
+            let ran = ran(&format!("-n {handles}"), &args);
+            let done = ran.code == Some(0);
+            if done {
+                assert_eq!(digest(&ran.out), digest(&wanted));
+            } else {
+                let told = ran.fails(6, &["Too many open files", "ulimit -n"]);
+                assert_eq!(told.matches("Too many open files").count(), 1, "{told}");
+                assert!(!store.join("manifest.json").exists());
+                zdata(&args).ok();
+            }
+            assert_same_tree(&whole, &store);
+            done
+        })
+        .collect();
+    assert!(outcomes.contains(&false) && outcomes.ends_with(&[true]), "{outcomes:?}");
+}
+
+#[test]
+fn without_handles_nothing_is_called_damaged() {
+    let scratch = Scratch::new();
+    let corpus = prepared(&scratch);
+    let text = fs::read_to_string(&corpus).unwrap();
+    fs::write(&corpus, format!("shard_tokens = 4096\n{text}")).unwrap();
+    let store = build(&scratch, &corpus, "store");
+    let curriculum = curriculum(&scratch, &store, "run.toml", &[]);
+    for args in [
+        &["verify", arg(&store)][..],
+        &["batch", arg(&curriculum), "--step", "3"],
+        &["digest", arg(&curriculum), "--steps", "1..21"],
+        &["inspect", arg(&store)],
+        &["inspect", arg(&store), "--sample", "9", "--corpus", arg(&corpus)],
+    ] {
+        let wanted = zdata(args).ok();
+        let outcomes: Vec<bool> = handles().map(|n| enough(n, args, &wanted)).collect();
+        assert!(outcomes.ends_with(&[true]), "{args:?}: {outcomes:?}");
+    }
+}
+
+/// Runs a command into ever larger disks, and after each failure on a whole one: the same bytes as undisturbed.
+fn fills_up<const N: usize>(
+    scratch: &Scratch,
+    name: &str,
+    command: impl Fn(&str) -> [String; N],
+    keeps: impl Fn(&Path) -> bool,
+) {
+    let words = |to: &Path| command(arg(to));
+    let whole = scratch.path(name);
+    zdata(&words(&whole).each_ref().map(String::as_str)).ok();
+    let mut full = 0;
+    // Blocks of 512 bytes.
+    for blocks in [0, 1, 4, 16, 48, 100, 1_000_000] {
+        let target = scratch.path(&format!("{name}-{blocks}"));
+        let words = words(&target);
+        let words = words.each_ref().map(String::as_str);
+        let ran = ran(&format!("-f {blocks}"), &words);
+        if ran.code != Some(0) {
+            ran.fails(6, &["File too large"]);
+            assert!(!keeps(&target), "{name} with {blocks} blocks looks whole");
+            full += 1;
+            zdata(&words).ok();
+        }
+        assert_same_tree(&whole, &target);
+    }
+    assert!((2..7).contains(&full), "{name}: {full} disks were full");
+}
+
+fn is_store(folder: &Path) -> bool {
+    folder.join("manifest.json").exists()
+}
+
+#[test]
+fn a_full_disk_stops_imports_and_exports_that_then_begin_anew() {
+    let scratch = Scratch::new();
+    let small = corpus(&scratch, 20, "");
+    scratch.write("raw/web-2.jsonl", json_lines(9, 300));
+    let store = build(&scratch, &small, "store");
+    let tokenizer = scratch.path("tokenizer.json");
+    for format in ["megatron", "datatrove", "olmo", "mds"] {
+        let name = format!("out-{format}");
+        let export =
+            |to: &str| ["export", arg(&store), "--format", format, "--out", to].map(str::to_owned);
+        fills_up(&scratch, &name, export, |out| out.join("export.json").exists());
+        let source = format!("web={}", arg(&scratch.path(&name).join("web/train")));
+        let import = |to: &str| {
+            ["import", to, "--format", format, "--tokenizer", arg(&tokenizer), "--source", &source]
+                .map(str::to_owned)
+        };
+        fills_up(&scratch, &format!("back-{format}"), import, is_store);
+    }
+}
+
+#[test]
+fn a_full_disk_stops_a_survey_that_then_goes_on() {
+    let scratch = Scratch::new();
+    let corpus = prepared(&scratch);
+    scratch.write("raw/web-2.jsonl", json_lines(9, 300));
+    let build =
+        |to: &str| ["build", arg(&corpus), "--out", to, "--workers", "2"].map(str::to_owned);
+    fills_up(&scratch, "prepared", build, is_store);
+}
+
+#[test]
+fn a_full_disk_stops_tasks_that_then_go_on() {
+    let scratch = Scratch::new();
+    let small = corpus(&scratch, 20, "");
+    scratch.write("raw/web-2.jsonl", json_lines(9, 300));
+    let build = |to: &str| {
+        ["build", arg(&small), "--out", to, "--engine", "tasks", "--task-bytes", "20000"]
+            .map(str::to_owned)
+    };
+    fills_up(&scratch, "by-tasks", build, is_store);
+}
