@@ -13,7 +13,7 @@ use crate::support::{
 };
 
 /// Every kind of step; copies, near copies, chats and an evaluation set to work on.
-fn prepared(scratch: &Scratch) -> PathBuf {
+pub(crate) fn prepared(scratch: &Scratch) -> PathBuf {
     let plain = corpus(scratch, 150, "");
     let line = |id: String, text: String| json!({"id": id, "text": text}).to_string() + "\n";
     let copies = (0..60).map(|i| {
