@@ -95,14 +95,14 @@ over() {
 # builds it. A document of each file stands in the next one, too.
 mkdir "$dir/raw" "$dir/eval"
 for file in $(seq 1 8); do
-  seq $((file * 1000)) $((file * 1000 + 1000)) |
+  seq $((file * 4000)) $((file * 4000 + 4000)) |
     sed 's/.*/{"id": "&", "text": "document & of a corpus,\\r\\n the square of & and & words and & in all"}/' >"$dir/raw/web-$file.jsonl"
 done
 for file in 1 2; do
-  seq $((file * 5000)) $((file * 5000 + 300)) |
+  seq $((file * 5000)) $((file * 5000 + 600)) |
     sed 's/.*/{"q": "what is & and & more than & is", "a": "the sum of & and & and &"}/' >"$dir/raw/sums-$file.jsonl"
 done
-echo '{"text": "document 3007 of a corpus, the square of 3007 and 3007 words and"}' >"$dir/eval/set.jsonl"
+echo '{"text": "document 9007 of a corpus, the square of 9007 and 9007 words and"}' >"$dir/eval/set.jsonl"
 cat >"$dir/corpus.toml" <<CORPUS
 tokenizer = "tokenizer.json"
 validation = "1/50"
@@ -136,40 +136,36 @@ for list in web/removed.jsonl.zst sums/removed.jsonl.zst web/contaminated.jsonl;
   [ -s "$dir/local/$list" ] || { echo "nothing in $list: the corpus tests too little" >&2; exit 1; }
 done
 
-# Under fire: whatever runs is requeued or killed, in both stages of tasks. Slurm would let a requeued job wait for two minutes.
+# Under fire, in both stages of tasks: whatever runs is requeued or killed. What was killed left no part: the same command
+# runs it again, and nothing else. A requeued job would wait for two minutes, which are not needed here.
 build() { "$zdata" build "$dir/corpus.toml" --out "$1" --engine slurm --work "$dir/work" --task-bytes 1 --workers 1; }
-build "$dir/cluster" >"$dir/build.log" 2>&1 &
-build=$!
-hits=0
-while kill -0 "$build" 2>/dev/null && [ "$hits" -lt 8 ]; do
-  sleep 0.1
-  if [ $((hits % 2)) = 0 ]; then
+requeued=0 killed=0
+hit() {
+  if [ "$requeued" -le "$killed" ]; then
     task=$(squeue -h -t R -n zdata-survey,zdata-encode -o '%A' | head -1)
-    [ -n "$task" ] && scontrol requeue "$task" 2>/dev/null || continue
+    [ -n "$task" ] && scontrol requeue "$task" 2>/dev/null && requeued=$((requeued + 1))
   else
-    pid=$(pgrep -f "$zdata task (survey|run) --work" | head -1) || continue
-    kill -9 "$pid" 2>/dev/null || continue
-  fi
-  hits=$((hits + 1))
-  for task in $(squeue -h -t PD -o '%A %r' | awk '$2 == "BeginTime" {print $1}'); do
-    scontrol update JobId="$task" StartTime=now 2>/dev/null || true
+    pid=$(pgrep -f "$zdata task (survey|run) --work" | head -1)
+    [ -n "$pid" ] && kill -9 "$pid" 2>/dev/null && killed=$((killed + 1))
+  fi || true
+}
+for _ in 1 2 3 4 5 6; do
+  build "$dir/cluster" >"$dir/build.log" 2>&1 &
+  build=$!
+  while kill -0 "$build" 2>/dev/null; do
+    [ $((requeued + killed)) -ge 6 ] || hit
+    for task in $(squeue -h -t PD -o '%A %r' | awk '$2 == "BeginTime" {print $1}'); do
+      scontrol update JobId="$task" StartTime=now 2>/dev/null || true
+    done
+    sleep 0.1
   done
+  wait "$build" && break
+  echo "this run ended early, as it may: $(tail -n 4 "$dir/build.log" | tr '\n' ' ')"
 done
-while kill -0 "$build" 2>/dev/null; do
-  for task in $(squeue -h -t PD -o '%A %r' | awk '$2 == "BeginTime" {print $1}'); do
-    scontrol update JobId="$task" StartTime=now 2>/dev/null || true
-  done
-  sleep 0.3
-done
-wait "$build" || echo "the first run ended early, as it may: $(tail -n 4 "$dir/build.log" | tr '\n' ' ')"
-# What was killed left no part: the same command runs it again, and nothing else.
-for _ in 1 2 3; do
-  [ -e "$dir/cluster/manifest.json" ] && break
-  build "$dir/cluster"
-done
-[ "$hits" -ge 4 ] || { echo "only $hits tasks were hit: make the corpus larger" >&2; exit 1; }
+hits="$requeued requeued, $killed killed"
+[ "$requeued" -ge 2 ] && [ "$killed" -ge 2 ] || { echo "only $hits: make the corpus larger" >&2; exit 1; }
 diff -r "$dir/local" "$dir/cluster"
-echo "under fire ($hits hits): every byte as built here"
+echo "under fire ($hits): every byte as built here"
 
 # After an edit of one file: its two parts are made, the others are there.
 sed -i '1s/document/Document/' "$dir/raw/web-5.jsonl"
