@@ -145,7 +145,7 @@ hit() {
     task=$(squeue -h -t R -n zdata-survey,zdata-encode -o '%A' | head -1)
     [ -n "$task" ] && scontrol requeue "$task" 2>/dev/null && requeued=$((requeued + 1))
   else
-    pid=$(pgrep -f "$zdata task (survey|run) --work" | head -1)
+    pid=$(pgrep -f "$zdata task (survey|run) --work $dir" | head -1)
     [ -n "$pid" ] && kill -9 "$pid" 2>/dev/null && killed=$((killed + 1))
   fi || true
 }

@@ -2,8 +2,8 @@
 //!
 //! A receipt is created only where there is none. A second one must say the same; where it does not, both are kept.
 
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Write as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
@@ -109,7 +109,9 @@ impl Receipt {
         let scratch = scratch(&plan.folder(), &name)?;
         let bytes = serde_json::to_vec(self)
             .map_err(|error| Fault::bug(format!("a receipt cannot be written: {error}")))?;
-        write::write_whole(&scratch, &bytes)?;
+        let mut file = File::create(&scratch).map_err(|e| Fault::io("create", &scratch, &e))?;
+        let written = file.write_all(&bytes).and_then(|()| file.sync_all());
+        written.map_err(|error| Fault::io("write", &scratch, &error))?;
         if create(&scratch, &path)? {
             return Ok(());
         }

@@ -129,8 +129,12 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
     let work = args.work.clone().unwrap_or_else(|| PathBuf::from(work));
     let _lock = engine::lock(&work)?;
     let plan = engine::plan(corpus, &work, args.task_bytes)?;
-    let done = plan.tasks() - plan.missing(Stage::Encode)?.len();
-    eprintln!("{} tasks, {done} done, in {}", plan.tasks(), work.display());
+    for stage in [Stage::Survey, Stage::Encode] {
+        let (all, left) = (plan.tasks_of(stage).len(), plan.missing(stage)?.len());
+        if all > 0 {
+            eprintln!("{}: {left} of {all} tasks to run, in {}", stage.name(), work.display());
+        }
+    }
     if args.engine == Place::Slurm {
         let program = std::env::current_exe();
         let program = program.map_err(|error| Fault::io("find", Path::new("zdata"), &error))?;
