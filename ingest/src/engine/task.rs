@@ -8,9 +8,9 @@ use rayon::prelude::*;
 use super::address::Content;
 use super::part::{PartWriter, digest_at_end};
 use super::plan::{Plan, Stage};
-use super::receipt::{self, Receipt};
+use super::receipt::{self, Input, Receipt};
 use crate::build;
-use crate::corpus::{Corpus, OnError};
+use crate::corpus::{Corpus, OnError, SourceFile};
 use crate::journal::Position;
 use crate::pipeline::{self, Auditor, Encoding, Item, Step};
 use crate::prepare::{List, Looked, Prepared, Seen, Tools, look_through};
@@ -58,7 +58,7 @@ impl<'a> Runner<'a> {
         if before.is_none() {
             Receipt::remove(plan, stage, task)?;
         }
-        let inputs = receipt::inputs(&only.sources[0].files)?;
+        let inputs = self.inputs(stage, task, &only.sources[0].files)?;
         let contents: Vec<Content> = inputs.iter().map(|i| (i.bytes, i.sha256)).collect();
         let address = plan.address(stage, task, &only, &contents)?;
         let path = plan.part(address);
@@ -81,6 +81,17 @@ impl<'a> Runner<'a> {
             (None, true) => Ran::Reused(digest),
             (None, false) => Ran::New(digest),
         })
+    }
+
+    /// The content of a task's files: as the survey found it, if they were not touched since.
+    fn inputs(&self, stage: Stage, task: usize, files: &[SourceFile]) -> Result<Vec<Input>> {
+        if stage == Stage::Encode
+            && let Some(receipt) = self.plan.receipt(Stage::Survey, task)?
+            && receipt.is_of(files)
+        {
+            return Ok(receipt.inputs);
+        }
+        receipt::inputs(files)
     }
 
     /// Looks at every document, for those who will compare them.
