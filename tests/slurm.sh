@@ -12,7 +12,7 @@ install() {
   [ "$(id -u)" = 0 ] || { echo "Slurm is not there, and only root installs it"; return 77; }
   command -v apt-get >/dev/null || { echo "Slurm is not there, and there is no apt-get"; return 77; }
   # Bounded, so that a machine without a network or with a busy package manager is not waited for.
-  local get=(timeout 240 apt-get -qq -o DPkg::Lock::Timeout=30 -o Acquire::Retries=1 -o Acquire::http::Timeout=20)
+  local get=(timeout 100 apt-get -qq -o DPkg::Lock::Timeout=30 -o Acquire::Retries=1 -o Acquire::http::Timeout=10)
   export DEBIAN_FRONTEND=noninteractive
   "${get[@]}" install -y --no-install-recommends slurm-wlm >/dev/null 2>&1 ||
     { "${get[@]}" update && "${get[@]}" install -y --no-install-recommends slurm-wlm; } >/dev/null 2>&1 ||
