@@ -3,8 +3,27 @@
 # tasks killed, requeued, run twice and finished in any order. The store must have every byte of the one built here.
 #
 #   tests/slurm.sh [ZDATA]        exit 0 done, 1 failed, 77 no Slurm or no right to start one (needs root)
+#   tests/slurm.sh --install      installs Slurm where that is possible (Debian, root); exit 0 it is there, 77 it is not
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+install() {
+  command -v slurmctld >/dev/null && { echo "Slurm is there: $(slurmctld -V)"; return 0; }
+  [ "$(id -u)" = 0 ] || { echo "Slurm is not there, and only root installs it"; return 77; }
+  command -v apt-get >/dev/null || { echo "Slurm is not there, and there is no apt-get"; return 77; }
+  # Bounded, so that a machine without a network or with a busy package manager is not waited for.
+  local get=(timeout 100 apt-get -qq -o DPkg::Lock::Timeout=30 -o Acquire::Retries=1 -o Acquire::http::Timeout=10)
+  export DEBIAN_FRONTEND=noninteractive
+  "${get[@]}" install -y --no-install-recommends slurm-wlm >/dev/null 2>&1 ||
+    { "${get[@]}" update && "${get[@]}" install -y --no-install-recommends slurm-wlm; } >/dev/null 2>&1 ||
+    { echo "Slurm is not there, and apt-get does not install slurm-wlm"; return 77; }
+  echo "installed $(slurmctld -V)"
+}
+if [ "${1:-}" = --install ]; then
+  install
+  exit
+fi
+
 zdata=$(realpath "${1:-target/debug/zdata}")
 for program in slurmctld slurmd sbatch squeue scontrol; do
   command -v "$program" >/dev/null || { echo "no $program (apt-get install slurm-wlm)" >&2; exit 77; }
@@ -60,18 +79,30 @@ for node in node1 node2 node3; do
   slurmd -D -N "$node" >"$dir/$node.out.log" 2>&1 &
   pids+=($!)
 done
-for _ in $(seq 60); do
+for _ in $(seq 150); do
   [ "$(sinfo -h -N -t idle 2>/dev/null | wc -l)" = 3 ] && break
-  sleep 0.5
+  sleep 0.2
 done
-sinfo
+sinfo -h
 
-# A corpus of twelve files, and its store as one process builds it.
-mkdir "$dir/raw"
-for file in $(seq 1 12); do
-  seq "$file" 37 $((file * 6000 + 80000)) |
-    sed 's/.*/{"id": "&", "text": "document & of a corpus, the square of & and & words in all"}/' >"$dir/raw/web-$(printf %02d "$file").jsonl"
+# Submits a script and says its number; waits until jobs are over.
+submit() { sbatch --parsable --open-mode=append "$@"; }
+over() {
+  while [ -n "$(squeue -h -j "$(IFS=,; echo "$*")" 2>/dev/null)" ]; do sleep 0.2; done
+}
+
+# A corpus of ten files in two sources whose documents are compared, cleaned and trimmed; and its store as one process
+# builds it. A document of each file stands in the next one, too.
+mkdir "$dir/raw" "$dir/eval"
+for file in $(seq 1 8); do
+  seq $((file * 4000)) $((file * 4000 + 4000)) |
+    sed 's/.*/{"id": "&", "text": "document & of a corpus,\\r\\n the square of & and & words and & in all"}/' >"$dir/raw/web-$file.jsonl"
 done
+for file in 1 2; do
+  seq $((file * 5000)) $((file * 5000 + 600)) |
+    sed 's/.*/{"q": "what is & and & more than & is", "a": "the sum of & and & and &"}/' >"$dir/raw/sums-$file.jsonl"
+done
+echo '{"text": "document 9007 of a corpus, the square of 9007 and 9007 words and"}' >"$dir/eval/set.jsonl"
 cat >"$dir/corpus.toml" <<CORPUS
 tokenizer = "tokenizer.json"
 validation = "1/50"
@@ -81,58 +112,92 @@ shard_tokens = 65536
 name = "web"
 files = ["raw/web-*.jsonl"]
 id = "id"
+[[source]]
+name = "sums"
+files = ["raw/sums-*.jsonl"]
+template = "{q}\n{a}"
+[[prepare]]
+step = "clean"
+[[prepare]]
+step = "exact-duplicates"
+[[prepare]]
+step = "near-duplicates"
+sources = ["sums"]
+[[prepare]]
+step = "decontaminate"
+files = ["eval/*.jsonl"]
+[[prepare]]
+step = "length"
+max_chars = 200
 CORPUS
-"$zdata" tokenizer train "$dir/corpus.toml" --vocab 400 --out "$dir/tokenizer.json" >/dev/null
-"$zdata" build "$dir/corpus.toml" --out "$dir/local"
+"$zdata" tokenizer train "$dir/corpus.toml" --vocab 300 --out "$dir/tokenizer.json" >/dev/null
+"$zdata" build "$dir/corpus.toml" --out "$dir/local" 2>/dev/null
+for list in web/removed.jsonl.zst sums/removed.jsonl.zst web/contaminated.jsonl; do
+  [ -s "$dir/local/$list" ] || { echo "nothing in $list: the corpus tests too little" >&2; exit 1; }
+done
 
-# Under fire: whatever runs is requeued or killed for a while, the daemon's node is taken away once.
-"$zdata" build "$dir/corpus.toml" --out "$dir/cluster" --engine slurm --task-bytes 1 --workers 1 >"$dir/build.log" 2>&1 &
-build=$!
-hits=0 round=0
-while kill -0 "$build" 2>/dev/null && [ "$hits" -lt 6 ]; do
-  sleep 0.05
-  if [ $((round % 2)) = 0 ]; then
-    task=$(squeue -h -t R -n zdata-tasks -o '%A' | head -1)
-    [ -n "$task" ] && scontrol requeue "$task" 2>/dev/null || continue
+# Under fire, in both stages of tasks: whatever runs is requeued or killed. What was killed left no part: the same command
+# runs it again, and nothing else. A requeued job would wait for two minutes, which are not needed here.
+build() { "$zdata" build "$dir/corpus.toml" --out "$1" --engine slurm --work "$dir/work" --task-bytes 1 --workers 1; }
+requeued=0 killed=0
+hit() {
+  if [ "$requeued" -le "$killed" ]; then
+    task=$(squeue -h -t R -n zdata-survey,zdata-encode -o '%A' | head -1)
+    [ -n "$task" ] && scontrol requeue "$task" 2>/dev/null && requeued=$((requeued + 1))
   else
-    pid=$(pgrep -f "$zdata task run --work $dir" | head -1) || continue
-    kill -9 "$pid" 2>/dev/null || continue
-  fi
-  hits=$((hits + 1)) round=$((round + 1))
+    pid=$(pgrep -f "$zdata task (survey|run) --work $dir" | head -1)
+    [ -n "$pid" ] && kill -9 "$pid" 2>/dev/null && killed=$((killed + 1))
+  fi || true
+}
+for _ in 1 2 3 4 5 6; do
+  build "$dir/cluster" >"$dir/build.log" 2>&1 &
+  build=$!
+  while kill -0 "$build" 2>/dev/null; do
+    [ $((requeued + killed)) -ge 6 ] || hit
+    for task in $(squeue -h -t PD -o '%A %r' | awk '$2 == "BeginTime" {print $1}'); do
+      scontrol update JobId="$task" StartTime=now 2>/dev/null || true
+    done
+    sleep 0.1
+  done
+  wait "$build" && break
+  echo "this run ended early, as it may: $(tail -n 4 "$dir/build.log" | tr '\n' ' ')"
 done
-wait "$build" || echo "the first run ended early, as it may: $(tail -n 4 "$dir/build.log" | tr '\n' ' ')"
-# What was killed left no part: the same command runs it again, and nothing else.
-for _ in 1 2 3; do
-  [ -e "$dir/cluster/manifest.json" ] && break
-  "$zdata" build "$dir/corpus.toml" --out "$dir/cluster" --engine slurm --task-bytes 1 --workers 1
-done
-[ "$hits" -ge 4 ] || { echo "only $hits tasks were hit: make the corpus larger" >&2; exit 1; }
+hits="$requeued requeued, $killed killed"
+[ "$requeued" -ge 2 ] && [ "$killed" -ge 2 ] || { echo "only $hits: make the corpus larger" >&2; exit 1; }
 diff -r "$dir/local" "$dir/cluster"
-echo "under fire ($hits hits): every byte as built here"
+echo "under fire ($hits): every byte as built here"
+
+# After an edit of one file: its two parts are made, the others are there.
+sed -i '1s/document/Document/' "$dir/raw/web-5.jsonl"
+"$zdata" build "$dir/corpus.toml" --out "$dir/local-edited" 2>/dev/null
+build "$dir/edited" 2>"$dir/edited.log"
+cat "$dir/edited.log"
+[ "$(grep -c 'made 1 of 10 parts.* reused 9 parts' "$dir/edited.log")" = 2 ]
+diff -r "$dir/local-edited" "$dir/edited"
+echo "after an edit: every byte as built here"
 
 # Every task twice, backwards, as two arrays at once; then one merge.
-tasks=$("$zdata" task plan "$dir/corpus.toml" --work "$dir/work" --task-bytes 1)
+tasks=$("$zdata" task plan "$dir/corpus.toml" --work "$dir/twice.tasks" --task-bytes 1)
 array=$(seq $((tasks - 1)) -1 0 | paste -sd,)
-both=()
-for _ in 1 2; do
-  sbatch --wait --output="$dir/twice-%a.log" --open-mode=append --array="$array" \
-    --wrap "exec $zdata task run --work $dir/work --index \$SLURM_ARRAY_TASK_ID --workers 1" >/dev/null &
-  both+=($!)
+for verb in survey run; do
+  both=()
+  for _ in 1 2; do
+    both+=("$(submit --output="$dir/twice-$verb-%a.log" --array="$array" \
+      --wrap "exec $zdata task $verb --work $dir/twice.tasks --index \$SLURM_ARRAY_TASK_ID --workers 1")")
+  done
+  over "${both[@]}"
+  results=$(cat "$dir/twice-$verb"-*.log | grep -cE '^[0-9a-f]{32}(  (again|reused))?$')
+  [ "$results" = $((2 * tasks)) ] || { echo "$results results of $verb, not $((2 * tasks))"; exit 1; }
+  [ "$verb" = run ] || "$zdata" task decide --work "$dir/twice.tasks"
 done
-wait "${both[@]}"
-"$zdata" task merge --work "$dir/work" --out "$dir/twice"
-diff -r "$dir/local" "$dir/twice"
-again=$(cat "$dir"/twice-*.log | grep -c again)
-[ "$again" = "$tasks" ] || { echo "$again of $tasks second results were compared"; exit 1; }
+"$zdata" task merge --work "$dir/twice.tasks" --out "$dir/twice"
+diff -r "$dir/local-edited" "$dir/twice"
 echo "each task twice, backwards: every byte as built here"
 
 # An input that changed between the two: both results are kept, nothing is merged.
-sed -i '1s/document/Document/' "$dir/raw/web-05.jsonl"
-if sbatch --wait --output="$dir/other.log" --wrap "exec $zdata task run --work $dir/work --index 4" >/dev/null; then
-  echo "another result was taken for the same" >&2
-  exit 1
-fi
+sed -i '1s/Document/dOcument/' "$dir/raw/web-5.jsonl"
+over "$(submit --output="$dir/other.log" --wrap "exec $zdata task run --work $dir/twice.tasks --index 4")"
 grep -q "another result" "$dir/other.log"
-ls "$dir"/work/*.conflict >/dev/null
-if "$zdata" task merge --work "$dir/work" --out "$dir/never" 2>/dev/null; then exit 1; fi
+ls "$dir"/twice.tasks/plan-*/*.conflict >/dev/null
+if "$zdata" task merge --work "$dir/twice.tasks" --out "$dir/never" 2>/dev/null; then exit 1; fi
 echo "a second result with another digest: refused, both kept"

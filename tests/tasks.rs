@@ -10,10 +10,11 @@ use std::time::Instant;
 
 use contract::{Key, Permutation};
 
+use crate::prepare::prepared;
 use crate::python::{skipped, tests_folder};
 use crate::resume::{Fire, kills};
 use crate::support::{
-    Scratch, arg, assert_same_tree, build, corpus, json_lines, zdata, zdata_command,
+    Ran, Scratch, arg, assert_same_tree, build, corpus, json_lines, zdata, zdata_command,
 };
 
 fn planned(scratch: &Scratch, corpus: &Path, name: &str) -> (PathBuf, u64) {
@@ -21,6 +22,25 @@ fn planned(scratch: &Scratch, corpus: &Path, name: &str) -> (PathBuf, u64) {
     let told =
         zdata(&["task", "plan", arg(corpus), "--work", arg(&work), "--task-bytes", "1"]).ok();
     (work, told.trim().parse().unwrap())
+}
+
+fn merge(work: &Path, out: &Path) -> Ran {
+    zdata(&["task", "merge", "--work", arg(work), "--out", arg(out)])
+}
+
+/// Runs every task in a drawn order: killed, run, and now and then run again, when the second result is compared.
+fn under_fire(work: &Path, verb: &str, tasks: u64) {
+    let order = Permutation::new(Key::from_seed(3), tasks);
+    let mut fire = Fire::new(std::time::Duration::from_millis(200), 0);
+    for index in 0..tasks {
+        let task = order.forward(index).to_string();
+        let words = ["task", verb, "--work", arg(work), "--index", &task, "--workers", "1"];
+        fire.kill(zdata_command(&words));
+        let first = zdata(&words).ok();
+        if index % 3 == 0 {
+            assert_eq!(zdata(&words).ok().trim(), format!("{}  again", &first.trim()[..32]));
+        }
+    }
 }
 
 fn many_files(scratch: &Scratch) -> PathBuf {
@@ -40,23 +60,11 @@ fn tasks_in_any_order_twice_and_killed_make_the_bytes_of_a_local_build() {
     let local = build(&scratch, &corpus, "local");
     let (work, tasks) = planned(&scratch, &corpus, "work");
     assert_eq!(tasks, 9);
-    let merge = |out: &Path| zdata(&["task", "merge", "--work", arg(&work), "--out", arg(out)]);
     let out = scratch.path("merged");
-    merge(&out).fails(3, &["part-00000", "missing"]);
-    let order = Permutation::new(Key::from_seed(3), tasks);
-    let mut fire = Fire::new(std::time::Duration::from_millis(200), 0);
-    for index in 0..tasks {
-        let task = order.forward(index).to_string();
-        let words = ["task", "run", "--work", arg(&work), "--index", &task, "--workers", "1"];
-        // Killed, run, and run again: a second result is compared with the first.
-        fire.kill(zdata_command(&words));
-        let first = zdata(&words).ok();
-        if index % 3 == 0 {
-            assert_eq!(zdata(&words).ok().trim(), format!("{}  again", &first.trim()[..32]));
-        }
-    }
+    merge(&work, &out).fails(3, &["encode task 0", "missing"]);
+    under_fire(&work, "run", tasks);
     let start = Instant::now();
-    merge(&out).ok();
+    merge(&work, &out).ok();
     let mut fire = Fire::new(start.elapsed(), 50);
     assert_same_tree(&local, &out);
     while let Some(index) = fire.round(kills()) {
@@ -95,44 +103,117 @@ fn a_second_result_that_differs_is_kept_and_stops_the_build() {
     for task in 0..tasks {
         run(task).ok();
     }
-    let part = |task: u64| work.join(format!("part-{task:06}.bin"));
-    let before = fs::read(part(2)).unwrap();
+    let folder = || files(&work, |name| name.starts_with("plan-")).remove(0);
+    let receipt = |task: u64| folder().join(format!("encode-{task:06}.json"));
+    let before = fs::read(receipt(2)).unwrap();
     let file = scratch.path("raw/web-2.jsonl");
     let text = fs::read_to_string(&file).unwrap();
     fs::write(&file, text.replacen("doc-12-0", "doc-12-x", 1)).unwrap();
     let told = run(2).fails(4, &["task 2", "another result", ".conflict"]);
-    assert_eq!(fs::read(part(2)).unwrap(), before, "{told}");
-    let conflicts = || {
-        let names = fs::read_dir(&work).unwrap().map(|entry| entry.unwrap().path());
-        names
-            .filter(|path| path.extension().is_some_and(|ending| ending == "conflict"))
-            .collect::<Vec<_>>()
-    };
+    assert_eq!(fs::read(receipt(2)).unwrap(), before, "{told}");
+    let parts = files(&work.join("parts"), |name| name.ends_with(".bin"));
+    assert_eq!(parts.len() as u64, tasks + 1);
+    let conflicts = || files(&folder(), |name| name.ends_with(".conflict"));
     assert_eq!(conflicts().len(), 1);
     let out = scratch.path("out");
-    let merge = || zdata(&["task", "merge", "--work", arg(&work), "--out", arg(&out)]);
-    merge().fails(4, &["two results"]);
+    merge(&work, &out).fails(4, &["two results"]);
     // The second was right: the first goes, and its task is run again.
-    fs::remove_file(part(2)).unwrap();
+    fs::remove_file(receipt(2)).unwrap();
     fs::remove_file(&conflicts()[0]).unwrap();
     run(2).ok();
-    merge().ok();
+    merge(&work, &out).ok();
     assert_same_tree(&build(&scratch, &corpus, "local"), &out);
     // A bit that flips in a part is found before anything is committed.
-    let mut bytes = fs::read(part(1)).unwrap();
+    let mut bytes = fs::read(&parts[0]).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 4;
-    fs::write(part(1), bytes).unwrap();
+    fs::write(&parts[0], bytes).unwrap();
     let bad = scratch.path("bad");
-    let told = zdata(&["task", "merge", "--work", arg(&work), "--out", arg(&bad)]);
+    let told = merge(&work, &bad);
     assert!(matches!(told.code, Some(3 | 4)), "{told:?}");
-    assert!(!bad.exists());
-    run(1).fails(3, &["part-000001"]);
-    // Another corpus is another plan.
+    let name = parts[0].file_name().unwrap().to_str().unwrap();
+    assert!(told.err.contains(name) && !bad.exists(), "{told:?}");
+    // Another corpus is another plan, and its tasks are not these.
     let text = fs::read_to_string(&corpus).unwrap();
     fs::write(&corpus, text.replace("1/50", "1/7")).unwrap();
     run(0).fails(4, &["planned"]);
-    zdata(&["task", "plan", arg(&corpus), "--work", arg(&work)]).fails(4, &["planned"]);
+}
+
+/// The files in a folder whose name is `wanted`, sorted.
+fn files(folder: &Path, wanted: impl Fn(&str) -> bool) -> Vec<PathBuf> {
+    let names = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let named = |path: &PathBuf| wanted(path.file_name().unwrap().to_str().unwrap());
+    let mut found: Vec<PathBuf> = names.filter(named).collect();
+    found.sort();
+    found
+}
+
+#[test]
+fn prepared_documents_by_tasks_are_those_of_a_local_build() {
+    let scratch = Scratch::new();
+    let corpus = prepared(&scratch);
+    let local = build(&scratch, &corpus, "local");
+    let (work, tasks) = planned(&scratch, &corpus, "work");
+    let out = scratch.path("merged");
+    let run = |task: &str| zdata(&["task", "run", "--work", arg(&work), "--index", task]);
+    run("0").fails(3, &["survey"]);
+    let decide = ["task", "decide", "--work", arg(&work)];
+    zdata(&decide).fails(3, &["survey task 0", "missing"]);
+    under_fire(&work, "survey", tasks);
+    merge(&work, &out).fails(3, &["missing"]);
+    let mut fire = Fire::new(std::time::Duration::from_millis(100), 0);
+    while fire.round(1).is_some() {
+        fire.kill(zdata_command(&decide));
+    }
+    zdata(&decide).ok();
+    zdata(&decide).ok();
+    under_fire(&work, "run", tasks);
+    merge(&work, &out).ok();
+    assert_same_tree(&local, &out);
+    zdata(&["verify", arg(&out)]).ok();
+}
+
+#[test]
+fn after_an_edit_only_what_changed_is_made_again() {
+    let scratch = Scratch::new();
+    let corpus = prepared(&scratch);
+    for file in 2..7 {
+        scratch.write(&format!("raw/web-{file}.jsonl"), json_lines(10 + file, 20));
+    }
+    let work = scratch.path("work");
+    let again = |name: &str| {
+        let out = scratch.path(name);
+        let words = ["build", arg(&corpus), "--out", arg(&out), "--engine", "tasks"];
+        let words = [&words[..], &["--work", arg(&work), "--task-bytes", "1"]].concat();
+        if name == "first" {
+            let mut fire = Fire::new(std::time::Duration::from_millis(800), 3);
+            while fire.round(2).is_some() {
+                fire.kill(zdata_command(&words));
+            }
+        }
+        let told = zdata(&words);
+        assert_eq!(told.code, Some(0), "{told:?}");
+        assert_same_tree(&build(&scratch, &corpus, &format!("{name}-local")), &out);
+        told.err
+    };
+    again("first");
+    let told = again("second");
+    for stage in ["survey", "encode"] {
+        assert!(told.contains(&format!("{stage}: made 0 of 10 parts (0 files, 0 B)")), "{told}");
+    }
+    let file = scratch.path("raw/web-4.jsonl");
+    let text = fs::read_to_string(&file).unwrap();
+    fs::write(&file, text + &json_lines(99, 1)).unwrap();
+    let told = again("edited");
+    assert!(
+        !told.contains("reused 10") && told.matches("reused 9 parts (9 files,").count() > 0,
+        "{told}"
+    );
+    let text = fs::read_to_string(&corpus).unwrap();
+    fs::write(&corpus, text.replace("context = 300", "context = 250")).unwrap();
+    let told = again("setting");
+    assert!(told.contains("survey: made 0 of 10 parts"), "{told}");
+    assert!(told.contains("reused 9 parts (9 files,"), "{told}");
 }
 
 #[test]
@@ -143,7 +224,7 @@ fn a_real_slurm_makes_the_bytes_of_a_local_build() {
     match ran.status.code() {
         Some(0) => {
             let out = String::from_utf8_lossy(&ran.stdout);
-            assert_eq!(out.matches("every byte as built here").count(), 2, "{out}");
+            assert_eq!(out.matches("every byte as built here").count(), 3, "{out}");
             assert!(out.contains("both kept"), "{out}");
         }
         Some(77) => skipped("Slurm", told.lines().last().unwrap_or_default()),

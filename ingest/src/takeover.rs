@@ -173,7 +173,7 @@ impl Taken {
 }
 
 /// Links a file; copies and checks it where that is not possible.
-fn link(old: &Path, new: &Path, record: &FileRecord) -> Result<()> {
+pub(crate) fn link(old: &Path, new: &Path, record: &FileRecord) -> Result<()> {
     match fs::remove_file(new) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             return Err(Fault::io("replace", new, &error));

@@ -1,20 +1,32 @@
 //! A build cut into pure tasks that any machine may run, in any order, twice, or again after a kill.
 //!
 //! ```text
-//! plan:   corpus -> WORK/plan.json                 tasks: a range of files of one source each
-//! task i: files  -> WORK/part-00000i.bin           its documents, encoded; created only where there is none
-//! merge:  parts, in order -> STORE                 through the committer of a local build: the same bytes
+//! plan:    corpus -> WORK/plan.json                       tasks: a range of files of one source each
+//! survey:  files -> WORK/parts/ADDRESS.bin                of sources whose steps compare documents: what each step must know
+//! decide:  these parts, in order -> which documents go    one process, in one total order
+//! encode:  files, who goes -> WORK/parts/ADDRESS.bin      documents, prepared and encoded
+//! merge:   these parts, in order -> STORE                 through the committer of a local build: the same bytes
 //! ```
 //!
-//! Invariant: a part is a function of its files' content, the tokenizer and `corpus.toml`. So a second result of a
-//! task has the same digest as the first; where it has not, both are kept and nothing is merged.
+//! Invariant: a part's address is the hash of all that its content depends on (`address`); so whatever an edit left as it
+//! was is found again, and not made again.
+//! Invariant: parts and receipts are created only where there is none. A second result of a task has the same digest as
+//! the first; where it has not, both are kept and nothing is merged.
 
+mod address;
+mod merge;
 mod part;
 pub mod plan;
+mod receipt;
 pub mod slurm;
+mod survey;
+mod tally;
 pub mod task;
 #[cfg(test)]
 mod tests;
 
-pub use plan::{Plan, plan};
-pub use task::{merge, run};
+pub use merge::merge;
+pub use plan::{Plan, Stage, lock, plan};
+pub use survey::{decide, is_decided};
+pub use tally::tally;
+pub use task::{Ran, Runner};

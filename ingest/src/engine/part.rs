@@ -1,23 +1,31 @@
-//! A part: what the committer is told of one task's files, on the disk.
+//! A part: what the committer, or the survey, is told of one task's files, on the disk.
 //!
 //! ```text
-//! 0   "zdatpart"    16 bytes: the plan's digest
-//!     entries: u8 kind (1 document, 2 loss, 3 end of a file), u32 length and JSON of what is not tokens,
-//!              for a document u64 tokens and u32 each
+//! 0   "zdatpart"    32 bytes: the part's address
+//!     entries: u8 kind, then
+//!       1 document          u32 length and JSON of what is not tokens, u64 tokens and u32 each
+//!       2 loss              u32 length and JSON
+//!       3 end of a file     u32 length and JSON: its content
+//!       4 reason            u32 length and JSON: a text that entries after it name by its number
+//!       5 document seen     u64 address, u8 step, u8 reason, u8 marks and each, u32 length and JSON of hits
 //!     u8 0, then xxh3-128 of all bytes before it
 //! ```
+//!
+//! Names, and the numbers of files and steps, are the reader's to know: they change where a part does not.
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use contract::store::{InputRecord, Split};
-use contract::{Digest, Fault, Result};
+use contract::store::Split;
+use contract::{Digest, Fault, Identity, Result};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use xxhash_rust::xxh3::Xxh3;
 
+use super::address::Content;
 use crate::pipeline::{Encoded, Item};
+use crate::prepare::{Looked, Mark, Trace};
 
 const MAGIC: &[u8; 8] = b"zdatpart";
 
@@ -33,6 +41,9 @@ struct Document {
     text_bytes: u64,
     content: Digest,
     held_back: bool,
+    /// Bytes read, and what steps changed: their places are counted among those that run here.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    trace: Option<(u64, Vec<(usize, u64, u64)>)>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -45,23 +56,29 @@ struct Loss {
 /// What a part tells next.
 pub(super) enum Entry {
     Item(Item),
-    FileEnd(InputRecord),
+    Looked(Looked),
+    FileEnd(Content),
 }
+
+/// No step.
+const NONE: u8 = u8::MAX;
 
 /// Writes a part.
 pub(super) struct PartWriter {
     path: PathBuf,
     file: BufWriter<File>,
     hash: Box<Xxh3>,
+    reasons: Vec<&'static str>,
 }
 
 impl PartWriter {
-    pub(super) fn create(path: &Path, plan: Digest) -> Result<Self> {
+    pub(super) fn create(path: &Path, address: Identity) -> Result<Self> {
         let file = File::create(path).map_err(|error| Fault::io("create", path, &error))?;
         let file = BufWriter::with_capacity(1 << 20, file);
-        let mut part = PartWriter { path: path.to_owned(), file, hash: Box::new(Xxh3::new()) };
+        let (path, hash) = (path.to_owned(), Box::new(Xxh3::new()));
+        let mut part = PartWriter { path, file, hash, reasons: Vec::new() };
         part.put(MAGIC)?;
-        part.put(&plan.0.to_le_bytes())?;
+        part.put(&address.0)?;
         Ok(part)
     }
 
@@ -71,18 +88,23 @@ impl PartWriter {
     }
 
     fn entry(&mut self, kind: u8, meta: &impl Serialize) -> Result<()> {
+        self.put(&[kind])?;
+        self.json(meta)
+    }
+
+    fn json(&mut self, meta: &impl Serialize) -> Result<()> {
         let json = serde_json::to_vec(meta)
             .map_err(|error| Fault::bug(format!("a part cannot be written: {error}")))?;
         let length = u32::try_from(json.len()).ok().filter(|length| *length <= META_BYTES);
         let length =
             length.ok_or_else(|| Fault::usage("a document's id is too long for a part"))?;
-        self.put(&[kind])?;
         self.put(&length.to_le_bytes())?;
         self.put(&json)
     }
 
     pub(super) fn document(&mut self, document: &Encoded) -> Result<()> {
         let Encoded { id, row, group, bytes, text_bytes, content, split, tokens, .. } = document;
+        let trace = document.trace.as_ref().map(|trace| (trace.read, trace.changes.clone()));
         let meta = Document {
             id: id.clone(),
             row: *row,
@@ -91,6 +113,7 @@ impl PartWriter {
             text_bytes: *text_bytes,
             content: *content,
             held_back: *split == Split::Validation,
+            trace,
         };
         self.entry(1, &meta)?;
         self.put(&(tokens.len() as u64).to_le_bytes())?;
@@ -105,8 +128,45 @@ impl PartWriter {
         self.entry(2, &Loss { reason: reason.to_owned(), bytes, content })
     }
 
-    pub(super) fn file_end(&mut self, input: &InputRecord) -> Result<()> {
-        self.entry(3, input)
+    pub(super) fn file_end(&mut self, content: Content) -> Result<()> {
+        self.entry(3, &content)
+    }
+
+    /// A document that the survey saw. Its steps are named by their places.
+    pub(super) fn looked(&mut self, looked: &Looked) -> Result<()> {
+        let gone = match looked.gone {
+            None => [NONE, 0],
+            Some((step, reason)) => [step, self.reason(reason)?],
+        };
+        self.put(&[5])?;
+        self.put(&looked.at.to_le_bytes())?;
+        self.put(&gone)?;
+        self.put(&[looked.marks.len() as u8])?;
+        for (step, mark) in &looked.marks {
+            self.put(&[*step as u8])?;
+            match mark {
+                Mark::Content(content) => {
+                    self.put(&[0])?;
+                    self.put(&content.0.to_le_bytes())?;
+                }
+                Mark::Bands(keys) => {
+                    self.put(&[1])?;
+                    self.put(&(keys.len() as u16).to_le_bytes())?;
+                    keys.iter().try_for_each(|key| self.put(&key.to_le_bytes()))?;
+                }
+            }
+        }
+        self.json(&looked.hits)
+    }
+
+    /// The number of a reason, which is written where it comes first.
+    fn reason(&mut self, reason: &'static str) -> Result<u8> {
+        if let Some(known) = self.reasons.iter().position(|known| *known == reason) {
+            return Ok(known as u8);
+        }
+        self.reasons.push(reason);
+        self.entry(4, &reason)?;
+        u8::try_from(self.reasons.len() - 1).map_err(|_| Fault::bug("too many reasons in a part"))
     }
 
     /// Ends the part, on the disk; its digest.
@@ -128,25 +188,27 @@ pub(super) struct PartReader {
     file: BufReader<File>,
     hash: Box<Xxh3>,
     reasons: BTreeMap<String, &'static str>,
+    /// Those that documents seen name by number.
+    numbered: Vec<&'static str>,
     /// The digest at its end, once it is read.
     pub(super) digest: Option<Digest>,
 }
 
 impl PartReader {
-    pub(super) fn open(path: &Path, plan: Digest) -> Result<Self> {
+    pub(super) fn open(path: &Path, address: Identity) -> Result<Self> {
         let file = File::open(path).map_err(|error| Fault::io("read", path, &error))?;
         let file = BufReader::with_capacity(128 << 10, file);
         let hash = Box::new(Xxh3::new());
         let (path, reasons) = (path.to_owned(), BTreeMap::new());
-        let mut part = PartReader { path, file, hash, reasons, digest: None };
-        let (magic, of) = (part.array::<8>()?, Digest(u128::from_le_bytes(part.array()?)));
-        if magic != *MAGIC || of != plan {
-            return Err(part.damaged("it is no part of this plan"));
+        let numbered = Vec::new();
+        let mut part = PartReader { path, file, hash, reasons, numbered, digest: None };
+        if part.array()? != *MAGIC || part.array()? != address.0 {
+            return Err(part.damaged("it is not the part that its name says"));
         }
         Ok(part)
     }
 
-    fn damaged(&self, what: &str) -> Fault {
+    pub(super) fn damaged(&self, what: &str) -> Fault {
         Fault::data(what)
             .at(self.path.display().to_string())
             .hint("delete this part and run its task again")
@@ -195,9 +257,45 @@ impl PartReader {
         Ok(tokens)
     }
 
+    /// Reasons are constants elsewhere; a part names the few there are.
+    fn constant(&mut self, reason: String) -> &'static str {
+        self.reasons.entry(reason).or_insert_with_key(|reason| reason.clone().leak())
+    }
+
+    fn looked(&mut self) -> Result<Looked> {
+        let at = u64::from_le_bytes(self.array()?);
+        let [step, reason, marks] = self.array()?;
+        let gone = match (step, self.numbered.get(usize::from(reason))) {
+            (NONE, _) => None,
+            (_, Some(reason)) => Some((step, *reason)),
+            (_, None) => return Err(self.damaged("an entry names no reason")),
+        };
+        let mut found = Vec::new();
+        for _ in 0..marks {
+            let [step, kind] = self.array()?;
+            let mark = match kind {
+                0 => Mark::Content(Digest(u128::from_le_bytes(self.array()?))),
+                _ => {
+                    let count = u16::from_le_bytes(self.array()?);
+                    let keys = (0..count).map(|_| self.array().map(u64::from_le_bytes));
+                    Mark::Bands(keys.collect::<Result<_>>()?)
+                }
+            };
+            found.push((usize::from(step), mark));
+        }
+        // What a document counts is told while it is read.
+        Ok(Looked { at, bytes: 0, gone, marks: found, hits: self.meta()? })
+    }
+
     /// The next entry, or nothing at the end of a part that is whole.
     pub(super) fn next(&mut self) -> Result<Option<Entry>> {
-        let [kind] = self.array()?;
+        let mut kind = self.array::<1>()?[0];
+        while kind == 4 {
+            let reason = self.meta()?;
+            let reason = self.constant(reason);
+            self.numbered.push(reason);
+            [kind] = self.array()?;
+        }
         Ok(Some(match kind {
             0 => {
                 let found = Digest(self.hash.digest128());
@@ -216,21 +314,31 @@ impl PartReader {
             2 => {
                 let Loss { reason, bytes, content } = self.meta()?;
                 let fault = Fault::data(reason.clone());
-                // The committer's reasons are constants; a part names the few there are.
-                let reason =
-                    *self.reasons.entry(reason).or_insert_with_key(|reason| reason.clone().leak());
+                let reason = self.constant(reason);
                 Entry::Item(Item::Lost { reason: reason.into(), bytes, content, fault })
             }
             3 => Entry::FileEnd(self.meta()?),
+            5 => Entry::Looked(self.looked()?),
             _ => return Err(self.damaged("an entry is of no kind")),
         }))
     }
 }
 
 fn encoded(meta: Document, tokens: Vec<u32>) -> Encoded {
-    let Document { id, row, group, bytes, text_bytes, content, held_back } = meta;
+    let Document { id, row, group, bytes, text_bytes, content, held_back, trace } = meta;
     let split = if held_back { Split::Validation } else { Split::Train };
     // A task has audited its documents itself.
-    let (consumed, trace, sample) = (content, None, None);
+    let (consumed, sample) = (content, None);
+    let trace = trace.map(|(read, changes)| Trace { read, changes });
     Encoded { id, row, group, bytes, text_bytes, consumed, content, trace, split, tokens, sample }
+}
+
+/// The digest at the end of a part, which is checked by whoever reads it.
+pub(super) fn digest_at_end(path: &Path, address: Identity) -> Result<Digest> {
+    let part = PartReader::open(path, address)?;
+    let mut file = part.file.into_inner();
+    let mut digest = [0; 16];
+    let read = file.seek(SeekFrom::End(-16)).and_then(|_| file.read_exact(&mut digest));
+    read.map_err(|error| Fault::io("read", path, &error))?;
+    Ok(Digest(u128::from_le_bytes(digest)))
 }

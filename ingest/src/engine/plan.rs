@@ -1,34 +1,57 @@
-//! Which tasks there are: a function of the corpus file and the sizes of its inputs.
+//! Which tasks there are: a function of the corpus file, and of the names and sizes of its inputs.
 
-use std::fs;
+use std::fs::{self, File, TryLockError};
+use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use contract::store::write::write_whole;
-use contract::{Digest, Fault, Result, far};
+use contract::{Digest, Fault, Identity, Result, far};
 use serde::{Deserialize, Serialize};
 
+use super::address::{self, Content};
+use super::receipt::Receipt;
 use crate::build;
-use crate::corpus::{Corpus, Source};
+use crate::corpus::{Corpus, Source, SourceFile};
 use crate::journal::Head;
 use crate::tokenize::{Engine, Tokenizer};
 
-/// Bytes of input that a task gets, unless it is told otherwise; a larger file is a task by itself.
+/// Bytes of input that a task gets at most, unless it is told otherwise; a larger file is a task by itself.
 pub const TASK_BYTES: u64 = 1 << 28;
 
-/// The most tasks of a plan, about: schedulers bound the size of a job array.
-const TASKS_MAX: u64 = 1000;
+/// The most tasks of a plan, where sources allow it: schedulers bound the size of a job array.
+const TASKS_MAX: usize = 1000;
 
 const FILE: &str = "plan.json";
 
-/// A plan and its digest, which every part carries.
-#[derive(Clone, Debug)]
+/// What is done by many tasks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// Documents are looked at, so that they can be compared.
+    Survey,
+    /// Documents are prepared and encoded.
+    Encode,
+}
+
+impl Stage {
+    /// Its name in files and messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Stage::Survey => "survey",
+            Stage::Encode => "encode",
+        }
+    }
+}
+
+/// A plan, with what it needs of the corpus.
 pub struct Plan {
-    /// The folder of the plan and its parts.
+    /// The folder of the plan and all parts.
     pub work: PathBuf,
     /// Which plan this is.
     pub digest: Digest,
     pub(super) text: Text,
+    pub(super) corpus: Corpus,
+    pub(super) tokenizer: Tokenizer,
 }
 
 /// `plan.json`.
@@ -44,70 +67,88 @@ pub(super) struct Text {
     pub(super) tasks: Vec<(usize, Range<usize>)>,
 }
 
-/// Plans the build of `corpus`, or takes the plan up that is in `work` already if it is the same.
+/// Plans the build of `corpus` in the folder `work`, or takes it up there. Parts stay, whatever they were made for.
 pub fn plan(corpus: &Corpus, work: &Path, task_bytes: u64) -> Result<Plan> {
-    refuse_preparation(corpus)?;
     let tokenizer = build::tokenizer(corpus, Engine::Fastest)?;
     let file = fs::canonicalize(&corpus.file);
     let file = file.map_err(|error| Fault::io("find", &corpus.file, &error))?;
-    let text = text(corpus, &tokenizer, file, task_bytes)?;
-    fs::create_dir_all(work).map_err(|error| Fault::io("create", work, &error))?;
-    let path = work.join(FILE);
-    if path.exists() {
-        let before = Plan::read(work)?;
-        if before.text == text {
-            return Ok(before);
-        }
-        return Err(Fault::mismatch("the corpus changed since this build was planned")
-            .at(path.display().to_string())
-            .hint("undo the change, or delete the folder and build again"));
-    }
+    let text = Text {
+        corpus: file,
+        head: build::head(corpus, &tokenizer)?,
+        files: corpus.sources.iter().map(shown).collect(),
+        tasks: tasks(corpus, task_bytes)?,
+    };
     let mut bytes = serde_json::to_vec_pretty(&text)
         .map_err(|error| Fault::bug(format!("a plan cannot be written: {error}")))?;
     bytes.push(b'\n');
-    write_whole(&path, &bytes)?;
-    Plan::read(work)
+    let digest = Digest::of_bytes(&bytes);
+    let plan = Plan { work: work.to_owned(), digest, text, corpus: corpus.clone(), tokenizer };
+    for folder in [plan.folder(), plan.parts()] {
+        fs::create_dir_all(&folder).map_err(|error| Fault::io("create", &folder, &error))?;
+    }
+    write_whole(&work.join(FILE), &bytes)?;
+    plan.remove_others()?;
+    plan.refresh()?;
+    Ok(plan)
 }
 
-/// Steps that compare documents see all of them; a part does not yet say what the others did.
-fn refuse_preparation(corpus: &Corpus) -> Result<()> {
-    match corpus.sources.iter().find(|source| !source.recipe.is_empty()) {
-        Some(source) => Err(Fault::usage("tasks do not prepare documents")
-            .at(corpus.file.display().to_string())
-            .found(format!("source `{}` with a template, a chat or steps", source.name))
-            .hint("build it with --engine local")),
-        None => Ok(()),
+/// Holds a folder of parts against other builds until it is dropped, or the process dies.
+pub fn lock(work: &Path) -> Result<File> {
+    fs::create_dir_all(work).map_err(|error| Fault::io("create", work, &error))?;
+    let folder = File::open(work).map_err(|error| Fault::io("open", work, &error))?;
+    match folder.try_lock() {
+        Ok(()) => Ok(folder),
+        Err(TryLockError::WouldBlock) => Err(Fault::machine("another build works in this folder")
+            .at(work.display().to_string())
+            .hint("wait for it, or name another --work")),
+        Err(TryLockError::Error(error)) => Err(Fault::io("lock", work, &error)),
     }
 }
 
-fn text(corpus: &Corpus, tokenizer: &Tokenizer, file: PathBuf, task_bytes: u64) -> Result<Text> {
+/// Cuts every source into ranges of files.
+fn tasks(corpus: &Corpus, task_bytes: u64) -> Result<Vec<(usize, Range<usize>)>> {
     let mut sizes: Vec<Vec<u64>> = Vec::new();
     for source in &corpus.sources {
-        let size = |file: &crate::corpus::SourceFile| {
+        let size = |file: &SourceFile| {
             far::size(&file.path).map_err(|error| Fault::io("read", &file.path, &error))
         };
         sizes.push(source.files.iter().map(size).collect::<Result<_>>()?);
     }
-    let all: u64 = sizes.iter().flatten().sum();
-    let bytes = task_bytes.max(all / TASKS_MAX).max(1);
-    let mut tasks = Vec::new();
-    for (source, sizes) in sizes.iter().enumerate() {
-        let (mut first, mut sum) = (0, 0);
-        for (number, size) in sizes.iter().enumerate() {
-            if number > first && sum + size > bytes {
-                tasks.push((source, first..number));
-                (first, sum) = (number, 0);
-            }
-            sum += size;
+    let mut bytes = task_bytes.max(1);
+    loop {
+        let mut tasks = Vec::new();
+        for (number, (source, sizes)) in corpus.sources.iter().zip(&sizes).enumerate() {
+            tasks.extend(cut(&source.files, sizes, bytes).into_iter().map(|range| (number, range)));
         }
-        tasks.push((source, first..sizes.len()));
+        if tasks.len() <= TASKS_MAX.max(corpus.sources.len()) || bytes == u64::MAX {
+            return Ok(tasks);
+        }
+        // By doubling, so that a corpus that grows a little is cut where it was.
+        bytes = bytes.saturating_mul(2);
     }
-    Ok(Text {
-        corpus: file,
-        head: build::head(corpus, tokenizer)?,
-        files: corpus.sources.iter().map(shown).collect(),
-        tasks,
-    })
+}
+
+/// Cuts a list of files into ranges of at most `bytes`. Where to cut depends on the files near the place alone, so that an
+/// edit of one file, or another file in the list, does not move every range behind it: a file is the last of its range
+/// by a draw on its name, with a chance that grows with its size.
+fn cut(files: &[SourceFile], sizes: &[u64], bytes: u64) -> Vec<Range<usize>> {
+    let mut ranges = Vec::new();
+    let (mut first, mut sum) = (0, 0u64);
+    for (number, (file, size)) in files.iter().zip(sizes).enumerate() {
+        if number > first && sum.saturating_add(*size) > bytes {
+            ranges.push(first..number);
+            (first, sum) = (number, 0);
+        }
+        sum = sum.saturating_add(*size);
+        let drawn = Digest::of_bytes(file.shown.as_bytes()).0 as u64;
+        let last = u128::from(drawn) * u128::from(bytes) < u128::from(size.saturating_mul(2)) << 64;
+        if last && number + 1 < files.len() {
+            ranges.push(first..number + 1);
+            (first, sum) = (number + 1, 0);
+        }
+    }
+    ranges.push(first..files.len());
+    ranges
 }
 
 /// The files of a source, as shown.
@@ -116,14 +157,23 @@ fn shown(source: &Source) -> Vec<String> {
 }
 
 impl Plan {
-    /// Reads the plan in `work`.
+    /// Reads the plan in `work`, and the corpus as it was planned.
     pub fn read(work: &Path) -> Result<Self> {
         let path = work.join(FILE);
         let bytes = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
-        let text = serde_json::from_slice(&bytes).map_err(|error| {
+        let text: Text = serde_json::from_slice(&bytes).map_err(|error| {
             Fault::data("this is no plan of a build").at(path.display().to_string()).found(error)
         })?;
-        Ok(Plan { work: work.to_owned(), digest: Digest::of_bytes(&bytes), text })
+        let corpus = Corpus::read(&text.corpus)?;
+        let tokenizer = build::tokenizer(&corpus, Engine::Fastest)?;
+        let found: Vec<Vec<String>> = corpus.sources.iter().map(shown).collect();
+        if found != text.files || build::head(&corpus, &tokenizer)? != text.head {
+            return Err(Fault::mismatch("the corpus changed since this build was planned")
+                .at(text.corpus.display().to_string())
+                .hint("undo the change, or plan again: what did not change is not done again"));
+        }
+        let digest = Digest::of_bytes(&bytes);
+        Ok(Plan { work: work.to_owned(), digest, text, corpus, tokenizer })
     }
 
     /// How many tasks there are.
@@ -131,27 +181,161 @@ impl Plan {
         self.text.tasks.len()
     }
 
-    /// The tasks whose parts are not there yet.
-    pub fn missing(&self) -> Vec<usize> {
-        (0..self.tasks()).filter(|task| !self.part(*task).exists()).collect()
+    /// The tasks that a stage has: the survey has none for sources without steps that compare documents.
+    pub fn tasks_of(&self, stage: Stage) -> Vec<usize> {
+        let surveyed = |task: &usize| stage == Stage::Encode || self.is_surveyed(*task);
+        (0..self.tasks()).filter(surveyed).collect()
     }
 
-    /// Where the part of a task belongs.
-    pub fn part(&self, task: usize) -> PathBuf {
-        self.work.join(format!("part-{task:06}.bin"))
+    pub(super) fn is_surveyed(&self, task: usize) -> bool {
+        let source = self.text.tasks.get(task).map(|(source, _)| &self.corpus.sources[*source]);
+        source.is_some_and(|source| source.recipe.surveyed() > 0)
     }
 
-    /// The corpus as it was planned, or a refusal.
-    pub(super) fn corpus(&self) -> Result<(Corpus, Tokenizer)> {
-        let corpus = Corpus::read(&self.text.corpus)?;
-        let tokenizer = build::tokenizer(&corpus, Engine::Fastest)?;
-        let found: Vec<Vec<String>> = corpus.sources.iter().map(shown).collect();
-        let same = found == self.text.files;
-        if same && build::head(&corpus, &tokenizer)? == self.text.head {
-            return Ok((corpus, tokenizer));
+    /// The folder of what belongs to this plan alone.
+    pub(super) fn folder(&self) -> PathBuf {
+        self.work.join(format!("plan-{}", self.digest))
+    }
+
+    /// The folder of the parts of all plans.
+    pub(super) fn parts(&self) -> PathBuf {
+        self.work.join("parts")
+    }
+
+    /// Where the part with this address belongs.
+    pub(super) fn part(&self, address: Identity) -> PathBuf {
+        self.parts().join(format!("{address}.bin"))
+    }
+
+    /// Where a task's list of removed documents lies once it is decided.
+    pub(super) fn list(&self, task: usize) -> PathBuf {
+        self.decided().join(format!("removed-{task:06}.jsonl.zst"))
+    }
+
+    /// Where the survey's decision lies.
+    pub(super) fn decided(&self) -> PathBuf {
+        self.folder().join("decided")
+    }
+
+    /// The corpus as a task sees it: one source, some of its files.
+    pub(super) fn cut(&self, task: usize) -> Result<Corpus> {
+        let Some((source, files)) = self.text.tasks.get(task) else {
+            return Err(Fault::usage("there is no such task")
+                .at(self.work.display().to_string())
+                .found(task)
+                .wanted(format!("below {}", self.tasks())));
+        };
+        let Source { name, files: all, fields, recipe, taken } = &self.corpus.sources[*source];
+        let source = Source {
+            name: name.clone(),
+            files: all[files.clone()].to_vec(),
+            fields: fields.clone(),
+            recipe: recipe.clone(),
+            taken: taken.clone(),
+        };
+        let Corpus { file, tokenizer, unit, validation, begin, end, .. } = &self.corpus;
+        let Corpus { shard_tokens, max_document_bytes, on_error, .. } = self.corpus;
+        Ok(Corpus {
+            file: file.clone(),
+            tokenizer: tokenizer.clone(),
+            unit: *unit,
+            validation: *validation,
+            begin: begin.clone(),
+            end: end.clone(),
+            shard_tokens,
+            max_document_bytes,
+            on_error,
+            sources: vec![source],
+        })
+    }
+
+    /// The address of the part that a stage makes of a task's files, if they hold `inputs`.
+    pub(super) fn address(
+        &self,
+        stage: Stage,
+        task: usize,
+        only: &Corpus,
+        inputs: &[Content],
+    ) -> Result<Identity> {
+        let mut removed = None;
+        if stage == Stage::Encode && self.is_surveyed(task) {
+            let list = self.list(task);
+            let bytes = fs::read(&list).map_err(|error| match error.kind() {
+                io::ErrorKind::NotFound => Fault::data("the survey is not decided")
+                    .at(list.display().to_string())
+                    .hint("`zdata task survey` for each task first, then `zdata task decide`"),
+                _ => Fault::io("read", &list, &error),
+            })?;
+            removed = Some(Identity::of_bytes(&bytes));
         }
-        Err(Fault::mismatch("the corpus changed since this build was planned")
-            .at(self.text.corpus.display().to_string())
-            .hint("undo the change, or delete the folder of the plan and build again"))
+        Ok(address::address(stage, only, &self.text.head, inputs, removed))
+    }
+
+    /// The tasks of a stage that are not done.
+    pub fn missing(&self, stage: Stage) -> Result<Vec<usize>> {
+        let mut missing = Vec::new();
+        for task in self.tasks_of(stage) {
+            if self.receipt(stage, task)?.is_none() {
+                missing.push(task);
+            }
+        }
+        Ok(missing)
+    }
+
+    /// What is known of a task that is done: its part is there, and is the one that is wanted.
+    pub(super) fn receipt(&self, stage: Stage, task: usize) -> Result<Option<Receipt>> {
+        let Some(receipt) = Receipt::read(self, stage, task)? else { return Ok(None) };
+        if !self.part(receipt.part).exists() {
+            return Ok(None);
+        }
+        let wanted = self.address(stage, task, &self.cut(task)?, &receipt.contents());
+        Ok(wanted.is_ok_and(|wanted| wanted == receipt.part).then_some(receipt))
+    }
+
+    /// Forgets what a killed build of this plan did with other inputs than there are now.
+    fn refresh(&self) -> Result<()> {
+        for task in self.tasks_of(Stage::Survey) {
+            self.forget(Stage::Survey, task)?;
+        }
+        super::survey::forget(self)?;
+        self.tasks_of(Stage::Encode)
+            .into_iter()
+            .try_for_each(|task| self.forget(Stage::Encode, task))
+    }
+
+    fn forget(&self, stage: Stage, task: usize) -> Result<()> {
+        let files = &self.cut(task)?.sources[0].files;
+        match self.receipt(stage, task)? {
+            Some(receipt) if receipt.is_of(files) => Ok(()),
+            _ => Receipt::remove(self, stage, task),
+        }
+    }
+
+    /// Removes everything but the parts: also what killed tasks left of theirs.
+    pub fn close(&self) -> Result<()> {
+        let parts = self.parts();
+        let fault = |error: &io::Error| Fault::io("clear", &parts, error);
+        for entry in fs::read_dir(&parts).map_err(|error| fault(&error))? {
+            let entry = entry.map_err(|error| fault(&error))?;
+            if entry.file_name().as_encoded_bytes().starts_with(b".") {
+                fs::remove_file(entry.path()).map_err(|error| fault(&error))?;
+            }
+        }
+        let (folder, file) = (self.folder(), self.work.join(FILE));
+        fs::remove_file(&file).map_err(|error| Fault::io("remove", &file, &error))?;
+        fs::remove_dir_all(&folder).map_err(|error| Fault::io("remove", &folder, &error))
+    }
+
+    /// Removes what belongs to other plans.
+    fn remove_others(&self) -> Result<()> {
+        let fault = |error: &io::Error| Fault::io("clear", &self.work, error);
+        for entry in fs::read_dir(&self.work).map_err(|error| fault(&error))? {
+            let path = entry.map_err(|error| fault(&error))?.path();
+            let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
+            if name.is_some_and(|name| name.starts_with("plan-")) && path != self.folder() {
+                fs::remove_dir_all(&path).map_err(|error| fault(&error))?;
+            }
+        }
+        Ok(())
     }
 }

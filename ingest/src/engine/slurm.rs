@@ -1,74 +1,161 @@
-//! `zdata build --engine slurm`: one job array of tasks, then one job that merges.
+//! `zdata build --engine slurm`: one job array for each stage of tasks, and a job for what is done once.
 //!
-//! The plan, its parts and the store lie in a folder that every node sees; Slurm may requeue, repeat and reorder as it
-//! likes. What failed is run again by the same command: tasks whose parts are there are not submitted.
+//! Plan, parts and store lie in folders that every node sees; Slurm may requeue, repeat and reorder as it likes. What
+//! counts is what lies there when a job is over, never its exit code. What failed is run again by the same command:
+//! tasks that are done are not submitted.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
+use std::time::Duration;
 
+use contract::store::open;
 use contract::{Fault, Result};
 
-use super::plan::Plan;
+use super::plan::{Plan, Stage};
+use super::survey;
+
+/// Time between two looks at a job: the first, and the longest.
+const LOOK_EVERY: [Duration; 2] = [Duration::from_millis(250), Duration::from_secs(5)];
+
+/// Looks that may fail in a row before a build gives up: a controller that restarts is away for a while.
+const LOOKS_FAILED: usize = 60;
 
 /// What Slurm is told besides.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// This program, where every node finds it.
-    pub program: std::path::PathBuf,
+    pub program: PathBuf,
     /// Arguments for `sbatch`: partition, time, memory.
     pub sbatch: Vec<String>,
     /// Threads of a task.
     pub workers: usize,
 }
 
-/// Runs the tasks that are missing, then the merge, and waits for both.
+/// Runs the tasks that are missing, stage by stage, then the merge, and waits for each.
 pub fn run(plan: &Plan, store: &Path, options: &Options) -> Result<()> {
-    let missing = plan.missing();
-    let program = quoted(&options.program)?;
     let work = quoted(&plan.work)?;
-    if !missing.is_empty() {
-        let array = missing.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
-        let line = format!(
-            "exec {program} task run --work {work} --index $SLURM_ARRAY_TASK_ID --workers {}",
-            options.workers
-        );
-        let threads = format!("--cpus-per-task={}", options.workers);
-        let words = [format!("--array={array}"), threads, "--job-name=zdata-tasks".to_owned()];
-        let outcome = submit(plan, options, &words, "task-%a.log", &line);
-        let left = plan.missing();
-        if let Some(task) = left.first() {
-            let what = format!("{} of {} tasks left no part", left.len(), plan.tasks());
-            let log = plan.work.join(format!("task-{task}.log"));
-            let fault = Fault::machine(what).at(log.display().to_string());
-            let fault =
-                fault.found(outcome.err().map_or("no error".to_owned(), |error| error.to_string()));
-            return Err(fault.hint(
-                "read the log, then run the same command again: only these tasks are repeated",
-            ));
-        }
+    let job = Job { plan, options };
+    if !plan.tasks_of(Stage::Survey).is_empty() {
+        job.stage(Stage::Survey, &work)?;
+        job.once("decide", &format!("decide --work {work}"), || survey::is_decided(plan))?;
     }
-    let line = format!("exec {program} task merge --work {work} --out {}", quoted(store)?);
-    submit(plan, options, &["--job-name=zdata-merge".to_owned()], "merge.log", &line)
+    job.stage(Stage::Encode, &work)?;
+    let line = format!("merge --work {work} --out {}", quoted(store)?);
+    job.once("merge", &line, || Ok(store.join(open::MANIFEST).exists()))
 }
 
-/// Submits a job and waits for its end.
-fn submit(plan: &Plan, options: &Options, words: &[String], log: &str, line: &str) -> Result<()> {
-    let output = format!("--output={}", plan.work.join(log).display());
-    let mut command = Command::new("sbatch");
-    command.args(["--wait", "--requeue", "--open-mode=append", &output]).args(words);
-    command.args(&options.sbatch).arg("--wrap").arg(line);
-    let ran = command.output().map_err(|error| {
-        Fault::machine(format!("sbatch cannot be run: {error}"))
-            .hint("run this on a machine that submits jobs, or build with --engine local")
-    })?;
-    if ran.status.success() {
-        return Ok(());
+struct Job<'a> {
+    plan: &'a Plan,
+    options: &'a Options,
+}
+
+impl Job<'_> {
+    /// Runs the tasks of a stage that are missing.
+    fn stage(&self, stage: Stage, work: &str) -> Result<()> {
+        let missing = self.plan.missing(stage)?;
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let verb = match stage {
+            Stage::Survey => "survey",
+            Stage::Encode => "run",
+        };
+        let (name, workers) = (stage.name(), self.options.workers);
+        let line = format!("{verb} --work {work} --index $SLURM_ARRAY_TASK_ID --workers {workers}");
+        let words = [format!("--array={}", ranges(&missing)), format!("--cpus-per-task={workers}")];
+        self.submit(name, &words, &format!("{name}-%a.log"), &line)?;
+        let left = self.plan.missing(stage)?;
+        let Some(task) = left.first() else { return Ok(()) };
+        let what = format!("{} of {} {name} tasks left no part", left.len(), missing.len());
+        Err(self
+            .failed(what, &format!("{name}-{task}.log"))
+            .hint("read the log, then run the same command again: only these tasks are repeated"))
     }
-    let told = String::from_utf8_lossy(&ran.stderr);
-    Err(Fault::machine("a job of this build failed")
-        .at(plan.work.join(log.replace("-%a", "-N")).display().to_string())
-        .found(told.lines().last().map_or("no message from sbatch", str::trim))
-        .hint("read the log, then run the same command again: what is done is kept"))
+
+    /// Runs what is done once, unless it is done.
+    fn once(&self, name: &str, line: &str, done: impl Fn() -> Result<bool>) -> Result<()> {
+        if done()? {
+            return Ok(());
+        }
+        self.submit(name, &[], &format!("{name}.log"), line)?;
+        if done()? {
+            return Ok(());
+        }
+        Err(self
+            .failed(format!("the job zdata-{name} failed"), &format!("{name}.log"))
+            .hint("read the log, then run the same command again: what is done is kept"))
+    }
+
+    fn failed(&self, what: String, log: &str) -> Fault {
+        let path = self.plan.folder().join(log);
+        let text = std::fs::read_to_string(&path).unwrap_or_default();
+        let last = text.lines().map(str::trim).rfind(|line| !line.is_empty());
+        let last = last.unwrap_or("nothing in its log").to_owned();
+        Fault::machine(what).at(path.display().to_string()).found(last)
+    }
+
+    /// Submits a job and waits for its end.
+    fn submit(&self, name: &str, words: &[String], log: &str, line: &str) -> Result<()> {
+        let output = format!("--output={}", self.plan.folder().join(log).display());
+        let line = format!("exec {} task {line}", quoted(&self.options.program)?);
+        let mut command = Command::new("sbatch");
+        command.args(["--parsable", "--requeue", "--open-mode=append", &output]);
+        command.arg(format!("--job-name=zdata-{name}")).args(words);
+        command.args(&self.options.sbatch).arg("--wrap").arg(line);
+        let ran = command.output().map_err(|error| {
+            Fault::machine(format!("sbatch cannot be run: {error}"))
+                .hint("run this on a machine that submits jobs, or build with --engine local")
+        })?;
+        let told = String::from_utf8_lossy(&ran.stderr);
+        let number = String::from_utf8_lossy(&ran.stdout);
+        // "12" or "12;cluster".
+        let number = number.trim().split(';').next().unwrap_or_default();
+        if !ran.status.success() || number.is_empty() {
+            return Err(Fault::machine("sbatch refused a job of this build")
+                .found(told.lines().last().map_or("no message from sbatch", str::trim)));
+        }
+        wait(number)
+    }
+}
+
+/// Waits until no task of a job is pending or running. (`sbatch --wait` looks twice a minute at most.)
+fn wait(job: &str) -> Result<()> {
+    let (mut pause, mut failed) = (LOOK_EVERY[0], 0);
+    loop {
+        thread::sleep(pause);
+        pause = pause.mul_f64(1.2).min(LOOK_EVERY[1]);
+        let ran =
+            Command::new("squeue").args(["--noheader", "--format=%i", "--jobs", job]).output();
+        let ran = ran.map_err(|error| Fault::machine(format!("squeue cannot be run: {error}")))?;
+        if ran.status.success() {
+            failed = 0;
+            if ran.stdout.iter().all(u8::is_ascii_whitespace) {
+                return Ok(());
+            }
+            continue;
+        }
+        let told = String::from_utf8_lossy(&ran.stderr);
+        // What Slurm says of a job that it has forgotten.
+        if told.contains("Invalid job id") {
+            return Ok(());
+        }
+        failed += 1;
+        if failed == LOOKS_FAILED {
+            return Err(Fault::machine(format!("squeue does not tell what became of job {job}"))
+                .found(told.lines().last().map_or("no message from squeue", str::trim))
+                .hint("run the same command again once Slurm answers: what is done is kept"));
+        }
+    }
+}
+
+/// Numbers in rising order as Slurm writes them: `0-4,7`.
+fn ranges(numbers: &[usize]) -> String {
+    let runs = numbers.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
+        [first, .., last] => format!("{first}-{last}"),
+        _ => run.iter().map(usize::to_string).collect(),
+    });
+    runs.collect::<Vec<_>>().join(",")
 }
 
 /// A path as a word of a shell.

@@ -1,23 +1,20 @@
-//! One task, and the merge of all.
+//! One task of a stage: from some files of one source to their part.
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use contract::store::{Manifest, open, write};
 use contract::{Digest, Fault, Result};
 use rayon::prelude::*;
 
-use super::part::{Entry, PartReader, PartWriter};
-use super::plan::Plan;
+use super::address::Content;
+use super::part::{PartWriter, digest_at_end};
+use super::plan::{Plan, Stage};
+use super::receipt::{self, Input, Receipt};
 use crate::build;
-use crate::commit::Committer;
-use crate::corpus::{Corpus, OnError};
-use crate::exchange::staging::Staging;
-use crate::journal::{Journal, Position};
+use crate::corpus::{Corpus, OnError, SourceFile};
+use crate::journal::Position;
 use crate::pipeline::{self, Auditor, Encoding, Item, Step};
-use crate::prepare::Prepared;
-use crate::progress::Progress;
-use crate::request::{self, always_counted};
+use crate::prepare::{List, Looked, Prepared, Seen, Tools, look_through};
+use crate::request::always_counted;
 use crate::tokenize::audit::{self, Audit, Wanted};
 
 /// What became of a task.
@@ -25,118 +22,187 @@ use crate::tokenize::audit::{self, Audit, Wanted};
 pub enum Ran {
     /// Its part is new.
     New(Digest),
-    /// A part with the very same content was there.
+    /// It had been run, and gave the very same part.
     Again(Digest),
+    /// Its part was there: an earlier plan needed the same.
+    Reused(Digest),
 }
 
-/// Runs task `task` of a plan.
-pub fn run(plan: &Plan, task: usize, workers: usize) -> Result<Ran> {
-    let Some((source, files)) = plan.text.tasks.get(task).cloned() else {
-        return Err(Fault::usage("there is no such task")
-            .at(plan.work.display().to_string())
-            .found(task)
-            .wanted(format!("below {}", plan.tasks())));
-    };
-    let (mut corpus, tokenizer) = plan.corpus()?;
-    let mut only = corpus.sources.swap_remove(source);
-    only.files = only.files[files].to_vec();
-    corpus.sources = vec![only];
-    let wanted = Wanted::default();
-    let tools = build::tools(&corpus, &tokenizer, &plan.text.head)?;
-    let prepared = Prepared::new(&corpus, &tools, &plan.work)?;
-    let encoding = Encoding {
-        tokenizer: &tokenizer,
-        begin: plan.text.head.tokenizer.begin,
-        end: plan.text.head.tokenizer.end,
-        validation: corpus.validation,
-        wanted: &wanted,
-        prepared: &prepared,
-    };
-    // Its own name for each process, on each machine: none writes into another's file.
-    let scratch = tempfile_in(&plan.work, task)?;
-    let mut taking = Taking {
-        part: PartWriter::create(&scratch, plan.digest)?,
-        corpus: &corpus,
-        wanted: &wanted,
-        audit: Audit::default(),
-        file: 0,
-        documents: 0,
-    };
-    let start = Position::start(0, 0);
-    pipeline::run(&corpus, &encoding, workers.max(1), start, |step, auditor| {
-        taking.step(step, auditor)
-    })?;
-    let Taking { part, mut audit, .. } = taking;
-    let failure = audit.finish().par_iter().find_map_first(|s| audit::check(&tokenizer, s).err());
-    failure.map_or(Ok(()), Err)?;
-    let digest = part.finish()?;
-    commit(plan, task, &scratch, digest)
+/// Runs tasks of a plan.
+pub struct Runner<'a> {
+    plan: &'a Plan,
+    tools: Tools<'a>,
+    workers: usize,
 }
 
-/// A name that no other process uses.
-fn tempfile_in(work: &Path, task: usize) -> Result<PathBuf> {
-    let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let job = std::env::var("SLURM_JOB_ID").unwrap_or_default();
-    let name = format!(".part-{task:06}-{}-{job}-{}", host.trim(), std::process::id());
-    let path = work.join(name);
-    match fs::remove_file(&path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(Fault::io("remove", &path, &error))
-        }
-        _ => Ok(path),
+impl<'a> Runner<'a> {
+    /// Gets what the steps of the corpus need.
+    pub fn new(plan: &'a Plan, workers: usize) -> Result<Self> {
+        let tools = build::tools(&plan.corpus, &plan.tokenizer, &plan.text.head)?;
+        Ok(Runner { plan, tools, workers: workers.max(1) })
     }
-}
 
-/// Gives a part its name, unless there is one: then the two must be the same.
-fn commit(plan: &Plan, task: usize, scratch: &Path, digest: Digest) -> Result<Ran> {
-    let path = plan.part(task);
-    let fault = |error: &std::io::Error| Fault::io("create", &path, error);
-    let outcome = match fs::hard_link(scratch, &path) {
-        Ok(()) => {
-            write::sync_folder(&plan.work)?;
-            Ran::New(digest)
+    /// Runs a task. A part that this plan did not make is taken as it is; one that it made is made again and compared.
+    pub fn run(&self, stage: Stage, task: usize) -> Result<Ran> {
+        let plan = self.plan;
+        let only = plan.cut(task)?;
+        if stage == Stage::Survey && !plan.is_surveyed(task) {
+            return Err(Fault::usage("this task has nothing to survey")
+                .at(format!("source {:?}", only.sources[0].name))
+                .found(task)
+                .hint(
+                    "no step of this source compares documents: `zdata task run` is all it needs",
+                ));
         }
-        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
-            let before = digest_of(plan, &path)?;
-            if before != digest {
-                return Err(conflict(plan, task, scratch, (before, digest)));
+        let before = plan.receipt(stage, task)?;
+        if before.is_none() {
+            Receipt::remove(plan, stage, task)?;
+        }
+        let inputs = self.inputs(stage, task, &only.sources[0].files)?;
+        let contents: Vec<Content> = inputs.iter().map(|i| (i.bytes, i.sha256)).collect();
+        let address = plan.address(stage, task, &only, &contents)?;
+        let path = plan.part(address);
+        let reused = before.is_none() && path.exists();
+        let digest = if reused {
+            digest_at_end(&path, address)?
+        } else {
+            let scratch = receipt::scratch(&plan.parts(), &address.to_string())?;
+            let part = PartWriter::create(&scratch, address)?;
+            let digest = match stage {
+                Stage::Survey => self.survey(&only, &contents, part)?,
+                Stage::Encode => self.encode((&only, task), &contents, part)?,
+            };
+            commit(&path, address, &scratch, digest)?;
+            digest
+        };
+        Receipt { inputs, part: address, digest, reused }.commit(plan, stage, task)?;
+        Ok(match (before, reused) {
+            (Some(_), _) => Ran::Again(digest),
+            (None, true) => Ran::Reused(digest),
+            (None, false) => Ran::New(digest),
+        })
+    }
+
+    /// The content of a task's files: as the survey found it, if they were not touched since.
+    fn inputs(&self, stage: Stage, task: usize, files: &[SourceFile]) -> Result<Vec<Input>> {
+        if stage == Stage::Encode
+            && let Some(receipt) = self.plan.receipt(Stage::Survey, task)?
+            && receipt.is_of(files)
+        {
+            return Ok(receipt.inputs);
+        }
+        receipt::inputs(files)
+    }
+
+    /// Looks at every document, for those who will compare them.
+    fn survey(&self, only: &Corpus, inputs: &[Content], mut part: PartWriter) -> Result<Digest> {
+        let source = &only.sources[0];
+        let mut files = source.files.iter().zip(inputs);
+        look_through(&self.tools, only, self.workers, |seen| match seen {
+            Seen::Documents { looked, .. } => {
+                looked.into_iter().try_for_each(|looked| part.looked(&by_place(only, looked)?))
             }
-            Ran::Again(digest)
-        }
-        Err(error) => return Err(fault(&error)),
-    };
-    fs::remove_file(scratch).map_err(|error| fault(&error))?;
-    Ok(outcome)
-}
-
-/// Keeps the second result beside the first.
-fn conflict(plan: &Plan, task: usize, scratch: &Path, (before, now): (Digest, Digest)) -> Fault {
-    let kept = plan.work.join(format!("part-{task:06}-{now}.conflict"));
-    if let Err(error) = fs::rename(scratch, &kept) {
-        return Fault::io("keep", &kept, &error);
+            Seen::End { bytes, identity, .. } => {
+                let (file, planned) = files.next().ok_or_else(|| Fault::bug("a file too many"))?;
+                same(*planned, (bytes, identity), &file.shown)?;
+                part.file_end(*planned)
+            }
+        })?;
+        part.finish()
     }
-    Fault::mismatch(format!("task {task} gave another result than before"))
-        .at(plan.part(task).display().to_string())
-        .found(format!("{now}, kept as {}", kept.display()))
-        .wanted(before)
-        .hint("an input changed, or a machine computes wrongly: find out which, delete the wrong one of the two")
+
+    /// Prepares and encodes every document, and audits a sample of them.
+    fn encode(
+        &self,
+        (only, task): (&Corpus, usize),
+        inputs: &[Content],
+        part: PartWriter,
+    ) -> Result<Digest> {
+        let plan = self.plan;
+        let wanted = Wanted::default();
+        let list = match plan.is_surveyed(task) {
+            true => List::read_file(&plan.list(task))?,
+            false => List::default(),
+        };
+        let prepared = Prepared::with(only, &self.tools, vec![list]);
+        let encoding = Encoding {
+            tokenizer: &plan.tokenizer,
+            begin: plan.text.head.tokenizer.begin,
+            end: plan.text.head.tokenizer.end,
+            validation: only.validation,
+            wanted: &wanted,
+            prepared: &prepared,
+        };
+        let places = only.sources[0].recipe.encoding_places();
+        let audit = Audit::default();
+        let mut taking = Taking { part, only, inputs, places, wanted: &wanted, audit, file: 0 };
+        let start = Position::start(0, 0);
+        pipeline::run(only, &encoding, self.workers, start, |step, auditor| {
+            taking.step(step, auditor)
+        })?;
+        let Taking { part, mut audit, .. } = taking;
+        let failure =
+            audit.finish().par_iter().find_map_first(|s| audit::check(&plan.tokenizer, s).err());
+        failure.map_or(Ok(()), Err)?;
+        part.finish()
+    }
 }
 
-/// Reads a part to its end.
-fn digest_of(plan: &Plan, path: &Path) -> Result<Digest> {
-    let mut part = PartReader::open(path, plan.digest)?;
-    while part.next()?.is_some() {}
-    part.digest.ok_or_else(|| Fault::bug("a part ended without a digest"))
+/// Names steps by their places in the recipe: an edit of other sources' steps moves their numbers.
+fn by_place(only: &Corpus, mut looked: Looked) -> Result<Looked> {
+    let steps = &only.sources[0].recipe.steps;
+    let place = |number: usize| {
+        let place = steps.iter().position(|(own, _)| *own == number);
+        place.ok_or_else(|| Fault::bug("a step that the source has not"))
+    };
+    if let Some((step, _)) = &mut looked.gone {
+        *step = place(usize::from(*step))? as u8;
+    }
+    for (step, _) in &mut looked.marks {
+        *step = place(*step)?;
+    }
+    Ok(looked)
+}
+
+/// Refuses a file that is not what it was a moment ago.
+fn same(planned: Content, found: Content, shown: &str) -> Result<()> {
+    if planned == found {
+        return Ok(());
+    }
+    Err(Fault::mismatch("this input changed while its task ran")
+        .at(shown.to_owned())
+        .found(format!("{} bytes, {}", found.0, found.1))
+        .wanted(format!("{} bytes, {}", planned.0, planned.1))
+        .hint("run the same command again"))
+}
+
+/// Gives a part its name, unless there is one: then the two must be the same. The second of two that differ is kept.
+fn commit(path: &Path, address: contract::Identity, scratch: &Path, digest: Digest) -> Result<()> {
+    if receipt::create(scratch, path)? {
+        return Ok(());
+    }
+    let before = digest_at_end(path, address)?;
+    if before == digest {
+        return std::fs::remove_file(scratch).map_err(|e| Fault::io("remove", scratch, &e));
+    }
+    let kept = path.with_extension(format!("{digest}.conflict"));
+    std::fs::rename(scratch, &kept).map_err(|error| Fault::io("keep", &kept, &error))?;
+    Err(receipt::conflict("the task of this part")
+        .at(path.display().to_string())
+        .found(format!("{digest}, kept as {}", kept.display()))
+        .wanted(before))
 }
 
 /// What takes the steps of a task.
 struct Taking<'a> {
     part: PartWriter,
-    corpus: &'a Corpus,
+    only: &'a Corpus,
+    inputs: &'a [Content],
+    /// The places of the steps that run here.
+    places: Vec<usize>,
     wanted: &'a Wanted,
     audit: Audit,
     file: usize,
-    documents: u64,
 }
 
 impl Taking<'_> {
@@ -146,19 +212,15 @@ impl Taking<'_> {
                 items.into_iter().try_for_each(|item| self.item(item, auditor))
             }
             Step::FileEnd(input) => {
-                self.part.file_end(&contract::store::InputRecord {
-                    documents: self.documents,
-                    ..input
-                })?;
-                (self.file, self.documents) = (self.file + 1, 0);
-                Ok(())
+                same(self.inputs[self.file], (input.bytes, input.sha256), &input.path)?;
+                self.file += 1;
+                self.part.file_end((input.bytes, input.sha256))
             }
             Step::SourceEnd => Ok(()),
         }
     }
 
     fn item(&mut self, item: Item, auditor: &Auditor<'_>) -> Result<()> {
-        self.documents += 1;
         match item {
             Item::Document(mut document) => {
                 let (content, bytes, sample) =
@@ -166,73 +228,19 @@ impl Taking<'_> {
                 if let Some(sample) = self.audit.offer(content, bytes, sample, self.wanted) {
                     auditor.check(sample);
                 }
+                for (place, _, _) in document.trace.iter_mut().flat_map(|t| &mut t.changes) {
+                    let number = self.places.iter().position(|own| own == place);
+                    *place = number.ok_or_else(|| Fault::bug("a step that does not run here"))?;
+                }
                 self.part.document(&document)
             }
             Item::Lost { reason, fault, .. }
-                if self.corpus.on_error == OnError::Stop && !always_counted(&reason) =>
+                if self.only.on_error == OnError::Stop && !always_counted(&reason) =>
             {
-                let file = &self.corpus.sources[0].files[self.file];
+                let file = &self.only.sources[0].files[self.file];
                 Err(fault.or_at(|| file.shown.clone()))
             }
             Item::Lost { reason, bytes, content, .. } => self.part.loss(&reason, bytes, content),
         }
     }
-}
-
-/// Makes the store of all parts, in the order of the plan.
-pub fn merge(plan: &Plan, store: &Path) -> Result<Manifest> {
-    refuse_conflicts(plan)?;
-    let (corpus, tokenizer) = plan.corpus()?;
-    if store.join(open::MANIFEST).exists() {
-        return crate::build::built(&corpus, store, crate::tokenize::Engine::Fastest);
-    }
-    if let Some(task) = plan.missing().first() {
-        return Err(Fault::data(format!("the part of task {task} is missing"))
-            .at(plan.part(*task).display().to_string())
-            .hint("run the tasks that are missing, then merge"));
-    }
-    let staging = Staging::begin(store)?;
-    let head = &plan.text.head;
-    let empty = request::empty_manifest(head, tokenizer.token_bytes());
-    let journal = Journal::begin(staging.path(), head)?;
-    let (wanted, auditor) = (Wanted::default(), Auditor::idle());
-    let mut progress = Progress::new(0, 0, true);
-    let begun = (journal, Vec::new());
-    let mut committer =
-        Committer::new(&corpus, staging.path(), &empty, begun, &wanted, &mut progress)?;
-    for (task, (source, _)) in plan.text.tasks.iter().enumerate() {
-        let mut part = PartReader::open(&plan.part(task), plan.digest)?;
-        while let Some(entry) = part.next()? {
-            let step = match entry {
-                Entry::Item(item) => Step::Slab { items: vec![item], raw_bytes: 0 },
-                Entry::FileEnd(input) => Step::FileEnd(input),
-            };
-            committer.step(step, &auditor, &mut || Ok(()))?;
-        }
-        if plan.text.tasks.get(task + 1).is_none_or(|(next, _)| next != source) {
-            committer.step(Step::SourceEnd, &auditor, &mut || Ok(()))?;
-        }
-    }
-    let sources = std::mem::take(&mut committer.sources);
-    drop(committer);
-    let mut manifest = Manifest { sources, ..empty };
-    write::write_whole(&staging.path().join(open::TOKENIZER), tokenizer.bytes())?;
-    manifest.request = request::identity(&manifest);
-    manifest.digest = manifest.identity();
-    open::commit(staging.path(), &manifest)?;
-    staging.commit()?;
-    Ok(manifest)
-}
-
-fn refuse_conflicts(plan: &Plan) -> Result<()> {
-    let fault = |error: &std::io::Error| Fault::io("list", &plan.work, error);
-    for entry in fs::read_dir(&plan.work).map_err(|error| fault(&error))? {
-        let path = entry.map_err(|error| fault(&error))?.path();
-        if path.extension().is_some_and(|ending| ending == "conflict") {
-            return Err(Fault::mismatch("a task gave two results")
-                .at(path.display().to_string())
-                .hint("find out which is wrong, delete it, and merge again"));
-        }
-    }
-    Ok(())
 }

@@ -1,15 +1,96 @@
-//! A part says what was put into it, or that it does not.
+//! A part says what was put into it, or that it does not; and no part is made that is there.
 
 use std::fs;
+use std::path::{Path, PathBuf};
+
+use contract::Identity;
+use contract::fault::Class;
+use serde_json::json;
+use xxhash_rust::xxh3::xxh3_128;
 
 use super::part::PartReader;
-use super::task::Ran;
-use super::{Plan, merge, plan, run};
+use super::receipt::Receipt;
+use super::{Plan, Ran, Runner, Stage, decide, merge, plan};
 use crate::corpus::Corpus;
-use crate::testing::{Workbench, options, tree};
+use crate::testing::{Workbench, document, json_lines, options, tree};
 
-fn read(plan: &Plan, task: usize) -> contract::Result<usize> {
-    let mut part = PartReader::open(&plan.part(task), plan.digest)?;
+/// A step of every kind that matters here: one that changes, one that judges, those that compare, one after them.
+const STEPS: &str = "
+[[prepare]]
+step = \"clean\"
+[[prepare]]
+step = \"length\"
+min_words = 3
+[[prepare]]
+step = \"exact-duplicates\"
+[[prepare]]
+step = \"near-duplicates\"
+sources = [\"web\"]
+words = 3
+bands = 10
+rows = 4
+[[prepare]]
+step = \"decontaminate\"
+files = [\"eval.jsonl\"]
+words = 6
+[[prepare]]
+step = \"trim\"
+sources = [\"math\"]
+context = 180
+";
+
+/// A corpus of eight files of web, one of math, and steps.
+fn prepared(bench: &Workbench) -> PathBuf {
+    for file in 2..8 {
+        bench.write(&format!("web-{file}.jsonl"), json_lines(40 * file, 12 + file));
+    }
+    let dirty = json!({"id": "dirty", "text": format!("{}\r\n\u{0}", document(5))});
+    bench.write("web-8.jsonl", format!("{dirty}\n"));
+    let items = [document(60), document(200)].map(|text| json!({"text": text}).to_string() + "\n");
+    bench.write("eval.jsonl", items.concat());
+    let text = fs::read_to_string(bench.corpus("")).unwrap();
+    bench.write("corpus.toml", text + STEPS)
+}
+
+/// Runs what is missing, last task first; how many parts each stage made.
+fn run(plan: &Plan) -> [usize; 2] {
+    let runner = Runner::new(plan, 2).unwrap();
+    [Stage::Survey, Stage::Encode].map(|stage| {
+        let missing = plan.missing(stage).unwrap();
+        let made = missing.into_iter().rev().filter(|task| {
+            let ran = runner.run(stage, *task).unwrap();
+            matches!(runner.run(stage, *task).unwrap(), Ran::Again(_)) && matches!(ran, Ran::New(_))
+        });
+        let made = made.count();
+        if stage == Stage::Survey {
+            decide(plan).unwrap();
+        }
+        made
+    })
+}
+
+/// Builds by tasks of `bytes` in `work`, which must give every byte of a local build; what was made.
+fn made(bench: &Workbench, corpus: &Path, work: &str, bytes: u64) -> [usize; 2] {
+    let corpus = Corpus::read(corpus).unwrap();
+    let (local, store) = (bench.path("local"), bench.path("by-tasks"));
+    for folder in [&local, &store] {
+        let _ = fs::remove_dir_all(folder);
+    }
+    crate::build(&corpus, &local, options(2)).unwrap();
+    let plan = plan(&corpus, &bench.path(work), bytes).unwrap();
+    let made = run(&plan);
+    merge(&plan, &store).unwrap();
+    plan.close().unwrap();
+    assert!(tree(&store) == tree(&local), "another store: {work} {bytes}");
+    made
+}
+
+fn receipt(plan: &Plan, task: usize) -> Receipt {
+    Receipt::read(plan, Stage::Encode, task).unwrap().unwrap()
+}
+
+fn read(path: &Path, address: Identity) -> contract::Result<usize> {
+    let mut part = PartReader::open(path, address)?;
     let mut entries = 0;
     while part.next()?.is_some() {
         entries += 1;
@@ -20,20 +101,33 @@ fn read(plan: &Plan, task: usize) -> contract::Result<usize> {
 #[test]
 fn every_flipped_bit_and_every_cut_of_a_part_is_found() {
     let bench = Workbench::new(4);
-    let corpus = Corpus::read(&bench.corpus("")).unwrap();
+    let file = bench.corpus("");
+    let steps = "[[prepare]]\nstep = \"exact-duplicates\"\n[[prepare]]\nstep = \"length\"\nmin_words = 9\n\
+                 [[prepare]]\nstep = \"near-duplicates\"\nbands = 2\n";
+    bench.write("corpus.toml", fs::read_to_string(&file).unwrap() + steps);
+    let corpus = Corpus::read(&file).unwrap();
     let plan = plan(&corpus, &bench.path("work"), 1).unwrap();
     assert_eq!(plan.tasks(), 3);
-    assert!(matches!(run(&plan, 0, 2).unwrap(), Ran::New(_)));
-    assert_eq!(read(&plan, 0).unwrap(), 4 + 1);
-    let good = fs::read(plan.part(0)).unwrap();
-    for at in 0..good.len() {
-        let mut bad = good.clone();
-        bad[at] ^= 1 << (at % 8);
-        fs::write(plan.part(0), &bad).unwrap();
-        let fault = read(&plan, 0).expect_err("a flipped bit");
-        assert!(fault.to_string().contains("part-000000"), "{fault}");
-        fs::write(plan.part(0), &good[..at]).unwrap();
-        assert!(read(&plan, 0).is_err(), "cut at {at}");
+    run(&plan);
+    for stage in [Stage::Survey, Stage::Encode] {
+        let address = Receipt::read(&plan, stage, 0).unwrap().unwrap().part;
+        let path = plan.part(address);
+        assert_eq!(read(&path, address).unwrap(), 4 + 1);
+        let good = fs::read(&path).unwrap();
+        for at in 0..good.len() {
+            let mut bad = good.clone();
+            bad[at] ^= 1 << (at % 8);
+            fs::write(&path, &bad).unwrap();
+            let fault = read(&path, address).expect_err("a flipped bit");
+            assert!(fault.to_string().contains(&address.to_string()), "{fault}");
+            fs::write(&path, &good[..at]).unwrap();
+            assert!(read(&path, address).is_err(), "cut at {at}");
+        }
+        // A whole part under another's name is found as well.
+        let other = Receipt::read(&plan, stage, 1).unwrap().unwrap().part;
+        fs::copy(plan.part(other), &path).unwrap();
+        assert!(read(&path, address).is_err());
+        fs::write(&path, good).unwrap();
     }
 }
 
@@ -46,32 +140,174 @@ fn tasks_of_any_size_make_the_store_of_a_local_build() {
             "web-2.jsonl",
             if number == 2 { "{\"text\": 3}\n{\"text\": \"a\"}\n" } else { "" },
         );
-        let corpus = Corpus::read(&bench.corpus(keys)).unwrap();
-        let local = bench.path(&format!("local-{number}"));
-        crate::build(&corpus, &local, options(2)).unwrap();
         for bytes in [1, 5_000, u64::MAX] {
-            let plan =
-                plan(&corpus, &bench.path(&format!("work-{number}-{bytes}")), bytes).unwrap();
-            for task in (0..plan.tasks()).rev() {
-                run(&plan, task, 1).unwrap();
-                assert!(matches!(run(&plan, task, 3).unwrap(), Ran::Again(_)));
-            }
-            let store = bench.path(&format!("store-{number}-{bytes}"));
-            merge(&plan, &store).unwrap();
-            assert_eq!(tree(&store), tree(&local), "{keys} {bytes}");
+            made(&bench, &bench.corpus(keys), &format!("work-{number}-{bytes}"), bytes);
         }
+    }
+    let bench = Workbench::new(30);
+    let corpus = prepared(&bench);
+    for bytes in [1, 5_000, u64::MAX] {
+        let [survey, encode] = made(&bench, &corpus, &format!("prepared-{bytes}"), bytes);
+        assert!(survey == encode && survey > 1, "{bytes}: {survey} {encode}");
     }
 }
 
 #[test]
-fn a_corpus_with_steps_is_refused() {
-    let bench = Workbench::new(2);
-    let file = bench.corpus("");
-    let text = fs::read_to_string(&file).unwrap() + "\n[[prepare]]\nstep = \"clean\"\n";
-    fs::write(&file, text).unwrap();
-    let corpus = Corpus::read(&file).unwrap();
-    let Err(fault) = plan(&corpus, &bench.path("work"), 1) else { panic!("planned") };
-    let fault = fault.to_string();
-    assert!(fault.contains("do not prepare") && fault.contains("web"), "{fault}");
-    assert!(!bench.path("work").exists());
+fn an_edit_makes_anew_what_it_concerns_and_nothing_else() {
+    let bench = Workbench::new(30);
+    let corpus = prepared(&bench);
+    let text = fs::read_to_string(&corpus).unwrap();
+    let again = |edited: String| {
+        fs::write(&corpus, edited).unwrap();
+        made(&bench, &corpus, "work", 1)
+    };
+    assert_eq!(again(text.clone()), [10, 10]);
+    assert_eq!(again(text.clone()), [0, 0]);
+    // A setting after the survey, one of the survey, and a new step in front, each of one source.
+    let edited = text.replace("context = 180", "context = 90");
+    assert_eq!(again(edited.clone()), [0, 1]);
+    let edited = edited.replace("sources = [\"math\"]", "sources = [\"math\", \"web\"]");
+    assert_eq!(again(edited), [0, 9]);
+    let front = "[[prepare]]\nstep = \"length\"\nsources = [\"math\"]\nmax_words = 20\n";
+    let edited = text.replacen("[[prepare]]", &format!("{front}[[prepare]]"), 1);
+    assert_eq!(again(edited), [1, 1]);
+    // What decides all documents.
+    assert_eq!(again(text.replace("1/7", "1/9")), [0, 10]);
+    let edited = text.replace("min_words = 3", "min_words = 4");
+    assert_eq!(again(edited)[0], 10);
+    // Nothing that decides a document: the cut, another source's name, the files' names.
+    let edited = text.replace("unit = 64", "unit = 32\nshard_tokens = 800");
+    assert_eq!(again(edited.replace("\"math\"", "\"arithmetic\"")), [0, 0]);
+    fs::rename(bench.path("web-3.jsonl"), bench.path("web-33.jsonl")).unwrap();
+    assert_eq!(again(text.clone()), [0, 0]);
+    // One file among many, and one more in the middle; what they hold is in no other.
+    let line = |text: &str| json!({"id": text, "text": format!("{text} is new here")}).to_string();
+    let file = bench.path("web-4.jsonl");
+    fs::write(&file, fs::read_to_string(&file).unwrap() + &line("this") + "\n").unwrap();
+    assert_eq!(again(text.clone()), [1, 1]);
+    bench.write("web-44.jsonl", line("that") + "\n");
+    assert_eq!(again(text.clone()), [1, 1]);
+    // A file in front that takes documents from those behind it: these are encoded again, and not looked at again.
+    bench.write("web-!.jsonl", json_lines(85, 2));
+    let [survey, encode] = again(text.clone());
+    assert!(survey == 1 && (2..6).contains(&encode), "{encode}");
+    fs::remove_file(bench.path("web-!.jsonl")).unwrap();
+    assert_eq!(again(text), [0, 0]);
+}
+
+#[test]
+fn an_edit_moves_only_the_cuts_beside_it() {
+    let bench = Workbench::new(3);
+    for file in 0..300 {
+        bench.write(&format!("web-{file:03}.jsonl"), json_lines(file, 1 + file % 3));
+    }
+    let corpus = bench.corpus("");
+    let cuts = || {
+        let plan = plan(&Corpus::read(&corpus).unwrap(), &bench.path("work"), 3_000).unwrap();
+        let text = plan.text;
+        let names = |(source, range): &(usize, std::ops::Range<usize>)| {
+            text.files[*source][range.clone()].to_vec()
+        };
+        text.tasks.iter().map(names).collect::<Vec<_>>()
+    };
+    let before = cuts();
+    assert!(before.len() > 30 && before.iter().any(|files| files.len() > 3), "{before:?}");
+    bench.write("web-100.jsonl", json_lines(7, 9));
+    bench.write("web-0100.jsonl", json_lines(8, 1));
+    let after = cuts();
+    let moved = after.iter().filter(|files| !before.contains(files)).count();
+    assert!((1..8).contains(&moved), "{moved} of {} ranges moved", after.len());
+}
+
+#[test]
+fn a_second_result_that_differs_is_kept_beside_the_first() {
+    let bench = Workbench::new(9);
+    let corpus = Corpus::read(&bench.corpus("")).unwrap();
+    let plan = plan(&corpus, &bench.path("work"), 1).unwrap();
+    run(&plan);
+    let address = receipt(&plan, 1).part;
+    let path = plan.part(address);
+    // As a machine that computes wrongly would: one token is another, and the part is whole.
+    let mut bytes = fs::read(&path).unwrap();
+    let end = bytes.len() - 16;
+    let place = bytes.windows(4).rposition(|w| w == 256u32.to_le_bytes()).unwrap();
+    bytes[place..place + 4].copy_from_slice(&7u32.to_le_bytes());
+    let sum = xxh3_128(&bytes[..end]).to_le_bytes();
+    bytes[end..].copy_from_slice(&sum);
+    fs::write(&path, &bytes).unwrap();
+    let runner = Runner::new(&plan, 1).unwrap();
+    let fault = runner.run(Stage::Encode, 1).unwrap_err();
+    assert!(fault.class() == Class::Mismatch, "{fault}");
+    assert!(fault.to_string().contains("another result"), "{fault}");
+    assert_eq!(fs::read(&path).unwrap(), bytes);
+    let fault = merge(&plan, &bench.path("store")).unwrap_err();
+    assert!(fault.to_string().contains("two results"), "{fault}");
+    let kept = super::receipt::conflicts(&plan.parts()).unwrap();
+    assert_eq!(kept.len(), 1);
+    // Found out which is wrong: the first.
+    fs::rename(&kept[0], &path).unwrap();
+    merge(&plan, &bench.path("store")).unwrap();
+    crate::build(&corpus, &bench.path("local"), options(1)).unwrap();
+    assert!(tree(&bench.path("store")) == tree(&bench.path("local")));
+}
+
+#[test]
+fn what_an_interrupted_build_did_with_other_inputs_is_done_again() {
+    let bench = Workbench::new(20);
+    let path = prepared(&bench);
+    let corpus = Corpus::read(&path).unwrap();
+    let work = bench.path("work");
+    let first = plan(&corpus, &work, 1).unwrap();
+    run(&first);
+    let fault = Runner::new(&first, 1).unwrap().run(Stage::Encode, 99).unwrap_err();
+    assert!(fault.to_string().contains("no such task"), "{fault}");
+    // The same plan, since names and sizes of all files are the same.
+    let file = bench.path("web-3.jsonl");
+    let text = fs::read_to_string(&file).unwrap();
+    fs::write(&file, text.replace("one", "six").replace("two", "ten")).unwrap();
+    let again = plan(&corpus, &work, 1).unwrap();
+    assert_eq!(again.digest, first.digest);
+    assert_eq!(again.missing(Stage::Survey).unwrap().len(), 1);
+    assert!(merge(&again, &bench.path("early")).is_err() && !bench.path("early").exists());
+    assert!(made(&bench, &path, "work", 1)[0] == 1);
+}
+
+#[test]
+fn losses_that_one_build_skips_stop_another_that_says_so() {
+    let bench = Workbench::new(9);
+    bench.write("web-2.jsonl", "{\"text\": 3}\n{\"text\": \"a\"}\n");
+    for (steps, all) in [("", 4), ("[[prepare]]\nstep = \"exact-duplicates\"\n", 8)] {
+        let work = format!("work-{all}");
+        let stop = fs::read_to_string(bench.corpus("")).unwrap() + steps;
+        let skip = fs::read_to_string(bench.corpus("on_error = \"skip\"")).unwrap() + steps;
+        let corpus = bench.write("corpus.toml", &skip);
+        assert_eq!(made(&bench, &corpus, &work, 1).iter().sum::<usize>(), all);
+        bench.write("corpus.toml", stop);
+        let request = Corpus::read(&corpus).unwrap();
+        let plan = plan(&request, &bench.path(&work), 1).unwrap();
+        let runner = Runner::new(&plan, 1).unwrap();
+        for stage in [Stage::Survey, Stage::Encode] {
+            for task in plan.missing(stage).unwrap() {
+                assert!(matches!(runner.run(stage, task).unwrap(), Ran::Reused(_)));
+            }
+            decide(&plan).unwrap();
+        }
+        let out = bench.path("stopped");
+        let fault = merge(&plan, &out).unwrap_err();
+        assert!(
+            fault.class() == Class::Data && fault.to_string().contains("web-2.jsonl"),
+            "{fault}"
+        );
+        assert!(!out.exists());
+        // The other way round, what was done before the record that stopped it is not done again.
+        let empty = bench.path(&format!("empty-{all}"));
+        let plan = super::plan(&request, &empty, 1).unwrap();
+        let runner = Runner::new(&plan, 1).unwrap();
+        let stage = if steps.is_empty() { Stage::Encode } else { Stage::Survey };
+        let ran: Vec<bool> = (0..4).map(|task| runner.run(stage, task).is_ok()).collect();
+        assert_eq!(ran, [true, true, false, true]);
+        bench.write("corpus.toml", &skip);
+        let name = empty.file_name().unwrap().to_str().unwrap();
+        assert_eq!(made(&bench, &corpus, name, 1)[usize::from(steps.is_empty())], 1);
+    }
 }

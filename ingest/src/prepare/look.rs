@@ -1,7 +1,7 @@
 //! What the survey learns from one document: how far it gets, and what the comparing steps need to know of it.
 
 use contract::{Digest, Fault, Result};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::run::{self, Done, Tools};
 use super::words::Text;
@@ -11,12 +11,16 @@ use crate::request::always_counted;
 use crate::source::{Document, Parsed, Slab};
 
 /// What a comparing step needs to know of a document.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Mark {
+    /// The digest of its text.
     Content(Digest),
+    /// The keys of its bands.
     Bands(Vec<u64>),
 }
 
 /// One document, looked at.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Looked {
     /// Where it stands in its file.
     pub(crate) at: u64,
@@ -26,8 +30,8 @@ pub(crate) struct Looked {
     pub(crate) gone: Option<(u8, &'static str)>,
     /// What the comparing steps before need.
     pub(crate) marks: Vec<(usize, Mark)>,
-    /// Hits of evaluation sets, as JSON.
-    pub(crate) hits: Vec<String>,
+    /// Hits of evaluation sets; their `file` is for whoever knows its place in the source.
+    pub(crate) hits: Vec<Value>,
 }
 
 /// Looks at documents, on any thread.
@@ -92,7 +96,7 @@ impl Surveyor<'_> {
                     continue;
                 }
                 Step::Decontaminate(_) => {
-                    self.hits(*number, &document, file, &mut looked)?;
+                    self.hits(*number, &document, &mut looked)?;
                     if looked.hits.is_empty() {
                         continue;
                     }
@@ -119,19 +123,12 @@ impl Surveyor<'_> {
         if counted { Ok(()) } else { Err(fault) }
     }
 
-    fn hits(
-        &self,
-        number: usize,
-        document: &Document,
-        file: usize,
-        looked: &mut Looked,
-    ) -> Result<()> {
+    fn hits(&self, number: usize, document: &Document, looked: &mut Looked) -> Result<()> {
         for hit in self.tools.index(number)?.hits(&document.text) {
-            let line = json!({
-                "file": file, "group": document.group, "row": document.row, "id": document.id,
+            looked.hits.push(json!({
+                "file": null, "group": document.group, "row": document.row, "id": document.id,
                 "set": hit.set, "item": hit.line, "runs": hit.runs, "text": hit.text,
-            });
-            looked.hits.push(line.to_string());
+            }));
         }
         Ok(())
     }

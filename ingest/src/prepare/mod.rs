@@ -38,8 +38,10 @@ use contract::store::verify::{Damage, unread};
 use contract::store::{Change, FileRecord, PreparedRecord, SourceRecord};
 use contract::{Digest, Result, far};
 
+pub(crate) use look::{Looked, Mark};
+pub(crate) use removed::{FILE as REMOVED, List, cut as cut_list};
 pub(crate) use run::{InFile, Prepared, Tools, Trace};
-pub(crate) use survey::Survey;
+pub(crate) use survey::{Gathered, Seen, Survey, look_through};
 
 /// A document that goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -109,6 +111,41 @@ impl Recipe {
     pub(crate) fn surveyed(&self) -> usize {
         let last = self.steps.iter().rposition(|(_, step)| step.compares());
         last.map_or(0, |last| last + 1)
+    }
+
+    /// Whether the step at `place` runs where a survey came before: that has judged; what changes a text is done again.
+    fn runs_again(&self, place: usize) -> bool {
+        let step = self.steps.get(place);
+        place >= self.surveyed() || step.is_some_and(|(_, step)| step.changes())
+    }
+
+    /// The places of the steps that run while documents are encoded.
+    pub(crate) fn encoding_places(&self) -> Vec<usize> {
+        (0..self.steps.len()).filter(|place| self.runs_again(*place)).collect()
+    }
+
+    /// What the survey does, as canonical text; the sets of evaluation items by name too, since hits name them.
+    pub(crate) fn describe_survey(&self) -> String {
+        let steps = self.steps[..self.surveyed()].to_vec();
+        let sets = steps.iter().filter_map(|(_, step)| match step {
+            Step::Decontaminate(step) => Some(&step.files),
+            _ => None,
+        });
+        let sets: Vec<&str> = sets.flatten().map(|(file, _)| file.shown.as_str()).collect();
+        let surveyed = Recipe { mapping: self.mapping.clone(), steps: steps.clone() };
+        format!("{} sets={sets:?}", surveyed.describe())
+    }
+
+    /// What is done while documents are encoded, as canonical text.
+    pub(crate) fn describe_encoding(&self) -> String {
+        let steps = self.encoding_places().into_iter().map(|place| self.steps[place].clone());
+        Recipe { mapping: self.mapping.clone(), steps: steps.collect() }.describe()
+    }
+
+    /// Whether the survey counts tokens.
+    pub(crate) fn survey_encodes(&self) -> bool {
+        let steps = &self.steps[..self.surveyed()];
+        steps.iter().any(|(_, step)| matches!(step, Step::Trim(_)))
     }
 
     /// Counts what one document that was kept went through.

@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
+use std::ops::Range;
 use std::path::Path;
 
 use contract::{Fault, Result};
@@ -75,8 +76,17 @@ impl Writer {
             let (group, row) = place(at);
             Kept { source: source.to_owned(), file, group, row }
         });
-        let line = Line { file: removed.file, group, row, reason: removed.reason.to_owned(), kept };
-        let written = serde_json::to_writer(&mut self.0, &line);
+        self.write(&Line {
+            file: removed.file,
+            group,
+            row,
+            reason: removed.reason.to_owned(),
+            kept,
+        })
+    }
+
+    fn write(&mut self, line: &Line) -> Result<()> {
+        let written = serde_json::to_writer(&mut self.0, line);
         let written = written.map_err(std::io::Error::from).and_then(|()| self.0.write_all(b"\n"));
         written.map_err(|error| Fault::io("write", Path::new(FILE), &error))
     }
@@ -96,8 +106,13 @@ pub(crate) struct List {
 impl List {
     /// Reads the list of a source.
     pub(crate) fn read(store: &Path, source: &str) -> Result<Self> {
+        List::read_file(&store.join(source).join(FILE))
+    }
+
+    /// Reads a list, or the part of one that [`cut`] made.
+    pub(crate) fn read_file(path: &Path) -> Result<Self> {
         let mut list = List::default();
-        each(store, source, |line| {
+        each(path, |line| {
             let reason = match list.reasons.iter().position(|known| *known == line.reason) {
                 Some(known) => known,
                 None => {
@@ -127,7 +142,7 @@ pub(crate) type Firsts = BTreeMap<(usize, Option<u32>, u64), Kept>;
 /// The documents that duplicates were removed for.
 pub(crate) fn kept(store: &Path, source: &str) -> Result<Firsts> {
     let mut found = BTreeMap::new();
-    each(store, source, |line| {
+    each(&store.join(source).join(FILE), |line| {
         if let Some(kept) = line.kept {
             found.insert((line.file, line.group, line.row), kept);
         }
@@ -136,14 +151,27 @@ pub(crate) fn kept(store: &Path, source: &str) -> Result<Firsts> {
     Ok(found)
 }
 
-fn each(store: &Path, source: &str, mut take: impl FnMut(Line) -> Result<()>) -> Result<()> {
-    let path = store.join(source).join(FILE);
+/// The list at `path`, cut into those of consecutive ranges of files, which count files from the first of the range. They do
+/// not say which document was kept: nothing that is encoded depends on it.
+pub(crate) fn cut(path: &Path, ranges: &[Range<usize>]) -> Result<Vec<Vec<u8>>> {
+    let mut cut: Vec<Writer> = ranges.iter().map(|_| Writer::new()).collect::<Result<_>>()?;
+    each(path, |line| {
+        let number = ranges.partition_point(|range| range.end <= line.file);
+        let (Some(range), Some(writer)) = (ranges.get(number), cut.get_mut(number)) else {
+            return Err(Fault::bug("a list names a file that is not there"));
+        };
+        writer.write(&Line { file: line.file - range.start, kept: None, ..line })
+    })?;
+    cut.into_iter().map(Writer::finish).collect()
+}
+
+fn each(path: &Path, mut take: impl FnMut(Line) -> Result<()>) -> Result<()> {
     let damaged = |why: String| {
         Fault::data(format!("the list of removed documents is damaged: {why}"))
             .at(path.display().to_string())
             .hint("delete the store's folder and build it again")
     };
-    let file = fs::File::open(&path).map_err(|error| Fault::io("read", &path, &error))?;
+    let file = fs::File::open(path).map_err(|error| Fault::io("read", path, &error))?;
     let decoder = zstd::Decoder::new(file).map_err(|error| damaged(error.to_string()))?;
     for line in BufReader::new(decoder).lines() {
         let line = line.map_err(|error| damaged(error.to_string()))?;

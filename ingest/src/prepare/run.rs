@@ -115,6 +115,11 @@ impl<'a> Prepared<'a> {
         Ok(Prepared { corpus, tools, lists })
     }
 
+    /// Gets everything ready, with the lists of what the survey removed, one for each source.
+    pub(crate) fn with(corpus: &'a Corpus, tools: &'a Tools<'a>, lists: Vec<List>) -> Self {
+        Prepared { corpus, tools, lists }
+    }
+
     /// What is to be done in this file of this source; `None` if nothing is.
     pub(crate) fn in_file(&self, source: &str, file: &str) -> Option<InFile<'_>> {
         let number = self.corpus.sources.iter().position(|candidate| candidate.name == source)?;
@@ -151,12 +156,11 @@ impl<'a> InFile<'a> {
         if let Some(reason) = reason {
             return Err(lost(reason, Fault::data(reason)));
         }
-        let surveyed = if self.list.is_some() { self.recipe.surveyed() } else { 0 };
+        let survey = self.list.is_some();
         let mut trace = Trace { read: bytes, changes: Vec::new() };
         let mut words = None;
         for (place, (number, step)) in self.recipe.steps.iter().enumerate() {
-            // The survey has judged; what changes a text has to be done again.
-            if place < surveyed && !step.changes() {
+            if survey && !self.recipe.runs_again(place) {
                 continue;
             }
             let text = Text::with_words(&document.text, words.take());

@@ -14,9 +14,10 @@ use std::io::{BufReader, BufWriter, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use contract::store::{FileRecord, SourceRecord, open, write};
-use contract::{Digest, Fault, Identity, Result};
+use contract::{Digest, Fault, Identity, Result, far};
 use rayon::slice::ParallelSliceMut as _;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::look::{Looked, Mark, Surveyor};
 use super::minhash::Components;
@@ -119,60 +120,94 @@ fn run(
     (workers, quiet): (usize, bool),
     go_on: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Survey> {
-    let mut table = Table::new(corpus, scratch)?;
-    let mut hits = Hits::new(corpus, store);
-    let mut inputs: Vec<Vec<Identity>> = corpus.sources.iter().map(|_| Vec::new()).collect();
+    let mut gathered = Gathered::new(corpus, store, scratch)?;
     let mut progress = Progress::new(bytes_to_read(corpus)?, 0, quiet);
-    let surveyor = Surveyor { corpus, tools };
-    let mut walk = Walk { corpus, source: 0, file: 0, input: None };
-    let outcome = in_order::run(
-        workers,
-        || walk.next(),
-        |part| match part {
-            Part::End { source, bytes, identity } => Ok(Seen::End { source, bytes, identity }),
-            Part::Slab { slab, source, file, raw } => {
-                let looked = surveyor.look(&slab, source, file)?;
-                Ok(Seen::Documents { looked, source, file, raw })
+    look_through(tools, corpus, workers, |seen| {
+        match seen {
+            Seen::End { source, bytes, identity } => {
+                gathered.end(source, identity);
+                progress.file(bytes);
             }
-        },
-        |seen| {
-            match seen {
-                Seen::End { source, bytes, identity } => {
-                    inputs[source].push(identity);
-                    progress.file(bytes);
-                }
-                Seen::Documents { looked, source, file, raw } => {
-                    progress.within(raw);
-                    for looked in looked {
-                        go_on()?;
-                        progress.document(looked.bytes, 0);
-                        hits.write(source, &looked.hits)?;
-                        table.push(source, file, looked)?;
-                    }
+            Seen::Documents { looked, source, file, raw } => {
+                progress.within(raw);
+                for looked in looked {
+                    go_on()?;
+                    progress.document(looked.bytes, 0);
+                    gathered.document(source, file, looked)?;
                 }
             }
-            progress.tick();
-            Ok(())
-        },
-    );
-    outcome?;
+        }
+        progress.tick();
+        Ok(())
+    })?;
     if !quiet {
         eprintln!("survey: {}", progress.finish());
     }
-    table.decide(corpus)?;
-    let mut files = table.write(corpus, store)?;
-    for (files, hits) in files.iter_mut().zip(hits.finish()?) {
-        files.extend(hits);
+    gathered.decide()
+}
+
+/// Reads the sources of `corpus` that are surveyed, and hands on what is seen of their documents, in input order.
+pub(crate) fn look_through(
+    tools: &Tools<'_>,
+    corpus: &Corpus,
+    workers: usize,
+    take: impl FnMut(Seen) -> Result<()>,
+) -> Result<()> {
+    let surveyor = Surveyor { corpus, tools };
+    let mut walk = Walk { corpus, source: 0, file: 0, input: None };
+    let look = |part| match part {
+        Part::End { source, bytes, identity } => Ok(Seen::End { source, bytes, identity }),
+        Part::Slab { slab, source, file, raw } => {
+            let looked = surveyor.look(&slab, source, file)?;
+            Ok(Seen::Documents { looked, source, file, raw })
+        }
+    };
+    in_order::run(workers, || walk.next(), look, take)
+}
+
+/// What was seen of all documents, until it is decided.
+pub(crate) struct Gathered<'a> {
+    corpus: &'a Corpus,
+    store: &'a Path,
+    table: Table,
+    hits: Hits,
+    inputs: Vec<Vec<Identity>>,
+}
+
+impl<'a> Gathered<'a> {
+    /// Nothing yet. The lists will be written to `store`; `scratch` is a folder for the time until then.
+    pub(crate) fn new(corpus: &'a Corpus, store: &'a Path, scratch: &Path) -> Result<Self> {
+        let table = Table::new(corpus, scratch)?;
+        let inputs = corpus.sources.iter().map(|_| Vec::new()).collect();
+        Ok(Gathered { corpus, store, table, hits: Hits::new(corpus, store), inputs })
     }
-    Ok(Survey { inputs, files })
+
+    /// The next document, in input order.
+    pub(crate) fn document(&mut self, source: usize, file: usize, looked: Looked) -> Result<()> {
+        self.hits.write(source, file, &looked.hits)?;
+        self.table.push(source, file, looked)
+    }
+
+    /// The end of a file.
+    pub(crate) fn end(&mut self, source: usize, identity: Identity) {
+        self.inputs[source].push(identity);
+    }
+
+    /// Decides who goes, and writes the lists.
+    pub(crate) fn decide(mut self) -> Result<Survey> {
+        self.table.decide(self.corpus)?;
+        let mut files = self.table.write(self.corpus, self.store)?;
+        for (files, hits) in files.iter_mut().zip(self.hits.finish()?) {
+            files.extend(hits);
+        }
+        Ok(Survey { inputs: self.inputs, files })
+    }
 }
 
 fn bytes_to_read(corpus: &Corpus) -> Result<u64> {
     let surveyed = corpus.sources.iter().filter(|source| source.recipe.surveyed() > 0);
     let files = surveyed.flat_map(|source| &source.files);
-    let length = |path: &Path| {
-        fs::metadata(path).map(|meta| meta.len()).map_err(|error| Fault::io("read", path, &error))
-    };
+    let length = |path: &Path| far::size(path).map_err(|error| Fault::io("read", path, &error));
     files.map(|file| length(&file.path)).sum()
 }
 
@@ -183,8 +218,10 @@ enum Part {
 }
 
 /// What the workers hand on.
-enum Seen {
+pub(crate) enum Seen {
+    /// Documents of one file, of which `raw` bytes are read.
     Documents { looked: Vec<Looked>, source: usize, file: usize, raw: u64 },
+    /// The end of a file, with its content.
     End { source: usize, bytes: u64, identity: Identity },
 }
 
@@ -447,10 +484,12 @@ impl Hits {
         }
     }
 
-    fn write(&mut self, source: usize, hits: &[String]) -> Result<()> {
+    fn write(&mut self, source: usize, file: usize, hits: &[Value]) -> Result<()> {
         let Some(lines) = &mut self.lines[source] else { return Ok(()) };
         for hit in hits {
-            lines.extend_from_slice(hit.as_bytes());
+            let mut hit = hit.clone();
+            hit["file"] = file.into();
+            lines.extend_from_slice(hit.to_string().as_bytes());
             lines.push(b'\n');
         }
         Ok(())

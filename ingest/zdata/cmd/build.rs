@@ -7,7 +7,7 @@ use contract::store::{Manifest, open};
 use contract::{Fault, Result, far};
 use ingest::build::Options;
 use ingest::engine::plan::TASK_BYTES;
-use ingest::engine::{self, slurm};
+use ingest::engine::{self, Plan, Ran, Stage, slurm};
 use ingest::remote::publish;
 use ingest::tokenize::Engine;
 use ingest::{Corpus, Outcome, inspect};
@@ -32,7 +32,8 @@ pub(crate) struct Args {
     /// Where the work is done; never changes a bit.
     #[arg(long, value_enum, default_value_t = Place::Local)]
     engine: Place,
-    /// The folder of plan and parts, which every machine sees [default: OUT.tasks].
+    /// The folder of plan and parts, which every machine sees; one that is named is kept, and what a later build needs of
+    /// it is not made again [default: OUT.tasks, removed at the end].
     #[arg(long, value_name = "FOLDER")]
     work: Option<PathBuf>,
     /// Bytes of input that a task gets; a larger file is a task by itself.
@@ -110,7 +111,7 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
     if args.from.is_some() {
         return Err(Fault::usage("tasks take nothing over from another store")
             .at("--from")
-            .hint("leave it out, or build with --engine local"));
+            .hint("name the --work folder of the earlier build, or build with --engine local"));
     }
     if far::is_far(&args.out) {
         return Err(Fault::usage("tasks merge into a folder")
@@ -126,9 +127,14 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
     let mut work = args.out.as_os_str().to_owned();
     work.push(".tasks");
     let work = args.work.clone().unwrap_or_else(|| PathBuf::from(work));
+    let _lock = engine::lock(&work)?;
     let plan = engine::plan(corpus, &work, args.task_bytes)?;
-    let (all, missing) = (plan.tasks(), plan.missing());
-    eprintln!("{all} tasks, {} to run, in {}", missing.len(), work.display());
+    for stage in [Stage::Survey, Stage::Encode] {
+        let (all, left) = (plan.tasks_of(stage).len(), plan.missing(stage)?.len());
+        if all > 0 {
+            eprintln!("{}: {left} of {all} tasks to run, in {}", stage.name(), work.display());
+        }
+    }
     if args.engine == Place::Slurm {
         let program = std::env::current_exe();
         let program = program.map_err(|error| Fault::io("find", Path::new("zdata"), &error))?;
@@ -139,15 +145,36 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
             &slurm::Options { program, sbatch, workers: options.workers },
         )?;
     } else {
-        for task in missing {
-            engine::run(&plan, task, options.workers)?;
-            eprintln!("task {task} of {all}");
-        }
+        let runner = engine::Runner::new(&plan, options.workers)?;
+        stage(&plan, &runner, Stage::Survey)?;
+        engine::decide(&plan)?;
+        stage(&plan, &runner, Stage::Encode)?;
         engine::merge(&plan, &args.out)?;
     }
+    for stage in [Stage::Survey, Stage::Encode] {
+        if !plan.tasks_of(stage).is_empty() {
+            eprintln!("{}", engine::tally(&plan, stage)?);
+        }
+    }
     let manifest = open::manifest(&args.out)?;
-    std::fs::remove_dir_all(&work).map_err(|error| Fault::io("remove", &work, &error))?;
+    plan.close()?;
+    if args.work.is_none() {
+        std::fs::remove_dir_all(&work).map_err(|error| Fault::io("remove", &work, &error))?;
+    }
     Ok(manifest)
+}
+
+/// Runs the tasks of a stage that are missing.
+fn stage(plan: &Plan, runner: &engine::Runner<'_>, stage: Stage) -> Result<()> {
+    let all = plan.tasks();
+    for task in plan.missing(stage)? {
+        let told = match runner.run(stage, task)? {
+            Ran::Reused(_) => "reused",
+            Ran::New(_) | Ran::Again(_) => "made",
+        };
+        eprintln!("{} {task} of {all}: {told}", stage.name());
+    }
+    Ok(())
 }
 
 /// Does it.

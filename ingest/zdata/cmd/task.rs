@@ -6,8 +6,7 @@ use std::thread;
 use contract::Result;
 use ingest::Corpus;
 use ingest::engine::plan::TASK_BYTES;
-use ingest::engine::task::Ran;
-use ingest::engine::{Plan, merge, plan, run};
+use ingest::engine::{Plan, Ran, Runner, Stage, decide, lock, merge, plan};
 
 /// What to do.
 #[derive(clap::Subcommand)]
@@ -23,18 +22,16 @@ pub(crate) enum Command {
         #[arg(long, default_value_t = TASK_BYTES)]
         task_bytes: u64,
     },
-    /// Run one task; again does no harm.
-    Run {
+    /// Look at the documents of one task, where steps compare documents with each other; again does no harm.
+    Survey(Task),
+    /// Decide which documents go, once every task was looked at.
+    Decide {
         /// The folder of the plan.
         #[arg(long)]
         work: PathBuf,
-        /// Which task, from 0.
-        #[arg(long)]
-        index: usize,
-        /// Threads that encode [default: one for each core]; never changes a bit.
-        #[arg(long)]
-        workers: Option<usize>,
     },
+    /// Prepare and encode the documents of one task; again does no harm.
+    Run(Task),
     /// Make the store of all parts.
     Merge {
         /// The folder of the plan.
@@ -46,19 +43,48 @@ pub(crate) enum Command {
     },
 }
 
+/// Which task.
+#[derive(clap::Args)]
+pub(crate) struct Task {
+    /// The folder of the plan.
+    #[arg(long)]
+    work: PathBuf,
+    /// Which task, from 0.
+    #[arg(long)]
+    index: usize,
+    /// Threads that work [default: one for each core]; never changes a bit.
+    #[arg(long)]
+    workers: Option<usize>,
+}
+
+fn run(stage: Stage, task: Task) -> Result<()> {
+    let plan = Plan::read(&task.work)?;
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    match Runner::new(&plan, task.workers.unwrap_or(cores))?.run(stage, task.index)? {
+        Ran::New(digest) => println!("{digest}"),
+        Ran::Again(digest) => println!("{digest}  again"),
+        Ran::Reused(digest) => println!("{digest}  reused"),
+    }
+    Ok(())
+}
+
 /// Does it.
 pub(crate) fn exec(command: Command) -> Result<()> {
     match command {
         Command::Plan { corpus, work, task_bytes } => {
-            println!("{}", plan(&Corpus::read(&corpus)?, &work, task_bytes)?.tasks());
-        }
-        Command::Run { work, index, workers } => {
-            let cores = thread::available_parallelism().map_or(1, usize::from);
-            match run(&Plan::read(&work)?, index, workers.unwrap_or(cores))? {
-                Ran::New(digest) => println!("{digest}"),
-                Ran::Again(digest) => println!("{digest}  again"),
+            let corpus = Corpus::read(&corpus)?;
+            let _lock = lock(&work)?;
+            let plan = plan(&corpus, &work, task_bytes)?;
+            let surveyed = plan.tasks_of(Stage::Survey);
+            if let (Some(first), Some(last)) = (surveyed.first(), surveyed.last()) {
+                let all = surveyed.len();
+                eprintln!("note: survey {all} of them ({first} to {last}) first, then decide");
             }
+            println!("{}", plan.tasks());
         }
+        Command::Survey(task) => run(Stage::Survey, task)?,
+        Command::Decide { work } => decide(&Plan::read(&work)?)?,
+        Command::Run(task) => run(Stage::Encode, task)?,
         Command::Merge { work, out } => {
             let manifest = merge(&Plan::read(&work)?, &out)?;
             println!("{}  {}", manifest.digest, out.display());

@@ -1,0 +1,135 @@
+//! The merge: all parts, in the order of the plan, through the committer of a local build.
+
+use std::fs;
+use std::path::Path;
+
+use contract::store::{InputRecord, Manifest, open, write};
+use contract::{Fault, Result};
+
+use super::part::{Entry, PartReader};
+use super::plan::{Plan, Stage};
+use super::receipt::{self, Receipt};
+use super::survey;
+use crate::build;
+use crate::commit::Committer;
+use crate::exchange::staging::Staging;
+use crate::journal::Journal;
+use crate::pipeline::{Auditor, Item, Step};
+use crate::prepare::Survey;
+use crate::progress::Progress;
+use crate::request;
+use crate::takeover;
+use crate::tokenize::Engine;
+use crate::tokenize::audit::Wanted;
+
+/// Makes the store of all parts.
+pub fn merge(plan: &Plan, store: &Path) -> Result<Manifest> {
+    if store.join(open::MANIFEST).exists() {
+        return build::built(&plan.corpus, store, Engine::Fastest);
+    }
+    let receipts = receipts(plan, Stage::Encode)?;
+    let survey = survey::decision(plan)?;
+    let staging = Staging::begin(store)?;
+    let head = &plan.text.head;
+    let empty = request::empty_manifest(head, plan.tokenizer.token_bytes());
+    let journal = Journal::begin(staging.path(), head)?;
+    let wanted = Wanted::default();
+    let mut progress = Progress::new(0, 0, true);
+    let begun = (journal, Vec::new());
+    let mut committer =
+        Committer::new(&plan.corpus, staging.path(), &empty, begun, &wanted, &mut progress)?;
+    for (task, receipt) in receipts.iter().enumerate() {
+        commit(plan, task, receipt, &mut committer)?;
+    }
+    let mut sources = std::mem::take(&mut committer.sources);
+    drop(committer);
+    if let Some(survey) = survey {
+        lists(plan, &survey, staging.path())?;
+        survey.close(&plan.corpus, &mut sources)?;
+    }
+    let mut manifest = Manifest { sources, ..empty };
+    write::write_whole(&staging.path().join(open::TOKENIZER), plan.tokenizer.bytes())?;
+    manifest.request = request::identity(&manifest);
+    manifest.digest = manifest.identity();
+    open::commit(staging.path(), &manifest)?;
+    staging.commit()?;
+    Ok(manifest)
+}
+
+/// What all tasks of a stage did; refuses if one did nothing, or two things.
+pub(super) fn receipts(plan: &Plan, stage: Stage) -> Result<Vec<Receipt>> {
+    let tasks = plan.tasks_of(stage);
+    let mut receipts = Vec::new();
+    for task in tasks {
+        let receipt = plan.receipt(stage, task)?.ok_or_else(|| {
+            Fault::data(format!("the part of {} task {task} is missing", stage.name()))
+                .at(plan.folder().display().to_string())
+                .hint("run the tasks that are missing, then this again")
+        })?;
+        receipts.push(receipt);
+    }
+    let mut conflicts = receipt::conflicts(&plan.folder())?;
+    conflicts.extend(receipt::conflicts(&plan.parts())?.into_iter().filter(|path| {
+        let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
+        let ours = |name: String| receipts.iter().any(|r| name.starts_with(&r.part.to_string()));
+        name.is_some_and(ours)
+    }));
+    match conflicts.first() {
+        None => Ok(receipts),
+        Some(path) => Err(Fault::mismatch("a task gave two results")
+            .at(path.display().to_string())
+            .hint("find out which is wrong, delete it, and merge again")),
+    }
+}
+
+/// Tells the committer what one part holds.
+fn commit(
+    plan: &Plan,
+    task: usize,
+    receipt: &Receipt,
+    committer: &mut Committer<'_>,
+) -> Result<()> {
+    let (source, range) = &plan.text.tasks[task];
+    let places = plan.corpus.sources[*source].recipe.encoding_places();
+    let mut files = plan.text.files[*source][range.clone()].iter();
+    let mut part = PartReader::open(&plan.part(receipt.part), receipt.part)?;
+    let auditor = Auditor::idle();
+    let mut tell = |step| committer.step(step, &auditor, &mut || Ok(()));
+    while let Some(entry) = part.next()? {
+        let foreign = || part.damaged("it holds what its task cannot give");
+        tell(match entry {
+            Entry::Item(mut item) => {
+                if let Item::Document(document) = &mut item {
+                    for (place, _, _) in document.trace.iter_mut().flat_map(|t| &mut t.changes) {
+                        *place = *places.get(*place).ok_or_else(foreign)?;
+                    }
+                }
+                Step::Slab { items: vec![item], raw_bytes: 0 }
+            }
+            Entry::FileEnd((bytes, sha256)) => {
+                let path = files.next().ok_or_else(foreign)?.clone();
+                Step::FileEnd(InputRecord { path, bytes, sha256, documents: 0 })
+            }
+            Entry::Looked(_) => return Err(foreign()),
+        })?;
+    }
+    if part.digest != Some(receipt.digest) || files.next().is_some() {
+        return Err(part.damaged("this part is not what its task made"));
+    }
+    if plan.text.tasks.get(task + 1).is_none_or(|(next, _)| next != source) {
+        tell(Step::SourceEnd)?;
+    }
+    Ok(())
+}
+
+/// Puts the survey's lists into the store.
+fn lists(plan: &Plan, survey: &Survey, store: &Path) -> Result<()> {
+    for (source, files) in plan.corpus.sources.iter().zip(&survey.files) {
+        let (from, to) = (plan.decided().join(&source.name), store.join(&source.name));
+        for file in files {
+            fs::create_dir_all(&to).map_err(|error| Fault::io("create", &to, &error))?;
+            takeover::link(&from.join(&file.name), &to.join(&file.name), file)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,179 @@
+//! What a task did: which content it found in its files, and which part came of it.
+//!
+//! A receipt is created only where there is none. A second one must say the same; where it does not, both are kept.
+
+use std::fs::{self, File};
+use std::io::{self, Write as _};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use contract::store::write;
+use contract::{Digest, Fault, Identity, Result, far};
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::address::Content;
+use super::plan::{Plan, Stage};
+use crate::corpus::SourceFile;
+use crate::request;
+
+/// The receipt of one task.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Receipt {
+    /// Its files.
+    pub(super) inputs: Vec<Input>,
+    /// The address of its part.
+    pub(super) part: Identity,
+    /// The digest at the end of its part.
+    pub(super) digest: Digest,
+    /// Whether that part was there already.
+    pub(super) reused: bool,
+}
+
+/// One file, as a task found it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Input {
+    pub(super) bytes: u64,
+    pub(super) sha256: Identity,
+    /// Size, inode and time of the last change when its content was taken. Where these differ, a build that goes on
+    /// looks at the content again; they decide nothing else. None of a file that lies far.
+    stamp: Option<(u64, u64, i64, i64)>,
+}
+
+fn stamp(path: &Path) -> Result<Option<(u64, u64, i64, i64)>> {
+    if far::is_far(path) {
+        return Ok(None);
+    }
+    let meta = fs::metadata(path).map_err(|error| Fault::io("read", path, &error))?;
+    Ok(Some((meta.len(), meta.ino(), meta.ctime(), meta.ctime_nsec())))
+}
+
+/// Takes the content of files.
+pub(super) fn inputs(files: &[SourceFile]) -> Result<Vec<Input>> {
+    let input = |file: &SourceFile| {
+        let stamp = stamp(&file.path)?;
+        let (bytes, sha256) = request::content(&file.path)?;
+        Ok(Input { bytes, sha256, stamp })
+    };
+    files.par_iter().map(input).collect()
+}
+
+impl Receipt {
+    /// Bytes and identity of its files.
+    pub(super) fn contents(&self) -> Vec<Content> {
+        self.inputs.iter().map(|input| (input.bytes, input.sha256)).collect()
+    }
+
+    /// Whether its files were not touched since.
+    pub(super) fn is_of(&self, files: &[SourceFile]) -> bool {
+        let same = |(input, file): (&Input, &SourceFile)| {
+            input.stamp.is_some() && stamp(&file.path).is_ok_and(|stamp| stamp == input.stamp)
+        };
+        self.inputs.len() == files.len() && self.inputs.iter().zip(files).all(same)
+    }
+
+    fn path(plan: &Plan, stage: Stage, task: usize) -> PathBuf {
+        plan.folder().join(format!("{}-{task:06}.json", stage.name()))
+    }
+
+    /// The receipt that is there.
+    pub(super) fn read(plan: &Plan, stage: Stage, task: usize) -> Result<Option<Self>> {
+        let path = Receipt::path(plan, stage, task);
+        let bytes = match fs::read(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            bytes => bytes.map_err(|error| Fault::io("read", &path, &error))?,
+        };
+        serde_json::from_slice(&bytes).map(Some).map_err(|error| {
+            Fault::data("this receipt of a task is damaged")
+                .at(path.display().to_string())
+                .found(error)
+                .hint("delete it and run the task again")
+        })
+    }
+
+    /// Removes the receipt, if there is one.
+    pub(super) fn remove(plan: &Plan, stage: Stage, task: usize) -> Result<()> {
+        let path = Receipt::path(plan, stage, task);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(Fault::io("remove", &path, &error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Puts the receipt down, unless there is one: then the two must say the same.
+    pub(super) fn commit(&self, plan: &Plan, stage: Stage, task: usize) -> Result<()> {
+        let path = Receipt::path(plan, stage, task);
+        let name = format!("{}-{task:06}", stage.name());
+        let scratch = scratch(&plan.folder(), &name)?;
+        let bytes = serde_json::to_vec(self)
+            .map_err(|error| Fault::bug(format!("a receipt cannot be written: {error}")))?;
+        let mut file = File::create(&scratch).map_err(|e| Fault::io("create", &scratch, &e))?;
+        let written = file.write_all(&bytes).and_then(|()| file.sync_all());
+        written.map_err(|error| Fault::io("write", &scratch, &error))?;
+        if create(&scratch, &path)? {
+            return Ok(());
+        }
+        let before = Receipt::read(plan, stage, task)?.ok_or_else(|| {
+            Fault::machine("a receipt is gone that was there").at(path.display().to_string())
+        })?;
+        if (before.part, before.digest) == (self.part, self.digest) {
+            return fs::remove_file(&scratch).map_err(|e| Fault::io("remove", &scratch, &e));
+        }
+        let kept = plan.folder().join(format!("{name}-{}.conflict", self.part.short()));
+        fs::rename(&scratch, &kept).map_err(|error| Fault::io("keep", &kept, &error))?;
+        Err(conflict(&format!("{} task {task}", stage.name()))
+            .at(path.display().to_string())
+            .found(format!("part {}, kept as {}", self.part.short(), kept.display()))
+            .wanted(format!("part {}", before.part.short())))
+    }
+}
+
+/// What is said of a second result that differs.
+pub(super) fn conflict(what: &str) -> Fault {
+    Fault::mismatch(format!("{what} gave another result than before")).hint(
+        "an input changed, or a machine computes wrongly: find out which, delete the wrong one of the two",
+    )
+}
+
+/// A name that no other process uses: its own for each process, on each machine.
+pub(super) fn scratch(folder: &Path, name: &str) -> Result<PathBuf> {
+    let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let job = std::env::var("SLURM_JOB_ID").unwrap_or_default();
+    let path = folder.join(format!(".{name}-{}-{job}-{}", host.trim(), std::process::id()));
+    let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+    match removed {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(Fault::io("remove", &path, &error))
+        }
+        _ => Ok(path),
+    }
+}
+
+/// Gives a finished file its name if there is none with that name yet, and says whether it did.
+pub(super) fn create(scratch: &Path, path: &Path) -> Result<bool> {
+    match fs::hard_link(scratch, path) {
+        Ok(()) => {
+            fs::remove_file(scratch).map_err(|error| Fault::io("remove", scratch, &error))?;
+            write::sync_folder(path.parent().unwrap_or(Path::new(".")))?;
+            Ok(true)
+        }
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+        Err(error) => Err(Fault::io("create", path, &error)),
+    }
+}
+
+/// The files in `folder` that keep a second result.
+pub(super) fn conflicts(folder: &Path) -> Result<Vec<PathBuf>> {
+    let fault = |error: &io::Error| Fault::io("list", folder, error);
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).map_err(|error| fault(&error))? {
+        let path = entry.map_err(|error| fault(&error))?.path();
+        if path.extension().is_some_and(|ending| ending == "conflict") {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}

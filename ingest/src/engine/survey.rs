@@ -1,0 +1,182 @@
+//! Between the stages: what all survey tasks saw is put together, and decided as one process would.
+
+use std::fs;
+use std::io;
+
+use contract::store::write;
+use contract::{Digest, Fault, Hasher, Result};
+use serde::{Deserialize, Serialize};
+
+use super::merge::receipts;
+use super::part::{Entry, PartReader};
+use super::plan::{Plan, Stage};
+use super::receipt::{self, Receipt};
+use crate::prepare::{Gathered, Looked, REMOVED, Survey, cut_list};
+
+/// `decided/survey.json`.
+#[derive(Serialize, Deserialize)]
+struct Decision {
+    /// The parts that it rests on.
+    basis: Digest,
+    survey: Survey,
+}
+
+const FILE: &str = "survey.json";
+
+/// What a decision on these parts rests on.
+fn basis(receipts: &[Receipt]) -> Digest {
+    let mut hasher = Hasher::new();
+    hasher.tag("survey.v1");
+    for receipt in receipts {
+        hasher.str(&receipt.part.to_string()).digest(receipt.digest);
+    }
+    hasher.finish()
+}
+
+/// Decides which documents go, once every survey task is done. Nothing if the corpus compares none, or it is decided.
+pub fn decide(plan: &Plan) -> Result<()> {
+    if plan.tasks_of(Stage::Survey).is_empty() {
+        return Ok(());
+    }
+    let receipts = receipts(plan, Stage::Survey)?;
+    if read(plan)?.is_some_and(|decision| decision.basis == basis(&receipts)) {
+        return Ok(());
+    }
+    let folder = receipt::scratch(&plan.folder(), "decided")?;
+    let bands = folder.join(".bands");
+    fs::create_dir_all(&bands).map_err(|error| Fault::io("create", &bands, &error))?;
+    let mut gathered = Gathered::new(&plan.corpus, &folder, &bands)?;
+    for (task, receipt) in plan.tasks_of(Stage::Survey).into_iter().zip(&receipts) {
+        gather(plan, task, receipt, &mut gathered)?;
+    }
+    let survey = gathered.decide()?;
+    fs::remove_dir_all(&bands).map_err(|error| Fault::io("remove", &bands, &error))?;
+    for (number, source) in plan.corpus.sources.iter().enumerate() {
+        if source.recipe.surveyed() == 0 {
+            continue;
+        }
+        let tasks = plan.text.tasks.iter().enumerate().filter(|(_, (of, _))| *of == number);
+        let (tasks, ranges): (Vec<_>, Vec<_>) =
+            tasks.map(|(task, (_, range))| (task, range.clone())).unzip();
+        let lists = cut_list(&folder.join(&source.name).join(REMOVED), &ranges)?;
+        for (task, list) in tasks.into_iter().zip(lists) {
+            let name = plan.list(task);
+            let name = name.file_name().ok_or_else(|| Fault::bug("a list without a name"))?;
+            write::write_whole(&folder.join(name), &list)?;
+        }
+    }
+    let decision = Decision { basis: basis(&receipts), survey };
+    let bytes = serde_json::to_vec(&decision)
+        .map_err(|error| Fault::bug(format!("the survey cannot be written: {error}")))?;
+    write::write_whole(&folder.join(FILE), &bytes)?;
+    commit(plan, &folder, &bytes)
+}
+
+/// Puts the decision in its place; another that is there must be the same, unless it rests on other parts.
+fn commit(plan: &Plan, folder: &std::path::Path, bytes: &[u8]) -> Result<()> {
+    let decided = plan.decided();
+    let fault = |what: &str, error: &io::Error| Fault::io(what, &decided, error);
+    loop {
+        match fs::rename(folder, &decided) {
+            Ok(()) => return write::sync_folder(&plan.folder()),
+            Err(error) if !decided.exists() => return Err(fault("create", &error)),
+            Err(_) => {}
+        }
+        let there = fs::read(decided.join(FILE)).unwrap_or_default();
+        if there == bytes {
+            return fs::remove_dir_all(folder).map_err(|error| fault("clear", &error));
+        }
+        let same_basis = |a: &[u8], b: &[u8]| {
+            let read = |bytes| serde_json::from_slice::<Decision>(bytes).ok().map(|d| d.basis);
+            read(a).is_some() && read(a) == read(b)
+        };
+        if same_basis(&there, bytes) {
+            let kept = decided.with_extension("conflict");
+            fs::rename(folder, &kept).map_err(|error| Fault::io("keep", &kept, &error))?;
+            return Err(receipt::conflict("the survey").at(kept.display().to_string()));
+        }
+        fs::remove_dir_all(&decided).map_err(|error| fault("replace", &error))?;
+    }
+}
+
+/// Tells the survey what one part holds.
+fn gather(plan: &Plan, task: usize, receipt: &Receipt, gathered: &mut Gathered<'_>) -> Result<()> {
+    let (source, range) = &plan.text.tasks[task];
+    let steps = &plan.corpus.sources[*source].recipe.steps;
+    let mut part = PartReader::open(&plan.part(receipt.part), receipt.part)?;
+    let mut file = range.start;
+    while let Some(entry) = part.next()? {
+        match entry {
+            Entry::Looked(mut looked) => {
+                let known = number(&mut looked, |place| steps.get(place).map(|(n, _)| *n));
+                if known.is_none() || file >= range.end {
+                    return Err(part.damaged("it holds what its task cannot give"));
+                }
+                gathered.document(*source, file, looked)?;
+            }
+            Entry::FileEnd((_, identity)) => {
+                gathered.end(*source, identity);
+                file += 1;
+            }
+            Entry::Item(_) => return Err(part.damaged("it is no part of a survey")),
+        }
+    }
+    if part.digest != Some(receipt.digest) || file != range.end {
+        return Err(part.damaged("this part is not what its task made"));
+    }
+    Ok(())
+}
+
+/// Names steps by their numbers in the corpus file, where a part names them by place.
+fn number(looked: &mut Looked, number: impl Fn(usize) -> Option<usize>) -> Option<()> {
+    if let Some((step, _)) = &mut looked.gone {
+        *step = number(usize::from(*step))? as u8;
+    }
+    for (step, _) in &mut looked.marks {
+        *step = number(*step)?;
+    }
+    Some(())
+}
+
+fn read(plan: &Plan) -> Result<Option<Decision>> {
+    let path = plan.decided().join(FILE);
+    match fs::read(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Fault::io("read", &path, &error)),
+        Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|error| {
+            Fault::data("the survey of this build is damaged")
+                .at(path.display().to_string())
+                .found(error)
+                .hint("delete its folder and run `zdata task decide` again")
+        }),
+    }
+}
+
+/// What was decided; nothing if the corpus compares no documents.
+pub(super) fn decision(plan: &Plan) -> Result<Option<Survey>> {
+    if plan.tasks_of(Stage::Survey).is_empty() {
+        return Ok(None);
+    }
+    let receipts = receipts(plan, Stage::Survey)?;
+    match read(plan)? {
+        Some(decision) if decision.basis == basis(&receipts) => Ok(Some(decision.survey)),
+        _ => Err(Fault::data("the survey is not decided")
+            .at(plan.decided().display().to_string())
+            .hint("run `zdata task decide`, then the tasks that are missing")),
+    }
+}
+
+/// Whether it is decided which documents go.
+pub fn is_decided(plan: &Plan) -> Result<bool> {
+    let tasks = plan.tasks_of(Stage::Survey);
+    Ok(tasks.is_empty() || (plan.missing(Stage::Survey)?.is_empty() && decision(plan).is_ok()))
+}
+
+/// Removes a decision that rests on other parts than there are.
+pub(super) fn forget(plan: &Plan) -> Result<()> {
+    if is_decided(plan)? || !plan.decided().exists() {
+        return Ok(());
+    }
+    let decided = plan.decided();
+    fs::remove_dir_all(&decided).map_err(|error| Fault::io("remove", &decided, &error))
+}

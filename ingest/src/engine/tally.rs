@@ -1,0 +1,24 @@
+//! What a build took from earlier ones, for people.
+
+use contract::Result;
+use indicatif::HumanBytes;
+
+use super::merge::receipts;
+use super::plan::{Plan, Stage};
+
+/// One line: how much of a stage was made, and how much was there.
+pub fn tally(plan: &Plan, stage: Stage) -> Result<String> {
+    let (mut made, mut reused) = ((0, 0, 0), (0, 0, 0));
+    for receipt in receipts(plan, stage)? {
+        let side = if receipt.reused { &mut reused } else { &mut made };
+        side.0 += 1;
+        side.1 += receipt.inputs.len();
+        side.2 += receipt.inputs.iter().map(|input| input.bytes).sum::<u64>();
+    }
+    let told = |(parts, files, bytes): (u64, usize, u64), of: String| {
+        format!("{parts}{of} parts ({files} files, {})", HumanBytes(bytes))
+    };
+    let of = format!(" of {}", made.0 + reused.0);
+    let (made, reused) = (told(made, of), told(reused, String::new()));
+    Ok(format!("{}: made {made}, reused {reused}", stage.name()))
+}
