@@ -26,6 +26,8 @@ pub struct ExecOptions {
     pub checkpoint_every: u64,
     /// Which checkpoints stay.
     pub retention: Retention,
+    /// Where checkpoints lie if not in the run's folder: another folder, or `s3://bucket/key`.
+    pub checkpoints: Option<PathBuf>,
     /// The step after which to stop, if before the curriculum's last.
     pub stop_after: Option<u64>,
     /// Whether a line is printed for every step.
@@ -46,6 +48,7 @@ impl ExecOptions {
             validation: Validation { every: 50, windows: 16 },
             checkpoint_every: 50,
             retention: Retention { newest: 3, every: 0 },
+            checkpoints: None,
             stop_after: None,
             progress: true,
             out,

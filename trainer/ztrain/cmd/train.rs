@@ -35,6 +35,9 @@ pub(crate) struct Args {
     /// Keep also each checkpoint whose step this divides; 0 for none.
     #[arg(long, value_name = "STEPS", default_value_t = 0)]
     keep_every: u64,
+    /// Where checkpoints lie, a folder or s3://bucket/key [default: in the run's folder; it remembers].
+    #[arg(long, value_name = "PLACE")]
+    checkpoints: Option<PathBuf>,
     /// Stop after this step; the same command without it goes on.
     #[arg(long, value_name = "STEP")]
     stop_after: Option<u64>,
@@ -113,6 +116,7 @@ fn options(
         PrefetchOptions { threads: args.speed.loader_threads, depth: args.speed.prefetch };
     exec.checkpoint_every = args.checkpoint_every;
     exec.retention = Retention { newest: args.keep as usize, every: args.keep_every };
+    exec.checkpoints.clone_from(&args.checkpoints);
     exec.stop_after = args.stop_after;
     exec.progress = !args.quiet;
     exec.validation = Validation { every: args.validate_every, windows: args.validate_windows };
