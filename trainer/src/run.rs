@@ -10,7 +10,7 @@ use loader::{Batch, Opened, Prefetcher, RankSlice};
 use serde_json::json;
 use tch::Tensor;
 
-use crate::checkpoint::{Checkpoints, Found, Layout, Reader, Saver, Snapshot, Written};
+use crate::checkpoint::{Checkpoints, Found, Layout, Reader, Ring, Saver, Snapshot, Written};
 use crate::events::Events;
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder, levels};
@@ -46,6 +46,7 @@ pub fn train(opened: &Opened, exec: &ExecOptions, table: &KernelTable) -> Result
     let mut state = found.map_or_else(|| step::initial(&spec, exec.device), Ok)?;
     let mut run = opening.begin(state.step)?;
     let pieces = owners::pieces(&spec.parameters, &spec.rules, 1);
+    let mut ring = Ring::new(exec.ring);
     let steps = state.step + 1..last_step(&spec, exec) + 1;
     let (plan, data) = (spec.plan.clone(), spec.data.clone());
     let stage = staging(&spec, exec)?;
@@ -59,6 +60,12 @@ pub fn train(opened: &Opened, exec: &ExecOptions, table: &KernelTable) -> Result
             })
         })?;
         run.record(&record, batch.rows * u64::from(batch.seq_len))?;
+        let copy = || Snapshot::whole(&state, &pieces);
+        if let Some(before) = ring.step(record.step, record.loss, copy) {
+            run.rescue(record.step, before.step(), |run, chain, digest| {
+                run.checkpoints.save(&layout, &before, digest, chain)
+            })?;
+        }
         if validation_is_due(&spec, exec, state.step) {
             run.validate(state.step, &state.weights, &state.balance)?;
         }
@@ -317,8 +324,28 @@ impl Run<'_> {
         let chain = self.chain(step)?;
         save(self, chain, digest)?;
         self.checkpoints.retain(self.exec.retention)?;
-        self.saved = step;
+        self.saved = self.saved.max(step);
         self.events.write("checkpoint", json!({"step": step, "state": digest}))
+    }
+
+    /// The loss of `step` has jumped: keeps the state after `before`, out of memory, for whoever replays the step.
+    pub(crate) fn rescue(
+        &mut self,
+        step: u64,
+        before: u64,
+        save: impl FnOnce(&Self, Digest, Digest) -> Result<()>,
+    ) -> Result<()> {
+        let digest = self.open.ledger.record(before)?.state;
+        self.keep(before, digest, |run, chain, digest| {
+            save(run, chain, digest)?;
+            run.checkpoints.pin(before)
+        })?;
+        self.events.write("spike", json!({"step": step, "kept": before}))?;
+        let root = self.open.folder.root().display();
+        self.progress.note(&format!(
+            "the loss of step {step} jumped: the state after step {before} is kept for `ztrain replay --run {root} --step {step}`"
+        ));
+        Ok(())
     }
 
     /// Says how the run ended.

@@ -9,6 +9,7 @@ mod format;
 mod medium;
 mod read;
 pub mod region;
+mod ring;
 mod saver;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -23,6 +24,7 @@ use tch::Device;
 
 pub use format::{BlobRecord, BoxRecord, Manifest, Set, TensorRecord};
 pub use read::{Reader, Want};
+pub use ring::{Ring, RingOptions};
 pub use saver::{Saver, Written};
 pub use write::{Owned, Snapshot};
 
@@ -204,9 +206,16 @@ impl Checkpoints {
             .try_for_each(|file| self.medium.rename(file, &format!("damaged-{file}")))
     }
 
+    /// Lets the checkpoint of `step` stay whatever the retention says.
+    pub fn pin(&self, step: u64) -> Result<()> {
+        self.medium.put(&name(step, PINNED), b"")
+    }
+
     /// Removes the checkpoints that `retention` does not keep.
     pub fn retain(&self, retention: Retention) -> Result<()> {
-        let steps = self.steps()?;
+        let (mut steps, files) = (self.steps()?, self.medium.list()?);
+        // A pinned one stays beside the newest, not in place of one.
+        steps.retain(|step| !files.contains(&name(*step, PINNED)));
         let old = steps.len().saturating_sub(retention.newest.max(1));
         let kept = |step: u64| retention.every > 0 && step.is_multiple_of(retention.every);
         steps[..old].iter().filter(|step| !kept(**step)).try_for_each(|step| {
@@ -223,6 +232,9 @@ impl Checkpoints {
         Ok(files)
     }
 }
+
+/// The file that keeps a checkpoint from being removed.
+const PINNED: &str = "pinned";
 
 /// The file that says whose checkpoints these are, where they lie outside of the run's folder.
 const OWNER: &str = "owner";

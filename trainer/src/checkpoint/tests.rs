@@ -176,7 +176,8 @@ fn a_kill_in_any_phase_leaves_the_state_before_or_the_new_one() {
         passed.iter().for_each(|(step, _)| good.set_aside(*step).unwrap());
         let files = good.medium.list().unwrap();
         assert!(!files.iter().any(|file| file.ends_with(medium::PART)), "{files:?}");
-        assert_eq!(outcome.is_ok(), found == Some(6) && good.steps().unwrap() == [6]);
+        let whole = found == Some(6) && good.steps().unwrap() == [6];
+        assert!(outcome.is_err() || whole, "{how:?} {left}: {found:?}");
         // Whatever was left, the next process computes the same again and keeps it.
         save(&good, &layout, 6).unwrap();
         good.retain(retention).unwrap();

@@ -15,7 +15,7 @@ use super::shard::Shard;
 use super::step::{self, Stepped};
 use super::words::{Reader, Writer};
 use super::{lost, owners};
-use crate::checkpoint::{BlobRecord, Checkpoints, Layout, Saver};
+use crate::checkpoint::{BlobRecord, Checkpoints, Layout, Ring, RingOptions, Saver, Snapshot};
 use crate::exec::ExecOptions;
 use crate::ledger::StepRecord;
 use crate::run::{Opening, Outcome, Run, checkpoint_is_due, last_step, staging, validation_is_due};
@@ -62,8 +62,8 @@ fn begin(
     };
     let begin = || Ok(Shard::cut(initial(&spec, exec.device)?, pieces.clone(), group.rank()));
     let mut shard = found.map_or_else(begin, Ok)?;
-    let (kept, saver) = (shard.step, Saver::new());
-    let mut keeper = Keeper { layout, checkpoints, kept, saver };
+    let (kept, saver, ring) = (shard.step, Saver::new(), Ring::new(exec.ring));
+    let mut keeper = Keeper { layout, checkpoints, kept, saver, ring };
     let outcome = steps(&spec, exec, group, &mut shard, &mut keeper, &mut run)?;
     // Nobody says done before rank 0 has written everything.
     let Some(run) = run else {
@@ -108,6 +108,7 @@ fn steps(
             let step = spec.plan.step(record.step)?;
             run.record(&record, step.batch * u64::from(step.seq_len))?;
         }
+        keeper.recall(group, shard, run, &record)?;
         if let (Some(run), true) = (run.as_mut(), validation_is_due(spec, exec, shard.step)) {
             // Every rank holds all weights: rank 0 reads the held-back text, the others wait for it at the next step.
             run.validate(shard.step, &shard.weights, &shard.balance)?;
@@ -132,6 +133,8 @@ struct Keeper {
     kept: u64,
     /// At work on every rank but rank 0, whose run has its own.
     saver: Saver,
+    /// Its part of recent states.
+    ring: Ring,
 }
 
 impl Keeper {
@@ -174,6 +177,38 @@ impl Keeper {
         })
     }
 
+    /// Takes note of a step; if its loss has jumped, all ranks write down what they have of the state before.
+    fn recall(
+        &mut self,
+        group: &Group,
+        shard: &Shard,
+        run: &mut Option<Run<'_>>,
+        record: &StepRecord,
+    ) -> Result<()> {
+        let before = self.ring.step(record.step, record.loss, || shard.snapshot());
+        let Some(before) = before else { return Ok(()) };
+        self.saver.wait()?;
+        match run {
+            Some(run) => run.rescue(record.step, before.step(), |_, chain, digest| {
+                let blobs = self.together(group, &before)?;
+                let what = (before.step(), digest, chain);
+                self.checkpoints.commit(what, &self.layout, shard.pieces(), blobs)
+            }),
+            None => self.together(group, &before).map(drop),
+        }
+    }
+
+    /// Writes this rank's part at once, while all others write theirs; everybody's records.
+    fn together(&self, group: &Group, snapshot: &Snapshot) -> Result<Vec<BlobRecord>> {
+        let written = word(&self.checkpoints.write(&self.layout, snapshot));
+        let words = group.all_gather("the keeping of a state", written.as_bytes()).map_err(lost)?;
+        let mut blobs = Vec::new();
+        for (rank, word) in (0..).zip(&words) {
+            blobs.extend(spoken(&String::from_utf8_lossy(word), rank)?);
+        }
+        Ok(blobs)
+    }
+
     /// A run that diverges does so on every rank, before anything moved: together they keep what there is.
     fn failed(
         &mut self,
@@ -188,30 +223,20 @@ impl Keeper {
                 None => fault,
             };
         }
-        let _ = self.saver.wait();
-        let write = |checkpoints: &Checkpoints| checkpoints.write(&self.layout, &shard.snapshot());
-        let gather = |written: Result<Vec<BlobRecord>>| {
-            let words =
-                group.all_gather("the keeping of the last state", word(&written).as_bytes());
-            let words = words.map_err(lost)?;
-            let read = |(rank, word): (usize, &Vec<u8>)| {
-                spoken(&String::from_utf8_lossy(word), rank as u32)
-            };
-            let blobs = words.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?;
-            Ok(blobs.into_iter().flatten().collect::<Vec<_>>())
-        };
         // Of two faults the first one matters.
+        let _ = self.saver.wait();
         let fault = match run {
-            Some(run) => run.failed(fault, shard.step, |run, chain, digest| {
-                let blobs = gather(write(&run.checkpoints))?;
+            Some(run) => run.failed(fault, shard.step, |_, chain, digest| {
+                let blobs = self.together(group, &shard.snapshot())?;
                 let what = (shard.step, digest, chain);
-                run.checkpoints.commit(what, &self.layout, shard.pieces(), blobs)
+                self.checkpoints.commit(what, &self.layout, shard.pieces(), blobs)
             }),
-            None if self.kept < shard.step => {
-                let _ = gather(write(&self.checkpoints));
+            None => {
+                if self.kept < shard.step {
+                    let _ = self.together(group, &shard.snapshot());
+                }
                 fault
             }
-            None => fault,
         };
         if group.rank() == 0 {
             group.report(&fault.to_string());
@@ -258,13 +283,16 @@ fn agree(spec: &RunSpec, exec: &ExecOptions, table: &KernelTable, group: &Group)
     let stop_after = exec.stop_after.unwrap_or(u64::MAX);
     let mut mine = Writer::default();
     mine.digest(Digest::of(spec)).digest(Hasher::new().str(&table.fingerprint()).finish());
+    let RingOptions { states, every, spike } = exec.ring;
     mine.word(exec.checkpoint_every).word(stop_after).word(exec.validation.every);
+    mine.word(states as u64).word(every).float(spike);
     let heard = group.all_gather("the first meeting", mine.bytes()).map_err(lost)?;
     let read = |bytes: &[u8]| {
         let mut words = Reader::new(bytes);
         let what = (words.digest()?, words.digest()?);
         let when = (words.word()?, words.word()?, words.word()?);
-        words.end().map(|()| (what, when))
+        let ring = (words.word()?, words.word()?, words.word()?);
+        words.end().map(|()| (what, (when, ring)))
     };
     let first = read(&heard[0])?;
     for (rank, heard) in heard.iter().enumerate() {
