@@ -126,8 +126,7 @@ impl RunFolder {
         }
         let word = found.map_or_else(|| self.word(), |(_, word)| word);
         let path = self.root.join(ELSEWHERE);
-        let text = format!("{}\n{word}\n", place.display());
-        fs::write(&path, text).map_err(|error| Fault::io("write", &path, &error))?;
+        write_whole(&path, &format!("{}\n{word}\n", place.display()))?;
         let checkpoints = Checkpoints::new(&place);
         if let Err(fault) = checkpoints.claim(&word) {
             if fault.class() == Class::Mismatch {
@@ -216,15 +215,20 @@ impl RunFolder {
             let path = path.canonicalize().map_err(|error| Fault::io("resolve", path, &error))?;
             resolved.start = Some(path.to_string_lossy().into_owned());
         }
-        let text = resolved.canonical();
-        let path = self.curriculum();
-        if fs::read_to_string(&path).is_ok_and(|before| before == text) {
-            return Ok(());
-        }
-        let scratch = self.root.join("run.toml.partial");
-        fs::write(&scratch, text).map_err(|error| Fault::io("write", &scratch, &error))?;
-        fs::rename(&scratch, &path).map_err(|error| Fault::io("rename to", &path, &error))
+        write_whole(&self.curriculum(), &resolved.canonical())
     }
+}
+
+/// Writes a file that is whole at any moment, unless it says so already.
+fn write_whole(path: &Path, text: &str) -> Result<()> {
+    if fs::read_to_string(path).is_ok_and(|before| before == text) {
+        return Ok(());
+    }
+    let mut scratch = path.as_os_str().to_owned();
+    scratch.push(".partial");
+    let scratch = PathBuf::from(scratch);
+    fs::write(&scratch, text).map_err(|error| Fault::io("write", &scratch, &error))?;
+    fs::rename(&scratch, path).map_err(|error| Fault::io("rename to", path, &error))
 }
 
 /// Line 0 of the ledger of `spec` on this machine.
