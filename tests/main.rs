@@ -7,6 +7,8 @@
 
 mod support;
 
+#[cfg(feature = "train")]
+mod checkpoints;
 mod cli;
 mod corrupt;
 mod determinism;

@@ -310,3 +310,56 @@ fn copies_are_kept_within_their_bound() {
     // The one in use stays, however large it is.
     assert!(bytes.iter().sum::<u64>() <= limit.max(*bytes.iter().max().unwrap()), "{bytes:?}");
 }
+
+#[cfg(feature = "train")]
+mod training {
+    use super::*;
+    use crate::support::{ztrain, ztrain_command};
+
+    const PLACE: &str = "s3://bucket/runs/a";
+
+    /// Text from a bucket and checkpoints into it, through troubles, kills and other numbers of ranks.
+    #[test]
+    fn a_run_that_lives_in_a_bucket_is_the_run_on_the_disk() {
+        let scratch = Scratch::new();
+        let (near, far) = twins(&scratch, 300);
+        let Some(bucket) = Bucket::serve(&scratch, &scratch.path("served"), 40) else { return };
+        let store = build(&scratch, &near, "store");
+        bucket.zdata(&["build", arg(&far), "--out", URL]).ok();
+        let here = curriculum(&scratch, &store, "here.toml", &[]);
+        let there = curriculum(&scratch, Path::new(URL), "there.toml", &[]);
+        let (whole, run) = (scratch.path("whole"), scratch.path("run"));
+        let every = ["--checkpoint-every", "3"];
+        let near = ["--curriculum", arg(&here), "--out", arg(&whole)];
+        ztrain(&[&near[..], &every].concat()).ok();
+        let ran = |args: &[&str], more: &[&str]| -> Ran {
+            let command = ztrain_command(&[args, more].concat());
+            bucket.reached_by(command).output().unwrap().into()
+        };
+        let far = ["--curriculum", arg(&there), "--out", arg(&run)];
+        let far = [&far[..], &every].concat();
+        ran(&far, &["--checkpoints", PLACE, "--stop-after", "4"]).ok();
+        // From here on the folder knows the place. Another run is refused there, and this one elsewhere.
+        let other = scratch.path("other");
+        let twice = ["--curriculum", arg(&there), "--out", arg(&other), "--checkpoints", PLACE];
+        ran(&twice, &[]).fails(4, &["another run keeps its checkpoints here", PLACE]);
+        ran(&far, &["--checkpoints", "s3://bucket/runs/b"]).fails(2, &[PLACE]);
+        ran(&far, &["--nproc", "2", "--stop-after", "9"]).ok();
+        let mut fire = Fire::new(Duration::from_secs(2), 40);
+        while fire.round(1).is_some() {
+            fire.kill(bucket.reached_by(ztrain_command(&far)));
+        }
+        let told = ran(&far, &["--nproc", "3"]).ok();
+        assert!(told.starts_with("done after step 20 of 20"), "{told}");
+        let ledger = |run: &Path| fs::read_to_string(run.join("ledger.jsonl")).unwrap();
+        assert!(ledger(&whole) == ledger(&run), "the network left a trace");
+        assert!(!run.join("checkpoints").exists());
+        let events = fs::read_to_string(run.join("events.jsonl")).unwrap();
+        assert!(
+            events.contains("\"from_step\":4") && events.contains("\"from_step\":9"),
+            "{events}"
+        );
+        let verdict = ran(&["replay", "--run", arg(&run), "--step", "20"], &[]).ok();
+        assert!(verdict.contains("same bits"), "{verdict}");
+    }
+}

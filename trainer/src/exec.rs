@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use loader::PrefetchOptions;
 use tch::Device;
 
-use crate::checkpoint::Retention;
+use crate::checkpoint::{Retention, RingOptions};
 use crate::lanes::Lanes;
 use crate::validate::Validation;
 
@@ -26,6 +26,10 @@ pub struct ExecOptions {
     pub checkpoint_every: u64,
     /// Which checkpoints stay.
     pub retention: Retention,
+    /// Where checkpoints lie if not in the run's folder: another folder, or `s3://bucket/key`.
+    pub checkpoints: Option<PathBuf>,
+    /// States that stay in memory, for the step whose loss jumps.
+    pub ring: RingOptions,
     /// The step after which to stop, if before the curriculum's last.
     pub stop_after: Option<u64>,
     /// Whether a line is printed for every step.
@@ -46,6 +50,8 @@ impl ExecOptions {
             validation: Validation { every: 50, windows: 16 },
             checkpoint_every: 50,
             retention: Retention { newest: 3, every: 0 },
+            checkpoints: None,
+            ring: RingOptions { states: 0, every: 10, spike: 6.0 },
             stop_after: None,
             progress: true,
             out,

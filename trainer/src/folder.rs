@@ -3,24 +3,28 @@
 //! ```text
 //! run.toml        the curriculum in canonical form, stores by absolute path
 //! ledger.jsonl    what was computed, chained          events.jsonl    where and when
-//! checkpoints/    step-N, committed by rename         lock            held by the process that trains
-//! metrics/        curves for TensorBoard
+//! checkpoints/    step-N, committed by its manifest   lock            held by the process that trains
+//! metrics/        curves for TensorBoard              checkpoints.at  where they lie if not here, and as whose
 //! ```
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Result};
+use contract::{Class, Digest, Fault, Result, far};
 use kernels::runtime::KernelTable;
 use mixer::Curriculum;
 
 use crate::checkpoint::Checkpoints;
+use crate::events;
 use crate::ledger::{self, Head, Ledger};
 use crate::spec::RunSpec;
 
 /// What is promised on a processor, as in the README's table: bits of the data; bits of training on one machine kind; on
 /// any number of ranks; one rank replays what many trained. On a GPU only the first two.
 pub const LEVELS: [&str; 4] = ["D", "L0", "L1", "L2"];
+
+/// The file that says where checkpoints lie if not in the run's folder.
+const ELSEWHERE: &str = "checkpoints.at";
 
 /// The levels of a run with these kernels.
 pub fn levels(table: &KernelTable) -> &'static [&'static str] {
@@ -76,9 +80,68 @@ impl RunFolder {
         self.root.join("metrics")
     }
 
-    /// The checkpoints.
-    pub fn checkpoints(&self) -> Checkpoints {
-        Checkpoints::new(&self.root.join("checkpoints"))
+    /// The checkpoints, wherever they lie.
+    pub fn checkpoints(&self) -> Result<Checkpoints> {
+        let elsewhere = self.elsewhere()?;
+        let place = elsewhere.map_or_else(|| self.root.join("checkpoints"), |(place, _)| place);
+        Ok(Checkpoints::new(&place))
+    }
+
+    /// The place of checkpoints that do not lie in this folder, and the word by which it knows us.
+    fn elsewhere(&self) -> Result<Option<(PathBuf, String)>> {
+        let path = self.root.join(ELSEWHERE);
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(Fault::io("read", &path, &error)),
+        };
+        match text.trim_end().rsplit_once('\n') {
+            Some((place, word)) => Ok(Some((PathBuf::from(place), word.to_owned()))),
+            None => Err(Fault::data("this file does not say where checkpoints lie")
+                .at(path.display().to_string())
+                .wanted("a place on the first line, a word on the second")),
+        }
+    }
+
+    /// Takes the place of this run's checkpoints, `wanted` or the one it has. A place serves one run: it is given a word
+    /// that only this folder knows, and refused where another word stands.
+    pub(crate) fn take_checkpoints(&self, wanted: Option<&Path>) -> Result<Checkpoints> {
+        let found = self.elsewhere()?;
+        let Some(place) = wanted.or(found.as_ref().map(|(place, _)| place.as_path())) else {
+            return self.checkpoints();
+        };
+        let place =
+            if far::is_far(place) { Ok(place.to_owned()) } else { std::path::absolute(place) };
+        let place = place.map_err(|error| Fault::io("resolve", &self.root, &error))?;
+        let has = match &found {
+            Some((found, _)) => Some(found.clone()),
+            None if self.checkpoints()?.steps()?.is_empty() => None,
+            None => Some(self.root.join("checkpoints")),
+        };
+        if let Some(has) = has.filter(|has| *has != place) {
+            return Err(Fault::usage("this run has its checkpoints elsewhere")
+                .at("--checkpoints")
+                .found(place.display())
+                .wanted(has.display()));
+        }
+        let word = found.map_or_else(|| self.word(), |(_, word)| word);
+        let path = self.root.join(ELSEWHERE);
+        write_whole(&path, &format!("{}\n{word}\n", place.display()))?;
+        let checkpoints = Checkpoints::new(&place);
+        if let Err(fault) = checkpoints.claim(&word) {
+            if fault.class() == Class::Mismatch {
+                // The place is not ours: the next command may name another one.
+                let _ = fs::remove_file(&path);
+            }
+            return Err(fault);
+        }
+        Ok(checkpoints)
+    }
+
+    /// A word that no other folder has.
+    fn word(&self) -> String {
+        let (root, now) = (std::path::absolute(&self.root), events::now());
+        Digest::of_bytes(format!("{root:?} {now} {}", std::process::id()).as_bytes()).to_string()
     }
 
     /// Takes the folder for `spec`: begins a run in it, or goes on with the one that is there if it is the same.
@@ -141,7 +204,8 @@ impl RunFolder {
     fn write_curriculum(&self, spec: &RunSpec, source: &Path) -> Result<()> {
         let mut resolved = spec.curriculum.clone();
         let folder = source.parent().unwrap_or(Path::new(""));
-        for store in &mut resolved.stores {
+        // A store in a bucket has one name everywhere.
+        for store in resolved.stores.iter_mut().filter(|store| !far::is_far(Path::new(store))) {
             let path = folder.join(&*store);
             let path = path.canonicalize().map_err(|error| Fault::io("resolve", &path, &error))?;
             *store = path.to_string_lossy().into_owned();
@@ -151,15 +215,20 @@ impl RunFolder {
             let path = path.canonicalize().map_err(|error| Fault::io("resolve", path, &error))?;
             resolved.start = Some(path.to_string_lossy().into_owned());
         }
-        let text = resolved.canonical();
-        let path = self.curriculum();
-        if fs::read_to_string(&path).is_ok_and(|before| before == text) {
-            return Ok(());
-        }
-        let scratch = self.root.join("run.toml.partial");
-        fs::write(&scratch, text).map_err(|error| Fault::io("write", &scratch, &error))?;
-        fs::rename(&scratch, &path).map_err(|error| Fault::io("rename to", &path, &error))
+        write_whole(&self.curriculum(), &resolved.canonical())
     }
+}
+
+/// Writes a file that is whole at any moment, unless it says so already.
+fn write_whole(path: &Path, text: &str) -> Result<()> {
+    if fs::read_to_string(path).is_ok_and(|before| before == text) {
+        return Ok(());
+    }
+    let mut scratch = path.as_os_str().to_owned();
+    scratch.push(".partial");
+    let scratch = PathBuf::from(scratch);
+    fs::write(&scratch, text).map_err(|error| Fault::io("write", &scratch, &error))?;
+    fs::rename(&scratch, path).map_err(|error| Fault::io("rename to", path, &error))
 }
 
 /// Line 0 of the ledger of `spec` on this machine.

@@ -10,16 +10,18 @@ use loader::{Batch, Opened, Prefetcher, RankSlice};
 use serde_json::json;
 use tch::Tensor;
 
-use crate::checkpoint::{Checkpoints, Layout, Saver, Written};
+use crate::checkpoint::{Checkpoints, Found, Layout, Reader, Ring, Saver, Snapshot, Written};
 use crate::events::Events;
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder, levels};
 use crate::ledger::{Ledger, StepRecord};
 use crate::metrics::Metrics;
 use crate::optim::balance::Balance;
+use crate::parallel::owners;
+use crate::parallel::restore::Reading;
+use crate::parallel::shard::Shard;
 use crate::report::Progress;
 use crate::spec::RunSpec;
-use crate::state::State;
 use crate::step::{self, Leaves};
 use crate::validate::SourceLoss;
 
@@ -37,7 +39,14 @@ pub struct Outcome {
 /// Trains what `opened` says, from wherever the folder stands, until its last step.
 pub fn train(opened: &Opened, exec: &ExecOptions, table: &KernelTable) -> Result<Outcome> {
     let spec = Arc::new(RunSpec::new(opened)?);
-    let (mut run, mut state) = Run::open(&spec, opened, exec, table)?;
+    let mut opening = Opening::new(&spec, opened, exec, table)?;
+    let layout = Layout::new(&spec, exec.device);
+    let found = opening.newest(|reader| reader.state(&layout, exec.lanes))?;
+    let found = opening.told(found)?;
+    let mut state = found.map_or_else(|| step::initial(&spec, exec.device), Ok)?;
+    let mut run = opening.begin(state.step)?;
+    let pieces = owners::pieces(&spec.parameters, &spec.rules, 1);
+    let mut ring = Ring::new(exec.ring);
     let steps = state.step + 1..last_step(&spec, exec) + 1;
     let (plan, data) = (spec.plan.clone(), spec.data.clone());
     let stage = staging(&spec, exec)?;
@@ -45,14 +54,29 @@ pub fn train(opened: &Opened, exec: &ExecOptions, table: &KernelTable) -> Result
     while let Some(batch) = run.metrics.wait(|| batches.next()) {
         let (batch, leaves) = batch?;
         let computed = step::advance(&spec, &mut state, &batch, &leaves, exec.lanes);
-        let record = computed.map_err(|fault| run.failed(fault, &state))?;
+        let record = computed.map_err(|fault| {
+            run.failed(fault, state.step, |run, chain, digest| {
+                run.checkpoints.save(&layout, &Snapshot::whole(&state, &pieces), digest, chain)
+            })
+        })?;
         run.record(&record, batch.rows * u64::from(batch.seq_len))?;
+        let copy = || Snapshot::whole(&state, &pieces);
+        if let Some(before) = ring.step(record.step, record.loss, copy) {
+            run.rescue(record.step, before.step(), |run, chain, digest| {
+                run.checkpoints.save(&layout, &before, digest, chain)
+            })?;
+        }
         if validation_is_due(&spec, exec, state.step) {
             run.validate(state.step, &state.weights, &state.balance)?;
         }
         let stopped = exec.stopped();
         if stopped || checkpoint_is_due(&spec, exec, state.step) {
-            run.checkpoint(&state, &record)?;
+            let start = Instant::now();
+            run.checkpoint(&record, start, |run, chain| {
+                let (checkpoints, layout) = (run.checkpoints.clone(), layout.clone());
+                let snapshot = Snapshot::whole(&state, &pieces);
+                Box::new(move || checkpoints.save(&layout, &snapshot, record.state, chain))
+            })?;
         }
         if stopped {
             break;
@@ -88,12 +112,23 @@ pub(crate) fn staging(
     Ok(move |batch: Batch| Leaves::stage(&spec, &batch, &stager).map(|leaves| (batch, leaves)))
 }
 
+/// A run's folder that was taken, before it is known where the run goes on.
+pub(crate) struct Opening<'a> {
+    spec: &'a RunSpec,
+    exec: &'a ExecOptions,
+    table: &'a KernelTable,
+    open: OpenRun,
+    checkpoints: Checkpoints,
+    events: Events,
+    progress: Progress,
+}
+
 /// Everything that a run in progress holds beside its state: what writes to its folder.
 pub(crate) struct Run<'a> {
     spec: &'a RunSpec,
     exec: &'a ExecOptions,
     open: OpenRun,
-    checkpoints: Checkpoints,
+    pub(crate) checkpoints: Checkpoints,
     events: Events,
     pub(crate) metrics: Metrics,
     progress: Progress,
@@ -104,44 +139,69 @@ pub(crate) struct Run<'a> {
     saver: Saver,
 }
 
-impl<'a> Run<'a> {
-    /// Takes the folder, and finds the state to go on from.
-    pub(crate) fn open(
+impl<'a> Opening<'a> {
+    /// Takes the folder.
+    pub(crate) fn new(
         spec: &'a RunSpec,
         opened: &Opened,
         exec: &'a ExecOptions,
-        table: &KernelTable,
-    ) -> Result<(Self, State)> {
+        table: &'a KernelTable,
+    ) -> Result<Self> {
         let folder = RunFolder::new(&exec.out);
         let open = folder.open(spec, &opened.path, table)?;
-        let mut events = Events::open(&folder.events())?;
-        let (checkpoints, progress) =
-            (folder.checkpoints(), Progress::new(spec.plan.steps(), exec.progress));
+        let events = Events::open(&folder.events())?;
+        let checkpoints = folder.take_checkpoints(exec.checkpoints.as_deref())?;
+        let progress = Progress::new(spec.plan.steps(), exec.progress);
         checkpoints.clean()?;
-        let state = resume(spec, exec, &open.ledger, &checkpoints, &progress, &mut events)?;
-        let metrics = Metrics::open(&folder.metrics(), state.step)?;
-        let (saved, digest) = (state.step, last_digest(&open.ledger, state.step)?);
-        progress.note(&format!(
-            "{} {}",
-            if saved == 0 { "begins:" } else { "goes on:" },
-            describe(spec, exec, table, saved)
-        ));
+        Ok(Opening { spec, exec, table, open, checkpoints, events, progress })
+    }
+
+    /// The newest checkpoint that `read` can read.
+    pub(crate) fn newest<T>(&self, read: impl FnMut(&Reader<'_>) -> Result<T>) -> Result<Found<T>> {
+        let ledger = &self.open.ledger;
+        self.checkpoints.newest(ledger.last_step(), |step| ledger.chain_at(step), read)
+    }
+
+    /// The same, read by all ranks together.
+    pub(crate) fn newest_of_all(&self, reading: &Reading<'_>) -> Result<Found<Shard>> {
+        let ledger = &self.open.ledger;
+        reading.lead(&self.checkpoints, ledger.last_step(), |step| ledger.chain_at(step))
+    }
+
+    /// Says what was passed over, and takes it out of the way.
+    pub(crate) fn told<T>(&mut self, found: Found<T>) -> Result<Option<T>> {
+        for (step, fault) in &found.passed {
+            self.progress.note(&format!("warning: checkpoint step-{step} is passed over: {fault}"));
+            let fields = json!({"step": step, "fault": fault.to_string()});
+            self.events.write("damaged checkpoint", fields)?;
+            self.checkpoints.set_aside(*step)?;
+        }
+        Ok(found.state)
+    }
+
+    /// Begins, or goes on after step `from`.
+    pub(crate) fn begin(self, from: u64) -> Result<Run<'a>> {
+        let Opening { spec, exec, table, open, checkpoints, mut events, progress } = self;
+        let metrics = Metrics::open(&open.folder.metrics(), from)?;
+        let digest = last_digest(&open.ledger, from)?;
+        let word = if from == 0 { "begins:" } else { "goes on:" };
+        progress.note(&format!("{word} {}", describe(spec, exec, table, from)));
         for edit in &open.edits {
             progress.note(&format!("accepted edit of the curriculum: {edit}"));
             events.write("edit", json!({"edit": edit, "recorded": open.ledger.last_step()}))?;
         }
         let fields = json!({
-            "from_step": saved, "recorded": open.ledger.last_step(), "run": Digest::of(spec),
+            "from_step": from, "recorded": open.ledger.last_step(), "run": Digest::of(spec),
             "device": format!("{:?}", exec.device), "lanes": exec.lanes.count(), "pid": std::process::id(),
             "kernels": table.fingerprint(),
         });
         events.write("start", fields)?;
-        let saver = Saver::new();
-        let run =
-            Run { spec, exec, open, checkpoints, events, metrics, progress, digest, saved, saver };
-        Ok((run, state))
+        let (saver, saved) = (Saver::new(), from);
+        Ok(Run { spec, exec, open, checkpoints, events, metrics, progress, digest, saved, saver })
     }
+}
 
+impl Run<'_> {
     /// Writes down where this run's parts are.
     pub(crate) fn event(&mut self, event: &str, fields: serde_json::Value) -> Result<()> {
         self.events.write(event, fields)
@@ -191,18 +251,9 @@ impl<'a> Run<'a> {
             .write("validation", json!({"step": step, "all": all.to_json(), "sources": by_source}))
     }
 
-    /// Keeps `state`, which is the one after `record`, from a copy and beside the steps that follow.
-    pub(crate) fn checkpoint(&mut self, state: &State, record: &StepRecord) -> Result<()> {
-        let start = Instant::now();
-        self.checkpoint_by(record, start, |run, chain| {
-            let (state, digest) = (state.copy(), record.state);
-            let (checkpoints, parameters) = (run.checkpoints.clone(), run.spec.parameters.clone());
-            Box::new(move || checkpoints.save(&state, &parameters, digest, chain))
-        })
-    }
-
-    /// The same, written by what `work` makes of the ledger's chain; `start` is when the run began to stand still for it.
-    pub(crate) fn checkpoint_by(
+    /// Keeps the state after `record` beside the steps that follow, by what `work` makes of the ledger's chain; `start`
+    /// is when the run began to stand still for it.
+    pub(crate) fn checkpoint(
         &mut self,
         record: &StepRecord,
         start: Instant,
@@ -239,32 +290,62 @@ impl<'a> Run<'a> {
         chain.ok_or_else(|| Fault::bug(format!("step {step} is not in the ledger")))
     }
 
-    /// Keeps `state` at once.
-    fn save(&mut self, state: &State, digest: Digest) -> Result<()> {
-        let written = self.saver.wait()?;
-        self.tell(written)?;
-        let chain = self.chain(state.step)?;
-        self.checkpoints.save(state, &self.spec.parameters, digest, chain)?;
-        self.checkpoints.retain(self.exec.retention)?;
-        self.saved = state.step;
-        self.events.write("checkpoint", json!({"step": state.step, "state": digest}))
-    }
-
-    /// A step failed before anything moved: keeps what there is, and says how to look at the step.
-    pub(crate) fn failed(&mut self, fault: Fault, state: &State) -> Fault {
-        let (step, root) = (state.step + 1, self.open.folder.root().display().to_string());
+    /// A step after `last` failed before anything moved: keeps what there is by `save`, which gets the ledger's chain and
+    /// the state's digest, and says how to look at the step.
+    pub(crate) fn failed(
+        &mut self,
+        fault: Fault,
+        last: u64,
+        save: impl FnOnce(&Self, Digest, Digest) -> Result<()>,
+    ) -> Fault {
+        let (step, root) = (last + 1, self.open.folder.root().display().to_string());
         // The fault at hand matters more than a second one while writing about it.
         let _ = self.events.write("fault", json!({"step": step, "fault": fault.to_string()}));
         if fault.class() != contract::Class::Diverged {
             return fault;
         }
-        if let (Some(digest), true) = (self.digest, self.saved < state.step) {
-            let _ = self.save(state, digest);
+        if let (Some(digest), true) = (self.digest, self.saved < last) {
+            let _ = self.keep(last, digest, save);
         }
         fault.hint(format!(
-            "the state after step {} is kept; see the documents of the step with `ztrain replay --run {root} --step {step}`",
-            step - 1
+            "the state after step {last} is kept; see the documents of the step with `ztrain replay --run {root} --step {step}`",
         ))
+    }
+
+    /// Keeps the state after `step` at once.
+    fn keep(
+        &mut self,
+        step: u64,
+        digest: Digest,
+        save: impl FnOnce(&Self, Digest, Digest) -> Result<()>,
+    ) -> Result<()> {
+        let written = self.saver.wait()?;
+        self.tell(written)?;
+        let chain = self.chain(step)?;
+        save(self, chain, digest)?;
+        self.checkpoints.retain(self.exec.retention)?;
+        self.saved = self.saved.max(step);
+        self.events.write("checkpoint", json!({"step": step, "state": digest}))
+    }
+
+    /// The loss of `step` has jumped: keeps the state after `before`, out of memory, for whoever replays the step.
+    pub(crate) fn rescue(
+        &mut self,
+        step: u64,
+        before: u64,
+        save: impl FnOnce(&Self, Digest, Digest) -> Result<()>,
+    ) -> Result<()> {
+        let digest = self.open.ledger.record(before)?.state;
+        self.keep(before, digest, |run, chain, digest| {
+            save(run, chain, digest)?;
+            run.checkpoints.pin(before)
+        })?;
+        self.events.write("spike", json!({"step": step, "kept": before}))?;
+        let root = self.open.folder.root().display();
+        self.progress.note(&format!(
+            "the loss of step {step} jumped: the state after step {before} is kept for `ztrain replay --run {root} --step {step}`"
+        ));
+        Ok(())
     }
 
     /// Says how the run ended.
@@ -295,32 +376,6 @@ pub(crate) fn compare(ledger: &Ledger, record: &StepRecord, folder: &RunFolder) 
             record.step
         ))),
     }
-}
-
-/// The state of the newest usable checkpoint, or of the beginning.
-fn resume(
-    spec: &RunSpec,
-    exec: &ExecOptions,
-    ledger: &Ledger,
-    checkpoints: &Checkpoints,
-    progress: &Progress,
-    events: &mut Events,
-) -> Result<State> {
-    let balance = spec.balance();
-    let layout = Layout {
-        parameters: &spec.parameters,
-        rules: &spec.rules,
-        balance: &balance,
-        device: exec.device,
-    };
-    let found =
-        checkpoints.newest(ledger.last_step(), layout, exec.lanes, |step| ledger.chain_at(step))?;
-    for (step, fault) in &found.passed {
-        progress.note(&format!("warning: checkpoint step-{step} is passed over: {fault}"));
-        events.write("damaged checkpoint", json!({"step": step, "fault": fault.to_string()}))?;
-        checkpoints.set_aside(*step)?;
-    }
-    found.state.map_or_else(|| step::initial(spec, exec.device), Ok)
 }
 
 fn last_digest(ledger: &Ledger, step: u64) -> Result<Option<Digest>> {

@@ -1,8 +1,8 @@
 //! Files that do not lie on this machine: `s3://bucket/key`.
 //!
-//! This room knows no network. Whoever does says here how far files are read (`ingest::remote`); all that reads inputs
-//! and stores opens files here, near ones as ever, far ones as a copy on this machine. A path is far if it begins with
-//! `s3://`.
+//! This room knows no network. Whoever does says here how far files are read and made (`ingest::remote`); all that reads
+//! inputs and stores opens files here, near ones as ever, far ones as a copy on this machine. A path is far if it begins
+//! with `s3://`.
 
 use std::fs::{self, File};
 use std::io::{Error, ErrorKind, Result};
@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 /// What far paths begin with.
 pub const SCHEME: &str = "s3://";
 
-/// How far files are read. Errors are those of files: a missing one is [`ErrorKind::NotFound`].
+/// How far files are read and made. Errors are those of files: a missing one is [`ErrorKind::NotFound`].
 pub trait Far: Send + Sync {
     /// The size of a file.
     fn size(&self, path: &Path) -> Result<u64>;
@@ -22,6 +22,16 @@ pub trait Far: Send + Sync {
 
     /// A whole copy on this machine.
     fn fetch(&self, path: &Path) -> Result<Near>;
+
+    /// Makes a file of these bytes; it appears whole. One that has them is as good as made; one with other bytes is left
+    /// as it is, which is [`ErrorKind::AlreadyExists`].
+    fn create(&self, path: &Path, bytes: &[u8]) -> Result<()>;
+
+    /// The files below a folder, by their paths in it.
+    fn list(&self, folder: &Path) -> Result<Vec<String>>;
+
+    /// Removes a file, if it is there.
+    fn remove(&self, path: &Path) -> Result<()>;
 }
 
 static FAR: OnceLock<Box<dyn Far>> = OnceLock::new();

@@ -24,6 +24,9 @@ const TRIES: u32 = 6;
 /// Seconds that a request may take, unless `ZDATA_S3_TIMEOUT` says otherwise.
 const TIMEOUT_SECONDS: u64 = 60;
 
+/// What is compared at a time.
+const COMPARED_BYTES: u64 = 16 << 20;
+
 /// Where an object lies.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Place {
@@ -221,6 +224,38 @@ impl Client {
             Ok(_) => Ok(Put::Created),
             Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(Put::Taken),
             Err(error) => Err(error),
+        }
+    }
+
+    /// Whether an object has these bytes, of which there are `size`.
+    pub(super) fn holds(
+        &self,
+        place: &Place,
+        size: u64,
+        mut bytes: impl std::io::Read,
+    ) -> Result<bool> {
+        let about = self.about(place)?;
+        if about.bytes != size {
+            return Ok(false);
+        }
+        let (mut at, mut buffer) = (0, Vec::new());
+        while at < size {
+            let end = size.min(at + COMPARED_BYTES);
+            buffer.resize((end - at) as usize, 0);
+            bytes.read_exact(&mut buffer)?;
+            if self.range(place, &about, at..end)? != buffer {
+                return Ok(false);
+            }
+            at = end;
+        }
+        Ok(true)
+    }
+
+    /// Removes an object, if there is one.
+    pub(super) fn remove(&self, place: &Place) -> Result<()> {
+        match self.ask(place, |bucket, key| async move { bucket.delete(&key).await }) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            removed => removed,
         }
     }
 

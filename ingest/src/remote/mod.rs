@@ -1,10 +1,10 @@
 //! Object storage: inputs and stores at `s3://bucket/key`, on anything that speaks S3.
 //!
-//! This is the only room that knows a network and an asynchronous runtime; the rest of the house reads far files
-//! through [`contract::far`], and writes folders, which [`publish`] puts into a bucket.
+//! This is the only room that knows a network and an asynchronous runtime; the rest of the house reads and makes far
+//! files through [`contract::far`] (a run its checkpoints), or writes folders, which [`publish`] puts into a bucket.
 //!
 //! Invariant: an object is only ever created, never replaced: what is there already is compared, and other content is a
-//! refusal that leaves both. The manifest is put last, so a prefix that has one holds everything it names.
+//! refusal that leaves both. Only checkpoints are removed. The manifest is put last, so a prefix that has one holds everything it names.
 //! Invariant: an answer that was lost is asked for again; whether a request that failed took effect is found by looking.
 //!
 //! The environment says where and who: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT_URL` and
@@ -22,7 +22,7 @@ use contract::{Fault, Result};
 use globset::GlobBuilder;
 
 use self::cache::Cache;
-use self::client::Client;
+use self::client::{Client, Put};
 
 /// What is read at a time where a part of a file is wanted, and kept in the cache.
 const BLOCK_BYTES: u64 = 1 << 20;
@@ -33,7 +33,7 @@ struct Reader {
     cache: Cache,
 }
 
-/// Lets this process read `s3://` paths.
+/// Lets this process read and make `s3://` paths.
 pub fn install() {
     far::install(Box::new(Lazy(std::sync::OnceLock::new())));
 }
@@ -63,6 +63,32 @@ impl Far for Lazy {
 
     fn fetch(&self, path: &Path) -> std::io::Result<Near> {
         self.reader()?.fetch(path)
+    }
+
+    fn create(&self, path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+        let (client, place) = (&self.reader()?.client, client::Place::of(path)?);
+        match client.create(&place, bytes)? {
+            Put::Created => Ok(()),
+            // An answer that was lost, or somebody else: the bytes tell.
+            Put::Taken => match client.holds(&place, bytes.len() as u64, bytes)? {
+                true => Ok(()),
+                false => Err(std::io::ErrorKind::AlreadyExists.into()),
+            },
+        }
+    }
+
+    fn list(&self, folder: &Path) -> std::io::Result<Vec<String>> {
+        let place = client::Place::of(folder)?;
+        let below = format!("{}/", place.key);
+        let keys = self.reader()?.client.list(&place.bucket, &place.key)?;
+        let mut files: Vec<String> =
+            keys.iter().filter_map(|key| key.strip_prefix(&below).map(str::to_owned)).collect();
+        files.sort();
+        Ok(files)
+    }
+
+    fn remove(&self, path: &Path) -> std::io::Result<()> {
+        self.reader()?.client.remove(&client::Place::of(path)?)
     }
 }
 

@@ -70,32 +70,15 @@ fn put(client: &Client, file: &Path, url: &Path) -> Result<()> {
             Err(error) => return Err(fault(&error)),
         }
     };
-    if put == Put::Created || same(client, file, size, &place).map_err(|error| fault(&error))? {
+    let same = || {
+        let bytes = fs::File::open(file).map_err(|error| Fault::io("read", file, &error))?;
+        client.holds(&place, size, bytes).map_err(|error| fault(&error))
+    };
+    if put == Put::Created || same()? {
         return Ok(());
     }
     Err(Fault::mismatch("something else is there already")
         .at(url.display().to_string())
         .wanted(format!("no object, or the {size} bytes of this build"))
         .hint("name another place; an object is never replaced"))
-}
-
-/// Whether an object holds the bytes of a file.
-fn same(client: &Client, file: &Path, size: u64, place: &Place) -> std::io::Result<bool> {
-    use std::io::Read as _;
-    let about = client.about(place)?;
-    if about.bytes != size {
-        return Ok(false);
-    }
-    let mut file = fs::File::open(file)?;
-    let (mut at, mut buffer) = (0, Vec::new());
-    while at < size {
-        let end = size.min(at + PART_BYTES);
-        buffer.resize((end - at) as usize, 0);
-        file.read_exact(&mut buffer)?;
-        if client.range(place, &about, at..end)? != buffer {
-            return Ok(false);
-        }
-        at = end;
-    }
-    Ok(true)
 }

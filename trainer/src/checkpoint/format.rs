@@ -1,23 +1,58 @@
 //! What a checkpoint holds, independent of the layout that wrote it. `trainer/README.md` draws the folder.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use contract::Digest;
-use safetensors::tensor::{Dtype, View};
+use contract::{Digest, Fault, Result};
 use serde::{Deserialize, Serialize};
-use tch::{Kind, Tensor};
 
-use crate::model::ParamSpec;
-use crate::state::State;
+use super::Layout;
+use super::region::{self, Region};
+use crate::model::balance_name;
+use crate::optim::balance::Balance;
+use crate::parallel::owners::Piece;
 
 /// The version of the format.
-pub(super) const FORMAT: u32 = 1;
+pub(super) const FORMAT: u32 = 2;
 
-/// A blob is closed before it grows beyond this, so that reading one never needs much memory beside the state.
-pub(super) const BLOB_BYTES: u64 = 1 << 30;
+/// The name of the manifest, which makes the files beside it a checkpoint.
+pub(super) const MANIFEST: &str = "manifest.json";
 
-/// `manifest.json`: a folder without it is no checkpoint. No time, device or path enters it.
+/// The blob of the routers' balance: small, and known to every rank.
+pub(super) const BALANCE: &str = "balance.safetensors";
+
+/// What of a state a tensor is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Set {
+    /// Weights, and balancing biases.
+    Weights,
+    /// First moments (AdamW), momenta (Muon).
+    First,
+    /// Second moments, where AdamW rules.
+    Second,
+}
+
+impl Set {
+    pub(super) const ALL: [Set; 3] = [Set::Weights, Set::First, Set::Second];
+
+    fn name(self) -> &'static str {
+        match self {
+            Set::Weights => "weights",
+            Set::First => "first",
+            Set::Second => "second",
+        }
+    }
+
+    /// The blob in which a piece's part of this set lies.
+    pub(super) fn blob(self, bundle: usize) -> String {
+        match self {
+            Set::Weights => format!("weights-{bundle:05}.safetensors"),
+            Set::First | Set::Second => format!("moments-{bundle:05}.safetensors"),
+        }
+    }
+}
+
+/// `manifest.json`. No time, device, path or number of ranks enters it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
@@ -29,16 +64,18 @@ pub struct Manifest {
     pub state: Digest,
     /// The ledger's chain after this step: which run this belongs to.
     pub chain: Digest,
-    /// The blobs.
-    pub files: Vec<FileRecord>,
-    /// The parameters in canonical order, with their shapes.
-    pub parameters: Vec<ParameterRecord>,
+    /// The files, in the order in which boxes number them.
+    pub blobs: Vec<BlobRecord>,
+    /// The tensors, set by set in canonical order.
+    pub tensors: Vec<TensorRecord>,
+    /// xxh3-128 of this file with zeros here.
+    pub sum: Digest,
 }
 
 /// One blob.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct FileRecord {
+pub struct BlobRecord {
     /// Its name.
     pub name: String,
     /// Its size.
@@ -47,126 +84,151 @@ pub struct FileRecord {
     pub digest: Digest,
 }
 
-/// One parameter.
+/// One tensor and where its elements lie.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct ParameterRecord {
-    /// Its name, as in Hugging Face transformers.
+pub struct TensorRecord {
+    /// What of the state it is.
+    pub set: Set,
+    /// The parameter's name, as in Hugging Face transformers.
     pub name: String,
+    /// "F32".
+    pub dtype: String,
     /// Its shape.
     pub shape: Vec<i64>,
+    /// Its boxes, which hold each element once.
+    pub boxes: Vec<BoxRecord>,
 }
 
-/// One tensor of a blob, whose bytes exist only while it is written.
-pub(super) struct Entry<'a> {
-    /// Which of the three sets: "weights", "first", "second".
-    pub(super) set: &'static str,
-    pub(super) name: String,
-    shape: Vec<usize>,
-    values: Values<'a>,
+/// One box of a tensor: an entry of a blob.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BoxRecord {
+    /// Where it begins in the tensor, by dimension.
+    pub offsets: Vec<i64>,
+    /// Its shape.
+    pub lengths: Vec<i64>,
+    /// The number of its blob.
+    pub blob: usize,
 }
 
-enum Values<'a> {
-    Tensor(&'a Tensor),
-    Slice(&'a [f32]),
+impl BoxRecord {
+    pub(super) fn region(&self) -> Region {
+        Region { offsets: self.offsets.clone(), lengths: self.lengths.clone() }
+    }
 }
 
-/// The name of a layer's balancing biases.
-pub(super) fn balance_name(layer: usize) -> String {
-    format!("model.layers.{layer}.mlp.gate.balancing_biases")
+/// What of a layer's balance belongs to a set.
+pub(super) fn values(balance: &Balance, set: Set) -> &[f32] {
+    match set {
+        Set::Weights => &balance.bias,
+        Set::First => &balance.first,
+        Set::Second => &balance.second,
+    }
 }
 
-/// Everything in a state, set by set.
-pub(super) fn entries<'a>(state: &'a State, parameters: &[ParamSpec]) -> Vec<Entry<'a>> {
+/// The name of a box in its blob: `first/model.norm.weight@0`.
+pub(super) fn key(set: Set, tensor: &str, offsets: &[i64]) -> String {
+    let offsets: Vec<String> = offsets.iter().map(i64::to_string).collect();
+    format!("{}/{tensor}@{}", set.name(), offsets.join(","))
+}
+
+/// Every tensor of a state of this layout, in the order of the manifest: set, name, shape; and the number of the
+/// parameter, which the balance has not.
+pub(super) fn tensors(layout: &Layout) -> Vec<(Set, String, Vec<i64>, Option<usize>)> {
     let mut found = Vec::new();
-    for set in ["weights", "first", "second"] {
-        for (index, parameter) in parameters.iter().enumerate() {
-            let tensor = match set {
-                "weights" => Some(&state.weights[index]),
-                "first" => Some(&state.first[index]),
-                _ => state.second[index].as_ref(),
-            };
-            let shape = parameter.shape.iter().map(|length| *length as usize).collect();
-            let name = parameter.name.clone();
-            found.extend(tensor.map(|tensor| Entry {
-                set,
-                name,
-                shape,
-                values: Values::Tensor(tensor),
-            }));
+    for set in Set::ALL {
+        let parameters = layout.parameters.iter().zip(&layout.rules).enumerate();
+        for (index, (parameter, rule)) in parameters {
+            if set != Set::Second || rule.has_second_moment() {
+                found.push((set, parameter.name.clone(), parameter.shape.clone(), Some(index)));
+            }
         }
-        for (layer, balance) in state.balance.iter().enumerate() {
-            let values = match set {
-                "weights" => &balance.bias,
-                "first" => &balance.first,
-                _ => &balance.second,
-            };
-            let (name, shape) = (balance_name(layer), vec![values.len()]);
-            found.push(Entry { set, name, shape, values: Values::Slice(values) });
+        for (layer, balance) in layout.balance.iter().enumerate() {
+            let length = values(balance, set).len() as i64;
+            found.push((set, balance_name(layer as i64), vec![length], None));
         }
     }
     found
 }
 
-/// Entries as blobs: a new one begins with each set, and where the last would grow too large.
-pub(super) fn blobs(entries: Vec<Entry<'_>>, limit: u64) -> Vec<(String, Vec<Entry<'_>>)> {
-    let mut blobs: Vec<(String, Vec<Entry<'_>>)> = Vec::new();
-    let (mut set, mut number, mut bytes) = ("", 0, 0);
-    for entry in entries {
-        let size = entry.data_len() as u64;
-        if entry.set != set || bytes + size > limit {
-            number = if entry.set == set { number + 1 } else { 0 };
-            (set, bytes) = (entry.set, 0);
-            blobs.push((format!("{set}-{number:05}.safetensors"), Vec::new()));
-        }
-        bytes += size;
-        if let Some((_, last)) = blobs.last_mut() {
-            last.push(entry);
-        }
-    }
-    blobs
-}
-
-/// The number of the blob in which each tensor of a set lies: a function of the parameters alone.
-pub(super) fn homes(
-    state: &State,
-    parameters: &[ParamSpec],
-) -> BTreeMap<(&'static str, String), usize> {
-    let blobs = blobs(entries(state, parameters), BLOB_BYTES);
-    let numbered = blobs.into_iter().enumerate();
-    let homes = numbered.flat_map(|(number, (_, entries))| {
-        entries.into_iter().map(move |entry| ((entry.set, entry.name), number))
-    });
-    homes.collect()
-}
-
-impl View for &Entry<'_> {
-    fn dtype(&self) -> Dtype {
-        Dtype::F32
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        Cow::Owned(match self.values {
-            Values::Slice(values) => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
-            Values::Tensor(tensor) => {
-                let mut bytes = vec![0; self.data_len()];
-                tensor.to_kind(Kind::Float).copy_data_u8(&mut bytes, tensor.numel());
-                bytes
+impl Manifest {
+    /// The manifest of a state that is cut into `pieces` and lies in `blobs`.
+    pub(super) fn new(
+        (step, state, chain): (u64, Digest, Digest),
+        layout: &Layout,
+        pieces: &[Piece],
+        blobs: BTreeMap<String, BlobRecord>,
+    ) -> Result<Self> {
+        let numbers: BTreeMap<String, usize> = blobs.keys().cloned().zip(0..).collect();
+        let number = |name: &str| {
+            numbers.get(name).copied().ok_or_else(|| {
+                Fault::bug(format!("the writers of a checkpoint left out its blob {name}"))
+            })
+        };
+        let balance = if layout.balance.is_empty() { 0 } else { number(BALANCE)? };
+        let mut of_tensor = vec![Vec::new(); layout.parameters.len()];
+        pieces.iter().for_each(|piece| of_tensor[piece.tensor].push(piece));
+        let mut records = Vec::new();
+        for (set, name, shape, index) in tensors(layout) {
+            let mut boxes = Vec::new();
+            for piece in index.map_or(&[][..], |index| of_tensor[index].as_slice()) {
+                let blob = number(&set.blob(piece.bundle))?;
+                for Region { offsets, lengths } in Region::run(&shape, piece.first, piece.length())
+                {
+                    boxes.push(BoxRecord { offsets, lengths, blob });
+                }
             }
-        })
+            if index.is_none() {
+                boxes.push(BoxRecord { offsets: vec![0], lengths: shape.clone(), blob: balance });
+            }
+            records.push(TensorRecord { set, name, dtype: "F32".to_owned(), shape, boxes });
+        }
+        let blobs = blobs.into_values().collect();
+        let (format, tensors) = (FORMAT, records);
+        let mut manifest =
+            Manifest { format, step, state, chain, blobs, tensors, sum: Digest::default() };
+        manifest.sum = Digest::of_bytes(manifest.text()?.as_bytes());
+        Ok(manifest)
     }
 
-    fn data_len(&self) -> usize {
-        self.shape.iter().product::<usize>() * 4
+    /// The file: a line for each blob and each tensor.
+    pub(super) fn text(&self) -> Result<String> {
+        let Manifest { format, step, state, chain, blobs, tensors, sum } = self;
+        let lines = |values: Vec<serde_json::Result<String>>| -> Result<String> {
+            let lines = values.into_iter().collect::<serde_json::Result<Vec<_>>>();
+            let unwritten = |error| Fault::bug(format!("a manifest cannot be written: {error}"));
+            lines.map(|lines| lines.join(",\n")).map_err(unwritten)
+        };
+        let blobs = lines(blobs.iter().map(serde_json::to_string).collect())?;
+        let tensors = lines(tensors.iter().map(serde_json::to_string).collect())?;
+        Ok(format!(
+            "{{\"format\":{format},\"step\":{step},\"state\":\"{state}\",\"chain\":\"{chain}\",\"blobs\":[\n\
+             {blobs}\n],\"tensors\":[\n{tensors}\n],\"sum\":\"{sum}\"}}\n"
+        ))
     }
-}
 
-impl Entry<'_> {
-    fn data_len(&self) -> usize {
-        View::data_len(&self)
+    /// Reads one. Every byte of the file is what [`Manifest::text`] writes, or it is refused.
+    pub(super) fn parse(bytes: &[u8]) -> std::result::Result<Self, String> {
+        let manifest: Manifest =
+            serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+        if manifest.format != FORMAT {
+            return Err(format!("its format is {}, this program reads {FORMAT}", manifest.format));
+        }
+        let unsummed = Manifest { sum: Digest::default(), ..manifest.clone() };
+        let (text, unsummed) = (manifest.text(), unsummed.text());
+        let (Ok(text), Ok(unsummed)) = (text, unsummed) else { return Err("it is odd".to_owned()) };
+        if text.as_bytes() != bytes || Digest::of_bytes(unsummed.as_bytes()) != manifest.sum {
+            return Err("its bytes changed since it was written".to_owned());
+        }
+        let tiled = |tensor: &&TensorRecord| {
+            let boxes: Vec<Region> = tensor.boxes.iter().map(BoxRecord::region).collect();
+            let known = tensor.boxes.iter().all(|one| one.blob < manifest.blobs.len());
+            !(known && region::tile(&tensor.shape, &boxes))
+        };
+        match manifest.tensors.iter().find(tiled) {
+            Some(tensor) => Err(format!("its boxes do not make up {}", tensor.name)),
+            None => Ok(manifest),
+        }
     }
 }

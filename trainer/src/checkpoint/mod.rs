@@ -1,29 +1,65 @@
-//! Checkpoints: the state after a step, committed by one rename, checked when it is written and again when it is read.
+//! Checkpoints: the state after a step, as boxes of tensors in checked blobs, committed by a manifest that is put last.
+//!
+//! Whoever owns a piece of the state writes it, and nothing is exchanged for that; whoever wants a box reads it out of
+//! the boxes that there are, whatever layout cut them.
 //!
 //! Invariant: what is on the disk is independent of lanes and ranks, and a function of the run alone.
 
 mod format;
+mod medium;
 mod read;
+pub mod region;
+mod ring;
 mod saver;
+#[cfg(test)]
+pub(crate) mod tests;
 mod write;
 
-use std::fs;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use contract::{Digest, Fault, Result};
+use contract::{Class, Digest, Fault, Result};
+use tch::Device;
 
-pub use format::{FileRecord, Manifest, ParameterRecord};
-pub use read::Layout;
+pub use format::{BlobRecord, BoxRecord, Manifest, Set, TensorRecord};
+pub use read::{Reader, Want};
+pub use ring::{Ring, RingOptions};
 pub use saver::{Saver, Written};
+pub use write::{Owned, Snapshot};
 
-use crate::lanes::Lanes;
 use crate::model::ParamSpec;
-use crate::state::State;
+use crate::optim::Rule;
+use crate::optim::balance::Balance;
+use crate::parallel::owners::Piece;
+use crate::spec::RunSpec;
+use medium::Medium;
+
+/// What a state looks like: decided by the run, not by what is on the disk.
+#[derive(Clone)]
+pub struct Layout {
+    /// The parameters in canonical order.
+    pub parameters: Vec<ParamSpec>,
+    /// How each is updated, which decides what moments it has.
+    pub rules: Vec<Rule>,
+    /// Balance before the first step, by layer: as large as it will always be.
+    pub balance: Vec<Balance>,
+    /// Where tensors belong.
+    pub device: Device,
+}
+
+impl Layout {
+    /// That of a run on this device.
+    pub fn new(spec: &RunSpec, device: Device) -> Self {
+        let (parameters, rules) = (spec.parameters.clone(), spec.rules.clone());
+        Layout { parameters, rules, balance: spec.balance(), device }
+    }
+}
 
 /// The checkpoints of a run.
 #[derive(Clone, Debug)]
 pub struct Checkpoints {
-    folder: PathBuf,
+    medium: Arc<dyn Medium>,
 }
 
 /// Which checkpoints stay.
@@ -36,132 +72,121 @@ pub struct Retention {
 }
 
 /// What a search for a usable checkpoint found.
-pub struct Found {
-    /// The newest usable state; `None`: begin at the beginning.
-    pub state: Option<State>,
+pub struct Found<T> {
+    /// What was read of the newest usable one; `None`: begin at the beginning.
+    pub state: Option<T>,
     /// What was passed over on the way, newest first: the step and what is wrong with it.
     pub passed: Vec<(u64, Fault)>,
 }
 
 impl Checkpoints {
-    /// The checkpoints in `folder`, which need not exist.
-    pub fn new(folder: &Path) -> Self {
-        Checkpoints { folder: folder.to_owned() }
+    /// The checkpoints at `place`: a folder, which need not exist, or `s3://bucket/key`.
+    pub fn new(place: &Path) -> Self {
+        Checkpoints { medium: Arc::from(medium::at(place)) }
+    }
+
+    /// Where they are.
+    pub fn place(&self) -> PathBuf {
+        self.medium.path("")
+    }
+
+    /// Takes the place for the run that knows `word`; refused where another run's stands.
+    pub(crate) fn claim(&self, word: &str) -> Result<()> {
+        match self.medium.get(OWNER) {
+            Ok(found) if found == word.as_bytes() => Ok(()),
+            Ok(_) => Err(Fault::mismatch("another run keeps its checkpoints here")
+                .at(self.place().display().to_string())
+                .hint("give every run a place of its own with --checkpoints")),
+            // Nobody's: of two that come at once, a bucket takes the first.
+            Err(fault) if fault.class() == Class::Data => self.medium.put(OWNER, word.as_bytes()),
+            Err(fault) => Err(fault),
+        }
     }
 
     /// The folder of the checkpoint of `step`.
     pub fn path(&self, step: u64) -> PathBuf {
-        self.folder.join(format!("step-{step}"))
+        self.medium.path(&format!("step-{step}"))
     }
 
     /// The steps that have one, ascending.
     pub fn steps(&self) -> Result<Vec<u64>> {
-        let mut steps: Vec<u64> = self
-            .names()?
+        let files = self.medium.list()?;
+        let committed = files
             .iter()
-            .filter_map(|name| name.strip_prefix("step-")?.parse().ok())
-            .collect();
-        steps.sort_unstable();
-        Ok(steps)
+            .filter_map(|file| step_of(file).filter(|(_, name)| *name == format::MANIFEST));
+        let steps: BTreeSet<u64> = committed.map(|(step, _)| step).collect();
+        Ok(steps.into_iter().collect())
     }
 
-    fn names(&self) -> Result<Vec<String>> {
-        if !self.folder.exists() {
-            return Ok(Vec::new());
-        }
-        let entries =
-            fs::read_dir(&self.folder).map_err(|error| Fault::io("list", &self.folder, &error))?;
-        let name = |entry: std::io::Result<fs::DirEntry>| {
-            Ok(entry?.file_name().to_string_lossy().into_owned())
-        };
-        let names: std::io::Result<Vec<_>> = entries.map(name).collect();
-        names.map_err(|error| Fault::io("list", &self.folder, &error))
-    }
-
-    /// Removes what a kill left half written.
+    /// Removes what a kill left half written or half removed.
     pub fn clean(&self) -> Result<()> {
-        let names = self.names()?;
-        let partial = names.iter().filter(|name| name.starts_with(PARTIAL));
-        partial.map(|name| self.folder.join(name)).try_for_each(|path| write::remove(&path))
+        let (committed, files) = (self.steps()?, self.medium.list()?);
+        let left = files.iter().filter(|file| {
+            step_of(file).is_some_and(|(step, name)| {
+                !committed.contains(&step) || name.ends_with(medium::PART)
+            })
+        });
+        left.map(String::as_str).try_for_each(|file| self.medium.remove(file))
     }
 
-    /// Commits `state`; `digest` is its own and `chain` the ledger's after its step.
-    pub fn save(
-        &self,
-        state: &State,
-        parameters: &[ParamSpec],
-        digest: Digest,
-        chain: Digest,
-    ) -> Result<()> {
-        let files = self.write_part(state, parameters, (0, 1))?;
-        self.commit((state.step, digest, chain), parameters, vec![files])
+    /// Writes what one writer owns. Nothing counts before [`Checkpoints::commit`].
+    pub fn write(&self, layout: &Layout, snapshot: &Snapshot) -> Result<Vec<BlobRecord>> {
+        write::blobs(self.medium.as_ref(), layout, snapshot)
     }
 
-    /// Writes the blobs of writer `number` of `writers`, which reads only the tensors that [`writers`] gives it.
-    pub fn write_part(
-        &self,
-        state: &State,
-        parameters: &[ParamSpec],
-        (number, writers): (usize, usize),
-    ) -> Result<Vec<FileRecord>> {
-        write::part(&self.scratch(state.step), state, parameters, |blob| blob % writers == number)
-    }
-
-    /// Makes what the writers wrote a checkpoint: `parts` are their records, by writer.
+    /// Makes what the writers wrote a checkpoint: `what` is its step, its state and the ledger's chain after it,
+    /// `pieces` are everybody's, `blobs` their records.
     pub fn commit(
         &self,
         what: (u64, Digest, Digest),
-        parameters: &[ParamSpec],
-        parts: Vec<Vec<FileRecord>>,
+        layout: &Layout,
+        pieces: &[Piece],
+        blobs: Vec<BlobRecord>,
     ) -> Result<()> {
-        let count = parts.iter().map(Vec::len).sum::<usize>();
-        let writers = parts.len();
-        let mut parts: Vec<_> = parts.into_iter().map(Vec::into_iter).collect();
-        let in_order =
-            (0..count).map_while(|blob| parts[blob % writers].next()).collect::<Vec<_>>();
-        if in_order.len() != count {
-            return Err(Fault::bug("the writers of a checkpoint do not agree on its blobs"));
-        }
-        write::commit(&self.scratch(what.0), &self.path(what.0), parameters, what, in_order)
+        let blobs: BTreeMap<_, _> =
+            blobs.into_iter().map(|blob| (blob.name.clone(), blob)).collect();
+        let manifest = Manifest::new(what, layout, pieces, blobs)?;
+        self.medium.put(&name(what.0, format::MANIFEST), manifest.text()?.as_bytes())
     }
 
-    fn scratch(&self, step: u64) -> PathBuf {
-        self.folder.join(format!("{PARTIAL}{step}"))
+    /// Writes and commits a state of which one writer owns everything.
+    pub fn save(
+        &self,
+        layout: &Layout,
+        snapshot: &Snapshot,
+        digest: Digest,
+        chain: Digest,
+    ) -> Result<()> {
+        let blobs = self.write(layout, snapshot)?;
+        self.commit((snapshot.step(), digest, chain), layout, &snapshot.pieces(), blobs)
     }
 
-    /// The state after `step`.
-    pub fn load(&self, step: u64, layout: Layout<'_>, lanes: Lanes) -> Result<(State, Manifest)> {
-        let (state, manifest) = read::read(&self.path(step), layout, lanes)?;
-        if state.step != step {
-            return Err(Fault::data("this checkpoint holds another step than its name says")
-                .at(self.path(step).display().to_string())
-                .found(state.step));
-        }
-        Ok((state, manifest))
+    /// Opens the checkpoint of `step`.
+    pub fn open(&self, step: u64) -> Result<Reader<'_>> {
+        Reader::open(self.medium.as_ref(), step)
     }
 
-    /// The newest usable state of a step up to `last`. `chain_at` gives the ledger's chain after a step, if it has it.
-    pub fn newest(
+    /// What `read` makes of the newest checkpoint up to step `last` that is whole and, by the ledger's `chain`, of this
+    /// run.
+    pub fn newest<T>(
         &self,
         last: u64,
-        layout: Layout<'_>,
-        lanes: Lanes,
-        chain_at: impl Fn(u64) -> Option<Digest>,
-    ) -> Result<Found> {
+        chain: impl Fn(u64) -> Option<Digest>,
+        mut read: impl FnMut(&Reader<'_>) -> Result<T>,
+    ) -> Result<Found<T>> {
         let mut passed = Vec::new();
         for step in self.steps()?.into_iter().rev().filter(|step| *step <= last) {
-            let loaded =
-                self.load(step, layout, lanes).and_then(|(state, manifest)| match chain_at(step) {
-                    Some(chain) if chain == manifest.chain => Ok(state),
-                    _ => {
-                        Err(Fault::data("this checkpoint does not belong to the ledger beside it")
-                            .at(self.path(step).display().to_string()))
-                    }
-                });
-            match loaded {
+            let found = self.open(step).and_then(|reader| {
+                if chain(step) == Some(reader.manifest().chain) {
+                    return read(&reader);
+                }
+                Err(Fault::data("this checkpoint does not belong to the ledger beside it")
+                    .at(self.path(step).display().to_string()))
+            });
+            match found {
                 Ok(state) => return Ok(Found { state: Some(state), passed }),
                 // A machine that cannot read says nothing about the bytes.
-                Err(fault) if fault.class() == contract::Class::Data => passed.push((step, fault)),
+                Err(fault) if fault.class() == Class::Data => passed.push((step, fault)),
                 Err(fault) => return Err(fault),
             }
         }
@@ -170,40 +195,57 @@ impl Checkpoints {
 
     /// Renames a damaged checkpoint, so that nobody counts on it and somebody can look at it.
     pub fn set_aside(&self, step: u64) -> Result<()> {
-        let aside = self.folder.join(format!("damaged-step-{step}"));
-        write::remove(&aside)?;
-        let path = self.path(step);
-        fs::rename(&path, aside).map_err(|error| Fault::io("rename", &path, &error))
+        let files = self.medium.list()?;
+        let old = format!("damaged-{}", name(step, ""));
+        files
+            .iter()
+            .filter(|file| file.starts_with(&old))
+            .try_for_each(|file| self.medium.remove(file))?;
+        self.first_manifest(step)?
+            .iter()
+            .try_for_each(|file| self.medium.rename(file, &format!("damaged-{file}")))
+    }
+
+    /// Lets the checkpoint of `step` stay whatever the retention says.
+    pub fn pin(&self, step: u64) -> Result<()> {
+        self.medium.put(&name(step, PINNED), b"")
     }
 
     /// Removes the checkpoints that `retention` does not keep.
     pub fn retain(&self, retention: Retention) -> Result<()> {
-        let steps = self.steps()?;
+        let (mut steps, files) = (self.steps()?, self.medium.list()?);
+        // A pinned one stays beside the newest, not in place of one.
+        steps.retain(|step| !files.contains(&name(*step, PINNED)));
         let old = steps.len().saturating_sub(retention.newest.max(1));
         let kept = |step: u64| retention.every > 0 && step.is_multiple_of(retention.every);
         steps[..old].iter().filter(|step| !kept(**step)).try_for_each(|step| {
-            // First out of sight, then gone: a kill in between leaves no half checkpoint under its name.
-            let doomed = self.folder.join(format!("{PARTIAL}{step}"));
-            write::remove(&doomed)?;
-            let path = self.path(*step);
-            fs::rename(&path, &doomed).map_err(|error| Fault::io("rename", &path, &error))?;
-            write::remove(&doomed)
+            self.first_manifest(*step)?.iter().try_for_each(|file| self.medium.remove(file))
         })
+    }
+
+    /// The files of a checkpoint in the order in which it is undone: a kill in between leaves none that counts.
+    fn first_manifest(&self, step: u64) -> Result<Vec<String>> {
+        let (folder, manifest) = (name(step, ""), name(step, format::MANIFEST));
+        let mut files = self.medium.list()?;
+        files.retain(|file| file.starts_with(&folder));
+        files.sort_by_key(|file| (*file != manifest, file.clone()));
+        Ok(files)
     }
 }
 
-/// Which of `writers` writes each tensor: for weights, first and second moments in turn, by parameter. `like` tells what
-/// there is; its values are not read.
-pub fn writers(like: &State, parameters: &[ParamSpec], writers: usize) -> [Vec<usize>; 3] {
-    let homes = format::homes(like, parameters);
-    ["weights", "first", "second"].map(|set| {
-        let home = |parameter: &ParamSpec| homes.get(&(set, parameter.name.clone()));
-        parameters
-            .iter()
-            .map(|parameter| home(parameter).map_or(0, |blob| blob % writers))
-            .collect()
-    })
+/// The file that keeps a checkpoint from being removed.
+const PINNED: &str = "pinned";
+
+/// The file that says whose checkpoints these are, where they lie outside of the run's folder.
+const OWNER: &str = "owner";
+
+/// The name of a file of the checkpoint of `step`.
+fn name(step: u64, file: &str) -> String {
+    format!("step-{step}/{file}")
 }
 
-/// What a folder is called before it is committed.
-const PARTIAL: &str = ".partial-step-";
+/// The step and the file that a name means.
+fn step_of(name: &str) -> Option<(u64, &str)> {
+    let (step, file) = name.strip_prefix("step-")?.split_once('/')?;
+    Some((step.parse().ok()?, file))
+}

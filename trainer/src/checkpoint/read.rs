@@ -1,131 +1,197 @@
-//! Reading a checkpoint: every byte is checked before a number of it is used, and the whole state after.
+//! Reading: each layout asks for its boxes, and gets them out of whatever boxes were written. Every byte of a blob is
+//! checked before a number of it is used.
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::path::Path;
+use std::path::PathBuf;
 
-use contract::{Digest, Fault, Result};
-use safetensors::SafeTensors;
+use contract::{Class, Digest, Fault, Result};
+use safetensors::{Dtype, SafeTensors};
 use tch::{Device, Kind, Tensor};
 
-use super::format::{self, FileRecord, Manifest, ParameterRecord};
+use super::format::{self, BlobRecord, BoxRecord, Manifest, Set};
+use super::medium::Medium;
+use super::region::Region;
+use super::{Layout, name};
 use crate::lanes::Lanes;
-use crate::model::ParamSpec;
-use crate::optim::Rule;
+use crate::model::balance_name;
 use crate::optim::balance::Balance;
 use crate::state::State;
 
-/// What a state looks like: decided by the run, not by what is on the disk.
-#[derive(Clone, Copy)]
-pub struct Layout<'a> {
-    /// The parameters in canonical order.
-    pub parameters: &'a [ParamSpec],
-    /// How each is updated, which decides what moments it has.
-    pub rules: &'a [Rule],
-    /// Balance before the first step, by layer: as large as it will always be.
-    pub balance: &'a [Balance],
-    /// Where tensors belong.
-    pub device: Device,
+/// A box that is wanted, and the tensor of its shape that it is copied into.
+pub struct Want {
+    /// What of the state.
+    pub set: Set,
+    /// The tensor's name.
+    pub name: String,
+    /// Which part of it.
+    pub region: Region,
+    /// Where it goes, on any device.
+    pub into: Tensor,
 }
 
-/// The manifest of the checkpoint `folder`.
-pub(super) fn manifest(folder: &Path) -> Result<Manifest> {
-    let path = folder.join("manifest.json");
-    let text = fs::read_to_string(&path).map_err(|error| match error.kind() {
-        std::io::ErrorKind::InvalidData => damaged(&path, "it is not UTF-8"),
-        _ => Fault::io("read", &path, &error),
-    })?;
-    serde_json::from_str(&text).map_err(|error| damaged(&path, &error.to_string()))
+/// A checkpoint whose manifest has been checked.
+pub struct Reader<'a> {
+    medium: &'a dyn Medium,
+    manifest: Manifest,
 }
 
-/// The state in the checkpoint `folder`, after checking all of it.
-pub(super) fn read(folder: &Path, layout: Layout<'_>, lanes: Lanes) -> Result<(State, Manifest)> {
-    let manifest = manifest(folder)?;
-    let wanted: Vec<_> = layout.parameters.iter().map(record).collect();
-    if manifest.format != format::FORMAT || manifest.parameters != wanted {
-        return Err(damaged(
-            &folder.join("manifest.json"),
-            "its format or its parameters are not this run's",
-        ));
+/// A part of a stored box, and where it goes.
+struct Copy {
+    key: String,
+    stored: Region,
+    part: Region,
+    into: Tensor,
+}
+
+impl<'a> Reader<'a> {
+    /// Opens the checkpoint of `step`.
+    pub(super) fn open(medium: &'a dyn Medium, step: u64) -> Result<Self> {
+        let file = name(step, format::MANIFEST);
+        let manifest =
+            Manifest::parse(&medium.get(&file)?).and_then(|manifest| match manifest.step {
+                found if found == step => Ok(manifest),
+                found => Err(format!("it is that of step {found}")),
+            });
+        let manifest = manifest.map_err(|what| damaged(medium.path(&file), &what))?;
+        Ok(Reader { medium, manifest })
     }
-    let mut sets: BTreeMap<(String, String), Tensor> = BTreeMap::new();
-    for file in &manifest.files {
-        let set = file.name.split('-').next().unwrap_or_default();
-        for (name, tensor) in blob(folder, file)? {
-            sets.insert((set.to_owned(), name), tensor);
+
+    /// What it says of itself.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// Where it lies.
+    pub fn path(&self) -> PathBuf {
+        self.medium.path(&format!("step-{}", self.manifest.step))
+    }
+
+    /// Refuses the checkpoint of another model.
+    pub fn compare(&self, layout: &Layout) -> Result<()> {
+        let wanted = format::tensors(layout);
+        let wanted = wanted.iter().map(|(set, name, shape, _)| (set, name, shape));
+        let found = self.manifest.tensors.iter();
+        match found.map(|tensor| (&tensor.set, &tensor.name, &tensor.shape)).eq(wanted) {
+            true => Ok(()),
+            false => Err(damaged(self.path(), "its tensors are not this run's")),
         }
     }
-    let state = assemble(folder, layout, manifest.step, sets)?;
-    let found = state.sums(lanes)?.digest;
-    if found != manifest.state {
-        let fault = damaged(folder, "its state digest does not match");
-        return Err(fault.found(found).wanted(manifest.state));
-    }
-    Ok((state, manifest))
-}
 
-fn record(parameter: &ParamSpec) -> ParameterRecord {
-    ParameterRecord { name: parameter.name.clone(), shape: parameter.shape.clone() }
-}
-
-/// The tensors of one blob.
-fn blob(folder: &Path, file: &FileRecord) -> Result<Vec<(String, Tensor)>> {
-    let path = folder.join(&file.name);
-    let bytes = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
-    let found = Digest::of_bytes(&bytes);
-    if bytes.len() as u64 != file.bytes || found != file.digest {
-        let found = format!("{} bytes, digest {found}", bytes.len());
-        return Err(damaged(&path, "its bytes changed since it was written")
-            .found(found)
-            .wanted(format!("{} bytes, digest {}", file.bytes, file.digest)));
+    /// Fills everything that is wanted. A blob is read once, and only if something of it is wanted.
+    pub fn fill(&self, wants: Vec<Want>, lanes: Lanes) -> Result<()> {
+        let mut stored: BTreeMap<(Set, &str), Vec<(Region, &BoxRecord)>> = BTreeMap::new();
+        for tensor in &self.manifest.tensors {
+            let boxes = tensor.boxes.iter().map(|one| (one.region(), one)).collect();
+            stored.insert((tensor.set, &tensor.name), boxes);
+        }
+        let mut by_blob: BTreeMap<usize, Vec<Copy>> = BTreeMap::new();
+        for Want { set, name, region, into } in wants {
+            let boxes = stored.get(&(set, name.as_str())).map_or(&[][..], Vec::as_slice);
+            let mut volume = 0;
+            for (stored, record) in boxes {
+                let Some(part) = stored.intersect(&region) else { continue };
+                volume += part.volume();
+                let (into, key) =
+                    (region.part(&part, &into), format::key(set, &name, &record.offsets));
+                let copy = Copy { key, stored: stored.clone(), part, into };
+                by_blob.entry(record.blob).or_default().push(copy);
+            }
+            if volume != region.volume() {
+                return Err(damaged(self.path(), &format!("it lacks a part of {name}")));
+            }
+        }
+        let copies =
+            |(blob, copies): (usize, Vec<Copy>)| self.blob(&self.manifest.blobs[blob], copies);
+        lanes.map(by_blob.into_iter().collect(), copies).map(drop)
     }
-    let tensors =
-        SafeTensors::deserialize(&bytes).map_err(|error| damaged(&path, &error.to_string()))?;
-    let tensor = |(name, view): (&str, safetensors::tensor::TensorView<'_>)| {
-        let shape: Vec<i64> = view.shape().iter().map(|length| *length as i64).collect();
-        let tensor = Tensor::f_from_data_size(view.data(), &shape, Kind::Float);
-        let tensor = tensor.map_err(|error| damaged(&path, &error.to_string()))?;
-        Ok((name.to_owned(), tensor))
-    };
-    tensors.iter().map(tensor).collect()
-}
 
-/// Puts each tensor in its place, and misses none.
-fn assemble(
-    folder: &Path,
-    layout: Layout<'_>,
-    step: u64,
-    mut sets: BTreeMap<(String, String), Tensor>,
-) -> Result<State> {
-    let mut take = |set: &str, name: &str, shape: &[i64]| {
-        let tensor = sets.remove(&(set.to_owned(), name.to_owned()));
-        tensor.filter(|tensor| tensor.size() == shape).ok_or_else(|| {
-            damaged(folder, &format!("it lacks {set} of {name} in the shape {shape:?}"))
-        })
-    };
-    let (mut weights, mut first, mut second) = (Vec::new(), Vec::new(), Vec::new());
-    for (parameter, rule) in layout.parameters.iter().zip(layout.rules) {
-        let mut place =
-            |set: &str| Ok(take(set, &parameter.name, &parameter.shape)?.to_device(layout.device));
-        weights.push(place("weights")?);
-        first.push(place("first")?);
-        second.push(if rule.has_second_moment() { Some(place("second")?) } else { None });
+    /// Reads one blob, checks it, and copies what is wanted of it.
+    fn blob(&self, blob: &BlobRecord, copies: Vec<Copy>) -> Result<()> {
+        let file = name(self.manifest.step, &blob.name);
+        let wrong = |what: &str| damaged(self.medium.path(&file), what);
+        let bytes = self.medium.get(&file)?;
+        let found = Digest::of_bytes(&bytes);
+        if bytes.len() as u64 != blob.bytes || found != blob.digest {
+            return Err(wrong("its bytes changed since it was written")
+                .found(format!("{} bytes, digest {found}", bytes.len()))
+                .wanted(format!("{} bytes, digest {}", blob.bytes, blob.digest)));
+        }
+        let tensors =
+            SafeTensors::deserialize(&bytes).map_err(|error| wrong(&error.to_string()))?;
+        for Copy { key, stored, part, mut into } in copies {
+            let view = tensors.tensor(&key).map_err(|error| wrong(&error.to_string()))?;
+            let shape: Vec<i64> = view.shape().iter().map(|length| *length as i64).collect();
+            if view.dtype() != Dtype::F32 || shape != stored.lengths {
+                return Err(wrong(&format!("{key} has another shape than the manifest says")));
+            }
+            let tensor = Tensor::f_from_data_size(view.data(), &shape, Kind::Float);
+            let tensor = tensor.map_err(|error| wrong(&error.to_string()))?;
+            tch::no_grad(|| into.copy_(&stored.part(&part, &tensor)));
+        }
+        Ok(())
     }
-    let mut balance = Vec::new();
-    for (layer, like) in layout.balance.iter().enumerate() {
-        let name = format::balance_name(layer);
-        let mut values = |set: &str, length: usize| -> Result<Vec<f32>> {
-            let tensor = take(set, &name, &[length as i64])?;
-            Vec::try_from(tensor)
-                .map_err(|error: tch::TchError| damaged(folder, &error.to_string()))
+
+    /// The balance, which every rank has whole.
+    pub fn balance(&self, layout: &Layout, lanes: Lanes) -> Result<Vec<Balance>> {
+        let (mut wants, mut found) = (Vec::new(), Vec::new());
+        for (layer, balance) in layout.balance.iter().enumerate() {
+            for set in Set::ALL {
+                let length = format::values(balance, set).len() as i64;
+                let into = Tensor::zeros([length], (Kind::Float, Device::Cpu));
+                found.push(into.shallow_clone());
+                let (name, region) = (balance_name(layer as i64), Region::whole(&[length]));
+                wants.push(Want { set, name, region, into });
+            }
+        }
+        self.fill(wants, lanes)?;
+        let odd = |error: tch::TchError| damaged(self.path(), &error.to_string());
+        let values = |tensor: &Tensor| Vec::<f32>::try_from(tensor).map_err(odd);
+        let layer = |of: &[Tensor]| {
+            let (bias, first, second) = (values(&of[0])?, values(&of[1])?, values(&of[2])?);
+            Ok(Balance { bias, first, second })
         };
-        let (bias, first) =
-            (values("weights", like.bias.len())?, values("first", like.first.len())?);
-        balance.push(Balance { bias, first, second: values("second", like.second.len())? });
+        found.chunks(Set::ALL.len()).map(layer).collect()
     }
-    Ok(State { step, weights, first, second, balance })
+
+    /// The whole state, after checking all of it.
+    pub fn state(&self, layout: &Layout, lanes: Lanes) -> Result<State> {
+        self.compare(layout)?;
+        let empty = |parameter: &crate::model::ParamSpec| {
+            Tensor::empty(parameter.shape.as_slice(), (Kind::Float, layout.device))
+        };
+        let weights: Vec<Tensor> = layout.parameters.iter().map(empty).collect();
+        let first: Vec<Tensor> = layout.parameters.iter().map(empty).collect();
+        let second = layout.parameters.iter().zip(&layout.rules);
+        let second: Vec<Option<Tensor>> = second
+            .map(|(parameter, rule)| rule.has_second_moment().then(|| empty(parameter)))
+            .collect();
+        let mut wants = Vec::new();
+        for (index, parameter) in layout.parameters.iter().enumerate() {
+            let sets = [Some(&weights[index]), Some(&first[index]), second[index].as_ref()];
+            for (set, into) in Set::ALL.into_iter().zip(sets) {
+                let Some(into) = into.map(Tensor::shallow_clone) else { continue };
+                let (name, region) = (parameter.name.clone(), Region::whole(&parameter.shape));
+                wants.push(Want { set, name, region, into });
+            }
+        }
+        self.fill(wants, lanes)?;
+        let balance = self.balance(layout, lanes)?;
+        let state = State { step: self.manifest.step, weights, first, second, balance };
+        self.check(state.sums(lanes)?.digest)?;
+        Ok(state)
+    }
+
+    /// Refuses a state whose digest is not the one that was written.
+    pub fn check(&self, found: Digest) -> Result<()> {
+        if found == self.manifest.state {
+            return Ok(());
+        }
+        let fault = damaged(self.path(), "its state digest does not match");
+        Err(fault.found(found).wanted(self.manifest.state))
+    }
 }
 
-fn damaged(path: &Path, what: &str) -> Fault {
-    Fault::data(format!("this checkpoint is damaged: {what}")).at(path.display().to_string())
+fn damaged(path: PathBuf, what: &str) -> Fault {
+    Fault::new(Class::Data, format!("this checkpoint is damaged: {what}"))
+        .at(path.display().to_string())
 }

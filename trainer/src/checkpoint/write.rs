@@ -1,87 +1,162 @@
-//! Writing a checkpoint: blobs, their sums, the manifest, and one rename that makes it all true at once.
+//! Writing: a copy of what a writer owns, as blobs with their sums; the manifest last.
 
-use std::fs::{self, File};
-use std::path::Path;
+use std::borrow::Cow;
+use std::collections::BTreeMap;
 
 use contract::{Digest, Fault, Result};
-use safetensors::SafeTensorError;
+use safetensors::tensor::{Dtype, View};
+use tch::{Device, Kind, Tensor};
 
-use super::format::{self, Entry, FileRecord, Manifest, ParameterRecord};
-use crate::model::ParamSpec;
+use super::format::{self, BlobRecord, Set};
+use super::medium::Medium;
+use super::region::Region;
+use super::{Layout, name};
+use crate::model::balance_name;
+use crate::optim::balance::Balance;
+use crate::parallel::owners::Piece;
 use crate::state::State;
 
-/// Writes those blobs of `state` that are `mine`, by number, into the folder `scratch`. Nothing else of the state is read.
-pub(super) fn part(
-    scratch: &Path,
-    state: &State,
-    parameters: &[ParamSpec],
-    mine: impl Fn(usize) -> bool,
-) -> Result<Vec<FileRecord>> {
-    fs::create_dir_all(scratch).map_err(|error| Fault::io("create", scratch, &error))?;
-    let blobs = format::blobs(format::entries(state, parameters), format::BLOB_BYTES);
-    let mine = blobs.iter().enumerate().filter(|(number, _)| mine(*number));
-    mine.map(|(_, (name, entries))| blob(scratch, name, entries)).collect()
+/// A copy on the host of what one writer owns of a state: nothing moves it any more.
+pub struct Snapshot {
+    step: u64,
+    pieces: Vec<Held>,
+    balance: Vec<Balance>,
 }
 
-/// Makes the folder `scratch`, whose blobs are `files`, the checkpoint `target`.
-pub(super) fn commit(
-    scratch: &Path,
-    target: &Path,
-    parameters: &[ParamSpec],
-    (step, state, chain): (u64, Digest, Digest),
-    files: Vec<FileRecord>,
-) -> Result<()> {
-    let named = |parameter: &ParamSpec| ParameterRecord {
-        name: parameter.name.clone(),
-        shape: parameter.shape.clone(),
+/// One piece, in its shape or flat.
+struct Held {
+    piece: Piece,
+    weight: Tensor,
+    first: Tensor,
+    second: Option<Tensor>,
+}
+
+/// A piece with its part of the weights and of the moments.
+pub type Owned<'a> = (&'a Piece, Tensor, &'a Tensor, Option<&'a Tensor>);
+
+impl Snapshot {
+    /// Copies what is `owned` of the state after `step`; `balance` comes from one writer alone.
+    pub fn new<'a>(
+        step: u64,
+        owned: impl Iterator<Item = Owned<'a>>,
+        balance: Option<&[Balance]>,
+    ) -> Self {
+        let held = |(piece, weight, first, second): Owned<'a>| Held {
+            piece: piece.clone(),
+            weight: host(&weight),
+            first: host(first),
+            second: second.map(host),
+        };
+        let pieces = owned.map(held).collect();
+        Snapshot { step, pieces, balance: balance.unwrap_or_default().to_vec() }
+    }
+
+    /// Copies a whole state, cut into these pieces.
+    pub fn whole(state: &State, pieces: &[Piece]) -> Self {
+        // No `..`: whatever is added to the state has to be written.
+        let State { step, weights, first, second, balance } = state;
+        let held = |piece: &Piece| Held {
+            piece: piece.clone(),
+            weight: host(&piece.of(&weights[piece.tensor])),
+            first: host(&piece.of(&first[piece.tensor])),
+            second: second[piece.tensor].as_ref().map(|second| host(&piece.of(second))),
+        };
+        let pieces = pieces.iter().map(held).collect();
+        Snapshot { step: *step, pieces, balance: balance.clone() }
+    }
+
+    /// The step whose outcome this is.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// Its pieces.
+    pub(super) fn pieces(&self) -> Vec<Piece> {
+        self.pieces.iter().map(|held| held.piece.clone()).collect()
+    }
+
+    /// The blobs that this writer writes, with what they hold.
+    fn blobs(&self, layout: &Layout) -> BTreeMap<String, Vec<Entry>> {
+        let mut blobs: BTreeMap<String, Vec<Entry>> = BTreeMap::new();
+        for Held { piece, weight, first, second } in &self.pieces {
+            let parameter = &layout.parameters[piece.tensor];
+            let sets = [(Set::Weights, Some(weight)), (Set::First, Some(first))];
+            for (set, tensor) in sets.into_iter().chain([(Set::Second, second.as_ref())]) {
+                let Some(flat) = tensor.map(|tensor| tensor.view([-1])) else { continue };
+                let (blob, mut at) = (blobs.entry(set.blob(piece.bundle)).or_default(), 0);
+                for region in Region::run(&parameter.shape, piece.first, piece.length()) {
+                    let values = flat.narrow(0, at, region.volume());
+                    at += region.volume();
+                    blob.push(Entry::new(set, &parameter.name, &region, values));
+                }
+            }
+        }
+        for (layer, balance) in self.balance.iter().enumerate() {
+            let blob = blobs.entry(format::BALANCE.to_owned()).or_default();
+            for set in Set::ALL {
+                let values = Tensor::from_slice(format::values(balance, set));
+                let region = Region::whole(&values.size());
+                blob.push(Entry::new(set, &balance_name(layer as i64), &region, values));
+            }
+        }
+        blobs
+    }
+}
+
+/// A copy in this machine's memory that shares nothing.
+fn host(tensor: &Tensor) -> Tensor {
+    match tensor.device() {
+        Device::Cpu => tensor.copy(),
+        _ => tensor.to_device(Device::Cpu),
+    }
+}
+
+/// Puts the blobs of a snapshot where they belong.
+pub(super) fn blobs(
+    medium: &dyn Medium,
+    layout: &Layout,
+    snapshot: &Snapshot,
+) -> Result<Vec<BlobRecord>> {
+    let put = |(blob, entries): (String, Vec<Entry>)| {
+        let named = entries.iter().map(|entry| (entry.key.as_str(), entry));
+        let bytes = safetensors::serialize(named, None)
+            .map_err(|error| Fault::bug(format!("the blob {blob} cannot be written: {error}")))?;
+        medium.put(&name(snapshot.step, &blob), &bytes)?;
+        Ok(BlobRecord { name: blob, bytes: bytes.len() as u64, digest: Digest::of_bytes(&bytes) })
     };
-    let parameters = parameters.iter().map(named).collect();
-    let manifest = Manifest { format: format::FORMAT, step, state, chain, files, parameters };
-    let text = serde_json::to_string_pretty(&manifest).map_err(|error| {
-        Fault::bug(format!("a checkpoint's manifest cannot be written: {error}"))
-    })?;
-    let path = scratch.join("manifest.json");
-    fs::write(&path, text + "\n").map_err(|error| Fault::io("write", &path, &error))?;
-    sync(&path)?;
-    sync(scratch)?;
-    // A folder of that name can only be a checkpoint found damaged, or the same state computed again.
-    remove(target)?;
-    fs::rename(scratch, target).map_err(|error| Fault::io("rename to", target, &error))?;
-    target.parent().map_or(Ok(()), sync)
+    snapshot.blobs(layout).into_iter().map(put).collect()
 }
 
-/// Writes one blob and reads it back for its sum, so that the sum speaks of what was written.
-fn blob(folder: &Path, name: &str, entries: &[Entry<'_>]) -> Result<FileRecord> {
-    let path = folder.join(name);
-    let named = entries.iter().map(|entry| (entry.name.as_str(), entry));
-    safetensors::serialize_to_file(named, None, &path).map_err(|error| match error {
-        SafeTensorError::IoError(error) => Fault::io("write", &path, &error),
-        other => {
-            Fault::bug(format!("a blob cannot be written: {other}")).at(path.display().to_string())
-        }
-    })?;
-    sync(&path)?;
-    let bytes = fs::read(&path).map_err(|error| Fault::io("read back", &path, &error))?;
-    Ok(FileRecord {
-        name: name.to_owned(),
-        bytes: bytes.len() as u64,
-        digest: Digest::of_bytes(&bytes),
-    })
+/// One box in a blob, whose bytes exist only while it is written.
+struct Entry {
+    key: String,
+    shape: Vec<usize>,
+    values: Tensor,
 }
 
-/// Waits until a file or folder is on the disk.
-fn sync(path: &Path) -> Result<()> {
-    File::open(path)
-        .and_then(|file| file.sync_all())
-        .map_err(|error| Fault::io("flush", path, &error))
+impl Entry {
+    fn new(set: Set, tensor: &str, region: &Region, values: Tensor) -> Self {
+        let shape = region.lengths.iter().map(|length| *length as usize).collect();
+        Entry { key: format::key(set, tensor, &region.offsets), shape, values }
+    }
 }
 
-/// Removes a folder, if there is one.
-pub(super) fn remove(path: &Path) -> Result<()> {
-    match fs::remove_dir_all(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(Fault::io("remove", path, &error))
-        }
-        _ => Ok(()),
+impl View for &Entry {
+    fn dtype(&self) -> Dtype {
+        Dtype::F32
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        let mut bytes = vec![0; self.values.numel() * 4];
+        self.values.to_kind(Kind::Float).copy_data_u8(&mut bytes, self.values.numel());
+        Cow::Owned(bytes)
+    }
+
+    fn data_len(&self) -> usize {
+        self.values.numel() * 4
     }
 }

@@ -6,7 +6,8 @@
 //! ```
 //!
 //! - [`launch`] finds a rank's place in what torchrun, srun, mpirun or `--nproc` left in the environment.
-//! - [`owners`] says who owns what; [`shard`] is the part of the state that a rank holds; [`step`] is one step.
+//! - [`owners`] says who owns what; [`shard`] is the part of the state that a rank holds; [`step`] is one step;
+//!   [`restore`] reads a rank's part of a checkpoint.
 //! - [`run`] is the loop: rank 0 alone writes to the run's folder. [`mod@bench`] times the exchanges.
 //!
 //! Invariant: collectives only move bytes. Every addition happens on one rank, in the order of the tree, so that the
@@ -15,6 +16,7 @@
 pub mod bench;
 pub mod launch;
 pub mod owners;
+pub mod restore;
 pub mod run;
 pub mod shard;
 pub mod step;

@@ -3,7 +3,11 @@
 //! A piece is what can be updated by itself: a whole matrix where Muon rules, some experts of a stack of them, or whole
 //! chunks of a tensor elsewhere. Each starts where a chunk of the gradient norm does, so that its owner has whole chunks.
 //!
-//! Invariant: pieces are a function of the parameters alone; only who owns them depends on the number of ranks.
+//! Neighbours that are small together make a bundle, which has one owner and lies in one blob of a checkpoint: so each
+//! rank writes what it owns, and what is written does not depend on the number of ranks. No bundle of several pieces
+//! costs more, or has more elements, than the largest piece: ranks are as evenly laden as by single pieces.
+//!
+//! Invariant: pieces and bundles are a function of the parameters alone; only who owns them depends on the number of ranks.
 
 use std::cmp::Reverse;
 
@@ -27,6 +31,8 @@ pub struct Piece {
     pub shape: Vec<i64>,
     /// How it is updated.
     pub rule: Rule,
+    /// The bundle that it belongs to, counted from 0 in canonical order.
+    pub bundle: usize,
     /// The rank that owns it.
     pub owner: u32,
 }
@@ -59,22 +65,47 @@ impl Piece {
     }
 }
 
-/// The pieces of all parameters in canonical order, each given to one of `world` ranks: the costliest first, always to
-/// the rank that has least so far.
+/// The pieces of all parameters in canonical order, in bundles of which each is given to one of `world` ranks: the
+/// costliest first, always to the rank that has least so far.
 pub fn pieces(parameters: &[ParamSpec], rules: &[Rule], world: u32) -> Vec<Piece> {
     let mut pieces = Vec::new();
     for (tensor, (parameter, rule)) in parameters.iter().zip(rules).enumerate() {
         cut(tensor, &parameter.shape, *rule, &mut pieces);
     }
-    let mut order: Vec<usize> = (0..pieces.len()).collect();
-    order.sort_by_key(|index| (Reverse(pieces[*index].cost()), *index));
+    let costs = bundle(&mut pieces);
+    let mut order: Vec<usize> = (0..costs.len()).collect();
+    order.sort_by_key(|index| (Reverse(costs[*index]), *index));
     let mut loads = vec![0u128; world.max(1) as usize];
+    let mut owners = vec![0; costs.len()];
     for index in order {
         let (owner, load) = least(&mut loads);
-        *load += pieces[index].cost();
-        pieces[index].owner = owner;
+        *load += costs[index];
+        owners[index] = owner;
     }
+    pieces.iter_mut().for_each(|piece| piece.owner = owners[piece.bundle]);
     pieces
+}
+
+/// Numbers the bundles, and returns the cost of each.
+fn bundle(pieces: &mut [Piece]) -> Vec<u128> {
+    let most_cost = pieces.iter().map(Piece::cost).max().unwrap_or(0);
+    let most_elements = pieces.iter().map(Piece::length).max().unwrap_or(0).max(CHUNK * CHUNKS);
+    let (mut costs, mut elements) = (Vec::new(), 0);
+    for piece in pieces {
+        let (cost, length) = (piece.cost(), piece.length());
+        match costs.last_mut() {
+            Some(sum) if *sum + cost <= most_cost && elements + length <= most_elements => {
+                *sum += cost;
+                elements += length;
+            }
+            _ => {
+                costs.push(cost);
+                elements = length;
+            }
+        }
+        piece.bundle = costs.len() - 1;
+    }
+    costs
 }
 
 fn least(loads: &mut [u128]) -> (u32, &mut u128) {
@@ -84,7 +115,8 @@ fn least(loads: &mut [u128]) -> (u32, &mut u128) {
 
 fn cut(tensor: usize, shape: &[i64], rule: Rule, pieces: &mut Vec<Piece>) {
     let length: i64 = shape.iter().product();
-    let mut push = |first, shape| pieces.push(Piece { tensor, first, shape, rule, owner: 0 });
+    let mut push =
+        |first, shape| pieces.push(Piece { tensor, first, shape, rule, bundle: 0, owner: 0 });
     match (rule, shape) {
         (Rule::MuonEach, [experts, rows, columns]) => {
             // As many experts as fill whole chunks.
@@ -145,6 +177,23 @@ mod tests {
         }
 
         #[test]
+        fn a_bundle_has_one_owner_and_neighbours_only(world in 1u32..12, muon: bool) {
+            let parameters = nano();
+            let kind = if muon { Kind::Muon } else { Kind::AdamW };
+            let rules: Vec<_> = parameters.iter().map(|parameter| Rule::of(kind, parameter)).collect();
+            let found = pieces(&parameters, &rules, world);
+            let alone = pieces(&parameters, &rules, 1);
+            prop_assert_eq!(found[0].bundle, 0);
+            for (piece, next) in found.iter().zip(&found[1..]) {
+                prop_assert!(next.bundle == piece.bundle + 1 || next.bundle == piece.bundle);
+                prop_assert!(next.bundle != piece.bundle || next.owner == piece.owner);
+            }
+            let bundles = |pieces: &[Piece]| pieces.iter().map(|piece| piece.bundle).collect::<Vec<_>>();
+            prop_assert_eq!(bundles(&found), bundles(&alone));
+            prop_assert!(found.last().unwrap().bundle + 1 < found.len(), "vectors go together");
+        }
+
+        #[test]
         fn no_rank_has_much_more_than_another(world in 1u32..12) {
             let parameters = nano();
             let rules: Vec<_> = parameters.iter().map(|parameter| Rule::of(Kind::Muon, parameter)).collect();
@@ -162,8 +211,14 @@ mod tests {
     #[test]
     fn a_piece_is_an_alias() {
         let whole = Tensor::arange(24, tch::kind::FLOAT_CPU).reshape([2, 3, 4]);
-        let piece =
-            Piece { tensor: 0, first: 12, shape: vec![1, 3, 4], rule: Rule::MuonEach, owner: 0 };
+        let piece = Piece {
+            tensor: 0,
+            first: 12,
+            shape: vec![1, 3, 4],
+            rule: Rule::MuonEach,
+            bundle: 0,
+            owner: 0,
+        };
         let mut part = piece.of(&whole);
         let _ = part.fill_(7.0);
         assert_eq!(

@@ -10,15 +10,15 @@ use kernels::runtime::{self, KernelTable};
 use loader::{Opened, Prefetcher, RankSlice};
 use serde_json::json;
 
-use super::shard::{self, Shard};
+use super::restore::Reading;
+use super::shard::Shard;
 use super::step::{self, Stepped};
 use super::words::{Reader, Writer};
 use super::{lost, owners};
-use crate::checkpoint::{self, FileRecord, Saver};
+use crate::checkpoint::{BlobRecord, Checkpoints, Layout, Ring, RingOptions, Saver, Snapshot};
 use crate::exec::ExecOptions;
-use crate::folder::RunFolder;
 use crate::ledger::StepRecord;
-use crate::run::{Outcome, Run, checkpoint_is_due, last_step, staging, validation_is_due};
+use crate::run::{Opening, Outcome, Run, checkpoint_is_due, last_step, staging, validation_is_due};
 use crate::spec::RunSpec;
 use crate::step::initial;
 
@@ -46,18 +46,25 @@ fn begin(
     runtime::enter_thread().map_err(lost)?;
     let spec = Arc::new(RunSpec::new(opened)?);
     agree(&spec, exec, table, group)?;
-    let (mut run, state) = if group.rank() == 0 {
-        let (run, state) = Run::open(&spec, opened, exec, table)?;
-        (Some(run), state)
-    } else {
-        (None, initial(&spec, exec.device)?)
-    };
     let pieces = owners::pieces(&spec.parameters, &spec.rules, group.world());
-    let mut shard = shard::deal(group, state, pieces)?;
-    if let Some(run) = &mut run {
+    let layout = Arc::new(Layout::new(&spec, exec.device));
+    let reading = Reading { group, layout: &layout, pieces: &pieces, lanes: exec.lanes };
+    let (mut run, (found, checkpoints)) = if group.rank() == 0 {
+        let mut opening = Opening::new(&spec, opened, exec, table)?;
+        let found = opening.newest_of_all(&reading)?;
+        let found = opening.told(found)?;
+        let mut run = opening.begin(found.as_ref().map_or(0, |shard| shard.step))?;
         run.event("ranks", json!({"world": group.world(), "schedule": "subtree-first"}))?;
-    }
-    let outcome = steps(&spec, exec, group, &mut shard, &mut run)?;
+        let checkpoints = run.checkpoints.clone();
+        (Some(run), (found, checkpoints))
+    } else {
+        (None, reading.follow()?)
+    };
+    let begin = || Ok(Shard::cut(initial(&spec, exec.device)?, pieces.clone(), group.rank()));
+    let mut shard = found.map_or_else(begin, Ok)?;
+    let (kept, saver, ring) = (shard.step, Saver::new(), Ring::new(exec.ring));
+    let mut keeper = Keeper { layout, checkpoints, kept, saver, ring };
+    let outcome = steps(&spec, exec, group, &mut shard, &mut keeper, &mut run)?;
     // Nobody says done before rank 0 has written everything.
     let Some(run) = run else {
         group.barrier("the end").map_err(lost)?;
@@ -74,13 +81,14 @@ fn steps(
     exec: &ExecOptions,
     group: &Group,
     shard: &mut Shard,
+    keeper: &mut Keeper,
     run: &mut Option<Run<'_>>,
 ) -> Result<Outcome> {
     let steps = shard.step + 1..last_step(spec, exec) + 1;
     let (plan, data) = (spec.plan.clone(), spec.data.clone());
     let slice = RankSlice::new(group.rank(), group.world())?;
     let stage = staging(spec, exec)?;
-    let (mut digest, mut saver) = (None, Saver::new());
+    let mut digest = None;
     let mut batches = Prefetcher::start(plan, data, steps, slice, exec.prefetch, stage)?;
     loop {
         let batch = match run {
@@ -93,83 +101,173 @@ fn steps(
             step::advance(spec, shard, (&batch, &leaves), (group, exec.lanes), || exec.stopped());
         let Stepped { record, stop } = match computed {
             Ok(stepped) => stepped,
-            Err(fault) => return Err(failed(fault, shard, group, run)),
+            Err(fault) => return Err(keeper.failed(fault, shard, group, run)),
         };
         digest = Some(record.state);
         if let Some(run) = run {
             let step = spec.plan.step(record.step)?;
             run.record(&record, step.batch * u64::from(step.seq_len))?;
         }
+        keeper.recall(group, shard, run, &record)?;
         if let (Some(run), true) = (run.as_mut(), validation_is_due(spec, exec, shard.step)) {
             // Every rank holds all weights: rank 0 reads the held-back text, the others wait for it at the next step.
             run.validate(shard.step, &shard.weights, &shard.balance)?;
         }
-        saver.done()?;
+        keeper.saver.done()?;
         if stop || checkpoint_is_due(spec, exec, shard.step) {
-            keep(spec, exec, group, shard, run, &mut saver, &record)?;
+            keeper.keep(group, shard, run, &record)?;
         }
         if stop {
             break;
         }
     }
-    saver.wait()?;
+    keeper.saver.wait()?;
     Ok(Outcome { step: shard.step, steps: spec.plan.steps(), state: digest })
 }
 
-/// Keeps the state: each rank writes its share of the blobs, beside the steps that follow; rank 0 commits them when it has
-/// heard from all. What lies on the disk then is the same whoever wrote it.
-fn keep(
-    spec: &RunSpec,
-    exec: &ExecOptions,
-    group: &Group,
-    shard: &Shard,
-    run: &mut Option<Run<'_>>,
-    saver: &mut Saver,
-    record: &StepRecord,
-) -> Result<()> {
-    let (start, world, rank) = (Instant::now(), group.world() as usize, group.rank() as usize);
-    let [weights, first, second] =
-        checkpoint::writers(&shard.without_moments(), &spec.parameters, world);
-    let writer = |set: usize, tensor: usize| [&first, &second][set][tensor] as u32;
-    let mut state = shard.gather(group, writer)?;
-    for (weight, writer) in state.weights.iter_mut().zip(weights) {
-        if writer == rank {
-            *weight = weight.copy();
+/// What a rank keeps its part of the state with.
+struct Keeper {
+    layout: Arc<Layout>,
+    checkpoints: Checkpoints,
+    /// The last step that is kept, or will be.
+    kept: u64,
+    /// At work on every rank but rank 0, whose run has its own.
+    saver: Saver,
+    /// Its part of recent states.
+    ring: Ring,
+}
+
+impl Keeper {
+    /// Keeps the state: each rank writes the pieces that it owns, beside the steps that follow; rank 0 commits them when it
+    /// has heard from all. What lies on the disk then is the same whoever wrote it.
+    fn keep(
+        &mut self,
+        group: &Group,
+        shard: &Shard,
+        run: &mut Option<Run<'_>>,
+        record: &StepRecord,
+    ) -> Result<()> {
+        if run.is_none() {
+            // One copy at a time: this one may only be made when the one before is written.
+            self.saver.wait()?;
+        }
+        self.kept = record.step;
+        let (start, world, rank) = (Instant::now(), group.world(), group.rank());
+        let (store, patience) = (group.store(), group.timeout());
+        let (checkpoints, layout) = (self.checkpoints.clone(), Arc::clone(&self.layout));
+        let (step, digest) = (record.step, record.state);
+        let key = move |rank: u32| format!("checkpoint/{step}/{rank}");
+        let Some(run) = run else {
+            let snapshot = shard.snapshot();
+            return self.saver.start((step, digest, start.elapsed()), move || {
+                let written = checkpoints.write(&layout, &snapshot);
+                store.set(&key(rank), &word(&written)).map_err(lost)?;
+                written.map(|_| ())
+            });
+        };
+        run.checkpoint(record, start, |_, chain| {
+            let (snapshot, pieces) = (shard.snapshot(), shard.pieces().to_vec());
+            Box::new(move || {
+                let mut blobs = checkpoints.write(&layout, &snapshot)?;
+                for rank in 1..world {
+                    blobs.extend(heard(&store, &key(rank), rank, patience)?);
+                }
+                checkpoints.commit((step, digest, chain), &layout, &pieces, blobs)
+            })
+        })
+    }
+
+    /// Takes note of a step; if its loss has jumped, all ranks write down what they have of the state before.
+    fn recall(
+        &mut self,
+        group: &Group,
+        shard: &Shard,
+        run: &mut Option<Run<'_>>,
+        record: &StepRecord,
+    ) -> Result<()> {
+        let before = self.ring.step(record.step, record.loss, || shard.snapshot());
+        let Some(before) = before else { return Ok(()) };
+        self.saver.wait()?;
+        match run {
+            Some(run) => run.rescue(record.step, before.step(), |_, chain, digest| {
+                let blobs = self.together(group, &before)?;
+                let what = (before.step(), digest, chain);
+                self.checkpoints.commit(what, &self.layout, shard.pieces(), blobs)
+            }),
+            None => self.together(group, &before).map(drop),
         }
     }
-    let folder = RunFolder::new(&exec.out).checkpoints();
-    let (store, parameters, patience) = (group.store(), spec.parameters.clone(), group.timeout());
-    let key = move |rank: usize| format!("checkpoint/{}/{rank}", state.step);
-    let (step, digest) = (record.step, record.state);
-    let part = {
-        let (folder, parameters) = (folder.clone(), parameters.clone());
-        move || folder.write_part(&state, &parameters, (rank, world))
-    };
-    let Some(run) = run else {
-        saver.wait()?;
-        return saver.start((step, digest, start.elapsed()), move || {
-            let written = part();
-            let word = match &written {
-                Ok(files) => json!({ "files": files }),
-                Err(fault) => json!({ "fault": fault.to_string() }),
+
+    /// Writes this rank's part at once, while all others write theirs; everybody's records.
+    fn together(&self, group: &Group, snapshot: &Snapshot) -> Result<Vec<BlobRecord>> {
+        let written = word(&self.checkpoints.write(&self.layout, snapshot));
+        let words = group.all_gather("the keeping of a state", written.as_bytes()).map_err(lost)?;
+        let mut blobs = Vec::new();
+        for (rank, word) in (0..).zip(&words) {
+            blobs.extend(spoken(&String::from_utf8_lossy(word), rank)?);
+        }
+        Ok(blobs)
+    }
+
+    /// A run that diverges does so on every rank, before anything moved: together they keep what there is.
+    fn failed(
+        &mut self,
+        fault: Fault,
+        shard: &Shard,
+        group: &Group,
+        run: &mut Option<Run<'_>>,
+    ) -> Fault {
+        if fault.class() != Class::Diverged {
+            return match run {
+                Some(run) => run.failed(fault, shard.step, |_, _, _| Ok(())),
+                None => fault,
             };
-            store.set(&key(rank), &word.to_string()).map_err(lost)?;
-            written.map(|_| ())
-        });
-    };
-    run.checkpoint_by(record, start, |_, chain| {
-        Box::new(move || {
-            let mut parts = vec![part()?];
-            for rank in 1..world {
-                parts.push(heard(&store, &key(rank), rank, patience)?);
+        }
+        // Of two faults the first one matters.
+        let _ = self.saver.wait();
+        let fault = match run {
+            Some(run) => run.failed(fault, shard.step, |_, chain, digest| {
+                let blobs = self.together(group, &shard.snapshot())?;
+                let what = (shard.step, digest, chain);
+                self.checkpoints.commit(what, &self.layout, shard.pieces(), blobs)
+            }),
+            None => {
+                if self.kept < shard.step {
+                    let _ = self.together(group, &shard.snapshot());
+                }
+                fault
             }
-            folder.commit((step, digest, chain), &parameters, parts)
-        })
-    })
+        };
+        if group.rank() == 0 {
+            group.report(&fault.to_string());
+        }
+        let _ = group.barrier("the end");
+        fault
+    }
+}
+
+/// What a rank wrote, in a word to rank 0.
+fn word(written: &Result<Vec<BlobRecord>>) -> String {
+    let word = match written {
+        Ok(blobs) => json!({ "blobs": blobs }),
+        Err(fault) => json!({ "fault": fault.to_string() }),
+    };
+    word.to_string()
+}
+
+/// The same, read.
+fn spoken(word: &str, rank: u32) -> Result<Vec<BlobRecord>> {
+    let unread = |error| Fault::bug(format!("rank {rank} wrote what rank 0 cannot read: {error}"));
+    let mut word: serde_json::Value = serde_json::from_str(word).map_err(unread)?;
+    if let Some(fault) = word["fault"].as_str() {
+        let what = format!("rank {rank} could not write its part of a checkpoint");
+        return Err(Fault::machine(what).found(fault));
+    }
+    serde_json::from_value(word["blobs"].take()).map_err(unread)
 }
 
 /// What a rank wrote of a checkpoint, by its own word.
-fn heard(store: &Store, key: &str, rank: usize, patience: Duration) -> Result<Vec<FileRecord>> {
+fn heard(store: &Store, key: &str, rank: u32, patience: Duration) -> Result<Vec<BlobRecord>> {
     let missing = || {
         Fault::machine(format!(
             "rank {rank} did not write its part of a checkpoint within {patience:?}"
@@ -177,37 +275,7 @@ fn heard(store: &Store, key: &str, rank: usize, patience: Duration) -> Result<Ve
         .hint("run the same command again: it goes on from the checkpoint before")
     };
     let word = store.wait(key, patience).map_err(lost)?.ok_or_else(missing)?;
-    let unread = |error| Fault::bug(format!("rank {rank} wrote what rank 0 cannot read: {error}"));
-    let mut word: serde_json::Value = serde_json::from_str(&word).map_err(unread)?;
-    if let Some(fault) = word["fault"].as_str() {
-        return Err(Fault::machine(format!(
-            "rank {rank} could not write its part of a checkpoint"
-        ))
-        .found(fault));
-    }
-    serde_json::from_value(word["files"].take()).map_err(unread)
-}
-
-/// A run that diverges does so on every rank, before anything moved: together they keep what there is.
-fn failed(fault: Fault, shard: &Shard, group: &Group, run: &mut Option<Run<'_>>) -> Fault {
-    if fault.class() != Class::Diverged {
-        if let Some(run) = run {
-            let fields = json!({"step": shard.step + 1, "fault": fault.to_string()});
-            // The fault at hand matters more than a second one while writing about it.
-            let _ = run.event("fault", fields);
-        }
-        return fault;
-    }
-    let Ok(whole) = shard.gather(group, |_, _| 0) else { return fault };
-    let fault = match run {
-        Some(run) => run.failed(fault, &whole),
-        None => fault,
-    };
-    if group.rank() == 0 {
-        group.report(&fault.to_string());
-    }
-    let _ = group.barrier("the end");
-    fault
+    spoken(&word, rank)
 }
 
 /// Refuses ranks that would train something else, compute otherwise, or stop elsewhere than rank 0.
@@ -215,13 +283,16 @@ fn agree(spec: &RunSpec, exec: &ExecOptions, table: &KernelTable, group: &Group)
     let stop_after = exec.stop_after.unwrap_or(u64::MAX);
     let mut mine = Writer::default();
     mine.digest(Digest::of(spec)).digest(Hasher::new().str(&table.fingerprint()).finish());
+    let RingOptions { states, every, spike } = exec.ring;
     mine.word(exec.checkpoint_every).word(stop_after).word(exec.validation.every);
+    mine.word(states as u64).word(every).float(spike);
     let heard = group.all_gather("the first meeting", mine.bytes()).map_err(lost)?;
     let read = |bytes: &[u8]| {
         let mut words = Reader::new(bytes);
         let what = (words.digest()?, words.digest()?);
         let when = (words.word()?, words.word()?, words.word()?);
-        words.end().map(|()| (what, when))
+        let ring = (words.word()?, words.word()?, words.word()?);
+        words.end().map(|()| (what, (when, ring)))
     };
     let first = read(&heard[0])?;
     for (rank, heard) in heard.iter().enumerate() {
@@ -244,4 +315,29 @@ fn agree(spec: &RunSpec, exec: &ExecOptions, table: &KernelTable, group: &Group)
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slow_rank_and_one_whose_disk_is_full_are_named() {
+        let patience = Duration::from_millis(50);
+        let store = Store::serve("127.0.0.1", 0, "test/", Duration::from_secs(10)).unwrap();
+        let slow = heard(&store, "checkpoint/6/2", 2, patience).unwrap_err();
+        assert_eq!(slow.class(), Class::Machine);
+        assert!(
+            slow.to_string().contains("rank 2 did not write its part of a checkpoint within 50ms")
+        );
+        store.set("checkpoint/6/3", &word(&Err(Fault::machine("the disk is full")))).unwrap();
+        let full = heard(&store, "checkpoint/6/3", 3, patience).unwrap_err();
+        assert_eq!(full.class(), Class::Machine);
+        assert!(
+            full.to_string().contains("rank 3") && full.to_string().contains("the disk is full")
+        );
+        let blob = BlobRecord { name: "a".to_owned(), bytes: 3, digest: Digest(1) };
+        store.set("checkpoint/6/4", &word(&Ok(vec![blob.clone()]))).unwrap();
+        assert_eq!(heard(&store, "checkpoint/6/4", 4, patience).unwrap(), [blob]);
+    }
 }

@@ -2,16 +2,18 @@
 
 use contract::Result;
 use kernels::checksum;
-use kernels::group::{Exchange, Group};
+use kernels::group::Group;
 use tch::{Device, Kind, Tensor};
 
 use super::lost;
 use super::owners::Piece;
-use super::words::{Reader, Writer};
+use super::words::{self, Writer};
+use crate::checkpoint::region::Region;
+use crate::checkpoint::{Layout, Owned, Reader, Set, Snapshot, Want};
 use crate::lanes::Lanes;
 use crate::optim::balance::Balance;
 use crate::optim::{self, At, Settings};
-use crate::state::{Part, State, salt};
+use crate::state::{self, Part, State, StateSums, salt};
 
 /// A rank's part of the state after a step.
 pub struct Shard {
@@ -32,13 +34,6 @@ pub struct Shard {
 struct Moments {
     first: Tensor,
     second: Option<Tensor>,
-}
-
-/// What is said about a piece after a step: checksums of its part of each set of tensors.
-pub(super) struct PieceSums {
-    pub(super) weight: u64,
-    pub(super) first: u64,
-    pub(super) second: u64,
 }
 
 impl Shard {
@@ -120,165 +115,96 @@ impl Shard {
         exchange.finish().map_err(lost)
     }
 
-    /// Checksums of this rank's pieces, in their order.
-    pub(super) fn sums(&self, lanes: Lanes) -> Result<Vec<PieceSums>> {
+    /// Writes down checksums of this rank's pieces, in their order: weight, first and second moment.
+    pub(super) fn say_sums(&self, words: &mut Writer, lanes: Lanes) -> Result<()> {
         let own = self.pieces.iter().filter(|piece| piece.owner == self.rank).zip(&self.moments);
         let items = own.map(|(piece, Moments { first, second })| {
             let weight = piece.of(&self.weights[piece.tensor]);
             let second = second.as_ref().map(Tensor::shallow_clone);
             (piece.clone(), weight, first.shallow_clone(), second)
         });
-        lanes.map(items.collect(), |(piece, weight, first, second)| {
+        let sums = lanes.map(items.collect(), |(piece, weight, first, second)| {
             let (at, index) = (piece.first as u64, piece.tensor);
             let sum = |tensor: &Tensor, part| checksum::slice(tensor, at, salt(part, index));
-            Ok(PieceSums {
-                weight: sum(&weight, Part::Weight),
-                first: sum(&first, Part::First),
-                second: second.map_or(0, |second| sum(&second, Part::Second)),
-            })
-        })
+            let second = second.map_or(0, |second| sum(&second, Part::Second));
+            Ok([sum(&weight, Part::Weight), sum(&first, Part::First), second])
+        })?;
+        sums.iter().flatten().for_each(|sum| {
+            words.word(*sum);
+        });
+        Ok(())
     }
 
-    /// Brings the moments of whole tensors to where they are wanted: `writer` says which rank wants tensor `t` of the
-    /// first moments (set 0) or the second (set 1). In what is returned, only what this rank wants is filled; the
-    /// weights are aliases.
-    pub fn gather(&self, group: &Group, writer: impl Fn(usize, usize) -> u32) -> Result<State> {
-        let mut exchange = group.begin("the gathering of moments").map_err(lost)?;
-        let mut state = self.without_moments();
-        let mut arrivals = Vec::new();
-        let mut own = self.moments.iter();
+    /// The checksums of the whole state, from what every rank said of its pieces.
+    pub(super) fn hear_sums(&self, heard: &mut [words::Reader<'_>]) -> Result<StateSums> {
+        let count = self.weights.len();
+        let (mut weights, mut first, mut second) =
+            (vec![0u64; count], vec![0u64; count], vec![0u64; count]);
+        let mut has_second = vec![false; count];
         for piece in &self.pieces {
-            let moments = if piece.owner == self.rank { own.next() } else { None };
-            for set in 0..1 + usize::from(piece.rule.has_second_moment()) {
-                let to = writer(set, piece.tensor);
-                let mine = moments.and_then(|moments| moments.set(set));
-                match mine {
-                    Some(mine) if to != self.rank => {
-                        exchange.send(to, &packed(&[mine.reshape([-1])])).map_err(lost)?;
-                    }
-                    Some(mine) => fill(&mut state, set, piece, mine),
-                    None if to == self.rank => {
-                        let arrival = exchange.receive(piece.owner, Kind::Float, piece.length());
-                        arrivals.push((set, piece, arrival.map_err(lost)?));
-                    }
-                    None => (),
-                }
+            let (heard, index) = (&mut heard[piece.owner as usize], piece.tensor);
+            for sums in [&mut weights, &mut first, &mut second] {
+                sums[index] = sums[index].wrapping_add(heard.word()?);
             }
+            has_second[index] = piece.rule.has_second_moment();
         }
-        for (set, piece, arrival) in arrivals {
-            let arrived = arrival.wait().map_err(lost)?.view(piece.shape.as_slice());
-            fill(&mut state, set, piece, &arrived);
-        }
-        exchange.finish().map_err(lost)?;
-        Ok(state)
+        let with_second =
+            second.iter().zip(&has_second).filter(|(_, has)| **has).map(|(sum, _)| *sum);
+        let all: Vec<u64> = weights.iter().chain(&first).copied().chain(with_second).collect();
+        let digest = state::digest(self.step, &has_second, &all, &self.balance);
+        Ok(StateSums { weights, digest })
     }
 
-    /// A whole state with this one's weights and room for the moments, which costs nothing before it is filled.
-    pub fn without_moments(&self) -> State {
-        let mut second: Vec<Option<Tensor>> = self.weights.iter().map(|_| None).collect();
-        for piece in self.pieces.iter().filter(|piece| piece.rule.has_second_moment()) {
-            second[piece.tensor].get_or_insert_with(|| self.weights[piece.tensor].empty_like());
-        }
-        State {
-            step: self.step,
-            weights: self.weights.iter().map(Tensor::shallow_clone).collect(),
-            first: self.weights.iter().map(Tensor::empty_like).collect(),
-            second,
-            balance: self.balance.clone(),
-        }
+    /// A copy of what this rank owns; rank 0 owns the balance.
+    pub fn snapshot(&self) -> Snapshot {
+        let own = self.pieces.iter().filter(|piece| piece.owner == self.rank).zip(&self.moments);
+        let owned = own.map(|(piece, Moments { first, second }): (&Piece, _)| -> Owned<'_> {
+            (piece, piece.of(&self.weights[piece.tensor]), first, second.as_ref())
+        });
+        let balance = (self.rank == 0).then_some(self.balance.as_slice());
+        Snapshot::new(self.step, owned, balance)
     }
-}
 
-impl Moments {
-    fn set(&self, set: usize) -> Option<&Tensor> {
-        if set == 0 { Some(&self.first) } else { self.second.as_ref() }
-    }
-}
-
-/// Puts one piece of the moments into a whole state.
-fn fill(state: &mut State, set: usize, piece: &Piece, from: &Tensor) {
-    let whole = if set == 0 {
-        Some(&state.first[piece.tensor])
-    } else {
-        state.second[piece.tensor].as_ref()
-    };
-    if let Some(whole) = whole {
-        tch::no_grad(|| piece.of(whole).copy_(from));
-    }
-}
-
-/// Hands rank 0's whole state to every rank: weights and balance to all, moments to their owners.
-///
-/// The others bring the state before the first step: where rank 0 begins there too, nothing is sent.
-pub fn deal(group: &Group, mut state: State, pieces: Vec<Piece>) -> Result<Shard> {
-    let what = "the dealing of the state";
-    let mut head = Writer::default();
-    head.word(state.step);
-    balance_words(&mut state.balance, |value| {
-        head.word(u64::from(value.to_bits()));
-        Ok(())
-    })?;
-    let heads = group.all_gather(what, head.bytes()).map_err(lost)?;
-    let mut head = Reader::new(&heads[0]);
-    state.step = head.word()?;
-    balance_words(&mut state.balance, |value| {
-        *value = f32::from_bits(head.word()? as u32);
-        Ok(())
-    })?;
-    head.end()?;
-    if state.step == 0 {
-        return Ok(Shard::cut(state, pieces, group.rank()));
-    }
-    let mut exchange = group.begin(what).map_err(lost)?;
-    if group.rank() == 0 {
-        for other in group.others() {
-            send_to(&mut exchange, other, &state, &pieces)?;
+    /// Reads what is `rank`'s out of a checkpoint: all weights, and the moments of its pieces. The state as a whole is
+    /// checked when all ranks have read theirs.
+    pub fn read(
+        reader: &Reader<'_>,
+        layout: &Layout,
+        pieces: Vec<Piece>,
+        rank: u32,
+        lanes: Lanes,
+    ) -> Result<Self> {
+        reader.compare(layout)?;
+        let empty = |shape: &[i64]| Tensor::empty(shape, (Kind::Float, layout.device));
+        let (mut weights, mut moments, mut wants) = (Vec::new(), Vec::new(), Vec::new());
+        for parameter in &layout.parameters {
+            let weight = empty(&parameter.shape);
+            let (into, region) = (weight.shallow_clone(), Region::whole(&parameter.shape));
+            wants.push(Want { set: Set::Weights, name: parameter.name.clone(), region, into });
+            weights.push(weight);
         }
-        exchange.finish().map_err(lost)?;
-        return Ok(Shard::cut(state, pieces, 0));
-    }
-    let whole = |exchange: &Exchange<'_>, like: &Tensor| {
-        let arrival = exchange.receive(0, Kind::Float, like.numel() as i64).map_err(lost)?;
-        Ok(arrival.wait().map_err(lost)?.view(like.size().as_slice()).to_device(like.device()))
-    };
-    let weights: Vec<Tensor> =
-        state.weights.iter().map(|like| whole(&exchange, like)).collect::<Result<_>>()?;
-    state.weights = weights;
-    let mut shard = Shard::cut(state, pieces, group.rank());
-    for Moments { first, second } in &mut shard.moments {
-        *first = whole(&exchange, first)?;
-        if let Some(second) = second {
-            *second = whole(&exchange, second)?;
+        for piece in pieces.iter().filter(|piece| piece.owner == rank) {
+            let parameter = &layout.parameters[piece.tensor];
+            let mut want = |set: Set| {
+                let tensor = empty(&piece.shape);
+                let (flat, mut at) = (tensor.view([-1]), 0);
+                for region in Region::run(&parameter.shape, piece.first, piece.length()) {
+                    let into = flat.narrow(0, at, region.volume());
+                    let into = into.view(region.lengths.as_slice());
+                    at += region.volume();
+                    wants.push(Want { set, name: parameter.name.clone(), region, into });
+                }
+                tensor
+            };
+            let first = want(Set::First);
+            let second = piece.rule.has_second_moment().then(|| want(Set::Second));
+            moments.push(Moments { first, second });
         }
+        reader.fill(wants, lanes)?;
+        let balance = reader.balance(layout, lanes)?;
+        let step = reader.manifest().step;
+        Ok(Shard { step, weights, balance, pieces, rank, moments })
     }
-    exchange.finish().map_err(lost)?;
-    Ok(shard)
-}
-
-/// Sends one rank its part of a whole state, in the order in which [`deal`] takes it.
-fn send_to(exchange: &mut Exchange<'_>, to: u32, state: &State, pieces: &[Piece]) -> Result<()> {
-    for weight in &state.weights {
-        exchange.send(to, &packed(&[weight.reshape([-1])])).map_err(lost)?;
-    }
-    for piece in pieces.iter().filter(|piece| piece.owner == to) {
-        let flat = |whole: &Tensor| packed(&[piece.of(whole).reshape([-1])]);
-        exchange.send(to, &flat(&state.first[piece.tensor])).map_err(lost)?;
-        if let Some(second) = &state.second[piece.tensor] {
-            exchange.send(to, &flat(second)).map_err(lost)?;
-        }
-    }
-    Ok(())
-}
-
-/// Visits every number of the balance in a fixed order.
-fn balance_words(
-    balance: &mut [Balance],
-    mut visit: impl FnMut(&mut f32) -> Result<()>,
-) -> Result<()> {
-    for Balance { bias, first, second } in balance {
-        bias.iter_mut().chain(first).chain(second).try_for_each(&mut visit)?;
-    }
-    Ok(())
 }
 
 /// What is `rank`'s of whole tensors, one piece after the other in memory that can be sent.

@@ -21,14 +21,14 @@ use tch::{Kind, Tensor};
 
 use super::lost;
 use super::owners::Piece;
-use super::shard::{PieceSums, Shard, pack};
+use super::shard::{Shard, pack};
 use super::words::{Reader, Writer};
 use crate::lanes::Lanes;
 use crate::ledger::StepRecord;
 use crate::model::LeafOutput;
 use crate::optim::{self, norm};
 use crate::spec::RunSpec;
-use crate::state::{self, Part, StateSums, salt};
+use crate::state::{Part, StateSums, salt};
 use crate::step::{self, Detail, Gradient, LeafSums, Leaves};
 
 /// What a step came to.
@@ -292,29 +292,14 @@ fn norm_of(group: &Group, shard: &Shard, own: &[Tensor], lanes: Lanes) -> Result
 fn sums(group: &Group, shard: &Shard, lanes: Lanes, stop: bool) -> Result<(StateSums, bool)> {
     let mut mine = Writer::default();
     mine.word(u64::from(stop));
-    for PieceSums { weight, first, second } in shard.sums(lanes)? {
-        mine.word(weight).word(first).word(second);
-    }
+    shard.say_sums(&mut mine, lanes)?;
     let heard = group.all_gather("the gathering of checksums", mine.bytes()).map_err(lost)?;
     let mut heard: Vec<_> = heard.iter().map(|heard| Reader::new(heard)).collect();
     let mut stop = false;
     for heard in &mut heard {
         stop |= heard.word()? != 0;
     }
-    let count = shard.weights.len();
-    let (mut weights, mut first, mut second) =
-        (vec![0u64; count], vec![0u64; count], vec![0u64; count]);
-    let mut has_second = vec![false; count];
-    for piece in shard.pieces() {
-        let (heard, index) = (&mut heard[piece.owner as usize], piece.tensor);
-        for sums in [&mut weights, &mut first, &mut second] {
-            sums[index] = sums[index].wrapping_add(heard.word()?);
-        }
-        has_second[index] = piece.rule.has_second_moment();
-    }
+    let sums = shard.hear_sums(&mut heard)?;
     heard.into_iter().try_for_each(Reader::end)?;
-    let with_second = second.iter().zip(&has_second).filter(|(_, has)| **has).map(|(sum, _)| *sum);
-    let all: Vec<u64> = weights.iter().chain(&first).copied().chain(with_second).collect();
-    let digest = state::digest(shard.step, &has_second, &all, &shard.balance);
-    Ok((StateSums { weights, digest }, stop))
+    Ok((sums, stop))
 }

@@ -20,6 +20,19 @@ impl Writer {
         self.word(value as u64).word((value >> 64) as u64)
     }
 
+    /// A text as its length and its bytes, eight to a word.
+    pub(super) fn text(&mut self, text: &str) -> &mut Self {
+        self.word(text.len() as u64);
+        self.0.extend(text.as_bytes());
+        self.0.resize(self.0.len().next_multiple_of(8), 0);
+        self
+    }
+
+    pub(super) fn append(&mut self, other: &Writer) -> &mut Self {
+        self.0.extend(&other.0);
+        self
+    }
+
     pub(super) fn bytes(&self) -> &[u8] {
         &self.0
     }
@@ -48,6 +61,15 @@ impl<'a> Reader<'a> {
     pub(super) fn digest(&mut self) -> Result<Digest> {
         let (low, high) = (self.word()?, self.word()?);
         Ok(Digest(u128::from(low) | u128::from(high) << 64))
+    }
+
+    pub(super) fn text(&mut self) -> Result<String> {
+        let length = self.word()? as usize;
+        let Some((text, rest)) = self.0.split_at_checked(length.next_multiple_of(8)) else {
+            return Err(Fault::bug("a rank wrote less than another one reads"));
+        };
+        self.0 = rest;
+        Ok(String::from_utf8_lossy(&text[..length]).into_owned())
     }
 
     /// Everything was read: ranks agree on what is written.

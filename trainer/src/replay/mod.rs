@@ -131,16 +131,10 @@ impl Replayer {
                 .at(self.folder.ledger().display().to_string())
                 .wanted(format!("a step from 0 to {recorded}")));
         }
-        let balance = self.spec.balance();
-        let layout = Layout {
-            parameters: &self.spec.parameters,
-            rules: &self.spec.rules,
-            balance: &balance,
-            device: self.device,
-        };
-        let checkpoints = self.folder.checkpoints();
+        let layout = Layout::new(&self.spec, self.device);
+        let checkpoints = self.folder.checkpoints()?;
         let chain = |step| self.ledger.chain_at(step);
-        let found = checkpoints.newest(step, layout, self.lanes, chain)?;
+        let found = checkpoints.newest(step, chain, |reader| reader.state(&layout, self.lanes))?;
         let passed =
             found.passed.iter().map(|(step, fault)| format!("checkpoint step-{step}: {fault}"));
         self.warnings.extend(passed);

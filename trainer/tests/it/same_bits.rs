@@ -3,7 +3,7 @@
 use std::fs;
 
 use loader::PrefetchOptions;
-use trainer::checkpoint::Retention;
+use trainer::checkpoint::{Retention, RingOptions};
 
 use crate::support::{Scratch, lanes, stop_after};
 
@@ -68,9 +68,10 @@ fn what_a_kill_loses_is_computed_again_with_the_same_bits() {
         if torn.len() < scratch.ledger(&out).len() {
             fs::write(&path, torn).unwrap();
         }
-        let partial = scratch.path(&out).join("checkpoints/.partial-step-9");
+        let partial = scratch.path(&out).join("checkpoints/step-7");
         fs::create_dir_all(&partial).unwrap();
-        fs::write(partial.join("weights-00000.safetensors"), "half").unwrap();
+        fs::write(partial.join("weights-00000.safetensors.part"), "half").unwrap();
+        fs::write(partial.join("moments-00000.safetensors"), "half").unwrap();
         scratch.train(&out);
         assert_same(&scratch, "whole", &out);
         assert!(!partial.exists(), "what was half written is gone");
@@ -93,6 +94,34 @@ fn checkpoints_stay_as_told() {
     assert_eq!(steps, ["step-10", "step-4", "step-8", "step-9"]);
     scratch.train("plain");
     assert_same(&scratch, "plain", "kept");
+}
+
+#[test]
+fn a_state_before_a_jump_comes_out_of_memory() {
+    let scratch = Scratch::new();
+    scratch.train("plain");
+    // Every loss is a jump against one that lies a hundred deviations lower, once there are eight.
+    let change = |exec: &mut trainer::ExecOptions| {
+        exec.ring = RingOptions { states: 2, every: 2, spike: -100.0 };
+        (exec.checkpoint_every, exec.retention) = (100, Retention { newest: 1, every: 0 });
+    };
+    scratch.run(&scratch.path("run.toml"), "ring", change).unwrap();
+    assert_same(&scratch, "plain", "ring");
+    let kept = |out: &str| {
+        let tree = scratch.tree(out);
+        tree.into_iter().filter(|(name, _)| name.starts_with("checkpoints")).collect::<Vec<_>>()
+    };
+    assert!(kept("ring").iter().any(|(name, _)| name == "checkpoints/step-8/manifest.json"));
+    // A run that goes on from that state alone ends with the same bytes.
+    fs::remove_dir_all(scratch.path("ring/checkpoints/step-10")).unwrap();
+    scratch.run(&scratch.path("run.toml"), "ring", change).unwrap();
+    assert_same(&scratch, "plain", "ring");
+    let events = fs::read_to_string(scratch.path("ring/events.jsonl")).unwrap();
+    assert!(events.contains("\"from_step\":8") && events.contains("\"spike\""), "{events}");
+    for outcome in crate::ranks::train_with(&scratch, "ranks", 3, |_, exec| change(exec)) {
+        assert_eq!(outcome.unwrap().step, 10);
+    }
+    assert!(kept("ranks") == kept("ring"), "ranks keep the same");
 }
 
 #[test]

@@ -8,7 +8,7 @@ use loader::{Opened, PrefetchOptions};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 use tch::Device;
-use trainer::checkpoint::Retention;
+use trainer::checkpoint::{Retention, RingOptions};
 use trainer::parallel::launch::Launched;
 use trainer::parallel::train_as;
 use trainer::validate::Validation;
@@ -35,6 +35,18 @@ pub(crate) struct Args {
     /// Keep also each checkpoint whose step this divides; 0 for none.
     #[arg(long, value_name = "STEPS", default_value_t = 0)]
     keep_every: u64,
+    /// Where checkpoints lie, a folder or s3://bucket/key [default: in the run's folder; it remembers].
+    #[arg(long, value_name = "PLACE")]
+    checkpoints: Option<PathBuf>,
+    /// States kept in memory: when a loss jumps, the one before it is written down for `ztrain replay`.
+    #[arg(long, value_name = "COUNT", default_value_t = 0)]
+    ring: usize,
+    /// Steps between two of them.
+    #[arg(long, value_name = "STEPS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
+    ring_every: u64,
+    /// How many standard deviations above the losses before it a loss has jumped.
+    #[arg(long, value_name = "COUNT", default_value_t = 6.0)]
+    ring_spike: f64,
     /// Stop after this step; the same command without it goes on.
     #[arg(long, value_name = "STEP")]
     stop_after: Option<u64>,
@@ -113,6 +125,8 @@ fn options(
         PrefetchOptions { threads: args.speed.loader_threads, depth: args.speed.prefetch };
     exec.checkpoint_every = args.checkpoint_every;
     exec.retention = Retention { newest: args.keep as usize, every: args.keep_every };
+    exec.checkpoints.clone_from(&args.checkpoints);
+    exec.ring = RingOptions { states: args.ring, every: args.ring_every, spike: args.ring_spike };
     exec.stop_after = args.stop_after;
     exec.progress = !args.quiet;
     exec.validation = Validation { every: args.validate_every, windows: args.validate_windows };

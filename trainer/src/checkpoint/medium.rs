@@ -1,0 +1,202 @@
+//! Where the files of checkpoints lie: a folder of this machine, or a place in a bucket.
+//!
+//! Both promise the same: a file appears whole under its name and is durable when [`Medium::put`] returns. So a
+//! checkpoint is committed by its manifest, which is put last, and undone by removing that first.
+
+use std::fmt::Debug;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use contract::{Digest, Fault, Result, far};
+
+/// A place for files, named `step-7/manifest.json`.
+pub(super) trait Medium: Debug + Send + Sync {
+    /// Puts a file there. One with the same content may be there already.
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()>;
+
+    /// The bytes of a file.
+    fn get(&self, name: &str) -> Result<Vec<u8>>;
+
+    /// Every file there, half written ones included.
+    fn list(&self) -> Result<Vec<String>>;
+
+    /// Removes a file, if it is there.
+    fn remove(&self, name: &str) -> Result<()>;
+
+    /// Gives a file another name, in whose place there is none.
+    fn rename(&self, from: &str, to: &str) -> Result<()>;
+
+    /// How people find a file.
+    fn path(&self, name: &str) -> PathBuf;
+}
+
+/// The medium at `place`.
+pub(super) fn at(place: &Path) -> Box<dyn Medium> {
+    match far::is_far(place) {
+        true => Box::new(Bucket(place.to_owned())),
+        false => Box::new(Folder(place.to_owned())),
+    }
+}
+
+/// What the names of files end in that are not whole yet.
+pub(super) const PART: &str = ".part";
+
+/// A folder, which need not exist.
+#[derive(Debug)]
+pub(super) struct Folder(pub(super) PathBuf);
+
+impl Folder {
+    /// Flushes a new file and gives it its name; both are on the disk then.
+    fn land(&self, part: &Path, path: &Path, bytes: &[u8]) -> Result<()> {
+        fs::write(part, bytes).map_err(|error| Fault::io("write", path, &error))?;
+        sync(part)?;
+        // What the disk gives back is what was meant, or the checkpoint is not made.
+        let back = fs::read(part).map_err(|error| Fault::io("read back", path, &error))?;
+        if Digest::of_bytes(&back) != Digest::of_bytes(bytes) {
+            return Err(Fault::machine("the disk gives back other bytes than were written")
+                .at(path.display().to_string())
+                .hint("check the disk before you go on"));
+        }
+        fs::rename(part, path).map_err(|error| Fault::io("rename to", path, &error))?;
+        path.parent().map_or(Ok(()), sync)
+    }
+}
+
+impl Medium for Folder {
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let path = self.path(name);
+        if let Some(folder) = path.parent().filter(|folder| !folder.exists()) {
+            fs::create_dir_all(folder).map_err(|error| Fault::io("create", folder, &error))?;
+            folder.parent().map_or(Ok(()), sync)?;
+        }
+        let part = self.path(&format!("{name}{PART}"));
+        let landed = self.land(&part, &path, bytes);
+        if landed.is_err() {
+            // A full disk needs the room; the fault at hand says more than one about this file.
+            let _ = fs::remove_file(&part);
+        }
+        landed
+    }
+
+    fn get(&self, name: &str) -> Result<Vec<u8>> {
+        let path = self.path(name);
+        fs::read(&path).map_err(|error| Fault::io("read", &path, &error))
+    }
+
+    fn list(&self) -> Result<Vec<String>> {
+        let mut found = Vec::new();
+        for step in entries(&self.0)? {
+            // Whatever else lies here is not ours.
+            for file in entries(&self.0.join(&step))? {
+                found.push(format!("{step}/{file}"));
+            }
+        }
+        Ok(found)
+    }
+
+    fn remove(&self, name: &str) -> Result<()> {
+        let path = self.path(name);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(Fault::io("remove", &path, &error));
+            }
+            _ => (),
+        }
+        if let Some(folder) = path.parent() {
+            // Only an empty folder can be removed, and only then it is to be.
+            let _ = fs::remove_dir(folder);
+        }
+        Ok(())
+    }
+
+    fn rename(&self, from: &str, to: &str) -> Result<()> {
+        let (from, to) = (self.path(from), self.path(to));
+        if let Some(folder) = to.parent() {
+            fs::create_dir_all(folder).map_err(|error| Fault::io("create", folder, &error))?;
+        }
+        fs::rename(&from, &to).map_err(|error| Fault::io("rename", &from, &error))?;
+        if let Some(folder) = from.parent() {
+            let _ = fs::remove_dir(folder);
+        }
+        Ok(())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+/// The names in a folder; none if it is no folder.
+fn entries(folder: &Path) -> Result<Vec<String>> {
+    if !folder.is_dir() {
+        return Ok(Vec::new());
+    }
+    let fault = |error| Fault::io("list", folder, &error);
+    let name =
+        |entry: io::Result<fs::DirEntry>| Ok(entry?.file_name().to_string_lossy().into_owned());
+    let names = fs::read_dir(folder).map_err(fault)?.map(name);
+    let mut names = names.collect::<io::Result<Vec<_>>>().map_err(fault)?;
+    names.sort();
+    Ok(names)
+}
+
+/// Waits until a file or folder is on the disk.
+fn sync(path: &Path) -> Result<()> {
+    File::open(path)
+        .and_then(|file| file.sync_all())
+        .map_err(|error| Fault::io("flush", path, &error))
+}
+
+/// A place in a bucket: objects are whole or not there, and never replaced.
+#[derive(Debug)]
+pub(super) struct Bucket(pub(super) PathBuf);
+
+impl Bucket {
+    fn ask<T>(
+        &self,
+        what: &str,
+        name: &str,
+        ask: impl FnOnce(&dyn far::Far, &Path) -> io::Result<T>,
+    ) -> Result<T> {
+        let path = self.path(name);
+        let asked = far::reader(&path).and_then(|far| match far {
+            Some(far) => ask(far, &path),
+            None => Err(io::Error::other("this is no place in a bucket")),
+        });
+        asked.map_err(|error| match error.kind() {
+            io::ErrorKind::AlreadyExists => Fault::mismatch("something else is there already")
+                .at(path.display().to_string())
+                .hint("give every run a place of its own with --checkpoints"),
+            _ => Fault::io(what, &path, &error),
+        })
+    }
+}
+
+impl Medium for Bucket {
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.ask("write", name, |far, path| far.create(path, bytes))
+    }
+
+    fn get(&self, name: &str) -> Result<Vec<u8>> {
+        self.ask("read", name, |_, path| far::read(path))
+    }
+
+    fn list(&self) -> Result<Vec<String>> {
+        self.ask("list", "", |far, path| far.list(path))
+    }
+
+    fn remove(&self, name: &str) -> Result<()> {
+        self.ask("remove", name, |far, path| far.remove(path))
+    }
+
+    fn rename(&self, from: &str, to: &str) -> Result<()> {
+        let bytes = self.get(from)?;
+        self.put(to, &bytes)?;
+        self.remove(from)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}

@@ -1,0 +1,110 @@
+//! A ring of recent states in memory: when a loss jumps, the one before it is written down, so that the step can be
+//! replayed without computing its way from the last checkpoint.
+//!
+//! Invariant: what is written, and when, is a function of the run and of these options: every rank decides alike.
+
+use std::collections::VecDeque;
+
+use super::Snapshot;
+
+/// Losses that a jump is measured against, at most and at least.
+const LOSSES: (usize, usize) = (64, 8);
+
+/// What is kept in memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RingOptions {
+    /// States at most; 0 for no ring. Each is as large as what a rank owns of a checkpoint.
+    pub states: usize,
+    /// Steps between them.
+    pub every: u64,
+    /// How many standard deviations above the mean of the losses before it a loss has jumped.
+    pub spike: f64,
+}
+
+/// Recent states and losses.
+pub struct Ring {
+    options: RingOptions,
+    states: VecDeque<Snapshot>,
+    losses: VecDeque<f64>,
+}
+
+impl Ring {
+    /// Empty.
+    pub fn new(options: RingOptions) -> Self {
+        Ring { options, states: VecDeque::new(), losses: VecDeque::new() }
+    }
+
+    /// Takes note of the step after which the state is what `copy` copies. The state to write down, if its loss has jumped.
+    pub fn step(
+        &mut self,
+        step: u64,
+        loss: f64,
+        copy: impl FnOnce() -> Snapshot,
+    ) -> Option<Snapshot> {
+        let RingOptions { states, every, .. } = self.options;
+        if states == 0 {
+            return None;
+        }
+        let jumped = self.jumped(loss);
+        // The newest one lies before this step. It leaves the ring: one jump is written down once.
+        let before = if jumped { self.states.pop_back() } else { None };
+        if step.is_multiple_of(every.max(1)) {
+            // First out, then in: there are never more than were asked for.
+            while self.states.len() >= states {
+                self.states.pop_front();
+            }
+            self.states.push_back(copy());
+        }
+        before
+    }
+
+    fn jumped(&mut self, loss: f64) -> bool {
+        let count = self.losses.len() as f64;
+        let mean = self.losses.iter().sum::<f64>() / count;
+        let square = |one: &f64| (one - mean) * (one - mean);
+        let deviation = (self.losses.iter().map(square).sum::<f64>() / count).sqrt();
+        let jumped = self.losses.len() >= LOSSES.1 && loss > mean + self.options.spike * deviation;
+        if jumped {
+            // What follows a jump is measured against what follows it.
+            self.losses.clear();
+        }
+        self.losses.push_back(loss);
+        if self.losses.len() > LOSSES.0 {
+            self.losses.pop_front();
+        }
+        jumped
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn snapshot(step: u64) -> Snapshot {
+        Snapshot::new(step, std::iter::empty(), None)
+    }
+
+    proptest! {
+        #[test]
+        fn a_jump_gives_the_newest_state_before_it(states in 1usize..5, every in 1u64..6, jump in 9u64..60) {
+            let mut ring = Ring::new(RingOptions { states, every, spike: 6.0 });
+            for step in 1..=jump {
+                let loss = if step == jump { 9.0 } else { 3.0 + (step % 3) as f64 * 0.01 };
+                let found = ring.step(step, loss, || snapshot(step)).map(|found| found.step());
+                let wanted = (step - 1) / every * every;
+                prop_assert_eq!(found, (step == jump && wanted > 0).then_some(wanted));
+                prop_assert!(ring.states.len() <= states);
+            }
+            prop_assert!(ring.step(jump + 1, 9.0, || snapshot(0)).is_none(), "a jump is told once");
+        }
+    }
+
+    #[test]
+    fn without_a_ring_nothing_is_copied() {
+        let mut ring = Ring::new(RingOptions { states: 0, every: 1, spike: -9.0 });
+        for step in 1..100 {
+            assert!(ring.step(step, step as f64, || panic!("it copied")).is_none());
+        }
+    }
+}

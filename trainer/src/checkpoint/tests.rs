@@ -1,0 +1,371 @@
+//! Fear: that whatever goes wrong while a checkpoint is written costs more than that checkpoint, or that damage is read.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use contract::{Key, Purpose, draw};
+use proptest::prelude::*;
+use tch::Tensor;
+use tempfile::TempDir;
+
+use super::medium::{Folder, Medium};
+use super::*;
+use crate::lanes::Lanes;
+use crate::model::{Init, Role};
+use crate::optim::Kind;
+use crate::parallel::owners;
+use crate::state::State;
+
+const LANES: fn() -> Lanes = || Lanes::new(1);
+const CHAIN: Digest = Digest(77);
+
+/// A few parameters of every kind.
+pub(crate) fn layout() -> Layout {
+    let parameter = |name: &str, shape: &[i64], role| ParamSpec {
+        name: name.to_owned(),
+        shape: shape.to_vec(),
+        role,
+        init: Init::Constant(0.0),
+    };
+    let parameters = vec![
+        parameter("embedding", &[37, 8], Role::Elementwise),
+        parameter("matrix", &[5, 6], Role::Matrix),
+        parameter("experts", &[3, 4, 5], Role::Experts),
+        parameter("norm", &[7], Role::Elementwise),
+        parameter("convolution", &[4, 3, 2], Role::Elementwise),
+    ];
+    let rules = parameters.iter().map(|parameter| Rule::of(Kind::Muon, parameter)).collect();
+    let balance = vec![Balance::new(4, true), Balance::new(3, false)];
+    Layout { parameters, rules, balance, device: Device::Cpu }
+}
+
+/// A state of it: any bits, numbers or not.
+pub(crate) fn state(layout: &Layout, step: u64) -> State {
+    let mut number = 0;
+    let mut values = |count: i64| -> Vec<f32> {
+        number += 1;
+        let key = Key::from_seed(step).nth(number);
+        let bits = |index| draw(key, Purpose::Generate, index) as u32;
+        (0..count as u64).map(|index| f32::from_bits(bits(index))).collect()
+    };
+    let mut tensor = |parameter: &ParamSpec| {
+        Tensor::from_slice(&values(parameter.shape.iter().product()))
+            .view(parameter.shape.as_slice())
+    };
+    let weights = layout.parameters.iter().map(&mut tensor).collect();
+    let first = layout.parameters.iter().map(&mut tensor).collect();
+    let second = layout.parameters.iter().zip(&layout.rules);
+    let second =
+        second.map(|(parameter, rule)| rule.has_second_moment().then(|| tensor(parameter)));
+    let second = second.collect();
+    let mut balance = layout.balance.clone();
+    for Balance { bias, first, second } in &mut balance {
+        [bias, first, second].into_iter().for_each(|part| *part = values(part.len() as i64));
+    }
+    State { step, weights, first, second, balance }
+}
+
+fn digest(state: &State) -> Digest {
+    state.sums(LANES()).unwrap().digest
+}
+
+fn save(checkpoints: &Checkpoints, layout: &Layout, step: u64) -> Result<()> {
+    let state = state(layout, step);
+    let pieces = owners::pieces(&layout.parameters, &layout.rules, 1);
+    checkpoints.save(layout, &Snapshot::whole(&state, &pieces), digest(&state), CHAIN)
+}
+
+/// The newest state, which must be the one that was saved, and what was passed over.
+fn newest(checkpoints: &Checkpoints, layout: &Layout) -> (Option<u64>, Vec<(u64, Fault)>) {
+    let read = |reader: &Reader<'_>| reader.state(layout, LANES());
+    let Found { state: found, passed } = checkpoints.newest(9, |_| Some(CHAIN), read).unwrap();
+    if let Some(found) = &found {
+        assert_eq!(digest(found), digest(&state(layout, found.step)));
+    }
+    (found.map(|found| found.step), passed)
+}
+
+/// A folder that fails from one operation on.
+#[derive(Debug)]
+struct Broken {
+    inner: Folder,
+    /// Operations that still work.
+    left: AtomicUsize,
+    how: How,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum How {
+    /// The process is gone before the operation.
+    Killed,
+    /// It is gone in the middle: half of a file stands under its name, as no sound disk would leave it.
+    Torn,
+    /// The same, and the half stands where a sound disk leaves it.
+    Half,
+    /// There is no room.
+    Full,
+}
+
+impl Broken {
+    /// Whether the operation works; if not, `half` is what it leaves. Whoever asked gives up then.
+    fn works(&self, half: impl FnOnce()) -> Result<()> {
+        let spend = |left: usize| left.checked_sub(1);
+        if self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, spend).is_ok() {
+            return Ok(());
+        }
+        half();
+        Err(Fault::machine("broken"))
+    }
+}
+
+impl Medium for Broken {
+    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let half = || {
+            let name = match self.how {
+                How::Torn => name.to_owned(),
+                How::Half => format!("{name}{}", medium::PART),
+                How::Killed | How::Full => return,
+            };
+            let path = self.inner.path(&name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, &bytes[..bytes.len() / 2]).unwrap();
+        };
+        self.works(half).and_then(|()| self.inner.put(name, bytes))
+    }
+
+    fn get(&self, name: &str) -> Result<Vec<u8>> {
+        self.inner.get(name)
+    }
+
+    fn list(&self) -> Result<Vec<String>> {
+        self.inner.list()
+    }
+
+    fn remove(&self, name: &str) -> Result<()> {
+        self.works(|| ()).and_then(|()| self.inner.remove(name))
+    }
+
+    fn rename(&self, from: &str, to: &str) -> Result<()> {
+        self.works(|| ()).and_then(|()| self.inner.rename(from, to))
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.inner.path(name)
+    }
+}
+
+/// Every operation of a checkpoint and of the retention after it is cut once, in every way.
+#[test]
+fn a_kill_in_any_phase_leaves_the_state_before_or_the_new_one() {
+    let (layout, retention) = (layout(), Retention { newest: 1, every: 0 });
+    let whole = |how, left| {
+        let folder = TempDir::new().unwrap();
+        let good = Checkpoints::new(folder.path());
+        save(&good, &layout, 3).unwrap();
+        let inner = Folder(folder.path().to_owned());
+        let broken = Broken { inner, left: AtomicUsize::new(left), how };
+        let broken = Checkpoints { medium: Arc::new(broken) };
+        let outcome = save(&broken, &layout, 6).and_then(|()| broken.retain(retention));
+        good.clean().unwrap();
+        let (found, passed) = newest(&good, &layout);
+        assert!(found == Some(3) || found == Some(6), "{how:?} {left}: {found:?}");
+        // Only a disk that lies shows a checkpoint that is none.
+        assert!(passed.is_empty() || how == How::Torn, "{how:?} {left}: {passed:?}");
+        passed.iter().for_each(|(step, _)| good.set_aside(*step).unwrap());
+        let files = good.medium.list().unwrap();
+        assert!(!files.iter().any(|file| file.ends_with(medium::PART)), "{files:?}");
+        let whole = found == Some(6) && good.steps().unwrap() == [6];
+        assert!(outcome.is_err() || whole, "{how:?} {left}: {found:?}");
+        // Whatever was left, the next process computes the same again and keeps it.
+        save(&good, &layout, 6).unwrap();
+        good.retain(retention).unwrap();
+        assert_eq!(newest(&good, &layout), (Some(6), Vec::new()), "{how:?} {left}");
+        assert_eq!(good.steps().unwrap(), [6]);
+        outcome.is_ok()
+    };
+    for how in [How::Killed, How::Torn, How::Half, How::Full] {
+        let needed = (0..100).find(|left| whole(how, *left)).unwrap();
+        assert!(needed > 10, "only {needed} operations were cut");
+    }
+}
+
+#[test]
+fn setting_aside_can_be_killed_anywhere() {
+    let layout = layout();
+    for left in 0..100 {
+        let folder = TempDir::new().unwrap();
+        let good = Checkpoints::new(folder.path());
+        save(&good, &layout, 3).unwrap();
+        save(&good, &layout, 6).unwrap();
+        let inner = Folder(folder.path().to_owned());
+        let medium = Arc::new(Broken { inner, left: AtomicUsize::new(left), how: How::Killed });
+        let ended = Checkpoints { medium }.set_aside(6);
+        good.clean().unwrap();
+        let (found, passed) = newest(&good, &layout);
+        assert!(passed.is_empty() && found == Some(if left == 0 { 6 } else { 3 }), "{left}");
+        if ended.is_ok() {
+            assert!(
+                left > 3
+                    && good
+                        .medium
+                        .list()
+                        .unwrap()
+                        .iter()
+                        .any(|file| file.starts_with("damaged-step-6/"))
+            );
+            return;
+        }
+    }
+    panic!("it never ended");
+}
+
+#[test]
+fn a_flipped_bit_a_cut_and_a_lost_file_are_found_in_every_file() {
+    let layout = layout();
+    let folder = TempDir::new().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    save(&checkpoints, &layout, 3).unwrap();
+    save(&checkpoints, &layout, 6).unwrap();
+    let files = checkpoints.medium.list().unwrap();
+    let files: Vec<_> = files.iter().filter(|file| file.starts_with("step-6/")).collect();
+    assert!(files.len() > 4, "{files:?}");
+    for file in files {
+        let path = folder.path().join(file);
+        let good = fs::read(&path).unwrap();
+        let mut bad: Vec<Option<Vec<u8>>> =
+            vec![Some(Vec::new()), Some(good[..good.len() - 1].to_vec())];
+        bad.extend((!file.ends_with(format::MANIFEST)).then_some(None));
+        bad.push(Some([good.as_slice(), b"\n"].concat()));
+        for place in [0, 8, good.len() / 2, good.len() - 1] {
+            let mut flipped = good.clone();
+            flipped[place] ^= 1;
+            bad.push(Some(flipped));
+        }
+        for bytes in bad {
+            match bytes {
+                Some(bytes) => fs::write(&path, bytes).unwrap(),
+                None => fs::remove_file(&path).unwrap(),
+            }
+            let (found, passed) = newest(&checkpoints, &layout);
+            assert_eq!((found, passed.len(), passed[0].0), (Some(3), 1, 6), "{file}");
+            assert!(passed[0].1.to_string().contains(file.as_str()), "{}", passed[0].1);
+        }
+        fs::write(&path, good).unwrap();
+    }
+    assert_eq!(newest(&checkpoints, &layout), (Some(6), Vec::new()));
+}
+
+#[test]
+fn a_manifest_with_any_byte_changed_is_none() {
+    let layout = layout();
+    let folder = TempDir::new().unwrap();
+    save(&Checkpoints::new(folder.path()), &layout, 3).unwrap();
+    let good = fs::read(folder.path().join("step-3/manifest.json")).unwrap();
+    assert!(Manifest::parse(&good).is_ok());
+    for place in 0..good.len() {
+        let mut bad = good.clone();
+        bad[place] ^= 1 << (place % 7);
+        assert!(Manifest::parse(&bad).is_err(), "byte {place}");
+    }
+}
+
+#[test]
+fn writers_that_leave_something_out_commit_nothing() {
+    let layout = layout();
+    let folder = TempDir::new().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    let state = state(&layout, 3);
+    let pieces = owners::pieces(&layout.parameters, &layout.rules, 1);
+    let blobs = checkpoints.write(&layout, &Snapshot::whole(&state, &pieces)).unwrap();
+    for missing in 0..blobs.len() {
+        let mut some = blobs.clone();
+        some.remove(missing);
+        let fault =
+            checkpoints.commit((3, digest(&state), CHAIN), &layout, &pieces, some).unwrap_err();
+        assert!(fault.to_string().contains(&blobs[missing].name), "{fault}");
+    }
+    assert!(checkpoints.steps().unwrap().is_empty());
+}
+
+/// Boxes that a layout asks for: runs of elements, cut anywhere.
+fn runs(length: i64, cuts: &[prop::sample::Index]) -> Vec<(i64, i64)> {
+    let mut bounds: Vec<i64> = cuts.iter().map(|cut| cut.index(length as usize) as i64).collect();
+    bounds.extend([0, length]);
+    bounds.sort_unstable();
+    bounds.dedup();
+    bounds.windows(2).map(|pair| (pair[0], pair[1] - pair[0])).collect()
+}
+
+/// The pieces of a layout that cuts every tensor anywhere, in bundles that end anywhere, of which each has some owner.
+pub(crate) fn pieces_of(
+    layout: &Layout,
+    cuts: &[prop::sample::Index],
+    (ends, owners): (&[bool], &[u32]),
+) -> Vec<Piece> {
+    let (mut pieces, mut bundle) = (Vec::new(), 0);
+    for (tensor, (parameter, rule)) in layout.parameters.iter().zip(&layout.rules).enumerate() {
+        let length = parameter.shape.iter().product();
+        for (first, length) in runs(length, &cuts[tensor % cuts.len()..]) {
+            bundle += usize::from(!pieces.is_empty() && ends[pieces.len() % ends.len()]);
+            let owner = owners[bundle % owners.len()];
+            pieces.push(Piece { tensor, first, shape: vec![length], rule: *rule, bundle, owner });
+        }
+    }
+    pieces
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Any cut and any number of writers makes a checkpoint from which any box can be read.
+    #[test]
+    fn any_box_is_read_out_of_any_boxes(
+        cuts in prop::collection::vec(any::<prop::sample::Index>(), 1..9),
+        ends in prop::collection::vec(any::<bool>(), 1..9),
+        owners in prop::collection::vec(0u32..7, 1..9),
+        wanted: (prop::sample::Index, prop::sample::Index),
+    ) {
+        let layout = layout();
+        let state = state(&layout, 3);
+        let folder = TempDir::new().unwrap();
+        let checkpoints = Checkpoints::new(folder.path());
+        let pieces = pieces_of(&layout, &cuts, (&ends, &owners));
+        let mut blobs = Vec::new();
+        for rank in 0..7 {
+            let owned = pieces.iter().filter(|piece| piece.owner == rank).map(|piece| -> (_, _, _, _) {
+                let second = state.second[piece.tensor].as_ref().map(|second| piece.of(second));
+                (piece, piece.of(&state.weights[piece.tensor]), piece.of(&state.first[piece.tensor]), second)
+            });
+            let owned: Vec<_> = owned.collect();
+            let owned = owned.iter().map(|(piece, weight, first, second)| -> Owned<'_> {
+                (piece, weight.shallow_clone(), first, second.as_ref())
+            });
+            let balance = (rank == 0).then_some(state.balance.as_slice());
+            blobs.extend(checkpoints.write(&layout, &Snapshot::new(3, owned, balance)).unwrap());
+        }
+        checkpoints.commit((3, digest(&state), CHAIN), &layout, &pieces, blobs).unwrap();
+        let reader = checkpoints.open(3).unwrap();
+        prop_assert_eq!(digest(&reader.state(&layout, LANES()).unwrap()), digest(&state));
+        let mut asked: BTreeMap<usize, (Tensor, Tensor)> = BTreeMap::new();
+        let mut wants = Vec::new();
+        for (index, parameter) in layout.parameters.iter().enumerate() {
+            let corner = |at: prop::sample::Index, length: i64| at.index(length as usize) as i64;
+            let offsets: Vec<i64> =
+                parameter.shape.iter().map(|length| corner(wanted.0, *length)).collect();
+            let rest = parameter.shape.iter().zip(&offsets);
+            let lengths = rest.map(|(length, offset)| 1 + corner(wanted.1, length - offset)).collect();
+            let region = region::Region { offsets, lengths };
+            let there = region::Region::whole(&parameter.shape).part(&region, &state.first[index]);
+            let into = there.zeros_like();
+            asked.insert(index, (there, into.shallow_clone()));
+            wants.push(Want { set: Set::First, name: parameter.name.clone(), region, into });
+        }
+        reader.fill(wants, LANES()).unwrap();
+        for (there, into) in asked.values() {
+            let sum = |tensor: &Tensor| kernels::checksum::tensor(tensor, 1);
+            prop_assert_eq!(sum(there), sum(into));
+        }
+    }
+}

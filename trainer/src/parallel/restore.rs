@@ -1,0 +1,181 @@
+//! How ranks go on from a checkpoint: rank 0 chooses one, each rank reads what its layout needs, and all of them together
+//! find out whether it is whole.
+//!
+//! ```text
+//! choice    step and place of a checkpoint, or step 0: the beginning           rank 0 to everybody
+//! reading   all weights and the moments of its own pieces                      each rank by itself
+//! verdict   checksums of its part, or what is wrong with it                    everybody to everybody, small
+//! ```
+
+use std::path::PathBuf;
+
+use contract::{Class, Digest, Fault, Result};
+use kernels::group::Group;
+
+use super::lost;
+use super::owners::Piece;
+use super::shard::Shard;
+use super::words::{Reader, Writer};
+use crate::checkpoint::{self, Checkpoints, Found, Layout};
+use crate::lanes::Lanes;
+
+/// What every rank reads a checkpoint with.
+pub struct Reading<'a> {
+    /// The ranks.
+    pub group: &'a Group,
+    /// The state as a whole.
+    pub layout: &'a Layout,
+    /// All pieces.
+    pub pieces: &'a [Piece],
+    /// Who checks.
+    pub lanes: Lanes,
+}
+
+impl Reading<'_> {
+    /// As rank 0: goes from the newest checkpoint back to the first that every rank can read.
+    pub fn lead(
+        &self,
+        checkpoints: &Checkpoints,
+        last: u64,
+        chain: impl Fn(u64) -> Option<Digest>,
+    ) -> Result<Found<Shard>> {
+        let place = checkpoints.place();
+        let found = checkpoints.newest(last, chain, |reader| {
+            self.choose(reader.manifest().step, &place.to_string_lossy())?;
+            self.verdict(Ok(reader))
+        })?;
+        if found.state.is_none() {
+            self.choose(0, &place.to_string_lossy())?;
+        }
+        Ok(found)
+    }
+
+    /// As another rank: reads what rank 0 chooses until all agree; `None` means the beginning. Also tells where rank 0
+    /// keeps checkpoints.
+    pub fn follow(&self) -> Result<(Option<Shard>, Checkpoints)> {
+        loop {
+            let (step, place) = self.choose(0, "")?;
+            let checkpoints = Checkpoints::new(&PathBuf::from(place));
+            if step == 0 {
+                return Ok((None, checkpoints));
+            }
+            let opened = checkpoints.open(step);
+            let opened = opened.as_ref().map_err(|fault| {
+                // Rank 0 has read it: a place that shows other things to other ranks is no damage.
+                Fault::machine("this rank does not see the checkpoint that rank 0 sees")
+                    .found(fault)
+                    .hint("a run's folder has to be the same on every rank: share it, or name a bucket with --checkpoints")
+            });
+            match self.verdict(opened) {
+                Ok(shard) => return Ok((Some(shard), checkpoints)),
+                Err(fault) if fault.class() == Class::Data => (),
+                Err(fault) => return Err(fault),
+            }
+        }
+    }
+
+    /// Hears rank 0's choice.
+    fn choose(&self, step: u64, place: &str) -> Result<(u64, String)> {
+        let mut mine = Writer::default();
+        mine.word(step).text(place);
+        let heard =
+            self.group.all_gather("the choice of a checkpoint", mine.bytes()).map_err(lost)?;
+        let mut heard = Reader::new(&heard[0]);
+        Ok((heard.word()?, heard.text()?))
+    }
+
+    /// Reads this rank's part and hears how the others fared. What is wrong anywhere is wrong everywhere.
+    fn verdict(&self, opened: Result<&checkpoint::Reader<'_>>) -> Result<Shard> {
+        let read = opened.and_then(|reader| {
+            let (pieces, rank) = (self.pieces.to_vec(), self.group.rank());
+            let shard = Shard::read(reader, self.layout, pieces, rank, self.lanes)?;
+            let mut sums = Writer::default();
+            shard.say_sums(&mut sums, self.lanes)?;
+            Ok((shard, sums, reader))
+        });
+        let mut mine = Writer::default();
+        match &read {
+            Ok((_, sums, _)) => mine.word(0).append(sums),
+            Err(fault) => mine.word(u64::from(fault.class().exit_code())).text(&fault.to_string()),
+        };
+        let heard =
+            self.group.all_gather("the reading of a checkpoint", mine.bytes()).map_err(lost)?;
+        let mut heard: Vec<_> = heard.iter().map(|heard| Reader::new(heard)).collect();
+        let mut faults = Vec::new();
+        for (rank, heard) in heard.iter_mut().enumerate() {
+            let class = heard.word()?;
+            if class != 0 {
+                faults.push((class == u64::from(Class::Data.exit_code()), rank, heard.text()?));
+            }
+        }
+        // What is not the data's fault comes first: it must not cost a checkpoint its name.
+        if let Some((data, rank, text)) = faults.into_iter().min() {
+            let fault = if data { Fault::data(text) } else { Fault::machine(text) };
+            return Err(fault.at(format!("rank {rank}")));
+        }
+        let (shard, _, reader) = read?;
+        let found = shard.hear_sums(&mut heard)?;
+        heard.into_iter().try_for_each(Reader::end)?;
+        reader.check(found.digest)?;
+        Ok(shard)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::tests::{layout, pieces_of, state};
+    use proptest::prelude::*;
+    use proptest::sample::Index;
+    use tempfile::TempDir;
+
+    /// How some ranks share the state: cuts of every tensor, ends of bundles, owners.
+    fn shares() -> impl Strategy<Value = (Vec<Index>, Vec<bool>, Vec<u32>, u32)> {
+        prop::sample::select(vec![1u32, 2, 3, 5, 7]).prop_flat_map(|world| {
+            let cuts = prop::collection::vec(any::<Index>(), 1..9);
+            let ends = prop::collection::vec(any::<bool>(), 1..9);
+            (cuts, ends, prop::collection::vec(0..world, 1..9), Just(world))
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// Some ranks write, others read, and neither share alike: what they hold together is the state, bit for bit.
+        #[test]
+        fn any_layout_reads_what_any_other_wrote(writers in shares(), readers in shares()) {
+            let (layout, lanes) = (layout(), Lanes::new(1));
+            let wanted = state(&layout, 5).sums(lanes).unwrap().digest;
+            let folder = TempDir::new().unwrap();
+            let checkpoints = Checkpoints::new(folder.path());
+            let cut = |(cuts, ends, owners, _): &(Vec<Index>, Vec<bool>, Vec<u32>, u32)| {
+                pieces_of(&layout, cuts, (ends, owners))
+            };
+            let (pieces, mut blobs) = (cut(&writers), Vec::new());
+            for rank in 0..writers.3 {
+                let shard = Shard::cut(state(&layout, 5), pieces.clone(), rank);
+                blobs.extend(checkpoints.write(&layout, &shard.snapshot()).unwrap());
+            }
+            checkpoints.commit((5, wanted, Digest(1)), &layout, &pieces, blobs).unwrap();
+            let (pieces, reader) = (cut(&readers), checkpoints.open(5).unwrap());
+            let read = |rank| Shard::read(&reader, &layout, pieces.clone(), rank, lanes).unwrap();
+            let shards: Vec<Shard> = (0..readers.3).map(read).collect();
+            let said = shards.iter().map(|shard| {
+                let mut words = Writer::default();
+                shard.say_sums(&mut words, lanes).unwrap();
+                words
+            });
+            let said: Vec<Writer> = said.collect();
+            for shard in &shards {
+                let mut heard: Vec<_> = said.iter().map(|words| Reader::new(words.bytes())).collect();
+                prop_assert_eq!(shard.hear_sums(&mut heard).unwrap().digest, wanted);
+                let whole = state(&layout, 5);
+                for (found, wanted) in shard.weights.iter().zip(&whole.weights) {
+                    let sum = |tensor| kernels::checksum::tensor(tensor, 1);
+                    prop_assert_eq!(sum(found), sum(wanted), "every rank has all weights");
+                }
+                heard.into_iter().try_for_each(Reader::end).unwrap();
+            }
+        }
+    }
+}
