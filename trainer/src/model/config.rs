@@ -72,13 +72,14 @@ pub struct ZayaConfig {
 }
 
 /// Names of the presets, smallest first.
-pub const PRESETS: [&str; 3] = ["zaya1-nano", "zaya1-1b", "zaya1-8b"];
+pub const PRESETS: [&str; 4] = ["zaya1-nano", "zaya1-20m", "zaya1-1b", "zaya1-8b"];
 
 impl ZayaConfig {
     /// The preset of that name.
     pub fn preset(name: &str) -> Option<ZayaConfig> {
         match name {
             "zaya1-nano" => Some(nano()),
+            "zaya1-20m" => Some(twenty_million()),
             "zaya1-1b" => Some(one_billion()),
             "zaya1-8b" => Some(eight_billion()),
             _ => None,
@@ -280,6 +281,11 @@ fn nano() -> ZayaConfig {
         rope_theta: 1e4,
         ..eight_billion()
     }
+}
+
+/// Twenty million weights at work on a token outside the embedding, of 108 million: what a CPU can still measure.
+fn twenty_million() -> ZayaConfig {
+    ZayaConfig { hidden_size: 512, num_hidden_layers: 16, moe_intermediate_size: 512, ..nano() }
 }
 
 /// Ours: the proportions of ZAYA1-8B (queries half the width, keys an eighth, 16 experts) at about a billion
