@@ -430,7 +430,7 @@ mod tests {
             ZayaConfig::resolve(preset, &fields(&[(key, value)])).unwrap_err().to_string()
         };
         let cases = [
-            (refused(Some("zaya2"), "skip", json!("zero")), "zaya1-nano, zaya1-1b"),
+            (refused(Some("zaya2"), "skip", json!("zero")), "zaya1-nano, zaya1-20m"),
             (refused(None, "hiden_size", json!(1)), "did you mean hidden_size?"),
             (refused(None, "vocab_size", json!("many")), "[model] vocab_size"),
             (refused(None, "skip", json!("half")), "[model] skip"),

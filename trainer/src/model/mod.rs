@@ -72,8 +72,9 @@ pub struct LeafOutput {
 
 /// Computes one leaf: forward, loss and backward of `sum of token losses / divisor`.
 ///
-/// `params` in the order of [`parameters`], f32 or as [`rounded`] left them, `balance` one tensor of biases per layer. Nothing is written to either, so
-/// several threads may compute leaves of the same weights at once, each with its own aliases ([`kernels::share`]).
+/// `params` in the order of [`parameters`], f32 or as [`rounded`] left them, `balance` one tensor of biases per layer.
+/// Nothing is written to either, so several threads may compute leaves of the same weights at once, each with its own
+/// aliases ([`kernels::share`]).
 pub fn leaf(
     config: &ZayaConfig,
     params: &[Tensor],
