@@ -1,11 +1,15 @@
 """Tokens per second of `ztrain` and of transformers' zaya with torch's fused AdamW: same cores, shapes, masking, dtype.
 
-    python trainer/benches/side_by_side.py target/release [STEPS]
+    python trainer/benches/side_by_side.py target/release [--model zaya1-nano|zaya1-20m] [--dtype f32|bf16]
+                                                          [--steps N] [--rounds N]
 
 Needs torch and transformers (nothing else here does). Both sides run in one go, in turns, so that a neighbour's load
-meets both. The reference sees no document boundaries, so the fair row is the one with `document_mask = false`.
+meets both. The reference sees no document boundaries, so the fair row is the one with `document_mask = false`. In bf16
+the fair reference is autocast, which has f32 master weights as ours does; `all in bf16` has none.
 """
 
+import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -17,8 +21,10 @@ import tempfile
 import time
 
 ROWS, SEQ_LEN, LEAF, VOCAB = 8, 256, 4, 8192
-SHAPE = dict(hidden_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+SMALL = dict(hidden_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
              moe_intermediate_size=256, num_experts=8, router_hidden_size=64)
+SHAPES = {"zaya1-nano": SMALL,
+          "zaya1-20m": SMALL | dict(hidden_size=512, num_hidden_layers=16, moe_intermediate_size=512)}
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -41,37 +47,45 @@ def corpus(folder: pathlib.Path, tokens: int) -> None:
         '[[source]]\nname = "words"\nfiles = ["text.jsonl"]\ntext = "text"\n')
 
 
-def ours(programs: pathlib.Path, folder: pathlib.Path, kind: str, boundaries: bool, steps: int) -> float:
+def ours(programs: pathlib.Path, folder: pathlib.Path, asked: argparse.Namespace, kind: str, boundaries: bool) -> float:
     name = f"{kind}-{'documents' if boundaries else 'rows'}-{time.monotonic_ns()}"
-    fields = "\n".join(f"{key} = {value}" for key, value in SHAPE.items())
+    fields = "\n".join(f"{key} = {value}" for key, value in SHAPES[asked.model].items())
     (folder / f"{name}.toml").write_text(
-        f'store = "store"\nseed = 1\n[model]\npreset = "zaya1-nano"\nvocab_size = {VOCAB}\n{fields}\n'
+        f'store = "store"\nseed = 1\ndtype = "{asked.dtype}"\n[model]\npreset = "{asked.model}"\nvocab_size = {VOCAB}\n{fields}\n'
         f"document_mask = {str(boundaries).lower()}\n"
         f'[optimizer]\nkind = "{kind}"\nlr = 1e-3\nclip = 1.0\n[schedule]\nwarmup_steps = 0\n'
-        f'[[phase]]\nname = "all"\nsteps = {steps}\nseq_len = {SEQ_LEN}\nbatch = {ROWS}\nleaf = {LEAF}\n'
+        f'[[phase]]\nname = "all"\nsteps = {asked.steps}\nseq_len = {SEQ_LEN}\nbatch = {ROWS}\nleaf = {LEAF}\n'
         'mix = { words = 1 }\n[source.words]\nmax_epochs = 100\n')
     run = folder / name
     subprocess.run([programs / "ztrain", "--curriculum", folder / f"{name}.toml", "--out", run, "--quiet",
-                    "--lanes", str(CORES)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                    "--lanes", str(CORES), "--validate-every", "0"],
+                   check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     seconds = [event["seconds"] for event in events if event["event"] == "step"][2:]
     return ROWS * SEQ_LEN / statistics.median(seconds)
 
 
-def reference(steps: int) -> float:
+def reference(asked: argparse.Namespace, narrow: bool) -> float:
+    """`narrow`: weights and optimizer in bf16 too, instead of autocast over f32 weights."""
     import torch
     from transformers import ZayaConfig, ZayaForCausalLM
     torch.set_num_threads(CORES)
     torch.manual_seed(0)
-    model = ZayaForCausalLM(ZayaConfig(vocab_size=VOCAB, max_position_embeddings=4096, use_cache=False, **SHAPE)).train()
+    config = ZayaConfig(vocab_size=VOCAB, max_position_embeddings=4096, use_cache=False, **SHAPES[asked.model])
+    model = ZayaForCausalLM(config).train()
     for name, parameter in model.named_parameters():
         if name.endswith("temp"):
             parameter.data.fill_(1.0)
+    if narrow:
+        model.to(torch.bfloat16)
+    cast = asked.dtype == "bf16" and not narrow
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     tokens, seconds = torch.randint(0, VOCAB, (ROWS, SEQ_LEN)), []
-    for _ in range(steps):
+    for _ in range(asked.steps):
         start = time.perf_counter()
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        with torch.autocast("cpu", torch.bfloat16) if cast else contextlib.nullcontext():
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -80,26 +94,36 @@ def reference(steps: int) -> float:
 
 
 def main() -> None:
-    programs = pathlib.Path(sys.argv[1]).resolve()
-    steps = int(sys.argv[2]) if len(sys.argv) > 2 else 8
-    rows = {"transformers, fused AdamW": [], "ours, AdamW, rows only": [], "ours, AdamW, documents": [],
-            "ours, Muon, documents": []}
+    parser = argparse.ArgumentParser()
+    parser.add_argument("programs", type=pathlib.Path)
+    parser.add_argument("--model", choices=SHAPES, default="zaya1-nano")
+    parser.add_argument("--dtype", choices=["f32", "bf16"], default="f32")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    asked = parser.parse_args()
+    programs = asked.programs.resolve()
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
-        corpus(folder, steps * ROWS * SEQ_LEN)
+        corpus(folder, asked.steps * ROWS * SEQ_LEN)
         subprocess.run([programs / "zdata", "build", folder / "corpus.toml", "--out", folder / "store"],
                        check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for _ in range(3):
-            rows["transformers, fused AdamW"].append(reference(steps))
-            rows["ours, AdamW, rows only"].append(ours(programs, folder, "adamw", False, steps))
-            rows["ours, AdamW, documents"].append(ours(programs, folder, "adamw", True, steps))
-            rows["ours, Muon, documents"].append(ours(programs, folder, "muon", True, steps))
-    load = os.getloadavg()[0]
-    print(f"{ROWS} x {SEQ_LEN} tokens, f32, {CORES} cores, medians of 3 rounds of {steps} steps, load {load:.1f} at the end")
-    base = statistics.median(rows["transformers, fused AdamW"])
+        base = "transformers, fused AdamW"
+        makers = {base: lambda: reference(asked, False)}
+        if asked.dtype == "bf16":
+            makers["transformers, all in bf16"] = lambda: reference(asked, True)
+        makers |= {"ours, AdamW, rows only": lambda: ours(programs, folder, asked, "adamw", False),
+                   "ours, AdamW, documents": lambda: ours(programs, folder, asked, "adamw", True),
+                   "ours, Muon, documents": lambda: ours(programs, folder, asked, "muon", True)}
+        rows = {name: [] for name in makers}
+        for _ in range(asked.rounds):
+            for name, make in makers.items():
+                rows[name].append(make())
+    print(f"{asked.model}, {asked.dtype}, {ROWS} x {SEQ_LEN} tokens, {CORES} cores, medians of {asked.rounds} rounds of "
+          f"{asked.steps} steps, load {os.getloadavg()[0]:.1f} at the end")
     for name, rates in rows.items():
         rate = statistics.median(rates)
-        print(f"{name:28} {rate:8.0f} tok/s  x {rate / base:.2f}  (from {min(rates):.0f} to {max(rates):.0f})")
+        ratio = rate / statistics.median(rows[base])
+        print(f"{name:28} {rate:8.0f} tok/s  x {ratio:.2f}  (from {min(rates):.0f} to {max(rates):.0f})")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ use std::time::Instant;
 use contract::{Fault, Result};
 use kernels::runtime;
 use loader::{Batch, RankSlice};
+use mixer::curriculum::Dtype;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
@@ -37,7 +38,9 @@ pub struct StepTable {
     pub exactness: f64,
     /// Operations that the model defines, forward and backward.
     pub model_flops: f64,
-    /// Operations in a second that all lanes together reach in large f32 products.
+    /// What the products compute in.
+    pub dtype: &'static str,
+    /// Operations in a second that all lanes together reach in large products of that kind.
     pub limit: f64,
 }
 
@@ -75,6 +78,7 @@ pub fn step(spec: &RunSpec, device: Device, lanes: Lanes, steps: u64) -> Result<
         table.model_flops += model_flops(spec, &batch, &gradient.router)?;
         Ok(())
     };
+    let dtype = spec.curriculum.dtype;
     let empty = StepTable {
         lanes: lanes.count(),
         steps,
@@ -84,7 +88,8 @@ pub fn step(spec: &RunSpec, device: Device, lanes: Lanes, steps: u64) -> Result<
         idle: 0.0,
         exactness: 0.0,
         model_flops: 0.0,
-        limit: limit(device, lanes)?,
+        dtype: dtype.name(),
+        limit: limit(device, lanes, dtype)?,
     };
     one(1, &mut empty.clone())?;
     let mut table = empty;
@@ -92,7 +97,7 @@ pub fn step(spec: &RunSpec, device: Device, lanes: Lanes, steps: u64) -> Result<
         measured(|| (2..steps + 2).try_for_each(|number| one(number, &mut table)));
     outcome?;
     // The machine may be shared: the better of two looks is nearer to what it can do.
-    table.limit = table.limit.max(limit(device, lanes)?);
+    table.limit = table.limit.max(limit(device, lanes, dtype)?);
     let named = PARTS.iter().zip(&spent);
     let inside = named.clone().filter(|((part, _), _)| *part != Part::Batch);
     table.idle = table.seconds * lanes.count() as f64 - inside.map(|(_, spent)| spent).sum::<f64>();
@@ -114,15 +119,16 @@ fn model_flops(spec: &RunSpec, batch: &Batch, router: &[Vec<u64>]) -> Result<f64
     Ok(flops::training(config, tokens, routed, pairs.sum()))
 }
 
-/// The rate of large f32 products with every lane at work, each with one math thread: the best of several.
-fn limit(device: Device, lanes: Lanes) -> Result<f64> {
+/// The rate of large products with every lane at work, each with one math thread: the best of several.
+fn limit(device: Device, lanes: Lanes, dtype: Dtype) -> Result<f64> {
+    let kind = if dtype == Dtype::Bf16 { Kind::BFloat16 } else { Kind::Float };
     let count = lanes.count() as u64;
     let mut best = 0f64;
     for _ in 0..6 {
         let begin = Instant::now();
         let work = |_| {
             runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
-            let square = Tensor::ones([SQUARE, SQUARE], (Kind::Float, device));
+            let square = Tensor::ones([SQUARE, SQUARE], (kind, device));
             let out = square.empty_like();
             let begin = Instant::now();
             for _ in 0..4 {

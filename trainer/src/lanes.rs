@@ -12,11 +12,15 @@ use std::thread;
 use contract::{Fault, Result};
 use kernels::runtime;
 
+use crate::model::Keep;
 use crate::refusal::{self, caught};
 
-/// A number of lanes, at least one.
+/// A number of lanes, at least one, and what each keeps of a leaf between its passes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Lanes(usize);
+pub struct Lanes {
+    count: usize,
+    keep: Keep,
+}
 
 /// What the lanes of one fold share.
 struct Shared<T> {
@@ -33,9 +37,19 @@ struct Shared<T> {
 }
 
 impl Lanes {
-    /// `count` lanes.
+    /// `count` lanes that keep every activation.
     pub fn new(count: usize) -> Self {
-        Lanes(count.max(1))
+        Lanes { count: count.max(1), keep: Keep::Everything }
+    }
+
+    /// The same lanes, keeping of a leaf what `keep` says.
+    pub fn keeping(self, keep: Keep) -> Self {
+        Lanes { keep, ..self }
+    }
+
+    /// What a leaf keeps between its passes.
+    pub fn keep(self) -> Keep {
+        self.keep
     }
 
     /// One lane for each core of the machine.
@@ -45,7 +59,7 @@ impl Lanes {
 
     /// How many.
     pub fn count(self) -> usize {
-        self.0
+        self.count
     }
 
     /// Computes `work(0)`, `work(1)`, ... `work(items - 1)` on the lanes and hands each result to `take`, in order.
@@ -61,7 +75,7 @@ impl Lanes {
         let (waiting, failure) = (BTreeMap::new(), None);
         let shared = Mutex::new(Shared { begin: 0, take: 0, waiting, taking: false, failure });
         let (moved, take) = (Condvar::new(), Mutex::new(take));
-        let window = self.0 as u64 + 1;
+        let window = self.count as u64 + 1;
         let lane = || {
             runtime::enter_thread().map_err(machine)?;
             while let Some(item) = begin_next(&shared, &moved, items, window) {
@@ -100,7 +114,7 @@ impl Lanes {
     /// conditions as many do.
     fn run(self, lane: impl Fn() -> Result<()> + Sync) -> Result<()> {
         thread::scope(|scope| {
-            let handles: Vec<_> = (0..self.0).map(|_| scope.spawn(&lane)).collect();
+            let handles: Vec<_> = (0..self.count).map(|_| scope.spawn(&lane)).collect();
             let joined: Vec<_> = handles.into_iter().map(|handle| handle.join()).collect();
             joined.into_iter().try_for_each(|outcome| {
                 outcome.unwrap_or_else(|panic| Err(refusal::fault(&*panic)))

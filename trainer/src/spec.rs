@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use contract::{Digestible, Fault, Hasher, Identity, Result};
 use loader::{Opened, Stores};
-use mixer::curriculum::{Dtype, ModelSpec, OptimizerKind};
+use mixer::curriculum::{ModelSpec, OptimizerKind};
 use mixer::{Curriculum, Plan};
 
 use crate::hf::Start;
@@ -66,12 +66,6 @@ impl RunSpec {
         let curriculum = opened.curriculum.clone();
         let data = Arc::clone(opened.stores()?);
         let content = Content::of(&data);
-        if curriculum.dtype != Dtype::F32 {
-            return Err(Fault::usage("the model computes in f32 so far")
-                .at(curriculum.place("dtype"))
-                .found(format!("{:?}", curriculum.dtype.name()))
-                .wanted("\"f32\""));
-        }
         let start = open_start(opened, &data)?;
         let models = models(&curriculum, content.vocab, start.as_ref())?;
         let settings = settings(&curriculum);

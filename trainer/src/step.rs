@@ -98,9 +98,11 @@ pub fn gradient(
     lanes: Lanes,
     detail: Detail,
 ) -> Result<Gradient> {
-    let stager = Stager::new(state.weights[0].device());
-    let stager = stager.map_err(|error| Fault::machine(error.to_string()))?;
-    gradient_of(spec, state, batch, &Leaves::stage(spec, batch, &stager)?, lanes, detail)
+    gradient_of(spec, state, batch, &Leaves::stage(spec, batch, &stager(state)?)?, lanes, detail)
+}
+
+fn stager(state: &State) -> Result<Stager> {
+    Stager::new(state.weights[0].device()).map_err(|error| Fault::machine(error.to_string()))
 }
 
 fn gradient_of(
@@ -144,15 +146,16 @@ pub(crate) fn each_leaf(
     begun: impl Fn(u64) + Sync,
     mut take: impl FnMut(LeafSums, LeafOutput) -> Result<()> + Send,
 ) -> Result<()> {
-    let (weights, biases) = (Frozen::new(weights), bias_tensors(weights, balance));
-    let biases = Frozen::new(&biases);
+    let (weights, biases) = (products(spec, weights, lanes)?, bias_tensors(weights, balance));
+    let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
     let config = &spec.model_at(batch.step)?.config;
     let work = |leaf: u64| {
         begun(leaf);
         let (weights, biases) = (weights.aliases(), biases.aliases());
         let compute = || {
             let staged = leaves.take(leaf)?;
-            let output = model::staged_leaf(config, &weights, &biases, staged, divisor)?;
+            let how = (divisor, lanes.keep());
+            let output = model::staged_leaf(config, &weights, &biases, staged, how)?;
             Ok((sums(&output, &input(batch, leaf), detail), output))
         };
         caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
@@ -168,17 +171,18 @@ pub fn leaf(
     leaf: u64,
     lanes: Lanes,
 ) -> Result<LeafSums> {
-    let (weights, biases) =
-        (Frozen::new(&state.weights), bias_tensors(&state.weights, &state.balance));
-    let biases = Frozen::new(&biases);
+    let biases = bias_tensors(&state.weights, &state.balance);
+    let weights = products(spec, &state.weights, lanes)?;
+    let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
     let config = &spec.model_at(batch.step)?.config;
+    let input = input(batch, leaf);
+    let staged = input.stage(config, &stager(state)?)?;
+    let how = (batch.label_count.max(1), lanes.keep());
     // On a lane of its own, as in the run.
-    let mut found = lanes.map(vec![leaf], |leaf| {
+    let mut found = lanes.map(vec![staged], |staged| {
         let (weights, biases) = (weights.aliases(), biases.aliases());
-        let divisor = batch.label_count.max(1);
         let compute = || {
-            let input = input(batch, leaf);
-            let output = model::leaf(config, &weights, &biases, &input, divisor)?;
+            let output = model::staged_leaf(config, &weights, &biases, staged, how)?;
             Ok(sums(&output, &input, Detail::Tokens))
         };
         caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
@@ -315,6 +319,17 @@ fn sums(output: &LeafOutput, input: &LeafInput<'_>, detail: Detail) -> LeafSums 
     let losses: Vec<f64> = Vec::try_from(by_row).unwrap_or_default();
     let rows = losses.into_iter().zip(input.mask.chunks(input.seq_len).map(labels)).collect();
     LeafSums { loss: output.loss, labels: output.labels, gradient, rows, token_losses }
+}
+
+/// The weights as the products of a step see them: rounded once, for all of its leaves.
+pub(crate) fn products(spec: &RunSpec, weights: &[Tensor], lanes: Lanes) -> Result<Vec<Tensor>> {
+    let dtype = spec.curriculum.dtype;
+    let items: Vec<_> =
+        spec.parameters.iter().zip(weights.iter().map(Tensor::shallow_clone)).collect();
+    lanes.map(items, |(parameter, weight)| {
+        let _watch = timing::part(timing::Part::Round);
+        Ok(model::rounded(parameter, &weight, dtype))
+    })
 }
 
 /// The balancing biases as tensors beside the weights.

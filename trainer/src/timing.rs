@@ -12,6 +12,8 @@ use std::time::Instant;
 pub enum Part {
     /// Reading and assembling the batch; a run hides it behind the step before.
     Batch,
+    /// The weights rounded to what products compute in, once a step.
+    Round,
     /// Embedding, norms, residual scaling: what is between the other parts of the model, both ways.
     Stream,
     /// Attention with its projections and convolutions, forward.
@@ -43,8 +45,9 @@ pub enum Part {
 }
 
 /// Every part, in the order of a step, with its name.
-pub const PARTS: [(Part, &str); 15] = [
+pub const PARTS: [(Part, &str); 16] = [
     (Part::Batch, "batch: read, assemble"),
+    (Part::Round, "weights rounded for products"),
     (Part::Stream, "embedding, norms, residuals"),
     (Part::Attention, "attention, forward"),
     (Part::Router, "router, forward"),

@@ -81,7 +81,8 @@ impl Validation {
             }
         }
         let biases = step::bias_tensors(weights, balance);
-        let (weights, biases) = (Frozen::new(weights), Frozen::new(&biases));
+        let weights = step::products(spec, weights, lanes)?;
+        let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
         let config = &spec.model_at(at.step)?.config;
         let losses = lanes.map(pieces, |(source, first, rows): (String, u64, u64)| {
             let batch = validation::batch(&spec.data, &source, at.seq_len, first, rows)?;

@@ -1,12 +1,13 @@
 //! The written-out passes against what they must agree with: differentiation, a formula, themselves on other threads.
 
 use kernels::share::Frozen;
+use mixer::curriculum::Dtype;
 use tch::{Device, Kind, Tensor};
 
-use super::parity::{Arrays, Fixture, relative};
+use super::parity::{Arrays, Fixture, all_rounded, relative};
 use super::{
-    Init, LeafOutput, ParamSpec, Skip, ZayaConfig, init, init_balance, leaf, parameters, reference,
-    staged_leaf,
+    Init, Keep, LeafOutput, ParamSpec, Skip, ZayaConfig, init, init_balance, leaf, parameters,
+    reference, staged_leaf,
 };
 
 /// A model and a leaf large enough that kernels take their vector paths, with documents of awkward lengths.
@@ -89,6 +90,25 @@ fn threads_do_not_change_a_bit() {
     assert!(same_bits(&alone, &again));
 }
 
+/// Recomputation makes the same calls twice: the same bits in either kind, and in bf16 they are not those of f32.
+#[test]
+fn what_is_kept_between_the_passes_decides_no_bit() {
+    let (config, params, balance, arrays) = middling(Skip::Identity);
+    let compute = |dtype, keep| {
+        let params = all_rounded(&parameters(&config), &params, dtype);
+        let stager = kernels::device::Stager::new(Device::Cpu).unwrap();
+        let staged = arrays.input().stage(&config, &stager).unwrap();
+        staged_leaf(&config, &params, &balance, staged, (200, keep)).unwrap()
+    };
+    let [wide, narrow] = [Dtype::F32, Dtype::Bf16].map(|dtype| {
+        let whole = compute(dtype, Keep::Everything);
+        assert!(same_bits(&whole, &compute(dtype, Keep::LayerInputs)), "{dtype:?}");
+        assert!(whole.grads.iter().all(|grad| grad.kind() == Kind::Float));
+        whole
+    });
+    assert!(!same_bits(&wide, &narrow));
+}
+
 /// The way of a prefetcher: staged on another thread, computed on this one.
 #[test]
 fn a_staged_leaf_has_the_same_bits() {
@@ -99,7 +119,8 @@ fn a_staged_leaf_has_the_same_bits() {
         arrays.input().stage(&config, &stager).unwrap()
     };
     let staged = std::thread::scope(|scope| scope.spawn(stage).join().unwrap());
-    let out = staged_leaf(&config, &params, &balance, staged, 200).unwrap();
+    let how = (200, Keep::Everything);
+    let out = staged_leaf(&config, &params, &balance, staged, how).unwrap();
     assert!(same_bits(&alone, &out));
 }
 

@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 
 use super::input::Prepared;
 use super::rotary::Rotary;
-use super::{ZayaConfig, sdpa};
+use super::{ZayaConfig, product, sdpa};
 
 /// Parameters of one layer's attention, in canonical order.
 pub(super) struct Attention<'a> {
@@ -64,6 +64,7 @@ impl Attention<'_> {
         let factor = factor(config, &raw);
         let mut qk = &raw * (&factor * self.scales(config));
         context.rotary.turn(&mut qk);
+        let qk = qk.to_kind(u.kind());
         let value = self.values(context, u);
         let (heads, core) = sdpa::forward(config, &context.input.spans, qk, value);
         let out = heads.matmul(&self.wo.tr());
@@ -78,22 +79,25 @@ impl Attention<'_> {
         saved: Saved,
         grad: &Tensor,
     ) -> (Tensor, Vec<Tensor>) {
-        let config = context.config;
+        let (config, kind) = (context.config, u.kind());
+        let grad = &grad.to_kind(kind);
         let Saved { wz, z, taps, kernel, raw, factor, core, heads } = saved;
         let wo = grad.tr().matmul(&heads);
         let (mut qk, value) =
             sdpa::backward(config, &context.input.spans, core, &grad.matmul(self.wo));
         context.rotary.turn_back(&mut qk);
         let (raw_grad, temp) = self.norm_backward(config, &raw, &factor, qk);
-        let (c0, w1, b0_from_starts) = second_backward(context, &taps, &kernel, &raw_grad);
+        let (c0, w1, b0_from_starts) =
+            second_backward(context, &taps, &kernel, &raw_grad.to_kind(kind));
         let b1 = raw_grad.sum_dim_intlist(1, false, Kind::Float).reshape([-1]);
         let (mut z_grad, w0, b0) = self.first_backward(context, &z, c0);
         add_mean_grads(config, &raw_grad, &mut z_grad);
         let (value, half) = (self.values_backward(context, value), config.key_size() / 2);
         let w_value = value.tr().matmul(u);
-        let mut input = z_grad.matmul(&wz);
-        let _ = input.addmm_(&value.narrow(1, 0, half), self.v_current);
-        let _ = input.addmm_(&value.narrow(1, half, half), self.v_delayed);
+        let z_grad = z_grad.to_kind(kind);
+        let mut input = product::wide(z_grad.matmul(&wz));
+        product::add(&mut input, &value.narrow(1, 0, half), self.v_current);
+        product::add(&mut input, &value.narrow(1, half, half), self.v_delayed);
         let wz = z_grad.tr().matmul(u);
         let params = vec![
             wz.narrow(0, 0, config.query_size()),
@@ -107,7 +111,7 @@ impl Attention<'_> {
             temp,
             wo,
         ];
-        (input, params)
+        (input, params.into_iter().map(product::wide).collect())
     }
 
     /// `c0_t = w0[0] z_{t-1} + w0[1] z_t + b0`, with zeros before a span; both taps of the second convolution.
@@ -120,7 +124,7 @@ impl Attention<'_> {
         let _ = c0.addcmul_(&before, &taps.select(1, 0));
         let heads = config.num_attention_heads + config.num_key_value_heads;
         let shape = [n, heads, 2, config.head_dim];
-        let both = Tensor::empty(shape, (Kind::Float, z.device()));
+        let both = Tensor::empty(shape, (z.kind(), z.device()));
         let by_head = c0.view([n, heads, config.head_dim]);
         let first = self.b0.view([heads, config.head_dim]);
         starts.delay(&by_head, Some(&first), &mut both.select(2, 0));
@@ -137,8 +141,7 @@ impl Attention<'_> {
     fn second_convolution(&self, config: &ZayaConfig, taps: &Tensor, kernel: &Tensor) -> Tensor {
         let (n, dim) = (taps.size()[0], config.head_dim);
         let rows = taps.view([n, -1, 2 * dim]).transpose(0, 1);
-        let bias = self.b1.view([-1, 1, dim]);
-        bias.baddbmm(&rows, &kernel.transpose(1, 2), 1.0, 1.0)
+        product::affine_batch(&self.b1.view([-1, 1, dim]), &rows, kernel)
     }
 
     /// `[G, 1, 1]`: 1 for query heads, the temperature for key heads.
@@ -151,7 +154,7 @@ impl Attention<'_> {
     /// Half of the value channels from the token, half from the one before it.
     fn values(&self, context: &Context, u: &Tensor) -> Tensor {
         let half = context.config.key_size() / 2;
-        let value = Tensor::empty([u.size()[0], 2 * half], (Kind::Float, u.device()));
+        let value = Tensor::empty([u.size()[0], 2 * half], (u.kind(), u.device()));
         value.narrow(1, 0, half).copy_(&u.matmul(&self.v_current.tr()));
         let delayed = u.matmul(&self.v_delayed.tr());
         context.input.starts.delay(&delayed, None, &mut value.narrow(1, half, half));
@@ -232,7 +235,7 @@ fn second_backward(
     let mut before = both.select(2, 0);
     let bias = starts.of(&before).sum_dim_intlist(0, false, Kind::Float).reshape([-1]);
     starts.clear(&mut before);
-    let c0 = both.select(2, 1).contiguous();
+    let c0 = product::wide(both.select(2, 1)).contiguous();
     let (later, mut into) = starts.pairs(&before, &c0);
     into += later;
     (c0.view([n, -1]), weight, bias)
@@ -240,7 +243,7 @@ fn second_backward(
 
 /// Adds to every query the mean of itself and its key before the convolutions, to every key the mean of its group's.
 fn add_means(config: &ZayaConfig, z: &Tensor, raw: &mut Tensor) {
-    let (q, k) = heads_of(config, z);
+    let (q, k) = heads_of(config, &product::wide(z.shallow_clone()));
     let mean = (q + k) * 0.5;
     let (mut query, mut key) = split(config, raw);
     key += mean.mean_dim(1, true, Kind::Float);

@@ -5,8 +5,8 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::Skip;
 use super::router::Routes;
+use super::{Skip, product};
 
 /// Parameters of one layer's experts.
 pub(super) struct Experts<'a> {
@@ -77,7 +77,7 @@ impl Experts<'_> {
     pub(super) fn forward(&self, v: &Tensor, routes: &Routes) -> (Tensor, Vec<u64>, Saved) {
         let [experts, width, hidden] = sizes(self.gate_up);
         let order = Order::new(&routes.choice, experts + 1);
-        let (inner_size, options) = (width / 2, (Kind::Float, v.device()));
+        let (inner_size, options) = (width / 2, (v.kind(), v.device()));
         let sorted = v.index_select(0, &order.order);
         let rows = sorted.narrow(0, 0, order.routed);
         let gate_up = Tensor::empty([order.routed, width], options);
@@ -101,7 +101,7 @@ impl Experts<'_> {
             Skip::Identity => rest.copy_(&sorted.narrow(0, order.routed, skipped)),
         }
         let counts = order.counts.iter().map(|&count| count as u64).collect();
-        let mixed = out.index_select(0, &order.inverse) * &routes.weight;
+        let mixed = (out.index_select(0, &order.inverse) * &routes.weight).to_kind(v.kind());
         let weight = routes.weight.shallow_clone();
         (mixed, counts, Saved { order, weight, rows, gate_up, inner, out })
     }
@@ -111,7 +111,7 @@ impl Experts<'_> {
         let inner_size = inner.size()[1];
         let grad = grad.index_select(0, &order.order);
         let weight_grad = (&grad * out).sum_dim_intlist(1, true, Kind::Float);
-        let out = grad * weight.index_select(0, &order.order);
+        let out = (grad * weight.index_select(0, &order.order)).to_kind(rows.kind());
         let (up_weight, down_weight) = (self.gate_up.empty_like(), self.down.empty_like());
         let inner_grad = inner.empty_like();
         for (expert, start, count) in order.experts() {
@@ -155,7 +155,7 @@ impl Experts<'_> {
             Skip::Identity => rest.copy_(&out.narrow(0, order.routed, skipped)),
         }
         let back = |x: Tensor| x.index_select(0, &order.inverse);
-        Grads { input: back(input), weight: back(weight), params }
+        Grads { input: back(input), weight: back(weight), params: params.map(product::wide) }
     }
 }
 

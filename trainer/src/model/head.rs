@@ -5,8 +5,8 @@
 
 use tch::{Kind, Tensor};
 
-use super::ZayaConfig;
 use super::input::Prepared;
+use super::{ZayaConfig, product};
 
 /// Losses, and gradients of their sum over the divisor.
 pub(super) struct Head {
@@ -27,8 +27,9 @@ pub(super) fn run(
     divisor: u64,
 ) -> Head {
     let n = hidden.size()[0];
-    let mut grad = embedding.zeros_like();
-    let hidden_grad = hidden.empty_like();
+    let float = (Kind::Float, hidden.device());
+    let mut grad = embedding.new_zeros(embedding.size(), float);
+    let hidden_grad = hidden.new_empty(hidden.size(), float);
     let losses = hidden.new_empty([n], (Kind::Float, hidden.device()));
     let mut start = 0;
     while start < n {
@@ -42,9 +43,11 @@ pub(super) fn run(
         let _ = slope.scatter_add_(1, &labels, &mask.ones_like().neg());
         // The mask and the divisor scale the narrow side: rows of D numbers, not of V.
         let scale = mask / divisor as f64;
-        let _ = slope.mm_out(&part(&hidden_grad), embedding);
+        let slope = slope.to_kind(rows.kind());
+        product::into(&part(&hidden_grad), &slope, embedding);
         let _ = part(&hidden_grad).g_mul_(&scale);
-        let _ = grad.addmm_(&slope.tr(), &(rows * &scale));
+        let rows = (&rows * &scale).to_kind(rows.kind());
+        product::add(&mut grad, &slope.tr(), &rows);
         start += count;
     }
     Head { losses, hidden: hidden_grad, embedding: grad }

@@ -6,6 +6,7 @@
 //! norm       RMS norm, residual scaling                    attention  convolutions, q-k mean, value shift (shift,
 //! router     depth averaging, choice                                  rotary and sdpa are its parts)
 //! experts    sorted, one product each                      head       loss without all logits
+//! product    in the kind of the weights, sums in f32
 //! fixtures/  parity with Hugging Face, and its traps
 //! ```
 //!
@@ -22,6 +23,7 @@ mod norm;
 mod normal;
 mod params;
 mod pass;
+mod product;
 mod rotary;
 mod router;
 mod sdpa;
@@ -36,10 +38,22 @@ mod reference;
 
 pub use config::{PRESETS, Skip, ZayaConfig};
 pub use input::{LeafInput, StagedLeaf};
-pub use params::{EMBEDDING, Init, ParamSpec, Role, balance_name, init, init_balance, parameters};
+pub use params::{
+    EMBEDDING, Init, ParamSpec, Role, balance_name, init, init_balance, parameters, rounded,
+};
 
 use contract::{Fault, Result};
 use tch::Tensor;
+
+/// What a leaf keeps between its forward and its backward pass. Decides memory and time, never bits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Keep {
+    /// Every activation that the backward pass reads.
+    #[default]
+    Everything,
+    /// What enters each layer; its activations are computed again, layer by layer, on the way back.
+    LayerInputs,
+}
 
 /// What a leaf answers with.
 #[derive(Debug)]
@@ -58,8 +72,9 @@ pub struct LeafOutput {
 
 /// Computes one leaf: forward, loss and backward of `sum of token losses / divisor`.
 ///
-/// `params` in the order of [`parameters`], `balance` one tensor of biases per layer. Nothing is written to either, so
-/// several threads may compute leaves of the same weights at once, each with its own aliases ([`kernels::share`]).
+/// `params` in the order of [`parameters`], f32 or as [`rounded`] left them, `balance` one tensor of biases per layer.
+/// Nothing is written to either, so several threads may compute leaves of the same weights at once, each with its own
+/// aliases ([`kernels::share`]).
 pub fn leaf(
     config: &ZayaConfig,
     params: &[Tensor],
@@ -68,18 +83,18 @@ pub fn leaf(
     divisor: u64,
 ) -> Result<LeafOutput> {
     let input = input.prepare(config, params[0].device())?;
-    compute(config, params, balance, &input, divisor)
+    compute(config, params, balance, &input, (divisor, Keep::Everything))
 }
 
-/// Computes a leaf that a prefetcher staged; otherwise as [`leaf`].
+/// Computes a leaf that a prefetcher staged, keeping what `keep` says; otherwise as [`leaf`].
 pub fn staged_leaf(
     config: &ZayaConfig,
     params: &[Tensor],
     balance: &[Tensor],
     staged: StagedLeaf,
-    divisor: u64,
+    (divisor, keep): (u64, Keep),
 ) -> Result<LeafOutput> {
-    compute(config, params, balance, &staged.arrive()?, divisor)
+    compute(config, params, balance, &staged.arrive()?, (divisor, keep))
 }
 
 fn compute(
@@ -87,10 +102,10 @@ fn compute(
     params: &[Tensor],
     balance: &[Tensor],
     input: &input::Prepared,
-    divisor: u64,
+    how: (u64, Keep),
 ) -> Result<LeafOutput> {
     kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
-    Ok(pass::leaf(config, params, balance, input, divisor))
+    Ok(pass::leaf(config, params, balance, input, how))
 }
 
 /// The sum of the token losses of some sequences, in nats: forward only.

@@ -3,7 +3,8 @@
 //! Names and shapes are those of Hugging Face's `ZayaForCausalLM`, so that a checkpoint needs no renaming.
 
 use contract::{Key, Purpose, draw};
-use tch::Tensor;
+use mixer::curriculum::Dtype;
+use tch::{Kind, Tensor};
 
 use super::ZayaConfig;
 use super::normal::standard_normal;
@@ -45,6 +46,12 @@ impl ParamSpec {
     /// Numbers in it.
     pub fn elements(&self) -> u64 {
         self.shape.iter().map(|&size| size as u64).product()
+    }
+
+    /// Whether it is an operand of the products that most of the time goes into.
+    fn in_large_products(&self) -> bool {
+        let small = self.name.contains(".router_mlp.") || self.name.contains("conv_qk_depthwise");
+        self.shape.len() > 1 && !small
     }
 }
 
@@ -159,6 +166,17 @@ impl List<'_> {
         self.normal(&format!("{experts}.gate_up_proj"), &[count, 2 * inner, hidden], Role::Experts);
         self.normal(&format!("{experts}.down_proj"), &[count, hidden, inner], Role::Experts);
         self.residual(&format!("{at}.post_mlp_residual_scale"));
+    }
+}
+
+/// A weight as products see it: under `Bf16` a matrix is rounded to it, to nearest even; anything else is the same tensor.
+///
+/// Vectors, the depthwise convolution and the router's small network stay f32: they are no large products, and a route
+/// that flips by rounding costs more than they do.
+pub fn rounded(spec: &ParamSpec, weight: &Tensor, dtype: Dtype) -> Tensor {
+    match dtype {
+        Dtype::Bf16 if spec.in_large_products() => weight.to_kind(Kind::BFloat16),
+        _ => weight.shallow_clone(),
     }
 }
 

@@ -4,10 +4,14 @@
 
 use std::collections::BTreeMap;
 
+use mixer::curriculum;
 use safetensors::{Dtype, SafeTensors};
 use tch::{Kind, Tensor};
 
-use super::{LeafInput, LeafOutput, Skip, ZayaConfig, balance_name, leaf, logits, parameters};
+use super::{
+    LeafInput, LeafOutput, ParamSpec, Skip, ZayaConfig, balance_name, leaf, logits, parameters,
+    rounded,
+};
 
 /// The largest relative error allowed, for every tensor.
 const BOUND: f64 = 1e-4;
@@ -18,6 +22,8 @@ pub(crate) struct Fixture {
     pub(crate) config: ZayaConfig,
     pub(crate) rows: usize,
     pub(crate) seq_len: usize,
+    /// `|a - b| / |b|` of Hugging Face's own bf16 against its f32, by tensor.
+    bf16: BTreeMap<String, f64>,
 }
 
 /// The arrays that a leaf borrows.
@@ -83,12 +89,14 @@ impl Fixture {
         let tensors =
             file.tensors().iter().map(|(name, view)| (name.clone(), tensor(view))).collect();
         let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
-        let shape = header.metadata().as_ref().unwrap()["shape"].clone();
-        let mut fields: BTreeMap<String, serde_json::Value> = serde_json::from_str(&shape).unwrap();
+        let metadata = header.metadata().as_ref().unwrap();
+        let bf16 = serde_json::from_str(&metadata["bf16"]).unwrap();
+        let mut fields: BTreeMap<String, serde_json::Value> =
+            serde_json::from_str(&metadata["shape"]).unwrap();
         let mut size = |name: &str| fields.remove(name).unwrap().as_u64().unwrap() as usize;
         let (rows, seq_len) = (size("rows"), size("seq_len"));
         let config = ZayaConfig::resolve(Some("zaya1-8b"), &fields).unwrap();
-        Fixture { name, tensors, config, rows, seq_len }
+        Fixture { name, tensors, config, rows, seq_len, bf16 }
     }
 
     pub(crate) fn params(&self) -> Vec<Tensor> {
@@ -126,24 +134,70 @@ fn family(name: &str) -> String {
     name.split('.').filter(|part| part.parse::<u32>().is_err()).collect::<Vec<_>>().join(".")
 }
 
-fn check(fixture: &Fixture) {
-    let Fixture { name, tensors, config, .. } = fixture;
-    let (params, balance, arrays) = (fixture.params(), fixture.balance(), fixture.arrays());
+/// Every weight as products see it.
+pub(crate) fn all_rounded(
+    specs: &[ParamSpec],
+    weights: &[Tensor],
+    dtype: curriculum::Dtype,
+) -> Vec<Tensor> {
+    specs.iter().zip(weights).map(|(spec, weight)| rounded(spec, weight, dtype)).collect()
+}
+
+/// Errors against Hugging Face's f32, by the names of the fixture, with the weights rounded to `dtype`.
+fn errors(fixture: &Fixture, dtype: curriculum::Dtype) -> (BTreeMap<String, f64>, LeafOutput) {
+    let Fixture { tensors, config, .. } = fixture;
+    let (specs, balance, arrays) = (parameters(config), fixture.balance(), fixture.arrays());
+    let params = all_rounded(&specs, &fixture.params(), dtype);
     let out = leaf(config, &params, &balance, &arrays.input(), arrays.label_count()).unwrap();
     let logits = logits(config, &params, &balance, &arrays.input()).unwrap();
     let loss = Tensor::from_slice(&[out.loss / out.labels as f64]).to_kind(Kind::Float);
-    let mut table = BTreeMap::from([
-        (
-            "1 logits".to_owned(),
-            relative(&logits, &tensors["logits"].view([-1, config.vocab_size])),
-        ),
-        ("2 token losses".to_owned(), relative(&fixture.losses(&out), &tensors["token_losses"])),
-        ("3 loss".to_owned(), relative(&loss, &tensors["loss"])),
+    let mut found = BTreeMap::from([
+        ("logits".to_owned(), logits.view([-1, config.vocab_size])),
+        ("token_losses".to_owned(), fixture.losses(&out)),
+        ("loss".to_owned(), loss),
     ]);
-    for (spec, grad) in parameters(config).iter().zip(&out.grads) {
-        let error = relative(grad, &tensors[&format!("grad.{}", spec.name)]);
-        let entry = table.entry(format!("gradient {}", family(&spec.name))).or_insert(0.0);
-        *entry = entry.max(error);
+    let named = specs.iter().zip(&out.grads);
+    found.extend(named.map(|(spec, grad)| (format!("grad.{}", spec.name), grad.shallow_clone())));
+    let of = |(name, tensor): (String, Tensor)| {
+        assert_eq!(tensor.kind(), Kind::Float, "{name} leaves the model in f32");
+        let error = relative(&tensor, &tensors[&name].view_as(&tensor));
+        (name, error)
+    };
+    (found.into_iter().map(of).collect(), out)
+}
+
+/// In bf16 no tensor is more than twice as far from Hugging Face's f32 as Hugging Face's own bf16 is.
+///
+/// The mean loss is one number whose error is chance: the losses of all tokens stand for it.
+fn check_bf16(fixture: &Fixture) {
+    let (found, out) = errors(fixture, curriculum::Dtype::Bf16);
+    let counts: Vec<i32> = out.counts.iter().flatten().map(|&count| count as i32).collect();
+    assert_eq!(Tensor::from_slice(&counts), fixture.tensors["counts"].reshape([-1]));
+    println!("{} in bf16: |a - b| / |b| of ours, of Hugging Face's, ratio", fixture.name);
+    for (name, ours) in &found {
+        let theirs = fixture.bf16.get(name).copied().unwrap_or_default();
+        println!("  {ours:.1e}  {theirs:.1e}  {:.2}  {name}", ours / theirs);
+        assert!(*ours > BOUND || theirs == 0.0 || name == "loss", "{name}: that was not bf16");
+    }
+    for (name, ours) in found.iter().filter(|(name, _)| *name != "loss") {
+        let theirs = fixture.bf16.get(name).copied().unwrap_or_default();
+        assert!(*ours <= 2.0 * theirs, "{name}: {ours:e}, Hugging Face's {theirs:e}");
+    }
+}
+
+#[test]
+fn parity_in_bf16() {
+    check_bf16(&Fixture::read("wide"));
+    check_bf16(&Fixture::read("narrow"));
+}
+
+fn check(fixture: &Fixture) {
+    let Fixture { name, tensors, .. } = fixture;
+    let (found, out) = errors(fixture, curriculum::Dtype::F32);
+    let mut table = BTreeMap::new();
+    for (tensor, error) in found {
+        let entry = table.entry(family(&tensor)).or_insert(0.0);
+        *entry = f64::max(*entry, error);
     }
     println!("{name}: largest |a - b| / |b| over layers, bound {BOUND:e}");
     for (tensor, error) in &table {

@@ -1,7 +1,8 @@
 //! Forward and backward through the whole model, layer by layer.
 //!
 //! The backward pass is written out rather than recorded: every addition has its place in this text, nothing depends
-//! on the order in which a graph is walked, and what is kept between the passes is what the `Saved` types name.
+//! on the order in which a graph is walked, and what is kept between the passes is what the `Saved` types name. With
+//! [`Keep::LayerInputs`] it is made a second time from what entered the layer: the same calls, so the same bits.
 
 use tch::{Kind, Tensor};
 
@@ -11,10 +12,17 @@ use super::layers::{self, Layer, Outer};
 use super::norm::Normed;
 use super::rotary::Rotary;
 use super::router::{self, Routes};
-use super::{LeafOutput, ZayaConfig, experts, head};
+use super::{Keep, LeafOutput, ZayaConfig, experts, head, product};
 use crate::timing::{Part, part};
 
-/// What one layer keeps for its backward pass.
+/// What is kept of one layer until its backward pass.
+enum Kept {
+    All(Box<Saved>),
+    /// The stream and the router state that entered.
+    Inputs(Tensor, Option<Tensor>),
+}
+
+/// What one layer needs for its backward pass.
 struct Saved {
     /// The stream that entered.
     stream: Tensor,
@@ -35,7 +43,7 @@ struct Saved {
 /// The final normed stream, and all that led there.
 struct Forward {
     embedded: Tensor,
-    layers: Vec<Saved>,
+    layers: Vec<Kept>,
     normed: Normed,
     hidden: Tensor,
     counts: Vec<Vec<u64>>,
@@ -47,18 +55,19 @@ pub(super) fn leaf(
     params: &[Tensor],
     balance: &[Tensor],
     input: &Prepared,
-    divisor: u64,
+    (divisor, keep): (u64, Keep),
 ) -> LeafOutput {
     let _guard = tch::no_grad_guard();
     let _watch = part(Part::Stream);
     let (outer, layers) = layers::split(config, params);
     let rotary = Rotary::new(config, &input.positions);
     let context = Context { config, input, rotary: &rotary };
-    let forward = forward(&context, &outer, &layers, balance);
+    let forward = forward(&context, &outer, &layers, balance, keep);
     let head =
         timed(Part::Head, || head::run(config, outer.embedding, &forward.hidden, input, divisor));
     let counts = forward.counts.clone();
-    let grads = backward(&context, &outer, &layers, forward, head.hidden, head.embedding);
+    let grads =
+        backward(&context, &outer, &layers, balance, forward, (head.hidden, head.embedding));
     LeafOutput {
         loss: head.losses.sum(Kind::Double).double_value(&[]),
         labels: input.label_count,
@@ -79,7 +88,7 @@ pub(super) fn losses(
     let (outer, layers) = layers::split(config, params);
     let rotary = Rotary::new(config, &input.positions);
     let context = Context { config, input, rotary: &rotary };
-    let hidden = forward(&context, &outer, &layers, balance).hidden;
+    let hidden = forward(&context, &outer, &layers, balance, Keep::LayerInputs).hidden;
     head::losses(config, outer.embedding, &hidden, input).sum(Kind::Double).double_value(&[])
 }
 
@@ -94,20 +103,31 @@ pub(super) fn logits(
     let (outer, layers) = layers::split(config, params);
     let rotary = Rotary::new(config, &input.positions);
     let context = Context { config, input, rotary: &rotary };
-    forward(&context, &outer, &layers, balance).hidden.matmul(&outer.embedding.tr())
+    let hidden = forward(&context, &outer, &layers, balance, Keep::LayerInputs).hidden;
+    product::wide(hidden.matmul(&outer.embedding.tr()))
 }
 
-fn forward(context: &Context, outer: &Outer, layers: &[Layer], balance: &[Tensor]) -> Forward {
+fn forward(
+    context: &Context,
+    outer: &Outer,
+    layers: &[Layer],
+    balance: &[Tensor],
+    keep: Keep,
+) -> Forward {
     let embedded = outer.embedding.index_select(0, &context.input.tokens) + outer.input_bias;
     let mut stream = &embedded * outer.input_scale;
     let (mut saved, mut counts, mut state) = (Vec::new(), Vec::new(), None);
     for (layer, balance) in layers.iter().zip(balance) {
+        let inputs = (keep == Keep::LayerInputs).then(|| {
+            Kept::Inputs(stream.shallow_clone(), state.as_ref().map(Tensor::shallow_clone))
+        });
         let (after, own, routes, own_counts) = layer.forward(context, stream, state, balance);
         (stream, state) = (after, Some(routes.state));
-        saved.push(own);
+        saved.push(inputs.unwrap_or_else(|| Kept::All(Box::new(own))));
         counts.push(own_counts);
     }
     let (hidden, normed) = outer.norm.forward(&stream);
+    let hidden = hidden.to_kind(outer.embedding.kind());
     Forward { embedded, layers: saved, normed, hidden, counts }
 }
 
@@ -115,14 +135,18 @@ fn backward(
     context: &Context,
     outer: &Outer,
     layers: &[Layer],
+    balance: &[Tensor],
     forward: Forward,
-    hidden: Tensor,
-    mut embedding: Tensor,
+    (hidden, mut embedding): (Tensor, Tensor),
 ) -> Vec<Tensor> {
     let Forward { embedded, layers: saved, normed, .. } = forward;
     let (mut stream, norm) = outer.norm.backward(normed, &hidden);
     let (mut by_layer, mut state) = (Vec::new(), None);
-    for (layer, saved) in layers.iter().zip(saved).rev() {
+    for ((layer, balance), kept) in layers.iter().zip(balance).zip(saved).rev() {
+        let saved = match kept {
+            Kept::All(saved) => *saved,
+            Kept::Inputs(stream, state) => layer.forward(context, stream, state, balance).1,
+        };
         let (before, state_before, params) = layer.backward(context, saved, stream, state);
         (stream, state) = (before, state_before);
         by_layer.push(params);
@@ -152,11 +176,14 @@ impl Layer<'_> {
         state: Option<Tensor>,
         balance: &Tensor,
     ) -> (Tensor, Saved, Routes, Vec<u64>) {
+        // The stream is f32; what the products of a layer see has the kind of their weights.
         let (u, attention_normed) = self.attention_norm.forward(&stream);
+        let u = u.to_kind(self.attention.wq.kind());
         let (attention_out, attention) =
             timed(Part::Attention, || self.attention.forward(context, &u));
         let middle = self.attention_residual.forward(&attention_out, &stream);
         let (v, mlp_normed) = self.mlp_norm.forward(&middle);
+        let v = v.to_kind(self.experts.gate_up.kind());
         let (routes, router) = timed(Part::Router, || self.router.forward(&v, state, balance));
         let (mlp_out, counts, experts) = timed(Part::Experts, || self.experts.forward(&v, &routes));
         let after = self.mlp_residual.forward(&mlp_out, &middle);
@@ -189,8 +216,8 @@ impl Layer<'_> {
         let router = timed(Part::RouterBack, || {
             self.router.backward(saved.router, &saved.v, &experts.weight, state)
         });
-        let (inner, mlp_norm) =
-            self.mlp_norm.backward(saved.mlp_normed, &(experts.input + router.input));
+        let inputs = product::wide(experts.input) + router.input;
+        let (inner, mlp_norm) = self.mlp_norm.backward(saved.mlp_normed, &inputs);
         let middle = mlp.stream + inner;
         let attended =
             self.attention_residual.backward(&saved.attention_out, &saved.stream, &middle);

@@ -7,6 +7,7 @@
 use tch::{Kind, Tensor};
 
 use super::norm::{Normed, RmsNorm};
+use super::product;
 
 /// Parameters of one router, in canonical order.
 pub(super) struct Router<'a> {
@@ -63,7 +64,7 @@ impl Router<'_> {
         before: Option<Tensor>,
         balance: &Tensor,
     ) -> (Routes, Saved) {
-        let mut state = v.linear(self.down, Some(self.down_bias));
+        let mut state = product::affine(v, self.down, self.down_bias);
         if let (Some(decay), Some(before)) = (self.decay, &before) {
             let _ = state.addcmul_(before, decay);
         }
@@ -104,13 +105,14 @@ impl Router<'_> {
         if let Some(state) = state {
             own += state;
         }
-        let mut params = vec![own.tr().matmul(v), columns(&own)];
+        let narrow = own.to_kind(v.kind());
+        let mut params = vec![product::wide(narrow.tr().matmul(v)), columns(&own)];
         let mut before_grad = None;
         if let (Some(decay), Some(before)) = (self.decay, before) {
             params.push(columns(&(&own * before)));
             before_grad = Some(&own * decay);
         }
         params.extend([norm, fc1, columns(&a1), fc2, columns(&a2), out]);
-        Grads { input: own.matmul(self.down), before: before_grad, params }
+        Grads { input: narrow.matmul(self.down), before: before_grad, params }
     }
 }

@@ -39,7 +39,7 @@ pub(super) fn forward(
     let (query, key) = split(config, &qk);
     let values = values_of(config, &value);
     let n = value.size()[0];
-    let heads = Tensor::empty([n, config.query_size()], (Kind::Float, value.device()));
+    let heads = Tensor::empty([n, config.query_size()], (value.kind(), value.device()));
     let group = config.group();
     let shape = [config.num_key_value_heads, group, -1, config.head_dim];
     let mut parts = Vec::with_capacity(spans.len());
@@ -55,7 +55,7 @@ pub(super) fn forward(
     (heads, Saved { qk, value, parts })
 }
 
-/// Gradients of queries and keys, `[G, N, d]`, and of values, `[N, K d]`.
+/// Gradients of queries and keys, `[G, N, d]`, f32, and of values, `[N, K d]`.
 pub(super) fn backward(
     config: &ZayaConfig,
     spans: &[Span],
@@ -63,7 +63,9 @@ pub(super) fn backward(
     grad: &Tensor,
 ) -> (Tensor, Tensor) {
     let Saved { qk, value, parts } = saved;
-    let (qk_grad, value_grad) = (qk.empty_like(), value.empty_like());
+    // What follows turns and scales the gradients of queries and keys in f32.
+    let qk_grad = qk.new_empty(qk.size(), (Kind::Float, qk.device()));
+    let value_grad = value.empty_like();
     let (query, key) = split(config, &qk_grad);
     let values = values_of(config, &value_grad);
     let (keys, group) = (config.num_key_value_heads, config.group());

@@ -25,7 +25,8 @@ impl Starts {
             Some(first) => {
                 let mut shape = first.size();
                 shape.insert(0, self.count);
-                let _ = out.index_copy_(0, &self.rows, &first.unsqueeze(0).expand(&shape, false));
+                let first = first.to_kind(out.kind()).unsqueeze(0).expand(&shape, false);
+                let _ = out.index_copy_(0, &self.rows, &first);
             }
         }
     }

@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod bf16;
 mod damage;
 mod explain;
 #[path = "../../../tests/support/folder.rs"]

@@ -119,7 +119,6 @@ fn divergence_keeps_the_state_and_names_the_step() {
 fn a_model_that_cannot_be_is_refused_with_its_key() {
     let scratch = Scratch::new();
     let cases = [
-        (("dtype = \"f32\"", "dtype = \"bf16\""), "bf16"),
         (("num_experts = 3", "num_experts = 3\nvocab_size = 49"), "at least 50"),
         (("num_experts = 3", "num_experts = 3\nbalance_lr = -1"), "balance_lr"),
         (("num_experts = 3", "num_expert = 3"), "num_expert"),

@@ -69,9 +69,10 @@ fn print_table(table: &StepTable) {
         100.0 * table.exactness / all
     );
     println!(
-        "model: {:.2} GFLOP a step, {:.1} GFLOP/s; f32 products here: {:.1} GFLOP/s; utilisation {:.1}%",
+        "model: {:.2} GFLOP a step, {:.1} GFLOP/s; {} products here: {:.1} GFLOP/s; utilisation {:.1}%",
         table.model_flops / steps / 1e9,
         table.model_flops / table.seconds / 1e9,
+        table.dtype,
         table.limit / 1e9,
         100.0 * table.utilisation()
     );

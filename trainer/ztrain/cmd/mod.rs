@@ -14,6 +14,7 @@ use kernels::device;
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
 use tch::Device;
 use trainer::lanes::Lanes;
+use trainer::model::Keep;
 use trainer::parallel::launch::Launched;
 
 /// Flags that only decide speed and place; no value of them can change a bit.
@@ -26,6 +27,9 @@ pub(crate) struct Speed {
     /// Leaves computed at once, one math thread each [default: the cores, shared among the ranks here].
     #[arg(long, value_name = "N")]
     pub(crate) lanes: Option<usize>,
+    /// Keep only what enters each layer until its backward pass, and compute the rest again: less memory, more time.
+    #[arg(long)]
+    pub(crate) recompute: bool,
     /// Threads that read batches.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) loader_threads: usize,
@@ -37,14 +41,16 @@ pub(crate) struct Speed {
 impl Speed {
     /// Everything by default, on the processor.
     pub(crate) fn cpu() -> Self {
-        Speed { device: "cpu".to_owned(), lanes: None, loader_threads: 1, prefetch: 2 }
+        let device = "cpu".to_owned();
+        Speed { device, lanes: None, recompute: false, loader_threads: 1, prefetch: 2 }
     }
 
     /// The lanes asked for, else the cores of the machine, shared among the ranks on it.
     pub(crate) fn lanes(&self, launched: Option<&Launched>) -> Lanes {
         let ranks = launched.map_or(1, |launched| launched.local_world.max(1));
         let shared = || Lanes::new(Lanes::available().count() / ranks as usize);
-        self.lanes.map_or_else(shared, Lanes::new)
+        let keep = if self.recompute { Keep::LayerInputs } else { Keep::Everything };
+        self.lanes.map_or_else(shared, Lanes::new).keeping(keep)
     }
 
     /// Puts the determinism switches in force, then opens the device. Each rank on a machine takes one of its own.
