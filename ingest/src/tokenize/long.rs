@@ -414,17 +414,18 @@ mod tests {
                 tokenizer(split, nfc, split == cl100k || split == o200k, 40 + kind as u64);
             assert_eq!(tokenizer.why_slow(), None);
             let json = serde_json::from_slice(tokenizer.bytes()).unwrap();
-            let (finder, mut long) = (LongWords::new(&json).unwrap(), 0);
+            let (finder, mut long, mut given_up) = (LongWords::new(&json).unwrap(), 0, 0);
             for seed in 0..rounds() {
                 let text = hard::text(&mut Dice(1 + seed * 5 + kind as u64), &[]);
                 long += u32::from(finder.suspects(&text));
+                given_up += u64::from(split != GPT2 && text.contains("'\u{17f}"));
                 let (found, wanted) = (
                     tokenizer.encode(&text).unwrap(),
                     tokenizer.encode_by_reference(&text).unwrap(),
                 );
                 assert!(found == wanted, "{split} seed {seed}: {text:?}");
             }
-            assert_eq!(tokenizer.rescued(), 0);
+            assert_eq!(tokenizer.rescued(), given_up);
             assert!(u64::from(long) > rounds() / 8, "only {long} texts had long words");
         }
     }
