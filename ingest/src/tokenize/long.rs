@@ -147,9 +147,9 @@ impl LongWords {
             return None;
         }
         let source = known_split(&json["pre_tokenizer"])?;
-        // A word that is a token is one even if no merges lead to it: such may not be longer than a window's rest.
+        // With `ignore_merges` a word that is a token is one even if no merges lead to it: no long word may be.
         let vocab = json.pointer("/model/vocab")?.as_object()?;
-        if vocab.keys().any(|token| token.chars().count() >= LONG) {
+        if vocab.keys().any(|token| token.chars().count() > LONG) {
             return None;
         }
         Some(LongWords { source, split: SysRegex::new(source).ok()?, lengths: OnceLock::new() })
@@ -465,6 +465,6 @@ mod tests {
         assert!(!of(|json| json["pre_tokenizer"]["add_prefix_space"] = json!(true)));
         assert!(!of(|json| json["pre_tokenizer"]["use_regex"] = json!(false)));
         assert!(!of(|json| json["normalizer"] = json!({"type": "Lowercase"})));
-        assert!(!of(|json| json["model"]["vocab"]["a".repeat(LONG)] = json!(258)));
+        assert!(!of(|json| json["model"]["vocab"]["a".repeat(LONG + 1)] = json!(258)));
     }
 }
