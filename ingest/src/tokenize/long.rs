@@ -367,14 +367,14 @@ mod tests {
             let vocab = json["model"]["vocab"].as_object().unwrap();
             vocab.keys().cloned().collect()
         };
-        // The names of the bytes that runs are made of: "a", a space, a line feed, the bytes of U+4E2D and U+1F468.
+        // The names of the bytes that runs are made of: "a", a space, a line feed, the bytes of U+4E2D, U+1F468, U+0301.
         let usual = [
             "a", "b", "h", "e", "l", "o", "1", "-", "=", "\u{120}", "\u{10a}", "'", "s", "\u{e4}",
-            "\u{b8}", "\u{143}", "\u{f0}", "\u{141}", "\u{133}", "\u{a8}", "\u{cc}", "\u{2022}",
+            "\u{b8}", "\u{143}", "\u{f0}", "\u{141}", "\u{133}", "\u{a8}", "\u{cc}", "\u{123}",
         ];
         let mut names: Vec<String> = usual.iter().map(|name| (*name).to_owned()).collect();
         assert!(names.iter().all(|name| byte_names.contains(name)));
-        let (mut merges, mut id) = (Vec::new(), 258);
+        let (mut merges, mut id) = (Vec::new(), 256);
         while merges.len() < 300 {
             let (left, right) =
                 (names[dice.below(names.len())].clone(), names[dice.below(names.len())].clone());
@@ -387,6 +387,9 @@ mod tests {
             }
         }
         json["model"]["merges"] = json!(merges);
+        // Added tokens come after those of the model.
+        json["added_tokens"][0]["id"] = json!(id);
+        json["added_tokens"][1]["id"] = json!(id + 1);
     }
 
     fn tokenizer(split: &str, nfc: bool, ignore_merges: bool, seed: u64) -> Tokenizer {
@@ -426,7 +429,7 @@ mod tests {
                 assert!(found == wanted, "{split} seed {seed}: {text:?}");
             }
             assert_eq!(tokenizer.rescued(), given_up);
-            assert!(u64::from(long) > rounds() / 8, "only {long} texts had long words");
+            assert!(u64::from(long) > rounds() / 20, "only {long} texts had long words");
         }
     }
 
@@ -441,7 +444,7 @@ mod tests {
                 let text = hard::text(&mut Dice(seed), &[]);
                 let whole = words(&split, &text, 0);
                 let mut before = None;
-                for (at, y) in text.char_indices().take(400) {
+                for (at, y) in text.char_indices().take(60) {
                     if before.is_some_and(|x| cuts(x, y)) {
                         let mut parts = words(&split, &text[..at], 0);
                         parts.extend(words(&split, &text[at..], at));
