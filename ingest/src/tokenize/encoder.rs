@@ -14,6 +14,8 @@ use contract::{Fault, Identity, Result, fault};
 use fastokens::AddedTokenPolicy;
 use serde_json::Value;
 
+use super::long::LongWords;
+
 /// Which library encodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Engine {
@@ -36,9 +38,22 @@ pub struct Tokenizer {
     vocab: u32,
     reference: tokenizers::Tokenizer,
     /// The fast encoder, or why there is none.
-    fast: std::result::Result<fastokens::Tokenizer, String>,
+    fast: std::result::Result<Fast, String>,
     rescued: AtomicU64,
 }
+
+/// The fast encoder.
+struct Fast {
+    library: fastokens::Tokenizer,
+    /// What merges long words, if the tokenizer's split is known.
+    long: Option<LongWords>,
+    /// Whether the split asks for letters of either case.
+    either_case: bool,
+}
+
+/// An apostrophe and a long s. Where either case counts, it is the contraction `'s` to the reference and to Unicode,
+/// and none to the fast encoder.
+const LONG_S: &str = "'\u{17f}";
 
 impl Tokenizer {
     /// Reads a `tokenizer.json`.
@@ -201,7 +216,7 @@ fn largest_id(reference: &tokenizers::Tokenizer) -> Result<Option<u32>> {
 }
 
 /// The fast encoder if it covers this tokenizer, or why not.
-fn fast(json: Value) -> std::result::Result<fastokens::Tokenizer, String> {
+fn fast(json: Value) -> std::result::Result<Fast, String> {
     let whole_words = json["added_tokens"].as_array().is_some_and(|added| {
         added.iter().any(|token| token["single_word"] == true && token["special"] != true)
     });
@@ -209,19 +224,20 @@ fn fast(json: Value) -> std::result::Result<fastokens::Tokenizer, String> {
         return Err("an added token matches whole words only".to_owned());
     }
     let json = without_gaps(json)?;
-    let mut fast = quietly(|| fastokens::Tokenizer::from_json(json))
+    let long = LongWords::new(&json);
+    let either_case = json["pre_tokenizer"].to_string().contains("(?i");
+    let mut library = quietly(|| fastokens::Tokenizer::from_json(json))
         .map_err(|()| "it panicked on this tokenizer.json".to_owned())?
         .map_err(|error| error.to_string())?;
-    fast.set_truncation(None);
-    fast.set_padding(None);
-    Ok(fast)
+    library.set_truncation(None);
+    library.set_padding(None);
+    // Long words are read off bytes, so that the library has to do the same.
+    let long = long.filter(|_| library.model().supports_fused_byte_level());
+    Ok(Fast { library, long, either_case })
 }
 
 /// The fast encoder if it agrees with the reference where tokenizers are known to part ways, or where it does not.
-fn agreeing(
-    fast: fastokens::Tokenizer,
-    reference: &tokenizers::Tokenizer,
-) -> std::result::Result<fastokens::Tokenizer, String> {
+fn agreeing(fast: Fast, reference: &tokenizers::Tokenizer) -> std::result::Result<Fast, String> {
     for text in probes(reference) {
         let wanted = encode_reference(reference, &text).map_err(|fault| fault.to_string())?;
         match encode_fast(&fast, &text) {
@@ -259,10 +275,18 @@ fn without_gaps(mut json: Value) -> std::result::Result<Value, String> {
     Ok(json)
 }
 
-fn encode_fast(fast: &fastokens::Tokenizer, text: &str) -> std::result::Result<Vec<u32>, String> {
-    quietly(|| fast.encode_with_policy(text, false, AddedTokenPolicy::SkipSpecial))
-        .map_err(|()| "it panicked".to_owned())?
-        .map_err(|error| error.to_string())
+fn encode_fast(fast: &Fast, text: &str) -> std::result::Result<Vec<u32>, String> {
+    if fast.either_case && memchr::memmem::find(text.as_bytes(), LONG_S.as_bytes()).is_some() {
+        return Err("it misses the contraction with a long s".to_owned());
+    }
+    quietly(|| match &fast.long {
+        Some(long) if long.suspects(text) => long.encode(&fast.library, text),
+        _ => fast
+            .library
+            .encode_with_policy(text, false, AddedTokenPolicy::SkipSpecial)
+            .map_err(|error| error.to_string()),
+    })
+    .map_err(|()| "it panicked".to_owned())?
 }
 
 thread_local! {
@@ -305,6 +329,10 @@ fn probes(reference: &tokenizers::Tokenizer) -> Vec<String> {
         "<s>[INST] <|endoftext|><unk></s> [CLS]a[SEP] <pad>",
     ];
     let mut probes: Vec<String> = fixed.iter().map(|text| (*text).to_owned()).collect();
+    // Words that are merged by windows.
+    let long =
+        ["a", "hello", "\u{6587}\u{5b57}", "-", "\u{1f468}\u{200d}\u{1f469}\u{200d}", "e\u{301}"];
+    probes.extend(long.map(|word| format!("of {} it", word.repeat(1 + 700 / word.len()))));
     let mut added: Vec<_> = reference.get_added_tokens_decoder().into_iter().collect();
     added.sort_unstable_by_key(|(id, _)| *id);
     for (_, token) in added.iter().take(64) {

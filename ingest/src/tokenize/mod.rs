@@ -7,6 +7,9 @@
 pub mod audit;
 pub mod decode;
 pub mod encoder;
+#[cfg(test)]
+mod hard;
+mod long;
 pub mod train;
 
 pub use decode::Decoder;

@@ -1,0 +1,473 @@
+//! Long words at the pace of short ones.
+//!
+//! `fastokens` merges a word of more than 128 bytes by a queue of all its pairs, at a thirtieth of its usual pace where
+//! the word is long enough. Here such a word is merged window by window instead; all else stays with the library.
+//!
+//! Three steps, each exact for itself:
+//!
+//! 1. *Places that every split cuts.* In the splits known here ([`KNOWN`]) a match never looks back, and looks ahead
+//!    only from white space (`\s+(?!\S)`) or by giving letters back (o200k) to what is no letter. So a boundary between
+//!    `x` and `y` where `x` is no white space and no match can hold both (see [`cuts`]) leaves the text before and
+//!    after it to be encoded on their own. A word holds no such place, so that a word longer than [`LONG`] lies in a
+//!    stretch of that length without any: these stretches are looked for, and nearly every text has none.
+//! 2. *The words of such a stretch* are those that the reference's own expression finds, in the reference's own engine.
+//! 3. *Windows.* Merging takes, again and again, the pair of lowest rank, leftmost first. Restricted to a part of the
+//!    word that no merge has crossed so far, that is what merging the part alone does. Let the ids of `A` end with
+//!    those of `G`, the ids of `B` begin with those of `H`, and `G H` merge to the ids of `G` and `H`. Then no merge of
+//!    `A B` crosses from `A` to `B`: take the first merge that crosses the begin of `G`, the end of `G` or the end of
+//!    `H`. Until then all four parts are as when merged alone, so the same merge would be taken in `A`, in `G H` or in
+//!    `B`, none of which crosses there. Hence the ids of `A B` are those of `A` and `B`; and the ids of a beginning
+//!    that ends between two tokens are a beginning of the ids. Where `G H` merges otherwise, the window moves back and
+//!    grows, at last to the whole word.
+
+use std::sync::OnceLock;
+
+use fastokens::models::Model;
+use serde_json::Value;
+use tokenizers::utils::SysRegex;
+use unicode_normalization::char::is_combining_mark;
+
+/// A word of more bytes is merged by windows.
+const LONG: usize = 512;
+
+/// Bytes merged at a time, by the library and without a queue.
+const WINDOW: usize = 64;
+
+/// GPT-2's split, which `ByteLevel` has built in.
+const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+
+/// The splits for which [`cuts`] holds.
+const KNOWN: [&str; 4] = [
+    GPT2,
+    fastokens::tiktoken::CL100K_BASE_PATTERN,
+    fastokens::tiktoken::O200K_BASE_PATTERN,
+    fastokens::tiktoken::QWEN2_PATTERN,
+];
+
+/// Whether every known split ends a match between `x` and `y`, whatever stands around them.
+///
+/// A space only begins a match, or follows white space. After a letter a match goes on with letters, marks or an
+/// apostrophe. After a digit it goes on with digits. The letters and signs are such in every version of Unicode.
+fn cuts(x: char, y: char) -> bool {
+    let east = matches!(x, '\u{4e00}'..='\u{9fa5}' | '\u{3041}'..='\u{3094}' | '\u{30a1}'..='\u{30fa}' | '\u{ac00}'..='\u{d7a3}');
+    let stop = matches!(
+        y,
+        '\u{3001}'
+            | '\u{3002}'
+            | '\u{ff01}'
+            | '\u{ff08}'
+            | '\u{ff09}'
+            | '\u{ff0c}'
+            | '\u{ff1a}'
+            | '\u{ff1f}'
+    );
+    if y == ' ' {
+        !x.is_whitespace() && !x.is_control()
+    } else if x.is_ascii_alphabetic() || east {
+        y != '\'' && (stop || y.is_ascii() && !y.is_ascii_alphabetic())
+    } else {
+        x.is_ascii_digit() && y.is_ascii() && !y.is_ascii_digit()
+    }
+}
+
+/// The largest character boundary that is not after `at`.
+fn floor(text: &str, mut at: usize) -> usize {
+    at = at.min(text.len());
+    while !text.is_char_boundary(at) {
+        at -= 1;
+    }
+    at
+}
+
+/// The last certain boundary after `from` and up to `to`, both on characters.
+fn last_cut(text: &str, from: usize, to: usize) -> Option<usize> {
+    let mut y = text[to..].chars().next()?;
+    for (at, x) in text[from..to].char_indices().rev() {
+        if cuts(x, y) {
+            return Some(from + at + x.len_utf8());
+        }
+        y = x;
+    }
+    None
+}
+
+/// The first certain boundary after `from`, or the end.
+fn first_cut(text: &str, from: usize) -> usize {
+    let mut chars = text[from..].char_indices();
+    let Some((_, mut x)) = chars.next() else { return text.len() };
+    for (at, y) in chars {
+        if cuts(x, y) {
+            return from + at;
+        }
+        x = y;
+    }
+    text.len()
+}
+
+/// Whether `text` seems to have a word that is worth the search for it: a guess, which costs or saves time alone.
+fn has_run(text: &str, split: &str) -> bool {
+    let cased = split == fastokens::tiktoken::O200K_BASE_PATTERN;
+    let class = |c: char| match c {
+        'a'..='z' | 'A'..='Z' => 1,
+        '0'..='9' => 2,
+        '!'..='~' => 3,
+        c if c.is_whitespace() => 4,
+        c if c.is_numeric() => 2,
+        c if c.is_alphabetic() || cased && is_combining_mark(c) => 1,
+        _ => 3,
+    };
+    let (mut run, mut before, mut last) = (0, 0, ' ');
+    for (at, c) in text.char_indices() {
+        let now = class(c);
+        let new = now != before || cased && last.is_lowercase() && c.is_uppercase();
+        // Only GPT-2's numbers have more than three digits.
+        if new || now == 2 && split != GPT2 {
+            run = at;
+        } else if at - run >= LONG - 8 {
+            return true;
+        }
+        (before, last) = (now, c);
+    }
+    false
+}
+
+/// The words of one tokenizer, found as the reference finds them.
+pub(super) struct LongWords {
+    source: &'static str,
+    split: SysRegex,
+    /// Bytes of each token.
+    lengths: OnceLock<Vec<u32>>,
+}
+
+impl LongWords {
+    /// For a `tokenizer.json` whose split is known; the normaliser has to leave parts of its results as they are.
+    pub(super) fn new(json: &Value) -> Option<LongWords> {
+        let normalizer = &json["normalizer"];
+        if !normalizer.is_null() && normalizer["type"] != "NFC" {
+            return None;
+        }
+        let source = known_split(&json["pre_tokenizer"])?;
+        // With `ignore_merges` a word that is a token is one even if no merges lead to it: no long word may be.
+        let vocab = json.pointer("/model/vocab")?.as_object()?;
+        if vocab.keys().any(|token| token.chars().count() > LONG) {
+            return None;
+        }
+        Some(LongWords { source, split: SysRegex::new(source).ok()?, lengths: OnceLock::new() })
+    }
+
+    /// Whether `text` seems to have a long word.
+    pub(super) fn suspects(&self, text: &str) -> bool {
+        self.stretch(text, 0).is_some()
+    }
+
+    /// The first stretch from the boundary `from` on that seems to have a long word: between two boundaries.
+    fn stretch(&self, text: &str, from: usize) -> Option<(usize, usize)> {
+        let mut start = from;
+        while text.len() - start > LONG {
+            let end = floor(text, start + LONG);
+            if let Some(cut) = last_cut(text, start, end) {
+                start = cut;
+                continue;
+            }
+            let end = first_cut(text, floor(text, end - 1));
+            if has_run(&text[start..end], self.source) {
+                return Some((start, end));
+            }
+            start = end;
+        }
+        None
+    }
+
+    /// The ids of `text`.
+    pub(super) fn encode(
+        &self,
+        fast: &fastokens::Tokenizer,
+        text: &str,
+    ) -> Result<Vec<u32>, String> {
+        let pieces = fast.build_pre_tokenized_with(text, true);
+        let mut ids = Vec::with_capacity(text.len() / 3);
+        for piece in pieces.splits() {
+            match piece.token_id {
+                Some(id) => ids.push(id),
+                None => self.encode_piece(fast, pieces.split_text(piece), &mut ids)?,
+            }
+        }
+        Ok(ids)
+    }
+
+    /// The ids of normalised text between added tokens.
+    fn encode_piece(
+        &self,
+        fast: &fastokens::Tokenizer,
+        text: &str,
+        ids: &mut Vec<u32>,
+    ) -> Result<(), String> {
+        let mut done = 0;
+        while done < text.len() {
+            let (start, end) = self.stretch(text, done).unwrap_or((text.len(), text.len()));
+            if start > done {
+                let part = fast.encode_ordinary(&text[done..start]);
+                ids.extend(part.map_err(|error| error.to_string())?);
+            }
+            self.encode_words(fast, &text[start..end], ids)?;
+            done = end;
+        }
+        Ok(())
+    }
+
+    fn encode_words(
+        &self,
+        fast: &fastokens::Tokenizer,
+        text: &str,
+        ids: &mut Vec<u32>,
+    ) -> Result<(), String> {
+        let mut done = 0;
+        let mut word = |range: std::ops::Range<usize>| {
+            let word = &text[range];
+            if word.len() > LONG {
+                return self.merge(fast.model(), word, ids);
+            }
+            fast.model().tokenize_into_fused(word, ids)
+        };
+        for (start, end) in self.split.find_iter(text) {
+            // What no alternative matches is a word as well.
+            word(done..start)?;
+            word(start..end)?;
+            done = end;
+        }
+        word(done..text.len())
+    }
+
+    /// The ids of a word longer than every token, by windows (see the head of this file).
+    fn merge(&self, model: &Model, word: &str, ids: &mut Vec<u32>) -> Result<(), String> {
+        let lengths = self.lengths.get_or_init(|| lengths(model));
+        let base = ids.len();
+        // Bytes and ids up to each place between two tokens and two characters, from the begin of the word on.
+        let mut cuts = vec![(0, base)];
+        let (mut failures, mut furthest) = (0u32, 0);
+        let (mut window, mut joint, mut found) = (Vec::new(), Vec::new(), Vec::new());
+        while let Some(&(done, _)) = cuts.last() {
+            if done > furthest {
+                (failures, furthest) = (0, done);
+            }
+            let width = WINDOW.saturating_mul(1 << failures.min(40));
+            let rest = word.len() - done;
+            let end = if rest <= width.saturating_mul(2) {
+                word.len()
+            } else {
+                floor(word, done + width)
+            };
+            window.clear();
+            model.tokenize_into_fused(&word[done..end], &mut window)?;
+            let keep = if end == word.len() { end } else { end - width / 8 };
+            found_cuts(word, lengths, done, &window, ids.len(), &mut found);
+            let new = found.partition_point(|(at, _)| *at <= keep);
+            // One id for a whole window may come from the vocabulary instead of from merges.
+            if new == 0
+                || window.len() == 1
+                || !self.joins(model, word, &cuts, ids, (found[0], &window), &mut joint)?
+            {
+                failures += 1;
+                let left = cuts.len().saturating_sub(1 << failures.min(40)).max(1);
+                cuts.truncate(left);
+                ids.truncate(cuts[left - 1].1);
+                continue;
+            }
+            let (at, length) = found[new - 1];
+            ids.extend_from_slice(&window[..length - ids.len()]);
+            if at == word.len() {
+                return Ok(());
+            }
+            cuts.extend_from_slice(&found[..new]);
+        }
+        Err("a word came to no end".to_owned())
+    }
+
+    /// Whether the last part before a window and the first part of it, merged together, stay what they are.
+    fn joins(
+        &self,
+        model: &Model,
+        word: &str,
+        cuts: &[(usize, usize)],
+        ids: &[u32],
+        ((at, length), window): ((usize, usize), &[u32]),
+        joint: &mut Vec<u32>,
+    ) -> Result<bool, String> {
+        let [.., (before, from), (_, to)] = cuts else { return Ok(true) };
+        joint.clear();
+        model.tokenize_into_fused(&word[*before..at], joint)?;
+        let (left, right) = (&ids[*from..*to], &window[..length - to]);
+        Ok(joint.len() == left.len() + right.len()
+            && joint.starts_with(left)
+            && joint.ends_with(right))
+    }
+}
+
+/// The places between two tokens of `window` and two characters: bytes of the word and ids up to there.
+fn found_cuts(
+    word: &str,
+    lengths: &[u32],
+    done: usize,
+    window: &[u32],
+    ids: usize,
+    found: &mut Vec<(usize, usize)>,
+) {
+    let mut at = done;
+    found.clear();
+    for (index, id) in window.iter().enumerate() {
+        at += lengths.get(*id as usize).map_or(0, |length| *length as usize);
+        if word.is_char_boundary(at) {
+            found.push((at, ids + index + 1));
+        }
+    }
+}
+
+/// Bytes of each token: one for each character of its name.
+fn lengths(model: &Model) -> Vec<u32> {
+    let length = |id| model.id_to_token(id).map_or(0, |token| token.chars().count() as u32);
+    (0..model.vocab_size() as u32).map(length).collect()
+}
+
+/// The expression of a pre-tokenizer that only splits by a known one and maps bytes.
+fn known_split(json: &Value) -> Option<&'static str> {
+    let bytes_by = |json: &Value, expression: bool| {
+        // Left out, both keys mean yes.
+        json["type"] == "ByteLevel"
+            && json["add_prefix_space"] == false
+            && (json["use_regex"] != false) == expression
+    };
+    if bytes_by(json, true) {
+        return Some(GPT2);
+    }
+    let [split, bytes] = json["pretokenizers"].as_array()?.as_slice() else { return None };
+    let plain =
+        split["type"] == "Split" && split["behavior"] == "Isolated" && split["invert"] == false;
+    let found = split.pointer("/pattern/Regex")?.as_str()?;
+    let known = KNOWN.into_iter().find(|known| *known == found)?;
+    (plain && bytes_by(bytes, false)).then_some(known)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::bytes_tokenizer;
+    use crate::tokenize::hard::{self, Dice};
+    use crate::tokenize::{Engine, Tokenizer};
+    use serde_json::json;
+
+    /// Draws a test: few in CI, more when asked for.
+    fn rounds() -> u64 {
+        std::env::var("ZDATA_HARD_TEXTS").ok().and_then(|n| n.parse().ok()).unwrap_or(300)
+    }
+
+    /// Merges of drawn pairs: their order is wilder than that of any trained tokenizer.
+    fn drawn_merges(json: &mut Value, seed: u64) {
+        let mut dice = Dice(seed);
+        let byte_names: Vec<String> = {
+            let vocab = json["model"]["vocab"].as_object().unwrap();
+            vocab.keys().cloned().collect()
+        };
+        // The names of the bytes that runs are made of: "a", a space, a line feed, the bytes of U+4E2D, U+1F468, U+0301.
+        let usual = [
+            "a", "b", "h", "e", "l", "o", "1", "-", "=", "\u{120}", "\u{10a}", "'", "s", "\u{e4}",
+            "\u{b8}", "\u{143}", "\u{f0}", "\u{141}", "\u{133}", "\u{a8}", "\u{cc}", "\u{123}",
+        ];
+        let mut names: Vec<String> = usual.iter().map(|name| (*name).to_owned()).collect();
+        assert!(names.iter().all(|name| byte_names.contains(name)));
+        let (mut merges, mut id) = (Vec::new(), 256);
+        while merges.len() < 300 {
+            let (left, right) =
+                (names[dice.below(names.len())].clone(), names[dice.below(names.len())].clone());
+            let product = format!("{left}{right}");
+            if product.chars().count() <= 24 && !names.contains(&product) {
+                merges.push(json!([left, right]));
+                json["model"]["vocab"][&product] = json!(id);
+                names.push(product);
+                id += 1;
+            }
+        }
+        json["model"]["merges"] = json!(merges);
+        // Added tokens come after those of the model.
+        json["added_tokens"][0]["id"] = json!(id);
+        json["added_tokens"][1]["id"] = json!(id + 1);
+    }
+
+    fn tokenizer(split: &str, nfc: bool, ignore_merges: bool, seed: u64) -> Tokenizer {
+        let bytes = bytes_tokenizer(|json| {
+            drawn_merges(json, seed);
+            json["model"]["ignore_merges"] = json!(ignore_merges);
+            if nfc {
+                json["normalizer"] = json!({"type": "NFC"});
+            }
+            if split != GPT2 {
+                let map = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+                let split = json!({"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": false});
+                json["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [split, map]});
+            }
+        });
+        Tokenizer::new(bytes, Engine::Fastest).unwrap()
+    }
+
+    #[test]
+    fn ids_are_those_of_the_reference_on_hard_texts() {
+        let [gpt2, cl100k, o200k, qwen] = KNOWN;
+        let kinds = [(gpt2, false), (gpt2, true), (cl100k, false), (o200k, false), (qwen, true)];
+        for (kind, (split, nfc)) in kinds.into_iter().enumerate() {
+            let tokenizer =
+                tokenizer(split, nfc, split == cl100k || split == o200k, 40 + kind as u64);
+            assert_eq!(tokenizer.why_slow(), None);
+            let json = serde_json::from_slice(tokenizer.bytes()).unwrap();
+            let (finder, mut long, mut given_up) = (LongWords::new(&json).unwrap(), 0, 0);
+            for seed in 0..rounds() {
+                let text = hard::text(&mut Dice(1 + seed * 5 + kind as u64), &[]);
+                long += u32::from(finder.suspects(&text));
+                given_up += u64::from(split != GPT2 && text.contains("'\u{17f}"));
+                let (found, wanted) = (
+                    tokenizer.encode(&text).unwrap(),
+                    tokenizer.encode_by_reference(&text).unwrap(),
+                );
+                assert!(found == wanted, "{split} seed {seed}: {text:?}");
+            }
+            assert_eq!(tokenizer.rescued(), given_up);
+            assert!(u64::from(long) > rounds() / 20, "only {long} texts had long words");
+        }
+    }
+
+    #[test]
+    fn every_known_split_ends_a_word_where_it_is_said_to() {
+        let words = |split: &SysRegex, text: &str, from: usize| -> Vec<(usize, usize)> {
+            split.find_iter(text).map(|(start, end)| (from + start, from + end)).collect()
+        };
+        let mut checked = 0;
+        for split in KNOWN.map(|split| SysRegex::new(split).unwrap()) {
+            for seed in 0..rounds() {
+                let text = hard::text(&mut Dice(seed), &[]);
+                let whole = words(&split, &text, 0);
+                let mut before = None;
+                for (at, y) in text.char_indices().take(60) {
+                    if before.is_some_and(|x| cuts(x, y)) {
+                        let mut parts = words(&split, &text[..at], 0);
+                        parts.extend(words(&split, &text[at..], at));
+                        assert_eq!(parts, whole, "cut at {at} of {text:?}");
+                        checked += 1;
+                    }
+                    before = Some(y);
+                }
+            }
+        }
+        assert!(checked > 1000);
+    }
+
+    #[test]
+    fn a_split_that_is_not_known_is_left_to_the_library() {
+        let of = |change: fn(&mut Value)| {
+            let bytes = bytes_tokenizer(change);
+            LongWords::new(&serde_json::from_slice(&bytes).unwrap()).is_some()
+        };
+        assert!(of(|_| ()));
+        assert!(!of(|json| json["pre_tokenizer"]["add_prefix_space"] = json!(true)));
+        assert!(!of(|json| json["pre_tokenizer"]["use_regex"] = json!(false)));
+        assert!(!of(|json| json["normalizer"] = json!({"type": "Lowercase"})));
+        assert!(!of(|json| json["model"]["vocab"]["a".repeat(LONG + 1)] = json!(258)));
+    }
+}
