@@ -32,6 +32,9 @@ const MAGIC: &[u8; 8] = b"zdatpart";
 /// The longest JSON of an entry: an id and numbers.
 const META_BYTES: u32 = 1 << 26;
 
+/// A step, bytes before and after it.
+type Change = (usize, u64, u64);
+
 #[derive(Serialize, Deserialize)]
 struct Document {
     id: Option<String>,
@@ -43,7 +46,7 @@ struct Document {
     held_back: bool,
     /// Bytes read, and what steps changed: their places are counted among those that run here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    trace: Option<(u64, Vec<(usize, u64, u64)>)>,
+    trace: Option<(u64, Vec<Change>)>,
 }
 
 #[derive(Serialize, Deserialize)]
