@@ -4,7 +4,8 @@
 //! files through [`contract::far`] (a run its checkpoints), or writes folders, which [`publish`] puts into a bucket.
 //!
 //! Invariant: an object is only ever created, never replaced: what is there already is compared, and other content is a
-//! refusal that leaves both. Only checkpoints are removed. The manifest is put last, so a prefix that has one holds everything it names.
+//! refusal that leaves both. Only checkpoints are removed. The manifest is put last, so a prefix that has one holds
+//! everything it names.
 //! Invariant: an answer that was lost is asked for again; whether a request that failed took effect is found by looking.
 //!
 //! The environment says where and who: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT_URL` and
