@@ -1,6 +1,6 @@
 #!/bin/sh
 # The main job on real input, to the end: text -> tokenizer -> store -> plan -> train (killed on the way, resumed)
-# -> replay of a past step with the same bits. About five minutes on two cores once it is built.
+# -> replay of a past step with the same bits. About six minutes on two cores once it is built.
 set -eu
 cd "$(dirname "$0")/.."
 demo=runs/demo
