@@ -7,9 +7,6 @@
 #include <torch/version.h>
 
 #include <string>
-#if defined(__GLIBC__)
-#include <malloc.h>
-#endif
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <xmmintrin.h>
@@ -54,17 +51,6 @@ const char* shim_set_switches() {
     context.setAllowFP16AccumulationCuBLAS(false);
     at::set_num_threads(1);
   });
-}
-
-// Keeps freed memory for the next leaf. By default every large buffer goes back to the system and comes again as fresh
-// pages, to be zeroed: 12 % of a small model's step. Changes no bit.
-void shim_keep_memory() {
-#if defined(__GLIBC__)
-  // One heap for all threads: the heaps of other threads are cut in pieces of 64 MiB that are given back one by one.
-  mallopt(M_ARENA_MAX, 1);
-  mallopt(M_TRIM_THRESHOLD, 1 << 30);
-  mallopt(M_MMAP_THRESHOLD, 32 << 20); // The largest that glibc takes.
-#endif
 }
 
 const char* shim_set_interop_threads(int threads) {
