@@ -103,9 +103,19 @@ mod training {
 
     #[test]
     fn a_killed_run_ends_with_the_same_bytes() {
+        killed_runs("f32");
+    }
+
+    #[test]
+    fn a_killed_run_in_bf16_ends_with_the_same_bytes() {
+        killed_runs("bf16");
+    }
+
+    fn killed_runs(dtype: &str) {
         let scratch = Scratch::new();
         let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
-        let curriculum = curriculum(&scratch, &store, "run.toml", &[]);
+        let dtype = format!("dtype = \"{dtype}\"");
+        let curriculum = curriculum(&scratch, &store, "run.toml", &[("dtype = \"f32\"", &dtype)]);
         let run = |out: &str| {
             ["--curriculum", arg(&curriculum), "--out", out, "--checkpoint-every", "3"]
                 .map(str::to_owned)
