@@ -7,6 +7,7 @@
 
 mod support;
 
+mod amend;
 #[cfg(feature = "train")]
 mod checkpoints;
 mod cli;

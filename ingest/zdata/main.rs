@@ -52,6 +52,8 @@ enum Command {
     Digest(cmd::digest::Args),
     /// Find every step that sees a document.
     Where(cmd::whereabouts::Args),
+    /// Append an amendment to a curriculum: from a step on, other weights, banned documents, another store.
+    Amend(cmd::amend::Args),
     /// Recompute every data digest of a run.
     VerifyRun(cmd::verify_run::Args),
 }
@@ -72,6 +74,7 @@ fn main() -> ExitCode {
         Command::Batch(args) => cmd::batch::exec(args),
         Command::Digest(args) => cmd::digest::exec(args),
         Command::Where(args) => cmd::whereabouts::exec(args),
+        Command::Amend(args) => cmd::amend::exec(args),
         Command::VerifyRun(args) => cmd::verify_run::exec(args),
     };
     match outcome {

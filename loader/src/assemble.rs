@@ -1,5 +1,7 @@
 //! One row of a batch from one sample.
 
+use std::ops::Range;
+
 use contract::store::StreamReader;
 use contract::{Digest, Fault, Hasher, Result};
 use mixer::{SampleSpec, Segment};
@@ -50,7 +52,18 @@ impl Row<'_> {
             self.mask[at..].fill(0);
         }
         self.count_positions(&boundaries);
+        for place in &spec.banned {
+            self.blank(place);
+        }
         Ok(boundaries)
+    }
+
+    /// Takes out a run of text: what is left cannot tell what it was, only how long.
+    fn blank(&mut self, place: &Range<u32>) {
+        let place = place.start as usize..place.end as usize;
+        self.tokens[place.clone()].fill(0);
+        self.labels[place.clone()].fill(0);
+        self.mask[place].fill(0);
     }
 
     /// Puts one segment at `at`. Its first token is a boundary even where a document goes on: what came before is not

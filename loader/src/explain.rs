@@ -21,6 +21,8 @@ pub struct Piece {
     pub document: u64,
     /// The document's provenance.
     pub record: Arc<DocumentRecord>,
+    /// Whether an amendment hides it here.
+    pub banned: bool,
 }
 
 impl Piece {
@@ -57,9 +59,10 @@ pub fn pieces(plan: &Plan, stores: &Stores, samples: &[SampleSpec]) -> Result<Ve
     }
     let found = samples.iter().zip(all).map(|(sample, cut)| {
         let known = &wanted[&sample.source];
-        let piece = |(place, tokens, document)| {
+        let piece = |(place, tokens, document): Cut| {
             let record = Arc::clone(&known[&document]);
-            Piece { place, tokens, document, record }
+            let banned = sample.banned.iter().any(|banned| banned.contains(&place.start));
+            Piece { place, tokens, document, record, banned }
         };
         cut.into_iter().map(piece).collect()
     });

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use contract::store::read::ReadCache;
+use contract::store::{DocumentRecord, Split};
 use contract::{Fault, Result, far};
+use mixer::curriculum::AddedStore;
 use mixer::{Curriculum, Plan, SourceFacts, described_store};
 
 use crate::Stores;
@@ -27,10 +29,17 @@ impl Opened {
     /// Reads the curriculum at `path`, opens what it names as `store` (relative to its folder), and plans.
     pub fn open(path: &Path) -> Result<Self> {
         let text = fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;
+        Opened::open_text(path, text)
+    }
+
+    /// The same of a text that would stand at `path`.
+    pub fn open_text(path: &Path, text: String) -> Result<Self> {
         let curriculum = Curriculum::parse(&text, &path.display().to_string())?;
         let folder = path.parent().unwrap_or(Path::new(""));
-        let places: Vec<PathBuf> =
-            curriculum.stores.iter().map(|store| placed(folder, store)).collect();
+        // Those of the beginning first: theirs are the numbers that a run knows.
+        let added = || curriculum.amendments.iter().filter_map(|one| one.store.as_ref());
+        let named = curriculum.stores.iter().chain(added().map(|store| &store.path));
+        let places: Vec<PathBuf> = named.map(|store| placed(folder, store)).collect();
         let place = || curriculum.place("store");
         let (mut facts, mut folders) = (Vec::new(), Vec::new());
         for store in &places {
@@ -48,8 +57,20 @@ impl Opened {
             Some(Stores::open_with(&folders, cache).map_err(|fault| fault.or_at(place))?)
         };
         facts.extend(stores.iter().flat_map(Stores::facts));
-        let plan = Arc::new(Plan::new(&curriculum, &facts)?);
+        let mut plan = Plan::new(&curriculum, &facts)?;
+        if let Some(stores) = stores.as_ref().filter(|_| !described) {
+            plan.place_bans(|source, documents| {
+                let ranges: Vec<_> = documents.iter().map(|number| *number..number + 1).collect();
+                let records = stores.stream(source, Split::Train)?.documents(&ranges)?;
+                let tokens = |it: &DocumentRecord| it.first_token..it.first_token + it.tokens;
+                Ok(records.iter().map(tokens).collect())
+            })?;
+        }
+        let plan = Arc::new(plan);
         let stores = stores.filter(|_| !described).map(Arc::new);
+        if let Some(stores) = &stores {
+            check_added(&curriculum, &plan, stores)?;
+        }
         Ok(Opened { path: path.to_path_buf(), source: text, curriculum, plan, stores })
     }
 
@@ -67,6 +88,36 @@ impl Opened {
                 .hint("build one with `zdata build CORPUS.toml --out STORE`")
         })
     }
+}
+
+/// Holds the stores that amendments add against their digests, and keeps their sources out of the steps before.
+fn check_added(curriculum: &Curriculum, plan: &Plan, stores: &Stores) -> Result<()> {
+    let added = curriculum.amendments.iter().enumerate();
+    let added = added.filter_map(|(number, one)| Some((number + 1, one.step, one.store.as_ref()?)));
+    let opened = stores.stores().get(curriculum.stores.len()..).unwrap_or_default();
+    for ((number, step, AddedStore { path: _, digest }), store) in added.zip(opened) {
+        let place = || curriculum.place(&format!("amendment.{number}.store"));
+        let manifest = store.manifest();
+        if manifest.digest.to_string() != *digest {
+            return Err(Fault::mismatch("this is not the store that the amendment added")
+                .at(place())
+                .found(manifest.digest)
+                .wanted(digest));
+        }
+        for phase in plan.phases().iter().take_while(|phase| phase.first_step < step) {
+            let early = phase.uses.iter().map(|part| &plan.sources()[part.source].name);
+            let mut early =
+                early.filter(|name| manifest.sources.iter().any(|it| it.name == **name));
+            if let Some(name) = early.next() {
+                let (phase, first) = (&phase.name, phase.first_step);
+                let what = format!("source {name:?} is there from step {step} on");
+                return Err(Fault::usage(what)
+                    .at(place())
+                    .found(format!("it is in the mix of phase {phase:?}, from step {first}")));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Where a store lies: in the curriculum's folder, unless it is far.

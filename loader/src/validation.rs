@@ -27,6 +27,7 @@ pub fn batch(stores: &Stores, source: &str, seq_len: u32, first: u64, rows: u64)
         let start = window * u64::from(seq_len);
         let tokens = (tokens - start).min(u64::from(seq_len)) as u32;
         SampleSpec {
+            banned: Vec::new(),
             sample: window,
             phase: 0,
             source: number,

@@ -22,7 +22,7 @@ impl Plan {
 
 impl Digestible for Until<'_> {
     fn feed(&self, hasher: &mut Hasher) {
-        let Plan { seed, phases, sources, courses: _ } = self.plan;
+        let Plan { seed, phases, sources, courses: _, bans } = self.plan;
         let begun = phases.iter().take_while(|phase| phase.first_step <= self.step);
         hasher.tag("plan.v1").u64(*seed).u64(begun.clone().count() as u64);
         let mut used = vec![false; sources.len()];
@@ -42,6 +42,7 @@ impl Digestible for Until<'_> {
         for SourceFacts { name, tokens, documents: _, unit } in facts {
             hasher.str(name).u64(*tokens).u64(*unit);
         }
+        bans.feed(self.step, sources, hasher);
     }
 }
 
@@ -50,6 +51,7 @@ impl Digestible for Until<'_> {
 fn feed_phase(phase: &PhasePlan, steps: u64, sources: &[SourceFacts], hasher: &mut Hasher) {
     let PhasePlan {
         name: _,
+        phase: _,
         first_step: _,
         steps: _,
         first_sample: _,
@@ -58,6 +60,7 @@ fn feed_phase(phase: &PhasePlan, steps: u64, sources: &[SourceFacts], hasher: &m
         seq_len,
         uses,
         mixing: _,
+        mix_key: _,
     } = phase;
     hasher.u64(steps).u64(*batch).u64(*leaf).u64(u64::from(*seq_len)).u64(uses.len() as u64);
     for part in uses {

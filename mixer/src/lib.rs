@@ -13,14 +13,16 @@
 //! Invariant: no I/O, no threads, no clock, and no float decides which text is read.
 //! Invariant: what a plan holds grows with phases x sources, never with tokens, samples or steps.
 //!
-//! Ramps, best-fit packing and amendments will fit without another clock: a ramp of weights or batch gives a phase
-//! other closed forms of the same four questions ([`mixing::Mixing`]: pick, count, nth; [`Plan::step`]); a packed
-//! source permutes packs where this permutes windows, which is why a sample has several [`Segment`]s; an amendment
-//! from step S cuts a phase in two at S, and a [`course::Cursor`] is all that the second part needs to know of the
-//! first.
+//! An amendment of a mix from step S cuts a phase in two at S, and a [`course::Cursor`] is all that the second part
+//! knows of the first; a banned document keeps its place, and only its text is gone from samples from S on.
+//!
+//! Ramps and best-fit packing will fit without another clock: a ramp of weights or batch gives a phase other closed
+//! forms of the same four questions ([`mixing::Mixing`]: pick, count, nth; [`Plan::step`]); a packed source permutes
+//! packs where this permutes windows, which is why a sample has several [`Segment`]s.
 
 #![forbid(unsafe_code)]
 
+mod bans;
 pub mod course;
 pub mod curriculum;
 mod described;
@@ -32,8 +34,9 @@ pub mod sample;
 mod stretch;
 mod visits;
 
+pub use bans::Ban;
 pub use curriculum::{Curriculum, Difference};
 pub use described::described_store;
-pub use plan::{PhasePlan, Plan, SourceUse};
+pub use plan::{PhasePlan, Plan, SourceUse, Standing};
 pub use sample::{SampleSpec, Segment, SourceFacts, StepSpec};
 pub use visits::Visit;

@@ -46,7 +46,7 @@ fn fault(plan: &Plan, curriculum: &Curriculum, first: &Shortfall, others: &[Shor
     let limit_key = format!("source.{name}.max_epochs");
     let place = match curriculum.sources.contains_key(name) {
         true => curriculum.place(&limit_key),
-        false => curriculum.place(&format!("phase.{}.mix.{name}", phase.name)),
+        false => curriculum.place(&format!("{}.{name}", phase.mix_key)),
     };
     let also: Vec<String> = others
         .iter()

@@ -6,8 +6,9 @@
 use contract::fault::nearest;
 use contract::{Fault, Result};
 
+use crate::bans::Bans;
 use crate::course::{Course, Cursor};
-use crate::curriculum::{Curriculum, Phase};
+use crate::curriculum::{Curriculum, Leg, Phase};
 use crate::mixing::Mixing;
 use crate::sample::{SampleSpec, SourceFacts, StepSpec};
 use crate::stretch::Stretch;
@@ -20,13 +21,16 @@ pub struct Plan {
     pub(crate) sources: Vec<SourceFacts>,
     /// One for each source that some phase uses.
     pub(crate) courses: Vec<Option<Course>>,
+    pub(crate) bans: Bans,
 }
 
-/// One phase, resolved.
+/// One phase, or a part of one between amendments of its mix, resolved.
 #[derive(Clone, Debug)]
 pub struct PhasePlan {
-    /// Its name.
+    /// The phase's name.
     pub name: String,
+    /// Index of the phase in the curriculum.
+    pub phase: usize,
     /// Its first step.
     pub first_step: u64,
     /// Its steps.
@@ -43,6 +47,8 @@ pub struct PhasePlan {
     pub uses: Vec<SourceUse>,
     /// Which source each sample comes from; numbered as `uses`.
     pub mixing: Mixing,
+    /// What faults know its mix by.
+    pub(crate) mix_key: String,
 }
 
 /// What a source gives to a phase.
@@ -63,6 +69,15 @@ pub struct SourceUse {
     pub(crate) stretch: Stretch,
 }
 
+/// Where a source stands before a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Standing {
+    /// The place in its course.
+    pub cursor: Cursor,
+    /// Tokens that the run has taken from it, repeats included.
+    pub tokens: u64,
+}
+
 impl Plan {
     /// Plans `curriculum` over sources, and refuses what cannot run.
     pub fn new(curriculum: &Curriculum, facts: &[SourceFacts]) -> Result<Plan> {
@@ -72,17 +87,19 @@ impl Plan {
             phases: Vec::with_capacity(curriculum.phases.len()),
             sources: facts.to_vec(),
             courses: vec![None; facts.len()],
+            bans: Bans::default(),
         };
         let mut cursors = vec![Cursor::START; facts.len()];
-        for phase in &curriculum.phases {
-            let planned = plan.phase_plan(curriculum, phase, &mut cursors)?;
+        for leg in &curriculum.legs() {
+            let planned = plan.phase_plan(curriculum, leg, &mut cursors)?;
             plan.phases.push(planned);
         }
+        plan.bans = Bans::new(curriculum, &plan)?;
         crate::limits::check(&plan, curriculum)?;
         Ok(plan)
     }
 
-    /// The phases, in order.
+    /// The phases in order, in parts where their mix is amended.
     pub fn phases(&self) -> &[PhasePlan] {
         &self.phases
     }
@@ -129,7 +146,23 @@ impl Plan {
         let SourceUse { source, stretch, .. } = &phase.uses[entry];
         let (epoch, segments) = stretch.text(self.course(*source), ordinal);
         let (source, seq_len) = (*source, phase.seq_len);
-        Ok(SampleSpec { sample, phase: index, source, ordinal, epoch, seq_len, segments })
+        let banned = self.bans.places(source, sample, &segments);
+        Ok(SampleSpec { sample, phase: index, source, ordinal, epoch, seq_len, segments, banned })
+    }
+
+    /// Where a source (index into [`Plan::sources`]) stands before step `step`.
+    pub fn standing(&self, source: usize, step: u64) -> Standing {
+        let mut cursor = Cursor::START;
+        for phase in self.phases.iter().filter(|phase| phase.first_step < step) {
+            let of_source = |part: &SourceUse| part.source == source;
+            let Some(entry) = phase.uses.iter().position(of_source) else { continue };
+            let steps = phase.steps.min(step - phase.first_step);
+            let samples = phase.mixing.count(entry, steps * phase.batch);
+            cursor = phase.uses[entry].stretch.after(self.course(source), samples);
+        }
+        let tokens =
+            self.courses[source].as_ref().map_or(0, |course| course.tokens_before(&cursor));
+        Standing { cursor, tokens }
     }
 
     fn phase_of(&self, sample: u64) -> Result<usize> {
@@ -149,7 +182,7 @@ impl Plan {
     fn phase_plan(
         &mut self,
         curriculum: &Curriculum,
-        phase: &Phase,
+        Leg { phase: index, spec: phase, mix_key }: &Leg,
         cursors: &mut [Cursor],
     ) -> Result<PhasePlan> {
         let weights = phase.weights().expect("checked when the phase was read");
@@ -157,7 +190,7 @@ impl Plan {
         let counts = mixing.counts(phase.samples());
         let mut uses = Vec::with_capacity(weights.len());
         for ((name, weight), samples) in phase.mix.keys().zip(weights).zip(counts) {
-            let source = source_of(curriculum, phase, name, &self.sources)?;
+            let source = source_of(curriculum, phase, (mix_key, name), &self.sources)?;
             let SourceFacts { name, tokens, documents: _, unit } = &self.sources[source];
             let course = self.courses[source]
                 .get_or_insert_with(|| Course::new(curriculum.seed, name, *tokens, *unit));
@@ -170,6 +203,7 @@ impl Plan {
         }
         Ok(PhasePlan {
             name: phase.name.clone(),
+            phase: *index,
             first_step: self.steps() + 1,
             steps: phase.steps,
             first_sample: self.samples(),
@@ -178,6 +212,7 @@ impl Plan {
             seq_len: phase.seq_len,
             uses,
             mixing,
+            mix_key: mix_key.clone(),
         })
     }
 }
@@ -198,10 +233,10 @@ impl PhasePlan {
 fn source_of(
     curriculum: &Curriculum,
     phase: &Phase,
-    name: &str,
+    (mix_key, name): (&str, &str),
     facts: &[SourceFacts],
 ) -> Result<usize> {
-    let place = || curriculum.place(&format!("phase.{}.mix.{name}", phase.name));
+    let place = || curriculum.place(&format!("{mix_key}.{name}"));
     let Some(source) = facts.iter().position(|facts| facts.name == name) else {
         return Err(unknown(name, facts).at(place()));
     };
@@ -218,7 +253,7 @@ fn source_of(
     Ok(source)
 }
 
-fn unknown(name: &str, facts: &[SourceFacts]) -> Fault {
+pub(crate) fn unknown(name: &str, facts: &[SourceFacts]) -> Fault {
     let fault = Fault::usage(format!("no store has a source {name:?}"));
     let names = || facts.iter().map(|facts| facts.name.as_str());
     match nearest(name, names()) {

@@ -1,5 +1,7 @@
 //! What the plan answers with: which text a sample is, and where it stands.
 
+use std::ops::Range;
+
 /// A run of tokens that are neighbours in their stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Segment {
@@ -30,6 +32,8 @@ pub struct SampleSpec {
     pub seq_len: u32,
     /// The text.
     pub segments: Vec<Segment>,
+    /// Where in the sequence the text is that no step sees any more: rising, apart.
+    pub banned: Vec<Range<u32>>,
 }
 
 /// One step, resolved.

@@ -205,7 +205,9 @@ impl RunFolder {
         let mut resolved = spec.curriculum.clone();
         let folder = source.parent().unwrap_or(Path::new(""));
         // A store in a bucket has one name everywhere.
-        for store in resolved.stores.iter_mut().filter(|store| !far::is_far(Path::new(store))) {
+        let added = resolved.amendments.iter_mut().filter_map(|one| one.store.as_mut());
+        let named = resolved.stores.iter_mut().chain(added.map(|store| &mut store.path));
+        for store in named.filter(|store| !far::is_far(Path::new(store))) {
             let path = folder.join(&*store);
             let path = path.canonicalize().map_err(|error| Fault::io("resolve", &path, &error))?;
             *store = path.to_string_lossy().into_owned();

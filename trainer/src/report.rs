@@ -5,6 +5,7 @@
 use std::time::{Duration, Instant};
 
 use crate::ledger::StepRecord;
+use crate::optim::guard::Skipped;
 use crate::validate::SourceLoss;
 
 /// Prints the lines of one process's part of a run.
@@ -68,8 +69,9 @@ fn validation_line(step: u64, sources: &[SourceLoss]) -> String {
 
 /// The part of a step's line that is a function of the run.
 fn line(record: &StepRecord, steps: u64) -> String {
+    let skipped = Skipped::note(record.skipped);
     format!(
-        "step {}/{steps} | {} | loss {:.6} | lr {:.2e} | norm {:.4} | data {} | state {}",
+        "step {}/{steps} | {} | loss {:.6} | lr {:.2e} | norm {:.4}{skipped} | data {} | state {}",
         record.step,
         record.phase,
         record.loss,

@@ -12,6 +12,7 @@ use mixer::{Curriculum, Plan};
 use crate::hf::Start;
 use crate::model::{self, ParamSpec, ZayaConfig};
 use crate::optim::balance::{self, Balance};
+use crate::optim::guard::Guard;
 use crate::optim::schedule::Schedule;
 use crate::optim::{Kind, Rule, Settings};
 
@@ -21,7 +22,7 @@ const BALANCE_LR: &str = "balance_lr";
 /// The content that a run reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Content {
-    /// The digests of the stores, in the order of the curriculum.
+    /// The digests of the stores that it began with, in the order of the curriculum.
     pub stores: Vec<Identity>,
     /// SHA-256 of their tokenizer.
     pub tokenizer: Identity,
@@ -65,7 +66,7 @@ impl RunSpec {
     pub fn new(opened: &Opened) -> Result<Self> {
         let curriculum = opened.curriculum.clone();
         let data = Arc::clone(opened.stores()?);
-        let content = Content::of(&data);
+        let content = Content::of(&data, curriculum.stores.len());
         let start = open_start(opened, &data)?;
         let models = models(&curriculum, content.vocab, start.as_ref())?;
         let settings = settings(&curriculum);
@@ -79,6 +80,8 @@ impl RunSpec {
     pub fn canonical(&self) -> String {
         let mut curriculum = self.curriculum.clone();
         curriculum.stores = self.content.stores.iter().map(Identity::to_string).collect();
+        let added = curriculum.amendments.iter_mut().filter_map(|one| one.store.as_mut());
+        added.for_each(|store| store.path.clone_from(&store.digest));
         curriculum.start = self.start.as_ref().map(|start| start.content().to_string());
         curriculum.canonical()
     }
@@ -90,7 +93,8 @@ impl RunSpec {
 
     /// The model during `step`.
     pub fn model_at(&self, step: u64) -> Result<&PhaseModel> {
-        Ok(&self.models[self.plan.step(step)?.phase])
+        let part = self.plan.step(step)?.phase;
+        Ok(&self.models[self.plan.phases()[part].phase])
     }
 
     /// The balance before the first step, by layer.
@@ -106,9 +110,9 @@ impl RunSpec {
 }
 
 impl Content {
-    /// What these stores hold.
-    pub fn of(stores: &Stores) -> Self {
-        let manifests = stores.stores().iter().map(|store| store.manifest());
+    /// What the first `count` of these stores hold: amendments name the others by their digests.
+    pub fn of(stores: &Stores, count: usize) -> Self {
+        let manifests = stores.stores().iter().take(count).map(|store| store.manifest());
         let tokenizer = &stores.stores()[0].manifest().tokenizer;
         Content {
             stores: manifests.map(|manifest| manifest.digest).collect(),
@@ -264,5 +268,6 @@ fn settings(curriculum: &Curriculum) -> Settings {
         momentum: optimizer.momentum,
         weight_decay: optimizer.weight_decay,
         clip: optimizer.clip,
+        guard: Guard { skip: curriculum.skip_step, clip: curriculum.auto_clip },
     }
 }

@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use crate::lanes::Lanes;
 use crate::optim::balance::Balance;
+use crate::optim::guard::Windows;
 use crate::timing;
 
 /// The state after a step.
@@ -20,6 +21,8 @@ pub struct State {
     pub second: Vec<Option<Tensor>>,
     /// The routers' balancing biases, by layer.
     pub balance: Vec<Balance>,
+    /// The losses and norms that decide what is skipped and clipped; `None` where the curriculum asks for neither.
+    pub windows: Option<Windows>,
 }
 
 /// Checksums over a whole state.
@@ -59,11 +62,12 @@ impl State {
 
     /// A copy that shares no memory with this one.
     pub fn copy(&self) -> State {
-        let State { step, weights, first, second, balance } = self;
+        let State { step, weights, first, second, balance, windows } = self;
         let copies = |tensors: &[Tensor]| tensors.iter().map(Tensor::copy).collect();
         let second = second.iter().map(|tensor| tensor.as_ref().map(Tensor::copy)).collect();
         let (weights, first) = (copies(weights), copies(first));
-        State { step: *step, weights, first, second, balance: balance.clone() }
+        let (balance, windows) = (balance.clone(), windows.clone());
+        State { step: *step, weights, first, second, balance, windows }
     }
 
     /// Checksums of everything, computed on the lanes.
@@ -77,16 +81,21 @@ impl State {
             Ok(checksum::tensor(&tensor, salt))
         })?;
         // No `..`: whatever is added to the state enters its digest.
-        let State { step, weights, first: _, second, balance } = self;
+        let State { step, weights, first: _, second, balance, windows } = self;
         let has_second: Vec<bool> = second.iter().map(Option::is_some).collect();
-        let digest = digest(*step, &has_second, &sums, balance);
+        let digest = digest(*step, &has_second, &sums, (balance, windows.as_ref()));
         Ok(StateSums { weights: sums[..weights.len()].to_vec(), digest })
     }
 }
 
 /// The digest of a state after `step`, from the checksums of its tensors: all weights, then all first moments, then the
 /// second moments of those that have one.
-pub(crate) fn digest(step: u64, has_second: &[bool], sums: &[u64], balance: &[Balance]) -> Digest {
+pub(crate) fn digest(
+    step: u64,
+    has_second: &[bool],
+    sums: &[u64],
+    (balance, windows): (&[Balance], Option<&Windows>),
+) -> Digest {
     let count = has_second.len() as u64;
     let mut hasher = Hasher::new();
     hasher.tag("state.v1").u64(step).u64(count).u64(count);
@@ -99,6 +108,16 @@ pub(crate) fn digest(step: u64, has_second: &[bool], sums: &[u64], balance: &[Ba
     for Balance { bias, first, second } in balance {
         for values in [bias, first, second] {
             hasher.u32s(&values.iter().map(|value| value.to_bits()).collect::<Vec<_>>());
+        }
+    }
+    // Nothing for nothing: a run without windows has the digests that it had before there were any.
+    if let Some(Windows { skipped, losses, norms }) = windows {
+        hasher.tag("windows.v1").u64(*skipped);
+        for window in [losses, norms] {
+            hasher.u64(window.0.len() as u64);
+            window.0.iter().for_each(|bits| {
+                hasher.u64(*bits);
+            });
         }
     }
     hasher.finish()

@@ -14,6 +14,7 @@ use crate::lanes::Lanes;
 use crate::ledger::{Packed, StepRecord};
 use crate::model::{self, LeafInput, LeafOutput, StagedLeaf, ZayaConfig};
 use crate::optim::balance::Balance;
+use crate::optim::guard::{Decision, Windows};
 use crate::optim::{self, norm};
 use crate::refusal::caught;
 use crate::spec::RunSpec;
@@ -32,6 +33,13 @@ pub struct Gradient {
     pub leaves: Vec<LeafSums>,
     /// Tokens by layer and router class.
     pub router: Vec<Vec<u64>>,
+}
+
+impl Gradient {
+    /// The mean loss of a label.
+    pub fn mean(&self) -> f64 {
+        self.loss / self.divisor as f64
+    }
 }
 
 /// What the ledger keeps of a leaf, and what explains it.
@@ -216,14 +224,15 @@ pub(crate) fn apply_at(
     let parts = parts(&gradient.tensors, lanes)?;
     let norm = norm::norm(&parts.iter().map(|(_, square)| *square).collect::<Vec<_>>());
     check_norm(step, norm)?;
-    let scale = norm::scale(norm, spec.settings.clip);
-    let at = optim::At { step, lr, scale };
-    optim::update(&spec.settings, &spec.rules, state, &gradient.tensors, at, lanes)?;
-    update_balance(spec, step, &mut state.balance, &gradient.router)?;
+    let (decision, at) = decide(spec, &mut state.windows, gradient, (step, lr, norm));
+    if decision.moves() {
+        optim::update(&spec.settings, &spec.rules, state, &gradient.tensors, at, lanes)?;
+        update_balance(spec, (step, at.step), &mut state.balance, &gradient.router)?;
+    }
     state.step = step;
     let sums = state.sums(lanes)?;
     let checksums = parts.into_iter().map(|(checksum, _)| checksum).collect();
-    record(spec, (step, batch.digest()), gradient, (lr, norm, checksums), sums)
+    record(spec, (step, batch.digest()), gradient, (lr, norm, decision, checksums), sums)
 }
 
 /// A loss that is no number ends the run before anything moves.
@@ -241,15 +250,29 @@ pub(crate) fn check_norm(step: u64, norm: f64) -> Result<()> {
     Err(diverged("the gradient is not finite", step).found(format!("a norm of {norm}")))
 }
 
-/// Moves the balancing biases by what the whole step counted.
+/// Whether the step moves anything, and by which numbers: a function of it and of the losses and norms before it.
+pub(crate) fn decide(
+    spec: &RunSpec,
+    windows: &mut Option<Windows>,
+    gradient: &Gradient,
+    (step, lr, norm): (u64, f64, f64),
+) -> (Decision, optim::At) {
+    let settings = &spec.settings;
+    let decision = settings.guard.decide(windows, gradient.mean(), norm);
+    let scale = norm::scale(norm, decision.clip(settings.clip));
+    let step = step - windows.as_ref().map_or(0, |windows| windows.skipped);
+    (decision, optim::At { step, lr, scale })
+}
+
+/// Moves the balancing biases by what the whole step counted; `moved` is how often they will have moved with it.
 pub(crate) fn update_balance(
     spec: &RunSpec,
-    step: u64,
+    (step, moved): (u64, u64),
     balance: &mut [Balance],
     router: &[Vec<u64>],
 ) -> Result<()> {
     let lr = spec.model_at(step)?.balance_lr;
-    balance.iter_mut().zip(router).for_each(|(balance, counts)| balance.update(step, counts, lr));
+    balance.iter_mut().zip(router).for_each(|(balance, counts)| balance.update(moved, counts, lr));
     Ok(())
 }
 
@@ -258,7 +281,7 @@ pub(crate) fn record(
     spec: &RunSpec,
     (step, data): (u64, Digest),
     gradient: &Gradient,
-    (lr, norm, gradients): (f64, f64, Vec<u64>),
+    (lr, norm, decision, gradients): (f64, f64, Decision, Vec<u64>),
     sums: StateSums,
 ) -> Result<StepRecord> {
     let leaves = &gradient.leaves;
@@ -268,13 +291,15 @@ pub(crate) fn record(
         phase: spec.plan.phases()[spec.plan.step(step)?.phase].name.clone(),
         data,
         divisor: gradient.divisor,
-        loss: gradient.loss / gradient.divisor as f64,
+        loss: gradient.mean(),
         leaf_labels: leaves.iter().map(|leaf| leaf.labels).collect(),
         leaf_losses: Packed::floats(leaves.iter().map(|leaf| leaf.loss)),
         router: gradient.router.clone(),
         leaf_gradients: Packed(leaves.iter().map(|leaf| leaf.gradient).collect()),
         gradients: Packed(gradients),
         norm: Packed::floats([norm]),
+        longest: decision.longest.map(|longest| Packed::floats([longest])),
+        skipped: decision.skipped,
         lr: Packed::floats([lr]),
         weights: Packed(sums.weights),
         state: sums.digest,
@@ -385,7 +410,8 @@ pub fn initial(spec: &RunSpec, device: tch::Device) -> Result<State> {
     let second =
         second.map(|(tensor, rule)| rule.has_second_moment().then(|| zeros(tensor))).collect();
     let first = weights.iter().map(zeros).collect();
-    Ok(State { step: 0, first, second, balance, weights })
+    let windows = spec.settings.guard.windows();
+    Ok(State { step: 0, first, second, balance, windows, weights })
 }
 
 /// How many numbers a configuration trains.

@@ -89,6 +89,8 @@ struct Document {
     /// Where the run stands in the document, and how long that is.
     of_document: [u64; 2],
     document_tokens: u64,
+    /// Whether an amendment hides it here: then the model sees padding in its place.
+    banned: bool,
     text: String,
 }
 
@@ -220,6 +222,7 @@ impl Document {
             tokens: [piece.place.start, piece.place.end],
             of_document: [inner.start, inner.end],
             document_tokens: record.tokens,
+            banned: piece.banned,
             text: decoder.text(&ids)?,
         })
     }
@@ -227,11 +230,12 @@ impl Document {
     fn text(&self, full: bool) -> String {
         let Document { id, origin, tokens: [from, to], of_document, document_tokens, text, .. } =
             self;
+        let banned = if self.banned { " (banned)" } else { "" };
         let part = match of_document {
             [0, end] if end == document_tokens => String::new(),
             [start, end] => format!(" (its {start}..{end} of {document_tokens})"),
         };
-        let mut out = format!("  {from}..{to}  {id}{part}  {origin}\n");
+        let mut out = format!("  {from}..{to}  {id}{part}{banned}  {origin}\n");
         if full {
             text.lines().for_each(|line| out += &format!("    | {line}\n"));
         } else {

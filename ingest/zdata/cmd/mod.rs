@@ -1,5 +1,6 @@
 //! One file per command: its arguments and what it does.
 
+pub(crate) mod amend;
 pub(crate) mod batch;
 pub(crate) mod build;
 pub(crate) mod digest;

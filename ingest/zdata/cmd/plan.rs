@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use contract::{Fault, Result};
 use loader::Opened;
-use mixer::{Curriculum, PhasePlan, Plan, SourceFacts};
+use mixer::{Ban, Curriculum, PhasePlan, Plan, SourceFacts};
 use serde::Serialize;
 
 /// Arguments.
@@ -45,6 +45,20 @@ struct Report {
     digest: String,
     phases: Vec<PhaseRow>,
     sources: Vec<SourceRow>,
+    /// What amendments hide; nothing is known of it where stores are only described.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    banned: Vec<BanRow>,
+}
+
+/// A document that is hidden from a step on.
+#[derive(Serialize)]
+struct BanRow {
+    step: u64,
+    source: String,
+    document: u64,
+    /// Of those taken from the source: what no step sees.
+    tokens: u64,
+    labels: u64,
 }
 
 #[derive(Serialize)]
@@ -109,6 +123,7 @@ impl Report {
             padding: phases.iter().map(|phase| phase.padding).sum(),
             digest: plan.digest_through(plan.steps()).to_string(),
             sources: plan.sources().iter().enumerate().map(source).collect(),
+            banned: plan.bans().iter().map(|ban| BanRow::new(plan, ban)).collect(),
             phases,
         }
     }
@@ -149,7 +164,23 @@ impl Report {
             count(*tokens),
             count(*padding)
         );
+        for BanRow { step, source, document, tokens, labels } in &self.banned {
+            out += &format!(
+                "from step {} document {document} of {source} is banned: {} tokens, {} labels not seen\n",
+                count(*step),
+                count(*tokens),
+                count(*labels)
+            );
+        }
         out
+    }
+}
+
+impl BanRow {
+    fn new(plan: &Plan, ban: &Ban) -> Self {
+        let (tokens, labels) = plan.hidden_by(ban);
+        let source = plan.sources()[ban.source].name.clone();
+        BanRow { step: ban.step, source, document: ban.document, tokens, labels }
     }
 }
 

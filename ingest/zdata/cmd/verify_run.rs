@@ -108,7 +108,7 @@ fn cause(ledger: &Ledger, opened: &Opened, step: u64) -> String {
     }
     let begun = Curriculum::parse(&ledger.head.curriculum, "the ledger's curriculum");
     let edits = begun.map(|begun| begun.difference(&opened.curriculum)).unwrap_or_default();
-    let trains = ["model", "optimizer", "schedule", "dtype"];
+    let trains = ["model", "optimizer", "schedule", "dtype", "skip_step", "auto_clip"];
     let edit = edits.iter().filter(|edit| edit.first_step <= step).find(|edit| {
         let section = edit.key.split('.').next().unwrap_or_default();
         !trains.contains(&section)
@@ -125,15 +125,16 @@ fn cause(ledger: &Ledger, opened: &Opened, step: u64) -> String {
 
 /// Holds the stores and the tokenizer against those that the run began with.
 fn same_content(ledger: &Ledger, opened: &Opened) -> Result<()> {
-    let stores = opened.stores()?.stores();
+    // Those that an amendment added are known by the digests that stand beside their names, and were held against them.
+    let stores = opened.stores()?.stores().iter().take(opened.curriculum.stores.len());
     let place = |store: &contract::store::Store| store.root().display().to_string();
-    if stores.len() != ledger.head.stores.len() {
+    if opened.curriculum.stores.len() != ledger.head.stores.len() {
         return Err(Fault::mismatch("the run began with another number of stores")
             .at(opened.curriculum.place("store"))
-            .found(stores.len())
+            .found(opened.curriculum.stores.len())
             .wanted(ledger.head.stores.len()));
     }
-    for (store, wanted) in stores.iter().zip(&ledger.head.stores) {
+    for (store, wanted) in stores.zip(&ledger.head.stores) {
         let manifest = store.manifest();
         let pairs = [
             ("tokenizer", manifest.tokenizer.sha256, ledger.head.tokenizer),

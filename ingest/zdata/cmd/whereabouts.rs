@@ -51,6 +51,8 @@ struct Seen {
     /// Tokens of the document, from its begin.
     tokens: [u64; 2],
     sample: u64,
+    /// Whether an amendment hides it there.
+    banned: bool,
 }
 
 /// Does it.
@@ -111,6 +113,11 @@ fn seen(plan: &Plan, source: usize, record: &DocumentRecord) -> Result<Vec<Seen>
             offset: visit.offset_in_sequence,
             tokens: [first, first + u64::from(visit.tokens)],
             sample: visit.sample,
+            banned: plan
+                .sample(visit.sample)?
+                .banned
+                .iter()
+                .any(|it| it.contains(&visit.offset_in_sequence)),
         })
     };
     visits.into_iter().map(seen).collect()
@@ -126,10 +133,11 @@ fn text(found: &[Found]) -> String {
         } else if seen.is_empty() {
             out += "  no step of this curriculum comes to it\n";
         }
-        for Seen { step, sequence, offset, tokens: [from, to], sample: _ } in seen {
+        for Seen { step, sequence, offset, tokens: [from, to], sample: _, banned } in seen {
+            let banned = if *banned { ", banned" } else { "" };
             let _ = writeln!(
                 out,
-                "  step {step}, sequence {sequence}, offset {offset}: its tokens {from}..{to}"
+                "  step {step}, sequence {sequence}, offset {offset}: its tokens {from}..{to}{banned}"
             );
         }
     }

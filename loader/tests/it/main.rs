@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a failing test may panic")]
 #![expect(clippy::print_stdout, reason = "a test that runs itself again answers there")]
 
+mod amended;
 mod late;
 mod many;
 mod naive;

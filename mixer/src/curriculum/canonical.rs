@@ -5,7 +5,11 @@
 
 use std::fmt::Write as _;
 
-use super::{Curriculum, ModelSpec, OptimizerSpec, Phase, ScheduleSpec, SourceLimits};
+use super::amendment::mix_text;
+use super::{
+    AutoClipSpec, Curriculum, ModelSpec, OptimizerSpec, Phase, ScheduleSpec, SkipStepSpec,
+    SourceLimits,
+};
 
 impl Curriculum {
     /// The canonical text: two curricula mean the same if, and only if, they share it.
@@ -21,6 +25,9 @@ impl Curriculum {
             model,
             optimizer,
             schedule,
+            skip_step,
+            auto_clip,
+            amendments,
             places: _,
         } = self;
         let mut out = Text::default();
@@ -47,6 +54,17 @@ impl Curriculum {
         if *decay_steps > 0 {
             out.line("final_lr", float(*final_lr));
         }
+        // Off unless they stand there, so that a curriculum without them keeps its text.
+        if let Some(SkipStepSpec { window, sigma }) = skip_step {
+            out.head("[skip_step]");
+            out.line("window", window);
+            out.line("sigma", float(*sigma));
+        }
+        if let Some(AutoClipSpec { window, percentile }) = auto_clip {
+            out.head("[auto_clip]");
+            out.line("window", window);
+            out.line("percentile", percentile);
+        }
         for (name, SourceLimits { max_epochs }) in sources {
             // The default, spelled out, means what its absence means.
             if *max_epochs != SourceLimits::default().max_epochs {
@@ -55,6 +73,7 @@ impl Curriculum {
             }
         }
         phases.iter().for_each(|phase| phase_text(phase, &mut out));
+        amendments.iter().for_each(|amendment| amendment.write(&mut out));
         out.0
     }
 }
@@ -79,29 +98,26 @@ fn phase_text(phase: &Phase, out: &mut Text) {
     out.line("seq_len", seq_len);
     out.line("batch", batch);
     out.line("leaf", leaf);
-    let weights = phase.weights().expect("checked when the phase was read");
-    let pairs =
-        mix.keys().zip(weights).map(|(source, weight)| format!("{} = {weight}", key(source)));
-    out.line("mix", inline(pairs.collect()));
+    out.line("mix", mix_text(mix));
     if !model.is_empty() {
         let pairs = model.iter().map(|(field, value)| format!("{} = {value}", key(field)));
         out.line("model", inline(pairs.collect()));
     }
 }
 
-fn inline(pairs: Vec<String>) -> String {
+pub(super) fn inline(pairs: Vec<String>) -> String {
     format!("{{ {} }}", pairs.join(", "))
 }
 
 #[derive(Default)]
-struct Text(String);
+pub(super) struct Text(pub(super) String);
 
 impl Text {
-    fn head(&mut self, head: &str) {
+    pub(super) fn head(&mut self, head: &str) {
         self.0 += &format!("\n{head}\n");
     }
 
-    fn line(&mut self, key: &str, value: impl std::fmt::Display) {
+    pub(super) fn line(&mut self, key: &str, value: impl std::fmt::Display) {
         writeln!(self.0, "{key} = {value}").expect("writing to a string cannot fail");
     }
 }
@@ -111,11 +127,11 @@ pub(super) fn float(value: f64) -> String {
     format!("{value:e}")
 }
 
-fn quoted(text: &str) -> String {
+pub(super) fn quoted(text: &str) -> String {
     toml::Value::String(text.to_owned()).to_string()
 }
 
-fn key(name: &str) -> String {
+pub(super) fn key(name: &str) -> String {
     let bare = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_' || byte == b'-';
     if !name.is_empty() && name.bytes().all(bare) { name.to_owned() } else { quoted(name) }
 }

@@ -4,7 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use super::canonical::float;
-use super::{Curriculum, ModelSpec, OptimizerSpec, Phase, ScheduleSpec};
+use super::{
+    Amendment, AutoClipSpec, Curriculum, ModelSpec, OptimizerSpec, Phase, ScheduleSpec,
+    SkipStepSpec,
+};
 
 /// One key whose value differs in a way that reaches a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,6 +45,9 @@ impl Curriculum {
             model,
             optimizer,
             schedule,
+            skip_step: _,
+            auto_clip: _,
+            amendments,
             places: _,
         } = self;
         let mut list = List::default();
@@ -50,7 +56,9 @@ impl Curriculum {
         model_difference(model, &other.model, &mut list);
         optimizer_difference(optimizer, &other.optimizer, &mut list);
         schedule_difference(schedule, &other.schedule, &mut list);
+        window_differences(self, other, &mut list);
         phase_differences(phases, &other.phases, &mut list);
+        amendment_differences(amendments, &other.amendments, &mut list);
         list.0.sort_by_key(|difference| difference.first_step);
         list.0
     }
@@ -124,6 +132,30 @@ fn schedule_difference(schedule: &ScheduleSpec, other: &ScheduleSpec, list: &mut
     }
 }
 
+/// A window reaches back to the first step.
+fn window_differences(one: &Curriculum, other: &Curriculum, list: &mut List) {
+    fn show<T: fmt::Display>(value: Option<T>) -> String {
+        value.map_or_else(|| "not set".to_owned(), |value| value.to_string())
+    }
+    let skip = |of: &Curriculum| {
+        let SkipStepSpec { window, sigma } = of.skip_step?;
+        Some((window, float(sigma)))
+    };
+    let (found, wanted) = (skip(other), skip(one));
+    let part = |of: &Option<(u64, String)>| of.as_ref().map(|of| of.0);
+    list.compare("skip_step.window", show(part(&found)), show(part(&wanted)), 1);
+    list.compare("skip_step.sigma", show(found.map(|of| of.1)), show(wanted.map(|of| of.1)), 1);
+    let clip = |of: &Curriculum| {
+        let AutoClipSpec { window, percentile } = of.auto_clip?;
+        Some((window, percentile))
+    };
+    let (found, wanted) = (clip(other), clip(one));
+    let part = |of: Option<(u64, u64)>| show(of.map(|of| of.0));
+    list.compare("auto_clip.window", part(found), part(wanted), 1);
+    let part = |of: Option<(u64, u64)>| show(of.map(|of| of.1));
+    list.compare("auto_clip.percentile", part(found), part(wanted), 1);
+}
+
 /// Phases are compared in order; from the first one whose end moves, everything has moved.
 fn phase_differences(phases: &[Phase], others: &[Phase], list: &mut List) {
     let (mut first, mut first_other) = (1, 1);
@@ -139,6 +171,18 @@ fn phase_differences(phases: &[Phase], others: &[Phase], list: &mut List) {
     }
     for phase in &others[common..] {
         list.compare(&format!("phase.{}", phase.name), "a phase", "no such phase", reached);
+    }
+}
+
+/// Amendments are compared in order: from the first that differs on, all of them count.
+fn amendment_differences(amendments: &[Amendment], others: &[Amendment], list: &mut List) {
+    let pairs = amendments.iter().zip(others);
+    let same = pairs.take_while(|(one, other)| one.meaning() == other.meaning()).count();
+    for number in same..amendments.len().max(others.len()) {
+        let (one, other) = (amendments.get(number), others.get(number));
+        let show = |of: Option<&Amendment>| of.map_or("none".to_owned(), Amendment::meaning);
+        let step = one.into_iter().chain(other).map(|of| of.step).min().unwrap_or(1);
+        list.compare(&format!("amendment.{}", number + 1), show(other), show(one), step);
     }
 }
 

@@ -3,6 +3,7 @@
 //! Whatever decides a bit stands here; whatever only decides speed (ranks, lanes, threads, device) is a flag and
 //! never does. Weights are exact ratios, taken from the text as typed.
 
+mod amendment;
 mod canonical;
 mod difference;
 mod parse;
@@ -12,6 +13,7 @@ use std::collections::BTreeMap;
 
 use contract::ratio::{Ratio, gcd};
 
+pub use amendment::{AddedStore, Amendment, Leg};
 pub use difference::Difference;
 pub(crate) use reader::{Places, Section, Text};
 
@@ -38,6 +40,12 @@ pub struct Curriculum {
     pub optimizer: OptimizerSpec,
     /// The learning rate's course.
     pub schedule: ScheduleSpec,
+    /// Which steps are skipped; `None`: none is.
+    pub skip_step: Option<SkipStepSpec>,
+    /// A clip that follows the norms of the steps before; `None`: only [`OptimizerSpec::clip`] clips.
+    pub auto_clip: Option<AutoClipSpec>,
+    /// What changes from some step on, in the order of their steps.
+    pub amendments: Vec<Amendment>,
     places: Places,
 }
 
@@ -125,6 +133,26 @@ pub struct ScheduleSpec {
     pub final_lr: f64,
 }
 
+/// `[skip_step]`: a step whose loss or gradient norm lies more than `sigma` standard deviations above the mean of the
+/// `window` steps before it moves nothing. Steps are judged once half a window lies before them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SkipStepSpec {
+    /// Steps that a step is measured against, at most.
+    pub window: u64,
+    /// Standard deviations.
+    pub sigma: f64,
+}
+
+/// `[auto_clip]`: a gradient is not longer than this percentile of the norms of the `window` steps before it, once half a
+/// window lies before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AutoClipSpec {
+    /// Steps that a norm is measured against, at most.
+    pub window: u64,
+    /// 1 to 100; by the nearest rank, so that it is one of the norms itself.
+    pub percentile: u64,
+}
+
 impl Curriculum {
     /// The limits of `source`, stated or default.
     pub fn limits(&self, source: &str) -> SourceLimits {
@@ -184,19 +212,24 @@ impl Phase {
     ///
     /// `None` if they are so fine, or so far apart, that their sum does not fit.
     pub fn weights(&self) -> Option<Vec<u64>> {
-        let scale = self.mix.values().try_fold(1u64, |scale, weight| {
-            (scale / gcd(scale, weight.den())).checked_mul(weight.den())
-        })?;
-        let whole = |weight: &Ratio| weight.num().checked_mul(scale / weight.den());
-        let weights: Vec<u64> = self.mix.values().map(whole).collect::<Option<_>>()?;
-        let divisor = weights.iter().fold(0, |divisor, &weight| gcd(divisor, weight));
-        let weights: Vec<u64> = weights.iter().map(|weight| weight / divisor).collect();
-        let total = weights.iter().try_fold(0u64, |sum, &weight| sum.checked_add(weight))?;
-        (total <= WEIGHT_MAX).then_some(weights)
+        whole_weights(&self.mix)
     }
 
     /// Samples of the phase.
     pub fn samples(&self) -> u64 {
         self.steps * self.batch
     }
+}
+
+/// The weights of a mix as integers without a common divisor, in the order of the sources' names.
+fn whole_weights(mix: &BTreeMap<String, Ratio>) -> Option<Vec<u64>> {
+    let scale = mix.values().try_fold(1u64, |scale, weight| {
+        (scale / gcd(scale, weight.den())).checked_mul(weight.den())
+    })?;
+    let whole = |weight: &Ratio| weight.num().checked_mul(scale / weight.den());
+    let weights: Vec<u64> = mix.values().map(whole).collect::<Option<_>>()?;
+    let divisor = weights.iter().fold(0, |divisor, &weight| gcd(divisor, weight));
+    let weights: Vec<u64> = weights.iter().map(|weight| weight / divisor).collect();
+    let total = weights.iter().try_fold(0u64, |sum, &weight| sum.checked_add(weight))?;
+    (total <= WEIGHT_MAX).then_some(weights)
 }

@@ -5,13 +5,26 @@ use std::collections::BTreeMap;
 use contract::{Ratio, Result};
 use toml_edit::Value;
 
+use super::amendment::amendments;
 use super::{
-    Curriculum, Dtype, ModelSpec, OptimizerKind, OptimizerSpec, Phase, Places, ScheduleSpec,
-    Section, SourceLimits, Text,
+    AutoClipSpec, Curriculum, Dtype, ModelSpec, OptimizerKind, OptimizerSpec, Phase, Places,
+    ScheduleSpec, Section, SkipStepSpec, SourceLimits, Text,
 };
 
-const ROOT_KEYS: &[&str] =
-    &["store", "start", "seed", "dtype", "phase", "source", "model", "optimizer", "schedule"];
+const ROOT_KEYS: &[&str] = &[
+    "store",
+    "start",
+    "seed",
+    "dtype",
+    "phase",
+    "source",
+    "model",
+    "optimizer",
+    "schedule",
+    "skip_step",
+    "auto_clip",
+    "amendment",
+];
 const PHASE_KEYS: &[&str] =
     &["name", "steps", "tokens", "seq_len", "batch", "leaf", "mix", "model"];
 const OPTIMIZER_KEYS: &[&str] = &["kind", "lr", "betas", "eps", "momentum", "weight_decay", "clip"];
@@ -62,16 +75,21 @@ impl Curriculum {
         places.insert("store".to_owned(), root.place_of("store"));
         let start = start(&root, &mut places)?;
         let optimizer = optimizer(&root, &mut places)?;
+        let phases = phases(&root, &mut places)?;
+        let amendments = amendments(&root, &phases, &mut places)?;
         Ok(Curriculum {
             stores,
             start,
             seed: root.whole("seed", 0)?.unwrap_or(0),
             dtype: root.choice("dtype", &Dtype::ALL)?.unwrap_or(Dtype::F32),
-            phases: phases(&root, &mut places)?,
+            phases,
             sources: sources(&root, &mut places)?,
             model: model(&root, &mut places)?,
             schedule: schedule(&root, &optimizer, &mut places)?,
             optimizer,
+            skip_step: skip_step(&root, &mut places)?,
+            auto_clip: auto_clip(&root, &mut places)?,
+            amendments,
             places,
         })
     }
@@ -154,7 +172,7 @@ fn phase(section: &Section, places: &mut Places) -> Result<Phase> {
             .fault("model", "a phase cannot change `preset`")
             .hint("name the preset under [model], and here the fields that differ"));
     }
-    let phase = Phase { mix: mix(section)?, model, name, steps, seq_len, batch, leaf };
+    let phase = Phase { mix: mix_of(section)?, model, name, steps, seq_len, batch, leaf };
     if phase.weights().is_none() {
         return Err(section
             .fault("mix", "these weights are too fine for each other")
@@ -188,7 +206,8 @@ fn steps(section: &Section, seq_len: u64, batch: u64) -> Result<u64> {
     }
 }
 
-fn mix(section: &Section) -> Result<BTreeMap<String, Ratio>> {
+/// The `mix` of a section.
+pub(super) fn mix_of(section: &Section) -> Result<BTreeMap<String, Ratio>> {
     let wanted = "mix = { source = weight }";
     let mix = section.section("mix")?.ok_or_else(|| section.missing("mix", wanted))?;
     let mut weights = BTreeMap::new();
@@ -313,6 +332,45 @@ fn schedule(
     }
 }
 
+/// The steps of the windows of `[skip_step]` and `[auto_clip]`, unless they say so.
+const WINDOW: u64 = 128;
+
+fn skip_step(root: &Section, places: &mut Places) -> Result<Option<SkipStepSpec>> {
+    let Some(section) = root.section("skip_step")? else { return Ok(None) };
+    section.only(&["window", "sigma"])?;
+    record(&section, "skip_step", places);
+    let window = window(&section)?;
+    let sigma = section.number("sigma", 0.0, f64::INFINITY)?.unwrap_or(6.0);
+    Ok(Some(SkipStepSpec { window, sigma }))
+}
+
+fn auto_clip(root: &Section, places: &mut Places) -> Result<Option<AutoClipSpec>> {
+    let Some(section) = root.section("auto_clip")? else { return Ok(None) };
+    section.only(&["window", "percentile"])?;
+    record(&section, "auto_clip", places);
+    let window = window(&section)?;
+    let wanted = "which of 100 norms, by size, is the longest that passes: 1 to 100";
+    let percentile = section.whole("percentile", 1)?;
+    match percentile.ok_or_else(|| section.missing("percentile", wanted))? {
+        percentile @ 1..=100 => Ok(Some(AutoClipSpec { window, percentile })),
+        other => {
+            let fault = section.fault("percentile", "`percentile` is out of range");
+            Err(fault.found(other).wanted(wanted))
+        }
+    }
+}
+
+/// Windows are part of every checkpoint, so they stay small.
+fn window(section: &Section) -> Result<u64> {
+    match section.whole("window", 4)?.unwrap_or(WINDOW) {
+        window if window <= 1 << 16 => Ok(window),
+        other => {
+            let fault = section.fault("window", "`window` is out of range").found(other);
+            Err(fault.wanted("at most 65536 steps"))
+        }
+    }
+}
+
 fn set<T>(slot: &mut T, value: Option<T>) {
     if let Some(value) = value {
         *slot = value;
@@ -320,7 +378,7 @@ fn set<T>(slot: &mut T, value: Option<T>) {
 }
 
 /// Remembers where a section and its keys stand.
-fn record(section: &Section, path: &str, places: &mut Places) {
+pub(super) fn record(section: &Section, path: &str, places: &mut Places) {
     places.insert(path.to_owned(), section.place().to_owned());
     for key in section.keys() {
         places.insert(format!("{path}.{key}"), section.place_of(key));

@@ -7,8 +7,10 @@ use serde::{Deserialize, Serialize};
 
 use super::Layout;
 use super::region::{self, Region};
+use super::write::Snapshot;
 use crate::model::balance_name;
 use crate::optim::balance::Balance;
+use crate::optim::guard::Windows;
 use crate::parallel::owners::Piece;
 
 /// The version of the format.
@@ -64,6 +66,9 @@ pub struct Manifest {
     pub state: Digest,
     /// The ledger's chain after this step: which run this belongs to.
     pub chain: Digest,
+    /// The losses and norms that decide on skipping and clipping, where the curriculum asks for that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub windows: Option<Windows>,
     /// The files, in the order in which boxes number them.
     pub blobs: Vec<BlobRecord>,
     /// The tensors, set by set in canonical order.
@@ -153,9 +158,10 @@ pub(super) fn tensors(layout: &Layout) -> Vec<(Set, String, Vec<i64>, Option<usi
 }
 
 impl Manifest {
-    /// The manifest of a state that is cut into `pieces` and lies in `blobs`.
+    /// The manifest of `snapshot`, whose state has the digest `state`, cut into `pieces` that lie in `blobs`.
     pub(super) fn new(
-        (step, state, chain): (u64, Digest, Digest),
+        snapshot: &Snapshot,
+        (state, chain): (Digest, Digest),
         layout: &Layout,
         pieces: &[Piece],
         blobs: BTreeMap<String, BlobRecord>,
@@ -185,16 +191,16 @@ impl Manifest {
             records.push(TensorRecord { set, name, dtype: "F32".to_owned(), shape, boxes });
         }
         let blobs = blobs.into_values().collect();
-        let (format, tensors) = (FORMAT, records);
-        let mut manifest =
-            Manifest { format, step, state, chain, blobs, tensors, sum: Digest::default() };
+        let (format, tensors, sum) = (FORMAT, records, Digest::default());
+        let (step, windows) = (snapshot.step(), snapshot.windows());
+        let mut manifest = Manifest { format, step, state, chain, windows, blobs, tensors, sum };
         manifest.sum = Digest::of_bytes(manifest.text()?.as_bytes());
         Ok(manifest)
     }
 
     /// The file: a line for each blob and each tensor.
     pub(super) fn text(&self) -> Result<String> {
-        let Manifest { format, step, state, chain, blobs, tensors, sum } = self;
+        let Manifest { format, step, state, chain, windows, blobs, tensors, sum } = self;
         let lines = |values: Vec<serde_json::Result<String>>| -> Result<String> {
             let lines = values.into_iter().collect::<serde_json::Result<Vec<_>>>();
             let unwritten = |error| Fault::bug(format!("a manifest cannot be written: {error}"));
@@ -202,8 +208,13 @@ impl Manifest {
         };
         let blobs = lines(blobs.iter().map(serde_json::to_string).collect())?;
         let tensors = lines(tensors.iter().map(serde_json::to_string).collect())?;
+        let windows = lines(windows.iter().map(serde_json::to_string).collect())?;
+        let windows = match windows.as_str() {
+            "" => String::new(),
+            windows => format!("\"windows\":{windows},"),
+        };
         Ok(format!(
-            "{{\"format\":{format},\"step\":{step},\"state\":\"{state}\",\"chain\":\"{chain}\",\"blobs\":[\n\
+            "{{\"format\":{format},\"step\":{step},\"state\":\"{state}\",\"chain\":\"{chain}\",{windows}\"blobs\":[\n\
              {blobs}\n],\"tensors\":[\n{tensors}\n],\"sum\":\"{sum}\"}}\n"
         ))
     }

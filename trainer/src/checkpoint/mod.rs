@@ -44,6 +44,8 @@ pub struct Layout {
     pub rules: Vec<Rule>,
     /// Balance before the first step, by layer: as large as it will always be.
     pub balance: Vec<Balance>,
+    /// Whether windows belong to it.
+    pub windows: bool,
     /// Where tensors belong.
     pub device: Device,
 }
@@ -52,7 +54,8 @@ impl Layout {
     /// That of a run on this device.
     pub fn new(spec: &RunSpec, device: Device) -> Self {
         let (parameters, rules) = (spec.parameters.clone(), spec.rules.clone());
-        Layout { parameters, rules, balance: spec.balance(), device }
+        let windows = spec.settings.guard.windows().is_some();
+        Layout { parameters, rules, balance: spec.balance(), windows, device }
     }
 }
 
@@ -134,19 +137,20 @@ impl Checkpoints {
         write::blobs(self.medium.as_ref(), layout, snapshot)
     }
 
-    /// Makes what the writers wrote a checkpoint: `what` is its step, its state and the ledger's chain after it,
-    /// `pieces` are everybody's, `blobs` their records.
+    /// Makes what the writers wrote a checkpoint: `snapshot` is any one of theirs, `digests` are those of its state and of
+    /// the ledger's chain after it, `pieces` are everybody's, `blobs` their records.
     pub fn commit(
         &self,
-        what: (u64, Digest, Digest),
+        snapshot: &Snapshot,
+        digests: (Digest, Digest),
         layout: &Layout,
         pieces: &[Piece],
         blobs: Vec<BlobRecord>,
     ) -> Result<()> {
         let blobs: BTreeMap<_, _> =
             blobs.into_iter().map(|blob| (blob.name.clone(), blob)).collect();
-        let manifest = Manifest::new(what, layout, pieces, blobs)?;
-        self.medium.put(&name(what.0, format::MANIFEST), manifest.text()?.as_bytes())
+        let manifest = Manifest::new(snapshot, digests, layout, pieces, blobs)?;
+        self.medium.put(&name(snapshot.step(), format::MANIFEST), manifest.text()?.as_bytes())
     }
 
     /// Writes and commits a state of which one writer owns everything.
@@ -158,7 +162,7 @@ impl Checkpoints {
         chain: Digest,
     ) -> Result<()> {
         let blobs = self.write(layout, snapshot)?;
-        self.commit((snapshot.step(), digest, chain), layout, &snapshot.pieces(), blobs)
+        self.commit(snapshot, (digest, chain), layout, &snapshot.pieces(), blobs)
     }
 
     /// Opens the checkpoint of `step`.

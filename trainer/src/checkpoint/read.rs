@@ -71,7 +71,11 @@ impl<'a> Reader<'a> {
         let wanted = format::tensors(layout);
         let wanted = wanted.iter().map(|(set, name, shape, _)| (set, name, shape));
         let found = self.manifest.tensors.iter();
-        match found.map(|tensor| (&tensor.set, &tensor.name, &tensor.shape)).eq(wanted) {
+        let found = found.map(|tensor| (&tensor.set, &tensor.name, &tensor.shape));
+        if self.manifest.windows.is_some() != layout.windows {
+            return Err(damaged(self.path(), "its windows are not this run's"));
+        }
+        match found.eq(wanted) {
             true => Ok(()),
             false => Err(damaged(self.path(), "its tensors are not this run's")),
         }
@@ -176,7 +180,8 @@ impl<'a> Reader<'a> {
         }
         self.fill(wants, lanes)?;
         let balance = self.balance(layout, lanes)?;
-        let state = State { step: self.manifest.step, weights, first, second, balance };
+        let (step, windows) = (self.manifest.step, self.manifest.windows.clone());
+        let state = State { step, weights, first, second, balance, windows };
         self.check(state.sums(lanes)?.digest)?;
         Ok(state)
     }

@@ -13,8 +13,10 @@ use tempfile::TempDir;
 use super::medium::{Folder, Medium};
 use super::*;
 use crate::lanes::Lanes;
+use crate::ledger::Packed;
 use crate::model::{Init, Role};
 use crate::optim::Kind;
+use crate::optim::guard::Windows;
 use crate::parallel::owners;
 use crate::state::State;
 
@@ -38,7 +40,7 @@ pub(crate) fn layout() -> Layout {
     ];
     let rules = parameters.iter().map(|parameter| Rule::of(Kind::Muon, parameter)).collect();
     let balance = vec![Balance::new(4, true), Balance::new(3, false)];
-    Layout { parameters, rules, balance, device: Device::Cpu }
+    Layout { parameters, rules, balance, windows: true, device: Device::Cpu }
 }
 
 /// A state of it: any bits, numbers or not.
@@ -64,7 +66,11 @@ pub(crate) fn state(layout: &Layout, step: u64) -> State {
     for Balance { bias, first, second } in &mut balance {
         [bias, first, second].into_iter().for_each(|part| *part = values(part.len() as i64));
     }
-    State { step, weights, first, second, balance }
+    let mut window =
+        |length| Packed(values(length).iter().map(|value| value.to_bits().into()).collect());
+    let (losses, norms) = (window(3), window(5));
+    let windows = Some(Windows { skipped: 1, losses, norms });
+    State { step, weights, first, second, balance, windows }
 }
 
 fn digest(state: &State) -> Digest {
@@ -278,12 +284,14 @@ fn writers_that_leave_something_out_commit_nothing() {
     let checkpoints = Checkpoints::new(folder.path());
     let state = state(&layout, 3);
     let pieces = owners::pieces(&layout.parameters, &layout.rules, 1);
-    let blobs = checkpoints.write(&layout, &Snapshot::whole(&state, &pieces)).unwrap();
+    let snapshot = Snapshot::whole(&state, &pieces);
+    let blobs = checkpoints.write(&layout, &snapshot).unwrap();
     for missing in 0..blobs.len() {
         let mut some = blobs.clone();
         some.remove(missing);
-        let fault =
-            checkpoints.commit((3, digest(&state), CHAIN), &layout, &pieces, some).unwrap_err();
+        let fault = checkpoints
+            .commit(&snapshot, (digest(&state), CHAIN), &layout, &pieces, some)
+            .unwrap_err();
         assert!(fault.to_string().contains(&blobs[missing].name), "{fault}");
     }
     assert!(checkpoints.steps().unwrap().is_empty());
@@ -343,9 +351,11 @@ proptest! {
                 (piece, weight.shallow_clone(), first, second.as_ref())
             });
             let balance = (rank == 0).then_some(state.balance.as_slice());
-            blobs.extend(checkpoints.write(&layout, &Snapshot::new(3, owned, balance)).unwrap());
+            let snapshot = Snapshot::new(3, owned, balance, None);
+            blobs.extend(checkpoints.write(&layout, &snapshot).unwrap());
         }
-        checkpoints.commit((3, digest(&state), CHAIN), &layout, &pieces, blobs).unwrap();
+        let whole = Snapshot::whole(&state, &pieces);
+        checkpoints.commit(&whole, (digest(&state), CHAIN), &layout, &pieces, blobs).unwrap();
         let reader = checkpoints.open(3).unwrap();
         prop_assert_eq!(digest(&reader.state(&layout, LANES()).unwrap()), digest(&state));
         let mut asked: BTreeMap<usize, (Tensor, Tensor)> = BTreeMap::new();

@@ -13,6 +13,7 @@ use super::region::Region;
 use super::{Layout, name};
 use crate::model::balance_name;
 use crate::optim::balance::Balance;
+use crate::optim::guard::Windows;
 use crate::parallel::owners::Piece;
 use crate::state::State;
 
@@ -21,6 +22,7 @@ pub struct Snapshot {
     step: u64,
     pieces: Vec<Held>,
     balance: Vec<Balance>,
+    windows: Option<Windows>,
 }
 
 /// One piece, in its shape or flat.
@@ -35,11 +37,13 @@ struct Held {
 pub type Owned<'a> = (&'a Piece, Tensor, &'a Tensor, Option<&'a Tensor>);
 
 impl Snapshot {
-    /// Copies what is `owned` of the state after `step`; `balance` comes from one writer alone.
+    /// Copies what is `owned` of the state after `step`; `balance` comes from one writer alone,
+    /// `windows` go into the manifest.
     pub fn new<'a>(
         step: u64,
         owned: impl Iterator<Item = Owned<'a>>,
         balance: Option<&[Balance]>,
+        windows: Option<&Windows>,
     ) -> Self {
         let held = |(piece, weight, first, second): Owned<'a>| Held {
             piece: piece.clone(),
@@ -48,13 +52,14 @@ impl Snapshot {
             second: second.map(host),
         };
         let pieces = owned.map(held).collect();
-        Snapshot { step, pieces, balance: balance.unwrap_or_default().to_vec() }
+        let balance = balance.unwrap_or_default().to_vec();
+        Snapshot { step, pieces, balance, windows: windows.cloned() }
     }
 
     /// Copies a whole state, cut into these pieces.
     pub fn whole(state: &State, pieces: &[Piece]) -> Self {
         // No `..`: whatever is added to the state has to be written.
-        let State { step, weights, first, second, balance } = state;
+        let State { step, weights, first, second, balance, windows } = state;
         let held = |piece: &Piece| Held {
             piece: piece.clone(),
             weight: host(&piece.of(&weights[piece.tensor])),
@@ -62,12 +67,18 @@ impl Snapshot {
             second: second[piece.tensor].as_ref().map(|second| host(&piece.of(second))),
         };
         let pieces = pieces.iter().map(held).collect();
-        Snapshot { step: *step, pieces, balance: balance.clone() }
+        let (balance, windows) = (balance.clone(), windows.clone());
+        Snapshot { step: *step, pieces, balance, windows }
     }
 
     /// The step whose outcome this is.
     pub fn step(&self) -> u64 {
         self.step
+    }
+
+    /// The windows after it.
+    pub(super) fn windows(&self) -> Option<Windows> {
+        self.windows.clone()
     }
 
     /// Its pieces.

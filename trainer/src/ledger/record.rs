@@ -5,6 +5,8 @@ use std::fmt::Write as _;
 use contract::{Digest, Identity};
 use serde::{Deserialize, Serialize};
 
+use crate::optim::guard::Skipped;
+
 /// Line 0: what everything after it is a function of.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -60,11 +62,17 @@ pub struct StepRecord {
     pub gradients: Packed,
     /// The gradient norm before clipping, as the bits of an f64.
     pub norm: Packed,
+    /// The longest gradient that passes by the norms before, as the bits of an f64; only where `[auto_clip]` is used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub longest: Option<Packed>,
+    /// Whether the step moved nothing, and why; only where `[skip_step]` is used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub skipped: Option<Skipped>,
     /// The learning rate, as the bits of an f64.
     pub lr: Packed,
     /// Checksum of each new weight.
     pub weights: Packed,
-    /// Digest of the whole state after the step: weights, moments, balancing biases.
+    /// Digest of the whole state after the step: weights, moments, balancing biases, windows.
     pub state: Digest,
     /// Sum of token losses and labels of each row, where the step was just computed: for curves, never written.
     #[serde(skip)]
@@ -108,6 +116,8 @@ impl StepRecord {
             leaf_gradients,
             gradients,
             norm,
+            longest,
+            skipped,
             lr,
             weights,
             state,
@@ -131,9 +141,27 @@ impl StepRecord {
             .or_else(|| listed("gradient", &leaf_gradients.0, &other.leaf_gradients.0, leaf, hex))
             .or_else(|| listed("summed gradient", &gradients.0, &other.gradients.0, tensor, hex))
             .or_else(|| listed("gradient norm", &norm.0, &other.norm.0, none, float))
+            .or_else(|| {
+                single("clip of the window", &longest_of(longest), &longest_of(&other.longest))
+            })
+            .or_else(|| single("skipping", &skip_of(skipped), &skip_of(&other.skipped)))
             .or_else(|| listed("learning rate", &lr.0, &other.lr.0, none, float))
             .or_else(|| listed("new weights", &weights.0, &other.weights.0, tensor, hex))
             .or_else(|| single("state digest", state, &other.state))
+    }
+}
+
+fn longest_of(longest: &Option<Packed>) -> String {
+    longest.clone().map_or_else(
+        || "none".to_owned(),
+        |longest| format!("{:e} (bits {})", longest.float(), String::from(longest)),
+    )
+}
+
+fn skip_of(skipped: &Option<Skipped>) -> String {
+    match skipped {
+        None => "never".to_owned(),
+        Some(skipped) => skipped.words().to_owned(),
     }
 }
 
@@ -231,6 +259,8 @@ pub(crate) mod tests {
             leaf_gradients: words(8, 2),
             gradients: words(10, 3),
             norm: words(13, 1),
+            longest: Some(words(19, 1)),
+            skipped: Some(Skipped::No),
             lr: words(14, 1),
             weights: words(15, 3),
             state: Digest(u128::from(word(18))),
@@ -261,6 +291,8 @@ pub(crate) mod tests {
         assert_eq!(differs(&|_| ()), "state digest");
         assert_eq!(differs(&|right| right.weights.0[1] ^= 1), "new weights of b");
         assert_eq!(differs(&|right| right.lr.0[0] ^= 1), "learning rate");
+        assert_eq!(differs(&|right| right.skipped = Some(Skipped::Loss)), "skipping");
+        assert_eq!(differs(&|right| right.longest = None), "clip of the window");
         assert_eq!(differs(&|right| right.norm.0[0] ^= 1), "gradient norm");
         assert_eq!(differs(&|right| right.gradients.0[2] ^= 1), "summed gradient of c");
         assert_eq!(differs(&|right| right.leaf_gradients.0[1] ^= 1), "gradient of leaf 1");

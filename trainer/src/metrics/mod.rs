@@ -6,6 +6,7 @@
 //! optimizer/gradient_norm   optimizer/lr   before clipping; the rate applied
 //! router/entropy   router/entropy_least    load over the experts, 1 for even: mean and least over the layers
 //! router/skipped                           share of tokens on the skip class
+//! optimizer/longest   optimizer/skipped     the clip of `[auto_clip]`; 1 where `[skip_step]` skipped the step, else 0
 //! speed/tokens_per_second   speed/data_stall   and the share of the time in which the step waited for its batch
 //! validation/all   validation/NAME         mean loss of a label on held-back text
 //! ```
@@ -19,7 +20,8 @@ use std::time::{Duration, Instant};
 
 use contract::{Fault, Result};
 
-use crate::ledger::StepRecord;
+use crate::ledger::{Packed, StepRecord};
+use crate::optim::guard::Skipped;
 use crate::spec::RunSpec;
 use crate::validate::SourceLoss;
 use tensorboard::Writer;
@@ -66,6 +68,15 @@ impl Metrics {
             ("speed/tokens_per_second".to_owned(), tokens as f64 / seconds),
             ("speed/data_stall".to_owned(), (self.waited.as_secs_f64() / seconds).min(1.0)),
         ];
+        if let Some(longest) =
+            record.longest.as_ref().map(Packed::float).filter(|it| it.is_finite())
+        {
+            values.push(("optimizer/longest".to_owned(), longest));
+        }
+        if let Some(skipped) = record.skipped {
+            let skipped = if skipped == Skipped::No { 0.0 } else { 1.0 };
+            values.push(("optimizer/skipped".to_owned(), skipped));
+        }
         for (source, loss) in by_source(spec, record)? {
             let name = &spec.plan.sources()[source].name;
             values.push((format!("loss/{name}"), loss));

@@ -5,6 +5,7 @@
 
 pub mod adamw;
 pub mod balance;
+pub mod guard;
 pub mod muon;
 pub mod norm;
 pub mod schedule;
@@ -17,6 +18,7 @@ use crate::model::{ParamSpec, Role};
 use crate::state::State;
 use crate::timing::{Part, part};
 use adamw::AdamW;
+use guard::Guard;
 use muon::Muon;
 use norm::CHUNK;
 use schedule::Schedule;
@@ -50,6 +52,8 @@ pub struct Settings {
     pub weight_decay: f64,
     /// The largest gradient norm; 0 for no clipping.
     pub clip: f64,
+    /// Which steps are skipped, and how the clip follows the norms.
+    pub guard: Guard,
 }
 
 /// How one tensor is updated.
@@ -94,7 +98,7 @@ pub(crate) enum Item {
 /// The numbers of one step.
 #[derive(Clone, Copy, Debug)]
 pub struct At {
-    /// The step, from 1.
+    /// How often the moments will have moved with it: the step, less those that were skipped.
     pub step: u64,
     /// Its learning rate.
     pub lr: f64,

@@ -124,6 +124,7 @@ impl Reading<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::Snapshot;
     use crate::checkpoint::tests::{layout, pieces_of, state};
     use proptest::prelude::*;
     use proptest::sample::Index;
@@ -152,11 +153,12 @@ mod tests {
                 pieces_of(&layout, cuts, (ends, owners))
             };
             let (pieces, mut blobs) = (cut(&writers), Vec::new());
+            let snapshot = Snapshot::whole(&state(&layout, 5), &pieces);
             for rank in 0..writers.3 {
                 let shard = Shard::cut(state(&layout, 5), pieces.clone(), rank);
                 blobs.extend(checkpoints.write(&layout, &shard.snapshot()).unwrap());
             }
-            checkpoints.commit((5, wanted, Digest(1)), &layout, &pieces, blobs).unwrap();
+            checkpoints.commit(&snapshot, (wanted, Digest(1)), &layout, &pieces, blobs).unwrap();
             let (pieces, reader) = (cut(&readers), checkpoints.open(5).unwrap());
             let read = |rank| Shard::read(&reader, &layout, pieces.clone(), rank, lanes).unwrap();
             let shards: Vec<Shard> = (0..readers.3).map(read).collect();

@@ -172,7 +172,7 @@ impl Keeper {
                 for rank in 1..world {
                     blobs.extend(heard(&store, &key(rank), rank, patience)?);
                 }
-                checkpoints.commit((step, digest, chain), &layout, &pieces, blobs)
+                checkpoints.commit(&snapshot, (digest, chain), &layout, &pieces, blobs)
             })
         })
     }
@@ -191,8 +191,8 @@ impl Keeper {
         match run {
             Some(run) => run.rescue(record.step, before.step(), |_, chain, digest| {
                 let blobs = self.together(group, &before)?;
-                let what = (before.step(), digest, chain);
-                self.checkpoints.commit(what, &self.layout, shard.pieces(), blobs)
+                let digests = (digest, chain);
+                self.checkpoints.commit(&before, digests, &self.layout, shard.pieces(), blobs)
             }),
             None => self.together(group, &before).map(drop),
         }
@@ -227,9 +227,10 @@ impl Keeper {
         let _ = self.saver.wait();
         let fault = match run {
             Some(run) => run.failed(fault, shard.step, |_, chain, digest| {
-                let blobs = self.together(group, &shard.snapshot())?;
-                let what = (shard.step, digest, chain);
-                self.checkpoints.commit(what, &self.layout, shard.pieces(), blobs)
+                let snapshot = shard.snapshot();
+                let blobs = self.together(group, &snapshot)?;
+                let digests = (digest, chain);
+                self.checkpoints.commit(&snapshot, digests, &self.layout, shard.pieces(), blobs)
             }),
             None => {
                 if self.kept < shard.step {

@@ -12,6 +12,7 @@ use crate::checkpoint::region::Region;
 use crate::checkpoint::{Layout, Owned, Reader, Set, Snapshot, Want};
 use crate::lanes::Lanes;
 use crate::optim::balance::Balance;
+use crate::optim::guard::Windows;
 use crate::optim::{self, At, Settings};
 use crate::state::{self, Part, State, StateSums, salt};
 
@@ -23,6 +24,8 @@ pub struct Shard {
     pub weights: Vec<Tensor>,
     /// The routers' balancing biases, the same on every rank.
     pub balance: Vec<Balance>,
+    /// What decides on skipping and clipping, the same on every rank.
+    pub windows: Option<Windows>,
     /// All pieces, in canonical order.
     pieces: Vec<Piece>,
     rank: u32,
@@ -39,13 +42,13 @@ struct Moments {
 impl Shard {
     /// Keeps what is `rank`'s of a whole state.
     pub fn cut(state: State, pieces: Vec<Piece>, rank: u32) -> Self {
-        let State { step, weights, first, second, balance } = state;
+        let State { step, weights, first, second, balance, windows } = state;
         let keep = |piece: &Piece| Moments {
             first: piece.of(&first[piece.tensor]).copy(),
             second: second[piece.tensor].as_ref().map(|second| piece.of(second).copy()),
         };
         let moments = pieces.iter().filter(|piece| piece.owner == rank).map(keep).collect();
-        Shard { step, weights, balance, pieces, rank, moments }
+        Shard { step, weights, balance, windows, pieces, rank, moments }
     }
 
     /// All pieces, in canonical order.
@@ -151,7 +154,8 @@ impl Shard {
         let with_second =
             second.iter().zip(&has_second).filter(|(_, has)| **has).map(|(sum, _)| *sum);
         let all: Vec<u64> = weights.iter().chain(&first).copied().chain(with_second).collect();
-        let digest = state::digest(self.step, &has_second, &all, &self.balance);
+        let digest =
+            state::digest(self.step, &has_second, &all, (&self.balance, self.windows.as_ref()));
         Ok(StateSums { weights, digest })
     }
 
@@ -162,7 +166,7 @@ impl Shard {
             (piece, piece.of(&self.weights[piece.tensor]), first, second.as_ref())
         });
         let balance = (self.rank == 0).then_some(self.balance.as_slice());
-        Snapshot::new(self.step, owned, balance)
+        Snapshot::new(self.step, owned, balance, self.windows.as_ref())
     }
 
     /// Reads what is `rank`'s out of a checkpoint: all weights, and the moments of its pieces. The state as a whole is
@@ -202,8 +206,8 @@ impl Shard {
         }
         reader.fill(wants, lanes)?;
         let balance = reader.balance(layout, lanes)?;
-        let step = reader.manifest().step;
-        Ok(Shard { step, weights, balance, pieces, rank, moments })
+        let (step, windows) = (reader.manifest().step, reader.manifest().windows.clone());
+        Ok(Shard { step, weights, balance, windows, pieces, rank, moments })
     }
 }
 

@@ -26,7 +26,7 @@ use super::words::{Reader, Writer};
 use crate::lanes::Lanes;
 use crate::ledger::StepRecord;
 use crate::model::LeafOutput;
-use crate::optim::{self, norm};
+use crate::optim::norm;
 use crate::spec::RunSpec;
 use crate::state::{Part, StateSums, salt};
 use crate::step::{self, Detail, Gradient, LeafSums, Leaves};
@@ -61,14 +61,19 @@ pub fn advance(
     let (checksums, norm) = norm_of(group, shard, &own, lanes)?;
     step::check_norm(step, norm)?;
     let lr = spec.settings.schedule.rate(step);
-    let at = optim::At { step, lr, scale: norm::scale(norm, spec.settings.clip) };
-    shard.update(&spec.settings, &own, at, lanes)?;
+    let (decision, at) = step::decide(spec, &mut shard.windows, &gradient, (step, lr, norm));
+    if decision.moves() {
+        shard.update(&spec.settings, &own, at, lanes)?;
+    }
     drop(own);
-    step::update_balance(spec, step, &mut shard.balance, &gradient.router)?;
-    shard.share_weights(group)?;
+    if decision.moves() {
+        step::update_balance(spec, (step, at.step), &mut shard.balance, &gradient.router)?;
+        shard.share_weights(group)?;
+    }
     shard.step = step;
     let (sums, stop) = sums(group, shard, lanes, asked())?;
-    let record = step::record(spec, (step, head.data), &gradient, (lr, norm, checksums), sums)?;
+    let moved = (lr, norm, decision, checksums);
+    let record = step::record(spec, (step, head.data), &gradient, moved, sums)?;
     Ok(Stepped { record, stop })
 }
 

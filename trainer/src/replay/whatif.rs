@@ -8,6 +8,7 @@ use serde::Serialize;
 
 use super::Replayer;
 use crate::ledger::StepRecord;
+use crate::optim::guard::Skipped;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step;
@@ -32,6 +33,8 @@ pub struct Imagined {
     pub was: Option<(f64, f64)>,
     /// Mean loss and gradient norm with the change.
     pub would_be: (f64, f64),
+    /// Whether it would have been skipped, and why; `None` where the curriculum skips no step.
+    pub skipped: Option<Skipped>,
 }
 
 impl Change {
@@ -59,7 +62,8 @@ pub fn imagine(
             if step > replayer.recorded() { None } else { Some(replayer.ledger.record(step)?) };
         let was = was.map(|record| (record.loss, record.norm()));
         let would_be = (record.loss, record.norm());
-        imagined.push(Imagined { step, dropped_labels: labels, was, would_be });
+        let (dropped_labels, skipped) = (labels, record.skipped);
+        imagined.push(Imagined { step, dropped_labels, was, would_be, skipped });
     }
     if dropped == 0 && !change.drop.is_empty() {
         return Err(Fault::usage("none of these documents has a label in these steps")

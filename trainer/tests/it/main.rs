@@ -2,11 +2,13 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod amended;
 mod bf16;
 mod damage;
 mod explain;
 #[path = "../../../tests/support/folder.rs"]
 mod folder;
+mod guard;
 mod hf;
 mod machine;
 mod ranks;

@@ -54,9 +54,14 @@ impl Scratch {
     }
 
     pub(crate) fn write_store(&self, seed: u64) {
-        let root = self.path("store");
+        self.write_other_store("store", ["web", "math"], seed);
+    }
+
+    /// A store of these sources.
+    pub(crate) fn write_other_store(&self, folder: &str, names: [&str; 2], seed: u64) {
+        let root = self.path(folder);
         let _ = fs::remove_dir_all(&root);
-        let sources = ["web", "math"].map(|name| source(&root, name, seed)).to_vec();
+        let sources = names.map(|name| source(&root, name, seed)).to_vec();
         fs::write(root.join("tokenizer.json"), "{}").unwrap();
         let tokenizer = TokenizerRecord {
             sha256: Identity::of_bytes(b"{}"),
@@ -71,6 +76,10 @@ impl Scratch {
             Manifest { format, digest, request, tokenizer, token_bytes, unit, validation, sources };
         manifest.digest = manifest.identity();
         commit(&root, &manifest).unwrap();
+    }
+
+    pub(crate) fn store_digest(&self, folder: &str) -> String {
+        contract::store::Store::open(&self.path(folder)).unwrap().manifest().digest.to_string()
     }
 
     /// Trains `run.toml` in the folder `out` until its end.

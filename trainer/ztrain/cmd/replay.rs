@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use contract::{Class, Fault, Result};
 use serde_json::json;
+use trainer::optim::guard::Skipped;
 use trainer::replay::documents::DocumentLoss;
 use trainer::replay::whatif::{Change, Imagined, imagine};
 use trainer::replay::{Replayed, Replayer, Verdict};
@@ -130,10 +131,11 @@ fn print_replayed(args: &Args, replayed: &Replayed, alone: bool) {
     }
     if let Some(record) = &replayed.record {
         println!(
-            "  data {} | {} leaves | norm {:.6} | lr {:.3e} | state {}",
+            "  data {} | {} leaves | norm {:.6}{} | lr {:.3e} | state {}",
             record.data,
             record.leaves(),
             record.norm(),
+            Skipped::note(record.skipped),
             record.lr(),
             record.state
         );
@@ -186,13 +188,14 @@ fn print_imagined(change: &Change, imagined: &[Imagined], json: bool) {
             value.map_or_else(|| "-".to_owned(), |value| format!("{value:.6}"))
         };
         println!(
-            "{:>8} {:>14} {:>14.6} {:>12} {:>12.6} {:>8}",
+            "{:>8} {:>14} {:>14.6} {:>12} {:>12.6} {:>8}{}",
             step.step,
             was(step.was.map(|was| was.0)),
             step.would_be.0,
             was(step.was.map(|was| was.1)),
             step.would_be.1,
-            step.dropped_labels
+            step.dropped_labels,
+            Skipped::note(step.skipped)
         );
     }
 }

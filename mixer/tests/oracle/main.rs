@@ -5,6 +5,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a failing test may panic")]
 
+mod amendments;
+
 use std::collections::{BTreeMap, VecDeque};
 
 use contract::{Key, Permutation};
@@ -143,18 +145,41 @@ impl Tree {
 /// Every sample of the run, by simulation.
 fn simulate(curriculum: &Curriculum, facts: &[SourceFacts]) -> Vec<SampleSpec> {
     let mut queues: Vec<Queue> = facts.iter().map(|f| Queue::new(curriculum.seed, f)).collect();
-    let mut samples = Vec::new();
-    for (phase, spec) in curriculum.phases.iter().enumerate() {
-        let names: Vec<&String> = spec.mix.keys().collect();
-        let mut tree = Tree::new(&spec.weights().unwrap());
-        let mut given = vec![0; names.len()];
-        for _ in 0..spec.steps * spec.batch {
-            let entry = tree.next();
-            let source = facts.iter().position(|f| f.name == *names[entry]).unwrap();
-            let (epoch, segments) = queues[source].next(spec.seq_len);
-            let (sample, ordinal, seq_len) = (samples.len() as u64, given[entry], spec.seq_len);
-            samples.push(SampleSpec { sample, phase, source, ordinal, epoch, seq_len, segments });
-            given[entry] += 1;
+    let (mut samples, mut part, mut number) = (Vec::new(), 0, 0);
+    for spec in &curriculum.phases {
+        let mut spec = spec.clone();
+        let (mut names, mut tree, mut given) = (Vec::new(), Tree::Source(0), Vec::new());
+        for step in 0..spec.steps {
+            number += 1;
+            let amended =
+                curriculum.amendments.iter().find(|a| a.step == number && !a.mix.is_empty());
+            if let Some(amendment) = amended {
+                spec.mix = amendment.mix.clone();
+            }
+            if step == 0 || amended.is_some() {
+                part += 1;
+                names = spec.mix.keys().cloned().collect();
+                tree = Tree::new(&spec.weights().unwrap());
+                given = vec![0; names.len()];
+            }
+            for _ in 0..spec.batch {
+                let entry = tree.next();
+                let source = facts.iter().position(|f| f.name == names[entry]).unwrap();
+                let (epoch, segments) = queues[source].next(spec.seq_len);
+                let (sample, ordinal, seq_len) = (samples.len() as u64, given[entry], spec.seq_len);
+                let (phase, banned) = (part - 1, Vec::new());
+                samples.push(SampleSpec {
+                    sample,
+                    phase,
+                    source,
+                    ordinal,
+                    epoch,
+                    seq_len,
+                    segments,
+                    banned,
+                });
+                given[entry] += 1;
+            }
         }
     }
     samples

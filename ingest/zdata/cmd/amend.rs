@@ -1,0 +1,329 @@
+//! `zdata amend`: appends an amendment to a curriculum, after showing what it leaves and what it changes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::fs;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use contract::store::{Split, Store};
+use contract::{Fault, Ratio, Result, far};
+use loader::{Opened, Stores};
+use mixer::Plan;
+use mixer::curriculum::{AddedStore, Amendment};
+use serde::Serialize;
+
+use super::output;
+
+/// Arguments.
+#[derive(clap::Args)]
+#[command(after_help = "Examples: zdata amend run.toml --step 500 --ban web-1234\n          \
+    zdata amend run.toml --step 500 --mix web=1,math=3\n          \
+    zdata amend run.toml --step 500 --store ../more --mix web=2,extra=1\n\n\
+    Every step before stays as it is. The amendment is appended to the file, comments and all; \
+    `ztrain` takes it as long as the run has not come to the step.")]
+pub(crate) struct Args {
+    /// The curriculum.
+    curriculum: PathBuf,
+    /// The first step that changes.
+    #[arg(long, value_name = "S")]
+    step: u64,
+    /// Hide the document with this id from then on; may be given several times.
+    #[arg(long, value_name = "ID")]
+    ban: Vec<String>,
+    /// Look for these documents in this source only.
+    #[arg(long, value_name = "NAME", requires = "ban")]
+    source: Option<String>,
+    /// The whole mix from then to the end of the phase: web=7,math=3 (integers, decimals or 3/10).
+    #[arg(long, value_name = "MIX", value_parser = mix)]
+    mix: Option<BTreeMap<String, Ratio>>,
+    /// A further store, whose sources mixes may name from then on.
+    #[arg(long, value_name = "STORE")]
+    store: Option<PathBuf>,
+    /// Show the proof and write nothing.
+    #[arg(long)]
+    dry_run: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The answer; `--json` prints it as it is.
+#[derive(Serialize)]
+struct Proof {
+    step: u64,
+    amendment: usize,
+    /// The plan digest up to the step before: the same with the amendment and without.
+    digest_before: String,
+    /// The plan digest of the whole run, without and with it.
+    digest_of_run: [String; 2],
+    sources: Vec<SourceRow>,
+    /// Tokens that come again, or never come, because a source does not go on where it stood.
+    repeated_or_lost: u64,
+    banned: Vec<BanRow>,
+    written: bool,
+}
+
+#[derive(Serialize)]
+struct SourceRow {
+    name: String,
+    /// Taken before the step.
+    before: u64,
+    /// Taken from the step on, without the amendment and with it.
+    after: [u64; 2],
+    /// Gone through at the end of the run, without the amendment and with it.
+    epochs: [f64; 2],
+}
+
+#[derive(Serialize)]
+struct BanRow {
+    id: String,
+    source: String,
+    document: u64,
+    origin: String,
+    /// What steps from then on would have seen of it.
+    tokens: u64,
+    labels: u64,
+}
+
+/// A document that is to be banned.
+struct Found {
+    id: String,
+    source: String,
+    document: u64,
+    origin: String,
+}
+
+/// Does it.
+pub(crate) fn exec(args: Args) -> Result<()> {
+    // The file itself is replaced, not a link to it.
+    let path = args.curriculum.canonicalize();
+    let path = path.map_err(|error| Fault::io("read", &args.curriculum, &error))?;
+    let before = Opened::open(&args.curriculum)?;
+    let found = match args.ban.is_empty() {
+        true => Vec::new(),
+        false => documents(before.stores()?, &args)?,
+    };
+    let mut ban: BTreeMap<String, BTreeSet<u64>> = BTreeMap::new();
+    for one in &found {
+        ban.entry(one.source.clone()).or_default().insert(one.document);
+    }
+    let store = args.store.as_deref().map(|store| added(store, &path)).transpose()?;
+    let mix = args.mix.clone().unwrap_or_default();
+    let amendment = Amendment { step: args.step, mix, ban, store };
+    if amendment.is_empty() {
+        return Err(
+            Fault::usage("an amendment changes something").wanted("--ban, --mix or --store")
+        );
+    }
+    let text = appended(&before.source, &amendment, &found);
+    // What stands in the file is what is planned: an amendment that cannot run is refused here, with its line.
+    let after = Opened::open_text(&args.curriculum, text)?;
+    let mut proof = Proof::new(&before.plan, &after.plan, &after, args.step, found)?;
+    if !args.dry_run {
+        replace(&path, &before.source, &after.source)?;
+        proof.written = true;
+    }
+    let file = args.curriculum.display().to_string();
+    output::emit(&if args.json { output::json(&proof)? } else { proof.text(&file) })
+}
+
+/// `web=7,math=3/10`.
+fn mix(text: &str) -> std::result::Result<BTreeMap<String, Ratio>, String> {
+    let mut mix = BTreeMap::new();
+    for pair in text.split(',') {
+        let (source, weight) = pair
+            .rsplit_once('=')
+            .ok_or_else(|| format!("expected SOURCE=WEIGHT, found {pair:?}"))?;
+        let weight: Ratio = weight.trim().parse()?;
+        if weight.is_zero() {
+            return Err(format!("the weight of {source} is zero: leave it out"));
+        }
+        if mix.insert(source.trim().to_owned(), weight).is_some() {
+            return Err(format!("{source} stands there twice"));
+        }
+    }
+    Ok(mix)
+}
+
+/// The documents with the ids, wherever they lie.
+fn documents(stores: &Stores, args: &Args) -> Result<Vec<Found>> {
+    let facts = stores.facts();
+    let asked = |name: &str| args.source.as_ref().is_none_or(|source| source == name);
+    if let Some(name) = &args.source {
+        stores.stream(name, Split::Train)?; // A fault that knows the names, if this is none.
+    }
+    let mut all = Vec::new();
+    for id in &args.ban {
+        let before = all.len();
+        for name in facts.iter().map(|facts| &facts.name).filter(|name| asked(name)) {
+            let stream = stores.stream(name, Split::Train)?;
+            for document in stream.find(id)? {
+                let origin = output::origin(stream.source(), &stream.document(document)?);
+                all.push(Found { id: id.clone(), source: name.clone(), document, origin });
+            }
+        }
+        if all.len() == before {
+            return Err(Fault::usage("no document that is trained on has this id")
+                .at("--ban")
+                .found(format!("{id:?}"))
+                .hint("`ztrain replay` and `zdata batch` show ids; no step sees held-back text"));
+        }
+    }
+    Ok(all)
+}
+
+/// A store as the curriculum at `path` names it: beside it by a relative path, by an absolute one elsewhere.
+fn added(store: &Path, path: &Path) -> Result<AddedStore> {
+    let digest = Store::open(store)?.manifest().digest.to_string();
+    if far::is_far(store) {
+        return Ok(AddedStore { path: store.to_string_lossy().into_owned(), digest });
+    }
+    let whole = store.canonicalize().map_err(|error| Fault::io("resolve", store, &error))?;
+    let folder = path.parent().unwrap_or(Path::new(""));
+    let named = whole.strip_prefix(folder).unwrap_or(&whole);
+    Ok(AddedStore { path: named.to_string_lossy().into_owned(), digest })
+}
+
+/// The text with the amendment at its end. A comment names the documents, whose numbers tell people nothing.
+fn appended(text: &str, amendment: &Amendment, found: &[Found]) -> String {
+    let mut out = text.to_owned();
+    if !out.is_empty() && !out.ends_with('\n') {
+        out.push('\n');
+    }
+    out += &amendment.text();
+    for Found { id, source, document, origin } in found {
+        let _ = writeln!(out, "# {document} of {source} is {id:?}, {origin:?}");
+    }
+    out
+}
+
+/// Puts `after` in the place of a file that still says `before`; whole at any moment.
+fn replace(path: &Path, before: &str, after: &str) -> Result<()> {
+    let scratch = path.with_extension("amended.partial");
+    let io = |what: &'static str, path: &Path| {
+        let path = path.to_owned();
+        move |error: std::io::Error| Fault::io(what, &path, &error)
+    };
+    let mut file = fs::File::create(&scratch).map_err(io("create", &scratch))?;
+    let written = file.write_all(after.as_bytes()).and_then(|()| file.sync_all());
+    let mode = fs::metadata(path).and_then(|it| fs::set_permissions(&scratch, it.permissions()));
+    written.and(mode).map_err(io("write", &scratch))?;
+    let now = fs::read_to_string(path).map_err(io("read", path))?;
+    if now != before {
+        let _ = fs::remove_file(&scratch);
+        return Err(Fault::usage("the file was edited meanwhile: nothing was written")
+            .at(path.display().to_string())
+            .hint("amend it again"));
+    }
+    fs::rename(&scratch, path).map_err(io("rename to", path))
+}
+
+impl Proof {
+    /// Holds the plan with the amendment against the one without.
+    fn new(
+        before: &Plan,
+        after: &Plan,
+        opened: &Opened,
+        step: u64,
+        found: Vec<Found>,
+    ) -> Result<Self> {
+        let [old, new] = [before, after].map(|plan| plan.digest_through(step - 1).to_string());
+        if old != new {
+            return Err(Fault::bug(format!(
+                "the amendment of step {step} reaches a step before it"
+            ))
+            .found(new)
+            .wanted(old));
+        }
+        let mut repeated_or_lost = 0;
+        let mut sources = Vec::new();
+        for (number, facts) in after.sources().iter().enumerate() {
+            let old = before.sources().iter().position(|it| it.name == facts.name);
+            let stood = old.map(|old| before.standing(old, step));
+            let stands = after.standing(number, step);
+            if let Some(stood) = stood.filter(|stood| *stood != stands) {
+                repeated_or_lost += stood.tokens.abs_diff(stands.tokens).max(1);
+            }
+            let taken =
+                [old.map_or(0, |old| before.tokens_needed(old)), after.tokens_needed(number)];
+            sources.push(SourceRow {
+                name: facts.name.clone(),
+                before: stands.tokens,
+                after: taken.map(|taken| taken - stands.tokens),
+                epochs: taken.map(|taken| taken as f64 / facts.tokens.max(1) as f64),
+            });
+        }
+        if repeated_or_lost > 0 {
+            return Err(Fault::bug(format!(
+                "a source does not go on at step {step} where it stood: {repeated_or_lost} tokens"
+            )));
+        }
+        let count = opened.curriculum.amendments.len();
+        let banned = found.into_iter().map(|one| BanRow::new(after, one)).collect();
+        let digest_of_run =
+            [before, after].map(|plan| plan.digest_through(plan.steps()).to_string());
+        let (digest_before, written) = (new, false);
+        let amendment = count;
+        let proof = Proof {
+            step,
+            amendment,
+            digest_before,
+            digest_of_run,
+            sources,
+            repeated_or_lost,
+            banned,
+            written,
+        };
+        Ok(proof)
+    }
+
+    fn text(&self, file: &str) -> String {
+        let Proof { step, amendment, digest_before, digest_of_run, sources, banned, .. } = self;
+        let mut out = format!("amendment {amendment}, from step {step}\n");
+        let _ = writeln!(
+            out,
+            "  steps 1 to {} stay: plan digest {digest_before} before and after",
+            step - 1
+        );
+        let _ = writeln!(
+            out,
+            "  the run as a whole: {} becomes {}",
+            digest_of_run[0], digest_of_run[1]
+        );
+        let _ = writeln!(
+            out,
+            "  {:<20} {:>16} {:>16} {:>16} {:>16}",
+            "source", "taken before", "from then: was", "becomes", "epochs in all"
+        );
+        for SourceRow { name, before, after, epochs } in sources {
+            let _ = writeln!(
+                out,
+                "  {name:<20} {before:>16} {:>16} {:>16} {:>7.4} {:>8.4}",
+                after[0], after[1], epochs[0], epochs[1]
+            );
+        }
+        out += "  tokens repeated or lost: 0; every source goes on where it stands\n";
+        for BanRow { id, source, document, origin, tokens, labels } in banned {
+            let _ = writeln!(
+                out,
+                "  banned: {id}, document {document} of {source}, {origin}: {tokens} tokens, {labels} labels not seen"
+            );
+        }
+        out + &match self.written {
+            true => format!("written to {file}\n"),
+            false => "nothing was written (--dry-run)\n".to_owned(),
+        }
+    }
+}
+
+impl BanRow {
+    fn new(plan: &Plan, Found { id, source, document, origin }: Found) -> Self {
+        let ban = plan
+            .bans()
+            .iter()
+            .find(|ban| ban.document == document && plan.sources()[ban.source].name == source);
+        let (tokens, labels) = ban.map_or((0, 0), |ban| plan.hidden_by(ban));
+        BanRow { id, source, document, origin, tokens, labels }
+    }
+}

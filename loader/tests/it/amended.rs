@@ -1,0 +1,97 @@
+//! Fear: that a banned document is still heard, or that hiding it moves anything else.
+
+use std::path::Path;
+
+use loader::{Batch, Opened, RankSlice, batch, explain};
+use proptest::prelude::*;
+
+use crate::support::{PhaseText, Text, curriculum, scratch, write_store};
+
+const NAMES: [&str; 2] = ["a", "b"];
+
+/// A curriculum of three phases over the store in `dir`, with `amendments` behind.
+fn open(dir: &Path, amendments: &str) -> Opened {
+    let phases = [
+        PhaseText(9, 16, 3, 1, "a = 2, b = 1"),
+        PhaseText(7, 64, 2, 1, "a = 1, b = 3"),
+        PhaseText(9, 32, 3, 3, "a = 1"),
+    ];
+    let text = curriculum(&[dir], &NAMES, &phases) + amendments;
+    Opened::open_text(&dir.join("run.toml"), text).unwrap()
+}
+
+fn step(opened: &Opened, step: u64) -> Batch {
+    batch(&opened.plan, opened.stores().unwrap(), step, RankSlice::WHOLE).unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
+
+    /// From its step on nothing of a banned document's text reaches a batch: two stores that differ in that text alone
+    /// give the same batches. Everything else stays where it is, and every label is accounted for.
+    #[test]
+    fn a_banned_document_cannot_be_heard(
+        lengths in prop::collection::vec(prop::collection::vec(1u64..90, 3..20), 2),
+        bans in prop::collection::vec((1u64..=25, any::<prop::sample::Index>(), 0usize..2), 1..5),
+    ) {
+        let texts: Vec<Text> =
+            NAMES.iter().zip(&lengths).map(|(name, lengths)| Text::generate(name, lengths, 60_000)).collect();
+        let mut bans: Vec<(u64, usize, usize)> =
+            bans.into_iter().map(|(step, at, source)| (step, source, at.index(lengths[source].len()))).collect();
+        bans.sort_unstable();
+        let mut seen = Vec::new();
+        bans.retain(|(_, source, document)| {
+            let new = !seen.contains(&(*source, *document));
+            seen.push((*source, *document));
+            new
+        });
+        let mut other = texts.clone();
+        for (_, source, document) in &bans {
+            other[*source].train[*document].iter_mut().for_each(|token| *token ^= 0x55);
+        }
+        let (here, there) = (scratch(), scratch());
+        write_store(here.path(), &texts, 2, 128);
+        write_store(there.path(), &other, 2, 128);
+        let amendments: String = bans
+            .iter()
+            .map(|(step, source, document)| {
+                format!("[[amendment]]\nstep = {step}\nban = {{ {} = [{document}] }}\n", NAMES[*source])
+            })
+            .collect();
+        let (plain, banned) = (open(here.path(), ""), open(here.path(), &amendments));
+        let changed = open(there.path(), &amendments);
+        let mut hidden = 0;
+        for number in 1..=25 {
+            let (was, is) = (step(&plain, number), step(&banned, number));
+            if number >= bans.last().unwrap().0 {
+                prop_assert_eq!(&is, &step(&changed, number), "step {}", number);
+            }
+            if number < bans[0].0 {
+                prop_assert_eq!(&is, &was, "step {}", number);
+            }
+            prop_assert_eq!((&is.positions, &is.boundaries), (&was.positions, &was.boundaries));
+            let pieces = explain::pieces(&banned.plan, banned.stores().unwrap(), &is.samples).unwrap();
+            for (row, pieces) in pieces.into_iter().enumerate() {
+                let mut places = vec![false; is.seq_len as usize];
+                for piece in pieces {
+                    let named = |(from, source, document): &(u64, usize, usize)| {
+                        *from <= number && piece.record.id == format!("{}-{document}", NAMES[*source])
+                    };
+                    prop_assert_eq!(piece.banned, bans.iter().any(named), "{}", piece.record.id);
+                    places[piece.place.start as usize..piece.place.end as usize].fill(piece.banned);
+                }
+                let first = row * is.seq_len as usize;
+                for (place, gone) in places.into_iter().enumerate() {
+                    let of = |batch: &Batch| {
+                        let at = first + place;
+                        (batch.tokens[at], batch.labels[at], batch.mask[at])
+                    };
+                    prop_assert_eq!(of(&is), if gone { (0, 0, 0) } else { of(&was) });
+                }
+            }
+            hidden += was.label_count - is.label_count;
+        }
+        let told: u64 = banned.plan.bans().iter().map(|ban| banned.plan.hidden_by(ban).1).sum();
+        prop_assert_eq!(told, hidden);
+    }
+}

@@ -1,0 +1,153 @@
+//! Fear: that an amendment moves a step before it, repeats or loses text, or spoils the file that it is written to.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::support::{Scratch, arg, build, corpus, curriculum, zdata};
+
+fn json(args: &[&str]) -> Value {
+    serde_json::from_str(&zdata(&[args, &["--json"]].concat()).ok()).unwrap()
+}
+
+fn digests(curriculum: &Path, steps: &str) -> String {
+    zdata(&["digest", arg(curriculum), "--steps", steps]).ok()
+}
+
+/// The runs of tokens of a source that these steps take.
+fn text(curriculum: &Path, source: &str, steps: std::ops::Range<u64>) -> Vec<(u64, u64)> {
+    let mut all = Vec::new();
+    for step in steps {
+        let batch = json(&["batch", arg(curriculum), "--step", &step.to_string()]);
+        let rows = batch["sequences"].as_array().unwrap().iter();
+        for row in rows.filter(|row| row["source"] == source) {
+            let segments: Vec<(u64, u64)> =
+                serde_json::from_value(row["segments"].clone()).unwrap();
+            all.extend(segments);
+        }
+    }
+    all
+}
+
+#[test]
+fn steps_before_stay_and_sources_go_on_where_they_were() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 200, ""), "store");
+    let run = curriculum(&scratch, &store, "run.toml", &[]);
+    let plain = curriculum(&scratch, &store, "plain.toml", &[]);
+    let head = "# Mine, and it stays.\n".to_owned() + &fs::read_to_string(&run).unwrap();
+    fs::write(&run, head.trim_end()).unwrap();
+    let before = digests(&run, "1..21");
+
+    let proof = json(&["amend", arg(&run), "--step", "5", "--mix", "web=1,math=3/2", "--dry-run"]);
+    assert_eq!(
+        (&proof["written"], &proof["repeated_or_lost"]),
+        (&Value::Bool(false), &Value::from(0))
+    );
+    assert_eq!(fs::read_to_string(&run).unwrap(), head.trim_end(), "a dry run writes nothing");
+    zdata(&["amend", arg(&run), "--step", "5", "--mix", "web=1,math=3/2"]).ok();
+    let amended = fs::read_to_string(&run).unwrap();
+    assert!(
+        amended.starts_with(&head) && amended.contains("mix = { math = 3, web = 2 }"),
+        "{amended}"
+    );
+    let after = digests(&run, "1..21");
+    let same = before.lines().zip(after.lines()).take_while(|(one, other)| one == other).count();
+    assert_eq!(same, 4, "{after}");
+    for source in ["web", "math"] {
+        // One order of the source, of which each run takes as much as it is asked for.
+        let (one, other) = (text(&plain, source, 1..13), text(&run, source, 1..13));
+        let common = one.len().min(other.len());
+        assert!(one[..common] == other[..common] && one.len() != other.len(), "{source}");
+        assert_eq!(other.iter().collect::<BTreeSet<_>>().len(), other.len());
+    }
+
+    // The worst document is gone from step 7 on, and every place of it is told.
+    let seen = json(&["batch", arg(&run), "--step", "7"])["sequences"][0]["documents"][0].clone();
+    let id = seen["id"].as_str().unwrap();
+    let proof = json(&["amend", arg(&run), "--step", "7", "--ban", id]);
+    assert!(proof["banned"][0]["tokens"].as_u64().unwrap() > 0, "{proof}");
+    let banned = json(&["batch", arg(&run), "--step", "7"]);
+    assert_eq!(banned["sequences"][0]["documents"][0]["banned"], true);
+    let places = json(&["where", arg(&run), "--doc", id]);
+    let places = places[0]["seen"].as_array().unwrap();
+    assert!(
+        places.iter().all(|it| it["banned"] == (it["step"].as_u64().unwrap() >= 7)),
+        "{places:?}"
+    );
+    let hidden: u64 = places
+        .iter()
+        .filter(|it| it["banned"] == true)
+        .map(|it| it["tokens"][1].as_u64().unwrap() - it["tokens"][0].as_u64().unwrap())
+        .sum();
+    assert_eq!(json(&["plan", arg(&run)])["banned"][0]["tokens"], hidden);
+    let last = digests(&run, "1..21");
+    assert!(
+        after.lines().take(6).eq(last.lines().take(6))
+            && after.lines().nth(6) != last.lines().nth(6)
+    );
+    refused(&run, id);
+}
+
+/// What cannot be amended, with the file untouched.
+fn refused(run: &Path, id: &str) {
+    let before = fs::read_to_string(run).unwrap();
+    let cases: [(&[&str], &str); 8] = [
+        (&["--step", "6", "--mix", "web=1"], "order of their steps"),
+        (&["--step", "21", "--mix", "web=1"], "no such step"),
+        (&["--step", "8", "--mix", "web=4,math=6"], "has already"),
+        (&["--step", "8", "--mix", "web=1,meth=1"], "did you mean \"math\"?"),
+        (&["--step", "8", "--ban", id], "banned already"),
+        (&["--step", "8", "--ban", "nobody"], "nobody"),
+        (&["--step", "8"], "--ban, --mix or --store"),
+        (
+            &["--step", "13", "--mix", "math=1", "--ban", "nobody", "--source", "wep"],
+            "did you mean",
+        ),
+    ];
+    for (args, word) in cases {
+        zdata(&[&["amend", arg(run)], args].concat()).fails(2, &[word]);
+        assert_eq!(fs::read_to_string(run).unwrap(), before);
+    }
+}
+
+#[cfg(feature = "train")]
+#[test]
+fn a_run_takes_an_amendment_that_it_has_not_come_to() {
+    use crate::support::ztrain;
+    let scratch = Scratch::new();
+    let corpus = corpus(&scratch, 100, "");
+    let store = build(&scratch, &corpus, "store");
+    let run = curriculum(
+        &scratch,
+        &store,
+        "run.toml",
+        &[("steps = 12", "steps = 4"), ("steps = 8", "steps = 2")],
+    );
+    let out = scratch.path("out");
+    let train = |extra: &[&str]| {
+        ztrain(
+            &[&["--curriculum", arg(&run), "--out", arg(&out), "--validate-every", "0"], extra]
+                .concat(),
+        )
+    };
+    train(&["--stop-after", "3"]).ok();
+    // Another corpus with the same tokenizer, under other names.
+    let text = fs::read_to_string(&corpus).unwrap();
+    let more = scratch
+        .write("more.toml", text.replace("\"web\"", "\"news\"").replace("\"math\"", "\"code\""));
+    let more = build(&scratch, &more, "more");
+    zdata(&["amend", arg(&run), "--step", "4", "--mix", "web=1,news=1", "--store", arg(&more)])
+        .ok();
+    assert!(
+        fs::read_to_string(&run).unwrap().contains("store = \"more\""),
+        "beside the curriculum"
+    );
+    train(&[]).ok();
+    zdata(&["verify-run", arg(&out)]).ok();
+    ztrain(&["replay", "--run", arg(&out), "--step", "4"]).ok();
+    zdata(&["amend", arg(&run), "--step", "5", "--mix", "web=1"]).ok();
+    train(&[]).fails(2, &["amendment.2", "step 5 on"]);
+}

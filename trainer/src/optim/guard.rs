@@ -1,0 +1,250 @@
+//! Steps that are skipped, and a clip that follows the norms: both decided by the steps just before.
+//!
+//! ```text
+//! before     the losses and gradient norms of the last `window` steps, oldest first, whatever became of those steps
+//! mean, sd   sums oldest first, in f64; sd = sqrt(sum of squared deviations / (n - 1))
+//! skipped    loss - mean(losses) > sigma * sd(losses), or the same of the norm
+//! threshold  the k-th smallest of the norms before, k = ceil(percentile * n / 100)
+//! ```
+//!
+//! Nothing is judged before `window / 2` steps (at least 2) lie before it. Every number stands in the ledger, so the
+//! windows are a function of the ledger alone; no sum is carried from step to step, since its rounding would depend on
+//! where it began. (`SkipStepOptimizer` of OLMo-core; AutoClip, arXiv 2007.14469, over a window.)
+
+use mixer::curriculum::{AutoClipSpec, SkipStepSpec};
+use serde::{Deserialize, Serialize};
+
+use crate::ledger::Packed;
+
+/// What the curriculum asks for.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Guard {
+    /// Which steps are skipped.
+    pub skip: Option<SkipStepSpec>,
+    /// How long a gradient may be.
+    pub clip: Option<AutoClipSpec>,
+}
+
+/// The part of the state that decides it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Windows {
+    /// Steps skipped so far: the moments have moved that much less often.
+    pub skipped: u64,
+    /// Mean losses of the last steps, oldest first, as the bits of f64.
+    pub losses: Packed,
+    /// Gradient norms before clipping, in the same way.
+    pub norms: Packed,
+}
+
+/// Why a step was skipped, if it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Skipped {
+    /// It was not.
+    No,
+    /// For its loss.
+    Loss,
+    /// For its gradient norm; its loss was in bounds.
+    Norm,
+}
+
+impl Skipped {
+    /// Behind the numbers of a step, where it moved nothing.
+    pub fn note(skipped: Option<Skipped>) -> String {
+        let skipped = skipped.filter(|skipped| *skipped != Skipped::No);
+        skipped.map_or_else(String::new, |skipped| format!(" | {}", skipped.words()))
+    }
+
+    /// For people.
+    pub fn words(self) -> &'static str {
+        match self {
+            Skipped::No => "not skipped",
+            Skipped::Loss => "skipped for its loss",
+            Skipped::Norm => "skipped for its gradient norm",
+        }
+    }
+}
+
+/// What is done with a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Decision {
+    /// Whether it is skipped; `None` where no step ever is.
+    pub skipped: Option<Skipped>,
+    /// The longest gradient of this step by the norms before; `None` without `[auto_clip]`, infinite while nothing is
+    /// judged.
+    pub longest: Option<f64>,
+}
+
+impl Guard {
+    /// The windows before the first step; `None` where the curriculum asks for nothing.
+    pub fn windows(&self) -> Option<Windows> {
+        (self.skip.is_some() || self.clip.is_some()).then(Windows::default)
+    }
+
+    /// Decides on a step of this loss and norm, and takes note of both.
+    pub fn decide(&self, windows: &mut Option<Windows>, loss: f64, norm: f64) -> Decision {
+        let Some(Windows { skipped, losses, norms }) = windows else {
+            return Decision { skipped: None, longest: None };
+        };
+        let decision = Decision {
+            skipped: self.skip.map(|skip| judge(skip, (&losses.0, loss), (&norms.0, norm))),
+            longest: self.clip.map(|clip| longest(clip, &norms.0)),
+        };
+        *skipped += u64::from(!decision.moves());
+        let (skip, clip) = (self.skip.map(|skip| skip.window), self.clip.map(|clip| clip.window));
+        push(losses, loss, skip.unwrap_or(0));
+        push(norms, norm, skip.max(clip).unwrap_or(0));
+        decision
+    }
+}
+
+impl Decision {
+    /// Whether weights, moments and balance move.
+    pub fn moves(&self) -> bool {
+        matches!(self.skipped, None | Some(Skipped::No))
+    }
+
+    /// What the gradient is clipped at, where the curriculum's own clip is `clip` (0: none).
+    pub fn clip(&self, clip: f64) -> f64 {
+        match self.longest {
+            Some(longest) if longest.is_finite() && (clip == 0.0 || longest < clip) => longest,
+            _ => clip,
+        }
+    }
+}
+
+fn push(window: &mut Packed, value: f64, length: u64) {
+    window.0.push(value.to_bits());
+    let excess = window.0.len().saturating_sub(length as usize);
+    window.0.drain(..excess);
+}
+
+/// The last `window` of what is kept, once there is enough of it to judge by.
+fn before(window: u64, kept: &[u64]) -> Option<Vec<f64>> {
+    let from = kept.len().saturating_sub(window as usize);
+    let found: Vec<f64> = kept[from..].iter().map(|bits| f64::from_bits(*bits)).collect();
+    (found.len() as u64 >= (window / 2).max(2)).then_some(found)
+}
+
+fn judge(
+    SkipStepSpec { window, sigma }: SkipStepSpec,
+    (losses, loss): (&[u64], f64),
+    (norms, norm): (&[u64], f64),
+) -> Skipped {
+    let far = |kept: &[u64], value: f64| {
+        before(window, kept).is_some_and(|before| {
+            let (mean, deviation) = spread(&before);
+            value - mean > sigma * deviation
+        })
+    };
+    match (far(losses, loss), far(norms, norm)) {
+        (true, _) => Skipped::Loss,
+        (false, true) => Skipped::Norm,
+        (false, false) => Skipped::No,
+    }
+}
+
+/// Mean and standard deviation of at least two values.
+fn spread(values: &[f64]) -> (f64, f64) {
+    let sum = |values: &mut dyn Iterator<Item = f64>| values.fold(0.0, |sum, value| sum + value);
+    let mean = sum(&mut values.iter().copied()) / values.len() as f64;
+    let squares = sum(&mut values.iter().map(|value| (value - mean) * (value - mean)));
+    (mean, (squares / (values.len() - 1) as f64).sqrt())
+}
+
+fn longest(AutoClipSpec { window, percentile }: AutoClipSpec, norms: &[u64]) -> f64 {
+    let Some(mut norms) = before(window, norms) else { return f64::INFINITY };
+    norms.sort_by(f64::total_cmp);
+    let rank = (percentile * norms.len() as u64).div_ceil(100);
+    norms[rank.max(1) as usize - 1]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// The windows against the whole history, gone through anew for each step with other formulas.
+        #[test]
+        fn decisions_are_those_of_the_whole_history(
+            steps in prop::collection::vec((0.1..9.0f64, 0.1..9.0f64, 0u8..12), 1..80),
+            windows in (4u64..24, 4u64..24), sigma in 0.5..4.0f64, percentile in 1u64..=100,
+            parts in (any::<bool>(), any::<bool>()),
+        ) {
+            let skip = parts.0.then_some(SkipStepSpec { window: windows.0, sigma });
+            let clip = parts.1.then_some(AutoClipSpec { window: windows.1, percentile });
+            let guard = Guard { skip, clip };
+            let mut state = guard.windows();
+            prop_assert_eq!(state.is_some(), parts.0 || parts.1);
+            // Now and then a spike.
+            let spiked = |(loss, norm, kind): &(f64, f64, u8)| match kind {
+                0 => (loss * 50.0, *norm),
+                1 => (*loss, norm * 50.0),
+                _ => (*loss, *norm),
+            };
+            let history: Vec<(f64, f64)> = steps.iter().map(spiked).collect();
+            let mut skipped = 0;
+            for (step, (loss, norm)) in history.iter().enumerate() {
+                let found = guard.decide(&mut state, *loss, *norm);
+                let last = |window: u64| &history[step.saturating_sub(window as usize)..step];
+                let z = |value: f64, of: Vec<f64>| {
+                    let (n, sum) = (of.len() as f64, of.iter().sum::<f64>());
+                    let square = of.iter().map(|one| one * one).sum::<f64>();
+                    (value - sum / n) / ((square - sum * sum / n) / (n - 1.0)).sqrt()
+                };
+                if parts.0 && last(windows.0).len() as u64 >= (windows.0 / 2).max(2) {
+                    let by_loss = z(*loss, last(windows.0).iter().map(|of| of.0).collect());
+                    let by_norm = z(*norm, last(windows.0).iter().map(|of| of.1).collect());
+                    // Nobody can tell the two sides of the bound apart with other roundings.
+                    if (by_loss - sigma).abs() > 1e-6 && (by_norm - sigma).abs() > 1e-6 {
+                        let wanted = match (by_loss > sigma, by_norm > sigma) {
+                            (true, _) => Skipped::Loss,
+                            (false, true) => Skipped::Norm,
+                            (false, false) => Skipped::No,
+                        };
+                        prop_assert_eq!(found.skipped, Some(wanted));
+                    }
+                } else {
+                    prop_assert_eq!(found.skipped, parts.0.then_some(Skipped::No));
+                }
+                let before = last(windows.1);
+                match found.longest {
+                    Some(longest) if before.len() as u64 >= (windows.1 / 2).max(2) => {
+                        let share = |least: bool| {
+                            let under = before.iter().filter(|of| if least { of.1 < longest } else { of.1 <= longest });
+                            under.count() as u64 * 100
+                        };
+                        let wanted = percentile * before.len() as u64;
+                        prop_assert!(share(true) < wanted && wanted <= share(false));
+                        prop_assert_eq!(found.clip(0.0), longest);
+                        prop_assert_eq!(found.clip(1e-9), 1e-9);
+                    }
+                    Some(longest) => prop_assert!(longest == f64::INFINITY && found.clip(3.0) == 3.0),
+                    None => prop_assert!(!parts.1 && found.clip(3.0) == 3.0),
+                }
+                skipped += u64::from(!found.moves());
+            }
+            prop_assert_eq!(state.map_or(0, |state| state.skipped), skipped);
+        }
+
+        /// What is kept decides: the history before it does not show.
+        #[test]
+        fn a_window_forgets(early in prop::collection::vec(0.1..9.0f64, 0..40), late in prop::collection::vec(0.1..9.0f64, 16..40)) {
+            let guard = Guard {
+                skip: Some(SkipStepSpec { window: 16, sigma: 1.0 }),
+                clip: Some(AutoClipSpec { window: 9, percentile: 50 }),
+            };
+            let (mut long, mut short) = (guard.windows(), guard.windows());
+            early.iter().for_each(|value| { guard.decide(&mut long, *value, *value); });
+            for value in &late {
+                guard.decide(&mut long, *value, *value);
+                guard.decide(&mut short, *value, *value);
+            }
+            let (long, short) = (long.unwrap(), short.unwrap());
+            prop_assert_eq!(long.losses.0.len(), 16);
+            prop_assert_eq!((long.losses, long.norms), (short.losses, short.norms));
+        }
+    }
+}

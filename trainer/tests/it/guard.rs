@@ -1,0 +1,148 @@
+//! Fear: that a spike moves the weights, or that the windows which find it out are lost, shared or counted differently
+//! somewhere on the way of a run.
+
+use serde_json::Value;
+use tch::Device;
+use trainer::compare::compare;
+use trainer::lanes::Lanes;
+use trainer::replay::whatif::{Change, imagine};
+use trainer::replay::{Replayer, Verdict};
+use trainer::step::Detail;
+
+use crate::ranks::train_with;
+use crate::same_bits::assert_same;
+use crate::support::{Scratch, stop_after, table};
+
+const WINDOW: usize = 8;
+const SIGMA: f64 = 4.0;
+
+/// The step of one sequence where all others have six, at a rate that moves next to nothing: its gradient is noise.
+const SPIKE: usize = 7;
+
+const SECTIONS: &str =
+    "[skip_step]\nwindow = 8\nsigma = 4\n\n[auto_clip]\nwindow = 8\npercentile = 40\n\n";
+
+/// Ten steps, one of them a spike; `sections` go before the phases.
+fn spiked(scratch: &Scratch, name: &str, sections: &str) -> std::path::PathBuf {
+    let phase = |name: &str, steps: usize, batch: u64| {
+        format!(
+            "[[phase]]\nname = \"{name}\"\nsteps = {steps}\nseq_len = 32\nbatch = {batch}\nleaf = 1\nmix = {{ web = 1 }}\n\n"
+        )
+    };
+    let phases = phase("before", SPIKE - 1, 6) + &phase("spike", 1, 1) + &phase("after", 3, 6);
+    let path =
+        scratch.edited(name, &[("lr = 1e-2", "lr = 1e-5"), ("final_lr = 1e-3", "final_lr = 1e-6")]);
+    let text = std::fs::read_to_string(path).unwrap();
+    let (head, _) = text.split_once("[[phase]]").unwrap();
+    scratch.write(name, &format!("{head}{sections}{phases}"))
+}
+
+fn steps(scratch: &Scratch, out: &str) -> Vec<Value> {
+    scratch.ledger(out).lines().skip(1).map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn float(step: &Value, key: &str) -> f64 {
+    f64::from_bits(u64::from_str_radix(step[key].as_str().unwrap(), 16).unwrap())
+}
+
+/// What the ledger says of each step, judged anew from what it says of the steps before.
+fn check_decisions(steps: &[Value]) {
+    for (index, step) in steps.iter().enumerate() {
+        let before = &steps[index.saturating_sub(WINDOW)..index];
+        let judged = before.len() >= WINDOW / 2;
+        let far = |value: f64, before: Vec<f64>| {
+            let (n, sum) = (before.len() as f64, before.iter().sum::<f64>());
+            let square: f64 = before.iter().map(|one| one * one).sum();
+            judged && value > sum / n + SIGMA * ((square - sum * sum / n) / (n - 1.0)).sqrt()
+        };
+        let loss = |step: &Value| step["loss"].as_f64().unwrap();
+        let norm = |step: &Value| float(step, "norm");
+        let (by_loss, by_norm) = (
+            far(loss(step), before.iter().map(loss).collect()),
+            far(norm(step), before.iter().map(norm).collect()),
+        );
+        let wanted = if by_loss {
+            "loss"
+        } else if by_norm {
+            "norm"
+        } else {
+            "no"
+        };
+        assert_eq!(step["skipped"], wanted, "step {}", step["step"]);
+        let mut norms: Vec<f64> = before.iter().map(norm).collect();
+        norms.sort_by(f64::total_cmp);
+        let longest = float(step, "longest");
+        match judged {
+            true => assert_eq!(longest, norms[(0.4 * norms.len() as f64).ceil() as usize - 1]),
+            false => assert_eq!(longest, f64::INFINITY),
+        }
+    }
+}
+
+#[test]
+fn a_planted_spike_is_skipped_and_moves_nothing() {
+    let scratch = Scratch::new();
+    let curriculum = spiked(&scratch, "run.toml", SECTIONS);
+    scratch.train("run");
+    let guarded = steps(&scratch, "run");
+    check_decisions(&guarded);
+    assert_ne!(guarded[SPIKE - 1]["skipped"], "no", "{}", guarded[SPIKE - 1]["norm"]);
+    let moved =
+        |steps: &[Value], step: usize| steps[step - 1]["weights"] != steps[step - 2]["weights"];
+    for step in 2..=10 {
+        assert_eq!(moved(&guarded, step), guarded[step - 1]["skipped"] == "no", "step {step}");
+    }
+    // Without the sections a step takes what comes, and the ledger has no word of them.
+    let plain = spiked(&scratch, "plain.toml", "");
+    scratch.run(&plain, "plain", |_| ()).unwrap();
+    let free = steps(&scratch, "plain");
+    assert!(moved(&free, SPIKE) && !scratch.ledger("plain").contains("skipped"));
+    assert_eq!(free[0]["weights"], guarded[0]["weights"]);
+    assert!(guarded.iter().zip(&free).all(|(one, other)| one["data"] == other["data"]));
+    let answer = compare(&scratch.path("run"), &scratch.path("plain")).unwrap();
+    assert_eq!(answer.difference.unwrap().1.quantity, "clip of the window");
+    // The windows began with the run: they cannot be changed later.
+    spiked(&scratch, "run.toml", &SECTIONS.replace("sigma = 4", "sigma = 5"));
+    let fault = scratch.run(&curriculum, "run", |_| ()).unwrap_err();
+    assert!(fault.to_string().contains("skip_step.sigma"), "{fault}");
+}
+
+#[test]
+fn windows_survive_stops_ranks_and_replays() {
+    let scratch = Scratch::new();
+    let curriculum = spiked(&scratch, "run.toml", SECTIONS);
+    scratch.train("whole");
+    for last in [3, 5, 7, 8] {
+        scratch.run(&curriculum, "parts", stop_after(last)).unwrap();
+    }
+    scratch.train("parts");
+    assert_same(&scratch, "whole", "parts");
+    for (world, last) in [(3, 6), (2, 7), (1, 9), (3, 10)] {
+        let part = train_with(&scratch, "ranks", world, |_, exec| exec.stop_after = Some(last));
+        assert!(part.iter().all(|outcome| outcome.as_ref().unwrap().step == last));
+    }
+    assert_same(&scratch, "whole", "ranks");
+    for outcome in train_with(&scratch, "two", 2, |_, _| ()) {
+        assert_eq!(outcome.unwrap().step, 10);
+    }
+    assert_same(&scratch, "whole", "two");
+    let open =
+        || Replayer::open(&scratch.path("whole"), &table(), Device::Cpu, Lanes::new(2)).unwrap();
+    for step in [5, SPIKE as u64, 8, 10] {
+        let mut replayer = open();
+        let mut state = replayer.state_after(step - 1).unwrap();
+        let replayed = replayer.step(&mut state, Detail::Sums).unwrap();
+        assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
+    }
+    // What would have been is judged by the same windows, and says what became of it.
+    let change = Change { drop: Vec::new(), lr: Some(1e-4) };
+    let imagined = imagine(&mut open(), SPIKE as u64..SPIKE as u64 + 2, &change).unwrap();
+    assert!(
+        imagined[0].skipped.is_some_and(|skipped| skipped != trainer::optim::guard::Skipped::No)
+    );
+    assert_eq!(
+        imagined[1].was.unwrap().1,
+        imagined[1].would_be.1,
+        "a skipped step moves nothing at any rate"
+    );
+}
