@@ -59,7 +59,7 @@ impl Row<'_> {
     }
 
     /// Takes out a run of text: what is left cannot tell what it was, only how long.
-    fn blank(&mut self, place: &Range<u32>) {
+    pub(crate) fn blank(&mut self, place: &Range<u32>) {
         let place = place.start as usize..place.end as usize;
         self.tokens[place.clone()].fill(0);
         self.labels[place.clone()].fill(0);

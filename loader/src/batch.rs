@@ -54,6 +54,25 @@ impl Batch {
         &column[row as usize * width..(row as usize + 1) * width]
     }
 
+    /// Hides a run of text of a row, as an amendment that bans its document does; returns how many labels it had.
+    pub fn hide(&mut self, row: u64, place: Range<u32>) -> u64 {
+        let (width, number) = (self.seq_len as usize, row as usize);
+        let at = number * width..(number + 1) * width;
+        let mut row = Row {
+            tokens: &mut self.tokens[at.clone()],
+            labels: &mut self.labels[at.clone()],
+            positions: &mut self.positions[at.clone()],
+            mask: &mut self.mask[at],
+        };
+        let count = |row: &Row<'_>| row.mask.iter().map(|&label| u64::from(label)).sum::<u64>();
+        let before = count(&row);
+        row.blank(&place);
+        let hidden = before - count(&row);
+        self.sequences[number] = row.digest(&self.boundaries[number]);
+        self.label_count -= hidden;
+        hidden
+    }
+
     /// Fills a batch with `samples`, which all have `seq_len` tokens.
     pub(crate) fn assemble<'a>(
         head: Head,

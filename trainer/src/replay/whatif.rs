@@ -16,7 +16,7 @@ use crate::step;
 /// What is changed.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Change {
-    /// Ids of documents whose labels do not count.
+    /// Ids of documents that are hidden, as if they were banned.
     pub drop: Vec<String>,
     /// A learning rate in place of the schedule's.
     pub lr: Option<f64>,
@@ -85,7 +85,7 @@ fn advance(
     step::apply_at(&replayer.spec, state, batch, &gradient, replayer.lanes, lr)
 }
 
-/// Masks the labels of the documents with these ids; returns how many there were.
+/// Hides the documents with these ids, as a ban would; returns how many labels they had.
 fn drop_documents(spec: &RunSpec, batch: &mut Batch, ids: &[String]) -> Result<u64> {
     if ids.is_empty() {
         return Ok(0);
@@ -93,14 +93,9 @@ fn drop_documents(spec: &RunSpec, batch: &mut Batch, ids: &[String]) -> Result<u
     let mut dropped = 0;
     for (row, pieces) in explain::pieces(&spec.plan, &spec.data, &batch.samples)?.iter().enumerate()
     {
-        let first = row * batch.seq_len as usize;
         for piece in pieces.iter().filter(|piece| ids.contains(&piece.record.id)) {
-            let places = first + piece.place.start as usize..first + piece.place.end as usize;
-            for mask in &mut batch.mask[places] {
-                dropped += u64::from(std::mem::take(mask) != 0);
-            }
+            dropped += batch.hide(row as u64, piece.place.clone());
         }
     }
-    batch.label_count -= dropped;
     Ok(dropped)
 }

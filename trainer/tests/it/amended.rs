@@ -3,6 +3,7 @@
 use contract::Class;
 use tch::Device;
 use trainer::lanes::Lanes;
+use trainer::replay::whatif::{Change, imagine};
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
 
@@ -68,6 +69,34 @@ fn an_amended_run_has_the_same_bits_in_parts_on_ranks_and_in_a_replay() {
         silent += replayed.documents.iter().filter(|it| it.tokens > 1 && it.labels == 0).count();
     }
     assert!(silent > 0, "none of the banned documents was met: the test looks at nothing");
+}
+
+/// What a replay says would have been without a document is what an amendment makes of it.
+#[test]
+fn a_ban_is_the_counterfactual_come_true() {
+    let scratch = Scratch::new();
+    scratch.train("plain");
+    let open =
+        || Replayer::open(&scratch.path("plain"), &table(), Device::Cpu, Lanes::new(2)).unwrap();
+    let mut state = open().state_after(7).unwrap();
+    let documents = open().step(&mut state, Detail::Tokens).unwrap().documents;
+    let worst = documents.iter().find(|document| document.labels > 4).unwrap();
+    let change = Change { drop: vec![worst.id.clone()], lr: None };
+    let imagined = imagine(&mut open(), 8..10, &change).unwrap();
+    let (source, number) = worst.id.split_once('-').unwrap();
+    let ban = format!("\n[[amendment]]\nstep = 8\nban = {{ {source} = [{number}] }}\n");
+    scratch.write("run.toml", &(CURRICULUM.to_owned() + &ban));
+    scratch.train("banned");
+    for (line, would) in lines(&scratch, "banned")[8..].iter().zip(&imagined) {
+        let step: serde_json::Value = serde_json::from_str(line).unwrap();
+        assert_eq!(
+            step["norm"],
+            format!("{:016x}", would.would_be.1.to_bits()),
+            "step {}",
+            would.step
+        );
+    }
+    assert!(imagined[0].dropped_labels == worst.labels);
 }
 
 #[test]

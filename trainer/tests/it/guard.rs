@@ -107,6 +107,40 @@ fn a_planted_spike_is_skipped_and_moves_nothing() {
     assert!(fault.to_string().contains("skip_step.sigma"), "{fault}");
 }
 
+/// Without a schedule and with a source of its own a skipped step changes nothing for the others: the run goes on as one
+/// that never had it, whose moments are corrected by the steps that moved them.
+#[test]
+fn a_skipped_step_is_as_if_it_had_not_been() {
+    let scratch = Scratch::new();
+    let path = spiked(&scratch, "run.toml", "[skip_step]\nwindow = 8\nsigma = 4\n\n");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let steady = [
+        ("warmup_steps = 3\ndecay_steps = 30\nfinal_lr = 1e-6\n", ""),
+        ("batch = 1\nleaf = 1\nmix = { web = 1 }", "batch = 1\nleaf = 1\nmix = { math = 1 }"),
+    ];
+    let text = steady.iter().fold(text, |text, (from, to)| {
+        assert!(text.contains(from), "no {from:?} in {text}");
+        text.replacen(from, to, 1)
+    });
+    let (from, to) = (
+        text.find("[[phase]]\nname = \"spike\"").unwrap(),
+        text.find("[[phase]]\nname = \"after\"").unwrap(),
+    );
+    let without = text[..from].to_owned() + &text[to..];
+    scratch.run(&scratch.write("run.toml", &text), "run", |_| ()).unwrap();
+    scratch.run(&scratch.write("without.toml", &without), "without", |_| ()).unwrap();
+    let (mut run, without) = (steps(&scratch, "run"), steps(&scratch, "without"));
+    assert_ne!(run.remove(SPIKE - 1)["skipped"], "no");
+    assert_eq!(run.len(), without.len());
+    for (one, other) in run.iter().zip(&without) {
+        assert_eq!(one["skipped"], "no");
+        assert_eq!(
+            (&one["weights"], &one["leaf_gradients"]),
+            (&other["weights"], &other["leaf_gradients"])
+        );
+    }
+}
+
 #[test]
 fn windows_survive_stops_ranks_and_replays() {
     let scratch = Scratch::new();
