@@ -231,7 +231,10 @@ mod tests {
 
         /// What is kept decides: the history before it does not show.
         #[test]
-        fn a_window_forgets(early in prop::collection::vec(0.1..9.0f64, 0..40), late in prop::collection::vec(0.1..9.0f64, 16..40)) {
+        fn a_window_forgets(
+            early in prop::collection::vec(0.1..9.0f64, 0..40),
+            late in prop::collection::vec(0.1..9.0f64, 16..40),
+        ) {
             let guard = Guard {
                 skip: Some(SkipStepSpec { window: 16, sigma: 1.0 }),
                 clip: Some(AutoClipSpec { window: 9, percentile: 50 }),
