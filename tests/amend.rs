@@ -94,7 +94,8 @@ fn steps_before_stay_and_sources_go_on_where_they_were() {
 /// What cannot be amended, with the file untouched.
 fn refused(run: &Path, id: &str) {
     let before = fs::read_to_string(run).unwrap();
-    let cases: [(&[&str], &str); 8] = [
+    let cases: [(&[&str], &str); 9] = [
+        (&["--step", "8", "--mix", "web=1/9223372036854775807,math=1"], "too fine"),
         (&["--step", "6", "--mix", "web=1"], "order of their steps"),
         (&["--step", "21", "--mix", "web=1"], "no such step"),
         (&["--step", "8", "--mix", "web=4,math=6"], "has already"),

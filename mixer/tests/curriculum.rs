@@ -260,6 +260,91 @@ fn one_meaning_has_one_text() {
     }
 }
 
+/// What stands behind a curriculum that skips steps, clips and is amended.
+const MORE: &str = r#"
+[skip_step]
+sigma = 5
+
+[auto_clip]
+window = 64
+percentile = 90
+
+[[amendment]]
+step = 5
+mix = { web = 1, math = 1 }
+
+[[amendment]]
+step = 13
+ban = { web = [7, 2], math = [1] }
+store = "more"
+digest = "abc"
+"#;
+
+#[test]
+fn windows_and_amendments_arrive() {
+    let c = parse(&(WHOLE.to_owned() + MORE));
+    assert_eq!(c.skip_step.map(|skip| (skip.window, skip.sigma)), Some((128, 5.0)));
+    assert_eq!(c.auto_clip.map(|clip| (clip.window, clip.percentile)), Some((64, 90)));
+    assert!(c.amendments[1].ban["web"].iter().eq(&[2, 7]));
+    let legs = c.legs();
+    let told: Vec<_> =
+        legs.iter().map(|leg| (leg.phase, leg.spec.steps, leg.spec.weights())).collect();
+    let (even, long) = (Some(vec![1, 1]), Some(vec![1, 1_000_000]));
+    assert_eq!(told, [(0, 4, Some(vec![3, 7])), (0, 8, even), (1, 2, long)]);
+    assert_eq!(parse(&c.canonical()).canonical(), c.canonical());
+    let same = MORE.replace("web = 1, math = 1", "math = 3.0, web = 3").replace("[7, 2]", "[2, 7]");
+    assert_eq!(parse(&(WHOLE.to_owned() + &same)).canonical(), c.canonical());
+
+    let changed = |from: &str, to: &str| {
+        assert!(MORE.contains(from));
+        let other = parse(&(WHOLE.to_owned() + &MORE.replacen(from, to, 1)));
+        c.difference(&other).into_iter().map(|it| (it.key, it.first_step)).collect::<Vec<_>>()
+    };
+    let one = |key: &str, step: u64| vec![(key.to_owned(), step)];
+    assert_eq!(changed("\"more\"", "\"moved\""), []);
+    assert_eq!(changed("\"abc\"", "\"abd\""), one("amendment.2", 13));
+    assert_eq!(changed("step = 5\n", "step = 4\n"), one("amendment.1", 4));
+    assert_eq!(changed("[7, 2]", "[7]"), one("amendment.2", 13));
+    assert_eq!(changed("sigma = 5", "sigma = 6"), one("skip_step.sigma", 1));
+    assert_eq!(changed("percentile = 90", "percentile = 91"), one("auto_clip.percentile", 1));
+    let plain = parse(WHOLE).difference(&c);
+    let keys: Vec<&str> = plain.iter().map(|it| it.key.as_str()).collect();
+    assert!(
+        ["skip_step.window", "auto_clip.window", "amendment.1", "amendment.2"]
+            .iter()
+            .all(|key| keys.contains(key))
+    );
+
+    let mistakes: &[(&str, &str, &str)] = &[
+        ("sigma = 5", "sigma = -5", "c.toml:44:1"),
+        ("window = 64", "window = 3", "at least 4"),
+        ("window = 64", "window = 65537", "65536"),
+        ("percentile = 90", "percentile = 101", "1 to 100"),
+        ("percentile = 90\n", "", "`percentile`"),
+        ("step = 5\n", "step = 14\n", "a later one"),
+        ("step = 13", "step = 15", "1 to 14"),
+        ("step = 13", "step = 4", "a later one"),
+        ("step = 13", "steps = 13", "`step`"),
+        ("web = 1, math = 1", "web = 7, math = 3", "has already"),
+        ("web = 1, math = 1", "web = 0", "above zero"),
+        ("mix = { web = 1, math = 1 }\n", "", "something to change"),
+        ("[7, 2]", "[-7]", "no documents"),
+        ("[7, 2]", "[]", "no documents"),
+        ("digest = \"abc\"\n", "", "`digest`"),
+        ("store = \"more\"\n", "", "`store`"),
+    ];
+    for (from, to, word) in mistakes {
+        let text = WHOLE.to_owned() + &MORE.replacen(from, to, 1);
+        let told = Curriculum::parse(&text, "c.toml").expect_err(to).to_string();
+        assert!(told.contains(word), "{from:?} -> {to:?}: no {word:?} in\n{told}");
+    }
+    let told = Plan::new(&c, &facts(10_000, 10_000)).map(|_| "planned");
+    assert_eq!(told.unwrap(), "planned");
+    let few = parse(&(WHOLE.to_owned() + &MORE.replace("[7, 2]", "[9]")));
+    let told = Plan::new(&few, &facts(10_000, 10_000)).unwrap_err().to_string();
+    assert!(told.contains("no document 9") && told.contains("c.toml:"), "{told}");
+}
+
 #[test]
 fn odd_names_survive_the_canonical_text() {
     let text = "store = \"s\"\n[source.\"a b\"]\nmax_epochs = 2\n[[phase]]\nname = \"q\\\"uote\\\\\\n\"\nsteps = 1\n\

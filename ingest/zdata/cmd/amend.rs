@@ -116,7 +116,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
             Fault::usage("an amendment changes something").wanted("--ban, --mix or --store")
         );
     }
-    let text = appended(&before.source, &amendment, &found);
+    let text = appended(&before.source, &amendment.text()?, &found);
     // What stands in the file is what is planned: an amendment that cannot run is refused here, with its line.
     let after = Opened::open_text(&args.curriculum, text)?;
     let mut proof = Proof::new(&before.plan, &after.plan, &after, args.step, found)?;
@@ -186,12 +186,12 @@ fn added(store: &Path, path: &Path) -> Result<AddedStore> {
 }
 
 /// The text with the amendment at its end. A comment names the documents, whose numbers tell people nothing.
-fn appended(text: &str, amendment: &Amendment, found: &[Found]) -> String {
+fn appended(text: &str, amendment: &str, found: &[Found]) -> String {
     let mut out = text.to_owned();
     if !out.is_empty() && !out.ends_with('\n') {
         out.push('\n');
     }
-    out += &amendment.text();
+    out += amendment;
     for Found { id, source, document, origin } in found {
         let _ = writeln!(out, "# {document} of {source} is {id:?}, {origin:?}");
     }

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use contract::{Ratio, Result};
+use contract::{Fault, Ratio, Result};
 
 use super::canonical::{Text as Out, inline, key, quoted};
 use super::parse::{mix_of, record};
@@ -43,6 +43,9 @@ pub struct Leg {
     /// What [`Curriculum::place`] knows its mix by.
     pub mix_key: String,
 }
+
+/// What weights have to be.
+const SUM: &str = "as integers without a common divisor they sum to at most 2^62";
 
 const KEYS: &[&str] = &["step", "mix", "ban", "store", "digest"];
 
@@ -167,9 +170,7 @@ fn phase_at(phases: &[Phase], step: u64) -> Option<usize> {
 fn check_mix(section: &Section, before: &Phase, mix: &BTreeMap<String, Ratio>) -> Result<()> {
     let after = Phase { mix: mix.clone(), ..before.clone() };
     let Some(weights) = after.weights() else {
-        return Err(section
-            .fault("mix", "these weights are too fine for each other")
-            .wanted("as integers without a common divisor they sum to at most 2^62"));
+        return Err(section.fault("mix", "these weights are too fine for each other").wanted(SUM));
     };
     if before.mix.keys().eq(mix.keys()) && before.weights() == Some(weights) {
         return Err(section.fault("mix", "this is the mix that the phase has already"));
@@ -206,14 +207,14 @@ impl Amendment {
         mix.is_empty() && ban.is_empty() && store.is_none()
     }
 
-    /// Its canonical text, which may be put behind any curriculum's.
-    ///
-    /// # Panics
-    /// If the weights of its mix are too fine for each other.
-    pub fn text(&self) -> String {
+    /// Its canonical text, which may be put behind any curriculum's; refused if its weights are too fine for each other.
+    pub fn text(&self) -> Result<String> {
+        if !self.mix.is_empty() && super::whole_weights(&self.mix).is_none() {
+            return Err(Fault::usage("these weights are too fine for each other").wanted(SUM));
+        }
         let mut out = Out::default();
         self.write(&mut out);
-        out.0
+        Ok(out.0)
     }
 
     /// Writes its canonical text.
@@ -244,7 +245,9 @@ impl Amendment {
         if let Some(store) = &mut same.store {
             store.path.clear();
         }
-        let text = same.text().trim().replace('\n', ", ");
+        let mut out = Out::default();
+        same.write(&mut out);
+        let text = out.0.trim().replace('\n', ", ");
         text.trim_start_matches("[[amendment]], ").to_owned()
     }
 }
