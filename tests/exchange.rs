@@ -200,7 +200,7 @@ fn a_killed_import_or_export_leaves_nothing_that_looks_whole() {
     let store = build(&scratch, &small, "store");
     let tokenizer = scratch.path("tokenizer.json");
     for (number, format) in FORMATS.into_iter().enumerate() {
-        let out = scratch.path(&format!("whole-{format}"));
+        let out = scratch.path(&format!("export-{format}"));
         let source = format!("web={}", arg(&out.join("web/train")));
         let exporting = |out: &str| {
             ["export", arg(&store), "--format", format, "--out", out].map(str::to_owned)
@@ -210,7 +210,7 @@ fn a_killed_import_or_export_leaves_nothing_that_looks_whole() {
                 .map(str::to_owned)
         };
         killed(&scratch, &out, number as u64 * 100, exporting);
-        let back = scratch.path(&format!("whole-back-{format}"));
+        let back = scratch.path(&format!("import-{format}"));
         killed(&scratch, &back, number as u64 * 100 + 50, importing);
     }
 }
@@ -224,9 +224,10 @@ fn killed<const N: usize>(
 ) {
     let start = Instant::now();
     zdata(&command(arg(whole)).each_ref().map(String::as_str)).ok();
-    let mut fire = Fire::new(start.elapsed(), salt);
+    let name = whole.file_name().unwrap().to_str().unwrap();
+    let mut fire = Fire::new(start.elapsed(), salt).named(name);
     while let Some(index) = fire.round(kills().div_ceil(4)) {
-        let name = format!("{}-{index}", whole.file_name().unwrap().to_str().unwrap());
+        let name = format!("{name}-{index}");
         let target = scratch.path(&name);
         let words = command(arg(&target));
         let words = words.each_ref().map(String::as_str);

@@ -20,6 +20,7 @@ pub(crate) fn kills() -> u64 {
 /// the next one shorter. A kill that came too late shortens the guess, one that hit lengthens it again; and the rounds
 /// go on until one has hit, because kills that all come too late test nothing.
 pub(crate) struct Fire {
+    name: String,
     whole: Duration,
     guess: Duration,
     drawn: u64,
@@ -31,7 +32,14 @@ pub(crate) struct Fire {
 impl Fire {
     /// Kills of processes that live about `whole`, their moments drawn from number `first` on.
     pub(crate) fn new(whole: Duration, first: u64) -> Fire {
-        Fire { whole, guess: whole, drawn: first, rounds: 0, kills: 0, hits: 0 }
+        let name = std::thread::current().name().unwrap_or("kills").to_owned();
+        Fire { name, whole, guess: whole, drawn: first, rounds: 0, kills: 0, hits: 0 }
+    }
+
+    /// The same, reported under `name` where one test kills several kinds of process.
+    pub(crate) fn named(mut self, name: &str) -> Fire {
+        self.name = format!("{}, {name}", self.name);
+        self
     }
 
     /// The number of the next round: `wanted` rounds, and more as long as none was hit.
@@ -62,8 +70,8 @@ impl Fire {
 
 impl Drop for Fire {
     fn drop(&mut self) {
-        let (rounds, kills) = (self.rounds, self.kills);
-        eprintln!("{rounds} rounds: {} of {kills} kills hit", self.hits);
+        let Fire { name, rounds, kills, hits, .. } = self;
+        eprintln!("{name}: kills: sent {kills}, hit {hits} (in {rounds} rounds)");
     }
 }
 
