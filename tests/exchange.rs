@@ -88,13 +88,24 @@ fn we_read_what_other_projects_write() {
     let store = build(&scratch, &corpus, "store");
     let wanted = documents(&store, Split::Train);
     let docs = scratch.write("docs.json", serde_json::to_vec(&wanted).unwrap());
-    for format in FORMATS {
-        let folder = scratch.path(&format!("by-{format}"));
-        if peers(&["write", format, arg(&folder), arg(&docs)]).is_none() {
+    let packed = ["mds:zstd:7", "mds:gz", "mds:br:5", "mds:bz2", "mds:snappy"];
+    for written in FORMATS.into_iter().chain(packed) {
+        let folder = scratch.path(&format!("by-{}", written.replace(':', "-")));
+        if peers(&["write", written, arg(&folder), arg(&docs)]).is_none() {
             return;
         }
+        let (format, compression) = written.split_once(':').unwrap_or((written, ""));
+        if format == "mds" {
+            // Every sum of the package was written and held: none of them is unknown, and each is looked at.
+            let index = fs::read_to_string(folder.join("peer/index.json")).unwrap();
+            let index: Value = serde_json::from_str(&index).unwrap();
+            let packed = &index["shards"][0]["zip_data"];
+            assert_eq!(packed.is_object(), !compression.is_empty(), "{written}");
+            let sums = index["shards"][0]["raw_data"]["hashes"].as_object().unwrap();
+            assert!(sums.len() >= 17, "{sums:?}");
+        }
+        let back = folder.with_extension("back");
         let path = if matches!(format, "megatron" | "mds") { folder.join("peer") } else { folder };
-        let back = scratch.path(&format!("from-{format}"));
         let tokenizer = scratch.path("tokenizer.json");
         let source = format!("web={}", arg(&path));
         let end = ["--end", "<|endoftext|>", "--unit", "1024"];
@@ -104,7 +115,7 @@ fn we_read_what_other_projects_write() {
         let found = documents(&back, Split::Train);
         let tokens =
             |docs: &[(String, Vec<u32>)]| docs.iter().map(|doc| doc.1.clone()).collect::<Vec<_>>();
-        assert_eq!(tokens(&found), tokens(&wanted), "{format}");
+        assert_eq!(tokens(&found), tokens(&wanted), "{written}");
     }
 }
 

@@ -1,7 +1,7 @@
 """The other projects' own code, asked to read what zdata exported and to write what zdata is to import.
 
     peers.py read FORMAT FOLDER SPLIT        JSON: [[id or null, [tokens]], ...]
-    peers.py write FORMAT FOLDER DOCS.json   files of those documents
+    peers.py write FORMAT FOLDER DOCS.json   files of those documents; FORMAT may be mds:COMPRESSION
     peers.py open STORE                      JSON: what pyarrow finds in a store
 
 Needs the packages that `exchange.rs` names, without torch: a package that is absent is stood in for, since the code that
@@ -41,7 +41,7 @@ class Thing(metaclass=Meta):
 class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ABSENT = {
         "torch", "huggingface_hub", "tokenizers", "cached_path", "dataclass_extensions", "filelock", "requests", "rich",
-        "yaml", "PIL", "brotli", "snappy", "zstd", "typing_extensions", "humanize", "loguru", "tqdm", "msvcrt",
+        "yaml", "PIL", "typing_extensions", "humanize", "loguru", "tqdm", "msvcrt",
         "_winapi", "org",
     }
 
@@ -189,12 +189,16 @@ def read_mds(folder, split):
             yield sample["id"], sample["tokens"].tolist()
 
 
-def write_mds(folder, docs):
+def write_mds(folder, docs, compression=None):
     import numpy
 
     _, writer = mds()
+    from streaming.base.hashing import get_hashes
+
     columns = {"tokens": "ndarray:int32", "id": "str", "extra": "pkl"}
-    with writer.MDSWriter(columns=columns, out=os.path.join(folder, "peer"), hashes=["sha1", "xxh3_64"]) as out:
+    # Every sum that the package offers, of both files.
+    more = {"hashes": sorted(get_hashes()), "compression": compression}
+    with writer.MDSWriter(columns=columns, out=os.path.join(folder, "peer"), **more) as out:
         for number, (_, tokens) in enumerate(docs):
             value = numpy.array(tokens, dtype=numpy.int32)
             out.write({"tokens": value, "id": f"peer-{number}", "extra": {"a": number}})
@@ -226,7 +230,8 @@ def main(command, *words):
             answer = list(globals()["read_" + form](folder, rest))
         else:
             os.makedirs(folder, exist_ok=True)
-            answer = globals()["write_" + form](folder, json.load(open(rest)))
+            form, *compression = form.split(":", 1)
+            answer = globals()["write_" + form](folder, json.load(open(rest)), *compression)
     json.dump(answer, sys.stdout)
 
 

@@ -1,4 +1,4 @@
-//! Where raw files are opened: on this machine, or, in tests, on a disk that fails.
+//! Where files that others made are opened: on this machine, or, in tests, on a disk that fails.
 
 use std::fs::File;
 use std::io::{Read, Result};
@@ -7,7 +7,7 @@ use std::path::Path;
 use contract::pieces::Pieces;
 
 /// What opens files.
-pub(super) trait Disk {
+pub(crate) trait Disk {
     /// A file from front to back.
     fn stream(&self, path: &Path) -> Result<Box<dyn Read + Send>>;
 
@@ -16,7 +16,7 @@ pub(super) trait Disk {
 }
 
 /// This machine's.
-pub(super) struct Real;
+pub(crate) struct Real;
 
 impl Disk for Real {
     fn stream(&self, path: &Path) -> Result<Box<dyn Read + Send>> {
@@ -27,3 +27,6 @@ impl Disk for Real {
         Pieces::open(path)
     }
 }
+
+#[cfg(test)]
+pub(crate) mod faulty;

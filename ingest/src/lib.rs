@@ -13,6 +13,7 @@
 pub mod build;
 mod commit;
 pub mod corpus;
+mod disk;
 pub mod engine;
 pub mod exchange;
 mod files;

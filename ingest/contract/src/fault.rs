@@ -160,6 +160,11 @@ impl Fault {
         self
     }
 
+    /// Where, if that is known.
+    pub fn place(&self) -> Option<&str> {
+        self.0.place.as_deref()
+    }
+
     /// Who has to act.
     pub fn class(&self) -> Class {
         self.0.class

@@ -58,6 +58,11 @@ impl Pieces {
         failed.as_ref().map_or(fault, |error| Fault::io("read", path, error))
     }
 
+    /// Reads on from byte `offset`.
+    pub fn onward(&self, offset: u64) -> Onward {
+        Onward { file: self.clone(), at: offset }
+    }
+
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
         loop {
             match self.0.place.read_at(buffer, offset) {
@@ -83,7 +88,7 @@ impl ChunkReader for Pieces {
     type T = BufReader<Onward>;
 
     fn get_read(&self, start: u64) -> ParquetResult<Self::T> {
-        Ok(BufReader::new(Onward { file: self.clone(), at: start }))
+        Ok(BufReader::new(self.onward(start)))
     }
 
     fn get_bytes(&self, start: u64, length: usize) -> ParquetResult<Bytes> {
@@ -93,7 +98,7 @@ impl ChunkReader for Pieces {
             return Err(ParquetError::EOF(what));
         }
         let mut buffer = vec![0; length];
-        Onward { file: self.clone(), at: start }.read_exact(&mut buffer)?;
+        self.onward(start).read_exact(&mut buffer)?;
         Ok(buffer.into())
     }
 }

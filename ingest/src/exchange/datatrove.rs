@@ -16,6 +16,7 @@ use contract::{Fault, Result};
 use super::sink::{Sink, Written};
 use super::tokens::{Hashing, TokenFile};
 use super::{Documents, Found, Hints, Width, Writer, damaged};
+use crate::disk::Disk;
 
 /// The largest `.metadata` that is read.
 const METADATA_BYTES: u64 = 1 << 16;
@@ -27,12 +28,12 @@ fn beside(path: &Path, ending: &str) -> PathBuf {
 }
 
 /// What `.metadata` says of the width, if it is there.
-fn stated_width(path: &Path) -> Result<Option<(Width, InputRecord)>> {
+fn stated_width(disk: &dyn Disk, path: &Path) -> Result<Option<(Width, InputRecord)>> {
     let path = beside(path, ".metadata");
     if !path.exists() {
         return Ok(None);
     }
-    let (bytes, record) = Hashing::whole(&path, METADATA_BYTES)?;
+    let (bytes, record) = Hashing::whole(disk, &path, METADATA_BYTES)?;
     let text = String::from_utf8_lossy(&bytes);
     let line = text.lines().next().unwrap_or_default();
     let size = line.rsplit_once('|').and_then(|(_, size)| size.trim().parse().ok());
@@ -54,7 +55,7 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    pub(super) fn open(path: &Path, hints: &Hints) -> Result<Self> {
+    pub(super) fn open(disk: &dyn Disk, path: &Path, hints: &Hints) -> Result<Self> {
         let loss = beside(path, ".loss");
         if loss.exists() {
             return Err(Fault::usage("these tokens have a loss mask, which a store does not keep")
@@ -66,14 +67,14 @@ impl Reader {
             return Err(damaged(path, "it has no .index: nothing says where its documents end")
                 .hint("write it with save_index=True"));
         }
-        let index = Hashing::open(&index)?;
+        let index = Hashing::open(disk, &index)?;
         let index_path = beside(path, ".index");
         if !index.bytes.is_multiple_of(8) {
             return Err(damaged(&index_path, "the index ends within a number")
                 .found(format!("{} bytes", index.bytes))
                 .wanted("a multiple of 8"));
         }
-        let metadata = stated_width(path)?;
+        let metadata = stated_width(disk, path)?;
         let stated = metadata.as_ref().map(|(width, _)| *width);
         let width = match (hints.width, stated) {
             (Some(hint), Some(stated)) if hint.bytes() != stated.bytes() => {
@@ -83,11 +84,11 @@ impl Reader {
                     .wanted(stated.name()));
             }
             (Some(width), _) | (None, Some(width)) => width,
-            (None, None) => measured(path, &index_path, index.bytes)?,
+            (None, None) => measured(disk, path, (&index_path, index.bytes))?,
         };
         let left = index.bytes / 8;
         Ok(Reader {
-            tokens: TokenFile::open(path, width, hints.vocab)?,
+            tokens: TokenFile::open(disk, path, width, hints.vocab)?,
             index: BufReader::with_capacity(64 << 10, index),
             path: index_path,
             metadata: metadata.map(|(_, record)| record),
@@ -97,16 +98,15 @@ impl Reader {
 }
 
 /// The width that the last end and the size agree on.
-fn measured(path: &Path, index: &Path, index_bytes: u64) -> Result<Width> {
-    use std::os::unix::fs::FileExt as _;
-    let size = Hashing::open(path)?.bytes;
+fn measured(disk: &dyn Disk, path: &Path, (index, index_bytes): (&Path, u64)) -> Result<Width> {
+    let size = Hashing::open(disk, path)?.bytes;
     if index_bytes == 0 {
         return Ok(Width::U16);
     }
     let fault = |error: &std::io::Error| Fault::io("read", index, error);
-    let file = std::fs::File::open(index).map_err(|error| fault(&error))?;
+    let file = disk.pieces(index).map_err(|error| fault(&error))?;
     let mut last = [0; 8];
-    file.read_exact_at(&mut last, index_bytes - 8).map_err(|error| fault(&error))?;
+    file.onward(index_bytes - 8).read_exact(&mut last).map_err(|error| fault(&error))?;
     let last = u64::from_le_bytes(last);
     match size.checked_div(last).filter(|width| width.checked_mul(last) == Some(size)) {
         Some(2) => Ok(Width::U16),

@@ -17,6 +17,7 @@ use super::fill::Filling;
 use super::staging::{self, Staging};
 use super::{Documents, Found, Hints, Peer, Width, datatrove, mds, megatron, olmo};
 use crate::corpus::check_name;
+use crate::disk::{Disk, Real};
 use crate::pipeline::held_back;
 use crate::progress::Progress;
 use crate::request;
@@ -78,12 +79,18 @@ enum Unit {
 }
 
 impl Unit {
-    fn open(&self, peer: Peer, hints: &Hints) -> Result<Box<dyn Documents>> {
+    fn open(&self, disk: &dyn Disk, peer: Peer, hints: &Hints) -> Result<Box<dyn Documents>> {
         Ok(match (self, peer) {
-            (Unit::Shard(folder, shard), _) => Box::new(mds::Reader::open(folder, shard, hints)?),
-            (Unit::File(path), Peer::Megatron) => Box::new(megatron::Reader::open(path, hints)?),
-            (Unit::File(path), Peer::Datatrove) => Box::new(datatrove::Reader::open(path, hints)?),
-            (Unit::File(path), _) => Box::new(olmo::Reader::open(path, hints)?),
+            (Unit::Shard(folder, shard), _) => {
+                Box::new(mds::Reader::open(disk, folder, shard, hints)?)
+            }
+            (Unit::File(path), Peer::Megatron) => {
+                Box::new(megatron::Reader::open(disk, path, hints)?)
+            }
+            (Unit::File(path), Peer::Datatrove) => {
+                Box::new(datatrove::Reader::open(disk, path, hints)?)
+            }
+            (Unit::File(path), _) => Box::new(olmo::Reader::open(disk, path, hints)?),
         })
     }
 }
@@ -200,10 +207,10 @@ fn size(request: &Import) -> u64 {
 }
 
 /// The data files that a path means, in order, and what else was read to know them.
-fn units(peer: Peer, path: &Path) -> Result<(Vec<Unit>, Option<InputRecord>)> {
+fn units(disk: &dyn Disk, peer: Peer, path: &Path) -> Result<(Vec<Unit>, Option<InputRecord>)> {
     if peer == Peer::Mds {
         let folder = if path.ends_with(mds::INDEX) { path.parent().unwrap_or(path) } else { path };
-        let (shards, index) = mds::shards(folder)?;
+        let (shards, index) = mds::shards(disk, folder)?;
         let unit = |shard| Unit::Shard(folder.to_owned(), Box::new(shard));
         return Ok((shards.into_iter().map(unit).collect(), Some(index)));
     }
@@ -246,7 +253,7 @@ impl Source<'_> {
         let mut filling =
             Filling::new(store, self.manifest, (name, preparation), self.request.shard_tokens);
         for part in parts {
-            let (units, index) = units(self.request.peer, &part.path)?;
+            let (units, index) = units(&Real, self.request.peer, &part.path)?;
             for unit in units {
                 self.unit(&unit, part, &mut filling, folder.is_some())?;
             }
@@ -266,7 +273,7 @@ impl Source<'_> {
     }
 
     fn unit(&mut self, unit: &Unit, part: &Part, filling: &mut Filling, keep: bool) -> Result<()> {
-        let mut documents = unit.open(self.request.peer, self.hints)?;
+        let mut documents = unit.open(&Real, self.request.peer, self.hints)?;
         let file = filling.record.inputs.len();
         let file = u32::try_from(file).map_err(|_| Fault::usage("a source has too many files"))?;
         let (mut tokens, mut row, mut bytes) = (Vec::new(), 0, 0);
@@ -347,13 +354,14 @@ fn content(tokens: &[u32]) -> Digest {
 /// Every document of the files at `path`, and of nothing else: what the tests try to break.
 #[cfg(test)]
 pub(super) fn read_through(
+    disk: &dyn Disk,
     peer: Peer,
     path: &Path,
     hints: &Hints,
 ) -> Result<Vec<(Option<String>, Vec<u32>)>> {
     let (mut found, mut tokens) = (Vec::new(), Vec::new());
-    for unit in units(peer, path)?.0 {
-        let mut documents = unit.open(peer, hints)?;
+    for unit in units(disk, peer, path)?.0 {
+        let mut documents = unit.open(disk, peer, hints)?;
         while let Some(Found { id, .. }) = documents.next(&mut tokens)? {
             found.push((id, tokens.clone()));
         }

@@ -9,10 +9,9 @@
 //! ```
 //!
 //! Of all columns two are decoded, the tokens' and `id`; whatever else a sample holds (pickles too) is passed over as
-//! bytes. Shards may be compressed with zstd or gzip. Sums of a kind that we know are checked.
+//! bytes. What the package offers of sums and compressions is in `shard`.
 
 use std::collections::BTreeMap;
-use std::io::Read as _;
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
@@ -20,11 +19,12 @@ use contract::store::InputRecord;
 use contract::{Fault, Identity, Result};
 use serde::Deserialize;
 use serde_json::{Value, json};
-use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
+use super::shard::{check, unpacked};
 use super::sink::{Sink, Written};
 use super::tokens::{Hashing, beyond};
 use super::{Documents, Found, Hints, Width, Writer, damaged};
+use crate::disk::Disk;
 
 /// The file that makes a folder a data set.
 pub(super) const INDEX: &str = "index.json";
@@ -59,17 +59,17 @@ pub(super) struct Shard {
 }
 
 #[derive(Clone, Debug, Deserialize)]
-struct RawFile {
-    basename: String,
-    bytes: u64,
+pub(super) struct RawFile {
+    pub(super) basename: String,
+    pub(super) bytes: u64,
     #[serde(default)]
-    hashes: BTreeMap<String, String>,
+    pub(super) hashes: BTreeMap<String, String>,
 }
 
 /// The shards of the data set in `folder`, and its index as an input.
-pub(super) fn shards(folder: &Path) -> Result<(Vec<Shard>, InputRecord)> {
+pub(super) fn shards(disk: &dyn Disk, folder: &Path) -> Result<(Vec<Shard>, InputRecord)> {
     let path = folder.join(INDEX);
-    let (bytes, record) = Hashing::whole(&path, INDEX_BYTES)?;
+    let (bytes, record) = Hashing::whole(disk, &path, INDEX_BYTES)?;
     let wrong =
         |error: serde_json::Error| damaged(&path, "this is no index of MDS shards").found(error);
     let index: Index = serde_json::from_slice(&bytes).map_err(wrong)?;
@@ -174,7 +174,12 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    pub(super) fn open(folder: &Path, shard: &Shard, hints: &Hints) -> Result<Self> {
+    pub(super) fn open(
+        disk: &dyn Disk,
+        folder: &Path,
+        shard: &Shard,
+        hints: &Hints,
+    ) -> Result<Self> {
         let index = folder.join(INDEX);
         let columns = shard.column_names.len();
         if shard.column_encodings.len() != columns || shard.column_sizes.len() != columns {
@@ -189,7 +194,7 @@ impl Reader {
         })?;
         let id = names.iter().position(|name| name == "id");
         let id = id.filter(|id| shard.column_encodings[*id] == "str");
-        let (path, data, record) = load(folder, shard)?;
+        let (path, data, record) = load(disk, folder, shard)?;
         let encoding = encoding(&shard.column_encodings[column], hints, &path)?;
         let (sizes, samples, vocab) = (shard.column_sizes.clone(), shard.samples, hints.vocab);
         let reader =
@@ -246,7 +251,7 @@ impl Reader {
 }
 
 /// The bytes of a shard, decompressed and held against the sums of its index.
-fn load(folder: &Path, shard: &Shard) -> Result<(PathBuf, Vec<u8>, InputRecord)> {
+fn load(disk: &dyn Disk, folder: &Path, shard: &Shard) -> Result<(PathBuf, Vec<u8>, InputRecord)> {
     let raw = &shard.raw_data;
     for file in [Some(raw), shard.zip_data.as_ref()].into_iter().flatten() {
         let mut parts = Path::new(&file.basename).components();
@@ -263,61 +268,16 @@ fn load(folder: &Path, shard: &Shard) -> Result<(PathBuf, Vec<u8>, InputRecord)>
     let plain = folder.join(&raw.basename);
     let zip = shard.zip_data.as_ref().filter(|_| !plain.is_file());
     let Some(zip) = zip else {
-        let (data, record) = Hashing::whole(&plain, raw.bytes)?;
+        let (data, record) = Hashing::whole(disk, &plain, raw.bytes)?;
         check(&plain, &data, raw)?;
         return Ok((plain, data, record));
     };
     let path = folder.join(&zip.basename);
-    let (packed, record) = Hashing::whole(&path, zip.bytes)?;
+    let (packed, record) = Hashing::whole(disk, &path, zip.bytes)?;
     check(&path, &packed, zip)?;
-    let data = unpacked(&path, &packed, shard, raw.bytes)?;
+    let data = unpacked(&path, &packed, shard.compression.as_deref(), raw.bytes)?;
     check(&path, &data, raw)?;
     Ok((path, data, record))
-}
-
-fn unpacked(path: &Path, packed: &[u8], shard: &Shard, bytes: u64) -> Result<Vec<u8>> {
-    let name = shard.compression.as_deref().unwrap_or("none");
-    // One byte more than it should be tells of a lie without following it.
-    let limit = bytes + 1;
-    let mut data = Vec::new();
-    let read = match name.split(':').next() {
-        Some("zstd") => zstd::Decoder::with_buffer(packed)
-            .and_then(|decoder| decoder.take(limit).read_to_end(&mut data)),
-        Some("gz") => {
-            flate2::bufread::MultiGzDecoder::new(packed).take(limit).read_to_end(&mut data)
-        }
-        _ => {
-            return Err(Fault::usage("shards of this compression are not read")
-                .at(path.display().to_string())
-                .found(name)
-                .wanted("zstd, gz or none")
-                .hint("decompress them beside their index: zdata takes the plain file then"));
-        }
-    };
-    read.map_err(|error| damaged(path, format!("the compressed shard is damaged: {error}")))?;
-    Ok(data)
-}
-
-fn check(path: &Path, data: &[u8], file: &RawFile) -> Result<()> {
-    if data.len() as u64 != file.bytes {
-        return Err(damaged(path, "the shard has another size than its index says")
-            .found(format!("{} bytes", data.len()))
-            .wanted(format!("{}", file.bytes)));
-    }
-    for (kind, wanted) in &file.hashes {
-        let found = match kind.as_str() {
-            "sha256" => Identity::of_bytes(data).to_string(),
-            "xxh3_64" => format!("{:016x}", xxh3_64(data)),
-            "xxh128" | "xxh3_128" => format!("{:032x}", xxh3_128(data)),
-            _ => continue,
-        };
-        if found != *wanted {
-            return Err(damaged(path, format!("the shard does not match its {kind}"))
-                .found(found)
-                .wanted(wanted));
-        }
-    }
-    Ok(())
 }
 
 impl Documents for Reader {

@@ -12,16 +12,18 @@
 //! and choose the type of a token as Megatron's own writer does.
 
 use std::fs::File;
-use std::io::{BufReader, Read as _, Seek as _, SeekFrom};
+use std::io::{BufReader, Read as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
+use contract::pieces::{Onward, Pieces};
 use contract::store::InputRecord;
 use contract::{Fault, Result};
 
 use super::sink::{Sink, Written};
 use super::tokens::{Hashing, TokenFile};
 use super::{Documents, Found, Hints, Width, Writer, damaged};
+use crate::disk::Disk;
 
 const MAGIC: [u8; 9] = *b"MMIDIDX\0\0";
 const HEAD: u64 = 34;
@@ -49,17 +51,14 @@ pub(super) fn pair(path: &Path) -> (PathBuf, PathBuf) {
 /// One section of the index, read front to back.
 struct Section<const N: usize> {
     path: PathBuf,
-    reader: BufReader<File>,
+    reader: BufReader<Onward>,
     left: u64,
 }
 
 impl<const N: usize> Section<N> {
-    fn open(path: &Path, offset: u64, count: u64) -> Result<Self> {
-        let fault = |error: &std::io::Error| Fault::io("read", path, error);
-        let mut file = File::open(path).map_err(|error| fault(&error))?;
-        file.seek(SeekFrom::Start(offset)).map_err(|error| fault(&error))?;
-        let reader = BufReader::with_capacity(64 << 10, file);
-        Ok(Section { path: path.to_owned(), reader, left: count })
+    fn new(path: &Path, index: &Pieces, offset: u64, count: u64) -> Self {
+        let reader = BufReader::with_capacity(64 << 10, index.onward(offset));
+        Section { path: path.to_owned(), reader, left: count }
     }
 
     fn next(&mut self) -> Result<Option<[u8; N]>> {
@@ -130,9 +129,9 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    pub(super) fn open(path: &Path, hints: &Hints) -> Result<Self> {
+    pub(super) fn open(disk: &dyn Disk, path: &Path, hints: &Hints) -> Result<Self> {
         let (bin, idx) = pair(path);
-        let mut index = Hashing::open(&idx)?;
+        let mut index = Hashing::open(disk, &idx)?;
         let Head { width, sequences, entries } = head(&idx, &mut index)?;
         index.drain()?;
         if let Some(stated) = hints.width.filter(|stated| *stated != width) {
@@ -141,7 +140,8 @@ impl Reader {
                 .found(stated.name())
                 .wanted(width.name()));
         }
-        let mut boundaries = Section::open(&idx, HEAD + 12 * sequences, entries)?;
+        let pieces = disk.pieces(&idx).map_err(|error| Fault::io("read", &idx, &error))?;
+        let mut boundaries = Section::new(&idx, &pieces, HEAD + 12 * sequences, entries);
         let first = boundaries.next()?.map_or(0, i64::from_le_bytes);
         if first != 0 {
             return Err(
@@ -149,10 +149,10 @@ impl Reader {
             );
         }
         Ok(Reader {
-            tokens: TokenFile::open(&bin, width, hints.vocab)?,
+            tokens: TokenFile::open(disk, &bin, width, hints.vocab)?,
             index: index.record(0),
-            lengths: Section::open(&idx, HEAD, sequences)?,
-            pointers: Section::open(&idx, HEAD + 4 * sequences, sequences)?,
+            lengths: Section::new(&idx, &pieces, HEAD, sequences),
+            pointers: Section::new(&idx, &pieces, HEAD + 4 * sequences, sequences),
             boundaries,
             path: idx,
             sequences,

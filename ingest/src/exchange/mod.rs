@@ -17,6 +17,7 @@ pub mod import;
 mod mds;
 mod megatron;
 mod olmo;
+mod shard;
 mod sink;
 pub(crate) mod staging;
 #[cfg(test)]

@@ -19,6 +19,7 @@ use flate2::write::GzEncoder;
 use super::sink::{Sink, Written};
 use super::tokens::{Hashing, TokenFile};
 use super::{Documents, Found, Hints, Width, Writer, damaged};
+use crate::disk::Disk;
 
 /// The longest line of a csv.
 const LINE_BYTES: u64 = 1 << 20;
@@ -46,8 +47,8 @@ struct Row {
 }
 
 impl Table {
-    fn open(path: &Path) -> Result<Self> {
-        let raw = BufReader::with_capacity(64 << 10, Hashing::open(path)?);
+    fn open(disk: &dyn Disk, path: &Path) -> Result<Self> {
+        let raw = BufReader::with_capacity(64 << 10, Hashing::open(disk, path)?);
         let reader = BufReader::with_capacity(64 << 10, MultiGzDecoder::new(raw));
         Ok(Table { path: path.to_owned(), reader, line: 0, end: 0 })
     }
@@ -64,9 +65,9 @@ impl Table {
         loop {
             let (before, room) = (raw.len(), LINE_BYTES - raw.len() as u64);
             let got = (&mut self.reader).take(room).read_until(b'\n', &mut raw);
-            let got = got.map_err(|error| match error.raw_os_error() {
-                Some(_) => Fault::io("read", &self.path, &error),
-                None => self.wrong(&format!("the gzip stream is damaged: {error}")),
+            let got = got.map_err(|error| {
+                let damage = || self.wrong(&format!("the gzip stream is damaged: {error}"));
+                self.raw().failed().unwrap_or_else(damage)
             })?;
             open ^= raw[before..].iter().filter(|byte| **byte == b'"').count() % 2 == 1;
             if got == 0 && raw.is_empty() {
@@ -103,8 +104,13 @@ impl Table {
         Ok(Some(Row { tokens: end - start, id }))
     }
 
+    /// The compressed file.
+    fn raw(&self) -> &Hashing {
+        self.reader.get_ref().get_ref().get_ref()
+    }
+
     fn record(&self) -> InputRecord {
-        self.reader.get_ref().get_ref().get_ref().record(0)
+        self.raw().record(0)
     }
 }
 
@@ -151,9 +157,9 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    pub(super) fn open(path: &Path, hints: &Hints) -> Result<Self> {
+    pub(super) fn open(disk: &dyn Disk, path: &Path, hints: &Hints) -> Result<Self> {
         let mut first = [0; 6];
-        let mut file = Hashing::open(path)?;
+        let mut file = Hashing::open(disk, path)?;
         if file.bytes >= 6 {
             file.read_exact(&mut first).map_err(|error| Fault::io("read", path, &error))?;
         }
@@ -163,7 +169,7 @@ impl Reader {
         }
         let csv = csv_of(path);
         let (size, has_csv) = (file.bytes, csv.exists());
-        let (last, rows) = if has_csv { extent(&csv)? } else { (0, 0) };
+        let (last, rows) = if has_csv { extent(disk, &csv)? } else { (0, 0) };
         let width = match hints.width {
             Some(width) => width,
             None if rows > 0 => fitting(path, size, last)?,
@@ -175,7 +181,7 @@ impl Reader {
             }
         };
         let ends = if has_csv {
-            Ends::Table(Box::new(Table::open(&csv)?))
+            Ends::Table(Box::new(Table::open(disk, &csv)?))
         } else {
             Ends::Token(hints.end.ok_or_else(|| {
                 Fault::usage("nothing says where documents end")
@@ -183,14 +189,14 @@ impl Reader {
                     .wanted("a .csv.gz beside the file, or --end with the token that ends each document")
             })?)
         };
-        let tokens = TokenFile::open(path, width, hints.vocab)?;
+        let tokens = TokenFile::open(disk, path, width, hints.vocab)?;
         Ok(Reader { tokens, ends, unwritten: has_csv && rows == 0 })
     }
 }
 
 /// The last end in a csv, and its lines.
-fn extent(csv: &Path) -> Result<(u64, u64)> {
-    let (mut table, mut rows) = (Table::open(csv)?, 0);
+fn extent(disk: &dyn Disk, csv: &Path) -> Result<(u64, u64)> {
+    let (mut table, mut rows) = (Table::open(disk, csv)?, 0);
     while table.next()?.is_some() {
         rows += 1;
     }

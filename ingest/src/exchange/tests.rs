@@ -2,6 +2,8 @@
 //!
 //! The golden vectors were made by the reference packages: documents [1, 2, 3] and [4, 5] as u16.
 
+mod faults;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -14,6 +16,7 @@ use tempfile::TempDir;
 use super::export::{Export, Exported, export};
 use super::import::{Import, Imported, Part, import, read_through};
 use super::{Hints, Peer, Width};
+use crate::disk::Real;
 use crate::testing::bytes_tokenizer;
 
 const GOLDEN_IDX: &str = "4d4d494449445800000100000000000000080200000000000000030000000000000003000000020000000000\
@@ -106,7 +109,7 @@ fn hints() -> Hints {
 
 /// What the importer makes of files, without a store.
 fn read(peer: Peer, path: &Path) -> Result<Vec<Doc>> {
-    read_through(peer, path, &hints())
+    read_through(&Real, peer, path, &hints())
 }
 
 fn hex(text: &str) -> Vec<u8> {
@@ -451,10 +454,10 @@ fn documents_are_found_by_their_last_token_where_nothing_else_says() {
     let fault = read(Peer::Olmo, &path).unwrap_err().to_string();
     assert!(fault.contains("--dtype"), "{fault}");
     let hints = Hints { width: Some(Width::U16), end: Some(256), ..hints() };
-    let found = read_through(Peer::Olmo, &path, &hints).unwrap();
+    let found = read_through(&Real, Peer::Olmo, &path, &hints).unwrap();
     assert_eq!(plain(found), [vec![1, 2, 256], vec![3, 256]]);
     fs::write(&path, hex("0100 0001 0300")).unwrap();
-    let fault = read_through(Peer::Olmo, &path, &hints).unwrap_err().to_string();
+    let fault = read_through(&Real, Peer::Olmo, &path, &hints).unwrap_err().to_string();
     assert!(fault.contains("does not end"), "{fault}");
 }
 

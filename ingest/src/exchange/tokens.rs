@@ -1,14 +1,15 @@
 //! A file of bare tokens, read front to back, hashed on the way, and no further than it really goes.
 
-use std::fs::File;
+use std::fs;
 use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use contract::store::InputRecord;
-use contract::{Fault, Identity, Result};
-use sha2::{Digest as _, Sha256};
+use contract::{Fault, Result};
 
 use super::damaged;
+use crate::disk::Disk;
+use crate::source::decompress::Tee;
 
 /// Tokens decoded at a time: what bounds memory where a count is a lie.
 const PIECE_TOKENS: u64 = 1 << 16;
@@ -128,28 +129,28 @@ pub(super) fn beyond(path: &Path, token: u64, value: i128, vocab: u32) -> Fault 
 /// A file that hashes what is read from it.
 pub(super) struct Hashing {
     path: PathBuf,
-    file: File,
-    hash: Sha256,
-    read: u64,
+    tee: Tee,
     /// Its size when it was opened.
     pub(super) bytes: u64,
 }
 
 impl Hashing {
-    pub(super) fn open(path: &Path) -> Result<Self> {
-        let fault = |error: &std::io::Error| Fault::io("read", path, error);
-        let file = File::open(path).map_err(|error| fault(&error))?;
-        let about = file.metadata().map_err(|error| fault(&error))?;
+    pub(super) fn open(disk: &dyn Disk, path: &Path) -> Result<Self> {
+        let about = fs::metadata(path).map_err(|error| Fault::io("read", path, &error))?;
         if !about.is_file() {
             return Err(damaged(path, "this is no file").hint("name a file"));
         }
-        let bytes = about.len();
-        Ok(Hashing { path: path.to_owned(), file, hash: Sha256::new(), read: 0, bytes })
+        let tee = Tee::open(disk, path)?;
+        Ok(Hashing { path: path.to_owned(), tee, bytes: about.len() })
     }
 
     /// The whole file, whose size must be at most `limit`.
-    pub(super) fn whole(path: &Path, limit: u64) -> Result<(Vec<u8>, InputRecord)> {
-        let mut file = Hashing::open(path)?;
+    pub(super) fn whole(
+        disk: &dyn Disk,
+        path: &Path,
+        limit: u64,
+    ) -> Result<(Vec<u8>, InputRecord)> {
+        let mut file = Hashing::open(disk, path)?;
         if file.bytes > limit {
             return Err(damaged(path, "this file is too large for what it should be")
                 .found(format!("{} bytes", file.bytes))
@@ -163,26 +164,23 @@ impl Hashing {
 
     /// Reads to the end, for the identity alone.
     pub(super) fn drain(&mut self) -> Result<()> {
-        let read = std::io::copy(self, &mut std::io::sink());
-        read.map(drop).map_err(|error| Fault::io("read", &self.path, &error))
+        self.tee.read_to(u64::MAX, &self.path)
+    }
+
+    /// The machine's fault, if it was the machine that failed.
+    pub(super) fn failed(&self) -> Option<Fault> {
+        self.tee.failed(&self.path)
     }
 
     pub(super) fn record(&self, documents: u64) -> InputRecord {
-        InputRecord {
-            path: self.path.display().to_string(),
-            bytes: self.read,
-            sha256: Identity(self.hash.clone().finalize().into()),
-            documents,
-        }
+        let (bytes, sha256) = self.tee.content();
+        InputRecord { path: self.path.display().to_string(), bytes, sha256, documents }
     }
 }
 
 impl Read for Hashing {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-        let got = self.file.read(buffer)?;
-        self.hash.update(&buffer[..got]);
-        self.read += got as u64;
-        Ok(got)
+        self.tee.read(buffer)
     }
 }
 
@@ -202,8 +200,8 @@ pub(super) struct TokenFile {
 }
 
 impl TokenFile {
-    pub(super) fn open(path: &Path, width: Width, vocab: u32) -> Result<Self> {
-        let file = Hashing::open(path)?;
+    pub(super) fn open(disk: &dyn Disk, path: &Path, width: Width, vocab: u32) -> Result<Self> {
+        let file = Hashing::open(disk, path)?;
         if !file.bytes.is_multiple_of(width.bytes()) {
             return Err(damaged(path, "the file ends within a token")
                 .found(format!("{} bytes", file.bytes))

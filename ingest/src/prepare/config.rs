@@ -76,12 +76,12 @@ pub(crate) fn mapping(keys: &Keys<'_>, formats: &[Format]) -> Result<Option<Mapp
     if let Some((_, place)) = keys.text("text")? {
         return Err(Fault::usage(format!("`text` and `{key}` exclude each other")).at(place));
     }
-    let records = |format: &&Format| !matches!(format, Format::JsonLines | Format::Parquet);
+    let records = |format: &&Format| **format == Format::Text;
     if let Some(format) = formats.iter().find(records) {
-        return Err(Fault::usage(format!("`{key}` needs records of JSON Lines or Parquet"))
+        return Err(Fault::usage(format!("`{key}` needs records, and a text has none"))
             .at(place)
             .found(format!("a file of format {}", format.name()))
-            .hint("write the records so, or name one column as `text`"));
+            .hint("write records: JSON Lines, Parquet or Arrow"));
     }
     Ok(Some(mapping))
 }

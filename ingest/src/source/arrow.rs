@@ -1,4 +1,4 @@
-//! Arrow IPC, as a stream or as a file: a string column, nested or not, record batch by record batch.
+//! Arrow IPC, as a stream or as a file: a string column, nested or not, or whole rows, record batch by record batch.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -10,9 +10,9 @@ use arrow::datatypes::{DataType, Field, Schema};
 use contract::{Fault, Identity, Result};
 
 use super::columns::{Column, Rows, no_column, wrong_column};
-use super::disk::Disk;
 use super::ipc::Messages;
-use super::{Fields, Input, Limits, Records, Slab};
+use super::{Fields, Input, Limits, Records, Slab, records};
+use crate::disk::Disk;
 
 /// Rows of a slab, at most.
 const ROWS_MAX: usize = 4096;
@@ -22,6 +22,8 @@ pub(super) struct Reader {
     path: Arc<Path>,
     limits: Limits,
     messages: Messages,
+    /// Whether the text is made of whole rows.
+    whole: bool,
     text: String,
     id: Option<String>,
     groups: u32,
@@ -38,6 +40,20 @@ impl Reader {
     ) -> Result<Self> {
         let mut messages = Messages::open(disk, path)?;
         let schema = messages.schema();
+        let columns = if fields.is_record() {
+            let known: Vec<&str> = schema.fields().iter().map(|f| f.name().as_str()).collect();
+            records::roots(path, &known, fields)?
+        } else {
+            Self::columns(path, schema, fields)?
+        };
+        messages.project(columns);
+        let (text, id, whole) = (fields.text.clone(), fields.id.clone(), fields.is_record());
+        let (path, slabs) = (path.into(), VecDeque::new());
+        Ok(Reader { path, limits, messages, whole, text, id, groups: 0, slabs, ended: false })
+    }
+
+    /// The top-level columns that hold the text and the id, which must be of fitting types.
+    fn columns(path: &Path, schema: &Schema, fields: &Fields) -> Result<Vec<usize>> {
         check(path, schema, &fields.text, "strings", is_text)?;
         if let Some(id) = &fields.id {
             check(path, schema, id, "strings or integers", |kind| {
@@ -48,22 +64,52 @@ impl Reader {
         let wanted =
             |field: &Field| names.iter().flatten().any(|name| leads_to(field.name(), name));
         let columns = schema.fields().iter().enumerate().filter(|(_, field)| wanted(field));
-        let columns = columns.map(|(index, _)| index).collect();
-        messages.project(columns);
-        let (text, id) = (fields.text.clone(), fields.id.clone());
-        let (path, slabs) = (path.into(), VecDeque::new());
-        Ok(Reader { path, limits, messages, text, id, groups: 0, slabs, ended: false })
+        Ok(columns.map(|(index, _)| index).collect())
     }
 
     /// Cuts a batch into slabs; the pieces share its memory.
     fn cut(&mut self, batch: &RecordBatch) -> Result<()> {
+        if self.whole {
+            self.cut_rows(batch)
+        } else {
+            self.cut_column(batch)?
+        }
+        self.groups =
+            self.groups.checked_add(1).ok_or_else(|| Fault::data("too many record batches"))?;
+        Ok(())
+    }
+
+    /// Slabs of whole rows.
+    fn cut_rows(&mut self, batch: &RecordBatch) {
+        let size = |column: &ArrayRef| column.to_data().get_slice_memory_size().unwrap_or_default();
+        let bytes: usize = batch.columns().iter().map(size).sum();
+        let step = self.step(bytes, batch.num_rows()).min(records::ROWS);
+        for first in (0..batch.num_rows()).step_by(step) {
+            self.slabs.push_back(Slab(Records::Objects(records::Rows {
+                path: self.path.clone(),
+                kind: "record batch",
+                group: self.groups,
+                first: first as u64,
+                batch: batch.slice(first, step.min(batch.num_rows() - first)),
+                bytes_max: self.limits.max_document_bytes,
+            })));
+        }
+    }
+
+    /// Rows of a slab, of a batch of so many bytes and rows.
+    fn step(&self, bytes: usize, rows: usize) -> usize {
+        let each = bytes / rows.max(1);
+        (self.limits.slab_bytes / each.max(1)).clamp(1, ROWS_MAX)
+    }
+
+    /// Slabs of the text and the id.
+    fn cut_column(&mut self, batch: &RecordBatch) -> Result<()> {
         let group = self.groups;
         let torn = || Fault::data("two columns share a name").at(self.path.display().to_string());
         let text = column(batch, &self.text).ok_or_else(torn)?;
         let id = self.id.as_ref().map(|id| column(batch, id).ok_or_else(torn)).transpose()?;
         let bytes = text.0.to_data().get_slice_memory_size().unwrap_or_default();
-        let each = bytes / batch.num_rows().max(1);
-        let step = (self.limits.slab_bytes / each.max(1)).clamp(1, ROWS_MAX);
+        let step = self.step(bytes, batch.num_rows());
         let piece = |(array, nulls): &(ArrayRef, Option<NullBuffer>), first, rows| {
             let nulls = nulls.as_ref().map(|nulls| nulls.slice(first, rows));
             Column::Array(array.slice(first, rows), nulls)
@@ -81,7 +127,6 @@ impl Reader {
                 bytes_max: self.limits.max_document_bytes,
             })));
         }
-        self.groups = group.checked_add(1).ok_or_else(|| Fault::data("too many record batches"))?;
         Ok(())
     }
 }

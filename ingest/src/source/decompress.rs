@@ -11,7 +11,7 @@ use contract::{Fault, Identity, Result};
 use flate2::bufread::MultiGzDecoder;
 use sha2::{Digest, Sha256};
 
-use super::disk::Disk;
+use crate::disk::Disk;
 
 /// Raw bytes are read and hashed in pieces of this size.
 const RAW_BYTES: usize = 256 << 10;
@@ -92,8 +92,8 @@ impl Stream {
 
     /// The fault behind a failed read: the machine's if the raw file could not be read, else the data's.
     fn damaged(&self, error: &str) -> Fault {
-        if let Some(error) = &self.tee().failed {
-            return Fault::io("read", &self.path, error);
+        if let Some(fault) = self.tee().failed(&self.path) {
+            return fault;
         }
         let kind = self.kind().unwrap_or("raw");
         Fault::data(format!(
@@ -112,7 +112,7 @@ impl Stream {
 }
 
 /// A file that hashes whatever is read from it.
-pub(super) struct Tee {
+pub(crate) struct Tee {
     file: Box<dyn Read + Send>,
     bytes: u64,
     hasher: Sha256,
@@ -120,13 +120,18 @@ pub(super) struct Tee {
 }
 
 impl Tee {
-    pub(super) fn open(disk: &dyn Disk, path: &Path) -> Result<Self> {
+    pub(crate) fn open(disk: &dyn Disk, path: &Path) -> Result<Self> {
         let file = disk.stream(path).map_err(|error| Fault::io("open", path, &error))?;
         Ok(Tee { file, bytes: 0, hasher: Sha256::new(), failed: None })
     }
 
+    /// The machine's fault, if the machine failed: a decoder above may have made another error of it.
+    pub(crate) fn failed(&self, path: &Path) -> Option<Fault> {
+        self.failed.as_ref().map(|error| Fault::io("read", path, error))
+    }
+
     /// Reads on to byte `end` or the end of the file, for the identity alone.
-    pub(super) fn read_to(&mut self, end: u64, path: &Path) -> Result<()> {
+    pub(crate) fn read_to(&mut self, end: u64, path: &Path) -> Result<()> {
         let rest = end.saturating_sub(self.bytes);
         let read =
             io::copy(&mut BufReader::with_capacity(RAW_BYTES, self.take(rest)), &mut io::sink());
@@ -134,7 +139,7 @@ impl Tee {
     }
 
     /// Bytes read so far and their identity.
-    pub(super) fn content(&self) -> (u64, Identity) {
+    pub(crate) fn content(&self) -> (u64, Identity) {
         (self.bytes, Identity(self.hasher.clone().finalize().into()))
     }
 }

@@ -22,7 +22,7 @@ use zstd::zstd_safe::get_frame_content_size;
 
 use super::columns::guarded;
 use super::decompress::Tee;
-use super::disk::Disk;
+use crate::disk::Disk;
 
 const MAGIC: &[u8; 6] = b"ARROW1";
 const CONTINUATION: [u8; 4] = [0xff; 4];

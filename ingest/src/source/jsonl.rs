@@ -11,9 +11,9 @@ use contract::{Fault, Identity, Result};
 use memchr::{memchr, memchr_iter, memrchr};
 
 use super::decompress::Stream;
-use super::disk::Disk;
 use super::json::{self, Found, Value, Wanted};
 use super::{Document, Fields, Input, Limits, Parsed, Records, Slab, lost};
+use crate::disk::Disk;
 
 const MARK: &[u8] = b"\xef\xbb\xbf";
 
@@ -269,9 +269,9 @@ fn listed(keys: &[String]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::disk::Real;
     use super::super::tests::{documents, read, read_with, write};
     use super::*;
+    use crate::disk::Real;
 
     #[test]
     fn rows_are_lines_and_ranges_are_bytes() {

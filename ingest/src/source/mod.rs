@@ -9,8 +9,7 @@
 
 mod arrow;
 mod columns;
-mod decompress;
-mod disk;
+pub(crate) mod decompress;
 mod ipc;
 mod json;
 mod jsonl;
@@ -22,7 +21,7 @@ use std::path::Path;
 
 use contract::{Fault, Identity, Result, far};
 
-use self::disk::{Disk, Real};
+use crate::disk::{Disk, Real};
 
 /// What a file holds, whatever it is compressed with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -17,8 +17,8 @@ use parquet::schema::types::ColumnDescPtr;
 
 use super::columns::{Column, Rows, guarded_pieces, no_column, wrong_column};
 use super::decompress::Tee;
-use super::disk::Disk;
 use super::{Fields, Input, Limits, Records, Slab};
+use crate::disk::Disk;
 
 /// Rows read at a time while a slab fills.
 const ROWS_MAX: usize = 1024;

@@ -1,4 +1,4 @@
-//! Whole rows of Parquet files as JSON, for templates and chats that take several fields, nested ones too.
+//! Whole rows of Parquet and Arrow files as JSON, for templates and chats that take several fields, nested ones too.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -18,11 +18,11 @@ use serde_json::{Map, Value};
 
 use super::columns::{guarded_pieces, no_column};
 use super::decompress::Tee;
-use super::disk::Disk;
 use super::{Document, Fields, Input, Limits, Parsed, Records, Slab, lost};
+use crate::disk::Disk;
 
 /// Rows read at a time.
-const ROWS: usize = 256;
+pub(super) const ROWS: usize = 256;
 
 /// Reads the row groups of a file in order.
 pub(super) struct Reader {
@@ -39,11 +39,26 @@ pub(super) struct Reader {
 
 /// Rows, ready for a worker.
 pub(super) struct Rows {
-    path: Arc<Path>,
-    group: u32,
-    first: u64,
-    batch: RecordBatch,
-    bytes_max: u64,
+    pub(super) path: Arc<Path>,
+    /// What the file's format calls a group.
+    pub(super) kind: &'static str,
+    pub(super) group: u32,
+    pub(super) first: u64,
+    pub(super) batch: RecordBatch,
+    pub(super) bytes_max: u64,
+}
+
+/// The columns among `known` that hold the fields of a whole record, in the order of the file.
+pub(super) fn roots(path: &Path, known: &[&str], fields: &Fields) -> Result<Vec<usize>> {
+    let id = fields.id.as_deref().map(|id| id.split('.').next().unwrap_or(id));
+    let at = |name| {
+        let at = known.iter().position(|known| *known == name);
+        at.ok_or_else(|| no_column(path, name, known.iter().copied()))
+    };
+    let mut columns = fields.columns().chain(id).map(at).collect::<Result<Vec<_>>>()?;
+    columns.sort_unstable();
+    columns.dedup();
+    Ok(columns)
 }
 
 impl Reader {
@@ -59,12 +74,7 @@ impl Reader {
         })?;
         let known: Vec<&str> =
             metadata.schema().fields().iter().map(|f| f.name().as_str()).collect();
-        let id = fields.id.as_deref().map(|id| id.split('.').next().unwrap_or(id));
-        let mut columns = Vec::new();
-        for name in fields.columns().chain(id) {
-            let at = known.iter().position(|known| *known == name);
-            columns.push(at.ok_or_else(|| no_column(path, name, known.iter().copied()))?);
-        }
+        let columns = roots(path, &known, fields)?;
         let (path, tee) = (path.into(), Tee::open(disk, path)?);
         Ok(Reader { path, limits, file, metadata, columns, tee, group: 0, open: None })
     }
@@ -107,7 +117,9 @@ impl Input for Reader {
             let Some(batch) = batch else { continue };
             self.open = Some((group, first + batch.num_rows() as u64, reader));
             let (path, bytes_max) = (self.path.clone(), self.limits.max_document_bytes);
-            return Ok(Some(Slab(Records::Objects(Rows { path, group, first, batch, bytes_max }))));
+            let kind = "row group";
+            let rows = Rows { path, kind, group, first, batch, bytes_max };
+            return Ok(Some(Slab(Records::Objects(rows))));
         }
     }
 
@@ -131,7 +143,7 @@ impl Rows {
         let record = Value::Object(record);
         let text = record.to_string();
         let (number, bytes) = (self.first + row as u64, text.len() as u64);
-        let place = format!("{}: row group {}, row {number}", self.path.display(), self.group);
+        let place = format!("{}: {} {}, row {number}", self.path.display(), self.kind, self.group);
         if bytes > self.bytes_max {
             let fault = Fault::data("the row is too long").found(format!("{bytes} bytes"));
             let fault = fault.wanted(format!("at most {}", self.bytes_max)).at(place);
@@ -192,22 +204,21 @@ fn value(array: &ArrayRef, row: usize) -> Value {
 mod tests {
     use std::collections::BTreeMap;
     use std::fs::File;
+    use std::path::PathBuf;
 
     use arrow::array::{Float64Array, Int32Array, ListArray, StringArray, StructArray};
     use arrow::buffer::OffsetBuffer;
     use arrow::datatypes::{Field, Schema};
+    use arrow::ipc::writer::{FileWriter, StreamWriter};
     use parquet::arrow::ArrowWriter;
     use parquet::file::properties::WriterProperties;
     use serde_json::json;
 
-    use super::super::disk::Real;
-
+    use super::super::{Format, open};
     use super::*;
 
-    #[test]
-    fn rows_are_objects_of_the_columns_asked_for() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("x.parquet");
+    /// Three rows of a chat, a number, and a column that nobody asks for.
+    fn rows() -> RecordBatch {
         let role: ArrayRef = Arc::new(StringArray::from(vec!["user", "bot", "user"]));
         let content: ArrayRef = Arc::new(StringArray::from(vec![Some("hi"), Some("yo"), None]));
         let field = |name: &str, kind: DataType| Arc::new(Field::new(name, kind, true));
@@ -225,41 +236,67 @@ mod tests {
             ("unused", Arc::new(StringArray::from(vec!["a", "b", "c"])) as ArrayRef),
         ]);
         let fields: Vec<_> = columns.iter().map(|(n, c)| field(n, c.data_type().clone())).collect();
-        let schema =
-            Arc::new(Schema::new(fields.iter().map(|f| f.as_ref().clone()).collect::<Vec<_>>()));
-        let batch = RecordBatch::try_new(schema.clone(), columns.into_values().collect()).unwrap();
-        let properties = WriterProperties::builder().set_max_row_group_row_count(Some(2)).build();
-        let mut writer =
-            ArrowWriter::try_new(File::create(&path).unwrap(), schema, Some(properties)).unwrap();
-        writer.write(&batch).unwrap();
-        writer.close().unwrap();
+        let schema = Schema::new(fields.iter().map(|f| f.as_ref().clone()).collect::<Vec<_>>());
+        RecordBatch::try_new(Arc::new(schema), columns.into_values().collect()).unwrap()
+    }
 
-        let fields = Fields { text: Fields::record(["chat", "score"]), id: Some("id".to_owned()) };
-        let mut reader = Reader::open(&Real, &path, &fields, Limits::default()).unwrap();
-        let mut found = Vec::new();
-        while let Some(slab) = reader.next_slab().unwrap() {
-            for parsed in slab.parse(&fields).unwrap() {
-                let Parsed::Document(document) = parsed else { panic!("{parsed:?}") };
-                let record: Value = serde_json::from_str(&document.text).unwrap();
-                found.push((document.id, document.group, document.row, record));
-            }
+    /// The rows as Parquet, as an Arrow stream and as an Arrow file, each in two groups of two rows and one.
+    fn files(folder: &Path) -> [PathBuf; 3] {
+        let (all, paths) = (rows(), ["x.parquet", "x.arrows", "x.arrow"].map(|n| folder.join(n)));
+        let [parquet, stream, file] = paths.each_ref().map(|path| File::create(path).unwrap());
+        let properties = WriterProperties::builder().set_max_row_group_row_count(Some(2)).build();
+        let mut parquet = ArrowWriter::try_new(parquet, all.schema(), Some(properties)).unwrap();
+        parquet.write(&all).unwrap();
+        parquet.close().unwrap();
+        let mut stream = StreamWriter::try_new(stream, &all.schema()).unwrap();
+        let mut file = FileWriter::try_new(file, &all.schema()).unwrap();
+        for (first, count) in [(0, 2), (2, 1)] {
+            stream.write(&all.slice(first, count)).unwrap();
+            file.write(&all.slice(first, count)).unwrap();
         }
+        stream.finish().unwrap();
+        file.finish().unwrap();
+        paths
+    }
+
+    #[test]
+    fn rows_are_objects_of_the_columns_asked_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let fields = Fields { text: Fields::record(["chat", "score"]), id: Some("id".to_owned()) };
         let turn = |role: &str, content: Option<&str>| json!({"role": role, "content": content});
         let row = |id: i32, score: Option<f64>, chat: Vec<Value>| json!({"id": id, "score": score, "chat": chat});
         let first = row(7, Some(0.5), vec![turn("user", Some("hi")), turn("bot", Some("yo"))]);
         let id = |id: i32| Some(id.to_string());
-        assert_eq!(
-            found,
-            [
-                (id(7), Some(0), 0, first),
-                (id(8), Some(0), 1, row(8, None, vec![])),
-                (id(-9), Some(1), 0, row(-9, Some(2.0), vec![turn("user", None)])),
-            ]
-        );
-        let bytes = std::fs::read(&path).unwrap();
-        assert_eq!(reader.content(), (bytes.len() as u64, Identity::of_bytes(&bytes)));
-        let missing = Fields { text: Fields::record(["caht"]), id: None };
-        let fault = Reader::open(&Real, &path, &missing, Limits::default()).map(drop).unwrap_err();
-        assert!(fault.to_string().contains("`chat`"), "{fault}");
+        let wanted = [
+            (id(7), Some(0), 0, first),
+            (id(8), Some(0), 1, row(8, None, vec![])),
+            (id(-9), Some(1), 0, row(-9, Some(2.0), vec![turn("user", None)])),
+        ];
+        for path in files(folder.path()) {
+            let format = Format::guess(&path);
+            let open = |fields: &Fields, limits| open(&path, format, fields, &limits);
+            let mut reader = open(&fields, Limits::default()).unwrap();
+            let mut found = Vec::new();
+            while let Some(slab) = reader.next_slab().unwrap() {
+                for parsed in slab.parse(&fields).unwrap() {
+                    let Parsed::Document(document) = parsed else { panic!("{parsed:?}") };
+                    let record: Value = serde_json::from_str(&document.text).unwrap();
+                    found.push((document.id, document.group, document.row, record));
+                }
+            }
+            assert_eq!(found, wanted);
+            let bytes = std::fs::read(&path).unwrap();
+            assert_eq!(reader.content(), (bytes.len() as u64, Identity::of_bytes(&bytes)));
+            let limits = Limits { max_document_bytes: 60, ..Limits::default() };
+            let slab = open(&fields, limits).unwrap().next_slab().unwrap().unwrap();
+            let Parsed::Lost { fault, .. } = &slab.parse(&fields).unwrap()[0] else {
+                panic!("the first row is longer than 60 bytes")
+            };
+            let kind = if format == Format::Parquet { "row group" } else { "record batch" };
+            assert!(fault.to_string().contains(&format!("{kind} 0, row 0")), "{fault}");
+            let missing = Fields { text: Fields::record(["caht"]), id: None };
+            let fault = open(&missing, Limits::default()).map(drop).unwrap_err();
+            assert!(fault.to_string().contains("`chat`"), "{fault}");
+        }
     }
 }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use contract::{Fault, Identity, Result};
 
 use super::decompress::Stream;
-use super::disk::Disk;
 use super::{Document, Input, Limits, Parsed, Records, Slab, lost};
+use crate::disk::Disk;
 
 const MARK: &[u8] = b"\xef\xbb\xbf";
 

@@ -212,3 +212,79 @@ fn columns() {
     expect("x.parquet", b"", &["! x.parquet: ..."]);
     expect("x.arrow", b"", &["! x.arrow: ..."]);
 }
+
+#[test]
+fn codecs_of_parquet_pages() {
+    let rows = ["a", "b"].map(|text| Row { text: Some(text.repeat(99)), id: None });
+    let one = batch(&rows, 0, false);
+    let write = |codec| {
+        let properties = WriterProperties::builder().set_compression(codec).build();
+        let mut writer = ArrowWriter::try_new(Vec::new(), one.schema(), Some(properties)).unwrap();
+        writer.write(&one).unwrap();
+        writer.into_inner().unwrap()
+    };
+    let wanted = rows.each_ref().map(|row| row.text.as_deref().unwrap());
+    for codec in [
+        Compression::UNCOMPRESSED,
+        Compression::SNAPPY,
+        Compression::GZIP(Default::default()),
+        Compression::BROTLI(Default::default()),
+        Compression::LZ4,
+        Compression::ZSTD(Default::default()),
+        Compression::LZ4_RAW,
+    ] {
+        expect("x.parquet", &write(codec), &wanted);
+    }
+    // What the footer says of the column: its path, then the codec, of which 1 is snappy (zigzag: 2).
+    let snappy = write(Compression::SNAPPY);
+    let said: &[u8] = b"\x18\x04text\x15\x02";
+    let places: Vec<usize> =
+        (0..snappy.len()).filter(|at| snappy[*at..].starts_with(said)).collect();
+    assert_eq!(places.len(), 1);
+    // LZO, which no reader has, a number that means nothing yet, one below zero.
+    for codec in [6, 40, 3] {
+        let mut bytes = snappy.clone();
+        bytes[places[0] + said.len() - 1] = codec;
+        expect("x.parquet", &bytes, &["! x.parquet: the Parquet file is damaged..."]);
+    }
+}
+
+/// Every eight bytes of a file, replaced by what they could claim: sizes, places, counts.
+#[test]
+fn arrow_buffers_that_claim_more_than_they_hold() {
+    let rows = ["x", "y", "z"].map(|text| Row { text: Some(text.repeat(700)), id: None });
+    for variant in 0..6 {
+        let sound = arrow_file(&rows, 2, 0, false, variant);
+        expect("x.arrow", &sound, &rows.each_ref().map(|row| row.text.as_deref().unwrap()));
+        let (mut refused, mut by_claim) = (0, 0);
+        for at in (0..sound.len() - 7).step_by(8) {
+            for claim in [1i64 << 20, 1 << 40, i64::MAX] {
+                let mut bytes = sound.clone();
+                bytes[at..at + 8].copy_from_slice(&claim.to_le_bytes());
+                let found = verdicts("x.arrow", &bytes, &Limits::default());
+                if found.len() == 1 && found[0].starts_with("! x.arrow: ") {
+                    refused += 1;
+                    by_claim += u32::from(found[0].contains("a buffer that claims"));
+                } else {
+                    // Text, padding or a place within the text was hit: no document more, none less, none beyond its batch.
+                    assert_eq!(found.len(), rows.len(), "{claim} at {at} of variant {variant}");
+                    assert!(found.iter().all(|text| text.len() <= 1400), "{claim} at {at}");
+                }
+            }
+        }
+        assert!(refused > 20, "{refused} refused of variant {variant}");
+        // Only compressed buffers say how long they will be.
+        assert_eq!(by_claim > 0, variant / 2 > 0, "{by_claim} of variant {variant}");
+    }
+}
+
+#[test]
+fn json_is_nested_as_deeply_as_serde_json_takes_it() {
+    for (lists, accepted) in [(1, true), (126, true), (127, false), (128, false), (100_000, false)]
+    {
+        let line = format!("{{\"n\":{}{},\"text\":\"b\"}}", "[".repeat(lists), "]".repeat(lists));
+        assert_eq!(serde_json::from_str::<serde_json::Value>(&line).is_ok(), accepted, "{lists}");
+        let verdict = if accepted { "b" } else { "- malformed: x.jsonl:2: ..." };
+        expect("x.jsonl", &[A, line.as_bytes(), b"\n", A].concat(), &["a", verdict, "a"]);
+    }
+}

@@ -1,99 +1,25 @@
 //! Disks that are slow, interrupted or broken, under every format.
 
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use contract::pieces::{Pieces, Place};
+use contract::pieces::Pieces;
 
 use super::*;
+use crate::disk::faulty::{Faulty, SOUND};
 
-/// A disk of which a stream and the pieces of a file can go wrong on their own.
-#[derive(Clone, Copy)]
-struct Faulty {
-    /// Bytes of one read, at most.
-    most: usize,
-    /// Whether every other call is interrupted.
-    interrupted: bool,
-    /// The first byte that a stream cannot read; at the file's length, its end.
-    stream_ends: u64,
-    /// The first byte that cannot be read in a piece.
-    pieces_end: u64,
-    /// The error there.
-    error: fn() -> io::Error,
-}
-
-const SOUND: Faulty = Faulty {
-    most: usize::MAX,
-    interrupted: false,
-    stream_ends: u64::MAX,
-    pieces_end: u64::MAX,
-    error: || io::Error::from_raw_os_error(5),
-};
-
-struct Handle {
-    disk: Faulty,
-    file: File,
-    at: u64,
-    turn: AtomicBool,
-}
-
-impl Handle {
-    fn open(disk: Faulty, path: &Path) -> io::Result<Handle> {
-        Ok(Handle { disk, file: File::open(path)?, at: 0, turn: AtomicBool::new(false) })
-    }
-
-    /// What can be read from `offset` on, if bytes from `end` on cannot.
-    fn some(&self, buffer: &mut [u8], offset: u64, end: u64) -> io::Result<usize> {
-        if self.disk.interrupted && !self.turn.fetch_xor(true, Ordering::Relaxed) {
-            return Err(io::ErrorKind::Interrupted.into());
-        }
-        if offset >= end && !buffer.is_empty() {
-            return Err((self.disk.error)());
-        }
-        let most = (end - offset).min(self.disk.most as u64).min(buffer.len() as u64);
-        FileExt::read_at(&self.file, &mut buffer[..most as usize], offset)
-    }
-}
-
-impl io::Read for Handle {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let got = self.some(buffer, self.at, self.disk.stream_ends)?;
-        self.at += got as u64;
-        Ok(got)
-    }
-}
-
-impl Place for Handle {
-    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-        self.some(buffer, offset, self.disk.pieces_end)
-    }
-}
-
-impl Disk for Faulty {
-    fn stream(&self, path: &Path) -> io::Result<Box<dyn io::Read + Send>> {
-        Ok(Box::new(Handle::open(*self, path)?))
-    }
-
-    fn pieces(&self, path: &Path) -> io::Result<Pieces> {
-        let handle = Handle::open(*self, path)?;
-        let bytes = handle.file.metadata()?.len();
-        Ok(Pieces::of(Box::new(handle), bytes))
-    }
-}
-
-/// Every kind of file with the fields to read from it: the sound ones, plain ones, and Parquet as whole records.
+/// Every kind of file with the fields to read from it: the sound ones, plain ones, and Parquet and Arrow as whole records.
 fn files() -> Vec<(Scratch, Fields)> {
     let fields = |text: &str| Fields { text: text.to_owned(), id: None };
     let sound = sound_files();
     let (_, parquet) = sound.iter().find(|(name, _)| name.ends_with("parquet")).unwrap();
-    let record = (write("r.parquet", parquet), fields(&Fields::record(["text", "n"])));
+    let whole = || fields(&Fields::record(["text", "n"]));
+    let (_, arrow) = sound.iter().find(|(name, _)| name.ends_with("arrow")).unwrap();
+    let records = [(write("r.parquet", parquet), whole()), (write("r.arrow", arrow), whole())];
     let plain = json_lines(&[Row { text: Some("plain".repeat(40)), id: None }], "\r\n").repeat(5);
     let plain = [("p.jsonl", &plain), ("p.md", &plain)];
     let plain = plain.map(|(name, text)| (write(name, text.as_bytes()), fields("text")));
     let sound = sound.iter().map(|(name, bytes)| (write(name, bytes), fields("text")));
-    sound.chain(plain).chain([record]).collect()
+    sound.chain(plain).chain(records).collect()
 }
 
 #[test]

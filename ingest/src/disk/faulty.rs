@@ -1,0 +1,110 @@
+//! Disks that are slow, interrupted or broken, for tests of whatever reads.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use contract::pieces::{Pieces, Place};
+
+use super::Disk;
+
+/// A disk of which a stream and the pieces of a file can go wrong on their own.
+#[derive(Clone, Copy)]
+pub(crate) struct Faulty {
+    /// Bytes of one read, at most.
+    pub(crate) most: usize,
+    /// Whether every other call is interrupted.
+    pub(crate) interrupted: bool,
+    /// The first byte that a stream cannot read; at the file's length, its end.
+    pub(crate) stream_ends: u64,
+    /// The first byte that cannot be read in a piece.
+    pub(crate) pieces_end: u64,
+    /// The error there.
+    pub(crate) error: fn() -> io::Error,
+}
+
+/// A disk that does what disks do.
+pub(crate) const SOUND: Faulty = Faulty {
+    most: usize::MAX,
+    interrupted: false,
+    stream_ends: u64::MAX,
+    pieces_end: u64::MAX,
+    error: || io::Error::from_raw_os_error(5),
+};
+
+struct Handle {
+    disk: Faulty,
+    file: File,
+    at: u64,
+    turn: AtomicBool,
+}
+
+impl Handle {
+    fn open(disk: Faulty, path: &Path) -> io::Result<Handle> {
+        Ok(Handle { disk, file: File::open(path)?, at: 0, turn: AtomicBool::new(false) })
+    }
+
+    /// What can be read from `offset` on, if bytes from `end` on cannot.
+    fn some(&self, buffer: &mut [u8], offset: u64, end: u64) -> io::Result<usize> {
+        if self.disk.interrupted && !self.turn.fetch_xor(true, Ordering::Relaxed) {
+            return Err(io::ErrorKind::Interrupted.into());
+        }
+        if offset >= end && !buffer.is_empty() {
+            return Err((self.disk.error)());
+        }
+        let most = (end - offset).min(self.disk.most as u64).min(buffer.len() as u64);
+        FileExt::read_at(&self.file, &mut buffer[..most as usize], offset)
+    }
+}
+
+impl io::Read for Handle {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let got = self.some(buffer, self.at, self.disk.stream_ends)?;
+        self.at += got as u64;
+        Ok(got)
+    }
+}
+
+impl Place for Handle {
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.some(buffer, offset, self.disk.pieces_end)
+    }
+}
+
+impl Disk for Faulty {
+    fn stream(&self, path: &Path) -> io::Result<Box<dyn io::Read + Send>> {
+        Ok(Box::new(Handle::open(*self, path)?))
+    }
+
+    fn pieces(&self, path: &Path) -> io::Result<Pieces> {
+        let handle = Handle::open(*self, path)?;
+        let bytes = handle.file.metadata()?.len();
+        Ok(Pieces::of(Box::new(handle), bytes))
+    }
+}
+
+/// A sound disk on which one file lies badly.
+pub(crate) struct Badly<'a> {
+    /// That file.
+    pub(crate) file: &'a Path,
+    /// How.
+    pub(crate) disk: Faulty,
+}
+
+impl Badly<'_> {
+    fn under(&self, path: &Path) -> Faulty {
+        if path == self.file { self.disk } else { SOUND }
+    }
+}
+
+impl Disk for Badly<'_> {
+    fn stream(&self, path: &Path) -> io::Result<Box<dyn io::Read + Send>> {
+        self.under(path).stream(path)
+    }
+
+    fn pieces(&self, path: &Path) -> io::Result<Pieces> {
+        self.under(path).pieces(path)
+    }
+}

@@ -1,0 +1,207 @@
+//! What MosaicML Streaming does to a shard: its compressions, and its sums.
+//!
+//! Both lists are those of release 0.13 of the package: every compression it has, and every sum that its Python offers
+//! (`hashlib` without the SHAKE functions, and `xxhash`). A sum of another kind is refused: what nobody checked is
+//! not called whole.
+
+use std::io::{self, ErrorKind, Read};
+use std::path::Path;
+
+use blake2::{Blake2b512, Blake2s256};
+use contract::{Fault, Result};
+use md5::Md5;
+use sha1::Sha1;
+use sha2::{Digest, Sha224, Sha256, Sha384, Sha512};
+use sha3::{Sha3_224, Sha3_256, Sha3_384, Sha3_512};
+use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
+use xxhash_rust::xxh32::xxh32;
+use xxhash_rust::xxh64::xxh64;
+
+use super::damaged;
+use super::mds::RawFile;
+
+/// One byte of snappy stands for fewer than this many.
+const SNAPPY_RATIO_MAX: u64 = 22;
+
+/// A compressed shard, of which `bytes` are expected.
+pub(super) fn unpacked(
+    path: &Path,
+    packed: &[u8],
+    compression: Option<&str>,
+    bytes: u64,
+) -> Result<Vec<u8>> {
+    let name = compression.unwrap_or("none");
+    // One byte more than it should be tells of a lie without following it.
+    let limit = bytes + 1;
+    let mut data = Vec::new();
+    // The level, behind a colon, is the packer's concern.
+    let read = match name.split(':').next() {
+        Some("zstd") => zstd::Decoder::with_buffer(packed)
+            .and_then(|decoder| decoder.take(limit).read_to_end(&mut data)),
+        Some("gz") => {
+            flate2::bufread::MultiGzDecoder::new(packed).take(limit).read_to_end(&mut data)
+        }
+        Some("br") => brotli::Decompressor::new(packed, 1 << 16).take(limit).read_to_end(&mut data),
+        Some("bz2") => {
+            bzip2::bufread::MultiBzDecoder::new(packed).take(limit).read_to_end(&mut data)
+        }
+        Some("snappy") => snappy(packed, bytes, &mut data),
+        _ => {
+            return Err(Fault::usage("shards of this compression are not read")
+                .at(path.display().to_string())
+                .found(name)
+                .wanted("zstd, gz, br, bz2, snappy or none")
+                .hint("decompress them beside their index: zdata takes the plain file then"));
+        }
+    };
+    read.map_err(|error| damaged(path, format!("the compressed shard is damaged: {error}")))?;
+    Ok(data)
+}
+
+/// Snappy is no stream: the length stands first, and is believed only where the bytes can hold it.
+fn snappy(packed: &[u8], bytes: u64, data: &mut Vec<u8>) -> io::Result<usize> {
+    let wrong = |error: snap::Error| io::Error::new(ErrorKind::InvalidData, error.to_string());
+    let length = snap::raw::decompress_len(packed).map_err(wrong)? as u64;
+    if length != bytes || length > packed.len() as u64 * SNAPPY_RATIO_MAX {
+        let what = format!("it says that it holds {length} bytes");
+        return Err(io::Error::new(ErrorKind::InvalidData, what));
+    }
+    *data = snap::raw::Decoder::new().decompress_vec(packed).map_err(wrong)?;
+    Ok(data.len())
+}
+
+/// Holds the bytes of a file against its index.
+pub(super) fn check(path: &Path, data: &[u8], file: &RawFile) -> Result<()> {
+    if data.len() as u64 != file.bytes {
+        return Err(damaged(path, "the shard has another size than its index says")
+            .found(format!("{} bytes", data.len()))
+            .wanted(format!("{}", file.bytes)));
+    }
+    for (kind, wanted) in &file.hashes {
+        let Some(found) = sum(kind, data) else {
+            return Err(Fault::usage("shards with a sum of this kind cannot be checked")
+                .at(path.display().to_string())
+                .found(kind)
+                .hint("take the sum out of index.json if it need not be checked"));
+        };
+        if found != *wanted {
+            return Err(damaged(path, format!("the shard does not match its {kind}"))
+                .found(found)
+                .wanted(wanted));
+        }
+    }
+    Ok(())
+}
+
+/// The sum of a kind as hexadecimal digits.
+fn sum(kind: &str, data: &[u8]) -> Option<String> {
+    fn hex<D: Digest>(data: &[u8]) -> String {
+        D::digest(data).iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+    Some(match kind {
+        "blake2b" => hex::<Blake2b512>(data),
+        "blake2s" => hex::<Blake2s256>(data),
+        "md5" => hex::<Md5>(data),
+        "sha1" => hex::<Sha1>(data),
+        "sha224" => hex::<Sha224>(data),
+        "sha256" => hex::<Sha256>(data),
+        "sha384" => hex::<Sha384>(data),
+        "sha512" => hex::<Sha512>(data),
+        "sha3_224" => hex::<Sha3_224>(data),
+        "sha3_256" => hex::<Sha3_256>(data),
+        "sha3_384" => hex::<Sha3_384>(data),
+        "sha3_512" => hex::<Sha3_512>(data),
+        "xxh32" => format!("{:08x}", xxh32(data, 0)),
+        "xxh64" => format!("{:016x}", xxh64(data, 0)),
+        "xxh3_64" => format!("{:016x}", xxh3_64(data)),
+        "xxh128" | "xxh3_128" => format!("{:032x}", xxh3_128(data)),
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use contract::Class;
+
+    use super::*;
+
+    #[test]
+    fn every_compression_comes_back_and_no_damage_passes() {
+        let plain: Vec<u8> = (0..3000u32).flat_map(|n| (n / 7).to_le_bytes()).collect();
+        let packed = |name: &str| match name {
+            "zstd:7" => zstd::encode_all(&plain[..], 7).unwrap(),
+            "gz" => {
+                let mut gzip =
+                    flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+                gzip.write_all(&plain).unwrap();
+                gzip.finish().unwrap()
+            }
+            "br:5" => {
+                let mut brotli = brotli::CompressorWriter::new(Vec::new(), 4096, 5, 22);
+                brotli.write_all(&plain).unwrap();
+                brotli.into_inner()
+            }
+            "bz2" => {
+                let mut bzip = bzip2::write::BzEncoder::new(Vec::new(), Default::default());
+                bzip.write_all(&plain).unwrap();
+                bzip.finish().unwrap()
+            }
+            _ => snap::raw::Encoder::new().compress_vec(&plain).unwrap(),
+        };
+        let path = Path::new("shard");
+        for name in ["zstd:7", "gz", "br:5", "bz2", "snappy"] {
+            let packed = packed(name);
+            let unpack = |packed: &[u8], bytes| unpacked(path, packed, Some(name), bytes);
+            assert_eq!(unpack(&packed, plain.len() as u64).unwrap(), plain, "{name}");
+            for cut in 0..packed.len() {
+                // A shard that is shorter than it should be is refused by its size.
+                let ok = match unpack(&packed[..cut], plain.len() as u64) {
+                    Ok(data) => data.len() < plain.len(),
+                    Err(fault) => fault.class() == Class::Data,
+                };
+                assert!(ok, "{name} to {cut}");
+            }
+            // A file that holds more than its index says costs one byte more than that.
+            let found = unpack(&packed, 100);
+            assert!(found.is_err() || found.is_ok_and(|data| data.len() == 101), "{name}");
+        }
+        let fault = unpacked(path, b"", Some("lz4"), 0).unwrap_err();
+        assert_eq!(fault.class(), Class::Usage);
+        // A length of 4 GiB in five bytes.
+        let fault = unpacked(path, &[0xff, 0xff, 0xff, 0xff, 0x0f], Some("snappy"), 0xffff_ffff);
+        assert!(fault.unwrap_err().to_string().contains("4294967295"));
+    }
+
+    /// The sums of "abc" that the functions' authors published.
+    #[test]
+    fn sums_are_those_that_were_published() {
+        for (kind, wanted) in [
+            ("md5", "900150983cd24fb0d6963f7d28e17f72"),
+            ("sha1", "a9993e364706816aba3e25717850c26c9cd0d89d"),
+            ("sha224", "23097d223405d8228642a477bda255b32aadbce4bda0b3f7e36c9da7"),
+            ("sha256", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"),
+            ("sha3_224", "e642824c3f8cf24ad09234ee7d3c766fc9a3a5168d0c94ad73b46fdf"),
+            ("blake2s", "508c5e8c327c14e2e1a72ba34eeb452f37458b209ed63a294d999b4c86675982"),
+            ("xxh32", "32d153ff"),
+            ("xxh64", "44bc2cf5ad770999"),
+        ] {
+            assert_eq!(sum(kind, b"abc").as_deref(), Some(wanted), "{kind}");
+        }
+        assert_eq!(sum("shake_128", b"abc"), None);
+        let file = |kind: &str, sum: String| RawFile {
+            basename: "shard".to_owned(),
+            bytes: 3,
+            hashes: [(kind.to_owned(), sum)].into(),
+        };
+        let check = |file| check(Path::new("shard"), b"abc", &file);
+        for kind in ["sha384", "sha512", "sha3_256", "sha3_384", "sha3_512", "blake2b", "xxh3_64"] {
+            let right = sum(kind, b"abc").unwrap();
+            check(file(kind, right.clone())).unwrap();
+            let fault = check(file(kind, right.replace(&right[..1], "x"))).unwrap_err();
+            assert!(fault.class() == Class::Data && fault.to_string().contains(kind), "{fault}");
+        }
+        assert_eq!(check(file("crc7", String::new())).unwrap_err().class(), Class::Usage);
+    }
+}
