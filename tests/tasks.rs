@@ -214,6 +214,15 @@ fn after_an_edit_only_what_changed_is_made_again() {
     let told = again("setting");
     assert!(told.contains("survey: made 0 of 10 parts"), "{told}");
     assert!(told.contains("reused 9 parts (9 files,"), "{told}");
+    let prune = |more: &[&str]| zdata(&[&["task", "prune", "--work", arg(&work)], more].concat());
+    let parts = || files(&work.join("parts"), |name| name.ends_with(".bin")).len();
+    let all = parts();
+    assert!(prune(&["--unused-days", "1"]).ok().contains("removed 0 parts"));
+    let told = prune(&["--unused-days", "0", "--dry-run"]).ok();
+    assert!(told.contains(&format!("a look: removed {all} parts")) && parts() == all, "{told}");
+    prune(&["--unused-days", "0"]).ok();
+    assert_eq!(parts(), 0);
+    prune(&[]).fails(2, &["--unused-days"]);
 }
 
 #[test]

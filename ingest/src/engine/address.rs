@@ -13,7 +13,7 @@ use crate::corpus::{Corpus, SourceFile};
 use crate::journal::Head;
 
 /// Version of the bytes of parts, and of what the stages do.
-const PARTS: u32 = 2;
+const PARTS: u32 = 3;
 
 /// Bytes and identity of a file.
 pub(super) type Content = (u64, Identity);

@@ -91,13 +91,19 @@ fn commit(
 ) -> Result<()> {
     let (source, range) = &plan.text.tasks[task];
     let places = plan.corpus.sources[*source].recipe.encoding_places();
-    let mut files = plan.text.files[*source][range.clone()].iter();
+    let mut files = plan.corpus.sources[*source].files[range.clone()].iter();
     let mut part = PartReader::open(&plan.part(receipt.part), receipt.part)?;
     let auditor = Auditor::idle();
     let mut tell = |step| committer.step(step, &auditor, &mut || Ok(()));
     while let Some(entry) = part.next()? {
         let foreign = || part.damaged("it holds what its task cannot give");
         tell(match entry {
+            Entry::Item(Item::Lost { reason, bytes, content, fault }) => {
+                let file = files.as_slice().first().ok_or_else(foreign)?;
+                let place = format!("{}{}", file.path.display(), fault.place().unwrap_or_default());
+                let lost = Item::Lost { reason, bytes, content, fault: fault.at(place) };
+                Step::Slab { items: vec![lost], raw_bytes: 0 }
+            }
             Entry::Item(mut item) => {
                 if let Item::Document(document) = &mut item {
                     for (place, _, _) in document.trace.iter_mut().flat_map(|t| &mut t.changes) {
@@ -107,7 +113,7 @@ fn commit(
                 Step::Slab { items: vec![item], raw_bytes: 0 }
             }
             Entry::FileEnd((bytes, sha256)) => {
-                let path = files.next().ok_or_else(foreign)?.clone();
+                let path = files.next().ok_or_else(foreign)?.shown.clone();
                 Step::FileEnd(InputRecord { path, bytes, sha256, documents: 0 })
             }
             Entry::Looked(_) => return Err(foreign()),

@@ -17,6 +17,7 @@ mod address;
 mod merge;
 mod part;
 pub mod plan;
+mod prune;
 mod receipt;
 pub mod slurm;
 mod survey;
@@ -27,6 +28,7 @@ mod tests;
 
 pub use merge::merge;
 pub use plan::{Plan, Stage, lock, plan};
+pub use prune::{Pruned, prune};
 pub use survey::{decide, is_decided};
 pub use tally::tally;
 pub use task::{Ran, Runner};

@@ -54,6 +54,9 @@ struct Loss {
     reason: String,
     bytes: u64,
     content: Digest,
+    /// Where in its file: what a message says after the file's name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    place: Option<String>,
 }
 
 /// What a part tells next.
@@ -127,8 +130,16 @@ impl PartWriter {
         Ok(())
     }
 
-    pub(super) fn loss(&mut self, reason: &str, bytes: u64, content: Digest) -> Result<()> {
-        self.entry(2, &Loss { reason: reason.to_owned(), bytes, content })
+    /// A record that is no document; `place` is where in its file.
+    pub(super) fn loss(
+        &mut self,
+        reason: &str,
+        bytes: u64,
+        content: Digest,
+        place: Option<&str>,
+    ) -> Result<()> {
+        let (reason, place) = (reason.to_owned(), place.map(str::to_owned));
+        self.entry(2, &Loss { reason, bytes, content, place })
     }
 
     pub(super) fn file_end(&mut self, content: Content) -> Result<()> {
@@ -315,8 +326,10 @@ impl PartReader {
                 Entry::Item(Item::Document(Box::new(encoded(meta, tokens))))
             }
             2 => {
-                let Loss { reason, bytes, content } = self.meta()?;
-                let fault = Fault::data(reason.clone());
+                let Loss { reason, bytes, content, place } = self.meta()?;
+                let fault = Fault::data(format!("a record is no document: {reason}"))
+                    .at(place.unwrap_or_default())
+                    .hint("mend or drop it, or set on_error = \"skip\" to count such records and go on");
                 let reason = self.constant(reason);
                 Entry::Item(Item::Lost { reason: reason.into(), bytes, content, fault })
             }

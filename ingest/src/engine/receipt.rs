@@ -83,7 +83,12 @@ impl Receipt {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             bytes => bytes.map_err(|error| Fault::io("read", &path, &error))?,
         };
-        serde_json::from_slice(&bytes).map(Some).map_err(|error| {
+        Receipt::parse(&path, &bytes).map(Some)
+    }
+
+    /// The receipt in a file.
+    pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
+        serde_json::from_slice(bytes).map_err(|error| {
             Fault::data("this receipt of a task is damaged")
                 .at(path.display().to_string())
                 .found(error)

@@ -8,6 +8,7 @@ use rayon::prelude::*;
 use super::address::Content;
 use super::part::{PartWriter, digest_at_end};
 use super::plan::{Plan, Stage};
+use super::prune;
 use super::receipt::{self, Input, Receipt};
 use crate::build;
 use crate::corpus::{Corpus, OnError, SourceFile};
@@ -64,6 +65,7 @@ impl<'a> Runner<'a> {
         let path = plan.part(address);
         let reused = before.is_none() && path.exists();
         let digest = if reused {
+            prune::used(&path);
             digest_at_end(&path, address)?
         } else {
             let scratch = receipt::scratch(&plan.parts(), &address.to_string())?;
@@ -240,7 +242,15 @@ impl Taking<'_> {
                 let file = &self.only.sources[0].files[self.file];
                 Err(fault.or_at(|| file.shown.clone()))
             }
-            Item::Lost { reason, bytes, content, .. } => self.part.loss(&reason, bytes, content),
+            Item::Lost { reason, bytes, content, fault } => {
+                let file = &self.only.sources[0].files[self.file];
+                // The part may be found again by a corpus that calls the file otherwise.
+                let path = file.path.display().to_string();
+                let place = fault.place().and_then(|place| {
+                    place.strip_prefix(&path).or_else(|| place.strip_prefix(&file.shown))
+                });
+                self.part.loss(&reason, bytes, content, place)
+            }
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 use contract::Identity;
 use contract::fault::Class;
@@ -10,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use super::part::PartReader;
 use super::receipt::Receipt;
-use super::{Plan, Ran, Runner, Stage, decide, merge, plan};
+use super::{Plan, Pruned, Ran, Runner, Stage, decide, lock, merge, plan, prune};
 use crate::corpus::Corpus;
 use crate::testing::{Workbench, document, json_lines, options, tree};
 
@@ -294,10 +295,12 @@ fn losses_that_one_build_skips_stop_another_that_says_so() {
         }
         let out = bench.path("stopped");
         let fault = merge(&plan, &out).unwrap_err();
-        assert!(
-            fault.class() == Class::Data && fault.to_string().contains("web-2.jsonl"),
-            "{fault}"
-        );
+        // At the very place that a build from nothing names.
+        let local = crate::build(&request, &bench.path(&format!("local-stop-{all}")), options(1));
+        let local = local.unwrap_err();
+        let place = local.place().unwrap();
+        assert!(place.ends_with("web-2.jsonl:1"), "{local}");
+        assert_eq!((fault.class(), fault.place()), (Class::Data, Some(place)), "{fault}");
         assert!(!out.exists());
         // The other way round, what was done before the record that stopped it is not done again.
         let empty = bench.path(&format!("empty-{all}"));
@@ -310,4 +313,52 @@ fn losses_that_one_build_skips_stop_another_that_says_so() {
         let name = empty.file_name().unwrap().to_str().unwrap();
         assert_eq!(made(&bench, &corpus, name, 1)[usize::from(steps.is_empty())], 1);
     }
+}
+
+#[test]
+fn pruning_takes_what_no_build_used_for_long_and_nothing_else() {
+    let bench = Workbench::new(20);
+    let corpus = bench.corpus("");
+    let (work, parts) = (bench.path("work"), bench.path("work/parts"));
+    let day = Duration::from_secs(86_400);
+    let age = || {
+        for entry in fs::read_dir(&parts).unwrap() {
+            let part = fs::File::open(entry.unwrap().path()).unwrap();
+            part.set_modified(SystemTime::now() - 3 * day).unwrap();
+        }
+    };
+    let bytes = |tree: &[(PathBuf, Vec<u8>)]| tree.iter().map(|(_, b)| b.len() as u64).sum::<u64>();
+    assert_eq!(made(&bench, &corpus, "work", 1), [0, 3]);
+    let file = bench.path("web-1.jsonl");
+    fs::write(&file, fs::read_to_string(&file).unwrap() + &json_lines(5_000, 2)).unwrap();
+    age();
+    // Two parts are used again, one is new, one is of no use any more.
+    assert_eq!(made(&bench, &corpus, "work", 1), [0, 1]);
+    let before = tree(&parts);
+    let told = prune(&work, day, true).unwrap();
+    assert_eq!((told.removed.0, told.kept.0), (1, 3));
+    assert!(tree(&parts) == before, "a look removed something");
+    assert_eq!(prune(&work, day, false).unwrap(), told);
+    let after = tree(&parts);
+    assert_eq!((after.len(), bytes(&after)), (3, told.kept.1));
+    assert_eq!(told.removed.1 + told.kept.1, bytes(&before));
+    assert_eq!(made(&bench, &corpus, "work", 1), [0, 0]);
+    // A build that is not done keeps its parts, however old they are; what it never used goes.
+    let plan = plan(&Corpus::read(&corpus).unwrap(), &work, 1).unwrap();
+    let runner = Runner::new(&plan, 1).unwrap();
+    assert!(matches!(runner.run(Stage::Encode, 1).unwrap(), Ran::Reused(_)));
+    age();
+    assert_eq!(prune(&work, day, false).unwrap().removed.0, 2);
+    assert!(plan.part(receipt(&plan, 1).part).exists());
+    run(&plan);
+    merge(&plan, &bench.path("after")).unwrap();
+    // While a build works there, nobody prunes; and a folder without parts is none of ours.
+    let held = lock(&work).unwrap();
+    assert_eq!(prune(&work, day, false).unwrap_err().class(), Class::Machine);
+    drop(held);
+    plan.close().unwrap();
+    assert_eq!(prune(&work, Duration::ZERO, false).unwrap().kept, (0, 0));
+    assert_eq!(prune(&work, Duration::ZERO, false).unwrap(), Pruned::default());
+    assert_eq!(prune(&bench.path("none"), day, false).unwrap_err().class(), Class::Usage);
+    assert!(!bench.path("none").exists());
 }

@@ -2,11 +2,12 @@
 
 use std::path::PathBuf;
 use std::thread;
+use std::time::Duration;
 
 use contract::Result;
 use ingest::Corpus;
 use ingest::engine::plan::TASK_BYTES;
-use ingest::engine::{Plan, Ran, Runner, Stage, decide, lock, merge, plan};
+use ingest::engine::{Plan, Ran, Runner, Stage, decide, lock, merge, plan, prune};
 
 /// What to do.
 #[derive(clap::Subcommand)]
@@ -40,6 +41,18 @@ pub(crate) enum Command {
         /// The folder that becomes the store.
         #[arg(long)]
         out: PathBuf,
+    },
+    /// Remove the parts that no build has made or used for some days.
+    Prune {
+        /// The folder of the parts.
+        #[arg(long)]
+        work: PathBuf,
+        /// Days without use after which a part goes.
+        #[arg(long, value_name = "DAYS")]
+        unused_days: u32,
+        /// Only say what would go.
+        #[arg(long)]
+        dry_run: bool,
     },
 }
 
@@ -88,6 +101,11 @@ pub(crate) fn exec(command: Command) -> Result<()> {
         Command::Merge { work, out } => {
             let manifest = merge(&Plan::read(&work)?, &out)?;
             println!("{}  {}", manifest.digest, out.display());
+        }
+        Command::Prune { work, unused_days, dry_run } => {
+            let unused = Duration::from_secs(24 * 60 * 60 * u64::from(unused_days));
+            let pruned = prune(&work, unused, dry_run)?;
+            println!("{}{pruned}", if dry_run { "a look: " } else { "" });
         }
     }
     Ok(())

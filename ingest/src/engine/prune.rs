@@ -1,0 +1,98 @@
+//! What a folder of parts holds that no build has used for long.
+//!
+//! A part's time of change is when it was made or last found again. It decides nothing but this: a part that goes too
+//! early is made once more.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::fs::{self, DirEntry, File};
+use std::io;
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use contract::{Fault, Identity, Result};
+use indicatif::HumanBytes;
+
+use super::plan::lock;
+use super::receipt::Receipt;
+
+/// What became of the parts of a folder.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pruned {
+    /// Removed, or to be removed: parts, and their bytes.
+    pub removed: (u64, u64),
+    /// Kept, because they were used since, or a build that is not done needs them: parts, and their bytes.
+    pub kept: (u64, u64),
+}
+
+impl fmt::Display for Pruned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let told = |(parts, bytes)| format!("{parts} parts ({})", HumanBytes(bytes));
+        write!(f, "removed {}, kept {}", told(self.removed), told(self.kept))
+    }
+}
+
+/// Removes the parts in `work` that were not used for `unused`, or with `look` only counts them. Refused while a build
+/// works there; parts that the receipts of a build name that is not done stay, and so do results that are in conflict.
+pub fn prune(work: &Path, unused: Duration, look: bool) -> Result<Pruned> {
+    let parts = work.join("parts");
+    if !parts.is_dir() {
+        return Err(Fault::usage("this folder holds no parts")
+            .at(work.display().to_string())
+            .wanted("the --work folder of a build by tasks"));
+    }
+    let _lock = lock(work)?;
+    let needed = needed(work)?;
+    let mut pruned = Pruned::default();
+    for entry in entries(&parts)? {
+        let path = entry.path();
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let Some(address) = name.strip_suffix(".bin") else { continue };
+        let about = entry.metadata().map_err(|error| Fault::io("look at", &path, &error))?;
+        let used = about.modified().map_err(|error| Fault::io("look at", &path, &error))?;
+        // A time that lies ahead is another machine's clock: just used.
+        let since = SystemTime::now().duration_since(used).unwrap_or_default();
+        let goes = since >= unused && !needed.contains(address);
+        let side = if goes { &mut pruned.removed } else { &mut pruned.kept };
+        *side = (side.0 + 1, side.1 + about.len());
+        if goes && !look {
+            fs::remove_file(&path).map_err(|error| Fault::io("remove", &path, &error))?;
+        }
+    }
+    Ok(pruned)
+}
+
+/// Says of a part that it was used now.
+pub(super) fn used(part: &Path) {
+    // Where another user made it, it keeps its time: at worst it is made again one day.
+    let _ = File::open(part).and_then(|part| part.set_modified(SystemTime::now()));
+}
+
+/// The addresses of the parts that builds name which are not done.
+fn needed(work: &Path) -> Result<BTreeSet<String>> {
+    let mut needed = BTreeSet::new();
+    let plan = |entry: &DirEntry| entry.file_name().as_encoded_bytes().starts_with(b"plan-");
+    for folder in entries(work)?.into_iter().filter(plan) {
+        if !folder.path().is_dir() {
+            continue;
+        }
+        for entry in entries(&folder.path())? {
+            let path = entry.path();
+            if path.extension().is_some_and(|ending| ending == "json") {
+                needed.insert(part(&path)?.to_string());
+            }
+        }
+    }
+    Ok(needed)
+}
+
+/// The part that a receipt names.
+fn part(path: &Path) -> Result<Identity> {
+    let bytes = fs::read(path).map_err(|error| Fault::io("read", path, &error))?;
+    Receipt::parse(path, &bytes).map(|receipt| receipt.part)
+}
+
+fn entries(folder: &Path) -> Result<Vec<DirEntry>> {
+    let listed = fs::read_dir(folder).and_then(Iterator::collect::<io::Result<Vec<_>>>);
+    listed.map_err(|error| Fault::io("list", folder, &error))
+}
