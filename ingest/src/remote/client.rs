@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use contract::far;
 use futures_util::TryStreamExt as _;
-use object_store::aws::{AmazonS3, AmazonS3Builder};
+use object_store::aws::{AmazonS3, AmazonS3Builder, S3CopyIfNotExists};
 use object_store::path::Path as Key;
 use object_store::{
     BackoffConfig, ClientOptions, GetOptions, ObjectStore, ObjectStoreExt as _, PutMode,
@@ -136,6 +136,8 @@ impl Client {
             .with_bucket_name(name)
             .with_client_options(options)
             .with_retry(retry)
+            // By parts, of which the last request has a condition: S3 knows none for a plain copy.
+            .with_copy_if_not_exists(S3CopyIfNotExists::Multipart)
             .build()
             .map_err(plain)?;
         Ok(Arc::clone(buckets.entry(name.to_owned()).or_insert(Arc::new(bucket))))
@@ -259,7 +261,21 @@ impl Client {
         }
     }
 
-    /// Puts a large file in parts: it appears whole when the last one is there.
+    /// Gives the object at `from` to `to` as well, unless there is one; nothing leaves the server.
+    pub(super) fn copy(&self, from: &Place, to: &Place) -> Result<Put> {
+        let from = from.object()?;
+        let copied = self.ask(to, |bucket, to| {
+            let from = from.clone();
+            async move { bucket.copy_if_not_exists(&from, &to).await }
+        });
+        match copied {
+            Ok(()) => Ok(Put::Created),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(Put::Taken),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Puts a large file in parts, whatever was there: it appears whole when the last one is there.
     pub(super) fn upload(&self, place: &Place, path: &Path, part: usize) -> Result<()> {
         let path = path.to_owned();
         self.ask(place, |bucket, key| {

@@ -5,6 +5,7 @@
 //! builders of different stores for one place end with one store and one error.
 
 use std::fs;
+use std::io::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use contract::store::{Manifest, Split, open};
@@ -12,9 +13,13 @@ use contract::{Digest, Fault, Result};
 
 use super::cache;
 use super::client::{Client, Place, Put};
+use crate::request;
 
 /// Larger files go in parts of this size, the others in one request with a condition.
 const PART_BYTES: u64 = 16 << 20;
+
+/// A server copies no more than this in one request.
+const COPY_BYTES_MAX: u64 = 5 << 30;
 
 /// Where a store for `url` is built on this machine before it is put there: the same one each time, so that a killed
 /// build goes on.
@@ -60,12 +65,10 @@ fn put(client: &Client, file: &Path, url: &Path) -> Result<()> {
         let bytes = fs::read(file).map_err(|error| Fault::io("read", file, &error))?;
         client.create(&place, &bytes).map_err(|error| fault(&error))?
     } else {
-        // Parts know no condition: look first. The manifest, which decides, is put with one.
         match client.about(&place) {
             Ok(_) => Put::Taken,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                client.upload(&place, file, PART_BYTES as usize).map_err(|error| fault(&error))?;
-                Put::Created
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                put_large(client, file, (&place, size), fault)?
             }
             Err(error) => return Err(fault(&error)),
         }
@@ -81,4 +84,30 @@ fn put(client: &Client, file: &Path, url: &Path) -> Result<()> {
         .at(url.display().to_string())
         .wanted(format!("no object, or the {size} bytes of this build"))
         .hint("name another place; an object is never replaced"))
+}
+
+/// Creates a large object. The client's upload in parts knows no condition, its copy on the server does: so the bytes go
+/// to a place beside, named by what they are, and from there to the right one if that is still free.
+fn put_large(
+    client: &Client,
+    file: &Path,
+    (place, size): (&Place, u64),
+    fault: impl Fn(&Error) -> Fault,
+) -> Result<Put> {
+    let upload = |place: &Place| {
+        client.upload(place, file, PART_BYTES as usize).map_err(|error| fault(&error))
+    };
+    if size > COPY_BYTES_MAX {
+        return upload(place).map(|()| Put::Created);
+    }
+    let (_, sum) = request::content(file)?;
+    let beside = Place { key: format!("{}.{sum}.part", place.key), ..place.clone() };
+    upload(&beside)?;
+    let put = match client.copy(&beside, place) {
+        // Another publisher of the same bytes has copied and removed them: what it left is compared.
+        Err(error) if error.kind() == ErrorKind::NotFound => Put::Taken,
+        put => put.map_err(|error| fault(&error))?,
+    };
+    client.remove(&beside).map_err(|error| fault(&error))?;
+    Ok(put)
 }
