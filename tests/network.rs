@@ -97,8 +97,8 @@ fn all_done(ranks: Vec<Child>) {
 #[test]
 fn a_bad_network_changes_no_bit() {
     let Some(mut network) = Network::of(3, 'a') else { return };
-    let fixture = Fixture::new();
-    fixture.finish("alone", "1");
+    let fixture = Fixture::new(&[]);
+    fixture.finish("alone", &["--nproc", "1"]);
     network.faults("loss 10 delay 2 jitter 4");
     let mut ranks = network.start(&fixture, "far", &["--rank-timeout", "30"]);
     // The network parts for a while, shorter than anyone's patience, and comes back.
@@ -113,8 +113,8 @@ fn a_bad_network_changes_no_bit() {
 #[test]
 fn a_network_that_parts_is_an_error_within_the_deadline_and_the_run_goes_on_afterwards() {
     let Some(mut network) = Network::of(3, 'b') else { return };
-    let fixture = Fixture::new();
-    fixture.finish("alone", "1");
+    let fixture = Fixture::new(&[]);
+    fixture.finish("alone", &["--nproc", "1"]);
     let mut ranks = network.start(&fixture, "cut", &["--rank-timeout", "2"]);
     until_lines(&fixture.scratch.path("cut"), 5, &mut ranks[0]);
     network.faults("cut 2");

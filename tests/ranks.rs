@@ -50,10 +50,11 @@ pub(crate) struct Fixture {
 }
 
 impl Fixture {
-    pub(crate) fn new() -> Self {
+    /// With this changed in the curriculum.
+    pub(crate) fn new(change: &[(&str, &str)]) -> Self {
         let scratch = Scratch::new();
         let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
-        let curriculum = curriculum(&scratch, &store, "run.toml", &[]);
+        let curriculum = curriculum(&scratch, &store, "run.toml", change);
         Fixture { scratch, curriculum }
     }
 
@@ -70,8 +71,8 @@ impl Fixture {
     }
 
     #[track_caller]
-    pub(crate) fn finish(&self, out: &str, ranks: &str) {
-        let ran: crate::support::Ran = self.run(out, &["--nproc", ranks]).output().unwrap().into();
+    pub(crate) fn finish(&self, out: &str, ranks: &[&str]) {
+        let ran: crate::support::Ran = self.run(out, ranks).output().unwrap().into();
         let said = ran.ok();
         assert!(said.starts_with("done after step 20 of 20"), "{said}");
         assert_eq!(said.lines().count(), 1, "one rank speaks for all: {said}");
@@ -87,16 +88,13 @@ impl Fixture {
     }
 }
 
-#[test]
-fn ranks_that_are_killed_end_with_the_same_bytes_at_any_count() {
-    let fixture = Fixture::new();
-    fixture.finish("alone", "1");
-    fixture.finish("three", "3");
-    fixture.assert_same("alone", "three");
-    // Each kill hits another rank, or the launcher, at another moment; each start has another number of ranks.
-    let kills = [(2, Some(1)), (3, Some(0)), (5, Some(4)), (2, None)];
-    for (index, (count, victim)) in kills.into_iter().enumerate() {
-        let mut command = fixture.run("killed", &["--nproc", &count.to_string()]);
+/// Starts a run again and again, each time with other ranks, machines and schedule, and kills a rank, or the launcher, at
+/// another moment.
+fn kill_in_turn(fixture: &Fixture, kills: &[(usize, Option<usize>, &str)]) {
+    for (index, (count, victim, nodes)) in kills.iter().copied().enumerate() {
+        let how = ["streaming", "subtree"][index % 2];
+        let ranks = ["--nproc", &count.to_string(), "--nodes", nodes, "--schedule", how];
+        let mut command = fixture.run("killed", &ranks);
         command.stdout(Stdio::null()).stderr(Stdio::piped());
         let mut launcher = command.spawn().unwrap();
         let ranks = ranks_of(&launcher, count);
@@ -124,7 +122,17 @@ fn ranks_that_are_killed_end_with_the_same_bytes_at_any_count() {
             std::thread::sleep(Duration::from_millis(5));
         }
     }
-    fixture.finish("killed", "5");
+}
+
+#[test]
+fn ranks_that_are_killed_end_with_the_same_bytes_at_any_count() {
+    let fixture = Fixture::new(&[]);
+    fixture.finish("alone", &["--nproc", "1"]);
+    fixture.finish("three", &["--nproc", "3"]);
+    fixture.assert_same("alone", "three");
+    let kills = [(2, Some(1), "2"), (3, Some(0), "2,1"), (5, Some(4), "3,2"), (2, None, "1,1")];
+    kill_in_turn(&fixture, &kills);
+    fixture.finish("killed", &["--nproc", "5", "--schedule", "streaming", "--nodes", "3,2"]);
     fixture.assert_same("alone", "killed");
     let run = fixture.scratch.path("killed");
     let verdict = ztrain(&["replay", "--run", arg(&run), "--step", "14"]).ok();
@@ -132,8 +140,44 @@ fn ranks_that_are_killed_end_with_the_same_bytes_at_any_count() {
 }
 
 #[test]
+fn so_do_they_in_bf16() {
+    let fixture = Fixture::new(&[("dtype = \"f32\"", "dtype = \"bf16\"")]);
+    fixture.finish("alone", &["--nproc", "1"]);
+    kill_in_turn(&fixture, &[(3, Some(1), "2,1"), (2, Some(0), "2"), (4, None, "2,2")]);
+    fixture.finish("killed", &["--nproc", "2"]);
+    fixture.assert_same("alone", "killed");
+}
+
+#[test]
+fn machines_that_do_not_add_up_are_refused_and_steps_are_measured_on_ranks() {
+    let fixture = Fixture::new(&[]);
+    let wrong = fixture.run("wrong", &["--nproc", "2", "--nodes", "2,1"]).output().unwrap();
+    crate::support::Ran::from(wrong).fails(2, &["--nodes", "[2, 1]", "2 in all"]);
+    let path = arg(&fixture.curriculum);
+    let bench = ["bench", "step", "--curriculum", path, "--steps", "2", "--json"];
+    let table = |extra: &[&str]| {
+        let said = ztrain(&[&bench[..], extra].concat()).ok();
+        let said: serde_json::Value = serde_json::from_str(&said).unwrap();
+        said["table"].clone()
+    };
+    let alone = table(&[]);
+    let ranks = table(&["--nproc", "3", "--nodes", "2,1", "--schedule", "streaming"]);
+    for same in ["tokens", "model_flops"] {
+        assert_eq!(alone[same], ranks[same], "{same}");
+    }
+    let (all, between) = (&ranks["exchanged"]["bytes"], &ranks["exchanged"]["bytes_between_nodes"]);
+    assert!(0 < between.as_u64().unwrap() && between.as_u64() < all.as_u64(), "{ranks}");
+    let (alone, ranks) = (alone["memory"].as_array().unwrap(), ranks["memory"].as_array().unwrap());
+    assert_eq!((alone.len(), ranks.len()), (1, 3));
+    let of = |rank: &serde_json::Value, part: &str| rank["formula"][part].as_u64().unwrap();
+    let moments: u64 = ranks.iter().map(|rank| of(rank, "moments")).sum();
+    assert_eq!(moments, of(&alone[0], "moments"), "the owners' moments are those of the whole");
+    assert!(ranks.iter().all(|rank| of(rank, "weights") == of(&alone[0], "weights")));
+}
+
+#[test]
 fn a_rank_that_hangs_is_named_within_the_deadline() {
-    let fixture = Fixture::new();
+    let fixture = Fixture::new(&[]);
     let mut command = fixture.run("held", &["--nproc", "3", "--rank-timeout", "2"]);
     command.stdout(Stdio::null()).stderr(Stdio::piped());
     let mut launcher = command.spawn().unwrap();
@@ -153,7 +197,7 @@ fn a_rank_that_hangs_is_named_within_the_deadline() {
 
 #[test]
 fn what_is_wrong_for_all_ranks_is_said_once() {
-    let fixture = Fixture::new();
+    let fixture = Fixture::new(&[]);
     let missing = fixture.scratch.path("missing.toml");
     let ran = ztrain(&["--curriculum", arg(&missing), "--nproc", "3"]);
     let said = ran.fails(3, &["missing.toml"]);

@@ -51,7 +51,9 @@ mod tests {
                 std::thread::spawn(move || {
                     let (host, name) = ("127.0.0.1".to_owned(), "test/".to_owned());
                     let (world, rank_0_serves, interface) = (2, false, String::new());
-                    let place = Place { rank, world, host, port, rank_0_serves, name, interface };
+                    let node = String::new();
+                    let place =
+                        Place { rank, world, host, port, rank_0_serves, name, interface, node };
                     let group = Group::open(&place, patience).unwrap();
                     communicator(&group).err().unwrap().to_string()
                 })

@@ -2,10 +2,12 @@
 //!
 //! `tree(lo, hi)` of more than one leaf is `tree(lo, lo + p) + tree(lo + p, hi)` with `p` the largest power of two
 //! below `hi - lo`. The counter evaluates that expression in leaf order with at most log2 V + 1 values pending.
-//! Any aligned block of `2^level` leaves is a node of the tree, so a rank may add its blocks alone and hand each on
-//! ([`Counter::push_block`]): same expression, same bits.
+//! Any aligned block of `2^level` leaves is a node of the tree, so a rank, or all ranks of a machine, may add their blocks
+//! alone ([`Blocks`]) and hand each on ([`Counter::push_block`]): same expression, same bits.
 //!
 //! Invariant: a value without a partner is moved up unchanged. It is never added to zero, which would turn -0.0 into 0.0.
+
+use std::ops::Range;
 
 use tch::Tensor;
 
@@ -115,6 +117,38 @@ pub fn blocks(first: u64, end: u64) -> Vec<(u32, u64)> {
     found
 }
 
+/// Adds the maximal aligned blocks of some leaves, given those leaves, or smaller blocks of them, in leaf order.
+///
+/// ```
+/// let mut blocks = kernels::tree::Blocks::new(2..7);
+/// let found: Vec<_> = (2..7).filter_map(|leaf| blocks.push_block(0, leaf as f32)).collect();
+/// assert_eq!(found, [(1, 2.0 + 3.0), (1, 4.0 + 5.0), (0, 6.0)]);
+/// ```
+#[derive(Debug)]
+pub struct Blocks<T> {
+    left: std::vec::IntoIter<(u32, u64)>,
+    now: Option<(u32, Counter<T>)>,
+}
+
+impl<T: Sum> Blocks<T> {
+    /// For the leaves `leaves`.
+    pub fn new(leaves: Range<u64>) -> Self {
+        Blocks { left: blocks(leaves.start, leaves.end).into_iter(), now: None }
+    }
+
+    /// Takes the sum of the next `2^level` leaves; returns the block that is complete with it, and its level.
+    pub fn push_block(&mut self, level: u32, block: T) -> Option<(u32, T)> {
+        let next = || self.left.next().map(|(level, _)| (level, Counter::new()));
+        let (whole, mut counter) = self.now.take().or_else(next)?;
+        counter.push_block(level, block);
+        if counter.leaves() < 1 << whole {
+            self.now = Some((whole, counter));
+            return None;
+        }
+        counter.finish().map(|sum| (whole, sum))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -155,21 +189,50 @@ mod tests {
         }
     }
 
-    #[test]
-    fn ranks_that_add_their_own_blocks_build_the_same_expression() {
-        for count in 1..=64u64 {
-            let leaves: Vec<_> = (0..count).map(|leaf| Term(leaf.to_string())).collect();
-            for ranks in 1..=count.min(9) {
-                let mut owner = Counter::new();
-                for rank in 0..ranks {
-                    let (first, end) = (count * rank / ranks, count * (rank + 1) / ranks);
-                    for (level, at) in blocks(first, end) {
-                        let own = leaves[at as usize..(at + (1 << level)) as usize].to_vec();
-                        owner.push_block(level, counted(own).unwrap());
-                    }
+    /// The blocks of `part`, made of blocks of smaller parts that follow each other.
+    fn joined<T: Sum>(part: Range<u64>, of: Vec<(u32, T)>) -> Vec<(u32, T)> {
+        let wanted = blocks(part.start, part.end);
+        let mut sums = Blocks::new(part);
+        let push = |(level, block)| sums.push_block(level, block);
+        let found: Vec<_> = of.into_iter().filter_map(push).collect();
+        let levels = |(level, _): &(u32, T)| *level;
+        let wanted: Vec<_> = wanted.into_iter().map(|(level, _)| level).collect();
+        assert_eq!(found.iter().map(levels).collect::<Vec<_>>(), wanted, "every block comes out");
+        found
+    }
+
+    /// Leaves in rounds of `round` at a time, dealt to ranks in runs, the ranks of a machine joined: what the owner adds.
+    fn owner(leaves: &[Term], round: u64, ranks: u64, machine: u64) -> Counter<Term> {
+        let (mut owner, count) = (Counter::new(), leaves.len() as u64);
+        for first in (0..count).step_by(round as usize) {
+            let size = round.min(count - first);
+            let part = |a, b| first + size * a / ranks..first + size * b / ranks;
+            for machine_first in (0..ranks).step_by(machine as usize) {
+                let machine_end = ranks.min(machine_first + machine);
+                let rank = |rank| {
+                    let leaf = |leaf: u64| (0, leaves[leaf as usize].clone());
+                    joined(part(rank, rank + 1), part(rank, rank + 1).map(leaf).collect())
+                };
+                let found = (machine_first..machine_end).flat_map(rank).collect();
+                for (level, block) in joined(part(machine_first, machine_end), found) {
+                    owner.push_block(level, block);
                 }
-                assert_eq!(owner.leaves(), count);
-                assert_eq!(owner.finish(), Some(tree(&leaves)), "{count} leaves, {ranks} ranks");
+            }
+        }
+        owner
+    }
+
+    #[test]
+    fn ranks_and_machines_that_add_their_own_blocks_build_the_same_expression() {
+        for count in 1..=40u64 {
+            let leaves: Vec<_> = (0..count).map(|leaf| Term(leaf.to_string())).collect();
+            for ranks in 1..=9 {
+                for (round, machine) in [(count, 1), (count, 3), (ranks, 1), (ranks, 2), (7, 4)] {
+                    let owner = owner(&leaves, round, ranks, machine);
+                    let how = format!("{count} leaves, {ranks} ranks, {round}, {machine}");
+                    assert_eq!(owner.leaves(), count);
+                    assert_eq!(owner.finish(), Some(tree(&leaves)), "{how}");
+                }
             }
         }
     }

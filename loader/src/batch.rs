@@ -17,7 +17,7 @@ pub struct Batch {
     pub step: u64,
     /// The global sample number of the first row here.
     pub first_sample: u64,
-    /// Rows in a gradient leaf; a rank's rows are whole leaves.
+    /// Rows in a gradient leaf; a rank's rows are whole leaves, not always neighbours.
     pub leaf: u64,
     /// Rows here.
     pub rows: u64,
@@ -42,8 +42,8 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// The digest of the rows here, in order. For [`RankSlice::WHOLE`] this is the step's digest; ranks join theirs
-    /// with [`step_digest`].
+    /// The digest of the rows here, in order. For [`RankSlice::WHOLE`] this is the step's digest; ranks join theirs,
+    /// in the order of leaves, with [`step_digest`].
     pub fn digest(&self) -> Digest {
         step_digest([self.sequences.as_slice()])
     }
@@ -136,11 +136,16 @@ pub fn batch(plan: &Plan, stores: &Stores, step: u64, slice: RankSlice) -> Resul
 }
 
 /// Rows `rows` of step `step`, counted from 0: to look at a few.
-pub fn rows(plan: &Plan, stores: &Stores, step: u64, rows: Range<u64>) -> Result<Batch> {
+pub fn rows(
+    plan: &Plan,
+    stores: &Stores,
+    step: u64,
+    rows: impl IntoIterator<Item = u64>,
+) -> Result<Batch> {
     let spec = plan.step(step)?;
-    let first_sample = spec.first_sample + rows.start;
-    let samples =
-        rows.map(|row| plan.sample(spec.first_sample + row)).collect::<Result<Vec<_>>>()?;
+    let samples = rows.into_iter().map(|row| plan.sample(spec.first_sample + row));
+    let samples = samples.collect::<Result<Vec<_>>>()?;
+    let first_sample = samples.first().map_or(spec.first_sample, |sample| sample.sample);
     let head = Head { step, first_sample, leaf: spec.leaf, seq_len: spec.seq_len };
     let name = |sample: &SampleSpec| plan.sources()[sample.source].name.as_str();
     Batch::assemble(head, samples, Split::Train, stores, name)

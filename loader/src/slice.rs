@@ -5,54 +5,62 @@ use std::ops::Range;
 use contract::{Fault, Result};
 use mixer::StepSpec;
 
-/// Rank `rank` of `world`: a contiguous run of whole gradient leaves.
+/// Rank `rank` of `world`: some of a step's gradient leaves, whole ones.
 ///
-/// Of `leaves` leaves, rank `r` has those from `r * leaves / world` to `(r + 1) * leaves / world`, rounded down. So the
-/// ranks' parts, joined in rank order, are the step, sizes differ by at most one leaf, the world need not divide
-/// anything, and a world larger than the number of leaves leaves some ranks idle.
+/// Of `leaves` leaves, rank `r` has those from `r * leaves / world` to `(r + 1) * leaves / world`, rounded down: a run. So
+/// the ranks' parts, joined in rank order, are the step, sizes differ by at most one leaf, the world need not divide
+/// anything, and a world larger than the number of leaves leaves some ranks idle. Dealt in turn ([`RankSlice::in_turn`]),
+/// rank `r` has leaves `r`, `r + world`, `r + 2 world`, ...: the same numbers of leaves, the longer parts first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RankSlice {
     rank: u32,
     world: u32,
+    in_turn: bool,
 }
 
 impl RankSlice {
     /// The whole step.
-    pub const WHOLE: RankSlice = RankSlice { rank: 0, world: 1 };
+    pub const WHOLE: RankSlice = RankSlice { rank: 0, world: 1, in_turn: false };
 
-    /// The slice of `rank`, counted from 0, among `world`.
+    /// The run of `rank`, counted from 0, among `world`.
     pub fn new(rank: u32, world: u32) -> Result<Self> {
         if rank < world {
-            return Ok(RankSlice { rank, world });
+            return Ok(RankSlice { rank, world, in_turn: false });
         }
         Err(Fault::usage("no such rank")
             .found(format!("rank {rank} of {world}"))
             .wanted("a rank below the world's size, counted from 0"))
     }
 
-    /// The rank, from 0.
-    pub fn rank(self) -> u32 {
-        self.rank
+    /// The same rank where leaves are dealt in turn.
+    pub fn in_turn(self) -> Self {
+        RankSlice { in_turn: true, ..self }
     }
 
-    /// The number of ranks.
-    pub fn world(self) -> u32 {
-        self.world
-    }
-
-    /// This rank's leaves of a step that has `leaves`.
-    pub fn leaves(self, leaves: u64) -> Range<u64> {
-        let cut = |rank: u32| {
-            let leaf = u128::from(leaves) * u128::from(rank) / u128::from(self.world);
-            leaf as u64 // At most `leaves`, since the rank is at most the world.
+    /// This rank's leaves of a step that has `leaves`, in rounds: in each, the parts of all ranks, joined in rank order, are
+    /// a run of leaves that follows the one before. A run is one round, leaves in turn are a round for each turn.
+    pub fn rounds(self, leaves: u64) -> Vec<Range<u64>> {
+        let (rank, world) = (u64::from(self.rank), u64::from(self.world));
+        if !self.in_turn {
+            let cut = |rank: u64| {
+                let leaf = u128::from(leaves) * u128::from(rank) / u128::from(world);
+                leaf as u64 // At most `leaves`, since the rank is at most the world.
+            };
+            return std::iter::once(cut(rank)..cut(rank + 1)).collect();
+        }
+        let turn = |turn: u64| {
+            let first = leaves.min(turn * world + rank);
+            first..leaves.min(first + 1)
         };
-        cut(self.rank)..cut(self.rank + 1)
+        (0..leaves.div_ceil(world)).map(turn).collect()
     }
 
     /// This rank's rows of a step.
-    pub fn rows(self, step: &StepSpec) -> Range<u64> {
-        let leaves = self.leaves(step.batch / step.leaf);
-        leaves.start * step.leaf..leaves.end * step.leaf
+    pub fn rows(self, step: &StepSpec) -> impl Iterator<Item = u64> + use<> {
+        let leaf = step.leaf;
+        self.rounds(step.batch / leaf)
+            .into_iter()
+            .flat_map(move |leaves| leaves.start * leaf..leaves.end * leaf)
     }
 }
 
@@ -66,7 +74,7 @@ mod tests {
         fn slices_tile_the_step(leaves in 0u64..1000, world in 1u32..100) {
             let mut next = 0;
             for rank in 0..world {
-                let part = RankSlice::new(rank, world).unwrap().leaves(leaves);
+                let part = &RankSlice::new(rank, world).unwrap().rounds(leaves)[0];
                 prop_assert_eq!(part.start, next);
                 let size = part.end - part.start;
                 prop_assert!(size >= leaves / u64::from(world));
@@ -78,10 +86,26 @@ mod tests {
         }
 
         #[test]
+        fn turns_tile_the_step_in_rounds(leaves in 0u64..300, world in 1u32..20) {
+            let slice = |rank| RankSlice::new(rank, world).unwrap().in_turn();
+            let parts: Vec<_> = (0..world).map(|rank| slice(rank).rounds(leaves)).collect();
+            let mut next = 0;
+            for round in 0..parts[0].len() {
+                for (rank, part) in (0u64..).zip(&parts) {
+                    prop_assert_eq!(part.len(), parts[0].len());
+                    prop_assert_eq!(part[round].start, next);
+                    prop_assert!(part[round].clone().all(|leaf| leaf % u64::from(world) == rank));
+                    next = part[round].end;
+                }
+            }
+            prop_assert_eq!(next, leaves);
+        }
+
+        #[test]
         fn large_numbers_do_not_wrap(leaves: u64, rank in 0u32..u32::MAX) {
-            let last = RankSlice::new(u32::MAX - 1, u32::MAX).unwrap().leaves(leaves);
+            let last = &RankSlice::new(u32::MAX - 1, u32::MAX).unwrap().rounds(leaves)[0];
             prop_assert_eq!(last.end, leaves);
-            let part = RankSlice::new(rank, u32::MAX).unwrap().leaves(leaves);
+            let part = &RankSlice::new(rank, u32::MAX).unwrap().rounds(leaves)[0];
             prop_assert!(part.start <= part.end && part.end <= leaves);
         }
     }

@@ -5,15 +5,22 @@ use std::time::Instant;
 
 use contract::{Fault, Result};
 use kernels::runtime;
-use loader::{Batch, RankSlice};
+use loader::RankSlice;
 use mixer::curriculum::Dtype;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
 use crate::lanes::Lanes;
+use crate::memory::{self, Holder, Holds};
 use crate::model::flops;
+use crate::parallel::owners::{self, Piece};
+use crate::parallel::shard::Shard;
+use crate::parallel::step::Stepped;
+use crate::parallel::team::{Nodes, Schedule, Team};
+use crate::parallel::{self, words};
 use crate::spec::RunSpec;
-use crate::step::{self, Detail};
+use crate::state::State;
+use crate::step;
 use crate::timing::{EXACTNESS, PARTS, Part, measured, part};
 
 /// Rows of the square products whose rate is the limit: large enough to be at it, small enough for a cache.
@@ -22,8 +29,10 @@ const SQUARE: i64 = 768;
 /// The outcome of a measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct StepTable {
-    /// Leaves computed at once.
+    /// Leaves computed at once by a rank.
     pub lanes: usize,
+    /// Processes.
+    pub ranks: u32,
     /// Steps measured.
     pub steps: u64,
     /// Tokens in all of them.
@@ -42,9 +51,55 @@ pub struct StepTable {
     pub dtype: &'static str,
     /// Operations in a second that all lanes together reach in large products of that kind.
     pub limit: f64,
+    /// What ranks exchanged in all steps, if there are several.
+    pub exchanged: Option<Exchanged>,
+    /// What each rank holds.
+    pub memory: Vec<RankMemory>,
+}
+
+/// What all ranks of a step exchanged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Exchanged {
+    /// Bytes from any rank to any other.
+    pub bytes: u64,
+    /// Those of them that went from one machine to another.
+    pub bytes_between_nodes: u64,
+    /// Seconds for which the slowest rank waited for blocks when all leaves had been computed.
+    pub waited_for_blocks: f64,
+}
+
+/// The memory of a rank, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct RankMemory {
+    /// The rank.
+    pub rank: u32,
+    /// What it holds by formula.
+    pub formula: Holds,
+    /// Its resident size before it had any weights.
+    pub before: u64,
+    /// Its largest resident size.
+    pub most: u64,
 }
 
 impl StepTable {
+    fn exchanged(&mut self, Stepped { sent, waited, .. }: &Stepped) {
+        let all = self.exchanged.get_or_insert_default();
+        all.bytes += sent.all;
+        all.bytes_between_nodes += sent.between_nodes;
+        all.waited_for_blocks += waited.as_secs_f64();
+    }
+
+    /// Fills in the seconds of each of [`PARTS`].
+    fn split(&mut self, spent: &[f64]) {
+        let named = PARTS.iter().zip(spent);
+        let inside = named.clone().filter(|((part, _), _)| *part != Part::Batch);
+        let inside: f64 = inside.map(|(_, spent)| spent).sum();
+        self.idle = self.seconds * self.lanes as f64 - inside;
+        let exact = named.clone().filter(|((part, _), _)| EXACTNESS.contains(part));
+        self.exactness = exact.map(|(_, spent)| spent).sum();
+        self.parts = named.map(|((_, name), spent)| ((*name).to_owned(), *spent)).collect();
+    }
+
     /// Tokens in a second.
     pub fn rate(&self) -> f64 {
         self.tokens as f64 / self.seconds
@@ -56,31 +111,83 @@ impl StepTable {
     }
 }
 
-/// Computes `steps` steps of a run from its beginning, after one that warms up. Nothing is written.
-pub fn step(spec: &RunSpec, device: Device, lanes: Lanes, steps: u64) -> Result<StepTable> {
+/// Who computes the steps: this process, or all ranks together.
+enum Trainee<'a> {
+    Alone(State),
+    Rank(Shard, &'a Team<'a>),
+}
+
+impl Trainee<'_> {
+    /// Computes step `number`: the router's counts, and the seconds that it took.
+    fn step(
+        &mut self,
+        spec: &RunSpec,
+        number: u64,
+        lanes: Lanes,
+    ) -> Result<(Vec<Vec<u64>>, f64, Option<Stepped>)> {
+        let slice = match self {
+            Trainee::Alone(_) => RankSlice::WHOLE,
+            Trainee::Rank(_, team) => team.slice(team.group.rank())?,
+        };
+        let batch = {
+            let _watch = part(Part::Batch);
+            loader::batch(&spec.plan, &spec.data, number, slice)?
+        };
+        let leaves = step::stage(spec, &batch, self.weight().device())?;
+        let begin = Instant::now();
+        let taken = || begin.elapsed().as_secs_f64();
+        match self {
+            Trainee::Alone(state) => {
+                let record = step::advance(spec, state, &batch, &leaves, lanes)?;
+                Ok((record.router, taken(), None))
+            }
+            Trainee::Rank(shard, team) => {
+                let (work, ways) = ((&batch, &leaves), (*team, lanes));
+                let stepped = parallel::step::advance(spec, shard, work, ways, || false)?;
+                Ok((stepped.record.router.clone(), taken(), Some(stepped)))
+            }
+        }
+    }
+
+    fn weight(&self) -> &Tensor {
+        match self {
+            Trainee::Alone(state) => &state.weights[0],
+            Trainee::Rank(shard, _) => &shard.weights[0],
+        }
+    }
+}
+
+/// Computes `steps` steps of a run from its beginning, after one that warms up, alone or as one of a team, and tells what
+/// this rank saw. Nothing is written.
+pub fn step(
+    spec: &RunSpec,
+    device: Device,
+    lanes: Lanes,
+    steps: u64,
+    team: Option<&Team<'_>>,
+) -> Result<StepTable> {
     if steps == 0 || steps + 1 > spec.plan.steps() {
         return Err(Fault::usage("there are not that many steps to measure")
             .at("--steps")
             .found(steps)
             .wanted(format!("1 to {}, one less than the curriculum has", spec.plan.steps() - 1)));
     }
-    let mut state = step::initial(spec, device)?;
-    let mut one = |number: u64, table: &mut StepTable| -> Result<()> {
-        let batch = {
-            let _watch = part(Part::Batch);
-            loader::batch(&spec.plan, &spec.data, number, RankSlice::WHOLE)?
-        };
-        let begin = Instant::now();
-        let gradient = step::gradient(spec, &state, &batch, lanes, Detail::Sums)?;
-        step::apply(spec, &mut state, &batch, &gradient, lanes)?;
-        table.seconds += begin.elapsed().as_secs_f64();
-        table.tokens += batch.rows * u64::from(batch.seq_len);
-        table.model_flops += model_flops(spec, &batch, &gradient.router)?;
-        Ok(())
-    };
+    let world = team.map_or(1, |team| team.group.world());
+    let pieces = owners::pieces(&spec.parameters, &spec.rules, world);
     let dtype = spec.curriculum.dtype;
-    let empty = StepTable {
+    let first_limit = limit(device, lanes, dtype)?;
+    let (before, _) = memory::resident();
+    let mut trainee = match team {
+        None => Trainee::Alone(step::initial(spec, device)?),
+        Some(team) => {
+            let rank = team.group.rank();
+            Trainee::Rank(Shard::begin(spec, device, pieces.clone(), rank)?, team)
+        }
+    };
+    trainee.step(spec, 1, lanes)?;
+    let mut table = StepTable {
         lanes: lanes.count(),
+        ranks: world,
         steps,
         tokens: 0,
         seconds: 0.0,
@@ -89,26 +196,56 @@ pub fn step(spec: &RunSpec, device: Device, lanes: Lanes, steps: u64) -> Result<
         exactness: 0.0,
         model_flops: 0.0,
         dtype: dtype.name(),
-        limit: limit(device, lanes, dtype)?,
+        limit: first_limit,
+        exchanged: None,
+        memory: Vec::new(),
     };
-    one(1, &mut empty.clone())?;
-    let mut table = empty;
-    let (outcome, spent) =
-        measured(|| (2..steps + 2).try_for_each(|number| one(number, &mut table)));
+    let (outcome, spent) = measured(|| {
+        (2..steps + 2).try_for_each(|number| {
+            let (router, seconds, stepped) = trainee.step(spec, number, lanes)?;
+            table.seconds += seconds;
+            stepped.iter().for_each(|stepped| table.exchanged(stepped));
+            let step = spec.plan.step(number)?;
+            table.tokens += step.batch * u64::from(step.seq_len);
+            table.model_flops += model_flops(spec, number, &router)?;
+            Ok(())
+        })
+    });
     outcome?;
+    let (_, most) = memory::resident();
+    table.memory = memory_of_all(spec, (lanes, team), &pieces, (before, most))?;
     // The machine may be shared: the better of two looks is nearer to what it can do.
-    table.limit = table.limit.max(limit(device, lanes, dtype)?);
-    let named = PARTS.iter().zip(&spent);
-    let inside = named.clone().filter(|((part, _), _)| *part != Part::Batch);
-    table.idle = table.seconds * lanes.count() as f64 - inside.map(|(_, spent)| spent).sum::<f64>();
-    let exact = named.clone().filter(|((part, _), _)| EXACTNESS.contains(part));
-    table.exactness = exact.map(|(_, spent)| spent).sum();
-    table.parts = named.map(|((_, name), spent)| ((*name).to_owned(), *spent)).collect();
+    table.limit = f64::from(world) * table.limit.max(limit(device, lanes, dtype)?);
+    table.split(&spent);
     Ok(table)
 }
 
-fn model_flops(spec: &RunSpec, batch: &Batch, router: &[Vec<u64>]) -> Result<f64> {
-    let config = &spec.model_at(batch.step)?.config;
+/// What each rank holds by formula, and what it was before and at most, which each tells the others.
+fn memory_of_all(
+    spec: &RunSpec,
+    (lanes, team): (Lanes, Option<&Team<'_>>),
+    pieces: &[Piece],
+    (before, most): (u64, u64),
+) -> Result<Vec<RankMemory>> {
+    let said = match team {
+        None => vec![(before, most)],
+        Some(team) => words::pairs(team.group, "the sizes of ranks", (before, most))?,
+    };
+    let names = team.map_or_else(|| vec![String::new()], |team| team.group.nodes().to_vec());
+    let (schedule, flat) =
+        team.map_or((Schedule::Subtree, false), |team| (team.schedule, team.flat));
+    let of = |(rank, (before, most))| {
+        let nodes = Nodes::new(&names, rank, flat)?;
+        let holder = Holder { rank, pieces, nodes: &nodes, schedule, lanes };
+        // The second step is the first that is measured.
+        Ok(RankMemory { rank, formula: memory::holds(spec, 2, &holder)?, before, most })
+    };
+    (0..).zip(said).map(of).collect()
+}
+
+fn model_flops(spec: &RunSpec, number: u64, router: &[Vec<u64>]) -> Result<f64> {
+    let config = &spec.model_at(number)?.config;
+    let batch = loader::batch(&spec.plan, &spec.data, number, RankSlice::WHOLE)?;
     let experts = |counts: &Vec<u64>| counts[..counts.len() - 1].iter().sum::<u64>();
     let routed = router.iter().map(experts).sum();
     let pairs = batch.boundaries.iter().map(|starts| match config.document_mask {

@@ -9,6 +9,7 @@ use tch::Device;
 
 use crate::checkpoint::{Retention, RingOptions};
 use crate::lanes::Lanes;
+use crate::parallel::Schedule;
 use crate::validate::Validation;
 
 /// Everything that only decides speed, place and patience.
@@ -22,6 +23,10 @@ pub struct ExecOptions {
     pub prefetch: PrefetchOptions,
     /// When the loss on held-back text is taken: it is told, and decides nothing.
     pub validation: Validation,
+    /// How several ranks deal the leaves of a step and bring their gradients together.
+    pub schedule: Schedule,
+    /// Whether several ranks send to each other as if all were on one machine.
+    pub flat: bool,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
     /// Which checkpoints stay.
@@ -48,6 +53,8 @@ impl ExecOptions {
             lanes: Lanes::available(),
             prefetch: PrefetchOptions::default(),
             validation: Validation { every: 50, windows: 16 },
+            schedule: Schedule::default(),
+            flat: false,
             checkpoint_every: 50,
             retention: Retention { newest: 3, every: 0 },
             checkpoints: None,

@@ -23,6 +23,7 @@ pub mod folder;
 pub mod hf;
 pub mod lanes;
 pub mod ledger;
+pub mod memory;
 pub mod metrics;
 pub mod model;
 pub mod optim;

@@ -109,6 +109,12 @@ pub fn gradient(
     gradient_of(spec, state, batch, &Leaves::stage(spec, batch, &stager(state)?)?, lanes, detail)
 }
 
+/// The leaves of `batch`, on their way to `device`.
+pub(crate) fn stage(spec: &RunSpec, batch: &Batch, device: tch::Device) -> Result<Leaves> {
+    let stager = Stager::new(device).map_err(|error| Fault::machine(error.to_string()))?;
+    Leaves::stage(spec, batch, &stager)
+}
+
 fn stager(state: &State) -> Result<Stager> {
     Stager::new(state.weights[0].device()).map_err(|error| Fault::machine(error.to_string()))
 }
@@ -386,15 +392,19 @@ pub(crate) fn add_counts(total: &mut Vec<Vec<u64>>, counts: Vec<Vec<u64>>) {
 /// How a fault names a leaf: counted in the step, whatever part of it `batch` is.
 fn place(spec: &RunSpec, batch: &Batch, leaf: u64) -> String {
     let begins = spec.plan.step(batch.step).map_or(batch.first_sample, |step| step.first_sample);
-    format!("step {}, leaf {}", batch.step, leaf + (batch.first_sample - begins) / batch.leaf)
+    let sample = batch.samples.get((leaf * batch.leaf) as usize).map_or(begins, |row| row.sample);
+    format!("step {}, leaf {}", batch.step, (sample - begins) / batch.leaf)
 }
 
 fn diverged(what: &str, step: u64) -> Fault {
     Fault::diverged(what).at(format!("step {step}"))
 }
 
-/// The state before the first step: weights drawn, or those of the start.
-pub fn initial(spec: &RunSpec, device: tch::Device) -> Result<State> {
+/// Weights and balancing biases before the first step: drawn, or those of the start.
+pub(crate) fn beginning(
+    spec: &RunSpec,
+    device: tch::Device,
+) -> Result<(Vec<Tensor>, Vec<Balance>)> {
     let mut balance = spec.balance();
     let weights = match &spec.start {
         None => model::init(spec.config(), spec.curriculum.seed),
@@ -404,7 +414,13 @@ pub fn initial(spec: &RunSpec, device: tch::Device) -> Result<State> {
             weights
         }
     };
-    let weights: Vec<Tensor> = weights.into_iter().map(|tensor| tensor.to_device(device)).collect();
+    let weights = weights.into_iter().map(|tensor| tensor.to_device(device)).collect();
+    Ok((weights, balance))
+}
+
+/// The state before the first step.
+pub fn initial(spec: &RunSpec, device: tch::Device) -> Result<State> {
+    let (weights, balance) = beginning(spec, device)?;
     let zeros = |tensor: &Tensor| tensor.zeros_like();
     let second = weights.iter().zip(&spec.rules);
     let second =

@@ -34,18 +34,26 @@ pub enum Part {
     LeafSums,
     /// The additions of the tree.
     Tree,
+    /// Blocks of the gradient packed and sent to other ranks.
+    Send,
+    /// Waiting for blocks of other ranks.
+    Blocks,
+    /// Waiting for what every rank says: losses, norms, checksums.
+    Peers,
     /// Checksums and norm of the summed gradient.
     Norm,
     /// Muon on the matrices.
     Muon,
     /// AdamW on the rest, or on all.
     AdamW,
+    /// New weights sent to every rank and received from every rank.
+    Share,
     /// Checksums of the new state.
     StateSums,
 }
 
 /// Every part, in the order of a step, with its name.
-pub const PARTS: [(Part, &str); 16] = [
+pub const PARTS: [(Part, &str); 20] = [
     (Part::Batch, "batch: read, assemble"),
     (Part::Round, "weights rounded for products"),
     (Part::Stream, "embedding, norms, residuals"),
@@ -58,9 +66,13 @@ pub const PARTS: [(Part, &str); 16] = [
     (Part::AttentionBack, "attention, backward"),
     (Part::LeafSums, "checksums of leaves"),
     (Part::Tree, "tree of additions"),
+    (Part::Send, "blocks packed and sent"),
+    (Part::Blocks, "waiting for blocks of other ranks"),
+    (Part::Peers, "waiting for the slowest rank"),
     (Part::Norm, "checksums and norm of the sum"),
     (Part::Muon, "Muon"),
     (Part::AdamW, "AdamW"),
+    (Part::Share, "new weights to every rank"),
     (Part::StateSums, "checksums of the state"),
 ];
 

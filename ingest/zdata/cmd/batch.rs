@@ -1,7 +1,6 @@
 //! `zdata batch`: what one step trains on, down to file, row and text.
 
 use std::fmt::Write as _;
-use std::ops::Range;
 use std::path::PathBuf;
 
 use contract::store::Split;
@@ -101,7 +100,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     let spec =
         plan.step(args.step).map_err(|fault| fault.or_at(|| opened.path.display().to_string()))?;
     let rows = rows(&args, &spec)?;
-    let whole = rows == (0..spec.batch);
+    let whole = rows.len() as u64 == spec.batch;
     let (sequences, digest) = match opened.text() {
         None => (positions(plan, &spec, rows)?, None),
         Some(stores) => {
@@ -116,10 +115,10 @@ pub(crate) fn exec(args: Args) -> Result<()> {
 }
 
 /// The rows asked for.
-fn rows(args: &Args, spec: &StepSpec) -> Result<Range<u64>> {
+fn rows(args: &Args, spec: &StepSpec) -> Result<Vec<u64>> {
     match args.sequence {
-        None => Ok(RankSlice::new(args.rank, args.world)?.rows(spec)),
-        Some(sequence) if sequence < spec.batch => Ok(sequence..sequence + 1),
+        None => Ok(RankSlice::new(args.rank, args.world)?.rows(spec).collect()),
+        Some(sequence) if sequence < spec.batch => Ok(vec![sequence]),
         Some(sequence) => Err(Fault::usage("there is no such sequence")
             .found(format!("--sequence {sequence}"))
             .wanted(format!("0 to {}: step {} has {}", spec.batch - 1, spec.step, spec.batch))),
@@ -127,9 +126,9 @@ fn rows(args: &Args, spec: &StepSpec) -> Result<Range<u64>> {
 }
 
 /// Sequences of which only the place is known.
-fn positions(plan: &Plan, spec: &StepSpec, rows: Range<u64>) -> Result<Vec<Sequence>> {
+fn positions(plan: &Plan, spec: &StepSpec, rows: Vec<u64>) -> Result<Vec<Sequence>> {
     let sequence = |row| Ok(Sequence::new(plan, row, &plan.sample(spec.first_sample + row)?));
-    rows.map(sequence).collect()
+    rows.into_iter().map(sequence).collect()
 }
 
 /// Sequences with documents and text, and the digest of all of them.
@@ -137,14 +136,14 @@ fn explained(
     plan: &Plan,
     stores: &Stores,
     spec: &StepSpec,
-    rows: Range<u64>,
+    rows: Vec<u64>,
 ) -> Result<(Vec<Sequence>, String)> {
-    let batch = loader::rows(plan, stores, spec.step, rows.clone())?;
+    let batch = loader::rows(plan, stores, spec.step, rows.iter().copied())?;
     let decoder = Decoder::new(&stores.tokenizer()?)?;
     let all = pieces(plan, stores, &batch.samples)?;
     let mut sequences = Vec::with_capacity(batch.samples.len());
     for (number, (sample, pieces)) in batch.samples.iter().zip(all).enumerate() {
-        let mut sequence = Sequence::new(plan, rows.start + number as u64, sample);
+        let mut sequence = Sequence::new(plan, rows[number], sample);
         let mask = batch.row(&batch.mask, number as u64);
         sequence.labels = Some(mask.iter().map(|label| u64::from(*label)).sum());
         sequence.digest = Some(batch.sequences[number].to_string());

@@ -1,5 +1,6 @@
 //! Transfers between ranks, each with a deadline.
 
+use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
 use std::ptr;
 
@@ -17,7 +18,10 @@ pub struct Exchange<'a> {
     pub(super) group: &'a Group,
     pub(super) what: &'a str,
     pub(super) number: u64,
-    pub(super) sends: Vec<(u32, Work)>,
+    /// What may not have left yet, oldest first.
+    pub(super) sends: VecDeque<(u32, Work)>,
+    /// How many sends were begun.
+    pub(super) begun: usize,
 }
 
 /// A tensor on its way here.
@@ -62,7 +66,24 @@ impl<'a> Exchange<'a> {
             shim_send(self.group.handle, tensor.as_ptr(), to as c_int, self.tag(), &raw mut work)
         });
         answer.map_err(|error| self.group.missing(self.what, self.number, to, &error))?;
-        self.sends.push((to, Work(work)));
+        self.sends.push_back((to, Work(work)));
+        self.begun += 1;
+        self.group.count(to, tensor.numel() as u64 * tensor.kind().elt_size_in_bytes() as u64);
+        Ok(())
+    }
+
+    /// How many sends were begun so far.
+    pub fn begun(&self) -> usize {
+        self.begun
+    }
+
+    /// Waits until the first `count` sends have left, and lets go of their memory.
+    pub fn left(&mut self, count: usize) -> Result<()> {
+        let Exchange { group, what, number, sends, begun } = self;
+        while *begun - sends.len() < count {
+            let Some((to, work)) = sends.pop_front() else { break };
+            group.wait(what, *number, to, &work)?;
+        }
         Ok(())
     }
 
@@ -85,7 +106,7 @@ impl<'a> Exchange<'a> {
 
     /// Waits until everything sent has left.
     pub fn finish(self) -> Result<()> {
-        let Exchange { group, what, number, sends } = self;
+        let Exchange { group, what, number, sends, begun: _ } = self;
         sends.iter().try_for_each(|(to, work)| group.wait(what, number, *to, work))
     }
 

@@ -14,9 +14,10 @@ mod store;
 #[cfg(test)]
 mod tests;
 
+use std::collections::VecDeque;
 use std::ffi::{CString, c_int, c_void};
 use std::ptr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -32,6 +33,9 @@ use store::{FAULT, LOOK};
 
 /// Bytes of the first message of a rank in a gathering.
 const FRAME: usize = 1024;
+
+/// What a rank that is here writes before the name of its machine.
+const HERE: &str = "on ";
 
 /// How long a rank that ends may take to leave word.
 const WORD: Duration = Duration::from_millis(300);
@@ -53,6 +57,17 @@ pub struct Place {
     pub name: String,
     /// The network interface to use; empty for the one that leads to this machine's name.
     pub interface: String,
+    /// The machine that the rank is on: the same text on all ranks there, another one elsewhere.
+    pub node: String,
+}
+
+/// Bytes that a rank sent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sent {
+    /// To any rank.
+    pub all: u64,
+    /// To ranks on other machines.
+    pub between_nodes: u64,
 }
 
 /// All ranks of a run, as one of them sees them.
@@ -66,6 +81,10 @@ pub struct Group {
     now: Mutex<(u64, String)>,
     /// Whether this rank's word of why the ranks stop is the one that stands.
     spoke_first: AtomicBool,
+    /// The machine of each rank.
+    nodes: Vec<String>,
+    /// Bytes sent to any rank, and to ranks on other machines.
+    sent: [AtomicU64; 2],
 }
 
 // SAFETY: sends and receives of Gloo take its own locks; what must not overlap is begun under `now` or by one thread.
@@ -83,7 +102,7 @@ impl Drop for Group {
 impl Group {
     /// Meets the other ranks. A rank that does not come within `timeout` is named.
     pub fn open(place: &Place, timeout: Duration) -> Result<Group> {
-        let Place { rank, world, host, port, rank_0_serves, name, interface } = place;
+        let Place { rank, world, host, port, rank_0_serves, name, interface, node } = place;
         let serves = *rank_0_serves && *rank == 0;
         let store = Store::open(host, *port, serves, name, timeout).map_err(|error| {
             let whose = if *rank_0_serves { "rank 0 holds it" } else { "the launcher holds it" };
@@ -92,8 +111,8 @@ impl Group {
                 reason: format!("{host}:{port} ({whose}): {error}"),
             }
         })?;
-        store.set(&format!("here/{rank}"), "1")?;
-        meet(&store, *world, timeout)?;
+        store.set(&format!("here/{rank}"), &format!("{HERE}{node}"))?;
+        let nodes = meet(&store, *world, timeout)?;
         // On one machine its own name may lead nowhere; the loopback always works.
         let loopback = ["localhost", "127.0.0.1", "::1"].contains(&host.as_str());
         let device_host = text(if loopback { "127.0.0.1" } else { "" })?;
@@ -113,7 +132,8 @@ impl Group {
         })?;
         let (place, now) = (place.clone(), Mutex::new((0, "the start".to_owned())));
         let (store, spoke_first) = (Arc::new(store), AtomicBool::new(false));
-        Ok(Group { place, timeout, store, handle, now, spoke_first })
+        let sent = [AtomicU64::new(0), AtomicU64::new(0)];
+        Ok(Group { place, timeout, store, handle, now, spoke_first, nodes, sent })
     }
 
     /// From here on another rank is missed after `timeout`.
@@ -144,6 +164,24 @@ impl Group {
         Arc::clone(&self.store)
     }
 
+    /// The machine of each rank, as its [`Place`] named it.
+    pub fn nodes(&self) -> &[String] {
+        &self.nodes
+    }
+
+    /// What this rank has sent since it met the others; libtorch's own collectives are not counted.
+    pub fn sent(&self) -> Sent {
+        let [all, between] = &self.sent;
+        Sent { all: all.load(Ordering::Relaxed), between_nodes: between.load(Ordering::Relaxed) }
+    }
+
+    fn count(&self, to: u32, bytes: u64) {
+        let crosses = self.nodes[to as usize] != self.nodes[self.place.rank as usize];
+        let [all, between] = &self.sent;
+        all.fetch_add(bytes, Ordering::Relaxed);
+        between.fetch_add(if crosses { bytes } else { 0 }, Ordering::Relaxed);
+    }
+
     /// The other ranks, the next one first: so that not everybody turns to the same one at once.
     pub fn others(&self) -> impl Iterator<Item = u32> + use<> {
         let Place { rank, world, .. } = self.place;
@@ -169,7 +207,7 @@ impl Group {
         if let Err(error) = self.post(&now) {
             return Err(self.without_store(what, &error));
         }
-        Ok(Exchange { group: self, what, number: now.0, sends: Vec::new() })
+        Ok(Exchange { group: self, what, number: now.0, sends: VecDeque::new(), begun: 0 })
     }
 
     /// Hands `mine` to every rank and returns what each of them handed over, by rank. Lengths may differ.
@@ -330,27 +368,26 @@ pub enum Collective {
     AllToAll = 4,
 }
 
-/// Waits until every rank has written that it is here.
-fn meet(store: &Store, world: u32, timeout: Duration) -> Result<()> {
+/// Waits until every rank has written that it is here; the machines that they are on.
+fn meet(store: &Store, world: u32, timeout: Duration) -> Result<Vec<String>> {
     let start = Instant::now();
-    let mut absent: Vec<u32> = (0..world).collect();
+    let mut found = vec![None; world as usize];
     loop {
-        let mut still = Vec::new();
-        for rank in absent {
-            if store.find(&format!("here/{rank}"))?.is_none() {
-                still.push(rank);
-            }
+        for (rank, node) in found.iter_mut().enumerate().filter(|(_, node)| node.is_none()) {
+            let said = store.find(&format!("here/{rank}"))?;
+            *node = said.map(|said| said.trim_start_matches(HERE).to_owned());
         }
-        if still.is_empty() {
-            return Ok(());
+        let absent = |(rank, node): (usize, &Option<String>)| node.is_none().then_some(rank);
+        let absent: Vec<_> = found.iter().enumerate().filter_map(absent).collect();
+        if absent.is_empty() {
+            return Ok(found.into_iter().flatten().collect());
         }
         if start.elapsed() > timeout {
-            let names = still.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+            let names = absent.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
             return Err(Error::Missing {
                 what: format!("of {world} ranks these did not come within {timeout:?}: {names}"),
             });
         }
-        absent = still;
         std::thread::sleep(LOOK);
     }
 }

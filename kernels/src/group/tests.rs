@@ -6,7 +6,9 @@ use std::thread;
 
 fn place(rank: u32, world: u32, port: u16) -> Place {
     let (host, name, interface) = ("127.0.0.1".to_owned(), "test/".to_owned(), String::new());
-    Place { rank, world, host, port, rank_0_serves: false, name, interface }
+    // Two ranks to a machine.
+    let node = (rank / 2).to_string();
+    Place { rank, world, host, port, rank_0_serves: false, name, interface, node }
 }
 
 const SECONDS: Duration = Duration::from_secs(20);
@@ -72,6 +74,34 @@ fn transfers_keep_their_order_and_their_bits() {
             assert_eq!(bits, wanted.collect::<Vec<_>>(), "from {from} to {rank}");
         }
     }
+}
+
+#[test]
+fn what_left_is_let_go_and_what_crosses_machines_is_counted() {
+    let sent = ranks(3, SECONDS, |group| {
+        let before = group.sent();
+        let mut exchange = group.begin("a test").unwrap();
+        let arrivals: Vec<_> = group
+            .others()
+            .flat_map(|from| [1i64, 2, 3].map(|size| (from, size)))
+            .map(|(from, size)| exchange.receive(from, Kind::Float, size * 1000).unwrap())
+            .collect();
+        for size in [1i64, 2, 3] {
+            for to in group.others() {
+                exchange.send(to, &Tensor::ones([size * 1000], tch::kind::FLOAT_CPU)).unwrap();
+            }
+            exchange.left(exchange.begun() - 2).unwrap();
+            assert!(exchange.sends.len() <= 2 && exchange.begun() == 2 * size as usize);
+        }
+        arrivals.into_iter().for_each(|arrival| drop(arrival.wait().unwrap()));
+        exchange.finish().unwrap();
+        let after = group.sent();
+        group.barrier("the end").unwrap();
+        assert_eq!(group.nodes(), ["0", "0", "1"]);
+        (after.all - before.all, after.between_nodes - before.between_nodes)
+    });
+    // 6,000 elements to each of two others; ranks 0 and 1 share a machine.
+    assert_eq!(sent, [(48_000, 24_000), (48_000, 24_000), (48_000, 48_000)]);
 }
 
 #[test]

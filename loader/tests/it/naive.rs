@@ -218,6 +218,17 @@ fn check_world(plan: &Plan, stores: &Stores, whole: &Batch, world: u32) {
     let joined: Vec<i32> = parts.iter().flat_map(|part| part.labels.to_vec()).collect();
     assert_eq!(joined, *whole.labels);
     assert_eq!(parts.iter().map(|part| part.label_count).sum::<u64>(), whole.label_count);
+    let spec = plan.step(whole.step).unwrap();
+    for rank in 0..world {
+        let slice = RankSlice::new(rank, world).unwrap().in_turn();
+        let part = batch(plan, stores, whole.step, slice).unwrap();
+        assert_eq!(part.rows, slice.rows(&spec).count() as u64);
+        for (number, row) in slice.rows(&spec).enumerate() {
+            assert_eq!(row / spec.leaf % u64::from(world), u64::from(rank));
+            assert_eq!(part.sequences[number], whole.sequences[row as usize], "rank {rank}");
+            assert_eq!(part.row(&part.tokens, number as u64), whole.row(&whole.tokens, row));
+        }
+    }
     let mut next = whole.first_sample;
     for part in parts.iter().filter(|part| part.rows > 0) {
         assert_eq!((part.first_sample, part.rows % part.leaf), (next, 0));

@@ -49,7 +49,7 @@ impl ParamSpec {
     }
 
     /// Whether it is an operand of the products that most of the time goes into.
-    fn in_large_products(&self) -> bool {
+    pub(crate) fn in_large_products(&self) -> bool {
         let small = self.name.contains(".router_mlp.") || self.name.contains("conv_qk_depthwise");
         self.shape.len() > 1 && !small
     }

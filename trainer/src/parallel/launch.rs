@@ -6,6 +6,8 @@
 //! mpirun              OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK; on this machine, if all ranks are on it
 //! ```
 //!
+//! A rank's machine is GROUP_RANK under torchrun, SLURM_NODEID under srun, and else the machine's name.
+//!
 //! `MASTER_ADDR` and `MASTER_PORT` win wherever they are set. A shell in a Slurm allocation is no rank: only srun sets
 //! the number of a step's tasks.
 
@@ -35,16 +37,24 @@ pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launche
         text.trim().parse().map(Some).map_err(wrong)
     };
     let ways = [
-        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-        (
+        ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"],
+        [
+            "SLURM_PROCID",
+            "SLURM_STEP_NUM_TASKS",
+            "SLURM_LOCALID",
+            "SLURM_STEP_TASKS_PER_NODE",
+            "SLURM_NODEID",
+        ],
+        [
             "OMPI_COMM_WORLD_RANK",
             "OMPI_COMM_WORLD_SIZE",
             "OMPI_COMM_WORLD_LOCAL_RANK",
             "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ),
+            // Open MPI numbers no machines.
+            "",
+        ],
     ];
-    for (rank_name, world_name, local_name, local_world_name) in ways {
+    for [rank_name, world_name, local_name, local_world_name, node_name] in ways {
         let (Some(rank), Some(world)) = (number(rank_name)?, number(world_name)?) else { continue };
         if rank >= world {
             return Err(Fault::usage("there is no such rank")
@@ -68,6 +78,7 @@ pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launche
             rank_0_serves: variable("TORCHELASTIC_USE_AGENT_STORE").as_deref() != Some("True"),
             name: name(&variable),
             interface: variable("GLOO_SOCKET_IFNAME").unwrap_or_default(),
+            node: variable(node_name).unwrap_or_else(host_name),
         };
         return Ok(Some(Launched { place, local_rank, local_world: local_world.unwrap_or(1) }));
     }
@@ -107,6 +118,12 @@ fn store(
         .hint("export MASTER_ADDR and MASTER_PORT, or start the ranks with torchrun or --nproc"))
 }
 
+/// The name of this machine; the same nothing on all machines where it cannot be read.
+fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname");
+    name.map(|name| name.trim().to_owned()).unwrap_or_default()
+}
+
 /// Keeps this launch apart from the one before, where the launcher's store outlives it.
 fn name(variable: &impl Fn(&str) -> Option<String>) -> String {
     let part = |name: &str| variable(name).unwrap_or_else(|| "0".to_owned());
@@ -144,6 +161,7 @@ mod tests {
             ("WORLD_SIZE", "8"),
             ("LOCAL_RANK", "1"),
             ("LOCAL_WORLD_SIZE", "2"),
+            ("GROUP_RANK", "1"),
             ("MASTER_ADDR", "node7"),
             ("MASTER_PORT", "1234"),
             ("TORCHELASTIC_USE_AGENT_STORE", "True"),
@@ -153,14 +171,16 @@ mod tests {
             ("SLURM_STEP_NUM_TASKS", "4"),
         ];
         let launched = found(&torchrun).unwrap().unwrap();
-        let Place { rank, world, host, port, rank_0_serves, name, .. } = launched.place;
+        let Place { rank, world, host, port, rank_0_serves, name, node, .. } = launched.place;
         assert_eq!((rank, world, host.as_str(), port), (3, 8, "node7", 1234));
+        assert_eq!(node, "1");
         assert_eq!((rank_0_serves, name.as_str()), (false, "ztrain/job/2/"));
         assert_eq!((launched.local_rank, launched.local_world), (1, 2));
         let slurm = [
             ("SLURM_PROCID", "5"),
             ("SLURM_STEP_NUM_TASKS", "8"),
             ("SLURM_LOCALID", "1"),
+            ("SLURM_NODEID", "6"),
             ("SLURM_STEP_NODELIST", "gpu[07-09,12]"),
             ("SLURM_STEP_TASKS_PER_NODE", "4(x2)"),
             ("SLURM_JOB_ID", "123456"),
@@ -168,12 +188,14 @@ mod tests {
         let launched = found(&slurm).unwrap().unwrap();
         assert_eq!((launched.place.host.as_str(), launched.place.port), ("gpu07", 23_456));
         assert_eq!((launched.place.rank_0_serves, launched.local_world), (true, 4));
+        assert_eq!(launched.place.node, "6");
         let mpi = [
             ("OMPI_COMM_WORLD_RANK", "1"),
             ("OMPI_COMM_WORLD_SIZE", "2"),
             ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
         ];
-        assert_eq!(found(&mpi).unwrap().unwrap().place.host, "127.0.0.1");
+        let launched = found(&mpi).unwrap().unwrap();
+        assert_eq!((launched.place.host.as_str(), launched.place.node), ("127.0.0.1", host_name()));
     }
 
     #[test]

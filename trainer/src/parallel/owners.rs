@@ -86,6 +86,11 @@ pub fn pieces(parameters: &[ParamSpec], rules: &[Rule], world: u32) -> Vec<Piece
     pieces
 }
 
+/// The elements of the pieces of `owner`.
+pub fn length(pieces: &[Piece], owner: u32) -> i64 {
+    pieces.iter().filter(|piece| piece.owner == owner).map(Piece::length).sum()
+}
+
 /// Numbers the bundles, and returns the cost of each.
 fn bundle(pieces: &mut [Piece]) -> Vec<u128> {
     let most_cost = pieces.iter().map(Piece::cost).max().unwrap_or(0);

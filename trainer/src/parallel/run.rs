@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 use contract::{Class, Digest, Fault, Hasher, Result};
 use kernels::group::{Group, Store};
 use kernels::runtime::{self, KernelTable};
-use loader::{Opened, Prefetcher, RankSlice};
+use loader::{Opened, Prefetcher};
 use serde_json::json;
 
 use super::restore::Reading;
 use super::shard::Shard;
 use super::step::{self, Stepped};
+use super::team::Team;
 use super::words::{Reader, Writer};
 use super::{lost, owners};
 use crate::checkpoint::{BlobRecord, Checkpoints, Layout, Ring, RingOptions, Saver, Snapshot};
@@ -20,7 +21,6 @@ use crate::exec::ExecOptions;
 use crate::ledger::StepRecord;
 use crate::run::{Opening, Outcome, Run, checkpoint_is_due, last_step, staging, validation_is_due};
 use crate::spec::RunSpec;
-use crate::step::initial;
 
 /// Trains what `opened` says as one of `group`'s ranks. The outcome is the same on every rank.
 pub fn train_as(
@@ -46,6 +46,7 @@ fn begin(
     runtime::enter_thread().map_err(lost)?;
     let spec = Arc::new(RunSpec::new(opened)?);
     agree(&spec, exec, table, group)?;
+    let team = Team::new(group, exec.schedule, exec.flat)?;
     let pieces = owners::pieces(&spec.parameters, &spec.rules, group.world());
     let layout = Arc::new(Layout::new(&spec, exec.device));
     let reading = Reading { group, layout: &layout, pieces: &pieces, lanes: exec.lanes };
@@ -54,17 +55,18 @@ fn begin(
         let found = opening.newest_of_all(&reading)?;
         let found = opening.told(found)?;
         let mut run = opening.begin(found.as_ref().map_or(0, |shard| shard.step))?;
-        run.event("ranks", json!({"world": group.world(), "schedule": "subtree-first"}))?;
+        let (schedule, nodes) = (exec.schedule.name(), team.nodes.sizes());
+        run.event("ranks", json!({"world": group.world(), "schedule": schedule, "nodes": nodes}))?;
         let checkpoints = run.checkpoints.clone();
         (Some(run), (found, checkpoints))
     } else {
         (None, reading.follow()?)
     };
-    let begin = || Ok(Shard::cut(initial(&spec, exec.device)?, pieces.clone(), group.rank()));
+    let begin = || Shard::begin(&spec, exec.device, pieces.clone(), group.rank());
     let mut shard = found.map_or_else(begin, Ok)?;
     let (kept, saver, ring) = (shard.step, Saver::new(), Ring::new(exec.ring));
     let mut keeper = Keeper { layout, checkpoints, kept, saver, ring };
-    let outcome = steps(&spec, exec, group, &mut shard, &mut keeper, &mut run)?;
+    let outcome = steps(&spec, exec, &team, &mut shard, &mut keeper, &mut run)?;
     // Nobody says done before rank 0 has written everything.
     let Some(run) = run else {
         group.barrier("the end").map_err(lost)?;
@@ -79,14 +81,14 @@ fn begin(
 fn steps(
     spec: &Arc<RunSpec>,
     exec: &ExecOptions,
-    group: &Group,
+    team: &Team<'_>,
     shard: &mut Shard,
     keeper: &mut Keeper,
     run: &mut Option<Run<'_>>,
 ) -> Result<Outcome> {
     let steps = shard.step + 1..last_step(spec, exec) + 1;
     let (plan, data) = (spec.plan.clone(), spec.data.clone());
-    let slice = RankSlice::new(group.rank(), group.world())?;
+    let (group, slice) = (team.group, team.slice(team.group.rank())?);
     let stage = staging(spec, exec)?;
     let mut digest = None;
     let mut batches = Prefetcher::start(plan, data, steps, slice, exec.prefetch, stage)?;
@@ -98,8 +100,8 @@ fn steps(
         let Some(batch) = batch else { break };
         let (batch, leaves) = batch?;
         let computed =
-            step::advance(spec, shard, (&batch, &leaves), (group, exec.lanes), || exec.stopped());
-        let Stepped { record, stop } = match computed {
+            step::advance(spec, shard, (&batch, &leaves), (team, exec.lanes), || exec.stopped());
+        let Stepped { record, stop, sent, waited } = match computed {
             Ok(stepped) => stepped,
             Err(fault) => return Err(keeper.failed(fault, shard, group, run)),
         };
@@ -107,6 +109,12 @@ fn steps(
         if let Some(run) = run {
             let step = spec.plan.step(record.step)?;
             run.record(&record, step.batch * u64::from(step.seq_len))?;
+            let waited = (waited.as_secs_f64() * 1e6).round() / 1e6;
+            let fields = json!({
+                "step": record.step, "bytes": sent.all, "bytes_between_nodes": sent.between_nodes,
+                "waited_for_blocks": waited,
+            });
+            run.event("exchange", fields)?;
         }
         keeper.recall(group, shard, run, &record)?;
         if let (Some(run), true) = (run.as_mut(), validation_is_due(spec, exec, shard.step)) {
@@ -287,13 +295,15 @@ fn agree(spec: &RunSpec, exec: &ExecOptions, table: &KernelTable, group: &Group)
     let RingOptions { states, every, spike } = exec.ring;
     mine.word(exec.checkpoint_every).word(stop_after).word(exec.validation.every);
     mine.word(states as u64).word(every).float(spike);
+    mine.word(exec.schedule as u64).word(u64::from(exec.flat));
     let heard = group.all_gather("the first meeting", mine.bytes()).map_err(lost)?;
     let read = |bytes: &[u8]| {
         let mut words = Reader::new(bytes);
         let what = (words.digest()?, words.digest()?);
         let when = (words.word()?, words.word()?, words.word()?);
         let ring = (words.word()?, words.word()?, words.word()?);
-        words.end().map(|()| (what, (when, ring)))
+        let ways = (words.word()?, words.word()?);
+        words.end().map(|()| (what, (when, ring, ways)))
     };
     let first = read(&heard[0])?;
     for (rank, heard) in heard.iter().enumerate() {

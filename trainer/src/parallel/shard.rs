@@ -2,19 +2,24 @@
 
 use contract::Result;
 use kernels::checksum;
-use kernels::group::Group;
 use tch::{Device, Kind, Tensor};
 
-use super::lost;
 use super::owners::Piece;
+use super::team::Team;
 use super::words::{self, Writer};
+use super::{lost, owners};
 use crate::checkpoint::region::Region;
 use crate::checkpoint::{Layout, Owned, Reader, Set, Snapshot, Want};
 use crate::lanes::Lanes;
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
 use crate::optim::{self, At, Settings};
-use crate::state::{self, Part, State, StateSums, salt};
+use crate::spec::RunSpec;
+#[cfg(test)]
+use crate::state::State;
+use crate::state::{self, Part, StateSums, salt};
+use crate::step;
+use crate::timing;
 
 /// A rank's part of the state after a step.
 pub struct Shard {
@@ -40,8 +45,22 @@ struct Moments {
 }
 
 impl Shard {
+    /// What is `rank`'s before the first step.
+    pub fn begin(spec: &RunSpec, device: Device, pieces: Vec<Piece>, rank: u32) -> Result<Self> {
+        let (weights, balance) = step::beginning(spec, device)?;
+        let zeros = |piece: &Piece| Tensor::zeros(&piece.shape, (Kind::Float, device));
+        let begin = |piece: &Piece| Moments {
+            first: zeros(piece),
+            second: piece.rule.has_second_moment().then(|| zeros(piece)),
+        };
+        let moments = pieces.iter().filter(|piece| piece.owner == rank).map(begin).collect();
+        let windows = spec.settings.guard.windows();
+        Ok(Shard { step: 0, weights, balance, windows, pieces, rank, moments })
+    }
+
     /// Keeps what is `rank`'s of a whole state.
-    pub fn cut(state: State, pieces: Vec<Piece>, rank: u32) -> Self {
+    #[cfg(test)]
+    pub(super) fn cut(state: State, pieces: Vec<Piece>, rank: u32) -> Self {
         let State { step, weights, first, second, balance, windows } = state;
         let keep = |piece: &Piece| Moments {
             first: piece.of(&first[piece.tensor]).copy(),
@@ -63,7 +82,7 @@ impl Shard {
 
     /// The elements of the pieces of `rank`.
     pub fn length(&self, rank: u32) -> i64 {
-        self.of(rank).map(Piece::length).sum()
+        owners::length(&self.pieces, rank)
     }
 
     /// Cuts what `pack` made for `rank` into its pieces again.
@@ -94,23 +113,38 @@ impl Shard {
         optim::run(settings, items, at, lanes)
     }
 
-    /// Sends this rank's new weights to every other and takes theirs.
-    pub fn share_weights(&mut self, group: &Group) -> Result<()> {
-        let mine = pack(&self.pieces, self.rank, &self.weights);
+    /// Sends this rank's new weights to every other and takes theirs. Each crosses to another machine once: the gate there
+    /// passes it on.
+    pub(super) fn share_weights(&mut self, team: &Team<'_>) -> Result<()> {
+        let _watch = timing::part(timing::Part::Share);
+        let (group, nodes, me) = (team.group, &team.nodes, self.rank);
+        let here = |rank: &u32| nodes.of(*rank) == nodes.here();
+        let mine = pack(&self.pieces, &[me], &self.weights);
         let mut exchange = group.begin("the sharing of new weights").map_err(lost)?;
+        // Asked for in the order in which each rank sends: first its own, then what it passes on.
+        let (direct, passed): (Vec<u32>, Vec<u32>) = (0..group.world())
+            .filter(|owner| *owner != me)
+            .partition(|owner| nodes.teller(me, *owner) == *owner);
         let mut arrivals = Vec::new();
-        for other in group.others() {
-            let arrival = exchange.receive(other, Kind::Float, self.length(other)).map_err(lost)?;
-            arrivals.push((other, arrival));
+        for owner in direct.into_iter().chain(passed) {
+            let from = nodes.teller(me, owner);
+            let arrival = exchange.receive(from, Kind::Float, self.length(owner)).map_err(lost)?;
+            arrivals.push((owner, arrival));
         }
-        for other in group.others() {
-            exchange.send(other, &mine).map_err(lost)?;
+        for to in group.others().filter(|to| nodes.teller(*to, me) == me) {
+            exchange.send(to, &mine).map_err(lost)?;
         }
-        for (other, arrival) in arrivals {
+        for (owner, arrival) in arrivals {
+            let from = nodes.teller(me, owner);
             let packed = arrival.wait().map_err(lost)?;
-            let parts = self.unpack(other, &packed);
+            if from == owner && !here(&owner) {
+                for to in group.others().filter(here) {
+                    exchange.send(to, &packed).map_err(lost)?;
+                }
+            }
+            let parts = self.unpack(owner, &packed);
             tch::no_grad(|| {
-                for (piece, part) in self.of(other).zip(parts) {
+                for (piece, part) in self.of(owner).zip(parts) {
                     piece.of(&self.weights[piece.tensor]).copy_(&part);
                 }
             });
@@ -128,6 +162,7 @@ impl Shard {
         });
         let sums = lanes.map(items.collect(), |(piece, weight, first, second)| {
             let (at, index) = (piece.first as u64, piece.tensor);
+            let _watch = timing::part(timing::Part::StateSums);
             let sum = |tensor: &Tensor, part| checksum::slice(tensor, at, salt(part, index));
             let second = second.map_or(0, |second| sum(&second, Part::Second));
             Ok([sum(&weight, Part::Weight), sum(&first, Part::First), second])
@@ -211,10 +246,14 @@ impl Shard {
     }
 }
 
-/// What is `rank`'s of whole tensors, one piece after the other in memory that can be sent.
-pub(super) fn pack(pieces: &[Piece], rank: u32, whole: &[Tensor]) -> Tensor {
-    let own = pieces.iter().filter(|piece| piece.owner == rank);
-    packed(&own.map(|piece| piece.of(&whole[piece.tensor]).reshape([-1])).collect::<Vec<_>>())
+/// What is the `owners`' of whole tensors, owner after owner and piece after piece, in memory that can be sent.
+pub(super) fn pack(pieces: &[Piece], owners: &[u32], whole: &[Tensor]) -> Tensor {
+    let of = |owner: &u32| {
+        let owner = *owner;
+        pieces.iter().filter(move |piece| piece.owner == owner)
+    };
+    let parts = owners.iter().flat_map(of);
+    packed(&parts.map(|piece| piece.of(&whole[piece.tensor]).reshape([-1])).collect::<Vec<_>>())
 }
 
 /// One tensor in memory that can be sent.

@@ -2,26 +2,27 @@
 //!
 //! ```text
 //! 1 head     step, labels, sequence digests              everybody to everybody, small
-//! 2 blocks   sums of whole subtrees, as soon as they are done, to the owners of their pieces
+//! 2 blocks   sums of whole subtrees, as soon as they are done, to the owners of their pieces: see `gather`
 //! 3 losses   loss, labels and checksum of each leaf; router counts                     small
 //! 4 norm     checksum and chunk squares of each piece of G                             small
 //! 5 weights  each owner's new weights to everybody
 //! 6 sums     checksums of each piece of the state; whether somebody was asked to stop  small
 //! ```
-//!
-//! Subtree-first: a rank has contiguous leaves, adds the largest aligned blocks among them by itself (one where the
-//! number of ranks is a power of two that divides the leaves), and sends only those.
+
+use std::time::{Duration, Instant};
 
 use contract::{Digest, Fault, Result};
 use kernels::checksum;
-use kernels::group::{Arrival, Exchange, Group};
-use kernels::tree::{Counter, blocks};
-use loader::{Batch, RankSlice};
-use tch::{Kind, Tensor};
+use kernels::group::{Group, Sent};
+use kernels::tree::Counter;
+use loader::Batch;
+use tch::Tensor;
 
+use super::gather::Gather;
 use super::lost;
 use super::owners::Piece;
-use super::shard::{Shard, pack};
+use super::shard::Shard;
+use super::team::Team;
 use super::words::{Reader, Writer};
 use crate::lanes::Lanes;
 use crate::ledger::StepRecord;
@@ -30,6 +31,7 @@ use crate::optim::norm;
 use crate::spec::RunSpec;
 use crate::state::{Part, StateSums, salt};
 use crate::step::{self, Detail, Gradient, LeafSums, Leaves};
+use crate::timing;
 
 /// What a step came to.
 pub struct Stepped {
@@ -37,10 +39,15 @@ pub struct Stepped {
     pub record: StepRecord,
     /// Whether any rank was asked to stop.
     pub stop: bool,
+    /// What all ranks together have sent, up to the last small exchange.
+    pub sent: Sent,
+    /// The longest that a rank waited for blocks of the gradient when all leaves had been computed.
+    pub waited: Duration,
 }
 
 /// What is known of a step before its first leaf.
 struct Head {
+    leaves: u64,
     divisor: u64,
     data: Digest,
 }
@@ -50,13 +57,14 @@ pub fn advance(
     spec: &RunSpec,
     shard: &mut Shard,
     (batch, leaves): (&Batch, &Leaves),
-    (group, lanes): (&Group, Lanes),
+    (team, lanes): (&Team<'_>, Lanes),
     asked: impl Fn() -> bool,
 ) -> Result<Stepped> {
-    let step = shard.step + 1;
+    let (step, group) = (shard.step + 1, team.group);
+    let before = group.sent();
     group.reached(&format!("step {step}"));
-    let head = head(group, batch)?;
-    let (gradient, own) = gradient(spec, shard, (batch, leaves), &head, (group, lanes))?;
+    let head = head(spec, team, batch)?;
+    let (gradient, own, waited) = gradient(spec, shard, (batch, leaves), &head, (team, lanes))?;
     step::check_losses(step, &gradient.leaves)?;
     let (checksums, norm) = norm_of(group, shard, &own, lanes)?;
     step::check_norm(step, norm)?;
@@ -68,23 +76,26 @@ pub fn advance(
     drop(own);
     if decision.moves() {
         step::update_balance(spec, (step, at.step), &mut shard.balance, &gradient.router)?;
-        shard.share_weights(group)?;
+        shard.share_weights(team)?;
     }
     shard.step = step;
-    let (sums, stop) = sums(group, shard, lanes, asked())?;
+    let sent = group.sent();
+    let between_nodes = sent.between_nodes - before.between_nodes;
+    let sent = Sent { all: sent.all - before.all, between_nodes };
+    let (sums, stop, (sent, waited)) = sums(group, shard, lanes, (asked(), sent, waited))?;
     let moved = (lr, norm, decision, checksums);
     let record = step::record(spec, (step, head.data), &gradient, moved, sums)?;
-    Ok(Stepped { record, stop })
+    Ok(Stepped { record, stop, sent, waited })
 }
 
 /// Labels and digests of the whole step. Ranks that are not at the same step are found out here.
-fn head(group: &Group, batch: &Batch) -> Result<Head> {
+fn head(spec: &RunSpec, team: &Team<'_>, batch: &Batch) -> Result<Head> {
     let mut mine = Writer::default();
     mine.word(batch.step).word(batch.label_count).word(batch.sequences.len() as u64);
     batch.sequences.iter().for_each(|digest| {
         mine.digest(*digest);
     });
-    let heard = group.all_gather("the gathering of labels", mine.bytes()).map_err(lost)?;
+    let heard = team.group.all_gather("the gathering of labels", mine.bytes()).map_err(lost)?;
     let (mut labels, mut sequences) = (0, Vec::new());
     for (rank, heard) in heard.iter().enumerate() {
         let mut heard = Reader::new(heard);
@@ -97,124 +108,52 @@ fn head(group: &Group, batch: &Batch) -> Result<Head> {
         }
         labels += heard.word()?;
         let count = heard.word()?;
-        sequences.push((0..count).map(|_| heard.digest()).collect::<Result<Vec<_>>>()?);
+        let digests = (0..count).map(|_| heard.digest()).collect::<Result<Vec<_>>>()?;
+        sequences.push(digests.chunks(batch.leaf as usize).map(<[Digest]>::to_vec).collect());
         heard.end()?;
     }
+    let step = spec.plan.step(batch.step)?;
+    let leaves = step.batch / step.leaf;
+    let sequences: Vec<Vec<Digest>> = team.in_order(leaves, sequences)?;
     let data = loader::step_digest(sequences.iter().map(Vec::as_slice));
-    Ok(Head { divisor: labels.max(1), data })
-}
-
-/// The subtrees of a rank: adds leaves as they come and hands on each block that is complete.
-struct Blocks {
-    left: std::vec::IntoIter<(u32, u64)>,
-    now: Option<(u32, Counter<Vec<Tensor>>)>,
-}
-
-impl Blocks {
-    fn new(leaves: std::ops::Range<u64>) -> Self {
-        Blocks { left: blocks(leaves.start, leaves.end).into_iter(), now: None }
-    }
-
-    /// Takes the next leaf; returns the block's sum if that was its last.
-    fn push(&mut self, leaf: Vec<Tensor>) -> Option<Vec<Tensor>> {
-        let next = || self.left.next().map(|(level, _)| (level, Counter::new()));
-        let (level, mut counter) = self.now.take().or_else(next)?;
-        counter.push(leaf);
-        if counter.leaves() < 1 << level {
-            self.now = Some((level, counter));
-            return None;
-        }
-        counter.finish()
-    }
+    Ok(Head { leaves, divisor: labels.max(1), data })
 }
 
 /// Computes this rank's leaves and adds this rank's pieces of everybody's. The gradient that is returned has no tensors;
-/// those of this rank's pieces come beside it.
+/// those of this rank's pieces come beside it, and how long they were waited for after the last leaf of all.
 fn gradient(
     spec: &RunSpec,
     shard: &Shard,
     (batch, leaves): (&Batch, &Leaves),
     head: &Head,
-    (group, lanes): (&Group, Lanes),
-) -> Result<(Gradient, Vec<Tensor>)> {
-    let step = spec.plan.step(batch.step)?;
-    let count = step.batch / step.leaf;
-    let part = |rank| RankSlice::new(rank, group.world()).map(|slice| slice.leaves(count));
-    let own = part(group.rank())?;
-    let mut exchange = group.begin("the gathering of gradients").map_err(lost)?;
-    // Asked for before anything is computed, so that what is ready travels while leaves are still being computed.
-    let arrivals =
-        group.others().map(|from| Ok((from, expect(&exchange, shard, from, part(from)?)?)));
-    let mut arrivals = arrivals.collect::<Result<std::collections::BTreeMap<_, _>>>()?;
-    let (mut subtrees, mut mine) = (Blocks::new(own.clone()), Vec::new());
+    (team, lanes): (&Team<'_>, Lanes),
+) -> Result<(Gradient, Vec<Tensor>, Duration)> {
+    let mut gather = Gather::begin(team, shard.pieces(), head.leaves)?;
+    let own = gather.leaves();
     let (mut kept, mut router) = (Vec::new(), Vec::new());
-    let pieces = shard.pieces();
     let take = |sums: LeafSums, output: LeafOutput| {
         kept.push(sums);
         step::add_counts(&mut router, output.counts);
-        if let Some(block) = subtrees.push(output.grads) {
-            send(&mut exchange, group, pieces, &block)?;
-            mine.push(pack(pieces, group.rank(), &block));
-        }
-        Ok(())
+        gather.leaf(output.grads)
     };
-    let begun = |leaf| group.reached(&format!("step {}, leaf {}", batch.step, own.start + leaf));
+    let begun = |leaf: u64| {
+        team.group.reached(&format!("step {}, leaf {}", batch.step, own[leaf as usize]));
+    };
     let frozen = (shard.weights.as_slice(), shard.balance.as_slice());
     let detail = (head.divisor, Detail::Sums);
     step::each_leaf(spec, frozen, batch, leaves, lanes, detail, begun, take)?;
-    let gradient = losses(group, head.divisor, count, kept, router)?;
-    let mut sum = Counter::new();
-    for rank in 0..group.world() {
-        for (level, _) in blocks(part(rank)?.start, part(rank)?.end) {
-            let arrived = match arrivals.get_mut(&rank) {
-                Some(arrivals) => arrivals.next().map(Arrival::wait).transpose().map_err(lost)?,
-                None => None,
-            };
-            let block = match arrived {
-                Some(block) => block,
-                None => mine.remove(0),
-            };
-            sum.push_block(level, block);
-        }
-    }
-    exchange.finish().map_err(lost)?;
-    let sum = sum.finish().ok_or_else(|| Fault::bug("a step had no leaves"))?;
+    let gradient = losses(team, head, kept, router)?;
+    let start = Instant::now();
+    let sum = gather.finish()?;
+    let waited = start.elapsed();
     let sum = sum.to_device(shard.weights[0].device());
-    Ok((gradient, shard.unpack(group.rank(), &sum)))
-}
-
-/// Begins to receive this rank's pieces of each block of `from`.
-fn expect<'a>(
-    exchange: &Exchange<'a>,
-    shard: &Shard,
-    from: u32,
-    leaves: std::ops::Range<u64>,
-) -> Result<std::vec::IntoIter<Arrival<'a>>> {
-    let length = shard.length(exchange.rank());
-    let arrival = |_| exchange.receive(from, Kind::Float, length).map_err(lost);
-    let arrivals: Vec<_> =
-        blocks(leaves.start, leaves.end).into_iter().map(arrival).collect::<Result<_>>()?;
-    Ok(arrivals.into_iter())
-}
-
-/// Sends everybody their pieces of a block.
-fn send(
-    exchange: &mut Exchange<'_>,
-    group: &Group,
-    pieces: &[Piece],
-    block: &[Tensor],
-) -> Result<()> {
-    for to in group.others() {
-        exchange.send(to, &pack(pieces, to, block)).map_err(lost)?;
-    }
-    Ok(())
+    Ok((gradient, shard.unpack(team.group.rank(), &sum), waited))
 }
 
 /// Losses of all leaves in leaf order, and the router's counts over all ranks.
 fn losses(
-    group: &Group,
-    divisor: u64,
-    leaves: u64,
+    team: &Team<'_>,
+    head: &Head,
     kept: Vec<LeafSums>,
     router: Vec<Vec<u64>>,
 ) -> Result<Gradient> {
@@ -233,17 +172,20 @@ fn losses(
             mine.word(*count);
         });
     }
-    let heard = group.all_gather("the gathering of losses", mine.bytes()).map_err(lost)?;
-    let (mut all, mut router, mut tree) = (Vec::new(), Vec::new(), Counter::new());
+    let heard = {
+        let _watch = timing::part(timing::Part::Peers);
+        team.group.all_gather("the gathering of losses", mine.bytes()).map_err(lost)?
+    };
+    let (mut said, mut router) = (Vec::new(), Vec::new());
     for heard in &heard {
-        let mut heard = Reader::new(heard);
+        let (mut heard, mut of_rank) = (Reader::new(heard), Vec::new());
         for _ in 0..heard.word()? {
             let (loss, labels, gradient) = (heard.float()?, heard.word()?, heard.word()?);
-            tree.push(loss);
             let rows = (0..heard.word()?).map(|_| Ok((heard.float()?, heard.word()?)));
             let rows = rows.collect::<Result<_>>()?;
-            all.push(LeafSums { loss, labels, gradient, rows, token_losses: Vec::new() });
+            of_rank.push(LeafSums { loss, labels, gradient, rows, token_losses: Vec::new() });
         }
+        said.push(of_rank);
         let layers = heard.word()?;
         let layer = |_| {
             let classes = heard.word()?;
@@ -256,17 +198,17 @@ fn losses(
         }
         heard.end()?;
     }
-    if all.len() as u64 != leaves {
-        return Err(Fault::bug(format!("{} leaves were computed of {leaves}", all.len())));
-    }
+    let (leaves, mut tree) = (team.in_order(head.leaves, said)?, Counter::new());
+    leaves.iter().for_each(|leaf| tree.push(leaf.loss));
     let loss = tree.finish().unwrap_or(0.0);
-    Ok(Gradient { divisor, loss, tensors: Vec::new(), leaves: all, router })
+    Ok(Gradient { divisor: head.divisor, loss, tensors: Vec::new(), leaves, router })
 }
 
 /// The checksum of each tensor of the summed gradient, and its norm.
 fn norm_of(group: &Group, shard: &Shard, own: &[Tensor], lanes: Lanes) -> Result<(Vec<u64>, f64)> {
     let items = shard.of(group.rank()).cloned().zip(own.iter().map(Tensor::shallow_clone));
     let found = lanes.map(items.collect(), |(piece, gradient): (Piece, Tensor)| {
+        let _watch = timing::part(timing::Part::Norm);
         let salt = salt(Part::Gradient, piece.tensor);
         Ok((checksum::slice(&gradient, piece.first as u64, salt), norm::chunks(&gradient)))
     })?;
@@ -277,7 +219,10 @@ fn norm_of(group: &Group, shard: &Shard, own: &[Tensor], lanes: Lanes) -> Result
             mine.float(*square);
         });
     }
-    let heard = group.all_gather("the gathering of norms", mine.bytes()).map_err(lost)?;
+    let heard = {
+        let _watch = timing::part(timing::Part::Peers);
+        group.all_gather("the gathering of norms", mine.bytes()).map_err(lost)?
+    };
     let mut heard: Vec<_> = heard.iter().map(|heard| Reader::new(heard)).collect();
     let mut checksums = vec![0u64; shard.weights.len()];
     let mut squares = vec![Vec::new(); shard.weights.len()];
@@ -293,18 +238,31 @@ fn norm_of(group: &Group, shard: &Shard, own: &[Tensor], lanes: Lanes) -> Result
     Ok((checksums, norm::norm(&squares)))
 }
 
-/// The checksums of the whole state after the step, and whether anybody was asked to stop.
-fn sums(group: &Group, shard: &Shard, lanes: Lanes, stop: bool) -> Result<(StateSums, bool)> {
+/// The checksums of the whole state after the step; whether anybody was asked to stop; what all have sent, and the longest
+/// wait.
+fn sums(
+    group: &Group,
+    shard: &Shard,
+    lanes: Lanes,
+    (stop, sent, waited): (bool, Sent, Duration),
+) -> Result<(StateSums, bool, (Sent, Duration))> {
     let mut mine = Writer::default();
-    mine.word(u64::from(stop));
+    mine.word(u64::from(stop)).word(sent.all).word(sent.between_nodes);
+    mine.word(waited.as_nanos() as u64);
     shard.say_sums(&mut mine, lanes)?;
-    let heard = group.all_gather("the gathering of checksums", mine.bytes()).map_err(lost)?;
+    let heard = {
+        let _watch = timing::part(timing::Part::Peers);
+        group.all_gather("the gathering of checksums", mine.bytes()).map_err(lost)?
+    };
     let mut heard: Vec<_> = heard.iter().map(|heard| Reader::new(heard)).collect();
-    let mut stop = false;
+    let (mut stop, mut sent, mut waited) = (false, Sent::default(), Duration::ZERO);
     for heard in &mut heard {
         stop |= heard.word()? != 0;
+        sent.all += heard.word()?;
+        sent.between_nodes += heard.word()?;
+        waited = waited.max(Duration::from_nanos(heard.word()?));
     }
     let sums = shard.hear_sums(&mut heard)?;
     heard.into_iter().try_for_each(Reader::end)?;
-    Ok((sums, stop))
+    Ok((sums, stop, (sent, waited)))
 }

@@ -1,6 +1,21 @@
 //! Numbers as bytes between ranks: 64-bit words, little-endian, read back in the order in which they were written.
 
 use contract::{Digest, Fault, Result};
+use kernels::group::Group;
+
+use super::lost;
+
+/// Two words of every rank.
+pub(crate) fn pairs(group: &Group, what: &str, mine: (u64, u64)) -> Result<Vec<(u64, u64)>> {
+    let mut words = Writer::default();
+    words.word(mine.0).word(mine.1);
+    let heard = group.all_gather(what, words.bytes()).map_err(lost)?;
+    let read = |heard: &Vec<u8>| {
+        let mut heard = Reader::new(heard);
+        Ok((heard.word()?, heard.word()?))
+    };
+    heard.iter().map(read).collect()
+}
 
 /// Writes words.
 #[derive(Default)]

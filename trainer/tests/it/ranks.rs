@@ -2,34 +2,48 @@
 //!
 //! Ranks are threads here, each with a group of its own over the loopback: the same code as in processes of their own.
 
+use std::ops::Range;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use contract::{Class, Result};
 use kernels::group::{Group, Place, Store};
 use loader::Opened;
+use serde_json::Value;
 use trainer::lanes::Lanes;
-use trainer::parallel::train_as;
-use trainer::{ExecOptions, Outcome};
+use trainer::parallel::{Schedule, owners, train_as};
+use trainer::{ExecOptions, Outcome, RunSpec};
 
 use crate::same_bits::assert_same;
 use crate::support::{Scratch, table};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Trains `run.toml` in `out` with `world` ranks; `change` may give each rank other options.
+/// Trains `run.toml` in `out` with `world` ranks on one machine; `change` may give each rank other options.
 pub(crate) fn train_with(
     scratch: &Scratch,
     out: &str,
     world: u32,
     change: impl Fn(u32, &mut ExecOptions) + Sync,
 ) -> Vec<Result<Outcome>> {
+    train_on(scratch, out, &[world], change)
+}
+
+/// The same with so many ranks on each of several machines.
+fn train_on(
+    scratch: &Scratch,
+    out: &str,
+    machines: &[u32],
+    change: impl Fn(u32, &mut ExecOptions) + Sync,
+) -> Vec<Result<Outcome>> {
     let store = Store::serve("127.0.0.1", 0, "test/", PATIENCE).unwrap();
-    let (table, change, port) = (table(), &change, store.port());
-    let rank = |rank| {
+    let (table, change, port, world) = (table(), &change, store.port(), machines.iter().sum());
+    let name = |(index, count): (usize, &u32)| vec![format!("machine {index}"); *count as usize];
+    let nodes: Vec<String> = machines.iter().enumerate().flat_map(name).collect();
+    let rank = |rank: u32| {
         let (host, name) = ("127.0.0.1".to_owned(), "test/".to_owned());
-        let interface = String::new();
-        let place = Place { rank, world, host, port, rank_0_serves: false, name, interface };
+        let (interface, node) = (String::new(), nodes[rank as usize].clone());
+        let place = Place { rank, world, host, port, rank_0_serves: false, name, interface, node };
         let group = Group::open(&place, PATIENCE).unwrap();
         let mut exec = ExecOptions::new(scratch.path(out));
         (exec.progress, exec.checkpoint_every, exec.lanes) = (false, 3, Lanes::new(1));
@@ -48,24 +62,104 @@ fn any_number_of_ranks_writes_one_ledger() {
     let scratch = Scratch::new();
     let alone = scratch.train("alone");
     // 3 and 5 leaves: 4 and 8 ranks leave some idle, 2 cut a tree that is no power of two.
-    for world in [2, 3, 4, 5, 8] {
-        let out = format!("ranks-{world}");
-        let outcomes = train_with(&scratch, &out, world, |rank, exec| {
-            exec.lanes = Lanes::new(1 + rank as usize % 3);
-        });
-        for outcome in outcomes {
-            assert_eq!(outcome.unwrap(), alone, "{world} ranks");
+    for machines in [&[1][..], &[2], &[3], &[2, 2], &[3, 2], &[3, 1, 4]] {
+        for schedule in [Schedule::Subtree, Schedule::Streaming] {
+            let out = format!("ranks-{machines:?}-{}", schedule.name());
+            let outcomes = train_on(&scratch, &out, machines, |rank, exec| {
+                (exec.lanes, exec.schedule) = (Lanes::new(1 + rank as usize % 3), schedule);
+            });
+            for outcome in outcomes {
+                assert_eq!(outcome.unwrap(), alone, "{out}");
+            }
+            assert_same(&scratch, "alone", &out);
         }
-        assert_same(&scratch, "alone", &out);
     }
+}
+
+#[test]
+fn a_machine_adds_before_it_sends() {
+    let scratch = Scratch::new();
+    // 16 leaves a step, so that 4 and 8 ranks have whole subtrees.
+    let many = [("batch = 6\nleaf = 2", "batch = 16\nleaf = 1"), ("batch = 5", "batch = 16")];
+    let short = [("steps = 6", "steps = 2"), ("steps = 4", "steps = 1")];
+    let many = scratch.edited("many.toml", &[many, short].concat());
+    std::fs::copy(many, scratch.path("run.toml")).unwrap();
+    let alone = scratch.train("alone");
+    let spec = RunSpec::new(&Opened::open(&scratch.path("run.toml")).unwrap()).unwrap();
+    for machines in [&[2, 2][..], &[4, 4], &[3, 2]] {
+        for schedule in [Schedule::Subtree, Schedule::Streaming] {
+            let [flat, joined] = [true, false].map(|flat| {
+                let out = format!("{machines:?}-{}-{flat}", schedule.name());
+                let outcomes = train_on(&scratch, &out, machines, |_, exec| {
+                    (exec.schedule, exec.flat) = (schedule, flat);
+                });
+                for outcome in outcomes {
+                    assert_eq!(outcome.unwrap(), alone, "{out}");
+                }
+                assert_eq!(scratch.ledger("alone"), scratch.ledger(&out), "{out}");
+                // Labels, losses and checksums go to everybody either way.
+                let large = crossing(&spec, machines, schedule, flat);
+                let counted = between_nodes(&scratch, &out);
+                println!("{out}: {counted} bytes cross, {large} of them gradients and weights");
+                (large, counted - large)
+            });
+            assert_eq!(flat.1, joined.1, "{machines:?} {schedule:?}: what is small is the same");
+            assert!(4 * joined.0 <= 3 * flat.0, "{machines:?} {schedule:?}: {joined:?} {flat:?}");
+        }
+    }
+}
+
+/// The bytes of gradients and weights that cross between machines in a step of 16 leaves: each block of a rank, or of a
+/// machine, to every owner elsewhere; the new weights of each owner to every rank, or machine, elsewhere.
+fn crossing(spec: &RunSpec, machines: &[u32], schedule: Schedule, flat: bool) -> u64 {
+    let world: u32 = machines.iter().sum();
+    let pieces = owners::pieces(&spec.parameters, &spec.rules, world);
+    let length = |owner: u32| 4 * owners::length(&pieces, owner) as u64;
+    let (mut bytes, mut first) = (0, 0);
+    for count in machines {
+        let ranks = first..first + count;
+        first = ranks.end;
+        let outside: Vec<u32> = (0..world).filter(|rank| !ranks.contains(rank)).collect();
+        let senders: Vec<Range<u32>> = match flat {
+            true => ranks.clone().map(|rank| rank..rank + 1).collect(),
+            false => vec![ranks.clone()],
+        };
+        let (count, world) = (16u64, u64::from(world));
+        let rounds = if schedule == Schedule::Subtree { 1 } else { count.div_ceil(world) };
+        for (sender, round) in
+            senders.iter().flat_map(|one| (0..rounds).map(move |round| (one, round)))
+        {
+            let cut = |rank: u32| match schedule {
+                Schedule::Subtree => count * u64::from(rank) / world,
+                Schedule::Streaming => count.min(round * world + u64::from(rank)),
+            };
+            let blocks = kernels::tree::blocks(cut(sender.start), cut(sender.end)).len() as u64;
+            bytes += blocks * outside.iter().map(|owner| length(*owner)).sum::<u64>();
+        }
+        let hearers = if flat { outside.len() } else { machines.len() - 1 } as u64;
+        bytes += ranks.map(length).sum::<u64>() * hearers;
+    }
+    bytes
+}
+
+/// What all ranks of `out` sent to other machines in its second step.
+fn between_nodes(scratch: &Scratch, out: &str) -> u64 {
+    let events = std::fs::read_to_string(scratch.path(out).join("events.jsonl")).unwrap();
+    let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let mut exchanges = events.filter(|event| event["event"] == "exchange" && event["step"] == 2);
+    exchanges.next().unwrap()["bytes_between_nodes"].as_u64().unwrap()
 }
 
 #[test]
 fn a_run_goes_on_with_other_numbers_of_ranks() {
     let scratch = Scratch::new();
     let alone = scratch.train("alone");
-    for (world, last) in [(3, 2), (1, 4), (5, 7), (2, 10)] {
-        let part = train_with(&scratch, "parts", world, |_, exec| exec.stop_after = Some(last));
+    for (machines, last) in [(&[2, 1][..], 2), (&[1], 4), (&[3, 2], 7), (&[2], 10)] {
+        let part = train_on(&scratch, "parts", machines, |_, exec| {
+            exec.stop_after = Some(last);
+            // Another way each time: what one schedule began, the other goes on with.
+            exec.schedule = if last % 3 == 1 { Schedule::Streaming } else { Schedule::Subtree };
+        });
         assert!(part.iter().all(|outcome| outcome.as_ref().unwrap().step == last));
     }
     assert_same(&scratch, "alone", "parts");

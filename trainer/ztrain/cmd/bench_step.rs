@@ -1,13 +1,17 @@
 //! `ztrain bench step`: where the time of a step goes.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use contract::Result;
 use loader::Opened;
 use trainer::RunSpec;
-use trainer::bench::{StepTable, step};
+use trainer::bench::{Exchanged, RankMemory, StepTable, step};
+use trainer::memory::Holds;
+use trainer::parallel::{Team, lost};
 
 use super::Speed;
+use super::spawn::{self, Ranks};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -22,14 +26,31 @@ pub(crate) struct Args {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
+    ranks: Ranks,
+    #[command(flatten)]
     speed: Speed,
 }
 
 /// Measures.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let (device, runtime) = args.speed.start(None)?;
+    if let Some(count) = args.ranks.to_spawn()? {
+        return spawn::ranks(count);
+    }
+    let launched = args.ranks.launched()?;
+    let (device, runtime) = args.speed.start(launched.as_ref())?;
     let spec = RunSpec::new(&Opened::open(&args.curriculum)?)?;
-    let table = step(&spec, device, args.speed.lanes(None), args.steps)?;
+    let lanes = args.speed.lanes(launched.as_ref());
+    let group = launched.as_ref().map(|launched| args.ranks.meet(launched, &Arc::default()));
+    let group = group.transpose()?;
+    let (schedule, flat) = args.ranks.ways();
+    let team = group.as_ref().map(|group| Team::new(group, schedule, flat)).transpose()?;
+    let table = step(&spec, device, lanes, args.steps, team.as_ref())?;
+    if let Some(group) = &group {
+        group.barrier("the end").map_err(lost)?;
+        if group.rank() > 0 {
+            return Ok(0);
+        }
+    }
     if args.json {
         println!(
             "{}",
@@ -40,6 +61,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         );
     } else {
         print_table(&table);
+        print_ranks(&table);
     }
     Ok(0)
 }
@@ -48,14 +70,15 @@ fn print_table(table: &StepTable) {
     let steps = table.steps as f64;
     let all = table.seconds * table.lanes as f64;
     println!(
-        "{} steps of {} tokens on {} lanes: {:.3} s a step, {:.0} tokens/s",
+        "{} steps of {} tokens on {} ranks of {} lanes: {:.3} s a step, {:.0} tokens/s",
         table.steps,
         table.tokens / table.steps,
+        table.ranks,
         table.lanes,
         table.seconds / steps,
         table.rate()
     );
-    println!("{:>10} {:>7}  part (lane time of a step)", "ms", "share");
+    println!("{:>10} {:>7}  part (lane time of a step, of rank 0)", "ms", "share");
     let line = |name: &str, seconds: f64| {
         let (time, share) = (1e3 * seconds / steps, 100.0 * seconds / all);
         println!("{time:>10.2} {share:>6.1}%  {name}");
@@ -76,4 +99,38 @@ fn print_table(table: &StepTable) {
         table.limit / 1e9,
         100.0 * table.utilisation()
     );
+}
+
+/// What ranks exchange, and what each of them holds.
+fn print_ranks(table: &StepTable) {
+    let mega = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    if let Some(Exchanged { bytes, bytes_between_nodes, waited_for_blocks }) = table.exchanged {
+        println!(
+            "exchanged in a step: {:.2} MiB, {:.2} MiB between machines; {:.2} ms of waiting for blocks after the last leaf",
+            mega(bytes / table.steps),
+            mega(bytes_between_nodes / table.steps),
+            1e3 * waited_for_blocks / table.steps as f64,
+        );
+    }
+    let names = [
+        "weights",
+        "moments",
+        "activ.",
+        "gradients",
+        "sent",
+        "received",
+        "sums",
+        "formula",
+        "measured",
+    ];
+    print!("{:>5}", "MiB");
+    names.iter().for_each(|name| print!(" {name:>9}"));
+    println!("  (measured: the most, less what the program took before)");
+    for RankMemory { rank, formula, before, most } in &table.memory {
+        let Holds { weights, moments, activations, gradients, sent, received, sums } = *formula;
+        let parts = [weights, moments, activations, gradients, sent, received, sums, formula.sum()];
+        print!("{:>5}", format!("r{rank}"));
+        parts.iter().for_each(|part| print!(" {:>9.1}", mega(*part)));
+        println!(" {:>9.1}", mega(most.saturating_sub(*before)));
+    }
 }

@@ -15,7 +15,7 @@ use kernels::group::{self, Group, Store};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 use trainer::parallel::launch::{self, Launched};
-use trainer::parallel::lost;
+use trainer::parallel::{Schedule, lost};
 
 /// Set for the ranks that we start ourselves.
 const LAUNCHER: &str = "ZTRAIN_LAUNCHER";
@@ -39,6 +39,23 @@ pub(crate) struct Ranks {
     /// How long a rank waits for another before it names it and stops.
     #[arg(long, value_name = "SECONDS", default_value_t = 300.0)]
     rank_timeout: f64,
+    /// Whether a rank adds whole subtrees of a run of leaves before it sends (fewest bytes), or leaves are dealt in turn and
+    /// sent at once (least memory).
+    #[arg(long, value_name = "HOW", value_enum, default_value = "subtree")]
+    schedule: How,
+    /// Send from each rank to each other as if all were on one machine, instead of adding on each machine first.
+    #[arg(long)]
+    flat: bool,
+    /// Take the ranks for so many on each machine, to try what crosses between them [default: as the launcher says].
+    #[arg(long, value_name = "3,2", value_delimiter = ',')]
+    nodes: Vec<u32>,
+}
+
+/// A schedule, by its name.
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum How {
+    Subtree,
+    Streaming,
 }
 
 impl Ranks {
@@ -56,7 +73,34 @@ impl Ranks {
 
     /// The place of this process among others, if it has one.
     pub(crate) fn launched(&self) -> Result<Option<Launched>> {
-        launch::place(|name| std::env::var(name).ok())
+        let mut launched = launch::place(|name| std::env::var(name).ok())?;
+        if let (Some(Launched { place, .. }), false) = (&mut launched, self.nodes.is_empty()) {
+            let ranks = (0..).zip(&self.nodes);
+            let mut ranks = ranks.flat_map(|(node, count)| (0..*count).map(move |_| node));
+            let wrong = || {
+                Fault::usage("the machines do not have as many ranks as there are")
+                    .at("--nodes")
+                    .found(format!("{:?}", self.nodes))
+                    .wanted(format!("ranks of each machine, {} in all", place.world))
+            };
+            if self.nodes.iter().map(|count| u64::from(*count)).sum::<u64>()
+                != u64::from(place.world)
+            {
+                return Err(wrong());
+            }
+            let node: Option<u32> = ranks.nth(place.rank as usize);
+            place.node = node.ok_or_else(wrong)?.to_string();
+        }
+        Ok(launched)
+    }
+
+    /// How the ranks deal leaves, and whether they pass over machines.
+    pub(crate) fn ways(&self) -> (Schedule, bool) {
+        let schedule = match self.schedule {
+            How::Subtree => Schedule::Subtree,
+            How::Streaming => Schedule::Streaming,
+        };
+        (schedule, self.flat)
     }
 
     /// Meets the other ranks. `stop` is set when the launcher asks this rank to stop.
@@ -118,6 +162,7 @@ pub(crate) fn ranks(count: u32) -> Result<u8> {
             number("LOCAL_RANK", rank),
             number("WORLD_SIZE", count),
             number("LOCAL_WORLD_SIZE", count),
+            number("GROUP_RANK", 0),
             number("MASTER_PORT", u32::from(store.port())),
         ]);
         command.env("MASTER_ADDR", "127.0.0.1").env("TORCHELASTIC_USE_AGENT_STORE", "True");

@@ -123,6 +123,7 @@ fn options(
     exec.lanes = args.speed.lanes(launched);
     exec.prefetch =
         PrefetchOptions { threads: args.speed.loader_threads, depth: args.speed.prefetch };
+    (exec.schedule, exec.flat) = args.ranks.ways();
     exec.checkpoint_every = args.checkpoint_every;
     exec.retention = Retention { newest: args.keep as usize, every: args.keep_every };
     exec.checkpoints.clone_from(&args.checkpoints);

@@ -1,0 +1,178 @@
+//! What a process holds while it trains, by formula and as measured, in bytes.
+//!
+//! The formula adds up what can be alive at a time. Not all of it is at once (activations are gone when the last blocks
+//! arrive), and it leaves out the program with its libraries, batches, and what kernels need inside: the first is measured
+//! before anything is trained, the others are small except for what oneDNN keeps under bf16.
+
+use std::ops::Range;
+
+use contract::Result;
+use kernels::tree::blocks;
+use mixer::curriculum::Dtype;
+use serde::Serialize;
+
+use crate::lanes::Lanes;
+use crate::model::{Keep, ZayaConfig};
+use crate::parallel::Schedule;
+use crate::parallel::owners::{self, Piece};
+use crate::parallel::team::{self, Nodes};
+use crate::spec::RunSpec;
+
+/// Bytes by what they are for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Holds {
+    /// All weights, and those of large products once more as they are rounded for a step.
+    pub weights: u64,
+    /// Moments of the pieces of this rank.
+    pub moments: u64,
+    /// What the leaves at work keep between their passes, and their chunk of logits.
+    pub activations: u64,
+    /// Gradients of leaves: one for each lane, one that waits if there are several, one for each pending level of a block.
+    pub gradients: u64,
+    /// Blocks, in memory that is sent or waits for the rank itself.
+    pub sent: u64,
+    /// This rank's pieces of the blocks of others, as a gate also those of owners elsewhere.
+    pub received: u64,
+    /// Partial sums of the pieces of this rank.
+    pub sums: u64,
+}
+
+impl Holds {
+    /// All of them.
+    pub fn sum(self) -> u64 {
+        let Holds { weights, moments, activations, gradients, sent, received, sums } = self;
+        weights + moments + activations + gradients + sent + received + sums
+    }
+}
+
+/// Who holds it: a rank among others, by how they work together.
+pub struct Holder<'a> {
+    /// The rank.
+    pub rank: u32,
+    /// Who owns what.
+    pub pieces: &'a [Piece],
+    /// Which ranks share a machine, as seen by this rank.
+    pub nodes: &'a Nodes,
+    /// How leaves are dealt.
+    pub schedule: Schedule,
+    /// Leaves computed at once.
+    pub lanes: Lanes,
+}
+
+/// What `holder` holds in `step`.
+pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
+    let config = &spec.model_at(step)?.config;
+    let step = spec.plan.step(step)?;
+    let bf16 = spec.curriculum.dtype == Dtype::Bf16;
+    let all: u64 = spec.parameters.iter().map(crate::model::ParamSpec::elements).sum();
+    let rounded: u64 = spec
+        .parameters
+        .iter()
+        .filter(|parameter| bf16 && parameter.in_large_products())
+        .map(crate::model::ParamSpec::elements)
+        .sum();
+    let leaves = step.batch / step.leaf;
+    let world: u32 = holder.nodes.sizes().iter().sum();
+    let parts = team::parts(holder.schedule, world, leaves)?;
+    let own = parts[holder.rank as usize].iter().map(|part| part.end - part.start).sum::<u64>();
+    let lanes = own.min(holder.lanes.count() as u64);
+    // A lone lane takes its leaf itself before it begins another one.
+    let waiting = u64::from(lanes > 1 && own > lanes);
+    let moments = holder.pieces.iter().filter(|piece| piece.owner == holder.rank).map(|piece| {
+        let sets = 1 + u64::from(piece.rule.has_second_moment());
+        4 * sets * piece.length() as u64
+    });
+    let activations = leaf(config, step.leaf * u64::from(step.seq_len), holder.lanes.keep(), bf16);
+    let pending = parts[holder.rank as usize].iter().flat_map(levels).max().unwrap_or(0);
+    let (sent, received, sums) = travelling(&parts, holder, all, leaves);
+    Ok(Holds {
+        weights: 4 * all + 2 * rounded,
+        moments: moments.sum(),
+        activations: lanes * activations,
+        gradients: 4 * all * (lanes + waiting + u64::from(pending)),
+        sent,
+        received,
+        sums,
+    })
+}
+
+fn levels(part: &Range<u64>) -> Vec<u32> {
+    blocks(part.start, part.end).into_iter().map(|(level, _)| level).collect()
+}
+
+/// Bytes of blocks sent and received at a time, and of the owner's partial sums.
+fn travelling(
+    parts: &[Vec<Range<u64>>],
+    Holder { rank, pieces, nodes, .. }: &Holder<'_>,
+    all: u64,
+    leaves: u64,
+) -> (u64, u64, u64) {
+    let own = owners::length(pieces, *rank) as u64;
+    if parts.len() == 1 {
+        // Alone it is the counter of the step: its pending levels are gradients already.
+        return (0, 0, 0);
+    }
+    let bag =
+        nodes.behind(*rank).map(|owner| owners::length(pieces, owner) as u64).sum::<u64>() + own;
+    let rounds = parts[0].len();
+    let count = |part: &Range<u64>| levels(part).len() as u64;
+    // A round is sent and received while the next one is computed; on several machines one more is under way to owners.
+    let most = |by_round: &dyn Fn(usize) -> u64, together: usize| {
+        let sums =
+            (0..rounds).map(|first| (first..rounds.min(first + together)).map(by_round).sum());
+        sums.max().unwrap_or(0)
+    };
+    let together = 1 + usize::from(nodes.count() > 1);
+    let mine = |round: usize| 4 * all * count(&parts[*rank as usize][round]);
+    let near = |round: usize| {
+        let ranks = nodes.ranks(nodes.here()).filter(|other| other != rank);
+        ranks.map(|other| 4 * bag * count(&parts[other as usize][round])).sum::<u64>()
+    };
+    let far = |round: usize| {
+        let part = |node: usize| {
+            let Range { start, end } = nodes.ranks(node);
+            parts[start as usize][round].start..parts[end as usize - 1][round].end
+        };
+        nodes.others().map(|node| 4 * own * count(&part(node))).sum::<u64>()
+    };
+    // Where there is one round, blocks that arrived are added into each other.
+    let pending = u64::from(u64::BITS - (leaves - 1).leading_zeros());
+    let sums = if rounds > 1 { 4 * own * pending } else { 0 };
+    (most(&mine, 1), most(&|round| near(round) + far(round), together), sums)
+}
+
+/// What a leaf of `tokens` keeps between its passes, with its logits.
+fn leaf(config: &ZayaConfig, tokens: u64, keep: Keep, bf16: bool) -> u64 {
+    let size = |size: i64| size as u64;
+    let s = if bf16 { 2 } else { 4 };
+    let (width, query, key) =
+        (size(config.hidden_size), size(config.query_size()), size(config.key_size()));
+    let (router, inner) = (size(config.router_hidden_size), size(config.moe_intermediate_size));
+    let small = 2 * size(config.num_attention_heads)
+        + size(config.num_key_value_heads)
+        + size(config.num_experts);
+    let layer = (16 + 6 * s) * width
+        + (4 + 4 * s) * (query + key)
+        + s * (2 * query + key + 3 * inner)
+        + 28 * router
+        + 4 * small
+        + 40;
+    let layers = size(config.num_hidden_layers);
+    let kept = match keep {
+        Keep::Everything => layers * layer,
+        Keep::LayerInputs => layers * (4 * width + 4 * router) + layer,
+    };
+    let logits = (8 + s) * size(config.loss_chunk).min(tokens) * size(config.vocab_size);
+    tokens * kept + logits
+}
+
+/// The resident size of this process: now, and at its largest. 0 where the system does not say.
+pub fn resident() -> (u64, u64) {
+    let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let field = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name));
+        let kilobytes = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+        kilobytes.unwrap_or(0) << 10
+    };
+    (field("VmRSS:"), field("VmHWM:"))
+}

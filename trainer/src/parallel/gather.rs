@@ -1,0 +1,260 @@
+//! Gradients of leaves on their way to the owners of their pieces: one expression, whichever way it is walked.
+//!
+//! ```text
+//! leaves of a rank in a round --add--> its blocks --pieces--> the gates of its machine, each piece to one of them
+//! gate: blocks of the machine's ranks --add--> blocks of the machine --pieces--> their owners
+//! owner: blocks of every machine in the order of leaves --add--> its pieces of G
+//! ```
+//!
+//! The blocks of a part are the maximal aligned runs of leaves in it: nodes of the fixed tree, whoever adds them. What the
+//! owners of a machine need of its own ranks takes the same way, so a single machine is no special case.
+//!
+//! Subtree-first has one round, in which each rank has a run of leaves. Streaming has a round for each turn. A round is
+//! received and added up while the next one is computed, on several machines the round before it, so that what is alive at
+//! a time depends on the ranks and not on the leaves.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use contract::{Fault, Result};
+use kernels::group::{Arrival, Exchange};
+use kernels::tree::{Blocks, Counter, blocks};
+use tch::{Kind, Tensor};
+
+use super::owners::Piece;
+use super::shard::pack;
+use super::team::Team;
+use super::{lost, owners};
+use crate::timing;
+
+/// The gradients of one step, under way.
+pub(super) struct Gather<'a> {
+    team: &'a Team<'a>,
+    pieces: &'a [Piece],
+    exchange: Exchange<'a>,
+    /// The leaves of each rank, by round.
+    parts: Vec<Vec<Range<u64>>>,
+    /// Of this rank's next leaf: its round, and its place in it.
+    at: (usize, u64),
+    /// What this rank adds up in this round.
+    subtrees: Option<Blocks<Vec<Tensor>>>,
+    /// What this rank has for itself of each of its blocks.
+    mine: VecDeque<Tensor>,
+    /// What comes from each rank, block after block: from here, for the gate that this rank is, or from a gate elsewhere.
+    coming: Vec<VecDeque<Arrival<'a>>>,
+    /// This rank's pieces of this machine's blocks.
+    joined: VecDeque<Tensor>,
+    sum: Counter<Tensor>,
+    /// The next round to be asked for, to be joined on this machine, and to be added by the owner.
+    next: [usize; 3],
+}
+
+impl<'a> Gather<'a> {
+    /// Begins a step of `leaves` leaves. The first round is asked for before anything is computed, so that what is ready
+    /// travels while leaves are still being computed.
+    pub(super) fn begin(team: &'a Team<'a>, pieces: &'a [Piece], leaves: u64) -> Result<Self> {
+        let parts = team.parts(leaves)?;
+        let coming = parts.iter().map(|_| VecDeque::new()).collect();
+        let mut gather = Gather {
+            team,
+            pieces,
+            exchange: team.group.begin("the gathering of gradients").map_err(lost)?,
+            parts,
+            at: (0, 0),
+            subtrees: None,
+            mine: VecDeque::new(),
+            coming,
+            joined: VecDeque::new(),
+            sum: Counter::new(),
+            next: [0; 3],
+        };
+        gather.ask(1)?;
+        Ok(gather)
+    }
+
+    /// This rank's leaves, in the order in which it computes them.
+    pub(super) fn leaves(&self) -> Vec<u64> {
+        self.parts[self.me() as usize].iter().cloned().flatten().collect()
+    }
+
+    /// Takes the gradient of this rank's next leaf.
+    pub(super) fn leaf(&mut self, gradient: Vec<Tensor>) -> Result<()> {
+        let (round, place) = self.at;
+        if place == 0 && round > 0 {
+            self.turn(round)?;
+        }
+        let part = self.parts[self.me() as usize][round].clone();
+        let size = part.end - part.start;
+        let complete = {
+            let _watch = timing::part(timing::Part::Tree);
+            self.subtrees.get_or_insert_with(|| Blocks::new(part)).push_block(0, gradient)
+        };
+        if let Some((_, block)) = complete {
+            self.send(&block)?;
+        }
+        self.at = (round, place + 1);
+        if place + 1 == size {
+            self.at = (round + 1, 0);
+            self.subtrees = None;
+        }
+        Ok(())
+    }
+
+    /// This rank's pieces of the sum, one after the other, once every rank has computed its leaves.
+    pub(super) fn finish(mut self) -> Result<Tensor> {
+        let rounds = self.rounds();
+        self.ask(rounds)?;
+        self.join(rounds)?;
+        self.add(rounds)?;
+        let Gather { exchange, sum, .. } = self;
+        {
+            let _watch = timing::part(timing::Part::Blocks);
+            exchange.finish().map_err(lost)?;
+        }
+        sum.finish().ok_or_else(|| Fault::bug("a step had no leaves"))
+    }
+
+    /// The elements of the pieces of `owner`.
+    fn length(&self, owner: u32) -> i64 {
+        owners::length(self.pieces, owner)
+    }
+
+    fn me(&self) -> u32 {
+        self.team.group.rank()
+    }
+
+    fn rounds(&self) -> usize {
+        self.parts.first().map_or(0, Vec::len)
+    }
+
+    /// The leaves of a machine in a round: those of its ranks follow each other.
+    fn part_of(&self, node: usize, round: usize) -> Range<u64> {
+        let Range { start, end } = self.team.nodes.ranks(node);
+        self.parts[start as usize][round].start..self.parts[end as usize - 1][round].end
+    }
+
+    /// Whose pieces `rank` is handed by the ranks of its machine: its own, and those of the owners elsewhere that it is the
+    /// gate to.
+    fn bag(&self, rank: u32) -> Vec<u32> {
+        std::iter::once(rank).chain(self.team.nodes.behind(rank)).collect()
+    }
+
+    /// The first leaf of `round` is computed: what was sent and received of the rounds before, while it was, is let go of
+    /// and added before anything new is sent. So there is one round under way at a time.
+    fn turn(&mut self, round: usize) -> Result<()> {
+        {
+            let _watch = timing::part(timing::Part::Blocks);
+            self.exchange.left(self.exchange.begun()).map_err(lost)?;
+        }
+        self.join(round)?;
+        // What gates have begun to send in this turn is not waited for before the next one.
+        self.add(if self.team.nodes.count() > 1 { round.saturating_sub(1) } else { round })?;
+        self.ask(round + 1)
+    }
+
+    /// Begins to receive what comes in the rounds before `end`.
+    fn ask(&mut self, end: usize) -> Result<()> {
+        let (me, nodes) = (self.me(), &self.team.nodes);
+        let bag: i64 = self.bag(me).into_iter().map(|owner| self.length(owner)).sum();
+        let own = self.length(me);
+        for round in self.next[0]..end.min(self.rounds()) {
+            let near = nodes.ranks(nodes.here()).filter(|rank| *rank != me);
+            let near = near.map(|rank| (rank, self.parts[rank as usize][round].clone(), bag));
+            let far = nodes.others();
+            let far = far.map(|node| (nodes.gate(node, me), self.part_of(node, round), own));
+            for (from, part, length) in near.chain(far).collect::<Vec<_>>() {
+                for _ in blocks(part.start, part.end) {
+                    let arrival = self.exchange.receive(from, Kind::Float, length).map_err(lost)?;
+                    self.coming[from as usize].push_back(arrival);
+                }
+            }
+            self.next[0] = round + 1;
+        }
+        Ok(())
+    }
+
+    /// Hands every rank here its bag of a block of ours.
+    fn send(&mut self, block: &[Tensor]) -> Result<()> {
+        let _watch = timing::part(timing::Part::Send);
+        let here = self.team.nodes.ranks(self.team.nodes.here());
+        for to in self.team.group.others().filter(|rank| here.contains(rank)) {
+            let bag = pack(self.pieces, &self.bag(to), block);
+            self.exchange.send(to, &bag).map_err(lost)?;
+        }
+        self.mine.push_back(pack(self.pieces, &self.bag(self.me()), block));
+        Ok(())
+    }
+
+    /// Adds what the ranks here have handed over in the rounds before `end`, and sends it on to the owners elsewhere.
+    fn join(&mut self, end: usize) -> Result<()> {
+        let here = self.team.nodes.here();
+        for round in self.next[1]..end {
+            let mut joined = Blocks::new(self.part_of(here, round));
+            for rank in self.team.nodes.ranks(here) {
+                let part = self.parts[rank as usize][round].clone();
+                for (level, _) in blocks(part.start, part.end) {
+                    let mine = if rank == self.me() { self.mine.pop_front() } else { None };
+                    let bag = mine.map_or_else(|| arrived(&mut self.coming[rank as usize]), Ok)?;
+                    let complete = {
+                        let _watch = timing::part(timing::Part::Tree);
+                        joined.push_block(level, bag)
+                    };
+                    if let Some((_, sum)) = complete {
+                        self.forward(sum)?;
+                    }
+                }
+            }
+            self.next[1] = round + 1;
+        }
+        Ok(())
+    }
+
+    /// Sends a block of this machine to the owners behind this gate, and keeps what is our own.
+    fn forward(&mut self, sum: Tensor) -> Result<()> {
+        let _watch = timing::part(timing::Part::Send);
+        let owners = self.bag(self.me());
+        if owners.len() == 1 {
+            self.joined.push_back(sum);
+            return Ok(());
+        }
+        let mut at = 0;
+        for to in owners {
+            let length = self.length(to);
+            let part = sum.narrow(0, at, length);
+            at += length;
+            if to == self.me() {
+                // A copy: an alias would keep the whole of the block.
+                self.joined.push_back(part.copy());
+            } else {
+                self.exchange.send(to, &part).map_err(lost)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds this rank's pieces of every machine's blocks of the rounds before `end`.
+    fn add(&mut self, end: usize) -> Result<()> {
+        let nodes = &self.team.nodes;
+        for round in self.next[2]..end {
+            for node in 0..nodes.count() {
+                let part = self.part_of(node, round);
+                let gate = nodes.gate(node, self.me());
+                for (level, _) in blocks(part.start, part.end) {
+                    let own = if node == nodes.here() { self.joined.pop_front() } else { None };
+                    let block = own.map_or_else(|| arrived(&mut self.coming[gate as usize]), Ok)?;
+                    let _watch = timing::part(timing::Part::Tree);
+                    self.sum.push_block(level, block);
+                }
+            }
+            self.next[2] = round + 1;
+        }
+        Ok(())
+    }
+}
+
+/// The next of what was asked for.
+fn arrived(coming: &mut VecDeque<Arrival<'_>>) -> Result<Tensor> {
+    let _watch = timing::part(timing::Part::Blocks);
+    let next = coming.pop_front().ok_or_else(|| Fault::bug("a block was not asked for"))?;
+    next.wait().map_err(lost)
+}

@@ -1,0 +1,203 @@
+//! The ranks of a run: who of them computes which leaves, and who speaks with whom. Nothing here can change a bit.
+
+use std::ops::Range;
+
+use contract::{Fault, Result};
+use kernels::group::Group;
+use loader::RankSlice;
+
+/// How the leaves of a step are dealt and their gradients brought together: two ways to walk one expression.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Schedule {
+    /// A rank has a run of leaves and adds whole subtrees before it sends anything: the fewest bytes.
+    #[default]
+    Subtree,
+    /// In turn s rank r of N computes leaf s N + r, whose pieces go to their owners at once: the least memory.
+    Streaming,
+}
+
+impl Schedule {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Schedule::Subtree => "subtree",
+            Schedule::Streaming => "streaming",
+        }
+    }
+}
+
+/// All ranks, as one of them sees them.
+pub struct Team<'a> {
+    /// How they exchange bytes.
+    pub group: &'a Group,
+    /// Which of them share a machine.
+    pub nodes: Nodes,
+    /// Who computes what.
+    pub schedule: Schedule,
+    /// Whether machines are passed over.
+    pub flat: bool,
+}
+
+impl<'a> Team<'a> {
+    /// The ranks of `group`; `flat` passes over that some of them share a machine.
+    pub fn new(group: &'a Group, schedule: Schedule, flat: bool) -> Result<Self> {
+        let nodes = Nodes::new(group.nodes(), group.rank(), flat)?;
+        Ok(Team { group, nodes, schedule, flat })
+    }
+
+    /// The part of each step that is `rank`'s.
+    pub fn slice(&self, rank: u32) -> Result<RankSlice> {
+        slice(self.schedule, rank, self.group.world())
+    }
+
+    /// The leaves of each rank of a step that has `leaves`, by round.
+    pub fn parts(&self, leaves: u64) -> Result<Vec<Vec<Range<u64>>>> {
+        parts(self.schedule, self.group.world(), leaves)
+    }
+
+    /// What each rank says of each of its leaves, in the order of all leaves.
+    pub fn in_order<T>(&self, leaves: u64, said: Vec<Vec<T>>) -> Result<Vec<T>> {
+        let parts = self.parts(leaves)?;
+        let mut said: Vec<_> = said.into_iter().map(Vec::into_iter).collect();
+        let mut all = Vec::new();
+        for round in 0..parts.first().map_or(0, Vec::len) {
+            for (part, said) in parts.iter().zip(&mut said) {
+                all.extend(said.take((part[round].end - part[round].start) as usize));
+            }
+        }
+        let more = said.iter_mut().any(|said| said.next().is_some());
+        if all.len() as u64 != leaves || more {
+            return Err(Fault::bug(format!("{} leaves were computed of {leaves}", all.len())));
+        }
+        Ok(all)
+    }
+}
+
+/// The part of each step that is `rank`'s among `world`.
+pub fn slice(schedule: Schedule, rank: u32, world: u32) -> Result<RankSlice> {
+    let slice = RankSlice::new(rank, world)?;
+    Ok(if schedule == Schedule::Streaming { slice.in_turn() } else { slice })
+}
+
+/// The leaves of each of `world` ranks, by round.
+pub(crate) fn parts(schedule: Schedule, world: u32, leaves: u64) -> Result<Vec<Vec<Range<u64>>>> {
+    (0..world).map(|rank| Ok(slice(schedule, rank, world)?.rounds(leaves))).collect()
+}
+
+/// Which ranks share a machine. What a machine and a rank elsewhere have for each other goes through one rank of the
+/// machine, the gate to that rank: it adds what its neighbours have before it sends, and passes on what it receives.
+///
+/// Ranks of a machine are neighbours, as launchers number them unless told otherwise. Where they are not, each run of
+/// neighbours counts as a machine of its own here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nodes {
+    /// The first rank of each, then the number of all ranks.
+    ends: Vec<u32>,
+    here: usize,
+}
+
+impl Nodes {
+    /// From the machine of each rank, as seen by `rank`; `flat` takes all for one machine, so that each rank sends to every
+    /// other one directly.
+    pub fn new(names: &[String], rank: u32, flat: bool) -> Result<Self> {
+        let begins = |rank: &usize| *rank == 0 || (!flat && names[*rank] != names[*rank - 1]);
+        let mut ends: Vec<u32> = (0..names.len()).filter(begins).map(|rank| rank as u32).collect();
+        let here = ends.iter().rposition(|first| *first <= rank);
+        let here = here.ok_or_else(|| Fault::bug("a group without ranks"))?;
+        ends.push(names.len() as u32);
+        Ok(Nodes { ends, here })
+    }
+
+    /// How many machines there are.
+    pub fn count(&self) -> usize {
+        self.ends.len() - 1
+    }
+
+    /// How many ranks each has.
+    pub fn sizes(&self) -> Vec<u32> {
+        self.ends.windows(2).map(|ends| ends[1] - ends[0]).collect()
+    }
+
+    /// The machine that this was made on.
+    pub fn here(&self) -> usize {
+        self.here
+    }
+
+    /// The ranks of `node`.
+    pub fn ranks(&self, node: usize) -> Range<u32> {
+        self.ends[node]..self.ends[node + 1]
+    }
+
+    /// The machine of `rank`.
+    pub fn of(&self, rank: u32) -> usize {
+        self.ends.partition_point(|first| *first <= rank) - 1
+    }
+
+    /// Every machine but this one.
+    pub fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let here = self.here;
+        (0..self.count()).filter(move |node| *node != here)
+    }
+
+    /// Who of `node` speaks with `outside`, a rank elsewhere.
+    pub fn gate(&self, node: usize, outside: u32) -> u32 {
+        let Range { start, end } = self.ranks(node);
+        start + outside % (end - start)
+    }
+
+    /// The ranks elsewhere for which `rank` is the gate of its machine.
+    pub fn behind(&self, rank: u32) -> impl Iterator<Item = u32> + '_ {
+        let node = self.of(rank);
+        let all = 0..self.ends[self.count()];
+        all.filter(move |other| self.of(*other) != node && self.gate(node, *other) == rank)
+    }
+
+    /// Who hands on to `rank` what `owner` has for everybody: the owner itself, or a neighbour that is the gate to it.
+    pub fn teller(&self, rank: u32, owner: u32) -> u32 {
+        let node = self.of(rank);
+        let gate = self.gate(node, owner);
+        if self.of(owner) == node || gate == rank { owner } else { gate }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn every_outside_rank_has_one_gate_and_is_told_once(sizes in prop::collection::vec(1u32..5, 1..5)) {
+            let names: Vec<String> = (0..sizes.len())
+                .flat_map(|node| vec![node.to_string(); sizes[node] as usize])
+                .collect();
+            let world = names.len() as u32;
+            for rank in 0..world {
+                let nodes = Nodes::new(&names, rank, false).unwrap();
+                prop_assert_eq!(nodes.sizes(), sizes.clone());
+                prop_assert_eq!(nodes.here(), nodes.of(rank));
+                prop_assert!(nodes.ranks(nodes.here()).contains(&rank));
+                let mut behind: Vec<u32> =
+                    nodes.ranks(nodes.here()).flat_map(|one| nodes.behind(one)).collect();
+                behind.sort_unstable();
+                let outside: Vec<u32> =
+                    (0..world).filter(|other| nodes.of(*other) != nodes.here()).collect();
+                prop_assert_eq!(behind, outside, "each rank elsewhere is behind one rank here");
+                for owner in (0..world).filter(|owner| *owner != rank) {
+                    let teller = nodes.teller(rank, owner);
+                    prop_assert!(teller == owner || nodes.behind(teller).any(|one| one == owner));
+                    let crosses = nodes.of(teller) != nodes.here();
+                    prop_assert_eq!(crosses, nodes.behind(rank).any(|one| one == owner));
+                }
+                let flat = Nodes::new(&names, rank, true).unwrap();
+                prop_assert_eq!((flat.count(), flat.behind(rank).count()), (1, 0));
+            }
+        }
+    }
+
+    #[test]
+    fn ranks_dealt_to_machines_like_cards_are_machines_of_their_own() {
+        let names = ["a", "b", "a", "b"].map(str::to_owned);
+        assert_eq!(Nodes::new(&names, 2, false).unwrap().sizes(), [1, 1, 1, 1]);
+    }
+}
