@@ -15,6 +15,7 @@ use fastokens::AddedTokenPolicy;
 use serde_json::Value;
 
 use super::long::LongWords;
+use super::whole::{Form, Whole};
 
 /// Which library encodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,10 +46,19 @@ pub struct Tokenizer {
 /// The fast encoder.
 struct Fast {
     library: fastokens::Tokenizer,
-    /// What merges long words, if the tokenizer's split is known.
-    long: Option<LongWords>,
+    words: Words,
     /// Whether the split asks for letters of either case.
     either_case: bool,
+}
+
+/// What cuts text into words, and merges those that are long.
+enum Words {
+    /// The library itself.
+    Library,
+    /// A known split.
+    Split(LongWords),
+    /// None: the text is one word.
+    Whole(Whole),
 }
 
 /// An apostrophe and a long s. Where either case counts, it is the contraction `'s` to the reference and to Unicode,
@@ -223,17 +233,28 @@ fn fast(json: Value) -> std::result::Result<Fast, String> {
     if whole_words {
         return Err("an added token matches whole words only".to_owned());
     }
-    let json = without_gaps(json)?;
-    let long = LongWords::new(&json);
+    let mut json = without_gaps(json)?;
+    let form = Form::of(&mut json)?;
+    let asks_more = form.as_ref().is_some_and(Form::asks_more);
+    let words = match form {
+        Some(form) => Whole::new(form, &json).map(Words::Whole),
+        None => LongWords::new(&json).map(Words::Split),
+    };
     let either_case = json["pre_tokenizer"].to_string().contains("(?i");
     let mut library = quietly(|| fastokens::Tokenizer::from_json(json))
         .map_err(|()| "it panicked on this tokenizer.json".to_owned())?
         .map_err(|error| error.to_string())?;
     library.set_truncation(None);
     library.set_padding(None);
-    // Long words are read off bytes, so that the library has to do the same.
-    let long = long.filter(|_| library.model().supports_fused_byte_level());
-    Ok(Fast { library, long, either_case })
+    // What is known of words is read off the file, so that the library has to merge just so.
+    let words = words.filter(|words| match words {
+        Words::Whole(_) => Whole::fits(library.model()),
+        _ => library.model().supports_fused_byte_level(),
+    });
+    if asks_more && words.is_none() {
+        return Err("Metaspace stands before a model without a token for every byte".to_owned());
+    }
+    Ok(Fast { library, words: words.unwrap_or(Words::Library), either_case })
 }
 
 /// The fast encoder if it agrees with the reference where tokenizers are known to part ways, or where it does not.
@@ -279,8 +300,9 @@ fn encode_fast(fast: &Fast, text: &str) -> std::result::Result<Vec<u32>, String>
     if fast.either_case && memchr::memmem::find(text.as_bytes(), LONG_S.as_bytes()).is_some() {
         return Err("it misses the contraction with a long s".to_owned());
     }
-    quietly(|| match &fast.long {
-        Some(long) if long.suspects(text) => long.encode(&fast.library, text),
+    quietly(|| match &fast.words {
+        Words::Split(long) if long.suspects(text) => long.encode(&fast.library, text),
+        Words::Whole(whole) => whole.encode(&fast.library, text),
         _ => fast
             .library
             .encode_with_policy(text, false, AddedTokenPolicy::SkipSpecial)
@@ -315,7 +337,10 @@ fn quietly<T>(work: impl FnOnce() -> T) -> std::result::Result<T, ()> {
 /// Texts on which tokenizers are known to part ways, and every added token amid text.
 fn probes(reference: &tokenizers::Tokenizer) -> Vec<String> {
     let fixed = [
+        "",
         " ",
+        "\u{2581}",
+        "\u{2581} a",
         "  leading and trailing  ",
         "tabs\t\t and\r\nlines\n\n\n  indented\n",
         "don't we'll I'VE it's 'tis O'Brien's",

@@ -11,27 +11,13 @@
 //!    after it to be encoded on their own. A word holds no such place, so that a word longer than [`LONG`] lies in a
 //!    stretch of that length without any: these stretches are looked for, and nearly every text has none.
 //! 2. *The words of such a stretch* are those that the reference's own expression finds, in the reference's own engine.
-//! 3. *Windows.* Merging takes, again and again, the pair of lowest rank, leftmost first. Restricted to a part of the
-//!    word that no merge has crossed so far, that is what merging the part alone does. Let the ids of `A` end with
-//!    those of `G`, the ids of `B` begin with those of `H`, and `G H` merge to the ids of `G` and `H`. Then no merge of
-//!    `A B` crosses from `A` to `B`: take the first merge that crosses the begin of `G`, the end of `G` or the end of
-//!    `H`. Until then all four parts are as when merged alone, so the same merge would be taken in `A`, in `G H` or in
-//!    `B`, none of which crosses there. Hence the ids of `A B` are those of `A` and `B`; and the ids of a beginning
-//!    that ends between two tokens are a beginning of the ids. Where `G H` merges otherwise, the window moves back and
-//!    grows, at last to the whole word.
+//! 3. *Windows.* See `windows.rs`.
 
-use std::sync::OnceLock;
-
-use fastokens::models::Model;
 use serde_json::Value;
 use tokenizers::utils::SysRegex;
 use unicode_normalization::char::is_combining_mark;
 
-/// A word of more bytes is merged by windows.
-const LONG: usize = 512;
-
-/// Bytes merged at a time, by the library and without a queue.
-const WINDOW: usize = 64;
+use super::windows::{LONG, Symbols, Windows, floor};
 
 /// GPT-2's split, which `ByteLevel` has built in.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
@@ -68,15 +54,6 @@ fn cuts(x: char, y: char) -> bool {
     } else {
         x.is_ascii_digit() && y.is_ascii() && !y.is_ascii_digit()
     }
-}
-
-/// The largest character boundary that is not after `at`.
-fn floor(text: &str, mut at: usize) -> usize {
-    at = at.min(text.len());
-    while !text.is_char_boundary(at) {
-        at -= 1;
-    }
-    at
 }
 
 /// The last certain boundary after `from` and up to `to`, both on characters.
@@ -135,8 +112,7 @@ fn has_run(text: &str, split: &str) -> bool {
 pub(super) struct LongWords {
     source: &'static str,
     split: SysRegex,
-    /// Bytes of each token.
-    lengths: OnceLock<Vec<u32>>,
+    windows: Windows,
 }
 
 impl LongWords {
@@ -152,7 +128,7 @@ impl LongWords {
         if vocab.keys().any(|token| token.chars().count() > LONG) {
             return None;
         }
-        Some(LongWords { source, split: SysRegex::new(source).ok()?, lengths: OnceLock::new() })
+        Some(LongWords { source, split: SysRegex::new(source).ok()?, windows: Windows::new(Symbols::Bytes) })
     }
 
     /// Whether `text` seems to have a long word.
@@ -225,7 +201,7 @@ impl LongWords {
         let mut word = |range: std::ops::Range<usize>| {
             let word = &text[range];
             if word.len() > LONG {
-                return self.merge(fast.model(), word, ids);
+                return self.windows.merge(fast.model(), word, ids);
             }
             fast.model().tokenize_into_fused(word, ids)
         };
@@ -237,95 +213,6 @@ impl LongWords {
         }
         word(done..text.len())
     }
-
-    /// The ids of a word longer than every token, by windows (see the head of this file).
-    fn merge(&self, model: &Model, word: &str, ids: &mut Vec<u32>) -> Result<(), String> {
-        let lengths = self.lengths.get_or_init(|| lengths(model));
-        let base = ids.len();
-        // Bytes and ids up to each place between two tokens and two characters, from the begin of the word on.
-        let mut cuts = vec![(0, base)];
-        let (mut failures, mut furthest) = (0u32, 0);
-        let (mut window, mut joint, mut found) = (Vec::new(), Vec::new(), Vec::new());
-        while let Some(&(done, _)) = cuts.last() {
-            if done > furthest {
-                (failures, furthest) = (0, done);
-            }
-            let width = WINDOW.saturating_mul(1 << failures.min(40));
-            let rest = word.len() - done;
-            let end = if rest <= width.saturating_mul(2) {
-                word.len()
-            } else {
-                floor(word, done + width)
-            };
-            window.clear();
-            model.tokenize_into_fused(&word[done..end], &mut window)?;
-            let keep = if end == word.len() { end } else { end - width / 8 };
-            found_cuts(word, lengths, done, &window, ids.len(), &mut found);
-            let new = found.partition_point(|(at, _)| *at <= keep);
-            // One id for a whole window may come from the vocabulary instead of from merges.
-            if new == 0
-                || window.len() == 1
-                || !self.joins(model, word, &cuts, ids, (found[0], &window), &mut joint)?
-            {
-                failures += 1;
-                let left = cuts.len().saturating_sub(1 << failures.min(40)).max(1);
-                cuts.truncate(left);
-                ids.truncate(cuts[left - 1].1);
-                continue;
-            }
-            let (at, length) = found[new - 1];
-            ids.extend_from_slice(&window[..length - ids.len()]);
-            if at == word.len() {
-                return Ok(());
-            }
-            cuts.extend_from_slice(&found[..new]);
-        }
-        Err("a word came to no end".to_owned())
-    }
-
-    /// Whether the last part before a window and the first part of it, merged together, stay what they are.
-    fn joins(
-        &self,
-        model: &Model,
-        word: &str,
-        cuts: &[(usize, usize)],
-        ids: &[u32],
-        ((at, length), window): ((usize, usize), &[u32]),
-        joint: &mut Vec<u32>,
-    ) -> Result<bool, String> {
-        let [.., (before, from), (_, to)] = cuts else { return Ok(true) };
-        joint.clear();
-        model.tokenize_into_fused(&word[*before..at], joint)?;
-        let (left, right) = (&ids[*from..*to], &window[..length - to]);
-        Ok(joint.len() == left.len() + right.len()
-            && joint.starts_with(left)
-            && joint.ends_with(right))
-    }
-}
-
-/// The places between two tokens of `window` and two characters: bytes of the word and ids up to there.
-fn found_cuts(
-    word: &str,
-    lengths: &[u32],
-    done: usize,
-    window: &[u32],
-    ids: usize,
-    found: &mut Vec<(usize, usize)>,
-) {
-    let mut at = done;
-    found.clear();
-    for (index, id) in window.iter().enumerate() {
-        at += lengths.get(*id as usize).map_or(0, |length| *length as usize);
-        if word.is_char_boundary(at) {
-            found.push((at, ids + index + 1));
-        }
-    }
-}
-
-/// Bytes of each token: one for each character of its name.
-fn lengths(model: &Model) -> Vec<u32> {
-    let length = |id| model.id_to_token(id).map_or(0, |token| token.chars().count() as u32);
-    (0..model.vocab_size() as u32).map(length).collect()
 }
 
 /// The expression of a pre-tokenizer that only splits by a known one and maps bytes.

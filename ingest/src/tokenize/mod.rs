@@ -11,6 +11,8 @@ pub mod encoder;
 mod hard;
 mod long;
 pub mod train;
+mod whole;
+mod windows;
 
 pub use decode::Decoder;
 pub use encoder::{Engine, Tokenizer};

@@ -1,0 +1,322 @@
+//! Models that get a whole text as one word: SentencePiece's, as Hugging Face writes them down.
+//!
+//! Three forms of a `tokenizer.json` come to the same: no pre-tokenizer; a split at spaces under a normalizer that
+//! leaves none; and `Metaspace`. `fastokens` lacks the last one, which is rewritten as a normalizer.
+//!
+//! A whole text is merged part by part. A merge of a token that ends in `x` with one that begins with `y` makes a token
+//! in which `y` follows `x`. So no merge crosses a place where no token of the vocabulary has these two characters side
+//! by side, and what stands before and after it is encoded on its own. That needs every symbol to depend on its own
+//! character alone, so that a character without a token has to be bytes ([`symbols_stand_alone`]). Parts without such a
+//! place are merged by windows where they are long.
+
+use std::borrow::Cow;
+
+use fastokens::models::Model;
+use serde_json::{Value, json};
+
+use super::windows::{LONG, Symbols, Windows, is_byte};
+
+/// What stands for a space in every tokenizer of this kind seen so far.
+const SPACE: char = '\u{2581}';
+
+/// What the form of the file asks for, beside merges.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Form {
+    /// What stands for a space.
+    space: char,
+    /// Whether a text gets a space before it where it has none.
+    prefix: bool,
+    /// Whether each `space` begins a word.
+    split: bool,
+}
+
+impl Form {
+    /// The form of a `tokenizer.json`, which is rewritten to what `fastokens` reads; `None` if it is another one.
+    pub(super) fn of(json: &mut Value) -> Result<Option<Form>, String> {
+        let form = match json["pre_tokenizer"]["type"].as_str() {
+            None if json["pre_tokenizer"].is_null() => plain(),
+            Some("Metaspace") => metaspace(json)?,
+            Some("Split") if splits_at_no_space(json) => plain(),
+            _ => return Ok(None),
+        };
+        json["pre_tokenizer"] = Value::Null;
+        Ok(Some(form))
+    }
+
+    /// Whether the form asks for what the library does not do, rewritten or not.
+    pub(super) fn asks_more(&self) -> bool {
+        self.prefix || self.split
+    }
+}
+
+fn plain() -> Form {
+    Form { space: SPACE, prefix: false, split: false }
+}
+
+/// Whether the split is at spaces, of which the normalizer leaves none.
+fn splits_at_no_space(json: &Value) -> bool {
+    let (normalizer, split) = (&json["normalizer"], &json["pre_tokenizer"]);
+    let content = normalizer["content"].as_str();
+    normalizer["type"] == "Replace"
+        && normalizer["pattern"] == json!({"String": " "})
+        && content.is_some_and(|content| !content.contains(' '))
+        && split["pattern"] == json!({"String": " "})
+        && split["invert"] == false
+        && split["behavior"] != "Removed"
+}
+
+/// Rewrites a `Metaspace`. With every added token special, none of which cuts a text here, the text is one piece when
+/// it comes to the pre-tokenizer; without a normalizer it is the text as it was read, and begins where the text does.
+/// So "first" and "always" are the same, and both look at the first character.
+fn metaspace(json: &mut Value) -> Result<Form, String> {
+    if !json["normalizer"].is_null() {
+        return Err("a normalizer stands before Metaspace".to_owned());
+    }
+    let added = json["added_tokens"].as_array();
+    if added.is_some_and(|added| added.iter().any(|token| token["special"] != true)) {
+        return Err("an added token that is not special stands beside Metaspace".to_owned());
+    }
+    let metaspace = &json["pre_tokenizer"];
+    let mut replacement = metaspace["replacement"].as_str().unwrap_or_default().chars();
+    let (Some(space), None) = (replacement.next(), replacement.next()) else {
+        return Err("Metaspace replaces a space by no character".to_owned());
+    };
+    // Left out, they mean "always" and yes; `add_prefix_space` is the older name of "never".
+    let never = metaspace["prepend_scheme"] == "never" || metaspace["add_prefix_space"] == false;
+    let form = Form { space, prefix: !never, split: metaspace["split"] != false };
+    json["normalizer"] = json!({"type": "Replace", "pattern": {"String": " "}, "content": space.to_string()});
+    Ok(form)
+}
+
+/// Whether what a character becomes before merges depends on nothing but the character, and merges are all that happens
+/// then: a character without a token becomes bytes, and bytes are neither merged nor made by merges.
+fn symbols_stand_alone(model: &Value) -> bool {
+    let Some(vocab) = model["vocab"].as_object() else { return false };
+    let bytes = vocab.keys().filter(|token| is_byte(token)).count();
+    let side = |merge: &Value| match merge {
+        Value::String(both) => both.split_once(' ').map(|(a, b)| (a.to_owned(), b.to_owned())),
+        both => Some((both[0].as_str()?.to_owned(), both[1].as_str()?.to_owned())),
+    };
+    let free = |merge: &Value| {
+        side(merge).is_some_and(|(a, b)| !is_byte(&a) && !is_byte(&b) && !is_byte(&(a + &b)))
+    };
+    bytes == 256
+        && model["byte_fallback"] == true
+        && model["merges"].as_array().is_some_and(|merges| merges.iter().all(free))
+}
+
+/// How one tokenizer encodes a whole text.
+pub(super) struct Whole {
+    form: Form,
+    /// Characters that stand before `form.space` in some token.
+    before: Vec<char>,
+    windows: Windows,
+}
+
+impl Whole {
+    /// For a `tokenizer.json` of this form; `None` leaves the text to the library.
+    pub(super) fn new(form: Form, json: &Value) -> Option<Whole> {
+        if !symbols_stand_alone(&json["model"]) {
+            return None;
+        }
+        let mut before = Vec::new();
+        for token in json["model"]["vocab"].as_object()?.keys() {
+            let chars = token.chars().zip(token.chars().skip(1));
+            before.extend(chars.filter(|(_, y)| *y == form.space).map(|(x, _)| x));
+        }
+        before.sort_unstable();
+        before.dedup();
+        Some(Whole { form, before, windows: Windows::new(Symbols::Characters) })
+    }
+
+    /// Whether `model` cuts where this does, and can be asked part by part.
+    pub(super) fn fits(model: &Model) -> bool {
+        model.supports_fused_byte_level() && model.bigram_bridge_table().is_some()
+    }
+
+    /// The ids of `text`.
+    pub(super) fn encode(
+        &self,
+        library: &fastokens::Tokenizer,
+        text: &str,
+    ) -> Result<Vec<u32>, String> {
+        let lacks = !text.is_empty() && !text.starts_with([' ', self.form.space]);
+        let text =
+            if lacks && self.form.prefix { Cow::Owned(format!(" {text}")) } else { text.into() };
+        let pieces = library.build_pre_tokenized_with(&text, true);
+        let mut ids = Vec::with_capacity(text.len() / 3);
+        for piece in pieces.splits() {
+            match piece.token_id {
+                Some(id) => ids.push(id),
+                None => self.encode_piece(library.model(), pieces.split_text(piece), &mut ids)?,
+            }
+        }
+        Ok(ids)
+    }
+
+    /// The ids of normalised text between added tokens.
+    fn encode_piece(&self, model: &Model, text: &str, ids: &mut Vec<u32>) -> Result<(), String> {
+        let Some(table) = model.bigram_bridge_table() else {
+            return Err("the model cannot be asked part by part".to_owned());
+        };
+        let mut word = |word: &str| match word.len() {
+            0 => Ok(()),
+            1..=LONG => Symbols::Characters.encode(model, word, ids),
+            _ => self.windows.merge(model, word, ids),
+        };
+        let (bytes, mut start) = (text.as_bytes(), 0);
+        for at in 1..bytes.len() {
+            let joined = table.is_bridgeable(bytes[at - 1], bytes[at]);
+            if text.is_char_boundary(at) && (!joined || self.opens(text, at)) {
+                word(&text[start..at])?;
+                start = at;
+            }
+        }
+        word(&text[start..])
+    }
+
+    /// Whether a space begins at `at`, and nothing before it.
+    fn opens(&self, text: &str, at: usize) -> bool {
+        if !text[at..].starts_with(self.form.space) {
+            return false;
+        }
+        self.form.split || text[..at].chars().next_back().is_none_or(|x| !self.before.contains(&x))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokenizers::models::bpe::{BPE, BpeTrainer};
+    use tokenizers::{AddedToken, Trainer};
+
+    use super::*;
+    use crate::testing::{bytes_tokenizer, document};
+    use crate::tokenize::hard::{self, Dice};
+    use crate::tokenize::{Engine, Tokenizer};
+
+    /// Trained on whole lines, so that some tokens go over spaces; `wild` shuffles the merges.
+    fn model(space: char, wild: bool) -> Value {
+        let lines: Vec<String> = (0..97)
+            .map(|n| format!("{}{}", document(n), ["hello", "  ", "aaa", "\u{4e2d}"][n as usize % 4].repeat(9)))
+            .map(|line| line.replace(' ', &space.to_string()))
+            .collect();
+        let mut trainer = BpeTrainer::builder()
+            .vocab_size(300)
+            .min_frequency(2)
+            .show_progress(false)
+            .special_tokens(vec![AddedToken::from("<unk>", true)])
+            .build();
+        let words = |line: &str| Ok(line.split('.').map(str::to_owned).collect());
+        trainer.feed(lines.iter(), words).unwrap();
+        let mut trained = BPE::default();
+        trainer.train(&mut trained).unwrap();
+        let mut model = serde_json::to_value(&trained).unwrap();
+        let vocab = model["vocab"].as_object_mut().unwrap();
+        for byte in 0..256 {
+            let id = vocab.len();
+            vocab.insert(format!("<0x{byte:02X}>"), json!(id));
+        }
+        if wild {
+            let (merges, mut dice) = (model["merges"].as_array_mut().unwrap(), Dice(5));
+            for last in (1..merges.len()).rev() {
+                merges.swap(last, dice.below(last + 1));
+            }
+        }
+        for (key, value) in [("type", json!("BPE")), ("unk_token", json!("<unk>")), ("fuse_unk", json!(true)),
+                             ("byte_fallback", json!(true))] {
+            model[key] = value;
+        }
+        model
+    }
+
+    /// A tokenizer of the given form.
+    fn bytes(model: &Value, normalizer: Value, pre_tokenizer: Value, only_special: bool) -> Vec<u8> {
+        bytes_tokenizer(|json| {
+            let next = model["vocab"].as_object().unwrap().len();
+            json["model"] = model.clone();
+            json["normalizer"] = normalizer;
+            json["pre_tokenizer"] = pre_tokenizer;
+            json["decoder"] = Value::Null;
+            json["added_tokens"][0]["id"] = json!(next);
+            json["added_tokens"][1]["id"] = json!(next + 1);
+            json["added_tokens"][1]["special"] = json!(only_special);
+            json["added_tokens"][1]["rstrip"] = json!(true);
+        })
+    }
+
+    fn metaspace(space: char, scheme: &str, split: bool) -> Value {
+        json!({"type": "Metaspace", "replacement": space.to_string(), "prepend_scheme": scheme, "split": split})
+    }
+
+    fn replace() -> Value {
+        json!({"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"})
+    }
+
+    /// Compares both encoders on fixed and drawn texts.
+    fn compare(bytes: Vec<u8>, name: &str, texts: u64) {
+        let tokenizer = Tokenizer::new(bytes, Engine::Fastest).unwrap();
+        assert_eq!(tokenizer.why_slow(), None, "{name}");
+        let mut fixed = ["", " ", "\u{2581}", "  a", "_a b", "\u{a0}a", "<tab>  a", "a<tab> <|end|> b"]
+            .map(str::to_owned)
+            .to_vec();
+        let runs = ["hello", " ", "a", "a b", "\u{4e2d}", "\u{1f600}", "e\u{301}", "hello aaa"];
+        fixed.extend(runs.map(|run| format!("it {} of", run.repeat(6000 / run.len()))));
+        fixed.extend((0..texts).map(|seed| hard::text(&mut Dice(seed), &[])));
+        for text in fixed {
+            let wanted = tokenizer.encode_by_reference(&text).unwrap();
+            assert!(tokenizer.encode(&text).unwrap() == wanted, "{name}: {text:?}");
+        }
+        assert_eq!(tokenizer.rescued(), 0, "{name}");
+    }
+
+    #[test]
+    fn every_form_has_the_ids_of_the_reference() {
+        let texts =
+            std::env::var("ZDATA_HARD_TEXTS").ok().and_then(|n| n.parse().ok()).unwrap_or(60);
+        for wild in [false, true] {
+            for space in [SPACE, '_'] {
+                let model = model(space, wild);
+                for scheme in ["first", "always", "never"] {
+                    for split in [false, true] {
+                        let form = metaspace(space, scheme, split);
+                        let name = format!("{form} wild {wild}");
+                        compare(bytes(&model, Value::Null, form, true), &name, texts);
+                    }
+                }
+            }
+            let model = model(SPACE, wild);
+            let prepend = json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u{2581}"}, replace()]});
+            compare(bytes(&model, prepend, Value::Null, false), "Prepend", texts);
+            let split = json!({"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false});
+            compare(bytes(&model, replace(), split, false), "Split", texts);
+            compare(bytes(&model, Value::Null, Value::Null, false), "nothing", texts);
+        }
+    }
+
+    #[test]
+    fn tokens_over_spaces_are_among_those_compared() {
+        let model = model(SPACE, false);
+        let mut json = json!({"model": model, "pre_tokenizer": metaspace(SPACE, "first", false)});
+        let form = Form::of(&mut json).unwrap().unwrap();
+        assert!(Whole::new(form, &json).unwrap().before.iter().any(|x| *x != SPACE));
+    }
+
+    #[test]
+    fn what_is_not_the_same_goes_to_the_reference() {
+        let trained = model(SPACE, false);
+        let form = || metaspace(SPACE, "first", true);
+        let mut partial = trained.clone();
+        partial["byte_fallback"] = json!(false);
+        for (bytes, word) in [
+            (bytes(&trained, json!({"type": "NFC"}), form(), true), "normalizer"),
+            (bytes(&trained, Value::Null, form(), false), "special"),
+            (bytes(&partial, Value::Null, form(), true), "byte"),
+        ] {
+            let tokenizer = Tokenizer::new(bytes, Engine::Fastest).unwrap();
+            let why = tokenizer.why_slow().unwrap();
+            assert!(why.contains("Metaspace") && why.contains(word), "{why}");
+        }
+        let merged = json!({"vocab": {}, "merges": [["<0xE2>", "a"]], "byte_fallback": true});
+        assert!(!symbols_stand_alone(&merged));
+    }
+}

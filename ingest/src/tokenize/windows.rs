@@ -1,0 +1,163 @@
+//! Long words merged window by window: a model's own queue of all pairs takes thirty times as long.
+//!
+//! Merging takes, again and again, the pair of lowest rank, leftmost first. Restricted to a part of the
+//! word that no merge has crossed so far, that is what merging the part alone does. Let the ids of `A` end with
+//! those of `G`, the ids of `B` begin with those of `H`, and `G H` merge to the ids of `G` and `H`. Then no merge of
+//! `A B` crosses from `A` to `B`: take the first merge that crosses the begin of `G`, the end of `G` or the end of
+//! `H`. Until then all four parts are as when merged alone, so the same merge would be taken in `A`, in `G H` or in
+//! `B`, none of which crosses there. Hence the ids of `A B` are those of `A` and `B`; and the ids of a beginning
+//! that ends between two tokens are a beginning of the ids. Where `G H` merges otherwise, the window moves back and
+//! grows, at last to the whole word.
+
+use std::sync::OnceLock;
+
+use fastokens::models::Model;
+
+/// A word of more bytes is merged by windows.
+pub(super) const LONG: usize = 512;
+
+/// Bytes merged at a time.
+const WINDOW: usize = 64;
+
+/// The largest character boundary that is not after `at`.
+pub(super) fn floor(text: &str, mut at: usize) -> usize {
+    at = at.min(text.len());
+    while !text.is_char_boundary(at) {
+        at -= 1;
+    }
+    at
+}
+
+/// What a model merges at first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Symbols {
+    /// Bytes, each of which has a character for its name.
+    Bytes,
+    /// Characters, and the bytes of those that the vocabulary lacks, named like `<0xE2>`.
+    Characters,
+}
+
+impl Symbols {
+    /// Appends the ids of a word.
+    pub(super) fn encode(self, model: &Model, word: &str, ids: &mut Vec<u32>) -> Result<(), String> {
+        match self {
+            Symbols::Bytes => model.tokenize_into_fused(word, ids),
+            Symbols::Characters => model.tokenize_into(word, ids),
+        }
+    }
+
+    /// Bytes of text that each token stands for.
+    fn lengths(self, model: &Model) -> Vec<u32> {
+        let length = |token: &str| match self {
+            Symbols::Bytes => token.chars().count(),
+            Symbols::Characters if is_byte(token) => 1,
+            Symbols::Characters => token.len(),
+        };
+        let ids = 0..model.vocab_size() as u32;
+        ids.map(|id| model.id_to_token(id).map_or(0, length) as u32).collect()
+    }
+}
+
+/// Whether a token is called as the one of a byte is.
+pub(super) fn is_byte(token: &str) -> bool {
+    let digits = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
+    digits.is_some_and(|digits| {
+        digits.len() == 2 && digits.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'A'..=b'F'))
+    })
+}
+
+/// The windows of one tokenizer.
+pub(super) struct Windows {
+    symbols: Symbols,
+    /// Bytes of each token.
+    lengths: OnceLock<Vec<u32>>,
+}
+
+impl Windows {
+    pub(super) fn new(symbols: Symbols) -> Self {
+        Windows { symbols, lengths: OnceLock::new() }
+    }
+
+    /// Appends the ids of a word longer than every token that is no product of merges.
+    pub(super) fn merge(&self, model: &Model, word: &str, ids: &mut Vec<u32>) -> Result<(), String> {
+        let lengths = self.lengths.get_or_init(|| self.symbols.lengths(model));
+        let base = ids.len();
+        // Bytes and ids up to each place between two tokens and two characters, from the begin of the word on.
+        let mut cuts = vec![(0, base)];
+        let (mut failures, mut furthest) = (0u32, 0);
+        let (mut window, mut joint, mut found) = (Vec::new(), Vec::new(), Vec::new());
+        while let Some(&(done, _)) = cuts.last() {
+            if done > furthest {
+                (failures, furthest) = (0, done);
+            }
+            let width = WINDOW.saturating_mul(1 << failures.min(40));
+            let rest = word.len() - done;
+            let end = if rest <= width.saturating_mul(2) {
+                word.len()
+            } else {
+                floor(word, done + width)
+            };
+            window.clear();
+            self.symbols.encode(model, &word[done..end], &mut window)?;
+            let keep = if end == word.len() { end } else { end - width / 8 };
+            found_cuts(word, lengths, done, &window, ids.len(), &mut found);
+            let new = found.partition_point(|(at, _)| *at <= keep);
+            // One id for a whole window may come from the vocabulary instead of from merges.
+            if new == 0
+                || window.len() == 1
+                || !self.joins(model, word, &cuts, ids, (found[0], &window), &mut joint)?
+            {
+                failures += 1;
+                let left = cuts.len().saturating_sub(1 << failures.min(40)).max(1);
+                cuts.truncate(left);
+                ids.truncate(cuts[left - 1].1);
+                continue;
+            }
+            let (at, length) = found[new - 1];
+            ids.extend_from_slice(&window[..length - ids.len()]);
+            if at == word.len() {
+                return Ok(());
+            }
+            cuts.extend_from_slice(&found[..new]);
+        }
+        Err("a word came to no end".to_owned())
+    }
+
+    /// Whether the last part before a window and the first part of it, merged together, stay what they are.
+    fn joins(
+        &self,
+        model: &Model,
+        word: &str,
+        cuts: &[(usize, usize)],
+        ids: &[u32],
+        ((at, length), window): ((usize, usize), &[u32]),
+        joint: &mut Vec<u32>,
+    ) -> Result<bool, String> {
+        let [.., (before, from), (_, to)] = cuts else { return Ok(true) };
+        joint.clear();
+        self.symbols.encode(model, &word[*before..at], joint)?;
+        let (left, right) = (&ids[*from..*to], &window[..length - to]);
+        Ok(joint.len() == left.len() + right.len()
+            && joint.starts_with(left)
+            && joint.ends_with(right))
+    }
+}
+
+/// The places between two tokens of `window` and two characters: bytes of the word and ids up to there.
+fn found_cuts(
+    word: &str,
+    lengths: &[u32],
+    done: usize,
+    window: &[u32],
+    ids: usize,
+    found: &mut Vec<(usize, usize)>,
+) {
+    let mut at = done;
+    found.clear();
+    for (index, id) in window.iter().enumerate() {
+        at += lengths.get(*id as usize).map_or(0, |length| *length as usize);
+        if word.is_char_boundary(at) {
+            found.push((at, ids + index + 1));
+        }
+    }
+}
