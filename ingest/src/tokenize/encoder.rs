@@ -15,6 +15,7 @@ use fastokens::AddedTokenPolicy;
 use serde_json::Value;
 
 use super::long::LongWords;
+use super::runs::Runs;
 use super::whole::{Form, Whole};
 
 /// Which library encodes.
@@ -47,6 +48,8 @@ pub struct Tokenizer {
 struct Fast {
     library: fastokens::Tokenizer,
     words: Words,
+    /// The added tokens that are runs of spaces, if there are any.
+    runs: Option<Runs>,
     /// Whether the split asks for letters of either case.
     either_case: bool,
 }
@@ -74,20 +77,22 @@ impl Tokenizer {
 
     /// Reads the bytes of a `tokenizer.json`.
     pub fn new(bytes: Vec<u8>, engine: Engine) -> Result<Self> {
-        let json: Value = serde_json::from_slice(&bytes)
-            .map_err(|error| Fault::usage(format!("this is no tokenizer.json: {error}")))?;
-        refuse_chance(&json)?;
-        // Each takes as long to load as tens of megabytes to encode.
+        // Each library takes as long to load as tens of megabytes to encode.
         let (reference, fast) = std::thread::scope(|scope| {
-            let reference = scope.spawn(|| reference(&bytes));
-            let fast = match engine {
+            let reference = scope.spawn(|| {
+                let reference = reference(&bytes)?;
+                let largest = largest_id(&reference)?;
+                Ok((reference, largest))
+            });
+            let fast = parsed(&bytes).map(|json| match engine {
                 Engine::Reference => Err("the reference was asked for".to_owned()),
                 Engine::Fastest => fast(json),
-            };
+            });
             (reference.join(), fast)
         });
-        let reference = reference.map_err(|_| Fault::bug("the loader of a tokenizer died"))??;
-        let largest = largest_id(&reference)?;
+        let fast = fast?;
+        let (reference, largest) =
+            reference.map_err(|_| Fault::bug("the loader of a tokenizer died"))??;
         let vocab = largest
             .and_then(|id| id.checked_add(1))
             .filter(|vocab| *vocab <= 1 << 31)
@@ -172,6 +177,13 @@ impl Tokenizer {
     }
 }
 
+fn parsed(bytes: &[u8]) -> Result<Value> {
+    let json = serde_json::from_slice(bytes)
+        .map_err(|error| Fault::usage(format!("this is no tokenizer.json: {error}")))?;
+    refuse_chance(&json)?;
+    Ok(json)
+}
+
 /// A tokenizer that draws lots would give other ids each time.
 fn refuse_chance(json: &Value) -> Result<()> {
     match json.pointer("/model/dropout") {
@@ -235,11 +247,12 @@ fn fast(json: Value) -> std::result::Result<Fast, String> {
     }
     let mut json = without_gaps(json)?;
     let form = Form::of(&mut json)?;
-    let asks_more = form.as_ref().is_some_and(Form::asks_more);
+    let metaspace = matches!(form, Some(Form::Metaspace(_)));
     let words = match form {
         Some(form) => Whole::new(form, &json).map(Words::Whole),
         None => LongWords::new(&json).map(Words::Split),
     };
+    let runs = Runs::new(&json);
     let either_case = json["pre_tokenizer"].to_string().contains("(?i");
     let mut library = quietly(|| fastokens::Tokenizer::from_json(json))
         .map_err(|()| "it panicked on this tokenizer.json".to_owned())?
@@ -251,10 +264,10 @@ fn fast(json: Value) -> std::result::Result<Fast, String> {
         Words::Whole(_) => Whole::fits(library.model()),
         _ => library.model().supports_fused_byte_level(),
     });
-    if asks_more && words.is_none() {
+    if metaspace && words.is_none() {
         return Err("Metaspace stands before a model without a token for every byte".to_owned());
     }
-    Ok(Fast { library, words: words.unwrap_or(Words::Library), either_case })
+    Ok(Fast { library, words: words.unwrap_or(Words::Library), runs, either_case })
 }
 
 /// The fast encoder if it agrees with the reference where tokenizers are known to part ways, or where it does not.
@@ -300,15 +313,23 @@ fn encode_fast(fast: &Fast, text: &str) -> std::result::Result<Vec<u32>, String>
     if fast.either_case && memchr::memmem::find(text.as_bytes(), LONG_S.as_bytes()).is_some() {
         return Err("it misses the contraction with a long s".to_owned());
     }
-    quietly(|| match &fast.words {
+    quietly(|| match &fast.runs {
+        Some(runs) => runs.encode(text, |part| encode_part(fast, part)),
+        None => encode_part(fast, text),
+    })
+    .map_err(|()| "it panicked".to_owned())?
+}
+
+/// The ids of a text, or of a part of it between added tokens.
+fn encode_part(fast: &Fast, text: &str) -> std::result::Result<Vec<u32>, String> {
+    match &fast.words {
         Words::Split(long) if long.suspects(text) => long.encode(&fast.library, text),
         Words::Whole(whole) => whole.encode(&fast.library, text),
         _ => fast
             .library
             .encode_with_policy(text, false, AddedTokenPolicy::SkipSpecial)
             .map_err(|error| error.to_string()),
-    })
-    .map_err(|()| "it panicked".to_owned())?
+    }
 }
 
 thread_local! {
@@ -355,8 +376,15 @@ fn probes(reference: &tokenizers::Tokenizer) -> Vec<String> {
     ];
     let mut probes: Vec<String> = fixed.iter().map(|text| (*text).to_owned()).collect();
     // Words that are merged by windows.
-    let long =
-        ["a", "hello", "\u{6587}\u{5b57}", "-", "\u{1f468}\u{200d}\u{1f469}\u{200d}", "e\u{301}"];
+    let long = [
+        "a",
+        " ",
+        "hello",
+        "\u{6587}\u{5b57}",
+        "-",
+        "\u{1f468}\u{200d}\u{1f469}\u{200d}",
+        "e\u{301}",
+    ];
     probes.extend(long.map(|word| format!("of {} it", word.repeat(1 + 700 / word.len()))));
     let mut added: Vec<_> = reference.get_added_tokens_decoder().into_iter().collect();
     added.sort_unstable_by_key(|(id, _)| *id);
@@ -424,6 +452,8 @@ mod tests {
         for (bytes, word) in [
             (b"{".to_vec(), "no tokenizer.json"),
             (b"{}".to_vec(), "refuses"),
+            (b"[]".to_vec(), "refuses"),
+            (b"7".to_vec(), "refuses"),
             (bytes_tokenizer(|json| json["model"]["dropout"] = json!(0.1)), "chance"),
             (bytes_tokenizer(|json| json["model"]["vocab"] = json!({})), "tokenizer"),
         ] {

@@ -128,7 +128,11 @@ impl LongWords {
         if vocab.keys().any(|token| token.chars().count() > LONG) {
             return None;
         }
-        Some(LongWords { source, split: SysRegex::new(source).ok()?, windows: Windows::new(Symbols::Bytes) })
+        Some(LongWords {
+            source,
+            split: SysRegex::new(source).ok()?,
+            windows: Windows::new(Symbols::Bytes),
+        })
     }
 
     /// Whether `text` seems to have a long word.

@@ -10,6 +10,7 @@ pub mod encoder;
 #[cfg(test)]
 mod hard;
 mod long;
+mod runs;
 pub mod train;
 mod whole;
 mod windows;

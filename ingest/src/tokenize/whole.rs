@@ -1,15 +1,13 @@
 //! Models that get a whole text as one word: SentencePiece's, as Hugging Face writes them down.
 //!
 //! Three forms of a `tokenizer.json` come to the same: no pre-tokenizer; a split at spaces under a normalizer that
-//! leaves none; and `Metaspace`. `fastokens` lacks the last one, which is rewritten as a normalizer.
+//! leaves none; and `Metaspace`, which `fastokens` lacks, so that what it does is done here.
 //!
 //! A whole text is merged part by part. A merge of a token that ends in `x` with one that begins with `y` makes a token
 //! in which `y` follows `x`. So no merge crosses a place where no token of the vocabulary has these two characters side
 //! by side, and what stands before and after it is encoded on its own. That needs every symbol to depend on its own
 //! character alone, so that a character without a token has to be bytes ([`symbols_stand_alone`]). Parts without such a
 //! place are merged by windows where they are long.
-
-use std::borrow::Cow;
 
 use fastokens::models::Model;
 use serde_json::{Value, json};
@@ -19,38 +17,48 @@ use super::windows::{LONG, Symbols, Windows, is_byte};
 /// What stands for a space in every tokenizer of this kind seen so far.
 const SPACE: char = '\u{2581}';
 
-/// What the form of the file asks for, beside merges.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Form {
-    /// What stands for a space.
+/// The form of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Form {
+    /// One that `fastokens` reads.
+    Plain,
+    /// `Metaspace`, which is taken out of what `fastokens` reads.
+    Metaspace(Metaspace),
+}
+
+/// What `Metaspace` does to a text between added tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Metaspace {
+    /// What a space becomes.
     space: char,
-    /// Whether a text gets a space before it where it has none.
-    prefix: bool,
+    /// Where a text that does not begin with `space` gets one.
+    prefix: Prefix,
     /// Whether each `space` begins a word.
     split: bool,
 }
 
-impl Form {
-    /// The form of a `tokenizer.json`, which is rewritten to what `fastokens` reads; `None` if it is another one.
-    pub(super) fn of(json: &mut Value) -> Result<Option<Form>, String> {
-        let form = match json["pre_tokenizer"]["type"].as_str() {
-            None if json["pre_tokenizer"].is_null() => plain(),
-            Some("Metaspace") => metaspace(json)?,
-            Some("Split") if splits_at_no_space(json) => plain(),
-            _ => return Ok(None),
-        };
-        json["pre_tokenizer"] = Value::Null;
-        Ok(Some(form))
-    }
-
-    /// Whether the form asks for what the library does not do, rewritten or not.
-    pub(super) fn asks_more(&self) -> bool {
-        self.prefix || self.split
-    }
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Prefix {
+    Never,
+    /// Where the document begins.
+    First,
+    Always,
 }
 
-fn plain() -> Form {
-    Form { space: SPACE, prefix: false, split: false }
+impl Form {
+    /// The form of a `tokenizer.json`, out of which the pre-tokenizer is taken; `None` if it is another one.
+    pub(super) fn of(json: &mut Value) -> Result<Option<Form>, String> {
+        let form = match json["pre_tokenizer"]["type"].as_str() {
+            None if json["pre_tokenizer"].is_null() => Form::Plain,
+            Some("Metaspace") => Form::Metaspace(Metaspace::of(json)?),
+            Some("Split") if splits_at_no_space(json) => Form::Plain,
+            _ => return Ok(None),
+        };
+        if let Some(whole) = json.as_object_mut() {
+            whole.insert("pre_tokenizer".to_owned(), Value::Null);
+        }
+        Ok(Some(form))
+    }
 }
 
 /// Whether the split is at spaces, of which the normalizer leaves none.
@@ -65,27 +73,42 @@ fn splits_at_no_space(json: &Value) -> bool {
         && split["behavior"] != "Removed"
 }
 
-/// Rewrites a `Metaspace`. With every added token special, none of which cuts a text here, the text is one piece when
-/// it comes to the pre-tokenizer; without a normalizer it is the text as it was read, and begins where the text does.
-/// So "first" and "always" are the same, and both look at the first character.
-fn metaspace(json: &mut Value) -> Result<Form, String> {
-    if !json["normalizer"].is_null() {
-        return Err("a normalizer stands before Metaspace".to_owned());
+impl Metaspace {
+    /// Without a normalizer a text between added tokens begins with the document if and only if it is the first piece.
+    fn of(json: &Value) -> Result<Metaspace, String> {
+        if !json["normalizer"].is_null() {
+            return Err("a normalizer stands before Metaspace".to_owned());
+        }
+        let metaspace = &json["pre_tokenizer"];
+        let mut replacement = metaspace["replacement"].as_str().unwrap_or_default().chars();
+        let (Some(space), None) = (replacement.next(), replacement.next()) else {
+            return Err("Metaspace replaces a space by no character".to_owned());
+        };
+        // Left out, they mean "always" and yes; `add_prefix_space` is the older name of "never".
+        let prefix = match metaspace["prepend_scheme"].as_str() {
+            _ if metaspace["add_prefix_space"] == false => Prefix::Never,
+            None | Some("always") => Prefix::Always,
+            Some("first") => Prefix::First,
+            Some("never") => Prefix::Never,
+            Some(other) => return Err(format!("Metaspace has the unknown scheme {other:?}")),
+        };
+        Ok(Metaspace { space, prefix, split: metaspace["split"] != false })
     }
-    let added = json["added_tokens"].as_array();
-    if added.is_some_and(|added| added.iter().any(|token| token["special"] != true)) {
-        return Err("an added token that is not special stands beside Metaspace".to_owned());
+
+    /// What becomes of a piece of text, into `out`.
+    fn apply(self, piece: &str, first: bool, out: &mut String) {
+        out.clear();
+        let wanted = self.prefix == Prefix::Always || first && self.prefix == Prefix::First;
+        if wanted && !piece.starts_with([' ', self.space]) {
+            out.push(self.space);
+        }
+        let mut words = piece.split(' ');
+        out.extend(words.next());
+        for word in words {
+            out.push(self.space);
+            out.push_str(word);
+        }
     }
-    let metaspace = &json["pre_tokenizer"];
-    let mut replacement = metaspace["replacement"].as_str().unwrap_or_default().chars();
-    let (Some(space), None) = (replacement.next(), replacement.next()) else {
-        return Err("Metaspace replaces a space by no character".to_owned());
-    };
-    // Left out, they mean "always" and yes; `add_prefix_space` is the older name of "never".
-    let never = metaspace["prepend_scheme"] == "never" || metaspace["add_prefix_space"] == false;
-    let form = Form { space, prefix: !never, split: metaspace["split"] != false };
-    json["normalizer"] = json!({"type": "Replace", "pattern": {"String": " "}, "content": space.to_string()});
-    Ok(form)
 }
 
 /// Whether what a character becomes before merges depends on nothing but the character, and merges are all that happens
@@ -108,7 +131,9 @@ fn symbols_stand_alone(model: &Value) -> bool {
 /// How one tokenizer encodes a whole text.
 pub(super) struct Whole {
     form: Form,
-    /// Characters that stand before `form.space` in some token.
+    /// What stands for a space.
+    space: char,
+    /// Characters that stand before `space` in some token.
     before: Vec<char>,
     windows: Windows,
 }
@@ -119,14 +144,18 @@ impl Whole {
         if !symbols_stand_alone(&json["model"]) {
             return None;
         }
+        let space = match form {
+            Form::Plain => SPACE,
+            Form::Metaspace(metaspace) => metaspace.space,
+        };
         let mut before = Vec::new();
         for token in json["model"]["vocab"].as_object()?.keys() {
             let chars = token.chars().zip(token.chars().skip(1));
-            before.extend(chars.filter(|(_, y)| *y == form.space).map(|(x, _)| x));
+            before.extend(chars.filter(|(_, y)| *y == space).map(|(x, _)| x));
         }
         before.sort_unstable();
         before.dedup();
-        Some(Whole { form, before, windows: Windows::new(Symbols::Characters) })
+        Some(Whole { form, space, before, windows: Windows::new(Symbols::Characters) })
     }
 
     /// Whether `model` cuts where this does, and can be asked part by part.
@@ -140,16 +169,19 @@ impl Whole {
         library: &fastokens::Tokenizer,
         text: &str,
     ) -> Result<Vec<u32>, String> {
-        let lacks = !text.is_empty() && !text.starts_with([' ', self.form.space]);
-        let text =
-            if lacks && self.form.prefix { Cow::Owned(format!(" {text}")) } else { text.into() };
-        let pieces = library.build_pre_tokenized_with(&text, true);
-        let mut ids = Vec::with_capacity(text.len() / 3);
-        for piece in pieces.splits() {
-            match piece.token_id {
-                Some(id) => ids.push(id),
-                None => self.encode_piece(library.model(), pieces.split_text(piece), &mut ids)?,
+        let pieces = library.build_pre_tokenized_with(text, true);
+        let (mut ids, mut buffer) = (Vec::with_capacity(text.len() / 3), String::new());
+        for (index, piece) in pieces.splits().iter().enumerate() {
+            if let Some(id) = piece.token_id {
+                ids.push(id);
+                continue;
             }
+            let mut text = pieces.split_text(piece);
+            if let (Form::Metaspace(metaspace), false) = (self.form, text.is_empty()) {
+                metaspace.apply(text, index == 0, &mut buffer);
+                text = &buffer;
+            }
+            self.encode_piece(library.model(), text, &mut ids)?;
         }
         Ok(ids)
     }
@@ -164,10 +196,14 @@ impl Whole {
             1..=LONG => Symbols::Characters.encode(model, word, ids),
             _ => self.windows.merge(model, word, ids),
         };
-        let (bytes, mut start) = (text.as_bytes(), 0);
+        let (mut buffer, bytes, mut start) = ([0; 4], text.as_bytes(), 0);
+        let split = matches!(self.form, Form::Metaspace(Metaspace { split: true, .. }));
+        let space = self.space.encode_utf8(&mut buffer).as_bytes();
         for at in 1..bytes.len() {
-            let joined = table.is_bridgeable(bytes[at - 1], bytes[at]);
-            if text.is_char_boundary(at) && (!joined || self.opens(text, at)) {
+            let opens = || bytes[at] == space[0] && bytes[at..].starts_with(space);
+            let cut = !table.is_bridgeable(bytes[at - 1], bytes[at])
+                || opens() && (split || self.ends_before_space(&text[..at]));
+            if cut && text.is_char_boundary(at) {
                 word(&text[start..at])?;
                 start = at;
             }
@@ -175,12 +211,9 @@ impl Whole {
         word(&text[start..])
     }
 
-    /// Whether a space begins at `at`, and nothing before it.
-    fn opens(&self, text: &str, at: usize) -> bool {
-        if !text[at..].starts_with(self.form.space) {
-            return false;
-        }
-        self.form.split || text[..at].chars().next_back().is_none_or(|x| !self.before.contains(&x))
+    /// Whether no token goes on with a space after the last character of `text`.
+    fn ends_before_space(&self, text: &str) -> bool {
+        text.chars().next_back().is_none_or(|last| !self.before.contains(&last))
     }
 }
 
@@ -197,7 +230,13 @@ mod tests {
     /// Trained on whole lines, so that some tokens go over spaces; `wild` shuffles the merges.
     fn model(space: char, wild: bool) -> Value {
         let lines: Vec<String> = (0..97)
-            .map(|n| format!("{}{}", document(n), ["hello", "  ", "aaa", "\u{4e2d}"][n as usize % 4].repeat(9)))
+            .map(|n| {
+                format!(
+                    "{}{}",
+                    document(n),
+                    ["hello", "  ", "aaa", "\u{4e2d}"][n as usize % 4].repeat(9)
+                )
+            })
             .map(|line| line.replace(' ', &space.to_string()))
             .collect();
         let mut trainer = BpeTrainer::builder()
@@ -222,15 +261,24 @@ mod tests {
                 merges.swap(last, dice.below(last + 1));
             }
         }
-        for (key, value) in [("type", json!("BPE")), ("unk_token", json!("<unk>")), ("fuse_unk", json!(true)),
-                             ("byte_fallback", json!(true))] {
+        for (key, value) in [
+            ("type", json!("BPE")),
+            ("unk_token", json!("<unk>")),
+            ("fuse_unk", json!(true)),
+            ("byte_fallback", json!(true)),
+        ] {
             model[key] = value;
         }
         model
     }
 
     /// A tokenizer of the given form.
-    fn bytes(model: &Value, normalizer: Value, pre_tokenizer: Value, only_special: bool) -> Vec<u8> {
+    fn bytes(
+        model: &Value,
+        normalizer: Value,
+        pre_tokenizer: Value,
+        only_special: bool,
+    ) -> Vec<u8> {
         bytes_tokenizer(|json| {
             let next = model["vocab"].as_object().unwrap().len();
             json["model"] = model.clone();
@@ -256,9 +304,10 @@ mod tests {
     fn compare(bytes: Vec<u8>, name: &str, texts: u64) {
         let tokenizer = Tokenizer::new(bytes, Engine::Fastest).unwrap();
         assert_eq!(tokenizer.why_slow(), None, "{name}");
-        let mut fixed = ["", " ", "\u{2581}", "  a", "_a b", "\u{a0}a", "<tab>  a", "a<tab> <|end|> b"]
-            .map(str::to_owned)
-            .to_vec();
+        let mut fixed =
+            ["", " ", "\u{2581}", "  a", "_a b", "\u{a0}a", "<tab>  a", "a<tab> <|end|> b"]
+                .map(str::to_owned)
+                .to_vec();
         let runs = ["hello", " ", "a", "a b", "\u{4e2d}", "\u{1f600}", "e\u{301}", "hello aaa"];
         fixed.extend(runs.map(|run| format!("it {} of", run.repeat(6000 / run.len()))));
         fixed.extend((0..texts).map(|seed| hard::text(&mut Dice(seed), &[])));
@@ -280,7 +329,7 @@ mod tests {
                     for split in [false, true] {
                         let form = metaspace(space, scheme, split);
                         let name = format!("{form} wild {wild}");
-                        compare(bytes(&model, Value::Null, form, true), &name, texts);
+                        compare(bytes(&model, Value::Null, form, split), &name, texts);
                     }
                 }
             }
@@ -309,7 +358,6 @@ mod tests {
         partial["byte_fallback"] = json!(false);
         for (bytes, word) in [
             (bytes(&trained, json!({"type": "NFC"}), form(), true), "normalizer"),
-            (bytes(&trained, Value::Null, form(), false), "special"),
             (bytes(&partial, Value::Null, form(), true), "byte"),
         ] {
             let tokenizer = Tokenizer::new(bytes, Engine::Fastest).unwrap();

@@ -16,9 +16,6 @@ use fastokens::models::Model;
 /// A word of more bytes is merged by windows.
 pub(super) const LONG: usize = 512;
 
-/// Bytes merged at a time.
-const WINDOW: usize = 64;
-
 /// The largest character boundary that is not after `at`.
 pub(super) fn floor(text: &str, mut at: usize) -> usize {
     at = at.min(text.len());
@@ -38,8 +35,21 @@ pub(super) enum Symbols {
 }
 
 impl Symbols {
+    /// Bytes merged at a time: bytes without a queue of pairs, which characters have whatever their number.
+    fn window(self) -> usize {
+        match self {
+            Symbols::Bytes => 64,
+            Symbols::Characters => 256,
+        }
+    }
+
     /// Appends the ids of a word.
-    pub(super) fn encode(self, model: &Model, word: &str, ids: &mut Vec<u32>) -> Result<(), String> {
+    pub(super) fn encode(
+        self,
+        model: &Model,
+        word: &str,
+        ids: &mut Vec<u32>,
+    ) -> Result<(), String> {
         match self {
             Symbols::Bytes => model.tokenize_into_fused(word, ids),
             Symbols::Characters => model.tokenize_into(word, ids),
@@ -79,7 +89,12 @@ impl Windows {
     }
 
     /// Appends the ids of a word longer than every token that is no product of merges.
-    pub(super) fn merge(&self, model: &Model, word: &str, ids: &mut Vec<u32>) -> Result<(), String> {
+    pub(super) fn merge(
+        &self,
+        model: &Model,
+        word: &str,
+        ids: &mut Vec<u32>,
+    ) -> Result<(), String> {
         let lengths = self.lengths.get_or_init(|| self.symbols.lengths(model));
         let base = ids.len();
         // Bytes and ids up to each place between two tokens and two characters, from the begin of the word on.
@@ -90,7 +105,7 @@ impl Windows {
             if done > furthest {
                 (failures, furthest) = (0, done);
             }
-            let width = WINDOW.saturating_mul(1 << failures.min(40));
+            let width = self.symbols.window().saturating_mul(1 << failures.min(40));
             let rest = word.len() - done;
             let end = if rest <= width.saturating_mul(2) {
                 word.len()
