@@ -16,6 +16,9 @@ use fastokens::models::Model;
 /// A word of more bytes is merged by windows.
 pub(super) const LONG: usize = 512;
 
+/// Bytes merged at a time.
+const WINDOW: usize = 64;
+
 /// The largest character boundary that is not after `at`.
 pub(super) fn floor(text: &str, mut at: usize) -> usize {
     at = at.min(text.len());
@@ -35,14 +38,6 @@ pub(super) enum Symbols {
 }
 
 impl Symbols {
-    /// Bytes merged at a time: bytes without a queue of pairs, which characters have whatever their number.
-    fn window(self) -> usize {
-        match self {
-            Symbols::Bytes => 64,
-            Symbols::Characters => 256,
-        }
-    }
-
     /// Appends the ids of a word.
     pub(super) fn encode(
         self,
@@ -105,7 +100,7 @@ impl Windows {
             if done > furthest {
                 (failures, furthest) = (0, done);
             }
-            let width = self.symbols.window().saturating_mul(1 << failures.min(40));
+            let width = WINDOW.saturating_mul(1 << failures.min(40));
             let rest = word.len() - done;
             let end = if rest <= width.saturating_mul(2) {
                 word.len()
