@@ -51,7 +51,7 @@ pub fn prune(work: &Path, unused: Duration, look: bool) -> Result<Pruned> {
         let about = entry.metadata().map_err(|error| Fault::io("look at", &path, &error))?;
         let used = about.modified().map_err(|error| Fault::io("look at", &path, &error))?;
         // A time that lies ahead is another machine's clock: just used.
-        let since = SystemTime::now().duration_since(used).unwrap_or_default();
+        let since = today().duration_since(used).unwrap_or_default();
         let goes = since >= unused && !needed.contains(address);
         let side = if goes { &mut pruned.removed } else { &mut pruned.kept };
         *side = (side.0 + 1, side.1 + about.len());
@@ -65,7 +65,15 @@ pub fn prune(work: &Path, unused: Duration, look: bool) -> Result<Pruned> {
 /// Says of a part that it was used now.
 pub(super) fn used(part: &Path) {
     // Where another user made it, it keeps its time: at worst it is made again one day.
-    let _ = File::open(part).and_then(|part| part.set_modified(SystemTime::now()));
+    let _ = File::open(part).and_then(|part| part.set_modified(today()));
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "how long a part lay unused decides only whether it is made again"
+)]
+fn today() -> SystemTime {
+    SystemTime::now()
 }
 
 /// The addresses of the parts that builds name which are not done.
