@@ -25,6 +25,13 @@ pub(crate) struct Faulty {
     pub(crate) error: fn() -> io::Error,
 }
 
+/// What a broken disk, one that would have to wait, and a process without handles say.
+pub(crate) const ERRORS: [fn() -> io::Error; 3] = [
+    || io::Error::from_raw_os_error(5),
+    || io::ErrorKind::WouldBlock.into(),
+    || io::Error::from_raw_os_error(24),
+];
+
 /// A disk that does what disks do.
 pub(crate) const SOUND: Faulty = Faulty {
     most: usize::MAX,

@@ -1,9 +1,7 @@
 //! Disks that are slow, interrupted or broken, under every importer.
 
-use std::io;
-
 use super::*;
-use crate::disk::faulty::{Badly, Faulty, SOUND};
+use crate::disk::faulty::{Badly, ERRORS, Faulty, SOUND};
 
 /// What an importer makes of files, one of which lies badly.
 fn read_on(peer: Peer, opened: &Path, file: &Path, disk: Faulty) -> Result<Vec<Doc>> {
@@ -29,11 +27,6 @@ fn short_reads_and_interruptions_change_nothing() {
 
 #[test]
 fn an_error_at_any_byte_is_the_machines_and_names_the_file() {
-    let errors: [fn() -> io::Error; 3] = [
-        || io::Error::from_raw_os_error(5),
-        || io::ErrorKind::WouldBlock.into(),
-        || io::Error::from_raw_os_error(24),
-    ];
     let bench = Bench::new();
     for (peer, wanted_files) in Peer::ALL.into_iter().zip([2, 3, 2, 2]) {
         let (files, opened) = sample(&bench, peer);
@@ -55,7 +48,7 @@ fn an_error_at_any_byte_is_the_machines_and_names_the_file() {
             };
             let (mut failed, mut pieces) = (0, 0);
             for at in 0..=length {
-                let error = errors[(at % 3) as usize];
+                let error = ERRORS[(at % 3) as usize];
                 failed += u64::from(judge(at, Faulty { stream_ends: at, error, ..SOUND }));
                 pieces += u64::from(judge(at, Faulty { pieces_end: at, error, ..SOUND }));
             }

@@ -5,7 +5,7 @@ use std::io;
 use contract::pieces::Pieces;
 
 use super::*;
-use crate::disk::faulty::{Faulty, SOUND};
+use crate::disk::faulty::{ERRORS, Faulty, SOUND};
 
 /// Every kind of file with the fields to read from it: the sound ones, plain ones, and Parquet and Arrow as whole records.
 fn files() -> Vec<(Scratch, Fields)> {
@@ -37,18 +37,13 @@ fn short_reads_and_interruptions_change_nothing() {
 
 #[test]
 fn an_error_at_any_byte_is_the_machines_and_names_the_file() {
-    let errors: [fn() -> io::Error; 3] = [
-        || io::Error::from_raw_os_error(5),
-        || io::ErrorKind::WouldBlock.into(),
-        || io::Error::from_raw_os_error(24),
-    ];
     for (file, fields) in files() {
         let length = std::fs::metadata(&file.path).unwrap().len();
         let wanted = outcomes(read_on(&SOUND, &file, &fields, &limits(300)).unwrap());
         let near = |at: u64| at < 120 || at + 120 > length || at.is_multiple_of(13);
         let mut failed = 0;
         for at in (0..=length).filter(|&at| near(at)) {
-            let error = errors[(at % 3) as usize];
+            let error = ERRORS[(at % 3) as usize];
             let judge = |disk: Faulty| match read_on(&disk, &file, &fields, &limits(300)) {
                 Ok(parsed) => Ok(outcomes(parsed)),
                 Err(fault) => {
