@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-const SOURCES: [&str; 3] = ["shim/device.cpp", "shim/group.cpp", "shim/switches.cpp"];
+const SOURCES: [&str; 4] =
+    ["shim/device.cpp", "shim/group.cpp", "shim/product.cpp", "shim/switches.cpp"];
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

@@ -55,12 +55,26 @@ fn on_cpu(tensor: &Tensor, first: u64, salt: u64) -> u64 {
     }
 }
 
+/// Integer arithmetic: the bits do not depend on the width of the instructions.
 fn sum<T: Copy + Into<u64>>(elements: &[T], first: u64, salt: u64) -> u64 {
     #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("avx2") {
-        // SAFETY: the processor has AVX2. Integer arithmetic: the bits do not depend on it.
-        return unsafe { sum_avx2(elements, first, salt) };
+    {
+        use std::arch::is_x86_feature_detected as has;
+        if has!("avx512f") && has!("avx512dq") && has!("avx512vl") {
+            // SAFETY: the processor has what the function was compiled for.
+            return unsafe { sum_avx512(elements, first, salt) };
+        }
+        if has!("avx2") {
+            // SAFETY: as above.
+            return unsafe { sum_avx2(elements, first, salt) };
+        }
     }
+    sum_plain(elements, first, salt)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512dq,avx512vl")]
+fn sum_avx512<T: Copy + Into<u64>>(elements: &[T], first: u64, salt: u64) -> u64 {
     sum_plain(elements, first, salt)
 }
 

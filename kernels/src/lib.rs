@@ -5,7 +5,9 @@
 //! device    CPU, or a GPU whose library is opened at run time; staging of batches
 //! group     ranks that exchange bytes, with deadlines
 //! rccl      the same between GPUs: RCCL or NCCL, opened at run time
+//! product   matrix products, by the library that has the better kernels here
 //! tree      the one order in which leaves are added
+//! fused     what libtorch does operator by operator, in one pass
 //! checksum  order-free sums over bits, for any layout
 //! share     tensors read by several threads at once
 //! ```
@@ -16,9 +18,11 @@
 pub mod checksum;
 pub mod device;
 pub mod error;
+pub mod fused;
 pub mod group;
 #[cfg(feature = "hip")]
 pub mod hip;
+pub mod product;
 pub mod rccl;
 pub mod runtime;
 pub mod share;

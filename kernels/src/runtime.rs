@@ -80,7 +80,7 @@ pub struct RuntimeOptions {
 pub struct KernelTable {
     /// Release of libtorch, as the library itself says.
     pub libtorch: String,
-    /// Release of MKL, the matrix products of libtorch on CPU.
+    /// Release of MKL, to which libtorch gives f32 products on a CPU; where oneDNN makes them, the switches say so.
     pub mkl: String,
     /// Release of oneDNN.
     pub onednn: String,
@@ -229,15 +229,15 @@ fn keep_memory() {
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
 }
 
-/// oneDNN keeps the products of bf16 that it has prepared, by shape. Experts see another number of rows each time, so
-/// most of the 1,024 it keeps by default never come again: 64 hold what does, in half the memory, no slower.
+/// oneDNN keeps the products that it has prepared, by shape. Experts see another number of rows each time, so many of the
+/// 1,024 it keeps by default never come again: 256 hold what does.
 fn bound_prepared_products() {
     const CAPACITY: &str = "ONEDNN_PRIMITIVE_CACHE_CAPACITY";
     if std::env::var_os(CAPACITY).is_none()
         && std::env::var_os("DNNL_PRIMITIVE_CACHE_CAPACITY").is_none()
     {
         // SAFETY: as for the variables of devices below; oneDNN reads this one at its first product.
-        unsafe { std::env::set_var(CAPACITY, "64") };
+        unsafe { std::env::set_var(CAPACITY, "256") };
     }
 }
 
@@ -258,6 +258,7 @@ fn read_table(device: tch::Device) -> Result<KernelTable> {
     let mut switches = verify()?;
     // SAFETY: reads this thread's settings.
     switches.insert("flush_denormals".to_owned(), unsafe { shim_flushes_denormals() });
+    switches.insert("f32_products_by_onednn".to_owned(), crate::product::by_onednn().into());
     let environment = RECORDED_ENVIRONMENT
         .iter()
         .filter_map(|&name| Some((name.to_owned(), std::env::var(name).ok()?)))

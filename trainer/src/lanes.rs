@@ -72,13 +72,23 @@ impl Lanes {
         work: impl Fn(u64) -> Result<T> + Sync,
         take: impl FnMut(u64, T) -> Result<()> + Send,
     ) -> Result<()> {
+        self.fold_ahead(items, self.count as u64 + 1, work, take)
+    }
+
+    /// As [`Lanes::fold`], with up to `ahead` results at a time.
+    fn fold_ahead<T: Send>(
+        self,
+        items: u64,
+        ahead: u64,
+        work: impl Fn(u64) -> Result<T> + Sync,
+        take: impl FnMut(u64, T) -> Result<()> + Send,
+    ) -> Result<()> {
         let (waiting, failure) = (BTreeMap::new(), None);
         let shared = Mutex::new(Shared { begin: 0, take: 0, waiting, taking: false, failure });
         let (moved, take) = (Condvar::new(), Mutex::new(take));
-        let window = self.count as u64 + 1;
         let lane = || {
             runtime::enter_thread().map_err(machine)?;
-            while let Some(item) = begin_next(&shared, &moved, items, window) {
+            while let Some(item) = begin_next(&shared, &moved, items, ahead) {
                 let result = caught(|| work(item));
                 deliver(&shared, &moved, &take, item, result);
             }
@@ -103,7 +113,8 @@ impl Lanes {
             Some(item) => work(item),
             None => Err(Fault::bug("an item was handed to two lanes")),
         };
-        self.fold(count, once, |_, result| {
+        // All results are kept anyway: no lane waits for a slow item that others have overtaken.
+        self.fold_ahead(count, count, once, |_, result| {
             results.push(result);
             Ok(())
         })?;
@@ -133,14 +144,14 @@ fn begin_next<T>(
     shared: &Mutex<Shared<T>>,
     moved: &Condvar,
     items: u64,
-    window: u64,
+    ahead: u64,
 ) -> Option<u64> {
     let mut state = lock(shared);
     loop {
         if state.begin >= items || state.failure.is_some() {
             return None;
         }
-        if state.begin < state.take + window {
+        if state.begin < state.take + ahead {
             state.begin += 1;
             return Some(state.begin - 1);
         }

@@ -151,10 +151,10 @@ fn leaf(config: &ZayaConfig, tokens: u64, keep: Keep, bf16: bool) -> u64 {
     let small = 2 * size(config.num_attention_heads)
         + size(config.num_key_value_heads)
         + size(config.num_experts);
-    let layer = (16 + 6 * s) * width
+    let layer = (8 + 6 * s) * width
         + (4 + 4 * s) * (query + key)
         + s * (2 * query + key + 3 * inner)
-        + 28 * router
+        + 24 * router
         + 4 * small
         + 40;
     let layers = size(config.num_hidden_layers);

@@ -4,6 +4,7 @@
 //! Both convolutions see the token before: their left padding is applied once, in front of the first, so that the
 //! second sees the first one's bias before a span begins.
 
+use kernels::fused;
 use tch::{Kind, Tensor};
 
 use super::input::Prepared;
@@ -31,7 +32,7 @@ pub(super) struct Saved {
     wz: Tensor,
     /// `[N, C]`: projected queries and keys before the convolutions.
     z: Tensor,
-    /// `[N, G, 2, d]`: first convolution, at the token before and at the token.
+    /// `[G, N, 2 d]`: first convolution, at the token before and at the token.
     taps: Tensor,
     /// `[G, d, 2 d]`: second convolution, as one matrix per head over both taps.
     kernel: Tensor,
@@ -56,18 +57,22 @@ impl Attention<'_> {
     pub(super) fn forward(&self, context: &Context, u: &Tensor) -> (Tensor, Saved) {
         let config = context.config;
         let wz = Tensor::cat(&[self.wq, self.wk], 0);
-        let z = u.matmul(&wz.tr());
-        let taps = self.first_convolution(context, &z);
+        let z = product::of(u, &wz.tr());
+        let wide = product::wide(z.shallow_clone());
+        let taps = match fused::fits(&wide) {
+            true => fused::taps(&wide, self.depthwise(context).borrowed(context)).to_kind(z.kind()),
+            false => self.first_convolution(context, &z),
+        };
         let kernel = self.kernel(config);
-        let mut raw = self.second_convolution(config, &taps, &kernel);
-        add_means(config, &z, &mut raw);
-        let factor = factor(config, &raw);
-        let mut qk = &raw * (&factor * self.scales(config));
-        context.rotary.turn(&mut qk);
+        let mut raw = product::wide(product::of(&taps, &kernel.transpose(1, 2)));
+        let (qk, factor) = match fused::fits(&wide) && fused::fits(&raw) {
+            true => fused::mix(&wide, &mut raw, self.heads(context)),
+            false => self.mix(context, &wide, &mut raw),
+        };
         let qk = qk.to_kind(u.kind());
         let value = self.values(context, u);
         let (heads, core) = sdpa::forward(config, &context.input.spans, qk, value);
-        let out = heads.matmul(&self.wo.tr());
+        let out = product::of(&heads, &self.wo.tr());
         (out, Saved { wz, z, taps, kernel, raw, factor, core, heads })
     }
 
@@ -82,36 +87,56 @@ impl Attention<'_> {
         let (config, kind) = (context.config, u.kind());
         let grad = &grad.to_kind(kind);
         let Saved { wz, z, taps, kernel, raw, factor, core, heads } = saved;
-        let wo = grad.tr().matmul(&heads);
-        let (mut qk, value) =
-            sdpa::backward(config, &context.input.spans, core, &grad.matmul(self.wo));
-        context.rotary.turn_back(&mut qk);
-        let (raw_grad, temp) = self.norm_backward(config, &raw, &factor, qk);
-        let (c0, w1, b0_from_starts) =
-            second_backward(context, &taps, &kernel, &raw_grad.to_kind(kind));
-        let b1 = raw_grad.sum_dim_intlist(1, false, Kind::Float).reshape([-1]);
-        let (mut z_grad, w0, b0) = self.first_backward(context, &z, c0);
-        add_mean_grads(config, &raw_grad, &mut z_grad);
+        let wo = product::of(&grad.tr(), &heads);
+        let (qk, value) =
+            sdpa::backward(config, &context.input.spans, core, &product::of(grad, self.wo));
+        let (raw_grad, [temp, b1]) = match fused::fits(&raw) && fused::fits(&qk) {
+            true => fused::mix_backward(&raw, &factor, self.heads(context), qk),
+            false => self.mix_backward(context, (&raw, &factor), qk),
+        };
+        let (both, w1) = second_backward(config, &taps, &kernel, &raw_grad.to_kind(kind));
+        let (both, z) = (product::wide(both), product::wide(z));
+        let (mut z_grad, [before, now, b0]) = match fused::fits(&z) && fused::fits(&both) {
+            true => fused::taps_backward(&z, self.depthwise(context).borrowed(context), &both),
+            false => self.first_backward(context, &z, &both),
+        };
+        let w0 = Tensor::stack(&[before, now], 1).unsqueeze(1);
+        match fused::fits(&raw_grad) && fused::fits(&z_grad) {
+            true => fused::means_backward(&raw_grad, shape(config), &mut z_grad),
+            false => add_mean_grads(config, &raw_grad, &mut z_grad),
+        }
         let (value, half) = (self.values_backward(context, value), config.key_size() / 2);
-        let w_value = value.tr().matmul(u);
+        let w_value = product::of(&value.tr(), u);
         let z_grad = z_grad.to_kind(kind);
-        let mut input = product::wide(z_grad.matmul(&wz));
+        let mut input = product::wide(product::of(&z_grad, &wz));
         product::add(&mut input, &value.narrow(1, 0, half), self.v_current);
         product::add(&mut input, &value.narrow(1, half, half), self.v_delayed);
-        let wz = z_grad.tr().matmul(u);
+        let wz = product::of(&z_grad.tr(), u);
         let params = vec![
             wz.narrow(0, 0, config.query_size()),
             wz.narrow(0, config.query_size(), config.key_size()),
             w_value.narrow(0, 0, half),
             w_value.narrow(0, half, half),
             w0,
-            b0 + b0_from_starts,
+            b0,
             w1,
             b1,
             temp,
             wo,
         ];
         (input, params.into_iter().map(product::wide).collect())
+    }
+
+    fn depthwise(&self, context: &Context) -> Depthwise {
+        let taps = self.w0.squeeze_dim(1);
+        let [before, now] = [0, 1].map(|tap| taps.select(1, tap).contiguous());
+        let [queries, keys, width] = shape(context.config);
+        Depthwise { before, now, bias: self.b0.shallow_clone(), heads: [queries + keys, width] }
+    }
+
+    fn heads<'a>(&'a self, context: &'a Context) -> fused::Heads<'a> {
+        let (angles, shape) = (context.rotary.angles(), shape(context.config));
+        fused::Heads { bias: self.b1, temperature: self.temp, angles, shape }
     }
 
     /// `c0_t = w0[0] z_{t-1} + w0[1] z_t + b0`, with zeros before a span; both taps of the second convolution.
@@ -129,7 +154,7 @@ impl Attention<'_> {
         let first = self.b0.view([heads, config.head_dim]);
         starts.delay(&by_head, Some(&first), &mut both.select(2, 0));
         both.select(2, 1).copy_(&by_head);
-        both
+        both.view([n, heads, 2 * config.head_dim]).transpose(0, 1).contiguous()
     }
 
     /// `[C, d, 2]` as stored to `[G, d, 2 d]`.
@@ -138,10 +163,27 @@ impl Attention<'_> {
         self.w1.view([-1, dim, dim, 2]).permute([0, 1, 3, 2]).reshape([-1, dim, 2 * dim])
     }
 
-    fn second_convolution(&self, config: &ZayaConfig, taps: &Tensor, kernel: &Tensor) -> Tensor {
-        let (n, dim) = (taps.size()[0], config.head_dim);
-        let rows = taps.view([n, -1, 2 * dim]).transpose(0, 1);
-        product::affine_batch(&self.b1.view([-1, 1, dim]), &rows, kernel)
+    /// Bias, means, norm, temperature and rotation of `raw`: queries and keys, and the factors of the norm.
+    fn mix(&self, context: &Context, z: &Tensor, raw: &mut Tensor) -> (Tensor, Tensor) {
+        *raw += self.b1.view([-1, 1, context.config.head_dim]);
+        add_means(context.config, z, raw);
+        let factor = factor(context.config, raw);
+        let mut qk = &*raw * (&factor * self.scales(context.config));
+        context.rotary.turn(&mut qk);
+        (qk, factor)
+    }
+
+    /// From the gradient of queries and keys: that of `raw`; those of the temperature, and of the bias added to `raw`.
+    fn mix_backward(
+        &self,
+        context: &Context,
+        (raw, factor): (&Tensor, &Tensor),
+        mut grad: Tensor,
+    ) -> (Tensor, [Tensor; 2]) {
+        context.rotary.turn_back(&mut grad);
+        let (raw_grad, temp) = self.norm_backward(context.config, raw, factor, grad);
+        let bias = raw_grad.sum_dim_intlist(1, false, Kind::Float).reshape([-1]);
+        (raw_grad, [temp, bias])
     }
 
     /// `[G, 1, 1]`: 1 for query heads, the temperature for key heads.
@@ -155,8 +197,8 @@ impl Attention<'_> {
     fn values(&self, context: &Context, u: &Tensor) -> Tensor {
         let half = context.config.key_size() / 2;
         let value = Tensor::empty([u.size()[0], 2 * half], (u.kind(), u.device()));
-        value.narrow(1, 0, half).copy_(&u.matmul(&self.v_current.tr()));
-        let delayed = u.matmul(&self.v_delayed.tr());
+        value.narrow(1, 0, half).copy_(&product::of(u, &self.v_current.tr()));
+        let delayed = product::of(u, &self.v_delayed.tr());
         context.input.starts.delay(&delayed, None, &mut value.narrow(1, half, half));
         value
     }
@@ -197,53 +239,74 @@ impl Attention<'_> {
         (out, temp)
     }
 
+    /// From the gradient of both taps, `[G, N, 2 d]`: that of `z`; those of the weights of the token before, of those of
+    /// the token, and of the bias.
     fn first_backward(
         &self,
         context: &Context,
         z: &Tensor,
-        c0: Tensor,
-    ) -> (Tensor, Tensor, Tensor) {
-        let (starts, mut c0) = (&context.input.starts, c0);
-        let columns = |x: Tensor| x.sum_dim_intlist(0, false, Kind::Float);
+        both: &Tensor,
+    ) -> (Tensor, [Tensor; 3]) {
+        let (n, dim, starts) = (z.size()[0], context.config.head_dim, &context.input.starts);
+        let columns = |x: &Tensor| x.sum_dim_intlist(0, false, Kind::Float);
+        let both = both.view([-1, n, 2, dim]).permute([1, 0, 2, 3]);
+        let mut before = both.select(2, 0);
+        let seen_early = columns(&starts.of(&before)).reshape([-1]);
+        starts.clear(&mut before);
+        let c0 = both.select(2, 1).contiguous();
+        let (later, mut into) = starts.pairs(&before, &c0);
+        into += later;
+        let mut c0 = c0.view([n, -1]);
         let taps = self.w0.squeeze_dim(1);
-        let bias = columns(c0.shallow_clone());
-        let now = columns(&c0 * z);
-        let mut input = &c0 * taps.select(1, 1);
+        let bias = columns(&c0) + seen_early;
+        let now = columns(&(&c0 * z));
+        let input = &c0 * taps.select(1, 1);
         starts.clear(&mut c0);
         let (later, earlier) = starts.pairs(&c0, z);
-        let before = columns(&later * earlier);
+        let before = columns(&(&later * earlier));
         let (_, mut into) = starts.pairs(&c0, &input);
         let _ = into.addcmul_(&later, &taps.select(1, 0));
-        input = input.contiguous();
-        (input, Tensor::stack(&[before, now], 1).unsqueeze(1), bias)
+        (input.contiguous(), [before, now, bias])
     }
 }
 
-/// From the gradient of the second convolution: of the first, `[N, C]`; of the kernel as stored; and of the first
-/// convolution's bias, as far as the second saw it before a span began.
+/// The first convolution as a pass over memory reads it.
+struct Depthwise {
+    before: Tensor,
+    now: Tensor,
+    bias: Tensor,
+    heads: [usize; 2],
+}
+
+impl Depthwise {
+    fn borrowed<'a>(&'a self, context: &'a Context) -> fused::Depthwise<'a> {
+        let Depthwise { before, now, bias, heads } = self;
+        let starts = context.input.starts.rows();
+        fused::Depthwise { before, now, bias, starts, heads: *heads }
+    }
+}
+
+/// Query heads, key heads, and their dimensions.
+fn shape(config: &ZayaConfig) -> [usize; 3] {
+    [config.num_attention_heads, config.num_key_value_heads, config.head_dim].map(|x| x as usize)
+}
+
+/// From the gradient of the second convolution: of both taps, `[G, N, 2 d]`, and of the kernel as stored.
 fn second_backward(
-    context: &Context,
+    config: &ZayaConfig,
     taps: &Tensor,
     kernel: &Tensor,
     grad: &Tensor,
-) -> (Tensor, Tensor, Tensor) {
-    let (n, dim, starts) = (taps.size()[0], context.config.head_dim, &context.input.starts);
-    let rows = taps.view([n, -1, 2 * dim]).transpose(0, 1);
-    let weight = grad.transpose(1, 2).matmul(&rows);
+) -> (Tensor, Tensor) {
+    let dim = config.head_dim;
+    let weight = product::of(&grad.transpose(1, 2), taps);
     let weight = weight.view([-1, dim, 2, dim]).permute([0, 1, 3, 2]).reshape([-1, dim, 2]);
-    let both = grad.matmul(kernel).view([-1, n, 2, dim]).permute([1, 0, 2, 3]);
-    let mut before = both.select(2, 0);
-    let bias = starts.of(&before).sum_dim_intlist(0, false, Kind::Float).reshape([-1]);
-    starts.clear(&mut before);
-    let c0 = product::wide(both.select(2, 1)).contiguous();
-    let (later, mut into) = starts.pairs(&before, &c0);
-    into += later;
-    (c0.view([n, -1]), weight, bias)
+    (product::of(grad, kernel), weight)
 }
 
 /// Adds to every query the mean of itself and its key before the convolutions, to every key the mean of its group's.
 fn add_means(config: &ZayaConfig, z: &Tensor, raw: &mut Tensor) {
-    let (q, k) = heads_of(config, &product::wide(z.shallow_clone()));
+    let (q, k) = heads_of(config, z);
     let mean = (q + k) * 0.5;
     let (mut query, mut key) = split(config, raw);
     key += mean.mean_dim(1, true, Kind::Float);
@@ -274,4 +337,94 @@ pub(super) fn split(config: &ZayaConfig, heads: &Tensor) -> (Tensor, Tensor) {
 fn factor(config: &ZayaConfig, raw: &Tensor) -> Tensor {
     let length = raw.square().sum_dim_intlist(-1, true, Kind::Float).sqrt();
     length.clamp_min(f64::from(f32::EPSILON)).reciprocal() * (config.head_dim as f64).sqrt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{LeafInput, random};
+    use super::*;
+    use proptest::prelude::*;
+    use tch::Device;
+
+    fn difference(found: &Tensor, wanted: &Tensor) -> f64 {
+        assert_eq!(found.size(), wanted.size());
+        let size = wanted.abs().max().double_value(&[]).max(1.0);
+        (found - wanted).abs().max().double_value(&[]) / size
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        /// One pass over memory computes what the operators compute, wherever documents begin.
+        #[test]
+        fn passes_are_the_operators(
+            cuts in prop::collection::btree_set(1u32..24, 0..8),
+            rows in 1usize..4,
+            group in 1i64..4,
+            seed in 0u64..1000,
+        ) {
+            let (keys, dim, tokens) = (2, 8, rows * 24);
+            let config = ZayaConfig {
+                num_attention_heads: keys * group,
+                num_key_value_heads: keys,
+                head_dim: dim,
+                vocab_size: 97,
+                ..ZayaConfig::preset("zaya1-nano").unwrap()
+            };
+            let starts: Vec<u32> = std::iter::once(0).chain(cuts).collect();
+            let ids = vec![1i32; tokens];
+            let positions: Vec<i32> = (0..tokens as i32).map(|place| place % 24).collect();
+            let input = LeafInput {
+                tokens: &ids,
+                labels: &ids,
+                positions: &positions,
+                mask: &vec![1; tokens],
+                boundaries: &vec![starts; rows],
+                rows,
+                seq_len: 24,
+            };
+            let input = input.prepare(&config, Device::Cpu).unwrap();
+            let rotary = Rotary::new(&config, &input.positions);
+            let context = Context { config: &config, input: &input, rotary: &rotary };
+            let heads = keys * (group + 1);
+            let (n, channels) = (tokens as i64, heads * dim);
+            let unused = Tensor::new();
+            let vectors = [random(&[channels, 1, 2], seed), random(&[channels], seed + 1), random(&[channels], seed + 2)];
+            let temp = random(&[keys], seed + 3);
+            let attention = Attention {
+                w0: &vectors[0], b0: &vectors[1], b1: &vectors[2], temp: &temp,
+                wq: &unused, wk: &unused, v_current: &unused, v_delayed: &unused, w1: &unused, wo: &unused,
+            };
+
+            let z = random(&[n, channels], seed + 4);
+            let depthwise = attention.depthwise(&context);
+            let found = fused::taps(&z, depthwise.borrowed(&context));
+            prop_assert!(difference(&found, &attention.first_convolution(&context, &z)) < 1e-6);
+            let both = random(&[heads, n, 2 * dim], seed + 5);
+            let (found, sums) = fused::taps_backward(&z, depthwise.borrowed(&context), &both);
+            let (wanted, wanted_sums) = attention.first_backward(&context, &z, &both.copy());
+            prop_assert!(difference(&found, &wanted) < 1e-6);
+            for (found, wanted) in sums.iter().zip(&wanted_sums) {
+                prop_assert!(difference(found, wanted) < 2e-6);
+            }
+
+            let raw = random(&[heads, n, dim], seed + 6);
+            let (mut fast, mut slow) = (raw.copy(), raw.copy());
+            let (found, factor) = fused::mix(&z, &mut fast, attention.heads(&context));
+            let (wanted, wanted_factor) = attention.mix(&context, &z, &mut slow);
+            prop_assert!(difference(&fast, &slow) < 1e-6);
+            prop_assert!(difference(&factor, &wanted_factor) < 2e-6 && difference(&found, &wanted) < 4e-6);
+            let grad = random(&[heads, n, dim], seed + 7);
+            let (found, sums) = fused::mix_backward(&slow, &wanted_factor, attention.heads(&context), grad.copy());
+            let (wanted, wanted_sums) = attention.mix_backward(&context, (&slow, &wanted_factor), grad);
+            prop_assert!(difference(&found, &wanted) < 4e-6);
+            for (found, wanted) in sums.iter().zip(&wanted_sums) {
+                prop_assert!(difference(found, wanted) < 4e-6);
+            }
+            let (mut fast, mut slow) = (z.copy(), z.copy());
+            fused::means_backward(&wanted, shape(&config), &mut fast);
+            add_mean_grads(&config, &wanted, &mut slow);
+            prop_assert!(difference(&fast, &slow) < 1e-6);
+        }
+    }
 }

@@ -37,7 +37,7 @@ pub(super) fn run(
         let part = |x: &Tensor| x.narrow(0, start, count);
         let (rows, mask) = (part(hidden), part(&input.mask).unsqueeze(1));
         let labels = part(&input.labels).unsqueeze(1);
-        let mut log = rows.matmul(&embedding.tr()).log_softmax(-1, Kind::Float);
+        let mut log = product::of(&rows, &embedding.tr()).log_softmax(-1, Kind::Float);
         part(&losses).copy_(&own(&log, &labels, &mask));
         let mut slope = log.exp_();
         let _ = slope.scatter_add_(1, &labels, &mask.ones_like().neg());
@@ -64,7 +64,7 @@ pub(super) fn losses(
     let losses = hidden.new_empty([n], (Kind::Float, hidden.device()));
     for start in (0..n).step_by(config.loss_chunk as usize) {
         let part = |x: &Tensor| x.narrow(0, start, config.loss_chunk.min(n - start));
-        let log = part(hidden).matmul(&embedding.tr()).log_softmax(-1, Kind::Float);
+        let log = product::of(&part(hidden), &embedding.tr()).log_softmax(-1, Kind::Float);
         let (labels, mask) = (part(&input.labels).unsqueeze(1), part(&input.mask).unsqueeze(1));
         part(&losses).copy_(&own(&log, &labels, &mask));
     }

@@ -132,6 +132,17 @@ pub fn logits(
     Ok(pass::logits(config, params, balance, &input))
 }
 
+/// Numbers between -1 and 1 that depend on nothing but `seed`.
+#[cfg(test)]
+pub(crate) fn random(shape: &[i64], seed: u64) -> Tensor {
+    let key = contract::Key::from_seed(seed);
+    let draw = |index| contract::draw(key, contract::Purpose::Generate, index);
+    let count: i64 = shape.iter().product();
+    let values =
+        (0..count as u64).map(|index| (draw(index) >> 40) as f32 / (1u64 << 23) as f32 - 1.0);
+    Tensor::from_slice(&values.collect::<Vec<_>>()).reshape(shape)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

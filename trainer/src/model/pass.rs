@@ -104,7 +104,7 @@ pub(super) fn logits(
     let rotary = Rotary::new(config, &input.positions);
     let context = Context { config, input, rotary: &rotary };
     let hidden = forward(&context, &outer, &layers, balance, Keep::LayerInputs).hidden;
-    product::wide(hidden.matmul(&outer.embedding.tr()))
+    product::wide(product::of(&hidden, &outer.embedding.tr()))
 }
 
 fn forward(

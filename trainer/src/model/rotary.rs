@@ -25,6 +25,11 @@ impl Rotary {
         Rotary { minus_sin: -&sin, cos, sin, half: dim / 2 }
     }
 
+    /// Cosines and sines, `[tokens, half]`.
+    pub(super) fn angles(&self) -> [&Tensor; 2] {
+        [&self.cos, &self.sin]
+    }
+
     /// Turns every head of `x`, `[heads, tokens, dim]`, in place.
     pub(super) fn turn(&self, x: &mut Tensor) {
         self.rotate(x, &self.sin, &self.minus_sin);

@@ -15,6 +15,11 @@ impl Starts {
         Starts { count: rows.size()[0], rows, total }
     }
 
+    /// The rows, i64.
+    pub(super) fn rows(&self) -> &Tensor {
+        &self.rows
+    }
+
     /// Writes into row t of `out` row t - 1 of `x`; where a span starts, `first` or zero.
     pub(super) fn delay(&self, x: &Tensor, first: Option<&Tensor>, out: &mut Tensor) {
         if self.total > 1 {

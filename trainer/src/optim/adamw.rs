@@ -7,8 +7,10 @@
 //! w <- w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 //! ```
 
+use kernels::fused;
 use tch::Tensor;
 
+use super::scaled;
 use super::schedule::power;
 
 /// What AdamW does at one step, as plain numbers.
@@ -37,18 +39,47 @@ impl AdamW {
         AdamW { keep: 1.0 - lr * decay, beta1, beta2, eps, rate, root }
     }
 
-    /// Updates one flat piece of a tensor and of its moments in place.
+    /// Updates one flat piece of a tensor and of its moments in place; `scale` is what its gradient is multiplied with
+    /// first, and 1 touches nothing.
     pub fn update(
         &self,
         weight: &mut Tensor,
         first: &mut Tensor,
         second: &mut Tensor,
-        gradient: &Tensor,
+        (gradient, scale): (&Tensor, f64),
+    ) {
+        if [&*weight, &*first, &*second, gradient].into_iter().all(fused::fits) {
+            fused::adamw(self.rates(scale), weight, first, second, gradient);
+        } else {
+            self.by_operators(weight, first, second, (gradient, scale));
+        }
+    }
+
+    fn rates(&self, scale: f64) -> fused::Rates {
+        fused::Rates {
+            keep: self.keep as f32,
+            first: (1.0 - self.beta1) as f32,
+            second: (1.0 - self.beta2) as f32,
+            root: self.root as f32,
+            eps: self.eps as f32,
+            rate: self.rate as f32,
+            scale: scale as f32,
+        }
+    }
+
+    /// The same where memory cannot be read in place.
+    fn by_operators(
+        &self,
+        weight: &mut Tensor,
+        first: &mut Tensor,
+        second: &mut Tensor,
+        (gradient, scale): (&Tensor, f64),
     ) {
         if self.keep != 1.0 {
             let _ = weight.g_mul_scalar_(self.keep);
         }
-        let _ = first.lerp_(gradient, 1.0 - self.beta1);
+        let gradient = scaled(gradient.shallow_clone(), scale);
+        let _ = first.lerp_(&gradient, 1.0 - self.beta1);
         let _ = second.lerp_(&gradient.square(), 1.0 - self.beta2);
         let mut denominator = second.sqrt();
         let _ = denominator.g_div_scalar_(self.root);
@@ -102,11 +133,18 @@ mod tests {
             };
             let mut weight = Tensor::from_slice(&weights);
             let (mut first, mut second) = (weight.zeros_like(), weight.zeros_like());
+            let [mut slow, mut slow_first, mut slow_second] = [&weight, &first, &second].map(Tensor::copy);
             for step in 0..steps {
-                let gradient: Vec<f32> = (0..weights.len()).map(|index| at(step, index)).collect();
-                AdamW::at(step as u64 + 1, lr, decay, betas, 1e-8)
-                    .update(&mut weight, &mut first, &mut second, &Tensor::from_slice(&gradient));
+                let gradient: Vec<f32> = (0..weights.len()).map(|index| 2.0 * at(step, index)).collect();
+                let (gradient, rule) = (
+                    Tensor::from_slice(&gradient),
+                    AdamW::at(step as u64 + 1, lr, decay, betas, 1e-8),
+                );
+                rule.update(&mut weight, &mut first, &mut second, (&gradient, 0.5));
+                rule.by_operators(&mut slow, &mut slow_first, &mut slow_second, (&gradient, 0.5));
             }
+            let difference = (&weight - slow).abs().max().double_value(&[]);
+            prop_assert!(difference < 6e-6 + 2e-4 * lr, "{difference} from the operators");
             let found: Vec<f32> = Vec::try_from(&weight).unwrap();
             for (index, (&start, &found)) in weights.iter().zip(&found).enumerate() {
                 let gradients: Vec<f64> = (0..steps).map(|step| f64::from(at(step, index))).collect();

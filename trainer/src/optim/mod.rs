@@ -152,12 +152,8 @@ pub(crate) fn run(settings: &Settings, items: Vec<Item>, at: At, lanes: Lanes) -
                     };
                     let (mut weight, mut first, mut second) =
                         (chunk(&weight), chunk(&first), chunk(&second));
-                    rule.update(
-                        &mut weight,
-                        &mut first,
-                        &mut second,
-                        &scaled(chunk(&gradient), scale),
-                    );
+                    let gradient = chunk(&gradient);
+                    rule.update(&mut weight, &mut first, &mut second, (&gradient, scale));
                 }
             }
         });

@@ -15,6 +15,7 @@
 //! Each matrix is a work item of its own (an expert's too), never a batch of several: its new bits are then a function of
 //! that matrix alone, whichever lane, and later whichever rank, owns it.
 
+use kernels::product;
 use tch::Tensor;
 
 /// Coefficients of the quintic iteration: they push singular values into about 0.7..1.2, fast rather than exact.
@@ -81,7 +82,7 @@ fn by_matrix(mut x: Tensor) -> Tensor {
         symmetric(&square, &x, &x.tr());
         symmetric(&factor, &square, &square);
         polynomial(&mut factor, &square);
-        let _ = factor.mm_out(&next, &x);
+        product::into(&next, &factor, &x);
         std::mem::swap(&mut x, &mut next);
     }
     x
@@ -98,18 +99,18 @@ fn by_square(x: &Tensor) -> Tensor {
     for step in 1..=STEPS {
         symmetric(&factor, &square, &square);
         polynomial(&mut factor, &square);
-        let product = fresh();
+        let next = fresh();
         match &all {
-            None => product.shallow_clone().copy_(&factor),
-            Some(before) => symmetric(&product, before, &factor),
+            None => next.shallow_clone().copy_(&factor),
+            Some(before) => symmetric(&next, before, &factor),
         }
-        all = Some(product);
+        all = Some(next);
         if step < STEPS {
             symmetric(&spare, &square, &factor);
             symmetric(&square, &spare, &factor);
         }
     }
-    all.map_or_else(|| x.copy(), |all| all.mm(x))
+    all.map_or_else(|| x.copy(), |all| product::of(&all, x))
 }
 
 /// `a I + b A + c A^2` in the place of `A^2`.
@@ -127,7 +128,7 @@ fn polynomial(fourth: &mut Tensor, square: &Tensor) {
 fn symmetric(out: &Tensor, left: &Tensor, right: &Tensor) {
     let rows = out.size()[0];
     if rows <= BLOCK {
-        let _ = left.mm_out(out, right);
+        product::into(out, left, right);
         return;
     }
     let (top, bottom) = (rows / 2, rows - rows / 2);
@@ -136,7 +137,7 @@ fn symmetric(out: &Tensor, left: &Tensor, right: &Tensor) {
     symmetric(&out.narrow(0, 0, top).narrow(1, 0, top), &above, &before);
     symmetric(&out.narrow(0, top, bottom).narrow(1, top, bottom), &below, &after);
     let corner = out.narrow(0, 0, top).narrow(1, top, bottom);
-    let _ = above.mm_out(&corner, &after);
+    product::into(&corner, &above, &after);
     out.narrow(0, top, bottom).narrow(1, 0, top).copy_(&corner.tr());
 }
 
@@ -147,17 +148,7 @@ mod tests {
     use tch::Kind;
 
     fn random(rows: i64, columns: i64, seed: i64) -> Tensor {
-        let draw = |index| {
-            contract::draw(
-                contract::Key::from_seed(seed as u64),
-                contract::Purpose::Generate,
-                index,
-            )
-        };
-        let values: Vec<f32> = (0..rows * columns)
-            .map(|index| (draw(index as u64) >> 40) as f32 / (1u64 << 23) as f32 - 1.0)
-            .collect();
-        Tensor::from_slice(&values).reshape([rows, columns])
+        crate::model::random(&[rows, columns], seed as u64)
     }
 
     proptest! {

@@ -3,6 +3,7 @@
 //! A chunk's sum is a function of its 65,536 elements; chunks are added by the tree over chunk numbers, tensors by the
 //! tree over tensor numbers. So whoever holds whichever chunks can contribute, and the norm has the same bits.
 
+use kernels::fused;
 use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
@@ -19,11 +20,14 @@ pub fn chunks(tensor: &Tensor) -> Vec<f64> {
     let flat = tensor.reshape([-1]);
     let starts = (0..flat.size()[0]).step_by(CHUNK as usize);
     let chunk = |start| flat.narrow(0, start, CHUNK.min(flat.size()[0] - start));
-    starts
-        .map(|start| {
-            chunk(start).to_kind(Kind::Double).square().sum(Kind::Double).double_value(&[])
-        })
-        .collect()
+    starts.map(|start| chunk_squares(&chunk(start))).collect()
+}
+
+fn chunk_squares(chunk: &Tensor) -> f64 {
+    if fused::fits(chunk) {
+        return fused::squares(chunk);
+    }
+    chunk.to_kind(Kind::Double).square().sum(Kind::Double).double_value(&[])
 }
 
 /// The tree over the chunks of a tensor.

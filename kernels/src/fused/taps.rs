@@ -1,0 +1,140 @@
+//! A depthwise convolution over a token and the one before it, inside spans, and what a second convolution reads of it.
+
+use tch::Tensor;
+
+use super::rows::Columns;
+use super::{empty, integers, read, wide, write};
+
+/// The convolution, and where spans begin.
+#[derive(Clone, Copy)]
+pub struct Depthwise<'a> {
+    /// Weights of the token before, `[C]`; where a span begins there is none, and it counts as zero.
+    pub before: &'a Tensor,
+    /// Weights of the token, `[C]`.
+    pub now: &'a Tensor,
+    /// `[C]`.
+    pub bias: &'a Tensor,
+    /// Rows at which spans begin, ascending from 0, i64.
+    pub starts: &'a Tensor,
+    /// Channels `C` by head: `[G, d]`.
+    pub heads: [usize; 2],
+}
+
+/// `c_t = bias + now z_t + before z_{t-1}`, as `[G, N, 2 d]`: `c_{t-1}`, then `c_t`. Before a span `c` is the bias.
+pub fn taps(z: &Tensor, by: Depthwise) -> Tensor {
+    let [count, width] = by.heads;
+    let mut both = empty(&[count as i64, z.size()[0], 2 * width as i64]);
+    let vectors = [by.before, by.now, by.bias].map(read);
+    forward(read(z), vectors, integers(by.starts), width, write(&mut both));
+    both
+}
+
+wide! {
+    fn forward(z: &[f32], by: [&[f32]; 3], starts: &[i64], width: usize, both: &mut [f32]) {
+        let [before, now, bias] = by;
+        let channels = bias.len();
+        let rows = z.len() / channels;
+        let (mut starts, mut c) = (starts.iter().peekable(), bias.to_vec());
+        for (row, z_now) in z.chunks_exact(channels).enumerate() {
+            let begins = starts.next_if(|start| **start == row as i64).is_some();
+            let last = if begins { bias } else { c.as_slice() };
+            for (head, last) in last.chunks_exact(width).enumerate() {
+                both[(head * rows + row) * 2 * width..][..width].copy_from_slice(last);
+            }
+            for (((c, bias), now), z) in c.iter_mut().zip(bias).zip(now).zip(z_now) {
+                *c = *bias + *now * *z;
+            }
+            if !begins {
+                let z_before = &z[(row - 1) * channels..row * channels];
+                for ((c, before), z) in c.iter_mut().zip(before).zip(z_before) {
+                    *c += *before * *z;
+                }
+            }
+            for (head, c) in c.chunks_exact(width).enumerate() {
+                both[((head * rows + row) * 2 + 1) * width..][..width].copy_from_slice(c);
+            }
+        }
+    }
+}
+
+/// Back through [`taps`], from the gradient of its outcome: that of `z`, `[N, C]`, and those of `before`,
+/// `now` and `bias`.
+pub fn taps_backward(z: &Tensor, by: Depthwise, grad: &Tensor) -> (Tensor, [Tensor; 3]) {
+    let [count, width] = by.heads;
+    let (mut out, mut columns) = (empty(&z.size()), Columns::<3>::new(count * width));
+    let vectors = [by.before, by.now].map(read);
+    backward(
+        read(z),
+        vectors,
+        integers(by.starts),
+        (width, read(grad)),
+        write(&mut out),
+        &mut columns,
+    );
+    (out, columns.finish())
+}
+
+wide! {
+    fn backward(
+        z: &[f32],
+        by: [&[f32]; 2],
+        starts: &[i64],
+        grad: (usize, &[f32]),
+        out: &mut [f32],
+        columns: &mut Columns<3>,
+    ) {
+        let ([before, now], (width, grad)) = (by, grad);
+        let channels = now.len();
+        let rows = z.len() / channels;
+        // What a row's `c` gets from `c_t` of its own row and from `c_{t-1}` of the next one.
+        let collect = |c: &mut [f32], row: usize, next_begins: bool| {
+            for (head, c) in c.chunks_exact_mut(width).enumerate() {
+                let at = (head * rows + row) * 2 * width;
+                c.copy_from_slice(&grad[at + width..at + 2 * width]);
+                if !next_begins {
+                    for (c, grad) in c.iter_mut().zip(&grad[at + 2 * width..at + 3 * width]) {
+                        *c += *grad;
+                    }
+                }
+            }
+        };
+        let mut starts = starts.iter().copied().skip(1).chain([rows as i64]).peekable();
+        let mut begins = |row: usize| starts.next_if_eq(&(row as i64)).is_some();
+        let (mut c, mut c_next) = (vec![0f32; channels], vec![0f32; channels]);
+        let (mut starts_here, mut starts_next) = (true, begins(1));
+        collect(&mut c, 0, starts_next);
+        for (row, out) in out.chunks_exact_mut(channels).enumerate() {
+            let [to_before, to_now, to_bias] = columns.next_row();
+            let z_now = &z[row * channels..(row + 1) * channels];
+            for place in 0..channels {
+                to_bias[place] += c[place];
+                to_now[place] += c[place] * z_now[place];
+                out[place] = c[place] * now[place];
+            }
+            if starts_here {
+                for (head, bias) in to_bias.chunks_exact_mut(width).enumerate() {
+                    let at = (head * rows + row) * 2 * width;
+                    for (bias, grad) in bias.iter_mut().zip(&grad[at..at + width]) {
+                        *bias += *grad;
+                    }
+                }
+            } else {
+                let z_before = &z[(row - 1) * channels..row * channels];
+                for ((to, c), z) in to_before.iter_mut().zip(&c).zip(z_before) {
+                    *to += *c * *z;
+                }
+            }
+            if row + 1 < rows {
+                let after_begins = begins(row + 2);
+                collect(&mut c_next, row + 1, after_begins);
+                if !starts_next {
+                    for ((out, c), before) in out.iter_mut().zip(&c_next).zip(before) {
+                        *out += *c * *before;
+                    }
+                }
+                (starts_here, starts_next) = (starts_next, after_begins);
+                std::mem::swap(&mut c, &mut c_next);
+            }
+        }
+    }
+}

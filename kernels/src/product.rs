@@ -1,0 +1,152 @@
+//! Products of matrices, by whichever library has the better kernels for this processor.
+//!
+//! libtorch gives f32 products on a CPU to MKL, which has no AVX-512 kernels for processors that are not Intel's; oneDNN,
+//! which libtorch uses for bf16 anyway, has. The choice is one of the process, and stands in the kernel table.
+
+#![expect(unsafe_code, reason = "calls the C++ shim")]
+
+use std::ffi::{c_char, c_int};
+use std::sync::OnceLock;
+
+use tch::{Device, Kind, TchError, Tensor};
+use torch_sys::C_tensor;
+
+use crate::runtime::guarded;
+
+unsafe extern "C" {
+    fn shim_onednn_products() -> c_int;
+    fn shim_product(
+        out: *const C_tensor,
+        left: *const C_tensor,
+        right: *const C_tensor,
+        add: c_int,
+    ) -> *const c_char;
+}
+
+/// Whether products of f32 matrices on this CPU go through oneDNN.
+pub fn by_onednn() -> bool {
+    static CHOICE: OnceLock<bool> = OnceLock::new();
+    // SAFETY: reads what libtorch found out about the processor.
+    *CHOICE.get_or_init(|| unsafe { shim_onednn_products() } == 1)
+}
+
+/// `out = left right`, all of one kind, matrices or batches of them.
+///
+/// # Panics
+/// As libtorch's own products do: where shapes or kinds do not fit, or memory ends.
+pub fn into(out: &Tensor, left: &Tensor, right: &Tensor) {
+    if !goes_to_onednn(out, left, right) {
+        let _ = match left.dim() {
+            3 => left.bmm_out(out, right),
+            _ => left.mm_out(out, right),
+        };
+        return;
+    }
+    onednn(out, left, right, false);
+}
+
+/// `out += left right`, matrices of one kind.
+///
+/// # Panics
+/// As [`into`].
+pub fn add(out: &mut Tensor, left: &Tensor, right: &Tensor) {
+    if goes_to_onednn(out, left, right) {
+        onednn(out, left, right, true);
+    } else {
+        let _ = out.addmm_(left, right);
+    }
+}
+
+/// `left right` in fresh memory.
+///
+/// # Panics
+/// As [`into`].
+pub fn of(left: &Tensor, right: &Tensor) -> Tensor {
+    let mut shape = left.size();
+    if let (Some(columns), Some(last)) = (right.size().last(), shape.last_mut()) {
+        *last = *columns;
+    }
+    let out = Tensor::empty(shape, (left.kind(), left.device()));
+    into(&out, left, right);
+    out
+}
+
+fn goes_to_onednn(out: &Tensor, left: &Tensor, right: &Tensor) -> bool {
+    let plain = |tensor: &Tensor| tensor.kind() == Kind::Float && tensor.device() == Device::Cpu;
+    let all = [out, left, right];
+    all.into_iter().all(plain) && all.into_iter().all(|tensor| tensor.numel() > 0) && by_onednn()
+}
+
+fn onednn(out: &Tensor, left: &Tensor, right: &Tensor, add: bool) {
+    let (found, left_size, right_size) = (out.size(), left.size(), right.size());
+    let (batch, rest) = left_size.split_at(left_size.len().saturating_sub(2));
+    let fits = match (rest, right_size.strip_prefix(batch), found.strip_prefix(batch)) {
+        (&[m, k], Some(&[k_too, n]), Some(&[m_too, n_too])) => (k, m, n) == (k_too, m_too, n_too),
+        _ => false,
+    };
+    assert!(fits && batch.len() < 2, "{left_size:?} times {right_size:?} is not {found:?}");
+    // SAFETY: three tensors that are alive and fit each other, one of which the caller lets us write to, as `mm_out` would.
+    let answer = unsafe { shim_product(out.as_ptr(), left.as_ptr(), right.as_ptr(), add.into()) };
+    let answer = guarded("multiply matrices", answer);
+    #[expect(
+        clippy::unwrap_used,
+        reason = "in the words in which libtorch's wrapper panics, so that nobody has to know both"
+    )]
+    answer.map_err(|error| TchError::Torch(error.to_string())).unwrap();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn matrix(batch: i64, rows: i64, columns: i64, turned: bool, seed: i64) -> Tensor {
+        let count = batch * rows * columns;
+        let flat =
+            (Tensor::arange(count, (Kind::Double, Device::Cpu)) * (seed + 1) as f64 * 0.71).sin();
+        let flat = flat.to_kind(Kind::Float);
+        match turned {
+            true => flat.view([batch, columns, rows]).transpose(1, 2),
+            false => flat.view([batch, rows, columns]),
+        }
+    }
+
+    proptest! {
+        /// Any layout of what goes in, and a place inside a larger matrix for what comes out: as in f64, and nothing beside it
+        /// is touched.
+        #[test]
+        fn products_are_products(
+            (batch, rows, inner, columns) in (1i64..4, 1i64..40, 1i64..40, 1i64..40),
+            [turn_left, turn_right, alone] in any::<[bool; 3]>(),
+            seed in 0i64..100,
+        ) {
+            let left = matrix(batch, rows, inner, turn_left, seed);
+            let right = matrix(batch, inner, columns, turn_right, seed + 1);
+            let (left, right) = if alone { (left.get(0), right.get(0)) } else { (left, right) };
+            let wanted = left.to_kind(Kind::Double).matmul(&right.to_kind(Kind::Double));
+            let close = |found: &Tensor| (found - &wanted).abs().max().double_value(&[]) < 1e-5;
+            prop_assert!(close(&of(&left, &right)));
+            if alone {
+                let frame = Tensor::zeros([rows + 2, columns + 3], (Kind::Float, Device::Cpu));
+                let mut out = frame.narrow(0, 1, rows).narrow(1, 2, columns);
+                into(&out, &left, &right);
+                prop_assert!(close(&out));
+                add(&mut out, &left, &right);
+                prop_assert!(close(&(&out / 2.0)));
+                let inside = out.abs().sum(Kind::Double).double_value(&[]);
+                let all = frame.abs().sum(Kind::Double).double_value(&[]);
+                prop_assert!((all - inside).abs() <= 1e-9 * all);
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "is not")]
+    fn what_does_not_fit_is_refused() {
+        if !by_onednn() {
+            panic!("libtorch itself refuses: a product is not what fits");
+        }
+        let out = Tensor::zeros([3, 4], (Kind::Float, Device::Cpu));
+        into(&out, &matrix(1, 3, 5, false, 1).get(0), &matrix(1, 5, 5, false, 1).get(0));
+    }
+}
