@@ -12,9 +12,13 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <list>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "shim.h"
@@ -34,6 +38,82 @@ struct Peers {
 
 struct Moving {
   c10::intrusive_ptr<c10d::Work> work;
+};
+
+// Time as this process has lived it. One that was stopped and goes on (a suspended job, a machine that slept or had no
+// turn for it) has let nobody wait meanwhile: the others on its machine stood still too, and their answers come now. So
+// time counts while this thread gets its turns, and a pause counts for one turn that came late.
+class Lived {
+ public:
+  // Never freed: its thread runs until the process ends.
+  static Lived& clock() {
+    static Lived* one = new Lived;
+    return *one;
+  }
+
+  milliseconds now() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return std::chrono::duration_cast<milliseconds>(advance());
+  }
+
+  // Whether the work is done within `timeout`.
+  bool wait(c10d::Work& work, milliseconds timeout) {
+    const auto entry = enter(work, timeout);
+    const auto leave = [&] {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      waits_.erase(entry);
+    };
+    try {
+      // Gloo's own deadline goes by the clock on the wall, and cannot be looked at in between.
+      const bool done = work.wait(std::chrono::hours(24 * 365));
+      leave();
+      return done;
+    } catch (...) {
+      leave();
+      throw;
+    }
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Wait {
+    c10d::Work* work;
+    Clock::duration until;
+  };
+
+  static constexpr auto kTurn = milliseconds(20);
+  static constexpr auto kLate = milliseconds(100);
+
+  Lived() : last_(Clock::now()) {
+    std::thread([this] {
+      for (;;) {
+        std::this_thread::sleep_for(kTurn);
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const auto now = advance();
+        for (auto& wait : waits_) {
+          // Whoever waits finds out below; aborting once more does nothing.
+          if (wait.until <= now) wait.work->abort();
+        }
+      }
+    }).detach();
+  }
+
+  std::list<Wait>::iterator enter(c10d::Work& work, milliseconds timeout) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return waits_.insert(waits_.end(), Wait{&work, advance() + timeout});
+  }
+
+  Clock::duration advance() {
+    const auto now = Clock::now();
+    lived_ += std::min<Clock::duration>(now - last_, kLate);
+    last_ = now;
+    return lived_;
+  }
+
+  std::mutex mutex_;
+  std::list<Wait> waits_;
+  Clock::time_point last_;
+  Clock::duration lived_{0};
 };
 
 KeyValue* store_of(void* store) { return static_cast<KeyValue*>(store); }
@@ -128,11 +208,16 @@ const char* shim_recv(void* group, const at::Tensor* tensor, int from, int tag, 
   });
 }
 
+// `timeout` is of the time that this process lives.
 const char* shim_work_wait(void* work, int64_t timeout) {
   return shim_guard([&] {
-    if (!static_cast<Moving*>(work)->work->wait(milliseconds(timeout))) throw std::runtime_error("aborted");
+    auto& moving = *static_cast<Moving*>(work)->work;
+    if (!Lived::clock().wait(moving, milliseconds(timeout))) throw std::runtime_error("timed out");
   });
 }
+
+// Milliseconds that this process has lived since the first call.
+int64_t shim_lived() { return Lived::clock().now().count(); }
 
 void shim_work_free(void* work) { delete static_cast<Moving*>(work); }
 

@@ -56,6 +56,7 @@ unsafe extern "C" {
         out: *mut *mut c_void,
     ) -> *const c_char;
     pub(super) fn shim_work_wait(work: *mut c_void, timeout: i64) -> *const c_char;
+    pub(super) fn shim_lived() -> i64;
     pub(super) fn shim_work_free(work: *mut c_void);
     pub(super) fn shim_collective(
         group: *mut c_void,

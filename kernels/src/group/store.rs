@@ -2,12 +2,12 @@
 
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr;
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::ffi::{
-    shim_store_find, shim_store_first, shim_store_free, shim_store_open, shim_store_set,
+    shim_lived, shim_store_find, shim_store_first, shim_store_free, shim_store_open, shim_store_set,
 };
 use super::{milliseconds, text};
 use crate::runtime::guarded;
@@ -16,13 +16,17 @@ use crate::{Error, Result};
 /// Between two looks for ranks that have not come yet.
 pub(super) const LOOK: Duration = Duration::from_millis(5);
 
+/// How long an answer is waited for before the time that was lived is looked at.
+const TURN: Duration = Duration::from_millis(50);
+
 /// Under this key the first rank that stops leaves its word.
 pub(super) const FAULT: &str = "fault";
 
 /// A store of small texts that all ranks share.
 ///
 /// Its requests run on a thread of its own: c10d waits for an answer without a deadline, and a network that is cut gives
-/// none. What does not answer in time is given up, with the thread.
+/// none. What does not answer in time is given up, with the thread. Time in which this process was stopped does not count:
+/// it was not the store that kept anybody waiting then.
 #[derive(Debug)]
 pub struct Store {
     pub(super) handle: Handle,
@@ -116,13 +120,10 @@ impl Store {
             let _ = answer.send(request(handle));
         }));
         queued.map_err(|_| gone())?;
-        match answered.recv_timeout(self.timeout) {
-            Ok(answer) => answer,
-            Err(_) => {
-                *requests = None;
-                Err(gone())
-            }
-        }
+        answer_within(self.timeout, &answered).unwrap_or_else(|| {
+            *requests = None;
+            Err(gone())
+        })
     }
 
     /// Its port.
@@ -158,10 +159,10 @@ impl Store {
     /// The value of `key` once it has one; `None` if that takes longer than `timeout`. A rank that stops meanwhile for
     /// whatever reason ends the waiting.
     pub fn wait(&self, key: &str, timeout: Duration) -> Result<Option<String>> {
-        let start = Instant::now();
+        let start = lived();
         loop {
             let found = self.find(key)?;
-            if found.is_some() || start.elapsed() > timeout {
+            if found.is_some() || lived() - start > timeout {
                 return Ok(found);
             }
             if let Some(what) = self.find(FAULT)? {
@@ -185,5 +186,107 @@ impl Store {
             // SAFETY: a C string that lives until the next shim call on this thread.
             Ok(Some(unsafe { CStr::from_ptr(found) }.to_string_lossy().into_owned()))
         })
+    }
+}
+
+/// The answer, if it comes before this process has lived so long.
+fn answer_within<T>(timeout: Duration, answered: &Receiver<T>) -> Option<T> {
+    let start = lived();
+    loop {
+        let left = timeout.saturating_sub(lived() - start);
+        match answered.recv_timeout(left.min(TURN)) {
+            Ok(answer) => return Some(answer),
+            Err(RecvTimeoutError::Timeout) if !left.is_zero() => (),
+            Err(_) => return None,
+        }
+    }
+}
+
+/// How long this process has lived since it was first asked: the clock of every deadline between ranks.
+fn lived() -> Duration {
+    // SAFETY: reads a number.
+    Duration::from_millis(unsafe { shim_lived() } as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{BufRead as _, BufReader, Read as _};
+    use std::process::{Child, ChildStdout, Command, Stdio};
+    use std::thread::sleep;
+
+    const PATIENCE: Duration = Duration::from_millis(500);
+
+    /// Another process of this program that runs only `test`, the first word that it says, and its further words.
+    fn process(test: &str) -> (Child, String, BufReader<ChildStdout>) {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", &format!("group::store::tests::{test}"), "--ignored"]);
+        command.args(["--nocapture"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut said = BufReader::new(child.stdout.take().unwrap());
+        let word = said.by_ref().lines().find_map(|line| {
+            let line = line.unwrap();
+            line.split_once("says ").map(|(_, word)| word.to_owned())
+        });
+        (child, word.unwrap(), said)
+    }
+
+    fn signal(name: &str, child: &Child) {
+        let sent = Command::new("kill").args([name, &child.id().to_string()]).status().unwrap();
+        assert!(sent.success());
+    }
+
+    #[test]
+    #[ignore = "a process of the test below"]
+    fn asks_on_and_on() {
+        let store = Store::serve("127.0.0.1", 0, "a/", PATIENCE).unwrap();
+        println!("it says ready");
+        let start = lived();
+        while lived() - start < Duration::from_secs(2) {
+            assert_eq!(store.find("key").unwrap(), None);
+        }
+    }
+
+    #[test]
+    fn a_process_that_was_stopped_does_not_blame_the_store() {
+        let (mut child, _, mut said) = process("asks_on_and_on");
+        for _ in 0..3 {
+            sleep(PATIENCE / 2);
+            signal("-STOP", &child);
+            sleep(3 * PATIENCE);
+            signal("-CONT", &child);
+        }
+        let mut rest = String::new();
+        said.read_to_string(&mut rest).unwrap();
+        assert!(child.wait().unwrap().success(), "{rest}");
+    }
+
+    #[test]
+    #[ignore = "a process of the test below"]
+    fn holds_a_store() {
+        let store = Store::serve("127.0.0.1", 0, "a/", PATIENCE).unwrap();
+        println!("it says {}", store.port());
+        // Until the other process ends.
+        std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
+    }
+
+    #[test]
+    fn a_store_that_was_stopped_is_given_up_in_time() {
+        let (mut child, port, _said) = process("holds_a_store");
+        let store = Store::connect("127.0.0.1", port.parse().unwrap(), "a/", PATIENCE).unwrap();
+        assert_eq!(store.find("key").unwrap(), None);
+        signal("-STOP", &child);
+        // A signal takes a moment to arrive.
+        let (taken, error) = loop {
+            let start = lived();
+            if let Err(error) = store.find("key") {
+                break (lived() - start, error.to_string());
+            }
+        };
+        assert!(error.contains("does not answer"), "{error}");
+        assert!((PATIENCE..8 * PATIENCE).contains(&taken), "{taken:?}");
+        assert!(store.find("key").is_err(), "it is not asked again");
+        signal("-KILL", &child);
+        child.wait().unwrap();
     }
 }
