@@ -106,12 +106,18 @@ impl Fault {
 
     /// An I/O error on `path` while trying to do `what` ("read", "create the folder of").
     ///
-    /// A missing file is missing data; everything else (disk full, no handles left, no permission) is the machine's.
+    /// A missing file is missing data, a file in a folder's place wrong use; everything else (disk full, no handles left, no permission) is the machine's.
     pub fn io(what: &str, path: &Path, error: &io::Error) -> Self {
         let (class, hint) = match error.kind() {
             io::ErrorKind::NotFound => {
                 (Class::Data, "check the path; relative paths start at the file that names them")
             }
+            io::ErrorKind::IsADirectory
+            | io::ErrorKind::NotADirectory
+            | io::ErrorKind::AlreadyExists => (
+                Class::Usage,
+                "a file stands where a folder is needed, or a folder where a file is: name another path",
+            ),
             io::ErrorKind::UnexpectedEof => {
                 (Class::Data, "the file is shorter than it should be: restore it")
             }
@@ -290,6 +296,10 @@ mod tests {
             Fault::io("write", path, &io::ErrorKind::StorageFull.into()).class(),
             Class::Machine
         );
+        // A folder read as a file, a file used as a folder, a folder made where a file is.
+        for code in [21, 20, 17].map(io::Error::from_raw_os_error) {
+            assert_eq!(Fault::io("read", path, &code).class(), Class::Usage, "{code}");
+        }
         let handles = Fault::io("open", path, &io::Error::from_raw_os_error(24));
         assert!(handles.class() == Class::Machine && handles.to_string().contains("ulimit -n"));
     }
