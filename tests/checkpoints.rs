@@ -8,6 +8,77 @@ use std::process::Command;
 
 use crate::support::{Ran, Scratch, arg, assert_same_tree, build, corpus, curriculum, ztrain};
 
+/// A short run whose checkpoints lie in `place`.
+fn kept_in(path: &Path, out: &Path, place: &Path, more: &[&str]) -> Ran {
+    let mut args = vec!["--curriculum", arg(path), "--out", arg(out), "--checkpoints", arg(place)];
+    args.extend(["--checkpoint-every", "3", "--quiet"]);
+    args.extend(more);
+    ztrain(&args)
+}
+
+#[test]
+fn a_place_that_moved_is_known_again_and_one_that_is_gone_is_missed() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
+    let path = curriculum(&scratch, &store, "run.toml", &[]);
+    let [run, place, moved, other] = ["run", "place", "moved", "other"].map(|name| scratch.path(name));
+    kept_in(&path, &run, &place, &["--stop-after", "6"]).ok();
+    fs::rename(&place, &moved).unwrap();
+    for ranks in ["1", "2"] {
+        kept_in(&path, &run, &place, &["--nproc", ranks]).fails(3, &["place", "--checkpoints"]);
+    }
+    assert!(!place.exists(), "nothing is begun in its stead");
+    kept_in(&path, &run, &other, &[]).fails(2, &["other", "place"]);
+    let said = kept_in(&path, &run, &moved, &["--stop-after", "9"]);
+    assert!(said.err.contains("after step 6 of 20"), "{}", said.err);
+    said.ok();
+    // It is remembered, and another run's word in it changes nothing about that.
+    let word = fs::read(moved.join("owner")).unwrap();
+    fs::write(moved.join("owner"), "another run").unwrap();
+    let again = ["--curriculum", arg(&path), "--out", arg(&run), "--quiet"];
+    for _ in 0..2 {
+        ztrain(&again).fails(4, &["moved", "another run"]);
+    }
+    fs::write(moved.join("owner"), word).unwrap();
+    let said = ztrain(&again);
+    assert!(said.err.contains("after step 9 of 20"), "{}", said.err);
+    said.ok();
+}
+
+#[test]
+fn a_place_that_cannot_be_taken_is_not_remembered() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
+    let path = curriculum(&scratch, &store, "run.toml", &[]);
+    let (run, file, place) = (scratch.path("run"), scratch.write("file", ""), scratch.path("place"));
+    kept_in(&path, &run, &file, &[]).fails(2, &["file"]);
+    kept_in(&path, &run, &place, &["--stop-after", "3"]).ok();
+    assert!(place.join("step-3/manifest.json").exists());
+}
+
+#[test]
+fn what_is_newer_than_the_ledger_does_not_push_out_what_is_new() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
+    let path = curriculum(&scratch, &store, "run.toml", &[]);
+    let run = scratch.path("run");
+    let args = ["--curriculum", arg(&path), "--out", arg(&run), "--checkpoint-every", "2", "--quiet"];
+    ztrain(&[&args[..], &["--keep", "9"]].concat()).ok();
+    let text = fs::read_to_string(run.join("ledger.jsonl")).unwrap();
+    let cut: String = text.lines().take(6).map(|line| line.to_owned() + "\n").collect();
+    fs::write(run.join("ledger.jsonl"), cut).unwrap();
+    let said = ztrain(&[&args[..], &["--keep", "2", "--stop-after", "8"]].concat());
+    assert!(said.err.contains("step-20 is passed over"), "{}", said.err);
+    assert!(said.err.contains("after step 4 of 20"), "{}", said.err);
+    assert!(said.err.contains("steps 5 to 5 are in the ledger"), "{}", said.err);
+    said.ok();
+    assert!(run.join("checkpoints/step-8/manifest.json").exists());
+    let said = ztrain(&args);
+    assert!(said.err.contains("after step 8 of 20"), "{}", said.err);
+    said.ok();
+    assert!(text == fs::read_to_string(run.join("ledger.jsonl")).unwrap());
+}
+
 /// The disk takes no file beyond some 0.5 to 1 MB: room for everything but a blob of the embedding.
 #[test]
 fn a_full_disk_ends_the_run_and_keeps_the_checkpoint_before() {

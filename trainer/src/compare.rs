@@ -6,7 +6,7 @@ use std::path::Path;
 use contract::Result;
 use serde_json::{Value, json};
 
-use crate::folder::{RunFolder, table_difference};
+use crate::folder::{RunFolder, no_run, table_difference};
 use crate::ledger::{Difference, Head, Ledger};
 
 /// What a comparison found.
@@ -22,7 +22,10 @@ pub struct Answer {
 
 /// Compares the runs in two folders on the steps that both have.
 pub fn compare(a: &Path, b: &Path) -> Result<Answer> {
-    let open = |root: &Path| Ledger::read(&RunFolder::new(root).ledger());
+    let open = |root: &Path| {
+        let path = RunFolder::new(root).ledger();
+        if path.exists() { Ledger::read(&path) } else { Err(no_run(root, "ledger.jsonl")) }
+    };
     let (left, right) = (open(a)?, open(b)?);
     let steps = [left.last_step(), right.last_step()];
     let notes = notes(left.head(), right.head());

@@ -104,8 +104,14 @@ impl RunFolder {
     }
 
     /// Takes the place of this run's checkpoints, `wanted` or the one it has. A place serves one run: it is given a word
-    /// that only this folder knows, and refused where another word stands.
-    pub(crate) fn take_checkpoints(&self, wanted: Option<&Path>) -> Result<Checkpoints> {
+    /// that only this folder knows, and refused where another word stands. By that word a place that was moved is known
+    /// again, and one that is not there (a disk that is not mounted) is not taken for an empty one; a run without
+    /// `recorded` steps has nothing to lose anywhere.
+    pub(crate) fn take_checkpoints(
+        &self,
+        wanted: Option<&Path>,
+        recorded: u64,
+    ) -> Result<Checkpoints> {
         let found = self.elsewhere()?;
         let Some(place) = wanted.or(found.as_ref().map(|(place, _)| place.as_path())) else {
             return self.checkpoints();
@@ -113,29 +119,48 @@ impl RunFolder {
         let place =
             if far::is_far(place) { Ok(place.to_owned()) } else { std::path::absolute(place) };
         let place = place.map_err(|error| Fault::io("resolve", &self.root, &error))?;
+        let checkpoints = Checkpoints::new(&place);
         let has = match &found {
             Some((found, _)) => Some(found.clone()),
             None if self.checkpoints()?.steps()?.is_empty() => None,
             None => Some(self.root.join("checkpoints")),
         };
-        if let Some(has) = has.filter(|has| *has != place) {
-            return Err(Fault::usage("this run has its checkpoints elsewhere")
-                .at("--checkpoints")
-                .found(place.display())
-                .wanted(has.display()));
+        let ours = match &found {
+            Some((_, word)) if recorded > 0 => checkpoints.knows(word)?,
+            _ => recorded == 0,
+        };
+        match has {
+            Some(has) if has != place && !ours => {
+                return Err(Fault::usage("this run has its checkpoints elsewhere")
+                    .at("--checkpoints")
+                    .found(place.display())
+                    .wanted(format!("{}, or where that was moved to", has.display())));
+            }
+            Some(_) if found.is_some() && !ours && !checkpoints.has_owner()? => {
+                return Err(self.gone(&place));
+            }
+            _ => (),
         }
+        let (new, path) = (found.is_none(), self.root.join(ELSEWHERE));
         let word = found.map_or_else(|| self.word(), |(_, word)| word);
-        let path = self.root.join(ELSEWHERE);
         write_whole(&path, &format!("{}\n{word}\n", place.display()))?;
-        let checkpoints = Checkpoints::new(&place);
-        if let Err(fault) = checkpoints.claim(&word) {
-            if fault.class() == Class::Mismatch {
-                // The place is not ours: the next command may name another one.
+        checkpoints.claim(&word).inspect_err(|fault| {
+            // The next command may name another place. What a bucket did without an answer is not known, so its word stays.
+            if new && (fault.class() == Class::Mismatch || !far::is_far(&place)) {
                 let _ = fs::remove_file(&path);
             }
-            return Err(fault);
-        }
+        })?;
         Ok(checkpoints)
+    }
+
+    fn gone(&self, place: &Path) -> Fault {
+        let at = self.root.join(ELSEWHERE);
+        Fault::data("the checkpoints of this run are not where it left them")
+            .at(place.display().to_string())
+            .hint(format!(
+                "mount it, or name the place that they moved to with --checkpoints; without {} all steps are computed again",
+                at.display()
+            ))
     }
 
     /// A word that no other folder has.
@@ -292,6 +317,13 @@ pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<(
         return mismatch("the list of the model's parameters", count(now), count(begun));
     }
     Ok(())
+}
+
+/// Says that a folder is no run's: it has no `file`.
+pub(crate) fn no_run(root: &Path, file: &str) -> Fault {
+    Fault::usage(format!("this is no run: it has no {file}"))
+        .at(root.display().to_string())
+        .hint("name the folder that `ztrain --curriculum` wrote, its --out")
 }
 
 /// The first entry in which two kernel tables differ, with both values.

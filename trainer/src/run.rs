@@ -150,10 +150,18 @@ impl<'a> Opening<'a> {
         let folder = RunFolder::new(&exec.out);
         let open = folder.open(spec, &opened.path, table)?;
         let events = Events::open(&folder.events())?;
-        let checkpoints = folder.take_checkpoints(exec.checkpoints.as_deref())?;
+        let recorded = open.ledger.last_step();
+        let checkpoints = folder.take_checkpoints(exec.checkpoints.as_deref(), recorded)?;
         let progress = Progress::new(spec.plan.steps(), exec.progress);
         checkpoints.clean()?;
-        Ok(Opening { spec, exec, table, open, checkpoints, events, progress })
+        let mut opening = Opening { spec, exec, table, open, checkpoints, events, progress };
+        // The retention must not take them for the newest ones.
+        for step in opening.checkpoints.steps()?.into_iter().filter(|step| *step > recorded) {
+            let what = format!("the ledger beside it ends with step {recorded}");
+            let fault = Fault::data(what).at(opening.checkpoints.path(step).display().to_string());
+            opening.pass_over(step, &fault)?;
+        }
+        Ok(opening)
     }
 
     /// The newest checkpoint that `read` can read.
@@ -171,12 +179,16 @@ impl<'a> Opening<'a> {
     /// Says what was passed over, and takes it out of the way.
     pub(crate) fn told<T>(&mut self, found: Found<T>) -> Result<Option<T>> {
         for (step, fault) in &found.passed {
-            self.progress.note(&format!("warning: checkpoint step-{step} is passed over: {fault}"));
-            let fields = json!({"step": step, "fault": fault.to_string()});
-            self.events.write("damaged checkpoint", fields)?;
-            self.checkpoints.set_aside(*step)?;
+            self.pass_over(*step, fault)?;
         }
         Ok(found.state)
+    }
+
+    fn pass_over(&mut self, step: u64, fault: &Fault) -> Result<()> {
+        self.progress.note(&format!("warning: checkpoint step-{step} is passed over: {fault}"));
+        let fields = json!({"step": step, "fault": fault.to_string()});
+        self.events.write("damaged checkpoint", fields)?;
+        self.checkpoints.set_aside(step)
     }
 
     /// Begins, or goes on after step `from`.
@@ -186,6 +198,11 @@ impl<'a> Opening<'a> {
         let digest = last_digest(&open.ledger, from)?;
         let word = if from == 0 { "begins:" } else { "goes on:" };
         progress.note(&format!("{word} {}", describe(spec, exec, table, from)));
+        let recorded = open.ledger.last_step();
+        if from < recorded {
+            let (first, run) = (from + 1, "are in the ledger: they are computed again, to the same bits");
+            progress.note(&format!("steps {first} to {recorded} {run}"));
+        }
         for edit in &open.edits {
             progress.note(&format!("accepted edit of the curriculum: {edit}"));
             events.write("edit", json!({"edit": edit, "recorded": open.ledger.last_step()}))?;

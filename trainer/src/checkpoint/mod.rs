@@ -95,13 +95,30 @@ impl Checkpoints {
 
     /// Takes the place for the run that knows `word`; refused where another run's stands.
     pub(crate) fn claim(&self, word: &str) -> Result<()> {
-        match self.medium.get(OWNER) {
-            Ok(found) if found == word.as_bytes() => Ok(()),
-            Ok(_) => Err(Fault::mismatch("another run keeps its checkpoints here")
+        match self.owner()? {
+            Some(found) if found == word.as_bytes() => Ok(()),
+            Some(_) => Err(Fault::mismatch("another run keeps its checkpoints here")
                 .at(self.place().display().to_string())
                 .hint("give every run a place of its own with --checkpoints")),
             // Nobody's: of two that come at once, a bucket takes the first.
-            Err(fault) if fault.class() == Class::Data => self.medium.put(OWNER, word.as_bytes()),
+            None => self.medium.put(OWNER, word.as_bytes()),
+        }
+    }
+
+    /// Whether the place is that of the run that knows `word`.
+    pub(crate) fn knows(&self, word: &str) -> Result<bool> {
+        Ok(self.owner()?.is_some_and(|found| found == word.as_bytes()))
+    }
+
+    /// Whether the place is any run's.
+    pub(crate) fn has_owner(&self) -> Result<bool> {
+        Ok(self.owner()?.is_some())
+    }
+
+    fn owner(&self) -> Result<Option<Vec<u8>>> {
+        match self.medium.get(OWNER) {
+            Ok(found) => Ok(Some(found)),
+            Err(fault) if fault.class() == Class::Data => Ok(None),
             Err(fault) => Err(fault),
         }
     }

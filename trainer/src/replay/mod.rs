@@ -16,7 +16,7 @@ use serde::Serialize;
 use tch::Device;
 
 use crate::checkpoint::Layout;
-use crate::folder::{RunFolder, compare_content, head, table_difference};
+use crate::folder::{RunFolder, compare_content, head, no_run, table_difference};
 use crate::lanes::Lanes;
 use crate::ledger::{Difference, Ledger, StepRecord};
 use crate::spec::RunSpec;
@@ -80,9 +80,7 @@ impl Replayer {
         let folder = RunFolder::new(root);
         let curriculum = folder.curriculum();
         if !curriculum.exists() {
-            return Err(Fault::usage("this is no run: it has no run.toml")
-                .at(root.display().to_string())
-                .hint("name the folder that `ztrain --curriculum` wrote, its --out"));
+            return Err(no_run(root, "run.toml"));
         }
         let spec = RunSpec::new(&Opened::open(&curriculum)?)?;
         let ledger = Ledger::read(&folder.ledger())?;

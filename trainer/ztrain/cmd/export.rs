@@ -40,11 +40,11 @@ enum Format {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let Format::Hf = args.format;
     let (device, table) = args.speed.start(None)?;
+    let mut replayer = Replayer::open(&args.run, &table, device, args.speed.lanes(None))?;
     let step = match args.step {
         Some(step) => step,
         None => newest(&args)?,
     };
-    let mut replayer = Replayer::open(&args.run, &table, device, args.speed.lanes(None))?;
     let state = replayer.state_at(step)?;
     for warning in &replayer.warnings {
         eprintln!("warning: passed over: {warning}");
