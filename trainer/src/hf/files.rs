@@ -101,6 +101,9 @@ pub(super) fn write_parts(folder: &Path, tensors: &[Named], limit: u64) -> Resul
 )]
 fn write_one(folder: &Path, name: String, part: &[&Named]) -> Result<Written> {
     let path = folder.join(&name);
+    // The library makes a file that its owner alone may read; weights are as open as what stands beside them.
+    let plain = File::create(&path).and_then(|file| file.metadata());
+    let plain = plain.map_err(|error| Fault::io("create", &path, &error))?.permissions();
     let named = part.iter().map(|tensor| (tensor.name.as_str(), *tensor));
     // `transformers` wants to be told that torch's layout is meant.
     let metadata = std::collections::HashMap::from([("format".to_owned(), "pt".to_owned())]);
@@ -108,6 +111,7 @@ fn write_one(folder: &Path, name: String, part: &[&Named]) -> Result<Written> {
         SafeTensorError::IoError(error) => Fault::io("write", &path, &error),
         other => Fault::bug(format!("tensors cannot be written: {other}")),
     })?;
+    fs::set_permissions(&path, plain).map_err(|error| Fault::io("open up", &path, &error))?;
     sync(&path)?;
     let bytes = fs::read(&path).map_err(|error| Fault::io("read back", &path, &error))?;
     Ok(Written { name, bytes: bytes.len() as u64, digest: Digest::of_bytes(&bytes) })

@@ -85,6 +85,8 @@ fn out_and_in_again_is_the_same_model() {
         let source = scratch.path().join("hf");
         fs::create_dir(&source).unwrap();
         write(&fixture, &source);
+        let may = |name: &str| fs::metadata(source.join(name)).unwrap().permissions();
+        assert_eq!(may("model.safetensors"), may("config.json"), "who reads one reads the other");
         let imported = import(&source, &scratch.path().join("start")).unwrap();
         assert_eq!(imported.start.config(), &fixture.config);
         assert_eq!((imported.layout, imported.notes.len()), (Layout::Transformers, 0));
