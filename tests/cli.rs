@@ -16,6 +16,49 @@ fn wrong_use_is_exit_two_with_the_nearest_word() {
     }
 }
 
+#[cfg(feature = "train")]
+#[test]
+fn ztrain_refuses_wrong_use_once_and_before_it_starts_anything() {
+    use crate::support::ztrain;
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 120, ""), "store");
+    let path = curriculum(&scratch, &store, "run.toml", &[("steps = 8", "steps = 1")]);
+    let (run, file) = (scratch.path("run"), scratch.write("file", ""));
+    let train = |out: &std::path::Path, more: &[&str]| {
+        ztrain(&[&["--curriculum", arg(&path), "--out", arg(out), "--quiet"], more].concat())
+    };
+    for wrong in [
+        ["--rank-timeout", "0", "--nproc", "2"],
+        ["--rank-timeout", "1e300", "--nproc", "2"],
+        ["--ring-spike", "nan", "--ring", "2"],
+        ["--lanes", "0", "--nproc", "2"],
+        ["--device", "abacus", "--nproc", "2"],
+    ] {
+        let said = train(&run, &wrong).fails(2, &wrong[..2]);
+        assert_eq!(said.matches("error:").count(), 1, "{said}");
+    }
+    assert!(!run.exists(), "nothing was begun");
+    train(&file, &[]).fails(2, &["file", "name another path"]);
+    ztrain(&["--curriculum", arg(&store)]).fails(2, &["store", "name another path"]);
+    // More lanes than there is work for are no threads.
+    train(&run, &["--lanes", "1000000", "--stop-after", "2"]).ok();
+    let replay = |more: &[&str]| ztrain(&[&["replay", "--run", arg(&run)], more].concat());
+    replay(&["--step", "0"]).fails(2, &["--step", "0"]);
+    let late = replay(&["--steps", "2..99"]);
+    assert_eq!(late.out, "", "no step is computed before the last one is known to exist");
+    late.fails(2, &["--steps", "98", "1 to 13"]);
+    replay(&["--step", "2", "--lr", "nan"]).fails(2, &["--lr", "nan"]);
+    for command in ["compare", "export", "replay"] {
+        let (store, out) = (arg(&store), scratch.path("out"));
+        let args = match command {
+            "compare" => vec![command, arg(&run), store],
+            "export" => vec![command, "--run", store, "--out", arg(&out)],
+            _ => vec![command, "--run", store, "--step", "1"],
+        };
+        ztrain(&args).fails(2, &["store", "this is no run"]);
+    }
+}
+
 #[test]
 fn a_reader_that_leaves_early_is_no_error() {
     let scratch = Scratch::new();

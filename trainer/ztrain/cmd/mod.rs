@@ -9,6 +9,9 @@ pub(crate) mod replay;
 pub(crate) mod spawn;
 pub(crate) mod train;
 
+use std::time::Duration;
+
+use clap::builder::RangedU64ValueParser;
 use contract::{Fault, Result};
 use kernels::device;
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
@@ -22,10 +25,10 @@ use trainer::parallel::launch::Launched;
 #[command(next_help_heading = "Speed and place (never bits)")]
 pub(crate) struct Speed {
     /// Where to compute: cpu, cuda or cuda:1 (HIP devices answer to the same name).
-    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device_name)]
     pub(crate) device: String,
     /// Leaves computed at once, one math thread each [default: the cores, shared among the ranks here].
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     pub(crate) lanes: Option<usize>,
     /// Keep only what enters each layer until its backward pass, and compute the rest again: less memory, more time.
     #[arg(long)]
@@ -66,6 +69,31 @@ impl Speed {
         let device = device::open(&name).map_err(|error| machine(&name, &error))?;
         Ok((device, table))
     }
+}
+
+/// A flag's number above zero.
+pub(crate) fn above_zero(text: &str) -> std::result::Result<f64, &'static str> {
+    let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number > 0.0);
+    number.ok_or("wanted a number above 0")
+}
+
+/// A flag's number, zero or above.
+pub(crate) fn not_negative(text: &str) -> std::result::Result<f64, &'static str> {
+    let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number >= 0.0);
+    number.ok_or("wanted a number, 0 or above")
+}
+
+/// A flag's time to wait.
+pub(crate) fn patience(text: &str) -> std::result::Result<Duration, &'static str> {
+    let seconds = text.parse().ok().filter(|seconds| (0.1..=1e7).contains(seconds));
+    seconds.map(Duration::from_secs_f64).ok_or("wanted seconds, from 0.1 to 10 million")
+}
+
+/// The name of a device that might be.
+fn device_name(text: &str) -> std::result::Result<String, &'static str> {
+    let number = text.strip_prefix("cuda:");
+    let known = ["cpu", "cuda"].contains(&text) || number.is_some_and(|n| n.parse::<u16>().is_ok());
+    if known { Ok(text.to_owned()) } else { Err("known devices are cpu, cuda and cuda:N") }
 }
 
 fn machine(device: &str, error: &kernels::Error) -> Fault {

@@ -22,6 +22,7 @@ pub(crate) struct Args {
     run: PathBuf,
     /// The step to compute again.
     #[arg(long, value_name = "N", required_unless_present = "steps", conflicts_with = "steps")]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
     step: Option<u64>,
     /// Several steps, from A to before B.
     #[arg(long, value_name = "A..B")]
@@ -39,7 +40,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "ID", conflicts_with = "leaf", help_heading = "What if")]
     drop_doc: Vec<String>,
     /// What if the learning rate had been this (not a replay).
-    #[arg(long, value_name = "RATE", conflicts_with = "leaf", help_heading = "What if")]
+    #[arg(long, value_name = "RATE", conflicts_with = "leaf", help_heading = "What if", value_parser = super::not_negative)]
     lr: Option<f64>,
     #[command(flatten)]
     speed: Speed,
@@ -52,6 +53,13 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let mut replayer = Replayer::open(&args.run, &table, device, args.speed.lanes(None))?;
     if let Some(kernels) = &replayer.kernels {
         eprintln!("note: {kernels}");
+    }
+    let last = replayer.spec().plan.steps();
+    if steps.end - 1 > last {
+        return Err(Fault::usage("the curriculum has no such step")
+            .at(if args.steps.is_some() { "--steps" } else { "--step" })
+            .found(steps.end - 1)
+            .wanted(format!("1 to {last}")));
     }
     let change = Change { drop: args.drop_doc.clone(), lr: args.lr };
     if change.is_some() {
@@ -92,7 +100,10 @@ fn steps(args: &Args) -> Result<Range<u64>> {
             let number = |text: &str| text.trim().parse::<u64>().map_err(|_| wrong(text));
             number(from)?..number(to)?
         }
-        (None, step) => step.unwrap_or(0)..step.unwrap_or(0) + 1,
+        (None, step) => {
+            let step = step.unwrap_or(0);
+            step..step.saturating_add(1)
+        }
     };
     if range.start == 0 || range.is_empty() {
         return Err(wrong(&format!("{}..{}", range.start, range.end)));

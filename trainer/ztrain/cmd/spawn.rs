@@ -37,8 +37,8 @@ pub(crate) struct Ranks {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     nproc: Option<u32>,
     /// How long a rank waits for another before it names it and stops.
-    #[arg(long, value_name = "SECONDS", default_value_t = 300.0)]
-    rank_timeout: f64,
+    #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = super::patience)]
+    rank_timeout: Duration,
     /// Whether a rank adds whole subtrees of a run of leaves before it sends (fewest bytes), or leaves are dealt in turn and
     /// sent at once (least memory).
     #[arg(long, value_name = "HOW", value_enum, default_value = "subtree")]
@@ -108,17 +108,9 @@ impl Ranks {
         if launched_us() {
             follow_launcher(Arc::clone(stop));
         }
-        let timeout = Duration::try_from_secs_f64(self.rank_timeout)
-            .ok()
-            .filter(|timeout| *timeout >= Duration::from_millis(100));
-        let timeout = timeout.ok_or_else(|| {
-            Fault::usage("a rank cannot wait that long")
-                .at("--rank-timeout")
-                .found(self.rank_timeout)
-                .wanted("seconds, at least 0.1")
-        })?;
-        let mut group = Group::open(&launched.place, START.max(timeout)).map_err(lost)?;
-        group.wait_at_most(timeout);
+        let timeout = START.max(self.rank_timeout);
+        let mut group = Group::open(&launched.place, timeout).map_err(lost)?;
+        group.wait_at_most(self.rank_timeout);
         Ok(group)
     }
 }

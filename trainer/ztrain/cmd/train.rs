@@ -14,8 +14,8 @@ use trainer::parallel::train_as;
 use trainer::validate::Validation;
 use trainer::{ExecOptions, Outcome, RunSpec, train};
 
-use super::Speed;
 use super::spawn::{self, Ranks};
+use super::{Speed, above_zero};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -45,7 +45,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "STEPS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
     ring_every: u64,
     /// How many standard deviations above the losses before it a loss has jumped.
-    #[arg(long, value_name = "COUNT", default_value_t = 6.0)]
+    #[arg(long, value_name = "COUNT", default_value_t = 6.0, value_parser = above_zero)]
     ring_spike: f64,
     /// Stop after this step; the same command without it goes on.
     #[arg(long, value_name = "STEP")]
