@@ -111,19 +111,21 @@ pub fn measure(group: &Group, way: Way, bytes: u64, seconds: f64) -> Result<Meas
         Collective::ReduceScatter => (world, 1),
         _ => (world, world),
     };
-    let input = filled(group.rank(), share * input_shares);
+    let input = filled(group.rank(), 0, share * input_shares);
     let mut output = Tensor::zeros([share * output_shares], tch::kind::FLOAT_CPU);
+    // libtorch's all-reduce and broadcast work in place.
+    let in_place = matches!(way, Way::Libtorch(Collective::AllReduce | Collective::Broadcast));
     let run = |output: &mut Tensor| {
-        let input = input.copy();
-        group.barrier("a measurement").map_err(lost)?;
-        let start = Instant::now();
-        way.run(group, &input, output)?;
-        let taken = start.elapsed().as_secs_f64();
-        // libtorch's all-reduce and broadcast work in place.
-        if matches!(way, Way::Libtorch(Collective::AllReduce | Collective::Broadcast)) {
+        if in_place {
             tch::no_grad(|| output.copy_(&input));
         }
-        Ok(taken)
+        group.barrier("a measurement").map_err(lost)?;
+        let start = Instant::now();
+        match in_place {
+            true => way.run(group, &output.shallow_clone(), output)?,
+            false => way.run(group, &input, output)?,
+        }
+        Ok(start.elapsed().as_secs_f64())
     };
     let first = (0..2).map(|_| run(&mut output)).collect::<Result<Vec<f64>>>()?;
     let rounds = agree(group, first[1])?;
@@ -158,28 +160,40 @@ fn agree(group: &Group, mine: f64) -> Result<f64> {
     Ok(values.into_iter().fold(0.0, f64::max))
 }
 
-/// Small integers, exact in f32 in any order of addition.
-fn filled(rank: u32, count: i64) -> Tensor {
-    Tensor::arange(count, (Kind::Int64, tch::Device::Cpu)).remainder(97).to_kind(Kind::Float)
-        + f64::from(rank)
+/// Elements `first` to `first + count` of what `rank` has: small integers, exact in f32 in any order of addition. No more
+/// memory than they take is used: at a gigabyte there may be none left.
+fn filled(rank: u32, first: i64, count: i64) -> Tensor {
+    const PERIOD: i64 = 97;
+    let skip = first % PERIOD;
+    let mut all = Tensor::arange(PERIOD, tch::kind::FLOAT_CPU).repeat([(skip + count) / PERIOD + 1]);
+    let _ = all.g_add_scalar_(f64::from(rank));
+    all.narrow(0, skip, count)
 }
 
-/// How many elements are not what they must be.
+/// How many elements are not what they must be, a slice at a time.
 fn wrong(group: &Group, collective: Collective, output: &Tensor, share: i64) -> i64 {
+    const SLICE: usize = 1 << 20;
     let (world, rank) = (group.world(), group.rank());
-    let place = |from: u32, part: u32| {
-        filled(from, share * i64::from(world)).narrow(0, i64::from(part) * share, share)
+    // Element `at` of part `part` of the output.
+    let wanted = |part: i64, at: i64, count: i64| {
+        let place = |from: u32, part: i64| filled(from, part * share + at, count);
+        let sum = |part: i64| (1..world).fold(place(0, part), |sum, from| sum + place(from, part));
+        match collective {
+            Collective::AllReduce => sum(part),
+            Collective::ReduceScatter => sum(i64::from(rank)),
+            Collective::AllGather => place(part as u32, 0),
+            Collective::Broadcast => place(0, part),
+            Collective::AllToAll => place(part as u32, i64::from(rank)),
+        }
     };
-    let sum = |part| (0..world).map(|from| place(from, part)).reduce(|a, b| a + b);
-    let join = |parts: Vec<Tensor>| Tensor::cat(&parts, 0);
-    let wanted = match collective {
-        Collective::AllReduce => join((0..world).filter_map(sum).collect()),
-        Collective::ReduceScatter => join(sum(rank).into_iter().collect()),
-        Collective::AllGather => join((0..world).map(|from| filled(from, share)).collect()),
-        Collective::Broadcast => filled(0, share * i64::from(world)),
-        Collective::AllToAll => join((0..world).map(|from| place(from, rank)).collect()),
-    };
-    output.not_equal_tensor(&wanted).sum(Kind::Int64).int64_value(&[])
+    let slices = (0..output.numel() as i64 / share)
+        .flat_map(|part| (0..share).step_by(SLICE).map(move |at| (part, at)));
+    let wrong = slices.map(|(part, at)| {
+        let count = (share - at).min(SLICE as i64);
+        let found = output.narrow(0, part * share + at, count);
+        found.not_equal_tensor(&wanted(part, at, count)).sum(Kind::Int64).int64_value(&[])
+    });
+    wrong.sum()
 }
 
 /// The collectives as training uses them.

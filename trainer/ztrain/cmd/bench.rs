@@ -35,7 +35,7 @@ struct Collectives {
     #[arg(long, value_name = "SIZE", default_value = "64M")]
     to: String,
     /// About how long each row is measured.
-    #[arg(long, value_name = "SECONDS", default_value_t = 0.3)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.3, value_parser = super::above_zero)]
     seconds: f64,
     /// Print one line of JSON for each row.
     #[arg(long)]
@@ -54,6 +54,17 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         What::Collectives(args) => args,
     };
     let (from, to) = (bytes("--from", &args.from)?, bytes("--to", &args.to)?);
+    if from > to {
+        return Err(Fault::usage("no size lies between the smallest and the largest")
+            .at("--from")
+            .found(&args.from)
+            .wanted(format!("at most --to, {}", args.to)));
+    }
+    if let Some(path) = &args.plot {
+        // Found out before minutes of measuring.
+        let found = std::fs::OpenOptions::new().create(true).append(true).open(path);
+        found.map_err(|error| Fault::io("write", path, &error))?;
+    }
     if let Some(count) = args.ranks.to_spawn()? {
         return spawn::ranks(count);
     }
@@ -78,6 +89,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     }
     let mut all = Vec::new();
     let mut size = from.max(4 * u64::from(group.world()));
+    let to = to.max(size);
     while size <= to {
         for way in WAYS {
             let found = measure(&group, way, size, args.seconds)?;
