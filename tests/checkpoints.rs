@@ -21,7 +21,8 @@ fn a_place_that_moved_is_known_again_and_one_that_is_gone_is_missed() {
     let scratch = Scratch::new();
     let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
     let path = curriculum(&scratch, &store, "run.toml", &[]);
-    let [run, place, moved, other] = ["run", "place", "moved", "other"].map(|name| scratch.path(name));
+    let [run, place, moved, other] =
+        ["run", "place", "moved", "other"].map(|name| scratch.path(name));
     kept_in(&path, &run, &place, &["--stop-after", "6"]).ok();
     fs::rename(&place, &moved).unwrap();
     for ranks in ["1", "2"] {
@@ -50,7 +51,8 @@ fn a_place_that_cannot_be_taken_is_not_remembered() {
     let scratch = Scratch::new();
     let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
     let path = curriculum(&scratch, &store, "run.toml", &[]);
-    let (run, file, place) = (scratch.path("run"), scratch.write("file", ""), scratch.path("place"));
+    let (run, file, place) =
+        (scratch.path("run"), scratch.write("file", ""), scratch.path("place"));
     kept_in(&path, &run, &file, &[]).fails(2, &["file"]);
     kept_in(&path, &run, &place, &["--stop-after", "3"]).ok();
     assert!(place.join("step-3/manifest.json").exists());
@@ -62,7 +64,8 @@ fn what_is_newer_than_the_ledger_does_not_push_out_what_is_new() {
     let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
     let path = curriculum(&scratch, &store, "run.toml", &[]);
     let run = scratch.path("run");
-    let args = ["--curriculum", arg(&path), "--out", arg(&run), "--checkpoint-every", "2", "--quiet"];
+    let args =
+        ["--curriculum", arg(&path), "--out", arg(&run), "--checkpoint-every", "2", "--quiet"];
     ztrain(&[&args[..], &["--keep", "9"]].concat()).ok();
     let text = fs::read_to_string(run.join("ledger.jsonl")).unwrap();
     let cut: String = text.lines().take(6).map(|line| line.to_owned() + "\n").collect();

@@ -196,6 +196,64 @@ fn a_rank_that_hangs_is_named_within_the_deadline() {
 }
 
 #[test]
+fn a_run_that_was_stopped_longer_than_ranks_wait_goes_on() {
+    let fixture = Fixture::new(&[]);
+    fixture.finish("alone", &["--nproc", "1"]);
+    let mut command = fixture.run("paused", &["--nproc", "3", "--rank-timeout", "1"]);
+    command.stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut launcher = command.spawn().unwrap();
+    let ranks = ranks_of(&launcher, 3);
+    for pause in 0..3 {
+        until_lines(&fixture.scratch.path("paused"), 3 + 5 * pause, &mut launcher);
+        let all = [&[launcher.id()], &ranks[..]].concat();
+        all.iter().for_each(|process| signal("STOP", *process));
+        std::thread::sleep(Duration::from_millis(2500));
+        all.iter().for_each(|process| signal("CONT", *process));
+    }
+    let ended = launcher.wait_with_output().unwrap();
+    let said = String::from_utf8(ended.stderr).unwrap();
+    assert_eq!(ended.status.code(), Some(0), "{said}");
+    fixture.assert_same("alone", "paused");
+}
+
+#[test]
+fn a_signal_ends_the_step_and_two_end_the_process() {
+    // Steps that last long enough to be met.
+    let fixture = Fixture::new(&[("batch = 6", "batch = 36"), ("batch = 8", "batch = 64")]);
+    fixture.finish("alone", &["--nproc", "1"]);
+    for count in ["1", "3"] {
+        for signals in [&["TERM"][..], &["TERM", "INT"]] {
+            let mut command = fixture.run("stopped", &["--nproc", count]);
+            let run = fixture.scratch.path("stopped");
+            let lines =
+                fs::read_to_string(run.join("ledger.jsonl")).map_or(1, |text| text.lines().count());
+            command.stdout(Stdio::piped()).stderr(Stdio::null());
+            let mut process = command.spawn().unwrap();
+            until_lines(&run, lines + 1, &mut process);
+            // Both arrive before it does anything more.
+            ["STOP"]
+                .iter()
+                .chain(signals)
+                .chain(&["CONT"])
+                .for_each(|one| signal(one, process.id()));
+            let ran = crate::support::Ran::from(process.wait_with_output().unwrap());
+            if signals.len() == 2 {
+                assert_eq!(ran.code, Some(130), "{ran:?}");
+                continue;
+            }
+            let said = ran.ok();
+            let step =
+                said.strip_prefix("stopped after step ").and_then(|rest| rest.split(' ').next());
+            let step: u64 = step.unwrap_or_else(|| panic!("{said}")).parse().unwrap();
+            let kept = run.join(format!("checkpoints/step-{step}/manifest.json"));
+            assert!((1..20).contains(&step) && kept.exists(), "{said}");
+        }
+    }
+    fixture.finish("stopped", &["--nproc", "2"]);
+    fixture.assert_same("alone", "stopped");
+}
+
+#[test]
 fn what_is_wrong_for_all_ranks_is_said_once() {
     let fixture = Fixture::new(&[]);
     let missing = fixture.scratch.path("missing.toml");
@@ -230,5 +288,16 @@ fn collectives_are_measured_and_right() {
     }
     assert!(fs::read_to_string(plot).unwrap().matches("<polyline").count() == 9);
     ztrain(&["bench", "collectives"]).fails(2, &["--nproc"]);
-    ztrain(&["bench", "collectives", "--nproc", "2", "--to", "x"]).fails(2, &["--to", "x"]);
+    let wrong = |args: &[&str]| {
+        let said = ztrain(&[&["bench", "collectives", "--nproc", "2"], args].concat());
+        let said = said.fails(2, args);
+        assert_eq!(said.matches("error:").count(), 1, "{said}");
+    };
+    wrong(&["--to", "x"]);
+    wrong(&["--from", "2K", "--to", "1K"]);
+    wrong(&["--seconds", "nan"]);
+    let nowhere = scratch.path("no folder/plot.svg");
+    let late = ztrain(&["bench", "collectives", "--nproc", "2", "--plot", arg(&nowhere)]);
+    assert_eq!(late.out, "", "nothing is measured for a picture that cannot be drawn");
+    late.fails(3, &["plot.svg"]);
 }

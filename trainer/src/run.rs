@@ -200,7 +200,8 @@ impl<'a> Opening<'a> {
         progress.note(&format!("{word} {}", describe(spec, exec, table, from)));
         let recorded = open.ledger.last_step();
         if from < recorded {
-            let (first, run) = (from + 1, "are in the ledger: they are computed again, to the same bits");
+            let (first, run) =
+                (from + 1, "are in the ledger: they are computed again, to the same bits");
             progress.note(&format!("steps {first} to {recorded} {run}"));
         }
         for edit in &open.edits {

@@ -165,7 +165,8 @@ fn agree(group: &Group, mine: f64) -> Result<f64> {
 fn filled(rank: u32, first: i64, count: i64) -> Tensor {
     const PERIOD: i64 = 97;
     let skip = first % PERIOD;
-    let mut all = Tensor::arange(PERIOD, tch::kind::FLOAT_CPU).repeat([(skip + count) / PERIOD + 1]);
+    let mut all =
+        Tensor::arange(PERIOD, tch::kind::FLOAT_CPU).repeat([(skip + count) / PERIOD + 1]);
     let _ = all.g_add_scalar_(f64::from(rank));
     all.narrow(0, skip, count)
 }
@@ -305,4 +306,19 @@ pub fn plot(measured: &[Measured], world: u32) -> String {
         );
     }
     svg + "</svg>\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_slice_is_what_the_whole_has_there(rank in 0u32..9, first in 0i64..500, count in 0i64..500) {
+            let found = Vec::<f32>::try_from(filled(rank, first, count)).unwrap();
+            let wanted = (first..first + count).map(|at| (at % 97) as f32 + rank as f32);
+            prop_assert_eq!(found, wanted.collect::<Vec<_>>());
+        }
+    }
 }
