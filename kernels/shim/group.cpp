@@ -186,6 +186,8 @@ const char* shim_group_open(void* store, int rank, int world, const char* interf
       options->devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
     }
     auto gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(store_of(store)->named, rank, world, std::move(options));
+    // The ranks have met: from here on whoever asks the store has a deadline of its own, by the time that it lives.
+    store_of(store)->tcp->setTimeout(std::chrono::hours(24 * 365));
     *out = new Peers{std::move(gloo)};
   });
 }

@@ -106,7 +106,8 @@ impl Fault {
 
     /// An I/O error on `path` while trying to do `what` ("read", "create the folder of").
     ///
-    /// A missing file is missing data, a file in a folder's place wrong use; everything else (disk full, no handles left, no permission) is the machine's.
+    /// A missing file is missing data, a file in a folder's place wrong use; everything else (disk full, no handles left,
+    /// no permission) is the machine's.
     pub fn io(what: &str, path: &Path, error: &io::Error) -> Self {
         let (class, hint) = match error.kind() {
             io::ErrorKind::NotFound => {
@@ -114,10 +115,9 @@ impl Fault {
             }
             io::ErrorKind::IsADirectory
             | io::ErrorKind::NotADirectory
-            | io::ErrorKind::AlreadyExists => (
-                Class::Usage,
-                "a file stands where a folder is needed, or a folder where a file is: name another path",
-            ),
+            | io::ErrorKind::AlreadyExists => {
+                (Class::Usage, "a file and a folder need places of their own: name another path")
+            }
             io::ErrorKind::UnexpectedEof => {
                 (Class::Data, "the file is shorter than it should be: restore it")
             }

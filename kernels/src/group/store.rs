@@ -217,11 +217,18 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_millis(500);
 
-    /// Another process of this program that runs only `test`, the first word that it says, and its further words.
-    fn process(test: &str) -> (Child, String, BufReader<ChildStdout>) {
+    /// Says to a test that it is the other process which it has started.
+    const ROLE: &str = "TEST_OF_THE_STORE";
+
+    fn is_the_other() -> bool {
+        std::env::var_os(ROLE).is_some()
+    }
+
+    /// Another process that runs this `test` alone, the first word that it says, and its further words.
+    fn other(test: &str) -> (Child, String, BufReader<ChildStdout>) {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", &format!("group::store::tests::{test}"), "--ignored"]);
-        command.args(["--nocapture"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.args(["--exact", &format!("group::store::tests::{test}"), "--nocapture"]);
+        command.env(ROLE, "").stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let mut said = BufReader::new(child.stdout.take().unwrap());
         let word = said.by_ref().lines().find_map(|line| {
@@ -237,19 +244,18 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "a process of the test below"]
-    fn asks_on_and_on() {
-        let store = Store::serve("127.0.0.1", 0, "a/", PATIENCE).unwrap();
-        println!("it says ready");
-        let start = lived();
-        while lived() - start < Duration::from_secs(2) {
-            assert_eq!(store.find("key").unwrap(), None);
-        }
-    }
-
-    #[test]
     fn a_process_that_was_stopped_does_not_blame_the_store() {
-        let (mut child, _, mut said) = process("asks_on_and_on");
+        if is_the_other() {
+            let store = Store::serve("127.0.0.1", 0, "a/", PATIENCE).unwrap();
+            println!("it says ready");
+            let start = lived();
+            while lived() - start < Duration::from_secs(2) {
+                assert_eq!(store.find("key").unwrap(), None);
+            }
+            return;
+        }
+        let me = "a_process_that_was_stopped_does_not_blame_the_store";
+        let (mut child, _, mut said) = other(me);
         for _ in 0..3 {
             sleep(PATIENCE / 2);
             signal("-STOP", &child);
@@ -262,17 +268,15 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "a process of the test below"]
-    fn holds_a_store() {
-        let store = Store::serve("127.0.0.1", 0, "a/", PATIENCE).unwrap();
-        println!("it says {}", store.port());
-        // Until the other process ends.
-        std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
-    }
-
-    #[test]
     fn a_store_that_was_stopped_is_given_up_in_time() {
-        let (mut child, port, _said) = process("holds_a_store");
+        if is_the_other() {
+            let store = Store::serve("127.0.0.1", 0, "a/", PATIENCE).unwrap();
+            println!("it says {}", store.port());
+            // Until the first process ends.
+            std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
+            return;
+        }
+        let (mut child, port, _said) = other("a_store_that_was_stopped_is_given_up_in_time");
         let store = Store::connect("127.0.0.1", port.parse().unwrap(), "a/", PATIENCE).unwrap();
         assert_eq!(store.find("key").unwrap(), None);
         signal("-STOP", &child);
