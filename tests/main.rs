@@ -31,3 +31,5 @@ mod resume;
 mod speed;
 mod tasks;
 mod tidy;
+#[cfg(feature = "train")]
+mod transport;

@@ -46,6 +46,8 @@ pub(crate) fn until_lines(run: &Path, lines: usize, launcher: &mut Child) {
 /// A store and a curriculum of twenty steps.
 pub(crate) struct Fixture {
     pub(crate) scratch: Scratch,
+    /// The library that moves the ranks' tensors, if not Gloo.
+    pub(crate) library: Option<std::path::PathBuf>,
     curriculum: std::path::PathBuf,
 }
 
@@ -55,7 +57,7 @@ impl Fixture {
         let scratch = Scratch::new();
         let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
         let curriculum = curriculum(&scratch, &store, "run.toml", change);
-        Fixture { scratch, curriculum }
+        Fixture { scratch, library: None, curriculum }
     }
 
     pub(crate) fn run(&self, out: &str, extra: &[&str]) -> Command {
@@ -63,7 +65,11 @@ impl Fixture {
         let mut args = vec!["--curriculum", arg(&self.curriculum), "--out", arg(&out)];
         args.extend(["--checkpoint-every", "3"]);
         args.extend(extra);
+        if self.library.is_some() {
+            args.extend(["--transport", "rccl"]);
+        }
         let mut command = ztrain_command(&args);
+        command.envs(self.library.iter().map(|library| ("ZTRAIN_RCCL", library)));
         for name in ["RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"] {
             command.env_remove(name);
         }
@@ -90,7 +96,7 @@ impl Fixture {
 
 /// Starts a run again and again, each time with other ranks, machines and schedule, and kills a rank, or the launcher, at
 /// another moment.
-fn kill_in_turn(fixture: &Fixture, kills: &[(usize, Option<usize>, &str)]) {
+pub(crate) fn kill_in_turn(fixture: &Fixture, kills: &[(usize, Option<usize>, &str)]) {
     for (index, (count, victim, nodes)) in kills.iter().copied().enumerate() {
         let how = ["streaming", "subtree"][index % 2];
         let ranks = ["--nproc", &count.to_string(), "--nodes", nodes, "--schedule", how];
@@ -177,7 +183,11 @@ fn machines_that_do_not_add_up_are_refused_and_steps_are_measured_on_ranks() {
 
 #[test]
 fn a_rank_that_hangs_is_named_within_the_deadline() {
-    let fixture = Fixture::new(&[]);
+    hold_one(&Fixture::new(&[]));
+}
+
+/// Holds one of three ranks for ever.
+pub(crate) fn hold_one(fixture: &Fixture) {
     let mut command = fixture.run("held", &["--nproc", "3", "--rank-timeout", "2"]);
     command.stdout(Stdio::null()).stderr(Stdio::piped());
     let mut launcher = command.spawn().unwrap();

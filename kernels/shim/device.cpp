@@ -116,6 +116,36 @@ const char* shim_side_stream(int index, void** out) {
 
 void shim_side_stream_free(void* side) { delete static_cast<Side*>(side); }
 
+// The stream as the vendor's own libraries know it.
+const char* shim_side_handle(void* side, void** out) {
+  return shim_guard([&] { *out = static_cast<Side*>(side)->stream.native_handle(); });
+}
+
+// 1 where everything queued on the stream so far is done, else 0.
+const char* shim_side_idle(void* side, int* out) {
+  return shim_guard([&] { *out = static_cast<Side*>(side)->stream.query(); });
+}
+
+// Marks what is queued so far on the current stream of GPU `index`.
+const char* shim_mark(int index, void** event) {
+  return shim_guard([&] {
+    const c10::impl::VirtualGuardImpl guard(kGpu);
+    auto mark = std::make_unique<c10::Event>(kGpu);
+    mark->record(guard.getStream(gpu(index)));
+    *event = mark.release();
+  });
+}
+
+// Makes the side stream wait for a mark.
+const char* shim_side_after(void* side, void* event) {
+  return shim_guard([&] { static_cast<c10::Event*>(event)->block(static_cast<Side*>(side)->stream); });
+}
+
+// What the calling thread calls of the vendor's own libraries is for GPU `index`.
+const char* shim_enter_gpu(int index) {
+  return shim_guard([&] { c10::impl::VirtualGuardImpl(kGpu).setDevice(gpu(index)); });
+}
+
 // Copies host memory through a pinned buffer on the side stream; `event` marks the end of the copy.
 const char* shim_stage(void* side, const void* data, size_t bytes, const int64_t* sizes, int64_t dims, int kind,
                        at::Tensor** out, void** event) {

@@ -34,6 +34,11 @@ unsafe extern "C" {
     ) -> *mut C_tensor;
     fn shim_side_stream(index: c_int, out: *mut *mut c_void) -> *const c_char;
     fn shim_side_stream_free(side: *mut c_void);
+    fn shim_side_handle(side: *mut c_void, out: *mut *mut c_void) -> *const c_char;
+    fn shim_side_idle(side: *mut c_void, out: *mut c_int) -> *const c_char;
+    fn shim_side_after(side: *mut c_void, event: *mut c_void) -> *const c_char;
+    fn shim_mark(index: c_int, event: *mut *mut c_void) -> *const c_char;
+    fn shim_enter_gpu(index: c_int) -> *const c_char;
     fn shim_stage(
         side: *mut c_void,
         data: *const c_void,
@@ -142,8 +147,9 @@ pub struct Stager {
     side: Option<SideStream>,
 }
 
+/// A stream of a GPU beside the one that computes.
 #[derive(Debug)]
-struct SideStream(*mut c_void);
+pub(crate) struct SideStream(*mut c_void);
 
 // SAFETY: a handle of libtorch, usable from any thread; the stager is not Sync, so one thread uses it at a time.
 unsafe impl Send for SideStream {}
@@ -155,6 +161,54 @@ impl Drop for SideStream {
     }
 }
 
+impl SideStream {
+    /// A stream of GPU `index`, which [`open`] has opened.
+    pub(crate) fn new(index: usize) -> Result<SideStream> {
+        let mut side = ptr::null_mut();
+        // SAFETY: `side` outlives the call, which fills it exactly if it succeeds.
+        guarded("make a stream", unsafe { shim_side_stream(index as c_int, &raw mut side) })?;
+        Ok(SideStream(side))
+    }
+
+    /// The stream as the vendor's own libraries know it.
+    pub(crate) fn raw(&self) -> Result<*mut c_void> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: the stream is alive and the out-pointer outlives the call.
+        guarded("ask for a stream", unsafe { shim_side_handle(self.0, &raw mut raw) })?;
+        Ok(raw)
+    }
+
+    /// Whether everything queued so far is done.
+    pub(crate) fn idle(&self) -> Result<bool> {
+        let mut idle = 0;
+        // SAFETY: the stream is alive and the out-pointer outlives the call.
+        guarded("ask a stream", unsafe { shim_side_idle(self.0, &raw mut idle) })?;
+        Ok(idle != 0)
+    }
+
+    /// What is queued from here on waits for the mark.
+    pub(crate) fn after(&self, mark: &Event) -> Result<()> {
+        // SAFETY: both handles are alive; the shim only queues a wait.
+        guarded("make a stream wait", unsafe { shim_side_after(self.0, mark.0) })
+    }
+}
+
+/// Marks what the calling thread has queued on `device` so far; nothing on a CPU, which has done it.
+pub(crate) fn mark(device: Device) -> Result<Option<Event>> {
+    let Device::Cuda(index) = device else { return Ok(None) };
+    let mut event = ptr::null_mut();
+    // SAFETY: `event` outlives the call, which fills it exactly if it succeeds.
+    guarded("mark a stream", unsafe { shim_mark(index as c_int, &raw mut event) })?;
+    Ok(Some(Event(event)))
+}
+
+/// What the calling thread calls of a vendor's own libraries is for `device`.
+pub(crate) fn enter(device: Device) -> Result<()> {
+    let Device::Cuda(index) = device else { return Ok(()) };
+    // SAFETY: a plain number in, this thread's own setting touched, no exception out.
+    guarded("choose a device", unsafe { shim_enter_gpu(index as c_int) })
+}
+
 /// A tensor on its way; [`Staged::wait`] gives it to the computation.
 #[derive(Debug)]
 pub struct Staged {
@@ -162,15 +216,16 @@ pub struct Staged {
     arrival: Option<Event>,
 }
 
+/// A place in what a stream works through.
 #[derive(Debug)]
-struct Event(*mut c_void);
+pub(crate) struct Event(*mut c_void);
 
 // SAFETY: a handle of libtorch, usable from any thread, owned by one value.
 unsafe impl Send for Event {}
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: made by `shim_stage`, freed once.
+        // SAFETY: made by `shim_stage` or `shim_mark`, freed once.
         unsafe { shim_event_free(self.0) }
     }
 }
@@ -179,10 +234,7 @@ impl Stager {
     /// A stager for `device`, which [`open`] has opened.
     pub fn new(device: Device) -> Result<Stager> {
         let Device::Cuda(index) = device else { return Ok(Stager { device, side: None }) };
-        let mut side = ptr::null_mut();
-        // SAFETY: `side` outlives the call, which fills it exactly if it succeeds.
-        guarded("make a stream", unsafe { shim_side_stream(index as c_int, &raw mut side) })?;
-        Ok(Stager { device, side: Some(SideStream(side)) })
+        Ok(Stager { device, side: Some(SideStream::new(index)?) })
     }
 
     /// The device it moves to.

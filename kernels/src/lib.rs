@@ -3,8 +3,7 @@
 //! ```text
 //! runtime   determinism switches, set and read back; the kernel table
 //! device    CPU, or a GPU whose library is opened at run time; staging of batches
-//! group     ranks that exchange bytes, with deadlines
-//! rccl      the same between GPUs: RCCL or NCCL, opened at run time
+//! group     ranks that exchange bytes, with deadlines; between GPUs by RCCL or NCCL, opened at run time
 //! product   matrix products, by the library that has the better kernels here
 //! tree      the one order in which leaves are added
 //! fused     what libtorch does operator by operator, in one pass
@@ -23,7 +22,6 @@ pub mod group;
 #[cfg(feature = "hip")]
 pub mod hip;
 pub mod product;
-pub mod rccl;
 pub mod runtime;
 pub mod share;
 pub mod tree;

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use kernels::group::Transport;
 use loader::PrefetchOptions;
 use tch::Device;
 
@@ -27,6 +28,8 @@ pub struct ExecOptions {
     pub schedule: Schedule,
     /// Whether several ranks send to each other as if all were on one machine.
     pub flat: bool,
+    /// How tensors travel between several ranks.
+    pub transport: Transport,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
     /// Which checkpoints stay.
@@ -55,6 +58,7 @@ impl ExecOptions {
             validation: Validation { every: 50, windows: 16 },
             schedule: Schedule::default(),
             flat: false,
+            transport: Transport::default(),
             checkpoint_every: 50,
             retention: Retention { newest: 3, every: 0 },
             checkpoints: None,

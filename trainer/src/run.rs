@@ -225,6 +225,11 @@ impl Run<'_> {
         self.events.write(event, fields)
     }
 
+    /// Tells whoever watches.
+    pub(crate) fn note(&mut self, text: &str) {
+        self.progress.note(text);
+    }
+
     /// Writes the step down, or checks it against what was written before.
     pub(crate) fn record(&mut self, record: &StepRecord, tokens: u64) -> Result<()> {
         let again = record.step <= self.open.ledger.last_step();

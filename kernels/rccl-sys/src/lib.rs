@@ -1,13 +1,19 @@
 //! RCCL and NCCL, which share one C interface, opened at run time: nothing is linked, so a machine without a GPU builds
 //! and runs all that needs none.
 //!
-//! Only what moves bytes is here (send, receive, all-gather, broadcast): sums are added by their owners, in the order of
-//! the tree. State: compiled and refused cleanly where there is no such library; never run on a GPU.
+//! Only what moves bytes from one rank to another is here: sums are added by their owners, in the order of the tree, and
+//! whoever needs an all-gather sends to all. The variable `ZTRAIN_RCCL` names another library to open.
+//!
+//! Those libraries move device memory on a device's streams. A library may also offer streams of its own over plain memory
+//! ([`HostStream`]): then ranks without a GPU can use it, as the tests do with a stand-in. No real one does.
+//!
+//! State: run against that stand-in; never on a GPU.
 
 #![expect(unsafe_code, reason = "opens a library and calls its C functions")]
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 unsafe extern "C" {
     fn dlopen(name: *const c_char, flags: c_int) -> *mut c_void;
@@ -20,6 +26,9 @@ const NOW: c_int = 2;
 /// Names under which the library is looked for: AMD's first.
 pub const NAMES: [&CStr; 4] = [c"librccl.so.1", c"librccl.so", c"libnccl.so.2", c"libnccl.so"];
 
+/// This variable names the one library to open instead.
+pub const VARIABLE: &str = "ZTRAIN_RCCL";
+
 /// The element type "byte" of the C interface.
 const BYTE: c_int = 1;
 
@@ -30,6 +39,9 @@ pub struct UniqueId {
     /// Its bytes, which mean nothing to us.
     pub bytes: [u8; 128],
 }
+
+/// What a query of a stream with work left answers, as in the runtime libraries of both vendors.
+const NOT_READY: c_int = 600;
 
 type Answer = c_int;
 type Handle = *mut c_void;
@@ -48,17 +60,15 @@ pub struct Library {
     group_end: unsafe extern "C" fn() -> Answer,
     send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Handle, Stream) -> Answer,
     recv: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, Stream) -> Answer,
-    all_gather:
-        unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Handle, Stream) -> Answer,
-    broadcast: unsafe extern "C" fn(
-        *const c_void,
-        *mut c_void,
-        usize,
-        c_int,
-        c_int,
-        Handle,
-        Stream,
-    ) -> Answer,
+    host: Option<HostFunctions>,
+}
+
+/// The functions of a library that has streams over plain memory.
+#[derive(Clone, Copy)]
+struct HostFunctions {
+    create: unsafe extern "C" fn(*mut Stream) -> c_int,
+    destroy: unsafe extern "C" fn(Stream) -> c_int,
+    query: unsafe extern "C" fn(Stream) -> c_int,
 }
 
 /// The result of a call.
@@ -72,13 +82,19 @@ impl Library {
     }
 
     fn load() -> Result<Library> {
-        let handle = NAMES.iter().find_map(|name| {
+        let asked = match std::env::var(VARIABLE) {
+            Ok(name) => CString::new(name).ok(),
+            Err(_) => None,
+        };
+        let names = asked.as_deref().map_or(NAMES.to_vec(), |name| vec![name]);
+        let handle = names.iter().find_map(|name| {
             // SAFETY: the name is a C string; opening a library runs its initialisers, as linking it would.
             let handle = unsafe { dlopen(name.as_ptr(), NOW) };
             (!handle.is_null()).then_some(handle)
         });
-        let names = NAMES.map(|name| name.to_string_lossy()).join(", ");
-        let library = handle.ok_or_else(|| format!("none of {names} could be opened"))?;
+        let names: Vec<_> = names.iter().map(|name| name.to_string_lossy()).collect();
+        let library =
+            handle.ok_or_else(|| format!("none of {} could be opened", names.join(", ")))?;
         // SAFETY: each name stands for the function of that type in the C interface that RCCL and NCCL share.
         unsafe {
             Ok(Library {
@@ -93,9 +109,19 @@ impl Library {
                 group_end: symbol(library, c"ncclGroupEnd")?,
                 send: symbol(library, c"ncclSend")?,
                 recv: symbol(library, c"ncclRecv")?,
-                all_gather: symbol(library, c"ncclAllGather")?,
-                broadcast: symbol(library, c"ncclBroadcast")?,
+                host: host_functions(library),
             })
+        }
+    }
+
+    /// A stream of this library over plain memory, if it has such.
+    pub fn host_stream(&'static self) -> Result<HostStream> {
+        let functions = self.host.ok_or("it moves the memory of GPUs only")?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the out-pointer outlives the call.
+        match unsafe { (functions.create)(&raw mut handle) } {
+            0 => Ok(HostStream { functions, handle }),
+            code => Err(format!("hostStreamCreate: error {code}")),
         }
     }
 
@@ -126,6 +152,52 @@ impl Library {
 }
 
 /// # Safety
+/// `library` is open.
+unsafe fn host_functions(library: *mut c_void) -> Option<HostFunctions> {
+    // SAFETY: each name stands for the function of that type in whichever library has it.
+    unsafe {
+        Some(HostFunctions {
+            create: symbol(library, c"hostStreamCreate").ok()?,
+            destroy: symbol(library, c"hostStreamDestroy").ok()?,
+            query: symbol(library, c"hostStreamQuery").ok()?,
+        })
+    }
+}
+
+/// A queue of transfers between plain memory, worked through in order.
+pub struct HostStream {
+    functions: HostFunctions,
+    handle: Stream,
+}
+
+// SAFETY: the library lets any thread use a stream; it is not Sync, so one at a time does.
+unsafe impl Send for HostStream {}
+
+impl HostStream {
+    /// What transfers are queued on.
+    pub fn raw(&self) -> *mut c_void {
+        self.handle
+    }
+
+    /// Whether everything queued so far is done.
+    pub fn idle(&self) -> Result<bool> {
+        // SAFETY: the stream is alive.
+        match unsafe { (self.functions.query)(self.handle) } {
+            0 => Ok(true),
+            NOT_READY => Ok(false),
+            code => Err(format!("hostStreamQuery: error {code}")),
+        }
+    }
+}
+
+impl Drop for HostStream {
+    fn drop(&mut self) {
+        // SAFETY: made by `hostStreamCreate`, freed once.
+        let _ = unsafe { (self.functions.destroy)(self.handle) };
+    }
+}
+
+/// # Safety
 /// `T` is the type of the C function that `name` stands for.
 unsafe fn symbol<T: Copy>(library: *mut c_void, name: &CStr) -> Result<T> {
     // SAFETY: the library is open and the name is a C string.
@@ -139,17 +211,23 @@ unsafe fn symbol<T: Copy>(library: *mut c_void, name: &CStr) -> Result<T> {
 
 /// Ranks that exchange device memory. Transfers are queued on a stream; deadlines are the caller's, who asks for
 /// [`Communicator::error`] while waiting and calls [`Communicator::abort`] when the time is up.
+///
+/// Invariant, the caller's: one thread at a time uses it. Only [`Communicator::abort`] may come from another one, while the
+/// first is held up in a call: that is what the library has it for. After that nothing may be queued.
 pub struct Communicator {
     library: &'static Library,
     handle: Handle,
+    aborted: AtomicBool,
 }
 
-// SAFETY: the library lets any thread use a communicator, one at a time; it is not Sync.
+// SAFETY: the library lets any thread use a communicator, one at a time.
 unsafe impl Send for Communicator {}
+// SAFETY: as above; that it is one at a time is the invariant, but for `abort`, which may come beside a call.
+unsafe impl Sync for Communicator {}
 
 impl Communicator {
     /// Joins as `rank` of `world`; returns when all have. It has no deadline of its own: call it on a thread that can
-    /// be given up.
+    /// be given up, and that has chosen the device.
     pub fn join(id: UniqueId, rank: u32, world: u32) -> Result<Communicator> {
         let library = Library::open()?;
         let mut handle = std::ptr::null_mut();
@@ -157,11 +235,12 @@ impl Communicator {
         library.checked("ncclCommInitRank", unsafe {
             (library.comm_init_rank)(&raw mut handle, world as c_int, id, rank as c_int)
         })?;
-        Ok(Communicator { library, handle })
+        Ok(Communicator { library, handle, aborted: AtomicBool::new(false) })
     }
 
     /// What went wrong meanwhile, if anything.
     pub fn error(&self) -> Result<()> {
+        self.alive()?;
         let mut state = 0;
         // SAFETY: the communicator is alive and the out-pointer outlives the call.
         let asked = unsafe { (self.library.comm_async_error)(self.handle, &raw mut state) };
@@ -169,15 +248,25 @@ impl Communicator {
         self.library.checked("a transfer", state)
     }
 
-    /// Gives up everything under way, without waiting for anybody.
-    pub fn abort(self) {
-        let this = std::mem::ManuallyDrop::new(self);
-        // SAFETY: the communicator is alive, and is not used or dropped again.
-        let _ = unsafe { (this.library.comm_abort)(this.handle) };
+    /// Gives up everything under way, without waiting for anybody. It may hang nevertheless (NVIDIA/nccl#549, #1013), so it
+    /// is for a thread that can be given up.
+    pub fn abort(&self) {
+        if !self.aborted.swap(true, Ordering::SeqCst) {
+            // SAFETY: the communicator is alive, and after this nobody uses it: `alive` stands before every call.
+            let _ = unsafe { (self.library.comm_abort)(self.handle) };
+        }
+    }
+
+    fn alive(&self) -> Result<()> {
+        match self.aborted.load(Ordering::SeqCst) {
+            true => Err("the communicator was given up".to_owned()),
+            false => Ok(()),
+        }
     }
 
     /// Queues what `transfers` queues as one operation.
     pub fn together(&self, transfers: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.alive()?;
         // SAFETY: takes nothing.
         self.library.checked("ncclGroupStart", unsafe { (self.library.group_start)() })?;
         let queued = transfers();
@@ -219,47 +308,14 @@ impl Communicator {
             (self.library.recv)(data, bytes, BYTE, from as c_int, self.handle, stream)
         })
     }
-
-    /// Queues handing `bytes` bytes of every rank to every rank.
-    ///
-    /// # Safety
-    /// `data` is device memory of that size and `out` of as many times that as there are ranks; both as above.
-    pub unsafe fn all_gather(
-        &self,
-        data: *const c_void,
-        out: *mut c_void,
-        bytes: usize,
-        stream: Stream,
-    ) -> Result<()> {
-        // SAFETY: the caller's promise.
-        self.library.checked("ncclAllGather", unsafe {
-            (self.library.all_gather)(data, out, bytes, BYTE, self.handle, stream)
-        })
-    }
-
-    /// Queues handing `bytes` bytes of rank `root` to every rank.
-    ///
-    /// # Safety
-    /// Both are device memory of that size, as above.
-    pub unsafe fn broadcast(
-        &self,
-        data: *const c_void,
-        out: *mut c_void,
-        bytes: usize,
-        root: u32,
-        stream: Stream,
-    ) -> Result<()> {
-        // SAFETY: the caller's promise.
-        self.library.checked("ncclBroadcast", unsafe {
-            (self.library.broadcast)(data, out, bytes, BYTE, root as c_int, self.handle, stream)
-        })
-    }
 }
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // SAFETY: the communicator is alive, and nobody uses it after this.
-        let _ = unsafe { (self.library.comm_destroy)(self.handle) };
+        if !*self.aborted.get_mut() {
+            // SAFETY: the communicator is alive, and nobody uses it after this.
+            let _ = unsafe { (self.library.comm_destroy)(self.handle) };
+        }
     }
 }
 

@@ -1,42 +1,60 @@
 //! Transfers between ranks, each with a deadline.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{c_int, c_void};
-use std::ptr;
+use std::time::Duration;
 
 use tch::{Device, Kind, Tensor};
 
-use super::ffi::{shim_recv, shim_send, shim_work_free, shim_work_wait};
-use super::{Group, milliseconds};
+use super::courier::{Courier, Round, Ticket};
+use super::ffi::{shim_work_free, shim_work_wait};
+use super::milliseconds;
+use super::peers::Peers;
 use crate::Result;
 use crate::runtime::guarded;
 
 /// One exchange: any number of transfers between ranks, each with a deadline.
 ///
-/// Transfers between two ranks arrive in the order in which they were begun.
+/// Transfers between two ranks arrive in the order in which they were begun. Each belongs to a round: both ends give it the
+/// same number, and each rank closes its rounds in ascending order. Over Gloo a transfer starts at once and rounds mean
+/// nothing; over RCCL a round is one group of transfers, queued when it is closed (see `courier`).
 pub struct Exchange<'a> {
-    pub(super) group: &'a Group,
-    pub(super) what: &'a str,
-    pub(super) number: u64,
+    peers: &'a Peers,
+    what: &'a str,
+    number: u64,
+    /// Where tensors live.
+    device: Device,
+    courier: Option<&'a Courier>,
     /// What may not have left yet, oldest first.
-    pub(super) sends: VecDeque<(u32, Work)>,
+    pub(super) sends: VecDeque<(u32, Move<'a>)>,
     /// How many sends were begun.
-    pub(super) begun: usize,
+    begun: usize,
+    /// Rounds that more may be added to.
+    open: BTreeMap<u64, Round>,
+    /// Every round below this is closed.
+    closed: u64,
 }
 
 /// A tensor on its way here.
 pub struct Arrival<'a> {
-    group: &'a Group,
+    peers: &'a Peers,
     what: &'a str,
     number: u64,
     from: u32,
     tensor: Tensor,
-    work: Option<Work>,
+    device: Device,
+    way: Option<Move<'a>>,
 }
 
-/// A transfer under way. The tensor is kept as long as the transfer; dropping it gives the transfer up.
+/// A transfer under way.
+pub(super) enum Move<'a> {
+    Plain(Work),
+    Carried(&'a Courier, Ticket),
+}
+
+/// A transfer over Gloo. The tensor is kept as long as the transfer; dropping it gives the transfer up.
 #[derive(Debug)]
-pub(super) struct Work(*mut c_void);
+pub(super) struct Work(pub(super) *mut c_void);
 
 // SAFETY: what it holds are handles of transfers, which any thread may wait for or free.
 unsafe impl Send for Work {}
@@ -48,27 +66,50 @@ impl Drop for Work {
     }
 }
 
+impl Work {
+    /// Waits until the transfer is done. Gloo closes every connection of this rank when the time runs out.
+    pub(super) fn wait(&self, timeout: Duration) -> Result<()> {
+        // SAFETY: the work is alive.
+        guarded("wait for a rank", unsafe { shim_work_wait(self.0, milliseconds(timeout)) })
+    }
+}
+
 impl<'a> Exchange<'a> {
-    /// This rank, from 0.
-    pub fn rank(&self) -> u32 {
-        self.group.rank()
+    pub(super) fn new(
+        peers: &'a Peers,
+        what: &'a str,
+        number: u64,
+        device: Device,
+        courier: Option<&'a Courier>,
+    ) -> Self {
+        let (sends, open) = (VecDeque::new(), BTreeMap::new());
+        Exchange { peers, what, number, device, courier, sends, begun: 0, open, closed: 0 }
     }
 
-    /// Starts to send `tensor`, contiguous and on CPU. It must not be written before [`Exchange::finish`].
-    pub fn send(&mut self, to: u32, tensor: &Tensor) -> Result<()> {
+    /// This rank, from 0.
+    pub fn rank(&self) -> u32 {
+        self.peers.rank()
+    }
+
+    /// Starts to send `tensor`, contiguous and on the group's device. It must not be written before [`Exchange::finish`].
+    pub fn send(&mut self, round: u64, to: u32, tensor: &Tensor) -> Result<()> {
         if tensor.numel() == 0 {
             return Ok(());
         }
-        assert!(tensor.is_contiguous() && tensor.device() == Device::Cpu, "plain memory is sent");
-        let mut work = ptr::null_mut();
-        // SAFETY: the tensor is alive, and the work holds on to it; the out-pointer outlives the call.
-        let answer = guarded("send", unsafe {
-            shim_send(self.group.handle, tensor.as_ptr(), to as c_int, self.tag(), &raw mut work)
-        });
-        answer.map_err(|error| self.group.missing(self.what, self.number, to, &error))?;
-        self.sends.push_back((to, Work(work)));
+        assert!(tensor.is_contiguous() && tensor.device() == self.device, "sent as it lies there");
+        let way = match self.courier {
+            Some(courier) => Move::Carried(courier, self.round(round).send(to, tensor)),
+            None => {
+                // From a GPU this is a copy in plain memory; on a CPU it is the tensor itself.
+                let plain = tensor.to_device(Device::Cpu);
+                let begun = self.peers.send(to, &plain, self.tag());
+                let missing = |error| self.peers.missing(self.what, self.number, to, &error);
+                Move::Plain(begun.map_err(missing)?)
+            }
+        };
+        self.sends.push_back((to, way));
         self.begun += 1;
-        self.group.count(to, tensor.numel() as u64 * tensor.kind().elt_size_in_bytes() as u64);
+        self.peers.count(to, tensor.numel() as u64 * tensor.kind().elt_size_in_bytes() as u64);
         Ok(())
     }
 
@@ -77,37 +118,61 @@ impl<'a> Exchange<'a> {
         self.begun
     }
 
-    /// Waits until the first `count` sends have left, and lets go of their memory.
+    /// Waits until the first `count` sends have left, and lets go of their memory. Their rounds are closed.
     pub fn left(&mut self, count: usize) -> Result<()> {
-        let Exchange { group, what, number, sends, begun } = self;
-        while *begun - sends.len() < count {
-            let Some((to, work)) = sends.pop_front() else { break };
-            group.wait(what, *number, to, &work)?;
+        while self.begun - self.sends.len() < count {
+            let Some((to, way)) = self.sends.pop_front() else { break };
+            wait(self.peers, (self.what, self.number, to), way)?;
         }
         Ok(())
     }
 
     /// Starts to receive `count` elements.
-    pub fn receive(&self, from: u32, kind: Kind, count: i64) -> Result<Arrival<'a>> {
-        let tensor = Tensor::empty([count], (kind, Device::Cpu));
-        let Exchange { group, what, number, .. } = *self;
-        let mut work = None;
-        if count > 0 {
-            let mut raw = ptr::null_mut();
-            // SAFETY: the tensor is alive, and the work holds on to it; the out-pointer outlives the call.
-            let answer = guarded("receive", unsafe {
-                shim_recv(group.handle, tensor.as_ptr(), from as c_int, self.tag(), &raw mut raw)
-            });
-            answer.map_err(|error| group.missing(what, number, from, &error))?;
-            work = Some(Work(raw));
+    pub fn receive(
+        &mut self,
+        round: u64,
+        from: u32,
+        kind: Kind,
+        count: i64,
+    ) -> Result<Arrival<'a>> {
+        let lies = if self.courier.is_some() { self.device } else { Device::Cpu };
+        let tensor = Tensor::empty([count], (kind, lies));
+        let way = match self.courier {
+            _ if count == 0 => None,
+            Some(courier) => {
+                Some(Move::Carried(courier, self.round(round).receive(from, &tensor)))
+            }
+            None => {
+                let begun = self.peers.receive(from, &tensor, self.tag());
+                let missing = |error| self.peers.missing(self.what, self.number, from, &error);
+                Some(Move::Plain(begun.map_err(missing)?))
+            }
+        };
+        let Exchange { peers, what, number, device, .. } = *self;
+        Ok(Arrival { peers, what, number, from, tensor, device, way })
+    }
+
+    /// Nothing more will be begun in the rounds up to this one: over RCCL they are queued now, in order.
+    pub fn close(&mut self, round: u64) -> Result<()> {
+        self.closed = self.closed.max(round + 1);
+        while let Some(first) = self.open.first_entry().filter(|first| *first.key() <= round) {
+            let round = first.remove();
+            if let Some(courier) = self.courier {
+                courier.post(round, self.device)?;
+            }
         }
-        Ok(Arrival { group, what, number, from, tensor, work })
+        Ok(())
     }
 
     /// Waits until everything sent has left.
-    pub fn finish(self) -> Result<()> {
-        let Exchange { group, what, number, sends, begun: _ } = self;
-        sends.iter().try_for_each(|(to, work)| group.wait(what, number, *to, work))
+    pub fn finish(mut self) -> Result<()> {
+        self.close(u64::MAX - 1)?;
+        self.left(self.begun)
+    }
+
+    fn round(&mut self, round: u64) -> &mut Round {
+        assert!(round >= self.closed, "round {round} is closed");
+        self.open.entry(round).or_insert_with(|| Round::new(self.what, self.number))
     }
 
     fn tag(&self) -> c_int {
@@ -116,18 +181,19 @@ impl<'a> Exchange<'a> {
 }
 
 impl Arrival<'_> {
-    /// The tensor, once it is here.
+    /// The tensor on the group's device, once it is here. Its round is closed.
     pub fn wait(self) -> Result<Tensor> {
-        let Arrival { group, what, number, from, tensor, work } = self;
-        work.map_or(Ok(()), |work| group.wait(what, number, from, &work))?;
-        Ok(tensor)
+        let Arrival { peers, what, number, from, tensor, device, way } = self;
+        way.map_or(Ok(()), |way| wait(peers, (what, number, from), way))?;
+        Ok(tensor.to_device(device))
     }
 }
 
-impl Group {
-    fn wait(&self, what: &str, number: u64, peer: u32, work: &Work) -> Result<()> {
-        // SAFETY: the work is alive.
-        let answer = unsafe { shim_work_wait(work.0, milliseconds(self.timeout)) };
-        guarded("wait for a rank", answer).map_err(|error| self.missing(what, number, peer, &error))
+fn wait(peers: &Peers, (what, number, peer): (&str, u64, u32), way: Move<'_>) -> Result<()> {
+    match way {
+        Move::Plain(work) => {
+            work.wait(peers.timeout()).map_err(|error| peers.missing(what, number, peer, &error))
+        }
+        Move::Carried(courier, ticket) => courier.wait(&ticket),
     }
 }

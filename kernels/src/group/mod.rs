@@ -1,4 +1,12 @@
-//! Ranks that exchange bytes: libtorch's own TCPStore and Gloo, reached through the shim.
+//! Ranks that exchange bytes: libtorch's own TCPStore and Gloo, reached through the shim; between GPUs also RCCL or NCCL.
+//!
+//! ```text
+//! peers      who the ranks are, what they tell each other (always over Gloo), who is missing
+//! store      where they meet and leave word
+//! transport  the choice of how tensors travel
+//! exchange   tensors from rank to rank, over Gloo or by the courier
+//! courier    the thread that has RCCL move them
+//! ```
 //!
 //! Only bytes move here; whoever receives them adds them up, in the order that the tree says. Every wait has a deadline.
 //! Before each exchange a rank writes into the store how far it has come, so that those who wait in vain can say who is
@@ -8,37 +16,31 @@
 
 #![expect(unsafe_code, reason = "calls the C++ shim")]
 
+mod courier;
 mod exchange;
 mod ffi;
+mod peers;
 mod store;
 #[cfg(test)]
 mod tests;
+mod transport;
 
-use std::collections::VecDeque;
-use std::ffi::{CString, c_int, c_void};
-use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::ffi::{CString, c_int};
+use std::ops::Deref;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
-use tch::{Kind, Tensor};
+use tch::{Device, Tensor};
 
 pub use exchange::{Arrival, Exchange};
+pub use peers::Peers;
 pub use store::Store;
+pub use transport::{Carried, Transport};
 
 use crate::runtime::guarded;
 use crate::{Error, Result};
-use ffi::{shim_collective, shim_group_free, shim_group_open, shim_vanish};
-use store::{FAULT, LOOK};
-
-/// Bytes of the first message of a rank in a gathering.
-const FRAME: usize = 1024;
-
-/// What a rank that is here writes before the name of its machine.
-const HERE: &str = "on ";
-
-/// How long a rank that ends may take to leave word.
-const WORD: Duration = Duration::from_millis(300);
+use courier::Courier;
+use ffi::{shim_collective, shim_vanish};
 
 /// A rank's place among the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,272 +72,59 @@ pub struct Sent {
     pub between_nodes: u64,
 }
 
-/// All ranks of a run, as one of them sees them.
+/// All ranks of a run, and how tensors travel between them.
 #[derive(Debug)]
 pub struct Group {
-    place: Place,
-    timeout: Duration,
-    store: Arc<Store>,
-    handle: *mut c_void,
-    /// The exchange at hand, from 1, and what this rank is at.
-    now: Mutex<(u64, String)>,
-    /// Whether this rank's word of why the ranks stop is the one that stands.
-    spoke_first: AtomicBool,
-    /// The machine of each rank.
-    nodes: Vec<String>,
-    /// Bytes sent to any rank, and to ranks on other machines.
-    sent: [AtomicU64; 2],
+    /// Ends before the ranks are parted from.
+    bulk: OnceLock<Bulk>,
+    peers: Arc<Peers>,
 }
 
-// SAFETY: sends and receives of Gloo take its own locks; what must not overlap is begun under `now` or by one thread.
-unsafe impl Send for Group {}
-// SAFETY: as above.
-unsafe impl Sync for Group {}
+/// How tensors travel.
+#[derive(Debug)]
+struct Bulk {
+    /// Where they live.
+    device: Device,
+    /// Who moves them, if not Gloo.
+    courier: Option<Courier>,
+}
 
-impl Drop for Group {
-    fn drop(&mut self) {
-        // SAFETY: made by `shim_group_open`, freed once; a work holds what it needs of it.
-        unsafe { shim_group_free(self.handle) }
+impl Deref for Group {
+    type Target = Peers;
+
+    fn deref(&self) -> &Peers {
+        &self.peers
     }
 }
 
 impl Group {
     /// Meets the other ranks. A rank that does not come within `timeout` is named.
     pub fn open(place: &Place, timeout: Duration) -> Result<Group> {
-        let Place { rank, world, host, port, rank_0_serves, name, interface, node } = place;
-        let serves = *rank_0_serves && *rank == 0;
-        let store = Store::open(host, *port, serves, name, timeout).map_err(|error| {
-            let whose = if *rank_0_serves { "rank 0 holds it" } else { "the launcher holds it" };
-            Error::Foreign {
-                call: "reach the store",
-                reason: format!("{host}:{port} ({whose}): {error}"),
-            }
-        })?;
-        store.set(&format!("here/{rank}"), &format!("{HERE}{node}"))?;
-        let nodes = meet(&store, *world, timeout)?;
-        // On one machine its own name may lead nowhere; the loopback always works.
-        let loopback = ["localhost", "127.0.0.1", "::1"].contains(&host.as_str());
-        let device_host = text(if loopback { "127.0.0.1" } else { "" })?;
-        let interface = text(interface)?;
-        let mut handle = ptr::null_mut();
-        // SAFETY: the store is open; texts and out-pointer outlive the call.
-        guarded("connect the ranks", unsafe {
-            shim_group_open(
-                store.handle.raw(),
-                *rank as c_int,
-                *world as c_int,
-                interface.as_ptr(),
-                device_host.as_ptr(),
-                milliseconds(timeout),
-                &raw mut handle,
-            )
-        })?;
-        let (place, now) = (place.clone(), Mutex::new((0, "the start".to_owned())));
-        let (store, spoke_first) = (Arc::new(store), AtomicBool::new(false));
-        let sent = [AtomicU64::new(0), AtomicU64::new(0)];
-        Ok(Group { place, timeout, store, handle, now, spoke_first, nodes, sent })
+        Ok(Group { bulk: OnceLock::new(), peers: Arc::new(Peers::open(place, timeout)?) })
     }
 
-    /// From here on another rank is missed after `timeout`.
+    /// From here on another rank is missed after `timeout`. For the time before tensors travel.
     pub fn wait_at_most(&mut self, timeout: Duration) {
-        self.timeout = timeout;
-        if let Some(store) = Arc::get_mut(&mut self.store) {
-            store.wait_at_most(timeout);
+        if let Some(peers) = Arc::get_mut(&mut self.peers) {
+            peers.wait_at_most(timeout);
         }
     }
 
-    /// This rank, from 0.
-    pub fn rank(&self) -> u32 {
-        self.place.rank
+    /// Where the tensors live that [`Group::begin`] is for.
+    pub fn device(&self) -> Device {
+        self.bulk.get().map_or(Device::Cpu, |bulk| bulk.device)
     }
 
-    /// How many ranks there are.
-    pub fn world(&self) -> u32 {
-        self.place.world
+    /// Whether RCCL moves them.
+    pub fn by_rccl(&self) -> bool {
+        self.bulk.get().is_some_and(|bulk| bulk.courier.is_some())
     }
 
-    /// How long a rank is waited for.
-    pub fn timeout(&self) -> Duration {
-        self.timeout
-    }
-
-    /// The store that the ranks share, for what is said beside the exchanges.
-    pub fn store(&self) -> Arc<Store> {
-        Arc::clone(&self.store)
-    }
-
-    /// The machine of each rank, as its [`Place`] named it.
-    pub fn nodes(&self) -> &[String] {
-        &self.nodes
-    }
-
-    /// What this rank has sent since it met the others; libtorch's own collectives are not counted.
-    pub fn sent(&self) -> Sent {
-        let [all, between] = &self.sent;
-        Sent { all: all.load(Ordering::Relaxed), between_nodes: between.load(Ordering::Relaxed) }
-    }
-
-    fn count(&self, to: u32, bytes: u64) {
-        let crosses = self.nodes[to as usize] != self.nodes[self.place.rank as usize];
-        let [all, between] = &self.sent;
-        all.fetch_add(bytes, Ordering::Relaxed);
-        between.fetch_add(if crosses { bytes } else { 0 }, Ordering::Relaxed);
-    }
-
-    /// The other ranks, the next one first: so that not everybody turns to the same one at once.
-    pub fn others(&self) -> impl Iterator<Item = u32> + use<> {
-        let Place { rank, world, .. } = self.place;
-        (1..world).map(move |distance| (rank + distance) % world)
-    }
-
-    /// Tells the others what this rank is at ("step 12, leaf 3"), for the moment in which they miss it. Best effort:
-    /// a store that is gone shows in the next exchange.
-    pub fn reached(&self, whereabouts: &str) {
-        let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
-        now.1 = whereabouts.to_owned();
-        let _ = self.post(&now);
-    }
-
-    fn post(&self, now: &(u64, String)) -> Result<()> {
-        self.store.set(&format!("at/{}", self.place.rank), &format!("{}|{}", now.0, now.1))
-    }
-
-    /// Begins an exchange that every rank begins, named for whoever misses one ("the gathering of losses").
+    /// Begins an exchange that every rank begins, named for whoever misses one ("the gathering of gradients"). Tensors
+    /// travel as [`Group::carry`] has agreed; before, between CPUs over Gloo.
     pub fn begin<'a>(&'a self, what: &'a str) -> Result<Exchange<'a>> {
-        let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
-        now.0 += 1;
-        if let Err(error) = self.post(&now) {
-            return Err(self.without_store(what, &error));
-        }
-        Ok(Exchange { group: self, what, number: now.0, sends: VecDeque::new(), begun: 0 })
-    }
-
-    /// Hands `mine` to every rank and returns what each of them handed over, by rank. Lengths may differ.
-    pub fn all_gather(&self, what: &str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let mut exchange = self.begin(what)?;
-        // What fits into a frame travels with its length in one message: most of what ranks tell each other is small.
-        let mut frame = vec![0; FRAME];
-        frame[..8].copy_from_slice(&(mine.len() as u64).to_le_bytes());
-        let inside = mine.len().min(FRAME - 8);
-        frame[8..8 + inside].copy_from_slice(&mine[..inside]);
-        let (frame, rest) = (Tensor::from_slice(&frame), Tensor::from_slice(&mine[inside..]));
-        for to in self.others() {
-            exchange.send(to, &frame)?;
-            exchange.send(to, &rest)?;
-        }
-        let frames = self
-            .others()
-            .map(|from| Ok((from, exchange.receive(from, Kind::Uint8, FRAME as i64)?)));
-        let frames = frames.collect::<Result<Vec<_>>>()?;
-        let mut found = vec![Vec::new(); self.place.world as usize];
-        found[self.place.rank as usize] = mine.to_vec();
-        for (from, frame) in frames {
-            let mut bytes = vec![0; FRAME];
-            frame.wait()?.copy_data(&mut bytes, FRAME);
-            let (length, head) = bytes.split_at(8);
-            let length = length.iter().rev().fold(0, |length, byte| length << 8 | *byte as usize);
-            let inside = length.min(FRAME - 8);
-            let rest = exchange.receive(from, Kind::Uint8, (length - inside) as i64)?.wait()?;
-            let whole = &mut found[from as usize];
-            whole.extend(&head[..inside]);
-            whole.resize(length, 0);
-            rest.copy_data(&mut whole[inside..], length - inside);
-        }
-        exchange.finish()?;
-        Ok(found)
-    }
-
-    /// Waits until every rank is here.
-    pub fn barrier(&self, what: &str) -> Result<()> {
-        self.all_gather(what, &[]).map(|_| ())
-    }
-
-    /// Leaves word of why this rank stops, for those who will miss it. The word of who came first stands.
-    pub fn report(&self, reason: &str) {
-        let word = format!("rank {}: {reason}", self.place.rank);
-        if self.store.first(FAULT, &word).is_ok_and(|first| first == word) {
-            self.spoke_first.store(true, Ordering::Relaxed);
-        }
-        if self.place.rank_0_serves && self.place.rank == 0 {
-            // The store goes with this process: the others get a moment to read it.
-            std::thread::sleep(Duration::from_millis(500));
-        }
-    }
-
-    /// Whether it is this rank that left the word: then it is the one to tell people.
-    pub fn spoke_first(&self) -> bool {
-        self.spoke_first.load(Ordering::Relaxed)
-    }
-
-    /// What to say when `peer` could not be reached in exchange `number`.
-    fn missing(&self, what: &str, number: u64, peer: u32, error: &Error) -> Error {
-        let late = error.to_string().to_lowercase().contains("timed out");
-        if !late && let Some(first) = self.word_of_another() {
-            return Error::Reported { what: first };
-        }
-        let mut lost = vec![peer];
-        if late {
-            // A peer that came this far only waits as we do: whoever did not come this far is missing.
-            let behind: Vec<u32> = self
-                .others()
-                .filter(|rank| self.seen(*rank).is_none_or(|seen| seen.0 < number))
-                .collect();
-            lost = if behind.is_empty() { lost } else { behind };
-        }
-        lost.sort_unstable();
-        let seen = |rank: &u32| {
-            let seen = self.seen(*rank).map_or_else(|| "nowhere".to_owned(), |seen| seen.1);
-            format!("rank {rank}, last seen at {seen}")
-        };
-        let lost = lost.iter().map(seen).collect::<Vec<_>>().join("; ");
-        let how = if late {
-            format!("did not come within {:?}", self.timeout)
-        } else {
-            "is gone".to_owned()
-        };
-        let here = self.now.lock().unwrap_or_else(PoisonError::into_inner).1.clone();
-        let mine = format!("a rank {how}: {lost}; missed in {what} at {here}");
-        let word = format!("rank {}: {mine}", self.place.rank);
-        match self.store.first(FAULT, &word) {
-            Err(error) => self.without_store(what, &error),
-            Ok(first) if first == word => {
-                self.spoke_first.store(true, Ordering::Relaxed);
-                Error::Missing { what: mine }
-            }
-            Ok(first) => Error::Reported { what: first },
-        }
-    }
-
-    /// What another rank says of why it stops, if it does so at once: one that misses a third rank closes its
-    /// connections to all of them first, and would be taken for the one that is gone.
-    fn word_of_another(&self) -> Option<String> {
-        let start = Instant::now();
-        while start.elapsed() < WORD {
-            match self.store.find(FAULT) {
-                Ok(None) => std::thread::sleep(LOOK),
-                Ok(found) => return found,
-                Err(_) => return None,
-            }
-        }
-        None
-    }
-
-    fn without_store(&self, what: &str, error: &Error) -> Error {
-        let holder = if self.place.rank_0_serves { "rank 0" } else { "the launcher" };
-        // Nobody can speak for a rank that is cut off.
-        self.spoke_first.store(true, Ordering::Relaxed);
-        Error::Missing {
-            what: format!(
-                "{holder}, which holds the store, is gone or cut off: missed in {what} ({error})"
-            ),
-        }
-    }
-
-    /// The exchange and the place that a rank was last at.
-    fn seen(&self, rank: u32) -> Option<(u64, String)> {
-        let post = self.store.find(&format!("at/{rank}")).ok()??;
-        let (number, place) = post.split_once('|')?;
-        Some((number.parse().ok()?, place.to_owned()))
+        let courier = self.bulk.get().and_then(|bulk| bulk.courier.as_ref());
+        Ok(Exchange::new(&self.peers, what, self.next(what)?, self.device(), courier))
     }
 
     /// Runs one of libtorch's own collectives on f32 tensors: for the benchmark, never for training.
@@ -343,11 +132,11 @@ impl Group {
         // SAFETY: both tensors outlive the call, which waits for the end.
         guarded("a collective of libtorch", unsafe {
             shim_collective(
-                self.handle,
+                self.handle(),
                 which as c_int,
                 input.as_ptr(),
                 output.as_ptr(),
-                milliseconds(self.timeout),
+                milliseconds(self.timeout()),
             )
         })
     }
@@ -366,30 +155,6 @@ pub enum Collective {
     Broadcast = 3,
     /// Each rank gets its part of every input.
     AllToAll = 4,
-}
-
-/// Waits until every rank has written that it is here; the machines that they are on.
-fn meet(store: &Store, world: u32, timeout: Duration) -> Result<Vec<String>> {
-    let start = Instant::now();
-    let mut found = vec![None; world as usize];
-    loop {
-        for (rank, node) in found.iter_mut().enumerate().filter(|(_, node)| node.is_none()) {
-            let said = store.find(&format!("here/{rank}"))?;
-            *node = said.map(|said| said.trim_start_matches(HERE).to_owned());
-        }
-        let absent = |(rank, node): (usize, &Option<String>)| node.is_none().then_some(rank);
-        let absent: Vec<_> = found.iter().enumerate().filter_map(absent).collect();
-        if absent.is_empty() {
-            return Ok(found.into_iter().flatten().collect());
-        }
-        if start.elapsed() > timeout {
-            let names = absent.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
-            return Err(Error::Missing {
-                what: format!("of {world} ranks these did not come within {timeout:?}: {names}"),
-            });
-        }
-        std::thread::sleep(LOOK);
-    }
 }
 
 /// Ends this process at once. For a rank whose launcher is gone: other threads may be computing, and what is registered

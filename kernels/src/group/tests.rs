@@ -3,6 +3,9 @@
 use super::store::FAULT;
 use super::*;
 use std::thread;
+use std::time::Instant;
+
+use tch::Kind;
 
 fn place(rank: u32, world: u32, port: u16) -> Place {
     let (host, name, interface) = ("127.0.0.1".to_owned(), "test/".to_owned(), String::new());
@@ -47,12 +50,12 @@ fn transfers_keep_their_order_and_their_bits() {
         for to in group.others() {
             for part in 0..4 {
                 let value = f32::from_bits(0x7f80_0001 + group.rank() * 100 + to * 10 + part);
-                exchange.send(to, &Tensor::from_slice(&[value, -0.0])).unwrap();
+                exchange.send(0, to, &Tensor::from_slice(&[value, -0.0])).unwrap();
             }
         }
         let parts = |from| {
             let parts: Vec<_> =
-                (0..4).map(|_| exchange.receive(from, Kind::Float, 2).unwrap()).collect();
+                (0..4).map(|_| exchange.receive(0, from, Kind::Float, 2).unwrap()).collect();
             // Waiting in another order than that of the arrival must not matter.
             let mut bits: Vec<_> = parts
                 .into_iter()
@@ -84,11 +87,11 @@ fn what_left_is_let_go_and_what_crosses_machines_is_counted() {
         let arrivals: Vec<_> = group
             .others()
             .flat_map(|from| [1i64, 2, 3].map(|size| (from, size)))
-            .map(|(from, size)| exchange.receive(from, Kind::Float, size * 1000).unwrap())
+            .map(|(from, size)| exchange.receive(0, from, Kind::Float, size * 1000).unwrap())
             .collect();
         for size in [1i64, 2, 3] {
             for to in group.others() {
-                exchange.send(to, &Tensor::ones([size * 1000], tch::kind::FLOAT_CPU)).unwrap();
+                exchange.send(0, to, &Tensor::ones([size * 1000], tch::kind::FLOAT_CPU)).unwrap();
             }
             exchange.left(exchange.begun() - 2).unwrap();
             assert!(exchange.sends.len() <= 2 && exchange.begun() == 2 * size as usize);
@@ -169,6 +172,23 @@ fn the_first_word_stands() {
     assert!(error.contains("rank 3: the disk is full") && start.elapsed() < SECONDS);
     let apart = Store::connect("127.0.0.1", store.port(), "b/", SECONDS).unwrap();
     assert_eq!(apart.find("key").unwrap(), None, "names keep launches apart");
+}
+
+#[test]
+fn where_a_library_does_not_serve_every_rank_is_told() {
+    let said = ranks(2, SECONDS, |group| {
+        let refused = group.carry(Device::Cpu, Transport::Rccl).unwrap_err().to_string();
+        // Nobody insists on it for plain memory.
+        let carried = group.carry(Device::Cpu, Transport::Auto).unwrap();
+        assert_eq!(carried, Carried::default());
+        assert!(!group.by_rccl() && group.carry(Device::Cpu, Transport::Gloo).is_err());
+        refused
+    });
+    // No real library moves plain memory, and most machines have none.
+    for said in said {
+        let why = ["none of librccl.so.1", "the memory of GPUs only"];
+        assert!(why.iter().any(|why| said.contains(&format!("rank 0: {why}"))), "{said}");
+    }
 }
 
 #[test]

@@ -42,7 +42,7 @@ pub const WAYS: [Way; 9] = [
 pub struct Measured {
     /// "all-reduce".
     pub collective: &'static str,
-    /// "libtorch" or "fixed tree".
+    /// "libtorch", "fixed tree", or "rccl" for the fixed tree whose bytes RCCL moves.
     pub by: &'static str,
     /// Bytes, as defined above.
     pub bytes: u64,
@@ -77,9 +77,10 @@ impl Way {
     }
 
     /// Whose it is.
-    pub fn by(self) -> &'static str {
+    pub fn by(self, group: &Group) -> &'static str {
         match self {
             Way::Libtorch(_) => "libtorch",
+            Way::Exact(_) if group.by_rccl() => "rccl",
             Way::Exact(_) => "fixed tree",
         }
     }
@@ -111,8 +112,12 @@ pub fn measure(group: &Group, way: Way, bytes: u64, seconds: f64) -> Result<Meas
         Collective::ReduceScatter => (world, 1),
         _ => (world, world),
     };
-    let input = filled(group.rank(), 0, share * input_shares);
-    let mut output = Tensor::zeros([share * output_shares], tch::kind::FLOAT_CPU);
+    let device = match way {
+        Way::Libtorch(_) => tch::Device::Cpu,
+        Way::Exact(_) => group.device(),
+    };
+    let input = filled(group.rank(), 0, share * input_shares).to_device(device);
+    let mut output = Tensor::zeros([share * output_shares], (Kind::Float, device));
     // libtorch's all-reduce and broadcast work in place.
     let in_place = matches!(way, Way::Libtorch(Collective::AllReduce | Collective::Broadcast));
     let run = |output: &mut Tensor| {
@@ -125,6 +130,10 @@ pub fn measure(group: &Group, way: Way, bytes: u64, seconds: f64) -> Result<Meas
             true => way.run(group, &output.shallow_clone(), output)?,
             false => way.run(group, &input, output)?,
         }
+        if device != tch::Device::Cpu {
+            // Reading a number waits for the device.
+            output.get(0).double_value(&[]);
+        }
         Ok(start.elapsed().as_secs_f64())
     };
     let first = (0..2).map(|_| run(&mut output)).collect::<Result<Vec<f64>>>()?;
@@ -134,14 +143,14 @@ pub fn measure(group: &Group, way: Way, bytes: u64, seconds: f64) -> Result<Meas
     for _ in 0..rounds {
         taken += run(&mut output)?;
     }
-    let wrong = wrong(group, way.collective(), &output, share);
+    let wrong = wrong(group, way.collective(), &output.to_device(tch::Device::Cpu), share);
     let mean = agree(group, taken / f64::from(rounds))?;
     let wrong = agree(group, wrong as f64)? as u64;
     let bytes = (share * world * 4) as u64;
     let algorithm = bytes as f64 / mean / 1e9;
     Ok(Measured {
         collective: way.name(),
-        by: way.by(),
+        by: way.by(group),
         bytes,
         rounds,
         microseconds: mean * 1e6,
@@ -231,11 +240,12 @@ fn all_to_all(group: &Group, parts: &Tensor) -> Result<Vec<Tensor>> {
     let count = parts.size()[1];
     let mut arrivals = Vec::new();
     for from in group.others() {
-        arrivals.push((from, exchange.receive(from, Kind::Float, count).map_err(lost)?));
+        arrivals.push((from, exchange.receive(0, from, Kind::Float, count).map_err(lost)?));
     }
     for to in group.others() {
-        exchange.send(to, &parts.get(i64::from(to))).map_err(lost)?;
+        exchange.send(0, to, &parts.get(i64::from(to))).map_err(lost)?;
     }
+    exchange.close(0).map_err(lost)?;
     let mut found = vec![(group.rank(), parts.get(i64::from(group.rank())).copy())];
     for (from, arrival) in arrivals {
         found.push((from, arrival.wait().map_err(lost)?));
@@ -251,11 +261,12 @@ fn all_gather(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
     let mut arrivals = Vec::new();
     for from in group.others() {
         let count = mine.numel() as i64;
-        arrivals.push((from, exchange.receive(from, Kind::Float, count).map_err(lost)?));
+        arrivals.push((from, exchange.receive(0, from, Kind::Float, count).map_err(lost)?));
     }
     for to in group.others() {
-        exchange.send(to, mine).map_err(lost)?;
+        exchange.send(0, to, mine).map_err(lost)?;
     }
+    exchange.close(0).map_err(lost)?;
     out.get(i64::from(group.rank())).copy_(mine);
     for (from, arrival) in arrivals {
         out.get(i64::from(from)).copy_(&arrival.wait().map_err(lost)?);

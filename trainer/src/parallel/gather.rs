@@ -9,6 +9,11 @@
 //! The blocks of a part are the maximal aligned runs of leaves in it: nodes of the fixed tree, whoever adds them. What the
 //! owners of a machine need of its own ranks takes the same way, so a single machine is no special case.
 //!
+//! Transfers between devices come in rounds of the exchange (see `kernels::group`), which both ends number alike: first the
+//! blocks of a round that stay on a machine, the k-th of every rank together, then those that leave it, the k-th of every
+//! machine. A rank closes them in that order, each as soon as it has computed or added what it sends: nothing that it waits
+//! for before comes in a later one, so no two ranks wait for each other. Between CPUs all of this means nothing.
+//!
 //! Subtree-first has one round, in which each rank has a run of leaves. Streaming has a round for each turn. A round is
 //! received and added up while the next one is computed, on several machines the round before it, so that what is alive at
 //! a time depends on the ranks and not on the leaves.
@@ -36,6 +41,8 @@ pub(super) struct Gather<'a> {
     parts: Vec<Vec<Range<u64>>>,
     /// Of this rank's next leaf: its round, and its place in it.
     at: (usize, u64),
+    /// How many blocks of that round it has sent.
+    sent: u64,
     /// What this rank adds up in this round.
     subtrees: Option<Blocks<Vec<Tensor>>>,
     /// What this rank has for itself of each of its blocks.
@@ -61,6 +68,7 @@ impl<'a> Gather<'a> {
             exchange: team.group.begin("the gathering of gradients").map_err(lost)?,
             parts,
             at: (0, 0),
+            sent: 0,
             subtrees: None,
             mine: VecDeque::new(),
             coming,
@@ -90,12 +98,13 @@ impl<'a> Gather<'a> {
             self.subtrees.get_or_insert_with(|| Blocks::new(part)).push_block(0, gradient)
         };
         if let Some((_, block)) = complete {
-            self.send(&block)?;
+            self.send(round, &block)?;
         }
         self.at = (round, place + 1);
         if place + 1 == size {
-            self.at = (round + 1, 0);
-            self.subtrees = None;
+            (self.at, self.sent, self.subtrees) = ((round + 1, 0), 0, None);
+            // What comes from ranks that have more blocks may travel too.
+            self.exchange.close(near(round, ALL)).map_err(lost)?;
         }
         Ok(())
     }
@@ -158,14 +167,16 @@ impl<'a> Gather<'a> {
         let bag: i64 = self.bag(me).into_iter().map(|owner| self.length(owner)).sum();
         let own = self.length(me);
         for round in self.next[0]..end.min(self.rounds()) {
-            let near = nodes.ranks(nodes.here()).filter(|rank| *rank != me);
-            let near = near.map(|rank| (rank, self.parts[rank as usize][round].clone(), bag));
-            let far = nodes.others();
-            let far = far.map(|node| (nodes.gate(node, me), self.part_of(node, round), own));
-            for (from, part, length) in near.chain(far).collect::<Vec<_>>() {
-                for _ in blocks(part.start, part.end) {
-                    let arrival = self.exchange.receive(from, Kind::Float, length).map_err(lost)?;
-                    self.coming[from as usize].push_back(arrival);
+            let here = nodes.ranks(nodes.here()).filter(|rank| *rank != me);
+            let here =
+                here.map(|rank| (rank, self.parts[rank as usize][round].clone(), bag, near(round, 0)));
+            let elsewhere = nodes.others().map(|node| {
+                (nodes.gate(node, me), self.part_of(node, round), own, far(round, 0))
+            });
+            for (from, part, length, first) in here.chain(elsewhere).collect::<Vec<_>>() {
+                for (block, _) in (0..).zip(blocks(part.start, part.end)) {
+                    let arrival = self.exchange.receive(first + block, from, Kind::Float, length);
+                    self.coming[from as usize].push_back(arrival.map_err(lost)?);
                 }
             }
             self.next[0] = round + 1;
@@ -174,14 +185,16 @@ impl<'a> Gather<'a> {
     }
 
     /// Hands every rank here its bag of a block of ours.
-    fn send(&mut self, block: &[Tensor]) -> Result<()> {
+    fn send(&mut self, round: usize, block: &[Tensor]) -> Result<()> {
         let _watch = timing::part(timing::Part::Send);
         let here = self.team.nodes.ranks(self.team.nodes.here());
         for to in self.team.group.others().filter(|rank| here.contains(rank)) {
             let bag = pack(self.pieces, &self.bag(to), block);
-            self.exchange.send(to, &bag).map_err(lost)?;
+            self.exchange.send(near(round, self.sent), to, &bag).map_err(lost)?;
         }
         self.mine.push_back(pack(self.pieces, &self.bag(self.me()), block));
+        self.exchange.close(near(round, self.sent)).map_err(lost)?;
+        self.sent += 1;
         Ok(())
     }
 
@@ -189,7 +202,9 @@ impl<'a> Gather<'a> {
     fn join(&mut self, end: usize) -> Result<()> {
         let here = self.team.nodes.here();
         for round in self.next[1]..end {
-            let mut joined = Blocks::new(self.part_of(here, round));
+            let (mut joined, mut forwarded) = (Blocks::new(self.part_of(here, round)), 0);
+            // A rank without leaves in this round has closed nothing of it yet.
+            self.exchange.close(near(round, ALL)).map_err(lost)?;
             for rank in self.team.nodes.ranks(here) {
                 let part = self.parts[rank as usize][round].clone();
                 for (level, _) in blocks(part.start, part.end) {
@@ -200,17 +215,19 @@ impl<'a> Gather<'a> {
                         joined.push_block(level, bag)
                     };
                     if let Some((_, sum)) = complete {
-                        self.forward(sum)?;
+                        self.forward(far(round, forwarded), sum)?;
+                        forwarded += 1;
                     }
                 }
             }
+            self.exchange.close(far(round, ALL)).map_err(lost)?;
             self.next[1] = round + 1;
         }
         Ok(())
     }
 
     /// Sends a block of this machine to the owners behind this gate, and keeps what is our own.
-    fn forward(&mut self, sum: Tensor) -> Result<()> {
+    fn forward(&mut self, round: u64, sum: Tensor) -> Result<()> {
         let _watch = timing::part(timing::Part::Send);
         let owners = self.bag(self.me());
         if owners.len() == 1 {
@@ -226,10 +243,10 @@ impl<'a> Gather<'a> {
                 // A copy: an alias would keep the whole of the block.
                 self.joined.push_back(part.copy());
             } else {
-                self.exchange.send(to, &part).map_err(lost)?;
+                self.exchange.send(round, to, &part).map_err(lost)?;
             }
         }
-        Ok(())
+        self.exchange.close(round).map_err(lost)
     }
 
     /// Adds this rank's pieces of every machine's blocks of the rounds before `end`.
@@ -250,6 +267,19 @@ impl<'a> Gather<'a> {
         }
         Ok(())
     }
+}
+
+/// More than any part has blocks: two for each bit of a number of leaves.
+const ALL: u64 = 255;
+
+/// The exchange's round of the `block`-th blocks that ranks hand to their neighbours in `round`.
+fn near(round: usize, block: u64) -> u64 {
+    round as u64 * 2 * (ALL + 1) + block
+}
+
+/// The same for blocks of machines, on their way to other machines.
+fn far(round: usize, block: u64) -> u64 {
+    near(round, block) + ALL + 1
 }
 
 /// The next of what was asked for.

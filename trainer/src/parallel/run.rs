@@ -46,6 +46,7 @@ fn begin(
     runtime::enter_thread().map_err(lost)?;
     let spec = Arc::new(RunSpec::new(opened)?);
     agree(&spec, exec, table, group)?;
+    let carried = group.carry(exec.device, exec.transport).map_err(lost)?;
     let team = Team::new(group, exec.schedule, exec.flat)?;
     let pieces = owners::pieces(&spec.parameters, &spec.rules, group.world());
     let layout = Arc::new(Layout::new(&spec, exec.device));
@@ -56,7 +57,12 @@ fn begin(
         let found = opening.told(found)?;
         let mut run = opening.begin(found.as_ref().map_or(0, |shard| shard.step))?;
         let (schedule, nodes) = (exec.schedule.name(), team.nodes.sizes());
-        run.event("ranks", json!({"world": group.world(), "schedule": schedule, "nodes": nodes}))?;
+        let transport = if carried.rccl { "rccl" } else { "gloo" };
+        run.event("ranks", json!({
+            "world": group.world(), "schedule": schedule, "nodes": nodes, "transport": transport,
+            "rccl_release": carried.release, "no_rccl_because": carried.reason,
+        }))?;
+        run.note(&format!("{} ranks, tensors by {}", group.world(), carried.words()));
         let checkpoints = run.checkpoints.clone();
         (Some(run), (found, checkpoints))
     } else {
@@ -295,14 +301,14 @@ fn agree(spec: &RunSpec, exec: &ExecOptions, table: &KernelTable, group: &Group)
     let RingOptions { states, every, spike } = exec.ring;
     mine.word(exec.checkpoint_every).word(stop_after).word(exec.validation.every);
     mine.word(states as u64).word(every).float(spike);
-    mine.word(exec.schedule as u64).word(u64::from(exec.flat));
+    mine.word(exec.schedule as u64).word(u64::from(exec.flat)).word(exec.transport as u64);
     let heard = group.all_gather("the first meeting", mine.bytes()).map_err(lost)?;
     let read = |bytes: &[u8]| {
         let mut words = Reader::new(bytes);
         let what = (words.digest()?, words.digest()?);
         let when = (words.word()?, words.word()?, words.word()?);
         let ring = (words.word()?, words.word()?, words.word()?);
-        let ways = (words.word()?, words.word()?);
+        let ways = (words.word()?, words.word()?, words.word()?);
         words.end().map(|()| (what, (when, ring, ways)))
     };
     let first = read(&heard[0])?;

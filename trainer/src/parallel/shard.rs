@@ -114,7 +114,7 @@ impl Shard {
     }
 
     /// Sends this rank's new weights to every other and takes theirs. Each crosses to another machine once: the gate there
-    /// passes it on.
+    /// passes it on, in a second round.
     pub(super) fn share_weights(&mut self, team: &Team<'_>) -> Result<()> {
         let _watch = timing::part(timing::Part::Share);
         let (group, nodes, me) = (team.group, &team.nodes, self.rank);
@@ -126,30 +126,41 @@ impl Shard {
             .filter(|owner| *owner != me)
             .partition(|owner| nodes.teller(me, *owner) == *owner);
         let mut arrivals = Vec::new();
-        for owner in direct.into_iter().chain(passed) {
+        for owner in direct.iter().chain(&passed).copied() {
             let from = nodes.teller(me, owner);
-            let arrival = exchange.receive(from, Kind::Float, self.length(owner)).map_err(lost)?;
+            let (round, length) = (u64::from(from != owner), self.length(owner));
+            let arrival = exchange.receive(round, from, Kind::Float, length).map_err(lost)?;
             arrivals.push((owner, arrival));
         }
         for to in group.others().filter(|to| nodes.teller(*to, me) == me) {
-            exchange.send(to, &mine).map_err(lost)?;
+            exchange.send(0, to, &mine).map_err(lost)?;
         }
+        exchange.close(0).map_err(lost)?;
+        let told = arrivals.split_off(direct.len());
         for (owner, arrival) in arrivals {
-            let from = nodes.teller(me, owner);
             let packed = arrival.wait().map_err(lost)?;
-            if from == owner && !here(&owner) {
+            if !here(&owner) {
                 for to in group.others().filter(here) {
-                    exchange.send(to, &packed).map_err(lost)?;
+                    exchange.send(1, to, &packed).map_err(lost)?;
                 }
             }
-            let parts = self.unpack(owner, &packed);
-            tch::no_grad(|| {
-                for (piece, part) in self.of(owner).zip(parts) {
-                    piece.of(&self.weights[piece.tensor]).copy_(&part);
-                }
-            });
+            self.take(owner, &packed);
+        }
+        exchange.close(1).map_err(lost)?;
+        for (owner, arrival) in told {
+            self.take(owner, &arrival.wait().map_err(lost)?);
         }
         exchange.finish().map_err(lost)
+    }
+
+    /// Takes over the new weights of `owner`.
+    fn take(&mut self, owner: u32, packed: &Tensor) {
+        let parts = self.unpack(owner, packed);
+        tch::no_grad(|| {
+            for (piece, part) in self.of(owner).zip(parts) {
+                piece.of(&self.weights[piece.tensor]).copy_(&part);
+            }
+        });
     }
 
     /// Writes down checksums of this rank's pieces, in their order: weight, first and second moment.
@@ -246,20 +257,17 @@ impl Shard {
     }
 }
 
-/// What is the `owners`' of whole tensors, owner after owner and piece after piece, in memory that can be sent.
+/// What is the `owners`' of whole tensors, owner after owner and piece after piece, in one tensor beside them.
 pub(super) fn pack(pieces: &[Piece], owners: &[u32], whole: &[Tensor]) -> Tensor {
     let of = |owner: &u32| {
         let owner = *owner;
         pieces.iter().filter(move |piece| piece.owner == owner)
     };
     let parts = owners.iter().flat_map(of);
-    packed(&parts.map(|piece| piece.of(&whole[piece.tensor]).reshape([-1])).collect::<Vec<_>>())
-}
-
-/// One tensor in memory that can be sent.
-fn packed(parts: &[Tensor]) -> Tensor {
+    let parts = parts.map(|piece| piece.of(&whole[piece.tensor]).reshape([-1])).collect::<Vec<_>>();
     if parts.is_empty() {
-        return Tensor::empty([0], tch::kind::FLOAT_CPU);
+        let device = whole.first().map_or(Device::Cpu, Tensor::device);
+        return Tensor::empty([0], (Kind::Float, device));
     }
-    Tensor::cat(parts, 0).to_device(Device::Cpu)
+    Tensor::cat(&parts, 0)
 }

@@ -146,7 +146,6 @@ fn gradient(
     let start = Instant::now();
     let sum = gather.finish()?;
     let waited = start.elapsed();
-    let sum = sum.to_device(shard.weights[0].device());
     Ok((gradient, shard.unpack(team.group.rank(), &sum), waited))
 }
 

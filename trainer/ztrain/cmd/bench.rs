@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use contract::{Fault, Result};
 use trainer::parallel::bench::{Measured, WAYS, measure, plot};
+use trainer::parallel::lost;
 
 use super::Speed;
 use super::spawn::{self, Ranks};
@@ -43,6 +44,9 @@ struct Collectives {
     /// Draw bus bandwidth over size as SVG.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
+    /// Where the tensors of ours lie: cpu, cuda or cuda:1; libtorch's are always in plain memory, for Gloo.
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    device: String,
     #[command(flatten)]
     ranks: Ranks,
 }
@@ -74,13 +78,15 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             .wanted("at least 2")
             .hint("ztrain bench collectives --nproc 2")
     })?;
-    Speed::cpu().start(None)?;
+    let (device, _) = Speed::on(&args.device).start(Some(&launched))?;
     let group = args.ranks.meet(&launched, &std::sync::Arc::default())?;
+    let carried = group.carry(device, args.ranks.transport()).map_err(lost)?;
     let speaks = group.rank() == 0;
     if speaks && !args.json {
         println!(
-            "{} ranks over Gloo; size and bandwidths as rccl-tests define them",
-            group.world()
+            "{} ranks, libtorch over Gloo, ours by {}; size and bandwidths as rccl-tests define them",
+            group.world(),
+            carried.words()
         );
         println!(
             "{:>12} {:>15} {:>11} {:>7} {:>12} {:>11} {:>11} {:>6}",
@@ -100,7 +106,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         }
         size *= 4;
     }
-    group.barrier("the end").map_err(trainer::parallel::lost)?;
+    group.barrier("the end").map_err(lost)?;
     if let (true, Some(path)) = (speaks, &args.plot) {
         std::fs::write(path, plot(&all, group.world()))
             .map_err(|error| Fault::io("write", path, &error))?;

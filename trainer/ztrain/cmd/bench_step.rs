@@ -42,6 +42,9 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let lanes = args.speed.lanes(launched.as_ref());
     let group = launched.as_ref().map(|launched| args.ranks.meet(launched, &Arc::default()));
     let group = group.transpose()?;
+    if let Some(group) = &group {
+        group.carry(device, args.ranks.transport()).map_err(lost)?;
+    }
     let (schedule, flat) = args.ranks.ways();
     let team = group.as_ref().map(|group| Team::new(group, schedule, flat)).transpose()?;
     let table = step(&spec, device, lanes, args.steps, team.as_ref())?;

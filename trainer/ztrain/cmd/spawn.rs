@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use contract::{Class, Fault, Result};
-use kernels::group::{self, Group, Store};
+use kernels::group::{self, Group, Store, Transport};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 use trainer::parallel::launch::{self, Launched};
@@ -46,6 +46,10 @@ pub(crate) struct Ranks {
     /// Send from each rank to each other as if all were on one machine, instead of adding on each machine first.
     #[arg(long)]
     flat: bool,
+    /// How tensors travel between ranks: from GPU to GPU by RCCL or NCCL (ZTRAIN_RCCL names the library to open), through
+    /// plain memory by Gloo, or the first where every rank has it.
+    #[arg(long, value_name = "HOW", value_enum, default_value = "auto")]
+    transport: By,
     /// Take the ranks for so many on each machine, to try what crosses between them [default: as the launcher says].
     #[arg(long, value_name = "3,2", value_delimiter = ',')]
     nodes: Vec<u32>,
@@ -58,7 +62,24 @@ enum How {
     Streaming,
 }
 
+/// A transport, by its name.
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum By {
+    Auto,
+    Gloo,
+    Rccl,
+}
+
 impl Ranks {
+    /// How tensors travel between the ranks.
+    pub(crate) fn transport(&self) -> Transport {
+        match self.transport {
+            By::Auto => Transport::Auto,
+            By::Gloo => Transport::Gloo,
+            By::Rccl => Transport::Rccl,
+        }
+    }
+
     /// How many ranks to start, if it is for this process to start them.
     pub(crate) fn to_spawn(&self) -> Result<Option<u32>> {
         let Some(count) = self.nproc.filter(|_| !launched_us()) else { return Ok(None) };

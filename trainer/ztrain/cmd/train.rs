@@ -124,6 +124,7 @@ fn options(
     exec.prefetch =
         PrefetchOptions { threads: args.speed.loader_threads, depth: args.speed.prefetch };
     (exec.schedule, exec.flat) = args.ranks.ways();
+    exec.transport = args.ranks.transport();
     exec.checkpoint_every = args.checkpoint_every;
     exec.retention = Retention { newest: args.keep as usize, every: args.keep_every };
     exec.checkpoints.clone_from(&args.checkpoints);

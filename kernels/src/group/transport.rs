@@ -1,0 +1,149 @@
+//! How tensors travel between ranks: chosen once, by all of them, and no argument of any bit.
+
+use rccl_sys::{Library, UniqueId};
+use tch::Device;
+
+use super::courier::{Courier, Lane};
+use super::{Bulk, Group};
+use crate::{Error, Result};
+
+/// What a rank asks for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Transport {
+    /// RCCL between GPUs where every rank has it, else Gloo.
+    #[default]
+    Auto,
+    /// Through plain memory and libtorch's Gloo, everywhere.
+    Gloo,
+    /// RCCL or NCCL, or a refusal.
+    Rccl,
+}
+
+/// What the ranks have chosen.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Carried {
+    /// Whether tensors go from device to device; else through plain memory over Gloo.
+    pub rccl: bool,
+    /// Release of the library, as it encodes it.
+    pub release: Option<i32>,
+    /// Why GPUs go through plain memory, where nobody asked for it.
+    pub reason: Option<String>,
+}
+
+impl Carried {
+    /// In a few words, for a line at the start.
+    pub fn words(&self) -> String {
+        match (self.rccl, self.release, &self.reason) {
+            (true, release, _) => format!("RCCL (release {})", release.unwrap_or(0)),
+            (false, _, None) => "Gloo".to_owned(),
+            (false, _, Some(reason)) => format!("Gloo, through plain memory ({reason})"),
+        }
+    }
+}
+
+/// One rank's word: what it asks for, and what speaks against RCCL on it.
+type Word = (Transport, Option<String>);
+
+impl Group {
+    /// Agrees with all ranks how tensors on `device` travel from here on. Every rank calls it once, before the first
+    /// [`Group::begin`].
+    ///
+    /// RCCL is joined only after everybody has said that it is there, and it carries only after everybody has said that
+    /// joining went well: so no rank waits in the library for one that will not come.
+    pub fn carry(&self, device: Device, wish: Transport) -> Result<Carried> {
+        let asked = match wish {
+            Transport::Auto => device != Device::Cpu,
+            Transport::Gloo => false,
+            Transport::Rccl => true,
+        };
+        let lane = if asked { Lane::new(device) } else { Err(String::new()) };
+        let named = match (&lane, self.rank()) {
+            (Ok(_), 0) => Library::open().and_then(Library::unique_id).map(|id| id.bytes),
+            _ => Ok([0; 128]),
+        };
+        let against = lane.as_ref().err().or(named.as_ref().err()).cloned();
+        let mut mine = vec![wish as u8, u8::from(against.is_some())];
+        mine.extend(named.unwrap_or([0; 128]));
+        mine.extend(against.unwrap_or_default().into_bytes());
+        let heard = self.all_gather("the choice of a transport", &mine)?;
+        let words: Vec<Word> = heard.iter().map(|word| read(word)).collect();
+        let (mut carried, mut courier) = (decide(&words)?, None);
+        if let (true, Ok(lane)) = (carried.rccl, lane) {
+            let mut id = UniqueId { bytes: [0; 128] };
+            id.bytes.copy_from_slice(&heard[0][2..130]);
+            let joined = Courier::join(&self.peers, device, lane, id);
+            let against = joined.as_ref().err().cloned();
+            let mine = [&[wish as u8], against.unwrap_or_default().as_bytes()].concat();
+            let heard = self.all_gather("the joining of a communicator", &mine)?;
+            let words: Vec<Word> = heard.iter().map(|word| joined_word(word)).collect();
+            carried = decide(&words)?;
+            courier = joined.ok().filter(|_| carried.rccl);
+            carried.release = Library::open().and_then(Library::version).ok();
+        }
+        let bulk = Bulk { device, courier };
+        self.bulk.set(bulk).map_err(|_| Error::TooLate { what: "a transport" })?;
+        Ok(carried)
+    }
+}
+
+fn wish_of(byte: u8) -> Transport {
+    let all = [Transport::Auto, Transport::Gloo, Transport::Rccl];
+    all.into_iter().find(|wish| *wish as u8 == byte).unwrap_or_default()
+}
+
+fn read(word: &[u8]) -> Word {
+    let reason = word.get(130..).map(|reason| String::from_utf8_lossy(reason).into_owned());
+    (wish_of(word[0]), reason.filter(|_| word[1] != 0))
+}
+
+fn joined_word(word: &[u8]) -> Word {
+    let reason = String::from_utf8_lossy(&word[1..]).into_owned();
+    (wish_of(word[0]), (!reason.is_empty()).then_some(reason))
+}
+
+/// The same on every rank: it has the same words. A rank that did not try says nothing against it.
+fn decide(words: &[Word]) -> Result<Carried> {
+    let against = words.iter().position(|(_, against)| against.is_some());
+    let said = |rank: usize| {
+        let reason = words[rank].1.clone().unwrap_or_default();
+        let reason = if reason.is_empty() { "not asked for" } else { &reason };
+        format!("rank {rank}: {reason}")
+    };
+    let insists = words.iter().any(|(wish, _)| *wish == Transport::Rccl);
+    match against {
+        None => Ok(Carried { rccl: true, ..Carried::default() }),
+        Some(rank) if insists => {
+            Err(Error::Foreign { call: "open RCCL on every rank", reason: said(rank) })
+        }
+        Some(_) => {
+            let told = words.iter().position(|(_, against)| {
+                against.as_ref().is_some_and(|reason| !reason.is_empty())
+            });
+            Ok(Carried { reason: told.map(said), ..Carried::default() })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_rank_without_a_library_decides_for_all() {
+        use Transport::{Auto, Gloo, Rccl};
+        let (has, lacks) = (None, Some("no library".to_owned()));
+        let idle = Some(String::new());
+        let choose = |words: &[(Transport, &Option<String>)]| {
+            let words: Vec<Word> = words.iter().map(|(wish, said)| (*wish, (*said).clone())).collect();
+            decide(&words).map(|carried| (carried.rccl, carried.reason)).map_err(|e| e.to_string())
+        };
+        assert_eq!(choose(&[(Auto, &has), (Auto, &has)]), Ok((true, None)));
+        assert_eq!(choose(&[(Auto, &idle), (Gloo, &idle)]), Ok((false, None)));
+        let told = Some("rank 1: no library".to_owned());
+        assert_eq!(choose(&[(Auto, &has), (Auto, &lacks)]), Ok((false, told)));
+        let refused = choose(&[(Rccl, &has), (Rccl, &lacks)]).unwrap_err();
+        assert!(refused.contains("rank 1: no library"), "{refused}");
+        let refused = choose(&[(Rccl, &has), (Gloo, &idle)]).unwrap_err();
+        assert!(refused.contains("rank 1: not asked for"), "{refused}");
+    }
+}

@@ -1,0 +1,421 @@
+// A stand-in for RCCL and NCCL: their C interface over plain memory, between processes or threads of one machine.
+//
+// It keeps what makes the real ones hard to use:
+// - Transfers are queued on a stream, which works them through in order; a call returns before they are done.
+// - A send is done when its receive is: nothing is sent before the other side has come to the receive.
+// - Transfers of one group make progress together; outside a group each is a group of its own.
+// - Joining waits for every rank, without a deadline.
+// - A peer that is gone is not noticed: its transfers stay where they are until the communicator is given up.
+// - A communicator is for one thread at a time: two are the end of the process.
+//
+// Beyond the interface: hostStreamCreate, hostStreamDestroy, hostStreamQuery, which stand for a device's runtime library.
+// For the tests: STANDIN_FAULT=kill:R:N or stop:R:N does that to rank R in the middle of its N-th group;
+// STANDIN_FAULT=block:R:N has rank R's N-th ncclGroupEnd not return before the communicator is given up, and
+// STANDIN_FAULT=join:R:0 has rank R never come to join.
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+enum Answer { kOk = 0, kSystem = 2, kInvalid = 4, kUsage = 5 };
+
+struct Transfer {
+  int peer;
+  char* data;
+  size_t bytes;
+};
+
+// A message is a header and, if it carries data, as many bytes. Without data it says: the receive of so many bytes is here.
+struct Header {
+  uint64_t carries;
+  uint64_t bytes;
+};
+
+// One direction of each: what goes out, what comes in.
+struct Wire {
+  int socket = -1;
+  std::deque<Transfer> sends, receives;
+  std::deque<uint64_t> asked;       // receives that the other side has come to
+  std::vector<char> out;            // headers on their way
+  const char* payload = nullptr;    // data that follows `out`
+  size_t payload_left = 0;
+  size_t header_got = 0;
+  Header header{};
+  size_t got = 0;                   // of the receive under way
+};
+
+struct Group {
+  std::vector<Transfer> sends, receives;
+};
+
+struct Comm {
+  int rank = 0, world = 0;
+  std::map<int, Wire> wires;
+  std::atomic<int> error{kOk}, inside{0}, groups{0};
+  std::atomic<bool> aborted{false};
+  std::atomic<int> under_way{0};
+};
+
+struct Stream {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> queue;
+  bool busy = false, end = false;
+  std::thread thread;
+
+  Stream() : thread([this] { work(); }) {}
+  ~Stream() {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      end = true;
+    }
+    changed.notify_all();
+    thread.join();
+  }
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (true) {
+      changed.wait(lock, [this] { return end || !queue.empty(); });
+      if (queue.empty()) return;
+      auto next = std::move(queue.front());
+      queue.pop_front();
+      busy = true;
+      lock.unlock();
+      next();
+      lock.lock();
+      busy = false;
+    }
+  }
+  void push(std::function<void()> work) {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      queue.push_back(std::move(work));
+    }
+    changed.notify_all();
+  }
+  bool idle() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return !busy && queue.empty();
+  }
+};
+
+// What the tests want to go wrong here, if it is this rank's turn.
+bool fault(const char* what, const Comm& comm, int number) {
+  const char* asked = std::getenv("STANDIN_FAULT");
+  const std::string mine = std::string(what) + ":" + std::to_string(comm.rank) + ":" + std::to_string(number);
+  return asked != nullptr && mine == asked;
+}
+
+// Only one thread may be inside.
+struct Guard {
+  Comm& comm;
+  explicit Guard(Comm& comm) : comm(comm) {
+    if (comm.inside.fetch_add(1) != 0) {
+      std::fprintf(stderr, "stand-in: two threads use one communicator at a time\n");
+      std::abort();
+    }
+  }
+  ~Guard() { comm.inside.fetch_sub(1); }
+};
+
+void begin(Wire& wire, const Group& group, int peer) {
+  for (const auto& send : group.sends) {
+    if (send.peer == peer) wire.sends.push_back(send);
+  }
+  for (const auto& receive : group.receives) {
+    if (receive.peer != peer) continue;
+    wire.receives.push_back(receive);
+    const Header ask{0, receive.bytes};
+    const auto* bytes = reinterpret_cast<const char*>(&ask);
+    wire.out.insert(wire.out.end(), bytes, bytes + sizeof(ask));
+  }
+}
+
+// Writes what can be written; false where the other side is gone, which nobody is told.
+void write_some(Comm& comm, Wire& wire) {
+  if (wire.out.empty() && wire.payload_left == 0 && !wire.sends.empty() && !wire.asked.empty()) {
+    const Transfer send = wire.sends.front();
+    if (wire.asked.front() != send.bytes) comm.error = kUsage;
+    wire.asked.pop_front();
+    const Header header{1, send.bytes};
+    const auto* bytes = reinterpret_cast<const char*>(&header);
+    wire.out.insert(wire.out.end(), bytes, bytes + sizeof(header));
+    wire.payload = send.data;
+    wire.payload_left = send.bytes;
+  }
+  if (!wire.out.empty()) {
+    const ssize_t sent = ::send(wire.socket, wire.out.data(), wire.out.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent > 0) wire.out.erase(wire.out.begin(), wire.out.begin() + sent);
+    return;
+  }
+  if (wire.payload_left > 0) {
+    const ssize_t sent = ::send(wire.socket, wire.payload, wire.payload_left, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent <= 0) return;
+    wire.payload += sent;
+    wire.payload_left -= static_cast<size_t>(sent);
+    if (wire.payload_left == 0) wire.sends.pop_front();
+  }
+}
+
+void read_some(Comm& comm, Wire& wire, bool& gone) {
+  if (wire.header_got < sizeof(Header)) {
+    auto* at = reinterpret_cast<char*>(&wire.header) + wire.header_got;
+    const ssize_t got = ::recv(wire.socket, at, sizeof(Header) - wire.header_got, MSG_DONTWAIT);
+    gone = got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
+    if (got <= 0) return;
+    wire.header_got += static_cast<size_t>(got);
+    if (wire.header_got < sizeof(Header)) return;
+    if (wire.header.carries == 0) {
+      wire.asked.push_back(wire.header.bytes);
+      wire.header_got = 0;
+      return;
+    }
+    if (wire.receives.empty() || wire.receives.front().bytes != wire.header.bytes) {
+      comm.error = kUsage;
+      return;
+    }
+  }
+  Transfer& receive = wire.receives.front();
+  const ssize_t got = ::recv(wire.socket, receive.data + wire.got, receive.bytes - wire.got, MSG_DONTWAIT);
+  gone = got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
+  if (got <= 0) return;
+  wire.got += static_cast<size_t>(got);
+  if (wire.got < receive.bytes) return;
+  wire.got = wire.header_got = 0;
+  wire.receives.pop_front();
+}
+
+// Works a group through: all of its transfers together, until the last is done or the communicator is given up.
+void run(Comm& comm, const Group& group) {
+  const int number = comm.groups;
+  for (auto& [peer, wire] : comm.wires) begin(wire, group, peer);
+  size_t moved = 0;
+  while (!comm.aborted && comm.error == kOk) {
+    std::vector<pollfd> polled;
+    std::vector<Wire*> wires;
+    for (auto& [peer, wire] : comm.wires) {
+      const bool writes = !wire.out.empty() || wire.payload_left > 0 || (!wire.sends.empty() && !wire.asked.empty());
+      if (!writes && wire.sends.empty() && wire.receives.empty()) continue;
+      polled.push_back({wire.socket, static_cast<short>(POLLIN | (writes ? POLLOUT : 0)), 0});
+      wires.push_back(&wire);
+    }
+    if (wires.empty()) break;
+    ::poll(polled.data(), polled.size(), 20);
+    bool lost = false;
+    for (size_t i = 0; i < wires.size(); ++i) {
+      const size_t before = wires[i]->payload_left;
+      if (polled[i].revents & POLLOUT) write_some(comm, *wires[i]);
+      if (polled[i].revents & POLLIN) {
+        bool gone = false;
+        read_some(comm, *wires[i], gone);
+        lost |= gone;
+      }
+      lost |= (polled[i].revents & (POLLERR | POLLHUP)) != 0;
+      moved += before != wires[i]->payload_left;
+    }
+    if (moved > 0 && fault("kill", comm, number)) ::raise(SIGKILL);
+    if (moved > 0 && fault("stop", comm, number)) ::raise(SIGSTOP);
+    // Whoever is gone stays gone, and nobody hears of it: this would only spin.
+    if (lost) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+}
+
+struct Queued {
+  Comm* comm;
+  Stream* stream;
+  Group group;
+};
+
+thread_local int depth = 0;
+thread_local std::vector<Queued> queued;
+
+Queued& in_group(Comm* comm, Stream* stream) {
+  for (auto& one : queued) {
+    if (one.comm == comm && one.stream == stream) return one;
+  }
+  queued.push_back({comm, stream, {}});
+  return queued.back();
+}
+
+void launch() {
+  for (auto& one : queued) {
+    Comm& comm = *one.comm;
+    ++comm.groups;
+    while (fault("block", comm, comm.groups) && !comm.aborted) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    if (comm.aborted) continue;
+    ++comm.under_way;
+    one.stream->push([&comm, group = std::move(one.group)] {
+      run(comm, group);
+      --comm.under_way;
+    });
+  }
+  queued.clear();
+}
+
+sockaddr_un address(const char* id, int rank, socklen_t& length) {
+  sockaddr_un place{};
+  place.sun_family = AF_UNIX;
+  // The name begins with a zero byte: it lives in no folder.
+  const int name = std::snprintf(place.sun_path + 1, sizeof(place.sun_path) - 1, "standin-%.32s-%d", id, rank);
+  length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name);
+  return place;
+}
+
+int connected(const char* id, int rank, int peer) {
+  socklen_t length = 0;
+  const sockaddr_un place = address(id, peer, length);
+  while (true) {
+    const int socket = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (::connect(socket, reinterpret_cast<const sockaddr*>(&place), length) == 0) {
+      (void)!::write(socket, &rank, sizeof(rank));
+      return socket;
+    }
+    ::close(socket);
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+}
+
+} // namespace
+
+struct UniqueId {
+  char bytes[128];
+};
+
+extern "C" {
+
+int ncclGetVersion(int* version) {
+  *version = 29900;
+  return kOk;
+}
+
+int ncclGetUniqueId(UniqueId* id) {
+  std::random_device random;
+  std::memset(id->bytes, 0, sizeof(id->bytes));
+  std::snprintf(id->bytes, sizeof(id->bytes), "%08x%08x%08x", random(), random(), random());
+  return kOk;
+}
+
+const char* ncclGetErrorString(int answer) {
+  switch (answer) {
+    case kOk: return "no error";
+    case kSystem: return "system error";
+    case kInvalid: return "invalid argument";
+    default: return "invalid usage";
+  }
+}
+
+int ncclCommInitRank(void** out, int world, UniqueId id, int rank) {
+  auto comm = std::make_unique<Comm>();
+  comm->rank = rank;
+  comm->world = world;
+  while (fault("join", *comm, 0)) std::this_thread::sleep_for(std::chrono::seconds(1));
+  socklen_t length = 0;
+  const sockaddr_un place = address(id.bytes, rank, length);
+  const int door = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (::bind(door, reinterpret_cast<const sockaddr*>(&place), length) != 0 || ::listen(door, world) != 0) return kSystem;
+  for (int peer = 0; peer < rank; ++peer) comm->wires[peer].socket = connected(id.bytes, rank, peer);
+  for (int peer = rank + 1; peer < world; ++peer) {
+    const int socket = ::accept4(door, nullptr, nullptr, SOCK_CLOEXEC);
+    int who = 0;
+    if (::recv(socket, &who, sizeof(who), MSG_WAITALL) != sizeof(who)) return kSystem;
+    comm->wires[who].socket = socket;
+  }
+  ::close(door);
+  *out = comm.release();
+  return kOk;
+}
+
+int ncclCommGetAsyncError(void* handle, int* error) {
+  Comm& comm = *static_cast<Comm*>(handle);
+  const Guard guard(comm);
+  *error = comm.error;
+  return kOk;
+}
+
+// Freed by neither: a call that was under way may still look at it.
+int ncclCommAbort(void* handle) {
+  Comm& comm = *static_cast<Comm*>(handle);
+  comm.aborted = true;
+  while (comm.under_way > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  for (auto& [peer, wire] : comm.wires) ::close(wire.socket);
+  return kOk;
+}
+
+int ncclCommDestroy(void* handle) {
+  Comm& comm = *static_cast<Comm*>(handle);
+  const Guard guard(comm);
+  while (comm.under_way > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  for (auto& [peer, wire] : comm.wires) ::close(wire.socket);
+  return kOk;
+}
+
+int ncclGroupStart() {
+  ++depth;
+  return kOk;
+}
+
+int ncclGroupEnd() {
+  if (depth == 0) return kUsage;
+  if (--depth > 0) return kOk;
+  std::vector<std::unique_ptr<Guard>> guards;
+  for (auto& one : queued) guards.push_back(std::make_unique<Guard>(*one.comm));
+  launch();
+  return kOk;
+}
+
+static int queue(const void* data, size_t count, int type, int peer, void* handle, void* stream, bool sends) {
+  if (handle == nullptr || stream == nullptr || data == nullptr || type != 1) return kInvalid;
+  Comm& comm = *static_cast<Comm*>(handle);
+  const Guard guard(comm);
+  if (peer < 0 || peer >= comm.world || peer == comm.rank) return kInvalid;
+  Group& group = in_group(&comm, static_cast<Stream*>(stream)).group;
+  (sends ? group.sends : group.receives).push_back({peer, static_cast<char*>(const_cast<void*>(data)), count});
+  if (depth == 0) launch();
+  return kOk;
+}
+
+int ncclSend(const void* data, size_t count, int type, int peer, void* handle, void* stream) {
+  return queue(data, count, type, peer, handle, stream, true);
+}
+
+int ncclRecv(void* data, size_t count, int type, int peer, void* handle, void* stream) {
+  return queue(data, count, type, peer, handle, stream, false);
+}
+
+int hostStreamCreate(void** out) {
+  *out = new Stream;
+  return kOk;
+}
+
+int hostStreamDestroy(void* stream) {
+  delete static_cast<Stream*>(stream);
+  return kOk;
+}
+
+int hostStreamQuery(void* stream) { return static_cast<Stream*>(stream)->idle() ? 0 : 600; }
+
+} // extern "C"

@@ -1,0 +1,167 @@
+//! Fear: that tensors that go from device to device change a bit, or that a rank waits for ever for one that is lost.
+//!
+//! Without GPUs the library is a stand-in (`rccl.cpp`, compiled here), which moves plain memory and is as hard to use as the
+//! real ones: the calls, their order and their deadlines are tried, not their speed. Where two GPUs are at hand the real
+//! library is tried too.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::python::tests_folder;
+use crate::ranks::{Fixture, hold_one, kill_in_turn};
+use crate::support::{Ran, ztrain_command};
+
+/// The stand-in, compiled once.
+fn standin() -> &'static Path {
+    static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
+    LIBRARY.get_or_init(|| {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        let (library, own) = (folder.join("standin.so"), folder.join(std::process::id().to_string()));
+        let mut compiler = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()));
+        compiler.args(["-std=c++17", "-O1", "-Wall", "-shared", "-fPIC", "-pthread", "-o"]);
+        let made = compiler.arg(&own).arg(tests_folder().join("rccl.cpp")).output().unwrap();
+        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        std::fs::rename(own, &library).unwrap();
+        library
+    })
+}
+
+/// A fixture whose ranks take the stand-in.
+fn carried() -> Fixture {
+    let mut fixture = Fixture::new(&[]);
+    fixture.library = Some(standin().to_owned());
+    fixture
+}
+
+#[test]
+fn carried_tensors_leave_the_ledger_of_one_rank() {
+    let fixture = carried();
+    fixture.finish("alone", &["--nproc", "1"]);
+    let ways = [
+        ("2", "2", "subtree"),
+        ("2", "1,1", "streaming"),
+        ("3", "3", "streaming"),
+        ("3", "2,1", "subtree"),
+        ("3", "2,1", "streaming"),
+        ("5", "2,3", "streaming"),
+    ];
+    for (count, nodes, how) in ways {
+        let out = format!("{count}-{nodes}-{how}");
+        fixture.finish(&out, &["--nproc", count, "--nodes", nodes, "--schedule", how]);
+        fixture.assert_same("alone", &out);
+        let events = fixture.scratch.path(&out).join("events.jsonl");
+        let events = std::fs::read_to_string(events).unwrap();
+        let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        let ranks: Vec<Value> = events.filter(|line| line["event"] == "ranks").collect();
+        assert_eq!(ranks[0]["transport"], "rccl", "{ranks:?}");
+        assert!(ranks[0]["rccl_release"].as_u64().is_some());
+    }
+}
+
+#[test]
+fn ranks_that_are_killed_while_they_carry_go_on() {
+    let fixture = carried();
+    fixture.finish("alone", &["--nproc", "1"]);
+    kill_in_turn(&fixture, &[(2, Some(1), "2"), (3, Some(0), "2,1"), (2, None, "1,1")]);
+    fixture.finish("killed", &["--nproc", "3", "--nodes", "2,1"]);
+    fixture.assert_same("alone", "killed");
+}
+
+/// Starts three ranks with a fault in the library, and returns how that ended, within ten seconds more than the deadline.
+fn with_fault(fixture: &Fixture, fault: &str, patience: u64) -> Output {
+    let patience = patience.to_string();
+    let mut command = fixture.run(fault, &["--nproc", "3", "--rank-timeout", &patience]);
+    command.env("STANDIN_FAULT", fault).stdout(Stdio::null()).stderr(Stdio::piped());
+    command.spawn().unwrap().wait_with_output().unwrap()
+}
+
+#[test]
+fn a_rank_that_dies_within_a_transfer_is_named_at_once() {
+    let start = Instant::now();
+    let ended = with_fault(&carried(), "kill:1:9", 300);
+    assert!(start.elapsed() < Duration::from_secs(150), "nobody waits for the deadline");
+    let said = Ran::from(ended).fails(6, &["rank 1 was ended from outside", "a rank is gone: rank 1"]);
+    assert!(said.contains("last seen at step"), "{said}");
+}
+
+#[test]
+fn a_rank_that_hangs_within_a_transfer_is_named_within_the_deadline() {
+    let ended = with_fault(&carried(), "stop:1:9", 3);
+    let words = ["did not come within 3s: rank 1, last seen at step", "run the same command again"];
+    let said = Ran::from(ended).fails(6, &words);
+    assert!(!said.contains("rank 2, last seen"), "who waits is not blamed: {said}");
+}
+
+#[test]
+fn a_rank_that_hangs_between_transfers_is_named_too() {
+    hold_one(&carried());
+}
+
+#[test]
+fn a_call_that_does_not_return_is_given_up() {
+    let ended = with_fault(&carried(), "block:1:9", 3);
+    Ran::from(ended).fails(6, &["did not return within 3s"]);
+    let ended = with_fault(&carried(), "join:1:0", 3);
+    Ran::from(ended).fails(6, &["open RCCL on every rank", "not all joined within 3s"]);
+}
+
+#[test]
+fn a_library_on_one_rank_only_is_refused_or_passed_over() {
+    let fixture = carried();
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let rank = |rank: &str| {
+        let mut command = fixture.run("one", &[]);
+        command.envs([("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank)]);
+        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+        if rank == "1" {
+            command.env("ZTRAIN_RCCL", "/nowhere/librccl.so");
+        }
+        command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    for child in ["0", "1"].map(rank) {
+        let ended = child.wait_with_output().unwrap();
+        Ran::from(ended).fails(6, &["rank 1: none of /nowhere/librccl.so could be opened"]);
+    }
+}
+
+#[test]
+fn carried_collectives_are_measured_and_right() {
+    let mut args = vec!["bench", "collectives", "--nproc", "3", "--from", "4K", "--to", "256K"];
+    args.extend(["--seconds", "0.01", "--json", "--transport", "rccl"]);
+    let mut command = ztrain_command(&args);
+    let said = Ran::from(command.env("ZTRAIN_RCCL", standin()).output().unwrap()).ok();
+    let rows: Vec<Value> = said.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let ours: Vec<_> = rows.iter().filter(|row| row["by"] == "rccl").collect();
+    assert_eq!((rows.len(), ours.len()), (4 * 9, 4 * 4));
+    assert!(rows.iter().all(|row| row["wrong"] == 0), "{said}");
+}
+
+#[test]
+fn real_devices_leave_the_ledger_of_one() {
+    use std::io::Write as _;
+
+    let fixture = Fixture::new(&[]);
+    let on = |out: &str, extra: &[&str]| {
+        let args = [&["--device", "cuda"], extra].concat();
+        Ran::from(fixture.run(out, &args).output().unwrap())
+    };
+    for (out, extra) in [
+        ("alone", &["--nproc", "1"][..]),
+        ("plain", &["--nproc", "2", "--transport", "gloo"]),
+        ("carried", &["--nproc", "2", "--transport", "rccl"]),
+    ] {
+        let ran = on(out, extra);
+        if ran.code == Some(6) && ran.err.contains("cannot be used") {
+            let line = ran.err.lines().next().unwrap_or_default();
+            writeln!(std::io::stderr(), "1 GPU test skipped: two are needed: {line}").unwrap();
+            return;
+        }
+        ran.ok();
+    }
+    fixture.assert_same("alone", "plain");
+    fixture.assert_same("alone", "carried");
+}
