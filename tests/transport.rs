@@ -20,7 +20,8 @@ fn standin() -> &'static Path {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
     LIBRARY.get_or_init(|| {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
-        let (library, own) = (folder.join("standin.so"), folder.join(std::process::id().to_string()));
+        let (library, own) =
+            (folder.join("standin.so"), folder.join(std::process::id().to_string()));
         let mut compiler = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()));
         compiler.args(["-std=c++17", "-O1", "-Wall", "-shared", "-fPIC", "-pthread", "-o"]);
         let made = compiler.arg(&own).arg(tests_folder().join("rccl.cpp")).output().unwrap();
@@ -84,7 +85,8 @@ fn a_rank_that_dies_within_a_transfer_is_named_at_once() {
     let start = Instant::now();
     let ended = with_fault(&carried(), "kill:1:9", 300);
     assert!(start.elapsed() < Duration::from_secs(150), "nobody waits for the deadline");
-    let said = Ran::from(ended).fails(6, &["rank 1 was ended from outside", "a rank is gone: rank 1"]);
+    let said =
+        Ran::from(ended).fails(6, &["rank 1 was ended from outside", "a rank is gone: rank 1"]);
     assert!(said.contains("last seen at step"), "{said}");
 }
 

@@ -7,6 +7,8 @@
 //!   closes its rounds in ascending order. Of all rounds that are not done take one with the smallest number (of the oldest
 //!   exchange): all that its ranks have queued before it is done, so it is at the head on every one of them, and runs. For a
 //!   rank to close a round it may only wait for arrivals of rounds with smaller numbers; then, by induction, none is stuck.
+//! - A group holds at most 2,048 transfers. A rank that speaks directly with more than 1,023 others is refused by the library;
+//!   ranks of machines go through gates and stay far below.
 //! - Calls may block the caller, and a communicator is for one thread at a time. So one thread, the courier, makes all of
 //!   them, and nobody who computes ever waits in one.
 //! - A kernel that waits for a rank that still computes keeps a GPU busy, and one whose rank is lost never returns. So
@@ -335,8 +337,7 @@ impl Carrier {
 
     /// Tells the round's ranks that this one has come to it, and hears the same from them.
     fn meet(&self, round: &Round, partners: &[u32]) -> Result<()> {
-        let missing =
-            |peer, error| self.peers.missing(&round.what, round.number, peer, &error);
+        let missing = |peer, error| self.peers.missing(&round.what, round.number, peer, &error);
         let token = || Tensor::zeros([1], (Kind::Uint8, Device::Cpu));
         let mut words = Vec::new();
         for rank in partners.iter().copied() {

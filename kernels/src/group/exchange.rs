@@ -139,9 +139,7 @@ impl<'a> Exchange<'a> {
         let tensor = Tensor::empty([count], (kind, lies));
         let way = match self.courier {
             _ if count == 0 => None,
-            Some(courier) => {
-                Some(Move::Carried(courier, self.round(round).receive(from, &tensor)))
-            }
+            Some(courier) => Some(Move::Carried(courier, self.round(round).receive(from, &tensor))),
             None => {
                 let begun = self.peers.receive(from, &tensor, self.tag());
                 let missing = |error| self.peers.missing(self.what, self.number, from, &error);

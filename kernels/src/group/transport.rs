@@ -116,9 +116,9 @@ fn decide(words: &[Word]) -> Result<Carried> {
             Err(Error::Foreign { call: "open RCCL on every rank", reason: said(rank) })
         }
         Some(_) => {
-            let told = words.iter().position(|(_, against)| {
-                against.as_ref().is_some_and(|reason| !reason.is_empty())
-            });
+            let told = words
+                .iter()
+                .position(|(_, against)| against.as_ref().is_some_and(|reason| !reason.is_empty()));
             Ok(Carried { reason: told.map(said), ..Carried::default() })
         }
     }
@@ -134,7 +134,8 @@ mod tests {
         let (has, lacks) = (None, Some("no library".to_owned()));
         let idle = Some(String::new());
         let choose = |words: &[(Transport, &Option<String>)]| {
-            let words: Vec<Word> = words.iter().map(|(wish, said)| (*wish, (*said).clone())).collect();
+            let words: Vec<Word> =
+                words.iter().map(|(wish, said)| (*wish, (*said).clone())).collect();
             decide(&words).map(|carried| (carried.rccl, carried.reason)).map_err(|e| e.to_string())
         };
         assert_eq!(choose(&[(Auto, &has), (Auto, &has)]), Ok((true, None)));

@@ -168,11 +168,11 @@ impl<'a> Gather<'a> {
         let own = self.length(me);
         for round in self.next[0]..end.min(self.rounds()) {
             let here = nodes.ranks(nodes.here()).filter(|rank| *rank != me);
-            let here =
-                here.map(|rank| (rank, self.parts[rank as usize][round].clone(), bag, near(round, 0)));
-            let elsewhere = nodes.others().map(|node| {
-                (nodes.gate(node, me), self.part_of(node, round), own, far(round, 0))
-            });
+            let here = here
+                .map(|rank| (rank, self.parts[rank as usize][round].clone(), bag, near(round, 0)));
+            let elsewhere = nodes
+                .others()
+                .map(|node| (nodes.gate(node, me), self.part_of(node, round), own, far(round, 0)));
             for (from, part, length, first) in here.chain(elsewhere).collect::<Vec<_>>() {
                 for (block, _) in (0..).zip(blocks(part.start, part.end)) {
                     let arrival = self.exchange.receive(first + block, from, Kind::Float, length);

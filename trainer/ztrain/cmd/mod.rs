@@ -42,14 +42,15 @@ pub(crate) struct Speed {
 }
 
 impl Speed {
-    /// Everything by default, on the processor.
-    pub(crate) fn cpu() -> Self {
-        Speed::on("cpu")
-    }
-
     /// Everything by default, on a device.
     pub(crate) fn on(device: &str) -> Self {
-        Speed { device: device.to_owned(), lanes: None, recompute: false, loader_threads: 1, prefetch: 2 }
+        Speed {
+            device: device.to_owned(),
+            lanes: None,
+            recompute: false,
+            loader_threads: 1,
+            prefetch: 2,
+        }
     }
 
     /// The lanes asked for, else the cores of the machine, shared among the ranks on it.
