@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use rccl_sys::{Communicator, HostStream, Library, UniqueId};
 use tch::{Device, Kind, Tensor};
 
-use super::peers::Peers;
+use super::peers::{Peers, late};
 use crate::device::{self, Event, SideStream};
 use crate::{Error, Result};
 
@@ -337,7 +337,10 @@ impl Carrier {
 
     /// Tells the round's ranks that this one has come to it, and hears the same from them.
     fn meet(&self, round: &Round, partners: &[u32]) -> Result<()> {
-        let missing = |peer, error| self.peers.missing(&round.what, round.number, peer, &error);
+        let missing = |peer, error| match late(&error) {
+            true => self.peers.stalled(&round.what, round.number, partners),
+            false => self.peers.missing(&round.what, round.number, peer, &error),
+        };
         let token = || Tensor::zeros([1], (Kind::Uint8, Device::Cpu));
         let mut words = Vec::new();
         for rank in partners.iter().copied() {

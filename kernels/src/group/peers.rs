@@ -22,10 +22,11 @@ const FRAME: usize = 1024;
 const HERE: &str = "on ";
 
 /// How long a rank that ends may take to leave word.
-const WORD: Duration = Duration::from_millis(300);
+const WORD: Duration = Duration::from_secs(1);
 
-/// How long ranks whose time ran out together wait for each other's sign of life.
-const ROLL: Duration = Duration::from_secs(1);
+/// How long ranks whose time ran out together wait for each other's sign of life: well below [`WORD`], for their connections
+/// may be closed by then.
+const ROLL: Duration = Duration::from_millis(500);
 
 /// All ranks of a run, as one of them sees them: who they are and what they say.
 #[derive(Debug)]
@@ -262,7 +263,7 @@ impl Peers {
 
     /// What to say when `peer` could not be reached in exchange `number`.
     pub(super) fn missing(&self, what: &str, number: u64, peer: u32, error: &Error) -> Error {
-        if error.to_string().to_lowercase().contains("timed out") {
+        if late(error) {
             let behind = self.behind(number);
             return self.blame(what, if behind.is_empty() { vec![peer] } else { behind }, true);
         }
@@ -272,23 +273,27 @@ impl Peers {
         }
     }
 
-    /// What to say when the time ran out in a transfer among `partners` that all had begun: who is still there writes so into
-    /// the store, and who does not is missing.
+    /// What to say when the time ran out in a round that `partners` share with this rank. A partner may only wait, in an
+    /// earlier round, for a rank that is no partner of ours. So whoever's time runs out writes that into the store, and of
+    /// those who do not the partners are missing, or else the others.
     pub(super) fn stalled(&self, what: &str, number: u64, partners: &[u32]) -> Error {
         if let Some(what) = self.word() {
             return Error::Reported { what };
         }
-        let sign = |rank: u32| format!("late/{number}/{rank}");
+        let sign = |rank: u32| format!("late/{rank}");
         let mut silent = self.behind(number);
         if silent.is_empty() && self.store.set(&sign(self.place.rank), "here").is_ok() {
             let start = Instant::now();
-            silent = partners.to_vec();
+            silent = self.others().collect();
             while !silent.is_empty() && start.elapsed() < ROLL {
                 silent.retain(|rank| !matches!(self.store.find(&sign(*rank)), Ok(Some(_))));
                 std::thread::sleep(LOOK);
             }
         }
-        self.blame(what, if silent.is_empty() { partners.to_vec() } else { silent }, true)
+        let near: Vec<u32> =
+            silent.iter().copied().filter(|rank| partners.contains(rank)).collect();
+        let lost = [near, silent, partners.to_vec()].into_iter().find(|lost| !lost.is_empty());
+        self.blame(what, lost.unwrap_or_default(), true)
     }
 
     /// Who has not come as far as an exchange: a rank that has only waits as we do.
@@ -372,6 +377,11 @@ impl Peers {
         let (number, place) = post.split_once('|')?;
         Some((number.parse().ok()?, place.to_owned()))
     }
+}
+
+/// Whether it was the time that ran out.
+pub(super) fn late(error: &Error) -> bool {
+    error.to_string().to_lowercase().contains("timed out")
 }
 
 /// Waits until every rank has written that it is here; the machines that they are on.
