@@ -19,7 +19,7 @@
 //! - A rank that is lost within a round leaves no sign in the library. So each rank also keeps a receive from the next one
 //!   open over Gloo, which fails when that one's connections close ([`watch`]): one of the ranks notices at once, and its
 //!   word ends the others.
-//! - To give a communicator up may hang as well: nobody waits for it longer than [`PARTING`].
+//! - To give a communicator up may hang as well: nobody waits long for it ([`PARTING`]).
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -43,8 +43,8 @@ const FAREWELL: i32 = TOKEN + 1;
 /// For ever: a watch ends by a farewell or a loss.
 const LONG: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// How long the end of the courier, or of a lost communicator, is waited for.
-const PARTING: Duration = Duration::from_secs(2);
+/// How long the end of the courier is waited for, and of one that failed: the other ranks wait to hear why.
+const PARTING: [Duration; 2] = [Duration::from_secs(5), Duration::from_millis(500)];
 
 /// Between two looks at a stream: the first, and the longest.
 const LOOKS: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(2)];
@@ -254,7 +254,18 @@ impl Courier {
                 return Err(self.held_up(&what));
             }
             let changed = self.shared.changed.wait_timeout(state, WORDS);
-            state = changed.unwrap_or_else(PoisonError::into_inner).0;
+            let (again, slept) = changed.unwrap_or_else(PoisonError::into_inner);
+            state = again;
+            if slept.timed_out() && !state.over {
+                drop(state);
+                // The courier may be waiting for a rank that is well, and waits for the lost one itself.
+                let word = self.peers.word();
+                state = self.shared.lock();
+                if let Some(what) = word {
+                    state.over = true;
+                    state.failed.get_or_insert(Error::Reported { what });
+                }
+            }
         }
         Ok(())
     }
@@ -262,6 +273,7 @@ impl Courier {
     /// The courier hangs in a call: the communicator is given up under it.
     fn held_up(&self, what: &str) -> Error {
         let error = self.peers.held_up(what);
+        self.shared.lock().over = true;
         let communicator = self.communicator.upgrade();
         std::thread::spawn(move || communicator.inspect(|communicator| communicator.abort()));
         error
@@ -272,15 +284,17 @@ impl Drop for Courier {
     fn drop(&mut self) {
         // The thread works off what it has, and destroys the communicator if nobody has given it up.
         self.inbox = None;
+        let over = self.shared.lock().over || self.peers.word().is_some();
+        let patience = PARTING[usize::from(over)];
         // Both receivers hear nothing but the end of a thread.
         let parted = |end: &mut Mutex<Receiver<()>>| {
-            let _ = end.get_mut().unwrap_or_else(PoisonError::into_inner).recv_timeout(PARTING);
+            let _ = end.get_mut().unwrap_or_else(PoisonError::into_inner).recv_timeout(patience);
         };
         parted(&mut self.ended);
-        if !self.shared.lock().over {
+        if !over {
             let farewell = Tensor::zeros([1], (Kind::Uint8, Device::Cpu));
             let said = self.peers.send(self.peers.neighbours().1, &farewell, FAREWELL);
-            let _ = said.and_then(|said| said.wait(PARTING));
+            let _ = said.and_then(|said| said.wait(patience));
             parted(&mut self.watched);
         }
     }

@@ -22,11 +22,11 @@ const FRAME: usize = 1024;
 const HERE: &str = "on ";
 
 /// How long a rank that ends may take to leave word.
-const WORD: Duration = Duration::from_secs(1);
+const WORD: Duration = Duration::from_millis(600);
 
 /// How long ranks whose time ran out together wait for each other's sign of life: well below [`WORD`], for their connections
 /// may be closed by then.
-const ROLL: Duration = Duration::from_millis(500);
+const ROLL: Duration = Duration::from_millis(300);
 
 /// All ranks of a run, as one of them sees them: who they are and what they say.
 #[derive(Debug)]
