@@ -264,7 +264,7 @@ impl Peers {
     /// What to say when `peer` could not be reached in exchange `number`.
     pub(super) fn missing(&self, what: &str, number: u64, peer: u32, error: &Error) -> Error {
         if late(error) {
-            let behind = self.behind(number);
+            let behind = self.silent(self.behind(number));
             return self.blame(what, if behind.is_empty() { vec![peer] } else { behind }, true);
         }
         match self.word_of_another() {
@@ -280,20 +280,28 @@ impl Peers {
         if let Some(what) = self.word() {
             return Error::Reported { what };
         }
-        let sign = |rank: u32| format!("late/{rank}");
-        let mut silent = self.behind(number);
-        if silent.is_empty() && self.store.set(&sign(self.place.rank), "here").is_ok() {
-            let start = Instant::now();
-            silent = self.others().collect();
-            while !silent.is_empty() && start.elapsed() < ROLL {
-                silent.retain(|rank| !matches!(self.store.find(&sign(*rank)), Ok(Some(_))));
-                std::thread::sleep(LOOK);
-            }
-        }
+        let behind = self.behind(number);
+        let late = if behind.is_empty() { self.others().collect() } else { behind };
+        let silent = self.silent(late);
         let near: Vec<u32> =
             silent.iter().copied().filter(|rank| partners.contains(rank)).collect();
         let lost = [near, silent, partners.to_vec()].into_iter().find(|lost| !lost.is_empty());
         self.blame(what, lost.unwrap_or_default(), true)
+    }
+
+    /// Writes down that this rank's time ran out, and who of `suspects` does not do so too. A single one is none the less
+    /// suspect for that.
+    fn silent(&self, mut suspects: Vec<u32>) -> Vec<u32> {
+        let sign = |rank: u32| format!("late/{rank}");
+        if self.store.set(&sign(self.place.rank), "here").is_err() || suspects.len() < 2 {
+            return suspects;
+        }
+        let (start, all) = (Instant::now(), suspects.clone());
+        while !suspects.is_empty() && start.elapsed() < ROLL {
+            suspects.retain(|rank| !matches!(self.store.find(&sign(*rank)), Ok(Some(_))));
+            std::thread::sleep(LOOK);
+        }
+        if suspects.is_empty() { all } else { suspects }
     }
 
     /// Who has not come as far as an exchange: a rank that has only waits as we do.
