@@ -264,8 +264,7 @@ impl Peers {
     /// What to say when `peer` could not be reached in exchange `number`.
     pub(super) fn missing(&self, what: &str, number: u64, peer: u32, error: &Error) -> Error {
         if late(error) {
-            let behind = self.silent(self.behind(number));
-            return self.blame(what, if behind.is_empty() { vec![peer] } else { behind }, true);
+            return self.stalled(what, number, &[peer]);
         }
         match self.word_of_another() {
             Some(what) => Error::Reported { what },
@@ -273,19 +272,18 @@ impl Peers {
         }
     }
 
-    /// What to say when the time ran out in a round that `partners` share with this rank. A partner may only wait, in an
-    /// earlier round, for a rank that is no partner of ours. So whoever's time runs out writes that into the store, and of
-    /// those who do not the partners are missing, or else the others.
+    /// What to say when the time ran out in what `partners` share with this rank. Suspect is who has not come as far as this
+    /// exchange, or else the partners; but they may only wait, further back, for a rank that we do not wait for. So whoever's
+    /// time runs out writes that into the store, and of those who do not the suspects are missing, or else the others.
     pub(super) fn stalled(&self, what: &str, number: u64, partners: &[u32]) -> Error {
         if let Some(what) = self.word() {
             return Error::Reported { what };
         }
         let behind = self.behind(number);
-        let late = if behind.is_empty() { self.others().collect() } else { behind };
-        let silent = self.silent(late);
-        let near: Vec<u32> =
-            silent.iter().copied().filter(|rank| partners.contains(rank)).collect();
-        let lost = [near, silent, partners.to_vec()].into_iter().find(|lost| !lost.is_empty());
+        let suspects = if behind.is_empty() { partners.to_vec() } else { behind };
+        let silent = self.silent(self.others().collect());
+        let near = silent.iter().copied().filter(|rank| suspects.contains(rank)).collect();
+        let lost = [near, silent, suspects].into_iter().find(|lost| !lost.is_empty());
         self.blame(what, lost.unwrap_or_default(), true)
     }
 
