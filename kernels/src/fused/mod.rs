@@ -12,6 +12,8 @@ mod heads;
 mod rows;
 mod taps;
 
+use std::ops::Add;
+
 use tch::{Device, Kind, Tensor};
 
 pub use adamw::{Rates, adamw};
@@ -95,7 +97,8 @@ fn empty(shape: &[i64]) -> Tensor {
 const PARTS: usize = 16;
 
 /// Adds up the parts of a sum, neighbours first.
-fn together(mut parts: [f64; PARTS]) -> f64 {
+#[inline(always)]
+fn together<T: Copy + Add<Output = T>>(mut parts: [T; PARTS]) -> T {
     let mut width = PARTS;
     while width > 1 {
         width /= 2;

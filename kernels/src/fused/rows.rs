@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::{PARTS, empty, read, wide, write};
+use super::{PARTS, empty, read, together, wide, write};
 
 /// Rows whose part of a sum over columns is kept in f32 before it is added to an f64.
 const BLOCK: usize = 32;
@@ -237,19 +237,6 @@ pub(super) fn dot(a: &[f32], b: &[f32], of: impl Fn(f32, f32) -> f32) -> f32 {
         *part += of(*a, *b);
     }
     together(parts)
-}
-
-/// Adds up the parts of a sum, neighbours first.
-#[inline(always)]
-pub(super) fn together(mut parts: [f32; PARTS]) -> f32 {
-    let mut width = PARTS;
-    while width > 1 {
-        width /= 2;
-        for index in 0..width {
-            parts[index] = parts[2 * index] + parts[2 * index + 1];
-        }
-    }
-    parts[0]
 }
 
 fn sizes(x: &Tensor) -> [i64; 2] {
