@@ -82,10 +82,9 @@ impl Library {
     }
 
     fn load() -> Result<Library> {
-        let asked = match std::env::var(VARIABLE) {
-            Ok(name) => CString::new(name).ok(),
-            Err(_) => None,
-        };
+        // A variable holds no zero byte, so that every name becomes a C string.
+        let asked = std::env::var_os(VARIABLE);
+        let asked = asked.and_then(|name| CString::new(name.into_encoded_bytes()).ok());
         let names = asked.as_deref().map_or(NAMES.to_vec(), |name| vec![name]);
         let handle = names.iter().find_map(|name| {
             // SAFETY: the name is a C string; opening a library runs its initialisers, as linking it would.

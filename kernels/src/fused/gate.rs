@@ -28,6 +28,7 @@ wide! {
 
 /// Back through [`gated`], from the gradient of its outcome: that of `x`.
 pub fn gated_backward(x: &Tensor, grad: &Tensor) -> Tensor {
+    assert_eq!(x.numel(), 2 * grad.numel(), "a gradient for each pair");
     let mut out = empty(&x.size());
     gate_back(read(x), read(grad), (x.size()[1] / 2) as usize, write(&mut out));
     out
@@ -77,6 +78,7 @@ fn exp(x: f32) -> f32 {
 /// In operators: `x.index_select(0, places) * weight`.
 pub fn gather(x: &Tensor, places: &Tensor, weight: &Tensor) -> Tensor {
     let (tokens, width) = (places.size()[0], x.size()[1]);
+    assert_eq!(weight.numel() as i64, tokens, "a weight for each token");
     let mut out = empty(&[tokens, width]);
     gather_rows(read(x), integers(places), read(weight), width as usize, write(&mut out));
     out
@@ -96,6 +98,9 @@ wide! {
 /// that of `weight`, `[N, 1]`. No row is gathered twice.
 pub fn gather_backward(x: &Tensor, places: &Tensor, weight: &Tensor, grad: &Tensor) -> [Tensor; 2] {
     let [rows, width] = [x.size()[0], x.size()[1]];
+    let tokens = places.numel();
+    let fits = weight.numel() == tokens && grad.numel() == tokens * width as usize;
+    assert!(fits, "a weight and a gradient for each token");
     let (mut out, mut weight_grad) = (empty(&[rows, width]), empty(&[places.size()[0], 1]));
     let mut used = vec![false; rows as usize];
     integers(places).iter().for_each(|place| used[*place as usize] = true);

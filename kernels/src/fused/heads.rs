@@ -21,6 +21,25 @@ pub struct Heads<'a> {
     pub shape: [usize; 3],
 }
 
+impl Heads<'_> {
+    /// Each of `[N, G d]` or `[G, N, d]` belongs to these heads and angles.
+    fn fit(&self, tensors: &[&Tensor]) {
+        let [queries, keys, width] = self.shape;
+        let tokens = tensors[0].numel() / ((queries + keys) * width);
+        let [cos, sin] = self.angles.map(Tensor::numel);
+        let whole = (queries + keys) * width;
+        let same = tensors.iter().all(|tensor| tensor.numel() == tokens * whole);
+        assert!(
+            same && cos == sin && cos % tokens == 0 && 2 * cos <= tokens * width,
+            "angles of these tokens"
+        );
+        assert!(
+            self.bias.numel() == whole && self.temperature.numel() == keys,
+            "one for each head"
+        );
+    }
+}
+
 /// The least length that a vector is divided by.
 const LEAST: f32 = f32::EPSILON;
 
@@ -37,6 +56,7 @@ pub fn mix(z: &Tensor, raw: &mut Tensor, by: Heads) -> (Tensor, Tensor) {
     let (tokens, heads) = (z.size()[0], raw.size()[0]);
     let (mut factors, mut out) =
         (empty(&[heads, tokens, 1]), empty(&[heads, tokens, width as i64]));
+    by.fit(&[z, raw]);
     add_means(read(z), read(by.bias), by.shape, write(raw));
     let angles = by.angles.map(read);
     turn(read(raw), (read(by.temperature), angles), by.shape, write(&mut factors), write(&mut out));
@@ -112,6 +132,7 @@ pub fn mix_backward(
     grad: Tensor,
 ) -> (Tensor, [Tensor; 2]) {
     let mut grad = grad;
+    by.fit(&[raw, &grad]);
     let [queries, keys, width] = by.shape;
     let (heads, tokens) = (queries + keys, factors.numel() / (queries + keys));
     let (mut temperature, mut sums) = (vec![0f32; keys], Vec::with_capacity(heads));

@@ -11,6 +11,7 @@ const BLOCK: usize = 32;
 ///
 /// In operators: `f = (x.square().mean(-1) + eps).rsqrt(); x * f * weight`.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> (Tensor, Tensor) {
+    fit(&[x], &[weight]);
     let [rows, width] = sizes(x);
     let (mut out, mut factors) = (empty(&[rows, width]), empty(&[rows, 1]));
     norm_rows(
@@ -46,7 +47,9 @@ pub fn rms_norm_backward(
     weight: &Tensor,
     grad: &Tensor,
 ) -> (Tensor, Tensor) {
-    let [_, width] = sizes(x);
+    fit(&[x, grad], &[weight]);
+    let [rows, width] = sizes(x);
+    assert_eq!(factors.numel() as i64, rows, "a factor for each row");
     let mut input = empty(&x.size());
     let mut columns = Columns::<1>::new(width as usize);
     norm_rows_back(
@@ -113,6 +116,7 @@ pub struct Scaled<'a> {
 
 /// `(branch + bias) * scale + (stream + stream_bias) * stream_scale`, as these operators.
 pub fn residual(branch: &Tensor, stream: &Tensor, by: Scaled) -> Tensor {
+    fit(&[branch, stream], &[by.scale, by.bias, by.stream_scale, by.stream_bias]);
     let mut out = empty(&stream.size());
     let vectors = [by.scale, by.bias, by.stream_scale, by.stream_bias].map(read);
     residual_rows(read(branch), read(stream), vectors, write(&mut out));
@@ -144,6 +148,7 @@ pub fn residual_backward(
     (scale, stream_scale): (&Tensor, &Tensor),
     grad: &Tensor,
 ) -> (Tensor, Tensor, [Tensor; 3]) {
+    fit(&[branch, stream, grad], &[scale, stream_scale]);
     let [_, width] = sizes(stream);
     let (mut to_branch, mut to_stream) = (empty(&stream.size()), empty(&stream.size()));
     let mut columns = Columns::<3>::new(width as usize);
@@ -237,6 +242,16 @@ pub(super) fn dot(a: &[f32], b: &[f32], of: impl Fn(f32, f32) -> f32) -> f32 {
         *part += of(*a, *b);
     }
     together(parts)
+}
+
+/// A number of each vector belongs to each column of a matrix, and matrices that meet have one shape.
+fn fit(matrices: &[&Tensor], vectors: &[&Tensor]) {
+    let [_, width] = sizes(matrices[0]);
+    let same = matrices.iter().all(|matrix| matrix.size() == matrices[0].size());
+    assert!(
+        same && vectors.iter().all(|vector| vector.numel() as i64 == width),
+        "rows of one width"
+    );
 }
 
 fn sizes(x: &Tensor) -> [i64; 2] {

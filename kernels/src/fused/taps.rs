@@ -8,10 +8,9 @@ use super::{empty, integers, read, wide, write};
 /// The convolution, and where spans begin.
 #[derive(Clone, Copy)]
 pub struct Depthwise<'a> {
-    /// Weights of the token before, `[C]`; where a span begins there is none, and it counts as zero.
-    pub before: &'a Tensor,
-    /// Weights of the token, `[C]`.
-    pub now: &'a Tensor,
+    /// `[C, 1, 2]`: weights of the token before, and of the token. Where a span begins there is none before it, and it counts
+    /// as zero.
+    pub weights: &'a Tensor,
     /// `[C]`.
     pub bias: &'a Tensor,
     /// Rows at which spans begin, ascending from 0, i64.
@@ -20,11 +19,26 @@ pub struct Depthwise<'a> {
     pub heads: [usize; 2],
 }
 
+impl Depthwise<'_> {
+    /// Weights of the token before, and of the token: a vector of `[C]` each.
+    fn by_tap(self) -> [Vec<f32>; 2] {
+        let [count, width] = self.heads;
+        let weights = read(self.weights);
+        assert!(
+            weights.len() == 2 * count * width && self.bias.numel() == count * width,
+            "one for each channel"
+        );
+        [0, 1].map(|tap| weights.iter().skip(tap).step_by(2).copied().collect())
+    }
+}
+
 /// `c_t = bias + now z_t + before z_{t-1}`, as `[G, N, 2 d]`: `c_{t-1}`, then `c_t`. Before a span `c` is the bias.
 pub fn taps(z: &Tensor, by: Depthwise) -> Tensor {
     let [count, width] = by.heads;
     let mut both = empty(&[count as i64, z.size()[0], 2 * width as i64]);
-    let vectors = [by.before, by.now, by.bias].map(read);
+    let [before, now] = by.by_tap();
+    let vectors = [before.as_slice(), now.as_slice(), read(by.bias)];
+    assert_eq!(z.numel() % (count * width), 0, "rows of all channels");
     forward(read(z), vectors, integers(by.starts), width, write(&mut both));
     both
 }
@@ -62,7 +76,9 @@ wide! {
 pub fn taps_backward(z: &Tensor, by: Depthwise, grad: &Tensor) -> (Tensor, [Tensor; 3]) {
     let [count, width] = by.heads;
     let (mut out, mut columns) = (empty(&z.size()), Columns::<3>::new(count * width));
-    let vectors = [by.before, by.now].map(read);
+    let [before, now] = by.by_tap();
+    let vectors = [before.as_slice(), now.as_slice()];
+    assert_eq!(grad.numel(), 2 * z.numel(), "a gradient for both taps");
     backward(
         read(z),
         vectors,

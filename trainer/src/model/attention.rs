@@ -60,7 +60,7 @@ impl Attention<'_> {
         let z = product::of(u, &wz.tr());
         let wide = product::wide(z.shallow_clone());
         let taps = match fused::fits(&wide) {
-            true => fused::taps(&wide, self.depthwise(context).borrowed(context)).to_kind(z.kind()),
+            true => fused::taps(&wide, self.depthwise(context)).to_kind(z.kind()),
             false => self.first_convolution(context, &z),
         };
         let kernel = self.kernel(config);
@@ -97,7 +97,7 @@ impl Attention<'_> {
         let (both, w1) = second_backward(config, &taps, &kernel, &raw_grad.to_kind(kind));
         let (both, z) = (product::wide(both), product::wide(z));
         let (mut z_grad, [before, now, b0]) = match fused::fits(&z) && fused::fits(&both) {
-            true => fused::taps_backward(&z, self.depthwise(context).borrowed(context), &both),
+            true => fused::taps_backward(&z, self.depthwise(context), &both),
             false => self.first_backward(context, &z, &both),
         };
         let w0 = Tensor::stack(&[before, now], 1).unsqueeze(1);
@@ -127,11 +127,9 @@ impl Attention<'_> {
         (input, params.into_iter().map(product::wide).collect())
     }
 
-    fn depthwise(&self, context: &Context) -> Depthwise {
-        let taps = self.w0.squeeze_dim(1);
-        let [before, now] = [0, 1].map(|tap| taps.select(1, tap).contiguous());
-        let [queries, keys, width] = shape(context.config);
-        Depthwise { before, now, bias: self.b0.shallow_clone(), heads: [queries + keys, width] }
+    fn depthwise<'a>(&'a self, context: &'a Context) -> fused::Depthwise<'a> {
+        let ([queries, keys, width], starts) = (shape(context.config), context.input.starts.rows());
+        fused::Depthwise { weights: self.w0, bias: self.b0, starts, heads: [queries + keys, width] }
     }
 
     fn heads<'a>(&'a self, context: &'a Context) -> fused::Heads<'a> {
@@ -270,22 +268,6 @@ impl Attention<'_> {
     }
 }
 
-/// The first convolution as a pass over memory reads it.
-struct Depthwise {
-    before: Tensor,
-    now: Tensor,
-    bias: Tensor,
-    heads: [usize; 2],
-}
-
-impl Depthwise {
-    fn borrowed<'a>(&'a self, context: &'a Context) -> fused::Depthwise<'a> {
-        let Depthwise { before, now, bias, heads } = self;
-        let starts = context.input.starts.rows();
-        fused::Depthwise { before, now, bias, starts, heads: *heads }
-    }
-}
-
 /// Query heads, key heads, and their dimensions.
 fn shape(config: &ZayaConfig) -> [usize; 3] {
     [config.num_attention_heads, config.num_key_value_heads, config.head_dim].map(|x| x as usize)
@@ -398,10 +380,10 @@ mod tests {
 
             let z = random(&[n, channels], seed + 4);
             let depthwise = attention.depthwise(&context);
-            let found = fused::taps(&z, depthwise.borrowed(&context));
+            let found = fused::taps(&z, depthwise);
             prop_assert!(difference(&found, &attention.first_convolution(&context, &z)) < 1e-6);
             let both = random(&[heads, n, 2 * dim], seed + 5);
-            let (found, sums) = fused::taps_backward(&z, depthwise.borrowed(&context), &both);
+            let (found, sums) = fused::taps_backward(&z, depthwise, &both);
             let (wanted, wanted_sums) = attention.first_backward(&context, &z, &both.copy());
             prop_assert!(difference(&found, &wanted) < 1e-6);
             for (found, wanted) in sums.iter().zip(&wanted_sums) {
