@@ -9,8 +9,8 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::time::Instant;
 
-use contract::store::{Split, Store};
 use serde_json::Value;
+use store::{Split, Store};
 
 use crate::python::{provision, skipped, tests_folder};
 use crate::resume::{Fire, kills};
@@ -46,7 +46,7 @@ fn documents(store: &Path, split: Split) -> Vec<(String, Vec<u32>)> {
     let store = Store::open(store).unwrap();
     let stream = store.stream(0, split);
     let all = stream.documents(std::slice::from_ref(&(0..stream.record().documents))).unwrap();
-    let doc = |record: contract::store::DocumentRecord| {
+    let doc = |record: store::DocumentRecord| {
         let mut tokens = Vec::new();
         let range = record.first_token..record.first_token + record.tokens;
         stream.read_tokens(range, &mut tokens).unwrap();

@@ -6,9 +6,10 @@
 use std::fs::{self, File, TryLockError};
 use std::path::Path;
 
-use contract::store::{FORMAT, Manifest, TokenizerRecord, open, write};
-use contract::{Fault, Result, far};
+use contract::{Fault, Result};
 use rayon::prelude::*;
+use store::far;
+use store::{FORMAT, Manifest, TokenizerRecord, open, write};
 
 use crate::commit::Committer;
 use crate::corpus::Corpus;

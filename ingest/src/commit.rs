@@ -6,11 +6,11 @@
 use std::fs;
 use std::path::Path;
 
-use contract::store::{
+use contract::{Fault, Result};
+use store::{
     DocumentRecord, InputRecord, Loss, Manifest, PreparedRecord, SourceRecord, Split, StreamRecord,
     open,
 };
-use contract::{Fault, Result};
 
 use crate::corpus::{Corpus, OnError};
 use crate::journal::{Checkpoint, Journal, Position, Totals};

@@ -7,8 +7,8 @@ use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use contract::store::UNIT_TOKENS;
 use contract::{Fault, Ratio, Result, fault};
+use store::UNIT_TOKENS;
 use toml_edit::{Document, Item, TableLike, Value};
 
 use crate::files;

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{Read, Result};
 use std::path::Path;
 
-use contract::pieces::Pieces;
+use store::pieces::Pieces;
 
 /// What opens files.
 pub(crate) trait Disk {

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
-use contract::{Fault, Result, far};
+use contract::{Fault, Result};
 use globset::{GlobBuilder, GlobMatcher};
+use store::far;
 
-use crate::remote;
+use storage as remote;
 
 /// A file that a pattern named.
 #[derive(Clone, Debug)]

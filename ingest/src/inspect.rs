@@ -3,10 +3,8 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use contract::store::{
-    Change, InputRecord, Loss, Manifest, PreparedRecord, SourceRecord, StreamRecord,
-};
 use serde_json::{Value, json};
+use store::{Change, InputRecord, Loss, Manifest, PreparedRecord, SourceRecord, StreamRecord};
 
 use crate::verify::bytes;
 

@@ -7,11 +7,11 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
-use contract::store::{
-    InputRecord, Loss, PreparedRecord, ShardRecord, SourceRecord, TokenizerRecord, open, write,
-};
 use contract::{Digest, Fault, Hasher, Result};
 use serde::{Deserialize, Serialize};
+use store::{
+    InputRecord, Loss, PreparedRecord, ShardRecord, SourceRecord, TokenizerRecord, open, write,
+};
 
 use crate::tokenize::audit::{Audit, Sample};
 

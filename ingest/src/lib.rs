@@ -22,7 +22,6 @@ mod journal;
 mod pipeline;
 pub mod prepare;
 mod progress;
-pub mod remote;
 mod request;
 pub mod source;
 mod stream;

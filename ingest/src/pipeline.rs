@@ -8,9 +8,9 @@ use std::borrow::Cow;
 use std::thread;
 
 use contract::draw::happens;
-use contract::store::{InputRecord, Split};
 use contract::{Digest, Fault, Key, Purpose, Ratio, Result};
 use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
+use store::{InputRecord, Split};
 
 use crate::corpus::{Corpus, Source};
 use crate::journal::Position;

@@ -2,12 +2,11 @@
 //!
 //! Touching, moving or renaming an input is no difference: content is compared, never paths or dates.
 
-use std::io::Read as _;
 use std::path::Path;
 
-use contract::store::{FORMAT, InputRecord, Manifest, SourceRecord, StreamRecord, TokenizerRecord};
-use contract::{Digest, Fault, Identity, Result, far};
-use sha2::{Digest as _, Sha256};
+use contract::{Digest, Fault, Identity, Result};
+use store::far;
+use store::{FORMAT, InputRecord, Manifest, SourceRecord, StreamRecord, TokenizerRecord};
 
 use crate::corpus::{Corpus, OnError, Source};
 use crate::journal::Head;
@@ -170,22 +169,6 @@ pub(crate) fn compare_losses(corpus: &Corpus, manifest: &Manifest, store: &Path)
 /// Whether a loss is counted even where other losses stop the build.
 pub(crate) fn always_counted(reason: &str) -> bool {
     matches!(reason, "empty" | "no tokens") || prepare::is_reason(reason)
-}
-
-/// Size and SHA-256 of a file.
-pub(crate) fn content(path: &Path) -> Result<(u64, Identity)> {
-    let fault = |error| Fault::io("read", path, &error);
-    let mut file = far::open(path).map_err(fault)?;
-    let (mut hash, mut bytes) = (Sha256::new(), 0);
-    let mut buffer = vec![0; 1 << 20];
-    loop {
-        let count = file.read(&mut buffer).map_err(fault)?;
-        if count == 0 {
-            return Ok((bytes, Identity(hash.finalize().into())));
-        }
-        hash.update(&buffer[..count]);
-        bytes += count as u64;
-    }
 }
 
 /// The head that a done store answers to.

@@ -3,10 +3,10 @@
 use std::fs;
 use std::path::Path;
 
-use contract::store::manifest::chain;
-use contract::store::write::{ShardWriter, StreamHead};
-use contract::store::{DocumentRecord, ShardRecord, SourceRecord, Split, StreamRecord, open};
 use contract::{Fault, Result};
+use store::manifest::chain;
+use store::write::{ShardWriter, StreamHead};
+use store::{DocumentRecord, ShardRecord, SourceRecord, Split, StreamRecord, open};
 
 /// One stream, and the shard at its end.
 pub(crate) struct Stream {

@@ -8,12 +8,12 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use contract::store::documents::Starts;
-use contract::store::{
+use contract::{Digest, Fault, Result};
+use store::documents::Starts;
+use store::{
     FORMAT, FileRecord, InputRecord, Manifest, ShardRecord, SourceRecord, Split, StreamRecord,
     open, verify, write,
 };
-use contract::{Digest, Fault, Result};
 
 use crate::corpus::{Corpus, OnError, Source};
 use crate::journal::Head;
@@ -102,7 +102,8 @@ fn same_inputs(
     let mut record = record.clone();
     for (file, input) in source.files.iter().zip(&mut record.inputs) {
         let length = fs::metadata(&file.path).map_err(|e| Fault::io("read", &file.path, &e))?.len();
-        if length != input.bytes || request::content(&file.path)? != (input.bytes, input.sha256) {
+        if length != input.bytes || store::far::content(&file.path)? != (input.bytes, input.sha256)
+        {
             return Ok(Err("its inputs changed"));
         }
         let InputRecord { path, .. } = input;

@@ -3,10 +3,10 @@
 use std::fs;
 use std::path::Path;
 
-use contract::store::documents::Documents;
-use contract::store::{Manifest, Split, open};
 use contract::{Class, Fault, Result};
 use proptest::prelude::*;
+use store::documents::Documents;
+use store::{Manifest, Split, open};
 
 use crate::build::{Outcome, build, build_while};
 use crate::corpus::Corpus;

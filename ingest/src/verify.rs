@@ -4,9 +4,9 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use contract::Result;
-use contract::store::verify::{self, Damage};
-use contract::store::{Manifest, Split, StreamRecord, open};
 use rayon::prelude::*;
+use store::verify::{self, Damage};
+use store::{Manifest, Split, StreamRecord, open};
 
 use crate::progress::Progress;
 use crate::{prepare, request};

@@ -60,7 +60,7 @@ enum Command {
 
 fn main() -> ExitCode {
     contract::fault::end_with_the_reader();
-    ingest::remote::install();
+    storage::install();
     let outcome = match Cli::parse().command {
         Command::Build(args) => cmd::build::exec(args),
         Command::Task(command) => cmd::task::exec(command),

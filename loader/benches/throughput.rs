@@ -12,12 +12,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use contract::store::read::ReadCache;
-use contract::store::write::ShardWriter;
-use contract::store::{BLOCK_TOKENS, SourceRecord, Split, StreamRecord};
 use contract::{Digest, Hasher};
 use loader::{Batch, PrefetchOptions, Prefetcher, RankSlice, Stores, batch};
 use mixer::{Curriculum, Plan, SourceFacts};
+use store::read::ReadCache;
+use store::write::ShardWriter;
+use store::{BLOCK_TOKENS, SourceRecord, Split, StreamRecord};
 use support::{PhaseText, commit_store, curriculum, head, record, scratch};
 
 const SEQ_LEN: u32 = 4096;

@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use contract::store::StreamReader;
 use contract::{Digest, Fault, Hasher, Result};
 use mixer::{SampleSpec, Segment};
+use store::StreamReader;
 
 /// A row to be filled: four slices of `seq_len`. What they hold is of no account: every value is written.
 pub(crate) struct Row<'a> {

@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use contract::store::Split;
 use contract::{Digest, Hasher, Result};
 use mixer::{Plan, SampleSpec};
+use store::Split;
 
 use crate::assemble::{Row, Scratch};
 use crate::column::Column;

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use contract::store::{DocumentRecord, Split};
 use contract::{Fault, Result};
 use mixer::{Plan, SampleSpec};
+use store::{DocumentRecord, Split};
 
 use crate::Stores;
 

@@ -4,11 +4,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use contract::store::read::ReadCache;
-use contract::store::{DocumentRecord, Split};
-use contract::{Fault, Result, far};
-use mixer::curriculum::AddedStore;
+use contract::{Fault, Result};
+use curriculum::AddedStore;
 use mixer::{Curriculum, Plan, SourceFacts, described_store};
+use store::far;
+use store::read::ReadCache;
+use store::{DocumentRecord, Split};
 
 use crate::Stores;
 

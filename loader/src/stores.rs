@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use contract::store::{Split, Store, StreamReader, read::ReadCache};
 use contract::{Fault, Result};
 use mixer::SourceFacts;
+use store::{Split, Store, StreamReader, read::ReadCache};
 
 use crate::column::Shelf;
 

@@ -2,9 +2,9 @@
 //!
 //! No plan and no chance: window `w` of a source is its tokens from `w * seq_len` on, the last one padded.
 
-use contract::store::Split;
 use contract::{Fault, Result};
 use mixer::{SampleSpec, Segment};
+use store::Split;
 
 use crate::Stores;
 use crate::batch::{Batch, Head};

@@ -5,9 +5,9 @@ use std::ops::Range;
 
 use contract::{Fault, Hasher, Result};
 
-use crate::curriculum::Curriculum;
 use crate::plan::{Plan, unknown};
 use crate::sample::{Segment, SourceFacts};
+use curriculum::Curriculum;
 
 /// A document that is banned.
 #[derive(Clone, Debug, PartialEq, Eq)]

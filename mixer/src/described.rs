@@ -7,11 +7,11 @@
 //! documents = 10_000_000_000
 //! ```
 
-use contract::store::UNIT_TOKENS;
 use contract::{Fault, Result};
+use store::UNIT_TOKENS;
 
-use crate::curriculum::{Section, Text};
 use crate::sample::SourceFacts;
+use curriculum::{Section, Text};
 
 /// Reads a description; `None` if the text has no `[[source]]`, and so describes nothing.
 pub fn described_store(text: &str, file: &str) -> Result<Option<Vec<SourceFacts>>> {

@@ -24,7 +24,6 @@
 
 mod bans;
 pub mod course;
-pub mod curriculum;
 mod described;
 mod digest;
 mod limits;

@@ -2,8 +2,8 @@
 
 use contract::{Fault, Result};
 
-use crate::curriculum::Curriculum;
 use crate::plan::{PhasePlan, Plan, SourceUse};
+use curriculum::Curriculum;
 
 /// A source that runs out.
 struct Shortfall {

@@ -15,8 +15,7 @@
 
 use std::collections::BTreeSet;
 
-/// The largest sum of the integer weights of a phase: twice its product with a sample number fits 128 bits.
-pub const WEIGHT_MAX: u64 = 1 << 62;
+pub use curriculum::WEIGHT_MAX;
 
 /// The tree. Sources are numbered in the order in which their weights were given.
 #[derive(Clone, Debug)]

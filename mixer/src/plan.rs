@@ -8,10 +8,10 @@ use contract::{Fault, Result};
 
 use crate::bans::Bans;
 use crate::course::{Course, Cursor};
-use crate::curriculum::{Curriculum, Leg, Phase};
 use crate::mixing::Mixing;
 use crate::sample::{SampleSpec, SourceFacts, StepSpec};
 use crate::stretch::Stretch;
+use curriculum::{Curriculum, Leg, Phase};
 
 /// What a run reads, in closed form.
 #[derive(Clone, Debug)]

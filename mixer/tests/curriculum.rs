@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a failing test may panic")]
 
 use contract::{Class, Ratio};
-use mixer::curriculum::{Dtype, OptimizerKind};
+use curriculum::{Dtype, OptimizerKind};
 use mixer::{Curriculum, Difference, Plan, SourceFacts, described_store};
 use proptest::prelude::*;
 

@@ -4,9 +4,9 @@
 use std::time::Instant;
 
 use contract::{Fault, Result};
+use curriculum::Dtype;
 use kernels::runtime;
 use loader::RankSlice;
-use mixer::curriculum::Dtype;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 

@@ -10,9 +10,10 @@
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::path::{Path, PathBuf};
 
-use contract::{Class, Digest, Fault, Result, far};
+use contract::{Class, Digest, Fault, Result};
 use kernels::runtime::KernelTable;
 use mixer::Curriculum;
+use store::far;
 
 use crate::checkpoint::Checkpoints;
 use crate::events;

@@ -7,8 +7,8 @@
 use std::ops::Range;
 
 use contract::Result;
+use curriculum::Dtype;
 use kernels::tree::blocks;
-use mixer::curriculum::Dtype;
 use serde::Serialize;
 
 use crate::lanes::Lanes;

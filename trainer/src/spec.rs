@@ -5,8 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use contract::{Digestible, Fault, Hasher, Identity, Result};
+use curriculum::{ModelSpec, OptimizerKind};
 use loader::{Opened, Stores};
-use mixer::curriculum::{ModelSpec, OptimizerKind};
 use mixer::{Curriculum, Plan};
 
 use crate::hf::Start;

@@ -14,12 +14,9 @@
 
 pub mod digest;
 pub mod draw;
-pub mod far;
 pub mod fault;
 pub mod permute;
-pub mod pieces;
 pub mod ratio;
-pub mod store;
 
 pub use digest::{Digest, Digestible, Hasher, Identity};
 pub use draw::{Key, Purpose, draw};

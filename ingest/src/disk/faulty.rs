@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use contract::pieces::{Pieces, Place};
+use store::pieces::{Pieces, Place};
 
 use super::Disk;
 

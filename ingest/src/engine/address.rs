@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use contract::Identity;
-use contract::store::FORMAT;
+use store::FORMAT;
 
 use super::plan::Stage;
 use crate::corpus::{Corpus, SourceFile};

@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use contract::store::{InputRecord, Manifest, open, write};
 use contract::{Fault, Result};
+use store::{InputRecord, Manifest, open, write};
 
 use super::part::{Entry, PartReader};
 use super::plan::{Plan, Stage};

@@ -18,9 +18,9 @@ use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use contract::store::Split;
 use contract::{Digest, Fault, Identity, Result};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use store::Split;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::address::Content;

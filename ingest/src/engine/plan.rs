@@ -5,9 +5,10 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use contract::store::write::write_whole;
-use contract::{Digest, Fault, Identity, Result, far};
+use contract::{Digest, Fault, Identity, Result};
 use serde::{Deserialize, Serialize};
+use store::far;
+use store::write::write_whole;
 
 use super::address::{self, Content};
 use super::receipt::Receipt;

@@ -7,10 +7,11 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use contract::store::write;
-use contract::{Digest, Fault, Identity, Result, far};
+use contract::{Digest, Fault, Identity, Result};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
+use store::far;
+use store::write;
 
 use super::address::Content;
 use super::plan::{Plan, Stage};
@@ -52,7 +53,7 @@ fn stamp(path: &Path) -> Result<Option<(u64, u64, i64, i64)>> {
 pub(super) fn inputs(files: &[SourceFile]) -> Result<Vec<Input>> {
     let input = |file: &SourceFile| {
         let stamp = stamp(&file.path)?;
-        let (bytes, sha256) = request::content(&file.path)?;
+        let (bytes, sha256) = store::far::content(&file.path)?;
         Ok(Input { bytes, sha256, stamp })
     };
     files.par_iter().map(input).collect()

@@ -9,8 +9,8 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-use contract::store::open;
 use contract::{Fault, Result};
+use store::open;
 
 use super::plan::{Plan, Stage};
 use super::survey;

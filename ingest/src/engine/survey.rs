@@ -3,9 +3,9 @@
 use std::fs;
 use std::io;
 
-use contract::store::write;
 use contract::{Digest, Fault, Hasher, Result};
 use serde::{Deserialize, Serialize};
+use store::write;
 
 use super::merge::receipts;
 use super::part::{Entry, PartReader};

@@ -10,8 +10,8 @@
 use std::io::{BufReader, Read as _};
 use std::path::{Path, PathBuf};
 
-use contract::store::InputRecord;
 use contract::{Fault, Result};
+use store::InputRecord;
 
 use super::sink::{Sink, Written};
 use super::tokens::{Hashing, TokenFile};

@@ -6,10 +6,10 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use contract::store::write::{ROW_GROUP_DOCUMENTS, write_whole};
-use contract::store::{DocumentRecord, SourceRecord, Split, Store, StreamReader, open};
 use contract::{Fault, Identity, Result, fault};
 use serde::{Deserialize, Serialize};
+use store::write::{ROW_GROUP_DOCUMENTS, write_whole};
+use store::{DocumentRecord, SourceRecord, Split, Store, StreamReader, open};
 
 use super::sink::Written;
 use super::staging::{self, Staging};

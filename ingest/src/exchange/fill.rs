@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use contract::Result;
-use contract::store::{DocumentRecord, Loss, Manifest, SourceRecord, Split, StreamRecord};
+use store::{DocumentRecord, Loss, Manifest, SourceRecord, Split, StreamRecord};
 
 use crate::stream::Stream;
 

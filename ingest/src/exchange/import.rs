@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use contract::store::{
+use contract::{Digest, Fault, Hasher, Identity, Ratio, Result};
+use store::{
     DocumentRecord, FORMAT, InputRecord, Manifest, SourceRecord, Split, TokenizerRecord, open,
     write,
 };
-use contract::{Digest, Fault, Hasher, Identity, Ratio, Result};
 
 use super::fill::Filling;
 use super::staging::{self, Staging};

@@ -15,10 +15,10 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
-use contract::store::InputRecord;
 use contract::{Fault, Identity, Result};
 use serde::Deserialize;
 use serde_json::{Value, json};
+use store::InputRecord;
 
 use super::shard::{check, unpacked};
 use super::sink::{Sink, Written};

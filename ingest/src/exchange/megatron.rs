@@ -16,9 +16,9 @@ use std::io::{BufReader, Read as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
-use contract::pieces::{Onward, Pieces};
-use contract::store::InputRecord;
 use contract::{Fault, Result};
+use store::InputRecord;
+use store::pieces::{Onward, Pieces};
 
 use super::sink::{Sink, Written};
 use super::tokens::{Hashing, TokenFile};

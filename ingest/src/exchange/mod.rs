@@ -26,8 +26,8 @@ mod tokens;
 
 use std::path::Path;
 
-use contract::store::InputRecord;
 use contract::{Fault, Result};
+use store::InputRecord;
 
 pub use self::tokens::Width;
 

@@ -10,11 +10,11 @@
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-use contract::store::InputRecord;
 use contract::{Fault, Result};
 use flate2::Compression;
 use flate2::bufread::MultiGzDecoder;
 use flate2::write::GzEncoder;
+use store::InputRecord;
 
 use super::sink::{Sink, Written};
 use super::tokens::{Hashing, TokenFile};

@@ -8,8 +8,8 @@ use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use contract::store::{open, write};
 use contract::{Fault, Result};
+use store::{open, write};
 
 /// The file in [`open::BUILD_FOLDER`] that says whose folder this is.
 const MARK: &str = "exchange";

@@ -7,10 +7,10 @@ mod faults;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use contract::store::{Split, Store};
 use contract::{Class, Identity, Ratio, Result};
 use proptest::prelude::*;
 use serde_json::Value;
+use store::{Split, Store};
 use tempfile::TempDir;
 
 use super::export::{Export, Exported, export};
@@ -94,7 +94,7 @@ fn docs(store: &Path, split: Split) -> Vec<Doc> {
     let store = Store::open(store).unwrap();
     let stream = store.stream(0, split);
     let all = stream.documents(std::slice::from_ref(&(0..stream.record().documents))).unwrap();
-    let doc = |record: contract::store::DocumentRecord| {
+    let doc = |record: store::DocumentRecord| {
         let mut tokens = Vec::new();
         let range = record.first_token..record.first_token + record.tokens;
         stream.read_tokens(range, &mut tokens).unwrap();

@@ -4,8 +4,8 @@ use std::fs;
 use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
 
-use contract::store::InputRecord;
 use contract::{Fault, Result};
+use store::InputRecord;
 
 use super::damaged;
 use crate::disk::Disk;

@@ -50,7 +50,7 @@ impl Decontaminate {
                 .wanted("text with fields in it, like \"{question} {answer}\"")
         })?;
         let identified = |file: SourceFile| {
-            let (_, identity) = crate::request::content(&file.path)?;
+            let (_, identity) = store::far::content(&file.path)?;
             Ok((file, identity))
         };
         Ok(Decontaminate {

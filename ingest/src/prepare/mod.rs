@@ -34,9 +34,10 @@ mod words;
 
 use std::path::Path;
 
-use contract::store::verify::{Damage, unread};
-use contract::store::{Change, FileRecord, PreparedRecord, SourceRecord};
-use contract::{Digest, Result, far};
+use contract::{Digest, Result};
+use store::far;
+use store::verify::{Damage, unread};
+use store::{Change, FileRecord, PreparedRecord, SourceRecord};
 
 pub(crate) use look::{Looked, Mark};
 pub(crate) use removed::{FILE as REMOVED, List, cut as cut_list};

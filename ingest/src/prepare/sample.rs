@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 
-use contract::store::{Manifest, open};
 use contract::{Digest, Fault, Key, Purpose, Result, draw};
 use serde::Serialize;
+use store::{Manifest, open};
 
 use super::Step;
 use super::removed::{self, Kept, List};

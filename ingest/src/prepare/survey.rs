@@ -13,11 +13,12 @@ use std::fs::{self, File};
 use std::io::{BufReader, BufWriter, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
-use contract::store::{FileRecord, SourceRecord, open, write};
-use contract::{Digest, Fault, Identity, Result, far};
+use contract::{Digest, Fault, Identity, Result};
 use rayon::slice::ParallelSliceMut as _;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use store::far;
+use store::{FileRecord, SourceRecord, open, write};
 
 use super::look::{Looked, Mark, Surveyor};
 use super::minhash::Components;

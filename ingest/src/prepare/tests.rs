@@ -4,10 +4,10 @@ use std::fs;
 use std::path::Path;
 
 use contract::Fault;
-use contract::store::documents::Documents;
-use contract::store::{Manifest, Split, open};
 use proptest::prelude::*;
 use serde_json::json;
+use store::documents::Documents;
+use store::{Manifest, Split, open};
 
 use super::config;
 use super::run::{self, Tools};

@@ -11,9 +11,9 @@ use arrow::buffer::NullBuffer;
 use arrow::datatypes::DataType;
 use arrow::util::display::array_value_to_string;
 use contract::fault::nearest;
-use contract::pieces::Pieces;
 use contract::{Fault, Result};
 use parquet::data_type::ByteArray;
+use store::pieces::Pieces;
 
 use super::{Document, Fields, Parsed, lost};
 

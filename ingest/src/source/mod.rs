@@ -19,7 +19,8 @@ mod text;
 
 use std::path::Path;
 
-use contract::{Fault, Identity, Result, far};
+use contract::{Fault, Identity, Result};
+use store::far;
 
 use crate::disk::{Disk, Real};
 

@@ -6,7 +6,6 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use contract::pieces::Pieces;
 use contract::{Fault, Identity, Result};
 use parquet::basic::{LogicalType, Type as PhysicalType};
 use parquet::column::reader::{ColumnReader, ColumnReaderImpl};
@@ -14,6 +13,7 @@ use parquet::data_type::DataType;
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::schema::types::ColumnDescPtr;
+use store::pieces::Pieces;
 
 use super::columns::{Column, Rows, guarded_pieces, no_column, wrong_column};
 use super::decompress::Tee;

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
 use arrow::datatypes::DataType;
 use arrow::util::display::array_value_to_string;
-use contract::pieces::Pieces;
 use contract::{Fault, Identity, Result};
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{
@@ -15,6 +14,7 @@ use parquet::arrow::arrow_reader::{
 };
 use parquet::errors::ParquetError;
 use serde_json::{Map, Value};
+use store::pieces::Pieces;
 
 use super::columns::{guarded_pieces, no_column};
 use super::decompress::Tee;

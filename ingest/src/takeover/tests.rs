@@ -4,9 +4,9 @@ use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use contract::store::Manifest;
 use contract::{Class, Fault, Result};
 use proptest::prelude::*;
+use store::Manifest;
 
 use crate::build::{Outcome, build_from};
 use crate::corpus::Corpus;

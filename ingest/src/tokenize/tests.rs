@@ -3,8 +3,8 @@
 use std::fs;
 
 use contract::Class;
-use contract::store::{Manifest, Split, Store};
 use serde_json::{Value, json};
+use store::{Manifest, Split, Store};
 
 use crate::build::{Outcome, build};
 use crate::corpus::Corpus;

@@ -5,10 +5,10 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
-use contract::store::documents::Documents;
-use contract::store::write::block_offset;
-use contract::store::{BLOCK_TOKENS, Manifest, Split, open};
 use contract::{Class, Key, Purpose, draw};
+use store::documents::Documents;
+use store::write::block_offset;
+use store::{BLOCK_TOKENS, Manifest, Split, open};
 
 use crate::build::{Outcome, build};
 use crate::corpus::Corpus;

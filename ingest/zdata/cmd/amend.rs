@@ -6,12 +6,13 @@ use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
-use contract::store::{Split, Store};
-use contract::{Fault, Ratio, Result, far};
+use contract::{Fault, Ratio, Result};
+use curriculum::{AddedStore, Amendment};
 use loader::{Opened, Stores};
 use mixer::Plan;
-use mixer::curriculum::{AddedStore, Amendment};
 use serde::Serialize;
+use store::far;
+use store::{Split, Store};
 
 use super::output;
 

@@ -3,13 +3,13 @@
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use contract::store::Split;
 use contract::{Fault, Result};
 use ingest::tokenize::Decoder;
 use loader::explain::{Piece, pieces};
 use loader::{Opened, RankSlice, Stores};
 use mixer::{Plan, SampleSpec, StepSpec};
 use serde::Serialize;
+use store::Split;
 
 use super::output;
 

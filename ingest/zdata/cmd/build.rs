@@ -3,14 +3,15 @@
 use std::path::{Path, PathBuf};
 use std::thread;
 
-use contract::store::{Manifest, open};
-use contract::{Fault, Result, far};
+use contract::{Fault, Result};
 use ingest::build::Options;
 use ingest::engine::plan::TASK_BYTES;
 use ingest::engine::{self, Plan, Ran, Stage, slurm};
-use ingest::remote::publish;
 use ingest::tokenize::Engine;
 use ingest::{Corpus, Outcome, inspect};
+use storage::publish;
+use store::far;
+use store::{Manifest, open};
 
 /// Arguments.
 #[derive(clap::Args)]

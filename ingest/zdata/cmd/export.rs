@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use contract::Result;
-use contract::store::Split;
 use ingest::exchange::Peer;
 use ingest::exchange::export::{Export, Exported, Note, export};
+use store::Split;
 
 use super::output;
 

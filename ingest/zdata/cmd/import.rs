@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
-use contract::store::UNIT_TOKENS;
 use contract::{Ratio, Result};
 use ingest::corpus::SHARD_TOKENS;
 use ingest::exchange::Width;
 use ingest::exchange::import::{Import, Imported, Part, import};
 use ingest::inspect;
+use store::UNIT_TOKENS;
 
 use super::export::Format;
 

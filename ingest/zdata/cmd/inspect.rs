@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use contract::Result;
-use contract::store::open;
 use ingest::prepare::sample;
 use ingest::{Corpus, inspect};
+use store::open;
 
 use super::output;
 

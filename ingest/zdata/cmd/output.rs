@@ -4,8 +4,8 @@ use std::io::{ErrorKind, Write};
 use std::ops::Range;
 use std::path::Path;
 
-use contract::store::{DocumentRecord, SourceRecord};
 use contract::{Fault, Result};
+use store::{DocumentRecord, SourceRecord};
 
 /// Writes to standard output. A reader that has seen enough (`| head`) is no error.
 pub(crate) fn emit(text: &str) -> Result<()> {

@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 
-use contract::store::open;
-use contract::{Fault, Result, far};
-use ingest::remote::publish;
+use contract::{Fault, Result};
+use storage::publish;
+use store::far;
+use store::open;
 
 /// Arguments.
 #[derive(clap::Args)]

@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use contract::store::verify::{Damage, fault};
 use contract::{Fault, Result};
 use serde_json::json;
+use store::verify::{Damage, fault};
 
 /// Arguments.
 #[derive(clap::Args)]

@@ -127,7 +127,7 @@ fn cause(ledger: &Ledger, opened: &Opened, step: u64) -> String {
 fn same_content(ledger: &Ledger, opened: &Opened) -> Result<()> {
     // Those that an amendment added are known by the digests that stand beside their names, and were held against them.
     let stores = opened.stores()?.stores().iter().take(opened.curriculum.stores.len());
-    let place = |store: &contract::store::Store| store.root().display().to_string();
+    let place = |store: &store::Store| store.root().display().to_string();
     if opened.curriculum.stores.len() != ledger.head.stores.len() {
         return Err(Fault::mismatch("the run began with another number of stores")
             .at(opened.curriculum.place("store"))

@@ -3,11 +3,11 @@
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use contract::store::{DocumentRecord, Split};
 use contract::{Fault, Result};
 use loader::{Opened, Stores};
 use mixer::{Plan, Visit};
 use serde::Serialize;
+use store::{DocumentRecord, Split};
 
 use super::output;
 

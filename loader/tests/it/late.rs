@@ -1,10 +1,10 @@
 //! A source of more than 2^33 tokens, of which only the end is there: planned, found and read.
 
-use contract::store::write::ShardWriter;
-use contract::store::{FileRecord, ShardRecord, SourceRecord, Split, StreamRecord};
 use contract::{Class, Digest};
 use loader::explain::pieces;
 use loader::{RankSlice, Stores, batch};
+use store::write::ShardWriter;
+use store::{FileRecord, ShardRecord, SourceRecord, Split, StreamRecord};
 
 use crate::support::{PhaseText, commit_store, curriculum, head, plan, record, scratch};
 

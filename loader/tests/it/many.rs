@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use contract::store::write::ShardWriter;
-use contract::store::{SourceRecord, Split, StreamRecord};
 use loader::{PrefetchOptions, Prefetcher, RankSlice, Stores};
+use store::write::ShardWriter;
+use store::{SourceRecord, Split, StreamRecord};
 
 use crate::support::{PhaseText, commit_store, curriculum, head, plan, record, scratch};
 

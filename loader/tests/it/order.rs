@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use crate::support::{PhaseText, Text, curriculum, plan, scratch, write_store};
-use contract::store::read::ReadCache;
 use contract::{Class, Digest};
 use loader::{Batch, PrefetchOptions, Prefetcher, RankSlice, Stores, batch};
 use mixer::Plan;
 use proptest::prelude::*;
+use store::read::ReadCache;
 
 fn two_sources() -> Vec<Text> {
     let lengths = |salt: u64| (0..300).map(|i| 1 + (i * i * salt) % 97).collect::<Vec<u64>>();
@@ -112,9 +112,9 @@ fn stores_that_cannot_act_as_one_are_refused() {
     let other = Text { name: "other".to_owned(), ..two_sources().remove(0) };
     write_store(b.path(), &[other], 4, 512); // A wider vocabulary, and so another tokenizer in earnest.
     std::fs::write(b.path().join("tokenizer.json"), "{} ").unwrap();
-    let mut manifest = contract::store::open::manifest(b.path()).unwrap();
+    let mut manifest = store::open::manifest(b.path()).unwrap();
     manifest.tokenizer.sha256 = contract::Identity::of_bytes(b"{} ");
     manifest.digest = manifest.identity();
-    contract::store::open::commit(b.path(), &manifest).unwrap();
+    store::open::commit(b.path(), &manifest).unwrap();
     assert!(refused(&[a.path(), b.path()]).to_string().contains("different tokenizers"));
 }

@@ -3,12 +3,12 @@
 use std::fs;
 use std::path::Path;
 
-use contract::store::manifest::{TokenizerRecord, chain};
-use contract::store::open::{commit, stream_folder};
-use contract::store::write::{ShardWriter, StreamHead};
-use contract::store::{DocumentRecord, FORMAT, Manifest, SourceRecord, Split, StreamRecord};
 use contract::{Identity, Key, Purpose, draw};
 use mixer::{Curriculum, Plan};
+use store::manifest::{TokenizerRecord, chain};
+use store::open::{commit, stream_folder};
+use store::write::{ShardWriter, StreamHead};
+use store::{DocumentRecord, FORMAT, Manifest, SourceRecord, Split, StreamRecord};
 use tempfile::TempDir;
 
 /// A source to be written.

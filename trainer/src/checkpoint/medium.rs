@@ -8,7 +8,8 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use contract::{Digest, Fault, Result, far};
+use contract::{Digest, Fault, Result};
+use store::far;
 
 /// A place for files, named `step-7/manifest.json`.
 pub(super) trait Medium: Debug + Send + Sync {

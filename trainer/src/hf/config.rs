@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use contract::store::manifest::TokenizerRecord;
 use contract::{Fault, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
+use store::manifest::TokenizerRecord;
 
 use crate::model::{Skip, ZayaConfig};
 

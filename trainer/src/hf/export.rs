@@ -7,9 +7,9 @@
 
 use std::path::Path;
 
-use contract::store::manifest::TokenizerRecord;
 use contract::{Fault, Result};
 use serde_json::{Value, json};
+use store::manifest::TokenizerRecord;
 use tch::Tensor;
 
 use super::files::{self, Named, Written};

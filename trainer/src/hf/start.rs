@@ -11,10 +11,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use contract::store::manifest::TokenizerRecord;
 use contract::{Digest, Digestible as _, Fault, Hasher, Identity, Result};
 use kernels::checksum;
 use serde::{Deserialize, Serialize};
+use store::manifest::TokenizerRecord;
 use tch::Tensor;
 
 use super::export;

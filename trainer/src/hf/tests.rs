@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use contract::store::manifest::TokenizerRecord;
 use contract::{Class, Identity};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
+use store::manifest::TokenizerRecord;
 use tch::{Kind, Tensor};
 
 use super::config::{self, Layout};

@@ -1,7 +1,7 @@
 //! The written-out passes against what they must agree with: differentiation, a formula, themselves on other threads.
 
+use curriculum::Dtype;
 use kernels::share::Frozen;
-use mixer::curriculum::Dtype;
 use tch::{Device, Kind, Tensor};
 
 use super::parity::{Arrays, Fixture, all_rounded, relative};

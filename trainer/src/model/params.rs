@@ -3,7 +3,7 @@
 //! Names and shapes are those of Hugging Face's `ZayaForCausalLM`, so that a checkpoint needs no renaming.
 
 use contract::{Key, Purpose, draw};
-use mixer::curriculum::Dtype;
+use curriculum::Dtype;
 use tch::{Kind, Tensor};
 
 use super::ZayaConfig;

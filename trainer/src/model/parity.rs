@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use mixer::curriculum;
+use curriculum;
 use safetensors::{Dtype, SafeTensors};
 use tch::{Kind, Tensor};
 

@@ -11,7 +11,7 @@
 //! windows are a function of the ledger alone; no sum is carried from step to step, since its rounding would depend on
 //! where it began. (`SkipStepOptimizer` of OLMo-core; AutoClip, arXiv 2007.14469, over a window.)
 
-use mixer::curriculum::{AutoClipSpec, SkipStepSpec};
+use curriculum::{AutoClipSpec, SkipStepSpec};
 use serde::{Deserialize, Serialize};
 
 use crate::ledger::Packed;

@@ -6,9 +6,9 @@ use std::collections::btree_map::Entry;
 use std::ops::Range;
 
 use contract::Result;
-use contract::store::{DocumentRecord, Split};
 use loader::{Batch, explain};
 use serde::Serialize;
+use store::{DocumentRecord, Split};
 
 use crate::spec::RunSpec;
 

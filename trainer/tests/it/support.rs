@@ -4,15 +4,13 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use contract::store::manifest::{TokenizerRecord, chain};
-use contract::store::open::{commit, stream_folder};
-use contract::store::write::{ShardWriter, StreamHead};
-use contract::store::{
-    DocumentRecord, FORMAT, InputRecord, Manifest, SourceRecord, Split, StreamRecord,
-};
 use contract::{Identity, Key, Purpose, Result, draw};
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
 use loader::Opened;
+use store::manifest::{TokenizerRecord, chain};
+use store::open::{commit, stream_folder};
+use store::write::{ShardWriter, StreamHead};
+use store::{DocumentRecord, FORMAT, InputRecord, Manifest, SourceRecord, Split, StreamRecord};
 use tempfile::TempDir;
 use trainer::lanes::Lanes;
 use trainer::{ExecOptions, Outcome, train};
@@ -79,7 +77,7 @@ impl Scratch {
     }
 
     pub(crate) fn store_digest(&self, folder: &str) -> String {
-        contract::store::Store::open(&self.path(folder)).unwrap().manifest().digest.to_string()
+        store::Store::open(&self.path(folder)).unwrap().manifest().digest.to_string()
     }
 
     /// Trains `run.toml` in the folder `out` until its end.

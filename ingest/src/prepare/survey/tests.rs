@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-use contract::store::Manifest;
 use contract::{Class, Fault, Key, Purpose, draw};
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use store::Manifest;
 
 use crate::build::build_while;
 use crate::corpus::Corpus;

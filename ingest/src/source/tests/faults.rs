@@ -2,7 +2,7 @@
 
 use std::io;
 
-use contract::pieces::Pieces;
+use store::pieces::Pieces;
 
 use super::*;
 use crate::disk::faulty::{ERRORS, Faulty, SOUND};

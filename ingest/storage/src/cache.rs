@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::SystemTime;
 
 use contract::Digest;
-use contract::far::Near;
+use store::far::Near;
 
 /// Bytes that are kept, unless `ZDATA_CACHE_BYTES` says otherwise.
 const CACHE_BYTES: u64 = 16 << 30;

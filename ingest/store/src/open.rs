@@ -5,8 +5,9 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::{FORMAT, Manifest, write};
-use crate::{Digest, Fault, Result, far};
+use crate::far;
+use crate::{FORMAT, Manifest, write};
+use contract::{Digest, Fault, Result};
 
 /// The manifest's name.
 pub const MANIFEST: &str = "manifest.json";
@@ -21,7 +22,7 @@ pub const TOKENIZER: &str = "tokenizer.json";
 pub const BUILD_FOLDER: &str = ".build";
 
 /// Where the files of a stream lie.
-pub fn stream_folder(store: &Path, source: &str, split: super::Split) -> PathBuf {
+pub fn stream_folder(store: &Path, source: &str, split: crate::Split) -> PathBuf {
     store.join(source).join(split.name())
 }
 

@@ -9,11 +9,12 @@ use arrow::datatypes::{UInt32Type, UInt64Type};
 use arrow::ipc::reader::FileReader;
 use parquet::arrow::arrow_reader::{ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder};
 
-use super::DocumentRecord;
-use super::write::{document_schema, start_schema};
-use crate::fault::{io_cause, is_of_the_moment};
+use crate::DocumentRecord;
+use crate::far;
 use crate::pieces::Pieces;
-use crate::{Fault, Result, far};
+use crate::write::{document_schema, start_schema};
+use contract::fault::{io_cause, is_of_the_moment};
+use contract::{Fault, Result};
 
 /// The fault of a file that another writer must have written, or that changed after its digest was checked.
 fn strange(path: &Path, what: impl ToString) -> Fault {

@@ -14,8 +14,9 @@ use bytes::Bytes;
 use parquet::errors::{ParquetError, Result as ParquetResult};
 use parquet::file::reader::{ChunkReader, Length};
 
-use crate::fault::again;
-use crate::{Fault, far};
+use crate::far;
+use contract::Fault;
+use contract::fault::again;
 
 /// What can be read at any place.
 pub trait Place: Send + Sync {
@@ -161,7 +162,7 @@ mod tests {
             let mut rest = Vec::new();
             pieces.get_read(start).unwrap().read_to_end(&mut rest).unwrap();
             prop_assert_eq!(&rest[..], bytes.get(start as usize..).unwrap_or_default());
-            prop_assert!(pieces.or_machine(Path::new("x"), Fault::data("d")).class() == crate::Class::Data);
+            prop_assert!(pieces.or_machine(Path::new("x"), Fault::data("d")).class() == contract::Class::Data);
         }
     }
 
@@ -172,9 +173,12 @@ mod tests {
         assert!(pieces.get_bytes(10, usize::MAX).is_err());
         assert!(pieces.get_bytes(60, 1 << 40).is_err());
         assert_eq!(pieces.get_bytes(10, 8).unwrap().len(), 8);
-        assert_eq!(pieces.or_machine(Path::new("x"), Fault::data("d")).class(), crate::Class::Data);
+        assert_eq!(
+            pieces.or_machine(Path::new("x"), Fault::data("d")).class(),
+            contract::Class::Data
+        );
         assert!(pieces.get_bytes(45, 20).is_err());
         let fault = pieces.clone().or_machine(Path::new("x"), Fault::data("d"));
-        assert_eq!(fault.class(), crate::Class::Machine);
+        assert_eq!(fault.class(), contract::Class::Machine);
     }
 }

@@ -5,9 +5,12 @@
 //! with `s3://`.
 
 use std::fs::{self, File};
-use std::io::{Error, ErrorKind, Result};
+use std::io::{Error, ErrorKind, Read as _, Result};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+
+use contract::{Fault, Identity};
+use sha2::{Digest as _, Sha256};
 
 /// What far paths begin with.
 pub const SCHEME: &str = "s3://";
@@ -105,5 +108,21 @@ pub fn size(path: &Path) -> Result<u64> {
     match reader(path)? {
         Some(far) => far.size(path),
         None => Ok(fs::metadata(path)?.len()),
+    }
+}
+
+/// Size and SHA-256 of a file.
+pub fn content(path: &Path) -> contract::Result<(u64, Identity)> {
+    let fault = |error| Fault::io("read", path, &error);
+    let mut file = open(path).map_err(fault)?;
+    let (mut hash, mut bytes) = (Sha256::new(), 0);
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        let count = file.read(&mut buffer).map_err(fault)?;
+        if count == 0 {
+            return Ok((bytes, Identity(hash.finalize().into())));
+        }
+        hash.update(&buffer[..count]);
+        bytes += count as u64;
     }
 }

@@ -17,13 +17,13 @@ use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::properties::WriterProperties;
 use xxhash_rust::xxh3::Xxh3;
 
-use super::direct::DirectFile;
-use super::{
+use crate::direct::DirectFile;
+use crate::{
     BLOCK_STARTS, BLOCK_TOKENS, DocumentRecord, FileRecord, HEAD_BYTES, ShardRecord, Split,
 };
-use crate::digest::block_sum;
-use crate::fault::io_cause;
-use crate::{Digest, Fault, Result};
+use contract::digest::block_sum;
+use contract::fault::io_cause;
+use contract::{Digest, Fault, Result};
 
 /// Rows in a row group of `documents-*.parquet`.
 pub const ROW_GROUP_DOCUMENTS: usize = 65_536;

@@ -15,9 +15,10 @@ use contract::ratio::{Ratio, gcd};
 
 pub use amendment::{AddedStore, Amendment, Leg};
 pub use difference::Difference;
-pub(crate) use reader::{Places, Section, Text};
+pub use reader::{Places, Section, Text};
 
-use crate::mixing::WEIGHT_MAX;
+/// The largest sum of the integer weights of a phase: twice its product with a sample number fits 128 bits.
+pub const WEIGHT_MAX: u64 = 1 << 62;
 
 /// A parsed curriculum, every default filled in.
 #[derive(Clone, Debug)]

@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 
 use arrow::ipc::{MessageHeader, root_as_footer, root_as_message};
 
-use crate::{Fault, Result, far};
+use crate::far;
+use contract::{Fault, Result};
 
 /// `ARROW1` at both ends of a file, and the footer's length before the last one.
 const MAGIC: &[u8] = b"ARROW1";

@@ -12,11 +12,12 @@ use parquet::arrow::arrow_reader::{
 use xxhash_rust::xxh3::Xxh3;
 
 use super::column::{damaged, missing};
+use crate::documents::row;
+use crate::far;
 use crate::pieces::Pieces;
-use crate::store::documents::row;
-use crate::store::write::document_schema;
-use crate::store::{DocumentRecord, FileRecord};
-use crate::{Digest, Fault, Result, far};
+use crate::write::document_schema;
+use crate::{DocumentRecord, FileRecord};
+use contract::{Digest, Fault, Result};
 
 /// Holds the file against its record, in pieces: it may be large.
 pub(super) fn check(path: &Path, record: &FileRecord) -> Result<()> {

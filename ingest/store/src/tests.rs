@@ -12,8 +12,8 @@ use super::manifest::chain;
 use super::verify::{verify_stream, verify_tokenizer};
 use super::write::{ROW_GROUP_DOCUMENTS, ShardWriter, StreamHead, block_offset};
 use super::*;
-use crate::digest::block_sum;
-use crate::{Class, Digest, Identity, Key, Purpose, draw};
+use contract::digest::block_sum;
+use contract::{Class, Digest, Identity, Key, Purpose, draw};
 
 /// A store of one source, its train stream cut into shards of `cuts` documents.
 fn store(token_bytes: u32, cuts: &[u64], document_tokens: u64) -> (TempDir, Manifest) {

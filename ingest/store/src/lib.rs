@@ -17,10 +17,14 @@
 //! A stream is cut into shards at document ends, so that each shard stands alone and a killed build goes on after the
 //! last whole one. A token's shard is found by binary search in the manifest; its block by division.
 
+#![forbid(unsafe_code)]
+
 pub mod direct;
 pub mod documents;
+pub mod far;
 pub mod manifest;
 pub mod open;
+pub mod pieces;
 pub mod read;
 #[cfg(test)]
 mod tests;

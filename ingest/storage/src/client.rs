@@ -8,7 +8,6 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use contract::far;
 use futures_util::TryStreamExt as _;
 use object_store::aws::{AmazonS3, AmazonS3Builder, S3CopyIfNotExists};
 use object_store::path::Path as Key;
@@ -16,6 +15,7 @@ use object_store::{
     BackoffConfig, ClientOptions, GetOptions, ObjectStore, ObjectStoreExt as _, PutMode,
     PutOptions, PutPayload, RetryConfig, WriteMultipart,
 };
+use store::far;
 use tokio::runtime::Runtime;
 
 /// How often a request is made in all, beyond what the library repeats by itself.

@@ -12,16 +12,17 @@ use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3;
 
-use super::documents::{Documents, Starts};
-use super::manifest::Link;
-use super::write::block_offset;
-use super::{
+use crate::documents::{Documents, Starts};
+use crate::far;
+use crate::manifest::Link;
+use crate::write::block_offset;
+use crate::{
     BLOCK_TOKENS, DocumentRecord, FileRecord, Manifest, ShardRecord, SourceRecord, Split,
     StreamRecord, open,
 };
-use crate::digest::block_sum;
-use crate::fault::is_of_the_moment;
-use crate::{Class, Digest, Fault, Identity, Result, far};
+use contract::digest::block_sum;
+use contract::fault::is_of_the_moment;
+use contract::{Class, Digest, Fault, Identity, Result};
 
 /// One damaged place.
 #[derive(Clone, Debug, PartialEq, Eq)]

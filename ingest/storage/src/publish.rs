@@ -8,12 +8,11 @@ use std::fs;
 use std::io::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
 
-use contract::store::{Manifest, Split, open};
 use contract::{Digest, Fault, Result};
+use store::{Manifest, Split, open};
 
 use super::cache;
 use super::client::{Client, Place, Put};
-use crate::request;
 
 /// Larger files go in parts of this size, the others in one request with a condition.
 const PART_BYTES: u64 = 16 << 20;
@@ -100,7 +99,7 @@ fn put_large(
     if size > COPY_BYTES_MAX {
         return upload(place).map(|()| Put::Created);
     }
-    let (_, sum) = request::content(file)?;
+    let (_, sum) = store::far::content(file)?;
     let beside = Place { key: format!("{}.{sum}.part", place.key), ..place.clone() };
     upload(&beside)?;
     let put = match client.copy(&beside, place) {

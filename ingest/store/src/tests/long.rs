@@ -4,8 +4,8 @@
 //! `ZSTACK_LONG=2147500000` writes a document of so many tokens in earnest (4.3 GB on the disk).
 
 use super::*;
-use crate::store::read::{ReadCache, Store};
-use crate::store::verify::Damage;
+use crate::read::{ReadCache, Store};
+use crate::verify::Damage;
 
 const FIRST_DOCUMENT: u64 = (1 << 32) + 9;
 

@@ -2,13 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Digest, Hasher, Identity};
+use contract::{Digest, Hasher, Identity};
 
 /// What a store holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
-    /// Version of the format ([`super::FORMAT`]).
+    /// Version of the format ([`crate::FORMAT`]).
     pub format: u32,
     /// SHA-256 over the logical content: see [`Manifest::identity`].
     pub digest: Identity,
@@ -205,10 +205,10 @@ impl Manifest {
 
 impl SourceRecord {
     /// The stream of that split.
-    pub fn stream(&self, split: super::Split) -> &StreamRecord {
+    pub fn stream(&self, split: crate::Split) -> &StreamRecord {
         match split {
-            super::Split::Train => &self.train,
-            super::Split::Validation => &self.validation,
+            crate::Split::Train => &self.train,
+            crate::Split::Validation => &self.validation,
         }
     }
 }
@@ -244,7 +244,7 @@ impl StreamRecord {
 
 /// One link of a stream's digest: the state after a document, from the state before it, the document's tokens and its
 /// provenance. Sixteen bytes carry a build across a kill, and the cut into shards leaves no trace.
-pub fn chain(before: Digest, tokens: &[u32], record: &super::DocumentRecord) -> Digest {
+pub fn chain(before: Digest, tokens: &[u32], record: &crate::DocumentRecord) -> Digest {
     let mut link = Link::begin(before, tokens.len() as u64);
     link.tokens(tokens);
     link.end(record)
@@ -267,8 +267,8 @@ impl Link {
     }
 
     /// The state after the document.
-    pub fn end(mut self, record: &super::DocumentRecord) -> Digest {
-        let super::DocumentRecord { id, file, row, group, bytes, first_token, tokens } = record;
+    pub fn end(mut self, record: &crate::DocumentRecord) -> Digest {
+        let crate::DocumentRecord { id, file, row, group, bytes, first_token, tokens } = record;
         let hasher = &mut self.0;
         hasher.str(id).u64(u64::from(*file)).u64(*row).u64(group.map_or(u64::MAX, u64::from));
         let (first_byte, end_byte) = bytes.unwrap_or((u64::MAX, u64::MAX));

@@ -7,9 +7,9 @@
 use std::ops::Range;
 
 use super::column::{ColumnFile, Run, damaged};
-use crate::Result;
-use crate::digest::Digest;
-use crate::store::ShardRecord;
+use crate::ShardRecord;
+use contract::Result;
+use contract::digest::Digest;
 
 const WIDTH: u64 = 8;
 /// One start in so many is kept, unless the shard is small.

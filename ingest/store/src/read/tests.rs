@@ -8,12 +8,12 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 use super::*;
-use crate::Class;
-use crate::store::manifest::{TokenizerRecord, chain};
-use crate::store::open::{commit, stream_folder};
-use crate::store::write::{ShardWriter, StreamHead};
-use crate::store::{FORMAT, HEAD_BYTES, SourceRecord};
-use crate::{Identity, Key, Purpose, draw};
+use crate::manifest::{TokenizerRecord, chain};
+use crate::open::{commit, stream_folder};
+use crate::write::{ShardWriter, StreamHead};
+use crate::{FORMAT, HEAD_BYTES, SourceRecord};
+use contract::Class;
+use contract::{Identity, Key, Purpose, draw};
 
 /// What a test store should hold.
 struct Text {

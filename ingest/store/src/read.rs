@@ -21,12 +21,12 @@ use std::sync::{Arc, OnceLock};
 use self::cache::Lru;
 use self::column::{ColumnFile, damaged};
 use self::starts::{StartIndex, words};
-use super::open::stream_folder;
-use super::{
+use crate::open::stream_folder;
+use crate::{
     BLOCK_TOKENS, DocumentRecord, Manifest, ShardRecord, SourceRecord, Split, StreamRecord,
 };
-use crate::digest::{Digest, block_sum};
-use crate::{Fault, Result};
+use contract::digest::{Digest, block_sum};
+use contract::{Fault, Result};
 
 /// Memory for the indexes of document starts, in bytes.
 const INDEX_BYTES: u64 = 64 << 20;

@@ -8,7 +8,7 @@ use contract::{Fault, Ratio, Result};
 use toml_edit::{Document, Item, TableLike, Value};
 
 /// The text of a file, for places and for values as typed.
-pub(crate) struct Text<'a> {
+pub struct Text<'a> {
     text: &'a str,
     file: &'a str,
     /// Where each line begins.
@@ -17,7 +17,7 @@ pub(crate) struct Text<'a> {
 
 /// Where each key of a file stands.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Places {
+pub struct Places {
     file: String,
     found: BTreeMap<String, String>,
 }
@@ -26,7 +26,7 @@ pub(crate) struct Places {
 type Spanned<'a> = (&'a dyn TableLike, Option<Range<usize>>);
 
 /// A table with its name, for faults.
-pub(crate) struct Section<'a> {
+pub struct Section<'a> {
     text: &'a Text<'a>,
     table: &'a dyn TableLike,
     /// The table's key, dotted; empty for the file itself.
@@ -35,13 +35,13 @@ pub(crate) struct Section<'a> {
 }
 
 impl<'a> Text<'a> {
-    pub(crate) fn new(text: &'a str, file: &'a str) -> Self {
+    pub fn new(text: &'a str, file: &'a str) -> Self {
         let after_breaks = text.match_indices('\n').map(|(at, _)| at + 1);
         Text { text, file, lines: std::iter::once(0).chain(after_breaks).collect() }
     }
 
     /// Parses it.
-    pub(crate) fn document(&self) -> Result<Document<&'a str>> {
+    pub fn document(&self) -> Result<Document<&'a str>> {
         Document::parse(self.text).map_err(|error| {
             let message = error.message().trim().replace('\n', ", ");
             Fault::usage(format!("not valid TOML: {message}"))
@@ -51,7 +51,7 @@ impl<'a> Text<'a> {
     }
 
     /// `file:line:column` of a span's start.
-    pub(crate) fn place(&self, span: Option<Range<usize>>) -> String {
+    pub fn place(&self, span: Option<Range<usize>>) -> String {
         let Some(before) = span.and_then(|span| self.text.get(..span.start)) else {
             return self.file.to_owned();
         };
@@ -61,18 +61,18 @@ impl<'a> Text<'a> {
     }
 
     /// A value as typed.
-    pub(crate) fn raw(&self, value: &Value) -> &'a str {
+    pub fn raw(&self, value: &Value) -> &'a str {
         value.span().and_then(|span| self.text.get(span)).unwrap_or_default()
     }
 }
 
 impl Places {
-    pub(crate) fn new(file: &str) -> Self {
+    pub fn new(file: &str) -> Self {
         Places { file: file.to_owned(), found: BTreeMap::new() }
     }
 
     /// The place of `key`, or of the nearest section above it.
-    pub(crate) fn of(&self, key: &str) -> String {
+    pub fn of(&self, key: &str) -> String {
         let mut key = key;
         loop {
             match (self.found.get(key), key.rsplit_once('.')) {
@@ -83,19 +83,19 @@ impl Places {
         }
     }
 
-    pub(crate) fn insert(&mut self, key: String, place: String) {
+    pub fn insert(&mut self, key: String, place: String) {
         self.found.insert(key, place);
     }
 }
 
 impl<'a> Section<'a> {
     /// The file itself.
-    pub(crate) fn root(text: &'a Text<'a>, table: &'a dyn TableLike) -> Self {
+    pub fn root(text: &'a Text<'a>, table: &'a dyn TableLike) -> Self {
         Section { text, table, path: String::new(), place: text.file.to_owned() }
     }
 
     /// A table inside, if it is there.
-    pub(crate) fn section(&self, key: &str) -> Result<Option<Section<'a>>> {
+    pub fn section(&self, key: &str) -> Result<Option<Section<'a>>> {
         let Some((_, item)) = self.table.get_key_value(key) else { return Ok(None) };
         let path = self.join(key);
         let Some(table) = item.as_table_like() else {
@@ -105,7 +105,7 @@ impl<'a> Section<'a> {
     }
 
     /// The tables of an array, `[[key]]`.
-    pub(crate) fn sections(&self, key: &str) -> Result<Vec<Section<'a>>> {
+    pub fn sections(&self, key: &str) -> Result<Vec<Section<'a>>> {
         let Some(item) = self.table.get(key) else { return Ok(Vec::new()) };
         let tables: Option<Vec<Spanned>> = match item {
             Item::ArrayOfTables(array) => {
@@ -128,7 +128,7 @@ impl<'a> Section<'a> {
     }
 
     /// Refuses a key that is not `known`.
-    pub(crate) fn only(&self, known: &[&str]) -> Result<()> {
+    pub fn only(&self, known: &[&str]) -> Result<()> {
         for (key, _) in self.table.iter() {
             if !known.contains(&key) {
                 return Err(self.unknown(key, known.iter().copied()));
@@ -138,7 +138,7 @@ impl<'a> Section<'a> {
     }
 
     /// The fault of an unknown key.
-    pub(crate) fn unknown<'k>(
+    pub fn unknown<'k>(
         &self,
         key: &str,
         known: impl IntoIterator<Item = &'k str> + Clone,
@@ -151,21 +151,21 @@ impl<'a> Section<'a> {
         Fault::usage(format!("unknown key `{key}`{table}")).at(self.place_of(key)).hint(hint)
     }
 
-    pub(crate) fn keys(&self) -> Vec<&'a str> {
+    pub fn keys(&self) -> Vec<&'a str> {
         self.table.iter().map(|(key, _)| key).collect()
     }
 
-    pub(crate) fn has(&self, key: &str) -> bool {
+    pub fn has(&self, key: &str) -> bool {
         self.table.contains_key(key)
     }
 
     /// Where this section begins.
-    pub(crate) fn place(&self) -> &str {
+    pub fn place(&self) -> &str {
         &self.place
     }
 
     /// Where `key` stands.
-    pub(crate) fn place_of(&self, key: &str) -> String {
+    pub fn place_of(&self, key: &str) -> String {
         match self.table.key(key).and_then(|key| key.span()) {
             Some(span) => self.text.place(Some(span)),
             None => self.place.clone(),
@@ -173,12 +173,12 @@ impl<'a> Section<'a> {
     }
 
     /// A fault about `key`.
-    pub(crate) fn fault(&self, key: &str, what: impl Into<String>) -> Fault {
+    pub fn fault(&self, key: &str, what: impl Into<String>) -> Fault {
         Fault::usage(what).at(self.place_of(key))
     }
 
     /// The fault of a key that is not there.
-    pub(crate) fn missing(&self, key: &str, wanted: &str) -> Fault {
+    pub fn missing(&self, key: &str, wanted: &str) -> Fault {
         let table = if self.path.is_empty() { "the file".to_owned() } else { self.path.clone() };
         Fault::usage(format!("{table} has no `{key}`")).at(self.place.clone()).wanted(wanted)
     }
@@ -197,7 +197,7 @@ impl<'a> Section<'a> {
     }
 
     /// The plain value of `key`, if it is there.
-    pub(crate) fn value(&self, key: &str) -> Result<Option<&'a Value>> {
+    pub fn value(&self, key: &str) -> Result<Option<&'a Value>> {
         match self.table.get(key) {
             None => Ok(None),
             Some(Item::Value(value)) => Ok(Some(value)),
@@ -205,7 +205,7 @@ impl<'a> Section<'a> {
         }
     }
 
-    pub(crate) fn string(&self, key: &str) -> Result<Option<&'a str>> {
+    pub fn string(&self, key: &str) -> Result<Option<&'a str>> {
         let Some(value) = self.value(key)? else { return Ok(None) };
         match value.as_str() {
             Some(text) => Ok(Some(text)),
@@ -216,7 +216,7 @@ impl<'a> Section<'a> {
     }
 
     /// A whole number from `least` to 2^63 - 1.
-    pub(crate) fn whole(&self, key: &str, least: u64) -> Result<Option<u64>> {
+    pub fn whole(&self, key: &str, least: u64) -> Result<Option<u64>> {
         let Some(value) = self.value(key)? else { return Ok(None) };
         match value.as_integer().and_then(|number| u64::try_from(number).ok()) {
             Some(number) if number >= least => Ok(Some(number)),
@@ -228,12 +228,12 @@ impl<'a> Section<'a> {
     }
 
     /// A number in `least..below`, for the trainer: it decides no data.
-    pub(crate) fn number(&self, key: &str, least: f64, below: f64) -> Result<Option<f64>> {
+    pub fn number(&self, key: &str, least: f64, below: f64) -> Result<Option<f64>> {
         let Some(value) = self.value(key)? else { return Ok(None) };
         self.number_in(key, value, least, below).map(Some)
     }
 
-    pub(crate) fn number_in(
+    pub fn number_in(
         &self,
         key: &str,
         value: &Value,
@@ -256,7 +256,7 @@ impl<'a> Section<'a> {
     }
 
     /// A ratio above zero, exactly as typed: an integer, a decimal or a string like "3/10".
-    pub(crate) fn weight(&self, key: &str) -> Result<Ratio> {
+    pub fn weight(&self, key: &str) -> Result<Ratio> {
         let item = self.table.get(key);
         let value = item.and_then(Item::as_value);
         let raw = value.map_or("a table", |value| self.text.raw(value));
@@ -281,7 +281,7 @@ impl<'a> Section<'a> {
     }
 
     /// One of a few words.
-    pub(crate) fn choice<T: Copy>(&self, key: &str, known: &[(&str, T)]) -> Result<Option<T>> {
+    pub fn choice<T: Copy>(&self, key: &str, known: &[(&str, T)]) -> Result<Option<T>> {
         let Some(word) = self.string(key)? else { return Ok(None) };
         match known.iter().find(|(name, _)| *name == word) {
             Some((_, choice)) => Ok(Some(*choice)),

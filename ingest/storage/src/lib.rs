@@ -1,7 +1,7 @@
 //! Object storage: inputs and stores at `s3://bucket/key`, on anything that speaks S3.
 //!
 //! This is the only room that knows a network and an asynchronous runtime; the rest of the house reads and makes far
-//! files through [`contract::far`] (a run its checkpoints), or writes folders, which [`publish`] puts into a bucket.
+//! files through [`store::far`] (a run its checkpoints), or writes folders, which [`publish`] puts into a bucket.
 //!
 //! Invariant: an object is only ever created, never replaced: what is there already is compared, and other content is a
 //! refusal that leaves both. Only checkpoints are removed. The manifest is put last, so a prefix that has one holds
@@ -12,15 +12,17 @@
 //! the rest of what `object_store` knows; `ZDATA_S3_TIMEOUT` (seconds for a request, 60), `ZDATA_CACHE` (a folder) and
 //! `ZDATA_CACHE_BYTES` (16 GiB).
 
+#![forbid(unsafe_code)]
+
 mod cache;
 mod client;
 pub mod publish;
 
 use std::path::Path;
 
-use contract::far::{self, Far, Near};
 use contract::{Fault, Result};
 use globset::GlobBuilder;
+use store::far::{self, Far, Near};
 
 use self::cache::Cache;
 use self::client::{Client, Put};

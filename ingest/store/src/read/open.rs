@@ -4,9 +4,10 @@ use std::fs;
 use std::path::{Component, Path};
 
 use super::column::{damaged, missing};
-use crate::store::open::{MANIFEST, TOKENIZER, manifest as store_manifest};
-use crate::store::{Manifest, Split, StreamRecord};
-use crate::{Identity, Result, far};
+use crate::far;
+use crate::open::{MANIFEST, TOKENIZER, manifest as store_manifest};
+use crate::{Manifest, Split, StreamRecord};
+use contract::{Identity, Result};
 
 /// Reads and checks `manifest.json`.
 pub(super) fn manifest(root: &Path) -> Result<Manifest> {
