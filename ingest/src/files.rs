@@ -8,8 +8,6 @@ use contract::{Fault, Result};
 use globset::{GlobBuilder, GlobMatcher};
 use store::far;
 
-use storage as remote;
-
 /// A file that a pattern named.
 #[derive(Clone, Debug)]
 pub(crate) struct Found {
@@ -28,7 +26,7 @@ pub(crate) fn find(folder: &Path, patterns: &[(String, String)]) -> Result<Vec<F
         let far = far::is_far(Path::new(pattern));
         let mut names = Vec::new();
         if far {
-            names = remote::find(pattern, place)?;
+            names = storage::find(pattern, place)?;
         } else {
             Walk::new(pattern, place)?.run(folder, &mut names)?;
         }

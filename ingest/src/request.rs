@@ -5,7 +5,6 @@
 use std::path::Path;
 
 use contract::{Digest, Fault, Identity, Result};
-use store::far;
 use store::{FORMAT, InputRecord, Manifest, SourceRecord, StreamRecord, TokenizerRecord};
 
 use crate::corpus::{Corpus, OnError, Source};
@@ -139,7 +138,7 @@ impl Sides<'_> {
                 .wanted(format!("{} files", old.len())));
         }
         for (file, old) in source.files.iter().zip(old) {
-            let (bytes, sha256) = content(&file.path)?;
+            let (bytes, sha256) = store::far::content(&file.path)?;
             if (bytes, sha256) != (old.bytes, old.sha256) {
                 return Err(refused(format!("the input {:?} changed", file.shown))
                     .found(format!("{bytes} bytes, {sha256}"))

@@ -7,8 +7,8 @@
 //! documents = 10_000_000_000
 //! ```
 
+use contract::UNIT_TOKENS;
 use contract::{Fault, Result};
-use store::UNIT_TOKENS;
 
 use crate::sample::SourceFacts;
 use curriculum::{Section, Text};

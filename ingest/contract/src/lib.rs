@@ -23,3 +23,6 @@ pub use draw::{Key, Purpose, draw};
 pub use fault::{Class, Fault, Result};
 pub use permute::Permutation;
 pub use ratio::Ratio;
+
+/// Tokens in a unit unless `corpus.toml` says otherwise; every `seq_len` divides it.
+pub const UNIT_TOKENS: u64 = 131_072;

@@ -16,7 +16,6 @@ use store::write;
 use super::address::Content;
 use super::plan::{Plan, Stage};
 use crate::corpus::SourceFile;
-use crate::request;
 
 /// The receipt of one task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

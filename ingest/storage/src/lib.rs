@@ -143,7 +143,7 @@ impl Reader {
 }
 
 /// The objects that a pattern names (`s3://bucket/raw/*.jsonl.zst`), sorted; a pattern without wildcards names itself.
-pub(crate) fn find(pattern: &str, place: &str) -> Result<Vec<String>> {
+pub fn find(pattern: &str, place: &str) -> Result<Vec<String>> {
     let refused = |error: std::io::Error| {
         Fault::io("list", Path::new(pattern), &error).at(format!("{place}: {pattern}")).hint(
             "check the bucket's name, AWS_ENDPOINT_URL and the credentials in the environment",

@@ -31,6 +31,7 @@ mod tests;
 pub mod verify;
 pub mod write;
 
+pub use contract::UNIT_TOKENS;
 pub use manifest::{
     Change, FileRecord, InputRecord, Loss, Manifest, PreparedRecord, ShardRecord, SourceRecord,
     StreamRecord, TokenizerRecord,
@@ -49,9 +50,6 @@ pub const BLOCK_STARTS: u64 = 8_192;
 /// Bytes before the first record batch of an Arrow file of the store, and bytes of metadata before the values of
 /// each: with them a block's offset is a multiplication, and one read fetches it.
 pub const HEAD_BYTES: u64 = 192;
-
-/// Tokens in a unit unless `corpus.toml` says otherwise; every `seq_len` divides it.
-pub const UNIT_TOKENS: u64 = 131_072;
 
 /// The two halves of a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -35,6 +35,7 @@ pub struct Section<'a> {
 }
 
 impl<'a> Text<'a> {
+    /// The text of `file`, whose name every mistake carries.
     pub fn new(text: &'a str, file: &'a str) -> Self {
         let after_breaks = text.match_indices('\n').map(|(at, _)| at + 1);
         Text { text, file, lines: std::iter::once(0).chain(after_breaks).collect() }
@@ -67,6 +68,7 @@ impl<'a> Text<'a> {
 }
 
 impl Places {
+    /// No places of `file` yet.
     pub fn new(file: &str) -> Self {
         Places { file: file.to_owned(), found: BTreeMap::new() }
     }
@@ -83,6 +85,7 @@ impl Places {
         }
     }
 
+    /// Remembers where `key` stands.
     pub fn insert(&mut self, key: String, place: String) {
         self.found.insert(key, place);
     }
@@ -151,10 +154,12 @@ impl<'a> Section<'a> {
         Fault::usage(format!("unknown key `{key}`{table}")).at(self.place_of(key)).hint(hint)
     }
 
+    /// The keys, in the order of the text.
     pub fn keys(&self) -> Vec<&'a str> {
         self.table.iter().map(|(key, _)| key).collect()
     }
 
+    /// Whether the key is there.
     pub fn has(&self, key: &str) -> bool {
         self.table.contains_key(key)
     }
@@ -205,6 +210,7 @@ impl<'a> Section<'a> {
         }
     }
 
+    /// A string.
     pub fn string(&self, key: &str) -> Result<Option<&'a str>> {
         let Some(value) = self.value(key)? else { return Ok(None) };
         match value.as_str() {
@@ -233,13 +239,8 @@ impl<'a> Section<'a> {
         self.number_in(key, value, least, below).map(Some)
     }
 
-    pub fn number_in(
-        &self,
-        key: &str,
-        value: &Value,
-        least: f64,
-        below: f64,
-    ) -> Result<f64> {
+    /// A finite number in `least..below`.
+    pub fn number_in(&self, key: &str, value: &Value, least: f64, below: f64) -> Result<f64> {
         let whole = || value.as_integer().and_then(|whole| i32::try_from(whole).ok());
         let number = value.as_float().or_else(|| whole().map(Into::into));
         match number {
