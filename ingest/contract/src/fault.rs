@@ -106,7 +106,7 @@ impl Fault {
 
     /// An I/O error on `path` while trying to do `what` ("read", "create the folder of").
     ///
-    /// A missing file is missing data, a file in a folder's place wrong use; everything else (disk full, no handles left,
+    /// A missing file is missing data, a file in a folder's place or one that is not a regular file wrong use; everything else (disk full, no handles left,
     /// no permission) is the machine's.
     pub fn io(what: &str, path: &Path, error: &io::Error) -> Self {
         let (class, hint) = match error.kind() {
@@ -121,6 +121,13 @@ impl Fault {
             io::ErrorKind::UnexpectedEof => {
                 (Class::Data, "the file is shorter than it should be: restore it")
             }
+            io::ErrorKind::InvalidInput => {
+                (Class::Usage, "name a regular file, or a folder where one is wanted")
+            }
+            io::ErrorKind::OutOfMemory => (
+                Class::Machine,
+                "close what holds the memory, raise `ulimit -v`, or lower --workers, and run the same command again",
+            ),
             _ if matches!(error.raw_os_error(), Some(ENFILE | EMFILE)) => (
                 Class::Machine,
                 "close what holds so many files, or raise `ulimit -n`, and run the same command again",
@@ -158,6 +165,15 @@ impl Fault {
     pub fn wanted(mut self, wanted: impl fmt::Display) -> Self {
         self.0.wanted = Some(wanted.to_string());
         self
+    }
+
+    /// What was wanted instead of `word`: the nearest of the words that are known, or all of them.
+    pub fn one_of<'a>(self, word: &str, known: impl IntoIterator<Item = &'a str>) -> Self {
+        let known: Vec<&str> = known.into_iter().collect();
+        match nearest(word, known.iter().copied()) {
+            Some(near) => self.hint(format!("did you mean `{near}`?")),
+            None => self.wanted(known.join(", ")),
+        }
     }
 
     /// What to do next.
@@ -202,6 +218,16 @@ pub fn io_cause<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a io::Error> {
     None
 }
 
+/// Whether memory was short, which is the machine's fault and nobody else's: some libraries say so only in words.
+pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
+    let in_words = |text: String| text.contains("not enough memory");
+    match io_cause(error) {
+        Some(error) if error.kind() == io::ErrorKind::OutOfMemory => true,
+        Some(error) => in_words(error.to_string()),
+        None => in_words(error.to_string()),
+    }
+}
+
 /// An I/O error once more, to be kept while the first one goes its way.
 pub fn again(error: &io::Error) -> io::Error {
     match error.raw_os_error() {
@@ -243,24 +269,8 @@ pub fn end_with_the_reader() {
 
 /// The known word nearest to `word`, for "did you mean": at most a third of its letters differ.
 pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    let best = known.into_iter().map(|name| (edit_distance(word, name), name)).min()?;
+    let best = known.into_iter().map(|name| (strsim::osa_distance(word, name), name)).min()?;
     (best.0 <= word.chars().count().div_ceil(3)).then_some(best.1)
-}
-
-/// Levenshtein distance in characters.
-fn edit_distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(x != *y);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
-        }
-    }
-    row[b.len()]
 }
 
 #[cfg(test)]

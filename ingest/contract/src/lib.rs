@@ -17,6 +17,7 @@ pub mod draw;
 pub mod fault;
 pub mod permute;
 pub mod ratio;
+pub mod settings;
 
 pub use digest::{Digest, Digestible, Hasher, Identity};
 pub use draw::{Key, Purpose, draw};
