@@ -192,7 +192,11 @@ fn mistakes_in_a_curriculum_are_named_with_their_line() {
         ("web = 0.7", "web = 0", &[":36:", "web"]),
         ("web = 0.7", "wib = 0.7", &[":36:", "wib", "web"]),
         ("seq_len = 64", "seq_length = 64", &[":33:", "seq_length", "seq_len"]),
-        ("leaf = 2\nmix = { web = 0.7", "leaf = 3\nmix = { web = 0.7", &["leaf", "8"]),
+        (
+            "micro_batch = 2\nmix = { web = 0.7",
+            "micro_batch = 3\nmix = { web = 0.7",
+            &["micro_batch", "8"],
+        ),
         ("seq_len = 64", "seq_len = 100", &["seq_len", "1024"]),
         ("steps = 12", "steps = 100000", &["max_epochs", "step"]),
         ("kind = \"muon\"", "kind = \"moun\"", &["muon"]),

@@ -203,14 +203,16 @@ mod training {
         assert!(events.contains("\"event\":\"validation\""), "{events}");
     }
 
-    /// A leaf of half a million tokens, in a process that may have three gigabytes.
+    /// A micro-batch of half a million tokens, in a process that may have three gigabytes.
     #[test]
     fn a_run_that_finds_no_memory_says_where_and_goes_on() {
         let scratch = Scratch::new();
         let store = build(&scratch, &corpus(&scratch, 100, ""), "store");
         let epochs = ("max_epochs = 3", "max_epochs = 100000\n\n[source.web]\nmax_epochs = 100000");
-        let (length, batch) =
-            ("seq_len = 128\nbatch = 6\nleaf = 2", "seq_len = 1024\nbatch = 512\nleaf = 512");
+        let (length, batch) = (
+            "seq_len = 128\nbatch = 6\nmicro_batch = 2",
+            "seq_len = 1024\nbatch = 512\nmicro_batch = 512",
+        );
         let steps = ("steps = 12", "steps = 2");
         let path = curriculum(&scratch, &store, "run.toml", &[epochs, (length, batch), steps]);
         let run = scratch.path("run");
@@ -220,7 +222,10 @@ mod training {
             .env_remove("RUST_BACKTRACE")
             .output();
         let ran = crate::support::Ran::from(output.unwrap());
-        ran.fails(6, &["step 3, leaf 0: there is not enough memory", "can't allocate memory"]);
+        ran.fails(
+            6,
+            &["step 3, micro-batch 0: there is not enough memory", "can't allocate memory"],
+        );
         // With leaves that fit, the run goes on where it stopped, as one that never failed.
         let fits =
             curriculum(&scratch, &store, "run.toml", &[epochs, steps, ("steps = 8", "steps = 2")]);

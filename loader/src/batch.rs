@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use contract::{Digest, Hasher, Result};
-use mixer::{Plan, SampleSpec};
+use mixer::{Plan, SampleSpec, StepSpec};
 use store::Split;
 
 use crate::assemble::{Row, Scratch};
@@ -17,8 +17,8 @@ pub struct Batch {
     pub step: u64,
     /// The global sample number of the first row here.
     pub first_sample: u64,
-    /// Rows in a gradient leaf; a rank's rows are whole leaves, not always neighbours.
-    pub leaf: u64,
+    /// Rows in a micro-batch; a rank's rows are whole micro-batches, not always neighbours.
+    pub micro_batch: u64,
     /// Rows here.
     pub rows: u64,
     /// Tokens in a row, padding included.
@@ -43,7 +43,7 @@ pub struct Batch {
 
 impl Batch {
     /// The digest of the rows here, in order. For [`RankSlice::WHOLE`] this is the step's digest; ranks join theirs,
-    /// in the order of leaves, with [`step_digest`].
+    /// in the order of micro-batches, with [`step_digest`].
     pub fn digest(&self) -> Digest {
         step_digest([self.sequences.as_slice()])
     }
@@ -102,12 +102,12 @@ impl Batch {
             boundaries.push(found);
         }
         let label_count = mask.iter().map(|&label| u64::from(label)).sum();
-        let Head { step, first_sample, leaf, seq_len } = head;
+        let Head { step, first_sample, micro_batch, seq_len } = head;
         let rows = samples.len() as u64;
         Ok(Batch {
             step,
             first_sample,
-            leaf,
+            micro_batch,
             rows,
             seq_len,
             tokens,
@@ -126,7 +126,7 @@ impl Batch {
 pub(crate) struct Head {
     pub(crate) step: u64,
     pub(crate) first_sample: u64,
-    pub(crate) leaf: u64,
+    pub(crate) micro_batch: u64,
     pub(crate) seq_len: u32,
 }
 
@@ -146,7 +146,8 @@ pub fn rows(
     let samples = rows.into_iter().map(|row| plan.sample(spec.first_sample + row));
     let samples = samples.collect::<Result<Vec<_>>>()?;
     let first_sample = samples.first().map_or(spec.first_sample, |sample| sample.sample);
-    let head = Head { step, first_sample, leaf: spec.leaf, seq_len: spec.seq_len };
+    let StepSpec { micro_batch, seq_len, .. } = spec;
+    let head = Head { step, first_sample, micro_batch, seq_len };
     let name = |sample: &SampleSpec| plan.sources()[sample.source].name.as_str();
     Batch::assemble(head, samples, Split::Train, stores, name)
 }

@@ -5,12 +5,12 @@ use std::ops::Range;
 use contract::{Fault, Result};
 use mixer::StepSpec;
 
-/// Rank `rank` of `world`: some of a step's gradient leaves, whole ones.
+/// Rank `rank` of `world`: some of a step's micro-batches, whole ones.
 ///
-/// Of `leaves` leaves, rank `r` has those from `r * leaves / world` to `(r + 1) * leaves / world`, rounded down: a run. So
-/// the ranks' parts, joined in rank order, are the step, sizes differ by at most one leaf, the world need not divide
-/// anything, and a world larger than the number of leaves leaves some ranks idle. Dealt in turn ([`RankSlice::in_turn`]),
-/// rank `r` has leaves `r`, `r + world`, `r + 2 world`, ...: the same numbers of leaves, the longer parts first.
+/// Of `count` micro-batches, rank `r` has those from `r * count / world` to `(r + 1) * count / world`, rounded down: a run. So
+/// the ranks' parts, joined in rank order, are the step, sizes differ by at most one micro-batch, the world need not divide
+/// anything, and a world larger than their number leaves some ranks idle. Dealt in turn ([`RankSlice::in_turn`]),
+/// rank `r` has `r`, `r + world`, `r + 2 world`, ...: as many as in a run, the longer parts first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RankSlice {
     rank: u32,
@@ -32,35 +32,35 @@ impl RankSlice {
             .wanted("a rank below the world's size, counted from 0"))
     }
 
-    /// The same rank where leaves are dealt in turn.
+    /// The same rank where micro-batches are dealt in turn.
     pub fn in_turn(self) -> Self {
         RankSlice { in_turn: true, ..self }
     }
 
-    /// This rank's leaves of a step that has `leaves`, in rounds: in each, the parts of all ranks, joined in rank order, are
-    /// a run of leaves that follows the one before. A run is one round, leaves in turn are a round for each turn.
-    pub fn rounds(self, leaves: u64) -> Vec<Range<u64>> {
+    /// This rank's micro-batches of a step that has `count`, in rounds: in each, the parts of all ranks, joined in rank order, are
+    /// a run that follows the one before. A run is one round; dealt in turn, each turn is a round.
+    pub fn rounds(self, count: u64) -> Vec<Range<u64>> {
         let (rank, world) = (u64::from(self.rank), u64::from(self.world));
         if !self.in_turn {
             let cut = |rank: u64| {
-                let leaf = u128::from(leaves) * u128::from(rank) / u128::from(world);
-                leaf as u64 // At most `leaves`, since the rank is at most the world.
+                let first = u128::from(count) * u128::from(rank) / u128::from(world);
+                first as u64 // At most `count`, since the rank is at most the world.
             };
             return std::iter::once(cut(rank)..cut(rank + 1)).collect();
         }
         let turn = |turn: u64| {
-            let first = leaves.min(turn * world + rank);
-            first..leaves.min(first + 1)
+            let first = count.min(turn * world + rank);
+            first..count.min(first + 1)
         };
-        (0..leaves.div_ceil(world)).map(turn).collect()
+        (0..count.div_ceil(world)).map(turn).collect()
     }
 
     /// This rank's rows of a step.
     pub fn rows(self, step: &StepSpec) -> impl Iterator<Item = u64> + use<> {
-        let leaf = step.leaf;
-        self.rounds(step.batch / leaf)
+        let size = step.micro_batch;
+        self.rounds(step.batch / size)
             .into_iter()
-            .flat_map(move |leaves| leaves.start * leaf..leaves.end * leaf)
+            .flat_map(move |round| round.start * size..round.end * size)
     }
 }
 
@@ -71,42 +71,42 @@ mod tests {
 
     proptest! {
         #[test]
-        fn slices_tile_the_step(leaves in 0u64..1000, world in 1u32..100) {
+        fn slices_tile_the_step(count in 0u64..1000, world in 1u32..100) {
             let mut next = 0;
             for rank in 0..world {
-                let part = &RankSlice::new(rank, world).unwrap().rounds(leaves)[0];
+                let part = &RankSlice::new(rank, world).unwrap().rounds(count)[0];
                 prop_assert_eq!(part.start, next);
                 let size = part.end - part.start;
-                prop_assert!(size >= leaves / u64::from(world));
-                prop_assert!(size <= leaves.div_ceil(u64::from(world)));
+                prop_assert!(size >= count / u64::from(world));
+                prop_assert!(size <= count.div_ceil(u64::from(world)));
                 next = part.end;
             }
-            prop_assert_eq!(next, leaves);
+            prop_assert_eq!(next, count);
             prop_assert!(RankSlice::new(world, world).is_err());
         }
 
         #[test]
-        fn turns_tile_the_step_in_rounds(leaves in 0u64..300, world in 1u32..20) {
+        fn turns_tile_the_step_in_rounds(count in 0u64..300, world in 1u32..20) {
             let slice = |rank| RankSlice::new(rank, world).unwrap().in_turn();
-            let parts: Vec<_> = (0..world).map(|rank| slice(rank).rounds(leaves)).collect();
+            let parts: Vec<_> = (0..world).map(|rank| slice(rank).rounds(count)).collect();
             let mut next = 0;
             for round in 0..parts[0].len() {
                 for (rank, part) in (0u64..).zip(&parts) {
                     prop_assert_eq!(part.len(), parts[0].len());
                     prop_assert_eq!(part[round].start, next);
-                    prop_assert!(part[round].clone().all(|leaf| leaf % u64::from(world) == rank));
+                    prop_assert!(part[round].clone().all(|index| index % u64::from(world) == rank));
                     next = part[round].end;
                 }
             }
-            prop_assert_eq!(next, leaves);
+            prop_assert_eq!(next, count);
         }
 
         #[test]
-        fn large_numbers_do_not_wrap(leaves: u64, rank in 0u32..u32::MAX) {
-            let last = &RankSlice::new(u32::MAX - 1, u32::MAX).unwrap().rounds(leaves)[0];
-            prop_assert_eq!(last.end, leaves);
-            let part = &RankSlice::new(rank, u32::MAX).unwrap().rounds(leaves)[0];
-            prop_assert!(part.start <= part.end && part.end <= leaves);
+        fn large_numbers_do_not_wrap(count: u64, rank in 0u32..u32::MAX) {
+            let last = &RankSlice::new(u32::MAX - 1, u32::MAX).unwrap().rounds(count)[0];
+            prop_assert_eq!(last.end, count);
+            let part = &RankSlice::new(rank, u32::MAX).unwrap().rounds(count)[0];
+            prop_assert!(part.start <= part.end && part.end <= count);
         }
     }
 }

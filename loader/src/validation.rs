@@ -38,6 +38,6 @@ pub fn batch(stores: &Stores, source: &str, seq_len: u32, first: u64, rows: u64)
         }
     };
     let samples = (first..end).map(sample).collect();
-    let head = Head { step: 0, first_sample: first, leaf: 1, seq_len };
+    let head = Head { step: 0, first_sample: first, micro_batch: 1, seq_len };
     Batch::assemble(head, samples, Split::Validation, stores, |_| source)
 }

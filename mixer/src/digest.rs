@@ -56,14 +56,20 @@ fn feed_phase(phase: &PhasePlan, steps: u64, sources: &[SourceFacts], hasher: &m
         steps: _,
         first_sample: _,
         batch,
-        leaf,
+        micro_batch,
+        context_chunks,
+        weight_shards,
         seq_len,
         uses,
         mixing: _,
         mix_key: _,
     } = phase;
-    hasher.u64(steps).u64(*batch).u64(*leaf).u64(u64::from(*seq_len)).u64(uses.len() as u64);
+    hasher.u64(steps).u64(*batch).u64(*micro_batch).u64(u64::from(*seq_len)).u64(uses.len() as u64);
     for part in uses {
         hasher.str(&sources[part.source].name).u64(part.weight);
+    }
+    // An uncut micro-batch is what there was before there was a cut: it feeds nothing.
+    if (*context_chunks, *weight_shards) != (1, 1) {
+        hasher.tag("cut.v1").u64(*context_chunks).u64(*weight_shards);
     }
 }

@@ -39,8 +39,12 @@ pub struct PhasePlan {
     pub first_sample: u64,
     /// Sequences in a step.
     pub batch: u64,
-    /// Sequences in a gradient leaf.
-    pub leaf: u64,
+    /// Sequences in a micro-batch.
+    pub micro_batch: u64,
+    /// Parts of every sequence inside a micro-batch.
+    pub context_chunks: u64,
+    /// Parts of the model's widths inside a micro-batch.
+    pub weight_shards: u64,
     /// Tokens in a sequence.
     pub seq_len: u32,
     /// What each source of the mix gives, in the order of the sources' names.
@@ -127,9 +131,10 @@ impl Plan {
                 .wanted(format!("1 to {}", self.steps())));
         }
         let phase = self.phases.partition_point(|phase| phase.first_step <= step) - 1;
-        let PhasePlan { first_step, first_sample, batch, leaf, seq_len, .. } = self.phases[phase];
+        let PhasePlan { first_step, first_sample, batch, micro_batch, seq_len, .. } =
+            self.phases[phase];
         let first_sample = first_sample + (step - first_step) * batch;
-        Ok(StepSpec { step, phase, first_sample, batch, leaf, seq_len })
+        Ok(StepSpec { step, phase, first_sample, batch, micro_batch, seq_len })
     }
 
     /// The step that global sample `sample` belongs to.
@@ -208,7 +213,9 @@ impl Plan {
             steps: phase.steps,
             first_sample: self.samples(),
             batch: phase.batch,
-            leaf: phase.leaf,
+            micro_batch: phase.micro_batch,
+            context_chunks: phase.context_chunks,
+            weight_shards: phase.weight_shards,
             seq_len: phase.seq_len,
             uses,
             mixing,

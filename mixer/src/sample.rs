@@ -47,8 +47,8 @@ pub struct StepSpec {
     pub first_sample: u64,
     /// Sequences in the step.
     pub batch: u64,
-    /// Sequences in a gradient leaf; divides `batch`.
-    pub leaf: u64,
+    /// Sequences in a micro-batch; divides `batch`.
+    pub micro_batch: u64,
     /// Tokens in a sequence.
     pub seq_len: u32,
 }

@@ -54,7 +54,7 @@ fn the_recipe_says_what_is_published() {
         plan.phases()[0].steps
     );
     assert_eq!((curriculum.optimizer.lr, curriculum.schedule.final_lr), (6e-4, 2e-4));
-    let theta = |phase| curriculum.model_at(phase).fields["rope_theta"].as_float();
+    let theta = |phase| curriculum.model_at(phase).0["rope_theta"].as_float();
     assert_eq!([theta(0), theta(1), theta(2)], [Some(1e4), Some(1e4), Some(1e6)]);
     let mix = &curriculum.phases[2].mix;
     let share = |name: &str| mix[name].num() as f64 / mix[name].den() as f64;

@@ -38,7 +38,7 @@ name = "short"
 steps = 12
 seq_len = 64
 batch = 8
-leaf = 2
+micro_batch = 2
 mix = { web = 0.7, math = "3/10" }
 
 [[phase]]
@@ -76,12 +76,12 @@ fn every_key_arrives() {
     assert_eq!(c.stores, ["a/store", "b/store"]);
     assert_eq!((c.seed, c.dtype), (11, Dtype::Bf16));
     assert_eq!((c.limits("math").max_epochs, c.limits("web").max_epochs), (3, 1));
-    assert_eq!(c.model.preset.as_deref(), Some("zaya1-nano"));
-    assert_eq!(c.model.fields["hidden_size"], toml::Value::Integer(32));
-    assert_eq!(c.model.fields["rope_theta"], toml::Value::Float(1e4));
+    assert_eq!(c.model.0["preset"].as_str(), Some("zaya1-nano"));
+    assert_eq!(c.model.0["hidden_size"], toml::Value::Integer(32));
+    assert_eq!(c.model.0["rope_theta"], toml::Value::Float(1e4));
     assert_eq!(c.model_at(0), c.model);
-    assert_eq!(c.model_at(1).fields["rope_theta"], toml::Value::Float(1e6));
-    assert_eq!(c.model_at(1).fields["hidden_size"], toml::Value::Integer(32));
+    assert_eq!(c.model_at(1).0["rope_theta"], toml::Value::Float(1e6));
+    assert_eq!(c.model_at(1).0["hidden_size"], toml::Value::Integer(32));
     assert_eq!((c.optimizer.kind, c.optimizer.lr), (OptimizerKind::AdamW, 1e-2));
     assert_eq!((c.optimizer.betas, c.optimizer.eps), ([0.8, 0.9], 1e-9));
     assert_eq!((c.optimizer.momentum, c.optimizer.weight_decay, c.optimizer.clip), (0.5, 0.0, 2.0));
@@ -91,13 +91,13 @@ fn every_key_arrives() {
     );
     let [short, long] = &c.phases[..] else { panic!("two phases") };
     assert_eq!(
-        (short.name.as_str(), short.steps, short.seq_len, short.batch, short.leaf),
+        (short.name.as_str(), short.steps, short.seq_len, short.batch, short.micro_batch),
         ("short", 12, 64, 8, 2)
     );
     assert_eq!(short.mix["web"], Ratio::new(7, 10));
     assert_eq!(short.weights(), Some(vec![3, 7]));
     // Whole steps of 128 x 6 tokens in 2,000.
-    assert_eq!((long.steps, long.leaf), (2, 1));
+    assert_eq!((long.steps, long.micro_batch), (2, 1));
     assert_eq!(long.weights(), Some(vec![1, 1_000_000]));
 }
 
@@ -112,9 +112,8 @@ fn mistakes_are_named() {
         ("dtype = \"bf16\"", "dtype = 16", &["c.toml:3:1", "16", "a string"]),
         ("max_epochs = 3", "max_epoch = 3", &["c.toml:6:1", "max_epochs", "source.math"]),
         ("max_epochs = 3", "max_epochs = 0", &["c.toml:6:1", "at least 1"]),
-        ("hidden_size = 32", "hiden_size = 32", &["c.toml:10:1", "hiden_size", "`hidden_size`"]),
-        ("{ rope_theta", "{ rope_teta", &["c.toml:41:11", "rope_teta", "`rope_theta`"]),
-        ("hidden_size = 32", "hidden_size = {}", &["c.toml:10:1", "hidden_size"]),
+        ("hidden_size = 32", "hidden_size = 2026-01-01", &["c.toml:10:1", "hidden_size", "tables"]),
+        ("{ rope_theta = 1e6", "{ rope_theta = [1, 07:32:00]", &["c.toml:41:11", "rope_theta"]),
         ("kind = \"adamw\"", "kind = \"adam\"", &["c.toml:14:1", "muon or adamw", "adamw"]),
         ("lr = 1e-2", "lr = nan", &["c.toml:15:1", "nan"]),
         ("lr = 1e-2", "lr = -1", &["c.toml:15:1", "-1"]),
@@ -137,7 +136,14 @@ fn mistakes_are_named() {
         ("seq_len = 64", "seq_len = 4294967296", &["c.toml:30:1", "2^32"]),
         ("seq_len = 64", "seq_len = 0", &["c.toml:30:1"]),
         ("batch = 8\n", "", &["c.toml:27:1", "batch"]),
-        ("leaf = 2", "leaf = 3", &["c.toml:32:1", "leaf 3, batch 8"]),
+        ("micro_batch = 2", "micro_batch = 3", &["c.toml:32:1", "micro_batch = 3, batch = 8"]),
+        ("micro_batch = 2", "leaf = 2", &["c.toml:32:1", "`leaf` is called `micro_batch`"]),
+        (
+            "micro_batch = 2",
+            "context_chunks = 3",
+            &["c.toml:32:1", "context_chunks = 3, seq_len = 64"],
+        ),
+        ("micro_batch = 2", "weight_shards = 0", &["c.toml:32:1", "at least 1"]),
         ("web = 0.7", "web = 0", &["c.toml:33:9", "web", "above zero"]),
         ("web = 0.7", "web = -0.7", &["c.toml:33:9", "-0.7", "above zero"]),
         ("web = 0.7", "web = \"-1/2\"", &["c.toml:33:9", "above zero"]),
@@ -153,7 +159,6 @@ fn mistakes_are_named() {
         ("mix = { web = 0.7, math = \"3/10\" }\n", "", &["c.toml:27:1", "mix"]),
         ("store = [\"a/store\", \"b/store\"]", "store = []", &["c.toml:1:1", "store"]),
         ("store = [\"a/store\", \"b/store\"]\n", "", &["c.toml", "no `store`"]),
-        ("model = { rope", "model = { preset = \"x\", rope", &["c.toml:41:1", "preset"]),
         ("[model]", "[model", &["c.toml:8:", "TOML"]),
         ("[model]", "[source]", &["c.toml:9:1", "[source.preset]"]),
         ("[optimizer]", "[optimiser]", &["c.toml:13:2", "did you mean `optimizer`"]),
@@ -170,23 +175,6 @@ fn mistakes_are_named() {
     assert!(
         Curriculum::parse("store = \"s\"", "c.toml").unwrap_err().to_string().contains("phase")
     );
-}
-
-/// The trainer's configuration has exactly the fields that a curriculum may name.
-#[test]
-fn model_fields_are_the_trainers() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../trainer/src/model/config.rs");
-    let text = std::fs::read_to_string(path).unwrap();
-    let body = text.split_once("pub struct ZayaConfig {").unwrap().1.split_once("\n}").unwrap().0;
-    let field = |line: &str| Some(line.trim().strip_prefix("pub ")?.split_once(':')?.0.to_owned());
-    let mut fields: Vec<String> = body.lines().filter_map(field).collect();
-    assert!(fields.len() > 15, "{fields:?}");
-    fields.extend(["preset".to_owned(), "balance_lr".to_owned()]);
-    fields.sort();
-    let told = Curriculum::parse(&edited("hidden_size = 32", "no_such_field_at_all = 1"), "c.toml");
-    let told = told.unwrap_err().to_string();
-    let known = told.split_once("known here: ").unwrap().1;
-    assert_eq!(known.split(", ").collect::<Vec<_>>(), fields);
 }
 
 /// Mistakes that only the sources can show.
@@ -230,7 +218,8 @@ fn one_meaning_has_one_text() {
             "[source.math]\nmax_epochs = 3\n",
             "source.math.max_epochs = 3\n[source.web]\nmax_epochs = 1\n",
         ),
-        ("batch = 6", "batch = 6\nleaf = 1"),
+        ("batch = 6", "batch = 6\nmicro_batch = 1\ncontext_chunks = 1\nweight_shards = 1"),
+        ("rope_theta = 1e4", "rope_theta = 10_000.0"),
     ];
     for (from, to) in same {
         assert_eq!(parse(&edited(from, to)).canonical(), canonical, "{to}");
@@ -245,7 +234,10 @@ fn one_meaning_has_one_text() {
     let other = [
         ("web = 0.7", "web = 0.70001"),
         ("seed = 11", "seed = 12"),
-        ("leaf = 2", "leaf = 4"),
+        ("micro_batch = 2", "micro_batch = 4"),
+        ("micro_batch = 2", "micro_batch = 2\ncontext_chunks = 4"),
+        ("micro_batch = 2", "micro_batch = 2\nweight_shards = 2"),
+        ("rope_theta = 1e4", "rope_theta = 10_000"),
         ("eps = 1e-9", "eps = 1e-8"),
         ("rope_theta = 1e6", "rope_theta = 1e7"),
         ("hidden_size = 32", "hidden_size = 64"),
@@ -366,6 +358,41 @@ fn odd_names_survive_the_canonical_text() {
     assert_eq!(again.limits("a b").max_epochs, 2);
 }
 
+/// The canonical cut decides bits, so it has a digest; uncut is what there was before there was a cut.
+#[test]
+fn the_cut_of_a_micro_batch_enters_the_plan_digest() {
+    let digest = |to: &str| {
+        let plan = Plan::new(&parse(&edited("batch = 6", to)), &facts(10_000, 10_000)).unwrap();
+        [12, 13].map(|step| plan.digest_through(step))
+    };
+    let [before, plain] = digest("batch = 6");
+    assert_eq!(digest("batch = 6\ncontext_chunks = 1\nweight_shards = 1"), [before, plain]);
+    let mut seen = vec![plain];
+    for to in ["context_chunks = 2", "context_chunks = 4", "weight_shards = 2", "weight_shards = 4"]
+    {
+        let [early, late] = digest(&format!("batch = 6\n{to}"));
+        assert_eq!(early, before, "{to}");
+        assert!(!seen.contains(&late), "{to}");
+        seen.push(late);
+    }
+}
+
+/// Tables of the model pass through, whatever they say: only the trainer knows its keys.
+#[test]
+fn the_models_table_passes_through() {
+    let odd = edited("rope_theta = 1e4", "a.\"b c\" = [1, 2.5, [true]]\nd = { e = \"f\", g = {} }");
+    let (first, again) = (parse(&odd), parse(&parse(&odd).canonical()));
+    assert_eq!(first.model, again.model);
+    assert_eq!(first.canonical(), again.canonical());
+    assert_eq!(first.model.0["a"]["b c"][2][0].as_bool(), Some(true));
+    assert!(first.place("model.d").starts_with("c.toml:12:"), "{}", first.place("model.d"));
+    let mut rest = parse(WHOLE);
+    let taken = rest.take_models();
+    assert_eq!((taken.len(), &taken[0]), (3, &parse(WHOLE).model));
+    assert_eq!(taken[2].0["rope_theta"].as_float(), Some(1e6));
+    assert!(!rest.canonical().contains("rope_theta"));
+}
+
 fn change(from: &str, to: &str) -> Vec<(String, u64)> {
     let key = |difference: Difference| (difference.key, difference.first_step);
     parse(WHOLE).difference(&parse(&edited(from, to))).into_iter().map(key).collect()
@@ -390,6 +417,14 @@ fn an_edit_matters_from_a_known_step() {
         one("phase.long.model.rope_theta", 13)
     );
     assert_eq!(change("seq_len = 64", "seq_len = 32"), one("phase.short.seq_len", 1));
+    assert_eq!(
+        change("batch = 6", "batch = 6\ncontext_chunks = 8"),
+        one("phase.long.context_chunks", 13)
+    );
+    assert_eq!(
+        change("batch = 6", "batch = 6\nweight_shards = 3"),
+        one("phase.long.weight_shards", 13)
+    );
     assert_eq!(change("steps = 12", "steps = 15"), one("phase.short.steps", 13));
     assert_eq!(change("steps = 12", "steps = 10"), one("phase.short.steps", 11));
     assert_eq!(change("tokens = 2_000", "steps = 5"), one("phase.long.steps", 15));

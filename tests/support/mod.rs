@@ -242,7 +242,7 @@ name = "short"
 steps = 12
 seq_len = 64
 batch = 8
-leaf = 2
+micro_batch = 2
 mix = { web = 0.7, math = "3/10" }
 
 [[phase]]
@@ -250,6 +250,6 @@ name = "long"
 steps = 8
 seq_len = 128
 batch = 6
-leaf = 2
+micro_batch = 2
 mix = { web = 1, math = 3 }
 "#;

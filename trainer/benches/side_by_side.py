@@ -54,7 +54,7 @@ def ours(programs: pathlib.Path, folder: pathlib.Path, asked: argparse.Namespace
         f'store = "store"\nseed = 1\ndtype = "{asked.dtype}"\n[model]\npreset = "{asked.model}"\nvocab_size = {VOCAB}\n{fields}\n'
         f"document_mask = {str(boundaries).lower()}\n"
         f'[optimizer]\nkind = "{kind}"\nlr = 1e-3\nclip = 1.0\n[schedule]\nwarmup_steps = 0\n'
-        f'[[phase]]\nname = "all"\nsteps = {asked.steps}\nseq_len = {SEQ_LEN}\nbatch = {ROWS}\nleaf = {LEAF}\n'
+        f'[[phase]]\nname = "all"\nsteps = {asked.steps}\nseq_len = {SEQ_LEN}\nbatch = {ROWS}\nmicro_batch = {LEAF}\n'
         'mix = { words = 1 }\n[source.words]\nmax_epochs = 100\n')
     run = folder / name
     subprocess.run([programs / "ztrain", "--curriculum", folder / f"{name}.toml", "--out", run, "--quiet",

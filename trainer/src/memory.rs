@@ -71,7 +71,7 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
         .filter(|parameter| bf16 && parameter.in_large_products())
         .map(crate::model::ParamSpec::elements)
         .sum();
-    let leaves = step.batch / step.leaf;
+    let leaves = step.batch / step.micro_batch;
     let world: u32 = holder.nodes.sizes().iter().sum();
     let parts = team::parts(holder.schedule, world, leaves)?;
     let own = parts[holder.rank as usize].iter().map(|part| part.end - part.start).sum::<u64>();
@@ -82,7 +82,8 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
         let sets = 1 + u64::from(piece.rule.has_second_moment());
         4 * sets * piece.length() as u64
     });
-    let activations = leaf(config, step.leaf * u64::from(step.seq_len), holder.lanes.keep(), bf16);
+    let activations =
+        leaf(config, step.micro_batch * u64::from(step.seq_len), holder.lanes.keep(), bf16);
     let pending = parts[holder.rank as usize].iter().flat_map(levels).max().unwrap_or(0);
     let (sent, received, sums) = travelling(&parts, holder, all, leaves);
     Ok(Holds {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use contract::{Digestible, Fault, Hasher, Identity, Result};
-use curriculum::{ModelSpec, OptimizerKind};
+use curriculum::{ModelTable, OptimizerKind};
 use loader::{Opened, Stores};
 use mixer::{Curriculum, Plan};
 
@@ -18,6 +18,9 @@ use crate::optim::{Kind, Rule, Settings};
 
 /// The model field that is ours: the learning rate of the balancing biases.
 const BALANCE_LR: &str = "balance_lr";
+
+/// The key that names the configuration from which the others differ.
+const PRESET: &str = "preset";
 
 /// The content that a run reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -65,6 +68,7 @@ impl RunSpec {
     /// Resolves an opened curriculum; refuses what cannot be trained.
     pub fn new(opened: &Opened) -> Result<Self> {
         let curriculum = opened.curriculum.clone();
+        check_cuts(&curriculum)?;
         let data = Arc::clone(opened.stores()?);
         let content = Content::of(&data, curriculum.stores.len());
         let start = open_start(opened, &data)?;
@@ -78,12 +82,17 @@ impl RunSpec {
 
     /// The curriculum's canonical text with digests for the paths of stores and start: a function of content alone.
     pub fn canonical(&self) -> String {
+        self.by_content().canonical()
+    }
+
+    /// The curriculum with digests for the paths of stores and start.
+    fn by_content(&self) -> Curriculum {
         let mut curriculum = self.curriculum.clone();
         curriculum.stores = self.content.stores.iter().map(Identity::to_string).collect();
         let added = curriculum.amendments.iter_mut().filter_map(|one| one.store.as_mut());
         added.for_each(|store| store.path.clone_from(&store.digest));
         curriculum.start = self.start.as_ref().map(|start| start.content().to_string());
-        curriculum.canonical()
+        curriculum
     }
 
     /// The configuration that the weights are drawn from: the first phase's.
@@ -137,7 +146,10 @@ impl Digestible for RunSpec {
             plan: _,
             data: _,
         } = self;
-        hasher.tag("run.v1").str(&self.canonical());
+        let mut text = self.by_content();
+        let tables = text.take_models();
+        hasher.tag("run.v2").str(&text.canonical()).u64(tables.len() as u64);
+        tables.iter().for_each(|table| table.feed(hasher));
         let Content { stores, tokenizer, vocab } = content;
         hasher.u64(stores.len() as u64);
         stores.iter().for_each(|store| {
@@ -151,14 +163,35 @@ impl Digestible for RunSpec {
     }
 }
 
+/// Refuses micro-batches that are cut inside: every one is computed whole.
+fn check_cuts(curriculum: &Curriculum) -> Result<()> {
+    for phase in &curriculum.phases {
+        let cuts =
+            [("context_chunks", phase.context_chunks), ("weight_shards", phase.weight_shards)];
+        if let Some((key, parts)) = cuts.into_iter().find(|(_, parts)| *parts != 1) {
+            return Err(Fault::usage(format!("`{key}` can be planned, but not trained with"))
+                .at(curriculum.place(&format!("phase.{}.{key}", phase.name)))
+                .found(parts)
+                .wanted("1, or no such key"));
+        }
+    }
+    Ok(())
+}
+
 /// The model of each phase; a phase may change numbers, but no parameter.
 fn models(curriculum: &Curriculum, vocab: u32, start: Option<&Start>) -> Result<Vec<PhaseModel>> {
     let mut models: Vec<PhaseModel> = Vec::new();
     for (index, phase) in curriculum.phases.iter().enumerate() {
-        let place = |field: &str| match phase.model.contains_key(field) {
-            true => curriculum.place(&format!("phase.{}.model.{field}", phase.name)),
+        let here = |field: &str| curriculum.place(&format!("phase.{}.model.{field}", phase.name));
+        let place = |field: &str| match phase.model.0.contains_key(field) {
+            true => here(field),
             false => curriculum.place(&format!("model.{field}")),
         };
+        if phase.model.0.contains_key(PRESET) {
+            return Err(Fault::usage("a phase cannot change `preset`")
+                .at(here(PRESET))
+                .hint("name the preset under [model], and here the fields that differ"));
+        }
         let model = resolve_model(&curriculum.model_at(index), vocab, start, place)?;
         if let Some(first) = models.first()
             && model::parameters(&first.config) != model::parameters(&model.config)
@@ -208,18 +241,26 @@ fn compare_start(start: &Start, config: &ZayaConfig, place: impl Fn() -> String)
 
 /// The model's configuration, and the learning rate of its balance.
 fn resolve_model(
-    model: &ModelSpec,
+    ModelTable(table): &ModelTable,
     vocab: u32,
     start: Option<&Start>,
     place: impl Fn(&str) -> String,
 ) -> Result<PhaseModel> {
     let mut fields = BTreeMap::new();
-    for (key, value) in &model.fields {
+    for (key, value) in table {
         let value = serde_json::to_value(value).map_err(|error| {
             Fault::usage(format!("this value has no meaning here: {error}")).at(place(key))
         })?;
         fields.insert(key.clone(), value);
     }
+    let preset = match fields.remove(PRESET) {
+        None => None,
+        Some(serde_json::Value::String(name)) => Some(name),
+        Some(other) => {
+            let fault = Fault::usage("`preset` has the wrong kind of value").at(place(PRESET));
+            return Err(fault.found(other).wanted("a string"));
+        }
+    };
     let balance_lr = match fields.remove(BALANCE_LR) {
         None => balance::LR,
         Some(value) => {
@@ -229,7 +270,7 @@ fn resolve_model(
         }
     };
     // A start brings its configuration; what the curriculum says stands above it.
-    if let (Some(start), None) = (start, &model.preset)
+    if let (Some(start), None) = (start, &preset)
         && let Ok(serde_json::Value::Object(own)) = serde_json::to_value(start.config())
     {
         for (key, value) in own {
@@ -238,7 +279,7 @@ fn resolve_model(
     }
     // A preset's vocabulary is for planning; a run has that of its tokenizer unless the curriculum asks for more rows.
     fields.entry("vocab_size".to_owned()).or_insert_with(|| vocab.into());
-    let config = ZayaConfig::resolve(model.preset.as_deref(), &fields)?;
+    let config = ZayaConfig::resolve_at(preset.as_deref(), &fields, &place)?;
     if config.vocab_size < i64::from(vocab) {
         return Err(Fault::usage("the model has fewer token ids than the tokenizer")
             .at(place("vocab_size"))

@@ -76,7 +76,7 @@ impl Leaves {
     pub fn stage(spec: &RunSpec, batch: &Batch, stager: &Stager) -> Result<Leaves> {
         let config = &spec.model_at(batch.step)?.config;
         let staged = |leaf| input(batch, leaf).stage(config, stager).map(Some).map(Mutex::new);
-        (0..batch.rows / batch.leaf).map(staged).collect::<Result<_>>().map(Leaves)
+        (0..batch.rows / batch.micro_batch).map(staged).collect::<Result<_>>().map(Leaves)
     }
 
     fn take(&self, leaf: u64) -> Result<StagedLeaf> {
@@ -174,7 +174,7 @@ pub(crate) fn each_leaf(
         };
         caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
     };
-    lanes.fold(batch.rows / batch.leaf, work, |_, (sums, output)| take(sums, output))
+    lanes.fold(batch.rows / batch.micro_batch, work, |_, (sums, output)| take(sums, output))
 }
 
 /// Computes one leaf by itself, with the loss of each token.
@@ -244,7 +244,7 @@ pub(crate) fn apply_at(
 /// A loss that is no number ends the run before anything moves.
 pub(crate) fn check_losses(step: u64, leaves: &[LeafSums]) -> Result<()> {
     let Some(leaf) = leaves.iter().position(|leaf| !leaf.loss.is_finite()) else { return Ok(()) };
-    let found = format!("{} in leaf {leaf}", leaves[leaf].loss);
+    let found = format!("{} in micro-batch {leaf}", leaves[leaf].loss);
     Err(diverged("the loss is not finite", step).found(found))
 }
 
@@ -315,7 +315,7 @@ pub(crate) fn record(
 
 /// Leaf number `leaf` of a batch.
 fn input(batch: &Batch, leaf: u64) -> LeafInput<'_> {
-    rows(batch, leaf * batch.leaf..(leaf + 1) * batch.leaf)
+    rows(batch, leaf * batch.micro_batch..(leaf + 1) * batch.micro_batch)
 }
 
 /// Some rows of a batch, as a leaf.
@@ -392,8 +392,9 @@ pub(crate) fn add_counts(total: &mut Vec<Vec<u64>>, counts: Vec<Vec<u64>>) {
 /// How a fault names a leaf: counted in the step, whatever part of it `batch` is.
 fn place(spec: &RunSpec, batch: &Batch, leaf: u64) -> String {
     let begins = spec.plan.step(batch.step).map_or(batch.first_sample, |step| step.first_sample);
-    let sample = batch.samples.get((leaf * batch.leaf) as usize).map_or(begins, |row| row.sample);
-    format!("step {}, leaf {}", batch.step, (sample - begins) / batch.leaf)
+    let sample =
+        batch.samples.get((leaf * batch.micro_batch) as usize).map_or(begins, |row| row.sample);
+    format!("step {}, micro-batch {}", batch.step, (sample - begins) / batch.micro_batch)
 }
 
 fn diverged(what: &str, step: u64) -> Fault {

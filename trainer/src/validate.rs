@@ -76,7 +76,9 @@ impl Validation {
         let at = spec.plan.step(step.max(1))?;
         let mut pieces = Vec::new();
         for source in spec.plan.sources() {
-            for (first, rows) in pieces_of(spec, &source.name, at.seq_len, at.leaf, self.windows)? {
+            for (first, rows) in
+                pieces_of(spec, &source.name, at.seq_len, at.micro_batch, self.windows)?
+            {
                 pieces.push((source.name.clone(), first, rows));
             }
         }

@@ -50,7 +50,7 @@ struct Report {
     phase: String,
     /// Sequences of the whole step.
     batch: u64,
-    leaf: u64,
+    micro_batch: u64,
     seq_len: u32,
     first_sample: u64,
     /// The step's digest, if all of it is shown and there is text.
@@ -109,8 +109,9 @@ pub(crate) fn exec(args: Args) -> Result<()> {
         }
     };
     let phase = plan.phases()[spec.phase].name.clone();
-    let StepSpec { step, phase: _, first_sample, batch, leaf, seq_len } = spec;
-    let report = Report { step, phase, batch, leaf, seq_len, first_sample, digest, sequences };
+    let StepSpec { step, phase: _, first_sample, batch, micro_batch, seq_len } = spec;
+    let report =
+        Report { step, phase, batch, micro_batch, seq_len, first_sample, digest, sequences };
     output::emit(&if args.json { output::json(&report)? } else { report.text(args.text) })
 }
 
@@ -259,9 +260,10 @@ fn shortened(text: &str) -> String {
 
 impl Report {
     fn text(&self, full: bool) -> String {
-        let Report { step, phase, batch, leaf, seq_len, first_sample, digest, sequences } = self;
+        let Report { step, phase, batch, micro_batch, seq_len, first_sample, digest, sequences } =
+            self;
         let mut out = format!(
-            "step {step}, phase {phase}: {batch} sequences of {seq_len} tokens, {leaf} in a leaf, \
+            "step {step}, phase {phase}: {batch} sequences of {seq_len} tokens, {micro_batch} in a micro-batch, \
              samples {first_sample} to {}\n",
             first_sample + batch - 1
         );

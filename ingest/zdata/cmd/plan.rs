@@ -11,7 +11,9 @@ use serde::Serialize;
 #[derive(clap::Args)]
 #[command(after_help = "Example: zdata plan curricula/phase1.toml\n\n\
     A store in the curriculum may be a folder, or a described store: \
-    a TOML file of [[source]] name, tokens, documents.")]
+    a TOML file of [[source]] name, tokens, documents.\n\n\
+    A micro-batch is the sequences of one forward and backward pass. A unit is the run of tokens in which a source is \
+    shuffled; every seq_len divides it. [model] is not checked here: `ztrain` knows its keys and checks them at start.")]
 pub(crate) struct Args {
     /// The curriculum.
     curriculum: PathBuf,
@@ -43,6 +45,8 @@ struct Report {
     padding: u64,
     /// The plan digest up to the last step.
     digest: String,
+    /// Always false: only `ztrain` knows what `[model]` may say.
+    model_checked: bool,
     phases: Vec<PhaseRow>,
     sources: Vec<SourceRow>,
     /// What amendments hide; nothing is known of it where stores are only described.
@@ -69,7 +73,9 @@ struct PhaseRow {
     steps: u64,
     seq_len: u32,
     batch: u64,
-    leaf: u64,
+    micro_batch: u64,
+    context_chunks: u64,
+    weight_shards: u64,
     samples: u64,
     tokens: u64,
     padding: u64,
@@ -122,6 +128,7 @@ impl Report {
             tokens: phases.iter().map(|phase| phase.tokens).sum(),
             padding: phases.iter().map(|phase| phase.padding).sum(),
             digest: plan.digest_through(plan.steps()).to_string(),
+            model_checked: false,
             sources: plan.sources().iter().enumerate().map(source).collect(),
             banned: plan.bans().iter().map(|ban| BanRow::new(plan, ban)).collect(),
             phases,
@@ -164,6 +171,7 @@ impl Report {
             count(*tokens),
             count(*padding)
         );
+        out += "[model] is not checked here: `ztrain` checks it at start\n";
         for BanRow { step, source, document, tokens, labels } in &self.banned {
             out += &format!(
                 "from step {} document {document} of {source} is banned: {} tokens, {} labels not seen\n",
@@ -211,7 +219,9 @@ impl PhaseRow {
             steps: phase.steps,
             seq_len: phase.seq_len,
             batch: phase.batch,
-            leaf: phase.leaf,
+            micro_batch: phase.micro_batch,
+            context_chunks: phase.context_chunks,
+            weight_shards: phase.weight_shards,
             samples: phase.samples(),
             tokens: sources.iter().map(|source| source.tokens).sum(),
             padding: sources.iter().map(|source| source.padding).sum(),
@@ -221,15 +231,16 @@ impl PhaseRow {
     }
 
     fn text(&self) -> String {
-        let PhaseRow { name, first_step, last_step, steps, seq_len, batch, leaf, .. } = self;
+        let PhaseRow { name, first_step, last_step, steps, seq_len, batch, micro_batch, .. } = self;
         let mut out = format!(
-            "phase {name}: {} steps, {} to {}; {} sequences of {} tokens in a step, {} in a leaf\n",
+            "phase {name}: {} steps, {} to {}; {} sequences of {} tokens in a step, {} in a micro-batch{}\n",
             count(*steps),
             count(*first_step),
             count(*last_step),
             count(*batch),
             count(u64::from(*seq_len)),
-            count(*leaf)
+            count(*micro_batch),
+            self.cut()
         );
         let head =
             ["source", "weight", "share", "sequences", "tokens", "padding", "epochs from", "to"];
@@ -240,6 +251,22 @@ impl PhaseRow {
         rows.extend(<[String; 8]>::try_from(total));
         out += &table(head, rows);
         out + "\n"
+    }
+}
+
+impl PhaseRow {
+    /// How a micro-batch is cut inside, if it is.
+    fn cut(&self) -> String {
+        match (self.context_chunks, self.weight_shards) {
+            (1, 1) => String::new(),
+            (chunks, shards) => {
+                format!(
+                    ", cut into {} context chunks and {} weight shards",
+                    count(chunks),
+                    count(shards)
+                )
+            }
+        }
     }
 }
 

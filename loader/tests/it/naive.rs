@@ -224,14 +224,14 @@ fn check_world(plan: &Plan, stores: &Stores, whole: &Batch, world: u32) {
         let part = batch(plan, stores, whole.step, slice).unwrap();
         assert_eq!(part.rows, slice.rows(&spec).count() as u64);
         for (number, row) in slice.rows(&spec).enumerate() {
-            assert_eq!(row / spec.leaf % u64::from(world), u64::from(rank));
+            assert_eq!(row / spec.micro_batch % u64::from(world), u64::from(rank));
             assert_eq!(part.sequences[number], whole.sequences[row as usize], "rank {rank}");
             assert_eq!(part.row(&part.tokens, number as u64), whole.row(&whole.tokens, row));
         }
     }
     let mut next = whole.first_sample;
     for part in parts.iter().filter(|part| part.rows > 0) {
-        assert_eq!((part.first_sample, part.rows % part.leaf), (next, 0));
+        assert_eq!((part.first_sample, part.rows % part.micro_batch), (next, 0));
         next += part.rows;
     }
 }

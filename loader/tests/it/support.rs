@@ -123,7 +123,7 @@ pub(crate) fn record(source: &str, number: u64, first_token: u64, tokens: u64) -
     DocumentRecord { id, file: 0, row, group: None, bytes: Some((0, 1)), first_token, tokens }
 }
 
-/// A phase for [`curriculum`]: steps, sequence length, batch, leaf and mix.
+/// A phase for [`curriculum`]: steps, sequence length, batch, micro-batch and mix.
 pub(crate) struct PhaseText<'a>(
     pub(crate) u64,
     pub(crate) u32,
@@ -137,9 +137,9 @@ pub(crate) fn curriculum(stores: &[&Path], sources: &[&str], phases: &[PhaseText
     let stores: Vec<String> =
         stores.iter().map(|path| format!("{:?}", path.display().to_string())).collect();
     let mut text = format!("store = [{}]\nseed = 7\n", stores.join(", "));
-    for (number, PhaseText(steps, seq_len, batch, leaf, mix)) in phases.iter().enumerate() {
+    for (number, PhaseText(steps, seq_len, batch, micro_batch, mix)) in phases.iter().enumerate() {
         text += &format!(
-            "[[phase]]\nname = \"p{number}\"\nsteps = {steps}\nseq_len = {seq_len}\nbatch = {batch}\nleaf = {leaf}\n\
+            "[[phase]]\nname = \"p{number}\"\nsteps = {steps}\nseq_len = {seq_len}\nbatch = {batch}\nleaf = {micro_batch}\n\
              mix = {{ {mix} }}\n"
         );
     }

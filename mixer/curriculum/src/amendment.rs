@@ -89,7 +89,7 @@ pub(super) fn amendments(
         section.only(KEYS)?;
         let path = format!("amendment.{}", all.len() + 1);
         record(&section, &path, places);
-        let amendment = amendment(&section)?;
+        let amendment = amendment(&section, &path, places)?;
         let Amendment { step, mix, ban, store: _ } = &amendment;
         if all.last().is_some_and(|before| before.step > *step) {
             return Err(section
@@ -106,7 +106,6 @@ pub(super) fn amendments(
             return Err(section.missing("mix", "`mix`, `ban` or `store`: something to change"));
         }
         if !mix.is_empty() {
-            record_mix(&section, &path, places)?;
             let taken = |one: &Amendment| one.step == *step && !one.mix.is_empty();
             let before = mixes.entry(phase).or_insert_with(|| phases[phase].clone());
             if all.iter().any(taken) {
@@ -121,10 +120,10 @@ pub(super) fn amendments(
     Ok(all)
 }
 
-fn amendment(section: &Section) -> Result<Amendment> {
+fn amendment(section: &Section, path: &str, places: &mut Places) -> Result<Amendment> {
     let step = section.whole("step", 1)?;
     let step = step.ok_or_else(|| section.missing("step", "the first step that it changes"))?;
-    let mix = if section.has("mix") { mix_of(section)? } else { BTreeMap::new() };
+    let mix = if section.has("mix") { mix_of(section, path, places)? } else { BTreeMap::new() };
     let mut ban = BTreeMap::new();
     if let Some(table) = section.section("ban")? {
         for source in table.keys() {
@@ -189,13 +188,6 @@ fn check_bans(
             let what = format!("document {twice} of {source} is banned already");
             return Err(section.fault("ban", what));
         }
-    }
-    Ok(())
-}
-
-fn record_mix(section: &Section, path: &str, places: &mut Places) -> Result<()> {
-    if let Some(mix) = section.section("mix")? {
-        record(&mix, &format!("{path}.mix"), places);
     }
     Ok(())
 }

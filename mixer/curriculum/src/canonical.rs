@@ -7,8 +7,8 @@ use std::fmt::Write as _;
 
 use super::amendment::mix_text;
 use super::{
-    AutoClipSpec, Curriculum, ModelSpec, OptimizerSpec, Phase, ScheduleSpec, SkipStepSpec,
-    SourceLimits,
+    AutoClipSpec, Curriculum, ModelTable, OptimizerSpec, Phase, ScheduleSpec, SkipStepSpec,
+    SourceLimits, model,
 };
 
 impl Curriculum {
@@ -22,7 +22,7 @@ impl Curriculum {
             dtype,
             phases,
             sources,
-            model,
+            model: ModelTable(fields),
             optimizer,
             schedule,
             skip_step,
@@ -38,13 +38,9 @@ impl Curriculum {
         }
         out.line("seed", seed);
         out.line("dtype", quoted(dtype.name()));
-        let ModelSpec { preset, fields } = model;
         out.head("[model]");
-        if let Some(preset) = preset {
-            out.line("preset", quoted(preset));
-        }
         for (field, value) in fields {
-            out.line(&key(field), value);
+            out.line(&key(field), model::text(value));
         }
         optimizer_text(optimizer, &mut out);
         let ScheduleSpec { warmup_steps, decay_steps, final_lr } = schedule;
@@ -91,17 +87,34 @@ fn optimizer_text(optimizer: &OptimizerSpec, out: &mut Text) {
 }
 
 fn phase_text(phase: &Phase, out: &mut Text) {
-    let Phase { name, steps, seq_len, batch, leaf, mix, model } = phase;
+    let Phase {
+        name,
+        steps,
+        seq_len,
+        batch,
+        micro_batch,
+        context_chunks,
+        weight_shards,
+        mix,
+        model: ModelTable(fields),
+    } = phase;
     out.head("[[phase]]");
     out.line("name", quoted(name));
     out.line("steps", steps);
     out.line("seq_len", seq_len);
     out.line("batch", batch);
-    out.line("leaf", leaf);
+    out.line("micro_batch", micro_batch);
+    // Uncut unless they say so, as before there were such keys.
+    for (key, parts) in [("context_chunks", context_chunks), ("weight_shards", weight_shards)] {
+        if *parts != 1 {
+            out.line(key, parts);
+        }
+    }
     out.line("mix", mix_text(mix));
-    if !model.is_empty() {
-        let pairs = model.iter().map(|(field, value)| format!("{} = {value}", key(field)));
-        out.line("model", inline(pairs.collect()));
+    if !fields.is_empty() {
+        let pair =
+            |(field, value): (&String, _)| format!("{} = {}", key(field), model::text(value));
+        out.line("model", inline(fields.iter().map(pair).collect()));
     }
 }
 
@@ -124,7 +137,7 @@ impl Text {
 
 /// The shortest decimal that reads back as the same number.
 pub(super) fn float(value: f64) -> String {
-    format!("{value:e}")
+    if value.is_nan() { "nan".to_owned() } else { format!("{value:e}") }
 }
 
 pub(super) fn quoted(text: &str) -> String {

@@ -1,12 +1,12 @@
 //! What an edited curriculum changes, and from which step on.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt;
 
 use super::canonical::float;
 use super::{
-    Amendment, AutoClipSpec, Curriculum, ModelSpec, OptimizerSpec, Phase, ScheduleSpec,
-    SkipStepSpec,
+    Amendment, AutoClipSpec, Curriculum, ModelTable, OptimizerSpec, Phase, ScheduleSpec,
+    SkipStepSpec, model,
 };
 
 /// One key whose value differs in a way that reaches a step.
@@ -53,7 +53,7 @@ impl Curriculum {
         let mut list = List::default();
         list.compare("seed", other.seed, seed, 1);
         list.compare("dtype", other.dtype.name(), dtype.name(), 1);
-        model_difference(model, &other.model, &mut list);
+        model_difference("model", model, &other.model, 1, &mut list);
         optimizer_difference(optimizer, &other.optimizer, &mut list);
         schedule_difference(schedule, &other.schedule, &mut list);
         window_differences(self, other, &mut list);
@@ -82,26 +82,17 @@ impl List {
     }
 }
 
-fn model_difference(model: &ModelSpec, other: &ModelSpec, list: &mut List) {
-    let ModelSpec { preset, fields } = model;
-    let named = |preset: &Option<String>| preset.clone().unwrap_or_else(|| "no preset".to_owned());
-    list.compare("model.preset", named(&other.preset), named(preset), 1);
-    field_differences("model", fields, &other.fields, 1, list);
-}
-
-type Fields = BTreeMap<String, toml::Value>;
-
-fn field_differences(
+fn model_difference(
     path: &str,
-    fields: &Fields,
-    others: &Fields,
+    ModelTable(fields): &ModelTable,
+    ModelTable(others): &ModelTable,
     first_step: u64,
     list: &mut List,
 ) {
     let keys: BTreeSet<&String> = fields.keys().chain(others.keys()).collect();
     for key in keys {
         let show = |value: Option<&toml::Value>| match value {
-            Some(value) => value.to_string(),
+            Some(value) => model::text(value),
             None => "not set".to_owned(),
         };
         let (found, wanted) = (show(others.get(key)), show(fields.get(key)));
@@ -187,13 +178,25 @@ fn amendment_differences(amendments: &[Amendment], others: &[Amendment], list: &
 }
 
 fn phase_difference(phase: &Phase, other: &Phase, first_step: u64, list: &mut List) {
-    let Phase { name, steps, seq_len, batch, leaf, mix, model } = phase;
+    let Phase {
+        name,
+        steps,
+        seq_len,
+        batch,
+        micro_batch,
+        context_chunks,
+        weight_shards,
+        mix,
+        model,
+    } = phase;
     let key = |field: &str| format!("phase.{name}.{field}");
     list.compare(&key("steps"), other.steps, steps, first_step + other.steps.min(*steps));
     list.compare(&key("seq_len"), other.seq_len, seq_len, first_step);
     list.compare(&key("batch"), other.batch, batch, first_step);
-    list.compare(&key("leaf"), other.leaf, leaf, first_step);
-    field_differences(&key("model"), model, &other.model, first_step, list);
+    list.compare(&key("micro_batch"), other.micro_batch, micro_batch, first_step);
+    list.compare(&key("context_chunks"), other.context_chunks, context_chunks, first_step);
+    list.compare(&key("weight_shards"), other.weight_shards, weight_shards, first_step);
+    model_difference(&key("model"), model, &other.model, first_step, list);
     // Weights that are the same once scaled decide the same.
     if mix.keys().eq(other.mix.keys()) && phase.weights() == other.weights() {
         return;

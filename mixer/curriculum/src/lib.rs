@@ -6,6 +6,7 @@
 mod amendment;
 mod canonical;
 mod difference;
+mod model;
 mod parse;
 mod reader;
 
@@ -15,6 +16,7 @@ use contract::ratio::{Ratio, gcd};
 
 pub use amendment::{AddedStore, Amendment, Leg};
 pub use difference::Difference;
+pub use model::ModelTable;
 pub use reader::{Places, Section, Text};
 
 /// The largest sum of the integer weights of a phase: twice its product with a sample number fits 128 bits.
@@ -35,8 +37,8 @@ pub struct Curriculum {
     pub phases: Vec<Phase>,
     /// Limits of single sources; [`Curriculum::limits`] knows the default.
     pub sources: BTreeMap<String, SourceLimits>,
-    /// The model.
-    pub model: ModelSpec,
+    /// The model: what the trainer makes of these values is its own affair.
+    pub model: ModelTable,
     /// The optimizer.
     pub optimizer: OptimizerSpec,
     /// The learning rate's course.
@@ -70,12 +72,16 @@ pub struct Phase {
     pub seq_len: u32,
     /// Sequences in a step.
     pub batch: u64,
-    /// Sequences in a gradient leaf; divides `batch`.
-    pub leaf: u64,
+    /// Sequences in a micro-batch, which is one forward and backward; divides `batch`.
+    pub micro_batch: u64,
+    /// Equal parts into which every sequence is cut inside a micro-batch; divides `seq_len`.
+    pub context_chunks: u64,
+    /// Parts into which the widths of the model are cut inside a micro-batch.
+    pub weight_shards: u64,
     /// The sources and their weights, all above zero.
     pub mix: BTreeMap<String, Ratio>,
-    /// Fields of the model that differ during this phase (`rope_theta` where the sequences grow).
-    pub model: BTreeMap<String, toml::Value>,
+    /// What of the model differs during this phase (`rope_theta` where the sequences grow).
+    pub model: ModelTable,
 }
 
 /// Limits of a source.
@@ -83,15 +89,6 @@ pub struct Phase {
 pub struct SourceLimits {
     /// How many times the source may be gone through in the whole run.
     pub max_epochs: u64,
-}
-
-/// `[model]`: the trainer knows what the fields mean.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct ModelSpec {
-    /// A named configuration.
-    pub preset: Option<String>,
-    /// Fields that differ from it.
-    pub fields: BTreeMap<String, toml::Value>,
 }
 
 /// Which optimizer.
@@ -161,10 +158,16 @@ impl Curriculum {
     }
 
     /// The model as it is during a phase (index into `phases`): `[model]`, and what the phase says on top.
-    pub fn model_at(&self, phase: usize) -> ModelSpec {
+    pub fn model_at(&self, phase: usize) -> ModelTable {
         let mut model = self.model.clone();
-        model.fields.extend(self.phases[phase].model.clone());
+        model.0.extend(self.phases[phase].model.0.clone());
         model
+    }
+
+    /// Takes the model's tables out, `[model]` first, then those of the phases: an identity hashes them by their values.
+    pub fn take_models(&mut self) -> Vec<ModelTable> {
+        let phases = self.phases.iter_mut().map(|phase| &mut phase.model);
+        std::iter::once(&mut self.model).chain(phases).map(std::mem::take).collect()
     }
 
     /// `file:line:column` of a key (`model.head_dim`, `phase.NAME.mix.SOURCE`), or of the section it belongs to, or the

@@ -7,7 +7,7 @@ use toml_edit::Value;
 
 use super::amendment::amendments;
 use super::{
-    AutoClipSpec, Curriculum, Dtype, ModelSpec, OptimizerKind, OptimizerSpec, Phase, Places,
+    AutoClipSpec, Curriculum, Dtype, ModelTable, OptimizerKind, OptimizerSpec, Phase, Places,
     ScheduleSpec, Section, SkipStepSpec, SourceLimits, Text,
 };
 
@@ -25,41 +25,20 @@ const ROOT_KEYS: &[&str] = &[
     "auto_clip",
     "amendment",
 ];
-const PHASE_KEYS: &[&str] =
-    &["name", "steps", "tokens", "seq_len", "batch", "leaf", "mix", "model"];
+const PHASE_KEYS: &[&str] = &[
+    "name",
+    "steps",
+    "tokens",
+    "seq_len",
+    "batch",
+    "micro_batch",
+    "context_chunks",
+    "weight_shards",
+    "mix",
+    "model",
+];
 const OPTIMIZER_KEYS: &[&str] = &["kind", "lr", "betas", "eps", "momentum", "weight_decay", "clip"];
 const SCHEDULE_KEYS: &[&str] = &["warmup_steps", "decay_steps", "final_lr"];
-/// The fields of the ZAYA configuration that the trainer takes, and the rate of its balance. They mean nothing here:
-/// planning is where a misspelt one should be noticed.
-const MODEL_KEYS: &[&str] = &[
-    "attention_bias",
-    "balance_lr",
-    "cca_time0",
-    "cca_time1",
-    "document_mask",
-    "head_dim",
-    "hidden_act",
-    "hidden_size",
-    "initializer_range",
-    "lm_head_bias",
-    "loss_chunk",
-    "max_position_embeddings",
-    "moe_intermediate_size",
-    "num_attention_heads",
-    "num_experts",
-    "num_experts_per_tok",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "partial_rotary_factor",
-    "preset",
-    "rms_norm_eps",
-    "rope_theta",
-    "router_hidden_size",
-    "skip",
-    "tie_word_embeddings",
-    "vocab_size",
-];
-
 /// The largest sample number times `seq_len`: far above any run, far below where integers end.
 const TOKENS_MAX: u64 = 1 << 62;
 
@@ -84,7 +63,7 @@ impl Curriculum {
             dtype: root.choice("dtype", &Dtype::ALL)?.unwrap_or(Dtype::F32),
             phases,
             sources: sources(&root, &mut places)?,
-            model: model(&root, &mut places)?,
+            model: model_of(&root, "model", &mut places)?,
             schedule: schedule(&root, &optimizer, &mut places)?,
             optimizer,
             skip_step: skip_step(&root, &mut places)?,
@@ -148,43 +127,54 @@ fn phases(root: &Section, places: &mut Places) -> Result<Vec<Phase>> {
 }
 
 fn phase(section: &Section, places: &mut Places) -> Result<Phase> {
+    if section.has("leaf") {
+        let fault = section.fault("leaf", "`leaf` is called `micro_batch`");
+        return Err(fault.hint("rename the key: its value means what it meant"));
+    }
     section.only(PHASE_KEYS)?;
     let name = section.string("name")?.filter(|name| !name.is_empty());
     let name = name.ok_or_else(|| section.missing("name", "name = \"...\""))?.to_owned();
     let seq_len = section.whole("seq_len", 1)?;
     let seq_len = seq_len.ok_or_else(|| section.missing("seq_len", "tokens in a sequence"))?;
+    let batch = section.whole("batch", 1)?;
+    let batch = batch.ok_or_else(|| section.missing("batch", "sequences in a step"))?;
+    let micro_batch = divisor(section, "micro_batch", ("batch", batch))?;
+    let context_chunks = divisor(section, "context_chunks", ("seq_len", seq_len))?;
+    let steps = steps(section, seq_len, batch)?;
     let seq_len = u32::try_from(seq_len).map_err(|_| {
         section.fault("seq_len", "`seq_len` is out of range").found(seq_len).wanted("below 2^32")
     })?;
-    let batch = section.whole("batch", 1)?;
-    let batch = batch.ok_or_else(|| section.missing("batch", "sequences in a step"))?;
-    let leaf = section.whole("leaf", 1)?.unwrap_or(1);
-    if batch % leaf != 0 {
-        return Err(section
-            .fault("leaf", "`leaf` does not divide `batch`")
-            .found(format!("leaf {leaf}, batch {batch}"))
-            .wanted("whole leaves in a step"));
-    }
-    let steps = steps(section, u64::from(seq_len), batch)?;
-    let model = fields(section)?;
-    if model.contains_key("preset") {
-        return Err(section
-            .fault("model", "a phase cannot change `preset`")
-            .hint("name the preset under [model], and here the fields that differ"));
-    }
-    let phase = Phase { mix: mix_of(section)?, model, name, steps, seq_len, batch, leaf };
+    let path = format!("phase.{name}");
+    record(section, &path, places);
+    let phase = Phase {
+        mix: mix_of(section, &path, places)?,
+        model: model_of(section, &format!("{path}.model"), places)?,
+        name,
+        steps,
+        seq_len,
+        batch,
+        micro_batch,
+        context_chunks,
+        weight_shards: section.whole("weight_shards", 1)?.unwrap_or(1),
+    };
     if phase.weights().is_none() {
         return Err(section
             .fault("mix", "these weights are too fine for each other")
             .wanted("as integers without a common divisor they sum to at most 2^62"));
     }
-    record(section, &format!("phase.{}", phase.name), places);
-    for key in ["mix", "model"] {
-        if let Some(inner) = section.section(key)? {
-            record(&inner, &format!("phase.{}.{key}", phase.name), places);
-        }
-    }
     Ok(phase)
+}
+
+/// The value of `key`, 1 if it is absent, which divides the value of another key.
+fn divisor(section: &Section, key: &str, (other, whole): (&str, u64)) -> Result<u64> {
+    let parts = section.whole(key, 1)?.unwrap_or(1);
+    if !whole.is_multiple_of(parts) {
+        return Err(section
+            .fault(key, format!("`{key}` does not divide `{other}`"))
+            .found(format!("{key} = {parts}, {other} = {whole}"))
+            .wanted(format!("a divisor of {whole}")));
+    }
+    Ok(parts)
 }
 
 fn steps(section: &Section, seq_len: u64, batch: u64) -> Result<u64> {
@@ -206,10 +196,15 @@ fn steps(section: &Section, seq_len: u64, batch: u64) -> Result<u64> {
     }
 }
 
-/// The `mix` of a section.
-pub(super) fn mix_of(section: &Section) -> Result<BTreeMap<String, Ratio>> {
+/// The `mix` of a section that is known as `path`, and where its keys stand.
+pub(super) fn mix_of(
+    section: &Section,
+    path: &str,
+    places: &mut Places,
+) -> Result<BTreeMap<String, Ratio>> {
     let wanted = "mix = { source = weight }";
     let mix = section.section("mix")?.ok_or_else(|| section.missing("mix", wanted))?;
+    record(&mix, &format!("{path}.mix"), places);
     let mut weights = BTreeMap::new();
     for source in mix.keys() {
         weights.insert(source.to_owned(), mix.weight(source)?);
@@ -235,43 +230,11 @@ fn sources(root: &Section, places: &mut Places) -> Result<BTreeMap<String, Sourc
     Ok(limits)
 }
 
-fn model(root: &Section, places: &mut Places) -> Result<ModelSpec> {
-    let Some(section) = root.section("model")? else { return Ok(ModelSpec::default()) };
-    record(&section, "model", places);
-    let preset = section.string("preset")?.map(str::to_owned);
-    let mut fields = fields(root)?;
-    fields.remove("preset");
-    Ok(ModelSpec { preset, fields })
-}
-
-/// The fields of the `model` table in `outer`, if there is one.
-fn fields(outer: &Section) -> Result<BTreeMap<String, toml::Value>> {
-    let mut fields = BTreeMap::new();
-    let Some(section) = outer.section("model")? else { return Ok(fields) };
-    section.only(MODEL_KEYS)?;
-    for key in section.keys() {
-        if let Some(value) = section.value(key)? {
-            fields.insert(key.to_owned(), plain(&section, key, value)?);
-        }
-    }
-    Ok(fields)
-}
-
-/// The same value without its place and spelling.
-fn plain(section: &Section, key: &str, value: &Value) -> Result<toml::Value> {
-    let refused = || section.fault(key, format!("`{key}` has the wrong kind of value"));
-    Ok(match value {
-        Value::String(text) => toml::Value::String(text.value().clone()),
-        Value::Integer(number) => toml::Value::Integer(*number.value()),
-        Value::Float(number) => toml::Value::Float(*number.value()),
-        Value::Boolean(truth) => toml::Value::Boolean(*truth.value()),
-        Value::Array(values) => toml::Value::Array(
-            values.iter().map(|value| plain(section, key, value)).collect::<Result<_>>()?,
-        ),
-        Value::InlineTable(_) | Value::Datetime(_) => {
-            return Err(refused().wanted("a number, a string, a truth value or a list of these"));
-        }
-    })
+/// The `model` table of a section, and where its keys stand.
+pub(super) fn model_of(section: &Section, path: &str, places: &mut Places) -> Result<ModelTable> {
+    let Some(inner) = section.section("model")? else { return Ok(ModelTable::default()) };
+    record(&inner, path, places);
+    Ok(ModelTable(inner.values()?))
 }
 
 fn optimizer(root: &Section, places: &mut Places) -> Result<OptimizerSpec> {

@@ -201,6 +201,18 @@ impl<'a> Section<'a> {
         self.fault(key, what).found(found).wanted(wanted)
     }
 
+    /// Every value of this table, typed, without its spelling.
+    pub(crate) fn values(&self) -> Result<BTreeMap<String, toml::Value>> {
+        let pair = |(key, item): (&str, &Item)| match typed(item) {
+            Some(value) => Ok((key.to_owned(), value)),
+            None => {
+                let wanted = "numbers, strings, truth values, lists and tables of these";
+                Err(self.wrong(key, item, wanted.to_owned()))
+            }
+        };
+        self.table.iter().map(pair).collect()
+    }
+
     /// The plain value of `key`, if it is there.
     pub fn value(&self, key: &str) -> Result<Option<&'a Value>> {
         match self.table.get(key) {
@@ -297,4 +309,28 @@ impl<'a> Section<'a> {
             }
         }
     }
+}
+
+/// The value itself; `None` where there is a date in it.
+fn typed(item: &Item) -> Option<toml::Value> {
+    let table = |table: &dyn TableLike| {
+        let pair = |(key, item): (&str, &Item)| Some((key.to_owned(), typed(item)?));
+        table.iter().map(pair).collect::<Option<_>>().map(toml::Value::Table)
+    };
+    Some(match item {
+        Item::Value(Value::String(text)) => toml::Value::String(text.value().clone()),
+        Item::Value(Value::Integer(number)) => toml::Value::Integer(*number.value()),
+        Item::Value(Value::Float(number)) => toml::Value::Float(*number.value()),
+        Item::Value(Value::Boolean(truth)) => toml::Value::Boolean(*truth.value()),
+        Item::Value(Value::Array(values)) => {
+            let value = |value: &Value| typed(&Item::Value(value.clone()));
+            toml::Value::Array(values.iter().map(value).collect::<Option<_>>()?)
+        }
+        Item::Value(Value::InlineTable(inline)) => table(inline)?,
+        Item::Table(whole) => table(whole)?,
+        Item::ArrayOfTables(all) => {
+            toml::Value::Array(all.iter().map(|one| table(one)).collect::<Option<_>>()?)
+        }
+        Item::Value(Value::Datetime(_)) | Item::None => return None,
+    })
 }

@@ -82,7 +82,7 @@ pub struct StepRecord {
 /// The first quantity in which two records of a step differ, in the order in which a step computes them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Difference {
-    /// Which ("gradient of leaf 3").
+    /// Which ("gradient of micro-batch 3").
     pub quantity: String,
     /// Its value on the left.
     pub left: String,
@@ -123,7 +123,7 @@ impl StepRecord {
             state,
             ..
         } = self;
-        let leaf = |index: usize| format!("of leaf {index}");
+        let leaf = |index: usize| format!("of micro-batch {index}");
         let tensor =
             |index: usize| format!("of {}", parameters.get(index).map_or("?", String::as_str));
         let layer = |index: usize| format!("of layer {index}");
@@ -295,10 +295,10 @@ pub(crate) mod tests {
         assert_eq!(differs(&|right| right.longest = None), "clip of the window");
         assert_eq!(differs(&|right| right.norm.0[0] ^= 1), "gradient norm");
         assert_eq!(differs(&|right| right.gradients.0[2] ^= 1), "summed gradient of c");
-        assert_eq!(differs(&|right| right.leaf_gradients.0[1] ^= 1), "gradient of leaf 1");
+        assert_eq!(differs(&|right| right.leaf_gradients.0[1] ^= 1), "gradient of micro-batch 1");
         assert_eq!(differs(&|right| right.router[0][1] += 1), "router counts of layer 0");
-        assert_eq!(differs(&|right| right.leaf_losses.0[0] ^= 1), "loss of leaf 0");
-        assert_eq!(differs(&|right| right.leaf_labels[0] += 1), "labels of leaf 0");
+        assert_eq!(differs(&|right| right.leaf_losses.0[0] ^= 1), "loss of micro-batch 0");
+        assert_eq!(differs(&|right| right.leaf_labels[0] += 1), "labels of micro-batch 0");
         assert_eq!(differs(&|right| right.leaf_labels.push(1)), "number of values of labels");
         assert_eq!(differs(&|right| right.divisor += 1), "loss divisor");
         assert_eq!(differs(&|right| right.data = Digest(1)), "data digest");

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use contract::fault::nearest;
 use contract::{Digestible, Fault, Hasher, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -88,41 +89,55 @@ impl ZayaConfig {
 
     /// The preset (by default `zaya1-nano`) with `fields` of the curriculum's `[model]` in place of its own, checked.
     pub fn resolve(preset: Option<&str>, fields: &BTreeMap<String, Value>) -> Result<ZayaConfig> {
+        ZayaConfig::resolve_at(preset, fields, |key| format!("[model] {key}"))
+    }
+
+    /// The same where `place` tells where a key stands, for faults.
+    pub fn resolve_at(
+        preset: Option<&str>,
+        fields: &BTreeMap<String, Value>,
+        place: impl Fn(&str) -> String,
+    ) -> Result<ZayaConfig> {
         let name = preset.unwrap_or("zaya1-nano");
         let base = ZayaConfig::preset(name).ok_or_else(|| {
-            Fault::usage("unknown preset")
-                .at("[model] preset")
-                .found(format!("{name:?}"))
-                .wanted(PRESETS.join(", "))
+            let fault = Fault::usage("unknown preset").at(place("preset"));
+            let fault = fault.found(format!("{name:?}")).wanted(PRESETS.join(", "));
+            match nearest(name, PRESETS) {
+                Some(near) => fault.hint(format!("did you mean {near:?}?")),
+                None => fault,
+            }
         })?;
-        let config = base.with_fields(fields)?;
-        config.validate()?;
+        let config = base.with_fields(fields, &place)?;
+        config.validate(&place)?;
         Ok(config)
     }
 
-    fn with_fields(&self, fields: &BTreeMap<String, Value>) -> Result<ZayaConfig> {
+    fn with_fields(
+        &self,
+        fields: &BTreeMap<String, Value>,
+        place: impl Fn(&str) -> String,
+    ) -> Result<ZayaConfig> {
         let whole = serde_json::to_value(self)
-            .map_err(|error| Fault::bug(format!("a configuration that is no JSON: {error}")))?;
+            .map_err(|error| Fault::bug(format!("a configuration is not valid JSON: {error}")))?;
         let Value::Object(mut all) = whole else {
-            return Err(Fault::bug("a configuration that is no JSON object"));
+            return Err(Fault::bug("a configuration is not a JSON object"));
         };
         for (key, value) in fields {
             if !all.contains_key(key) {
-                let known = all.keys().cloned().collect::<Vec<_>>();
-                return Err(Fault::usage("unknown field of the model")
-                    .at(format!("[model] {key}"))
-                    .wanted(format!("preset, {}", known.join(", ")))
-                    .hint(match nearest(key, &known) {
-                        Some(near) => format!("did you mean {near}?"),
-                        None => "fields carry the names of Hugging Face's ZayaConfig".to_owned(),
+                let known = || all.keys().map(String::as_str).chain(["preset", "balance_lr"]);
+                return Err(Fault::usage(format!("unknown key `{key}` of the model"))
+                    .at(place(key))
+                    .hint(match nearest(key, known()) {
+                        Some(near) => format!("did you mean `{near}`?"),
+                        None => format!("known here: {}", known().collect::<Vec<_>>().join(", ")),
                     }));
             }
             let mut one = all.clone();
             one.insert(key.clone(), value.clone());
             // One field at a time, so that the message can name the one that does not fit.
             serde_json::from_value::<ZayaConfig>(Value::Object(one)).map_err(|error| {
-                Fault::usage(format!("a field of the wrong kind: {error}"))
-                    .at(format!("[model] {key}"))
+                Fault::usage(format!("`{key}` has the wrong kind of value: {error}"))
+                    .at(place(key))
                     .found(value.to_string())
             })?;
             all.insert(key.clone(), value.clone());
@@ -132,11 +147,11 @@ impl ZayaConfig {
     }
 
     /// Refuses a shape that this model cannot have, naming the field.
-    pub fn validate(&self) -> Result<()> {
-        self.validate_sizes()?;
-        self.validate_fixed()?;
+    fn validate(&self, place: impl Fn(&str) -> String) -> Result<()> {
+        self.validate_sizes(&place)?;
+        self.validate_fixed(&place)?;
         let field = |name: &str, ok: bool, found: String, wanted: &str| {
-            if ok { Ok(()) } else { Err(wrong(name, found, wanted)) }
+            if ok { Ok(()) } else { Err(wrong(place(name), found, wanted)) }
         };
         field(
             "num_attention_heads",
@@ -167,7 +182,7 @@ impl ZayaConfig {
         field("rope_theta", positive(theta), theta.to_string(), "a positive number")
     }
 
-    fn validate_sizes(&self) -> Result<()> {
+    fn validate_sizes(&self, place: impl Fn(&str) -> String) -> Result<()> {
         let sizes = [
             ("vocab_size", self.vocab_size, 1 << 31),
             ("hidden_size", self.hidden_size, 1 << 20),
@@ -183,14 +198,14 @@ impl ZayaConfig {
         ];
         for (name, found, limit) in sizes {
             if !(1..=limit).contains(&found) {
-                return Err(wrong(name, found.to_string(), &format!("1 to {limit}")));
+                return Err(wrong(place(name), found.to_string(), &format!("1 to {limit}")));
             }
         }
         Ok(())
     }
 
     /// Fields that exist so that Hugging Face's configurations can be read, with the one value built here.
-    fn validate_fixed(&self) -> Result<()> {
+    fn validate_fixed(&self, place: impl Fn(&str) -> String) -> Result<()> {
         let fixed = [
             ("num_experts_per_tok", self.num_experts_per_tok.to_string(), "1"),
             ("cca_time0", self.cca_time0.to_string(), "2"),
@@ -202,7 +217,11 @@ impl ZayaConfig {
         ];
         for (name, found, wanted) in fixed {
             if found != wanted {
-                return Err(wrong(name, found, &format!("{wanted}, the only value of ZAYA1")));
+                return Err(wrong(
+                    place(name),
+                    found,
+                    &format!("{wanted}, the only value of ZAYA1"),
+                ));
             }
         }
         Ok(())
@@ -239,31 +258,8 @@ impl ZayaConfig {
     }
 }
 
-fn wrong(field: &str, found: String, wanted: &str) -> Fault {
-    Fault::usage("the model cannot have this shape")
-        .at(format!("[model] {field}"))
-        .found(found)
-        .wanted(wanted)
-}
-
-/// The known key that differs least, if it differs by little.
-fn nearest<'a>(key: &str, known: &'a [String]) -> Option<&'a str> {
-    let distance = |other: &str| {
-        let other: Vec<char> = other.chars().collect();
-        let mut row: Vec<usize> = (0..=other.len()).collect();
-        for (i, a) in key.chars().enumerate() {
-            let mut diagonal = row[0];
-            row[0] = i + 1;
-            for (j, &b) in other.iter().enumerate() {
-                let replaced = diagonal + usize::from(a != b);
-                diagonal = row[j + 1];
-                row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-            }
-        }
-        row[other.len()]
-    };
-    let best = known.iter().min_by_key(|other| distance(other))?;
-    (distance(best) <= 1 + key.len() / 3).then_some(best.as_str())
+fn wrong(place: String, found: String, wanted: &str) -> Fault {
+    Fault::usage("the model cannot have this shape").at(place).found(found).wanted(wanted)
 }
 
 /// Trained in minutes on a CPU.
@@ -409,7 +405,7 @@ mod tests {
     fn presets_are_valid_and_survive_text() {
         for name in PRESETS {
             let config = ZayaConfig::preset(name).unwrap();
-            config.validate().unwrap();
+            config.validate(str::to_owned).unwrap();
             let text = serde_json::to_string(&config).unwrap();
             assert_eq!(serde_json::from_str::<ZayaConfig>(&text).unwrap(), config);
         }
@@ -431,7 +427,7 @@ mod tests {
         };
         let cases = [
             (refused(Some("zaya2"), "skip", json!("zero")), "zaya1-nano, zaya1-20m"),
-            (refused(None, "hiden_size", json!(1)), "did you mean hidden_size?"),
+            (refused(None, "hiden_size", json!(1)), "did you mean `hidden_size`?"),
             (refused(None, "vocab_size", json!("many")), "[model] vocab_size"),
             (refused(None, "skip", json!("half")), "[model] skip"),
             (refused(None, "num_hidden_layers", json!(0)), "[model] num_hidden_layers"),
@@ -463,7 +459,7 @@ mod tests {
                 Value::Number(number) if number.is_i64() => json!(number.as_i64().unwrap() + 1),
                 _ => json!(value.as_f64().unwrap() + 1.0),
             };
-            let changed = base.with_fields(&fields(&[(key, other)])).unwrap();
+            let changed = base.with_fields(&fields(&[(key, other)]), str::to_owned).unwrap();
             assert_ne!(digest(&changed), digest(&base), "{key}");
         }
     }

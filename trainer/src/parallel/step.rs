@@ -109,11 +109,12 @@ fn head(spec: &RunSpec, team: &Team<'_>, batch: &Batch) -> Result<Head> {
         labels += heard.word()?;
         let count = heard.word()?;
         let digests = (0..count).map(|_| heard.digest()).collect::<Result<Vec<_>>>()?;
-        sequences.push(digests.chunks(batch.leaf as usize).map(<[Digest]>::to_vec).collect());
+        sequences
+            .push(digests.chunks(batch.micro_batch as usize).map(<[Digest]>::to_vec).collect());
         heard.end()?;
     }
     let step = spec.plan.step(batch.step)?;
-    let leaves = step.batch / step.leaf;
+    let leaves = step.batch / step.micro_batch;
     let sequences: Vec<Vec<Digest>> = team.in_order(leaves, sequences)?;
     let data = loader::step_digest(sequences.iter().map(Vec::as_slice));
     Ok(Head { leaves, divisor: labels.max(1), data })
@@ -137,7 +138,7 @@ fn gradient(
         gather.leaf(output.grads)
     };
     let begun = |leaf: u64| {
-        team.group.reached(&format!("step {}, leaf {}", batch.step, own[leaf as usize]));
+        team.group.reached(&format!("step {}, micro-batch {}", batch.step, own[leaf as usize]));
     };
     let frozen = (shard.weights.as_slice(), shard.balance.as_slice());
     let detail = (head.divisor, Detail::Sums);

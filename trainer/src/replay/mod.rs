@@ -39,13 +39,13 @@ pub enum Verdict {
     NotRecorded,
 }
 
-/// One replayed step, or leaf of a step.
+/// One replayed step, or micro-batch of a step.
 #[derive(Clone, Debug, Serialize)]
 pub struct Replayed {
     /// The step.
     pub step: u64,
-    /// The leaf, if only one was computed.
-    pub leaf: Option<u64>,
+    /// The micro-batch, if only one was computed.
+    pub micro_batch: Option<u64>,
     /// What came out.
     pub verdict: Verdict,
     /// The first quantity that differs: the ledger on the left.
@@ -185,17 +185,26 @@ impl Replayer {
             Detail::Tokens => self.documents(&batch, 0..batch.rows, &gradient.leaves)?,
         };
         let loss = gradient.loss / gradient.divisor as f64;
-        Ok(Replayed { step, leaf: None, verdict, difference, diverged, loss, record, documents })
+        Ok(Replayed {
+            step,
+            micro_batch: None,
+            verdict,
+            difference,
+            diverged,
+            loss,
+            record,
+            documents,
+        })
     }
 
     /// Computes one leaf of the step after `state`, and compares that.
     pub fn leaf(&self, state: &State, leaf: u64) -> Result<Replayed> {
         let step = state.step + 1;
         let batch = self.batch(step)?;
-        let leaves = batch.rows / batch.leaf;
+        let leaves = batch.rows / batch.micro_batch;
         if leaf >= leaves {
-            return Err(Fault::usage(format!("step {step} has no leaf {leaf}"))
-                .at("--leaf")
+            return Err(Fault::usage(format!("step {step} has no micro-batch {leaf}"))
+                .at("--micro-batch")
                 .wanted(format!("0 to {}", leaves - 1)));
         }
         let sums = self.executor.leaf(&self.spec, state, &batch, leaf, self.lanes)?;
@@ -214,11 +223,11 @@ impl Replayer {
                 )
             }
         };
-        let rows = leaf * batch.leaf..(leaf + 1) * batch.leaf;
+        let rows = leaf * batch.micro_batch..(leaf + 1) * batch.micro_batch;
         let loss = sums.loss / sums.labels.max(1) as f64;
         let documents = self.documents(&batch, rows, &[sums])?;
-        let (leaf, record, diverged) = (Some(leaf), None, None);
-        Ok(Replayed { step, leaf, verdict, difference, diverged, loss, record, documents })
+        let (micro_batch, record, diverged) = (Some(leaf), None, None);
+        Ok(Replayed { step, micro_batch, verdict, difference, diverged, loss, record, documents })
     }
 
     fn batch(&self, step: u64) -> Result<Batch> {
@@ -294,7 +303,7 @@ fn leaf_difference(written: &StepRecord, leaf: u64, sums: &step::LeafSums) -> Op
         let left = left.map_or_else(|| "none".to_owned(), |left| format!("{left:016x}"));
         let right = format!("{right:016x}");
         (left != right).then(|| Difference {
-            quantity: format!("{quantity} of leaf {leaf}"),
+            quantity: format!("{quantity} of micro-batch {leaf}"),
             left,
             right,
         })

@@ -125,7 +125,7 @@ fn a_recorded_step_that_comes_out_differently_stops_the_run() {
     let cases: [(&str, Edit<'_>); 3] = [
         ("gradient norm", &|line| line["norm"] = "3ff0000000000000".into()),
         ("router counts of layer 1", &|line| line["router"][1][0] = 1.into()),
-        ("loss of leaf 2", &|line| {
+        ("loss of micro-batch 2", &|line| {
             let text = line["leaf_losses"].as_str().unwrap().to_owned();
             line["leaf_losses"] = format!("{}{}", &text[..32], "0123456789abcdef").into();
         }),

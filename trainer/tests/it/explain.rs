@@ -60,7 +60,7 @@ fn a_wrong_number_in_the_ledger_is_a_repeatable_difference() {
     });
     let replayed = replay(&scratch, "run", 4);
     assert_eq!(replayed.verdict, Verdict::Repeatable);
-    assert_eq!(replayed.difference.unwrap().quantity, "gradient of leaf 1");
+    assert_eq!(replayed.difference.unwrap().quantity, "gradient of micro-batch 1");
     let mut replayer = open(&scratch, "run");
     let state = replayer.state_after(3).unwrap();
     assert_eq!(replayer.leaf(&state, 0).unwrap().verdict, Verdict::SameBits);
@@ -143,7 +143,8 @@ fn a_machine_that_errs_is_told_from_one_that_is_other() {
         let replayer = replayer.computed_by(machine);
         let replayed = replayer.leaf(&state, 1).unwrap();
         assert_eq!(replayed.verdict, wanted);
-        let quantity = (wanted != Verdict::SameBits).then(|| "gradient of leaf 1".to_owned());
+        let quantity =
+            (wanted != Verdict::SameBits).then(|| "gradient of micro-batch 1".to_owned());
         assert_eq!(replayed.difference.map(|found| found.quantity), quantity);
         let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
         assert_eq!(replayed.verdict, wanted);

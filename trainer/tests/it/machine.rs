@@ -23,7 +23,9 @@ fn a_leaf_that_cannot_be_computed_says_which_and_why() {
         let lanes = Lanes::new(lanes);
         let whole = step::gradient(&spec, &state, &batch, lanes, Detail::Sums).map(|_| ());
         let alone = step::leaf(&spec, &state, &batch, 3, lanes).map(|_| ());
-        for (answer, place) in [(whole, "step 7, leaf 0:"), (alone, "step 7, leaf 3:")] {
+        for (answer, place) in
+            [(whole, "step 7, micro-batch 0:"), (alone, "step 7, micro-batch 3:")]
+        {
             let fault = answer.unwrap_err();
             assert_eq!(fault.class(), Class::Machine, "{fault}");
             for word in [place, "libtorch", "15"] {

@@ -121,17 +121,35 @@ fn a_model_that_cannot_be_is_refused_with_its_key() {
     let cases = [
         (("num_experts = 3", "num_experts = 3\nvocab_size = 49"), "at least 50"),
         (("num_experts = 3", "num_experts = 3\nbalance_lr = -1"), "balance_lr"),
-        (("num_experts = 3", "num_expert = 3"), "num_expert"),
-        (("leaf = 1", "leaf = 1\nmodel = { hidden_size = 32 }"), "parameters"),
-        (("leaf = 1", "leaf = 1\nmodel = { rope_theta = -1.0 }"), "rope_theta"),
+        (("num_experts = 3", "num_expert = 3"), "did you mean `num_experts`?"),
+        (("num_experts = 3", "num_experts = 3\npreset = \"zaya2\""), "unknown preset"),
+        (("num_experts = 3", "num_experts = 3\nhead_dim = {}"), "wrong kind"),
+        (
+            ("micro_batch = 1", "micro_batch = 1\nmodel = { preset = \"x\" }"),
+            "cannot change `preset`",
+        ),
+        (("micro_batch = 1", "micro_batch = 1\nmodel = { rope_teta = 1e6 }"), "`rope_theta`"),
+        (
+            ("micro_batch = 1", "micro_batch = 1\ncontext_chunks = 2"),
+            "`context_chunks` can be planned",
+        ),
+        (
+            ("micro_batch = 1", "micro_batch = 1\nweight_shards = 2"),
+            "`weight_shards` can be planned",
+        ),
+        (("micro_batch = 1", "micro_batch = 1\nmodel = { hidden_size = 32 }"), "parameters"),
+        (("micro_batch = 1", "micro_batch = 1\nmodel = { rope_theta = -1.0 }"), "rope_theta"),
     ];
     for ((from, to), word) in cases {
         let path = scratch.edited("bad.toml", &[(from, to)]);
         let fault = scratch.run(&path, "run", |_| ()).unwrap_err();
         assert_eq!(fault.class(), Class::Usage, "{fault}");
         assert!(fault.to_string().contains(word), "{fault}");
+        assert!(fault.to_string().contains("bad.toml:"), "{fault}");
     }
-    let path =
-        scratch.edited("good.toml", &[("leaf = 1", "leaf = 1\nmodel = { rope_theta = 1e6 }")]);
+    let path = scratch.edited(
+        "good.toml",
+        &[("micro_batch = 1", "micro_batch = 1\nmodel = { rope_theta = 1e6 }")],
+    );
     assert_eq!(scratch.run(&path, "good", |_| ()).unwrap().step, 10);
 }

@@ -207,7 +207,7 @@ name = "short"
 steps = 6
 seq_len = 32
 batch = 6
-leaf = 2
+micro_batch = 2
 mix = { web = 0.7, math = "3/10" }
 
 [[phase]]
@@ -215,6 +215,6 @@ name = "long"
 steps = 4
 seq_len = 64
 batch = 5
-leaf = 1
+micro_batch = 1
 mix = { web = 1, math = 3 }
 "#;

@@ -91,7 +91,7 @@ fn print_table(table: &StepTable) {
     line("nothing to do, or in no part", table.idle);
     println!("{:>10.2} {:>7}  {} (beside the step before)", 1e3 * read[0].1 / steps, "", read[0].0);
     println!(
-        "exactness: {:.1}% of a step (checksums of leaves, of the sum with its norm, of the state)",
+        "exactness: {:.1}% of a step (checksums of micro-batches, of the sum with its norm, of the state)",
         100.0 * table.exactness / all
     );
     println!(
@@ -109,7 +109,7 @@ fn print_ranks(table: &StepTable) {
     let mega = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     if let Some(Exchanged { bytes, bytes_between_nodes, waited_for_blocks }) = table.exchanged {
         println!(
-            "exchanged in a step: {:.2} MiB, {:.2} MiB between machines; {:.2} ms of waiting for blocks after the last leaf",
+            "exchanged in a step: {:.2} MiB, {:.2} MiB between machines; {:.2} ms of waiting for blocks after the last micro-batch",
             mega(bytes / table.steps),
             mega(bytes_between_nodes / table.steps),
             1e3 * waited_for_blocks / table.steps as f64,

@@ -27,7 +27,7 @@ pub(crate) struct Speed {
     /// Where to compute: cpu, cuda or cuda:1 (HIP devices answer to the same name).
     #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device_name)]
     pub(crate) device: String,
-    /// Leaves computed at once, one math thread each [default: the cores, shared among the ranks here].
+    /// Micro-batches computed at once, one math thread each [default: the cores, shared among the ranks here].
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     pub(crate) lanes: Option<usize>,
     /// Keep only what enters each layer until its backward pass, and compute the rest again: less memory, more time.

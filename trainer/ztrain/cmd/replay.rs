@@ -27,9 +27,9 @@ pub(crate) struct Args {
     /// Several steps, from A to before B.
     #[arg(long, value_name = "A..B")]
     steps: Option<String>,
-    /// Only this leaf of the step.
+    /// Only this micro-batch of the step, counted from 0.
     #[arg(long, value_name = "V", conflicts_with = "steps")]
-    leaf: Option<u64>,
+    micro_batch: Option<u64>,
     /// How many documents to list, worst first; 0 for all.
     #[arg(long, value_name = "COUNT", default_value_t = 40)]
     top: usize,
@@ -37,10 +37,10 @@ pub(crate) struct Args {
     #[arg(long)]
     json: bool,
     /// What if this document's labels had not counted (not a replay).
-    #[arg(long, value_name = "ID", conflicts_with = "leaf", help_heading = "What if")]
+    #[arg(long, value_name = "ID", conflicts_with = "micro_batch", help_heading = "What if")]
     drop_doc: Vec<String>,
     /// What if the learning rate had been this (not a replay).
-    #[arg(long, value_name = "RATE", conflicts_with = "leaf", help_heading = "What if", value_parser = super::not_negative)]
+    #[arg(long, value_name = "RATE", conflicts_with = "micro_batch", help_heading = "What if", value_parser = super::not_negative)]
     lr: Option<f64>,
     #[command(flatten)]
     speed: Speed,
@@ -74,7 +74,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let mut code = 0;
     for step in steps.clone() {
         let before = state.step;
-        let replayed = match args.leaf {
+        let replayed = match args.micro_batch {
             Some(leaf) => replayer.leaf(&state, leaf)?,
             None => replayer.step(&mut state, Detail::Tokens)?,
         };
@@ -126,9 +126,10 @@ fn print_replayed(args: &Args, replayed: &Replayed, alone: bool) {
         println!("{line}");
         return;
     }
-    let leaf = replayed.leaf.map_or_else(String::new, |leaf| format!(", leaf {leaf}"));
+    let part = replayed.micro_batch;
+    let part = part.map_or_else(String::new, |number| format!(", micro-batch {number}"));
     println!(
-        "step {}{leaf}: {} (loss {:.6})",
+        "step {}{part}: {} (loss {:.6})",
         replayed.step,
         replayed.verdict.words(),
         replayed.loss
@@ -142,7 +143,7 @@ fn print_replayed(args: &Args, replayed: &Replayed, alone: bool) {
     }
     if let Some(record) = &replayed.record {
         println!(
-            "  data {} | {} leaves | norm {:.6}{} | lr {:.3e} | state {}",
+            "  data {} | {} micro-batches | norm {:.6}{} | lr {:.3e} | state {}",
             record.data,
             record.leaves(),
             record.norm(),

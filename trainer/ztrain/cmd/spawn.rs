@@ -39,7 +39,7 @@ pub(crate) struct Ranks {
     /// How long a rank waits for another before it names it and stops.
     #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = super::patience)]
     rank_timeout: Duration,
-    /// Whether a rank adds whole subtrees of a run of leaves before it sends (fewest bytes), or leaves are dealt in turn and
+    /// Whether a rank adds whole subtrees of a run of micro-batches before it sends (fewest bytes), or they are dealt in turn and
     /// sent at once (least memory).
     #[arg(long, value_name = "HOW", value_enum, default_value = "subtree")]
     schedule: How,
@@ -115,7 +115,7 @@ impl Ranks {
         Ok(launched)
     }
 
-    /// How the ranks deal leaves, and whether they pass over machines.
+    /// How the ranks deal micro-batches, and whether they pass over machines.
     pub(crate) fn ways(&self) -> (Schedule, bool) {
         let schedule = match self.schedule {
             How::Subtree => Schedule::Subtree,

@@ -1,0 +1,117 @@
+//! `[model]`, and what a phase says on top of it: values that only the trainer understands.
+//!
+//! Nothing here knows a key, so that a new field of the model changes the trainer alone.
+
+use std::collections::BTreeMap;
+
+use contract::{Digestible, Hasher};
+use toml::Value;
+
+use super::canonical::{float, inline, key, quoted};
+
+/// A table of the model. It has a digest of its own, over typed values: `1e4` and `10_000.0` are one, `10_000` is another.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ModelTable(pub BTreeMap<String, Value>);
+
+impl Digestible for ModelTable {
+    fn feed(&self, hasher: &mut Hasher) {
+        hasher.tag("model.v1");
+        feed_table(self.0.iter(), hasher);
+    }
+}
+
+/// The pairs in the order of their keys, whatever the order of the map that held them.
+fn feed_table<'a>(pairs: impl Iterator<Item = (&'a String, &'a Value)>, hasher: &mut Hasher) {
+    let pairs: BTreeMap<_, _> = pairs.collect();
+    hasher.u64(pairs.len() as u64);
+    for (key, value) in pairs {
+        hasher.str(key);
+        feed_value(value, hasher);
+    }
+}
+
+fn feed_value(value: &Value, hasher: &mut Hasher) {
+    match value {
+        Value::String(text) => hasher.tag("text").str(text),
+        Value::Integer(number) => hasher.tag("integer").u64(number.cast_unsigned()),
+        Value::Float(number) => hasher.tag("float").u64(number.to_bits()),
+        Value::Boolean(truth) => hasher.tag("truth").u64(u64::from(*truth)),
+        Value::Datetime(date) => hasher.tag("date").str(&date.to_string()),
+        Value::Array(values) => {
+            hasher.tag("list").u64(values.len() as u64);
+            values.iter().for_each(|value| feed_value(value, hasher));
+            hasher
+        }
+        Value::Table(table) => {
+            hasher.tag("table");
+            feed_table(table.iter(), hasher);
+            hasher
+        }
+    };
+}
+
+/// The one text of a value.
+pub(super) fn text(value: &Value) -> String {
+    match value {
+        Value::String(text) => quoted(text),
+        Value::Integer(number) => number.to_string(),
+        Value::Float(number) => float(*number),
+        Value::Boolean(truth) => truth.to_string(),
+        Value::Datetime(date) => date.to_string(),
+        Value::Array(values) => {
+            format!("[{}]", values.iter().map(text).collect::<Vec<_>>().join(", "))
+        }
+        Value::Table(table) => {
+            let pairs: BTreeMap<_, _> = table.iter().collect();
+            let pair = |(name, value): (&String, _)| format!("{} = {}", key(name), text(value));
+            inline(pairs.into_iter().map(pair).collect())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use contract::Digest;
+
+    fn digest(text: &str) -> Digest {
+        Digest::of(&ModelTable(toml::from_str(text).unwrap()))
+    }
+
+    #[test]
+    fn the_digest_is_that_of_the_values() {
+        let one = "a = 1\nb = { x = [1.5, true], y = \"t\" }\n";
+        let same = "b.y = 't'\nb.x = [15e-1, true]\na = 0x1\n";
+        assert_eq!(digest(one), digest(same));
+        let others = [
+            "a = 1.0\nb = { x = [1.5, true], y = \"t\" }",
+            "a = \"1\"\nb = { x = [1.5, true], y = \"t\" }",
+            "a = true\nb = { x = [1.5, true], y = \"t\" }",
+            "a = 1\nb = { x = [[1.5, true]], y = \"t\" }",
+            "a = 1\nb = { x = [1.5], y = \"t\" }",
+            "a = 1\nx = [1.5, true]\ny = \"t\"",
+            "a = 1\nc = { x = [1.5, true], y = \"t\" }",
+            "a = 1\n",
+            "",
+        ];
+        for (number, other) in others.iter().enumerate() {
+            assert_ne!(digest(one), digest(other), "{other}");
+            assert!(
+                others[..number].iter().all(|before| digest(before) != digest(other)),
+                "{other}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_text_of_a_value_is_that_value() {
+        let line = "v = [1, 2.5, inf, nan, \"q\\\"\\n\", {}, { a = false, \"b c\" = [] }, 1e300]";
+        let value = toml::from_str::<toml::Table>(line).unwrap()["v"].clone();
+        let again = toml::from_str::<toml::Table>(&format!("v = {}", text(&value))).unwrap();
+        assert_eq!(text(&again["v"]), text(&value));
+        let bits = |value: &Value| {
+            Digest::of(&ModelTable(BTreeMap::from([("v".to_owned(), value.clone())])))
+        };
+        assert_eq!(bits(&again["v"]), bits(&value));
+    }
+}
