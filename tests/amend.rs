@@ -23,9 +23,8 @@ fn text(curriculum: &Path, source: &str, steps: std::ops::Range<u64>) -> Vec<(u6
         let batch = json(&["batch", arg(curriculum), "--step", &step.to_string()]);
         let rows = batch["sequences"].as_array().unwrap().iter();
         for row in rows.filter(|row| row["source"] == source) {
-            let segments: Vec<(u64, u64)> =
-                serde_json::from_value(row["segments"].clone()).unwrap();
-            all.extend(segments);
+            let spans: Vec<(u64, u64)> = serde_json::from_value(row["spans"].clone()).unwrap();
+            all.extend(spans);
         }
     }
     all

@@ -166,7 +166,7 @@ fn assembly(path: &Path) {
 fn parts(plan: &Plan, stores: &Stores, path: &Path, steps: u64) {
     let samples = steps * ROWS;
     let tokens = (samples * u64::from(SEQ_LEN)) as f64;
-    let start = |sample| plan.sample(sample).unwrap().segments[0].start;
+    let start = |sample| plan.sample(sample).unwrap().spans[0].start;
     let planned = best_core(3, || {
         for sample in 0..samples {
             black_box(plan.sample(sample).unwrap());

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use contract::{Digest, Fault, Hasher, Result};
-use mixer::{SampleSpec, Segment};
+use mixer::{SampleSpec, Span};
 use store::StreamReader;
 
 /// A row to be filled: four slices of `seq_len`. What they hold is of no account: every value is written.
@@ -31,22 +31,22 @@ impl Row<'_> {
     ) -> Result<Vec<u32>> {
         let mut boundaries = Vec::new();
         let mut at = 0;
-        for segment in &spec.segments {
-            let fits = at + segment.tokens as usize <= self.tokens.len();
-            let end = segment.start.checked_add(u64::from(segment.tokens));
-            if segment.tokens == 0 || !fits || end.is_none_or(|end| end > stream.record().tokens) {
+        for span in &spec.spans {
+            let fits = at + span.tokens as usize <= self.tokens.len();
+            let end = span.start.checked_add(u64::from(span.tokens));
+            if span.tokens == 0 || !fits || end.is_none_or(|end| end > stream.record().tokens) {
                 return Err(Fault::bug(format!(
-                    "sample {} asks for {segment:?} at {at} of {} in a stream of {} tokens",
+                    "sample {} asks for {span:?} at {at} of {} in a stream of {} tokens",
                     spec.sample,
                     self.tokens.len(),
                     stream.record().tokens
                 )));
             }
-            self.add(stream, *segment, at, &mut boundaries, scratch)?;
-            at += segment.tokens as usize;
+            self.add(stream, *span, at, &mut boundaries, scratch)?;
+            at += span.tokens as usize;
         }
         if at < self.tokens.len() {
-            boundaries.push(at as u32); // Padding is a segment of its own: no text attends to it.
+            boundaries.push(at as u32); // Padding is a span of its own: no text attends to it.
             self.tokens[at..].fill(0);
             self.labels[at..].fill(0);
             self.mask[at..].fill(0);
@@ -66,18 +66,18 @@ impl Row<'_> {
         self.mask[place].fill(0);
     }
 
-    /// Puts one segment at `at`. Its first token is a boundary even where a document goes on: what came before is not
+    /// Puts one span at `at`. Its first token is a boundary even where a document goes on: what came before is not
     /// in view.
     fn add(
         &mut self,
         stream: &StreamReader,
-        segment: Segment,
+        span: Span,
         at: usize,
         boundaries: &mut Vec<u32>,
         scratch: &mut Scratch,
     ) -> Result<()> {
-        let (start, count) = (segment.start, segment.tokens as usize);
-        let end = start + u64::from(segment.tokens);
+        let (start, count) = (span.start, span.tokens as usize);
+        let end = start + u64::from(span.tokens);
         let Scratch { ids, starts } = scratch;
         starts.clear();
         stream.starts_in(start + 1..end + 1, starts)?;

@@ -83,7 +83,7 @@ impl Batch {
     ) -> Result<Self> {
         let width = head.seq_len as usize;
         let size = samples.len() * width;
-        let (words, bytes) = stores.shelves();
+        let (words, bytes) = stores.pools();
         let (mut tokens, mut labels) = (words.take(size), words.take(size));
         let (mut positions, mut mask) = (words.take(size), bytes.take(size));
         let mut boundaries = Vec::with_capacity(samples.len());

@@ -76,15 +76,15 @@ type Cut = (Range<u32>, Range<u64>, u64);
 fn cut(plan: &Plan, stores: &Stores, sample: &SampleSpec) -> Result<Vec<Cut>> {
     let stream = stores.stream(&plan.sources()[sample.source].name, Split::Train)?;
     let (mut found, mut starts, mut place) = (Vec::new(), Vec::new(), 0);
-    for segment in &sample.segments {
-        let end = segment.start + u64::from(segment.tokens);
+    for span in &sample.spans {
+        let end = span.start + u64::from(span.tokens);
         starts.clear();
-        stream.starts_in(segment.start + 1..end, &mut starts)?;
-        let mut document = stream.document_of_token(segment.start)?;
-        let mut from = segment.start;
+        stream.starts_in(span.start + 1..end, &mut starts)?;
+        let mut document = stream.document_of_token(span.start)?;
+        let mut from = span.start;
         for to in starts.iter().copied().chain([end]) {
             let tokens = u32::try_from(to - from)
-                .map_err(|_| Fault::bug("a segment is longer than its sequence"))?;
+                .map_err(|_| Fault::bug("a span is longer than its sequence"))?;
             found.push((place..place + tokens, from..to, document));
             (place, from, document) = (place + tokens, to, document + 1);
         }

@@ -8,15 +8,15 @@ use contract::{Fault, Result};
 use mixer::SourceFacts;
 use store::{Split, Store, StreamReader, read::ReadCache};
 
-use crate::column::Shelf;
+use crate::column::BufferPool;
 
 /// Several stores with one tokenizer, source names unique.
 pub struct Stores {
     stores: Vec<Store>,
     by_name: BTreeMap<String, usize>,
     sources: Vec<Source>,
-    words: Arc<Shelf<i32>>,
-    bytes: Arc<Shelf<u8>>,
+    words: Arc<BufferPool<i32>>,
+    bytes: Arc<BufferPool<u8>>,
 }
 
 /// One source, wherever it lies.
@@ -110,7 +110,7 @@ impl Stores {
     }
 
     /// Where the memory of batches waits to be used again.
-    pub(crate) fn shelves(&self) -> (&Arc<Shelf<i32>>, &Arc<Shelf<u8>>) {
+    pub(crate) fn pools(&self) -> (&Arc<BufferPool<i32>>, &Arc<BufferPool<u8>>) {
         (&self.words, &self.bytes)
     }
 

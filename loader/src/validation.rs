@@ -1,9 +1,9 @@
-//! The held-back split, window after window, as batches: for a validation loss.
+//! The held-out split, window after window, as batches: for a validation loss.
 //!
 //! No plan and no chance: window `w` of a source is its tokens from `w * seq_len` on, the last one padded.
 
 use contract::{Fault, Result};
-use mixer::{SampleSpec, Segment};
+use mixer::{SampleSpec, Span};
 use store::Split;
 
 use crate::Stores;
@@ -34,7 +34,7 @@ pub fn batch(stores: &Stores, source: &str, seq_len: u32, first: u64, rows: u64)
             ordinal: window,
             epoch: 0,
             seq_len,
-            segments: vec![Segment { start, tokens }],
+            spans: vec![Span { start, tokens }],
         }
     };
     let samples = (first..end).map(sample).collect();

@@ -63,7 +63,7 @@ fn questions(plan: &Plan, step: u64) {
         }
     });
     let spec = plan.sample(spec.first_sample).expect("the sample is part of the run");
-    let (source, start) = (spec.source, spec.segments[0].start);
+    let (source, start) = (spec.source, spec.spans[0].start);
     row(&format!("Plan::visits of 1,000 tokens, step {step}"), 1, || {
         black_box(plan.visits(source, start..start + 1000));
     });

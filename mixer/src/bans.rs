@@ -6,7 +6,7 @@ use std::ops::Range;
 use contract::{Fault, Hasher, Result};
 
 use crate::plan::{Plan, unknown};
-use crate::sample::{Segment, SourceFacts};
+use crate::sample::{SourceFacts, Span};
 use curriculum::Curriculum;
 
 /// A document that is banned.
@@ -62,30 +62,24 @@ impl Bans {
         Ok(Bans { all, by_source: BTreeMap::new() })
     }
 
-    /// Where in sample `sample`, whose text is `segments` of `source`, banned text stands.
-    pub(crate) fn places(
-        &self,
-        source: usize,
-        sample: u64,
-        segments: &[Segment],
-    ) -> Vec<Range<u32>> {
+    /// Where in sample `sample`, whose text is `spans` of `source`, banned text stands.
+    pub(crate) fn places(&self, source: usize, sample: u64, spans: &[Span]) -> Vec<Range<u32>> {
         let mut places: Vec<Range<u32>> = Vec::new();
         let Some(banned) = self.by_source.get(&source) else { return places };
         let mut at = 0;
-        for segment in segments {
-            let end = segment.start + u64::from(segment.tokens);
-            let first = banned.partition_point(|(tokens, _)| tokens.end <= segment.start);
+        for span in spans {
+            let end = span.start + u64::from(span.tokens);
+            let first = banned.partition_point(|(tokens, _)| tokens.end <= span.start);
             let inside = banned[first..].iter().take_while(|(tokens, _)| tokens.start < end);
             for (tokens, _) in inside.filter(|(_, first_sample)| *first_sample <= sample) {
-                let place = |token: u64| at + (token - segment.start) as u32;
-                let (from, to) =
-                    (place(tokens.start.max(segment.start)), place(tokens.end.min(end)));
+                let place = |token: u64| at + (token - span.start) as u32;
+                let (from, to) = (place(tokens.start.max(span.start)), place(tokens.end.min(end)));
                 match places.last_mut() {
                     Some(last) if last.end == from => last.end = to,
                     _ => places.push(from..to),
                 }
             }
-            at += segment.tokens;
+            at += span.tokens;
         }
         places
     }

@@ -22,7 +22,7 @@ impl Plan {
 
 impl Digestible for Until<'_> {
     fn feed(&self, hasher: &mut Hasher) {
-        let Plan { seed, phases, sources, courses: _, bans } = self.plan;
+        let Plan { seed, phases, sources, orders: _, bans } = self.plan;
         let begun = phases.iter().take_while(|phase| phase.first_step <= self.step);
         hasher.tag("plan.v1").u64(*seed).u64(begun.clone().count() as u64);
         let mut used = vec![false; sources.len()];

@@ -7,35 +7,35 @@
 //!
 //! - [`curriculum`]: the file, read with a place for every mistake; its canonical text; what an edit changes.
 //! - [`mixing`]: which source sample `j` of a phase comes from: exact at every prefix, in O(depth).
-//! - [`course`]: the order in which a source is gone through, across phases and lengths.
+//! - [`order`]: the order in which a source is gone through, across phases and lengths.
 //! - [`plan`]: the two together.
 //!
 //! Invariant: no I/O, no threads, no clock, and no float decides which text is read.
 //! Invariant: what a plan holds grows with phases x sources, never with tokens, samples or steps.
 //!
-//! An amendment of a mix from step S cuts a phase in two at S, and a [`course::Cursor`] is all that the second part
+//! An amendment of a mix from step S cuts a phase into two segments at S, and an [`order::Cursor`] is all that the second
 //! knows of the first; a banned document keeps its place, and only its text is gone from samples from S on.
 //!
 //! Ramps and best-fit packing will fit without another clock: a ramp of weights or batch gives a phase other closed
 //! forms of the same four questions ([`mixing::Mixing`]: pick, count, nth; [`Plan::step`]); a packed source permutes
-//! packs where this permutes windows, which is why a sample has several [`Segment`]s.
+//! packs where this permutes windows, which is why a sample has several [`Span`]s.
 
 #![forbid(unsafe_code)]
 
 mod bans;
-pub mod course;
 mod described;
 mod digest;
 mod limits;
 pub mod mixing;
+pub mod order;
 pub mod plan;
 pub mod sample;
-mod stretch;
+mod segment;
 mod visits;
 
 pub use bans::Ban;
 pub use curriculum::{Curriculum, Difference};
 pub use described::described_store;
 pub use plan::{PhasePlan, Plan, SourceUse, Standing};
-pub use sample::{SampleSpec, Segment, SourceFacts, StepSpec};
+pub use sample::{SampleSpec, SourceFacts, Span, StepSpec};
 pub use visits::Visit;

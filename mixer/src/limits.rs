@@ -21,7 +21,7 @@ pub(crate) fn check(plan: &Plan, curriculum: &Curriculum) -> Result<()> {
     for (index, phase) in plan.phases.iter().enumerate() {
         for (entry, part) in phase.uses.iter().enumerate() {
             let max_epochs = curriculum.limits(&plan.sources[part.source].name).max_epochs;
-            let within = part.stretch.samples_within(max_epochs);
+            let within = part.segment.samples_within(max_epochs);
             let known = short.iter().any(|earlier| earlier.source == part.source);
             if part.samples > within && !known {
                 let offset = phase.mixing.nth(entry, within);

@@ -7,11 +7,11 @@ use contract::fault::nearest;
 use contract::{Fault, Result};
 
 use crate::bans::Bans;
-use crate::course::{Course, Cursor};
 use crate::mixing::Mixing;
+use crate::order::{Cursor, SourceOrder};
 use crate::sample::{SampleSpec, SourceFacts, StepSpec};
-use crate::stretch::Stretch;
-use curriculum::{Curriculum, Leg, Phase};
+use crate::segment::SourceSegment;
+use curriculum::{Curriculum, Phase, PhaseSegment};
 
 /// What a run reads, in closed form.
 #[derive(Clone, Debug)]
@@ -20,11 +20,11 @@ pub struct Plan {
     pub(crate) phases: Vec<PhasePlan>,
     pub(crate) sources: Vec<SourceFacts>,
     /// One for each source that some phase uses.
-    pub(crate) courses: Vec<Option<Course>>,
+    pub(crate) orders: Vec<Option<SourceOrder>>,
     pub(crate) bans: Bans,
 }
 
-/// One phase, or a part of one between amendments of its mix, resolved.
+/// One segment of the run, resolved: a phase, or a part of one between amendments of its mix.
 #[derive(Clone, Debug)]
 pub struct PhasePlan {
     /// The phase's name.
@@ -70,13 +70,13 @@ pub struct SourceUse {
     pub tokens_before: u64,
     /// Where it stands when the phase ends.
     pub after: Cursor,
-    pub(crate) stretch: Stretch,
+    pub(crate) segment: SourceSegment,
 }
 
 /// Where a source stands before a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Standing {
-    /// The place in its course.
+    /// The place in its order.
     pub cursor: Cursor,
     /// Tokens that the run has taken from it, repeats included.
     pub tokens: u64,
@@ -90,12 +90,12 @@ impl Plan {
             seed: curriculum.seed,
             phases: Vec::with_capacity(curriculum.phases.len()),
             sources: facts.to_vec(),
-            courses: vec![None; facts.len()],
+            orders: vec![None; facts.len()],
             bans: Bans::default(),
         };
         let mut cursors = vec![Cursor::START; facts.len()];
-        for leg in &curriculum.legs() {
-            let planned = plan.phase_plan(curriculum, leg, &mut cursors)?;
+        for segment in &curriculum.segments() {
+            let planned = plan.segment_plan(curriculum, segment, &mut cursors)?;
             plan.phases.push(planned);
         }
         plan.bans = Bans::new(curriculum, &plan)?;
@@ -103,7 +103,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// The phases in order, in parts where their mix is amended.
+    /// The phases in order, in segments where their mix is amended.
     pub fn phases(&self) -> &[PhasePlan] {
         &self.phases
     }
@@ -148,11 +148,11 @@ impl Plan {
         let index = self.phase_of(sample)?;
         let phase = &self.phases[index];
         let (entry, ordinal) = phase.mixing.pick(sample - phase.first_sample);
-        let SourceUse { source, stretch, .. } = &phase.uses[entry];
-        let (epoch, segments) = stretch.text(self.course(*source), ordinal);
+        let SourceUse { source, segment, .. } = &phase.uses[entry];
+        let (epoch, spans) = segment.text(self.order(*source), ordinal);
         let (source, seq_len) = (*source, phase.seq_len);
-        let banned = self.bans.places(source, sample, &segments);
-        Ok(SampleSpec { sample, phase: index, source, ordinal, epoch, seq_len, segments, banned })
+        let banned = self.bans.places(source, sample, &spans);
+        Ok(SampleSpec { sample, phase: index, source, ordinal, epoch, seq_len, spans, banned })
     }
 
     /// Where a source (index into [`Plan::sources`]) stands before step `step`.
@@ -163,10 +163,9 @@ impl Plan {
             let Some(entry) = phase.uses.iter().position(of_source) else { continue };
             let steps = phase.steps.min(step - phase.first_step);
             let samples = phase.mixing.count(entry, steps * phase.batch);
-            cursor = phase.uses[entry].stretch.after(self.course(source), samples);
+            cursor = phase.uses[entry].segment.after(self.order(source), samples);
         }
-        let tokens =
-            self.courses[source].as_ref().map_or(0, |course| course.tokens_before(&cursor));
+        let tokens = self.orders[source].as_ref().map_or(0, |order| order.tokens_before(&cursor));
         Standing { cursor, tokens }
     }
 
@@ -179,15 +178,15 @@ impl Plan {
         Ok(self.phases.partition_point(|phase| phase.first_sample <= sample) - 1)
     }
 
-    pub(crate) fn course(&self, source: usize) -> &Course {
-        self.courses[source].as_ref().expect("a source in a mix has a course")
+    pub(crate) fn order(&self, source: usize) -> &SourceOrder {
+        self.orders[source].as_ref().expect("a source in a mix has an order")
     }
 
-    /// Plans one phase and moves the cursors of its sources.
-    fn phase_plan(
+    /// Plans one segment of a phase and moves the cursors of its sources.
+    fn segment_plan(
         &mut self,
         curriculum: &Curriculum,
-        Leg { phase: index, spec: phase, mix_key }: &Leg,
+        PhaseSegment { phase: index, spec: phase, mix_key }: &PhaseSegment,
         cursors: &mut [Cursor],
     ) -> Result<PhasePlan> {
         let weights = phase.weights().expect("checked when the phase was read");
@@ -197,14 +196,14 @@ impl Plan {
         for ((name, weight), samples) in phase.mix.keys().zip(weights).zip(counts) {
             let source = source_of(curriculum, phase, (mix_key, name), &self.sources)?;
             let SourceFacts { name, tokens, documents: _, unit } = &self.sources[source];
-            let course = self.courses[source]
-                .get_or_insert_with(|| Course::new(curriculum.seed, name, *tokens, *unit));
-            let stretch = Stretch::new(course, cursors[source], phase.seq_len);
-            let after = stretch.after(course, samples);
-            let tokens_before = course.tokens_before(&stretch.start);
-            let tokens = course.tokens_before(&after) - tokens_before;
+            let order = self.orders[source]
+                .get_or_insert_with(|| SourceOrder::new(curriculum.seed, name, *tokens, *unit));
+            let segment = SourceSegment::new(order, cursors[source], phase.seq_len);
+            let after = segment.after(order, samples);
+            let tokens_before = order.tokens_before(&segment.start);
+            let tokens = order.tokens_before(&after) - tokens_before;
             cursors[source] = after;
-            uses.push(SourceUse { source, weight, samples, tokens, tokens_before, after, stretch });
+            uses.push(SourceUse { source, weight, samples, tokens, tokens_before, after, segment });
         }
         Ok(PhasePlan {
             name: phase.name.clone(),

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 /// A run of tokens that are neighbours in their stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Segment {
+pub struct Span {
     /// First token, counted in the source's training stream.
     pub start: u64,
     /// How many tokens, at least one.
@@ -13,8 +13,8 @@ pub struct Segment {
 
 /// Global sample number `sample`, resolved.
 ///
-/// Its segments, in order, hold at most `seq_len` tokens together; the rest is padding at the end. A joint between two
-/// segments is a document boundary, even where the text happens to go on. The label of a segment's last token is the
+/// Its spans, in order, hold at most `seq_len` tokens together; the rest is padding at the end. A joint between two
+/// spans is a document boundary, even where the text happens to go on. The label of a span's last token is the
 /// next token of the stream, if that belongs to the same document.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SampleSpec {
@@ -31,7 +31,7 @@ pub struct SampleSpec {
     /// Tokens in the sequence, padding included.
     pub seq_len: u32,
     /// The text.
-    pub segments: Vec<Segment>,
+    pub spans: Vec<Span>,
     /// Where in the sequence the text is that no step sees any more: rising, apart.
     pub banned: Vec<Range<u32>>,
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::course::{Course, Cursor, Epoch};
+use crate::order::{Cursor, Epoch, SourceOrder};
 use crate::plan::{PhasePlan, Plan, SourceUse};
 
 /// Neighbouring tokens of a source at one place of one sample.
@@ -18,12 +18,12 @@ pub struct Visit {
     pub tokens: u32,
 }
 
-/// Asks one stretch of the run for one range of tokens.
+/// Asks one segment of the run for one range of tokens.
 struct Search<'a> {
     phase: &'a PhasePlan,
     entry: usize,
     part: &'a SourceUse,
-    course: &'a Course,
+    order: &'a SourceOrder,
     tokens: Range<u64>,
     found: Vec<Visit>,
 }
@@ -32,17 +32,17 @@ impl Plan {
     /// Every place at which tokens `tokens` of `source` are seen, in the order of the run: the inverse of
     /// [`Plan::sample`].
     pub fn visits(&self, source: usize, tokens: Range<u64>) -> Vec<Visit> {
-        let Some(course) = self.courses.get(source).and_then(Option::as_ref) else {
+        let Some(order) = self.orders.get(source).and_then(Option::as_ref) else {
             return Vec::new();
         };
-        let tokens = tokens.start..tokens.end.min(course.tokens);
+        let tokens = tokens.start..tokens.end.min(order.tokens);
         let mut found = Vec::new();
         for phase in &self.phases {
             let Some(entry) = phase.uses.iter().position(|part| part.source == source) else {
                 continue;
             };
             let (part, tokens) = (&phase.uses[entry], tokens.clone());
-            let mut search = Search { phase, entry, part, course, tokens, found };
+            let mut search = Search { phase, entry, part, order, tokens, found };
             if part.samples > 0 && !search.tokens.is_empty() {
                 search.run();
             }
@@ -55,15 +55,15 @@ impl Plan {
 
 impl Search<'_> {
     fn run(&mut self) {
-        let Cursor { epoch: first, .. } = self.part.stretch.start;
+        let Cursor { epoch: first, .. } = self.part.segment.start;
         for number in first..=self.part.after.epoch {
-            let epoch = self.course.epoch(number);
+            let epoch = self.order.epoch(number);
             let units =
-                self.tokens.start / self.course.unit..=(self.tokens.end - 1) / self.course.unit;
+                self.tokens.start / self.order.unit..=(self.tokens.end - 1) / self.order.unit;
             for unit in units {
-                let start = unit * self.course.unit;
+                let start = unit * self.order.unit;
                 let inside =
-                    self.tokens.start.max(start)..self.tokens.end.min(start + self.course.unit);
+                    self.tokens.start.max(start)..self.tokens.end.min(start + self.order.unit);
                 self.unit(number, &epoch, unit, inside);
             }
         }
@@ -72,36 +72,39 @@ impl Search<'_> {
     /// Tokens `inside` of one unit in one epoch.
     fn unit(&mut self, number: u64, epoch: &Epoch, unit: u64, inside: Range<u64>) {
         let (group, slot) = epoch.slot_of_unit(unit);
-        let stretch = &self.part.stretch;
-        let in_head = (number, group) == (stretch.start.epoch, stretch.start.group);
-        let cut =
-            if in_head && stretch.has_head() { stretch.start.cut } else { self.phase.seq_len };
-        if (number, group) < (stretch.start.epoch, stretch.start.group)
+        let segment = &self.part.segment;
+        let in_remainder = (number, group) == (segment.start.epoch, segment.start.group);
+        let cut = if in_remainder && segment.has_remainder() {
+            segment.start.cut
+        } else {
+            self.phase.seq_len
+        };
+        if (number, group) < (segment.start.epoch, segment.start.group)
             || (number, group) > (self.part.after.epoch, self.part.after.group)
         {
             return;
         }
         let pieces = epoch.group(group, cut);
-        let (start, cut) = (unit * self.course.unit, u64::from(cut));
+        let (start, cut) = (unit * self.order.unit, u64::from(cut));
         for window in (inside.start - start) / cut..=(inside.end - 1 - start) / cut {
             let place = pieces.place(slot, window);
             let first = start + window * cut;
             let (from, to) = (inside.start.max(first), inside.end.min(first + cut));
-            if in_head && stretch.has_head() {
-                self.head(pieces.tokens_before(place) + from - first, from, to - from);
+            if in_remainder && segment.has_remainder() {
+                self.remainder(pieces.tokens_before(place) + from - first, from, to - from);
             } else {
                 let index = epoch.windows_before(group, self.phase.seq_len) + place;
-                if let Some(ordinal) = stretch.ordinal_of_window(number, index) {
+                if let Some(ordinal) = segment.ordinal_of_window(number, index) {
                     self.push(ordinal, from - first, from, to - from);
                 }
             }
         }
     }
 
-    /// `count` tokens of the leftover, which begin at `token` and stand at `at` of the open group.
-    fn head(&mut self, at: u64, token: u64, count: u64) {
+    /// `count` tokens of the remainder, which begin at `token` and stand at `at` of the open group.
+    fn remainder(&mut self, at: u64, token: u64, count: u64) {
         let seq_len = u64::from(self.phase.seq_len);
-        let origin = self.part.stretch.head_start();
+        let origin = self.part.segment.remainder_start();
         let skipped = origin.saturating_sub(at).min(count);
         let (mut at, mut token, mut left) = (at + skipped, token + skipped, count - skipped);
         while left > 0 {

@@ -278,9 +278,11 @@ fn windows_and_amendments_arrive() {
     assert_eq!(c.skip_step.map(|skip| (skip.window, skip.sigma)), Some((128, 5.0)));
     assert_eq!(c.auto_clip.map(|clip| (clip.window, clip.percentile)), Some((64, 90)));
     assert!(c.amendments[1].ban["web"].iter().eq(&[2, 7]));
-    let legs = c.legs();
-    let told: Vec<_> =
-        legs.iter().map(|leg| (leg.phase, leg.spec.steps, leg.spec.weights())).collect();
+    let segments = c.segments();
+    let told: Vec<_> = segments
+        .iter()
+        .map(|segment| (segment.phase, segment.spec.steps, segment.spec.weights()))
+        .collect();
     let (even, long) = (Some(vec![1, 1]), Some(vec![1, 1_000_000]));
     assert_eq!(told, [(0, 4, Some(vec![3, 7])), (0, 8, even), (1, 2, long)]);
     assert_eq!(parse(&c.canonical()).canonical(), c.canonical());

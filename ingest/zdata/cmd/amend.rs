@@ -168,7 +168,7 @@ fn documents(stores: &Stores, args: &Args) -> Result<Vec<Found>> {
             return Err(Fault::usage("no document that is trained on has this id")
                 .at("--ban")
                 .found(format!("{id:?}"))
-                .hint("`ztrain replay` and `zdata batch` show ids; no step sees held-back text"));
+                .hint("`ztrain replay` and `zdata batch` show ids; no step sees held-out text"));
         }
     }
     Ok(all)

@@ -69,7 +69,7 @@ struct Sequence {
     labels: Option<u64>,
     padding: u32,
     /// Runs of tokens of the source's training stream: first, and one past the last.
-    segments: Vec<[u64; 2]>,
+    spans: Vec<[u64; 2]>,
     documents: Vec<Document>,
 }
 
@@ -159,8 +159,8 @@ fn explained(
 impl Sequence {
     /// The sequence without its documents.
     fn new(plan: &Plan, sequence: u64, sample: &SampleSpec) -> Self {
-        let filled: u32 = sample.segments.iter().map(|segment| segment.tokens).sum();
-        let segment = |s: &mixer::Segment| [s.start, s.start + u64::from(s.tokens)];
+        let filled: u32 = sample.spans.iter().map(|span| span.tokens).sum();
+        let span = |s: &mixer::Span| [s.start, s.start + u64::from(s.tokens)];
         Sequence {
             sequence,
             sample: sample.sample,
@@ -169,26 +169,16 @@ impl Sequence {
             digest: None,
             labels: None,
             padding: sample.seq_len - filled,
-            segments: sample.segments.iter().map(segment).collect(),
+            spans: sample.spans.iter().map(span).collect(),
             documents: Vec::new(),
         }
     }
 
     fn text(&self, full: bool) -> String {
-        let Sequence {
-            sequence,
-            sample,
-            source,
-            epoch,
-            digest,
-            labels,
-            padding,
-            segments,
-            documents,
-        } = self;
+        let Sequence { sequence, sample, source, epoch, digest, labels, padding, spans, documents } =
+            self;
         let mut out = format!("sequence {sequence}: sample {sample}, {source}, epoch {epoch}");
-        let parts: Vec<String> =
-            segments.iter().map(|[from, to]| format!("{from}..{to}")).collect();
+        let parts: Vec<String> = spans.iter().map(|[from, to]| format!("{from}..{to}")).collect();
         let _ = write!(out, ", tokens {} of the source", parts.join(" + "));
         if let Some(labels) = labels {
             let _ = write!(out, ", {labels} labels");

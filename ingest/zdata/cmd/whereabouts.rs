@@ -129,7 +129,7 @@ fn text(found: &[Found]) -> String {
         let _ =
             writeln!(out, "{id}: document {document} of {source}, {tokens} tokens, from {origin}");
         if *split == Split::Validation.name() {
-            out += "  held back for validation: no step trains on it\n";
+            out += "  held out for validation: no step trains on it\n";
         } else if seen.is_empty() {
             out += "  no step of this curriculum comes to it\n";
         }

@@ -70,7 +70,7 @@ fn text_beyond_32_bits_is_found_and_read_where_the_plan_says() {
     let mut read = 0;
     for visit in &visits {
         let sample = plan.sample(visit.sample).unwrap();
-        if sample.segments.iter().any(|segment| segment.start < FIRST) {
+        if sample.spans.iter().any(|span| span.start < FIRST) {
             continue;
         }
         let step = plan.step_of(visit.sample).unwrap();

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::support::{PhaseText, Text, curriculum, plan, scratch, write_store};
 use contract::Digest;
 use loader::{Batch, RankSlice, Stores, batch, step_digest, validation};
-use mixer::{Plan, SampleSpec, Segment};
+use mixer::{Plan, SampleSpec, Span};
 use proptest::prelude::*;
 
 /// A stream as plain vectors: each token, and the number of its document.
@@ -30,7 +30,7 @@ impl Plain {
 #[derive(Debug, Default, PartialEq)]
 struct Row(Vec<i32>, Vec<i32>, Vec<i32>, Vec<u8>, Vec<u32>);
 
-fn naive_row(plain: &Plain, segments: &[Segment], seq_len: u32) -> Row {
+fn naive_row(plain: &Plain, spans: &[Span], seq_len: u32) -> Row {
     let mut row = Row::default();
     let mut position = 0;
     let mut push = |row: &mut Row, boundary: bool, token: u32, label: Option<u32>| {
@@ -44,9 +44,9 @@ fn naive_row(plain: &Plain, segments: &[Segment], seq_len: u32) -> Row {
         row.3.push(u8::from(label.is_some()));
         position += 1;
     };
-    for segment in segments {
-        for at in segment.start as usize..(segment.start + u64::from(segment.tokens)) as usize {
-            let boundary = at as u64 == segment.start || !plain.same_document(at - 1, at);
+    for span in spans {
+        for at in span.start as usize..(span.start + u64::from(span.tokens)) as usize {
+            let boundary = at as u64 == span.start || !plain.same_document(at - 1, at);
             let label = plain.same_document(at, at + 1).then(|| plain.tokens[at + 1]);
             push(&mut row, boundary, plain.tokens[at], label);
         }
@@ -84,7 +84,7 @@ fn naive_step_digest(sequences: &[Digest]) -> Digest {
 fn check_rows(found: &Batch, plain: impl Fn(&SampleSpec) -> Plain) {
     for row in 0..found.rows {
         let sample = &found.samples[row as usize];
-        let wanted = naive_row(&plain(sample), &sample.segments, found.seq_len);
+        let wanted = naive_row(&plain(sample), &sample.spans, found.seq_len);
         let got = Row(
             found.row(&found.tokens, row).to_vec(),
             found.row(&found.labels, row).to_vec(),
@@ -159,7 +159,7 @@ proptest! {
         }
     }
 
-    /// The held-back split: all of it, once, in order.
+    /// The held-out split: all of it, once, in order.
     #[test]
     fn validation_windows_are_the_split(texts in texts(), seq_len in 1u32..300, rows in 1u64..9) {
         let (_dir, stores) = open_all(&texts, false, 256);
@@ -169,8 +169,8 @@ proptest! {
                 let found = validation::batch(&stores, &text.name, seq_len, first, rows).unwrap();
                 check_rows(&found, |_| Plain::new(&text.validation));
                 for sample in &found.samples {
-                    prop_assert_eq!(sample.segments[0].start, seen);
-                    seen += u64::from(sample.segments[0].tokens);
+                    prop_assert_eq!(sample.spans[0].start, seen);
+                    seen += u64::from(sample.spans[0].tokens);
                 }
                 first += found.rows;
             }
@@ -193,7 +193,7 @@ proptest! {
             let whole = batch(&plan, &stores, step, RankSlice::WHOLE).unwrap();
             for (row, sample) in whole.samples.iter().enumerate() {
                 let counts = seen.entry(sample.epoch).or_insert_with(|| vec![0; plain.tokens.len()]);
-                let places = sample.segments.iter().flat_map(|s| s.start..s.start + u64::from(s.tokens));
+                let places = sample.spans.iter().flat_map(|s| s.start..s.start + u64::from(s.tokens));
                 for (offset, at) in places.enumerate() {
                     counts[at as usize] += u32::from(whole.row(&whole.mask, row as u64)[offset]);
                 }

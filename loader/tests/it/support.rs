@@ -18,7 +18,7 @@ pub(crate) struct Text {
     pub(crate) name: String,
     /// The documents trained on.
     pub(crate) train: Vec<Vec<u32>>,
-    /// The documents held back.
+    /// The documents held out.
     pub(crate) validation: Vec<Vec<u32>>,
     /// A shard ends with the document that reaches so many tokens.
     pub(crate) shard_tokens: u64,

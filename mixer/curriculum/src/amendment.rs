@@ -35,7 +35,7 @@ pub struct AddedStore {
 
 /// Consecutive steps with one mix: a phase, or a part of one between two amendments.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Leg {
+pub struct PhaseSegment {
     /// Index of the phase.
     pub phase: usize,
     /// The phase as it is here: its own steps and mix.
@@ -50,30 +50,33 @@ const SUM: &str = "as integers without a common divisor they sum to at most 2^62
 const KEYS: &[&str] = &["step", "mix", "ban", "store", "digest"];
 
 impl Curriculum {
-    /// The phases, cut where an amendment changes their mix.
-    pub fn legs(&self) -> Vec<Leg> {
-        let (mut legs, mut first) = (Vec::new(), 1);
+    /// The phases, cut into segments where an amendment changes their mix.
+    pub fn segments(&self) -> Vec<PhaseSegment> {
+        let (mut segments, mut first) = (Vec::new(), 1);
         for (phase, spec) in self.phases.iter().enumerate() {
             let end = first + spec.steps;
-            let mut leg =
-                Leg { phase, spec: spec.clone(), mix_key: format!("phase.{}.mix", spec.name) };
+            let mut segment = PhaseSegment {
+                phase,
+                spec: spec.clone(),
+                mix_key: format!("phase.{}.mix", spec.name),
+            };
             for (number, amendment) in self.amendments.iter().enumerate() {
                 let Amendment { step, mix, .. } = amendment;
                 if mix.is_empty() || !(first..end).contains(step) {
                     continue;
                 }
-                let begun = end - leg.spec.steps;
-                leg.spec.steps = step - begun;
-                if leg.spec.steps > 0 {
-                    legs.push(leg.clone());
+                let begun = end - segment.spec.steps;
+                segment.spec.steps = step - begun;
+                if segment.spec.steps > 0 {
+                    segments.push(segment.clone());
                 }
-                leg.spec = Phase { steps: end - step, mix: mix.clone(), ..leg.spec };
-                leg.mix_key = format!("amendment.{}.mix", number + 1);
+                segment.spec = Phase { steps: end - step, mix: mix.clone(), ..segment.spec };
+                segment.mix_key = format!("amendment.{}.mix", number + 1);
             }
-            legs.push(leg);
+            segments.push(segment);
             first = end;
         }
-        legs
+        segments
     }
 }
 

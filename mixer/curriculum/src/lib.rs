@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 
 use contract::ratio::{Ratio, gcd};
 
-pub use amendment::{AddedStore, Amendment, Leg};
+pub use amendment::{AddedStore, Amendment, PhaseSegment};
 pub use difference::Difference;
 pub use model::ModelTable;
 pub use reader::{Places, Section, Text};
@@ -41,7 +41,7 @@ pub struct Curriculum {
     pub model: ModelTable,
     /// The optimizer.
     pub optimizer: OptimizerSpec,
-    /// The learning rate's course.
+    /// The learning rate's schedule.
     pub schedule: ScheduleSpec,
     /// Which steps are skipped; `None`: none is.
     pub skip_step: Option<SkipStepSpec>,

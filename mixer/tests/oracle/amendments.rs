@@ -103,7 +103,7 @@ proptest! {
             prop_assert_eq!(&SampleSpec { banned: Vec::new(), ..found.clone() }, &wanted);
             let step = plan.step_of(sample).unwrap();
             let mut places = Vec::new();
-            let text = wanted.segments.iter().flat_map(|it| it.start..it.start + u64::from(it.tokens));
+            let text = wanted.spans.iter().flat_map(|it| it.start..it.start + u64::from(it.tokens));
             for (place, token) in text.enumerate() {
                 let ban = bans.iter().position(|(first, source, document)| {
                     step >= *first && wanted.source == *source && of(&sources[*source], *document).contains(&token)

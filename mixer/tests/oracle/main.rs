@@ -10,7 +10,7 @@ mod amendments;
 use std::collections::{BTreeMap, VecDeque};
 
 use contract::{Key, Permutation};
-use mixer::{Curriculum, Plan, SampleSpec, Segment, SourceFacts, Visit};
+use mixer::{Curriculum, Plan, SampleSpec, SourceFacts, Span, Visit};
 use proptest::prelude::*;
 
 const GROUP: usize = 1024;
@@ -22,7 +22,7 @@ struct Queue {
     unit: u64,
     epoch: u64,
     groups: VecDeque<(u64, Vec<u64>)>,
-    open: VecDeque<Segment>,
+    open: VecDeque<Span>,
     cut: u32,
     cut_again: bool,
     begun: u64,
@@ -37,7 +37,7 @@ impl Queue {
     }
 
     /// The next sample of `seq_len` tokens, and its epoch.
-    fn next(&mut self, seq_len: u32) -> (u64, Vec<Segment>) {
+    fn next(&mut self, seq_len: u32) -> (u64, Vec<Span>) {
         if self.open.is_empty() {
             self.open_group(seq_len);
         }
@@ -50,11 +50,11 @@ impl Queue {
         while room > 0 {
             let Some(window) = self.open.pop_front() else { break };
             let tokens = window.tokens.min(room);
-            text.push(Segment { start: window.start, tokens });
+            text.push(Span { start: window.start, tokens });
             room -= tokens;
             if tokens < window.tokens {
                 let (start, tokens) = (window.start + u64::from(tokens), window.tokens - tokens);
-                self.open.push_front(Segment { start, tokens });
+                self.open.push_front(Span { start, tokens });
             }
         }
         (epoch, text)
@@ -80,7 +80,7 @@ impl Queue {
             let (mut start, end) = (unit * self.unit, self.tokens.min((unit + 1) * self.unit));
             while start < end {
                 let tokens = u64::from(seq_len).min(end - start);
-                windows.push(Segment { start, tokens: tokens as u32 });
+                windows.push(Span { start, tokens: tokens as u32 });
                 start += tokens;
             }
         }
@@ -165,7 +165,7 @@ fn simulate(curriculum: &Curriculum, facts: &[SourceFacts]) -> Vec<SampleSpec> {
             for _ in 0..spec.batch {
                 let entry = tree.next();
                 let source = facts.iter().position(|f| f.name == names[entry]).unwrap();
-                let (epoch, segments) = queues[source].next(spec.seq_len);
+                let (epoch, spans) = queues[source].next(spec.seq_len);
                 let (sample, ordinal, seq_len) = (samples.len() as u64, given[entry], spec.seq_len);
                 let (phase, banned) = (part - 1, Vec::new());
                 samples.push(SampleSpec {
@@ -175,7 +175,7 @@ fn simulate(curriculum: &Curriculum, facts: &[SourceFacts]) -> Vec<SampleSpec> {
                     ordinal,
                     epoch,
                     seq_len,
-                    segments,
+                    spans,
                     banned,
                 });
                 given[entry] += 1;
@@ -267,8 +267,8 @@ fn covers(samples: &[SampleSpec], facts: &[SourceFacts]) -> Result<(), TestCaseE
                 );
                 epoch += 1;
             }
-            for segment in &sample.segments {
-                for token in segment.start..segment.start + u64::from(segment.tokens) {
+            for span in &sample.spans {
+                for token in span.start..span.start + u64::from(span.tokens) {
                     seen[token as usize] += 1;
                     prop_assert_eq!(
                         seen[token as usize],
@@ -429,7 +429,7 @@ fn totals_agree(plan: &Plan, samples: &[SampleSpec]) -> Result<(), TestCaseError
         for part in &phase.uses {
             let mine = || samples.iter().filter(|s| s.phase == index && s.source == part.source);
             let tokens: u64 =
-                mine().flat_map(|s| &s.segments).map(|segment| u64::from(segment.tokens)).sum();
+                mine().flat_map(|s| &s.spans).map(|span| u64::from(span.tokens)).sum();
             prop_assert_eq!(part.samples, mine().count() as u64);
             prop_assert_eq!(part.tokens, tokens);
             let before = taken.entry(part.source).or_default();
@@ -471,8 +471,8 @@ fn visits_agree(
     let mut wanted = Vec::new();
     for sample in samples.iter().filter(|sample| sample.source == source) {
         let mut offset = 0;
-        for segment in &sample.segments {
-            for token in segment.start..segment.start + u64::from(segment.tokens) {
+        for span in &sample.spans {
+            for token in span.start..span.start + u64::from(span.tokens) {
                 if (start..start + count).contains(&token) {
                     wanted.push((sample.sample, offset, token));
                 }

@@ -1,4 +1,4 @@
-//! The order in which one source is gone through, whatever the phases: epochs, groups, windows, leftovers.
+//! The order in which one source is gone through, whatever the phases: epochs, groups, windows, remainders.
 //!
 //! ```text
 //! epoch    the source's units (the last one may be partial), permuted under (seed, name, epoch)
@@ -15,14 +15,14 @@
 
 use contract::{Key, Permutation};
 
-use crate::sample::Segment;
+use crate::sample::Span;
 
 /// Units in a group.
 pub const GROUP_UNITS: u64 = 1024;
 
-/// How a source is gone through.
+/// The order of one source: how it is gone through.
 #[derive(Clone, Debug)]
-pub(crate) struct Course {
+pub(crate) struct SourceOrder {
     key: Key,
     /// Tokens in the source.
     pub(crate) tokens: u64,
@@ -48,13 +48,13 @@ pub struct Cursor {
     pub cut: u32,
     /// Windows of the open group that were served at that cut.
     pub served: u64,
-    /// Tokens of the leftover that were served at another `seq_len`.
+    /// Tokens of the remainder that were served at another `seq_len`.
     pub offset: u64,
 }
 
-/// One epoch of a course.
+/// One epoch of a source.
 pub(crate) struct Epoch<'a> {
-    course: &'a Course,
+    source: &'a SourceOrder,
     key: Key,
     units: Permutation,
     /// Where the partial unit stands in permuted order.
@@ -70,20 +70,20 @@ pub(crate) struct Group<'a> {
     pub(crate) tokens: u64,
     /// The slot of this group that holds the partial unit.
     tail_slot: Option<u64>,
-    order: Permutation,
+    windows: Permutation,
     /// The short window's place in permuted order, and how many tokens it lacks.
     short: Option<(u64, u64)>,
 }
 
-impl Course {
-    /// The course of the source `name` under `seed`.
+impl SourceOrder {
+    /// The order of the source `name` under `seed`.
     ///
     /// # Panics
     /// If `tokens` or `unit` is zero.
     pub(crate) fn new(seed: u64, name: &str, tokens: u64, unit: u64) -> Self {
-        assert!(tokens > 0 && unit > 0, "a course needs tokens and a unit");
+        assert!(tokens > 0 && unit > 0, "a source needs tokens and a unit");
         let key = Key::from_seed(seed).child("order").child(name);
-        Course { key, tokens, unit, units: tokens.div_ceil(unit), tail: tokens % unit }
+        SourceOrder { key, tokens, unit, units: tokens.div_ceil(unit), tail: tokens % unit }
     }
 
     /// Windows of one epoch at `seq_len`.
@@ -102,7 +102,7 @@ impl Course {
         let key = self.key.nth(epoch);
         let units = Permutation::new(key, self.units);
         let tail_slot = (self.tail > 0).then(|| units.inverse(self.units - 1));
-        Epoch { course: self, key, units, tail_slot }
+        Epoch { source: self, key, units, tail_slot }
     }
 
     /// Tokens served on the way from the very beginning to `cursor`.
@@ -124,13 +124,13 @@ impl Cursor {
 impl Epoch<'_> {
     /// Windows that a group of whole units has.
     fn group_windows(&self, seq_len: u32) -> u64 {
-        GROUP_UNITS * (self.course.unit / u64::from(seq_len))
+        GROUP_UNITS * (self.source.unit / u64::from(seq_len))
     }
 
     /// Windows that the partial unit has fewer than a whole one.
     fn missing_windows(&self, seq_len: u32) -> u64 {
         let seq_len = u64::from(seq_len);
-        self.course.unit / seq_len - self.course.tail.div_ceil(seq_len)
+        self.source.unit / seq_len - self.source.tail.div_ceil(seq_len)
     }
 
     /// Windows before `group`.
@@ -161,7 +161,7 @@ impl Epoch<'_> {
 
     /// Tokens before `group`.
     fn tokens_before(&self, group: u64) -> u64 {
-        let Course { unit, tail, units, .. } = *self.course;
+        let SourceOrder { unit, tail, units, .. } = *self.source;
         let whole = (group * GROUP_UNITS).min(units) * unit;
         match self.tail_slot {
             Some(slot) if slot / GROUP_UNITS < group => whole - (unit - tail),
@@ -178,26 +178,26 @@ impl Epoch<'_> {
     /// One group, cut at `seq_len`.
     pub(crate) fn group(&self, group: u64, seq_len: u32) -> Group<'_> {
         let first_slot = group * GROUP_UNITS;
-        let windows = self.windows_before(group + 1, seq_len).min(self.course.windows(seq_len))
+        let count = self.windows_before(group + 1, seq_len).min(self.source.windows(seq_len))
             - self.windows_before(group, seq_len);
         let tokens = self.tokens_before(group + 1) - self.tokens_before(group);
         let tail_slot =
             self.tail_slot.filter(|slot| slot / GROUP_UNITS == group).map(|slot| slot - first_slot);
-        let order = Permutation::new(self.key.nth(group), windows);
+        let windows = Permutation::new(self.key.nth(group), count);
         let seq_len = u64::from(seq_len);
-        let short = tail_slot.filter(|_| !self.course.tail.is_multiple_of(seq_len)).map(|slot| {
-            let window = slot * (self.course.unit / seq_len) + self.course.tail / seq_len;
-            (order.inverse(window), seq_len - self.course.tail % seq_len)
+        let short = tail_slot.filter(|_| !self.source.tail.is_multiple_of(seq_len)).map(|slot| {
+            let window = slot * (self.source.unit / seq_len) + self.source.tail / seq_len;
+            (windows.inverse(window), seq_len - self.source.tail % seq_len)
         });
-        Group { epoch: self, seq_len, first_slot, tokens, tail_slot, order, short }
+        Group { epoch: self, seq_len, first_slot, tokens, tail_slot, windows, short }
     }
 }
 
 impl Group<'_> {
     /// The text of the window served as number `place` of this group.
-    pub(crate) fn window(&self, place: u64) -> Segment {
-        let window = self.order.forward(place);
-        let Course { unit, tail, .. } = *self.epoch.course;
+    pub(crate) fn window(&self, place: u64) -> Span {
+        let window = self.windows.forward(place);
+        let SourceOrder { unit, tail, .. } = *self.epoch.source;
         let (whole, partial) = (unit / self.seq_len, tail.div_ceil(self.seq_len));
         let (slot, inside) = match self.tail_slot {
             Some(slot) if window >= slot * whole + partial => {
@@ -207,19 +207,19 @@ impl Group<'_> {
             _ => (window / whole, window % whole),
         };
         let start = self.epoch.units.forward(self.first_slot + slot) * unit + inside * self.seq_len;
-        let tokens = self.seq_len.min(self.epoch.course.tokens - start);
-        Segment { start, tokens: narrow(tokens) }
+        let tokens = self.seq_len.min(self.epoch.source.tokens - start);
+        Span { start, tokens: narrow(tokens) }
     }
 
     /// Where window `inside` of the unit at `slot` is served.
     pub(crate) fn place(&self, slot: u64, inside: u64) -> u64 {
-        let Course { unit, tail, .. } = *self.epoch.course;
+        let SourceOrder { unit, tail, .. } = *self.epoch.source;
         let (whole, partial) = (unit / self.seq_len, tail.div_ceil(self.seq_len));
         let missing = match self.tail_slot {
             Some(tail_slot) if slot > tail_slot => whole - partial,
             _ => 0,
         };
-        self.order.inverse(slot * whole + inside - missing)
+        self.windows.inverse(slot * whole + inside - missing)
     }
 
     /// Tokens in the windows before `place`.
@@ -241,17 +241,17 @@ impl Group<'_> {
     }
 
     /// Tokens `from..to` of this group, in the order in which it is served; each joint is a cut between windows.
-    pub(crate) fn text(&self, from: u64, to: u64) -> Vec<Segment> {
+    pub(crate) fn text(&self, from: u64, to: u64) -> Vec<Span> {
         let (mut place, mut skip) = self.place_of_token(from);
         let mut left = to - from;
-        let mut segments = Vec::new();
+        let mut spans = Vec::new();
         while left > 0 {
             let window = self.window(place);
             let tokens = (u64::from(window.tokens) - skip).min(left);
-            segments.push(Segment { start: window.start + skip, tokens: narrow(tokens) });
+            spans.push(Span { start: window.start + skip, tokens: narrow(tokens) });
             (place, skip, left) = (place + 1, 0, left - tokens);
         }
-        segments
+        spans
     }
 }
 
