@@ -148,7 +148,7 @@ fn a_full_disk_stops_imports_and_exports_that_then_begin_anew() {
 }
 
 #[test]
-fn a_full_disk_stops_a_survey_that_then_goes_on() {
+fn a_full_disk_stops_a_scan_that_then_goes_on() {
     let scratch = Scratch::new();
     let corpus = prepared(&scratch);
     scratch.write("raw/web-2.jsonl", json_lines(9, 300));

@@ -177,7 +177,7 @@ fn a_killed_build_with_steps_ends_with_the_same_bytes() {
         let store = scratch.path(&format!("killed-{index}"));
         let command = ["build", arg(&path), "--out", arg(&store), "--workers", "2"];
         for _ in 0..3 {
-            // Survey and build alike: the moments are spread over both.
+            // Scan and build alike: the moments are spread over both.
             fire.kill(zdata_command(&command));
         }
         zdata(&command).ok();

@@ -156,10 +156,10 @@ fn prepared_documents_by_tasks_are_those_of_a_local_build() {
     let (work, tasks) = planned(&scratch, &corpus, "work");
     let out = scratch.path("merged");
     let run = |task: &str| zdata(&["task", "run", "--work", arg(&work), "--index", task]);
-    run("0").fails(3, &["survey"]);
+    run("0").fails(3, &["scan"]);
     let decide = ["task", "decide", "--work", arg(&work)];
-    zdata(&decide).fails(3, &["survey task 0", "missing"]);
-    under_fire(&work, "survey", tasks);
+    zdata(&decide).fails(3, &["scan task 0", "missing"]);
+    under_fire(&work, "scan", tasks);
     merge(&work, &out).fails(3, &["missing"]);
     let mut fire = Fire::new(std::time::Duration::from_millis(100), 0);
     while fire.round(1).is_some() {
@@ -198,7 +198,7 @@ fn after_an_edit_only_what_changed_is_made_again() {
     };
     again("first");
     let told = again("second");
-    for stage in ["survey", "encode"] {
+    for stage in ["scan", "encode"] {
         assert!(told.contains(&format!("{stage}: made 0 of 10 parts (0 files, 0 B)")), "{told}");
     }
     let file = scratch.path("raw/web-4.jsonl");
@@ -212,7 +212,7 @@ fn after_an_edit_only_what_changed_is_made_again() {
     let text = fs::read_to_string(&corpus).unwrap();
     fs::write(&corpus, text.replace("context = 300", "context = 250")).unwrap();
     let told = again("setting");
-    assert!(told.contains("survey: made 0 of 10 parts"), "{told}");
+    assert!(told.contains("scan: made 0 of 10 parts"), "{told}");
     assert!(told.contains("reused 9 parts (9 files,"), "{told}");
     let prune = |more: &[&str]| zdata(&[&["task", "prune", "--work", arg(&work)], more].concat());
     let parts = || files(&work.join("parts"), |name| name.ends_with(".bin")).len();

@@ -38,7 +38,7 @@ def documents(paths, limit):
 
 
 def zdata(args, name, steps):
-    """Builds with `steps`; returns the ids kept, the manifest, seconds, and the survey's own line."""
+    """Builds with `steps`; returns the ids kept, the manifest, seconds, and the line of the scan."""
     folder = os.path.join(args.work, name)
     shutil.rmtree(folder, ignore_errors=True)
     corpus = os.path.join(args.work, name + ".toml")
@@ -54,8 +54,8 @@ def zdata(args, name, steps):
     kept = set()
     for path in glob.glob(folder + "/docs/train/documents-*.parquet"):
         kept.update(pq.read_table(path, columns=["id"])["id"].to_pylist())
-    survey = [line for line in ran.stderr.splitlines() if line.startswith("survey")]
-    return kept, json.load(open(folder + "/manifest.json")), seconds, survey
+    scan = [line for line in ran.stderr.splitlines() if line.startswith("dedup scan")]
+    return kept, json.load(open(folder + "/manifest.json")), seconds, scan
 
 
 def filters(args, docs):
@@ -143,7 +143,7 @@ def near(args, docs):
     write(args, docs)
     size = sum(len(text.encode()) for text in docs.values()) / 1e6
     earlier, any_other = similar(docs, 0.3)
-    kept, _, seconds, survey = zdata(args, "near", '[[prepare]]\nstep = "near-duplicates"\n')
+    kept, _, seconds, scan = zdata(args, "near", '[[prepare]]\nstep = "near-duplicates"\n')
     theirs, peer_seconds = datatrove_minhash(args, docs)
     print(f"near duplicates: {len(docs)} documents, {size:.1f} MB; 5 words, 14 bands of 8 rows on both sides")
     for who, kept, seconds in (("zdata", kept, seconds), ("datatrove", theirs, peer_seconds)):
@@ -155,7 +155,7 @@ def near(args, docs):
         exact = [f"{sum(most >= least for most in gone) / max(1, len(gone)):.4f} at {least}" for least in (0.5, 0.7, 0.8)]
         print(f"  {who:<10} removed {len(gone)}; recall {', '.join(line)}; precision {', '.join(exact)}; "
               f"{seconds:.1f} s, {size / seconds:.1f} MB/s")
-    print("  zdata:", *survey)
+    print("  zdata:", *scan)
     manifest = zdata(args, "near-again", '[[prepare]]\nstep = "near-duplicates"\n')[1]
     print("  same digest again:", manifest["digest"] == json.load(open(args.work + "/near/manifest.json"))["digest"])
 
@@ -173,7 +173,7 @@ def decontaminate(args, docs):
     with open(os.path.join(args.work, "eval.jsonl"), "w") as out:
         out.writelines(json.dumps(item) + "\n" for item in items)
     steps = f'[[prepare]]\nstep = "decontaminate"\nfiles = ["eval.jsonl"]\ntemplate = {json.dumps(args.template)}\n'
-    kept, _, seconds, survey = zdata(args, "clean", steps)
+    kept, _, seconds, scan = zdata(args, "clean", steps)
     hits = [json.loads(line) for line in open(args.work + "/clean/docs/contaminated.jsonl")]
 
     folder = os.path.join(args.work, "index")
@@ -206,7 +206,7 @@ def decontaminate(args, docs):
         gone = set(docs) - kept
         print(f"  {who:<10} removed {len(gone)}; recall {len(gone & dirty) / max(1, len(dirty)):.4f} of {len(dirty)}, "
               f"precision {len(gone & dirty) / max(1, len(gone)):.4f}; {seconds:.1f} s, {size / seconds:.1f} MB/s")
-    print(f"  zdata reports {len(hits)} pairs of document and item;", *survey)
+    print(f"  zdata reports {len(hits)} pairs of document and item;", *scan)
 
 
 def write(args, docs):

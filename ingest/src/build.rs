@@ -13,10 +13,11 @@ use store::{FORMAT, Manifest, TokenizerRecord, open, write};
 
 use crate::commit::Committer;
 use crate::corpus::Corpus;
+use crate::dedup::{Scan, Tools};
 use crate::journal;
 use crate::journal::{Checkpoint, Head, Journal};
 use crate::pipeline::{self, Encoding};
-use crate::prepare::{Prepared, Survey, Tools};
+use crate::prepared::Prepared;
 use crate::progress::Progress;
 use crate::request::{self, Sides};
 use crate::takeover;
@@ -93,8 +94,8 @@ pub fn build_from(
     let empty = request::empty_manifest(&head, tokenizer.token_bytes());
     let (journal, checkpoints) = take_up(corpus, store, &head)?;
     let tools = tools(corpus, &tokenizer, &head)?;
-    let survey = survey(corpus, store, (&tools, options), &mut go_on)?;
-    let planned = take_over(corpus, from, (&head, &checkpoints), survey.as_ref(), options)?;
+    let scan = scan(corpus, store, (&tools, options), &mut go_on)?;
+    let planned = take_over(corpus, from, (&head, &checkpoints), scan.as_ref(), options)?;
     let corpus = planned.as_ref().unwrap_or(corpus);
     let prepared = Prepared::new(corpus, &tools, store)?;
     let mut progress = progress(corpus, &checkpoints, options.quiet)?;
@@ -117,8 +118,8 @@ pub fn build_from(
     let mut sources = std::mem::take(&mut committer.sources);
     let failure = audit.finish().par_iter().find_map_first(|s| audit::check(&tokenizer, s).err());
     failure.map_or(Ok(()), Err)?;
-    if let Some(survey) = survey {
-        survey.close(corpus, &mut sources)?;
+    if let Some(scan) = scan {
+        scan.close(corpus, &mut sources)?;
     }
     let manifest = finish(store, &tokenizer, Manifest { sources, ..empty })?;
     let rescued = tokenizer.rescued();
@@ -134,11 +135,11 @@ fn take_over(
     corpus: &Corpus,
     from: Option<&Path>,
     (head, checkpoints): (&Head, &[Checkpoint]),
-    survey: Option<&Survey>,
+    scan: Option<&Scan>,
     options: Options,
 ) -> Result<Option<Corpus>> {
     let Some(from) = from else { return Ok(None) };
-    let lists = survey.map_or(&[][..], |survey| &survey.files);
+    let lists = scan.map_or(&[][..], |scan| &scan.files);
     let begun = |source: usize| {
         checkpoints.last().is_some_and(|last| source < last.position.source)
             || checkpoints.iter().any(|checkpoint| checkpoint.source == source)
@@ -157,24 +158,25 @@ pub(crate) fn tools<'a>(
     head: &Head,
 ) -> Result<Tools<'a>> {
     let around = [head.tokenizer.begin, head.tokenizer.end].iter().flatten().count();
-    Tools::new(corpus, Some((tokenizer, around)))
+    let count = move |text: &str| Ok(tokenizer.encode(text)?.len() + around);
+    Tools::new(corpus, Some(Box::new(count)))
 }
 
-/// The survey, if a step compares documents.
-fn survey(
+/// The dedup scan, if a step compares documents.
+fn scan(
     corpus: &Corpus,
     store: &Path,
     (tools, options): (&Tools<'_>, Options),
     go_on: &mut dyn FnMut() -> Result<()>,
-) -> Result<Option<Survey>> {
+) -> Result<Option<Scan>> {
     if !options.quiet {
         tools.notes().for_each(|note| eprintln!("note: {note}"));
     }
-    if corpus.sources.iter().all(|source| source.recipe.surveyed() == 0) {
+    if corpus.sources.iter().all(|source| source.recipe.scanned() == 0) {
         return Ok(None);
     }
     let how = (options.workers.max(1), options.quiet);
-    Survey::take_up(tools, corpus, store, how, go_on).map(Some)
+    Scan::take_up(tools, corpus, store, how, go_on).map(Some)
 }
 
 /// The store that lies at `store`, which may be far, if it was built from this very request.

@@ -15,8 +15,8 @@ use store::{
 use crate::corpus::{Corpus, OnError};
 use crate::journal::{Checkpoint, Journal, Position, Totals};
 use crate::pipeline::{Auditor, Encoded, Item, Step};
-use crate::prepare::Recipe;
 use crate::progress::Progress;
+use crate::recipe::Recipe;
 use crate::request::always_counted;
 use crate::stream::Stream;
 use crate::takeover::Taken;
@@ -145,7 +145,10 @@ impl<'a> Committer<'a> {
         let Encoded { id, row, group, bytes, text_bytes, consumed: _, content, .. } = document;
         let Encoded { trace, split, tokens, sample, .. } = document;
         if let Some(trace) = trace {
-            self.prepared(|prepared, recipe| recipe.count(&trace, prepared));
+            self.prepared(|prepared, recipe| {
+                prepared.read_bytes += trace.read;
+                trace.changes.iter().for_each(|change| recipe.count(*change, prepared));
+            });
         }
         if let Some(sample) = self.audit.offer(content.0, text_bytes, sample, self.wanted) {
             auditor.check(sample);

@@ -12,8 +12,8 @@ use store::UNIT_TOKENS;
 use toml_edit::{Document, Item, TableLike, Value};
 
 use crate::files;
-use crate::prepare::setting::Setting;
-use crate::prepare::{Recipe, config};
+use crate::filters::setting::Setting;
+use crate::recipe::{Recipe, config};
 use crate::source::{Fields, Format};
 use crate::takeover::Taken;
 

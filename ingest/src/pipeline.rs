@@ -14,7 +14,7 @@ use store::{InputRecord, Split};
 
 use crate::corpus::{Corpus, Source};
 use crate::journal::Position;
-use crate::prepare::{InFile, Prepared, Trace};
+use crate::prepared::{InFile, Prepared, Trace};
 use crate::request::content_of_loss;
 use crate::source::{self, Document, Limits, Parsed, Slab};
 use crate::tokenize::Tokenizer;
@@ -305,10 +305,7 @@ fn encode(parsed: Parsed, file: &str, encoding: &Encoding<'_>, steps: Option<&In
     };
     let consumed = Digest::of_bytes(document.text.as_bytes());
     let (row, group) = (document.row, document.group);
-    let place = || match group {
-        Some(group) => format!("{file}: row {row} of group {group}"),
-        None => format!("{file}:{row}"),
-    };
+    let place = || source::place(file, group, row);
     let (document, content, trace) = match steps {
         None => (document, consumed, None),
         Some(steps) => match steps.apply(document) {

@@ -9,7 +9,7 @@ use store::{FORMAT, InputRecord, Manifest, SourceRecord, StreamRecord, Tokenizer
 
 use crate::corpus::{Corpus, OnError, Source};
 use crate::journal::Head;
-use crate::prepare;
+use crate::recipe;
 
 /// The preparation of a source as canonical text: part of the store's identity.
 pub(crate) fn preparation(corpus: &Corpus, source: &Source) -> String {
@@ -111,7 +111,7 @@ impl Sides<'_> {
         }
         for ((name, old), (_, new)) in old.sources.iter().zip(&new.sources) {
             if old != new {
-                let (old, new) = prepare::first_difference(old, new);
+                let (old, new) = recipe::first_difference(old, new);
                 return Err(self.key(&format!("source {name}"), old, new));
             }
         }
@@ -167,7 +167,13 @@ pub(crate) fn compare_losses(corpus: &Corpus, manifest: &Manifest, store: &Path)
 
 /// Whether a loss is counted even where other losses stop the build.
 pub(crate) fn always_counted(reason: &str) -> bool {
-    matches!(reason, "empty" | "no tokens") || prepare::is_reason(reason)
+    matches!(reason, "empty" | "no tokens") || recipe::is_reason(reason)
+}
+
+/// Counts a record that is no document, or stops where the corpus says so.
+pub(crate) fn count_or_stop(corpus: &Corpus, reason: &str, fault: Fault) -> Result<()> {
+    let counted = corpus.on_error == OnError::Skip || always_counted(reason);
+    if counted { Ok(()) } else { Err(fault) }
 }
 
 /// The head that a done store answers to.

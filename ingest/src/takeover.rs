@@ -1,6 +1,6 @@
 //! `--from STORE`: what did not change since an earlier build is taken over, not built again.
 //!
-//! A source's streams are a function of the content of its inputs, of its preparation (and so of the lists that a survey
+//! A source's streams are a function of the content of its inputs, of its preparation (and so of the lists that a scan
 //! left), of the tokenizer with the tokens put around documents, of the validation share, of the cut into shards and of
 //! the format. Where all of these are equal, its files are checked and linked (or copied, on another file system); the
 //! store that results is the one a build from nothing would have made.
@@ -27,7 +27,7 @@ pub(crate) struct Taken {
     pub(crate) record: SourceRecord,
 }
 
-/// The corpus, with its unchanged sources marked. `lists` are those that this build's survey left, by source; `begun`
+/// The corpus, with its unchanged sources marked. `lists` are those that this build's scan left, by source; `begun`
 /// says which sources an unfinished build has begun or finished already.
 pub(crate) fn plan(
     corpus: &Corpus,

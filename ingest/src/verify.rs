@@ -3,13 +3,14 @@
 use std::path::Path;
 use std::sync::Mutex;
 
-use contract::Result;
+use contract::{Digest, Result};
 use rayon::prelude::*;
-use store::verify::{self, Damage};
-use store::{Manifest, Split, StreamRecord, open};
+use store::far;
+use store::verify::{self, Damage, unread};
+use store::{FileRecord, Manifest, SourceRecord, Split, StreamRecord, open};
 
 use crate::progress::Progress;
-use crate::{prepare, request};
+use crate::request;
 
 /// What was found.
 #[derive(Debug)]
@@ -55,13 +56,29 @@ pub fn verify(store: &Path, quiet: bool) -> Result<Report> {
         .collect::<Result<_>>()?;
     damages.extend(found.into_iter().flatten());
     for source in &manifest.sources {
-        damages.extend(prepare::damages(store, source)?);
+        damages.extend(damaged_lists(store, source)?);
     }
     let shards: usize =
         manifest.sources.iter().map(|s| s.train.shards.len() + s.validation.shards.len()).sum();
     let lists = manifest.sources.iter().flat_map(|source| &source.prepared);
     let lists: usize = lists.map(|prepared| prepared.files.len()).sum();
     Ok(Report { bytes, files: (3 + 4 * shards + lists) as u64, damages, manifest })
+}
+
+/// What is damaged of the lists that steps left in a source's folder.
+fn damaged_lists(store: &Path, source: &SourceRecord) -> Result<Vec<Damage>> {
+    let files = source.prepared.iter().flat_map(|prepared| &prepared.files);
+    let damage = |file: &FileRecord| {
+        let path = store.join(&source.name).join(&file.name);
+        let what = match far::read(&path) {
+            Err(error) => unread(&path, &error)?,
+            Ok(bytes) if Digest::of_bytes(&bytes) == file.digest => return Ok(None),
+            Ok(_) => "its digest is not the manifest's".to_owned(),
+        };
+        let file = format!("{}/{}", source.name, file.name);
+        Ok(Some(Damage { file, what, block: None, documents: None }))
+    };
+    files.filter_map(|file| damage(file).transpose()).collect()
 }
 
 /// Bytes of a stream's files.

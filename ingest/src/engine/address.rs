@@ -19,7 +19,7 @@ const PARTS: u32 = 3;
 pub(super) type Content = (u64, Identity);
 
 /// The address of the part that `stage` makes of `only`, the corpus cut to the files of one task, whose content is
-/// `inputs`; `removed` is the list of what a survey removed of them.
+/// `inputs`; `removed` is the list of what a scan removed of them.
 pub(super) fn address(
     stage: Stage,
     only: &Corpus,
@@ -36,9 +36,9 @@ pub(super) fn address(
     text += &format!("text={:?} id={:?}", source.fields.text, source.fields.id);
     text += &format!(" max={}\n", only.max_document_bytes);
     match stage {
-        Stage::Survey => {
-            text += &format!("survey{}\n", recipe.describe_survey());
-            if recipe.survey_encodes() {
+        Stage::Scan => {
+            text += &format!("scan{}\n", recipe.describe_scan());
+            if recipe.scan_counts_tokens() {
                 text += &tokens;
             }
         }

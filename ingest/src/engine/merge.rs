@@ -9,13 +9,13 @@ use store::{InputRecord, Manifest, open, write};
 use super::part::{Entry, PartReader};
 use super::plan::{Plan, Stage};
 use super::receipt::{self, Receipt};
-use super::survey;
+use super::scan;
 use crate::build;
 use crate::commit::Committer;
+use crate::dedup::Scan;
 use crate::exchange::staging::Staging;
 use crate::journal::Journal;
 use crate::pipeline::{Auditor, Item, Step};
-use crate::prepare::Survey;
 use crate::progress::Progress;
 use crate::request;
 use crate::takeover;
@@ -28,7 +28,7 @@ pub fn merge(plan: &Plan, store: &Path) -> Result<Manifest> {
         return build::built(&plan.corpus, store, Engine::Fastest);
     }
     let receipts = receipts(plan, Stage::Encode)?;
-    let survey = survey::decision(plan)?;
+    let scan = scan::decision(plan)?;
     let staging = Staging::begin(store)?;
     let head = &plan.text.head;
     let empty = request::empty_manifest(head, plan.tokenizer.token_bytes());
@@ -43,9 +43,9 @@ pub fn merge(plan: &Plan, store: &Path) -> Result<Manifest> {
     }
     let mut sources = std::mem::take(&mut committer.sources);
     drop(committer);
-    if let Some(survey) = survey {
-        lists(plan, &survey, staging.path())?;
-        survey.close(&plan.corpus, &mut sources)?;
+    if let Some(scan) = scan {
+        lists(plan, &scan, staging.path())?;
+        scan.close(&plan.corpus, &mut sources)?;
     }
     let mut manifest = Manifest { sources, ..empty };
     write::write_whole(&staging.path().join(open::TOKENIZER), plan.tokenizer.bytes())?;
@@ -116,7 +116,7 @@ fn commit(
                 let path = files.next().ok_or_else(foreign)?.shown.clone();
                 Step::FileEnd(InputRecord { path, bytes, sha256, documents: 0 })
             }
-            Entry::Looked(_) => return Err(foreign()),
+            Entry::Observed(_) => return Err(foreign()),
         })?;
     }
     if part.digest != Some(receipt.digest) || files.next().is_some() {
@@ -128,9 +128,9 @@ fn commit(
     Ok(())
 }
 
-/// Puts the survey's lists into the store.
-fn lists(plan: &Plan, survey: &Survey, store: &Path) -> Result<()> {
-    for (source, files) in plan.corpus.sources.iter().zip(&survey.files) {
+/// Puts the scan's lists into the store.
+fn lists(plan: &Plan, scan: &Scan, store: &Path) -> Result<()> {
+    for (source, files) in plan.corpus.sources.iter().zip(&scan.files) {
         let (from, to) = (plan.decided().join(&source.name), store.join(&source.name));
         for file in files {
             fs::create_dir_all(&to).map_err(|error| Fault::io("create", &to, &error))?;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! plan:    corpus -> WORK/plan.json                       tasks: a range of files of one source each
-//! survey:  files -> WORK/parts/ADDRESS.bin                of sources whose steps compare documents: what each step must know
+//! scan:  files -> WORK/parts/ADDRESS.bin                of sources whose steps compare documents: what each step must know
 //! decide:  these parts, in order -> which documents go    one process, in one total order
 //! encode:  files, who goes -> WORK/parts/ADDRESS.bin      documents, prepared and encoded
 //! merge:   these parts, in order -> STORE                 through the committer of a local build: the same bytes
@@ -19,8 +19,8 @@ mod part;
 pub mod plan;
 mod prune;
 mod receipt;
+mod scan;
 pub mod slurm;
-mod survey;
 mod tally;
 pub mod task;
 #[cfg(test)]
@@ -29,6 +29,6 @@ mod tests;
 pub use merge::merge;
 pub use plan::{Plan, Stage, lock, plan};
 pub use prune::{Pruned, prune};
-pub use survey::{decide, is_decided};
+pub use scan::{decide, is_decided};
 pub use tally::tally;
 pub use task::{Ran, Runner};

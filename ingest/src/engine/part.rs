@@ -1,4 +1,4 @@
-//! A part: what the committer, or the survey, is told of one task's files, on the disk.
+//! A part: what the committer, or the scan, is told of one task's files, on the disk.
 //!
 //! ```text
 //! 0   "zdatpart"    32 bytes: the part's address
@@ -7,7 +7,7 @@
 //!       2 loss              u32 length and JSON
 //!       3 end of a file     u32 length and JSON: its content
 //!       4 reason            u32 length and JSON: a text that entries after it name by its number
-//!       5 document seen     u64 address, u8 step, u8 reason, u8 marks and each, u32 length and JSON of hits
+//!       5 document seen     u64 address, u8 step, u8 reason, u8 marks and each, u32 length and JSON of matches
 //!     u8 0, then xxh3-128 of all bytes before it
 //! ```
 //!
@@ -24,8 +24,9 @@ use store::Split;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::address::Content;
+use crate::dedup::{Mark, Observed};
 use crate::pipeline::{Encoded, Item};
-use crate::prepare::{Looked, Mark, Trace};
+use crate::prepared::Trace;
 
 const MAGIC: &[u8; 8] = b"zdatpart";
 
@@ -62,7 +63,7 @@ struct Loss {
 /// What a part tells next.
 pub(super) enum Entry {
     Item(Item),
-    Looked(Looked),
+    Observed(Observed),
     FileEnd(Content),
 }
 
@@ -146,17 +147,17 @@ impl PartWriter {
         self.entry(3, &content)
     }
 
-    /// A document that the survey saw. Its steps are named by their places.
-    pub(super) fn looked(&mut self, looked: &Looked) -> Result<()> {
-        let gone = match looked.gone {
+    /// A document that the scan saw. Its steps are named by their places.
+    pub(super) fn observed(&mut self, observed: &Observed) -> Result<()> {
+        let gone = match observed.dropped {
             None => [NONE, 0],
             Some((step, reason)) => [step, self.reason(reason)?],
         };
         self.put(&[5])?;
-        self.put(&looked.at.to_le_bytes())?;
+        self.put(&observed.at.to_le_bytes())?;
         self.put(&gone)?;
-        self.put(&[looked.marks.len() as u8])?;
-        for (step, mark) in &looked.marks {
+        self.put(&[observed.marks.len() as u8])?;
+        for (step, mark) in &observed.marks {
             self.put(&[*step as u8])?;
             match mark {
                 Mark::Content(content) => {
@@ -170,7 +171,7 @@ impl PartWriter {
                 }
             }
         }
-        self.json(&looked.hits)
+        self.json(&observed.matches)
     }
 
     /// The number of a reason, which is written where it comes first.
@@ -276,7 +277,7 @@ impl PartReader {
         self.reasons.entry(reason).or_insert_with_key(|reason| reason.clone().leak())
     }
 
-    fn looked(&mut self) -> Result<Looked> {
+    fn observed(&mut self) -> Result<Observed> {
         let at = u64::from_le_bytes(self.array()?);
         let [step, reason, marks] = self.array()?;
         let gone = match (step, self.numbered.get(usize::from(reason))) {
@@ -298,7 +299,7 @@ impl PartReader {
             found.push((usize::from(step), mark));
         }
         // What a document counts is told while it is read.
-        Ok(Looked { at, bytes: 0, gone, marks: found, hits: self.meta()? })
+        Ok(Observed { at, bytes: 0, dropped: gone, marks: found, matches: self.meta()? })
     }
 
     /// The next entry, or nothing at the end of a part that is whole.
@@ -334,7 +335,7 @@ impl PartReader {
                 Entry::Item(Item::Lost { reason: reason.into(), bytes, content, fault })
             }
             3 => Entry::FileEnd(self.meta()?),
-            5 => Entry::Looked(self.looked()?),
+            5 => Entry::Observed(self.observed()?),
             _ => return Err(self.damaged("an entry is of no kind")),
         }))
     }

@@ -29,7 +29,7 @@ const FILE: &str = "plan.json";
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
     /// Documents are looked at, so that they can be compared.
-    Survey,
+    Scan,
     /// Documents are prepared and encoded.
     Encode,
 }
@@ -38,7 +38,7 @@ impl Stage {
     /// Its name in files and messages.
     pub fn name(self) -> &'static str {
         match self {
-            Stage::Survey => "survey",
+            Stage::Scan => "scan",
             Stage::Encode => "encode",
         }
     }
@@ -182,15 +182,15 @@ impl Plan {
         self.text.tasks.len()
     }
 
-    /// The tasks that a stage has: the survey has none for sources without steps that compare documents.
+    /// The tasks that a stage has: the scan has none for sources without steps that compare documents.
     pub fn tasks_of(&self, stage: Stage) -> Vec<usize> {
-        let surveyed = |task: &usize| stage == Stage::Encode || self.is_surveyed(*task);
-        (0..self.tasks()).filter(surveyed).collect()
+        let scanned = |task: &usize| stage == Stage::Encode || self.is_scanned(*task);
+        (0..self.tasks()).filter(scanned).collect()
     }
 
-    pub(super) fn is_surveyed(&self, task: usize) -> bool {
+    pub(super) fn is_scanned(&self, task: usize) -> bool {
         let source = self.text.tasks.get(task).map(|(source, _)| &self.corpus.sources[*source]);
-        source.is_some_and(|source| source.recipe.surveyed() > 0)
+        source.is_some_and(|source| source.recipe.scanned() > 0)
     }
 
     /// The folder of what belongs to this plan alone.
@@ -213,7 +213,7 @@ impl Plan {
         self.decided().join(format!("removed-{task:06}.jsonl.zst"))
     }
 
-    /// Where the survey's decision lies.
+    /// Where the scan's decision lies.
     pub(super) fn decided(&self) -> PathBuf {
         self.folder().join("decided")
     }
@@ -259,12 +259,12 @@ impl Plan {
         inputs: &[Content],
     ) -> Result<Identity> {
         let mut removed = None;
-        if stage == Stage::Encode && self.is_surveyed(task) {
+        if stage == Stage::Encode && self.is_scanned(task) {
             let list = self.list(task);
             let bytes = fs::read(&list).map_err(|error| match error.kind() {
-                io::ErrorKind::NotFound => Fault::data("the survey is not decided")
+                io::ErrorKind::NotFound => Fault::data("the scan is not decided")
                     .at(list.display().to_string())
-                    .hint("`zdata task survey` for each task first, then `zdata task decide`"),
+                    .hint("`zdata task scan` for each task first, then `zdata task decide`"),
                 _ => Fault::io("read", &list, &error),
             })?;
             removed = Some(Identity::of_bytes(&bytes));
@@ -295,10 +295,10 @@ impl Plan {
 
     /// Forgets what a killed build of this plan did with other inputs than there are now.
     fn refresh(&self) -> Result<()> {
-        for task in self.tasks_of(Stage::Survey) {
-            self.forget(Stage::Survey, task)?;
+        for task in self.tasks_of(Stage::Scan) {
+            self.forget(Stage::Scan, task)?;
         }
-        super::survey::forget(self)?;
+        super::scan::forget(self)?;
         self.tasks_of(Stage::Encode)
             .into_iter()
             .try_for_each(|task| self.forget(Stage::Encode, task))

@@ -13,7 +13,7 @@ use contract::{Fault, Result};
 use store::open;
 
 use super::plan::{Plan, Stage};
-use super::survey;
+use super::scan;
 
 /// Time between two looks at a job: the first, and the longest.
 const LOOK_EVERY: [Duration; 2] = [Duration::from_millis(250), Duration::from_secs(5)];
@@ -36,9 +36,9 @@ pub struct Options {
 pub fn run(plan: &Plan, store: &Path, options: &Options) -> Result<()> {
     let work = quoted(&plan.work)?;
     let job = Job { plan, options };
-    if !plan.tasks_of(Stage::Survey).is_empty() {
-        job.stage(Stage::Survey, &work)?;
-        job.once("decide", &format!("decide --work {work}"), || survey::is_decided(plan))?;
+    if !plan.tasks_of(Stage::Scan).is_empty() {
+        job.stage(Stage::Scan, &work)?;
+        job.once("decide", &format!("decide --work {work}"), || scan::is_decided(plan))?;
     }
     job.stage(Stage::Encode, &work)?;
     let line = format!("merge --work {work} --out {}", quoted(store)?);
@@ -58,7 +58,7 @@ impl Job<'_> {
             return Ok(());
         }
         let verb = match stage {
-            Stage::Survey => "survey",
+            Stage::Scan => "scan",
             Stage::Encode => "run",
         };
         let (name, workers) = (stage.name(), self.options.workers);

@@ -12,9 +12,10 @@ use super::prune;
 use super::receipt::{self, Input, Receipt};
 use crate::build;
 use crate::corpus::{Corpus, OnError, SourceFile};
+use crate::dedup::{List, Observed, Seen, Tools, read_through};
 use crate::journal::Position;
 use crate::pipeline::{self, Auditor, Encoding, Item, Step};
-use crate::prepare::{List, Looked, Prepared, Seen, Tools, look_through};
+use crate::prepared::Prepared;
 use crate::request::always_counted;
 use crate::tokenize::audit::{self, Audit, Wanted};
 
@@ -47,8 +48,8 @@ impl<'a> Runner<'a> {
     pub fn run(&self, stage: Stage, task: usize) -> Result<Ran> {
         let plan = self.plan;
         let only = plan.cut(task)?;
-        if stage == Stage::Survey && !plan.is_surveyed(task) {
-            return Err(Fault::usage("this task has nothing to survey")
+        if stage == Stage::Scan && !plan.is_scanned(task) {
+            return Err(Fault::usage("this task has nothing to scan")
                 .at(format!("source {:?}", only.sources[0].name))
                 .found(task)
                 .hint(
@@ -71,7 +72,7 @@ impl<'a> Runner<'a> {
             let scratch = receipt::scratch(&plan.parts(), &address.to_string())?;
             let part = PartWriter::create(&scratch, address)?;
             let digest = match stage {
-                Stage::Survey => self.survey(&only, &contents, part)?,
+                Stage::Scan => self.scan(&only, &contents, part)?,
                 Stage::Encode => self.encode((&only, task), &contents, part)?,
             };
             commit(&path, address, &scratch, digest)?;
@@ -85,10 +86,10 @@ impl<'a> Runner<'a> {
         })
     }
 
-    /// The content of a task's files: as the survey found it, if they were not touched since.
+    /// The content of a task's files: as the scan found it, if they were not touched since.
     fn inputs(&self, stage: Stage, task: usize, files: &[SourceFile]) -> Result<Vec<Input>> {
         if stage == Stage::Encode
-            && let Some(receipt) = self.plan.receipt(Stage::Survey, task)?
+            && let Some(receipt) = self.plan.receipt(Stage::Scan, task)?
             && receipt.is_of(files)
         {
             return Ok(receipt.inputs);
@@ -97,13 +98,13 @@ impl<'a> Runner<'a> {
     }
 
     /// Looks at every document, for those who will compare them.
-    fn survey(&self, only: &Corpus, inputs: &[Content], mut part: PartWriter) -> Result<Digest> {
+    fn scan(&self, only: &Corpus, inputs: &[Content], mut part: PartWriter) -> Result<Digest> {
         let source = &only.sources[0];
         let mut files = source.files.iter().zip(inputs);
-        look_through(&self.tools, only, self.workers, |seen| match seen {
-            Seen::Documents { looked, .. } => {
-                looked.into_iter().try_for_each(|looked| part.looked(&by_place(only, looked)?))
-            }
+        read_through(&self.tools, only, self.workers, |seen| match seen {
+            Seen::Documents { observed, .. } => observed
+                .into_iter()
+                .try_for_each(|observed| part.observed(&by_place(only, observed)?)),
             Seen::End { bytes, identity, .. } => {
                 let (file, planned) = files.next().ok_or_else(|| Fault::bug("a file too many"))?;
                 same(*planned, (bytes, identity), &file.shown)?;
@@ -122,7 +123,7 @@ impl<'a> Runner<'a> {
     ) -> Result<Digest> {
         let plan = self.plan;
         let wanted = Wanted::default();
-        let list = match plan.is_surveyed(task) {
+        let list = match plan.is_scanned(task) {
             true => List::read_file(&plan.list(task))?,
             false => List::default(),
         };
@@ -151,19 +152,19 @@ impl<'a> Runner<'a> {
 }
 
 /// Names steps by their places in the recipe: an edit of other sources' steps moves their numbers.
-fn by_place(only: &Corpus, mut looked: Looked) -> Result<Looked> {
+fn by_place(only: &Corpus, mut observed: Observed) -> Result<Observed> {
     let steps = &only.sources[0].recipe.steps;
     let place = |number: usize| {
         let place = steps.iter().position(|(own, _)| *own == number);
         place.ok_or_else(|| Fault::bug("a step that the source has not"))
     };
-    if let Some((step, _)) = &mut looked.gone {
+    if let Some((step, _)) = &mut observed.dropped {
         *step = place(usize::from(*step))? as u8;
     }
-    for (step, _) in &mut looked.marks {
+    for (step, _) in &mut observed.marks {
         *step = place(*step)?;
     }
-    Ok(looked)
+    Ok(observed)
 }
 
 /// Refuses a file that is not what it was a moment ago.

@@ -56,14 +56,14 @@ fn prepared(bench: &Workbench) -> PathBuf {
 /// Runs what is missing, last task first; how many parts each stage made.
 fn run(plan: &Plan) -> [usize; 2] {
     let runner = Runner::new(plan, 2).unwrap();
-    [Stage::Survey, Stage::Encode].map(|stage| {
+    [Stage::Scan, Stage::Encode].map(|stage| {
         let missing = plan.missing(stage).unwrap();
         let made = missing.into_iter().rev().filter(|task| {
             let ran = runner.run(stage, *task).unwrap();
             matches!(runner.run(stage, *task).unwrap(), Ran::Again(_)) && matches!(ran, Ran::New(_))
         });
         let made = made.count();
-        if stage == Stage::Survey {
+        if stage == Stage::Scan {
             decide(plan).unwrap();
         }
         made
@@ -110,7 +110,7 @@ fn every_flipped_bit_and_every_cut_of_a_part_is_found() {
     let plan = plan(&corpus, &bench.path("work"), 1).unwrap();
     assert_eq!(plan.tasks(), 3);
     run(&plan);
-    for stage in [Stage::Survey, Stage::Encode] {
+    for stage in [Stage::Scan, Stage::Encode] {
         let address = Receipt::read(&plan, stage, 0).unwrap().unwrap().part;
         let path = plan.part(address);
         assert_eq!(read(&path, address).unwrap(), 4 + 1);
@@ -148,8 +148,8 @@ fn tasks_of_any_size_make_the_store_of_a_local_build() {
     let bench = Workbench::new(30);
     let corpus = prepared(&bench);
     for bytes in [1, 5_000, u64::MAX] {
-        let [survey, encode] = made(&bench, &corpus, &format!("prepared-{bytes}"), bytes);
-        assert!(survey == encode && survey > 1, "{bytes}: {survey} {encode}");
+        let [scan, encode] = made(&bench, &corpus, &format!("prepared-{bytes}"), bytes);
+        assert!(scan == encode && scan > 1, "{bytes}: {scan} {encode}");
     }
 }
 
@@ -164,7 +164,7 @@ fn an_edit_makes_anew_what_it_concerns_and_nothing_else() {
     };
     assert_eq!(again(text.clone()), [10, 10]);
     assert_eq!(again(text.clone()), [0, 0]);
-    // A setting after the survey, one of the survey, and a new step in front, each of one source.
+    // A setting after the scan, one of the scan, and a new step in front, each of one source.
     let edited = text.replace("context = 180", "context = 90");
     assert_eq!(again(edited.clone()), [0, 1]);
     let edited = edited.replace("sources = [\"math\"]", "sources = [\"math\", \"web\"]");
@@ -190,8 +190,8 @@ fn an_edit_makes_anew_what_it_concerns_and_nothing_else() {
     assert_eq!(again(text.clone()), [1, 1]);
     // A file in front that takes documents from those behind it: these are encoded again, and not looked at again.
     bench.write("web-!.jsonl", json_lines(85, 2));
-    let [survey, encode] = again(text.clone());
-    assert!(survey == 1 && (2..6).contains(&encode), "{encode}");
+    let [scan, encode] = again(text.clone());
+    assert!(scan == 1 && (2..6).contains(&encode), "{encode}");
     fs::remove_file(bench.path("web-!.jsonl")).unwrap();
     assert_eq!(again(text), [0, 0]);
 }
@@ -268,7 +268,7 @@ fn what_an_interrupted_build_did_with_other_inputs_is_done_again() {
     fs::write(&file, text.replace("one", "six").replace("two", "ten")).unwrap();
     let again = plan(&corpus, &work, 1).unwrap();
     assert_eq!(again.digest, first.digest);
-    assert_eq!(again.missing(Stage::Survey).unwrap().len(), 1);
+    assert_eq!(again.missing(Stage::Scan).unwrap().len(), 1);
     assert!(merge(&again, &bench.path("early")).is_err() && !bench.path("early").exists());
     assert!(made(&bench, &path, "work", 1)[0] == 1);
 }
@@ -287,7 +287,7 @@ fn losses_that_one_build_skips_stop_another_that_says_so() {
         let request = Corpus::read(&corpus).unwrap();
         let plan = plan(&request, &bench.path(&work), 1).unwrap();
         let runner = Runner::new(&plan, 1).unwrap();
-        for stage in [Stage::Survey, Stage::Encode] {
+        for stage in [Stage::Scan, Stage::Encode] {
             for task in plan.missing(stage).unwrap() {
                 assert!(matches!(runner.run(stage, task).unwrap(), Ran::Reused(_)));
             }
@@ -306,7 +306,7 @@ fn losses_that_one_build_skips_stop_another_that_says_so() {
         let empty = bench.path(&format!("empty-{all}"));
         let plan = super::plan(&request, &empty, 1).unwrap();
         let runner = Runner::new(&plan, 1).unwrap();
-        let stage = if steps.is_empty() { Stage::Encode } else { Stage::Survey };
+        let stage = if steps.is_empty() { Stage::Encode } else { Stage::Scan };
         let ran: Vec<bool> = (0..4).map(|task| runner.run(stage, task).is_ok()).collect();
         assert_eq!(ran, [true, true, false, true]);
         bench.write("corpus.toml", &skip);

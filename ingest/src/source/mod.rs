@@ -179,6 +179,21 @@ pub struct Document {
     pub bytes: Option<(u64, u64)>,
 }
 
+impl Document {
+    /// How the document is called in an error.
+    pub(crate) fn place(&self, file: &str) -> String {
+        place(file, self.group, self.row)
+    }
+}
+
+/// How a record of `file` is called in an error.
+pub(crate) fn place(file: &str, group: Option<u32>, row: u64) -> String {
+    match group {
+        Some(group) => format!("{file}: row {row} of group {group}"),
+        None => format!("{file}:{row}"),
+    }
+}
+
 /// Opens a file for reading as `format`.
 ///
 /// The fields are those that its slabs will be parsed for: a columnar reader leaves the others unread, and refuses at

@@ -130,7 +130,7 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
     let work = args.work.clone().unwrap_or_else(|| PathBuf::from(work));
     let _lock = engine::lock(&work)?;
     let plan = engine::plan(corpus, &work, args.task_bytes)?;
-    for stage in [Stage::Survey, Stage::Encode] {
+    for stage in [Stage::Scan, Stage::Encode] {
         let (all, left) = (plan.tasks_of(stage).len(), plan.missing(stage)?.len());
         if all > 0 {
             eprintln!("{}: {left} of {all} tasks to run, in {}", stage.name(), work.display());
@@ -147,12 +147,12 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
         )?;
     } else {
         let runner = engine::Runner::new(&plan, options.workers)?;
-        stage(&plan, &runner, Stage::Survey)?;
+        stage(&plan, &runner, Stage::Scan)?;
         engine::decide(&plan)?;
         stage(&plan, &runner, Stage::Encode)?;
         engine::merge(&plan, &args.out)?;
     }
-    for stage in [Stage::Survey, Stage::Encode] {
+    for stage in [Stage::Scan, Stage::Encode] {
         if !plan.tasks_of(stage).is_empty() {
             eprintln!("{}", engine::tally(&plan, stage)?);
         }

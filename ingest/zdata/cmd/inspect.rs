@@ -3,8 +3,7 @@
 use std::path::PathBuf;
 
 use contract::Result;
-use ingest::prepare::sample;
-use ingest::{Corpus, inspect};
+use ingest::{Corpus, inspect, sample};
 use store::open;
 
 use super::output;

@@ -24,7 +24,7 @@ pub(crate) enum Command {
         task_bytes: u64,
     },
     /// Look at the documents of one task, where steps compare documents with each other; again does no harm.
-    Survey(Task),
+    Scan(Task),
     /// Decide which documents go, once every task was looked at.
     Decide {
         /// The folder of the plan.
@@ -88,14 +88,14 @@ pub(crate) fn exec(command: Command) -> Result<()> {
             let corpus = Corpus::read(&corpus)?;
             let _lock = lock(&work)?;
             let plan = plan(&corpus, &work, task_bytes)?;
-            let surveyed = plan.tasks_of(Stage::Survey);
-            if let (Some(first), Some(last)) = (surveyed.first(), surveyed.last()) {
-                let all = surveyed.len();
-                eprintln!("note: survey {all} of them ({first} to {last}) first, then decide");
+            let scanned = plan.tasks_of(Stage::Scan);
+            if let (Some(first), Some(last)) = (scanned.first(), scanned.last()) {
+                let all = scanned.len();
+                eprintln!("note: scan {all} of them ({first} to {last}) first, then decide");
             }
             println!("{}", plan.tasks());
         }
-        Command::Survey(task) => run(Stage::Survey, task)?,
+        Command::Scan(task) => run(Stage::Scan, task)?,
         Command::Decide { work } => decide(&Plan::read(&work)?)?,
         Command::Run(task) => run(Stage::Encode, task)?,
         Command::Merge { work, out } => {

@@ -11,10 +11,12 @@ use contract::{Digest, Fault, Ratio, Result};
 use crossbeam::channel::{Receiver, Sender, bounded};
 use tokenizers::utils::SysRegex;
 
-use crate::corpus::{Corpus, OnError, Source};
+use crate::corpus::{Corpus, Source};
+use crate::dedup::Tools;
 use crate::pipeline::held_back;
-use crate::prepare::{InFile, Tools};
+use crate::prepared::InFile;
 use crate::progress::Progress;
+use crate::request::count_or_stop;
 use crate::source::{self, Document, Limits, Parsed, Slab};
 
 use super::{SPLIT, sampled};
@@ -128,21 +130,21 @@ fn tally(
             stop.store(true, Ordering::Relaxed);
             (order, fault)
         };
-        let steps = InFile::unsurveyed(source, tools);
+        let steps = InFile::unscanned(source, tools);
         for parsed in slab.parse(&source.fields).map_err(failed)? {
             match parsed {
-                Parsed::Document(document) if steps.is_some() => {
-                    match steps.as_ref().map(|steps| steps.apply(document)) {
-                        Some(Ok((document, _))) => {
-                            tally.document(&document, corpus, share, &split);
+                Parsed::Document(document) => match &steps {
+                    None => tally.document(&document, corpus, share, &split),
+                    Some(steps) => match steps.apply(document) {
+                        Ok((document, _)) => tally.document(&document, corpus, share, &split),
+                        Err(dropped) => {
+                            tally.dropped(corpus, &dropped.reason, dropped.fault).map_err(failed)?
                         }
-                        _ => tally.lost += 1,
-                    }
+                    },
+                },
+                Parsed::Lost { reason, fault, .. } => {
+                    tally.dropped(corpus, reason, fault).map_err(failed)?;
                 }
-                Parsed::Document(document) => tally.document(&document, corpus, share, &split),
-                Parsed::Lost { reason: "empty", .. } => tally.lost += 1,
-                Parsed::Lost { .. } if corpus.on_error == OnError::Skip => tally.lost += 1,
-                Parsed::Lost { fault, .. } => return Err(failed(fault)),
             }
         }
     }
@@ -150,6 +152,12 @@ fn tally(
 }
 
 impl Tally {
+    /// A record that is no document, or is dropped by a step: the same ones stop a build.
+    fn dropped(&mut self, corpus: &Corpus, reason: &str, fault: Fault) -> Result<()> {
+        self.lost += 1;
+        count_or_stop(corpus, reason, fault)
+    }
+
     fn document(&mut self, document: &Document, corpus: &Corpus, share: Ratio, split: &SysRegex) {
         let text = document.text.as_str();
         let content = Digest::of_bytes(text.as_bytes());

@@ -6,7 +6,7 @@
 use contract::Ratio;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::Drop;
+use super::Dropped;
 use super::setting::{above, share, step};
 use super::words::{Text, chars, strip};
 
@@ -44,11 +44,11 @@ step! {
 
 impl GopherRepetition {
     /// The first rule broken.
-    pub(crate) fn judge(&self, text: &Text<'_>) -> Option<Drop> {
+    pub(crate) fn judge(&self, text: &Text<'_>) -> Option<Dropped> {
         self.judge_lines(text.text).or_else(|| self.judge_words(text))
     }
 
-    fn judge_lines<'a>(&self, text: &'a str) -> Option<Drop> {
+    fn judge_lines<'a>(&self, text: &'a str) -> Option<Dropped> {
         let whole = chars(text);
         let rules: [(_, _, &dyn Fn() -> Vec<&'a str>, _, _); 2] = [
             (
@@ -73,16 +73,16 @@ impl GopherRepetition {
             let parts = parts();
             let (again, length) = repeated(parts.iter().copied());
             if max_parts.is_some_and(|limit| above(again, parts.len(), limit)) {
-                return Some(Drop::new(by_part, share(again, parts.len())));
+                return Some(Dropped::new(by_part, share(again, parts.len())));
             }
             if max_chars.is_some_and(|limit| above(length, whole, limit)) {
-                return Some(Drop::new(by_char, share(length, whole)));
+                return Some(Dropped::new(by_char, share(length, whole)));
             }
         }
         None
     }
 
-    fn judge_words(&self, text: &Text<'_>) -> Option<Drop> {
+    fn judge_words(&self, text: &Text<'_>) -> Option<Dropped> {
         let whole = chars(text.text);
         let grams = Grams::new(text);
         let tops = [
@@ -94,7 +94,7 @@ impl GopherRepetition {
             let Some(limit) = limit else { continue };
             let length = grams.top(n);
             if above(length, whole, limit) {
-                return Some(Drop::new(reason, share(length, whole)));
+                return Some(Dropped::new(reason, share(length, whole)));
             }
         }
         let runs = [
@@ -109,7 +109,7 @@ impl GopherRepetition {
             let Some(limit) = limit else { continue };
             let length = grams.repeated(n);
             if above(length, whole, limit) {
-                return Some(Drop::new(reason, share(length, whole)));
+                return Some(Dropped::new(reason, share(length, whole)));
             }
         }
         None

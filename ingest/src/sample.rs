@@ -1,7 +1,7 @@
 //! `zdata inspect --sample`: random documents, and what each step did to them.
 //!
 //! Which documents is a keyed draw over all records of a store, so the same command shows the same documents. Each is
-//! read again from its file and taken through its recipe again; what the survey decided is looked up.
+//! read again from its file and taken through its recipe again; what the scan decided is looked up.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -11,12 +11,13 @@ use contract::{Digest, Fault, Key, Purpose, Result, draw};
 use serde::Serialize;
 use store::{Manifest, open};
 
-use super::Step;
-use super::removed::{self, Kept, List};
-use super::run::{self, Done, Tools};
-use super::words::Text;
 use crate::corpus::{Corpus, Source};
+use crate::dedup::removed::{self, Kept};
+use crate::dedup::{List, Tools, contaminated, exact, minhash};
+use crate::filters::{self, Dropped};
 use crate::pipeline::held_back;
+use crate::recipe::compare::Compare;
+use crate::recipe::run::{NoText, Outcome, Passage};
 use crate::request;
 use crate::source::{self, Document, Limits, Parsed};
 use crate::tokenize::{Engine, Tokenizer};
@@ -69,7 +70,8 @@ pub fn sample(
     same_request(corpus, manifest)?;
     let tokenizer = Tokenizer::read(&store.join(open::TOKENIZER), Engine::Fastest)?;
     let around = [manifest.tokenizer.begin, manifest.tokenizer.end].iter().flatten().count();
-    let tools = Tools::new(corpus, Some((&tokenizer, around)))?;
+    let tokens = |text: &str| Ok(tokenizer.encode(text)?.len() + around);
+    let tools = Tools::new(corpus, Some(Box::new(tokens)))?;
     let chosen = choose(manifest, count, seed);
     let mut found = Vec::new();
     for (number, source) in corpus.sources.iter().enumerate() {
@@ -77,8 +79,8 @@ pub fn sample(
         for (_, file, row) in chosen.iter().filter(|(chosen, _, _)| *chosen == number) {
             wanted.entry(*file).or_default().push(*row);
         }
-        let surveyed = source.recipe.surveyed() > 0 && !wanted.is_empty();
-        let (list, kept) = match surveyed {
+        let scanned = source.recipe.scanned() > 0 && !wanted.is_empty();
+        let (list, kept) = match scanned {
             true => (List::read(store, &source.name)?, removed::kept(store, &source.name)?),
             false => (List::default(), BTreeMap::new()),
         };
@@ -187,11 +189,8 @@ impl Teller<'_> {
     }
 
     fn document(&self, number: usize, mut document: Document) -> Result<Sampled> {
-        if let Some(mapping) = &self.source.recipe.mapping {
-            match mapping.text(&document.text) {
-                Ok(text) => document.text = text,
-                Err(fault) => return Ok(self.lost(number, "missing text", &fault)),
-            }
+        if let Err(NoText { reason, fault }) = self.source.recipe.text(&mut document) {
+            return Ok(self.lost(number, reason, &fault));
         }
         let mut sampled = Sampled {
             source: self.source.name.clone(),
@@ -204,15 +203,19 @@ impl Teller<'_> {
             outcome: String::new(),
             tokens: None,
         };
-        for (place, (entry, step)) in self.source.recipe.steps.iter().enumerate() {
-            let effect = self.effect(number, &document, *entry, step)?;
-            if let Some(text) = &effect.text {
-                document.text.clone_from(text);
+        let recipe = &self.source.recipe;
+        let mut telling = Telling { teller: self, file: number, effects: Vec::new() };
+        let steps = 0..recipe.steps.len();
+        let outcome = recipe.run(steps, &mut document, self.tools.count(), &mut telling)?;
+        sampled.steps = telling.effects;
+        match outcome {
+            Outcome::Through => {}
+            Outcome::Dropped { dropped, .. } => {
+                sampled.outcome = format!("lost: {}", dropped.reason);
+                return Ok(sampled);
             }
-            let removed = effect.reason.clone();
-            sampled.steps.push(Effect { step: self.source.recipe.step_name(place), ..effect });
-            if let Some(reason) = removed {
-                sampled.outcome = format!("lost: {reason}");
+            Outcome::Refused(fault) => {
+                sampled.outcome = format!("lost: refused by the tokenizer: {fault}");
                 return Ok(sampled);
             }
         }
@@ -227,47 +230,61 @@ impl Teller<'_> {
         Ok(sampled)
     }
 
-    fn effect(
-        &self,
-        number: usize,
-        document: &Document,
-        entry: usize,
-        step: &Step,
-    ) -> Result<Effect> {
-        let nothing =
-            Effect { step: String::new(), did: "kept", reason: None, found: None, text: None };
-        if matches!(step, Step::Exact(_) | Step::Near(_)) {
-            let reason = self.list.reason(number, document.group, document.row);
-            // The list knows every reason; only that of this very step belongs here.
-            let own = reason.filter(|reason| {
-                reason.strip_prefix(step.name()).is_some_and(|rest| rest.starts_with(':'))
-            });
-            let kept = self.kept.get(&(number, document.group, document.row));
-            return Ok(own.map_or(nothing.clone(), |reason| Effect {
-                did: "removed",
-                reason: Some(reason.to_owned()),
-                found: kept.map(|kept| self.shown(kept)),
-                ..nothing
-            }));
-        }
-        Ok(match run::run(step, entry, &Text::new(&document.text), self.tools)? {
-            Ok(Done::Nothing) => nothing,
-            Ok(Done::Changed(text)) => Effect { did: "changed", text: Some(text), ..nothing },
-            Err(drop) => Effect {
-                did: "removed",
-                reason: Some(drop.reason.to_owned()),
-                found: Some(drop.found),
-                ..nothing
-            },
-        })
-    }
-
     fn shown(&self, kept: &Kept) -> String {
         let source = self.corpus.sources.iter().find(|source| source.name == kept.source);
         let file = source.and_then(|source| source.files.get(kept.file));
         let file = file.map_or("unknown file", |file| file.shown.as_str());
         let group = kept.group.map_or(String::new(), |group| format!(" group {group}"));
         format!("{} {file}{group} row {}", kept.source, kept.row)
+    }
+}
+
+/// Notes what every step did; what the scan decided is looked up in its list.
+struct Telling<'a> {
+    teller: &'a Teller<'a>,
+    file: usize,
+    effects: Vec<Effect>,
+}
+
+impl Passage for Telling<'_> {
+    fn compare(
+        &mut self,
+        number: usize,
+        step: &Compare,
+        document: &Document,
+    ) -> Result<filters::Effect> {
+        if matches!(step, Compare::Decontaminate(_)) {
+            return contaminated(self.teller.tools, number, &document.text);
+        }
+        let (group, row) = (document.group, document.row);
+        // The list knows every reason; only that of this very step belongs here.
+        let reason = match step {
+            Compare::Exact(_) => exact::REASON,
+            _ => minhash::REASON,
+        };
+        if self.teller.list.reason(self.file, group, row) != Some(reason) {
+            return Ok(filters::Effect::Kept);
+        }
+        let kept = self.teller.kept.get(&(self.file, group, row));
+        let kept = kept.map_or(String::new(), |kept| self.teller.shown(kept));
+        Ok(filters::Effect::Dropped(Dropped::new(reason, kept)))
+    }
+
+    fn hear(&mut self, place: usize, _: &Document, effect: &filters::Effect) {
+        let step = self.teller.source.recipe.step_name(place);
+        let kept = Effect { step, did: "kept", reason: None, found: None, text: None };
+        self.effects.push(match effect {
+            filters::Effect::Kept => kept,
+            filters::Effect::Changed(text) => {
+                Effect { did: "changed", text: Some(text.clone()), ..kept }
+            }
+            filters::Effect::Dropped(Dropped { reason, found }) => Effect {
+                did: "removed",
+                reason: Some((*reason).to_owned()),
+                found: Some(found.clone()).filter(|found| !found.is_empty()),
+                ..kept
+            },
+        });
     }
 }
 

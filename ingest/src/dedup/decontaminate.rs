@@ -1,70 +1,17 @@
 //! Decontamination: no document that shares a run of words with an evaluation set is trained on.
 //!
 //! The sets are JSON Lines; a template makes the text of an item. Words are compared in normal form (`normal`), a run
-//! is 13 of them unless the corpus says otherwise. A hit is found by hash and confirmed word by word; every pair of
+//! is 13 of them unless the corpus says otherwise. A match is found by hash and confirmed word by word; every pair of
 //! document and item that shares a run is reported, with the longest text they share.
 
 use std::collections::BTreeMap;
 
-use contract::{Fault, Identity, Result};
+use contract::{Fault, Result};
 
 use super::normal::{self, Word};
-use super::record::{Mapping, Template};
-use super::setting::{Setting as _, step};
-use crate::corpus::SourceFile;
+use crate::recipe::compare::{Decontaminate, Rules};
+use crate::recipe::mapping::{Mapping, Template};
 use crate::source::{self, Fields, Format, Limits, Parsed};
-
-step! {
-    /// What decides a hit.
-    Rules = "decontaminate" {
-        /// Words in a run.
-        words: u64 = "13",
-        /// Runs that a document must share with one item to go.
-        min_runs: u64 = "1",
-        /// Whether numbers count; if not, any number is like any other, and an item is found with other values in it.
-        numbers: bool = "true",
-        /// The text of an item.
-        template: String = "{text}",
-    }
-}
-
-/// Decontamination against some files.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Decontaminate {
-    pub(crate) rules: Rules,
-    /// The files, sorted, with what they held when the corpus was read.
-    pub(crate) files: Vec<(SourceFile, Identity)>,
-}
-
-impl Decontaminate {
-    /// Checks the settings and identifies the files.
-    pub(crate) fn new(rules: Rules, files: Vec<SourceFile>) -> Result<Self> {
-        if rules.words == 0 || rules.words > 1000 || rules.min_runs == 0 {
-            return Err(Fault::usage("this finds nothing or everything")
-                .found(format!("words = {}, min_runs = {}", rules.words, rules.min_runs))
-                .wanted("words from 1 to 1000, min_runs above zero"));
-        }
-        Template::parse(&rules.template).map_err(|why| {
-            Fault::usage(format!("`template` is no template: {why}"))
-                .found(rules.template.show())
-                .wanted("text with fields in it, like \"{question} {answer}\"")
-        })?;
-        let identified = |file: SourceFile| {
-            let (_, identity) = store::far::content(&file.path)?;
-            Ok((file, identity))
-        };
-        Ok(Decontaminate {
-            rules,
-            files: files.into_iter().map(identified).collect::<Result<_>>()?,
-        })
-    }
-
-    /// The step as canonical text: the content of the sets, not their paths.
-    pub(crate) fn describe(&self) -> String {
-        let sets: String = self.files.iter().map(|(_, identity)| format!(" {identity}")).collect();
-        format!("{} sets=[{}]", self.rules.describe(), sets.trim_start())
-    }
-}
 
 /// Why a document goes.
 pub(crate) const REASON: &str = "decontaminate: shared with an evaluation set";
@@ -114,7 +61,7 @@ pub(crate) struct Index {
 
 /// What a document shares with an item.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Hit<'a> {
+pub(crate) struct Match<'a> {
     /// The set's path.
     pub(crate) set: &'a str,
     /// The item's line.
@@ -186,7 +133,7 @@ impl Index {
     }
 
     /// Everything a text shares with items, by item.
-    pub(crate) fn hits<'a>(&'a self, text: &'a str) -> Vec<Hit<'a>> {
+    pub(crate) fn matches<'a>(&'a self, text: &'a str) -> Vec<Match<'a>> {
         let words = self.rules.words_of(text);
         let mut shared: BTreeMap<u32, Shared> = BTreeMap::new();
         for (at, hash) in normal::grams(&words, self.n).enumerate() {
@@ -202,13 +149,13 @@ impl Index {
         }
         let enough =
             shared.into_iter().filter(|(_, shared)| shared.runs as u64 >= self.rules.min_runs);
-        let hit = |(item, shared): (u32, Shared)| {
+        let shared_with = |(item, shared): (u32, Shared)| {
             let item = &self.items[item as usize];
             let (first, last) = shared.longest;
             let text = &text[words[first].start..words[last + self.n - 1].end];
-            Hit { set: &self.sets[item.set], line: item.line, runs: shared.runs, text }
+            Match { set: &self.sets[item.set], line: item.line, runs: shared.runs, text }
         };
-        enough.map(hit).collect()
+        enough.map(shared_with).collect()
     }
 
     fn confirmed(&self, posting: &Posting, words: &[Word]) -> bool {
@@ -266,28 +213,28 @@ mod tests {
         let index = index(4, &["What is the sum of two and three?", "too short"]);
         assert_eq!(index.short, (1, 2));
         let text = "Q: what IS -- the\nsum of 2 and 3; the sum of two and three? No.";
-        let [hit] = &index.hits(text)[..] else { panic!() };
-        assert_eq!((hit.set, hit.line, hit.runs), ("set", 1, 2 + 3));
-        assert_eq!(hit.text, "the sum of two and three");
-        assert_eq!(index.hits("the sum of 2 and three"), []);
+        let [found] = &index.matches(text)[..] else { panic!() };
+        assert_eq!((found.set, found.line, found.runs), ("set", 1, 2 + 3));
+        assert_eq!(found.text, "the sum of two and three");
+        assert_eq!(index.matches("the sum of 2 and three"), []);
     }
 
     #[test]
     fn numbers_may_be_left_out_of_account() {
-        for (numbers, hits) in [(true, 0), (false, 1)] {
+        for (numbers, count) in [(true, 0), (false, 1)] {
             let rules = Rules { words: 6, numbers, ..Rules::default() };
             let words =
                 rules.words_of("She has 12 apples and 30 pears").iter().map(|w| w.hash).collect();
             let item = Item { set: 0, line: 1, words };
             let index = Index::new(&rules, vec!["set".to_owned()], vec![item]);
-            assert_eq!(index.hits("she has 7 apples and 9 pears").len(), hits);
-            assert_eq!(index.hits("she has 7 apples or 9 pears").len(), 0);
+            assert_eq!(index.matches("she has 7 apples and 9 pears").len(), count);
+            assert_eq!(index.matches("she has 7 apples or 9 pears").len(), 0);
         }
     }
 
     proptest! {
         #[test]
-        fn hits_are_those_of_a_search(document in "[ab]( [abc]){0,40}",
+        fn matches_are_those_of_a_search(document in "[ab]( [abc]){0,40}",
                                       items in prop::collection::vec("[ab]( [abc]){0,12}", 0..6), n in 2u64..6) {
             let items: Vec<&str> = items.iter().map(String::as_str).collect();
             let index = index(n, &items);
@@ -302,12 +249,12 @@ mod tests {
                     wanted.push((at as u64 + 1, runs));
                 }
             }
-            let hits = index.hits(&document);
-            let found: Vec<_> = hits.iter().map(|hit| (hit.line, hit.runs)).collect();
-            prop_assert_eq!(found, wanted);
-            for hit in &hits {
-                let item = split(items[hit.line as usize - 1]);
-                let text = split(hit.text);
+            let matches = index.matches(&document);
+            let pairs: Vec<_> = matches.iter().map(|found| (found.line, found.runs)).collect();
+            prop_assert_eq!(pairs, wanted);
+            for found in &matches {
+                let item = split(items[found.line as usize - 1]);
+                let text = split(found.text);
                 // Of a text longer than a run every run is the item's.
                 prop_assert!(text.windows(n as usize).all(|run| item.windows(n as usize).any(|other| other == run)));
             }

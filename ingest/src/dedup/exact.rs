@@ -2,15 +2,8 @@
 
 use contract::Digest;
 
-use super::setting::step;
-
-step! {
-    /// Exact duplicates.
-    Exact = "exact-duplicates" {
-        /// Whether documents of different sources are compared.
-        across: bool = "true",
-    }
-}
+/// Why a document goes.
+pub(crate) const REASON: &str = "exact-duplicates: of an earlier document";
 
 /// A document's text by its digest.
 pub(crate) type Entry = (u64, u64, u32);

@@ -3,7 +3,7 @@
 //!
 //! The list of bad words is not part of this project: it belongs to its authors, and none is built in.
 
-use super::Drop;
+use super::Dropped;
 use super::setting::step;
 use super::words::{chars, is_space, lines, sentences, strip};
 
@@ -42,7 +42,7 @@ const POLICY: [&str; 6] = [
 
 impl C4 {
     /// The lines that stay, or why the page goes.
-    pub(crate) fn change(&self, text: &str) -> Result<String, Drop> {
+    pub(crate) fn change(&self, text: &str) -> Result<String, Dropped> {
         let mut kept: Vec<String> = Vec::new();
         let mut count = 0;
         for line in lines(text) {
@@ -53,13 +53,13 @@ impl C4 {
             kept.push(line);
         }
         if self.min_sentences.is_some_and(|least| (count as u64) < least) {
-            return Err(Drop::new("c4: too few sentences", count));
+            return Err(Dropped::new("c4: too few sentences", count));
         }
         Ok(strip(&kept.join("\n")).to_owned())
     }
 
     /// The line as it stays, if it does.
-    fn line(&self, line: &str) -> Result<Option<String>, Drop> {
+    fn line(&self, line: &str) -> Result<Option<String>, Dropped> {
         let words = || line.split(is_space).filter(|word| !word.is_empty());
         if self.max_word_chars.is_some_and(|most| words().any(|word| chars(word) as u64 > most)) {
             return Ok(None);
@@ -74,13 +74,13 @@ impl C4 {
         }
         let lower = kept.to_lowercase();
         if self.lorem_ipsum && lower.contains("lorem ipsum") {
-            return Err(Drop::new("c4: lorem ipsum", "the words"));
+            return Err(Dropped::new("c4: lorem ipsum", "the words"));
         }
         if self.javascript && lower.contains("javascript") {
             return Ok(None);
         }
         if self.curly_bracket && kept.contains('{') {
-            return Err(Drop::new("c4: curly bracket", "{"));
+            return Err(Dropped::new("c4: curly bracket", "{"));
         }
         if self.policy && POLICY.iter().any(|phrase| lower.contains(phrase)) {
             return Ok(None);

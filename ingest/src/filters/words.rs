@@ -14,6 +14,7 @@ pub(crate) struct Text<'a> {
 
 impl<'a> Text<'a> {
     /// A text; its words are cut when they are first asked for.
+    #[cfg(test)]
     pub(crate) fn new(text: &'a str) -> Self {
         Text { text, words: OnceCell::new() }
     }

@@ -42,7 +42,7 @@ pub(crate) fn run<T: Send, R: Send>(
             let (work, map) = (work.clone(), &map);
             scope.spawn(move || {
                 for (part, reply) in work {
-                    // Nobody waits for the reply once the survey has failed.
+                    // Nobody waits for the reply once a part has failed.
                     let _ = reply.send(map(part));
                 }
             });

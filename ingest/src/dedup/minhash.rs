@@ -13,38 +13,10 @@ use contract::{Key, Purpose, draw};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::normal::{self, Word};
-use super::setting::step;
+use crate::recipe::compare::Near;
 
-step! {
-    /// Near duplicates.
-    Near = "near-duplicates" {
-        /// Words in a run.
-        words: u64 = "5",
-        /// Bands.
-        bands: u64 = "14",
-        /// Values in a band.
-        rows: u64 = "8",
-        /// What the functions are drawn from.
-        seed: u64 = "1",
-        /// Whether documents of different sources are compared.
-        across: bool = "true",
-    }
-}
-
-impl Near {
-    /// What is wrong with the settings, if anything is.
-    pub(crate) fn check(&self) -> Result<(), &'static str> {
-        let positive = self.words > 0 && self.bands > 0 && self.rows > 0;
-        let small = self.words <= 1000 && self.bands.saturating_mul(self.rows) <= 4096;
-        if positive && small {
-            Ok(())
-        } else {
-            Err(
-                "words from 1 to 1000, and bands and rows above zero with a product of at most 4096",
-            )
-        }
-    }
-}
+/// Why a document goes.
+pub(crate) const REASON: &str = "near-duplicates: of an earlier document";
 
 /// The functions of a step, drawn once.
 pub(crate) struct Functions {

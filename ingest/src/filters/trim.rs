@@ -5,7 +5,7 @@
 
 use contract::Result;
 
-use super::Drop;
+use super::Dropped;
 use super::setting::step;
 
 step! {
@@ -23,12 +23,19 @@ step! {
 }
 
 impl Trim {
+    /// The first key without which no block of reasoning could be told from its surroundings, if it is empty.
+    pub(crate) fn empty_marker(&self) -> Option<&'static str> {
+        [("open", &self.open), ("close", &self.close)]
+            .into_iter()
+            .find_map(|(key, marker)| marker.is_empty().then_some(key))
+    }
+
     /// The text as it fits, if it has to be another one; `count` gives its tokens.
     pub(crate) fn change(
         &self,
         text: &str,
         count: &dyn Fn(&str) -> Result<usize>,
-    ) -> Result<std::result::Result<Option<String>, Drop>> {
+    ) -> Result<std::result::Result<Option<String>, Dropped>> {
         let tokens = count(text)?;
         if tokens as u64 <= self.context {
             return Ok(Ok(None));
@@ -38,7 +45,7 @@ impl Trim {
             if self.keep_unmarked {
                 return Ok(Ok(None));
             }
-            return Ok(Err(Drop::new("trim: longer than the context", tokens)));
+            return Ok(Err(Dropped::new("trim: longer than the context", tokens)));
         };
         let (thought, answer) = (&text[last.clone()], &text[last.end..]);
         let whole = text[..last.start].to_owned();
@@ -47,7 +54,7 @@ impl Trim {
                 return Ok(Ok(Some(kept)));
             }
         }
-        Ok(Err(Drop::new("trim: longer than the context without its reasoning", tokens)))
+        Ok(Err(Dropped::new("trim: longer than the context without its reasoning", tokens)))
     }
 
     /// The ranges of reasoning, without what opens and closes them.
@@ -112,7 +119,7 @@ mod tests {
 
     use super::*;
 
-    fn trim(context: u64, text: &str) -> std::result::Result<Option<String>, Drop> {
+    fn trim(context: u64, text: &str) -> std::result::Result<Option<String>, Dropped> {
         // A token is a character.
         Trim { context, ..Trim::default() }.change(text, &|text| Ok(text.chars().count())).unwrap()
     }

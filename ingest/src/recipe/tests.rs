@@ -9,17 +9,17 @@ use serde_json::json;
 use store::documents::Documents;
 use store::{Manifest, Split, open};
 
-use super::config;
-use super::run::{self, Tools};
-use super::words::Text;
-use super::{Step, normal};
+use super::compare::Compare;
+use super::{Step, config};
 use crate::build::{Outcome, build, build_while};
 use crate::corpus::Corpus;
+use crate::dedup::{Tools, normal};
+use crate::filters::words::Text;
 use crate::inspect::{self, Bytes, Ledger};
 use crate::testing::{Workbench, options, tree};
 use crate::verify::verify;
 
-pub(super) fn built(corpus: &Path, store: &Path, workers: usize) -> Manifest {
+pub(crate) fn built(corpus: &Path, store: &Path, workers: usize) -> Manifest {
     match build(&Corpus::read(corpus).unwrap(), store, options(workers)).unwrap() {
         Outcome::Built { manifest, .. } => manifest,
         Outcome::UpToDate(_) => panic!("there was a store already"),
@@ -31,7 +31,7 @@ fn refused(corpus: &Path) -> Fault {
 }
 
 /// The ids of the documents of a source that were kept.
-pub(super) fn kept(store: &Path, manifest: &Manifest, source: usize) -> Vec<String> {
+pub(crate) fn kept(store: &Path, manifest: &Manifest, source: usize) -> Vec<String> {
     let record = &manifest.sources[source];
     let mut ids = Vec::new();
     for split in Split::ALL {
@@ -46,7 +46,7 @@ pub(super) fn kept(store: &Path, manifest: &Manifest, source: usize) -> Vec<Stri
 }
 
 #[track_caller]
-pub(super) fn balanced(manifest: &Manifest) {
+pub(crate) fn balanced(manifest: &Manifest) {
     for source in &manifest.sources {
         assert_eq!(Ledger::of(source).balance(), 0, "{source:?}");
         if let Some(bytes) = Bytes::of(source) {
@@ -194,6 +194,9 @@ fn wrong_keys_are_refused_with_their_line() {
         ("[[prepare]]\nstep = \"gopher-quality\"\nmin_words = -1\n", &["min_words"]),
         ("[[prepare]]\nstep = \"clean\"\nunicode = \"NFD\"\n", &["unicode", "NFD"]),
         ("[[prepare]]\nstep = \"clean\"\nline_ends = 1\n", &["line_ends", "true or false"]),
+        // Of empty markers there would be no end in a text.
+        ("[[prepare]]\nstep = \"trim\"\nopen = \"\"\n", &["`open` is empty", ":15", "<think>"]),
+        ("[[prepare]]\nstep = \"trim\"\nclose = \"\"\n", &["`close` is empty", ":15"]),
         ("[[prepare]]\nstep = \"clean\"\nsources = [\"wed\"]\n", &["wed", "web"]),
         ("[[prepare]]\nstep = \"clean\"\nsources = [\"web\", \"web\"]\n", &["twice"]),
         (
@@ -271,11 +274,15 @@ fn no_text_is_a_cliff() {
         let text = format!("x{}", sign.repeat(300_000 / sign.len()));
         for (number, step) in &corpus.sources[0].recipe.steps {
             match step {
-                Step::Near(_) => {
+                Step::Compare(Compare::Near(_)) => {
                     let part = &text[..text.floor_char_boundary(text.len() / 10)];
                     tools.functions(*number).unwrap().bands(&normal::words(part));
                 }
-                step => drop(run::run(step, *number, &Text::new(&text), &tools).unwrap()),
+                Step::Compare(Compare::Decontaminate(_)) => {
+                    drop(tools.index(*number).unwrap().matches(&text));
+                }
+                Step::Compare(Compare::Exact(_)) => {}
+                Step::Filter(filter) => drop(filter.run(&Text::new(&text), None).unwrap()),
             }
         }
     }

@@ -1,4 +1,4 @@
-//! `removed.jsonl.zst`: the documents of a source that the survey removed, one line of JSON for each.
+//! `removed.jsonl.zst`: the documents of a source that the dedup scan removed, one line of JSON for each.
 //!
 //! ```text
 //! {"file":0,"row":12,"reason":"near-duplicates: of an earlier document","kept":{"source":"web","file":0,"row":3}}

@@ -100,7 +100,7 @@ macro_rules! step {
                 let mut text = $step.to_owned();
                 $(
                     text += concat!(" ", stringify!($field), "=");
-                    text += &$crate::prepare::setting::Setting::show(&self.$field);
+                    text += &$crate::filters::setting::Setting::show(&self.$field);
                 )*
                 text
             }
@@ -109,7 +109,7 @@ macro_rules! step {
         #[cfg(test)]
         impl Default for $name {
             fn default() -> Self {
-                use $crate::prepare::setting::Setting as _;
+                use $crate::filters::setting::Setting as _;
                 $name { $($field: <$kind>::parse($default).unwrap(),)* }
             }
         }

@@ -5,7 +5,7 @@
 
 use contract::Ratio;
 
-use super::Drop;
+use super::Dropped;
 use super::repetition::repeated;
 use super::setting::{above, below, share, step};
 use super::words::{Text, chars, is_punctuation, is_terminal, lines, strip};
@@ -76,7 +76,7 @@ fn count(limit: u64, number: usize, less: bool) -> bool {
 
 impl Length {
     /// The first rule broken.
-    pub(crate) fn judge(&self, text: &Text<'_>) -> Option<Drop> {
+    pub(crate) fn judge(&self, text: &Text<'_>) -> Option<Dropped> {
         let bytes = text.text.len();
         let rules: [(_, &dyn Fn() -> usize, _, _); 6] = [
             (self.min_bytes, &|| bytes, true, "length: too few bytes"),
@@ -90,7 +90,7 @@ impl Length {
             let Some(limit) = limit else { continue };
             let number = number();
             if count(limit, number, less) {
-                return Some(Drop::new(reason, number));
+                return Some(Dropped::new(reason, number));
             }
         }
         None
@@ -99,11 +99,11 @@ impl Length {
 
 impl GopherQuality {
     /// The first rule broken.
-    pub(crate) fn judge(&self, text: &Text<'_>) -> Option<Drop> {
+    pub(crate) fn judge(&self, text: &Text<'_>) -> Option<Dropped> {
         self.judge_words(text).or_else(|| self.judge_lines(text)).or_else(|| self.judge_sense(text))
     }
 
-    fn judge_words(&self, text: &Text<'_>) -> Option<Drop> {
+    fn judge_words(&self, text: &Text<'_>) -> Option<Dropped> {
         let solid = text.words().filter(|word| !word.chars().all(is_punctuation));
         let (mut number, mut length) = (0, 0);
         for word in solid {
@@ -111,29 +111,29 @@ impl GopherQuality {
             length += chars(word);
         }
         if self.min_words.is_some_and(|limit| count(limit, number, true)) {
-            return Some(Drop::new("gopher-quality: too few words", number));
+            return Some(Dropped::new("gopher-quality: too few words", number));
         }
         if self.max_words.is_some_and(|limit| count(limit, number, false)) {
-            return Some(Drop::new("gopher-quality: too many words", number));
+            return Some(Dropped::new("gopher-quality: too many words", number));
         }
         if self.min_word_chars.is_some_and(|limit| below(length, number, limit)) {
-            return Some(Drop::new("gopher-quality: short words", share(length, number)));
+            return Some(Dropped::new("gopher-quality: short words", share(length, number)));
         }
         if self.max_word_chars.is_some_and(|limit| above(length, number, limit)) {
-            return Some(Drop::new("gopher-quality: long words", share(length, number)));
+            return Some(Dropped::new("gopher-quality: long words", share(length, number)));
         }
         let all = text.words().len();
         let hashes = text.text.matches('#').count();
         let ellipses = text.text.matches("...").count() + text.text.matches('\u{2026}').count();
         let limit = self.max_symbols?;
         if above(hashes, all, limit) {
-            return Some(Drop::new("gopher-quality: hash signs", share(hashes, all)));
+            return Some(Dropped::new("gopher-quality: hash signs", share(hashes, all)));
         }
         above(ellipses, all, limit)
-            .then(|| Drop::new("gopher-quality: ellipses", share(ellipses, all)))
+            .then(|| Dropped::new("gopher-quality: ellipses", share(ellipses, all)))
     }
 
-    fn judge_lines(&self, text: &Text<'_>) -> Option<Drop> {
+    fn judge_lines(&self, text: &Text<'_>) -> Option<Dropped> {
         let (mut all, mut bullets, mut open) = (0, 0, 0);
         for line in lines(text.text) {
             let line = strip(line);
@@ -142,51 +142,54 @@ impl GopherQuality {
             open += usize::from(line.ends_with("...") || line.ends_with('\u{2026}'));
         }
         if self.max_bullet_lines.is_some_and(|limit| above(bullets, all, limit)) {
-            return Some(Drop::new("gopher-quality: bullet lines", share(bullets, all)));
+            return Some(Dropped::new("gopher-quality: bullet lines", share(bullets, all)));
         }
         self.max_ellipsis_lines
             .is_some_and(|limit| above(open, all, limit))
-            .then(|| Drop::new("gopher-quality: lines ending in an ellipsis", share(open, all)))
+            .then(|| Dropped::new("gopher-quality: lines ending in an ellipsis", share(open, all)))
     }
 
-    fn judge_sense(&self, text: &Text<'_>) -> Option<Drop> {
+    fn judge_sense(&self, text: &Text<'_>) -> Option<Dropped> {
         let all = text.words().len();
         let letters = text.words().filter(|word| word.chars().any(char::is_alphabetic)).count();
         if self.min_letter_words.is_some_and(|limit| below(letters, all, limit)) {
-            return Some(Drop::new("gopher-quality: words without letters", share(letters, all)));
+            return Some(Dropped::new(
+                "gopher-quality: words without letters",
+                share(letters, all),
+            ));
         }
         let limit = self.min_stop_words?;
         let stops = self.stop_words.split_whitespace();
         let found = stops.filter(|stop| text.words().any(|word| word == *stop)).count();
-        count(limit, found, true).then(|| Drop::new("gopher-quality: few stop words", found))
+        count(limit, found, true).then(|| Dropped::new("gopher-quality: few stop words", found))
     }
 }
 
 impl FineWeb {
     /// The first rule broken.
-    pub(crate) fn judge(&self, text: &Text<'_>) -> Option<Drop> {
+    pub(crate) fn judge(&self, text: &Text<'_>) -> Option<Dropped> {
         let all: Vec<&str> = text.text.split('\n').filter(|line| !strip(line).is_empty()).collect();
         if all.is_empty() {
-            return Some(Drop::new("fineweb: no lines", 0));
+            return Some(Dropped::new("fineweb: no lines", 0));
         }
         let ended = all.iter().filter(|line| line.ends_with(is_terminal)).count();
         if self.min_ended_lines.is_some_and(|limit| below(ended, all.len(), limit)) {
             let found = share(ended, all.len());
-            return Some(Drop::new("fineweb: few lines end a sentence", found));
+            return Some(Dropped::new("fineweb: few lines end a sentence", found));
         }
         let short = all.iter().filter(|line| chars(line) as u64 <= self.short_line).count();
         if self.max_short_lines.is_some_and(|limit| above(short, all.len(), limit)) {
-            return Some(Drop::new("fineweb: short lines", share(short, all.len())));
+            return Some(Dropped::new("fineweb: short lines", share(short, all.len())));
         }
         let (_, twice) = repeated(all.iter().copied());
         let ends = text.text.bytes().filter(|byte| *byte == b'\n').count();
         let solid = chars(text.text) - ends;
         if self.max_repeated_chars.is_some_and(|limit| above(twice, solid, limit)) {
-            return Some(Drop::new("fineweb: repeated lines", share(twice, solid)));
+            return Some(Dropped::new("fineweb: repeated lines", share(twice, solid)));
         }
         let words = text.words().len();
         self.max_line_ends
             .is_some_and(|limit| above(ends, words, limit))
-            .then(|| Drop::new("fineweb: a list rather than prose", share(ends, words)))
+            .then(|| Dropped::new("fineweb: a list rather than prose", share(ends, words)))
     }
 }

@@ -4,18 +4,17 @@ use std::path::Path;
 
 use contract::{Fault, Result, fault};
 
-use super::c4::C4;
-use super::clean::Clean;
-use super::decontaminate::{Decontaminate, Rules};
-use super::exact::Exact;
-use super::minhash::Near;
-use super::quality::{FineWeb, GopherQuality, Length};
-use super::record::{Mapping, Template};
-use super::repetition::GopherRepetition;
-use super::trim::Trim;
+use super::compare::{Compare, Decontaminate, Exact, Near, Rules};
+use super::mapping::{Mapping, Template};
 use super::{Recipe, Step};
 use crate::corpus::{Keys, SourceFile};
 use crate::files;
+use crate::filters::Filter;
+use crate::filters::c4::C4;
+use crate::filters::clean::Clean;
+use crate::filters::quality::{FineWeb, GopherQuality, Length};
+use crate::filters::repetition::GopherRepetition;
+use crate::filters::trim::Trim;
 use crate::source::{Fields, Format};
 
 /// What a message of a chat becomes, unless `message` says otherwise.
@@ -25,7 +24,7 @@ const MESSAGE: &str = "<|{role}|>\n{content}\n";
 const COMMON: [&str; 2] = ["step", "sources"];
 
 /// The names of the steps.
-pub(super) const STEPS: [&str; 10] = [
+pub(crate) const STEPS: [&str; 10] = [
     "clean",
     "length",
     "gopher-quality",
@@ -141,31 +140,31 @@ fn step(keys: &Keys<'_>, (name, place): (String, String), folder: &Path) -> Resu
     Ok(match name.as_str() {
         "clean" => {
             known(Clean::KEYS)?;
-            Step::Clean(Clean::read(keys)?)
+            Step::Filter(Filter::Clean(Clean::read(keys)?))
         }
         "length" => {
             known(Length::KEYS)?;
-            Step::Length(Length::read(keys)?)
+            Step::Filter(Filter::Length(Length::read(keys)?))
         }
         "gopher-quality" => {
             known(GopherQuality::KEYS)?;
-            Step::GopherQuality(GopherQuality::read(keys)?)
+            Step::Filter(Filter::GopherQuality(GopherQuality::read(keys)?))
         }
         "gopher-repetition" => {
             known(GopherRepetition::KEYS)?;
-            Step::GopherRepetition(GopherRepetition::read(keys)?)
+            Step::Filter(Filter::GopherRepetition(GopherRepetition::read(keys)?))
         }
         "c4" => {
             known(C4::KEYS)?;
-            Step::C4(C4::read(keys)?)
+            Step::Filter(Filter::C4(C4::read(keys)?))
         }
         "fineweb" => {
             known(FineWeb::KEYS)?;
-            Step::FineWeb(FineWeb::read(keys)?)
+            Step::Filter(Filter::FineWeb(FineWeb::read(keys)?))
         }
         "exact-duplicates" => {
             known(Exact::KEYS)?;
-            Step::Exact(Exact::read(keys)?)
+            Step::Compare(Compare::Exact(Exact::read(keys)?))
         }
         "near-duplicates" => {
             known(Near::KEYS)?;
@@ -173,16 +172,24 @@ fn step(keys: &Keys<'_>, (name, place): (String, String), folder: &Path) -> Resu
             near.check().map_err(|wanted| {
                 Fault::usage("near duplicates cannot be found like this").wanted(wanted)
             })?;
-            Step::Near(near)
+            Step::Compare(Compare::Near(near))
         }
         "decontaminate" => {
             let own: Vec<&str> = Rules::KEYS.iter().copied().chain(["files"]).collect();
             known(&own)?;
-            Step::Decontaminate(decontaminate(keys, folder)?)
+            Step::Compare(Compare::Decontaminate(decontaminate(keys, folder)?))
         }
         "trim" => {
             known(Trim::KEYS)?;
-            Step::Trim(Trim::read(keys)?)
+            let trim = Trim::read(keys)?;
+            if let Some(key) = trim.empty_marker() {
+                let place = keys.text(key)?.map_or(place, |(_, place)| place);
+                return Err(Fault::usage(format!("`{key}` is empty"))
+                    .at(place)
+                    .found("\"\"")
+                    .wanted("what begins or ends a block of reasoning, like \"<think>\""));
+            }
+            Step::Filter(Filter::Trim(trim))
         }
         _ => {
             let refused = Fault::usage(format!("there is no step {name:?}")).at(place);

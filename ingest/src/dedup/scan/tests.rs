@@ -1,4 +1,4 @@
-//! The survey against searches by brute force: which documents stay, whoever reads them in whatever order.
+//! The scan against searches by brute force: which documents stay, whoever reads them in whatever order.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,9 +11,12 @@ use store::Manifest;
 
 use crate::build::build_while;
 use crate::corpus::Corpus;
-use crate::prepare::minhash::{Functions, Near};
-use crate::prepare::tests::{balanced, built, kept};
-use crate::prepare::{normal, sample};
+use crate::dedup::matches::{MATCHES_MAX, TEXT_MAX};
+use crate::dedup::minhash::Functions;
+use crate::dedup::normal;
+use crate::recipe::compare::Near;
+use crate::recipe::tests::{balanced, built, kept};
+use crate::sample;
 use crate::testing::{Workbench, options, tree};
 use crate::verify::verify;
 
@@ -235,6 +238,40 @@ fn evaluation_items_are_found_and_reported() {
 }
 
 #[test]
+fn what_is_told_of_matches_is_bounded() {
+    let bench = Workbench::new(1);
+    let shared = |item: usize| (0..20).map(|word| format!("i{item}w{word} ")).collect::<String>();
+    let items = MATCHES_MAX + 20;
+    let set = (0..items).map(|item| json!({"text": shared(item)}).to_string() + "\n");
+    let long = "again ".repeat(TEXT_MAX);
+    let long_item = json!({"text": long}).to_string() + "\n";
+    bench.write("eval.jsonl", long_item + &set.collect::<String>());
+    let texts = [long + &(0..items).map(shared).collect::<String>(), "clean".to_owned()];
+    let steps = "[[prepare]]\nstep = \"decontaminate\"\nfiles = [\"eval.jsonl\"]\n";
+    let store = bench.path("store");
+    built(&corpus(&bench, &texts, steps), &store, 2);
+    let told = fs::read_to_string(store.join("web/contaminated.jsonl")).unwrap();
+    let lines: Vec<Value> = told.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    // The first items, in their order.
+    let told: Vec<u64> = lines.iter().map(|line| line["item"].as_u64().unwrap()).collect();
+    assert_eq!(told, (1..=MATCHES_MAX as u64).collect::<Vec<_>>());
+    let longest = lines.iter().map(|line| line["text"].as_str().unwrap().len()).max();
+    assert_eq!(longest, Some(TEXT_MAX));
+}
+
+#[test]
+fn a_scan_that_cannot_be_read_is_no_reason_for_another() {
+    let bench = Workbench::new(1);
+    let path = corpus(&bench, &texts(3, 40), BOTH);
+    let store = bench.path("store");
+    // A folder in its place can be opened, but not read.
+    fs::create_dir_all(store.join(".build/scan.json")).unwrap();
+    let request = Corpus::read(&path).unwrap();
+    let fault = build_while(&request, &store, options(1), || Ok(())).unwrap_err();
+    assert!(fault.class() == Class::Machine && fault.to_string().contains("scan.json"), "{fault}");
+}
+
+#[test]
 fn a_sample_tells_what_became_of_each_document() {
     let bench = Workbench::new(1);
     let mut texts = texts(9, 120);
@@ -284,7 +321,7 @@ fn a_sample_tells_what_became_of_each_document() {
 }
 
 #[test]
-fn a_record_that_is_none_stops_the_survey_or_is_counted() {
+fn a_record_that_is_none_stops_the_scan_or_is_counted() {
     let bench = Workbench::new(1);
     let texts = texts(3, 40);
     let path = corpus(&bench, &texts, BOTH);
@@ -293,7 +330,7 @@ fn a_record_that_is_none_stops_the_survey_or_is_counted() {
     let store = bench.path("store");
     let fault = build_while(&request, &store, options(2), || Ok(())).unwrap_err().to_string();
     assert!(fault.contains("web-1.jsonl:11"), "{fault}");
-    assert!(!store.join(".build/survey.json").exists());
+    assert!(!store.join(".build/scan.json").exists());
     let text = fs::read_to_string(&path).unwrap();
     let path = bench.write("skip.toml", format!("on_error = \"skip\"\n{text}"));
     let manifest = built(&path, &bench.path("skipped"), 2);
@@ -319,7 +356,7 @@ fn a_damaged_list_is_found() {
 }
 
 #[test]
-fn an_input_that_changes_after_the_survey_is_noticed() {
+fn an_input_that_changes_after_the_scan_is_noticed() {
     let bench = Workbench::new(1);
     let texts = texts(3, 40);
     let path = corpus(&bench, &texts, BOTH);
@@ -330,7 +367,7 @@ fn an_input_that_changes_after_the_survey_is_noticed() {
         left -= 1;
         if left == 0 { Err(Fault::machine("killed")) } else { Ok(()) }
     });
-    assert!(outcome.is_err() && store.join(".build/survey.json").exists());
+    assert!(outcome.is_err() && store.join(".build/scan.json").exists());
     bench.write("math.jsonl", lines(&texts[..3], 0));
     let fault = build_while(&request, &store, options(1), || Ok(())).unwrap_err();
     assert!(

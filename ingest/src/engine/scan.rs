@@ -1,4 +1,4 @@
-//! Between the stages: what all survey tasks saw is put together, and decided as one process would.
+//! Between the stages: what all scan tasks saw is put together, and decided as one process would.
 
 use std::fs;
 use std::io;
@@ -11,34 +11,34 @@ use super::merge::receipts;
 use super::part::{Entry, PartReader};
 use super::plan::{Plan, Stage};
 use super::receipt::{self, Receipt};
-use crate::prepare::{Gathered, Looked, REMOVED, Survey, cut_list};
+use crate::dedup::{Gathered, Observed, REMOVED, Scan, cut_list};
 
-/// `decided/survey.json`.
+/// `decided/scan.json`.
 #[derive(Serialize, Deserialize)]
 struct Decision {
     /// The parts that it rests on.
     basis: Digest,
-    survey: Survey,
+    scan: Scan,
 }
 
-const FILE: &str = "survey.json";
+const FILE: &str = "scan.json";
 
 /// What a decision on these parts rests on.
 fn basis(receipts: &[Receipt]) -> Digest {
     let mut hasher = Hasher::new();
-    hasher.tag("survey.v1");
+    hasher.tag("scan.v1");
     for receipt in receipts {
         hasher.str(&receipt.part.to_string()).digest(receipt.digest);
     }
     hasher.finish()
 }
 
-/// Decides which documents go, once every survey task is done. Nothing if the corpus compares none, or it is decided.
+/// Decides which documents go, once every scan task is done. Nothing if the corpus compares none, or it is decided.
 pub fn decide(plan: &Plan) -> Result<()> {
-    if plan.tasks_of(Stage::Survey).is_empty() {
+    if plan.tasks_of(Stage::Scan).is_empty() {
         return Ok(());
     }
-    let receipts = receipts(plan, Stage::Survey)?;
+    let receipts = receipts(plan, Stage::Scan)?;
     if read(plan)?.is_some_and(|decision| decision.basis == basis(&receipts)) {
         return Ok(());
     }
@@ -46,13 +46,13 @@ pub fn decide(plan: &Plan) -> Result<()> {
     let bands = folder.join(".bands");
     fs::create_dir_all(&bands).map_err(|error| Fault::io("create", &bands, &error))?;
     let mut gathered = Gathered::new(&plan.corpus, &folder, &bands)?;
-    for (task, receipt) in plan.tasks_of(Stage::Survey).into_iter().zip(&receipts) {
+    for (task, receipt) in plan.tasks_of(Stage::Scan).into_iter().zip(&receipts) {
         gather(plan, task, receipt, &mut gathered)?;
     }
-    let survey = gathered.decide()?;
+    let scan = gathered.decide()?;
     fs::remove_dir_all(&bands).map_err(|error| Fault::io("remove", &bands, &error))?;
     for (number, source) in plan.corpus.sources.iter().enumerate() {
-        if source.recipe.surveyed() == 0 {
+        if source.recipe.scanned() == 0 {
             continue;
         }
         let tasks = plan.text.tasks.iter().enumerate().filter(|(_, (of, _))| *of == number);
@@ -65,9 +65,9 @@ pub fn decide(plan: &Plan) -> Result<()> {
             write::write_whole(&folder.join(name), &list)?;
         }
     }
-    let decision = Decision { basis: basis(&receipts), survey };
+    let decision = Decision { basis: basis(&receipts), scan };
     let bytes = serde_json::to_vec(&decision)
-        .map_err(|error| Fault::bug(format!("the survey cannot be written: {error}")))?;
+        .map_err(|error| Fault::bug(format!("the scan cannot be written: {error}")))?;
     write::write_whole(&folder.join(FILE), &bytes)?;
     commit(plan, &folder, &bytes)
 }
@@ -82,7 +82,10 @@ fn commit(plan: &Plan, folder: &std::path::Path, bytes: &[u8]) -> Result<()> {
             Err(error) if !decided.exists() => return Err(fault("create", &error)),
             Err(_) => {}
         }
-        let there = fs::read(decided.join(FILE)).unwrap_or_default();
+        let there = match fs::read(decided.join(FILE)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+            there => there.map_err(|error| fault("read", &error))?,
+        };
         if there == bytes {
             return fs::remove_dir_all(folder).map_err(|error| fault("clear", &error));
         }
@@ -93,13 +96,13 @@ fn commit(plan: &Plan, folder: &std::path::Path, bytes: &[u8]) -> Result<()> {
         if same_basis(&there, bytes) {
             let kept = decided.with_extension("conflict");
             fs::rename(folder, &kept).map_err(|error| Fault::io("keep", &kept, &error))?;
-            return Err(receipt::conflict("the survey").at(kept.display().to_string()));
+            return Err(receipt::conflict("the scan").at(kept.display().to_string()));
         }
         fs::remove_dir_all(&decided).map_err(|error| fault("replace", &error))?;
     }
 }
 
-/// Tells the survey what one part holds.
+/// Tells the scan what one part holds.
 fn gather(plan: &Plan, task: usize, receipt: &Receipt, gathered: &mut Gathered<'_>) -> Result<()> {
     let (source, range) = &plan.text.tasks[task];
     let steps = &plan.corpus.sources[*source].recipe.steps;
@@ -107,18 +110,18 @@ fn gather(plan: &Plan, task: usize, receipt: &Receipt, gathered: &mut Gathered<'
     let mut file = range.start;
     while let Some(entry) = part.next()? {
         match entry {
-            Entry::Looked(mut looked) => {
-                let known = number(&mut looked, |place| steps.get(place).map(|(n, _)| *n));
+            Entry::Observed(mut observed) => {
+                let known = number(&mut observed, |place| steps.get(place).map(|(n, _)| *n));
                 if known.is_none() || file >= range.end {
                     return Err(part.damaged("it holds what its task cannot give"));
                 }
-                gathered.document(*source, file, looked)?;
+                gathered.document(*source, file, observed)?;
             }
             Entry::FileEnd((_, identity)) => {
                 gathered.end(*source, identity);
                 file += 1;
             }
-            Entry::Item(_) => return Err(part.damaged("it is no part of a survey")),
+            Entry::Item(_) => return Err(part.damaged("it is no part of a scan")),
         }
     }
     if part.digest != Some(receipt.digest) || file != range.end {
@@ -128,11 +131,11 @@ fn gather(plan: &Plan, task: usize, receipt: &Receipt, gathered: &mut Gathered<'
 }
 
 /// Names steps by their numbers in the corpus file, where a part names them by place.
-fn number(looked: &mut Looked, number: impl Fn(usize) -> Option<usize>) -> Option<()> {
-    if let Some((step, _)) = &mut looked.gone {
+fn number(observed: &mut Observed, number: impl Fn(usize) -> Option<usize>) -> Option<()> {
+    if let Some((step, _)) = &mut observed.dropped {
         *step = number(usize::from(*step))? as u8;
     }
-    for (step, _) in &mut looked.marks {
+    for (step, _) in &mut observed.marks {
         *step = number(*step)?;
     }
     Some(())
@@ -144,7 +147,7 @@ fn read(plan: &Plan) -> Result<Option<Decision>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(Fault::io("read", &path, &error)),
         Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|error| {
-            Fault::data("the survey of this build is damaged")
+            Fault::data("the scan of this build is damaged")
                 .at(path.display().to_string())
                 .found(error)
                 .hint("delete its folder and run `zdata task decide` again")
@@ -153,23 +156,29 @@ fn read(plan: &Plan) -> Result<Option<Decision>> {
 }
 
 /// What was decided; nothing if the corpus compares no documents.
-pub(super) fn decision(plan: &Plan) -> Result<Option<Survey>> {
-    if plan.tasks_of(Stage::Survey).is_empty() {
+pub(super) fn decision(plan: &Plan) -> Result<Option<Scan>> {
+    if plan.tasks_of(Stage::Scan).is_empty() {
         return Ok(None);
     }
-    let receipts = receipts(plan, Stage::Survey)?;
-    match read(plan)? {
-        Some(decision) if decision.basis == basis(&receipts) => Ok(Some(decision.survey)),
-        _ => Err(Fault::data("the survey is not decided")
+    let decided = current(plan)?.ok_or_else(|| {
+        Fault::data("the scan is not decided")
             .at(plan.decided().display().to_string())
-            .hint("run `zdata task decide`, then the tasks that are missing")),
-    }
+            .hint("run `zdata task decide`, then the tasks that are missing")
+    })?;
+    Ok(Some(decided))
+}
+
+/// What was decided, if it rests on the parts that there are.
+fn current(plan: &Plan) -> Result<Option<Scan>> {
+    let receipts = receipts(plan, Stage::Scan)?;
+    let current = read(plan)?.filter(|decision| decision.basis == basis(&receipts));
+    Ok(current.map(|decision| decision.scan))
 }
 
 /// Whether it is decided which documents go.
 pub fn is_decided(plan: &Plan) -> Result<bool> {
-    let tasks = plan.tasks_of(Stage::Survey);
-    Ok(tasks.is_empty() || (plan.missing(Stage::Survey)?.is_empty() && decision(plan).is_ok()))
+    let tasks = plan.tasks_of(Stage::Scan);
+    Ok(tasks.is_empty() || (plan.missing(Stage::Scan)?.is_empty() && current(plan)?.is_some()))
 }
 
 /// Removes a decision that rests on other parts than there are.

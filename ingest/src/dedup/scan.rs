@@ -1,0 +1,248 @@
+//! The dedup scan: one pass over the inputs before the build, if a step compares documents.
+//!
+//! Workers take each document through the steps up to the last that compares, and hand on, in input order, what that
+//! step needs to know: a digest, a signature, matches. Then the steps are decided in their order: a document that one
+//! removes is no candidate for the next. What is left is a list of the documents removed, in `STORE/SOURCE/removed.jsonl.zst`,
+//! which the build reads. Whoever wants to know why a document is not in the store finds it there.
+
+mod table;
+#[cfg(test)]
+mod tests;
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use contract::{Fault, Identity, Result};
+use serde::{Deserialize, Serialize};
+use store::far;
+use store::{FileRecord, SourceRecord, open, write};
+
+use self::table::Table;
+use super::matches;
+use super::observe::{Observed, Observer};
+use super::tools::Tools;
+use crate::corpus::Corpus;
+use crate::in_order;
+use crate::progress::Progress;
+use crate::source::{self, Input, Limits, Slab};
+
+/// What a finished scan found, in `STORE/.build/scan.json`.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Scan {
+    /// The inputs by source: whoever reads them later must find the same.
+    pub(crate) inputs: Vec<Vec<Identity>>,
+    /// The lists in each source's folder.
+    pub(crate) files: Vec<Vec<FileRecord>>,
+}
+
+impl Scan {
+    /// The scan of this corpus: one that a killed build had finished, or a new one.
+    pub(crate) fn take_up(
+        tools: &Tools<'_>,
+        corpus: &Corpus,
+        store: &Path,
+        (workers, quiet): (usize, bool),
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Self> {
+        let path = store.join(open::BUILD_FOLDER).join("scan.json");
+        match fs::read(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(Fault::io("read", &path, &error)),
+            Ok(bytes) => {
+                return serde_json::from_slice(&bytes).map_err(|error| {
+                    Fault::data(format!("the scan of this build is damaged: {error}"))
+                        .at(path.display().to_string())
+                        .hint("delete the store's folder and build it again")
+                });
+            }
+        }
+        let scratch = store.join(open::BUILD_FOLDER).join("scan");
+        fs::create_dir_all(&scratch).map_err(|error| Fault::io("create", &scratch, &error))?;
+        let scan = run(tools, corpus, (store, &scratch), (workers, quiet), go_on)?;
+        let bytes = serde_json::to_vec(&scan)
+            .map_err(|error| Fault::bug(format!("the scan cannot be written: {error}")))?;
+        write::write_whole(&path, &bytes)?;
+        fs::remove_dir_all(&scratch).map_err(|error| Fault::io("remove", &scratch, &error))?;
+        Ok(scan)
+    }
+
+    /// Enters the lists into the records of the finished sources, if these were read from the inputs scanned.
+    pub(crate) fn close(self, corpus: &Corpus, sources: &mut [SourceRecord]) -> Result<()> {
+        let Scan { inputs, files } = self;
+        for (number, source) in sources.iter_mut().enumerate() {
+            if corpus.sources[number].recipe.scanned() == 0 {
+                continue;
+            }
+            let changed = source.inputs.iter().zip(&inputs[number]).find(|(a, b)| a.sha256 != **b);
+            if let Some((input, _)) = changed {
+                return Err(Fault::mismatch("this input changed between scan and build")
+                    .at(input.path.clone())
+                    .hint("delete the store's folder and build it again"));
+            }
+            source.prepared.get_or_insert_default().files.clone_from(&files[number]);
+        }
+        Ok(())
+    }
+}
+
+fn run(
+    tools: &Tools<'_>,
+    corpus: &Corpus,
+    (store, scratch): (&Path, &Path),
+    (workers, quiet): (usize, bool),
+    go_on: &mut dyn FnMut() -> Result<()>,
+) -> Result<Scan> {
+    let mut gathered = Gathered::new(corpus, store, scratch)?;
+    let mut progress = Progress::new(bytes_to_read(corpus)?, 0, quiet);
+    read_through(tools, corpus, workers, |seen| {
+        match seen {
+            Seen::End { source, bytes, identity } => {
+                gathered.end(source, identity);
+                progress.file(bytes);
+            }
+            Seen::Documents { observed, source, file, raw } => {
+                progress.within(raw);
+                for observed in observed {
+                    go_on()?;
+                    progress.document(observed.bytes, 0);
+                    gathered.document(source, file, observed)?;
+                }
+            }
+        }
+        progress.tick();
+        Ok(())
+    })?;
+    if !quiet {
+        eprintln!("dedup scan: {}", progress.finish());
+    }
+    gathered.decide()
+}
+
+/// Reads the sources of `corpus` that are scanned, and hands on what is seen of their documents, in input order.
+pub(crate) fn read_through(
+    tools: &Tools<'_>,
+    corpus: &Corpus,
+    workers: usize,
+    take: impl FnMut(Seen) -> Result<()>,
+) -> Result<()> {
+    let observer = Observer { corpus, tools };
+    let mut walk = Walk { corpus, source: 0, file: 0, input: None };
+    let look = |part| match part {
+        Part::End { source, bytes, identity } => Ok(Seen::End { source, bytes, identity }),
+        Part::Slab { slab, source, file, raw } => {
+            let observed = observer.slab(&slab, source, file)?;
+            Ok(Seen::Documents { observed, source, file, raw })
+        }
+    };
+    in_order::run(workers, || walk.next(), look, take)
+}
+
+/// What was seen of all documents, until it is decided.
+pub(crate) struct Gathered<'a> {
+    corpus: &'a Corpus,
+    store: &'a Path,
+    table: Table,
+    matches: matches::Writer,
+    inputs: Vec<Vec<Identity>>,
+}
+
+impl<'a> Gathered<'a> {
+    /// Nothing yet. The lists will be written to `store`; `scratch` is a folder for the time until then.
+    pub(crate) fn new(corpus: &'a Corpus, store: &'a Path, scratch: &Path) -> Result<Self> {
+        let table = Table::new(corpus, scratch)?;
+        let inputs = corpus.sources.iter().map(|_| Vec::new()).collect();
+        Ok(Gathered {
+            corpus,
+            store,
+            table,
+            matches: matches::Writer::new(corpus, scratch)?,
+            inputs,
+        })
+    }
+
+    /// The next document, in input order.
+    pub(crate) fn document(
+        &mut self,
+        source: usize,
+        file: usize,
+        observed: Observed,
+    ) -> Result<()> {
+        self.matches.push(source, file, &observed.matches)?;
+        self.table.push(source, file, observed)
+    }
+
+    /// The end of a file.
+    pub(crate) fn end(&mut self, source: usize, identity: Identity) {
+        self.inputs[source].push(identity);
+    }
+
+    /// Decides who goes, and writes the lists.
+    pub(crate) fn decide(mut self) -> Result<Scan> {
+        self.table.decide(self.corpus)?;
+        let mut files = self.table.write(self.corpus, self.store)?;
+        for (files, matches) in files.iter_mut().zip(self.matches.finish(self.corpus, self.store)?)
+        {
+            files.extend(matches);
+        }
+        Ok(Scan { inputs: self.inputs, files })
+    }
+}
+
+fn bytes_to_read(corpus: &Corpus) -> Result<u64> {
+    let scanned = corpus.sources.iter().filter(|source| source.recipe.scanned() > 0);
+    let files = scanned.flat_map(|source| &source.files);
+    let length = |path: &Path| far::size(path).map_err(|error| Fault::io("read", path, &error));
+    files.map(|file| length(&file.path)).sum()
+}
+
+/// What the reader hands to the workers.
+enum Part {
+    Slab { slab: Slab, source: usize, file: usize, raw: u64 },
+    End { source: usize, bytes: u64, identity: Identity },
+}
+
+/// What the workers hand on.
+pub(crate) enum Seen {
+    /// Documents of one file, of which `raw` bytes are read.
+    Documents { observed: Vec<Observed>, source: usize, file: usize, raw: u64 },
+    /// The end of a file, with its content.
+    End { source: usize, bytes: u64, identity: Identity },
+}
+
+/// Reads the files of the sources that are scanned, in order.
+struct Walk<'a> {
+    corpus: &'a Corpus,
+    source: usize,
+    file: usize,
+    input: Option<Box<dyn Input>>,
+}
+
+impl Walk<'_> {
+    fn next(&mut self) -> Result<Option<Part>> {
+        loop {
+            let Some(source) = self.corpus.sources.get(self.source) else { return Ok(None) };
+            if self.file == source.files.len() || source.recipe.scanned() == 0 {
+                (self.source, self.file) = (self.source + 1, 0);
+                continue;
+            }
+            let input = match &mut self.input {
+                Some(input) => input,
+                none => {
+                    let file = &source.files[self.file];
+                    let max_document_bytes = self.corpus.max_document_bytes;
+                    let limits = Limits { max_document_bytes, ..Limits::default() };
+                    none.insert(source::open(&file.path, file.format, &source.fields, &limits)?)
+                }
+            };
+            if let Some(slab) = input.next_slab()? {
+                let raw = input.content().0;
+                return Ok(Some(Part::Slab { slab, source: self.source, file: self.file, raw }));
+            }
+            let (bytes, identity) = input.content();
+            self.input = None;
+            self.file += 1;
+            return Ok(Some(Part::End { source: self.source, bytes, identity }));
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! What the scan knows of every document, and how the comparing steps are decided, in their order.
+//!
+//! State for each document: 10 bytes, 24 more for each step `exact-duplicates`, 4 more for each `near-duplicates`
+//! (and `8 * bands` bytes on the disk while the scan runs; 20 in memory while one band is decided).
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{BufReader, BufWriter, Read as _, Write as _};
+use std::path::{Path, PathBuf};
+
+use contract::{Digest, Fault, Result};
+use rayon::slice::ParallelSliceMut as _;
+use store::{FileRecord, write};
+
+use crate::corpus::Corpus;
+use crate::dedup::minhash::Components;
+use crate::dedup::observe::{Mark, Observed};
+use crate::dedup::removed::{self, Removed};
+use crate::dedup::{exact, minhash, normal};
+use crate::recipe::Step;
+use crate::recipe::compare::Compare;
+
+/// Where one file's documents begin in the tables.
+struct Start {
+    source: usize,
+    file: usize,
+    first: u32,
+}
+
+/// All documents that reached a comparing step, by one.
+enum Column {
+    Exact(Vec<exact::Entry>),
+    Near { documents: Vec<u32>, bands: Vec<(PathBuf, BufWriter<File>)> },
+}
+
+/// What is known of every record with a text.
+#[derive(Default)]
+pub(super) struct Table {
+    starts: Vec<Start>,
+    /// Group and row (see [`removed::address`]).
+    at: Vec<u64>,
+    /// The step that removes it (its number in the corpus file) and the reason.
+    gone: Vec<(u8, u8)>,
+    reasons: Vec<String>,
+    /// For duplicates, the document that was kept.
+    kept: BTreeMap<u32, u32>,
+    columns: BTreeMap<usize, Column>,
+}
+
+/// No step.
+const HERE: u8 = u8::MAX;
+
+impl Table {
+    pub(super) fn new(corpus: &Corpus, scratch: &Path) -> Result<Self> {
+        let mut table = Table::default();
+        for (number, step) in corpus.sources.iter().flat_map(|source| &source.recipe.steps) {
+            let column = match step {
+                Step::Compare(Compare::Exact(_)) => Column::Exact(Vec::new()),
+                Step::Compare(Compare::Near(near)) => {
+                    let create = |band: u64| {
+                        let path = spill(scratch, *number, band);
+                        let file = File::create(&path);
+                        let file = file.map_err(|error| Fault::io("create", &path, &error))?;
+                        Ok((path, BufWriter::new(file)))
+                    };
+                    let bands = (0..near.bands).map(create).collect::<Result<_>>()?;
+                    Column::Near { documents: Vec::new(), bands }
+                }
+                _ => continue,
+            };
+            table.columns.entry(*number).or_insert(column);
+        }
+        Ok(table)
+    }
+
+    pub(super) fn push(&mut self, source: usize, file: usize, observed: Observed) -> Result<()> {
+        let document = u32::try_from(self.at.len()).ok().filter(|document| *document < u32::MAX);
+        let document = document.ok_or_else(|| {
+            Fault::usage("too many documents to be compared with each other")
+                .wanted("at most 4,294,967,295 in all sources with such steps")
+        })?;
+        if self.starts.last().is_none_or(|last| (last.source, last.file) != (source, file)) {
+            self.starts.push(Start { source, file, first: document });
+        }
+        self.at.push(observed.at);
+        let gone = match observed.dropped {
+            None => (HERE, 0),
+            Some((step, reason)) => (step, self.reason(reason)),
+        };
+        self.gone.push(gone);
+        for (number, mark) in observed.marks {
+            match (self.columns.get_mut(&number), mark) {
+                (Some(Column::Exact(entries)), Mark::Content(content)) => {
+                    entries.push(exact::entry(content, document));
+                }
+                (Some(Column::Near { documents, bands }), Mark::Bands(keys)) => {
+                    documents.push(document);
+                    for ((path, band), key) in bands.iter_mut().zip(keys) {
+                        let written = band.write_all(&key.to_le_bytes());
+                        written.map_err(|error| Fault::io("write", path, &error))?;
+                    }
+                }
+                _ => return Err(Fault::bug("a mark of another step")),
+            }
+        }
+        Ok(())
+    }
+
+    fn reason(&mut self, reason: &str) -> u8 {
+        let known = self.reasons.iter().position(|known| known == reason);
+        known.unwrap_or_else(|| {
+            self.reasons.push(reason.to_owned());
+            self.reasons.len() - 1
+        }) as u8
+    }
+
+    /// Decides the comparing steps in their order.
+    pub(super) fn decide(&mut self, corpus: &Corpus) -> Result<()> {
+        for (number, column) in std::mem::take(&mut self.columns) {
+            let across = corpus.sources.iter().flat_map(|source| &source.recipe.steps).find_map(
+                |(candidate, step)| match step {
+                    Step::Compare(Compare::Exact(exact)) if *candidate == number => {
+                        Some(exact.across)
+                    }
+                    Step::Compare(Compare::Near(near)) if *candidate == number => Some(near.across),
+                    _ => None,
+                },
+            );
+            let across = across.unwrap_or(true);
+            let (pairs, reason) = match column {
+                Column::Exact(entries) => (self.exact(entries, number, across), exact::REASON),
+                Column::Near { documents, bands } => {
+                    (self.near(documents, bands, (number, across))?, minhash::REASON)
+                }
+            };
+            let reason = self.reason(reason);
+            for (document, kept) in pairs {
+                self.gone[document as usize] = (number as u8, reason);
+                self.kept.insert(document, kept);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a document gets as far as step `number`.
+    fn reaches(&self, document: u32, number: usize) -> bool {
+        usize::from(self.gone[document as usize].0) >= number
+    }
+
+    fn exact(
+        &self,
+        mut entries: Vec<exact::Entry>,
+        number: usize,
+        across: bool,
+    ) -> Vec<(u32, u32)> {
+        entries.retain(|(_, _, document)| self.reaches(*document, number));
+        if !across {
+            for entry in &mut entries {
+                entry.0 ^= normal::mixed(1 + self.source_of(entry.2) as u64);
+            }
+        }
+        exact::later(&mut entries)
+    }
+
+    fn near(
+        &self,
+        documents: Vec<u32>,
+        bands: Vec<(PathBuf, BufWriter<File>)>,
+        (number, across): (usize, bool),
+    ) -> Result<Vec<(u32, u32)>> {
+        let mut components = Components::new(self.at.len() as u32);
+        for (path, writer) in bands {
+            let fault = |error: std::io::Error| Fault::io("read", &path, &error);
+            writer.into_inner().map_err(|error| Fault::io("write", &path, error.error()))?;
+            let mut reader = BufReader::new(File::open(&path).map_err(fault)?);
+            let mut keys = Vec::new();
+            for document in &documents {
+                let mut key = [0; 8];
+                reader.read_exact(&mut key).map_err(fault)?;
+                if self.reaches(*document, number) {
+                    let own = if across { 0 } else { 1 + self.source_of(*document) as u64 };
+                    keys.push((u64::from_le_bytes(key) ^ normal::mixed(own), *document));
+                }
+            }
+            keys.par_sort_unstable();
+            for pair in keys.windows(2).filter(|pair| pair[0].0 == pair[1].0) {
+                components.join(pair[0].1, pair[1].1);
+            }
+        }
+        let kept = documents.iter().map(|document| (*document, components.least(*document)));
+        Ok(kept.filter(|(document, kept)| document != kept).collect())
+    }
+
+    fn start_of(&self, document: u32) -> &Start {
+        &self.starts[self.starts.partition_point(|start| start.first <= document) - 1]
+    }
+
+    fn source_of(&self, document: u32) -> usize {
+        self.start_of(document).source
+    }
+
+    /// Writes, for each source, which documents were removed.
+    pub(super) fn write(&self, corpus: &Corpus, store: &Path) -> Result<Vec<Vec<FileRecord>>> {
+        let mut files = Vec::new();
+        for (number, source) in corpus.sources.iter().enumerate() {
+            if source.recipe.scanned() == 0 {
+                files.push(Vec::new());
+                continue;
+            }
+            let mut writer = removed::Writer::new()?;
+            for document in self.documents_of(number) {
+                let (step, reason) = self.gone[document as usize];
+                if step == HERE {
+                    continue;
+                }
+                let kept = self.kept.get(&document).map(|kept| {
+                    let start = self.start_of(*kept);
+                    let name = &corpus.sources[start.source].name;
+                    (name.as_str(), start.file, self.at[*kept as usize])
+                });
+                let file = self.start_of(document).file;
+                let reason = &self.reasons[usize::from(reason)];
+                writer.push(Removed { file, at: self.at[document as usize], reason, kept })?;
+            }
+            let bytes = writer.finish()?;
+            files.push(vec![list(store, &source.name, removed::FILE, &bytes)?]);
+        }
+        Ok(files)
+    }
+
+    fn documents_of(&self, source: usize) -> std::ops::Range<u32> {
+        let first = self.starts.partition_point(|start| start.source < source);
+        let after = self.starts.partition_point(|start| start.source <= source);
+        let all = self.at.len() as u32;
+        let at = |start: usize| self.starts.get(start).map_or(all, |start| start.first);
+        at(first)..at(after)
+    }
+}
+
+fn spill(scratch: &Path, number: usize, band: u64) -> PathBuf {
+    scratch.join(format!("step-{number}-band-{band}"))
+}
+
+/// Writes a list into a source's folder.
+fn list(store: &Path, source: &str, name: &str, bytes: &[u8]) -> Result<FileRecord> {
+    let folder = store.join(source);
+    fs::create_dir_all(&folder).map_err(|error| Fault::io("create", &folder, &error))?;
+    write::write_whole(&folder.join(name), bytes)?;
+    let (bytes, digest) = (bytes.len() as u64, Digest::of_bytes(bytes));
+    Ok(FileRecord { name: name.to_owned(), bytes, digest })
+}

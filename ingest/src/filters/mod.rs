@@ -1,0 +1,123 @@
+//! Steps that look at one text at a time: cleaning, the published quality filters, trimming.
+//!
+//! Invariant: what a filter does to a text is a function of the text and of its settings. `trim` alone needs more: it
+//! counts tokens with whatever it is given.
+
+pub(crate) mod c4;
+pub(crate) mod clean;
+pub(crate) mod quality;
+pub(crate) mod repetition;
+pub(crate) mod setting;
+pub(crate) mod trim;
+pub(crate) mod words;
+
+use contract::Result;
+
+use words::Text;
+
+/// Counts the tokens of a text, with those that are put around each document.
+pub(crate) type Count<'a> = dyn Fn(&str) -> Result<usize> + Sync + 'a;
+
+/// Why a document is dropped.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Dropped {
+    /// The step and its rule: what is counted.
+    pub(crate) reason: &'static str,
+    /// What was found, for people.
+    pub(crate) found: String,
+}
+
+impl Dropped {
+    /// A document dropped for `reason`.
+    pub(crate) fn new(reason: &'static str, found: impl ToString) -> Self {
+        Dropped { reason, found: found.to_string() }
+    }
+}
+
+/// What a step did to a document.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Effect {
+    /// It looked, and found nothing wrong.
+    Kept,
+    /// The document has this text now.
+    Changed(String),
+    /// The document is dropped.
+    Dropped(Dropped),
+}
+
+/// One filter, with its settings.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Filter {
+    Clean(clean::Clean),
+    Length(quality::Length),
+    GopherQuality(quality::GopherQuality),
+    GopherRepetition(repetition::GopherRepetition),
+    C4(c4::C4),
+    FineWeb(quality::FineWeb),
+    Trim(trim::Trim),
+}
+
+impl Filter {
+    /// The filter as canonical text.
+    pub(crate) fn describe(&self) -> String {
+        match self {
+            Filter::Clean(filter) => filter.describe(),
+            Filter::Length(filter) => filter.describe(),
+            Filter::GopherQuality(filter) => filter.describe(),
+            Filter::GopherRepetition(filter) => filter.describe(),
+            Filter::C4(filter) => filter.describe(),
+            Filter::FineWeb(filter) => filter.describe(),
+            Filter::Trim(filter) => filter.describe(),
+        }
+    }
+
+    /// Its name in `corpus.toml`.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Filter::Clean(_) => "clean",
+            Filter::Length(_) => "length",
+            Filter::GopherQuality(_) => "gopher-quality",
+            Filter::GopherRepetition(_) => "gopher-repetition",
+            Filter::C4(_) => "c4",
+            Filter::FineWeb(_) => "fineweb",
+            Filter::Trim(_) => "trim",
+        }
+    }
+
+    /// Whether it may change a text.
+    pub(crate) fn changes(&self) -> bool {
+        matches!(self, Filter::Clean(_) | Filter::C4(_) | Filter::Trim(_))
+    }
+
+    /// Looks at one text. Without a `count`, what needs one does nothing.
+    pub(crate) fn run(&self, text: &Text<'_>, count: Option<&Count<'_>>) -> Result<Effect> {
+        let judged = |dropped: Option<Dropped>| dropped.map_or(Effect::Kept, Effect::Dropped);
+        Ok(match self {
+            Filter::Clean(filter) => changed(filter.change(text.text), "clean: nothing left"),
+            Filter::Length(filter) => judged(filter.judge(text)),
+            Filter::GopherQuality(filter) => judged(filter.judge(text)),
+            Filter::GopherRepetition(filter) => judged(filter.judge(text)),
+            Filter::C4(filter) => match filter.change(text.text) {
+                Err(dropped) => Effect::Dropped(dropped),
+                Ok(kept) => changed((kept != text.text).then_some(kept), "c4: nothing left"),
+            },
+            Filter::FineWeb(filter) => judged(filter.judge(text)),
+            Filter::Trim(filter) => match count {
+                None => Effect::Kept,
+                Some(count) => match filter.change(text.text, count)? {
+                    Err(dropped) => Effect::Dropped(dropped),
+                    Ok(kept) => changed(kept, "trim: nothing left"),
+                },
+            },
+        })
+    }
+}
+
+/// The effect of a step that gave another text, or none.
+pub(crate) fn changed(text: Option<String>, emptied: &'static str) -> Effect {
+    match text {
+        None => Effect::Kept,
+        Some(text) if text.is_empty() => Effect::Dropped(Dropped::new(emptied, 0)),
+        Some(text) => Effect::Changed(text),
+    }
+}

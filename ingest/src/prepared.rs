@@ -1,0 +1,146 @@
+//! The recipes of a corpus as the build runs them: on documents that a dedup scan has judged, if it had to.
+
+use std::path::Path;
+
+use contract::{Fault, Result};
+
+use crate::corpus::{Corpus, Source};
+use crate::dedup::{List, Tools, contaminated};
+use crate::filters::Effect;
+use crate::recipe::compare::Compare;
+use crate::recipe::run::{NoText, Outcome, Passage};
+use crate::recipe::{Recipe, Step};
+use crate::source::Document;
+
+/// What one document went through, if it came out.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Trace {
+    /// Bytes of its text before the first step.
+    pub(crate) read: u64,
+    /// The steps that changed it: place in the recipe, bytes before and after.
+    pub(crate) changes: Vec<(usize, u64, u64)>,
+}
+
+/// A document that does not come out.
+#[derive(Debug)]
+pub(crate) struct DroppedRecord {
+    /// Why.
+    pub(crate) reason: String,
+    /// Bytes of its text before the first step.
+    pub(crate) bytes: u64,
+    /// The same as an error, for a record that has no text.
+    pub(crate) fault: Fault,
+}
+
+/// The recipes of a corpus, ready to run.
+pub(crate) struct Prepared<'a> {
+    corpus: &'a Corpus,
+    tools: &'a Tools<'a>,
+    /// What the scan removed, by source.
+    lists: Vec<List>,
+}
+
+/// The recipe of one source, in one of its files.
+pub(crate) struct InFile<'a> {
+    recipe: &'a Recipe,
+    tools: &'a Tools<'a>,
+    /// What the scan removed; without one every step judges, and none compares documents with each other.
+    list: Option<&'a List>,
+    file: usize,
+}
+
+impl<'a> Prepared<'a> {
+    /// Gets everything ready; what the scan removed is read from `store`.
+    pub(crate) fn new(corpus: &'a Corpus, tools: &'a Tools<'a>, store: &Path) -> Result<Self> {
+        let list = |source: &Source| match source.recipe.scanned() {
+            0 => Ok(List::default()),
+            _ => List::read(store, &source.name),
+        };
+        let lists = corpus.sources.iter().map(list).collect::<Result<_>>()?;
+        Ok(Prepared { corpus, tools, lists })
+    }
+
+    /// Gets everything ready, with the lists of what the scan removed, one for each source.
+    pub(crate) fn with(corpus: &'a Corpus, tools: &'a Tools<'a>, lists: Vec<List>) -> Self {
+        Prepared { corpus, tools, lists }
+    }
+
+    /// What is to be done in this file of this source; `None` if nothing is.
+    pub(crate) fn in_file(&self, source: &str, file: &str) -> Option<InFile<'_>> {
+        let number = self.corpus.sources.iter().position(|candidate| candidate.name == source)?;
+        let source = &self.corpus.sources[number];
+        if source.recipe.is_empty() {
+            return None;
+        }
+        // Files are sorted by the path that is shown.
+        let file = source.files.binary_search_by(|found| found.shown.as_str().cmp(file));
+        let file = file.expect("the reader names a file of the source");
+        let list = Some(&self.lists[number]);
+        Some(InFile { recipe: &source.recipe, tools: self.tools, list, file })
+    }
+}
+
+impl<'a> InFile<'a> {
+    /// The recipe of a source where there was no scan; `None` if it is empty.
+    pub(crate) fn unscanned(source: &'a Source, tools: &'a Tools<'a>) -> Option<Self> {
+        let recipe = &source.recipe;
+        (!recipe.is_empty()).then_some(InFile { recipe, tools, list: None, file: 0 })
+    }
+
+    /// Takes a document through.
+    pub(crate) fn apply(
+        &self,
+        mut document: Document,
+    ) -> std::result::Result<(Document, Trace), DroppedRecord> {
+        let record = document.text.len() as u64;
+        self.recipe.text(&mut document).map_err(|NoText { reason, fault }| DroppedRecord {
+            reason: reason.to_owned(),
+            bytes: record,
+            fault,
+        })?;
+        let bytes = document.text.len() as u64;
+        let dropped =
+            |reason: &str, fault| DroppedRecord { reason: reason.to_owned(), bytes, fault };
+        let reason = self.list.and_then(|l| l.reason(self.file, document.group, document.row));
+        if let Some(reason) = reason {
+            return Err(dropped(reason, Fault::data(reason)));
+        }
+        let steps = 0..self.recipe.steps.len();
+        let trace = Trace { read: bytes, changes: Vec::new() };
+        let mut tracing = Tracing { of: self, trace };
+        match self.recipe.run(steps, &mut document, self.tools.count(), &mut tracing) {
+            Ok(Outcome::Through) => Ok((document, tracing.trace)),
+            Ok(Outcome::Dropped { dropped: why, .. }) => {
+                Err(dropped(why.reason, Fault::data(why.reason).found(why.found)))
+            }
+            Ok(Outcome::Refused(fault)) | Err(fault) => {
+                Err(dropped("refused by the tokenizer", fault))
+            }
+        }
+    }
+}
+
+/// Notes what changes a document. Where a scan came before, only what changes it or comes later runs.
+struct Tracing<'a> {
+    of: &'a InFile<'a>,
+    trace: Trace,
+}
+
+impl Passage for Tracing<'_> {
+    fn wants(&self, place: usize, _: &Step) -> bool {
+        self.of.list.is_none() || self.of.recipe.runs_again(place)
+    }
+
+    fn compare(&mut self, number: usize, step: &Compare, document: &Document) -> Result<Effect> {
+        match step {
+            Compare::Exact(_) | Compare::Near(_) => Ok(Effect::Kept),
+            Compare::Decontaminate(_) => contaminated(self.of.tools, number, &document.text),
+        }
+    }
+
+    fn hear(&mut self, place: usize, document: &Document, effect: &Effect) {
+        if let Effect::Changed(text) = effect {
+            self.trace.changes.push((place, document.text.len() as u64, text.len() as u64));
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! Settings of the steps that compare a document with others, or with evaluation sets. What they do stands in `dedup`.
+
+use contract::{Fault, Identity, Result};
+
+use super::mapping::Template;
+use crate::corpus::SourceFile;
+use crate::filters::setting::{Setting as _, step};
+
+/// One step that compares, with its settings.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Compare {
+    Exact(Exact),
+    Near(Near),
+    Decontaminate(Decontaminate),
+}
+
+impl Compare {
+    /// The step as canonical text.
+    pub(crate) fn describe(&self) -> String {
+        match self {
+            Compare::Exact(step) => step.describe(),
+            Compare::Near(step) => step.describe(),
+            Compare::Decontaminate(step) => step.describe(),
+        }
+    }
+
+    /// Its name in `corpus.toml`.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Compare::Exact(_) => "exact-duplicates",
+            Compare::Near(_) => "near-duplicates",
+            Compare::Decontaminate(_) => "decontaminate",
+        }
+    }
+}
+
+step! {
+    /// Exact duplicates.
+    Exact = "exact-duplicates" {
+        /// Whether documents of different sources are compared.
+        across: bool = "true",
+    }
+}
+
+step! {
+    /// Near duplicates.
+    Near = "near-duplicates" {
+        /// Words in a run.
+        words: u64 = "5",
+        /// Bands.
+        bands: u64 = "14",
+        /// Values in a band.
+        rows: u64 = "8",
+        /// What the functions are drawn from.
+        seed: u64 = "1",
+        /// Whether documents of different sources are compared.
+        across: bool = "true",
+    }
+}
+
+impl Near {
+    /// What is wrong with the settings, if anything is.
+    pub(crate) fn check(&self) -> std::result::Result<(), &'static str> {
+        let positive = self.words > 0 && self.bands > 0 && self.rows > 0;
+        let small = self.words <= 1000 && self.bands.saturating_mul(self.rows) <= 4096;
+        if positive && small {
+            Ok(())
+        } else {
+            Err(
+                "words from 1 to 1000, and bands and rows above zero with a product of at most 4096",
+            )
+        }
+    }
+}
+
+step! {
+    /// What decides a match.
+    Rules = "decontaminate" {
+        /// Words in a run.
+        words: u64 = "13",
+        /// Runs that a document must share with one item to go.
+        min_runs: u64 = "1",
+        /// Whether numbers count; if not, any number is like any other, and an item is found with other values in it.
+        numbers: bool = "true",
+        /// The text of an item.
+        template: String = "{text}",
+    }
+}
+
+/// Decontamination against some files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Decontaminate {
+    pub(crate) rules: Rules,
+    /// The files, sorted, with what they held when the corpus was read.
+    pub(crate) files: Vec<(SourceFile, Identity)>,
+}
+
+impl Decontaminate {
+    /// Checks the settings and identifies the files.
+    pub(crate) fn new(rules: Rules, files: Vec<SourceFile>) -> Result<Self> {
+        if rules.words == 0 || rules.words > 1000 || rules.min_runs == 0 {
+            return Err(Fault::usage("this finds nothing or everything")
+                .found(format!("words = {}, min_runs = {}", rules.words, rules.min_runs))
+                .wanted("words from 1 to 1000, min_runs above zero"));
+        }
+        Template::parse(&rules.template).map_err(|why| {
+            Fault::usage(format!("`template` is no template: {why}"))
+                .found(rules.template.show())
+                .wanted("text with fields in it, like \"{question} {answer}\"")
+        })?;
+        let identified = |file: SourceFile| {
+            let (_, identity) = store::far::content(&file.path)?;
+            Ok((file, identity))
+        };
+        Ok(Decontaminate {
+            rules,
+            files: files.into_iter().map(identified).collect::<Result<_>>()?,
+        })
+    }
+
+    /// The step as canonical text: the content of the sets, not their paths.
+    pub(crate) fn describe(&self) -> String {
+        let sets: String = self.files.iter().map(|(_, identity)| format!(" {identity}")).collect();
+        format!("{} sets=[{}]", self.rules.describe(), sets.trim_start())
+    }
+}

@@ -1,0 +1,168 @@
+//! Recipes: what happens to a document between its file and its tokens, as `corpus.toml` declares it, and in which order.
+//!
+//! A source has a recipe: how a record becomes a text, then steps in the order written. Most steps look at one text at
+//! a time (`filters`); they run on the workers, between parsing and encoding. Some compare a document with others or with
+//! evaluation sets (`dedup`): if a corpus has one of them, a scan reads it once before the build and decides.
+//!
+//! Invariant: what becomes of a document is a function of the corpus and its inputs alone; workers, kills and the
+//! order in which threads finish cannot matter.
+//! Invariant: a document that does not go through is counted under one reason, and what steps add to and remove from
+//! the others is counted by step: the accounting balances to zero in documents and in bytes.
+//! Invariant: a source without steps pays nothing, and keeps its identity and its bits.
+
+pub(crate) mod compare;
+pub(crate) mod config;
+pub(crate) mod mapping;
+pub(crate) mod run;
+#[cfg(test)]
+pub(crate) mod tests;
+
+use store::{Change, PreparedRecord};
+
+use crate::filters::Filter;
+use compare::Compare;
+use mapping::Mapping;
+
+/// Whether a record was dropped by a step, and not because it cannot be read. Every reason of a step begins with its
+/// name and a colon.
+pub(crate) fn is_reason(reason: &str) -> bool {
+    reason.contains(": ")
+}
+
+/// The first steps in which two preparations differ: nobody reads the whole of both.
+pub(crate) fn first_difference<'a>(old: &'a str, new: &'a str) -> (&'a str, &'a str) {
+    let (mut a, mut b) = (old.split(" | "), new.split(" | "));
+    loop {
+        match (a.next(), b.next()) {
+            (Some(a), Some(b)) if a == b => {}
+            (None, None) => return (old, new),
+            (a, b) => return (a.unwrap_or("no such step"), b.unwrap_or("no such step")),
+        }
+    }
+}
+
+/// What is done to one source.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Recipe {
+    /// How a record becomes a text, if one field is not enough.
+    pub(crate) mapping: Option<Mapping>,
+    /// The steps in order, each with its number in the corpus file.
+    pub(crate) steps: Vec<(usize, Step)>,
+}
+
+impl Recipe {
+    /// Whether nothing is done.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.mapping.is_none() && self.steps.is_empty()
+    }
+
+    /// How many steps the dedup scan takes documents through: up to the last that compares them.
+    pub(crate) fn scanned(&self) -> usize {
+        let last = self.steps.iter().rposition(|(_, step)| step.compares());
+        last.map_or(0, |last| last + 1)
+    }
+
+    /// Whether the step at `place` runs where a scan came before: that has judged; what changes a text is done again.
+    pub(crate) fn runs_again(&self, place: usize) -> bool {
+        let step = self.steps.get(place);
+        place >= self.scanned() || step.is_some_and(|(_, step)| step.changes())
+    }
+
+    /// The places of the steps that run while documents are encoded.
+    pub(crate) fn encoding_places(&self) -> Vec<usize> {
+        (0..self.steps.len()).filter(|place| self.runs_again(*place)).collect()
+    }
+
+    /// What the scan does, as canonical text; the sets of evaluation items by name too, since matches name them.
+    pub(crate) fn describe_scan(&self) -> String {
+        let steps = self.steps[..self.scanned()].to_vec();
+        let sets = steps.iter().filter_map(|(_, step)| match step {
+            Step::Compare(Compare::Decontaminate(step)) => Some(&step.files),
+            _ => None,
+        });
+        let sets: Vec<&str> = sets.flatten().map(|(file, _)| file.shown.as_str()).collect();
+        let recipe = Recipe { mapping: self.mapping.clone(), steps: steps.clone() };
+        format!("{} sets={sets:?}", recipe.describe())
+    }
+
+    /// What is done while documents are encoded, as canonical text.
+    pub(crate) fn describe_encoding(&self) -> String {
+        let steps = self.encoding_places().into_iter().map(|place| self.steps[place].clone());
+        Recipe { mapping: self.mapping.clone(), steps: steps.collect() }.describe()
+    }
+
+    /// Whether the scan counts tokens.
+    pub(crate) fn scan_counts_tokens(&self) -> bool {
+        let steps = &self.steps[..self.scanned()];
+        steps.iter().any(|(_, step)| matches!(step, Step::Filter(Filter::Trim(_))))
+    }
+
+    /// Counts what the step at `place` made of one document that was kept: its bytes before and after.
+    pub(crate) fn count(
+        &self,
+        (place, before, after): (usize, u64, u64),
+        record: &mut PreparedRecord,
+    ) {
+        let step = self.step_name(place);
+        // In the order of the steps, which is that of their names' numbers.
+        let slot = record.changes.binary_search_by(|change| change.step.cmp(&step));
+        let slot = slot.unwrap_or_else(|slot| {
+            record.changes.insert(slot, Change { step, documents: 0, added: 0, removed: 0 });
+            slot
+        });
+        let change = &mut record.changes[slot];
+        change.documents += 1;
+        change.added += after.saturating_sub(before);
+        change.removed += before.saturating_sub(after);
+    }
+
+    /// A step as people call it: its place in the recipe and its name.
+    pub(crate) fn step_name(&self, number: usize) -> String {
+        let name = self.steps.get(number).map_or("mapping", |(_, step)| step.name());
+        format!("{:02} {name}", number + 1)
+    }
+
+    /// The recipe as canonical text, to be added to what is said of a source: empty if nothing is done.
+    pub(crate) fn describe(&self) -> String {
+        let mapping = self.mapping.iter().map(Mapping::describe);
+        let steps = self.steps.iter().map(|(_, step)| step.describe());
+        mapping.chain(steps).map(|part| format!(" | {part}")).collect()
+    }
+}
+
+/// One step, with its settings.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// It looks at one text at a time.
+    Filter(Filter),
+    /// It compares documents, and so needs a scan.
+    Compare(Compare),
+}
+
+impl Step {
+    /// The step as canonical text.
+    fn describe(&self) -> String {
+        match self {
+            Step::Filter(filter) => filter.describe(),
+            Step::Compare(step) => step.describe(),
+        }
+    }
+
+    /// Its name in `corpus.toml`.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Step::Filter(filter) => filter.name(),
+            Step::Compare(step) => step.name(),
+        }
+    }
+
+    /// Whether it compares a document with others, and so needs a scan.
+    fn compares(&self) -> bool {
+        matches!(self, Step::Compare(_))
+    }
+
+    /// Whether it may change a text.
+    fn changes(&self) -> bool {
+        matches!(self, Step::Filter(filter) if filter.changes())
+    }
+}

@@ -1,0 +1,110 @@
+//! The one loop over the steps of a recipe: whoever takes a document through it does so here.
+//!
+//! Four do: the dedup scan (which judges), the build (which knows the scan's judgement and changes texts), the sample of
+//! `zdata inspect` (which tells of every step) and the training of a tokenizer (before which nothing was compared). They
+//! differ in which steps they run, in what a comparing step says, and in what they note: that is a [`Passage`].
+
+use std::ops::Range;
+
+use contract::{Fault, Result};
+
+use super::compare::Compare;
+use super::{Recipe, Step};
+use crate::filters::words::Text;
+use crate::filters::{Count, Dropped, Effect};
+use crate::source::Document;
+
+/// Who takes a document through its recipe.
+pub(crate) trait Passage {
+    /// Whether the step at `place` runs.
+    fn wants(&self, _place: usize, _step: &Step) -> bool {
+        true
+    }
+
+    /// What the comparing step with this number in the corpus file says of a document.
+    fn compare(&mut self, number: usize, step: &Compare, document: &Document) -> Result<Effect>;
+
+    /// Hears what the step at `place` did, while the document is still as it was before.
+    fn hear(&mut self, _place: usize, _document: &Document, _effect: &Effect) {}
+}
+
+/// How a document came out.
+#[derive(Debug)]
+pub(crate) enum Outcome {
+    /// It went through.
+    Through,
+    /// A step dropped it.
+    Dropped {
+        /// The step's number in the corpus file.
+        number: usize,
+        /// Why.
+        dropped: Dropped,
+    },
+    /// A filter that counts tokens could not.
+    Refused(Fault),
+}
+
+/// A record that gives no text to prepare.
+#[derive(Debug)]
+pub(crate) struct NoText {
+    /// What it is counted under.
+    pub(crate) reason: &'static str,
+    /// The same as an error.
+    pub(crate) fault: Fault,
+}
+
+impl Recipe {
+    /// Makes a record the text that the first step sees.
+    pub(crate) fn text(&self, document: &mut Document) -> std::result::Result<(), NoText> {
+        let Some(mapping) = &self.mapping else { return Ok(()) };
+        document.text = mapping.text(&document.text).map_err(|fault| NoText {
+            reason: "missing text",
+            fault: fault
+                .hint("mend it, or set on_error = \"skip\" to count such records and go on"),
+        })?;
+        match document.text.is_empty() {
+            true => Err(NoText { reason: "empty", fault: Fault::data("the document is empty") }),
+            false => Ok(()),
+        }
+    }
+
+    /// Takes a document through those steps at `places` that `passage` wants, in their order, until one drops it.
+    pub(crate) fn run(
+        &self,
+        places: Range<usize>,
+        document: &mut Document,
+        count: Option<&Count<'_>>,
+        passage: &mut impl Passage,
+    ) -> Result<Outcome> {
+        // Words are cut once for all filters between two changes of the text.
+        let mut words = None;
+        for place in places {
+            let (number, step) = &self.steps[place];
+            if !passage.wants(place, step) {
+                continue;
+            }
+            let effect = match step {
+                Step::Compare(step) => passage.compare(*number, step, document)?,
+                Step::Filter(filter) => {
+                    let text = Text::with_words(&document.text, words.take());
+                    match filter.run(&text, count) {
+                        Err(fault) => return Ok(Outcome::Refused(fault)),
+                        Ok(effect) => {
+                            words = text.into_words();
+                            effect
+                        }
+                    }
+                }
+            };
+            passage.hear(place, document, &effect);
+            match effect {
+                Effect::Kept => {}
+                Effect::Changed(text) => (document.text, words) = (text, None),
+                Effect::Dropped(dropped) => {
+                    return Ok(Outcome::Dropped { number: *number, dropped });
+                }
+            }
+        }
+        Ok(Outcome::Through)
+    }
+}
