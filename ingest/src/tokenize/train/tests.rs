@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use contract::Class;
 use proptest::prelude::*;
+use tokenizers::Model as _;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::models::{ModelWrapper, TrainerWrapper};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
@@ -67,6 +68,23 @@ fn hugging_face_learns_the_same_merges() {
     assert_eq!(ours_merges.len(), 699 - 256);
     assert_eq!(ours_merges, theirs_merges);
     assert_eq!(ours["model"]["vocab"], theirs["model"]["vocab"]);
+}
+
+#[test]
+fn a_pair_may_occur_more_often_than_32_bits_count() {
+    let often = 1u64 << 31;
+    let ours = learn(&BTreeMap::from([("ab".into(), often), ("cd".into(), 2)]), 300);
+    let pair = |a: u8, b: u8| {
+        let id = |byte| alphabet().iter().position(|known| *known == byte).unwrap() as u32;
+        (id(a), id(b))
+    };
+    assert_eq!(ours.merges, [pair(b'a', b'b'), pair(b'c', b'd')]);
+    // The reason why it is not Hugging Face's trainer that learns: once this fails, it may.
+    let trainer = BpeTrainer::builder().show_progress(false).min_frequency(COUNT_MIN).build();
+    let counts = [("ab".into(), often), ("cd".into(), 2)].into_iter().collect();
+    let mut theirs = BPE::default();
+    trainer.do_train(&counts, &mut theirs).unwrap();
+    assert!(theirs.get_vocab().contains_key("cd") && !theirs.get_vocab().contains_key("ab"));
 }
 
 /// The same definition without a queue and without counts that are kept: every pair is counted anew each time.
