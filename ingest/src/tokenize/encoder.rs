@@ -2,21 +2,15 @@
 //!
 //! Invariant: which of the two encodes decides speed, never an id: a build stops where they differ.
 
-use std::cell::Cell;
-use std::collections::BTreeSet;
 use std::fs;
-use std::panic::{self, AssertUnwindSafe};
 use std::path::Path;
-use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use contract::{Fault, Identity, Result, fault};
-use fastokens::AddedTokenPolicy;
 use serde_json::Value;
 
-use super::long::LongWords;
-use super::runs::Runs;
-use super::whole::{Form, Whole};
+use super::fast::Fast;
+use super::quiet::quietly;
 
 /// Which library encodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,30 +38,6 @@ pub struct Tokenizer {
     rescued: AtomicU64,
 }
 
-/// The fast encoder.
-struct Fast {
-    library: fastokens::Tokenizer,
-    words: Words,
-    /// The added tokens that are runs of spaces, if there are any.
-    runs: Option<Runs>,
-    /// Whether the split asks for letters of either case.
-    either_case: bool,
-}
-
-/// What cuts text into words, and merges those that are long.
-enum Words {
-    /// The library itself.
-    Library,
-    /// A known split.
-    Split(LongWords),
-    /// None: the text is one word.
-    Whole(Whole),
-}
-
-/// An apostrophe and a long s. Where either case counts, it is the contraction `'s` to the reference and to Unicode,
-/// and none to the fast encoder.
-const LONG_S: &str = "'\u{17f}";
-
 impl Tokenizer {
     /// Reads a `tokenizer.json`.
     pub fn read(path: &Path, engine: Engine) -> Result<Self> {
@@ -86,7 +56,7 @@ impl Tokenizer {
             });
             let fast = parsed(&bytes).map(|json| match engine {
                 Engine::Reference => Err("the reference was asked for".to_owned()),
-                Engine::Fastest => fast(json),
+                Engine::Fastest => Fast::new(json),
             });
             (reference.join(), fast)
         });
@@ -157,7 +127,7 @@ impl Tokenizer {
     /// The ids of `text`.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let Ok(fast) = &self.fast else { return self.encode_by_reference(text) };
-        if let Ok(ids) = encode_fast(fast, text) {
+        if let Ok(ids) = fast.encode(text) {
             return Ok(ids);
         }
         self.rescued.fetch_add(1, Ordering::Relaxed);
@@ -237,122 +207,17 @@ fn largest_id(reference: &tokenizers::Tokenizer) -> Result<Option<u32>> {
     }
 }
 
-/// The fast encoder if it covers this tokenizer, or why not.
-fn fast(json: Value) -> std::result::Result<Fast, String> {
-    let whole_words = json["added_tokens"].as_array().is_some_and(|added| {
-        added.iter().any(|token| token["single_word"] == true && token["special"] != true)
-    });
-    if whole_words {
-        return Err("an added token matches whole words only".to_owned());
-    }
-    let mut json = without_gaps(json)?;
-    let form = Form::of(&mut json)?;
-    let metaspace = matches!(form, Some(Form::Metaspace(_)));
-    let words = match form {
-        Some(form) => Whole::new(form, &json).map(Words::Whole),
-        None => LongWords::new(&json).map(Words::Split),
-    };
-    let runs = Runs::new(&json);
-    let either_case = json["pre_tokenizer"].to_string().contains("(?i");
-    let mut library = quietly(|| fastokens::Tokenizer::from_json(json))
-        .map_err(|()| "it panicked on this tokenizer.json".to_owned())?
-        .map_err(|error| error.to_string())?;
-    library.set_truncation(None);
-    library.set_padding(None);
-    // What is known of words is read off the file, so that the library has to merge just so.
-    let words = words.filter(|words| match words {
-        Words::Whole(_) => Whole::fits(library.model()),
-        _ => library.model().supports_fused_byte_level(),
-    });
-    if metaspace && words.is_none() {
-        return Err("Metaspace stands before a model without a token for every byte".to_owned());
-    }
-    Ok(Fast { library, words: words.unwrap_or(Words::Library), runs, either_case })
-}
-
 /// The fast encoder if it agrees with the reference where tokenizers are known to part ways, or where it does not.
 fn agreeing(fast: Fast, reference: &tokenizers::Tokenizer) -> std::result::Result<Fast, String> {
     for text in probes(reference) {
         let wanted = encode_reference(reference, &text).map_err(|fault| fault.to_string())?;
-        match encode_fast(&fast, &text) {
+        match fast.encode(&text) {
             Ok(ids) if ids == wanted => {}
             Ok(_) => return Err(format!("its ids differ on the probe {text:?}")),
             Err(why) => return Err(format!("it gives up on the probe {text:?}: {why}")),
         }
     }
     Ok(fast)
-}
-
-/// The most unused ids that are worth naming.
-const GAPS_MAX: usize = 1 << 16;
-
-/// Gives ids that no token has a token that no text has, since `fastokens` wants the ids of a model without gaps.
-/// (cl100k and o200k leave some out below their special tokens.) Under a byte-level pre-tokenizer, a space never
-/// reaches the model, so a token with one cannot match.
-fn without_gaps(mut json: Value) -> std::result::Result<Value, String> {
-    let byte_level = json["pre_tokenizer"].to_string().contains("\"ByteLevel\"");
-    let Some(vocab) = json.pointer_mut("/model/vocab").and_then(Value::as_object_mut) else {
-        return Ok(json);
-    };
-    let ids: BTreeSet<u64> = vocab.values().filter_map(Value::as_u64).collect();
-    let end = ids.last().map_or(0, |last| last.saturating_add(1));
-    let missing = end - ids.len() as u64;
-    if missing == 0 || !byte_level {
-        return Ok(json);
-    }
-    if missing > GAPS_MAX as u64 {
-        return Err(format!("{missing} ids below {end} have no token"));
-    }
-    for id in (0..end).filter(|id| !ids.contains(id)) {
-        vocab.insert(format!(" unused {id}"), id.into());
-    }
-    Ok(json)
-}
-
-fn encode_fast(fast: &Fast, text: &str) -> std::result::Result<Vec<u32>, String> {
-    if fast.either_case && memchr::memmem::find(text.as_bytes(), LONG_S.as_bytes()).is_some() {
-        return Err("it misses the contraction with a long s".to_owned());
-    }
-    quietly(|| match &fast.runs {
-        Some(runs) => runs.encode(text, |part| encode_part(fast, part)),
-        None => encode_part(fast, text),
-    })
-    .map_err(|()| "it panicked".to_owned())?
-}
-
-/// The ids of a text, or of a part of it between added tokens.
-fn encode_part(fast: &Fast, text: &str) -> std::result::Result<Vec<u32>, String> {
-    match &fast.words {
-        Words::Split(long) if long.suspects(text) => long.encode(&fast.library, text),
-        Words::Whole(whole) => whole.encode(&fast.library, text),
-        _ => fast
-            .library
-            .encode_with_policy(text, false, AddedTokenPolicy::SkipSpecial)
-            .map_err(|error| error.to_string()),
-    }
-}
-
-thread_local! {
-    /// Whether a panic of this thread is expected.
-    static QUIET: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Runs what may panic. The libraries' panics are answered with another encoder or an error that names the document,
-/// so that what they print would only mislead; every other panic speaks as before.
-fn quietly<T>(work: impl FnOnce() -> T) -> std::result::Result<T, ()> {
-    static HOOK: Once = Once::new();
-    HOOK.call_once(|| {
-        let speak = panic::take_hook();
-        panic::set_hook(Box::new(move |info| {
-            if !QUIET.get() {
-                speak(info);
-            }
-        }));
-    });
-    let before = QUIET.replace(true);
-    let done = panic::catch_unwind(AssertUnwindSafe(work));
-    QUIET.set(before);
-    done.map_err(|_| ())
 }
 
 /// Texts on which tokenizers are known to part ways, and every added token amid text.

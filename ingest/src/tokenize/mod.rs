@@ -7,13 +7,11 @@
 pub mod audit;
 pub mod decode;
 pub mod encoder;
+mod fast;
 #[cfg(test)]
 mod hard;
-mod long;
-mod runs;
+mod quiet;
 pub mod train;
-mod whole;
-mod windows;
 
 pub use decode::Decoder;
 pub use encoder::{Engine, Tokenizer};

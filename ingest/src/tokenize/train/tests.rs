@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use contract::Class;
 use proptest::prelude::*;
-use tokenizers::Model as _;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::models::{ModelWrapper, TrainerWrapper};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;

@@ -1,0 +1,103 @@
+//! Tokenizers of the shapes that models use, with drawn merges, against Hugging Face `tokenizers`.
+
+use serde_json::{Value, json};
+
+use crate::testing::bytes_tokenizer;
+use crate::tokenize::hard::{self, Dice};
+use crate::tokenize::{Engine, Tokenizer};
+
+/// Merges of drawn pairs of letters, spaces and marks.
+fn merges(json: &mut Value, seed: u64) {
+    let mut dice = Dice(seed);
+    let mut names: Vec<String> = "abehlorst1'-.\u{120}\u{10a}\u{e4}\u{b8}\u{143}\u{cc}\u{123}"
+        .chars()
+        .map(String::from)
+        .collect();
+    let vocab = json["model"]["vocab"].as_object_mut().unwrap();
+    let mut merges = Vec::new();
+    while merges.len() < 250 {
+        let mut draw = || names[dice.below(names.len())].clone();
+        let (left, right) = (draw(), draw());
+        let product = format!("{left}{right}");
+        if product.len() > 24 || names.contains(&product) {
+            continue;
+        }
+        merges.push(json!([left, right]));
+        vocab.insert(product.clone(), json!(vocab.len()));
+        names.push(product);
+    }
+    let next = vocab.len();
+    json["model"]["merges"] = json!(merges);
+    for (number, added) in json["added_tokens"].as_array_mut().unwrap().iter_mut().enumerate() {
+        added["id"] = json!(next + number);
+    }
+}
+
+/// What puts tokens around a text, of every kind that files of these models name.
+fn post_processors(json: &Value) -> Vec<Value> {
+    let id = &json["added_tokens"][0]["id"];
+    let (sep, special) = (json!(["<|end|>", id]), json!({"id": "<|end|>", "type_id": 0}));
+    let template =
+        [json!({"SpecialToken": special}), json!({"Sequence": {"id": "A", "type_id": 0}})];
+    let pair =
+        json!([{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}]);
+    let tokens = json!({"<|end|>": {"id": "<|end|>", "ids": [id], "tokens": ["<|end|>"]}});
+    vec![
+        json!({"type": "RobertaProcessing", "sep": sep, "cls": sep, "trim_offsets": true, "add_prefix_space": false}),
+        json!({"type": "BertProcessing", "sep": sep, "cls": sep}),
+        json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": false, "use_regex": true}),
+        json!({"type": "TemplateProcessing", "single": template, "pair": pair, "special_tokens": tokens}),
+    ]
+}
+
+/// Compares both encoders on drawn texts; the fast one must not have given up on any.
+fn compare(bytes: Vec<u8>, name: &str) {
+    let tokenizer = Tokenizer::new(bytes, Engine::Fastest).unwrap();
+    assert_eq!(tokenizer.why_slow(), None, "{name}");
+    let fixed = [
+        "",
+        " ",
+        "Hello  World",
+        "it's  IT'S\n\n",
+        "abs abs<tab>  ABS<|end|>",
+        "e\u{301}A\u{30a}\u{130}",
+    ];
+    let mut texts: Vec<String> = fixed.map(str::to_owned).to_vec();
+    texts.extend((0..120).map(|seed| hard::text(&mut Dice(seed), &[])));
+    for text in texts {
+        let wanted = tokenizer.encode_by_reference(&text).unwrap();
+        assert!(tokenizer.encode(&text).unwrap() == wanted, "{name}: {text:?}");
+    }
+    assert_eq!(tokenizer.rescued(), 0, "{name}");
+}
+
+#[test]
+fn a_post_processor_never_reaches_documents() {
+    let shape = |json: &mut Value| merges(json, 7);
+    let processors = bytes_tokenizer(shape);
+    for processor in post_processors(&serde_json::from_slice(&processors).unwrap()) {
+        let name = processor["type"].to_string();
+        let bytes = bytes_tokenizer(|json| {
+            shape(json);
+            json["post_processor"] = processor;
+        });
+        compare(bytes, &name);
+    }
+}
+
+#[test]
+fn words_that_end_in_a_suffix_are_left_to_the_reference() {
+    let bytes = bytes_tokenizer(|json| {
+        json["model"]["end_of_word_suffix"] = json!("</w>");
+        let vocab = json["model"]["vocab"].as_object_mut().unwrap();
+        for byte in vocab.keys().cloned().collect::<Vec<_>>() {
+            vocab.insert(format!("{byte}</w>"), json!(vocab.len()));
+        }
+        for (number, added) in json["added_tokens"].as_array_mut().unwrap().iter_mut().enumerate() {
+            added["id"] = json!(512 + number);
+        }
+    });
+    let tokenizer = Tokenizer::new(bytes, Engine::Fastest).unwrap();
+    assert_eq!(tokenizer.why_slow(), Some("its words end in a suffix"));
+    assert_eq!(tokenizer.encode("ab a").unwrap().len(), 4);
+}
