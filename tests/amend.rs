@@ -96,7 +96,7 @@ fn refused(run: &Path, id: &str) {
     let cases: [(&[&str], &str); 9] = [
         (&["--step", "8", "--mix", "web=1/9223372036854775807,math=1"], "too fine"),
         (&["--step", "6", "--mix", "web=1"], "order of their steps"),
-        (&["--step", "21", "--mix", "web=1"], "no such step"),
+        (&["--step", "21", "--mix", "web=1"], "does not have this step"),
         (&["--step", "8", "--mix", "web=4,math=6"], "has already"),
         (&["--step", "8", "--mix", "web=1,meth=1"], "did you mean \"math\"?"),
         (&["--step", "8", "--ban", id], "banned already"),

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use contract::settings::File;
 use contract::{Fault, Result};
 use curriculum::AddedStore;
 use mixer::{Curriculum, Plan, SourceFacts, described_store};
@@ -29,8 +30,7 @@ pub struct Opened {
 impl Opened {
     /// Reads the curriculum at `path`, opens what it names as `store` (relative to its folder), and plans.
     pub fn open(path: &Path) -> Result<Self> {
-        let text = fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;
-        Opened::open_text(path, text)
+        Opened::open_text(path, text(path)?)
     }
 
     /// The same of a text that would stand at `path`.
@@ -126,17 +126,38 @@ fn placed(folder: &Path, store: &str) -> PathBuf {
     if far::is_far(Path::new(store)) { PathBuf::from(store) } else { folder.join(store) }
 }
 
+/// The text of a file that a person wrote. Bytes that are not text are the file's mistake, not the machine's.
+fn text(path: &Path) -> Result<String> {
+    let bytes = fs::read(path).map_err(|error| Fault::io("read", path, &error))?;
+    Ok(File::from_bytes(path.display().to_string(), bytes)?.text().to_owned())
+}
+
 /// The facts of a described store, if `path` is a file and not a store's folder.
 fn description(path: &Path) -> Result<Option<Vec<SourceFacts>>> {
     if !path.is_file() {
         return Ok(None);
     }
-    let text = fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;
     let place = path.display().to_string();
-    match described_store(&text, &place)? {
+    match described_store(&text(path)?, &place)? {
         Some(facts) => Ok(Some(facts)),
-        None => Err(Fault::usage("this file describes no store")
+        None => Err(Fault::usage("this file does not describe a store")
             .at(place)
             .wanted("[[source]] with name, tokens and documents, or the folder of a store")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use contract::Class;
+
+    #[test]
+    fn a_curriculum_that_is_not_text_is_wrong_use() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run.toml");
+        fs::write(&path, b"seed = 1\nstore = \"\xff\"").unwrap();
+        let fault = Opened::open(&path).map(drop).unwrap_err();
+        assert_eq!(fault.class(), Class::Usage);
+        assert!(fault.to_string().contains("run.toml:2"), "{fault}");
     }
 }

@@ -27,9 +27,9 @@ impl RankSlice {
         if rank < world {
             return Ok(RankSlice { rank, world, in_turn: false });
         }
-        Err(Fault::usage("no such rank")
+        Err(Fault::usage("the rank is not below the world's size")
             .found(format!("rank {rank} of {world}"))
-            .wanted("a rank below the world's size, counted from 0"))
+            .wanted("ranks are counted from 0"))
     }
 
     /// The same rank where micro-batches are dealt in turn.

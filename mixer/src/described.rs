@@ -7,45 +7,38 @@
 //! documents = 10_000_000_000
 //! ```
 
-use contract::UNIT_TOKENS;
-use contract::{Fault, Result};
+use contract::Result;
+use contract::settings::{File, Spanned, Table};
+use serde::Deserialize;
 
 use crate::sample::SourceFacts;
-use curriculum::{Section, Text};
 
-/// Reads a description; `None` if the text has no `[[source]]`, and so describes nothing.
-pub fn described_store(text: &str, file: &str) -> Result<Option<Vec<SourceFacts>>> {
-    let text = Text::new(text, file);
-    let document = text.document()?;
-    let root = Section::root(&text, document.as_table());
-    if !root.has("source") {
-        return Ok(None);
-    }
-    root.only(&["source"])?;
-    let mut all: Vec<SourceFacts> = Vec::new();
-    for section in root.sections("source")? {
-        let facts = source(&section)?;
-        if all.iter().any(|earlier| earlier.name == facts.name) {
-            let what = format!("two sources are named {:?}", facts.name);
-            return Err(section.fault("name", what).wanted("a name for each source"));
-        }
-        all.push(facts);
-    }
-    Ok(Some(all))
+/// The file as it is written.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Described {
+    source: Vec<Spanned<SourceFacts>>,
 }
 
-fn source(section: &Section) -> Result<SourceFacts> {
-    section.only(&["name", "tokens", "documents", "unit"]).map_err(|fault| {
-        fault.wanted("a described store: name, tokens, documents and, if need be, unit")
-    })?;
-    let missing = |key: &str, wanted: &str| -> Fault { section.missing(key, wanted) };
-    let name = section.string("name")?.filter(|name| !name.is_empty());
-    let tokens = section.whole("tokens", 0)?;
-    let documents = section.whole("documents", 0)?;
-    Ok(SourceFacts {
-        name: name.ok_or_else(|| missing("name", "name = \"...\""))?.to_owned(),
-        tokens: tokens.ok_or_else(|| missing("tokens", "tokens of the training stream"))?,
-        documents: documents.ok_or_else(|| missing("documents", "documents of the stream"))?,
-        unit: section.whole("unit", 1)?.unwrap_or(UNIT_TOKENS),
-    })
+/// Reads a description; `None` if the text has no `[[source]]`, and so describes nothing.
+pub fn described_store(text: &str, name: &str) -> Result<Option<Vec<SourceFacts>>> {
+    let file = File::new(name, text);
+    if !file.parse::<Table>()?.contains_key("source") {
+        return Ok(None);
+    }
+    let Described { source } = file.parse()?;
+    let mut all: Vec<SourceFacts> = Vec::new();
+    for facts in source {
+        let SourceFacts { name, tokens: _, documents: _, unit } = facts.get_ref();
+        if name.is_empty() || *unit == 0 {
+            let fault = file.fault(&facts, "a source needs a name and a unit above zero");
+            return Err(fault.found(format!("name {name:?}, unit {unit}")));
+        }
+        if all.iter().any(|earlier| earlier.name == *name) {
+            let what = format!("two sources are named {name:?}");
+            return Err(file.fault(&facts, what).wanted("a name for each source"));
+        }
+        all.push(facts.into_inner());
+    }
+    Ok(Some(all))
 }

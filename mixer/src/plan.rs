@@ -126,7 +126,7 @@ impl Plan {
     /// Step `step`.
     pub fn step(&self, step: u64) -> Result<StepSpec> {
         if step == 0 || step > self.steps() {
-            return Err(Fault::usage("there is no such step")
+            return Err(Fault::usage("the plan does not have this step")
                 .found(format!("step {step}"))
                 .wanted(format!("1 to {}", self.steps())));
         }
@@ -171,7 +171,7 @@ impl Plan {
 
     fn phase_of(&self, sample: u64) -> Result<usize> {
         if sample >= self.samples() {
-            return Err(Fault::usage("there is no such sample")
+            return Err(Fault::usage("the plan does not have this sample")
                 .found(format!("sample {sample}"))
                 .wanted(format!("0 to {}", self.samples() - 1)));
         }

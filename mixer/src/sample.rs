@@ -2,6 +2,9 @@
 
 use std::ops::Range;
 
+use contract::UNIT_TOKENS;
+use serde::Deserialize;
+
 /// A run of tokens that are neighbours in their stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Span {
@@ -54,7 +57,8 @@ pub struct StepSpec {
 }
 
 /// What planning needs to know of a source: a store's manifest tells it, or a description does.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct SourceFacts {
     /// Its name.
     pub name: String,
@@ -63,5 +67,10 @@ pub struct SourceFacts {
     /// Documents in its training stream.
     pub documents: u64,
     /// Tokens in a unit.
+    #[serde(default = "unit")]
     pub unit: u64,
+}
+
+fn unit() -> u64 {
+    UNIT_TOKENS
 }

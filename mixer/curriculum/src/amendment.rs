@@ -5,11 +5,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use std::num::NonZeroU64;
+
+use contract::settings::{File, Spanned, Table};
 use contract::{Fault, Ratio, Result};
+use serde::Deserialize;
 
 use super::canonical::{Text as Out, inline, key, quoted};
-use super::parse::{mix_of, record};
-use super::{Curriculum, Phase, Places, Section};
+use super::parse::{SUM, mix_of};
+use super::places::Places;
+use super::{Curriculum, Phase};
 
 /// One amendment.
 #[derive(Clone, Debug, PartialEq)]
@@ -44,10 +49,17 @@ pub struct PhaseSegment {
     pub mix_key: String,
 }
 
-/// What weights have to be.
-const SUM: &str = "as integers without a common divisor they sum to at most 2^62";
-
-const KEYS: &[&str] = &["step", "mix", "ban", "store", "digest"];
+/// An amendment as it is written.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct AmendmentText {
+    step: NonZeroU64,
+    mix: Option<Spanned<Table>>,
+    #[serde(default)]
+    ban: BTreeMap<String, BTreeSet<u64>>,
+    store: Option<String>,
+    digest: Option<String>,
+}
 
 impl Curriculum {
     /// The phases, cut into segments where an amendment changes their mix.
@@ -80,84 +92,72 @@ impl Curriculum {
     }
 }
 
-/// Reads `[[amendment]]`, which belongs to `phases`.
+/// The amendments of a run that has these phases.
 pub(super) fn amendments(
-    root: &Section,
+    file: &File,
+    places: &Places,
     phases: &[Phase],
-    places: &mut Places,
+    texts: Vec<AmendmentText>,
 ) -> Result<Vec<Amendment>> {
     let mut all: Vec<Amendment> = Vec::new();
     let mut mixes: BTreeMap<usize, Phase> = BTreeMap::new();
-    for section in root.sections("amendment")? {
-        section.only(KEYS)?;
+    for text in texts {
         let path = format!("amendment.{}", all.len() + 1);
-        record(&section, &path, places);
-        let amendment = amendment(&section, &path, places)?;
+        let fault = |key: &str, what: &str| places.fault(&format!("{path}.{key}"), what);
+        let amendment = amendment(file, places, &path, text)?;
         let Amendment { step, mix, ban, store: _ } = &amendment;
         if all.last().is_some_and(|before| before.step > *step) {
-            return Err(section
-                .fault("step", "an amendment stands behind a later one")
+            return Err(fault("step", "an amendment stands behind a later one")
                 .found(format!("step {step}"))
                 .wanted("amendments in the order of their steps: new ones at the end"));
         }
         let Some(phase) = phase_at(phases, *step) else {
             let last: u64 = phases.iter().map(|phase| phase.steps).sum();
-            let fault = section.fault("step", "the curriculum has no such step");
+            let fault = fault("step", "the curriculum does not have this step");
             return Err(fault.found(step).wanted(format!("1 to {last}")));
         };
         if amendment.is_empty() {
-            return Err(section.missing("mix", "`mix`, `ban` or `store`: something to change"));
+            let wanted = "`mix`, `ban` or `store`: something to change";
+            return Err(places.missing(&path, "mix", wanted));
         }
         if !mix.is_empty() {
             let taken = |one: &Amendment| one.step == *step && !one.mix.is_empty();
             let before = mixes.entry(phase).or_insert_with(|| phases[phase].clone());
             if all.iter().any(taken) {
-                return Err(section.fault("mix", "two amendments change the mix at one step"));
+                return Err(fault("mix", "two amendments change the mix at one step"));
             }
-            check_mix(&section, before, mix)?;
+            check_mix(before, mix)
+                .map_err(|fault| fault.at(places.place(&format!("{path}.mix"))))?;
             before.mix = mix.clone();
         }
-        check_bans(&section, &all, ban)?;
+        check_bans(&all, ban).map_err(|fault| fault.at(places.place(&format!("{path}.ban"))))?;
         all.push(amendment);
     }
     Ok(all)
 }
 
-fn amendment(section: &Section, path: &str, places: &mut Places) -> Result<Amendment> {
-    let step = section.whole("step", 1)?;
-    let step = step.ok_or_else(|| section.missing("step", "the first step that it changes"))?;
-    let mix = if section.has("mix") { mix_of(section, path, places)? } else { BTreeMap::new() };
-    let mut ban = BTreeMap::new();
-    if let Some(table) = section.section("ban")? {
-        for source in table.keys() {
-            ban.insert(source.to_owned(), documents(&table, source)?);
-        }
+fn amendment(file: &File, places: &Places, path: &str, text: AmendmentText) -> Result<Amendment> {
+    let AmendmentText { step, mix, ban, store, digest } = text;
+    let mix = mix.map(|mix| mix_of(file, &mix)).transpose()?.unwrap_or_default();
+    if let Some((source, _)) = ban.iter().find(|(_, documents)| documents.is_empty()) {
+        let key = format!("{path}.ban.{source}");
+        return Err(places
+            .fault(&key, format!("`ban.{source}` does not name a document"))
+            .wanted("a list of documents, by their numbers in the source: [17, 230]"));
     }
-    let store = match (section.string("store")?, section.string("digest")?) {
+    let store = match (store.filter(|path| !path.is_empty()), digest) {
         (None, None) => None,
-        (Some(path), Some(digest)) if !path.is_empty() => {
-            Some(AddedStore { path: path.to_owned(), digest: digest.to_owned() })
-        }
+        (Some(path), Some(digest)) => Some(AddedStore { path, digest }),
         (Some(_), None) => {
-            return Err(section
-                .missing("digest", "the digest of the store, as `zdata inspect` shows it")
-                .hint("`zdata amend` writes both"));
+            let wanted = "the digest of the store, as `zdata inspect` shows it";
+            let fault = places.missing(path, "digest", wanted);
+            return Err(fault.hint("`zdata amend` writes both"));
         }
-        (None | Some(_), Some(_)) => {
-            return Err(section.missing("store", "the path of the store with this digest"));
+        (None, Some(_)) => {
+            return Err(places.missing(path, "store", "the path of the store with this digest"));
         }
     };
-    Ok(Amendment { step, mix, ban, store })
-}
-
-fn documents(table: &Section, source: &str) -> Result<BTreeSet<u64>> {
-    let wanted = "a list of documents, by their numbers in the source: [17, 230]";
-    let refused =
-        || table.fault(source, format!("`ban.{source}` names no documents")).wanted(wanted);
-    let list = table.value(source)?.and_then(|value| value.as_array()).ok_or_else(refused)?;
-    let number = |value: &toml_edit::Value| u64::try_from(value.as_integer()?).ok();
-    let numbers: Option<BTreeSet<u64>> = list.iter().map(number).collect();
-    numbers.filter(|numbers| !numbers.is_empty()).ok_or_else(refused)
+    Ok(Amendment { step: step.get(), mix, ban, store })
 }
 
 /// The phase of a step.
@@ -169,27 +169,22 @@ fn phase_at(phases: &[Phase], step: u64) -> Option<usize> {
     })
 }
 
-fn check_mix(section: &Section, before: &Phase, mix: &BTreeMap<String, Ratio>) -> Result<()> {
+fn check_mix(before: &Phase, mix: &BTreeMap<String, Ratio>) -> Result<()> {
     let after = Phase { mix: mix.clone(), ..before.clone() };
     let Some(weights) = after.weights() else {
-        return Err(section.fault("mix", "these weights are too fine for each other").wanted(SUM));
+        return Err(Fault::usage("these weights are too fine for each other").wanted(SUM));
     };
     if before.mix.keys().eq(mix.keys()) && before.weights() == Some(weights) {
-        return Err(section.fault("mix", "this is the mix that the phase has already"));
+        return Err(Fault::usage("this is the mix that the phase has already"));
     }
     Ok(())
 }
 
-fn check_bans(
-    section: &Section,
-    before: &[Amendment],
-    ban: &BTreeMap<String, BTreeSet<u64>>,
-) -> Result<()> {
+fn check_bans(before: &[Amendment], ban: &BTreeMap<String, BTreeSet<u64>>) -> Result<()> {
     for (source, documents) in ban {
         let banned = before.iter().filter_map(|one| one.ban.get(source));
         if let Some(twice) = banned.flat_map(|banned| banned.intersection(documents)).next() {
-            let what = format!("document {twice} of {source} is banned already");
-            return Err(section.fault("ban", what));
+            return Err(Fault::usage(format!("document {twice} of {source} is banned already")));
         }
     }
     Ok(())

@@ -140,8 +140,21 @@ pub(super) fn float(value: f64) -> String {
     if value.is_nan() { "nan".to_owned() } else { format!("{value:e}") }
 }
 
+/// A basic string, spelled here and nowhere else: no library's taste may move an identity.
 pub(super) fn quoted(text: &str) -> String {
-    toml::Value::String(text.to_owned()).to_string()
+    let mut out = String::from('"');
+    for letter in text.chars() {
+        match letter {
+            '"' | '\\' => out.extend(['\\', letter]),
+            control if control.is_ascii_control() => {
+                write!(out, "\\u{:04x}", u32::from(control))
+                    .expect("writing to a string cannot fail");
+            }
+            other => out.push(other),
+        }
+    }
+    out.push('"');
+    out
 }
 
 pub(super) fn key(name: &str) -> String {

@@ -8,16 +8,16 @@ mod canonical;
 mod difference;
 mod model;
 mod parse;
-mod reader;
+mod places;
 
 use std::collections::BTreeMap;
 
 use contract::ratio::{Ratio, gcd};
+use serde::Deserialize;
 
 pub use amendment::{AddedStore, Amendment, PhaseSegment};
 pub use difference::Difference;
 pub use model::ModelTable;
-pub use reader::{Places, Section, Text};
 
 /// The largest sum of the integer weights of a phase: twice its product with a sample number fits 128 bits.
 pub const WEIGHT_MAX: u64 = 1 << 62;
@@ -49,11 +49,12 @@ pub struct Curriculum {
     pub auto_clip: Option<AutoClipSpec>,
     /// What changes from some step on, in the order of their steps.
     pub amendments: Vec<Amendment>,
-    places: Places,
+    places: places::Places,
 }
 
 /// What the model computes in; master weights and sums are 32-bit floats either way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Dtype {
     /// 32-bit floats.
     F32,
@@ -85,14 +86,16 @@ pub struct Phase {
 }
 
 /// Limits of a source.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct SourceLimits {
     /// How many times the source may be gone through in the whole run.
     pub max_epochs: u64,
 }
 
 /// Which optimizer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum OptimizerKind {
     /// Muon on matrices, AdamW on the rest.
     Muon,
@@ -101,7 +104,8 @@ pub enum OptimizerKind {
 }
 
 /// `[optimizer]`.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct OptimizerSpec {
     /// Which one.
     pub kind: OptimizerKind,
@@ -133,7 +137,8 @@ pub struct ScheduleSpec {
 
 /// `[skip_step]`: a step whose loss or gradient norm lies more than `sigma` standard deviations above the mean of the
 /// `window` steps before it moves nothing. Steps are judged once half a window lies before them.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct SkipStepSpec {
     /// Steps that a step is measured against, at most.
     pub window: u64,
@@ -143,9 +148,11 @@ pub struct SkipStepSpec {
 
 /// `[auto_clip]`: a gradient is not longer than this percentile of the norms of the `window` steps before it, once half a
 /// window lies before it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct AutoClipSpec {
     /// Steps that a norm is measured against, at most.
+    #[serde(default = "window")]
     pub window: u64,
     /// 1 to 100; by the nearest rank, so that it is one of the norms itself.
     pub percentile: u64,
@@ -173,7 +180,7 @@ impl Curriculum {
     /// `file:line:column` of a key (`model.head_dim`, `phase.NAME.mix.SOURCE`), or of the section it belongs to, or the
     /// file: the place that a fault about this key names.
     pub fn place(&self, key: &str) -> String {
-        self.places.of(key)
+        self.places.place(key)
     }
 }
 
@@ -185,30 +192,48 @@ impl Default for SourceLimits {
 }
 
 impl Dtype {
-    /// Every one, by name.
-    pub const ALL: [(&'static str, Dtype); 2] = [("f32", Dtype::F32), ("bf16", Dtype::Bf16)];
-
     /// The name in a curriculum.
     pub fn name(self) -> &'static str {
         match self {
-            Dtype::F32 => Dtype::ALL[0].0,
-            Dtype::Bf16 => Dtype::ALL[1].0,
+            Dtype::F32 => "f32",
+            Dtype::Bf16 => "bf16",
         }
     }
 }
 
 impl OptimizerKind {
-    /// Every one, by name.
-    pub const ALL: [(&'static str, OptimizerKind); 2] =
-        [("muon", OptimizerKind::Muon), ("adamw", OptimizerKind::AdamW)];
-
     /// The name in a curriculum.
     pub fn name(self) -> &'static str {
         match self {
-            OptimizerKind::Muon => OptimizerKind::ALL[0].0,
-            OptimizerKind::AdamW => OptimizerKind::ALL[1].0,
+            OptimizerKind::Muon => "muon",
+            OptimizerKind::AdamW => "adamw",
         }
     }
+}
+
+impl Default for OptimizerSpec {
+    fn default() -> Self {
+        OptimizerSpec {
+            kind: OptimizerKind::Muon,
+            lr: 6e-4,
+            betas: [0.9, 0.95],
+            eps: 1e-8,
+            momentum: 0.95,
+            weight_decay: 0.1,
+            clip: 1.0,
+        }
+    }
+}
+
+impl Default for SkipStepSpec {
+    fn default() -> Self {
+        SkipStepSpec { window: window(), sigma: 6.0 }
+    }
+}
+
+/// The steps of the windows of `[skip_step]` and `[auto_clip]`, unless they say so.
+fn window() -> u64 {
+    128
 }
 
 impl Phase {

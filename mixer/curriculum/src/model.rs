@@ -4,13 +4,15 @@
 
 use std::collections::BTreeMap;
 
+use contract::settings::Value;
 use contract::{Digestible, Hasher};
-use toml::Value;
+use serde::Deserialize;
 
 use super::canonical::{float, inline, key, quoted};
 
 /// A table of the model. It has a digest of its own, over typed values: `1e4` and `10_000.0` are one, `10_000` is another.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(transparent)]
 pub struct ModelTable(pub BTreeMap<String, Value>);
 
 impl Digestible for ModelTable {

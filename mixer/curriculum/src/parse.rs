@@ -1,349 +1,328 @@
 //! From the curriculum's text to its meaning, with a place for every mistake.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU64;
 
+use contract::settings::{File, Spanned, Table, Value};
 use contract::{Ratio, Result};
-use toml_edit::Value;
+use serde::Deserialize;
+use toml::de::DeTable;
 
-use super::amendment::amendments;
+use super::amendment::{AmendmentText, amendments};
+use super::places::Places;
 use super::{
-    AutoClipSpec, Curriculum, Dtype, ModelTable, OptimizerKind, OptimizerSpec, Phase, Places,
-    ScheduleSpec, Section, SkipStepSpec, SourceLimits, Text,
+    AutoClipSpec, Curriculum, Dtype, ModelTable, OptimizerSpec, Phase, ScheduleSpec, SkipStepSpec,
+    SourceLimits,
 };
 
-const ROOT_KEYS: &[&str] = &[
-    "store",
-    "start",
-    "seed",
-    "dtype",
-    "phase",
-    "source",
-    "model",
-    "optimizer",
-    "schedule",
-    "skip_step",
-    "auto_clip",
-    "amendment",
-];
-const PHASE_KEYS: &[&str] = &[
-    "name",
-    "steps",
-    "tokens",
-    "seq_len",
-    "batch",
-    "micro_batch",
-    "context_chunks",
-    "weight_shards",
-    "mix",
-    "model",
-];
-const OPTIMIZER_KEYS: &[&str] = &["kind", "lr", "betas", "eps", "momentum", "weight_decay", "clip"];
-const SCHEDULE_KEYS: &[&str] = &["warmup_steps", "decay_steps", "final_lr"];
 /// The largest sample number times `seq_len`: far above any run, far below where integers end.
 const TOKENS_MAX: u64 = 1 << 62;
 
+/// What weights have to be.
+pub(super) const SUM: &str = "as integers without a common divisor they sum to at most 2^62";
+
+/// The file as it is written.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CurriculumText {
+    store: Spanned<Value>,
+    start: Option<Spanned<String>>,
+    #[serde(default)]
+    seed: u64,
+    dtype: Option<Dtype>,
+    #[serde(default)]
+    phase: Vec<PhaseText>,
+    #[serde(default)]
+    source: BTreeMap<String, SourceLimits>,
+    #[serde(default)]
+    model: ModelTable,
+    #[serde(default)]
+    optimizer: OptimizerSpec,
+    #[serde(default)]
+    schedule: ScheduleText,
+    skip_step: Option<SkipStepSpec>,
+    auto_clip: Option<AutoClipSpec>,
+    #[serde(default)]
+    amendment: Vec<AmendmentText>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PhaseText {
+    name: String,
+    steps: Option<NonZeroU64>,
+    tokens: Option<NonZeroU64>,
+    seq_len: NonZeroU64,
+    batch: NonZeroU64,
+    #[serde(default = "one")]
+    micro_batch: NonZeroU64,
+    #[serde(default = "one")]
+    context_chunks: NonZeroU64,
+    #[serde(default = "one")]
+    weight_shards: NonZeroU64,
+    mix: Spanned<Table>,
+    #[serde(default)]
+    model: ModelTable,
+}
+
+fn one() -> NonZeroU64 {
+    NonZeroU64::MIN
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct ScheduleText {
+    warmup_steps: u64,
+    decay_steps: u64,
+    final_lr: Option<f64>,
+}
+
 impl Curriculum {
-    /// Reads a curriculum; `file` names it in faults.
-    pub fn parse(text: &str, file: &str) -> Result<Curriculum> {
-        let text = Text::new(text, file);
-        let document = text.document()?;
-        let root = Section::root(&text, document.as_table());
-        root.only(ROOT_KEYS)?;
-        let mut places = Places::new(file);
-        let stores = stores(&root)?;
-        places.insert("store".to_owned(), root.place_of("store"));
-        let start = start(&root, &mut places)?;
-        let optimizer = optimizer(&root, &mut places)?;
-        let phases = phases(&root, &mut places)?;
-        let amendments = amendments(&root, &phases, &mut places)?;
+    /// Reads a curriculum; `name` is what faults call it.
+    pub fn parse(text: &str, name: &str) -> Result<Curriculum> {
+        let file = File::new(name, text);
+        renamed(&file)?;
+        let raw: CurriculumText = file.parse()?;
+        let places = Places::of(&file);
+        let phases = phases(&file, &places, raw.phase)?;
+        check_optimizer(&places, &raw.optimizer)?;
+        check_windows(&places, raw.skip_step.as_ref(), raw.auto_clip.as_ref())?;
+        if let Some((name, _)) = raw.source.iter().find(|(_, limits)| limits.max_epochs == 0) {
+            let key = format!("source.{name}.max_epochs");
+            return Err(places.out_of_range(&key).wanted("a whole number of at least 1"));
+        }
+        if let Some(start) = raw.start.as_ref().filter(|start| start.get_ref().is_empty()) {
+            return Err(file.wrong("start", start, "a path, or no such key"));
+        }
         Ok(Curriculum {
-            stores,
-            start,
-            seed: root.whole("seed", 0)?.unwrap_or(0),
-            dtype: root.choice("dtype", &Dtype::ALL)?.unwrap_or(Dtype::F32),
+            stores: stores(&file, &raw.store)?,
+            start: raw.start.map(Spanned::into_inner),
+            seed: raw.seed,
+            dtype: raw.dtype.unwrap_or(Dtype::F32),
+            amendments: amendments(&file, &places, &phases, raw.amendment)?,
             phases,
-            sources: sources(&root, &mut places)?,
-            model: model_of(&root, "model", &mut places)?,
-            schedule: schedule(&root, &optimizer, &mut places)?,
-            optimizer,
-            skip_step: skip_step(&root, &mut places)?,
-            auto_clip: auto_clip(&root, &mut places)?,
-            amendments,
+            sources: raw.source,
+            model: raw.model,
+            schedule: schedule(&places, raw.schedule, &raw.optimizer)?,
+            optimizer: raw.optimizer,
+            skip_step: raw.skip_step,
+            auto_clip: raw.auto_clip,
             places,
         })
     }
 }
 
-fn stores(root: &Section) -> Result<Vec<String>> {
-    let wanted = "a path, or a list of paths";
-    let value = root.value("store")?.ok_or_else(|| root.missing("store", wanted))?;
-    let paths: Option<Vec<String>> = match value {
-        Value::String(path) => Some(vec![path.value().clone()]),
-        Value::Array(paths) => paths.iter().map(|path| Some(path.as_str()?.to_owned())).collect(),
-        _ => None,
+/// Refuses a key by which an earlier version knew what has another name now.
+fn renamed(file: &File) -> Result<()> {
+    let root = DeTable::parse_recoverable(file.text()).0.into_inner();
+    let phases = root.get("phase").and_then(|phases| phases.get_ref().as_array());
+    let tables = phases.into_iter().flat_map(|all| all.iter());
+    let mut tables = tables.filter_map(|phase| phase.get_ref().as_table());
+    match tables.find_map(|table| table.get_key_value("leaf")) {
+        None => Ok(()),
+        Some((key, _)) => Err(file
+            .fault(key, "`leaf` is called `micro_batch`")
+            .hint("rename the key: its value means what it meant")),
+    }
+}
+
+fn stores(file: &File, store: &Spanned<Value>) -> Result<Vec<String>> {
+    let path = |path: &Value| Some(path.as_str()?.to_owned()).filter(|path| !path.is_empty());
+    let paths: Option<Vec<String>> = match store.get_ref() {
+        Value::Array(paths) if !paths.is_empty() => paths.iter().map(path).collect(),
+        one => path(one).map(|path| vec![path]),
     };
-    match paths {
-        Some(paths) if !paths.is_empty() && paths.iter().all(|path| !path.is_empty()) => Ok(paths),
-        _ => Err(root.fault("store", "`store` names no store").wanted(wanted)),
-    }
+    paths.ok_or_else(|| file.wrong("store", store, "a path, or a list of paths"))
 }
 
-fn start(root: &Section, places: &mut Places) -> Result<Option<String>> {
-    let Some(path) = root.string("start")? else { return Ok(None) };
-    if path.is_empty() {
-        return Err(root
-            .fault("start", "`start` names no folder")
-            .wanted("a path, or no such key"));
-    }
-    places.insert("start".to_owned(), root.place_of("start"));
-    Ok(Some(path.to_owned()))
-}
-
-fn phases(root: &Section, places: &mut Places) -> Result<Vec<Phase>> {
+fn phases(file: &File, places: &Places, all: Vec<PhaseText>) -> Result<Vec<Phase>> {
     let mut phases: Vec<Phase> = Vec::new();
     let mut total = 0u64;
-    for section in root.sections("phase")? {
-        let phase = phase(&section, places)?;
-        if phases.iter().any(|earlier| earlier.name == phase.name) {
-            let what = format!("two phases are named {:?}", phase.name);
-            return Err(section.fault("name", what).wanted("a name for each phase"));
+    for raw in all {
+        let key = |key: &str| format!("phase.{}.{key}", raw.name);
+        if phases.iter().any(|earlier| earlier.name == raw.name) {
+            let what = format!("two phases are named {:?}", raw.name);
+            return Err(places.fault(&key("name"), what).wanted("a name for each phase"));
         }
+        let long = if raw.steps.is_some() { key("steps") } else { key("tokens") };
+        let phase = phase(file, places, raw)?;
         total = phase
             .steps
             .checked_mul(phase.batch)
             .and_then(|samples| samples.checked_mul(u64::from(phase.seq_len)))
             .and_then(|tokens| tokens.checked_add(total))
             .filter(|&tokens| tokens <= TOKENS_MAX)
-            .ok_or_else(|| {
-                let key = if section.has("steps") { "steps" } else { "tokens" };
-                section.fault(key, "the run is longer than 2^62 tokens")
-            })?;
+            .ok_or_else(|| places.fault(&long, "the run is longer than 2^62 tokens"))?;
         phases.push(phase);
     }
     if phases.is_empty() {
-        return Err(root.missing("phase", "at least one [[phase]]"));
+        return Err(places.fault("", "the curriculum has no [[phase]]").wanted("at least one"));
     }
     Ok(phases)
 }
 
-fn phase(section: &Section, places: &mut Places) -> Result<Phase> {
-    if section.has("leaf") {
-        let fault = section.fault("leaf", "`leaf` is called `micro_batch`");
-        return Err(fault.hint("rename the key: its value means what it meant"));
+fn phase(file: &File, places: &Places, raw: PhaseText) -> Result<Phase> {
+    let path = format!("phase.{}", raw.name);
+    let key = |key: &str| format!("{path}.{key}");
+    if raw.name.is_empty() {
+        return Err(places.fault(&key("name"), "the name of a phase is empty"));
     }
-    section.only(PHASE_KEYS)?;
-    let name = section.string("name")?.filter(|name| !name.is_empty());
-    let name = name.ok_or_else(|| section.missing("name", "name = \"...\""))?.to_owned();
-    let seq_len = section.whole("seq_len", 1)?;
-    let seq_len = seq_len.ok_or_else(|| section.missing("seq_len", "tokens in a sequence"))?;
-    let batch = section.whole("batch", 1)?;
-    let batch = batch.ok_or_else(|| section.missing("batch", "sequences in a step"))?;
-    let micro_batch = divisor(section, "micro_batch", ("batch", batch))?;
-    let context_chunks = divisor(section, "context_chunks", ("seq_len", seq_len))?;
-    let steps = steps(section, seq_len, batch)?;
-    let seq_len = u32::try_from(seq_len).map_err(|_| {
-        section.fault("seq_len", "`seq_len` is out of range").found(seq_len).wanted("below 2^32")
-    })?;
-    let path = format!("phase.{name}");
-    record(section, &path, places);
-    let phase = Phase {
-        mix: mix_of(section, &path, places)?,
-        model: model_of(section, &format!("{path}.model"), places)?,
-        name,
-        steps,
-        seq_len,
-        batch,
-        micro_batch,
-        context_chunks,
-        weight_shards: section.whole("weight_shards", 1)?.unwrap_or(1),
+    let steps = steps(places, &path, &raw)?;
+    let divides = |name: &str, parts: NonZeroU64, other: &str, whole: NonZeroU64| {
+        if whole.get().is_multiple_of(parts.get()) {
+            return Ok(parts.get());
+        }
+        Err(places
+            .fault(&key(name), format!("`{name}` does not divide `{other}`"))
+            .found(format!("{name} = {parts}, {other} = {whole}"))
+            .wanted(format!("a divisor of {whole}")))
     };
-    if phase.weights().is_none() {
-        return Err(section
-            .fault("mix", "these weights are too fine for each other")
-            .wanted("as integers without a common divisor they sum to at most 2^62"));
+    let phase = Phase {
+        steps,
+        seq_len: u32::try_from(raw.seq_len.get())
+            .map_err(|_| places.out_of_range(&key("seq_len")).wanted("a number below 2^32"))?,
+        batch: raw.batch.get(),
+        micro_batch: divides("micro_batch", raw.micro_batch, "batch", raw.batch)?,
+        context_chunks: divides("context_chunks", raw.context_chunks, "seq_len", raw.seq_len)?,
+        weight_shards: raw.weight_shards.get(),
+        mix: mix_of(file, &raw.mix)?,
+        model: raw.model,
+        name: raw.name,
+    };
+    match phase.weights() {
+        Some(_) => Ok(phase),
+        None => Err(file.fault(&raw.mix, "these weights are too fine for each other").wanted(SUM)),
     }
-    Ok(phase)
 }
 
-/// The value of `key`, 1 if it is absent, which divides the value of another key.
-fn divisor(section: &Section, key: &str, (other, whole): (&str, u64)) -> Result<u64> {
-    let parts = section.whole(key, 1)?.unwrap_or(1);
-    if !whole.is_multiple_of(parts) {
-        return Err(section
-            .fault(key, format!("`{key}` does not divide `{other}`"))
-            .found(format!("{key} = {parts}, {other} = {whole}"))
-            .wanted(format!("a divisor of {whole}")));
-    }
-    Ok(parts)
-}
-
-fn steps(section: &Section, seq_len: u64, batch: u64) -> Result<u64> {
-    match (section.whole("steps", 1)?, section.whole("tokens", 1)?) {
-        (Some(steps), None) => Ok(steps),
+fn steps(places: &Places, path: &str, raw: &PhaseText) -> Result<u64> {
+    let (seq_len, batch) = (raw.seq_len, raw.batch);
+    match (raw.steps, raw.tokens) {
+        (Some(steps), None) => Ok(steps.get()),
         (None, Some(tokens)) => {
             let step = seq_len.checked_mul(batch).filter(|&step| step <= tokens);
-            step.map(|step| tokens / step).ok_or_else(|| {
-                section
-                    .fault("tokens", "`tokens` is less than one step")
+            step.map(|step| tokens.get() / step.get()).ok_or_else(|| {
+                places
+                    .fault(&format!("{path}.tokens"), "`tokens` is less than one step")
                     .found(tokens)
                     .wanted(format!("at least seq_len x batch = {seq_len} x {batch}"))
             })
         }
-        (Some(_), Some(_)) => Err(section
-            .fault("tokens", "the phase has both `steps` and `tokens`")
+        (Some(_), Some(_)) => Err(places
+            .fault(&format!("{path}.tokens"), "the phase has both `steps` and `tokens`")
             .wanted("one of them")),
-        (None, None) => Err(section.missing("steps", "`steps`, or `tokens` for whole steps")),
+        (None, None) => Err(places.missing(path, "steps", "`steps`, or `tokens` for whole steps")),
     }
 }
 
-/// The `mix` of a section that is known as `path`, and where its keys stand.
-pub(super) fn mix_of(
-    section: &Section,
-    path: &str,
-    places: &mut Places,
-) -> Result<BTreeMap<String, Ratio>> {
-    let wanted = "mix = { source = weight }";
-    let mix = section.section("mix")?.ok_or_else(|| section.missing("mix", wanted))?;
-    record(&mix, &format!("{path}.mix"), places);
-    let mut weights = BTreeMap::new();
-    for source in mix.keys() {
-        weights.insert(source.to_owned(), mix.weight(source)?);
+/// The weights of a mix, exactly as typed.
+pub(super) fn mix_of(file: &File, mix: &Spanned<Table>) -> Result<BTreeMap<String, Ratio>> {
+    if mix.get_ref().is_empty() {
+        return Err(file.fault(mix, "the mix is empty").wanted("mix = { source = weight }"));
     }
-    if weights.is_empty() {
-        return Err(section.fault("mix", "the mix is empty").wanted(wanted));
-    }
-    Ok(weights)
-}
-
-fn sources(root: &Section, places: &mut Places) -> Result<BTreeMap<String, SourceLimits>> {
-    let Some(all) = root.section("source")? else { return Ok(BTreeMap::new()) };
-    let mut limits = BTreeMap::new();
-    for name in all.keys() {
-        let Some(section) = all.section(name)? else { continue };
-        section.only(&["max_epochs"])?;
-        let max_epochs = section.whole("max_epochs", 1)?;
-        let limit =
-            max_epochs.map_or_else(SourceLimits::default, |max_epochs| SourceLimits { max_epochs });
-        limits.insert(name.to_owned(), limit);
-        record(&section, &format!("source.{name}"), places);
-    }
-    Ok(limits)
-}
-
-/// The `model` table of a section, and where its keys stand.
-pub(super) fn model_of(section: &Section, path: &str, places: &mut Places) -> Result<ModelTable> {
-    let Some(inner) = section.section("model")? else { return Ok(ModelTable::default()) };
-    record(&inner, path, places);
-    Ok(ModelTable(inner.values()?))
-}
-
-fn optimizer(root: &Section, places: &mut Places) -> Result<OptimizerSpec> {
-    let mut spec = OptimizerSpec {
-        kind: OptimizerKind::Muon,
-        lr: 6e-4,
-        betas: [0.9, 0.95],
-        eps: 1e-8,
-        momentum: 0.95,
-        weight_decay: 0.1,
-        clip: 1.0,
-    };
-    let Some(section) = root.section("optimizer")? else { return Ok(spec) };
-    section.only(OPTIMIZER_KEYS)?;
-    record(&section, "optimizer", places);
-    let OptimizerSpec { kind, lr, betas, eps, momentum, weight_decay, clip } = &mut spec;
-    set(kind, section.choice("kind", &OptimizerKind::ALL)?);
-    set(lr, section.number("lr", 0.0, f64::INFINITY)?);
-    set(eps, section.number("eps", 0.0, f64::INFINITY)?);
-    set(momentum, section.number("momentum", 0.0, 1.0)?);
-    set(weight_decay, section.number("weight_decay", 0.0, f64::INFINITY)?);
-    set(clip, section.number("clip", 0.0, f64::INFINITY)?);
-    if let Some(value) = section.value("betas")? {
-        let pair: Vec<&Value> = value.as_array().into_iter().flatten().collect();
-        let [first, second] = pair[..] else {
-            return Err(section.fault("betas", "`betas` is not a pair").wanted("[0.9, 0.95]"));
+    let weight = |(source, value): (&Spanned<String>, &Spanned<Value>)| {
+        let name = source.get_ref();
+        let refused = |what: &str| {
+            let fault = file.fault(value, format!("the weight of {name} is not {what}"));
+            fault.found(file.typed(value.span()))
         };
-        *betas = [
-            section.number_in("betas", first, 0.0, 1.0)?,
-            section.number_in("betas", second, 0.0, 1.0)?,
-        ];
-    }
-    Ok(spec)
+        match file.ratio(value) {
+            Ok(weight) if !weight.is_zero() => Ok((name.clone(), weight)),
+            Err(reason) if !file.plain(value).trim_start().starts_with('-') => {
+                Err(refused("a number")
+                    .wanted("an integer, a decimal or a ratio like \"3/10\"")
+                    .hint(format!("it is taken exactly as typed: {reason}")))
+            }
+            _ => Err(refused("above zero")
+                .wanted("a number above zero")
+                .hint("leave the source out of the mix to give it no weight")),
+        }
+    };
+    mix.get_ref().iter().map(weight).collect()
 }
 
-fn schedule(
-    root: &Section,
-    optimizer: &OptimizerSpec,
-    places: &mut Places,
-) -> Result<ScheduleSpec> {
-    let mut spec = ScheduleSpec { warmup_steps: 0, decay_steps: 0, final_lr: optimizer.lr };
-    let Some(section) = root.section("schedule")? else { return Ok(spec) };
-    section.only(SCHEDULE_KEYS)?;
-    record(&section, "schedule", places);
-    let ScheduleSpec { warmup_steps, decay_steps, final_lr } = &mut spec;
-    set(warmup_steps, section.whole("warmup_steps", 0)?);
-    set(decay_steps, section.whole("decay_steps", 0)?);
-    set(final_lr, section.number("final_lr", 0.0, f64::INFINITY)?);
-    match (section.has("final_lr"), *decay_steps) {
-        (false, 1..) => {
-            Err(section.missing("final_lr", "the learning rate that `decay_steps` leads to"))
+fn check_optimizer(places: &Places, optimizer: &OptimizerSpec) -> Result<()> {
+    let OptimizerSpec { kind: _, lr, betas: [first, second], eps, momentum, weight_decay, clip } =
+        *optimizer;
+    let all = f64::INFINITY;
+    check_numbers(
+        places,
+        &[
+            ("optimizer.lr", lr, all),
+            ("optimizer.betas", first, 1.0),
+            ("optimizer.betas", second, 1.0),
+            ("optimizer.eps", eps, all),
+            ("optimizer.momentum", momentum, 1.0),
+            ("optimizer.weight_decay", weight_decay, all),
+            ("optimizer.clip", clip, all),
+        ],
+    )
+}
+
+/// Refuses numbers outside of zero to below a limit.
+fn check_numbers(places: &Places, numbers: &[(&str, f64, f64)]) -> Result<()> {
+    let outside = |(_, number, below): &&(&str, f64, f64)| !(0.0..*below).contains(number);
+    match numbers.iter().find(outside) {
+        None => Ok(()),
+        Some((key, _, below)) => {
+            let fault = places.out_of_range(key);
+            Err(match below.is_finite() {
+                true => fault.wanted(format!("a number from 0 to below {below}")),
+                false => fault.wanted("a finite number of at least 0"),
+            })
         }
-        (true, 0) => {
-            let what = "`final_lr` is never reached: there are no `decay_steps`";
-            Err(section.fault("final_lr", what).hint("set `decay_steps`, or leave both out"))
-        }
-        _ => Ok(spec),
     }
 }
 
-/// The steps of the windows of `[skip_step]` and `[auto_clip]`, unless they say so.
-const WINDOW: u64 = 128;
-
-fn skip_step(root: &Section, places: &mut Places) -> Result<Option<SkipStepSpec>> {
-    let Some(section) = root.section("skip_step")? else { return Ok(None) };
-    section.only(&["window", "sigma"])?;
-    record(&section, "skip_step", places);
-    let window = window(&section)?;
-    let sigma = section.number("sigma", 0.0, f64::INFINITY)?.unwrap_or(6.0);
-    Ok(Some(SkipStepSpec { window, sigma }))
-}
-
-fn auto_clip(root: &Section, places: &mut Places) -> Result<Option<AutoClipSpec>> {
-    let Some(section) = root.section("auto_clip")? else { return Ok(None) };
-    section.only(&["window", "percentile"])?;
-    record(&section, "auto_clip", places);
-    let window = window(&section)?;
-    let wanted = "which of 100 norms, by size, is the longest that passes: 1 to 100";
-    let percentile = section.whole("percentile", 1)?;
-    match percentile.ok_or_else(|| section.missing("percentile", wanted))? {
-        percentile @ 1..=100 => Ok(Some(AutoClipSpec { window, percentile })),
-        other => {
-            let fault = section.fault("percentile", "`percentile` is out of range");
-            Err(fault.found(other).wanted(wanted))
+fn check_windows(
+    places: &Places,
+    skip: Option<&SkipStepSpec>,
+    clip: Option<&AutoClipSpec>,
+) -> Result<()> {
+    if let Some(SkipStepSpec { window, sigma }) = skip {
+        check_window(places, "skip_step.window", *window)?;
+        check_numbers(places, &[("skip_step.sigma", *sigma, f64::INFINITY)])?;
+    }
+    if let Some(AutoClipSpec { window, percentile }) = clip {
+        check_window(places, "auto_clip.window", *window)?;
+        if !(1..=100).contains(percentile) {
+            return Err(places
+                .out_of_range("auto_clip.percentile")
+                .wanted("which of 100 norms, by size, is the longest that passes: 1 to 100"));
         }
     }
+    Ok(())
 }
 
 /// Windows are part of every checkpoint, so they stay small.
-fn window(section: &Section) -> Result<u64> {
-    match section.whole("window", 4)?.unwrap_or(WINDOW) {
-        window if window <= 1 << 16 => Ok(window),
-        other => {
-            let fault = section.fault("window", "`window` is out of range").found(other);
-            Err(fault.wanted("at most 65536 steps"))
+fn check_window(places: &Places, key: &str, window: u64) -> Result<()> {
+    match window {
+        4..=65_536 => Ok(()),
+        _ => Err(places.out_of_range(key).wanted("at least 4 and at most 65536 steps")),
+    }
+}
+
+fn schedule(
+    places: &Places,
+    ScheduleText { warmup_steps, decay_steps, final_lr }: ScheduleText,
+    optimizer: &OptimizerSpec,
+) -> Result<ScheduleSpec> {
+    if let Some(final_lr) = final_lr {
+        check_numbers(places, &[("schedule.final_lr", final_lr, f64::INFINITY)])?;
+    }
+    match (final_lr, decay_steps) {
+        (None, 1..) => {
+            let wanted = "the learning rate that `decay_steps` leads to";
+            Err(places.missing("schedule", "final_lr", wanted))
         }
-    }
-}
-
-fn set<T>(slot: &mut T, value: Option<T>) {
-    if let Some(value) = value {
-        *slot = value;
-    }
-}
-
-/// Remembers where a section and its keys stand.
-pub(super) fn record(section: &Section, path: &str, places: &mut Places) {
-    places.insert(path.to_owned(), section.place().to_owned());
-    for key in section.keys() {
-        places.insert(format!("{path}.{key}"), section.place_of(key));
+        (Some(_), 0) => {
+            let what = "`final_lr` is never reached: there are no `decay_steps`";
+            let fault = places.fault("schedule.final_lr", what);
+            Err(fault.hint("set `decay_steps`, or leave both out"))
+        }
+        _ => {
+            let final_lr = final_lr.unwrap_or(optimizer.lr);
+            Ok(ScheduleSpec { warmup_steps, decay_steps, final_lr })
+        }
     }
 }

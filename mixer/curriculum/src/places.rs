@@ -1,0 +1,81 @@
+//! Where every key of a curriculum stands, for faults that come after the file was read.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use contract::Fault;
+use contract::settings::File;
+use toml::de::{DeTable, DeValue};
+
+/// The spans of keys and values by path; a table of a list is known by its `name`, or else by its number from 1.
+#[derive(Clone, Debug)]
+pub(super) struct Places {
+    file: File,
+    spans: BTreeMap<String, [Range<usize>; 2]>,
+}
+
+impl Places {
+    /// The places of `file`; what is not valid TOML has none.
+    pub(super) fn of(file: &File) -> Self {
+        let mut places = Places { file: file.clone(), spans: BTreeMap::new() };
+        places.walk("", DeTable::parse_recoverable(file.text()).0.get_ref());
+        places
+    }
+
+    fn walk(&mut self, above: &str, table: &DeTable) {
+        for (key, value) in table {
+            let path = if above.is_empty() { key.to_string() } else { format!("{above}.{key}") };
+            self.spans.insert(path.clone(), [key.span(), value.span()]);
+            match value.get_ref() {
+                DeValue::Table(inner) => self.walk(&path, inner),
+                DeValue::Array(list) => self.walk_list(&path, list.iter()),
+                _ => (),
+            }
+        }
+    }
+
+    fn walk_list<'a>(
+        &mut self,
+        above: &str,
+        list: impl Iterator<Item = &'a contract::settings::Spanned<DeValue<'a>>>,
+    ) {
+        for (number, value) in (1..).zip(list) {
+            let Some(table) = value.get_ref().as_table() else { continue };
+            let name = table.get("name").and_then(|name| name.get_ref().as_str());
+            let path =
+                format!("{above}.{}", name.map_or_else(|| number.to_string(), str::to_owned));
+            self.spans.insert(path.clone(), [value.span(), value.span()]);
+            self.walk(&path, table);
+        }
+    }
+
+    /// The place of `key`, or of the nearest table above it.
+    pub(super) fn place(&self, key: &str) -> String {
+        let mut key = key;
+        loop {
+            match (self.spans.get(key), key.rsplit_once('.')) {
+                (Some([span, _]), _) => return self.file.place(span.clone()),
+                (None, Some((above, _))) => key = above,
+                (None, None) => return self.file.name().to_owned(),
+            }
+        }
+    }
+
+    /// A fault about `key`.
+    pub(super) fn fault(&self, key: &str, what: impl Into<String>) -> Fault {
+        Fault::usage(what).at(self.place(key))
+    }
+
+    /// The fault of a value that `key` cannot have, which is shown as typed.
+    pub(super) fn out_of_range(&self, key: &str) -> Fault {
+        let name = key.rsplit('.').next().unwrap_or_default();
+        let typed = self.spans.get(key).map_or("", |[_, value]| self.file.typed(value.clone()));
+        self.fault(key, format!("`{name}` is out of range")).found(typed)
+    }
+
+    /// The fault of a table without one of its keys.
+    pub(super) fn missing(&self, table: &str, key: &str, wanted: &str) -> Fault {
+        let kind = table.split('.').next().unwrap_or_default();
+        self.fault(table, format!("[{kind}] has no `{key}`")).wanted(wanted)
+    }
+}
