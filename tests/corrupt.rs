@@ -45,7 +45,7 @@ fn malformed_lines_are_named_or_counted() {
         let store = build(&scratch, &skip, "out");
         let seen: serde_json::Value =
             serde_json::from_slice(&fs::read(store.join("manifest.json")).unwrap()).unwrap();
-        assert_eq!(seen["sources"][0]["losses"][0]["documents"], 1, "{seen}");
+        assert_eq!(seen["sources"][0]["dropped"][0]["documents"], 1, "{seen}");
         assert_eq!(seen["sources"][0]["train"]["documents"], 6, "{seen}");
     }
 }

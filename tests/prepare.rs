@@ -92,17 +92,18 @@ fn inspected(store: &Path) -> Value {
 }
 
 #[test]
-fn every_loss_has_a_reason_and_the_ledger_balances() {
+fn every_dropped_record_has_a_reason_and_the_accounting_balances() {
     let scratch = Scratch::new();
     let path = prepared(&scratch);
     let store = build(&scratch, &path, "store");
     let answer = inspected(&store);
     let mut reasons = std::collections::BTreeSet::new();
     for source in answer["sources"].as_array().unwrap() {
-        assert_eq!(source["ledger"]["balance"], 0, "{source}");
+        assert_eq!(source["accounting"]["balance"], 0, "{source}");
         assert_eq!(source["prepared"]["balance"], 0, "{source}");
-        for loss in source["losses"].as_array().unwrap() {
-            reasons.insert(loss["reason"].as_str().unwrap().split(':').next().unwrap().to_owned());
+        for dropped in source["dropped"].as_array().unwrap() {
+            reasons
+                .insert(dropped["reason"].as_str().unwrap().split(':').next().unwrap().to_owned());
         }
     }
     let steps = ["length", "exact-duplicates", "near-duplicates", "decontaminate"];
@@ -157,9 +158,12 @@ fn prepared_stores_keep_their_digests() {
     for source in answer["sources"].as_array().unwrap() {
         let name = source["name"].as_str().unwrap();
         found += &format!("{name} {}\n", source["train"]["digest"].as_str().unwrap());
-        for loss in source["losses"].as_array().unwrap() {
-            found +=
-                &format!("{name} {} {}\n", loss["documents"], loss["reason"].as_str().unwrap());
+        for dropped in source["dropped"].as_array().unwrap() {
+            found += &format!(
+                "{name} {} {}\n",
+                dropped["documents"],
+                dropped["reason"].as_str().unwrap()
+            );
         }
     }
     golden("prepared.txt", &found);

@@ -108,7 +108,7 @@ fn alone(workers: usize, tokenizer: &str, files: &[&str]) -> Result<(u64, u64, f
         while let Some(slab) = input.next_slab()? {
             texts.extend(slab.parse(&fields)?.into_iter().filter_map(|parsed| match parsed {
                 Parsed::Document(document) => Some(document.text),
-                Parsed::Lost { .. } => None,
+                Parsed::Dropped { .. } => None,
             }));
         }
     }

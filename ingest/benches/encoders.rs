@@ -96,7 +96,7 @@ fn documents(path: &str) -> Result<Vec<String>> {
         while let Some(slab) = input.next_slab()? {
             texts.extend(slab.parse(&fields)?.into_iter().filter_map(|parsed| match parsed {
                 Parsed::Document(document) => Some(document.text),
-                Parsed::Lost { .. } => None,
+                Parsed::Dropped { .. } => None,
             }));
         }
         if text == "text" && !texts.is_empty() {

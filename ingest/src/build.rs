@@ -240,7 +240,7 @@ fn done(corpus: &Corpus, store: &Path, head: &Head) -> Result<Manifest> {
     for (source, old) in corpus.sources.iter().zip(&manifest.sources) {
         sides.compare_inputs(source, &old.inputs, true)?;
     }
-    request::compare_losses(corpus, &manifest, store)?;
+    request::compare_dropped(corpus, &manifest, store)?;
     // Killed between its last two acts.
     journal::remove(store)?;
     Ok(manifest)

@@ -8,8 +8,8 @@ use std::path::Path;
 
 use contract::{Fault, Result};
 use store::{
-    DocumentRecord, InputRecord, Loss, Manifest, PreparedRecord, SourceRecord, Split, StreamRecord,
-    open,
+    DocumentRecord, Dropped, InputRecord, Manifest, PreparedRecord, SourceRecord, Split,
+    StreamRecord, open,
 };
 
 use crate::corpus::{Corpus, OnError};
@@ -113,27 +113,27 @@ impl<'a> Committer<'a> {
                 self.position.pass(document.consumed);
                 self.document(*document, auditor)
             }
-            Item::Lost { reason, bytes, content, fault } => {
+            Item::Dropped { reason, bytes, content, fault } => {
                 self.position.pass(content);
-                self.lost(&reason, bytes, fault)
+                self.dropped(&reason, bytes, fault)
             }
         }
     }
 
-    fn lost(&mut self, reason: &str, bytes: u64, fault: Fault) -> Result<()> {
+    fn dropped(&mut self, reason: &str, bytes: u64, fault: Fault) -> Result<()> {
         if self.corpus.on_error == OnError::Stop && !always_counted(reason) {
             let file = &self.corpus.sources[self.position.source].files[self.position.file];
             return Err(fault.or_at(|| file.shown.clone()));
         }
         self.prepared(|prepared, _| prepared.read_bytes += bytes);
-        let losses = &mut self.sources[self.position.source].losses;
-        let slot = match losses.iter().position(|loss| loss.reason == reason) {
-            Some(index) => &mut losses[index],
+        let dropped = &mut self.sources[self.position.source].dropped;
+        let slot = match dropped.iter().position(|dropped| dropped.reason == reason) {
+            Some(index) => &mut dropped[index],
             None => {
-                losses.push(Loss { reason: reason.to_owned(), documents: 0, bytes: 0 });
-                losses.sort_by(|a, b| a.reason.cmp(&b.reason));
-                let index = losses.iter().position(|loss| loss.reason == reason);
-                &mut losses[index.unwrap_or_default()]
+                dropped.push(Dropped { reason: reason.to_owned(), documents: 0, bytes: 0 });
+                dropped.sort_by(|a, b| a.reason.cmp(&b.reason));
+                let index = dropped.iter().position(|dropped| dropped.reason == reason);
+                &mut dropped[index.unwrap_or_default()]
             }
         };
         slot.documents += 1;
@@ -212,7 +212,7 @@ impl<'a> Committer<'a> {
             inputs: record.inputs.clone(),
             shards: [None, None],
             streams: [totals(&record.train), totals(&record.validation)],
-            losses: record.losses.clone(),
+            dropped: record.dropped.clone(),
             prepared: record.prepared.clone(),
             audit: self.audit.counts(),
             taken: Some(Box::new(record.clone())),
@@ -240,7 +240,7 @@ impl<'a> Committer<'a> {
             inputs: record.inputs[self.journaled..].to_vec(),
             shards,
             streams: [totals(&record.train), totals(&record.validation)],
-            losses: record.losses.clone(),
+            dropped: record.dropped.clone(),
             prepared: record.prepared.clone(),
             audit: self.audit.counts(),
             taken: None,
@@ -270,7 +270,7 @@ fn replay(source: &mut SourceRecord, checkpoint: &Checkpoint) {
         return;
     }
     source.inputs.extend(checkpoint.inputs.iter().cloned());
-    source.losses.clone_from(&checkpoint.losses);
+    source.dropped.clone_from(&checkpoint.dropped);
     source.prepared.clone_from(&checkpoint.prepared);
     let streams = [&mut source.train, &mut source.validation];
     let news = checkpoint.shards.iter().zip(&checkpoint.streams);

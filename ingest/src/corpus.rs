@@ -56,7 +56,7 @@ pub struct Corpus {
     pub tokenizer: Option<PathBuf>,
     /// Tokens in a unit.
     pub unit: u64,
-    /// The share of documents that are held back.
+    /// The share of documents that are held out.
     pub validation: Ratio,
     /// The token put before each document.
     pub begin: Option<String>,

@@ -1,40 +1,40 @@
-//! `zdata inspect`: what a store holds, and the ledger that says what became of every document read.
+//! `zdata inspect`: what a store holds, and the accounting that says what became of every document read.
 
 use std::fmt::Write as _;
 use std::path::Path;
 
 use serde_json::{Value, json};
-use store::{Change, InputRecord, Loss, Manifest, PreparedRecord, SourceRecord, StreamRecord};
+use store::{Change, Dropped, InputRecord, Manifest, PreparedRecord, SourceRecord, StreamRecord};
 
 use crate::verify::bytes;
 
-/// Documents read, kept and lost, of one source: they balance to zero.
-pub struct Ledger {
+/// Documents read, kept and dropped, of one source: they balance to zero.
+pub struct Accounting {
     /// Records of all inputs.
     pub read: u64,
     /// Documents trained on.
     pub train: u64,
-    /// Documents held back.
+    /// Documents held out.
     pub validation: u64,
-    /// Documents lost.
-    pub lost: u64,
+    /// Documents dropped.
+    pub dropped: u64,
 }
 
-impl Ledger {
-    /// The ledger of a source.
+impl Accounting {
+    /// The accounting of a source.
     pub fn of(source: &SourceRecord) -> Self {
-        Ledger {
+        Accounting {
             read: source.inputs.iter().map(|input| input.documents).sum(),
             train: source.train.documents,
             validation: source.validation.documents,
-            lost: source.losses.iter().map(|loss| loss.documents).sum(),
+            dropped: source.dropped.iter().map(|dropped| dropped.documents).sum(),
         }
     }
 
-    /// Read minus kept minus lost.
+    /// Read minus kept minus dropped.
     pub fn balance(&self) -> i128 {
-        let Ledger { read, train, validation, lost } = self;
-        i128::from(*read) - i128::from(*train) - i128::from(*validation) - i128::from(*lost)
+        let Accounting { read, train, validation, dropped } = self;
+        i128::from(*read) - i128::from(*train) - i128::from(*validation) - i128::from(*dropped)
     }
 }
 
@@ -46,31 +46,31 @@ pub struct Bytes {
     pub added: u64,
     /// By which steps made them shorter.
     pub removed: u64,
-    /// Of lost records.
-    pub lost: u64,
+    /// Of dropped records.
+    pub dropped: u64,
     /// Of what was encoded.
     pub kept: u64,
 }
 
 impl Bytes {
-    /// The ledger of a source, if it has steps.
+    /// The accounting of a source, if it has steps.
     pub fn of(source: &SourceRecord) -> Option<Self> {
         let PreparedRecord { read_bytes, changes, files: _ } = source.prepared.as_ref()?;
         Some(Bytes {
             read: *read_bytes,
             added: changes.iter().map(|change| change.added).sum(),
             removed: changes.iter().map(|change| change.removed).sum(),
-            lost: source.losses.iter().map(|loss| loss.bytes).sum(),
+            dropped: source.dropped.iter().map(|dropped| dropped.bytes).sum(),
             kept: source.train.text_bytes + source.validation.text_bytes,
         })
     }
 
-    /// Read and added minus removed, lost and kept.
+    /// Read and added minus removed, dropped and kept.
     pub fn balance(&self) -> i128 {
-        let Bytes { read, added, removed, lost, kept } = self;
+        let Bytes { read, added, removed, dropped, kept } = self;
         i128::from(*read) + i128::from(*added)
             - i128::from(*removed)
-            - i128::from(*lost)
+            - i128::from(*dropped)
             - i128::from(*kept)
     }
 }
@@ -84,27 +84,27 @@ pub fn json(store: &Path, manifest: &Manifest) -> Value {
         })
     };
     let source = |source: &SourceRecord| {
-        let ledger = Ledger::of(source);
+        let accounting = Accounting::of(source);
         let inputs = source.inputs.iter().map(|input| {
             let InputRecord { path, bytes, sha256, documents } = input;
             json!({"path": path, "bytes": bytes, "sha256": sha256, "documents": documents})
         });
-        let losses = source.losses.iter().map(|loss| {
-            let Loss { reason, documents, bytes } = loss;
+        let dropped = source.dropped.iter().map(|dropped| {
+            let Dropped { reason, documents, bytes } = dropped;
             json!({"reason": reason, "documents": documents, "bytes": bytes})
         });
         let mut answer = json!({
             "name": source.name, "preparation": source.preparation,
             "train": stream(&source.train), "validation": stream(&source.validation),
-            "inputs": inputs.collect::<Vec<_>>(), "losses": losses.collect::<Vec<_>>(),
-            "ledger": {
-                "read": ledger.read, "train": ledger.train, "validation": ledger.validation,
-                "lost": ledger.lost, "balance": ledger.balance() as i64,
+            "inputs": inputs.collect::<Vec<_>>(), "dropped": dropped.collect::<Vec<_>>(),
+            "accounting": {
+                "read": accounting.read, "train": accounting.train, "validation": accounting.validation,
+                "dropped": accounting.dropped, "balance": accounting.balance() as i64,
             },
         });
         if let (Some(bytes), Some(prepared)) = (Bytes::of(source), &source.prepared) {
             answer["prepared"] = json!({
-                "read_bytes": bytes.read, "changes": prepared.changes, "lost_bytes": bytes.lost,
+                "read_bytes": bytes.read, "changes": prepared.changes, "dropped_bytes": bytes.dropped,
                 "kept_bytes": bytes.kept, "balance": bytes.balance() as i64, "files": prepared.files,
             });
         }
@@ -152,9 +152,9 @@ pub fn text(store: &Path, manifest: &Manifest) -> String {
         row(&mut out, &source.name, "train", &source.train);
         row(&mut out, &source.name, "validation", &source.validation);
     }
-    let _ = writeln!(out, "\nledger (documents)");
+    let _ = writeln!(out, "\naccounting (documents)");
     for source in &manifest.sources {
-        ledger(&mut out, source);
+        accounting(&mut out, source);
     }
     out
 }
@@ -172,29 +172,29 @@ fn row(out: &mut String, name: &str, split: &str, stream: &StreamRecord) {
     );
 }
 
-fn ledger(out: &mut String, source: &SourceRecord) {
-    let ledger = Ledger::of(source);
+fn accounting(out: &mut String, source: &SourceRecord) {
+    let accounting = Accounting::of(source);
     let files = source.inputs.len();
     let _ = write!(
         out,
         "{:<16} {} read from {files} files = {} train + {} validation",
         source.name,
-        grouped(ledger.read),
-        grouped(ledger.train),
-        grouped(ledger.validation),
+        grouped(accounting.read),
+        grouped(accounting.train),
+        grouped(accounting.validation),
     );
-    for loss in &source.losses {
-        let (documents, bytes) = (grouped(loss.documents), size(loss.bytes));
-        let _ = write!(out, " + {documents} {} ({bytes})", loss.reason);
+    for dropped in &source.dropped {
+        let (documents, bytes) = (grouped(dropped.documents), size(dropped.bytes));
+        let _ = write!(out, " + {documents} {} ({bytes})", dropped.reason);
     }
-    let _ = writeln!(out, "; balance {}", ledger.balance());
+    let _ = writeln!(out, "; balance {}", accounting.balance());
     let (Some(bytes), Some(prepared)) = (Bytes::of(source), &source.prepared) else { return };
-    let Bytes { read, added, removed, lost, kept } = &bytes;
-    let [read, added, removed, lost, kept] =
-        [read, added, removed, lost, kept].map(|n| grouped(*n));
+    let Bytes { read, added, removed, dropped, kept } = &bytes;
+    let [read, added, removed, dropped, kept] =
+        [read, added, removed, dropped, kept].map(|n| grouped(*n));
     let _ = writeln!(
         out,
-        "{:<16} bytes of text: {read} read + {added} added - {removed} removed - {lost} lost = {kept} kept; \
+        "{:<16} bytes of text: {read} read + {added} added - {removed} removed - {dropped} dropped = {kept} kept; \
          balance {}",
         "",
         bytes.balance()

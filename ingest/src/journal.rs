@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use contract::{Digest, Fault, Hasher, Result};
 use serde::{Deserialize, Serialize};
 use store::{
-    InputRecord, Loss, PreparedRecord, ShardRecord, SourceRecord, TokenizerRecord, open, write,
+    Dropped, InputRecord, PreparedRecord, ShardRecord, SourceRecord, TokenizerRecord, open, write,
 };
 
 use crate::tokenize::audit::{Audit, Sample};
@@ -75,7 +75,7 @@ pub(crate) struct Checkpoint {
     /// The shards committed now, train and validation.
     pub(crate) shards: [Option<ShardRecord>; 2],
     pub(crate) streams: [Totals; 2],
-    pub(crate) losses: Vec<Loss>,
+    pub(crate) dropped: Vec<Dropped>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) prepared: Option<PreparedRecord>,
     pub(crate) audit: Audit,

@@ -15,7 +15,7 @@ use store::{InputRecord, Split};
 use crate::corpus::{Corpus, Source};
 use crate::journal::Position;
 use crate::prepared::{InFile, Prepared, Trace};
-use crate::request::content_of_loss;
+use crate::request::content_of_dropped;
 use crate::source::{self, Document, Limits, Parsed, Slab};
 use crate::tokenize::Tokenizer;
 use crate::tokenize::audit::{self, Sample, Wanted};
@@ -39,7 +39,7 @@ pub(crate) struct Encoding<'a> {
 /// What became of one record.
 pub(crate) enum Item {
     Document(Box<Encoded>),
-    Lost { reason: Cow<'static, str>, bytes: u64, content: Digest, fault: Fault },
+    Dropped { reason: Cow<'static, str>, bytes: u64, content: Digest, fault: Fault },
 }
 
 /// A document, encoded.
@@ -252,7 +252,7 @@ fn pass(
         }
         passed.pass(match &parsed {
             Parsed::Document(document) => Digest::of_bytes(document.text.as_bytes()),
-            Parsed::Lost { reason, bytes, .. } => content_of_loss(reason, *bytes),
+            Parsed::Dropped { reason, bytes, .. } => content_of_dropped(reason, *bytes),
         });
         skip += 1;
     }
@@ -298,9 +298,9 @@ fn encode_slab(
 fn encode(parsed: Parsed, file: &str, encoding: &Encoding<'_>, steps: Option<&InFile<'_>>) -> Item {
     let document = match parsed {
         Parsed::Document(document) => document,
-        Parsed::Lost { reason, bytes, fault } => {
-            let content = content_of_loss(reason, bytes);
-            return Item::Lost { reason: reason.into(), bytes, content, fault };
+        Parsed::Dropped { reason, bytes, fault } => {
+            let content = content_of_dropped(reason, bytes);
+            return Item::Dropped { reason: reason.into(), bytes, content, fault };
         }
     };
     let consumed = Digest::of_bytes(document.text.as_bytes());
@@ -313,22 +313,29 @@ fn encode(parsed: Parsed, file: &str, encoding: &Encoding<'_>, steps: Option<&In
                 let content = Digest::of_bytes(document.text.as_bytes());
                 (document, content, Some(trace))
             }
-            Err(lost) => {
-                let (reason, bytes, fault) = (lost.reason.into(), lost.bytes, lost.fault);
-                return Item::Lost { reason, bytes, content: consumed, fault: fault.or_at(place) };
+            Err(dropped) => {
+                let (reason, bytes, fault) = (dropped.reason.into(), dropped.bytes, dropped.fault);
+                return Item::Dropped {
+                    reason,
+                    bytes,
+                    content: consumed,
+                    fault: fault.or_at(place),
+                };
             }
         },
     };
     let bytes = trace.as_ref().map_or(document.text.len() as u64, |trace| trace.read);
-    let lost = |reason: &'static str, fault: Fault| Item::Lost {
+    let dropped = |reason: &'static str, fault: Fault| Item::Dropped {
         reason: reason.into(),
         bytes,
         content: consumed,
         fault,
     };
     match encoding.tokenizer.encode(&document.text) {
-        Err(fault) => lost("refused by the tokenizer", fault.or_at(place)),
-        Ok(ids) if ids.is_empty() => lost("no tokens", Fault::data("it has no tokens").at(place())),
+        Err(fault) => dropped("refused by the tokenizer", fault.or_at(place)),
+        Ok(ids) if ids.is_empty() => {
+            dropped("no tokens", Fault::data("it has no tokens").at(place()))
+        }
         Ok(ids) => {
             let sample = sample(&document, &ids, content, encoding.wanted, place);
             let parts = (document, ids, (consumed, content), trace, sample);
@@ -338,7 +345,7 @@ fn encode(parsed: Parsed, file: &str, encoding: &Encoding<'_>, steps: Option<&In
 }
 
 /// Whether a document with this content is kept for validation: never trained on, by a tokenizer neither.
-pub(crate) fn held_back(content: Digest, share: Ratio) -> bool {
+pub(crate) fn held_out(content: Digest, share: Ratio) -> bool {
     happens(Key::from_seed(0).child("validation"), Purpose::Split, content.0 as u64, share)
 }
 
@@ -346,7 +353,7 @@ type Parts = (Document, Vec<u32>, (Digest, Digest), Option<Trace>, Option<Sample
 
 fn encoded(parts: Parts, encoding: &Encoding<'_>) -> Encoded {
     let (document, ids, (consumed, content), trace, sample) = parts;
-    let held_back = held_back(content, encoding.validation);
+    let held_out = held_out(content, encoding.validation);
     let Encoding { begin, end, .. } = encoding;
     let tokens = match (begin, end) {
         (None, None) => ids,
@@ -361,7 +368,7 @@ fn encoded(parts: Parts, encoding: &Encoding<'_>) -> Encoded {
         consumed,
         content,
         trace,
-        split: if held_back { Split::Validation } else { Split::Train },
+        split: if held_out { Split::Validation } else { Split::Train },
         tokens,
         sample,
     }

@@ -50,7 +50,7 @@ pub(crate) fn empty_manifest(head: &Head, token_bytes: u32) -> Manifest {
         inputs: Vec::new(),
         train: StreamRecord::empty(),
         validation: StreamRecord::empty(),
-        losses: Vec::new(),
+        dropped: Vec::new(),
         prepared: None,
     };
     Manifest {
@@ -149,23 +149,25 @@ impl Sides<'_> {
     }
 }
 
-/// Refuses to call a store with losses done if the corpus now says that a loss stops the build.
-pub(crate) fn compare_losses(corpus: &Corpus, manifest: &Manifest, store: &Path) -> Result<()> {
+/// Refuses to call a store with dropped records done if the corpus now says that a dropped record stops the build.
+pub(crate) fn compare_dropped(corpus: &Corpus, manifest: &Manifest, store: &Path) -> Result<()> {
     if corpus.on_error == OnError::Skip {
         return Ok(());
     }
     for source in &manifest.sources {
-        if let Some(loss) = source.losses.iter().find(|loss| !always_counted(&loss.reason)) {
+        if let Some(dropped) =
+            source.dropped.iter().find(|dropped| !always_counted(&dropped.reason))
+        {
             return Err(Fault::usage("this store was built with on_error = \"skip\"")
                 .at(store.display().to_string())
-                .found(format!("{} of {:?}: {}", loss.documents, source.name, loss.reason))
+                .found(format!("{} of {:?}: {}", dropped.documents, source.name, dropped.reason))
                 .hint("set on_error = \"skip\", or mend the inputs and name another --out"));
         }
     }
     Ok(())
 }
 
-/// Whether a loss is counted even where other losses stop the build.
+/// Whether a dropped record is counted even where others stop the build.
 pub(crate) fn always_counted(reason: &str) -> bool {
     matches!(reason, "empty" | "no tokens") || recipe::is_reason(reason)
 }
@@ -190,6 +192,6 @@ pub(crate) fn head_of(manifest: &Manifest, like: &Head) -> Head {
 }
 
 /// The content of a record that is no document, for the digest of what was consumed.
-pub(crate) fn content_of_loss(reason: &str, bytes: u64) -> Digest {
+pub(crate) fn content_of_dropped(reason: &str, bytes: u64) -> Digest {
     contract::Hasher::new().tag("loss.v1").str(reason).u64(bytes).finish()
 }

@@ -15,7 +15,7 @@ use crate::corpus::{Corpus, Source};
 use crate::dedup::removed::{self, Kept};
 use crate::dedup::{List, Tools, contaminated, exact, minhash};
 use crate::filters::{self, Dropped};
-use crate::pipeline::held_back;
+use crate::pipeline::held_out;
 use crate::recipe::compare::Compare;
 use crate::recipe::run::{NoText, Outcome, Passage};
 use crate::request;
@@ -39,9 +39,9 @@ pub struct Sampled {
     pub text: String,
     /// What each step did, up to the one that removed it.
     pub steps: Vec<Effect>,
-    /// `train`, `validation` or why it is lost.
+    /// `train`, `validation` or why it is dropped.
     pub outcome: String,
-    /// Its tokens, those put around it included; none if it is lost.
+    /// Its tokens, those put around it included; none if it is dropped.
     pub tokens: Option<usize>,
 }
 
@@ -165,7 +165,9 @@ impl Teller<'_> {
                 if wanted.next_if_eq(&passed).is_some() {
                     found.push(match parsed {
                         Parsed::Document(document) => self.document(number, document)?,
-                        Parsed::Lost { reason, fault, .. } => self.lost(number, reason, &fault),
+                        Parsed::Dropped { reason, fault, .. } => {
+                            self.dropped(number, reason, &fault)
+                        }
                     });
                 }
                 passed += 1;
@@ -174,7 +176,7 @@ impl Teller<'_> {
         Ok(())
     }
 
-    fn lost(&self, number: usize, reason: &str, fault: &Fault) -> Sampled {
+    fn dropped(&self, number: usize, reason: &str, fault: &Fault) -> Sampled {
         Sampled {
             source: self.source.name.clone(),
             file: self.source.files[number].shown.clone(),
@@ -183,14 +185,14 @@ impl Teller<'_> {
             id: None,
             text: String::new(),
             steps: Vec::new(),
-            outcome: format!("lost: {reason}: {fault}"),
+            outcome: format!("dropped: {reason}: {fault}"),
             tokens: None,
         }
     }
 
     fn document(&self, number: usize, mut document: Document) -> Result<Sampled> {
         if let Err(NoText { reason, fault }) = self.source.recipe.text(&mut document) {
-            return Ok(self.lost(number, reason, &fault));
+            return Ok(self.dropped(number, reason, &fault));
         }
         let mut sampled = Sampled {
             source: self.source.name.clone(),
@@ -211,21 +213,21 @@ impl Teller<'_> {
         match outcome {
             Outcome::Through => {}
             Outcome::Dropped { dropped, .. } => {
-                sampled.outcome = format!("lost: {}", dropped.reason);
+                sampled.outcome = format!("dropped: {}", dropped.reason);
                 return Ok(sampled);
             }
             Outcome::Refused(fault) => {
-                sampled.outcome = format!("lost: refused by the tokenizer: {fault}");
+                sampled.outcome = format!("dropped: refused by the tokenizer: {fault}");
                 return Ok(sampled);
             }
         }
         let validation =
-            held_back(Digest::of_bytes(document.text.as_bytes()), self.corpus.validation);
+            held_out(Digest::of_bytes(document.text.as_bytes()), self.corpus.validation);
         sampled.outcome = if validation { "validation" } else { "train" }.to_owned();
         let tokens = self.tokenizer.encode(&document.text)?.len();
         sampled.tokens = (tokens > 0).then_some(tokens + self.around);
         if tokens == 0 {
-            sampled.outcome = "lost: no tokens".to_owned();
+            sampled.outcome = "dropped: no tokens".to_owned();
         }
         Ok(sampled)
     }

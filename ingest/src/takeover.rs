@@ -82,7 +82,7 @@ fn changed(
     } else if !same_cut(record, from, corpus.shard_tokens)? {
         "`shard_tokens` changed"
     } else if corpus.on_error == OnError::Stop
-        && record.losses.iter().any(|loss| !request::always_counted(&loss.reason))
+        && record.dropped.iter().any(|dropped| !request::always_counted(&dropped.reason))
     {
         "it has records that are no documents"
     } else {

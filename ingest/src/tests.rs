@@ -1,4 +1,4 @@
-//! Whole builds: workers, kills, cuts, refusals, and what the ledger says of them.
+//! Whole builds: workers, kills, cuts, refusals, and what the accounting says of them.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +10,7 @@ use store::{Manifest, Split, open};
 
 use crate::build::{Outcome, build, build_while};
 use crate::corpus::Corpus;
-use crate::inspect::{self, Ledger};
+use crate::inspect::{self, Accounting};
 use crate::testing::{Workbench, document, json_lines, options, tree};
 use crate::tokenize::{Engine, Tokenizer};
 use crate::verify::verify;
@@ -304,15 +304,15 @@ fn losses_are_counted_and_balance() {
     let store = bench.path("store");
     let manifest = built(&skip, &store, 2);
     let web = &manifest.sources[0];
-    let losses: Vec<_> = web.losses.iter().map(|l| (l.reason.as_str(), l.documents)).collect();
-    assert_eq!(losses, [("empty", 2), ("malformed", 1), ("missing text", 1), ("too large", 1)]);
-    let ledger = Ledger::of(web);
-    assert_eq!((ledger.read, ledger.lost, ledger.balance()), (35, 5, 0));
+    let dropped: Vec<_> = web.dropped.iter().map(|l| (l.reason.as_str(), l.documents)).collect();
+    assert_eq!(dropped, [("empty", 2), ("malformed", 1), ("missing text", 1), ("too large", 1)]);
+    let accounting = Accounting::of(web);
+    assert_eq!((accounting.read, accounting.dropped, accounting.balance()), (35, 5, 0));
     let told = inspect::text(&store, &manifest);
     assert!(told.contains("2 empty") && told.contains("balance 0"), "{told}");
     let json = inspect::json(&store, &manifest);
-    assert_eq!(json["sources"][0]["ledger"]["balance"], 0);
-    // A corpus that now wants to stop at a loss is not what this store was built from.
+    assert_eq!(json["sources"][0]["accounting"]["balance"], 0);
+    // A corpus that now wants to stop at a dropped record is not what this store was built from.
     let fault = refused(&bench.corpus(keys), &store);
     assert!(fault.class() == Class::Usage && fault.to_string().contains("skip"), "{fault}");
 }

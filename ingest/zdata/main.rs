@@ -34,7 +34,7 @@ enum Command {
     /// Train a tokenizer on a corpus.
     #[command(subcommand)]
     Tokenizer(cmd::tokenizer::Command),
-    /// Show a store: sources, documents, tokens, sizes, digests, losses by reason.
+    /// Show a store: sources, documents, tokens, sizes, digests, dropped records by reason.
     Inspect(cmd::inspect::Args),
     /// Check every byte of a store, naming what is damaged.
     Verify(cmd::verify::Args),

@@ -58,9 +58,10 @@ fn generate(path: &Path, shards: u64, tokens: u64, length: u64) {
         }
         train.shards.push(shard.finish().unwrap());
     }
-    let (validation, losses, inputs) = (StreamRecord::empty(), Vec::new(), Vec::new());
+    let (validation, dropped, inputs) = (StreamRecord::empty(), Vec::new(), Vec::new());
     let (name, preparation) = ("web".to_owned(), String::new());
-    let web = SourceRecord { name, preparation, inputs, train, validation, losses, prepared: None };
+    let web =
+        SourceRecord { name, preparation, inputs, train, validation, dropped, prepared: None };
     commit_store(path, vec![web], 2, 131_072);
 }
 

@@ -22,7 +22,7 @@ pub struct ExecOptions {
     pub lanes: Lanes,
     /// Reader threads and batches that wait.
     pub prefetch: PrefetchOptions,
-    /// When the loss on held-back text is taken: it is told, and decides nothing.
+    /// When the loss on held-out text is taken: it is told, and decides nothing.
     pub validation: Validation,
     /// How several ranks deal the leaves of a step and bring their gradients together.
     pub schedule: Schedule,

@@ -7,7 +7,7 @@
 //! - [`replay`] computes past steps again and explains them; [`compare`] finds where two runs part.
 //! - [`hf`] is Hugging Face's `zaya`, in and out.
 //! - [`ledger`] holds what was computed, [`events`] where and when, [`checkpoint`] the state itself; [`metrics`] draws
-//!   curves, [`validate`] takes the loss on held-back text.
+//!   curves, [`validate`] takes the loss on held-out text.
 //!
 //! Invariant: step N is a function of the run and N. Lanes, threads, prefetch, checkpoints, kills and dates are not
 //! among its arguments.

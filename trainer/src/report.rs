@@ -28,7 +28,7 @@ impl Progress {
         eprintln!("{text}");
     }
 
-    /// The loss on held-back text. The time it took is no step's.
+    /// The loss on held-out text. The time it took is no step's.
     pub fn validation(&mut self, step: u64, sources: &[SourceLoss]) {
         if self.shown {
             eprintln!("{}", validation_line(step, sources));
@@ -57,7 +57,7 @@ impl Progress {
     }
 }
 
-/// The losses on held-back text, all of them first.
+/// The losses on held-out text, all of them first.
 fn validation_line(step: u64, sources: &[SourceLoss]) -> String {
     let mut line =
         format!("validation after step {step} | loss {:.6}", SourceLoss::over(sources).mean());

@@ -96,7 +96,7 @@ pub(crate) fn checkpoint_is_due(spec: &RunSpec, exec: &ExecOptions, step: u64) -
     step == last_step(spec, exec) || step.is_multiple_of(exec.checkpoint_every.max(1))
 }
 
-/// Whether the loss on held-back text is taken after `step`.
+/// Whether the loss on held-out text is taken after `step`.
 pub(crate) fn validation_is_due(spec: &RunSpec, exec: &ExecOptions, step: u64) -> bool {
     exec.validation.is_due(step, last_step(spec, exec))
 }
@@ -253,7 +253,7 @@ impl Run<'_> {
         self.events.write("step", fields)
     }
 
-    /// Takes the loss on held-back text with the weights and balances after `step`.
+    /// Takes the loss on held-out text with the weights and balances after `step`.
     pub(crate) fn validate(
         &mut self,
         step: u64,

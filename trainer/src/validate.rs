@@ -1,4 +1,4 @@
-//! The loss on held-back text: a function of the weights, the store and the length of the sequences, and of nothing else.
+//! The loss on held-out text: a function of the weights, the store and the length of the sequences, and of nothing else.
 //!
 //! How often it is taken and over how many windows is a flag, since it decides nothing about the run; so its place is
 //! `events.jsonl`, not the ledger. Taken again after a kill it has the same bits.
@@ -21,7 +21,7 @@ use crate::step;
 pub struct Validation {
     /// Steps between two; 0 for none.
     pub every: u64,
-    /// Windows of each source, spread evenly over its held-back text; all of them where there are fewer.
+    /// Windows of each source, spread evenly over its held-out text; all of them where there are fewer.
     pub windows: u64,
 }
 
@@ -63,7 +63,7 @@ impl Validation {
         self.every > 0 && (step == last || step.is_multiple_of(self.every))
     }
 
-    /// Takes it with the weights and balances after `step`: sources in the order of the plan, those without held-back
+    /// Takes it with the weights and balances after `step`: sources in the order of the plan, those without held-out
     /// text left out.
     pub fn take(
         &self,

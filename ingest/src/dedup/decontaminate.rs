@@ -86,7 +86,7 @@ impl Index {
                 for parsed in slab.parse(&fields)? {
                     let document = match parsed {
                         Parsed::Document(document) => document,
-                        Parsed::Lost { fault, .. } => return Err(fault),
+                        Parsed::Dropped { fault, .. } => return Err(fault),
                     };
                     let place = || format!("{}:{}", file.shown, document.row);
                     let text = mapping.text(&document.text).map_err(|fault| {

@@ -53,7 +53,7 @@ impl Observer<'_> {
                 Parsed::Document(document) => {
                     observed.extend(self.document(document, source, file)?);
                 }
-                Parsed::Lost { reason, fault, .. } => count_or_stop(self.corpus, reason, fault)?,
+                Parsed::Dropped { reason, fault, .. } => count_or_stop(self.corpus, reason, fault)?,
             }
         }
         Ok(observed)

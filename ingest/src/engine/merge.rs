@@ -98,11 +98,11 @@ fn commit(
     while let Some(entry) = part.next()? {
         let foreign = || part.damaged("it holds what its task cannot give");
         tell(match entry {
-            Entry::Item(Item::Lost { reason, bytes, content, fault }) => {
+            Entry::Item(Item::Dropped { reason, bytes, content, fault }) => {
                 let file = files.as_slice().first().ok_or_else(foreign)?;
                 let place = format!("{}{}", file.path.display(), fault.place().unwrap_or_default());
-                let lost = Item::Lost { reason, bytes, content, fault: fault.at(place) };
-                Step::Slab { items: vec![lost], raw_bytes: 0 }
+                let dropped = Item::Dropped { reason, bytes, content, fault: fault.at(place) };
+                Step::Slab { items: vec![dropped], raw_bytes: 0 }
             }
             Entry::Item(mut item) => {
                 if let Item::Document(document) = &mut item {

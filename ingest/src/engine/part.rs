@@ -4,7 +4,7 @@
 //! 0   "zdatpart"    32 bytes: the part's address
 //!     entries: u8 kind, then
 //!       1 document          u32 length and JSON of what is not tokens, u64 tokens and u32 each
-//!       2 loss              u32 length and JSON
+//!       2 dropped           u32 length and JSON
 //!       3 end of a file     u32 length and JSON: its content
 //!       4 reason            u32 length and JSON: a text that entries after it name by its number
 //!       5 document seen     u64 address, u8 step, u8 reason, u8 marks and each, u32 length and JSON of matches
@@ -44,14 +44,14 @@ struct Document {
     bytes: Option<(u64, u64)>,
     text_bytes: u64,
     content: Digest,
-    held_back: bool,
+    held_out: bool,
     /// Bytes read, and what steps changed: their places are counted among those that run here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     trace: Option<(u64, Vec<Change>)>,
 }
 
 #[derive(Serialize, Deserialize)]
-struct Loss {
+struct Dropped {
     reason: String,
     bytes: u64,
     content: Digest,
@@ -119,7 +119,7 @@ impl PartWriter {
             bytes: *bytes,
             text_bytes: *text_bytes,
             content: *content,
-            held_back: *split == Split::Validation,
+            held_out: *split == Split::Validation,
             trace,
         };
         self.entry(1, &meta)?;
@@ -132,7 +132,7 @@ impl PartWriter {
     }
 
     /// A record that is no document; `place` is where in its file.
-    pub(super) fn loss(
+    pub(super) fn dropped(
         &mut self,
         reason: &str,
         bytes: u64,
@@ -140,7 +140,7 @@ impl PartWriter {
         place: Option<&str>,
     ) -> Result<()> {
         let (reason, place) = (reason.to_owned(), place.map(str::to_owned));
-        self.entry(2, &Loss { reason, bytes, content, place })
+        self.entry(2, &Dropped { reason, bytes, content, place })
     }
 
     pub(super) fn file_end(&mut self, content: Content) -> Result<()> {
@@ -327,12 +327,12 @@ impl PartReader {
                 Entry::Item(Item::Document(Box::new(encoded(meta, tokens))))
             }
             2 => {
-                let Loss { reason, bytes, content, place } = self.meta()?;
+                let Dropped { reason, bytes, content, place } = self.meta()?;
                 let fault = Fault::data(format!("a record is no document: {reason}"))
                     .at(place.unwrap_or_default())
                     .hint("mend or drop it, or set on_error = \"skip\" to count such records and go on");
                 let reason = self.constant(reason);
-                Entry::Item(Item::Lost { reason: reason.into(), bytes, content, fault })
+                Entry::Item(Item::Dropped { reason: reason.into(), bytes, content, fault })
             }
             3 => Entry::FileEnd(self.meta()?),
             5 => Entry::Observed(self.observed()?),
@@ -342,8 +342,8 @@ impl PartReader {
 }
 
 fn encoded(meta: Document, tokens: Vec<u32>) -> Encoded {
-    let Document { id, row, group, bytes, text_bytes, content, held_back, trace } = meta;
-    let split = if held_back { Split::Validation } else { Split::Train };
+    let Document { id, row, group, bytes, text_bytes, content, held_out, trace } = meta;
+    let split = if held_out { Split::Validation } else { Split::Train };
     // A task has audited its documents itself.
     let (consumed, sample) = (content, None);
     let trace = trace.map(|(read, changes)| Trace { read, changes });

@@ -237,20 +237,20 @@ impl Taking<'_> {
                 }
                 self.part.document(&document)
             }
-            Item::Lost { reason, fault, .. }
+            Item::Dropped { reason, fault, .. }
                 if self.only.on_error == OnError::Stop && !always_counted(&reason) =>
             {
                 let file = &self.only.sources[0].files[self.file];
                 Err(fault.or_at(|| file.shown.clone()))
             }
-            Item::Lost { reason, bytes, content, fault } => {
+            Item::Dropped { reason, bytes, content, fault } => {
                 let file = &self.only.sources[0].files[self.file];
                 // The part may be found again by a corpus that calls the file otherwise.
                 let path = file.path.display().to_string();
                 let place = fault.place().and_then(|place| {
                     place.strip_prefix(&path).or_else(|| place.strip_prefix(&file.shown))
                 });
-                self.part.loss(&reason, bytes, content, place)
+                self.part.dropped(&reason, bytes, content, place)
             }
         }
     }

@@ -274,7 +274,7 @@ fn what_an_interrupted_build_did_with_other_inputs_is_done_again() {
 }
 
 #[test]
-fn losses_that_one_build_skips_stop_another_that_says_so() {
+fn dropped_records_that_one_build_skips_stop_another_that_says_so() {
     let bench = Workbench::new(9);
     bench.write("web-2.jsonl", "{\"text\": 3}\n{\"text\": \"a\"}\n");
     for (steps, all) in [("", 4), ("[[prepare]]\nstep = \"exact-duplicates\"\n", 8)] {

@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use contract::Result;
-use store::{DocumentRecord, Loss, Manifest, SourceRecord, Split, StreamRecord};
+use store::{DocumentRecord, Dropped, Manifest, SourceRecord, Split, StreamRecord};
 
 use crate::stream::Stream;
 
@@ -30,7 +30,7 @@ impl Filling {
             inputs: Vec::new(),
             train: StreamRecord::empty(),
             validation: StreamRecord::empty(),
-            losses: Vec::new(),
+            dropped: Vec::new(),
         };
         let (token_bytes, vocab) = (manifest.token_bytes, manifest.tokenizer.vocab);
         let streams = Stream::both(store, &record, token_bytes, vocab);
@@ -52,11 +52,13 @@ impl Filling {
     }
 
     /// A document that is not kept.
-    pub(super) fn lost(&mut self, reason: &str, bytes: u64) {
-        let losses = &mut self.record.losses;
-        match losses.iter_mut().find(|loss| loss.reason == reason) {
-            Some(loss) => (loss.documents, loss.bytes) = (loss.documents + 1, loss.bytes + bytes),
-            None => losses.push(Loss { reason: reason.to_owned(), documents: 1, bytes }),
+    pub(super) fn dropped(&mut self, reason: &str, bytes: u64) {
+        let dropped = &mut self.record.dropped;
+        match dropped.iter_mut().find(|dropped| dropped.reason == reason) {
+            Some(dropped) => {
+                (dropped.documents, dropped.bytes) = (dropped.documents + 1, dropped.bytes + bytes)
+            }
+            None => dropped.push(Dropped { reason: reason.to_owned(), documents: 1, bytes }),
         }
     }
 

@@ -18,7 +18,7 @@ use super::staging::{self, Staging};
 use super::{Documents, Found, Hints, Peer, Width, datatrove, mds, megatron, olmo};
 use crate::corpus::check_name;
 use crate::disk::{Disk, Real};
-use crate::pipeline::held_back;
+use crate::pipeline::held_out;
 use crate::progress::Progress;
 use crate::request;
 use crate::tokenize::{Engine, Tokenizer};
@@ -31,7 +31,7 @@ pub struct Part {
     /// A file or a folder.
     pub path: PathBuf,
     /// Whether all of it is for validation.
-    pub held_back: bool,
+    pub held_out: bool,
 }
 
 /// What to import.
@@ -53,7 +53,7 @@ pub struct Import {
     pub end: Option<String>,
     /// The column of tokens (MDS).
     pub column: String,
-    /// The share of documents to hold back of the parts that are not held back whole.
+    /// The share of documents to hold out of the parts that are not held out whole.
     pub validation: Ratio,
     /// Tokens in a unit.
     pub unit: u64,
@@ -267,8 +267,7 @@ impl Source<'_> {
         let Import { peer, width, column, .. } = self.request;
         let width = width.map_or("stated", Width::name);
         let column = if *peer == Peer::Mds { format!(" column={column:?}") } else { String::new() };
-        let held: String =
-            parts.iter().map(|part| if part.held_back { '1' } else { '0' }).collect();
+        let held: String = parts.iter().map(|part| if part.held_out { '1' } else { '0' }).collect();
         format!("import={} dtype={width}{column} held={held}", peer.name())
     }
 
@@ -300,12 +299,12 @@ impl Source<'_> {
         filling: &mut Filling,
     ) -> Result<()> {
         if tokens.is_empty() {
-            filling.lost("empty", 0);
+            filling.dropped("empty", 0);
             return Ok(());
         }
         let id = found.id.unwrap_or_else(|| format!("{file}#0.{row}"));
         self.check_markers(tokens, &part.path, row)?;
-        let split = if part.held_back || held_back(content(tokens), self.request.validation) {
+        let split = if part.held_out || held_out(content(tokens), self.request.validation) {
             Split::Validation
         } else {
             Split::Train
@@ -346,7 +345,7 @@ impl Source<'_> {
     }
 }
 
-/// What decides whether a document without text is held back.
+/// What decides whether a document without text is held out.
 fn content(tokens: &[u32]) -> Digest {
     Hasher::new().tag("imported.v1").u32s(tokens).finish()
 }

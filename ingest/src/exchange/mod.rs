@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Invariant: what a peer's file says of itself is held against its real size before memory is given or a byte is
-//! believed; whatever it holds ends in documents, in a counted loss, or in a [`contract::Fault`], never in a panic.
+//! believed; whatever it holds ends in documents, in a counted drop, or in a [`contract::Fault`], never in a panic.
 //! Invariant: nothing is ever unpickled, and no column is decoded but tokens and ids.
 //! Invariant: a result appears by the rename of its whole folder; what a killed run leaves is cleared by the next.
 

@@ -57,10 +57,10 @@ impl Bench {
     }
 
     fn import(&self, peer: Peer, store: &str, parts: &[(&Path, bool)]) -> Import {
-        let part = |(path, held_back): &(&Path, bool)| Part {
+        let part = |(path, held_out): &(&Path, bool)| Part {
             source: "web".to_owned(),
             path: path.to_path_buf(),
-            held_back: *held_back,
+            held_out: *held_out,
         };
         Import {
             store: self.path(store),
@@ -203,8 +203,8 @@ proptest! {
         let request = bench.import(Peer::Datatrove, "store", &[(&a, false), (&b, true)]);
         let Imported::Done(manifest, _) = import(&request).unwrap() else { panic!("a new store") };
         let kept: Vec<_> = train.iter().filter(|doc| !doc.is_empty()).cloned().collect();
-        let lost: u64 = manifest.sources[0].losses.iter().map(|loss| loss.documents).sum();
-        prop_assert_eq!(lost, (train.len() - kept.len()) as u64);
+        let dropped: u64 = manifest.sources[0].dropped.iter().map(|dropped| dropped.documents).sum();
+        prop_assert_eq!(dropped, (train.len() - kept.len()) as u64);
         let store = bench.path("store");
         prop_assert_eq!(&plain(docs(&store, Split::Train)), &kept);
         prop_assert_eq!(&plain(docs(&store, Split::Validation)), &held);

@@ -1,7 +1,7 @@
 //! Whether a text reads like prose: the quality rules of Gopher (Rae et al. 2021, A1.1), the custom ones of FineWeb
 //! (Penedo et al. 2024, 3.6), and plain bounds of length.
 //!
-//! Each rule is judged in the order in which the keys stand, so that the reason of a loss is the first rule broken.
+//! Each rule is judged in the order in which the keys stand, so that the reason why it is dropped is the first rule broken.
 
 use contract::Ratio;
 

@@ -1,4 +1,4 @@
-//! Whole builds with steps: what the corpus file may say, what the ledger says afterwards, what leaves no trace.
+//! Whole builds with steps: what the corpus file may say, what the accounting says afterwards, what leaves no trace.
 
 use std::fs;
 use std::path::Path;
@@ -15,7 +15,7 @@ use crate::build::{Outcome, build, build_while};
 use crate::corpus::Corpus;
 use crate::dedup::{Tools, normal};
 use crate::filters::words::Text;
-use crate::inspect::{self, Bytes, Ledger};
+use crate::inspect::{self, Accounting, Bytes};
 use crate::testing::{Workbench, options, tree};
 use crate::verify::verify;
 
@@ -48,7 +48,7 @@ pub(crate) fn kept(store: &Path, manifest: &Manifest, source: usize) -> Vec<Stri
 #[track_caller]
 pub(crate) fn balanced(manifest: &Manifest) {
     for source in &manifest.sources {
-        assert_eq!(Ledger::of(source).balance(), 0, "{source:?}");
+        assert_eq!(Accounting::of(source).balance(), 0, "{source:?}");
         if let Some(bytes) = Bytes::of(source) {
             assert_eq!(bytes.balance(), 0, "{source:?}");
         }
@@ -79,7 +79,7 @@ const STEPS: &str = "[[prepare]]\nstep = \"clean\"\n[[prepare]]\nstep = \"gopher
                      min_words = 40\n[[prepare]]\nstep = \"gopher-repetition\"\nsources = [\"web\"]\n";
 
 #[test]
-fn every_document_is_kept_or_lost_for_a_reason() {
+fn every_document_is_kept_or_dropped_for_a_reason() {
     let bench = Workbench::new(30);
     pages(&bench, 60);
     let corpus = bench.corpus("on_error = \"stop\"\nshard_tokens = 4000");
@@ -93,13 +93,13 @@ fn every_document_is_kept_or_lost_for_a_reason() {
     let mut wanted: Vec<String> = wanted.collect();
     wanted.sort();
     assert_eq!(kept(&store, &manifest, 0), wanted);
-    let losses: Vec<_> = manifest.sources[0]
-        .losses
+    let dropped: Vec<_> = manifest.sources[0]
+        .dropped
         .iter()
-        .map(|loss| (loss.reason.as_str(), loss.documents))
+        .map(|dropped| (dropped.reason.as_str(), dropped.documents))
         .collect();
     assert_eq!(
-        losses,
+        dropped,
         [("gopher-quality: few stop words", 15), ("gopher-quality: too few words", 15)]
     );
     let prepared = manifest.sources[0].prepared.as_ref().unwrap();

@@ -15,7 +15,7 @@ use contract::{Fault, Result};
 use parquet::data_type::ByteArray;
 use store::pieces::Pieces;
 
-use super::{Document, Fields, Parsed, lost};
+use super::{Document, Fields, Parsed, dropped};
 
 /// Rows of one group of a file.
 pub(super) struct Rows {
@@ -57,16 +57,16 @@ impl Rows {
         let Some(text) = text else {
             let fault =
                 Fault::data(format!("column `{}` holds no text", fields.text)).found("null");
-            return self.lost(row, "missing text", 0, fault);
+            return self.dropped(row, "missing text", 0, fault);
         };
         let length = text.len() as u64;
         if length > self.bytes_max {
             let fault = Fault::data("the document is too long").found(format!("{length} bytes"));
             let fault = fault.wanted(format!("at most {}", self.bytes_max));
-            return self.lost(row, "too large", length, fault);
+            return self.dropped(row, "too large", length, fault);
         }
         match std::str::from_utf8(text) {
-            Ok("") => self.lost(row, "empty", 0, Fault::data("the document is empty")),
+            Ok("") => self.dropped(row, "empty", 0, Fault::data("the document is empty")),
             Ok(text) => Parsed::Document(Document {
                 id,
                 text: text.to_owned(),
@@ -77,15 +77,20 @@ impl Rows {
             Err(error) => {
                 let at = error.valid_up_to();
                 let found = format!("byte 0x{:02x} at offset {at} of the value", text[at]);
-                self.lost(row, "invalid UTF-8", length, Fault::data("invalid UTF-8").found(found))
+                self.dropped(
+                    row,
+                    "invalid UTF-8",
+                    length,
+                    Fault::data("invalid UTF-8").found(found),
+                )
             }
         }
     }
 
-    fn lost(&self, row: usize, reason: &'static str, bytes: u64, fault: Fault) -> Parsed {
+    fn dropped(&self, row: usize, reason: &'static str, bytes: u64, fault: Fault) -> Parsed {
         let row = self.first + row as u64;
         let place = format!("{}: {} {}, row {row}", self.path.display(), self.kind, self.group);
-        lost(reason, bytes, fault.at(place))
+        dropped(reason, bytes, fault.at(place))
     }
 }
 

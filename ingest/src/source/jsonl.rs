@@ -12,7 +12,7 @@ use memchr::{memchr, memchr_iter, memrchr};
 
 use super::decompress::Stream;
 use super::json::{self, Found, Value, Wanted};
-use super::{Document, Fields, Input, Limits, Parsed, Records, Slab, lost};
+use super::{Document, Fields, Input, Limits, Parsed, Records, Slab, dropped};
 use crate::disk::Disk;
 
 const MARK: &[u8] = b"\xef\xbb\xbf";
@@ -189,7 +189,7 @@ impl Record<'_> {
     fn parse(&self, text: &str, wanted: &Wanted<'_>, scratch: &mut Vec<u8>) -> Parsed {
         match json::read(text, wanted, scratch) {
             Ok(found) => self.document(text, found),
-            Err(reason) => self.lost("malformed", Fault::data("malformed JSON").found(reason)),
+            Err(reason) => self.dropped("malformed", Fault::data("malformed JSON").found(reason)),
         }
     }
 
@@ -207,7 +207,7 @@ impl Record<'_> {
             None => return self.no_text(line),
         };
         if text.is_empty() {
-            return self.lost("empty", Fault::data("the document is empty"));
+            return self.dropped("empty", Fault::data("the document is empty"));
         }
         let start = self.lines.offset + self.start as u64;
         let bytes = Some((start, start + self.line.len() as u64));
@@ -217,12 +217,12 @@ impl Record<'_> {
     fn wrong_id(&self, kind: &str) -> Parsed {
         let key = self.fields.id.as_deref().unwrap_or_default();
         let fault = Fault::data(format!("key `{key}` holds no id")).found(kind);
-        self.lost("malformed", fault.wanted("a string or an integer"))
+        self.dropped("malformed", fault.wanted("a string or an integer"))
     }
 
     fn wrong_text(&self, kind: &str) -> Parsed {
         let fault = Fault::data(format!("key `{}` holds no text", self.fields.text)).found(kind);
-        self.lost("missing text", fault.wanted("a string"))
+        self.dropped("missing text", fault.wanted("a string"))
     }
 
     fn no_text(&self, line: &str) -> Parsed {
@@ -233,17 +233,17 @@ impl Record<'_> {
             None if keys.is_empty() => fault.found("no key at all where it should stand"),
             None => fault.found(format!("the keys {}", listed(&keys))),
         };
-        self.lost("missing text", fault)
+        self.dropped("missing text", fault)
     }
 
     fn not_utf8(&self, valid: usize) -> Parsed {
         let found = format!("byte 0x{:02x} in column {}", self.line[valid], valid + 1);
-        self.lost("invalid UTF-8", Fault::data("invalid UTF-8").found(found))
+        self.dropped("invalid UTF-8", Fault::data("invalid UTF-8").found(found))
     }
 
-    fn lost(&self, reason: &'static str, fault: Fault) -> Parsed {
+    fn dropped(&self, reason: &'static str, fault: Fault) -> Parsed {
         let place = format!("{}:{}", self.lines.path.display(), self.row);
-        lost(reason, self.line.len() as u64, fault.at(place))
+        dropped(reason, self.line.len() as u64, fault.at(place))
     }
 }
 
@@ -258,7 +258,7 @@ fn too_long(path: &Path, line: u64, bytes: u64, bytes_max: u64) -> Parsed {
         .at(format!("{}:{line}", path.display()))
         .found(format!("{bytes} bytes"))
         .wanted(format!("at most {bytes_max}"));
-    lost("too large", bytes, fault)
+    dropped("too large", bytes, fault)
 }
 
 /// The first keys, for a message.
@@ -306,7 +306,7 @@ mod tests {
             let file = write("x.jsonl", &[b"{\"text\":\"ok\"}\n", line, b"\n"].concat());
             let parsed = read(&file, "text", None);
             assert_eq!(parsed.len(), 2);
-            let Parsed::Lost { reason, bytes, fault } = &parsed[1] else { panic!("{parsed:?}") };
+            let Parsed::Dropped { reason, bytes, fault } = &parsed[1] else { panic!("{parsed:?}") };
             assert_eq!((*reason, *bytes), (wanted, line.len() as u64));
             let message = fault.to_string();
             assert!(message.contains("x.jsonl:2: ") && message.contains(found), "{message}");
@@ -327,7 +327,7 @@ mod tests {
                     assert_eq!(parsed.len(), 3);
                     let too_long = length as u64 > limit;
                     assert_eq!(
-                        matches!(parsed[1], Parsed::Lost { reason: "too large", bytes, .. }
+                        matches!(parsed[1], Parsed::Dropped { reason: "too large", bytes, .. }
                         if bytes == length as u64),
                         too_long
                     );

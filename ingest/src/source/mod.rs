@@ -5,7 +5,7 @@
 //!
 //! Invariant: the documents of a file, their order, rows and byte ranges depend on the file's bytes alone, never on
 //! how large a slab is.
-//! Invariant: whatever a file holds ends in a document, in a counted loss, or in a [`Fault`]; never in a panic.
+//! Invariant: whatever a file holds ends in a document, in a counted drop, or in a [`Fault`]; never in a panic.
 
 mod arrow;
 mod columns;
@@ -104,7 +104,7 @@ impl Fields {
 pub struct Limits {
     /// Bytes handed to a worker at a time, about: a slab holds at least one record.
     pub slab_bytes: usize,
-    /// A longer record is a loss, and is passed over without being held.
+    /// A longer record is dropped, and is passed over without being held.
     pub max_document_bytes: u64,
 }
 
@@ -154,7 +154,7 @@ pub enum Parsed {
     /// A document with a text that is not empty.
     Document(Document),
     /// A record without one.
-    Lost {
+    Dropped {
         /// One of `malformed`, `missing text`, `invalid UTF-8`, `too large`, `empty`.
         reason: &'static str,
         /// Its length in the decompressed stream, as far as it is known.
@@ -228,14 +228,14 @@ fn open_on(
     })
 }
 
-/// A record that is lost, with the one hint that fits every reason.
-fn lost(reason: &'static str, bytes: u64, fault: Fault) -> Parsed {
+/// A record that is dropped, with the one hint that fits every reason.
+fn dropped(reason: &'static str, bytes: u64, fault: Fault) -> Parsed {
     let fault = fault.hint(match reason {
         "empty" => "give it text, or drop it",
         "too large" => "split the document, or raise the limit",
         _ => "mend or drop it, or set on_error = \"skip\" to count such records and go on",
     });
-    Parsed::Lost { reason, bytes, fault }
+    Parsed::Dropped { reason, bytes, fault }
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use store::pieces::Pieces;
 
 use super::columns::{guarded_pieces, no_column};
 use super::decompress::Tee;
-use super::{Document, Fields, Input, Limits, Parsed, Records, Slab, lost};
+use super::{Document, Fields, Input, Limits, Parsed, Records, Slab, dropped};
 use crate::disk::Disk;
 
 /// Rows read at a time.
@@ -147,7 +147,7 @@ impl Rows {
         if bytes > self.bytes_max {
             let fault = Fault::data("the row is too long").found(format!("{bytes} bytes"));
             let fault = fault.wanted(format!("at most {}", self.bytes_max)).at(place);
-            return lost("too large", bytes, fault);
+            return dropped("too large", bytes, fault);
         }
         let id = fields
             .id
@@ -159,7 +159,7 @@ impl Rows {
             Some(Value::Number(id)) if !id.is_f64() => Some(id.to_string()),
             Some(_) => {
                 let fault = Fault::data("the row's id is no string and no integer").at(place);
-                return lost("malformed", bytes, fault);
+                return dropped("malformed", bytes, fault);
             }
         };
         Parsed::Document(Document { id, text, row: number, group: Some(self.group), bytes: None })
@@ -289,7 +289,7 @@ mod tests {
             assert_eq!(reader.content(), (bytes.len() as u64, Identity::of_bytes(&bytes)));
             let limits = Limits { max_document_bytes: 60, ..Limits::default() };
             let slab = open(&fields, limits).unwrap().next_slab().unwrap().unwrap();
-            let Parsed::Lost { fault, .. } = &slab.parse(&fields).unwrap()[0] else {
+            let Parsed::Dropped { fault, .. } = &slab.parse(&fields).unwrap()[0] else {
                 panic!("the first row is longer than 60 bytes")
             };
             let kind = if format == Format::Parquet { "row group" } else { "record batch" };

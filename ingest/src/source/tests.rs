@@ -71,7 +71,7 @@ pub(super) fn read(file: &Scratch, text: &str, id: Option<&str>) -> Vec<Parsed> 
 pub(super) fn documents(parsed: Vec<Parsed>) -> Vec<Document> {
     let keep = |parsed| match parsed {
         Parsed::Document(document) => Some(document),
-        Parsed::Lost { .. } => None,
+        Parsed::Dropped { .. } => None,
     };
     parsed.into_iter().filter_map(keep).collect()
 }
@@ -114,7 +114,7 @@ fn rows() -> impl Strategy<Value = Vec<Row>> {
     prop::collection::vec(row.prop_map(|(text, id)| Row { text, id }), 0..40)
 }
 
-/// Row, group, and either the document or the reason of its loss.
+/// Row, group, and either the document or the reason why it was dropped.
 type Outcome = (u64, Option<u32>, std::result::Result<(Option<String>, String), &'static str>);
 
 fn expected(rows: &[Row], place: impl Fn(u64) -> (u64, Option<u32>)) -> Vec<Outcome> {
@@ -132,7 +132,7 @@ fn expected(rows: &[Row], place: impl Fn(u64) -> (u64, Option<u32>)) -> Vec<Outc
 fn outcomes(parsed: Vec<Parsed>) -> Vec<Outcome> {
     let outcome = |parsed| match parsed {
         Parsed::Document(d) => (d.row, d.group, Ok((d.id, d.text))),
-        Parsed::Lost { reason, .. } => (0, None, Err(reason)),
+        Parsed::Dropped { reason, .. } => (0, None, Err(reason)),
     };
     parsed.into_iter().map(outcome).collect()
 }
@@ -317,7 +317,7 @@ proptest! {
         let parsed = read_with(&file, "", None, &limits(slab)).unwrap();
         let text = text.strip_prefix('\u{feff}').filter(|_| !mark).unwrap_or(&text);
         match &parsed[..] {
-            [Parsed::Lost { reason: "empty", .. }] => prop_assert_eq!(text, ""),
+            [Parsed::Dropped { reason: "empty", .. }] => prop_assert_eq!(text, ""),
             [Parsed::Document(document)] => {
                 let (start, end) = document.bytes.unwrap();
                 prop_assert_eq!(&document.text, text);
@@ -444,7 +444,7 @@ fn integer_ids_and_bytes_that_are_no_text() {
         [("x.parquet", parquet.into_inner().unwrap()), ("x.arrow", arrow.into_inner().unwrap())]
     {
         let parsed = read(&write(name, &bytes), "text", Some("id"));
-        let Parsed::Lost { reason: "invalid UTF-8", bytes: 2, fault } = &parsed[1] else {
+        let Parsed::Dropped { reason: "invalid UTF-8", bytes: 2, fault } = &parsed[1] else {
             panic!("{parsed:?}")
         };
         assert!(fault.to_string().contains("row 1"), "{fault}");
@@ -463,15 +463,16 @@ fn a_text_too_long_is_lost_in_every_format() {
     ] {
         let limits = Limits { slab_bytes: 1 << 20, max_document_bytes: 10 };
         let parsed = read_with(&write(name, &bytes), "text", None, &limits).unwrap();
-        let lost =
-            |parsed: &Parsed| matches!(parsed, Parsed::Lost { reason: "too large", bytes: 11, .. });
-        assert_eq!(parsed.iter().map(lost).collect::<Vec<_>>(), [false, true, false]);
+        let dropped = |parsed: &Parsed| {
+            matches!(parsed, Parsed::Dropped { reason: "too large", bytes: 11, .. })
+        };
+        assert_eq!(parsed.iter().map(dropped).collect::<Vec<_>>(), [false, true, false]);
     }
-    for (length, lost) in [(10, false), (11, true)] {
+    for (length, dropped) in [(10, false), (11, true)] {
         let limits = Limits { slab_bytes: 3, max_document_bytes: 10 };
         let file = write("x.txt", &vec![b'x'; length]);
         let parsed = read_with(&file, "", None, &limits).unwrap();
-        assert_eq!(matches!(parsed[0], Parsed::Lost { reason: "too large", .. }), lost);
+        assert_eq!(matches!(parsed[0], Parsed::Dropped { reason: "too large", .. }), dropped);
     }
 }
 

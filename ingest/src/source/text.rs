@@ -6,7 +6,7 @@ use std::sync::Arc;
 use contract::{Fault, Identity, Result};
 
 use super::decompress::Stream;
-use super::{Document, Input, Limits, Parsed, Records, Slab, lost};
+use super::{Document, Input, Limits, Parsed, Records, Slab, dropped};
 use crate::disk::Disk;
 
 const MARK: &[u8] = b"\xef\xbb\xbf";
@@ -65,12 +65,12 @@ impl Whole {
         if self.length > self.bytes_max {
             let fault = Fault::data("the file is too long for one document");
             let fault = fault.found(format!("{} bytes", self.length));
-            return self.lost("too large", fault.wanted(format!("at most {}", self.bytes_max)));
+            return self.dropped("too large", fault.wanted(format!("at most {}", self.bytes_max)));
         }
         let text = self.bytes.strip_prefix(MARK).unwrap_or(&self.bytes);
         let start = self.length - text.len() as u64;
         match std::str::from_utf8(text) {
-            Ok("") => self.lost("empty", Fault::data("the document is empty")),
+            Ok("") => self.dropped("empty", Fault::data("the document is empty")),
             Ok(text) => Parsed::Document(Document {
                 id: None,
                 text: text.to_owned(),
@@ -81,12 +81,12 @@ impl Whole {
             Err(error) => {
                 let at = error.valid_up_to();
                 let found = format!("byte 0x{:02x} at offset {}", text[at], start + at as u64);
-                self.lost("invalid UTF-8", Fault::data("invalid UTF-8").found(found))
+                self.dropped("invalid UTF-8", Fault::data("invalid UTF-8").found(found))
             }
         }
     }
 
-    fn lost(&self, reason: &'static str, fault: Fault) -> Parsed {
-        lost(reason, self.length, fault.at(self.path.display().to_string()))
+    fn dropped(&self, reason: &'static str, fault: Fault) -> Parsed {
+        dropped(reason, self.length, fault.at(self.path.display().to_string()))
     }
 }

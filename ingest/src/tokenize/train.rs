@@ -5,7 +5,7 @@
 //! pairs that occur equally often the one with the lowest ids wins.
 //!
 //! Invariant: the bytes of the result depend on the texts and the options alone, never on the number of threads or on
-//! the order of documents. Documents held back for validation are not looked at.
+//! the order of documents. Documents held out for validation are not looked at.
 
 mod file;
 mod merge;
@@ -58,7 +58,7 @@ pub struct Trained {
     /// Different words in it.
     pub words: u64,
     /// Records that were no documents, if the corpus says to skip such.
-    pub lost: u64,
+    pub dropped: u64,
 }
 
 /// Trains a tokenizer on the documents of a corpus.
@@ -77,7 +77,7 @@ pub fn train(corpus: &Corpus, request: &Request, options: Options) -> Result<Tra
     if counted.words.is_empty() {
         return Err(Fault::data("the corpus has no documents to train a tokenizer on")
             .at(corpus.file.display().to_string())
-            .found(format!("{} records that are none", counted.lost))
+            .found(format!("{} records that are none", counted.dropped))
             .hint("check `files` and `text` in the corpus file, and --sample"));
     }
     progress.finish();
@@ -89,7 +89,7 @@ pub fn train(corpus: &Corpus, request: &Request, options: Options) -> Result<Tra
         documents: counted.documents,
         text_bytes: counted.text_bytes,
         words: counted.words.len() as u64,
-        lost: counted.lost,
+        dropped: counted.dropped,
     })
 }
 

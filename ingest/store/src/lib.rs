@@ -33,7 +33,7 @@ pub mod write;
 
 pub use contract::UNIT_TOKENS;
 pub use manifest::{
-    Change, FileRecord, InputRecord, Loss, Manifest, PreparedRecord, ShardRecord, SourceRecord,
+    Change, Dropped, FileRecord, InputRecord, Manifest, PreparedRecord, ShardRecord, SourceRecord,
     StreamRecord, TokenizerRecord,
 };
 pub use read::{Store, StreamReader};

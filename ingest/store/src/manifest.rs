@@ -55,17 +55,17 @@ pub struct SourceRecord {
     pub inputs: Vec<InputRecord>,
     /// The documents trained on.
     pub train: StreamRecord,
-    /// The documents held back.
+    /// The documents held out.
     pub validation: StreamRecord,
-    /// What was read but not kept, by reason: documents read = train + validation + losses.
-    pub losses: Vec<Loss>,
+    /// What was read but not kept, by reason: documents read = train + validation + dropped.
+    pub dropped: Vec<Dropped>,
     /// What steps of preparation did, if there were any: a function of the rest, and so no part of the identity.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prepared: Option<PreparedRecord>,
 }
 
 /// What steps of preparation did to a source:
-/// bytes read + added - removed - lost = bytes of text in train and validation.
+/// bytes read + added - removed - dropped = bytes of text in train and validation.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PreparedRecord {
@@ -101,14 +101,14 @@ pub struct InputRecord {
     pub bytes: u64,
     /// SHA-256 of its bytes.
     pub sha256: Identity,
-    /// Documents read from it, lost ones included.
+    /// Documents read from it, dropped ones included.
     pub documents: u64,
 }
 
 /// Documents that were read but not kept.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Loss {
+pub struct Dropped {
     /// Why ("empty", "malformed").
     pub reason: String,
     /// How many.
@@ -182,7 +182,7 @@ impl Manifest {
                 inputs,
                 train,
                 validation,
-                losses: _,
+                dropped: _,
                 prepared: _,
             } = source;
             text += &format!("source {name:?} {preparation:?}\n");

@@ -70,7 +70,7 @@ fn store(token_bytes: u32, cuts: &[u64], document_tokens: u64) -> (TempDir, Mani
             inputs: vec![input],
             train: stream,
             validation: StreamRecord::empty(),
-            losses: Vec::new(),
+            dropped: Vec::new(),
             prepared: None,
         }],
     };

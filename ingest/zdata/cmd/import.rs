@@ -25,9 +25,9 @@ pub(crate) struct Args {
     /// A source and its files, or a folder of them; again for more.
     #[arg(long = "source", value_name = "NAME=PATH", value_parser = part)]
     sources: Vec<(String, PathBuf)>,
-    /// The same, all of it held back for validation.
+    /// The same, all of it held out for validation.
     #[arg(long, value_name = "NAME=PATH", value_parser = part)]
-    held_back: Vec<(String, PathBuf)>,
+    held_out: Vec<(String, PathBuf)>,
     /// How a token is stored, where no header says it: uint16, uint32, int64 and so on.
     #[arg(long, value_parser = width)]
     dtype: Option<Width>,
@@ -40,7 +40,7 @@ pub(crate) struct Args {
     /// The column of tokens (MDS).
     #[arg(long, default_value = "tokens")]
     column: String,
-    /// Share of the documents to hold back, taken exactly.
+    /// Share of the documents to hold out, taken exactly.
     #[arg(long, default_value = "0", value_parser = share)]
     validation: Ratio,
     /// Tokens in a unit, which every seq_len must divide.
@@ -76,13 +76,13 @@ fn share(text: &str) -> std::result::Result<Ratio, String> {
 
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
-    let part = |(source, path): (String, PathBuf), held_back| Part { source, path, held_back };
+    let part = |(source, path): (String, PathBuf), held_out| Part { source, path, held_out };
     let train = args.sources.into_iter().map(|named| part(named, false));
     let request = Import {
         store: args.store,
         peer: args.format.peer(),
         tokenizer: args.tokenizer,
-        parts: train.chain(args.held_back.into_iter().map(|named| part(named, true))).collect(),
+        parts: train.chain(args.held_out.into_iter().map(|named| part(named, true))).collect(),
         width: args.dtype,
         begin: args.begin,
         end: args.end,

@@ -79,13 +79,13 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
 }
 
 fn tell(path: &Path, request: &Request, trained: &Trained, json: bool) {
-    let Trained { bytes, vocab, documents, text_bytes, words, lost } = trained;
+    let Trained { bytes, vocab, documents, text_bytes, words, dropped } = trained;
     let identity = Identity::of_bytes(bytes);
     eprintln!(
         "{vocab} tokens from {documents} documents, {text_bytes} bytes of text, {words} words"
     );
-    if *lost > 0 {
-        eprintln!("{lost} records were no documents");
+    if *dropped > 0 {
+        eprintln!("{dropped} records were no documents");
     }
     if *vocab < request.vocab {
         eprintln!("no other pair of tokens occurs twice: {} were asked for", request.vocab);
@@ -93,7 +93,7 @@ fn tell(path: &Path, request: &Request, trained: &Trained, json: bool) {
     if json {
         let answer = json!({
             "path": path, "sha256": identity, "vocab": vocab, "documents": documents,
-            "text_bytes": text_bytes, "words": words, "lost": lost,
+            "text_bytes": text_bytes, "words": words, "dropped": dropped,
         });
         println!("{answer}");
     } else {

@@ -44,9 +44,10 @@ fn write(dir: &std::path::Path) {
     let shards = vec![claimed(), shard.finish().unwrap()];
     let (tokens, documents) = (at, 1 + LENGTHS.len() as u64);
     let train = StreamRecord { tokens, documents, text_bytes: 0, digest: Digest(0), shards };
-    let (validation, losses, inputs) = (StreamRecord::empty(), Vec::new(), Vec::new());
+    let (validation, dropped, inputs) = (StreamRecord::empty(), Vec::new(), Vec::new());
     let (name, preparation) = ("web".to_owned(), String::new());
-    let web = SourceRecord { name, preparation, inputs, train, validation, losses, prepared: None };
+    let web =
+        SourceRecord { name, preparation, inputs, train, validation, dropped, prepared: None };
     commit_store(dir, vec![web], 2, UNIT);
 }
 

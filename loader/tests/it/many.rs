@@ -50,9 +50,10 @@ fn write(dir: &Path) {
         train.shards.push(shard.finish().unwrap());
     }
     (train.tokens, train.documents) = (SHARDS * TOKENS, SHARDS);
-    let (validation, losses, inputs) = (StreamRecord::empty(), Vec::new(), Vec::new());
+    let (validation, dropped, inputs) = (StreamRecord::empty(), Vec::new(), Vec::new());
     let (name, preparation) = ("web".to_owned(), String::new());
-    let web = SourceRecord { name, preparation, inputs, train, validation, losses, prepared: None };
+    let web =
+        SourceRecord { name, preparation, inputs, train, validation, dropped, prepared: None };
     commit_store(dir, vec![web], 2, 1024);
 }
 

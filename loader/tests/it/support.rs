@@ -49,7 +49,7 @@ pub(crate) fn write_store(dir: &Path, texts: &[Text], token_bytes: u32, unit: u6
         inputs: Vec::new(),
         train: write_stream(dir, text, Split::Train, token_bytes),
         validation: write_stream(dir, text, Split::Validation, token_bytes),
-        losses: Vec::new(),
+        dropped: Vec::new(),
         prepared: None,
     });
     commit_store(dir, sources.collect(), token_bytes, unit);

@@ -8,7 +8,7 @@
 //! router/skipped                           share of tokens on the skip class
 //! optimizer/longest   optimizer/skipped     the clip of `[auto_clip]`; 1 where `[skip_step]` skipped the step, else 0
 //! speed/tokens_per_second   speed/data_stall   and the share of the time in which the step waited for its batch
-//! validation/all   validation/NAME         mean loss of a label on held-back text
+//! validation/all   validation/NAME         mean loss of a label on held-out text
 //! ```
 
 mod tensorboard;
@@ -90,7 +90,7 @@ impl Metrics {
         self.writer.scalars(record.step, &values)
     }
 
-    /// The losses on held-back text after `step`.
+    /// The losses on held-out text after `step`.
     pub fn validation(&mut self, step: u64, sources: &[SourceLoss]) -> Result<()> {
         let named = sources.iter().map(|one| (format!("validation/{}", one.source), one.mean()));
         let all = ("validation/all".to_owned(), SourceLoss::over(sources).mean());

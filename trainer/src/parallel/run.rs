@@ -124,7 +124,7 @@ fn steps(
         }
         keeper.recall(group, shard, run, &record)?;
         if let (Some(run), true) = (run.as_mut(), validation_is_due(spec, exec, shard.step)) {
-            // Every rank holds all weights: rank 0 reads the held-back text, the others wait for it at the next step.
+            // Every rank holds all weights: rank 0 reads the held-out text, the others wait for it at the next step.
             run.validate(shard.step, &shard.weights, &shard.balance)?;
         }
         keeper.saver.done()?;

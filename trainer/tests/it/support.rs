@@ -122,7 +122,7 @@ pub(crate) fn stop_after(step: u64) -> impl Fn(&mut ExecOptions) {
     move |exec| exec.stop_after = Some(step)
 }
 
-/// A source of 120 documents, and 9 that are held back.
+/// A source of 120 documents, and 9 that are held out.
 fn source(root: &Path, name: &str, seed: u64) -> SourceRecord {
     let train = stream(root, name, Split::Train, Key::from_seed(seed).child(name), 120);
     let held = Key::from_seed(seed).child(name).child("held back");
@@ -139,7 +139,7 @@ fn source(root: &Path, name: &str, seed: u64) -> SourceRecord {
         inputs: vec![input],
         train,
         validation,
-        losses: Vec::new(),
+        dropped: Vec::new(),
         prepared: None,
     }
 }

@@ -182,7 +182,7 @@ fn validations(scratch: &Scratch, run: &str) -> BTreeMap<(u64, String), (String,
 }
 
 #[test]
-fn the_loss_on_held_back_text_is_a_function_of_the_state() {
+fn the_loss_on_held_out_text_is_a_function_of_the_state() {
     let scratch = Scratch::new();
     let change = |count: usize, last: Option<u64>| {
         move |exec: &mut trainer::ExecOptions| {
@@ -226,7 +226,7 @@ fn brute_force(scratch: &Scratch, found: &BTreeMap<(u64, String), (String, u64, 
     for source in ["web", "math"] {
         let (mut sum, mut labels) = (0.0, 0);
         let windows = validation::windows(&spec.data, source, 64).unwrap();
-        assert!(windows > 2, "something is held back");
+        assert!(windows > 2, "something is held out");
         for window in 0..windows {
             let batch = validation::batch(&spec.data, source, 64, window, 1).unwrap();
             let input = LeafInput {
@@ -272,7 +272,7 @@ fn few_windows_are_spread_and_never_twice() {
     assert_eq!(take(windows)[0], whole[0]);
 }
 
-/// Many ranks draw the same curves, and take the same loss on held-back text.
+/// Many ranks draw the same curves, and take the same loss on held-out text.
 #[test]
 fn ranks_do_not_show_in_what_one_looks_at() {
     let scratch = Scratch::new();

@@ -50,10 +50,10 @@ pub(crate) struct Args {
     /// Stop after this step; the same command without it goes on.
     #[arg(long, value_name = "STEP")]
     stop_after: Option<u64>,
-    /// Steps between two looks at the loss on the store's held-back text; 0 for none.
+    /// Steps between two looks at the loss on the store's held-out text; 0 for none.
     #[arg(long, value_name = "STEPS", default_value_t = 50)]
     validate_every: u64,
-    /// Sequences of each source for it, spread evenly over its held-back text.
+    /// Sequences of each source for it, spread evenly over its held-out text.
     #[arg(long, value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u64).range(1..))]
     validate_windows: u64,
     /// No line for each step.

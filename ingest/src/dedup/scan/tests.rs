@@ -219,7 +219,7 @@ fn evaluation_items_are_found_and_reported() {
         1
     );
     assert_eq!(
-        manifest.sources[0].losses[0].reason,
+        manifest.sources[0].dropped[0].reason,
         "decontaminate: shared with an evaluation set"
     );
     // Another item is another request; the same item in another file is not.
@@ -285,8 +285,8 @@ fn a_sample_tells_what_became_of_each_document() {
     let draw = |count, seed| sample::sample(&request, (&store, &manifest), count, seed).unwrap();
     let all = draw(1000, 0);
     assert_eq!(all.len(), texts.len());
-    let lost = |reason: &str| {
-        all.iter().filter(|s| s.outcome.starts_with(&format!("lost: {reason}"))).count()
+    let dropped = |reason: &str| {
+        all.iter().filter(|s| s.outcome.starts_with(&format!("dropped: {reason}"))).count()
     };
     for source in &manifest.sources {
         let outcome = |outcome: &str| {
@@ -297,11 +297,12 @@ fn a_sample_tells_what_became_of_each_document() {
         assert_eq!(outcome("validation"), source.validation.documents);
     }
     for reason in ["exact", "near", "length"] {
-        let losses = manifest.sources.iter().flat_map(|source| &source.losses);
-        let counted =
-            losses.filter(|loss| loss.reason.starts_with(reason)).map(|loss| loss.documents);
-        assert_eq!(lost(reason) as u64, counted.sum::<u64>(), "{reason}");
-        assert!(lost(reason) > 0, "{reason}");
+        let counts = manifest.sources.iter().flat_map(|source| &source.dropped);
+        let counted = counts
+            .filter(|dropped| dropped.reason.starts_with(reason))
+            .map(|dropped| dropped.documents);
+        assert_eq!(dropped(reason) as u64, counted.sum::<u64>(), "{reason}");
+        assert!(dropped(reason) > 0, "{reason}");
     }
     let tokens: usize = all.iter().filter_map(|sampled| sampled.tokens).sum();
     let stored = manifest.sources.iter().flat_map(|source| [&source.train, &source.validation]);
@@ -336,7 +337,7 @@ fn a_record_that_is_none_stops_the_scan_or_is_counted() {
     let path = bench.write("skip.toml", format!("on_error = \"skip\"\n{text}"));
     let manifest = built(&path, &bench.path("skipped"), 2);
     balanced(&manifest);
-    assert!(manifest.sources[0].losses.iter().any(|loss| loss.reason == "missing text"));
+    assert!(manifest.sources[0].dropped.iter().any(|dropped| dropped.reason == "missing text"));
 }
 
 #[test]

@@ -19,7 +19,7 @@ fn verdicts(name: &str, bytes: &[u8], limits: &Limits) -> Vec<String> {
             .into_iter()
             .map(|parsed| match parsed {
                 Parsed::Document(document) => document.text,
-                Parsed::Lost { reason, fault, .. } => {
+                Parsed::Dropped { reason, fault, .. } => {
                     format!("- {reason}: {}", short(fault.to_string()))
                 }
             })

@@ -21,7 +21,7 @@ fn request(vocab: u32) -> Request {
     Request { vocab, special: vec!["<|endoftext|>".to_owned()], sample: Ratio::new(1, 1) }
 }
 
-/// A corpus of one JSON Lines file for each list of documents, nothing held back.
+/// A corpus of one JSON Lines file for each list of documents, nothing held out.
 fn corpus(folder: &tempfile::TempDir, files: &[Vec<String>]) -> Corpus {
     for (number, texts) in files.iter().enumerate() {
         let line = |text: &String| serde_json::json!({ "text": text }).to_string() + "\n";
@@ -231,5 +231,5 @@ fn what_cannot_be_trained_is_refused() {
     let message = train(&corpus, &request(300), QUICK).unwrap_err().to_string();
     assert!(message.contains("1.jsonl:2"), "{message}");
     corpus.on_error = crate::corpus::OnError::Skip;
-    assert_eq!(train(&corpus, &request(300), QUICK).unwrap().lost, 1);
+    assert_eq!(train(&corpus, &request(300), QUICK).unwrap().dropped, 1);
 }

@@ -13,7 +13,7 @@ use tokenizers::utils::SysRegex;
 
 use crate::corpus::{Corpus, Source};
 use crate::dedup::Tools;
-use crate::pipeline::held_back;
+use crate::pipeline::held_out;
 use crate::prepared::InFile;
 use crate::progress::Progress;
 use crate::request::count_or_stop;
@@ -31,7 +31,7 @@ pub(super) struct Counted {
     pub(super) words: BTreeMap<Box<str>, u64>,
     pub(super) documents: u64,
     pub(super) text_bytes: u64,
-    pub(super) lost: u64,
+    pub(super) dropped: u64,
 }
 
 #[expect(clippy::disallowed_types, reason = "only counted in; sorted before anyone looks at it")]
@@ -40,7 +40,7 @@ type Table = std::collections::HashMap<Box<str>, u64>;
 /// A slab, its place in the order of all slabs, and the source that says how to parse it.
 type Work<'a> = (u64, Slab, &'a Source);
 
-/// Counts the words of all documents that are in the sample and not held back.
+/// Counts the words of all documents that are in the sample and not held out.
 pub(super) fn count(
     corpus: &Corpus,
     share: Ratio,
@@ -65,7 +65,7 @@ pub(super) fn count(
         };
         (read, workers.into_iter().map(joined).collect::<Vec<_>>())
     });
-    let mut counted = Counted { words: BTreeMap::new(), documents: 0, text_bytes: 0, lost: 0 };
+    let mut counted = Counted { words: BTreeMap::new(), documents: 0, text_bytes: 0, dropped: 0 };
     // Slabs are taken in order, so the lowest failure is the first in the corpus whatever the number of workers.
     let failures = tallies.iter().filter_map(|tally| tally.as_ref().err());
     if let Some((_, fault)) = failures.min_by_key(|(order, _)| *order) {
@@ -75,7 +75,7 @@ pub(super) fn count(
     for tally in tallies.into_iter().flatten() {
         counted.documents += tally.documents;
         counted.text_bytes += tally.text_bytes;
-        counted.lost += tally.lost;
+        counted.dropped += tally.dropped;
         for (word, count) in tally.table {
             *counted.words.entry(word).or_default() += count;
         }
@@ -114,7 +114,7 @@ struct Tally {
     table: Table,
     documents: u64,
     text_bytes: u64,
-    lost: u64,
+    dropped: u64,
 }
 
 fn tally(
@@ -124,7 +124,7 @@ fn tally(
     stop: &AtomicBool,
 ) -> std::result::Result<Tally, (u64, Fault)> {
     let split = SysRegex::new(SPLIT).map_err(|e| (0, Fault::bug(format!("the split: {e}"))))?;
-    let mut tally = Tally { table: Table::new(), documents: 0, text_bytes: 0, lost: 0 };
+    let mut tally = Tally { table: Table::new(), documents: 0, text_bytes: 0, dropped: 0 };
     for (order, slab, source) in work {
         let failed = |fault: Fault| {
             stop.store(true, Ordering::Relaxed);
@@ -142,7 +142,7 @@ fn tally(
                         }
                     },
                 },
-                Parsed::Lost { reason, fault, .. } => {
+                Parsed::Dropped { reason, fault, .. } => {
                     tally.dropped(corpus, reason, fault).map_err(failed)?;
                 }
             }
@@ -154,14 +154,14 @@ fn tally(
 impl Tally {
     /// A record that is no document, or is dropped by a step: the same ones stop a build.
     fn dropped(&mut self, corpus: &Corpus, reason: &str, fault: Fault) -> Result<()> {
-        self.lost += 1;
+        self.dropped += 1;
         count_or_stop(corpus, reason, fault)
     }
 
     fn document(&mut self, document: &Document, corpus: &Corpus, share: Ratio, split: &SysRegex) {
         let text = document.text.as_str();
         let content = Digest::of_bytes(text.as_bytes());
-        if held_back(content, corpus.validation) || !sampled(content, share) {
+        if held_out(content, corpus.validation) || !sampled(content, share) {
             return;
         }
         self.documents += 1;

@@ -113,7 +113,7 @@ fn commit_store(dir: &Path, train: StreamRecord, token_bytes: u32, vocab: u32) {
             inputs: Vec::new(),
             train,
             validation: StreamRecord::empty(),
-            losses: Vec::new(),
+            dropped: Vec::new(),
             prepared: None,
         }],
     };
