@@ -16,6 +16,7 @@ mod determinism;
 mod exchange;
 mod faults;
 mod golden;
+mod inputs;
 #[cfg(feature = "train")]
 mod learns;
 mod linkage;

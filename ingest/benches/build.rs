@@ -100,7 +100,7 @@ fn alone(workers: usize, tokenizer: &str, files: &[&str]) -> Result<(u64, u64, f
     let bytes =
         std::fs::read(tokenizer).map_err(|e| Fault::io("read", Path::new(tokenizer), &e))?;
     let tokenizer = Tokenizer::new(bytes, Engine::Fastest)?;
-    let fields = Fields { text: "text".to_owned(), id: None };
+    let fields = Fields::at("text", None);
     let mut texts = Vec::new();
     for file in files {
         let mut input =
@@ -147,7 +147,9 @@ fn whole(workers: usize, tokenizer: &str, files: &[&str]) -> Result<(u64, u64, f
         path(tokenizer)?
     );
     let store = tempfile::tempdir().map_err(|e| Fault::machine(format!("no scratch: {e}")))?;
-    let corpus = Corpus::parse(&text, &store.path().join("corpus.toml"))?;
+    let corpus = store.path().join("corpus.toml");
+    std::fs::write(&corpus, text).map_err(|e| Fault::io("write", &corpus, &e))?;
+    let corpus = Corpus::read(&corpus)?;
     let options = Options { workers, engine: Engine::Fastest, quiet: true };
     let begun = Instant::now();
     let outcome = build(&corpus, &store.path().join("store"), options)?;

@@ -86,10 +86,10 @@ fn called(path: &str) -> String {
 /// The documents of a file: of its field `text`, or of `prompt`, `question` and `answer`.
 fn documents(path: &str) -> Result<Vec<String>> {
     let path = Path::new(path);
-    let format = Format::guess(path);
+    let format = Format::guess(path).unwrap_or(Format::Text);
     let mut texts = Vec::new();
     for text in ["text", "prompt", "question", "answer"] {
-        let fields = Fields { text: text.to_owned(), id: None };
+        let fields = Fields::at(text, None);
         let Ok(mut input) = source::open(path, format, &fields, &Limits::default()) else {
             continue;
         };

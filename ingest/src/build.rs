@@ -121,6 +121,7 @@ pub fn build_from(
     if let Some(scan) = scan {
         scan.close(corpus, &mut sources)?;
     }
+    request::check_kept(&sources)?;
     let manifest = finish(store, &tokenizer, Manifest { sources, ..empty })?;
     let rescued = tokenizer.rescued();
     if rescued > 0 && !options.quiet {
@@ -192,6 +193,19 @@ pub(crate) fn tokenizer(corpus: &Corpus, engine: Engine) -> Result<Tokenizer> {
             .at(corpus.file.display().to_string())
             .wanted("tokenizer = \"tokenizer.json\"")
     })?;
+    if let Err(error) = far::size(path)
+        && error.kind() == std::io::ErrorKind::NotFound
+    {
+        return Err(Fault::data("there is no tokenizer at this path")
+            .at(path.display().to_string())
+            .wanted(
+                "the path of a Hugging Face `tokenizer.json`; the name of a model is not enough",
+            )
+            .hint(
+                "download it from the model's \"Files\" on huggingface.co, or make one: \
+                 zdata tokenizer train CORPUS.toml --vocab 8192 --out tokenizer.json",
+            ));
+    }
     Tokenizer::read(path, engine)
 }
 

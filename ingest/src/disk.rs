@@ -1,10 +1,10 @@
 //! Where files that others made are opened: on this machine, or, in tests, on a disk that fails.
 
-use std::fs::File;
 use std::io::{Read, Result};
 use std::path::Path;
 
 use store::pieces::Pieces;
+use store::regular;
 
 /// What opens files.
 pub(crate) trait Disk {
@@ -20,7 +20,7 @@ pub(crate) struct Real;
 
 impl Disk for Real {
     fn stream(&self, path: &Path) -> Result<Box<dyn Read + Send>> {
-        Ok(Box::new(File::open(path)?))
+        Ok(Box::new(regular::open(path)?))
     }
 
     fn pieces(&self, path: &Path) -> Result<Pieces> {

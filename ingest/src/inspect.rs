@@ -75,6 +75,35 @@ impl Bytes {
     }
 }
 
+/// What a person should know of a build that ended well: what was dropped, and splits without documents.
+pub fn notes(manifest: &Manifest) -> Vec<String> {
+    let mut notes = Vec::new();
+    for source in &manifest.sources {
+        let accounting = Accounting::of(source);
+        if accounting.dropped > 0 {
+            let reasons = source.dropped.iter();
+            let reasons =
+                reasons.map(|dropped| format!("{} {}", grouped(dropped.documents), dropped.reason));
+            notes.push(format!(
+                "dropped of {}: {} of {} records ({})",
+                source.name,
+                grouped(accounting.dropped),
+                grouped(accounting.read),
+                reasons.collect::<Vec<_>>().join(", ")
+            ));
+        }
+        if accounting.validation == 0 && manifest.validation != "0" {
+            notes.push(format!(
+                "note: {} has no validation documents: {} of {} were held out",
+                source.name,
+                manifest.validation,
+                grouped(accounting.train)
+            ));
+        }
+    }
+    notes
+}
+
 /// The answer for a program.
 pub fn json(store: &Path, manifest: &Manifest) -> Value {
     let stream = |stream: &StreamRecord| {

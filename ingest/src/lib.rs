@@ -11,15 +11,16 @@
 #![forbid(unsafe_code)]
 
 pub mod build;
+pub mod check;
 mod commit;
 pub mod corpus;
 mod dedup;
 mod disk;
 pub mod engine;
 pub mod exchange;
-mod files;
 mod filters;
 mod in_order;
+pub mod init;
 pub mod inspect;
 mod journal;
 mod pipeline;
@@ -40,3 +41,4 @@ pub mod verify;
 
 pub use build::{Outcome, build, build_from};
 pub use corpus::Corpus;
+pub use request::stops;

@@ -272,7 +272,7 @@ fn perform(work: Work<'_>, encoding: &Encoding<'_>, failures: &Sender<Fault>) {
     match work {
         Work::Encode { slab, skip, source, file, reply } => {
             // Nobody waits for the reply once the build has failed.
-            let _ = reply.send(encode_slab(&slab, skip, source, file, encoding));
+            let _ = reply.send(encode_slab(*slab, skip, source, file, encoding));
         }
         Work::Audit(sample) => {
             if let Err(fault) = audit::check(encoding.tokenizer, &sample) {
@@ -283,13 +283,15 @@ fn perform(work: Work<'_>, encoding: &Encoding<'_>, failures: &Sender<Fault>) {
 }
 
 fn encode_slab(
-    slab: &Slab,
+    slab: Slab,
     skip: usize,
     source: &Source,
     file: &str,
     encoding: &Encoding<'_>,
 ) -> Result<Vec<Item>> {
     let parsed = slab.parse(&source.fields)?;
+    // A long document's line has done its part, and its tokens need the memory.
+    drop(slab);
     let steps = encoding.prepared.in_file(&source.name, file);
     let encode = |parsed| encode(parsed, file, encoding, steps.as_ref());
     Ok(parsed.into_iter().skip(skip).map(encode).collect())

@@ -22,7 +22,7 @@ pub(crate) fn preparation(corpus: &Corpus, source: &Source) -> String {
     }
     let formats = formats.join("+");
     let id = source.fields.id.as_deref().unwrap_or("");
-    let text = &source.fields.text;
+    let text = source.fields.text.to_string();
     let steps = source.recipe.describe();
     format!("format={formats} text={text:?} id={id:?} max={}{steps}", corpus.max_document_bytes)
 }
@@ -167,6 +167,11 @@ pub(crate) fn compare_dropped(corpus: &Corpus, manifest: &Manifest, store: &Path
     Ok(())
 }
 
+/// Whether a build of `corpus` stops at a record that is no document for this reason.
+pub fn stops(corpus: &Corpus, reason: &str) -> bool {
+    corpus.on_error == OnError::Stop && !always_counted(reason)
+}
+
 /// Whether a dropped record is counted even where others stop the build.
 pub(crate) fn always_counted(reason: &str) -> bool {
     matches!(reason, "empty" | "no tokens") || recipe::is_reason(reason)
@@ -174,8 +179,29 @@ pub(crate) fn always_counted(reason: &str) -> bool {
 
 /// Counts a record that is no document, or stops where the corpus says so.
 pub(crate) fn count_or_stop(corpus: &Corpus, reason: &str, fault: Fault) -> Result<()> {
-    let counted = corpus.on_error == OnError::Skip || always_counted(reason);
-    if counted { Ok(()) } else { Err(fault) }
+    if stops(corpus, reason) { Err(fault) } else { Ok(()) }
+}
+
+/// Refuses a source of whose records none could be read: a wrong `text` would else pass for a corpus. What steps drop, they
+/// drop on purpose.
+pub(crate) fn check_kept(sources: &[SourceRecord]) -> Result<()> {
+    for source in sources {
+        let read: u64 = source.inputs.iter().map(|input| input.documents).sum();
+        let kept = source.train.documents + source.validation.documents;
+        let unread = source.dropped.iter().all(|dropped| !recipe::is_reason(&dropped.reason));
+        if read > 0 && kept == 0 && unread {
+            let reasons = source.dropped.iter();
+            let reasons =
+                reasons.map(|dropped| format!("{} {}", dropped.documents, dropped.reason));
+            return Err(Fault::data(format!("nothing is left of source {:?}", source.name))
+                .found(format!("{read} records: {}", reasons.collect::<Vec<_>>().join(", ")))
+                .wanted("at least one document")
+                .hint(
+                    "check `text` of the source, or take it out of the corpus; name another --out",
+                ));
+        }
+    }
+    Ok(())
 }
 
 /// The head that a done store answers to.

@@ -26,6 +26,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Write a commented corpus file and curriculum for what lies in a folder.
+    Init(cmd::init::Args),
     /// Tokenize a corpus into a store; run it again after a kill and it goes on.
     Build(cmd::build::Args),
     /// The pieces of a build that a scheduler runs.
@@ -62,6 +64,7 @@ fn main() -> ExitCode {
     contract::fault::end_with_the_reader();
     storage::install();
     let outcome = match Cli::parse().command {
+        Command::Init(args) => cmd::init::exec(args),
         Command::Build(args) => cmd::build::exec(args),
         Command::Task(command) => cmd::task::exec(command),
         Command::Tokenizer(command) => cmd::tokenizer::exec(command),

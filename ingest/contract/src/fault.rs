@@ -182,6 +182,11 @@ impl Fault {
         self
     }
 
+    /// What went wrong, in one sentence.
+    pub fn what(&self) -> &str {
+        &self.0.what
+    }
+
     /// Where, if that is known.
     pub fn place(&self) -> Option<&str> {
         self.0.place.as_deref()

@@ -33,7 +33,7 @@ pub(super) fn address(
     let tokens =
         format!("tokenizer {} {:?} {:?}\n", tokenizer.sha256, tokenizer.begin, tokenizer.end);
     let mut text = format!("zdata part v{PARTS} store v{FORMAT} release {}\n", head.zdata);
-    text += &format!("text={:?} id={:?}", source.fields.text, source.fields.id);
+    text += &format!("text={:?} id={:?}", source.fields.text.to_string(), source.fields.id);
     text += &format!(" max={}\n", only.max_document_bytes);
     match stage {
         Stage::Scan => {

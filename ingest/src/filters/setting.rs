@@ -1,6 +1,49 @@
 //! Settings of steps: read from TOML as written, shown canonically, so that no float and no spelling decides data.
 
-use contract::Ratio;
+use contract::settings::{File, Spanned, Table, Value};
+use contract::{Fault, Ratio, Result};
+
+/// The settings of one step, as they are written.
+pub(crate) struct Settings<'a> {
+    /// The corpus file.
+    pub(crate) file: &'a File,
+    /// The step's table.
+    pub(crate) table: &'a Table,
+}
+
+impl<'a> Settings<'a> {
+    /// The value of a key, if it is there.
+    pub(crate) fn get(&self, key: &str) -> Option<&'a Spanned<Value>> {
+        self.table.get(key)
+    }
+
+    /// Refuses keys other than `known`; `what` has these.
+    pub(crate) fn only(&self, what: &str, known: &[&str]) -> Result<()> {
+        let unknown = self.table.keys().find(|key| !known.contains(&key.get_ref().as_str()));
+        unknown.map_or(Ok(()), |key| Err(self.file.unknown_key(key, what, known.iter().copied())))
+    }
+
+    /// The strings of a list that may not be empty.
+    pub(crate) fn texts(&self, key: &str, list: &Spanned<Value>) -> Result<Vec<String>> {
+        let texts = list.get_ref().as_array().and_then(|list| {
+            list.iter().map(|text| text.as_str().map(str::to_owned)).collect::<Option<Vec<_>>>()
+        });
+        texts
+            .filter(|texts| !texts.is_empty())
+            .ok_or_else(|| self.file.wrong(key, list, "a list of strings, at least one"))
+    }
+
+    /// A setting; `default` is what a person would write.
+    pub(crate) fn read<T: Setting>(&self, key: &str, default: &str) -> Result<T> {
+        let Some(value) = self.get(key) else {
+            let wrong = || Fault::bug(format!("the default of `{key}` is wrong"));
+            return T::parse(default).ok_or_else(wrong);
+        };
+        let plain = !matches!(value.get_ref(), Value::Array(_) | Value::Table(_));
+        let read = plain.then(|| T::parse(self.file.plain(value))).flatten();
+        read.ok_or_else(|| self.file.wrong(key, value, T::WANTED))
+    }
+}
 
 /// A value that decides what a step does.
 pub(crate) trait Setting: Sized {
@@ -91,8 +134,10 @@ macro_rules! step {
             pub(crate) const KEYS: &'static [&'static str] = &[$(stringify!($field)),*];
 
             /// Reads the settings; those that are not there have their defaults.
-            pub(crate) fn read(keys: &$crate::corpus::Keys<'_>) -> contract::Result<Self> {
-                Ok($name { $($field: keys.setting(stringify!($field), $default)?,)* })
+            pub(crate) fn read(
+                settings: &$crate::filters::setting::Settings<'_>,
+            ) -> contract::Result<Self> {
+                Ok($name { $($field: settings.read(stringify!($field), $default)?,)* })
             }
 
             /// The step as canonical text: every setting, in this order.

@@ -96,18 +96,23 @@ pub(crate) struct Decontaminate {
 }
 
 impl Decontaminate {
-    /// Checks the settings and identifies the files.
-    pub(crate) fn new(rules: Rules, files: Vec<SourceFile>) -> Result<Self> {
+    /// Refuses rules that find nothing or everything.
+    pub(crate) fn check(rules: &Rules) -> Result<()> {
         if rules.words == 0 || rules.words > 1000 || rules.min_runs == 0 {
             return Err(Fault::usage("this finds nothing or everything")
                 .found(format!("words = {}, min_runs = {}", rules.words, rules.min_runs))
                 .wanted("words from 1 to 1000, min_runs above zero"));
         }
         Template::parse(&rules.template).map_err(|why| {
-            Fault::usage(format!("`template` is no template: {why}"))
+            Fault::usage(format!("`template` is not a template: {why}"))
                 .found(rules.template.show())
                 .wanted("text with fields in it, like \"{question} {answer}\"")
         })?;
+        Ok(())
+    }
+
+    /// The step with its files, which are identified.
+    pub(crate) fn new(rules: Rules, files: Vec<SourceFile>) -> Result<Self> {
         let identified = |file: SourceFile| {
             let (_, identity) = store::far::content(&file.path)?;
             Ok((file, identity))

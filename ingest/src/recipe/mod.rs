@@ -11,7 +11,6 @@
 //! Invariant: a source without steps pays nothing, and keeps its identity and its bits.
 
 pub(crate) mod compare;
-pub(crate) mod config;
 pub(crate) mod mapping;
 pub(crate) mod run;
 #[cfg(test)]

@@ -9,8 +9,8 @@ use serde_json::json;
 use store::documents::Documents;
 use store::{Manifest, Split, open};
 
+use super::Step;
 use super::compare::Compare;
-use super::{Step, config};
 use crate::build::{Outcome, build, build_while};
 use crate::corpus::Corpus;
 use crate::dedup::{Tools, normal};
@@ -184,7 +184,7 @@ fn wrong_keys_are_refused_with_their_line() {
     let plain = fs::read_to_string(bench.corpus("")).unwrap();
     for (steps, words) in [
         ("[[prepare]]\n", &["no `step`", "gopher-quality"][..]),
-        ("[prepare]\nstep = \"clean\"\n", &["two brackets"]),
+        ("[prepare]\nstep = \"clean\"\n", &["a list"]),
         ("[[prepare]]\nstep = \"gopher-qualty\"\n", &["gopher-quality", ":14"]),
         ("[[prepare]]\nstep = \"gopher-quality\"\nmin_wrods = 3\n", &["`min_words`", ":15"]),
         (
@@ -230,7 +230,7 @@ fn no_text_is_a_cliff() {
     let bench = Workbench::new(1);
     bench.write("eval.jsonl", json!({"text": "a ".repeat(3000)}).to_string() + "\n");
     // `trim` is for chats.
-    let steps = config::STEPS.into_iter().filter(|step| *step != "trim");
+    let steps = crate::corpus::STEPS.into_iter().filter(|step| *step != "trim");
     let extra = |step: &str| match step {
         "clean" => "trailing_space = true\nmax_empty_lines = 1\n",
         "decontaminate" => "files = [\"eval.jsonl\"]\n",

@@ -9,7 +9,7 @@ use arrow::buffer::NullBuffer;
 use arrow::datatypes::{DataType, Field, Schema};
 use contract::{Fault, Identity, Result};
 
-use super::columns::{Column, Rows, no_column, wrong_column};
+use super::columns::{Column, Rows, only, wrong_column};
 use super::ipc::Messages;
 use super::{Fields, Input, Limits, Records, Slab, records};
 use crate::disk::Disk;
@@ -47,20 +47,21 @@ impl Reader {
             Self::columns(path, schema, fields)?
         };
         messages.project(columns);
-        let (text, id, whole) = (fields.text.clone(), fields.id.clone(), fields.is_record());
+        let (text, id) = (fields.path().to_owned(), fields.id.clone());
+        let whole = fields.is_record();
         let (path, slabs) = (path.into(), VecDeque::new());
         Ok(Reader { path, limits, messages, whole, text, id, groups: 0, slabs, ended: false })
     }
 
     /// The top-level columns that hold the text and the id, which must be of fitting types.
     fn columns(path: &Path, schema: &Schema, fields: &Fields) -> Result<Vec<usize>> {
-        check(path, schema, &fields.text, "strings", is_text)?;
+        check(path, schema, fields.path(), "strings", is_text)?;
         if let Some(id) = &fields.id {
             check(path, schema, id, "strings or integers", |kind| {
                 is_text(kind) || is_integer(kind)
             })?;
         }
-        let names = [Some(&fields.text), fields.id.as_ref()];
+        let names = [Some(fields.path()), fields.id.as_deref()];
         let wanted =
             |field: &Field| names.iter().flatten().any(|name| leads_to(field.name(), name));
         let columns = schema.fields().iter().enumerate().filter(|(_, field)| wanted(field));
@@ -182,11 +183,9 @@ fn check(
 ) -> Result<()> {
     let mut leaves = Vec::new();
     schema.fields().iter().for_each(|field| list_leaves(field, "", &mut leaves));
-    match leaves.iter().find(|(leaf, _)| leaf == name) {
-        Some((_, kind)) if fits(kind) => Ok(()),
-        Some((_, kind)) => Err(wrong_column(path, name, kind, wanted)),
-        None => Err(no_column(path, name, leaves.iter().map(|(leaf, _)| leaf.as_str()))),
-    }
+    let names: Vec<&str> = leaves.iter().map(|(leaf, _)| leaf.as_str()).collect();
+    let (_, kind) = &leaves[only(path, name, &names)?];
+    if fits(kind) { Ok(()) } else { Err(wrong_column(path, name, kind, wanted)) }
 }
 
 fn list_leaves(field: &Field, prefix: &str, leaves: &mut Vec<(String, DataType)>) {

@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::fmt::Display;
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
@@ -10,7 +11,7 @@ use arrow::array::{Array, ArrayRef, AsArray};
 use arrow::buffer::NullBuffer;
 use arrow::datatypes::DataType;
 use arrow::util::display::array_value_to_string;
-use contract::fault::nearest;
+use contract::fault::{is_out_of_memory, nearest};
 use contract::{Fault, Result};
 use parquet::data_type::ByteArray;
 use store::pieces::Pieces;
@@ -56,7 +57,7 @@ impl Rows {
     fn row(&self, row: usize, text: Option<&[u8]>, id: Option<String>, fields: &Fields) -> Parsed {
         let Some(text) = text else {
             let fault =
-                Fault::data(format!("column `{}` holds no text", fields.text)).found("null");
+                Fault::data(format!("column `{}` holds no text", fields.path())).found("null");
             return self.dropped(row, "missing text", 0, fault);
         };
         let length = text.len() as u64;
@@ -179,13 +180,20 @@ impl Cells<'_> {
     }
 }
 
+/// Where the one column called `name` stands among those of a file.
+pub(super) fn only(path: &Path, name: &str, known: &[&str]) -> Result<usize> {
+    let mut found = known.iter().enumerate().filter(|(_, known)| **known == name);
+    match (found.next(), found.next()) {
+        (Some((index, _)), None) => Ok(index),
+        (None, _) => Err(no_column(path, name, known)),
+        (Some(_), Some(_)) => Err(Fault::data(format!("two columns are called `{name}`"))
+            .at(path.display().to_string())
+            .hint("write the file again with one of them under another name")),
+    }
+}
+
 /// A column that the corpus names and the file lacks.
-pub(super) fn no_column<'a>(
-    path: &Path,
-    name: &str,
-    known: impl Iterator<Item = &'a str>,
-) -> Fault {
-    let known: Vec<&str> = known.collect();
+fn no_column(path: &Path, name: &str, known: &[&str]) -> Fault {
     let fault = Fault::data(format!("no column `{name}`")).at(path.display().to_string());
     let fault = match nearest(name, known.iter().copied()) {
         Some(near) => fault.found(format!("the nearest column is `{near}`")),
@@ -209,7 +217,7 @@ pub(super) fn wrong_column(path: &Path, name: &str, found: impl Display, wanted:
 ///
 /// The decoders of these formats index into what the file itself claims about its layout, and a damaged file can make
 /// them panic. That is an error of the file, to be reported as one.
-pub(super) fn guarded<T, E: Error>(
+pub(super) fn guarded<T, E: Error + 'static>(
     path: &Path,
     format: &str,
     decode: impl FnOnce() -> std::result::Result<T, E>,
@@ -222,6 +230,9 @@ pub(super) fn guarded<T, E: Error>(
     };
     match catch_unwind(AssertUnwindSafe(decode)) {
         Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) if is_out_of_memory(&error) => {
+            Err(Fault::io("read", path, &io::ErrorKind::OutOfMemory.into()))
+        }
         Ok(Err(error)) => Err(damaged(error.to_string())),
         Err(_) => Err(damaged("bytes that the decoder could not make sense of".to_owned())),
     }
@@ -234,4 +245,9 @@ pub(super) fn guarded_pieces<T>(
     decode: impl FnOnce() -> parquet::errors::Result<T>,
 ) -> Result<T> {
     guarded(path, "Parquet", decode).map_err(|fault| file.or_machine(path, fault))
+}
+
+/// The same, with the group of rows at which it happened.
+pub(super) fn in_group(path: &Path, kind: &str, group: usize) -> impl FnOnce(Fault) -> Fault {
+    move |fault| fault.at(format!("{}: {kind} {group}", path.display()))
 }

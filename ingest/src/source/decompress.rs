@@ -6,7 +6,7 @@
 use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-use contract::fault::again;
+use contract::fault::{again, is_out_of_memory};
 use contract::{Fault, Identity, Result};
 use flate2::bufread::MultiGzDecoder;
 use sha2::{Digest, Sha256};
@@ -54,15 +54,18 @@ impl Stream {
     /// Appends up to `at_most` bytes and says how many; fewer than asked for only at the end of the stream.
     pub(super) fn fill(&mut self, buffer: &mut Vec<u8>, at_most: usize) -> Result<usize> {
         let before = buffer.len();
-        buffer.reserve(at_most);
-        let outcome = match &mut self.decoder {
+        let reserved = buffer.try_reserve(at_most).map_err(io::Error::from);
+        let outcome = reserved.and_then(|()| match &mut self.decoder {
             Decoder::Plain(reader) => reader.take(at_most as u64).read_to_end(buffer),
             Decoder::Gzip(reader) => reader.take(at_most as u64).read_to_end(buffer),
             Decoder::Zstd(reader) => reader.take(at_most as u64).read_to_end(buffer),
-        };
+        });
         let got = buffer.len() - before;
         self.offset += got as u64;
-        outcome.map_err(|error| self.damaged(&error.to_string()))?;
+        outcome.map_err(|error| match is_out_of_memory(&error) {
+            true => Fault::io("read", &self.path, &io::ErrorKind::OutOfMemory.into()),
+            false => self.damaged(&error.to_string()),
+        })?;
         if got == 0 && at_most > 0 && self.tee().bytes == 0 && self.kind().is_some() {
             return Err(self.damaged("the file is empty"));
         }

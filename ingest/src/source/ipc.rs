@@ -20,7 +20,7 @@ use arrow::ipc::{self, CompressionType, root_as_footer, root_as_message};
 use contract::{Fault, Identity, Result};
 use zstd::zstd_safe::get_frame_content_size;
 
-use super::columns::guarded;
+use super::columns::{guarded, in_group};
 use super::decompress::Tee;
 use crate::disk::Disk;
 
@@ -133,7 +133,8 @@ impl Messages {
                 } else {
                     Err(unfit("a message that is neither a record batch nor a dictionary"))
                 }
-            })?;
+            })
+            .map_err(in_group(&self.path, "record batch", self.batches))?;
             if batch.is_some() {
                 self.batches += 1;
                 return Ok(batch);

@@ -8,10 +8,13 @@
 //! counts, as there and in Python.
 
 use sonic_rs::Read;
-use sonic_rs::parser::Parser;
+use sonic_rs::parser::{Parser, Reference};
 
 /// Arrays and objects within each other: a hostile line must not exhaust the stack.
 const DEPTH_MAX: u32 = 127;
+
+/// A longer string with escapes is moved out of the scratch, so that memory holds it beside its line once and not twice.
+const MOVED_BYTES: usize = 1 << 20;
 
 /// The fields wanted, as paths of keys.
 pub(super) struct Wanted<'a> {
@@ -106,17 +109,22 @@ impl Walk<'_, '_> {
     }
 
     fn string(&mut self, trail: Trail) -> Result<(), String> {
-        let text = match self.parser.parse_str(self.scratch) {
-            Ok(text) => text,
+        let (is_text, is_id) = reached(self.wanted, trail);
+        let copy = match self.parser.parse_str(self.scratch) {
             Err(error) => return Err(described(&error)),
+            Ok(_) if !is_text && !is_id => return Ok(()),
+            Ok(Reference::Copied(text)) if text.len() >= MOVED_BYTES => None,
+            Ok(text) => Some(text.to_owned()),
         };
-        let value = |reached| if reached { Some(Value::String(text.to_owned())) } else { None };
-        let reached = reached(self.wanted, trail);
-        if let Some(value) = value(reached.0) {
-            self.found.text = Some(value);
+        let text = match copy {
+            Some(text) => text,
+            None => String::from_utf8(std::mem::take(self.scratch)).map_err(|e| e.to_string())?,
+        };
+        if is_id {
+            self.found.id = Some(Value::String(text.clone()));
         }
-        if let Some(value) = value(reached.1) {
-            self.found.id = Some(value);
+        if is_text {
+            self.found.text = Some(Value::String(text));
         }
         Ok(())
     }

@@ -146,7 +146,7 @@ impl Input for Reader {
 
 impl Lines {
     pub(super) fn parse(&self, fields: &Fields) -> Vec<Parsed> {
-        let wanted = Wanted::new(&fields.text, fields.id.as_deref());
+        let wanted = Wanted::new(fields.path(), fields.id.as_deref());
         // One check for the whole slab; line by line only where it fails.
         let valid = simdutf8::basic::from_utf8(&self.bytes).ok();
         // No string is longer than its line: memory that is not needed is never touched.
@@ -221,13 +221,13 @@ impl Record<'_> {
     }
 
     fn wrong_text(&self, kind: &str) -> Parsed {
-        let fault = Fault::data(format!("key `{}` holds no text", self.fields.text)).found(kind);
+        let fault = Fault::data(format!("key `{}` holds no text", self.fields.path())).found(kind);
         self.dropped("missing text", fault.wanted("a string"))
     }
 
     fn no_text(&self, line: &str) -> Parsed {
-        let (keys, part) = json::keys_beside(line, &self.fields.text);
-        let fault = Fault::data(format!("no key `{}`", self.fields.text));
+        let (keys, part) = json::keys_beside(line, self.fields.path());
+        let fault = Fault::data(format!("no key `{}`", self.fields.path()));
         let fault = match nearest(&part, keys.iter().map(String::as_str)) {
             Some(near) => fault.found(format!("the nearest key is `{near}`")),
             None if keys.is_empty() => fault.found("no key at all where it should stand"),

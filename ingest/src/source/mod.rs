@@ -17,17 +17,21 @@ mod parquet;
 mod records;
 mod text;
 
+use std::fmt;
 use std::path::Path;
 
 use contract::{Fault, Identity, Result};
+use serde::Deserialize;
 use store::far;
 
 use crate::disk::{Disk, Real};
 
 /// What a file holds, whatever it is compressed with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Format {
     /// One JSON object per line (plain, gzip or zstd).
+    #[serde(rename = "jsonl")]
     JsonLines,
     /// Parquet with a string column.
     Parquet,
@@ -41,18 +45,20 @@ impl Format {
     /// Every format, in the order in which messages list them.
     pub const ALL: [Format; 4] = [Format::JsonLines, Format::Parquet, Format::Arrow, Format::Text];
 
-    /// The format that a file's name suggests; anything unknown (prose, source code) is text.
+    /// The format that a file's name says; none where the ending is not one of these, because a table read as one text
+    /// would be a silent loss. Source code and other text needs `format = "text"`.
     ///
     /// A last `.gz` or `.zst` says how the file is compressed and is looked behind.
-    pub fn guess(path: &Path) -> Format {
+    pub fn guess(path: &Path) -> Option<Format> {
         let name = path.file_name().map(|name| name.to_string_lossy().to_lowercase());
         let name = name.unwrap_or_default();
         let name = name.strip_suffix(".gz").or(name.strip_suffix(".zst")).unwrap_or(&name);
         match name.rsplit_once('.').map_or("", |(_, extension)| extension) {
-            "jsonl" | "ndjson" | "json" => Format::JsonLines,
-            "parquet" | "pq" => Format::Parquet,
-            "arrow" | "arrows" | "ipc" | "feather" => Format::Arrow,
-            _ => Format::Text,
+            "jsonl" | "jsonlines" | "jl" | "ndjson" | "json" => Some(Format::JsonLines),
+            "parquet" | "pq" => Some(Format::Parquet),
+            "arrow" | "arrows" | "ipc" | "feather" => Some(Format::Arrow),
+            "txt" | "text" | "md" | "markdown" | "rst" | "tex" => Some(Format::Text),
+            _ => None,
         }
     }
 
@@ -65,37 +71,67 @@ impl Format {
             Format::Text => "text",
         }
     }
-
-    /// The format called `name`.
-    pub fn from_name(name: &str) -> Option<Format> {
-        Format::ALL.into_iter().find(|format| format.name() == name)
-    }
 }
 
 /// Which fields of a record matter. A path's parts are separated by dots: `"meta.id"`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fields {
-    /// Where the text stands.
-    pub text: String,
+    /// What the text is made of.
+    pub text: TextAt,
     /// Where the document's id stands, if it has one.
     pub id: Option<String>,
 }
 
+/// What the text of a document is made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TextAt {
+    /// The string at this path.
+    Path(String),
+    /// The whole record as JSON, from which a template takes these fields; all of them where none is named.
+    Record(Vec<String>),
+}
+
+impl fmt::Display for TextAt {
+    /// The one spelling that enters identities. No path begins with a dot.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            TextAt::Path(path) => f.write_str(path),
+            TextAt::Record(fields) => write!(f, ".{}", fields.join(",")),
+        }
+    }
+}
+
 impl Fields {
-    /// In place of a path: the text is the whole record as JSON, from which a template takes these fields of it.
-    pub fn record<'a>(fields: impl IntoIterator<Item = &'a str>) -> String {
-        // No path begins with a dot.
-        format!(".{}", fields.into_iter().collect::<Vec<_>>().join(","))
+    /// The string at `text` and the id at `id`.
+    pub fn at(text: &str, id: Option<&str>) -> Self {
+        Fields { text: TextAt::Path(text.to_owned()), id: id.map(str::to_owned) }
+    }
+
+    /// Whole records, of which a template takes these fields.
+    pub fn record<'a>(fields: impl IntoIterator<Item = &'a str>, id: Option<&str>) -> Self {
+        let fields = fields.into_iter().map(str::to_owned).collect();
+        Fields { text: TextAt::Record(fields), id: id.map(str::to_owned) }
     }
 
     /// Whether the text is the whole record.
     pub fn is_record(&self) -> bool {
-        self.text.starts_with('.')
+        matches!(self.text, TextAt::Record(_))
+    }
+
+    /// The path of the text; a whole record has none.
+    fn path(&self) -> &str {
+        match &self.text {
+            TextAt::Path(path) => path,
+            TextAt::Record(_) => "",
+        }
     }
 
     /// The fields of a whole record that are needed.
-    fn columns(&self) -> impl Iterator<Item = &str> {
-        self.text.trim_start_matches('.').split(',').filter(|name| !name.is_empty())
+    fn columns(&self) -> &[String] {
+        match &self.text {
+            TextAt::Path(_) => &[],
+            TextAt::Record(fields) => fields,
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use contract::{Fault, Identity, Result};
-use parquet::basic::{LogicalType, Type as PhysicalType};
+use parquet::basic::{ConvertedType, LogicalType, Type as PhysicalType};
 use parquet::column::reader::{ColumnReader, ColumnReaderImpl};
 use parquet::data_type::DataType;
 use parquet::errors::ParquetError;
@@ -15,13 +15,16 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::schema::types::ColumnDescPtr;
 use store::pieces::Pieces;
 
-use super::columns::{Column, Rows, guarded_pieces, no_column, wrong_column};
+use super::columns::{Column, Rows, guarded_pieces, in_group, only, wrong_column};
 use super::decompress::Tee;
 use super::{Fields, Input, Limits, Records, Slab};
 use crate::disk::Disk;
 
 /// Rows read at a time while a slab fills.
 const ROWS_MAX: usize = 1024;
+
+/// What the format calls a group of rows.
+const KIND: &str = "row group";
 
 /// Reads the row groups of a file in order.
 pub(super) struct Reader {
@@ -65,7 +68,7 @@ impl Reader {
         let pieces = disk.pieces(path).map_err(|error| Fault::io("open", path, &error))?;
         let file = guarded_pieces(path, &pieces, || SerializedFileReader::new(pieces.clone()))?;
         let columns = file.metadata().file_metadata().schema_descr().columns();
-        let text = leaf(path, columns, &fields.text, &[PhysicalType::BYTE_ARRAY])?;
+        let text = leaf(path, columns, fields.path(), &[PhysicalType::BYTE_ARRAY])?;
         let kinds = [PhysicalType::BYTE_ARRAY, PhysicalType::INT32, PhysicalType::INT64];
         let id = fields.id.as_deref().map(|id| leaf(path, columns, id, &kinds)).transpose()?;
         let (path, tee) = (path.into(), Tee::open(disk, path)?);
@@ -91,7 +94,8 @@ impl Reader {
                 let id =
                     self.id.as_ref().map(|id| group.get_column_reader(id.index)).transpose()?;
                 Ok::<_, ParquetError>((group.get_column_reader(self.text.index)?, id))
-            })?;
+            })
+            .map_err(in_group(&self.path, KIND, index))?;
             return Ok(Some(Group { number, rows, next: 0, chunk, text, id }));
         }
         Ok(None)
@@ -114,7 +118,8 @@ impl Reader {
                     (Some(reader), Some(leaf)) => numbers(reader, leaf, wanted, &mut integers),
                     _ => Ok(()),
                 }
-            })?;
+            })
+            .map_err(in_group(&self.path, KIND, number as usize))?;
             bytes += text[before..].iter().flatten().map(|value| value.len()).sum::<usize>();
             group.next += wanted as u64;
         }
@@ -126,7 +131,7 @@ impl Reader {
         };
         let text = Column::Bytes(text);
         let (path, bytes_max) = (self.path.clone(), self.limits.max_document_bytes);
-        let kind = "row group";
+        let kind = KIND;
         Ok(Slab(Records::Rows(Rows {
             path,
             kind,
@@ -141,7 +146,7 @@ impl Reader {
 
     fn torn(&self, group: usize, what: &str) -> Fault {
         Fault::data(format!("the Parquet file has an impossible {what} count"))
-            .at(format!("{}: row group {group}", self.path.display()))
+            .at(format!("{}: {KIND} {group}", self.path.display()))
             .hint("fetch or write the file again")
     }
 }
@@ -182,10 +187,8 @@ fn leaf(
     name: &str,
     kinds: &[PhysicalType],
 ) -> Result<Leaf> {
-    let Some(index) = columns.iter().position(|column| column.path().string() == name) else {
-        let known: Vec<String> = columns.iter().map(|column| column.path().string()).collect();
-        return Err(no_column(path, name, known.iter().map(String::as_str)));
-    };
+    let known: Vec<String> = columns.iter().map(|column| column.path().string()).collect();
+    let index = only(path, name, &known.iter().map(String::as_str).collect::<Vec<_>>())?;
     let column = &columns[index];
     let wanted = if kinds.len() == 1 { "strings" } else { "strings or integers" };
     if column.max_rep_level() > 0 {
@@ -194,9 +197,41 @@ fn leaf(
     if !kinds.contains(&column.physical_type()) {
         return Err(wrong_column(path, name, column.physical_type(), wanted));
     }
-    let unsigned =
-        matches!(column.logical_type_ref(), Some(LogicalType::Integer(kind)) if !kind.is_signed);
+    if !is_plain(column) {
+        let kind = match column.logical_type_ref() {
+            Some(kind) => format!("{kind:?}"),
+            None => column.converted_type().to_string(),
+        };
+        return Err(wrong_column(path, name, kind, wanted));
+    }
+    let unsigned = matches!(column.logical_type_ref(), Some(LogicalType::Integer(kind)) if !kind.is_signed)
+        || column.converted_type().to_string().starts_with("UINT");
     Ok(Leaf { index, level: column.max_def_level(), unsigned })
+}
+
+/// Whether the bytes or integers of a column are its values as they stand: those of a decimal or a date are not.
+fn is_plain(column: &ColumnDescPtr) -> bool {
+    use ConvertedType as Old;
+    match column.logical_type_ref() {
+        Some(LogicalType::String | LogicalType::Enum | LogicalType::Json) => true,
+        Some(LogicalType::Integer(_)) => true,
+        Some(_) => false,
+        None => matches!(
+            column.converted_type(),
+            Old::NONE
+                | Old::UTF8
+                | Old::ENUM
+                | Old::JSON
+                | Old::INT_8
+                | Old::INT_16
+                | Old::INT_32
+                | Old::INT_64
+                | Old::UINT_8
+                | Old::UINT_16
+                | Old::UINT_32
+                | Old::UINT_64
+        ),
+    }
 }
 
 fn strings(

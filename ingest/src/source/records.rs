@@ -16,13 +16,16 @@ use parquet::errors::ParquetError;
 use serde_json::{Map, Value};
 use store::pieces::Pieces;
 
-use super::columns::{guarded_pieces, no_column};
+use super::columns::{guarded_pieces, in_group, only};
 use super::decompress::Tee;
 use super::{Document, Fields, Input, Limits, Parsed, Records, Slab, dropped};
 use crate::disk::Disk;
 
 /// Rows read at a time.
 pub(super) const ROWS: usize = 256;
+
+/// What the format calls a group of rows.
+const KIND: &str = "row group";
 
 /// Reads the row groups of a file in order.
 pub(super) struct Reader {
@@ -48,14 +51,20 @@ pub(super) struct Rows {
     pub(super) bytes_max: u64,
 }
 
-/// The columns among `known` that hold the fields of a whole record, in the order of the file.
+/// The columns among `known` that hold the fields of a whole record, in the order of the file; all where none is named.
 pub(super) fn roots(path: &Path, known: &[&str], fields: &Fields) -> Result<Vec<usize>> {
+    if fields.columns().is_empty() {
+        return Ok((0..known.len()).collect());
+    }
     let id = fields.id.as_deref().map(|id| id.split('.').next().unwrap_or(id));
-    let at = |name| {
-        let at = known.iter().position(|known| *known == name);
-        at.ok_or_else(|| no_column(path, name, known.iter().copied()))
-    };
-    let mut columns = fields.columns().chain(id).map(at).collect::<Result<Vec<_>>>()?;
+    let at = |name| only(path, name, known);
+    let mut columns = fields
+        .columns()
+        .iter()
+        .map(String::as_str)
+        .chain(id)
+        .map(at)
+        .collect::<Result<Vec<_>>>()?;
     columns.sort_unstable();
     columns.dedup();
     Ok(columns)
@@ -92,7 +101,8 @@ impl Reader {
             let mask = ProjectionMask::roots(schema, self.columns.iter().copied());
             let builder = builder.with_row_groups(vec![group]).with_batch_size(ROWS);
             builder.with_projection(mask).build()
-        })?;
+        })
+        .map_err(in_group(&self.path, KIND, group))?;
         let number = u32::try_from(group).map_err(|_| {
             Fault::data("the file has too many row groups").at(self.path.display().to_string())
         })?;
@@ -113,11 +123,12 @@ impl Input for Reader {
             };
             let batch = guarded_pieces(&self.path, &self.file, || {
                 reader.next().transpose().map_err(ParquetError::from)
-            })?;
+            })
+            .map_err(in_group(&self.path, KIND, group as usize))?;
             let Some(batch) = batch else { continue };
             self.open = Some((group, first + batch.num_rows() as u64, reader));
             let (path, bytes_max) = (self.path.clone(), self.limits.max_document_bytes);
-            let kind = "row group";
+            let kind = KIND;
             let rows = Rows { path, kind, group, first, batch, bytes_max };
             return Ok(Some(Slab(Records::Objects(rows))));
         }
@@ -262,7 +273,7 @@ mod tests {
     #[test]
     fn rows_are_objects_of_the_columns_asked_for() {
         let folder = tempfile::tempdir().unwrap();
-        let fields = Fields { text: Fields::record(["chat", "score"]), id: Some("id".to_owned()) };
+        let fields = Fields::record(["chat", "score"], Some("id"));
         let turn = |role: &str, content: Option<&str>| json!({"role": role, "content": content});
         let row = |id: i32, score: Option<f64>, chat: Vec<Value>| json!({"id": id, "score": score, "chat": chat});
         let first = row(7, Some(0.5), vec![turn("user", Some("hi")), turn("bot", Some("yo"))]);
@@ -273,7 +284,7 @@ mod tests {
             (id(-9), Some(1), 0, row(-9, Some(2.0), vec![turn("user", None)])),
         ];
         for path in files(folder.path()) {
-            let format = Format::guess(&path);
+            let format = Format::guess(&path).unwrap();
             let open = |fields: &Fields, limits| open(&path, format, fields, &limits);
             let mut reader = open(&fields, Limits::default()).unwrap();
             let mut found = Vec::new();
@@ -294,7 +305,7 @@ mod tests {
             };
             let kind = if format == Format::Parquet { "row group" } else { "record batch" };
             assert!(fault.to_string().contains(&format!("{kind} 0, row 0")), "{fault}");
-            let missing = Fields { text: Fields::record(["caht"]), id: None };
+            let missing = Fields::record(["caht"], None);
             let fault = open(&missing, Limits::default()).map(drop).unwrap_err();
             assert!(fault.to_string().contains("`chat`"), "{fault}");
         }

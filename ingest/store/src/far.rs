@@ -4,13 +4,15 @@
 //! inputs and stores opens files here, near ones as ever, far ones as a copy on this machine. A path is far if it begins
 //! with `s3://`.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{Error, ErrorKind, Read as _, Result};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use contract::{Fault, Identity};
 use sha2::{Digest as _, Sha256};
+
+use crate::regular;
 
 /// What far paths begin with.
 pub const SCHEME: &str = "s3://";
@@ -90,24 +92,21 @@ pub fn near(path: &Path) -> Result<Near> {
 
 /// Opens a file, far or near.
 pub fn open(path: &Path) -> Result<File> {
-    let near = near(path)?;
-    match near.hold {
-        // Its own handle, since a copy may be cleared away once it is let go.
-        Some(_) => File::open(&near.path),
-        None => File::open(path),
-    }
+    // A handle of its own, since a copy may be cleared away once it is let go.
+    let Near { path, hold: _until_then } = near(path)?;
+    regular::open(&path)
 }
 
 /// The bytes of a file, far or near.
 pub fn read(path: &Path) -> Result<Vec<u8>> {
-    fs::read(near(path)?.path())
+    regular::read(near(path)?.path())
 }
 
 /// The size of a file, far or near.
 pub fn size(path: &Path) -> Result<u64> {
     match reader(path)? {
         Some(far) => far.size(path),
-        None => Ok(fs::metadata(path)?.len()),
+        None => regular::size(path),
     }
 }
 

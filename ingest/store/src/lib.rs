@@ -26,6 +26,7 @@ pub mod manifest;
 pub mod open;
 pub mod pieces;
 pub mod read;
+pub mod regular;
 #[cfg(test)]
 mod tests;
 pub mod verify;

@@ -13,14 +13,19 @@ use storage::publish;
 use store::far;
 use store::{Manifest, open};
 
+use super::output;
+
 /// Arguments.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The corpus file: which inputs, which tokenizer.
     corpus: PathBuf,
     /// The folder that becomes the store, or s3://bucket/prefix.
-    #[arg(long)]
-    out: PathBuf,
+    #[arg(long, required_unless_present = "check")]
+    out: Option<PathBuf>,
+    /// Build nothing: read everything, and list every record that is no document.
+    #[arg(long, conflicts_with = "out")]
+    check: bool,
     /// An earlier store: sources that did not change since are taken over from it.
     #[arg(long, value_name = "STORE")]
     from: Option<PathBuf>,
@@ -46,6 +51,13 @@ pub(crate) struct Args {
     /// Tell a program what was built.
     #[arg(long)]
     json: bool,
+}
+
+impl Args {
+    /// Where the store goes; only a check has no such place.
+    fn out(&self) -> &Path {
+        self.out.as_deref().unwrap_or(Path::new(""))
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -75,6 +87,7 @@ fn build(corpus: &Corpus, out: &Path, from: Option<&Path>, options: Options) -> 
         }
         Outcome::Built { manifest, summary, audited: (documents, bytes) } => {
             eprintln!("{summary}");
+            inspect::notes(&manifest).iter().for_each(|note| eprintln!("{note}"));
             eprintln!(
                 "audit: {documents} documents ({bytes} bytes) encoded again by tokenizers, no difference"
             );
@@ -114,18 +127,18 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
             .at("--from")
             .hint("name the --work folder of the earlier build, or build with --engine local"));
     }
-    if far::is_far(&args.out) {
+    if far::is_far(args.out()) {
         return Err(Fault::usage("tasks merge into a folder")
             .at("--out")
-            .found(args.out.display())
+            .found(args.out().display())
             .hint("build into a folder, then `zdata publish` it"));
     }
-    if args.out.join(open::MANIFEST).exists() {
-        let manifest = ingest::build::built(corpus, &args.out, options.engine)?;
+    if args.out().join(open::MANIFEST).exists() {
+        let manifest = ingest::build::built(corpus, args.out(), options.engine)?;
         eprintln!("up to date: the store was built from this very request");
         return Ok(manifest);
     }
-    let mut work = args.out.as_os_str().to_owned();
+    let mut work = args.out().as_os_str().to_owned();
     work.push(".tasks");
     let work = args.work.clone().unwrap_or_else(|| PathBuf::from(work));
     let _lock = engine::lock(&work)?;
@@ -142,7 +155,7 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
         let sbatch = args.sbatch.clone();
         slurm::run(
             &plan,
-            &args.out,
+            args.out(),
             &slurm::Options { program, sbatch, workers: options.workers },
         )?;
     } else {
@@ -150,14 +163,14 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
         stage(&plan, &runner, Stage::Scan)?;
         engine::decide(&plan)?;
         stage(&plan, &runner, Stage::Encode)?;
-        engine::merge(&plan, &args.out)?;
+        engine::merge(&plan, args.out())?;
     }
     for stage in [Stage::Scan, Stage::Encode] {
         if !plan.tasks_of(stage).is_empty() {
             eprintln!("{}", engine::tally(&plan, stage)?);
         }
     }
-    let manifest = open::manifest(&args.out)?;
+    let manifest = open::manifest(args.out())?;
     plan.close()?;
     if args.work.is_none() {
         std::fs::remove_dir_all(&work).map_err(|error| Fault::io("remove", &work, &error))?;
@@ -178,6 +191,33 @@ fn stage(plan: &Plan, runner: &engine::Runner<'_>, stage: Stage) -> Result<()> {
     Ok(())
 }
 
+/// Lists every record that is no document. It is an error where a build would stop at one.
+fn check(corpus: &Corpus, json: bool) -> Result<()> {
+    let mut first = None;
+    let checked = ingest::check::check(corpus, |bad| {
+        let place = bad.fault.place().unwrap_or(bad.file);
+        let reason = bad.reason.unwrap_or("unreadable");
+        let what = bad.fault.what();
+        let line = if json {
+            output::json(&serde_json::json!({
+                "source": bad.source, "file": bad.file, "place": place, "reason": reason, "what": what,
+            }))?
+        } else {
+            format!("{place}: {reason}: {what}\n")
+        };
+        output::emit(&line)?;
+        if bad.reason.is_none_or(|reason| ingest::stops(corpus, reason)) {
+            first.get_or_insert(bad.fault);
+        }
+        Ok(())
+    })?;
+    let ingest::check::Checked { files, documents, bad } = checked;
+    eprintln!("{files} files: {documents} documents, {bad} bad records");
+    first.map_or(Ok(()), |first| {
+        Err(first.hint("a build would stop here; see the whole list above"))
+    })
+}
+
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
     if args.workers == Some(0) {
@@ -187,6 +227,9 @@ pub(crate) fn exec(args: Args) -> Result<()> {
             .wanted("at least 1"));
     }
     let corpus = Corpus::read(&args.corpus)?;
+    if args.check {
+        return check(&corpus, args.json);
+    }
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let engine = match args.encoder {
         Encoder::Fastest => Engine::Fastest,
@@ -195,15 +238,15 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     let options = Options { workers: args.workers.unwrap_or(cores), engine, quiet: false };
     let manifest = if args.engine != Place::Local {
         by_tasks(&corpus, &args, options)?
-    } else if far::is_far(&args.out) {
-        far_build(&corpus, &args.out, args.from.as_deref(), options)?
+    } else if far::is_far(args.out()) {
+        far_build(&corpus, args.out(), args.from.as_deref(), options)?
     } else {
-        build(&corpus, &args.out, args.from.as_deref(), options)?
+        build(&corpus, args.out(), args.from.as_deref(), options)?
     };
     if args.json {
-        println!("{}", inspect::json(&args.out, &manifest));
+        println!("{}", inspect::json(args.out(), &manifest));
     } else {
-        println!("{}  {}", manifest.digest, args.out.display());
+        println!("{}  {}", manifest.digest, args.out().display());
     }
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use contract::Result;
+use contract::{Fault, Result};
 use ingest::{Corpus, inspect, sample};
 use store::open;
 
@@ -29,6 +29,12 @@ pub(crate) struct Args {
 
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
+    if args.store.is_file() {
+        return Err(Fault::usage("this is a file, and a store is a folder")
+            .at(args.store.display().to_string())
+            .wanted("the folder that `zdata build --out` wrote")
+            .hint("for a corpus file: `zdata build CORPUS.toml --check`; for a curriculum: `zdata plan`"));
+    }
     let manifest = open::manifest(&args.store)?;
     if let (Some(count), Some(corpus)) = (args.sample, &args.corpus) {
         let corpus = Corpus::read(corpus)?;

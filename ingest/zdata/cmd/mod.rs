@@ -6,6 +6,7 @@ pub(crate) mod build;
 pub(crate) mod digest;
 pub(crate) mod export;
 pub(crate) mod import;
+pub(crate) mod init;
 pub(crate) mod inspect;
 pub(crate) mod output;
 pub(crate) mod plan;

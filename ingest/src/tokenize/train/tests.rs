@@ -29,7 +29,9 @@ fn corpus(folder: &tempfile::TempDir, files: &[Vec<String>]) -> Corpus {
         std::fs::write(folder.path().join(format!("{number}.jsonl")), lines).unwrap();
     }
     let toml = "validation = 0\n[[source]]\nname = \"all\"\nfiles = [\"*.jsonl\"]\n";
-    Corpus::parse(toml, &folder.path().join("corpus.toml")).unwrap()
+    let path = folder.path().join("corpus.toml");
+    std::fs::write(&path, toml).unwrap();
+    Corpus::read(&path).unwrap()
 }
 
 fn trained(files: &[Vec<String>], request: &Request, workers: usize) -> Result<Trained> {

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use arrow::ipc::{MessageHeader, root_as_footer, root_as_message};
 
-use crate::far;
+use crate::{far, regular};
 use contract::{Fault, Result};
 
 /// `ARROW1` at both ends of a file, and the footer's length before the last one.
@@ -61,7 +61,7 @@ impl ColumnFile {
         let (file, found) = if far::is_far(&path) {
             (None, far::size(&path).map_err(|error| missing(&path, &error))?)
         } else {
-            let file = File::open(&path).map_err(|error| missing(&path, &error))?;
+            let file = regular::open(&path).map_err(|error| missing(&path, &error))?;
             let about = file.metadata().map_err(|error| Fault::io("examine", &path, &error))?;
             (Some(file), about.len())
         };

@@ -1,0 +1,334 @@
+//! Which files a list of globs names: sorted, none twice, none in vain, and none passed over because it cannot be read.
+//!
+//! A name that begins with a dot is passed over, as shells do, unless a part of the pattern begins with one too.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{Error, ErrorKind};
+use std::path::{Component, Path, PathBuf};
+
+use contract::settings::{self, Spanned};
+use contract::{Fault, Result};
+use globset::{GlobBuilder, GlobMatcher};
+use store::{far, regular};
+
+/// A glob, and where the corpus file says it.
+#[derive(Clone, Debug)]
+pub(super) struct Pattern {
+    pub(super) glob: String,
+    pub(super) place: String,
+}
+
+impl Pattern {
+    /// A glob of this file.
+    pub(super) fn new(file: &settings::File, glob: &Spanned<String>) -> Self {
+        Pattern { glob: glob.get_ref().clone(), place: file.place(glob.span()) }
+    }
+}
+
+/// A file that a pattern named.
+#[derive(Clone, Debug)]
+pub(super) struct Found {
+    /// Where it lies.
+    pub(super) path: PathBuf,
+    /// Its path from the folder, with `/` between parts.
+    pub(super) shown: String,
+    /// Where the pattern stands.
+    pub(super) named_at: String,
+}
+
+/// The files that `patterns` name from `folder`, sorted by their path from there. A pattern that names nothing and a file
+/// that is named twice are errors.
+pub(super) fn find(folder: &Path, patterns: &[Pattern]) -> Result<Vec<Found>> {
+    let mut found: BTreeMap<String, Found> = BTreeMap::new();
+    let mut seen: BTreeMap<PathBuf, String> = BTreeMap::new();
+    for Pattern { glob: pattern, place } in patterns {
+        let far = far::is_far(Path::new(pattern));
+        let mut names = Vec::new();
+        if far {
+            names = storage::find(pattern, place)?;
+            let fixed = Walk::new(pattern, place)?;
+            names.retain(|name| !fixed.passes_over(name));
+        } else {
+            Walk::new(pattern, place)?.run(folder, &mut names)?;
+        }
+        if names.is_empty() {
+            return Err(Fault::data(format!("no file is named by {pattern:?}"))
+                .at(place.clone())
+                .found(format!("nothing in {}", shown_folder(folder)))
+                .hint("globs start at the folder of the corpus file"));
+        }
+        for shown in names {
+            let path = if far { PathBuf::from(&shown) } else { folder.join(&shown) };
+            let real = if far { Ok(path.clone()) } else { fs::canonicalize(&path) };
+            let real = real.map_err(|error| Fault::io("find", &path, &error))?;
+            if let Some(before) = seen.insert(real, shown.clone()) {
+                return Err(Fault::usage(format!("the file {shown:?} is named twice"))
+                    .at(place.clone())
+                    .found(format!("also as {before:?}"))
+                    .hint("a document that should count twice needs max_epochs, not two names"));
+            }
+            found.insert(shown.clone(), Found { path, shown, named_at: place.clone() });
+        }
+    }
+    Ok(found.into_values().collect())
+}
+
+fn shown_folder(folder: &Path) -> String {
+    if folder.as_os_str().is_empty() { ".".to_owned() } else { folder.display().to_string() }
+}
+
+struct Walk {
+    /// The parts before the first that holds a wildcard.
+    fixed: PathBuf,
+    /// How many parts may follow: without `**`, no folder below that depth can match.
+    depth: usize,
+    /// Whether names that begin with a dot are looked at.
+    hidden: bool,
+    matcher: GlobMatcher,
+    place: String,
+}
+
+impl Walk {
+    fn new(pattern: &str, place: &str) -> Result<Self> {
+        let wild = |part: &str| part.contains(['*', '?', '[', '{', '\\']);
+        let parts: Vec<&str> = pattern
+            .split('/')
+            .enumerate()
+            .filter(|(i, p)| *i == 0 || !matches!(*p, "" | "."))
+            .map(|(_, p)| p)
+            .collect();
+        let parts: Vec<&str> =
+            if parts.first() == Some(&".") { parts[1..].to_vec() } else { parts };
+        let fixed = parts.iter().position(|part| wild(part)).unwrap_or(parts.len());
+        // Braces may hold a slash: then the depth is unknown, as it is with `**`.
+        let open = parts.iter().any(|part| part.contains("**") || part.contains(['{', '[']));
+        let matcher = GlobBuilder::new(&parts.join("/"))
+            .literal_separator(true)
+            .build()
+            .map_err(|error| {
+                Fault::usage(format!("{pattern:?} is not a valid pattern: {}", error.kind()))
+                    .at(place.to_owned())
+            })?
+            .compile_matcher();
+        let depth = if open { usize::MAX } else { parts.len() - fixed };
+        let hidden = parts[fixed..].iter().any(|part| part.starts_with('.'));
+        Ok(Walk { fixed: rooted(&parts[..fixed]), depth, hidden, matcher, place: place.to_owned() })
+    }
+
+    /// Whether a name that a pattern matches is hidden from it.
+    fn passes_over(&self, name: &str) -> bool {
+        let fixed = self.fixed.components().count();
+        !self.hidden && name.split('/').filter(|part| !part.is_empty()).skip(fixed).any(is_hidden)
+    }
+
+    fn run(&self, folder: &Path, names: &mut Vec<String>) -> Result<()> {
+        let start = folder.join(&self.fixed);
+        let start = if start.as_os_str().is_empty() { PathBuf::from(".") } else { start };
+        match fs::metadata(&start) {
+            Ok(found) if found.is_dir() => {
+                self.descend(folder, &self.fixed, self.depth, &mut Vec::new(), names)
+            }
+            // A pattern without wildcards names itself, whatever its characters.
+            Ok(found) if self.depth == 0 => {
+                self.regular(&found, &start)?;
+                names.push(shown(&self.fixed));
+                Ok(())
+            }
+            Ok(_) => Ok(()),
+            Err(error) if error.kind() == ErrorKind::NotFound && !start.is_symlink() => Ok(()),
+            Err(error) => Err(self.unseen(&start, &error)),
+        }
+    }
+
+    /// Refuses what is no regular file: reading it might never end.
+    fn regular(&self, found: &fs::Metadata, path: &Path) -> Result<()> {
+        if found.is_file() {
+            return Ok(());
+        }
+        Err(Fault::usage("an input must be a regular file")
+            .at(path.display().to_string())
+            .found(regular::kind(found.file_type()))
+            .hint(format!("remove it, or write a pattern that leaves it out at {}", self.place)))
+    }
+
+    /// What a pattern may name and nobody can look at: it is never left out in silence.
+    fn unseen(&self, path: &Path, error: &Error) -> Fault {
+        let what = match error.kind() {
+            ErrorKind::NotFound => "this link leads nowhere".to_owned(),
+            _ => format!("cannot look at it: {error}"),
+        };
+        Fault::machine(what)
+            .at(path.display().to_string())
+            .hint(format!("mend it, or write a pattern that leaves it out at {}", self.place))
+    }
+
+    fn descend(
+        &self,
+        folder: &Path,
+        below: &Path,
+        depth: usize,
+        above: &mut Vec<PathBuf>,
+        names: &mut Vec<String>,
+    ) -> Result<()> {
+        if depth == 0 {
+            return Ok(());
+        }
+        let here = folder.join(below);
+        let here = if here.as_os_str().is_empty() { PathBuf::from(".") } else { here };
+        let fault = |error: &std::io::Error| Fault::io("list", &here, error);
+        // A link back to a folder above would never end.
+        let real = fs::canonicalize(&here).map_err(|error| fault(&error))?;
+        if above.contains(&real) {
+            return Ok(());
+        }
+        above.push(real);
+        for entry in fs::read_dir(&here).map_err(|error| fault(&error))? {
+            let entry = entry.map_err(|error| fault(&error))?;
+            if !self.hidden && is_hidden(&entry.file_name().to_string_lossy()) {
+                continue;
+            }
+            let name = below.join(entry.file_name());
+            let matches = self.matcher.is_match(shown(&name));
+            // Follows links.
+            match fs::metadata(entry.path()) {
+                Ok(found) if found.is_dir() => {
+                    self.descend(folder, &name, depth - 1, above, names)?;
+                }
+                Ok(found) if matches => {
+                    self.regular(&found, &entry.path())?;
+                    names.push(readable(&name)?);
+                }
+                Ok(_) => {}
+                // It might be a folder of files that the pattern names.
+                Err(error) if matches || depth > 1 => {
+                    return Err(self.unseen(&entry.path(), &error));
+                }
+                Err(_) => {}
+            }
+        }
+        above.pop();
+        Ok(())
+    }
+}
+
+fn is_hidden(name: &str) -> bool {
+    name.starts_with('.') && !matches!(name, "." | "..")
+}
+
+fn rooted(parts: &[&str]) -> PathBuf {
+    let mut path = PathBuf::new();
+    for (index, part) in parts.iter().enumerate() {
+        // "/data/x" splits into "", "data", "x".
+        path.push(if index == 0 && part.is_empty() { "/" } else { part });
+    }
+    path
+}
+
+fn shown(path: &Path) -> String {
+    let mut text = String::new();
+    for part in path.components() {
+        if !text.is_empty() && !text.ends_with('/') {
+            text.push('/');
+        }
+        match part {
+            Component::RootDir => text.push('/'),
+            part => text.push_str(&part.as_os_str().to_string_lossy()),
+        }
+    }
+    text
+}
+
+fn readable(path: &Path) -> Result<String> {
+    match path.to_str() {
+        Some(_) => Ok(shown(path)),
+        None => Err(Fault::usage("a file's name is not UTF-8")
+            .at(path.display().to_string())
+            .hint("rename the file, or write a pattern that leaves it out")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt as _, symlink};
+    use std::process::Command;
+
+    use contract::Class;
+
+    use super::*;
+
+    fn found(folder: &Path, pattern: &str) -> Result<Vec<String>> {
+        let patterns = [Pattern { glob: pattern.into(), place: "corpus.toml:3:1".into() }];
+        Ok(find(folder, &patterns)?.into_iter().map(|found| found.shown).collect())
+    }
+
+    fn folder() -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["raw/a.jsonl", "raw/b.md", "raw/sub/c.jsonl", "raw/.d.jsonl", ".e/f.jsonl"] {
+            let path = folder.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, "x").unwrap();
+        }
+        folder
+    }
+
+    #[test]
+    fn hidden_names_are_passed_over_unless_the_pattern_says_so() {
+        let folder = folder();
+        let cases = [
+            ("raw/*.jsonl", &["raw/a.jsonl"][..]),
+            ("**/*.jsonl", &["raw/a.jsonl", "raw/sub/c.jsonl"]),
+            ("raw/.*.jsonl", &["raw/.d.jsonl"]),
+            (".e/*.jsonl", &[".e/f.jsonl"]),
+            ("raw/.d.jsonl", &["raw/.d.jsonl"]),
+            ("./raw/*.jsonl", &["raw/a.jsonl"]),
+        ];
+        for (pattern, wanted) in cases {
+            assert_eq!(found(folder.path(), pattern).unwrap(), wanted, "{pattern}");
+        }
+    }
+
+    #[test]
+    fn a_link_that_leads_nowhere_is_never_left_out_in_silence() {
+        let folder = folder();
+        symlink("nothing", folder.path().join("raw/z.jsonl")).unwrap();
+        for pattern in ["raw/*.jsonl", "**/*.jsonl", "raw/z.jsonl", "raw/*/c.jsonl"] {
+            let fault = found(folder.path(), pattern).unwrap_err();
+            assert_eq!(fault.class(), Class::Machine, "{pattern}: {fault}");
+            let told = fault.to_string();
+            assert!(told.contains("raw/z.jsonl: ") && told.contains("corpus.toml:3"), "{told}");
+        }
+        assert_eq!(found(folder.path(), "raw/*.md").unwrap(), ["raw/b.md"]);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_read_is_never_left_out_in_silence() {
+        let folder = folder();
+        let closed = folder.path().join("raw/sub");
+        fs::set_permissions(&closed, fs::Permissions::from_mode(0)).unwrap();
+        // Whoever may read everything cannot be kept out.
+        if fs::read_dir(&closed).is_err() {
+            for pattern in ["**/*.jsonl", "raw/*/*.jsonl", "raw/sub/c.jsonl", "raw/sub/*.jsonl"] {
+                let fault = found(folder.path(), pattern).unwrap_err();
+                assert_eq!(fault.class(), Class::Machine, "{pattern}: {fault}");
+                assert!(fault.to_string().contains("raw/sub"), "{fault}");
+            }
+        }
+        fs::set_permissions(&closed, fs::Permissions::from_mode(0o700)).unwrap();
+    }
+
+    #[test]
+    fn only_regular_files_are_inputs() {
+        let folder = folder();
+        let fifo = folder.path().join("raw/p.jsonl");
+        assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+        symlink("/dev/zero", folder.path().join("raw/q.jsonl")).unwrap();
+        for (pattern, kind) in
+            [("raw/p*", "a FIFO"), ("raw/q*", "a device"), ("raw/p.jsonl", "a FIFO")]
+        {
+            let fault = found(folder.path(), pattern).unwrap_err();
+            assert_eq!(fault.class(), Class::Usage);
+            assert!(fault.to_string().contains(kind), "{fault}");
+        }
+    }
+}

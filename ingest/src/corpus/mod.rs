@@ -1,0 +1,98 @@
+//! `corpus.toml`: which files become a store, and how. `ingest/README.md` has the schema.
+//!
+//! ```text
+//! text --parse--> Spec (pure: nothing is looked for) --resolve--> Corpus (files found, formats known, sets identified)
+//! ```
+//!
+//! Every wrong key or value is refused with its place; a key nobody knows is answered with the nearest known one.
+
+mod files;
+mod parse;
+mod resolve;
+mod steps;
+
+use std::path::{Path, PathBuf};
+
+use contract::settings::File;
+use contract::{Fault, Ratio, Result};
+use serde::Deserialize;
+use store::regular;
+
+pub(crate) use parse::check_name;
+pub use parse::{MAX_DOCUMENT_BYTES, SHARD_TOKENS, Spec};
+#[cfg(test)]
+pub(crate) use steps::STEPS;
+
+use crate::recipe::Recipe;
+use crate::source::{Fields, Format};
+use crate::takeover::Taken;
+
+/// What to do with a record that is no document.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnError {
+    /// Refuse the build, naming the record.
+    #[default]
+    Stop,
+    /// Leave it out and count it.
+    Skip,
+}
+
+/// A corpus, resolved: what a build reads.
+#[derive(Clone, Debug)]
+pub struct Corpus {
+    /// The corpus file.
+    pub file: PathBuf,
+    /// The tokenizer; training one needs none.
+    pub tokenizer: Option<PathBuf>,
+    /// Tokens in a unit.
+    pub unit: u64,
+    /// The share of documents that are held out.
+    pub validation: Ratio,
+    /// The token put before each document.
+    pub begin: Option<String>,
+    /// The token put after each document.
+    pub end: Option<String>,
+    /// Tokens after which a shard is cut: decides files, not content.
+    pub shard_tokens: u64,
+    /// The largest document.
+    pub max_document_bytes: u64,
+    /// What to do with a record that is no document.
+    pub on_error: OnError,
+    /// The sources, in order.
+    pub sources: Vec<Source>,
+}
+
+/// One `[[source]]`.
+#[derive(Clone, Debug)]
+pub struct Source {
+    /// Its name, also its folder in the store.
+    pub name: String,
+    /// Its files, sorted.
+    pub files: Vec<SourceFile>,
+    /// Where text and id stand in a record.
+    pub fields: Fields,
+    /// What is done to its documents before they are encoded.
+    pub recipe: Recipe,
+    /// The same source of an earlier store, if it is taken over.
+    pub(crate) taken: Option<Box<Taken>>,
+}
+
+/// One input file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SourceFile {
+    /// Where it lies.
+    pub path: PathBuf,
+    /// Its path from the corpus file's folder, for people.
+    pub shown: String,
+    /// How it holds documents.
+    pub format: Format,
+}
+
+impl Corpus {
+    /// Reads a corpus file and finds its inputs.
+    pub fn read(path: &Path) -> Result<Corpus> {
+        let bytes = regular::read(path).map_err(|error| Fault::io("read", path, &error))?;
+        Spec::parse(&File::from_bytes(path.display().to_string(), bytes)?)?.resolve(path)
+    }
+}

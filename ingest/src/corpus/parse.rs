@@ -1,0 +1,288 @@
+//! From the text of a corpus file to what it says. Pure: no file is looked for, and the same text gives the same answer.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU64;
+
+use contract::settings::{File, Spanned, Table, Value};
+use contract::{Fault, Ratio, Result};
+use serde::Deserialize;
+use store::UNIT_TOKENS;
+
+use super::steps::{self, StepSpec};
+use super::{OnError, files};
+use crate::recipe::mapping::{Mapping, Template};
+use crate::source::{Fields, Format};
+
+/// Tokens after which a shard is cut, unless `shard_tokens` says otherwise: half a gigabyte of stored u32.
+pub const SHARD_TOKENS: u64 = 1 << 27;
+
+/// The largest document, unless `max_document_bytes` says otherwise.
+pub const MAX_DOCUMENT_BYTES: u64 = 1 << 30;
+
+/// What a message of a chat becomes, unless `message` says otherwise.
+const MESSAGE: &str = "<|{role}|>\n{content}\n";
+
+/// What a corpus file says.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    pub(super) tokenizer: Option<String>,
+    pub(super) unit: u64,
+    pub(super) validation: Ratio,
+    pub(super) begin: Option<String>,
+    pub(super) end: Option<String>,
+    pub(super) shard_tokens: u64,
+    pub(super) max_document_bytes: u64,
+    pub(super) on_error: OnError,
+    pub(super) sources: Vec<SourceSpec>,
+}
+
+/// What one `[[source]]` says.
+#[derive(Clone, Debug)]
+pub(super) struct SourceSpec {
+    pub(super) name: String,
+    pub(super) files: Vec<files::Pattern>,
+    pub(super) format: Option<Format>,
+    pub(super) fields: Fields,
+    pub(super) mapping: Option<Mapping>,
+    /// Where it says that a text is made of several fields.
+    pub(super) mapping_place: String,
+    /// The steps, each with its number in the corpus file.
+    pub(super) steps: Vec<(usize, StepSpec)>,
+}
+
+/// The file as serde reads it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Written {
+    tokenizer: Option<String>,
+    unit: Option<NonZeroU64>,
+    validation: Option<Spanned<Value>>,
+    begin: Option<Spanned<Value>>,
+    end: Option<Spanned<Value>>,
+    shard_tokens: Option<NonZeroU64>,
+    max_document_bytes: Option<NonZeroU64>,
+    #[serde(default)]
+    on_error: OnError,
+    #[serde(default)]
+    source: Vec<Spanned<WrittenSource>>,
+    #[serde(default)]
+    prepare: Vec<Spanned<Table>>,
+}
+
+/// A `[[source]]` as serde reads it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WrittenSource {
+    name: Spanned<String>,
+    files: Spanned<Vec<Spanned<String>>>,
+    format: Option<Format>,
+    text: Option<Spanned<String>>,
+    id: Option<Spanned<String>>,
+    template: Option<Spanned<String>>,
+    chat: Option<Spanned<String>>,
+    message: Option<Spanned<String>>,
+}
+
+impl Spec {
+    /// Parses the text of a corpus file.
+    pub fn parse(file: &File) -> Result<Spec> {
+        let written: Written = file.parse()?;
+        let mut sources = sources(file, &written.source)?;
+        steps::steps(file, &written.prepare, &mut sources)?;
+        let count = |number: Option<NonZeroU64>, default| number.map_or(default, NonZeroU64::get);
+        Ok(Spec {
+            tokenizer: written.tokenizer,
+            unit: count(written.unit, UNIT_TOKENS),
+            validation: validation(file, written.validation.as_ref())?,
+            begin: marker(file, "begin", written.begin.as_ref())?,
+            end: marker(file, "end", written.end.as_ref())?,
+            shard_tokens: count(written.shard_tokens, SHARD_TOKENS),
+            max_document_bytes: count(written.max_document_bytes, MAX_DOCUMENT_BYTES),
+            on_error: written.on_error,
+            sources,
+        })
+    }
+}
+
+fn validation(file: &File, share: Option<&Spanned<Value>>) -> Result<Ratio> {
+    let Some(share) = share else { return Ok(Ratio::new(1, 1000)) };
+    match file.ratio(share) {
+        Ok(ratio) if ratio.num() < ratio.den() => Ok(ratio),
+        Ok(_) => Err(file
+            .wrong("validation", share, "a share below 1, like \"1/1000\"")
+            .hint("it would leave nothing to train on")),
+        Err(why) => {
+            Err(file.wrong("validation", share, "a share below 1, like \"1/1000\"").hint(why))
+        }
+    }
+}
+
+/// `begin` and `end`: a token, or "none" (also by absence, and as `false`).
+fn marker(file: &File, key: &str, token: Option<&Spanned<Value>>) -> Result<Option<String>> {
+    let Some(token) = token else { return Ok(None) };
+    match token.get_ref() {
+        Value::Boolean(false) => Ok(None),
+        Value::String(text) if text == "none" => Ok(None),
+        Value::String(text) => Ok(Some(text.clone())),
+        _ => Err(file.wrong(key, token, "a token, or \"none\"")),
+    }
+}
+
+fn sources(file: &File, written: &[Spanned<WrittenSource>]) -> Result<Vec<SourceSpec>> {
+    if written.is_empty() {
+        return Err(Fault::usage("the corpus has no source")
+            .at(file.name())
+            .wanted("at least one [[source]] with `name` and `files`"));
+    }
+    let mut names = BTreeMap::new();
+    let mut sources = Vec::new();
+    for written in written.iter().map(Spanned::get_ref) {
+        let name = &written.name;
+        let place = file.place(name.span());
+        check_name(name.get_ref(), &place)?;
+        // Folders on some systems ignore case.
+        if let Some(before) = names.insert(name.get_ref().to_lowercase(), place.clone()) {
+            return Err(Fault::usage(format!("two sources are called {:?}", name.get_ref()))
+                .at(place)
+                .found(format!("the other one at {before}"))
+                .hint("give each source its own name"));
+        }
+        sources.push(source(file, written)?);
+    }
+    Ok(sources)
+}
+
+fn source(file: &File, written: &WrittenSource) -> Result<SourceSpec> {
+    let field = |key: &str, path: &Option<Spanned<String>>| -> Result<Option<String>> {
+        let Some(path) = path else { return Ok(None) };
+        if path.get_ref().split('.').any(str::is_empty) {
+            let wanted = "names of fields joined by dots, like \"text\" or \"meta.id\"";
+            return Err(file.wrong(key, path, wanted));
+        }
+        Ok(Some(path.get_ref().clone()))
+    };
+    if written.files.get_ref().is_empty() {
+        return Err(file.wrong("files", &written.files, "at least one glob"));
+    }
+    let pattern = |glob: &Spanned<String>| files::Pattern::new(file, glob);
+    let (mapping, mapping_place) = mapping(file, written)?;
+    let (text, id) = (field("text", &written.text)?, field("id", &written.id)?);
+    let fields = match &mapping {
+        Some(mapping) => Fields::record(mapping.roots(), id.as_deref()),
+        None => Fields::at(text.as_deref().unwrap_or("text"), id.as_deref()),
+    };
+    Ok(SourceSpec {
+        name: written.name.get_ref().clone(),
+        files: written.files.get_ref().iter().map(pattern).collect(),
+        format: written.format,
+        fields,
+        mapping,
+        mapping_place,
+        steps: Vec::new(),
+    })
+}
+
+/// How the records of a source become texts, if one field is not enough, and where that is said.
+fn mapping(file: &File, written: &WrittenSource) -> Result<(Option<Mapping>, String)> {
+    let template = |key: &str, template: &Spanned<String>| {
+        Template::parse(template.get_ref()).map_err(|why| {
+            let wanted = "text with fields in it, like \"Question: {question}\\nAnswer: {answer}\"";
+            file.wrong(key, template, wanted).hint(why)
+        })
+    };
+    let WrittenSource { template: whole, chat, message, text, .. } = written;
+    let (mapping, place, key) = match (whole, chat) {
+        (None, None) => match message {
+            None => return Ok((None, String::new())),
+            Some(message) => {
+                let fault = file.fault(message, "`message` needs a chat");
+                return Err(fault.wanted("chat = \"messages\""));
+            }
+        },
+        (Some(_), Some(chat)) => {
+            return Err(file.fault(chat, "`template` and `chat` exclude each other"));
+        }
+        (Some(whole), None) => {
+            (Mapping::Template(template("template", whole)?), file.place(whole.span()), "template")
+        }
+        (None, Some(chat)) => {
+            let message = match message {
+                Some(message) => template("message", message)?,
+                None => Template::parse(MESSAGE).map_err(Fault::bug)?,
+            };
+            let path = chat.get_ref().clone();
+            (Mapping::Chat { path, message }, file.place(chat.span()), "chat")
+        }
+    };
+    match text {
+        Some(text) => Err(file.fault(text, format!("`text` and `{key}` exclude each other"))),
+        None => Ok((Some(mapping), place)),
+    }
+}
+
+/// A name becomes a folder, on any system.
+pub(crate) fn check_name(name: &str, place: &str) -> Result<()> {
+    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    let taken = ["manifest.json", "manifest.sum", "tokenizer.json"];
+    if !name.is_empty()
+        && name.len() <= 100
+        && name.chars().all(fits)
+        && !name.starts_with('.')
+        && !taken.contains(&name.to_lowercase().as_str())
+    {
+        return Ok(());
+    }
+    Err(Fault::usage("this name cannot be a source's folder")
+        .at(place.to_owned())
+        .found(format!("{name:?}"))
+        .wanted("letters, digits, '-', '_' and '.', not beginning with '.'"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WHOLE: &str = "tokenizer = \"t.json\"\nend = \"<eos>\"\nbegin = false\nvalidation = 0.010\n\
+        on_error = \"skip\"\n[[source]]\nname = \"web\"\nfiles = [\"raw/*.csv\"]\nformat = \"text\"\n\
+        [[source]]\nname = \"chat\"\nfiles = [\"c.jsonl\"]\nchat = \"m\"\nid = \"meta.id\"\n\
+        [[prepare]]\nstep = \"clean\"\nsources = [\"web\"]\n";
+
+    #[test]
+    fn parsing_looks_at_no_file() {
+        let spec = Spec::parse(&File::new("no/such/folder/corpus.toml", WHOLE)).unwrap();
+        assert_eq!((spec.validation, spec.on_error), (Ratio::new(1, 100), OnError::Skip));
+        assert_eq!((spec.begin, spec.end.as_deref()), (None, Some("<eos>")));
+        assert_eq!((spec.unit, spec.shard_tokens), (UNIT_TOKENS, SHARD_TOKENS));
+        let [web, chat] = &spec.sources[..] else { panic!("two sources") };
+        assert_eq!((web.format, web.steps.len(), chat.steps.len()), (Some(Format::Text), 1, 0));
+        assert_eq!(chat.fields, Fields::record(["m"], Some("meta.id")));
+    }
+
+    #[test]
+    fn every_mistake_has_its_place_and_its_way_out() {
+        let cases = [
+            ("end = \"<eos>\"", "end = 3", ":2:7: ", "a token, or \"none\""),
+            ("validation = 0.010", "validation = 1.0", ":4:14: ", "found:  1.0"),
+            ("validation = 0.010", "validation = \"x\"", ":4:14: ", "a share below 1"),
+            ("\"skip\"", "\"skp\"", ":5:12: ", "did you mean `skip`?"),
+            ("on_error", "on_eror", ":5:1: ", "did you mean `on_error`?"),
+            ("[[source]]\nname = \"web\"", "[[source]]", ":6:1: ", "[source] has no `name`"),
+            ("\"web\"\nfiles", "\"chat\"\nfiles", ":11:8: ", "corpus.toml:7:8"),
+            ("\"web\"\nfiles", "\"..\"\nfiles", ":7:8: ", "letters, digits"),
+            ("[\"raw/*.csv\"]", "[]", ":8:9: ", "at least one glob"),
+            ("[\"raw/*.csv\"]", "\"raw/*.csv\"", ":8:9: ", "wanted: a list"),
+            ("\"text\"", "\"cvs\"", ":9:10: ", "jsonl, parquet, arrow, text"),
+            ("\"text\"", "\"parqet\"", ":9:10: ", "did you mean `parquet`?"),
+            ("\"meta.id\"", "\"meta.\"", ":14:6: ", "joined by dots"),
+            ("\"clean\"", "\"claen\"", ":16:8: ", "did you mean `clean`?"),
+            ("sources = [\"web\"]", "sources = [\"wed\"]", ":17:11: ", "did you mean `web`?"),
+        ];
+        for (from, to, place, help) in cases {
+            assert!(WHOLE.contains(from), "{from}");
+            let file = File::new("corpus.toml", WHOLE.replacen(from, to, 1));
+            let told = Spec::parse(&file).map(drop).unwrap_err().to_string();
+            assert!(told.contains(&format!("corpus.toml{place}")), "{to}: {told}");
+            assert!(told.contains(help), "{to}: {told}");
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! The tables `[[prepare]]`: steps with their settings, given to the sources that they are for.
+
+use contract::settings::{File, Spanned, Table, Value};
+use contract::{Fault, Result};
+
+use super::files::Pattern;
+use super::parse::SourceSpec;
+use crate::filters::Filter;
+use crate::filters::c4::C4;
+use crate::filters::clean::Clean;
+use crate::filters::quality::{FineWeb, GopherQuality, Length};
+use crate::filters::repetition::GopherRepetition;
+use crate::filters::setting::Settings;
+use crate::filters::trim::Trim;
+use crate::recipe::Step;
+use crate::recipe::compare::{Compare, Decontaminate, Exact, Near, Rules};
+
+/// A step as a corpus file says it.
+#[derive(Clone, Debug)]
+pub(super) enum StepSpec {
+    /// One that needs nothing else.
+    Whole(Step),
+    /// One that compares documents with those of some files.
+    Decontaminate(Rules, Vec<Pattern>),
+}
+
+/// The keys of every step.
+const COMMON: [&str; 2] = ["step", "sources"];
+
+/// The names of the steps.
+pub(crate) const STEPS: [&str; 10] = [
+    "clean",
+    "length",
+    "gopher-quality",
+    "gopher-repetition",
+    "c4",
+    "fineweb",
+    "exact-duplicates",
+    "near-duplicates",
+    "decontaminate",
+    "trim",
+];
+
+/// Steps of a corpus, at most.
+const STEPS_MAX: usize = 200;
+
+/// Gives each source the steps that are for it.
+pub(super) fn steps(
+    file: &File,
+    tables: &[Spanned<Table>],
+    sources: &mut [SourceSpec],
+) -> Result<()> {
+    for (number, table) in tables.iter().enumerate() {
+        if number == STEPS_MAX {
+            let fault = file.fault(table, "too many steps");
+            return Err(fault.wanted(format!("at most {STEPS_MAX}")));
+        }
+        let settings = Settings { file, table: table.get_ref() };
+        let name = settings.get("step").ok_or_else(|| {
+            file.fault(table, "a step of preparation has no `step`").wanted(STEPS.join(", "))
+        })?;
+        let place = || file.place(table.span());
+        let step = step(&settings, name).map_err(|fault| fault.or_at(place))?;
+        let Some(chosen) = settings.get("sources") else {
+            sources.iter_mut().for_each(|source| source.steps.push((number, step.clone())));
+            continue;
+        };
+        for wanted in settings.texts("sources", chosen)? {
+            let Some(source) = sources.iter_mut().find(|source| source.name == wanted) else {
+                let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();
+                let fault = file.fault(chosen, format!("there is no source {wanted:?}"));
+                return Err(fault.one_of(&wanted, names));
+            };
+            if source.steps.last().is_some_and(|(last, _)| *last == number) {
+                return Err(file.fault(chosen, format!("source {wanted:?} is named twice")));
+            }
+            source.steps.push((number, step.clone()));
+        }
+    }
+    Ok(())
+}
+
+fn step(settings: &Settings<'_>, name: &Spanned<Value>) -> Result<StepSpec> {
+    let written = settings.file.plain(name);
+    let known = |own: &[&'static str]| {
+        let known: Vec<&str> = COMMON.iter().chain(own).copied().collect();
+        settings.only(&format!("the step {written}"), &known)
+    };
+    macro_rules! read {
+        ($step:ident) => {{
+            known($step::KEYS)?;
+            $step::read(settings)?
+        }};
+    }
+    let (filter, compare) = (Step::Filter, Step::Compare);
+    let step = match written {
+        "clean" => filter(Filter::Clean(read!(Clean))),
+        "length" => filter(Filter::Length(read!(Length))),
+        "gopher-quality" => filter(Filter::GopherQuality(read!(GopherQuality))),
+        "gopher-repetition" => filter(Filter::GopherRepetition(read!(GopherRepetition))),
+        "c4" => filter(Filter::C4(read!(C4))),
+        "fineweb" => filter(Filter::FineWeb(read!(FineWeb))),
+        "exact-duplicates" => compare(Compare::Exact(read!(Exact))),
+        "near-duplicates" => {
+            let near = read!(Near);
+            near.check().map_err(|wanted| {
+                Fault::usage("near duplicates cannot be found like this").wanted(wanted)
+            })?;
+            compare(Compare::Near(near))
+        }
+        "decontaminate" => {
+            let own: Vec<&str> = Rules::KEYS.iter().copied().chain(["files"]).collect();
+            known(&own)?;
+            return decontaminate(settings);
+        }
+        "trim" => {
+            let trim = read!(Trim);
+            if let Some(key) = trim.empty_marker() {
+                let fault = Fault::usage(format!("`{key}` is empty")).found("\"\"");
+                let at = settings.get(key).map(|value| settings.file.place(value.span()));
+                return Err(fault
+                    .at(at.unwrap_or_default())
+                    .wanted("what begins or ends a block of reasoning, like \"<think>\""));
+            }
+            filter(Filter::Trim(trim))
+        }
+        _ => {
+            let fault = settings.file.fault(name, format!("there is no step {written:?}"));
+            return Err(fault.one_of(written, STEPS));
+        }
+    };
+    Ok(StepSpec::Whole(step))
+}
+
+/// The step and where its evaluation sets lie.
+fn decontaminate(settings: &Settings<'_>) -> Result<StepSpec> {
+    let files = settings.get("files").ok_or_else(|| {
+        Fault::usage("`decontaminate` has no `files`").wanted("files = [\"eval/*.jsonl\"]")
+    })?;
+    let place = settings.file.place(files.span());
+    let globs = settings.texts("files", files)?.into_iter();
+    let patterns = globs.map(|glob| Pattern { glob, place: place.clone() }).collect();
+    let rules = Rules::read(settings)?;
+    Decontaminate::check(&rules)?;
+    Ok(StepSpec::Decontaminate(rules, patterns))
+}

@@ -1,0 +1,103 @@
+//! Files that look like text and are not: refused, with the place and the reason.
+
+use std::sync::Arc;
+
+use ::arrow::record_batch::RecordBatch;
+use ::parquet::data_type::ByteArrayType;
+use ::parquet::file::reader::{FileReader as _, SerializedFileReader};
+use ::parquet::file::writer::SerializedFileWriter;
+use ::parquet::schema::parser::parse_message_type;
+use contract::fault::is_out_of_memory;
+
+use super::*;
+
+/// A Parquet file of this schema, each of whose columns holds the same two binary values.
+fn binary_columns(schema: &str) -> Vec<u8> {
+    let schema = Arc::new(parse_message_type(schema).unwrap());
+    let mut writer = SerializedFileWriter::new(Vec::new(), schema, Default::default()).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    while let Some(mut column) = group.next_column().unwrap() {
+        let values = ["one".into(), "two".into()];
+        column.typed::<ByteArrayType>().write_batch(&values, None, None).unwrap();
+        column.close().unwrap();
+    }
+    group.close().unwrap();
+    writer.into_inner().unwrap()
+}
+
+fn refusal(name: &str, bytes: &[u8], fields: &Fields) -> String {
+    let file = write(name, bytes);
+    let fault = read_on(&Real, &file, fields, &Limits::default()).map(drop).unwrap_err();
+    assert_eq!(fault.class(), Class::Data);
+    let told = fault.to_string();
+    assert!(told.starts_with(file.path.to_str().unwrap()), "{told}");
+    told
+}
+
+#[test]
+fn numbers_and_dates_in_bytes_are_no_text() {
+    for kind in ["DECIMAL(9,2)", "BSON"] {
+        let bytes = binary_columns(&format!("message m {{ required binary text ({kind}); }}"));
+        let told = refusal("x.parquet", &bytes, &Fields::at("text", None));
+        assert!(told.contains("column `text` has the wrong type"), "{told}");
+        let sound = binary_columns("message m { required binary text (UTF8); required binary n; }");
+        let file = write("x.parquet", &sound);
+        assert_eq!(documents(read(&file, "text", Some("n"))).len(), 2);
+    }
+}
+
+#[test]
+fn of_two_columns_with_one_name_none_is_taken() {
+    let twice = "message m { required binary text (UTF8); required binary text (UTF8); }";
+    let array: ArrayRef = Arc::new(StringArray::from(vec!["one"]));
+    let field = Field::new("text", array.data_type().clone(), false);
+    let schema = Arc::new(Schema::new(vec![field.clone(), field]));
+    let batch = RecordBatch::try_new(schema.clone(), vec![array.clone(), array]).unwrap();
+    let mut arrow = StreamWriter::try_new(Vec::new(), &schema).unwrap();
+    arrow.write(&batch).unwrap();
+    arrow.finish().unwrap();
+    let files = [("x.parquet", binary_columns(twice)), ("x.arrow", arrow.into_inner().unwrap())];
+    for (name, bytes) in files {
+        for fields in [Fields::at("text", None), Fields::record(["text"], None)] {
+            let told = refusal(name, &bytes, &fields);
+            assert!(told.contains("two columns are called `text`"), "{name}: {told}");
+        }
+    }
+}
+
+#[test]
+fn damage_names_its_row_group() {
+    let row = |number| Row { text: Some(format!("{number}").repeat(90)), id: None };
+    let rows: Vec<Row> = (0..30).map(row).collect();
+    // Version 1 pages, zstd: a flipped byte is found by the decoder.
+    let sound = parquet_file(&rows, 10, 0, false, 2);
+    let file = write("x.parquet", &sound);
+    let reader = SerializedFileReader::new(std::fs::File::open(&file.path).unwrap()).unwrap();
+    let (start, length) = reader.metadata().row_group(1).column(1).byte_range();
+    for fields in [Fields::at("text", None), Fields::record(["text"], None)] {
+        let mut bytes = sound.clone();
+        let middle = (start + length / 2) as usize;
+        bytes[middle..middle + 8].fill(0xaa);
+        let told = refusal("x.parquet", &bytes, &fields);
+        assert!(told.contains("x.parquet: row group 1: "), "{told}");
+    }
+}
+
+#[test]
+fn a_field_with_a_comma_is_one_field() {
+    let array: ArrayRef = Arc::new(StringArray::from(vec!["one"]));
+    let batch = RecordBatch::try_from_iter([("a,b", array)]).unwrap();
+    let mut parquet = ArrowWriter::try_new(Vec::new(), batch.schema(), None).unwrap();
+    parquet.write(&batch).unwrap();
+    let file = write("x.parquet", &parquet.into_inner().unwrap());
+    let parsed = read_on(&Real, &file, &Fields::record(["a,b"], None), &Limits::default());
+    assert_eq!(documents(parsed.unwrap())[0].text, "{\"a,b\":\"one\"}");
+}
+
+#[test]
+fn too_little_memory_is_not_damage() {
+    // What zstd says where it got none, by its own number for it.
+    let words = zstd::zstd_safe::get_error_name(-64_isize as usize);
+    assert!(is_out_of_memory(&std::io::Error::other(words)), "{words}");
+    assert!(!is_out_of_memory(&std::io::Error::other("Data corruption detected")));
+}

@@ -1,0 +1,155 @@
+//! Fear: that an input is left out in silence, taken for something else, or waited for without end.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::process::{Command, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
+
+use crate::support::{Scratch, arg, build, corpus, json_lines, zdata, zdata_command};
+
+/// A corpus of whatever `files` name, with a tokenizer.
+fn of(scratch: &Scratch, files: &str, keys: &str) -> std::path::PathBuf {
+    let head = "tokenizer = \"tokenizer.json\"\nend = \"<|endoftext|>\"\nvalidation = 0\n";
+    let source = format!("[[source]]\nname = \"x\"\nfiles = [\"{files}\"]\n");
+    scratch.write("x.toml", format!("{head}{keys}\n{source}"))
+}
+
+#[test]
+fn what_a_glob_names_is_read_or_refused() {
+    let scratch = Scratch::new();
+    corpus(&scratch, 30, "");
+    scratch.write("in/a.jsonl", json_lines(1, 5));
+    scratch.write("in/.hidden.jsonl", "nonsense");
+    let out = scratch.path("out");
+    let build = |files: &str| zdata(&["build", arg(&of(&scratch, files, "")), "--out", arg(&out)]);
+    symlink("nowhere", scratch.path("in/b.jsonl")).unwrap();
+    build("in/*.jsonl").fails(6, &["in/b.jsonl", "leads nowhere"]);
+    fs::remove_file(scratch.path("in/b.jsonl")).unwrap();
+    assert!(Command::new("mkfifo").arg(scratch.path("in/b.jsonl")).status().unwrap().success());
+    build("in/*.jsonl").fails(2, &["in/b.jsonl", "a FIFO"]);
+    fs::remove_file(scratch.path("in/b.jsonl")).unwrap();
+    for name in ["t.csv", "t.tsv", "t.parq", "t"] {
+        scratch.write(&format!("in/{name}"), "a,b\n");
+        build(&format!("in/{name}")).fails(2, &[name, "x.toml:6", "format = \"text\""]);
+    }
+    scratch.write("latin.toml", b"# caf\xe9\n");
+    let latin = scratch.path("latin.toml");
+    zdata(&["build", arg(&latin), "--out", arg(&out)]).fails(2, &["latin.toml:1", "UTF-8"]);
+    assert!(!out.exists());
+    build("in/*.jsonl").ok();
+    let seen = zdata(&["inspect", arg(&out)]).ok();
+    assert!(seen.contains("5 read from 1 files"), "{seen}");
+    zdata(&["inspect", arg(&scratch.path("x.toml"))]).fails(2, &["x.toml", "--check"]);
+}
+
+#[test]
+fn a_fifo_in_a_store_keeps_nobody_waiting() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 60, ""), "store");
+    let shard = store.join("web/train/tokens-00000.arrow");
+    fs::remove_file(&shard).unwrap();
+    assert!(Command::new("mkfifo").arg(&shard).status().unwrap().success());
+    for args in [&["verify", arg(&store)][..], &["inspect", arg(&store), "--json"]] {
+        let mut child = zdata_command(args);
+        let mut child = child.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let left = (0..600).find_map(|_| {
+            sleep(Duration::from_millis(100));
+            child.try_wait().unwrap()
+        });
+        if left.is_none() {
+            child.kill().unwrap();
+            panic!("{args:?} waits");
+        }
+    }
+}
+
+#[test]
+fn what_is_dropped_is_told_and_a_source_of_which_nothing_is_left_is_refused() {
+    let scratch = Scratch::new();
+    corpus(&scratch, 30, "");
+    let bad = "{\"text\": 7}\nnonsense\n";
+    scratch.write("in/a.jsonl", json_lines(1, 5) + bad);
+    let skip = of(&scratch, "in/a.jsonl", "on_error = \"skip\"");
+    let out = scratch.path("out");
+    let told = zdata(&["build", arg(&skip), "--out", arg(&out)]);
+    assert!(
+        told.err.contains("dropped of x: 2 of 7 records (1 malformed, 1 missing text)"),
+        "{told:?}"
+    );
+    scratch.write("in/a.jsonl", bad);
+    let empty = scratch.path("empty");
+    zdata(&["build", arg(&skip), "--out", arg(&empty)])
+        .fails(3, &["nothing is left of source \"x\"", "2 records", "1 malformed"]);
+    assert!(!empty.join("manifest.json").exists());
+}
+
+#[test]
+fn a_check_lists_every_bad_record_and_builds_nothing() {
+    let scratch = Scratch::new();
+    corpus(&scratch, 30, "");
+    scratch.write("in/a.jsonl", json_lines(1, 5) + "{\"text\": 7}\nnonsense\n{\"text\": \"\"}\n");
+    let stop = of(&scratch, "in/a.jsonl", "");
+    let ran = zdata(&["build", arg(&stop), "--check"]);
+    let lines: Vec<&str> = ran.out.lines().collect();
+    assert_eq!(lines.len(), 3, "{ran:?}");
+    for (line, (row, reason)) in
+        lines.iter().zip([("6", "missing text"), ("7", "malformed"), ("8", "empty")])
+    {
+        assert!(line.contains(&format!("a.jsonl:{row}: {reason}: ")), "{line}");
+    }
+    ran.fails(3, &["5 documents, 3 bad records"]);
+    let skip = of(&scratch, "in/a.jsonl", "on_error = \"skip\"");
+    assert_eq!(zdata(&["build", arg(&skip), "--check", "--json"]).ok().lines().count(), 3);
+}
+
+#[test]
+fn a_folder_of_text_becomes_a_corpus_and_a_plan() {
+    let scratch = Scratch::new();
+    scratch.write("own/web/a.jsonl", json_lines(1, 300));
+    scratch.write("own/notes/a.md", "a note");
+    let (folder, file) = (scratch.path("own"), scratch.path("own/corpus.toml"));
+    let told = zdata(&["init", arg(&folder)]);
+    assert!(told.err.contains("the text is `text`") && told.err.contains("tokenizer"), "{told:?}");
+    zdata(&["build", arg(&file), "--out", arg(&folder.join("store"))])
+        .fails(3, &["tokenizer.json", "huggingface.co", "zdata tokenizer train"]);
+    let tokenizer = folder.join("tokenizer.json");
+    zdata(&["tokenizer", "train", arg(&file), "--vocab", "400", "--out", arg(&tokenizer)]).ok();
+    let built = zdata(&["build", arg(&file), "--out", arg(&folder.join("store"))]);
+    assert!(built.err.contains("note: notes has no validation documents"), "{built:?}");
+    built.ok();
+    zdata(&["init", arg(&folder)]).fails(2, &["corpus.toml", "never overwritten"]);
+}
+
+/// The most memory that a process held, in bytes, as the kernel tells it while it runs.
+fn peak(mut command: Command) -> u64 {
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let status = format!("/proc/{}/status", child.id());
+    let mut most = 0;
+    while child.try_wait().unwrap().is_none() {
+        let text = fs::read_to_string(&status).unwrap_or_default();
+        let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+        most = most.max(kib.unwrap_or(0) << 10);
+        sleep(Duration::from_millis(2));
+    }
+    assert!(child.wait().unwrap().success());
+    most
+}
+
+#[test]
+fn a_long_line_is_held_twice_at_most() {
+    let scratch = Scratch::new();
+    corpus(&scratch, 30, "");
+    let mib = 96u64;
+    let reading = |name: &str, text: &str| {
+        scratch.write(name, format!("{{\"text\": \"{text}\"}}\n"));
+        let command = zdata_command(&["build", arg(&of(&scratch, name, "")), "--check"]);
+        peak(command)
+    };
+    let least = reading("short.jsonl", "short");
+    // Escapes at its ends: such a text cannot be a piece of its line.
+    let long = format!("\\n{}\\n", "x".repeat((mib as usize) << 20));
+    let held = reading("long.jsonl", &long) - least;
+    assert!(held < (2 * mib + mib / 4) << 20, "{} MiB for a line of {mib} MiB", held >> 20);
+}
