@@ -47,67 +47,81 @@ void on_stream(const c10::Stream& stream, Body&& body) {
 extern "C" {
 
 // The folder that the loaded libtorch_cpu.so came from.
-const char* shim_libtorch_folder() {
-  Dl_info info;
-  // Any function of the library does; a data symbol could be a copy in the program.
-  if (dladdr(reinterpret_cast<void*>(&at::globalContext), &info) == 0 || info.dli_fname == nullptr) return "";
-  const std::string path(info.dli_fname);
-  const auto slash = path.rfind('/');
-  return slash == std::string::npos ? "" : shim_fail(path.substr(0, slash));
+int shim_libtorch_folder() {
+  return shim_guard([] {
+    shim_say("");
+    Dl_info info;
+    // Any function of the library does; a data symbol could be a copy in the program.
+    if (dladdr(reinterpret_cast<void*>(&at::globalContext), &info) == 0 || info.dli_fname == nullptr) return;
+    const std::string path(info.dli_fname);
+    const auto slash = path.rfind('/');
+    if (slash != std::string::npos) shim_say(path.substr(0, slash));
+  });
 }
 
 // Opens a library for good, its symbols visible to those opened after it.
-const char* shim_open_library(const char* path) {
-  if (dlopen(path, RTLD_NOW | RTLD_GLOBAL) != nullptr) return nullptr;
-  const char* reason = dlerror();
-  return shim_fail(reason == nullptr ? "unknown reason" : reason);
+int shim_open_library(const char* path) {
+  return shim_guard([=] {
+    // Its initialisers may throw.
+    if (dlopen(path, RTLD_NOW | RTLD_GLOBAL) != nullptr) return;
+    const char* reason = dlerror();
+    throw std::runtime_error(reason == nullptr ? "unknown reason" : reason);
+  });
 }
 
 // Whether some library has registered the GPU. Unlike at::hasCUDA() this may be asked before one is opened.
-int shim_gpu_registered() { return c10::impl::hasDeviceGuardImpl(kGpu); }
+int shim_gpu_registered(int* out) {
+  return shim_guard([=] { *out = c10::impl::hasDeviceGuardImpl(kGpu); });
+}
 
-int shim_gpu_count() {
-  if (!c10::impl::hasDeviceGuardImpl(kGpu)) return 0;
-  return c10::impl::getDeviceGuardImpl(kGpu)->deviceCount();
+int shim_gpu_count(int* out) {
+  return shim_guard([=] {
+    const bool here = c10::impl::hasDeviceGuardImpl(kGpu);
+    *out = here ? c10::impl::getDeviceGuardImpl(kGpu)->deviceCount() : 0;
+  });
 }
 
 // Whether a GPU context exists already: its libraries have then read their environment.
-int shim_gpu_context_exists() {
-  return c10::impl::hasDeviceGuardImpl(kGpu) && at::detail::getCUDAHooks().hasPrimaryContext(0);
+int shim_gpu_context_exists(int* out) {
+  return shim_guard(
+      [=] { *out = c10::impl::hasDeviceGuardImpl(kGpu) && at::detail::getCUDAHooks().hasPrimaryContext(0); });
 }
 
 // Architecture or name of a GPU, asked of the runtime library that is loaded by now; empty if it does not say.
-const char* shim_gpu_architecture(int index) {
-  // Attributes 75 and 76 are the compute capability since CUDA 5.
-  using Attribute = int (*)(int*, int, int);
-  if (auto ask = reinterpret_cast<Attribute>(dlsym(RTLD_DEFAULT, "cudaDeviceGetAttribute"))) {
-    int major = 0, minor = 0;
-    if (ask(&major, 75, index) == 0 && ask(&minor, 76, index) == 0) {
-      return shim_fail("sm_" + std::to_string(major) + std::to_string(minor));
+int shim_gpu_architecture(int index) {
+  return shim_guard([=] {
+    shim_say("");
+    // Attributes 75 and 76 are the compute capability since CUDA 5.
+    using Attribute = int (*)(int*, int, int);
+    if (auto ask = reinterpret_cast<Attribute>(dlsym(RTLD_DEFAULT, "cudaDeviceGetAttribute"))) {
+      int major = 0, minor = 0;
+      if (ask(&major, 75, index) == 0 && ask(&minor, 76, index) == 0) {
+        return shim_say("sm_" + std::to_string(major) + std::to_string(minor));
+      }
     }
-  }
-  // The property structure changed its layout between HIP releases, the name function did not.
-  using Name = int (*)(char*, int, int);
-  if (auto ask = reinterpret_cast<Name>(dlsym(RTLD_DEFAULT, "hipDeviceGetName"))) {
-    char name[256] = {};
-    if (ask(name, sizeof(name) - 1, index) == 0) return shim_fail(name);
-  }
-  return "";
+    // The property structure changed its layout between HIP releases, the name function did not.
+    using Name = int (*)(char*, int, int);
+    if (auto ask = reinterpret_cast<Name>(dlsym(RTLD_DEFAULT, "hipDeviceGetName"))) {
+      char name[256] = {};
+      if (ask(name, sizeof(name) - 1, index) == 0) shim_say(name);
+    }
+  });
 }
 
-// A CPU tensor over memory that somebody else owns: `drop(owner)` runs when its last alias goes.
-at::Tensor* shim_adopt(void* data, const int64_t* sizes, int64_t dims, int kind, void* owner, void (*drop)(void*)) {
-  at::Tensor* out = nullptr;
-  const char* failed = shim_guard([&] {
+// A CPU tensor over memory that somebody else owns: `drop(owner)` runs when its last alias goes, and where this fails.
+int shim_adopt(void* data, const int64_t* sizes, int64_t dims, int kind, void* owner, void (*drop)(void*),
+               at::Tensor** out) {
+  return shim_guard([=] {
+    // Freed by whoever holds it last: the tensor, or this call where there is none.
+    const std::shared_ptr<void> kept(owner, drop);
     const auto type = static_cast<at::ScalarType>(kind);
-    out = new at::Tensor(at::from_blob(
-        data, at::IntArrayRef(sizes, dims), [owner, drop](void*) { drop(owner); }, at::TensorOptions(type)));
+    *out = new at::Tensor(
+        at::from_blob(data, at::IntArrayRef(sizes, dims), [kept](void*) {}, at::TensorOptions(type)));
   });
-  return failed == nullptr ? out : nullptr;
 }
 
 // A new stream on GPU `index`.
-const char* shim_side_stream(int index, void** out) {
+int shim_side_stream(int index, void** out) {
   return shim_guard([&] {
     const c10::impl::VirtualGuardImpl guard(kGpu);
     *out = new Side{guard.getNewStream(gpu(index))};
@@ -117,17 +131,17 @@ const char* shim_side_stream(int index, void** out) {
 void shim_side_stream_free(void* side) { delete static_cast<Side*>(side); }
 
 // The stream as the vendor's own libraries know it.
-const char* shim_side_handle(void* side, void** out) {
+int shim_side_handle(void* side, void** out) {
   return shim_guard([&] { *out = static_cast<Side*>(side)->stream.native_handle(); });
 }
 
 // 1 where everything queued on the stream so far is done, else 0.
-const char* shim_side_idle(void* side, int* out) {
+int shim_side_idle(void* side, int* out) {
   return shim_guard([&] { *out = static_cast<Side*>(side)->stream.query(); });
 }
 
 // Marks what is queued so far on the current stream of GPU `index`.
-const char* shim_mark(int index, void** event) {
+int shim_mark(int index, void** event) {
   return shim_guard([&] {
     const c10::impl::VirtualGuardImpl guard(kGpu);
     auto mark = std::make_unique<c10::Event>(kGpu);
@@ -137,17 +151,17 @@ const char* shim_mark(int index, void** event) {
 }
 
 // Makes the side stream wait for a mark.
-const char* shim_side_after(void* side, void* event) {
+int shim_side_after(void* side, void* event) {
   return shim_guard([&] { static_cast<c10::Event*>(event)->block(static_cast<Side*>(side)->stream); });
 }
 
 // What the calling thread calls of the vendor's own libraries is for GPU `index`.
-const char* shim_enter_gpu(int index) {
+int shim_enter_gpu(int index) {
   return shim_guard([&] { c10::impl::VirtualGuardImpl(kGpu).setDevice(gpu(index)); });
 }
 
 // Copies host memory through a pinned buffer on the side stream; `event` marks the end of the copy.
-const char* shim_stage(void* side, const void* data, size_t bytes, const int64_t* sizes, int64_t dims, int kind,
+int shim_stage(void* side, const void* data, size_t bytes, const int64_t* sizes, int64_t dims, int kind,
                        at::Tensor** out, void** event) {
   return shim_guard([&] {
     const c10::Stream stream = static_cast<Side*>(side)->stream;
@@ -167,7 +181,7 @@ const char* shim_stage(void* side, const void* data, size_t bytes, const int64_t
 }
 
 // Makes the current stream wait for the copy, and tells the allocator that this stream uses the tensor too.
-const char* shim_await(void* event, const at::Tensor* tensor) {
+int shim_await(void* event, const at::Tensor* tensor) {
   return shim_guard([&] {
     const c10::impl::VirtualGuardImpl guard(kGpu);
     const c10::Stream current = guard.getStream(tensor->device());

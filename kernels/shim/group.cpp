@@ -1,6 +1,6 @@
 // Ranks: libtorch's own TCPStore and Gloo process group. Bytes move here and nothing is added, but for the benchmark's
 // sums. Every call that waits takes a deadline in milliseconds.
-// Every function returns nullptr when it worked, else the reason (valid until the next call on this thread).
+// Every function that can throw returns a code of `shim.h`; texts are answered through `shim_text`.
 
 #define USE_DISTRIBUTED
 #define USE_C10D_GLOO
@@ -56,22 +56,29 @@ class Lived {
     return std::chrono::duration_cast<milliseconds>(advance());
   }
 
-  // Whether the work is done within `timeout`.
-  bool wait(c10d::Work& work, milliseconds timeout) {
+  // Waits until the work is done; throws ShimLate where that takes longer than `timeout`.
+  void wait(c10d::Work& work, milliseconds timeout) {
     const auto entry = enter(work, timeout);
+    // Whether it was this clock that gave the work up.
     const auto leave = [&] {
       const std::lock_guard<std::mutex> lock(mutex_);
+      const bool late = entry->late;
       waits_.erase(entry);
+      return late;
     };
+    bool done = false;
+    std::exception_ptr failure;
     try {
       // Gloo's own deadline goes by the clock on the wall, and cannot be looked at in between.
-      const bool done = work.wait(std::chrono::hours(24 * 365));
-      leave();
-      return done;
+      done = work.wait(std::chrono::hours(24 * 365));
     } catch (...) {
-      leave();
-      throw;
+      failure = std::current_exception();
     }
+    const bool late = leave();
+    if (done) return;
+    if (late) throw ShimLate("timed out");
+    if (failure) std::rethrow_exception(failure);
+    throw std::runtime_error("the transfer was given up");
   }
 
  private:
@@ -79,6 +86,7 @@ class Lived {
   struct Wait {
     c10d::Work* work;
     Clock::duration until;
+    bool late;
   };
 
   static constexpr auto kTurn = milliseconds(20);
@@ -91,8 +99,13 @@ class Lived {
         const std::lock_guard<std::mutex> lock(mutex_);
         const auto now = advance();
         for (auto& wait : waits_) {
-          // Whoever waits finds out below; aborting once more does nothing.
-          if (wait.until <= now) wait.work->abort();
+          if (wait.until > now) continue;
+          wait.late = true;
+          // Whoever waits finds out above; aborting once more does nothing. A work that cannot be given up is waited for.
+          try {
+            wait.work->abort();
+          } catch (...) {
+          }
         }
       }
     }).detach();
@@ -100,7 +113,7 @@ class Lived {
 
   std::list<Wait>::iterator enter(c10d::Work& work, milliseconds timeout) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return waits_.insert(waits_.end(), Wait{&work, advance() + timeout});
+    return waits_.insert(waits_.end(), Wait{&work, advance() + timeout, false});
   }
 
   Clock::duration advance() {
@@ -129,7 +142,7 @@ std::vector<uint8_t> bytes(const char* text) {
 extern "C" {
 
 // The store at host:port, under the prefix `name`; with `serve` this process holds it. Port 0 lets the system choose.
-const char* shim_store_open(const char* host, int port, int serve, const char* name, int64_t timeout, void** out,
+int shim_store_open(const char* host, int port, int serve, const char* name, int64_t timeout, void** out,
                             int* bound) {
   return shim_guard([&] {
     // What fails comes back as an error that names a rank; c10d's log would only put stack traces around it.
@@ -148,31 +161,31 @@ const char* shim_store_open(const char* host, int port, int serve, const char* n
 
 void shim_store_free(void* store) { delete store_of(store); }
 
-const char* shim_store_set(void* store, const char* key, const char* value) {
+int shim_store_set(void* store, const char* key, const char* value) {
   return shim_guard([&] { store_of(store)->named->set(std::string(key), bytes(value)); });
 }
 
-// Sets the key unless it has a value; `out` is the value it has then.
-const char* shim_store_first(void* store, const char* key, const char* value, const char** out) {
+// Sets the key unless it has a value; says the value it has then.
+int shim_store_first(void* store, const char* key, const char* value) {
   return shim_guard([&] {
     const auto found = store_of(store)->named->compareSet(std::string(key), std::vector<uint8_t>(), bytes(value));
-    *out = shim_fail(std::string(found.begin(), found.end()));
+    shim_say(std::string(found.begin(), found.end()));
   });
 }
 
-// `out` is the key's value, or nullptr where it has none.
-const char* shim_store_find(void* store, const char* key, const char** out) {
+// Says the key's value; `has` is 0 where it has none.
+int shim_store_find(void* store, const char* key, int* has) {
   return shim_guard([&] {
-    *out = nullptr;
     auto& named = *store_of(store)->named;
-    if (!named.check({std::string(key)})) return;
+    *has = named.check({std::string(key)});
+    if (*has == 0) return;
     const auto found = named.get(std::string(key));
-    *out = shim_fail(std::string(found.begin(), found.end()));
+    shim_say(std::string(found.begin(), found.end()));
   });
 }
 
 // Connects every rank with every other. An interface name wins over a host name; with neither, libtorch chooses.
-const char* shim_group_open(void* store, int rank, int world, const char* interface, const char* host, int64_t timeout,
+int shim_group_open(void* store, int rank, int world, const char* interface, const char* host, int64_t timeout,
                             void** out) {
   return shim_guard([&] {
     auto options = c10d::ProcessGroupGloo::Options::create(milliseconds(timeout));
@@ -195,7 +208,7 @@ const char* shim_group_open(void* store, int rank, int world, const char* interf
 void shim_group_free(void* group) { delete static_cast<Peers*>(group); }
 
 // Starts to send a contiguous CPU tensor, which is kept until the work is freed.
-const char* shim_send(void* group, const at::Tensor* tensor, int to, int tag, void** out) {
+int shim_send(void* group, const at::Tensor* tensor, int to, int tag, void** out) {
   return shim_guard([&] {
     std::vector<at::Tensor> tensors{*tensor};
     *out = new Moving{gloo_of(group).send(tensors, to, tag)};
@@ -203,7 +216,7 @@ const char* shim_send(void* group, const at::Tensor* tensor, int to, int tag, vo
 }
 
 // Starts to receive into a contiguous CPU tensor.
-const char* shim_recv(void* group, const at::Tensor* tensor, int from, int tag, void** out) {
+int shim_recv(void* group, const at::Tensor* tensor, int from, int tag, void** out) {
   return shim_guard([&] {
     std::vector<at::Tensor> tensors{*tensor};
     *out = new Moving{gloo_of(group).recv(tensors, from, tag)};
@@ -211,21 +224,23 @@ const char* shim_recv(void* group, const at::Tensor* tensor, int from, int tag, 
 }
 
 // `timeout` is of the time that this process lives.
-const char* shim_work_wait(void* work, int64_t timeout) {
+int shim_work_wait(void* work, int64_t timeout) {
   return shim_guard([&] {
     auto& moving = *static_cast<Moving*>(work)->work;
-    if (!Lived::clock().wait(moving, milliseconds(timeout))) throw std::runtime_error("timed out");
+    Lived::clock().wait(moving, milliseconds(timeout));
   });
 }
 
 // Milliseconds that this process has lived since the first call.
-int64_t shim_lived() { return Lived::clock().now().count(); }
+int shim_lived(int64_t* out) {
+  return shim_guard([=] { *out = Lived::clock().now().count(); });
+}
 
 void shim_work_free(void* work) { delete static_cast<Moving*>(work); }
 
 // libtorch's own collectives on f32 tensors, for the benchmark: 0 all-reduce, 1 reduce-scatter, 2 all-gather,
 // 3 broadcast from rank 0, 4 all-to-all.
-const char* shim_collective(void* group, int which, const at::Tensor* input, const at::Tensor* output, int64_t timeout) {
+int shim_collective(void* group, int which, const at::Tensor* input, const at::Tensor* output, int64_t timeout) {
   return shim_guard([&] {
     auto& gloo = gloo_of(group);
     at::Tensor in = *input, out = *output;

@@ -2,20 +2,45 @@
 
 #pragma once
 
+#include <c10/util/Exception.h>
+
 #include <exception>
+#include <new>
+#include <stdexcept>
 #include <string>
 
-// Keeps `reason` for this thread and returns it.
-const char* shim_fail(const std::string& reason);
+// How a call ended; `runtime.rs` has the same numbers. Every function that can throw returns one of them, and leaves what
+// was said for `shim_text`.
+constexpr int kDone = 0;
+constexpr int kFailed = 1;
+constexpr int kNoMemory = 2;
+constexpr int kLate = 3;
+
+// Thrown where a deadline has passed.
+struct ShimLate : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Keeps a text for this thread until the next one.
+void shim_say(const std::string& text);
+
+// Ends a call that failed.
+int shim_fail(int code, const char* reason) noexcept;
 
 template <typename Body>
-const char* shim_guard(Body&& body) {
+int shim_guard(Body&& body) noexcept {
   try {
     body();
-    return nullptr;
+    return kDone;
+  } catch (const ShimLate& late) {
+    return shim_fail(kLate, late.what());
+  } catch (const c10::OutOfMemoryError& error) {
+    return shim_fail(kNoMemory, error.what());
+  } catch (const std::bad_alloc& error) {
+    return shim_fail(kNoMemory, error.what());
   } catch (const std::exception& error) {
-    return shim_fail(error.what());
+    return shim_fail(kFailed, error.what());
   } catch (...) {
-    return shim_fail("unknown C++ exception");
+    return shim_fail(kFailed, "unknown C++ exception");
   }
 }

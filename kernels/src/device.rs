@@ -9,21 +9,21 @@
 
 #![expect(unsafe_code, reason = "opens libraries and hands memory, streams and events to C++")]
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ffi::{CString, c_char, c_int, c_void};
 use std::ptr;
 
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
-use crate::runtime::guarded;
+use crate::runtime::{guarded, number, said};
 use crate::{Error, Result};
 
 unsafe extern "C" {
-    fn shim_libtorch_folder() -> *const c_char;
-    fn shim_open_library(path: *const c_char) -> *const c_char;
-    fn shim_gpu_registered() -> c_int;
-    fn shim_gpu_count() -> c_int;
-    fn shim_gpu_architecture(index: c_int) -> *const c_char;
+    fn shim_libtorch_folder() -> c_int;
+    fn shim_open_library(path: *const c_char) -> c_int;
+    fn shim_gpu_registered(out: *mut c_int) -> c_int;
+    fn shim_gpu_count(out: *mut c_int) -> c_int;
+    fn shim_gpu_architecture(index: c_int) -> c_int;
     fn shim_adopt(
         data: *mut c_void,
         sizes: *const i64,
@@ -31,14 +31,15 @@ unsafe extern "C" {
         kind: c_int,
         owner: *mut c_void,
         drop: extern "C" fn(*mut c_void),
-    ) -> *mut C_tensor;
-    fn shim_side_stream(index: c_int, out: *mut *mut c_void) -> *const c_char;
+        out: *mut *mut C_tensor,
+    ) -> c_int;
+    fn shim_side_stream(index: c_int, out: *mut *mut c_void) -> c_int;
     fn shim_side_stream_free(side: *mut c_void);
-    fn shim_side_handle(side: *mut c_void, out: *mut *mut c_void) -> *const c_char;
-    fn shim_side_idle(side: *mut c_void, out: *mut c_int) -> *const c_char;
-    fn shim_side_after(side: *mut c_void, event: *mut c_void) -> *const c_char;
-    fn shim_mark(index: c_int, event: *mut *mut c_void) -> *const c_char;
-    fn shim_enter_gpu(index: c_int) -> *const c_char;
+    fn shim_side_handle(side: *mut c_void, out: *mut *mut c_void) -> c_int;
+    fn shim_side_idle(side: *mut c_void, out: *mut c_int) -> c_int;
+    fn shim_side_after(side: *mut c_void, event: *mut c_void) -> c_int;
+    fn shim_mark(index: c_int, event: *mut *mut c_void) -> c_int;
+    fn shim_enter_gpu(index: c_int) -> c_int;
     fn shim_stage(
         side: *mut c_void,
         data: *const c_void,
@@ -48,8 +49,8 @@ unsafe extern "C" {
         kind: c_int,
         out: *mut *mut C_tensor,
         event: *mut *mut c_void,
-    ) -> *const c_char;
-    fn shim_await(event: *mut c_void, tensor: *const C_tensor) -> *const c_char;
+    ) -> c_int;
+    fn shim_await(event: *mut c_void, tensor: *const C_tensor) -> c_int;
     fn shim_event_free(event: *mut c_void);
 }
 
@@ -68,8 +69,8 @@ pub fn open(name: &str) -> Result<Device> {
         _ => return Err(refuse("known devices are cpu, cuda and cuda:N".to_owned())),
     };
     open_gpu_library().map_err(&refuse)?;
-    // SAFETY: asks the registered implementation for a number.
-    match unsafe { shim_gpu_count() } {
+    // SAFETY: asks the registered implementation for a number; the out-pointer outlives the call.
+    match number("count the devices", |out| unsafe { shim_gpu_count(out) })? {
         count if i32::from(index) < count => Ok(Device::Cuda(usize::from(index))),
         0 => Err(refuse("its library is here, but the driver shows no device".to_owned())),
         count => Err(refuse(format!("this machine shows {count} of them, numbered from 0"))),
@@ -77,33 +78,33 @@ pub fn open(name: &str) -> Result<Device> {
 }
 
 /// Architecture of a device for the kernel table; empty for a CPU, whose instruction set stands there already.
-pub fn architecture(device: Device) -> String {
-    match device {
-        // SAFETY: a plain number in, a C string out that is copied at once.
-        Device::Cuda(index) => unsafe { text(shim_gpu_architecture(index as c_int)) },
-        _ => String::new(),
-    }
+pub fn architecture(device: Device) -> Result<String> {
+    let Device::Cuda(index) = device else { return Ok(String::new()) };
+    // SAFETY: a plain number in.
+    guarded("ask for the architecture", unsafe { shim_gpu_architecture(index as c_int) })?;
+    Ok(said())
 }
 
 fn open_gpu_library() -> std::result::Result<(), String> {
-    // SAFETY: reads a registry.
-    if unsafe { shim_gpu_registered() } != 0 {
+    let words = |error: Error| error.to_string();
+    // SAFETY: reads a registry into an out-pointer that outlives the call.
+    let registered = number("ask for a GPU", |out| unsafe { shim_gpu_registered(out) });
+    if registered.map_err(words)? != 0 {
         return Ok(());
     }
-    // SAFETY: takes nothing; the C string is copied at once.
-    let folder = unsafe { text(shim_libtorch_folder()) };
+    // SAFETY: takes nothing.
+    guarded("find libtorch", unsafe { shim_libtorch_folder() }).map_err(words)?;
+    let folder = said();
     let mut refusals = Vec::new();
     for library in GPU_LIBRARIES {
         for path in [format!("{folder}/{library}"), library.to_owned()] {
             let Ok(name) = CString::new(path) else { continue };
             // SAFETY: the name is a C string. Opening a library runs its initialisers; it is the one that matches the
             // libtorch in use, or the loader's own choice, as it would be had we linked it.
-            let refused = unsafe { shim_open_library(name.as_ptr()) };
-            if refused.is_null() {
+            if unsafe { shim_open_library(name.as_ptr()) } == 0 {
                 return Ok(());
             }
-            // SAFETY: a C string that lives until the next shim call on this thread.
-            refusals.push(unsafe { text(refused) });
+            refusals.push(said());
         }
     }
     // A library that exists and cannot be opened says more than one that is missing.
@@ -112,13 +113,6 @@ fn open_gpu_library() -> std::result::Result<(), String> {
     Err(format!(
         "no GPU half of libtorch could be opened ({reason}); set LIBTORCH to a CUDA or ROCm libtorch 2.11"
     ))
-}
-
-/// # Safety
-/// `answer` is a C string that lives until the next shim call on this thread.
-unsafe fn text(answer: *const c_char) -> String {
-    // SAFETY: the caller's promise.
-    unsafe { CStr::from_ptr(answer) }.to_string_lossy().into_owned()
 }
 
 /// An element that a batch is made of.
@@ -293,10 +287,11 @@ fn adopt<T: Host>(data: Vec<T>, shape: &[i64]) -> Result<Tensor> {
     }
     let mut owner = Box::new(data);
     let place = owner.as_mut_ptr();
-    let owner = Box::into_raw(owner);
+    let (owner, mut tensor) = (Box::into_raw(owner), ptr::null_mut());
     // SAFETY: `place` points at as many elements of kind T as `shape` says (checked by the caller), aligned for T, and
-    // stays there until `release` runs: moving the box did not move the buffer. T is Send, so any thread may free it.
-    let tensor = unsafe {
+    // stays there until `release` runs: moving the box did not move the buffer. T is Send, so any thread may free it. From
+    // here on the owner is the shim's, also where it fails.
+    guarded("adopt a buffer", unsafe {
         shim_adopt(
             place.cast(),
             shape.as_ptr(),
@@ -304,14 +299,9 @@ fn adopt<T: Host>(data: Vec<T>, shape: &[i64]) -> Result<Tensor> {
             T::SCALAR_TYPE,
             owner.cast(),
             release::<T>,
+            &raw mut tensor,
         )
-    };
-    if tensor.is_null() {
-        // SAFETY: the shim failed before it took the owner.
-        drop(unsafe { Box::from_raw(owner) });
-        let reason = "libtorch refused the buffer".to_owned();
-        return Err(Error::Foreign { call: "adopt a buffer", reason });
-    }
+    })?;
     // SAFETY: a new tensor that nobody else owns.
     Ok(unsafe { Tensor::from_ptr(tensor) })
 }
@@ -357,7 +347,7 @@ mod tests {
         // Where a GPU is at hand this opens it; everywhere else the reason names the library that is missing.
         match open("cuda") {
             Ok(device) => {
-                println!("a GPU is at hand: {}", architecture(device));
+                println!("a GPU is at hand: {}", architecture(device).unwrap());
                 let stager = Stager::new(device).unwrap();
                 let staged = stager.put(vec![1i32, 2, 3], &[3]).unwrap().wait().unwrap();
                 assert_eq!(staged.sum(tch::Kind::Int64).int64_value(&[]), 6);

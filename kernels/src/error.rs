@@ -30,6 +30,20 @@ pub enum Error {
         /// Why not.
         reason: String,
     },
+    /// A foreign function could not get the memory that it needs.
+    #[error("{call}: there is not enough memory: {reason}")]
+    NoMemory {
+        /// What was called.
+        call: &'static str,
+        /// What it said.
+        reason: String,
+    },
+    /// A deadline has passed.
+    #[error("{call}: the time ran out")]
+    Late {
+        /// What was waited for.
+        call: &'static str,
+    },
     /// A foreign function failed.
     #[error("{call}: {reason}")]
     Foreign {

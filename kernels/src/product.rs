@@ -5,44 +5,60 @@
 
 #![expect(unsafe_code, reason = "calls the C++ shim")]
 
-use std::ffi::{c_char, c_int};
+use std::ffi::c_int;
 use std::sync::OnceLock;
 
-use tch::{Device, Kind, TchError, Tensor};
+use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
-use crate::runtime::guarded;
+use crate::runtime::{guarded, number};
+use crate::{Error, Result};
 
 unsafe extern "C" {
-    fn shim_onednn_products() -> c_int;
+    fn shim_onednn_products(out: *mut c_int) -> c_int;
     fn shim_product(
         out: *const C_tensor,
         left: *const C_tensor,
         right: *const C_tensor,
         add: c_int,
-    ) -> *const c_char;
+    ) -> c_int;
 }
 
 /// Whether products of f32 matrices on this CPU go through oneDNN.
-pub fn by_onednn() -> bool {
+pub fn by_onednn() -> Result<bool> {
     static CHOICE: OnceLock<bool> = OnceLock::new();
-    // SAFETY: reads what libtorch found out about the processor.
-    *CHOICE.get_or_init(|| unsafe { shim_onednn_products() } == 1)
+    if let Some(choice) = CHOICE.get() {
+        return Ok(*choice);
+    }
+    // SAFETY: reads what libtorch found out about the processor, into an out-pointer that outlives the call.
+    let found = number("ask for oneDNN", |out| unsafe { shim_onednn_products(out) })?;
+    Ok(*CHOICE.get_or_init(|| found == 1))
 }
 
 /// `out = left right`, all of one kind, matrices or batches of them.
 ///
 /// # Panics
-/// As libtorch's own products do: where shapes or kinds do not fit, or memory ends.
+/// With an [`Error`] as the panic's payload, where shapes or kinds do not fit, or memory ends: whoever catches it need not
+/// read any words.
 pub fn into(out: &Tensor, left: &Tensor, right: &Tensor) {
-    if !goes_to_onednn(out, left, right) {
-        let _ = match left.dim() {
-            3 => left.bmm_out(out, right),
-            _ => left.mm_out(out, right),
-        };
-        return;
+    or_panic(try_into(out, left, right));
+}
+
+fn try_into(out: &Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
+    if goes_to_onednn(out, left, right)? {
+        return onednn(out, left, right, false);
     }
-    onednn(out, left, right, false);
+    let _ = match left.dim() {
+        3 => left.f_bmm_out(out, right)?,
+        _ => left.f_mm_out(out, right)?,
+    };
+    Ok(())
+}
+
+fn or_panic(outcome: Result<()>) {
+    if let Err(error) = outcome {
+        std::panic::panic_any(error);
+    }
 }
 
 /// `out += left right`, matrices of one kind.
@@ -50,11 +66,15 @@ pub fn into(out: &Tensor, left: &Tensor, right: &Tensor) {
 /// # Panics
 /// As [`into`].
 pub fn add(out: &mut Tensor, left: &Tensor, right: &Tensor) {
-    if goes_to_onednn(out, left, right) {
-        onednn(out, left, right, true);
-    } else {
-        let _ = out.addmm_(left, right);
+    or_panic(try_add(out, left, right));
+}
+
+fn try_add(out: &mut Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
+    if goes_to_onednn(out, left, right)? {
+        return onednn(out, left, right, true);
     }
+    let _ = out.f_addmm_(left, right)?;
+    Ok(())
 }
 
 /// `left right` in fresh memory.
@@ -71,29 +91,31 @@ pub fn of(left: &Tensor, right: &Tensor) -> Tensor {
     out
 }
 
-fn goes_to_onednn(out: &Tensor, left: &Tensor, right: &Tensor) -> bool {
+fn goes_to_onednn(out: &Tensor, left: &Tensor, right: &Tensor) -> Result<bool> {
     let plain = |tensor: &Tensor| tensor.kind() == Kind::Float && tensor.device() == Device::Cpu;
     let all = [out, left, right];
-    all.into_iter().all(plain) && all.into_iter().all(|tensor| tensor.numel() > 0) && by_onednn()
+    let fits = all.into_iter().all(plain) && all.into_iter().all(|tensor| tensor.numel() > 0);
+    Ok(fits && by_onednn()?)
 }
 
-fn onednn(out: &Tensor, left: &Tensor, right: &Tensor, add: bool) {
+fn onednn(out: &Tensor, left: &Tensor, right: &Tensor, add: bool) -> Result<()> {
     let (found, left_size, right_size) = (out.size(), left.size(), right.size());
     let (batch, rest) = left_size.split_at(left_size.len().saturating_sub(2));
     let fits = match (rest, right_size.strip_prefix(batch), found.strip_prefix(batch)) {
         (&[m, k], Some(&[k_too, n]), Some(&[m_too, n_too])) => (k, m, n) == (k_too, m_too, n_too),
         _ => false,
     };
-    assert!(fits && batch.len() < 2, "{left_size:?} times {right_size:?} is not {found:?}");
+    if !fits || batch.len() > 1 {
+        let reason = format!("{left_size:?} times {right_size:?} is not {found:?}");
+        return Err(Error::Foreign { call: MULTIPLY, reason });
+    }
     // SAFETY: three tensors that are alive and fit each other, one of which the caller lets us write to, as `mm_out` would.
-    let answer = unsafe { shim_product(out.as_ptr(), left.as_ptr(), right.as_ptr(), add.into()) };
-    let answer = guarded("multiply matrices", answer);
-    #[expect(
-        clippy::unwrap_used,
-        reason = "in the words in which libtorch's wrapper panics, so that nobody has to know both"
-    )]
-    answer.map_err(|error| TchError::Torch(error.to_string())).unwrap();
+    let code = unsafe { shim_product(out.as_ptr(), left.as_ptr(), right.as_ptr(), add.into()) };
+    guarded(MULTIPLY, code)
 }
+
+/// What a product is called where one fails.
+const MULTIPLY: &str = "multiply matrices";
 
 #[cfg(test)]
 mod tests {
@@ -141,12 +163,10 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "is not")]
-    fn what_does_not_fit_is_refused() {
-        if !by_onednn() {
-            panic!("libtorch itself refuses: a product is not what fits");
-        }
-        let out = Tensor::zeros([3, 4], (Kind::Float, Device::Cpu));
-        into(&out, &matrix(1, 3, 5, false, 1).get(0), &matrix(1, 5, 5, false, 1).get(0));
+    fn what_does_not_fit_is_refused_with_an_error_as_the_payload() {
+        let (left, right) = (matrix(1, 3, 5, false, 1).get(0), matrix(1, 6, 5, false, 1).get(0));
+        let product = || into(&Tensor::zeros([3, 5], (Kind::Float, Device::Cpu)), &left, &right);
+        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(product)).unwrap_err();
+        assert!(panic.downcast_ref::<Error>().is_some());
     }
 }

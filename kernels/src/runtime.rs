@@ -9,7 +9,7 @@
 )]
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, CString, c_char, c_int};
+use std::ffi::{CStr, c_char, c_int};
 use std::sync::Mutex;
 
 use serde::{Deserialize, Serialize};
@@ -17,16 +17,17 @@ use serde::{Deserialize, Serialize};
 use crate::{Error, Result};
 
 unsafe extern "C" {
-    fn shim_set_switches() -> *const c_char;
-    fn shim_set_interop_threads(threads: c_int) -> *const c_char;
-    fn shim_interop_threads() -> c_int;
-    fn shim_enter_thread(threads: c_int) -> *const c_char;
-    fn shim_threads() -> c_int;
+    fn shim_text() -> *const c_char;
+    fn shim_set_switches() -> c_int;
+    fn shim_set_interop_threads(threads: c_int) -> c_int;
+    fn shim_interop_threads(out: *mut c_int) -> c_int;
+    fn shim_enter_thread(threads: c_int) -> c_int;
+    fn shim_threads(out: *mut c_int) -> c_int;
     fn shim_flushes_denormals() -> c_int;
-    fn shim_switch(name: *const c_char) -> c_int;
-    fn shim_in_parallel_region() -> c_int;
-    fn shim_gpu_context_exists() -> c_int;
-    fn shim_describe(what: *const c_char) -> *const c_char;
+    fn shim_switch(name: *const c_char, out: *mut c_int) -> c_int;
+    fn shim_in_parallel_region(out: *mut c_int) -> c_int;
+    fn shim_gpu_context_exists(out: *mut c_int) -> c_int;
+    fn shim_describe(what: *const c_char) -> c_int;
 }
 
 /// Math threads of a leaf on CPU. More cores compute more leaves at once, which changes no bit.
@@ -169,8 +170,12 @@ pub fn enter_thread() -> Result<()> {
     }
     // SAFETY: plain integers in, this thread's own settings touched, no exception out.
     guarded("enter a compute thread", unsafe { shim_enter_thread(THREADS_PER_LEAF as c_int) })?;
-    // SAFETY: reads this thread's settings.
-    let (threads, flushes) = unsafe { (shim_threads(), shim_flushes_denormals()) };
+    let threads = number("ask for the math threads", |out| {
+        // SAFETY: reads this thread's settings into an out-pointer that outlives the call.
+        unsafe { shim_threads(out) }
+    })?;
+    // SAFETY: reads a register of this thread.
+    let flushes = unsafe { shim_flushes_denormals() };
     expect("threads_per_leaf", threads, THREADS_PER_LEAF as i32)?;
     if flushes >= 0 {
         expect("flush_denormals", flushes, 0)?;
@@ -183,8 +188,7 @@ pub fn enter_thread() -> Result<()> {
 pub fn verify() -> Result<BTreeMap<String, i32>> {
     let mut found = BTreeMap::new();
     for (name, wanted) in SWITCHES {
-        // SAFETY: the name is a C string that outlives the call.
-        let value = unsafe { shim_switch(name.as_ptr()) };
+        let value = switch(name)?;
         let name = name.to_str().unwrap_or("?");
         expect(name, value, wanted)?;
         found.insert(name.to_owned(), value);
@@ -192,17 +196,27 @@ pub fn verify() -> Result<BTreeMap<String, i32>> {
     Ok(found)
 }
 
+/// 1 or 0 for a known switch, -1 for another name.
+fn switch(name: &CStr) -> Result<c_int> {
+    number("read a switch", |out| {
+        // SAFETY: the name is a C string; it and the out-pointer outlive the call.
+        unsafe { shim_switch(name.as_ptr(), out) }
+    })
+}
+
 fn expect(switch: &'static str, found: i32, wanted: i32) -> Result<()> {
     if found == wanted { Ok(()) } else { Err(Error::NotInForce { switch, found, wanted }) }
 }
 
 fn refuse_if_late() -> Result<()> {
-    // SAFETY: reads a flag of this thread.
-    if unsafe { shim_in_parallel_region() } != 0 {
+    // SAFETY: reads a flag of this thread into an out-pointer that outlives the call.
+    let parallel = |out| unsafe { shim_in_parallel_region(out) };
+    if number("ask for a parallel region", parallel)? != 0 {
         return Err(Error::TooLate { what: "a parallel region" });
     }
     // SAFETY: asks the device library, if one is loaded, whether it made a context.
-    if unsafe { shim_gpu_context_exists() } != 0 {
+    let context = |out| unsafe { shim_gpu_context_exists(out) };
+    if number("ask for a device context", context)? != 0 {
         return Err(Error::TooLate { what: "a device context" });
     }
     Ok(())
@@ -212,8 +226,9 @@ fn refuse_if_late() -> Result<()> {
 fn set_interop_threads() -> Result<()> {
     // SAFETY: a plain integer in, no exception out.
     let refused = guarded("set the interop threads", unsafe { shim_set_interop_threads(1) });
-    // SAFETY: reads a number.
-    if refused.is_err() && unsafe { shim_interop_threads() } != 1 {
+    // SAFETY: reads a number into an out-pointer that outlives the call.
+    let threads = |out| unsafe { shim_interop_threads(out) };
+    if refused.is_err() && number("ask for the interop threads", threads)? != 1 {
         return Err(Error::TooLate { what: "libtorch's pool of inter-operator threads" });
     }
     Ok(())
@@ -258,19 +273,19 @@ fn read_table(device: tch::Device) -> Result<KernelTable> {
     let mut switches = verify()?;
     // SAFETY: reads this thread's settings.
     switches.insert("flush_denormals".to_owned(), unsafe { shim_flushes_denormals() });
-    switches.insert("f32_products_by_onednn".to_owned(), crate::product::by_onednn().into());
+    switches.insert("f32_products_by_onednn".to_owned(), crate::product::by_onednn()?.into());
     let environment = RECORDED_ENVIRONMENT
         .iter()
         .filter_map(|&name| Some((name.to_owned(), std::env::var(name).ok()?)))
         .collect();
     Ok(KernelTable {
-        libtorch: libtorch_release(),
-        mkl: describe(c"mkl"),
-        onednn: describe(c"onednn"),
-        cpu: describe(c"cpu"),
-        cpu_capability: describe(c"cpu_capability"),
+        libtorch: libtorch_release()?,
+        mkl: describe(c"mkl")?,
+        onednn: describe(c"onednn")?,
+        cpu: describe(c"cpu")?,
+        cpu_capability: describe(c"cpu_capability")?,
         device: if device.is_cuda() { "cuda" } else { "cpu" }.to_owned(),
-        architecture: crate::device::architecture(device),
+        architecture: crate::device::architecture(device)?,
         threads_per_leaf: THREADS_PER_LEAF,
         switches,
         environment,
@@ -278,28 +293,48 @@ fn read_table(device: tch::Device) -> Result<KernelTable> {
 }
 
 /// The loaded library's own word for its release; the headers only say what we were compiled against.
-fn libtorch_release() -> String {
-    let config = describe(c"config");
+fn libtorch_release() -> Result<String> {
+    let config = describe(c"config")?;
     let stated = config.split("TORCH_VERSION=").nth(1).and_then(|rest| rest.split(',').next());
-    stated.map_or_else(|| describe(c"compiled_against"), |text| text.trim().to_owned())
+    stated.map_or_else(|| describe(c"compiled_against"), |text| Ok(text.trim().to_owned()))
 }
 
-fn describe(what: &CStr) -> String {
-    // SAFETY: the name is a C string; the answer is one too, and is copied before the next call on this thread.
-    let text = unsafe { CStr::from_ptr(shim_describe(what.as_ptr())) };
-    text.to_string_lossy().trim().to_owned()
+fn describe(what: &CStr) -> Result<String> {
+    // SAFETY: the name is a C string that outlives the call.
+    guarded("describe libtorch", unsafe { shim_describe(what.as_ptr()) })?;
+    Ok(said().trim().to_owned())
 }
 
-/// Turns a shim's answer into a result: null is success.
-pub(crate) fn guarded(call: &'static str, answer: *const c_char) -> Result<()> {
-    if answer.is_null() {
+/// How calls of the shim end, as in `shim.h`; every other number is a failure that says why.
+const DONE: c_int = 0;
+const NO_MEMORY: c_int = 2;
+const LATE: c_int = 3;
+
+/// Turns the code with which a call of the shim ended into a result.
+pub(crate) fn guarded(call: &'static str, code: c_int) -> Result<()> {
+    if code == DONE {
         return Ok(());
     }
-    // SAFETY: a non-null answer is a C string that lives until the next shim call on this thread.
-    let reason = CString::from(unsafe { CStr::from_ptr(answer) });
     // C++ messages end in a stack trace: the first line says what happened.
-    let reason = reason.to_string_lossy().lines().next().unwrap_or_default().to_owned();
-    Err(Error::Foreign { call, reason })
+    let reason = said().lines().next().unwrap_or_default().to_owned();
+    Err(match code {
+        NO_MEMORY => Error::NoMemory { call, reason },
+        LATE => Error::Late { call },
+        _ => Error::Foreign { call, reason },
+    })
+}
+
+/// What the last call of the shim on this thread has said.
+pub(crate) fn said() -> String {
+    // SAFETY: a C string that lives until the next call on this thread, and is copied here.
+    unsafe { CStr::from_ptr(shim_text()) }.to_string_lossy().into_owned()
+}
+
+/// What a call of the shim writes to its out-pointer.
+pub(crate) fn number(call: &'static str, ask: impl FnOnce(*mut c_int) -> c_int) -> Result<c_int> {
+    let mut out = 0;
+    guarded(call, ask(&raw mut out))?;
+    Ok(out)
 }
 
 #[cfg(test)]
@@ -316,8 +351,9 @@ mod tests {
         assert!(table.fingerprint().contains(&table.cpu_capability));
         std::thread::spawn(|| {
             enter_thread().unwrap();
-            // SAFETY: reads this thread's settings.
-            assert_eq!(unsafe { shim_threads() }, 1);
+            // SAFETY: reads this thread's settings into an out-pointer that outlives the call.
+            let threads = number("a test", |out| unsafe { shim_threads(out) });
+            assert_eq!(threads.unwrap(), 1);
         })
         .join()
         .unwrap();
@@ -330,8 +366,7 @@ mod tests {
         start(&RuntimeOptions { device: "cpu".to_owned() }).unwrap();
         verify().unwrap();
         // Another test may verify at the same moment, so this one only asks about a name nobody else reads.
-        // SAFETY: the name is a C string that outlives the call.
-        assert_eq!(unsafe { shim_switch(c"no such switch".as_ptr()) }, -1);
+        assert_eq!(switch(c"no such switch").unwrap(), -1);
         assert!(matches!(expect("tf32_cublas", 1, 0), Err(Error::NotInForce { .. })));
     }
 

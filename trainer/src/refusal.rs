@@ -8,8 +8,11 @@ use std::any::Any;
 use std::panic::{self, AssertUnwindSafe};
 
 use contract::{Fault, Result};
+use kernels::Error;
+use tch::Tensor;
+use tch::kind::Element;
 
-/// How the wrapper's panic begins when libtorch threw.
+/// How the panic of tch, libtorch's wrapper, begins when libtorch threw: it hands on nothing but these words.
 const THROWN: &str = "called `Result::unwrap()` on an `Err` value: Torch(\"";
 
 /// Runs `work`; a panic becomes a fault, so that whoever waits for it learns of it.
@@ -17,17 +20,48 @@ pub fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(fault(&*panic)))
 }
 
+/// The numbers of a tensor that has one dimension.
+pub(crate) fn values<T: Element + Copy>(tensor: &Tensor) -> Result<Vec<T>> {
+    Vec::try_from(tensor).map_err(|error| Fault::bug(format!("a tensor cannot be read: {error}")))
+}
+
 /// What to say about a panic.
 pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
+    if let Some(error) = panic.downcast_ref::<Error>() {
+        return refused(error);
+    }
     let text = text(panic);
     let Some(said) = thrown(text) else {
         return Fault::bug("a lane stopped").found(text.lines().next().unwrap_or(text));
     };
-    if said.contains("out of memory") || said.contains("can't allocate memory") {
-        return Fault::machine("there is not enough memory")
-            .found(said)
-            .hint("use fewer lanes or smaller leaves; the same command goes on where it stopped");
+    said_by_libtorch(said)
+}
+
+/// What to say about an error of the kernels.
+fn refused(error: &Error) -> Fault {
+    match error {
+        Error::NoMemory { reason, .. } => no_memory(reason),
+        Error::Torch(error) => said_by_libtorch(&error.to_string()),
+        other => not_computed(&other.to_string()),
     }
+}
+
+/// libtorch's CPU allocator throws what it throws for everything, so that only its words tell want of memory.
+fn said_by_libtorch(said: &str) -> Fault {
+    let said = said.lines().next().unwrap_or(said);
+    match said.contains("out of memory") || said.contains("can't allocate memory") {
+        true => no_memory(said),
+        false => not_computed(said),
+    }
+}
+
+fn no_memory(said: &str) -> Fault {
+    Fault::machine("there is not enough memory").found(said).hint(
+        "use fewer workers or smaller micro-batches; the same command goes on where it stopped",
+    )
+}
+
+fn not_computed(said: &str) -> Fault {
     Fault::machine("libtorch could not compute this")
         .found(said)
         .hint("if it happens again at the same place it is a bug of ours: please report it with this message")
@@ -38,7 +72,8 @@ pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
 pub fn speak_once() {
     let speak = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
-        if thrown(info.payload_as_str().unwrap_or_default()).is_none() {
+        let ours = info.payload().is::<Error>();
+        if !ours && thrown(info.payload_as_str().unwrap_or_default()).is_none() {
             speak(info);
         }
     }));
@@ -61,7 +96,6 @@ fn text(panic: &(dyn Any + Send)) -> &str {
 mod tests {
     use super::*;
     use contract::Class;
-    use tch::Tensor;
 
     #[test]
     fn what_libtorch_throws_is_the_machines_in_its_own_words() {
@@ -80,6 +114,17 @@ mod tests {
         let fault = fault.map(|_| ()).unwrap_err();
         assert_eq!(fault.class(), Class::Machine);
         assert!(fault.to_string().contains("not enough memory"), "{fault}");
+    }
+
+    #[test]
+    fn an_error_of_the_kernels_is_known_by_its_type() {
+        let thrown = |error: Error| caught::<()>(|| panic::panic_any(error)).unwrap_err();
+        let (call, reason) = ("a test", "nothing left".to_owned());
+        let fault = thrown(Error::NoMemory { call, reason: reason.clone() });
+        assert!(fault.to_string().contains("not enough memory"), "{fault}");
+        let fault = thrown(Error::Foreign { call, reason });
+        assert_eq!(fault.class(), Class::Machine);
+        assert!(fault.to_string().contains("could not compute"), "{fault}");
     }
 
     #[test]

@@ -327,12 +327,23 @@ impl Run<'_> {
         if fault.class() != contract::Class::Diverged {
             return fault;
         }
-        if let (Some(digest), true) = (self.digest, self.saved < last) {
-            let _ = self.keep(last, digest, save);
+        let kept = match self.digest {
+            Some(digest) if self.saved < last => self.keep(last, digest, save),
+            _ => self.saver.wait().and_then(|written| self.tell(written)),
+        };
+        let look = format!(
+            "see the documents of the step with `ztrain replay --run {root} --step {step}`"
+        );
+        match kept {
+            Ok(()) => fault.hint(format!("the state after step {last} is kept; {look}")),
+            Err(second) => {
+                let fields = json!({"step": last, "fault": second.to_string()});
+                let _ = self.events.write("not kept", fields);
+                let why = second.to_string().replace('\n', "\n  ");
+                fault
+                    .hint(format!("the state after step {last} could not be kept: {why}\n  {look}"))
+            }
         }
-        fault.hint(format!(
-            "the state after step {last} is kept; see the documents of the step with `ztrain replay --run {root} --step {step}`",
-        ))
     }
 
     /// Keeps the state after `step` at once.

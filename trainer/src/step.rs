@@ -16,7 +16,7 @@ use crate::model::{self, LeafInput, LeafOutput, StagedLeaf, ZayaConfig};
 use crate::optim::balance::Balance;
 use crate::optim::guard::{Decision, Windows};
 use crate::optim::{self, norm};
-use crate::refusal::caught;
+use crate::refusal::{caught, values};
 use crate::spec::RunSpec;
 use crate::state::{Part, State, StateSums, salt};
 use crate::timing;
@@ -170,7 +170,7 @@ pub(crate) fn each_leaf(
             let staged = leaves.take(leaf)?;
             let how = (divisor, lanes.keep());
             let output = model::staged_leaf(config, &weights, &biases, staged, how)?;
-            Ok((sums(&output, &input(batch, leaf), detail), output))
+            Ok((sums(&output, &input(batch, leaf), detail)?, output))
         };
         caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
     };
@@ -197,7 +197,7 @@ pub fn leaf(
         let (weights, biases) = (weights.aliases(), biases.aliases());
         let compute = || {
             let output = model::staged_leaf(config, &weights, &biases, staged, how)?;
-            Ok(sums(&output, &input, Detail::Tokens))
+            sums(&output, &input, Detail::Tokens)
         };
         caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
     })?;
@@ -334,22 +334,24 @@ pub(crate) fn rows(batch: &Batch, rows: Range<u64>) -> LeafInput<'_> {
     }
 }
 
-fn sums(output: &LeafOutput, input: &LeafInput<'_>, detail: Detail) -> LeafSums {
+fn sums(output: &LeafOutput, input: &LeafInput<'_>, detail: Detail) -> Result<LeafSums> {
     let _watch = timing::part(timing::Part::LeafSums);
     let checksums = output.grads.iter().enumerate();
     let checksums =
         checksums.map(|(index, tensor)| checksum::tensor(tensor, salt(Part::LeafGradient, index)));
     let token_losses = match detail {
-        Detail::Tokens => Vec::try_from(&output.token_losses.flatten(0, -1)).unwrap_or_default(),
+        Detail::Tokens => values(&output.token_losses.flatten(0, -1))?,
         Detail::Sums => Vec::new(),
     };
     let gradient = checksums.fold(0, u64::wrapping_add);
     let by_row = output.token_losses.view([input.rows as i64, -1]);
     let by_row = by_row.sum_dim_intlist(1, false, tch::Kind::Double);
     let labels = |mask: &[u8]| mask.iter().map(|mask| u64::from(*mask != 0)).sum();
-    let losses: Vec<f64> = Vec::try_from(by_row).unwrap_or_default();
-    let rows = losses.into_iter().zip(input.mask.chunks(input.seq_len).map(labels)).collect();
-    LeafSums { loss: output.loss, labels: output.labels, gradient, rows, token_losses }
+    let rows = values::<f64>(&by_row)?
+        .into_iter()
+        .zip(input.mask.chunks(input.seq_len).map(labels))
+        .collect();
+    Ok(LeafSums { loss: output.loss, labels: output.labels, gradient, rows, token_losses })
 }
 
 /// The weights as the products of a step see them: rounded once, for all of its leaves.

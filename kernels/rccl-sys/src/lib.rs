@@ -12,8 +12,7 @@
 #![expect(unsafe_code, reason = "opens a library and calls its C functions")]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 unsafe extern "C" {
     fn dlopen(name: *const c_char, flags: c_int) -> *mut c_void;
@@ -212,11 +211,22 @@ unsafe fn symbol<T: Copy>(library: *mut c_void, name: &CStr) -> Result<T> {
 /// [`Communicator::error`] while waiting and calls [`Communicator::abort`] when the time is up.
 ///
 /// Invariant, the caller's: one thread at a time uses it. Only [`Communicator::abort`] may come from another one, while the
-/// first is held up in a call: that is what the library has it for. After that nothing may be queued.
+/// first is held up in a call: that is what the library has it for. From then on every other call is refused here, because
+/// the library frees the communicator under its handle.
 pub struct Communicator {
     library: &'static Library,
     handle: Handle,
-    aborted: AtomicBool,
+    life: Mutex<Life>,
+    changed: Condvar,
+}
+
+/// How far a communicator has been given up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Life {
+    Alive,
+    /// Somebody is in the library's abort: it may still touch the memory of transfers.
+    Aborting,
+    Aborted,
 }
 
 // SAFETY: the library lets any thread use a communicator, one at a time.
@@ -234,47 +244,73 @@ impl Communicator {
         library.checked("ncclCommInitRank", unsafe {
             (library.comm_init_rank)(&raw mut handle, world as c_int, id, rank as c_int)
         })?;
-        Ok(Communicator { library, handle, aborted: AtomicBool::new(false) })
+        let (life, changed) = (Mutex::new(Life::Alive), Condvar::new());
+        Ok(Communicator { library, handle, life, changed })
     }
 
     /// What went wrong meanwhile, if anything.
     pub fn error(&self) -> Result<()> {
-        self.alive()?;
         let mut state = 0;
-        // SAFETY: the communicator is alive and the out-pointer outlives the call.
+        // The question never blocks, so it is asked under the lock: an abort begins before it or after it.
+        let life = self.alive()?;
+        // SAFETY: the communicator is alive while the lock is held, and the out-pointer outlives the call.
         let asked = unsafe { (self.library.comm_async_error)(self.handle, &raw mut state) };
+        drop(life);
         self.library.checked("ncclCommGetAsyncError", asked)?;
         self.library.checked("a transfer", state)
     }
 
-    /// Gives up everything under way, without waiting for anybody. It may hang nevertheless (NVIDIA/nccl#549, #1013), so it
-    /// is for a thread that can be given up.
+    /// Gives up everything under way, without waiting for other ranks. When it returns, whoever called it first, the library
+    /// touches no memory of transfers any more. It may hang (NVIDIA/nccl#549, #1013), so it is for a thread that can be
+    /// given up, with what the transfers read and write.
     pub fn abort(&self) {
-        if !self.aborted.swap(true, Ordering::SeqCst) {
-            // SAFETY: the communicator is alive, and after this nobody uses it: `alive` stands before every call.
-            let _ = unsafe { (self.library.comm_abort)(self.handle) };
+        let mut life = self.lock();
+        match *life {
+            Life::Aborted => return,
+            Life::Aborting => {
+                while *life != Life::Aborted {
+                    life = self.changed.wait(life).unwrap_or_else(PoisonError::into_inner);
+                }
+                return;
+            }
+            Life::Alive => *life = Life::Aborting,
         }
+        drop(life);
+        // SAFETY: the communicator is alive, only this call gets here, and every later one is refused by `alive`. A call
+        // that is held up may be under way on another thread: to end it is what this function is for.
+        let _ = unsafe { (self.library.comm_abort)(self.handle) };
+        *self.lock() = Life::Aborted;
+        self.changed.notify_all();
     }
 
-    fn alive(&self) -> Result<()> {
-        match self.aborted.load(Ordering::SeqCst) {
-            true => Err("the communicator was given up".to_owned()),
-            false => Ok(()),
+    fn lock(&self) -> MutexGuard<'_, Life> {
+        self.life.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Refuses what comes after an abort.
+    fn alive(&self) -> Result<MutexGuard<'_, Life>> {
+        let life = self.lock();
+        match *life {
+            Life::Alive => Ok(life),
+            Life::Aborting | Life::Aborted => Err("the communicator was given up".to_owned()),
         }
     }
 
     /// Queues what `transfers` queues as one operation.
     pub fn together(&self, transfers: impl FnOnce() -> Result<()>) -> Result<()> {
-        self.alive()?;
+        drop(self.alive()?);
         // SAFETY: takes nothing.
         self.library.checked("ncclGroupStart", unsafe { (self.library.group_start)() })?;
         let queued = transfers();
+        // Where the communicator was given up meanwhile, the group holds transfers of a handle that is gone: it stays open
+        // on this thread, which has no other use for it.
+        drop(self.alive()?);
         // SAFETY: takes nothing; closes what was opened above, also where a transfer was refused.
         let ended = self.library.checked("ncclGroupEnd", unsafe { (self.library.group_end)() });
         queued.and(ended)
     }
 
-    /// Queues sending `bytes` bytes to `to`.
+    /// Queues sending `bytes` bytes to `to`; inside [`Communicator::together`].
     ///
     /// # Safety
     /// `data` is device memory of that size that nobody writes until the stream has passed this transfer.
@@ -285,13 +321,15 @@ impl Communicator {
         to: u32,
         stream: Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
-        self.library.checked("ncclSend", unsafe {
-            (self.library.send)(data, bytes, BYTE, to as c_int, self.handle, stream)
-        })
+        let life = self.alive()?;
+        // SAFETY: the caller's promise; within a group this only takes note of the transfer, under the lock.
+        let sent =
+            unsafe { (self.library.send)(data, bytes, BYTE, to as c_int, self.handle, stream) };
+        drop(life);
+        self.library.checked("ncclSend", sent)
     }
 
-    /// Queues receiving `bytes` bytes from `from`.
+    /// Queues receiving `bytes` bytes from `from`; inside [`Communicator::together`].
     ///
     /// # Safety
     /// `data` is device memory of that size that nobody touches until the stream has passed this transfer.
@@ -302,16 +340,18 @@ impl Communicator {
         from: u32,
         stream: Stream,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
-        self.library.checked("ncclRecv", unsafe {
-            (self.library.recv)(data, bytes, BYTE, from as c_int, self.handle, stream)
-        })
+        let life = self.alive()?;
+        // SAFETY: as for `send`.
+        let received =
+            unsafe { (self.library.recv)(data, bytes, BYTE, from as c_int, self.handle, stream) };
+        drop(life);
+        self.library.checked("ncclRecv", received)
     }
 }
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        if !*self.aborted.get_mut() {
+        if *self.lock() == Life::Alive {
             // SAFETY: the communicator is alive, and nobody uses it after this.
             let _ = unsafe { (self.library.comm_destroy)(self.handle) };
         }
@@ -322,6 +362,124 @@ impl Drop for Communicator {
 mod tests {
     use super::*;
     use std::io::Write as _;
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::thread::{scope, sleep};
+    use std::time::Duration;
+
+    /// Calls of the stand-in below that used a handle, and the moments between which it was in its abort.
+    static USES: AtomicU32 = AtomicU32::new(0);
+    static ABORTS: AtomicU32 = AtomicU32::new(0);
+
+    const SLOW: Duration = Duration::from_millis(200);
+
+    extern "C" fn number(out: *mut c_int) -> Answer {
+        // SAFETY: the caller's out-pointer.
+        unsafe { *out = 1 };
+        0
+    }
+    extern "C" fn name(_: *mut UniqueId) -> Answer {
+        0
+    }
+    extern "C" fn words(_: Answer) -> *const c_char {
+        c"refused".as_ptr()
+    }
+    extern "C" fn join(_: *mut Handle, _: c_int, _: UniqueId, _: c_int) -> Answer {
+        0
+    }
+    extern "C" fn end(_: Handle) -> Answer {
+        USES.fetch_add(1, Ordering::SeqCst);
+        0
+    }
+    extern "C" fn slow_abort(_: Handle) -> Answer {
+        sleep(SLOW);
+        ABORTS.fetch_add(1, Ordering::SeqCst);
+        0
+    }
+    extern "C" fn state(_: Handle, out: *mut Answer) -> Answer {
+        USES.fetch_add(1, Ordering::SeqCst);
+        // SAFETY: the caller's out-pointer.
+        unsafe { *out = 0 };
+        0
+    }
+    extern "C" fn group() -> Answer {
+        0
+    }
+    extern "C" fn group_end() -> Answer {
+        USES.fetch_add(1, Ordering::SeqCst);
+        0
+    }
+    extern "C" fn send(
+        _: *const c_void,
+        _: usize,
+        _: c_int,
+        _: c_int,
+        _: Handle,
+        _: Stream,
+    ) -> Answer {
+        USES.fetch_add(1, Ordering::SeqCst);
+        0
+    }
+    extern "C" fn receive(
+        _: *mut c_void,
+        _: usize,
+        _: c_int,
+        _: c_int,
+        _: Handle,
+        _: Stream,
+    ) -> Answer {
+        USES.fetch_add(1, Ordering::SeqCst);
+        0
+    }
+
+    /// A library that counts.
+    fn stand_in() -> &'static Library {
+        Box::leak(Box::new(Library {
+            get_version: number,
+            get_unique_id: name,
+            error_string: words,
+            comm_init_rank: join,
+            comm_destroy: end,
+            comm_abort: slow_abort,
+            comm_async_error: state,
+            group_start: group,
+            group_end,
+            send,
+            recv: receive,
+            host: None,
+        }))
+    }
+
+    #[test]
+    fn nothing_uses_a_communicator_that_is_given_up_and_nobody_returns_before_it_is() {
+        let (library, handle) = (stand_in(), std::ptr::null_mut());
+        let (life, changed) = (Mutex::new(Life::Alive), Condvar::new());
+        let communicator = Communicator { library, handle, life, changed };
+        communicator.together(|| Ok(())).unwrap();
+        let before = USES.load(Ordering::SeqCst);
+        let null = std::ptr::null_mut();
+        let inside = communicator.together(|| {
+            scope(|scope| {
+                scope.spawn(|| communicator.abort());
+                sleep(SLOW / 4);
+                // SAFETY: the stand-in touches no memory.
+                let answers = unsafe {
+                    [
+                        communicator.send(null, 0, 0, null),
+                        communicator.receive(null, 0, 0, null),
+                        communicator.error(),
+                    ]
+                };
+                assert!(answers.iter().all(Result::is_err));
+                assert_eq!(ABORTS.load(Ordering::SeqCst), 0, "the abort is still under way");
+                communicator.abort();
+                assert_eq!(ABORTS.load(Ordering::SeqCst), 1, "the second caller has waited for it");
+            });
+            Ok(())
+        });
+        assert!(inside.is_err());
+        drop(communicator);
+        assert_eq!(USES.load(Ordering::SeqCst), before, "no call got through");
+    }
 
     #[test]
     fn it_answers_or_says_what_it_looked_for() {

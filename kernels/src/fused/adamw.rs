@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::{read, wide, write};
+use super::{apart, read, wide, write};
 
 /// The numbers of one step, rounded to what the elements are computed in.
 #[derive(Clone, Copy, Debug)]
@@ -37,6 +37,7 @@ pub fn adamw(
     second: &mut Tensor,
     gradient: &Tensor,
 ) {
+    apart(&[weight, first, second], &[gradient]);
     pass(rates, write(weight), write(first), write(second), read(gradient));
 }
 

@@ -6,7 +6,7 @@
 use tch::Tensor;
 
 use super::rows::{Columns, dot};
-use super::{empty, read, wide, write};
+use super::{apart, empty, read, wide, write};
 
 /// What queries and keys are made with.
 #[derive(Clone, Copy)]
@@ -57,6 +57,7 @@ pub fn mix(z: &Tensor, raw: &mut Tensor, by: Heads) -> (Tensor, Tensor) {
     let (mut factors, mut out) =
         (empty(&[heads, tokens, 1]), empty(&[heads, tokens, width as i64]));
     by.fit(&[z, raw]);
+    apart(&[raw], &[z, by.bias, by.temperature, by.angles[0], by.angles[1]]);
     add_means(read(z), read(by.bias), by.shape, write(raw));
     let angles = by.angles.map(read);
     turn(read(raw), (read(by.temperature), angles), by.shape, write(&mut factors), write(&mut out));
@@ -133,6 +134,7 @@ pub fn mix_backward(
 ) -> (Tensor, [Tensor; 2]) {
     let mut grad = grad;
     by.fit(&[raw, &grad]);
+    apart(&[&grad], &[raw, factors, by.temperature, by.angles[0], by.angles[1]]);
     let [queries, keys, width] = by.shape;
     let (heads, tokens) = (queries + keys, factors.numel() / (queries + keys));
     let (mut temperature, mut sums) = (vec![0f32; keys], Vec::with_capacity(heads));
@@ -190,6 +192,7 @@ wide! {
 
 /// Back through the means of [`mix`]: adds to the gradient of `z`, `[N, G d]`, what comes from that of `raw`.
 pub fn means_backward(raw_grad: &Tensor, shape: [usize; 3], z_grad: &mut Tensor) {
+    apart(&[z_grad], &[raw_grad]);
     means_back(read(raw_grad), shape, write(z_grad));
 }
 

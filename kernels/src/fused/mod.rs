@@ -74,8 +74,24 @@ fn write(tensor: &mut Tensor) -> &mut [f32] {
     if tensor.numel() == 0 {
         return &mut [];
     }
-    // SAFETY: as above; whoever hands a tensor over to be written has no other view of these elements in use.
+    // SAFETY: as above; what is not fresh has been held `apart` from everything else that the pass uses.
     unsafe { std::slice::from_raw_parts_mut(tensor.data_ptr().cast::<f32>(), tensor.numel()) }
+}
+
+/// Refuses tensors to write to that share memory with another one in use: they would be one memory under two names, of which
+/// one may change.
+fn apart(written: &[&Tensor], read: &[&Tensor]) {
+    let place = |tensor: &Tensor| {
+        let first = tensor.data_ptr() as usize;
+        first..first + tensor.numel() * tensor.kind().elt_size_in_bytes()
+    };
+    for (number, one) in written.iter().enumerate() {
+        let one = place(one);
+        for other in written[number + 1..].iter().chain(read).map(|other| place(other)) {
+            let meet = one.start < other.end && other.start < one.end;
+            assert!(!meet, "a fused pass writes to memory that it uses under another name too");
+        }
+    }
 }
 
 /// Integers of a list in main memory.
@@ -136,6 +152,36 @@ wide! {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    /// Of one memory: two tensors that meet in an element, and two that only touch.
+    #[test]
+    fn what_is_written_is_used_under_one_name() {
+        let all = Tensor::zeros([8], (Kind::Float, Device::Cpu));
+        let part = |first, count| all.narrow(0, first, count);
+        let refused = |written: &[&Tensor], read: &[&Tensor]| {
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| apart(written, read))).is_err()
+        };
+        assert!(refused(&[&part(0, 4), &part(3, 4)], &[]));
+        assert!(refused(&[&part(0, 4)], &[&part(4, 2), &part(2, 1)]));
+        assert!(!refused(&[&part(0, 4), &part(4, 2)], &[&part(6, 2)]));
+        assert!(!refused(&[&part(0, 0)], &[&all]), "nothing is shared with nothing");
+        let rates = Rates {
+            keep: 1.0,
+            first: 0.1,
+            second: 0.1,
+            root: 1.0,
+            eps: 1.0,
+            rate: 0.1,
+            scale: 1.0,
+        };
+        let moved = |mut second: Tensor| {
+            let [mut weight, mut first] = [part(0, 2), part(2, 2)];
+            adamw(rates, &mut weight, &mut first, &mut second, &part(6, 2));
+        };
+        moved(part(4, 2));
+        let twice = std::panic::AssertUnwindSafe(|| moved(part(3, 2)));
+        assert!(std::panic::catch_unwind(twice).is_err());
+    }
 
     proptest! {
         #[test]

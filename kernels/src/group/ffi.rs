@@ -13,24 +13,20 @@ unsafe extern "C" {
         timeout: i64,
         out: *mut *mut c_void,
         bound: *mut c_int,
-    ) -> *const c_char;
+    ) -> c_int;
     pub(super) fn shim_store_free(store: *mut c_void);
     pub(super) fn shim_store_set(
         store: *mut c_void,
         key: *const c_char,
         value: *const c_char,
-    ) -> *const c_char;
+    ) -> c_int;
     pub(super) fn shim_store_first(
         store: *mut c_void,
         key: *const c_char,
         value: *const c_char,
-        out: *mut *const c_char,
-    ) -> *const c_char;
-    pub(super) fn shim_store_find(
-        store: *mut c_void,
-        key: *const c_char,
-        out: *mut *const c_char,
-    ) -> *const c_char;
+    ) -> c_int;
+    pub(super) fn shim_store_find(store: *mut c_void, key: *const c_char, has: *mut c_int)
+    -> c_int;
     pub(super) fn shim_group_open(
         store: *mut c_void,
         rank: c_int,
@@ -39,7 +35,7 @@ unsafe extern "C" {
         host: *const c_char,
         timeout: i64,
         out: *mut *mut c_void,
-    ) -> *const c_char;
+    ) -> c_int;
     pub(super) fn shim_group_free(group: *mut c_void);
     pub(super) fn shim_send(
         group: *mut c_void,
@@ -47,16 +43,16 @@ unsafe extern "C" {
         to: c_int,
         tag: c_int,
         out: *mut *mut c_void,
-    ) -> *const c_char;
+    ) -> c_int;
     pub(super) fn shim_recv(
         group: *mut c_void,
         tensor: *const C_tensor,
         from: c_int,
         tag: c_int,
         out: *mut *mut c_void,
-    ) -> *const c_char;
-    pub(super) fn shim_work_wait(work: *mut c_void, timeout: i64) -> *const c_char;
-    pub(super) fn shim_lived() -> i64;
+    ) -> c_int;
+    pub(super) fn shim_work_wait(work: *mut c_void, timeout: i64) -> c_int;
+    pub(super) fn shim_lived(out: *mut i64) -> c_int;
     pub(super) fn shim_work_free(work: *mut c_void);
     pub(super) fn shim_collective(
         group: *mut c_void,
@@ -64,6 +60,6 @@ unsafe extern "C" {
         input: *const C_tensor,
         output: *const C_tensor,
         timeout: i64,
-    ) -> *const c_char;
+    ) -> c_int;
     pub(super) fn shim_vanish(code: c_int) -> !;
 }

@@ -387,7 +387,7 @@ impl Peers {
 
 /// Whether it was the time that ran out.
 pub(super) fn late(error: &Error) -> bool {
-    error.to_string().to_lowercase().contains("timed out")
+    matches!(error, Error::Late { .. })
 }
 
 /// Waits until every rank has written that it is here; the machines that they are on.

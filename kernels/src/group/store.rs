@@ -1,6 +1,6 @@
 //! The store in which ranks meet and leave word.
 
-use std::ffi::{CStr, c_int, c_void};
+use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,7 +10,7 @@ use super::ffi::{
     shim_lived, shim_store_find, shim_store_first, shim_store_free, shim_store_open, shim_store_set,
 };
 use super::{milliseconds, text};
-use crate::runtime::guarded;
+use crate::runtime::{guarded, number, said};
 use crate::{Error, Result};
 
 /// Between two looks for ranks that have not come yet.
@@ -145,14 +145,10 @@ impl Store {
     pub fn first(&self, key: &str, value: &str) -> Result<String> {
         let (key, value) = (text(key)?, text(value)?);
         self.ask("write to the store", move |handle| {
-            let mut found = ptr::null();
-            // SAFETY: the store is open; texts and out-pointer outlive the call.
-            let answer = unsafe {
-                shim_store_first(handle.raw(), key.as_ptr(), value.as_ptr(), &raw mut found)
-            };
-            guarded("write to the store", answer)?;
-            // SAFETY: a C string that lives until the next shim call on this thread.
-            Ok(unsafe { CStr::from_ptr(found) }.to_string_lossy().into_owned())
+            // SAFETY: the store is open and both texts outlive the call.
+            let code = unsafe { shim_store_first(handle.raw(), key.as_ptr(), value.as_ptr()) };
+            guarded("write to the store", code)?;
+            Ok(said())
         })
     }
 
@@ -176,15 +172,10 @@ impl Store {
     pub fn find(&self, key: &str) -> Result<Option<String>> {
         let key = text(key)?;
         self.ask("read from the store", move |handle| {
-            let mut found = ptr::null();
             // SAFETY: the store is open; text and out-pointer outlive the call.
-            let answer = unsafe { shim_store_find(handle.raw(), key.as_ptr(), &raw mut found) };
-            guarded("read from the store", answer)?;
-            if found.is_null() {
-                return Ok(None);
-            }
-            // SAFETY: a C string that lives until the next shim call on this thread.
-            Ok(Some(unsafe { CStr::from_ptr(found) }.to_string_lossy().into_owned()))
+            let ask = |has| unsafe { shim_store_find(handle.raw(), key.as_ptr(), has) };
+            let has = number("read from the store", ask)?;
+            Ok((has != 0).then(said))
         })
     }
 }
@@ -204,8 +195,10 @@ fn answer_within<T>(timeout: Duration, answered: &Receiver<T>) -> Option<T> {
 
 /// How long this process has lived since it was first asked: the clock of every deadline between ranks.
 fn lived() -> Duration {
-    // SAFETY: reads a number.
-    Duration::from_millis(unsafe { shim_lived() } as u64)
+    let mut lived = 0;
+    // SAFETY: the out-pointer outlives the call. Where the clock cannot start there are no threads left at all.
+    let _ = unsafe { shim_lived(&raw mut lived) };
+    Duration::from_millis(lived as u64)
 }
 
 #[cfg(test)]

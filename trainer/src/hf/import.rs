@@ -12,6 +12,7 @@ use super::files;
 use super::names::{self, Place};
 use super::start::{self, Start};
 use crate::model::{self, ZayaConfig};
+use crate::refusal::values;
 
 /// What was taken over.
 #[derive(Clone, Debug)]
@@ -113,7 +114,7 @@ fn assemble(
     let mut balance = Vec::new();
     for layer in 0..config.num_hidden_layers {
         let tensor = take(&model::balance_name(layer), &[config.router_classes()])?;
-        balance.push(Vec::<f32>::try_from(&tensor).unwrap_or_default());
+        balance.push(values(&tensor)?);
     }
     if let Some(head) = found.remove(HEAD)
         && head != weights[0]

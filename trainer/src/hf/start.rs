@@ -99,7 +99,9 @@ impl Start {
         let weights = names.map(|name| take(&name)).collect::<Result<Vec<_>>>()?;
         let layers = 0..config.num_hidden_layers;
         let biases = layers.map(|layer| {
-            Ok(Vec::<f32>::try_from(&take(&model::balance_name(layer))?).unwrap_or_default())
+            let name = model::balance_name(layer);
+            let odd = |error| damaged(&self.folder, &format!("{name} cannot be read: {error}"));
+            Vec::<f32>::try_from(&take(&name)?).map_err(odd)
         });
         let biases = biases.collect::<Result<Vec<_>>>()?;
         let content = content(config, &weights, &biases);
@@ -117,7 +119,13 @@ impl Start {
         place: impl Fn() -> String,
     ) -> Result<()> {
         let path = self.folder.join("tokenizer.json");
-        let Ok(own) = fs::read(&path) else { return Ok(()) };
+        if self.manifest.tokenizer.is_none() {
+            return Err(Fault::usage("the start came without a tokenizer: nothing says what its tokens mean")
+                .at(place())
+                .found(self.folder.display().to_string())
+                .hint("put the tokenizer.json of the model into its folder, and run `ztrain import` on it again"));
+        }
+        let own = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
         if Some(Identity::of_bytes(&own)) != self.manifest.tokenizer {
             return Err(damaged(&path, "its bytes changed since it was written"));
         }

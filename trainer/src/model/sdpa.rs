@@ -142,8 +142,9 @@ fn attend_backward(config: &ZayaConfig, part: Part, grad: &Tensor) -> (Tensor, T
     }
     // The gradient of this sum with respect to `out` is `grad`, bit for bit.
     let surrogate = tch::with_grad(|| (out * grad).sum(Kind::Float));
-    let mut grads =
-        Tensor::run_backward(&[surrogate], &[&query, &key, &value], false, false).into_iter();
-    let mut next = || grads.next().unwrap_or_default();
-    (next(), next(), next())
+    let grads = Tensor::run_backward(&[surrogate], &[&query, &key, &value], false, false);
+    let grads: [Tensor; 3] = grads.try_into().unwrap_or_else(|grads: Vec<Tensor>| {
+        panic!("libtorch gave {} gradients for three tensors", grads.len())
+    });
+    grads.into()
 }

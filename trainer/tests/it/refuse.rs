@@ -116,6 +116,24 @@ fn divergence_keeps_the_state_and_names_the_step() {
 }
 
 #[test]
+fn a_state_that_could_not_be_kept_is_not_said_to_be() {
+    let scratch = Scratch::new();
+    let wild = [
+        ("lr = 1e-2", "lr = 1e30"),
+        ("\"muon\"", "\"adamw\""),
+        ("warmup_steps = 3", "warmup_steps = 0"),
+    ];
+    let path = scratch.edited("wild.toml", &wild);
+    // A file stands where the folder of the checkpoint would be.
+    fs::create_dir_all(scratch.path("run/checkpoints")).unwrap();
+    fs::write(scratch.path("run/checkpoints/step-1"), "").unwrap();
+    let fault = scratch.run(&path, "run", |_| ()).unwrap_err();
+    assert_eq!(fault.class(), Class::Diverged);
+    let told = fault.to_string();
+    assert!(told.contains("could not be kept") && !told.contains("is kept;"), "{fault}");
+}
+
+#[test]
 fn a_model_that_cannot_be_is_refused_with_its_key() {
     let scratch = Scratch::new();
     let cases = [
