@@ -148,6 +148,16 @@ fn a_run_takes_an_amendment_that_it_has_not_come_to() {
     train(&[]).ok();
     zdata(&["verify-run", arg(&out)]).ok();
     ztrain(&["replay", "--run", arg(&out), "--step", "4"]).ok();
+    // The run's own curriculum, for a step that the ledger has; and one of its keys, edited by hand.
+    let own = out.join("run.toml");
+    let whole = fs::read_to_string(&own).unwrap();
+    zdata(&["amend", arg(&own), "--step", "6", "--mix", "web=1"])
+        .fails(2, &["trained already", "6 steps"]);
+    fs::write(&own, whole.replacen("seed = ", "seed = 1", 1)).unwrap();
+    zdata(&["verify-run", arg(&out)]).fails(4, &["seed"]);
+    fs::write(&own, whole.replacen("weight_decay = ", "weight_decay = 1", 1)).unwrap();
+    zdata(&["verify-run", arg(&out)]).fails(4, &["weight_decay", "ledger.jsonl"]);
+    fs::write(&own, whole).unwrap();
     zdata(&["amend", arg(&run), "--step", "5", "--mix", "web=1"]).ok();
     train(&[]).fails(2, &["amendment.2", "step 5 on"]);
 }

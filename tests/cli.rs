@@ -31,17 +31,18 @@ fn ztrain_refuses_wrong_use_once_and_before_it_starts_anything() {
         ["--rank-timeout", "0", "--nproc", "2"],
         ["--rank-timeout", "1e300", "--nproc", "2"],
         ["--ring-spike", "nan", "--ring", "2"],
-        ["--lanes", "0", "--nproc", "2"],
+        ["--workers", "0", "--nproc", "2"],
         ["--device", "abacus", "--nproc", "2"],
     ] {
         let said = train(&run, &wrong).fails(2, &wrong[..2]);
         assert_eq!(said.matches("error:").count(), 1, "{said}");
     }
+    train(&run, &["--lanes", "2"]).fails(2, &["--lanes", "this flag is called --workers now"]);
     assert!(!run.exists(), "nothing was begun");
     train(&file, &[]).fails(2, &["file", "name another path"]);
     ztrain(&["--curriculum", arg(&store)]).fails(2, &["store", "name another path"]);
-    // More lanes than there is work for are no threads.
-    train(&run, &["--lanes", "1000000", "--stop-after", "2"]).ok();
+    // More workers than there is work for are no threads.
+    train(&run, &["--workers", "1000000", "--stop-after", "2"]).ok();
     let replay = |more: &[&str]| ztrain(&[&["replay", "--run", arg(&run)], more].concat());
     replay(&["--step", "0"]).fails(2, &["--step", "0"]);
     let late = replay(&["--steps", "2..99"]);

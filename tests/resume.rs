@@ -216,7 +216,7 @@ mod training {
         let steps = ("steps = 12", "steps = 2");
         let path = curriculum(&scratch, &store, "run.toml", &[epochs, (length, batch), steps]);
         let run = scratch.path("run");
-        let script = "ulimit -v 3000000; exec \"$0\" --curriculum \"$1\" --out \"$2\" --lanes 1";
+        let script = "ulimit -v 3000000; exec \"$0\" --curriculum \"$1\" --out \"$2\" --workers 1";
         let output = std::process::Command::new("sh")
             .args(["-c", script, env!("CARGO_BIN_EXE_ztrain"), arg(&path), arg(&run)])
             .env_remove("RUST_BACKTRACE")

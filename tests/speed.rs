@@ -12,7 +12,7 @@ fn the_parts_of_a_step_are_the_step() {
         let change = ("kind = \"muon\"", &*format!("kind = \"{kind}\""));
         let path = curriculum(&scratch, &store, "run.toml", &[change]);
         let command =
-            ["bench", "step", "--curriculum", arg(&path), "--lanes", "2", "--steps", "14"];
+            ["bench", "step", "--curriculum", arg(&path), "--workers", "2", "--steps", "14"];
         let told = ztrain(&[&command[..], &["--json"]].concat()).ok();
         let told: serde_json::Value = serde_json::from_str(&told).unwrap();
         let table = &told["table"];

@@ -141,15 +141,16 @@ std::vector<uint8_t> bytes(const char* text) {
 
 extern "C" {
 
-// The store at host:port, under the prefix `name`; with `serve` this process holds it. Port 0 lets the system choose.
-int shim_store_open(const char* host, int port, int serve, const char* name, int64_t timeout, void** out,
+// The store at host:port, under the prefix `name`. With a listening socket this process holds it; -1 for none.
+int shim_store_open(const char* host, int port, int listener, const char* name, int64_t timeout, void** out,
                             int* bound) {
   return shim_guard([&] {
     // What fails comes back as an error that names a rank; c10d's log would only put stack traces around it.
     if (std::getenv("TORCH_CPP_LOG_LEVEL") == nullptr) FLAGS_caffe2_log_level = c10::GLOG_FATAL;
     c10d::TCPStoreOptions options;
     options.port = static_cast<std::uint16_t>(port);
-    options.isServer = serve != 0;
+    options.isServer = listener >= 0;
+    if (listener >= 0) options.masterListenFd = listener;
     options.waitWorkers = false;
     options.timeout = milliseconds(timeout);
     auto tcp = c10::make_intrusive<c10d::TCPStore>(host, options);

@@ -93,6 +93,9 @@ pub struct KernelTable {
     pub device: String,
     /// Architecture of the device; empty on CPU.
     pub architecture: String,
+    /// Digest of what the mathematics library answers, by itself and through libtorch: it decides bits, and has no release
+    /// that one could ask for.
+    pub mathematics: String,
     /// Math threads of one leaf.
     pub threads_per_leaf: u32,
     /// The switches, as read back.
@@ -112,6 +115,7 @@ impl KernelTable {
             cpu_capability,
             device,
             architecture,
+            mathematics,
             threads_per_leaf,
             switches,
             environment,
@@ -128,6 +132,7 @@ impl KernelTable {
             format!("capability={cpu_capability}"),
             format!("device={device}"),
             format!("architecture={architecture}"),
+            format!("mathematics={mathematics}"),
             format!("threads={threads_per_leaf}"),
             format!("switches={}", pairs(&switches.collect())),
             format!("environment={}", pairs(environment)),
@@ -222,7 +227,7 @@ fn refuse_if_late() -> Result<()> {
     Ok(())
 }
 
-/// One thread between operators too: a second pool would only take cores from the lanes.
+/// One thread between operators too: a second pool would only take cores from the workers.
 fn set_interop_threads() -> Result<()> {
     // SAFETY: a plain integer in, no exception out.
     let refused = guarded("set the interop threads", unsafe { shim_set_interop_threads(1) });
@@ -286,6 +291,7 @@ fn read_table(device: tch::Device) -> Result<KernelTable> {
         cpu_capability: describe(c"cpu_capability")?,
         device: if device.is_cuda() { "cuda" } else { "cpu" }.to_owned(),
         architecture: crate::device::architecture(device)?,
+        mathematics: crate::probe::digest()?,
         threads_per_leaf: THREADS_PER_LEAF,
         switches,
         environment,

@@ -1,6 +1,6 @@
 //! Tokens per second of one leaf, forward and backward: `cargo bench -p trainer --bench leaf [-- PRESET ROWS SEQ_LEN DOCUMENT]`.
 //!
-//! One thread first, then as many lanes as there are cores, each computing leaves of its own.
+//! One thread first, then as many workers as there are cores, each computing leaves of its own.
 
 #![expect(clippy::print_stdout, reason = "results go to standard output")]
 
@@ -74,12 +74,12 @@ fn main() {
     let (params, balance) = (Frozen::new(&params), Frozen::new(&balance));
     let data = Leaf::new(&config, rows, seq_len, document);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    for lanes in [1, cores] {
+    for workers in [1, cores] {
         let (mut times, busy) = (Vec::new(), AtomicU64::new(0));
         for _ in 0..RUNS {
             let begin = Instant::now();
             std::thread::scope(|scope| {
-                for _ in 0..lanes {
+                for _ in 0..workers {
                     scope.spawn(|| {
                         let mask = vec![1; rows * seq_len];
                         let (params, balance) = (params.aliases(), balance.aliases());
@@ -94,13 +94,13 @@ fn main() {
             times.push(begin.elapsed().as_secs_f64());
         }
         times.sort_by(f64::total_cmp);
-        let per_second = |time: f64| (lanes * rows * seq_len) as f64 / time;
+        let per_second = |time: f64| (workers * rows * seq_len) as f64 / time;
         println!(
-            "{preset}: {lanes} lanes, leaves of {rows} x {seq_len}, documents of {document}: {:.0} tokens/s (best {:.0}); \
+            "{preset}: {workers} workers, leaves of {rows} x {seq_len}, documents of {document}: {:.0} tokens/s (best {:.0}); \
              {:.0} per second of one core",
             per_second(times[times.len() / 2]),
             per_second(times[0]),
-            (RUNS * lanes * rows * seq_len) as f64 * 1e9 / busy.load(Ordering::Relaxed) as f64,
+            (RUNS * workers * rows * seq_len) as f64 * 1e9 / busy.load(Ordering::Relaxed) as f64,
         );
     }
 }

@@ -58,7 +58,7 @@ def ours(programs: pathlib.Path, folder: pathlib.Path, asked: argparse.Namespace
         'mix = { words = 1 }\n[source.words]\nmax_epochs = 100\n')
     run = folder / name
     subprocess.run([programs / "ztrain", "--curriculum", folder / f"{name}.toml", "--out", run, "--quiet",
-                    "--lanes", str(CORES), "--validate-every", "0"],
+                    "--workers", str(CORES), "--validate-every", "0"],
                    check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     seconds = [event["seconds"] for event in events if event["event"] == "step"][2:]

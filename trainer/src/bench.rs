@@ -10,7 +10,6 @@ use loader::RankSlice;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use crate::lanes::Lanes;
 use crate::memory::{self, Holder, Holds};
 use crate::model::flops;
 use crate::parallel::owners::{self, Piece};
@@ -22,6 +21,7 @@ use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step;
 use crate::timing::{EXACTNESS, PARTS, Part, measured, part};
+use crate::workers::Workers;
 
 /// Rows of the square products whose rate is the limit: large enough to be at it, small enough for a cache.
 const SQUARE: i64 = 768;
@@ -30,7 +30,7 @@ const SQUARE: i64 = 768;
 #[derive(Clone, Debug, Serialize)]
 pub struct StepTable {
     /// Leaves computed at once by a rank.
-    pub lanes: usize,
+    pub workers: usize,
     /// Processes.
     pub ranks: u32,
     /// Steps measured.
@@ -39,9 +39,9 @@ pub struct StepTable {
     pub tokens: u64,
     /// Wall time of all of them, the batches left out: a run reads them beside the step before.
     pub seconds: f64,
-    /// Name and seconds on all lanes together.
+    /// Name and seconds on all workers together.
     pub parts: Vec<(String, f64)>,
-    /// Seconds in which a lane had nothing to do, or something that is in no part.
+    /// Seconds in which a worker had nothing to do, or something that is in no part.
     pub idle: f64,
     /// Seconds of the parts that only check bits.
     pub exactness: f64,
@@ -49,7 +49,7 @@ pub struct StepTable {
     pub model_flops: f64,
     /// What the products compute in.
     pub dtype: &'static str,
-    /// Operations in a second that all lanes together reach in large products of that kind.
+    /// Operations in a second that all workers together reach in large products of that kind.
     pub limit: f64,
     /// What ranks exchanged in all steps, if there are several.
     pub exchanged: Option<Exchanged>,
@@ -94,7 +94,7 @@ impl StepTable {
         let named = PARTS.iter().zip(spent);
         let inside = named.clone().filter(|((part, _), _)| *part != Part::Batch);
         let inside: f64 = inside.map(|(_, spent)| spent).sum();
-        self.idle = self.seconds * self.lanes as f64 - inside;
+        self.idle = self.seconds * self.workers as f64 - inside;
         let exact = named.clone().filter(|((part, _), _)| EXACTNESS.contains(part));
         self.exactness = exact.map(|(_, spent)| spent).sum();
         self.parts = named.map(|((_, name), spent)| ((*name).to_owned(), *spent)).collect();
@@ -123,7 +123,7 @@ impl Trainee<'_> {
         &mut self,
         spec: &RunSpec,
         number: u64,
-        lanes: Lanes,
+        workers: Workers,
     ) -> Result<(Vec<Vec<u64>>, f64, Option<Stepped>)> {
         let slice = match self {
             Trainee::Alone(_) => RankSlice::WHOLE,
@@ -138,11 +138,11 @@ impl Trainee<'_> {
         let taken = || begin.elapsed().as_secs_f64();
         match self {
             Trainee::Alone(state) => {
-                let record = step::advance(spec, state, &batch, &leaves, lanes)?;
+                let record = step::advance(spec, state, &batch, &leaves, workers)?;
                 Ok((record.router, taken(), None))
             }
             Trainee::Rank(shard, team) => {
-                let (work, ways) = ((&batch, &leaves), (*team, lanes));
+                let (work, ways) = ((&batch, &leaves), (*team, workers));
                 let stepped = parallel::step::advance(spec, shard, work, ways, || false)?;
                 Ok((stepped.record.router.clone(), taken(), Some(stepped)))
             }
@@ -162,7 +162,7 @@ impl Trainee<'_> {
 pub fn step(
     spec: &RunSpec,
     device: Device,
-    lanes: Lanes,
+    workers: Workers,
     steps: u64,
     team: Option<&Team<'_>>,
 ) -> Result<StepTable> {
@@ -175,7 +175,7 @@ pub fn step(
     let world = team.map_or(1, |team| team.group.world());
     let pieces = owners::pieces(&spec.parameters, &spec.rules, world);
     let dtype = spec.curriculum.dtype;
-    let first_limit = limit(device, lanes, dtype)?;
+    let first_limit = limit(device, workers, dtype)?;
     let (before, _) = memory::resident();
     let mut trainee = match team {
         None => Trainee::Alone(step::initial(spec, device)?),
@@ -184,9 +184,9 @@ pub fn step(
             Trainee::Rank(Shard::begin(spec, device, pieces.clone(), rank)?, team)
         }
     };
-    trainee.step(spec, 1, lanes)?;
+    trainee.step(spec, 1, workers)?;
     let mut table = StepTable {
-        lanes: lanes.count(),
+        workers: workers.count(),
         ranks: world,
         steps,
         tokens: 0,
@@ -202,7 +202,7 @@ pub fn step(
     };
     let (outcome, spent) = measured(|| {
         (2..steps + 2).try_for_each(|number| {
-            let (router, seconds, stepped) = trainee.step(spec, number, lanes)?;
+            let (router, seconds, stepped) = trainee.step(spec, number, workers)?;
             table.seconds += seconds;
             stepped.iter().for_each(|stepped| table.exchanged(stepped));
             let step = spec.plan.step(number)?;
@@ -213,9 +213,9 @@ pub fn step(
     });
     outcome?;
     let (_, most) = memory::resident();
-    table.memory = memory_of_all(spec, (lanes, team), &pieces, (before, most))?;
+    table.memory = memory_of_all(spec, (workers, team), &pieces, (before, most))?;
     // The machine may be shared: the better of two looks is nearer to what it can do.
-    table.limit = f64::from(world) * table.limit.max(limit(device, lanes, dtype)?);
+    table.limit = f64::from(world) * table.limit.max(limit(device, workers, dtype)?);
     table.split(&spent);
     Ok(table)
 }
@@ -223,7 +223,7 @@ pub fn step(
 /// What each rank holds by formula, and what it was before and at most, which each tells the others.
 fn memory_of_all(
     spec: &RunSpec,
-    (lanes, team): (Lanes, Option<&Team<'_>>),
+    (workers, team): (Workers, Option<&Team<'_>>),
     pieces: &[Piece],
     (before, most): (u64, u64),
 ) -> Result<Vec<RankMemory>> {
@@ -236,7 +236,7 @@ fn memory_of_all(
         team.map_or((Schedule::Subtree, false), |team| (team.schedule, team.flat));
     let of = |(rank, (before, most))| {
         let nodes = Nodes::new(&names, rank, flat)?;
-        let holder = Holder { rank, pieces, nodes: &nodes, schedule, lanes };
+        let holder = Holder { rank, pieces, nodes: &nodes, schedule, workers };
         // The second step is the first that is measured.
         Ok(RankMemory { rank, formula: memory::holds(spec, 2, &holder)?, before, most })
     };
@@ -256,10 +256,10 @@ fn model_flops(spec: &RunSpec, number: u64, router: &[Vec<u64>]) -> Result<f64> 
     Ok(flops::training(config, tokens, routed, pairs.sum()))
 }
 
-/// The rate of large products with every lane at work, each with one math thread: the best of several.
-fn limit(device: Device, lanes: Lanes, dtype: Dtype) -> Result<f64> {
+/// The rate of large products with every worker at work, each with one math thread: the best of several.
+fn limit(device: Device, workers: Workers, dtype: Dtype) -> Result<f64> {
     let kind = if dtype == Dtype::Bf16 { Kind::BFloat16 } else { Kind::Float };
-    let count = lanes.count() as u64;
+    let count = workers.count() as u64;
     let mut best = 0f64;
     for _ in 0..6 {
         let begin = Instant::now();
@@ -275,7 +275,7 @@ fn limit(device: Device, lanes: Lanes, dtype: Dtype) -> Result<f64> {
             let _ = out.get(0).get(0).double_value(&[]);
             Ok(begin.elapsed().as_secs_f64())
         };
-        let times = lanes.map((0..count).collect(), work)?;
+        let times = workers.map((0..count).collect(), work)?;
         let slowest = times.into_iter().fold(0.0, f64::max).min(begin.elapsed().as_secs_f64());
         best = best.max(4.0 * count as f64 * 2.0 * (SQUARE as f64).powi(3) / slowest);
     }

@@ -24,7 +24,7 @@ pub struct Answer {
 pub fn compare(a: &Path, b: &Path) -> Result<Answer> {
     let open = |root: &Path| {
         let path = RunFolder::new(root).ledger();
-        if path.exists() { Ledger::read(&path) } else { Err(no_run(root, "ledger.jsonl")) }
+        if path.exists() { Ledger::read_whole(&path) } else { Err(no_run(root, "ledger.jsonl")) }
     };
     let (left, right) = (open(a)?, open(b)?);
     let steps = [left.last_step(), right.last_step()];

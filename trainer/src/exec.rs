@@ -9,9 +9,10 @@ use loader::PrefetchOptions;
 use tch::Device;
 
 use crate::checkpoint::{Retention, RingOptions};
-use crate::lanes::Lanes;
+use crate::memory;
 use crate::parallel::Schedule;
 use crate::validate::Validation;
+use crate::workers::Workers;
 
 /// Everything that only decides speed, place and patience.
 #[derive(Clone, Debug)]
@@ -19,7 +20,7 @@ pub struct ExecOptions {
     /// Where tensors live.
     pub device: Device,
     /// Leaves computed at once.
-    pub lanes: Lanes,
+    pub workers: Workers,
     /// Reader threads and batches that wait.
     pub prefetch: PrefetchOptions,
     /// When the loss on held-out text is taken: it is told, and decides nothing.
@@ -34,6 +35,8 @@ pub struct ExecOptions {
     pub checkpoint_every: u64,
     /// Which checkpoints stay.
     pub retention: Retention,
+    /// Whether steps are computed again from the first one where no checkpoint can be used.
+    pub restart: bool,
     /// Where checkpoints lie if not in the run's folder: another folder, or `s3://bucket/key`.
     pub checkpoints: Option<PathBuf>,
     /// States that stay in memory, for the step whose loss jumps.
@@ -42,6 +45,8 @@ pub struct ExecOptions {
     pub stop_after: Option<u64>,
     /// Whether a line is printed for every step.
     pub progress: bool,
+    /// Bytes of memory that the ranks of this machine may hold together.
+    pub memory: u64,
     /// The run's folder.
     pub out: PathBuf,
     /// Set from outside to stop after the step at hand.
@@ -53,7 +58,7 @@ impl ExecOptions {
     pub fn new(out: PathBuf) -> Self {
         ExecOptions {
             device: Device::Cpu,
-            lanes: Lanes::available(),
+            workers: Workers::available(),
             prefetch: PrefetchOptions::default(),
             validation: Validation { every: 50, windows: 16 },
             schedule: Schedule::default(),
@@ -61,10 +66,12 @@ impl ExecOptions {
             transport: Transport::default(),
             checkpoint_every: 50,
             retention: Retention { newest: 3, every: 0 },
+            restart: false,
             checkpoints: None,
             ring: RingOptions { states: 0, every: 10, spike: 6.0 },
             stop_after: None,
             progress: true,
+            memory: memory::of_machine(),
             out,
             stop: Arc::default(),
         }

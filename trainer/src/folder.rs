@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use contract::{Class, Digest, Fault, Result};
 use kernels::runtime::KernelTable;
-use mixer::Curriculum;
+use mixer::{Curriculum, Difference};
 use store::far;
 
 use crate::checkpoint::Checkpoints;
@@ -46,6 +46,8 @@ pub struct OpenRun {
     pub ledger: Ledger,
     /// What an accepted edit of the curriculum changed, for the events.
     pub edits: Vec<String>,
+    /// The first step that the curriculum changes against the ledger's, if there is one.
+    pub changes_from: Option<u64>,
     /// Held until the run ends.
     _lock: File,
 }
@@ -179,14 +181,17 @@ impl RunFolder {
         if let Some(ledger) = &found {
             compare_heads(ledger.head(), &head, &self.ledger())?;
         }
-        let recorded = found.as_ref().map_or(0, Ledger::last_step);
-        let edits = self.accept(spec, recorded)?;
+        let changes_from = match &found {
+            None => None,
+            Some(ledger) => accept(ledger, spec, &self.ledger())?,
+        };
+        let edits = self.edits(spec)?;
         self.write_curriculum(spec, source)?;
         let ledger = match found {
             Some(ledger) => ledger,
             None => Ledger::create(&self.ledger(), head)?,
         };
-        Ok(OpenRun { folder: self.clone(), ledger, edits, _lock: lock })
+        Ok(OpenRun { folder: self.clone(), ledger, edits, changes_from, _lock: lock })
     }
 
     /// The operating system drops the lock with the process, however it ends.
@@ -205,26 +210,15 @@ impl RunFolder {
         }
     }
 
-    /// What the curriculum changes against the run's; refused if it reaches a step that is recorded.
-    fn accept(&self, spec: &RunSpec, recorded: u64) -> Result<Vec<String>> {
+    /// What the curriculum changes against the one that the run was started with last, for people.
+    fn edits(&self, spec: &RunSpec) -> Result<Vec<String>> {
         let path = self.curriculum();
         if !path.exists() {
             return Ok(Vec::new());
         }
         let text = fs::read_to_string(&path).map_err(|error| Fault::io("read", &path, &error))?;
-        let begun = Curriculum::parse(&text, &path.display().to_string())?;
-        let differences = begun.difference(&spec.curriculum);
-        match differences.iter().find(|difference| difference.first_step <= recorded) {
-            None => Ok(differences.iter().map(ToString::to_string).collect()),
-            Some(first) => Err(Fault::usage(format!(
-                "{} was edited after the run began, and matters from step {} on; {recorded} steps are recorded",
-                first.key, first.first_step
-            ))
-            .at(spec.curriculum.place(&first.key))
-            .found(&first.found)
-            .wanted(format!("{}, as in {}", first.wanted, path.display()))
-            .hint("take the edit back, or train it as a run of its own with --out")),
-        }
+        let last = Curriculum::parse(&text, &path.display().to_string())?;
+        Ok(last.difference(&spec.curriculum).iter().map(ToString::to_string).collect())
     }
 
     fn write_curriculum(&self, spec: &RunSpec, source: &Path) -> Result<()> {
@@ -245,6 +239,45 @@ impl RunFolder {
         }
         write_whole(&self.curriculum(), &resolved.canonical())
     }
+}
+
+/// Holds a curriculum against the one that the ledger's steps were trained by: refused where it reaches one of them, else the
+/// first step that it changes.
+fn accept(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<Option<u64>> {
+    let (recorded, differences) = (ledger.last_step(), differences(ledger, spec, path)?);
+    match differences.first() {
+        Some(first) if first.first_step <= recorded => Err(Fault::usage(format!(
+            "{} was edited after the run began, and matters from step {} on; {recorded} steps are recorded",
+            first.key, first.first_step
+        ))
+        .at(spec.curriculum.place(&first.key))
+        .found(&first.found)
+        .wanted(format!("{}, as in {}", first.wanted, path.display()))
+        .hint("take the edit back, or train it as a run of its own with --out")),
+        first => Ok(first.map(|first| first.first_step)),
+    }
+}
+
+/// Refuses to explain recorded steps by another curriculum than the one that they were trained by.
+pub(crate) fn compare_curriculum(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<()> {
+    let (recorded, differences) = (ledger.last_step(), differences(ledger, spec, path)?);
+    match differences.first().filter(|first| first.first_step <= recorded) {
+        None => Ok(()),
+        Some(first) => Err(Fault::mismatch(format!(
+            "{} is not what the run was trained by from step {} on",
+            first.key, first.first_step
+        ))
+        .at(spec.curriculum.place(&first.key))
+        .found(&first.found)
+        .wanted(format!("{}, as in {}", first.wanted, path.display()))
+        .hint("the run's curriculum was edited by hand: put back what the ledger says")),
+    }
+}
+
+/// What a curriculum changes against the ledger's, by the first step that it reaches.
+fn differences(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<Vec<Difference>> {
+    let place = format!("the curriculum in {}", path.display());
+    Ok(Curriculum::parse(ledger.curriculum(), &place)?.difference(&spec.curriculum))
 }
 
 /// Writes a file that is whole at any moment, unless it says so already.

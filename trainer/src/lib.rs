@@ -1,7 +1,7 @@
 //! Weights, moved: the ZAYA1 model, its optimizers, the ledger, checkpoints and replay.
 //!
 //! - [`spec`] is what is trained (hashed), [`exec`] how fast (no hash). [`run`] is the loop, [`folder`] what it leaves.
-//! - [`step`] is one step: [`model`] computes leaves on [`lanes`], the fixed tree adds them, [`optim`] moves the
+//! - [`step`] is one step: [`model`] computes leaves on [`workers`], the fixed tree adds them, [`optim`] moves the
 //!   [`state`].
 //! - [`parallel`] does the same on many ranks, with the same bits.
 //! - [`replay`] computes past steps again and explains them; [`compare`] finds where two runs part.
@@ -9,7 +9,7 @@
 //! - [`ledger`] holds what was computed, [`events`] where and when, [`checkpoint`] the state itself; [`metrics`] draws
 //!   curves, [`validate`] takes the loss on held-out text.
 //!
-//! Invariant: step N is a function of the run and N. Lanes, threads, prefetch, checkpoints, kills and dates are not
+//! Invariant: step N is a function of the run and N. Workers, threads, prefetch, checkpoints, kills and dates are not
 //! among its arguments.
 
 #![forbid(unsafe_code)]
@@ -21,7 +21,6 @@ pub mod events;
 pub mod exec;
 pub mod folder;
 pub mod hf;
-pub mod lanes;
 pub mod ledger;
 pub mod memory;
 pub mod metrics;
@@ -37,6 +36,7 @@ pub mod state;
 pub mod step;
 pub mod timing;
 pub mod validate;
+pub mod workers;
 
 pub use exec::ExecOptions;
 pub use run::{Outcome, train};

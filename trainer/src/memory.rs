@@ -6,17 +6,19 @@
 
 use std::ops::Range;
 
-use contract::Result;
+use contract::{Fault, Result};
 use curriculum::Dtype;
 use kernels::tree::blocks;
 use serde::Serialize;
+use tch::Device;
 
-use crate::lanes::Lanes;
+use crate::exec::ExecOptions;
 use crate::model::{Keep, ZayaConfig};
 use crate::parallel::Schedule;
 use crate::parallel::owners::{self, Piece};
 use crate::parallel::team::{self, Nodes};
 use crate::spec::RunSpec;
+use crate::workers::Workers;
 
 /// Bytes by what they are for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -27,7 +29,7 @@ pub struct Holds {
     pub moments: u64,
     /// What the leaves at work keep between their passes, and their chunk of logits.
     pub activations: u64,
-    /// Gradients of leaves: one for each lane, one that waits if there are several, one for each pending level of a block.
+    /// Gradients of leaves: one for each worker, one that waits if there are several, one for each pending level of a block.
     pub gradients: u64,
     /// Blocks, in memory that is sent or waits for the rank itself.
     pub sent: u64,
@@ -56,7 +58,7 @@ pub struct Holder<'a> {
     /// How leaves are dealt.
     pub schedule: Schedule,
     /// Leaves computed at once.
-    pub lanes: Lanes,
+    pub workers: Workers,
 }
 
 /// What `holder` holds in `step`.
@@ -75,26 +77,83 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
     let world: u32 = holder.nodes.sizes().iter().sum();
     let parts = team::parts(holder.schedule, world, leaves)?;
     let own = parts[holder.rank as usize].iter().map(|part| part.end - part.start).sum::<u64>();
-    let lanes = own.min(holder.lanes.count() as u64);
-    // A lone lane takes its leaf itself before it begins another one.
-    let waiting = u64::from(lanes > 1 && own > lanes);
+    let workers = own.min(holder.workers.count() as u64);
+    // A lone worker takes its leaf itself before it begins another one.
+    let waiting = u64::from(workers > 1 && own > workers);
     let moments = holder.pieces.iter().filter(|piece| piece.owner == holder.rank).map(|piece| {
         let sets = 1 + u64::from(piece.rule.has_second_moment());
         4 * sets * piece.length() as u64
     });
     let activations =
-        leaf(config, step.micro_batch * u64::from(step.seq_len), holder.lanes.keep(), bf16);
+        leaf(config, step.micro_batch * u64::from(step.seq_len), holder.workers.keep(), bf16);
     let pending = parts[holder.rank as usize].iter().flat_map(levels).max().unwrap_or(0);
     let (sent, received, sums) = travelling(&parts, holder, all, leaves);
     Ok(Holds {
         weights: 4 * all + 2 * rounded,
         moments: moments.sum(),
-        activations: lanes * activations,
-        gradients: 4 * all * (lanes + waiting + u64::from(pending)),
+        activations: workers * activations,
+        gradients: 4 * all * (workers + waiting + u64::from(pending)),
         sent,
         received,
         sums,
     })
+}
+
+/// Refuses a run that by the formula needs more memory than the machine has: the operating system would end it without a
+/// word. `names` are the machines of all ranks, `me` is this one; of its machine all ranks count.
+pub(crate) fn refuse(spec: &RunSpec, exec: &ExecOptions, names: &[String], me: u32) -> Result<()> {
+    if exec.device != Device::Cpu {
+        return Ok(());
+    }
+    let pieces = owners::pieces(&spec.parameters, &spec.rules, names.len() as u32);
+    let here = (0u32..).zip(names).filter(|(_, name)| **name == names[me as usize]);
+    let here: Vec<u32> = here.map(|(rank, _)| rank).collect();
+    for phase in spec.plan.phases() {
+        let (mut all, mut mine) = (0, Holds::default());
+        for rank in here.iter().copied() {
+            let nodes = Nodes::new(names, rank, exec.flat)?;
+            let (pieces, schedule, workers) = (pieces.as_slice(), exec.schedule, exec.workers);
+            let holder = Holder { rank, pieces, nodes: &nodes, schedule, workers };
+            let found = holds(spec, phase.first_step, &holder)?;
+            all += found.sum();
+            mine = if rank == me { found } else { mine };
+        }
+        if all > exec.memory {
+            return Err(too_large(&phase.name, (all, exec.memory), mine, here.len()));
+        }
+    }
+    Ok(())
+}
+
+fn too_large(phase: &str, (needed, there): (u64, u64), mine: Holds, ranks: usize) -> Fault {
+    let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64);
+    let Holds { weights, moments, activations, gradients, sent, received, sums } = mine;
+    Fault::machine("this run needs more memory than the machine has")
+        .at(format!("phase {phase:?}"))
+        .found(format!(
+            "{} for {ranks} ranks on this machine; of it for this one: weights {}, moments {}, activations {}, gradients {}, \
+             exchanged {}",
+            gib(needed),
+            gib(weights),
+            gib(moments),
+            gib(activations),
+            gib(gradients),
+            gib(sent + received + sums)
+        ))
+        .wanted(format!("at most {}", gib(there)))
+        .hint("give --recompute, fewer --workers or smaller micro-batches, or share the run among more machines with --schedule streaming")
+}
+
+/// The memory that this process may use: the machine's, or what its control group leaves it. More than there can be where the
+/// system does not say.
+pub(crate) fn of_machine() -> u64 {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let machine = read("/proc/meminfo");
+    let machine = machine.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+    let machine = machine.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    let groups = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
+    let groups = groups.iter().filter_map(|path| read(path).trim().parse::<u64>().ok());
+    groups.chain(machine.map(|kilobytes| kilobytes << 10)).min().unwrap_or(u64::MAX)
 }
 
 fn levels(part: &Range<u64>) -> Vec<u32> {

@@ -32,7 +32,7 @@ pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
     }
     let text = text(panic);
     let Some(said) = thrown(text) else {
-        return Fault::bug("a lane stopped").found(text.lines().next().unwrap_or(text));
+        return Fault::bug("a worker stopped").found(text.lines().next().unwrap_or(text));
     };
     said_by_libtorch(said)
 }

@@ -15,6 +15,7 @@ use crate::events::Events;
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder, levels};
 use crate::ledger::{Ledger, StepRecord};
+use crate::memory;
 use crate::metrics::Metrics;
 use crate::optim::balance::Balance;
 use crate::parallel::owners;
@@ -39,9 +40,10 @@ pub struct Outcome {
 /// Trains what `opened` says, from wherever the folder stands, until its last step.
 pub fn train(opened: &Opened, exec: &ExecOptions, table: &KernelTable) -> Result<Outcome> {
     let spec = Arc::new(RunSpec::new(opened)?);
+    memory::refuse(&spec, exec, &[String::new()], 0)?;
     let mut opening = Opening::new(&spec, opened, exec, table)?;
     let layout = Layout::new(&spec, exec.device);
-    let found = opening.newest(|reader| reader.state(&layout, exec.lanes))?;
+    let found = opening.newest(|reader| reader.state(&layout, exec.workers))?;
     let found = opening.told(found)?;
     let mut state = found.map_or_else(|| step::initial(&spec, exec.device), Ok)?;
     let mut run = opening.begin(state.step)?;
@@ -53,7 +55,7 @@ pub fn train(opened: &Opened, exec: &ExecOptions, table: &KernelTable) -> Result
     let mut batches = Prefetcher::start(plan, data, steps, RankSlice::WHOLE, exec.prefetch, stage)?;
     while let Some(batch) = run.metrics.wait(|| batches.next()) {
         let (batch, leaves) = batch?;
-        let computed = step::advance(&spec, &mut state, &batch, &leaves, exec.lanes);
+        let computed = step::advance(&spec, &mut state, &batch, &leaves, exec.workers);
         let record = computed.map_err(|fault| {
             run.failed(fault, state.step, |run, chain, digest| {
                 run.checkpoints.save(&layout, &Snapshot::whole(&state, &pieces), digest, chain)
@@ -121,6 +123,8 @@ pub(crate) struct Opening<'a> {
     checkpoints: Checkpoints,
     events: Events,
     progress: Progress,
+    /// Checkpoints of steps that the ledger does not have.
+    beyond: Passed,
 }
 
 /// Everything that a run in progress holds beside its state: what writes to its folder.
@@ -139,6 +143,9 @@ pub(crate) struct Run<'a> {
     saver: Saver,
 }
 
+/// Checkpoints that cannot be used: steps, and why.
+type Passed = Vec<(u64, Fault)>;
+
 impl<'a> Opening<'a> {
     /// Takes the folder.
     pub(crate) fn new(
@@ -154,14 +161,12 @@ impl<'a> Opening<'a> {
         let checkpoints = folder.take_checkpoints(exec.checkpoints.as_deref(), recorded)?;
         let progress = Progress::new(spec.plan.steps(), exec.progress);
         checkpoints.clean()?;
-        let mut opening = Opening { spec, exec, table, open, checkpoints, events, progress };
-        // The retention must not take them for the newest ones.
-        for step in opening.checkpoints.steps()?.into_iter().filter(|step| *step > recorded) {
+        let beyond = checkpoints.steps()?.into_iter().filter(|step| *step > recorded).map(|step| {
             let what = format!("the ledger beside it ends with step {recorded}");
-            let fault = Fault::data(what).at(opening.checkpoints.path(step).display().to_string());
-            opening.pass_over(step, &fault)?;
-        }
-        Ok(opening)
+            (step, Fault::data(what).at(checkpoints.path(step).display().to_string()))
+        });
+        let beyond = beyond.collect();
+        Ok(Opening { spec, exec, table, open, checkpoints, events, progress, beyond })
     }
 
     /// The newest checkpoint that `read` can read.
@@ -176,9 +181,23 @@ impl<'a> Opening<'a> {
         reading.lead(&self.checkpoints, ledger.last_step(), |step| ledger.chain_at(step))
     }
 
-    /// Says what was passed over, and takes it out of the way.
+    /// Says what was passed over, and takes it out of the way: the retention must not take it for the newest. Where nothing
+    /// else is left, everything stays as it is, and the run stops unless it was told to begin again.
     pub(crate) fn told<T>(&mut self, found: Found<T>) -> Result<Option<T>> {
-        for (step, fault) in &found.passed {
+        let mut passed = std::mem::take(&mut self.beyond);
+        passed.extend(found.passed);
+        let newest = passed.iter().max_by_key(|(step, _)| *step);
+        if let (None, Some((newest, fault)), false) = (&found.state, newest, self.exec.restart) {
+            let all: Vec<String> = passed.iter().map(|(step, _)| format!("step-{step}")).collect();
+            return Err(Fault::data(format!("none of this run's checkpoints can be used: {}", all.join(", ")))
+                .at(self.checkpoints.place().display().to_string())
+                .found(format!("step-{newest}: {}", fault.to_string().replace('\n', "\n  ")))
+                .hint(
+                    "restore ledger.jsonl and the checkpoints from a copy; or give --restart: every step is computed again \
+                     from the first, and held against the ledger",
+                ));
+        }
+        for (step, fault) in &passed {
             self.pass_over(*step, fault)?;
         }
         Ok(found.state)
@@ -193,24 +212,29 @@ impl<'a> Opening<'a> {
 
     /// Begins, or goes on after step `from`.
     pub(crate) fn begin(self, from: u64) -> Result<Run<'a>> {
-        let Opening { spec, exec, table, open, checkpoints, mut events, progress } = self;
+        let Opening { spec, exec, table, open, checkpoints, mut events, progress, beyond: _ } =
+            self;
         let metrics = Metrics::open(&open.folder.metrics(), from)?;
         let digest = last_digest(&open.ledger, from)?;
         let word = if from == 0 { "begins:" } else { "goes on:" };
-        progress.note(&format!("{word} {}", describe(spec, exec, table, from)));
+        let id = open.ledger.id();
+        progress.note(&format!("{word} {}", describe(spec, exec, table, (id, from))));
         let recorded = open.ledger.last_step();
         if from < recorded {
-            let (first, run) =
-                (from + 1, "are in the ledger: they are computed again, to the same bits");
-            progress.note(&format!("steps {first} to {recorded} {run}"));
+            let (steps, they) = match from + 1 {
+                first if first == recorded => (format!("step {first} is"), "it is"),
+                first => (format!("steps {first} to {recorded} are"), "they are"),
+            };
+            let note = format!("{steps} in the ledger: {they} computed again, to the same bits");
+            progress.note(&note);
         }
         for edit in &open.edits {
             progress.note(&format!("accepted edit of the curriculum: {edit}"));
             events.write("edit", json!({"edit": edit, "recorded": open.ledger.last_step()}))?;
         }
         let fields = json!({
-            "from_step": from, "recorded": open.ledger.last_step(), "run": Digest::of(spec),
-            "device": format!("{:?}", exec.device), "lanes": exec.lanes.count(), "pid": std::process::id(),
+            "from_step": from, "recorded": open.ledger.last_step(), "run": id,
+            "device": format!("{:?}", exec.device), "workers": exec.workers.count(), "pid": std::process::id(),
             "kernels": table.fingerprint(),
         });
         events.write("start", fields)?;
@@ -236,7 +260,9 @@ impl Run<'_> {
         if again {
             compare(&self.open.ledger, record, &self.open.folder)?;
         } else {
-            self.open.ledger.append(record)?;
+            let changed = self.open.changes_from.take_if(|first| *first <= record.step);
+            let curriculum = changed.map(|_| self.spec.canonical());
+            self.open.ledger.append(record, curriculum)?;
         }
         self.digest = Some(record.state);
         let written = self.saver.done()?;
@@ -260,8 +286,8 @@ impl Run<'_> {
         weights: &[Tensor],
         balance: &[Balance],
     ) -> Result<()> {
-        let (validation, lanes) = (self.exec.validation, self.exec.lanes);
-        let sources = validation.take(self.spec, step, weights, balance, lanes)?;
+        let (validation, workers) = (self.exec.validation, self.exec.workers);
+        let sources = validation.take(self.spec, step, weights, balance, workers)?;
         if sources.is_empty() {
             return Ok(());
         }
@@ -416,14 +442,19 @@ fn last_digest(ledger: &Ledger, step: u64) -> Result<Option<Digest>> {
     if step == 0 { Ok(None) } else { ledger.record(step).map(|record| Some(record.state)) }
 }
 
-fn describe(spec: &RunSpec, exec: &ExecOptions, table: &KernelTable, from: u64) -> String {
+fn describe(
+    spec: &RunSpec,
+    exec: &ExecOptions,
+    table: &KernelTable,
+    (id, from): (Digest, u64),
+) -> String {
     let parameters = step::parameter_count(spec.config());
     format!(
-        "run {} | after step {from} of {} | {:.1}M parameters | {} lanes on {:?} | levels {}",
-        Digest::of(spec).short(),
+        "run {} | after step {from} of {} | {:.1}M parameters | {} workers on {:?} | levels {}",
+        id.short(),
         spec.plan.steps(),
         parameters as f64 / 1e6,
-        exec.lanes.count(),
+        exec.workers.count(),
         exec.device,
         levels(table).join(", "),
     )

@@ -193,6 +193,13 @@ fn models(curriculum: &Curriculum, vocab: u32, start: Option<&Start>) -> Result<
                 .hint("name the preset under [model], and here the fields that differ"));
         }
         let model = resolve_model(&curriculum.model_at(index), vocab, start, place)?;
+        let most = model.config.max_position_embeddings;
+        if i64::from(phase.seq_len) > most {
+            return Err(Fault::usage("sequences are longer than the model has positions")
+                .at(curriculum.place(&format!("phase.{}.seq_len", phase.name)))
+                .found(phase.seq_len)
+                .wanted(format!("at most {most}, the model's max_position_embeddings")));
+        }
         if let Some(first) = models.first()
             && model::parameters(&first.config) != model::parameters(&model.config)
         {

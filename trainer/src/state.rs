@@ -4,10 +4,10 @@ use contract::{Digest, Hasher, Result};
 use kernels::checksum;
 use tch::Tensor;
 
-use crate::lanes::Lanes;
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
 use crate::timing;
+use crate::workers::Workers;
 
 /// The state after a step.
 pub struct State {
@@ -70,13 +70,13 @@ impl State {
         State { step: *step, weights, first, second, balance, windows }
     }
 
-    /// Checksums of everything, computed on the lanes.
-    pub fn sums(&self, lanes: Lanes) -> Result<StateSums> {
+    /// Checksums of everything, computed on the workers.
+    pub fn sums(&self, workers: Workers) -> Result<StateSums> {
         let items: Vec<_> = self
             .tensors()
             .map(|(part, index, tensor)| (salt(part, index), tensor.shallow_clone()))
             .collect();
-        let sums = lanes.map(items, |(salt, tensor)| {
+        let sums = workers.map(items, |(salt, tensor)| {
             let _watch = timing::part(timing::Part::StateSums);
             Ok(checksum::tensor(&tensor, salt))
         })?;

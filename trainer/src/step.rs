@@ -10,7 +10,6 @@ use kernels::{checksum, tree::Counter};
 use loader::Batch;
 use tch::Tensor;
 
-use crate::lanes::Lanes;
 use crate::ledger::{Packed, StepRecord};
 use crate::model::{self, LeafInput, LeafOutput, StagedLeaf, ZayaConfig};
 use crate::optim::balance::Balance;
@@ -20,6 +19,7 @@ use crate::refusal::{caught, values};
 use crate::spec::RunSpec;
 use crate::state::{Part, State, StateSums, salt};
 use crate::timing;
+use crate::workers::Workers;
 
 /// What the leaves of a step say before anything moves.
 pub struct Gradient {
@@ -91,10 +91,10 @@ pub fn advance(
     state: &mut State,
     batch: &Batch,
     leaves: &Leaves,
-    lanes: Lanes,
+    workers: Workers,
 ) -> Result<StepRecord> {
-    let gradient = gradient_of(spec, state, batch, leaves, lanes, Detail::Sums)?;
-    apply(spec, state, batch, &gradient, lanes)
+    let gradient = gradient_of(spec, state, batch, leaves, workers, Detail::Sums)?;
+    apply(spec, state, batch, &gradient, workers)
         .map_err(|fault| fault.or_at(|| format!("step {}", batch.step)))
 }
 
@@ -103,10 +103,10 @@ pub fn gradient(
     spec: &RunSpec,
     state: &State,
     batch: &Batch,
-    lanes: Lanes,
+    workers: Workers,
     detail: Detail,
 ) -> Result<Gradient> {
-    gradient_of(spec, state, batch, &Leaves::stage(spec, batch, &stager(state)?)?, lanes, detail)
+    gradient_of(spec, state, batch, &Leaves::stage(spec, batch, &stager(state)?)?, workers, detail)
 }
 
 /// The leaves of `batch`, on their way to `device`.
@@ -124,7 +124,7 @@ fn gradient_of(
     state: &State,
     batch: &Batch,
     leaves: &Leaves,
-    lanes: Lanes,
+    workers: Workers,
     detail: Detail,
 ) -> Result<Gradient> {
     let (mut sum, mut losses) = (Counter::new(), Counter::new());
@@ -139,7 +139,7 @@ fn gradient_of(
     };
     let divisor = batch.label_count.max(1);
     let frozen = (state.weights.as_slice(), state.balance.as_slice());
-    each_leaf(spec, frozen, batch, leaves, lanes, (divisor, detail), |_| (), take)?;
+    each_leaf(spec, frozen, batch, leaves, workers, (divisor, detail), |_| (), take)?;
     let (tensors, loss) = (sum.finish().unwrap_or_default(), losses.finish().unwrap_or(0.0));
     Ok(Gradient { divisor, loss, tensors, leaves: kept, router })
 }
@@ -155,12 +155,12 @@ pub(crate) fn each_leaf(
     (weights, balance): (&[Tensor], &[Balance]),
     batch: &Batch,
     leaves: &Leaves,
-    lanes: Lanes,
+    workers: Workers,
     (divisor, detail): (u64, Detail),
     begun: impl Fn(u64) + Sync,
     mut take: impl FnMut(LeafSums, LeafOutput) -> Result<()> + Send,
 ) -> Result<()> {
-    let (weights, biases) = (products(spec, weights, lanes)?, bias_tensors(weights, balance));
+    let (weights, biases) = (products(spec, weights, workers)?, bias_tensors(weights, balance));
     let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
     let config = &spec.model_at(batch.step)?.config;
     let work = |leaf: u64| {
@@ -168,13 +168,13 @@ pub(crate) fn each_leaf(
         let (weights, biases) = (weights.aliases(), biases.aliases());
         let compute = || {
             let staged = leaves.take(leaf)?;
-            let how = (divisor, lanes.keep());
+            let how = (divisor, workers.keep());
             let output = model::staged_leaf(config, &weights, &biases, staged, how)?;
             Ok((sums(&output, &input(batch, leaf), detail)?, output))
         };
         caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
     };
-    lanes.fold(batch.rows / batch.micro_batch, work, |_, (sums, output)| take(sums, output))
+    workers.fold(batch.rows / batch.micro_batch, work, |_, (sums, output)| take(sums, output))
 }
 
 /// Computes one leaf by itself, with the loss of each token.
@@ -183,17 +183,17 @@ pub fn leaf(
     state: &State,
     batch: &Batch,
     leaf: u64,
-    lanes: Lanes,
+    workers: Workers,
 ) -> Result<LeafSums> {
     let biases = bias_tensors(&state.weights, &state.balance);
-    let weights = products(spec, &state.weights, lanes)?;
+    let weights = products(spec, &state.weights, workers)?;
     let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
     let config = &spec.model_at(batch.step)?.config;
     let input = input(batch, leaf);
     let staged = input.stage(config, &stager(state)?)?;
-    let how = (batch.label_count.max(1), lanes.keep());
-    // On a lane of its own, as in the run.
-    let mut found = lanes.map(vec![staged], |staged| {
+    let how = (batch.label_count.max(1), workers.keep());
+    // On a worker of its own, as in the run.
+    let mut found = workers.map(vec![staged], |staged| {
         let (weights, biases) = (weights.aliases(), biases.aliases());
         let compute = || {
             let output = model::staged_leaf(config, &weights, &biases, staged, how)?;
@@ -210,9 +210,9 @@ pub fn apply(
     state: &mut State,
     batch: &Batch,
     gradient: &Gradient,
-    lanes: Lanes,
+    workers: Workers,
 ) -> Result<StepRecord> {
-    apply_at(spec, state, batch, gradient, lanes, None)
+    apply_at(spec, state, batch, gradient, workers, None)
 }
 
 /// The same, with a learning rate in place of the schedule's: for questions of what would have been.
@@ -221,22 +221,22 @@ pub(crate) fn apply_at(
     state: &mut State,
     batch: &Batch,
     gradient: &Gradient,
-    lanes: Lanes,
+    workers: Workers,
     lr: Option<f64>,
 ) -> Result<StepRecord> {
     let lr = lr.unwrap_or_else(|| spec.settings.schedule.rate(state.step + 1));
     let step = state.step + 1;
     check_losses(step, &gradient.leaves)?;
-    let parts = parts(&gradient.tensors, lanes)?;
+    let parts = parts(&gradient.tensors, workers)?;
     let norm = norm::norm(&parts.iter().map(|(_, square)| *square).collect::<Vec<_>>());
     check_norm(step, norm)?;
     let (decision, at) = decide(spec, &mut state.windows, gradient, (step, lr, norm));
     if decision.moves() {
-        optim::update(&spec.settings, &spec.rules, state, &gradient.tensors, at, lanes)?;
+        optim::update(&spec.settings, &spec.rules, state, &gradient.tensors, at, workers)?;
         update_balance(spec, (step, at.step), &mut state.balance, &gradient.router)?;
     }
     state.step = step;
-    let sums = state.sums(lanes)?;
+    let sums = state.sums(workers)?;
     let checksums = parts.into_iter().map(|(checksum, _)| checksum).collect();
     record(spec, (step, batch.digest()), gradient, (lr, norm, decision, checksums), sums)
 }
@@ -309,6 +309,7 @@ pub(crate) fn record(
         lr: Packed::floats([lr]),
         weights: Packed(sums.weights),
         state: sums.digest,
+        curriculum: None,
         rows: leaves.iter().flat_map(|leaf| leaf.rows.iter().copied()).collect(),
     })
 }
@@ -355,11 +356,15 @@ fn sums(output: &LeafOutput, input: &LeafInput<'_>, detail: Detail) -> Result<Le
 }
 
 /// The weights as the products of a step see them: rounded once, for all of its leaves.
-pub(crate) fn products(spec: &RunSpec, weights: &[Tensor], lanes: Lanes) -> Result<Vec<Tensor>> {
+pub(crate) fn products(
+    spec: &RunSpec,
+    weights: &[Tensor],
+    workers: Workers,
+) -> Result<Vec<Tensor>> {
     let dtype = spec.curriculum.dtype;
     let items: Vec<_> =
         spec.parameters.iter().zip(weights.iter().map(Tensor::shallow_clone)).collect();
-    lanes.map(items, |(parameter, weight)| {
+    workers.map(items, |(parameter, weight)| {
         let _watch = timing::part(timing::Part::Round);
         Ok(model::rounded(parameter, &weight, dtype))
     })
@@ -372,9 +377,9 @@ pub(crate) fn bias_tensors(weights: &[Tensor], balance: &[Balance]) -> Vec<Tenso
 }
 
 /// Checksum and sum of squares of each tensor.
-fn parts(tensors: &[Tensor], lanes: Lanes) -> Result<Vec<(u64, f64)>> {
+fn parts(tensors: &[Tensor], workers: Workers) -> Result<Vec<(u64, f64)>> {
     let items: Vec<_> = tensors.iter().map(Tensor::shallow_clone).enumerate().collect();
-    lanes.map(items, |(index, tensor)| {
+    workers.map(items, |(index, tensor)| {
         let _watch = timing::part(timing::Part::Norm);
         Ok((checksum::tensor(&tensor, salt(Part::Gradient, index)), norm::squares(&tensor)))
     })

@@ -1,4 +1,4 @@
-//! Where the time of a step goes: parts, each with the time that its own code took on all lanes together.
+//! Where the time of a step goes: parts, each with the time that its own code took on all workers together.
 //!
 //! Off unless [`measured`] runs: then a part costs two looks at the clock. A part inside a part is not counted twice.
 

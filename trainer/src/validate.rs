@@ -9,12 +9,12 @@ use loader::validation;
 use serde_json::{Value, json};
 use tch::Tensor;
 
-use crate::lanes::Lanes;
 use crate::model;
 use crate::optim::balance::Balance;
 use crate::refusal::caught;
 use crate::spec::RunSpec;
 use crate::step;
+use crate::workers::Workers;
 
 /// When, and over how much.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +71,7 @@ impl Validation {
         step: u64,
         weights: &[Tensor],
         balance: &[Balance],
-        lanes: Lanes,
+        workers: Workers,
     ) -> Result<Vec<SourceLoss>> {
         let at = spec.plan.step(step.max(1))?;
         let mut pieces = Vec::new();
@@ -83,10 +83,10 @@ impl Validation {
             }
         }
         let biases = step::bias_tensors(weights, balance);
-        let weights = step::products(spec, weights, lanes)?;
+        let weights = step::products(spec, weights, workers)?;
         let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
         let config = &spec.model_at(at.step)?.config;
-        let losses = lanes.map(pieces, |(source, first, rows): (String, u64, u64)| {
+        let losses = workers.map(pieces, |(source, first, rows): (String, u64, u64)| {
             let batch = validation::batch(&spec.data, &source, at.seq_len, first, rows)?;
             let place = || format!("validation of {source} after step {step}, window {first}");
             let (weights, biases) = (weights.aliases(), biases.aliases());

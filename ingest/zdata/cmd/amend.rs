@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::fs;
-use std::io::Write as _;
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Ratio, Result};
@@ -100,6 +100,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     // The file itself is replaced, not a link to it.
     let path = args.curriculum.canonicalize();
     let path = path.map_err(|error| Fault::io("read", &args.curriculum, &error))?;
+    refuse_recorded(&path, args.step)?;
     let before = Opened::open(&args.curriculum)?;
     let found = match args.ban.is_empty() {
         true => Vec::new(),
@@ -127,6 +128,50 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     }
     let file = args.curriculum.display().to_string();
     output::emit(&if args.json { output::json(&proof)? } else { proof.text(&file) })
+}
+
+/// Refuses to amend a run's own curriculum for a step that the ledger beside it has.
+fn refuse_recorded(path: &Path, step: u64) -> Result<()> {
+    let ledger = path.with_file_name("ledger.jsonl");
+    if path.file_name().is_none_or(|name| name != "run.toml") || !ledger.is_file() {
+        return Ok(());
+    }
+    let recorded = last_step(&ledger).map_err(|error| Fault::io("read", &ledger, &error))?;
+    if step > recorded {
+        return Ok(());
+    }
+    Err(Fault::usage(format!("step {step} is trained already"))
+        .at("--step")
+        .found(format!("{recorded} steps in {}", ledger.display()))
+        .wanted(format!("a step from {} on", recorded + 1))
+        .hint("for another past, train a run of its own with `ztrain --out`"))
+}
+
+/// The step of the last whole line of a ledger, found from its end; 0 where there is none.
+fn last_step(ledger: &Path) -> std::io::Result<u64> {
+    #[derive(serde::Deserialize)]
+    struct Line {
+        #[serde(default)]
+        step: u64,
+    }
+    let mut file = fs::File::open(ledger)?;
+    let (end, mut back) = (file.metadata()?.len(), 1 << 16);
+    loop {
+        let first = end.saturating_sub(back);
+        let mut bytes = Vec::new();
+        file.seek(SeekFrom::Start(first))?;
+        (&file).take(end - first).read_to_end(&mut bytes)?;
+        // What follows the last end of a line is torn, what precedes the first may be.
+        let whole = bytes.iter().rposition(|byte| *byte == b'\n').unwrap_or(0);
+        let begins = bytes[..whole].iter().rposition(|byte| *byte == b'\n').map(|at| at + 1);
+        match begins.or((first == 0).then_some(0)) {
+            Some(begins) => {
+                let line = serde_json::from_slice::<Line>(&bytes[begins..whole]);
+                return Ok(line.map_or(0, |line| line.step));
+            }
+            None => back *= 4,
+        }
+    }
 }
 
 /// `web=7,math=3/10`.

@@ -1,4 +1,5 @@
-//! `zdata verify-run`: recomputes every data digest of a run from its curriculum and stores. Needs no GPU, no libtorch.
+//! `zdata verify-run`: recomputes every data digest of a run from its curriculum and stores, and checks every line of its
+//! ledger. Needs no GPU, no libtorch.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -40,6 +41,13 @@ struct Head {
 struct Step {
     step: u64,
     data: Digest,
+    divisor: u64,
+    loss: f64,
+    leaf_labels: Vec<u64>,
+    leaf_losses: String,
+    /// The curriculum in force from this step on, where it is another than before.
+    #[serde(default)]
+    curriculum: Option<String>,
 }
 
 /// A ledger whose chain holds.
@@ -48,6 +56,8 @@ struct Ledger {
     head: Head,
     /// The data digest of step 1, 2, ...
     data: Vec<Digest>,
+    /// The curricula that came into force later, with their first steps.
+    edits: Vec<(u64, String)>,
     chain: Digest,
     torn: bool,
 }
@@ -67,6 +77,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
         compare(&ledger, &opened, args.workers)?;
     }
     same_content(&ledger, &opened)?;
+    same_curriculum(&ledger, &opened)?;
     let Ledger { chain, torn, .. } = &ledger;
     output::emit(&if args.json {
         output::json(
@@ -123,6 +134,38 @@ fn cause(ledger: &Ledger, opened: &Opened, step: u64) -> String {
     }
 }
 
+/// Holds every curriculum that was in force against the steps that were trained before it, and the run's own against the last.
+fn same_curriculum(ledger: &Ledger, opened: &Opened) -> Result<()> {
+    let parse = |text: &str, step: u64| {
+        let place = ledger.place(step);
+        Curriculum::parse(text, &place).map_err(|fault| fault.or_at(|| place.clone()))
+    };
+    let reaches = |one: &Curriculum, other: &Curriculum, recorded: u64| {
+        let edits = one.difference(other);
+        edits.into_iter().find(|edit| edit.first_step <= recorded)
+    };
+    let mut in_force = parse(&ledger.head.curriculum, 0)?;
+    for (step, text) in &ledger.edits {
+        let next = parse(text, *step)?;
+        if let Some(edit) = reaches(&in_force, &next, step - 1) {
+            let what = format!("the ledger changes a step that was trained before: {edit}");
+            return Err(Fault::mismatch(what).at(ledger.place(*step)));
+        }
+        in_force = next;
+    }
+    match reaches(&in_force, &opened.curriculum, ledger.data.len() as u64) {
+        None => Ok(()),
+        Some(edit) => Err(Fault::mismatch(format!(
+            "{} is not what the run was trained by from step {} on",
+            edit.key, edit.first_step
+        ))
+        .at(opened.curriculum.place(&edit.key))
+        .found(edit.found)
+        .wanted(format!("{}, as in {}", edit.wanted, ledger.path.display()))
+        .hint("the run's curriculum was edited by hand: put back what the ledger says")),
+    }
+}
+
 /// Holds the stores and the tokenizer against those that the run began with.
 fn same_content(ledger: &Ledger, opened: &Opened) -> Result<()> {
     // Those that an amendment added are known by the digests that stand beside their names, and were held against them.
@@ -162,6 +205,7 @@ impl Ledger {
         let mut lines = BufReader::new(file);
         let (mut head, mut data, mut chain) = (None, Vec::new(), Digest::default());
         let (mut line, mut torn, mut number) = (Vec::new(), false, 0u64);
+        let mut edits = Vec::new();
         loop {
             line.clear();
             let read = lines.read_until(b'\n', &mut line);
@@ -182,13 +226,15 @@ impl Ledger {
                 if step.step != number {
                     return Err(changed(&format!("it should be step {number}")));
                 }
+                step.check().map_err(|what| changed(&what))?;
                 data.push(step.data);
+                edits.extend(step.curriculum.map(|text| (number, text)));
             }
             number += 1;
         }
         let path = path.to_owned();
         match head {
-            Some(head) => Ok(Ledger { path, head, data, chain, torn }),
+            Some(head) => Ok(Ledger { path, head, data, edits, chain, torn }),
             None => Err(Fault::data("the ledger has no head")
                 .at(path.display().to_string())
                 .hint("the run had not begun: there is nothing to verify")),
@@ -198,6 +244,40 @@ impl Ledger {
     /// The line of a step.
     fn place(&self, step: u64) -> String {
         format!("{}:{}", self.path.display(), step + 1)
+    }
+}
+
+impl Step {
+    /// Says what does not follow from the sums of the micro-batches: the label count, or the loss.
+    fn check(&self) -> std::result::Result<(), String> {
+        let labels = self.leaf_labels.iter().sum::<u64>().max(1);
+        if labels != self.divisor {
+            return Err(format!("its divisor is {}, its labels add up to {labels}", self.divisor));
+        }
+        let words = self.leaf_losses.as_bytes().chunks(16);
+        let bits = words.map(|word| u64::from_str_radix(std::str::from_utf8(word).ok()?, 16).ok());
+        let losses: Option<Vec<f64>> = bits.map(|bits| bits.map(f64::from_bits)).collect();
+        let losses = losses.ok_or("its losses are not words of sixteen hexadecimal digits")?;
+        let mean = tree_sum(&losses) / self.divisor as f64;
+        // As text and back: decimal digits are read to the same number each time, but not always to the one written.
+        let text = serde_json::to_string(&mean).unwrap_or_default();
+        let wanted: Option<f64> = serde_json::from_str(&text).ok();
+        match wanted.is_some_and(|wanted| wanted.to_bits() == self.loss.to_bits()) {
+            true => Ok(()),
+            false => Err(format!("its loss is {}, those of its leaves make {text}", self.loss)),
+        }
+    }
+}
+
+/// The sum over the fixed tree: the largest power of two below the number of values goes to the left.
+fn tree_sum(values: &[f64]) -> f64 {
+    match values {
+        [] => 0.0,
+        [value] => *value,
+        _ => {
+            let left = values.len().next_power_of_two() / 2;
+            tree_sum(&values[..left]) + tree_sum(&values[left..])
+        }
     }
 }
 
@@ -235,7 +315,14 @@ mod tests {
             "{{\"kind\":\"head\",\"curriculum\":\"\",\"stores\":[],\"tokenizer\":\"{zeros}\"}}"
         );
         let step = |step: u64| {
-            format!("{{\"kind\":\"step\",\"step\":{step},\"data\":\"{}\"}}", Digest(step.into()))
+            format!(
+                "{{\"kind\":\"step\",\"step\":{step},\"data\":\"{}\",\"divisor\":4,\"loss\":{},\
+                 \"leaf_labels\":[1,3],\"leaf_losses\":\"{:016x}{:016x}\"}}",
+                Digest(step.into()),
+                (step as f64 + 3.0) / 4.0,
+                (step as f64).to_bits(),
+                3f64.to_bits()
+            )
         };
         let mut before = "0".repeat(32);
         let mut text = String::new();
@@ -268,6 +355,25 @@ mod tests {
             let wanted: Vec<Digest> = (1..whole).map(|step| Digest(step as u128)).collect();
             assert_eq!((read.data, read.torn), (wanted, !ends.contains(&cut)), "cut at {cut}");
         }
+    }
+
+    #[test]
+    fn a_loss_follows_from_those_of_the_leaves() {
+        let line = |divisor: u64, loss: f64| Step {
+            step: 1,
+            data: Digest(1),
+            divisor,
+            loss,
+            leaf_labels: vec![2, 5],
+            leaf_losses: format!("{:016x}{:016x}", 1.25f64.to_bits(), 4.5f64.to_bits()),
+            curriculum: None,
+        };
+        assert_eq!(line(7, 5.75 / 7.0).check(), Ok(()));
+        assert!(line(7, 5.75 / 7.0 + 1e-9).check().unwrap_err().contains("its loss is"));
+        assert!(line(8, 5.75 / 8.0).check().unwrap_err().contains("add up to 7"));
+        // The tree of five: ((a + b) + (c + d)) + e.
+        let values = [1e16, 1.0, -1e16, 1.0, 1.0];
+        assert_eq!(tree_sum(&values), ((1e16 + 1.0) + (-1e16 + 1.0)) + 1.0);
     }
 
     #[test]

@@ -8,7 +8,7 @@ unsafe extern "C" {
     pub(super) fn shim_store_open(
         host: *const c_char,
         port: c_int,
-        serve: c_int,
+        listener: c_int,
         name: *const c_char,
         timeout: i64,
         out: *mut *mut c_void,

@@ -98,9 +98,9 @@ impl Deref for Group {
 }
 
 impl Group {
-    /// Meets the other ranks. A rank that does not come within `timeout` is named.
-    pub fn open(place: &Place, timeout: Duration) -> Result<Group> {
-        Ok(Group { bulk: OnceLock::new(), peers: Arc::new(Peers::open(place, timeout)?) })
+    /// Meets the other ranks. A rank that does not come within `timeout` is named; `tell` hears meanwhile who is awaited.
+    pub fn open(place: &Place, timeout: Duration, tell: &dyn Fn(&str)) -> Result<Group> {
+        Ok(Group { bulk: OnceLock::new(), peers: Arc::new(Peers::open(place, timeout, tell)?) })
     }
 
     /// From here on another rank is missed after `timeout`. For the time before tensors travel.

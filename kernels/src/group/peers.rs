@@ -21,6 +21,9 @@ const FRAME: usize = 1024;
 /// What a rank that is here writes before the name of its machine.
 const HERE: &str = "on ";
 
+/// Between two words on who is awaited.
+const PATIENCE: Duration = Duration::from_secs(5);
+
 /// How long a rank that ends may take to leave word.
 const WORD: Duration = Duration::from_millis(600);
 
@@ -59,34 +62,43 @@ impl Drop for Peers {
 
 impl Peers {
     /// Meets the other ranks. A rank that does not come within `timeout` is named.
-    pub(super) fn open(place: &Place, timeout: Duration) -> Result<Peers> {
+    pub(super) fn open(place: &Place, timeout: Duration, tell: &dyn Fn(&str)) -> Result<Peers> {
         let Place { rank, world, host, port, rank_0_serves, name, interface, node } = place;
         let serves = *rank_0_serves && *rank == 0;
         let store = Store::open(host, *port, serves, name, timeout).map_err(|error| {
-            let whose = if *rank_0_serves { "rank 0 holds it" } else { "the launcher holds it" };
-            Error::Foreign {
-                call: "reach the store",
-                reason: format!("{host}:{port} ({whose}): {error}"),
+            let holder = if *rank_0_serves { "rank 0 holds" } else { "the launcher holds" };
+            Error::Missing {
+                what: format!(
+                    "rank {rank} did not reach the store at {host}:{port}, which {holder}: {error}; check that it runs there, \
+                     MASTER_ADDR, MASTER_PORT, and the firewall"
+                ),
             }
         })?;
-        store.set(&format!("here/{rank}"), &format!("{HERE}{node}"))?;
-        let nodes = meet(&store, *world, timeout)?;
+        announce(&store, *rank, node)?;
+        let nodes = meet(&store, place, timeout, tell)?;
         // On one machine its own name may lead nowhere; the loopback always works.
-        let loopback = ["localhost", "127.0.0.1", "::1"].contains(&host.as_str());
+        let loopback = is_loopback(host);
         let device_host = text(if loopback { "127.0.0.1" } else { "" })?;
-        let interface = text(interface)?;
+        let named = text(interface)?;
         let mut handle = ptr::null_mut();
         // SAFETY: the store is open; texts and out-pointer outlive the call.
-        guarded("connect the ranks", unsafe {
+        let connected = guarded("connect the ranks", unsafe {
             shim_group_open(
                 store.handle.raw(),
                 *rank as c_int,
                 *world as c_int,
-                interface.as_ptr(),
+                named.as_ptr(),
                 device_host.as_ptr(),
                 milliseconds(timeout),
                 &raw mut handle,
             )
+        });
+        connected.map_err(|error| Error::Missing {
+            what: format!(
+                "all {world} ranks came to {host}:{port}, but rank {rank} cannot connect with each of them: {error}; check \
+                 GLOO_SOCKET_IFNAME ({}) and the firewall",
+                if interface.is_empty() { "not set" } else { interface.as_str() }
+            ),
         })?;
         let (place, now) = (place.clone(), Mutex::new((0, "the start".to_owned())));
         let (store, spoke_first) = (Arc::new(store), AtomicBool::new(false));
@@ -390,26 +402,76 @@ pub(super) fn late(error: &Error) -> bool {
     matches!(error, Error::Late { .. })
 }
 
+/// Says that this rank is here. Two processes that both take themselves for it are told so, and all others with them.
+fn announce(store: &Store, rank: u32, node: &str) -> Result<()> {
+    let key = format!("here/{rank}");
+    let machine = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    // Ranks may be threads of one process, as in tests.
+    let (machine, thread) = (machine.trim(), std::thread::current().id());
+    let process = format!("process {} on {machine}", std::process::id());
+    let mine = format!("{HERE}{node}\n{process}\n{thread:?}");
+    let first = store.first(&key, &mine)?;
+    if first == mine {
+        return Ok(());
+    }
+    let other = first.lines().nth(1).unwrap_or("another process");
+    let what = format!(
+        "two processes are rank {rank}: {other} and {process}; check RANK, or how the launcher numbers its processes"
+    );
+    store.first(FAULT, &what)?;
+    Err(Error::Missing { what })
+}
+
 /// Waits until every rank has written that it is here; the machines that they are on.
-fn meet(store: &Store, world: u32, timeout: Duration) -> Result<Vec<String>> {
-    let start = Instant::now();
-    let mut found = vec![None; world as usize];
+fn meet(
+    store: &Store,
+    place: &Place,
+    timeout: Duration,
+    tell: &dyn Fn(&str),
+) -> Result<Vec<String>> {
+    let Place { world, host, port, .. } = place;
+    let (start, mut told) = (Instant::now(), Duration::ZERO);
+    let mut found = vec![None; *world as usize];
     loop {
         for (rank, node) in found.iter_mut().enumerate().filter(|(_, node)| node.is_none()) {
             let said = store.find(&format!("here/{rank}"))?;
-            *node = said.map(|said| said.trim_start_matches(HERE).to_owned());
+            let named = |said: &str| {
+                said.lines().next().map(|line| line.trim_start_matches(HERE).to_owned())
+            };
+            *node = said.as_deref().and_then(named);
         }
         let absent = |(rank, node): (usize, &Option<String>)| node.is_none().then_some(rank);
         let absent: Vec<_> = found.iter().enumerate().filter_map(absent).collect();
         if absent.is_empty() {
             return Ok(found.into_iter().flatten().collect());
         }
+        if let Some(what) = store.find(FAULT)? {
+            return Err(Error::Reported { what });
+        }
+        let who = || {
+            let names =
+                |ranks: &[usize]| ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+            let here: Vec<_> = (0..found.len()).filter(|rank| !absent.contains(rank)).collect();
+            format!("here are {}, missing are {}", names(&here), names(&absent))
+        };
         if start.elapsed() > timeout {
-            let names = absent.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
             return Err(Error::Missing {
-                what: format!("of {world} ranks these did not come within {timeout:?}: {names}"),
+                what: format!(
+                    "of {world} ranks some did not come to {host}:{port} within {timeout:?}: {}; check that they were started, \
+                     with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
+                    who()
+                ),
             });
+        }
+        if start.elapsed() > told + PATIENCE {
+            told = start.elapsed();
+            tell(&format!("waiting at {host}:{port} for {world} ranks: {}", who()));
         }
         std::thread::sleep(LOOK);
     }
+}
+
+/// Whether a host is this machine for whoever names it.
+pub(super) fn is_loopback(host: &str) -> bool {
+    ["localhost", "127.0.0.1", "::1"].contains(&host)
 }

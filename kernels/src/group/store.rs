@@ -1,6 +1,9 @@
 //! The store in which ranks meet and leave word.
 
 use std::ffi::{c_int, c_void};
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr, TcpListener, ToSocketAddrs as _};
+use std::os::fd::IntoRawFd;
 use std::ptr;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,6 +12,7 @@ use std::time::Duration;
 use super::ffi::{
     shim_lived, shim_store_find, shim_store_first, shim_store_free, shim_store_open, shim_store_set,
 };
+use super::peers::is_loopback;
 use super::{milliseconds, text};
 use crate::runtime::{guarded, number, said};
 use crate::{Error, Result};
@@ -80,14 +84,23 @@ impl Store {
         name: &str,
         timeout: Duration,
     ) -> Result<Store> {
+        // A name that leads nowhere is found out here: the library would ask for it again and again.
+        let address = resolved(host, port, timeout)?;
+        let listener = serve.then(|| listener(host, port, address)).transpose()?;
+        let port = match &listener {
+            Some(listener) => listener.local_addr().map_err(cannot)?.port(),
+            None => port,
+        };
+        // The library closes it.
+        let listener = listener.map_or(-1, IntoRawFd::into_raw_fd);
         let (host, name) = (text(host)?, text(name)?);
         let (mut handle, mut bound) = (ptr::null_mut(), 0);
-        // SAFETY: both texts and both out-pointers outlive the call.
+        // SAFETY: both texts and both out-pointers outlive the call; the socket is handed over.
         guarded("open the store", unsafe {
             shim_store_open(
                 host.as_ptr(),
                 c_int::from(port),
-                c_int::from(serve),
+                listener,
                 name.as_ptr(),
                 milliseconds(timeout),
                 &raw mut handle,
@@ -180,6 +193,40 @@ impl Store {
     }
 }
 
+/// The first address of a host, found within `timeout`.
+fn resolved(host: &str, port: u16, timeout: Duration) -> Result<IpAddr> {
+    let (answer, answered) = channel();
+    let asked = host.to_owned();
+    // A name server that is silent is asked for longer than anybody waits.
+    std::thread::spawn(move || answer.send((asked.as_str(), port).to_socket_addrs()));
+    let failed = |reason: String| Error::Foreign {
+        call: "find the host",
+        reason: format!("{host:?} has no address: {reason}"),
+    };
+    let found =
+        answered.recv_timeout(timeout).map_err(|_| failed("no name server answers".to_owned()))?;
+    let mut found = found.map_err(|error| failed(error.to_string()))?;
+    found.next().map(|address| address.ip()).ok_or_else(|| failed("the name is empty".to_owned()))
+}
+
+/// Listens for the other ranks where they look for this one, and nowhere else: on the loopback if that is where they meet, on
+/// the address of `host` otherwise. Where a machine calls itself by its loopback (as `/etc/hosts` often says) or is known to
+/// the others by another address than its own, everywhere.
+fn listener(host: &str, port: u16, address: IpAddr) -> Result<TcpListener> {
+    let everywhere = || TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).map_err(cannot);
+    if address.is_loopback() && !is_loopback(host) {
+        return everywhere();
+    }
+    match TcpListener::bind((address, port)) {
+        Err(error) if error.kind() == ErrorKind::AddrNotAvailable => everywhere(),
+        bound => bound.map_err(cannot),
+    }
+}
+
+fn cannot(error: std::io::Error) -> Error {
+    Error::Foreign { call: "listen for the other ranks", reason: error.to_string() }
+}
+
 /// The answer, if it comes before this process has lived so long.
 fn answer_within<T>(timeout: Duration, answered: &Receiver<T>) -> Option<T> {
     let start = lived();
@@ -234,6 +281,34 @@ mod tests {
     fn signal(name: &str, child: &Child) {
         let sent = Command::new("kill").args([name, &child.id().to_string()]).status().unwrap();
         assert!(sent.success());
+    }
+
+    /// Local addresses, in the kernel's words, on which somebody listens at `port`.
+    fn listening(port: u16) -> Vec<String> {
+        let tables = ["/proc/net/tcp", "/proc/net/tcp6"]
+            .map(|path| std::fs::read_to_string(path).unwrap_or_default());
+        let lines = tables.iter().flat_map(|table| table.lines().skip(1));
+        let ends = format!(":{port:04X}");
+        let words = lines.map(|line| line.split_whitespace().collect::<Vec<_>>());
+        let here = words.filter(|words| words[1].ends_with(&ends) && words[3] == "0A");
+        here.map(|words| words[1].to_owned()).collect()
+    }
+
+    #[test]
+    fn a_store_on_the_loopback_listens_there_alone() {
+        let store = Store::serve("127.0.0.1", 0, "a/", PATIENCE).unwrap();
+        assert_eq!(listening(store.port()), [format!("0100007F:{:04X}", store.port())]);
+        let other = Store::connect("127.0.0.1", store.port(), "a/", PATIENCE).unwrap();
+        other.set("key", "value").unwrap();
+        assert_eq!(store.find("key").unwrap().as_deref(), Some("value"));
+    }
+
+    #[test]
+    fn a_host_that_has_no_address_is_named_at_once() {
+        let start = std::time::Instant::now();
+        let error = Store::connect("no-such-host.invalid", 1, "a/", 60 * PATIENCE).unwrap_err();
+        assert!(error.to_string().contains("\"no-such-host.invalid\" has no address"), "{error}");
+        assert!(start.elapsed() < 60 * PATIENCE);
     }
 
     #[test]

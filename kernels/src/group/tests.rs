@@ -22,7 +22,9 @@ fn ranks<T: Send>(world: u32, timeout: Duration, work: impl Fn(Group) -> T + Syn
     let (port, work) = (store.port(), &work);
     thread::scope(|scope| {
         let run = |rank| {
-            scope.spawn(move || work(Group::open(&place(rank, world, port), timeout).unwrap()))
+            scope.spawn(move || {
+                work(Group::open(&place(rank, world, port), timeout, &|_| ()).unwrap())
+            })
         };
         let handles: Vec<_> = (0..world).map(run).collect();
         handles.into_iter().map(|handle| handle.join().unwrap()).collect()
@@ -149,10 +151,25 @@ fn a_rank_that_leaves_is_missed_at_once() {
 fn a_rank_that_never_starts_is_named() {
     let store = Store::serve("127.0.0.1", 0, "test/", SECONDS).unwrap();
     let timeout = Duration::from_millis(300);
-    let error = Group::open(&place(1, 3, store.port()), timeout).unwrap_err().to_string();
-    assert!(error.contains("did not come within 300ms: 0, 2"), "{error}");
+    let error = Group::open(&place(1, 3, store.port()), timeout, &|_| ()).unwrap_err().to_string();
+    assert!(error.contains("within 300ms: here are 1, missing are 0, 2"), "{error}");
+    assert!(error.contains("MASTER_ADDR"), "{error}");
     let nobody = Store::connect("127.0.0.1", 1, "test/", timeout).unwrap_err().to_string();
     assert!(nobody.contains("store"), "{nobody}");
+}
+
+#[test]
+fn two_processes_of_one_rank_are_told_so_and_nobody_waits_for_the_rest() {
+    let store = Store::serve("127.0.0.1", 0, "test/", SECONDS).unwrap();
+    let (start, port) = (Instant::now(), store.port());
+    let open = move |rank| {
+        thread::spawn(move || {
+            Group::open(&place(rank, 3, port), SECONDS, &|_| ()).unwrap_err().to_string()
+        })
+    };
+    let errors = [open(0), open(1), open(1)].map(|rank| rank.join().unwrap());
+    assert!(errors.iter().all(|error| error.contains("two processes are rank 1")), "{errors:?}");
+    assert!(start.elapsed() < SECONDS);
 }
 
 #[test]

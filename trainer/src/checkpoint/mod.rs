@@ -3,7 +3,7 @@
 //! Whoever owns a piece of the state writes it, and nothing is exchanged for that; whoever wants a box reads it out of
 //! the boxes that there are, whatever layout cut them.
 //!
-//! Invariant: what is on the disk is independent of lanes and ranks, and a function of the run alone.
+//! Invariant: what is on the disk is independent of workers and ranks, and a function of the run alone.
 
 mod format;
 mod medium;

@@ -12,10 +12,10 @@ use super::format::{self, BlobRecord, BoxRecord, Manifest, Set};
 use super::medium::Medium;
 use super::region::Region;
 use super::{Layout, name};
-use crate::lanes::Lanes;
 use crate::model::balance_name;
 use crate::optim::balance::Balance;
 use crate::state::State;
+use crate::workers::Workers;
 
 /// A box that is wanted, and the tensor of its shape that it is copied into.
 pub struct Want {
@@ -82,7 +82,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Fills everything that is wanted. A blob is read once, and only if something of it is wanted.
-    pub fn fill(&self, wants: Vec<Want>, lanes: Lanes) -> Result<()> {
+    pub fn fill(&self, wants: Vec<Want>, workers: Workers) -> Result<()> {
         let mut stored: BTreeMap<(Set, &str), Vec<(Region, &BoxRecord)>> = BTreeMap::new();
         for tensor in &self.manifest.tensors {
             let boxes = tensor.boxes.iter().map(|one| (one.region(), one)).collect();
@@ -106,7 +106,7 @@ impl<'a> Reader<'a> {
         }
         let copies =
             |(blob, copies): (usize, Vec<Copy>)| self.blob(&self.manifest.blobs[blob], copies);
-        lanes.map(by_blob.into_iter().collect(), copies).map(drop)
+        workers.map(by_blob.into_iter().collect(), copies).map(drop)
     }
 
     /// Reads one blob, checks it, and copies what is wanted of it.
@@ -136,7 +136,7 @@ impl<'a> Reader<'a> {
     }
 
     /// The balance, which every rank has whole.
-    pub fn balance(&self, layout: &Layout, lanes: Lanes) -> Result<Vec<Balance>> {
+    pub fn balance(&self, layout: &Layout, workers: Workers) -> Result<Vec<Balance>> {
         let (mut wants, mut found) = (Vec::new(), Vec::new());
         for (layer, balance) in layout.balance.iter().enumerate() {
             for set in Set::ALL {
@@ -147,7 +147,7 @@ impl<'a> Reader<'a> {
                 wants.push(Want { set, name, region, into });
             }
         }
-        self.fill(wants, lanes)?;
+        self.fill(wants, workers)?;
         let odd = |error: tch::TchError| damaged(self.path(), &error.to_string());
         let values = |tensor: &Tensor| Vec::<f32>::try_from(tensor).map_err(odd);
         let layer = |of: &[Tensor]| {
@@ -158,7 +158,7 @@ impl<'a> Reader<'a> {
     }
 
     /// The whole state, after checking all of it.
-    pub fn state(&self, layout: &Layout, lanes: Lanes) -> Result<State> {
+    pub fn state(&self, layout: &Layout, workers: Workers) -> Result<State> {
         self.compare(layout)?;
         let empty = |parameter: &crate::model::ParamSpec| {
             Tensor::empty(parameter.shape.as_slice(), (Kind::Float, layout.device))
@@ -178,11 +178,11 @@ impl<'a> Reader<'a> {
                 wants.push(Want { set, name, region, into });
             }
         }
-        self.fill(wants, lanes)?;
-        let balance = self.balance(layout, lanes)?;
+        self.fill(wants, workers)?;
+        let balance = self.balance(layout, workers)?;
         let (step, windows) = (self.manifest.step, self.manifest.windows.clone());
         let state = State { step, weights, first, second, balance, windows };
-        self.check(state.sums(lanes)?.digest)?;
+        self.check(state.sums(workers)?.digest)?;
         Ok(state)
     }
 

@@ -12,15 +12,15 @@ use tempfile::TempDir;
 
 use super::medium::{Folder, Medium};
 use super::*;
-use crate::lanes::Lanes;
 use crate::ledger::Packed;
 use crate::model::{Init, Role};
 use crate::optim::Kind;
 use crate::optim::guard::Windows;
 use crate::parallel::owners;
 use crate::state::State;
+use crate::workers::Workers;
 
-const LANES: fn() -> Lanes = || Lanes::new(1);
+const LANES: fn() -> Workers = || Workers::new(1);
 const CHAIN: Digest = Digest(77);
 
 /// A few parameters of every kind.

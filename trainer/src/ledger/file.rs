@@ -1,50 +1,117 @@
 //! `ledger.jsonl` on disk: appended to, never rewritten; a torn last line is cut before anything follows it.
+//!
+//! Opening it reads line 0, and the lines after the newest mark of its index: a run of a million steps is opened as fast as
+//! one of a thousand. `zdata verify-run` checks every line.
 
+use std::borrow::Cow;
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Read as _, Seek, SeekFrom, Write};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use contract::{Digest, Fault, Result};
 
 use super::chain;
+use super::index::{InForce, Index, Line, Mark, SPACING};
 use super::record::{Head, StepRecord};
 
-/// An open ledger. Only the place and chain of each line are held in memory.
+/// Bytes read at a time.
+const BUFFER: usize = 1 << 16;
+
+/// An open ledger. Place and chain are held of the lines after its newest mark; earlier ones are looked up.
 pub struct Ledger {
-    path: PathBuf,
-    file: File,
+    source: Source,
     head: Head,
-    lines: Vec<Line>,
-    end: u64,
+    /// Line 0.
+    head_line: Line,
+    /// The lines after the step `tail.first - 1`, until the end.
+    tail: Lines,
+    /// The curriculum in force at the end, and where it stands.
+    curriculum: String,
+    in_force: InForce,
+    index: Index,
+    /// The earlier lines that were looked up last.
+    looked_up: Mutex<Option<Lines>>,
 }
 
-/// Where a line ends and the chain after it: the head's first, then step 1's, ...
-struct Line {
-    end: u64,
-    chain: Digest,
+/// The file, and how much of it was read.
+struct Source {
+    path: PathBuf,
+    file: File,
+    read: AtomicU64,
+}
+
+/// Some lines in a row.
+struct Lines {
+    /// The step of the first of them.
+    first: u64,
+    /// The line before them.
+    before: Line,
+    lines: Vec<Line>,
+}
+
+impl Lines {
+    fn after(step: u64, before: Line) -> Lines {
+        Lines { first: step + 1, before, lines: Vec::new() }
+    }
+
+    /// The last step.
+    fn last_step(&self) -> u64 {
+        self.first - 1 + self.lines.len() as u64
+    }
+
+    fn last(&self) -> Line {
+        self.lines.last().copied().unwrap_or(self.before)
+    }
+
+    /// The line of `step`, or of the step before the first.
+    fn line(&self, step: u64) -> Option<Line> {
+        match (step + 1).checked_sub(self.first)? {
+            0 => Some(self.before),
+            number => self.lines.get(number as usize - 1).copied(),
+        }
+    }
+}
+
+/// How a ledger is opened.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum For {
+    /// To append to it: a torn last line is cut, the index kept up.
+    Appending,
+    /// To read from it: a torn last line is passed over, nothing is written.
+    Reading,
+    /// The same, and every line is checked.
+    Checking,
 }
 
 impl Ledger {
-    /// Opens the ledger at `path` to append to it, and checks every line. A torn last line is cut; `None` if not even
-    /// the head is whole.
+    /// Opens the ledger at `path` to append to it. A torn last line is cut; `None` if not even the head is whole.
     pub fn open(path: &Path) -> Result<Option<Ledger>> {
         if !path.exists() {
             return Ok(None);
         }
         let options = OpenOptions::new().read(true).append(true).open(path);
         let file = options.map_err(|error| Fault::io("open", path, &error))?;
-        let Some(ledger) = Ledger::checked(path, file)? else { return Ok(None) };
-        ledger
-            .file
-            .set_len(ledger.end)
-            .map_err(|error| Fault::io("cut the torn end of", path, &error))?;
+        let Some(ledger) = Ledger::of(path, file, For::Appending)? else { return Ok(None) };
+        let cut = ledger.source.file.set_len(ledger.tail.last().end);
+        cut.map_err(|error| Fault::io("cut the torn end of", path, &error))?;
         Ok(Some(ledger))
     }
 
-    /// Opens the ledger at `path` to read it, and checks every line; a torn last line is passed over.
+    /// Opens the ledger at `path` to read it; a torn last line is passed over.
     pub fn read(path: &Path) -> Result<Ledger> {
+        Ledger::to_read(path, For::Reading)
+    }
+
+    /// The same, with every line checked.
+    pub fn read_whole(path: &Path) -> Result<Ledger> {
+        Ledger::to_read(path, For::Checking)
+    }
+
+    fn to_read(path: &Path, aim: For) -> Result<Ledger> {
         let file = File::open(path).map_err(|error| Fault::io("open", path, &error))?;
-        Ledger::checked(path, file)?.ok_or_else(|| {
+        Ledger::of(path, file, aim)?.ok_or_else(|| {
             Fault::data("the ledger is empty")
                 .at(path.display().to_string())
                 .hint("the run had not begun: start it again")
@@ -53,40 +120,54 @@ impl Ledger {
 
     /// A new ledger with its head; anything there (a torn head) is replaced.
     pub fn create(path: &Path, head: Head) -> Result<Ledger> {
+        Index::remove(path)?;
         File::create(path).map_err(|error| Fault::io("create", path, &error))?;
         let options = OpenOptions::new().read(true).append(true).open(path);
         let file = options.map_err(|error| Fault::io("open", path, &error))?;
-        let mut ledger = Ledger { path: path.to_owned(), file, head, lines: Vec::new(), end: 0 };
-        let body = to_json(&ledger.head)?;
-        ledger.append_body(&body)?;
+        let source = Source { path: path.to_owned(), file, read: AtomicU64::new(0) };
+        let head_line = source.append(Line::default(), &to_json(&head)?)?;
+        let (tail, curriculum) = (Lines::after(0, head_line), head.curriculum.clone());
+        let in_force = InForce { before: Line::default(), text: text_digest(&curriculum) };
+        let (index, looked_up) = (Index::open(path, true), Mutex::new(None));
+        let ledger =
+            Ledger { source, head, head_line, tail, curriculum, in_force, index, looked_up };
         ledger.sync()?;
         Ok(ledger)
     }
 
-    fn checked(path: &Path, file: File) -> Result<Option<Ledger>> {
-        let mut reader = BufReader::with_capacity(1 << 20, &file);
-        let (mut lines, mut head, mut end, mut chain) = (Vec::new(), None, 0, Digest::default());
-        let mut bytes = Vec::new();
-        loop {
-            bytes.clear();
-            let read = reader
-                .read_until(b'\n', &mut bytes)
-                .map_err(|error| Fault::io("read", path, &error))?;
-            let Some(line) = bytes.strip_suffix(b"\n") else { break };
-            let number = lines.len();
-            let opened = std::str::from_utf8(line).ok().and_then(|line| chain::open(chain, line));
-            let (body, after) =
-                opened.ok_or_else(|| broken(path, number, "its chain is broken"))?;
-            if number == 0 {
-                head = Some(from_json::<Head>(path, number, &body)?);
-            } else if from_json::<Numbered>(path, number, &body)?.step != number as u64 {
-                return Err(broken(path, number, &format!("it should be step {number}")));
-            }
-            (chain, end) = (after, end + read as u64);
-            lines.push(Line { end, chain });
+    fn of(path: &Path, file: File, aim: For) -> Result<Option<Ledger>> {
+        let source = Source { path: path.to_owned(), file, read: AtomicU64::new(0) };
+        let Some((body, head_line)) = source.first()? else { return Ok(None) };
+        let head: Head = from_json(path, 0, &body)?;
+        let text = text_digest(&head.curriculum);
+        let in_force = InForce { before: Line::default(), text };
+        let mut from = Mark { step: 0, line: head_line, head: head_line.chain, in_force };
+        let mut index = Index::open(path, aim == For::Appending);
+        if aim == For::Checking {
+            index.cut(0)?;
         }
-        let path = path.to_owned();
-        Ok(head.map(|head| Ledger { path, file, head, lines, end }))
+        let fits = |mark: &Mark| source.fits(mark, &from);
+        let newest = (1..=index.count()).rev().find_map(|number| index.mark(number).filter(fits));
+        index.cut(newest.map_or(0, |mark| mark.step / SPACING))?;
+        let mut curriculum = head.curriculum.clone();
+        if let Some(mark) = newest {
+            from = mark;
+            curriculum = source.curriculum(&from.in_force)?.unwrap_or(curriculum);
+        }
+        let mut tail = Lines::after(from.step, from.line);
+        let mut in_force = from.in_force;
+        source.scan(&mut tail, u64::MAX, |step, before, line, text| {
+            if let Some(text) = text {
+                in_force = InForce { before, text: text_digest(&text) };
+                curriculum = text;
+            }
+            if step.is_multiple_of(SPACING) {
+                index.push(&Mark { step, line, head: from.head, in_force })?;
+            }
+            Ok(())
+        })?;
+        let looked_up = Mutex::new(None);
+        Ok(Some(Ledger { source, head, head_line, tail, curriculum, in_force, index, looked_up }))
     }
 
     /// Line 0.
@@ -94,74 +175,240 @@ impl Ledger {
         &self.head
     }
 
+    /// What the run is called: it follows from line 0, so that no later edit changes it.
+    pub fn id(&self) -> Digest {
+        self.head_line.chain
+    }
+
+    /// The curriculum in force at the last step, in canonical form: that of line 0, or of the last step that says another.
+    pub fn curriculum(&self) -> &str {
+        &self.curriculum
+    }
+
+    /// Bytes that were read of it since it was opened.
+    pub fn bytes_read(&self) -> u64 {
+        self.source.read.load(Ordering::Relaxed)
+    }
+
     /// The last step recorded; 0 if none is.
     pub fn last_step(&self) -> u64 {
-        self.lines.len() as u64 - 1
+        self.tail.last_step()
     }
 
     /// The chain after `step` (0: after the head).
     pub fn chain_at(&self, step: u64) -> Option<Digest> {
-        self.lines.get(step as usize).map(|line| line.chain)
+        if step > self.last_step() {
+            return None;
+        }
+        self.line(step).ok().map(|line| line.chain)
     }
 
-    /// The record of `step`.
+    /// The line of `step`, 0 the head.
+    fn line(&self, step: u64) -> Result<Line> {
+        if let Some(line) = self.tail.line(step) {
+            return Ok(line);
+        }
+        let mut looked_up = self.looked_up.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(line) = looked_up.as_ref().and_then(|lines| lines.line(step)) {
+            return Ok(line);
+        }
+        // Read again: an index may be cut by a run that goes on.
+        let begin = Mark {
+            step: 0,
+            line: self.head_line,
+            head: self.head_line.chain,
+            in_force: self.in_force,
+        };
+        let marks = (1..=step.saturating_sub(1) / SPACING).rev();
+        let fits = |mark: &Mark| self.source.fits(mark, &begin);
+        let from = marks.into_iter().find_map(|number| self.index.mark(number).filter(fits));
+        let from = from.unwrap_or(begin);
+        let mut lines = Lines::after(from.step, from.line);
+        let most = (step.div_ceil(SPACING) * SPACING).min(self.tail.first - 1) - from.step;
+        self.source.scan(&mut lines, most, |_, _, _, _| Ok(()))?;
+        let line = lines.line(step);
+        *looked_up = Some(lines);
+        line.ok_or_else(|| {
+            broken(&self.source.path, step as usize, "it was there when the ledger was opened")
+        })
+    }
+
+    /// The record of `step`, whose loss follows from what else it says.
     pub fn record(&self, step: u64) -> Result<StepRecord> {
+        let path = &self.source.path;
         let missing = || {
             Fault::usage(format!("step {step} is not in the ledger"))
-                .at(self.path.display().to_string())
+                .at(path.display().to_string())
                 .wanted(format!("a step from 1 to {}", self.last_step()))
         };
         if step == 0 || step > self.last_step() {
             return Err(missing());
         }
-        let (start, end) = (self.lines[step as usize - 1].end, self.lines[step as usize].end);
-        let mut bytes = vec![0; (end - start) as usize];
-        let mut file = &self.file;
-        let read = file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(&mut bytes));
-        read.map_err(|error| Fault::io("read", &self.path, &error))?;
-        let line = String::from_utf8_lossy(&bytes);
-        let before = self.lines[step as usize - 1].chain;
-        let opened = chain::open(before, line.trim_end_matches('\n'));
-        let (body, _) = opened
-            .ok_or_else(|| broken(&self.path, step as usize, "it changed while it was in use"))?;
-        from_json(&self.path, step as usize, &body)
+        let (before, line) = (self.line(step - 1)?, self.line(step)?);
+        let changed = |what: &str| broken(path, step as usize, what);
+        let body = self.source.body(before, line.end)?;
+        let (body, _) = body.ok_or_else(|| changed("it changed while it was in use"))?;
+        let record: StepRecord = from_json(path, step as usize, &body)?;
+        record.check().map_err(|what| changed(&what))?;
+        Ok(record)
     }
 
-    /// Appends the record of the step after the last.
-    pub fn append(&mut self, record: &StepRecord) -> Result<()> {
-        if record.step != self.last_step() + 1 {
+    /// Appends the record of the step after the last; with the curriculum in force from it on, if that is another.
+    pub fn append(&mut self, record: &StepRecord, curriculum: Option<String>) -> Result<()> {
+        let step = self.last_step() + 1;
+        if record.step != step {
             return Err(Fault::bug(format!(
                 "step {} was to follow step {}",
                 record.step,
-                self.last_step()
+                step - 1
             )));
         }
-        let body = to_json(record)?;
-        self.append_body(&body)
-    }
-
-    fn append_body(&mut self, body: &str) -> Result<()> {
-        let before = self.lines.last().map_or(Digest::default(), |line| line.chain);
-        let (mut line, chain) = chain::seal(before, body);
-        line.push('\n');
-        self.file
-            .write_all(line.as_bytes())
-            .map_err(|error| Fault::io("append to", &self.path, &error))?;
-        self.end += line.len() as u64;
-        self.lines.push(Line { end: self.end, chain });
+        let before = self.tail.last();
+        let record = match curriculum {
+            None => Cow::Borrowed(record),
+            Some(text) => {
+                self.in_force = InForce { before, text: text_digest(&text) };
+                self.curriculum.clone_from(&text);
+                Cow::Owned(StepRecord { curriculum: Some(text), ..record.clone() })
+            }
+        };
+        let line = self.source.append(before, &to_json(&*record)?)?;
+        self.tail.lines.push(line);
+        if step.is_multiple_of(SPACING) {
+            let (head, in_force) = (self.head_line.chain, self.in_force);
+            self.index.push(&Mark { step, line, head, in_force })?;
+        }
         Ok(())
     }
 
     /// Waits until everything is on the disk: before a checkpoint that relies on it is committed.
     pub fn sync(&self) -> Result<()> {
-        self.file.sync_all().map_err(|error| Fault::io("flush", &self.path, &error))
+        let Source { path, file, .. } = &self.source;
+        file.sync_all().map_err(|error| Fault::io("flush", path, &error))
     }
 }
 
-/// The one field that is read of every line.
+impl Read for &Source {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        let count = (&self.file).read(into)?;
+        self.read.fetch_add(count as u64, Ordering::Relaxed);
+        Ok(count)
+    }
+}
+
+impl Source {
+    fn fault(&self, what: &str) -> impl Fn(std::io::Error) -> Fault {
+        let (what, path) = (what.to_owned(), self.path.clone());
+        move |error| Fault::io(&what, &path, &error)
+    }
+
+    /// A reader from a place on.
+    fn reader(&self, place: u64) -> Result<BufReader<&Source>> {
+        let placed = (&self.file).seek(SeekFrom::Start(place));
+        placed.map_err(self.fault("read"))?;
+        Ok(BufReader::with_capacity(BUFFER, self))
+    }
+
+    /// The body of line 0, if that is whole.
+    fn first(&self) -> Result<Option<(String, Line)>> {
+        let mut bytes = Vec::new();
+        let read = self.reader(0)?.read_until(b'\n', &mut bytes).map_err(self.fault("read"))?;
+        let Some(line) = bytes.strip_suffix(b"\n") else { return Ok(None) };
+        let (body, chain) = opened(Digest::default(), line)
+            .ok_or_else(|| broken(&self.path, 0, "its chain is broken"))?;
+        Ok(Some((body, Line { end: read as u64, chain })))
+    }
+
+    /// The body of the line from the end of `before` to `end` and the chain after it, if it continues the chain.
+    fn body(&self, before: Line, end: u64) -> Result<Option<(String, Digest)>> {
+        let mut bytes = vec![0; end.saturating_sub(before.end) as usize];
+        let mut file = self;
+        (&self.file).seek(SeekFrom::Start(before.end)).map_err(self.fault("read"))?;
+        file.read_exact(&mut bytes).map_err(self.fault("read"))?;
+        Ok(bytes.strip_suffix(b"\n").and_then(|line| opened(before.chain, line)))
+    }
+
+    /// Whether the ledger that begins as `begin` says has the line of a mark.
+    fn fits(&self, mark: &Mark, begin: &Mark) -> bool {
+        let ends = format!("\"chain\":\"{}\"}}\n", mark.line.chain);
+        let Some(place) = mark.line.end.checked_sub(ends.len() as u64) else { return false };
+        let mut bytes = vec![0; ends.len()];
+        let mut file = self;
+        let read =
+            (&self.file).seek(SeekFrom::Start(place)).and_then(|_| file.read_exact(&mut bytes));
+        read.is_ok() && bytes == ends.as_bytes() && mark.head == begin.head
+    }
+
+    /// The curriculum of the line that holds it; `None` where that is line 0.
+    fn curriculum(&self, in_force: &InForce) -> Result<Option<String>> {
+        if in_force.before == Line::default() {
+            return Ok(None);
+        }
+        let changed = || {
+            Fault::mismatch("the line of the ledger that holds the curriculum was changed")
+                .at(self.path.display().to_string())
+                .hint("restore the file; nothing after a changed line can be trusted")
+        };
+        let mut bytes = Vec::new();
+        let mut reader = self.reader(in_force.before.end)?;
+        reader.read_until(b'\n', &mut bytes).map_err(self.fault("read"))?;
+        let line = bytes.strip_suffix(b"\n").and_then(|line| opened(in_force.before.chain, line));
+        let said = line.and_then(|(body, _)| serde_json::from_str::<Said>(&body).ok());
+        let text = said.and_then(|said| said.curriculum);
+        text.filter(|text| text_digest(text) == in_force.text).map(Some).ok_or_else(changed)
+    }
+
+    /// Reads up to `most` lines after the last of `lines` and adds them; `each` hears of step, line before, line, and the
+    /// curriculum where it is another from there on.
+    fn scan(
+        &self,
+        lines: &mut Lines,
+        most: u64,
+        mut each: impl FnMut(u64, Line, Line, Option<String>) -> Result<()>,
+    ) -> Result<()> {
+        let mut reader = self.reader(lines.last().end)?;
+        let mut bytes = Vec::new();
+        for _ in 0..most {
+            bytes.clear();
+            let read = reader.read_until(b'\n', &mut bytes).map_err(self.fault("read"))?;
+            let Some(line) = bytes.strip_suffix(b"\n") else { break };
+            let (before, step) = (lines.last(), lines.last_step() + 1);
+            let number = step as usize;
+            let (body, chain) = opened(before.chain, line)
+                .ok_or_else(|| broken(&self.path, number, "its chain is broken"))?;
+            let said = from_json::<Said>(&self.path, number, &body)?;
+            if said.step != step {
+                return Err(broken(&self.path, number, &format!("it should be step {step}")));
+            }
+            let line = Line { end: before.end + read as u64, chain };
+            lines.lines.push(line);
+            each(step, before, line, said.curriculum)?;
+        }
+        Ok(())
+    }
+
+    fn append(&self, before: Line, body: &str) -> Result<Line> {
+        let (mut line, chain) = chain::seal(before.chain, body);
+        line.push('\n');
+        (&self.file).write_all(line.as_bytes()).map_err(self.fault("append to"))?;
+        Ok(Line { end: before.end + line.len() as u64, chain })
+    }
+}
+
+/// The fields that are read of every line.
 #[derive(serde::Deserialize)]
-struct Numbered {
+struct Said {
     step: u64,
+    #[serde(default)]
+    curriculum: Option<String>,
+}
+
+fn opened(before: Digest, line: &[u8]) -> Option<(String, Digest)> {
+    chain::open(before, std::str::from_utf8(line).ok()?)
+}
+
+fn text_digest(text: &str) -> Digest {
+    Digest::of_bytes(text.as_bytes())
 }
 
 fn broken(path: &Path, number: usize, what: &str) -> Fault {
@@ -192,7 +439,7 @@ mod tests {
     fn head() -> Head {
         Head {
             kind: "head".into(),
-            format: 1,
+            format: super::super::FORMAT,
             kernel_table: serde_json::json!({"libtorch": "2.11.0"}),
             curriculum: "seed = 1\n".into(),
             stores: vec![Identity([7; 32])],
@@ -205,7 +452,7 @@ mod tests {
     fn written(folder: &Path, steps: u64) -> PathBuf {
         let path = folder.join("ledger.jsonl");
         let mut ledger = Ledger::create(&path, head()).unwrap();
-        (1..=steps).for_each(|step| ledger.append(&record(step, 1)).unwrap());
+        (1..=steps).for_each(|step| ledger.append(&record(step, 1), None).unwrap());
         path
     }
 
@@ -217,7 +464,7 @@ mod tests {
         assert_eq!((ledger.head(), ledger.last_step()), (&head(), 3));
         assert_eq!(ledger.record(2).unwrap().difference(&record(2, 1), &[]), None);
         assert_eq!(ledger.record(4).unwrap_err().class(), Class::Usage);
-        ledger.append(&record(4, 1)).unwrap();
+        ledger.append(&record(4, 1), None).unwrap();
         assert_eq!(ledger.record(4).unwrap().difference(&record(4, 1), &[]), None);
         let whole = std::fs::read(&path).unwrap();
         let again = tempfile::tempdir().unwrap();
@@ -242,7 +489,8 @@ mod tests {
                 None => assert_eq!(complete, 0),
                 Some(mut ledger) => {
                     assert_eq!(ledger.last_step() + 1, complete as u64);
-                    (complete as u64..3).for_each(|step| ledger.append(&record(step, 1)).unwrap());
+                    (complete as u64..3)
+                        .for_each(|step| ledger.append(&record(step, 1), None).unwrap());
                     assert_eq!(std::fs::read(&path).unwrap(), whole);
                 }
             }
@@ -267,6 +515,123 @@ mod tests {
                 assert_eq!(fault.class(), Class::Mismatch);
                 assert!(fault.to_string().contains(&format!("ledger.jsonl:{line}:")), "{fault}");
             }
+        }
+    }
+
+    /// A ledger of `steps` short lines that is not written through [`Ledger::append`] for speed; its index is.
+    fn long(folder: &Path, steps: u64) -> PathBuf {
+        let path = folder.join("ledger.jsonl");
+        let (head, mut out) = (to_json(&head()).unwrap(), Vec::new());
+        let (line, mut before) = chain::seal(Digest::default(), &head);
+        out.extend_from_slice((line + "\n").as_bytes());
+        for step in 1..=steps {
+            let (line, after) =
+                chain::seal(before, &format!("{{\"kind\":\"step\",\"step\":{step}}}"));
+            out.extend_from_slice((line + "\n").as_bytes());
+            before = after;
+        }
+        std::fs::write(&path, out).unwrap();
+        drop(Ledger::open(&path).unwrap().unwrap());
+        path
+    }
+
+    #[test]
+    fn a_long_ledger_is_opened_as_fast_as_a_short_one() {
+        let read = |steps: u64| {
+            let folder = tempfile::tempdir().unwrap();
+            let path = long(folder.path(), steps);
+            let all = Ledger::read_whole(&path).unwrap();
+            let ledger = Ledger::open(&path).unwrap().unwrap();
+            assert_eq!(ledger.last_step(), steps);
+            for step in [0, 1, 999, 1000, 1001, steps / 2, steps - 1, steps] {
+                assert_eq!(ledger.chain_at(step), all.chain_at(step), "step {step}");
+            }
+            assert!(all.bytes_read() >= std::fs::metadata(&path).unwrap().len());
+            ledger.bytes_read()
+        };
+        let (short, long) = (read(1_500), read(200_500));
+        assert!(
+            long < 4 * short.max(BUFFER as u64),
+            "{long} bytes of a long one, {short} of a short one"
+        );
+    }
+
+    #[test]
+    fn an_index_is_never_believed_by_itself() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = long(folder.path(), 3_200);
+        let (index, whole) = (path.with_extension("index"), std::fs::read(&path).unwrap());
+        let (good, right) =
+            (std::fs::read(&index).unwrap(), Ledger::read_whole(&path).unwrap().chain_at(3_150));
+        let same = || {
+            let ledger = Ledger::open(&path).unwrap().unwrap();
+            assert_eq!((ledger.last_step(), ledger.chain_at(3_150)), (3_200, right));
+            assert_eq!(std::fs::read(&index).unwrap(), good, "it is made good again");
+        };
+        let mut damaged = good.clone();
+        for at in [good.len() - 150, good.len() - 30] {
+            damaged[at] ^= 1;
+            std::fs::write(&index, &damaged).unwrap();
+            same();
+        }
+        // Nobody looks at an earlier mark until it is asked for.
+        damaged.copy_from_slice(&good);
+        damaged[50] ^= 1;
+        std::fs::write(&index, &damaged).unwrap();
+        let (ledger, all) = (Ledger::read(&path).unwrap(), Ledger::read_whole(&path).unwrap());
+        for step in [500, 1_000, 1_500, 2_500] {
+            assert_eq!(ledger.chain_at(step), all.chain_at(step), "step {step}");
+        }
+        std::fs::write(&index, &good[..good.len() - 7]).unwrap();
+        same();
+        std::fs::remove_file(&index).unwrap();
+        same();
+        // A ledger that was cut behind its last marks, as from a backup, and another one in its place.
+        let cut = whole.len() / 2;
+        std::fs::write(&path, &whole[..cut]).unwrap();
+        let ledger = Ledger::open(&path).unwrap().unwrap();
+        assert!((1_000..3_000).contains(&ledger.last_step()));
+        let text = String::from_utf8(whole).unwrap().replacen(
+            "\"step\":7,\"chain",
+            "\"step\":8,\"chain",
+            1,
+        );
+        std::fs::write(&path, &text).unwrap();
+        std::fs::remove_file(&index).unwrap();
+        assert_eq!(Ledger::open(&path).map(|_| ()).unwrap_err().class(), Class::Mismatch);
+    }
+
+    #[test]
+    fn the_curriculum_in_force_is_known_wherever_it_stands() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ledger.jsonl");
+        let mut ledger = Ledger::create(&path, head()).unwrap();
+        for step in 1..=2_100 {
+            let changed = [7, 1_500].contains(&step).then(|| format!("from step {step}"));
+            ledger.append(&record(step, 1), changed).unwrap();
+        }
+        let id = ledger.id();
+        assert_eq!(ledger.curriculum(), "from step 1500");
+        let ledger = Ledger::open(&path).unwrap().unwrap();
+        assert_eq!((ledger.curriculum(), ledger.id()), ("from step 1500", id));
+        assert_eq!(ledger.record(7).unwrap().curriculum.as_deref(), Some("from step 7"));
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, text.replace("from step 1500", "from step 1501")).unwrap();
+        assert_eq!(Ledger::open(&path).map(|_| ()).unwrap_err().class(), Class::Mismatch);
+    }
+
+    #[test]
+    fn a_loss_that_does_not_follow_from_its_parts_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        for change in [|record: &mut StepRecord| record.loss *= 1.5, |record| record.divisor += 1] {
+            let path = folder.path().join("ledger.jsonl");
+            let mut ledger = Ledger::create(&path, head()).unwrap();
+            let mut forged = record(1, 1);
+            change(&mut forged);
+            ledger.append(&forged, None).unwrap();
+            let fault = ledger.record(1).map(|_| ()).unwrap_err();
+            assert_eq!(fault.class(), Class::Mismatch, "{fault}");
+            assert!(fault.to_string().contains("ledger.jsonl:2"), "{fault}");
         }
     }
 }

@@ -4,10 +4,11 @@
 
 pub mod chain;
 mod file;
+mod index;
 mod record;
 
 pub use file::Ledger;
-pub use record::{Difference, Head, Packed, StepRecord};
+pub use record::{Difference, Head, Packed, Stage, StepRecord};
 
 /// The version of the lines.
-pub const FORMAT: u32 = 1;
+pub const FORMAT: u32 = 2;

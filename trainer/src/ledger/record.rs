@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use contract::{Digest, Identity};
+use kernels::tree::Counter;
 use serde::{Deserialize, Serialize};
 
 use crate::optim::guard::Skipped;
@@ -74,9 +75,29 @@ pub struct StepRecord {
     pub weights: Packed,
     /// Digest of the whole state after the step: weights, moments, balancing biases, windows.
     pub state: Digest,
+    /// The curriculum in force from this step on, in canonical form, where it is another than before: an accepted edit has
+    /// reached the run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub curriculum: Option<String>,
     /// Sum of token losses and labels of each row, where the step was just computed: for curves, never written.
     #[serde(skip)]
     pub rows: Vec<(f64, u64)>,
+}
+
+/// Where in a step a quantity is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stage {
+    /// Which step it is, and what it reads.
+    Data,
+    /// From the weights at its start to the losses.
+    Forward,
+    /// Back from the losses to the gradient of a leaf.
+    Backward,
+    /// The addition of gradients, their norm, and what follows from it.
+    Sum,
+    /// The new weights and moments.
+    Update,
 }
 
 /// The first quantity in which two records of a step differ, in the order in which a step computes them.
@@ -84,6 +105,8 @@ pub struct StepRecord {
 pub struct Difference {
     /// Which ("gradient of micro-batch 3").
     pub quantity: String,
+    /// Where in the step it is made.
+    pub stage: Stage,
     /// Its value on the left.
     pub left: String,
     /// Its value on the right.
@@ -94,6 +117,28 @@ impl StepRecord {
     /// Its leaves.
     pub fn leaves(&self) -> usize {
         self.leaf_labels.len()
+    }
+
+    /// The mean loss of a label, from the losses of the leaves.
+    fn mean(&self) -> f64 {
+        let mut sum = Counter::new();
+        self.leaf_losses.0.iter().for_each(|bits| sum.push(f64::from_bits(*bits)));
+        sum.finish().unwrap_or(0.0) / self.divisor as f64
+    }
+
+    /// Says what does not follow from the rest of a record that was read: the loss that people see, or the label count.
+    pub(super) fn check(&self) -> Result<(), String> {
+        let labels = self.leaf_labels.iter().sum::<u64>().max(1);
+        if labels != self.divisor {
+            return Err(format!("its divisor is {}, its labels add up to {labels}", self.divisor));
+        }
+        // As text and back: decimal digits are read to the same number each time, but not always to the one written.
+        let mean = serde_json::to_string(&self.mean()).unwrap_or_default();
+        let wanted: Option<f64> = serde_json::from_str(&mean).ok();
+        match wanted.is_some_and(|wanted| wanted.to_bits() == self.loss.to_bits()) {
+            true => Ok(()),
+            false => Err(format!("its loss is {}, those of its leaves make {mean}", self.loss)),
+        }
     }
 
     /// The gradient norm.
@@ -108,7 +153,8 @@ impl StepRecord {
 
     /// Where this record and `other` part first; `parameters` names the tensors.
     pub fn difference(&self, other: &StepRecord, parameters: &[String]) -> Option<Difference> {
-        // No `..`: a new quantity must take its place in this order. `loss` follows from `leaf_losses`.
+        // A new quantity must take its place in this order. `loss` follows from `leaf_losses`, and when an edit of the
+        // curriculum was accepted is no quantity.
         let StepRecord { kind: _, step, phase, data, divisor, loss: _, leaf_labels, .. } = self;
         let StepRecord {
             leaf_losses,
@@ -131,23 +177,40 @@ impl StepRecord {
         let hex = |value: &u64| format!("{value:016x}");
         let float = |value: &u64| format!("{:e} (bits {value:016x})", f64::from_bits(*value));
         let none = |_: usize| String::new();
-        None.or_else(|| single("step", step, &other.step))
-            .or_else(|| single("phase", phase, &other.phase))
-            .or_else(|| single("data digest", data, &other.data))
-            .or_else(|| single("loss divisor", divisor, &other.divisor))
-            .or_else(|| listed("labels", leaf_labels, &other.leaf_labels, leaf, u64::to_string))
-            .or_else(|| listed("loss", &leaf_losses.0, &other.leaf_losses.0, leaf, float))
-            .or_else(|| listed("router counts", router, &other.router, layer, text))
-            .or_else(|| listed("gradient", &leaf_gradients.0, &other.leaf_gradients.0, leaf, hex))
-            .or_else(|| listed("summed gradient", &gradients.0, &other.gradients.0, tensor, hex))
-            .or_else(|| listed("gradient norm", &norm.0, &other.norm.0, none, float))
-            .or_else(|| {
-                single("clip of the window", &longest_of(longest), &longest_of(&other.longest))
-            })
-            .or_else(|| single("skipping", &skip_of(skipped), &skip_of(&other.skipped)))
-            .or_else(|| listed("learning rate", &lr.0, &other.lr.0, none, float))
-            .or_else(|| listed("new weights", &weights.0, &other.weights.0, tensor, hex))
-            .or_else(|| single("state digest", state, &other.state))
+        let data = || {
+            None.or_else(|| single("step", step, &other.step))
+                .or_else(|| single("phase", phase, &other.phase))
+                .or_else(|| single("data digest", data, &other.data))
+                .or_else(|| single("loss divisor", divisor, &other.divisor))
+                .or_else(|| listed("labels", leaf_labels, &other.leaf_labels, leaf, u64::to_string))
+        };
+        let forward = || {
+            listed("loss", &leaf_losses.0, &other.leaf_losses.0, leaf, float)
+                .or_else(|| listed("router counts", router, &other.router, layer, text))
+        };
+        let backward = || listed("gradient", &leaf_gradients.0, &other.leaf_gradients.0, leaf, hex);
+        let sum = || {
+            listed("summed gradient", &gradients.0, &other.gradients.0, tensor, hex)
+                .or_else(|| listed("gradient norm", &norm.0, &other.norm.0, none, float))
+                .or_else(|| {
+                    single("clip of the window", &longest_of(longest), &longest_of(&other.longest))
+                })
+                .or_else(|| single("skipping", &skip_of(skipped), &skip_of(&other.skipped)))
+        };
+        let update = || {
+            listed("learning rate", &lr.0, &other.lr.0, none, float)
+                .or_else(|| listed("new weights", &weights.0, &other.weights.0, tensor, hex))
+                .or_else(|| single("state digest", state, &other.state))
+        };
+        let at = |stage: Stage| {
+            move |(quantity, left, right)| Difference { quantity, stage, left, right }
+        };
+        data()
+            .map(at(Stage::Data))
+            .or_else(|| forward().map(at(Stage::Forward)))
+            .or_else(|| backward().map(at(Stage::Backward)))
+            .or_else(|| sum().map(at(Stage::Sum)))
+            .or_else(|| update().map(at(Stage::Update)))
     }
 }
 
@@ -165,12 +228,11 @@ fn skip_of(skipped: &Option<Skipped>) -> String {
     }
 }
 
-fn single<T: PartialEq + ToString>(quantity: &str, left: &T, right: &T) -> Option<Difference> {
-    (left != right).then(|| Difference {
-        quantity: quantity.to_owned(),
-        left: left.to_string(),
-        right: right.to_string(),
-    })
+/// A quantity that differs, and both of its values.
+type Differs = Option<(String, String, String)>;
+
+fn single<T: PartialEq + ToString>(quantity: &str, left: &T, right: &T) -> Differs {
+    (left != right).then(|| (quantity.to_owned(), left.to_string(), right.to_string()))
 }
 
 fn listed<T: PartialEq>(
@@ -179,13 +241,13 @@ fn listed<T: PartialEq>(
     right: &[T],
     place: impl Fn(usize) -> String,
     show: impl Fn(&T) -> String,
-) -> Option<Difference> {
+) -> Differs {
     if left.len() != right.len() {
         return single(&format!("number of values of {quantity}"), &left.len(), &right.len());
     }
     let index = left.iter().zip(right).position(|(left, right)| left != right)?;
     let quantity = format!("{quantity} {}", place(index)).trim_end().to_owned();
-    Some(Difference { quantity, left: show(&left[index]), right: show(&right[index]) })
+    Some((quantity, show(&left[index]), show(&right[index])))
 }
 
 impl Packed {
@@ -246,15 +308,17 @@ pub(crate) mod tests {
             )
         };
         let words = |from: u64, count: u64| Packed((from..from + count).map(word).collect());
+        let labels = [1 + word(2) % 99, word(3) % 99];
+        let losses = [word(4), word(5)].map(|word| (word % 10_000) as f64 / 7.0);
         StepRecord {
             kind: "step".into(),
             step,
             phase: "first".into(),
             data: Digest(u128::from(word(0))),
-            divisor: word(1) % 4096,
-            loss: 5.5,
-            leaf_labels: vec![word(2) % 99, word(3) % 99],
-            leaf_losses: words(4, 2),
+            divisor: labels.iter().sum(),
+            loss: losses.iter().sum::<f64>() / labels.iter().sum::<u64>() as f64,
+            leaf_labels: labels.to_vec(),
+            leaf_losses: Packed::floats(losses),
             router: vec![vec![word(6) % 99, word(7) % 99]],
             leaf_gradients: words(8, 2),
             gradients: words(10, 3),
@@ -264,6 +328,7 @@ pub(crate) mod tests {
             lr: words(14, 1),
             weights: words(15, 3),
             state: Digest(u128::from(word(18))),
+            curriculum: None,
             rows: Vec::new(),
         }
     }

@@ -68,18 +68,18 @@ fn gradients_are_those_of_automatic_differentiation() {
     }
 }
 
-/// Lanes: the same leaf beside itself on several threads, and in other company, has the same bits.
+/// Workers: the same leaf beside itself on several threads, and in other company, has the same bits.
 #[test]
 fn threads_do_not_change_a_bit() {
     let (config, params, balance, arrays) = middling(Skip::Zero);
     let alone = leaf(&config, &params, &balance, &arrays.input(), 200).unwrap();
     let (params, balance) = (Frozen::new(&params), Frozen::new(&balance));
     std::thread::scope(|scope| {
-        for lane in 0..3 {
+        for worker in 0..3 {
             let (config, arrays, alone) = (&config, &arrays, Frozen::new(&alone.grads));
             scope.spawn(move || {
                 let (params, balance) = (params.aliases(), balance.aliases());
-                for _ in 0..=lane {
+                for _ in 0..=worker {
                     let out = leaf(config, &params, &balance, &arrays.input(), 200).unwrap();
                     assert_eq!(out.grads, alone.aliases());
                 }

@@ -1,7 +1,7 @@
 //! The optimizers: Muon on matrices, AdamW on everything else, one update of the routers' balance for each step.
 //!
 //! Invariant: an update is a function of its own tensor, moments and gradient, and of the step's few numbers. So whoever
-//! owns a tensor can update it, on whatever lane.
+//! owns a tensor can update it, on whatever worker.
 
 pub mod adamw;
 pub mod balance;
@@ -13,17 +13,17 @@ pub mod schedule;
 use contract::Result;
 use tch::Tensor;
 
-use crate::lanes::Lanes;
 use crate::model::{ParamSpec, Role};
 use crate::state::State;
 use crate::timing::{Part, part};
+use crate::workers::Workers;
 use adamw::AdamW;
 use guard::Guard;
 use muon::Muon;
 use norm::CHUNK;
 use schedule::Schedule;
 
-/// Chunks of an elementwise work item: enough to be worth a lane's while, few enough to share a large embedding.
+/// Chunks of an elementwise work item: enough to be worth a worker's while, few enough to share a large embedding.
 pub(crate) const CHUNKS: i64 = 8;
 
 /// Which optimizer rules the matrices.
@@ -113,18 +113,18 @@ pub fn update(
     state: &mut State,
     gradients: &[Tensor],
     at: At,
-    lanes: Lanes,
+    workers: Workers,
 ) -> Result<()> {
     let mut items = Vec::new();
     for (index, rule) in rules.iter().enumerate() {
         let moments = (&state.first[index], state.second[index].as_ref());
         split(*rule, &state.weights[index], moments, &gradients[index], &mut items);
     }
-    run(settings, items, at, lanes)
+    run(settings, items, at, workers)
 }
 
-/// Does the pieces of work on the lanes.
-pub(crate) fn run(settings: &Settings, items: Vec<Item>, at: At, lanes: Lanes) -> Result<()> {
+/// Does the pieces of work on the workers.
+pub(crate) fn run(settings: &Settings, items: Vec<Item>, at: At, workers: Workers) -> Result<()> {
     let At { step, lr, scale } = at;
     let muon = Muon::at(lr, settings.weight_decay, settings.momentum);
     let adamw = |decay: bool| {
@@ -137,7 +137,7 @@ pub(crate) fn run(settings: &Settings, items: Vec<Item>, at: At, lanes: Lanes) -
         )
     };
     let (plain, decayed) = (adamw(false), adamw(true));
-    lanes.map(items, |item| {
+    workers.map(items, |item| {
         tch::no_grad(|| match item {
             Item::Matrix { mut weight, mut momentum, gradient } => {
                 let _watch = part(Part::Muon);

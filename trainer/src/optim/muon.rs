@@ -13,7 +13,7 @@
 //! high the steps are taken on `A` alone. Both follow from the shape, never from what else is at hand.
 //!
 //! Each matrix is a work item of its own (an expert's too), never a batch of several: its new bits are then a function of
-//! that matrix alone, whichever lane, and later whichever rank, owns it.
+//! that matrix alone, whichever worker, and later whichever rank, owns it.
 
 use kernels::product;
 use tch::Tensor;

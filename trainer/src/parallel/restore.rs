@@ -17,7 +17,7 @@ use super::owners::Piece;
 use super::shard::Shard;
 use super::words::{Reader, Writer};
 use crate::checkpoint::{self, Checkpoints, Found, Layout};
-use crate::lanes::Lanes;
+use crate::workers::Workers;
 
 /// What every rank reads a checkpoint with.
 pub struct Reading<'a> {
@@ -28,7 +28,7 @@ pub struct Reading<'a> {
     /// All pieces.
     pub pieces: &'a [Piece],
     /// Who checks.
-    pub lanes: Lanes,
+    pub workers: Workers,
 }
 
 impl Reading<'_> {
@@ -88,9 +88,9 @@ impl Reading<'_> {
     fn verdict(&self, opened: Result<&checkpoint::Reader<'_>>) -> Result<Shard> {
         let read = opened.and_then(|reader| {
             let (pieces, rank) = (self.pieces.to_vec(), self.group.rank());
-            let shard = Shard::read(reader, self.layout, pieces, rank, self.lanes)?;
+            let shard = Shard::read(reader, self.layout, pieces, rank, self.workers)?;
             let mut sums = Writer::default();
-            shard.say_sums(&mut sums, self.lanes)?;
+            shard.say_sums(&mut sums, self.workers)?;
             Ok((shard, sums, reader))
         });
         let mut mine = Writer::default();
@@ -145,8 +145,8 @@ mod tests {
         /// Some ranks write, others read, and neither share alike: what they hold together is the state, bit for bit.
         #[test]
         fn any_layout_reads_what_any_other_wrote(writers in shares(), readers in shares()) {
-            let (layout, lanes) = (layout(), Lanes::new(1));
-            let wanted = state(&layout, 5).sums(lanes).unwrap().digest;
+            let (layout, workers) = (layout(), Workers::new(1));
+            let wanted = state(&layout, 5).sums(workers).unwrap().digest;
             let folder = TempDir::new().unwrap();
             let checkpoints = Checkpoints::new(folder.path());
             let cut = |(cuts, ends, owners, _): &(Vec<Index>, Vec<bool>, Vec<u32>, u32)| {
@@ -160,11 +160,11 @@ mod tests {
             }
             checkpoints.commit(&snapshot, (wanted, Digest(1)), &layout, &pieces, blobs).unwrap();
             let (pieces, reader) = (cut(&readers), checkpoints.open(5).unwrap());
-            let read = |rank| Shard::read(&reader, &layout, pieces.clone(), rank, lanes).unwrap();
+            let read = |rank| Shard::read(&reader, &layout, pieces.clone(), rank, workers).unwrap();
             let shards: Vec<Shard> = (0..readers.3).map(read).collect();
             let said = shards.iter().map(|shard| {
                 let mut words = Writer::default();
-                shard.say_sums(&mut words, lanes).unwrap();
+                shard.say_sums(&mut words, workers).unwrap();
                 words
             });
             let said: Vec<Writer> = said.collect();

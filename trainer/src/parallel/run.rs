@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use contract::{Class, Digest, Fault, Hasher, Result};
+use contract::{Class, Digest, Fault, Result};
 use kernels::group::{Group, Store};
 use kernels::runtime::{self, KernelTable};
 use loader::{Opened, Prefetcher};
@@ -19,6 +19,7 @@ use super::{lost, owners};
 use crate::checkpoint::{BlobRecord, Checkpoints, Layout, Ring, RingOptions, Saver, Snapshot};
 use crate::exec::ExecOptions;
 use crate::ledger::StepRecord;
+use crate::memory;
 use crate::run::{Opening, Outcome, Run, checkpoint_is_due, last_step, staging, validation_is_due};
 use crate::spec::RunSpec;
 
@@ -46,11 +47,12 @@ fn begin(
     runtime::enter_thread().map_err(lost)?;
     let spec = Arc::new(RunSpec::new(opened)?);
     agree(&spec, exec, table, group)?;
+    memory::refuse(&spec, exec, group.nodes(), group.rank())?;
     let carried = group.carry(exec.device, exec.transport).map_err(lost)?;
     let team = Team::new(group, exec.schedule, exec.flat)?;
     let pieces = owners::pieces(&spec.parameters, &spec.rules, group.world());
     let layout = Arc::new(Layout::new(&spec, exec.device));
-    let reading = Reading { group, layout: &layout, pieces: &pieces, lanes: exec.lanes };
+    let reading = Reading { group, layout: &layout, pieces: &pieces, workers: exec.workers };
     let (mut run, (found, checkpoints)) = if group.rank() == 0 {
         let mut opening = Opening::new(&spec, opened, exec, table)?;
         let found = opening.newest_of_all(&reading)?;
@@ -63,6 +65,7 @@ fn begin(
             "rccl_release": carried.release, "no_rccl_because": carried.reason,
         }))?;
         run.note(&format!("{} ranks, tensors by {}", group.world(), carried.words()));
+        idle(&spec, group.world()).iter().for_each(|note| run.note(note));
         let checkpoints = run.checkpoints.clone();
         (Some(run), (found, checkpoints))
     } else {
@@ -81,6 +84,22 @@ fn begin(
     let outcome = run.finish(outcome.step)?;
     group.barrier("the end").map_err(lost)?;
     Ok(outcome)
+}
+
+/// What to say of phases that have not a micro-batch for each rank.
+fn idle(spec: &RunSpec, world: u32) -> Vec<String> {
+    let few = spec.plan.phases().iter().filter_map(|phase| {
+        let step = spec.plan.step(phase.first_step).ok()?;
+        let leaves = step.batch / step.micro_batch;
+        (leaves < u64::from(world)).then(|| {
+            let idle = u64::from(world) - leaves;
+            let name = &phase.name;
+            format!(
+                "note: phase {name:?} has {leaves} micro-batches in a step: {idle} of {world} ranks compute none of them"
+            )
+        })
+    });
+    few.collect()
 }
 
 /// The loop.
@@ -106,7 +125,7 @@ fn steps(
         let Some(batch) = batch else { break };
         let (batch, leaves) = batch?;
         let computed =
-            step::advance(spec, shard, (&batch, &leaves), (team, exec.lanes), || exec.stopped());
+            step::advance(spec, shard, (&batch, &leaves), (team, exec.workers), || exec.stopped());
         let Stepped { record, stop, sent, waited } = match computed {
             Ok(stepped) => stepped,
             Err(fault) => return Err(keeper.failed(fault, shard, group, run)),
@@ -295,43 +314,65 @@ fn heard(store: &Store, key: &str, rank: u32, patience: Duration) -> Result<Vec<
 
 /// Refuses ranks that would train something else, compute otherwise, or stop elsewhere than rank 0.
 fn agree(spec: &RunSpec, exec: &ExecOptions, table: &KernelTable, group: &Group) -> Result<()> {
-    let stop_after = exec.stop_after.unwrap_or(u64::MAX);
     let mut mine = Writer::default();
-    mine.digest(Digest::of(spec)).digest(Hasher::new().str(&table.fingerprint()).finish());
-    let RingOptions { states, every, spike } = exec.ring;
-    mine.word(exec.checkpoint_every).word(stop_after).word(exec.validation.every);
-    mine.word(states as u64).word(every).float(spike);
-    mine.word(exec.schedule as u64).word(u64::from(exec.flat)).word(exec.transport as u64);
+    mine.digest(Digest::of(spec)).text(&table.fingerprint());
+    let options = options(exec);
+    options.iter().for_each(|option| {
+        mine.text(option);
+    });
     let heard = group.all_gather("the first meeting", mine.bytes()).map_err(lost)?;
     let read = |bytes: &[u8]| {
         let mut words = Reader::new(bytes);
-        let what = (words.digest()?, words.digest()?);
-        let when = (words.word()?, words.word()?, words.word()?);
-        let ring = (words.word()?, words.word()?, words.word()?);
-        let ways = (words.word()?, words.word()?, words.word()?);
-        words.end().map(|()| (what, (when, ring, ways)))
+        let (run, table) = (words.digest()?, words.text()?);
+        let options = options.iter().map(|_| words.text()).collect::<Result<Vec<_>>>()?;
+        words.end().map(|()| (run, table, options))
     };
     let first = read(&heard[0])?;
     for (rank, heard) in heard.iter().enumerate() {
         let other = read(heard)?;
-        let differs = |what: &str, hint: &str| {
+        let differs = |what: &str, (found, wanted): (&str, &str), hint: &str| {
             let what = format!("rank {rank} has another {what} than rank 0");
-            Err(Fault::mismatch(what)
-                .found(format!("{other:?}"))
-                .wanted(format!("{first:?}"))
-                .hint(hint))
+            Err(Fault::mismatch(what).found(found).wanted(wanted).hint(hint))
         };
-        if other.0.0 != first.0.0 {
-            return differs("run", "start every rank with the same curriculum and stores");
-        }
-        if other.0.1 != first.0.1 {
-            return differs("kernel table", "ranks need one device architecture and one libtorch");
+        if other.0 != first.0 {
+            let digests = (other.0.to_string(), first.0.to_string());
+            let hint = "start every rank with the same curriculum and stores";
+            return differs("run", (&digests.0, &digests.1), hint);
         }
         if other.1 != first.1 {
-            return differs("command line", "give every rank the same options");
+            let hint = "ranks need one device architecture, one libtorch and one C library";
+            return differs("kernel table", parted(&other.1, &first.1), hint);
+        }
+        let parts = other.2.iter().zip(&first.2).find(|(other, first)| other != first);
+        if let Some((other, first)) = parts {
+            return differs("command line", (other, first), "give every rank the same options");
         }
     }
     Ok(())
+}
+
+/// The options that every rank has to share, as a person gives them.
+fn options(exec: &ExecOptions) -> Vec<String> {
+    let RingOptions { states, every, spike } = exec.ring;
+    let stop = exec.stop_after.map_or_else(|| "none".to_owned(), |step| step.to_string());
+    vec![
+        format!("--checkpoint-every {}", exec.checkpoint_every),
+        format!("--stop-after {stop}"),
+        format!("--validate-every {}", exec.validation.every),
+        format!("--ring {states}"),
+        format!("--ring-every {every}"),
+        format!("--ring-spike {spike:e}"),
+        format!("--schedule {}", exec.schedule.name()),
+        format!("--flat {}", exec.flat),
+        format!("--transport {:?}", exec.transport).to_lowercase(),
+        format!("--restart {}", exec.restart),
+    ]
+}
+
+/// The first entry in which the lines of two kernel tables differ.
+fn parted<'a>(one: &'a str, other: &'a str) -> (&'a str, &'a str) {
+    let entries = one.split("; ").zip(other.split("; "));
+    entries.into_iter().find(|(one, other)| one != other).unwrap_or((one, other))
 }
 
 #[cfg(test)]

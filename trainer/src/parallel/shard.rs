@@ -10,7 +10,6 @@ use super::words::{self, Writer};
 use super::{lost, owners};
 use crate::checkpoint::region::Region;
 use crate::checkpoint::{Layout, Owned, Reader, Set, Snapshot, Want};
-use crate::lanes::Lanes;
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
 use crate::optim::{self, At, Settings};
@@ -20,6 +19,7 @@ use crate::state::State;
 use crate::state::{self, Part, StateSums, salt};
 use crate::step;
 use crate::timing;
+use crate::workers::Workers;
 
 /// A rank's part of the state after a step.
 pub struct Shard {
@@ -101,7 +101,7 @@ impl Shard {
         settings: &Settings,
         gradients: &[Tensor],
         at: At,
-        lanes: Lanes,
+        workers: Workers,
     ) -> Result<()> {
         let mut items = Vec::new();
         let own = self.pieces.iter().filter(|piece| piece.owner == self.rank);
@@ -110,7 +110,7 @@ impl Shard {
             let weight = piece.of(&self.weights[piece.tensor]);
             optim::split(piece.rule, &weight, (first, second.as_ref()), gradient, &mut items);
         }
-        optim::run(settings, items, at, lanes)
+        optim::run(settings, items, at, workers)
     }
 
     /// Sends this rank's new weights to every other and takes theirs. Each crosses to another machine once: the gate there
@@ -164,14 +164,14 @@ impl Shard {
     }
 
     /// Writes down checksums of this rank's pieces, in their order: weight, first and second moment.
-    pub(super) fn say_sums(&self, words: &mut Writer, lanes: Lanes) -> Result<()> {
+    pub(super) fn say_sums(&self, words: &mut Writer, workers: Workers) -> Result<()> {
         let own = self.pieces.iter().filter(|piece| piece.owner == self.rank).zip(&self.moments);
         let items = own.map(|(piece, Moments { first, second })| {
             let weight = piece.of(&self.weights[piece.tensor]);
             let second = second.as_ref().map(Tensor::shallow_clone);
             (piece.clone(), weight, first.shallow_clone(), second)
         });
-        let sums = lanes.map(items.collect(), |(piece, weight, first, second)| {
+        let sums = workers.map(items.collect(), |(piece, weight, first, second)| {
             let (at, index) = (piece.first as u64, piece.tensor);
             let _watch = timing::part(timing::Part::StateSums);
             let sum = |tensor: &Tensor, part| checksum::slice(tensor, at, salt(part, index));
@@ -222,7 +222,7 @@ impl Shard {
         layout: &Layout,
         pieces: Vec<Piece>,
         rank: u32,
-        lanes: Lanes,
+        workers: Workers,
     ) -> Result<Self> {
         reader.compare(layout)?;
         let empty = |shape: &[i64]| Tensor::empty(shape, (Kind::Float, layout.device));
@@ -250,8 +250,8 @@ impl Shard {
             let second = piece.rule.has_second_moment().then(|| want(Set::Second));
             moments.push(Moments { first, second });
         }
-        reader.fill(wants, lanes)?;
-        let balance = reader.balance(layout, lanes)?;
+        reader.fill(wants, workers)?;
+        let balance = reader.balance(layout, workers)?;
         let (step, windows) = (reader.manifest().step, reader.manifest().windows.clone());
         Ok(Shard { step, weights, balance, windows, pieces, rank, moments })
     }

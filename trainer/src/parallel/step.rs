@@ -24,7 +24,6 @@ use super::owners::Piece;
 use super::shard::Shard;
 use super::team::Team;
 use super::words::{Reader, Writer};
-use crate::lanes::Lanes;
 use crate::ledger::StepRecord;
 use crate::model::LeafOutput;
 use crate::optim::norm;
@@ -32,6 +31,7 @@ use crate::spec::RunSpec;
 use crate::state::{Part, StateSums, salt};
 use crate::step::{self, Detail, Gradient, LeafSums, Leaves};
 use crate::timing;
+use crate::workers::Workers;
 
 /// What a step came to.
 pub struct Stepped {
@@ -57,21 +57,21 @@ pub fn advance(
     spec: &RunSpec,
     shard: &mut Shard,
     (batch, leaves): (&Batch, &Leaves),
-    (team, lanes): (&Team<'_>, Lanes),
+    (team, workers): (&Team<'_>, Workers),
     asked: impl Fn() -> bool,
 ) -> Result<Stepped> {
     let (step, group) = (shard.step + 1, team.group);
     let before = group.sent();
     group.reached(&format!("step {step}"));
     let head = head(spec, team, batch)?;
-    let (gradient, own, waited) = gradient(spec, shard, (batch, leaves), &head, (team, lanes))?;
+    let (gradient, own, waited) = gradient(spec, shard, (batch, leaves), &head, (team, workers))?;
     step::check_losses(step, &gradient.leaves)?;
-    let (checksums, norm) = norm_of(group, shard, &own, lanes)?;
+    let (checksums, norm) = norm_of(group, shard, &own, workers)?;
     step::check_norm(step, norm)?;
     let lr = spec.settings.schedule.rate(step);
     let (decision, at) = step::decide(spec, &mut shard.windows, &gradient, (step, lr, norm));
     if decision.moves() {
-        shard.update(&spec.settings, &own, at, lanes)?;
+        shard.update(&spec.settings, &own, at, workers)?;
     }
     drop(own);
     if decision.moves() {
@@ -82,7 +82,7 @@ pub fn advance(
     let sent = group.sent();
     let between_nodes = sent.between_nodes - before.between_nodes;
     let sent = Sent { all: sent.all - before.all, between_nodes };
-    let (sums, stop, (sent, waited)) = sums(group, shard, lanes, (asked(), sent, waited))?;
+    let (sums, stop, (sent, waited)) = sums(group, shard, workers, (asked(), sent, waited))?;
     let moved = (lr, norm, decision, checksums);
     let record = step::record(spec, (step, head.data), &gradient, moved, sums)?;
     Ok(Stepped { record, stop, sent, waited })
@@ -127,7 +127,7 @@ fn gradient(
     shard: &Shard,
     (batch, leaves): (&Batch, &Leaves),
     head: &Head,
-    (team, lanes): (&Team<'_>, Lanes),
+    (team, workers): (&Team<'_>, Workers),
 ) -> Result<(Gradient, Vec<Tensor>, Duration)> {
     let mut gather = Gather::begin(team, shard.pieces(), head.leaves)?;
     let own = gather.leaves();
@@ -142,7 +142,7 @@ fn gradient(
     };
     let frozen = (shard.weights.as_slice(), shard.balance.as_slice());
     let detail = (head.divisor, Detail::Sums);
-    step::each_leaf(spec, frozen, batch, leaves, lanes, detail, begun, take)?;
+    step::each_leaf(spec, frozen, batch, leaves, workers, detail, begun, take)?;
     let gradient = losses(team, head, kept, router)?;
     let start = Instant::now();
     let sum = gather.finish()?;
@@ -205,9 +205,14 @@ fn losses(
 }
 
 /// The checksum of each tensor of the summed gradient, and its norm.
-fn norm_of(group: &Group, shard: &Shard, own: &[Tensor], lanes: Lanes) -> Result<(Vec<u64>, f64)> {
+fn norm_of(
+    group: &Group,
+    shard: &Shard,
+    own: &[Tensor],
+    workers: Workers,
+) -> Result<(Vec<u64>, f64)> {
     let items = shard.of(group.rank()).cloned().zip(own.iter().map(Tensor::shallow_clone));
-    let found = lanes.map(items.collect(), |(piece, gradient): (Piece, Tensor)| {
+    let found = workers.map(items.collect(), |(piece, gradient): (Piece, Tensor)| {
         let _watch = timing::part(timing::Part::Norm);
         let salt = salt(Part::Gradient, piece.tensor);
         Ok((checksum::slice(&gradient, piece.first as u64, salt), norm::chunks(&gradient)))
@@ -243,13 +248,13 @@ fn norm_of(group: &Group, shard: &Shard, own: &[Tensor], lanes: Lanes) -> Result
 fn sums(
     group: &Group,
     shard: &Shard,
-    lanes: Lanes,
+    workers: Workers,
     (stop, sent, waited): (bool, Sent, Duration),
 ) -> Result<(StateSums, bool, (Sent, Duration))> {
     let mut mine = Writer::default();
     mine.word(u64::from(stop)).word(sent.all).word(sent.between_nodes);
     mine.word(waited.as_nanos() as u64);
-    shard.say_sums(&mut mine, lanes)?;
+    shard.say_sums(&mut mine, workers)?;
     let heard = {
         let _watch = timing::part(timing::Part::Peers);
         group.all_gather("the gathering of checksums", mine.bytes()).map_err(lost)?

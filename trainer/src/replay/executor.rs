@@ -7,10 +7,10 @@
 use contract::Result;
 use loader::Batch;
 
-use crate::lanes::Lanes;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step::{self, Detail, Gradient, LeafSums};
+use crate::workers::Workers;
 
 /// Computes leaves, and nothing that decides whether they are right.
 pub trait Executor {
@@ -20,10 +20,10 @@ pub trait Executor {
         spec: &RunSpec,
         state: &State,
         batch: &Batch,
-        lanes: Lanes,
+        workers: Workers,
         detail: Detail,
     ) -> Result<Gradient> {
-        step::gradient(spec, state, batch, lanes, detail)
+        step::gradient(spec, state, batch, workers, detail)
     }
 
     /// One leaf of it.
@@ -33,9 +33,9 @@ pub trait Executor {
         state: &State,
         batch: &Batch,
         leaf: u64,
-        lanes: Lanes,
+        workers: Workers,
     ) -> Result<LeafSums> {
-        step::leaf(spec, state, batch, leaf, lanes)
+        step::leaf(spec, state, batch, leaf, workers)
     }
 }
 

@@ -12,16 +12,20 @@ use std::path::{Path, PathBuf};
 use contract::{Class, Fault, Result};
 use kernels::runtime::KernelTable;
 use loader::{Batch, Opened, RankSlice};
+use mixer::Curriculum;
 use serde::Serialize;
+use store::far;
 use tch::Device;
 
 use crate::checkpoint::Layout;
-use crate::folder::{RunFolder, compare_content, head, no_run, table_difference};
-use crate::lanes::Lanes;
-use crate::ledger::{Difference, Ledger, StepRecord};
+use crate::folder::{
+    RunFolder, compare_content, compare_curriculum, head, no_run, table_difference,
+};
+use crate::ledger::{Difference, Ledger, Stage, StepRecord};
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step::{self, Detail, Gradient};
+use crate::workers::Workers;
 use documents::DocumentLoss;
 pub use executor::{Executor, ThisMachine};
 
@@ -31,8 +35,10 @@ pub use executor::{Executor, ThisMachine};
 pub enum Verdict {
     /// Every quantity as in the ledger: if the loss is odd, look at the data.
     SameBits,
-    /// Different, and the same again when repeated: other software or kernels.
+    /// Different, and the same again when repeated, where kernel tables or data differ: they made the difference.
     Repeatable,
+    /// Different, and the same again when repeated, although everything is as it was: what the run computed was wrong.
+    RunHit,
     /// Different each time: the machine.
     NotRepeatable,
     /// The ledger does not have this step: there is nothing to compare with.
@@ -50,6 +56,8 @@ pub struct Replayed {
     pub verdict: Verdict,
     /// The first quantity that differs: the ledger on the left.
     pub difference: Option<Difference>,
+    /// What to look at next.
+    pub advice: String,
     /// Why the step could not be completed, where it diverged again.
     pub diverged: Option<String>,
     /// The mean loss of a label.
@@ -66,7 +74,7 @@ pub struct Replayer {
     folder: RunFolder,
     ledger: Ledger,
     device: Device,
-    lanes: Lanes,
+    workers: Workers,
     executor: Box<dyn Executor>,
     /// What differs between the ledger's kernel table and this machine's.
     pub kernels: Option<String>,
@@ -76,22 +84,39 @@ pub struct Replayer {
 
 impl Replayer {
     /// Opens the run in `root` without touching it.
-    pub fn open(root: &Path, table: &KernelTable, device: Device, lanes: Lanes) -> Result<Self> {
+    pub fn open(
+        root: &Path,
+        table: &KernelTable,
+        device: Device,
+        workers: Workers,
+    ) -> Result<Self> {
+        Replayer::open_with(root, &[], table, device, workers)
+    }
+
+    /// The same, with `stores` for the places of the curriculum's stores if there are any.
+    pub fn open_with(
+        root: &Path,
+        stores: &[PathBuf],
+        table: &KernelTable,
+        device: Device,
+        workers: Workers,
+    ) -> Result<Self> {
         let folder = RunFolder::new(root);
         let curriculum = folder.curriculum();
         if !curriculum.exists() {
             return Err(no_run(root, "run.toml"));
         }
-        let spec = RunSpec::new(&Opened::open(&curriculum)?)?;
+        let spec = RunSpec::new(&opened(&curriculum, stores)?)?;
         let ledger = Ledger::read(&folder.ledger())?;
         let now = head(&spec, table)?;
         compare_content(ledger.head(), &now, &folder.ledger())?;
+        compare_curriculum(&ledger, &spec, &folder.ledger())?;
         let kernels = table_difference(&ledger.head().kernel_table, &now.kernel_table);
         let kernels = kernels.map(|(key, before, after)| {
             format!("the kernel table differs: {key} was {before}, here it is {after}")
         });
         let (executor, warnings) = (Box::new(ThisMachine), Vec::new());
-        Ok(Replayer { spec, folder, ledger, device, lanes, executor, kernels, warnings })
+        Ok(Replayer { spec, folder, ledger, device, workers, executor, kernels, warnings })
     }
 
     /// The same run, its leaves computed by somebody else.
@@ -132,7 +157,18 @@ impl Replayer {
         let layout = Layout::new(&self.spec, self.device);
         let checkpoints = self.folder.checkpoints()?;
         let chain = |step| self.ledger.chain_at(step);
-        let found = checkpoints.newest(step, chain, |reader| reader.state(&layout, self.lanes))?;
+        let found = checkpoints.newest(step, chain, |reader| {
+            let (at, found) = (reader.manifest().step, reader.manifest().state);
+            let written = self.ledger.record(at)?.state;
+            if found != written {
+                let what = "the weights at the start are not those that the ledger says";
+                return Err(Fault::data(what)
+                    .at(reader.path().display().to_string())
+                    .found(found)
+                    .wanted(written));
+            }
+            reader.state(&layout, self.workers)
+        })?;
         let passed =
             found.passed.iter().map(|(step, fault)| format!("checkpoint step-{step}: {fault}"));
         self.warnings.extend(passed);
@@ -153,13 +189,11 @@ impl Replayer {
             "step {} on the way came out with {}: its {quantity} differs from the ledger",
             next.step,
             next.verdict.words()
-        ));
+        ))
+        .hint(&next.advice);
         let fault = fault.at(self.folder.ledger().display().to_string());
-        match (&next.difference, &self.kernels) {
-            (Some(found), None) => fault.found(&found.right).wanted(&found.left),
-            (Some(found), Some(kernels)) => {
-                fault.found(&found.right).wanted(&found.left).hint(kernels)
-            }
+        match &next.difference {
+            Some(found) => fault.found(&found.right).wanted(&found.left),
             _ => fault,
         }
     }
@@ -178,18 +212,21 @@ impl Replayer {
         let verdict = match (&difference, step > self.recorded()) {
             (_, true) => Verdict::NotRecorded,
             (None, false) => Verdict::SameBits,
-            (Some(_), false) => self.again(before, &batch, record.as_ref())?,
+            (Some(found), false) => self.again(before, &batch, record.as_ref(), found)?,
         };
+        let advice = self.advice(verdict, difference.as_ref());
         let documents = match detail {
             Detail::Sums => Vec::new(),
             Detail::Tokens => self.documents(&batch, 0..batch.rows, &gradient.leaves)?,
         };
         let loss = gradient.loss / gradient.divisor as f64;
+        let micro_batch = None;
         Ok(Replayed {
             step,
-            micro_batch: None,
+            micro_batch,
             verdict,
             difference,
+            advice,
             diverged,
             loss,
             record,
@@ -203,11 +240,9 @@ impl Replayer {
         let batch = self.batch(step)?;
         let leaves = batch.rows / batch.micro_batch;
         if leaf >= leaves {
-            return Err(Fault::usage(format!("step {step} has no micro-batch {leaf}"))
-                .at("--micro-batch")
-                .wanted(format!("0 to {}", leaves - 1)));
+            return Err(no_leaf(step, leaf, leaves));
         }
-        let sums = self.executor.leaf(&self.spec, state, &batch, leaf, self.lanes)?;
+        let sums = self.executor.leaf(&self.spec, state, &batch, leaf, self.workers)?;
         let difference = if step > self.recorded() {
             None
         } else {
@@ -216,18 +251,67 @@ impl Replayer {
         let verdict = match (&difference, step > self.recorded()) {
             (_, true) => Verdict::NotRecorded,
             (None, false) => Verdict::SameBits,
-            (Some(_), false) => {
-                let again = self.executor.leaf(&self.spec, state, &batch, leaf, self.lanes)?;
-                repeatable(
-                    again.gradient == sums.gradient && again.loss.to_bits() == sums.loss.to_bits(),
-                )
+            (Some(found), false) => {
+                let again = self.executor.leaf(&self.spec, state, &batch, leaf, self.workers)?;
+                let same =
+                    again.gradient == sums.gradient && again.loss.to_bits() == sums.loss.to_bits();
+                self.verdict(same, found)
             }
         };
+        let advice = self.advice(verdict, difference.as_ref());
         let rows = leaf * batch.micro_batch..(leaf + 1) * batch.micro_batch;
         let loss = sums.loss / sums.labels.max(1) as f64;
         let documents = self.documents(&batch, rows, &[sums])?;
         let (micro_batch, record, diverged) = (Some(leaf), None, None);
-        Ok(Replayed { step, micro_batch, verdict, difference, diverged, loss, record, documents })
+        Ok(Replayed {
+            step,
+            micro_batch,
+            verdict,
+            difference,
+            advice,
+            diverged,
+            loss,
+            record,
+            documents,
+        })
+    }
+
+    /// Refuses a leaf that a step does not have: before the state is made that it would be computed from.
+    pub fn check_leaf(&self, step: u64, leaf: u64) -> Result<()> {
+        let step = self.spec.plan.step(step)?;
+        let leaves = step.batch / step.micro_batch;
+        if leaf < leaves { Ok(()) } else { Err(no_leaf(step.step, leaf, leaves)) }
+    }
+
+    /// What a difference means that is `same` when the step is computed once more.
+    fn verdict(&self, same: bool, difference: &Difference) -> Verdict {
+        match (same, &self.kernels, difference.stage) {
+            (false, _, _) => Verdict::NotRepeatable,
+            (true, None, stage) if stage != Stage::Data => Verdict::RunHit,
+            (true, _, _) => Verdict::Repeatable,
+        }
+    }
+
+    /// What to look at next, by what differs first.
+    fn advice(&self, verdict: Verdict, difference: Option<&Difference>) -> String {
+        let Some(Difference { quantity, stage, .. }) = difference else {
+            return verdict.advice().to_owned();
+        };
+        match (verdict, stage, &self.kernels) {
+            (Verdict::Repeatable, Stage::Data, _) => {
+                "the step read other text than the run: look at the stores, with `zdata verify-run`"
+                    .to_owned()
+            }
+            (Verdict::Repeatable, _, Some(kernels)) => {
+                format!("software or kernels changed since the run: {kernels}")
+            }
+            (Verdict::RunHit, stage, _) => format!(
+                "{}: {} was hit, from its {quantity} on; look at the machine that computed it then (events.jsonl)",
+                verdict.advice(),
+                stage.words()
+            ),
+            _ => verdict.advice().to_owned(),
+        }
     }
 
     fn batch(&self, step: u64) -> Result<Batch> {
@@ -241,8 +325,8 @@ impl Replayer {
         batch: &Batch,
         detail: Detail,
     ) -> Result<(Gradient, Result<StepRecord>)> {
-        let gradient = self.executor.gradient(&self.spec, state, batch, self.lanes, detail)?;
-        match step::apply(&self.spec, state, batch, &gradient, self.lanes) {
+        let gradient = self.executor.gradient(&self.spec, state, batch, self.workers, detail)?;
+        match step::apply(&self.spec, state, batch, &gradient, self.workers) {
             Err(fault) if fault.class() != Class::Diverged => Err(fault),
             outcome => Ok((gradient, outcome)),
         }
@@ -254,14 +338,16 @@ impl Replayer {
         mut before: State,
         batch: &Batch,
         first: Option<&StepRecord>,
+        difference: &Difference,
     ) -> Result<Verdict> {
         let (_, outcome) = self.compute(&mut before, batch, Detail::Sums)?;
         let parameters = &self.ledger.head().parameters;
-        Ok(repeatable(match (first, outcome) {
+        let same = match (first, outcome) {
             (Some(first), Ok(second)) => first.difference(&second, parameters).is_none(),
             (None, Err(_)) => true,
             _ => false,
-        }))
+        };
+        Ok(self.verdict(same, difference))
     }
 
     fn difference(&self, step: u64, record: Option<&StepRecord>) -> Result<Option<Difference>> {
@@ -273,6 +359,7 @@ impl Replayer {
             Some(record) => written.difference(record, &self.ledger.head().parameters),
             None => Some(Difference {
                 quantity: "outcome".to_owned(),
+                stage: Stage::Forward,
                 left: format!("a loss of {}", written.loss),
                 right: "it diverged".to_owned(),
             }),
@@ -299,24 +386,73 @@ impl Replayer {
 /// Where a leaf parts from the ledger.
 fn leaf_difference(written: &StepRecord, leaf: u64, sums: &step::LeafSums) -> Option<Difference> {
     let index = leaf as usize;
-    let differs = |quantity: &str, left: Option<u64>, right: u64| {
+    let differs = |stage: Stage, quantity: &str, left: Option<u64>, right: u64| {
         let left = left.map_or_else(|| "none".to_owned(), |left| format!("{left:016x}"));
         let right = format!("{right:016x}");
         (left != right).then(|| Difference {
             quantity: format!("{quantity} of micro-batch {leaf}"),
+            stage,
             left,
             right,
         })
     };
-    differs("labels", written.leaf_labels.get(index).copied(), sums.labels)
-        .or_else(|| differs("loss", written.leaf_losses.0.get(index).copied(), sums.loss.to_bits()))
-        .or_else(|| {
-            differs("gradient", written.leaf_gradients.0.get(index).copied(), sums.gradient)
-        })
+    let (loss, gradient) = (written.leaf_losses.0.get(index), written.leaf_gradients.0.get(index));
+    differs(Stage::Data, "labels", written.leaf_labels.get(index).copied(), sums.labels)
+        .or_else(|| differs(Stage::Forward, "loss", loss.copied(), sums.loss.to_bits()))
+        .or_else(|| differs(Stage::Backward, "gradient", gradient.copied(), sums.gradient))
 }
 
-fn repeatable(same: bool) -> Verdict {
-    if same { Verdict::Repeatable } else { Verdict::NotRepeatable }
+fn no_leaf(step: u64, leaf: u64, leaves: u64) -> Fault {
+    Fault::usage(format!("step {step} has no micro-batch {leaf}"))
+        .at("--micro-batch")
+        .wanted(format!("0 to {}", leaves - 1))
+}
+
+/// The curriculum of a run, with `stores` for the places of its stores, in its order, those of amendments last.
+fn opened(path: &Path, stores: &[PathBuf]) -> Result<Opened> {
+    if stores.is_empty() {
+        return Opened::open(path);
+    }
+    let text = std::fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;
+    let mut curriculum = Curriculum::parse(&text, &path.display().to_string())?;
+    let added = curriculum.amendments.iter_mut().filter_map(|one| one.store.as_mut());
+    let named: Vec<&mut String> =
+        curriculum.stores.iter_mut().chain(added.map(|store| &mut store.path)).collect();
+    if named.len() != stores.len() {
+        return Err(Fault::usage(
+            "a store that moved is named for each store of the curriculum, or none is",
+        )
+        .at("--store")
+        .found(stores.len())
+        .wanted(format!(
+            "{}: {}",
+            named.len(),
+            named.iter().map(|store| store.as_str()).collect::<Vec<_>>().join(", ")
+        )));
+    }
+    for (named, store) in named.into_iter().zip(stores) {
+        let place = match far::is_far(store) {
+            true => store.clone(),
+            false => {
+                std::path::absolute(store).map_err(|error| Fault::io("resolve", store, &error))?
+            }
+        };
+        *named = place.to_string_lossy().into_owned();
+    }
+    Opened::open_text(path, curriculum.canonical())
+}
+
+impl Stage {
+    /// For people.
+    fn words(self) -> &'static str {
+        match self {
+            Stage::Data => "what the step read",
+            Stage::Forward => "a weight at the start of the step, or its forward pass,",
+            Stage::Backward => "the backward pass of a micro-batch",
+            Stage::Sum => "the addition of gradients",
+            Stage::Update => "the update of weights and moments",
+        }
+    }
 }
 
 impl Verdict {
@@ -324,7 +460,7 @@ impl Verdict {
     pub fn words(self) -> &'static str {
         match self {
             Verdict::SameBits => "same bits",
-            Verdict::Repeatable => "different bits, repeatably",
+            Verdict::Repeatable | Verdict::RunHit => "different bits, repeatably",
             Verdict::NotRepeatable => "different bits, not repeatably",
             Verdict::NotRecorded => "not in the ledger",
         }
@@ -336,7 +472,10 @@ impl Verdict {
             Verdict::SameBits => {
                 "the machine computed this step correctly: an odd loss comes from the data or the weights"
             }
-            Verdict::Repeatable => "software or kernels changed since the run",
+            Verdict::Repeatable => "software, kernels or data changed since the run",
+            Verdict::RunHit => {
+                "kernel tables and data are those of the run, so the run itself computed this step wrongly"
+            }
             Verdict::NotRepeatable => "the hardware does not compute the same twice",
             Verdict::NotRecorded => {
                 "the run has not got past this step: there is nothing to compare with"

@@ -1,5 +1,6 @@
 //! Counterfactuals: a few steps computed with something changed. Marked as such everywhere: this is not a replay.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use contract::{Fault, Result};
@@ -50,13 +51,12 @@ pub fn imagine(
     steps: Range<u64>,
     change: &Change,
 ) -> Result<Vec<Imagined>> {
+    check_documents(replayer, steps.clone(), &change.drop)?;
     let mut state: State = replayer.state_after(steps.start - 1)?;
-    let mut dropped = 0;
     let mut imagined = Vec::new();
     for step in steps {
         let mut batch = replayer.batch(step)?;
         let labels = drop_documents(replayer.spec(), &mut batch, &change.drop)?;
-        dropped += labels;
         let record = advance(replayer, &mut state, &batch, change.lr)?;
         let was =
             if step > replayer.recorded() { None } else { Some(replayer.ledger.record(step)?) };
@@ -65,13 +65,35 @@ pub fn imagine(
         let (dropped_labels, skipped) = (labels, record.skipped);
         imagined.push(Imagined { step, dropped_labels, was, would_be, skipped });
     }
-    if dropped == 0 && !change.drop.is_empty() {
-        return Err(Fault::usage("none of these documents has a label in these steps")
-            .at("--drop-doc")
-            .found(change.drop.join(", "))
-            .hint("the replay of a step lists the ids of its documents"));
-    }
     Ok(imagined)
+}
+
+/// Refuses a document that has no label in any of the steps: before the state is made that they would be computed from.
+fn check_documents(replayer: &Replayer, steps: Range<u64>, ids: &[String]) -> Result<()> {
+    let mut unseen: BTreeSet<&String> = ids.iter().collect();
+    for step in steps.take_while(|_| !ids.is_empty()) {
+        let mut batch = replayer.batch(step)?;
+        let mut seen = Vec::new();
+        for id in &unseen {
+            if drop_documents(replayer.spec(), &mut batch, std::slice::from_ref(*id))? > 0 {
+                seen.push(*id);
+            }
+        }
+        seen.into_iter().for_each(|id| {
+            unseen.remove(id);
+        });
+        if unseen.is_empty() {
+            return Ok(());
+        }
+    }
+    if unseen.is_empty() {
+        return Ok(());
+    }
+    let names: Vec<String> = unseen.into_iter().map(|id| format!("{id:?}")).collect();
+    Err(Fault::usage("a document has no label in these steps")
+        .at("--drop-doc")
+        .found(names.join(", "))
+        .hint("the replay of a step lists the ids of its documents"))
 }
 
 fn advance(
@@ -81,8 +103,8 @@ fn advance(
     lr: Option<f64>,
 ) -> Result<StepRecord> {
     let detail = step::Detail::Sums;
-    let gradient = step::gradient(&replayer.spec, state, batch, replayer.lanes, detail)?;
-    step::apply_at(&replayer.spec, state, batch, &gradient, replayer.lanes, lr)
+    let gradient = step::gradient(&replayer.spec, state, batch, replayer.workers, detail)?;
+    step::apply_at(&replayer.spec, state, batch, &gradient, replayer.workers, lr)
 }
 
 /// Hides the documents with these ids, as a ban would; returns how many labels they had.

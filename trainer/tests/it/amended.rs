@@ -2,10 +2,10 @@
 
 use contract::Class;
 use tch::Device;
-use trainer::lanes::Lanes;
 use trainer::replay::whatif::{Change, imagine};
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
+use trainer::workers::Workers;
 
 use crate::ranks::train_with;
 use crate::same_bits::assert_same;
@@ -60,7 +60,7 @@ fn an_amended_run_has_the_same_bits_in_parts_on_ranks_and_in_a_replay() {
     }
     assert_same(&scratch, "whole", "ranks");
     let mut replayer =
-        Replayer::open(&scratch.path("whole"), &table(), Device::Cpu, Lanes::new(2)).unwrap();
+        Replayer::open(&scratch.path("whole"), &table(), Device::Cpu, Workers::new(2)).unwrap();
     let mut state = replayer.state_after(7).unwrap();
     let mut silent = 0;
     for step in 8..=10 {
@@ -77,7 +77,7 @@ fn a_ban_is_the_counterfactual_come_true() {
     let scratch = Scratch::new();
     scratch.train("plain");
     let open =
-        || Replayer::open(&scratch.path("plain"), &table(), Device::Cpu, Lanes::new(2)).unwrap();
+        || Replayer::open(&scratch.path("plain"), &table(), Device::Cpu, Workers::new(2)).unwrap();
     let mut state = open().state_after(7).unwrap();
     let documents = open().step(&mut state, Detail::Tokens).unwrap().documents;
     let worst = documents.iter().find(|document| document.labels > 4).unwrap();

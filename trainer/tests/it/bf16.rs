@@ -3,9 +3,9 @@
 use std::fs;
 
 use tch::Device;
-use trainer::lanes::Lanes;
 use trainer::model::Keep;
 use trainer::replay::{Replayer, Verdict};
+use trainer::workers::Workers;
 
 use crate::ranks::train_with;
 use crate::same_bits::assert_same;
@@ -18,17 +18,17 @@ fn in_bf16() -> Scratch {
     scratch
 }
 
-fn recomputing(lanes: usize) -> impl Fn(&mut trainer::ExecOptions) {
-    move |exec| exec.lanes = Lanes::new(lanes).keeping(Keep::LayerInputs)
+fn recomputing(workers: usize) -> impl Fn(&mut trainer::ExecOptions) {
+    move |exec| exec.workers = Workers::new(workers).keeping(Keep::LayerInputs)
 }
 
 #[test]
-fn lanes_ranks_parts_and_recomputation_do_not_show_in_bf16() {
+fn workers_ranks_parts_and_recomputation_do_not_show_in_bf16() {
     let scratch = in_bf16();
     let whole = scratch.train("whole");
     let path = scratch.path("run.toml");
-    assert_eq!(scratch.run(&path, "lanes", recomputing(3)).unwrap(), whole);
-    assert_same(&scratch, "whole", "lanes");
+    assert_eq!(scratch.run(&path, "workers", recomputing(3)).unwrap(), whole);
+    assert_same(&scratch, "whole", "workers");
     for world in [2, 3] {
         let out = format!("ranks-{world}");
         // One rank recomputes, the others do not.
@@ -54,8 +54,8 @@ fn lanes_ranks_parts_and_recomputation_do_not_show_in_bf16() {
 fn a_replay_in_bf16_says_same_bits_and_another_kind_does_not() {
     let scratch = in_bf16();
     scratch.train("run");
-    let lanes = Lanes::new(2).keeping(Keep::LayerInputs);
-    let open = || Replayer::open(&scratch.path("run"), &table(), Device::Cpu, lanes).unwrap();
+    let workers = Workers::new(2).keeping(Keep::LayerInputs);
+    let open = || Replayer::open(&scratch.path("run"), &table(), Device::Cpu, workers).unwrap();
     for step in [1, 8] {
         let mut replayer = open();
         let state = replayer.state_after(step - 1).unwrap();

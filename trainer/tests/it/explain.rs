@@ -7,17 +7,17 @@ use loader::Batch;
 use tch::{Device, Tensor};
 use trainer::RunSpec;
 use trainer::compare::compare;
-use trainer::lanes::Lanes;
 use trainer::replay::whatif::{Change, Imagined, imagine};
 use trainer::replay::{Executor, Replayed, Replayer, ThisMachine, Verdict};
 use trainer::state::State;
 use trainer::step::{Detail, Gradient, LeafSums};
+use trainer::workers::Workers;
 
 use crate::damage::forge;
 use crate::support::{Scratch, stop_after, table};
 
 fn open(scratch: &Scratch, run: &str) -> Replayer {
-    Replayer::open(&scratch.path(run), &table(), Device::Cpu, Lanes::new(2)).unwrap()
+    Replayer::open(&scratch.path(run), &table(), Device::Cpu, Workers::new(2)).unwrap()
 }
 
 /// Whether a step would have been as it was, up to the last digit that JSON may lose of a loss.
@@ -50,7 +50,7 @@ fn any_step_comes_back_with_the_same_bits_and_leaves_no_trace() {
 }
 
 #[test]
-fn a_wrong_number_in_the_ledger_is_a_repeatable_difference() {
+fn a_wrong_number_in_the_ledger_is_the_runs_own() {
     let scratch = Scratch::new();
     scratch.run(&scratch.path("run.toml"), "run", stop_after(5)).unwrap();
     forge(&scratch.path("run/ledger.jsonl"), 4, |line| {
@@ -59,12 +59,19 @@ fn a_wrong_number_in_the_ledger_is_a_repeatable_difference() {
             format!("{}{}", &text[..16], "0123456789abcdef0123456789abcdef").into();
     });
     let replayed = replay(&scratch, "run", 4);
-    assert_eq!(replayed.verdict, Verdict::Repeatable);
+    assert_eq!(replayed.verdict, Verdict::RunHit);
     assert_eq!(replayed.difference.unwrap().quantity, "gradient of micro-batch 1");
+    for words in [
+        "the run itself",
+        "the backward pass of a micro-batch was hit",
+        "gradient of micro-batch 1",
+    ] {
+        assert!(replayed.advice.contains(words), "{}", replayed.advice);
+    }
     let mut replayer = open(&scratch, "run");
     let state = replayer.state_after(3).unwrap();
     assert_eq!(replayer.leaf(&state, 0).unwrap().verdict, Verdict::SameBits);
-    assert_eq!(replayer.leaf(&state, 2).unwrap().verdict, Verdict::Repeatable);
+    assert_eq!(replayer.leaf(&state, 2).unwrap().verdict, Verdict::RunHit);
     let fault = replayer.state_after(5).map(|_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Mismatch);
     assert!(fault.to_string().contains("step 4"), "{fault}");
@@ -98,10 +105,10 @@ impl Executor for Failing {
         spec: &RunSpec,
         state: &State,
         batch: &Batch,
-        lanes: Lanes,
+        workers: Workers,
         detail: Detail,
     ) -> Result<Gradient> {
-        let mut gradient = ThisMachine.gradient(spec, state, batch, lanes, detail)?;
+        let mut gradient = ThisMachine.gradient(spec, state, batch, workers, detail)?;
         if let Some(bit) = self.wrong_bit() {
             let mut values = Vec::<f32>::try_from(gradient.tensors[3].reshape([-1])).unwrap();
             values[5] = f32::from_bits(values[5].to_bits() ^ (1 << bit));
@@ -117,9 +124,9 @@ impl Executor for Failing {
         state: &State,
         batch: &Batch,
         leaf: u64,
-        lanes: Lanes,
+        workers: Workers,
     ) -> Result<LeafSums> {
-        let mut sums = ThisMachine.leaf(spec, state, batch, leaf, lanes)?;
+        let mut sums = ThisMachine.leaf(spec, state, batch, leaf, workers)?;
         if let Some(bit) = self.wrong_bit() {
             sums.gradient ^= 1 << bit;
         }
@@ -134,7 +141,7 @@ fn a_machine_that_errs_is_told_from_one_that_is_other() {
     let cases = [
         // Wrong each time in another place; wrong each time in the same place; never wrong.
         (Failing::new(0, false), Verdict::NotRepeatable),
-        (Failing::new(0, true), Verdict::Repeatable),
+        (Failing::new(0, true), Verdict::RunHit),
         (Failing::new(usize::MAX, false), Verdict::SameBits),
     ];
     for (machine, wanted) in cases {
@@ -167,11 +174,76 @@ fn a_machine_that_errs_is_told_from_one_that_is_other() {
     let replayer = replayer.computed_by(Failing::new(0, false));
     assert_eq!(replayer.leaf(&state, 0).unwrap().verdict, Verdict::NotRecorded);
     assert_eq!(replayer.step(&mut state, Detail::Sums).unwrap().verdict, Verdict::NotRecorded);
-    for verdict in
-        [Verdict::SameBits, Verdict::Repeatable, Verdict::NotRepeatable, Verdict::NotRecorded]
-    {
-        assert!(!verdict.words().is_empty() && !verdict.advice().is_empty());
+}
+
+/// A run whose memory lost a bit of a weight, seen from a machine that computes rightly; and from one with other kernels.
+#[test]
+fn what_differs_first_decides_what_a_replay_says() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(5)).unwrap();
+    let ledger = scratch.path("run/ledger.jsonl");
+    let whole = std::fs::read(&ledger).unwrap();
+    let flip = |field: &'static str| {
+        move |line: &mut serde_json::Value| {
+            let text = line[field].as_str().unwrap().to_owned();
+            let last = if text.ends_with('0') { "1" } else { "0" };
+            line[field] = format!("{}{last}", &text[..text.len() - 1]).into();
+        }
+    };
+    let cases = [
+        ("data", Verdict::Repeatable, "other text than the run"),
+        ("gradients", Verdict::RunHit, "the addition of gradients was hit"),
+        ("weights", Verdict::RunHit, "the update of weights and moments was hit"),
+    ];
+    for (field, verdict, words) in cases {
+        std::fs::write(&ledger, &whole).unwrap();
+        forge(&ledger, 4, flip(field));
+        let replayed = replay(&scratch, "run", 4);
+        assert_eq!(replayed.verdict, verdict, "{field}");
+        assert!(replayed.advice.contains(words), "{field}: {}", replayed.advice);
+        let mut other = table();
+        other.libtorch = "another".to_owned();
+        let mut replayer =
+            Replayer::open(&scratch.path("run"), &other, Device::Cpu, Workers::new(2)).unwrap();
+        let mut state = replayer.state_after(3).unwrap();
+        let replayed = replayer.step(&mut state, Detail::Sums).unwrap();
+        assert_eq!(replayed.verdict, Verdict::Repeatable, "{field}");
+        let kernels = replayed.advice.contains("software or kernels changed since the run: ");
+        assert_eq!(kernels, field != "data", "{}", replayed.advice);
     }
+}
+
+#[test]
+fn a_store_that_moved_is_named() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(2)).unwrap();
+    std::fs::rename(scratch.path("store"), scratch.path("moved")).unwrap();
+    let open = |stores: &[std::path::PathBuf]| {
+        Replayer::open_with(&scratch.path("run"), stores, &table(), Device::Cpu, Workers::new(2))
+    };
+    assert_eq!(open(&[]).map(|_| ()).unwrap_err().class(), Class::Data);
+    let mut replayer = open(&[scratch.path("moved")]).unwrap();
+    let mut state = replayer.state_after(1).unwrap();
+    assert_eq!(replayer.step(&mut state, Detail::Sums).unwrap().verdict, Verdict::SameBits);
+    let two = [scratch.path("moved"), scratch.path("moved")];
+    assert_eq!(open(&two).map(|_| ()).unwrap_err().class(), Class::Usage);
+    scratch.write_other_store("other", ["web", "math"], 9);
+    assert_eq!(open(&[scratch.path("other")]).map(|_| ()).unwrap_err().class(), Class::Mismatch);
+}
+
+#[test]
+fn what_a_step_does_not_have_is_refused_before_anything_is_computed() {
+    let scratch = Scratch::new();
+    scratch.train("run");
+    // Without checkpoints a state would have to be computed, by a machine that errs.
+    std::fs::remove_dir_all(scratch.path("run/checkpoints")).unwrap();
+    let open = || open(&scratch, "run").computed_by(Failing::new(0, true));
+    let change = Change { drop: vec!["web-1".to_owned(), "nobody".to_owned()], lr: None };
+    let fault = imagine(&mut open(), 9..10, &change).unwrap_err();
+    assert_eq!(fault.class(), Class::Usage, "{fault}");
+    assert!(fault.to_string().contains("\"nobody\""), "{fault}");
+    assert_eq!(open().check_leaf(9, 5).unwrap_err().class(), Class::Usage);
+    open().check_leaf(9, 4).unwrap();
 }
 
 #[test]

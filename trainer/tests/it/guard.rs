@@ -4,10 +4,10 @@
 use serde_json::Value;
 use tch::Device;
 use trainer::compare::compare;
-use trainer::lanes::Lanes;
 use trainer::replay::whatif::{Change, imagine};
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
+use trainer::workers::Workers;
 
 use crate::ranks::train_with;
 use crate::same_bits::assert_same;
@@ -161,7 +161,7 @@ fn windows_survive_stops_ranks_and_replays() {
     }
     assert_same(&scratch, "whole", "two");
     let open =
-        || Replayer::open(&scratch.path("whole"), &table(), Device::Cpu, Lanes::new(2)).unwrap();
+        || Replayer::open(&scratch.path("whole"), &table(), Device::Cpu, Workers::new(2)).unwrap();
     for step in [5, SPIKE as u64, 8, 10] {
         let mut replayer = open();
         let mut state = replayer.state_after(step - 1).unwrap();

@@ -11,19 +11,19 @@ use tch::{Device, Tensor};
 use trainer::RunSpec;
 use trainer::hf::export::export;
 use trainer::hf::import::import;
-use trainer::lanes::Lanes;
 use trainer::ledger::Ledger;
 use trainer::model::{LeafInput, logits};
 use trainer::replay::{Replayer, Verdict};
 use trainer::state::State;
 use trainer::step::{self, Detail};
+use trainer::workers::Workers;
 
 use crate::support::{CURRICULUM, Scratch, stop_after, table};
 
 /// The state of `run` after `step`, exported to `hf-STEP` and taken over as `start-STEP`.
 fn through(scratch: &Scratch, step: u64) -> State {
     let path = scratch.path("run");
-    let mut replayer = Replayer::open(&path, &table(), Device::Cpu, Lanes::new(2)).unwrap();
+    let mut replayer = Replayer::open(&path, &table(), Device::Cpu, Workers::new(2)).unwrap();
     let state = replayer.state_at(step).unwrap();
     let (hf, start) = (format!("hf-{step}"), format!("start-{step}"));
     let exported = export(replayer.spec(), &state, &scratch.path(&hf)).unwrap();
@@ -55,14 +55,14 @@ fn a_run_begins_with_the_weights_of_another() {
         // What the old state would compute on the new run's first batch is what the new run wrote down.
         let spec = spec(&path);
         let batch = loader::batch(&spec.plan, &spec.data, 1, RankSlice::WHOLE).unwrap();
-        let wanted = step::gradient(&spec, &state, &batch, Lanes::new(1), Detail::Sums).unwrap();
+        let wanted = step::gradient(&spec, &state, &batch, Workers::new(1), Detail::Sums).unwrap();
         let ledger = Ledger::read(&scratch.path(&out).join("ledger.jsonl")).unwrap();
         let record = ledger.record(1).unwrap();
         let losses: Vec<u64> = wanted.leaves.iter().map(|leaf| leaf.loss.to_bits()).collect();
         let gradients: Vec<u64> = wanted.leaves.iter().map(|leaf| leaf.gradient).collect();
         assert_eq!((record.leaf_losses.0, record.leaf_gradients.0), (losses, gradients));
         let path = scratch.path(&out);
-        let replayer = Replayer::open(&path, &table(), Device::Cpu, Lanes::new(2));
+        let replayer = Replayer::open(&path, &table(), Device::Cpu, Workers::new(2));
         let mut replayer = replayer.unwrap();
         let mut state = replayer.state_after(1).unwrap();
         assert_eq!(replayer.step(&mut state, Detail::Sums).unwrap().verdict, Verdict::SameBits);
@@ -89,6 +89,13 @@ fn a_start_is_known_by_its_content_and_not_by_its_place() {
         assert_eq!(fault.class(), Class::Mismatch, "{fault}");
         assert!(fault.to_string().contains("weights at the start"), "{fault}");
     }
+    // One without a tokenizer would mean anything by its tokens.
+    fs::remove_file(scratch.path("hf-6/tokenizer.json")).unwrap();
+    import(&scratch.path("hf-6"), &scratch.path("bare")).unwrap();
+    let bare = started(&scratch, "bare.toml", "bare");
+    let fault = scratch.run(&bare, "bare-run", |_| ()).unwrap_err();
+    assert_eq!(fault.class(), Class::Usage);
+    assert!(fault.to_string().contains("without a tokenizer"), "{fault}");
     // A model that its weights do not fit.
     let edit =
         [("store =", "start = \"moved\"\nstore ="), ("hidden_size = 16", "hidden_size = 24")];
@@ -105,7 +112,7 @@ fn a_start_is_known_by_its_content_and_not_by_its_place() {
     let fault = scratch.run(&moved, "fresh", |_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Data);
     assert!(fault.to_string().contains("model.safetensors"), "{fault}");
-    let fault = Replayer::open(&scratch.path("run"), &table(), Device::Cpu, Lanes::new(1));
+    let fault = Replayer::open(&scratch.path("run"), &table(), Device::Cpu, Workers::new(1));
     let fault = fault.unwrap().state_at(99).map(|_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Usage);
 }

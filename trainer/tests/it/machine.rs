@@ -4,8 +4,8 @@ use contract::Class;
 use loader::{Opened, RankSlice};
 use tch::Device;
 use trainer::RunSpec;
-use trainer::lanes::Lanes;
 use trainer::step::{self, Detail};
+use trainer::workers::Workers;
 
 use crate::support::{Scratch, table};
 
@@ -19,10 +19,10 @@ fn a_leaf_that_cannot_be_computed_says_which_and_why() {
     let broken = spec.parameters.iter().position(|one| one.name.contains("q_proj.weight")).unwrap();
     state.weights[broken] = state.weights[broken].narrow(1, 0, 15).contiguous();
     let batch = loader::batch(&spec.plan, &spec.data, 7, RankSlice::WHOLE).unwrap();
-    for lanes in [1, 3] {
-        let lanes = Lanes::new(lanes);
-        let whole = step::gradient(&spec, &state, &batch, lanes, Detail::Sums).map(|_| ());
-        let alone = step::leaf(&spec, &state, &batch, 3, lanes).map(|_| ());
+    for workers in [1, 3] {
+        let workers = Workers::new(workers);
+        let whole = step::gradient(&spec, &state, &batch, workers, Detail::Sums).map(|_| ());
+        let alone = step::leaf(&spec, &state, &batch, 3, workers).map(|_| ());
         for (answer, place) in
             [(whole, "step 7, micro-batch 0:"), (alone, "step 7, micro-batch 3:")]
         {

@@ -10,8 +10,8 @@ use contract::{Class, Result};
 use kernels::group::{Group, Place, Store};
 use loader::Opened;
 use serde_json::Value;
-use trainer::lanes::Lanes;
 use trainer::parallel::{Schedule, owners, train_as};
+use trainer::workers::Workers;
 use trainer::{ExecOptions, Outcome, RunSpec};
 
 use crate::same_bits::assert_same;
@@ -44,9 +44,9 @@ fn train_on(
         let (host, name) = ("127.0.0.1".to_owned(), "test/".to_owned());
         let (interface, node) = (String::new(), nodes[rank as usize].clone());
         let place = Place { rank, world, host, port, rank_0_serves: false, name, interface, node };
-        let group = Group::open(&place, PATIENCE).unwrap();
+        let group = Group::open(&place, PATIENCE, &|_| ()).unwrap();
         let mut exec = ExecOptions::new(scratch.path(out));
-        (exec.progress, exec.checkpoint_every, exec.lanes) = (false, 3, Lanes::new(1));
+        (exec.progress, exec.checkpoint_every, exec.workers) = (false, 3, Workers::new(1));
         change(rank, &mut exec);
         train_as(&Opened::open(&scratch.path("run.toml"))?, &exec, &table, &group)
     };
@@ -66,7 +66,7 @@ fn any_number_of_ranks_writes_one_ledger() {
         for schedule in [Schedule::Subtree, Schedule::Streaming] {
             let out = format!("ranks-{machines:?}-{}", schedule.name());
             let outcomes = train_on(&scratch, &out, machines, |rank, exec| {
-                (exec.lanes, exec.schedule) = (Lanes::new(1 + rank as usize % 3), schedule);
+                (exec.workers, exec.schedule) = (Workers::new(1 + rank as usize % 3), schedule);
             });
             for outcome in outcomes {
                 assert_eq!(outcome.unwrap(), alone, "{out}");
@@ -209,6 +209,7 @@ fn ranks_that_do_not_agree_are_refused() {
         let fault = outcome.unwrap_err();
         assert_eq!(fault.class(), Class::Mismatch);
         assert!(fault.to_string().contains("rank 1 has another command line"), "{fault}");
+        assert!(fault.to_string().contains("--checkpoint-every 4"), "{fault}");
     }
     assert!(start.elapsed() < PATIENCE);
 }

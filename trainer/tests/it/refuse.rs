@@ -4,6 +4,9 @@ use std::fs::{self, OpenOptions};
 
 use contract::Class;
 use loader::Opened;
+use tch::Device;
+use trainer::replay::Replayer;
+use trainer::workers::Workers;
 use trainer::{ExecOptions, train};
 
 use crate::support::{CURRICULUM, Scratch, stop_after, table};
@@ -40,6 +43,40 @@ fn an_edit_is_refused_from_the_step_that_it_changes_on() {
     );
 }
 
+/// Both files that a person can edit say the same, and the ledger says otherwise.
+#[test]
+fn the_runs_own_curriculum_is_held_against_the_ledger() {
+    let scratch = Scratch::new();
+    let path = scratch.path("run.toml");
+    scratch.run(&path, "run", stop_after(7)).unwrap();
+    let own = scratch.path("run/run.toml");
+    let whole = fs::read_to_string(&own).unwrap();
+    let edits = [
+        (("lr = 1e-2", "lr = 2e-2"), ("lr = 0.01", "lr = 0.02"), "optimizer.lr"),
+        (("seed = 11", "seed = 12"), ("seed = 11", "seed = 12"), "seed"),
+        (
+            ("weight_decay = 0.1", "weight_decay = 0.2"),
+            ("weight_decay = 0.1", "weight_decay = 0.2"),
+            "weight_decay",
+        ),
+    ];
+    for ((from, to), (own_from, own_to), key) in edits {
+        scratch.edited("run.toml", &[(from, to)]);
+        assert!(whole.contains(own_from), "{whole}");
+        fs::write(&own, whole.replace(own_from, own_to)).unwrap();
+        let fault = scratch.run(&path, "run", |_| ()).unwrap_err();
+        assert_eq!(fault.class(), Class::Usage, "{fault}");
+        assert!(fault.to_string().contains(key) && fault.to_string().contains("ledger"), "{fault}");
+        let replayer = Replayer::open(&scratch.path("run"), &table(), Device::Cpu, Workers::new(2));
+        let fault = replayer.map(|_| ()).unwrap_err();
+        assert_eq!(fault.class(), Class::Mismatch, "{fault}");
+        assert!(fault.to_string().contains(key), "{fault}");
+    }
+    scratch.write("run.toml", CURRICULUM);
+    fs::write(&own, whole).unwrap();
+    scratch.train("run");
+}
+
 #[test]
 fn a_store_that_changed_is_refused() {
     let scratch = Scratch::new();
@@ -74,6 +111,18 @@ fn another_kernel_table_is_refused_by_name() {
     let text = fault.to_string();
     assert!(text.contains("cpu_capability") && text.contains("AVX2"), "{fault}");
     assert!(text.contains(&table().cpu_capability), "{fault}");
+}
+
+#[test]
+fn what_does_not_fit_into_memory_is_refused_with_the_numbers() {
+    let scratch = Scratch::new();
+    let little = |exec: &mut ExecOptions| exec.memory = 100 << 10;
+    let fault = scratch.run(&scratch.path("run.toml"), "run", little).unwrap_err();
+    assert_eq!(fault.class(), Class::Machine, "{fault}");
+    for word in ["more memory than the machine has", "weights", "moments", "phase \"short\""] {
+        assert!(fault.to_string().contains(word), "{fault}");
+    }
+    assert!(!scratch.path("run").exists(), "nothing was begun");
 }
 
 #[test]
@@ -157,6 +206,7 @@ fn a_model_that_cannot_be_is_refused_with_its_key() {
         ),
         (("micro_batch = 1", "micro_batch = 1\nmodel = { hidden_size = 32 }"), "parameters"),
         (("micro_batch = 1", "micro_batch = 1\nmodel = { rope_theta = -1.0 }"), "rope_theta"),
+        (("num_experts = 3", "num_experts = 3\nmax_position_embeddings = 63"), "at most 63"),
     ];
     for ((from, to), word) in cases {
         let path = scratch.edited("bad.toml", &[(from, to)]);
@@ -164,6 +214,7 @@ fn a_model_that_cannot_be_is_refused_with_its_key() {
         assert_eq!(fault.class(), Class::Usage, "{fault}");
         assert!(fault.to_string().contains(word), "{fault}");
         assert!(fault.to_string().contains("bad.toml:"), "{fault}");
+        assert!(!scratch.path("run").exists(), "{word}: nothing was begun");
     }
     let path = scratch.edited(
         "good.toml",

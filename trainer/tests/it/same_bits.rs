@@ -1,11 +1,11 @@
-//! Fear: that lanes, threads, stops or kills leave a trace in the bits.
+//! Fear: that workers, threads, stops or kills leave a trace in the bits.
 
 use std::fs;
 
 use loader::PrefetchOptions;
 use trainer::checkpoint::{Retention, RingOptions};
 
-use crate::support::{Scratch, lanes, stop_after};
+use crate::support::{Scratch, stop_after, workers};
 
 /// Asserts that two runs left the same ledger and the same last checkpoint.
 #[track_caller]
@@ -20,7 +20,7 @@ pub(crate) fn assert_same(scratch: &Scratch, a: &str, b: &str) {
 }
 
 #[test]
-fn lanes_and_loader_threads_do_not_show() {
+fn workers_and_loader_threads_do_not_show() {
     let scratch = Scratch::new();
     scratch.train("plain");
     for (index, (count, threads, depth)) in
@@ -29,7 +29,7 @@ fn lanes_and_loader_threads_do_not_show() {
         let out = format!("other-{index}");
         let options = PrefetchOptions { threads, depth };
         let change = |exec: &mut trainer::ExecOptions| {
-            lanes(count)(exec);
+            workers(count)(exec);
             exec.prefetch = options;
         };
         scratch.run(&scratch.path("run.toml"), &out, change).unwrap();

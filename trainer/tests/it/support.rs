@@ -12,7 +12,7 @@ use store::open::{commit, stream_folder};
 use store::write::{ShardWriter, StreamHead};
 use store::{DocumentRecord, FORMAT, InputRecord, Manifest, SourceRecord, Split, StreamRecord};
 use tempfile::TempDir;
-use trainer::lanes::Lanes;
+use trainer::workers::Workers;
 use trainer::{ExecOptions, Outcome, train};
 
 use crate::folder::tree;
@@ -114,8 +114,8 @@ pub(crate) fn table() -> KernelTable {
     runtime::start(&RuntimeOptions { device: "cpu".to_owned() }).unwrap()
 }
 
-pub(crate) fn lanes(count: usize) -> impl Fn(&mut ExecOptions) {
-    move |exec| exec.lanes = Lanes::new(count)
+pub(crate) fn workers(count: usize) -> impl Fn(&mut ExecOptions) {
+    move |exec| exec.workers = Workers::new(count)
 }
 
 pub(crate) fn stop_after(step: u64) -> impl Fn(&mut ExecOptions) {

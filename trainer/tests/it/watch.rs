@@ -6,15 +6,15 @@ use std::fs;
 use loader::{Opened, validation};
 use tch::{Device, Tensor};
 use trainer::RunSpec;
-use trainer::lanes::Lanes;
 use trainer::ledger::Ledger;
 use trainer::model::{LeafInput, leaf};
 use trainer::replay::Replayer;
 use trainer::step::Detail;
 use trainer::validate::Validation;
+use trainer::workers::Workers;
 
 use crate::ranks::train_with;
-use crate::support::{Scratch, lanes, stop_after, table};
+use crate::support::{Scratch, stop_after, table, workers};
 
 /// One number of a curve.
 #[derive(Debug, PartialEq)]
@@ -144,7 +144,7 @@ fn losses_by_source_are_those_of_its_documents() {
     let points = curves(&scratch, "run");
     let path = scratch.path("run");
     for step in [2, 8] {
-        let mut replayer = Replayer::open(&path, &table(), Device::Cpu, Lanes::new(2)).unwrap();
+        let mut replayer = Replayer::open(&path, &table(), Device::Cpu, Workers::new(2)).unwrap();
         let mut state = replayer.state_after(step - 1).unwrap();
         let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
         for source in ["web", "math"] {
@@ -186,7 +186,7 @@ fn the_loss_on_held_out_text_is_a_function_of_the_state() {
     let scratch = Scratch::new();
     let change = |count: usize, last: Option<u64>| {
         move |exec: &mut trainer::ExecOptions| {
-            lanes(count)(exec);
+            workers(count)(exec);
             exec.validation = Validation { every: 4, windows: 100 };
             exec.stop_after = last;
         }
@@ -195,7 +195,7 @@ fn the_loss_on_held_out_text_is_a_function_of_the_state() {
     let found = validations(&scratch, "run");
     let steps: Vec<u64> = found.keys().map(|(step, _)| *step).collect();
     assert_eq!(steps, [4, 4, 4, 8, 8, 8, 10, 10, 10]);
-    // Lanes and stops do not show; a stop only adds a look at the step it stops after.
+    // Workers and stops do not show; a stop only adds a look at the step it stops after.
     scratch.run(&scratch.path("run.toml"), "parts", change(1, Some(5))).unwrap();
     fs::remove_dir_all(scratch.path("parts/checkpoints/step-5")).unwrap();
     scratch.run(&scratch.path("run.toml"), "parts", change(3, None)).unwrap();
@@ -217,7 +217,7 @@ fn the_loss_on_held_out_text_is_a_function_of_the_state() {
 fn brute_force(scratch: &Scratch, found: &BTreeMap<(u64, String), (String, u64, f64)>) {
     let spec = RunSpec::new(&Opened::open(&scratch.path("run.toml")).unwrap()).unwrap();
     let path = scratch.path("run");
-    let replayer = Replayer::open(&path, &table(), Device::Cpu, Lanes::new(2));
+    let replayer = Replayer::open(&path, &table(), Device::Cpu, Workers::new(2));
     let state = replayer.unwrap().state_at(8).unwrap();
     let bias = |layer: &trainer::optim::balance::Balance| Tensor::from_slice(&layer.bias);
     let biases: Vec<Tensor> = state.balance.iter().map(bias).collect();
@@ -257,11 +257,11 @@ fn few_windows_are_spread_and_never_twice() {
     scratch.train("run");
     let spec = RunSpec::new(&Opened::open(&scratch.path("run.toml")).unwrap()).unwrap();
     let path = scratch.path("run");
-    let replayer = Replayer::open(&path, &table(), Device::Cpu, Lanes::new(2));
+    let replayer = Replayer::open(&path, &table(), Device::Cpu, Workers::new(2));
     let state = replayer.unwrap().state_at(3).unwrap();
     let take = |windows| {
         let validation = Validation { every: 1, windows };
-        validation.take(&spec, 3, &state.weights, &state.balance, Lanes::new(2)).unwrap()
+        validation.take(&spec, 3, &state.weights, &state.balance, Workers::new(2)).unwrap()
     };
     let whole = take(1000);
     let labels: Vec<u64> = (1..=20).map(|windows| take(windows)[0].labels).collect();

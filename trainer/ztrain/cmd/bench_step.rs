@@ -39,7 +39,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let launched = args.ranks.launched()?;
     let (device, runtime) = args.speed.start(launched.as_ref())?;
     let spec = RunSpec::new(&Opened::open(&args.curriculum)?)?;
-    let lanes = args.speed.lanes(launched.as_ref());
+    let workers = args.speed.workers(launched.as_ref());
     let group = launched.as_ref().map(|launched| args.ranks.meet(launched, &Arc::default()));
     let group = group.transpose()?;
     if let Some(group) = &group {
@@ -47,7 +47,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     }
     let (schedule, flat) = args.ranks.ways();
     let team = group.as_ref().map(|group| Team::new(group, schedule, flat)).transpose()?;
-    let table = step(&spec, device, lanes, args.steps, team.as_ref())?;
+    let table = step(&spec, device, workers, args.steps, team.as_ref())?;
     if let Some(group) = &group {
         group.barrier("the end").map_err(lost)?;
         if group.rank() > 0 {
@@ -71,17 +71,17 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
 
 fn print_table(table: &StepTable) {
     let steps = table.steps as f64;
-    let all = table.seconds * table.lanes as f64;
+    let all = table.seconds * table.workers as f64;
     println!(
-        "{} steps of {} tokens on {} ranks of {} lanes: {:.3} s a step, {:.0} tokens/s",
+        "{} steps of {} tokens on {} ranks of {} workers: {:.3} s a step, {:.0} tokens/s",
         table.steps,
         table.tokens / table.steps,
         table.ranks,
-        table.lanes,
+        table.workers,
         table.seconds / steps,
         table.rate()
     );
-    println!("{:>10} {:>7}  part (lane time of a step, of rank 0)", "ms", "share");
+    println!("{:>10} {:>7}  part (worker time of a step, of rank 0)", "ms", "share");
     let line = |name: &str, seconds: f64| {
         let (time, share) = (1e3 * seconds / steps, 100.0 * seconds / all);
         println!("{time:>10.2} {share:>6.1}%  {name}");

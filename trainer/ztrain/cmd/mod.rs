@@ -16,9 +16,9 @@ use contract::{Fault, Result};
 use kernels::device;
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
 use tch::Device;
-use trainer::lanes::Lanes;
 use trainer::model::Keep;
 use trainer::parallel::launch::Launched;
+use trainer::workers::Workers;
 
 /// Flags that only decide speed and place; no value of them can change a bit.
 #[derive(clap::Args)]
@@ -29,6 +29,9 @@ pub(crate) struct Speed {
     pub(crate) device: String,
     /// Micro-batches computed at once, one math thread each [default: the cores, shared among the ranks here].
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
+    pub(crate) workers: Option<usize>,
+    /// What --workers was called.
+    #[arg(long, value_name = "N", hide = true, value_parser = called_workers)]
     pub(crate) lanes: Option<usize>,
     /// Keep only what enters each layer until its backward pass, and compute the rest again: less memory, more time.
     #[arg(long)]
@@ -46,6 +49,7 @@ impl Speed {
     pub(crate) fn on(device: &str) -> Self {
         Speed {
             device: device.to_owned(),
+            workers: None,
             lanes: None,
             recompute: false,
             loader_threads: 1,
@@ -53,12 +57,12 @@ impl Speed {
         }
     }
 
-    /// The lanes asked for, else the cores of the machine, shared among the ranks on it.
-    pub(crate) fn lanes(&self, launched: Option<&Launched>) -> Lanes {
+    /// The workers asked for, else the cores of the machine, shared among the ranks on it.
+    pub(crate) fn workers(&self, launched: Option<&Launched>) -> Workers {
         let ranks = launched.map_or(1, |launched| launched.local_world.max(1));
-        let shared = || Lanes::new(Lanes::available().count() / ranks as usize);
+        let shared = || Workers::new(Workers::available().count() / ranks as usize);
         let keep = if self.recompute { Keep::LayerInputs } else { Keep::Everything };
-        self.lanes.map_or_else(shared, Lanes::new).keeping(keep)
+        self.workers.or(self.lanes).map_or_else(shared, Workers::new).keeping(keep)
     }
 
     /// Puts the determinism switches in force, then opens the device. Each rank on a machine takes one of its own.
@@ -74,6 +78,11 @@ impl Speed {
         let device = device::open(&name).map_err(|error| machine(&name, &error))?;
         Ok((device, table))
     }
+}
+
+/// Refuses the old name of a flag.
+fn called_workers(_: &str) -> std::result::Result<usize, &'static str> {
+    Err("this flag is called --workers now")
 }
 
 /// A flag's number above zero.

@@ -20,6 +20,9 @@ pub(crate) struct Args {
     /// The run's folder; nothing in it is written.
     #[arg(long, value_name = "RUN")]
     run: PathBuf,
+    /// Where a store is now, if it was moved; once for each store of the run, in the order of its run.toml.
+    #[arg(long, value_name = "STORE")]
+    store: Vec<PathBuf>,
     /// The step to compute again.
     #[arg(long, value_name = "N", required_unless_present = "steps", conflicts_with = "steps")]
     #[arg(value_parser = clap::value_parser!(u64).range(1..))]
@@ -50,7 +53,8 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let steps = steps(&args)?;
     let (device, table) = args.speed.start(None)?;
-    let mut replayer = Replayer::open(&args.run, &table, device, args.speed.lanes(None))?;
+    let workers = args.speed.workers(None);
+    let mut replayer = Replayer::open_with(&args.run, &args.store, &table, device, workers)?;
     if let Some(kernels) = &replayer.kernels {
         eprintln!("note: {kernels}");
     }
@@ -60,6 +64,9 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             .at(if args.steps.is_some() { "--steps" } else { "--step" })
             .found(steps.end - 1)
             .wanted(format!("1 to {last}")));
+    }
+    if let Some(leaf) = args.micro_batch {
+        replayer.check_leaf(steps.start, leaf)?;
     }
     let change = Change { drop: args.drop_doc.clone(), lr: args.lr };
     if change.is_some() {
@@ -115,7 +122,9 @@ fn exit_code(replayed: &Replayed) -> u8 {
     match replayed.verdict {
         _ if replayed.diverged.is_some() => Class::Diverged.exit_code(),
         Verdict::SameBits | Verdict::NotRecorded => 0,
-        Verdict::Repeatable | Verdict::NotRepeatable => Class::Mismatch.exit_code(),
+        Verdict::Repeatable | Verdict::RunHit | Verdict::NotRepeatable => {
+            Class::Mismatch.exit_code()
+        }
     }
 }
 
@@ -152,7 +161,7 @@ fn print_replayed(args: &Args, replayed: &Replayed, alone: bool) {
             record.state
         );
     }
-    println!("  {}", replayed.verdict.advice());
+    println!("  {}", replayed.advice);
     if alone {
         print_documents(&replayed.documents, args.top);
     }
@@ -190,7 +199,11 @@ fn print_imagined(change: &Change, imagined: &[Imagined], json: bool) {
         );
         return;
     }
-    println!("WHAT IF, not a replay: dropped {:?}, lr {:?}", change.drop, change.lr);
+    let dropped: Vec<String> =
+        change.drop.iter().map(|id| format!("without document {id:?}")).collect();
+    let rate = change.lr.map(|lr| format!("with learning rate {lr:e}"));
+    let changes: Vec<String> = dropped.into_iter().chain(rate).collect();
+    println!("WHAT IF, not a replay: {}", changes.join(", "));
     println!(
         "{:>8} {:>14} {:>14} {:>12} {:>12} {:>8}",
         "step", "loss was", "would be", "norm was", "would be", "dropped"

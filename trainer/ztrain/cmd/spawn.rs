@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use contract::{Class, Fault, Result};
 use kernels::group::{self, Group, Store, Transport};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 use trainer::parallel::launch::{self, Launched};
 use trainer::parallel::{Schedule, lost};
@@ -26,7 +26,7 @@ const LOOK: Duration = Duration::from_millis(10);
 /// What the other ranks get to say what happened, once one has failed.
 const GRACE: Duration = Duration::from_secs(3);
 
-/// Processes start one after the other: however short the patience later, the first meeting gets this much.
+/// However short the patience later, the first meeting of the ranks that we start gets this much.
 const START: Duration = Duration::from_secs(60);
 
 /// Flags about ranks.
@@ -129,8 +129,10 @@ impl Ranks {
         if launched_us() {
             follow_launcher(Arc::clone(stop));
         }
-        let timeout = START.max(self.rank_timeout);
-        let mut group = Group::open(&launched.place, timeout).map_err(lost)?;
+        // Our own launcher knows its processes, which start one after the other.
+        let timeout = if launched_us() { START.max(self.rank_timeout) } else { self.rank_timeout };
+        let mut group =
+            Group::open(&launched.place, timeout, &|word| eprintln!("{word}")).map_err(lost)?;
         group.wait_at_most(self.rank_timeout);
         Ok(group)
     }
@@ -158,7 +160,7 @@ fn follow_launcher(stop: Arc<AtomicBool>) {
 pub(crate) fn ranks(count: u32) -> Result<u8> {
     let store = Store::serve("127.0.0.1", 0, "launcher/", START).map_err(lost)?;
     let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
+    for signal in [SIGINT, SIGTERM, SIGHUP] {
         flag::register_conditional_shutdown(signal, 130, Arc::clone(&stop))
             .and_then(|_| flag::register(signal, Arc::clone(&stop)))
             .map_err(|error| Fault::machine(format!("cannot listen to signals: {error}")))?;

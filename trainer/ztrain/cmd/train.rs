@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use contract::{Fault, Result};
 use loader::{Opened, PrefetchOptions};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 use tch::Device;
 use trainer::checkpoint::{Retention, RingOptions};
@@ -38,6 +38,9 @@ pub(crate) struct Args {
     /// Where checkpoints lie, a folder or s3://bucket/key [default: in the run's folder; it remembers].
     #[arg(long, value_name = "PLACE")]
     checkpoints: Option<PathBuf>,
+    /// Compute every step again from the first where no checkpoint can be used; each is held against the ledger.
+    #[arg(long)]
+    restart: bool,
     /// States kept in memory: when a loss jumps, the one before it is written down for `ztrain replay`.
     #[arg(long, value_name = "COUNT", default_value_t = 0)]
     ring: usize,
@@ -120,7 +123,7 @@ fn options(
 ) -> ExecOptions {
     let mut exec = ExecOptions::new(args.out.clone().unwrap_or_else(|| default_folder(curriculum)));
     exec.device = device;
-    exec.lanes = args.speed.lanes(launched);
+    exec.workers = args.speed.workers(launched);
     exec.prefetch =
         PrefetchOptions { threads: args.speed.loader_threads, depth: args.speed.prefetch };
     (exec.schedule, exec.flat) = args.ranks.ways();
@@ -129,15 +132,16 @@ fn options(
     exec.retention = Retention { newest: args.keep as usize, every: args.keep_every };
     exec.checkpoints.clone_from(&args.checkpoints);
     exec.ring = RingOptions { states: args.ring, every: args.ring_every, spike: args.ring_spike };
+    exec.restart = args.restart;
     exec.stop_after = args.stop_after;
     exec.progress = !args.quiet;
     exec.validation = Validation { every: args.validate_every, windows: args.validate_windows };
     exec
 }
 
-/// The first SIGINT or SIGTERM lets the step at hand end and be kept; the second one ends the process.
+/// The first SIGINT, SIGTERM or SIGHUP lets the step at hand end and be kept; the second one ends the process.
 fn listen(exec: &ExecOptions) -> Result<()> {
-    for signal in [SIGINT, SIGTERM] {
+    for signal in [SIGINT, SIGTERM, SIGHUP] {
         flag::register_conditional_shutdown(signal, 130, Arc::clone(&exec.stop))
             .and_then(|_| flag::register(signal, Arc::clone(&exec.stop)))
             .map_err(|error| Fault::machine(format!("cannot listen to signals: {error}")))?;

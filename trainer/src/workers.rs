@@ -1,7 +1,7 @@
-//! Lanes: how more than one core works on a step without changing a bit of it.
+//! Workers: how more than one core works on a step without changing a bit of it.
 //!
-//! A lane computes whole items (a leaf, a matrix of the optimizer) with one math thread; results are taken in item
-//! order, whatever lane finished first. So the number of lanes decides only speed.
+//! A worker computes whole items (a leaf, a matrix of the optimizer) with one math thread; results are taken in item
+//! order, whatever worker finished first. So the number of workers decides only speed.
 //!
 //! Invariant: the only threads that compute weights, gradients or losses are started here.
 
@@ -15,36 +15,36 @@ use kernels::runtime;
 use crate::model::Keep;
 use crate::refusal::{self, caught};
 
-/// A number of lanes, at least one, and what each keeps of a leaf between its passes.
+/// A number of workers, at least one, and what each keeps of a leaf between its passes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Lanes {
+pub struct Workers {
     count: usize,
     keep: Keep,
 }
 
-/// What the lanes of one fold share.
+/// What the workers of one fold share.
 struct Shared<T> {
-    /// The next item that no lane has begun.
+    /// The next item that no worker has begun.
     begin: u64,
     /// The next item to be taken; everything before it has been.
     take: u64,
     /// Finished items that wait for their turn.
     waiting: BTreeMap<u64, Result<T>>,
-    /// Whether a lane is taking items now.
+    /// Whether a worker is taking items now.
     taking: bool,
     /// The first failure in item order; nothing after it is taken.
     failure: Option<Fault>,
 }
 
-impl Lanes {
-    /// `count` lanes that keep every activation.
+impl Workers {
+    /// `count` workers that keep every activation.
     pub fn new(count: usize) -> Self {
-        Lanes { count: count.max(1), keep: Keep::Everything }
+        Workers { count: count.max(1), keep: Keep::Everything }
     }
 
-    /// The same lanes, keeping of a leaf what `keep` says.
+    /// The same workers, keeping of a leaf what `keep` says.
     pub fn keeping(self, keep: Keep) -> Self {
-        Lanes { keep, ..self }
+        Workers { keep, ..self }
     }
 
     /// What a leaf keeps between its passes.
@@ -52,9 +52,9 @@ impl Lanes {
         self.keep
     }
 
-    /// One lane for each core of the machine.
+    /// One worker for each core of the machine.
     pub fn available() -> Self {
-        Lanes::new(thread::available_parallelism().map_or(1, usize::from))
+        Workers::new(thread::available_parallelism().map_or(1, usize::from))
     }
 
     /// How many.
@@ -62,9 +62,9 @@ impl Lanes {
         self.count
     }
 
-    /// Computes `work(0)`, `work(1)`, ... `work(items - 1)` on the lanes and hands each result to `take`, in order.
+    /// Computes `work(0)`, `work(1)`, ... `work(items - 1)` on the workers and hands each result to `take`, in order.
     ///
-    /// At most one result more than there are lanes exists at a time, so that memory does not depend on `items`. On
+    /// At most one result more than there are workers exists at a time, so that memory does not depend on `items`. On
     /// failure the first one in item order is returned, and nothing from it on has been taken.
     pub fn fold<T: Send>(
         self,
@@ -75,7 +75,7 @@ impl Lanes {
         self.fold_ahead(items, self.count as u64 + 1, work, take)
     }
 
-    /// As [`Lanes::fold`], with up to `ahead` results at a time.
+    /// As [`Workers::fold`], with up to `ahead` results at a time.
     fn fold_ahead<T: Send>(
         self,
         items: u64,
@@ -86,7 +86,7 @@ impl Lanes {
         let (waiting, failure) = (BTreeMap::new(), None);
         let shared = Mutex::new(Shared { begin: 0, take: 0, waiting, taking: false, failure });
         let (moved, take) = (Condvar::new(), Mutex::new(take));
-        let lane = || {
+        let worker = || {
             runtime::enter_thread().map_err(machine)?;
             while let Some(item) = begin_next(&shared, &moved, items, ahead) {
                 let result = caught(|| work(item));
@@ -94,12 +94,12 @@ impl Lanes {
             }
             Ok(())
         };
-        self.run(items, lane)?;
+        self.run(items, worker)?;
         let shared = shared.into_inner().unwrap_or_else(PoisonError::into_inner);
         shared.failure.map_or(Ok(()), Err)
     }
 
-    /// Computes `work` for every item on the lanes; the results come in item order.
+    /// Computes `work` for every item on the workers; the results come in item order.
     pub fn map<I: Send, T: Send>(
         self,
         items: Vec<I>,
@@ -111,9 +111,9 @@ impl Lanes {
         let mut results = Vec::with_capacity(slots.len());
         let once = |index: u64| match lock(&slots[index as usize]).take() {
             Some(item) => work(item),
-            None => Err(Fault::bug("an item was handed to two lanes")),
+            None => Err(Fault::bug("an item was handed to two workers")),
         };
-        // All results are kept anyway: no lane waits for a slow item that others have overtaken.
+        // All results are kept anyway: no worker waits for a slow item that others have overtaken.
         self.fold_ahead(count, count, once, |_, result| {
             results.push(result);
             Ok(())
@@ -121,15 +121,15 @@ impl Lanes {
         Ok(results)
     }
 
-    /// Runs `lane` on every lane that finds an item. Even a single one has a thread of its own, so that it computes under
+    /// Runs `worker` on every worker that finds an item. Even a single one has a thread of its own, so that it computes under
     /// the same conditions as many do.
-    fn run(self, items: u64, lane: impl Fn() -> Result<()> + Sync) -> Result<()> {
+    fn run(self, items: u64, worker: impl Fn() -> Result<()> + Sync) -> Result<()> {
         let none = |error: std::io::Error| {
-            Fault::machine(format!("cannot start a thread for a lane: {error}"))
-                .hint("give fewer with --lanes, or raise `ulimit -u`")
+            Fault::machine(format!("cannot start a thread for a worker: {error}"))
+                .hint("give fewer with --workers, or raise `ulimit -u`")
         };
         thread::scope(|scope| {
-            let start = |_| thread::Builder::new().spawn_scoped(scope, &lane).map_err(none);
+            let start = |_| thread::Builder::new().spawn_scoped(scope, &worker).map_err(none);
             let handles: Vec<_> = (0..(self.count as u64).min(items)).map(start).collect();
             let join = |handle: Result<thread::ScopedJoinHandle<'_, Result<()>>>| {
                 handle?.join().unwrap_or_else(|panic| Err(refusal::fault(&*panic)))
@@ -145,7 +145,7 @@ fn machine(error: kernels::Error) -> Fault {
     Fault::machine(error.to_string())
 }
 
-/// The next item for a lane, once it is close enough to the one that is taken next.
+/// The next item for a worker, once it is close enough to the one that is taken next.
 fn begin_next<T>(
     shared: &Mutex<Shared<T>>,
     moved: &Condvar,
@@ -165,7 +165,7 @@ fn begin_next<T>(
     }
 }
 
-/// Puts a result in its place, then takes every result whose turn has come, unless another lane is doing so.
+/// Puts a result in its place, then takes every result whose turn has come, unless another worker is doing so.
 fn deliver<T>(
     shared: &Mutex<Shared<T>>,
     moved: &Condvar,
@@ -189,7 +189,7 @@ fn deliver<T>(
     }
 }
 
-/// A lane that panicked has already failed the whole fold; its lock is no second failure.
+/// A worker that panicked has already failed the whole fold; its lock is no second failure.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -206,8 +206,8 @@ mod tests {
 
         #[test]
         fn results_come_in_order_and_never_pile_up(
-            // A thread for each lane, found work or not, would end the process.
-            lanes in prop_oneof![1usize..6, Just(1_000_000)],
+            // A thread for each worker, found work or not, would end the process.
+            workers in prop_oneof![1usize..6, Just(1_000_000)],
             naps in prop::collection::vec(0u64..3, 0..40),
         ) {
             let alive = AtomicU64::new(0);
@@ -223,15 +223,15 @@ mod tests {
                 seen.push((item, value));
                 Ok(())
             };
-            Lanes::new(lanes).fold(naps.len() as u64, work, take).unwrap();
+            Workers::new(workers).fold(naps.len() as u64, work, take).unwrap();
             let wanted: Vec<_> = (0..naps.len() as u64).map(|item| (item, item * item)).collect();
             prop_assert_eq!(seen, wanted);
-            prop_assert!(most.into_inner() <= lanes.min(naps.len()) as u64 + 1);
+            prop_assert!(most.into_inner() <= workers.min(naps.len()) as u64 + 1);
         }
 
         #[test]
         fn the_first_failure_in_item_order_wins(
-            lanes in 1usize..6,
+            workers in 1usize..6,
             bad in prop::collection::btree_set(0u64..30, 1..5),
         ) {
             let mut taken = 0;
@@ -240,7 +240,7 @@ mod tests {
                 if bad.contains(&item) { Err(Fault::data(format!("item {item}"))) } else { Ok(item) }
             };
             let take = |_, _| { taken += 1; Ok(()) };
-            let fault = Lanes::new(lanes).fold(30, work, take).unwrap_err();
+            let fault = Workers::new(workers).fold(30, work, take).unwrap_err();
             let first = *bad.first().unwrap();
             prop_assert_eq!(fault, Fault::data(format!("item {first}")));
             prop_assert_eq!(taken, first);
@@ -249,9 +249,9 @@ mod tests {
 
     #[test]
     fn a_panic_is_a_bug_with_its_message_and_does_not_hang() {
-        for lanes in [1, 3] {
+        for workers in [1, 3] {
             let work = |item| if item == 5 { panic!("item {item} broke") } else { Ok(item) };
-            let fault = Lanes::new(lanes).map((0..50).collect(), work).unwrap_err();
+            let fault = Workers::new(workers).map((0..50).collect(), work).unwrap_err();
             assert_eq!(fault.class(), contract::Class::Bug);
             assert!(fault.to_string().contains("item 5 broke"), "{fault}");
         }

@@ -1,0 +1,123 @@
+//! What the mathematics library of this machine answers, as a digest: libtorch computes with it, no release stands in any
+//! table of ours, and a library of another release, or one that is put before it, changes bits without a word.
+//!
+//! Asked are the C library's functions themselves, and libtorch's operators that are made of them, in vectors and in the rests
+//! of vectors, over one set of inputs.
+
+#![expect(unsafe_code, reason = "calls the C library's functions, as libtorch does")]
+
+use tch::{Kind, TchError, Tensor};
+
+use crate::checksum;
+
+unsafe extern "C" {
+    safe fn expf(x: f32) -> f32;
+    safe fn exp2f(x: f32) -> f32;
+    safe fn expm1f(x: f32) -> f32;
+    safe fn logf(x: f32) -> f32;
+    safe fn log2f(x: f32) -> f32;
+    safe fn log1pf(x: f32) -> f32;
+    safe fn powf(x: f32, y: f32) -> f32;
+    safe fn sinf(x: f32) -> f32;
+    safe fn cosf(x: f32) -> f32;
+    safe fn tanhf(x: f32) -> f32;
+    safe fn erff(x: f32) -> f32;
+    safe fn exp(x: f64) -> f64;
+    safe fn expm1(x: f64) -> f64;
+    safe fn log(x: f64) -> f64;
+    safe fn log1p(x: f64) -> f64;
+    safe fn pow(x: f64, y: f64) -> f64;
+    safe fn sin(x: f64) -> f64;
+    safe fn cos(x: f64) -> f64;
+    safe fn tanh(x: f64) -> f64;
+    safe fn erf(x: f64) -> f64;
+}
+
+/// Numbers of a set: no multiple of a vector, so that every operator has a rest.
+const COUNT: i64 = 2053;
+
+/// The digest of all answers, in hexadecimal digits.
+pub(crate) fn digest() -> Result<String, TchError> {
+    let (small, large) = inputs();
+    let mut sum = 0u64;
+    let mut number = 0u64;
+    let mut take = |answers: &Tensor| {
+        number += 1;
+        sum = sum.wrapping_add(checksum::tensor(answers, number));
+    };
+    let singles: [fn(f32) -> f32; 10] =
+        [expf, exp2f, expm1f, sinf, cosf, tanhf, erff, logf, log2f, log1pf];
+    for (index, function) in singles.into_iter().enumerate() {
+        // A logarithm is asked of what has one.
+        let inputs = if index < 7 { &small } else { &large };
+        let answers: Vec<f32> = inputs.iter().map(|x| function(*x as f32)).collect();
+        take(&Tensor::from_slice(&answers));
+    }
+    let doubles: [fn(f64) -> f64; 8] = [exp, expm1, sin, cos, tanh, erf, log, log1p];
+    for (index, function) in doubles.into_iter().enumerate() {
+        let inputs = if index < 6 { &small } else { &large };
+        let answers: Vec<f64> = inputs.iter().map(|x| function(*x)).collect();
+        take(&Tensor::from_slice(&answers));
+    }
+    let both = || large.iter().zip(&small);
+    let powers: Vec<f32> = both().map(|(x, y)| powf(*x as f32, *y as f32 / 32.0)).collect();
+    take(&Tensor::from_slice(&powers));
+    let powers: Vec<f64> = both().map(|(x, y)| pow(*x, *y / 32.0)).collect();
+    take(&Tensor::from_slice(&powers));
+    for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
+        let of = |values: &[f64]| Tensor::from_slice(values).to_kind(kind);
+        operators(&of(&small), &of(&large), kind)?.iter().for_each(&mut take);
+    }
+    Ok(format!("{sum:016x}"))
+}
+
+/// What libtorch's operators make of numbers around zero, and of positive ones.
+fn operators(small: &Tensor, large: &Tensor, kind: Kind) -> Result<Vec<Tensor>, TchError> {
+    let rows = small.f_narrow(0, 0, 13 * 157)?.f_view([13, 157])?;
+    Ok(vec![
+        small.f_exp()?,
+        small.f_sin()?,
+        small.f_cos()?,
+        small.f_tanh()?,
+        small.f_erf()?,
+        small.f_sigmoid()?,
+        small.f_silu()?,
+        small.f_gelu("none")?,
+        large.f_log()?,
+        large.f_rsqrt()?,
+        Tensor::f_pow_scalar(10_000.0, &small.f_div_scalar(90.0)?)?,
+        rows.f_softmax(-1, kind)?,
+        rows.f_log_softmax(-1, kind)?,
+        rows.f_logsumexp(&[-1i64][..], false)?,
+    ])
+}
+
+/// Numbers from -90 to 90, and positive ones of many sizes: from additions, multiplications and divisions alone.
+fn inputs() -> (Vec<f64>, Vec<f64>) {
+    let mut word = 1u64;
+    let mut next = || {
+        word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (word >> 11) as f64 / (1u64 << 53) as f64
+    };
+    let small: Vec<f64> = (0..COUNT).map(|_| (next() - 0.5) * 180.0).collect();
+    let large = (0..COUNT).map(|index| next() * (1u64 << (index % 40)) as f64 + 1e-6).collect();
+    (small, large)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_are_the_same_each_time_and_a_last_place_shows() {
+        assert_eq!(digest().unwrap(), digest().unwrap());
+        let (small, _) = inputs();
+        let answers: Vec<f32> = small.iter().map(|x| expf(*x as f32)).collect();
+        let mut other = answers.clone();
+        other[1234] = f32::from_bits(other[1234].to_bits() ^ 1);
+        let sum = |values: &[f32]| checksum::tensor(&Tensor::from_slice(values), 1);
+        assert_ne!(sum(&answers), sum(&other));
+        // Checked against the standard library, which asks the same functions.
+        assert!(small.iter().zip(&answers).all(|(x, y)| (*x as f32).exp() == *y));
+    }
+}

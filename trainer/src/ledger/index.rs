@@ -1,0 +1,166 @@
+//! `ledger.index`: where every thousandth line of the ledger ends, so that nobody reads a million lines to find one.
+//!
+//! It follows from the ledger alone, and is never believed by itself: a mark counts only where line 0 has the chain that it
+//! names, and the line that ends there has its chain. Without a mark that counts all lines are read.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use contract::{Digest, Fault, Result};
+
+/// Steps between two marks.
+pub(crate) const SPACING: u64 = 1000;
+
+/// Bytes of a mark: two numbers of 20 digits, two digests, and the place of a curriculum, each with what parts them.
+const WIDTH: usize = 3 * 21 + 4 * 33;
+
+/// A line of the ledger.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Line {
+    /// Where it ends.
+    pub(super) end: u64,
+    /// The chain after it.
+    pub(super) chain: Digest,
+}
+
+/// The line that holds the curriculum in force.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct InForce {
+    /// The end of the line before it.
+    pub(super) before: Line,
+    /// Of its text.
+    pub(super) text: Digest,
+}
+
+/// What is known at a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Mark {
+    /// The step.
+    pub(super) step: u64,
+    /// Its line.
+    pub(super) line: Line,
+    /// The chain after line 0.
+    pub(super) head: Digest,
+    /// The curriculum that it was trained by.
+    pub(super) in_force: InForce,
+}
+
+impl Mark {
+    fn text(&self) -> String {
+        let Mark { step, line, head, in_force } = self;
+        let InForce { before, text } = in_force;
+        format!(
+            "{step:020} {:020} {} {head} {:020} {} {text}\n",
+            line.end, line.chain, before.end, before.chain
+        )
+    }
+
+    fn parse(text: &str) -> Option<Mark> {
+        fn next<'a, T: FromStr>(words: &mut impl Iterator<Item = &'a str>) -> Option<T> {
+            words.next()?.parse().ok()
+        }
+        let words = &mut text.split_whitespace();
+        let step = next(words)?;
+        let line = Line { end: next(words)?, chain: next(words)? };
+        let head = next(words)?;
+        let before = Line { end: next(words)?, chain: next(words)? };
+        Some(Mark { step, line, head, in_force: InForce { before, text: next(words)? } })
+    }
+}
+
+/// The marks of a ledger, read one by one where they are asked for.
+#[derive(Debug)]
+pub(super) struct Index {
+    path: PathBuf,
+    /// `None` where there is none yet.
+    file: Option<File>,
+    count: u64,
+    writes: bool,
+}
+
+impl Index {
+    /// That of the ledger at `ledger`. What cannot be read is not there.
+    pub(super) fn open(ledger: &Path, writes: bool) -> Index {
+        let path = ledger.with_extension("index");
+        let file = OpenOptions::new().read(true).write(writes).open(&path).ok();
+        let bytes = file.as_ref().and_then(|file| file.metadata().ok()).map_or(0, |it| it.len());
+        Index { path, file, count: bytes / WIDTH as u64, writes }
+    }
+
+    /// How many marks there are.
+    pub(super) fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// The mark of step `number` times [`SPACING`], from 1.
+    pub(super) fn mark(&self, number: u64) -> Option<Mark> {
+        let mut file = self.file.as_ref().filter(|_| (1..=self.count).contains(&number))?;
+        let mut bytes = [0; WIDTH];
+        file.seek(SeekFrom::Start((number - 1) * WIDTH as u64)).ok()?;
+        file.read_exact(&mut bytes).ok()?;
+        let mark = Mark::parse(std::str::from_utf8(&bytes).ok()?)?;
+        (mark.step == number * SPACING).then_some(mark)
+    }
+
+    /// Forgets every mark after the first `count`.
+    pub(super) fn cut(&mut self, count: u64) -> Result<()> {
+        self.count = self.count.min(count);
+        match &self.file {
+            Some(file) if self.writes => {
+                let cut = file.set_len(self.count * WIDTH as u64);
+                cut.map_err(|error| Fault::io("cut", &self.path, &error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds the mark that follows.
+    pub(super) fn push(&mut self, mark: &Mark) -> Result<()> {
+        if !self.writes || mark.step != (self.count + 1) * SPACING {
+            return Ok(());
+        }
+        let fault = |error| Fault::io("append to", &self.path, &error);
+        if self.file.is_none() {
+            let options = OpenOptions::new().read(true).write(true).create_new(true).clone();
+            self.file = Some(options.open(&self.path).map_err(fault)?);
+        }
+        if let Some(mut file) = self.file.as_ref() {
+            let place = SeekFrom::Start(self.count * WIDTH as u64);
+            let written = file.seek(place).and_then(|_| file.write_all(mark.text().as_bytes()));
+            written.map_err(fault)?;
+        }
+        self.count += 1;
+        Ok(())
+    }
+
+    /// Removes the index of a ledger that begins anew.
+    pub(super) fn remove(ledger: &Path) -> Result<()> {
+        let path = ledger.with_extension("index");
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(Fault::io("remove", &path, &error))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn marks_come_back_from_text(step: u64, ends: [u64; 2], digests: [u128; 4]) {
+            let [chain, head, before, text] = digests.map(Digest);
+            let in_force = InForce { before: Line { end: ends[1], chain: before }, text };
+            let mark = Mark { step, line: Line { end: ends[0], chain }, head, in_force };
+            let written = mark.text();
+            prop_assert_eq!(written.len(), WIDTH);
+            prop_assert_eq!(Mark::parse(&written), Some(mark));
+        }
+    }
+}
