@@ -45,7 +45,7 @@ pub(crate) fn digest() -> Result<String, TchError> {
         number += 1;
         sum = sum.wrapping_add(checksum::tensor(answers, number));
     };
-    let singles: [fn(f32) -> f32; 10] =
+    let singles: [extern "C" fn(f32) -> f32; 10] =
         [expf, exp2f, expm1f, sinf, cosf, tanhf, erff, logf, log2f, log1pf];
     for (index, function) in singles.into_iter().enumerate() {
         // A logarithm is asked of what has one.
@@ -53,7 +53,7 @@ pub(crate) fn digest() -> Result<String, TchError> {
         let answers: Vec<f32> = inputs.iter().map(|x| function(*x as f32)).collect();
         take(&Tensor::from_slice(&answers));
     }
-    let doubles: [fn(f64) -> f64; 8] = [exp, expm1, sin, cos, tanh, erf, log, log1p];
+    let doubles: [extern "C" fn(f64) -> f64; 8] = [exp, expm1, sin, cos, tanh, erf, log, log1p];
     for (index, function) in doubles.into_iter().enumerate() {
         let inputs = if index < 6 { &small } else { &large };
         let answers: Vec<f64> = inputs.iter().map(|x| function(*x)).collect();
@@ -73,7 +73,7 @@ pub(crate) fn digest() -> Result<String, TchError> {
 
 /// What libtorch's operators make of numbers around zero, and of positive ones.
 fn operators(small: &Tensor, large: &Tensor, kind: Kind) -> Result<Vec<Tensor>, TchError> {
-    let rows = small.f_narrow(0, 0, 13 * 157)?.f_view([13, 157])?;
+    let rows = small.f_narrow(0, 0, 13 * 157)?.f_reshape([13, 157])?;
     Ok(vec![
         small.f_exp()?,
         small.f_sin()?,
@@ -88,7 +88,7 @@ fn operators(small: &Tensor, large: &Tensor, kind: Kind) -> Result<Vec<Tensor>, 
         Tensor::f_pow_scalar(10_000.0, &small.f_div_scalar(90.0)?)?,
         rows.f_softmax(-1, kind)?,
         rows.f_log_softmax(-1, kind)?,
-        rows.f_logsumexp(&[-1i64][..], false)?,
+        rows.f_logsumexp([-1], false)?,
     ])
 }
 
