@@ -219,9 +219,9 @@ impl Ledger {
             head: self.head_line.chain,
             in_force: self.in_force,
         };
-        let marks = (1..=step.saturating_sub(1) / SPACING).rev();
+        let mut marks = (1..=step.saturating_sub(1) / SPACING).rev();
         let fits = |mark: &Mark| self.source.fits(mark, &begin);
-        let from = marks.into_iter().find_map(|number| self.index.mark(number).filter(fits));
+        let from = marks.find_map(|number| self.index.mark(number).filter(fits));
         let from = from.unwrap_or(begin);
         let mut lines = Lines::after(from.step, from.line);
         let most = (step.div_ceil(SPACING) * SPACING).min(self.tail.first - 1) - from.step;
@@ -623,7 +623,9 @@ mod tests {
     #[test]
     fn a_loss_that_does_not_follow_from_its_parts_is_found() {
         let folder = tempfile::tempdir().unwrap();
-        for change in [|record: &mut StepRecord| record.loss *= 1.5, |record| record.divisor += 1] {
+        let loss: fn(&mut StepRecord) = |record| record.loss *= 1.5;
+        let divisor: fn(&mut StepRecord) = |record| record.divisor += 1;
+        for change in [loss, divisor] {
             let path = folder.path().join("ledger.jsonl");
             let mut ledger = Ledger::create(&path, head()).unwrap();
             let mut forged = record(1, 1);

@@ -337,7 +337,7 @@ fn agree(spec: &RunSpec, exec: &ExecOptions, table: &KernelTable, group: &Group)
         if other.0 != first.0 {
             let digests = (other.0.to_string(), first.0.to_string());
             let hint = "start every rank with the same curriculum and stores";
-            return differs("run", (&digests.0, &digests.1), hint);
+            return differs("run", (digests.0.as_str(), digests.1.as_str()), hint);
         }
         if other.1 != first.1 {
             let hint = "ranks need one device architecture, one libtorch and one C library";
@@ -345,7 +345,8 @@ fn agree(spec: &RunSpec, exec: &ExecOptions, table: &KernelTable, group: &Group)
         }
         let parts = other.2.iter().zip(&first.2).find(|(other, first)| other != first);
         if let Some((other, first)) = parts {
-            return differs("command line", (other, first), "give every rank the same options");
+            let hint = "give every rank the same options";
+            return differs("command line", (other.as_str(), first.as_str()), hint);
         }
     }
     Ok(())
@@ -371,8 +372,8 @@ fn options(exec: &ExecOptions) -> Vec<String> {
 
 /// The first entry in which the lines of two kernel tables differ.
 fn parted<'a>(one: &'a str, other: &'a str) -> (&'a str, &'a str) {
-    let entries = one.split("; ").zip(other.split("; "));
-    entries.into_iter().find(|(one, other)| one != other).unwrap_or((one, other))
+    let mut entries = one.split("; ").zip(other.split("; "));
+    entries.find(|(one, other)| one != other).unwrap_or((one, other))
 }
 
 #[cfg(test)]
