@@ -286,14 +286,9 @@ fn replay(source: &mut SourceRecord, checkpoint: &Checkpoint) {
 fn clear(store: &Path, source: &SourceRecord) -> Result<()> {
     for split in Split::ALL {
         let folder = open::stream_folder(store, &source.name, split);
-        let mut named = std::collections::BTreeMap::new();
-        for shard in &source.stream(split).shards {
-            for file in
-                [&shard.token_file, &shard.sum_file, &shard.start_file, &shard.document_file]
-            {
-                named.insert(file.name.clone(), file.bytes);
-            }
-        }
+        let files = source.stream(split).files();
+        let mut named: std::collections::BTreeMap<_, _> =
+            files.map(|file| (file.name.clone(), file.bytes)).collect();
         if !folder.is_dir() && named.is_empty() {
             continue;
         }

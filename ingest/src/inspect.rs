@@ -6,8 +6,6 @@ use std::path::Path;
 use serde_json::{Value, json};
 use store::{Change, Dropped, InputRecord, Manifest, PreparedRecord, SourceRecord, StreamRecord};
 
-use crate::verify::bytes;
-
 /// Documents read, kept and dropped, of one source: they balance to zero.
 pub struct Accounting {
     /// Records of all inputs.
@@ -109,7 +107,7 @@ pub fn json(store: &Path, manifest: &Manifest) -> Value {
     let stream = |stream: &StreamRecord| {
         json!({
             "tokens": stream.tokens, "documents": stream.documents, "text_bytes": stream.text_bytes,
-            "bytes": bytes(stream), "shards": stream.shards.len(), "digest": stream.digest,
+            "bytes": stream.bytes(), "shards": stream.shards.len(), "digest": stream.digest,
         })
     };
     let source = |source: &SourceRecord| {
@@ -195,7 +193,7 @@ fn row(out: &mut String, name: &str, split: &str, stream: &StreamRecord) {
         "{name:<16} {split:<11} {:>15} {:>12} {:>10} {per:>8} {:>7}  {}",
         grouped(stream.tokens),
         grouped(stream.documents),
-        size(bytes(stream)),
+        size(stream.bytes()),
         stream.shards.len(),
         stream.digest.short(),
     );

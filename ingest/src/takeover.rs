@@ -68,7 +68,6 @@ fn changed(
 ) -> Result<std::result::Result<SourceRecord, &'static str>> {
     let Some(record) = old.source(&source.name) else { return Ok(Err("it is new")) };
     let (a, b) = (&old.tokenizer, &head.tokenizer);
-    let listed = record.prepared.as_ref().map_or(&[][..], |prepared| &prepared.files);
     let what = if old.format != FORMAT {
         "the format changed"
     } else if (a.sha256, a.begin, a.end) != (b.sha256, b.begin, b.end) {
@@ -77,7 +76,7 @@ fn changed(
         "`validation` changed"
     } else if record.preparation != request::preparation(corpus, source) {
         "its preparation changed"
-    } else if listed != lists {
+    } else if record.lists() != lists {
         "other documents of it are removed"
     } else if !same_cut(record, from, corpus.shard_tokens)? {
         "`shard_tokens` changed"
@@ -160,12 +159,8 @@ impl Taken {
             let old = open::stream_folder(&self.store, &self.record.name, split);
             let new = open::stream_folder(store, &self.record.name, split);
             fs::create_dir_all(&new).map_err(|error| Fault::io("create", &new, &error))?;
-            for shard in &stream.shards {
-                for file in
-                    [&shard.token_file, &shard.sum_file, &shard.start_file, &shard.document_file]
-                {
-                    link(&old.join(&file.name), &new.join(&file.name), file)?;
-                }
+            for file in stream.files() {
+                link(&old.join(&file.name), &new.join(&file.name), file)?;
             }
             write::sync_folder(&new)?;
         }

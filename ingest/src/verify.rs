@@ -7,7 +7,7 @@ use contract::{Digest, Result};
 use rayon::prelude::*;
 use store::far;
 use store::verify::{self, Damage, unread};
-use store::{FileRecord, Manifest, SourceRecord, Split, StreamRecord, open};
+use store::{FileRecord, Manifest, SourceRecord, Split, open};
 
 use crate::progress::Progress;
 use crate::request;
@@ -33,7 +33,8 @@ pub fn verify(store: &Path, quiet: bool) -> Result<Report> {
         .iter()
         .flat_map(|source| Split::ALL.map(|split| (source, split)))
         .collect();
-    let bytes = manifest.sources.iter().flat_map(|s| [&s.train, &s.validation]).map(bytes).sum();
+    let files = manifest.files();
+    let bytes = files.iter().filter_map(|file| file.record).map(|record| record.bytes).sum();
     let progress = Mutex::new(Progress::new(bytes, 0, quiet));
     let passed = |bytes| {
         if let Ok(mut progress) = progress.lock() {
@@ -57,17 +58,13 @@ pub fn verify(store: &Path, quiet: bool) -> Result<Report> {
     damages.extend(found.into_iter().flatten());
     for source in &manifest.sources {
         damages.extend(damaged_lists(store, source)?);
+        source.lists().iter().for_each(|list| passed(list.bytes));
     }
-    let shards: usize =
-        manifest.sources.iter().map(|s| s.train.shards.len() + s.validation.shards.len()).sum();
-    let lists = manifest.sources.iter().flat_map(|source| &source.prepared);
-    let lists: usize = lists.map(|prepared| prepared.files.len()).sum();
-    Ok(Report { bytes, files: (3 + 4 * shards + lists) as u64, damages, manifest })
+    Ok(Report { bytes, files: files.len() as u64, damages, manifest })
 }
 
 /// What is damaged of the lists that steps left in a source's folder.
 fn damaged_lists(store: &Path, source: &SourceRecord) -> Result<Vec<Damage>> {
-    let files = source.prepared.iter().flat_map(|prepared| &prepared.files);
     let damage = |file: &FileRecord| {
         let path = store.join(&source.name).join(&file.name);
         let what = match far::read(&path) {
@@ -78,15 +75,7 @@ fn damaged_lists(store: &Path, source: &SourceRecord) -> Result<Vec<Damage>> {
         let file = format!("{}/{}", source.name, file.name);
         Ok(Some(Damage { file, what, block: None, documents: None }))
     };
-    files.filter_map(|file| damage(file).transpose()).collect()
-}
-
-/// Bytes of a stream's files.
-pub(crate) fn bytes(stream: &StreamRecord) -> u64 {
-    let files = stream.shards.iter().flat_map(|shard| {
-        [&shard.token_file, &shard.sum_file, &shard.start_file, &shard.document_file]
-    });
-    files.map(|file| file.bytes).sum()
+    source.lists().iter().filter_map(|file| damage(file).transpose()).collect()
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
-use contract::{Class, Key, Purpose, draw};
+use contract::{Class, Digest, Key, Purpose, draw};
 use store::documents::Documents;
 use store::write::block_offset;
 use store::{BLOCK_TOKENS, Manifest, Split, open};
@@ -61,6 +61,23 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     }
     found.sort();
     found
+}
+
+#[test]
+fn the_manifest_lists_every_file_of_its_store() {
+    let bench = Workbench::new(1);
+    let (store, manifest) = whole(&bench);
+    let mut listed: Vec<_> = manifest.files().iter().map(|file| store.join(&file.path)).collect();
+    assert_eq!(listed.last(), Some(&store.join(open::MANIFEST)));
+    for file in manifest.files() {
+        let bytes = fs::read(store.join(&file.path)).unwrap();
+        let found = (bytes.len() as u64, Digest::of_bytes(&bytes));
+        assert!(file.record.is_none_or(|record| (record.bytes, record.digest) == found));
+    }
+    listed.sort();
+    assert_eq!(listed, files(&store));
+    // A list at least: what the steps removed, and what an evaluation set shares with the text.
+    assert_eq!(manifest.sources[0].lists().len(), 2);
 }
 
 /// Where a token file's values stand, and the ids of the documents in its only block.

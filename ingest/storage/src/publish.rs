@@ -9,7 +9,7 @@ use std::io::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Result};
-use store::{Manifest, Split, open};
+use store::Manifest;
 
 use super::cache;
 use super::client::{Client, Place, Put};
@@ -31,25 +31,11 @@ pub fn scratch(url: &Path) -> Result<PathBuf> {
 /// Puts the store in `folder` to `url`.
 pub fn publish(folder: &Path, url: &Path, manifest: &Manifest) -> Result<()> {
     let client = Client::new().map_err(|error| Fault::io("reach", url, &error))?;
-    let mut names = vec![open::TOKENIZER.to_owned()];
-    for source in &manifest.sources {
-        for split in Split::ALL {
-            for shard in &source.stream(split).shards {
-                for file in
-                    [&shard.token_file, &shard.sum_file, &shard.start_file, &shard.document_file]
-                {
-                    names.push(format!("{}/{}/{}", source.name, split.name(), file.name));
-                }
-            }
-        }
-    }
-    names.push(open::MANIFEST_SUM.to_owned());
-    // Last: it makes the rest a store.
-    names.push(open::MANIFEST.to_owned());
-    for name in names {
-        put(&client, &folder.join(&name), &url.join(&name))?;
-    }
-    Ok(())
+    // The manifest is the last of them: it makes the rest a store.
+    manifest
+        .files()
+        .iter()
+        .try_for_each(|file| put(&client, &folder.join(&file.path), &url.join(&file.path)))
 }
 
 /// Creates one object, or finds that it is there already.

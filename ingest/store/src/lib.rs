@@ -34,8 +34,8 @@ pub mod write;
 
 pub use contract::UNIT_TOKENS;
 pub use manifest::{
-    Change, Dropped, FileRecord, InputRecord, Manifest, PreparedRecord, ShardRecord, SourceRecord,
-    StreamRecord, TokenizerRecord,
+    Change, Dropped, FileEntry, FileRecord, InputRecord, Manifest, PreparedRecord, ShardRecord,
+    SourceRecord, StreamRecord, TokenizerRecord,
 };
 pub use read::{Store, StreamReader};
 

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::{Split, open};
 use contract::{Digest, Hasher, Identity};
 
 /// What a store holds.
@@ -167,6 +168,22 @@ pub struct FileRecord {
     pub digest: Digest,
 }
 
+/// A file of a store, as [`Manifest::files`] lists it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileEntry<'a> {
+    /// Where it lies in the store's folder, with `/` between the parts.
+    pub path: String,
+    /// Its size and digest; none for the tokenizer, whose SHA-256 the manifest has, and for the manifest and its sum,
+    /// which vouch for each other.
+    pub record: Option<&'a FileRecord>,
+}
+
+impl<'a> FileEntry<'a> {
+    fn of(folder: &str, record: &'a FileRecord) -> Self {
+        FileEntry { path: format!("{folder}/{}", record.name), record: Some(record) }
+    }
+}
+
 impl Manifest {
     /// The store digest: over logical content, not over container bytes, so that a new release of a file-format
     /// library ends no run. Paths, encoder names and shard cuts stay out.
@@ -197,6 +214,24 @@ impl Manifest {
         Identity::of_bytes(text.as_bytes())
     }
 
+    /// Every file of the store in the order in which they are put anywhere: the manifest, which makes the others a store,
+    /// is the last one.
+    pub fn files(&self) -> Vec<FileEntry<'_>> {
+        let unrecorded = |name: &str| FileEntry { path: name.to_owned(), record: None };
+        let mut files = vec![unrecorded(open::TOKENIZER)];
+        for source in &self.sources {
+            for split in Split::ALL {
+                let folder = format!("{}/{}", source.name, split.name());
+                let records = source.stream(split).files();
+                files.extend(records.map(|record| FileEntry::of(&folder, record)));
+            }
+            let lists = source.lists().iter();
+            files.extend(lists.map(|record| FileEntry::of(&source.name, record)));
+        }
+        files.extend([open::MANIFEST_SUM, open::MANIFEST].map(unrecorded));
+        files
+    }
+
     /// The source of that name.
     pub fn source(&self, name: &str) -> Option<&SourceRecord> {
         self.sources.iter().find(|source| source.name == name)
@@ -205,15 +240,37 @@ impl Manifest {
 
 impl SourceRecord {
     /// The stream of that split.
-    pub fn stream(&self, split: crate::Split) -> &StreamRecord {
+    pub fn stream(&self, split: Split) -> &StreamRecord {
         match split {
-            crate::Split::Train => &self.train,
-            crate::Split::Validation => &self.validation,
+            Split::Train => &self.train,
+            Split::Validation => &self.validation,
         }
+    }
+
+    /// The lists that steps of preparation left in its folder.
+    pub fn lists(&self) -> &[FileRecord] {
+        self.prepared.as_ref().map_or(&[], |prepared| &prepared.files)
+    }
+}
+
+impl ShardRecord {
+    /// Its files, in the order in which they are listed.
+    pub fn files(&self) -> [&FileRecord; 4] {
+        [&self.token_file, &self.sum_file, &self.start_file, &self.document_file]
     }
 }
 
 impl StreamRecord {
+    /// The files of all shards, in order.
+    pub fn files(&self) -> impl Iterator<Item = &FileRecord> {
+        self.shards.iter().flat_map(ShardRecord::files)
+    }
+
+    /// Bytes of these files.
+    pub fn bytes(&self) -> u64 {
+        self.files().map(|file| file.bytes).sum()
+    }
+
     /// A stream without documents.
     pub fn empty() -> Self {
         StreamRecord {

@@ -116,6 +116,9 @@ fn far_build(
     let scratch = publish::scratch(url)?;
     let manifest = build(corpus, &scratch, from, options)?;
     publish::publish(&scratch, url, &manifest)?;
+    // What lies here is the only whole copy until every byte of the other one was read again.
+    let found = ingest::verify::verify(url, false)?;
+    store::verify::fault(url, &found.damages).map_or(Ok(()), Err)?;
     std::fs::remove_dir_all(&scratch).map_err(|error| Fault::io("remove", &scratch, &error))?;
     Ok(manifest)
 }

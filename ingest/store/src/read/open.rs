@@ -38,6 +38,9 @@ fn flaw(manifest: &Manifest) -> Option<String> {
         return Some(format!("a source called {name:?}"));
     }
     manifest.sources.iter().find_map(|source| {
+        if let Some(list) = source.lists().iter().find(|list| !is_plain(&list.name)) {
+            return Some(format!("source {:?} has a list called {:?}", source.name, list.name));
+        }
         Split::ALL.into_iter().find_map(|split| {
             let what = stream_flaw(source.stream(split))?;
             Some(format!("source {:?}, {}: {what}", source.name, split.name()))
@@ -49,8 +52,7 @@ fn flaw(manifest: &Manifest) -> Option<String> {
 fn stream_flaw(stream: &StreamRecord) -> Option<String> {
     let (mut tokens, mut documents) = (0u64, 0u64);
     for (number, shard) in stream.shards.iter().enumerate() {
-        let files = [&shard.token_file, &shard.sum_file, &shard.start_file, &shard.document_file];
-        if let Some(file) = files.iter().find(|file| !is_plain(&file.name)) {
+        if let Some(file) = shard.files().iter().find(|file| !is_plain(&file.name)) {
             return Some(format!("shard {number} has a file called {:?}", file.name));
         }
         if (shard.first_token, shard.first_document) != (tokens, documents) || shard.tokens == 0 {
