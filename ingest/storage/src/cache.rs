@@ -1,16 +1,23 @@
 //! Copies of objects on this machine, as many bytes of them as are allowed.
 //!
-//! A copy is a file named by the digest of what it is a copy of, version included; it appears by rename, whole. Whoever
-//! uses one holds a shared lock on it; the oldest ones that nobody holds go first when there are too many bytes.
+//! A copy is a file named by the digest of what it is a copy of, version included; a small file beside it keeps the digest
+//! of its bytes. Several processes may share the folder, on several hosts too: a copy is filled under a name drawn at
+//! random, flushed, and appears by rename. A process holds it against its length at every use and against its digest at
+//! the first one, so that what a crash left of it is fetched anew and never served. Whoever uses a copy holds a shared
+//! lock on it; when there are too many bytes, the copies that nobody holds go, those used longest ago first.
 
-use std::fs::{self, File};
-use std::io::{Error, Result};
+use std::collections::BTreeMap;
+use std::fs::{self, File, Permissions, TryLockError};
+use std::io::{self, Error, ErrorKind, Result, Write};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
-use std::time::SystemTime;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
 
 use contract::Digest;
 use store::far::Near;
+use tempfile::NamedTempFile;
+use xxhash_rust::xxh3::Xxh3;
 
 /// Bytes that are kept, unless `ZDATA_CACHE_BYTES` says otherwise.
 const CACHE_BYTES: u64 = 16 << 30;
@@ -18,12 +25,56 @@ const CACHE_BYTES: u64 = 16 << 30;
 /// What the names of copies begin with that are not whole yet.
 const PART: &str = ".part-";
 
+/// What the names of the files end in that keep the digests of copies.
+const SUM: &str = ".sum";
+
+/// Bytes of such a file: a digest in hexadecimal.
+const SUM_BYTES: u64 = 32;
+
+/// How often a copy is made before it is given up: others may remove it, a failing disk may lose it.
+const TRIES: usize = 8;
+
+/// After so long a copy that is used counts as used anew, and a part that nobody locks as left behind.
+const HOUR: Duration = Duration::from_secs(60 * 60);
+
+/// No locks on this file system.
+const ENOLCK: i32 = 37;
+
 /// The copies of this machine.
 pub(super) struct Cache {
     folder: PathBuf,
     limit: u64,
-    /// Bytes there, about: counted anew whenever they seem too many.
-    bytes: Mutex<u64>,
+    known: Mutex<Known>,
+}
+
+/// What this process knows of the folder.
+#[derive(Default)]
+struct Known {
+    /// Bytes there, about: counted anew whenever they seem too many, or a sixteenth of the limit is new.
+    bytes: u64,
+    /// Bytes of copies made since they were counted: other processes make copies too.
+    new: u64,
+    /// The copies that were held against their digests, by their inodes.
+    checked: BTreeMap<PathBuf, u64>,
+}
+
+/// A copy that is not cleared away as long as this lives.
+#[derive(Debug)]
+pub(super) struct Copy {
+    path: PathBuf,
+    file: File,
+}
+
+impl Copy {
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+}
+
+impl From<Copy> for Near {
+    fn from(Copy { path, file }: Copy) -> Self {
+        Near::copy(path, file)
+    }
 }
 
 /// Where copies are kept.
@@ -39,108 +90,375 @@ pub(super) fn folder() -> Result<PathBuf> {
 
 impl Cache {
     pub(super) fn open() -> Result<Self> {
-        let folder = folder()?.join("copies");
-        fs::create_dir_all(&folder)?;
         let stated = std::env::var("ZDATA_CACHE_BYTES").ok().and_then(|text| text.parse().ok());
-        let cache = Cache { folder, limit: stated.unwrap_or(CACHE_BYTES), bytes: Mutex::new(0) };
+        Cache::at(folder()?.join("copies"), stated.unwrap_or(CACHE_BYTES))
+    }
+
+    fn at(folder: PathBuf, limit: u64) -> Result<Self> {
+        fs::create_dir_all(&folder)?;
+        let cache = Cache { folder, limit, known: Mutex::default() };
         cache.clear_parts()?;
-        let there = cache.there()?.iter().map(|(_, bytes, _)| bytes).sum();
-        *cache.bytes.lock().unwrap_or_else(PoisonError::into_inner) = there;
+        cache.known().bytes = cache.there()?.iter().map(|(_, bytes, _)| bytes).sum();
         Ok(cache)
     }
 
-    /// Removes what killed processes left: whoever is at work on a part holds a lock on it.
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Removes what killed processes left: whoever is at work on a part holds a lock on it, if locks work here.
     fn clear_parts(&self) -> Result<()> {
         for entry in fs::read_dir(&self.folder)? {
-            let path = entry?.path();
-            let part =
-                path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PART));
-            if part && File::open(&path).is_ok_and(|file| file.try_lock().is_ok()) {
-                // Another process may have done so meanwhile.
-                let _ = fs::remove_file(&path);
+            let entry = entry?;
+            if !entry.file_name().to_string_lossy().starts_with(PART) {
+                continue;
+            }
+            // Another process may have removed it meanwhile.
+            let Ok(file) = File::open(entry.path()) else { continue };
+            let age = file.metadata()?.modified()?.elapsed().unwrap_or_default();
+            if age > HOUR && is_free(&file) {
+                let _ = fs::remove_file(entry.path());
             }
         }
         Ok(())
     }
 
-    /// The copy of `key`, made by `fill` if there is none; its name ends in `name`.
+    /// The copy of `key`, which has so many bytes, made by `fill` if there is none; its name ends in `name`.
     pub(super) fn get(
         &self,
         key: &str,
         name: &str,
-        fill: impl Fn(&mut File) -> Result<()>,
-    ) -> Result<Near> {
+        bytes: u64,
+        fill: impl Fn(&mut dyn Write) -> Result<()>,
+    ) -> Result<Copy> {
+        // File systems bound the length of a name; the end of it is what tells most.
+        let start = (0..name.len()).find(|at| name.len() - at <= 100 && name.is_char_boundary(*at));
+        let name = &name[start.unwrap_or_default()..];
         let path = self.folder.join(format!("{}-{name}", Digest::of_bytes(key.as_bytes())));
-        loop {
-            match File::open(&path) {
-                Ok(hold) => {
-                    hold.lock_shared()?;
-                    // Whoever clears away removes before it lets go.
-                    if path.exists() {
-                        return Ok(Near::copy(path, hold));
-                    }
-                }
-                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                    self.make(&path, &fill)?;
-                }
-                Err(error) => return Err(error),
+        for _ in 0..TRIES {
+            match self.take(&path, bytes)? {
+                Some(copy) => return Ok(copy),
+                None => self.make(&path, bytes, &fill)?,
             }
         }
+        let what = format!("{} is lost or damaged as often as it is made", path.display());
+        Err(Error::other(what))
     }
 
-    fn make(&self, path: &Path, fill: &impl Fn(&mut File) -> Result<()>) -> Result<()> {
-        let thread = format!("{:?}", std::thread::current().id());
-        let number: String = thread.chars().filter(char::is_ascii_digit).collect();
-        let part = self.folder.join(format!("{PART}{}-{number}", std::process::id()));
-        let made = (|| {
-            let mut file = File::create(&part)?;
-            file.lock()?;
-            fill(&mut file)?;
-            let bytes = file.metadata()?.len();
-            self.make_room(bytes)?;
-            fs::rename(&part, path)
-        })();
-        if made.is_err() {
-            // The error at hand says more than one about this file.
-            let _ = fs::remove_file(&part);
+    /// The copy that is there, if it is whole.
+    fn take(&self, path: &Path, bytes: u64) -> Result<Option<Copy>> {
+        let file = match File::open(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            file => file?,
+        };
+        match file.lock_shared() {
+            Err(error) if !is_lockless(&error) => return Err(error),
+            _ => {}
         }
-        made
+        // Whoever clears away removes before it lets go.
+        if !path.exists() {
+            return Ok(None);
+        }
+        if !self.is_whole(path, &file, bytes)? {
+            self.remove(path);
+            return Ok(None);
+        }
+        Ok(Some(Copy { path: path.to_owned(), file }))
     }
 
-    /// Counts `more` bytes, and clears the oldest copies away if that is too many.
-    fn make_room(&self, more: u64) -> Result<()> {
-        let mut bytes = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
-        *bytes += more;
-        if *bytes <= self.limit {
-            return Ok(());
+    fn is_whole(&self, path: &Path, file: &File, bytes: u64) -> Result<bool> {
+        let about = file.metadata()?;
+        if about.len() != bytes {
+            return Ok(false);
         }
-        let mut there = self.there()?;
-        there.sort();
-        let mut sum = more + there.iter().map(|(_, bytes, _)| bytes).sum::<u64>();
-        for (_, size, path) in there {
-            if sum <= self.limit {
-                break;
-            }
-            let Ok(file) = File::open(&path) else { continue };
-            if file.try_lock().is_ok() && fs::remove_file(&path).is_ok() {
-                sum -= size;
-            }
+        if self.known().checked.get(path) == Some(&about.ino()) {
+            return Ok(true);
         }
-        *bytes = sum;
+        let wanted = match fs::read_to_string(sum_of(path)) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
+            // A torn one need not be text.
+            Err(error) if error.kind() == ErrorKind::InvalidData => return Ok(false),
+            wanted => wanted?,
+        };
+        if digest(file, bytes)?.to_string() != wanted {
+            return Ok(false);
+        }
+        if about.modified()?.elapsed().is_ok_and(|age| age > HOUR) {
+            // Only the order in which copies go depends on it, and another user's copy cannot be marked.
+            let _ = file.set_modified(SystemTime::now());
+        }
+        self.known().checked.insert(path.to_owned(), about.ino());
+        Ok(true)
+    }
+
+    fn make(
+        &self,
+        path: &Path,
+        bytes: u64,
+        fill: &impl Fn(&mut dyn Write) -> Result<()>,
+    ) -> Result<()> {
+        let mut part = self.part()?;
+        let mut summed = Summed { file: part.as_file_mut(), hash: Xxh3::new() };
+        fill(&mut summed)?;
+        let digest = Digest(summed.hash.digest128());
+        part.as_file().sync_all()?;
+        self.make_room(bytes + SUM_BYTES)?;
+        // First, so that no copy stands there without one; a torn one is no digest, and costs fetching anew.
+        let mut sum = self.part()?;
+        sum.write_all(digest.to_string().as_bytes())?;
+        sum.persist(sum_of(path)).map_err(|error| error.error)?;
+        let made = part.persist(path).map_err(|error| error.error)?;
+        File::open(&self.folder)?.sync_all()?;
+        self.known().checked.insert(path.to_owned(), made.metadata()?.ino());
         Ok(())
     }
 
-    /// Every copy: when it was made, its size, its path.
+    /// A new file whose name nobody else has, which is gone if it is not given another one.
+    fn part(&self) -> Result<NamedTempFile> {
+        let readable = Permissions::from_mode(0o666);
+        let mut named = tempfile::Builder::new();
+        let part = named.prefix(PART).permissions(readable).tempfile_in(&self.folder)?;
+        match part.as_file().lock() {
+            Err(error) if !is_lockless(&error) => Err(error),
+            _ => Ok(part),
+        }
+    }
+
+    /// Counts `more` bytes, and clears copies away if that is too many: down to three quarters of the limit, so that the
+    /// folder is not listed again for the next copy.
+    fn make_room(&self, more: u64) -> Result<()> {
+        let mut known = self.known();
+        known.bytes += more;
+        known.new += more;
+        if known.bytes <= self.limit && known.new <= self.limit / 16 {
+            return Ok(());
+        }
+        let mut there = self.there()?;
+        let mut sum = more + there.iter().map(|(_, bytes, _)| bytes).sum::<u64>();
+        if sum > self.limit {
+            there.sort();
+            for (_, bytes, path) in there {
+                if sum <= self.limit / 4 * 3 {
+                    break;
+                }
+                let Ok(file) = File::open(&path) else { continue };
+                if is_free(&file) {
+                    known.checked.remove(&path);
+                    remove(&path);
+                    sum -= bytes;
+                }
+            }
+        }
+        (known.bytes, known.new) = (sum, 0);
+        Ok(())
+    }
+
+    fn remove(&self, path: &Path) {
+        self.known().checked.remove(path);
+        remove(path);
+    }
+
+    /// Every copy: when it was last used, its size with that of its sum, its path.
     fn there(&self) -> Result<Vec<(SystemTime, u64, PathBuf)>> {
         let mut found = Vec::new();
         for entry in fs::read_dir(&self.folder)? {
             let entry = entry?;
+            let name = entry.file_name().to_string_lossy().into_owned();
             // Another process may clear it away meanwhile.
             let Ok(about) = entry.metadata() else { continue };
-            if about.is_file() && !entry.file_name().to_string_lossy().starts_with('.') {
-                found.push((about.modified()?, about.len(), entry.path()));
+            if about.is_file() && !name.starts_with('.') && !name.ends_with(SUM) {
+                found.push((about.modified()?, about.len() + SUM_BYTES, entry.path()));
             }
         }
         Ok(found)
+    }
+}
+
+/// Removes a copy; another process may have done so already.
+fn remove(path: &Path) {
+    let _ = fs::remove_file(path);
+    let _ = fs::remove_file(sum_of(path));
+}
+
+/// Whether nobody uses a copy. Where no locks work, those who do keep their open files.
+fn is_free(file: &File) -> bool {
+    match file.try_lock() {
+        Ok(()) => true,
+        Err(TryLockError::WouldBlock) => false,
+        Err(TryLockError::Error(error)) => is_lockless(&error),
+    }
+}
+
+fn is_lockless(error: &Error) -> bool {
+    error.kind() == ErrorKind::Unsupported || error.raw_os_error() == Some(ENOLCK)
+}
+
+/// Where the digest of a copy is kept.
+fn sum_of(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(SUM);
+    PathBuf::from(name)
+}
+
+/// The digest of the first bytes of a file, whose cursor stays where it is.
+fn digest(file: &File, bytes: u64) -> Result<Digest> {
+    let (mut hash, mut at, mut buffer) = (Xxh3::new(), 0, vec![0; 1 << 20]);
+    while at < bytes {
+        let count = (bytes - at).min(buffer.len() as u64) as usize;
+        file.read_exact_at(&mut buffer[..count], at)?;
+        hash.update(&buffer[..count]);
+        at += count as u64;
+    }
+    Ok(Digest(hash.digest128()))
+}
+
+/// Takes the digest of what is written.
+struct Summed<'a> {
+    file: &'a mut File,
+    hash: Xxh3,
+}
+
+impl Write for Summed<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let count = self.file.write(bytes)?;
+        self.hash.update(&bytes[..count]);
+        Ok(count)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::io::Read as _;
+
+    use tempfile::TempDir;
+
+    use super::*;
+
+    fn cache(limit: u64) -> (TempDir, Cache) {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::at(folder.path().join("copies"), limit).unwrap();
+        (folder, cache)
+    }
+
+    /// The bytes of the copy of `key`, and how often it was made.
+    fn get(cache: &Cache, key: &str, bytes: &[u8]) -> (Vec<u8>, usize) {
+        let made = Cell::new(0);
+        let copy = cache.get(key, "x.jsonl", bytes.len() as u64, |file| {
+            made.set(made.get() + 1);
+            file.write_all(bytes)
+        });
+        let mut found = Vec::new();
+        copy.unwrap().file().read_to_end(&mut found).unwrap();
+        (found, made.get())
+    }
+
+    fn copies(cache: &Cache) -> Vec<PathBuf> {
+        cache.there().unwrap().into_iter().map(|(_, _, path)| path).collect()
+    }
+
+    #[test]
+    fn a_copy_is_made_once_and_then_used_by_every_process() {
+        let (_folder, first) = cache(1000);
+        assert_eq!(get(&first, "a", b"bytes"), (b"bytes".to_vec(), 1));
+        assert_eq!(get(&first, "a", b"bytes"), (b"bytes".to_vec(), 0));
+        let second = Cache::at(first.folder.clone(), 1000).unwrap();
+        assert_eq!(get(&second, "a", b"bytes"), (b"bytes".to_vec(), 0));
+        assert_eq!(get(&second, "b", b"others"), (b"others".to_vec(), 1));
+        let name = "n".repeat(300);
+        assert!(second.get("c", &name, 0, |_| Ok(())).is_ok(), "a name of any length will do");
+    }
+
+    /// What a crash may leave of a copy: cut, emptied, filled with zeros, without its sum or with half of it.
+    #[test]
+    fn a_short_or_torn_copy_is_never_served() {
+        let spoils: [fn(&Path); 6] = [
+            |path| fs::write(path, b"byt").unwrap(),
+            |path| fs::write(path, b"").unwrap(),
+            |path| fs::write(path, [0; 5]).unwrap(),
+            |path| fs::remove_file(sum_of(path)).unwrap(),
+            |path| fs::write(sum_of(path), [0; 32]).unwrap(),
+            |path| fs::write(sum_of(path), b"\xff\xfe").unwrap(),
+        ];
+        for spoil in spoils {
+            let (_folder, before) = cache(1000);
+            get(&before, "a", b"bytes");
+            spoil(&copies(&before)[0]);
+            // Power was lost: another process finds it.
+            let after = Cache::at(before.folder.clone(), 1000).unwrap();
+            assert_eq!(get(&after, "a", b"bytes"), (b"bytes".to_vec(), 1));
+            assert_eq!(get(&after, "a", b"bytes"), (b"bytes".to_vec(), 0));
+        }
+    }
+
+    #[test]
+    fn what_fails_leaves_nothing() {
+        let (_folder, cache) = cache(1000);
+        let failed = cache.get("a", "x", 9, |file| {
+            file.write_all(b"half")?;
+            Err(ErrorKind::StorageFull.into())
+        });
+        assert_eq!(failed.unwrap_err().kind(), ErrorKind::StorageFull);
+        assert_eq!(fs::read_dir(&cache.folder).unwrap().count(), 0);
+        // A server that sends too little, every time.
+        let failed = cache.get("a", "x", 9, |file| file.write_all(b"half"));
+        assert!(failed.unwrap_err().to_string().contains("lost or damaged"));
+    }
+
+    #[test]
+    fn the_oldest_copies_that_nobody_uses_go_when_there_are_too_many_bytes() {
+        let (_folder, cache) = cache(10 * (100 + SUM_BYTES));
+        let held = cache.get("held", "x", 100, |file| file.write_all(&[7; 100])).unwrap();
+        let old = SystemTime::now() - 100 * HOUR;
+        held.file.set_modified(old).unwrap();
+        let mut seen = copies(&cache);
+        for key in 0..40 {
+            get(&cache, &key.to_string(), &[key; 100]);
+            // One an hour: a clock may tick too slowly to tell them apart.
+            let new: Vec<_> = copies(&cache).into_iter().filter(|it| !seen.contains(it)).collect();
+            for path in new {
+                let made = old + u32::from(key + 1) * HOUR;
+                File::open(&path).unwrap().set_modified(made).unwrap();
+                seen.push(path);
+            }
+            let (count, bytes) = (copies(&cache).len(), cache.known().bytes);
+            assert_eq!(bytes, count as u64 * (100 + SUM_BYTES), "after {key}");
+            assert!(bytes <= cache.limit);
+            assert!(held.path.exists());
+        }
+        let sums = fs::read_dir(&cache.folder).unwrap().count() - copies(&cache).len();
+        assert_eq!(sums, copies(&cache).len());
+        assert_eq!(get(&cache, "39", &[39; 100]).1, 0, "the youngest one is there");
+        assert_eq!(get(&cache, "0", &[0; 100]).1, 1, "the oldest one is not");
+    }
+
+    /// Far from the brim the folder is listed a few times, not for every copy: what else lies there is not seen.
+    #[test]
+    fn the_folder_is_not_listed_for_every_copy() {
+        let (_folder, cache) = cache(1 << 20);
+        for key in 0..100 {
+            get(&cache, &key.to_string(), &[0; 100]);
+        }
+        assert_eq!(cache.known().new, 100 * (100 + SUM_BYTES));
+    }
+
+    #[test]
+    fn parts_of_others_stay_unless_they_were_left_long_ago() {
+        let (_folder, first) = cache(1000);
+        let (young, old) = (first.folder.join(".part-a"), first.folder.join(".part-b"));
+        let locked = first.part().unwrap();
+        for path in [&young, &old] {
+            fs::write(path, b"").unwrap();
+        }
+        let long_ago = SystemTime::now() - 2 * HOUR;
+        for file in [&File::options().write(true).open(&old).unwrap(), locked.as_file()] {
+            file.set_modified(long_ago).unwrap();
+        }
+        Cache::at(first.folder.clone(), 1000).unwrap();
+        assert!(young.exists() && !old.exists() && locked.path().exists());
     }
 }

@@ -111,13 +111,12 @@ impl Reader {
             let range = first..about.bytes.min(first + BLOCK_BYTES);
             let stop = end.min(range.end);
             let key = format!("{} {} block {block}", place.url(), about.version);
-            let near = self.cache.get(&key, "block", |file| {
-                use std::io::Write as _;
+            let copy = self.cache.get(&key, "block", range.end - range.start, |file| {
                 file.write_all(&self.client.range(&place, &about, range.clone())?)
             })?;
             let into = &mut buffer[(at - offset) as usize..(stop - offset) as usize];
             use std::os::unix::fs::FileExt as _;
-            std::fs::File::open(near.path())?.read_exact_at(into, at - first)?;
+            copy.file().read_exact_at(into, at - first)?;
             at = stop;
         }
         Ok(())
@@ -129,8 +128,7 @@ impl Reader {
         let about = self.client.about(&place)?;
         let key = format!("{} {} whole", place.url(), about.version);
         let name = place.key.rsplit('/').next().unwrap_or("object").to_owned();
-        self.cache.get(&key, &name, |file| {
-            use std::io::Write as _;
+        let copy = self.cache.get(&key, &name, about.bytes, |file| {
             let mut at = 0;
             while at < about.bytes {
                 let end = about.bytes.min(at + 8 * BLOCK_BYTES);
@@ -138,7 +136,8 @@ impl Reader {
                 at = end;
             }
             Ok(())
-        })
+        })?;
+        Ok(copy.into())
     }
 }
 

@@ -92,9 +92,11 @@ pub fn near(path: &Path) -> Result<Near> {
 
 /// Opens a file, far or near.
 pub fn open(path: &Path) -> Result<File> {
-    // A handle of its own, since a copy may be cleared away once it is let go.
-    let Near { path, hold: _until_then } = near(path)?;
-    regular::open(&path)
+    match near(path)? {
+        // The handle that holds a copy is at its beginning, and keeps it.
+        Near { hold: Some(file), .. } => Ok(file),
+        Near { path, hold: None } => regular::open(&path),
+    }
 }
 
 /// The bytes of a file, far or near.

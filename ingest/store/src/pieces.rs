@@ -64,15 +64,17 @@ impl Pieces {
         Onward { file: self.clone(), at: offset }
     }
 
+    /// Keeps what the machine said while the error goes its way.
+    fn keep(&self, error: io::Error) -> io::Error {
+        *self.0.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(again(&error));
+        error
+    }
+
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
         loop {
             match self.0.place.read_at(buffer, offset) {
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => {
-                    let copy = again(&error);
-                    *self.0.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(copy);
-                    return Err(error);
-                }
+                Err(error) => return Err(self.keep(error)),
                 read => return read,
             }
         }
@@ -98,7 +100,11 @@ impl ChunkReader for Pieces {
             let what = format!("{length} bytes at {start} are beyond the end of the file");
             return Err(ParquetError::EOF(what));
         }
-        let mut buffer = vec![0; length];
+        let mut buffer = Vec::new();
+        if buffer.try_reserve_exact(length).is_err() {
+            return Err(self.keep(ErrorKind::OutOfMemory.into()).into());
+        }
+        buffer.resize(length, 0);
         self.onward(start).read_exact(&mut buffer)?;
         Ok(buffer.into())
     }
