@@ -207,6 +207,17 @@ fn a_store_in_a_bucket_is_the_store_on_the_disk() {
     assert_eq!(steps(&here), steps(&there));
     let batch = bucket.zdata(&["batch", arg(&there), "--step", "2"]).ok();
     assert!(batch.contains("s3://bucket/raw/web-"), "{batch}");
+    // The commands that read inputs again, and a build that reuses what lies there.
+    let trained = scratch.path("trained.json");
+    let train = ["--vocab", "400", "--out", arg(&trained)];
+    bucket.zdata(&[&["tokenizer", "train", arg(&far)][..], &train].concat()).ok();
+    assert!(fs::read(&trained).unwrap() == fs::read(scratch.path("tokenizer.json")).unwrap());
+    let sample = bucket.zdata(&["inspect", URL, "--sample", "3", "--corpus", arg(&far)]).ok();
+    assert!(sample.contains("s3://bucket/raw/"), "{sample}");
+    let reused = scratch.path("reused");
+    let told = bucket.zdata(&["build", arg(&far), "--from", URL, "--out", arg(&reused)]);
+    assert!(told.err.contains("taken over"), "{told:?}");
+    assert_eq!(digest(told.ok()), wanted);
     for trouble in [Trouble::Refuse, Trouble::Forget, Trouble::Cut, Trouble::Stall] {
         assert!(bucket.seen(trouble) > 0, "no request met {trouble:?}");
     }

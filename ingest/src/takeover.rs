@@ -100,8 +100,9 @@ fn same_inputs(
     }
     let mut record = record.clone();
     for (file, input) in source.files.iter().zip(&mut record.inputs) {
-        let length = fs::metadata(&file.path).map_err(|e| Fault::io("read", &file.path, &e))?.len();
-        if length != input.bytes || store::far::content(&file.path)? != (input.bytes, input.sha256)
+        let length = store::far::size(&file.path);
+        if length.map_err(|error| Fault::io("read", &file.path, &error))? != input.bytes
+            || store::far::content(&file.path)? != (input.bytes, input.sha256)
         {
             return Ok(Err("its inputs changed"));
         }
@@ -179,7 +180,7 @@ pub(crate) fn link(old: &Path, new: &Path, record: &FileRecord) -> Result<()> {
     if fs::hard_link(old, new).is_ok() {
         return Ok(());
     }
-    let bytes = fs::read(old).map_err(|error| Fault::io("read", old, &error))?;
+    let bytes = store::far::read(old).map_err(|error| Fault::io("read", old, &error))?;
     if Digest::of_bytes(&bytes) != record.digest {
         return Err(Fault::data("this file changed while it was taken over")
             .at(old.display().to_string())

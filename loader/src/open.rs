@@ -40,7 +40,7 @@ impl Opened {
         // Those of the beginning first: theirs are the numbers that a run knows.
         let added = || curriculum.amendments.iter().filter_map(|one| one.store.as_ref());
         let named = curriculum.stores.iter().chain(added().map(|store| &store.path));
-        let places: Vec<PathBuf> = named.map(|store| placed(folder, store)).collect();
+        let places: Vec<PathBuf> = named.map(|store| far::placed(folder, store)).collect();
         let place = || curriculum.place("store");
         let (mut facts, mut folders) = (Vec::new(), Vec::new());
         for store in &places {
@@ -119,11 +119,6 @@ fn check_added(curriculum: &Curriculum, plan: &Plan, stores: &Stores) -> Result<
         }
     }
     Ok(())
-}
-
-/// Where a store lies: in the curriculum's folder, unless it is far.
-fn placed(folder: &Path, store: &str) -> PathBuf {
-    if far::is_far(Path::new(store)) { PathBuf::from(store) } else { folder.join(store) }
 }
 
 /// The text of a file that a person wrote. Bytes that are not text are the file's mistake, not the machine's.

@@ -18,7 +18,7 @@ impl Spec {
         let sources = self.sources.into_iter().map(|source| resolved(source, folder));
         Ok(Corpus {
             file: path.to_owned(),
-            tokenizer: self.tokenizer.map(|name| folder.join(name)),
+            tokenizer: self.tokenizer.map(|name| store::far::placed(folder, &name)),
             unit: self.unit,
             validation: self.validation,
             begin: self.begin,

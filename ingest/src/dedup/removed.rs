@@ -7,7 +7,6 @@
 //! `file` counts the manifest's inputs, `row` and `group` are those of provenance.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::ops::Range;
 use std::path::Path;
@@ -171,7 +170,7 @@ fn each(path: &Path, mut take: impl FnMut(Line) -> Result<()>) -> Result<()> {
             .at(path.display().to_string())
             .hint("delete the store's folder and build it again")
     };
-    let file = fs::File::open(path).map_err(|error| Fault::io("read", path, &error))?;
+    let file = store::far::open(path).map_err(|error| Fault::io("read", path, &error))?;
     let decoder = zstd::Decoder::new(file).map_err(|error| damaged(error.to_string()))?;
     for line in BufReader::new(decoder).lines() {
         let line = line.map_err(|error| damaged(error.to_string()))?;

@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use contract::{Fault, Identity, Result, fault};
 use serde_json::Value;
-use store::regular;
 
 use super::fast::Fast;
 use super::quiet::quietly;
@@ -41,7 +40,7 @@ pub struct Tokenizer {
 impl Tokenizer {
     /// Reads a `tokenizer.json`.
     pub fn read(path: &Path, engine: Engine) -> Result<Self> {
-        let bytes = regular::read(path).map_err(|error| Fault::io("read", path, &error))?;
+        let bytes = store::far::read(path).map_err(|error| Fault::io("read", path, &error))?;
         Tokenizer::new(bytes, engine).map_err(|fault| fault.or_at(|| path.display().to_string()))
     }
 

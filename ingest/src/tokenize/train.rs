@@ -116,10 +116,8 @@ fn check_special(special: &[String]) -> Result<()> {
 
 fn input_bytes(corpus: &Corpus) -> Result<u64> {
     let files = corpus.sources.iter().flat_map(|source| &source.files);
-    let length = |path: &PathBuf| {
-        let meta = std::fs::metadata(path).map_err(|error| Fault::io("read", path, &error))?;
-        Ok(meta.len())
-    };
+    let length =
+        |path: &PathBuf| store::far::size(path).map_err(|error| Fault::io("read", path, &error));
     files.map(|file| length(&file.path)).sum()
 }
 

@@ -52,6 +52,11 @@ pub fn is_far(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().starts_with(SCHEME.as_bytes())
 }
 
+/// Where the file lies that another one in `folder` calls `name`: from that folder on, unless it is far.
+pub fn placed(folder: &Path, name: &str) -> PathBuf {
+    if is_far(Path::new(name)) { PathBuf::from(name) } else { folder.join(name) }
+}
+
 /// What reads `path`, if it is far.
 pub fn reader(path: &Path) -> Result<Option<&'static dyn Far>> {
     if !is_far(path) {
