@@ -3,12 +3,18 @@
 //! This folder alone encodes with `fastokens`. It could be offered upstream: each file takes from the library only what is
 //! public, and says at its head what it guarantees and why that is so.
 //!
-//! | file | guarantees | why | shown by |
-//! |---|---|---|---|
-//! | `windows` | a long word is merged to the same ids window by window, in time linear in its length | no merge crosses a joint whose two neighbours merge to themselves | every test below, with merges in drawn order |
-//! | `long` | the words longer than [`windows::LONG`] of a known split are found, and all else is left to the library | no match of a known split goes over certain places, so a long word lies in a stretch without any | `every_known_split_ends_a_word_where_it_is_said_to`, `ids_are_those_of_the_reference_on_hard_texts` |
-//! | `whole` | a text that is one word (SentencePiece) is encoded part by part | no merge goes over a place where no token has these two characters side by side | `every_form_has_the_ids_of_the_reference` |
-//! | `runs` | a run of spaces becomes the added tokens for it without a search at every byte | added tokens are taken leftmost and longest, so those of a run are counted off | `runs_of_spaces_have_the_ids_of_the_reference` |
+//! - `windows`: a long word is merged to the same ids window by window, in time linear in its length, since no merge
+//!   crosses a joint whose two neighbours merge to themselves. Shown by every test below, with merges in drawn order.
+//! - `long`: the words longer than [`windows::LONG`] of a known split are found and merged so; all else is the library's. No
+//!   match of a known split goes over certain places, so that a long word lies in a stretch without any. Shown by
+//!   `every_known_split_ends_a_word_where_it_is_said_to` and `ids_are_those_of_the_reference_on_hard_texts`.
+//! - `whole`: a text that is one word (SentencePiece) is encoded part by part, since no merge goes over a place where no
+//!   token has these two characters side by side. Shown by `every_form_has_the_ids_of_the_reference`.
+//! - `splits`: the words of several splits in a row are encoded from the text, not from a copy with a character a byte,
+//!   since a map of bytes moves no word's end. Shown by `splits_in_a_row_have_the_ids_of_the_reference`.
+//! - `runs`: a run of spaces becomes the added tokens for it without a search at every byte. Added tokens are taken
+//!   leftmost and longest, so that those of a run are counted off. Shown by
+//!   `runs_of_spaces_have_the_ids_of_the_reference`.
 //!
 //! Beside these, more differences between the two libraries are met here: ids without a token are given one that no
 //! text has ([`without_gaps`]), the contraction with a long s is refused ([`LONG_S`]), and so are added tokens that match
@@ -20,6 +26,7 @@
 
 mod long;
 mod runs;
+mod splits;
 #[cfg(test)]
 mod tests;
 mod whole;
@@ -33,6 +40,7 @@ use serde_json::Value;
 use super::quiet::quietly;
 use long::LongWords;
 use runs::Runs;
+use splits::Splits;
 use whole::{Form, Whole};
 
 /// The fast encoder of one tokenizer.
@@ -51,6 +59,8 @@ enum Words {
     Library,
     /// A known split.
     Split(LongWords),
+    /// Several splits in a row.
+    Splits(Splits),
     /// None: the text is one word.
     Whole(Whole),
 }
@@ -79,7 +89,9 @@ impl Fast {
         let metaspace = matches!(form, Some(Form::Metaspace(_)));
         let words = match form {
             Some(form) => Whole::new(form, &json).map(Words::Whole),
-            None => LongWords::new(&json).map(Words::Split),
+            None => LongWords::new(&json)
+                .map(Words::Split)
+                .or_else(|| Splits::new(&json).map(Words::Splits)),
         };
         let runs = Runs::new(&json);
         let either_case = json["pre_tokenizer"].to_string().contains("(?i");
@@ -115,6 +127,7 @@ impl Fast {
     fn part(&self, text: &str) -> Result<Vec<u32>, String> {
         match &self.words {
             Words::Split(long) if long.suspects(text) => long.encode(&self.library, text),
+            Words::Splits(splits) => splits.encode(&self.library, text),
             Words::Whole(whole) => whole.encode(&self.library, text),
             _ => self
                 .library

@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 
+use super::splits::Splits;
 use crate::testing::bytes_tokenizer;
 use crate::tokenize::hard::{self, Dice};
 use crate::tokenize::{Engine, Tokenizer};
@@ -82,6 +83,42 @@ fn a_post_processor_never_reaches_documents() {
             json["post_processor"] = processor;
         });
         compare(bytes, &name);
+    }
+}
+
+#[test]
+fn splits_in_a_row_have_the_ids_of_the_reference() {
+    let split = |expression: &str| {
+        let pattern = json!({"Regex": expression});
+        json!({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": false})
+    };
+    let digits = |alone: bool| json!({"type": "Digits", "individual_digits": alone});
+    // The shapes of DeepSeek V2 and of Spark, over fewer letters.
+    let rows = [
+        vec![
+            split("[\r\n]"),
+            split("\\s?[A-Za-z\u{b5}\u{c0}-\u{d6}\u{d8}-\u{f6}]+"),
+            split("\\s?[!-/:-~\u{2018}-\u{201f}\u{3000}-\u{3002}]+"),
+            split(r"\s+$"),
+            split("[\u{4e00}-\u{9fa5}\u{ac00}-\u{d7ff}]+"),
+            digits(true),
+        ],
+        vec![
+            split(r"\p{N}{1,3}"),
+            split("[\u{4e00}-\u{9fa5}]+"),
+            split(r" ?\p{L}+|\s+"),
+            digits(false),
+        ],
+    ];
+    for (number, row) in rows.into_iter().enumerate() {
+        let bytes = bytes_tokenizer(|json| {
+            merges(json, 20 + number as u64);
+            let map = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+            let steps: Vec<Value> = row.into_iter().chain([map]).collect();
+            json["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": steps});
+        });
+        assert!(Splits::new(&serde_json::from_slice(&bytes).unwrap()).is_some());
+        compare(bytes, &format!("row {number}"));
     }
 }
 
