@@ -5,8 +5,8 @@ use std::path::Path;
 use contract::{Fault, Result};
 
 use crate::corpus::{Corpus, Source};
-use crate::dedup::{List, Tools, contaminated};
-use crate::filters::Effect;
+use crate::dedup::{List, Tools, contaminated, repeats};
+use crate::filters::{Effect, changed};
 use crate::recipe::compare::Compare;
 use crate::recipe::run::{NoText, Outcome, Passage};
 use crate::recipe::{Recipe, Step};
@@ -113,9 +113,8 @@ impl<'a> InFile<'a> {
             Ok(Outcome::Dropped { dropped: why, .. }) => {
                 Err(dropped(why.reason, Fault::data(why.reason).found(why.found)))
             }
-            Ok(Outcome::Refused(fault)) | Err(fault) => {
-                Err(dropped("refused by the tokenizer", fault))
-            }
+            Ok(Outcome::Refused(fault)) => Err(dropped("refused by the tokenizer", fault)),
+            Err(fault) => Err(dropped("refused by a step", fault)),
         }
     }
 }
@@ -135,6 +134,10 @@ impl Passage for Tracing<'_> {
         match step {
             Compare::Exact(_) | Compare::Near(_) => Ok(Effect::Kept),
             Compare::Decontaminate(_) => contaminated(self.of.tools, number, &document.text),
+            Compare::Repeats(_) => {
+                let rest = self.of.list.map_or(Ok(None), |l| l.rest(self.of.file, document))?;
+                Ok(changed(rest, repeats::EMPTIED))
+            }
         }
     }
 

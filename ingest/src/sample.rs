@@ -13,7 +13,7 @@ use store::{Manifest, open};
 
 use crate::corpus::{Corpus, Source};
 use crate::dedup::removed::{self, Kept};
-use crate::dedup::{List, Tools, contaminated, exact, minhash};
+use crate::dedup::{List, Tools, contaminated, exact, minhash, repeats};
 use crate::filters::{self, Dropped};
 use crate::pipeline::held_out;
 use crate::recipe::compare::Compare;
@@ -257,6 +257,10 @@ impl Passage for Telling<'_> {
     ) -> Result<filters::Effect> {
         if matches!(step, Compare::Decontaminate(_)) {
             return contaminated(self.teller.tools, number, &document.text);
+        }
+        if matches!(step, Compare::Repeats(_)) {
+            let rest = self.teller.list.rest(self.file, document)?;
+            return Ok(filters::changed(rest, repeats::EMPTIED));
         }
         let (group, row) = (document.group, document.row);
         // The list knows every reason; only that of this very step belongs here.

@@ -13,7 +13,7 @@ use crate::filters::repetition::GopherRepetition;
 use crate::filters::setting::Settings;
 use crate::filters::trim::Trim;
 use crate::recipe::Step;
-use crate::recipe::compare::{Compare, Decontaminate, Exact, Near, Rules};
+use crate::recipe::compare::{Compare, Decontaminate, Exact, Near, Repeats, Rules};
 
 /// A step as a corpus file says it.
 #[derive(Clone, Debug)]
@@ -24,11 +24,23 @@ pub(super) enum StepSpec {
     Decontaminate(Rules, Vec<Pattern>),
 }
 
+impl StepSpec {
+    /// Whether it compares documents.
+    fn compares(&self) -> bool {
+        !matches!(self, StepSpec::Whole(Step::Filter(_)))
+    }
+
+    /// Whether it takes bytes of documents that others know.
+    fn is_repeats(&self) -> bool {
+        matches!(self, StepSpec::Whole(Step::Compare(Compare::Repeats(_))))
+    }
+}
+
 /// The keys of every step.
 const COMMON: [&str; 2] = ["step", "sources"];
 
 /// The names of the steps.
-pub(crate) const STEPS: [&str; 10] = [
+pub(crate) const STEPS: [&str; 11] = [
     "clean",
     "length",
     "gopher-quality",
@@ -38,6 +50,7 @@ pub(crate) const STEPS: [&str; 10] = [
     "exact-duplicates",
     "near-duplicates",
     "decontaminate",
+    "repeated-substrings",
     "trim",
 ];
 
@@ -61,8 +74,19 @@ pub(super) fn steps(
         })?;
         let place = || file.place(table.span());
         let step = step(&settings, name).map_err(|fault| fault.or_at(place))?;
+        let give = |source: &mut SourceSpec| {
+            if step.compares() && source.steps.iter().any(|(_, before)| before.is_repeats()) {
+                let what = format!("{} comes after repeated-substrings", file.plain(name));
+                return Err(file
+                    .fault(name, what)
+                    .found(format!("both for source {:?}", source.name))
+                    .wanted("repeated-substrings as the last step that compares documents"));
+            }
+            source.steps.push((number, step.clone()));
+            Ok(())
+        };
         let Some(chosen) = settings.get("sources") else {
-            sources.iter_mut().for_each(|source| source.steps.push((number, step.clone())));
+            sources.iter_mut().try_for_each(give)?;
             continue;
         };
         for wanted in settings.texts("sources", chosen)? {
@@ -74,7 +98,7 @@ pub(super) fn steps(
             if source.steps.last().is_some_and(|(last, _)| *last == number) {
                 return Err(file.fault(chosen, format!("source {wanted:?} is named twice")));
             }
-            source.steps.push((number, step.clone()));
+            give(source)?;
         }
     }
     Ok(())
@@ -107,6 +131,13 @@ fn step(settings: &Settings<'_>, name: &Spanned<Value>) -> Result<StepSpec> {
                 Fault::usage("near duplicates cannot be found like this").wanted(wanted)
             })?;
             compare(Compare::Near(near))
+        }
+        "repeated-substrings" => {
+            let repeats = read!(Repeats);
+            repeats.check().map_err(|wanted| {
+                Fault::usage("repeated substrings cannot be found like this").wanted(wanted)
+            })?;
+            compare(Compare::Repeats(repeats))
         }
         "decontaminate" => {
             let own: Vec<&str> = Rules::KEYS.iter().copied().chain(["files"]).collect();

@@ -19,6 +19,8 @@ pub(crate) enum Mark {
     Content(Digest),
     /// The keys of its bands.
     Bands(Vec<u64>),
+    /// Its text.
+    Text(String),
 }
 
 /// One document as the scan saw it.
@@ -109,6 +111,9 @@ impl Passage for Marking<'_> {
                 let functions = self.tools.functions(number)?;
                 let bands = functions.bands(&normal::words(&document.text));
                 self.marks.extend(bands.map(|bands| (number, Mark::Bands(bands))));
+            }
+            Compare::Repeats(_) => {
+                self.marks.push((number, Mark::Text(document.text.clone())));
             }
             Compare::Decontaminate(_) => {
                 let found = self.tools.index(number)?.matches(&document.text);

@@ -1,10 +1,11 @@
-//! `removed.jsonl.zst`: the documents of a source that the dedup scan removed, one line of JSON for each.
+//! `removed.jsonl.zst`: what the dedup scan removed of a source, one line of JSON for each.
 //!
 //! ```text
 //! {"file":0,"row":12,"reason":"near-duplicates: of an earlier document","kept":{"source":"web","file":0,"row":3}}
 //! ```
 //!
-//! `file` counts the manifest's inputs, `row` and `group` are those of provenance.
+//! `file` counts the manifest's inputs, `row` and `group` are those of provenance. A line with `spans` is of a document
+//! that stays without these bytes of its text, counted when the step comes to it.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -13,6 +14,9 @@ use std::path::Path;
 
 use contract::{Fault, Result};
 use serde::{Deserialize, Serialize};
+
+use super::repeats::{self, Span};
+use crate::source::Document;
 
 /// The file's name in the source's folder.
 pub(crate) const FILE: &str = "removed.jsonl.zst";
@@ -37,6 +41,8 @@ pub(crate) struct Removed<'a> {
     pub(crate) reason: &'a str,
     /// For duplicates: source, file and place of the document that was kept.
     pub(crate) kept: Option<(&'a str, usize, u64)>,
+    /// If the document stays: what goes of it.
+    pub(crate) spans: &'a [Span],
 }
 
 #[derive(Serialize, Deserialize)]
@@ -48,6 +54,8 @@ struct Line {
     reason: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     kept: Option<Kept>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    spans: Vec<Span>,
 }
 
 /// The document that was kept.
@@ -81,6 +89,7 @@ impl Writer {
             row,
             reason: removed.reason.to_owned(),
             kept,
+            spans: removed.spans.to_vec(),
         })
     }
 
@@ -95,11 +104,14 @@ impl Writer {
     }
 }
 
-/// The list as the build looks things up in it: 9 bytes for each document, by file.
+/// The list as the build looks things up in it: 9 bytes for each document, by file,
+/// and 8 for each piece of one that stays.
 #[derive(Default)]
 pub(crate) struct List {
     files: BTreeMap<usize, (Vec<u64>, Vec<u8>)>,
     reasons: Vec<String>,
+    /// What goes of documents that stay.
+    spans: BTreeMap<(usize, u64), Vec<Span>>,
 }
 
 impl List {
@@ -112,6 +124,11 @@ impl List {
     pub(crate) fn read_file(path: &Path) -> Result<Self> {
         let mut list = List::default();
         each(path, |line| {
+            if !line.spans.is_empty() {
+                let at = address(line.group, line.row);
+                list.spans.extend(at.map(|at| ((line.file, at), line.spans)));
+                return Ok(());
+            }
             let reason = match list.reasons.iter().position(|known| *known == line.reason) {
                 Some(known) => known,
                 None => {
@@ -125,6 +142,16 @@ impl List {
             Ok(())
         })?;
         Ok(list)
+    }
+
+    /// The text of a document without what the scan removed of it; nothing if it stays as it is.
+    pub(crate) fn rest(&self, file: usize, document: &Document) -> Result<Option<String>> {
+        let at = address(document.group, document.row);
+        let Some(spans) = at.and_then(|at| self.spans.get(&(file, at))) else { return Ok(None) };
+        repeats::without(&document.text, spans).map(Some).ok_or_else(|| {
+            Fault::mismatch("this document changed between scan and build")
+                .hint("delete the store's folder and build it again")
+        })
     }
 
     /// Why a document was removed, if it was.

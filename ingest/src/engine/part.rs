@@ -169,6 +169,11 @@ impl PartWriter {
                     self.put(&(keys.len() as u16).to_le_bytes())?;
                     keys.iter().try_for_each(|key| self.put(&key.to_le_bytes()))?;
                 }
+                Mark::Text(text) => {
+                    self.put(&[2])?;
+                    self.put(&(text.len() as u64).to_le_bytes())?;
+                    self.put(text.as_bytes())?;
+                }
             }
         }
         self.json(&observed.matches)
@@ -247,16 +252,22 @@ impl PartReader {
         if length > META_BYTES {
             return Err(self.damaged("an entry has an impossible length"));
         }
-        // As much as there is: a length may be a lie.
-        let mut json = Vec::new();
-        let read = (&mut self.file).take(u64::from(length)).read_to_end(&mut json);
-        read.map_err(|error| Fault::io("read", &self.path, &error))?;
-        self.hash.update(&json);
-        if json.len() as u64 != u64::from(length) {
-            return Err(self.damaged("it ends within an entry"));
-        }
+        let json = self.bytes(u64::from(length))?;
         serde_json::from_slice(&json)
             .map_err(|error| self.damaged("an entry is damaged").found(error))
+    }
+
+    /// The next bytes.
+    fn bytes(&mut self, length: u64) -> Result<Vec<u8>> {
+        // As much as there is: a length may be a lie.
+        let mut bytes = Vec::new();
+        let read = (&mut self.file).take(length).read_to_end(&mut bytes);
+        read.map_err(|error| Fault::io("read", &self.path, &error))?;
+        self.hash.update(&bytes);
+        if bytes.len() as u64 != length {
+            return Err(self.damaged("it ends within an entry"));
+        }
+        Ok(bytes)
     }
 
     fn tokens(&mut self) -> Result<Vec<u32>> {
@@ -290,11 +301,17 @@ impl PartReader {
             let [step, kind] = self.array()?;
             let mark = match kind {
                 0 => Mark::Content(Digest(u128::from_le_bytes(self.array()?))),
-                _ => {
+                1 => {
                     let count = u16::from_le_bytes(self.array()?);
                     let keys = (0..count).map(|_| self.array().map(u64::from_le_bytes));
                     Mark::Bands(keys.collect::<Result<_>>()?)
                 }
+                2 => {
+                    let length = u64::from_le_bytes(self.array()?);
+                    let text = String::from_utf8(self.bytes(length)?);
+                    Mark::Text(text.map_err(|_| self.damaged("a text is not valid UTF-8"))?)
+                }
+                _ => return Err(self.damaged("an entry holds a mark of no kind")),
             };
             found.push((usize::from(step), mark));
         }

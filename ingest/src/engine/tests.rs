@@ -35,6 +35,10 @@ step = \"decontaminate\"
 files = [\"eval.jsonl\"]
 words = 6
 [[prepare]]
+step = \"repeated-substrings\"
+sources = [ \"math\" ]
+min_bytes = 12
+[[prepare]]
 step = \"trim\"
 sources = [\"math\"]
 context = 180

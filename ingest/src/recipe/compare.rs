@@ -1,6 +1,6 @@
 //! Settings of the steps that compare a document with others, or with evaluation sets. What they do stands in `dedup`.
 
-use contract::{Fault, Identity, Result};
+use contract::{Fault, Identity, Ratio, Result};
 
 use super::mapping::Template;
 use crate::corpus::SourceFile;
@@ -12,6 +12,7 @@ pub(crate) enum Compare {
     Exact(Exact),
     Near(Near),
     Decontaminate(Decontaminate),
+    Repeats(Repeats),
 }
 
 impl Compare {
@@ -21,6 +22,7 @@ impl Compare {
             Compare::Exact(step) => step.describe(),
             Compare::Near(step) => step.describe(),
             Compare::Decontaminate(step) => step.describe(),
+            Compare::Repeats(step) => step.describe(),
         }
     }
 
@@ -30,7 +32,13 @@ impl Compare {
             Compare::Exact(_) => "exact-duplicates",
             Compare::Near(_) => "near-duplicates",
             Compare::Decontaminate(_) => "decontaminate",
+            Compare::Repeats(_) => "repeated-substrings",
         }
+    }
+
+    /// Whether it may change a text, which the build does then, as the scan has decided.
+    pub(crate) fn changes(&self) -> bool {
+        matches!(self, Compare::Repeats(_))
     }
 }
 
@@ -69,6 +77,33 @@ impl Near {
             Err(
                 "words from 1 to 1000, and bands and rows above zero with a product of at most 4096",
             )
+        }
+    }
+}
+
+step! {
+    /// Repeated substrings.
+    Repeats = "repeated-substrings" {
+        /// Bytes of a run that may occur once.
+        min_bytes: u64 = "500",
+        /// The share of a stretch that pieces make up which go with what stands between them.
+        bookend: Option<Ratio> = "4/5",
+        /// Bytes of text that are compared with each other.
+        partition_bytes: u64 = "268435456",
+        /// Whether documents of different sources are compared.
+        across: bool = "true",
+    }
+}
+
+impl Repeats {
+    /// What is wrong with the settings, if anything is.
+    pub(crate) fn check(&self) -> std::result::Result<(), &'static str> {
+        let runs = (1..=1 << 20).contains(&self.min_bytes);
+        let partition = (self.min_bytes..1 << 30).contains(&self.partition_bytes);
+        if runs && partition {
+            Ok(())
+        } else {
+            Err("min_bytes from 1 to 1048576, partition_bytes from that to 1073741823")
         }
     }
 }

@@ -162,6 +162,9 @@ impl Step {
 
     /// Whether it may change a text.
     fn changes(&self) -> bool {
-        matches!(self, Step::Filter(filter) if filter.changes())
+        match self {
+            Step::Filter(filter) => filter.changes(),
+            Step::Compare(step) => step.changes(),
+        }
     }
 }

@@ -196,6 +196,11 @@ fn wrong_keys_are_refused_with_their_line() {
         ("[[prepare]]\nstep = \"clean\"\nline_ends = 1\n", &["line_ends", "true or false"]),
         // Of empty markers there would be no end in a text.
         ("[[prepare]]\nstep = \"trim\"\nopen = \"\"\n", &["`open` is empty", ":15", "<think>"]),
+        (
+            "[[prepare]]\nstep = \"repeated-substrings\"\n[[prepare]]\nstep = \"exact-duplicates\"\n",
+            &["exact-duplicates comes after", "last"],
+        ),
+        ("[[prepare]]\nstep = \"repeated-substrings\"\nmin_bytes = 0\n", &["min_bytes from 1"]),
         ("[[prepare]]\nstep = \"trim\"\nclose = \"\"\n", &["`close` is empty", ":15"]),
         ("[[prepare]]\nstep = \"clean\"\nsources = [\"wed\"]\n", &["wed", "web"]),
         ("[[prepare]]\nstep = \"clean\"\nsources = [\"web\", \"web\"]\n", &["twice"]),
@@ -281,7 +286,7 @@ fn no_text_is_a_cliff() {
                 Step::Compare(Compare::Decontaminate(_)) => {
                     drop(tools.index(*number).unwrap().matches(&text));
                 }
-                Step::Compare(Compare::Exact(_)) => {}
+                Step::Compare(Compare::Exact(_) | Compare::Repeats(_)) => {}
                 Step::Filter(filter) => drop(filter.run(&Text::new(&text), None).unwrap()),
             }
         }

@@ -16,6 +16,7 @@ use crate::corpus::Corpus;
 use crate::dedup::minhash::Components;
 use crate::dedup::observe::{Mark, Observed};
 use crate::dedup::removed::{self, Removed};
+use crate::dedup::repeats::{self, Span, Texts};
 use crate::dedup::{exact, minhash, normal};
 use crate::recipe::Step;
 use crate::recipe::compare::Compare;
@@ -30,6 +31,7 @@ struct Start {
 /// All documents that reached a comparing step, by one.
 enum Column {
     Exact(Vec<exact::Entry>),
+    Texts(Texts),
     Near { documents: Vec<u32>, bands: Vec<(PathBuf, BufWriter<File>)> },
 }
 
@@ -44,6 +46,8 @@ pub(super) struct Table {
     reasons: Vec<String>,
     /// For duplicates, the document that was kept.
     kept: BTreeMap<u32, u32>,
+    /// What goes of documents that stay.
+    spans: BTreeMap<u32, Vec<Span>>,
     columns: BTreeMap<usize, Column>,
 }
 
@@ -65,6 +69,9 @@ impl Table {
                     };
                     let bands = (0..near.bands).map(create).collect::<Result<_>>()?;
                     Column::Near { documents: Vec::new(), bands }
+                }
+                Step::Compare(Compare::Repeats(_)) => {
+                    Column::Texts(Texts::create(scratch.join(format!("step-{number}-texts")))?)
                 }
                 _ => continue,
             };
@@ -100,6 +107,7 @@ impl Table {
                         written.map_err(|error| Fault::io("write", path, &error))?;
                     }
                 }
+                (Some(Column::Texts(texts)), Mark::Text(text)) => texts.push(document, &text)?,
                 _ => return Err(Fault::bug("a mark of another step")),
             }
         }
@@ -117,29 +125,39 @@ impl Table {
     /// Decides the comparing steps in their order.
     pub(super) fn decide(&mut self, corpus: &Corpus) -> Result<()> {
         for (number, column) in std::mem::take(&mut self.columns) {
-            let across = corpus.sources.iter().flat_map(|source| &source.recipe.steps).find_map(
-                |(candidate, step)| match step {
-                    Step::Compare(Compare::Exact(exact)) if *candidate == number => {
-                        Some(exact.across)
-                    }
-                    Step::Compare(Compare::Near(near)) if *candidate == number => Some(near.across),
-                    _ => None,
-                },
-            );
-            let across = across.unwrap_or(true);
-            let (pairs, reason) = match column {
-                Column::Exact(entries) => (self.exact(entries, number, across), exact::REASON),
-                Column::Near { documents, bands } => {
-                    (self.near(documents, bands, (number, across))?, minhash::REASON)
-                }
+            let mut steps = corpus.sources.iter().flat_map(|source| &source.recipe.steps);
+            let step = steps.find(|(candidate, _)| *candidate == number).map(|(_, step)| step);
+            let Some(Step::Compare(step)) = step else {
+                return Err(Fault::bug("a column of no step"));
             };
-            let reason = self.reason(reason);
-            for (document, kept) in pairs {
-                self.gone[document as usize] = (number as u8, reason);
-                self.kept.insert(document, kept);
+            match (column, step) {
+                (Column::Exact(entries), Compare::Exact(step)) => {
+                    let pairs = self.exact(entries, number, step.across);
+                    self.remove(pairs, number, exact::REASON);
+                }
+                (Column::Near { documents, bands }, Compare::Near(step)) => {
+                    let pairs = self.near(documents, bands, (number, step.across))?;
+                    self.remove(pairs, number, minhash::REASON);
+                }
+                (Column::Texts(texts), Compare::Repeats(step)) => {
+                    let group = |document| if step.across { 0 } else { self.source_of(document) };
+                    let own = |document| self.reaches(document, number).then(|| group(document));
+                    let mut spans = texts.decide(step, own)?;
+                    self.spans.append(&mut spans);
+                }
+                _ => return Err(Fault::bug("a column of another step")),
             }
         }
         Ok(())
+    }
+
+    /// Removes documents, each for one that is kept.
+    fn remove(&mut self, pairs: Vec<(u32, u32)>, number: usize, reason: &str) {
+        let reason = self.reason(reason);
+        for (document, kept) in pairs {
+            self.gone[document as usize] = (number as u8, reason);
+            self.kept.insert(document, kept);
+        }
     }
 
     /// Whether a document gets as far as step `number`.
@@ -210,17 +228,20 @@ impl Table {
             let mut writer = removed::Writer::new()?;
             for document in self.documents_of(number) {
                 let (step, reason) = self.gone[document as usize];
-                if step == HERE {
-                    continue;
-                }
+                let spans = self.spans.get(&document).map_or(&[][..], Vec::as_slice);
+                let reason = match (step, spans) {
+                    (HERE, []) => continue,
+                    (HERE, _) => repeats::REASON,
+                    _ => &self.reasons[usize::from(reason)],
+                };
                 let kept = self.kept.get(&document).map(|kept| {
                     let start = self.start_of(*kept);
                     let name = &corpus.sources[start.source].name;
                     (name.as_str(), start.file, self.at[*kept as usize])
                 });
                 let file = self.start_of(document).file;
-                let reason = &self.reasons[usize::from(reason)];
-                writer.push(Removed { file, at: self.at[document as usize], reason, kept })?;
+                let at = self.at[document as usize];
+                writer.push(Removed { file, at, reason, kept, spans })?;
             }
             let bytes = writer.finish()?;
             files.push(vec![list(store, &source.name, removed::FILE, &bytes)?]);

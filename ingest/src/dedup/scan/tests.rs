@@ -90,6 +90,10 @@ fn firsts(candidates: &BTreeSet<usize>, same: impl Fn(usize, usize) -> bool) -> 
 const BOTH: &str = "[[prepare]]\nstep = \"length\"\nmin_words = 10\n[[prepare]]\nstep = \"exact-duplicates\"\n\
                     [[prepare]]\nstep = \"near-duplicates\"\nwords = 3\nbands = 10\nrows = 4\n";
 
+/// What takes bytes of documents that stay.
+const REPEATS: &str =
+    "[[prepare]]\nstep = \"repeated-substrings\"\nmin_bytes = 30\npartition_bytes = 30000\n";
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(4))]
     #[test]
@@ -125,7 +129,7 @@ proptest! {
     fn kills_and_workers_leave_no_trace(kill in 1usize..400, workers in 1usize..4) {
         let texts = texts(5, 150);
         let bench = Workbench::new(1);
-        let path = corpus(&bench, &texts, BOTH);
+        let path = corpus(&bench, &texts, &[BOTH, REPEATS].concat());
         let (whole, killed) = (bench.path("whole"), bench.path("killed"));
         built(&path, &whole, 1);
         let request = Corpus::read(&path).unwrap();
@@ -277,7 +281,8 @@ fn a_sample_tells_what_became_of_each_document() {
     let bench = Workbench::new(1);
     let mut texts = texts(9, 120);
     texts[7] += " \r\n\0";
-    let steps = BOTH.replacen("[[prepare]]", "[[prepare]]\nstep = \"clean\"\n[[prepare]]", 1);
+    let steps = [BOTH, REPEATS].concat();
+    let steps = steps.replacen("[[prepare]]", "[[prepare]]\nstep = \"clean\"\n[[prepare]]", 1);
     let path = corpus(&bench, &texts, &steps);
     let store = bench.path("store");
     let manifest = built(&path, &store, 2);
@@ -308,7 +313,12 @@ fn a_sample_tells_what_became_of_each_document() {
     let stored = manifest.sources.iter().flat_map(|source| [&source.train, &source.validation]);
     assert_eq!(tokens as u64, stored.map(|stream| stream.tokens).sum::<u64>());
     let told = sample::text(&all);
-    for word in ["01 clean", "changed", "(web web-0.jsonl row ", "= train, "] {
+    let changes = manifest.sources.iter().filter_map(|source| source.prepared.as_ref());
+    let cut =
+        |change: &store::Change| change.step == "05 repeated-substrings" && change.removed > 0;
+    assert!(changes.flat_map(|prepared| &prepared.changes).any(cut));
+    balanced(&manifest);
+    for word in ["01 clean", "changed", "05 repeated", "(web web-0.jsonl row ", "= train, "] {
         assert!(told.contains(word), "no {word:?} in {told}");
     }
     // A keyed draw: the same again, and another one by another seed.

@@ -1,0 +1,239 @@
+//! Repeated substrings: long runs of bytes that occurred before, in the same document or in an earlier one.
+//!
+//! MinHash removes documents that are alike as a whole; a licence, a menu or a quoted page inside documents that are
+//! otherwise different is what this finds. Of each run of `min_bytes` bytes that occurs more than once, the first place
+//! in the order of the store stays, whole. Every byte that belongs to a later place of some run goes, unless it belongs
+//! to the first place of another one: so no run of this length vanishes from the corpus.
+//!
+//! What stands between two pieces that go ("bookends") goes with them where the pieces make up `bookend` of the stretch
+//! from the begin of the first to the end of the second, and no byte of the gap is needed as the first place of a run.
+//! That is what is left of a page once its menu is gone.
+//!
+//! How: texts are joined, with a NUL between them, and their suffixes sorted; runs that are the same are neighbours then.
+//! (So a run with a NUL in it is compared with none: `clean` takes such out.) The texts of a partition are sorted
+//! together, in some 12 bytes of memory for each byte of it: memory is bounded by `partition_bytes`, or by one longer
+//! document, whatever the corpus. A run is not compared with those of another partition. Partitions are filled in the
+//! order of the store, and nothing here knows of workers or tasks. The texts lie on the disk meanwhile; 8 bytes for each
+//! document and for each piece that goes stay in memory.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufReader, BufWriter, Read, Write as _};
+use std::path::PathBuf;
+
+use contract::{Fault, Ratio, Result};
+use suffix::SuffixTable;
+
+use crate::recipe::compare::Repeats;
+
+/// Why bytes go.
+pub(crate) const REASON: &str = "repeated-substrings: of an earlier place";
+
+/// Why a document goes of which nothing else is left.
+pub(crate) const EMPTIED: &str = "repeated-substrings: nothing left";
+
+/// Bytes of a document from one place to another, both between characters.
+pub(crate) type Span = (u32, u32);
+
+/// Stands between texts.
+const BETWEEN: char = '\0';
+
+/// The text without these spans; nothing if they are not of this text.
+pub(crate) fn without(text: &str, spans: &[Span]) -> Option<String> {
+    let (mut kept, mut done) = (String::with_capacity(text.len()), 0);
+    for (start, end) in spans {
+        kept += text.get(done..*start as usize)?;
+        done = *end as usize;
+    }
+    kept += text.get(done..)?;
+    Some(kept)
+}
+
+/// The texts that reach the step, on the disk.
+pub(super) struct Texts {
+    path: PathBuf,
+    file: BufWriter<File>,
+    /// Each document with the bytes of its text.
+    documents: Vec<(u32, u32)>,
+}
+
+impl Texts {
+    /// No texts yet; they will be written to `path`.
+    pub(super) fn create(path: PathBuf) -> Result<Self> {
+        let file = File::create(&path).map_err(|error| Fault::io("create", &path, &error))?;
+        Ok(Texts { path, file: BufWriter::new(file), documents: Vec::new() })
+    }
+
+    /// The next document's text.
+    pub(super) fn push(&mut self, document: u32, text: &str) -> Result<()> {
+        let bytes = u32::try_from(text.len()).ok().filter(|bytes| *bytes < i32::MAX as u32);
+        let bytes = bytes.ok_or_else(|| {
+            Fault::usage("a document is too long for `repeated-substrings`")
+                .found(format!("{} bytes", text.len()))
+                .wanted("less than 2 GiB: set `max_document_bytes`")
+        })?;
+        self.documents.push((document, bytes));
+        let written = self.file.write_all(text.as_bytes());
+        written.map_err(|error| Fault::io("write", &self.path, &error))
+    }
+
+    /// What goes, by document. `own` tells the documents that are still candidates, each with its group: those of one
+    /// group are compared.
+    pub(super) fn decide(
+        self,
+        step: &Repeats,
+        own: impl Fn(u32) -> Option<usize>,
+    ) -> Result<BTreeMap<u32, Vec<Span>>> {
+        let Texts { path, file, documents } = self;
+        file.into_inner().map_err(|error| Fault::io("write", &path, error.error()))?;
+        let file = File::open(&path).map_err(|error| Fault::io("read", &path, &error))?;
+        let mut reader = BufReader::new(file);
+        let (mut found, mut partition, mut of) = (BTreeMap::new(), Partition::default(), None);
+        for (document, bytes) in documents {
+            let mut text = vec![0; bytes as usize];
+            reader.read_exact(&mut text).map_err(|error| Fault::io("read", &path, &error))?;
+            let text =
+                String::from_utf8(text).map_err(|_| Fault::bug("a text changed on the disk"))?;
+            let Some(group) = own(document) else { continue };
+            let full = (partition.text.len() + text.len()) as u64 > step.partition_bytes;
+            if full || of.is_some_and(|of| of != group) {
+                std::mem::take(&mut partition).decide(step, &mut found);
+            }
+            of = Some(group);
+            partition.push(document, &text);
+        }
+        partition.decide(step, &mut found);
+        Ok(found)
+    }
+}
+
+/// Texts that are compared with each other.
+#[derive(Default)]
+struct Partition {
+    text: String,
+    /// Each document with the range of its text.
+    documents: Vec<(u32, std::ops::Range<usize>)>,
+}
+
+impl Partition {
+    fn push(&mut self, document: u32, text: &str) {
+        let start = self.text.len();
+        self.text.push_str(text);
+        self.documents.push((document, start..self.text.len()));
+        self.text.push(BETWEEN);
+    }
+
+    fn decide(self, step: &Repeats, found: &mut BTreeMap<u32, Vec<Span>>) {
+        let least = step.min_bytes as usize;
+        let places = places(&self.text, least);
+        for (document, range) in self.documents {
+            let pieces = pieces(&self.text[range.clone()], &places[range], least);
+            let spans = match step.bookend {
+                Some(share) => joined(pieces, share),
+                None => pieces.into_iter().map(|piece| (piece.start, piece.end)).collect(),
+            };
+            if !spans.is_empty() {
+                found.insert(document, spans.iter().map(|(a, b)| (*a as u32, *b as u32)).collect());
+            }
+        }
+    }
+}
+
+/// What is known of the run of bytes that begins at a place.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    /// It occurs here alone, or reaches beyond the text.
+    Only,
+    /// It occurs again later.
+    First,
+    /// It occurred before.
+    Later,
+}
+
+/// What is known of the runs of `least` bytes at every place of joined texts.
+fn places(text: &str, least: usize) -> Vec<Place> {
+    let mut places = vec![Place::Only; text.len()];
+    if text.len() < least {
+        return places;
+    }
+    let run = |at: u32| text.as_bytes().get(at as usize..at as usize + least);
+    let sorted = SuffixTable::new(text);
+    for same in sorted.table().chunk_by(|a, b| run(*a).is_some() && run(*a) == run(*b)) {
+        let first = same.iter().min().copied().unwrap_or_default();
+        let within = |run: &[u8]| memchr::memchr(BETWEEN as u8, run).is_none();
+        if same.len() < 2 || !run(first).is_some_and(within) {
+            continue;
+        }
+        for at in same {
+            places[*at as usize] = if *at == first { Place::First } else { Place::Later };
+        }
+    }
+    places
+}
+
+/// A piece of a text that goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Piece {
+    start: usize,
+    end: usize,
+    /// Whether the gap before it holds bytes of a run's first place.
+    needed: bool,
+    /// Bytes of it that are repeated: all, until gaps join it.
+    repeated: usize,
+}
+
+/// The bytes of a text that belong to a run's later place and to no run's first one, cut at characters.
+fn pieces(text: &str, places: &[Place], least: usize) -> Vec<Piece> {
+    let (mut pieces, mut first, mut later, mut needed) = (Vec::<Piece>::new(), 0, 0, false);
+    let mut open: Option<usize> = None;
+    let mut close = |start: usize, end: usize, needed: &mut bool| {
+        let inside = |at: &usize| text.is_char_boundary(*at);
+        let start = (start..=end).find(inside).unwrap_or(end);
+        let end = (start..=end).rev().find(inside).unwrap_or(start);
+        if start < end {
+            pieces.push(Piece { start, end, needed: *needed, repeated: end - start });
+            *needed = false;
+        }
+    };
+    for (at, place) in places.iter().enumerate() {
+        match place {
+            Place::Only => {}
+            Place::First => first = at + least,
+            Place::Later => later = at + least,
+        }
+        match (at < later && at >= first, open) {
+            (true, None) => open = Some(at),
+            (false, Some(start)) => {
+                close(start, at, &mut needed);
+                open = None;
+            }
+            _ => {}
+        }
+        needed |= at < first;
+    }
+    if let Some(start) = open {
+        close(start, text.len(), &mut needed);
+    }
+    pieces
+}
+
+/// Joins pieces over gaps, where the pieces make up `share` of what they span.
+fn joined(pieces: Vec<Piece>, share: Ratio) -> Vec<(usize, usize)> {
+    let mut joined: Vec<Piece> = Vec::new();
+    for mut piece in pieces {
+        while let Some(before) = joined.last()
+            && !piece.needed
+            && (before.repeated + piece.repeated) as u128 * u128::from(share.den())
+                >= u128::from(share.num()) * (piece.end - before.start) as u128
+        {
+            let repeated = before.repeated + piece.repeated;
+            piece = Piece { start: before.start, needed: before.needed, repeated, ..piece };
+            joined.pop();
+        }
+        joined.push(piece);
+    }
+    joined.into_iter().map(|piece| (piece.start, piece.end)).collect()
+}
+
+#[cfg(test)]
+mod tests;

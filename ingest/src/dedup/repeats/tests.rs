@@ -1,0 +1,154 @@
+//! What goes, against a search by brute force; what stays, by what the rule promises.
+
+use proptest::prelude::*;
+
+use super::*;
+
+/// The runs of `least` bytes of a text, with their places.
+fn runs(text: &str, least: usize) -> impl Iterator<Item = (usize, &[u8])> {
+    text.as_bytes().windows(least).enumerate()
+}
+
+/// What goes of each text by the definition: every pair of places is looked at.
+fn by_search(texts: &[String], least: usize) -> Vec<Vec<bool>> {
+    let place = |text: usize, at: usize, run: &[u8]| {
+        let all = texts.iter().enumerate();
+        let mut same = all.flat_map(|(number, other)| {
+            runs(other, least).filter(|(_, other)| *other == run).map(move |(at, _)| (number, at))
+        });
+        let first = same.next().unwrap();
+        let alone = same.next().is_none();
+        if alone { None } else { Some(first == (text, at)) }
+    };
+    let gone = |(number, text): (usize, &String)| {
+        let (mut first, mut later) = (vec![false; text.len()], vec![false; text.len()]);
+        for (at, run) in runs(text, least) {
+            match place(number, at, run) {
+                None => {}
+                Some(true) => first[at..at + least].fill(true),
+                Some(false) => later[at..at + least].fill(true),
+            }
+        }
+        let mut gone: Vec<bool> =
+            first.iter().zip(later).map(|(first, later)| later && !first).collect();
+        // A character goes whole or stays whole; what is cut of one at an edge stays.
+        let chars: Vec<usize> = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect();
+        for pair in chars.windows(2) {
+            if gone[pair[0]..pair[1]].iter().any(|gone| !gone) {
+                gone[pair[0]..pair[1]].fill(false);
+            }
+        }
+        gone
+    };
+    texts.iter().enumerate().map(gone).collect()
+}
+
+/// What goes of each text, all in partitions of `bytes`.
+fn decided(texts: &[String], step: &Repeats) -> Vec<Vec<Span>> {
+    let folder = tempfile::tempdir().unwrap();
+    let mut all = Texts::create(folder.path().join("texts")).unwrap();
+    for (number, text) in texts.iter().enumerate() {
+        all.push(number as u32, text).unwrap();
+    }
+    let mut found = all.decide(step, |_| Some(0)).unwrap();
+    (0..texts.len() as u32).map(|number| found.remove(&number).unwrap_or_default()).collect()
+}
+
+fn step(min_bytes: u64, bookend: Option<Ratio>) -> Repeats {
+    Repeats { min_bytes, bookend, ..Repeats::default() }
+}
+
+/// Texts in which much is repeated, over few letters.
+fn texts() -> impl Strategy<Value = Vec<String>> {
+    let piece = prop_oneof![
+        "[ab]{0,6}",
+        Just("the same words".to_owned()),
+        Just("\u{e9}\u{4e2d}\u{1f600}".to_owned()),
+        "[a-z\u{e9}\u{4e2d}]{0,12}",
+    ];
+    let text = prop::collection::vec(piece, 0..8).prop_map(|pieces| pieces.concat());
+    prop::collection::vec(text, 0..8)
+}
+
+proptest! {
+    #[test]
+    fn what_goes_is_what_a_search_finds(texts in texts(), least in 1u64..16) {
+        let wanted = by_search(&texts, least as usize);
+        let spans = decided(&texts, &step(least, None));
+        for ((text, spans), wanted) in texts.iter().zip(spans).zip(wanted) {
+            let mut gone = vec![false; text.len()];
+            for (start, end) in &spans {
+                gone[*start as usize..*end as usize].fill(true);
+            }
+            prop_assert_eq!(gone, wanted, "{:?} {:?}", texts, spans);
+        }
+    }
+
+    #[test]
+    fn no_run_vanishes_and_gaps_go_only_between_pieces(texts in texts(), least in 1usize..16) {
+        let plain = decided(&texts, &step(least as u64, None));
+        let bookends = decided(&texts, &step(least as u64, Some(Ratio::new(4, 5))));
+        let rest = |spans: &[Vec<Span>]| -> Vec<String> {
+            texts.iter().zip(spans).map(|(text, spans)| without(text, spans).unwrap()).collect()
+        };
+        let kept = [rest(&plain), rest(&bookends)];
+        // Of what occurred more than once, everything still occurs.
+        for (number, text) in texts.iter().enumerate() {
+            for (at, run) in runs(text, least) {
+                let others = texts.iter().enumerate().flat_map(|(n, t)| runs(t, least).map(move |(a, r)| (n, a, r)));
+                if others.filter(|(_, _, other)| *other == run).count() > 1 {
+                    for kept in &kept {
+                        prop_assert!(kept.iter().any(|text| runs(text, least).any(|(_, other)| other == run)),
+                            "{number} {at}");
+                    }
+                }
+            }
+        }
+        for (plain, bookends) in plain.iter().zip(&bookends) {
+            let share = |(start, end): &Span| {
+                let inside = plain.iter().filter(|piece| start <= &piece.0 && &piece.1 <= end);
+                (inside.map(|piece| piece.1 - piece.0).sum::<u32>(), end - start)
+            };
+            prop_assert!(bookends.iter().map(share).all(|(part, whole)| part * 5 >= whole * 4));
+            // Each begins and ends with a piece, and none is lost.
+            for (start, end) in bookends {
+                prop_assert!(plain.iter().any(|piece| piece.0 == *start));
+                prop_assert!(plain.iter().any(|piece| piece.1 == *end));
+            }
+            for piece in plain {
+                prop_assert!(bookends.iter().any(|b| b.0 <= piece.0 && piece.1 <= b.1));
+            }
+        }
+    }
+
+    #[test]
+    fn partitions_are_decided_as_if_alone(texts in texts(), size in 20u64..80) {
+        let small = Repeats { partition_bytes: size, ..step(5, None) };
+        let (mut wanted, mut part, mut bytes) = (Vec::new(), Vec::new(), 0);
+        for text in &texts {
+            if bytes + text.len() as u64 > size {
+                wanted.extend(decided(&part, &step(5, None)));
+                (part, bytes) = (Vec::new(), 0);
+            }
+            part.push(text.clone());
+            // A byte stands between two texts.
+            bytes += text.len() as u64 + 1;
+        }
+        wanted.extend(decided(&part, &step(5, None)));
+        prop_assert_eq!(decided(&texts, &small), wanted);
+    }
+}
+
+#[test]
+fn a_menu_goes_from_every_page_but_the_first() {
+    let entries = |from: u32| (from..from + 40).map(|n| format!("entry {n}, ")).collect::<String>();
+    let menu = |page: u32| format!("{}[page {page}]{}", entries(0), entries(100));
+    let texts: Vec<String> = (0..3).map(|page| format!("{} text {page}", menu(page))).collect();
+    let spans = decided(&texts, &step(200, Some(Ratio::new(4, 5))));
+    assert!(spans[0].is_empty());
+    for (page, spans) in spans.iter().enumerate().skip(1) {
+        // Both halves of the menu, and the page's number between them.
+        let rest = without(&texts[page], spans).unwrap();
+        assert!(rest.len() < 40 && rest.ends_with(&format!("{page}")), "{rest:?}");
+    }
+}
