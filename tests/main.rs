@@ -13,10 +13,10 @@ mod checkpoints;
 mod cli;
 mod corrupt;
 mod determinism;
-mod exchange;
 mod faults;
 mod golden;
 mod inputs;
+mod interop;
 #[cfg(feature = "train")]
 mod learns;
 mod linkage;

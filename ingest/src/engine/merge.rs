@@ -13,7 +13,7 @@ use super::scan;
 use crate::build;
 use crate::commit::Committer;
 use crate::dedup::Scan;
-use crate::exchange::staging::Staging;
+use crate::interop::staging::Staging;
 use crate::journal::Journal;
 use crate::pipeline::{Auditor, Item, Step};
 use crate::progress::Progress;

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use contract::Result;
-use ingest::exchange::Peer;
-use ingest::exchange::export::{Export, Exported, Note, export};
+use ingest::interop::Peer;
+use ingest::interop::export::{Export, Exported, Note, export};
 use store::Split;
 
 use super::output;

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use contract::{Ratio, Result};
 use ingest::corpus::SHARD_TOKENS;
-use ingest::exchange::Width;
-use ingest::exchange::import::{Import, Imported, Part, import};
 use ingest::inspect;
+use ingest::interop::Width;
+use ingest::interop::import::{Import, Imported, Part, import};
 use store::UNIT_TOKENS;
 
 use super::export::Format;

@@ -12,7 +12,7 @@ use contract::{Fault, Result};
 use store::{open, write};
 
 /// The file in [`open::BUILD_FOLDER`] that says whose folder this is.
-const MARK: &str = "exchange";
+const MARK: &str = "staging";
 
 /// A folder under construction.
 pub(crate) struct Staging {
