@@ -2,7 +2,7 @@
 
 use std::process::Stdio;
 
-use crate::support::{Scratch, arg, build, corpus, curriculum, zdata, zdata_command};
+use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata, zdata_command};
 
 #[test]
 fn wrong_use_is_exit_two_with_the_nearest_word() {
@@ -40,7 +40,7 @@ fn ztrain_refuses_wrong_use_once_and_before_it_starts_anything() {
     train(&run, &["--lanes", "2"]).fails(2, &["--lanes", "this flag is called --workers now"]);
     assert!(!run.exists(), "nothing was begun");
     train(&file, &[]).fails(2, &["file", "name another path"]);
-    ztrain(&["--curriculum", arg(&store)]).fails(2, &["store", "name another path"]);
+    ztrain(&["--curriculum", arg(&store)]).fails(2, &["store", "a curriculum is a file"]);
     // More workers than there is work for are no threads.
     train(&run, &["--workers", "1000000", "--stop-after", "2"]).ok();
     let replay = |more: &[&str]| ztrain(&[&["replay", "--run", arg(&run)], more].concat());
@@ -78,6 +78,95 @@ fn a_reader_that_leaves_early_is_no_error() {
         assert_eq!(output.status.code(), Some(0), "{args:?}: {told}");
         assert!(!told.contains("panicked"), "{args:?}: {told}");
     }
+}
+
+#[test]
+fn a_full_output_is_the_machines_and_said_once() {
+    let scratch = Scratch::new();
+    let corpus = corpus(&scratch, 120, "");
+    let store = build(&scratch, &corpus, "store");
+    let path = curriculum(&scratch, &store, "run.toml", &[("steps = 8", "steps = 1")]);
+    let (out, tokenizer) = (scratch.path("out"), scratch.path("trained.json"));
+    for args in [
+        vec!["--help"],
+        vec!["build", arg(&corpus), "--out", arg(&store)],
+        vec!["tokenizer", "train", arg(&corpus), "--vocab", "300", "--out", arg(&tokenizer)],
+        vec!["inspect", arg(&store)],
+        vec!["inspect", arg(&store), "--json"],
+        vec!["verify", arg(&store)],
+        vec!["verify", arg(&store), "--json"],
+        vec!["export", arg(&store), "--format", "mds", "--out", arg(&out)],
+        vec!["plan", arg(&path)],
+        vec!["batch", arg(&path), "--step", "1"],
+        vec!["digest", arg(&path), "--steps", "1..2"],
+        vec!["where", arg(&path), "--doc", "doc-1-7"],
+        vec!["amend", arg(&path), "--step", "2", "--mix", "web=1", "--dry-run"],
+    ] {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let ran: Ran = zdata_command(&args).stdout(full).output().unwrap().into();
+        let told = ran.fails(6, &["standard output"]);
+        assert_eq!(told.matches("error:").count(), 1, "{args:?}: {told}");
+    }
+}
+
+#[test]
+fn nothing_that_a_corpus_says_is_obeyed_by_a_terminal() {
+    let scratch = Scratch::new();
+    let id = "a\u{1b}[31m\u{9b}2J\u{202e}\r\n";
+    let line = |id: &str, n| serde_json::json!({"id": id, "text": format!("text {n} \u{1b}c")});
+    let lines: String = (0..1200).map(|n| format!("{}\n", line(id, n))).collect();
+    let corpus = corpus(&scratch, 120, "");
+    std::fs::remove_dir_all(scratch.path("raw")).unwrap();
+    scratch.write("raw/web-\u{1b}]0;title\u{7}.jsonl", &lines);
+    scratch.write("raw/math.jsonl", &lines);
+    let store = build(&scratch, &corpus, "store");
+    let changes = [("\"short\"", "\"short \\u001b[7m\""), ("steps = 8", "steps = 1")];
+    let path = curriculum(&scratch, &store, "run.toml", &changes);
+    let nowhere = format!("nowhere {id}");
+    for args in [
+        vec!["inspect", arg(&store)],
+        vec!["plan", arg(&path)],
+        vec!["batch", arg(&path), "--step", "1"],
+        vec!["batch", arg(&path), "--step", "1", "--text"],
+        vec!["where", arg(&path), "--doc", id],
+        vec!["where", arg(&path), "--doc", &nowhere],
+        vec!["amend", arg(&path), "--step", "2", "--ban", id, "--source", "math", "--dry-run"],
+        vec!["verify", &nowhere],
+        vec!["inspect", arg(&store), &nowhere],
+    ] {
+        let Ran { out, err, .. } = zdata(&args);
+        let obeyed = |c: char| c.is_control() && !matches!(c, '\n' | '\t') || c == '\u{202e}';
+        assert!(!out.is_empty() || !err.is_empty(), "{args:?}");
+        assert!(!format!("{out}{err}").contains(obeyed), "{args:?}: {out:?} {err:?}");
+    }
+    let told = zdata(&["batch", arg(&path), "--step", "1", "--json"]).ok();
+    let batch: serde_json::Value = serde_json::from_str(&told).unwrap();
+    assert_eq!(batch["sequences"][0]["documents"][0]["id"], id, "JSON stays JSON");
+}
+
+#[test]
+fn a_batch_in_json_holds_what_the_model_reads() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 120, ""), "store");
+    let path = curriculum(&scratch, &store, "run.toml", &[("steps = 8", "steps = 1")]);
+    let told = zdata(&["batch", arg(&path), "--step", "2", "--json"]).ok();
+    let batch: serde_json::Value = serde_json::from_str(&told).unwrap();
+    let numbers = |value: &serde_json::Value| -> Vec<u64> {
+        value.as_array().unwrap().iter().map(|number| number.as_u64().unwrap()).collect()
+    };
+    for sequence in batch["sequences"].as_array().unwrap() {
+        let [ids, labels, mask] =
+            ["token_ids", "labels", "loss_mask"].map(|key| numbers(&sequence[key]));
+        assert_eq!((ids.len(), labels.len(), mask.len()), (64, 64, 64));
+        assert_eq!(mask.iter().sum::<u64>(), sequence["label_count"].as_u64().unwrap());
+        // Inside a sequence the label is the next token; only that of the last place lies beyond.
+        for place in (0..63).filter(|place| mask[*place] == 1) {
+            assert_eq!(labels[place], ids[place + 1], "place {place}");
+        }
+    }
+    // A file in a store's place, and a store in a curriculum's: which file each command wants is said.
+    zdata(&["inspect", arg(&path)]).fails(2, &["a store is a folder", "zdata plan"]);
+    zdata(&["plan", arg(&store)]).fails(2, &["this is a store", "curriculum"]);
 }
 
 #[test]

@@ -188,7 +188,7 @@ fn wrong_imports_and_exports_say_what_to_do() {
     zdata(&[&["export", arg(&store), "--format", "olmo", "--source", "wbe"][..], &to].concat())
         .fails(2, &["wbe", "web"]);
     zdata(&[&["export", arg(&out), "--format", "olmo"][..], &to].concat())
-        .fails(3, &["no such store"]);
+        .fails(3, &["store does not exist"]);
     export(&store, "megatron", &out);
     let tokenizer = scratch.path("tokenizer.json");
     let back = scratch.path("back");

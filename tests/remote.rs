@@ -194,7 +194,7 @@ fn a_store_in_a_bucket_is_the_store_on_the_disk() {
     let store = build(&scratch, &near, "store");
     let digest = |told: String| told.split_whitespace().next().unwrap().to_owned();
     let wanted = digest(zdata(&["build", arg(&near), "--out", arg(&store)]).ok());
-    bucket.zdata(&["inspect", URL]).fails(3, &["no such store"]);
+    bucket.zdata(&["inspect", URL]).fails(3, &["store does not exist"]);
     let found = bucket.zdata(&["build", arg(&far), "--out", URL]).ok();
     assert_eq!(digest(found), wanted);
     let again = bucket.zdata(&["build", arg(&far), "--out", URL]);

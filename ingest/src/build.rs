@@ -6,7 +6,7 @@
 use std::fs::{self, File, TryLockError};
 use std::path::Path;
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, note};
 use rayon::prelude::*;
 use store::far;
 use store::{FORMAT, Manifest, TokenizerRecord, open, write};
@@ -18,7 +18,7 @@ use crate::journal;
 use crate::journal::{Checkpoint, Head, Journal};
 use crate::pipeline::{self, Encoding};
 use crate::prepared::Prepared;
-use crate::progress::Progress;
+use crate::progress::{Measure, Progress};
 use crate::request::{self, Sides};
 use crate::takeover;
 use crate::tokenize::audit::{self, Wanted};
@@ -87,9 +87,7 @@ pub fn build_from(
     if let (Some(why), Engine::Fastest, false) =
         (tokenizer.why_slow(), options.engine, options.quiet)
     {
-        eprintln!(
-            "note: fastokens does not cover this tokenizer ({why}): encoding with tokenizers"
-        );
+        note!("note: fastokens does not cover this tokenizer ({why}): encoding with tokenizers");
     }
     let empty = request::empty_manifest(&head, tokenizer.token_bytes());
     let (journal, checkpoints) = take_up(corpus, store, &head)?;
@@ -125,7 +123,7 @@ pub fn build_from(
     let manifest = finish(store, &tokenizer, Manifest { sources, ..empty })?;
     let rescued = tokenizer.rescued();
     if rescued > 0 && !options.quiet {
-        eprintln!("note: fastokens gave up on {rescued} documents: tokenizers encoded them");
+        note!("note: fastokens gave up on {rescued} documents: tokenizers encoded them");
     }
     let audited = (audit.documents, audit.audited_bytes);
     Ok(Outcome::Built { manifest, summary: progress.finish(), audited })
@@ -147,7 +145,7 @@ fn take_over(
     };
     let (planned, notes) = takeover::plan(corpus, from, head, lists, begun)?;
     if !options.quiet {
-        notes.iter().for_each(|note| eprintln!("note: {note}"));
+        notes.iter().for_each(|note| note!("note: {note}"));
     }
     Ok(Some(planned))
 }
@@ -171,7 +169,7 @@ fn scan(
     go_on: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Option<Scan>> {
     if !options.quiet {
-        tools.notes().for_each(|note| eprintln!("note: {note}"));
+        tools.notes().for_each(|note| note!("note: {note}"));
     }
     if corpus.sources.iter().all(|source| source.recipe.scanned() == 0) {
         return Ok(None);
@@ -314,7 +312,8 @@ fn progress(corpus: &Corpus, checkpoints: &[Checkpoint], quiet: bool) -> Result<
         bytes += found.map_err(|error| Fault::io("read", &file.path, &error))?;
     }
     let inputs = checkpoints.iter().flat_map(|checkpoint| &checkpoint.inputs);
-    Ok(Progress::new(bytes, inputs.map(|input| input.bytes).sum(), quiet))
+    let before = inputs.map(|input| input.bytes).sum();
+    Ok(Progress::new("build", Measure::Bytes, bytes, quiet).after(before))
 }
 
 /// Makes the folder a store.

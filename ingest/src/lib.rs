@@ -25,7 +25,7 @@ pub mod interop;
 mod journal;
 mod pipeline;
 mod prepared;
-mod progress;
+pub mod progress;
 pub mod recipe;
 mod request;
 pub mod sample;

@@ -1,9 +1,16 @@
-//! How far a build is: a bar on a terminal, a plain line every few seconds elsewhere, always on standard error.
+//! How far a command is: a bar on a terminal, a plain line every few seconds elsewhere, always on standard error.
+//!
+//! One mechanism for all that may take longer than two seconds. The clock here decides nothing but when to speak.
 
 use std::io::IsTerminal as _;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use contract::note;
 use indicatif::{HumanBytes, HumanDuration, ProgressBar, ProgressStyle};
+
+/// Time before the first plain line: what takes less says nothing.
+const SILENCE: Duration = Duration::from_secs(2);
 
 /// Time between two plain lines.
 const LINE_EVERY: Duration = Duration::from_secs(5);
@@ -11,15 +18,45 @@ const LINE_EVERY: Duration = Duration::from_secs(5);
 /// Time between two looks of the bar.
 const BAR_EVERY: Duration = Duration::from_millis(100);
 
-/// Counts what passes and tells it. The clock here decides nothing but when to speak.
-pub(crate) struct Progress {
+/// What is counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Measure {
+    /// Bytes.
+    Bytes,
+    /// Things of this name, in the plural.
+    Count(&'static str),
+}
+
+impl Measure {
+    fn amount(self, count: u64) -> String {
+        match self {
+            Measure::Bytes => HumanBytes(count).to_string(),
+            Measure::Count(name) => format!("{count} {name}"),
+        }
+    }
+
+    fn rate(self, count: u64, seconds: f64) -> String {
+        let rate = count as f64 / seconds;
+        match self {
+            Measure::Bytes => format!("{}/s", HumanBytes(rate as u64)),
+            Measure::Count(name) => format!("{rate:.1} {name}/s"),
+        }
+    }
+}
+
+/// Counts what passes and tells it.
+pub struct Progress {
+    /// What is being done, before every line.
+    task: &'static str,
+    measure: Measure,
     bar: Option<ProgressBar>,
     quiet: bool,
     begun: Instant,
-    told: Instant,
-    input_bytes: u64,
+    /// When to speak next.
+    next: Instant,
+    total: u64,
     before: u64,
-    /// Bytes of the files that are finished.
+    /// Of the files that are finished.
     files: u64,
     /// The same, and what was read of the open one.
     done: u64,
@@ -29,29 +66,38 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// For inputs of `input_bytes` together, of which `done` were read by an earlier, killed build.
-    pub(crate) fn new(input_bytes: u64, done: u64, quiet: bool) -> Self {
+    /// For a `total` in this measure.
+    pub fn new(task: &'static str, measure: Measure, total: u64, quiet: bool) -> Self {
         let terminal = std::io::stderr().is_terminal() && !quiet;
-        let style = ProgressStyle::with_template("{bar:30} {percent:>3}% {msg}");
+        let style = ProgressStyle::with_template("{prefix} {bar:30} {percent:>3}% {msg}");
         let bar = terminal.then(|| {
-            let bar = ProgressBar::new(input_bytes);
+            let bar = ProgressBar::new(total).with_prefix(task);
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
             bar
         });
-        let now = Instant::now();
+        let begun = Instant::now();
+        let next = begun + if bar.is_some() { BAR_EVERY } else { SILENCE };
         Progress {
+            task,
+            measure,
             bar,
             quiet,
-            begun: now,
-            told: now,
-            input_bytes,
-            before: done,
-            files: done,
-            done,
+            begun,
+            next,
+            total,
+            before: 0,
+            files: 0,
+            done: 0,
             text: 0,
             tokens: 0,
             documents: 0,
         }
+    }
+
+    /// So much was done before, by a build that was killed.
+    pub(crate) fn after(mut self, before: u64) -> Self {
+        (self.before, self.files, self.done) = (before, before, before);
+        self
     }
 
     /// One more document.
@@ -61,51 +107,64 @@ impl Progress {
         self.documents += 1;
     }
 
-    /// One more file of this size.
-    pub(crate) fn file(&mut self, bytes: u64) {
-        self.files += bytes;
+    /// One more file of this size, or so much more of anything.
+    pub fn file(&mut self, amount: u64) {
+        self.files += amount;
         self.done = self.files;
     }
 
     /// So much of the open file is read.
-    pub(crate) fn within(&mut self, bytes: u64) {
-        self.done = self.files + bytes;
+    pub(crate) fn within(&mut self, amount: u64) {
+        self.done = self.files + amount;
+    }
+
+    /// So much more is done. Speaks, if it is time.
+    pub fn add(&mut self, amount: u64) {
+        self.file(amount);
+        self.tick();
     }
 
     /// Speaks, if it is time.
-    pub(crate) fn tick(&mut self) {
-        let every = if self.bar.is_some() { BAR_EVERY } else { LINE_EVERY };
-        if self.quiet || self.told.elapsed() < every {
+    pub fn tick(&mut self) {
+        let now = Instant::now();
+        if self.quiet || now < self.next {
             return;
         }
-        self.told = Instant::now();
-        let line = self.line();
+        self.next = now + if self.bar.is_some() { BAR_EVERY } else { LINE_EVERY };
+        let line = self.line((now - self.begun).as_secs_f64());
         match &self.bar {
             Some(bar) => {
-                bar.set_position(self.done.min(self.input_bytes));
+                bar.set_position(self.done.min(self.total));
                 bar.set_message(line);
             }
-            None => eprintln!("{line}"),
+            None => note!("{}: {:.0}% of {line}", self.task, self.percent()),
         }
     }
 
-    fn line(&self) -> String {
-        let seconds = self.begun.elapsed().as_secs_f64().max(1e-3);
-        let rate = |count: u64| count as f64 / seconds / 1e6;
-        let share = 100.0 * self.done as f64 / self.input_bytes.max(1) as f64;
-        format!(
-            "{share:.0}% of {} | {} documents | {:.1} M tokens | {:.1} MB/s of text, {:.1} M tokens/s | {}",
-            HumanBytes(self.input_bytes),
-            self.documents,
-            self.tokens as f64 / 1e6,
-            rate(self.text),
-            rate(self.tokens),
-            self.left(seconds),
-        )
+    fn percent(&self) -> f64 {
+        (100.0 * self.done as f64 / self.total.max(1) as f64).min(100.0)
+    }
+
+    fn line(&self, seconds: f64) -> String {
+        let seconds = seconds.max(1e-3);
+        let millions = |count: u64| count as f64 / 1e6;
+        let mut line = self.measure.amount(self.total);
+        if self.documents > 0 {
+            line += &format!(
+                " | {} documents | {:.1} M tokens | {:.1} MB/s of text, {:.1} M tokens/s",
+                self.documents,
+                millions(self.tokens),
+                millions(self.text) / seconds,
+                millions(self.tokens) / seconds,
+            );
+        } else {
+            line += &format!(" | {}", self.measure.rate(self.done - self.before, seconds));
+        }
+        format!("{line} | {}", self.left(seconds))
     }
 
     fn left(&self, seconds: f64) -> String {
-        let (now, all) = (self.done - self.before, self.input_bytes.saturating_sub(self.before));
+        let (now, all) = (self.done - self.before, self.total.saturating_sub(self.before));
         if now == 0 {
             return "time left unknown".to_owned();
         }
@@ -115,9 +174,7 @@ impl Progress {
 
     /// The last word: what passed and how fast.
     pub(crate) fn finish(&mut self) -> String {
-        if let Some(bar) = self.bar.take() {
-            bar.finish_and_clear();
-        }
+        self.clear();
         let seconds = self.begun.elapsed().as_secs_f64().max(1e-3);
         format!(
             "{} documents, {} of text, {} tokens in {seconds:.1} s ({:.1} MB/s)",
@@ -126,5 +183,48 @@ impl Progress {
             self.tokens,
             self.text as f64 / seconds / 1e6,
         )
+    }
+
+    fn clear(&mut self) {
+        if let Some(bar) = self.bar.take() {
+            bar.finish_and_clear();
+        }
+    }
+
+    /// Runs `work`, which may tell from any thread how much more is done.
+    pub fn during<T>(self, work: impl FnOnce(&(dyn Fn(u64) + Sync)) -> T) -> T {
+        let progress = Mutex::new(self);
+        work(&|amount| {
+            // Whoever panicked while it told of its progress has more to say than this.
+            if let Ok(mut progress) = progress.lock() {
+                progress.add(amount);
+            }
+        })
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_tells_amount_rate_and_time_left() {
+        let mut progress = Progress::new("verify", Measure::Bytes, 1 << 30, true);
+        assert_eq!(progress.line(1.0), "1.00 GiB | 0 B/s | time left unknown");
+        progress.add(1 << 28);
+        assert_eq!(progress.line(2.0), "1.00 GiB | 128.00 MiB/s | 6 seconds left");
+        assert_eq!(progress.percent(), 25.0);
+        let mut progress = Progress::new("merge", Measure::Count("tasks"), 12, true).after(2);
+        progress.add(5);
+        assert_eq!(progress.line(10.0), "12 tasks | 0.5 tasks/s | 10 seconds left");
+        progress.document(3_000_000, 1_000_000);
+        let line = progress.line(1.0);
+        assert!(line.contains("1 documents | 1.0 M tokens | 3.0 MB/s of text"), "{line}");
     }
 }

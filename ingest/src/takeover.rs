@@ -121,10 +121,11 @@ fn same_cut(record: &SourceRecord, from: &Path, shard_tokens: u64) -> Result<boo
     if validation.iter().any(full) || !before_last.iter().all(full) {
         return Ok(false);
     }
-    let folder = open::stream_folder(from, &record.name, Split::Train);
     for shard in train.iter().filter(|shard| full(shard)) {
         let mut last = shard.first_token;
-        for start in Starts::open(&folder.join(&shard.start_file.name))? {
+        let name = &shard.start_file.name;
+        let file = open::stream_file(from, &record.name, Split::Train, name);
+        for start in Starts::open(&file)? {
             last = start?;
         }
         if last - shard.first_token >= shard_tokens {

@@ -89,8 +89,9 @@ fn the_store_holds_what_the_tokenizer_gives() {
         {
             let (mut wanted, mut end) = (Vec::new(), 0);
             for shard in &stream.shards {
-                let folder = open::stream_folder(&store, &record.name, split);
-                for row in Documents::open(&folder.join(&shard.document_file.name)).unwrap() {
+                let name = &shard.document_file.name;
+                let file = open::stream_file(&store, &record.name, split, name);
+                for row in Documents::open(&file).unwrap() {
                     let row = row.unwrap();
                     let index = match source {
                         0 => row.id[1..].parse::<u64>().unwrap(),
@@ -131,8 +132,9 @@ fn equal_documents_are_on_one_side() {
     let mut sides = std::collections::BTreeMap::new();
     for source in &manifest.sources {
         for split in Split::ALL {
-            let folder = open::stream_folder(&store, &source.name, split);
-            for row in Documents::open(&folder.join("documents-00000.parquet")).unwrap() {
+            let name = "documents-00000.parquet";
+            let file = open::stream_file(&store, &source.name, split, name);
+            for row in Documents::open(&file).unwrap() {
                 let row = row.unwrap();
                 let text = match row.id.strip_prefix('d') {
                     Some(index) => index.parse::<u64>().unwrap() % 97,

@@ -1,15 +1,14 @@
 //! `zdata verify`: the whole store, its streams side by side.
 
 use std::path::Path;
-use std::sync::Mutex;
 
-use contract::{Digest, Result};
+use contract::Result;
 use rayon::prelude::*;
-use store::far;
-use store::verify::{self, Damage, unread};
+use store::folder::StoreFile;
+use store::verify::{self, Damage, flaw};
 use store::{FileRecord, Manifest, SourceRecord, Split, open};
 
-use crate::progress::Progress;
+use crate::progress::{Measure, Progress};
 use crate::request;
 
 /// What was found.
@@ -35,13 +34,7 @@ pub fn verify(store: &Path, quiet: bool) -> Result<Report> {
         .collect();
     let files = manifest.files();
     let bytes = files.iter().filter_map(|file| file.record).map(|record| record.bytes).sum();
-    let progress = Mutex::new(Progress::new(bytes, 0, quiet));
-    let passed = |bytes| {
-        if let Ok(mut progress) = progress.lock() {
-            progress.file(bytes);
-            progress.tick();
-        }
-    };
+    let progress = Progress::new("verify", Measure::Bytes, bytes, quiet);
     let mut damages = verify::verify_tokenizer(store, &manifest)?;
     if request::identity(&manifest) != manifest.request {
         damages.push(Damage {
@@ -51,29 +44,25 @@ pub fn verify(store: &Path, quiet: bool) -> Result<Report> {
             documents: None,
         });
     }
-    let found: Vec<Vec<Damage>> = streams
-        .par_iter()
-        .map(|(source, split)| verify::verify_stream(store, &manifest, source, *split, &passed))
-        .collect::<Result<_>>()?;
+    let found: Vec<Vec<Damage>> = progress.during(|passed| {
+        let check = |(source, split): &(&SourceRecord, Split)| {
+            verify::verify_stream(store, &manifest, source, *split, passed)
+        };
+        let found = streams.par_iter().map(check).collect::<Result<Vec<_>>>()?;
+        let lists = manifest.sources.iter().map(|source| damaged_lists(store, source, passed));
+        found.into_iter().map(Ok).chain(lists).collect::<Result<_>>()
+    })?;
     damages.extend(found.into_iter().flatten());
-    for source in &manifest.sources {
-        damages.extend(damaged_lists(store, source)?);
-        source.lists().iter().for_each(|list| passed(list.bytes));
-    }
     Ok(Report { bytes, files: files.len() as u64, damages, manifest })
 }
 
 /// What is damaged of the lists that steps left in a source's folder.
-fn damaged_lists(store: &Path, source: &SourceRecord) -> Result<Vec<Damage>> {
-    let damage = |file: &FileRecord| {
-        let path = store.join(&source.name).join(&file.name);
-        let what = match far::read(&path) {
-            Err(error) => unread(&path, &error)?,
-            Ok(bytes) if Digest::of_bytes(&bytes) == file.digest => return Ok(None),
-            Ok(_) => "its digest is not the manifest's".to_owned(),
-        };
-        let file = format!("{}/{}", source.name, file.name);
-        Ok(Some(Damage { file, what, block: None, documents: None }))
+fn damaged_lists(store: &Path, source: &SourceRecord, passed: &dyn Fn(u64)) -> Result<Vec<Damage>> {
+    let damage = |record: &FileRecord| {
+        let file = StoreFile::new(store, &[&source.name, &record.name]);
+        let what = flaw(&file, record, passed)?;
+        let file = format!("{}/{}", source.name, record.name);
+        Ok(what.map(|what| Damage { file, what, block: None, documents: None }))
     };
     source.lists().iter().filter_map(|file| damage(file).transpose()).collect()
 }

@@ -1,12 +1,11 @@
 //! `zdata`: raw corpora to an immutable, checksummed, tokenized store, and answers about what a curriculum reads from it.
 
-#![expect(clippy::print_stdout, reason = "results go to standard output")]
-
 mod cmd;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use contract::{Result, terminal};
 
 /// A build makes and drops texts and ids by the million, on one thread and another: this allocator is made for that.
 #[global_allocator]
@@ -22,6 +21,9 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 struct Cli {
     #[command(subcommand)]
     command: Command,
+    /// Say nothing of progress.
+    #[arg(long, global = true)]
+    quiet: bool,
 }
 
 #[derive(Subcommand)]
@@ -61,30 +63,29 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    contract::fault::end_with_the_reader();
     storage::install();
-    let outcome = match Cli::parse().command {
+    terminal::end(match Cli::try_parse() {
+        Ok(cli) => run(cli).map(|()| 0),
+        Err(refusal) => cmd::output::refused(&refusal),
+    })
+}
+
+fn run(Cli { command, quiet }: Cli) -> Result<()> {
+    match command {
         Command::Init(args) => cmd::init::exec(args),
-        Command::Build(args) => cmd::build::exec(args),
-        Command::Task(command) => cmd::task::exec(command),
-        Command::Tokenizer(command) => cmd::tokenizer::exec(command),
+        Command::Build(args) => cmd::build::exec(args, quiet),
+        Command::Task(command) => cmd::task::exec(command, quiet),
+        Command::Tokenizer(command) => cmd::tokenizer::exec(command, quiet),
         Command::Inspect(args) => cmd::inspect::exec(args),
-        Command::Verify(args) => cmd::verify::exec(args),
-        Command::Import(args) => cmd::import::exec(args),
-        Command::Export(args) => cmd::export::exec(args),
+        Command::Verify(args) => cmd::verify::exec(args, quiet),
+        Command::Import(args) => cmd::import::exec(args, quiet),
+        Command::Export(args) => cmd::export::exec(args, quiet),
         Command::Publish(args) => cmd::publish::exec(args),
         Command::Plan(args) => cmd::plan::exec(args),
         Command::Batch(args) => cmd::batch::exec(args),
         Command::Digest(args) => cmd::digest::exec(args),
         Command::Where(args) => cmd::whereabouts::exec(args),
         Command::Amend(args) => cmd::amend::exec(args),
-        Command::VerifyRun(args) => cmd::verify_run::exec(args),
-    };
-    match outcome {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(fault) => {
-            eprintln!("error: {fault}");
-            ExitCode::from(fault.class().exit_code())
-        }
+        Command::VerifyRun(args) => cmd::verify_run::exec(args, quiet),
     }
 }

@@ -9,6 +9,7 @@ use contract::{Fault, Result};
 use curriculum::AddedStore;
 use mixer::{Curriculum, Plan, SourceFacts, described_store};
 use store::far;
+use store::open::MANIFEST;
 use store::read::ReadCache;
 use store::{DocumentRecord, Split};
 
@@ -30,6 +31,12 @@ pub struct Opened {
 impl Opened {
     /// Reads the curriculum at `path`, opens what it names as `store` (relative to its folder), and plans.
     pub fn open(path: &Path) -> Result<Self> {
+        if path.is_dir() {
+            let what = if path.join(MANIFEST).exists() { "a store" } else { "a folder" };
+            return Err(Fault::usage(format!("this is {what}, and a curriculum is a file"))
+                .at(path.display().to_string())
+                .hint("name a TOML file of phases whose `store` is the store's folder"));
+        }
         Opened::open_text(path, text(path)?)
     }
 

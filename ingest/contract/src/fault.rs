@@ -8,6 +8,8 @@ use std::fmt;
 use std::io;
 use std::path::Path;
 
+use crate::terminal::{name, shown};
+
 /// The result of anything that can go wrong outside our own code.
 pub type Result<T> = std::result::Result<T, Fault>;
 
@@ -128,14 +130,16 @@ impl Fault {
                 Class::Machine,
                 "close what holds the memory, raise `ulimit -v`, or lower --workers, and run the same command again",
             ),
+            io::ErrorKind::InvalidData => {
+                (Class::Data, "what is there is not the file it should be: restore it")
+            }
             _ if matches!(error.raw_os_error(), Some(ENFILE | EMFILE)) => (
                 Class::Machine,
                 "close what holds so many files, or raise `ulimit -n`, and run the same command again",
             ),
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => (
-                Class::Machine,
-                "free some space and run the same command again: it goes on where it stopped",
-            ),
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+                (Class::Machine, "free some space and run the same command again")
+            }
             _ => (Class::Machine, "mend this on the machine and run the same command again"),
         };
         Fault::new(class, format!("cannot {what} it: {error}"))
@@ -244,13 +248,14 @@ pub fn again(error: &io::Error) -> io::Error {
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Inner { class: _, what, place, found, wanted, hint } = &*self.0;
+        // Much of this was written by others: paths, ids, what a file says.
         if let Some(place) = place {
-            write!(f, "{place}: ")?;
+            write!(f, "{}: ", name(place))?;
         }
-        write!(f, "{what}")?;
+        write!(f, "{}", shown(what))?;
         for (label, text) in [("found: ", found), ("wanted:", wanted), ("hint:  ", hint)] {
             if let Some(text) = text {
-                write!(f, "\n  {label} {text}")?;
+                write!(f, "\n  {label} {}", shown(text))?;
             }
         }
         Ok(())

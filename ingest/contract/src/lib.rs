@@ -15,9 +15,11 @@
 pub mod digest;
 pub mod draw;
 pub mod fault;
+pub mod guard;
 pub mod permute;
 pub mod ratio;
 pub mod settings;
+pub mod terminal;
 
 pub use digest::{Digest, Digestible, Hasher, Identity};
 pub use draw::{Key, Purpose, draw};

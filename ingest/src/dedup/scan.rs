@@ -13,7 +13,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use contract::{Fault, Identity, Result};
+use contract::{Fault, Identity, Result, note};
 use serde::{Deserialize, Serialize};
 use store::far;
 use store::{FileRecord, SourceRecord, open, write};
@@ -24,7 +24,7 @@ use super::observe::{Observed, Observer};
 use super::tools::Tools;
 use crate::corpus::Corpus;
 use crate::in_order;
-use crate::progress::Progress;
+use crate::progress::{Measure, Progress};
 use crate::source::{self, Input, Limits, Slab};
 
 /// What a finished scan found, in `STORE/.build/scan.json`.
@@ -94,7 +94,7 @@ fn run(
     go_on: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Scan> {
     let mut gathered = Gathered::new(corpus, store, scratch)?;
-    let mut progress = Progress::new(bytes_to_read(corpus)?, 0, quiet);
+    let mut progress = Progress::new("dedup scan", Measure::Bytes, bytes_to_read(corpus)?, quiet);
     read_through(tools, corpus, workers, |seen| {
         match seen {
             Seen::End { source, bytes, identity } => {
@@ -114,7 +114,7 @@ fn run(
         Ok(())
     })?;
     if !quiet {
-        eprintln!("dedup scan: {}", progress.finish());
+        note!("dedup scan: {}", progress.finish());
     }
     gathered.decide()
 }

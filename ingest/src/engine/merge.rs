@@ -16,14 +16,14 @@ use crate::dedup::Scan;
 use crate::interop::staging::Staging;
 use crate::journal::Journal;
 use crate::pipeline::{Auditor, Item, Step};
-use crate::progress::Progress;
+use crate::progress::{Measure, Progress};
 use crate::request;
 use crate::takeover;
 use crate::tokenize::Engine;
 use crate::tokenize::audit::Wanted;
 
 /// Makes the store of all parts.
-pub fn merge(plan: &Plan, store: &Path) -> Result<Manifest> {
+pub fn merge(plan: &Plan, store: &Path, quiet: bool) -> Result<Manifest> {
     if store.join(open::MANIFEST).exists() {
         return build::built(&plan.corpus, store, Engine::Fastest);
     }
@@ -34,7 +34,9 @@ pub fn merge(plan: &Plan, store: &Path) -> Result<Manifest> {
     let empty = request::empty_manifest(head, plan.tokenizer.token_bytes());
     let journal = Journal::begin(staging.path(), head)?;
     let wanted = Wanted::default();
-    let mut progress = Progress::new(0, 0, true);
+    let inputs = receipts.iter().flat_map(|receipt| &receipt.inputs);
+    let bytes = inputs.map(|input| input.bytes).sum();
+    let mut progress = Progress::new("merge", Measure::Bytes, bytes, quiet);
     let begun = (journal, Vec::new());
     let mut committer =
         Committer::new(&plan.corpus, staging.path(), &empty, begun, &wanted, &mut progress)?;

@@ -12,6 +12,7 @@ use super::part::{Entry, PartReader};
 use super::plan::{Plan, Stage};
 use super::receipt::{self, Receipt};
 use crate::dedup::{Gathered, Observed, REMOVED, Scan, cut_list};
+use crate::progress::{Measure, Progress};
 
 /// `decided/scan.json`.
 #[derive(Serialize, Deserialize)]
@@ -34,7 +35,7 @@ fn basis(receipts: &[Receipt]) -> Digest {
 }
 
 /// Decides which documents go, once every scan task is done. Nothing if the corpus compares none, or it is decided.
-pub fn decide(plan: &Plan) -> Result<()> {
+pub fn decide(plan: &Plan, quiet: bool) -> Result<()> {
     if plan.tasks_of(Stage::Scan).is_empty() {
         return Ok(());
     }
@@ -46,9 +47,13 @@ pub fn decide(plan: &Plan) -> Result<()> {
     let bands = folder.join(".bands");
     fs::create_dir_all(&bands).map_err(|error| Fault::io("create", &bands, &error))?;
     let mut gathered = Gathered::new(&plan.corpus, &folder, &bands)?;
+    let mut progress =
+        Progress::new("decide", Measure::Count("parts"), receipts.len() as u64, quiet);
     for (task, receipt) in plan.tasks_of(Stage::Scan).into_iter().zip(&receipts) {
         gather(plan, task, receipt, &mut gathered)?;
+        progress.add(1);
     }
+    drop(progress);
     let scan = gathered.decide()?;
     fs::remove_dir_all(&bands).map_err(|error| Fault::io("remove", &bands, &error))?;
     for (number, source) in plan.corpus.sources.iter().enumerate() {

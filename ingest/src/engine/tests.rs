@@ -68,7 +68,7 @@ fn run(plan: &Plan) -> [usize; 2] {
         });
         let made = made.count();
         if stage == Stage::Scan {
-            decide(plan).unwrap();
+            decide(plan, true).unwrap();
         }
         made
     })
@@ -84,7 +84,7 @@ fn made(bench: &Workbench, corpus: &Path, work: &str, bytes: u64) -> [usize; 2] 
     crate::build(&corpus, &local, options(2)).unwrap();
     let plan = plan(&corpus, &bench.path(work), bytes).unwrap();
     let made = run(&plan);
-    merge(&plan, &store).unwrap();
+    merge(&plan, &store, true).unwrap();
     plan.close().unwrap();
     assert!(tree(&store) == tree(&local), "another store: {work} {bytes}");
     made
@@ -245,13 +245,13 @@ fn a_second_result_that_differs_is_kept_beside_the_first() {
     assert!(fault.class() == Class::Mismatch, "{fault}");
     assert!(fault.to_string().contains("another result"), "{fault}");
     assert_eq!(fs::read(&path).unwrap(), bytes);
-    let fault = merge(&plan, &bench.path("store")).unwrap_err();
+    let fault = merge(&plan, &bench.path("store"), true).unwrap_err();
     assert!(fault.to_string().contains("two results"), "{fault}");
     let kept = super::receipt::conflicts(&plan.parts()).unwrap();
     assert_eq!(kept.len(), 1);
     // Found out which is wrong: the first.
     fs::rename(&kept[0], &path).unwrap();
-    merge(&plan, &bench.path("store")).unwrap();
+    merge(&plan, &bench.path("store"), true).unwrap();
     crate::build(&corpus, &bench.path("local"), options(1)).unwrap();
     assert!(tree(&bench.path("store")) == tree(&bench.path("local")));
 }
@@ -273,7 +273,7 @@ fn what_an_interrupted_build_did_with_other_inputs_is_done_again() {
     let again = plan(&corpus, &work, 1).unwrap();
     assert_eq!(again.digest, first.digest);
     assert_eq!(again.missing(Stage::Scan).unwrap().len(), 1);
-    assert!(merge(&again, &bench.path("early")).is_err() && !bench.path("early").exists());
+    assert!(merge(&again, &bench.path("early"), true).is_err() && !bench.path("early").exists());
     assert!(made(&bench, &path, "work", 1)[0] == 1);
 }
 
@@ -295,10 +295,10 @@ fn dropped_records_that_one_build_skips_stop_another_that_says_so() {
             for task in plan.missing(stage).unwrap() {
                 assert!(matches!(runner.run(stage, task).unwrap(), Ran::Reused(_)));
             }
-            decide(&plan).unwrap();
+            decide(&plan, true).unwrap();
         }
         let out = bench.path("stopped");
-        let fault = merge(&plan, &out).unwrap_err();
+        let fault = merge(&plan, &out, true).unwrap_err();
         // At the very place that a build from nothing names.
         let local = crate::build(&request, &bench.path(&format!("local-stop-{all}")), options(1));
         let local = local.unwrap_err();
@@ -356,7 +356,7 @@ fn pruning_takes_what_no_build_used_for_long_and_nothing_else() {
     assert_eq!(prune(&work, day, false).unwrap().removed.0, 2);
     assert!(plan.part(receipt(&plan, 1).part).exists());
     run(&plan);
-    merge(&plan, &bench.path("after")).unwrap();
+    merge(&plan, &bench.path("after"), true).unwrap();
     // While a build works there, nobody prunes; and a folder without parts is none of ours.
     let held = lock(&work).unwrap();
     assert_eq!(prune(&work, day, false).unwrap_err().class(), Class::Machine);

@@ -14,7 +14,7 @@ use store::{DocumentRecord, SourceRecord, Split, Store, StreamReader, open};
 use super::sink::Written;
 use super::staging::{self, Staging};
 use super::{Peer, Writer, datatrove, mds, megatron, olmo};
-use crate::progress::Progress;
+use crate::progress::{Measure, Progress};
 
 /// The file that says what an export is.
 pub const NOTE: &str = "export.json";
@@ -84,7 +84,7 @@ pub fn export(request: &Export) -> Result<Exported> {
     }
     let staging = Staging::begin(&request.out)?;
     let tokens = chosen.iter().map(|(_, _, stream)| stream.record().tokens).sum();
-    let mut progress = Progress::new(tokens, 0, request.quiet);
+    let mut progress = Progress::new("export", Measure::Count("tokens"), tokens, request.quiet);
     let mut streams = Vec::new();
     for (source, split, stream) in &chosen {
         let stem = staging.path().join(&source.name).join(split.name());

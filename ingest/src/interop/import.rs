@@ -19,7 +19,7 @@ use super::{Documents, Found, Hints, Peer, Width, datatrove, mds, megatron, olmo
 use crate::corpus::check_name;
 use crate::disk::{Disk, Real};
 use crate::pipeline::held_out;
-use crate::progress::Progress;
+use crate::progress::{Measure, Progress};
 use crate::request;
 use crate::tokenize::{Engine, Tokenizer};
 
@@ -111,7 +111,7 @@ pub fn import(request: &Import) -> Result<Imported> {
     }
     // What is there is compared by importing again into nothing: the same reading, the same checks.
     let staging = if there { None } else { Some(Staging::begin(&request.store)?) };
-    let mut progress = Progress::new(size(request), 0, request.quiet);
+    let mut progress = Progress::new("import", Measure::Bytes, size(request), request.quiet);
     let mut sources = Vec::new();
     for name in names(request)? {
         let folder = staging.as_ref().map(Staging::path);

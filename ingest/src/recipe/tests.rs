@@ -36,8 +36,9 @@ pub(crate) fn kept(store: &Path, manifest: &Manifest, source: usize) -> Vec<Stri
     let mut ids = Vec::new();
     for split in Split::ALL {
         for shard in &record.stream(split).shards {
-            let folder = open::stream_folder(store, &record.name, split);
-            let rows = Documents::open(&folder.join(&shard.document_file.name)).unwrap();
+            let name = &shard.document_file.name;
+            let file = open::stream_file(store, &record.name, split, name);
+            let rows = Documents::open(&file).unwrap();
             ids.extend(rows.map(|row| row.unwrap().id));
         }
     }

@@ -3,7 +3,6 @@
 use std::error::Error;
 use std::fmt::Display;
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -12,6 +11,7 @@ use arrow::buffer::NullBuffer;
 use arrow::datatypes::DataType;
 use arrow::util::display::array_value_to_string;
 use contract::fault::{is_out_of_memory, nearest};
+use contract::guard::quietly;
 use contract::{Fault, Result};
 use parquet::data_type::ByteArray;
 use store::pieces::Pieces;
@@ -228,7 +228,7 @@ pub(super) fn guarded<T, E: Error + 'static>(
             .found(found)
             .hint("fetch or write the file again")
     };
-    match catch_unwind(AssertUnwindSafe(decode)) {
+    match quietly(decode) {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) if is_out_of_memory(&error) => {
             Err(Fault::io("read", path, &io::ErrorKind::OutOfMemory.into()))

@@ -112,7 +112,7 @@ fn damage_is_not_taken_over() {
     let fault = build(&corpus, &bench.path("new"), Some(&old)).unwrap_err();
     assert!(fault.class() == Class::Data && fault.to_string().contains("tokens-00000"), "{fault}");
     let fault = build(&corpus, &bench.path("other"), Some(&bench.path("none"))).unwrap_err();
-    assert!(fault.to_string().contains("no such store"), "{fault}");
+    assert!(fault.to_string().contains("store does not exist"), "{fault}");
 }
 
 proptest! {

@@ -5,11 +5,11 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use contract::guard::quietly;
 use contract::{Fault, Identity, Result, fault};
 use serde_json::Value;
 
 use super::fast::Fast;
-use super::quiet::quietly;
 
 /// Which library encodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -172,7 +172,7 @@ fn reference(bytes: &[u8]) -> Result<tokenizers::Tokenizer> {
             .hint(format!("it has to be a file that {REFERENCE} reads"))
     };
     let mut reference = quietly(|| tokenizers::Tokenizer::from_bytes(bytes))
-        .map_err(|()| refused("it panicked".to_owned()))?
+        .map_err(|_| refused("it panicked".to_owned()))?
         .map_err(|error| refused(error.to_string()))?;
     // What a file says of cropping and padding is for batches of a model, not for documents.
     reference.with_truncation(None).map_err(|error| refused(error.to_string()))?;

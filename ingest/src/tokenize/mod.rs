@@ -10,7 +10,6 @@ pub mod encoder;
 mod fast;
 #[cfg(test)]
 mod hard;
-mod quiet;
 pub mod train;
 
 pub use decode::Decoder;

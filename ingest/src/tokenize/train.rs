@@ -16,7 +16,7 @@ use std::path::PathBuf;
 use contract::{Digest, Fault, Key, Purpose, Ratio, Result, draw};
 
 use crate::corpus::Corpus;
-use crate::progress::Progress;
+use crate::progress::{Measure, Progress};
 
 /// The expression that cuts text into words; the same characters as in `fastokens`, which recognises it by them.
 pub const SPLIT: &str = fastokens::tiktoken::CL100K_BASE_PATTERN;
@@ -72,7 +72,7 @@ pub fn train(corpus: &Corpus, request: &Request, options: Options) -> Result<Tra
             .wanted(format!("at least {smallest}: every byte and every special token")));
     }
     check_special(&request.special)?;
-    let mut progress = Progress::new(input_bytes(corpus)?, 0, options.quiet);
+    let mut progress = Progress::new("train", Measure::Bytes, input_bytes(corpus)?, options.quiet);
     let counted = words::count(corpus, request.sample, options.workers, &mut progress)?;
     if counted.words.is_empty() {
         return Err(Fault::data("the corpus has no documents to train a tokenizer on")

@@ -90,7 +90,8 @@ fn values(store: &Path, manifest: &Manifest, path: &Path) -> Option<(Range<usize
         }
         assert!(shard.tokens < BLOCK_TOKENS);
         let start = block_offset(2 * BLOCK_TOKENS, 0) as usize;
-        let documents = Documents::open(&folder.join(&shard.document_file.name)).unwrap();
+        let file = open::stream_file(store, "web", split, &shard.document_file.name);
+        let documents = Documents::open(&file).unwrap();
         let ids = documents.map(|document| document.unwrap().id).collect();
         Some((start..start + 2 * shard.tokens as usize, ids))
     })

@@ -158,7 +158,7 @@ pub fn find(pattern: &str, place: &str) -> Result<Vec<String>> {
     let matcher = GlobBuilder::new(&target.key).literal_separator(true).build();
     let matcher = matcher
         .map_err(|error| {
-            Fault::usage(format!("{pattern:?} is no pattern: {}", error.kind()))
+            Fault::usage(format!("{pattern:?} is not a pattern: {}", error.kind()))
                 .at(place.to_owned())
         })?
         .compile_matcher();

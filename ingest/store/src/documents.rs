@@ -10,7 +10,7 @@ use arrow::ipc::reader::FileReader;
 use parquet::arrow::arrow_reader::{ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder};
 
 use crate::DocumentRecord;
-use crate::far;
+use crate::folder::StoreFile;
 use crate::pieces::Pieces;
 use crate::write::{document_schema, start_schema};
 use contract::fault::{io_cause, is_of_the_moment};
@@ -41,13 +41,14 @@ pub struct Starts {
 
 impl Starts {
     /// Opens one file.
-    pub fn open(path: &Path) -> Result<Self> {
-        let file = far::open(path).map_err(|error| Fault::io("read", path, &error))?;
-        let reader = FileReader::try_new(file, None).map_err(|error| unreadable(path, &error))?;
+    pub fn open(file: &StoreFile) -> Result<Self> {
+        let path = file.path();
+        let file = file.open().map_err(|error| Fault::io("read", &path, &error))?;
+        let reader = FileReader::try_new(file, None).map_err(|error| unreadable(&path, &error))?;
         if reader.schema() != start_schema() {
-            return Err(strange(path, "its schema is not that of starts"));
+            return Err(strange(&path, "its schema is not that of starts"));
         }
-        Ok(Starts { path: path.to_owned(), reader, batch: None, at: 0 })
+        Ok(Starts { path, reader, batch: None, at: 0 })
     }
 }
 
@@ -78,16 +79,18 @@ pub struct Documents {
 
 impl Documents {
     /// Opens one file.
-    pub fn open(path: &Path) -> Result<Self> {
-        let file = Pieces::open(path).map_err(|error| Fault::io("read", path, &error))?;
-        let fault = |error| file.or_machine(path, strange(path, error));
+    pub fn open(file: &StoreFile) -> Result<Self> {
+        let path = file.path();
+        let file = file.open().and_then(Pieces::of_file);
+        let file = file.map_err(|error| Fault::io("read", &path, &error))?;
+        let fault = |error| file.or_machine(&path, strange(&path, error));
         let builder = ParquetRecordBatchReaderBuilder::try_new(file.clone())
             .map_err(|e| fault(e.to_string()))?;
         if builder.schema().fields() != document_schema().fields() {
-            return Err(strange(path, "its schema is not that of documents"));
+            return Err(strange(&path, "its schema is not that of documents"));
         }
         let reader = builder.with_batch_size(4096).build().map_err(|e| fault(e.to_string()))?;
-        Ok(Documents { path: path.to_owned(), file, reader, batch: None, at: 0 })
+        Ok(Documents { path, file, reader, batch: None, at: 0 })
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! STORE/
-//!   manifest.json                      committed last, by rename; a folder without it is no store
+//!   manifest.json                      committed last, by rename; a folder without it is not a store
 //!   manifest.sum                       xxh3-128 of its bytes, for the flipped bit that changes no meaning
 //!   tokenizer.json                     the bytes that made the tokens
 //!   SOURCE/train/                      one stream: the documents of a source and split, in input order
@@ -19,9 +19,11 @@
 
 #![forbid(unsafe_code)]
 
+mod check;
 pub mod direct;
 pub mod documents;
 pub mod far;
+pub mod folder;
 pub mod manifest;
 pub mod open;
 pub mod pieces;

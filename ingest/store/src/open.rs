@@ -5,8 +5,10 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::check;
 use crate::far;
-use crate::{FORMAT, Manifest, write};
+use crate::folder::StoreFile;
+use crate::{FORMAT, Manifest, Split, write};
 use contract::{Digest, Fault, Result};
 
 /// The manifest's name.
@@ -22,8 +24,13 @@ pub const TOKENIZER: &str = "tokenizer.json";
 pub const BUILD_FOLDER: &str = ".build";
 
 /// Where the files of a stream lie.
-pub fn stream_folder(store: &Path, source: &str, split: crate::Split) -> PathBuf {
+pub fn stream_folder(store: &Path, source: &str, split: Split) -> PathBuf {
     store.join(source).join(split.name())
+}
+
+/// A file of a stream.
+pub fn stream_file(store: &Path, source: &str, split: Split, name: &str) -> StoreFile {
+    StoreFile::new(store, &[source, split.name(), name])
 }
 
 /// Makes `store` a store. Everything the manifest names must be on the disk already.
@@ -36,12 +43,13 @@ pub fn commit(store: &Path, manifest: &Manifest) -> Result<()> {
     write::write_whole(&store.join(MANIFEST), &bytes)
 }
 
-/// Reads the manifest of the store at `store` and checks that it is whole and of this format.
+/// Reads the manifest of the store at `store` and checks that it is whole, of this format, and possible: whatever
+/// opens a store opens it here.
 pub fn manifest(store: &Path) -> Result<Manifest> {
     let path = store.join(MANIFEST);
-    let bytes = match far::read(&path) {
+    let bytes = match StoreFile::new(store, &[MANIFEST]).read() {
         Ok(bytes) => bytes,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(no_store(store)),
+        Err(error) if is_absent(store, &error) => return Err(no_store(store)),
         Err(error) => return Err(Fault::io("read", &path, &error)),
     };
     let place = path.display().to_string();
@@ -50,7 +58,7 @@ pub fn manifest(store: &Path) -> Result<Manifest> {
     };
     check_sum(store, &bytes)?;
     let value: serde_json::Value = serde_json::from_slice(&bytes)
-        .map_err(|error| damaged(format!("it is no manifest: {error}")))?;
+        .map_err(|error| damaged(format!("it is not a manifest: {error}")))?;
     match value.get("format").and_then(serde_json::Value::as_u64) {
         Some(format) if format == u64::from(FORMAT) => {}
         found => {
@@ -61,19 +69,28 @@ pub fn manifest(store: &Path) -> Result<Manifest> {
         }
     }
     let manifest: Manifest = serde_json::from_value(value)
-        .map_err(|error| damaged(format!("it is no manifest: {error}")))?;
+        .map_err(|error| damaged(format!("it is not a manifest: {error}")))?;
     let identity = manifest.identity();
     if identity != manifest.digest {
         return Err(damaged("the manifest does not agree with its own digest".to_owned())
             .found(identity)
             .wanted(manifest.digest));
     }
-    Ok(manifest)
+    match check::flaw(&manifest) {
+        Some(what) => Err(damaged(format!("the manifest contradicts itself: {what}"))),
+        None => Ok(manifest),
+    }
+}
+
+/// Whether the manifest is missing: no file of that name, or a file where a folder should be.
+fn is_absent(store: &Path, error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound || store.is_file()
 }
 
 fn check_sum(store: &Path, bytes: &[u8]) -> Result<()> {
     let path = store.join(MANIFEST_SUM);
-    let text = far::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
+    let text = StoreFile::new(store, &[MANIFEST_SUM]).read();
+    let text = text.map_err(|error| Fault::io("read", &path, &error))?;
     let wanted = format!("{}\n", Digest::of_bytes(bytes));
     if text == wanted.as_bytes() {
         return Ok(());
@@ -92,10 +109,18 @@ fn no_store(store: &Path) -> Fault {
             .at(place)
             .hint("run the same `zdata build` again: it goes on where it stopped");
     }
-    if far::is_far(store) || !store.is_dir() {
-        return Fault::data("there is no such store").at(place).hint("build it with `zdata build`");
+    if store.is_file() {
+        return Fault::usage("this is a file, and a store is a folder").at(place).hint(
+            "name the folder that `zdata build --out` made; \
+             `zdata build` takes a corpus file, `zdata plan` a curriculum",
+        );
     }
-    Fault::data(format!("this folder is no store: it has no {MANIFEST}"))
+    if far::is_far(store) || !store.is_dir() {
+        return Fault::data("this store does not exist")
+            .at(place)
+            .hint("build it with `zdata build`");
+    }
+    Fault::data(format!("this folder is not a store: it has no {MANIFEST}"))
         .at(place)
         .hint("name the folder that `zdata build --out` wrote")
 }

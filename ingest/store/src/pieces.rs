@@ -43,7 +43,11 @@ struct Inner {
 impl Pieces {
     /// Opens a file, far or near.
     pub fn open(path: &Path) -> io::Result<Self> {
-        let file = far::open(path)?;
+        Pieces::of_file(far::open(path)?)
+    }
+
+    /// An open file.
+    pub fn of_file(file: File) -> io::Result<Self> {
         let bytes = file.metadata()?.len();
         Ok(Pieces::of(Box::new(file), bytes))
     }

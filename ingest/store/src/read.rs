@@ -21,9 +21,11 @@ use std::sync::{Arc, OnceLock};
 use self::cache::Lru;
 use self::column::{ColumnFile, damaged};
 use self::starts::{StartIndex, words};
-use crate::open::stream_folder;
+use crate::folder::StoreFile;
+use crate::open::stream_file;
+use crate::write::block_offset;
 use crate::{
-    BLOCK_TOKENS, DocumentRecord, Manifest, ShardRecord, SourceRecord, Split, StreamRecord,
+    BLOCK_TOKENS, DocumentRecord, FileRecord, Manifest, SourceRecord, Split, StreamRecord,
 };
 use contract::digest::{Digest, block_sum};
 use contract::{Fault, Result};
@@ -68,7 +70,7 @@ impl Store {
 
     /// Opens the store in `root` with a cache that other stores may share.
     pub fn open_with(root: &Path, cache: Arc<ReadCache>) -> Result<Self> {
-        let manifest = Arc::new(open::manifest(root)?);
+        let manifest = Arc::new(crate::open::manifest(root)?);
         Ok(Store { root: root.to_path_buf(), manifest, cache })
     }
 
@@ -89,11 +91,10 @@ impl Store {
     pub fn stream(&self, source: usize, split: Split) -> StreamReader {
         let manifest = Arc::clone(&self.manifest);
         let record = &manifest.sources[source];
-        let dir = stream_folder(&self.root, &record.name, split);
         let shards = record.stream(split).shards.iter().map(|_| ShardState::default()).collect();
         let number = self.cache.streams.fetch_add(1, Ordering::Relaxed);
         let cache = Arc::clone(&self.cache);
-        StreamReader { manifest, source, split, dir, cache, number, shards }
+        StreamReader { root: self.root.clone(), manifest, source, split, cache, number, shards }
     }
 
     /// The bytes of `tokenizer.json`, checked.
@@ -104,10 +105,10 @@ impl Store {
 
 /// Reads one stream. Methods take `&self`: share it between threads.
 pub struct StreamReader {
+    root: PathBuf,
     manifest: Arc<Manifest>,
     source: usize,
     split: Split,
-    dir: PathBuf,
     cache: Arc<ReadCache>,
     number: u64,
     shards: Vec<ShardState>,
@@ -116,17 +117,8 @@ pub struct StreamReader {
 /// What is known of a shard for good: 80 bytes, and a bit per block once it is read.
 #[derive(Default)]
 struct ShardState {
-    layout: OnceLock<Layout>,
     checked: OnceLock<Box<[AtomicU64]>>,
     documents_checked: AtomicBool,
-}
-
-/// Where a shard's tokens lie, in closed form; found in the footer once.
-#[derive(Clone, Copy)]
-struct Layout {
-    first: u64,
-    stride: u64,
-    last: u64,
 }
 
 /// An open token file and, while blocks remain to be checked, its sums.
@@ -209,11 +201,9 @@ impl StreamReader {
         buffer: &'a mut Vec<u8>,
     ) -> Result<&'a [u8]> {
         let record = &self.record().shards[shard];
-        let layout = self.layout(shard, &file.file)?;
         let width = u64::from(self.manifest.token_bytes);
         let blocks = record.tokens.div_ceil(BLOCK_TOKENS);
-        let offset =
-            if block + 1 == blocks { layout.last } else { layout.first + block * layout.stride };
+        let offset = block_offset(BLOCK_TOKENS * width, block);
         let checked = self.shards[shard]
             .checked
             .get_or_init(|| (0..blocks.div_ceil(64)).map(|_| AtomicU64::new(0)).collect());
@@ -234,23 +224,13 @@ impl StreamReader {
         Ok(&buffer[(inner.start * width) as usize..(inner.end * width) as usize])
     }
 
-    /// The layout of a shard's token file, from its footer the first time.
-    fn layout(&self, shard: usize, file: &ColumnFile) -> Result<Layout> {
-        if let Some(layout) = self.shards[shard].layout.get() {
-            return Ok(*layout);
-        }
-        let record = &self.record().shards[shard];
-        let layout = token_layout(file, record, u64::from(self.manifest.token_bytes))?;
-        Ok(*self.shards[shard].layout.get_or_init(|| layout))
-    }
-
     fn token_file(&self, shard: usize) -> Result<Arc<TokenFile>> {
         let slot = (self.number, shard);
         if let Some(file) = self.cache.tokens.get(slot) {
             return Ok(file);
         }
         let record = &self.record().shards[shard].token_file;
-        let file = ColumnFile::open(self.dir.join(&record.name), record.bytes)?;
+        let file = ColumnFile::open(&self.file(record), record.bytes)?;
         let file = Arc::new(TokenFile { file, sums: OnceLock::new() });
         self.cache.tokens.put(slot, 1, Arc::clone(&file));
         Ok(file)
@@ -262,7 +242,7 @@ impl StreamReader {
             return Ok(sums);
         }
         let record = &self.record().shards[shard];
-        let sums = ColumnFile::open(self.dir.join(&record.sum_file.name), record.sum_file.bytes)?;
+        let sums = ColumnFile::open(&self.file(&record.sum_file), record.sum_file.bytes)?;
         let bytes = sums.read_all()?;
         let found = Digest::of_bytes(&bytes);
         if found != record.sum_file.digest {
@@ -335,7 +315,7 @@ impl StreamReader {
             let parts = ranges.iter().map(inside).filter(|part| !part.is_empty());
             let rows: Vec<_> = parts.map(|part| part.start - first..part.end - first).collect();
             if !rows.is_empty() {
-                documents::read_rows(&self.document_file(shard)?, &rows, &mut out)?;
+                documents::read_rows(&self.document_file(shard)?, record, &rows, &mut out)?;
             }
         }
         Ok(out)
@@ -368,20 +348,24 @@ impl StreamReader {
             return Ok(file);
         }
         let record = &self.record().shards[shard].start_file;
-        let file = Arc::new(ColumnFile::open(self.dir.join(&record.name), record.bytes)?);
+        let file = Arc::new(ColumnFile::open(&self.file(record), record.bytes)?);
         self.cache.starts.put(slot, 1, Arc::clone(&file));
         Ok(file)
     }
 
     /// A shard's provenance file, checked by its digest once.
-    fn document_file(&self, shard: usize) -> Result<PathBuf> {
+    fn document_file(&self, shard: usize) -> Result<StoreFile> {
         let record = &self.record().shards[shard].document_file;
-        let path = self.dir.join(&record.name);
+        let file = self.file(record);
         if !self.shards[shard].documents_checked.load(Ordering::Acquire) {
-            documents::check(&path, record)?;
+            documents::check(&file, record)?;
             self.shards[shard].documents_checked.store(true, Ordering::Release);
         }
-        Ok(path)
+        Ok(file)
+    }
+
+    fn file(&self, record: &FileRecord) -> StoreFile {
+        stream_file(&self.root, &self.source().name, self.split, &record.name)
     }
 
     fn shard_of(&self, token: u64) -> Result<usize> {
@@ -424,29 +408,4 @@ impl StreamReader {
             _ => format!("documents {from} to {to} of {name}"),
         }
     }
-}
-
-/// Reads the footer once and holds it against the manifest: full blocks at equal distances, then the last one.
-fn token_layout(file: &ColumnFile, shard: &ShardRecord, width: u64) -> Result<Layout> {
-    let wrong = || damaged(file.path(), "its footer contradicts the manifest");
-    let batches = file.batches()?;
-    let blocks = shard.tokens.div_ceil(BLOCK_TOKENS);
-    if batches.len() as u64 != blocks {
-        return Err(wrong().found(format!("{} blocks", batches.len())).wanted(blocks));
-    }
-    let (Some(&first), Some(&last)) = (batches.first(), batches.last()) else {
-        return Err(wrong().found("no block").wanted("at least one"));
-    };
-    let (first_run, last_run) = (file.run(first, width)?, file.run(last, width)?);
-    let full = &batches[..batches.len() - 1];
-    let regular = full.iter().enumerate().all(|(i, batch)| {
-        batch.stride() == first.stride()
-            && batch.offset() == first.offset() + i as u64 * first.stride()
-    });
-    let rows_fit = last_run.rows == shard.tokens - (blocks - 1) * BLOCK_TOKENS
-        && (full.is_empty() || first_run.rows == BLOCK_TOKENS);
-    if !regular || !rows_fit {
-        return Err(wrong());
-    }
-    Ok(Layout { first: first_run.offset, stride: first.stride(), last: last_run.offset })
 }

@@ -1,5 +1,6 @@
 //! A store written, checked and damaged in every way; and its bytes against what the README draws.
 
+mod forged;
 mod long;
 
 use std::fs;
@@ -262,8 +263,8 @@ fn a_store_that_is_none_says_what_to_do() {
         let fault = open::manifest(path).unwrap_err();
         assert!(fault.class() == Class::Data && fault.to_string().contains(word), "{fault}");
     };
-    says(&folder.path().join("nowhere"), "no such store");
-    says(folder.path(), "no store");
+    says(&folder.path().join("nowhere"), "does not exist");
+    says(folder.path(), "not a store");
     fs::create_dir(folder.path().join(open::BUILD_FOLDER)).unwrap();
     says(folder.path(), "half built");
     let (folder, mut manifest) = store(2, &[3], 10);

@@ -3,7 +3,6 @@
 //! Files whose digest is wrong are never parsed; damage inside one is found by block sums at offsets that arithmetic
 //! gives, and named with the documents it touches as long as one of the two lists of documents is whole.
 
-use std::cmp::Ordering;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, SeekFrom};
@@ -13,12 +12,11 @@ use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::documents::{Documents, Starts};
-use crate::far;
+use crate::folder::StoreFile;
 use crate::manifest::Link;
 use crate::write::block_offset;
 use crate::{
-    BLOCK_TOKENS, DocumentRecord, FileRecord, Manifest, ShardRecord, SourceRecord, Split,
-    StreamRecord, open,
+    BLOCK_TOKENS, DocumentRecord, FileRecord, Manifest, ShardRecord, SourceRecord, Split, open,
 };
 use contract::digest::block_sum;
 use contract::fault::is_of_the_moment;
@@ -49,9 +47,9 @@ impl fmt::Display for Damage {
 
 /// Checks what belongs to no stream: the tokenizer.
 pub fn verify_tokenizer(store: &Path, manifest: &Manifest) -> Result<Vec<Damage>> {
-    let path = store.join(open::TOKENIZER);
-    let what = match far::read(&path) {
-        Err(error) => unread(&path, &error)?,
+    let file = StoreFile::new(store, &[open::TOKENIZER]);
+    let what = match file.read() {
+        Err(error) => unread(&file.path(), &error)?,
         Ok(bytes) if Identity::of_bytes(&bytes) == manifest.tokenizer.sha256 => {
             return Ok(Vec::new());
         }
@@ -69,11 +67,12 @@ pub fn unread(path: &Path, error: &io::Error) -> Result<String> {
     match error.kind() {
         _ if is_of_the_moment(error) => Err(Fault::io("read", path, error)),
         io::ErrorKind::NotFound => Ok("it is missing".to_owned()),
+        io::ErrorKind::InvalidData => Ok(error.to_string()),
         _ => Ok(format!("it cannot be read: {error}")),
     }
 }
 
-/// Checks one stream: its files, ids, starts, provenance and digest. Calls `passed` with the bytes of each file read.
+/// Checks one stream: its files, ids, starts, provenance and digest. Calls `passed` with bytes as they are read.
 /// A fault is the machine's: what is damaged is a [`Damage`].
 pub fn verify_stream(
     store: &Path,
@@ -84,17 +83,17 @@ pub fn verify_stream(
 ) -> Result<Vec<Damage>> {
     let stream = source.stream(split);
     let mut check = Check {
-        folder: open::stream_folder(store, &source.name, split),
+        store,
+        split,
         shown: format!("{}/{}", source.name, split.name()),
         manifest,
         source,
+        passed,
         damages: Vec::new(),
     };
-    check.arithmetic(stream);
     let mut state = Some(Digest::default());
     for shard in &stream.shards {
         state = check.shard(shard, state)?;
-        shard.files().iter().for_each(|file| passed(file.bytes));
     }
     if let Some(digest) = state
         && digest != stream.digest
@@ -106,10 +105,12 @@ pub fn verify_stream(
 }
 
 struct Check<'a> {
-    folder: PathBuf,
+    store: &'a Path,
+    split: Split,
     shown: String,
     manifest: &'a Manifest,
     source: &'a SourceRecord,
+    passed: &'a dyn Fn(u64),
     damages: Vec<Damage>,
 }
 
@@ -123,26 +124,9 @@ impl Check<'_> {
         self.damages.push(Damage { file, what, block: None, documents: None });
     }
 
-    /// The shards of the manifest follow each other and add up.
-    fn arithmetic(&mut self, stream: &StreamRecord) {
-        let (mut tokens, mut documents) = (0, 0);
-        for shard in &stream.shards {
-            if (shard.first_token, shard.first_document) != (tokens, documents) {
-                self.tell(
-                    shard.token_file.name.clone(),
-                    "it does not follow the one before".to_owned(),
-                );
-            }
-            tokens = shard.first_token + shard.tokens;
-            documents = shard.first_document + shard.documents;
-        }
-        if (tokens, documents) != (stream.tokens, stream.documents) {
-            let what = format!(
-                "its shards hold {tokens} tokens of {documents} documents, the manifest says {} of {}",
-                stream.tokens, stream.documents
-            );
-            self.tell(String::new(), what);
-        }
+    /// A file of the stream.
+    fn at(&self, record: &FileRecord) -> StoreFile {
+        open::stream_file(self.store, &self.source.name, self.split, &record.name)
     }
 
     fn shard(&mut self, shard: &ShardRecord, state: State) -> Result<State> {
@@ -184,44 +168,24 @@ impl Check<'_> {
 
     /// Size and digest of one file.
     fn file(&self, record: &FileRecord) -> Result<std::result::Result<(), Damage>> {
-        let damage = |what: String| Damage {
-            file: format!("{}/{}", self.shown, record.name),
-            what,
-            block: None,
-            documents: None,
-        };
-        let path = self.folder.join(&record.name);
-        let (bytes, digest) = match digest_of(&path) {
-            Ok(found) => found,
-            Err(error) => return unread(&path, &error).map(|what| Err(damage(what))),
-        };
-        Ok(match bytes.cmp(&record.bytes) {
-            Ordering::Less => {
-                Err(damage(format!("it is truncated: {bytes} of {} bytes", record.bytes)))
-            }
-            Ordering::Greater => {
-                Err(damage(format!("it is too long: {bytes} bytes, not {}", record.bytes)))
-            }
-            Ordering::Equal if digest != record.digest => {
-                Err(damage(format!("its bytes changed: found {digest}, wanted {}", record.digest)))
-            }
-            Ordering::Equal => Ok(()),
-        })
+        let file = format!("{}/{}", self.shown, record.name);
+        let damage = |what| Damage { file, what, block: None, documents: None };
+        Ok(flaw(&self.at(record), record, self.passed)?.map_or(Ok(()), |what| Err(damage(what))))
     }
 
     /// The blocks of a token file whose sums are wrong.
     fn blocks(&self, shard: &ShardRecord, sums_whole: bool, whole: &Whole) -> Result<Vec<Damage>> {
         let name = &shard.token_file.name;
-        let path = self.folder.join(name);
         if !sums_whole {
             return Ok(Vec::new());
         }
-        let sums_path = self.folder.join(&shard.sum_file.name);
-        let sums = match far::read(&sums_path) {
+        let (tokens, sums) = (self.at(&shard.token_file), self.at(&shard.sum_file));
+        let path = tokens.path();
+        let sums = match sums.read() {
             Ok(sums) => sums,
-            Err(error) => return unread(&sums_path, &error).map(|_| Vec::new()),
+            Err(error) => return unread(&sums.path(), &error).map(|_| Vec::new()),
         };
-        let mut file = match far::open(&path) {
+        let mut file = match tokens.open() {
             Ok(file) => file,
             Err(error) => return unread(&path, &error).map(|_| Vec::new()),
         };
@@ -261,18 +225,16 @@ impl Check<'_> {
             }
         };
         if whole.documents {
-            let path = self.folder.join(&shard.document_file.name);
-            for record in Documents::open(&path).ok()? {
+            for record in Documents::open(&self.at(&shard.document_file)).ok()? {
                 let record = record.ok()?;
-                if record.first_token < tokens.end
-                    && record.first_token + record.tokens > tokens.start
-                {
+                let end = record.first_token.saturating_add(record.tokens);
+                if record.first_token < tokens.end && end > tokens.start {
                     add(record.id);
                 }
             }
         } else if whole.starts {
-            let path = self.folder.join(&shard.start_file.name);
-            let starts: Vec<u64> = Starts::open(&path).ok()?.collect::<Result<_>>().ok()?;
+            let file = self.at(&shard.start_file);
+            let starts: Vec<u64> = Starts::open(&file).ok()?.collect::<Result<_>>().ok()?;
             let first = starts.partition_point(|start| *start <= tokens.start).saturating_sub(1);
             let end = starts.partition_point(|start| *start < tokens.end);
             (first..end)
@@ -290,11 +252,10 @@ impl Check<'_> {
         let in_documents = |what: String| Flaw::Damage(shard.document_file.name.clone(), what);
         let of_starts = |fault| Flaw::of(&shard.start_file, fault);
         let of_documents = |fault| Flaw::of(&shard.document_file, fault);
-        let mut tokens =
-            Tokens::open(&self.folder.join(&shard.token_file.name), shard, self.manifest)?;
-        let starts = Starts::open(&self.folder.join(&shard.start_file.name)).map_err(of_starts)?;
+        let mut tokens = Tokens::open(self.at(&shard.token_file), shard, self.manifest)?;
+        let starts = Starts::open(&self.at(&shard.start_file)).map_err(of_starts)?;
         let mut documents =
-            Documents::open(&self.folder.join(&shard.document_file.name)).map_err(of_documents)?;
+            Documents::open(&self.at(&shard.document_file)).map_err(of_documents)?;
         let (mut next, mut count, mut state) = (shard.first_token, 0u64, state);
         for start in starts {
             let start = start.map_err(of_starts)?;
@@ -337,8 +298,10 @@ impl Check<'_> {
         }
         if record.file as usize >= self.source.inputs.len() {
             return Err(format!(
-                "{} comes from file {}, which there is not",
-                record.id, record.file
+                "{} comes from file {}, but the source has {}",
+                record.id,
+                record.file,
+                self.source.inputs.len()
             ));
         }
         Ok(())
@@ -360,6 +323,13 @@ impl Flaw {
             _ => Flaw::Damage(file.name.clone(), fault.to_string()),
         }
     }
+
+    fn io(file: &FileRecord, path: &Path, error: &io::Error) -> Self {
+        match unread(path, error) {
+            Ok(what) => Flaw::Damage(file.name.clone(), what),
+            Err(fault) => Flaw::Machine(fault),
+        }
+    }
 }
 
 /// Which lists of documents can be trusted.
@@ -379,7 +349,7 @@ fn read_block(
     token_bytes: u32,
     block: u64,
     tokens: &Range<u64>,
-) -> std::io::Result<Vec<u8>> {
+) -> io::Result<Vec<u8>> {
     let width = u64::from(token_bytes);
     let mut bytes = vec![0; ((tokens.end - tokens.start) * width) as usize];
     file.seek(SeekFrom::Start(block_offset(BLOCK_TOKENS * width, block)))?;
@@ -387,23 +357,42 @@ fn read_block(
     Ok(bytes)
 }
 
-fn digest_of(path: &Path) -> std::io::Result<(u64, Digest)> {
-    let mut file = far::open(path)?;
-    let (mut hash, mut bytes) = (Xxh3::new(), 0);
-    let mut buffer = vec![0; 1 << 20];
-    loop {
-        let count = file.read(&mut buffer)?;
-        if count == 0 {
-            return Ok((bytes, Digest(hash.digest128())));
+/// What is wrong with a file by its record, if anything; one of another size is not read. Calls `passed` with bytes as
+/// they are read.
+pub fn flaw(file: &StoreFile, record: &FileRecord, passed: &dyn Fn(u64)) -> Result<Option<String>> {
+    let found = file.open().and_then(|file| {
+        let bytes = file.metadata()?.len();
+        let same = bytes == record.bytes;
+        Ok((bytes, if same { Some(digest_of(file, passed)?) } else { None }))
+    });
+    Ok(match found {
+        Err(error) => Some(unread(&file.path(), &error)?),
+        Ok((bytes, _)) if bytes < record.bytes => {
+            Some(format!("it is truncated: {bytes} of {} bytes", record.bytes))
         }
-        hash.update(&buffer[..count]);
-        bytes += count as u64;
+        Ok((bytes, None)) => Some(format!("it is too long: {bytes} bytes, not {}", record.bytes)),
+        Ok((_, Some(digest))) => (digest != record.digest)
+            .then(|| format!("its bytes changed: found {digest}, wanted {}", record.digest)),
+    })
+}
+
+fn digest_of(mut file: File, passed: &dyn Fn(u64)) -> io::Result<Digest> {
+    let (mut hash, mut buffer) = (Xxh3::new(), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut buffer)? {
+            0 => return Ok(Digest(hash.digest128())),
+            count => {
+                hash.update(&buffer[..count]);
+                passed(count as u64);
+            }
+        }
     }
 }
 
 /// Reads a shard's tokens front to back.
 struct Tokens<'a> {
     file: File,
+    path: PathBuf,
     shard: &'a ShardRecord,
     vocab: u32,
     token_bytes: u32,
@@ -414,14 +403,14 @@ struct Tokens<'a> {
 
 impl<'a> Tokens<'a> {
     fn open(
-        path: &Path,
+        file: StoreFile,
         shard: &'a ShardRecord,
         manifest: &Manifest,
     ) -> std::result::Result<Self, Flaw> {
-        let file = far::open(path)
-            .map_err(|error| Flaw::of(&shard.token_file, Fault::io("open", path, &error)))?;
+        let path = file.path();
+        let file = file.open().map_err(|error| Flaw::io(&shard.token_file, &path, &error))?;
         let (vocab, token_bytes) = (manifest.tokenizer.vocab, manifest.token_bytes);
-        Ok(Tokens { file, shard, vocab, token_bytes, block: 0, ids: Vec::new(), at: 0 })
+        Ok(Tokens { file, path, shard, vocab, token_bytes, block: 0, ids: Vec::new(), at: 0 })
     }
 
     /// Hands out the next `count` tokens, in parts: a document need not fit into memory.
@@ -449,7 +438,7 @@ impl<'a> Tokens<'a> {
             return Err(flaw("it ends before its documents do".to_owned()));
         }
         let bytes = read_block(&mut self.file, self.token_bytes, self.block, &range)
-            .map_err(|error| flaw(format!("block {}: {error}", self.block)))?;
+            .map_err(|error| Flaw::io(&self.shard.token_file, &self.path, &error))?;
         self.ids.clear();
         if self.token_bytes == 2 {
             self.ids.extend(bytes.as_chunks().0.iter().map(|b| u32::from(u16::from_le_bytes(*b))));

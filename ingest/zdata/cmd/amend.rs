@@ -127,7 +127,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
         proof.written = true;
     }
     let file = args.curriculum.display().to_string();
-    output::emit(&if args.json { output::json(&proof)? } else { proof.text(&file) })
+    output::answer(args.json, &proof, || proof.text(&file))
 }
 
 /// Refuses to amend a run's own curriculum for a step that the ledger beside it has.
@@ -351,6 +351,7 @@ impl Proof {
         }
         out += "  tokens repeated or lost: 0; every source goes on where it stands\n";
         for BanRow { id, source, document, origin, tokens, labels } in banned {
+            let (id, origin) = (output::plain(id), output::plain(origin));
             let _ = writeln!(
                 out,
                 "  banned: {id}, document {document} of {source}, {origin}: {tokens} tokens, {labels} labels not seen"

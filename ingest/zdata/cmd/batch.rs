@@ -35,7 +35,7 @@ pub(crate) struct Args {
     /// Show one sequence only, counted in the step from 0.
     #[arg(long, value_name = "I", conflicts_with_all = ["rank", "world"])]
     sequence: Option<u64>,
-    /// Print JSON, with the whole text.
+    /// Print JSON, with token ids, labels, loss mask and the whole text.
     #[arg(long)]
     json: bool,
     /// Print the whole text of each document.
@@ -66,8 +66,15 @@ struct Sequence {
     source: String,
     epoch: u64,
     digest: Option<String>,
-    labels: Option<u64>,
+    /// Labels that count: what the mean loss is divided by.
+    label_count: Option<u64>,
     padding: u32,
+    /// What the model reads: an id for each place, 0 in padding.
+    token_ids: Vec<i32>,
+    /// The id that follows each place in its document, 0 where none does.
+    labels: Vec<i32>,
+    /// 1 where the label counts for the loss.
+    loss_mask: Vec<u8>,
     /// Runs of tokens of the source's training stream: first, and one past the last.
     spans: Vec<[u64; 2]>,
     documents: Vec<Document>,
@@ -112,7 +119,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     let StepSpec { step, phase: _, first_sample, batch, micro_batch, seq_len } = spec;
     let report =
         Report { step, phase, batch, micro_batch, seq_len, first_sample, digest, sequences };
-    output::emit(&if args.json { output::json(&report)? } else { report.text(args.text) })
+    output::answer(args.json, &report, || report.text(args.text))
 }
 
 /// The rows asked for.
@@ -120,7 +127,7 @@ fn rows(args: &Args, spec: &StepSpec) -> Result<Vec<u64>> {
     match args.sequence {
         None => Ok(RankSlice::new(args.rank, args.world)?.rows(spec).collect()),
         Some(sequence) if sequence < spec.batch => Ok(vec![sequence]),
-        Some(sequence) => Err(Fault::usage("there is no such sequence")
+        Some(sequence) => Err(Fault::usage("the step does not have this sequence")
             .found(format!("--sequence {sequence}"))
             .wanted(format!("0 to {}: step {} has {}", spec.batch - 1, spec.step, spec.batch))),
     }
@@ -146,7 +153,10 @@ fn explained(
     for (number, (sample, pieces)) in batch.samples.iter().zip(all).enumerate() {
         let mut sequence = Sequence::new(plan, rows[number], sample);
         let mask = batch.row(&batch.mask, number as u64);
-        sequence.labels = Some(mask.iter().map(|label| u64::from(*label)).sum());
+        sequence.label_count = Some(mask.iter().map(|label| u64::from(*label)).sum());
+        sequence.token_ids = batch.row(&batch.tokens, number as u64).to_vec();
+        sequence.labels = batch.row(&batch.labels, number as u64).to_vec();
+        sequence.loss_mask = mask.to_vec();
         sequence.digest = Some(batch.sequences[number].to_string());
         for piece in pieces {
             sequence.documents.push(Document::new(&decoder, stores, &sequence.source, piece)?);
@@ -167,20 +177,23 @@ impl Sequence {
             source: plan.sources()[sample.source].name.clone(),
             epoch: sample.epoch,
             digest: None,
-            labels: None,
+            label_count: None,
             padding: sample.seq_len - filled,
+            token_ids: Vec::new(),
+            labels: Vec::new(),
+            loss_mask: Vec::new(),
             spans: sample.spans.iter().map(span).collect(),
             documents: Vec::new(),
         }
     }
 
     fn text(&self, full: bool) -> String {
-        let Sequence { sequence, sample, source, epoch, digest, labels, padding, spans, documents } =
-            self;
+        let Sequence { sequence, sample, source, epoch, digest, label_count, .. } = self;
+        let Sequence { padding, spans, documents, .. } = self;
         let mut out = format!("sequence {sequence}: sample {sample}, {source}, epoch {epoch}");
         let parts: Vec<String> = spans.iter().map(|[from, to]| format!("{from}..{to}")).collect();
         let _ = write!(out, ", tokens {} of the source", parts.join(" + "));
-        if let Some(labels) = labels {
+        if let Some(labels) = label_count {
             let _ = write!(out, ", {labels} labels");
         }
         if *padding > 0 {
@@ -225,6 +238,7 @@ impl Document {
             [0, end] if end == document_tokens => String::new(),
             [start, end] => format!(" (its {start}..{end} of {document_tokens})"),
         };
+        let (id, origin) = (output::plain(id), output::plain(origin));
         let mut out = format!("  {from}..{to}  {id}{part}{banned}  {origin}\n");
         if full {
             text.lines().for_each(|line| out += &format!("    | {line}\n"));

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::thread;
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, note};
 use ingest::build::Options;
 use ingest::engine::plan::TASK_BYTES;
 use ingest::engine::{self, Plan, Ran, Stage, slurm};
@@ -82,13 +82,13 @@ enum Encoder {
 fn build(corpus: &Corpus, out: &Path, from: Option<&Path>, options: Options) -> Result<Manifest> {
     Ok(match ingest::build_from(corpus, out, from, options, || Ok(()))? {
         Outcome::UpToDate(manifest) => {
-            eprintln!("up to date: the store was built from this very request");
+            note!("up to date: the store was built from this very request");
             manifest
         }
         Outcome::Built { manifest, summary, audited: (documents, bytes) } => {
-            eprintln!("{summary}");
-            inspect::notes(&manifest).iter().for_each(|note| eprintln!("{note}"));
-            eprintln!(
+            note!("{summary}");
+            inspect::notes(&manifest).iter().for_each(|note| note!("{note}"));
+            note!(
                 "audit: {documents} documents ({bytes} bytes) encoded again by tokenizers, no difference"
             );
             manifest
@@ -107,7 +107,7 @@ fn far_build(
     match far::size(&manifest) {
         Ok(_) => {
             let manifest = ingest::build::built(corpus, url, options.engine)?;
-            eprintln!("up to date: the store was built from this very request");
+            note!("up to date: the store was built from this very request");
             return Ok(manifest);
         }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
@@ -138,7 +138,7 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
     }
     if args.out().join(open::MANIFEST).exists() {
         let manifest = ingest::build::built(corpus, args.out(), options.engine)?;
-        eprintln!("up to date: the store was built from this very request");
+        note!("up to date: the store was built from this very request");
         return Ok(manifest);
     }
     let mut work = args.out().as_os_str().to_owned();
@@ -149,7 +149,7 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
     for stage in [Stage::Scan, Stage::Encode] {
         let (all, left) = (plan.tasks_of(stage).len(), plan.missing(stage)?.len());
         if all > 0 {
-            eprintln!("{}: {left} of {all} tasks to run, in {}", stage.name(), work.display());
+            note!("{}: {left} of {all} tasks to run, in {}", stage.name(), work.display());
         }
     }
     if args.engine == Place::Slurm {
@@ -164,13 +164,13 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
     } else {
         let runner = engine::Runner::new(&plan, options.workers)?;
         stage(&plan, &runner, Stage::Scan)?;
-        engine::decide(&plan)?;
+        engine::decide(&plan, options.quiet)?;
         stage(&plan, &runner, Stage::Encode)?;
-        engine::merge(&plan, args.out())?;
+        engine::merge(&plan, args.out(), options.quiet)?;
     }
     for stage in [Stage::Scan, Stage::Encode] {
         if !plan.tasks_of(stage).is_empty() {
-            eprintln!("{}", engine::tally(&plan, stage)?);
+            note!("{}", engine::tally(&plan, stage)?);
         }
     }
     let manifest = open::manifest(args.out())?;
@@ -189,7 +189,7 @@ fn stage(plan: &Plan, runner: &engine::Runner<'_>, stage: Stage) -> Result<()> {
             Ran::Reused(_) => "reused",
             Ran::New(_) | Ran::Again(_) => "made",
         };
-        eprintln!("{} {task} of {all}: {told}", stage.name());
+        note!("{} {task} of {all}: {told}", stage.name());
     }
     Ok(())
 }
@@ -201,28 +201,24 @@ fn check(corpus: &Corpus, json: bool) -> Result<()> {
         let place = bad.fault.place().unwrap_or(bad.file);
         let reason = bad.reason.unwrap_or("unreadable");
         let what = bad.fault.what();
-        let line = if json {
-            output::json(&serde_json::json!({
-                "source": bad.source, "file": bad.file, "place": place, "reason": reason, "what": what,
-            }))?
-        } else {
-            format!("{place}: {reason}: {what}\n")
-        };
-        output::emit(&line)?;
+        let answer = serde_json::json!({
+            "source": bad.source, "file": bad.file, "place": place, "reason": reason, "what": what,
+        });
+        output::answer(json, &answer, || format!("{}: {reason}: {what}\n", output::plain(place)))?;
         if bad.reason.is_none_or(|reason| ingest::stops(corpus, reason)) {
             first.get_or_insert(bad.fault);
         }
         Ok(())
     })?;
     let ingest::check::Checked { files, documents, bad } = checked;
-    eprintln!("{files} files: {documents} documents, {bad} bad records");
+    note!("{files} files: {documents} documents, {bad} bad records");
     first.map_or(Ok(()), |first| {
         Err(first.hint("a build would stop here; see the whole list above"))
     })
 }
 
 /// Does it.
-pub(crate) fn exec(args: Args) -> Result<()> {
+pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     if args.workers == Some(0) {
         return Err(Fault::usage("a build needs a worker")
             .at("--workers")
@@ -238,7 +234,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
         Encoder::Fastest => Engine::Fastest,
         Encoder::Reference => Engine::Reference,
     };
-    let options = Options { workers: args.workers.unwrap_or(cores), engine, quiet: false };
+    let options = Options { workers: args.workers.unwrap_or(cores), engine, quiet };
     let manifest = if args.engine != Place::Local {
         by_tasks(&corpus, &args, options)?
     } else if far::is_far(args.out()) {
@@ -246,10 +242,6 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     } else {
         build(&corpus, args.out(), args.from.as_deref(), options)?
     };
-    if args.json {
-        println!("{}", inspect::json(args.out(), &manifest));
-    } else {
-        println!("{}  {}", manifest.digest, args.out().display());
-    }
-    Ok(())
+    let text = || format!("{}  {}\n", manifest.digest, args.out().display());
+    output::answer(args.json, &inspect::json(args.out(), &manifest), text)
 }

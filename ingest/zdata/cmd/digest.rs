@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use contract::terminal::print_raw;
 use contract::{Fault, Result};
 use loader::{Batch, Opened, PrefetchOptions, Prefetcher, RankSlice};
 
@@ -47,10 +48,10 @@ pub(crate) fn exec(args: Args) -> Result<()> {
             let _ = writeln!(lines, "{step} {digest}"); // A string takes everything.
         }
         if lines.len() > 1 << 14 {
-            output::emit(&std::mem::take(&mut lines))?;
+            print_raw(&std::mem::take(&mut lines))?;
         }
     }
-    output::emit(&lines)
+    print_raw(&lines)
 }
 
 /// The digests of `steps`, in order.

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use contract::Result;
+use contract::{Result, note};
 use ingest::interop::Peer;
 use ingest::interop::export::{Export, Exported, Note, export};
 use store::Split;
@@ -62,24 +62,24 @@ enum Which {
 }
 
 /// Does it.
-pub(crate) fn exec(args: Args) -> Result<()> {
+pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let split = args.split.map(|which| match which {
         Which::Train => Split::Train,
         Which::Validation => Split::Validation,
     });
     let Args { store, format, out, source, json, .. } = args;
-    let request = Export { store, out, peer: format.peer(), source, split, quiet: false };
+    let request = Export { store, out, peer: format.peer(), source, split, quiet };
     let note = match export(&request)? {
         Exported::UpToDate(note) => {
-            eprintln!("up to date: these files are of this very store");
+            note!("up to date: these files are of this very store");
             note
         }
         Exported::Done(note, summary) => {
-            eprintln!("{summary}");
+            note!("{summary}");
             note
         }
     };
-    if json { output::emit(&output::json(&note)?) } else { output::emit(&text(&request, &note)) }
+    output::answer(json, &note, || text(&request, &note))
 }
 
 fn text(request: &Export, note: &Note) -> String {

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use contract::{Ratio, Result};
+use contract::{Ratio, Result, note};
 use ingest::corpus::SHARD_TOKENS;
 use ingest::inspect;
 use ingest::interop::Width;
@@ -10,6 +10,7 @@ use ingest::interop::import::{Import, Imported, Part, import};
 use store::UNIT_TOKENS;
 
 use super::export::Format;
+use super::output;
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -75,7 +76,7 @@ fn share(text: &str) -> std::result::Result<Ratio, String> {
 }
 
 /// Does it.
-pub(crate) fn exec(args: Args) -> Result<()> {
+pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let part = |(source, path): (String, PathBuf), held_out| Part { source, path, held_out };
     let train = args.sources.into_iter().map(|named| part(named, false));
     let request = Import {
@@ -90,22 +91,18 @@ pub(crate) fn exec(args: Args) -> Result<()> {
         validation: args.validation,
         unit: args.unit,
         shard_tokens: SHARD_TOKENS,
-        quiet: false,
+        quiet,
     };
     let manifest = match import(&request)? {
         Imported::UpToDate(manifest) => {
-            eprintln!("up to date: the store was imported from these very files");
+            note!("up to date: the store was imported from these very files");
             manifest
         }
         Imported::Done(manifest, summary) => {
-            eprintln!("{summary}");
+            note!("{summary}");
             manifest
         }
     };
-    if args.json {
-        println!("{}", inspect::json(&request.store, &manifest));
-    } else {
-        println!("{}  {}", manifest.digest, request.store.display());
-    }
-    Ok(())
+    let text = || format!("{}  {}\n", manifest.digest, request.store.display());
+    output::answer(args.json, &inspect::json(&request.store, &manifest), text)
 }

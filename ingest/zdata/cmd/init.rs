@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use contract::Result;
+use contract::{Result, note, terminal};
 use ingest::init;
 
 /// Arguments.
@@ -15,13 +15,9 @@ pub(crate) struct Args {
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
     let begun = init::init(&args.folder)?;
-    for note in &begun.notes {
-        eprintln!("{note}");
-    }
+    begun.notes.iter().for_each(|note| note!("{note}"));
     let folder = args.folder.display();
-    eprintln!("next: zdata build {folder}/corpus.toml --check, then --out {folder}/store");
-    for file in &begun.files {
-        println!("{}", file.display());
-    }
-    Ok(())
+    note!("next: zdata build {folder}/corpus.toml --check, then --out {folder}/store");
+    let files = begun.files.iter().map(|file| format!("{}\n", file.display()));
+    terminal::print(&files.collect::<String>())
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, terminal};
 use ingest::{Corpus, inspect, sample};
 use store::open;
 
@@ -40,15 +40,11 @@ pub(crate) fn exec(args: Args) -> Result<()> {
         let corpus = Corpus::read(corpus)?;
         let sample = sample::sample(&corpus, (&args.store, &manifest), count, args.seed)?;
         if !args.json {
-            return output::emit(&sample::text(&sample));
+            return terminal::print(&sample::text(&sample));
         }
         let lines: String = sample.iter().map(output::json).collect::<Result<_>>()?;
-        return output::emit(&lines);
+        return terminal::print_raw(&lines);
     }
-    if args.json {
-        println!("{}", inspect::json(&args.store, &manifest));
-    } else {
-        print!("{}", inspect::text(&args.store, &manifest));
-    }
-    Ok(())
+    let text = || inspect::text(&args.store, &manifest);
+    output::answer(args.json, &inspect::json(&args.store, &manifest), text)
 }

@@ -1,27 +1,39 @@
-//! What the commands that explain share: ranges as arguments, places as text, output that may end early.
+//! What the commands share: answers for people and for programs, ranges as arguments, places as text.
 
-use std::io::{ErrorKind, Write};
+use std::io::{IsTerminal as _, stdout};
 use std::ops::Range;
-use std::path::Path;
 
+use contract::terminal::{name, print, print_raw, say};
 use contract::{Fault, Result};
 use store::{DocumentRecord, SourceRecord};
 
-/// Writes to standard output. A reader that has seen enough (`| head`) is no error.
-pub(crate) fn emit(text: &str) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(Fault::io("write to", Path::new("standard output"), &error))
-        }
-        _ => Ok(()),
-    }
+/// Gives the answer to a person, or to a program that asked for JSON.
+pub(crate) fn answer(
+    json: bool,
+    value: &impl serde::Serialize,
+    text: impl FnOnce() -> String,
+) -> Result<()> {
+    if json { print_raw(&self::json(value)?) } else { print(&text()) }
 }
 
 /// One line of JSON.
 pub(crate) fn json(value: &impl serde::Serialize) -> Result<String> {
     let text = serde_json::to_string(value);
-    Ok(text.map_err(|error| Fault::bug(format!("an answer is no JSON: {error}")))? + "\n")
+    Ok(text.map_err(|error| Fault::bug(format!("an answer is not JSON: {error}")))? + "\n")
+}
+
+/// What the command line's reader has to say: help that was asked for, or a refusal. Gives the exit code.
+pub(crate) fn refused(refusal: &clap::Error) -> Result<u8> {
+    let text = refusal.render();
+    if refusal.use_stderr() {
+        // It quotes arguments, which may hold anything.
+        say(format_args!("{}", text.to_string().trim_end()));
+    } else if stdout().is_terminal() {
+        print_raw(&text.ansi().to_string())?;
+    } else {
+        print_raw(&text.to_string())?;
+    }
+    Ok(refusal.exit_code() as u8)
 }
 
 /// Steps `A..B`, half-open, from 1.
@@ -34,6 +46,11 @@ pub(crate) fn steps(text: &str) -> std::result::Result<Range<u64>, String> {
         return Err(wrong());
     }
     Ok(from..to)
+}
+
+/// An id, a path or a name within a line for people.
+pub(crate) fn plain(text: &str) -> String {
+    name(text).into_owned()
 }
 
 /// The input file of a document.

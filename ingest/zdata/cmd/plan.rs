@@ -2,10 +2,12 @@
 
 use std::path::PathBuf;
 
-use contract::{Fault, Result};
+use contract::Result;
 use loader::Opened;
 use mixer::{Ban, Curriculum, PhasePlan, Plan, SourceFacts};
 use serde::Serialize;
+
+use super::output;
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -26,13 +28,7 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args) -> Result<()> {
     let opened = Opened::open(&args.curriculum)?;
     let report = Report::new(&opened.plan, &opened.curriculum);
-    if args.json {
-        let json = serde_json::to_string_pretty(&report);
-        println!("{}", json.map_err(|error| Fault::bug(format!("a report is no JSON: {error}")))?);
-    } else {
-        print!("{}", report.text());
-    }
-    Ok(())
+    output::answer(args.json, &report, || report.text())
 }
 
 /// The answer; `--json` prints it as it is.

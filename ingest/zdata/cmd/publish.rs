@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, terminal};
 use storage::publish;
 use store::far;
 use store::open;
@@ -19,12 +19,11 @@ pub(crate) struct Args {
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
     if !far::is_far(&args.url) {
-        return Err(Fault::usage("this is no place in a bucket")
+        return Err(Fault::usage("this is not a place in a bucket")
             .found(args.url.display())
             .wanted("s3://bucket/prefix"));
     }
     let manifest = open::manifest(&args.store)?;
     publish::publish(&args.store, &args.url, &manifest)?;
-    println!("{}  {}", manifest.digest, args.url.display());
-    Ok(())
+    terminal::print(&format!("{}  {}\n", manifest.digest, args.url.display()))
 }

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
-use contract::Result;
+use contract::terminal::print;
+use contract::{Result, note};
 use ingest::Corpus;
 use ingest::engine::plan::TASK_BYTES;
 use ingest::engine::{Plan, Ran, Runner, Stage, decide, lock, merge, plan, prune};
@@ -73,16 +74,16 @@ pub(crate) struct Task {
 fn run(stage: Stage, task: Task) -> Result<()> {
     let plan = Plan::read(&task.work)?;
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    match Runner::new(&plan, task.workers.unwrap_or(cores))?.run(stage, task.index)? {
-        Ran::New(digest) => println!("{digest}"),
-        Ran::Again(digest) => println!("{digest}  again"),
-        Ran::Reused(digest) => println!("{digest}  reused"),
-    }
-    Ok(())
+    let ran = Runner::new(&plan, task.workers.unwrap_or(cores))?.run(stage, task.index)?;
+    print(&match ran {
+        Ran::New(digest) => format!("{digest}\n"),
+        Ran::Again(digest) => format!("{digest}  again\n"),
+        Ran::Reused(digest) => format!("{digest}  reused\n"),
+    })
 }
 
 /// Does it.
-pub(crate) fn exec(command: Command) -> Result<()> {
+pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
     match command {
         Command::Plan { corpus, work, task_bytes } => {
             let corpus = Corpus::read(&corpus)?;
@@ -91,22 +92,21 @@ pub(crate) fn exec(command: Command) -> Result<()> {
             let scanned = plan.tasks_of(Stage::Scan);
             if let (Some(first), Some(last)) = (scanned.first(), scanned.last()) {
                 let all = scanned.len();
-                eprintln!("note: scan {all} of them ({first} to {last}) first, then decide");
+                note!("note: scan {all} of them ({first} to {last}) first, then decide");
             }
-            println!("{}", plan.tasks());
+            print(&format!("{}\n", plan.tasks()))
         }
-        Command::Scan(task) => run(Stage::Scan, task)?,
-        Command::Decide { work } => decide(&Plan::read(&work)?)?,
-        Command::Run(task) => run(Stage::Encode, task)?,
+        Command::Scan(task) => run(Stage::Scan, task),
+        Command::Decide { work } => decide(&Plan::read(&work)?, quiet),
+        Command::Run(task) => run(Stage::Encode, task),
         Command::Merge { work, out } => {
-            let manifest = merge(&Plan::read(&work)?, &out)?;
-            println!("{}  {}", manifest.digest, out.display());
+            let manifest = merge(&Plan::read(&work)?, &out, quiet)?;
+            print(&format!("{}  {}\n", manifest.digest, out.display()))
         }
         Command::Prune { work, unused_days, dry_run } => {
             let unused = Duration::from_secs(24 * 60 * 60 * u64::from(unused_days));
             let pruned = prune(&work, unused, dry_run)?;
-            println!("{}{pruned}", if dry_run { "a look: " } else { "" });
+            print(&format!("{}{pruned}\n", if dry_run { "a look: " } else { "" }))
         }
     }
-    Ok(())
 }

@@ -5,10 +5,12 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::thread;
 
-use contract::{Fault, Identity, Ratio, Result};
+use contract::{Fault, Identity, Ratio, Result, note};
 use ingest::Corpus;
 use ingest::tokenize::train::{Options, Request, Trained, train};
 use serde_json::json;
+
+use super::output;
 
 /// What to do with a tokenizer.
 #[derive(clap::Subcommand)]
@@ -47,7 +49,7 @@ pub(crate) struct Args {
 }
 
 /// Does it.
-pub(crate) fn exec(command: Command) -> Result<()> {
+pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
     let Command::Train(args) = command;
     if args.workers == Some(0) {
         return Err(Fault::usage("training needs a worker")
@@ -57,12 +59,11 @@ pub(crate) fn exec(command: Command) -> Result<()> {
     }
     let corpus = Corpus::read(&args.corpus)?;
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    let options = Options { workers: args.workers.unwrap_or(cores), quiet: false };
+    let options = Options { workers: args.workers.unwrap_or(cores), quiet };
     let request = Request { vocab: args.vocab, special: args.special, sample: args.sample };
     let trained = train(&corpus, &request, options)?;
     write(&args.out, &trained.bytes)?;
-    tell(&args.out, &request, &trained, args.json);
-    Ok(())
+    tell(&args.out, &request, &trained, args.json)
 }
 
 /// Writes a file whole or not at all.
@@ -78,25 +79,19 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     written.map_err(|error| Fault::io("write", path, &error))
 }
 
-fn tell(path: &Path, request: &Request, trained: &Trained, json: bool) {
+fn tell(path: &Path, request: &Request, trained: &Trained, json: bool) -> Result<()> {
     let Trained { bytes, vocab, documents, text_bytes, words, dropped } = trained;
     let identity = Identity::of_bytes(bytes);
-    eprintln!(
-        "{vocab} tokens from {documents} documents, {text_bytes} bytes of text, {words} words"
-    );
+    note!("{vocab} tokens from {documents} documents, {text_bytes} bytes of text, {words} words");
     if *dropped > 0 {
-        eprintln!("{dropped} records were no documents");
+        note!("{dropped} records were no documents");
     }
     if *vocab < request.vocab {
-        eprintln!("no other pair of tokens occurs twice: {} were asked for", request.vocab);
+        note!("no other pair of tokens occurs twice: {} were asked for", request.vocab);
     }
-    if json {
-        let answer = json!({
-            "path": path, "sha256": identity, "vocab": vocab, "documents": documents,
-            "text_bytes": text_bytes, "words": words, "dropped": dropped,
-        });
-        println!("{answer}");
-    } else {
-        println!("{identity}  {}", path.display());
-    }
+    let answer = json!({
+        "path": path, "sha256": identity, "vocab": vocab, "documents": documents,
+        "text_bytes": text_bytes, "words": words, "dropped": dropped,
+    });
+    output::answer(json, &answer, || format!("{identity}  {}\n", path.display()))
 }

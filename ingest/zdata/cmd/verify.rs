@@ -2,9 +2,12 @@
 
 use std::path::PathBuf;
 
+use contract::terminal::{print, print_raw};
 use contract::{Fault, Result};
 use serde_json::json;
 use store::verify::{Damage, fault};
+
+use super::output;
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -17,8 +20,8 @@ pub(crate) struct Args {
 }
 
 /// Does it.
-pub(crate) fn exec(args: Args) -> Result<()> {
-    let report = ingest::verify::verify(&args.store, false)?;
+pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
+    let report = ingest::verify::verify(&args.store, quiet)?;
     if args.json {
         let damage = |damage: &Damage| {
             let Damage { file, what, block, documents } = damage;
@@ -26,18 +29,17 @@ pub(crate) fn exec(args: Args) -> Result<()> {
         };
         let damages: Vec<_> = report.damages.iter().map(damage).collect();
         let (digest, files) = (report.manifest.digest, report.files);
-        println!(
-            "{}",
-            json!({"digest": digest, "files": files, "bytes": report.bytes, "damages": damages})
-        );
+        let bytes = report.bytes;
+        let answer = json!({"digest": digest, "files": files, "bytes": bytes, "damages": damages});
+        print_raw(&output::json(&answer)?)?;
     }
     let refused: Option<Fault> = fault(&args.store, &report.damages);
     refused.map_or(Ok(()), Err)?;
-    if !args.json {
-        println!(
-            "{}  {} files, {} bytes: every byte as written",
-            report.manifest.digest, report.files, report.bytes
-        );
+    if args.json {
+        return Ok(());
     }
-    Ok(())
+    print(&format!(
+        "{}  {} files, {} bytes: every byte as written\n",
+        report.manifest.digest, report.files, report.bytes
+    ))
 }

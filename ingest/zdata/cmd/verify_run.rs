@@ -4,9 +4,9 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
-use contract::{Digest, Fault, Identity, Result};
+use contract::{Digest, Fault, Identity, Result, note};
+use ingest::progress::{Measure, Progress};
 use loader::Opened;
 use mixer::Curriculum;
 use serde::Deserialize;
@@ -63,10 +63,10 @@ struct Ledger {
 }
 
 /// Does it.
-pub(crate) fn exec(args: Args) -> Result<()> {
+pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let ledger = Ledger::read(&args.run.join("ledger.jsonl"))?;
     if ledger.torn {
-        eprintln!(
+        note!(
             "note: the last line of the ledger is torn, as a kill leaves it; the run cuts it when it goes on"
         );
     }
@@ -74,16 +74,13 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     let opened = Opened::open(&run)?;
     let steps = ledger.data.len() as u64;
     if steps > 0 {
-        compare(&ledger, &opened, args.workers)?;
+        compare(&ledger, &opened, args.workers, quiet)?;
     }
     same_content(&ledger, &opened)?;
     same_curriculum(&ledger, &opened)?;
     let Ledger { chain, torn, .. } = &ledger;
-    output::emit(&if args.json {
-        output::json(
-            &serde_json::json!({ "steps": steps, "chain": chain, "torn_last_line": torn }),
-        )?
-    } else {
+    let answer = serde_json::json!({ "steps": steps, "chain": chain, "torn_last_line": torn });
+    output::answer(args.json, &answer, || {
         format!(
             "{steps} steps: every data digest computed again and equal; the ledger's chain holds ({chain})\n"
         )
@@ -91,9 +88,10 @@ pub(crate) fn exec(args: Args) -> Result<()> {
 }
 
 /// Recomputes each step's digest, in order, up to the first that differs.
-fn compare(ledger: &Ledger, opened: &Opened, workers: usize) -> Result<()> {
+fn compare(ledger: &Ledger, opened: &Opened, workers: usize, quiet: bool) -> Result<()> {
     let steps = ledger.data.len() as u64;
-    let (mut said, mut all) = (Instant::now(), ledger.data.iter());
+    let mut progress = Progress::new("verify-run", Measure::Count("steps"), steps, quiet);
+    let mut all = ledger.data.iter();
     for found in digest::digests(opened, 1..steps + 1, workers)? {
         let (step, found) = found?;
         let wanted = all.next().copied().unwrap_or_default();
@@ -104,10 +102,7 @@ fn compare(ledger: &Ledger, opened: &Opened, workers: usize) -> Result<()> {
             let cause = cause(ledger, opened, step);
             return Err(fault.at(ledger.place(step)).found(found).wanted(wanted).hint(cause));
         }
-        if said.elapsed() > Duration::from_secs(5) {
-            eprintln!("{step} of {steps} steps agree");
-            said = Instant::now();
-        }
+        progress.add(1);
     }
     Ok(())
 }
@@ -219,10 +214,10 @@ impl Ledger {
             let changed = |what: &str| changed(path, number, what);
             let body = opened(&mut chain, &line).ok_or_else(|| changed("its chain is broken"))?;
             if number == 0 {
-                let first: Head = parse(&body).ok_or_else(|| changed("it is no head"))?;
+                let first: Head = parse(&body).ok_or_else(|| changed("it is not a head"))?;
                 head = Some(first).filter(|head| head.kind == "head");
             } else {
-                let step: Step = parse(&body).ok_or_else(|| changed("it is no step"))?;
+                let step: Step = parse(&body).ok_or_else(|| changed("it is not a step"))?;
                 if step.step != number {
                     return Err(changed(&format!("it should be step {number}")));
                 }

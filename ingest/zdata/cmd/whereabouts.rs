@@ -66,7 +66,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
             .found(format!("{:?}", args.doc))
             .hint("`zdata batch CURRICULUM.toml --step N` shows ids; where the corpus has none, they are FILE#ROW"));
     }
-    output::emit(&if args.json { output::json(&found)? } else { text(&found) })
+    output::answer(args.json, &found, || text(&found))
 }
 
 /// All documents with the id, in the order of the plan's sources.
@@ -126,6 +126,7 @@ fn seen(plan: &Plan, source: usize, record: &DocumentRecord) -> Result<Vec<Seen>
 fn text(found: &[Found]) -> String {
     let mut out = String::new();
     for Found { id, source, split, document, origin, tokens, seen } in found {
+        let (id, origin) = (output::plain(id), output::plain(origin));
         let _ =
             writeln!(out, "{id}: document {document} of {source}, {tokens} tokens, from {origin}");
         if *split == Split::Validation.name() {

@@ -8,7 +8,7 @@ use mixer::{Curriculum, Plan};
 use store::manifest::{TokenizerRecord, chain};
 use store::open::{commit, stream_folder};
 use store::write::{ShardWriter, StreamHead};
-use store::{DocumentRecord, FORMAT, Manifest, SourceRecord, Split, StreamRecord};
+use store::{DocumentRecord, FORMAT, InputRecord, Manifest, SourceRecord, Split, StreamRecord};
 use tempfile::TempDir;
 
 /// A source to be written.
@@ -56,7 +56,17 @@ pub(crate) fn write_store(dir: &Path, texts: &[Text], token_bytes: u32, unit: u6
 }
 
 /// Makes the folder a store of these sources.
-pub(crate) fn commit_store(dir: &Path, sources: Vec<SourceRecord>, token_bytes: u32, unit: u64) {
+pub(crate) fn commit_store(
+    dir: &Path,
+    mut sources: Vec<SourceRecord>,
+    token_bytes: u32,
+    unit: u64,
+) {
+    for source in &mut sources {
+        let documents = source.train.documents + source.validation.documents;
+        let (path, sha256) = ("generated".to_owned(), Identity([0; 32]));
+        source.inputs = vec![InputRecord { path, bytes: 1, sha256, documents }];
+    }
     fs::write(dir.join("tokenizer.json"), "{}").unwrap();
     let tokenizer = TokenizerRecord {
         sha256: Identity::of_bytes(b"{}"),

@@ -34,10 +34,10 @@ mod windows;
 
 use std::collections::BTreeSet;
 
+use contract::guard::quietly;
 use fastokens::AddedTokenPolicy;
 use serde_json::Value;
 
-use super::quiet::quietly;
 use long::LongWords;
 use runs::Runs;
 use splits::Splits;
@@ -96,7 +96,7 @@ impl Fast {
         let runs = Runs::new(&json);
         let either_case = json["pre_tokenizer"].to_string().contains("(?i");
         let mut library = quietly(|| fastokens::Tokenizer::from_json(json))
-            .map_err(|()| "it panicked on this tokenizer.json".to_owned())?
+            .map_err(|_| "it panicked on this tokenizer.json".to_owned())?
             .map_err(|error| error.to_string())?;
         library.set_truncation(None);
         library.set_padding(None);
@@ -120,7 +120,7 @@ impl Fast {
             Some(runs) => runs.encode(text, |part| self.part(part)),
             None => self.part(text),
         })
-        .map_err(|()| "it panicked".to_owned())?
+        .map_err(|_| "it panicked".to_owned())?
     }
 
     /// The ids of a text, or of a part of it between added tokens.

@@ -13,15 +13,16 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::column::{damaged, missing};
 use crate::documents::row;
-use crate::far;
+use crate::folder::StoreFile;
 use crate::pieces::Pieces;
 use crate::write::document_schema;
-use crate::{DocumentRecord, FileRecord};
+use crate::{DocumentRecord, FileRecord, ShardRecord};
 use contract::{Digest, Fault, Result};
 
 /// Holds the file against its record, in pieces: it may be large.
-pub(super) fn check(path: &Path, record: &FileRecord) -> Result<()> {
-    let mut file = far::open(path).map_err(|error| missing(path, &error))?;
+pub(super) fn check(file: &StoreFile, record: &FileRecord) -> Result<()> {
+    let path = &file.path();
+    let mut file = file.open().map_err(|error| missing(path, &error))?;
     let (mut hash, mut bytes, mut buffer) = (Xxh3::new(), 0, vec![0; 1 << 18]);
     loop {
         let count = file.read(&mut buffer).map_err(|error| Fault::io("read", path, &error))?;
@@ -42,11 +43,13 @@ pub(super) fn check(path: &Path, record: &FileRecord) -> Result<()> {
 
 /// Appends the records of `rows` (rising, apart), touching only the row groups that hold them.
 pub(super) fn read_rows(
-    path: &Path,
+    file: &StoreFile,
+    shard: &ShardRecord,
     rows: &[Range<u64>],
     out: &mut Vec<DocumentRecord>,
 ) -> Result<()> {
-    let (builder, file) = builder(path)?;
+    let path = &file.path();
+    let (builder, file) = builder(file)?;
     let (mut groups, mut ranges, mut at, mut kept) = (Vec::new(), Vec::new(), 0u64, 0u64);
     for (number, group) in builder.metadata().row_groups().iter().enumerate() {
         let count = u64::try_from(group.num_rows()).unwrap_or(0);
@@ -70,12 +73,27 @@ pub(super) fn read_rows(
         out.extend((0..batch.num_rows()).map(|at| row(&batch, at)));
     }
     let wanted: u64 = rows.iter().map(|range| range.end - range.start).sum();
-    if (out.len() - before) as u64 == wanted { Ok(()) } else { Err(strange(path)) }
+    if (out.len() - before) as u64 != wanted {
+        return Err(strange(path));
+    }
+    // What a record says is held against the shard before anything is read by it.
+    let tokens = shard.first_token..shard.first_token + shard.tokens;
+    let fits = |record: &DocumentRecord| {
+        let end = record.first_token.checked_add(record.tokens);
+        record.first_token >= tokens.start && end.is_some_and(|end| end <= tokens.end)
+    };
+    match out[before..].iter().find(|record| !fits(record)) {
+        Some(record) => Err(damaged(path, "provenance contradicts the manifest")
+            .found(format!("{} tokens from {} on", record.tokens, record.first_token))
+            .wanted(format!("tokens within {}..{}", tokens.start, tokens.end))),
+        None => Ok(()),
+    }
 }
 
 /// The rows whose id is `id`.
-pub(super) fn find(path: &Path, id: &str) -> Result<Vec<u64>> {
-    let (builder, file) = builder(path)?;
+pub(super) fn find(file: &StoreFile, id: &str) -> Result<Vec<u64>> {
+    let path = &file.path();
+    let (builder, file) = builder(file)?;
     let ids = ProjectionMask::columns(builder.parquet_schema(), ["id"]);
     let reader = builder.with_projection(ids).build();
     let (mut found, mut number) = (Vec::new(), 0);
@@ -91,10 +109,11 @@ pub(super) fn find(path: &Path, id: &str) -> Result<Vec<u64>> {
     Ok(found)
 }
 
-fn builder(path: &Path) -> Result<(ParquetRecordBatchReaderBuilder<Pieces>, Pieces)> {
-    let file = Pieces::open(path).map_err(|error| missing(path, &error))?;
+fn builder(file: &StoreFile) -> Result<(ParquetRecordBatchReaderBuilder<Pieces>, Pieces)> {
+    let path = &file.path();
+    let file = file.open().and_then(Pieces::of_file).map_err(|error| missing(path, &error))?;
     let builder = ParquetRecordBatchReaderBuilder::try_new(file.clone()).map_err(|error| {
-        file.or_machine(path, damaged(path, "provenance is no Parquet file").found(error))
+        file.or_machine(path, damaged(path, "provenance is not a Parquet file").found(error))
     })?;
     let known = builder.schema().fields() == document_schema().fields();
     if known { Ok((builder, file)) } else { Err(strange(path)) }

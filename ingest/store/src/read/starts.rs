@@ -6,8 +6,9 @@
 
 use std::ops::Range;
 
-use super::column::{ColumnFile, Run, damaged};
-use crate::ShardRecord;
+use super::column::{ColumnFile, damaged};
+use crate::write::block_offset;
+use crate::{BLOCK_STARTS, ShardRecord};
 use contract::Result;
 use contract::digest::Digest;
 
@@ -22,8 +23,17 @@ pub(super) struct StartIndex {
     stride: u64,
     rows: u64,
     samples: Vec<u64>,
-    /// The file's runs with the number of each one's first row.
-    runs: Vec<(u64, Run)>,
+}
+
+/// The blocks that hold these rows: each with its part of them, and where that lies in the file.
+fn pieces(rows: Range<u64>) -> impl Iterator<Item = (Range<u64>, u64)> {
+    let blocks = rows.start / BLOCK_STARTS..rows.end.div_ceil(BLOCK_STARTS);
+    blocks.map(move |block| {
+        let first = block * BLOCK_STARTS;
+        let part = rows.start.max(first)..rows.end.min(first + BLOCK_STARTS);
+        let offset = block_offset(BLOCK_STARTS * WIDTH, block) + (part.start - first) * WIDTH;
+        (part, offset)
+    })
 }
 
 impl StartIndex {
@@ -36,32 +46,27 @@ impl StartIndex {
                 .found(found)
                 .wanted(shard.start_file.digest));
         }
-        let mut runs = Vec::new();
-        let mut rows = 0;
-        for batch in file.batches()? {
-            let run = file.run(batch, WIDTH)?;
-            runs.push((rows, run));
-            rows += run.rows;
-        }
+        let rows = shard.documents;
         let stride = if rows <= SMALL { 1 } else { STRIDE };
         let mut thinned = Thinned { stride, row: 0, last: shard.first_token, samples: Vec::new() };
-        let ordered = runs.iter().all(|(_, run)| {
-            let from = run.offset as usize;
-            thinned.add(&bytes[from..from + (run.rows * WIDTH) as usize])
+        let ordered = pieces(0..rows).all(|(part, offset)| {
+            let from = offset as usize;
+            let piece = bytes.get(from..from + ((part.end - part.start) * WIDTH) as usize);
+            piece.is_some_and(|piece| thinned.add(piece))
         });
         let end = shard.first_token + shard.tokens;
-        let begins = thinned.samples.first().is_none_or(|first| *first == shard.first_token);
-        if rows != shard.documents || !ordered || !begins || thinned.last > end {
+        let begins = thinned.samples.first() == Some(&shard.first_token);
+        if !ordered || !begins || thinned.last >= end {
             return Err(damaged(file.path(), "document starts contradict the manifest")
-                .found(format!("{rows} starts up to token {}", thinned.last))
-                .wanted(format!("{} starts up to token {end}, in order", shard.documents)));
+                .found(format!("starts up to token {}", thinned.last))
+                .wanted(format!("{rows} starts below token {end}, in order")));
         }
-        Ok(StartIndex { stride, rows, samples: thinned.samples, runs })
+        Ok(StartIndex { stride, rows, samples: thinned.samples })
     }
 
     /// Bytes of memory.
     pub(super) fn weight(&self) -> u64 {
-        ((self.samples.len() + 3 * self.runs.len() + 16) as u64) * WIDTH
+        ((self.samples.len() + 16) as u64) * WIDTH
     }
 
     /// The rows among which every start in `tokens` is, and few others.
@@ -83,15 +88,10 @@ impl StartIndex {
             return Ok(());
         }
         let file = file()?;
-        let mut at = rows.start;
-        let mut run = self.runs.partition_point(|(first, _)| *first <= at).saturating_sub(1);
-        while at < rows.end {
-            let (first, Run { rows: count, offset }) = self.runs[run];
-            let end = rows.end.min(first + count);
-            let mut bytes = vec![0; ((end - at) * WIDTH) as usize];
-            file.read(&mut bytes, offset + (at - first) * WIDTH)?;
+        for (part, offset) in pieces(rows) {
+            let mut bytes = vec![0; ((part.end - part.start) * WIDTH) as usize];
+            file.read(&mut bytes, offset)?;
             words(&bytes).for_each(&mut each);
-            (at, run) = (end, run + 1);
         }
         Ok(())
     }
