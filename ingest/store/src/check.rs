@@ -18,6 +18,9 @@ use crate::{
 /// More tokens, documents or bytes than any store holds; sums and products of less fit a `u64`.
 const MOST: u64 = 1 << 52;
 
+/// The longest name of a file.
+const NAME_BYTES: usize = 255;
+
 /// Bytes of a start.
 const START_BYTES: u64 = 8;
 
@@ -143,7 +146,7 @@ fn shard_flaw<'a>(
 ) -> Option<String> {
     let ShardRecord { tokens, documents, token_file, sum_file, start_file, document_file, .. } =
         shard;
-    if !(1..=MOST).contains(tokens) || !(1..=*tokens).contains(documents) {
+    if !(1..=MOST).contains(tokens) || !(1..=MOST).contains(documents) {
         return Some(format!("{tokens} tokens of {documents} documents"));
     }
     let sums = tokens.div_ceil(BLOCK_TOKENS) * 8;
@@ -191,5 +194,5 @@ fn sum(numbers: impl IntoIterator<Item = u64>) -> Option<u64> {
 fn is_plain(name: &str) -> bool {
     let mut parts = Path::new(name).components();
     let one = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
-    one && !name.contains(['/', '\0']) && !name.chars().any(char::is_control)
+    one && name.len() <= NAME_BYTES && !name.contains('/') && !name.chars().any(char::is_control)
 }

@@ -4,7 +4,7 @@ use contract::{Class, Digest};
 use loader::explain::pieces;
 use loader::{RankSlice, Stores, batch};
 use store::write::ShardWriter;
-use store::{FileRecord, ShardRecord, SourceRecord, Split, StreamRecord};
+use store::{BLOCK_TOKENS, FileRecord, ShardRecord, SourceRecord, Split, StreamRecord};
 
 use crate::support::{PhaseText, commit_store, curriculum, head, plan, record, scratch};
 
@@ -20,16 +20,16 @@ fn token(place: u64) -> u32 {
 
 /// A shard that is claimed and not there: one document of `FIRST` tokens.
 fn claimed() -> ShardRecord {
-    let file = |name: &str| FileRecord { name: name.to_owned(), bytes: 7, digest: Digest(7) };
+    let file = |name: &str, bytes| FileRecord { name: name.to_owned(), bytes, digest: Digest(7) };
     ShardRecord {
         first_token: 0,
         tokens: FIRST,
         first_document: 0,
         documents: 1,
-        token_file: file("tokens-00000.arrow"),
-        sum_file: file("tokens-00000.sums"),
-        start_file: file("starts-00000.arrow"),
-        document_file: file("documents-00000.parquet"),
+        token_file: file("tokens-00000.arrow", 1 << 48),
+        sum_file: file("tokens-00000.sums", FIRST.div_ceil(BLOCK_TOKENS) * 8),
+        start_file: file("starts-00000.arrow", 1 << 48),
+        document_file: file("documents-00000.parquet", 7),
     }
 }
 

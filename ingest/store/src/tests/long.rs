@@ -33,6 +33,7 @@ fn commit(folder: &Path, shards: Vec<ShardRecord>, digest: Digest) -> Manifest {
     let last = shards.last().unwrap();
     let (tokens, documents) =
         (last.first_token + last.tokens, last.first_document + last.documents);
+    manifest.sources[0].inputs[0].documents = documents;
     manifest.sources[0].train = StreamRecord { tokens, documents, text_bytes: 0, digest, shards };
     manifest.digest = manifest.identity();
     open::commit(folder, &manifest).unwrap();
@@ -45,16 +46,16 @@ fn verified(folder: &Path, manifest: &Manifest) -> Vec<Damage> {
 
 /// A shard that is claimed: `tokens` tokens of `FIRST_DOCUMENT` documents.
 fn claimed(tokens: u64) -> ShardRecord {
-    let file = |name: &str| FileRecord { name: name.to_owned(), bytes: 7, digest: Digest(7) };
+    let file = |name: &str, bytes| FileRecord { name: name.to_owned(), bytes, digest: Digest(7) };
     ShardRecord {
         first_token: 0,
         tokens,
         first_document: 0,
         documents: FIRST_DOCUMENT,
-        token_file: file("tokens-00000.arrow"),
-        sum_file: file("tokens-00000.sums"),
-        start_file: file("starts-00000.arrow"),
-        document_file: file("documents-00000.parquet"),
+        token_file: file("tokens-00000.arrow", 1 << 48),
+        sum_file: file("tokens-00000.sums", tokens.div_ceil(BLOCK_TOKENS) * 8),
+        start_file: file("starts-00000.arrow", 1 << 48),
+        document_file: file("documents-00000.parquet", 7),
     }
 }
 
