@@ -3,18 +3,16 @@
 //! Reads top to bottom: lock the folder, ask whether it is done, take up or begin the journal, run the pipeline, check
 //! the last samples, make it a store.
 
-use std::fs::{self, File, TryLockError};
 use std::path::Path;
 
 use contract::{Fault, Result, note};
 use rayon::prelude::*;
 use store::far;
-use store::{FORMAT, Manifest, TokenizerRecord, open, write};
+use store::{FORMAT, Manifest, TokenizerRecord, disk, open};
 
 use crate::commit::Committer;
 use crate::corpus::Corpus;
 use crate::dedup::{Scan, Tools};
-use crate::journal;
 use crate::journal::{Checkpoint, Head, Journal};
 use crate::pipeline::{self, Encoding};
 use crate::prepared::Prepared;
@@ -78,8 +76,8 @@ pub fn build_from(
 ) -> Result<Outcome> {
     let tokenizer = tokenizer(corpus, options.engine)?;
     let head = head(corpus, &tokenizer)?;
-    fs::create_dir_all(store).map_err(|error| Fault::io("create", store, &error))?;
-    let _lock = lock(store)?;
+    disk::create_folder(store)?;
+    let _lock = disk::lock(store)?;
     if store.join(open::MANIFEST).exists() {
         let manifest = done(corpus, store, &head)?;
         return Ok(Outcome::UpToDate(manifest));
@@ -121,6 +119,7 @@ pub fn build_from(
     }
     request::check_kept(&sources)?;
     let manifest = finish(store, &tokenizer, Manifest { sources, ..empty })?;
+    open::finish(store)?;
     let rescued = tokenizer.rescued();
     if rescued > 0 && !options.quiet {
         note!("note: fastokens gave up on {rescued} documents: tokenizers encoded them");
@@ -232,18 +231,6 @@ pub(crate) fn head(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Head> {
     })
 }
 
-/// Holds the folder against other builds until it is dropped, or the process dies.
-fn lock(store: &Path) -> Result<File> {
-    let folder = File::open(store).map_err(|error| Fault::io("open", store, &error))?;
-    match folder.try_lock() {
-        Ok(()) => Ok(folder),
-        Err(TryLockError::WouldBlock) => Err(Fault::machine("another build is writing this store")
-            .at(store.display().to_string())
-            .hint("wait for it, or name another --out")),
-        Err(TryLockError::Error(error)) => Err(Fault::io("lock", store, &error)),
-    }
-}
-
 /// The store that is there, if it is what was asked for.
 fn done(corpus: &Corpus, store: &Path, head: &Head) -> Result<Manifest> {
     let manifest = open::manifest(store)?;
@@ -253,8 +240,7 @@ fn done(corpus: &Corpus, store: &Path, head: &Head) -> Result<Manifest> {
         sides.compare_inputs(source, &old.inputs, true)?;
     }
     request::compare_dropped(corpus, &manifest, store)?;
-    // Killed between its last two acts.
-    journal::remove(store)?;
+    open::finish(store)?;
     Ok(manifest)
 }
 
@@ -291,18 +277,15 @@ fn take_up(corpus: &Corpus, store: &Path, head: &Head) -> Result<(Journal, Vec<C
 
 /// A build clears its folder, so it must be its own.
 fn refuse_foreign(store: &Path) -> Result<()> {
-    let entries = fs::read_dir(store).map_err(|error| Fault::io("list", store, &error))?;
-    for entry in entries {
-        let entry = entry.map_err(|error| Fault::io("list", store, &error))?;
-        if entry.file_name() != open::BUILD_FOLDER {
-            return Err(Fault::usage("this folder holds something else")
-                .at(store.display().to_string())
-                .found(entry.file_name().to_string_lossy())
-                .wanted("a new or empty folder, a store, or an unfinished build")
-                .hint("name another --out"));
-        }
+    let mut names = disk::entries(store)?.into_iter();
+    match names.find(|entry| !entry.ends_with(open::BUILD_FOLDER)) {
+        None => Ok(()),
+        Some(entry) => Err(Fault::usage("this folder holds something else")
+            .at(store.display().to_string())
+            .found(entry.file_name().unwrap_or_default().to_string_lossy())
+            .wanted("a new or empty folder, a store, or an unfinished build")
+            .hint("name another --out")),
     }
-    Ok(())
 }
 
 fn progress(corpus: &Corpus, checkpoints: &[Checkpoint], quiet: bool) -> Result<Progress> {
@@ -316,14 +299,16 @@ fn progress(corpus: &Corpus, checkpoints: &[Checkpoint], quiet: bool) -> Result<
     Ok(Progress::new("build", Measure::Bytes, bytes, quiet).after(before))
 }
 
-/// Makes the folder a store.
-fn finish(store: &Path, tokenizer: &Tokenizer, mut manifest: Manifest) -> Result<Manifest> {
+/// Makes a folder a store, whoever wrote the streams that `manifest` names.
+pub(crate) fn finish(
+    store: &Path,
+    tokenizer: &Tokenizer,
+    mut manifest: Manifest,
+) -> Result<Manifest> {
     debug_assert_eq!(manifest.format, FORMAT);
-    write::write_whole(&store.join(open::TOKENIZER), tokenizer.bytes())?;
+    disk::write_whole(&store.join(open::TOKENIZER), tokenizer.bytes())?;
     manifest.request = request::identity(&manifest);
     manifest.digest = manifest.identity();
     open::commit(store, &manifest)?;
-    journal::remove(store)?;
-    write::sync_folder(store)?;
     Ok(manifest)
 }

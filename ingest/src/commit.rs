@@ -9,7 +9,7 @@ use std::path::Path;
 use contract::{Fault, Result};
 use store::{
     DocumentRecord, Dropped, InputRecord, Manifest, PreparedRecord, SourceRecord, Split,
-    StreamRecord, open,
+    StreamRecord, disk, open,
 };
 
 use crate::corpus::{Corpus, OnError};
@@ -306,7 +306,7 @@ fn clear(store: &Path, source: &SourceRecord) -> Result<()> {
                         .wanted(format!("{wanted} bytes"))
                         .hint("delete the store's folder and build it again"));
                 }
-                None => fs::remove_file(entry.path()).map_err(|error| fault(&error))?,
+                None => disk::remove(&entry.path())?,
             }
         }
         if let Some((name, _)) = named.first_key_value() {

@@ -3,14 +3,15 @@
 //! `STORE/.build/journal.jsonl` holds a head, then one line per checkpoint; a torn last line is cut. A checkpoint is
 //! written after the shards it names are on the disk, so whatever the journal says is true.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs;
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Hasher, Result};
 use serde::{Deserialize, Serialize};
+use store::disk::{self, Output};
 use store::{
-    Dropped, InputRecord, PreparedRecord, ShardRecord, SourceRecord, TokenizerRecord, open, write,
+    Dropped, InputRecord, PreparedRecord, ShardRecord, SourceRecord, TokenizerRecord, open,
 };
 
 use crate::tokenize::audit::{Audit, Sample};
@@ -87,7 +88,7 @@ pub(crate) struct Checkpoint {
 /// The journal, open for appending.
 pub(crate) struct Journal {
     folder: PathBuf,
-    file: File,
+    file: Output,
 }
 
 impl Journal {
@@ -99,38 +100,42 @@ impl Journal {
     /// Begins one.
     pub(crate) fn begin(store: &Path, head: &Head) -> Result<Self> {
         let folder = store.join(open::BUILD_FOLDER);
-        fs::create_dir_all(&folder).map_err(|error| Fault::io("create", &folder, &error))?;
-        write::write_whole(&path(store), &line(head)?)?;
-        Journal::append_to(store)
+        disk::create_folder(&folder)?;
+        let head = line(head)?;
+        disk::write_whole(&path(store), &head)?;
+        Journal::go_on(store, head.len() as u64)
     }
 
     /// Goes on with one: its head, its checkpoints, its audit samples.
     pub(crate) fn resume(store: &Path) -> Result<(Self, Head, Vec<Checkpoint>)> {
         let path = path(store);
         let bytes = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
-        let whole = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
         let damaged = |what: String| {
             Fault::data(format!("the journal of this build is damaged: {what}"))
                 .at(path.display().to_string())
                 .hint("delete the store's folder and build it again")
         };
-        let mut lines = bytes[..whole].split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
+        let mut lines = bytes.split_inclusive(|byte| *byte == b'\n').peekable();
         let head = lines.next().ok_or_else(|| damaged("it has no head".to_owned()))?;
+        let mut whole = head.len() as u64;
         let head = serde_json::from_slice(head).map_err(|error| damaged(error.to_string()))?;
-        let checkpoints = lines
-            .map(|line| serde_json::from_slice(line).map_err(|error| damaged(error.to_string())))
-            .collect::<Result<_>>()?;
-        let journal = Journal::append_to(store)?;
-        journal.file.set_len(whole as u64).map_err(|error| Fault::io("write", &path, &error))?;
-        Ok((journal, head, checkpoints))
+        let mut checkpoints = Vec::new();
+        while let Some(line) = lines.next() {
+            match serde_json::from_slice(line) {
+                Ok(checkpoint) if line.ends_with(b"\n") => checkpoints.push(checkpoint),
+                // The last line may be torn: what it stood for was never said to be done, and is done again.
+                _ if lines.peek().is_none() => break,
+                Ok(_) => return Err(damaged("a line does not end".to_owned())),
+                Err(error) => return Err(damaged(error.to_string())),
+            }
+            whole += line.len() as u64;
+        }
+        Ok((Journal::go_on(store, whole)?, head, checkpoints))
     }
 
-    fn append_to(store: &Path) -> Result<Self> {
-        let path = path(store);
-        let file = OpenOptions::new()
-            .append(true)
-            .open(&path)
-            .map_err(|error| Fault::io("write", &path, &error))?;
+    /// Open for what follows the first `length` bytes.
+    fn go_on(store: &Path, length: u64) -> Result<Self> {
+        let file = Output::go_on(&path(store), length)?;
         Ok(Journal { folder: store.join(open::BUILD_FOLDER), file })
     }
 
@@ -141,10 +146,10 @@ impl Journal {
         floor: Option<Vec<(u64, u128, Sample)>>,
     ) -> Result<()> {
         if let Some(floor) = floor {
-            write::write_whole(&self.folder.join(FLOOR), &line(&Floor::from(floor))?)?;
+            disk::write_whole(&self.folder.join(FLOOR), &line(&Floor::from(floor))?)?;
         }
         let bytes = line(checkpoint)?;
-        let write = self.file.write_all(&bytes).and_then(|()| self.file.sync_data());
+        let write = self.file.write_all(&bytes).and_then(|()| self.file.sync());
         write.map_err(|error| Fault::io("write", &self.folder.join(JOURNAL), &error))
     }
 
@@ -161,17 +166,6 @@ impl Journal {
                     .hint("delete the store's folder and build it again")),
             },
         }
-    }
-}
-
-/// Removes what a finished build leaves.
-pub(crate) fn remove(store: &Path) -> Result<()> {
-    let folder = store.join(open::BUILD_FOLDER);
-    match fs::remove_dir_all(&folder) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            Err(Fault::io("remove", &folder, &error))
-        }
-        _ => Ok(()),
     }
 }
 

@@ -14,6 +14,8 @@ pub mod build;
 pub mod check;
 mod commit;
 pub mod corpus;
+#[cfg(test)]
+mod crashes;
 mod dedup;
 mod disk;
 pub mod engine;

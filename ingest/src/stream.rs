@@ -1,12 +1,11 @@
 //! A stream of a store under construction: documents in order, cut into shards by whoever fills it.
 
-use std::fs;
 use std::path::Path;
 
-use contract::{Fault, Result};
+use contract::Result;
 use store::manifest::chain;
 use store::write::{ShardWriter, StreamHead};
-use store::{DocumentRecord, ShardRecord, SourceRecord, Split, StreamRecord, open};
+use store::{DocumentRecord, ShardRecord, SourceRecord, Split, StreamRecord, disk, open};
 
 /// One stream, and the shard at its end.
 pub(crate) struct Stream {
@@ -53,7 +52,7 @@ impl Stream {
             Some(open) => open,
             none => {
                 let folder = &self.head.folder;
-                fs::create_dir_all(folder).map_err(|e| Fault::io("create", folder, &e))?;
+                disk::create_folder(folder)?;
                 let (head, index) = (self.head.clone(), total.shards.len());
                 none.insert(ShardWriter::create(head, index, total.tokens, total.documents)?)
             }

@@ -12,7 +12,7 @@ use contract::{Digest, Fault, Result};
 use store::documents::Starts;
 use store::{
     FORMAT, FileRecord, InputRecord, Manifest, ShardRecord, SourceRecord, Split, StreamRecord,
-    open, verify, write,
+    disk, open, verify,
 };
 
 use crate::corpus::{Corpus, OnError, Source};
@@ -160,11 +160,11 @@ impl Taken {
             }
             let old = open::stream_folder(&self.store, &self.record.name, split);
             let new = open::stream_folder(store, &self.record.name, split);
-            fs::create_dir_all(&new).map_err(|error| Fault::io("create", &new, &error))?;
+            disk::create_folder(&new)?;
             for file in stream.files() {
                 link(&old.join(&file.name), &new.join(&file.name), file)?;
             }
-            write::sync_folder(&new)?;
+            disk::sync_folder(&new)?;
         }
         Ok(())
     }
@@ -172,13 +172,8 @@ impl Taken {
 
 /// Links a file; copies and checks it where that is not possible.
 pub(crate) fn link(old: &Path, new: &Path, record: &FileRecord) -> Result<()> {
-    match fs::remove_file(new) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            return Err(Fault::io("replace", new, &error));
-        }
-        _ => {}
-    }
-    if fs::hard_link(old, new).is_ok() {
+    disk::remove(new)?;
+    if disk::link(old, new).is_ok() {
         return Ok(());
     }
     let bytes = store::far::read(old).map_err(|error| Fault::io("read", old, &error))?;
@@ -187,7 +182,7 @@ pub(crate) fn link(old: &Path, new: &Path, record: &FileRecord) -> Result<()> {
             .at(old.display().to_string())
             .hint("restore that store, or build without --from"));
     }
-    write::write_whole(new, &bytes)
+    disk::write_whole(new, &bytes).map(drop)
 }
 
 #[cfg(test)]

@@ -8,14 +8,12 @@
 //! disk as they are found. Of one document at most [`MATCHES_MAX`] matches are told, each with at most [`TEXT_MAX`]
 //! bytes of text, so that memory does not grow with what a corpus shares with its evaluation sets.
 
-use std::fs::{self, File};
-use std::io::{BufWriter, Write as _};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use contract::{Digest, Fault, Result};
+use contract::{Fault, Result};
 use serde::{Deserialize, Serialize};
-use store::{FileRecord, write};
-use xxhash_rust::xxh3::Xxh3;
+use store::FileRecord;
+use store::disk::{self, Whole};
 
 use super::decontaminate::Match;
 use crate::corpus::{Corpus, Source};
@@ -65,72 +63,46 @@ struct Line<'a> {
     matched: &'a Matched,
 }
 
-/// The list of one source while it is written, in a scratch folder.
-struct List {
-    path: PathBuf,
-    file: BufWriter<File>,
-    hash: Box<Xxh3>,
-    bytes: u64,
-}
-
-impl List {
-    fn create(path: PathBuf) -> Result<Self> {
-        let file = File::create(&path).map_err(|error| Fault::io("create", &path, &error))?;
-        Ok(List { path, file: BufWriter::new(file), hash: Box::new(Xxh3::new()), bytes: 0 })
-    }
-
-    fn push(&mut self, line: &Line<'_>) -> Result<()> {
-        let mut line = serde_json::to_vec(line)
-            .map_err(|error| Fault::bug(format!("a match cannot be written: {error}")))?;
-        line.push(b'\n');
-        self.hash.update(&line);
-        self.bytes += line.len() as u64;
-        self.file.write_all(&line).map_err(|error| Fault::io("write", &self.path, &error))
-    }
-
-    /// Moves the list to its place; it is on the disk before it has its name.
-    fn finish(self, folder: &Path) -> Result<FileRecord> {
-        let List { path, file, hash, bytes } = self;
-        let write = |error: &std::io::Error| Fault::io("write", &path, error);
-        let file = file.into_inner().map_err(|error| write(error.error()))?;
-        file.sync_all().map_err(|error| write(&error))?;
-        fs::create_dir_all(folder).map_err(|error| Fault::io("create", folder, &error))?;
-        let into = folder.join(FILE);
-        fs::rename(&path, &into).map_err(|error| Fault::io("create", &into, &error))?;
-        write::sync_folder(folder)?;
-        Ok(FileRecord { name: FILE.to_owned(), bytes, digest: Digest(hash.digest128()) })
-    }
-}
-
 /// The lists of the sources that are decontaminated.
-pub(super) struct Writer(Vec<Option<List>>);
+pub(super) struct Writer(Vec<Option<Whole>>);
 
 impl Writer {
-    /// Begins them in a scratch folder.
-    pub(super) fn new(corpus: &Corpus, scratch: &Path) -> Result<Self> {
-        let list = |(number, source): (usize, &Source)| {
+    /// Begins them in the folders of their sources.
+    pub(super) fn new(corpus: &Corpus, store: &Path) -> Result<Self> {
+        let list = |source: &Source| {
             let is_ours = |(_, step): &(usize, Step)| {
                 matches!(step, Step::Compare(Compare::Decontaminate(_)))
             };
-            let decontaminated = source.recipe.steps.iter().any(is_ours);
-            decontaminated
-                .then(|| List::create(scratch.join(format!("matches-{number}"))))
-                .transpose()
+            if !source.recipe.steps.iter().any(is_ours) {
+                return Ok(None);
+            }
+            let folder = store.join(&source.name);
+            disk::create_folder(&folder)?;
+            Whole::create(&folder.join(FILE)).map(Some)
         };
-        Ok(Writer(corpus.sources.iter().enumerate().map(list).collect::<Result<_>>()?))
+        Ok(Writer(corpus.sources.iter().map(list).collect::<Result<_>>()?))
     }
 
     /// Adds the matches of the next document.
     pub(super) fn push(&mut self, source: usize, file: usize, matches: &[Matched]) -> Result<()> {
         let Some(list) = &mut self.0[source] else { return Ok(()) };
-        matches.iter().try_for_each(|matched| list.push(&Line { file, matched }))
+        for matched in matches {
+            let mut line = serde_json::to_vec(&Line { file, matched })
+                .map_err(|error| Fault::bug(format!("a match cannot be written: {error}")))?;
+            line.push(b'\n');
+            list.put(&line)?;
+        }
+        Ok(())
     }
 
-    /// Puts the lists into the folders of their sources.
-    pub(super) fn finish(self, corpus: &Corpus, store: &Path) -> Result<Vec<Option<FileRecord>>> {
-        let finish = |(list, source): (Option<List>, &Source)| {
-            list.map(|list| list.finish(&store.join(&source.name))).transpose()
+    /// Gives the lists their names.
+    pub(super) fn finish(self) -> Result<Vec<Option<FileRecord>>> {
+        let finish = |list: Whole| {
+            let folder = disk::folder_of(list.path()).to_owned();
+            let record = list.commit()?;
+            disk::sync_folder(&folder)?;
+            Ok(record)
         };
-        self.0.into_iter().zip(&corpus.sources).map(finish).collect()
+        self.0.into_iter().map(|list| list.map(finish).transpose()).collect()
     }
 }

@@ -16,7 +16,7 @@ use std::path::Path;
 use contract::{Fault, Identity, Result, note};
 use serde::{Deserialize, Serialize};
 use store::far;
-use store::{FileRecord, SourceRecord, open, write};
+use store::{FileRecord, SourceRecord, disk, open};
 
 use self::table::Table;
 use super::matches;
@@ -58,12 +58,12 @@ impl Scan {
             }
         }
         let scratch = store.join(open::BUILD_FOLDER).join("scan");
-        fs::create_dir_all(&scratch).map_err(|error| Fault::io("create", &scratch, &error))?;
+        disk::create_folder(&scratch)?;
         let scan = run(tools, corpus, (store, &scratch), (workers, quiet), go_on)?;
         let bytes = serde_json::to_vec(&scan)
             .map_err(|error| Fault::bug(format!("the scan cannot be written: {error}")))?;
-        write::write_whole(&path, &bytes)?;
-        fs::remove_dir_all(&scratch).map_err(|error| Fault::io("remove", &scratch, &error))?;
+        disk::write_whole(&path, &bytes)?;
+        disk::remove(&scratch)?;
         Ok(scan)
     }
 
@@ -152,13 +152,7 @@ impl<'a> Gathered<'a> {
     pub(crate) fn new(corpus: &'a Corpus, store: &'a Path, scratch: &Path) -> Result<Self> {
         let table = Table::new(corpus, scratch)?;
         let inputs = corpus.sources.iter().map(|_| Vec::new()).collect();
-        Ok(Gathered {
-            corpus,
-            store,
-            table,
-            matches: matches::Writer::new(corpus, scratch)?,
-            inputs,
-        })
+        Ok(Gathered { corpus, store, table, matches: matches::Writer::new(corpus, store)?, inputs })
     }
 
     /// The next document, in input order.
@@ -181,8 +175,7 @@ impl<'a> Gathered<'a> {
     pub(crate) fn decide(mut self) -> Result<Scan> {
         self.table.decide(self.corpus)?;
         let mut files = self.table.write(self.corpus, self.store)?;
-        for (files, matches) in files.iter_mut().zip(self.matches.finish(self.corpus, self.store)?)
-        {
+        for (files, matches) in files.iter_mut().zip(self.matches.finish()?) {
             files.extend(matches);
         }
         Ok(Scan { inputs: self.inputs, files })

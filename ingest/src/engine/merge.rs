@@ -1,10 +1,10 @@
 //! The merge: all parts, in the order of the plan, through the committer of a local build.
 
-use std::fs;
 use std::path::Path;
 
 use contract::{Fault, Result};
-use store::{InputRecord, Manifest, open, write};
+use storage::staging::Staging;
+use store::{InputRecord, Manifest, disk, open};
 
 use super::part::{Entry, PartReader};
 use super::plan::{Plan, Stage};
@@ -13,7 +13,6 @@ use super::scan;
 use crate::build;
 use crate::commit::Committer;
 use crate::dedup::Scan;
-use crate::interop::staging::Staging;
 use crate::journal::Journal;
 use crate::pipeline::{Auditor, Item, Step};
 use crate::progress::{Measure, Progress};
@@ -49,11 +48,7 @@ pub fn merge(plan: &Plan, store: &Path, quiet: bool) -> Result<Manifest> {
         lists(plan, &scan, staging.path())?;
         scan.close(&plan.corpus, &mut sources)?;
     }
-    let mut manifest = Manifest { sources, ..empty };
-    write::write_whole(&staging.path().join(open::TOKENIZER), plan.tokenizer.bytes())?;
-    manifest.request = request::identity(&manifest);
-    manifest.digest = manifest.identity();
-    open::commit(staging.path(), &manifest)?;
+    let manifest = build::finish(staging.path(), &plan.tokenizer, Manifest { sources, ..empty })?;
     staging.commit()?;
     Ok(manifest)
 }
@@ -135,7 +130,7 @@ fn lists(plan: &Plan, scan: &Scan, store: &Path) -> Result<()> {
     for (source, files) in plan.corpus.sources.iter().zip(&scan.files) {
         let (from, to) = (plan.decided().join(&source.name), store.join(&source.name));
         for file in files {
-            fs::create_dir_all(&to).map_err(|error| Fault::io("create", &to, &error))?;
+            disk::create_folder(&to)?;
             takeover::link(&from.join(&file.name), &to.join(&file.name), file)?;
         }
     }

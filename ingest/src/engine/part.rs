@@ -15,12 +15,13 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
+use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Identity, Result};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use store::Split;
+use store::disk::Whole;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::address::Content;
@@ -72,26 +73,20 @@ const NONE: u8 = u8::MAX;
 
 /// Writes a part.
 pub(super) struct PartWriter {
-    path: PathBuf,
-    file: BufWriter<File>,
-    hash: Box<Xxh3>,
+    file: Whole,
     reasons: Vec<&'static str>,
 }
 
 impl PartWriter {
     pub(super) fn create(path: &Path, address: Identity) -> Result<Self> {
-        let file = File::create(path).map_err(|error| Fault::io("create", path, &error))?;
-        let file = BufWriter::with_capacity(1 << 20, file);
-        let (path, hash) = (path.to_owned(), Box::new(Xxh3::new()));
-        let mut part = PartWriter { path, file, hash, reasons: Vec::new() };
+        let mut part = PartWriter { file: Whole::create(path)?, reasons: Vec::new() };
         part.put(MAGIC)?;
         part.put(&address.0)?;
         Ok(part)
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        self.hash.update(bytes);
-        self.file.write_all(bytes).map_err(|error| Fault::io("write", &self.path, &error))
+        self.file.put(bytes)
     }
 
     fn entry(&mut self, kind: u8, meta: &impl Serialize) -> Result<()> {
@@ -192,12 +187,9 @@ impl PartWriter {
     /// Ends the part, on the disk; its digest.
     pub(super) fn finish(mut self) -> Result<Digest> {
         self.put(&[0])?;
-        let digest = Digest(self.hash.digest128());
-        let fault = |error: &io::Error| Fault::io("write", &self.path, error);
-        let mut file = self.file;
-        file.write_all(&digest.0.to_le_bytes()).map_err(|error| fault(&error))?;
-        let file = file.into_inner().map_err(|error| fault(error.error()))?;
-        file.sync_all().map_err(|error| fault(&error))?;
+        let digest = self.file.digest();
+        self.put(&digest.0.to_le_bytes())?;
+        self.file.commit()?;
         Ok(digest)
     }
 }

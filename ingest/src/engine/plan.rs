@@ -1,14 +1,14 @@
 //! Which tasks there are: a function of the corpus file, and of the names and sizes of its inputs.
 
-use std::fs::{self, File, TryLockError};
+use std::fs;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Identity, Result};
 use serde::{Deserialize, Serialize};
+use store::disk::{self, Lock};
 use store::far;
-use store::write::write_whole;
 
 use super::address::{self, Content};
 use super::receipt::Receipt;
@@ -85,25 +85,18 @@ pub fn plan(corpus: &Corpus, work: &Path, task_bytes: u64) -> Result<Plan> {
     let digest = Digest::of_bytes(&bytes);
     let plan = Plan { work: work.to_owned(), digest, text, corpus: corpus.clone(), tokenizer };
     for folder in [plan.folder(), plan.parts()] {
-        fs::create_dir_all(&folder).map_err(|error| Fault::io("create", &folder, &error))?;
+        disk::create_folder(&folder)?;
     }
-    write_whole(&work.join(FILE), &bytes)?;
+    disk::write_whole(&work.join(FILE), &bytes)?;
     plan.remove_others()?;
     plan.refresh()?;
     Ok(plan)
 }
 
 /// Holds a folder of parts against other builds until it is dropped, or the process dies.
-pub fn lock(work: &Path) -> Result<File> {
-    fs::create_dir_all(work).map_err(|error| Fault::io("create", work, &error))?;
-    let folder = File::open(work).map_err(|error| Fault::io("open", work, &error))?;
-    match folder.try_lock() {
-        Ok(()) => Ok(folder),
-        Err(TryLockError::WouldBlock) => Err(Fault::machine("another build works in this folder")
-            .at(work.display().to_string())
-            .hint("wait for it, or name another --work")),
-        Err(TryLockError::Error(error)) => Err(Fault::io("lock", work, &error)),
-    }
+pub fn lock(work: &Path) -> Result<Lock> {
+    disk::create_folder(work)?;
+    disk::lock(work)
 }
 
 /// Cuts every source into ranges of files.
@@ -319,12 +312,12 @@ impl Plan {
         for entry in fs::read_dir(&parts).map_err(|error| fault(&error))? {
             let entry = entry.map_err(|error| fault(&error))?;
             if entry.file_name().as_encoded_bytes().starts_with(b".") {
-                fs::remove_file(entry.path()).map_err(|error| fault(&error))?;
+                disk::remove(&entry.path())?;
             }
         }
         let (folder, file) = (self.folder(), self.work.join(FILE));
-        fs::remove_file(&file).map_err(|error| Fault::io("remove", &file, &error))?;
-        fs::remove_dir_all(&folder).map_err(|error| Fault::io("remove", &folder, &error))
+        disk::remove(&file)?;
+        disk::remove(&folder)
     }
 
     /// Removes what belongs to other plans.
@@ -334,7 +327,7 @@ impl Plan {
             let path = entry.map_err(|error| fault(&error))?.path();
             let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
             if name.is_some_and(|name| name.starts_with("plan-")) && path != self.folder() {
-                fs::remove_dir_all(&path).map_err(|error| fault(&error))?;
+                disk::remove(&path)?;
             }
         }
         Ok(())

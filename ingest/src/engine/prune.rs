@@ -12,6 +12,7 @@ use std::time::{Duration, SystemTime};
 
 use contract::{Fault, Identity, Result};
 use indicatif::HumanBytes;
+use store::disk;
 
 use super::plan::lock;
 use super::receipt::Receipt;
@@ -56,7 +57,7 @@ pub fn prune(work: &Path, unused: Duration, look: bool) -> Result<Pruned> {
         let side = if goes { &mut pruned.removed } else { &mut pruned.kept };
         *side = (side.0 + 1, side.1 + about.len());
         if goes && !look {
-            fs::remove_file(&path).map_err(|error| Fault::io("remove", &path, &error))?;
+            disk::remove(&path)?;
         }
     }
     Ok(pruned)

@@ -2,16 +2,15 @@
 //!
 //! A receipt is created only where there is none. A second one must say the same; where it does not, both are kept.
 
-use std::fs::{self, File};
-use std::io::{self, Write as _};
+use std::fs;
+use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Identity, Result};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
-use store::far;
-use store::write;
+use store::{disk, far};
 
 use super::address::Content;
 use super::plan::{Plan, Stage};
@@ -99,12 +98,7 @@ impl Receipt {
     /// Removes the receipt, if there is one.
     pub(super) fn remove(plan: &Plan, stage: Stage, task: usize) -> Result<()> {
         let path = Receipt::path(plan, stage, task);
-        match fs::remove_file(&path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                Err(Fault::io("remove", &path, &error))
-            }
-            _ => Ok(()),
-        }
+        disk::remove(&path)
     }
 
     /// Puts the receipt down, unless there is one: then the two must say the same.
@@ -114,9 +108,7 @@ impl Receipt {
         let scratch = scratch(&plan.folder(), &name)?;
         let bytes = serde_json::to_vec(self)
             .map_err(|error| Fault::bug(format!("a receipt cannot be written: {error}")))?;
-        let mut file = File::create(&scratch).map_err(|e| Fault::io("create", &scratch, &e))?;
-        let written = file.write_all(&bytes).and_then(|()| file.sync_all());
-        written.map_err(|error| Fault::io("write", &scratch, &error))?;
+        disk::write_whole(&scratch, &bytes)?;
         if create(&scratch, &path)? {
             return Ok(());
         }
@@ -124,10 +116,10 @@ impl Receipt {
             Fault::machine("a receipt is gone that was there").at(path.display().to_string())
         })?;
         if (before.part, before.digest) == (self.part, self.digest) {
-            return fs::remove_file(&scratch).map_err(|e| Fault::io("remove", &scratch, &e));
+            return disk::remove(&scratch);
         }
         let kept = plan.folder().join(format!("{name}-{}.conflict", self.part.short()));
-        fs::rename(&scratch, &kept).map_err(|error| Fault::io("keep", &kept, &error))?;
+        disk::rename(&scratch, &kept).map_err(|error| Fault::io("keep", &kept, &error))?;
         Err(conflict(&format!("{} task {task}", stage.name()))
             .at(path.display().to_string())
             .found(format!("part {}, kept as {}", self.part.short(), kept.display()))
@@ -147,21 +139,16 @@ pub(super) fn scratch(folder: &Path, name: &str) -> Result<PathBuf> {
     let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let job = std::env::var("SLURM_JOB_ID").unwrap_or_default();
     let path = folder.join(format!(".{name}-{}-{job}-{}", host.trim(), std::process::id()));
-    let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
-    match removed {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            Err(Fault::io("remove", &path, &error))
-        }
-        _ => Ok(path),
-    }
+    disk::remove(&path)?;
+    Ok(path)
 }
 
 /// Gives a finished file its name if there is none with that name yet, and says whether it did.
 pub(super) fn create(scratch: &Path, path: &Path) -> Result<bool> {
-    match fs::hard_link(scratch, path) {
+    match disk::link(scratch, path) {
         Ok(()) => {
-            fs::remove_file(scratch).map_err(|error| Fault::io("remove", scratch, &error))?;
-            write::sync_folder(path.parent().unwrap_or(Path::new(".")))?;
+            disk::remove(scratch)?;
+            disk::sync_folder(disk::folder_of(path))?;
             Ok(true)
         }
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),

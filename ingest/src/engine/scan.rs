@@ -5,7 +5,7 @@ use std::io;
 
 use contract::{Digest, Fault, Hasher, Result};
 use serde::{Deserialize, Serialize};
-use store::write;
+use store::disk;
 
 use super::merge::receipts;
 use super::part::{Entry, PartReader};
@@ -45,7 +45,7 @@ pub fn decide(plan: &Plan, quiet: bool) -> Result<()> {
     }
     let folder = receipt::scratch(&plan.folder(), "decided")?;
     let bands = folder.join(".bands");
-    fs::create_dir_all(&bands).map_err(|error| Fault::io("create", &bands, &error))?;
+    disk::create_folder(&bands)?;
     let mut gathered = Gathered::new(&plan.corpus, &folder, &bands)?;
     let mut progress =
         Progress::new("decide", Measure::Count("parts"), receipts.len() as u64, quiet);
@@ -55,7 +55,7 @@ pub fn decide(plan: &Plan, quiet: bool) -> Result<()> {
     }
     drop(progress);
     let scan = gathered.decide()?;
-    fs::remove_dir_all(&bands).map_err(|error| Fault::io("remove", &bands, &error))?;
+    disk::remove(&bands)?;
     for (number, source) in plan.corpus.sources.iter().enumerate() {
         if source.recipe.scanned() == 0 {
             continue;
@@ -67,13 +67,13 @@ pub fn decide(plan: &Plan, quiet: bool) -> Result<()> {
         for (task, list) in tasks.into_iter().zip(lists) {
             let name = plan.list(task);
             let name = name.file_name().ok_or_else(|| Fault::bug("a list without a name"))?;
-            write::write_whole(&folder.join(name), &list)?;
+            disk::write_whole(&folder.join(name), &list)?;
         }
     }
     let decision = Decision { basis: basis(&receipts), scan };
     let bytes = serde_json::to_vec(&decision)
         .map_err(|error| Fault::bug(format!("the scan cannot be written: {error}")))?;
-    write::write_whole(&folder.join(FILE), &bytes)?;
+    disk::write_whole(&folder.join(FILE), &bytes)?;
     commit(plan, &folder, &bytes)
 }
 
@@ -82,8 +82,8 @@ fn commit(plan: &Plan, folder: &std::path::Path, bytes: &[u8]) -> Result<()> {
     let decided = plan.decided();
     let fault = |what: &str, error: &io::Error| Fault::io(what, &decided, error);
     loop {
-        match fs::rename(folder, &decided) {
-            Ok(()) => return write::sync_folder(&plan.folder()),
+        match disk::rename(folder, &decided) {
+            Ok(()) => return disk::sync_folder(&plan.folder()),
             Err(error) if !decided.exists() => return Err(fault("create", &error)),
             Err(_) => {}
         }
@@ -92,7 +92,7 @@ fn commit(plan: &Plan, folder: &std::path::Path, bytes: &[u8]) -> Result<()> {
             there => there.map_err(|error| fault("read", &error))?,
         };
         if there == bytes {
-            return fs::remove_dir_all(folder).map_err(|error| fault("clear", &error));
+            return disk::remove(folder);
         }
         let same_basis = |a: &[u8], b: &[u8]| {
             let read = |bytes| serde_json::from_slice::<Decision>(bytes).ok().map(|d| d.basis);
@@ -100,10 +100,10 @@ fn commit(plan: &Plan, folder: &std::path::Path, bytes: &[u8]) -> Result<()> {
         };
         if same_basis(&there, bytes) {
             let kept = decided.with_extension("conflict");
-            fs::rename(folder, &kept).map_err(|error| Fault::io("keep", &kept, &error))?;
+            disk::rename(folder, &kept).map_err(|error| Fault::io("keep", &kept, &error))?;
             return Err(receipt::conflict("the scan").at(kept.display().to_string()));
         }
-        fs::remove_dir_all(&decided).map_err(|error| fault("replace", &error))?;
+        disk::remove(&decided)?;
     }
 }
 
@@ -192,5 +192,5 @@ pub(super) fn forget(plan: &Plan) -> Result<()> {
         return Ok(());
     }
     let decided = plan.decided();
-    fs::remove_dir_all(&decided).map_err(|error| Fault::io("remove", &decided, &error))
+    disk::remove(&decided)
 }

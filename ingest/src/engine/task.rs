@@ -4,6 +4,7 @@ use std::path::Path;
 
 use contract::{Digest, Fault, Result};
 use rayon::prelude::*;
+use store::disk;
 
 use super::address::Content;
 use super::part::{PartWriter, digest_at_end};
@@ -186,10 +187,10 @@ fn commit(path: &Path, address: contract::Identity, scratch: &Path, digest: Dige
     }
     let before = digest_at_end(path, address)?;
     if before == digest {
-        return std::fs::remove_file(scratch).map_err(|e| Fault::io("remove", scratch, &e));
+        return disk::remove(scratch);
     }
     let kept = path.with_extension(format!("{digest}.conflict"));
-    std::fs::rename(scratch, &kept).map_err(|error| Fault::io("keep", &kept, &error))?;
+    disk::rename(scratch, &kept).map_err(|error| Fault::io("keep", &kept, &error))?;
     Err(receipt::conflict("the task of this part")
         .at(path.display().to_string())
         .found(format!("{digest}, kept as {}", kept.display()))

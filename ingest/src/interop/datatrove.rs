@@ -11,11 +11,11 @@ use std::io::{BufReader, Read as _};
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result};
-use store::InputRecord;
+use store::disk::Whole;
+use store::{FileRecord, InputRecord};
 
-use super::sink::{Sink, Written};
-use super::tokens::{Hashing, TokenFile};
-use super::{Documents, Found, Hints, Width, Writer, damaged};
+use super::tokens::{Hashing, TokenFile, put};
+use super::{Documents, Found, Hints, Width, Writer, begin, damaged, end};
 use crate::disk::Disk;
 
 /// The largest `.metadata` that is read.
@@ -148,9 +148,9 @@ impl Documents for Reader {
 
 /// Writes one `.ds`.
 pub(super) struct Files {
-    tokens: Sink,
-    index: Sink,
-    metadata: Sink,
+    tokens: Whole,
+    index: Whole,
+    metadata: Whole,
     width: u64,
     name: String,
     at: u64,
@@ -161,9 +161,9 @@ impl Files {
     /// Begins a file; `name` is the tokenizer's.
     pub(super) fn create(path: &Path, vocab: u32, name: &str) -> Result<Self> {
         Ok(Files {
-            tokens: Sink::create(path)?,
-            index: Sink::create(&beside(path, ".index"))?,
-            metadata: Sink::create(&beside(path, ".metadata"))?,
+            tokens: begin(path)?,
+            index: begin(&beside(path, ".index"))?,
+            metadata: begin(&beside(path, ".metadata"))?,
             width: if vocab <= 1 << 16 { 2 } else { 4 },
             name: name.to_owned(),
             at: 0,
@@ -186,15 +186,15 @@ fn for_people(tokens: u64) -> String {
 
 impl Writer for Files {
     fn document(&mut self, tokens: &[u32], _id: &str, _src: &str, _row: u64) -> Result<()> {
-        self.tokens.tokens(tokens, self.width, &mut self.raw)?;
+        put(&mut self.tokens, tokens, self.width, &mut self.raw)?;
         self.at += tokens.len() as u64;
         self.index.put(&self.at.to_le_bytes())
     }
 
-    fn finish(mut self: Box<Self>) -> Result<Vec<Written>> {
+    fn finish(mut self: Box<Self>) -> Result<Vec<FileRecord>> {
         let text = format!("{}|{}\n{}\n{}", self.name, self.width, self.at, for_people(self.at));
         self.metadata.put(text.as_bytes())?;
         let Files { tokens, index, metadata, .. } = *self;
-        Ok(vec![tokens.finish()?, index.finish()?, metadata.finish()?])
+        Ok(vec![end(tokens)?, end(index)?, end(metadata)?])
     }
 }

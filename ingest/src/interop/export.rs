@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 
 use contract::{Fault, Identity, Result, fault};
 use serde::{Deserialize, Serialize};
-use store::write::{ROW_GROUP_DOCUMENTS, write_whole};
-use store::{DocumentRecord, SourceRecord, Split, Store, StreamReader, open};
+use storage::staging::Staging;
+use store::disk::write_whole;
+use store::write::ROW_GROUP_DOCUMENTS;
+use store::{DocumentRecord, FileRecord, SourceRecord, Split, Store, StreamReader, open};
 
-use super::sink::Written;
-use super::staging::{self, Staging};
 use super::{Peer, Writer, datatrove, mds, megatron, olmo};
 use crate::progress::{Measure, Progress};
 
@@ -62,7 +62,7 @@ pub struct StreamNote {
     /// Its tokens.
     pub tokens: u64,
     /// Its files.
-    pub files: Vec<Written>,
+    pub files: Vec<FileRecord>,
 }
 
 /// How an export ended.
@@ -79,7 +79,7 @@ pub fn export(request: &Export) -> Result<Exported> {
     let store = Store::open(&request.store)?;
     let chosen = chosen(&store, request)?;
     if let Some(note) = note_of(&request.out)? {
-        staging::finish(&request.out)?;
+        open::finish(&request.out)?;
         return same(request, &store, &chosen, note);
     }
     let staging = Staging::begin(&request.out)?;
@@ -183,8 +183,8 @@ fn walk(
     stream: &StreamReader,
     mut writer: Box<dyn Writer>,
     progress: &mut Progress,
-) -> Result<Vec<Written>> {
-    let mut window = Window { stream, range: 0..0, tokens: Vec::new() };
+) -> Result<Vec<FileRecord>> {
+    let mut window = Window { stream, next: 0, range: 0..0, tokens: Vec::new() };
     for shard in &stream.record().shards {
         let end = shard.first_document + shard.documents;
         let mut at = shard.first_document;
@@ -212,13 +212,23 @@ fn document(
 ) -> Result<()> {
     let inputs = &stream.source().inputs;
     let src = inputs.get(record.file as usize).map_or("", |input| input.path.as_str());
-    let tokens = window.get(record.first_token..record.first_token + record.tokens)?;
+    if record.first_token != window.next || record.tokens > stream.record().tokens - window.next {
+        return Err(Fault::data("a document's provenance contradicts its place")
+            .at(format!("document {:?} of {}", record.id, stream.source().name))
+            .found(format!("{} tokens from {}", record.tokens, record.first_token))
+            .wanted(format!("tokens from {}", window.next))
+            .hint("run `zdata verify`; restore the store, or build it again"));
+    }
+    window.next += record.tokens;
+    let tokens = window.get(record.first_token..window.next)?;
     writer.document(tokens, &record.id, src, record.row)
 }
 
 /// Tokens of a stream that lie in memory.
 struct Window<'a> {
     stream: &'a StreamReader,
+    /// Where the next document has to begin.
+    next: u64,
     range: Range<u64>,
     tokens: Vec<u32>,
 }

@@ -4,18 +4,17 @@
 //! folder beside the store's place, the manifest, the rename.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Hasher, Identity, Ratio, Result};
+use storage::staging::Staging;
 use store::{
-    DocumentRecord, FORMAT, InputRecord, Manifest, SourceRecord, Split, TokenizerRecord, open,
-    write,
+    DocumentRecord, FORMAT, InputRecord, Manifest, SourceRecord, Split, TokenizerRecord, disk, open,
 };
 
 use super::fill::Filling;
-use super::staging::{self, Staging};
 use super::{Documents, Found, Hints, Peer, Width, datatrove, mds, megatron, olmo};
+use crate::build;
 use crate::corpus::check_name;
 use crate::disk::{Disk, Real};
 use crate::pipeline::held_out;
@@ -79,6 +78,23 @@ enum Unit {
 }
 
 impl Unit {
+    /// The file that holds its tokens.
+    fn path(&self, peer: Peer) -> PathBuf {
+        match self {
+            Unit::Shard(folder, shard) => folder.join(&shard.raw_data.basename),
+            Unit::File(path) if peer == Peer::Megatron => megatron::pair(path).0,
+            Unit::File(path) => path.clone(),
+        }
+    }
+
+    /// Its bytes, about: for the progress alone.
+    fn bytes(&self, peer: Peer) -> u64 {
+        match self {
+            Unit::Shard(_, shard) => shard.raw_data.bytes,
+            Unit::File(_) => self.path(peer).metadata().map_or(0, |about| about.len()),
+        }
+    }
+
     fn open(&self, disk: &dyn Disk, peer: Peer, hints: &Hints) -> Result<Box<dyn Documents>> {
         Ok(match (self, peer) {
             (Unit::Shard(folder, shard), _) => {
@@ -105,26 +121,28 @@ pub fn import(request: &Import) -> Result<Imported> {
         column: request.column.clone(),
         vocab: tokenizer.vocab(),
     };
+    let names = names(request)?;
+    let files = files(request)?;
     let there = request.store.join(open::MANIFEST).exists();
     if there {
-        staging::finish(&request.store)?;
+        open::finish(&request.store)?;
     }
     // What is there is compared by importing again into nothing: the same reading, the same checks.
     let staging = if there { None } else { Some(Staging::begin(&request.store)?) };
-    let mut progress = Progress::new("import", Measure::Bytes, size(request), request.quiet);
+    let bytes = files.iter().flat_map(|files| &files.units).map(|unit| unit.bytes(request.peer));
+    let bytes = bytes.fold(0, u64::saturating_add);
+    let mut progress = Progress::new("import", Measure::Bytes, bytes, request.quiet);
     let mut sources = Vec::new();
-    for name in names(request)? {
+    for name in names {
         let folder = staging.as_ref().map(Staging::path);
         let mut import =
             Source { request, hints: &hints, manifest: &empty, progress: &mut progress };
-        sources.push(import.source(name, folder)?);
+        sources.push(import.source(name, &files, folder)?);
     }
     let mut manifest = Manifest { sources, ..empty };
     manifest.request = request::identity(&manifest);
     let Some(staging) = staging else { return same(&request.store, &manifest) };
-    manifest.digest = manifest.identity();
-    write::write_whole(&staging.path().join(open::TOKENIZER), tokenizer.bytes())?;
-    open::commit(staging.path(), &manifest)?;
+    let manifest = build::finish(staging.path(), &tokenizer, manifest)?;
     staging.commit()?;
     progress.finish();
     let streams = || manifest.sources.iter().flat_map(|source| [&source.train, &source.validation]);
@@ -192,18 +210,37 @@ fn names(request: &Import) -> Result<Vec<&str>> {
     Ok(names)
 }
 
-/// Bytes of the files, about: for the progress alone.
-fn size(request: &Import) -> u64 {
-    let below = |folder: &Path| -> u64 {
-        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-        entries.filter_map(|entry| entry.metadata().ok()).map(|about| about.len()).sum()
-    };
-    let one = |part: &Part| match request.peer {
-        Peer::Megatron => fs::metadata(megatron::pair(&part.path).0).map_or(0, |about| about.len()),
-        _ if part.path.is_dir() => below(&part.path),
-        _ => fs::metadata(&part.path).map_or(0, |about| about.len()),
-    };
-    request.parts.iter().map(one).sum()
+/// What a path that was named holds.
+struct Files<'a> {
+    part: &'a Part,
+    units: Vec<Unit>,
+    index: Option<InputRecord>,
+}
+
+/// The files of all parts, each once.
+fn files(request: &Import) -> Result<Vec<Files<'_>>> {
+    let (mut all, mut seen) = (Vec::new(), BTreeMap::new());
+    for part in &request.parts {
+        let (units, index) = units(&Real, request.peer, &part.path)?;
+        for unit in &units {
+            let path = unit.path(request.peer);
+            // One that is not there is refused when it is opened, which says more; an MDS shard may lie there packed.
+            let folder = disk::folder_of(&path).canonicalize();
+            let whole = path
+                .canonicalize()
+                .or(folder.map(|folder| folder.join(path.file_name().unwrap_or_default())));
+            let whole = whole.unwrap_or(path);
+            if let Some(before) = seen.insert(whole.clone(), part) {
+                let told = |part: &Part| format!("{}={}", part.source, part.path.display());
+                return Err(Fault::usage("this file would be imported twice")
+                    .at(whole.display().to_string())
+                    .found(format!("{} and {}", told(before), told(part)))
+                    .hint("name each file once"));
+            }
+        }
+        all.push(Files { part, units, index });
+    }
+    Ok(all)
 }
 
 /// The data files that a path means, in order, and what else was read to know them.
@@ -214,23 +251,22 @@ fn units(disk: &dyn Disk, peer: Peer, path: &Path) -> Result<(Vec<Unit>, Option<
         let unit = |shard| Unit::Shard(folder.to_owned(), Box::new(shard));
         return Ok((shards.into_iter().map(unit).collect(), Some(index)));
     }
-    if peer == Peer::Megatron || !path.is_dir() {
+    // What a pair of Megatron's is called may be a folder's name too: the pair goes first.
+    let is_pair = peer == Peer::Megatron && megatron::pair(path).0.exists();
+    if is_pair || !path.is_dir() {
         return Ok((vec![Unit::File(path.to_owned())], None));
     }
-    let ending = if peer == Peer::Datatrove { ".ds" } else { ".npy" };
-    let fault = |error: &std::io::Error| Fault::io("list", path, error);
-    let mut found = Vec::new();
-    for entry in fs::read_dir(path).map_err(|error| fault(&error))? {
-        let name = entry.map_err(|error| fault(&error))?.file_name();
-        if name.to_string_lossy().ends_with(ending) {
-            found.push(path.join(name));
-        }
-    }
-    found.sort();
+    let ending = match peer {
+        Peer::Megatron => ".bin",
+        Peer::Datatrove => ".ds",
+        Peer::Olmo | Peer::Mds => ".npy",
+    };
+    let mut found = disk::entries(path)?;
+    found.retain(|entry| entry.as_os_str().to_string_lossy().ends_with(ending));
     if found.is_empty() {
-        return Err(Fault::data(format!("this folder holds no *{ending}"))
+        return Err(Fault::data(format!("this folder holds no file that ends in {ending}"))
             .at(path.display().to_string())
-            .hint("name the folder of the files, or a file"));
+            .hint("name the folder that holds the files, or one of the files"));
     }
     Ok((found.into_iter().map(Unit::File).collect(), None))
 }
@@ -245,29 +281,32 @@ struct Source<'a> {
 
 impl Source<'_> {
     /// Reads all parts of the source called `name`, into `folder` or, to compare, into nothing.
-    fn source(&mut self, name: &str, folder: Option<&Path>) -> Result<SourceRecord> {
-        let parts: Vec<&Part> =
-            self.request.parts.iter().filter(|part| part.source == name).collect();
-        let preparation = self.preparation(&parts);
+    fn source(
+        &mut self,
+        name: &str,
+        files: &[Files<'_>],
+        folder: Option<&Path>,
+    ) -> Result<SourceRecord> {
+        let ours = || files.iter().filter(move |files| files.part.source == name);
+        let preparation = self.preparation(ours().map(|files| files.part));
         let store = folder.unwrap_or(Path::new(""));
         let mut filling =
             Filling::new(store, self.manifest, (name, preparation), self.request.shard_tokens);
-        for part in parts {
-            let (units, index) = units(&Real, self.request.peer, &part.path)?;
+        for Files { part, units, index } in ours() {
             for unit in units {
-                self.unit(&unit, part, &mut filling, folder.is_some())?;
+                self.unit(unit, part, &mut filling, folder.is_some())?;
             }
-            filling.record.inputs.extend(index);
+            filling.record.inputs.extend(index.clone());
         }
         filling.finish()
     }
 
     /// What was asked, as text: part of the identity.
-    fn preparation(&self, parts: &[&Part]) -> String {
+    fn preparation<'b>(&self, parts: impl Iterator<Item = &'b Part>) -> String {
         let Import { peer, width, column, .. } = self.request;
         let width = width.map_or("stated", Width::name);
         let column = if *peer == Peer::Mds { format!(" column={column:?}") } else { String::new() };
-        let held: String = parts.iter().map(|part| if part.held_out { '1' } else { '0' }).collect();
+        let held: String = parts.map(|part| if part.held_out { '1' } else { '0' }).collect();
         format!("import={} dtype={width}{column} held={held}", peer.name())
     }
 

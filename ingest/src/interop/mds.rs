@@ -18,12 +18,11 @@ use std::path::{Component, Path, PathBuf};
 use contract::{Fault, Identity, Result};
 use serde::Deserialize;
 use serde_json::{Value, json};
-use store::InputRecord;
+use store::{FileRecord, InputRecord};
 
 use super::shard::{check, unpacked};
-use super::sink::{Sink, Written};
 use super::tokens::{Hashing, beyond};
-use super::{Documents, Found, Hints, Width, Writer, damaged};
+use super::{Documents, Found, Hints, Width, Writer, begin, damaged, end};
 use crate::disk::Disk;
 
 /// The file that makes a folder a data set.
@@ -52,7 +51,7 @@ pub(super) struct Shard {
     #[serde(default)]
     compression: Option<String>,
     format: String,
-    raw_data: RawFile,
+    pub(super) raw_data: RawFile,
     samples: u64,
     #[serde(default)]
     zip_data: Option<RawFile>,
@@ -327,7 +326,7 @@ pub(super) struct Files {
     samples: Vec<u8>,
     offsets: Vec<u32>,
     shards: Vec<Value>,
-    done: Vec<Written>,
+    done: Vec<FileRecord>,
     raw: Vec<u8>,
 }
 
@@ -378,9 +377,9 @@ impl Files {
         shard["raw_data"] = json!({"basename": name, "bytes": bytes.len(),
                                    "hashes": {"sha256": Identity::of_bytes(&bytes).to_string()}});
         self.shards.push(shard);
-        let mut sink = Sink::create(&self.folder.join(name))?;
+        let mut sink = begin(&self.folder.join(name))?;
         sink.put(&bytes)?;
-        self.done.push(sink.finish()?);
+        self.done.push(end(sink)?);
         Ok(())
     }
 }
@@ -442,12 +441,12 @@ impl Writer for Files {
         Ok(())
     }
 
-    fn finish(mut self: Box<Self>) -> Result<Vec<Written>> {
+    fn finish(mut self: Box<Self>) -> Result<Vec<FileRecord>> {
         self.cut()?;
         let index = json!({"version": 2, "shards": self.shards});
-        let mut sink = Sink::create(&self.folder.join(INDEX))?;
+        let mut sink = begin(&self.folder.join(INDEX))?;
         sink.put(spaced(&index).as_bytes())?;
-        self.done.push(sink.finish()?);
+        self.done.push(end(sink)?);
         Ok(std::mem::take(&mut self.done))
     }
 }

@@ -11,18 +11,17 @@
 //! A document of several sequences is read as one. We write one sequence for a document, as `preprocess_data.py` does,
 //! and choose the type of a token as Megatron's own writer does.
 
-use std::fs::File;
 use std::io::{BufReader, Read as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result};
-use store::InputRecord;
+use store::disk::Whole;
 use store::pieces::{Onward, Pieces};
+use store::{FileRecord, InputRecord};
 
-use super::sink::{Sink, Written};
-use super::tokens::{Hashing, TokenFile};
-use super::{Documents, Found, Hints, Width, Writer, damaged};
+use super::tokens::{Hashing, TokenFile, put};
+use super::{Documents, Found, Hints, Width, Writer, begin, damaged, end};
 use crate::disk::Disk;
 
 const MAGIC: [u8; 9] = *b"MMIDIDX\0\0";
@@ -220,8 +219,8 @@ impl Documents for Reader {
 
 /// Writes a pair.
 pub(super) struct Files {
-    bin: Sink,
-    idx: Sink,
+    bin: Whole,
+    idx: Whole,
     width: Width,
     documents: u64,
     left: u64,
@@ -233,20 +232,13 @@ impl Files {
     pub(super) fn create(stem: &Path, vocab: u32, documents: u64) -> Result<Self> {
         let (bin, idx) = pair(stem);
         let width = if vocab < SMALL_VOCAB { Width::U16 } else { Width::I32 };
-        let mut idx = Sink::create(&idx)?;
+        let mut idx = begin(&idx)?;
         idx.put(&MAGIC)?;
         idx.put(&1u64.to_le_bytes())?;
         idx.put(&CODES.iter().find(|(_, w)| *w == width).map_or([0], |(code, _)| [*code]))?;
         idx.put(&documents.to_le_bytes())?;
         idx.put(&(documents + 1).to_le_bytes())?;
-        Ok(Files {
-            bin: Sink::create(&bin)?,
-            idx,
-            width,
-            documents,
-            left: documents,
-            raw: Vec::new(),
-        })
+        Ok(Files { bin: begin(&bin)?, idx, width, documents, left: documents, raw: Vec::new() })
     }
 }
 
@@ -260,18 +252,17 @@ impl Writer for Files {
         })?;
         self.left =
             self.left.checked_sub(1).ok_or_else(|| Fault::bug("more documents than counted"))?;
-        self.bin.tokens(tokens, self.width.bytes(), &mut self.raw)?;
+        put(&mut self.bin, tokens, self.width.bytes(), &mut self.raw)?;
         self.idx.put(&length.to_le_bytes())
     }
 
     /// The lengths are on the disk: the other two sections follow from them, in little memory.
-    fn finish(mut self: Box<Self>) -> Result<Vec<Written>> {
+    fn finish(mut self: Box<Self>) -> Result<Vec<FileRecord>> {
         if self.left > 0 {
             return Err(Fault::bug("fewer documents than counted"));
         }
         let path = self.idx.path().to_owned();
-        let lengths = File::open(&path).map_err(|error| Fault::io("read", &path, &error))?;
-        self.idx.flushed()?;
+        let lengths = self.idx.written()?;
         let (mut at, mut byte) = (0, 0u64);
         let mut raw = vec![0; 64 << 10];
         while at < self.documents {
@@ -289,6 +280,6 @@ impl Writer for Files {
             self.idx.put(&sequence.to_le_bytes())?;
         }
         let Files { bin, idx, .. } = *self;
-        Ok(vec![bin.finish()?, idx.finish()?])
+        Ok(vec![end(bin)?, end(idx)?])
     }
 }

@@ -18,8 +18,6 @@ mod mds;
 mod megatron;
 mod olmo;
 mod shard;
-mod sink;
-pub(crate) mod staging;
 #[cfg(test)]
 mod tests;
 mod tokens;
@@ -27,7 +25,8 @@ mod tokens;
 use std::path::Path;
 
 use contract::{Fault, Result};
-use store::InputRecord;
+use store::disk::{self, Whole};
+use store::{FileRecord, InputRecord};
 
 pub use self::tokens::Width;
 
@@ -97,7 +96,19 @@ trait Writer {
     fn document(&mut self, tokens: &[u32], id: &str, src: &str, row: u64) -> Result<()>;
 
     /// Ends the files.
-    fn finish(self: Box<Self>) -> Result<Vec<sink::Written>>;
+    fn finish(self: Box<Self>) -> Result<Vec<FileRecord>>;
+}
+
+/// Begins a file of an export, making its folder.
+fn begin(path: &Path) -> Result<Whole> {
+    disk::create_folder(disk::folder_of(path))?;
+    Whole::create(path)
+}
+
+/// Ends a file of an export; its record names its path.
+fn end(file: Whole) -> Result<FileRecord> {
+    let name = file.path().display().to_string();
+    Ok(FileRecord { name, ..file.commit()? })
 }
 
 /// A file that is not what it should be.

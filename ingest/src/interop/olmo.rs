@@ -14,11 +14,11 @@ use contract::{Fault, Result};
 use flate2::Compression;
 use flate2::bufread::MultiGzDecoder;
 use flate2::write::GzEncoder;
-use store::InputRecord;
+use store::disk::Whole;
+use store::{FileRecord, InputRecord};
 
-use super::sink::{Sink, Written};
-use super::tokens::{Hashing, TokenFile};
-use super::{Documents, Found, Hints, Width, Writer, damaged};
+use super::tokens::{Hashing, TokenFile, put};
+use super::{Documents, Found, Hints, Width, Writer, begin, damaged, end};
 use crate::disk::Disk;
 
 /// The longest line of a csv.
@@ -253,9 +253,9 @@ impl Documents for Reader {
 pub(super) struct Files {
     folder: PathBuf,
     width: u64,
-    open: Option<(Sink, GzEncoder<Sink>)>,
+    open: Option<(Whole, GzEncoder<Whole>)>,
     at: u64,
-    done: Vec<Written>,
+    done: Vec<FileRecord>,
     raw: Vec<u8>,
     parts: u64,
 }
@@ -277,8 +277,8 @@ impl Files {
 
     fn begin(&mut self) -> Result<()> {
         let path = self.folder.join(format!("part-0-{:05}.npy", self.parts));
-        let csv = GzEncoder::new(Sink::create(&csv_of(&path))?, Compression::new(6));
-        self.open = Some((Sink::create(&path)?, csv));
+        let csv = GzEncoder::new(begin(&csv_of(&path))?, Compression::new(6));
+        self.open = Some((begin(&path)?, csv));
         (self.at, self.parts) = (0, self.parts + 1);
         Ok(())
     }
@@ -287,8 +287,8 @@ impl Files {
         let Some((tokens, csv)) = self.open.take() else { return Ok(()) };
         let path = csv.get_ref().path().to_owned();
         let csv = csv.finish().map_err(|error| Fault::io("write", &path, &error))?;
-        self.done.push(tokens.finish()?);
-        self.done.push(csv.finish()?);
+        self.done.push(end(tokens)?);
+        self.done.push(end(csv)?);
         Ok(())
     }
 }
@@ -301,7 +301,7 @@ impl Writer for Files {
             self.begin()?;
         }
         let Some((file, csv)) = &mut self.open else { return Err(Fault::bug("no file is open")) };
-        file.tokens(tokens, self.width, &mut self.raw)?;
+        put(file, tokens, self.width, &mut self.raw)?;
         let start = self.at;
         self.at += tokens.len() as u64;
         let line = format!("{start},{},{},{},{row}\n", self.at, field(id), field(src));
@@ -309,7 +309,7 @@ impl Writer for Files {
         written.map_err(|error| Fault::io("write", csv.get_ref().path(), &error))
     }
 
-    fn finish(mut self: Box<Self>) -> Result<Vec<Written>> {
+    fn finish(mut self: Box<Self>) -> Result<Vec<FileRecord>> {
         self.end()?;
         Ok(std::mem::take(&mut self.done))
     }

@@ -3,6 +3,7 @@
 //! The golden vectors were made by the reference packages: documents [1, 2, 3] and [4, 5] as u16.
 
 mod faults;
+mod refusals;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -486,6 +487,6 @@ fn markers_and_other_requests_are_checked() {
     assert!(fault.to_string().contains("something else"), "{fault}");
     fs::rename(bench.path("taken"), bench.path("free.partial")).unwrap();
     let fault = export(&bench.export(Peer::Mds, "store", "free")).unwrap_err();
-    assert!(fault.to_string().contains("none of ours"), "{fault}");
+    assert!(fault.to_string().contains("in the way"), "{fault}");
     assert!(bench.path("free.partial/file").exists());
 }

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result};
 use store::InputRecord;
+use store::disk::Whole;
 
 use super::damaged;
 use crate::disk::Disk;
@@ -115,6 +116,17 @@ impl Width {
     pub(super) fn of_size(size: u64) -> Option<Width> {
         [Width::U8, Width::U16, Width::U32, Width::U64].into_iter().find(|w| w.bytes() == size)
     }
+}
+
+/// Appends tokens as `width` bytes each; every id of a store fits, since its widths go by the largest.
+pub(super) fn put(file: &mut Whole, tokens: &[u32], width: u64, raw: &mut Vec<u8>) -> Result<()> {
+    raw.clear();
+    if width == 2 {
+        raw.extend(tokens.iter().flat_map(|id| (*id as u16).to_le_bytes()));
+    } else {
+        raw.extend(tokens.iter().flat_map(|id| id.to_le_bytes()));
+    }
+    file.put(raw)
 }
 
 /// The fault of a token that the named tokenizer cannot have made.

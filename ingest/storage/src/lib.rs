@@ -16,7 +16,9 @@
 
 mod cache;
 mod client;
+pub mod crash;
 pub mod publish;
+pub mod staging;
 
 use std::path::Path;
 

@@ -20,7 +20,7 @@
 #![forbid(unsafe_code)]
 
 mod check;
-pub mod direct;
+pub mod disk;
 pub mod documents;
 pub mod far;
 pub mod folder;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use crate::check;
 use crate::far;
 use crate::folder::StoreFile;
-use crate::{FORMAT, Manifest, Split, write};
+use crate::{FORMAT, Manifest, Split, disk};
 use contract::{Digest, Fault, Result};
 
 /// The manifest's name.
@@ -39,8 +39,18 @@ pub fn commit(store: &Path, manifest: &Manifest) -> Result<()> {
         .map_err(|error| Fault::bug(format!("a manifest cannot be written: {error}")))?;
     bytes.push(b'\n');
     let sum = format!("{}\n", Digest::of_bytes(&bytes));
-    write::write_whole(&store.join(MANIFEST_SUM), sum.as_bytes())?;
-    write::write_whole(&store.join(MANIFEST), &bytes)
+    disk::write_whole(&store.join(MANIFEST_SUM), sum.as_bytes())?;
+    disk::write_whole(&store.join(MANIFEST), &bytes).map(drop)
+}
+
+/// Removes what the making of a store leaves in it, also where the run before was killed between its last two acts.
+pub fn finish(store: &Path) -> Result<()> {
+    let folder = store.join(BUILD_FOLDER);
+    if !folder.exists() {
+        return Ok(());
+    }
+    disk::remove(&folder)?;
+    disk::sync_folder(store)
 }
 
 /// Reads the manifest of the store at `store` and checks that it is whole, of this format, and possible: whatever

@@ -4,8 +4,6 @@
 //! Invariant: equal documents in equal order give equal bytes; neither clock, thread nor path of the machine enters.
 
 use std::error::Error;
-use std::fs::{self, File};
-use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -15,15 +13,14 @@ use arrow::ipc::writer::{FileWriter, IpcWriteOptions};
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::properties::WriterProperties;
-use xxhash_rust::xxh3::Xxh3;
 
-use crate::direct::DirectFile;
+use crate::disk::{Whole, sync_folder};
 use crate::{
     BLOCK_STARTS, BLOCK_TOKENS, DocumentRecord, FileRecord, HEAD_BYTES, ShardRecord, Split,
 };
 use contract::digest::block_sum;
 use contract::fault::io_cause;
-use contract::{Digest, Fault, Result};
+use contract::{Fault, Result};
 
 /// Rows in a row group of `documents-*.parquet`.
 pub const ROW_GROUP_DOCUMENTS: usize = 65_536;
@@ -153,76 +150,6 @@ pub fn document_schema() -> SchemaRef {
     ]))
 }
 
-/// A file under construction that knows its size and digest.
-struct Sink {
-    path: PathBuf,
-    file: DirectFile,
-    hash: Box<Xxh3>,
-    bytes: u64,
-}
-
-impl Sink {
-    fn create(path: &Path) -> Result<Self> {
-        let temporary = temporary(path);
-        let file =
-            DirectFile::create(&temporary).map_err(|e| Fault::io("create", &temporary, &e))?;
-        Ok(Sink { path: path.to_owned(), file, hash: Box::new(Xxh3::new()), bytes: 0 })
-    }
-
-    fn commit(self) -> Result<FileRecord> {
-        let temporary = temporary(&self.path);
-        let fault = |error: &io::Error| Fault::io("write", &temporary, error);
-        self.file.finish().map_err(|error| fault(&error))?;
-        fs::rename(&temporary, &self.path).map_err(|error| fault(&error))?;
-        let name = self.path.file_name().map(|name| name.to_string_lossy().into_owned());
-        Ok(FileRecord {
-            name: name.ok_or_else(|| Fault::bug("a store file has no name"))?,
-            bytes: self.bytes,
-            digest: Digest(self.hash.digest128()),
-        })
-    }
-}
-
-impl Write for Sink {
-    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
-        self.write_all(buffer)?;
-        Ok(buffer.len())
-    }
-
-    fn write_all(&mut self, buffer: &[u8]) -> io::Result<()> {
-        self.file.write_all(buffer)?;
-        self.hash.update(buffer);
-        self.bytes += buffer.len() as u64;
-        Ok(())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.file.flush()
-    }
-}
-
-/// The name of a file that is not whole yet.
-pub fn temporary(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(".tmp");
-    PathBuf::from(name)
-}
-
-/// Makes renames in `folder` survive a power cut.
-pub fn sync_folder(folder: &Path) -> Result<()> {
-    File::open(folder)
-        .and_then(|folder| folder.sync_all())
-        .map_err(|error| Fault::io("write", folder, &error))
-}
-
-/// Writes `bytes` to `path`: whole or not at all.
-pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
-    let mut sink = Sink::create(path)?;
-    sink.write_all(bytes).map_err(|error| Fault::io("write", &temporary(path), &error))?;
-    sink.commit()?;
-    path.parent().map_or(Ok(()), sync_folder)
-}
-
 /// The fault behind an error of a format library: the machine's, if an I/O error is at its root.
 fn library_fault(path: &Path, error: &(dyn Error + 'static)) -> Fault {
     match io_cause(error) {
@@ -233,7 +160,7 @@ fn library_fault(path: &Path, error: &(dyn Error + 'static)) -> Fault {
 
 /// An Arrow IPC file whose blocks lie at offsets that division finds.
 struct BlockFile {
-    writer: FileWriter<Sink>,
+    writer: FileWriter<Whole>,
     schema: SchemaRef,
     block_bytes: u64,
     blocks: u64,
@@ -243,18 +170,18 @@ impl BlockFile {
     fn create(path: &Path, schema: SchemaRef, block_bytes: u64) -> Result<Self> {
         // Version 5 messages, aligned to 64 bytes, uncompressed.
         let options = IpcWriteOptions::default();
-        let writer = FileWriter::try_new_with_options(Sink::create(path)?, &schema, options)
+        let writer = FileWriter::try_new_with_options(Whole::create(path)?, &schema, options)
             .map_err(|error| library_fault(path, &error))?;
         Ok(BlockFile { writer, schema, block_bytes, blocks: 0 })
     }
 
     fn write(&mut self, column: ArrayRef) -> Result<()> {
         let sink = self.writer.get_ref();
-        let (path, wanted) = (sink.path.clone(), block_offset(self.block_bytes, self.blocks));
-        if sink.bytes + HEAD_BYTES != wanted {
+        let (path, wanted) = (sink.path().to_owned(), block_offset(self.block_bytes, self.blocks));
+        if sink.bytes() + HEAD_BYTES != wanted {
             return Err(Fault::bug("a block does not lie where division finds it")
                 .at(path.display().to_string())
-                .found(sink.bytes)
+                .found(sink.bytes())
                 .wanted(wanted - HEAD_BYTES));
         }
         let batch = RecordBatch::try_new(self.schema.clone(), vec![column]);
@@ -266,7 +193,7 @@ impl BlockFile {
     }
 
     fn commit(mut self) -> Result<FileRecord> {
-        let path = self.writer.get_ref().path.clone();
+        let path = self.writer.get_ref().path().to_owned();
         self.writer.finish().map_err(|error| library_fault(&path, &error))?;
         self.writer.into_inner().map_err(|error| library_fault(&path, &error))?.commit()
     }
@@ -279,7 +206,7 @@ pub const fn block_offset(block_bytes: u64, block: u64) -> u64 {
 
 struct TokenFile {
     file: BlockFile,
-    sums: Sink,
+    sums: Whole,
     open: Vec<u32>,
     token_bytes: u32,
     written: u64,
@@ -290,7 +217,7 @@ impl TokenFile {
         let block_bytes = BLOCK_TOKENS * u64::from(token_bytes);
         Ok(TokenFile {
             file: BlockFile::create(path, token_schema(token_bytes), block_bytes)?,
-            sums: Sink::create(sums)?,
+            sums: Whole::create(sums)?,
             open: Vec::with_capacity(BLOCK_TOKENS as usize),
             token_bytes,
             written: 0,
@@ -327,8 +254,7 @@ impl TokenFile {
             (Arc::new(column), sum)
         };
         self.file.write(column)?;
-        let path = temporary(&self.sums.path);
-        self.sums.write_all(&sum.to_le_bytes()).map_err(|error| Fault::io("write", &path, &error))
+        self.sums.put(&sum.to_le_bytes())
     }
 
     fn finish(mut self) -> Result<(FileRecord, FileRecord)> {
@@ -371,7 +297,7 @@ impl StartFile {
 }
 
 struct DocumentFile {
-    writer: ArrowWriter<Sink>,
+    writer: ArrowWriter<Whole>,
     path: PathBuf,
     source: String,
     split: Split,
@@ -386,8 +312,9 @@ impl DocumentFile {
             .set_compression(Compression::ZSTD(level))
             .set_max_row_group_row_count(Some(ROW_GROUP_DOCUMENTS))
             .build();
-        let writer = ArrowWriter::try_new(Sink::create(path)?, document_schema(), Some(properties))
-            .map_err(|error| library_fault(path, &error))?;
+        let writer =
+            ArrowWriter::try_new(Whole::create(path)?, document_schema(), Some(properties))
+                .map_err(|error| library_fault(path, &error))?;
         Ok(DocumentFile {
             writer,
             path: path.to_owned(),

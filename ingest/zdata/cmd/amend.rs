@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::fs;
-use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Ratio, Result};
@@ -11,8 +11,8 @@ use curriculum::{AddedStore, Amendment};
 use loader::{Opened, Stores};
 use mixer::Plan;
 use serde::Serialize;
-use store::far;
 use store::{Split, Store};
+use store::{disk, far};
 
 use super::output;
 
@@ -246,23 +246,13 @@ fn appended(text: &str, amendment: &str, found: &[Found]) -> String {
 
 /// Puts `after` in the place of a file that still says `before`; whole at any moment.
 fn replace(path: &Path, before: &str, after: &str) -> Result<()> {
-    let scratch = path.with_extension("amended.partial");
-    let io = |what: &'static str, path: &Path| {
-        let path = path.to_owned();
-        move |error: std::io::Error| Fault::io(what, &path, &error)
-    };
-    let mut file = fs::File::create(&scratch).map_err(io("create", &scratch))?;
-    let written = file.write_all(after.as_bytes()).and_then(|()| file.sync_all());
-    let mode = fs::metadata(path).and_then(|it| fs::set_permissions(&scratch, it.permissions()));
-    written.and(mode).map_err(io("write", &scratch))?;
-    let now = fs::read_to_string(path).map_err(io("read", path))?;
+    let now = fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;
     if now != before {
-        let _ = fs::remove_file(&scratch);
         return Err(Fault::usage("the file was edited meanwhile: nothing was written")
             .at(path.display().to_string())
             .hint("amend it again"));
     }
-    fs::rename(&scratch, path).map_err(io("rename to", path))
+    disk::write_whole(path, after.as_bytes()).map(drop)
 }
 
 impl Proof {

@@ -11,7 +11,7 @@ use ingest::tokenize::Engine;
 use ingest::{Corpus, Outcome, inspect};
 use storage::publish;
 use store::far;
-use store::{Manifest, open};
+use store::{Manifest, disk, open};
 
 use super::output;
 
@@ -119,7 +119,7 @@ fn far_build(
     // What lies here is the only whole copy until every byte of the other one was read again.
     let found = ingest::verify::verify(url, false)?;
     store::verify::fault(url, &found.damages).map_or(Ok(()), Err)?;
-    std::fs::remove_dir_all(&scratch).map_err(|error| Fault::io("remove", &scratch, &error))?;
+    disk::remove(&scratch)?;
     Ok(manifest)
 }
 
@@ -176,7 +176,7 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
     let manifest = open::manifest(args.out())?;
     plan.close()?;
     if args.work.is_none() {
-        std::fs::remove_dir_all(&work).map_err(|error| Fault::io("remove", &work, &error))?;
+        disk::remove(&work)?;
     }
     Ok(manifest)
 }

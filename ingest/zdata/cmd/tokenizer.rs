@@ -1,7 +1,5 @@
 //! `zdata tokenizer train`.
 
-use std::fs::{self, File};
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::thread;
 
@@ -9,6 +7,7 @@ use contract::{Fault, Identity, Ratio, Result, note};
 use ingest::Corpus;
 use ingest::tokenize::train::{Options, Request, Trained, train};
 use serde_json::json;
+use store::disk;
 
 use super::output;
 
@@ -62,21 +61,8 @@ pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
     let options = Options { workers: args.workers.unwrap_or(cores), quiet };
     let request = Request { vocab: args.vocab, special: args.special, sample: args.sample };
     let trained = train(&corpus, &request, options)?;
-    write(&args.out, &trained.bytes)?;
+    disk::write_whole(&args.out, &trained.bytes)?;
     tell(&args.out, &request, &trained, args.json)
-}
-
-/// Writes a file whole or not at all.
-fn write(path: &Path, bytes: &[u8]) -> Result<()> {
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(".part");
-    let part = path.with_file_name(name);
-    let written = File::create(&part).and_then(|mut file| {
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        fs::rename(&part, path)
-    });
-    written.map_err(|error| Fault::io("write", path, &error))
 }
 
 fn tell(path: &Path, request: &Request, trained: &Trained, json: bool) -> Result<()> {

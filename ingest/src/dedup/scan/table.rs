@@ -4,13 +4,14 @@
 //! (and `8 * bands` bytes on the disk while the scan runs; 20 in memory while one band is decided).
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{BufReader, BufWriter, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
-use contract::{Digest, Fault, Result};
+use contract::{Fault, Result};
 use rayon::slice::ParallelSliceMut as _;
-use store::{FileRecord, write};
+use store::FileRecord;
+use store::disk::{self, Output};
 
 use crate::corpus::Corpus;
 use crate::dedup::minhash::Components;
@@ -32,7 +33,7 @@ struct Start {
 enum Column {
     Exact(Vec<exact::Entry>),
     Texts(Texts),
-    Near { documents: Vec<u32>, bands: Vec<(PathBuf, BufWriter<File>)> },
+    Near { documents: Vec<u32>, bands: Vec<(PathBuf, BufWriter<Output>)> },
 }
 
 /// What is known of every record with a text.
@@ -63,9 +64,8 @@ impl Table {
                 Step::Compare(Compare::Near(near)) => {
                     let create = |band: u64| {
                         let path = spill(scratch, *number, band);
-                        let file = File::create(&path);
-                        let file = file.map_err(|error| Fault::io("create", &path, &error))?;
-                        Ok((path, BufWriter::new(file)))
+                        let file = BufWriter::new(Output::create(&path)?);
+                        Ok((path, file))
                     };
                     let bands = (0..near.bands).map(create).collect::<Result<_>>()?;
                     Column::Near { documents: Vec::new(), bands }
@@ -183,7 +183,7 @@ impl Table {
     fn near(
         &self,
         documents: Vec<u32>,
-        bands: Vec<(PathBuf, BufWriter<File>)>,
+        bands: Vec<(PathBuf, BufWriter<Output>)>,
         (number, across): (usize, bool),
     ) -> Result<Vec<(u32, u32)>> {
         let mut components = Components::new(self.at.len() as u32);
@@ -265,8 +265,6 @@ fn spill(scratch: &Path, number: usize, band: u64) -> PathBuf {
 /// Writes a list into a source's folder.
 fn list(store: &Path, source: &str, name: &str, bytes: &[u8]) -> Result<FileRecord> {
     let folder = store.join(source);
-    fs::create_dir_all(&folder).map_err(|error| Fault::io("create", &folder, &error))?;
-    write::write_whole(&folder.join(name), bytes)?;
-    let (bytes, digest) = (bytes.len() as u64, Digest::of_bytes(bytes));
-    Ok(FileRecord { name: name.to_owned(), bytes, digest })
+    disk::create_folder(&folder)?;
+    disk::write_whole(&folder.join(name), bytes)
 }

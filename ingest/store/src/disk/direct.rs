@@ -9,6 +9,8 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
+use super::{Act, admit, note, synced};
+
 /// Bytes written at once; a file that is smaller is written as usual.
 const PIECE_BYTES: usize = 1 << 20;
 
@@ -16,7 +18,7 @@ const PIECE_BYTES: usize = 1 << 20;
 const ALIGNMENT: usize = 4096;
 
 /// A file being written, front to back.
-pub struct DirectFile {
+pub(super) struct DirectFile {
     path: PathBuf,
     file: File,
     /// Whether `file` takes aligned pieces only.
@@ -33,16 +35,32 @@ pub struct DirectFile {
 
 impl DirectFile {
     /// Begins the file at `path`, emptying one that is there.
-    pub fn create(path: &Path) -> io::Result<Self> {
+    pub(super) fn create(path: &Path) -> io::Result<Self> {
         let file = File::create(path)?;
+        note(|| Act::Create(path.to_owned()));
         let buffer = vec![0; PIECE_BYTES + ALIGNMENT];
         let aligned = buffer.as_ptr().align_offset(ALIGNMENT);
         let path = path.to_owned();
         Ok(DirectFile { path, file, direct: false, buffer, aligned, waiting: 0, written: 0 })
     }
 
+    /// Hands all bytes so far to the system, so that they can be read; the rest is written as usual.
+    pub(super) fn settle(&mut self) -> io::Result<()> {
+        if self.direct {
+            self.go_on_as_usual()?;
+        }
+        self.write_out()
+    }
+
+    fn go_on_as_usual(&mut self) -> io::Result<()> {
+        self.file = OpenOptions::new().write(true).open(&self.path)?;
+        self.file.seek(SeekFrom::Start(self.written))?;
+        self.direct = false;
+        Ok(())
+    }
+
     /// Ends the file; its bytes are on the disk.
-    pub fn finish(mut self) -> io::Result<()> {
+    pub(super) fn finish(&mut self) -> io::Result<()> {
         let end = self.written + self.waiting as u64;
         if self.direct {
             let whole = self.waiting.next_multiple_of(ALIGNMENT);
@@ -52,26 +70,28 @@ impl DirectFile {
         self.write_out()?;
         if self.written > end {
             self.file.set_len(end)?;
+            note(|| Act::SetLength(self.path.clone(), end));
         }
-        self.file.sync_all()
+        synced(&self.file, || Act::Sync(self.path.clone()))
     }
 
     fn write_out(&mut self) -> io::Result<()> {
         let mut from = 0;
         while from < self.waiting {
             let piece = &self.buffer[self.aligned + from..self.aligned + self.waiting];
+            admit(&self.path, piece)?;
             match self.file.write(piece) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(taken) => {
+                    let bytes = || piece[..taken].to_vec();
+                    note(|| Act::Write(self.path.clone(), self.written, bytes()));
                     from += taken;
                     self.written += taken as u64;
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 // Opened for direct writes, and refused one after all, or took a piece that leaves an odd rest.
                 Err(error) if self.direct && error.kind() == io::ErrorKind::InvalidInput => {
-                    self.file = OpenOptions::new().write(true).open(&self.path)?;
-                    self.file.seek(SeekFrom::Start(self.written))?;
-                    self.direct = false;
+                    self.go_on_as_usual()?;
                 }
                 Err(error) => return Err(error),
             }

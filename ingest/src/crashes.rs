@@ -1,0 +1,167 @@
+//! Fear: that a loss of power leaves a folder that is called a store and is none, or one that nothing can go on with;
+//! and that a full disk does.
+//!
+//! Each writer runs once with every act on the disk recorded; then again on what crashes may have left of its folder,
+//! and must end with the very bytes of the run that nothing disturbed.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use contract::{Class, Ratio, Result};
+use storage::crash::{Recording, Tree, tree};
+use store::disk::watch;
+use store::open;
+
+use crate::build::build;
+use crate::corpus::Corpus;
+use crate::engine::{Plan, Runner, Stage, decide, merge, plan};
+use crate::interop::Peer;
+use crate::interop::export::{Export, NOTE, export};
+use crate::interop::import::{Import, Part, import};
+use crate::testing::{Workbench, options};
+use crate::verify::verify;
+
+/// States of each writer that are tried.
+const STATES: usize = 80;
+
+/// Steps that survey, change and judge.
+const STEPS: &str = "
+[[prepare]]
+step = \"exact-duplicates\"
+[[prepare]]
+step = \"near-duplicates\"
+sources = [\"web\"]
+words = 3
+bands = 2
+rows = 4
+[[prepare]]
+step = \"length\"
+min_words = 3
+";
+
+/// What lies in `folder/name`.
+fn part(folder: &Path, name: &str) -> Tree {
+    tree(folder).into_iter().filter(|(path, _)| path.starts_with(name)).collect()
+}
+
+/// Runs a writer of `folder/name`; then again after crashes, and on a full disk.
+fn survives(
+    folder: &Path,
+    name: &str,
+    run: impl Fn() -> Result<()>,
+    is_whole: impl Fn(&Path) -> bool,
+) {
+    fs::create_dir_all(folder).unwrap();
+    let (recording, ran) = Recording::of(folder, &run);
+    ran.unwrap();
+    let wanted = part(folder, name);
+    assert!(is_whole(&folder.join(name)) && recording.acts() > 20);
+    let is_as_wanted = || {
+        run().unwrap();
+        let found = part(folder, name);
+        let paths = wanted.keys().chain(found.keys());
+        let other: Vec<_> = paths.filter(|path| wanted.get(*path) != found.get(*path)).collect();
+        assert!(other.is_empty(), "not what an undisturbed run leaves: {other:?}");
+        assert!(!folder.join(format!("{name}.partial")).exists());
+    };
+    let (mut whole, mut begun) = (0, 0);
+    recording.each(STATES, |_| {
+        let count = if is_whole(&folder.join(name)) { &mut whole } else { &mut begun };
+        *count += 1;
+        is_as_wanted();
+    });
+    assert!(whole > 0 && begun > 10, "{whole} whole and {begun} begun");
+    for room in (0..6).map(|share| recording.bytes() * share / 6) {
+        fs::remove_dir_all(folder).unwrap();
+        fs::create_dir(folder).unwrap();
+        let full = watch(folder, room);
+        let fault = run().unwrap_err();
+        assert_eq!(fault.class(), Class::Machine, "{fault}");
+        assert!(!fault.to_string().contains("goes on"), "{fault}");
+        assert!(!folder.join(format!("{name}.partial")).exists(), "{fault}");
+        drop(full);
+        let _watch = watch(folder, u64::MAX);
+        is_as_wanted();
+    }
+}
+
+/// Whether a folder is called a store: then it has to be one.
+fn is_store(store: &Path) -> bool {
+    let is_store = store.join(open::MANIFEST).exists();
+    if is_store {
+        assert_eq!(verify(store, true).unwrap().damages, []);
+    }
+    is_store
+}
+
+fn corpus(bench: &Workbench) -> Corpus {
+    let text = fs::read_to_string(bench.corpus("shard_tokens = 400")).unwrap();
+    Corpus::read(&bench.write("corpus.toml", text + STEPS)).unwrap()
+}
+
+#[test]
+fn a_build_survives_crashes() {
+    let bench = Workbench::new(24);
+    let (corpus, folder) = (corpus(&bench), bench.path("place"));
+    let run = || build(&corpus, &folder.join("deep/store"), options(1)).map(drop);
+    survives(&folder, "deep/store", run, is_store);
+}
+
+/// Runs what is missing of a plan, and merges.
+fn by_tasks(corpus: &Corpus, work: &Path, store: &Path) -> Result<()> {
+    let plan: Plan = plan(corpus, work, 1)?;
+    let runner = Runner::new(&plan, 1)?;
+    for stage in [Stage::Scan, Stage::Encode] {
+        for task in plan.missing(stage)? {
+            runner.run(stage, task)?;
+        }
+        decide(&plan)?;
+    }
+    merge(&plan, store).map(drop)
+}
+
+#[test]
+fn tasks_and_their_merge_survive_crashes() {
+    let bench = Workbench::new(24);
+    let (corpus, folder) = (corpus(&bench), bench.path("place"));
+    let run = || by_tasks(&corpus, &folder.join("work"), &folder.join("store"));
+    survives(&folder, "store", run, is_store);
+}
+
+fn exported(bench: &Workbench, peer: Peer) -> PathBuf {
+    let folder = bench.path(peer.name());
+    let request = Export {
+        store: bench.path("store"),
+        out: folder.join("out"),
+        peer,
+        source: None,
+        split: None,
+        quiet: true,
+    };
+    survives(&folder, "out", || export(&request).map(drop), |out| out.join(NOTE).exists());
+    folder.join("out")
+}
+
+#[test]
+fn exports_and_imports_survive_crashes() {
+    let bench = Workbench::new(24);
+    build(&corpus(&bench), &bench.path("store"), options(1)).unwrap();
+    let outs = Peer::ALL.map(|peer| exported(&bench, peer));
+    let folder = bench.path("imported");
+    let part = Part { source: "web".to_owned(), path: outs[0].join("web"), held_out: false };
+    let request = Import {
+        store: folder.join("store"),
+        peer: Peer::Megatron,
+        tokenizer: bench.path("tokenizer.json"),
+        parts: vec![part],
+        width: None,
+        begin: None,
+        end: None,
+        column: String::new(),
+        validation: Ratio::new(1, 7),
+        unit: 64,
+        shard_tokens: 100,
+        quiet: true,
+    };
+    survives(&folder, "store", || import(&request).map(drop), is_store);
+}

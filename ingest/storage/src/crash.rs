@@ -1,0 +1,221 @@
+//! What a loss of power may leave of a folder: for tests of whatever writes through [`crate::disk`].
+//!
+//! A recording holds what was in the folder and every act since. A crash after the first n acts leaves
+//!
+//! - of a file: the bytes that were synced; of every write or change of length since, all, nothing, a beginning, or
+//!   zeros of the right length, each by itself;
+//! - of a folder: the names as they were when it was synced; every name made, moved or taken away since, or not, each
+//!   by itself and whatever became of the bytes. A file that is synced has no name for that.
+//!
+//! That is less than any file system in use gives, so what survives here survives there.
+
+mod disk;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use contract::{Digest, Hasher, Key, Purpose, draw};
+use store::disk::{Act, watch};
+
+use self::disk::Disk;
+
+/// What lies below a folder: folders have no bytes.
+pub type Tree = BTreeMap<PathBuf, Option<Vec<u8>>>;
+
+/// A folder as it was, and every act on it since.
+pub struct Recording {
+    folder: PathBuf,
+    before: Tree,
+    acts: Vec<Act>,
+}
+
+/// What becomes of the acts that were not synced.
+#[derive(Clone, Copy, Debug)]
+enum Loss {
+    /// Nothing of them is left.
+    All,
+    /// All of them are: a kill, not a crash.
+    Nothing,
+    /// Names are left, bytes are not.
+    Bytes,
+    /// Names are left and lengths, with zeros.
+    Zeros,
+    /// Bytes are left, names are not.
+    Names,
+    /// Each by itself, drawn.
+    Drawn(u64),
+}
+
+/// What a crash left.
+pub struct State {
+    /// After which act, and what was lost.
+    pub told: String,
+    /// How many acts came after it.
+    pub later: usize,
+    /// What lies in the folder.
+    pub tree: Tree,
+}
+
+impl Recording {
+    /// Records what `run` does in `folder`. Panics if a file or folder came about there that no act accounts for: whoever
+    /// writes past the door is found out.
+    pub fn of<T>(folder: &Path, run: impl FnOnce() -> T) -> (Self, T) {
+        let before = tree(folder);
+        let watch = watch(folder, u64::MAX);
+        let result = run();
+        let recording = Recording { folder: folder.to_owned(), before, acts: watch.acts() };
+        let told = recording.after(recording.acts.len(), Loss::Nothing);
+        let there = tree(folder);
+        let differ = |path: &&PathBuf| told.get(*path) != there.get(*path);
+        let past: Vec<_> = told.keys().chain(there.keys()).filter(differ).collect();
+        assert!(past.is_empty(), "written past the door: {past:?}");
+        (recording, result)
+    }
+
+    /// How many acts there were.
+    pub fn acts(&self) -> usize {
+        self.acts.len()
+    }
+
+    /// How many bytes were written.
+    pub fn bytes(&self) -> u64 {
+        let written = |act: &Act| if let Act::Write(_, _, bytes) = act { bytes.len() } else { 0 };
+        self.acts.iter().map(|act| written(act) as u64).sum()
+    }
+
+    /// About `most` different states that a crash may leave: of those after every change of a name and every sync, and
+    /// just before it, as many as are drawn, and all at the end.
+    pub fn states(&self, most: usize) -> Vec<State> {
+        let mut found: BTreeMap<Digest, State> = BTreeMap::new();
+        let names = |act: &Act| !matches!(act, Act::Write(..) | Act::Create(_));
+        let near = |at: usize| self.acts[at.saturating_sub(1)..].iter().take(2).any(names);
+        for at in (0..=self.acts.len()).filter(|at| near(*at)) {
+            let drawn = (0..3).map(|turn| Loss::Drawn(3 * at as u64 + turn));
+            let plain = [Loss::All, Loss::Nothing, Loss::Bytes, Loss::Zeros, Loss::Names];
+            for loss in plain.into_iter().chain(drawn) {
+                let tree = self.after(at, loss);
+                let last = at.checked_sub(1).map(|last| shown(&self.acts[last]));
+                let told = format!("after act {at} ({}): {loss:?}", last.unwrap_or_default());
+                let later = self.acts.len() - at;
+                found.insert(digest(&tree), State { told, later, tree });
+            }
+        }
+        // Sorted by what they are, they lie as good as drawn.
+        let step = found.len().div_ceil(most.max(1)).max(1);
+        let drawn = |(at, state): &(usize, State)| at % step == 0 || state.later < 8;
+        found.into_values().enumerate().filter(drawn).map(|(_, state)| state).collect()
+    }
+
+    /// Makes the folder what each of about `most` states left of it, in turn, and has it checked. Nothing is really
+    /// synced meanwhile.
+    pub fn each(&self, most: usize, mut check: impl FnMut(&State)) {
+        for state in self.states(most) {
+            let _naming = Naming(&state.told);
+            state.put(&self.folder);
+            let _watch = watch(&self.folder, u64::MAX);
+            check(&state);
+        }
+    }
+
+    /// What is left of the first `acts` acts.
+    fn after(&self, acts: usize, loss: Loss) -> Tree {
+        let mut disk = Disk::new(&self.before);
+        self.acts[..acts].iter().for_each(|act| disk.act(act, &self.folder));
+        let key = |turn| Key::from_seed(turn);
+        let coin = |number: usize, sides: u64| match loss {
+            Loss::Drawn(turn) => draw(key(turn), Purpose::Generate, number as u64) % sides,
+            _ => 0,
+        };
+        let name = |number: usize| match loss {
+            Loss::All | Loss::Names => false,
+            Loss::Nothing | Loss::Bytes | Loss::Zeros => true,
+            Loss::Drawn(_) => coin(number, 2) == 0,
+        };
+        let bytes = |number: usize| match loss {
+            Loss::All | Loss::Bytes => disk::Left::Nothing,
+            Loss::Nothing | Loss::Names => disk::Left::All,
+            Loss::Zeros => disk::Left::Zeros,
+            Loss::Drawn(_) => match coin(number, 4) {
+                0 => disk::Left::All,
+                1 => disk::Left::Nothing,
+                2 => disk::Left::Zeros,
+                _ => disk::Left::Share(coin(number, 1 << 10)),
+            },
+        };
+        disk.left(name, bytes)
+    }
+}
+
+impl State {
+    /// Makes `folder` what a crash left of it.
+    pub fn put(&self, folder: &Path) {
+        let put = || -> io::Result<()> {
+            fs::remove_dir_all(folder)?;
+            fs::create_dir(folder)?;
+            for (name, bytes) in &self.tree {
+                match bytes {
+                    None => fs::create_dir(folder.join(name))?,
+                    Some(bytes) => fs::write(folder.join(name), bytes)?,
+                }
+            }
+            Ok(())
+        };
+        put().unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    }
+}
+
+/// Names the state in hand if its check panics.
+struct Naming<'a>(&'a str);
+
+impl Drop for Naming<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("the state {}", self.0);
+        }
+    }
+}
+
+/// What lies below `folder`.
+pub fn tree(folder: &Path) -> Tree {
+    fn walk(folder: &Path, root: &Path, found: &mut Tree) -> io::Result<()> {
+        for entry in fs::read_dir(folder)? {
+            let path = entry?.path();
+            let is_folder = path.is_dir();
+            let bytes = if is_folder { None } else { Some(fs::read(&path)?) };
+            found.insert(path.strip_prefix(root).unwrap_or(&path).to_owned(), bytes);
+            if is_folder {
+                walk(&path, root, found)?;
+            }
+        }
+        Ok(())
+    }
+    let mut found = Tree::new();
+    walk(folder, folder, &mut found)
+        .unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    found
+}
+
+fn digest(tree: &Tree) -> Digest {
+    let mut hasher = Hasher::new();
+    for (path, bytes) in tree {
+        hasher.bytes(path.as_os_str().as_encoded_bytes());
+        match bytes {
+            None => hasher.tag("folder"),
+            Some(bytes) => hasher.tag("file").bytes(bytes),
+        };
+    }
+    hasher.finish()
+}
+
+fn shown(act: &Act) -> String {
+    match act {
+        Act::Write(path, at, bytes) => {
+            format!("{} bytes at {at} of {}", bytes.len(), path.display())
+        }
+        act => format!("{act:?}"),
+    }
+}

@@ -1,0 +1,97 @@
+//! A folder that appears whole or not at all: it is made beside its place and renamed there.
+//!
+//! `OUT.partial` carries a mark, so that clearing what a killed run left never clears what somebody else put there; it
+//! is locked, so that two runs for one place do not meet. A run that fails takes it away again.
+
+use std::path::{Path, PathBuf};
+
+use contract::{Fault, Result};
+use store::disk::{self, Lock, entries, folder_of};
+use store::open;
+
+/// The file in [`open::BUILD_FOLDER`] that says whose folder this is.
+const MARK: &str = "staging";
+
+/// A folder under construction.
+pub struct Staging {
+    target: PathBuf,
+    path: PathBuf,
+    committed: bool,
+    _lock: Lock,
+}
+
+impl Staging {
+    /// Begins `target`, which must not exist or be an empty folder.
+    pub fn begin(target: &Path) -> Result<Self> {
+        refuse_taken(target)?;
+        let name = target.file_name().ok_or_else(|| {
+            Fault::usage("this is not a name for a new folder").at(target.display().to_string())
+        })?;
+        let mut name = name.to_owned();
+        name.push(".partial");
+        let path = target.with_file_name(name);
+        disk::create_folder(&path)?;
+        let lock = disk::lock(&path)?;
+        clear(&path)?;
+        let mark = path.join(open::BUILD_FOLDER).join(MARK);
+        let staging = Staging { target: target.to_owned(), path, committed: false, _lock: lock };
+        disk::create_folder(folder_of(&mark))?;
+        disk::write_whole(&mark, b"zdata\n")?;
+        Ok(staging)
+    }
+
+    /// Where to write.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Puts the folder in its place. Every file in it must be on the disk.
+    pub fn commit(mut self) -> Result<()> {
+        disk::sync_folders(&self.path)?;
+        refuse_taken(&self.target)?;
+        disk::rename(&self.path, &self.target)
+            .map_err(|error| Fault::io("create", &self.target, &error))?;
+        self.committed = true;
+        // Before the mark goes: a folder without one must not be found under the name of a partial one.
+        disk::sync_folder(folder_of(&self.target))?;
+        open::finish(&self.target)
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        if !self.committed {
+            // The fault at hand says more than one about this folder, which the next run clears.
+            let _ = disk::remove(&self.path);
+        }
+    }
+}
+
+fn refuse_taken(target: &Path) -> Result<()> {
+    if !target.exists() {
+        return Ok(());
+    }
+    match entries(target)?.first().and_then(|entry| entry.file_name()) {
+        None => Ok(()),
+        Some(name) => Err(Fault::usage("this folder holds something else")
+            .at(target.display().to_string())
+            .found(name.to_string_lossy())
+            .wanted("a new or empty folder")
+            .hint("name another folder")),
+    }
+}
+
+/// Empties a folder that a killed run left, but for our mark; one without it must be empty.
+fn clear(path: &Path) -> Result<()> {
+    let (found, build) = (entries(path)?, path.join(open::BUILD_FOLDER));
+    // Killed while it wrote the mark: then nothing else is there.
+    if !build.join(MARK).is_file() && found.iter().any(|entry| *entry != build) {
+        return Err(Fault::usage("this folder is in the way, and is not a partial result of ours")
+            .at(path.display().to_string())
+            .hint("move it, or name another folder"));
+    }
+    let inside = if build.is_dir() { entries(&build)? } else { Vec::new() };
+    let ours = [build.join(MARK), build];
+    let mut others = found.iter().chain(&inside).filter(|entry| !ours.contains(entry));
+    others.try_for_each(|entry| disk::remove(entry))
+}

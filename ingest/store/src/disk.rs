@@ -1,0 +1,285 @@
+//! The one door through which the data side writes: every file and folder it makes, moves or removes.
+//!
+//! What a loss of power leaves is what was synced: the bytes of a file by syncing it, a name by syncing the folder that
+//! holds it. So a folder made here is synced into its parent at once, a file gets its name when it is whole
+//! ([`Whole`]), and whoever takes a name away or moves one says with [`sync_folder`] when that has to last.
+//!
+//! Tests [`watch`] a folder: they are told of every act below it, from which they make what a crash may leave, and may
+//! let the disk be full.
+
+mod direct;
+mod whole;
+
+use std::fs;
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use contract::{Fault, Result};
+
+pub use self::whole::{Whole, write_whole};
+
+/// One act on the disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Act {
+    /// A new, empty folder.
+    CreateFolder(PathBuf),
+    /// A file is new and empty, or emptied.
+    Create(PathBuf),
+    /// Bytes at an offset of a file.
+    Write(PathBuf, u64, Vec<u8>),
+    /// A file gets a length.
+    SetLength(PathBuf, u64),
+    /// The bytes of a file last.
+    Sync(PathBuf),
+    /// The names in a folder last.
+    SyncFolder(PathBuf),
+    /// A file or folder gets another name.
+    Rename(PathBuf, PathBuf),
+    /// A file gets a second name.
+    Link(PathBuf, PathBuf),
+    /// A file loses a name.
+    Remove(PathBuf),
+    /// An empty folder goes.
+    RemoveFolder(PathBuf),
+}
+
+impl Act {
+    fn path(&self) -> &Path {
+        match self {
+            Act::CreateFolder(path) | Act::Create(path) | Act::Write(path, _, _) => path,
+            Act::SetLength(path, _) | Act::Sync(path) | Act::SyncFolder(path) => path,
+            Act::Rename(path, _) | Act::Link(path, _) => path,
+            Act::Remove(path) | Act::RemoveFolder(path) => path,
+        }
+    }
+}
+
+/// A file that is written, or gone on with, under its own name.
+pub struct Output {
+    file: fs::File,
+    path: PathBuf,
+    at: u64,
+}
+
+impl Output {
+    /// A new file, or one that is emptied.
+    pub fn create(path: &Path) -> Result<Self> {
+        let file = fs::File::create(path).map_err(|error| Fault::io("create", path, &error))?;
+        note(|| Act::Create(path.to_owned()));
+        Ok(Output { file, path: path.to_owned(), at: 0 })
+    }
+
+    /// A file that is there, to be gone on with after its first `length` bytes; the others go.
+    pub fn go_on(path: &Path, length: u64) -> Result<Self> {
+        let fault = |error: &io::Error| Fault::io("write", path, error);
+        let file = fs::OpenOptions::new().append(true).open(path).map_err(|e| fault(&e))?;
+        file.set_len(length).map_err(|error| fault(&error))?;
+        note(|| Act::SetLength(path.to_owned(), length));
+        Ok(Output { file, path: path.to_owned(), at: length })
+    }
+
+    /// Makes the bytes so far last.
+    pub fn sync(&self) -> io::Result<()> {
+        synced(&self.file, || Act::Sync(self.path.clone()))
+    }
+}
+
+impl Write for Output {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        admit(&self.path, bytes)?;
+        let taken = self.file.write(bytes)?;
+        note(|| Act::Write(self.path.clone(), self.at, bytes[..taken].to_vec()));
+        self.at += taken as u64;
+        Ok(taken)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Makes a folder and those above it that are missing; their names last.
+pub fn create_folder(path: &Path) -> Result<()> {
+    if path.is_dir() {
+        return Ok(());
+    }
+    let above = folder_of(path);
+    if above != path {
+        create_folder(above)?;
+    }
+    match fs::create_dir(path) {
+        Ok(()) => {
+            note(|| Act::CreateFolder(path.to_owned()));
+        }
+        // Another process was faster.
+        Err(error) if error.kind() == ErrorKind::AlreadyExists && path.is_dir() => {}
+        Err(error) => return Err(Fault::io("create", path, &error)),
+    }
+    sync_folder(above)
+}
+
+/// The folder that holds the name of `path`.
+pub fn folder_of(path: &Path) -> &Path {
+    let above = path.parent().filter(|above| !above.as_os_str().is_empty());
+    above.unwrap_or(Path::new(if path.has_root() { "/" } else { "." }))
+}
+
+/// Makes the names in `folder` last.
+pub fn sync_folder(folder: &Path) -> Result<()> {
+    fs::File::open(folder)
+        .and_then(|open| synced(&open, || Act::SyncFolder(folder.to_owned())))
+        .map_err(|error| Fault::io("write", folder, &error))
+}
+
+/// Makes the names in `folder` and in all folders below last.
+pub fn sync_folders(folder: &Path) -> Result<()> {
+    for path in entries(folder)? {
+        if path.is_dir() && !path.is_symlink() {
+            sync_folders(&path)?;
+        }
+    }
+    sync_folder(folder)
+}
+
+/// The paths of what a folder holds, sorted.
+pub fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
+    let list = || -> io::Result<Vec<PathBuf>> {
+        fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect()
+    };
+    let mut paths = list().map_err(|error| Fault::io("list", folder, &error))?;
+    paths.sort();
+    Ok(paths)
+}
+
+/// Gives a file or folder another name, in the place of a file or an empty folder that has it.
+pub fn rename(from: &Path, to: &Path) -> io::Result<()> {
+    fs::rename(from, to)?;
+    note(|| Act::Rename(from.to_owned(), to.to_owned()));
+    Ok(())
+}
+
+/// Gives a file a second name, where there is none with that name.
+pub fn link(from: &Path, to: &Path) -> io::Result<()> {
+    fs::hard_link(from, to)?;
+    note(|| Act::Link(from.to_owned(), to.to_owned()));
+    Ok(())
+}
+
+/// Removes a file, or a folder with all that it holds; none is as good.
+pub fn remove(path: &Path) -> Result<()> {
+    let fault = |error: &io::Error| Fault::io("remove", path, error);
+    let removed = match fs::symlink_metadata(path) {
+        Ok(about) if about.is_dir() => {
+            entries(path)?.iter().try_for_each(|entry| remove(entry))?;
+            fs::remove_dir(path).map(|()| note(|| Act::RemoveFolder(path.to_owned())))
+        }
+        Ok(_) => fs::remove_file(path).map(|()| note(|| Act::Remove(path.to_owned()))),
+        Err(error) => Err(error),
+    };
+    match removed {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(fault(&error)),
+        _ => Ok(()),
+    }
+}
+
+/// A folder that is held against other writers, until this is dropped or the process dies.
+#[derive(Debug)]
+pub struct Lock {
+    _folder: fs::File,
+}
+
+/// Holds `folder`, which must exist.
+pub fn lock(folder: &Path) -> Result<Lock> {
+    let busy = || {
+        Fault::machine("another run is writing this folder")
+            .at(folder.display().to_string())
+            .hint("wait for it, or name another folder")
+    };
+    let open = fs::File::open(folder).map_err(|error| Fault::io("open", folder, &error))?;
+    match open.try_lock() {
+        Ok(()) => {}
+        Err(fs::TryLockError::WouldBlock) => return Err(busy()),
+        Err(fs::TryLockError::Error(error)) => return Err(Fault::io("lock", folder, &error)),
+    }
+    // The one before may have renamed it between our opening it and locking it.
+    let held = open.metadata().map_err(|error| Fault::io("read", folder, &error))?;
+    match fs::metadata(folder) {
+        Ok(there) if (there.ino(), there.dev()) == (held.ino(), held.dev()) => {
+            Ok(Lock { _folder: open })
+        }
+        _ => Err(busy()),
+    }
+}
+
+/// How many folders are watched: none but in tests.
+static WATCHED: AtomicUsize = AtomicUsize::new(0);
+
+static WATCHES: Mutex<Vec<Arc<Watched>>> = Mutex::new(Vec::new());
+
+/// A folder that is watched, what was done in it, and the bytes that it still takes.
+struct Watched {
+    folder: PathBuf,
+    acts: Mutex<Vec<Act>>,
+    room: Mutex<u64>,
+}
+
+/// Sees every act below a folder until it is dropped. Nothing there is really synced meanwhile, which saves tests time.
+pub struct Watch(Arc<Watched>);
+
+/// Watches `folder`, which takes `room` bytes until the disk is full: for tests.
+pub fn watch(folder: &Path, room: u64) -> Watch {
+    let (folder, acts, room) = (folder.to_owned(), Mutex::default(), Mutex::new(room));
+    let watched = Arc::new(Watched { folder, acts, room });
+    held(&WATCHES).push(Arc::clone(&watched));
+    WATCHED.fetch_add(1, Ordering::SeqCst);
+    Watch(watched)
+}
+
+impl Watch {
+    /// The acts so far.
+    pub fn acts(&self) -> Vec<Act> {
+        held(&self.0.acts).clone()
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        WATCHED.fetch_sub(1, Ordering::SeqCst);
+        held(&WATCHES).retain(|watched| !Arc::ptr_eq(watched, &self.0));
+    }
+}
+
+/// Tells whoever watches of an act that was done; whether somebody does.
+fn note(act: impl FnOnce() -> Act) -> bool {
+    if WATCHED.load(Ordering::SeqCst) == 0 {
+        return false;
+    }
+    let act = act();
+    let watches = held(&WATCHES);
+    let ours = watches.iter().filter(|watched| act.path().starts_with(&watched.folder));
+    ours.map(|watched| held(&watched.acts).push(act.clone())).count() > 0
+}
+
+/// Refuses `bytes` where a watched disk is full.
+fn admit(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    if WATCHED.load(Ordering::SeqCst) == 0 {
+        return Ok(());
+    }
+    for watched in held(&WATCHES).iter().filter(|watched| path.starts_with(&watched.folder)) {
+        let mut room = held(&watched.room);
+        *room = room.checked_sub(bytes.len() as u64).ok_or(ErrorKind::StorageFull)?;
+    }
+    Ok(())
+}
+
+/// Syncs what is open, or, where somebody watches, only says so.
+fn synced(open: &fs::File, act: impl FnOnce() -> Act) -> io::Result<()> {
+    if note(act) { Ok(()) } else { open.sync_all() }
+}
+
+fn held<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,123 @@
+//! A file that is there whole or not at all, and knows its size and digest.
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use contract::{Digest, Fault, Result};
+use xxhash_rust::xxh3::Xxh3;
+
+use super::direct::DirectFile;
+use super::{folder_of, remove, rename, sync_folder};
+use crate::FileRecord;
+
+/// A file under construction: under a temporary name until all its bytes are on the disk.
+pub struct Whole {
+    path: PathBuf,
+    file: DirectFile,
+    hash: Box<Xxh3>,
+    bytes: u64,
+    committed: bool,
+}
+
+impl Whole {
+    /// Begins the file that will be called `path`; its folder must exist.
+    pub fn create(path: &Path) -> Result<Self> {
+        let temporary = temporary(path);
+        let file =
+            DirectFile::create(&temporary).map_err(|e| Fault::io("create", &temporary, &e))?;
+        let (path, hash) = (path.to_owned(), Box::new(Xxh3::new()));
+        Ok(Whole { path, file, hash, bytes: 0, committed: false })
+    }
+
+    /// What it will be called.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Bytes so far.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// xxh3-128 of the bytes so far.
+    pub fn digest(&self) -> Digest {
+        Digest(self.hash.digest128())
+    }
+
+    /// Appends `bytes`.
+    pub fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        self.write_all(bytes).map_err(|error| self.fault(&error))
+    }
+
+    /// What is said of an error while the file is written.
+    pub fn fault(&self, error: &io::Error) -> Fault {
+        Fault::io("write", &temporary(&self.path), error)
+    }
+
+    /// Opens what was written so far for reading.
+    pub fn written(&mut self) -> Result<fs::File> {
+        let path = temporary(&self.path);
+        self.file.settle().map_err(|error| self.fault(&error))?;
+        fs::File::open(&path).map_err(|error| Fault::io("read", &path, &error))
+    }
+
+    /// Gives the file its name once its bytes are on the disk, and the mode of the one that it replaces. The name lasts
+    /// when its folder is synced.
+    pub fn commit(mut self) -> Result<FileRecord> {
+        let (temporary, digest) = (temporary(&self.path), self.digest());
+        if let Ok(there) = fs::metadata(&self.path) {
+            let kept = fs::set_permissions(&temporary, there.permissions());
+            kept.map_err(|error| self.fault(&error))?;
+        }
+        let finished = self.file.finish().and_then(|()| rename(&temporary, &self.path));
+        finished.map_err(|error| self.fault(&error))?;
+        self.committed = true;
+        let name = self.path.file_name().map(|name| name.to_string_lossy().into_owned());
+        let name = name.ok_or_else(|| Fault::bug("a file without a name was written"))?;
+        Ok(FileRecord { name, bytes: self.bytes, digest })
+    }
+}
+
+impl Drop for Whole {
+    fn drop(&mut self) {
+        if !self.committed {
+            // The fault at hand says more than one about this file, which the next run replaces.
+            let _ = remove(&temporary(&self.path));
+        }
+    }
+}
+
+impl Write for Whole {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        self.write_all(buffer)?;
+        Ok(buffer.len())
+    }
+
+    fn write_all(&mut self, buffer: &[u8]) -> io::Result<()> {
+        self.file.write_all(buffer)?;
+        self.hash.update(buffer);
+        self.bytes += buffer.len() as u64;
+        Ok(())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+/// Writes `bytes` to `path`, whole or not at all; the name lasts.
+pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<FileRecord> {
+    let mut file = Whole::create(path)?;
+    file.put(bytes)?;
+    let record = file.commit()?;
+    sync_folder(folder_of(path))?;
+    Ok(record)
+}
+
+/// The name of a file that is not whole yet.
+fn temporary(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".tmp");
+    PathBuf::from(name)
+}
