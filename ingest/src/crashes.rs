@@ -115,9 +115,9 @@ fn by_tasks(corpus: &Corpus, work: &Path, store: &Path) -> Result<()> {
         for task in plan.missing(stage)? {
             runner.run(stage, task)?;
         }
-        decide(&plan)?;
+        decide(&plan, true)?;
     }
-    merge(&plan, store).map(drop)
+    merge(&plan, store, true).map(drop)
 }
 
 #[test]

@@ -102,10 +102,12 @@ fn write_new(path: &Path, text: &str) -> io::Result<()> {
     io::Write::write_all(&mut file, text.as_bytes())
 }
 
+/// Files and their sizes, by what their names end in.
+type FilesByEnding = BTreeMap<String, Vec<(PathBuf, u64)>>;
+
 /// Files by the folder at the top and by format: a source each.
 fn groups(folder: &Path) -> Result<Vec<Group>> {
-    let mut found: BTreeMap<(String, Format), BTreeMap<String, Vec<(PathBuf, u64)>>> =
-        BTreeMap::new();
+    let mut found: BTreeMap<(String, Format), FilesByEnding> = BTreeMap::new();
     walk(folder, &mut Vec::new(), &mut |parts, path, bytes| {
         let name = parts.last().map_or("", String::as_str);
         let ours = parts.len() == 1 && [CORPUS, CURRICULUM, "tokenizer.json"].contains(&name);

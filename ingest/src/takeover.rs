@@ -5,7 +5,6 @@
 //! the format. Where all of these are equal, its files are checked and linked (or copied, on another file system); the
 //! store that results is the one a build from nothing would have made.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Result};

@@ -305,7 +305,7 @@ mod tests {
     fn a_folder_that_cannot_be_read_is_never_left_out_in_silence() {
         let folder = folder();
         let closed = folder.path().join("raw/sub");
-        fs::set_permissions(&closed, fs::Permissions::from_mode(0)).unwrap();
+        fs::set_permissions(&closed, fs::Permissions::from_mode(0o000)).unwrap();
         // Whoever may read everything cannot be kept out.
         if fs::read_dir(&closed).is_err() {
             for pattern in ["**/*.jsonl", "raw/*/*.jsonl", "raw/sub/c.jsonl", "raw/sub/*.jsonl"] {

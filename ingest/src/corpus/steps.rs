@@ -116,7 +116,7 @@ fn step(settings: &Settings<'_>, name: &Spanned<Value>) -> Result<StepSpec> {
             $step::read(settings)?
         }};
     }
-    let (filter, compare) = (Step::Filter, Step::Compare);
+    let (filter, compare) = (|filter| Step::Filter(Box::new(filter)), Step::Compare);
     let step = match written {
         "clean" => filter(Filter::Clean(read!(Clean))),
         "length" => filter(Filter::Length(read!(Length))),

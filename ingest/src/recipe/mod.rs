@@ -93,7 +93,7 @@ impl Recipe {
     /// Whether the scan counts tokens.
     pub(crate) fn scan_counts_tokens(&self) -> bool {
         let steps = &self.steps[..self.scanned()];
-        steps.iter().any(|(_, step)| matches!(step, Step::Filter(Filter::Trim(_))))
+        steps.iter().any(|(_, step)| step.trims())
     }
 
     /// Counts what the step at `place` made of one document that was kept: its bytes before and after.
@@ -133,12 +133,17 @@ impl Recipe {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     /// It looks at one text at a time.
-    Filter(Filter),
+    Filter(Box<Filter>),
     /// It compares documents, and so needs a scan.
     Compare(Compare),
 }
 
 impl Step {
+    /// Whether it is the step that trims.
+    fn trims(&self) -> bool {
+        matches!(self, Step::Filter(filter) if matches!(**filter, Filter::Trim(_)))
+    }
+
     /// The step as canonical text.
     fn describe(&self) -> String {
         match self {

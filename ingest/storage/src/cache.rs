@@ -185,7 +185,7 @@ impl Cache {
         }
         if about.modified()?.elapsed().is_ok_and(|age| age > HOUR) {
             // Only the order in which copies go depends on it, and another user's copy cannot be marked.
-            let _ = file.set_modified(SystemTime::now());
+            let _ = file.set_modified(today());
         }
         self.known().checked.insert(path.to_owned(), about.ino());
         Ok(true)
@@ -330,6 +330,15 @@ impl Write for Summed<'_> {
     }
 }
 
+/// The time at which a copy is used.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the age of copies decides which go first, and no bit"
+)]
+fn today() -> SystemTime {
+    SystemTime::now()
+}
+
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
@@ -413,7 +422,7 @@ mod tests {
     fn the_oldest_copies_that_nobody_uses_go_when_there_are_too_many_bytes() {
         let (_folder, cache) = cache(10 * (100 + SUM_BYTES));
         let held = cache.get("held", "x", 100, |file| file.write_all(&[7; 100])).unwrap();
-        let old = SystemTime::now() - 100 * HOUR;
+        let old = today() - 100 * HOUR;
         held.file.set_modified(old).unwrap();
         let mut seen = copies(&cache);
         for key in 0..40 {
@@ -454,7 +463,7 @@ mod tests {
         for path in [&young, &old] {
             fs::write(path, b"").unwrap();
         }
-        let long_ago = SystemTime::now() - 2 * HOUR;
+        let long_ago = today() - 2 * HOUR;
         for file in [&File::options().write(true).open(&old).unwrap(), locked.as_file()] {
             file.set_modified(long_ago).unwrap();
         }
