@@ -37,8 +37,8 @@ impl RankSlice {
         RankSlice { in_turn: true, ..self }
     }
 
-    /// This rank's micro-batches of a step that has `count`, in rounds: in each, the parts of all ranks, joined in rank order, are
-    /// a run that follows the one before. A run is one round; dealt in turn, each turn is a round.
+    /// This rank's micro-batches of a step that has `count`, in rounds: in each, the parts of all ranks, joined in rank
+    /// order, are a run that follows the one before. A run is one round; dealt in turn, each turn is a round.
     pub fn rounds(self, count: u64) -> Vec<Range<u64>> {
         let (rank, world) = (u64::from(self.rank), u64::from(self.world));
         if !self.in_turn {

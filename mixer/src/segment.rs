@@ -1,6 +1,7 @@
 //! One source during one segment of a phase: where it starts, which text its `k`-th sample is, and where it stands afterwards.
 //!
-//! Samples come from two places: first from what an earlier `seq_len` left of the open group (the remainder), then from whole groups at the phase's own `seq_len`, on and on through the epochs. Both are closed forms of `k`.
+//! Samples come from two places: first from what an earlier `seq_len` left of the open group (the remainder), then from
+//! whole groups at the phase's own `seq_len`, on and on through the epochs. Both are closed forms of `k`.
 
 use crate::order::{Cursor, SourceOrder};
 use crate::sample::Span;

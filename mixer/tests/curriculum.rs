@@ -136,11 +136,7 @@ fn mistakes_are_named() {
         ("batch = 8\n", "", &["c.toml:27:", "batch"]),
         ("micro_batch = 2", "micro_batch = 3", &["c.toml:32:", "micro_batch = 3, batch = 8"]),
         ("micro_batch = 2", "leaf = 2", &["c.toml:32:", "`leaf` is called `micro_batch`"]),
-        (
-            "micro_batch = 2",
-            "context_chunks = 3",
-            &["c.toml:32:", "context_chunks = 3, seq_len = 64"],
-        ),
+        ("micro_batch = 2", "context_chunks = 3", &["c.toml:32:", "= 3, seq_len = 64"]),
         ("micro_batch = 2", "weight_shards = 0", &["c.toml:32:", "above zero"]),
         ("web = 0.7", "web = 0", &["c.toml:33:", "web", "above zero"]),
         ("web = 0.7", "web = -0.7", &["c.toml:33:", "-0.7", "above zero"]),

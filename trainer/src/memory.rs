@@ -141,7 +141,7 @@ fn too_large(phase: &str, (needed, there): (u64, u64), mine: Holds, ranks: usize
             gib(sent + received + sums)
         ))
         .wanted(format!("at most {}", gib(there)))
-        .hint("give --recompute, fewer --workers or smaller micro-batches, or share the run among more machines with --schedule streaming")
+        .hint("give --recompute, fewer --workers, smaller micro-batches, or more machines with --schedule streaming")
 }
 
 /// The memory that this process may use: the machine's, or what its control group leaves it. More than there can be where the

@@ -108,8 +108,8 @@ impl Fault {
 
     /// An I/O error on `path` while trying to do `what` ("read", "create the folder of").
     ///
-    /// A missing file is missing data, a file in a folder's place or one that is not a regular file wrong use; everything else (disk full, no handles left,
-    /// no permission) is the machine's.
+    /// A missing file is missing data, a file in a folder's place or one that is not a regular file wrong use; everything
+    /// else (disk full, no memory or handles left, no permission) is the machine's.
     pub fn io(what: &str, path: &Path, error: &io::Error) -> Self {
         let (class, hint) = match error.kind() {
             io::ErrorKind::NotFound => {
@@ -128,7 +128,7 @@ impl Fault {
             }
             io::ErrorKind::OutOfMemory => (
                 Class::Machine,
-                "close what holds the memory, raise `ulimit -v`, or lower --workers, and run the same command again",
+                "free some memory, raise `ulimit -v` or lower --workers, and run the same command again",
             ),
             io::ErrorKind::InvalidData => {
                 (Class::Data, "what is there is not the file it should be: restore it")

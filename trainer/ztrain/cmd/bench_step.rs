@@ -109,7 +109,7 @@ fn print_ranks(table: &StepTable) {
     let mega = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     if let Some(Exchanged { bytes, bytes_between_nodes, waited_for_blocks }) = table.exchanged {
         println!(
-            "exchanged in a step: {:.2} MiB, {:.2} MiB between machines; {:.2} ms of waiting for blocks after the last micro-batch",
+            "exchanged in a step: {:.2} MiB, {:.2} MiB between machines; {:.2} ms of waiting after the last micro-batch",
             mega(bytes / table.steps),
             mega(bytes_between_nodes / table.steps),
             1e3 * waited_for_blocks / table.steps as f64,

@@ -43,7 +43,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "ID", conflicts_with = "micro_batch", help_heading = "What if")]
     drop_doc: Vec<String>,
     /// What if the learning rate had been this (not a replay).
-    #[arg(long, value_name = "RATE", conflicts_with = "micro_batch", help_heading = "What if", value_parser = super::not_negative)]
+    #[arg(
+        long, value_name = "RATE", conflicts_with = "micro_batch", help_heading = "What if",
+        value_parser = super::not_negative,
+    )]
     lr: Option<f64>,
     #[command(flatten)]
     speed: Speed,

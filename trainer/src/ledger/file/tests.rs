@@ -1,0 +1,202 @@
+//! What a ledger on a disk promises: records that come back, damage that is found, an opening that stays cheap.
+
+use super::super::record::tests::record;
+use super::*;
+use contract::{Class, Identity};
+
+fn head() -> Head {
+    Head {
+        kind: "head".into(),
+        format: super::super::FORMAT,
+        kernel_table: serde_json::json!({"libtorch": "2.11.0"}),
+        curriculum: "seed = 1\n".into(),
+        stores: vec![Identity([7; 32])],
+        tokenizer: Identity([8; 32]),
+        levels: vec!["D".into()],
+        parameters: vec!["a".into()],
+    }
+}
+
+fn written(folder: &Path, steps: u64) -> PathBuf {
+    let path = folder.join("ledger.jsonl");
+    let mut ledger = Ledger::create(&path, head()).unwrap();
+    (1..=steps).for_each(|step| ledger.append(&record(step, 1), None).unwrap());
+    path
+}
+
+#[test]
+fn records_come_back_and_appending_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = written(folder.path(), 3);
+    let mut ledger = Ledger::open(&path).unwrap().unwrap();
+    assert_eq!((ledger.head(), ledger.last_step()), (&head(), 3));
+    assert_eq!(ledger.record(2).unwrap().difference(&record(2, 1), &[]), None);
+    assert_eq!(ledger.record(4).unwrap_err().class(), Class::Usage);
+    ledger.append(&record(4, 1), None).unwrap();
+    assert_eq!(ledger.record(4).unwrap().difference(&record(4, 1), &[]), None);
+    let whole = std::fs::read(&path).unwrap();
+    let again = tempfile::tempdir().unwrap();
+    assert_eq!(
+        whole,
+        std::fs::read(written(again.path(), 4)).unwrap(),
+        "nothing but the records enters"
+    );
+}
+
+#[test]
+fn a_torn_last_line_is_cut_at_any_byte() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = written(folder.path(), 2);
+    let whole = std::fs::read(&path).unwrap();
+    let ends: Vec<usize> =
+        (0..whole.len()).filter(|at| whole[*at] == b'\n').map(|at| at + 1).collect();
+    for cut in (0..whole.len()).step_by(7).chain(ends.iter().copied()) {
+        std::fs::write(&path, &whole[..cut]).unwrap();
+        let complete = ends.iter().filter(|end| **end <= cut).count();
+        match Ledger::open(&path).unwrap() {
+            None => assert_eq!(complete, 0),
+            Some(mut ledger) => {
+                assert_eq!(ledger.last_step() + 1, complete as u64);
+                (complete as u64..3)
+                    .for_each(|step| ledger.append(&record(step, 1), None).unwrap());
+                assert_eq!(std::fs::read(&path).unwrap(), whole);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_changed_line_is_refused_with_its_number() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = written(folder.path(), 3);
+    let text = std::fs::read_to_string(&path).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    let swapped = [lines[0], lines[2], lines[1], lines[3], ""].join("\n");
+    let removed = [lines[0], lines[2], lines[3], ""].join("\n");
+    let changed = text.replacen("\"step\":2", "\"step\":3", 1);
+    for (damaged, line) in [(swapped, 2), (removed, 2), (changed, 3)] {
+        std::fs::write(&path, damaged).unwrap();
+        for fault in [
+            Ledger::open(&path).map(|_| ()).unwrap_err(),
+            Ledger::read(&path).map(|_| ()).unwrap_err(),
+        ] {
+            assert_eq!(fault.class(), Class::Mismatch);
+            assert!(fault.to_string().contains(&format!("ledger.jsonl:{line}:")), "{fault}");
+        }
+    }
+}
+
+/// A ledger of `steps` short lines that is not written through [`Ledger::append`] for speed; its index is.
+fn long(folder: &Path, steps: u64) -> PathBuf {
+    let path = folder.join("ledger.jsonl");
+    let (head, mut out) = (to_json(&head()).unwrap(), Vec::new());
+    let (line, mut before) = chain::seal(Digest::default(), &head);
+    out.extend_from_slice((line + "\n").as_bytes());
+    for step in 1..=steps {
+        let (line, after) = chain::seal(before, &format!("{{\"kind\":\"step\",\"step\":{step}}}"));
+        out.extend_from_slice((line + "\n").as_bytes());
+        before = after;
+    }
+    std::fs::write(&path, out).unwrap();
+    drop(Ledger::open(&path).unwrap().unwrap());
+    path
+}
+
+#[test]
+fn a_long_ledger_is_opened_as_fast_as_a_short_one() {
+    let read = |steps: u64| {
+        let folder = tempfile::tempdir().unwrap();
+        let path = long(folder.path(), steps);
+        let all = Ledger::read_whole(&path).unwrap();
+        let ledger = Ledger::open(&path).unwrap().unwrap();
+        assert_eq!(ledger.last_step(), steps);
+        for step in [0, 1, 999, 1000, 1001, steps / 2, steps - 1, steps] {
+            assert_eq!(ledger.chain_at(step), all.chain_at(step), "step {step}");
+        }
+        assert!(all.bytes_read() >= std::fs::metadata(&path).unwrap().len());
+        ledger.bytes_read()
+    };
+    let (short, long) = (read(1_500), read(200_500));
+    assert!(
+        long < 4 * short.max(BUFFER as u64),
+        "{long} bytes of a long one, {short} of a short one"
+    );
+}
+
+#[test]
+fn an_index_is_never_believed_by_itself() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = long(folder.path(), 3_200);
+    let (index, whole) = (path.with_extension("index"), std::fs::read(&path).unwrap());
+    let (good, right) =
+        (std::fs::read(&index).unwrap(), Ledger::read_whole(&path).unwrap().chain_at(3_150));
+    let same = || {
+        let ledger = Ledger::open(&path).unwrap().unwrap();
+        assert_eq!((ledger.last_step(), ledger.chain_at(3_150)), (3_200, right));
+        assert_eq!(std::fs::read(&index).unwrap(), good, "it is made good again");
+    };
+    let mut damaged = good.clone();
+    for at in [good.len() - 150, good.len() - 30] {
+        damaged[at] ^= 1;
+        std::fs::write(&index, &damaged).unwrap();
+        same();
+    }
+    // Nobody looks at an earlier mark until it is asked for.
+    damaged.copy_from_slice(&good);
+    damaged[50] ^= 1;
+    std::fs::write(&index, &damaged).unwrap();
+    let (ledger, all) = (Ledger::read(&path).unwrap(), Ledger::read_whole(&path).unwrap());
+    for step in [500, 1_000, 1_500, 2_500] {
+        assert_eq!(ledger.chain_at(step), all.chain_at(step), "step {step}");
+    }
+    std::fs::write(&index, &good[..good.len() - 7]).unwrap();
+    same();
+    std::fs::remove_file(&index).unwrap();
+    same();
+    // A ledger that was cut behind its last marks, as from a backup, and another one in its place.
+    let cut = whole.len() / 2;
+    std::fs::write(&path, &whole[..cut]).unwrap();
+    let ledger = Ledger::open(&path).unwrap().unwrap();
+    assert!((1_000..3_000).contains(&ledger.last_step()));
+    let text =
+        String::from_utf8(whole).unwrap().replacen("\"step\":7,\"chain", "\"step\":8,\"chain", 1);
+    std::fs::write(&path, &text).unwrap();
+    std::fs::remove_file(&index).unwrap();
+    assert_eq!(Ledger::open(&path).map(|_| ()).unwrap_err().class(), Class::Mismatch);
+}
+
+#[test]
+fn the_curriculum_in_force_is_known_wherever_it_stands() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ledger.jsonl");
+    let mut ledger = Ledger::create(&path, head()).unwrap();
+    for step in 1..=2_100 {
+        let changed = [7, 1_500].contains(&step).then(|| format!("from step {step}"));
+        ledger.append(&record(step, 1), changed).unwrap();
+    }
+    let id = ledger.id();
+    assert_eq!(ledger.curriculum(), "from step 1500");
+    let ledger = Ledger::open(&path).unwrap().unwrap();
+    assert_eq!((ledger.curriculum(), ledger.id()), ("from step 1500", id));
+    assert_eq!(ledger.record(7).unwrap().curriculum.as_deref(), Some("from step 7"));
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("from step 1500", "from step 1501")).unwrap();
+    assert_eq!(Ledger::open(&path).map(|_| ()).unwrap_err().class(), Class::Mismatch);
+}
+
+#[test]
+fn a_loss_that_does_not_follow_from_its_parts_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let loss: fn(&mut StepRecord) = |record| record.loss *= 1.5;
+    let divisor: fn(&mut StepRecord) = |record| record.divisor += 1;
+    for change in [loss, divisor] {
+        let path = folder.path().join("ledger.jsonl");
+        let mut ledger = Ledger::create(&path, head()).unwrap();
+        let mut forged = record(1, 1);
+        change(&mut forged);
+        ledger.append(&forged, None).unwrap();
+        let fault = ledger.record(1).map(|_| ()).unwrap_err();
+        assert_eq!(fault.class(), Class::Mismatch, "{fault}");
+        assert!(fault.to_string().contains("ledger.jsonl:2"), "{fault}");
+    }
+}
