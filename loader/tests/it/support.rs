@@ -149,7 +149,7 @@ pub(crate) fn curriculum(stores: &[&Path], sources: &[&str], phases: &[PhaseText
     let mut text = format!("store = [{}]\nseed = 7\n", stores.join(", "));
     for (number, PhaseText(steps, seq_len, batch, micro_batch, mix)) in phases.iter().enumerate() {
         text += &format!(
-            "[[phase]]\nname = \"p{number}\"\nsteps = {steps}\nseq_len = {seq_len}\nbatch = {batch}\nleaf = {micro_batch}\n\
+            "[[phase]]\nname = \"p{number}\"\nsteps = {steps}\nseq_len = {seq_len}\nbatch = {batch}\nmicro_batch = {micro_batch}\n\
              mix = {{ {mix} }}\n"
         );
     }

@@ -26,7 +26,7 @@ const SECTIONS: &str =
 fn spiked(scratch: &Scratch, name: &str, sections: &str) -> std::path::PathBuf {
     let phase = |name: &str, steps: usize, batch: u64| {
         format!(
-            "[[phase]]\nname = \"{name}\"\nsteps = {steps}\nseq_len = 32\nbatch = {batch}\nleaf = 1\nmix = {{ web = 1 }}\n\n"
+            "[[phase]]\nname = \"{name}\"\nsteps = {steps}\nseq_len = 32\nbatch = {batch}\nmicro_batch = 1\nmix = {{ web = 1 }}\n\n"
         )
     };
     let phases = phase("before", SPIKE - 1, 6) + &phase("spike", 1, 1) + &phase("after", 3, 6);
@@ -116,7 +116,10 @@ fn a_skipped_step_is_as_if_it_had_not_been() {
     let text = std::fs::read_to_string(&path).unwrap();
     let steady = [
         ("warmup_steps = 3\ndecay_steps = 30\nfinal_lr = 1e-6\n", ""),
-        ("batch = 1\nleaf = 1\nmix = { web = 1 }", "batch = 1\nleaf = 1\nmix = { math = 1 }"),
+        (
+            "batch = 1\nmicro_batch = 1\nmix = { web = 1 }",
+            "batch = 1\nmicro_batch = 1\nmix = { math = 1 }",
+        ),
     ];
     let text = steady.iter().fold(text, |text, (from, to)| {
         assert!(text.contains(from), "no {from:?} in {text}");

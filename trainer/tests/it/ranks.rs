@@ -80,7 +80,10 @@ fn any_number_of_ranks_writes_one_ledger() {
 fn a_machine_adds_before_it_sends() {
     let scratch = Scratch::new();
     // 16 leaves a step, so that 4 and 8 ranks have whole subtrees.
-    let many = [("batch = 6\nleaf = 2", "batch = 16\nleaf = 1"), ("batch = 5", "batch = 16")];
+    let many = [
+        ("batch = 6\nmicro_batch = 2", "batch = 16\nmicro_batch = 1"),
+        ("batch = 5", "batch = 16"),
+    ];
     let short = [("steps = 6", "steps = 2"), ("steps = 4", "steps = 1")];
     let many = scratch.edited("many.toml", &[many, short].concat());
     std::fs::copy(many, scratch.path("run.toml")).unwrap();
