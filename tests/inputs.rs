@@ -31,7 +31,7 @@ fn what_a_glob_names_is_read_or_refused() {
     fs::remove_file(scratch.path("in/b.jsonl")).unwrap();
     for name in ["t.csv", "t.tsv", "t.parq", "t"] {
         scratch.write(&format!("in/{name}"), "a,b\n");
-        build(&format!("in/{name}")).fails(2, &[name, "x.toml:6", "format = \"text\""]);
+        build(&format!("in/{name}")).fails(2, &[name, "x.toml:7", "format = \"text\""]);
     }
     scratch.write("latin.toml", b"# caf\xe9\n");
     let latin = scratch.path("latin.toml");
@@ -138,7 +138,7 @@ fn peak(mut command: Command) -> u64 {
 }
 
 #[test]
-fn a_long_line_is_held_twice_at_most() {
+fn a_long_line_is_held_three_times_at_most() {
     let scratch = Scratch::new();
     corpus(&scratch, 30, "");
     let mib = 96u64;
@@ -151,5 +151,5 @@ fn a_long_line_is_held_twice_at_most() {
     // Escapes at its ends: such a text cannot be a piece of its line.
     let long = format!("\\n{}\\n", "x".repeat((mib as usize) << 20));
     let held = reading("long.jsonl", &long) - least;
-    assert!(held < (2 * mib + mib / 4) << 20, "{} MiB for a line of {mib} MiB", held >> 20);
+    assert!(held < (3 * mib + mib / 4) << 20, "{} MiB for a line of {mib} MiB", held >> 20);
 }

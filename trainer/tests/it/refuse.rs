@@ -52,11 +52,11 @@ fn the_runs_own_curriculum_is_held_against_the_ledger() {
     let own = scratch.path("run/run.toml");
     let whole = fs::read_to_string(&own).unwrap();
     let edits = [
-        (("lr = 1e-2", "lr = 2e-2"), ("lr = 0.01", "lr = 0.02"), "optimizer.lr"),
+        (("lr = 1e-2", "lr = 2e-2"), ("lr = 1e-2", "lr = 2e-2"), "optimizer.lr"),
         (("seed = 11", "seed = 12"), ("seed = 11", "seed = 12"), "seed"),
         (
             ("weight_decay = 0.1", "weight_decay = 0.2"),
-            ("weight_decay = 0.1", "weight_decay = 0.2"),
+            ("weight_decay = 1e-1", "weight_decay = 2e-1"),
             "weight_decay",
         ),
     ];
@@ -189,8 +189,8 @@ fn a_model_that_cannot_be_is_refused_with_its_key() {
         (("num_experts = 3", "num_experts = 3\nvocab_size = 49"), "at least 50"),
         (("num_experts = 3", "num_experts = 3\nbalance_lr = -1"), "balance_lr"),
         (("num_experts = 3", "num_expert = 3"), "did you mean `num_experts`?"),
-        (("num_experts = 3", "num_experts = 3\npreset = \"zaya2\""), "unknown preset"),
-        (("num_experts = 3", "num_experts = 3\nhead_dim = {}"), "wrong kind"),
+        (("preset = \"zaya1-nano\"", "preset = \"zaya2\""), "unknown preset"),
+        (("head_dim = 8", "head_dim = {}"), "wrong kind"),
         (
             ("micro_batch = 1", "micro_batch = 1\nmodel = { preset = \"x\" }"),
             "cannot change `preset`",

@@ -58,7 +58,7 @@ fn what_a_kill_loses_is_computed_again_with_the_same_bits() {
     scratch.train("whole");
     let ledger = scratch.ledger("whole");
     for (index, cut) in
-        [ledger.len() - 1, ledger.len() - 700, ledger.len() / 2, 40].into_iter().enumerate()
+        [ledger.len() - 1, ledger.len() - 700, ledger.len() / 2].into_iter().enumerate()
     {
         let out = format!("killed-{index}");
         scratch.run(&scratch.path("run.toml"), &out, stop_after(8)).unwrap();
@@ -76,6 +76,22 @@ fn what_a_kill_loses_is_computed_again_with_the_same_bits() {
         assert_same(&scratch, "whole", &out);
         assert!(!partial.exists(), "what was half written is gone");
     }
+}
+
+/// Checkpoints beside a ledger that knows none of their steps: nobody can say what they belong to.
+#[test]
+fn a_lost_ledger_stops_a_run_until_it_is_told_to_begin_again() {
+    let scratch = Scratch::new();
+    scratch.train("whole");
+    let path = scratch.path("run.toml");
+    scratch.run(&path, "lost", stop_after(8)).unwrap();
+    let ledger = scratch.path("lost/ledger.jsonl");
+    fs::write(&ledger, &scratch.ledger("lost")[..40]).unwrap();
+    let fault = scratch.run(&path, "lost", |_| ()).unwrap_err();
+    assert_eq!(fault.class(), contract::Class::Data, "{fault}");
+    assert!(fault.to_string().contains("--restart"), "{fault}");
+    scratch.run(&path, "lost", |exec| exec.restart = true).unwrap();
+    assert_same(&scratch, "whole", "lost");
 }
 
 #[test]
