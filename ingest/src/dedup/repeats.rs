@@ -22,6 +22,7 @@ use std::io::{BufReader, BufWriter, Read, Write as _};
 use std::path::PathBuf;
 
 use contract::{Fault, Ratio, Result};
+use store::disk::Output;
 use suffix::SuffixTable;
 
 use crate::recipe::compare::Repeats;
@@ -52,7 +53,7 @@ pub(crate) fn without(text: &str, spans: &[Span]) -> Option<String> {
 /// The texts that reach the step, on the disk.
 pub(super) struct Texts {
     path: PathBuf,
-    file: BufWriter<File>,
+    file: BufWriter<Output>,
     /// Each document with the bytes of its text.
     documents: Vec<(u32, u32)>,
 }
@@ -60,7 +61,7 @@ pub(super) struct Texts {
 impl Texts {
     /// No texts yet; they will be written to `path`.
     pub(super) fn create(path: PathBuf) -> Result<Self> {
-        let file = File::create(&path).map_err(|error| Fault::io("create", &path, &error))?;
+        let file = Output::create(&path)?;
         Ok(Texts { path, file: BufWriter::new(file), documents: Vec::new() })
     }
 

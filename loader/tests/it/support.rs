@@ -149,8 +149,8 @@ pub(crate) fn curriculum(stores: &[&Path], sources: &[&str], phases: &[PhaseText
     let mut text = format!("store = [{}]\nseed = 7\n", stores.join(", "));
     for (number, PhaseText(steps, seq_len, batch, micro_batch, mix)) in phases.iter().enumerate() {
         text += &format!(
-            "[[phase]]\nname = \"p{number}\"\nsteps = {steps}\nseq_len = {seq_len}\nbatch = {batch}\nmicro_batch = {micro_batch}\n\
-             mix = {{ {mix} }}\n"
+            "[[phase]]\nname = \"p{number}\"\nsteps = {steps}\nseq_len = {seq_len}\nbatch = {batch}\n\
+             micro_batch = {micro_batch}\nmix = {{ {mix} }}\n"
         );
     }
     for source in sources {

@@ -3,6 +3,8 @@
 //! Whatever decides a bit stands here; whatever only decides speed (ranks, workers, threads, device) is a flag and
 //! never does. Weights are exact ratios, taken from the text as typed.
 
+#![forbid(unsafe_code)]
+
 mod amendment;
 mod canonical;
 mod difference;

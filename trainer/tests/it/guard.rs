@@ -26,7 +26,8 @@ const SECTIONS: &str =
 fn spiked(scratch: &Scratch, name: &str, sections: &str) -> std::path::PathBuf {
     let phase = |name: &str, steps: usize, batch: u64| {
         format!(
-            "[[phase]]\nname = \"{name}\"\nsteps = {steps}\nseq_len = 32\nbatch = {batch}\nmicro_batch = 1\nmix = {{ web = 1 }}\n\n"
+            "[[phase]]\nname = \"{name}\"\nsteps = {steps}\nseq_len = 32\nbatch = {batch}\n\
+             micro_batch = 1\nmix = {{ web = 1 }}\n\n"
         )
     };
     let phases = phase("before", SPIKE - 1, 6) + &phase("spike", 1, 1) + &phase("after", 3, 6);
