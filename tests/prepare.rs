@@ -197,7 +197,7 @@ fn an_edit_rebuilds_what_it_concerns() {
     let text = fs::read_to_string(&path).unwrap().replace("context = 300", "context = 200");
     let edited = scratch.write("edited.toml", text);
     zdata(&["build", arg(&edited), "--out", arg(&old)])
-        .fails(2, &["source chat", "trim context=200", "--from"]);
+        .fails(2, &["source chat", "trim v1 context=200", "--from"]);
     let (fresh, new) = (build(&scratch, &edited, "fresh"), scratch.path("new"));
     let ran = zdata(&["build", arg(&edited), "--out", arg(&new), "--from", arg(&old)]);
     for name in ["web", "math", "copies"] {

@@ -21,6 +21,7 @@ use crate::request::{self, Sides};
 use crate::takeover;
 use crate::tokenize::audit::{self, Wanted};
 use crate::tokenize::{Engine, Tokenizer};
+use crate::versions;
 
 /// What only decides speed.
 #[derive(Clone, Copy, Debug)]
@@ -212,7 +213,7 @@ pub(crate) fn head(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Head> {
         id.map_err(|fault| fault.or_at(|| corpus.file.display().to_string()))
     };
     Ok(Head {
-        zdata: env!("CARGO_PKG_VERSION").to_owned(),
+        versions: versions::identity(),
         tokenizer: TokenizerRecord {
             sha256: tokenizer.identity(),
             vocab: tokenizer.vocab(),
@@ -255,7 +256,7 @@ fn take_up(corpus: &Corpus, store: &Path, head: &Head) -> Result<(Journal, Vec<C
     sides.compare_heads(&old, head)?;
     let pairs = [
         ("shard_tokens", old.shard_tokens.to_string(), head.shard_tokens.to_string()),
-        ("the release of zdata", old.zdata.clone(), head.zdata.clone()),
+        ("zdata", old.versions.to_string(), head.versions.to_string()),
     ];
     for (what, old, new) in pairs {
         if old != new {

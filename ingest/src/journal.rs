@@ -7,7 +7,7 @@ use std::fs;
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
-use contract::{Digest, Fault, Hasher, Result};
+use contract::{Digest, Fault, Hasher, Identity, Result};
 use serde::{Deserialize, Serialize};
 use store::disk::{self, Output};
 use store::{
@@ -19,8 +19,8 @@ use crate::tokenize::audit::{Audit, Sample};
 /// What a build may not change on its way.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Head {
-    /// The release that began: another one may write other container bytes.
-    pub(crate) zdata: String,
+    /// The versions that it was begun with: others may read, encode or write otherwise.
+    pub(crate) versions: Identity,
     pub(crate) tokenizer: TokenizerRecord,
     pub(crate) unit: u64,
     pub(crate) validation: String,

@@ -40,6 +40,7 @@ mod testing;
 mod tests;
 pub mod tokenize;
 pub mod verify;
+mod versions;
 
 pub use build::{Outcome, build, build_from};
 pub use corpus::Corpus;

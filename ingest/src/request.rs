@@ -4,7 +4,8 @@
 
 use std::path::Path;
 
-use contract::{Digest, Fault, Identity, Result};
+use contract::framed::quoted;
+use contract::{Digest, Fault, Framed, Hasher, Identity, Result};
 use store::{FORMAT, InputRecord, Manifest, SourceRecord, StreamRecord, TokenizerRecord};
 
 use crate::corpus::{Corpus, OnError, Source};
@@ -21,25 +22,22 @@ pub(crate) fn preparation(corpus: &Corpus, source: &Source) -> String {
         }
     }
     let formats = formats.join("+");
-    let id = source.fields.id.as_deref().unwrap_or("");
-    let text = source.fields.text.to_string();
-    let steps = source.recipe.describe();
-    format!("format={formats} text={text:?} id={id:?} max={}{steps}", corpus.max_document_bytes)
+    let id = source.fields.id.as_deref().map_or("none".to_owned(), quoted);
+    let text = quoted(&source.fields.text.to_string());
+    let (max, steps) = (corpus.max_document_bytes, source.recipe.describe());
+    format!("format={formats} text={text} id={id} max={max}{steps}")
 }
 
 /// SHA-256 over everything a build was asked to do.
 pub(crate) fn identity(manifest: &Manifest) -> Identity {
-    let mut text = format!("zdata request v{FORMAT}\n");
     let TokenizerRecord { sha256, vocab: _, begin, end, encoder: _ } = &manifest.tokenizer;
-    text += &format!("tokenizer {sha256} begin {begin:?} end {end:?}\n");
-    text += &format!("unit {} validation {}\n", manifest.unit, manifest.validation);
+    let mut framed = Framed::new("zdata request", FORMAT);
+    framed.field(sha256).field(begin).field(end);
+    framed.field(&manifest.unit).field(&manifest.validation).count(manifest.sources.len());
     for source in &manifest.sources {
-        text += &format!("source {:?} {:?}\n", source.name, source.preparation);
-        for input in &source.inputs {
-            text += &format!("input {} {}\n", input.bytes, input.sha256);
-        }
+        framed.field(&source.name).field(&source.preparation).field(&source.inputs);
     }
-    Identity::of_bytes(text.as_bytes())
+    framed.finish()
 }
 
 /// The manifest of a build that has not begun.
@@ -208,7 +206,7 @@ pub(crate) fn check_kept(sources: &[SourceRecord]) -> Result<()> {
 pub(crate) fn head_of(manifest: &Manifest, like: &Head) -> Head {
     let pair = |source: &SourceRecord| (source.name.clone(), source.preparation.clone());
     Head {
-        zdata: like.zdata.clone(),
+        versions: like.versions,
         tokenizer: manifest.tokenizer.clone(),
         unit: manifest.unit,
         validation: manifest.validation.clone(),
@@ -219,5 +217,5 @@ pub(crate) fn head_of(manifest: &Manifest, like: &Head) -> Head {
 
 /// The content of a record that is no document, for the digest of what was consumed.
 pub(crate) fn content_of_dropped(reason: &str, bytes: u64) -> Digest {
-    contract::Hasher::new().tag("loss.v1").str(reason).u64(bytes).finish()
+    Hasher::new().tag("dropped.v1").str(reason).u64(bytes).finish()
 }

@@ -15,6 +15,7 @@
 pub mod digest;
 pub mod draw;
 pub mod fault;
+pub mod framed;
 pub mod guard;
 pub mod permute;
 pub mod ratio;
@@ -24,6 +25,7 @@ pub mod terminal;
 pub use digest::{Digest, Digestible, Hasher, Identity};
 pub use draw::{Key, Purpose, draw};
 pub use fault::{Class, Fault, Result};
+pub use framed::{Field, Framed};
 pub use permute::Permutation;
 pub use ratio::Ratio;
 

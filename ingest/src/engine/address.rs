@@ -5,15 +5,15 @@
 
 use std::path::Path;
 
-use contract::Identity;
-use store::FORMAT;
+use contract::{Framed, Identity};
+use store::{FORMAT, TokenizerRecord};
 
 use super::plan::Stage;
 use crate::corpus::{Corpus, SourceFile};
 use crate::journal::Head;
 
-/// Version of the bytes of parts, and of what the stages do.
-const PARTS: u32 = 3;
+/// Version of the bytes of parts. What stages and steps do has versions of its own (`versions`).
+const PARTS: u32 = 4;
 
 /// Bytes and identity of a file.
 pub(super) type Content = (u64, Identity);
@@ -29,36 +29,37 @@ pub(super) fn address(
 ) -> Identity {
     let source = &only.sources[0];
     let recipe = &source.recipe;
-    let tokenizer = &head.tokenizer;
-    let tokens =
-        format!("tokenizer {} {:?} {:?}\n", tokenizer.sha256, tokenizer.begin, tokenizer.end);
-    let mut text = format!("zdata part v{PARTS} store v{FORMAT} release {}\n", head.zdata);
-    text += &format!("text={:?} id={:?}", source.fields.text.to_string(), source.fields.id);
-    text += &format!(" max={}\n", only.max_document_bytes);
-    match stage {
+    let mut framed = Framed::new("zdata part", PARTS);
+    framed.field(&FORMAT).field(&head.versions).field(stage.name());
+    framed.field(&source.fields.text).field(&source.fields.id).field(&only.max_document_bytes);
+    let encodes = match stage {
         Stage::Scan => {
-            text += &format!("scan{}\n", recipe.describe_scan());
-            if recipe.scan_counts_tokens() {
-                text += &tokens;
-            }
+            framed.field(&recipe.describe_scan());
+            recipe.scan_counts_tokens()
         }
         Stage::Encode => {
-            text += &format!("encode{}\n", recipe.describe_encoding());
-            text += &tokens;
-            text += &format!("validation {}\n", head.validation);
-            text += &format!("removed {}\n", removed.map_or("none".to_owned(), |r| r.to_string()));
+            framed.field(&recipe.describe_encoding()).field(&head.validation).field(&removed);
+            true
         }
+    };
+    let TokenizerRecord { sha256, vocab: _, begin, end, encoder: _ } = &head.tokenizer;
+    framed.field(&encodes.then_some(*sha256));
+    if encodes {
+        framed.field(begin).field(end);
     }
+    framed.count(inputs.len());
     for (file, (bytes, sha256)) in source.files.iter().zip(inputs) {
-        text += &format!("input {} {bytes} {sha256}\n", how(file));
+        framed.field(file.format.name()).field(packed(file)).field(bytes).field(sha256);
     }
-    Identity::of_bytes(text.as_bytes())
+    framed.finish()
 }
 
-/// How a file's bytes become records: its format, and the ending that says how it is compressed.
-fn how(file: &SourceFile) -> String {
+/// How a file is compressed, as its ending says.
+fn packed(file: &SourceFile) -> &'static str {
     let ending = Path::new(&file.shown).extension().map(|ending| ending.to_ascii_lowercase());
-    let packed = ending.filter(|ending| ending == "gz" || ending == "zst");
-    let packed = packed.as_deref().and_then(|ending| ending.to_str()).unwrap_or("plain");
-    format!("{} {packed}", file.format.name())
+    match ending.as_deref().and_then(|ending| ending.to_str()) {
+        Some("gz") => "gz",
+        Some("zst") => "zst",
+        _ => "plain",
+    }
 }

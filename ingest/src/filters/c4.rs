@@ -9,7 +9,7 @@ use super::words::{chars, is_space, lines, sentences, strip};
 
 step! {
     /// C4's rules.
-    C4 = "c4" {
+    C4 = "c4" version 1 {
         /// Fewest sentences left.
         min_sentences: Option<u64> = "5",
         /// Fewest words of a line.

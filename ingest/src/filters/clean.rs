@@ -34,7 +34,7 @@ impl Setting for Form {
 
 step! {
     /// One spelling for one text.
-    Clean = "clean" {
+    Clean = "clean" version 1 {
         /// The normal form.
         unicode: Option<Form> = "NFC",
         /// Whether `\r\n` and a lone `\r` become `\n`.

@@ -12,7 +12,7 @@ use super::words::{Text, chars, is_punctuation, is_terminal, lines, strip};
 
 step! {
     /// Bounds of length.
-    Length = "length" {
+    Length = "length" version 1 {
         /// Fewest bytes.
         min_bytes: Option<u64> = "false",
         /// Most bytes.
@@ -30,7 +30,7 @@ step! {
 
 step! {
     /// Gopher's quality rules.
-    GopherQuality = "gopher-quality" {
+    GopherQuality = "gopher-quality" version 1 {
         /// Fewest words that hold more than punctuation.
         min_words: Option<u64> = "50",
         /// Most of them.
@@ -56,7 +56,7 @@ step! {
 
 step! {
     /// FineWeb's rules.
-    FineWeb = "fineweb" {
+    FineWeb = "fineweb" version 1 {
         /// Least share of lines that end a sentence.
         min_ended_lines: Option<Ratio> = "0.12",
         /// Largest share of short lines.

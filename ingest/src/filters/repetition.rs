@@ -12,7 +12,7 @@ use super::words::{Text, chars, strip};
 
 step! {
     /// Gopher's repetition rules.
-    GopherRepetition = "gopher-repetition" {
+    GopherRepetition = "gopher-repetition" version 1 {
         /// Largest share of paragraphs that occurred before.
         max_paragraphs: Option<Ratio> = "0.3",
         /// Largest share of characters in them.

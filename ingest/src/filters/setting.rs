@@ -1,5 +1,6 @@
 //! Settings of steps: read from TOML as written, shown canonically, so that no float and no spelling decides data.
 
+use contract::framed::quoted;
 use contract::settings::{File, Spanned, Table, Value};
 use contract::{Fault, Ratio, Result};
 
@@ -101,7 +102,7 @@ impl Setting for String {
     }
 
     fn show(&self) -> String {
-        format!("{self:?}")
+        quoted(self)
     }
 }
 
@@ -118,9 +119,10 @@ impl<T: Setting> Setting for Option<T> {
     }
 }
 
-/// Declares a step: its name in `corpus.toml`, and its settings with their defaults as a person would write them.
+/// Declares a step: its name in `corpus.toml`, its version, which rises whenever it gives another output for the same
+/// input (`versions` holds it), and its settings with their defaults as a person would write them.
 macro_rules! step {
-    ($(#[$doc:meta])* $name:ident = $step:literal {
+    ($(#[$doc:meta])* $name:ident = $step:literal version $version:literal {
         $($(#[$field_doc:meta])* $field:ident: $kind:ty = $default:literal,)*
     }) => {
         $(#[$doc])*
@@ -142,7 +144,7 @@ macro_rules! step {
 
             /// The step as canonical text: every setting, in this order.
             pub(crate) fn describe(&self) -> String {
-                let mut text = $step.to_owned();
+                let mut text = concat!($step, " v", $version).to_owned();
                 $(
                     text += concat!(" ", stringify!($field), "=");
                     text += &$crate::filters::setting::Setting::show(&self.$field);

@@ -10,7 +10,7 @@ use super::setting::step;
 
 step! {
     /// Answer-preserving trimming.
-    Trim = "trim" {
+    Trim = "trim" version 1 {
         /// Tokens that a document may have, those put before and after it included.
         context: u64 = "4096",
         /// What begins a block of reasoning.

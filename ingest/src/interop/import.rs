@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use contract::framed::quoted;
 use contract::{Digest, Fault, Hasher, Identity, Ratio, Result};
 use storage::staging::Staging;
 use store::{
@@ -305,7 +306,8 @@ impl Source<'_> {
     fn preparation<'b>(&self, parts: impl Iterator<Item = &'b Part>) -> String {
         let Import { peer, width, column, .. } = self.request;
         let width = width.map_or("stated", Width::name);
-        let column = if *peer == Peer::Mds { format!(" column={column:?}") } else { String::new() };
+        let column =
+            if *peer == Peer::Mds { format!(" column={}", quoted(column)) } else { String::new() };
         let held: String = parts.map(|part| if part.held_out { '1' } else { '0' }).collect();
         format!("import={} dtype={width}{column} held={held}", peer.name())
     }

@@ -44,7 +44,7 @@ impl Compare {
 
 step! {
     /// Exact duplicates.
-    Exact = "exact-duplicates" {
+    Exact = "exact-duplicates" version 1 {
         /// Whether documents of different sources are compared.
         across: bool = "true",
     }
@@ -52,7 +52,7 @@ step! {
 
 step! {
     /// Near duplicates.
-    Near = "near-duplicates" {
+    Near = "near-duplicates" version 1 {
         /// Words in a run.
         words: u64 = "5",
         /// Bands.
@@ -83,7 +83,7 @@ impl Near {
 
 step! {
     /// Repeated substrings.
-    Repeats = "repeated-substrings" {
+    Repeats = "repeated-substrings" version 1 {
         /// Bytes of a run that may occur once.
         min_bytes: u64 = "500",
         /// The share of a stretch that pieces make up which go with what stands between them.
@@ -110,7 +110,7 @@ impl Repeats {
 
 step! {
     /// What decides a match.
-    Rules = "decontaminate" {
+    Rules = "decontaminate" version 1 {
         /// Words in a run.
         words: u64 = "13",
         /// Runs that a document must share with one item to go.

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use contract::framed::quoted;
 use contract::{Fault, Result};
 use serde_json::Value;
 
@@ -85,9 +86,9 @@ impl Mapping {
     /// The mapping as canonical text.
     pub(crate) fn describe(&self) -> String {
         match self {
-            Mapping::Template(template) => format!("template={:?}", template.written),
+            Mapping::Template(template) => format!("template={}", quoted(&template.written)),
             Mapping::Chat { path, message } => {
-                format!("chat={path:?} message={:?}", message.written)
+                format!("chat={} message={}", quoted(path), quoted(&message.written))
             }
         }
     }

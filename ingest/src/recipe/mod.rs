@@ -16,6 +16,7 @@ pub(crate) mod run;
 #[cfg(test)]
 pub(crate) mod tests;
 
+use contract::framed::quoted;
 use store::{Change, PreparedRecord};
 
 use crate::filters::Filter;
@@ -79,9 +80,9 @@ impl Recipe {
             Step::Compare(Compare::Decontaminate(step)) => Some(&step.files),
             _ => None,
         });
-        let sets: Vec<&str> = sets.flatten().map(|(file, _)| file.shown.as_str()).collect();
+        let sets: Vec<String> = sets.flatten().map(|(file, _)| quoted(&file.shown)).collect();
         let recipe = Recipe { mapping: self.mapping.clone(), steps: steps.clone() };
-        format!("{} sets={sets:?}", recipe.describe())
+        format!("{} sets=[{}]", recipe.describe(), sets.join(" "))
     }
 
     /// What is done while documents are encoded, as canonical text.

@@ -20,7 +20,7 @@ mod text;
 use std::fmt;
 use std::path::Path;
 
-use contract::{Fault, Identity, Result};
+use contract::{Fault, Field, Framed, Identity, Result};
 use serde::Deserialize;
 use store::far;
 
@@ -98,6 +98,15 @@ impl fmt::Display for TextAt {
             TextAt::Path(path) => f.write_str(path),
             TextAt::Record(fields) => write!(f, ".{}", fields.join(",")),
         }
+    }
+}
+
+impl Field for TextAt {
+    fn feed(&self, framed: &mut Framed) {
+        match self {
+            TextAt::Path(path) => framed.field("path").field(path),
+            TextAt::Record(fields) => framed.field("record").field(fields),
+        };
     }
 }
 

@@ -42,7 +42,7 @@ pub use manifest::{
 pub use read::{Store, StreamReader};
 
 /// The version of everything in this module; part of a store's identity.
-pub const FORMAT: u32 = 1;
+pub const FORMAT: u32 = 2;
 
 /// Tokens in a record batch (the last one of a shard may hold fewer): the unit of checking and of reading.
 pub const BLOCK_TOKENS: u64 = 16_384;

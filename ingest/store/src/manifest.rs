@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::{Split, open};
-use contract::{Digest, Hasher, Identity};
+use contract::{Digest, Field, Framed, Hasher, Identity};
 
 /// What a store holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -188,11 +188,22 @@ impl Manifest {
     /// The store digest: over logical content, not over container bytes, so that a new release of a file-format
     /// library ends no run. Paths, encoder names and shard cuts stay out.
     pub fn identity(&self) -> Identity {
-        let mut text = format!("zdata store v{}\n", self.format);
-        let TokenizerRecord { sha256, vocab, begin, end, encoder: _ } = &self.tokenizer;
-        text += &format!("tokenizer {sha256} vocab {vocab} begin {begin:?} end {end:?}\n");
-        text += &format!("unit {} validation {}\n", self.unit, self.validation);
-        for source in &self.sources {
+        // No `..`: a new field must choose.
+        let Manifest {
+            format,
+            digest: _,
+            request: _,
+            tokenizer,
+            token_bytes: _,
+            unit,
+            validation,
+            sources,
+        } = self;
+        let TokenizerRecord { sha256, vocab, begin, end, encoder: _ } = tokenizer;
+        let mut framed = Framed::new("zdata store", *format);
+        framed.field(sha256).field(vocab).field(begin).field(end);
+        framed.field(unit).field(validation).count(sources.len());
+        for source in sources {
             let SourceRecord {
                 name,
                 preparation,
@@ -202,16 +213,14 @@ impl Manifest {
                 dropped: _,
                 prepared: _,
             } = source;
-            text += &format!("source {name:?} {preparation:?}\n");
-            for input in inputs {
-                text += &format!("input {} {}\n", input.bytes, input.sha256);
-            }
-            for stream in [train, validation] {
-                text +=
-                    &format!("stream {} {} {}\n", stream.tokens, stream.documents, stream.digest);
+            framed.field(name).field(preparation).field(inputs);
+            for StreamRecord { tokens, documents, text_bytes: _, digest, shards: _ } in
+                [train, validation]
+            {
+                framed.field(tokens).field(documents).field(digest);
             }
         }
-        Identity::of_bytes(text.as_bytes())
+        framed.finish()
     }
 
     /// Every file of the store in the order in which they are put anywhere: the manifest, which makes the others a store,
@@ -235,6 +244,14 @@ impl Manifest {
     /// The source of that name.
     pub fn source(&self, name: &str) -> Option<&SourceRecord> {
         self.sources.iter().find(|source| source.name == name)
+    }
+}
+
+/// What an input is to an identity: its content, never its path.
+impl Field for InputRecord {
+    fn feed(&self, framed: &mut Framed) {
+        let InputRecord { path: _, bytes, sha256, documents: _ } = self;
+        framed.field(bytes).field(sha256);
     }
 }
 
@@ -314,7 +331,7 @@ impl Link {
     /// Begins the link of a document of so many tokens.
     pub fn begin(before: Digest, tokens: u64) -> Self {
         let mut hasher = Hasher::new();
-        hasher.tag("document.v1").digest(before).u64(tokens);
+        hasher.tag("document.v2").digest(before).u64(tokens);
         Link(hasher)
     }
 
@@ -327,9 +344,15 @@ impl Link {
     pub fn end(mut self, record: &crate::DocumentRecord) -> Digest {
         let crate::DocumentRecord { id, file, row, group, bytes, first_token, tokens } = record;
         let hasher = &mut self.0;
-        hasher.str(id).u64(u64::from(*file)).u64(*row).u64(group.map_or(u64::MAX, u64::from));
-        let (first_byte, end_byte) = bytes.unwrap_or((u64::MAX, u64::MAX));
-        hasher.u64(first_byte).u64(end_byte).u64(*first_token).u64(*tokens);
+        hasher.str(id).u64(u64::from(*file)).u64(*row);
+        // What is absent is said to be, so that no number stands for it.
+        hasher.u64(u64::from(group.is_some())).u64(u64::from(group.unwrap_or(0)));
+        let (first_byte, end_byte) = bytes.unwrap_or((0, 0));
+        hasher.u64(u64::from(bytes.is_some())).u64(first_byte).u64(end_byte);
+        hasher.u64(*first_token).u64(*tokens);
         hasher.finish()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -71,12 +71,7 @@ pub fn manifest(store: &Path) -> Result<Manifest> {
         .map_err(|error| damaged(format!("it is not a manifest: {error}")))?;
     match value.get("format").and_then(serde_json::Value::as_u64) {
         Some(format) if format == u64::from(FORMAT) => {}
-        found => {
-            return Err(damaged("it is of another format version".to_owned())
-                .found(found.map_or("none".to_owned(), |format| format.to_string()))
-                .wanted(FORMAT)
-                .hint("use the zdata release that wrote it, or build the store again"));
-        }
+        found => return Err(other_format(store, found)),
     }
     let manifest: Manifest = serde_json::from_value(value)
         .map_err(|error| damaged(format!("it is not a manifest: {error}")))?;
@@ -110,6 +105,20 @@ fn check_sum(store: &Path, bytes: &[u8]) -> Result<()> {
         .found(String::from_utf8_lossy(&text).trim_end())
         .wanted(wanted.trim_end())
         .hint("restore both files, or build the store again"))
+}
+
+/// What is said of a store of another format: nothing of it is lost, since its inputs make it again.
+fn other_format(store: &Path, found: Option<u64>) -> Fault {
+    let newer = found.is_some_and(|format| format > u64::from(FORMAT));
+    Fault::data("this store has another format than this release reads")
+        .at(store.join(MANIFEST).display().to_string())
+        .found(found.map_or("no format".to_owned(), |format| format!("format {format}")))
+        .wanted(format!("format {FORMAT}"))
+        .hint(if newer {
+            "use the release of zdata that wrote it"
+        } else {
+            "build it again from its corpus file: zdata build CORPUS --out ANOTHER_FOLDER (or zdata import, as it was made)"
+        })
 }
 
 fn no_store(store: &Path) -> Fault {

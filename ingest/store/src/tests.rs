@@ -268,10 +268,14 @@ fn a_store_that_is_none_says_what_to_do() {
     fs::create_dir(folder.path().join(open::BUILD_FOLDER)).unwrap();
     says(folder.path(), "half built");
     let (folder, mut manifest) = store(2, &[3], 10);
-    manifest.format = 9;
-    manifest.digest = manifest.identity();
-    open::commit(folder.path(), &manifest).unwrap();
-    says(folder.path(), "another format");
+    for (format, next) in [(1, "zdata build CORPUS"), (FORMAT + 7, "use the release of zdata")] {
+        manifest.format = format;
+        manifest.digest = manifest.identity();
+        open::commit(folder.path(), &manifest).unwrap();
+        says(folder.path(), "another format");
+        says(folder.path(), &format!("format {format}"));
+        says(folder.path(), next);
+    }
 }
 
 /// The rows of the README's tables, cells trimmed of blanks and backquotes.
