@@ -89,7 +89,7 @@ impl<'a> Committer<'a> {
     pub(crate) fn step(
         &mut self,
         step: Step,
-        auditor: &Auditor<'_>,
+        auditor: &Auditor,
         go_on: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
         match step {
@@ -107,7 +107,7 @@ impl<'a> Committer<'a> {
         Ok(())
     }
 
-    fn item(&mut self, item: Item, auditor: &Auditor<'_>) -> Result<()> {
+    fn item(&mut self, item: Item, auditor: &Auditor) -> Result<()> {
         match item {
             Item::Document(document) => {
                 self.position.pass(document.consumed);
@@ -141,7 +141,7 @@ impl<'a> Committer<'a> {
         Ok(())
     }
 
-    fn document(&mut self, document: Encoded, auditor: &Auditor<'_>) -> Result<()> {
+    fn document(&mut self, document: Encoded, auditor: &Auditor) -> Result<()> {
         let Encoded { id, row, group, bytes, text_bytes, consumed: _, content, .. } = document;
         let Encoded { trace, split, tokens, sample, .. } = document;
         if let Some(trace) = trace {

@@ -1,27 +1,22 @@
-//! One reader, any number of workers, one committer: parallel work, delivered in input order.
-//!
-//! The reader cuts inputs into slabs and puts, for each, a promise into an ordered queue; workers keep the promises in
-//! any order; the committer redeems them in order. The queue is bounded, and with it memory. The first error in input
-//! order is the one reported, whatever the number of workers.
+//! From files to what the committer is told, in input order: slabs are read, parsed, prepared and encoded in parallel.
 
 use std::borrow::Cow;
-use std::thread;
+use std::sync::{Mutex, PoisonError};
 
 use contract::draw::happens;
 use contract::{Digest, Fault, Key, Purpose, Ratio, Result};
-use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
+use rayon::prelude::*;
 use store::{InputRecord, Split};
 
 use crate::corpus::{Corpus, Source};
 use crate::journal::Position;
+use crate::parallel::{self, Map};
 use crate::prepared::{InFile, Prepared, Trace};
 use crate::request::content_of_dropped;
-use crate::source::{self, Document, Limits, Parsed, Slab};
+use crate::source::{self, Document, Parsed, Slab};
 use crate::tokenize::Tokenizer;
 use crate::tokenize::audit::{self, Sample, Wanted};
-
-/// Slabs in flight beyond one for each worker.
-const SPARE_SLABS: usize = 3;
+use crate::walk::{Part, Walk, place};
 
 /// A document longer than this is audited by a piece.
 const AUDIT_WHOLE_BYTES: usize = 1_000_000;
@@ -72,31 +67,27 @@ pub(crate) enum Step {
     SourceEnd,
 }
 
-enum Promise {
-    Slab { reply: Receiver<Result<Vec<Item>>>, raw_bytes: u64 },
-    Step(Step),
-    Failed(Fault),
-}
+/// Samples that wait for a worker to encode them again.
+#[derive(Default)]
+pub(crate) struct Auditor(Mutex<Vec<Sample>>);
 
-enum Work<'a> {
-    Encode { slab: Box<Slab>, skip: usize, source: &'a Source, file: &'a str, reply: Reply },
-    Audit(Box<Sample>),
-}
-
-type Reply = Sender<Result<Vec<Item>>>;
-
-/// Hands samples to whichever worker is free.
-pub(crate) struct Auditor<'a>(Sender<Work<'a>>);
-
-impl Auditor<'_> {
-    /// For documents that are audited already: what it is told goes nowhere.
-    pub(crate) fn idle() -> Auditor<'static> {
-        Auditor(unbounded().0)
+impl Auditor {
+    /// Puts a sample where the next worker that is free finds it.
+    pub(crate) fn check(&self, sample: Sample) {
+        self.waiting().push(sample);
     }
 
-    pub(crate) fn check(&self, sample: Sample) {
-        // The workers are gone only when the build has failed already.
-        let _ = self.0.send(Work::Audit(Box::new(sample)));
+    fn waiting(&self) -> std::sync::MutexGuard<'_, Vec<Sample>> {
+        // A push or a pop is whole or did not happen.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Checks what waits now: samples are few, and what they find makes the rest void.
+    fn check_waiting(&self, tokenizer: &Tokenizer) -> Result<()> {
+        loop {
+            let Some(sample) = self.waiting().pop() else { return Ok(()) };
+            audit::check(tokenizer, &sample)?;
+        }
     }
 }
 
@@ -106,134 +97,66 @@ pub(crate) fn run(
     encoding: &Encoding<'_>,
     workers: usize,
     position: Position,
-    mut commit: impl FnMut(Step, &Auditor<'_>) -> Result<()>,
+    mut commit: impl FnMut(Step, &Auditor) -> Result<()>,
 ) -> Result<()> {
-    let (order, promises) = bounded::<Promise>(workers + SPARE_SLABS);
-    let (slabs, work) = bounded::<Work<'_>>(workers + SPARE_SLABS);
-    let (samples, audits) = unbounded::<Work<'_>>();
-    let (failures, failed) = unbounded::<Fault>();
-    thread::scope(|scope| {
-        scope.spawn(move || {
-            let reader = Reader { corpus, order: &order, slabs: &slabs };
-            if let Err(fault) = reader.run(position) {
-                let _ = order.send(Promise::Failed(fault));
+    let auditor = Auditor::default();
+    let mut walk = Walk::from(corpus, position.source, position.file);
+    let mut passed = Passed { now: Position::start(position.source, position.file), to: position };
+    let next = || {
+        while let Some(part) = walk.next()? {
+            if let Some(skip) = passed.by(&part, corpus)? {
+                return Ok(Some((part, skip)));
             }
-        });
-        for _ in 0..workers {
-            let (work, audits, failures) = (work.clone(), audits.clone(), failures.clone());
-            scope.spawn(move || {
-                // Samples first: they are few, and what they find makes the rest void.
-                loop {
-                    let next = match audits.try_recv() {
-                        Ok(sample) => Ok(sample),
-                        Err(_) => {
-                            crossbeam::select! { recv(work) -> w => w, recv(audits) -> a => a }
-                        }
-                    };
-                    match next {
-                        Ok(next) => perform(next, encoding, &failures),
-                        // One channel is closed: drain the other.
-                        Err(_) => {
-                            audits
-                                .iter()
-                                .chain(work.iter())
-                                .for_each(|w| perform(w, encoding, &failures));
-                            return;
-                        }
-                    }
-                }
-            });
         }
-        drop((work, audits, failures));
-        let auditor = Auditor(samples);
-        let outcome = redeem(promises, &failed, |step| commit(step, &auditor));
-        drop(auditor);
-        outcome?;
-        // Ends when the last worker has: every sample is checked before a build is done.
-        failed.iter().next().map_or(Ok(()), Err)
+        Ok(None)
+    };
+    let step = |(): &mut (), (part, skip): (Part, usize)| {
+        auditor.check_waiting(encoding.tokenizer)?;
+        step(part, skip, corpus, encoding)
+    };
+    let map =
+        Map { begin: || (), map: step, place: |(part, _): &(Part, usize)| place(corpus, part) };
+    parallel::run(workers, next, map, |step| commit(step, &auditor))?;
+    // Every sample is checked before a build is done.
+    let left = std::mem::take(&mut *auditor.waiting());
+    let failure = left.par_iter().find_map_first(|s| audit::check(encoding.tokenizer, s).err());
+    failure.map_or(Ok(()), Err)
+}
+
+/// What a part becomes.
+fn step(part: Part, skip: usize, corpus: &Corpus, encoding: &Encoding<'_>) -> Result<Step> {
+    Ok(match part {
+        Part::Slab { slab, source, file, raw } => {
+            let source = &corpus.sources[source];
+            let items = encode_slab(*slab, skip, source, &source.files[file].shown, encoding)?;
+            Step::Slab { items, raw_bytes: raw }
+        }
+        Part::FileEnd { source, file, bytes, identity: sha256 } => {
+            let path = corpus.sources[source].files[file].shown.clone();
+            Step::FileEnd(InputRecord { path, bytes, sha256, documents: 0 })
+        }
+        Part::SourceEnd => Step::SourceEnd,
     })
 }
 
-fn redeem(
-    promises: Receiver<Promise>,
-    failed: &Receiver<Fault>,
-    mut commit: impl FnMut(Step) -> Result<()>,
-) -> Result<()> {
-    for promise in promises {
-        if let Ok(fault) = failed.try_recv() {
-            return Err(fault);
-        }
-        match promise {
-            Promise::Step(step) => commit(step)?,
-            Promise::Failed(fault) => return Err(fault),
-            Promise::Slab { reply, raw_bytes } => {
-                let items =
-                    reply.recv().map_err(|_| Fault::bug("a worker of the build died"))??;
-                commit(Step::Slab { items, raw_bytes })?;
-            }
-        }
-    }
-    Ok(())
+/// Goes over what a killed build had committed of the file that it stopped in.
+struct Passed {
+    now: Position,
+    to: Position,
 }
 
-/// The reader stopped because the committer did: its error is the one to tell.
-fn gone<T>(_: T) -> Fault {
-    Fault::bug("the committer of the build died")
-}
-
-struct Reader<'a, 'b> {
-    corpus: &'a Corpus,
-    order: &'b Sender<Promise>,
-    slabs: &'b Sender<Work<'a>>,
-}
-
-impl<'a> Reader<'a, '_> {
-    fn run(&self, mut position: Position) -> Result<()> {
-        for (index, source) in self.corpus.sources.iter().enumerate().skip(position.source) {
-            if index > position.source {
-                position = Position::start(index, 0);
-            }
-            let files = if source.taken.is_some() { 0 } else { source.files.len() };
-            for number in position.file..files {
-                if number > position.file {
-                    position = Position::start(index, number);
-                }
-                self.file(source, number, &position)?;
-            }
-            self.order.send(Promise::Step(Step::SourceEnd)).map_err(gone)?;
+impl Passed {
+    /// How many records of this part are committed; nothing if all are.
+    fn by(&mut self, part: &Part, corpus: &Corpus) -> Result<Option<usize>> {
+        let Passed { now, to } = self;
+        if now.documents == to.documents {
+            return Ok(Some(0));
         }
-        Ok(())
-    }
-
-    /// Reads one file from `position` on.
-    fn file(&self, source: &'a Source, number: usize, position: &Position) -> Result<()> {
-        let file = &source.files[number];
-        let max_document_bytes = self.corpus.max_document_bytes;
-        let limits = Limits { max_document_bytes, ..Limits::default() };
-        let mut input = source::open(&file.path, file.format, &source.fields, &limits)?;
-        let mut passed = Position::start(position.source, number);
-        while let Some(slab) = input.next_slab()? {
-            let mut skip = 0;
-            if passed.documents < position.documents {
-                match pass(&slab, source, &mut passed, position)? {
-                    Some(records) => skip = records,
-                    None => continue,
-                }
-            }
-            let (reply, promise) = bounded(1);
-            let (raw_bytes, _) = input.content();
-            let promise = Promise::Slab { reply: promise, raw_bytes };
-            let slab = Box::new(slab);
-            let work = Work::Encode { slab, skip, source, file: &file.shown, reply };
-            self.order.send(promise).map_err(gone)?;
-            self.slabs.send(work).map_err(gone)?;
+        let source = &corpus.sources[to.source];
+        match part {
+            Part::Slab { slab, .. } => pass(slab, source, now, to),
+            _ => Err(changed(&source.files[to.file].shown)),
         }
-        if passed.documents < position.documents {
-            return Err(changed(&file.shown));
-        }
-        let (bytes, sha256) = input.content();
-        let record = InputRecord { path: file.shown.clone(), bytes, sha256, documents: 0 };
-        self.order.send(Promise::Step(Step::FileEnd(record))).map_err(gone)
     }
 }
 
@@ -266,20 +189,6 @@ fn changed(file: &str) -> Fault {
     Fault::mismatch("this input changed since the build was begun")
         .at(file.to_owned())
         .hint("restore the input, or delete the store's folder and build it again")
-}
-
-fn perform(work: Work<'_>, encoding: &Encoding<'_>, failures: &Sender<Fault>) {
-    match work {
-        Work::Encode { slab, skip, source, file, reply } => {
-            // Nobody waits for the reply once the build has failed.
-            let _ = reply.send(encode_slab(*slab, skip, source, file, encoding));
-        }
-        Work::Audit(sample) => {
-            if let Err(fault) = audit::check(encoding.tokenizer, &sample) {
-                let _ = failures.send(fault);
-            }
-        }
-    }
 }
 
 fn encode_slab(

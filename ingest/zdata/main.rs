@@ -2,10 +2,11 @@
 
 mod cmd;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use contract::{Result, terminal};
+use contract::{Fault, Result, terminal};
 
 /// A build makes and drops texts and ids by the million, on one thread and another: this allocator is made for that.
 #[global_allocator]
@@ -65,7 +66,9 @@ enum Command {
 fn main() -> ExitCode {
     storage::install();
     terminal::end(match Cli::try_parse() {
-        Ok(cli) => run(cli).map(|()| 0),
+        // The default hook has said where; what is left is to end as every bug of ours does.
+        Ok(cli) => catch_unwind(AssertUnwindSafe(|| run(cli).map(|()| 0)))
+            .unwrap_or_else(|_| Err(Fault::bug("zdata panicked").found("the message above"))),
         Err(refusal) => cmd::output::refused(&refusal),
     })
 }

@@ -31,7 +31,8 @@ pub fn quietly<T>(work: impl FnOnce() -> T) -> std::result::Result<T, String> {
     done.map_err(|panic| said(&*panic).to_owned())
 }
 
-fn said(panic: &(dyn Any + Send)) -> &str {
+/// What a panic said.
+pub fn said(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message")
 }

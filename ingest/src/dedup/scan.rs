@@ -23,9 +23,9 @@ use super::matches;
 use super::observe::{Observed, Observer};
 use super::tools::Tools;
 use crate::corpus::Corpus;
-use crate::in_order;
+use crate::parallel::{self, Map};
 use crate::progress::{Measure, Progress};
-use crate::source::{self, Input, Limits, Slab};
+use crate::walk::{Part, Walk, place};
 
 /// What a finished scan found, in `STORE/.build/scan.json`.
 #[derive(Debug, Serialize, Deserialize)]
@@ -124,18 +124,23 @@ pub(crate) fn read_through(
     tools: &Tools<'_>,
     corpus: &Corpus,
     workers: usize,
-    take: impl FnMut(Seen) -> Result<()>,
+    mut take: impl FnMut(Seen) -> Result<()>,
 ) -> Result<()> {
     let observer = Observer { corpus, tools };
-    let mut walk = Walk { corpus, source: 0, file: 0, input: None };
-    let look = |part| match part {
-        Part::End { source, bytes, identity } => Ok(Seen::End { source, bytes, identity }),
+    let mut walk = Walk::only(corpus, |source| source.recipe.scanned() > 0);
+    let look = |(): &mut (), part| match part {
+        Part::FileEnd { source, bytes, identity, .. } => {
+            Ok(Some(Seen::End { source, bytes, identity }))
+        }
         Part::Slab { slab, source, file, raw } => {
             let observed = observer.slab(&slab, source, file)?;
-            Ok(Seen::Documents { observed, source, file, raw })
+            Ok(Some(Seen::Documents { observed, source, file, raw }))
         }
+        Part::SourceEnd => Ok(None),
     };
-    in_order::run(workers, || walk.next(), look, take)
+    let map = Map { begin: || (), map: look, place: |part: &Part| place(corpus, part) };
+    parallel::run(workers, || walk.next(), map, |seen| seen.map_or(Ok(()), &mut take))?;
+    Ok(())
 }
 
 /// What was seen of all documents, until it is decided.
@@ -189,53 +194,10 @@ fn bytes_to_read(corpus: &Corpus) -> Result<u64> {
     files.map(|file| length(&file.path)).sum()
 }
 
-/// What the reader hands to the workers.
-enum Part {
-    Slab { slab: Slab, source: usize, file: usize, raw: u64 },
-    End { source: usize, bytes: u64, identity: Identity },
-}
-
 /// What the workers hand on.
 pub(crate) enum Seen {
     /// Documents of one file, of which `raw` bytes are read.
     Documents { observed: Vec<Observed>, source: usize, file: usize, raw: u64 },
     /// The end of a file, with its content.
     End { source: usize, bytes: u64, identity: Identity },
-}
-
-/// Reads the files of the sources that are scanned, in order.
-struct Walk<'a> {
-    corpus: &'a Corpus,
-    source: usize,
-    file: usize,
-    input: Option<Box<dyn Input>>,
-}
-
-impl Walk<'_> {
-    fn next(&mut self) -> Result<Option<Part>> {
-        loop {
-            let Some(source) = self.corpus.sources.get(self.source) else { return Ok(None) };
-            if self.file == source.files.len() || source.recipe.scanned() == 0 {
-                (self.source, self.file) = (self.source + 1, 0);
-                continue;
-            }
-            let input = match &mut self.input {
-                Some(input) => input,
-                none => {
-                    let file = &source.files[self.file];
-                    let max_document_bytes = self.corpus.max_document_bytes;
-                    let limits = Limits { max_document_bytes, ..Limits::default() };
-                    none.insert(source::open(&file.path, file.format, &source.fields, &limits)?)
-                }
-            };
-            if let Some(slab) = input.next_slab()? {
-                let raw = input.content().0;
-                return Ok(Some(Part::Slab { slab, source: self.source, file: self.file, raw }));
-            }
-            let (bytes, identity) = input.content();
-            self.input = None;
-            self.file += 1;
-            return Ok(Some(Part::End { source: self.source, bytes, identity }));
-        }
-    }
 }

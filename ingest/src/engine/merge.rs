@@ -90,7 +90,7 @@ fn commit(
     let places = plan.corpus.sources[*source].recipe.encoding_places();
     let mut files = plan.corpus.sources[*source].files[range.clone()].iter();
     let mut part = PartReader::open(&plan.part(receipt.part), receipt.part)?;
-    let auditor = Auditor::idle();
+    let auditor = Auditor::default();
     let mut tell = |step| committer.step(step, &auditor, &mut || Ok(()));
     while let Some(entry) = part.next()? {
         let foreign = || part.damaged("it holds what its task cannot give");

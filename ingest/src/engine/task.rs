@@ -210,7 +210,7 @@ struct Taking<'a> {
 }
 
 impl Taking<'_> {
-    fn step(&mut self, step: Step, auditor: &Auditor<'_>) -> Result<()> {
+    fn step(&mut self, step: Step, auditor: &Auditor) -> Result<()> {
         match step {
             Step::Slab { items, .. } => {
                 items.into_iter().try_for_each(|item| self.item(item, auditor))
@@ -224,7 +224,7 @@ impl Taking<'_> {
         }
     }
 
-    fn item(&mut self, item: Item, auditor: &Auditor<'_>) -> Result<()> {
+    fn item(&mut self, item: Item, auditor: &Auditor) -> Result<()> {
         match item {
             Item::Document(mut document) => {
                 let (content, bytes, sample) =

@@ -30,7 +30,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "STORE")]
     from: Option<PathBuf>,
     /// Threads that encode [default: one for each core]; never changes a bit.
-    #[arg(long)]
+    #[arg(long, value_parser = super::workers)]
     workers: Option<usize>,
     /// The library that encodes; never changes a bit.
     #[arg(long, value_enum, default_value_t = Encoder::Fastest)]
@@ -219,12 +219,6 @@ fn check(corpus: &Corpus, json: bool) -> Result<()> {
 
 /// Does it.
 pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
-    if args.workers == Some(0) {
-        return Err(Fault::usage("a build needs a worker")
-            .at("--workers")
-            .found(0)
-            .wanted("at least 1"));
-    }
     let corpus = Corpus::read(&args.corpus)?;
     if args.check {
         return check(&corpus, args.json);

@@ -23,7 +23,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "A..B", value_parser = output::steps)]
     steps: Range<u64>,
     /// Threads; they change the speed, never a digest.
-    #[arg(long, value_name = "N", default_value_t = default_workers())]
+    #[arg(long, value_name = "N", value_parser = super::workers, default_value_t = default_workers())]
     workers: usize,
     /// Print a JSON object per line.
     #[arg(long)]

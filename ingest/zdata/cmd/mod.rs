@@ -16,3 +16,25 @@ pub(crate) mod tokenizer;
 pub(crate) mod verify;
 pub(crate) mod verify_run;
 pub(crate) mod whereabouts;
+
+use ingest::WORKERS_MAX;
+
+/// Reads a number of threads.
+pub(crate) fn workers(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(count @ 1..=WORKERS_MAX) => Ok(count),
+        _ => Err(format!("wanted a whole number from 1 to {WORKERS_MAX}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn no_number_of_workers_reaches_the_machine_unchecked() {
+        assert_eq!(super::workers("1"), Ok(1));
+        assert_eq!(super::workers("1024"), Ok(1024));
+        for wrong in ["0", "1025", "1000000", "99999999999999999999", "-1", "two", ""] {
+            assert!(super::workers(wrong).unwrap_err().contains("1 to 1024"), "{wrong}");
+        }
+    }
+}

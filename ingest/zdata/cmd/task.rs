@@ -67,7 +67,7 @@ pub(crate) struct Task {
     #[arg(long)]
     index: usize,
     /// Threads that work [default: one for each core]; never changes a bit.
-    #[arg(long)]
+    #[arg(long, value_parser = super::workers)]
     workers: Option<usize>,
 }
 

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::thread;
 
-use contract::{Fault, Identity, Ratio, Result, note};
+use contract::{Identity, Ratio, Result, note};
 use ingest::Corpus;
 use ingest::tokenize::train::{Options, Request, Trained, train};
 use serde_json::json;
@@ -40,7 +40,7 @@ pub(crate) struct Args {
     #[arg(long, default_value = "1")]
     sample: Ratio,
     /// Threads that count words [default: one for each core]; never changes a bit.
-    #[arg(long)]
+    #[arg(long, value_parser = super::workers)]
     workers: Option<usize>,
     /// Tell a program what was trained.
     #[arg(long)]
@@ -50,12 +50,6 @@ pub(crate) struct Args {
 /// Does it.
 pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
     let Command::Train(args) = command;
-    if args.workers == Some(0) {
-        return Err(Fault::usage("training needs a worker")
-            .at("--workers")
-            .found(0)
-            .wanted("at least 1"));
-    }
     let corpus = Corpus::read(&args.corpus)?;
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let options = Options { workers: args.workers.unwrap_or(cores), quiet };

@@ -20,7 +20,7 @@ pub(crate) struct Args {
     /// The run's folder.
     run: PathBuf,
     /// Threads; they change the speed, never a digest.
-    #[arg(long, value_name = "N", default_value_t = digest::default_workers())]
+    #[arg(long, value_name = "N", value_parser = super::workers, default_value_t = digest::default_workers())]
     workers: usize,
     /// Print JSON.
     #[arg(long)]

@@ -4,20 +4,19 @@
 //! end, so the result is the same for any number of workers.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 
 use contract::{Digest, Fault, Ratio, Result};
-use crossbeam::channel::{Receiver, Sender, bounded};
 use tokenizers::utils::SysRegex;
 
 use crate::corpus::{Corpus, Source};
 use crate::dedup::Tools;
+use crate::parallel::{self, Map};
 use crate::pipeline::held_out;
 use crate::prepared::InFile;
 use crate::progress::Progress;
 use crate::request::count_or_stop;
-use crate::source::{self, Document, Limits, Parsed, Slab};
+use crate::source::{Document, Parsed, Slab};
+use crate::walk::{Part, Walk, place};
 
 use super::{SPLIT, sampled};
 
@@ -37,9 +36,6 @@ pub(super) struct Counted {
 #[expect(clippy::disallowed_types, reason = "only counted in; sorted before anyone looks at it")]
 type Table = std::collections::HashMap<Box<str>, u64>;
 
-/// A slab, its place in the order of all slabs, and the source that says how to parse it.
-type Work<'a> = (u64, Slab, &'a Source);
-
 /// Counts the words of all documents that are in the sample and not held out.
 pub(super) fn count(
     corpus: &Corpus,
@@ -47,32 +43,31 @@ pub(super) fn count(
     workers: usize,
     progress: &mut Progress,
 ) -> Result<Counted> {
-    let (slabs, work) = bounded::<Work<'_>>(workers + 2);
     // Steps that count tokens have none yet, and do nothing.
     let tools = Tools::new(corpus, None)?;
-    let stop = AtomicBool::new(false);
-    let (read, tallies) = thread::scope(|scope| {
-        let worker = || {
-            let (work, stop, tools) = (work.clone(), &stop, &tools);
-            scope.spawn(move || tally(&work, (corpus, tools), share, stop))
-        };
-        let workers: Vec<_> = (0..workers.max(1)).map(|_| worker()).collect();
-        drop(work);
-        let read = read(corpus, &slabs, &stop, progress);
-        drop(slabs);
-        let joined = |worker: thread::ScopedJoinHandle<'_, _>| {
-            worker.join().unwrap_or_else(|_| Err((0, Fault::bug("a worker of the training died"))))
-        };
-        (read, workers.into_iter().map(joined).collect::<Vec<_>>())
-    });
+    let split = SysRegex::new(SPLIT).map_err(|e| Fault::bug(format!("the split: {e}")))?;
+    let rules = Rules { corpus, tools, split, share };
+    let mut walk = Walk::from(corpus, 0, 0);
+    let tally = |tally: &mut Tally, part| match part {
+        Part::Slab { slab, source, .. } => {
+            tally.slab(&slab, &corpus.sources[source], &rules).map(|()| 0)
+        }
+        Part::FileEnd { bytes, .. } => Ok(bytes),
+        Part::SourceEnd => Ok(0),
+    };
+    let map = Map { begin: Tally::default, map: tally, place: |part: &Part| place(corpus, part) };
+    let tallies = parallel::run(
+        workers,
+        || walk.next(),
+        map,
+        |bytes| {
+            progress.file(bytes);
+            progress.tick();
+            Ok(())
+        },
+    )?;
     let mut counted = Counted { words: BTreeMap::new(), documents: 0, text_bytes: 0, dropped: 0 };
-    // Slabs are taken in order, so the lowest failure is the first in the corpus whatever the number of workers.
-    let failures = tallies.iter().filter_map(|tally| tally.as_ref().err());
-    if let Some((_, fault)) = failures.min_by_key(|(order, _)| *order) {
-        return Err(fault.clone());
-    }
-    read?;
-    for tally in tallies.into_iter().flatten() {
+    for tally in tallies {
         counted.documents += tally.documents;
         counted.text_bytes += tally.text_bytes;
         counted.dropped += tally.dropped;
@@ -83,33 +78,16 @@ pub(super) fn count(
     Ok(counted)
 }
 
-/// Reads all files in order and hands their slabs out.
-fn read<'a>(
+/// What decides which words of a document count, and where they end.
+struct Rules<'a> {
     corpus: &'a Corpus,
-    slabs: &Sender<Work<'a>>,
-    stop: &AtomicBool,
-    progress: &mut Progress,
-) -> Result<()> {
-    let limits = Limits { max_document_bytes: corpus.max_document_bytes, ..Limits::default() };
-    let mut order = 0;
-    for source in &corpus.sources {
-        for file in &source.files {
-            let mut input = source::open(&file.path, file.format, &source.fields, &limits)?;
-            while let Some(slab) = input.next_slab()? {
-                // Workers leave only after a failure, which is the one to tell.
-                if stop.load(Ordering::Relaxed) || slabs.send((order, slab, source)).is_err() {
-                    return Ok(());
-                }
-                order += 1;
-                progress.tick();
-            }
-            progress.file(input.content().0);
-        }
-    }
-    Ok(())
+    tools: Tools<'a>,
+    split: SysRegex,
+    share: Ratio,
 }
 
 /// What one worker counted.
+#[derive(Default)]
 struct Tally {
     table: Table,
     documents: u64,
@@ -117,57 +95,44 @@ struct Tally {
     dropped: u64,
 }
 
-fn tally(
-    work: &Receiver<Work<'_>>,
-    (corpus, tools): (&Corpus, &Tools<'_>),
-    share: Ratio,
-    stop: &AtomicBool,
-) -> std::result::Result<Tally, (u64, Fault)> {
-    let split = SysRegex::new(SPLIT).map_err(|e| (0, Fault::bug(format!("the split: {e}"))))?;
-    let mut tally = Tally { table: Table::new(), documents: 0, text_bytes: 0, dropped: 0 };
-    for (order, slab, source) in work {
-        let failed = |fault: Fault| {
-            stop.store(true, Ordering::Relaxed);
-            (order, fault)
-        };
-        let steps = InFile::unscanned(source, tools);
-        for parsed in slab.parse(&source.fields).map_err(failed)? {
+impl Tally {
+    fn slab(&mut self, slab: &Slab, source: &Source, rules: &Rules<'_>) -> Result<()> {
+        let steps = InFile::unscanned(source, &rules.tools);
+        for parsed in slab.parse(&source.fields)? {
             match parsed {
                 Parsed::Document(document) => match &steps {
-                    None => tally.document(&document, corpus, share, &split),
+                    None => self.document(&document, rules),
                     Some(steps) => match steps.apply(document) {
-                        Ok((document, _)) => tally.document(&document, corpus, share, &split),
+                        Ok((document, _)) => self.document(&document, rules),
                         Err(dropped) => {
-                            tally.dropped(corpus, &dropped.reason, dropped.fault).map_err(failed)?
+                            self.dropped(rules.corpus, &dropped.reason, dropped.fault)?;
                         }
                     },
                 },
                 Parsed::Dropped { reason, fault, .. } => {
-                    tally.dropped(corpus, reason, fault).map_err(failed)?;
+                    self.dropped(rules.corpus, reason, fault)?;
                 }
             }
         }
+        Ok(())
     }
-    Ok(tally)
-}
 
-impl Tally {
     /// A record that is no document, or is dropped by a step: the same ones stop a build.
     fn dropped(&mut self, corpus: &Corpus, reason: &str, fault: Fault) -> Result<()> {
         self.dropped += 1;
         count_or_stop(corpus, reason, fault)
     }
 
-    fn document(&mut self, document: &Document, corpus: &Corpus, share: Ratio, split: &SysRegex) {
+    fn document(&mut self, document: &Document, rules: &Rules<'_>) {
         let text = document.text.as_str();
         let content = Digest::of_bytes(text.as_bytes());
-        if held_out(content, corpus.validation) || !sampled(content, share) {
+        if held_out(content, rules.corpus.validation) || !sampled(content, rules.share) {
             return;
         }
         self.documents += 1;
         self.text_bytes += text.len() as u64;
         let mut before = 0;
-        for (start, end) in split.find_iter(text) {
+        for (start, end) in rules.split.find_iter(text) {
             // What the expression matches nowhere is a word as well, as it is for the encoders.
             self.word(&text[before..start]);
             self.word(&text[start..end]);
