@@ -13,8 +13,8 @@ use store::disk::watch;
 use store::open;
 
 use crate::build::build;
+use crate::cluster::{Plan, Runner, Stage, decide, merge, plan};
 use crate::corpus::Corpus;
-use crate::engine::{Plan, Runner, Stage, decide, merge, plan};
 use crate::interop::Peer;
 use crate::interop::export::{Export, NOTE, export};
 use crate::interop::import::{Import, Part, import};

@@ -12,27 +12,22 @@
 
 pub mod build;
 pub mod check;
-mod commit;
+pub mod cluster;
 pub mod corpus;
 #[cfg(test)]
 mod crashes;
 mod dedup;
 mod disk;
-pub mod engine;
 mod filters;
 pub mod init;
 pub mod inspect;
 pub mod interop;
-mod journal;
 mod parallel;
-mod pipeline;
 mod prepared;
 pub mod progress;
 pub mod recipe;
-mod request;
 pub mod sample;
 pub mod source;
-mod stream;
 mod takeover;
 #[cfg(test)]
 mod testing;
@@ -43,7 +38,7 @@ pub mod verify;
 mod versions;
 mod walk;
 
+pub use build::request::stops;
 pub use build::{Outcome, build, build_from};
 pub use corpus::Corpus;
 pub use parallel::WORKERS_MAX;
-pub use request::stops;

@@ -11,14 +11,14 @@ use contract::{Digest, Fault, Key, Purpose, Result, draw};
 use serde::Serialize;
 use store::{Manifest, open};
 
+use crate::build::pipeline::held_out;
+use crate::build::request;
 use crate::corpus::{Corpus, Source};
 use crate::dedup::removed::{self, Kept};
 use crate::dedup::{List, Tools, contaminated, exact, minhash, repeats};
 use crate::filters::{self, Dropped};
-use crate::pipeline::held_out;
 use crate::recipe::compare::Compare;
 use crate::recipe::run::{NoText, Outcome, Passage};
-use crate::request;
 use crate::source::{self, Document, Limits, Parsed};
 use crate::tokenize::{Engine, Tokenizer};
 

@@ -14,9 +14,9 @@ use store::{
     disk, open, verify,
 };
 
+use crate::build::journal::Head;
+use crate::build::request;
 use crate::corpus::{Corpus, OnError, Source};
-use crate::journal::Head;
-use crate::request;
 
 /// A source of an earlier store that is taken over.
 #[derive(Clone, Debug)]

@@ -8,8 +8,8 @@ use store::folder::StoreFile;
 use store::verify::{self, Damage, flaw};
 use store::{FileRecord, Manifest, SourceRecord, Split, open};
 
+use crate::build::request;
 use crate::progress::{Measure, Progress};
-use crate::request;
 
 /// What was found.
 #[derive(Debug)]

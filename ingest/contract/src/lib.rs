@@ -12,6 +12,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod chain;
 pub mod digest;
 pub mod draw;
 pub mod fault;

@@ -5,11 +5,11 @@ use contract::{Digest, Fault, Result};
 use super::matches::{self, Matched};
 use super::tools::Tools;
 use super::{decontaminate, normal, removed};
+use crate::build::request::count_or_stop;
 use crate::corpus::{Corpus, Source};
 use crate::filters::{Dropped, Effect};
 use crate::recipe::compare::Compare;
 use crate::recipe::run::{Outcome, Passage};
-use crate::request::count_or_stop;
 use crate::source::{Document, Parsed, Slab};
 
 /// What a comparing step needs to know of a document.

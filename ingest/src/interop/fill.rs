@@ -7,7 +7,7 @@ use std::path::Path;
 use contract::Result;
 use store::{DocumentRecord, Dropped, Manifest, SourceRecord, Split, StreamRecord};
 
-use crate::stream::Stream;
+use crate::build::stream::Stream;
 
 /// One source under construction.
 pub(super) struct Filling {

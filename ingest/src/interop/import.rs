@@ -16,11 +16,11 @@ use store::{
 use super::fill::Filling;
 use super::{Documents, Found, Hints, Peer, Width, datatrove, mds, megatron, olmo};
 use crate::build;
+use crate::build::pipeline::held_out;
+use crate::build::request;
 use crate::corpus::check_name;
 use crate::disk::{Disk, Real};
-use crate::pipeline::held_out;
 use crate::progress::{Measure, Progress};
-use crate::request;
 use crate::tokenize::{Engine, Tokenizer};
 
 /// Files of a source.

@@ -5,8 +5,8 @@ use std::thread;
 
 use contract::{Fault, Result, note};
 use ingest::build::Options;
-use ingest::engine::plan::TASK_BYTES;
-use ingest::engine::{self, Plan, Ran, Stage, slurm};
+use ingest::cluster::plan::TASK_BYTES;
+use ingest::cluster::{self, Plan, Ran, Stage, slurm};
 use ingest::tokenize::Engine;
 use ingest::{Corpus, Outcome, inspect};
 use storage::publish;
@@ -144,8 +144,8 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
     let mut work = args.out().as_os_str().to_owned();
     work.push(".tasks");
     let work = args.work.clone().unwrap_or_else(|| PathBuf::from(work));
-    let _lock = engine::lock(&work)?;
-    let plan = engine::plan(corpus, &work, args.task_bytes)?;
+    let _lock = cluster::lock(&work)?;
+    let plan = cluster::plan(corpus, &work, args.task_bytes)?;
     for stage in [Stage::Scan, Stage::Encode] {
         let (all, left) = (plan.tasks_of(stage).len(), plan.missing(stage)?.len());
         if all > 0 {
@@ -162,15 +162,15 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
             &slurm::Options { program, sbatch, workers: options.workers },
         )?;
     } else {
-        let runner = engine::Runner::new(&plan, options.workers)?;
+        let runner = cluster::Runner::new(&plan, options.workers)?;
         stage(&plan, &runner, Stage::Scan)?;
-        engine::decide(&plan, options.quiet)?;
+        cluster::decide(&plan, options.quiet)?;
         stage(&plan, &runner, Stage::Encode)?;
-        engine::merge(&plan, args.out(), options.quiet)?;
+        cluster::merge(&plan, args.out(), options.quiet)?;
     }
     for stage in [Stage::Scan, Stage::Encode] {
         if !plan.tasks_of(stage).is_empty() {
-            note!("{}", engine::tally(&plan, stage)?);
+            note!("{}", cluster::tally(&plan, stage)?);
         }
     }
     let manifest = open::manifest(args.out())?;
@@ -182,7 +182,7 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
 }
 
 /// Runs the tasks of a stage that are missing.
-fn stage(plan: &Plan, runner: &engine::Runner<'_>, stage: Stage) -> Result<()> {
+fn stage(plan: &Plan, runner: &cluster::Runner<'_>, stage: Stage) -> Result<()> {
     let all = plan.tasks();
     for task in plan.missing(stage)? {
         let told = match runner.run(stage, task)? {

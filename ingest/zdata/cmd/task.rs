@@ -7,8 +7,8 @@ use std::time::Duration;
 use contract::terminal::print;
 use contract::{Result, note};
 use ingest::Corpus;
-use ingest::engine::plan::TASK_BYTES;
-use ingest::engine::{Plan, Ran, Runner, Stage, decide, lock, merge, plan, prune};
+use ingest::cluster::plan::TASK_BYTES;
+use ingest::cluster::{Plan, Ran, Runner, Stage, decide, lock, merge, plan, prune};
 
 /// What to do.
 #[derive(clap::Subcommand)]

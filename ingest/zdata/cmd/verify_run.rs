@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-use contract::{Digest, Fault, Identity, Result, note};
+use contract::{Digest, Fault, Identity, Result, chain, note};
 use ingest::progress::{Measure, Progress};
 use loader::Opened;
 use mixer::Curriculum;
@@ -198,7 +198,7 @@ impl Ledger {
             Fault::io("read", path, &error).hint("name the folder that was given to `ztrain --out`")
         })?;
         let mut lines = BufReader::new(file);
-        let (mut head, mut data, mut chain) = (None, Vec::new(), Digest::default());
+        let (mut head, mut data, mut link) = (None, Vec::new(), Digest::default());
         let (mut line, mut torn, mut number) = (Vec::new(), false, 0u64);
         let mut edits = Vec::new();
         loop {
@@ -212,7 +212,10 @@ impl Ledger {
                 break;
             }
             let changed = |what: &str| changed(path, number, what);
-            let body = opened(&mut chain, &line).ok_or_else(|| changed("its chain is broken"))?;
+            let text = std::str::from_utf8(&line).ok();
+            let opened = text.and_then(|text| chain::open(link, text));
+            let (body, after) = opened.ok_or_else(|| changed("its chain is broken"))?;
+            link = after;
             if number == 0 {
                 let first: Head = parse(&body).ok_or_else(|| changed("it is not a head"))?;
                 head = Some(first).filter(|head| head.kind == "head");
@@ -229,7 +232,7 @@ impl Ledger {
         }
         let path = path.to_owned();
         match head {
-            Some(head) => Ok(Ledger { path, head, data, edits, chain, torn }),
+            Some(head) => Ok(Ledger { path, head, data, edits, chain: link, torn }),
             None => Err(Fault::data("the ledger has no head")
                 .at(path.display().to_string())
                 .hint("the run had not begun: there is nothing to verify")),
@@ -284,17 +287,6 @@ fn changed(path: &Path, number: u64, what: &str) -> Fault {
     Fault::mismatch(format!("this line of the ledger was changed: {what}"))
         .at(format!("{}:{}", path.display(), number + 1))
         .hint("restore the file; nothing after a changed line can be trusted")
-}
-
-/// The body of a line that continues `chain`, which moves on: the line ends in `,"chain":"HEX"}`, HEX being xxh3-128
-/// over the digits of the chain before it and the line without that field.
-fn opened(chain: &mut Digest, line: &[u8]) -> Option<String> {
-    let (open, rest) = std::str::from_utf8(line).ok()?.rsplit_once(",\"chain\":\"")?;
-    let found: Digest = rest.strip_suffix("\"}")?.parse().ok()?;
-    let body = format!("{open}}}");
-    let link = Digest::of_bytes(format!("{chain}{body}").as_bytes());
-    *chain = link;
-    (link == found).then_some(body)
 }
 
 #[cfg(test)]

@@ -10,9 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use contract::{Digest, Fault, Result};
+use contract::{Digest, Fault, Result, chain};
 
-use super::chain;
 use super::index::{InForce, Index, Line, Mark, SPACING};
 use super::record::{Head, StepRecord};
 

@@ -2,7 +2,6 @@
 //!
 //! Invariant: no rank, device, time or path enters it; those go to `events.jsonl`, which is not chained.
 
-pub mod chain;
 mod file;
 mod index;
 mod record;

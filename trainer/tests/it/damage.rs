@@ -3,8 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use contract::{Class, Digest};
-use trainer::ledger::chain;
+use contract::{Class, Digest, chain};
 
 use crate::support::{Scratch, stop_after};
 

@@ -8,13 +8,13 @@ use std::collections::BTreeMap;
 use contract::{Digest, Fault, Ratio, Result};
 use tokenizers::utils::SysRegex;
 
+use crate::build::pipeline::held_out;
+use crate::build::request::count_or_stop;
 use crate::corpus::{Corpus, Source};
 use crate::dedup::Tools;
 use crate::parallel::{self, Map};
-use crate::pipeline::held_out;
 use crate::prepared::InFile;
 use crate::progress::Progress;
-use crate::request::count_or_stop;
 use crate::source::{Document, Parsed, Slab};
 use crate::walk::{Part, Walk, place};
 

@@ -1,6 +1,6 @@
 //! What a task did: which content it found in its files, and which part came of it.
 //!
-//! A receipt is created only where there is none. A second one must say the same; where it does not, both are kept.
+//! A result is created only where there is none. A second one must say the same; where it does not, both are kept.
 
 use std::fs;
 use std::io;
@@ -12,16 +12,16 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use store::{disk, far};
 
-use super::address::Content;
+use super::key::Content;
 use super::plan::{Plan, Stage};
 use crate::corpus::SourceFile;
 
-/// The receipt of one task.
+/// The result of one task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Receipt {
+pub(super) struct TaskResult {
     /// Its files.
     pub(super) inputs: Vec<Input>,
-    /// The address of its part.
+    /// The key of its part.
     pub(super) part: Identity,
     /// The digest at the end of its part.
     pub(super) digest: Digest,
@@ -57,7 +57,7 @@ pub(super) fn inputs(files: &[SourceFile]) -> Result<Vec<Input>> {
     files.par_iter().map(input).collect()
 }
 
-impl Receipt {
+impl TaskResult {
     /// Bytes and identity of its files.
     pub(super) fn contents(&self) -> Vec<Content> {
         self.inputs.iter().map(|input| (input.bytes, input.sha256)).collect()
@@ -75,45 +75,45 @@ impl Receipt {
         plan.folder().join(format!("{}-{task:06}.json", stage.name()))
     }
 
-    /// The receipt that is there.
+    /// The result that is there.
     pub(super) fn read(plan: &Plan, stage: Stage, task: usize) -> Result<Option<Self>> {
-        let path = Receipt::path(plan, stage, task);
+        let path = TaskResult::path(plan, stage, task);
         let bytes = match fs::read(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             bytes => bytes.map_err(|error| Fault::io("read", &path, &error))?,
         };
-        Receipt::parse(&path, &bytes).map(Some)
+        TaskResult::parse(&path, &bytes).map(Some)
     }
 
-    /// The receipt in a file.
+    /// The result in a file.
     pub(super) fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
         serde_json::from_slice(bytes).map_err(|error| {
-            Fault::data("this receipt of a task is damaged")
+            Fault::data("this result of a task is damaged")
                 .at(path.display().to_string())
                 .found(error)
                 .hint("delete it and run the task again")
         })
     }
 
-    /// Removes the receipt, if there is one.
+    /// Removes the result, if there is one.
     pub(super) fn remove(plan: &Plan, stage: Stage, task: usize) -> Result<()> {
-        let path = Receipt::path(plan, stage, task);
+        let path = TaskResult::path(plan, stage, task);
         disk::remove(&path)
     }
 
-    /// Puts the receipt down, unless there is one: then the two must say the same.
+    /// Puts the result down, unless there is one: then the two must say the same.
     pub(super) fn commit(&self, plan: &Plan, stage: Stage, task: usize) -> Result<()> {
-        let path = Receipt::path(plan, stage, task);
+        let path = TaskResult::path(plan, stage, task);
         let name = format!("{}-{task:06}", stage.name());
         let scratch = scratch(&plan.folder(), &name)?;
         let bytes = serde_json::to_vec(self)
-            .map_err(|error| Fault::bug(format!("a receipt cannot be written: {error}")))?;
+            .map_err(|error| Fault::bug(format!("a result cannot be written: {error}")))?;
         disk::write_whole(&scratch, &bytes)?;
         if create(&scratch, &path)? {
             return Ok(());
         }
-        let before = Receipt::read(plan, stage, task)?.ok_or_else(|| {
-            Fault::machine("a receipt is gone that was there").at(path.display().to_string())
+        let before = TaskResult::read(plan, stage, task)?.ok_or_else(|| {
+            Fault::machine("a result is gone that was there").at(path.display().to_string())
         })?;
         if (before.part, before.digest) == (self.part, self.digest) {
             return disk::remove(&scratch);

@@ -10,11 +10,11 @@ use serde::{Deserialize, Serialize};
 use store::disk::{self, Lock};
 use store::far;
 
-use super::address::{self, Content};
-use super::receipt::Receipt;
+use super::key::{self, Content};
+use super::result::TaskResult;
 use crate::build;
+use crate::build::journal::Head;
 use crate::corpus::{Corpus, Source, SourceFile};
-use crate::journal::Head;
 use crate::tokenize::{Engine, Tokenizer};
 
 /// Bytes of input that a task gets at most, unless it is told otherwise; a larger file is a task by itself.
@@ -196,9 +196,9 @@ impl Plan {
         self.work.join("parts")
     }
 
-    /// Where the part with this address belongs.
-    pub(super) fn part(&self, address: Identity) -> PathBuf {
-        self.parts().join(format!("{address}.bin"))
+    /// Where the part with this key belongs.
+    pub(super) fn part(&self, key: Identity) -> PathBuf {
+        self.parts().join(format!("{key}.bin"))
     }
 
     /// Where a task's list of removed documents lies once it is decided.
@@ -243,8 +243,8 @@ impl Plan {
         })
     }
 
-    /// The address of the part that a stage makes of a task's files, if they hold `inputs`.
-    pub(super) fn address(
+    /// The key of the part that a stage makes of a task's files, if they hold `inputs`.
+    pub(super) fn cache_key(
         &self,
         stage: Stage,
         task: usize,
@@ -262,14 +262,14 @@ impl Plan {
             })?;
             removed = Some(Identity::of_bytes(&bytes));
         }
-        Ok(address::address(stage, only, &self.text.head, inputs, removed))
+        Ok(key::cache_key(stage, only, &self.text.head, inputs, removed))
     }
 
     /// The tasks of a stage that are not done.
     pub fn missing(&self, stage: Stage) -> Result<Vec<usize>> {
         let mut missing = Vec::new();
         for task in self.tasks_of(stage) {
-            if self.receipt(stage, task)?.is_none() {
+            if self.result(stage, task)?.is_none() {
                 missing.push(task);
             }
         }
@@ -277,13 +277,13 @@ impl Plan {
     }
 
     /// What is known of a task that is done: its part is there, and is the one that is wanted.
-    pub(super) fn receipt(&self, stage: Stage, task: usize) -> Result<Option<Receipt>> {
-        let Some(receipt) = Receipt::read(self, stage, task)? else { return Ok(None) };
-        if !self.part(receipt.part).exists() {
+    pub(super) fn result(&self, stage: Stage, task: usize) -> Result<Option<TaskResult>> {
+        let Some(result) = TaskResult::read(self, stage, task)? else { return Ok(None) };
+        if !self.part(result.part).exists() {
             return Ok(None);
         }
-        let wanted = self.address(stage, task, &self.cut(task)?, &receipt.contents());
-        Ok(wanted.is_ok_and(|wanted| wanted == receipt.part).then_some(receipt))
+        let wanted = self.cache_key(stage, task, &self.cut(task)?, &result.contents());
+        Ok(wanted.is_ok_and(|wanted| wanted == result.part).then_some(result))
     }
 
     /// Forgets what a killed build of this plan did with other inputs than there are now.
@@ -299,9 +299,9 @@ impl Plan {
 
     fn forget(&self, stage: Stage, task: usize) -> Result<()> {
         let files = &self.cut(task)?.sources[0].files;
-        match self.receipt(stage, task)? {
-            Some(receipt) if receipt.is_of(files) => Ok(()),
-            _ => Receipt::remove(self, stage, task),
+        match self.result(stage, task)? {
+            Some(result) if result.is_of(files) => Ok(()),
+            _ => TaskResult::remove(self, stage, task),
         }
     }
 

@@ -6,18 +6,18 @@ use contract::{Digest, Fault, Result};
 use rayon::prelude::*;
 use store::disk;
 
-use super::address::Content;
+use super::key::Content;
 use super::part::{PartWriter, digest_at_end};
 use super::plan::{Plan, Stage};
 use super::prune;
-use super::receipt::{self, Input, Receipt};
+use super::result::{self, Input, TaskResult};
 use crate::build;
+use crate::build::journal::Position;
+use crate::build::pipeline::{self, Auditor, Encoding, Item, Step};
+use crate::build::request::always_counted;
 use crate::corpus::{Corpus, OnError, SourceFile};
 use crate::dedup::{List, Observed, Seen, Tools, read_through};
-use crate::journal::Position;
-use crate::pipeline::{self, Auditor, Encoding, Item, Step};
 use crate::prepared::Prepared;
-use crate::request::always_counted;
 use crate::tokenize::audit::{self, Audit, Wanted};
 
 /// What became of a task.
@@ -57,29 +57,29 @@ impl<'a> Runner<'a> {
                     "no step of this source compares documents: `zdata task run` is all it needs",
                 ));
         }
-        let before = plan.receipt(stage, task)?;
+        let before = plan.result(stage, task)?;
         if before.is_none() {
-            Receipt::remove(plan, stage, task)?;
+            TaskResult::remove(plan, stage, task)?;
         }
         let inputs = self.inputs(stage, task, &only.sources[0].files)?;
         let contents: Vec<Content> = inputs.iter().map(|i| (i.bytes, i.sha256)).collect();
-        let address = plan.address(stage, task, &only, &contents)?;
-        let path = plan.part(address);
+        let key = plan.cache_key(stage, task, &only, &contents)?;
+        let path = plan.part(key);
         let reused = before.is_none() && path.exists();
         let digest = if reused {
             prune::used(&path);
-            digest_at_end(&path, address)?
+            digest_at_end(&path, key)?
         } else {
-            let scratch = receipt::scratch(&plan.parts(), &address.to_string())?;
-            let part = PartWriter::create(&scratch, address)?;
+            let scratch = result::scratch(&plan.parts(), &key.to_string())?;
+            let part = PartWriter::create(&scratch, key)?;
             let digest = match stage {
                 Stage::Scan => self.scan(&only, &contents, part)?,
                 Stage::Encode => self.encode((&only, task), &contents, part)?,
             };
-            commit(&path, address, &scratch, digest)?;
+            commit(&path, key, &scratch, digest)?;
             digest
         };
-        Receipt { inputs, part: address, digest, reused }.commit(plan, stage, task)?;
+        TaskResult { inputs, part: key, digest, reused }.commit(plan, stage, task)?;
         Ok(match (before, reused) {
             (Some(_), _) => Ran::Again(digest),
             (None, true) => Ran::Reused(digest),
@@ -90,12 +90,12 @@ impl<'a> Runner<'a> {
     /// The content of a task's files: as the scan found it, if they were not touched since.
     fn inputs(&self, stage: Stage, task: usize, files: &[SourceFile]) -> Result<Vec<Input>> {
         if stage == Stage::Encode
-            && let Some(receipt) = self.plan.receipt(Stage::Scan, task)?
-            && receipt.is_of(files)
+            && let Some(result) = self.plan.result(Stage::Scan, task)?
+            && result.is_of(files)
         {
-            return Ok(receipt.inputs);
+            return Ok(result.inputs);
         }
-        receipt::inputs(files)
+        result::inputs(files)
     }
 
     /// Looks at every document, for those who will compare them.
@@ -181,17 +181,17 @@ fn same(planned: Content, found: Content, shown: &str) -> Result<()> {
 }
 
 /// Gives a part its name, unless there is one: then the two must be the same. The second of two that differ is kept.
-fn commit(path: &Path, address: contract::Identity, scratch: &Path, digest: Digest) -> Result<()> {
-    if receipt::create(scratch, path)? {
+fn commit(path: &Path, key: contract::Identity, scratch: &Path, digest: Digest) -> Result<()> {
+    if result::create(scratch, path)? {
         return Ok(());
     }
-    let before = digest_at_end(path, address)?;
+    let before = digest_at_end(path, key)?;
     if before == digest {
         return disk::remove(scratch);
     }
     let kept = path.with_extension(format!("{digest}.conflict"));
     disk::rename(scratch, &kept).map_err(|error| Fault::io("keep", &kept, &error))?;
-    Err(receipt::conflict("the task of this part")
+    Err(result::conflict("the task of this part")
         .at(path.display().to_string())
         .found(format!("{digest}, kept as {}", kept.display()))
         .wanted(before))

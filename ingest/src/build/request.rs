@@ -8,8 +8,8 @@ use contract::framed::quoted;
 use contract::{Digest, Fault, Framed, Hasher, Identity, Result};
 use store::{FORMAT, InputRecord, Manifest, SourceRecord, StreamRecord, TokenizerRecord};
 
+use super::journal::Head;
 use crate::corpus::{Corpus, OnError, Source};
-use crate::journal::Head;
 use crate::recipe;
 
 /// The preparation of a source as canonical text: part of the store's identity.

@@ -7,10 +7,10 @@ use contract::{Digest, Fault, Hasher, Result};
 use serde::{Deserialize, Serialize};
 use store::disk;
 
-use super::merge::receipts;
+use super::merge::results;
 use super::part::{Entry, PartReader};
 use super::plan::{Plan, Stage};
-use super::receipt::{self, Receipt};
+use super::result::{self, TaskResult};
 use crate::dedup::{Gathered, Observed, REMOVED, Scan, cut_list};
 use crate::progress::{Measure, Progress};
 
@@ -25,11 +25,11 @@ struct Decision {
 const FILE: &str = "scan.json";
 
 /// What a decision on these parts rests on.
-fn basis(receipts: &[Receipt]) -> Digest {
+fn basis(results: &[TaskResult]) -> Digest {
     let mut hasher = Hasher::new();
     hasher.tag("scan.v1");
-    for receipt in receipts {
-        hasher.str(&receipt.part.to_string()).digest(receipt.digest);
+    for result in results {
+        hasher.str(&result.part.to_string()).digest(result.digest);
     }
     hasher.finish()
 }
@@ -39,18 +39,18 @@ pub fn decide(plan: &Plan, quiet: bool) -> Result<()> {
     if plan.tasks_of(Stage::Scan).is_empty() {
         return Ok(());
     }
-    let receipts = receipts(plan, Stage::Scan)?;
-    if read(plan)?.is_some_and(|decision| decision.basis == basis(&receipts)) {
+    let results = results(plan, Stage::Scan)?;
+    if read(plan)?.is_some_and(|decision| decision.basis == basis(&results)) {
         return Ok(());
     }
-    let folder = receipt::scratch(&plan.folder(), "decided")?;
+    let folder = result::scratch(&plan.folder(), "decided")?;
     let bands = folder.join(".bands");
     disk::create_folder(&bands)?;
     let mut gathered = Gathered::new(&plan.corpus, &folder, &bands)?;
     let mut progress =
-        Progress::new("decide", Measure::Count("parts"), receipts.len() as u64, quiet);
-    for (task, receipt) in plan.tasks_of(Stage::Scan).into_iter().zip(&receipts) {
-        gather(plan, task, receipt, &mut gathered)?;
+        Progress::new("decide", Measure::Count("parts"), results.len() as u64, quiet);
+    for (task, result) in plan.tasks_of(Stage::Scan).into_iter().zip(&results) {
+        gather(plan, task, result, &mut gathered)?;
         progress.add(1);
     }
     drop(progress);
@@ -70,7 +70,7 @@ pub fn decide(plan: &Plan, quiet: bool) -> Result<()> {
             disk::write_whole(&folder.join(name), &list)?;
         }
     }
-    let decision = Decision { basis: basis(&receipts), scan };
+    let decision = Decision { basis: basis(&results), scan };
     let bytes = serde_json::to_vec(&decision)
         .map_err(|error| Fault::bug(format!("the scan cannot be written: {error}")))?;
     disk::write_whole(&folder.join(FILE), &bytes)?;
@@ -101,17 +101,22 @@ fn commit(plan: &Plan, folder: &std::path::Path, bytes: &[u8]) -> Result<()> {
         if same_basis(&there, bytes) {
             let kept = decided.with_extension("conflict");
             disk::rename(folder, &kept).map_err(|error| Fault::io("keep", &kept, &error))?;
-            return Err(receipt::conflict("the scan").at(kept.display().to_string()));
+            return Err(result::conflict("the scan").at(kept.display().to_string()));
         }
         disk::remove(&decided)?;
     }
 }
 
 /// Tells the scan what one part holds.
-fn gather(plan: &Plan, task: usize, receipt: &Receipt, gathered: &mut Gathered<'_>) -> Result<()> {
+fn gather(
+    plan: &Plan,
+    task: usize,
+    result: &TaskResult,
+    gathered: &mut Gathered<'_>,
+) -> Result<()> {
     let (source, range) = &plan.text.tasks[task];
     let steps = &plan.corpus.sources[*source].recipe.steps;
-    let mut part = PartReader::open(&plan.part(receipt.part), receipt.part)?;
+    let mut part = PartReader::open(&plan.part(result.part), result.part)?;
     let mut file = range.start;
     while let Some(entry) = part.next()? {
         match entry {
@@ -129,7 +134,7 @@ fn gather(plan: &Plan, task: usize, receipt: &Receipt, gathered: &mut Gathered<'
             Entry::Item(_) => return Err(part.damaged("it is no part of a scan")),
         }
     }
-    if part.digest != Some(receipt.digest) || file != range.end {
+    if part.digest != Some(result.digest) || file != range.end {
         return Err(part.damaged("this part is not what its task made"));
     }
     Ok(())
@@ -175,8 +180,8 @@ pub(super) fn decision(plan: &Plan) -> Result<Option<Scan>> {
 
 /// What was decided, if it rests on the parts that there are.
 fn current(plan: &Plan) -> Result<Option<Scan>> {
-    let receipts = receipts(plan, Stage::Scan)?;
-    let current = read(plan)?.filter(|decision| decision.basis == basis(&receipts));
+    let results = results(plan, Stage::Scan)?;
+    let current = read(plan)?.filter(|decision| decision.basis == basis(&results));
     Ok(current.map(|decision| decision.scan))
 }
 

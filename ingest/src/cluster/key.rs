@@ -9,8 +9,8 @@ use contract::{Framed, Identity};
 use store::{FORMAT, TokenizerRecord};
 
 use super::plan::Stage;
+use crate::build::journal::Head;
 use crate::corpus::{Corpus, SourceFile};
-use crate::journal::Head;
 
 /// Version of the bytes of parts. What stages and steps do has versions of its own (`versions`).
 const PARTS: u32 = 4;
@@ -18,9 +18,9 @@ const PARTS: u32 = 4;
 /// Bytes and identity of a file.
 pub(super) type Content = (u64, Identity);
 
-/// The address of the part that `stage` makes of `only`, the corpus cut to the files of one task, whose content is
+/// The key of the part that `stage` makes of `only`, the corpus cut to the files of one task, whose content is
 /// `inputs`; `removed` is the list of what a scan removed of them.
-pub(super) fn address(
+pub(super) fn cache_key(
     stage: Stage,
     only: &Corpus,
     head: &Head,

@@ -1,13 +1,13 @@
 //! A part: what the committer, or the scan, is told of one task's files, on the disk.
 //!
 //! ```text
-//! 0   "zdatpart"    32 bytes: the part's address
+//! 0   "zdatpart"    32 bytes: the part's key
 //!     entries: u8 kind, then
 //!       1 document          u32 length and JSON of what is not tokens, u64 tokens and u32 each
 //!       2 dropped           u32 length and JSON
 //!       3 end of a file     u32 length and JSON: its content
 //!       4 reason            u32 length and JSON: a text that entries after it name by its number
-//!       5 document seen     u64 address, u8 step, u8 reason, u8 marks and each, u32 length and JSON of matches
+//!       5 document seen     u64 place, u8 step, u8 reason, u8 marks and each, u32 length and JSON of matches
 //!     u8 0, then xxh3-128 of all bytes before it
 //! ```
 //!
@@ -24,9 +24,9 @@ use store::Split;
 use store::disk::Whole;
 use xxhash_rust::xxh3::Xxh3;
 
-use super::address::Content;
+use super::key::Content;
+use crate::build::pipeline::{Encoded, Item};
 use crate::dedup::{Mark, Observed};
-use crate::pipeline::{Encoded, Item};
 use crate::prepared::Trace;
 
 const MAGIC: &[u8; 8] = b"zdatpart";
@@ -78,10 +78,10 @@ pub(super) struct PartWriter {
 }
 
 impl PartWriter {
-    pub(super) fn create(path: &Path, address: Identity) -> Result<Self> {
+    pub(super) fn create(path: &Path, key: Identity) -> Result<Self> {
         let mut part = PartWriter { file: Whole::create(path)?, reasons: Vec::new() };
         part.put(MAGIC)?;
-        part.put(&address.0)?;
+        part.put(&key.0)?;
         Ok(part)
     }
 
@@ -207,14 +207,14 @@ pub(super) struct PartReader {
 }
 
 impl PartReader {
-    pub(super) fn open(path: &Path, address: Identity) -> Result<Self> {
+    pub(super) fn open(path: &Path, key: Identity) -> Result<Self> {
         let file = File::open(path).map_err(|error| Fault::io("read", path, &error))?;
         let file = BufReader::with_capacity(128 << 10, file);
         let hash = Box::new(Xxh3::new());
         let (path, reasons) = (path.to_owned(), BTreeMap::new());
         let numbered = Vec::new();
         let mut part = PartReader { path, file, hash, reasons, numbered, digest: None };
-        if part.array()? != *MAGIC || part.array()? != address.0 {
+        if part.array()? != *MAGIC || part.array()? != key.0 {
             return Err(part.damaged("it is not the part that its name says"));
         }
         Ok(part)
@@ -360,8 +360,8 @@ fn encoded(meta: Document, tokens: Vec<u32>) -> Encoded {
 }
 
 /// The digest at the end of a part, which is checked by whoever reads it.
-pub(super) fn digest_at_end(path: &Path, address: Identity) -> Result<Digest> {
-    let part = PartReader::open(path, address)?;
+pub(super) fn digest_at_end(path: &Path, key: Identity) -> Result<Digest> {
+    let part = PartReader::open(path, key)?;
     let mut file = part.file.into_inner();
     let mut digest = [0; 16];
     let read = file.seek(SeekFrom::End(-16)).and_then(|_| file.read_exact(&mut digest));

@@ -15,7 +15,7 @@ use indicatif::HumanBytes;
 use store::disk;
 
 use super::plan::lock;
-use super::receipt::Receipt;
+use super::result::TaskResult;
 
 /// What became of the parts of a folder.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,7 +34,7 @@ impl fmt::Display for Pruned {
 }
 
 /// Removes the parts in `work` that were not used for `unused`, or with `look` only counts them. Refused while a build
-/// works there; parts that the receipts of a build name that is not done stay, and so do results that are in conflict.
+/// works there; parts that the results of a build name that is not done stay, and so do results that are in conflict.
 pub fn prune(work: &Path, unused: Duration, look: bool) -> Result<Pruned> {
     let parts = work.join("parts");
     if !parts.is_dir() {
@@ -48,12 +48,12 @@ pub fn prune(work: &Path, unused: Duration, look: bool) -> Result<Pruned> {
     for entry in entries(&parts)? {
         let path = entry.path();
         let name = entry.file_name().to_string_lossy().into_owned();
-        let Some(address) = name.strip_suffix(".bin") else { continue };
+        let Some(key) = name.strip_suffix(".bin") else { continue };
         let about = entry.metadata().map_err(|error| Fault::io("look at", &path, &error))?;
         let used = about.modified().map_err(|error| Fault::io("look at", &path, &error))?;
         // A time that lies ahead is another machine's clock: just used.
         let since = today().duration_since(used).unwrap_or_default();
-        let goes = since >= unused && !needed.contains(address);
+        let goes = since >= unused && !needed.contains(key);
         let side = if goes { &mut pruned.removed } else { &mut pruned.kept };
         *side = (side.0 + 1, side.1 + about.len());
         if goes && !look {
@@ -77,7 +77,7 @@ fn today() -> SystemTime {
     SystemTime::now()
 }
 
-/// The addresses of the parts that builds name which are not done.
+/// The keys of the parts that builds name which are not done.
 fn needed(work: &Path) -> Result<BTreeSet<String>> {
     let mut needed = BTreeSet::new();
     let plan = |entry: &DirEntry| entry.file_name().as_encoded_bytes().starts_with(b"plan-");
@@ -95,10 +95,10 @@ fn needed(work: &Path) -> Result<BTreeSet<String>> {
     Ok(needed)
 }
 
-/// The part that a receipt names.
+/// The part that a result names.
 fn part(path: &Path) -> Result<Identity> {
     let bytes = fs::read(path).map_err(|error| Fault::io("read", path, &error))?;
-    Receipt::parse(path, &bytes).map(|receipt| receipt.part)
+    TaskResult::parse(path, &bytes).map(|result| result.part)
 }
 
 fn entries(folder: &Path) -> Result<Vec<DirEntry>> {

@@ -10,7 +10,7 @@ use serde_json::json;
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::part::PartReader;
-use super::receipt::Receipt;
+use super::result::TaskResult;
 use super::{Plan, Pruned, Ran, Runner, Stage, decide, lock, merge, plan, prune};
 use crate::corpus::Corpus;
 use crate::testing::{Workbench, document, json_lines, options, tree};
@@ -90,12 +90,12 @@ fn made(bench: &Workbench, corpus: &Path, work: &str, bytes: u64) -> [usize; 2] 
     made
 }
 
-fn receipt(plan: &Plan, task: usize) -> Receipt {
-    Receipt::read(plan, Stage::Encode, task).unwrap().unwrap()
+fn result(plan: &Plan, task: usize) -> TaskResult {
+    TaskResult::read(plan, Stage::Encode, task).unwrap().unwrap()
 }
 
-fn read(path: &Path, address: Identity) -> contract::Result<usize> {
-    let mut part = PartReader::open(path, address)?;
+fn read(path: &Path, key: Identity) -> contract::Result<usize> {
+    let mut part = PartReader::open(path, key)?;
     let mut entries = 0;
     while part.next()?.is_some() {
         entries += 1;
@@ -115,23 +115,23 @@ fn every_flipped_bit_and_every_cut_of_a_part_is_found() {
     assert_eq!(plan.tasks(), 3);
     run(&plan);
     for stage in [Stage::Scan, Stage::Encode] {
-        let address = Receipt::read(&plan, stage, 0).unwrap().unwrap().part;
-        let path = plan.part(address);
-        assert_eq!(read(&path, address).unwrap(), 4 + 1);
+        let key = TaskResult::read(&plan, stage, 0).unwrap().unwrap().part;
+        let path = plan.part(key);
+        assert_eq!(read(&path, key).unwrap(), 4 + 1);
         let good = fs::read(&path).unwrap();
         for at in 0..good.len() {
             let mut bad = good.clone();
             bad[at] ^= 1 << (at % 8);
             fs::write(&path, &bad).unwrap();
-            let fault = read(&path, address).expect_err("a flipped bit");
-            assert!(fault.to_string().contains(&address.to_string()), "{fault}");
+            let fault = read(&path, key).expect_err("a flipped bit");
+            assert!(fault.to_string().contains(&key.to_string()), "{fault}");
             fs::write(&path, &good[..at]).unwrap();
-            assert!(read(&path, address).is_err(), "cut at {at}");
+            assert!(read(&path, key).is_err(), "cut at {at}");
         }
         // A whole part under another's name is found as well.
-        let other = Receipt::read(&plan, stage, 1).unwrap().unwrap().part;
+        let other = TaskResult::read(&plan, stage, 1).unwrap().unwrap().part;
         fs::copy(plan.part(other), &path).unwrap();
-        assert!(read(&path, address).is_err());
+        assert!(read(&path, key).is_err());
         fs::write(&path, good).unwrap();
     }
 }
@@ -230,8 +230,8 @@ fn a_second_result_that_differs_is_kept_beside_the_first() {
     let corpus = Corpus::read(&bench.corpus("")).unwrap();
     let plan = plan(&corpus, &bench.path("work"), 1).unwrap();
     run(&plan);
-    let address = receipt(&plan, 1).part;
-    let path = plan.part(address);
+    let key = result(&plan, 1).part;
+    let path = plan.part(key);
     // As a machine that computes wrongly would: one token is another, and the part is whole.
     let mut bytes = fs::read(&path).unwrap();
     let end = bytes.len() - 16;
@@ -247,7 +247,7 @@ fn a_second_result_that_differs_is_kept_beside_the_first() {
     assert_eq!(fs::read(&path).unwrap(), bytes);
     let fault = merge(&plan, &bench.path("store"), true).unwrap_err();
     assert!(fault.to_string().contains("two results"), "{fault}");
-    let kept = super::receipt::conflicts(&plan.parts()).unwrap();
+    let kept = super::result::conflicts(&plan.parts()).unwrap();
     assert_eq!(kept.len(), 1);
     // Found out which is wrong: the first.
     fs::rename(&kept[0], &path).unwrap();
@@ -354,7 +354,7 @@ fn pruning_takes_what_no_build_used_for_long_and_nothing_else() {
     assert!(matches!(runner.run(Stage::Encode, 1).unwrap(), Ran::Reused(_)));
     age();
     assert_eq!(prune(&work, day, false).unwrap().removed.0, 2);
-    assert!(plan.part(receipt(&plan, 1).part).exists());
+    assert!(plan.part(result(&plan, 1).part).exists());
     run(&plan);
     merge(&plan, &bench.path("after"), true).unwrap();
     // While a build works there, nobody prunes; and a folder without parts is none of ours.

@@ -8,11 +8,11 @@ use contract::{Digest, Fault, Key, Purpose, Ratio, Result};
 use rayon::prelude::*;
 use store::{InputRecord, Split};
 
+use super::journal::Position;
+use super::request::content_of_dropped;
 use crate::corpus::{Corpus, Source};
-use crate::journal::Position;
 use crate::parallel::{self, Map};
 use crate::prepared::{InFile, Prepared, Trace};
-use crate::request::content_of_dropped;
 use crate::source::{self, Document, Parsed, Slab};
 use crate::tokenize::Tokenizer;
 use crate::tokenize::audit::{self, Sample, Wanted};

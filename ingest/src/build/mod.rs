@@ -3,6 +3,12 @@
 //! Reads top to bottom: lock the folder, ask whether it is done, take up or begin the journal, run the pipeline, check
 //! the last samples, make it a store.
 
+pub(crate) mod commit;
+pub(crate) mod journal;
+pub(crate) mod pipeline;
+pub(crate) mod request;
+pub(crate) mod stream;
+
 use std::path::Path;
 
 use contract::{Fault, Result, note};
@@ -10,14 +16,14 @@ use rayon::prelude::*;
 use store::far;
 use store::{FORMAT, Manifest, TokenizerRecord, disk, open};
 
-use crate::commit::Committer;
+use self::commit::Committer;
+use self::journal::{Checkpoint, Head, Journal};
+use self::pipeline::Encoding;
+use self::request::Sides;
 use crate::corpus::Corpus;
 use crate::dedup::{Scan, Tools};
-use crate::journal::{Checkpoint, Head, Journal};
-use crate::pipeline::{self, Encoding};
 use crate::prepared::Prepared;
 use crate::progress::{Measure, Progress};
-use crate::request::{self, Sides};
 use crate::takeover;
 use crate::tokenize::audit::{self, Wanted};
 use crate::tokenize::{Engine, Tokenizer};

@@ -12,13 +12,13 @@ use store::{
     StreamRecord, disk, open,
 };
 
+use super::journal::{Checkpoint, Journal, Position, Totals};
+use super::pipeline::{Auditor, Encoded, Item, Step};
+use super::request::always_counted;
+use super::stream::Stream;
 use crate::corpus::{Corpus, OnError};
-use crate::journal::{Checkpoint, Journal, Position, Totals};
-use crate::pipeline::{Auditor, Encoded, Item, Step};
 use crate::progress::Progress;
 use crate::recipe::Recipe;
-use crate::request::always_counted;
-use crate::stream::Stream;
 use crate::takeover::Taken;
 use crate::tokenize::audit::{Audit, Wanted};
 

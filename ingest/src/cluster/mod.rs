@@ -2,23 +2,23 @@
 //!
 //! ```text
 //! plan:    corpus -> WORK/plan.json                       tasks: a range of files of one source each
-//! scan:  files -> WORK/parts/ADDRESS.bin                of sources whose steps compare documents: what each step must know
+//! scan:    files -> WORK/parts/KEY.bin                of sources whose steps compare documents: what each step must know
 //! decide:  these parts, in order -> which documents go    one process, in one total order
-//! encode:  files, who goes -> WORK/parts/ADDRESS.bin      documents, prepared and encoded
+//! encode:  files, who goes -> WORK/parts/KEY.bin      documents, prepared and encoded
 //! merge:   these parts, in order -> STORE                 through the committer of a local build: the same bytes
 //! ```
 //!
-//! Invariant: a part's address is the hash of all that its content depends on (`address`); so whatever an edit left as it
+//! Invariant: a part's key is the hash of all that its content depends on (`key`); so whatever an edit left as it
 //! was is found again, and not made again.
-//! Invariant: parts and receipts are created only where there is none. A second result of a task has the same digest as
+//! Invariant: parts and results are created only where there is none. A second result of a task has the same digest as
 //! the first; where it has not, both are kept and nothing is merged.
 
-mod address;
+mod key;
 mod merge;
 mod part;
 pub mod plan;
 mod prune;
-mod receipt;
+mod result;
 mod scan;
 pub mod slurm;
 mod tally;

@@ -8,15 +8,15 @@ use store::{InputRecord, Manifest, disk, open};
 
 use super::part::{Entry, PartReader};
 use super::plan::{Plan, Stage};
-use super::receipt::{self, Receipt};
+use super::result::{self, TaskResult};
 use super::scan;
 use crate::build;
-use crate::commit::Committer;
+use crate::build::commit::Committer;
+use crate::build::journal::Journal;
+use crate::build::pipeline::{Auditor, Item, Step};
+use crate::build::request;
 use crate::dedup::Scan;
-use crate::journal::Journal;
-use crate::pipeline::{Auditor, Item, Step};
 use crate::progress::{Measure, Progress};
-use crate::request;
 use crate::takeover;
 use crate::tokenize::Engine;
 use crate::tokenize::audit::Wanted;
@@ -26,21 +26,21 @@ pub fn merge(plan: &Plan, store: &Path, quiet: bool) -> Result<Manifest> {
     if store.join(open::MANIFEST).exists() {
         return build::built(&plan.corpus, store, Engine::Fastest);
     }
-    let receipts = receipts(plan, Stage::Encode)?;
+    let results = results(plan, Stage::Encode)?;
     let scan = scan::decision(plan)?;
     let staging = Staging::begin(store)?;
     let head = &plan.text.head;
     let empty = request::empty_manifest(head, plan.tokenizer.token_bytes());
     let journal = Journal::begin(staging.path(), head)?;
     let wanted = Wanted::default();
-    let inputs = receipts.iter().flat_map(|receipt| &receipt.inputs);
+    let inputs = results.iter().flat_map(|result| &result.inputs);
     let bytes = inputs.map(|input| input.bytes).sum();
     let mut progress = Progress::new("merge", Measure::Bytes, bytes, quiet);
     let begun = (journal, Vec::new());
     let mut committer =
         Committer::new(&plan.corpus, staging.path(), &empty, begun, &wanted, &mut progress)?;
-    for (task, receipt) in receipts.iter().enumerate() {
-        commit(plan, task, receipt, &mut committer)?;
+    for (task, result) in results.iter().enumerate() {
+        commit(plan, task, result, &mut committer)?;
     }
     let mut sources = std::mem::take(&mut committer.sources);
     drop(committer);
@@ -54,25 +54,25 @@ pub fn merge(plan: &Plan, store: &Path, quiet: bool) -> Result<Manifest> {
 }
 
 /// What all tasks of a stage did; refuses if one did nothing, or two things.
-pub(super) fn receipts(plan: &Plan, stage: Stage) -> Result<Vec<Receipt>> {
+pub(super) fn results(plan: &Plan, stage: Stage) -> Result<Vec<TaskResult>> {
     let tasks = plan.tasks_of(stage);
-    let mut receipts = Vec::new();
+    let mut results = Vec::new();
     for task in tasks {
-        let receipt = plan.receipt(stage, task)?.ok_or_else(|| {
+        let result = plan.result(stage, task)?.ok_or_else(|| {
             Fault::data(format!("the part of {} task {task} is missing", stage.name()))
                 .at(plan.folder().display().to_string())
                 .hint("run the tasks that are missing, then this again")
         })?;
-        receipts.push(receipt);
+        results.push(result);
     }
-    let mut conflicts = receipt::conflicts(&plan.folder())?;
-    conflicts.extend(receipt::conflicts(&plan.parts())?.into_iter().filter(|path| {
+    let mut conflicts = result::conflicts(&plan.folder())?;
+    conflicts.extend(result::conflicts(&plan.parts())?.into_iter().filter(|path| {
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
-        let ours = |name: String| receipts.iter().any(|r| name.starts_with(&r.part.to_string()));
+        let ours = |name: String| results.iter().any(|r| name.starts_with(&r.part.to_string()));
         name.is_some_and(ours)
     }));
     match conflicts.first() {
-        None => Ok(receipts),
+        None => Ok(results),
         Some(path) => Err(Fault::mismatch("a task gave two results")
             .at(path.display().to_string())
             .hint("find out which is wrong, delete it, and merge again")),
@@ -83,13 +83,13 @@ pub(super) fn receipts(plan: &Plan, stage: Stage) -> Result<Vec<Receipt>> {
 fn commit(
     plan: &Plan,
     task: usize,
-    receipt: &Receipt,
+    result: &TaskResult,
     committer: &mut Committer<'_>,
 ) -> Result<()> {
     let (source, range) = &plan.text.tasks[task];
     let places = plan.corpus.sources[*source].recipe.encoding_places();
     let mut files = plan.corpus.sources[*source].files[range.clone()].iter();
-    let mut part = PartReader::open(&plan.part(receipt.part), receipt.part)?;
+    let mut part = PartReader::open(&plan.part(result.part), result.part)?;
     let auditor = Auditor::default();
     let mut tell = |step| committer.step(step, &auditor, &mut || Ok(()));
     while let Some(entry) = part.next()? {
@@ -116,7 +116,7 @@ fn commit(
             Entry::Observed(_) => return Err(foreign()),
         })?;
     }
-    if part.digest != Some(receipt.digest) || files.next().is_some() {
+    if part.digest != Some(result.digest) || files.next().is_some() {
         return Err(part.damaged("this part is not what its task made"));
     }
     if plan.text.tasks.get(task + 1).is_none_or(|(next, _)| next != source) {

@@ -3,17 +3,17 @@
 use contract::Result;
 use indicatif::HumanBytes;
 
-use super::merge::receipts;
+use super::merge::results;
 use super::plan::{Plan, Stage};
 
 /// One line: how much of a stage was made, and how much was there.
 pub fn tally(plan: &Plan, stage: Stage) -> Result<String> {
     let (mut made, mut reused) = ((0, 0, 0), (0, 0, 0));
-    for receipt in receipts(plan, stage)? {
-        let side = if receipt.reused { &mut reused } else { &mut made };
+    for result in results(plan, stage)? {
+        let side = if result.reused { &mut reused } else { &mut made };
         side.0 += 1;
-        side.1 += receipt.inputs.len();
-        side.2 += receipt.inputs.iter().map(|input| input.bytes).sum::<u64>();
+        side.1 += result.inputs.len();
+        side.2 += result.inputs.iter().map(|input| input.bytes).sum::<u64>();
     }
     let told = |(parts, files, bytes): (u64, usize, u64), of: String| {
         format!("{parts}{of} parts ({files} files, {})", HumanBytes(bytes))
