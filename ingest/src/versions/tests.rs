@@ -77,7 +77,7 @@ fn built(
 ) -> (Manifest, std::path::PathBuf) {
     let text = format!(
         "tokenizer = \"tokenizer.json\"\nend = \"<|end|>\"\nvalidation = \"1/9\"\non_error = \"skip\"\n\
-         [[source]]\nname = \"caf\u{e9}\"\nfiles = [\"{files}\"]\n{keys}\n{steps}"
+         [[source]]\nname = \"mixed\"\nfiles = [\"{files}\"]\n{keys}\n{steps}"
     );
     let corpus = Corpus::read(&bench.write("corpus.toml", text)).unwrap();
     let store = bench.path("store");
