@@ -142,10 +142,10 @@ build() { "$zdata" build "$dir/corpus.toml" --out "$1" --engine slurm --work "$d
 requeued=0 killed=0
 hit() {
   if [ "$requeued" -le "$killed" ]; then
-    task=$(squeue -h -t R -n zdata-survey,zdata-encode -o '%A' | head -1)
+    task=$(squeue -h -t R -n zdata-scan,zdata-encode -o '%A' | head -1)
     [ -n "$task" ] && scontrol requeue "$task" 2>/dev/null && requeued=$((requeued + 1))
   else
-    pid=$(pgrep -f "$zdata task (survey|run) --work $dir" | head -1)
+    pid=$(pgrep -f "$zdata task (scan|run) --work $dir" | head -1)
     [ -n "$pid" ] && kill -9 "$pid" 2>/dev/null && killed=$((killed + 1))
   fi || true
 }
@@ -179,7 +179,7 @@ echo "after an edit: every byte as built here"
 # Every task twice, backwards, as two arrays at once; then one merge.
 tasks=$("$zdata" task plan "$dir/corpus.toml" --work "$dir/twice.tasks" --task-bytes 1)
 array=$(seq $((tasks - 1)) -1 0 | paste -sd,)
-for verb in survey run; do
+for verb in scan run; do
   both=()
   for _ in 1 2; do
     both+=("$(submit --output="$dir/twice-$verb-%a.log" --array="$array" \
