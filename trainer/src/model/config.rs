@@ -151,7 +151,7 @@ impl ZayaConfig {
         self.validate_sizes(&place)?;
         self.validate_fixed(&place)?;
         let field = |name: &str, ok: bool, found: String, wanted: &str| {
-            if ok { Ok(()) } else { Err(wrong(place(name), found, wanted)) }
+            if ok { Ok(()) } else { Err(wrong(name, place(name), found, wanted)) }
         };
         field(
             "num_attention_heads",
@@ -198,7 +198,7 @@ impl ZayaConfig {
         ];
         for (name, found, limit) in sizes {
             if !(1..=limit).contains(&found) {
-                return Err(wrong(place(name), found.to_string(), &format!("1 to {limit}")));
+                return Err(wrong(name, place(name), found.to_string(), &format!("1 to {limit}")));
             }
         }
         Ok(())
@@ -218,6 +218,7 @@ impl ZayaConfig {
         for (name, found, wanted) in fixed {
             if found != wanted {
                 return Err(wrong(
+                    name,
                     place(name),
                     found,
                     &format!("{wanted}, the only value of ZAYA1"),
@@ -258,8 +259,9 @@ impl ZayaConfig {
     }
 }
 
-fn wrong(place: String, found: String, wanted: &str) -> Fault {
-    Fault::usage("the model cannot have this shape").at(place).found(found).wanted(wanted)
+fn wrong(key: &str, place: String, found: String, wanted: &str) -> Fault {
+    let what = format!("the model cannot have this `{key}`");
+    Fault::usage(what).at(place).found(found).wanted(wanted)
 }
 
 /// Trained in minutes on a CPU.

@@ -205,10 +205,7 @@ fn a_model_that_cannot_be_is_refused_with_its_key() {
             "`weight_shards` can be planned",
         ),
         (("micro_batch = 1", "micro_batch = 1\nmodel = { hidden_size = 32 }"), "parameters"),
-        (
-            ("micro_batch = 1", "micro_batch = 1\nmodel = { rope_theta = -1.0 }"),
-            "a positive number",
-        ),
+        (("micro_batch = 1", "micro_batch = 1\nmodel = { rope_theta = -1.0 }"), "rope_theta"),
         (("num_experts = 3", "num_experts = 3\nmax_position_embeddings = 63"), "at most 63"),
     ];
     for ((from, to), word) in cases {
