@@ -24,7 +24,7 @@ use crate::verify::verify;
 /// States of each writer that are tried.
 const STATES: usize = 80;
 
-/// Steps that survey, change and judge.
+/// Steps that compare, change and judge.
 const STEPS: &str = "
 [[prepare]]
 step = \"exact-duplicates\"
