@@ -11,14 +11,15 @@ use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
 use crate::memory::{self, Holder, Holds};
+use crate::mesh::team::{Nodes, Schedule, Team};
+use crate::mesh::words;
 use crate::model::flops;
-use crate::parallel::owners::{self, Piece};
+use crate::parallel;
 use crate::parallel::shard::Shard;
 use crate::parallel::step::Stepped;
-use crate::parallel::team::{Nodes, Schedule, Team};
-use crate::parallel::{self, words};
 use crate::spec::RunSpec;
 use crate::state::State;
+use crate::state::ownership::{self, Piece};
 use crate::step;
 use crate::timing::{EXACTNESS, PARTS, Part, measured, part};
 use crate::workers::Workers;
@@ -173,7 +174,7 @@ pub fn step(
             .wanted(format!("1 to {}, one less than the curriculum has", spec.plan.steps() - 1)));
     }
     let world = team.map_or(1, |team| team.group.world());
-    let pieces = owners::pieces(&spec.parameters, &spec.rules, world);
+    let pieces = ownership::pieces(&spec.parameters, &spec.rules, world);
     let dtype = spec.curriculum.dtype;
     let first_limit = limit(device, workers, dtype)?;
     let (before, _) = memory::resident();

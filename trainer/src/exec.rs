@@ -10,7 +10,7 @@ use tch::Device;
 
 use crate::checkpoint::{Retention, RingOptions};
 use crate::memory;
-use crate::parallel::Schedule;
+use crate::mesh::Schedule;
 use crate::validate::Validation;
 use crate::workers::Workers;
 

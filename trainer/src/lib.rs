@@ -3,7 +3,7 @@
 //! - [`spec`] is what is trained (hashed), [`exec`] how fast (no hash). [`run`] is the loop, [`folder`] what it leaves.
 //! - [`step`] is one step: [`model`] computes leaves on [`workers`], the fixed tree adds them, [`optim`] moves the
 //!   [`state`].
-//! - [`parallel`] does the same on many ranks, with the same bits.
+//! - [`launch`] starts ranks and finds their place, [`mesh`] says who does what; [`parallel`] does the same on many ranks, with the same bits.
 //! - [`replay`] computes past steps again and explains them; [`compare`] finds where two runs part.
 //! - [`hf`] is Hugging Face's `zaya`, in and out.
 //! - [`ledger`] holds what was computed, [`events`] where and when, [`checkpoint`] the state itself; [`metrics`] draws
@@ -21,8 +21,10 @@ pub mod events;
 pub mod exec;
 pub mod folder;
 pub mod hf;
+pub mod launch;
 pub mod ledger;
 pub mod memory;
+pub mod mesh;
 pub mod metrics;
 pub mod model;
 pub mod optim;

@@ -13,11 +13,11 @@ use serde::Serialize;
 use tch::Device;
 
 use crate::exec::ExecOptions;
+use crate::mesh::Schedule;
+use crate::mesh::team::{self, Nodes};
 use crate::model::{Keep, ZayaConfig};
-use crate::parallel::Schedule;
-use crate::parallel::owners::{self, Piece};
-use crate::parallel::team::{self, Nodes};
 use crate::spec::RunSpec;
+use crate::state::ownership::{self, Piece};
 use crate::workers::Workers;
 
 /// Bytes by what they are for.
@@ -105,7 +105,7 @@ pub(crate) fn refuse(spec: &RunSpec, exec: &ExecOptions, names: &[String], me: u
     if exec.device != Device::Cpu {
         return Ok(());
     }
-    let pieces = owners::pieces(&spec.parameters, &spec.rules, names.len() as u32);
+    let pieces = ownership::pieces(&spec.parameters, &spec.rules, names.len() as u32);
     let here = (0u32..).zip(names).filter(|(_, name)| **name == names[me as usize]);
     let here: Vec<u32> = here.map(|(rank, _)| rank).collect();
     for phase in spec.plan.phases() {
@@ -167,13 +167,13 @@ fn travelling(
     all: u64,
     leaves: u64,
 ) -> (u64, u64, u64) {
-    let own = owners::length(pieces, *rank) as u64;
+    let own = ownership::length(pieces, *rank) as u64;
     if parts.len() == 1 {
         // Alone it is the counter of the step: its pending levels are gradients already.
         return (0, 0, 0);
     }
     let bag =
-        nodes.behind(*rank).map(|owner| owners::length(pieces, owner) as u64).sum::<u64>() + own;
+        nodes.behind(*rank).map(|owner| ownership::length(pieces, owner) as u64).sum::<u64>() + own;
     let rounds = parts[0].len();
     let count = |part: &Range<u64>| levels(part).len() as u64;
     // A round is sent and received while the next one is computed; on several machines one more is under way to owners.

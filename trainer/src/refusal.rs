@@ -25,6 +25,19 @@ pub(crate) fn values<T: Element + Copy>(tensor: &Tensor) -> Result<Vec<T>> {
     Vec::try_from(tensor).map_err(|error| Fault::bug(format!("a tensor cannot be read: {error}")))
 }
 
+/// A rank that cannot be reached is the machine's fault; the run itself is well.
+pub fn lost(error: Error) -> Fault {
+    let again =
+        "run the same command again, with as many ranks as you like: it goes on where it stopped";
+    match error {
+        Error::Missing { what } => Fault::machine(what).hint(again),
+        Error::Reported { what } => {
+            Fault::machine("another rank stopped the run").found(what).hint(again)
+        }
+        other => Fault::machine(other.to_string()),
+    }
+}
+
 /// What to say about a panic.
 pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
     if let Some(error) = panic.downcast_ref::<Error>() {

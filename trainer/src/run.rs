@@ -18,11 +18,11 @@ use crate::ledger::{Ledger, StepRecord};
 use crate::memory;
 use crate::metrics::Metrics;
 use crate::optim::balance::Balance;
-use crate::parallel::owners;
 use crate::parallel::restore::Reading;
 use crate::parallel::shard::Shard;
 use crate::report::Progress;
 use crate::spec::RunSpec;
+use crate::state::ownership;
 use crate::step::{self, Leaves};
 use crate::validate::SourceLoss;
 
@@ -47,7 +47,7 @@ pub fn train(opened: &Opened, exec: &ExecOptions, table: &KernelTable) -> Result
     let found = opening.told(found)?;
     let mut state = found.map_or_else(|| step::initial(&spec, exec.device), Ok)?;
     let mut run = opening.begin(state.step)?;
-    let pieces = owners::pieces(&spec.parameters, &spec.rules, 1);
+    let pieces = ownership::pieces(&spec.parameters, &spec.rules, 1);
     let mut ring = Ring::new(exec.ring);
     let steps = state.step + 1..last_step(&spec, exec) + 1;
     let (plan, data) = (spec.plan.clone(), spec.data.clone());

@@ -11,7 +11,7 @@ use super::write::Snapshot;
 use crate::model::balance_name;
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
-use crate::parallel::owners::Piece;
+use crate::state::ownership::Piece;
 
 /// The version of the format.
 pub(super) const FORMAT: u32 = 2;

@@ -31,8 +31,8 @@ pub use write::{Owned, Snapshot};
 use crate::model::ParamSpec;
 use crate::optim::Rule;
 use crate::optim::balance::Balance;
-use crate::parallel::owners::Piece;
 use crate::spec::RunSpec;
+use crate::state::ownership::Piece;
 use medium::Medium;
 
 /// What a state looks like: decided by the run, not by what is on the disk.

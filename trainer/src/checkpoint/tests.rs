@@ -16,8 +16,8 @@ use crate::ledger::Packed;
 use crate::model::{Init, Role};
 use crate::optim::Kind;
 use crate::optim::guard::Windows;
-use crate::parallel::owners;
 use crate::state::State;
+use crate::state::ownership;
 use crate::workers::Workers;
 
 const LANES: fn() -> Workers = || Workers::new(1);
@@ -79,7 +79,7 @@ fn digest(state: &State) -> Digest {
 
 fn save(checkpoints: &Checkpoints, layout: &Layout, step: u64) -> Result<()> {
     let state = state(layout, step);
-    let pieces = owners::pieces(&layout.parameters, &layout.rules, 1);
+    let pieces = ownership::pieces(&layout.parameters, &layout.rules, 1);
     checkpoints.save(layout, &Snapshot::whole(&state, &pieces), digest(&state), CHAIN)
 }
 
@@ -283,7 +283,7 @@ fn writers_that_leave_something_out_commit_nothing() {
     let folder = TempDir::new().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
     let state = state(&layout, 3);
-    let pieces = owners::pieces(&layout.parameters, &layout.rules, 1);
+    let pieces = ownership::pieces(&layout.parameters, &layout.rules, 1);
     let snapshot = Snapshot::whole(&state, &pieces);
     let blobs = checkpoints.write(&layout, &snapshot).unwrap();
     for missing in 0..blobs.len() {

@@ -14,8 +14,8 @@ use super::{Layout, name};
 use crate::model::balance_name;
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
-use crate::parallel::owners::Piece;
 use crate::state::State;
+use crate::state::ownership::Piece;
 
 /// A copy on the host of what one writer owns of a state: nothing moves it any more.
 pub struct Snapshot {

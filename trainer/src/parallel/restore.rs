@@ -12,11 +12,11 @@ use std::path::PathBuf;
 use contract::{Class, Digest, Fault, Result};
 use kernels::group::Group;
 
-use super::lost;
-use super::owners::Piece;
 use super::shard::Shard;
-use super::words::{Reader, Writer};
 use crate::checkpoint::{self, Checkpoints, Found, Layout};
+use crate::mesh::words::{Reader, Writer};
+use crate::refusal::lost;
+use crate::state::ownership::Piece;
 use crate::workers::Workers;
 
 /// What every rank reads a checkpoint with.

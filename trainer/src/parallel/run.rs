@@ -13,15 +13,16 @@ use serde_json::json;
 use super::restore::Reading;
 use super::shard::Shard;
 use super::step::{self, Stepped};
-use super::team::Team;
-use super::words::{Reader, Writer};
-use super::{lost, owners};
 use crate::checkpoint::{BlobRecord, Checkpoints, Layout, Ring, RingOptions, Saver, Snapshot};
 use crate::exec::ExecOptions;
 use crate::ledger::StepRecord;
 use crate::memory;
+use crate::mesh::Team;
+use crate::mesh::words::{Reader, Writer};
+use crate::refusal::lost;
 use crate::run::{Opening, Outcome, Run, checkpoint_is_due, last_step, staging, validation_is_due};
 use crate::spec::RunSpec;
+use crate::state::ownership;
 
 /// Trains what `opened` says as one of `group`'s ranks. The outcome is the same on every rank.
 pub fn train_as(
@@ -50,7 +51,7 @@ fn begin(
     memory::refuse(&spec, exec, group.nodes(), group.rank())?;
     let carried = group.carry(exec.device, exec.transport).map_err(lost)?;
     let team = Team::new(group, exec.schedule, exec.flat)?;
-    let pieces = owners::pieces(&spec.parameters, &spec.rules, group.world());
+    let pieces = ownership::pieces(&spec.parameters, &spec.rules, group.world());
     let layout = Arc::new(Layout::new(&spec, exec.device));
     let reading = Reading { group, layout: &layout, pieces: &pieces, workers: exec.workers };
     let (mut run, (found, checkpoints)) = if group.rank() == 0 {

@@ -4,18 +4,18 @@ use contract::Result;
 use kernels::checksum;
 use tch::{Device, Kind, Tensor};
 
-use super::owners::Piece;
-use super::team::Team;
-use super::words::{self, Writer};
-use super::{lost, owners};
 use crate::checkpoint::region::Region;
 use crate::checkpoint::{Layout, Owned, Reader, Set, Snapshot, Want};
+use crate::mesh::Team;
+use crate::mesh::words::{self, Writer};
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
 use crate::optim::{self, At, Settings};
+use crate::refusal::lost;
 use crate::spec::RunSpec;
 #[cfg(test)]
 use crate::state::State;
+use crate::state::ownership::{self, Piece, pack};
 use crate::state::{self, Part, StateSums, salt};
 use crate::step;
 use crate::timing;
@@ -82,7 +82,7 @@ impl Shard {
 
     /// The elements of the pieces of `rank`.
     pub fn length(&self, rank: u32) -> i64 {
-        owners::length(&self.pieces, rank)
+        ownership::length(&self.pieces, rank)
     }
 
     /// Cuts what `pack` made for `rank` into its pieces again.
@@ -255,19 +255,4 @@ impl Shard {
         let (step, windows) = (reader.manifest().step, reader.manifest().windows.clone());
         Ok(Shard { step, weights, balance, windows, pieces, rank, moments })
     }
-}
-
-/// What is the `owners`' of whole tensors, owner after owner and piece after piece, in one tensor beside them.
-pub(super) fn pack(pieces: &[Piece], owners: &[u32], whole: &[Tensor]) -> Tensor {
-    let of = |owner: &u32| {
-        let owner = *owner;
-        pieces.iter().filter(move |piece| piece.owner == owner)
-    };
-    let parts = owners.iter().flat_map(of);
-    let parts = parts.map(|piece| piece.of(&whole[piece.tensor]).reshape([-1])).collect::<Vec<_>>();
-    if parts.is_empty() {
-        let device = whole.first().map_or(Device::Cpu, Tensor::device);
-        return Tensor::empty([0], (Kind::Float, device));
-    }
-    Tensor::cat(&parts, 0)
 }

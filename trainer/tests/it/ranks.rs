@@ -10,7 +10,9 @@ use contract::{Class, Result};
 use kernels::group::{Group, Place, Store};
 use loader::Opened;
 use serde_json::Value;
-use trainer::parallel::{Schedule, owners, train_as};
+use trainer::mesh::Schedule;
+use trainer::parallel::train_as;
+use trainer::state::ownership;
 use trainer::workers::Workers;
 use trainer::{ExecOptions, Outcome, RunSpec};
 
@@ -116,8 +118,8 @@ fn a_machine_adds_before_it_sends() {
 /// machine, to every owner elsewhere; the new weights of each owner to every rank, or machine, elsewhere.
 fn crossing(spec: &RunSpec, machines: &[u32], schedule: Schedule, flat: bool) -> u64 {
     let world: u32 = machines.iter().sum();
-    let pieces = owners::pieces(&spec.parameters, &spec.rules, world);
-    let length = |owner: u32| 4 * owners::length(&pieces, owner) as u64;
+    let pieces = ownership::pieces(&spec.parameters, &spec.rules, world);
+    let length = |owner: u32| 4 * ownership::length(&pieces, owner) as u64;
     let (mut bytes, mut first) = (0, 0);
     for count in machines {
         let ranks = first..first + count;

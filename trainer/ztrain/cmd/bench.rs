@@ -3,11 +3,11 @@
 use std::path::PathBuf;
 
 use contract::{Fault, Result};
-use trainer::parallel::bench::{Measured, WAYS, measure, plot};
-use trainer::parallel::lost;
+use trainer::mesh::bench::{Measured, WAYS, measure, plot};
+use trainer::refusal::lost;
 
 use super::Speed;
-use super::spawn::{self, Ranks};
+use super::ranks::{self, Ranks};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -70,7 +70,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         found.map_err(|error| Fault::io("write", path, &error))?;
     }
     if let Some(count) = args.ranks.to_spawn()? {
-        return spawn::ranks(count);
+        return ranks::start(count);
     }
     let launched = args.ranks.launched()?.ok_or_else(|| {
         Fault::usage("one rank exchanges nothing")

@@ -8,10 +8,11 @@ use loader::Opened;
 use trainer::RunSpec;
 use trainer::bench::{Exchanged, RankMemory, StepTable, step};
 use trainer::memory::Holds;
-use trainer::parallel::{Team, lost};
+use trainer::mesh::Team;
+use trainer::refusal::lost;
 
 use super::Speed;
-use super::spawn::{self, Ranks};
+use super::ranks::{self, Ranks};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -34,7 +35,7 @@ pub(crate) struct Args {
 /// Measures.
 pub(crate) fn exec(args: Args) -> Result<u8> {
     if let Some(count) = args.ranks.to_spawn()? {
-        return spawn::ranks(count);
+        return ranks::start(count);
     }
     let launched = args.ranks.launched()?;
     let (device, runtime) = args.speed.start(launched.as_ref())?;

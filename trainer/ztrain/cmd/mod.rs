@@ -5,19 +5,23 @@ pub(crate) mod bench_step;
 pub(crate) mod compare;
 pub(crate) mod export;
 pub(crate) mod import;
+pub(crate) mod ranks;
 pub(crate) mod replay;
-pub(crate) mod spawn;
 pub(crate) mod train;
 
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use clap::builder::RangedU64ValueParser;
 use contract::{Fault, Result};
 use kernels::device;
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::flag;
 use tch::Device;
+use trainer::launch::Launched;
 use trainer::model::Keep;
-use trainer::parallel::launch::Launched;
 use trainer::workers::Workers;
 
 /// Flags that only decide speed and place; no value of them can change a bit.
@@ -68,9 +72,7 @@ impl Speed {
     /// Puts the determinism switches in force, then opens the device. Each rank on a machine takes one of its own.
     pub(crate) fn start(&self, launched: Option<&Launched>) -> Result<(Device, KernelTable)> {
         let name = match launched {
-            Some(Launched { local_rank, .. }) if self.device == "cuda" => {
-                format!("cuda:{local_rank}")
-            }
+            Some(launched) if self.device == "cuda" => launched.device(),
             _ => self.device.clone(),
         };
         let options = RuntimeOptions { device: name.clone() };
@@ -78,6 +80,16 @@ impl Speed {
         let device = device::open(&name).map_err(|error| machine(&name, &error))?;
         Ok((device, table))
     }
+}
+
+/// The first SIGINT, SIGTERM or SIGHUP lets the step at hand end and be kept; the second one ends the process.
+pub(crate) fn listen(stop: &Arc<AtomicBool>) -> Result<()> {
+    for signal in [SIGINT, SIGTERM, SIGHUP] {
+        flag::register_conditional_shutdown(signal, 130, Arc::clone(stop))
+            .and_then(|_| flag::register(signal, Arc::clone(stop)))
+            .map_err(|error| Fault::machine(format!("cannot listen to signals: {error}")))?;
+    }
+    Ok(())
 }
 
 /// Refuses the old name of a flag.

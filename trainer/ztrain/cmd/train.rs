@@ -1,21 +1,18 @@
 //! `ztrain --curriculum FILE`.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use contract::{Fault, Result};
 use loader::{Opened, PrefetchOptions};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::flag;
 use tch::Device;
 use trainer::checkpoint::{Retention, RingOptions};
-use trainer::parallel::launch::Launched;
+use trainer::launch::{Launched, spawned_us};
 use trainer::parallel::train_as;
 use trainer::validate::Validation;
 use trainer::{ExecOptions, Outcome, RunSpec, train};
 
-use super::spawn::{self, Ranks};
-use super::{Speed, above_zero};
+use super::ranks::{self, Ranks};
+use super::{Speed, above_zero, listen};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -75,12 +72,12 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     if let Some(count) = args.ranks.to_spawn()? {
         // What is wrong with the curriculum is said once, and before anything starts.
         RunSpec::new(&Opened::open(curriculum)?)?;
-        return spawn::ranks(count);
+        return ranks::start(count);
     }
     let launched = args.ranks.launched()?;
     let (device, table) = args.speed.start(launched.as_ref())?;
     let exec = options(&args, curriculum, device, launched.as_ref());
-    listen(&exec)?;
+    listen(&exec.stop)?;
     let outcome = match &launched {
         None => train(&Opened::open(curriculum)?, &exec, &table)?,
         Some(launched) => {
@@ -91,7 +88,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             match outcome {
                 Ok(outcome) => outcome,
                 // Under our own launcher one rank speaks for all; other launchers keep each rank's words apart.
-                Err(fault) if spawn::launched_us() && !group.spoke_first() => {
+                Err(fault) if spawned_us() && !group.spoke_first() => {
                     return Ok(fault.class().exit_code());
                 }
                 Err(fault) => return Err(fault),
@@ -137,16 +134,6 @@ fn options(
     exec.progress = !args.quiet;
     exec.validation = Validation { every: args.validate_every, windows: args.validate_windows };
     exec
-}
-
-/// The first SIGINT, SIGTERM or SIGHUP lets the step at hand end and be kept; the second one ends the process.
-fn listen(exec: &ExecOptions) -> Result<()> {
-    for signal in [SIGINT, SIGTERM, SIGHUP] {
-        flag::register_conditional_shutdown(signal, 130, Arc::clone(&exec.stop))
-            .and_then(|_| flag::register(signal, Arc::clone(&exec.stop)))
-            .map_err(|error| Fault::machine(format!("cannot listen to signals: {error}")))?;
-    }
-    Ok(())
 }
 
 fn default_folder(curriculum: &Path) -> PathBuf {

@@ -3,7 +3,7 @@
 use contract::{Digest, Fault, Result};
 use kernels::group::Group;
 
-use super::lost;
+use crate::refusal::lost;
 
 /// Two words of every rank.
 pub(crate) fn pairs(group: &Group, what: &str, mine: (u64, u64)) -> Result<Vec<(u64, u64)>> {
@@ -19,49 +19,49 @@ pub(crate) fn pairs(group: &Group, what: &str, mine: (u64, u64)) -> Result<Vec<(
 
 /// Writes words.
 #[derive(Default)]
-pub(super) struct Writer(Vec<u8>);
+pub(crate) struct Writer(Vec<u8>);
 
 impl Writer {
-    pub(super) fn word(&mut self, word: u64) -> &mut Self {
+    pub(crate) fn word(&mut self, word: u64) -> &mut Self {
         self.0.extend(word.to_le_bytes());
         self
     }
 
-    pub(super) fn float(&mut self, value: f64) -> &mut Self {
+    pub(crate) fn float(&mut self, value: f64) -> &mut Self {
         self.word(value.to_bits())
     }
 
-    pub(super) fn digest(&mut self, Digest(value): Digest) -> &mut Self {
+    pub(crate) fn digest(&mut self, Digest(value): Digest) -> &mut Self {
         self.word(value as u64).word((value >> 64) as u64)
     }
 
     /// A text as its length and its bytes, eight to a word.
-    pub(super) fn text(&mut self, text: &str) -> &mut Self {
+    pub(crate) fn text(&mut self, text: &str) -> &mut Self {
         self.word(text.len() as u64);
         self.0.extend(text.as_bytes());
         self.0.resize(self.0.len().next_multiple_of(8), 0);
         self
     }
 
-    pub(super) fn append(&mut self, other: &Writer) -> &mut Self {
+    pub(crate) fn append(&mut self, other: &Writer) -> &mut Self {
         self.0.extend(&other.0);
         self
     }
 
-    pub(super) fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         &self.0
     }
 }
 
 /// Reads them.
-pub(super) struct Reader<'a>(&'a [u8]);
+pub(crate) struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
-    pub(super) fn new(bytes: &'a [u8]) -> Self {
+    pub(crate) fn new(bytes: &'a [u8]) -> Self {
         Reader(bytes)
     }
 
-    pub(super) fn word(&mut self) -> Result<u64> {
+    pub(crate) fn word(&mut self) -> Result<u64> {
         let Some((word, rest)) = self.0.split_first_chunk() else {
             return Err(Fault::bug("a rank wrote less than another one reads"));
         };
@@ -69,16 +69,16 @@ impl<'a> Reader<'a> {
         Ok(u64::from_le_bytes(*word))
     }
 
-    pub(super) fn float(&mut self) -> Result<f64> {
+    pub(crate) fn float(&mut self) -> Result<f64> {
         self.word().map(f64::from_bits)
     }
 
-    pub(super) fn digest(&mut self) -> Result<Digest> {
+    pub(crate) fn digest(&mut self) -> Result<Digest> {
         let (low, high) = (self.word()?, self.word()?);
         Ok(Digest(u128::from(low) | u128::from(high) << 64))
     }
 
-    pub(super) fn text(&mut self) -> Result<String> {
+    pub(crate) fn text(&mut self) -> Result<String> {
         let length = self.word()? as usize;
         let Some((text, rest)) = self.0.split_at_checked(length.next_multiple_of(8)) else {
             return Err(Fault::bug("a rank wrote less than another one reads"));
@@ -88,7 +88,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Everything was read: ranks agree on what is written.
-    pub(super) fn end(self) -> Result<()> {
+    pub(crate) fn end(self) -> Result<()> {
         match self.0 {
             [] => Ok(()),
             _ => Err(Fault::bug("a rank wrote more than another one reads")),

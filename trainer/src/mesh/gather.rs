@@ -26,14 +26,13 @@ use kernels::group::{Arrival, Exchange};
 use kernels::tree::{Blocks, Counter, blocks};
 use tch::{Kind, Tensor};
 
-use super::owners::Piece;
-use super::shard::pack;
 use super::team::Team;
-use super::{lost, owners};
+use crate::refusal::lost;
+use crate::state::ownership::{self, Piece, pack};
 use crate::timing;
 
 /// The gradients of one step, under way.
-pub(super) struct Gather<'a> {
+pub(crate) struct Gather<'a> {
     team: &'a Team<'a>,
     pieces: &'a [Piece],
     exchange: Exchange<'a>,
@@ -59,7 +58,7 @@ pub(super) struct Gather<'a> {
 impl<'a> Gather<'a> {
     /// Begins a step of `leaves` leaves. The first round is asked for before anything is computed, so that what is ready
     /// travels while leaves are still being computed.
-    pub(super) fn begin(team: &'a Team<'a>, pieces: &'a [Piece], leaves: u64) -> Result<Self> {
+    pub(crate) fn begin(team: &'a Team<'a>, pieces: &'a [Piece], leaves: u64) -> Result<Self> {
         let parts = team.parts(leaves)?;
         let coming = parts.iter().map(|_| VecDeque::new()).collect();
         let mut gather = Gather {
@@ -81,12 +80,12 @@ impl<'a> Gather<'a> {
     }
 
     /// This rank's leaves, in the order in which it computes them.
-    pub(super) fn leaves(&self) -> Vec<u64> {
+    pub(crate) fn leaves(&self) -> Vec<u64> {
         self.parts[self.me() as usize].iter().cloned().flatten().collect()
     }
 
     /// Takes the gradient of this rank's next leaf.
-    pub(super) fn leaf(&mut self, gradient: Vec<Tensor>) -> Result<()> {
+    pub(crate) fn leaf(&mut self, gradient: Vec<Tensor>) -> Result<()> {
         let (round, place) = self.at;
         if place == 0 && round > 0 {
             self.turn(round)?;
@@ -110,7 +109,7 @@ impl<'a> Gather<'a> {
     }
 
     /// This rank's pieces of the sum, one after the other, once every rank has computed its leaves.
-    pub(super) fn finish(mut self) -> Result<Tensor> {
+    pub(crate) fn finish(mut self) -> Result<Tensor> {
         let rounds = self.rounds();
         self.ask(rounds)?;
         self.join(rounds)?;
@@ -125,7 +124,7 @@ impl<'a> Gather<'a> {
 
     /// The elements of the pieces of `owner`.
     fn length(&self, owner: u32) -> i64 {
-        owners::length(self.pieces, owner)
+        ownership::length(self.pieces, owner)
     }
 
     fn me(&self) -> u32 {

@@ -1,5 +1,7 @@
 //! The state of a run: what one step hands to the next, and nothing else.
 
+pub mod ownership;
+
 use contract::{Digest, Hasher, Result};
 use kernels::checksum;
 use tch::Tensor;

@@ -6,6 +6,7 @@
 //! mpirun              OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK; on this machine, if all ranks are on it
 //! ```
 //!
+//! A rank's device is the one of its local number, or the only one that the launcher shows it (`*_VISIBLE_DEVICES`).
 //! A rank's machine is GROUP_RANK under torchrun, SLURM_NODEID under srun, and else the machine's name.
 //!
 //! `MASTER_ADDR` and `MASTER_PORT` win wherever they are set. A shell in a Slurm allocation is no rank: only srun sets
@@ -23,7 +24,19 @@ pub struct Launched {
     pub local_rank: u32,
     /// Ranks on this machine.
     pub local_world: u32,
+    /// Whether the launcher shows this rank a single device, as `srun --gpus-per-task=1` does.
+    pub one_device: bool,
 }
+
+impl Launched {
+    /// What `--device cuda` means for this rank: the device of its number on the machine, or the only one that it sees.
+    pub fn device(&self) -> String {
+        format!("cuda:{}", if self.one_device { 0 } else { self.local_rank })
+    }
+}
+
+/// Where launchers write down which devices a rank sees.
+const VISIBLE: [&str; 3] = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"];
 
 /// c10d's own port.
 const PORT: u16 = 29500;
@@ -32,8 +45,7 @@ const PORT: u16 = 29500;
 pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launched>> {
     let number = |name: &str| -> Result<Option<u32>> {
         let Some(text) = variable(name) else { return Ok(None) };
-        let wrong =
-            |_| Fault::usage("this is no number").at(name).found(&text).wanted("a whole number");
+        let wrong = |_| Fault::usage("not a number").at(name).found(&text).wanted("a whole number");
         text.trim().parse().map(Some).map_err(wrong)
     };
     let ways = [
@@ -80,7 +92,11 @@ pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launche
             interface: variable("GLOO_SOCKET_IFNAME").unwrap_or_default(),
             node: variable(node_name).unwrap_or_else(host_name),
         };
-        return Ok(Some(Launched { place, local_rank, local_world: local_world.unwrap_or(1) }));
+        let visible = VISIBLE.iter().find_map(|name| variable(name));
+        // An empty list hides all of them, and then there is nothing to choose.
+        let one_device = visible.is_some_and(|list| !list.is_empty() && !list.contains(','));
+        let local_world = local_world.unwrap_or(1);
+        return Ok(Some(Launched { place, local_rank, local_world, one_device }));
     }
     Ok(None)
 }
@@ -93,7 +109,7 @@ fn store(
 ) -> Result<(String, u16)> {
     let port = match variable("MASTER_PORT") {
         Some(text) => Some(text.parse().map_err(|_| {
-            Fault::usage("this is no port").at("MASTER_PORT").found(text).wanted("1 to 65535")
+            Fault::usage("not a port").at("MASTER_PORT").found(text).wanted("1 to 65535")
         })?),
         None => None,
     };
@@ -171,6 +187,7 @@ mod tests {
             ("SLURM_STEP_NUM_TASKS", "4"),
         ];
         let launched = found(&torchrun).unwrap().unwrap();
+        assert_eq!(launched.device(), "cuda:1");
         let Place { rank, world, host, port, rank_0_serves, name, node, .. } = launched.place;
         assert_eq!((rank, world, host.as_str(), port), (3, 8, "node7", 1234));
         assert_eq!(node, "1");
@@ -196,6 +213,25 @@ mod tests {
         ];
         let launched = found(&mpi).unwrap().unwrap();
         assert_eq!((launched.place.host.as_str(), launched.place.node), ("127.0.0.1", host_name()));
+    }
+
+    #[test]
+    fn a_rank_that_sees_one_device_takes_it() {
+        for (variable, visible, device) in [
+            ("CUDA_VISIBLE_DEVICES", "3", "cuda:0"),
+            ("ROCR_VISIBLE_DEVICES", "GPU-9f1c", "cuda:0"),
+            ("CUDA_VISIBLE_DEVICES", "0,1,2,3", "cuda:2"),
+            ("CUDA_VISIBLE_DEVICES", "", "cuda:2"),
+        ] {
+            let task = [
+                ("SLURM_PROCID", "6"),
+                ("SLURM_STEP_NUM_TASKS", "8"),
+                ("SLURM_LOCALID", "2"),
+                ("SLURM_STEP_NODELIST", "gpu[07-08]"),
+                (variable, visible),
+            ];
+            assert_eq!(found(&task).unwrap().unwrap().device(), device, "{variable}={visible}");
+        }
     }
 
     #[test]

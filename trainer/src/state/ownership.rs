@@ -11,7 +11,7 @@
 
 use std::cmp::Reverse;
 
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use crate::model::ParamSpec;
 use crate::optim::norm::CHUNK;
@@ -91,6 +91,21 @@ pub fn length(pieces: &[Piece], owner: u32) -> i64 {
     pieces.iter().filter(|piece| piece.owner == owner).map(Piece::length).sum()
 }
 
+/// What is the `owners`' of whole tensors, owner after owner and piece after piece, in one tensor beside them.
+pub(crate) fn pack(pieces: &[Piece], owners: &[u32], whole: &[Tensor]) -> Tensor {
+    let of = |owner: &u32| {
+        let owner = *owner;
+        pieces.iter().filter(move |piece| piece.owner == owner)
+    };
+    let parts = owners.iter().flat_map(of);
+    let parts = parts.map(|piece| piece.of(&whole[piece.tensor]).reshape([-1])).collect::<Vec<_>>();
+    if parts.is_empty() {
+        let device = whole.first().map_or(Device::Cpu, Tensor::device);
+        return Tensor::empty([0], (Kind::Float, device));
+    }
+    Tensor::cat(&parts, 0)
+}
+
 /// Numbers the bundles, and returns the cost of each.
 fn bundle(pieces: &mut [Piece]) -> Vec<u128> {
     let most_cost = pieces.iter().map(Piece::cost).max().unwrap_or(0);
@@ -149,7 +164,7 @@ fn common_divisor(a: i64, b: i64) -> i64 {
 mod tests {
     use super::*;
     use crate::model::{ZayaConfig, parameters};
-    use crate::optim::Kind;
+    use crate::optim;
     use proptest::prelude::*;
     use std::collections::BTreeMap;
 
@@ -163,7 +178,7 @@ mod tests {
         #[test]
         fn pieces_tile_every_tensor_on_chunk_bounds(world in 1u32..12, muon: bool) {
             let parameters = nano();
-            let kind = if muon { Kind::Muon } else { Kind::AdamW };
+            let kind = if muon { optim::Kind::Muon } else { optim::Kind::AdamW };
             let rules: Vec<_> = parameters.iter().map(|parameter| Rule::of(kind, parameter)).collect();
             let pieces = pieces(&parameters, &rules, world);
             let (mut tensor, mut next) = (0, 0);
@@ -184,7 +199,7 @@ mod tests {
         #[test]
         fn a_bundle_has_one_owner_and_neighbours_only(world in 1u32..12, muon: bool) {
             let parameters = nano();
-            let kind = if muon { Kind::Muon } else { Kind::AdamW };
+            let kind = if muon { optim::Kind::Muon } else { optim::Kind::AdamW };
             let rules: Vec<_> = parameters.iter().map(|parameter| Rule::of(kind, parameter)).collect();
             let found = pieces(&parameters, &rules, world);
             let alone = pieces(&parameters, &rules, 1);
@@ -201,7 +216,7 @@ mod tests {
         #[test]
         fn no_rank_has_much_more_than_another(world in 1u32..12) {
             let parameters = nano();
-            let rules: Vec<_> = parameters.iter().map(|parameter| Rule::of(Kind::Muon, parameter)).collect();
+            let rules: Vec<_> = parameters.iter().map(|parameter| Rule::of(optim::Kind::Muon, parameter)).collect();
             let pieces = pieces(&parameters, &rules, world);
             let load = |rank| {
                 pieces.iter().filter(|piece| piece.owner == rank).map(Piece::cost).sum::<u128>()

@@ -12,8 +12,8 @@ use kernels::tree::Counter;
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
-use super::lost;
 use super::words::{Reader, Writer};
+use crate::refusal::lost;
 
 /// Which collective, and whose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

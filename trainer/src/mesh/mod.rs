@@ -1,0 +1,14 @@
+//! The ranks of a run: who computes which micro-batches, who shares a machine, and how gradients reach their owners.
+//!
+//! - [`team`] says who computes which leaves and who speaks with whom; `gather` is the sum of a step's gradients.
+//! - `words` are the small things that ranks tell each other. [`mod@bench`] times the exchanges.
+//!
+//! Invariant: collectives only move bytes. Every addition happens on one rank, in the order of the tree, so that the
+//! number of ranks is no argument of any bit.
+
+pub mod bench;
+pub(crate) mod gather;
+pub mod team;
+pub(crate) mod words;
+
+pub use team::{Schedule, Team};

@@ -1,0 +1,118 @@
+//! The flags about ranks, and what they and the environment say together.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use contract::{Fault, Result};
+use kernels::group::{Group, Transport};
+use trainer::launch::{self, Launched, spawned_us};
+use trainer::mesh::Schedule;
+
+/// Flags about ranks.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Ranks (never bits)")]
+pub(crate) struct Ranks {
+    /// Train with so many processes on this machine; under torchrun, srun or mpirun the environment decides.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    nproc: Option<u32>,
+    /// How long a rank waits for another before it names it and stops.
+    #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = super::patience)]
+    rank_timeout: Duration,
+    /// Whether a rank adds whole subtrees of a run of micro-batches before it sends (fewest bytes), or they are dealt in turn and
+    /// sent at once (least memory).
+    #[arg(long, value_name = "HOW", value_enum, default_value = "subtree")]
+    schedule: How,
+    /// Send from each rank to each other as if all were on one machine, instead of adding on each machine first.
+    #[arg(long)]
+    flat: bool,
+    /// How tensors travel between ranks: from GPU to GPU by RCCL or NCCL (ZTRAIN_RCCL names the library to open), through
+    /// plain memory by Gloo, or the first where every rank has it.
+    #[arg(long, value_name = "HOW", value_enum, default_value = "auto")]
+    transport: By,
+    /// Take the ranks for so many on each machine, to try what crosses between them [default: as the launcher says].
+    #[arg(long, value_name = "3,2", value_delimiter = ',')]
+    nodes: Vec<u32>,
+}
+
+/// A schedule, by its name.
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum How {
+    Subtree,
+    Streaming,
+}
+
+/// A transport, by its name.
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum By {
+    Auto,
+    Gloo,
+    Rccl,
+}
+
+impl Ranks {
+    /// How tensors travel between the ranks.
+    pub(crate) fn transport(&self) -> Transport {
+        match self.transport {
+            By::Auto => Transport::Auto,
+            By::Gloo => Transport::Gloo,
+            By::Rccl => Transport::Rccl,
+        }
+    }
+
+    /// How many ranks to start, if it is for this process to start them.
+    pub(crate) fn to_spawn(&self) -> Result<Option<u32>> {
+        let Some(count) = self.nproc.filter(|_| !spawned_us()) else { return Ok(None) };
+        if self.launched()?.is_some() {
+            return Err(Fault::usage("a launcher has started this rank already")
+                .at("--nproc")
+                .found(count)
+                .hint("leave --nproc out under torchrun, srun and mpirun"));
+        }
+        Ok((count > 1).then_some(count))
+    }
+
+    /// The place of this process among others, if it has one.
+    pub(crate) fn launched(&self) -> Result<Option<Launched>> {
+        let mut launched = launch::place(|name| std::env::var(name).ok())?;
+        if let (Some(Launched { place, .. }), false) = (&mut launched, self.nodes.is_empty()) {
+            let ranks = (0..).zip(&self.nodes);
+            let mut ranks = ranks.flat_map(|(node, count)| (0..*count).map(move |_| node));
+            let wrong = || {
+                Fault::usage("the machines do not have as many ranks as there are")
+                    .at("--nodes")
+                    .found(format!("{:?}", self.nodes))
+                    .wanted(format!("ranks of each machine, {} in all", place.world))
+            };
+            if self.nodes.iter().map(|count| u64::from(*count)).sum::<u64>()
+                != u64::from(place.world)
+            {
+                return Err(wrong());
+            }
+            let node: Option<u32> = ranks.nth(place.rank as usize);
+            place.node = node.ok_or_else(wrong)?.to_string();
+        }
+        Ok(launched)
+    }
+
+    /// How the ranks deal micro-batches, and whether they pass over machines.
+    pub(crate) fn ways(&self) -> (Schedule, bool) {
+        let schedule = match self.schedule {
+            How::Subtree => Schedule::Subtree,
+            How::Streaming => Schedule::Streaming,
+        };
+        (schedule, self.flat)
+    }
+
+    /// Meets the other ranks. `stop` is set when the launcher asks this rank to stop.
+    pub(crate) fn meet(&self, launched: &Launched, stop: &Arc<AtomicBool>) -> Result<Group> {
+        launch::meet(launched, self.rank_timeout, stop)
+    }
+}
+
+/// Starts `count` ranks of this very command and waits for them.
+pub(crate) fn start(count: u32) -> Result<u8> {
+    let stop = Arc::default();
+    super::listen(&stop)?;
+    launch::spawn(count, &stop)
+}
