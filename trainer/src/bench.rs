@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 use crate::memory::{self, Holder, Holds};
 use crate::mesh::team::{Nodes, Schedule, Team};
 use crate::mesh::words;
-use crate::model::flops;
+use crate::model;
 use crate::parallel;
 use crate::parallel::shard::Shard;
 use crate::parallel::step::Stepped;
@@ -248,13 +248,13 @@ fn model_flops(spec: &RunSpec, number: u64, router: &[Vec<u64>]) -> Result<f64> 
     let config = &spec.model_at(number)?.config;
     let batch = loader::batch(&spec.plan, &spec.data, number, RankSlice::WHOLE)?;
     let experts = |counts: &Vec<u64>| counts[..counts.len() - 1].iter().sum::<u64>();
-    let routed = router.iter().map(experts).sum();
+    let routed: Vec<u64> = router.iter().map(experts).collect();
     let pairs = batch.boundaries.iter().map(|starts| match config.document_mask {
-        true => flops::causal_pairs(starts, batch.seq_len),
-        false => flops::causal_pairs(&[0], batch.seq_len),
+        true => model::causal_pairs(starts, batch.seq_len),
+        false => model::causal_pairs(&[0], batch.seq_len),
     });
     let tokens = batch.rows * u64::from(batch.seq_len);
-    Ok(flops::training(config, tokens, routed, pairs.sum()))
+    Ok(model::flops(config, tokens, &routed, pairs.sum()))
 }
 
 /// The rate of large products with every worker at work, each with one math thread: the best of several.

@@ -15,7 +15,6 @@ use tch::Device;
 use crate::exec::ExecOptions;
 use crate::mesh::Schedule;
 use crate::mesh::team::{self, Nodes};
-use crate::model::{Keep, ZayaConfig};
 use crate::spec::RunSpec;
 use crate::state::ownership::{self, Piece};
 use crate::workers::Workers;
@@ -70,7 +69,7 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
     let rounded: u64 = spec
         .parameters
         .iter()
-        .filter(|parameter| bf16 && parameter.in_large_products())
+        .filter(|parameter| bf16 && parameter.in_large_products)
         .map(crate::model::ParamSpec::elements)
         .sum();
     let leaves = step.batch / step.micro_batch;
@@ -84,8 +83,13 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
         let sets = 1 + u64::from(piece.rule.has_second_moment());
         4 * sets * piece.length() as u64
     });
-    let activations =
-        leaf(config, step.micro_batch * u64::from(step.seq_len), holder.workers.keep(), bf16);
+    let tokens = step.micro_batch * u64::from(step.seq_len);
+    let activations = crate::model::activation_bytes(
+        config,
+        tokens,
+        holder.workers.keep(),
+        spec.curriculum.dtype,
+    );
     let pending = parts[holder.rank as usize].iter().flat_map(levels).max().unwrap_or(0);
     let (sent, received, sums) = travelling(&parts, holder, all, leaves);
     Ok(Holds {
@@ -199,31 +203,6 @@ fn travelling(
     let pending = u64::from(u64::BITS - (leaves - 1).leading_zeros());
     let sums = if rounds > 1 { 4 * own * pending } else { 0 };
     (most(&mine, 1), most(&|round| near(round) + far(round), together), sums)
-}
-
-/// What a leaf of `tokens` keeps between its passes, with its logits.
-fn leaf(config: &ZayaConfig, tokens: u64, keep: Keep, bf16: bool) -> u64 {
-    let size = |size: i64| size as u64;
-    let s = if bf16 { 2 } else { 4 };
-    let (width, query, key) =
-        (size(config.hidden_size), size(config.query_size()), size(config.key_size()));
-    let (router, inner) = (size(config.router_hidden_size), size(config.moe_intermediate_size));
-    let small = 2 * size(config.num_attention_heads)
-        + size(config.num_key_value_heads)
-        + size(config.num_experts);
-    let layer = (8 + 6 * s) * width
-        + (4 + 4 * s) * (query + key)
-        + s * (2 * query + key + 3 * inner)
-        + 24 * router
-        + 4 * small
-        + 40;
-    let layers = size(config.num_hidden_layers);
-    let kept = match keep {
-        Keep::Everything => layers * layer,
-        Keep::LayerInputs => layers * (4 * width + 4 * router) + layer,
-    };
-    let logits = (8 + s) * size(config.loss_chunk).min(tokens) * size(config.vocab_size);
-    tokens * kept + logits
 }
 
 /// The resident size of this process: now, and at its largest. 0 where the system does not say.

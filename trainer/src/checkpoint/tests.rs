@@ -27,15 +27,17 @@ const CHAIN: Digest = Digest(77);
 pub(crate) fn layout() -> Layout {
     let parameter = |name: &str, shape: &[i64], role| ParamSpec {
         name: name.to_owned(),
+        zyphra: name.to_owned(),
         shape: shape.to_vec(),
         role,
         init: Init::Constant(0.0),
+        in_large_products: false,
     };
     let parameters = vec![
         parameter("embedding", &[37, 8], Role::Elementwise),
         parameter("matrix", &[5, 6], Role::Matrix),
         parameter("experts", &[3, 4, 5], Role::Experts),
-        parameter("norm", &[7], Role::Elementwise),
+        parameter("norm", &[7], Role::Vector),
         parameter("convolution", &[4, 3, 2], Role::Elementwise),
     ];
     let rules = parameters.iter().map(|parameter| Rule::of(Kind::Muon, parameter)).collect();

@@ -9,7 +9,7 @@ use tch::Tensor;
 
 use super::config::{self, Described, Layout};
 use super::files;
-use super::names::{self, Place};
+use super::names::{Place, Places};
 use super::start::{self, Start};
 use crate::model::{self, ZayaConfig};
 use crate::refusal::values;
@@ -46,7 +46,7 @@ pub fn import(source: &Path, target: &Path) -> Result<Imported> {
 
 /// All tensors of the folder under our names.
 fn tensors(source: &Path, described: &Described) -> Result<BTreeMap<String, Tensor>> {
-    let layers = described.config.num_hidden_layers;
+    let places = Places::new(&described.config);
     let mut found = BTreeMap::new();
     let mut experts: BTreeMap<String, BTreeMap<usize, Tensor>> = BTreeMap::new();
     for part in files::parts(source)? {
@@ -56,7 +56,7 @@ fn tensors(source: &Path, described: &Described) -> Result<BTreeMap<String, Tens
             let place = match described.layout {
                 Layout::Transformers => Some(Place::Whole(name.to_owned())),
                 Layout::Zyphra if name == HEAD => Some(Place::Whole(name.to_owned())),
-                Layout::Zyphra => names::place(name, layers),
+                Layout::Zyphra => places.of(name),
             };
             match place {
                 Some(Place::Whole(name)) => drop(found.insert(name, tensor)),

@@ -4,10 +4,15 @@ use curriculum::Dtype;
 use kernels::share::Frozen;
 use tch::{Device, Kind, Tensor};
 
+use super::attention::Attention;
+use super::layer::{Collected, Pass, make};
+use super::mlp::Mlp;
+use super::moe::Moe;
 use super::parity::{Arrays, Fixture, all_rounded, relative};
+use super::zaya::{Kinds, Zaya};
 use super::{
-    Init, Keep, LeafOutput, ParamSpec, Skip, ZayaConfig, init, init_balance, leaf, parameters,
-    reference, staged_leaf,
+    Init, Keep, LeafOutput, ParamId, ParamSpec, Skip, ZayaConfig, init, init_balance, leaf, oracle,
+    parameters, staged_leaf,
 };
 
 /// A model and a leaf large enough that kernels take their vector paths, with documents of awkward lengths.
@@ -56,16 +61,53 @@ fn gradients_are_those_of_automatic_differentiation() {
         let out = leaf(&config, &params, &balance, &arrays.input(), 200).unwrap();
         assert!(out.counts.iter().all(|layer| layer[8] > 0), "some tokens skip: {:?}", out.counts);
         let prepared = arrays.input().prepare(&config, Device::Cpu).unwrap();
-        let (losses, grads) = reference::leaf(&config, &params, &balance, &prepared, 200);
+        let (specs, weights) = (parameters(&config), (&params[..], &balance[..]));
+        let (losses, grads) = oracle::leaf(&config, &specs, weights, &prepared, 200);
         assert!(relative(&out.token_losses, &losses) < 1e-6);
         let mut worst = 0f64;
-        for ((spec, a), b) in parameters(&config).iter().zip(&out.grads).zip(&grads) {
+        for ((spec, a), b) in specs.iter().zip(&out.grads).zip(&grads) {
             let error = relative(a, b);
             worst = worst.max(error);
             assert!(error < 2e-5, "{skip:?} {}: {error:e}", spec.name);
         }
         println!("skip {skip:?}: largest |a - b| / |b| against f64: {worst:.1e}");
     }
+}
+
+/// A new kind of layer is one file: a plain feed-forward in place of the second layer's experts is differentiated, counted
+/// and measured like any other.
+#[test]
+fn another_feed_forward_fits_in() {
+    let (config, _, balance, arrays) = middling(Skip::Zero);
+    let experts = Kinds { attention: make::<Attention<ParamId>>, feed_forward: make::<Moe> };
+    let plain = Kinds { feed_forward: make::<Mlp>, ..experts };
+    let model = || Zaya::of(&config, &[experts, plain]);
+    let specs = model().into_params();
+    let shapes = specs.iter().zip(0..);
+    let params = shapes.map(|(spec, seed)| match spec.init {
+        Init::Normal(_) => super::random(&spec.shape, seed) * 0.2,
+        Init::Constant(value) => Tensor::full(&spec.shape[..], f64::from(value), tch::kind::FLOAT_CPU),
+    });
+    let (params, model): (Vec<_>, _) = (params.collect(), model());
+    let weights = (&params[..], &balance[..]);
+    let input = arrays.input().prepare(&config, Device::Cpu).unwrap();
+    let mut found = Collected::default();
+    let train = |pass: &Pass<'_>| model.train(pass, (200, Keep::Everything), &mut found);
+    let out = model.with(&config, weights, &input, train).unwrap();
+    assert_eq!(out.counts.iter().map(Vec::len).collect::<Vec<_>>(), [9, 0]);
+    let (losses, grads) = oracle::leaf(&config, &specs, weights, &input, 200);
+    assert!(relative(&out.losses, &losses) < 1e-6);
+    let found = found.into_vec().unwrap();
+    assert_eq!(found.len(), specs.len());
+    for ((spec, a), b) in specs.iter().zip(&found).zip(&grads) {
+        let error = relative(a, b);
+        assert!(error < 2e-5, "{}: {error:e}", spec.name);
+    }
+    // Three products of the width of an expert in place of a router and one expert: 6 operations a weight and token.
+    let flops = |model: &Zaya| model.flops(&config, 1, &[1, 1], 0);
+    let router = specs.iter().filter(|spec| spec.name.contains("layers.0.mlp.gate"));
+    let router: u64 = router.filter(|spec| spec.shape.len() > 1).map(ParamSpec::elements).sum();
+    assert_eq!(flops(&Zaya::new(&config)) - flops(&model), 6.0 * router as f64);
 }
 
 /// Workers: the same leaf beside itself on several threads, and in other company, has the same bits.

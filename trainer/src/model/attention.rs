@@ -4,25 +4,122 @@
 //! Both convolutions see the token before: their left padding is applied once, in front of the first, so that the
 //! second sees the first one's bias before a span begins.
 
+use contract::Result;
 use kernels::fused;
 use tch::{Kind, Tensor};
 
 use super::input::Prepared;
+use super::layer::{Backward, Forward, Layer, Pass, Sink, Work, emit};
+use super::param::{Declare, ParamId, Weights};
 use super::rotary::Rotary;
 use super::{ZayaConfig, product, sdpa};
+use crate::timing::{Part, part};
 
-/// Parameters of one layer's attention, in canonical order.
-pub(super) struct Attention<'a> {
-    pub(super) wq: &'a Tensor,
-    pub(super) wk: &'a Tensor,
-    pub(super) v_current: &'a Tensor,
-    pub(super) v_delayed: &'a Tensor,
-    pub(super) w0: &'a Tensor,
-    pub(super) b0: &'a Tensor,
-    pub(super) w1: &'a Tensor,
-    pub(super) b1: &'a Tensor,
-    pub(super) temp: &'a Tensor,
-    pub(super) wo: &'a Tensor,
+/// Parameters of one layer's attention: `P` is a parameter's name, or its weight.
+pub(super) struct Attention<P> {
+    pub(super) wq: P,
+    pub(super) wk: P,
+    pub(super) v_current: P,
+    pub(super) v_delayed: P,
+    pub(super) w0: P,
+    pub(super) b0: P,
+    pub(super) w1: P,
+    pub(super) b1: P,
+    pub(super) temp: P,
+    pub(super) wo: P,
+}
+
+impl Attention<ParamId> {
+    fn bind<'a>(&self, weights: Weights<'a>) -> Attention<&'a Tensor> {
+        let of = |id| weights.of(id);
+        Attention {
+            wq: of(self.wq),
+            wk: of(self.wk),
+            v_current: of(self.v_current),
+            v_delayed: of(self.v_delayed),
+            w0: of(self.w0),
+            b0: of(self.b0),
+            w1: of(self.w1),
+            b1: of(self.b1),
+            temp: of(self.temp),
+            wo: of(self.wo),
+        }
+    }
+}
+
+impl Layer for Attention<ParamId> {
+    /// The normed residual, and what attention made of it.
+    type Saved = (Tensor, Saved);
+
+    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, _: usize) -> Self {
+        let (hidden, dim) = (config.hidden_size, config.head_dim);
+        let (query, key, conv) = (config.query_size(), config.key_size(), config.conv_size());
+        let mut qkv = params.inside("self_attn.qkv_proj", "self_attn.qkv");
+        let wq = qkv.matrix("q_proj.weight", "linear_q.weight", [query, hidden]);
+        let wk = qkv.matrix("k_proj.weight", "linear_k.weight", [key, hidden]);
+        let half = [key / 2, hidden];
+        let v_current = qkv.matrix("v_proj_current.weight", "val_proj1.weight", half);
+        let v_delayed = qkv.matrix("v_proj_delayed.weight", "val_proj2.weight", half);
+        let w0 = qkv.depthwise("conv_qk_depthwise.weight", "conv_qk.0.weight", [conv, 1, 2]);
+        let b0 = qkv.vector("conv_qk_depthwise.bias", "conv_qk.0.bias", conv, 0.0);
+        let w1 = qkv.convolution("conv_qk_grouped.weight", "conv_qk.1.weight", [conv, dim, 2]);
+        let b1 = qkv.vector("conv_qk_grouped.bias", "conv_qk.1.bias", conv, 0.0);
+        let mut own = params.inside("self_attn", "self_attn");
+        // Hugging Face starts at 0, a placeholder for a checkpoint: keys would be 0 and attention uniform.
+        let temp = own.vector("qk_norm.temp", "qkv.temp", config.num_key_value_heads, 1.0);
+        let wo = own.matrix("o_proj.weight", "o_proj.weight", [hidden, query]);
+        Attention { wq, wk, v_current, v_delayed, w0, b0, w1, b1, temp, wo }
+    }
+
+    fn forward(
+        &self,
+        pass: &Pass<'_>,
+        x: &Tensor,
+        state: Option<Tensor>,
+    ) -> Result<Forward<Self::Saved>> {
+        let _watch = part(Part::Attention);
+        let (out, saved) = self.bind(pass.weights).forward(&pass.context, x);
+        let saved = (x.shallow_clone(), saved);
+        Ok(Forward { out, state, counts: Vec::new(), saved })
+    }
+
+    fn backward(
+        &self,
+        pass: &Pass<'_>,
+        (x, saved): Self::Saved,
+        grad: &Tensor,
+        state: Option<Tensor>,
+        sink: &mut dyn Sink,
+    ) -> Result<Backward> {
+        let _watch = part(Part::AttentionBack);
+        let (input, params) = self.bind(pass.weights).backward(&pass.context, &x, saved, grad);
+        let Attention { wq, wk, v_current, v_delayed, w0, b0, w1, b1, temp, wo } = *self;
+        let ids = [wq, wk, v_current, v_delayed, w0, b0, w1, b1, temp, wo];
+        ids.into_iter().zip(params).try_for_each(|(id, grad)| emit(sink, id, grad))?;
+        Ok(Backward { x: input, state })
+    }
+
+    fn products(&self, config: &ZayaConfig, work: Work) -> f64 {
+        let f = |size: i64| size as f64;
+        let (width, query, key) =
+            (f(config.hidden_size), f(config.query_size()), f(config.key_size()));
+        // Queries, keys, both halves of the values, and the way out.
+        let projections = width * (query + key + key + query);
+        let convolution = f(config.conv_size()) * f(config.head_dim) * 2.0;
+        // Scores and values.
+        work.tokens * (projections + convolution) + 2.0 * query * work.pairs
+    }
+
+    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64) -> u64 {
+        let size = |size: i64| size as u64;
+        let (query, key, conv) =
+            (size(config.query_size()), size(config.key_size()), size(config.conv_size()));
+        let (heads, keys) = (size(config.num_attention_heads), size(config.num_key_value_heads));
+        // Input and output; projected, both taps, normed; the values, what each span made of them, and that in one row.
+        let products = 2 * size(config.hidden_size) + 4 * conv + key + 2 * query;
+        // Before the norm, its factors, and the logs of the softmax' denominators.
+        narrow * products + 4 * (conv + heads + keys + heads)
+    }
 }
 
 /// What the backward pass needs.
@@ -52,7 +149,7 @@ pub(super) struct Context<'a> {
     pub(super) rotary: &'a Rotary,
 }
 
-impl Attention<'_> {
+impl Attention<&Tensor> {
     /// From the normed stream `u`, `[N, D]`.
     pub(super) fn forward(&self, context: &Context, u: &Tensor) -> (Tensor, Saved) {
         let config = context.config;

@@ -6,16 +6,35 @@
 use kernels::fused;
 use tch::{Device, Kind, Tensor};
 
+use super::param::{Declare, ParamId, Weights};
 use super::router::Routes;
-use super::{Skip, product};
+use super::{Skip, ZayaConfig, product};
 
-/// Parameters of one layer's experts.
-pub(super) struct Experts<'a> {
+/// Parameters of one layer's experts: `P` is a parameter's name, or its weight.
+pub(super) struct Experts<P> {
     /// `[E, 2 I, D]`: the gate's rows, then the other side's.
-    pub(super) gate_up: &'a Tensor,
+    pub(super) gate_up: P,
     /// `[E, D, I]`.
-    pub(super) down: &'a Tensor,
+    pub(super) down: P,
     pub(super) skip: Skip,
+}
+
+impl Experts<ParamId> {
+    pub(super) fn declare(params: &mut Declare<'_>, config: &ZayaConfig) -> Self {
+        let (hidden, inner) = (config.hidden_size, config.moe_intermediate_size);
+        let count = config.num_experts;
+        let mut own = params.inside("mlp.experts", "zaya_block.experts.local_experts.*");
+        Experts {
+            gate_up: own.experts("gate_up_proj", "linear_fc1.weight", [count, 2 * inner, hidden]),
+            down: own.experts("down_proj", "linear_fc2.weight", [count, hidden, inner]),
+            skip: config.skip,
+        }
+    }
+
+    pub(super) fn bind<'a>(&self, weights: Weights<'a>) -> Experts<&'a Tensor> {
+        let (gate_up, down) = (weights.of(self.gate_up), weights.of(self.down));
+        Experts { gate_up, down, skip: self.skip }
+    }
 }
 
 /// Rows of an expert are filled up with zeros to a multiple of this on a CPU: each number of rows is a product that oneDNN
@@ -134,7 +153,7 @@ impl Order {
     }
 }
 
-impl Experts<'_> {
+impl Experts<&Tensor> {
     /// From the normed stream and its routes; also how many tokens each class got, the skip last.
     pub(super) fn forward(&self, v: &Tensor, routes: &Routes) -> (Tensor, Vec<u64>, Saved) {
         let [experts, width, hidden] = sizes(self.gate_up);

@@ -71,6 +71,16 @@ pub(super) fn losses(
     losses
 }
 
+/// Multiplications of a forward pass, each with its addition.
+pub(super) fn products(config: &ZayaConfig, tokens: f64) -> f64 {
+    tokens * config.hidden_size as f64 * config.vocab_size as f64
+}
+
+/// Bytes of the logits that exist at a time, their logarithms and their gradient as a product sees it.
+pub(super) fn activation_bytes(config: &ZayaConfig, tokens: u64, narrow: u64) -> u64 {
+    (8 + narrow) * tokens.min(config.loss_chunk as u64) * config.vocab_size as u64
+}
+
 /// The loss of each label of a chunk.
 fn own(log: &Tensor, labels: &Tensor, mask: &Tensor) -> Tensor {
     // where, not a product: a masked token's loss is 0 even if its logits are not finite.

@@ -1,12 +1,13 @@
 //! The ZAYA1 model: one leaf of sequences in, its losses and gradients out.
 //!
 //! ```text
-//! config     every number that decides the computation     params     names, shapes, roles, initial values
-//! input      tokens of a leaf, its documents               pass       forward, loss, backward: read this first
-//! norm       RMS norm, residual scaling                    attention  convolutions, q-k mean, value shift (shift,
-//! router     depth averaging, choice                                  rotary and sdpa are its parts)
-//! experts    sorted, one product each                      head       loss without all logits
-//! product    in the kind of the weights, sums in f32
+//! config     every number that decides the computation     param      what a parameter is, and how a layer declares one
+//! input      tokens of a micro-batch, its documents        layer      what a layer is, and where its gradients go
+//! zaya       the model, top to bottom: read this first     head       loss without all logits
+//! attention  convolutions, q-k mean, value shift (shift,   moe        router (depth averaging, choice) and experts
+//!            rotary and sdpa are its parts)                           (sorted, one product each)
+//! norm       RMS norm, residual scaling                    product    in the kind of the weights, sums in f32
+//! oracle     the same equations differentiated by libtorch in f64
 //! fixtures/  parity with Hugging Face, and its traps
 //! ```
 //!
@@ -15,35 +16,41 @@
 mod attention;
 mod config;
 mod experts;
-pub mod flops;
 mod head;
 mod input;
-mod layers;
+mod layer;
+mod moe;
 mod norm;
 mod normal;
-mod params;
-mod pass;
+mod param;
 mod product;
 mod rotary;
 mod router;
 mod sdpa;
 mod shift;
+mod zaya;
 
 #[cfg(test)]
 mod agreement;
 #[cfg(test)]
-pub(crate) mod parity;
+mod mlp;
 #[cfg(test)]
-mod reference;
+mod oracle;
+#[cfg(test)]
+pub(crate) mod parity;
 
 pub use config::{PRESETS, Skip, ZayaConfig};
 pub use input::{LeafInput, StagedLeaf};
-pub use params::{
-    EMBEDDING, Init, ParamSpec, Role, balance_name, init, init_balance, parameters, rounded,
+pub use layer::{Collected, Sink};
+pub use param::{
+    EMBEDDING, Init, ParamId, ParamSpec, Role, balance_name, init, init_balance, parameters,
+    rounded,
 };
 
 use contract::{Fault, Result};
-use tch::Tensor;
+use curriculum::Dtype;
+use tch::{Kind, Tensor};
+use zaya::Zaya;
 
 /// What a leaf keeps between its forward and its backward pass. Decides memory and time, never bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -70,6 +77,19 @@ pub struct LeafOutput {
     pub counts: Vec<Vec<u64>>,
 }
 
+/// What a leaf says besides its gradients; see [`LeafOutput`].
+#[derive(Debug)]
+pub struct LeafLosses {
+    /// Sum of the token losses, in nats.
+    pub loss: f64,
+    /// Tokens that had a label.
+    pub labels: u64,
+    /// Loss of every token.
+    pub token_losses: Tensor,
+    /// Tokens by layer and router class.
+    pub counts: Vec<Vec<u64>>,
+}
+
 /// Computes one leaf: forward, loss and backward of `sum of token losses / divisor`.
 ///
 /// `params` in the order of [`parameters`], f32 or as [`rounded`] left them, `balance` one tensor of biases per layer.
@@ -83,7 +103,7 @@ pub fn leaf(
     divisor: u64,
 ) -> Result<LeafOutput> {
     let input = input.prepare(config, params[0].device())?;
-    compute(config, params, balance, &input, (divisor, Keep::Everything))
+    collected(config, (params, balance), &input, (divisor, Keep::Everything))
 }
 
 /// Computes a leaf that a prefetcher staged, keeping what `keep` says; otherwise as [`leaf`].
@@ -92,20 +112,39 @@ pub fn staged_leaf(
     params: &[Tensor],
     balance: &[Tensor],
     staged: StagedLeaf,
-    (divisor, keep): (u64, Keep),
+    how: (u64, Keep),
 ) -> Result<LeafOutput> {
-    compute(config, params, balance, &staged.arrive()?, (divisor, keep))
+    collected(config, (params, balance), &staged.arrive()?, how)
+}
+
+fn collected(
+    config: &ZayaConfig,
+    weights: (&[Tensor], &[Tensor]),
+    input: &input::Prepared,
+    how: (u64, Keep),
+) -> Result<LeafOutput> {
+    let mut gradients = Collected::default();
+    let LeafLosses { loss, labels, token_losses, counts } =
+        compute(config, weights, input, how, &mut gradients)?;
+    Ok(LeafOutput { loss, labels, grads: gradients.into_vec()?, token_losses, counts })
 }
 
 fn compute(
     config: &ZayaConfig,
-    params: &[Tensor],
-    balance: &[Tensor],
+    weights: (&[Tensor], &[Tensor]),
     input: &input::Prepared,
     how: (u64, Keep),
-) -> Result<LeafOutput> {
-    kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
-    Ok(pass::leaf(config, params, balance, input, how))
+    sink: &mut dyn Sink,
+) -> Result<LeafLosses> {
+    enter()?;
+    let model = Zaya::new(config);
+    let found = model.with(config, weights, input, |pass| model.train(pass, how, sink))?;
+    Ok(LeafLosses {
+        loss: found.losses.sum(Kind::Double).double_value(&[]),
+        labels: input.label_count,
+        token_losses: found.losses,
+        counts: found.counts,
+    })
 }
 
 /// The sum of the token losses of some sequences, in nats: forward only.
@@ -115,9 +154,10 @@ pub fn losses(
     balance: &[Tensor],
     input: &LeafInput,
 ) -> Result<f64> {
-    kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
-    let input = input.prepare(config, params[0].device())?;
-    Ok(pass::losses(config, params, balance, &input))
+    enter()?;
+    let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
+    let losses = model.with(config, (params, balance), &input, |pass| model.losses(pass))?;
+    Ok(losses.sum(Kind::Double).double_value(&[]))
 }
 
 /// Logits of every token, `[rows * seq_len, vocab_size]`: for tests and short texts, a leaf never holds them all.
@@ -127,9 +167,34 @@ pub fn logits(
     balance: &[Tensor],
     input: &LeafInput,
 ) -> Result<Tensor> {
-    kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
-    let input = input.prepare(config, params[0].device())?;
-    Ok(pass::logits(config, params, balance, &input))
+    enter()?;
+    let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
+    model.with(config, (params, balance), &input, |pass| model.logits(pass))
+}
+
+/// Operations that the model defines for forward and backward over `tokens`, of which layer by layer `routed` go to an
+/// expert, with `pairs` of a query and a key that see each other: projections, the grouped convolution, the causal half of
+/// attention inside each document, the router, the one expert of each routed token, and the head; norms, activations and the
+/// optimizer are not counted, nor is recomputation.
+pub fn flops(config: &ZayaConfig, tokens: u64, routed: &[u64], pairs: u64) -> f64 {
+    Zaya::new(config).flops(config, tokens, routed, pairs)
+}
+
+/// (query, key) pairs of documents that begin at `starts` in a row of `length` tokens.
+pub fn causal_pairs(starts: &[u32], length: u32) -> u64 {
+    let ends = starts.iter().skip(1).copied().chain([length]);
+    let lengths = starts.iter().zip(ends).map(|(start, end)| u64::from(end - start));
+    lengths.map(|n| n * (n + 1) / 2).sum()
+}
+
+/// Bytes that a micro-batch of `tokens` keeps between its passes, with its logits.
+pub fn activation_bytes(config: &ZayaConfig, tokens: u64, keep: Keep, dtype: Dtype) -> u64 {
+    let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
+    Zaya::new(config).activation_bytes(config, (tokens, narrow), keep)
+}
+
+fn enter() -> Result<()> {
+    kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))
 }
 
 /// Numbers between -1 and 1 that depend on nothing but `seed`.
@@ -171,5 +236,42 @@ mod tests {
         }
         let again = leaf(&config, &params, &balance, &input, 64).unwrap();
         assert_eq!(out.grads, again.grads);
+    }
+
+    /// Six operations for each token and active weight, plus attention: the rule of thumb, on matrices alone.
+    #[test]
+    fn it_is_six_for_each_active_weight_and_token() {
+        let config = ZayaConfig::preset("zaya1-8b").unwrap();
+        let experts = config.num_experts as u64;
+        let active: u64 = parameters(&config)
+            .iter()
+            .filter(|spec| spec.shape.len() > 1 && !spec.name.contains("depthwise"))
+            .map(|spec| {
+                if spec.name.contains(".experts.") {
+                    spec.elements() / experts
+                } else {
+                    spec.elements()
+                }
+            })
+            .sum();
+        let (tokens, layers) = (1000, config.num_hidden_layers as u64);
+        let routed = vec![tokens; config.num_hidden_layers as usize];
+        let found = flops(&config, tokens, &routed, 0);
+        assert_eq!(found, 6.0 * active as f64 * tokens as f64);
+        let with = flops(&config, tokens, &routed, 10);
+        // Scores and values: 2 x 2 x query width for a pair, in each layer, three times.
+        assert_eq!(with - found, (12 * config.query_size() as u64 * 10 * layers) as f64);
+    }
+
+    #[test]
+    fn pairs_are_counted_within_documents() {
+        for (starts, length) in [(vec![0], 7), (vec![0, 1, 4], 9), (vec![0, 8], 9)] {
+            let document = |place: u32| starts.iter().rposition(|start| *start <= place);
+            let mut pairs = 0;
+            for query in 0..length {
+                pairs += (0..=query).filter(|key| document(*key) == document(query)).count() as u64;
+            }
+            assert_eq!(causal_pairs(&starts, length), pairs);
+        }
     }
 }

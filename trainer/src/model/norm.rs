@@ -1,14 +1,34 @@
 //! RMS norm and residual scaling: forward, and backward written out.
 
+use contract::Result;
 use kernels::fused;
 use tch::{Kind, Tensor};
 
-use super::product;
+use super::layer::{Sink, emit};
+use super::param::{Declare, ParamId, Weights};
+use super::{ZayaConfig, product};
 
-/// `x * rsqrt(mean(x^2) + eps) * weight`, statistics in f32.
-pub(super) struct RmsNorm<'a> {
-    pub(super) weight: &'a Tensor,
+/// `x * rsqrt(mean(x^2) + eps) * weight`, statistics in f32. `P` is a parameter's name, or its weight.
+pub(super) struct RmsNorm<P> {
+    pub(super) weight: P,
     pub(super) eps: f64,
+}
+
+impl RmsNorm<ParamId> {
+    /// Over the whole width of the residual.
+    pub(super) fn declare(
+        params: &mut Declare<'_>,
+        config: &ZayaConfig,
+        name: &str,
+        zyphra: &str,
+    ) -> Self {
+        let weight = params.vector(name, zyphra, config.hidden_size, 1.0);
+        RmsNorm { weight, eps: config.rms_norm_eps }
+    }
+
+    pub(super) fn bind<'a>(&self, weights: Weights<'a>) -> RmsNorm<&'a Tensor> {
+        RmsNorm { weight: weights.of(self.weight), eps: self.eps }
+    }
 }
 
 /// What the backward pass needs of a norm: what it was given, and the factor of each row.
@@ -18,7 +38,7 @@ pub(super) struct Normed {
     factor: Tensor,
 }
 
-impl RmsNorm<'_> {
+impl RmsNorm<&Tensor> {
     pub(super) fn forward(&self, x: &Tensor) -> (Tensor, Normed) {
         let (out, factor) = match fused::fits(x) {
             true => fused::rms_norm(x, self.weight, self.eps),
@@ -60,11 +80,39 @@ impl RmsNorm<'_> {
 /// `(out + hidden_bias) * hidden_scale + (stream + residual_bias) * residual_scale`.
 ///
 /// The papers write `a * x + b`; the code that trained ZAYA1 adds first.
-pub(super) struct Residual<'a> {
-    pub(super) hidden_scale: &'a Tensor,
-    pub(super) hidden_bias: &'a Tensor,
-    pub(super) residual_scale: &'a Tensor,
-    pub(super) residual_bias: &'a Tensor,
+pub(super) struct Residual<P> {
+    pub(super) hidden_scale: P,
+    pub(super) hidden_bias: P,
+    pub(super) residual_scale: P,
+    pub(super) residual_bias: P,
+}
+
+impl Residual<ParamId> {
+    pub(super) fn declare(params: &mut Declare<'_>, config: &ZayaConfig) -> Self {
+        let mut vector =
+            |name: &str, value: f32| params.vector(name, name, config.hidden_size, value);
+        Residual {
+            hidden_scale: vector("hidden_states_scale", 1.0),
+            hidden_bias: vector("hidden_states_bias", 0.0),
+            residual_scale: vector("residual_scale", 1.0),
+            residual_bias: vector("residual_bias", 0.0),
+        }
+    }
+
+    pub(super) fn bind<'a>(&self, weights: Weights<'a>) -> Residual<&'a Tensor> {
+        Residual {
+            hidden_scale: weights.of(self.hidden_scale),
+            hidden_bias: weights.of(self.hidden_bias),
+            residual_scale: weights.of(self.residual_scale),
+            residual_bias: weights.of(self.residual_bias),
+        }
+    }
+
+    /// Hands [`ResidualGrads::params`] on.
+    pub(super) fn emit(&self, params: [Tensor; 4], sink: &mut dyn Sink) -> Result<()> {
+        let ids = [self.hidden_scale, self.hidden_bias, self.residual_scale, self.residual_bias];
+        ids.into_iter().zip(params).try_for_each(|(id, gradient)| emit(sink, id, gradient))
+    }
 }
 
 /// Gradients of a residual addition.
@@ -75,7 +123,7 @@ pub(super) struct ResidualGrads {
     pub(super) params: [Tensor; 4],
 }
 
-impl Residual<'_> {
+impl Residual<&Tensor> {
     pub(super) fn forward(&self, out: &Tensor, stream: &Tensor) -> Tensor {
         let out = &product::wide(out.shallow_clone());
         match fused::fits(out) && fused::fits(stream) {

@@ -7,20 +7,69 @@
 use tch::{Kind, Tensor};
 
 use super::norm::{Normed, RmsNorm};
-use super::product;
+use super::param::{Declare, ParamId, Weights};
+use super::{ZayaConfig, product};
 
-/// Parameters of one router, in canonical order.
-pub(super) struct Router<'a> {
-    pub(super) down: &'a Tensor,
-    pub(super) down_bias: &'a Tensor,
+/// Parameters of one router: `P` is a parameter's name, or its weight.
+pub(super) struct Router<P> {
+    pub(super) down: P,
+    pub(super) down_bias: P,
     /// Absent in the first layer, which has no state before it.
-    pub(super) decay: Option<&'a Tensor>,
-    pub(super) norm: RmsNorm<'a>,
-    pub(super) fc1: &'a Tensor,
-    pub(super) fc1_bias: &'a Tensor,
-    pub(super) fc2: &'a Tensor,
-    pub(super) fc2_bias: &'a Tensor,
-    pub(super) out: &'a Tensor,
+    pub(super) decay: Option<P>,
+    pub(super) norm: RmsNorm<P>,
+    pub(super) fc1: P,
+    pub(super) fc1_bias: P,
+    pub(super) fc2: P,
+    pub(super) fc2_bias: P,
+    pub(super) out: P,
+}
+
+impl Router<ParamId> {
+    pub(super) fn declare(params: &mut Declare<'_>, config: &ZayaConfig, layer: usize) -> Self {
+        let (hidden, size) = (config.hidden_size, config.router_hidden_size);
+        let square = [size, size];
+        let mut gate = params.inside("mlp.gate", "zaya_block.router");
+        let down = gate.matrix("down_proj.weight", "down_proj.weight", [size, hidden]);
+        let down_bias = gate.vector("down_proj.bias", "down_proj.bias", size, 0.0);
+        let decay = "router_states_scale";
+        let decay = (layer > 0).then(|| gate.vector(decay, decay, size, 1.0));
+        let norm = gate.vector("router_mlp.norm.weight", "rmsnorm_eda.weight", size, 1.0);
+        let mut mlp = params.inside("mlp.gate.router_mlp", "zaya_block.router.router_mlp");
+        let classes = [config.router_classes(), size];
+        Router {
+            down,
+            down_bias,
+            decay,
+            norm: RmsNorm { weight: norm, eps: config.rms_norm_eps },
+            fc1: mlp.small_matrix("fc1.weight", "0.weight", square),
+            fc1_bias: mlp.vector("fc1.bias", "0.bias", size, 0.0),
+            fc2: mlp.small_matrix("fc2.weight", "2.weight", square),
+            fc2_bias: mlp.vector("fc2.bias", "2.bias", size, 0.0),
+            out: mlp.small_matrix("out_proj.weight", "4.weight", classes),
+        }
+    }
+
+    pub(super) fn bind<'a>(&self, weights: Weights<'a>) -> Router<&'a Tensor> {
+        let of = |id| weights.of(id);
+        Router {
+            down: of(self.down),
+            down_bias: of(self.down_bias),
+            decay: self.decay.map(of),
+            norm: self.norm.bind(weights),
+            fc1: of(self.fc1),
+            fc1_bias: of(self.fc1_bias),
+            fc2: of(self.fc2),
+            fc2_bias: of(self.fc2_bias),
+            out: of(self.out),
+        }
+    }
+
+    /// In canonical order.
+    pub(super) fn ids(&self) -> impl Iterator<Item = ParamId> {
+        let first = [Some(self.down), Some(self.down_bias), self.decay, Some(self.norm.weight)];
+        let rest = [self.fc1, self.fc1_bias, self.fc2, self.fc2_bias, self.out];
+        first.into_iter().flatten().chain(rest)
+    }
 }
 
 /// Where every token goes, and with what weight.
@@ -57,7 +106,7 @@ pub(super) struct Grads {
     pub(super) params: Vec<Tensor>,
 }
 
-impl Router<'_> {
+impl Router<&Tensor> {
     pub(super) fn forward(
         &self,
         v: &Tensor,

@@ -63,8 +63,7 @@ pub enum Rule {
     Muon,
     /// Each `[e]` of `[E, rows, columns]` is a matrix.
     MuonEach,
-    /// Elementwise, with weight decay or without: vectors (biases, norms, scales, temperatures) are not decayed, since
-    /// zero is no neutral place for them.
+    /// Elementwise, with weight decay or without.
     AdamW {
         /// Whether it decays.
         decay: bool,
@@ -77,9 +76,8 @@ impl Rule {
         match (kind, parameter.role) {
             (Kind::Muon, Role::Matrix) => Rule::Muon,
             (Kind::Muon, Role::Experts) => Rule::MuonEach,
-            (Kind::AdamW, _) | (Kind::Muon, Role::Elementwise) => {
-                Rule::AdamW { decay: parameter.shape.len() > 1 }
-            }
+            (_, Role::Vector) => Rule::AdamW { decay: false },
+            (Kind::AdamW, _) | (Kind::Muon, Role::Elementwise) => Rule::AdamW { decay: true },
         }
     }
 

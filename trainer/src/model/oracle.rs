@@ -1,28 +1,30 @@
 //! The model as its equations read, differentiated by libtorch: the oracle of the passes written out beside it.
 //!
 //! Slow and plain on purpose, and in f64, so that what differs is the rounding of the passes. Shares with them only the
-//! leaf's spans, the order of parameters and their sizes.
+//! leaf's spans, and the names and sizes of parameters.
+
+use std::collections::BTreeMap;
 
 use tch::{Device, Kind, Tensor};
 
 use super::input::{Prepared, Span};
-use super::params::{HEAD_PARAMS, LAYER_PARAMS};
-use super::{Skip, ZayaConfig};
+use super::{ParamSpec, Skip, ZayaConfig};
 
-/// Token losses, and the gradient of their sum over `divisor` for every parameter.
+/// Token losses, and the gradient of their sum over `divisor` for every parameter of `specs`.
 pub(super) fn leaf(
     config: &ZayaConfig,
-    params: &[Tensor],
-    balance: &[Tensor],
+    specs: &[ParamSpec],
+    (params, balance): (&[Tensor], &[Tensor]),
     input: &Prepared,
     divisor: u64,
 ) -> (Tensor, Vec<Tensor>) {
     let watched = |param: &Tensor| param.to_kind(Kind::Double).set_requires_grad(true);
     let params: Vec<Tensor> = params.iter().map(watched).collect();
-    let mut forward = Forward { config, input, counts: Vec::new() };
-    let embedded = params[0].index_select(0, &input.tokens);
-    let hidden = forward.body(&params, balance, &embedded);
-    let log = hidden.linear(&params[0], None::<&Tensor>).log_softmax(-1, Kind::Double);
+    let named = specs.iter().map(|spec| spec.name.as_str()).zip(&params).collect();
+    let forward = Forward { config, input, params: named };
+    let hidden = forward.body(balance);
+    let embedding = forward.p("embed_tokens.weight");
+    let log = hidden.linear(embedding, None::<&Tensor>).log_softmax(-1, Kind::Double);
     let losses = -log.gather(1, &input.labels.unsqueeze(1), false).squeeze_dim(1) * &input.mask;
     let loss = losses.sum(Kind::Double) / divisor as f64;
     (losses.detach(), Tensor::run_backward(&[loss], &params, false, false))
@@ -31,70 +33,102 @@ pub(super) fn leaf(
 struct Forward<'a> {
     config: &'a ZayaConfig,
     input: &'a Prepared,
-    counts: Vec<Vec<u64>>,
+    params: BTreeMap<&'a str, &'a Tensor>,
+}
+
+/// The parameters below a prefix.
+struct Below<'a>(&'a Forward<'a>, String);
+
+impl<'a> Below<'a> {
+    fn p(&self, name: &str) -> &'a Tensor {
+        self.0.p(&format!("{}.{name}", self.1))
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.0.params.contains_key(format!("model.{}.{name}", self.1).as_str())
+    }
+
+    fn linear(&self, x: &Tensor, name: &str) -> Tensor {
+        let bias = format!("{name}.bias");
+        let bias = self.has(&bias).then(|| self.p(&bias));
+        x.linear(self.p(&format!("{name}.weight")), bias)
+    }
+
+    fn norm(&self, x: &Tensor, name: &str) -> Tensor {
+        rms_norm(x, self.p(&format!("{name}.weight")), self.0.config.rms_norm_eps)
+    }
+
+    /// The scaled sum of what half of a layer made and the residual.
+    fn residual(&self, out: &Tensor, residual: &Tensor, name: &str) -> Tensor {
+        let p = |part: &str| self.p(&format!("{name}.{part}"));
+        (out + p("hidden_states_bias")) * p("hidden_states_scale")
+            + (residual + p("residual_bias")) * p("residual_scale")
+    }
 }
 
 impl Forward<'_> {
-    fn body(&mut self, params: &[Tensor], balance: &[Tensor], embedded: &Tensor) -> Tensor {
-        let mut stream = (embedded + &params[2]) * &params[1];
-        let mut states: Option<Tensor> = None;
+    fn p(&self, name: &str) -> &Tensor {
+        self.params[format!("model.{name}").as_str()]
+    }
+
+    fn body(&self, balance: &[Tensor]) -> Tensor {
+        let embedded = self.p("embed_tokens.weight").index_select(0, &self.input.tokens);
+        let mut residual = (embedded + self.p("input_hidden_states_bias"))
+            * self.p("input_hidden_states_scale");
+        let mut state: Option<Tensor> = None;
         let rotary = Rotary::new(self.config, &self.input.positions);
-        let mut next = params[HEAD_PARAMS..].iter();
         for (layer, balance) in balance.iter().enumerate() {
-            let count = LAYER_PARAMS - usize::from(layer == 0);
-            let mut own: Vec<&Tensor> = next.by_ref().take(count).collect();
-            if layer == 0 {
-                own.insert(18, &params[0]); // No router state comes from before: a place holder, never read.
-            }
-            let [norm, wq, wk, va, vb, w0, b0, w1, b1, temp, wo, hs, hb, rs, rb, rest @ ..] =
-                &own[..]
-            else {
-                unreachable!("a layer has {LAYER_PARAMS} parameters")
+            let at = Below(self, format!("layers.{layer}"));
+            let out = self.attention(&at, &at.norm(&residual, "input_layernorm"), &rotary);
+            residual = at.residual(&out, &residual, "post_attention_residual_scale");
+            let v = at.norm(&residual, "post_attention_layernorm");
+            let out = match at.has("mlp.gate_proj.weight") {
+                true => at.linear(
+                    &(at.linear(&v, "mlp.gate_proj").silu() * at.linear(&v, "mlp.up_proj")),
+                    "mlp.down_proj",
+                ),
+                false => self.mixture(&at, &v, &mut state, balance),
             };
-            let u = rms_norm(&stream, norm, self.config.rms_norm_eps);
-            let (query, key) = self.mixed(
-                &u.linear(wq, None::<&Tensor>),
-                &u.linear(wk, None::<&Tensor>),
-                w0,
-                b0,
-                w1,
-                b1,
-            );
-            let (query, key) = self.normed(query, key, temp, &rotary);
-            let value = self.values(&u, va, vb);
-            let out = self.attend(&query, &key, &value).linear(wo, None::<&Tensor>);
-            stream = residual(&out, &stream, hs, hb, rs, rb);
-            let [norm, wd, bd, gamma, rnorm, w1, b1, w2, b2, w3, gate_up, down, hs, hb, rs, rb] =
-                rest
-            else {
-                unreachable!("a layer has {LAYER_PARAMS} parameters")
-            };
-            let v = rms_norm(&stream, norm, self.config.rms_norm_eps);
-            let mut state = v.linear(wd, Some(*bd));
-            if let Some(before) = &states {
-                state += before * *gamma;
-            }
-            let n = rms_norm(&state, rnorm, self.config.rms_norm_eps);
-            let h = n.linear(w1, Some(*b1)).gelu("none").linear(w2, Some(*b2)).gelu("none");
-            let probs = h.linear(w3, None::<&Tensor>).softmax(-1, Kind::Double);
-            states = Some(state);
-            let out = self.experts(&v, &probs, balance, gate_up, down);
-            stream = residual(&out, &stream, hs, hb, rs, rb);
+            residual = at.residual(&out, &residual, "post_mlp_residual_scale");
         }
-        rms_norm(&stream, next.next().unwrap_or(&params[1]), self.config.rms_norm_eps)
+        rms_norm(&residual, self.p("norm.weight"), self.config.rms_norm_eps)
+    }
+
+    fn attention(&self, at: &Below<'_>, u: &Tensor, rotary: &Rotary) -> Tensor {
+        let project = |name: &str| at.linear(u, &format!("self_attn.qkv_proj.{name}"));
+        let (query, key) = self.mixed(at, &project("q_proj"), &project("k_proj"));
+        let (query, key) = self.normed(query, key, at.p("self_attn.qk_norm.temp"), rotary);
+        let value = self.values(&project("v_proj_current"), &project("v_proj_delayed"));
+        at.linear(&self.attend(&query, &key, &value), "self_attn.o_proj")
+    }
+
+    /// Router and experts; `state` comes from the layer before and goes to the next one.
+    fn mixture(
+        &self,
+        at: &Below<'_>,
+        v: &Tensor,
+        state: &mut Option<Tensor>,
+        balance: &Tensor,
+    ) -> Tensor {
+        let mut own = at.linear(v, "mlp.gate.down_proj");
+        if let Some(before) = &state {
+            own += before * at.p("mlp.gate.router_states_scale");
+        }
+        let n = at.norm(&own, "mlp.gate.router_mlp.norm");
+        *state = Some(own);
+        let h = at.linear(&n, "mlp.gate.router_mlp.fc1").gelu("none");
+        let h = at.linear(&h, "mlp.gate.router_mlp.fc2").gelu("none");
+        let probs = at.linear(&h, "mlp.gate.router_mlp.out_proj").softmax(-1, Kind::Double);
+        let experts = [at.p("mlp.experts.gate_up_proj"), at.p("mlp.experts.down_proj")];
+        self.experts(v, &probs, balance, experts)
     }
 
     /// Convolutions and q-k mean.
-    fn mixed(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        w0: &Tensor,
-        b0: &Tensor,
-        w1: &Tensor,
-        b1: &Tensor,
-    ) -> (Tensor, Tensor) {
+    fn mixed(&self, at: &Below<'_>, q: &Tensor, k: &Tensor) -> (Tensor, Tensor) {
         let config = self.config;
+        let p = |name: &str| at.p(&format!("self_attn.qkv_proj.{name}"));
+        let (w0, b0) = (p("conv_qk_depthwise.weight"), p("conv_qk_depthwise.bias"));
+        let (w1, b1) = (p("conv_qk_grouped.weight"), p("conv_qk_grouped.bias"));
         let (heads, keys, dim, group) = (
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -138,11 +172,10 @@ impl Forward<'_> {
         (rotary.turn(&unit(&query)), rotary.turn(&key))
     }
 
-    fn values(&self, u: &Tensor, current: &Tensor, delayed: &Tensor) -> Tensor {
-        let delayed = u.linear(delayed, None::<&Tensor>);
+    fn values(&self, current: &Tensor, delayed: &Tensor) -> Tensor {
         let nothing = delayed.new_zeros([1, delayed.size()[1]], (Kind::Double, delayed.device()));
-        let delayed = shifted(&delayed, &nothing, &self.input.spans);
-        Tensor::cat(&[u.linear(current, None::<&Tensor>), delayed], 1).view([
+        let delayed = shifted(delayed, &nothing, &self.input.spans);
+        Tensor::cat(&[current, &delayed], 1).view([
             -1,
             self.config.num_key_value_heads,
             self.config.head_dim,
@@ -171,12 +204,11 @@ impl Forward<'_> {
     }
 
     fn experts(
-        &mut self,
+        &self,
         v: &Tensor,
         probs: &Tensor,
         balance: &Tensor,
-        gate_up: &Tensor,
-        down: &Tensor,
+        [gate_up, down]: [&Tensor; 2],
     ) -> Tensor {
         let classes = self.config.router_classes();
         let choice = (probs.detach() + balance).argmax(-1, false);
@@ -200,7 +232,6 @@ impl Forward<'_> {
             Skip::Zero => skipped.zeros_like(),
             Skip::Identity => skipped.shallow_clone(),
         });
-        self.counts.push(counts.into_iter().map(|count| count as u64).collect());
         Tensor::cat(&parts, 0).index_select(0, &inverse) * weight
     }
 }
@@ -217,17 +248,6 @@ fn shifted(x: &Tensor, first: &Tensor, spans: &[Span]) -> Tensor {
 
 fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Tensor {
     x * (x.square().mean_dim(-1, true, Kind::Double) + eps).rsqrt() * weight
-}
-
-fn residual(
-    out: &Tensor,
-    stream: &Tensor,
-    hs: &Tensor,
-    hb: &Tensor,
-    rs: &Tensor,
-    rb: &Tensor,
-) -> Tensor {
-    (out + hb) * hs + (stream + rb) * rs
 }
 
 struct Rotary {

@@ -1,0 +1,337 @@
+//! Parameters: each layer declares its own once, in its own file. Nothing here allocates a weight except [`init`].
+//!
+//! The canonical order is the order of declaration. Names and shapes are those of Hugging Face's `ZayaForCausalLM`, so that
+//! a checkpoint needs no renaming; the name in Zyphra's older layout stands beside each.
+
+use std::ops::Index;
+
+use contract::{Key, Purpose, draw};
+use curriculum::Dtype;
+use tch::{Kind, Tensor};
+
+use super::ZayaConfig;
+use super::normal::standard_normal;
+use super::zaya::Zaya;
+
+/// A parameter by its place in the canonical order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ParamId(usize);
+
+impl ParamId {
+    /// Its place in any list in canonical order.
+    pub fn index(self) -> usize {
+        self.0
+    }
+}
+
+/// Which optimizer owns a parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// A linear weight: Muon.
+    Matrix,
+    /// `[experts, rows, columns]`: every expert's matrix is a Muon matrix by itself.
+    Experts,
+    /// Embedding and convolutions: AdamW.
+    Elementwise,
+    /// Biases, norms, scales, temperatures: AdamW without weight decay, since zero is no neutral place for them.
+    Vector,
+}
+
+/// How a parameter begins.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Init {
+    /// Normal with mean 0 and this standard deviation.
+    Normal(f64),
+    /// The same number everywhere.
+    Constant(f32),
+}
+
+/// A parameter before it exists.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParamSpec {
+    /// Hugging Face's name.
+    pub name: String,
+    /// Its name in Zyphra's older layout; of a stack of experts with `*` for the number of the expert.
+    pub zyphra: String,
+    /// Its shape.
+    pub shape: Vec<i64>,
+    /// Who updates it.
+    pub role: Role,
+    /// How it begins.
+    pub init: Init,
+    /// Whether it is an operand of the products that most of the time goes into, which bf16 rounds.
+    pub in_large_products: bool,
+}
+
+impl ParamSpec {
+    /// Numbers in it.
+    pub fn elements(&self) -> u64 {
+        self.shape.iter().map(|&size| size as u64).product()
+    }
+}
+
+/// The embedding and head, always the first parameter.
+pub const EMBEDDING: &str = "model.embed_tokens.weight";
+
+/// Name of the balancing biases of a layer: a buffer, not a parameter.
+pub fn balance_name(layer: i64) -> String {
+    format!("model.layers.{layer}.mlp.gate.balancing_biases")
+}
+
+/// Every parameter in canonical order.
+pub fn parameters(config: &ZayaConfig) -> Vec<ParamSpec> {
+    Zaya::new(config).into_params()
+}
+
+/// Where a layer declares its parameters: below a prefix of names, in the order in which they are asked for.
+pub(super) struct Declare<'a> {
+    specs: &'a mut Vec<ParamSpec>,
+    /// Standard deviation of initial weights.
+    deviation: f64,
+    name: String,
+    zyphra: String,
+}
+
+impl<'a> Declare<'a> {
+    /// At the root of all names.
+    pub(super) fn new(config: &ZayaConfig, specs: &'a mut Vec<ParamSpec>) -> Declare<'a> {
+        let (name, zyphra) = ("model".to_owned(), "model".to_owned());
+        Declare { specs, deviation: config.initializer_range, name, zyphra }
+    }
+
+    /// Below these names: ours, and Zyphra's.
+    pub(super) fn inside(&mut self, name: &str, zyphra: &str) -> Declare<'_> {
+        let (name, zyphra) = (format!("{}.{name}", self.name), format!("{}.{zyphra}", self.zyphra));
+        Declare { specs: &mut *self.specs, deviation: self.deviation, name, zyphra }
+    }
+
+    /// A linear weight, `[rows, columns]`.
+    pub(super) fn matrix(&mut self, name: &str, zyphra: &str, shape: [i64; 2]) -> ParamId {
+        self.drawn(name, zyphra, &shape, Role::Matrix)
+    }
+
+    /// A linear weight of a small network: it stays f32, since a route that flips by rounding costs more than it does.
+    pub(super) fn small_matrix(&mut self, name: &str, zyphra: &str, shape: [i64; 2]) -> ParamId {
+        let id = self.matrix(name, zyphra, shape);
+        self.in_f32(id)
+    }
+
+    /// A matrix for each expert, `[experts, rows, columns]`.
+    pub(super) fn experts(&mut self, name: &str, zyphra: &str, shape: [i64; 3]) -> ParamId {
+        self.drawn(name, zyphra, &shape, Role::Experts)
+    }
+
+    /// The embedding, `[rows, columns]`.
+    pub(super) fn embedding(&mut self, name: &str, zyphra: &str, shape: [i64; 2]) -> ParamId {
+        self.drawn(name, zyphra, &shape, Role::Elementwise)
+    }
+
+    /// A convolution over channels that mix, `[channels, inputs, taps]`: a product.
+    pub(super) fn convolution(&mut self, name: &str, zyphra: &str, shape: [i64; 3]) -> ParamId {
+        self.drawn(name, zyphra, &shape, Role::Elementwise)
+    }
+
+    /// A convolution of each channel by itself, `[channels, 1, taps]`: no product, so it stays f32.
+    pub(super) fn depthwise(&mut self, name: &str, zyphra: &str, shape: [i64; 3]) -> ParamId {
+        let id = self.drawn(name, zyphra, &shape, Role::Elementwise);
+        self.in_f32(id)
+    }
+
+    /// A bias, norm, scale or temperature that begins as `value`.
+    pub(super) fn vector(&mut self, name: &str, zyphra: &str, size: i64, value: f32) -> ParamId {
+        let spec = self.spec(name, zyphra, &[size], Role::Vector);
+        self.push(ParamSpec { init: Init::Constant(value), in_large_products: false, ..spec })
+    }
+
+    fn drawn(&mut self, name: &str, zyphra: &str, shape: &[i64], role: Role) -> ParamId {
+        let spec = self.spec(name, zyphra, shape, role);
+        self.push(spec)
+    }
+
+    fn spec(&self, name: &str, zyphra: &str, shape: &[i64], role: Role) -> ParamSpec {
+        ParamSpec {
+            name: format!("{}.{name}", self.name),
+            zyphra: format!("{}.{zyphra}", self.zyphra),
+            shape: shape.to_vec(),
+            role,
+            init: Init::Normal(self.deviation),
+            in_large_products: true,
+        }
+    }
+
+    fn push(&mut self, spec: ParamSpec) -> ParamId {
+        self.specs.push(spec);
+        ParamId(self.specs.len() - 1)
+    }
+
+    fn in_f32(&mut self, id: ParamId) -> ParamId {
+        self.specs[id.0].in_large_products = false;
+        id
+    }
+}
+
+/// The weights of a model in canonical order, by [`ParamId`].
+#[derive(Clone, Copy)]
+pub(super) struct Weights<'a>(pub(super) &'a [Tensor]);
+
+impl<'a> Weights<'a> {
+    /// The weight for as long as the list lives.
+    pub(super) fn of(self, id: ParamId) -> &'a Tensor {
+        &self.0[id.0]
+    }
+}
+
+impl Index<ParamId> for Weights<'_> {
+    type Output = Tensor;
+
+    fn index(&self, id: ParamId) -> &Tensor {
+        &self.0[id.0]
+    }
+}
+
+/// A weight as products see it: under `Bf16` a matrix is rounded to it, to nearest even; anything else is the same tensor.
+///
+/// Vectors, the depthwise convolution and the router's small network stay f32: they are no large products.
+pub fn rounded(spec: &ParamSpec, weight: &Tensor, dtype: Dtype) -> Tensor {
+    match dtype {
+        Dtype::Bf16 if spec.in_large_products => weight.to_kind(Kind::BFloat16),
+        _ => weight.shallow_clone(),
+    }
+}
+
+/// The weights a run begins with, in f32, on CPU.
+///
+/// Every number is drawn at (seed, parameter name, index), so none depends on another's shape or place.
+pub fn init(config: &ZayaConfig, seed: u64) -> Vec<Tensor> {
+    let key = Key::from_seed(seed).child("init");
+    parameters(config).iter().map(|spec| init_one(spec, key.child(&spec.name))).collect()
+}
+
+fn init_one(spec: &ParamSpec, key: Key) -> Tensor {
+    let values: Vec<f32> = match spec.init {
+        Init::Constant(value) => vec![value; spec.elements() as usize],
+        Init::Normal(deviation) => (0..spec.elements())
+            .map(|index| (standard_normal(draw(key, Purpose::Init, index)) * deviation) as f32)
+            .collect(),
+    };
+    Tensor::from_slice(&values).reshape(&spec.shape)
+}
+
+/// The balancing biases a run begins with, one tensor per layer: 0, and -1 for the skip class.
+pub fn init_balance(config: &ZayaConfig) -> Vec<Tensor> {
+    let mut values = vec![0f32; config.num_experts as usize];
+    values.push(-1.0);
+    (0..config.num_hidden_layers).map(|_| Tensor::from_slice(&values)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn count(config: &ZayaConfig, name: &str) -> u64 {
+        let named = |spec: &&ParamSpec| spec.name.contains(name);
+        parameters(config).iter().filter(named).map(ParamSpec::elements).sum()
+    }
+
+    #[test]
+    fn zaya1_8b_has_the_published_counts() {
+        let config = ZayaConfig::preset("zaya1-8b").unwrap();
+        let all = count(&config, "");
+        assert_eq!(count(&config, EMBEDDING), 537_133_056);
+        assert_eq!(all - count(&config, EMBEDDING), 8_303_355_728);
+        assert_eq!(count(&config, "layers.3.self_attn"), 5_575_682);
+        assert_eq!(count(&config, "layers.3.mlp.experts"), 201_326_592);
+        // The published counts of a router leave its balancing biases out, as parameters() does.
+        assert_eq!(count(&config, "layers.3.mlp.gate"), 660_992);
+        assert_eq!(count(&config, "layers.0.mlp.gate"), 660_736);
+    }
+
+    /// What checkpoints, digests and Hugging Face rely on, written down by hand.
+    #[test]
+    fn the_canonical_order_stands() {
+        let config = ZayaConfig::preset("zaya1-nano").unwrap();
+        let names: Vec<_> = parameters(&config).into_iter().map(|spec| spec.name).collect();
+        assert_eq!(names[0], EMBEDDING);
+        assert_eq!(
+            names[1..3],
+            ["scale", "bias"].map(|part| format!("model.input_hidden_states_{part}"))
+        );
+        let residual = |at: &str| {
+            ["hidden_states_scale", "hidden_states_bias", "residual_scale", "residual_bias"]
+                .map(|part| format!("{at}_residual_scale.{part}"))
+        };
+        let linear = |at: &str| [format!("{at}.weight"), format!("{at}.bias")];
+        let qkv = ["q_proj", "k_proj", "v_proj_current", "v_proj_delayed"];
+        let mut layer = vec!["input_layernorm.weight".to_owned()];
+        layer.extend(qkv.map(|part| format!("self_attn.qkv_proj.{part}.weight")));
+        layer.extend(linear("self_attn.qkv_proj.conv_qk_depthwise"));
+        layer.extend(linear("self_attn.qkv_proj.conv_qk_grouped"));
+        layer.extend(["qk_norm.temp", "o_proj.weight"].map(|part| format!("self_attn.{part}")));
+        layer.extend(residual("post_attention"));
+        layer.push("post_attention_layernorm.weight".to_owned());
+        layer.extend(linear("mlp.gate.down_proj"));
+        layer.push("mlp.gate.router_states_scale".to_owned());
+        layer.push("mlp.gate.router_mlp.norm.weight".to_owned());
+        layer.extend(
+            ["fc1", "fc2"].iter().flat_map(|part| linear(&format!("mlp.gate.router_mlp.{part}"))),
+        );
+        layer.push("mlp.gate.router_mlp.out_proj.weight".to_owned());
+        layer.extend(["gate_up_proj", "down_proj"].map(|part| format!("mlp.experts.{part}")));
+        layer.extend(residual("post_mlp"));
+        let layers = (0..config.num_hidden_layers).flat_map(|number| {
+            // No state comes to the first router.
+            let own =
+                layer.iter().filter(move |part| number > 0 || !part.contains("router_states"));
+            own.map(move |part| format!("model.layers.{number}.{part}"))
+        });
+        let layers: Vec<String> = layers.collect();
+        assert_eq!(names[3..names.len() - 1], layers);
+        assert_eq!(names[names.len() - 1], "model.norm.weight");
+    }
+
+    #[test]
+    fn muon_takes_linear_weights_and_nothing_else() {
+        for spec in parameters(&ZayaConfig::preset("zaya1-8b").unwrap()) {
+            let linear = spec.name.contains("proj.weight")
+                || spec.name.contains("v_proj_")
+                || (spec.name.contains(".fc") && spec.name.ends_with(".weight"));
+            let expert = spec.name.contains(".experts.");
+            let wanted = match (linear, expert) {
+                (true, _) => Role::Matrix,
+                (_, true) => Role::Experts,
+                _ if spec.shape.len() > 1 => Role::Elementwise,
+                _ => Role::Vector,
+            };
+            assert_eq!(spec.role, wanted, "{}", spec.name);
+            assert_eq!(spec.shape.len(), if expert { 3 } else { spec.shape.len() });
+        }
+    }
+
+    /// bf16 reaches what most of the time goes into, and leaves the small things alone.
+    #[test]
+    fn large_products_are_rounded() {
+        for spec in parameters(&ZayaConfig::preset("zaya1-8b").unwrap()) {
+            let small = ["router_mlp", "depthwise"].iter().any(|part| spec.name.contains(part));
+            assert_eq!(spec.in_large_products, spec.shape.len() > 1 && !small, "{}", spec.name);
+        }
+    }
+
+    #[test]
+    fn weights_are_drawn_by_address() {
+        let small = ZayaConfig { vocab_size: 64, ..ZayaConfig::preset("zaya1-nano").unwrap() };
+        let large = ZayaConfig { vocab_size: 96, num_hidden_layers: 7, ..small.clone() };
+        let (a, b) = (init(&small, 5), init(&large, 5));
+        assert_eq!(a[0], b[0].narrow(0, 0, 64), "the first rows of an embedding");
+        assert_eq!(a[20], b[20]);
+        assert_ne!(a[4], init(&small, 6)[4]);
+        for (spec, tensor) in parameters(&small).iter().zip(&a) {
+            assert_eq!(spec.shape, tensor.size(), "{}", spec.name);
+            if let (Init::Normal(deviation), 10_000..) = (spec.init, spec.elements()) {
+                let (mean, std) = (tensor.mean(tch::Kind::Double), tensor.std(true));
+                let bound = 5.0 * deviation / (spec.elements() as f64).sqrt();
+                assert!(mean.double_value(&[]).abs() < bound, "{}", spec.name);
+                assert!((std.double_value(&[]) - deviation).abs() < bound, "{}", spec.name);
+            }
+        }
+    }
+}

@@ -1,0 +1,399 @@
+//! The ZAYA1 model, top to bottom. Beside `modeling_zaya.py` of transformers the backward pass is what is new: it is written
+//! out, layer by layer, so that nothing depends on the order in which a graph is walked.
+//!
+//! ```text
+//! residual = (embedding[token] + bias) * scale
+//! for each layer, first its attention, then its feed-forward:
+//!     residual = scaled sum of layer(norm(residual)) and residual
+//! loss     = cross-entropy of norm(residual) times the embedding
+//! ```
+//!
+//! With [`Keep::LayerInputs`] what the backward pass reads of a layer is made a second time from what entered it: the same
+//! calls, so the same bits.
+
+use std::any::Any;
+
+use contract::Result;
+use tch::{Kind, Tensor};
+
+use super::attention::{Attention, Context};
+use super::input::Prepared;
+use super::layer::{AnyLayer, Make, Pass, Sink, Work, emit, make};
+use super::moe::Moe;
+use super::norm::{Normed, Residual, RmsNorm};
+use super::param::{Declare, ParamId, ParamSpec, Weights};
+use super::rotary::Rotary;
+use super::{Keep, ZayaConfig, head, product};
+use crate::timing::{Part, part};
+
+/// The kinds of the two halves of a layer.
+#[derive(Clone, Copy)]
+pub(super) struct Kinds {
+    pub(super) attention: Make,
+    pub(super) feed_forward: Make,
+}
+
+/// The kinds of every layer, first to last. A new kind is a file beside the others and a name here.
+fn kinds(config: &ZayaConfig) -> Vec<Kinds> {
+    let zaya = Kinds { attention: make::<Attention<ParamId>>, feed_forward: make::<Moe> };
+    vec![zaya; config.num_hidden_layers as usize]
+}
+
+/// The model: its parameters as declared, and the layers that read them.
+pub(super) struct Zaya {
+    params: Vec<ParamSpec>,
+    embedding: Embedding,
+    layers: Vec<DecoderLayer>,
+    norm: RmsNorm<ParamId>,
+}
+
+/// The embedding, which is the head as well, and what makes the residual of it.
+struct Embedding {
+    tokens: ParamId,
+    scale: ParamId,
+    bias: ParamId,
+}
+
+/// A layer: attention, then feed-forward.
+struct DecoderLayer {
+    attention: Half,
+    feed_forward: Half,
+}
+
+/// Half of a layer: what it adds to the residual, from the normed residual.
+struct Half {
+    norm: RmsNorm<ParamId>,
+    layer: Box<dyn AnyLayer>,
+    scale: Residual<ParamId>,
+}
+
+/// What is kept of a layer until its backward pass.
+enum Kept {
+    All(Box<[Saved; 2]>),
+    /// The residual and the router state that entered.
+    Inputs(Tensor, Option<Tensor>),
+}
+
+/// What half of a layer needs for its backward pass.
+struct Saved {
+    /// The residual that entered.
+    residual: Tensor,
+    normed: Normed,
+    layer: Box<dyn Any>,
+    out: Tensor,
+}
+
+/// What runs through the layers, and its gradients on the way back.
+struct Flow {
+    /// `[N, D]`, f32.
+    residual: Tensor,
+    /// `[N, R]`, from the first router on.
+    state: Option<Tensor>,
+}
+
+/// The final normed residual, and all that led there.
+struct Forward {
+    embedded: Tensor,
+    layers: Vec<Kept>,
+    normed: Normed,
+    hidden: Tensor,
+    counts: Vec<Vec<u64>>,
+}
+
+/// What a micro-batch says besides its gradients.
+pub(super) struct Outcome {
+    /// `[N]`: see [`head::run`].
+    pub(super) losses: Tensor,
+    /// By layer and router class.
+    pub(super) counts: Vec<Vec<u64>>,
+}
+
+impl Zaya {
+    /// The model that the configuration describes.
+    pub(super) fn new(config: &ZayaConfig) -> Zaya {
+        Zaya::of(config, &kinds(config))
+    }
+
+    /// A model of layers of these kinds.
+    pub(super) fn of(config: &ZayaConfig, kinds: &[Kinds]) -> Zaya {
+        let mut params = Vec::new();
+        let mut root = Declare::new(config, &mut params);
+        let embedding = Embedding::declare(&mut root, config);
+        let layer = |layer| DecoderLayer::declare(&mut root, config, layer);
+        let layers = kinds.iter().enumerate().map(layer).collect();
+        let norm = RmsNorm::declare(&mut root, config, "norm.weight", "final_norm.weight");
+        Zaya { params, embedding, layers, norm }
+    }
+
+    /// Its parameters in canonical order.
+    pub(super) fn into_params(self) -> Vec<ParamSpec> {
+        self.params
+    }
+
+    /// Begins a pass over `input` with these weights, in canonical order, and balancing biases.
+    pub(super) fn with<T>(
+        &self,
+        config: &ZayaConfig,
+        (weights, balance): (&[Tensor], &[Tensor]),
+        input: &Prepared,
+        work: impl FnOnce(&Pass<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let _guard = tch::no_grad_guard();
+        let rotary = Rotary::new(config, &input.positions);
+        let context = Context { config, input, rotary: &rotary };
+        let weights = Weights(weights);
+        let kind = weights[self.embedding.tokens].kind();
+        work(&Pass { context, weights, balance, kind })
+    }
+
+    /// Forward, loss and backward of the sum of token losses over `divisor`.
+    pub(super) fn train(
+        &self,
+        pass: &Pass<'_>,
+        (divisor, keep): (u64, Keep),
+        sink: &mut dyn Sink,
+    ) -> Result<Outcome> {
+        let _watch = part(Part::Stream);
+        let mut forward = self.forward(pass, keep)?;
+        let counts = std::mem::take(&mut forward.counts);
+        let Context { config, input, .. } = pass.context;
+        let head = {
+            let _watch = part(Part::Head);
+            head::run(config, &pass.weights[self.embedding.tokens], &forward.hidden, input, divisor)
+        };
+        self.backward(pass, forward, (head.hidden, head.embedding), sink)?;
+        Ok(Outcome { losses: head.losses, counts })
+    }
+
+    /// The loss of every token, `[N]`: forward only.
+    pub(super) fn losses(&self, pass: &Pass<'_>) -> Result<Tensor> {
+        let hidden = self.forward(pass, Keep::LayerInputs)?.hidden;
+        let Context { config, input, .. } = pass.context;
+        Ok(head::losses(config, &pass.weights[self.embedding.tokens], &hidden, input))
+    }
+
+    /// Logits of every token, `[N, V]`.
+    pub(super) fn logits(&self, pass: &Pass<'_>) -> Result<Tensor> {
+        let hidden = self.forward(pass, Keep::LayerInputs)?.hidden;
+        let logits = product::of(&hidden, &pass.weights[self.embedding.tokens].tr());
+        Ok(product::wide(logits))
+    }
+
+    fn forward(&self, pass: &Pass<'_>, keep: Keep) -> Result<Forward> {
+        let (embedded, residual) = self.embedding.forward(pass);
+        let mut flow = Flow { residual, state: None };
+        let (mut layers, mut counts) = (Vec::new(), Vec::new());
+        for layer in &self.layers {
+            let inputs = (keep == Keep::LayerInputs).then(|| flow.share());
+            let (after, saved, own) = layer.forward(pass, flow)?;
+            flow = after;
+            counts.push(own);
+            layers.push(match inputs {
+                None => Kept::All(Box::new(saved)),
+                Some(Flow { residual, state }) => Kept::Inputs(residual, state),
+            });
+        }
+        let (hidden, normed) = self.norm.bind(pass.weights).forward(&flow.residual);
+        Ok(Forward { embedded, layers, normed, hidden: hidden.to_kind(pass.kind), counts })
+    }
+
+    /// From the gradients of the final normed residual, and of the embedding as the head.
+    fn backward(
+        &self,
+        pass: &Pass<'_>,
+        forward: Forward,
+        (hidden, head): (Tensor, Tensor),
+        sink: &mut dyn Sink,
+    ) -> Result<()> {
+        let Forward { embedded, layers: kept, normed, .. } = forward;
+        let (residual, norm) = self.norm.bind(pass.weights).backward(normed, &hidden);
+        emit(sink, self.norm.weight, norm)?;
+        let mut grad = Flow { residual, state: None };
+        for (layer, kept) in self.layers.iter().zip(kept).rev() {
+            let saved = match kept {
+                Kept::All(saved) => *saved,
+                Kept::Inputs(residual, state) => layer.forward(pass, Flow { residual, state })?.1,
+            };
+            grad = layer.backward(pass, saved, grad, sink)?;
+        }
+        self.embedding.backward(pass, &embedded, (&grad.residual, head), sink)
+    }
+
+    /// Operations of forward and backward over `tokens`, of which each layer sends `routed` to experts, with `pairs` of a
+    /// query and a key that see each other.
+    pub(super) fn flops(
+        &self,
+        config: &ZayaConfig,
+        tokens: u64,
+        routed: &[u64],
+        pairs: u64,
+    ) -> f64 {
+        let work = |routed: u64| Work {
+            tokens: tokens as f64,
+            pairs: pairs as f64,
+            routed: routed as f64,
+        };
+        let layers = self.layers.iter().zip(routed).map(|(layer, routed)| {
+            layer.halves().map(|half| half.layer.products(config, work(*routed))).sum::<f64>()
+        });
+        // A product of m x k and k x n is 2 m k n; the backward pass is twice the forward pass.
+        3.0 * 2.0 * (layers.sum::<f64>() + head::products(config, tokens as f64))
+    }
+
+    /// Bytes of what a micro-batch of `tokens` keeps between its passes, with its logits; `narrow` bytes in a number of
+    /// [`Pass::kind`].
+    pub(super) fn activation_bytes(
+        &self,
+        config: &ZayaConfig,
+        (tokens, narrow): (u64, u64),
+        keep: Keep,
+    ) -> u64 {
+        let (width, state) = (config.hidden_size as u64, config.router_hidden_size as u64);
+        // The residual that enters each half, f32, and the factors of its norm.
+        let whole = |layer: &DecoderLayer| {
+            let inside = layer.halves().map(|half| half.layer.activation_bytes(config, narrow));
+            inside.map(|bytes| bytes + 4 * width + 4).sum::<u64>()
+        };
+        let all = self.layers.iter().map(whole);
+        let kept: u64 = match keep {
+            Keep::Everything => all.sum(),
+            Keep::LayerInputs => {
+                self.layers.len() as u64 * 4 * (width + state) + all.max().unwrap_or(0)
+            }
+        };
+        tokens * kept + head::activation_bytes(config, tokens, narrow)
+    }
+}
+
+impl Flow {
+    fn share(&self) -> Flow {
+        let state = self.state.as_ref().map(Tensor::shallow_clone);
+        Flow { residual: self.residual.shallow_clone(), state }
+    }
+}
+
+impl Embedding {
+    fn declare(root: &mut Declare<'_>, config: &ZayaConfig) -> Embedding {
+        let width = config.hidden_size;
+        let tokens = "embed_tokens.weight";
+        Embedding {
+            tokens: root.embedding(tokens, tokens, [config.vocab_size, width]),
+            scale: root.vector(
+                "input_hidden_states_scale",
+                "layers.0.res_scale.hidden_states_scale",
+                width,
+                1.0,
+            ),
+            bias: root.vector(
+                "input_hidden_states_bias",
+                "layers.0.res_scale.hidden_states_bias",
+                width,
+                0.0,
+            ),
+        }
+    }
+
+    /// Embeddings with their bias, and the residual that they make.
+    fn forward(&self, pass: &Pass<'_>) -> (Tensor, Tensor) {
+        let w = pass.weights;
+        let embedded = w[self.tokens].index_select(0, &pass.context.input.tokens) + &w[self.bias];
+        let residual = &embedded * &w[self.scale];
+        (embedded, residual)
+    }
+
+    /// From the gradient of the residual, and the head's part of that of the embedding.
+    fn backward(
+        &self,
+        pass: &Pass<'_>,
+        embedded: &Tensor,
+        (residual, mut head): (&Tensor, Tensor),
+        sink: &mut dyn Sink,
+    ) -> Result<()> {
+        let columns = |x: &Tensor| x.sum_dim_intlist(0, false, Kind::Float);
+        let scale = &pass.weights[self.scale];
+        emit(sink, self.scale, columns(&(residual * embedded)))?;
+        emit(sink, self.bias, columns(residual) * scale)?;
+        // The head's part came first; the input's part is added to it, token by token in order.
+        let _ = head.index_add_(0, &pass.context.input.tokens, &(residual * scale));
+        emit(sink, self.tokens, head)
+    }
+}
+
+impl DecoderLayer {
+    fn declare(
+        root: &mut Declare<'_>,
+        config: &ZayaConfig,
+        (layer, kinds): (usize, &Kinds),
+    ) -> DecoderLayer {
+        let mut half = |number: usize, (norm, scale): (&str, &str), make: Make| {
+            // Zyphra counts halves, and scales the residual that enters one where we scale the one that leaves the half before.
+            let (ours, theirs) = (format!("layers.{layer}"), 2 * layer + number);
+            let next = match theirs + 1 < 2 * config.num_hidden_layers as usize {
+                true => format!("layers.{}.res_scale", theirs + 1),
+                false => "res_scale".to_owned(),
+            };
+            let mut own = root.inside(&ours, &format!("layers.{theirs}"));
+            let norm = RmsNorm::declare(&mut own, config, norm, "input_norm.weight");
+            let layer = make(&mut own, config, layer);
+            let mut own = root.inside(&format!("{ours}.{scale}"), &next);
+            Half { norm, layer, scale: Residual::declare(&mut own, config) }
+        };
+        let attention = ("input_layernorm.weight", "post_attention_residual_scale");
+        let feed_forward = ("post_attention_layernorm.weight", "post_mlp_residual_scale");
+        DecoderLayer {
+            attention: half(0, attention, kinds.attention),
+            feed_forward: half(1, feed_forward, kinds.feed_forward),
+        }
+    }
+
+    fn halves(&self) -> impl Iterator<Item = &Half> {
+        [&self.attention, &self.feed_forward].into_iter()
+    }
+
+    /// What leaves it, what its backward pass reads, and how many tokens each class of its router got.
+    fn forward(&self, pass: &Pass<'_>, flow: Flow) -> Result<(Flow, [Saved; 2], Vec<u64>)> {
+        let (flow, attention, _) = self.attention.forward(pass, flow)?;
+        let (flow, feed_forward, counts) = self.feed_forward.forward(pass, flow)?;
+        Ok((flow, [attention, feed_forward], counts))
+    }
+
+    /// From the gradients of what left it: those of what entered.
+    fn backward(
+        &self,
+        pass: &Pass<'_>,
+        [attention, feed_forward]: [Saved; 2],
+        grad: Flow,
+        sink: &mut dyn Sink,
+    ) -> Result<Flow> {
+        let grad = self.feed_forward.backward(pass, feed_forward, grad, sink)?;
+        self.attention.backward(pass, attention, grad, sink)
+    }
+}
+
+impl Half {
+    fn forward(&self, pass: &Pass<'_>, flow: Flow) -> Result<(Flow, Saved, Vec<u64>)> {
+        let Flow { residual, state } = flow;
+        // The residual is f32; what the products of a layer see has the kind of their weights.
+        let (x, normed) = self.norm.bind(pass.weights).forward(&residual);
+        let made = self.layer.forward(pass, &x.to_kind(pass.kind), state)?;
+        let after = self.scale.bind(pass.weights).forward(&made.out, &residual);
+        let saved = Saved { residual, normed, layer: made.saved, out: made.out };
+        Ok((Flow { residual: after, state: made.state }, saved, made.counts))
+    }
+
+    fn backward(
+        &self,
+        pass: &Pass<'_>,
+        saved: Saved,
+        grad: Flow,
+        sink: &mut dyn Sink,
+    ) -> Result<Flow> {
+        let scaled =
+            self.scale.bind(pass.weights).backward(&saved.out, &saved.residual, &grad.residual);
+        self.scale.emit(scaled.params, sink)?;
+        let inner = self.layer.backward(pass, saved.layer, &scaled.out, grad.state, sink)?;
+        let (through, norm) = self.norm.bind(pass.weights).backward(saved.normed, &inner.x);
+        emit(sink, self.norm.weight, norm)?;
+        Ok(Flow { residual: scaled.stream + through, state: inner.state })
+    }
+}
