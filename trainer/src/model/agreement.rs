@@ -86,7 +86,9 @@ fn another_feed_forward_fits_in() {
     let shapes = specs.iter().zip(0..);
     let params = shapes.map(|(spec, seed)| match spec.init {
         Init::Normal(_) => super::random(&spec.shape, seed) * 0.2,
-        Init::Constant(value) => Tensor::full(&spec.shape[..], f64::from(value), tch::kind::FLOAT_CPU),
+        Init::Constant(value) => {
+            Tensor::full(&spec.shape[..], f64::from(value), tch::kind::FLOAT_CPU)
+        }
     });
     let (params, model): (Vec<_>, _) = (params.collect(), model());
     let weights = (&params[..], &balance[..]);

@@ -73,8 +73,8 @@ impl Forward<'_> {
 
     fn body(&self, balance: &[Tensor]) -> Tensor {
         let embedded = self.p("embed_tokens.weight").index_select(0, &self.input.tokens);
-        let mut residual = (embedded + self.p("input_hidden_states_bias"))
-            * self.p("input_hidden_states_scale");
+        let mut residual =
+            (embedded + self.p("input_hidden_states_bias")) * self.p("input_hidden_states_scale");
         let mut state: Option<Tensor> = None;
         let rotary = Rotary::new(self.config, &self.input.positions);
         for (layer, balance) in balance.iter().enumerate() {
