@@ -22,6 +22,7 @@ mod learns;
 mod linkage;
 #[cfg(feature = "train")]
 mod network;
+mod places;
 mod prepare;
 mod python;
 #[cfg(feature = "train")]

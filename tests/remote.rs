@@ -41,7 +41,7 @@ enum Trouble {
 struct Counts([AtomicU64; 5]);
 
 /// A server, and a proxy before it.
-struct Bucket {
+pub(crate) struct Bucket {
     child: Child,
     proxy: u16,
     counts: Arc<Counts>,
@@ -58,7 +58,7 @@ impl Drop for Bucket {
 
 impl Bucket {
     /// Serves the files of `folder`, with so many troubles in a thousand requests.
-    fn serve(scratch: &Scratch, folder: &Path, per_mille: u64) -> Option<Bucket> {
+    pub(crate) fn serve(scratch: &Scratch, folder: &Path, per_mille: u64) -> Option<Bucket> {
         let python = match provision("s3.txt") {
             Ok(python) => python,
             Err(why) => {
@@ -90,12 +90,12 @@ impl Bucket {
         Some(Bucket { child, proxy, counts, cache: scratch.path("cache") })
     }
 
-    fn command(&self, args: &[&str]) -> Command {
+    pub(crate) fn command(&self, args: &[&str]) -> Command {
         self.reached_by(zdata_command(args))
     }
 
     /// A command that knows where the server is.
-    fn reached_by(&self, mut command: Command) -> Command {
+    pub(crate) fn reached_by(&self, mut command: Command) -> Command {
         command
             .env("AWS_ENDPOINT_URL", format!("http://127.0.0.1:{}", self.proxy))
             .env("AWS_ACCESS_KEY_ID", "test")
@@ -106,7 +106,7 @@ impl Bucket {
         command
     }
 
-    fn zdata(&self, args: &[&str]) -> Ran {
+    pub(crate) fn zdata(&self, args: &[&str]) -> Ran {
         self.command(args).output().unwrap().into()
     }
 
@@ -241,9 +241,11 @@ fn another_store_at_the_same_place_is_refused_and_both_are_kept() {
     // The same store again is no other store.
     let same = build_far_inputs(&bucket, &far, &scratch.path("same"));
     bucket.zdata(&["publish", arg(&same), URL]).ok();
-    for (pattern, word) in
-        [("s3://bucket/raw/*.nothing", "no file"), ("s3://none/x.jsonl", "cannot list")]
-    {
+    for (pattern, word) in [
+        ("s3://bucket/raw/*.nothing", "no file"),
+        ("s3://none/x.jsonl", "no file"),
+        ("s3://none/*", "the bucket does not exist"),
+    ] {
         let text = format!(
             "tokenizer = \"tokenizer.json\"\n[[source]]\nname = \"a\"\nfiles = [\"{pattern}\"]\n"
         );

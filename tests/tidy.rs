@@ -53,9 +53,9 @@ fn members_use_each_other_in_one_direction() {
         ("ingest", &["contract", "store", "storage"]),
         ("mixer/curriculum", &["contract"]),
         ("mixer", &["contract", "curriculum"]),
-        ("loader", &["contract", "store", "curriculum", "mixer"]),
+        ("loader", &["contract", "store", "storage", "curriculum", "mixer"]),
         ("kernels", &[]),
-        ("trainer", &["contract", "store", "curriculum", "mixer", "loader", "kernels"]),
+        ("trainer", &["contract", "store", "storage", "curriculum", "mixer", "loader", "kernels"]),
     ]);
     let members = [
         "contract",

@@ -131,7 +131,7 @@ fn tasks_and_their_merge_survive_crashes() {
 fn exported(bench: &Workbench, peer: Peer) -> PathBuf {
     let folder = bench.path(peer.name());
     let request = Export {
-        store: bench.path("store"),
+        store: bench.path("store").into(),
         out: folder.join("out"),
         peer,
         source: None,
@@ -152,7 +152,7 @@ fn exports_and_imports_survive_crashes() {
     let request = Import {
         store: folder.join("store"),
         peer: Peer::Megatron,
-        tokenizer: bench.path("tokenizer.json"),
+        tokenizer: bench.path("tokenizer.json").into(),
         parts: vec![part],
         width: None,
         begin: None,

@@ -1,10 +1,11 @@
 //! `zdata inspect`: what a store holds, and the accounting that says what became of every document read.
 
 use std::fmt::Write as _;
-use std::path::Path;
 
 use serde_json::{Value, json};
-use store::{Change, Dropped, InputRecord, Manifest, PreparedRecord, SourceRecord, StreamRecord};
+use store::{
+    Change, Dropped, InputRecord, Location, Manifest, PreparedRecord, SourceRecord, StreamRecord,
+};
 
 /// Documents read, kept and dropped, of one source: they balance to zero.
 pub struct Accounting {
@@ -103,7 +104,7 @@ pub fn notes(manifest: &Manifest) -> Vec<String> {
 }
 
 /// The answer for a program.
-pub fn json(store: &Path, manifest: &Manifest) -> Value {
+pub fn json(store: impl Into<Location>, manifest: &Manifest) -> Value {
     let stream = |stream: &StreamRecord| {
         json!({
             "tokens": stream.tokens, "documents": stream.documents, "text_bytes": stream.text_bytes,
@@ -138,7 +139,7 @@ pub fn json(store: &Path, manifest: &Manifest) -> Value {
         answer
     };
     json!({
-        "store": store, "digest": manifest.digest, "request": manifest.request, "format": manifest.format,
+        "store": store.into().to_string(), "digest": manifest.digest, "request": manifest.request, "format": manifest.format,
         "unit": manifest.unit, "validation": manifest.validation, "token_bytes": manifest.token_bytes,
         "tokenizer": manifest.tokenizer,
         "sources": manifest.sources.iter().map(source).collect::<Vec<_>>(),
@@ -146,12 +147,12 @@ pub fn json(store: &Path, manifest: &Manifest) -> Value {
 }
 
 /// The answer for a person.
-pub fn text(store: &Path, manifest: &Manifest) -> String {
+pub fn text(store: impl Into<Location>, manifest: &Manifest) -> String {
     let mut out = String::new();
     let marker = |id: Option<u32>| id.map_or("none".to_owned(), |id| id.to_string());
     let tokenizer = &manifest.tokenizer;
     let lines = [
-        ("store", store.display().to_string()),
+        ("store", store.into().to_string()),
         ("digest", manifest.digest.to_string()),
         ("format", format!("{}, {} bytes a token", manifest.format, manifest.token_bytes)),
         (

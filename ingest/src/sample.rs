@@ -5,11 +5,10 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::path::Path;
 
 use contract::{Digest, Fault, Key, Purpose, Result, draw};
 use serde::Serialize;
-use store::{Manifest, open};
+use store::{Location, Manifest, open};
 
 use crate::build::pipeline::held_out;
 use crate::build::request;
@@ -63,12 +62,12 @@ pub struct Effect {
 /// `count` records of a store, drawn by `seed`, with what the steps of `corpus` do to them.
 pub fn sample(
     corpus: &Corpus,
-    (store, manifest): (&Path, &Manifest),
+    (store, manifest): (&Location, &Manifest),
     count: u64,
     seed: u64,
 ) -> Result<Vec<Sampled>> {
     same_request(corpus, manifest)?;
-    let tokenizer = Tokenizer::read(&store.join(open::TOKENIZER), Engine::Fastest)?;
+    let tokenizer = Tokenizer::read(store.join(open::TOKENIZER), Engine::Fastest)?;
     let around = [manifest.tokenizer.begin, manifest.tokenizer.end].iter().flatten().count();
     let tokens = |text: &str| Ok(tokenizer.encode(text)?.len() + around);
     let tools = Tools::new(corpus, Some(Box::new(tokens)))?;
@@ -106,7 +105,7 @@ fn same_request(corpus: &Corpus, manifest: &Manifest) -> Result<()> {
         return Ok(());
     }
     Err(Fault::usage("this store was built from another corpus")
-        .at(corpus.file.display().to_string())
+        .at(corpus.file.to_string())
         .hint("name the corpus file that it was built from, as it was"))
 }
 

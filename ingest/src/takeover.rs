@@ -5,13 +5,13 @@
 //! the format. Where all of these are equal, its files are checked and linked (or copied, on another file system); the
 //! store that results is the one a build from nothing would have made.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use contract::{Digest, Fault, Result};
 use store::documents::Starts;
 use store::{
-    FORMAT, FileRecord, InputRecord, Manifest, ShardRecord, SourceRecord, Split, StreamRecord,
-    disk, open, verify,
+    FORMAT, FileRecord, InputRecord, Location, Manifest, ShardRecord, SourceRecord, Split,
+    StreamRecord, disk, open, verify,
 };
 
 use crate::build::journal::Head;
@@ -21,7 +21,7 @@ use crate::corpus::{Corpus, OnError, Source};
 /// A source of an earlier store that is taken over.
 #[derive(Clone, Debug)]
 pub(crate) struct Taken {
-    store: PathBuf,
+    store: Location,
     /// Its record, with the inputs called as they are now.
     pub(crate) record: SourceRecord,
 }
@@ -30,7 +30,7 @@ pub(crate) struct Taken {
 /// says which sources an unfinished build has begun or finished already.
 pub(crate) fn plan(
     corpus: &Corpus,
-    from: &Path,
+    from: &Location,
     head: &Head,
     lists: &[Vec<FileRecord>],
     begun: impl Fn(usize) -> bool,
@@ -49,8 +49,8 @@ pub(crate) fn plan(
             Err(what) => notes.push(format!("{name} is built again: {what}")),
             Ok(record) => {
                 check(from, &manifest, &record)?;
-                notes.push(format!("{name} is taken over from {}", from.display()));
-                source.taken = Some(Box::new(Taken { store: from.to_owned(), record }));
+                notes.push(format!("{name} is taken over from {}", from));
+                source.taken = Some(Box::new(Taken { store: from.clone(), record }));
             }
         }
     }
@@ -63,7 +63,7 @@ fn changed(
     source: &Source,
     old: &Manifest,
     lists: &[FileRecord],
-    from: &Path,
+    from: &Location,
 ) -> Result<std::result::Result<SourceRecord, &'static str>> {
     let Some(record) = old.source(&source.name) else { return Ok(Err("it is new")) };
     let (a, b) = (&old.tokenizer, &head.tokenizer);
@@ -99,10 +99,7 @@ fn same_inputs(
     }
     let mut record = record.clone();
     for (file, input) in source.files.iter().zip(&mut record.inputs) {
-        let length = store::far::size(&file.path);
-        if length.map_err(|error| Fault::io("read", &file.path, &error))? != input.bytes
-            || store::far::content(&file.path)? != (input.bytes, input.sha256)
-        {
+        if file.size()? != input.bytes || file.content()? != (input.bytes, input.sha256) {
             return Ok(Err("its inputs changed"));
         }
         let InputRecord { path, .. } = input;
@@ -113,7 +110,7 @@ fn same_inputs(
 
 /// Whether a build with this `shard_tokens` would have cut its train stream where it is cut, and its validation stream
 /// never by itself: only then are the bytes those of a build from nothing.
-fn same_cut(record: &SourceRecord, from: &Path, shard_tokens: u64) -> Result<bool> {
+fn same_cut(record: &SourceRecord, from: &Location, shard_tokens: u64) -> Result<bool> {
     let full = |shard: &ShardRecord| shard.tokens >= shard_tokens;
     let (train, validation) = (&record.train.shards, &record.validation.shards);
     let before_last = train.split_last().map_or(&[][..], |(_, before)| before);
@@ -135,13 +132,13 @@ fn same_cut(record: &SourceRecord, from: &Path, shard_tokens: u64) -> Result<boo
 }
 
 /// Refuses to take over what is damaged.
-fn check(from: &Path, manifest: &Manifest, record: &SourceRecord) -> Result<()> {
+fn check(from: &Location, manifest: &Manifest, record: &SourceRecord) -> Result<()> {
     for split in Split::ALL {
         let old = manifest.source(&record.name).unwrap_or(record);
         let damages = verify::verify_stream(from, manifest, old, split, &|_| ())?;
         if let Some(damage) = damages.first() {
             return Err(Fault::data("the store to take over from is damaged")
-                .at(from.join(&damage.file).display().to_string())
+                .at(from.join(&damage.file).to_string())
                 .found(&damage.what)
                 .hint("restore that store, or build without --from"));
         }
@@ -157,11 +154,11 @@ impl Taken {
             if stream.shards.is_empty() {
                 continue;
             }
-            let old = open::stream_folder(&self.store, &self.record.name, split);
+            let old = self.store.join(&self.record.name).join(split.name());
             let new = open::stream_folder(store, &self.record.name, split);
             disk::create_folder(&new)?;
             for file in stream.files() {
-                link(&old.join(&file.name), &new.join(&file.name), file)?;
+                link(old.join(&file.name), &new.join(&file.name), file)?;
             }
             disk::sync_folder(&new)?;
         }
@@ -170,15 +167,16 @@ impl Taken {
 }
 
 /// Links a file; copies and checks it where that is not possible.
-pub(crate) fn link(old: &Path, new: &Path, record: &FileRecord) -> Result<()> {
+pub(crate) fn link(old: impl Into<Location>, new: &Path, record: &FileRecord) -> Result<()> {
+    let old = old.into();
     disk::remove(new)?;
-    if disk::link(old, new).is_ok() {
+    if old.local().is_some_and(|old| disk::link(old, new).is_ok()) {
         return Ok(());
     }
-    let bytes = store::far::read(old).map_err(|error| Fault::io("read", old, &error))?;
+    let bytes = old.read().map_err(|error| old.fault("read", &error))?;
     if Digest::of_bytes(&bytes) != record.digest {
         return Err(Fault::data("this file changed while it was taken over")
-            .at(old.display().to_string())
+            .at(old.to_string())
             .hint("restore that store, or build without --from"));
     }
     disk::write_whole(new, &bytes).map(drop)

@@ -1,12 +1,10 @@
 //! `zdata verify`: the whole store, its streams side by side.
 
-use std::path::Path;
-
 use contract::Result;
 use rayon::prelude::*;
 use store::folder::StoreFile;
 use store::verify::{self, Damage, flaw};
-use store::{FileRecord, Manifest, SourceRecord, Split, open};
+use store::{FileRecord, Location, Manifest, SourceRecord, Split, open};
 
 use crate::build::request;
 use crate::progress::{Measure, Progress};
@@ -25,7 +23,8 @@ pub struct Report {
 }
 
 /// Checks every byte of a store.
-pub fn verify(store: &Path, quiet: bool) -> Result<Report> {
+pub fn verify(store: impl Into<Location>, quiet: bool) -> Result<Report> {
+    let store = &store.into();
     let manifest = open::manifest(store)?;
     let streams: Vec<_> = manifest
         .sources
@@ -57,7 +56,11 @@ pub fn verify(store: &Path, quiet: bool) -> Result<Report> {
 }
 
 /// What is damaged of the lists that steps left in a source's folder.
-fn damaged_lists(store: &Path, source: &SourceRecord, passed: &dyn Fn(u64)) -> Result<Vec<Damage>> {
+fn damaged_lists(
+    store: &Location,
+    source: &SourceRecord,
+    passed: &dyn Fn(u64),
+) -> Result<Vec<Damage>> {
     let damage = |record: &FileRecord| {
         let file = StoreFile::new(store, &[&source.name, &record.name]);
         let what = flaw(&file, record, passed)?;

@@ -64,7 +64,6 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    storage::install();
     terminal::end(match Cli::try_parse() {
         // The default hook has said where; what is left is to end as every bug of ours does.
         Ok(cli) => catch_unwind(AssertUnwindSafe(|| run(cli).map(|()| 0)))

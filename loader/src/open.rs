@@ -1,24 +1,21 @@
 //! From a curriculum file to its plan and its stores: what every command begins with.
 
-use std::fs;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use contract::settings::File;
 use contract::{Fault, Result};
 use curriculum::AddedStore;
 use mixer::{Curriculum, Plan, SourceFacts, described_store};
-use store::far;
 use store::open::MANIFEST;
 use store::read::ReadCache;
-use store::{DocumentRecord, Split};
+use store::{DocumentRecord, Location, Split};
 
 use crate::Stores;
 
 /// A curriculum with its plan and, unless it only describes them, its stores.
 pub struct Opened {
-    /// The file.
-    pub path: PathBuf,
+    /// Where it stands.
+    pub file: Location,
     /// Its text, as read.
     pub source: String,
     /// What it says.
@@ -29,26 +26,36 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// Reads the curriculum at `path`, opens what it names as `store` (relative to its folder), and plans.
-    pub fn open(path: &Path) -> Result<Self> {
-        if path.is_dir() {
-            let what = if path.join(MANIFEST).exists() { "a store" } else { "a folder" };
+    /// Reads the curriculum `file`, opens what it names as `store` (relative to its folder), and plans.
+    pub fn open(file: impl Into<Location>) -> Result<Self> {
+        let file = file.into();
+        let is_folder = match &file {
+            Location::Local(path) => path.is_dir(),
+            Location::Object(_) => !file.is_file()?,
+        };
+        let is_store = is_folder && file.join(MANIFEST).is_file()?;
+        if is_store || is_folder && !file.is_remote() {
+            let what = if is_store { "a store" } else { "a folder" };
             return Err(Fault::usage(format!("this is {what}, and a curriculum is a file"))
-                .at(path.display().to_string())
+                .at(file.to_string())
                 .hint("name a TOML file of phases whose `store` is the store's folder"));
         }
-        Opened::open_text(path, text(path)?)
+        let text = text(&file)?;
+        Opened::open_text(file, text)
     }
 
-    /// The same of a text that would stand at `path`.
-    pub fn open_text(path: &Path, text: String) -> Result<Self> {
-        let curriculum = Curriculum::parse(&text, &path.display().to_string())?;
-        let folder = path.parent().unwrap_or(Path::new(""));
+    /// The same of a text that would stand in `file`.
+    pub fn open_text(file: impl Into<Location>, text: String) -> Result<Self> {
+        let file = file.into();
+        let curriculum = Curriculum::parse(&text, &file.to_string())?;
+        let folder = file.folder();
         // Those of the beginning first: theirs are the numbers that a run knows.
         let added = || curriculum.amendments.iter().filter_map(|one| one.store.as_ref());
         let named = curriculum.stores.iter().chain(added().map(|store| &store.path));
-        let places: Vec<PathBuf> = named.map(|store| far::placed(folder, store)).collect();
         let place = || curriculum.place("store");
+        let places = named.map(|store| storage::resolve(&folder, store));
+        let places: Vec<Location> =
+            places.collect::<Result<_>>().map_err(|fault| fault.or_at(place))?;
         let (mut facts, mut folders) = (Vec::new(), Vec::new());
         for store in &places {
             match description(store)? {
@@ -79,7 +86,7 @@ impl Opened {
         if let Some(stores) = &stores {
             check_added(&curriculum, &plan, stores)?;
         }
-        Ok(Opened { path: path.to_path_buf(), source: text, curriculum, plan, stores })
+        Ok(Opened { file, source: text, curriculum, plan, stores })
     }
 
     /// The stores; `None` where the curriculum describes one instead of naming it.
@@ -129,18 +136,18 @@ fn check_added(curriculum: &Curriculum, plan: &Plan, stores: &Stores) -> Result<
 }
 
 /// The text of a file that a person wrote. Bytes that are not text are the file's mistake, not the machine's.
-fn text(path: &Path) -> Result<String> {
-    let bytes = fs::read(path).map_err(|error| Fault::io("read", path, &error))?;
-    Ok(File::from_bytes(path.display().to_string(), bytes)?.text().to_owned())
+fn text(file: &Location) -> Result<String> {
+    let bytes = file.read().map_err(|error| file.fault("read", &error))?;
+    Ok(File::from_bytes(file.to_string(), bytes)?.text().to_owned())
 }
 
-/// The facts of a described store, if `path` is a file and not a store's folder.
-fn description(path: &Path) -> Result<Option<Vec<SourceFacts>>> {
-    if !path.is_file() {
+/// The facts of a described store, if `store` is a file and not a store's folder.
+fn description(store: &Location) -> Result<Option<Vec<SourceFacts>>> {
+    if !store.is_file()? {
         return Ok(None);
     }
-    let place = path.display().to_string();
-    match described_store(&text(path)?, &place)? {
+    let place = store.to_string();
+    match described_store(&text(store)?, &place)? {
         Some(facts) => Ok(Some(facts)),
         None => Err(Fault::usage("this file does not describe a store")
             .at(place)
@@ -157,7 +164,7 @@ mod tests {
     fn a_curriculum_that_is_not_text_is_wrong_use() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run.toml");
-        fs::write(&path, b"seed = 1\nstore = \"\xff\"").unwrap();
+        std::fs::write(&path, b"seed = 1\nstore = \"\xff\"").unwrap();
         let fault = Opened::open(&path).map(drop).unwrap_err();
         assert_eq!(fault.class(), Class::Usage);
         assert!(fault.to_string().contains("run.toml:2"), "{fault}");

@@ -1,12 +1,11 @@
 //! The stores of a curriculum, as one.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::Arc;
 
 use contract::{Fault, Result};
 use mixer::SourceFacts;
-use store::{Split, Store, StreamReader, read::ReadCache};
+use store::{Location, Split, Store, StreamReader, read::ReadCache};
 
 use crate::column::BufferPool;
 
@@ -29,17 +28,20 @@ struct Source {
 
 impl Stores {
     /// Opens the stores in these folders, which share one bounded cache of open files.
-    pub fn open<P: AsRef<Path>>(paths: &[P]) -> Result<Self> {
-        Stores::open_with(paths, ReadCache::sized_by_the_process())
+    pub fn open<P: Clone + Into<Location>>(places: &[P]) -> Result<Self> {
+        Stores::open_with(places, ReadCache::sized_by_the_process())
     }
 
     /// Opens the stores in these folders with this cache.
-    pub fn open_with<P: AsRef<Path>>(paths: &[P], cache: Arc<ReadCache>) -> Result<Self> {
+    pub fn open_with<P: Clone + Into<Location>>(
+        places: &[P],
+        cache: Arc<ReadCache>,
+    ) -> Result<Self> {
         let (stores, by_name, sources) = (Vec::new(), BTreeMap::new(), Vec::new());
         let (words, bytes) = (Arc::default(), Arc::default());
         let mut all = Stores { stores, by_name, sources, words, bytes };
-        for path in paths {
-            all.add(Store::open_with(path.as_ref(), Arc::clone(&cache))?)?;
+        for place in places {
+            all.add(Store::open_with(place.clone(), Arc::clone(&cache))?)?;
         }
         if all.stores.is_empty() {
             return Err(Fault::usage("no store is named").hint("give `store` a path or a list"));
@@ -48,14 +50,14 @@ impl Stores {
     }
 
     fn add(&mut self, store: Store) -> Result<()> {
-        let place = || store.root().display().to_string();
+        let place = || store.root().to_string();
         if let Some(first) = self.stores.first() {
             let (ours, theirs) = (&first.manifest().tokenizer, &store.manifest().tokenizer);
             if (ours.sha256, ours.begin, ours.end) != (theirs.sha256, theirs.begin, theirs.end) {
                 return Err(Fault::usage("two stores of one curriculum have different tokenizers")
                     .at(place())
                     .found(format!("{theirs:?}"))
-                    .wanted(format!("{ours:?}, as in {}", first.root().display()))
+                    .wanted(format!("{ours:?}, as in {}", first.root()))
                     .hint("build both from the same tokenizer.json and begin/end policy"));
             }
         }
@@ -66,7 +68,7 @@ impl Stores {
                 let other = self.stores.get(self.sources[other].store).unwrap_or(&store);
                 return Err(Fault::usage(format!("two stores have a source called {name:?}"))
                     .at(place())
-                    .found(format!("also in {}", other.root().display()))
+                    .found(format!("also in {}", other.root()))
                     .hint("rename one in its corpus.toml and build it again"));
             }
             let (tokens, documents) = (record.train.tokens, record.train.documents);

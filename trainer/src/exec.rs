@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use kernels::group::Transport;
 use loader::PrefetchOptions;
+use store::Location;
 use tch::Device;
 
 use crate::checkpoint::{Retention, RingOptions};
@@ -38,7 +39,7 @@ pub struct ExecOptions {
     /// Whether steps are computed again from the first one where no checkpoint can be used.
     pub restart: bool,
     /// Where checkpoints lie if not in the run's folder: another folder, or `s3://bucket/key`.
-    pub checkpoints: Option<PathBuf>,
+    pub checkpoints: Option<Location>,
     /// States that stay in memory, for the step whose loss jumps.
     pub ring: RingOptions,
     /// The step after which to stop, if before the curriculum's last.

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use contract::{Class, Digest, Fault, Result};
 use kernels::runtime::KernelTable;
 use mixer::{Curriculum, Difference};
-use store::far;
+use store::Location;
 
 use crate::checkpoint::Checkpoints;
 use crate::events;
@@ -86,12 +86,15 @@ impl RunFolder {
     /// The checkpoints, wherever they lie.
     pub fn checkpoints(&self) -> Result<Checkpoints> {
         let elsewhere = self.elsewhere()?;
-        let place = elsewhere.map_or_else(|| self.root.join("checkpoints"), |(place, _)| place);
-        Ok(Checkpoints::new(&place))
+        Ok(Checkpoints::new(elsewhere.map_or_else(|| self.inside(), |(place, _)| place)))
+    }
+
+    fn inside(&self) -> Location {
+        Location::Local(self.root.join("checkpoints"))
     }
 
     /// The place of checkpoints that do not lie in this folder, and the word by which it knows us.
-    fn elsewhere(&self) -> Result<Option<(PathBuf, String)>> {
+    fn elsewhere(&self) -> Result<Option<(Location, String)>> {
         let path = self.root.join(ELSEWHERE);
         let text = match fs::read_to_string(&path) {
             Ok(text) => text,
@@ -99,7 +102,7 @@ impl RunFolder {
             Err(error) => return Err(Fault::io("read", &path, &error)),
         };
         match text.trim_end().rsplit_once('\n') {
-            Some((place, word)) => Ok(Some((PathBuf::from(place), word.to_owned()))),
+            Some((place, word)) => Ok(Some((storage::locate(place)?, word.to_owned()))),
             None => Err(Fault::data("this file does not say where checkpoints lie")
                 .at(path.display().to_string())
                 .wanted("a place on the first line, a word on the second")),
@@ -112,21 +115,19 @@ impl RunFolder {
     /// `recorded` steps has nothing to lose anywhere.
     pub(crate) fn take_checkpoints(
         &self,
-        wanted: Option<&Path>,
+        wanted: Option<&Location>,
         recorded: u64,
     ) -> Result<Checkpoints> {
         let found = self.elsewhere()?;
-        let Some(place) = wanted.or(found.as_ref().map(|(place, _)| place.as_path())) else {
+        let Some(place) = wanted.or(found.as_ref().map(|(place, _)| place)) else {
             return self.checkpoints();
         };
-        let place =
-            if far::is_far(place) { Ok(place.to_owned()) } else { std::path::absolute(place) };
-        let place = place.map_err(|error| Fault::io("resolve", &self.root, &error))?;
-        let checkpoints = Checkpoints::new(&place);
+        let place = place.absolute()?;
+        let checkpoints = Checkpoints::new(place.clone());
         let has = match &found {
             Some((found, _)) => Some(found.clone()),
             None if self.checkpoints()?.steps()?.is_empty() => None,
-            None => Some(self.root.join("checkpoints")),
+            None => Some(self.inside()),
         };
         let ours = match &found {
             Some((_, word)) if recorded > 0 => checkpoints.knows(word)?,
@@ -136,8 +137,8 @@ impl RunFolder {
             Some(has) if has != place && !ours => {
                 return Err(Fault::usage("this run has its checkpoints elsewhere")
                     .at("--checkpoints")
-                    .found(place.display())
-                    .wanted(format!("{}, or where that was moved to", has.display())));
+                    .found(place)
+                    .wanted(format!("{has}, or where that was moved to")));
             }
             Some(_) if found.is_some() && !ours && !checkpoints.has_owner()? => {
                 return Err(self.gone(&place));
@@ -146,20 +147,20 @@ impl RunFolder {
         }
         let (new, path) = (found.is_none(), self.root.join(ELSEWHERE));
         let word = found.map_or_else(|| self.word(), |(_, word)| word);
-        write_whole(&path, &format!("{}\n{word}\n", place.display()))?;
+        write_whole(&path, &format!("{place}\n{word}\n"))?;
         checkpoints.claim(&word).inspect_err(|fault| {
             // The next command may name another place. What a bucket did without an answer is not known, so its word stays.
-            if new && (fault.class() == Class::Mismatch || !far::is_far(&place)) {
+            if new && (fault.class() == Class::Mismatch || !place.is_remote()) {
                 let _ = fs::remove_file(&path);
             }
         })?;
         Ok(checkpoints)
     }
 
-    fn gone(&self, place: &Path) -> Fault {
+    fn gone(&self, place: &Location) -> Fault {
         let at = self.root.join(ELSEWHERE);
         Fault::data("the checkpoints of this run are not where it left them")
-            .at(place.display().to_string())
+            .at(place.to_string())
             .hint(format!(
                 "mount it, or name the place that they moved to with --checkpoints; without {} all steps are computed again",
                 at.display()
@@ -173,7 +174,7 @@ impl RunFolder {
     }
 
     /// Takes the folder for `spec`: begins a run in it, or goes on with the one that is there if it is the same.
-    pub fn open(&self, spec: &RunSpec, source: &Path, table: &KernelTable) -> Result<OpenRun> {
+    pub fn open(&self, spec: &RunSpec, source: &Location, table: &KernelTable) -> Result<OpenRun> {
         fs::create_dir_all(&self.root).map_err(|error| Fault::io("create", &self.root, &error))?;
         let lock = self.lock()?;
         let head = head(spec, table)?;
@@ -221,16 +222,21 @@ impl RunFolder {
         Ok(last.difference(&spec.curriculum).iter().map(ToString::to_string).collect())
     }
 
-    fn write_curriculum(&self, spec: &RunSpec, source: &Path) -> Result<()> {
+    fn write_curriculum(&self, spec: &RunSpec, source: &Location) -> Result<()> {
         let mut resolved = spec.curriculum.clone();
-        let folder = source.parent().unwrap_or(Path::new(""));
-        // A store in a bucket has one name everywhere.
+        let folder = source.folder();
         let added = resolved.amendments.iter_mut().filter_map(|one| one.store.as_mut());
         let named = resolved.stores.iter_mut().chain(added.map(|store| &mut store.path));
-        for store in named.filter(|store| !far::is_far(Path::new(store))) {
-            let path = folder.join(&*store);
-            let path = path.canonicalize().map_err(|error| Fault::io("resolve", &path, &error))?;
-            *store = path.to_string_lossy().into_owned();
+        for store in named {
+            *store = match storage::resolve(&folder, store)? {
+                Location::Local(path) => {
+                    let whole = path.canonicalize();
+                    let whole = whole.map_err(|error| Fault::io("resolve", &path, &error))?;
+                    whole.to_string_lossy().into_owned()
+                }
+                // It has one name everywhere.
+                object => object.to_string(),
+            };
         }
         if let Some(start) = &spec.start {
             let path = start.folder();

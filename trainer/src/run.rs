@@ -155,15 +155,15 @@ impl<'a> Opening<'a> {
         table: &'a KernelTable,
     ) -> Result<Self> {
         let folder = RunFolder::new(&exec.out);
-        let open = folder.open(spec, &opened.path, table)?;
+        let open = folder.open(spec, &opened.file, table)?;
         let events = Events::open(&folder.events())?;
         let recorded = open.ledger.last_step();
-        let checkpoints = folder.take_checkpoints(exec.checkpoints.as_deref(), recorded)?;
+        let checkpoints = folder.take_checkpoints(exec.checkpoints.as_ref(), recorded)?;
         let progress = Progress::new(spec.plan.steps(), exec.progress);
         checkpoints.clean()?;
         let beyond = checkpoints.steps()?.into_iter().filter(|step| *step > recorded).map(|step| {
             let what = format!("the ledger beside it ends with step {recorded}");
-            (step, Fault::data(what).at(checkpoints.path(step).display().to_string()))
+            (step, Fault::data(what).at(checkpoints.location(step).to_string()))
         });
         let beyond = beyond.collect();
         Ok(Opening { spec, exec, table, open, checkpoints, events, progress, beyond })
@@ -190,7 +190,7 @@ impl<'a> Opening<'a> {
         if let (None, Some((newest, fault)), false) = (&found.state, newest, self.exec.restart) {
             let all: Vec<String> = passed.iter().map(|(step, _)| format!("step-{step}")).collect();
             return Err(Fault::data(format!("none of this run's checkpoints can be used: {}", all.join(", ")))
-                .at(self.checkpoints.place().display().to_string())
+                .at(self.checkpoints.place().to_string())
                 .found(format!("step-{newest}: {}", fault.to_string().replace('\n', "\n  ")))
                 .hint(
                     "restore ledger.jsonl and the checkpoints from a copy; or give --restart: every step is computed again \

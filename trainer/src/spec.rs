@@ -1,7 +1,6 @@
 //! What is trained: everything that decides a bit, in one hashed value.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::Arc;
 
 use contract::{Digestible, Fault, Hasher, Identity, Result};
@@ -219,8 +218,16 @@ fn models(curriculum: &Curriculum, vocab: u32, start: Option<&Start>) -> Result<
 fn open_start(opened: &Opened, data: &Stores) -> Result<Option<Start>> {
     let Some(path) = &opened.curriculum.start else { return Ok(None) };
     let place = || opened.curriculum.place("start");
-    let folder = opened.path.parent().unwrap_or(Path::new("")).join(path);
-    let start = Start::open(&folder).map_err(|fault| fault.or_at(place))?;
+    let folder = storage::resolve(&opened.file.folder(), path);
+    let folder = folder.map_err(|fault| fault.or_at(place))?;
+    let folder = folder.local().ok_or_else(|| {
+        Fault::usage("a start is read from this machine")
+            .at(place())
+            .found(&folder)
+            .wanted("a folder that `ztrain import` made")
+            .hint("copy it here, and name the copy")
+    })?;
+    let start = Start::open(folder).map_err(|fault| fault.or_at(place))?;
     start.compare_tokenizer(&data.tokenizer()?, place)?;
     Ok(Some(start))
 }

@@ -41,7 +41,6 @@ enum Command {
 fn main() -> ExitCode {
     contract::fault::end_with_the_reader();
     trainer::refusal::speak_once();
-    storage::install();
     let cli = Cli::parse();
     let outcome = match cli.command {
         None => cmd::train::exec(cli.train),

@@ -13,7 +13,7 @@ use std::path::Path;
 
 use contract::{Fault, Result, note};
 use rayon::prelude::*;
-use store::far;
+use store::Location;
 use store::{FORMAT, Manifest, TokenizerRecord, disk, open};
 
 use self::commit::Committer;
@@ -77,7 +77,7 @@ pub(crate) fn build_while(
 pub fn build_from(
     corpus: &Corpus,
     store: &Path,
-    from: Option<&Path>,
+    from: Option<&Location>,
     options: Options,
     mut go_on: impl FnMut() -> Result<()>,
 ) -> Result<Outcome> {
@@ -86,7 +86,7 @@ pub fn build_from(
     disk::create_folder(store)?;
     let _lock = disk::lock(store)?;
     if store.join(open::MANIFEST).exists() {
-        let manifest = done(corpus, store, &head)?;
+        let manifest = done(corpus, &store.into(), &head)?;
         return Ok(Outcome::UpToDate(manifest));
     }
     if let (Some(why), Engine::Fastest, false) =
@@ -138,7 +138,7 @@ pub fn build_from(
 /// The corpus with its unchanged sources marked, if there is a store to take them from.
 fn take_over(
     corpus: &Corpus,
-    from: Option<&Path>,
+    from: Option<&Location>,
     (head, checkpoints): (&Head, &[Checkpoint]),
     scan: Option<&Scan>,
     options: Options,
@@ -184,24 +184,24 @@ fn scan(
     Scan::take_up(tools, corpus, store, how, go_on).map(Some)
 }
 
-/// The store that lies at `store`, which may be far, if it was built from this very request.
-pub fn built(corpus: &Corpus, store: &Path, engine: Engine) -> Result<Manifest> {
+/// The store that lies at `store`, if it was built from this very request.
+pub fn built(corpus: &Corpus, store: impl Into<Location>, engine: Engine) -> Result<Manifest> {
     let tokenizer = tokenizer(corpus, engine)?;
-    done(corpus, store, &head(corpus, &tokenizer)?)
+    done(corpus, &store.into(), &head(corpus, &tokenizer)?)
 }
 
 /// The tokenizer that a corpus names.
 pub(crate) fn tokenizer(corpus: &Corpus, engine: Engine) -> Result<Tokenizer> {
     let path = corpus.tokenizer.as_ref().ok_or_else(|| {
         Fault::usage("the corpus names no tokenizer")
-            .at(corpus.file.display().to_string())
+            .at(corpus.file.to_string())
             .wanted("tokenizer = \"tokenizer.json\"")
     })?;
-    if let Err(error) = far::size(path)
+    if let Err(error) = path.size()
         && error.kind() == std::io::ErrorKind::NotFound
     {
         return Err(Fault::data("there is no tokenizer at this path")
-            .at(path.display().to_string())
+            .at(path.to_string())
             .wanted(
                 "the path of a Hugging Face `tokenizer.json`; the name of a model is not enough",
             )
@@ -216,7 +216,7 @@ pub(crate) fn tokenizer(corpus: &Corpus, engine: Engine) -> Result<Tokenizer> {
 pub(crate) fn head(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Head> {
     let marker = |key: &str, token: &Option<String>| {
         let id = token.as_ref().map(|token| tokenizer.id_of(key, token)).transpose();
-        id.map_err(|fault| fault.or_at(|| corpus.file.display().to_string()))
+        id.map_err(|fault| fault.or_at(|| corpus.file.to_string()))
     };
     Ok(Head {
         versions: versions::identity(),
@@ -239,7 +239,7 @@ pub(crate) fn head(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Head> {
 }
 
 /// The store that is there, if it is what was asked for.
-fn done(corpus: &Corpus, store: &Path, head: &Head) -> Result<Manifest> {
+fn done(corpus: &Corpus, store: &Location, head: &Head) -> Result<Manifest> {
     let manifest = open::manifest(store)?;
     let sides = Sides { store, since: "this store was built" };
     sides.compare_heads(&request::head_of(&manifest, head), head)?;
@@ -247,7 +247,7 @@ fn done(corpus: &Corpus, store: &Path, head: &Head) -> Result<Manifest> {
         sides.compare_inputs(source, &old.inputs, true)?;
     }
     request::compare_dropped(corpus, &manifest, store)?;
-    open::finish(store)?;
+    store.local().map_or(Ok(()), open::finish)?;
     Ok(manifest)
 }
 
@@ -258,7 +258,7 @@ fn take_up(corpus: &Corpus, store: &Path, head: &Head) -> Result<(Journal, Vec<C
         return Ok((Journal::begin(store, head)?, Vec::new()));
     }
     let (journal, old, checkpoints) = Journal::resume(store)?;
-    let sides = Sides { store, since: "this build was begun" };
+    let sides = Sides { store: &store.into(), since: "this build was begun" };
     sides.compare_heads(&old, head)?;
     let pairs = [
         ("shard_tokens", old.shard_tokens.to_string(), head.shard_tokens.to_string()),
@@ -298,8 +298,7 @@ fn refuse_foreign(store: &Path) -> Result<()> {
 fn progress(corpus: &Corpus, checkpoints: &[Checkpoint], quiet: bool) -> Result<Progress> {
     let mut bytes = 0;
     for file in corpus.sources.iter().flat_map(|source| &source.files) {
-        let found = far::size(&file.path);
-        bytes += found.map_err(|error| Fault::io("read", &file.path, &error))?;
+        bytes += file.size()?;
     }
     let inputs = checkpoints.iter().flat_map(|checkpoint| &checkpoint.inputs);
     let before = inputs.map(|input| input.bytes).sum();

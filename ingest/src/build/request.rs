@@ -2,11 +2,9 @@
 //!
 //! Touching, moving or renaming an input is no difference: content is compared, never paths or dates.
 
-use std::path::Path;
-
 use contract::framed::quoted;
 use contract::{Digest, Fault, Framed, Hasher, Identity, Result};
-use store::{FORMAT, InputRecord, Manifest, SourceRecord, StreamRecord, TokenizerRecord};
+use store::{FORMAT, InputRecord, Location, Manifest, SourceRecord, StreamRecord, TokenizerRecord};
 
 use super::journal::Head;
 use crate::corpus::{Corpus, OnError, Source};
@@ -66,7 +64,7 @@ pub(crate) fn empty_manifest(head: &Head, token_bytes: u32) -> Manifest {
 /// What an old build and a new request are called in an error.
 pub(crate) struct Sides<'a> {
     /// The store's folder.
-    pub(crate) store: &'a Path,
+    pub(crate) store: &'a Location,
     /// "this store was built", "this build was begun".
     pub(crate) since: &'a str,
 }
@@ -74,7 +72,7 @@ pub(crate) struct Sides<'a> {
 impl Sides<'_> {
     fn key(&self, key: &str, old: impl ToString, new: impl ToString) -> Fault {
         Fault::usage(format!("`{key}` changed since {}", self.since))
-            .at(self.store.display().to_string())
+            .at(self.store.to_string())
             .found(new.to_string())
             .wanted(old.to_string())
             .hint("name another --out (--from this store takes over what did not change), or undo the change")
@@ -84,7 +82,7 @@ impl Sides<'_> {
     pub(crate) fn compare_heads(&self, old: &Head, new: &Head) -> Result<()> {
         if old.tokenizer.sha256 != new.tokenizer.sha256 {
             return Err(Fault::mismatch(format!("the tokenizer changed since {}", self.since))
-                .at(self.store.display().to_string())
+                .at(self.store.to_string())
                 .found(new.tokenizer.sha256)
                 .wanted(old.tokenizer.sha256)
                 .hint("name another --out, or restore the old tokenizer.json"));
@@ -123,7 +121,7 @@ impl Sides<'_> {
         old: &[InputRecord],
         whole: bool,
     ) -> Result<()> {
-        let place = || format!("{}: source {:?}", self.store.display(), source.name);
+        let place = || format!("{}: source {:?}", self.store, source.name);
         let refused = |what: String| {
             Fault::mismatch(format!("{what} since {}", self.since))
                 .at(place())
@@ -136,7 +134,7 @@ impl Sides<'_> {
                 .wanted(format!("{} files", old.len())));
         }
         for (file, old) in source.files.iter().zip(old) {
-            let (bytes, sha256) = store::far::content(&file.path)?;
+            let (bytes, sha256) = file.content()?;
             if (bytes, sha256) != (old.bytes, old.sha256) {
                 return Err(refused(format!("the input {:?} changed", file.shown))
                     .found(format!("{bytes} bytes, {sha256}"))
@@ -148,7 +146,11 @@ impl Sides<'_> {
 }
 
 /// Refuses to call a store with dropped records done if the corpus now says that a dropped record stops the build.
-pub(crate) fn compare_dropped(corpus: &Corpus, manifest: &Manifest, store: &Path) -> Result<()> {
+pub(crate) fn compare_dropped(
+    corpus: &Corpus,
+    manifest: &Manifest,
+    store: &Location,
+) -> Result<()> {
     if corpus.on_error == OnError::Skip {
         return Ok(());
     }
@@ -157,7 +159,7 @@ pub(crate) fn compare_dropped(corpus: &Corpus, manifest: &Manifest, store: &Path
             source.dropped.iter().find(|dropped| !always_counted(&dropped.reason))
         {
             return Err(Fault::usage("this store was built with on_error = \"skip\"")
-                .at(store.display().to_string())
+                .at(store.to_string())
                 .found(format!("{} of {:?}: {}", dropped.documents, source.name, dropped.reason))
                 .hint("set on_error = \"skip\", or mend the inputs and name another --out"));
         }

@@ -56,7 +56,7 @@ pub(super) fn cache_key(
 
 /// How a file is compressed, as its ending says.
 fn packed(file: &SourceFile) -> &'static str {
-    let ending = Path::new(&file.shown).extension().map(|ending| ending.to_ascii_lowercase());
+    let ending = Path::new(&file.path.name()).extension().map(|ending| ending.to_ascii_lowercase());
     match ending.as_deref().and_then(|ending| ending.to_str()) {
         Some("gz") => "gz",
         Some("zst") => "zst",

@@ -97,7 +97,7 @@ fn commit(
         tell(match entry {
             Entry::Item(Item::Dropped { reason, bytes, content, fault }) => {
                 let file = files.as_slice().first().ok_or_else(foreign)?;
-                let place = format!("{}{}", file.path.display(), fault.place().unwrap_or_default());
+                let place = format!("{}{}", file.path, fault.place().unwrap_or_default());
                 let dropped = Item::Dropped { reason, bytes, content, fault: fault.at(place) };
                 Step::Slab { items: vec![dropped], raw_bytes: 0 }
             }

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Identity, Result};
 use serde::{Deserialize, Serialize};
+use store::Location;
 use store::disk::{self, Lock};
-use store::far;
 
 use super::key::{self, Content};
 use super::result::TaskResult;
@@ -59,7 +59,7 @@ pub struct Plan {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Text {
     /// The corpus file.
-    pub(super) corpus: PathBuf,
+    pub(super) corpus: String,
     /// What no task may see changed.
     pub(super) head: Head,
     /// The files of each source, as shown.
@@ -71,10 +71,8 @@ pub(super) struct Text {
 /// Plans the build of `corpus` in the folder `work`, or takes it up there. Parts stay, whatever they were made for.
 pub fn plan(corpus: &Corpus, work: &Path, task_bytes: u64) -> Result<Plan> {
     let tokenizer = build::tokenizer(corpus, Engine::Fastest)?;
-    let file = fs::canonicalize(&corpus.file);
-    let file = file.map_err(|error| Fault::io("find", &corpus.file, &error))?;
     let text = Text {
-        corpus: file,
+        corpus: everywhere(&corpus.file)?,
         head: build::head(corpus, &tokenizer)?,
         files: corpus.sources.iter().map(shown).collect(),
         tasks: tasks(corpus, task_bytes)?,
@@ -93,6 +91,14 @@ pub fn plan(corpus: &Corpus, work: &Path, task_bytes: u64) -> Result<Plan> {
     Ok(plan)
 }
 
+/// The name of the corpus file that every machine knows it by.
+fn everywhere(file: &Location) -> Result<String> {
+    let Location::Local(path) = file else { return Ok(file.to_string()) };
+    let real = fs::canonicalize(path).map_err(|error| Fault::io("find", path, &error))?;
+    let name = real.into_os_string().into_string();
+    name.map_err(|_| Fault::usage("the path of this corpus file is not UTF-8").at(file.to_string()))
+}
+
 /// Holds a folder of parts against other builds until it is dropped, or the process dies.
 pub fn lock(work: &Path) -> Result<Lock> {
     disk::create_folder(work)?;
@@ -103,10 +109,7 @@ pub fn lock(work: &Path) -> Result<Lock> {
 fn tasks(corpus: &Corpus, task_bytes: u64) -> Result<Vec<(usize, Range<usize>)>> {
     let mut sizes: Vec<Vec<u64>> = Vec::new();
     for source in &corpus.sources {
-        let size = |file: &SourceFile| {
-            far::size(&file.path).map_err(|error| Fault::io("read", &file.path, &error))
-        };
-        sizes.push(source.files.iter().map(size).collect::<Result<_>>()?);
+        sizes.push(source.files.iter().map(SourceFile::size).collect::<Result<_>>()?);
     }
     let mut bytes = task_bytes.max(1);
     loop {
@@ -158,12 +161,12 @@ impl Plan {
         let text: Text = serde_json::from_slice(&bytes).map_err(|error| {
             Fault::data("this is no plan of a build").at(path.display().to_string()).found(error)
         })?;
-        let corpus = Corpus::read(&text.corpus)?;
+        let corpus = Corpus::read(storage::locate(&text.corpus)?)?;
         let tokenizer = build::tokenizer(&corpus, Engine::Fastest)?;
         let found: Vec<Vec<String>> = corpus.sources.iter().map(shown).collect();
         if found != text.files || build::head(&corpus, &tokenizer)? != text.head {
             return Err(Fault::mismatch("the corpus changed since this build was planned")
-                .at(text.corpus.display().to_string())
+                .at(text.corpus)
                 .hint("undo the change, or plan again: what did not change is not done again"));
         }
         let digest = Digest::of_bytes(&bytes);

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use contract::{Digest, Fault, Identity, Result};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
-use store::{disk, far};
+use store::{Location, disk};
 
 use super::key::Content;
 use super::plan::{Plan, Stage};
@@ -35,14 +35,12 @@ pub(super) struct Input {
     pub(super) bytes: u64,
     pub(super) sha256: Identity,
     /// Size, inode and time of the last change when its content was taken. Where these differ, a build that goes on
-    /// looks at the content again; they decide nothing else. None of a file that lies far.
+    /// looks at the content again; they decide nothing else. An object has none.
     stamp: Option<(u64, u64, i64, i64)>,
 }
 
-fn stamp(path: &Path) -> Result<Option<(u64, u64, i64, i64)>> {
-    if far::is_far(path) {
-        return Ok(None);
-    }
+fn stamp(file: &Location) -> Result<Option<(u64, u64, i64, i64)>> {
+    let Location::Local(path) = file else { return Ok(None) };
     let meta = fs::metadata(path).map_err(|error| Fault::io("read", path, &error))?;
     Ok(Some((meta.len(), meta.ino(), meta.ctime(), meta.ctime_nsec())))
 }
@@ -51,7 +49,7 @@ fn stamp(path: &Path) -> Result<Option<(u64, u64, i64, i64)>> {
 pub(super) fn inputs(files: &[SourceFile]) -> Result<Vec<Input>> {
     let input = |file: &SourceFile| {
         let stamp = stamp(&file.path)?;
-        let (bytes, sha256) = store::far::content(&file.path)?;
+        let (bytes, sha256) = file.content()?;
         Ok(Input { bytes, sha256, stamp })
     };
     files.par_iter().map(input).collect()

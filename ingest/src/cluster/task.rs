@@ -125,7 +125,7 @@ impl<'a> Runner<'a> {
         let plan = self.plan;
         let wanted = Wanted::default();
         let list = match plan.is_scanned(task) {
-            true => List::read_file(&plan.list(task))?,
+            true => List::read_file(plan.list(task))?,
             false => List::default(),
         };
         let prepared = Prepared::with(only, &self.tools, vec![list]);
@@ -247,7 +247,7 @@ impl Taking<'_> {
             Item::Dropped { reason, bytes, content, fault } => {
                 let file = &self.only.sources[0].files[self.file];
                 // The part may be found again by a corpus that calls the file otherwise.
-                let path = file.path.display().to_string();
+                let path = file.path.to_string();
                 let place = fault.place().and_then(|place| {
                     place.strip_prefix(&path).or_else(|| place.strip_prefix(&file.shown))
                 });

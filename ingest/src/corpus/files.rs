@@ -10,7 +10,7 @@ use std::path::{Component, Path, PathBuf};
 use contract::settings::{self, Spanned};
 use contract::{Fault, Result};
 use globset::{GlobBuilder, GlobMatcher};
-use store::{far, regular};
+use store::{Location, regular};
 
 /// A glob, and where the corpus file says it.
 #[derive(Clone, Debug)]
@@ -30,7 +30,7 @@ impl Pattern {
 #[derive(Clone, Debug)]
 pub(super) struct Found {
     /// Where it lies.
-    pub(super) path: PathBuf,
+    pub(super) path: Location,
     /// Its path from the folder, with `/` between parts.
     pub(super) shown: String,
     /// Where the pattern stands.
@@ -39,29 +39,18 @@ pub(super) struct Found {
 
 /// The files that `patterns` name from `folder`, sorted by their path from there. A pattern that names nothing and a file
 /// that is named twice are errors.
-pub(super) fn find(folder: &Path, patterns: &[Pattern]) -> Result<Vec<Found>> {
+pub(super) fn find(folder: &Location, patterns: &[Pattern]) -> Result<Vec<Found>> {
     let mut found: BTreeMap<String, Found> = BTreeMap::new();
-    let mut seen: BTreeMap<PathBuf, String> = BTreeMap::new();
-    for Pattern { glob: pattern, place } in patterns {
-        let far = far::is_far(Path::new(pattern));
-        let mut names = Vec::new();
-        if far {
-            names = storage::find(pattern, place)?;
-            let fixed = Walk::new(pattern, place)?;
-            names.retain(|name| !fixed.passes_over(name));
-        } else {
-            Walk::new(pattern, place)?.run(folder, &mut names)?;
-        }
-        if names.is_empty() {
-            return Err(Fault::data(format!("no file is named by {pattern:?}"))
-                .at(place.clone())
-                .found(format!("nothing in {}", shown_folder(folder)))
-                .hint("globs start at the folder of the corpus file"));
-        }
-        for shown in names {
-            let path = if far { PathBuf::from(&shown) } else { folder.join(&shown) };
-            let real = if far { Ok(path.clone()) } else { fs::canonicalize(&path) };
-            let real = real.map_err(|error| Fault::io("find", &path, &error))?;
+    let mut seen: BTreeMap<Location, String> = BTreeMap::new();
+    for pattern in patterns {
+        let place = &pattern.place;
+        for (shown, path) in named(folder, pattern)? {
+            let real = match &path {
+                Location::Local(path) => Location::Local(
+                    fs::canonicalize(path).map_err(|error| Fault::io("find", path, &error))?,
+                ),
+                Location::Object(_) => path.clone(),
+            };
             if let Some(before) = seen.insert(real, shown.clone()) {
                 return Err(Fault::usage(format!("the file {shown:?} is named twice"))
                     .at(place.clone())
@@ -74,9 +63,44 @@ pub(super) fn find(folder: &Path, patterns: &[Pattern]) -> Result<Vec<Found>> {
     Ok(found.into_values().collect())
 }
 
-fn shown_folder(folder: &Path) -> String {
-    if folder.as_os_str().is_empty() { ".".to_owned() } else { folder.display().to_string() }
+/// The files that a pattern names, each as it is shown and where it lies.
+fn named(folder: &Location, pattern: &Pattern) -> Result<Vec<(String, Location)>> {
+    let Pattern { glob, place } = pattern;
+    let (names, hint): (Vec<_>, _) =
+        match storage::locate(glob).map_err(|it| it.at(place.clone()))? {
+            Location::Object(object) => {
+                let bucket = storage::bucket(object.address().bucket());
+                let names = Walk::new(object.address().key(), place)?.remote(&bucket)?;
+                let whole = |name: String| (bucket.join(&name).to_string(), bucket.join(&name));
+                (names.into_iter().map(whole).collect(), REMOTE_HINT)
+            }
+            Location::Local(path) => match folder {
+                Location::Object(_) if !path.has_root() => {
+                    let beside = |name: String| Ok((name.clone(), folder.resolve(&name)?));
+                    let names = Walk::new(glob, place)?.remote(folder)?.into_iter();
+                    (names.map(beside).collect::<Result<_>>()?, REMOTE_HINT)
+                }
+                _ => {
+                    let folder = folder.local().unwrap_or(Path::new(""));
+                    let names = Walk::new(glob, place)?.local(folder)?.into_iter();
+                    let beside = |name: String| (name.clone(), Location::Local(folder.join(name)));
+                    (names.map(beside).collect(), "globs start at the folder of the corpus file")
+                }
+            },
+        };
+    if names.is_empty() {
+        let folder = folder.to_string();
+        return Err(Fault::data(format!("no file is named by {glob:?}"))
+            .at(place.clone())
+            .found(format!("nothing in {}", if folder.is_empty() { "." } else { &folder }))
+            .hint(hint));
+    }
+    Ok(names)
 }
+
+/// What to look at where a bucket is not what it should be.
+const REMOTE_HINT: &str =
+    "check the bucket's name, AWS_ENDPOINT_URL and the credentials in the environment";
 
 struct Walk {
     /// The parts before the first that holds a wildcard.
@@ -120,6 +144,32 @@ impl Walk {
     fn passes_over(&self, name: &str) -> bool {
         let fixed = self.fixed.components().count();
         !self.hidden && name.split('/').filter(|part| !part.is_empty()).skip(fixed).any(is_hidden)
+    }
+
+    /// The files below a folder in object storage, by their names from there.
+    fn remote(&self, folder: &Location) -> Result<Vec<String>> {
+        let fixed = shown(&self.fixed);
+        let at = |fault: Fault| fault.hint(format!("write another pattern at {}", self.place));
+        let base =
+            if fixed.is_empty() { folder.clone() } else { folder.resolve(&fixed).map_err(at)? };
+        if self.depth == 0 {
+            return Ok(base.is_file()?.then_some(fixed).into_iter().collect());
+        }
+        let Location::Object(object) = &base else { return Ok(Vec::new()) };
+        let below = object.list().map_err(|error| {
+            base.fault("list", &error).at(format!("{}: {base}", self.place)).hint(REMOTE_HINT)
+        })?;
+        let whole = |name| if fixed.is_empty() { name } else { format!("{fixed}/{name}") };
+        let mut names: Vec<String> = below.into_iter().map(whole).collect();
+        names.retain(|name| self.matcher.is_match(name) && !self.passes_over(name));
+        Ok(names)
+    }
+
+    /// The files below a folder of this machine, by their names from there.
+    fn local(&self, folder: &Path) -> Result<Vec<String>> {
+        let mut names = Vec::new();
+        self.run(folder, &mut names)?;
+        Ok(names)
     }
 
     fn run(&self, folder: &Path, names: &mut Vec<String>) -> Result<()> {
@@ -259,7 +309,7 @@ mod tests {
 
     fn found(folder: &Path, pattern: &str) -> Result<Vec<String>> {
         let patterns = [Pattern { glob: pattern.into(), place: "corpus.toml:3:1".into() }];
-        Ok(find(folder, &patterns)?.into_iter().map(|found| found.shown).collect())
+        Ok(find(&folder.into(), &patterns)?.into_iter().map(|found| found.shown).collect())
     }
 
     fn folder() -> tempfile::TempDir {

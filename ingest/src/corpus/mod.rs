@@ -11,12 +11,10 @@ mod parse;
 mod resolve;
 mod steps;
 
-use std::path::{Path, PathBuf};
-
 use contract::settings::File;
-use contract::{Fault, Ratio, Result};
+use contract::{Identity, Ratio, Result};
 use serde::Deserialize;
-use store::regular;
+use store::Location;
 
 pub(crate) use parse::check_name;
 pub use parse::{MAX_DOCUMENT_BYTES, SHARD_TOKENS, Spec};
@@ -42,9 +40,9 @@ pub enum OnError {
 #[derive(Clone, Debug)]
 pub struct Corpus {
     /// The corpus file.
-    pub file: PathBuf,
+    pub file: Location,
     /// The tokenizer; training one needs none.
-    pub tokenizer: Option<PathBuf>,
+    pub tokenizer: Option<Location>,
     /// Tokens in a unit.
     pub unit: u64,
     /// The share of documents that are held out.
@@ -82,7 +80,7 @@ pub struct Source {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceFile {
     /// Where it lies.
-    pub path: PathBuf,
+    pub path: Location,
     /// Its path from the corpus file's folder, for people.
     pub shown: String,
     /// How it holds documents.
@@ -91,8 +89,21 @@ pub struct SourceFile {
 
 impl Corpus {
     /// Reads a corpus file and finds its inputs.
-    pub fn read(path: &Path) -> Result<Corpus> {
-        let bytes = regular::read(path).map_err(|error| Fault::io("read", path, &error))?;
-        Spec::parse(&File::from_bytes(path.display().to_string(), bytes)?)?.resolve(path)
+    pub fn read(file: impl Into<Location>) -> Result<Corpus> {
+        let file = file.into();
+        let bytes = file.read().map_err(|error| file.fault("read", &error))?;
+        Spec::parse(&File::from_bytes(file.to_string(), bytes)?)?.resolve(file)
+    }
+}
+
+impl SourceFile {
+    /// Its size.
+    pub(crate) fn size(&self) -> Result<u64> {
+        self.path.size().map_err(|error| self.path.fault("read", &error))
+    }
+
+    /// Its size and the SHA-256 of its bytes.
+    pub(crate) fn content(&self) -> Result<(u64, Identity)> {
+        self.path.content()
     }
 }

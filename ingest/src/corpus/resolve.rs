@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use contract::{Fault, Result};
+use store::Location;
 
 use super::parse::{SourceSpec, Spec};
 use super::steps::StepSpec;
@@ -12,13 +13,13 @@ use crate::recipe::{Recipe, Step};
 use crate::source::Format;
 
 impl Spec {
-    /// Finds the inputs; paths start at the folder of the corpus file `path`.
-    pub fn resolve(self, path: &Path) -> Result<Corpus> {
-        let folder = path.parent().unwrap_or(Path::new(""));
-        let sources = self.sources.into_iter().map(|source| resolved(source, folder));
+    /// Finds the inputs; paths start at the folder of the corpus file `file`.
+    pub fn resolve(self, file: Location) -> Result<Corpus> {
+        let folder = file.folder();
+        let sources = self.sources.into_iter().map(|source| resolved(source, &folder));
+        let tokenizer = self.tokenizer.map(|name| storage::resolve(&folder, &name));
         Ok(Corpus {
-            file: path.to_owned(),
-            tokenizer: self.tokenizer.map(|name| store::far::placed(folder, &name)),
+            tokenizer: tokenizer.transpose().map_err(|fault| fault.or_at(|| file.to_string()))?,
             unit: self.unit,
             validation: self.validation,
             begin: self.begin,
@@ -27,14 +28,15 @@ impl Spec {
             max_document_bytes: self.max_document_bytes,
             on_error: self.on_error,
             sources: sources.collect::<Result<_>>()?,
+            file,
         })
     }
 }
 
-fn resolved(spec: SourceSpec, folder: &Path) -> Result<Source> {
+fn resolved(spec: SourceSpec, folder: &Location) -> Result<Source> {
     let mut files = Vec::new();
     for found in files::find(folder, &spec.files)? {
-        let format = spec.format.or_else(|| Format::guess(Path::new(&found.shown)));
+        let format = spec.format.or_else(|| Format::guess(Path::new(&found.path.name())));
         let format = format.ok_or_else(|| unknown_ending(&found))?;
         files.push(SourceFile { path: found.path, shown: found.shown, format });
     }
@@ -51,7 +53,7 @@ fn resolved(spec: SourceSpec, folder: &Path) -> Result<Source> {
 }
 
 /// A step with the files that it compares documents with.
-fn identified(step: StepSpec, folder: &Path) -> Result<Step> {
+fn identified(step: StepSpec, folder: &Location) -> Result<Step> {
     let (rules, sets) = match step {
         StepSpec::Whole(step) => return Ok(step),
         StepSpec::Decontaminate(rules, sets) => (rules, sets),

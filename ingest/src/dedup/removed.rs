@@ -14,6 +14,7 @@ use std::path::Path;
 
 use contract::{Fault, Result};
 use serde::{Deserialize, Serialize};
+use store::Location;
 
 use super::repeats::{self, Span};
 use crate::source::Document;
@@ -116,14 +117,14 @@ pub(crate) struct List {
 
 impl List {
     /// Reads the list of a source.
-    pub(crate) fn read(store: &Path, source: &str) -> Result<Self> {
-        List::read_file(&store.join(source).join(FILE))
+    pub(crate) fn read(store: impl Into<Location>, source: &str) -> Result<Self> {
+        List::read_file(store.into().join(source).join(FILE))
     }
 
     /// Reads a list, or the part of one that [`cut`] made.
-    pub(crate) fn read_file(path: &Path) -> Result<Self> {
+    pub(crate) fn read_file(path: impl Into<Location>) -> Result<Self> {
         let mut list = List::default();
-        each(path, |line| {
+        each(&path.into(), |line| {
             if !line.spans.is_empty() {
                 let at = address(line.group, line.row);
                 list.spans.extend(at.map(|at| ((line.file, at), line.spans)));
@@ -166,7 +167,7 @@ impl List {
 pub(crate) type Firsts = BTreeMap<(usize, Option<u32>, u64), Kept>;
 
 /// The documents that duplicates were removed for.
-pub(crate) fn kept(store: &Path, source: &str) -> Result<Firsts> {
+pub(crate) fn kept(store: &Location, source: &str) -> Result<Firsts> {
     let mut found = BTreeMap::new();
     each(&store.join(source).join(FILE), |line| {
         if let Some(kept) = line.kept {
@@ -181,7 +182,7 @@ pub(crate) fn kept(store: &Path, source: &str) -> Result<Firsts> {
 /// not say which document was kept: nothing that is encoded depends on it.
 pub(crate) fn cut(path: &Path, ranges: &[Range<usize>]) -> Result<Vec<Vec<u8>>> {
     let mut cut: Vec<Writer> = ranges.iter().map(|_| Writer::new()).collect::<Result<_>>()?;
-    each(path, |line| {
+    each(&path.into(), |line| {
         let number = ranges.partition_point(|range| range.end <= line.file);
         let (Some(range), Some(writer)) = (ranges.get(number), cut.get_mut(number)) else {
             return Err(Fault::bug("a list names a file that is not there"));
@@ -191,13 +192,13 @@ pub(crate) fn cut(path: &Path, ranges: &[Range<usize>]) -> Result<Vec<Vec<u8>>> 
     cut.into_iter().map(Writer::finish).collect()
 }
 
-fn each(path: &Path, mut take: impl FnMut(Line) -> Result<()>) -> Result<()> {
+fn each(path: &Location, mut take: impl FnMut(Line) -> Result<()>) -> Result<()> {
     let damaged = |why: String| {
         Fault::data(format!("the list of removed documents is damaged: {why}"))
-            .at(path.display().to_string())
+            .at(path.to_string())
             .hint("delete the store's folder and build it again")
     };
-    let file = store::far::open(path).map_err(|error| Fault::io("read", path, &error))?;
+    let file = path.open().map_err(|error| path.fault("read", &error))?;
     let decoder = zstd::Decoder::new(file).map_err(|error| damaged(error.to_string()))?;
     for line in BufReader::new(decoder).lines() {
         let line = line.map_err(|error| damaged(error.to_string()))?;

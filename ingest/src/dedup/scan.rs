@@ -15,14 +15,13 @@ use std::path::Path;
 
 use contract::{Fault, Identity, Result, note};
 use serde::{Deserialize, Serialize};
-use store::far;
 use store::{FileRecord, SourceRecord, disk, open};
 
 use self::table::Table;
 use super::matches;
 use super::observe::{Observed, Observer};
 use super::tools::Tools;
-use crate::corpus::Corpus;
+use crate::corpus::{Corpus, SourceFile};
 use crate::parallel::{self, Map};
 use crate::progress::{Measure, Progress};
 use crate::walk::{Part, Walk, place};
@@ -190,8 +189,7 @@ impl<'a> Gathered<'a> {
 fn bytes_to_read(corpus: &Corpus) -> Result<u64> {
     let scanned = corpus.sources.iter().filter(|source| source.recipe.scanned() > 0);
     let files = scanned.flat_map(|source| &source.files);
-    let length = |path: &Path| far::size(path).map_err(|error| Fault::io("read", path, &error));
-    files.map(|file| length(&file.path)).sum()
+    files.map(SourceFile::size).sum()
 }
 
 /// What the workers hand on.

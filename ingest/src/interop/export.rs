@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use storage::staging::Staging;
 use store::disk::write_whole;
 use store::write::ROW_GROUP_DOCUMENTS;
-use store::{DocumentRecord, FileRecord, SourceRecord, Split, Store, StreamReader, open};
+use store::{DocumentRecord, FileRecord, Location, SourceRecord, Split, Store, StreamReader, open};
 
 use super::{Peer, Writer, datatrove, mds, megatron, olmo};
 use crate::progress::{Measure, Progress};
@@ -26,7 +26,7 @@ const READ_TOKENS: u64 = 1 << 20;
 #[derive(Clone, Debug)]
 pub struct Export {
     /// The store.
-    pub store: PathBuf,
+    pub store: Location,
     /// The folder to make.
     pub out: PathBuf,
     /// Whose files.
@@ -132,8 +132,8 @@ fn chosen<'a>(
     if let Some(name) = &request.source
         && store.manifest().source(name).is_none()
     {
-        let refused = Fault::usage(format!("the store has no source {name:?}"))
-            .at(request.store.display().to_string());
+        let refused =
+            Fault::usage(format!("the store has no source {name:?}")).at(request.store.to_string());
         let names = || sources.iter().map(|source| source.name.as_str());
         return Err(match fault::nearest(name, names()) {
             Some(near) => refused.hint(format!("did you mean {near:?}?")),
@@ -152,7 +152,7 @@ fn chosen<'a>(
     }
     if chosen.is_empty() {
         return Err(Fault::usage("there is nothing to export")
-            .at(request.store.display().to_string())
+            .at(request.store.to_string())
             .hint("see `zdata inspect` for what the store holds"));
     }
     Ok(chosen)

@@ -10,7 +10,8 @@ use contract::framed::quoted;
 use contract::{Digest, Fault, Hasher, Identity, Ratio, Result};
 use storage::staging::Staging;
 use store::{
-    DocumentRecord, FORMAT, InputRecord, Manifest, SourceRecord, Split, TokenizerRecord, disk, open,
+    DocumentRecord, FORMAT, InputRecord, Location, Manifest, SourceRecord, Split, TokenizerRecord,
+    disk, open,
 };
 
 use super::fill::Filling;
@@ -42,7 +43,7 @@ pub struct Import {
     /// Whose files they are.
     pub peer: Peer,
     /// The tokenizer that made the tokens.
-    pub tokenizer: PathBuf,
+    pub tokenizer: Location,
     /// The files, in order.
     pub parts: Vec<Part>,
     /// The width of a token, where no header says it.

@@ -66,7 +66,7 @@ impl Bench {
         Import {
             store: self.path(store),
             peer,
-            tokenizer: self.path("tokenizer.json"),
+            tokenizer: self.path("tokenizer.json").into(),
             parts: parts.iter().map(part).collect(),
             width: None,
             begin: None,
@@ -81,7 +81,7 @@ impl Bench {
 
     fn export(&self, peer: Peer, store: &str, out: &str) -> Export {
         let (store, out) = (self.path(store), self.path(out));
-        Export { store, out, peer, source: None, split: None, quiet: true }
+        Export { store: store.into(), out, peer, source: None, split: None, quiet: true }
     }
 
     /// Where an export's stream lies, as import takes it.

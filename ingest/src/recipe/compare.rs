@@ -149,7 +149,7 @@ impl Decontaminate {
     /// The step with its files, which are identified.
     pub(crate) fn new(rules: Rules, files: Vec<SourceFile>) -> Result<Self> {
         let identified = |file: SourceFile| {
-            let (_, identity) = store::far::content(&file.path)?;
+            let (_, identity) = file.content()?;
             Ok((file, identity))
         };
         Ok(Decontaminate {

@@ -19,10 +19,11 @@ mod text;
 
 use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
 
 use contract::{Fault, Field, Framed, Identity, Result};
 use serde::Deserialize;
-use store::far;
+use store::Location;
 
 use crate::disk::{Disk, Real};
 
@@ -178,6 +179,8 @@ enum Records {
     Rows(columns::Rows),
     Whole(text::Whole),
     Objects(records::Rows),
+    /// Those of a copy, which are told of by the name of the object.
+    Copied(Box<Slab>, Arc<Names>),
 }
 
 impl Slab {
@@ -189,6 +192,10 @@ impl Slab {
             Records::Rows(rows) => rows.parse(fields),
             Records::Whole(whole) => Ok(vec![whole.parse()]),
             Records::Objects(rows) => Ok(rows.parse(fields)),
+            Records::Copied(slab, names) => {
+                let parsed = slab.parse(fields).map_err(|fault| names.told(fault))?;
+                Ok(parsed.into_iter().map(|parsed| names.parsed(parsed)).collect())
+            }
         }
     }
 }
@@ -244,12 +251,67 @@ pub(crate) fn place(file: &str, group: Option<u32>, row: u64) -> String {
 /// The fields are those that its slabs will be parsed for: a columnar reader leaves the others unread, and refuses at
 /// once a file that lacks them.
 pub fn open(
-    path: &Path,
+    file: impl Into<Location>,
     format: Format,
     fields: &Fields,
     limits: &Limits,
 ) -> Result<Box<dyn Input>> {
-    open_on(&Real, path, format, fields, limits)
+    let file = file.into();
+    // A reader keeps its handles, so that a copy of an object is needed only until they are open.
+    let local = file.fetch().map_err(|error| file.fault("open", &error))?;
+    let opened = open_on(&Real, local.path(), format, fields, limits);
+    if !file.is_remote() {
+        return opened;
+    }
+    let copy = local.path().display().to_string();
+    let names = Arc::new(Names { copy, object: file.to_string() });
+    let input = opened.map_err(|fault| names.told(fault))?;
+    Ok(Box::new(Copied { input, names }))
+}
+
+/// An object that is read from its copy on this machine: errors name the object.
+struct Copied {
+    input: Box<dyn Input>,
+    names: Arc<Names>,
+}
+
+/// What a copy is called, and what it is a copy of.
+struct Names {
+    copy: String,
+    object: String,
+}
+
+impl Names {
+    fn told(&self, fault: Fault) -> Fault {
+        match fault.place().and_then(|place| place.strip_prefix(&self.copy)) {
+            Some(within) => {
+                let place = format!("{}{within}", self.object);
+                fault.at(place)
+            }
+            None => fault,
+        }
+    }
+
+    fn parsed(&self, parsed: Parsed) -> Parsed {
+        match parsed {
+            Parsed::Dropped { reason, bytes, fault } => {
+                Parsed::Dropped { reason, bytes, fault: self.told(fault) }
+            }
+            document => document,
+        }
+    }
+}
+
+impl Input for Copied {
+    fn next_slab(&mut self) -> Result<Option<Slab>> {
+        let slab = self.input.next_slab().map_err(|fault| self.names.told(fault))?;
+        let named = |slab| Slab(Records::Copied(Box::new(slab), Arc::clone(&self.names)));
+        Ok(slab.map(named))
+    }
+
+    fn content(&self) -> (u64, Identity) {
+        self.input.content()
+    }
 }
 
 fn open_on(
@@ -259,9 +321,6 @@ fn open_on(
     fields: &Fields,
     limits: &Limits,
 ) -> Result<Box<dyn Input>> {
-    // A reader keeps its handles, so that a far file's copy is needed only until they are open.
-    let near = far::near(path).map_err(|error| Fault::io("open", path, &error))?;
-    let path = near.path();
     Ok(match format {
         Format::JsonLines => Box::new(jsonl::Reader::open(disk, path, *limits)?),
         Format::Parquet if fields.is_record() => {

@@ -6,14 +6,20 @@ use std::path::{Path, PathBuf};
 
 use contract::{Class, Fault, Result};
 use proptest::prelude::*;
-use store::Manifest;
+use store::{Location, Manifest};
 
 use crate::build::{Outcome, build_from};
 use crate::corpus::Corpus;
 use crate::testing::{Workbench, json_lines, options, tree};
 
 fn build(corpus: &Path, store: &Path, from: Option<&Path>) -> Result<Manifest> {
-    match build_from(&Corpus::read(corpus).unwrap(), store, from, options(2), || Ok(()))? {
+    match build_from(
+        &Corpus::read(corpus).unwrap(),
+        store,
+        from.map(Location::from).as_ref(),
+        options(2),
+        || Ok(()),
+    )? {
         Outcome::Built { manifest, .. } => Ok(manifest),
         Outcome::UpToDate(_) => panic!("there was a store already"),
     }
@@ -129,7 +135,7 @@ proptest! {
         build(&path, &whole, None).unwrap();
         let request = Corpus::read(&path).unwrap();
         let mut left = kill;
-        let outcome = build_from(&request, &killed, Some(&old), options(1), || {
+        let outcome = build_from(&request, &killed, Some(&Location::from(&old)), options(1), || {
             left = left.saturating_sub(1);
             if left == 0 { Err(Fault::machine("killed")) } else { Ok(()) }
         });

@@ -2,12 +2,12 @@
 //!
 //! Invariant: which of the two encodes decides speed, never an id: a build stops where they differ.
 
-use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use contract::guard::quietly;
 use contract::{Fault, Identity, Result, fault};
 use serde_json::Value;
+use store::Location;
 
 use super::fast::Fast;
 
@@ -39,9 +39,10 @@ pub struct Tokenizer {
 
 impl Tokenizer {
     /// Reads a `tokenizer.json`.
-    pub fn read(path: &Path, engine: Engine) -> Result<Self> {
-        let bytes = store::far::read(path).map_err(|error| Fault::io("read", path, &error))?;
-        Tokenizer::new(bytes, engine).map_err(|fault| fault.or_at(|| path.display().to_string()))
+    pub fn read(file: impl Into<Location>, engine: Engine) -> Result<Self> {
+        let file = file.into();
+        let bytes = file.read().map_err(|error| file.fault("read", &error))?;
+        Tokenizer::new(bytes, engine).map_err(|fault| fault.or_at(|| file.to_string()))
     }
 
     /// Reads the bytes of a `tokenizer.json`.

@@ -11,11 +11,9 @@ mod file;
 mod merge;
 mod words;
 
-use std::path::PathBuf;
-
 use contract::{Digest, Fault, Key, Purpose, Ratio, Result, draw};
 
-use crate::corpus::Corpus;
+use crate::corpus::{Corpus, SourceFile};
 use crate::progress::{Measure, Progress};
 
 /// The expression that cuts text into words; the same characters as in `fastokens`, which recognises it by them.
@@ -76,7 +74,7 @@ pub fn train(corpus: &Corpus, request: &Request, options: Options) -> Result<Tra
     let counted = words::count(corpus, request.sample, options.workers, &mut progress)?;
     if counted.words.is_empty() {
         return Err(Fault::data("the corpus has no documents to train a tokenizer on")
-            .at(corpus.file.display().to_string())
+            .at(corpus.file.to_string())
             .found(format!("{} records that are none", counted.dropped))
             .hint("check `files` and `text` in the corpus file, and --sample"));
     }
@@ -116,9 +114,7 @@ fn check_special(special: &[String]) -> Result<()> {
 
 fn input_bytes(corpus: &Corpus) -> Result<u64> {
     let files = corpus.sources.iter().flat_map(|source| &source.files);
-    let length =
-        |path: &PathBuf| store::far::size(path).map_err(|error| Fault::io("read", path, &error));
-    files.map(|file| length(&file.path)).sum()
+    files.map(SourceFile::size).sum()
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use contract::Digest;
-use store::far::Near;
+use store::location::LocalFile;
 use tempfile::NamedTempFile;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -71,9 +71,9 @@ impl Copy {
     }
 }
 
-impl From<Copy> for Near {
+impl From<Copy> for LocalFile {
     fn from(Copy { path, file }: Copy) -> Self {
-        Near::copy(path, file)
+        LocalFile::copy(path, file)
     }
 }
 

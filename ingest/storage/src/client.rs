@@ -15,7 +15,7 @@ use object_store::{
     BackoffConfig, ClientOptions, GetOptions, ObjectStore, ObjectStoreExt as _, PutMode,
     PutOptions, PutPayload, RetryConfig, WriteMultipart,
 };
-use store::far;
+use store::location::Address;
 use tokio::runtime::Runtime;
 
 /// How often a request is made in all, beyond what the library repeats by itself.
@@ -27,32 +27,10 @@ const TIMEOUT_SECONDS: u64 = 60;
 /// What is compared at a time.
 const COMPARED_BYTES: u64 = 16 << 20;
 
-/// Where an object lies.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Place {
-    pub(super) bucket: String,
-    pub(super) key: String,
-}
-
-impl Place {
-    pub(super) fn of(path: &Path) -> Result<Self> {
-        let text = path.to_str().and_then(|text| text.strip_prefix(far::SCHEME));
-        match text.and_then(|text| text.split_once('/')) {
-            Some((bucket, key)) if !bucket.is_empty() && !key.trim_matches('/').is_empty() => {
-                Ok(Place { bucket: bucket.to_owned(), key: key.trim_matches('/').to_owned() })
-            }
-            _ => Err(Error::new(ErrorKind::InvalidInput, "it is not of the form s3://bucket/key")),
-        }
-    }
-
-    pub(super) fn url(&self) -> String {
-        format!("{}{}/{}", far::SCHEME, self.bucket, self.key)
-    }
-
-    fn object(&self) -> Result<Key> {
-        Key::parse(&self.key)
-            .map_err(|error| Error::new(ErrorKind::InvalidInput, error.to_string()))
-    }
+/// The library's name of an object.
+fn key_of(address: &Address) -> Result<Key> {
+    Key::parse(address.key())
+        .map_err(|error| Error::new(ErrorKind::InvalidInput, error.to_string()))
 }
 
 /// What is known of an object.
@@ -76,7 +54,7 @@ pub(super) enum Put {
 /// One way to all buckets that the environment gives access to.
 pub(super) struct Client {
     buckets: Mutex<BTreeMap<String, Arc<AmazonS3>>>,
-    known: Mutex<BTreeMap<Place, About>>,
+    known: Mutex<BTreeMap<Address, About>>,
 }
 
 /// The runtime that requests run on. Threads that wait for an answer are the caller's.
@@ -103,6 +81,10 @@ fn plain(error: object_store::Error) -> Error {
         object_store::Error::PermissionDenied { .. }
         | object_store::Error::Unauthenticated { .. } => ErrorKind::PermissionDenied,
         object_store::Error::InvalidPath { .. } => ErrorKind::InvalidInput,
+        // The library has no kind for it, and asking again makes no bucket.
+        error if error.to_string().contains("<Code>NoSuchBucket</Code>") => {
+            return Error::new(ErrorKind::NotFound, "the bucket does not exist");
+        }
         _ => ErrorKind::Other,
     };
     Error::new(kind, error.to_string())
@@ -146,10 +128,10 @@ impl Client {
     /// Asks until there is an answer that asking again would not change.
     fn ask<T, F: Future<Output = object_store::Result<T>>>(
         &self,
-        place: &Place,
+        place: &Address,
         request: impl Fn(Arc<AmazonS3>, Key) -> F,
     ) -> Result<T> {
-        let (bucket, key) = (self.bucket(&place.bucket)?, place.object()?);
+        let (bucket, key) = (self.bucket(place.bucket())?, key_of(place)?);
         let mut wait = Duration::from_millis(100);
         for left in (0..TRIES).rev() {
             let answer = runtime()?.block_on(request(Arc::clone(&bucket), key.clone()));
@@ -165,7 +147,7 @@ impl Client {
     }
 
     /// Size and version of an object, now.
-    pub(super) fn about(&self, place: &Place) -> Result<About> {
+    pub(super) fn about(&self, place: &Address) -> Result<About> {
         let meta = self.ask(place, |bucket, key| async move { bucket.head(&key).await })?;
         let version = meta.e_tag.clone().unwrap_or_else(|| meta.last_modified.to_rfc3339());
         let about = About { bytes: meta.size, version, tag: meta.e_tag };
@@ -175,13 +157,18 @@ impl Client {
     }
 
     /// The same, as this process learned it first.
-    pub(super) fn known(&self, place: &Place) -> Result<About> {
+    pub(super) fn known(&self, place: &Address) -> Result<About> {
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).get(place).cloned();
         known.map_or_else(|| self.about(place), Ok)
     }
 
     /// A part of an object, of that version and no other.
-    pub(super) fn range(&self, place: &Place, about: &About, range: Range<u64>) -> Result<Vec<u8>> {
+    pub(super) fn range(
+        &self,
+        place: &Address,
+        about: &About,
+        range: Range<u64>,
+    ) -> Result<Vec<u8>> {
         let wanted = (range.end - range.start) as usize;
         let bytes = self.ask(place, |bucket, key| {
             let options = GetOptions {
@@ -204,9 +191,8 @@ impl Client {
     }
 
     /// The keys below a folder.
-    pub(super) fn list(&self, bucket: &str, folder: &str) -> Result<Vec<String>> {
-        let place = Place { bucket: bucket.to_owned(), key: folder.to_owned() };
-        self.ask(&place, |bucket, key| async move {
+    pub(super) fn list(&self, folder: &Address) -> Result<Vec<String>> {
+        self.ask(folder, |bucket, key| async move {
             let prefix = (!key.as_ref().is_empty()).then_some(key);
             let found: Vec<_> = bucket.list(prefix.as_ref()).try_collect().await?;
             Ok(found.into_iter().map(|meta| meta.location.to_string()).collect())
@@ -215,7 +201,7 @@ impl Client {
 
     /// Creates an object unless there is one. A request whose answer is lost may have taken effect: then asking again
     /// finds one, and the caller compares.
-    pub(super) fn create(&self, place: &Place, bytes: &[u8]) -> Result<Put> {
+    pub(super) fn create(&self, place: &Address, bytes: &[u8]) -> Result<Put> {
         let payload = PutPayload::from(bytes.to_vec());
         let put = self.ask(place, |bucket, key| {
             let options = PutOptions { mode: PutMode::Create, ..Default::default() };
@@ -232,7 +218,7 @@ impl Client {
     /// Whether an object has these bytes, of which there are `size`.
     pub(super) fn holds(
         &self,
-        place: &Place,
+        place: &Address,
         size: u64,
         mut bytes: impl std::io::Read,
     ) -> Result<bool> {
@@ -254,7 +240,7 @@ impl Client {
     }
 
     /// Removes an object, if there is one.
-    pub(super) fn remove(&self, place: &Place) -> Result<()> {
+    pub(super) fn remove(&self, place: &Address) -> Result<()> {
         match self.ask(place, |bucket, key| async move { bucket.delete(&key).await }) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
             removed => removed,
@@ -262,8 +248,8 @@ impl Client {
     }
 
     /// Gives the object at `from` to `to` as well, unless there is one; nothing leaves the server.
-    pub(super) fn copy(&self, from: &Place, to: &Place) -> Result<Put> {
-        let from = from.object()?;
+    pub(super) fn copy(&self, from: &Address, to: &Address) -> Result<Put> {
+        let from = key_of(from)?;
         let copied = self.ask(to, |bucket, to| {
             let from = from.clone();
             async move { bucket.copy_if_not_exists(&from, &to).await }
@@ -276,7 +262,7 @@ impl Client {
     }
 
     /// Puts a large file in parts, whatever was there: it appears whole when the last one is there.
-    pub(super) fn upload(&self, place: &Place, path: &Path, part: usize) -> Result<()> {
+    pub(super) fn upload(&self, place: &Address, path: &Path, part: usize) -> Result<()> {
         let path = path.to_owned();
         self.ask(place, |bucket, key| {
             let path = path.clone();

@@ -1,7 +1,8 @@
-//! Object storage: inputs and stores at `s3://bucket/key`, on anything that speaks S3.
+//! Places: paths of this machine, and objects at `s3://bucket/key`, on anything that speaks S3.
 //!
-//! This is the only room that knows a network and an asynchronous runtime; the rest of the house reads and makes far
-//! files through [`store::far`] (a run its checkpoints), or writes folders, which [`publish`] puts into a bucket.
+//! Whatever a person names, a path or a URL, becomes a [`Location`] here, by [`locate`] or, in a file that names another one,
+//! by [`resolve`]. This is the only room that knows a network and an asynchronous runtime: the rest of the house reads and
+//! makes objects through what a location carries, or writes folders, which [`publish`] puts into a bucket.
 //!
 //! Invariant: an object is only ever created, never replaced: what is there already is compared, and other content is a
 //! refusal that leaves both. Only checkpoints are removed. The manifest is put last, so a prefix that has one holds
@@ -20,11 +21,14 @@ pub mod crash;
 pub mod publish;
 pub mod staging;
 
-use std::path::Path;
+use std::ffi::OsStr;
+use std::io;
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
 
 use contract::{Fault, Result};
-use globset::GlobBuilder;
-use store::far::{self, Far, Near};
+pub use store::Location;
+use store::location::{Address, LocalFile, Object, Remote, SCHEME};
 
 use self::cache::Cache;
 use self::client::{Client, Put};
@@ -32,79 +36,137 @@ use self::client::{Client, Put};
 /// What is read at a time where a part of a file is wanted, and kept in the cache.
 const BLOCK_BYTES: u64 = 1 << 20;
 
-/// Reads far files through a cache on this machine.
+/// The place that a person wrote: `s3://bucket/key`, or a path.
+pub fn locate(text: &str) -> Result<Location> {
+    if text.starts_with(SCHEME) {
+        return Ok(Location::Object(Object::new(Address::parse(text)?, s3())));
+    }
+    let wanted = "a path, or s3://bucket/key";
+    if text.is_empty() {
+        return Err(Fault::usage("no place is named").found("an empty name").wanted(wanted));
+    }
+    match text.split_once("://") {
+        Some((scheme, _)) if is_scheme(scheme) => {
+            Err(Fault::usage(format!("places of the kind {scheme}:// are not known"))
+                .found(text)
+                .wanted(wanted)
+                .hint(format!("for a path of this machine write \"./{text}\"")))
+        }
+        _ => Ok(Location::Local(PathBuf::from(text))),
+    }
+}
+
+/// The place of an argument, which need not be text.
+pub fn locate_argument(text: &OsStr) -> Result<Location> {
+    match text.to_str() {
+        Some(text) => locate(text),
+        None => Ok(Location::Local(PathBuf::from(text))),
+    }
+}
+
+/// The place of an argument that has to be on this machine; `otherwise` says what to do where it is not.
+pub fn local_argument(text: &OsStr, otherwise: &str) -> Result<PathBuf> {
+    match locate_argument(text)? {
+        Location::Local(path) => Ok(path),
+        Location::Object(_) => Err(Fault::usage("this place has to be on this machine")
+            .found("a place in object storage")
+            .wanted("a path")
+            .hint(otherwise)),
+    }
+}
+
+fn is_scheme(text: &str) -> bool {
+    let tail = |c: char| c.is_ascii_alphanumeric() || "+-.".contains(c);
+    text.starts_with(|c: char| c.is_ascii_alphabetic()) && text.chars().all(tail)
+}
+
+/// The place that a file in `folder` calls `name`: beside it, unless `name` is a URL or an absolute path.
+pub fn resolve(folder: &Location, name: &str) -> Result<Location> {
+    match locate(name)? {
+        Location::Local(_) => folder.resolve(name),
+        object => Ok(object),
+    }
+}
+
+/// All of a bucket, as a folder.
+pub fn bucket(name: &str) -> Location {
+    Location::Object(Object::new(Address::of_bucket(name), s3()))
+}
+
+/// The S3 of the environment: one for a process, so that connections and copies are shared.
+fn s3() -> Arc<dyn Remote> {
+    static S3: OnceLock<Arc<S3>> = OnceLock::new();
+    Arc::clone(S3.get_or_init(Arc::default)) as Arc<dyn Remote>
+}
+
+/// Object storage, reached when it is first asked: most runs never leave the machine.
+#[derive(Default)]
+struct S3(OnceLock<std::result::Result<Reader, String>>);
+
+/// Reads objects through a cache on this machine.
 struct Reader {
     client: Client,
     cache: Cache,
 }
 
-/// Lets this process read and make `s3://` paths.
-pub fn install() {
-    far::install(Box::new(Lazy(std::sync::OnceLock::new())));
-}
-
-/// A reader that is made when first asked: most runs never leave the machine.
-struct Lazy(std::sync::OnceLock<std::result::Result<Reader, String>>);
-
-impl Lazy {
-    fn reader(&self) -> std::io::Result<&Reader> {
+impl S3 {
+    fn reader(&self) -> io::Result<&Reader> {
         let made = self.0.get_or_init(|| {
             let cache = Cache::open().map_err(|error| error.to_string())?;
             let client = Client::new().map_err(|error| error.to_string())?;
             Ok(Reader { client, cache })
         });
-        made.as_ref().map_err(|error| std::io::Error::other(error.clone()))
+        made.as_ref().map_err(|error| io::Error::other(error.clone()))
     }
 }
 
-impl Far for Lazy {
-    fn size(&self, path: &Path) -> std::io::Result<u64> {
-        Ok(self.reader()?.client.about(&client::Place::of(path)?)?.bytes)
+impl Remote for S3 {
+    fn size(&self, object: &Address) -> io::Result<u64> {
+        Ok(self.reader()?.client.about(object)?.bytes)
     }
 
-    fn read_at(&self, path: &Path, buffer: &mut [u8], offset: u64) -> std::io::Result<()> {
-        self.reader()?.read_at(path, buffer, offset)
+    fn read_at(&self, object: &Address, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.reader()?.read_at(object, buffer, offset)
     }
 
-    fn fetch(&self, path: &Path) -> std::io::Result<Near> {
-        self.reader()?.fetch(path)
+    fn fetch(&self, object: &Address) -> io::Result<LocalFile> {
+        self.reader()?.fetch(object)
     }
 
-    fn create(&self, path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-        let (client, place) = (&self.reader()?.client, client::Place::of(path)?);
-        match client.create(&place, bytes)? {
+    fn create(&self, object: &Address, bytes: &[u8]) -> io::Result<()> {
+        let client = &self.reader()?.client;
+        match client.create(object, bytes)? {
             Put::Created => Ok(()),
             // An answer that was lost, or somebody else: the bytes tell.
-            Put::Taken => match client.holds(&place, bytes.len() as u64, bytes)? {
+            Put::Taken => match client.holds(object, bytes.len() as u64, bytes)? {
                 true => Ok(()),
-                false => Err(std::io::ErrorKind::AlreadyExists.into()),
+                false => Err(io::ErrorKind::AlreadyExists.into()),
             },
         }
     }
 
-    fn list(&self, folder: &Path) -> std::io::Result<Vec<String>> {
-        let place = client::Place::of(folder)?;
-        let below = format!("{}/", place.key);
-        let keys = self.reader()?.client.list(&place.bucket, &place.key)?;
-        let mut files: Vec<String> =
+    fn list(&self, folder: &Address) -> io::Result<Vec<String>> {
+        let keys = self.reader()?.client.list(folder)?;
+        let below =
+            if folder.key().is_empty() { String::new() } else { format!("{}/", folder.key()) };
+        let mut names: Vec<String> =
             keys.iter().filter_map(|key| key.strip_prefix(&below).map(str::to_owned)).collect();
-        files.sort();
-        Ok(files)
+        names.sort();
+        Ok(names)
     }
 
-    fn remove(&self, path: &Path) -> std::io::Result<()> {
-        self.reader()?.client.remove(&client::Place::of(path)?)
+    fn remove(&self, object: &Address) -> io::Result<()> {
+        self.reader()?.client.remove(object)
     }
 }
 
 impl Reader {
     /// From the cache's blocks, which are named by the object's version, so that none is ever stale.
-    fn read_at(&self, path: &Path, buffer: &mut [u8], offset: u64) -> std::io::Result<()> {
-        let place = client::Place::of(path)?;
-        let about = self.client.known(&place)?;
+    fn read_at(&self, place: &Address, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        let about = self.client.known(place)?;
         let end = offset.saturating_add(buffer.len() as u64);
         if end > about.bytes {
-            return Err(std::io::ErrorKind::UnexpectedEof.into());
+            return Err(io::ErrorKind::UnexpectedEof.into());
         }
         let mut at = offset;
         while at < end {
@@ -112,9 +174,9 @@ impl Reader {
             let first = block * BLOCK_BYTES;
             let range = first..about.bytes.min(first + BLOCK_BYTES);
             let stop = end.min(range.end);
-            let key = format!("{} {} block {block}", place.url(), about.version);
+            let key = format!("{place} {} block {block}", about.version);
             let copy = self.cache.get(&key, "block", range.end - range.start, |file| {
-                file.write_all(&self.client.range(&place, &about, range.clone())?)
+                file.write_all(&self.client.range(place, &about, range.clone())?)
             })?;
             let into = &mut buffer[(at - offset) as usize..(stop - offset) as usize];
             use std::os::unix::fs::FileExt as _;
@@ -125,16 +187,15 @@ impl Reader {
     }
 
     /// The whole object, block by block.
-    fn fetch(&self, path: &Path) -> std::io::Result<Near> {
-        let place = client::Place::of(path)?;
-        let about = self.client.about(&place)?;
-        let key = format!("{} {} whole", place.url(), about.version);
-        let name = place.key.rsplit('/').next().unwrap_or("object").to_owned();
-        let copy = self.cache.get(&key, &name, about.bytes, |file| {
+    fn fetch(&self, place: &Address) -> io::Result<LocalFile> {
+        let about = self.client.about(place)?;
+        let key = format!("{place} {} whole", about.version);
+        let name = place.name();
+        let copy = self.cache.get(&key, name, about.bytes, |file| {
             let mut at = 0;
             while at < about.bytes {
                 let end = about.bytes.min(at + 8 * BLOCK_BYTES);
-                file.write_all(&self.client.range(&place, &about, at..end)?)?;
+                file.write_all(&self.client.range(place, &about, at..end)?)?;
                 at = end;
             }
             Ok(())
@@ -143,30 +204,41 @@ impl Reader {
     }
 }
 
-/// The objects that a pattern names (`s3://bucket/raw/*.jsonl.zst`), sorted; a pattern without wildcards names itself.
-pub fn find(pattern: &str, place: &str) -> Result<Vec<String>> {
-    let refused = |error: std::io::Error| {
-        Fault::io("list", Path::new(pattern), &error).at(format!("{place}: {pattern}")).hint(
-            "check the bucket's name, AWS_ENDPOINT_URL and the credentials in the environment",
-        )
-    };
-    let target = client::Place::of(Path::new(pattern)).map_err(refused)?;
-    let client = Client::new().map_err(refused)?;
-    let wild = target.key.find(['*', '?', '[', '{']);
-    let Some(wild) = wild else {
-        client.about(&target).map_err(refused)?;
-        return Ok(vec![target.url()]);
-    };
-    let matcher = GlobBuilder::new(&target.key).literal_separator(true).build();
-    let matcher = matcher
-        .map_err(|error| {
-            Fault::usage(format!("{pattern:?} is not a pattern: {}", error.kind()))
-                .at(place.to_owned())
-        })?
-        .compile_matcher();
-    let folder = target.key[..wild].rfind('/').map_or("", |slash| &target.key[..slash]);
-    let mut keys = client.list(&target.bucket, folder).map_err(refused)?;
-    keys.retain(|key| matcher.is_match(key));
-    keys.sort();
-    Ok(keys.into_iter().map(|key| format!("{}{}/{key}", far::SCHEME, target.bucket)).collect())
+#[cfg(test)]
+mod tests {
+    use contract::Class;
+
+    use super::*;
+
+    #[test]
+    fn a_place_is_a_path_or_an_address_and_nothing_else() {
+        for path in ["a", "/a/b", "./s3://b/key", "a://b/../c d", "s3:/b/key", "1a://b", ":/x"] {
+            let found = locate(path);
+            match path {
+                "a://b/../c d" => assert_eq!(found.unwrap_err().class(), Class::Usage),
+                path => assert_eq!(found.unwrap(), Location::Local(PathBuf::from(path))),
+            }
+        }
+        assert!(locate("s3://b/key").unwrap().is_remote());
+        for wrong in ["", "S3://b/key", "gs://b/key", "https://b/key", "s3://b", "s3://b/a//c"] {
+            assert_eq!(locate(wrong).unwrap_err().class(), Class::Usage, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_file_names_others_beside_it_or_anywhere() {
+        let (local, remote) = (locate("corpora").unwrap(), locate("s3://b/corpora").unwrap());
+        for (folder, name, wanted) in [
+            (&local, "raw/a", "corpora/raw/a"),
+            (&local, "/raw/a", "/raw/a"),
+            (&local, "s3://c/a", "s3://c/a"),
+            (&remote, "raw/a", "s3://b/corpora/raw/a"),
+            (&remote, "../raw/a", "s3://b/raw/a"),
+            (&remote, "/raw/a", "/raw/a"),
+            (&remote, "s3://c/a", "s3://c/a"),
+        ] {
+            assert_eq!(resolve(folder, name).unwrap().to_string(), wanted, "{folder} {name}");
+        }
+        assert_eq!(bucket("b").join("a").to_string(), "s3://b/a");
+    }
 }

@@ -9,10 +9,11 @@ use std::io::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Result};
-use store::Manifest;
+use store::location::{Address, Object};
+use store::{Location, Manifest};
 
 use super::cache;
-use super::client::{Client, Place, Put};
+use super::client::{Client, Put};
 
 /// Larger files go in parts of this size, the others in one request with a condition.
 const PART_BYTES: u64 = 16 << 20;
@@ -20,53 +21,55 @@ const PART_BYTES: u64 = 16 << 20;
 /// A server copies no more than this in one request.
 const COPY_BYTES_MAX: u64 = 5 << 30;
 
-/// Where a store for `url` is built on this machine before it is put there: the same one each time, so that a killed
+/// Where a store for `target` is built on this machine before it is put there: the same one each time, so that a killed
 /// build goes on.
-pub fn scratch(url: &Path) -> Result<PathBuf> {
-    let key = Digest::of_bytes(url.as_os_str().as_encoded_bytes());
-    let folder = cache::folder().map_err(|error| Fault::io("find the cache for", url, &error))?;
+pub fn scratch(target: &Object) -> Result<PathBuf> {
+    let key = Digest::of_bytes(target.address().to_string().as_bytes());
+    let folder = cache::folder();
+    let folder = folder
+        .map_err(|error| Location::Object(target.clone()).fault("find the cache for", &error))?;
     Ok(folder.join("builds").join(key.to_string()))
 }
 
-/// Puts the store in `folder` to `url`.
-pub fn publish(folder: &Path, url: &Path, manifest: &Manifest) -> Result<()> {
-    let client = Client::new().map_err(|error| Fault::io("reach", url, &error))?;
+/// Puts the store in `folder` to `target`.
+pub fn publish(folder: &Path, target: &Object, manifest: &Manifest) -> Result<()> {
+    let client = Client::new();
+    let client = client.map_err(|error| Location::Object(target.clone()).fault("reach", &error))?;
     // The manifest is the last of them: it makes the rest a store.
-    manifest
-        .files()
-        .iter()
-        .try_for_each(|file| put(&client, &folder.join(&file.path), &url.join(&file.path)))
+    manifest.files().iter().try_for_each(|file| {
+        put(&client, &folder.join(&file.path), &target.address().join(&file.path))
+    })
 }
 
 /// Creates one object, or finds that it is there already.
-fn put(client: &Client, file: &Path, url: &Path) -> Result<()> {
-    let fault = |error: &std::io::Error| {
-        Fault::io("write", url, error)
+fn put(client: &Client, file: &Path, place: &Address) -> Result<()> {
+    let fault = |error: &Error| {
+        Fault::io("write", Path::new(""), error)
+            .at(place.to_string())
             .hint("run the same command again: what is there already is compared, not sent")
     };
-    let place = Place::of(url).map_err(|error| fault(&error))?;
     let size = fs::metadata(file).map_err(|error| Fault::io("read", file, &error))?.len();
     let put = if size <= PART_BYTES {
         let bytes = fs::read(file).map_err(|error| Fault::io("read", file, &error))?;
-        client.create(&place, &bytes).map_err(|error| fault(&error))?
+        client.create(place, &bytes).map_err(|error| fault(&error))?
     } else {
-        match client.about(&place) {
+        match client.about(place) {
             Ok(_) => Put::Taken,
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                put_large(client, file, (&place, size), fault)?
+                put_large(client, file, (place, size), fault)?
             }
             Err(error) => return Err(fault(&error)),
         }
     };
     let same = || {
         let bytes = fs::File::open(file).map_err(|error| Fault::io("read", file, &error))?;
-        client.holds(&place, size, bytes).map_err(|error| fault(&error))
+        client.holds(place, size, bytes).map_err(|error| fault(&error))
     };
     if put == Put::Created || same()? {
         return Ok(());
     }
     Err(Fault::mismatch("something else is there already")
-        .at(url.display().to_string())
+        .at(place.to_string())
         .wanted(format!("no object, or the {size} bytes of this build"))
         .hint("name another place; an object is never replaced"))
 }
@@ -76,17 +79,17 @@ fn put(client: &Client, file: &Path, url: &Path) -> Result<()> {
 fn put_large(
     client: &Client,
     file: &Path,
-    (place, size): (&Place, u64),
+    (place, size): (&Address, u64),
     fault: impl Fn(&Error) -> Fault,
 ) -> Result<Put> {
-    let upload = |place: &Place| {
+    let upload = |place: &Address| {
         client.upload(place, file, PART_BYTES as usize).map_err(|error| fault(&error))
     };
     if size > COPY_BYTES_MAX {
         return upload(place).map(|()| Put::Created);
     }
-    let (_, sum) = store::far::content(file)?;
-    let beside = Place { key: format!("{}.{sum}.part", place.key), ..place.clone() };
+    let (_, sum) = Location::from(file).content()?;
+    let beside = place.folder().join(&format!("{}.{sum}.part", place.name()));
     upload(&beside)?;
     let put = match client.copy(&beside, place) {
         // Another publisher of the same bytes has copied and removed them: what it left is compared.

@@ -2,38 +2,37 @@
 
 use std::error::Error;
 use std::fs::File;
-use std::path::{Path, PathBuf};
 
 use arrow::array::{Array as _, AsArray as _, RecordBatch};
 use arrow::datatypes::{UInt32Type, UInt64Type};
 use arrow::ipc::reader::FileReader;
 use parquet::arrow::arrow_reader::{ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder};
 
-use crate::DocumentRecord;
 use crate::folder::StoreFile;
 use crate::pieces::Pieces;
 use crate::write::{document_schema, start_schema};
+use crate::{DocumentRecord, Location};
 use contract::fault::{io_cause, is_of_the_moment};
 use contract::{Fault, Result};
 
 /// The fault of a file that another writer must have written, or that changed after its digest was checked.
-fn strange(path: &Path, what: impl ToString) -> Fault {
+fn strange(path: &Location, what: impl ToString) -> Fault {
     Fault::data(format!("it cannot be read: {}", what.to_string()))
-        .at(path.display().to_string())
+        .at(path.to_string())
         .hint("check the store with `zdata verify`")
 }
 
 /// The fault behind a library's error: the machine's, if it is of the moment.
-fn unreadable(path: &Path, error: &(dyn Error + 'static)) -> Fault {
+fn unreadable(path: &Location, error: &(dyn Error + 'static)) -> Fault {
     match io_cause(error) {
-        Some(error) if is_of_the_moment(error) => Fault::io("read", path, error),
+        Some(error) if is_of_the_moment(error) => path.fault("read", error),
         _ => strange(path, error),
     }
 }
 
 /// The starts in `starts-*.arrow`.
 pub struct Starts {
-    path: PathBuf,
+    path: Location,
     reader: FileReader<File>,
     batch: Option<RecordBatch>,
     at: usize,
@@ -42,8 +41,8 @@ pub struct Starts {
 impl Starts {
     /// Opens one file.
     pub fn open(file: &StoreFile) -> Result<Self> {
-        let path = file.path();
-        let file = file.open().map_err(|error| Fault::io("read", &path, &error))?;
+        let path = file.location();
+        let file = file.open().map_err(|error| path.fault("read", &error))?;
         let reader = FileReader::try_new(file, None).map_err(|error| unreadable(&path, &error))?;
         if reader.schema() != start_schema() {
             return Err(strange(&path, "its schema is not that of starts"));
@@ -70,7 +69,7 @@ impl Iterator for Starts {
 
 /// The rows of `documents-*.parquet`.
 pub struct Documents {
-    path: PathBuf,
+    path: Location,
     file: Pieces,
     reader: ParquetRecordBatchReader,
     batch: Option<RecordBatch>,
@@ -80,9 +79,9 @@ pub struct Documents {
 impl Documents {
     /// Opens one file.
     pub fn open(file: &StoreFile) -> Result<Self> {
-        let path = file.path();
+        let path = file.location();
         let file = file.open().and_then(Pieces::of_file);
-        let file = file.map_err(|error| Fault::io("read", &path, &error))?;
+        let file = file.map_err(|error| path.fault("read", &error))?;
         let fault = |error| file.or_machine(&path, strange(&path, error));
         let builder = ParquetRecordBatchReaderBuilder::try_new(file.clone())
             .map_err(|e| fault(e.to_string()))?;

@@ -7,47 +7,44 @@
 
 use std::fs::File;
 use std::io::{Error, ErrorKind, Read as _, Result};
-use std::path::{Component, Path, PathBuf};
+use std::path::{Component, Path};
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::Errno;
 
-use crate::far;
+use crate::Location;
 
 /// A file of a store: the store's folder, and a name below it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoreFile {
-    root: PathBuf,
-    name: PathBuf,
+    root: Location,
+    name: String,
 }
 
 impl StoreFile {
     /// The file that these parts of a name lead to from the folder `root`.
-    pub fn new(root: &Path, parts: &[&str]) -> Self {
-        StoreFile { root: root.to_owned(), name: parts.iter().collect() }
+    pub fn new(root: impl Into<Location>, parts: &[&str]) -> Self {
+        StoreFile { root: root.into(), name: parts.join("/") }
     }
 
-    /// Its path, for messages.
-    pub fn path(&self) -> PathBuf {
+    /// Where it lies.
+    pub fn location(&self) -> Location {
         self.root.join(&self.name)
-    }
-
-    /// Whether it lies in object storage.
-    pub(crate) fn is_far(&self) -> bool {
-        far::is_far(&self.root)
     }
 
     /// Opens it.
     pub fn open(&self) -> Result<File> {
-        if !self.name.components().all(|part| matches!(part, Component::Normal(_))) {
+        let name = Path::new(&self.name);
+        if !name.components().all(|part| matches!(part, Component::Normal(_))) {
             return Err(outside("its name leads out of the store"));
         }
-        if self.is_far() {
-            return far::open(&self.path());
-        }
+        let root = match &self.root {
+            Location::Local(root) => root,
+            Location::Object(_) => return self.location().open(),
+        };
         let folder = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let mut at = openat(CWD, &self.root, folder, Mode::empty())?;
-        let mut parts = self.name.components().peekable();
+        let mut at = openat(CWD, root, folder, Mode::empty())?;
+        let mut parts = name.components().peekable();
         while let Some(part) = parts.next() {
             let last = parts.peek().is_none();
             // Opening a pipe would wait for its writer.
@@ -72,9 +69,9 @@ impl StoreFile {
 
     /// Its size.
     pub fn size(&self) -> Result<u64> {
-        match self.is_far() {
-            true => far::size(&self.path()),
-            false => Ok(self.open()?.metadata()?.len()),
+        match &self.root {
+            Location::Local(_) => Ok(self.open()?.metadata()?.len()),
+            Location::Object(_) => self.location().size(),
         }
     }
 

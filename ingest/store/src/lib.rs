@@ -22,8 +22,8 @@
 mod check;
 pub mod disk;
 pub mod documents;
-pub mod far;
 pub mod folder;
+pub mod location;
 pub mod manifest;
 pub mod open;
 pub mod pieces;
@@ -35,6 +35,7 @@ pub mod verify;
 pub mod write;
 
 pub use contract::UNIT_TOKENS;
+pub use location::Location;
 pub use manifest::{
     Change, Dropped, FileEntry, FileRecord, InputRecord, Manifest, PreparedRecord, ShardRecord,
     SourceRecord, StreamRecord, TokenizerRecord,

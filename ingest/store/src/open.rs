@@ -6,9 +6,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::check;
-use crate::far;
 use crate::folder::StoreFile;
-use crate::{FORMAT, Manifest, Split, disk};
+use crate::{FORMAT, Location, Manifest, Split, disk};
 use contract::{Digest, Fault, Result};
 
 /// The manifest's name.
@@ -29,7 +28,12 @@ pub fn stream_folder(store: &Path, source: &str, split: Split) -> PathBuf {
 }
 
 /// A file of a stream.
-pub fn stream_file(store: &Path, source: &str, split: Split, name: &str) -> StoreFile {
+pub fn stream_file(
+    store: impl Into<Location>,
+    source: &str,
+    split: Split,
+    name: &str,
+) -> StoreFile {
     StoreFile::new(store, &[source, split.name(), name])
 }
 
@@ -55,14 +59,15 @@ pub fn finish(store: &Path) -> Result<()> {
 
 /// Reads the manifest of the store at `store` and checks that it is whole, of this format, and possible: whatever
 /// opens a store opens it here.
-pub fn manifest(store: &Path) -> Result<Manifest> {
+pub fn manifest(store: impl Into<Location>) -> Result<Manifest> {
+    let store = &store.into();
     let path = store.join(MANIFEST);
     let bytes = match StoreFile::new(store, &[MANIFEST]).read() {
         Ok(bytes) => bytes,
         Err(error) if is_absent(store, &error) => return Err(no_store(store)),
-        Err(error) => return Err(Fault::io("read", &path, &error)),
+        Err(error) => return Err(path.fault("read", &error)),
     };
-    let place = path.display().to_string();
+    let place = path.to_string();
     let damaged = |what: String| {
         Fault::data(what).at(place.clone()).hint("restore the file, or build the store again")
     };
@@ -88,30 +93,30 @@ pub fn manifest(store: &Path) -> Result<Manifest> {
 }
 
 /// Whether the manifest is missing: no file of that name, or a file where a folder should be.
-fn is_absent(store: &Path, error: &io::Error) -> bool {
-    error.kind() == io::ErrorKind::NotFound || store.is_file()
+fn is_absent(store: &Location, error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound || store.local().is_some_and(Path::is_file)
 }
 
-fn check_sum(store: &Path, bytes: &[u8]) -> Result<()> {
+fn check_sum(store: &Location, bytes: &[u8]) -> Result<()> {
     let path = store.join(MANIFEST_SUM);
     let text = StoreFile::new(store, &[MANIFEST_SUM]).read();
-    let text = text.map_err(|error| Fault::io("read", &path, &error))?;
+    let text = text.map_err(|error| path.fault("read", &error))?;
     let wanted = format!("{}\n", Digest::of_bytes(bytes));
     if text == wanted.as_bytes() {
         return Ok(());
     }
     Err(Fault::data(format!("{MANIFEST} or its sum is damaged"))
-        .at(path.display().to_string())
+        .at(path.to_string())
         .found(String::from_utf8_lossy(&text).trim_end())
         .wanted(wanted.trim_end())
         .hint("restore both files, or build the store again"))
 }
 
 /// What is said of a store of another format: nothing of it is lost, since its inputs make it again.
-fn other_format(store: &Path, found: Option<u64>) -> Fault {
+fn other_format(store: &Location, found: Option<u64>) -> Fault {
     let newer = found.is_some_and(|format| format > u64::from(FORMAT));
     Fault::data("this store has another format than this release reads")
-        .at(store.join(MANIFEST).display().to_string())
+        .at(store.join(MANIFEST).to_string())
         .found(found.map_or("no format".to_owned(), |format| format!("format {format}")))
         .wanted(format!("format {FORMAT}"))
         .hint(if newer {
@@ -121,8 +126,13 @@ fn other_format(store: &Path, found: Option<u64>) -> Fault {
         })
 }
 
-fn no_store(store: &Path) -> Fault {
-    let place = store.display().to_string();
+fn no_store(store: &Location) -> Fault {
+    let place = store.to_string();
+    let Some(store) = store.local().filter(|store| store.exists()) else {
+        return Fault::data("this store does not exist")
+            .at(place)
+            .hint("build it with `zdata build`");
+    };
     if store.join(BUILD_FOLDER).is_dir() {
         return Fault::data("this store is half built")
             .at(place)
@@ -133,11 +143,6 @@ fn no_store(store: &Path) -> Fault {
             "name the folder that `zdata build --out` made; \
              `zdata build` takes a corpus file, `zdata plan` a curriculum",
         );
-    }
-    if far::is_far(store) || !store.is_dir() {
-        return Fault::data("this store does not exist")
-            .at(place)
-            .hint("build it with `zdata build`");
     }
     Fault::data(format!("this folder is not a store: it has no {MANIFEST}"))
         .at(place)

@@ -14,7 +14,7 @@ use bytes::Bytes;
 use parquet::errors::{ParquetError, Result as ParquetResult};
 use parquet::file::reader::{ChunkReader, Length};
 
-use crate::far;
+use crate::{Location, regular};
 use contract::Fault;
 use contract::fault::again;
 
@@ -41,9 +41,9 @@ struct Inner {
 }
 
 impl Pieces {
-    /// Opens a file, far or near.
+    /// Opens a file of this machine.
     pub fn open(path: &Path) -> io::Result<Self> {
-        Pieces::of_file(far::open(path)?)
+        Pieces::of_file(regular::open(path)?)
     }
 
     /// An open file.
@@ -58,9 +58,9 @@ impl Pieces {
     }
 
     /// `fault`, unless the machine failed before it: then that.
-    pub fn or_machine(&self, path: &Path, fault: Fault) -> Fault {
+    pub fn or_machine(&self, file: impl Into<Location>, fault: Fault) -> Fault {
         let failed = self.0.failed.lock().unwrap_or_else(PoisonError::into_inner);
-        failed.as_ref().map_or(fault, |error| Fault::io("read", path, error))
+        failed.as_ref().map_or(fault, |error| file.into().fault("read", error))
     }
 
     /// Reads on from byte `offset`.

@@ -14,7 +14,6 @@ mod starts;
 mod tests;
 
 use std::ops::Range;
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -25,7 +24,7 @@ use crate::folder::StoreFile;
 use crate::open::stream_file;
 use crate::write::block_offset;
 use crate::{
-    BLOCK_TOKENS, DocumentRecord, FileRecord, Manifest, SourceRecord, Split, StreamRecord,
+    BLOCK_TOKENS, DocumentRecord, FileRecord, Location, Manifest, SourceRecord, Split, StreamRecord,
 };
 use contract::digest::{Digest, block_sum};
 use contract::{Fault, Result};
@@ -57,21 +56,22 @@ impl ReadCache {
 
 /// An open store.
 pub struct Store {
-    root: PathBuf,
+    root: Location,
     manifest: Arc<Manifest>,
     cache: Arc<ReadCache>,
 }
 
 impl Store {
     /// Opens the store in `root` with a cache of its own.
-    pub fn open(root: &Path) -> Result<Self> {
+    pub fn open(root: impl Into<Location>) -> Result<Self> {
         Store::open_with(root, ReadCache::sized_by_the_process())
     }
 
     /// Opens the store in `root` with a cache that other stores may share.
-    pub fn open_with(root: &Path, cache: Arc<ReadCache>) -> Result<Self> {
-        let manifest = Arc::new(crate::open::manifest(root)?);
-        Ok(Store { root: root.to_path_buf(), manifest, cache })
+    pub fn open_with(root: impl Into<Location>, cache: Arc<ReadCache>) -> Result<Self> {
+        let root = root.into();
+        let manifest = Arc::new(crate::open::manifest(&root)?);
+        Ok(Store { root, manifest, cache })
     }
 
     /// What the store holds.
@@ -80,7 +80,7 @@ impl Store {
     }
 
     /// Its folder.
-    pub fn root(&self) -> &Path {
+    pub fn root(&self) -> &Location {
         &self.root
     }
 
@@ -105,7 +105,7 @@ impl Store {
 
 /// Reads one stream. Methods take `&self`: share it between threads.
 pub struct StreamReader {
-    root: PathBuf,
+    root: Location,
     manifest: Arc<Manifest>,
     source: usize,
     split: Split,
@@ -218,7 +218,7 @@ impl StreamReader {
         file.file.read(buffer, offset)?;
         let (found, wanted) = (block_sum(buffer), self.sums(shard, file)?[block as usize]);
         if found != wanted {
-            return Err(self.block_fault(shard, block, file.file.path(), found, wanted));
+            return Err(self.block_fault(shard, block, file.file.location(), found, wanted));
         }
         word.fetch_or(bit, Ordering::Release);
         Ok(&buffer[(inner.start * width) as usize..(inner.end * width) as usize])
@@ -246,12 +246,12 @@ impl StreamReader {
         let bytes = sums.read_all()?;
         let found = Digest::of_bytes(&bytes);
         if found != record.sum_file.digest {
-            return Err(damaged(sums.path(), "block sums do not match their digest")
+            return Err(damaged(sums.location(), "block sums do not match their digest")
                 .found(found)
                 .wanted(record.sum_file.digest));
         }
         if bytes.len() as u64 != record.tokens.div_ceil(BLOCK_TOKENS) * 8 {
-            return Err(damaged(sums.path(), "block sums do not cover the shard"));
+            return Err(damaged(sums.location(), "block sums do not cover the shard"));
         }
         Ok(file.sums.get_or_init(|| words(&bytes).collect()))
     }
@@ -383,12 +383,19 @@ impl StreamReader {
     }
 
     /// A block that is not what was written: which one, and whose text is lost.
-    fn block_fault(&self, shard: usize, block: u64, path: &Path, found: u64, wanted: u64) -> Fault {
+    fn block_fault(
+        &self,
+        shard: usize,
+        block: u64,
+        file: &Location,
+        found: u64,
+        wanted: u64,
+    ) -> Fault {
         let record = &self.record().shards[shard];
         let first = record.first_token + block * BLOCK_TOKENS;
         let last = (first + BLOCK_TOKENS).min(record.first_token + record.tokens) - 1;
         let blocks = record.tokens.div_ceil(BLOCK_TOKENS);
-        damaged(path, &format!("block {block} of {blocks} is damaged: {}", self.whose(first, last)))
+        damaged(file, &format!("block {block} of {blocks} is damaged: {}", self.whose(first, last)))
             .found(format!("sum {found:016x}"))
             .wanted(format!("sum {wanted:016x}"))
     }

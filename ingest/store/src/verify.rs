@@ -7,10 +7,10 @@ use std::fmt;
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, SeekFrom};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3;
 
+use crate::Location;
 use crate::documents::{Documents, Starts};
 use crate::folder::StoreFile;
 use crate::manifest::Link;
@@ -46,10 +46,10 @@ impl fmt::Display for Damage {
 }
 
 /// Checks what belongs to no stream: the tokenizer.
-pub fn verify_tokenizer(store: &Path, manifest: &Manifest) -> Result<Vec<Damage>> {
+pub fn verify_tokenizer(store: impl Into<Location>, manifest: &Manifest) -> Result<Vec<Damage>> {
     let file = StoreFile::new(store, &[open::TOKENIZER]);
     let what = match file.read() {
-        Err(error) => unread(&file.path(), &error)?,
+        Err(error) => unread(&file.location(), &error)?,
         Ok(bytes) if Identity::of_bytes(&bytes) == manifest.tokenizer.sha256 => {
             return Ok(Vec::new());
         }
@@ -63,9 +63,9 @@ pub fn verify_tokenizer(store: &Path, manifest: &Manifest) -> Result<Vec<Damage>
 }
 
 /// What it means that a file cannot be read: damage in words, or a fault of the machine, which says nothing of the file.
-pub fn unread(path: &Path, error: &io::Error) -> Result<String> {
+pub fn unread(file: &Location, error: &io::Error) -> Result<String> {
     match error.kind() {
-        _ if is_of_the_moment(error) => Err(Fault::io("read", path, error)),
+        _ if is_of_the_moment(error) => Err(file.fault("read", error)),
         io::ErrorKind::NotFound => Ok("it is missing".to_owned()),
         io::ErrorKind::InvalidData => Ok(error.to_string()),
         _ => Ok(format!("it cannot be read: {error}")),
@@ -75,7 +75,7 @@ pub fn unread(path: &Path, error: &io::Error) -> Result<String> {
 /// Checks one stream: its files, ids, starts, provenance and digest. Calls `passed` with bytes as they are read.
 /// A fault is the machine's: what is damaged is a [`Damage`].
 pub fn verify_stream(
-    store: &Path,
+    store: impl Into<Location>,
     manifest: &Manifest,
     source: &SourceRecord,
     split: Split,
@@ -83,7 +83,7 @@ pub fn verify_stream(
 ) -> Result<Vec<Damage>> {
     let stream = source.stream(split);
     let mut check = Check {
-        store,
+        store: store.into(),
         split,
         shown: format!("{}/{}", source.name, split.name()),
         manifest,
@@ -105,7 +105,7 @@ pub fn verify_stream(
 }
 
 struct Check<'a> {
-    store: &'a Path,
+    store: Location,
     split: Split,
     shown: String,
     manifest: &'a Manifest,
@@ -126,7 +126,7 @@ impl Check<'_> {
 
     /// A file of the stream.
     fn at(&self, record: &FileRecord) -> StoreFile {
-        open::stream_file(self.store, &self.source.name, self.split, &record.name)
+        open::stream_file(&self.store, &self.source.name, self.split, &record.name)
     }
 
     fn shard(&mut self, shard: &ShardRecord, state: State) -> Result<State> {
@@ -180,10 +180,10 @@ impl Check<'_> {
             return Ok(Vec::new());
         }
         let (tokens, sums) = (self.at(&shard.token_file), self.at(&shard.sum_file));
-        let path = tokens.path();
+        let path = tokens.location();
         let sums = match sums.read() {
             Ok(sums) => sums,
-            Err(error) => return unread(&sums.path(), &error).map(|_| Vec::new()),
+            Err(error) => return unread(&sums.location(), &error).map(|_| Vec::new()),
         };
         let mut file = match tokens.open() {
             Ok(file) => file,
@@ -324,7 +324,7 @@ impl Flaw {
         }
     }
 
-    fn io(file: &FileRecord, path: &Path, error: &io::Error) -> Self {
+    fn io(file: &FileRecord, path: &Location, error: &io::Error) -> Self {
         match unread(path, error) {
             Ok(what) => Flaw::Damage(file.name.clone(), what),
             Err(fault) => Flaw::Machine(fault),
@@ -366,7 +366,7 @@ pub fn flaw(file: &StoreFile, record: &FileRecord, passed: &dyn Fn(u64)) -> Resu
         Ok((bytes, if same { Some(digest_of(file, passed)?) } else { None }))
     });
     Ok(match found {
-        Err(error) => Some(unread(&file.path(), &error)?),
+        Err(error) => Some(unread(&file.location(), &error)?),
         Ok((bytes, _)) if bytes < record.bytes => {
             Some(format!("it is truncated: {bytes} of {} bytes", record.bytes))
         }
@@ -392,7 +392,7 @@ fn digest_of(mut file: File, passed: &dyn Fn(u64)) -> io::Result<Digest> {
 /// Reads a shard's tokens front to back.
 struct Tokens<'a> {
     file: File,
-    path: PathBuf,
+    path: Location,
     shard: &'a ShardRecord,
     vocab: u32,
     token_bytes: u32,
@@ -407,7 +407,7 @@ impl<'a> Tokens<'a> {
         shard: &'a ShardRecord,
         manifest: &Manifest,
     ) -> std::result::Result<Self, Flaw> {
-        let path = file.path();
+        let path = file.location();
         let file = file.open().map_err(|error| Flaw::io(&shard.token_file, &path, &error))?;
         let (vocab, token_bytes) = (manifest.tokenizer.vocab, manifest.token_bytes);
         Ok(Tokens { file, path, shard, vocab, token_bytes, block: 0, ids: Vec::new(), at: 0 })
@@ -457,7 +457,7 @@ impl<'a> Tokens<'a> {
 }
 
 /// The fault that a list of damages is.
-pub fn fault(store: &Path, damages: &[Damage]) -> Option<Fault> {
+pub fn fault(store: impl Into<Location>, damages: &[Damage]) -> Option<Fault> {
     let first = damages.first()?;
     let lines: Vec<String> = damages.iter().map(Damage::to_string).collect();
     let what = match damages.len() {
@@ -467,7 +467,7 @@ pub fn fault(store: &Path, damages: &[Damage]) -> Option<Fault> {
     let found = lines.join("\n           ");
     Some(
         Fault::data(what)
-            .at(store.join(&first.file).display().to_string())
+            .at(store.into().join(&first.file).to_string())
             .found(found)
             .hint("restore these files from a copy, or build the store again: it will be the same"),
     )

@@ -11,8 +11,7 @@ use curriculum::{AddedStore, Amendment};
 use loader::{Opened, Stores};
 use mixer::Plan;
 use serde::Serialize;
-use store::{Split, Store};
-use store::{disk, far};
+use store::{Location, Split, Store, disk};
 
 use super::output;
 
@@ -25,6 +24,7 @@ use super::output;
     `ztrain` takes it as long as the run has not come to the step.")]
 pub(crate) struct Args {
     /// The curriculum.
+    #[arg(value_parser = super::local("copy it here and amend the copy: an object is never replaced"))]
     curriculum: PathBuf,
     /// The first step that changes.
     #[arg(long, value_name = "S")]
@@ -39,8 +39,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "MIX", value_parser = mix)]
     mix: Option<BTreeMap<String, Ratio>>,
     /// A further store, whose sources mixes may name from then on.
-    #[arg(long, value_name = "STORE")]
-    store: Option<PathBuf>,
+    #[arg(long, value_name = "STORE", value_parser = super::place())]
+    store: Option<Location>,
     /// Show the proof and write nothing.
     #[arg(long)]
     dry_run: bool,
@@ -110,7 +110,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     for one in &found {
         ban.entry(one.source.clone()).or_default().insert(one.document);
     }
-    let store = args.store.as_deref().map(|store| added(store, &path)).transpose()?;
+    let store = args.store.as_ref().map(|store| added(store, &path)).transpose()?;
     let mix = args.mix.clone().unwrap_or_default();
     let amendment = Amendment { step: args.step, mix, ban, store };
     if amendment.is_empty() {
@@ -220,11 +220,11 @@ fn documents(stores: &Stores, args: &Args) -> Result<Vec<Found>> {
 }
 
 /// A store as the curriculum at `path` names it: beside it by a relative path, by an absolute one elsewhere.
-fn added(store: &Path, path: &Path) -> Result<AddedStore> {
+fn added(store: &Location, path: &Path) -> Result<AddedStore> {
     let digest = Store::open(store)?.manifest().digest.to_string();
-    if far::is_far(store) {
-        return Ok(AddedStore { path: store.to_string_lossy().into_owned(), digest });
-    }
+    let Location::Local(store) = store else {
+        return Ok(AddedStore { path: store.to_string(), digest });
+    };
     let whole = store.canonicalize().map_err(|error| Fault::io("resolve", store, &error))?;
     let folder = path.parent().unwrap_or(Path::new(""));
     let named = whole.strip_prefix(folder).unwrap_or(&whole);

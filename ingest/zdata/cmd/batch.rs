@@ -1,7 +1,6 @@
 //! `zdata batch`: what one step trains on, down to file, row and text.
 
 use std::fmt::Write as _;
-use std::path::PathBuf;
 
 use contract::{Fault, Result};
 use ingest::tokenize::Decoder;
@@ -9,7 +8,7 @@ use loader::explain::{Piece, pieces};
 use loader::{Opened, RankSlice, Stores};
 use mixer::{Plan, SampleSpec, StepSpec};
 use serde::Serialize;
-use store::Split;
+use store::{Location, Split};
 
 use super::output;
 
@@ -21,8 +20,9 @@ const SHOWN: usize = 96;
 #[command(after_help = "Examples: zdata batch curricula/demo.toml --step 12\n          \
     zdata batch curricula/demo.toml --step 12 --sequence 3 --text")]
 pub(crate) struct Args {
-    /// The curriculum.
-    curriculum: PathBuf,
+    /// The curriculum: a path or s3://bucket/key.
+    #[arg(value_parser = super::place())]
+    curriculum: Location,
     /// The step, from 1.
     #[arg(long, value_name = "N")]
     step: u64,
@@ -104,8 +104,7 @@ struct Document {
 pub(crate) fn exec(args: Args) -> Result<()> {
     let opened = Opened::open(&args.curriculum)?;
     let plan = &opened.plan;
-    let spec =
-        plan.step(args.step).map_err(|fault| fault.or_at(|| opened.path.display().to_string()))?;
+    let spec = plan.step(args.step).map_err(|fault| fault.or_at(|| opened.file.to_string()))?;
     let rows = rows(&args, &spec)?;
     let whole = rows.len() as u64 == spec.batch;
     let (sequences, digest) = match opened.text() {

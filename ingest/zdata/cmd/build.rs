@@ -10,8 +10,8 @@ use ingest::cluster::{self, Plan, Ran, Stage, slurm};
 use ingest::tokenize::Engine;
 use ingest::{Corpus, Outcome, inspect};
 use storage::publish;
-use store::far;
-use store::{Manifest, disk, open};
+use store::location::Object;
+use store::{Location, Manifest, disk, open};
 
 use super::output;
 
@@ -19,16 +19,17 @@ use super::output;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The corpus file: which inputs, which tokenizer.
-    corpus: PathBuf,
+    #[arg(value_parser = super::place())]
+    corpus: Location,
     /// The folder that becomes the store, or s3://bucket/prefix.
-    #[arg(long, required_unless_present = "check")]
-    out: Option<PathBuf>,
+    #[arg(long, required_unless_present = "check", value_parser = super::place())]
+    out: Option<Location>,
     /// Build nothing: read everything, and list every record that is no document.
     #[arg(long, conflicts_with = "out")]
     check: bool,
     /// An earlier store: sources that did not change since are taken over from it.
-    #[arg(long, value_name = "STORE")]
-    from: Option<PathBuf>,
+    #[arg(long, value_name = "STORE", value_parser = super::place())]
+    from: Option<Location>,
     /// Threads that encode [default: one for each core]; never changes a bit.
     #[arg(long, value_parser = super::workers)]
     workers: Option<usize>,
@@ -40,7 +41,7 @@ pub(crate) struct Args {
     engine: Place,
     /// The folder of plan and parts, which every machine sees; one that is named is kept, and what a later build needs of
     /// it is not made again [default: OUT.tasks, removed at the end].
-    #[arg(long, value_name = "FOLDER")]
+    #[arg(long, value_name = "FOLDER", value_parser = super::local(super::task::WORK))]
     work: Option<PathBuf>,
     /// Bytes of input that a task gets; a larger file is a task by itself.
     #[arg(long, default_value_t = TASK_BYTES)]
@@ -55,8 +56,8 @@ pub(crate) struct Args {
 
 impl Args {
     /// Where the store goes; only a check has no such place.
-    fn out(&self) -> &Path {
-        self.out.as_deref().unwrap_or(Path::new(""))
+    fn out(&self) -> Result<&Location> {
+        self.out.as_ref().ok_or_else(|| Fault::usage("--out is missing"))
     }
 }
 
@@ -79,7 +80,12 @@ enum Encoder {
 }
 
 /// Builds into a folder and tells how it went.
-fn build(corpus: &Corpus, out: &Path, from: Option<&Path>, options: Options) -> Result<Manifest> {
+fn build(
+    corpus: &Corpus,
+    out: &Path,
+    from: Option<&Location>,
+    options: Options,
+) -> Result<Manifest> {
     Ok(match ingest::build_from(corpus, out, from, options, || Ok(()))? {
         Outcome::UpToDate(manifest) => {
             note!("up to date: the store was built from this very request");
@@ -97,28 +103,24 @@ fn build(corpus: &Corpus, out: &Path, from: Option<&Path>, options: Options) -> 
 }
 
 /// Builds on this machine, then puts the store into its bucket.
-fn far_build(
+fn remote_build(
     corpus: &Corpus,
-    url: &Path,
-    from: Option<&Path>,
+    target: &Object,
+    from: Option<&Location>,
     options: Options,
 ) -> Result<Manifest> {
-    let manifest = url.join(open::MANIFEST);
-    match far::size(&manifest) {
-        Ok(_) => {
-            let manifest = ingest::build::built(corpus, url, options.engine)?;
-            note!("up to date: the store was built from this very request");
-            return Ok(manifest);
-        }
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-        Err(error) => return Err(Fault::io("look for", &manifest, &error)),
+    let url = Location::Object(target.clone());
+    if url.join(open::MANIFEST).is_file()? {
+        let manifest = ingest::build::built(corpus, url, options.engine)?;
+        note!("up to date: the store was built from this very request");
+        return Ok(manifest);
     }
-    let scratch = publish::scratch(url)?;
+    let scratch = publish::scratch(target)?;
     let manifest = build(corpus, &scratch, from, options)?;
-    publish::publish(&scratch, url, &manifest)?;
+    publish::publish(&scratch, target, &manifest)?;
     // What lies here is the only whole copy until every byte of the other one was read again.
-    let found = ingest::verify::verify(url, false)?;
-    store::verify::fault(url, &found.damages).map_or(Ok(()), Err)?;
+    let found = ingest::verify::verify(&url, options.quiet)?;
+    store::verify::fault(&url, &found.damages).map_or(Ok(()), Err)?;
     disk::remove(&scratch)?;
     Ok(manifest)
 }
@@ -130,18 +132,19 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
             .at("--from")
             .hint("name the --work folder of the earlier build, or build with --engine local"));
     }
-    if far::is_far(args.out()) {
-        return Err(Fault::usage("tasks merge into a folder")
+    let Location::Local(out) = args.out()? else {
+        return Err(Fault::usage("tasks merge into a folder of this machine")
             .at("--out")
-            .found(args.out().display())
+            .found(args.out()?)
+            .wanted("a path")
             .hint("build into a folder, then `zdata publish` it"));
-    }
-    if args.out().join(open::MANIFEST).exists() {
-        let manifest = ingest::build::built(corpus, args.out(), options.engine)?;
+    };
+    if out.join(open::MANIFEST).exists() {
+        let manifest = ingest::build::built(corpus, out, options.engine)?;
         note!("up to date: the store was built from this very request");
         return Ok(manifest);
     }
-    let mut work = args.out().as_os_str().to_owned();
+    let mut work = out.as_os_str().to_owned();
     work.push(".tasks");
     let work = args.work.clone().unwrap_or_else(|| PathBuf::from(work));
     let _lock = cluster::lock(&work)?;
@@ -156,24 +159,20 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
         let program = std::env::current_exe();
         let program = program.map_err(|error| Fault::io("find", Path::new("zdata"), &error))?;
         let sbatch = args.sbatch.clone();
-        slurm::run(
-            &plan,
-            args.out(),
-            &slurm::Options { program, sbatch, workers: options.workers },
-        )?;
+        slurm::run(&plan, out, &slurm::Options { program, sbatch, workers: options.workers })?;
     } else {
         let runner = cluster::Runner::new(&plan, options.workers)?;
         stage(&plan, &runner, Stage::Scan)?;
         cluster::decide(&plan, options.quiet)?;
         stage(&plan, &runner, Stage::Encode)?;
-        cluster::merge(&plan, args.out(), options.quiet)?;
+        cluster::merge(&plan, out, options.quiet)?;
     }
     for stage in [Stage::Scan, Stage::Encode] {
         if !plan.tasks_of(stage).is_empty() {
             note!("{}", cluster::tally(&plan, stage)?);
         }
     }
-    let manifest = open::manifest(args.out())?;
+    let manifest = open::manifest(out)?;
     plan.close()?;
     if args.work.is_none() {
         disk::remove(&work)?;
@@ -231,11 +230,13 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let options = Options { workers: args.workers.unwrap_or(cores), engine, quiet };
     let manifest = if args.engine != Place::Local {
         by_tasks(&corpus, &args, options)?
-    } else if far::is_far(args.out()) {
-        far_build(&corpus, args.out(), args.from.as_deref(), options)?
     } else {
-        build(&corpus, args.out(), args.from.as_deref(), options)?
+        match args.out()? {
+            Location::Object(target) => remote_build(&corpus, target, args.from.as_ref(), options)?,
+            Location::Local(folder) => build(&corpus, folder, args.from.as_ref(), options)?,
+        }
     };
-    let text = || format!("{}  {}\n", manifest.digest, args.out().display());
-    output::answer(args.json, &inspect::json(args.out(), &manifest), text)
+    let out = args.out()?;
+    let text = || format!("{}  {out}\n", manifest.digest);
+    output::answer(args.json, &inspect::json(out, &manifest), text)
 }

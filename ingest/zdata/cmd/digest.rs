@@ -2,12 +2,12 @@
 
 use std::fmt::Write as _;
 use std::ops::Range;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use contract::terminal::print_raw;
 use contract::{Fault, Result};
 use loader::{Batch, Opened, PrefetchOptions, Prefetcher, RankSlice};
+use store::Location;
 
 use super::output;
 
@@ -17,8 +17,9 @@ use super::output;
     Each line is a step and its digest: xxh3-128 over the ordered digests of its sequences \
     (tokens, positions, document boundaries, loss mask).")]
 pub(crate) struct Args {
-    /// The curriculum.
-    curriculum: PathBuf,
+    /// The curriculum: a path or s3://bucket/key.
+    #[arg(value_parser = super::place())]
+    curriculum: Location,
     /// Steps A..B: A to B - 1, counted from 1.
     #[arg(long, value_name = "A..B", value_parser = output::steps)]
     steps: Range<u64>,
@@ -63,7 +64,7 @@ pub(crate) fn digests(
     let last = opened.plan.steps();
     if steps.end > last + 1 {
         return Err(Fault::usage("the curriculum ends before these steps")
-            .at(opened.path.display().to_string())
+            .at(opened.file.to_string())
             .found(format!("steps {}..{}", steps.start, steps.end))
             .wanted(format!("steps within 1..{}", last + 1)));
     }

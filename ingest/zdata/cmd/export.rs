@@ -5,20 +5,21 @@ use std::path::PathBuf;
 use contract::{Result, note};
 use ingest::interop::Peer;
 use ingest::interop::export::{Export, Exported, Note, export};
-use store::Split;
+use store::{Location, Split};
 
 use super::output;
 
 /// Arguments.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The store's folder.
-    store: PathBuf,
+    /// The store: a folder or s3://bucket/key.
+    #[arg(value_parser = super::place())]
+    store: Location,
     /// Whose layout.
     #[arg(long, value_enum)]
     format: Format,
     /// The folder to make: files lie in OUT/SOURCE/SPLIT.
-    #[arg(long)]
+    #[arg(long, value_parser = super::local("export into a folder, and copy that into the bucket"))]
     out: PathBuf,
     /// This source only.
     #[arg(long)]

@@ -7,7 +7,7 @@ use ingest::corpus::SHARD_TOKENS;
 use ingest::inspect;
 use ingest::interop::Width;
 use ingest::interop::import::{Import, Imported, Part, import};
-use store::UNIT_TOKENS;
+use store::{Location, UNIT_TOKENS};
 
 use super::export::Format;
 use super::output;
@@ -16,13 +16,14 @@ use super::output;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The folder that becomes the store.
+    #[arg(value_parser = super::local("import into a folder, then `zdata publish` it"))]
     store: PathBuf,
     /// Whose layout.
     #[arg(long, value_enum)]
     format: Format,
     /// The tokenizer.json that made the tokens: every id is held against it.
-    #[arg(long)]
-    tokenizer: PathBuf,
+    #[arg(long, value_parser = super::place())]
+    tokenizer: Location,
     /// A source and its files, or a folder of them; again for more.
     #[arg(long = "source", value_name = "NAME=PATH", value_parser = part)]
     sources: Vec<(String, PathBuf)>,
@@ -55,7 +56,8 @@ pub(crate) struct Args {
 fn part(text: &str) -> std::result::Result<(String, PathBuf), String> {
     match text.split_once('=') {
         Some((name, path)) if !name.is_empty() && !path.is_empty() => {
-            Ok((name.to_owned(), PathBuf::from(path)))
+            let local = storage::local_argument(path.as_ref(), "copy the files here first");
+            Ok((name.to_owned(), local.map_err(|fault| fault.to_string())?))
         }
         _ => Err(format!("expected NAME=PATH, found {text:?}")),
     }

@@ -9,6 +9,7 @@ use ingest::init;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The folder of your text: Parquet, Arrow, JSON Lines or plain text, in folders or not.
+    #[arg(value_parser = super::local("name a folder here: what it writes is short, and easily changed to s3:// places"))]
     folder: PathBuf,
 }
 

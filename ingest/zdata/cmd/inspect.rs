@@ -1,18 +1,17 @@
 //! `zdata inspect`.
 
-use std::path::PathBuf;
-
 use contract::{Fault, Result, terminal};
 use ingest::{Corpus, inspect, sample};
-use store::open;
+use store::{Location, open};
 
 use super::output;
 
 /// Arguments.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The store's folder.
-    store: PathBuf,
+    /// The store: a folder or s3://bucket/key.
+    #[arg(value_parser = super::place())]
+    store: Location,
     /// Answer a program.
     #[arg(long)]
     json: bool,
@@ -20,8 +19,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", requires = "corpus")]
     sample: Option<u64>,
     /// The corpus file that the store was built from: a sample reads its inputs again.
-    #[arg(long, value_name = "CORPUS")]
-    corpus: Option<PathBuf>,
+    #[arg(long, value_name = "CORPUS", value_parser = super::place())]
+    corpus: Option<Location>,
     /// What the sample is drawn by.
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -29,9 +28,9 @@ pub(crate) struct Args {
 
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
-    if args.store.is_file() {
+    if args.store.is_file()? {
         return Err(Fault::usage("this is a file, and a store is a folder")
-            .at(args.store.display().to_string())
+            .at(args.store.to_string())
             .wanted("the folder that `zdata build --out` wrote")
             .hint("for a corpus file: `zdata build CORPUS.toml --check`; for a curriculum: `zdata plan`"));
     }

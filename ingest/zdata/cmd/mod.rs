@@ -17,7 +17,21 @@ pub(crate) mod verify;
 pub(crate) mod verify_run;
 pub(crate) mod whereabouts;
 
+use std::path::PathBuf;
+
+use clap::builder::{OsStringValueParser, TypedValueParser};
 use ingest::WORKERS_MAX;
+use store::Location;
+
+/// Reads a place: a path, or `s3://bucket/key`.
+pub(crate) fn place() -> impl TypedValueParser<Value = Location> {
+    OsStringValueParser::new().try_map(|text| storage::locate_argument(&text))
+}
+
+/// Reads a path of this machine; `otherwise` says what to do with what lies elsewhere.
+pub(crate) fn local(otherwise: &'static str) -> impl TypedValueParser<Value = PathBuf> {
+    OsStringValueParser::new().try_map(move |text| storage::local_argument(&text, otherwise))
+}
 
 /// Reads a number of threads.
 pub(crate) fn workers(text: &str) -> Result<usize, String> {

@@ -1,11 +1,10 @@
 //! `zdata plan`: what a curriculum would train on, and whether it can run at all. Reads manifests, never text.
 
-use std::path::PathBuf;
-
 use contract::Result;
 use loader::Opened;
 use mixer::{Ban, Curriculum, PhasePlan, Plan, SourceFacts};
 use serde::Serialize;
+use store::Location;
 
 use super::output;
 
@@ -17,8 +16,9 @@ use super::output;
     A micro-batch is the sequences of one forward and backward pass. A unit is the run of tokens in which a source is \
     shuffled; every seq_len divides it. [model] is not checked here: `ztrain` knows its keys and checks them at start.")]
 pub(crate) struct Args {
-    /// The curriculum.
-    curriculum: PathBuf,
+    /// The curriculum: a path or s3://bucket/key.
+    #[arg(value_parser = super::place())]
+    curriculum: Location,
     /// Print JSON.
     #[arg(long)]
     json: bool,

@@ -4,26 +4,29 @@ use std::path::PathBuf;
 
 use contract::{Fault, Result, terminal};
 use storage::publish;
-use store::far;
-use store::open;
+use store::{Location, open};
 
 /// Arguments.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The store's folder.
+    #[arg(value_parser = super::local("what lies in a bucket already is copied by the tools of its provider"))]
     store: PathBuf,
     /// Where to put it: s3://bucket/prefix.
-    url: PathBuf,
+    #[arg(value_parser = super::place())]
+    url: Location,
 }
 
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
-    if !far::is_far(&args.url) {
-        return Err(Fault::usage("this is not a place in a bucket")
-            .found(args.url.display())
-            .wanted("s3://bucket/prefix"));
-    }
+    let Location::Object(target) = &args.url else {
+        return Err(Fault::usage("a store is published into a bucket")
+            .at("URL")
+            .found(&args.url)
+            .wanted("s3://bucket/prefix")
+            .hint("a store on this machine is already where it was built"));
+    };
     let manifest = open::manifest(&args.store)?;
-    publish::publish(&args.store, &args.url, &manifest)?;
-    terminal::print(&format!("{}  {}\n", manifest.digest, args.url.display()))
+    publish::publish(&args.store, target, &manifest)?;
+    terminal::print(&format!("{}  {}\n", manifest.digest, args.url))
 }

@@ -9,6 +9,11 @@ use contract::{Result, note};
 use ingest::Corpus;
 use ingest::cluster::plan::TASK_BYTES;
 use ingest::cluster::{Plan, Ran, Runner, Stage, decide, lock, merge, plan, prune};
+use store::Location;
+
+/// Why a folder of parts is on this machine.
+pub(crate) const WORK: &str =
+    "name a folder that all machines share: tasks lock it, which a bucket cannot do";
 
 /// What to do.
 #[derive(clap::Subcommand)]
@@ -16,9 +21,10 @@ pub(crate) enum Command {
     /// Cut a build into tasks; prints how many.
     Plan {
         /// The corpus file.
-        corpus: PathBuf,
+        #[arg(value_parser = super::place())]
+        corpus: Location,
         /// The folder of the plan and its parts, which every machine sees.
-        #[arg(long)]
+        #[arg(long, value_parser = super::local(WORK))]
         work: PathBuf,
         /// Bytes of input that a task gets; a larger file is a task by itself.
         #[arg(long, default_value_t = TASK_BYTES)]
@@ -29,7 +35,7 @@ pub(crate) enum Command {
     /// Decide which documents go, once every task was looked at.
     Decide {
         /// The folder of the plan.
-        #[arg(long)]
+        #[arg(long, value_parser = super::local(WORK))]
         work: PathBuf,
     },
     /// Prepare and encode the documents of one task; again does no harm.
@@ -37,16 +43,16 @@ pub(crate) enum Command {
     /// Make the store of all parts.
     Merge {
         /// The folder of the plan.
-        #[arg(long)]
+        #[arg(long, value_parser = super::local(WORK))]
         work: PathBuf,
         /// The folder that becomes the store.
-        #[arg(long)]
+        #[arg(long, value_parser = super::local("merge into a folder, then `zdata publish` it"))]
         out: PathBuf,
     },
     /// Remove the parts that no build has made or used for some days.
     Prune {
         /// The folder of the parts.
-        #[arg(long)]
+        #[arg(long, value_parser = super::local(WORK))]
         work: PathBuf,
         /// Days without use after which a part goes.
         #[arg(long, value_name = "DAYS")]
@@ -61,7 +67,7 @@ pub(crate) enum Command {
 #[derive(clap::Args)]
 pub(crate) struct Task {
     /// The folder of the plan.
-    #[arg(long)]
+    #[arg(long, value_parser = super::local(WORK))]
     work: PathBuf,
     /// Which task, from 0.
     #[arg(long)]

@@ -1,13 +1,12 @@
 //! `zdata tokenizer train`.
 
-use std::path::{Path, PathBuf};
 use std::thread;
 
 use contract::{Identity, Ratio, Result, note};
 use ingest::Corpus;
 use ingest::tokenize::train::{Options, Request, Trained, train};
 use serde_json::json;
-use store::disk;
+use store::Location;
 
 use super::output;
 
@@ -26,13 +25,14 @@ pub(crate) enum Command {
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The corpus file; it needs no `tokenizer`.
-    corpus: PathBuf,
+    #[arg(value_parser = super::place())]
+    corpus: Location,
     /// Tokens in the vocabulary, special ones included.
     #[arg(long)]
     vocab: u32,
-    /// The tokenizer to write, in Hugging Face's format.
-    #[arg(long)]
-    out: PathBuf,
+    /// The tokenizer to write, in Hugging Face's format: a path or s3://bucket/key.
+    #[arg(long, value_parser = super::place())]
+    out: Location,
     /// A special token; repeat it for more. They get the last ids.
     #[arg(long = "special", default_value = "<|endoftext|>")]
     special: Vec<String>,
@@ -55,11 +55,11 @@ pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
     let options = Options { workers: args.workers.unwrap_or(cores), quiet };
     let request = Request { vocab: args.vocab, special: args.special, sample: args.sample };
     let trained = train(&corpus, &request, options)?;
-    disk::write_whole(&args.out, &trained.bytes)?;
+    args.out.write(&trained.bytes)?;
     tell(&args.out, &request, &trained, args.json)
 }
 
-fn tell(path: &Path, request: &Request, trained: &Trained, json: bool) -> Result<()> {
+fn tell(out: &Location, request: &Request, trained: &Trained, json: bool) -> Result<()> {
     let Trained { bytes, vocab, documents, text_bytes, words, dropped } = trained;
     let identity = Identity::of_bytes(bytes);
     note!("{vocab} tokens from {documents} documents, {text_bytes} bytes of text, {words} words");
@@ -70,8 +70,8 @@ fn tell(path: &Path, request: &Request, trained: &Trained, json: bool) -> Result
         note!("no other pair of tokens occurs twice: {} were asked for", request.vocab);
     }
     let answer = json!({
-        "path": path, "sha256": identity, "vocab": vocab, "documents": documents,
+        "path": out.to_string(), "sha256": identity, "vocab": vocab, "documents": documents,
         "text_bytes": text_bytes, "words": words, "dropped": dropped,
     });
-    output::answer(json, &answer, || format!("{identity}  {}\n", path.display()))
+    output::answer(json, &answer, || format!("{identity}  {out}\n"))
 }

@@ -1,10 +1,9 @@
 //! `zdata verify`.
 
-use std::path::PathBuf;
-
 use contract::terminal::{print, print_raw};
 use contract::{Fault, Result};
 use serde_json::json;
+use store::Location;
 use store::verify::{Damage, fault};
 
 use super::output;
@@ -12,8 +11,9 @@ use super::output;
 /// Arguments.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The store's folder.
-    store: PathBuf,
+    /// The store: a folder or s3://bucket/key.
+    #[arg(value_parser = super::place())]
+    store: Location,
     /// Answer a program.
     #[arg(long)]
     json: bool,

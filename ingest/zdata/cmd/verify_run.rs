@@ -18,6 +18,7 @@ use super::{digest, output};
 #[command(after_help = "Example: zdata verify-run runs/demo")]
 pub(crate) struct Args {
     /// The run's folder.
+    #[arg(value_parser = super::local("copy the run here: its checkpoints may stay where they are"))]
     run: PathBuf,
     /// Threads; they change the speed, never a digest.
     #[arg(long, value_name = "N", value_parser = super::workers, default_value_t = digest::default_workers())]
@@ -120,7 +121,7 @@ fn cause(ledger: &Ledger, opened: &Opened, step: u64) -> String {
         !trains.contains(&section)
     });
     match edit {
-        Some(edit) => format!("the first difference is in {}: {edit}", opened.path.display()),
+        Some(edit) => format!("the first difference is in {}: {edit}", opened.file),
         None => {
             "curriculum and stores are those of the run: this release assembles other batches; \
                  verify with the one that trained, and please report it"
@@ -165,7 +166,7 @@ fn same_curriculum(ledger: &Ledger, opened: &Opened) -> Result<()> {
 fn same_content(ledger: &Ledger, opened: &Opened) -> Result<()> {
     // Those that an amendment added are known by the digests that stand beside their names, and were held against them.
     let stores = opened.stores()?.stores().iter().take(opened.curriculum.stores.len());
-    let place = |store: &store::Store| store.root().display().to_string();
+    let place = |store: &store::Store| store.root().to_string();
     if opened.curriculum.stores.len() != ledger.head.stores.len() {
         return Err(Fault::mismatch("the run began with another number of stores")
             .at(opened.curriculum.place("store"))

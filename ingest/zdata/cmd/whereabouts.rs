@@ -1,13 +1,12 @@
 //! `zdata where`: every place at which a run sees a document.
 
 use std::fmt::Write as _;
-use std::path::PathBuf;
 
 use contract::{Fault, Result};
 use loader::{Opened, Stores};
 use mixer::{Plan, Visit};
 use serde::Serialize;
-use store::{DocumentRecord, Split};
+use store::{DocumentRecord, Location, Split};
 
 use super::output;
 
@@ -15,8 +14,9 @@ use super::output;
 #[derive(clap::Args)]
 #[command(after_help = "Example: zdata where curricula/demo.toml --doc web-1234")]
 pub(crate) struct Args {
-    /// The curriculum.
-    curriculum: PathBuf,
+    /// The curriculum: a path or s3://bucket/key.
+    #[arg(value_parser = super::place())]
+    curriculum: Location,
     /// The document's id.
     #[arg(long, value_name = "ID")]
     doc: String,

@@ -8,8 +8,9 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use contract::{Digest, Fault, Result};
-use store::far;
+use contract::{Class, Digest, Fault, Result};
+use store::Location;
+use store::location::Object;
 
 /// A place for files, named `step-7/manifest.json`.
 pub(super) trait Medium: Debug + Send + Sync {
@@ -29,14 +30,14 @@ pub(super) trait Medium: Debug + Send + Sync {
     fn rename(&self, from: &str, to: &str) -> Result<()>;
 
     /// How people find a file.
-    fn path(&self, name: &str) -> PathBuf;
+    fn location(&self, name: &str) -> Location;
 }
 
 /// The medium at `place`.
-pub(super) fn at(place: &Path) -> Box<dyn Medium> {
-    match far::is_far(place) {
-        true => Box::new(Bucket(place.to_owned())),
-        false => Box::new(Folder(place.to_owned())),
+pub(super) fn at(place: Location) -> Box<dyn Medium> {
+    match place {
+        Location::Object(folder) => Box::new(Bucket(folder)),
+        Location::Local(folder) => Box::new(Folder(folder)),
     }
 }
 
@@ -48,6 +49,10 @@ pub(super) const PART: &str = ".part";
 pub(super) struct Folder(pub(super) PathBuf);
 
 impl Folder {
+    pub(super) fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
     /// Flushes a new file and gives it its name; both are on the disk then.
     fn land(&self, part: &Path, path: &Path, bytes: &[u8]) -> Result<()> {
         fs::write(part, bytes).map_err(|error| Fault::io("write", path, &error))?;
@@ -123,8 +128,8 @@ impl Medium for Folder {
         Ok(())
     }
 
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
+    fn location(&self, name: &str) -> Location {
+        Location::Local(self.path(name))
     }
 }
 
@@ -151,44 +156,28 @@ fn sync(path: &Path) -> Result<()> {
 
 /// A place in a bucket: objects are whole or not there, and never replaced.
 #[derive(Debug)]
-pub(super) struct Bucket(pub(super) PathBuf);
-
-impl Bucket {
-    fn ask<T>(
-        &self,
-        what: &str,
-        name: &str,
-        ask: impl FnOnce(&dyn far::Far, &Path) -> io::Result<T>,
-    ) -> Result<T> {
-        let path = self.path(name);
-        let asked = far::reader(&path).and_then(|far| match far {
-            Some(far) => ask(far, &path),
-            None => Err(io::Error::other("this is no place in a bucket")),
-        });
-        asked.map_err(|error| match error.kind() {
-            io::ErrorKind::AlreadyExists => Fault::mismatch("something else is there already")
-                .at(path.display().to_string())
-                .hint("give every run a place of its own with --checkpoints"),
-            _ => Fault::io(what, &path, &error),
-        })
-    }
-}
+pub(super) struct Bucket(pub(super) Object);
 
 impl Medium for Bucket {
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        self.ask("write", name, |far, path| far.create(path, bytes))
+        self.location(name).write(bytes).map_err(|fault| match fault.class() {
+            Class::Mismatch => fault.hint("give every run a place of its own with --checkpoints"),
+            _ => fault,
+        })
     }
 
     fn get(&self, name: &str) -> Result<Vec<u8>> {
-        self.ask("read", name, |_, path| far::read(path))
+        let place = self.location(name);
+        place.read().map_err(|error| place.fault("read", &error))
     }
 
     fn list(&self) -> Result<Vec<String>> {
-        self.ask("list", "", |far, path| far.list(path))
+        self.0.list().map_err(|error| self.location("").fault("list", &error))
     }
 
     fn remove(&self, name: &str) -> Result<()> {
-        self.ask("remove", name, |far, path| far.remove(path))
+        let removed = self.0.join(name).remove();
+        removed.map_err(|error| self.location(name).fault("remove", &error))
     }
 
     fn rename(&self, from: &str, to: &str) -> Result<()> {
@@ -197,7 +186,7 @@ impl Medium for Bucket {
         self.remove(from)
     }
 
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
+    fn location(&self, name: &str) -> Location {
+        Location::Object(self.0.join(name))
     }
 }

@@ -16,10 +16,10 @@ pub(crate) mod tests;
 mod write;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use contract::{Class, Digest, Fault, Result};
+use store::Location;
 use tch::Device;
 
 pub use format::{BlobRecord, BoxRecord, Manifest, Set, TensorRecord};
@@ -84,13 +84,13 @@ pub struct Found<T> {
 
 impl Checkpoints {
     /// The checkpoints at `place`: a folder, which need not exist, or `s3://bucket/key`.
-    pub fn new(place: &Path) -> Self {
-        Checkpoints { medium: Arc::from(medium::at(place)) }
+    pub fn new(place: impl Into<Location>) -> Self {
+        Checkpoints { medium: Arc::from(medium::at(place.into())) }
     }
 
     /// Where they are.
-    pub fn place(&self) -> PathBuf {
-        self.medium.path("")
+    pub fn place(&self) -> Location {
+        self.medium.location("")
     }
 
     /// Takes the place for the run that knows `word`; refused where another run's stands.
@@ -98,7 +98,7 @@ impl Checkpoints {
         match self.owner()? {
             Some(found) if found == word.as_bytes() => Ok(()),
             Some(_) => Err(Fault::mismatch("another run keeps its checkpoints here")
-                .at(self.place().display().to_string())
+                .at(self.place().to_string())
                 .hint("give every run a place of its own with --checkpoints")),
             // Nobody's: of two that come at once, a bucket takes the first.
             None => self.medium.put(OWNER, word.as_bytes()),
@@ -124,8 +124,8 @@ impl Checkpoints {
     }
 
     /// The folder of the checkpoint of `step`.
-    pub fn path(&self, step: u64) -> PathBuf {
-        self.medium.path(&format!("step-{step}"))
+    pub fn location(&self, step: u64) -> Location {
+        self.medium.location(&format!("step-{step}"))
     }
 
     /// The steps that have one, ascending.
@@ -202,7 +202,7 @@ impl Checkpoints {
                     return read(&reader);
                 }
                 Err(Fault::data("this checkpoint does not belong to the ledger beside it")
-                    .at(self.path(step).display().to_string()))
+                    .at(self.location(step).to_string()))
             });
             match found {
                 Ok(state) => return Ok(Found { state: Some(state), passed }),

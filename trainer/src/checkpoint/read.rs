@@ -2,10 +2,10 @@
 //! checked before a number of it is used.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 
 use contract::{Class, Digest, Fault, Result};
 use safetensors::{Dtype, SafeTensors};
+use store::Location;
 use tch::{Device, Kind, Tensor};
 
 use super::format::{self, BlobRecord, BoxRecord, Manifest, Set};
@@ -52,7 +52,7 @@ impl<'a> Reader<'a> {
                 found if found == step => Ok(manifest),
                 found => Err(format!("it is that of step {found}")),
             });
-        let manifest = manifest.map_err(|what| damaged(medium.path(&file), &what))?;
+        let manifest = manifest.map_err(|what| damaged(medium.location(&file), &what))?;
         Ok(Reader { medium, manifest })
     }
 
@@ -62,8 +62,8 @@ impl<'a> Reader<'a> {
     }
 
     /// Where it lies.
-    pub fn path(&self) -> PathBuf {
-        self.medium.path(&format!("step-{}", self.manifest.step))
+    pub fn location(&self) -> Location {
+        self.medium.location(&format!("step-{}", self.manifest.step))
     }
 
     /// Refuses the checkpoint of another model.
@@ -73,11 +73,11 @@ impl<'a> Reader<'a> {
         let found = self.manifest.tensors.iter();
         let found = found.map(|tensor| (&tensor.set, &tensor.name, &tensor.shape));
         if self.manifest.windows.is_some() != layout.windows {
-            return Err(damaged(self.path(), "its windows are not this run's"));
+            return Err(damaged(self.location(), "its windows are not this run's"));
         }
         match found.eq(wanted) {
             true => Ok(()),
-            false => Err(damaged(self.path(), "its tensors are not this run's")),
+            false => Err(damaged(self.location(), "its tensors are not this run's")),
         }
     }
 
@@ -101,7 +101,7 @@ impl<'a> Reader<'a> {
                 by_blob.entry(record.blob).or_default().push(copy);
             }
             if volume != region.volume() {
-                return Err(damaged(self.path(), &format!("it lacks a part of {name}")));
+                return Err(damaged(self.location(), &format!("it lacks a part of {name}")));
             }
         }
         let copies =
@@ -112,7 +112,7 @@ impl<'a> Reader<'a> {
     /// Reads one blob, checks it, and copies what is wanted of it.
     fn blob(&self, blob: &BlobRecord, copies: Vec<Copy>) -> Result<()> {
         let file = name(self.manifest.step, &blob.name);
-        let wrong = |what: &str| damaged(self.medium.path(&file), what);
+        let wrong = |what: &str| damaged(self.medium.location(&file), what);
         let bytes = self.medium.get(&file)?;
         let found = Digest::of_bytes(&bytes);
         if bytes.len() as u64 != blob.bytes || found != blob.digest {
@@ -148,7 +148,7 @@ impl<'a> Reader<'a> {
             }
         }
         self.fill(wants, workers)?;
-        let odd = |error: tch::TchError| damaged(self.path(), &error.to_string());
+        let odd = |error: tch::TchError| damaged(self.location(), &error.to_string());
         let values = |tensor: &Tensor| Vec::<f32>::try_from(tensor).map_err(odd);
         let layer = |of: &[Tensor]| {
             let (bias, first, second) = (values(&of[0])?, values(&of[1])?, values(&of[2])?);
@@ -191,12 +191,11 @@ impl<'a> Reader<'a> {
         if found == self.manifest.state {
             return Ok(());
         }
-        let fault = damaged(self.path(), "its state digest does not match");
+        let fault = damaged(self.location(), "its state digest does not match");
         Err(fault.found(found).wanted(self.manifest.state))
     }
 }
 
-fn damaged(path: PathBuf, what: &str) -> Fault {
-    Fault::new(Class::Data, format!("this checkpoint is damaged: {what}"))
-        .at(path.display().to_string())
+fn damaged(place: Location, what: &str) -> Fault {
+    Fault::new(Class::Data, format!("this checkpoint is damaged: {what}")).at(place.to_string())
 }

@@ -159,8 +159,8 @@ impl Medium for Broken {
         self.works(|| ()).and_then(|()| self.inner.rename(from, to))
     }
 
-    fn path(&self, name: &str) -> PathBuf {
-        self.inner.path(name)
+    fn location(&self, name: &str) -> Location {
+        self.inner.location(name)
     }
 }
 

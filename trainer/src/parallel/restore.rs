@@ -7,8 +7,6 @@
 //! verdict   checksums of its part, or what is wrong with it                    everybody to everybody, small
 //! ```
 
-use std::path::PathBuf;
-
 use contract::{Class, Digest, Fault, Result};
 use kernels::group::Group;
 
@@ -41,11 +39,11 @@ impl Reading<'_> {
     ) -> Result<Found<Shard>> {
         let place = checkpoints.place();
         let found = checkpoints.newest(last, chain, |reader| {
-            self.choose(reader.manifest().step, &place.to_string_lossy())?;
+            self.choose(reader.manifest().step, &place.to_string())?;
             self.verdict(Ok(reader))
         })?;
         if found.state.is_none() {
-            self.choose(0, &place.to_string_lossy())?;
+            self.choose(0, &place.to_string())?;
         }
         Ok(found)
     }
@@ -55,7 +53,7 @@ impl Reading<'_> {
     pub fn follow(&self) -> Result<(Option<Shard>, Checkpoints)> {
         loop {
             let (step, place) = self.choose(0, "")?;
-            let checkpoints = Checkpoints::new(&PathBuf::from(place));
+            let checkpoints = Checkpoints::new(storage::locate(&place)?);
             if step == 0 {
                 return Ok((None, checkpoints));
             }

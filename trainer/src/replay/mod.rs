@@ -14,7 +14,7 @@ use kernels::runtime::KernelTable;
 use loader::{Batch, Opened, RankSlice};
 use mixer::Curriculum;
 use serde::Serialize;
-use store::far;
+use store::Location;
 use tch::Device;
 
 use crate::checkpoint::Layout;
@@ -96,7 +96,7 @@ impl Replayer {
     /// The same, with `stores` for the places of the curriculum's stores if there are any.
     pub fn open_with(
         root: &Path,
-        stores: &[PathBuf],
+        stores: &[Location],
         table: &KernelTable,
         device: Device,
         workers: Workers,
@@ -163,7 +163,7 @@ impl Replayer {
             if found != written {
                 let what = "the weights at the start are not those that the ledger says";
                 return Err(Fault::data(what)
-                    .at(reader.path().display().to_string())
+                    .at(reader.location().to_string())
                     .found(found)
                     .wanted(written));
             }
@@ -409,7 +409,7 @@ fn no_leaf(step: u64, leaf: u64, leaves: u64) -> Fault {
 }
 
 /// The curriculum of a run, with `stores` for the places of its stores, in its order, those of amendments last.
-fn opened(path: &Path, stores: &[PathBuf]) -> Result<Opened> {
+fn opened(path: &Path, stores: &[Location]) -> Result<Opened> {
     if stores.is_empty() {
         return Opened::open(path);
     }
@@ -431,13 +431,7 @@ fn opened(path: &Path, stores: &[PathBuf]) -> Result<Opened> {
         )));
     }
     for (named, store) in named.into_iter().zip(stores) {
-        let place = match far::is_far(store) {
-            true => store.clone(),
-            false => {
-                std::path::absolute(store).map_err(|error| Fault::io("resolve", store, &error))?
-            }
-        };
-        *named = place.to_string_lossy().into_owned();
+        *named = store.absolute()?.to_string();
     }
     Opened::open_text(path, curriculum.canonical())
 }

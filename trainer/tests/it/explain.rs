@@ -219,7 +219,8 @@ fn a_store_that_moved_is_named() {
     scratch.run(&scratch.path("run.toml"), "run", stop_after(2)).unwrap();
     std::fs::rename(scratch.path("store"), scratch.path("moved")).unwrap();
     let open = |stores: &[std::path::PathBuf]| {
-        Replayer::open_with(&scratch.path("run"), stores, &table(), Device::Cpu, Workers::new(2))
+        let stores: Vec<_> = stores.iter().map(store::Location::from).collect();
+        Replayer::open_with(&scratch.path("run"), &stores, &table(), Device::Cpu, Workers::new(2))
     };
     assert_eq!(open(&[]).map(|_| ()).unwrap_err().class(), Class::Data);
     let mut replayer = open(&[scratch.path("moved")]).unwrap();

@@ -42,7 +42,7 @@ struct Collectives {
     #[arg(long)]
     json: bool,
     /// Draw bus bandwidth over size as SVG.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = super::local("draw into a file here"))]
     plot: Option<PathBuf>,
     /// Where the tensors of ours lie: cpu, cuda or cuda:1; libtorch's are always in plain memory, for Gloo.
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]

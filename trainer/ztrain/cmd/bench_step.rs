@@ -1,10 +1,10 @@
 //! `ztrain bench step`: where the time of a step goes.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use contract::Result;
 use loader::Opened;
+use store::Location;
 use trainer::RunSpec;
 use trainer::bench::{Exchanged, RankMemory, StepTable, step};
 use trainer::memory::Holds;
@@ -18,8 +18,8 @@ use super::ranks::{self, Ranks};
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// What to train; its store must be at hand. Nothing is written.
-    #[arg(long, value_name = "FILE")]
-    curriculum: PathBuf,
+    #[arg(long, value_name = "FILE", value_parser = super::place())]
+    curriculum: Location,
     /// Steps to measure, after one that warms up.
     #[arg(long, value_name = "COUNT", default_value_t = 5)]
     steps: u64,

@@ -9,8 +9,10 @@ use trainer::compare::{Answer, compare};
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// A run's folder.
+    #[arg(value_parser = super::run())]
     a: PathBuf,
     /// Another one.
+    #[arg(value_parser = super::run())]
     b: PathBuf,
     /// Print the answer as JSON.
     #[arg(long)]

@@ -14,7 +14,7 @@ use super::Speed;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The run's folder; nothing in it is written.
-    #[arg(long, value_name = "RUN")]
+    #[arg(long, value_name = "RUN", value_parser = super::run())]
     run: PathBuf,
     /// The step after which the weights are taken; computed again where no checkpoint holds it [default: the newest
     /// checkpoint's].
@@ -24,7 +24,7 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Format::Hf)]
     format: Format,
     /// The folder to make.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_parser = super::local("export into a folder, and copy that into the bucket"))]
     out: PathBuf,
     #[command(flatten)]
     speed: Speed,

@@ -12,10 +12,10 @@ use trainer::hf::import::import;
 )]
 pub(crate) struct Args {
     /// A folder in the layout of transformers' zaya, or of Zyphra's first releases.
-    #[arg(value_name = "HF_DIR")]
+    #[arg(value_name = "HF_DIR", value_parser = super::local("copy the folder here first"))]
     source: PathBuf,
     /// The start to make.
-    #[arg(long, value_name = "START")]
+    #[arg(long, value_name = "START", value_parser = super::local("a start is read from this machine: name a folder"))]
     out: PathBuf,
 }
 

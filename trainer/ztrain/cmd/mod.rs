@@ -9,20 +9,37 @@ pub(crate) mod ranks;
 pub(crate) mod replay;
 pub(crate) mod train;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use clap::builder::RangedU64ValueParser;
+use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser};
 use contract::{Fault, Result};
 use kernels::device;
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
+use store::Location;
 use tch::Device;
 use trainer::launch::Launched;
 use trainer::model::Keep;
 use trainer::workers::Workers;
+
+/// Reads a place: a path, or `s3://bucket/key`.
+pub(crate) fn place() -> impl TypedValueParser<Value = Location> {
+    OsStringValueParser::new().try_map(|text| storage::locate_argument(&text))
+}
+
+/// Reads a path of this machine; `otherwise` says what to do with what lies elsewhere.
+pub(crate) fn local(otherwise: &'static str) -> impl TypedValueParser<Value = PathBuf> {
+    OsStringValueParser::new().try_map(move |text| storage::local_argument(&text, otherwise))
+}
+
+/// Reads the folder of a run.
+pub(crate) fn run() -> impl TypedValueParser<Value = PathBuf> {
+    local("copy the run's folder here: its checkpoints may stay where they are")
+}
 
 /// Flags that only decide speed and place; no value of them can change a bit.
 #[derive(clap::Args)]

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use contract::{Class, Fault, Result};
 use serde_json::json;
+use store::Location;
 use trainer::optim::guard::Skipped;
 use trainer::replay::documents::DocumentLoss;
 use trainer::replay::whatif::{Change, Imagined, imagine};
@@ -18,11 +19,11 @@ use super::Speed;
 #[command(after_help = "Exit codes: 0 the same bits, 4 different bits, 5 the step diverges.")]
 pub(crate) struct Args {
     /// The run's folder; nothing in it is written.
-    #[arg(long, value_name = "RUN")]
+    #[arg(long, value_name = "RUN", value_parser = super::run())]
     run: PathBuf,
     /// Where a store is now, if it was moved; once for each store of the run, in the order of its run.toml.
-    #[arg(long, value_name = "STORE")]
-    store: Vec<PathBuf>,
+    #[arg(long, value_name = "STORE", value_parser = super::place())]
+    store: Vec<Location>,
     /// The step to compute again.
     #[arg(long, value_name = "N", required_unless_present = "steps", conflicts_with = "steps")]
     #[arg(value_parser = clap::value_parser!(u64).range(1..))]

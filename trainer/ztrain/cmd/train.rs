@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result};
 use loader::{Opened, PrefetchOptions};
+use store::Location;
 use tch::Device;
 use trainer::checkpoint::{Retention, RingOptions};
 use trainer::launch::{Launched, spawned_us};
@@ -18,10 +19,10 @@ use super::{Speed, above_zero, listen};
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// What to train: data, phases, model, optimizer, schedule.
-    #[arg(long, value_name = "FILE", required = true)]
-    curriculum: Option<PathBuf>,
+    #[arg(long, value_name = "FILE", required = true, value_parser = super::place())]
+    curriculum: Option<Location>,
     /// The run's folder [default: runs/NAME beside the working directory, NAME as in NAME.toml].
-    #[arg(long, value_name = "RUN")]
+    #[arg(long, value_name = "RUN", value_parser = super::local("name a folder; --checkpoints takes a place in a bucket"))]
     out: Option<PathBuf>,
     /// Steps between checkpoints; the last step always has one.
     #[arg(long, value_name = "STEPS", default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..))]
@@ -33,8 +34,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "STEPS", default_value_t = 0)]
     keep_every: u64,
     /// Where checkpoints lie, a folder or s3://bucket/key [default: in the run's folder; it remembers].
-    #[arg(long, value_name = "PLACE")]
-    checkpoints: Option<PathBuf>,
+    #[arg(long, value_name = "PLACE", value_parser = super::place())]
+    checkpoints: Option<Location>,
     /// Compute every step again from the first where no checkpoint can be used; each is held against the ledger.
     #[arg(long)]
     restart: bool,
@@ -68,7 +69,7 @@ pub(crate) struct Args {
 /// Trains until the last step, a signal or a fault.
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let curriculum =
-        args.curriculum.as_deref().ok_or_else(|| Fault::usage("--curriculum is missing"))?;
+        args.curriculum.as_ref().ok_or_else(|| Fault::usage("--curriculum is missing"))?;
     if let Some(count) = args.ranks.to_spawn()? {
         // What is wrong with the curriculum is said once, and before anything starts.
         RunSpec::new(&Opened::open(curriculum)?)?;
@@ -114,7 +115,7 @@ fn print(outcome: &Outcome, exec: &ExecOptions) {
 
 fn options(
     args: &Args,
-    curriculum: &Path,
+    curriculum: &Location,
     device: Device,
     launched: Option<&Launched>,
 ) -> ExecOptions {
@@ -136,7 +137,7 @@ fn options(
     exec
 }
 
-fn default_folder(curriculum: &Path) -> PathBuf {
-    let name = curriculum.file_stem().map_or_else(|| "run".into(), |stem| stem.to_os_string());
-    Path::new("runs").join(name)
+fn default_folder(curriculum: &Location) -> PathBuf {
+    let name = curriculum.name();
+    Path::new("runs").join(Path::new(&name).file_stem().unwrap_or("run".as_ref()))
 }

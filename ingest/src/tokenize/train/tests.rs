@@ -226,7 +226,7 @@ fn what_cannot_be_trained_is_refused() {
     let broken = folder.path().join("1.jsonl");
     std::fs::write(&broken, "{\"text\":\"a\"}\n{\"text\":\n").unwrap();
     corpus.sources[0].files.push(crate::corpus::SourceFile {
-        path: broken,
+        path: broken.into(),
         shown: "1.jsonl".to_owned(),
         format: crate::source::Format::JsonLines,
     });

@@ -2,7 +2,6 @@
 
 use std::io::Read;
 use std::ops::Range;
-use std::path::Path;
 
 use arrow::array::{AsArray, RecordBatch};
 use parquet::arrow::ProjectionMask;
@@ -12,6 +11,7 @@ use parquet::arrow::arrow_reader::{
 use xxhash_rust::xxh3::Xxh3;
 
 use super::column::{damaged, missing};
+use crate::Location;
 use crate::documents::row;
 use crate::folder::StoreFile;
 use crate::pieces::Pieces;
@@ -21,11 +21,11 @@ use contract::{Digest, Fault, Result};
 
 /// Holds the file against its record, in pieces: it may be large.
 pub(super) fn check(file: &StoreFile, record: &FileRecord) -> Result<()> {
-    let path = &file.path();
+    let path = &file.location();
     let mut file = file.open().map_err(|error| missing(path, &error))?;
     let (mut hash, mut bytes, mut buffer) = (Xxh3::new(), 0, vec![0; 1 << 18]);
     loop {
-        let count = file.read(&mut buffer).map_err(|error| Fault::io("read", path, &error))?;
+        let count = file.read(&mut buffer).map_err(|error| path.fault("read", &error))?;
         if count == 0 {
             break;
         }
@@ -48,7 +48,7 @@ pub(super) fn read_rows(
     rows: &[Range<u64>],
     out: &mut Vec<DocumentRecord>,
 ) -> Result<()> {
-    let path = &file.path();
+    let path = &file.location();
     let (builder, file) = builder(file)?;
     let (mut groups, mut ranges, mut at, mut kept) = (Vec::new(), Vec::new(), 0u64, 0u64);
     for (number, group) in builder.metadata().row_groups().iter().enumerate() {
@@ -92,7 +92,7 @@ pub(super) fn read_rows(
 
 /// The rows whose id is `id`.
 pub(super) fn find(file: &StoreFile, id: &str) -> Result<Vec<u64>> {
-    let path = &file.path();
+    let path = &file.location();
     let (builder, file) = builder(file)?;
     let ids = ProjectionMask::columns(builder.parquet_schema(), ["id"]);
     let reader = builder.with_projection(ids).build();
@@ -110,7 +110,7 @@ pub(super) fn find(file: &StoreFile, id: &str) -> Result<Vec<u64>> {
 }
 
 fn builder(file: &StoreFile) -> Result<(ParquetRecordBatchReaderBuilder<Pieces>, Pieces)> {
-    let path = &file.path();
+    let path = &file.location();
     let file = file.open().and_then(Pieces::of_file).map_err(|error| missing(path, &error))?;
     let builder = ParquetRecordBatchReaderBuilder::try_new(file.clone()).map_err(|error| {
         file.or_machine(path, damaged(path, "provenance is not a Parquet file").found(error))
@@ -120,17 +120,17 @@ fn builder(file: &StoreFile) -> Result<(ParquetRecordBatchReaderBuilder<Pieces>,
 }
 
 fn batches(
-    path: &Path,
+    path: &Location,
     file: &Pieces,
     reader: parquet::errors::Result<ParquetRecordBatchReader>,
 ) -> Result<impl Iterator<Item = Result<RecordBatch>>> {
-    let unreadable = |error: String| {
+    let unreadable = move |error: String| {
         file.or_machine(path, damaged(path, "provenance is unreadable").found(error))
     };
     let reader = reader.map_err(|error| unreadable(error.to_string()))?;
     Ok(reader.map(move |batch| batch.map_err(|error| unreadable(error.to_string()))))
 }
 
-fn strange(path: &Path) -> Fault {
+fn strange(path: &Location) -> Fault {
     damaged(path, "provenance has other columns or rows than this format")
 }

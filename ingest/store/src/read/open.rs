@@ -1,16 +1,15 @@
 //! What a store's reader asks of the machine and of the tokenizer's file.
 
 use std::fs;
-use std::path::Path;
 
 use super::column::{damaged, missing};
-use crate::Manifest;
 use crate::folder::StoreFile;
 use crate::open::TOKENIZER;
+use crate::{Location, Manifest};
 use contract::{Identity, Result};
 
 /// Reads `tokenizer.json`, which must be the one that made the tokens.
-pub(super) fn tokenizer(root: &Path, manifest: &Manifest) -> Result<Vec<u8>> {
+pub(super) fn tokenizer(root: &Location, manifest: &Manifest) -> Result<Vec<u8>> {
     let path = root.join(TOKENIZER);
     let bytes = StoreFile::new(root, &[TOKENIZER]).read();
     let bytes = bytes.map_err(|error| missing(&path, &error))?;

@@ -42,7 +42,7 @@ impl StartIndex {
         let bytes = file.read_all()?;
         let found = Digest::of_bytes(&bytes);
         if found != shard.start_file.digest {
-            return Err(damaged(file.path(), "document starts do not match their digest")
+            return Err(damaged(file.location(), "document starts do not match their digest")
                 .found(found)
                 .wanted(shard.start_file.digest));
         }
@@ -57,7 +57,7 @@ impl StartIndex {
         let end = shard.first_token + shard.tokens;
         let begins = thinned.samples.first() == Some(&shard.first_token);
         if !ordered || !begins || thinned.last >= end {
-            return Err(damaged(file.path(), "document starts contradict the manifest")
+            return Err(damaged(file.location(), "document starts contradict the manifest")
                 .found(format!("starts up to token {}", thinned.last))
                 .wanted(format!("{rows} starts below token {end}, in order")));
         }

@@ -1,0 +1,435 @@
+//! Where a file or a folder lies: on this machine, or in object storage.
+//!
+//! What a person names becomes a [`Location`] where it is read (`storage::locate`), and stays one: no path is ever made of a
+//! URL. This room knows no network. An object carries what reads it, a [`Remote`], which only `storage` makes, and tests.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use contract::{Fault, Identity, Result};
+use sha2::{Digest as _, Sha256};
+
+use crate::{disk, regular};
+
+/// What the URL of an object begins with.
+pub const SCHEME: &str = "s3://";
+
+/// A file or a folder, wherever it lies.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Location {
+    /// On this machine.
+    Local(PathBuf),
+    /// In object storage.
+    Object(Object),
+}
+
+/// The name of an object, or of a folder of objects: a bucket and a key, which is empty for the whole bucket.
+///
+/// A key is taken as it is written: a percent sign or a space in it means itself. Its parts, between slashes, are never
+/// empty and never `.` or `..`, so that no two addresses name one object.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Address {
+    bucket: String,
+    key: String,
+}
+
+/// An address, with what reads it.
+#[derive(Clone)]
+pub struct Object {
+    address: Address,
+    remote: Arc<dyn Remote>,
+}
+
+/// How objects are read and made. Errors are those of files: a missing one is [`io::ErrorKind::NotFound`].
+pub trait Remote: Send + Sync {
+    /// The size of an object.
+    fn size(&self, object: &Address) -> io::Result<u64>;
+
+    /// Fills `buffer` from byte `offset` on.
+    fn read_at(&self, object: &Address, buffer: &mut [u8], offset: u64) -> io::Result<()>;
+
+    /// A whole copy on this machine.
+    fn fetch(&self, object: &Address) -> io::Result<LocalFile>;
+
+    /// Makes an object of these bytes; it appears whole. One that has them is as good as made; one with other bytes is
+    /// left as it is, which is [`io::ErrorKind::AlreadyExists`].
+    fn create(&self, object: &Address, bytes: &[u8]) -> io::Result<()>;
+
+    /// The objects below a folder, by their keys in it, sorted.
+    fn list(&self, folder: &Address) -> io::Result<Vec<String>>;
+
+    /// Removes an object, if it is there.
+    fn remove(&self, object: &Address) -> io::Result<()>;
+}
+
+/// A file on this machine: the file itself, or a copy of an object that stays as long as this lives.
+#[derive(Debug)]
+pub struct LocalFile {
+    path: PathBuf,
+    hold: Option<File>,
+}
+
+impl LocalFile {
+    /// A copy, which is not cleared away while `hold` is open.
+    pub fn copy(path: PathBuf, hold: File) -> Self {
+        LocalFile { path, hold: Some(hold) }
+    }
+
+    /// Where it lies.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Address {
+    /// The address that a person wrote as `s3://bucket/key`; a slash may end it, as the names of folders do.
+    pub fn parse(url: &str) -> Result<Self> {
+        let refused = |why: &str| {
+            Fault::usage(format!("this is not an address in object storage: {why}"))
+                .found(format!("{url:?}"))
+                .wanted("s3://bucket/key, as in s3://corpora/web/part-1.jsonl.zst")
+        };
+        let rest = url.strip_prefix(SCHEME).ok_or_else(|| refused("it begins otherwise"))?;
+        let (bucket, key) = rest.split_once('/').ok_or_else(|| refused("it has no key"))?;
+        if bucket.is_empty() {
+            return Err(refused("it has no bucket"));
+        }
+        let key = key.strip_suffix('/').unwrap_or(key);
+        if key.is_empty() {
+            return Err(refused("it has no key"));
+        }
+        match key.split('/').find_map(flaw) {
+            Some(why) => Err(refused(why)),
+            None => Ok(Address { bucket: bucket.to_owned(), key: key.to_owned() }),
+        }
+    }
+
+    /// All of a bucket.
+    pub fn of_bucket(name: &str) -> Self {
+        Address { bucket: name.to_owned(), key: String::new() }
+    }
+
+    /// The bucket's name.
+    pub fn bucket(&self) -> &str {
+        &self.bucket
+    }
+
+    /// The key; empty for the whole bucket.
+    pub fn key(&self) -> &str {
+        &self.key
+    }
+
+    /// The last part of the key.
+    pub fn name(&self) -> &str {
+        self.key.rsplit('/').next().unwrap_or_default()
+    }
+
+    /// What is called `name` in this folder; a name of several parts leads further down.
+    pub fn join(&self, name: &str) -> Self {
+        let key = match (self.key.as_str(), name) {
+            (key, "") => key.to_owned(),
+            ("", name) => name.to_owned(),
+            (key, name) => format!("{key}/{name}"),
+        };
+        Address { bucket: self.bucket.clone(), key }
+    }
+
+    /// The folder that holds it.
+    pub fn folder(&self) -> Self {
+        let key = self.key.rsplit_once('/').map_or("", |(folder, _)| folder).to_owned();
+        Address { bucket: self.bucket.clone(), key }
+    }
+
+    /// What a file in this folder calls `name`. Object storage has no links, so `..` is the folder above.
+    fn resolve(&self, name: &str) -> Result<Self> {
+        let refused = |why: &str| {
+            Fault::usage(format!("this name leads to no object: {why}"))
+                .at(self.to_string())
+                .found(format!("{name:?}"))
+                .wanted("a name relative to this folder, or s3://bucket/key")
+        };
+        let mut at = self.clone();
+        for part in name.strip_suffix('/').unwrap_or(name).split('/') {
+            match part {
+                "." => {}
+                ".." if at.key.is_empty() => return Err(refused("it leaves the bucket")),
+                ".." => at = at.folder(),
+                part => match flaw(part) {
+                    Some(why) => return Err(refused(why)),
+                    None => at = at.join(part),
+                },
+            }
+        }
+        Ok(at)
+    }
+}
+
+/// Why a part of a key is none.
+fn flaw(part: &str) -> Option<&'static str> {
+    match part {
+        "" => Some("a part between two slashes is empty"),
+        "." | ".." => Some("`.` and `..` are not followed in a URL"),
+        part if part.chars().any(char::is_control) => Some("it has a control character"),
+        _ => None,
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{SCHEME}{}/{}", self.bucket, self.key)
+    }
+}
+
+impl Object {
+    /// The object at `address`, read by `remote`.
+    pub fn new(address: Address, remote: Arc<dyn Remote>) -> Self {
+        Object { address, remote }
+    }
+
+    /// Its name.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Fills `buffer` from byte `offset` on.
+    pub fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.remote.read_at(&self.address, buffer, offset)
+    }
+
+    /// Makes the object; see [`Remote::create`].
+    pub fn create(&self, bytes: &[u8]) -> io::Result<()> {
+        self.remote.create(&self.address, bytes)
+    }
+
+    /// The objects below, by their keys from here on, sorted.
+    pub fn list(&self) -> io::Result<Vec<String>> {
+        self.remote.list(&self.address)
+    }
+
+    /// Removes the object, if it is there.
+    pub fn remove(&self) -> io::Result<()> {
+        self.remote.remove(&self.address)
+    }
+
+    /// What is called `name` in this folder; a name of several parts leads further down.
+    pub fn join(&self, name: &str) -> Self {
+        self.at(self.address.join(name))
+    }
+
+    fn at(&self, address: Address) -> Self {
+        Object { address, remote: Arc::clone(&self.remote) }
+    }
+}
+
+impl fmt::Debug for Object {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.address.fmt(f)
+    }
+}
+
+impl PartialEq for Object {
+    fn eq(&self, other: &Self) -> bool {
+        self.address == other.address
+    }
+}
+
+impl Eq for Object {}
+
+impl PartialOrd for Object {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Object {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.address.cmp(&other.address)
+    }
+}
+
+impl Location {
+    /// Its path, if it lies on this machine.
+    pub fn local(&self) -> Option<&Path> {
+        match self {
+            Location::Local(path) => Some(path),
+            Location::Object(_) => None,
+        }
+    }
+
+    /// Whether it lies in object storage.
+    pub fn is_remote(&self) -> bool {
+        self.local().is_none()
+    }
+
+    /// What is called `name` in this folder; a name of several parts leads further down.
+    pub fn join(&self, name: &str) -> Self {
+        match self {
+            Location::Local(path) => Location::Local(path.join(name)),
+            Location::Object(object) => Location::Object(object.join(name)),
+        }
+    }
+
+    /// The folder that holds it.
+    pub fn folder(&self) -> Self {
+        match self {
+            Location::Local(path) => Location::Local(path.parent().unwrap_or(path).to_owned()),
+            Location::Object(object) => Location::Object(object.at(object.address.folder())),
+        }
+    }
+
+    /// The last part of its name.
+    pub fn name(&self) -> String {
+        match self {
+            Location::Local(path) => {
+                path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+            }
+            Location::Object(object) => object.address.name().to_owned(),
+        }
+    }
+
+    /// What a file in this folder calls `name`, where that is no URL. An absolute path is one of this machine.
+    pub fn resolve(&self, name: &str) -> Result<Self> {
+        match self {
+            Location::Object(object) if !Path::new(name).has_root() => {
+                Ok(Location::Object(object.at(object.address.resolve(name)?)))
+            }
+            Location::Object(_) => Ok(Location::Local(PathBuf::from(name))),
+            Location::Local(folder) => Ok(Location::Local(folder.join(name))),
+        }
+    }
+
+    /// The same, from the root of the file system on.
+    pub fn absolute(&self) -> Result<Self> {
+        match self {
+            Location::Local(path) => {
+                let absolute = std::path::absolute(path);
+                Ok(Location::Local(absolute.map_err(|error| Fault::io("resolve", path, &error))?))
+            }
+            Location::Object(_) => Ok(self.clone()),
+        }
+    }
+
+    /// Whether there is a file, and not a folder or nothing.
+    pub fn is_file(&self) -> Result<bool> {
+        match self {
+            Location::Local(path) => Ok(path.is_file()),
+            Location::Object(_) => match self.size() {
+                Ok(_) => Ok(true),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+                Err(error) => Err(self.fault("look for", &error)),
+            },
+        }
+    }
+
+    /// The file on this machine.
+    pub fn fetch(&self) -> io::Result<LocalFile> {
+        match self {
+            Location::Local(path) => Ok(LocalFile { path: path.clone(), hold: None }),
+            Location::Object(object) => object.remote.fetch(&object.address),
+        }
+    }
+
+    /// Opens the file.
+    pub fn open(&self) -> io::Result<File> {
+        match self.fetch()? {
+            // The handle that holds a copy is at its beginning, and keeps it.
+            LocalFile { hold: Some(file), .. } => Ok(file),
+            LocalFile { path, hold: None } => regular::open(&path),
+        }
+    }
+
+    /// The bytes of the file.
+    pub fn read(&self) -> io::Result<Vec<u8>> {
+        regular::read(self.fetch()?.path())
+    }
+
+    /// The size of the file.
+    pub fn size(&self) -> io::Result<u64> {
+        match self {
+            Location::Local(path) => regular::size(path),
+            Location::Object(object) => object.remote.size(&object.address),
+        }
+    }
+
+    /// Size and SHA-256 of the file.
+    pub fn content(&self) -> Result<(u64, Identity)> {
+        let fault = |error| self.fault("read", &error);
+        let mut file = self.open().map_err(fault)?;
+        let (mut hash, mut bytes) = (Sha256::new(), 0);
+        let mut buffer = vec![0; 1 << 20];
+        loop {
+            let count = file.read(&mut buffer).map_err(fault)?;
+            if count == 0 {
+                return Ok((bytes, Identity(hash.finalize().into())));
+            }
+            hash.update(&buffer[..count]);
+            bytes += count as u64;
+        }
+    }
+
+    /// Writes a file, whole or not at all. One on this machine is replaced; an object never is, and one with other bytes
+    /// is a mismatch.
+    pub fn write(&self, bytes: &[u8]) -> Result<()> {
+        match self {
+            Location::Local(path) => disk::write_whole(path, bytes).map(drop),
+            Location::Object(object) => object.create(bytes).map_err(|error| self.taken(&error)),
+        }
+    }
+
+    /// What an object that could not be made meets.
+    pub fn taken(&self, error: &io::Error) -> Fault {
+        match error.kind() {
+            io::ErrorKind::AlreadyExists => Fault::mismatch("something else is there already")
+                .at(self.to_string())
+                .hint("name another place; an object is never replaced"),
+            _ => self.fault("write", error),
+        }
+    }
+
+    /// An I/O error here while trying to do `what`; see [`Fault::io`].
+    pub fn fault(&self, what: &str, error: &io::Error) -> Fault {
+        match self {
+            Location::Local(path) => Fault::io(what, path, error),
+            Location::Object(_) => Fault::io(what, Path::new(""), error).at(self.to_string()),
+        }
+    }
+}
+
+impl fmt::Display for Location {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Location::Local(path) => path.display().fmt(f),
+            Location::Object(object) => object.address.fmt(f),
+        }
+    }
+}
+
+impl From<PathBuf> for Location {
+    fn from(path: PathBuf) -> Self {
+        Location::Local(path)
+    }
+}
+
+impl From<&PathBuf> for Location {
+    fn from(path: &PathBuf) -> Self {
+        Location::Local(path.clone())
+    }
+}
+
+impl From<&Path> for Location {
+    fn from(path: &Path) -> Self {
+        Location::Local(path.to_owned())
+    }
+}
+
+impl From<&Location> for Location {
+    fn from(location: &Location) -> Self {
+        location.clone()
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,0 +1,178 @@
+//! Addresses and names against what they may and may not mean, and objects against files, on a bucket in memory.
+
+use std::collections::BTreeMap;
+use std::io::{Error, ErrorKind, Write as _};
+use std::sync::Mutex;
+
+use contract::Class;
+use proptest::prelude::*;
+
+use super::*;
+
+/// A bucket in memory.
+#[derive(Default)]
+pub(crate) struct Memory(Mutex<BTreeMap<Address, Vec<u8>>>);
+
+impl Memory {
+    fn get(&self, object: &Address) -> io::Result<Vec<u8>> {
+        let found = self.0.lock().unwrap().get(object).cloned();
+        found.ok_or_else(|| Error::from(ErrorKind::NotFound))
+    }
+}
+
+impl Remote for Memory {
+    fn size(&self, object: &Address) -> io::Result<u64> {
+        Ok(self.get(object)?.len() as u64)
+    }
+
+    fn read_at(&self, object: &Address, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        let bytes = self.get(object)?;
+        let from = bytes.get(offset as usize..).and_then(|from| from.get(..buffer.len()));
+        buffer.copy_from_slice(from.ok_or(ErrorKind::UnexpectedEof)?);
+        Ok(())
+    }
+
+    fn fetch(&self, object: &Address) -> io::Result<LocalFile> {
+        let mut file = tempfile::NamedTempFile::new()?;
+        file.write_all(&self.get(object)?)?;
+        let (_, path) = file.keep()?;
+        Ok(LocalFile::copy(path.clone(), File::open(path)?))
+    }
+
+    fn create(&self, object: &Address, bytes: &[u8]) -> io::Result<()> {
+        let mut all = self.0.lock().unwrap();
+        match all.get(object) {
+            Some(found) if found != bytes => Err(ErrorKind::AlreadyExists.into()),
+            _ => {
+                all.insert(object.clone(), bytes.to_vec());
+                Ok(())
+            }
+        }
+    }
+
+    fn list(&self, folder: &Address) -> io::Result<Vec<String>> {
+        let below = folder.join("x").to_string();
+        let below = below.strip_suffix('x').unwrap_or_default();
+        let all = self.0.lock().unwrap();
+        let names = all.keys().map(Address::to_string);
+        Ok(names.filter_map(|name| name.strip_prefix(below).map(str::to_owned)).collect())
+    }
+
+    fn remove(&self, object: &Address) -> io::Result<()> {
+        self.0.lock().unwrap().remove(object);
+        Ok(())
+    }
+}
+
+/// The location of a URL in a new bucket.
+fn object(url: &str) -> Location {
+    let remote: Arc<dyn Remote> = Arc::new(Memory::default());
+    Location::Object(Object::new(Address::parse(url).unwrap(), remote))
+}
+
+#[test]
+fn an_address_has_one_spelling() {
+    for (url, bucket, key) in [
+        ("s3://b/key", "b", "key"),
+        ("s3://b/a/b c/100%/d%20e.jsonl", "b", "a/b c/100%/d%20e.jsonl"),
+        ("s3://b/folder/", "b", "folder"),
+        ("s3://b/..a/.b/c..", "b", "..a/.b/c.."),
+    ] {
+        let address = Address::parse(url).unwrap();
+        assert_eq!((address.bucket(), address.key()), (bucket, key), "{url}");
+        assert_eq!(Address::parse(&address.to_string()).unwrap(), address);
+    }
+    for url in [
+        "",
+        "s3:",
+        "s3://",
+        "s3:///",
+        "s3:///key",
+        "s3://b",
+        "s3://b/",
+        "s3://b//",
+        "s3://b//key",
+        "s3://b/a//c",
+        "s3://b/a//",
+        "s3://b/./c",
+        "s3://b/a/../c",
+        "s3://b/..",
+        "s3://b/a\nb",
+        "S3://b/key",
+        "gs://b/key",
+        "/b/key",
+    ] {
+        let fault = Address::parse(url).unwrap_err();
+        assert_eq!(fault.class(), Class::Usage, "{url}");
+        assert!(fault.to_string().contains("wanted: s3://bucket/key"), "{url}: {fault}");
+    }
+}
+
+#[test]
+fn names_resolve_beside_the_file_that_says_them() {
+    let folder = object("s3://b/corpora/web/corpus.toml").folder();
+    for (name, wanted) in [
+        ("tokenizer.json", "s3://b/corpora/web/tokenizer.json"),
+        ("./raw/a b.jsonl", "s3://b/corpora/web/raw/a b.jsonl"),
+        ("../other/x%20y", "s3://b/corpora/other/x%20y"),
+        ("../../x", "s3://b/x"),
+        ("raw/", "s3://b/corpora/web/raw"),
+        ("/here/tokenizer.json", "/here/tokenizer.json"),
+    ] {
+        assert_eq!(folder.resolve(name).unwrap().to_string(), wanted, "{name}");
+    }
+    for name in ["", "a//b", "../../../x", "../../../../x", "a\u{7}"] {
+        let fault = folder.resolve(name).unwrap_err();
+        assert_eq!(fault.class(), Class::Usage, "{name}");
+        assert!(fault.to_string().contains("s3://b/corpora/web"), "{name}: {fault}");
+    }
+    let local = Location::from(Path::new("a/b"));
+    assert_eq!(local.resolve("../c").unwrap().to_string(), "a/b/../c");
+}
+
+#[test]
+fn an_object_is_made_once_and_read_as_a_file_is() {
+    let place = object("s3://b/a b/100%.json");
+    assert!(!place.is_file().unwrap());
+    let fault = place.fault("read", &place.read().unwrap_err());
+    assert_eq!((fault.class(), fault.place()), (Class::Data, Some("s3://b/a b/100%.json")));
+    place.write(b"bytes").unwrap();
+    place.write(b"bytes").unwrap();
+    assert_eq!(place.write(b"other").unwrap_err().class(), Class::Mismatch);
+    let folder = tempfile::tempdir().unwrap();
+    let file = Location::from(&folder.path().join("file"));
+    file.write(b"bytes").unwrap();
+    for place in [&place, &file] {
+        assert!(place.is_file().unwrap() && !place.folder().is_file().unwrap());
+        assert_eq!((place.read().unwrap(), place.size().unwrap()), (b"bytes".to_vec(), 5));
+        assert_eq!(place.content().unwrap(), (5, Identity::of_bytes(b"bytes")));
+    }
+    assert!(!place.join("below").is_file().unwrap());
+}
+
+proptest! {
+    /// Whatever a file in a bucket calls another one: an error, or an address that has one spelling.
+    #[test]
+    fn a_name_never_makes_an_address_that_is_none(name in "[a-c%. /]{0,12}") {
+        let folder = object("s3://b/x/y/z").folder();
+        if let Ok(Location::Object(found)) = folder.resolve(&name)
+            && !found.address().key().is_empty()
+        {
+            let found = found.address();
+            prop_assert_eq!(found, &Address::parse(&found.to_string()).unwrap());
+        }
+    }
+
+    /// `join` and `folder` undo each other.
+    #[test]
+    fn a_folder_holds_what_is_joined_to_it(parts in prop::collection::vec("[a-c%. ]{1,4}[a-c]", 1..5)) {
+        let mut at = Address::of_bucket("b");
+        for part in &parts {
+            let below = at.join(part);
+            prop_assert_eq!(&below.folder(), &at);
+            prop_assert_eq!(below.name(), part);
+            at = below;
+        }
+        prop_assert_eq!(at, Address::parse(&format!("s3://b/{}", parts.join("/"))).unwrap());
+    }
+}

@@ -1,0 +1,299 @@
+//! Fear: that a place in a bucket works in some commands and by luck, and that the others say something strange.
+//!
+//! Every argument that takes a place is given one in a bucket. Either the command does what it does with a place on this
+//! machine, byte for byte, or it refuses at once: exit 2, the argument, what was found, what is wanted, what to do.
+
+use std::fs;
+use std::path::Path;
+
+use crate::remote::Bucket;
+use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata};
+
+/// A corpus, its store and a curriculum, on this machine and as `s3://bucket/` plus the same names.
+struct Twins {
+    scratch: Scratch,
+    bucket: Bucket,
+}
+
+/// The URL of a file that is served.
+fn url(name: &str) -> String {
+    format!("s3://bucket/{name}")
+}
+
+impl Twins {
+    fn new() -> Option<Self> {
+        let scratch = Scratch::new();
+        let corpus = corpus(&scratch, 60, "shard_tokens = 16384");
+        let store = build(&scratch, &corpus, "store");
+        curriculum(&scratch, &store, "run.toml", &[]);
+        // A curriculum says where its store lies from its own folder on, wherever that is.
+        let text = fs::read_to_string(scratch.path("run.toml")).unwrap();
+        scratch.write("run.toml", text.replace(arg(&store), "store"));
+        let bucket = Bucket::serve(&scratch, &scratch.path(""), 0)?;
+        Some(Twins { scratch, bucket })
+    }
+
+    fn local(&self, args: &[&str]) -> Ran {
+        let args: Vec<String> = args.iter().map(|it| self.here(it)).collect();
+        self.bucket.zdata(&args.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+
+    fn remote(&self, args: &[&str]) -> Ran {
+        let args: Vec<String> = args.iter().map(|it| it.replace('@', "s3://bucket/")).collect();
+        self.bucket.zdata(&args.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+
+    fn here(&self, argument: &str) -> String {
+        match argument.split_once('@') {
+            Some((before, name)) => format!("{before}{}", arg(&self.scratch.path(name))),
+            None => argument.to_owned(),
+        }
+    }
+}
+
+/// What a command says, without the place at which it was asked.
+fn said(ran: Ran, root: &str) -> String {
+    ran.ok().replace(root, "")
+}
+
+/// `@name` stands for a file here, and for the same file in the bucket.
+const ANSWERS: &[&[&str]] = &[
+    &["inspect", "@store"],
+    &["inspect", "@store", "--json"],
+    &["inspect", "@store", "--sample", "3", "--corpus", "@corpus.toml"],
+    &["verify", "@store"],
+    &["verify", "@store", "--json"],
+    &["plan", "@run.toml"],
+    &["digest", "@run.toml", "--steps", "1..21"],
+    &["batch", "@run.toml", "--step", "2", "--json"],
+    &["where", "@run.toml", "--doc", "doc-1-3"],
+    &["build", "@corpus.toml", "--check"],
+];
+
+#[test]
+fn what_is_asked_of_a_bucket_is_answered_as_it_is_here() {
+    let Some(twins) = Twins::new() else { return };
+    let here = format!("{}/", arg(&twins.scratch.path("")).trim_end_matches('/'));
+    for args in ANSWERS {
+        let wanted = said(twins.local(args), &here);
+        assert_eq!(said(twins.remote(args), "s3://bucket/"), wanted, "{args:?}");
+    }
+}
+
+/// What a command makes here of places in the bucket is what it makes of places here.
+#[test]
+fn what_is_made_of_a_bucket_is_what_is_made_here() {
+    let Some(twins) = Twins::new() else { return };
+    for args in [
+        &["build", "@corpus.toml", "--out"][..],
+        &["build", "@corpus.toml", "--from", "@store", "--out"],
+        &["build", "@corpus.toml", "--engine", "tasks", "--out"],
+        &["export", "@store", "--format", "megatron", "--out"],
+        &["tokenizer", "train", "@corpus.toml", "--vocab", "400", "--out"],
+    ] {
+        let made = ["made-here", "made-there"].map(|name| twins.scratch.path(name));
+        twins.local(&[args, &[arg(&made[0])]].concat()).ok();
+        twins.remote(&[args, &[arg(&made[1])]].concat()).ok();
+        assert_eq!(tree(&made[0]), tree(&made[1]), "{args:?}");
+        for made in made {
+            if made.is_dir() {
+                fs::remove_dir_all(made).unwrap()
+            } else {
+                fs::remove_file(made).unwrap()
+            }
+        }
+    }
+    // Another store for the curriculum, and the tokenizer of an import.
+    let (text, more) = (fs::read_to_string(twins.scratch.path("run.toml")).unwrap(), url("store"));
+    let run = twins.scratch.write("amended.toml", text);
+    let told = twins.remote(&["amend", arg(&run), "--step", "5", "--store", &more, "--dry-run"]);
+    told.fails(2, &["two stores have a source called", &more]);
+    let out = twins.scratch.path("exported");
+    twins.local(&["export", "@store", "--format", "datatrove", "--out", arg(&out)]).ok();
+    let source = format!("web={}", arg(&out.join("web/train")));
+    let digest = |tokenizer: &str, name: &str| {
+        let store = twins.scratch.path(name);
+        let head = ["import", arg(&store), "--format", "datatrove", "--tokenizer", tokenizer];
+        twins.bucket.zdata(&[&head[..], &["--source", &source]].concat()).ok()[..64].to_owned()
+    };
+    let here = arg(&twins.scratch.path("tokenizer.json")).to_owned();
+    assert_eq!(digest(&here, "imported-1"), digest(&url("tokenizer.json"), "imported-2"));
+}
+
+/// The files below a place, by name; a file is its own only one.
+fn tree(place: &Path) -> Vec<(String, Vec<u8>)> {
+    if place.is_file() {
+        return vec![(String::new(), fs::read(place).unwrap())];
+    }
+    let mut files = Vec::new();
+    let mut entries: Vec<_> = fs::read_dir(place).unwrap().map(|it| it.unwrap().path()).collect();
+    entries.sort();
+    for path in entries {
+        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        files.extend(
+            tree(&path).into_iter().map(|(below, bytes)| (format!("{name}/{below}"), bytes)),
+        );
+    }
+    files
+}
+
+/// A record that is no document is found where it lies, and not where its copy does.
+#[test]
+fn what_is_wrong_with_an_object_is_said_of_the_object() {
+    let scratch = Scratch::new();
+    let corpus = corpus(&scratch, 10, "");
+    scratch.write("served/bad.jsonl", "{\"text\": \"good\"}\n{\"text\": 7}\n");
+    scratch.write("served/bad.parquet", "no Parquet at all, but long enough to be looked at");
+    let Some(bucket) = Bucket::serve(&scratch, &scratch.path("served"), 0) else { return };
+    let head = fs::read_to_string(&corpus).unwrap();
+    let head = &head[..head.find("[[source]]").unwrap()];
+    for (file, place) in [("bad.jsonl", "bad.jsonl:2"), ("bad.parquet", "bad.parquet")] {
+        let source = format!("[[source]]\nname = \"a\"\nfiles = [{:?}]\n", url(file));
+        let bad = scratch.write("bad.toml", format!("{head}{source}"));
+        let out = scratch.path(&format!("out-{file}"));
+        for engine in ["local", "tasks"] {
+            bucket
+                .zdata(&["build", arg(&bad), "--out", arg(&out), "--engine", engine])
+                .fails(3, &[&url(place)]);
+            let _ = fs::remove_dir_all(&out);
+        }
+        bucket.zdata(&["build", arg(&bad), "--check"]).fails(3, &[&url(place)]);
+    }
+}
+
+/// What is made in the bucket: a tokenizer and a store.
+#[test]
+fn what_is_made_in_a_bucket_is_made_once() {
+    let Some(twins) = Twins::new() else { return };
+    let train = ["tokenizer", "train", "@corpus.toml", "--vocab", "400", "--out"];
+    let out = url("made/tokenizer.json");
+    for _ in 0..2 {
+        let told = twins.remote(&[&train[..], &[&out]].concat()).ok();
+        assert!(told.ends_with(&format!("  {out}\n")), "{told}");
+    }
+    let other = ["tokenizer", "train", "@corpus.toml", "--vocab", "401", "--out", &out];
+    twins.remote(&other).fails(4, &[&out, "something else is there already"]);
+    let text = fs::read_to_string(twins.scratch.path("corpus.toml")).unwrap();
+    let text = text.replace("\"tokenizer.json\"", &format!("{out:?}"));
+    let corpus = twins.scratch.write("made.toml", text);
+    let digest = |ran: Ran| ran.ok()[..64].to_owned();
+    let store = url("made/a store, 100%");
+    let built = digest(twins.remote(&["build", arg(&corpus), "--out", &store]));
+    assert_eq!(built, digest(twins.remote(&["verify", &store])));
+}
+
+/// Arguments that a place in a bucket cannot be, each with the name under which it is refused.
+const REFUSED: &[(&[&str], &str)] = &[
+    (&["init", "@corpora"], "<FOLDER>"),
+    (&["build", "corpus.toml", "--out", "x", "--work", "@work"], "--work"),
+    (&["build", "corpus.toml", "--engine", "tasks", "--out", "@store"], "--out"),
+    (&["task", "plan", "corpus.toml", "--work", "@work"], "--work"),
+    (&["task", "run", "--work", "@work", "--index", "0"], "--work"),
+    (&["task", "merge", "--work", "@work", "--out", "x"], "--work"),
+    (&["task", "merge", "--work", "x", "--out", "@store"], "--out"),
+    (&["export", "store", "--format", "olmo", "--out", "@exported"], "--out"),
+    (&["import", "@x", "--format", "olmo", "--tokenizer", "t", "--source", "a=b"], "<STORE>"),
+    (&["import", "x", "--format", "olmo", "--tokenizer", "t", "--source", "a=@b"], "--source"),
+    (&["import", "x", "--format", "olmo", "--tokenizer", "t", "--held-out", "a=@b"], "--held-out"),
+    (&["publish", "@store", "@other"], "<STORE>"),
+    (&["publish", "store", "elsewhere"], "URL"),
+    (&["amend", "@run.toml", "--step", "5", "--ban", "x"], "<CURRICULUM>"),
+    (&["verify-run", "@runs/a"], "<RUN>"),
+];
+
+#[test]
+fn a_place_that_a_command_cannot_take_is_refused_clearly() {
+    let scratch = Scratch::new();
+    let corpus = corpus(&scratch, 10, "");
+    for (args, argument) in REFUSED {
+        let args: Vec<String> = args
+            .iter()
+            .map(|it| match *it {
+                "corpus.toml" => arg(&corpus).to_owned(),
+                it => it.replace('@', "s3://bucket/"),
+            })
+            .collect();
+        let told = zdata(&args.iter().map(String::as_str).collect::<Vec<_>>());
+        let told = told.fails(2, &[argument]);
+        for part in ["found:", "wanted:", "hint:"] {
+            assert!(told.contains(part), "{args:?}: {told}");
+        }
+        assert!(!told.contains("bug of ours"), "{args:?}: {told}");
+    }
+}
+
+/// What no place is called, in every argument that takes one.
+#[test]
+fn a_name_that_no_place_has_is_refused_before_anything_is_asked() {
+    let scratch = Scratch::new();
+    let corpus = corpus(&scratch, 10, "");
+    for name in [
+        "",
+        "s3://",
+        "s3://b",
+        "s3:///key",
+        "s3://b//key",
+        "s3://b/a//c",
+        "s3://b/a/../c",
+        "gs://b/key",
+    ] {
+        for args in [
+            &["inspect", name][..],
+            &["verify", name],
+            &["plan", name],
+            &["build", name, "--out", "x"],
+            &["build", arg(&corpus), "--out", name],
+            &["build", arg(&corpus), "--out", "x", "--from", name],
+            &["tokenizer", "train", arg(&corpus), "--vocab", "300", "--out", name],
+            &["publish", "x", name],
+        ] {
+            let told = zdata(args).fails(2, &["wanted:"]);
+            assert!(told.contains(&format!("{name:?}")) || told.contains(name), "{args:?}: {told}");
+        }
+    }
+    for (key, name) in [("tokenizer", "s3://b//t.json"), ("tokenizer", "")] {
+        let text = format!("{key} = {name:?}\n[[source]]\nname = \"a\"\nfiles = [\"raw/*\"]\n");
+        let bad = scratch.write("bad.toml", text);
+        zdata(&["build", arg(&bad), "--out", "x"]).fails(2, &["bad.toml", "wanted:"]);
+    }
+    for glob in ["s3://b//raw/*", "s3://b/../raw/*", "gs://b/*", "s3://"] {
+        let text = format!("[[source]]\nname = \"a\"\nfiles = [{glob:?}]\n");
+        let bad = scratch.write("bad.toml", text);
+        zdata(&["build", arg(&bad), "--out", "x"]).fails(2, &["bad.toml:3:10", "wanted:", glob]);
+    }
+}
+
+/// Keys with all that a key may hold, and relative names that lead up and down from a file in a bucket.
+#[test]
+fn relative_names_start_beside_the_file_that_says_them() {
+    let scratch = Scratch::new();
+    let near = corpus(&scratch, 40, "");
+    let wanted = zdata(&["build", arg(&near), "--out", arg(&scratch.path("wanted"))]).ok();
+    let served = scratch.path("served");
+    let odd = "served/a b/100%/d%20e+f";
+    for (from, to) in [("raw", "served/raw"), ("tokenizer.json", "served/a b/tokenizer.json")] {
+        fs::create_dir_all(scratch.path(to).parent().unwrap()).unwrap();
+        fs::rename(scratch.path(from), scratch.path(to)).unwrap();
+    }
+    let text = fs::read_to_string(&near).unwrap();
+    let text = text.replace("\"tokenizer.json\"", "\"../../tokenizer.json\"");
+    let text = text.replace("\"raw/", "\"../.././../raw/");
+    scratch.write(&format!("{odd}/corpus.toml"), &text);
+    let beyond = text.replace("\"../.././../raw/", "\"../../../../raw/");
+    scratch.write(&format!("{odd}/beyond.toml"), beyond);
+    let none = text.replace("/raw/", "/war/");
+    scratch.write(&format!("{odd}/none.toml"), none);
+    let Some(bucket) = Bucket::serve(&scratch, &served, 0) else { return };
+    let at = |name: &str| url(&format!("a b/100%/d%20e+f/{name}"));
+    let store = at("st ore");
+    let told = bucket.zdata(&["build", &at("corpus.toml"), "--out", &store]).ok();
+    // A store is what is in it, not what its inputs are called.
+    assert_eq!(told[..64], wanted[..64]);
+    assert_eq!(told[..64], bucket.zdata(&["verify", &store]).ok()[..64]);
+    bucket
+        .zdata(&["build", &at("beyond.toml"), "--out", "x"])
+        .fails(2, &["leaves the bucket", "../../../../raw", "beyond.toml:"]);
+    bucket
+        .zdata(&["build", &at("none.toml"), "--out", "x"])
+        .fails(3, &["no file is named", "none.toml:"]);
+}
