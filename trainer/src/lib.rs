@@ -5,6 +5,7 @@
 //!   [`state`].
 //! - [`launch`] starts ranks and finds their place, [`mesh`] says who does what; [`parallel`] does the same on many ranks, with the same bits.
 //! - [`replay`] computes past steps again and explains them; [`compare`] finds where two runs part.
+//! - [`plan`] tells what a run will need before any of it is allocated.
 //! - [`hf`] is Hugging Face's `zaya`, in and out.
 //! - [`ledger`] holds what was computed, [`events`] where and when, [`checkpoint`] the state itself; [`metrics`] draws
 //!   curves, [`validate`] takes the loss on held-out text.
@@ -29,6 +30,7 @@ pub mod metrics;
 pub mod model;
 pub mod optim;
 pub mod parallel;
+pub mod plan;
 pub mod refusal;
 pub mod replay;
 pub mod report;

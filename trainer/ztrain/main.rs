@@ -30,6 +30,8 @@ enum Command {
     Replay(cmd::replay::Args),
     /// Find the first step and the first quantity in which two runs differ.
     Compare(cmd::compare::Args),
+    /// Tell what a run will need before any of it is allocated: memory, bytes sent, checkpoints, ledger.
+    Plan(cmd::plan::Args),
     /// Measure the machine as training uses it.
     Bench(cmd::bench::Args),
     /// Write a run's weights as a folder for Hugging Face transformers.
@@ -46,6 +48,7 @@ fn main() -> ExitCode {
         None => cmd::train::exec(cli.train),
         Some(Command::Replay(args)) => cmd::replay::exec(args),
         Some(Command::Compare(args)) => cmd::compare::exec(args),
+        Some(Command::Plan(args)) => cmd::plan::exec(args),
         Some(Command::Bench(args)) => cmd::bench::exec(args),
         Some(Command::Export(args)) => cmd::export::exec(args),
         Some(Command::Import(args)) => cmd::import::exec(args),

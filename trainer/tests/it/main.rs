@@ -11,6 +11,7 @@ mod folder;
 mod guard;
 mod hf;
 mod machine;
+mod plan;
 mod ranks;
 mod refuse;
 mod same_bits;

@@ -12,6 +12,7 @@ use loader::Opened;
 use serde_json::Value;
 use trainer::mesh::Schedule;
 use trainer::parallel::train_as;
+use trainer::plan::{Fleet, needs};
 use trainer::state::ownership;
 use trainer::workers::Workers;
 use trainer::{ExecOptions, Outcome, RunSpec};
@@ -106,12 +107,26 @@ fn a_machine_adds_before_it_sends() {
                 let large = crossing(&spec, machines, schedule, flat);
                 let counted = between_nodes(&scratch, &out);
                 println!("{out}: {counted} bytes cross, {large} of them gradients and weights");
+                assert_eq!(planned(&spec, machines, schedule, flat), large, "{out}: as planned");
                 (large, counted - large)
             });
             assert_eq!(flat.1, joined.1, "{machines:?} {schedule:?}: what is small is the same");
             assert!(4 * joined.0 <= 3 * flat.0, "{machines:?} {schedule:?}: {joined:?} {flat:?}");
         }
     }
+}
+
+/// What `ztrain plan` says of the same. It plans for machines with as many ranks each, the last one with fewer at most.
+fn planned(spec: &RunSpec, machines: &[u32], schedule: Schedule, flat: bool) -> u64 {
+    let fleet = Fleet {
+        ranks: machines.iter().sum(),
+        ranks_per_node: machines[0],
+        workers: Workers::new(1),
+        schedule,
+        flat,
+        device: "cpu".to_owned(),
+    };
+    needs(spec, &fleet).unwrap().phases[0].sent.between_machines()
 }
 
 /// The bytes of gradients and weights that cross between machines in a step of 16 leaves: each block of a rank, or of a

@@ -5,6 +5,7 @@ pub(crate) mod bench_step;
 pub(crate) mod compare;
 pub(crate) mod export;
 pub(crate) mod import;
+pub(crate) mod plan;
 pub(crate) mod ranks;
 pub(crate) mod replay;
 pub(crate) mod train;

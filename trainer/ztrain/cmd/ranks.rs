@@ -37,9 +37,19 @@ pub(crate) struct Ranks {
 
 /// A schedule, by its name.
 #[derive(Clone, Copy, clap::ValueEnum)]
-enum How {
+pub(crate) enum How {
     Subtree,
     Streaming,
+}
+
+impl How {
+    /// What it names.
+    pub(crate) fn schedule(self) -> Schedule {
+        match self {
+            How::Subtree => Schedule::Subtree,
+            How::Streaming => Schedule::Streaming,
+        }
+    }
 }
 
 /// A transport, by its name.
@@ -97,10 +107,7 @@ impl Ranks {
 
     /// How the ranks deal micro-batches, and whether they pass over machines.
     pub(crate) fn ways(&self) -> (Schedule, bool) {
-        let schedule = match self.schedule {
-            How::Subtree => Schedule::Subtree,
-            How::Streaming => Schedule::Streaming,
-        };
+        let schedule = self.schedule.schedule();
         (schedule, self.flat)
     }
 

@@ -1,0 +1,333 @@
+//! What a run will need, told before any of it is allocated: memory of each rank by part, bytes sent in a step, the size of
+//! a checkpoint, growth of the ledger.
+//!
+//! Nothing here is measured. Memory is the formula of [`crate::memory`]; the other numbers follow from who owns what and
+//! from the blocks of the tree, as the step itself does.
+
+use contract::{Digest, Fault, Result};
+use kernels::tree::blocks;
+use serde::Serialize;
+
+use crate::ledger::{Packed, StepRecord};
+use crate::memory::{self, Holder, Holds};
+use crate::mesh::Schedule;
+use crate::mesh::team::{self, Nodes};
+use crate::model;
+use crate::optim::guard::Skipped;
+use crate::spec::RunSpec;
+use crate::state::ownership::{self, Piece};
+use crate::workers::Workers;
+
+/// Devices whose memory is known, in GiB; `cpu` is this machine.
+/// Sources: AMD Instinct MI300X and MI325X data sheets, NVIDIA H100, H200 and B200 data sheets.
+pub const DEVICES: [(&str, u64); 5] =
+    [("mi300x", 192), ("mi325x", 256), ("h100", 80), ("h200", 141), ("b200", 180)];
+
+/// The ranks for which a run is planned, and how they work together.
+#[derive(Clone, Debug)]
+pub struct Fleet {
+    /// How many ranks there are.
+    pub ranks: u32,
+    /// How many of them share a machine; the last machine may have fewer.
+    pub ranks_per_node: u32,
+    /// Micro-batches that each computes at once, and what is kept of each.
+    pub workers: Workers,
+    /// How micro-batches are dealt.
+    pub schedule: Schedule,
+    /// Whether machines are passed over in exchanges.
+    pub flat: bool,
+    /// `cpu`, or one of [`DEVICES`].
+    pub device: String,
+}
+
+/// What a run needs.
+#[derive(Clone, Debug, Serialize)]
+pub struct RunNeeds {
+    /// How many numbers it trains.
+    pub parameters: u64,
+    /// How many ranks it is planned for.
+    pub ranks: u32,
+    /// On so many machines.
+    pub machines: u32,
+    /// Where it computes.
+    pub device: String,
+    /// Bytes of memory of a device, or on a CPU of a machine.
+    pub device_bytes: u64,
+    /// Whether every phase fits into that.
+    pub fits: bool,
+    /// Each phase.
+    pub phases: Vec<PhaseNeeds>,
+    /// A checkpoint.
+    pub checkpoint: CheckpointNeeds,
+    /// Bytes of the ledger when the run is done.
+    pub ledger_bytes: u64,
+}
+
+/// What the steps of one phase need.
+#[derive(Clone, Debug, Serialize)]
+pub struct PhaseNeeds {
+    /// Its name.
+    pub name: String,
+    /// Its steps.
+    pub steps: u64,
+    /// Sequences in its first step.
+    pub batch: u64,
+    /// Sequences in a micro-batch.
+    pub micro_batch: u64,
+    /// Tokens in a sequence.
+    pub seq_len: u32,
+    /// The rank that holds most.
+    pub largest_rank: u32,
+    /// What it holds at most, in bytes.
+    pub memory: Holds,
+    /// What the ranks of the fullest machine hold together, in bytes.
+    pub machine_bytes: u64,
+    /// Bytes that all ranks together send in its first step, along the data-parallel axis.
+    pub sent: SentInStep,
+    /// Operations of its first step: at most, with every token routed to an expert and every sequence one document.
+    pub model_flops: f64,
+    /// Bytes that its first step adds to the ledger, about.
+    pub ledger_bytes: u64,
+}
+
+/// Bytes of gradients and weights that all ranks together send in one step. Labels, losses and checksums, a few kilobytes
+/// from each rank to each other, are not counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct SentInStep {
+    /// Gradients, between ranks of one machine.
+    pub gradients_within_machines: u64,
+    /// Gradients, from machine to machine.
+    pub gradients_between_machines: u64,
+    /// New weights, between ranks of one machine.
+    pub weights_within_machines: u64,
+    /// New weights, from machine to machine.
+    pub weights_between_machines: u64,
+}
+
+/// What a checkpoint takes. Nothing of it depends on the number of ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct CheckpointNeeds {
+    /// Bytes of its tensors; headers and the manifest add some kilobytes.
+    pub bytes: u64,
+    /// Files.
+    pub files: u64,
+    /// Of the bytes, those that the rank with most of them writes.
+    pub largest_part: u64,
+}
+
+/// Plans `spec` for `fleet`; allocates no tensor.
+pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
+    let names = machines(fleet);
+    let pieces = ownership::pieces(&spec.parameters, &spec.rules, fleet.ranks);
+    let device_bytes = device_bytes(&fleet.device)?;
+    let phases = spec.plan.phases().iter().map(|phase| {
+        let (name, first, last) = (phase.name.clone(), phase.first_step, phase.last_step());
+        phase_needs(spec, fleet, &Shares { names: &names, pieces: &pieces }, (name, first, last))
+    });
+    let phases = phases.collect::<Result<Vec<_>>>()?;
+    let fits = phases.iter().all(|phase| match fleet.device.as_str() {
+        "cpu" => phase.machine_bytes <= device_bytes,
+        _ => phase.memory.sum() <= device_bytes,
+    });
+    Ok(RunNeeds {
+        parameters: spec.parameters.iter().map(model::ParamSpec::elements).sum(),
+        ranks: fleet.ranks,
+        machines: fleet.ranks.div_ceil(fleet.ranks_per_node),
+        device: fleet.device.clone(),
+        device_bytes,
+        fits,
+        ledger_bytes: phases.iter().map(|phase| phase.steps * phase.ledger_bytes).sum(),
+        phases,
+        checkpoint: checkpoint(spec, &pieces, fleet.ranks),
+    })
+}
+
+/// Which ranks are where, and own what.
+struct Shares<'a> {
+    names: &'a [String],
+    pieces: &'a [Piece],
+}
+
+/// The machine of each rank.
+fn machines(fleet: &Fleet) -> Vec<String> {
+    (0..fleet.ranks).map(|rank| (rank / fleet.ranks_per_node).to_string()).collect()
+}
+
+fn device_bytes(device: &str) -> Result<u64> {
+    if device == "cpu" {
+        return Ok(memory::of_machine());
+    }
+    let known = DEVICES.iter().find(|(name, _)| *name == device);
+    known.map(|(_, gib)| gib << 30).ok_or_else(|| {
+        let names: Vec<&str> = DEVICES.iter().map(|(name, _)| *name).collect();
+        Fault::usage("the memory of this device is not known")
+            .at("--device")
+            .found(device)
+            .wanted(format!("cpu, {}", names.join(", ")))
+    })
+}
+
+fn phase_needs(
+    spec: &RunSpec,
+    fleet: &Fleet,
+    shares: &Shares<'_>,
+    (name, first, last): (String, u64, u64),
+) -> Result<PhaseNeeds> {
+    let step = spec.plan.step(first)?;
+    let (mut largest_rank, mut most) = (0, Holds::default());
+    let mut machine_bytes = vec![0; fleet.ranks.div_ceil(fleet.ranks_per_node) as usize];
+    for rank in 0..fleet.ranks {
+        let nodes = Nodes::new(shares.names, rank, fleet.flat)?;
+        let (schedule, workers) = (fleet.schedule, fleet.workers);
+        let holder = Holder { rank, pieces: shares.pieces, nodes: &nodes, schedule, workers };
+        let holds = memory::holds(spec, first, &holder)?;
+        machine_bytes[(rank / fleet.ranks_per_node) as usize] += holds.sum();
+        if holds.sum() > most.sum() {
+            (largest_rank, most) = (rank, holds);
+        }
+    }
+    let config = &spec.model_at(first)?.config;
+    let tokens = step.batch * u64::from(step.seq_len);
+    let pairs = step.batch * model::causal_pairs(&[0], step.seq_len);
+    let routed = vec![tokens; config.num_hidden_layers as usize];
+    Ok(PhaseNeeds {
+        name,
+        steps: last + 1 - first,
+        batch: step.batch,
+        micro_batch: step.micro_batch,
+        seq_len: step.seq_len,
+        largest_rank,
+        memory: most,
+        machine_bytes: machine_bytes.into_iter().max().unwrap_or(0),
+        sent: sent(fleet, shares, step.batch / step.micro_batch)?,
+        model_flops: model::flops(config, tokens, &routed, pairs),
+        ledger_bytes: ledger_bytes(spec, first)?,
+    })
+}
+
+/// What all ranks together send in a step of so many micro-batches: each block of a rank to the leaders of its machine, each
+/// block of a machine from a leader to the owners elsewhere, each owner's new weights to everybody, into a machine once.
+fn sent(fleet: &Fleet, shares: &Shares<'_>, micro_batches: u64) -> Result<SentInStep> {
+    let parts = team::parts(fleet.schedule, fleet.ranks, micro_batches)?;
+    let lengths: Vec<u64> =
+        (0..fleet.ranks).map(|rank| 4 * ownership::length(shares.pieces, rank) as u64).collect();
+    let mut sent = SentInStep::default();
+    for rank in 0..fleet.ranks {
+        let nodes = Nodes::new(shares.names, rank, fleet.flat)?;
+        let here = nodes.ranks(nodes.here());
+        let elsewhere: Vec<u32> = nodes.behind(rank).collect();
+        let own: u64 = parts[rank as usize].iter().map(|part| count(part.start, part.end)).sum();
+        // With `flat` all ranks count as one machine, wherever they are.
+        let mut hand = |to: u32, bytes: u64, what: What| {
+            let crosses = shares.names[rank as usize] != shares.names[to as usize];
+            *sent.of(what, crosses) += bytes;
+        };
+        for to in here.clone().filter(|to| *to != rank) {
+            let behind: u64 = nodes.behind(to).map(|owner| lengths[owner as usize]).sum();
+            hand(to, own * (lengths[to as usize] + behind), What::Gradients);
+        }
+        let rounds = 0..parts[rank as usize].len();
+        let joined: u64 = rounds
+            .map(|round| {
+                let first = parts[here.start as usize][round].start;
+                count(first, parts[here.end as usize - 1][round].end)
+            })
+            .sum();
+        for owner in &elsewhere {
+            hand(*owner, joined * lengths[*owner as usize], What::Gradients);
+        }
+        let others = (0..fleet.ranks).filter(|to| *to != rank);
+        for to in others.filter(|to| nodes.teller(*to, rank) == rank) {
+            hand(to, lengths[rank as usize], What::Weights);
+        }
+        for owner in elsewhere {
+            for to in here.clone().filter(|to| *to != rank) {
+                hand(to, lengths[owner as usize], What::Weights);
+            }
+        }
+    }
+    Ok(sent)
+}
+
+#[derive(Clone, Copy)]
+enum What {
+    Gradients,
+    Weights,
+}
+
+impl SentInStep {
+    fn of(&mut self, what: What, between_machines: bool) -> &mut u64 {
+        match (what, between_machines) {
+            (What::Gradients, false) => &mut self.gradients_within_machines,
+            (What::Gradients, true) => &mut self.gradients_between_machines,
+            (What::Weights, false) => &mut self.weights_within_machines,
+            (What::Weights, true) => &mut self.weights_between_machines,
+        }
+    }
+
+    /// From machine to machine.
+    pub fn between_machines(self) -> u64 {
+        self.gradients_between_machines + self.weights_between_machines
+    }
+
+    /// In all.
+    pub fn sum(self) -> u64 {
+        self.gradients_within_machines + self.weights_within_machines + self.between_machines()
+    }
+}
+
+/// How many blocks make up a run of micro-batches.
+fn count(first: u64, end: u64) -> u64 {
+    blocks(first, end).len() as u64
+}
+
+/// Each bundle has a file of weights and one of moments; the routers' balance and the manifest have one each.
+fn checkpoint(spec: &RunSpec, pieces: &[Piece], ranks: u32) -> CheckpointNeeds {
+    let bytes =
+        |piece: &Piece| 4 * (2 + u64::from(piece.rule.has_second_moment())) * piece.length() as u64;
+    let of_rank =
+        |rank: u32| -> u64 { pieces.iter().filter(|piece| piece.owner == rank).map(bytes).sum() };
+    // Biases and both of their moments.
+    let balance: u64 = spec.balance().iter().map(|layer| 3 * 4 * layer.bias.len() as u64).sum();
+    let bundles = pieces.last().map_or(0, |piece| piece.bundle as u64 + 1);
+    CheckpointNeeds {
+        bytes: pieces.iter().map(bytes).sum::<u64>() + balance,
+        files: 2 * bundles + 2,
+        largest_part: (0..ranks).map(of_rank).max().unwrap_or(0),
+    }
+}
+
+/// The length of a ledger line like that of `step`: every array is as long as it will be, its numbers are about as long.
+fn ledger_bytes(spec: &RunSpec, step: u64) -> Result<u64> {
+    let (placed, config) = (spec.plan.step(step)?, &spec.model_at(step)?.config);
+    let micro_batches = (placed.batch / placed.micro_batch) as usize;
+    let tokens = placed.batch * u64::from(placed.seq_len);
+    let labels = placed.micro_batch * u64::from(placed.seq_len);
+    let classes = config.router_classes() as usize;
+    let words = |count: usize| Packed(vec![u64::MAX; count]);
+    let guard = &spec.settings.guard;
+    let record = StepRecord {
+        kind: "step".to_owned(),
+        step,
+        phase: spec.plan.phases()[placed.phase].name.clone(),
+        data: Digest(u128::MAX),
+        divisor: tokens,
+        loss: std::f64::consts::PI,
+        leaf_labels: vec![labels; micro_batches],
+        leaf_losses: words(micro_batches),
+        router: vec![vec![tokens / classes as u64; classes]; config.num_hidden_layers as usize],
+        leaf_gradients: words(micro_batches),
+        gradients: words(spec.parameters.len()),
+        norm: words(1),
+        longest: guard.clip.is_some().then(|| words(1)),
+        skipped: guard.skip.map(|_| Skipped::No),
+        lr: words(1),
+        weights: words(spec.parameters.len()),
+        state: Digest(u128::MAX),
+        curriculum: None,
+        rows: Vec::new(),
+    };
+    let line = serde_json::to_string(&record).map_err(|error| Fault::bug(error.to_string()))?;
+    // `,"chain":"..."` and the end of the line.
+    Ok(line.len() as u64 + 44)
+}

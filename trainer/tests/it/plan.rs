@@ -1,0 +1,74 @@
+//! Fear: that what a run is said to need is not what it takes.
+
+use loader::Opened;
+use trainer::mesh::Schedule;
+use trainer::plan::{Fleet, needs};
+use trainer::workers::Workers;
+use trainer::{RunSpec, plan};
+
+use crate::support::Scratch;
+
+fn fleet(ranks: u32, device: &str) -> Fleet {
+    Fleet {
+        ranks,
+        ranks_per_node: ranks,
+        workers: Workers::new(1),
+        schedule: Schedule::Subtree,
+        flat: false,
+        device: device.to_owned(),
+    }
+}
+
+fn spec(scratch: &Scratch) -> RunSpec {
+    RunSpec::new(&Opened::open(&scratch.path("run.toml")).unwrap()).unwrap()
+}
+
+/// Bytes of the tensors in a safetensors file: all that follows its header.
+fn payload(bytes: &[u8]) -> u64 {
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+    bytes.len() as u64 - 8 - header
+}
+
+#[test]
+fn a_checkpoint_and_the_ledger_are_as_large_as_planned() {
+    let scratch = Scratch::new();
+    scratch.train("run");
+    let needs = needs(&spec(&scratch), &fleet(3, "cpu")).unwrap();
+    let tree = scratch.tree("run");
+    let blobs = tree.iter().filter(|(path, _)| path.contains("checkpoints/step-10/"));
+    let (manifests, blobs): (Vec<_>, Vec<_>) =
+        blobs.partition(|(path, _)| path.ends_with("manifest.json"));
+    assert_eq!((manifests.len() + blobs.len()) as u64, needs.checkpoint.files);
+    let bytes: u64 = blobs.iter().map(|(_, bytes)| payload(bytes)).sum();
+    assert_eq!(bytes, needs.checkpoint.bytes);
+    assert!(
+        needs.checkpoint.largest_part < bytes && 3 * needs.checkpoint.largest_part >= bytes / 2
+    );
+    // Digits of decimal numbers differ in number from step to step.
+    let lines: u64 = scratch.ledger("run").lines().skip(1).map(|line| line.len() as u64 + 1).sum();
+    let off = lines.abs_diff(needs.ledger_bytes) as f64 / lines as f64;
+    assert!(off < 0.05, "{lines} bytes, planned {}", needs.ledger_bytes);
+}
+
+#[test]
+fn more_ranks_hold_less_each_and_send_more() {
+    let scratch = Scratch::new();
+    let spec = spec(&scratch);
+    let of = |ranks| needs(&spec, &fleet(ranks, "mi300x")).unwrap();
+    let [one, two, four] = [of(1), of(2), of(4)];
+    assert_eq!(one.phases[0].sent, plan::SentInStep::default());
+    assert!(two.phases[0].sent.sum() > 0 && four.phases[0].sent.sum() > two.phases[0].sent.sum());
+    assert!(two.phases[0].memory.moments < one.phases[0].memory.moments);
+    assert!(four.phases[0].memory.moments < two.phases[0].memory.moments);
+    assert_eq!(one.checkpoint.bytes, four.checkpoint.bytes);
+    assert!(one.fits && four.fits, "a model of some thousand numbers");
+}
+
+#[test]
+fn an_unknown_device_is_named() {
+    let scratch = Scratch::new();
+    let fault = needs(&spec(&scratch), &fleet(1, "abacus")).unwrap_err();
+    for word in ["abacus", "--device", "mi300x"] {
+        assert!(fault.to_string().contains(word), "{fault}");
+    }
+}

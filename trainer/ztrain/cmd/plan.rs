@@ -1,0 +1,149 @@
+//! `ztrain plan`: what a run will need, before any of it is allocated.
+
+use std::path::PathBuf;
+
+use clap::builder::RangedU64ValueParser;
+use contract::{Result, terminal};
+use loader::Opened;
+use trainer::RunSpec;
+use trainer::memory::Holds;
+use trainer::model::Keep;
+use trainer::plan::{Fleet, PhaseNeeds, RunNeeds, SentInStep, needs};
+use trainer::workers::Workers;
+
+use super::ranks::How;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// What to train; its store must be at hand. Nothing is written.
+    #[arg(value_name = "CURRICULUM")]
+    curriculum: PathBuf,
+    /// How many ranks train it.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    ranks: u32,
+    /// How many of them share a machine [default: all].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    ranks_per_node: Option<u32>,
+    /// What each rank computes on: cpu (the ranks of a machine share its memory, as large as this one's), mi300x, mi325x, h100,
+    /// h200 or b200 (each rank has one).
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    device: String,
+    /// Micro-batches that a rank computes at once [default: 1].
+    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
+    workers: Option<usize>,
+    /// Activation checkpointing, as `ztrain --recompute`.
+    #[arg(long)]
+    recompute: bool,
+    /// As `ztrain --schedule`.
+    #[arg(long, value_name = "HOW", value_enum, default_value = "subtree")]
+    schedule: How,
+    /// As `ztrain --flat`.
+    #[arg(long)]
+    flat: bool,
+    /// Print one JSON object; sizes in bytes.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Tells.
+pub(crate) fn exec(args: Args) -> Result<u8> {
+    let keep = if args.recompute { Keep::LayerInputs } else { Keep::Everything };
+    let fleet = Fleet {
+        ranks: args.ranks,
+        ranks_per_node: args.ranks_per_node.unwrap_or(args.ranks).min(args.ranks),
+        workers: Workers::new(args.workers.unwrap_or(1)).keeping(keep),
+        schedule: args.schedule.schedule(),
+        flat: args.flat,
+        device: args.device,
+    };
+    let spec = RunSpec::new(&Opened::open(&args.curriculum)?)?;
+    let needs = needs(&spec, &fleet)?;
+    match args.json {
+        true => terminal::print_raw(&format!("{}\n", serde_json::json!(needs)))?,
+        false => terminal::print(&text(&needs, &fleet))?,
+    }
+    Ok(0)
+}
+
+fn text(needs: &RunNeeds, fleet: &Fleet) -> String {
+    let RunNeeds { parameters, ranks, machines, device, checkpoint, .. } = needs;
+    let mut lines = vec![format!(
+        "{:.1}M parameters | ranks {ranks}, machines {machines} | {} | {device}",
+        *parameters as f64 / 1e6,
+        fleet.schedule.name(),
+    )];
+    needs.phases.iter().for_each(|phase| lines.extend(phase_lines(phase, needs)));
+    lines.push(format!(
+        "checkpoint: {} in {} files, at most {} from one rank",
+        size(checkpoint.bytes),
+        checkpoint.files,
+        size(checkpoint.largest_part)
+    ));
+    lines.push(format!("ledger at the end: {}", size(needs.ledger_bytes)));
+    if !needs.fits {
+        lines.push(
+            "this does not fit: give --recompute, more ranks, smaller micro-batches, or --schedule streaming".to_owned(),
+        );
+    }
+    lines.join("\n") + "\n"
+}
+
+fn phase_lines(phase: &PhaseNeeds, needs: &RunNeeds) -> Vec<String> {
+    let PhaseNeeds { steps, batch, micro_batch, seq_len, largest_rank, memory, sent, .. } = phase;
+    let Holds { weights, moments, activations, gradients, sent: out, received, sums } = *memory;
+    let SentInStep {
+        gradients_within_machines,
+        gradients_between_machines,
+        weights_within_machines,
+        weights_between_machines,
+    } = *sent;
+    let room = match needs.device.as_str() {
+        "cpu" => format!(
+            "the ranks of a machine hold {} of {}",
+            size(phase.machine_bytes),
+            size(needs.device_bytes)
+        ),
+        device => format!("{device} has {}", size(needs.device_bytes)),
+    };
+    vec![
+        format!(
+            "phase {} | {steps} steps of {batch} x {seq_len} tokens in {} micro-batches of {micro_batch} | at most {:.1} \
+             GFLOP a step",
+            terminal::name(&phase.name),
+            batch / micro_batch,
+            phase.model_flops / 1e9
+        ),
+        format!("  memory: rank {largest_rank} holds most, {}; {room}", size(memory.sum())),
+        format!(
+            "    weights {}, moments {}, activations {}, gradients {}, exchange {}",
+            size(weights),
+            size(moments),
+            size(activations),
+            size(gradients),
+            size(out + received + sums)
+        ),
+        format!(
+            "  sent in a step (data-parallel axis, all ranks): {} within machines, {} between them",
+            size(gradients_within_machines + weights_within_machines),
+            size(gradients_between_machines + weights_between_machines)
+        ),
+        format!(
+            "    gradients {} and {}, new weights {} and {}",
+            size(gradients_within_machines),
+            size(gradients_between_machines),
+            size(weights_within_machines),
+            size(weights_between_machines)
+        ),
+        format!("  ledger: {} a step", size(phase.ledger_bytes)),
+    ]
+}
+
+/// Bytes for people.
+fn size(bytes: u64) -> String {
+    let units = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
+    match units.into_iter().find(|(_, shift)| bytes >> shift > 0) {
+        Some((name, shift)) => format!("{:.1} {name}", bytes as f64 / f64::from(1 << shift)),
+        None => format!("{bytes} B"),
+    }
+}
