@@ -13,6 +13,7 @@ use crate::memory::{self, Holder, Holds};
 use crate::mesh::Schedule;
 use crate::mesh::team::{self, Nodes};
 use crate::model;
+use crate::optim::balance::Balance;
 use crate::optim::guard::Skipped;
 use crate::spec::RunSpec;
 use crate::state::ownership::{self, Piece};
@@ -287,8 +288,10 @@ fn checkpoint(spec: &RunSpec, pieces: &[Piece], ranks: u32) -> CheckpointNeeds {
         |piece: &Piece| 4 * (2 + u64::from(piece.rule.has_second_moment())) * piece.length() as u64;
     let of_rank =
         |rank: u32| -> u64 { pieces.iter().filter(|piece| piece.owner == rank).map(bytes).sum() };
-    // Biases and both of their moments.
-    let balance: u64 = spec.balance().iter().map(|layer| 3 * 4 * layer.bias.len() as u64).sum();
+    let of_layer = |Balance { bias, first, second }: &Balance| {
+        4 * (bias.len() + first.len() + second.len()) as u64
+    };
+    let balance: u64 = spec.balance().iter().map(of_layer).sum();
     let bundles = pieces.last().map_or(0, |piece| piece.bundle as u64 + 1);
     CheckpointNeeds {
         bytes: pieces.iter().map(bytes).sum::<u64>() + balance,
