@@ -2,7 +2,9 @@
 
 use std::fs;
 
-use crate::support::{Scratch, arg, assert_same_tree, build, corpus, curriculum, zdata};
+use crate::support::{
+    Ran, Scratch, arg, assert_same_tree, build, corpus, curriculum, zdata, ztrain_command,
+};
 
 #[test]
 fn worker_counts_do_not_reach_the_store() {
@@ -71,4 +73,33 @@ fn what_comes_later_leaves_what_was_before() {
     assert_eq!(before, digests("b.toml", &changed, "1..13"));
     assert_eq!(before, digests("c.toml", &[("steps = 12", "steps = 15")], "1..13"));
     assert_ne!(before, digests("d.toml", &[("seed = 11", "seed = 12")], "1..13"));
+}
+
+/// Which table of operations computes is an argument of the run: chosen at its start, recorded, and not to be changed.
+#[test]
+fn another_table_of_operations_is_another_run() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 200, ""), "store");
+    let path = curriculum(&scratch, &store, "run.toml", &[]);
+    let train = |operations: &str, name: &str, steps: &str| -> Ran {
+        let out = scratch.path(name);
+        let args = ["--curriculum", arg(&path), "--out", arg(&out), "--stop-after", steps];
+        ztrain_command(&args).env("ZTRAIN_OPS", operations).output().unwrap().into()
+    };
+    train("reference", "reference", "2").ok();
+    train("cpu", "reference", "3").fails(4, &["operations", "reference", "cpu"]);
+    train("reference", "reference", "3").ok();
+    train("", "cpu", "3").ok();
+    train("cpu", "cpu", "4").ok();
+    train("fast", "cpu", "5").fails(6, &["ZTRAIN_OPS", "fast"]);
+    let losses = |name: &str| -> Vec<f64> {
+        let ledger = fs::read_to_string(scratch.path(name).join("ledger.jsonl")).unwrap();
+        let lines = ledger.lines().map(|line| serde_json::from_str(line).unwrap());
+        lines.filter_map(|line: serde_json::Value| line["loss"].as_f64()).collect()
+    };
+    // Other roundings, the same mathematics.
+    for (a, b) in losses("reference").iter().zip(losses("cpu")) {
+        assert!((a - b).abs() < 1e-3, "{a} {b}");
+    }
+    assert_eq!(losses("reference").len(), 3);
 }

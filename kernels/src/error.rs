@@ -64,6 +64,18 @@ pub enum Error {
         /// Its word.
         what: String,
     },
+    /// An operand that an operation does not promise to take: a bug of whoever called it.
+    #[error("{operation}: {operand} is {found}, wanted {wanted}")]
+    Operand {
+        /// Which operation.
+        operation: &'static str,
+        /// Which of its operands.
+        operand: &'static str,
+        /// What it was given.
+        found: String,
+        /// What it takes.
+        wanted: String,
+    },
     /// libtorch failed.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),

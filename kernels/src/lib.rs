@@ -7,7 +7,7 @@
 //! probe     what the mathematics library answers
 //! product   matrix products, by the library that has the better kernels here
 //! tree      the one order in which leaves are added
-//! fused     what libtorch does operator by operator, in one pass
+//! ops       the table of operations: kernels for the CPU, and the reference in libtorch
 //! checksum  order-free sums over bits, for any layout
 //! share     tensors read by several threads at once
 //! ```
@@ -18,10 +18,10 @@
 pub mod checksum;
 pub mod device;
 pub mod error;
-pub mod fused;
 pub mod group;
 #[cfg(feature = "hip")]
 pub mod hip;
+pub mod ops;
 mod probe;
 pub mod product;
 pub mod runtime;

@@ -14,7 +14,7 @@ use std::sync::Mutex;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::{Error, Result, ops};
 
 unsafe extern "C" {
     fn shim_text() -> *const c_char;
@@ -96,6 +96,8 @@ pub struct KernelTable {
     /// Digest of what the mathematics library answers, by itself and through libtorch: it decides bits, and has no release
     /// that one could ask for.
     pub mathematics: String,
+    /// Name and version of the table of operations that computes.
+    pub operations: String,
     /// Math threads of one leaf.
     pub threads_per_leaf: u32,
     /// The switches, as read back.
@@ -105,6 +107,14 @@ pub struct KernelTable {
 }
 
 impl KernelTable {
+    /// The table of operations that it names.
+    pub fn ops(&self) -> Result<ops::Table> {
+        ops::named(&self.operations).ok_or_else(|| Error::NoDevice {
+            device: self.device.clone(),
+            reason: format!("this program has no operations {:?}", self.operations),
+        })
+    }
+
     /// One line that two machines share exactly if they have the same table.
     pub fn fingerprint(&self) -> String {
         let Self {
@@ -116,6 +126,7 @@ impl KernelTable {
             device,
             architecture,
             mathematics,
+            operations,
             threads_per_leaf,
             switches,
             environment,
@@ -133,6 +144,7 @@ impl KernelTable {
             format!("device={device}"),
             format!("architecture={architecture}"),
             format!("mathematics={mathematics}"),
+            format!("operations={operations}"),
             format!("threads={threads_per_leaf}"),
             format!("switches={}", pairs(&switches.collect())),
             format!("environment={}", pairs(environment)),
@@ -292,6 +304,7 @@ fn read_table(device: tch::Device) -> Result<KernelTable> {
         device: if device.is_cuda() { "cuda" } else { "cpu" }.to_owned(),
         architecture: crate::device::architecture(device)?,
         mathematics: crate::probe::digest()?,
+        operations: ops::choose(device)?.name().to_owned(),
         threads_per_leaf: THREADS_PER_LEAF,
         switches,
         environment,
@@ -353,6 +366,7 @@ mod tests {
         let table = start(&options).unwrap();
         assert_eq!(table, start(&options).unwrap());
         assert_eq!(table.threads_per_leaf, 1);
+        assert_eq!(table.ops().unwrap().name(), table.operations);
         assert!(table.libtorch.starts_with("2."), "{}", table.libtorch);
         assert!(table.fingerprint().contains(&table.cpu_capability));
         std::thread::spawn(|| {

@@ -17,6 +17,7 @@ use crate::model;
 use crate::parallel;
 use crate::parallel::shard::Shard;
 use crate::parallel::step::Stepped;
+use crate::refusal::refused;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::state::ownership::{self, Piece};
@@ -270,7 +271,7 @@ fn limit(device: Device, workers: Workers, dtype: Dtype) -> Result<f64> {
             let out = square.empty_like();
             let begin = Instant::now();
             for _ in 0..4 {
-                kernels::product::into(&out, &square, &square);
+                kernels::product::into(&out, &square, &square).map_err(refused)?;
             }
             // Reading a number waits for the device.
             let _ = out.get(0).get(0).double_value(&[]);

@@ -41,7 +41,7 @@ pub fn lost(error: Error) -> Fault {
 /// What to say about a panic.
 pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
     if let Some(error) = panic.downcast_ref::<Error>() {
-        return refused(error);
+        return told(error);
     }
     let text = text(panic);
     let Some(said) = thrown(text) else {
@@ -50,10 +50,16 @@ pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
     said_by_libtorch(said)
 }
 
+/// An error of the kernels as a fault, for `map_err`.
+pub(crate) fn refused(error: Error) -> Fault {
+    told(&error)
+}
+
 /// What to say about an error of the kernels.
-fn refused(error: &Error) -> Fault {
+fn told(error: &Error) -> Fault {
     match error {
         Error::NoMemory { reason, .. } => no_memory(reason),
+        Error::Operand { .. } => Fault::bug(error.to_string()),
         Error::Torch(error) => said_by_libtorch(&error.to_string()),
         other => not_computed(&other.to_string()),
     }

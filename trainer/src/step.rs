@@ -168,8 +168,8 @@ pub(crate) fn each_leaf(
         let (weights, biases) = (weights.aliases(), biases.aliases());
         let compute = || {
             let staged = leaves.take(leaf)?;
-            let how = (divisor, workers.keep());
-            let output = model::staged_leaf(config, &weights, &biases, staged, how)?;
+            let how = workers.options();
+            let output = model::staged_leaf(config, &weights, &biases, staged, divisor, how)?;
             Ok((sums(&output, &input(batch, leaf), detail)?, output))
         };
         caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
@@ -191,12 +191,12 @@ pub fn leaf(
     let config = &spec.model_at(batch.step)?.config;
     let input = input(batch, leaf);
     let staged = input.stage(config, &stager(state)?)?;
-    let how = (batch.label_count.max(1), workers.keep());
+    let (divisor, how) = (batch.label_count.max(1), workers.options());
     // On a worker of its own, as in the run.
     let mut found = workers.map(vec![staged], |staged| {
         let (weights, biases) = (weights.aliases(), biases.aliases());
         let compute = || {
-            let output = model::staged_leaf(config, &weights, &biases, staged, how)?;
+            let output = model::staged_leaf(config, &weights, &biases, staged, divisor, how)?;
             sums(&output, &input, Detail::Tokens)
         };
         caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
@@ -381,7 +381,8 @@ fn parts(tensors: &[Tensor], workers: Workers) -> Result<Vec<(u64, f64)>> {
     let items: Vec<_> = tensors.iter().map(Tensor::shallow_clone).enumerate().collect();
     workers.map(items, |(index, tensor)| {
         let _watch = timing::part(timing::Part::Norm);
-        Ok((checksum::tensor(&tensor, salt(Part::Gradient, index)), norm::squares(&tensor)))
+        let squares = norm::squares(workers.ops(), &tensor)?;
+        Ok((checksum::tensor(&tensor, salt(Part::Gradient, index)), squares))
     })
 }
 

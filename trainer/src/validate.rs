@@ -91,7 +91,7 @@ impl Validation {
             let place = || format!("validation of {source} after step {step}, window {first}");
             let (weights, biases) = (weights.aliases(), biases.aliases());
             let input = step::rows(&batch, 0..batch.rows);
-            let loss = caught(|| model::losses(config, &weights, &biases, &input));
+            let loss = caught(|| model::losses(workers.ops(), config, &weights, &biases, &input));
             Ok((source.clone(), loss.map_err(|fault| fault.or_at(place))?, batch.label_count))
         })?;
         let mut sums: Vec<SourceLoss> = Vec::new();

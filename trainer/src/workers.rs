@@ -10,16 +10,16 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use contract::{Fault, Result};
-use kernels::runtime;
+use kernels::{ops, runtime};
 
-use crate::model::Keep;
+use crate::model::{Keep, LeafOptions};
 use crate::refusal::{self, caught};
 
-/// A number of workers, at least one, and what each keeps of a leaf between its passes.
+/// A number of workers, at least one, and how each computes a leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Workers {
     count: usize,
-    keep: Keep,
+    options: LeafOptions,
 }
 
 /// What the workers of one fold share.
@@ -37,19 +37,34 @@ struct Shared<T> {
 }
 
 impl Workers {
-    /// `count` workers that keep every activation.
+    /// `count` workers that keep every activation and compute in main memory.
     pub fn new(count: usize) -> Self {
-        Workers { count: count.max(1), keep: Keep::Everything }
+        Workers { count: count.max(1), options: LeafOptions::default() }
     }
 
     /// The same workers, keeping of a leaf what `keep` says.
     pub fn keeping(self, keep: Keep) -> Self {
-        Workers { keep, ..self }
+        Workers { options: LeafOptions { keep, ..self.options }, ..self }
+    }
+
+    /// The same workers, computing by these operations: those that the kernel table names.
+    pub fn computing_by(self, ops: ops::Table) -> Self {
+        Workers { options: LeafOptions { ops, ..self.options }, ..self }
+    }
+
+    /// How a leaf is computed.
+    pub fn options(self) -> LeafOptions {
+        self.options
+    }
+
+    /// The operations by which they compute.
+    pub fn ops(self) -> ops::Table {
+        self.options.ops
     }
 
     /// What a leaf keeps between its passes.
     pub fn keep(self) -> Keep {
-        self.keep
+        self.options.keep
     }
 
     /// One worker for each core of the machine.

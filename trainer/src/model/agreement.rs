@@ -1,6 +1,8 @@
 //! The written-out passes against what they must agree with: differentiation, a formula, themselves on other threads.
 
 use curriculum::Dtype;
+use kernels::device::Stager;
+use kernels::ops::{CPU, REFERENCE};
 use kernels::share::Frozen;
 use tch::{Device, Kind, Tensor};
 
@@ -11,8 +13,8 @@ use super::moe::Moe;
 use super::parity::{Arrays, Fixture, all_rounded, relative};
 use super::zaya::{Kinds, Zaya};
 use super::{
-    Init, Keep, LeafOutput, ParamId, ParamSpec, Skip, ZayaConfig, init, init_balance, leaf, oracle,
-    parameters, staged_leaf,
+    Init, Keep, LeafOptions, LeafOutput, ParamId, ParamSpec, Skip, ZayaConfig, init, init_balance,
+    leaf, oracle, parameters, staged_leaf,
 };
 
 /// A model and a leaf large enough that kernels take their vector paths, with documents of awkward lengths.
@@ -58,19 +60,24 @@ fn same_bits(a: &LeafOutput, b: &LeafOutput) -> bool {
 fn gradients_are_those_of_automatic_differentiation() {
     for skip in [Skip::Zero, Skip::Identity] {
         let (config, params, balance, arrays) = middling(skip);
-        let out = leaf(&config, &params, &balance, &arrays.input(), 200).unwrap();
-        assert!(out.counts.iter().all(|layer| layer[8] > 0), "some tokens skip: {:?}", out.counts);
         let prepared = arrays.input().prepare(&config, Device::Cpu).unwrap();
         let (specs, weights) = (parameters(&config), (&params[..], &balance[..]));
         let (losses, grads) = oracle::leaf(&config, &specs, weights, &prepared, 200);
-        assert!(relative(&out.token_losses, &losses) < 1e-6);
-        let mut worst = 0f64;
-        for ((spec, a), b) in specs.iter().zip(&out.grads).zip(&grads) {
-            let error = relative(a, b);
-            worst = worst.max(error);
-            assert!(error < 2e-5, "{skip:?} {}: {error:e}", spec.name);
+        for ops in [CPU, REFERENCE] {
+            let options = LeafOptions { ops, ..LeafOptions::default() };
+            let staged = arrays.input().stage(&config, &Stager::new(Device::Cpu).unwrap()).unwrap();
+            let out = staged_leaf(&config, &params, &balance, staged, 200, options).unwrap();
+            let skipped = out.counts.iter().all(|layer| layer[8] > 0);
+            assert!(skipped, "some tokens skip: {:?}", out.counts);
+            assert!(relative(&out.token_losses, &losses) < 1e-6);
+            let mut worst = 0f64;
+            for ((spec, a), b) in specs.iter().zip(&out.grads).zip(&grads) {
+                let error = relative(a, b);
+                worst = worst.max(error);
+                assert!(error < 2e-5, "{} {skip:?} {}: {error:e}", ops.name(), spec.name);
+            }
+            println!("{} {skip:?}: largest |a - b| / |b| against f64: {worst:.1e}", ops.name());
         }
-        println!("skip {skip:?}: largest |a - b| / |b| against f64: {worst:.1e}");
     }
 }
 
@@ -95,7 +102,7 @@ fn another_feed_forward_fits_in() {
     let input = arrays.input().prepare(&config, Device::Cpu).unwrap();
     let mut found = Collected::default();
     let train = |pass: &Pass<'_>| model.train(pass, (200, Keep::Everything), &mut found);
-    let out = model.with(&config, weights, &input, train).unwrap();
+    let out = model.with((CPU, &config), weights, &input, train).unwrap();
     assert_eq!(out.counts.iter().map(Vec::len).collect::<Vec<_>>(), [9, 0]);
     let (losses, grads) = oracle::leaf(&config, &specs, weights, &input, 200);
     assert!(relative(&out.losses, &losses) < 1e-6);
@@ -142,7 +149,8 @@ fn what_is_kept_between_the_passes_decides_no_bit() {
         let params = all_rounded(&parameters(&config), &params, dtype);
         let stager = kernels::device::Stager::new(Device::Cpu).unwrap();
         let staged = arrays.input().stage(&config, &stager).unwrap();
-        staged_leaf(&config, &params, &balance, staged, (200, keep)).unwrap()
+        let options = LeafOptions { keep, ..LeafOptions::default() };
+        staged_leaf(&config, &params, &balance, staged, 200, options).unwrap()
     };
     let [wide, narrow] = [Dtype::F32, Dtype::Bf16].map(|dtype| {
         let whole = compute(dtype, Keep::Everything);
@@ -163,8 +171,8 @@ fn a_staged_leaf_has_the_same_bits() {
         arrays.input().stage(&config, &stager).unwrap()
     };
     let staged = std::thread::scope(|scope| scope.spawn(stage).join().unwrap());
-    let how = (200, Keep::Everything);
-    let out = staged_leaf(&config, &params, &balance, staged, how).unwrap();
+    let options = LeafOptions::default();
+    let out = staged_leaf(&config, &params, &balance, staged, 200, options).unwrap();
     assert!(same_bits(&alone, &out));
 }
 

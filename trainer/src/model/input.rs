@@ -2,10 +2,10 @@
 
 use contract::{Fault, Result};
 use kernels::device::{Staged, Stager};
+use kernels::ops::Span;
 use tch::{Device, Kind, Tensor};
 
 use super::ZayaConfig;
-use super::shift::Starts;
 
 /// The sequences of one leaf, as the loader serves them.
 #[derive(Clone, Copy, Debug)]
@@ -38,13 +38,6 @@ pub struct StagedLeaf {
     label_count: u64,
 }
 
-/// Tokens `start..start + len` of the leaf that see each other, and nothing else.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Span {
-    pub(super) start: i64,
-    pub(super) len: i64,
-}
-
 /// A leaf on the device, with everything that follows from its boundaries.
 #[derive(Debug)]
 pub(super) struct Prepared {
@@ -58,8 +51,8 @@ pub(super) struct Prepared {
     pub(super) positions: Tensor,
     /// In order, covering every token.
     pub(super) spans: Vec<Span>,
-    /// Where they start.
-    pub(super) starts: Starts,
+    /// Rows at which they start, i64.
+    pub(super) starts: Tensor,
     /// Tokens with a label.
     pub(super) label_count: u64,
 }
@@ -161,13 +154,12 @@ impl StagedLeaf {
     pub(super) fn arrive(self) -> Result<Prepared> {
         let wait =
             |staged: Staged| staged.wait().map_err(|error| Fault::machine(error.to_string()));
-        let total = self.spans.iter().map(|span| span.len).sum();
         Ok(Prepared {
             tokens: wait(self.tokens)?.to_kind(Kind::Int64),
             labels: wait(self.labels)?.to_kind(Kind::Int64),
             positions: wait(self.positions)?.to_kind(Kind::Int64),
             mask: wait(self.mask)?.to_kind(Kind::Float),
-            starts: Starts::new(wait(self.starts)?, total),
+            starts: wait(self.starts)?,
             spans: self.spans,
             label_count: self.label_count,
         })

@@ -7,9 +7,9 @@ use std::any::Any;
 use contract::{Fault, Result};
 use tch::{Kind, Tensor};
 
+use super::ZayaConfig;
 use super::attention::Context;
 use super::param::{Declare, ParamId, Weights};
-use super::{ZayaConfig, product};
 
 /// Where gradients go, each the moment it exists.
 pub trait Sink {
@@ -45,7 +45,12 @@ impl Sink for Collected {
 
 /// Hands a gradient to the sink in f32, in which everything goes on from here.
 pub(super) fn emit(sink: &mut dyn Sink, id: ParamId, gradient: Tensor) -> Result<()> {
-    sink.gradient(id, product::wide(gradient))
+    sink.gradient(id, to_f32(gradient))
+}
+
+/// The same numbers in f32: sums, and what leaves the model.
+pub(super) fn to_f32(x: Tensor) -> Tensor {
+    x.to_kind(Kind::Float)
 }
 
 /// What a micro-batch is computed with.

@@ -2,11 +2,12 @@
 //! the tests put it in the place of the experts.
 
 use contract::Result;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
+use super::ZayaConfig;
 use super::layer::{Backward, Forward, Layer, Pass, Sink, Work, emit};
 use super::param::{Declare, ParamId};
-use super::{ZayaConfig, product};
+use crate::refusal::refused;
 
 /// `down(silu(gate(x)) * up(x))`, as wide inside as an expert.
 pub(super) struct Mlp {
@@ -18,8 +19,8 @@ pub(super) struct Mlp {
 /// What the backward pass needs.
 pub(super) struct Saved {
     x: Tensor,
-    gate: Tensor,
-    up: Tensor,
+    /// Gate, then up.
+    both: Tensor,
     inner: Tensor,
 }
 
@@ -43,11 +44,7 @@ impl Layer for Mlp {
         x: &Tensor,
         state: Option<Tensor>,
     ) -> Result<Forward<Saved>> {
-        let w = pass.weights;
-        let (gate, up) = (product::of(x, &w[self.gate].tr()), product::of(x, &w[self.up].tr()));
-        let inner = gate.silu() * &up;
-        let out = product::of(&inner, &w[self.down].tr());
-        let saved = Saved { x: x.shallow_clone(), gate, up, inner };
+        let (out, saved) = self.compute(pass, x).map_err(refused)?;
         Ok(Forward { out, state, counts: Vec::new(), saved })
     }
 
@@ -59,16 +56,10 @@ impl Layer for Mlp {
         state: Option<Tensor>,
         sink: &mut dyn Sink,
     ) -> Result<Backward> {
-        let (w, Saved { x, gate, up, inner }) = (pass.weights, saved);
-        let grad = grad.to_kind(x.kind());
-        emit(sink, self.down, product::of(&grad.tr(), &inner))?;
-        let inner = product::of(&grad, &w[self.down]);
-        let up_grad = &inner * gate.silu();
-        let gate_grad = gate.silu_backward(&(inner * up));
-        emit(sink, self.up, product::of(&up_grad.tr(), &x))?;
-        emit(sink, self.gate, product::of(&gate_grad.tr(), &x))?;
-        let mut x = product::wide(product::of(&up_grad, &w[self.up]));
-        product::add(&mut x, &gate_grad, &w[self.gate]);
+        let (x, [gate, up, down]) = self.compute_back(pass, &saved, grad).map_err(refused)?;
+        emit(sink, self.down, down)?;
+        emit(sink, self.up, up)?;
+        emit(sink, self.gate, gate)?;
         Ok(Backward { x, state })
     }
 
@@ -79,5 +70,35 @@ impl Layer for Mlp {
     fn activation_bytes(&self, config: &ZayaConfig, narrow: u64) -> u64 {
         // Input and output; gate, up, and their product.
         narrow * (2 * config.hidden_size + 3 * config.moe_intermediate_size) as u64
+    }
+}
+
+impl Mlp {
+    fn compute(&self, pass: &Pass<'_>, x: &Tensor) -> kernels::Result<(Tensor, Saved)> {
+        let (ops, w) = (pass.context.ops, pass.weights);
+        let side = |weight: ParamId| ops.matmul(x, &w[weight].f_tr()?);
+        let both = Tensor::f_cat(&[side(self.gate)?, side(self.up)?], 1)?;
+        let inner = ops.swiglu(&both)?;
+        let out = ops.matmul(&inner, &w[self.down].f_tr()?)?;
+        Ok((out, Saved { x: x.shallow_clone(), both, inner }))
+    }
+
+    /// The gradients of the input, and of gate, up and down.
+    fn compute_back(
+        &self,
+        pass: &Pass<'_>,
+        saved: &Saved,
+        grad: &Tensor,
+    ) -> kernels::Result<(Tensor, [Tensor; 3])> {
+        let (ops, w, Saved { x, both, inner }) = (pass.context.ops, pass.weights, saved);
+        let grad = grad.f_to_kind(x.kind())?;
+        let down = ops.matmul(&grad.f_tr()?, inner)?;
+        let both = ops.swiglu_backward(both, &ops.matmul(&grad, &w[self.down])?)?;
+        let width = inner.size()[1];
+        let (gate, up) = (both.f_narrow(1, 0, width)?, both.f_narrow(1, width, width)?);
+        let mut input = ops.matmul(&up, &w[self.up])?.f_to_kind(Kind::Float)?;
+        ops.matmul_add(&mut input, &gate, &w[self.gate])?;
+        let weights = [ops.matmul(&gate.f_tr()?, x)?, ops.matmul(&up.f_tr()?, x)?, down];
+        Ok((input, weights))
     }
 }

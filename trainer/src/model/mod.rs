@@ -4,12 +4,14 @@
 //! config     every number that decides the computation     param      what a parameter is, and how a layer declares one
 //! input      tokens of a micro-batch, its documents        layer      what a layer is, and where its gradients go
 //! zaya       the model, top to bottom: read this first     head       loss without all logits
-//! attention  convolutions, q-k mean, value shift (shift,   moe        router (depth averaging, choice) and experts
-//!            rotary and sdpa are its parts)                           (sorted, one product each)
-//! norm       RMS norm, residual scaling                    product    in the kind of the weights, sums in f32
+//! attention  convolutions, q-k mean, value shift (rotary   moe        router (depth averaging, choice) and experts
+//!            has its angles)                                          (sorted, one product each)
+//! norm       RMS norm, residual scaling
 //! oracle     the same equations differentiated by libtorch in f64
 //! fixtures/  parity with Hugging Face, and its traps
 //! ```
+//!
+//! What computes is [`kernels::ops`]: the model says which operations, a table how.
 //!
 //! Invariant: [`leaf`] is a pure function of the weights, the balancing biases, the leaf and the kernel table.
 
@@ -23,11 +25,8 @@ mod moe;
 mod norm;
 mod normal;
 mod param;
-mod product;
 mod rotary;
 mod router;
-mod sdpa;
-mod shift;
 mod zaya;
 
 #[cfg(test)]
@@ -49,8 +48,12 @@ pub use param::{
 
 use contract::{Fault, Result};
 use curriculum::Dtype;
+use kernels::ops::{self, Table};
+use layer::Pass;
 use tch::{Kind, Tensor};
 use zaya::Zaya;
+
+use crate::refusal::refused;
 
 /// What a leaf keeps between its forward and its backward pass. Decides memory and time, never bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -60,6 +63,21 @@ pub enum Keep {
     Everything,
     /// What enters each layer; its activations are computed again, layer by layer, on the way back.
     LayerInputs,
+}
+
+/// How a leaf is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LeafOptions {
+    /// By which operations; they decide bits, and stand in the kernel table.
+    pub ops: Table,
+    /// What is kept between the passes.
+    pub keep: Keep,
+}
+
+impl Default for LeafOptions {
+    fn default() -> Self {
+        LeafOptions { ops: ops::CPU, keep: Keep::default() }
+    }
 }
 
 /// What a leaf answers with.
@@ -103,29 +121,37 @@ pub fn leaf(
     divisor: u64,
 ) -> Result<LeafOutput> {
     let input = input.prepare(config, params[0].device())?;
-    collected(config, (params, balance), &input, (divisor, Keep::Everything))
+    collected(config, (params, balance), &input, divisor, options_for(params)?)
 }
 
-/// Computes a leaf that a prefetcher staged, keeping what `keep` says; otherwise as [`leaf`].
+/// The operations for the device of these weights.
+fn options_for(params: &[Tensor]) -> Result<LeafOptions> {
+    let ops = ops::choose(params[0].device()).map_err(refused)?;
+    Ok(LeafOptions { ops, keep: Keep::Everything })
+}
+
+/// Computes a leaf that a prefetcher staged as `options` say; otherwise as [`leaf`].
 pub fn staged_leaf(
     config: &ZayaConfig,
     params: &[Tensor],
     balance: &[Tensor],
     staged: StagedLeaf,
-    how: (u64, Keep),
+    divisor: u64,
+    options: LeafOptions,
 ) -> Result<LeafOutput> {
-    collected(config, (params, balance), &staged.arrive()?, how)
+    collected(config, (params, balance), &staged.arrive()?, divisor, options)
 }
 
 fn collected(
     config: &ZayaConfig,
     weights: (&[Tensor], &[Tensor]),
     input: &input::Prepared,
-    how: (u64, Keep),
+    divisor: u64,
+    options: LeafOptions,
 ) -> Result<LeafOutput> {
     let mut gradients = Collected::default();
     let LeafLosses { loss, labels, token_losses, counts } =
-        compute(config, weights, input, how, &mut gradients)?;
+        compute(config, weights, input, (divisor, options), &mut gradients)?;
     Ok(LeafOutput { loss, labels, grads: gradients.into_vec()?, token_losses, counts })
 }
 
@@ -133,12 +159,13 @@ fn compute(
     config: &ZayaConfig,
     weights: (&[Tensor], &[Tensor]),
     input: &input::Prepared,
-    how: (u64, Keep),
+    (divisor, LeafOptions { ops, keep }): (u64, LeafOptions),
     sink: &mut dyn Sink,
 ) -> Result<LeafLosses> {
     enter()?;
     let model = Zaya::new(config);
-    let found = model.with(config, weights, input, |pass| model.train(pass, how, sink))?;
+    let train = |pass: &Pass<'_>| model.train(pass, (divisor, keep), sink);
+    let found = model.with((ops, config), weights, input, train)?;
     Ok(LeafLosses {
         loss: found.losses.sum(Kind::Double).double_value(&[]),
         labels: input.label_count,
@@ -149,6 +176,7 @@ fn compute(
 
 /// The sum of the token losses of some sequences, in nats: forward only.
 pub fn losses(
+    ops: Table,
     config: &ZayaConfig,
     params: &[Tensor],
     balance: &[Tensor],
@@ -156,7 +184,8 @@ pub fn losses(
 ) -> Result<f64> {
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
-    let losses = model.with(config, (params, balance), &input, |pass| model.losses(pass))?;
+    let weights = (params, balance);
+    let losses = model.with((ops, config), weights, &input, |pass| model.losses(pass))?;
     Ok(losses.sum(Kind::Double).double_value(&[]))
 }
 
@@ -169,7 +198,8 @@ pub fn logits(
 ) -> Result<Tensor> {
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
-    model.with(config, (params, balance), &input, |pass| model.logits(pass))
+    let ops = options_for(params)?.ops;
+    model.with((ops, config), (params, balance), &input, |pass| model.logits(pass))
 }
 
 /// Operations that the model defines for forward and backward over `tokens`, of which layer by layer `routed` go to an

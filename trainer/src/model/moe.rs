@@ -1,18 +1,20 @@
 //! A mixture of experts as a feed-forward: a router, and the experts that it chooses.
 
 use contract::Result;
+use kernels::ops::RouterSaved;
 use tch::Tensor;
 
+use super::ZayaConfig;
 use super::experts::{self, Experts};
-use super::layer::{Backward, Forward, Layer, Pass, Sink, Work, emit};
+use super::layer::{Backward, Forward, Layer, Pass, Sink, Work, emit, to_f32};
 use super::param::{Declare, ParamId};
-use super::router::{self, Router};
-use super::{ZayaConfig, product};
+use super::router::Router;
+use crate::refusal::{refused, values};
 use crate::timing::{Part, part};
 
 /// The feed-forward of ZAYA1.
 pub(super) struct Moe {
-    router: Router<ParamId>,
+    router: Router,
     experts: Experts<ParamId>,
     /// Whose balancing biases the router adds.
     layer: usize,
@@ -21,7 +23,7 @@ pub(super) struct Moe {
 /// What the backward pass needs.
 pub(super) struct Saved {
     x: Tensor,
-    router: router::Saved,
+    router: RouterSaved,
     experts: experts::Saved,
 }
 
@@ -39,13 +41,17 @@ impl Layer for Moe {
         x: &Tensor,
         state: Option<Tensor>,
     ) -> Result<Forward<Saved>> {
+        let ops = pass.context.ops;
         let (routes, router) = {
             let _watch = part(Part::Router);
-            let router = self.router.bind(pass.weights);
-            router.forward(x, state, &pass.balance[self.layer])
+            let (router, balance) = (self.router.bind(pass.weights), &pass.balance[self.layer]);
+            ops.router(router, x, state.as_ref(), balance).map_err(refused)?
         };
         let _watch = part(Part::Experts);
-        let (out, counts, experts) = self.experts.bind(pass.weights).forward(x, &routes);
+        let experts = self.experts.bind(pass.weights);
+        let (out, experts) = experts.forward(ops, x, &routes).map_err(refused)?;
+        let counts = values::<i64>(experts.counts())?.into_iter().map(|count| count as u64);
+        let counts = counts.collect();
         let saved = Saved { x: x.shallow_clone(), router, experts };
         Ok(Forward { out, state: Some(routes.state), counts, saved })
     }
@@ -58,20 +64,24 @@ impl Layer for Moe {
         state: Option<Tensor>,
         sink: &mut dyn Sink,
     ) -> Result<Backward> {
+        let ops = pass.context.ops;
         let experts = {
             let _watch = part(Part::ExpertsBack);
-            self.experts.bind(pass.weights).backward(saved.experts, grad)
+            let experts = self.experts.bind(pass.weights);
+            experts.backward(ops, saved.experts, grad).map_err(refused)?
         };
         let [gate_up, down] = experts.params;
         emit(sink, self.experts.gate_up, gate_up)?;
         emit(sink, self.experts.down, down)?;
-        let router = {
+        let mut router = {
             let _watch = part(Part::RouterBack);
-            let router = self.router.bind(pass.weights);
-            router.backward(saved.router, &saved.x, &experts.weight, state)
+            let (router, weight) = (self.router.bind(pass.weights), &experts.weight);
+            let found = ops.router_backward(router, &saved.x, saved.router, weight, state.as_ref());
+            found.map_err(refused)?
         };
-        self.router.ids().zip(router.params).try_for_each(|(id, grad)| emit(sink, id, grad))?;
-        Ok(Backward { x: product::wide(experts.input) + router.input, state: router.before })
+        let (x, state) = (to_f32(experts.input) + &router.input, router.before.take());
+        self.router.emit(router, sink)?;
+        Ok(Backward { x, state })
     }
 
     fn products(&self, config: &ZayaConfig, work: Work) -> f64 {

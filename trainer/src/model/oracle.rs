@@ -5,9 +5,10 @@
 
 use std::collections::BTreeMap;
 
+use kernels::ops::Span;
 use tch::{Device, Kind, Tensor};
 
-use super::input::{Prepared, Span};
+use super::input::Prepared;
 use super::{ParamSpec, Skip, ZayaConfig};
 
 /// Token losses, and the gradient of their sum over `divisor` for every parameter of `specs`.

@@ -14,16 +14,18 @@
 use std::any::Any;
 
 use contract::Result;
-use tch::{Kind, Tensor};
+use kernels::ops::Table;
+use tch::Tensor;
 
 use super::attention::{Attention, Context};
 use super::input::Prepared;
-use super::layer::{AnyLayer, Make, Pass, Sink, Work, emit, make};
+use super::layer::{AnyLayer, Make, Pass, Sink, Work, emit, make, to_f32};
 use super::moe::Moe;
 use super::norm::{Normed, Residual, RmsNorm};
 use super::param::{Declare, ParamId, ParamSpec, Weights};
 use super::rotary::Rotary;
-use super::{Keep, ZayaConfig, head, product};
+use super::{Keep, ZayaConfig, head};
+use crate::refusal::refused;
 use crate::timing::{Part, part};
 
 /// The kinds of the two halves of a layer.
@@ -64,7 +66,7 @@ struct DecoderLayer {
 struct Half {
     norm: RmsNorm<ParamId>,
     layer: Box<dyn AnyLayer>,
-    scale: Residual<ParamId>,
+    scale: Residual,
 }
 
 /// What is kept of a layer until its backward pass.
@@ -102,7 +104,7 @@ struct Forward {
 
 /// What a micro-batch says besides its gradients.
 pub(super) struct Outcome {
-    /// `[N]`: see [`head::run`].
+    /// `[N]`: nats, 0 where there is no label.
     pub(super) losses: Tensor,
     /// By layer and router class.
     pub(super) counts: Vec<Vec<u64>>,
@@ -133,14 +135,14 @@ impl Zaya {
     /// Begins a pass over `input` with these weights, in canonical order, and balancing biases.
     pub(super) fn with<T>(
         &self,
-        config: &ZayaConfig,
+        (ops, config): (Table, &ZayaConfig),
         (weights, balance): (&[Tensor], &[Tensor]),
         input: &Prepared,
         work: impl FnOnce(&Pass<'_>) -> Result<T>,
     ) -> Result<T> {
         let _guard = tch::no_grad_guard();
         let rotary = Rotary::new(config, &input.positions);
-        let context = Context { config, input, rotary: &rotary };
+        let context = Context { ops, config, input, rotary: &rotary };
         let weights = Weights(weights);
         let kind = weights[self.embedding.tokens].kind();
         work(&Pass { context, weights, balance, kind })
@@ -156,31 +158,33 @@ impl Zaya {
         let _watch = part(Part::Stream);
         let mut forward = self.forward(pass, keep)?;
         let counts = std::mem::take(&mut forward.counts);
-        let Context { config, input, .. } = pass.context;
         let head = {
             let _watch = part(Part::Head);
-            head::run(config, &pass.weights[self.embedding.tokens], &forward.hidden, input, divisor)
+            let embedding = &pass.weights[self.embedding.tokens];
+            let head = head::of(&pass.context, embedding, &forward.hidden);
+            let found = pass.context.ops.cross_entropy_backward(head, divisor as f64);
+            found.map_err(refused)?
         };
-        self.backward(pass, forward, (head.hidden, head.embedding), sink)?;
+        self.backward(pass, forward, (head.hidden, head.weights), sink)?;
         Ok(Outcome { losses: head.losses, counts })
     }
 
     /// The loss of every token, `[N]`: forward only.
     pub(super) fn losses(&self, pass: &Pass<'_>) -> Result<Tensor> {
         let hidden = self.forward(pass, Keep::LayerInputs)?.hidden;
-        let Context { config, input, .. } = pass.context;
-        Ok(head::losses(config, &pass.weights[self.embedding.tokens], &hidden, input))
+        let head = head::of(&pass.context, &pass.weights[self.embedding.tokens], &hidden);
+        pass.context.ops.cross_entropy(head).map_err(refused)
     }
 
     /// Logits of every token, `[N, V]`.
     pub(super) fn logits(&self, pass: &Pass<'_>) -> Result<Tensor> {
         let hidden = self.forward(pass, Keep::LayerInputs)?.hidden;
-        let logits = product::of(&hidden, &pass.weights[self.embedding.tokens].tr());
-        Ok(product::wide(logits))
+        let embedding = pass.weights[self.embedding.tokens].tr();
+        Ok(to_f32(pass.context.ops.matmul(&hidden, &embedding).map_err(refused)?))
     }
 
     fn forward(&self, pass: &Pass<'_>, keep: Keep) -> Result<Forward> {
-        let (embedded, residual) = self.embedding.forward(pass);
+        let [embedded, residual] = self.embedding.forward(pass)?;
         let mut flow = Flow { residual, state: None };
         let (mut layers, mut counts) = (Vec::new(), Vec::new());
         for layer in &self.layers {
@@ -193,7 +197,8 @@ impl Zaya {
                 Some(Flow { residual, state }) => Kept::Inputs(residual, state),
             });
         }
-        let (hidden, normed) = self.norm.bind(pass.weights).forward(&flow.residual);
+        let (hidden, normed) =
+            self.norm.bind(pass.weights).forward(pass.context.ops, &flow.residual)?;
         Ok(Forward { embedded, layers, normed, hidden: hidden.to_kind(pass.kind), counts })
     }
 
@@ -206,7 +211,8 @@ impl Zaya {
         sink: &mut dyn Sink,
     ) -> Result<()> {
         let Forward { embedded, layers: kept, normed, .. } = forward;
-        let (residual, norm) = self.norm.bind(pass.weights).backward(normed, &hidden);
+        let (residual, norm) =
+            self.norm.bind(pass.weights).backward(pass.context.ops, normed, &hidden)?;
         emit(sink, self.norm.weight, norm)?;
         let mut grad = Flow { residual, state: None };
         for (layer, kept) in self.layers.iter().zip(kept).rev() {
@@ -294,11 +300,10 @@ impl Embedding {
     }
 
     /// Embeddings with their bias, and the residual that they make.
-    fn forward(&self, pass: &Pass<'_>) -> (Tensor, Tensor) {
-        let w = pass.weights;
-        let embedded = w[self.tokens].index_select(0, &pass.context.input.tokens) + &w[self.bias];
-        let residual = &embedded * &w[self.scale];
-        (embedded, residual)
+    fn forward(&self, pass: &Pass<'_>) -> Result<[Tensor; 2]> {
+        let (Context { ops, input, .. }, w) = (&pass.context, pass.weights);
+        let (bias, scale) = (&w[self.bias], &w[self.scale]);
+        ops.embedding(&w[self.tokens], &input.tokens, bias, scale).map_err(refused)
     }
 
     /// From the gradient of the residual, and the head's part of that of the embedding.
@@ -309,12 +314,12 @@ impl Embedding {
         (residual, mut head): (&Tensor, Tensor),
         sink: &mut dyn Sink,
     ) -> Result<()> {
-        let columns = |x: &Tensor| x.sum_dim_intlist(0, false, Kind::Float);
-        let scale = &pass.weights[self.scale];
-        emit(sink, self.scale, columns(&(residual * embedded)))?;
-        emit(sink, self.bias, columns(residual) * scale)?;
-        // The head's part came first; the input's part is added to it, token by token in order.
-        let _ = head.index_add_(0, &pass.context.input.tokens, &(residual * scale));
+        let (Context { ops, input, .. }, scale) = (&pass.context, &pass.weights[self.scale]);
+        // The head's part came first; the input's part is added to it.
+        let found = ops.embedding_backward(&input.tokens, embedded, scale, residual, &mut head);
+        let [bias, scale] = found.map_err(refused)?;
+        emit(sink, self.scale, scale)?;
+        emit(sink, self.bias, bias)?;
         emit(sink, self.tokens, head)
     }
 }
@@ -374,9 +379,11 @@ impl Half {
     fn forward(&self, pass: &Pass<'_>, flow: Flow) -> Result<(Flow, Saved, Vec<u64>)> {
         let Flow { residual, state } = flow;
         // The residual is f32; what the products of a layer see has the kind of their weights.
-        let (x, normed) = self.norm.bind(pass.weights).forward(&residual);
+        let ops = pass.context.ops;
+        let (x, normed) = self.norm.bind(pass.weights).forward(ops, &residual)?;
         let made = self.layer.forward(pass, &x.to_kind(pass.kind), state)?;
-        let after = self.scale.bind(pass.weights).forward(&made.out, &residual);
+        let scaling = self.scale.scaling(pass.weights);
+        let after = ops.residual(&made.out, &residual, scaling).map_err(refused)?;
         let saved = Saved { residual, normed, layer: made.saved, out: made.out };
         Ok((Flow { residual: after, state: made.state }, saved, made.counts))
     }
@@ -388,12 +395,13 @@ impl Half {
         grad: Flow,
         sink: &mut dyn Sink,
     ) -> Result<Flow> {
-        let scaled =
-            self.scale.bind(pass.weights).backward(&saved.out, &saved.residual, &grad.residual);
-        self.scale.emit(scaled.params, sink)?;
-        let inner = self.layer.backward(pass, saved.layer, &scaled.out, grad.state, sink)?;
-        let (through, norm) = self.norm.bind(pass.weights).backward(saved.normed, &inner.x);
+        let (ops, scaling) = (pass.context.ops, self.scale.scaling(pass.weights));
+        let scaled = ops.residual_backward(&saved.out, &saved.residual, scaling, &grad.residual);
+        let scaled = scaled.map_err(refused)?;
+        self.scale.emit(scaled.scaling, sink)?;
+        let inner = self.layer.backward(pass, saved.layer, &scaled.branch, grad.state, sink)?;
+        let (through, norm) = self.norm.bind(pass.weights).backward(ops, saved.normed, &inner.x)?;
         emit(sink, self.norm.weight, norm)?;
-        Ok(Flow { residual: scaled.stream + through, state: inner.state })
+        Ok(Flow { residual: scaled.residual + through, state: inner.state })
     }
 }

@@ -7,10 +7,10 @@
 //! w <- w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 //! ```
 
-use kernels::fused;
+use kernels::Result;
+use kernels::ops::{self, Ops};
 use tch::Tensor;
 
-use super::scaled;
 use super::schedule::power;
 
 /// What AdamW does at one step, as plain numbers.
@@ -43,20 +43,16 @@ impl AdamW {
     /// first, and 1 touches nothing.
     pub fn update(
         &self,
+        ops: &dyn Ops,
         weight: &mut Tensor,
-        first: &mut Tensor,
-        second: &mut Tensor,
+        moments: [&mut Tensor; 2],
         (gradient, scale): (&Tensor, f64),
-    ) {
-        if [&*weight, &*first, &*second, gradient].into_iter().all(fused::fits) {
-            fused::adamw(self.rates(scale), weight, first, second, gradient);
-        } else {
-            self.by_operators(weight, first, second, (gradient, scale));
-        }
+    ) -> Result<()> {
+        ops.adamw(self.rounded(scale), weight, moments, gradient)
     }
 
-    fn rates(&self, scale: f64) -> fused::Rates {
-        fused::Rates {
+    fn rounded(&self, scale: f64) -> ops::AdamW {
+        ops::AdamW {
             keep: self.keep as f32,
             first: (1.0 - self.beta1) as f32,
             second: (1.0 - self.beta2) as f32,
@@ -65,28 +61,6 @@ impl AdamW {
             rate: self.rate as f32,
             scale: scale as f32,
         }
-    }
-
-    /// The same where memory cannot be read in place.
-    fn by_operators(
-        &self,
-        weight: &mut Tensor,
-        first: &mut Tensor,
-        second: &mut Tensor,
-        (gradient, scale): (&Tensor, f64),
-    ) {
-        if self.keep != 1.0 {
-            let _ = weight.g_mul_scalar_(self.keep);
-        }
-        let gradient = scaled(gradient.shallow_clone(), scale);
-        let _ = first.lerp_(&gradient, 1.0 - self.beta1);
-        let _ = second.lerp_(&gradient.square(), 1.0 - self.beta2);
-        let mut denominator = second.sqrt();
-        let _ = denominator.g_div_scalar_(self.root);
-        let _ = denominator.g_add_scalar_(self.eps);
-        let mut change = first.g_div(&denominator);
-        let _ = change.g_mul_scalar_(self.rate);
-        let _ = weight.g_sub_(&change);
     }
 }
 
@@ -140,11 +114,13 @@ mod tests {
                     Tensor::from_slice(&gradient),
                     AdamW::at(step as u64 + 1, lr, decay, betas, 1e-8),
                 );
-                rule.update(&mut weight, &mut first, &mut second, (&gradient, 0.5));
-                rule.by_operators(&mut slow, &mut slow_first, &mut slow_second, (&gradient, 0.5));
+                let moments = [&mut first, &mut second];
+                rule.update(ops::CPU, &mut weight, moments, (&gradient, 0.5)).unwrap();
+                let moments = [&mut slow_first, &mut slow_second];
+                rule.update(ops::REFERENCE, &mut slow, moments, (&gradient, 0.5)).unwrap();
             }
             let difference = (&weight - slow).abs().max().double_value(&[]);
-            prop_assert!(difference < 6e-6 + 2e-4 * lr, "{difference} from the operators");
+            prop_assert!(difference < 6e-6 + 2e-4 * lr, "{difference} from the reference");
             let found: Vec<f32> = Vec::try_from(&weight).unwrap();
             for (index, (&start, &found)) in weights.iter().zip(&found).enumerate() {
                 let gradients: Vec<f64> = (0..steps).map(|step| f64::from(at(step, index))).collect();

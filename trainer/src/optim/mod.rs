@@ -14,6 +14,7 @@ use contract::Result;
 use tch::Tensor;
 
 use crate::model::{ParamSpec, Role};
+use crate::refusal::refused;
 use crate::state::State;
 use crate::timing::{Part, part};
 use crate::workers::Workers;
@@ -123,7 +124,7 @@ pub fn update(
 
 /// Does the pieces of work on the workers.
 pub(crate) fn run(settings: &Settings, items: Vec<Item>, at: At, workers: Workers) -> Result<()> {
-    let At { step, lr, scale } = at;
+    let (At { step, lr, scale }, ops) = (at, workers.ops());
     let muon = Muon::at(lr, settings.weight_decay, settings.momentum);
     let adamw = |decay: bool| {
         AdamW::at(
@@ -135,28 +136,25 @@ pub(crate) fn run(settings: &Settings, items: Vec<Item>, at: At, workers: Worker
         )
     };
     let (plain, decayed) = (adamw(false), adamw(true));
-    workers.map(items, |item| {
-        tch::no_grad(|| match item {
-            Item::Matrix { mut weight, mut momentum, gradient } => {
-                let _watch = part(Part::Muon);
-                muon.update(&mut weight, &mut momentum, &scaled(gradient, scale));
-            }
-            Item::Flat { weight, first, second, gradient, decay } => {
-                let _watch = part(Part::AdamW);
-                let rule = if decay { decayed } else { plain };
-                for start in (0..weight.size()[0]).step_by(CHUNK as usize) {
-                    let chunk = |tensor: &Tensor| {
-                        tensor.narrow(0, start, CHUNK.min(tensor.size()[0] - start))
-                    };
-                    let (mut weight, mut first, mut second) =
-                        (chunk(&weight), chunk(&first), chunk(&second));
-                    let gradient = chunk(&gradient);
-                    rule.update(&mut weight, &mut first, &mut second, (&gradient, scale));
-                }
-            }
-        });
-        Ok(())
-    })?;
+    let work = |item| match item {
+        Item::Matrix { mut weight, mut momentum, gradient } => {
+            let _watch = part(Part::Muon);
+            muon.update(ops, &mut weight, &mut momentum, (&gradient, scale))
+        }
+        Item::Flat { weight, first, second, gradient, decay } => {
+            let _watch = part(Part::AdamW);
+            let rule = if decay { decayed } else { plain };
+            (0..weight.size()[0]).step_by(CHUNK as usize).try_for_each(|start| {
+                let length = CHUNK.min(weight.size()[0] - start);
+                let chunk = |tensor: &Tensor| tensor.narrow(0, start, length);
+                let (mut weight, mut first, mut second) =
+                    (chunk(&weight), chunk(&first), chunk(&second));
+                let (gradient, moments) = (chunk(&gradient), [&mut first, &mut second]);
+                rule.update(ops, &mut weight, moments, (&gradient, scale))
+            })
+        }
+    };
+    workers.map(items, |item| tch::no_grad(|| work(item)).map_err(refused))?;
     Ok(())
 }
 
@@ -192,9 +190,4 @@ pub(crate) fn split(
             items.push(Item::Matrix { weight, momentum, gradient: gradient.shallow_clone() });
         }
     }
-}
-
-/// A gradient within the clip is passed through, never multiplied by one.
-fn scaled(gradient: Tensor, scale: f64) -> Tensor {
-    if scale == 1.0 { gradient } else { gradient.g_mul_scalar(scale) }
 }

@@ -15,7 +15,8 @@
 //! Each matrix is a work item of its own (an expert's too), never a batch of several: its new bits are then a function of
 //! that matrix alone, whichever worker, and later whichever rank, owns it.
 
-use kernels::product;
+use kernels::ops::Ops;
+use kernels::{Result, product};
 use tch::Tensor;
 
 /// Coefficients of the quintic iteration: they push singular values into about 0.7..1.2, fast rather than exact.
@@ -45,23 +46,23 @@ impl Muon {
     }
 
     /// Updates one matrix and its momentum in place.
-    pub fn update(&self, weight: &mut Tensor, momentum: &mut Tensor, gradient: &Tensor) {
-        let _ = momentum.g_mul_scalar_(self.momentum);
-        let _ = momentum.g_add_(gradient);
-        let mut update = momentum.g_mul_scalar(self.momentum);
-        let _ = update.g_add_(gradient);
-        let mut update = orthogonalized(&update);
+    pub fn update(
+        &self,
+        ops: &dyn Ops,
+        weight: &mut Tensor,
+        momentum: &mut Tensor,
+        (gradient, scale): (&Tensor, f64),
+    ) -> Result<()> {
+        let update = ops.nesterov(momentum, gradient, self.momentum as f32, scale as f32)?;
+        let update = orthogonalized(&update)?;
         let longest = weight.size().into_iter().max().unwrap_or(1);
-        let _ = update.g_mul_scalar_(self.lr * 0.2 * (longest as f64).sqrt());
-        if self.keep != 1.0 {
-            let _ = weight.g_mul_scalar_(self.keep);
-        }
-        let _ = weight.g_sub_(&update);
+        let rate = self.lr * 0.2 * (longest as f64).sqrt();
+        ops.descend(weight, &update, self.keep as f32, rate as f32)
     }
 }
 
 /// The nearly orthogonal matrix nearest to the direction of `matrix`.
-pub fn orthogonalized(matrix: &Tensor) -> Tensor {
+pub fn orthogonalized(matrix: &Tensor) -> Result<Tensor> {
     let size = matrix.size();
     let tall = size[0] > size[1];
     let matrix = if tall { matrix.transpose(0, 1) } else { matrix.shallow_clone() };
@@ -69,48 +70,48 @@ pub fn orthogonalized(matrix: &Tensor) -> Tensor {
     let matrix = matrix.contiguous();
     let x = &matrix / (matrix.norm() + 1e-7);
     let (rows, columns) = (size[0].min(size[1]), size[0].max(size[1]));
-    let x = if columns >= 2 * rows { by_square(&x) } else { by_matrix(x) };
-    if tall { x.transpose(0, 1).contiguous() } else { x }
+    let x = if columns >= 2 * rows { by_square(&x)? } else { by_matrix(x)? };
+    Ok(if tall { x.transpose(0, 1).contiguous() } else { x })
 }
 
 /// Five steps on the matrix itself.
-fn by_matrix(mut x: Tensor) -> Tensor {
+fn by_matrix(mut x: Tensor) -> Result<Tensor> {
     let rows = x.size()[0];
     let fresh = || x.new_empty([rows, rows], (x.kind(), x.device()));
     let (square, mut factor, mut next) = (fresh(), fresh(), x.empty_like());
     for _ in 0..STEPS {
-        symmetric(&square, &x, &x.tr());
-        symmetric(&factor, &square, &square);
+        symmetric(&square, &x, &x.tr())?;
+        symmetric(&factor, &square, &square)?;
         polynomial(&mut factor, &square);
-        product::into(&next, &factor, &x);
+        product::into(&next, &factor, &x)?;
         std::mem::swap(&mut x, &mut next);
     }
-    x
+    Ok(x)
 }
 
 /// The same five steps where the matrix is at least twice as wide as high. `A = X X^T` and all polynomials of it
 /// commute, so that a step takes `A` to `P A P`, and the wide matrix is met twice in all instead of twice a step.
-fn by_square(x: &Tensor) -> Tensor {
+fn by_square(x: &Tensor) -> Result<Tensor> {
     let rows = x.size()[0];
     let fresh = || x.new_empty([rows, rows], (x.kind(), x.device()));
     let (square, mut factor, spare) = (fresh(), fresh(), fresh());
-    symmetric(&square, x, &x.tr());
+    symmetric(&square, x, &x.tr())?;
     let mut all: Option<Tensor> = None;
     for step in 1..=STEPS {
-        symmetric(&factor, &square, &square);
+        symmetric(&factor, &square, &square)?;
         polynomial(&mut factor, &square);
         let next = fresh();
         match &all {
             None => next.shallow_clone().copy_(&factor),
-            Some(before) => symmetric(&next, before, &factor),
+            Some(before) => symmetric(&next, before, &factor)?,
         }
         all = Some(next);
         if step < STEPS {
-            symmetric(&spare, &square, &factor);
-            symmetric(&square, &spare, &factor);
+            symmetric(&spare, &square, &factor)?;
+            symmetric(&square, &spare, &factor)?;
         }
     }
-    all.map_or_else(|| x.copy(), |all| product::of(&all, x))
+    all.map_or_else(|| Ok(x.copy()), |all| product::of(&all, x))
 }
 
 /// `a I + b A + c A^2` in the place of `A^2`.
@@ -125,27 +126,32 @@ fn polynomial(fourth: &mut Tensor, square: &Tensor) {
 /// A product that is symmetric, into `out`: what stands below the diagonal blocks is copied, not computed.
 ///
 /// The cut into blocks is a function of the size alone, and so are the bits.
-fn symmetric(out: &Tensor, left: &Tensor, right: &Tensor) {
+fn symmetric(out: &Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
     let rows = out.size()[0];
     if rows <= BLOCK {
-        product::into(out, left, right);
-        return;
+        return product::into(out, left, right);
     }
     let (top, bottom) = (rows / 2, rows - rows / 2);
     let (above, below) = (left.narrow(0, 0, top), left.narrow(0, top, bottom));
     let (before, after) = (right.narrow(1, 0, top), right.narrow(1, top, bottom));
-    symmetric(&out.narrow(0, 0, top).narrow(1, 0, top), &above, &before);
-    symmetric(&out.narrow(0, top, bottom).narrow(1, top, bottom), &below, &after);
+    symmetric(&out.narrow(0, 0, top).narrow(1, 0, top), &above, &before)?;
+    symmetric(&out.narrow(0, top, bottom).narrow(1, top, bottom), &below, &after)?;
     let corner = out.narrow(0, 0, top).narrow(1, top, bottom);
-    product::into(&corner, &above, &after);
+    product::into(&corner, &above, &after)?;
     out.narrow(0, top, bottom).narrow(1, 0, top).copy_(&corner.tr());
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kernels::ops::CPU;
     use proptest::prelude::*;
     use tch::Kind;
+
+    fn orthogonalized(matrix: &Tensor) -> Tensor {
+        super::orthogonalized(matrix).unwrap()
+    }
 
     fn random(rows: i64, columns: i64, seed: i64) -> Tensor {
         crate::model::random(&[rows, columns], seed as u64)
@@ -211,7 +217,9 @@ mod tests {
             let direction = orthogonalized(&(&gradient + &wanted_momentum * 0.95));
             let size = 0.02 * 0.2 * (rows.max(columns) as f64).sqrt();
             let wanted = &weight * (1.0 - 0.02 * 0.1) - direction * size;
-            Muon::at(0.02, 0.1, 0.95).update(&mut weight, &mut momentum, &gradient);
+            Muon::at(0.02, 0.1, 0.95)
+                .update(CPU, &mut weight, &mut momentum, (&gradient, 1.0))
+                .unwrap();
             prop_assert!((&momentum - wanted_momentum).abs().max().double_value(&[]) < 1e-6);
             prop_assert!((&weight - wanted).abs().max().double_value(&[]) < 1e-5);
         }
@@ -235,11 +243,10 @@ mod tests {
         let (mut weight, mut momentum) =
             (random(4, 6, 1), Tensor::zeros([4, 6], tch::kind::FLOAT_CPU));
         let before = weight.copy();
-        Muon::at(0.02, 0.0, 0.95).update(
-            &mut weight,
-            &mut momentum,
-            &Tensor::zeros([4, 6], tch::kind::FLOAT_CPU),
-        );
+        let gradient = Tensor::zeros([4, 6], tch::kind::FLOAT_CPU);
+        Muon::at(0.02, 0.0, 0.95)
+            .update(CPU, &mut weight, &mut momentum, (&gradient, 1.0))
+            .unwrap();
         assert_eq!(weight, before);
     }
 }

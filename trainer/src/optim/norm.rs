@@ -3,31 +3,28 @@
 //! A chunk's sum is a function of its 65,536 elements; chunks are added by the tree over chunk numbers, tensors by the
 //! tree over tensor numbers. So whoever holds whichever chunks can contribute, and the norm has the same bits.
 
-use kernels::fused;
+use contract::Result;
+use kernels::ops::Ops;
 use kernels::tree::Counter;
-use tch::{Kind, Tensor};
+use tch::Tensor;
+
+use crate::refusal::refused;
 
 /// Elements of a chunk: the unit of the gradient norm and of elementwise work.
 pub const CHUNK: i64 = 65_536;
 
 /// The sum of squares of a tensor, in f64.
-pub fn squares(tensor: &Tensor) -> f64 {
-    sum(&chunks(tensor))
+pub fn squares(ops: &dyn Ops, tensor: &Tensor) -> Result<f64> {
+    Ok(sum(&chunks(ops, tensor)?))
 }
 
 /// The sums of squares of a tensor's chunks, or of those of a slice that starts where one of its tensor's does.
-pub fn chunks(tensor: &Tensor) -> Vec<f64> {
+pub fn chunks(ops: &dyn Ops, tensor: &Tensor) -> Result<Vec<f64>> {
     let flat = tensor.reshape([-1]);
     let starts = (0..flat.size()[0]).step_by(CHUNK as usize);
     let chunk = |start| flat.narrow(0, start, CHUNK.min(flat.size()[0] - start));
-    starts.map(|start| chunk_squares(&chunk(start))).collect()
-}
-
-fn chunk_squares(chunk: &Tensor) -> f64 {
-    if fused::fits(chunk) {
-        return fused::squares(chunk);
-    }
-    chunk.to_kind(Kind::Double).square().sum(Kind::Double).double_value(&[])
+    let squares = starts.map(|start| ops.squares(&chunk(start)));
+    squares.collect::<kernels::Result<_>>().map_err(refused)
 }
 
 /// The tree over the chunks of a tensor.
@@ -51,7 +48,7 @@ pub fn scale(norm: f64, clip: f64) -> f64 {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use tch::Device;
+    use tch::{Device, Kind};
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(12))]
@@ -61,8 +58,9 @@ mod tests {
             let tensor = (Tensor::arange(length, (Kind::Float, Device::Cpu)) * 0.7).sin() * size;
             let values: Vec<f32> = Vec::try_from(&tensor).unwrap();
             let wanted: f64 = values.iter().map(|value| f64::from(*value).powi(2)).sum();
-            prop_assert!((squares(&tensor) - wanted).abs() <= 1e-9 * wanted);
-            let both = norm(&[squares(&tensor), squares(&tensor)]);
+            let found = squares(kernels::ops::CPU, &tensor).unwrap();
+            prop_assert!((found - wanted).abs() <= 1e-9 * wanted);
+            let both = norm(&[found, found]);
             prop_assert!((both - (2.0 * wanted).sqrt()).abs() <= 1e-9 * both);
         }
     }

@@ -215,7 +215,8 @@ fn norm_of(
     let found = workers.map(items.collect(), |(piece, gradient): (Piece, Tensor)| {
         let _watch = timing::part(timing::Part::Norm);
         let salt = salt(Part::Gradient, piece.tensor);
-        Ok((checksum::slice(&gradient, piece.first as u64, salt), norm::chunks(&gradient)))
+        let squares = norm::chunks(workers.ops(), &gradient)?;
+        Ok((checksum::slice(&gradient, piece.first as u64, salt), squares))
     })?;
     let mut mine = Writer::default();
     for (checksum, squares) in &found {

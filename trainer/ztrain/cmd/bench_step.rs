@@ -40,7 +40,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let launched = args.ranks.launched()?;
     let (device, runtime) = args.speed.start(launched.as_ref())?;
     let spec = RunSpec::new(&Opened::open(&args.curriculum)?)?;
-    let workers = args.speed.workers(launched.as_ref());
+    let workers = args.speed.workers(launched.as_ref(), &runtime)?;
     let group = launched.as_ref().map(|launched| args.ranks.meet(launched, &Arc::default()));
     let group = group.transpose()?;
     if let Some(group) = &group {

@@ -40,7 +40,8 @@ enum Format {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let Format::Hf = args.format;
     let (device, table) = args.speed.start(None)?;
-    let mut replayer = Replayer::open(&args.run, &table, device, args.speed.workers(None))?;
+    let mut replayer =
+        Replayer::open(&args.run, &table, device, args.speed.workers(None, &table)?)?;
     let step = match args.step {
         Some(step) => step,
         None => newest(&args)?,

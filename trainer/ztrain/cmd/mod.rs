@@ -79,12 +79,18 @@ impl Speed {
         }
     }
 
-    /// The workers asked for, else the cores of the machine, shared among the ranks on it.
-    pub(crate) fn workers(&self, launched: Option<&Launched>) -> Workers {
+    /// Workers that compute by the operations of `table`: as many as asked for, else the cores of the machine, shared among the ranks on it.
+    pub(crate) fn workers(
+        &self,
+        launched: Option<&Launched>,
+        table: &KernelTable,
+    ) -> Result<Workers> {
         let ranks = launched.map_or(1, |launched| launched.local_world.max(1));
         let shared = || Workers::new(Workers::available().count() / ranks as usize);
         let keep = if self.recompute { Keep::LayerInputs } else { Keep::Everything };
-        self.workers.or(self.lanes).map_or_else(shared, Workers::new).keeping(keep)
+        let workers = self.workers.or(self.lanes).map_or_else(shared, Workers::new);
+        let ops = table.ops().map_err(|error| machine(&self.device, &error))?;
+        Ok(workers.keeping(keep).computing_by(ops))
     }
 
     /// Puts the determinism switches in force, then opens the device. Each rank on a machine takes one of its own.

@@ -57,7 +57,7 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let steps = steps(&args)?;
     let (device, table) = args.speed.start(None)?;
-    let workers = args.speed.workers(None);
+    let workers = args.speed.workers(None, &table)?;
     let mut replayer = Replayer::open_with(&args.run, &args.store, &table, device, workers)?;
     if let Some(kernels) = &replayer.kernels {
         eprintln!("note: {kernels}");

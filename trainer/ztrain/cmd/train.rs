@@ -7,9 +7,10 @@ use loader::{Opened, PrefetchOptions};
 use store::Location;
 use tch::Device;
 use trainer::checkpoint::{Retention, RingOptions};
-use trainer::launch::{Launched, spawned_us};
+use trainer::launch::spawned_us;
 use trainer::parallel::train_as;
 use trainer::validate::Validation;
+use trainer::workers::Workers;
 use trainer::{ExecOptions, Outcome, RunSpec, train};
 
 use super::ranks::{self, Ranks};
@@ -77,7 +78,8 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     }
     let launched = args.ranks.launched()?;
     let (device, table) = args.speed.start(launched.as_ref())?;
-    let exec = options(&args, curriculum, device, launched.as_ref());
+    let workers = args.speed.workers(launched.as_ref(), &table)?;
+    let exec = options(&args, curriculum, device, workers);
     listen(&exec.stop)?;
     let outcome = match &launched {
         None => train(&Opened::open(curriculum)?, &exec, &table)?,
@@ -113,15 +115,10 @@ fn print(outcome: &Outcome, exec: &ExecOptions) {
     );
 }
 
-fn options(
-    args: &Args,
-    curriculum: &Location,
-    device: Device,
-    launched: Option<&Launched>,
-) -> ExecOptions {
+fn options(args: &Args, curriculum: &Location, device: Device, workers: Workers) -> ExecOptions {
     let mut exec = ExecOptions::new(args.out.clone().unwrap_or_else(|| default_folder(curriculum)));
     exec.device = device;
-    exec.workers = args.speed.workers(launched);
+    exec.workers = workers;
     exec.prefetch =
         PrefetchOptions { threads: args.speed.loader_threads, depth: args.speed.prefetch };
     (exec.schedule, exec.flat) = args.ranks.ways();

@@ -2,29 +2,22 @@
 
 use tch::Tensor;
 
-use super::{PARTS, empty, read, together, wide, write};
+use super::{PARTS, empty, read, simd, to_f32, together, write};
+use crate::Result;
+use crate::ops::{ResidualGrads, Scaling, check};
 
 /// Rows whose part of a sum over columns is kept in f32 before it is added to an f64.
 const BLOCK: usize = 32;
 
-/// `x * rsqrt(mean(x^2) + eps) * weight` of each row, and the factors `[N, 1]`.
-///
-/// In operators: `f = (x.square().mean(-1) + eps).rsqrt(); x * f * weight`.
-pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> (Tensor, Tensor) {
-    fit(&[x], &[weight]);
-    let [rows, width] = sizes(x);
-    let (mut out, mut factors) = (empty(&[rows, width]), empty(&[rows, 1]));
-    norm_rows(
-        read(x),
-        read(weight),
-        (eps as f32, width as usize),
-        write(&mut out),
-        write(&mut factors),
-    );
-    (out, factors)
+pub(super) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+    let [rows, width] = check::rms_norm(x, weight)?;
+    let (mut out, mut factors) = (empty(&[rows, width])?, empty(&[rows, 1])?);
+    let size = (eps as f32, width as usize);
+    norm_rows(read(x)?, read(weight)?, size, write(&mut out)?, write(&mut factors)?);
+    Ok((out, factors))
 }
 
-wide! {
+simd! {
     fn norm_rows(x: &[f32], weight: &[f32], size: (f32, usize), out: &mut [f32], factors: &mut [f32]) {
         let (eps, width) = size;
         let rows = x.chunks_exact(width).zip(out.chunks_exact_mut(width)).zip(factors);
@@ -38,32 +31,21 @@ wide! {
     }
 }
 
-/// Back through [`rms_norm`], from the gradient of its outcome: that of `x`, and that of `weight`.
-///
-/// In operators: `u = x * f; p = grad * u; (grad * weight - u * p.mv(weight) / D) * f` and `p.sum(0)`.
-pub fn rms_norm_backward(
+pub(super) fn rms_norm_backward(
     x: &Tensor,
     factors: &Tensor,
     weight: &Tensor,
     grad: &Tensor,
-) -> (Tensor, Tensor) {
-    fit(&[x, grad], &[weight]);
-    let [rows, width] = sizes(x);
-    assert_eq!(factors.numel() as i64, rows, "a factor for each row");
-    let mut input = empty(&x.size());
-    let mut columns = Columns::<1>::new(width as usize);
-    norm_rows_back(
-        (read(x), read(factors)),
-        read(weight),
-        read(grad),
-        write(&mut input),
-        &mut columns,
-    );
+) -> Result<(Tensor, Tensor)> {
+    let [rows, width] = check::rms_norm_backward(x, factors, weight, grad)?;
+    let (mut input, mut columns) = (empty(&[rows, width])?, Columns::<1>::new(width as usize));
+    let saved = (read(x)?, read(factors)?);
+    norm_rows_back(saved, read(weight)?, read(grad)?, write(&mut input)?, &mut columns);
     let [weight] = columns.finish();
-    (input, weight)
+    Ok((input, weight))
 }
 
-wide! {
+simd! {
     fn norm_rows_back(
         saved: (&[f32], &[f32]),
         weight: &[f32],
@@ -101,29 +83,18 @@ wide! {
     }
 }
 
-/// Vectors of `[D]` by which a residual addition scales and shifts both of its sides.
-#[derive(Clone, Copy)]
-pub struct Scaled<'a> {
-    /// Of the branch.
-    pub scale: &'a Tensor,
-    /// Added to the branch first.
-    pub bias: &'a Tensor,
-    /// Of the stream.
-    pub stream_scale: &'a Tensor,
-    /// Added to the stream first.
-    pub stream_bias: &'a Tensor,
+pub(super) fn residual(branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
+    let shape = check::residual(branch, residual, by)?;
+    let (branch, mut out) = (to_f32(branch)?, empty(&shape)?);
+    residual_rows(read(&branch)?, read(residual)?, vectors(by)?, write(&mut out)?);
+    Ok(out)
 }
 
-/// `(branch + bias) * scale + (stream + stream_bias) * stream_scale`, as these operators.
-pub fn residual(branch: &Tensor, stream: &Tensor, by: Scaled) -> Tensor {
-    fit(&[branch, stream], &[by.scale, by.bias, by.stream_scale, by.stream_bias]);
-    let mut out = empty(&stream.size());
-    let vectors = [by.scale, by.bias, by.stream_scale, by.stream_bias].map(read);
-    residual_rows(read(branch), read(stream), vectors, write(&mut out));
-    out
+fn vectors(by: Scaling<'_>) -> Result<[&[f32]; 4]> {
+    Ok([read(by.scale)?, read(by.bias)?, read(by.residual_scale)?, read(by.residual_bias)?])
 }
 
-wide! {
+simd! {
     fn residual_rows(branch: &[f32], stream: &[f32], by: [&[f32]; 4], out: &mut [f32]) {
         let [scale, bias, stream_scale, stream_bias] = by;
         let width = scale.len();
@@ -138,30 +109,28 @@ wide! {
     }
 }
 
-/// Back through [`residual`]: the gradients of the branch and of the stream, and the sums over rows of the gradient, of
-/// the gradient times the branch, and of the gradient times the stream.
-///
-/// In operators: `grad * scale`, `grad * stream_scale`, `grad.sum(0)`, `(grad * branch).sum(0)`, `(grad * stream).sum(0)`.
-pub fn residual_backward(
+pub(super) fn residual_backward(
     branch: &Tensor,
-    stream: &Tensor,
-    (scale, stream_scale): (&Tensor, &Tensor),
+    residual: &Tensor,
+    by: Scaling,
     grad: &Tensor,
-) -> (Tensor, Tensor, [Tensor; 3]) {
-    fit(&[branch, stream, grad], &[scale, stream_scale]);
-    let [_, width] = sizes(stream);
-    let (mut to_branch, mut to_stream) = (empty(&stream.size()), empty(&stream.size()));
-    let mut columns = Columns::<3>::new(width as usize);
+) -> Result<ResidualGrads> {
+    let shape = check::residual_backward(branch, residual, by, grad)?;
+    let branch = to_f32(branch)?;
+    let (mut to_branch, mut to_residual) = (empty(&shape)?, empty(&shape)?);
+    let mut columns = Columns::<3>::new(shape[1] as usize);
     residual_rows_back(
-        [branch, stream, grad].map(read),
-        [scale, stream_scale].map(read),
-        [write(&mut to_branch), write(&mut to_stream)],
+        [read(&branch)?, read(residual)?, read(grad)?],
+        [read(by.scale)?, read(by.residual_scale)?],
+        [write(&mut to_branch)?, write(&mut to_residual)?],
         &mut columns,
     );
-    (to_branch, to_stream, columns.finish())
+    let [all, of_branch, of_residual] = columns.finish();
+    let scaling = by.gradients(&all, &of_branch, &of_residual)?;
+    Ok(ResidualGrads { branch: to_branch, residual: to_residual, scaling })
 }
 
-wide! {
+simd! {
     fn residual_rows_back(
         from: [&[f32]; 3],
         scales: [&[f32]; 2],
@@ -242,20 +211,4 @@ pub(super) fn dot(a: &[f32], b: &[f32], of: impl Fn(f32, f32) -> f32) -> f32 {
         *part += of(*a, *b);
     }
     together(parts)
-}
-
-/// A number of each vector belongs to each column of a matrix, and matrices that meet have one shape.
-fn fit(matrices: &[&Tensor], vectors: &[&Tensor]) {
-    let [_, width] = sizes(matrices[0]);
-    let same = matrices.iter().all(|matrix| matrix.size() == matrices[0].size());
-    assert!(
-        same && vectors.iter().all(|vector| vector.numel() as i64 == width),
-        "rows of one width"
-    );
-}
-
-fn sizes(x: &Tensor) -> [i64; 2] {
-    let size = x.size();
-    assert_eq!(size.len(), 2, "rows of a matrix");
-    [size[0], size[1]]
 }

@@ -1,49 +1,29 @@
-//! A depthwise convolution over a token and the one before it, inside spans, and what a second convolution reads of it.
+//! A depthwise convolution over a token and the one before it, inside documents, and what a second convolution reads of it.
 
 use tch::Tensor;
 
-use super::rows::Columns;
-use super::{empty, integers, read, wide, write};
+use super::norm::Columns;
+use super::{empty, integers, read, simd, to_f32, write};
+use crate::Result;
+use crate::ops::{ConvGrads, DepthwiseConv, check};
 
-/// The convolution, and where spans begin.
-#[derive(Clone, Copy)]
-pub struct Depthwise<'a> {
-    /// `[C, 1, 2]`: weights of the token before, and of the token. Where a span begins there is none before it, and it counts
-    /// as zero.
-    pub weights: &'a Tensor,
-    /// `[C]`.
-    pub bias: &'a Tensor,
-    /// Rows at which spans begin, ascending from 0, i64.
-    pub starts: &'a Tensor,
-    /// Channels `C` by head: `[G, d]`.
-    pub heads: [usize; 2],
+/// Weights of the token before, and of the token: a vector of `[C]` each.
+fn by_tap(by: DepthwiseConv) -> Result<[Vec<f32>; 2]> {
+    let weights = read(by.weights)?;
+    Ok([0, 1].map(|tap| weights.iter().skip(tap).step_by(2).copied().collect()))
 }
 
-impl Depthwise<'_> {
-    /// Weights of the token before, and of the token: a vector of `[C]` each.
-    fn by_tap(self) -> [Vec<f32>; 2] {
-        let [count, width] = self.heads;
-        let weights = read(self.weights);
-        assert!(
-            weights.len() == 2 * count * width && self.bias.numel() == count * width,
-            "one for each channel"
-        );
-        [0, 1].map(|tap| weights.iter().skip(tap).step_by(2).copied().collect())
-    }
-}
-
-/// `c_t = bias + now z_t + before z_{t-1}`, as `[G, N, 2 d]`: `c_{t-1}`, then `c_t`. Before a span `c` is the bias.
-pub fn taps(z: &Tensor, by: Depthwise) -> Tensor {
+pub(super) fn depthwise_conv(z: &Tensor, by: DepthwiseConv) -> Result<Tensor> {
+    let [rows, _] = check::depthwise_conv(z, by)?;
     let [count, width] = by.heads;
-    let mut both = empty(&[count as i64, z.size()[0], 2 * width as i64]);
-    let [before, now] = by.by_tap();
-    let vectors = [before.as_slice(), now.as_slice(), read(by.bias)];
-    assert_eq!(z.numel() % (count * width), 0, "rows of all channels");
-    forward(read(z), vectors, integers(by.starts), width, write(&mut both));
-    both
+    let (wide, mut both) = (to_f32(z)?, empty(&[count, rows, 2 * width])?);
+    let [before, now] = by_tap(by)?;
+    let vectors = [before.as_slice(), now.as_slice(), read(by.bias)?];
+    forward(read(&wide)?, vectors, integers(by.starts)?, width as usize, write(&mut both)?);
+    Ok(both.f_to_kind(z.kind())?)
 }
 
-wide! {
+simd! {
     fn forward(z: &[f32], by: [&[f32]; 3], starts: &[i64], width: usize, both: &mut [f32]) {
         let [before, now, bias] = by;
         let channels = bias.len();
@@ -71,26 +51,29 @@ wide! {
     }
 }
 
-/// Back through [`taps`], from the gradient of its outcome: that of `z`, `[N, C]`, and those of `before`,
-/// `now` and `bias`.
-pub fn taps_backward(z: &Tensor, by: Depthwise, grad: &Tensor) -> (Tensor, [Tensor; 3]) {
-    let [count, width] = by.heads;
-    let (mut out, mut columns) = (empty(&z.size()), Columns::<3>::new(count * width));
-    let [before, now] = by.by_tap();
-    let vectors = [before.as_slice(), now.as_slice()];
-    assert_eq!(grad.numel(), 2 * z.numel(), "a gradient for both taps");
+pub(super) fn depthwise_conv_backward(
+    z: &Tensor,
+    by: DepthwiseConv,
+    grad: &Tensor,
+) -> Result<ConvGrads> {
+    let [rows, channels] = check::depthwise_conv_backward(z, by, grad)?;
+    let (z, grad, mut input) = (to_f32(z)?, to_f32(grad)?, empty(&[rows, channels])?);
+    let [before, now] = by_tap(by)?;
+    let mut columns = Columns::<3>::new(channels as usize);
     backward(
-        read(z),
-        vectors,
-        integers(by.starts),
-        (width, read(grad)),
-        write(&mut out),
+        read(&z)?,
+        [before.as_slice(), now.as_slice()],
+        integers(by.starts)?,
+        (by.heads[1] as usize, read(&grad)?),
+        write(&mut input)?,
         &mut columns,
     );
-    (out, columns.finish())
+    let [before, now, bias] = columns.finish();
+    let weights = Tensor::f_stack(&[before, now], 1)?.f_unsqueeze(1)?;
+    Ok(ConvGrads { input, weights, bias })
 }
 
-wide! {
+simd! {
     fn backward(
         z: &[f32],
         by: [&[f32]; 2],

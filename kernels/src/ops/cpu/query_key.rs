@@ -5,66 +5,26 @@
 
 use tch::Tensor;
 
-use super::rows::{Columns, dot};
-use super::{apart, empty, read, wide, write};
-
-/// What queries and keys are made with.
-#[derive(Clone, Copy)]
-pub struct Heads<'a> {
-    /// Added to each head, `[G d]`.
-    pub bias: &'a Tensor,
-    /// What keys are multiplied with, `[K]`.
-    pub temperature: &'a Tensor,
-    /// Cosines and sines of each token's angles, `[N, r]`: dimension i turns with dimension i + r, 2 r <= d.
-    pub angles: [&'a Tensor; 2],
-    /// `[H, K, d]`.
-    pub shape: [usize; 3],
-}
-
-impl Heads<'_> {
-    /// Each of `[N, G d]` or `[G, N, d]` belongs to these heads and angles.
-    fn fit(&self, tensors: &[&Tensor]) {
-        let [queries, keys, width] = self.shape;
-        let tokens = tensors[0].numel() / ((queries + keys) * width);
-        let [cos, sin] = self.angles.map(Tensor::numel);
-        let whole = (queries + keys) * width;
-        let same = tensors.iter().all(|tensor| tensor.numel() == tokens * whole);
-        assert!(
-            same && cos == sin && cos % tokens == 0 && 2 * cos <= tokens * width,
-            "angles of these tokens"
-        );
-        assert!(
-            self.bias.numel() == whole && self.temperature.numel() == keys,
-            "one for each head"
-        );
-    }
-}
+use super::norm::{Columns, dot};
+use super::{apart, empty, read, simd, to_f32, write};
+use crate::Result;
+use crate::ops::{QueryKey, QueryKeyGrads, check};
 
 /// The least length that a vector is divided by.
 const LEAST: f32 = f32::EPSILON;
 
-/// Adds to each of `raw`, `[G, N, d]`, its bias and the mean that belongs to it of what stands in `z`, `[N, G d]`; makes it
-/// sqrt(d) long (`factors`, `[G, N, 1]`, say by what); multiplies keys with their temperature, and turns all.
-///
-/// ```text
-/// m_h = (q_h + k) / 2        for query head h and the key head of its group
-/// raw_h += bias_h + m_h;  raw_k += bias_k + mean of m_h over the group
-/// f = sqrt(d) / max(|raw|, eps);  out = turn(raw f temperature)
-/// ```
-pub fn mix(z: &Tensor, raw: &mut Tensor, by: Heads) -> (Tensor, Tensor) {
-    let [_, _, width] = by.shape;
-    let (tokens, heads) = (z.size()[0], raw.size()[0]);
-    let (mut factors, mut out) =
-        (empty(&[heads, tokens, 1]), empty(&[heads, tokens, width as i64]));
-    by.fit(&[z, raw]);
-    apart(&[raw], &[z, by.bias, by.temperature, by.angles[0], by.angles[1]]);
-    add_means(read(z), read(by.bias), by.shape, write(raw));
-    let angles = by.angles.map(read);
-    turn(read(raw), (read(by.temperature), angles), by.shape, write(&mut factors), write(&mut out));
-    (out, factors)
+pub(super) fn query_key(z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
+    let (call, [heads, tokens, width]) = check::query_key(z, raw, by)?;
+    apart(call, &[raw], &[z, by.bias, by.temperature, by.angles[0], by.angles[1]])?;
+    let (mut factors, mut out) = (empty(&[heads, tokens, 1])?, empty(&[heads, tokens, width])?);
+    let shape = by.shape.map(|size| size as usize);
+    add_means(read(&to_f32(z)?)?, read(by.bias)?, shape, write(raw)?);
+    let by = (read(by.temperature)?, [read(by.angles[0])?, read(by.angles[1])?]);
+    turn(read(raw)?, by, shape, write(&mut factors)?, write(&mut out)?);
+    Ok((out, factors))
 }
 
-wide! {
+simd! {
     fn add_means(z: &[f32], bias: &[f32], shape: [usize; 3], raw: &mut [f32]) {
         let [queries, keys, width] = shape;
         let (channels, group) = ((queries + keys) * width, queries / keys);
@@ -94,7 +54,7 @@ wide! {
     }
 }
 
-wide! {
+simd! {
     fn turn(
         raw: &[f32],
         by: (&[f32], [&[f32]; 2]),
@@ -124,39 +84,34 @@ wide! {
     }
 }
 
-/// Back through [`mix`], from the gradient of its outcome, which becomes that of `raw`, `[G, N, d]`; also the gradient of
-/// the temperature, `[K]`, and the sum over tokens of the gradient of `raw`, `[G d]`.
-pub fn mix_backward(
+pub(super) fn query_key_backward(
     raw: &Tensor,
     factors: &Tensor,
-    by: Heads,
-    grad: Tensor,
-) -> (Tensor, [Tensor; 2]) {
-    let mut grad = grad;
-    by.fit(&[raw, &grad]);
-    apart(&[&grad], &[raw, factors, by.temperature, by.angles[0], by.angles[1]]);
-    let [queries, keys, width] = by.shape;
-    let (heads, tokens) = (queries + keys, factors.numel() / (queries + keys));
-    let (mut temperature, mut sums) = (vec![0f32; keys], Vec::with_capacity(heads));
-    let (raw, factors, angles) = (read(raw), read(factors), by.angles.map(read));
-    let grads = write(&mut grad).chunks_exact_mut(tokens * width);
-    for (head, grad) in grads.enumerate() {
-        let mut columns = Columns::<1>::new(width);
-        let scale = if head < queries { 1.0 } else { read(by.temperature)[head - queries] };
-        let of_head =
-            (&raw[head * tokens * width..][..tokens * width], &factors[head * tokens..][..tokens]);
+    by: QueryKey,
+    mut grad: Tensor,
+) -> Result<QueryKeyGrads> {
+    let (call, [_, tokens, width]) = check::query_key_backward(raw, factors, by, &grad)?;
+    apart(call, &[&grad], &[raw, factors, by.temperature, by.angles[0], by.angles[1]])?;
+    let ([queries, keys, _], tokens) = (by.shape.map(|size| size as usize), tokens as usize);
+    let block = tokens * width as usize;
+    let angles = [read(by.angles[0])?, read(by.angles[1])?];
+    let (raw, factors, scales) = (read(raw)?, read(factors)?, read(by.temperature)?);
+    let (mut temperature, mut bias) = (vec![0f32; keys], Vec::with_capacity(queries + keys));
+    for (head, grad) in write(&mut grad)?.chunks_exact_mut(block).enumerate() {
+        let mut columns = Columns::<1>::new(width as usize);
+        let scale = if head < queries { 1.0 } else { scales[head - queries] };
+        let of_head = (&raw[head * block..][..block], &factors[head * tokens..][..tokens]);
         let sum = turn_back(of_head, (scale, angles), grad, &mut columns);
-        if let Some(temperature) =
-            head.checked_sub(queries).and_then(|key| temperature.get_mut(key))
-        {
-            *temperature = sum as f32;
+        if head >= queries {
+            temperature[head - queries] = sum as f32;
         }
-        sums.extend(columns.finish());
+        bias.extend(columns.finish());
     }
-    (grad, [Tensor::from_slice(&temperature), Tensor::cat(&sums, 0)])
+    let (temperature, bias) = (Tensor::f_from_slice(&temperature)?, Tensor::f_cat(&bias, 0)?);
+    Ok(QueryKeyGrads { raw: grad, temperature, bias })
 }
 
-wide! {
+simd! {
     /// One head: turns the gradient back, takes it through the division by the length, and returns the temperature's.
     fn turn_back(
         of_head: (&[f32], &[f32]),
@@ -190,13 +145,14 @@ wide! {
     }
 }
 
-/// Back through the means of [`mix`]: adds to the gradient of `z`, `[N, G d]`, what comes from that of `raw`.
-pub fn means_backward(raw_grad: &Tensor, shape: [usize; 3], z_grad: &mut Tensor) {
-    apart(&[z_grad], &[raw_grad]);
-    means_back(read(raw_grad), shape, write(z_grad));
+pub(super) fn means_backward(raw: &Tensor, shape: [i64; 3], z: &mut Tensor) -> Result<()> {
+    let call = check::means_backward(raw, shape, z)?;
+    apart(call, &[z], &[raw])?;
+    means_back(read(raw)?, shape.map(|size| size as usize), write(z)?);
+    Ok(())
 }
 
-wide! {
+simd! {
     fn means_back(raw: &[f32], shape: [usize; 3], z: &mut [f32]) {
         let [queries, keys, width] = shape;
         let (channels, group) = ((queries + keys) * width, queries / keys);

@@ -1,21 +1,25 @@
 //! The gated linear unit of an expert, and its rows on their way back to where they came from.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
-use super::rows::dot;
-use super::{empty, integers, read, wide, write};
+use super::norm::dot;
+use super::{empty, integers, read, simd, to_f32, write};
+use crate::Result;
+use crate::ops::check;
 
-/// `silu(gate) * up` of `[P, 2 I]`, the gate first: `[P, I]`.
-///
-/// In operators: `x.narrow(1, 0, I).silu() * x.narrow(1, I, I)`.
-pub fn gated(x: &Tensor) -> Tensor {
-    let [rows, width] = [x.size()[0], x.size()[1] / 2];
-    let mut out = empty(&[rows, width]);
-    gate(read(x), width as usize, write(&mut out));
-    out
+/// f32 in one pass; bf16 by libtorch's operators, which round after each.
+pub(super) fn swiglu(x: &Tensor) -> Result<Tensor> {
+    let [rows, width] = check::swiglu(x)?;
+    if x.kind() != Kind::Float {
+        let (gate, up) = halves(x)?;
+        return Ok(gate.f_silu()?.f_mul(&up)?);
+    }
+    let mut out = empty(&[rows, width])?;
+    gate(read(x)?, width as usize, write(&mut out)?);
+    Ok(out)
 }
 
-wide! {
+simd! {
     fn gate(x: &[f32], width: usize, out: &mut [f32]) {
         for (x, out) in x.chunks_exact(2 * width).zip(out.chunks_exact_mut(width)) {
             let (gate, up) = x.split_at(width);
@@ -26,15 +30,18 @@ wide! {
     }
 }
 
-/// Back through [`gated`], from the gradient of its outcome: that of `x`.
-pub fn gated_backward(x: &Tensor, grad: &Tensor) -> Tensor {
-    assert_eq!(x.numel(), 2 * grad.numel(), "a gradient for each pair");
-    let mut out = empty(&x.size());
-    gate_back(read(x), read(grad), (x.size()[1] / 2) as usize, write(&mut out));
-    out
+/// As [`swiglu`].
+pub(super) fn swiglu_backward(x: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    let [rows, width] = check::swiglu_backward(x, grad)?;
+    if x.kind() != Kind::Float {
+        return swiglu_backward_bf16(x, grad);
+    }
+    let mut out = empty(&[rows, 2 * width])?;
+    gate_back(read(x)?, read(grad)?, width as usize, write(&mut out)?);
+    Ok(out)
 }
 
-wide! {
+simd! {
     fn gate_back(x: &[f32], grad: &[f32], width: usize, out: &mut [f32]) {
         let rows = x.chunks_exact(2 * width).zip(grad.chunks_exact(width)).zip(out.chunks_exact_mut(2 * width));
         for ((x, grad), out) in rows {
@@ -47,6 +54,19 @@ wide! {
             }
         }
     }
+}
+
+fn swiglu_backward_bf16(x: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    let both = x.f_empty_like()?;
+    let ((gate, up), (to_gate, to_up)) = (halves(x)?, halves(&both)?);
+    let _ = gate.f_silu_backward_grad_input(&to_gate, &grad.f_mul(&up)?)?;
+    let _ = grad.f_mul_out(&to_up, &gate.f_silu()?)?;
+    Ok(both)
+}
+
+fn halves(x: &Tensor) -> Result<(Tensor, Tensor)> {
+    let size = x.size()[1] / 2;
+    Ok((x.f_narrow(1, 0, size)?, x.f_narrow(1, size, size)?))
 }
 
 #[inline(always)]
@@ -73,18 +93,15 @@ fn exp(x: f32) -> f32 {
     (value * rest * rest + rest + 1.0) * f32::from_bits(exponent)
 }
 
-/// Row `places[t]` of `x`, `[P, D]`, times `weight[t]`: `[N, D]`.
-///
-/// In operators: `x.index_select(0, places) * weight`.
-pub fn gather(x: &Tensor, places: &Tensor, weight: &Tensor) -> Tensor {
-    let (tokens, width) = (places.size()[0], x.size()[1]);
-    assert_eq!(weight.numel() as i64, tokens, "a weight for each token");
-    let mut out = empty(&[tokens, width]);
-    gather_rows(read(x), integers(places), read(weight), width as usize, write(&mut out));
-    out
+pub(super) fn gather(x: &Tensor, places: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    let [_, tokens, width] = check::gather(x, places, weight)?;
+    let mut out = empty(&[tokens, width])?;
+    let (x, places) = (to_f32(x)?, integers(places)?);
+    gather_rows(read(&x)?, places, read(weight)?, width as usize, write(&mut out)?);
+    Ok(out)
 }
 
-wide! {
+simd! {
     fn gather_rows(x: &[f32], places: &[i64], weight: &[f32], width: usize, out: &mut [f32]) {
         for ((out, place), weight) in out.chunks_exact_mut(width).zip(places).zip(weight) {
             for (out, x) in out.iter_mut().zip(&x[*place as usize * width..][..width]) {
@@ -94,26 +111,28 @@ wide! {
     }
 }
 
-/// Back through [`gather`], from the gradient of its outcome: that of `x`, with zeros in rows that were not gathered, and
-/// that of `weight`, `[N, 1]`. No row is gathered twice.
-pub fn gather_backward(x: &Tensor, places: &Tensor, weight: &Tensor, grad: &Tensor) -> [Tensor; 2] {
-    let [rows, width] = [x.size()[0], x.size()[1]];
-    let tokens = places.numel();
-    let fits = weight.numel() == tokens && grad.numel() == tokens * width as usize;
-    assert!(fits, "a weight and a gradient for each token");
-    let (mut out, mut weight_grad) = (empty(&[rows, width]), empty(&[places.size()[0], 1]));
+pub(super) fn gather_backward(
+    x: &Tensor,
+    places: &Tensor,
+    weight: &Tensor,
+    grad: &Tensor,
+) -> Result<[Tensor; 2]> {
+    let [rows, tokens, width] = check::gather_backward(x, places, weight, grad)?;
+    let (x, places) = (to_f32(x)?, integers(places)?);
+    let (mut out, mut weight_grad) = (empty(&[rows, width])?, empty(&[tokens, 1])?);
+    let width = width as usize;
     let mut used = vec![false; rows as usize];
-    integers(places).iter().for_each(|place| used[*place as usize] = true);
-    let values = write(&mut out);
+    places.iter().for_each(|place| used[*place as usize] = true);
+    let values = write(&mut out)?;
     for (row, _) in used.iter().enumerate().filter(|(_, used)| !**used) {
-        values[row * width as usize..][..width as usize].fill(0.0);
+        values[row * width..][..width].fill(0.0);
     }
-    let saved = (read(x), integers(places), read(weight));
-    scatter_rows(saved, read(grad), width as usize, values, write(&mut weight_grad));
-    [out, weight_grad]
+    let saved = (read(&x)?, places, read(weight)?);
+    scatter_rows(saved, read(grad)?, width, values, write(&mut weight_grad)?);
+    Ok([out, weight_grad])
 }
 
-wide! {
+simd! {
     fn scatter_rows(
         saved: (&[f32], &[i64], &[f32]),
         grad: &[f32],

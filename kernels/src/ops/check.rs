@@ -1,0 +1,382 @@
+//! What an operation is given must be what it promises to take: both tables ask here, so both refuse the same.
+//!
+//! A tensor of another shape, kind or layout is a bug of the caller. It is an error with the operation's and the operand's
+//! name, never a reason to compute in another way.
+
+use tch::{Kind, Tensor};
+
+use super::{Attention, CrossEntropy, DepthwiseConv, QueryKey, RouterWeights, Scaling};
+use crate::{Error, Result};
+
+/// One call of an operation, by its name.
+#[derive(Clone, Copy)]
+pub(crate) struct Call(pub(crate) &'static str);
+
+impl Call {
+    /// The error of an operand that does not fit.
+    pub(crate) fn refuse(self, operand: &'static str, found: String, wanted: String) -> Error {
+        Error::Operand { operation: self.0, operand, found, wanted }
+    }
+
+    /// Contiguous f32 of this shape.
+    pub(crate) fn f32(self, operand: &'static str, tensor: &Tensor, shape: &[i64]) -> Result<()> {
+        self.is(operand, tensor, shape, &[Kind::Float])
+    }
+
+    /// Contiguous f32 or bf16 of this shape.
+    pub(crate) fn float(self, operand: &'static str, tensor: &Tensor, shape: &[i64]) -> Result<()> {
+        self.is(operand, tensor, shape, &[Kind::Float, Kind::BFloat16])
+    }
+
+    /// Contiguous i64 of this shape.
+    pub(crate) fn i64(self, operand: &'static str, tensor: &Tensor, shape: &[i64]) -> Result<()> {
+        self.is(operand, tensor, shape, &[Kind::Int64])
+    }
+
+    fn is(
+        self,
+        operand: &'static str,
+        tensor: &Tensor,
+        shape: &[i64],
+        kinds: &[Kind],
+    ) -> Result<()> {
+        let fits = tensor.size() == shape && kinds.contains(&tensor.kind());
+        if fits && tensor.is_contiguous() {
+            return Ok(());
+        }
+        let layout = if tensor.is_contiguous() { "contiguous" } else { "not contiguous" };
+        let found = format!("{:?} {:?}, {layout}", tensor.kind(), tensor.size());
+        let kinds: Vec<_> = kinds.iter().map(|kind| format!("{kind:?}")).collect();
+        Err(self.refuse(operand, found, format!("{} {shape:?}, contiguous", kinds.join(" or "))))
+    }
+
+    /// The sizes of a matrix.
+    pub(crate) fn matrix(self, operand: &'static str, tensor: &Tensor) -> Result<[i64; 2]> {
+        self.sizes(operand, tensor)
+    }
+
+    /// The sizes of a tensor of `D` dimensions.
+    pub(crate) fn sizes<const D: usize>(
+        self,
+        operand: &'static str,
+        tensor: &Tensor,
+    ) -> Result<[i64; D]> {
+        let size = tensor.size();
+        <[i64; D]>::try_from(size)
+            .map_err(|size| self.refuse(operand, format!("{size:?}"), format!("{D} dimensions")))
+    }
+}
+
+pub(super) fn rms_norm(x: &Tensor, weight: &Tensor) -> Result<[i64; 2]> {
+    let call = Call("rms_norm");
+    let shape = call.matrix("x", x)?;
+    call.f32("x", x, &shape)?;
+    call.f32("weight", weight, &shape[1..])?;
+    Ok(shape)
+}
+
+pub(super) fn rms_norm_backward(
+    x: &Tensor,
+    factors: &Tensor,
+    weight: &Tensor,
+    grad: &Tensor,
+) -> Result<[i64; 2]> {
+    let shape = rms_norm(x, weight)?;
+    let call = Call("rms_norm_backward");
+    call.f32("factors", factors, &[shape[0], 1])?;
+    call.f32("grad", grad, &shape)?;
+    Ok(shape)
+}
+
+pub(super) fn residual(branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<[i64; 2]> {
+    let call = Call("residual");
+    let shape = call.matrix("residual", residual)?;
+    call.float("branch", branch, &shape)?;
+    call.f32("residual", residual, &shape)?;
+    call.f32("scale", by.scale, &shape[1..])?;
+    call.f32("bias", by.bias, &shape[1..])?;
+    call.f32("residual_scale", by.residual_scale, &shape[1..])?;
+    call.f32("residual_bias", by.residual_bias, &shape[1..])?;
+    Ok(shape)
+}
+
+pub(super) fn residual_backward(
+    branch: &Tensor,
+    stream: &Tensor,
+    by: Scaling,
+    grad: &Tensor,
+) -> Result<[i64; 2]> {
+    let shape = residual(branch, stream, by)?;
+    Call("residual_backward").f32("grad", grad, &shape)?;
+    Ok(shape)
+}
+
+pub(super) fn depthwise_conv(z: &Tensor, by: DepthwiseConv) -> Result<[i64; 2]> {
+    let call = Call("depthwise_conv");
+    let shape = [call.matrix("z", z)?[0], by.heads[0] * by.heads[1]];
+    call.float("z", z, &shape)?;
+    call.f32("weights", by.weights, &[shape[1], 1, 2])?;
+    call.f32("bias", by.bias, &shape[1..])?;
+    let count = call.sizes::<1>("starts", by.starts)?;
+    call.i64("starts", by.starts, &count)?;
+    Ok(shape)
+}
+
+pub(super) fn depthwise_conv_backward(
+    z: &Tensor,
+    by: DepthwiseConv,
+    grad: &Tensor,
+) -> Result<[i64; 2]> {
+    let shape = depthwise_conv(z, by)?;
+    let call = Call("depthwise_conv_backward");
+    call.float("grad", grad, &[by.heads[0], shape[0], 2 * by.heads[1]])?;
+    Ok(shape)
+}
+
+/// `[G, N, d]`.
+pub(super) fn query_key(z: &Tensor, raw: &Tensor, by: QueryKey) -> Result<(Call, [i64; 3])> {
+    let call = Call("query_key");
+    let shape = heads(call, raw, by)?;
+    call.float("z", z, &[shape[1], shape[0] * shape[2]])?;
+    call.f32("bias", by.bias, &[shape[0] * shape[2]])?;
+    Ok((call, shape))
+}
+
+pub(super) fn query_key_backward(
+    raw: &Tensor,
+    factors: &Tensor,
+    by: QueryKey,
+    grad: &Tensor,
+) -> Result<(Call, [i64; 3])> {
+    let call = Call("query_key_backward");
+    let shape = heads(call, raw, by)?;
+    call.f32("factors", factors, &[shape[0], shape[1], 1])?;
+    call.f32("grad", grad, &shape)?;
+    Ok((call, shape))
+}
+
+fn heads(call: Call, raw: &Tensor, by: QueryKey) -> Result<[i64; 3]> {
+    let [queries, keys, width] = by.shape;
+    if keys <= 0 || queries % keys != 0 {
+        let found = format!("{queries} queries for {keys} keys");
+        return Err(call.refuse("shape", found, "as many queries for each key".to_owned()));
+    }
+    let shape = [queries + keys, call.sizes::<3>("raw", raw)?[1], width];
+    call.f32("raw", raw, &shape)?;
+    call.f32("temperature", by.temperature, &[keys])?;
+    let angles = [shape[1], call.matrix("angles", by.angles[0])?[1]];
+    by.angles.into_iter().try_for_each(|angle| call.f32("angles", angle, &angles))?;
+    if 2 * angles[1] > width {
+        let wanted = format!("at most {} of a head's {width} dimensions", width / 2);
+        return Err(call.refuse("angles", format!("{}", angles[1]), wanted));
+    }
+    Ok(shape)
+}
+
+pub(super) fn means_backward(raw: &Tensor, shape: [i64; 3], z: &Tensor) -> Result<Call> {
+    let (call, [queries, keys, width]) = (Call("means_backward"), shape);
+    let tokens = call.sizes::<3>("raw", raw)?[1];
+    call.f32("raw", raw, &[queries + keys, tokens, width])?;
+    call.f32("z", z, &[tokens, (queries + keys) * width])?;
+    Ok(call)
+}
+
+/// Rows and columns of the outcome.
+pub(super) fn swiglu(x: &Tensor) -> Result<[i64; 2]> {
+    let call = Call("swiglu");
+    let shape = call.matrix("x", x)?;
+    call.float("x", x, &[shape[0], shape[1] / 2 * 2])?;
+    Ok([shape[0], shape[1] / 2])
+}
+
+pub(super) fn swiglu_backward(x: &Tensor, grad: &Tensor) -> Result<[i64; 2]> {
+    let shape = swiglu(x)?;
+    Call("swiglu_backward").is("grad", grad, &shape, &[x.kind()])?;
+    Ok(shape)
+}
+
+/// Rows of `x`, tokens, and the width of both.
+pub(super) fn gather(x: &Tensor, places: &Tensor, weight: &Tensor) -> Result<[i64; 3]> {
+    let call = Call("gather");
+    let ([rows, width], [tokens]) = (call.matrix("x", x)?, call.sizes("places", places)?);
+    call.float("x", x, &[rows, width])?;
+    call.i64("places", places, &[tokens])?;
+    call.f32("weight", weight, &[tokens, 1])?;
+    Ok([rows, tokens, width])
+}
+
+pub(super) fn gather_backward(
+    x: &Tensor,
+    places: &Tensor,
+    weight: &Tensor,
+    grad: &Tensor,
+) -> Result<[i64; 3]> {
+    let shape = gather(x, places, weight)?;
+    Call("gather_backward").f32("grad", grad, &shape[1..])?;
+    Ok(shape)
+}
+
+/// Rows and columns of each matrix.
+pub(super) fn newton_schulz(stack: &Tensor) -> Result<[i64; 2]> {
+    let (call, size) = (Call("newton_schulz"), stack.size());
+    call.f32("stack", stack, &size)?;
+    match size[..] {
+        [rows, columns] | [_, rows, columns] => Ok([rows, columns]),
+        _ => Err(call.refuse("stack", format!("{size:?}"), "2 or 3 dimensions".to_owned())),
+    }
+}
+
+pub(super) fn adamw(weight: &Tensor, moments: [&Tensor; 2], gradient: &Tensor) -> Result<Call> {
+    let (call, shape) = (Call("adamw"), weight.size());
+    call.f32("weight", weight, &shape)?;
+    moments.into_iter().try_for_each(|moment| call.f32("a moment", moment, &shape))?;
+    call.f32("gradient", gradient, &shape)?;
+    Ok(call)
+}
+
+/// Tokens.
+pub(super) fn attention(by: Attention) -> Result<i64> {
+    let (call, [queries, keys, width]) = (Call("attention"), by.shape);
+    if keys <= 0 || queries % keys != 0 {
+        let found = format!("{queries} queries for {keys} keys");
+        return Err(call.refuse("shape", found, "as many queries for each key".to_owned()));
+    }
+    let tokens = call.matrix("value", by.value)?[0];
+    call.float("qk", by.qk, &[queries + keys, tokens, width])?;
+    call.is("value", by.value, &[tokens, keys * width], &[by.qk.kind()])?;
+    let end = by
+        .spans
+        .iter()
+        .try_fold(0, |end, span| (span.start == end && span.len > 0).then_some(end + span.len));
+    if end != Some(tokens) {
+        let wanted = format!("spans in order that cover {tokens} tokens");
+        return Err(call.refuse("spans", format!("{:?}", by.spans), wanted));
+    }
+    Ok(tokens)
+}
+
+pub(super) fn attention_backward(by: Attention, grad: &Tensor) -> Result<i64> {
+    let tokens = attention(by)?;
+    let shape = [tokens, by.shape[0] * by.shape[2]];
+    Call("attention_backward").is("grad", grad, &shape, &[by.qk.kind()])?;
+    Ok(tokens)
+}
+
+/// Tokens, and the width of a side.
+pub(super) fn value_shift(current: &Tensor, delayed: &Tensor, starts: &Tensor) -> Result<[i64; 2]> {
+    let call = Call("value_shift");
+    let shape = call.matrix("current", current)?;
+    call.float("current", current, &shape)?;
+    call.is("delayed", delayed, &shape, &[current.kind()])?;
+    let count = call.sizes::<1>("starts", starts)?;
+    call.i64("starts", starts, &count)?;
+    Ok(shape)
+}
+
+pub(super) fn embedding(
+    table: &Tensor,
+    tokens: &Tensor,
+    bias: &Tensor,
+    scale: &Tensor,
+) -> Result<()> {
+    let call = Call("embedding");
+    let ([rows, width], count) = (call.matrix("table", table)?, call.sizes::<1>("tokens", tokens)?);
+    call.float("table", table, &[rows, width])?;
+    call.i64("tokens", tokens, &count)?;
+    call.f32("bias", bias, &[width])?;
+    call.f32("scale", scale, &[width])
+}
+
+pub(super) fn embedding_backward(
+    tokens: &Tensor,
+    embedded: &Tensor,
+    scale: &Tensor,
+    grad: &Tensor,
+    table: &Tensor,
+) -> Result<()> {
+    let call = Call("embedding_backward");
+    let ([rows, width], count) = (call.matrix("table", table)?, call.sizes::<1>("tokens", tokens)?);
+    call.f32("table", table, &[rows, width])?;
+    call.i64("tokens", tokens, &count)?;
+    call.f32("embedded", embedded, &[count[0], width])?;
+    call.f32("scale", scale, &[width])?;
+    call.f32("grad", grad, &[count[0], width])
+}
+
+pub(super) fn router(
+    by: RouterWeights,
+    x: &Tensor,
+    before: Option<&Tensor>,
+    balance: &Tensor,
+) -> Result<()> {
+    let call = Call("router");
+    let ([tokens, width], [classes, size]) = (call.matrix("x", x)?, call.matrix("out", by.out)?);
+    call.float("x", x, &[tokens, width])?;
+    call.is("down", by.down, &[size, width], &[x.kind()])?;
+    for (name, vector) in [
+        ("down_bias", by.down_bias),
+        ("norm", by.norm),
+        ("fc1_bias", by.fc1_bias),
+        ("fc2_bias", by.fc2_bias),
+    ] {
+        call.f32(name, vector, &[size])?;
+    }
+    call.f32("fc1", by.fc1, &[size, size])?;
+    call.f32("fc2", by.fc2, &[size, size])?;
+    call.f32("out", by.out, &[classes, size])?;
+    call.f32("balance", balance, &[classes])?;
+    by.decay.map_or(Ok(()), |decay| call.f32("decay", decay, &[size]))?;
+    before.map_or(Ok(()), |before| call.f32("before", before, &[tokens, size]))
+}
+
+pub(super) fn router_backward(
+    x: &Tensor,
+    weight: &Tensor,
+    state: Option<&Tensor>,
+    saved: &Tensor,
+) -> Result<()> {
+    let call = Call("router_backward");
+    let shape = call.matrix("saved", saved)?;
+    let width = call.matrix("x", x)?[1];
+    call.float("x", x, &[shape[0], width])?;
+    call.f32("weight", weight, &[shape[0], 1])?;
+    state.map_or(Ok(()), |state| call.f32("state", state, &shape))
+}
+
+pub(super) fn dispatch(choice: &Tensor, classes: i64) -> Result<()> {
+    let call = Call("dispatch");
+    let count = call.sizes::<1>("choice", choice)?;
+    if classes < 1 {
+        return Err(call.refuse("classes", format!("{classes}"), "at least 1".to_owned()));
+    }
+    call.i64("choice", choice, &count)
+}
+
+/// Tokens and vocabulary.
+pub(super) fn cross_entropy(by: CrossEntropy) -> Result<[i64; 2]> {
+    let call = Call("cross_entropy");
+    let ([tokens, width], [size, _]) =
+        (call.matrix("hidden", by.hidden)?, call.matrix("weights", by.weights)?);
+    call.float("hidden", by.hidden, &[tokens, width])?;
+    call.is("weights", by.weights, &[size, width], &[by.hidden.kind()])?;
+    call.i64("labels", by.labels, &[tokens])?;
+    call.f32("mask", by.mask, &[tokens])?;
+    if by.chunk < 1 {
+        return Err(call.refuse("chunk", format!("{}", by.chunk), "at least 1".to_owned()));
+    }
+    Ok([tokens, size])
+}
+
+pub(super) fn nesterov(momentum: &Tensor, gradient: &Tensor) -> Result<Call> {
+    let (call, shape) = (Call("nesterov"), gradient.size());
+    call.f32("momentum", momentum, &shape)?;
+    call.f32("gradient", gradient, &shape)?;
+    Ok(call)
+}
+
+pub(super) fn descend(weight: &Tensor, direction: &Tensor) -> Result<Call> {
+    let (call, shape) = (Call("descend"), weight.size());
+    call.f32("weight", weight, &shape)?;
+    call.f32("direction", direction, &shape)?;
+    Ok(call)
+}

@@ -1,0 +1,257 @@
+//! Operations that are made of others and of libtorch's operators, in every table alike; a device may have kernels of its own.
+
+use tch::{Kind, Tensor};
+
+use super::check::{self, Call};
+use super::{
+    CrossEntropy, CrossEntropyGrads, Dispatch, Ops, RouterGrads, RouterSaved, RouterWeights, Routes,
+};
+use crate::Result;
+
+/// The sum over rows.
+fn columns(x: &Tensor) -> Result<Tensor> {
+    Ok(x.f_sum_dim_intlist(0, false, Kind::Float)?)
+}
+
+pub(super) fn router<O: Ops + ?Sized>(
+    ops: &O,
+    by: RouterWeights,
+    x: &Tensor,
+    before: Option<&Tensor>,
+    balance: &Tensor,
+) -> Result<(Routes, RouterSaved)> {
+    check::router(by, x, before, balance)?;
+    let mut state = match by.down.kind() {
+        Kind::Float => x.f_linear(by.down, Some(by.down_bias))?,
+        _ => x.f_matmul(&by.down.f_tr()?)?.f_add(by.down_bias)?,
+    };
+    if let (Some(decay), Some(before)) = (by.decay, before) {
+        let _ = state.f_addcmul_(before, decay)?;
+    }
+    let (normed, factors) = ops.rms_norm(&state, by.norm, by.eps)?;
+    let first = normed.f_linear(by.fc1, Some(by.fc1_bias))?;
+    let first_out = first.f_gelu("none")?;
+    let second = first_out.f_linear(by.fc2, Some(by.fc2_bias))?;
+    let second_out = second.f_gelu("none")?;
+    let probabilities = second_out.f_matmul(&by.out.f_tr()?)?.f_softmax(-1, Kind::Float)?;
+    // argmax answers with the first of equals on every device.
+    let choice = probabilities.f_add(balance)?.f_argmax(-1, false)?;
+    let weight = probabilities.f_gather(1, &choice.f_unsqueeze(1)?, false)?;
+    let saved = RouterSaved {
+        before: before.map(Tensor::shallow_clone),
+        state: state.shallow_clone(),
+        factors,
+        normed,
+        first,
+        first_out,
+        second,
+        second_out,
+        probabilities,
+        choice: choice.shallow_clone(),
+    };
+    Ok((Routes { choice, weight, state }, saved))
+}
+
+pub(super) fn router_backward<O: Ops + ?Sized>(
+    ops: &O,
+    by: RouterWeights,
+    x: &Tensor,
+    saved: RouterSaved,
+    weight: &Tensor,
+    state: Option<&Tensor>,
+) -> Result<RouterGrads> {
+    check::router_backward(x, weight, state, &saved.state)?;
+    let choice = saved.choice.f_unsqueeze(1)?;
+    // Softmax backward of a gradient that stands in one class: p_j * ([j = c] - p_c) times p_c's gradient.
+    let scaled = weight.f_mul(&saved.probabilities.f_gather(1, &choice, false)?)?;
+    let mut logits = saved.probabilities.f_mul(&scaled.f_neg()?)?;
+    let _ = logits.f_scatter_add_(1, &choice, &scaled)?;
+    let out = logits.f_tr()?.f_matmul(&saved.second_out)?;
+    let second = saved.second.f_gelu_backward(&logits.f_matmul(by.out)?, "none")?;
+    let fc2 = second.f_tr()?.f_matmul(&saved.first_out)?;
+    let first = saved.first.f_gelu_backward(&second.f_matmul(by.fc2)?, "none")?;
+    let fc1 = first.f_tr()?.f_matmul(&saved.normed)?;
+    let inner = first.f_matmul(by.fc1)?;
+    let (mut own, norm) = ops.rms_norm_backward(&saved.state, &saved.factors, by.norm, &inner)?;
+    if let Some(state) = state {
+        let _ = own.f_add_(state)?;
+    }
+    let narrow = own.f_to_kind(x.kind())?;
+    let down = narrow.f_tr()?.f_matmul(x)?.f_to_kind(Kind::Float)?;
+    let (mut decay, mut before) = (None, None);
+    if let (Some(by), Some(entered)) = (by.decay, &saved.before) {
+        decay = Some(columns(&own.f_mul(entered)?)?);
+        before = Some(own.f_mul(by)?);
+    }
+    Ok(RouterGrads {
+        input: narrow.f_matmul(by.down)?,
+        before,
+        down,
+        down_bias: columns(&own)?,
+        decay,
+        norm,
+        fc1,
+        fc1_bias: columns(&first)?,
+        fc2,
+        fc2_bias: columns(&second)?,
+        out,
+    })
+}
+
+pub(super) fn permute(x: &Tensor, by: &Dispatch) -> Result<Tensor> {
+    let mut rows = x.f_index_select(0, &by.tokens)?;
+    if by.filled.size()[0] > 0 {
+        let _ = rows.f_index_fill_(0, &by.filled, 0.0)?;
+    }
+    Ok(rows)
+}
+
+pub(super) fn grouped_matmul<O: Ops + ?Sized>(
+    ops: &O,
+    rows: &Tensor,
+    weights: &Tensor,
+    by: &Dispatch,
+    out: &Tensor,
+) -> Result<()> {
+    for &[expert, start, count] in &by.runs {
+        let weight = weights.f_get(expert)?;
+        let part = |x: &Tensor| x.f_narrow(0, start, count);
+        ops.matmul_into(&part(out)?, &part(rows)?, &weight.f_tr()?)?;
+    }
+    Ok(())
+}
+
+pub(super) fn grouped_matmul_input<O: Ops + ?Sized>(
+    ops: &O,
+    grad: &Tensor,
+    weights: &Tensor,
+    by: &Dispatch,
+    out: &Tensor,
+) -> Result<()> {
+    for &[expert, start, count] in &by.runs {
+        let part = |x: &Tensor| x.f_narrow(0, start, count);
+        ops.matmul_into(&part(out)?, &part(grad)?, &weights.f_get(expert)?)?;
+    }
+    Ok(())
+}
+
+pub(super) fn grouped_matmul_weights<O: Ops + ?Sized>(
+    ops: &O,
+    grad: &Tensor,
+    rows: &Tensor,
+    by: &Dispatch,
+) -> Result<Tensor> {
+    let shape = [by.experts, grad.size()[1], rows.size()[1]];
+    let out = Tensor::f_empty(shape, (rows.kind(), rows.device()))?;
+    let mut idle = 0;
+    for &[expert, start, count] in &by.runs {
+        let part = |x: &Tensor| x.f_narrow(0, start, count);
+        let _ = out.f_narrow(0, idle, expert - idle)?.f_zero_()?;
+        ops.matmul_into(&out.f_get(expert)?, &part(grad)?.f_tr()?, &part(rows)?)?;
+        idle = expert + 1;
+    }
+    let _ = out.f_narrow(0, idle, by.experts - idle)?.f_zero_()?;
+    Ok(out)
+}
+
+pub(super) fn cross_entropy<O: Ops + ?Sized>(ops: &O, by: CrossEntropy) -> Result<Tensor> {
+    let [tokens, _] = check::cross_entropy(by)?;
+    let losses = by.hidden.f_new_empty([tokens], (Kind::Float, by.hidden.device()))?;
+    for start in (0..tokens).step_by(by.chunk as usize) {
+        let part = |x: &Tensor| x.f_narrow(0, start, by.chunk.min(tokens - start));
+        let log = logs(ops, &part(by.hidden)?, by.weights)?;
+        part(&losses)?.f_copy_(&own(&log, &part(by.labels)?, &part(by.mask)?)?)?;
+    }
+    Ok(losses)
+}
+
+pub(super) fn cross_entropy_backward<O: Ops + ?Sized>(
+    ops: &O,
+    by: CrossEntropy,
+    divisor: f64,
+) -> Result<CrossEntropyGrads> {
+    let [tokens, _] = check::cross_entropy(by)?;
+    let float = (Kind::Float, by.hidden.device());
+    let mut weights = by.weights.f_new_zeros(by.weights.size(), float)?;
+    let hidden = by.hidden.f_new_empty(by.hidden.size(), float)?;
+    let losses = by.hidden.f_new_empty([tokens], float)?;
+    for start in (0..tokens).step_by(by.chunk as usize) {
+        let part = |x: &Tensor| x.f_narrow(0, start, by.chunk.min(tokens - start));
+        let (rows, labels, mask) = (part(by.hidden)?, part(by.labels)?, part(by.mask)?);
+        let mut log = logs(ops, &rows, by.weights)?;
+        part(&losses)?.f_copy_(&own(&log, &labels, &mask)?)?;
+        let mut slope = log.f_exp_()?;
+        let (labels, mask) = (labels.f_unsqueeze(1)?, mask.f_unsqueeze(1)?);
+        let _ = slope.f_scatter_add_(1, &labels, &mask.f_ones_like()?.f_neg()?)?;
+        // The mask and the divisor scale the narrow side: rows of D numbers, not of V.
+        let scale = mask.f_div_scalar(divisor)?;
+        let slope = slope.f_to_kind(rows.kind())?;
+        let mut to_hidden = part(&hidden)?;
+        ops.matmul_into(&to_hidden, &slope, by.weights)?;
+        let _ = to_hidden.f_mul_(&scale)?;
+        let rows = rows.f_mul(&scale)?.f_to_kind(rows.kind())?;
+        ops.matmul_add(&mut weights, &slope.f_tr()?, &rows)?;
+    }
+    Ok(CrossEntropyGrads { losses, hidden, weights })
+}
+
+fn logs<O: Ops + ?Sized>(ops: &O, rows: &Tensor, weights: &Tensor) -> Result<Tensor> {
+    Ok(ops.matmul(rows, &weights.f_tr()?)?.f_log_softmax(-1, Kind::Float)?)
+}
+
+/// The loss of each label of a chunk.
+fn own(log: &Tensor, labels: &Tensor, mask: &Tensor) -> Result<Tensor> {
+    // where, not a product: a masked token's loss is 0 even if its logits are not finite.
+    let losses = log.f_gather(1, &labels.f_unsqueeze(1)?, false)?.f_neg()?.f_squeeze_dim(1)?;
+    Ok(losses.f_where_self(&mask.f_gt(0.0)?, mask)?)
+}
+
+pub(super) fn embedding(
+    table: &Tensor,
+    tokens: &Tensor,
+    bias: &Tensor,
+    scale: &Tensor,
+) -> Result<[Tensor; 2]> {
+    check::embedding(table, tokens, bias, scale)?;
+    let embedded = table.f_index_select(0, tokens)?.f_add(bias)?;
+    let scaled = embedded.f_mul(scale)?;
+    Ok([embedded, scaled])
+}
+
+pub(super) fn embedding_backward(
+    tokens: &Tensor,
+    embedded: &Tensor,
+    scale: &Tensor,
+    grad: &Tensor,
+    table: &mut Tensor,
+) -> Result<[Tensor; 2]> {
+    check::embedding_backward(tokens, embedded, scale, grad, table)?;
+    let to_scale = columns(&grad.f_mul(embedded)?)?;
+    let to_bias = columns(grad)?.f_mul(scale)?;
+    // Token by token in order, where one comes several times.
+    let _ = table.f_index_add_(0, tokens, &grad.f_mul(scale)?)?;
+    Ok([to_bias, to_scale])
+}
+
+pub(super) fn value_shift(current: &Tensor, delayed: &Tensor, starts: &Tensor) -> Result<Tensor> {
+    let [tokens, half] = check::value_shift(current, delayed, starts)?;
+    let out = Tensor::f_empty([tokens, 2 * half], (current.kind(), current.device()))?;
+    out.f_narrow(1, 0, half)?.f_copy_(current)?;
+    let mut later = out.f_narrow(1, half, half)?;
+    later.f_narrow(0, 1, tokens - 1)?.f_copy_(&delayed.f_narrow(0, 0, tokens - 1)?)?;
+    let _ = later.f_index_fill_(0, starts, 0.0)?;
+    Ok(out)
+}
+
+pub(super) fn value_shift_backward(grad: Tensor, starts: &Tensor) -> Result<Tensor> {
+    let [tokens, width] = Call("value_shift_backward").matrix("grad", &grad)?;
+    let delayed = grad.f_narrow(1, width / 2, width / 2)?;
+    let shifted = delayed.f_index_fill(0, starts, 0.0)?;
+    delayed.f_narrow(0, 0, tokens - 1)?.f_copy_(&shifted.f_narrow(0, 1, tokens - 1)?)?;
+    let _ = delayed.f_narrow(0, tokens - 1, 1)?.f_zero_()?;
+    Ok(grad)
+}
+
+pub(super) fn unpermute(x: &Tensor, by: &Dispatch) -> Result<Tensor> {
+    Ok(x.f_index_select(0, &by.places)?)
+}

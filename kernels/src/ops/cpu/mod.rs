@@ -1,0 +1,253 @@
+//! Kernels for main memory: one pass over it where libtorch would take one for each operator.
+//!
+//! f32 and f64 arithmetic in the order of the text, nothing contracted, sums in a fixed number of parts: so the bits are a
+//! function of the numbers, whatever instructions the compiler chose and wherever a tensor is cut.
+
+#![expect(unsafe_code, reason = "reads and writes contiguous CPU tensors in place")]
+
+mod adamw;
+mod attention;
+mod conv;
+mod dispatch;
+mod experts;
+mod memory;
+mod muon;
+mod newton_schulz;
+mod norm;
+mod panels;
+mod query_key;
+
+use std::ops::Add;
+
+use tch::Tensor;
+
+use super::{
+    AdamW, Attended, Attention, ConvGrads, DepthwiseConv, Dispatch, NewtonSchulz, Ops, QueryKey,
+    QueryKeyGrads, ResidualGrads, Scaling,
+};
+use crate::{Result, product};
+use memory::{apart, empty, integers, read, to_f32, write};
+
+/// The table for main memory. Its version moves with its bits.
+#[derive(Debug)]
+pub(super) struct Cpu;
+
+impl Ops for Cpu {
+    fn name(&self) -> &'static str {
+        "cpu 1"
+    }
+
+    fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
+        product::of(left, right)
+    }
+
+    fn matmul_into(&self, out: &Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
+        match left.kind() == out.kind() {
+            true => product::into(out, left, right),
+            false => Ok(out.shallow_clone().f_copy_(&product::of(left, right)?)?),
+        }
+    }
+
+    fn matmul_add(&self, out: &mut Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
+        if left.kind() == out.kind() {
+            return product::add(out, left, right);
+        }
+        let _ = out.f_add_(&product::of(left, right)?)?;
+        Ok(())
+    }
+
+    fn attention(&self, by: Attention) -> Result<Attended> {
+        attention::attention(by)
+    }
+
+    fn attention_backward(
+        &self,
+        by: Attention,
+        saved: Vec<[Tensor; 2]>,
+        grad: &Tensor,
+    ) -> Result<[Tensor; 2]> {
+        attention::attention_backward(by, saved, grad)
+    }
+
+    fn dispatch(&self, choice: &Tensor, classes: i64) -> Result<Dispatch> {
+        dispatch::dispatch(choice, classes)
+    }
+
+    fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+        norm::rms_norm(x, weight, eps)
+    }
+
+    fn rms_norm_backward(
+        &self,
+        x: &Tensor,
+        factors: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        norm::rms_norm_backward(x, factors, weight, grad)
+    }
+
+    fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
+        norm::residual(branch, residual, by)
+    }
+
+    fn residual_backward(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: Scaling,
+        grad: &Tensor,
+    ) -> Result<ResidualGrads> {
+        norm::residual_backward(branch, residual, by, grad)
+    }
+
+    fn depthwise_conv(&self, z: &Tensor, by: DepthwiseConv) -> Result<Tensor> {
+        conv::depthwise_conv(z, by)
+    }
+
+    fn depthwise_conv_backward(
+        &self,
+        z: &Tensor,
+        by: DepthwiseConv,
+        grad: &Tensor,
+    ) -> Result<ConvGrads> {
+        conv::depthwise_conv_backward(z, by, grad)
+    }
+
+    fn query_key(&self, z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
+        query_key::query_key(z, raw, by)
+    }
+
+    fn query_key_backward(
+        &self,
+        raw: &Tensor,
+        factors: &Tensor,
+        by: QueryKey,
+        grad: Tensor,
+    ) -> Result<QueryKeyGrads> {
+        query_key::query_key_backward(raw, factors, by, grad)
+    }
+
+    fn means_backward(&self, raw: &Tensor, shape: [i64; 3], z: &mut Tensor) -> Result<()> {
+        query_key::means_backward(raw, shape, z)
+    }
+
+    fn swiglu(&self, x: &Tensor) -> Result<Tensor> {
+        experts::swiglu(x)
+    }
+
+    fn swiglu_backward(&self, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
+        experts::swiglu_backward(x, grad)
+    }
+
+    fn gather(&self, x: &Tensor, places: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        experts::gather(x, places, weight)
+    }
+
+    fn gather_backward(
+        &self,
+        x: &Tensor,
+        places: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+    ) -> Result<[Tensor; 2]> {
+        experts::gather_backward(x, places, weight, grad)
+    }
+
+    fn adamw(
+        &self,
+        by: AdamW,
+        weight: &mut Tensor,
+        moments: [&mut Tensor; 2],
+        gradient: &Tensor,
+    ) -> Result<()> {
+        adamw::adamw(by, weight, moments, gradient)
+    }
+
+    fn nesterov(
+        &self,
+        momentum: &mut Tensor,
+        gradient: &Tensor,
+        by: f32,
+        scale: f32,
+    ) -> Result<Tensor> {
+        muon::nesterov(momentum, gradient, by, scale)
+    }
+
+    fn descend(&self, weight: &mut Tensor, direction: &Tensor, keep: f32, rate: f32) -> Result<()> {
+        muon::descend(weight, direction, keep, rate)
+    }
+
+    fn newton_schulz(&self, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
+        newton_schulz::newton_schulz(stack, by)
+    }
+
+    fn squares(&self, x: &Tensor) -> Result<f64> {
+        Ok(sum_of_squares(read(x)?))
+    }
+}
+
+/// Compiles a body for the widest instructions at hand, too. Only speed depends on which is taken.
+macro_rules! simd {
+    ($(#[$note:meta])* $public:vis fn $name:ident($($argument:ident: $kind:ty),* $(,)?) $(-> $answer:ty)? $body:block) => {
+        $(#[$note])*
+        $public fn $name($($argument: $kind),*) $(-> $answer)? {
+            #[inline(always)]
+            fn plain($($argument: $kind),*) $(-> $answer)? $body
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+                fn avx512($($argument: $kind),*) $(-> $answer)? {
+                    plain($($argument),*)
+                }
+                #[target_feature(enable = "avx2")]
+                fn avx2($($argument: $kind),*) $(-> $answer)? {
+                    plain($($argument),*)
+                }
+                use std::arch::is_x86_feature_detected as has;
+                if has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl") {
+                    // SAFETY: the processor has what the function was compiled for.
+                    return unsafe { avx512($($argument),*) };
+                }
+                if has!("avx2") {
+                    // SAFETY: as above.
+                    return unsafe { avx2($($argument),*) };
+                }
+            }
+            plain($($argument),*)
+        }
+    };
+}
+use simd;
+
+/// Parts in which a sum is kept until its end: as many as the widest registers hold, twice.
+const PARTS: usize = 16;
+
+/// Adds up the parts of a sum, neighbours first.
+#[inline(always)]
+fn together<T: Copy + Add<Output = T>>(mut parts: [T; PARTS]) -> T {
+    let mut width = PARTS;
+    while width > 1 {
+        width /= 2;
+        for index in 0..width {
+            parts[index] = parts[2 * index] + parts[2 * index + 1];
+        }
+    }
+    parts[0]
+}
+
+simd! {
+    fn sum_of_squares(values: &[f32]) -> f64 {
+        let mut parts = [0f64; PARTS];
+        let (whole, rest) = values.as_chunks::<PARTS>();
+        for values in whole {
+            for (part, value) in parts.iter_mut().zip(values) {
+                *part += f64::from(*value) * f64::from(*value);
+            }
+        }
+        for (part, value) in parts.iter_mut().zip(rest) {
+            *part += f64::from(*value) * f64::from(*value);
+        }
+        together(parts)
+    }
+}

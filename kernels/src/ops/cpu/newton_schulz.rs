@@ -1,0 +1,75 @@
+//! Newton-Schulz iterations, with symmetric products and, for oblong matrices, on the short side alone.
+
+use tch::Tensor;
+
+use super::panels::{Panels, product, symmetric};
+use super::{empty, read, sum_of_squares, write};
+use crate::Result;
+use crate::ops::{NewtonSchulz, check};
+
+/// Each matrix of the stack by itself: on a processor nothing is gained by computing several at once.
+pub(super) fn newton_schulz(stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
+    let [rows, columns] = check::newton_schulz(stack)?;
+    let mut out = empty(&stack.size())?;
+    let size = (rows * columns) as usize;
+    if size > 0 {
+        let matrices = read(stack)?.chunks_exact(size).zip(write(&mut out)?.chunks_exact_mut(size));
+        matrices.for_each(|(matrix, out)| one(matrix, rows as usize, by, out));
+    }
+    Ok(out)
+}
+
+fn one(matrix: &[f32], rows: usize, by: NewtonSchulz, out: &mut [f32]) {
+    let length = sum_of_squares(matrix).sqrt() as f32 + by.eps;
+    let unit: Vec<f32> = matrix.iter().map(|value| value / length).collect();
+    let x = Panels::of(&unit, rows);
+    let columns = matrix.len() / rows;
+    let (short, long) = (rows.min(columns), rows.max(columns));
+    let x = if rows > columns { x.turned() } else { x };
+    let x = if long >= 2 * short { by_square(x, short, by) } else { by_matrix(x, short, by) };
+    let x = if rows > columns { x.turned() } else { x };
+    x.unpack(out);
+}
+
+/// The steps on the matrix itself, of `rows` rows.
+fn by_matrix(mut x: Panels, rows: usize, by: NewtonSchulz) -> Panels {
+    let [mut square, mut factor] = [(); 2].map(|()| Panels::zeros(rows, rows));
+    let mut next = x.alike();
+    for _ in 0..by.steps {
+        let side = x.turned();
+        symmetric(&side, &side, &mut square);
+        symmetric(&square, &square, &mut factor);
+        square.polynomial(by.coefficients, &mut factor);
+        product(&factor, &x, &mut next);
+        std::mem::swap(&mut x, &mut next);
+    }
+    x
+}
+
+/// The same steps where the matrix is at least twice as wide as high. `A = X X^T` and all polynomials of it commute, so that a
+/// step takes `A` to `P A P`, and the wide matrix is met twice in all instead of twice a step.
+fn by_square(x: Panels, rows: usize, by: NewtonSchulz) -> Panels {
+    let [mut square, mut factor, mut all, mut spare] = [(); 4].map(|()| Panels::zeros(rows, rows));
+    let side = x.turned();
+    symmetric(&side, &side, &mut square);
+    for step in 1..=by.steps {
+        symmetric(&square, &square, &mut factor);
+        square.polynomial(by.coefficients, &mut factor);
+        if step < by.steps {
+            symmetric(&square, &factor, &mut spare);
+            symmetric(&spare, &factor, &mut square);
+        }
+        if step == 1 {
+            std::mem::swap(&mut all, &mut factor);
+            continue;
+        }
+        symmetric(&all, &factor, &mut spare);
+        std::mem::swap(&mut all, &mut spare);
+    }
+    if by.steps == 0 {
+        return x;
+    }
+    let mut out = x.alike();
+    product(&all, &x, &mut out);
+    out
+}

@@ -1,0 +1,359 @@
+//! Products of f32 matrices for Newton-Schulz: half of a symmetric one, and no call into a library.
+//!
+//! Each element of an outcome is one chain of fused multiplications and additions over the inner index, from 0 upwards. So its
+//! bits are a function of a row and a column: not of the sizes of tiles and blocks below, nor of the instructions.
+//!
+//! Matrices stand in panels, 32 columns wide, so that a tile of 8 x 32 is one piece of memory and reads its operands in order.
+//! The left operand is given as its transpose: so `X X^T` is made of one copy of `X`, and a symmetric outcome is an operand of
+//! the next product, on either side, as it stands.
+
+use std::ops::Range;
+
+/// Columns of a panel.
+const WIDE: usize = 32;
+
+/// Rows of a tile.
+const HIGH: usize = 8;
+
+/// Inner indices that are gone through before the next tile: a panel of so many fits the first cache.
+const DEEP: usize = 256;
+
+/// A matrix in panels of [`WIDE`] columns: `[panel][row][WIDE]`, with zeros where a panel has fewer columns and in rows that
+/// fill its tiles up. As a left operand it stands for its transpose; a symmetric matrix is both at once.
+pub(super) struct Panels {
+    values: Vec<f32>,
+    rows: usize,
+    columns: usize,
+}
+
+impl Panels {
+    /// Zeros.
+    pub(super) fn zeros(rows: usize, columns: usize) -> Panels {
+        let values = vec![0f32; columns.div_ceil(WIDE) * rows.next_multiple_of(HIGH) * WIDE];
+        Panels { values, rows, columns }
+    }
+
+    /// Zeros of the same size.
+    pub(super) fn alike(&self) -> Panels {
+        Panels::zeros(self.rows, self.columns)
+    }
+
+    /// A matrix of `rows` rows.
+    pub(super) fn of(matrix: &[f32], rows: usize) -> Panels {
+        let mut panels = Panels::zeros(rows, matrix.len() / rows);
+        let (columns, height) = (panels.columns, panels.height());
+        for (first, panel) in
+            (0..columns).step_by(WIDE).zip(panels.values.chunks_exact_mut(height * WIDE))
+        {
+            let width = WIDE.min(columns - first);
+            for (row, out) in matrix.chunks_exact(columns).zip(panel.chunks_exact_mut(WIDE)) {
+                out[..width].copy_from_slice(&row[first..first + width]);
+            }
+        }
+        panels
+    }
+
+    /// The transpose.
+    pub(super) fn turned(&self) -> Panels {
+        let mut out = Panels::zeros(self.columns, self.rows);
+        let (height, across) = (self.height(), out.height());
+        for (panel, from) in self.values.chunks_exact(height * WIDE).enumerate() {
+            let width = WIDE.min(self.columns - panel * WIDE);
+            for (row, values) in from.chunks_exact(WIDE).take(self.rows).enumerate() {
+                let place = (row / WIDE * across + panel * WIDE) * WIDE + row % WIDE;
+                let column = out.values[place..].iter_mut().step_by(WIDE);
+                column.zip(&values[..width]).for_each(|(out, value)| *out = *value);
+            }
+        }
+        out
+    }
+
+    /// Row by row, into `out`.
+    pub(super) fn unpack(&self, out: &mut [f32]) {
+        let height = self.height();
+        for (first, panel) in
+            (0..self.columns).step_by(WIDE).zip(self.values.chunks_exact(height * WIDE))
+        {
+            let width = WIDE.min(self.columns - first);
+            for (row, out) in panel.chunks_exact(WIDE).zip(out.chunks_exact_mut(self.columns)) {
+                out[first..first + width].copy_from_slice(&row[..width]);
+            }
+        }
+    }
+
+    /// `a I + b self + c square` in the place of `square`, which is of this size.
+    pub(super) fn polynomial(&self, [a, b, c]: [f32; 3], square: &mut Panels) {
+        for (fourth, square) in square.values.iter_mut().zip(&self.values) {
+            *fourth = b * *square + c * *fourth;
+        }
+        let height = self.height();
+        for place in 0..self.rows {
+            square.values[(place / WIDE * height + place) * WIDE + place % WIDE] += a;
+        }
+    }
+
+    /// Rows of a panel.
+    fn height(&self) -> usize {
+        self.rows.next_multiple_of(HIGH)
+    }
+
+    /// Some rows of a panel.
+    fn part(&self, panel: usize, rows: &Range<usize>) -> &[f32] {
+        let first = panel * self.height();
+        &self.values[(first + rows.start) * WIDE..(first + rows.end) * WIDE]
+    }
+}
+
+/// `left^T right`, into `out`.
+pub(super) fn product(left: &Panels, right: &Panels, out: &mut Panels) {
+    tiles(left, right, |_, _| true, out);
+}
+
+/// `left^T right` where it is symmetric, into `out`: what stands below the diagonal is copied, not computed.
+pub(super) fn symmetric(left: &Panels, right: &Panels, out: &mut Panels) {
+    tiles(left, right, |row, column| column + WIDE > row, out);
+    mirror(out);
+}
+
+/// Computes the tiles that are `wanted`, by their first row and column.
+fn tiles(left: &Panels, right: &Panels, wanted: impl Fn(usize, usize) -> bool, out: &mut Panels) {
+    assert_eq!(left.rows, right.rows, "one inner size");
+    assert_eq!((out.rows, out.columns), (left.columns, right.columns), "an outcome of that size");
+    let (instructions, height) = (Instructions::here(), out.height());
+    for start in (0..left.rows).step_by(DEEP) {
+        let inner = start..left.rows.min(start + DEEP);
+        for (panel, out) in out.values.chunks_exact_mut(height * WIDE).enumerate() {
+            let b = right.part(panel, &inner);
+            let (tiles, _) = out.as_chunks_mut::<{ HIGH * WIDE }>();
+            let tiles = (0..height).step_by(HIGH).zip(tiles);
+            for (row, tile) in tiles.filter(|(row, _)| wanted(*row, panel * WIDE)) {
+                if start == 0 {
+                    tile.fill(0.0);
+                }
+                let a = left.part(row / WIDE, &inner);
+                instructions.extend(&a[row % WIDE..], b, tile);
+            }
+        }
+    }
+}
+
+/// Copies what stands above the diagonal of a square matrix to below it: block by block, each of them in one piece.
+fn mirror(matrix: &mut Panels) {
+    let (size, height) = (matrix.rows, matrix.height());
+    let place = |row: usize, column: usize| (column / WIDE * height + row) * WIDE + column % WIDE;
+    for rows in (0..size).step_by(WIDE) {
+        for columns in (0..=rows).step_by(WIDE) {
+            for row in rows..size.min(rows + WIDE) {
+                for column in columns..row.min(columns + WIDE) {
+                    matrix.values[place(row, column)] = matrix.values[place(column, row)];
+                }
+            }
+        }
+    }
+}
+
+/// What the processor has for [`Instructions::extend`]; only speed depends on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Instructions {
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    Plain,
+}
+
+impl Instructions {
+    fn here() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::is_x86_feature_detected as has;
+            if has!("avx512f") {
+                return Instructions::Avx512;
+            }
+            if has!("avx2") && has!("fma") {
+                return Instructions::Avx2;
+            }
+        }
+        Instructions::Plain
+    }
+
+    /// Goes on with the chains of a tile: `tile[r][c] = fma(a[k][r], b[k][c], tile[r][c])` for each `k` of two panels, in order.
+    /// `a` begins at the tile's first row.
+    fn extend(self, a: &[f32], b: &[f32], tile: &mut [f32; HIGH * WIDE]) {
+        let (b, _) = b.as_chunks::<WIDE>();
+        let fits = b.is_empty() || a.len() >= (b.len() - 1) * WIDE + HIGH;
+        assert!(fits, "a row of the left panel for each of the right");
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Instructions::Avx512 => {
+                // SAFETY: the processor has what the function was compiled for, and `a` reaches as far as `b`.
+                unsafe { extend_avx512(a, b, tile) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            Instructions::Avx2 => {
+                // SAFETY: as above.
+                unsafe { extend_avx2(a, b, tile) }
+            }
+            Instructions::Plain => extend_plain(a, b, tile),
+        }
+    }
+}
+
+fn extend_plain(a: &[f32], b: &[[f32; WIDE]], tile: &mut [f32; HIGH * WIDE]) {
+    for (a, b) in a.chunks(WIDE).zip(b) {
+        for (tile, a) in tile.chunks_exact_mut(WIDE).zip(a) {
+            for (tile, b) in tile.iter_mut().zip(b) {
+                *tile = a.mul_add(*b, *tile);
+            }
+        }
+    }
+}
+
+/// Sixteen registers hold the tile.
+///
+/// # Safety
+/// The processor has AVX-512F, and `a` has at least `(b.len() - 1) * WIDE + HIGH` elements.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+unsafe fn extend_avx512(a: &[f32], b: &[[f32; WIDE]], tile: &mut [f32; HIGH * WIDE]) {
+    use std::arch::x86_64::{
+        _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps, _mm512_storeu_ps,
+    };
+    let mut sums = [[_mm512_setzero_ps(); 2]; HIGH];
+    for (sums, tile) in sums.iter_mut().zip(tile.as_chunks::<WIDE>().0) {
+        // SAFETY: 32 elements of the tile.
+        *sums = unsafe { [_mm512_loadu_ps(tile.as_ptr()), _mm512_loadu_ps(tile.as_ptr().add(16))] };
+    }
+    let mut left = a.as_ptr();
+    for right in b {
+        // SAFETY: 32 elements of the panel.
+        let right =
+            unsafe { [_mm512_loadu_ps(right.as_ptr()), _mm512_loadu_ps(right.as_ptr().add(16))] };
+        for (row, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: `a` has that many elements, says the caller.
+            let left = _mm512_set1_ps(unsafe { *left.add(row) });
+            sums[0] = _mm512_fmadd_ps(left, right[0], sums[0]);
+            sums[1] = _mm512_fmadd_ps(left, right[1], sums[1]);
+        }
+        left = left.wrapping_add(WIDE);
+    }
+    for (sums, tile) in sums.iter().zip(tile.as_chunks_mut::<WIDE>().0) {
+        // SAFETY: 32 elements of the tile.
+        unsafe {
+            _mm512_storeu_ps(tile.as_mut_ptr(), sums[0]);
+            _mm512_storeu_ps(tile.as_mut_ptr().add(16), sums[1]);
+        }
+    }
+}
+
+/// Four rows of 16 columns at a time, in eight registers.
+///
+/// # Safety
+/// The processor has AVX2 and FMA, and `a` has at least `(b.len() - 1) * WIDE + HIGH` elements.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn extend_avx2(a: &[f32], b: &[[f32; WIDE]], tile: &mut [f32; HIGH * WIDE]) {
+    use std::arch::x86_64::{
+        _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps, _mm256_storeu_ps,
+    };
+    for (first, half) in [(0, 0), (0, 16), (4, 0), (4, 16)] {
+        let mut sums = [[_mm256_setzero_ps(); 2]; 4];
+        for (row, sums) in sums.iter_mut().enumerate() {
+            let tile = &tile[(first + row) * WIDE + half..][..16];
+            // SAFETY: 16 elements of the tile.
+            *sums =
+                unsafe { [_mm256_loadu_ps(tile.as_ptr()), _mm256_loadu_ps(tile.as_ptr().add(8))] };
+        }
+        let mut left = a.as_ptr().wrapping_add(first);
+        for right in b {
+            let right = &right[half..half + 16];
+            // SAFETY: 16 elements of the panel.
+            let right = unsafe {
+                [_mm256_loadu_ps(right.as_ptr()), _mm256_loadu_ps(right.as_ptr().add(8))]
+            };
+            for (row, sums) in sums.iter_mut().enumerate() {
+                // SAFETY: `a` has that many elements, says the caller.
+                let left = _mm256_set1_ps(unsafe { *left.add(row) });
+                sums[0] = _mm256_fmadd_ps(left, right[0], sums[0]);
+                sums[1] = _mm256_fmadd_ps(left, right[1], sums[1]);
+            }
+            left = left.wrapping_add(WIDE);
+        }
+        for (row, sums) in sums.iter().enumerate() {
+            let tile = &mut tile[(first + row) * WIDE + half..][..16];
+            // SAFETY: 16 elements of the tile.
+            unsafe {
+                _mm256_storeu_ps(tile.as_mut_ptr(), sums[0]);
+                _mm256_storeu_ps(tile.as_mut_ptr().add(8), sums[1]);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::tests::random;
+    use super::*;
+    use proptest::prelude::*;
+
+    fn values(rows: usize, columns: usize, seed: u64) -> Vec<f32> {
+        Vec::try_from(random(&[(rows * columns) as i64], seed)).unwrap()
+    }
+
+    /// The chain that the head of this file promises.
+    fn chain(left: &[f32], right: &[f32], inner: usize, columns: usize) -> Vec<f32> {
+        let element = |row: usize, column: usize| {
+            let pairs = (0..inner).map(|k| (left[row * inner + k], right[k * columns + column]));
+            pairs.fold(0f32, |sum, (a, b)| a.mul_add(b, sum))
+        };
+        let places = (0..left.len() / inner).flat_map(|row| (0..columns).map(move |c| (row, c)));
+        places.map(|(row, column)| element(row, column)).collect()
+    }
+
+    fn unpacked(panels: &Panels) -> Vec<f32> {
+        let mut out = vec![f32::NAN; panels.rows * panels.columns];
+        panels.unpack(&mut out);
+        out
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        /// Every element has the bits of its chain, over several blocks of inner indices too.
+        #[test]
+        fn products_are_chains(
+            (rows, columns) in (1usize..70, 1usize..70),
+            inner in prop_oneof![1usize..40, 250usize..530],
+            seed in 0u64..1000,
+        ) {
+            let (left, right) = (values(rows, inner, seed), values(inner, columns, seed + 1));
+            let turned = Panels::of(&left, rows).turned();
+            let mut out = Panels::zeros(rows, columns);
+            // What stood there before does not matter.
+            out.values.fill(f32::NAN);
+            product(&turned, &Panels::of(&right, inner), &mut out);
+            prop_assert_eq!(unpacked(&out), chain(&left, &right, inner, columns));
+            let mut out = Panels::zeros(rows, rows);
+            symmetric(&turned, &turned, &mut out);
+            prop_assert_eq!(unpacked(&out), chain(&left, &unpacked(&turned), inner, rows));
+            prop_assert_eq!(unpacked(&turned.turned()), left);
+        }
+
+        /// All instructions that this processor has give the same bits.
+        #[test]
+        fn instructions_agree(inner in 0usize..40, seed in 0u64..1000) {
+            let (a, b) = (values(inner + 1, WIDE, seed), values(inner, WIDE, seed + 1));
+            let run = |instructions: Instructions| {
+                let mut tile: [f32; HIGH * WIDE] = values(HIGH, WIDE, seed + 2).try_into().unwrap();
+                instructions.extend(&a[8..], &b, &mut tile);
+                tile
+            };
+            let wanted = run(Instructions::Plain);
+            prop_assert_eq!(run(Instructions::here()), wanted);
+            #[cfg(target_arch = "x86_64")]
+            if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
+                prop_assert_eq!(run(Instructions::Avx2), wanted);
+            }
+        }
+    }
+}

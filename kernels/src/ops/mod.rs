@@ -1,0 +1,596 @@
+//! The table of operations: all that a trainer computes on tensors beyond plain views.
+//!
+//! ```text
+//! Ops         the table: one method for each operation, what it takes and what it answers with
+//! cpu/        kernels for main memory: one pass where libtorch would take several, libtorch's own where those are good
+//! reference/  the same in libtorch's operators, on any device: what `cpu` is tested against
+//! composed    operations made of others and of libtorch's, in every table that has none of its own
+//! check       what an operand must be
+//! ```
+//!
+//! A process chooses one table at its start ([`choose`]) and hands it to whatever computes; its name and version stand in
+//! the kernel table, since two tables round differently. A table covers every kind and layout that the method promises. An
+//! operand that does not fit is an error with its name, never a reason to compute in another way.
+//!
+//! Invariant: an operation is a function of its operands. What else was computed, and on which thread, changes no bit.
+
+pub(crate) mod check;
+mod composed;
+mod cpu;
+mod reference;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+
+use tch::{Device, Tensor};
+
+use crate::{Error, Result};
+
+/// The variable that asks for another table than the one for the device.
+pub const VARIABLE: &str = "ZTRAIN_OPS";
+
+/// A table, as it is handed to whatever computes.
+pub type Table = &'static dyn Ops;
+
+/// Vectors of `[D]`, f32, by which a residual addition scales and shifts both of its sides.
+#[derive(Clone, Copy, Debug)]
+pub struct Scaling<'a> {
+    /// Of the branch.
+    pub scale: &'a Tensor,
+    /// Added to the branch first.
+    pub bias: &'a Tensor,
+    /// Of the residual.
+    pub residual_scale: &'a Tensor,
+    /// Added to the residual first.
+    pub residual_bias: &'a Tensor,
+}
+
+/// What comes back through a residual addition.
+#[derive(Debug)]
+pub struct ResidualGrads {
+    /// Of the branch, `[N, D]`, f32.
+    pub branch: Tensor,
+    /// Of the residual, `[N, D]`, f32.
+    pub residual: Tensor,
+    /// Of the vectors in the order of [`Scaling`], `[D]` each.
+    pub scaling: [Tensor; 4],
+}
+
+impl Scaling<'_> {
+    /// The gradients of the vectors, from the sums over rows of the gradient, of the gradient times the branch, and of the
+    /// gradient times the residual.
+    fn gradients(self, all: &Tensor, branch: &Tensor, residual: &Tensor) -> Result<[Tensor; 4]> {
+        Ok([
+            branch.f_addcmul(self.bias, all)?,
+            all.f_mul(self.scale)?,
+            residual.f_addcmul(self.residual_bias, all)?,
+            all.f_mul(self.residual_scale)?,
+        ])
+    }
+}
+
+/// A depthwise convolution over a token and the one before it, in `G` heads of `d` channels.
+#[derive(Clone, Copy, Debug)]
+pub struct DepthwiseConv<'a> {
+    /// `[G d, 1, 2]`, f32: weights of the token before, and of the token. Where a document begins there is none before it,
+    /// and it counts as zero.
+    pub weights: &'a Tensor,
+    /// `[G d]`, f32.
+    pub bias: &'a Tensor,
+    /// Rows at which documents begin, ascending from 0, i64.
+    pub starts: &'a Tensor,
+    /// `[G, d]`.
+    pub heads: [i64; 2],
+}
+
+/// What comes back through a [`DepthwiseConv`], f32.
+#[derive(Debug)]
+pub struct ConvGrads {
+    /// `[N, G d]`.
+    pub input: Tensor,
+    /// `[G d, 1, 2]`.
+    pub weights: Tensor,
+    /// `[G d]`.
+    pub bias: Tensor,
+}
+
+/// What queries and keys are made with: H query heads in K groups, then K key heads, G = H + K heads of d dimensions.
+#[derive(Clone, Copy, Debug)]
+pub struct QueryKey<'a> {
+    /// Added to each head, `[G d]`, f32.
+    pub bias: &'a Tensor,
+    /// What keys are multiplied with, `[K]`, f32.
+    pub temperature: &'a Tensor,
+    /// Cosines and sines of each token's angles, `[N, r]`, f32: dimension i turns with dimension i + r, 2 r <= d.
+    pub angles: [&'a Tensor; 2],
+    /// `[H, K, d]`.
+    pub shape: [i64; 3],
+}
+
+/// What comes back through [`Ops::query_key`], f32.
+#[derive(Debug)]
+pub struct QueryKeyGrads {
+    /// Of `raw`, `[G, N, d]`.
+    pub raw: Tensor,
+    /// Of the temperature, `[K]`.
+    pub temperature: Tensor,
+    /// Of the bias, `[G d]`.
+    pub bias: Tensor,
+}
+
+/// Tokens `start..start + len` that see each other, and nothing else: a document, or a part of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// The first.
+    pub start: i64,
+    /// How many.
+    pub len: i64,
+}
+
+/// Causal softmax attention of H query heads in K groups, each of which shares a key head and a value head, of d dimensions.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention<'a> {
+    /// `[H + K, N, d]`, float: queries, then keys.
+    pub qk: &'a Tensor,
+    /// `[N, K d]`, in the kind of `qk`.
+    pub value: &'a Tensor,
+    /// In order, covering every token. Scores are divided by sqrt(d).
+    pub spans: &'a [Span],
+    /// `[H, K, d]`.
+    pub shape: [i64; 3],
+}
+
+/// What attention comes to.
+#[derive(Debug)]
+pub struct Attended {
+    /// `[N, H d]`, in the kind of the operands.
+    pub heads: Tensor,
+    /// What the same table's backward pass reads.
+    pub saved: Vec<[Tensor; 2]>,
+}
+
+/// Where each token is computed: sorted by expert, then those that no expert computes.
+#[derive(Debug)]
+pub struct Dispatch {
+    /// `[P]`, i64: the token at each place; any at a place that is filled up.
+    tokens: Tensor,
+    /// The places that are filled up, i64.
+    filled: Tensor,
+    /// `[N]`, i64: the place of each token.
+    pub places: Tensor,
+    /// `[E + 1]`, i64: tokens of each expert, and those without one.
+    pub counts: Tensor,
+    /// Experts.
+    experts: i64,
+    /// Places of experts; the others follow.
+    pub routed: i64,
+    /// Tokens without an expert.
+    pub skipped: i64,
+    /// Experts with tokens, ascending: which, its first place, and how many it has.
+    runs: Vec<[i64; 3]>,
+}
+
+/// Weights of a router of R numbers a token, over C classes. Its input is `[N, D]`.
+#[derive(Clone, Copy, Debug)]
+pub struct RouterWeights<'a> {
+    /// `[R, D]`, float.
+    pub down: &'a Tensor,
+    /// `[R]`; all that follows is f32.
+    pub down_bias: &'a Tensor,
+    /// `[R]`: what the state before is multiplied with; absent where there is none.
+    pub decay: Option<&'a Tensor>,
+    /// `[R]`: the norm of the state.
+    pub norm: &'a Tensor,
+    /// `[R, R]`.
+    pub fc1: &'a Tensor,
+    /// `[R]`.
+    pub fc1_bias: &'a Tensor,
+    /// `[R, R]`.
+    pub fc2: &'a Tensor,
+    /// `[R]`.
+    pub fc2_bias: &'a Tensor,
+    /// `[C, R]`.
+    pub out: &'a Tensor,
+    /// Of the norm.
+    pub eps: f64,
+}
+
+/// Where every token goes, and with what weight.
+#[derive(Debug)]
+pub struct Routes {
+    /// `[N]`, i64: the class chosen; ties go to the lowest.
+    pub choice: Tensor,
+    /// `[N, 1]`, f32: its probability.
+    pub weight: Tensor,
+    /// `[N, R]`, f32: the state, for the router after this one.
+    pub state: Tensor,
+}
+
+/// What a router's backward pass reads.
+#[derive(Debug)]
+pub struct RouterSaved {
+    before: Option<Tensor>,
+    state: Tensor,
+    factors: Tensor,
+    normed: Tensor,
+    first: Tensor,
+    first_out: Tensor,
+    second: Tensor,
+    second_out: Tensor,
+    probabilities: Tensor,
+    choice: Tensor,
+}
+
+/// What comes back through a router: named as [`RouterWeights`], f32.
+#[derive(Debug)]
+#[expect(missing_docs, reason = "the names are those of the weights")]
+pub struct RouterGrads {
+    /// Of its input, `[N, D]`, in its kind.
+    pub input: Tensor,
+    /// Of the state before, `[N, R]`, if there was one.
+    pub before: Option<Tensor>,
+    pub down: Tensor,
+    pub down_bias: Tensor,
+    pub decay: Option<Tensor>,
+    pub norm: Tensor,
+    pub fc1: Tensor,
+    pub fc1_bias: Tensor,
+    pub fc2: Tensor,
+    pub fc2_bias: Tensor,
+    pub out: Tensor,
+}
+
+/// A linear layer over the vocabulary and the cross-entropy of what it answers, a few tokens at a time.
+#[derive(Clone, Copy, Debug)]
+pub struct CrossEntropy<'a> {
+    /// `[N, D]`, float.
+    pub hidden: &'a Tensor,
+    /// `[V, D]`, in its kind.
+    pub weights: &'a Tensor,
+    /// `[N]`, i64.
+    pub labels: &'a Tensor,
+    /// `[N]`, f32: 1 where there is a label, else 0.
+    pub mask: &'a Tensor,
+    /// Tokens whose logits exist at once.
+    pub chunk: i64,
+}
+
+/// Losses, and gradients of their sum over a divisor.
+#[derive(Debug)]
+pub struct CrossEntropyGrads {
+    /// `[N]`, f32: nats, 0 where there is no label.
+    pub losses: Tensor,
+    /// `[N, D]`, f32.
+    pub hidden: Tensor,
+    /// `[V, D]`, f32.
+    pub weights: Tensor,
+}
+
+/// The numbers of one step of AdamW, rounded to what the elements are computed in.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamW {
+    /// What a weight is multiplied with first: 1 less the learning rate times the decay.
+    pub keep: f32,
+    /// How far a first moment goes towards the gradient.
+    pub first: f32,
+    /// How far a second moment goes towards the gradient's square.
+    pub second: f32,
+    /// What the root of a second moment is divided by.
+    pub root: f32,
+    /// Added to that.
+    pub eps: f32,
+    /// What a first moment over that is multiplied with.
+    pub rate: f32,
+    /// What a gradient is multiplied with before anything; 1 changes no bit of it.
+    pub scale: f32,
+}
+
+/// A Newton-Schulz iteration towards the nearest orthogonal matrix.
+#[derive(Clone, Copy, Debug)]
+pub struct NewtonSchulz {
+    /// `a`, `b`, `c` of `X <- a X + b A X + c A A X` with `A = X X^T`.
+    pub coefficients: [f32; 3],
+    /// How often.
+    pub steps: usize,
+    /// Added to a matrix' length before it is divided by it.
+    pub eps: f32,
+}
+
+/// The operations. "Float" is f32 or bf16, the kind in which the model's large products are computed; all tensors are
+/// contiguous unless it says otherwise, and on the table's device.
+///
+/// # Errors
+/// [`Error::Operand`] where an operand does not fit, which is a bug of the caller; what the library below says where it
+/// fails, want of memory included.
+pub trait Ops: fmt::Debug + Send + Sync {
+    /// Name and version, as they stand in the kernel table.
+    fn name(&self) -> &'static str;
+
+    /// `left right` in their kind, matrices or batches of them, in any layout.
+    fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor>;
+
+    /// `out = left right`: `out` of their kind or f32, in any layout.
+    fn matmul_into(&self, out: &Tensor, left: &Tensor, right: &Tensor) -> Result<()>;
+
+    /// `out += left right`: matrices, `out` f32.
+    fn matmul_add(&self, out: &mut Tensor, left: &Tensor, right: &Tensor) -> Result<()>;
+
+    /// Heads of attention.
+    fn attention(&self, by: Attention) -> Result<Attended>;
+
+    /// Back through [`Ops::attention`], from the gradient of the heads in their kind: that of `qk`, f32, and that of `value`, in
+    /// its kind.
+    fn attention_backward(
+        &self,
+        by: Attention,
+        saved: Vec<[Tensor; 2]>,
+        grad: &Tensor,
+    ) -> Result<[Tensor; 2]>;
+
+    /// `[N, h]` and the row before of `[N, h]`, zero where a document begins, side by side: `[N, 2 h]`.
+    fn value_shift(&self, current: &Tensor, delayed: &Tensor, starts: &Tensor) -> Result<Tensor> {
+        composed::value_shift(current, delayed, starts)
+    }
+
+    /// Back through [`Ops::value_shift`], from the gradient of its outcome, whose memory is used: those of both sides, side by
+    /// side.
+    fn value_shift_backward(&self, grad: Tensor, starts: &Tensor) -> Result<Tensor> {
+        composed::value_shift_backward(grad, starts)
+    }
+
+    /// Rows `tokens` of `table`, `[V, D]` float, with `bias` added; and that times `scale`: `[N, D]`, f32.
+    fn embedding(
+        &self,
+        table: &Tensor,
+        tokens: &Tensor,
+        bias: &Tensor,
+        scale: &Tensor,
+    ) -> Result<[Tensor; 2]> {
+        composed::embedding(table, tokens, bias, scale)
+    }
+
+    /// Back through [`Ops::embedding`], from the gradient of the scaled rows: those of the bias and of the scale; that of the
+    /// table, f32, is added to `table`, token by token in order.
+    fn embedding_backward(
+        &self,
+        tokens: &Tensor,
+        embedded: &Tensor,
+        scale: &Tensor,
+        grad: &Tensor,
+        table: &mut Tensor,
+    ) -> Result<[Tensor; 2]> {
+        composed::embedding_backward(tokens, embedded, scale, grad, table)
+    }
+
+    /// Routes of `x`, `[N, D]`, with exponential depth averaging over the state `before`, and `balance`, `[C]`, added to the
+    /// probabilities for the choice alone.
+    fn router(
+        &self,
+        by: RouterWeights,
+        x: &Tensor,
+        before: Option<&Tensor>,
+        balance: &Tensor,
+    ) -> Result<(Routes, RouterSaved)> {
+        composed::router(self, by, x, before, balance)
+    }
+
+    /// Back through [`Ops::router`], from the gradient of the weights, `[N, 1]`, and of the state as the next router used it.
+    fn router_backward(
+        &self,
+        by: RouterWeights,
+        x: &Tensor,
+        saved: RouterSaved,
+        weight: &Tensor,
+        state: Option<&Tensor>,
+    ) -> Result<RouterGrads> {
+        composed::router_backward(self, by, x, saved, weight, state)
+    }
+
+    /// Sorts tokens by the class of each, `[N]` i64 below `classes`; the last class has no expert.
+    fn dispatch(&self, choice: &Tensor, classes: i64) -> Result<Dispatch>;
+
+    /// Rows of `x`, `[N, D]`, where they are computed: `[P, D]`, zeros where places are filled up.
+    fn permute(&self, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
+        composed::permute(x, by)
+    }
+
+    /// Each expert's rows times its weights, `[E, B, A]`: `rows` and `out` are `[P, A]` and `[P, B]`, or the first rows of such;
+    /// rows of `out` without an expert stay as they are.
+    fn grouped_matmul(
+        &self,
+        rows: &Tensor,
+        weights: &Tensor,
+        by: &Dispatch,
+        out: &Tensor,
+    ) -> Result<()> {
+        composed::grouped_matmul(self, rows, weights, by, out)
+    }
+
+    /// Back through [`Ops::grouped_matmul`]: the gradient of `rows` into `out`.
+    fn grouped_matmul_input(
+        &self,
+        grad: &Tensor,
+        weights: &Tensor,
+        by: &Dispatch,
+        out: &Tensor,
+    ) -> Result<()> {
+        composed::grouped_matmul_input(self, grad, weights, by, out)
+    }
+
+    /// Back through [`Ops::grouped_matmul`]: the gradient of the weights, in the kind of `rows`; exact zeros for an expert
+    /// without tokens.
+    fn grouped_matmul_weights(
+        &self,
+        grad: &Tensor,
+        rows: &Tensor,
+        by: &Dispatch,
+    ) -> Result<Tensor> {
+        composed::grouped_matmul_weights(self, grad, rows, by)
+    }
+
+    /// Rows `[P, D]` back in the order of tokens, `[N, D]`; those of places that are filled up are left out.
+    fn unpermute(&self, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
+        composed::unpermute(x, by)
+    }
+
+    /// The loss of each label, `[N]` f32: nats, 0 where there is none.
+    fn cross_entropy(&self, by: CrossEntropy) -> Result<Tensor> {
+        composed::cross_entropy(self, by)
+    }
+
+    /// The same, and gradients of their sum over `divisor`.
+    fn cross_entropy_backward(&self, by: CrossEntropy, divisor: f64) -> Result<CrossEntropyGrads> {
+        composed::cross_entropy_backward(self, by, divisor)
+    }
+
+    /// `x * f * weight` with `f = 1 / sqrt(mean(x^2) + eps)` for each row of `x`, `[N, D]` f32; and `f`, `[N, 1]`.
+    fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)>;
+
+    /// Back through [`Ops::rms_norm`], from the gradient of its outcome: that of `x`, and that of `weight`.
+    fn rms_norm_backward(
+        &self,
+        x: &Tensor,
+        factors: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Tensor, Tensor)>;
+
+    /// `(branch + bias) * scale + (residual + residual_bias) * residual_scale`, `[N, D]`: `branch` float, the others and the
+    /// sum f32.
+    fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor>;
+
+    /// Back through [`Ops::residual`], from the gradient of its outcome, f32.
+    fn residual_backward(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: Scaling,
+        grad: &Tensor,
+    ) -> Result<ResidualGrads>;
+
+    /// `c_t = bias + now z_t + before z_{t-1}` of `z`, `[N, G d]` float, as `[G, N, 2 d]` in its kind: `c_{t-1}`, then `c_t`.
+    /// Before a document `c` is the bias.
+    fn depthwise_conv(&self, z: &Tensor, by: DepthwiseConv) -> Result<Tensor>;
+
+    /// Back through [`Ops::depthwise_conv`], from the gradient of its outcome, float.
+    fn depthwise_conv_backward(
+        &self,
+        z: &Tensor,
+        by: DepthwiseConv,
+        grad: &Tensor,
+    ) -> Result<ConvGrads>;
+
+    /// Adds to each of `raw`, `[G, N, d]` f32, its bias and the mean that belongs to it of what stands in `z`, `[N, G d]`
+    /// float; makes it sqrt(d) long, multiplies keys with their temperature, and turns all: queries and keys, `[G, N, d]`, and
+    /// by what each was made longer, `[G, N, 1]`, both f32.
+    ///
+    /// ```text
+    /// m_h = (q_h + k) / 2        for query head h and the key head of its group
+    /// raw_h += bias_h + m_h;  raw_k += bias_k + mean of m_h over the group
+    /// f = sqrt(d) / max(|raw|, 2^-23);  out = turn(raw f temperature)
+    /// ```
+    fn query_key(&self, z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)>;
+
+    /// Back through [`Ops::query_key`], from the gradient of its outcome, f32, whose memory may be used: all but what goes
+    /// to `z` through the means.
+    fn query_key_backward(
+        &self,
+        raw: &Tensor,
+        factors: &Tensor,
+        by: QueryKey,
+        grad: Tensor,
+    ) -> Result<QueryKeyGrads>;
+
+    /// Adds to the gradient of `z`, `[N, G d]` f32, what comes through the means from that of `raw`, `[G, N, d]` f32, of
+    /// `[H, K, d]` heads.
+    fn means_backward(&self, raw: &Tensor, shape: [i64; 3], z: &mut Tensor) -> Result<()>;
+
+    /// `silu(gate) * up` of `[P, 2 I]` float, the gate first: `[P, I]` in its kind.
+    fn swiglu(&self, x: &Tensor) -> Result<Tensor>;
+
+    /// Back through [`Ops::swiglu`], from the gradient of its outcome in the kind of `x`: that of `x`.
+    fn swiglu_backward(&self, x: &Tensor, grad: &Tensor) -> Result<Tensor>;
+
+    /// Row `places[t]` of `x`, `[P, D]` float, times `weight[t]`, `[N, 1]` f32: `[N, D]`, f32.
+    fn gather(&self, x: &Tensor, places: &Tensor, weight: &Tensor) -> Result<Tensor>;
+
+    /// Back through [`Ops::gather`], from the gradient of its outcome, f32: that of `x`, f32, with zeros in rows that were
+    /// not gathered, and that of `weight`. No row is gathered twice.
+    fn gather_backward(
+        &self,
+        x: &Tensor,
+        places: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+    ) -> Result<[Tensor; 2]>;
+
+    /// Moves `weight` and its moments by `gradient`, all f32 of one shape.
+    ///
+    /// ```text
+    /// g = scale * gradient;        w <- keep * w
+    /// m <- m + first * (g - m);    v <- v + second * (g * g - v)
+    /// w <- w - rate * (m / (sqrt(v) / root + eps))
+    /// ```
+    fn adamw(
+        &self,
+        by: AdamW,
+        weight: &mut Tensor,
+        moments: [&mut Tensor; 2],
+        gradient: &Tensor,
+    ) -> Result<()>;
+
+    /// What Muon makes of a momentum and a gradient, f32 of one shape: `g = scale * gradient; m <- by * m + g; g + by * m`.
+    fn nesterov(
+        &self,
+        momentum: &mut Tensor,
+        gradient: &Tensor,
+        by: f32,
+        scale: f32,
+    ) -> Result<Tensor>;
+
+    /// `w <- keep * w - rate * direction`, f32 of one shape.
+    fn descend(&self, weight: &mut Tensor, direction: &Tensor, keep: f32, rate: f32) -> Result<()>;
+
+    /// Each matrix of `[rows, columns]`, or of a stack of such, f32: divided by its length, then iterated, transposed where it
+    /// is higher than wide. A matrix has the same bits whatever it is stacked with.
+    fn newton_schulz(&self, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor>;
+
+    /// The sum of squares of the elements, f32, in f64.
+    fn squares(&self, x: &Tensor) -> Result<f64>;
+}
+
+impl PartialEq for dyn Ops {
+    fn eq(&self, other: &Self) -> bool {
+        self.name() == other.name()
+    }
+}
+
+impl Eq for dyn Ops {}
+
+/// The table for main memory.
+pub const CPU: Table = &cpu::Cpu;
+
+/// The table of libtorch's operators, for any device.
+pub const REFERENCE: Table = &reference::Reference;
+
+/// The table for a device: the one that [`VARIABLE`] asks for, else the CPU's kernels in main memory and the reference
+/// elsewhere.
+pub fn choose(device: Device) -> Result<Table> {
+    let asked = std::env::var(VARIABLE).unwrap_or_default();
+    match (asked.as_str(), device) {
+        ("" | "cpu", Device::Cpu) => Ok(CPU),
+        ("", _) | ("reference", _) => Ok(REFERENCE),
+        (asked, _) => Err(Error::NoDevice {
+            device: format!("{device:?}"),
+            reason: format!(
+                "{VARIABLE} is {asked:?}; there are `reference`, and `cpu` for main memory"
+            ),
+        }),
+    }
+}
+
+/// The table with this name, as a kernel table states it.
+pub fn named(name: &str) -> Option<Table> {
+    [CPU, REFERENCE].into_iter().find(|table| table.name() == name)
+}

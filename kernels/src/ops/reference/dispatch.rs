@@ -1,0 +1,32 @@
+//! Tokens sorted by expert.
+
+use tch::{Kind, Tensor};
+
+use crate::Result;
+use crate::ops::{Dispatch, check};
+
+/// By a stable sort where the tensors are; how many tokens each expert has is asked once.
+pub(super) fn dispatch(choice: &Tensor, classes: i64) -> Result<Dispatch> {
+    check::dispatch(choice, classes)?;
+    let (_, tokens) = choice.f_sort_stable(true, 0, false)?;
+    let places = tokens.f_argsort(0, false)?;
+    let counts = choice.f_bincount(None::<&Tensor>, classes)?;
+    let known = Vec::<i64>::try_from(&counts)?;
+    let (mut runs, mut end) = (Vec::new(), 0);
+    for (expert, &count) in (0i64..).zip(&known).take(classes as usize - 1) {
+        if count > 0 {
+            runs.push([expert, end, count]);
+        }
+        end += count;
+    }
+    Ok(Dispatch {
+        filled: Tensor::f_empty([0], (Kind::Int64, choice.device()))?,
+        tokens,
+        places,
+        counts,
+        routed: end,
+        skipped: choice.size()[0] - end,
+        experts: classes - 1,
+        runs,
+    })
+}

@@ -1,0 +1,44 @@
+//! The gated linear unit of an expert, and its rows on their way back to where they came from.
+
+use tch::{Kind, Tensor};
+
+use super::to_f32;
+use crate::Result;
+use crate::ops::check;
+
+pub(super) fn swiglu(x: &Tensor) -> Result<Tensor> {
+    check::swiglu(x)?;
+    let (gate, up) = halves(&to_f32(x)?)?;
+    Ok(gate.f_silu()?.f_mul(&up)?.f_to_kind(x.kind())?)
+}
+
+pub(super) fn swiglu_backward(x: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    check::swiglu_backward(x, grad)?;
+    let ((gate, up), grad) = (halves(&to_f32(x)?)?, to_f32(grad)?);
+    let to_gate = gate.f_silu_backward(&grad.f_mul(&up)?)?;
+    let to_up = grad.f_mul(&gate.f_silu()?)?;
+    Ok(Tensor::f_cat(&[to_gate, to_up], 1)?.f_to_kind(x.kind())?)
+}
+
+fn halves(x: &Tensor) -> Result<(Tensor, Tensor)> {
+    let size = x.size()[1] / 2;
+    Ok((x.f_narrow(1, 0, size)?, x.f_narrow(1, size, size)?))
+}
+
+pub(super) fn gather(x: &Tensor, places: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    check::gather(x, places, weight)?;
+    Ok(to_f32(x)?.f_index_select(0, places)?.f_mul(weight)?)
+}
+
+pub(super) fn gather_backward(
+    x: &Tensor,
+    places: &Tensor,
+    weight: &Tensor,
+    grad: &Tensor,
+) -> Result<[Tensor; 2]> {
+    check::gather_backward(x, places, weight, grad)?;
+    let x = to_f32(x)?;
+    let to_x = x.f_zeros_like()?.f_index_copy(0, places, &grad.f_mul(weight)?)?;
+    let to_weight = x.f_index_select(0, places)?.f_mul(grad)?;
+    Ok([to_x, to_weight.f_sum_dim_intlist(1, true, Kind::Float)?])
+}

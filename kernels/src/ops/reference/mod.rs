@@ -1,0 +1,194 @@
+//! The table in libtorch's operators: what each operation is, for any device, and what the kernels of others are held against.
+//!
+//! Sums and what lies between two roundings are f32; what is bf16 is rounded once, when it is written.
+
+mod attention;
+mod dispatch;
+mod experts;
+mod newton_schulz;
+mod norm;
+mod query_key;
+
+use tch::{Kind, Tensor};
+
+use super::{
+    AdamW, Attended, Attention, ConvGrads, DepthwiseConv, Dispatch, NewtonSchulz, Ops, QueryKey,
+    QueryKeyGrads, ResidualGrads, Scaling, check,
+};
+use crate::Result;
+
+/// The table of libtorch's operators. Its version moves with its bits.
+#[derive(Debug)]
+pub(super) struct Reference;
+
+impl Ops for Reference {
+    fn name(&self) -> &'static str {
+        "reference 1"
+    }
+
+    fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
+        Ok(left.f_matmul(right)?)
+    }
+
+    fn matmul_into(&self, out: &Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
+        Ok(out.shallow_clone().f_copy_(&left.f_matmul(right)?)?)
+    }
+
+    fn matmul_add(&self, out: &mut Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
+        let _ = out.f_add_(&left.f_matmul(right)?)?;
+        Ok(())
+    }
+
+    fn attention(&self, by: Attention) -> Result<Attended> {
+        attention::attention(by)
+    }
+
+    fn attention_backward(
+        &self,
+        by: Attention,
+        saved: Vec<[Tensor; 2]>,
+        grad: &Tensor,
+    ) -> Result<[Tensor; 2]> {
+        attention::attention_backward(by, &saved, grad)
+    }
+
+    fn dispatch(&self, choice: &Tensor, classes: i64) -> Result<Dispatch> {
+        dispatch::dispatch(choice, classes)
+    }
+
+    fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+        norm::rms_norm(x, weight, eps)
+    }
+
+    fn rms_norm_backward(
+        &self,
+        x: &Tensor,
+        factors: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        norm::rms_norm_backward(x, factors, weight, grad)
+    }
+
+    fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
+        norm::residual(branch, residual, by)
+    }
+
+    fn residual_backward(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: Scaling,
+        grad: &Tensor,
+    ) -> Result<ResidualGrads> {
+        norm::residual_backward(branch, residual, by, grad)
+    }
+
+    fn depthwise_conv(&self, z: &Tensor, by: DepthwiseConv) -> Result<Tensor> {
+        query_key::depthwise_conv(z, by)
+    }
+
+    fn depthwise_conv_backward(
+        &self,
+        z: &Tensor,
+        by: DepthwiseConv,
+        grad: &Tensor,
+    ) -> Result<ConvGrads> {
+        query_key::depthwise_conv_backward(z, by, grad)
+    }
+
+    fn query_key(&self, z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
+        query_key::query_key(z, raw, by)
+    }
+
+    fn query_key_backward(
+        &self,
+        raw: &Tensor,
+        factors: &Tensor,
+        by: QueryKey,
+        grad: Tensor,
+    ) -> Result<QueryKeyGrads> {
+        query_key::query_key_backward(raw, factors, by, grad)
+    }
+
+    fn means_backward(&self, raw: &Tensor, shape: [i64; 3], z: &mut Tensor) -> Result<()> {
+        query_key::means_backward(raw, shape, z)
+    }
+
+    fn swiglu(&self, x: &Tensor) -> Result<Tensor> {
+        experts::swiglu(x)
+    }
+
+    fn swiglu_backward(&self, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
+        experts::swiglu_backward(x, grad)
+    }
+
+    fn gather(&self, x: &Tensor, places: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        experts::gather(x, places, weight)
+    }
+
+    fn gather_backward(
+        &self,
+        x: &Tensor,
+        places: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+    ) -> Result<[Tensor; 2]> {
+        experts::gather_backward(x, places, weight, grad)
+    }
+
+    fn adamw(
+        &self,
+        by: AdamW,
+        weight: &mut Tensor,
+        [first, second]: [&mut Tensor; 2],
+        gradient: &Tensor,
+    ) -> Result<()> {
+        check::adamw(weight, [&*first, &*second], gradient)?;
+        let _ = weight.f_mul_scalar_(f64::from(by.keep))?;
+        let gradient = gradient.f_mul_scalar(f64::from(by.scale))?;
+        let _ = first.f_lerp_(&gradient, f64::from(by.first))?;
+        let _ = second.f_lerp_(&gradient.f_square()?, f64::from(by.second))?;
+        let root = second.f_sqrt()?.f_div_scalar(f64::from(by.root))?;
+        let step = first.f_div(&root.f_add_scalar(f64::from(by.eps))?)?;
+        let _ = weight.f_sub_(&step.f_mul_scalar(f64::from(by.rate))?)?;
+        Ok(())
+    }
+
+    fn nesterov(
+        &self,
+        momentum: &mut Tensor,
+        gradient: &Tensor,
+        by: f32,
+        scale: f32,
+    ) -> Result<Tensor> {
+        check::nesterov(momentum, gradient)?;
+        let gradient = gradient.f_mul_scalar(f64::from(scale))?;
+        let _ = momentum.f_mul_scalar_(f64::from(by))?.f_add_(&gradient)?;
+        Ok(gradient.f_add(&momentum.f_mul_scalar(f64::from(by))?)?)
+    }
+
+    fn descend(&self, weight: &mut Tensor, direction: &Tensor, keep: f32, rate: f32) -> Result<()> {
+        check::descend(weight, direction)?;
+        let step = direction.f_mul_scalar(f64::from(rate))?;
+        let _ = weight.f_mul_scalar_(f64::from(keep))?.f_sub_(&step)?;
+        Ok(())
+    }
+
+    fn newton_schulz(&self, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
+        newton_schulz::newton_schulz(stack, by)
+    }
+
+    fn squares(&self, x: &Tensor) -> Result<f64> {
+        Ok(x.f_to_kind(Kind::Double)?.f_square()?.f_sum(Kind::Double)?.f_double_value(&[])?)
+    }
+}
+
+fn to_f32(x: &Tensor) -> Result<Tensor> {
+    Ok(x.f_to_kind(Kind::Float)?)
+}
+
+/// The sum over rows.
+fn columns(x: &Tensor) -> Result<Tensor> {
+    Ok(x.f_sum_dim_intlist(0, false, Kind::Float)?)
+}

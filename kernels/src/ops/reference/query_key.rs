@@ -1,0 +1,141 @@
+//! Convolution, means, norm and rotation of queries and keys.
+
+use tch::{Kind, Tensor};
+
+use super::{columns, to_f32};
+use crate::Result;
+use crate::ops::{ConvGrads, DepthwiseConv, QueryKey, QueryKeyGrads, check};
+
+pub(super) fn depthwise_conv(z: &Tensor, by: DepthwiseConv) -> Result<Tensor> {
+    let [rows, channels] = check::depthwise_conv(z, by)?;
+    let [heads, width] = by.heads;
+    let wide = to_f32(z)?;
+    let (before, now) = taps(by)?;
+    let earlier = delayed(&wide, by.starts, None)?;
+    let c = by.bias.f_addcmul(&wide, &now)?.f_addcmul(&earlier, &before)?;
+    let both = Tensor::f_stack(&[delayed(&c, by.starts, Some(by.bias))?, c], 1)?;
+    let both = both.f_view([rows, 2, heads, width])?.f_permute([2, 0, 1, 3])?;
+    debug_assert_eq!(channels, heads * width, "as it was checked");
+    Ok(both.f_reshape([heads, rows, 2 * width])?.f_to_kind(z.kind())?)
+}
+
+pub(super) fn depthwise_conv_backward(
+    z: &Tensor,
+    by: DepthwiseConv,
+    grad: &Tensor,
+) -> Result<ConvGrads> {
+    let [rows, channels] = check::depthwise_conv_backward(z, by, grad)?;
+    let [heads, width] = by.heads;
+    let z = to_f32(z)?;
+    let both = to_f32(grad)?.f_view([heads, rows, 2, width])?.f_permute([1, 2, 0, 3])?;
+    let part = |tap| both.f_select(1, tap)?.f_reshape([rows, channels]);
+    let (c_before, c_now) = (part(0)?, part(1)?);
+    let early = columns(&c_before.f_index_select(0, by.starts)?)?;
+    let c = c_now.f_add(&advanced(&c_before, by.starts)?)?;
+    let (before, now) = taps(by)?;
+    let earlier = delayed(&z, by.starts, None)?;
+    let weights = [columns(&c.f_mul(&earlier)?)?, columns(&c.f_mul(&z)?)?];
+    let from_next = advanced(&c.f_mul(&before)?, by.starts)?;
+    Ok(ConvGrads {
+        input: c.f_mul(&now)?.f_add(&from_next)?,
+        weights: Tensor::f_stack(&weights, 1)?.f_unsqueeze(1)?,
+        bias: columns(&c)?.f_add(&early)?,
+    })
+}
+
+/// Weights of the token before, and of the token.
+fn taps(by: DepthwiseConv) -> Result<(Tensor, Tensor)> {
+    let taps = by.weights.f_squeeze_dim(1)?;
+    Ok((taps.f_select(1, 0)?, taps.f_select(1, 1)?))
+}
+
+/// Row t - 1 in the place of row t; where a document begins `first`, or zero.
+fn delayed(x: &Tensor, starts: &Tensor, first: Option<&Tensor>) -> Result<Tensor> {
+    let out = x.f_roll([1], [0])?;
+    Ok(match first {
+        None => out.f_index_fill(0, starts, 0.0)?,
+        Some(first) => {
+            let mut shape = x.size();
+            shape[0] = starts.size()[0];
+            out.f_index_copy(0, starts, &first.f_expand(&shape, false)?)?
+        }
+    })
+}
+
+/// Row t + 1 in the place of row t, and zero where a document ends: the transpose of [`delayed`].
+fn advanced(x: &Tensor, starts: &Tensor) -> Result<Tensor> {
+    Ok(x.f_index_fill(0, starts, 0.0)?.f_roll([-1], [0])?)
+}
+
+pub(super) fn query_key(z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
+    let (_, [heads, tokens, width]) = check::query_key(z, raw, by)?;
+    let _ = raw.f_add_(&by.bias.f_view([heads, 1, width])?)?;
+    let z = to_f32(z)?.f_view([tokens, heads, width])?.f_transpose(0, 1)?;
+    let (q, k) = split(&z, by.shape)?;
+    let mean = q.f_add(&k)?.f_mul_scalar(0.5)?;
+    let (mut query, mut key) = split(raw, by.shape)?;
+    let _ = key.f_add_(&mean.f_mean_dim(1, true, Kind::Float)?)?;
+    let _ = query.f_add_(&mean)?;
+    let length = raw.f_square()?.f_sum_dim_intlist(-1, true, Kind::Float)?.f_sqrt()?;
+    let factors = length.f_clamp_min(f64::from(f32::EPSILON))?.f_reciprocal()?;
+    let factors = factors.f_mul_scalar((width as f64).sqrt())?;
+    let out = raw.f_mul(&factors.f_mul(&scales(by)?)?)?;
+    Ok((rotated(&out, by.angles[0], by.angles[1])?, factors))
+}
+
+pub(super) fn query_key_backward(
+    raw: &Tensor,
+    factors: &Tensor,
+    by: QueryKey,
+    grad: Tensor,
+) -> Result<QueryKeyGrads> {
+    let (_, [_, _, width]) = check::query_key_backward(raw, factors, by, &grad)?;
+    let [queries, keys, _] = by.shape;
+    let grad = rotated(&grad, by.angles[0], &by.angles[1].f_neg()?)?;
+    let scales = scales(by)?;
+    let dot = grad.f_mul(raw)?.f_sum_dim_intlist(-1, true, Kind::Float)?;
+    let of_keys = factors.f_mul(&dot)?.f_narrow(0, queries, keys)?;
+    let temperature = of_keys.f_sum_dim_intlist([1, 2].as_slice(), false, Kind::Float)?;
+    let along = factors.f_pow_tensor_scalar(3)?.f_mul(&scales)?.f_mul(&dot)?;
+    let along = along.f_div_scalar(-(width as f64))?;
+    // Where the length was clamped, the factor is a constant.
+    let clamped = factors.f_ge(0.999 * (width as f64).sqrt() / f64::from(f32::EPSILON))?;
+    let along = along.f_masked_fill(&clamped, 0.0)?;
+    let raw = grad.f_mul(&factors.f_mul(&scales)?)?.f_addcmul(raw, &along)?;
+    let bias = raw.f_sum_dim_intlist(1, false, Kind::Float)?.f_reshape([-1])?;
+    Ok(QueryKeyGrads { raw, temperature, bias })
+}
+
+pub(super) fn means_backward(raw: &Tensor, shape: [i64; 3], z: &mut Tensor) -> Result<()> {
+    check::means_backward(raw, shape, z)?;
+    let (query, key) = split(raw, shape)?;
+    let group = (shape[0] / shape[1]) as f64;
+    let mean = query.f_add(&key.f_div_scalar(group)?)?.f_mul_scalar(0.5)?;
+    let by_head = z.f_view([z.size()[0], -1, shape[2]])?.f_transpose(0, 1)?;
+    let (mut q, mut k) = split(&by_head, shape)?;
+    let _ = k.f_add_(&mean.f_sum_dim_intlist(1, true, Kind::Float)?)?;
+    let _ = q.f_add_(&mean)?;
+    Ok(())
+}
+
+/// `[G, N, d]` as queries `[K, H / K, N, d]` and keys `[K, 1, N, d]`.
+fn split(heads: &Tensor, [queries, keys, _]: [i64; 3]) -> Result<(Tensor, Tensor)> {
+    let query = heads.f_narrow(0, 0, queries)?.f_unflatten(0, [keys, queries / keys])?;
+    Ok((query, heads.f_narrow(0, queries, keys)?.f_unsqueeze(1)?))
+}
+
+/// `[G, 1, 1]`: 1 for query heads, the temperature for key heads.
+fn scales(by: QueryKey) -> Result<Tensor> {
+    let ones = by.temperature.f_new_ones([by.shape[0]], (Kind::Float, by.temperature.device()))?;
+    Ok(Tensor::f_cat(&[&ones, by.temperature], 0)?.f_view([-1, 1, 1])?)
+}
+
+/// The first dimensions of each head, paired by halves, turned by each token's angles.
+fn rotated(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    let (half, width) = (cos.size()[1], x.size()[2]);
+    let (a, b) = (x.f_narrow(2, 0, half)?, x.f_narrow(2, half, half)?);
+    let turned_a = a.f_mul(cos)?.f_sub(&b.f_mul(sin)?)?;
+    let turned_b = b.f_mul(cos)?.f_add(&a.f_mul(sin)?)?;
+    let rest = x.f_narrow(2, 2 * half, width - 2 * half)?;
+    Ok(Tensor::f_cat(&[turned_a, turned_b, rest], 2)?)
+}
