@@ -158,13 +158,11 @@ fn a_full_disk_stops_a_scan_that_then_goes_on() {
 }
 
 #[test]
-fn a_full_disk_stops_tasks_that_then_go_on() {
+fn a_full_disk_stops_a_build_of_many_parts_that_then_goes_on() {
     let scratch = Scratch::new();
     let small = corpus(&scratch, 20, "");
     scratch.write("raw/web-2.jsonl", json_lines(9, 300));
-    let build = |to: &str| {
-        ["build", arg(&small), "--out", to, "--engine", "tasks", "--task-bytes", "20000"]
-            .map(str::to_owned)
-    };
+    let build =
+        |to: &str| ["build", arg(&small), "--out", to, "--task-bytes", "20000"].map(str::to_owned);
     fills_up(&scratch, "by-tasks", build, is_store);
 }

@@ -77,10 +77,36 @@ fn what_is_dropped_is_told_and_a_source_of_which_nothing_is_left_is_refused() {
         told.err.contains("dropped of x: 2 of 7 records (1 malformed, 1 missing text)"),
         "{told:?}"
     );
+    let listed = zdata(&["inspect", arg(&out), "--dropped"]).ok();
+    let lines = ["x in/a.jsonl:6  missing text", "x in/a.jsonl:7  malformed"];
+    assert_eq!(listed.lines().collect::<Vec<_>>(), lines);
+    let listed = zdata(&["inspect", arg(&out), "--dropped", "--json"]).ok();
+    let first: serde_json::Value = serde_json::from_str(listed.lines().next().unwrap()).unwrap();
+    assert_eq!((&first["file"], &first["row"]), (&"in/a.jsonl".into(), &6.into()));
+    // The list is a file of the store: damage to it is found.
+    let list = out.join("x/dropped.jsonl.zst");
+    let bytes = fs::read(&list).unwrap();
+    fs::write(&list, [&bytes[..9], b"!", &bytes[10..]].concat()).unwrap();
+    zdata(&["verify", arg(&out)]).fails(3, &["x/dropped.jsonl.zst"]);
+    fs::write(&list, bytes).unwrap();
+    zdata(&["verify", arg(&out)]).ok();
     scratch.write("in/a.jsonl", bad);
     let empty = scratch.path("empty");
     zdata(&["build", arg(&skip), "--out", arg(&empty)])
         .fails(3, &["nothing is left of source \"x\"", "2 records", "1 malformed"]);
+    assert!(!empty.join("manifest.json").exists());
+    // By tasks as well, which a scheduler merges; and where it was a rule that dropped everything.
+    let work = scratch.path("work");
+    zdata(&["task", "plan", arg(&skip), "--work", arg(&work)]).ok();
+    zdata(&["task", "run", "--work", arg(&work), "--index", "0"]).ok();
+    zdata(&["task", "merge", "--work", arg(&work), "--out", arg(&empty)])
+        .fails(3, &["nothing is left of source \"x\"", "2 records", "1 malformed"]);
+    scratch.write("in/a.jsonl", json_lines(1, 5));
+    let strict = "[[prepare]]\nstep = \"length\"\nmin_words = 100000\n";
+    let text = std::fs::read_to_string(&skip).unwrap();
+    let strict = scratch.write("strict.toml", text + strict);
+    zdata(&["build", arg(&strict), "--out", arg(&empty)])
+        .fails(3, &["nothing is left of source \"x\"", "5 length: ", "loosen the steps"]);
     assert!(!empty.join("manifest.json").exists());
 }
 
@@ -111,12 +137,18 @@ fn a_folder_of_text_becomes_a_corpus_and_a_plan() {
     let (folder, file) = (scratch.path("own"), scratch.path("own/corpus.toml"));
     let told = zdata(&["init", arg(&folder)]);
     assert!(told.err.contains("the text is `text`") && told.err.contains("tokenizer"), "{told:?}");
+    let train = format!(
+        "next: zdata tokenizer train {0}/corpus.toml --vocab 8192 --out {0}/tokenizer.json",
+        arg(&folder)
+    );
+    assert!(told.err.contains(&train), "{told:?}");
     zdata(&["build", arg(&file), "--out", arg(&folder.join("store"))])
         .fails(3, &["tokenizer.json", "huggingface.co", "zdata tokenizer train"]);
     let tokenizer = folder.join("tokenizer.json");
     zdata(&["tokenizer", "train", arg(&file), "--vocab", "400", "--out", arg(&tokenizer)]).ok();
     let built = zdata(&["build", arg(&file), "--out", arg(&folder.join("store"))]);
-    assert!(built.err.contains("note: notes has no validation documents"), "{built:?}");
+    let none = "note: source notes: 1 documents are too few for a validation split of 1/1000: none was held out";
+    assert!(built.err.contains(none), "{built:?}");
     built.ok();
     zdata(&["init", arg(&folder)]).fails(2, &["corpus.toml", "never overwritten"]);
 }

@@ -207,17 +207,20 @@ fn a_store_in_a_bucket_is_the_store_on_the_disk() {
     assert_eq!(steps(&here), steps(&there));
     let batch = bucket.zdata(&["batch", arg(&there), "--step", "2"]).ok();
     assert!(batch.contains("s3://bucket/raw/web-"), "{batch}");
-    // The commands that read inputs again, and a build that reuses what lies there.
+    // The commands that read inputs again, and builds that use the parts of earlier ones.
     let trained = scratch.path("trained.json");
     let train = ["--vocab", "400", "--out", arg(&trained)];
     bucket.zdata(&[&["tokenizer", "train", arg(&far)][..], &train].concat()).ok();
     assert!(fs::read(&trained).unwrap() == fs::read(scratch.path("tokenizer.json")).unwrap());
     let sample = bucket.zdata(&["inspect", URL, "--sample", "3", "--corpus", arg(&far)]).ok();
     assert!(sample.contains("s3://bucket/raw/"), "{sample}");
-    let reused = scratch.path("reused");
-    let told = bucket.zdata(&["build", arg(&far), "--from", URL, "--out", arg(&reused)]);
-    assert!(told.err.contains("taken over"), "{told:?}");
-    assert_eq!(digest(told.ok()), wanted);
+    let work = scratch.path("work");
+    for (name, tally) in [("made", "encode: made 2 of 2 parts"), ("reused", "reused 2 parts")] {
+        let out = scratch.path(name);
+        let told = bucket.zdata(&["build", arg(&far), "--work", arg(&work), "--out", arg(&out)]);
+        assert!(told.err.contains(tally), "{told:?}");
+        assert_eq!(digest(told.ok()), wanted);
+    }
     for trouble in [Trouble::Refuse, Trouble::Forget, Trouble::Cut, Trouble::Stall] {
         assert!(bucket.seen(trouble) > 0, "no request met {trouble:?}");
     }
@@ -283,7 +286,7 @@ fn what_preparation_wrote_goes_into_the_bucket_too() {
     assert_eq!(told[..64], bucket.zdata(&["verify", URL]).ok()[..64]);
     assert!(fs::read_dir(bucket.cache.join("builds")).unwrap().next().is_none());
     zdata(&["build", arg(&corpus), "--out", arg(&store)]).ok();
-    for list in ["removed.jsonl.zst", "contaminated.jsonl"] {
+    for list in ["dropped.jsonl.zst", "contaminated.jsonl"] {
         assert!(store.join("web").join(list).exists(), "the steps leave no {list}");
     }
     bucket.zdata(&["publish", arg(&store), published]).ok();

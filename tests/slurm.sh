@@ -132,7 +132,7 @@ max_chars = 200
 CORPUS
 "$zdata" tokenizer train "$dir/corpus.toml" --vocab 300 --out "$dir/tokenizer.json" >/dev/null
 "$zdata" build "$dir/corpus.toml" --out "$dir/local" 2>/dev/null
-for list in web/removed.jsonl.zst sums/removed.jsonl.zst web/contaminated.jsonl; do
+for list in web/dropped.jsonl.zst web/contaminated.jsonl; do
   [ -s "$dir/local/$list" ] || { echo "nothing in $list: the corpus tests too little" >&2; exit 1; }
 done
 

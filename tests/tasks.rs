@@ -76,19 +76,10 @@ fn tasks_in_any_order_twice_and_killed_make_the_bytes_of_a_local_build() {
         assert_same_tree(&local, &out);
     }
     let whole = scratch.path("whole");
-    let told = zdata(&[
-        "build",
-        arg(&corpus),
-        "--out",
-        arg(&whole),
-        "--engine",
-        "tasks",
-        "--task-bytes",
-        "20000",
-    ]);
+    let told = zdata(&["build", arg(&corpus), "--out", arg(&whole), "--task-bytes", "20000"]);
     told.ok();
     assert_same_tree(&local, &whole);
-    assert!(!scratch.path("whole.tasks").exists());
+    assert!(!scratch.path("whole.work").exists());
 }
 
 #[test]
@@ -124,19 +115,36 @@ fn a_second_result_that_differs_is_kept_and_stops_the_build() {
     merge(&work, &out).ok();
     assert_same_tree(&build(&scratch, &corpus, "local"), &out);
     // A bit that flips in a part is found before anything is committed.
-    let mut bytes = fs::read(&parts[0]).unwrap();
+    let said: serde_json::Value = serde_json::from_slice(&fs::read(receipt(0)).unwrap()).unwrap();
+    let part = work.join(format!("parts/{}.bin", said["part"].as_str().unwrap()));
+    let mut bytes = fs::read(&part).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 4;
-    fs::write(&parts[0], bytes).unwrap();
+    fs::write(&part, bytes).unwrap();
     let bad = scratch.path("bad");
     let told = merge(&work, &bad);
     assert!(matches!(told.code, Some(3 | 4)), "{told:?}");
-    let name = parts[0].file_name().unwrap().to_str().unwrap();
+    let name = part.file_name().unwrap().to_str().unwrap();
     assert!(told.err.contains(name) && !bad.exists(), "{told:?}");
-    // Another corpus is another plan, and its tasks are not these.
+    // Another corpus is another plan, and its tasks are not these: they do what was planned, wherever they run.
     let text = fs::read_to_string(&corpus).unwrap();
     fs::write(&corpus, text.replace("1/50", "1/7")).unwrap();
-    run(0).fails(4, &["planned"]);
+    assert!(run(0).ok().contains("again"));
+    fs::remove_file(&corpus).unwrap();
+    let elsewhere = Command::new(env!("CARGO_BIN_EXE_zdata"))
+        .args(["task", "run", "--work", arg(&work), "--index", "0"])
+        .current_dir("/")
+        .output();
+    assert!(elsewhere.unwrap().status.success());
+    let tokenizer = scratch.path("tokenizer.json");
+    let bytes = fs::read(&tokenizer).unwrap();
+    fs::write(&tokenizer, [&bytes[..], b"\n"].concat()).unwrap();
+    run(0).fails(4, &["tokenizer changed", "planned"]);
+    fs::write(&tokenizer, bytes).unwrap();
+    let plan = fs::read_to_string(work.join("plan.json")).unwrap();
+    let versions = plan.split("\"versions\": \"").nth(1).unwrap()[..64].to_owned();
+    fs::write(work.join("plan.json"), plan.replace(&versions, &"0".repeat(64))).unwrap();
+    run(0).fails(2, &["another version", "plan again"]);
 }
 
 /// The files in a folder whose name is `wanted`, sorted.
@@ -183,7 +191,7 @@ fn after_an_edit_only_what_changed_is_made_again() {
     let work = scratch.path("work");
     let again = |name: &str| {
         let out = scratch.path(name);
-        let words = ["build", arg(&corpus), "--out", arg(&out), "--engine", "tasks"];
+        let words = ["build", arg(&corpus), "--out", arg(&out)];
         let words = [&words[..], &["--work", arg(&work), "--task-bytes", "1"]].concat();
         if name == "first" {
             let mut fire = Fire::new(std::time::Duration::from_millis(800), 3);

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use crate::corpus::{Corpus, Source, SourceFile};
 use crate::recipe::mapping::Mapping;
-use crate::source::{self, Input, Limits, Parsed, Slab};
+use crate::source::{self, Input, Limits, Parsed, Row, Slab};
 
 /// Slabs parsed at a time, for each thread: enough to keep all busy, and a bound on memory.
 const SLABS: usize = 4;
@@ -115,16 +115,17 @@ fn mapped(parsed: Parsed, mapping: Option<&Mapping>, file: &SourceFile) -> Parse
         Some(group) => format!("{}: row {} of group {group}", file.shown, document.row),
         None => format!("{}:{}", file.shown, document.row),
     };
-    let bytes = document.text.len() as u64;
+    let (row, bytes) =
+        (Row { group: document.group, row: document.row }, document.text.len() as u64);
     match mapping.text(&document.text) {
         Ok(text) if !text.is_empty() => parsed,
         Ok(_) => {
             let fault = Fault::data("the document is empty").at(place());
-            Parsed::Dropped { reason: "empty", bytes, fault }
+            Parsed::Dropped { reason: "empty", row, bytes, fault }
         }
         Err(fault) => {
             let fault = fault.or_at(place);
-            Parsed::Dropped { reason: "missing text", bytes, fault }
+            Parsed::Dropped { reason: "missing text", row, bytes, fault }
         }
     }
 }

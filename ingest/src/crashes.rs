@@ -19,6 +19,7 @@ use crate::interop::Peer;
 use crate::interop::export::{Export, NOTE, export};
 use crate::interop::import::{Import, Part, import};
 use crate::testing::{Workbench, options};
+use crate::tokenize::train::{self, Request};
 use crate::verify::verify;
 
 /// States of each writer that are tried.
@@ -95,6 +96,7 @@ fn is_store(store: &Path) -> bool {
 }
 
 fn corpus(bench: &Workbench) -> Corpus {
+    bench.own_document();
     let text = fs::read_to_string(bench.corpus("shard_tokens = 400")).unwrap();
     Corpus::read(&bench.write("corpus.toml", text + STEPS)).unwrap()
 }
@@ -126,6 +128,40 @@ fn tasks_and_their_merge_survive_crashes() {
     let (corpus, folder) = (corpus(&bench), bench.path("place"));
     let run = || by_tasks(&corpus, &folder.join("work"), &folder.join("store"));
     survives(&folder, "store", run, is_store);
+}
+
+#[test]
+fn a_trained_tokenizer_survives_crashes() {
+    let bench = Workbench::new(24);
+    let (corpus, folder) = (corpus(&bench), bench.path("place"));
+    fs::create_dir_all(&folder).unwrap();
+    let out = folder.join("tokenizer.json");
+    // In place of an older one: either of the two is there at any moment, and never a piece.
+    fs::write(&out, b"{}").unwrap();
+    let request = Request { vocab: 300, special: Vec::new(), sample: Ratio::new(1, 1) };
+    let run = || {
+        let options = train::Options { workers: 1, quiet: true };
+        train::train(&corpus, &request, options)?.write(&out)
+    };
+    let (recording, ran) = Recording::of(&folder, run);
+    ran.unwrap();
+    let wanted = fs::read(&out).unwrap();
+    let mut seen = [0, 0];
+    recording.each(STATES, |_| {
+        let found = fs::read(&out).unwrap();
+        let is_new = found == wanted;
+        assert!(is_new || found == b"{}", "a piece of {} bytes", found.len());
+        seen[usize::from(is_new)] += 1;
+        run().unwrap();
+        assert_eq!(fs::read(&out).unwrap(), wanted);
+        assert_eq!(tree(&folder).len(), 1);
+    });
+    assert!(seen[0] > 1 && seen[1] > 0, "{seen:?}");
+    fs::write(&out, b"{}").unwrap();
+    let full = watch(&folder, recording.bytes() / 2);
+    assert_eq!(run().unwrap_err().class(), Class::Machine);
+    assert_eq!(fs::read(&out).unwrap(), b"{}");
+    drop(full);
 }
 
 fn exported(bench: &Workbench, peer: Peer) -> PathBuf {

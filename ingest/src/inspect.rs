@@ -2,10 +2,14 @@
 
 use std::fmt::Write as _;
 
+use contract::Ratio;
 use serde_json::{Value, json};
 use store::{
     Change, Dropped, InputRecord, Location, Manifest, PreparedRecord, SourceRecord, StreamRecord,
 };
+
+use crate::dropped::{Kept, Line};
+use crate::source::place;
 
 /// Documents read, kept and dropped, of one source: they balance to zero.
 pub struct Accounting {
@@ -92,15 +96,66 @@ pub fn notes(manifest: &Manifest) -> Vec<String> {
             ));
         }
         if accounting.validation == 0 && manifest.validation != "0" {
-            notes.push(format!(
-                "note: {} has no validation documents: {} of {} were held out",
-                source.name,
-                manifest.validation,
-                grouped(accounting.train)
-            ));
+            notes.push(format!("note: {}", none_held_out(manifest, source)));
         }
     }
     notes
+}
+
+/// Documents expected in a split from which on an empty one is no chance (once in 5 * 10^8 splits of different texts).
+const EXPECTED: u128 = 20;
+
+/// Why a source has no validation documents although a share of them was asked for.
+fn none_held_out(manifest: &Manifest, source: &SourceRecord) -> String {
+    let (name, share) = (&source.name, &manifest.validation);
+    let documents = source.train.documents;
+    let few = share.parse::<Ratio>().is_ok_and(|share| {
+        u128::from(documents) * u128::from(share.num()) < EXPECTED * u128::from(share.den())
+    });
+    let why = if few { "are too few for" } else { "hold too few different texts for" };
+    let documents = grouped(documents);
+    format!(
+        "source {name}: {documents} documents {why} a validation split of {share}: none was held out"
+    )
+}
+
+/// A line of a list of dropped records, told.
+pub struct Shown {
+    /// For a program.
+    pub json: Value,
+    /// For a person.
+    pub text: String,
+}
+
+/// Tells a line of the list of `source`: names stand for the numbers of files.
+pub fn dropped(manifest: &Manifest, source: &SourceRecord, line: &Line) -> Shown {
+    let Line { file, group, row, id, reason, bytes, kept, spans } = line;
+    let name = |source: &SourceRecord, file: usize| {
+        source.inputs.get(file).map_or("unknown file".to_owned(), |input| input.path.clone())
+    };
+    let file = name(source, *file);
+    let mut text = format!("{} {}", source.name, place(&file, *group, *row));
+    if let Some(id) = id {
+        let _ = write!(text, " id {id:?}");
+    }
+    let _ = write!(text, "  {reason}");
+    let mut json = json!({"source": source.name, "file": file, "row": row, "reason": reason});
+    let known = [("id", json!(id)), ("group", json!(group)), ("bytes", json!(bytes))];
+    for (key, value) in known.into_iter().filter(|(_, value)| !value.is_null()) {
+        json[key] = value;
+    }
+    if let Some(Kept { source: of, file, group, row }) = kept {
+        let file = manifest.source(of).map_or("unknown file".to_owned(), |of| name(of, *file));
+        let _ = write!(text, " (kept: {of} {})", place(&file, *group, *row));
+        json["kept"] = json!({"source": of, "file": file, "group": group, "row": row});
+    }
+    if !spans.is_empty() {
+        let lost: u64 = spans.iter().map(|(from, to)| u64::from(to - from)).sum();
+        let _ = write!(text, " (it lost {} of its bytes)", grouped(lost));
+        json["spans"] = json!(spans);
+    }
+    text.push('\n');
+    Shown { json, text }
 }
 
 /// The answer for a program.
@@ -125,6 +180,7 @@ pub fn json(store: impl Into<Location>, manifest: &Manifest) -> Value {
             "name": source.name, "preparation": source.preparation,
             "train": stream(&source.train), "validation": stream(&source.validation),
             "inputs": inputs.collect::<Vec<_>>(), "dropped": dropped.collect::<Vec<_>>(),
+            "dropped_file": source.dropped_file,
             "accounting": {
                 "read": accounting.read, "train": accounting.train, "validation": accounting.validation,
                 "dropped": accounting.dropped, "balance": accounting.balance() as i64,
@@ -216,6 +272,9 @@ fn accounting(out: &mut String, source: &SourceRecord) {
         let _ = write!(out, " + {documents} {} ({bytes})", dropped.reason);
     }
     let _ = writeln!(out, "; balance {}", accounting.balance());
+    for file in source.lists() {
+        let _ = writeln!(out, "{:<16} {}/{} ({})", "", source.name, file.name, size(file.bytes));
+    }
     let (Some(bytes), Some(prepared)) = (Bytes::of(source), &source.prepared) else { return };
     let Bytes { read, added, removed, dropped, kept } = &bytes;
     let [read, added, removed, dropped, kept] =
@@ -234,9 +293,6 @@ fn accounting(out: &mut String, source: &SourceRecord) {
             "{:<16} step {step}: changed {documents} documents, {added} added, {removed} removed",
             ""
         );
-    }
-    for file in &prepared.files {
-        let _ = writeln!(out, "{:<16} {}/{} ({})", "", source.name, file.name, size(file.bytes));
     }
 }
 

@@ -18,6 +18,7 @@ pub mod corpus;
 mod crashes;
 mod dedup;
 mod disk;
+pub mod dropped;
 mod filters;
 pub mod init;
 pub mod inspect;
@@ -28,7 +29,6 @@ pub mod progress;
 pub mod recipe;
 pub mod sample;
 pub mod source;
-mod takeover;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]
@@ -39,6 +39,6 @@ mod versions;
 mod walk;
 
 pub use build::request::stops;
-pub use build::{Outcome, build, build_from};
+pub use build::{Outcome, build};
 pub use corpus::Corpus;
 pub use parallel::WORKERS_MAX;

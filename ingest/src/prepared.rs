@@ -1,11 +1,10 @@
 //! The recipes of a corpus as the build runs them: on documents that a dedup scan has judged, if it had to.
 
-use std::path::Path;
-
 use contract::{Fault, Result};
 
 use crate::corpus::{Corpus, Source};
-use crate::dedup::{List, Tools, contaminated, repeats};
+use crate::dedup::{Tools, contaminated, repeats};
+use crate::dropped::List;
 use crate::filters::{Effect, changed};
 use crate::recipe::compare::Compare;
 use crate::recipe::run::{NoText, Outcome, Passage};
@@ -50,18 +49,8 @@ pub(crate) struct InFile<'a> {
 }
 
 impl<'a> Prepared<'a> {
-    /// Gets everything ready; what the scan removed is read from `store`.
-    pub(crate) fn new(corpus: &'a Corpus, tools: &'a Tools<'a>, store: &Path) -> Result<Self> {
-        let list = |source: &Source| match source.recipe.scanned() {
-            0 => Ok(List::default()),
-            _ => List::read(store, &source.name),
-        };
-        let lists = corpus.sources.iter().map(list).collect::<Result<_>>()?;
-        Ok(Prepared { corpus, tools, lists })
-    }
-
     /// Gets everything ready, with the lists of what the scan removed, one for each source.
-    pub(crate) fn with(corpus: &'a Corpus, tools: &'a Tools<'a>, lists: Vec<List>) -> Self {
+    pub(crate) fn new(corpus: &'a Corpus, tools: &'a Tools<'a>, lists: Vec<List>) -> Self {
         Prepared { corpus, tools, lists }
     }
 

@@ -55,7 +55,6 @@ pub struct Progress {
     /// When to speak next.
     next: Instant,
     total: u64,
-    before: u64,
     /// Of the files that are finished.
     files: u64,
     /// The same, and what was read of the open one.
@@ -85,19 +84,12 @@ impl Progress {
             begun,
             next,
             total,
-            before: 0,
             files: 0,
             done: 0,
             text: 0,
             tokens: 0,
             documents: 0,
         }
-    }
-
-    /// So much was done before, by a build that was killed.
-    pub(crate) fn after(mut self, before: u64) -> Self {
-        (self.before, self.files, self.done) = (before, before, before);
-        self
     }
 
     /// One more document.
@@ -158,13 +150,13 @@ impl Progress {
                 millions(self.tokens) / seconds,
             );
         } else {
-            line += &format!(" | {}", self.measure.rate(self.done - self.before, seconds));
+            line += &format!(" | {}", self.measure.rate(self.done, seconds));
         }
         format!("{line} | {}", self.left(seconds))
     }
 
     fn left(&self, seconds: f64) -> String {
-        let (now, all) = (self.done - self.before, self.total.saturating_sub(self.before));
+        let (now, all) = (self.done, self.total);
         if now == 0 {
             return "time left unknown".to_owned();
         }
@@ -220,9 +212,9 @@ mod tests {
         progress.add(1 << 28);
         assert_eq!(progress.line(2.0), "1.00 GiB | 128.00 MiB/s | 6 seconds left");
         assert_eq!(progress.percent(), 25.0);
-        let mut progress = Progress::new("merge", Measure::Count("tasks"), 12, true).after(2);
+        let mut progress = Progress::new("merge", Measure::Count("tasks"), 10, true);
         progress.add(5);
-        assert_eq!(progress.line(10.0), "12 tasks | 0.5 tasks/s | 10 seconds left");
+        assert_eq!(progress.line(10.0), "10 tasks | 0.5 tasks/s | 10 seconds left");
         progress.document(3_000_000, 1_000_000);
         let line = progress.line(1.0);
         assert!(line.contains("1 documents | 1.0 M tokens | 3.0 MB/s of text"), "{line}");

@@ -13,8 +13,8 @@ use store::{Location, Manifest, open};
 use crate::build::pipeline::held_out;
 use crate::build::request;
 use crate::corpus::{Corpus, Source};
-use crate::dedup::removed::{self, Kept};
-use crate::dedup::{List, Tools, contaminated, exact, minhash, repeats};
+use crate::dedup::{Tools, contaminated, exact, minhash, repeats};
+use crate::dropped::{Firsts, Kept, List};
 use crate::filters::{self, Dropped};
 use crate::recipe::compare::Compare;
 use crate::recipe::run::{NoText, Outcome, Passage};
@@ -80,8 +80,8 @@ pub fn sample(
         }
         let scanned = source.recipe.scanned() > 0 && !wanted.is_empty();
         let (list, kept) = match scanned {
-            true => (List::read(store, &source.name)?, removed::kept(store, &source.name)?),
-            false => (List::default(), BTreeMap::new()),
+            true => List::of(store, &manifest.sources[number])?,
+            false => (List::default(), Firsts::new()),
         };
         let teller =
             Teller { corpus, source, tools: &tools, tokenizer: &tokenizer, around, list, kept };
@@ -143,7 +143,7 @@ struct Teller<'a> {
     tokenizer: &'a Tokenizer,
     around: usize,
     list: List,
-    kept: removed::Firsts,
+    kept: Firsts,
 }
 
 impl Teller<'_> {

@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::build::Options;
+use crate::cluster::plan::TASK_BYTES;
 use crate::tokenize::Engine;
 
 /// A byte-level tokenizer without merges, of a plain and a special added token, and whatever else `change` does.
@@ -78,6 +79,14 @@ impl Workbench {
         path
     }
 
+    /// Puts a document into the source `math` that no other file has: where documents are compared, it stays.
+    pub(crate) fn own_document(&self) {
+        let path = self.path("math.jsonl");
+        let line = json!({"text": "this stands in no other file, and so it stays here"});
+        let lines = fs::read_to_string(&path).unwrap() + &line.to_string() + "\n";
+        fs::write(path, lines).unwrap();
+    }
+
     /// The corpus file, with `keys` at its head.
     pub(crate) fn corpus(&self, keys: &str) -> PathBuf {
         let text = format!(
@@ -91,7 +100,13 @@ impl Workbench {
 
 /// Quiet options.
 pub(crate) fn options(workers: usize) -> Options {
-    Options { workers, engine: Engine::Fastest, quiet: true }
+    let (engine, task_bytes) = (Engine::Fastest, TASK_BYTES);
+    Options { workers, engine, quiet: true, work: None, task_bytes }
+}
+
+/// The same, with a part for each file.
+pub(crate) fn in_parts(workers: usize) -> Options {
+    Options { task_bytes: 1, ..options(workers) }
 }
 
 /// Every file below `folder` with its bytes.

@@ -8,10 +8,11 @@ use proptest::prelude::*;
 use store::documents::Documents;
 use store::{Manifest, Split, open};
 
-use crate::build::{Outcome, build, build_while};
+use crate::build::{Options, Outcome, build, build_while};
 use crate::corpus::Corpus;
+use crate::dropped;
 use crate::inspect::{self, Accounting};
-use crate::testing::{Workbench, document, json_lines, options, tree};
+use crate::testing::{Workbench, document, in_parts, json_lines, options, tree};
 use crate::tokenize::{Engine, Tokenizer};
 use crate::verify::verify;
 
@@ -163,59 +164,115 @@ proptest! {
                 left = left.checked_sub(1).ok_or_else(|| Fault::machine("killed"))?;
                 Ok(())
             };
-            match build_while(&corpus, &killed, options(2), stop) {
+            match build_while(&corpus, &killed, in_parts(2), stop) {
                 Ok(_) => break,
                 Err(fault) => prop_assert_eq!(fault, Fault::machine("killed")),
             }
-            let half = open::manifest(&killed).unwrap_err();
-            prop_assert_eq!(half.class(), Class::Data);
-            prop_assert!(half.to_string().contains("half built"), "{}", half);
+            prop_assert!(!killed.exists());
         }
-        build(&corpus, &killed, options(1)).unwrap();
+        build(&corpus, &killed, in_parts(1)).unwrap();
         prop_assert_eq!(tree(&whole), tree(&killed));
+        prop_assert!(!bench.path("killed.work").exists());
     }
 }
 
-#[test]
-fn what_was_committed_is_not_done_again() {
-    let bench = Workbench::new(600);
-    let corpus = Corpus::read(&bench.corpus("shard_tokens = 2000")).unwrap();
-    let store = bench.path("store");
-    let mut left = 700;
-    let stopped = build_while(&corpus, &store, options(1), || {
+/// Kills a build at a document; how many parts it leaves.
+fn killed_at(corpus: &Corpus, store: &Path, document: usize) -> usize {
+    let mut left = document;
+    let stopped = build_while(corpus, store, in_parts(1), || {
         left -= 1;
         if left == 0 { Err(Fault::machine("killed")) } else { Ok(()) }
     });
-    assert!(stopped.is_err());
-    let mut again = 0;
-    build_while(&corpus, &store, options(1), || {
-        again += 1;
-        Ok(())
-    })
-    .unwrap();
-    // 900 and 200 documents; those of a shard of 2,000 tokens, about 20, at most are done twice.
-    assert!((401..450).contains(&again), "{again}");
+    assert_eq!(stopped.unwrap_err(), Fault::machine("killed"));
+    let parts = fs::read_dir(crate::build::work_of(store).join("parts")).unwrap();
+    let whole = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().ends_with(".bin");
+    parts.map(|entry| entry.unwrap()).filter(whole).count()
 }
 
 #[test]
-fn an_input_that_changed_under_a_killed_build_is_noticed() {
+fn what_is_in_a_part_is_not_done_again() {
+    let bench = Workbench::new(600);
+    let corpus = Corpus::read(&bench.corpus("shard_tokens = 2000")).unwrap();
+    let (store, whole) = (bench.path("store"), bench.path("whole"));
+    // 600, 300 and 200 documents in three files: the second of them is open.
+    assert_eq!(killed_at(&corpus, &store, 700), 1);
+    let mut again = 0;
+    let outcome = build_while(&corpus, &store, in_parts(1), || {
+        again += 1;
+        Ok(())
+    });
+    assert_eq!(again, 300 + 200);
+    // What is told is what the store holds, not what was left to do.
+    let Outcome::Built { summary, .. } = outcome.unwrap() else { panic!("it was there") };
+    assert!(summary.starts_with("1100 documents"), "{summary}");
+    build(&corpus, &whole, options(2)).unwrap();
+    same(&whole, &store);
+}
+
+#[test]
+fn an_input_that_changed_under_a_killed_build_is_read_as_it_is_now() {
     for (file, changed) in
         [("web-0.jsonl", json_lines(5, 600)), ("web-1.jsonl", json_lines(9, 300))]
     {
         let bench = Workbench::new(600);
         let corpus = Corpus::read(&bench.corpus("shard_tokens = 2000")).unwrap();
-        let store = bench.path("store");
-        let mut left = 750;
-        build_while(&corpus, &store, options(1), || {
-            left -= 1;
-            if left == 0 { Err(Fault::machine("killed")) } else { Ok(()) }
-        })
-        .unwrap_err();
+        let (store, whole) = (bench.path("store"), bench.path("whole"));
+        assert_eq!(killed_at(&corpus, &store, 750), 1);
         bench.write(file, changed);
-        let fault = build(&corpus, &store, options(1)).unwrap_err();
-        assert_eq!(fault.class(), Class::Mismatch);
-        assert!(fault.to_string().contains(file), "{fault}");
+        build(&corpus, &store, in_parts(1)).unwrap();
+        build(&corpus, &whole, options(1)).unwrap();
+        same(&whole, &store);
     }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(6))]
+    #[test]
+    fn what_earlier_builds_made_leaves_no_trace(
+        edits in prop::collection::vec((1usize..400, 0..3, 0u64..50), 1..4),
+        last: bool,
+    ) {
+        // Each build in the same folder of parts ends or is killed, and then a file, a step or the cut is another.
+        let bench = Workbench::new(120);
+        let options = Options { work: Some(bench.path("work")), ..in_parts(2) };
+        let mut keys = String::new();
+        for (number, (moment, what, seed)) in edits.into_iter().enumerate() {
+            let request = Corpus::read(&bench.corpus(&keys)).unwrap();
+            let mut left = moment;
+            let store = bench.path(&format!("store-{number}"));
+            let _ = build_while(&request, &store, options.clone(), || {
+                left = left.saturating_sub(1);
+                if left == 0 { Err(Fault::machine("killed")) } else { Ok(()) }
+            });
+            match what {
+                0 => drop(bench.write("math.jsonl", json_lines(2_000_000 + seed, 40))),
+                1 => drop(bench.write("web-1.jsonl", json_lines(seed, 60))),
+                _ => keys = format!("shard_tokens = {}", 1000 + 100 * seed),
+            }
+        }
+        let request = Corpus::read(&bench.corpus(&keys)).unwrap();
+        let (store, fresh) = (bench.path("last"), bench.path("fresh"));
+        let used = build(&request, &store, options.clone()).unwrap();
+        let Outcome::Built { tallies, .. } = used else { panic!("a store was there") };
+        prop_assert_eq!(tallies.len(), 1);
+        build(&request, &fresh, crate::testing::options(1 + usize::from(last))).unwrap();
+        same(&fresh, &store);
+        // And once more, nothing is made.
+        let again = build_while(&request, &bench.path("again"), options, || Err(Fault::bug("made")));
+        prop_assert!(again.is_ok(), "{:?}", again);
+    }
+}
+
+#[test]
+fn what_another_version_began_is_refused_with_what_to_do() {
+    let bench = Workbench::new(9);
+    let (corpus, store) = (bench.corpus(""), bench.path("store"));
+    bench.write("store/.build/journal.jsonl", "{\"tokenizer\":{}}\n");
+    let fault = refused(&corpus, &store);
+    let told = fault.to_string();
+    assert_eq!(fault.class(), Class::Usage);
+    assert!(told.contains("another version") && told.contains("delete the folder"), "{told}");
+    assert!(store.join(".build/journal.jsonl").exists());
 }
 
 #[test]
@@ -317,6 +374,69 @@ fn losses_are_counted_and_balance() {
     // A corpus that now wants to stop at a dropped record is not what this store was built from.
     let fault = refused(&bench.corpus(keys), &store);
     assert!(fault.class() == Class::Usage && fault.to_string().contains("skip"), "{fault}");
+}
+
+#[test]
+fn every_dropped_record_is_listed_with_its_place_and_reason() {
+    let bench = Workbench::new(60);
+    let bad = "{\"id\": \"e\", \"text\": \"\"}\n{\"text\": 7}\nnonsense\n{\"id\":\"last\",\"text\":\"a\"}\n";
+    let long = format!("{{\"id\": \"long\", \"text\": \"{}\"}}\n", "x".repeat(2000));
+    bench.write("web-0.jsonl", [&json_lines(0, 40), &long, bad, &json_lines(90, 9)].concat());
+    bench.own_document();
+    let steps = "[[prepare]]\nstep = \"length\"\nmin_words = 4\n[[prepare]]\nstep = \"exact-duplicates\"\n\
+                 [[prepare]]\nstep = \"repeated-substrings\"\nmin_bytes = 12\n[[prepare]]\nstep = \"length\"\nmax_words = 50\n";
+    let corpus = bench.corpus("on_error = \"skip\"\nmax_document_bytes = 1500");
+    let corpus = bench.write("corpus.toml", fs::read_to_string(corpus).unwrap() + steps);
+    let store = bench.path("store");
+    let manifest = built(&corpus, &store, 2);
+    let mut counts = std::collections::BTreeMap::<(String, String), (u64, u64)>::new();
+    let mut cut = 0;
+    dropped::each_of(&store, &manifest, |source, line| {
+        let raw = fs::read_to_string(bench.path(&source.inputs[line.file].path)).unwrap();
+        let record = raw.lines().nth(line.row as usize - 1).unwrap();
+        if !line.spans.is_empty() {
+            cut += 1;
+            return Ok(());
+        }
+        // The record at this place is the one whose id is listed, and is bad in the very way that is said.
+        if let Some(id) = &line.id {
+            assert!(record.contains(&format!("\"id\":{id:?}")), "{line:?} {record}");
+        }
+        match line.reason.as_str() {
+            "malformed" => assert_eq!(record, "nonsense"),
+            "missing text" => assert!(record.contains("\"text\": 7")),
+            "empty" => assert!(record.contains("\"text\": \"\"")),
+            "too large" => assert!(record.len() > 1500),
+            reason => {
+                assert!(reason.contains(": ") && (line.id.is_some() || source.name == "math"))
+            }
+        }
+        assert_eq!(line.kept.is_some(), line.reason.starts_with("exact-duplicates"), "{line:?}");
+        let count = counts.entry((source.name.clone(), line.reason)).or_default();
+        *count = (count.0 + 1, count.1 + line.bytes.unwrap());
+        Ok(())
+    })
+    .unwrap();
+    let told = manifest.sources.iter().flat_map(|source| {
+        let key = |reason: &str| (source.name.clone(), reason.to_owned());
+        source.dropped.iter().map(move |told| (key(&told.reason), (told.documents, told.bytes)))
+    });
+    assert_eq!(counts, told.collect());
+    let reasons: Vec<&str> = counts.keys().map(|(_, reason)| reason.as_str()).collect();
+    for reason in [
+        "malformed",
+        "missing text",
+        "too large",
+        "length: too few words",
+        "exact-duplicates: of an earlier document",
+    ] {
+        assert!(reasons.contains(&reason), "no {reason} in {reasons:?}");
+    }
+    assert!(cut > 0);
+    // By parts of one file each, and by a build that goes on, the same bytes.
+    killed_at(&Corpus::read(&corpus).unwrap(), &bench.path("parts"), 150);
+    build(&Corpus::read(&corpus).unwrap(), &bench.path("parts"), in_parts(3)).unwrap();
+    same(&store, &bench.path("parts"));
 }
 
 #[test]

@@ -67,7 +67,7 @@ fn damaged_lists(
         let file = format!("{}/{}", source.name, record.name);
         Ok(what.map(|what| Damage { file, what, block: None, documents: None }))
     };
-    source.lists().iter().filter_map(|file| damage(file).transpose()).collect()
+    source.lists().filter_map(|file| damage(file).transpose()).collect()
 }
 
 #[cfg(test)]

@@ -25,9 +25,9 @@ pub(crate) struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
-    /// All sources, from this file of this source on.
-    pub(crate) fn from(corpus: &'a Corpus, source: usize, file: usize) -> Self {
-        Walk { corpus, wanted: |_| true, source, file, input: None }
+    /// All sources.
+    pub(crate) fn new(corpus: &'a Corpus) -> Self {
+        Walk::only(corpus, |_| true)
     }
 
     /// The sources that are wanted.
@@ -39,9 +39,7 @@ impl<'a> Walk<'a> {
     pub(crate) fn next(&mut self) -> Result<Option<Part>> {
         loop {
             let Some(source) = self.corpus.sources.get(self.source) else { return Ok(None) };
-            // Nothing is read of a source that is taken over from another store.
-            let read = (self.wanted)(source) && source.taken.is_none();
-            let file = source.files.get(self.file).filter(|_| read);
+            let file = source.files.get(self.file).filter(|_| (self.wanted)(source));
             let Some(file) = file else {
                 (self.source, self.file) = (self.source + 1, 0);
                 if (self.wanted)(source) {

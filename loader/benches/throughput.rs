@@ -60,8 +60,16 @@ fn generate(path: &Path, shards: u64, tokens: u64, length: u64) {
     }
     let (validation, dropped, inputs) = (StreamRecord::empty(), Vec::new(), Vec::new());
     let (name, preparation) = ("web".to_owned(), String::new());
-    let web =
-        SourceRecord { name, preparation, inputs, train, validation, dropped, prepared: None };
+    let web = SourceRecord {
+        name,
+        preparation,
+        inputs,
+        train,
+        validation,
+        dropped,
+        prepared: None,
+        dropped_file: None,
+    };
     commit_store(path, vec![web], 2, 131_072);
 }
 

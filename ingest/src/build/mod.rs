@@ -1,36 +1,27 @@
 //! `zdata build`: a corpus to a store, resumable, the same bytes every time.
 //!
-//! Reads top to bottom: lock the folder, ask whether it is done, take up or begin the journal, run the pipeline, check
-//! the last samples, make it a store.
+//! Reads top to bottom: ask whether it is done, lock the folder of parts, cut the corpus into tasks, make the store of
+//! their parts. A part that is there, from a build that was killed or from an earlier one, is not made again.
 
 pub(crate) mod commit;
-pub(crate) mod journal;
 pub(crate) mod pipeline;
 pub(crate) mod request;
 pub(crate) mod stream;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result, note};
-use rayon::prelude::*;
-use store::Location;
-use store::{FORMAT, Manifest, TokenizerRecord, disk, open};
+use store::{FORMAT, Location, Manifest, TokenizerRecord, disk, open};
 
-use self::commit::Committer;
-use self::journal::{Checkpoint, Head, Journal};
-use self::pipeline::Encoding;
-use self::request::Sides;
+use self::request::{Head, Sides};
+use crate::cluster;
 use crate::corpus::Corpus;
-use crate::dedup::{Scan, Tools};
-use crate::prepared::Prepared;
-use crate::progress::{Measure, Progress};
-use crate::takeover;
-use crate::tokenize::audit::{self, Wanted};
+use crate::dedup::Tools;
 use crate::tokenize::{Engine, Tokenizer};
 use crate::versions;
 
-/// What only decides speed.
-#[derive(Clone, Copy, Debug)]
+/// What only decides speed, and where parts lie.
+#[derive(Clone, Debug)]
 pub struct Options {
     /// Threads that parse and encode.
     pub workers: usize,
@@ -38,6 +29,10 @@ pub struct Options {
     pub engine: Engine,
     /// Whether to keep silent about progress.
     pub quiet: bool,
+    /// The folder of parts; one that is named is kept, the one beside the store goes when that is whole.
+    pub work: Option<PathBuf>,
+    /// Bytes of input that a part is made of; a larger file is a part by itself.
+    pub task_bytes: u64,
 }
 
 /// How a build ended.
@@ -51,6 +46,8 @@ pub enum Outcome {
         manifest: Manifest,
         /// What passed and how fast.
         summary: String,
+        /// For each stage, how much was made and how much was there.
+        tallies: Vec<String>,
         /// Documents that the reference encoded again, and their bytes.
         audited: (u64, u64),
     },
@@ -58,102 +55,71 @@ pub enum Outcome {
 
 /// Builds `corpus` into the folder `store`, or goes on with a build that was killed there.
 pub fn build(corpus: &Corpus, store: &Path, options: Options) -> Result<Outcome> {
-    build_from(corpus, store, None, options, || Ok(()))
+    build_while(corpus, store, options, || Ok(()))
 }
 
-/// Builds as long as `go_on`, asked before each document, does not fail.
-#[cfg(test)]
+/// Builds as long as `go_on`, asked before each document that is worked on, does not fail.
 pub(crate) fn build_while(
     corpus: &Corpus,
     store: &Path,
     options: Options,
-    go_on: impl FnMut() -> Result<()>,
-) -> Result<Outcome> {
-    build_from(corpus, store, None, options, go_on)
-}
-
-/// Builds, taking over from the store `from` what did not change since, as long as `go_on`, asked before each document,
-/// does not fail.
-pub fn build_from(
-    corpus: &Corpus,
-    store: &Path,
-    from: Option<&Location>,
-    options: Options,
     mut go_on: impl FnMut() -> Result<()>,
 ) -> Result<Outcome> {
-    let tokenizer = tokenizer(corpus, options.engine)?;
-    let head = head(corpus, &tokenizer)?;
-    disk::create_folder(store)?;
-    let _lock = disk::lock(store)?;
     if store.join(open::MANIFEST).exists() {
-        let manifest = done(corpus, &store.into(), &head)?;
+        let manifest = built(corpus, store, options.engine)?;
+        clear_work(store)?;
         return Ok(Outcome::UpToDate(manifest));
     }
+    refuse_foreign(store)?;
+    let work = options.work.clone().unwrap_or_else(|| work_of(store));
+    let _lock = cluster::lock(&work)?;
+    let built = build_in(corpus, store, &work, &options, &mut go_on);
+    // What is kept of a build that failed are its parts: a folder without them is of no use.
+    if options.work.is_none() && (built.is_ok() || !cluster::holds_parts(&work)?) {
+        disk::remove(&work)?;
+    }
+    built
+}
+
+fn build_in(
+    corpus: &Corpus,
+    store: &Path,
+    work: &Path,
+    options: &Options,
+    go_on: &mut dyn FnMut() -> Result<()>,
+) -> Result<Outcome> {
+    let plan = cluster::plan_with(corpus, work, options.task_bytes, options.engine)?;
     if let (Some(why), Engine::Fastest, false) =
-        (tokenizer.why_slow(), options.engine, options.quiet)
+        (plan.tokenizer.why_slow(), options.engine, options.quiet)
     {
         note!("note: fastokens does not cover this tokenizer ({why}): encoding with tokenizers");
     }
-    let empty = request::empty_manifest(&head, tokenizer.token_bytes());
-    let (journal, checkpoints) = take_up(corpus, store, &head)?;
-    let tools = tools(corpus, &tokenizer, &head)?;
-    let scan = scan(corpus, store, (&tools, options), &mut go_on)?;
-    let planned = take_over(corpus, from, (&head, &checkpoints), scan.as_ref(), options)?;
-    let corpus = planned.as_ref().unwrap_or(corpus);
-    let prepared = Prepared::new(corpus, &tools, store)?;
-    let mut progress = progress(corpus, &checkpoints, options.quiet)?;
-    let wanted = Wanted::default();
-    let mut committer =
-        Committer::new(corpus, store, &empty, (journal, checkpoints), &wanted, &mut progress)?;
-    let encoding = Encoding {
-        tokenizer: &tokenizer,
-        begin: head.tokenizer.begin,
-        end: head.tokenizer.end,
-        validation: corpus.validation,
-        wanted: &wanted,
-        prepared: &prepared,
-    };
-    let position = committer.position();
-    pipeline::run(corpus, &encoding, options.workers.max(1), position, |step, auditor| {
-        committer.step(step, auditor, &mut go_on)
-    })?;
-    let mut audit = std::mem::take(&mut committer.audit);
-    let mut sources = std::mem::take(&mut committer.sources);
-    let failure = audit.finish().par_iter().find_map_first(|s| audit::check(&tokenizer, s).err());
-    failure.map_or(Ok(()), Err)?;
-    if let Some(scan) = scan {
-        scan.close(corpus, &mut sources)?;
-    }
-    request::check_kept(&sources)?;
-    let manifest = finish(store, &tokenizer, Manifest { sources, ..empty })?;
-    open::finish(store)?;
-    let rescued = tokenizer.rescued();
+    let cluster::Made { manifest, summary, audited } = cluster::make(&plan, store, options, go_on)?;
+    let rescued = plan.tokenizer.rescued();
     if rescued > 0 && !options.quiet {
         note!("note: fastokens gave up on {rescued} documents: tokenizers encoded them");
     }
-    let audited = (audit.documents, audit.audited_bytes);
-    Ok(Outcome::Built { manifest, summary: progress.finish(), audited })
+    let tallies = cluster::tallies(&plan)?;
+    plan.close()?;
+    Ok(Outcome::Built { manifest, summary, tallies, audited })
 }
 
-/// The corpus with its unchanged sources marked, if there is a store to take them from.
-fn take_over(
-    corpus: &Corpus,
-    from: Option<&Location>,
-    (head, checkpoints): (&Head, &[Checkpoint]),
-    scan: Option<&Scan>,
-    options: Options,
-) -> Result<Option<Corpus>> {
-    let Some(from) = from else { return Ok(None) };
-    let lists = scan.map_or(&[][..], |scan| &scan.files);
-    let begun = |source: usize| {
-        checkpoints.last().is_some_and(|last| source < last.position.source)
-            || checkpoints.iter().any(|checkpoint| checkpoint.source == source)
-    };
-    let (planned, notes) = takeover::plan(corpus, from, head, lists, begun)?;
-    if !options.quiet {
-        notes.iter().for_each(|note| note!("note: {note}"));
+/// Where the parts of a build lie that names no folder for them: beside the store, until that is whole.
+pub fn work_of(store: &Path) -> PathBuf {
+    let mut work = store.as_os_str().to_owned();
+    work.push(".work");
+    PathBuf::from(work)
+}
+
+/// Removes the parts that a build left beside its store when it was killed at its very end.
+fn clear_work(store: &Path) -> Result<()> {
+    let work = work_of(store);
+    if !work.is_dir() {
+        return Ok(());
     }
-    Ok(Some(planned))
+    // Who holds it is at its end, and removes it.
+    let Ok(_lock) = disk::lock(&work) else { return Ok(()) };
+    disk::remove(&work)
 }
 
 /// What steps need, with the tokens that are put around documents.
@@ -165,23 +131,6 @@ pub(crate) fn tools<'a>(
     let around = [head.tokenizer.begin, head.tokenizer.end].iter().flatten().count();
     let count = move |text: &str| Ok(tokenizer.encode(text)?.len() + around);
     Tools::new(corpus, Some(Box::new(count)))
-}
-
-/// The dedup scan, if a step compares documents.
-fn scan(
-    corpus: &Corpus,
-    store: &Path,
-    (tools, options): (&Tools<'_>, Options),
-    go_on: &mut dyn FnMut() -> Result<()>,
-) -> Result<Option<Scan>> {
-    if !options.quiet {
-        tools.notes().for_each(|note| note!("note: {note}"));
-    }
-    if corpus.sources.iter().all(|source| source.recipe.scanned() == 0) {
-        return Ok(None);
-    }
-    let how = (options.workers.max(1), options.quiet);
-    Scan::take_up(tools, corpus, store, how, go_on).map(Some)
 }
 
 /// The store that lies at `store`, if it was built from this very request.
@@ -241,69 +190,37 @@ pub(crate) fn head(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Head> {
 /// The store that is there, if it is what was asked for.
 fn done(corpus: &Corpus, store: &Location, head: &Head) -> Result<Manifest> {
     let manifest = open::manifest(store)?;
-    let sides = Sides { store, since: "this store was built" };
+    let sides = Sides { store };
     sides.compare_heads(&request::head_of(&manifest, head), head)?;
     for (source, old) in corpus.sources.iter().zip(&manifest.sources) {
-        sides.compare_inputs(source, &old.inputs, true)?;
+        sides.compare_inputs(source, &old.inputs)?;
     }
     request::compare_dropped(corpus, &manifest, store)?;
     store.local().map_or(Ok(()), open::finish)?;
     Ok(manifest)
 }
 
-/// The journal of this build: the one that is there, if it is of the same request, or a new one.
-fn take_up(corpus: &Corpus, store: &Path, head: &Head) -> Result<(Journal, Vec<Checkpoint>)> {
-    if !Journal::exists(store) {
-        refuse_foreign(store)?;
-        return Ok((Journal::begin(store, head)?, Vec::new()));
-    }
-    let (journal, old, checkpoints) = Journal::resume(store)?;
-    let sides = Sides { store: &store.into(), since: "this build was begun" };
-    sides.compare_heads(&old, head)?;
-    let pairs = [
-        ("shard_tokens", old.shard_tokens.to_string(), head.shard_tokens.to_string()),
-        ("zdata", old.versions.to_string(), head.versions.to_string()),
-    ];
-    for (what, old, new) in pairs {
-        if old != new {
-            return Err(Fault::usage(format!("{what} changed since this build was begun"))
-                .at(store.display().to_string())
-                .found(new)
-                .wanted(old)
-                .hint("undo the change, or delete the store's folder and build it again"));
-        }
-    }
-    for (index, source) in corpus.sources.iter().enumerate() {
-        let inputs = checkpoints.iter().filter(|checkpoint| checkpoint.source == index);
-        let inputs: Vec<_> = inputs.flat_map(|checkpoint| checkpoint.inputs.clone()).collect();
-        let finished = checkpoints.last().is_some_and(|last| last.position.source > index);
-        sides.compare_inputs(source, &inputs, finished)?;
-    }
-    Ok((journal, checkpoints))
-}
-
-/// A build clears its folder, so it must be its own.
+/// A store gets a folder of its own; what an older version left unfinished there is nothing that this one can go on with.
 fn refuse_foreign(store: &Path) -> Result<()> {
-    let mut names = disk::entries(store)?.into_iter();
-    match names.find(|entry| !entry.ends_with(open::BUILD_FOLDER)) {
-        None => Ok(()),
-        Some(entry) => Err(Fault::usage("this folder holds something else")
-            .at(store.display().to_string())
-            .found(entry.file_name().unwrap_or_default().to_string_lossy())
-            .wanted("a new or empty folder, a store, or an unfinished build")
-            .hint("name another --out")),
+    if !store.is_dir() {
+        return Ok(());
     }
+    let entries = disk::entries(store)?;
+    let Some(entry) = entries.first() else { return Ok(()) };
+    if store.join(open::BUILD_FOLDER).join(OLD_JOURNAL).exists() {
+        return Err(Fault::usage("another version of zdata began a build in this folder")
+            .at(store.display().to_string())
+            .hint("delete the folder and run the same command again, or let that version end it"));
+    }
+    Err(Fault::usage("this folder holds something else")
+        .at(store.display().to_string())
+        .found(entry.file_name().unwrap_or_default().to_string_lossy())
+        .wanted("a new or empty folder, or a store")
+        .hint("name another --out"))
 }
 
-fn progress(corpus: &Corpus, checkpoints: &[Checkpoint], quiet: bool) -> Result<Progress> {
-    let mut bytes = 0;
-    for file in corpus.sources.iter().flat_map(|source| &source.files) {
-        bytes += file.size()?;
-    }
-    let inputs = checkpoints.iter().flat_map(|checkpoint| &checkpoint.inputs);
-    let before = inputs.map(|input| input.bytes).sum();
-    Ok(Progress::new("build", Measure::Bytes, bytes, quiet).after(before))
-}
+/// What builds kept until they kept parts.
+const OLD_JOURNAL: &str = "journal.jsonl";
 
 /// Makes a folder a store, whoever wrote the streams that `manifest` names.
 pub(crate) fn finish(

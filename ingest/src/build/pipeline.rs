@@ -8,12 +8,10 @@ use contract::{Digest, Fault, Key, Purpose, Ratio, Result};
 use rayon::prelude::*;
 use store::{InputRecord, Split};
 
-use super::journal::Position;
-use super::request::content_of_dropped;
 use crate::corpus::{Corpus, Source};
 use crate::parallel::{self, Map};
 use crate::prepared::{InFile, Prepared, Trace};
-use crate::source::{self, Document, Parsed, Slab};
+use crate::source::{self, Document, Parsed, Row, Slab};
 use crate::tokenize::Tokenizer;
 use crate::tokenize::audit::{self, Sample, Wanted};
 use crate::walk::{Part, Walk, place};
@@ -34,7 +32,18 @@ pub(crate) struct Encoding<'a> {
 /// What became of one record.
 pub(crate) enum Item {
     Document(Box<Encoded>),
-    Dropped { reason: Cow<'static, str>, bytes: u64, content: Digest, fault: Fault },
+    Dropped(Box<Dropped>),
+}
+
+/// A record that is not kept.
+pub(crate) struct Dropped {
+    pub(crate) reason: Cow<'static, str>,
+    pub(crate) row: Row,
+    /// Its own id, where it could be read.
+    pub(crate) id: Option<String>,
+    pub(crate) bytes: u64,
+    /// The same as an error.
+    pub(crate) fault: Fault,
 }
 
 /// A document, encoded.
@@ -44,8 +53,6 @@ pub(crate) struct Encoded {
     pub(crate) group: Option<u32>,
     pub(crate) bytes: Option<(u64, u64)>,
     pub(crate) text_bytes: u64,
-    /// Of its text as read.
-    pub(crate) consumed: Digest,
     /// Of its text as encoded.
     pub(crate) content: Digest,
     /// What steps of preparation did to it, if there are any.
@@ -91,32 +98,21 @@ impl Auditor {
     }
 }
 
-/// Runs the inputs from `position` on, and calls `commit` with every step in input order.
+/// Runs the inputs, and calls `commit` with every step in input order.
 pub(crate) fn run(
     corpus: &Corpus,
     encoding: &Encoding<'_>,
     workers: usize,
-    position: Position,
     mut commit: impl FnMut(Step, &Auditor) -> Result<()>,
 ) -> Result<()> {
     let auditor = Auditor::default();
-    let mut walk = Walk::from(corpus, position.source, position.file);
-    let mut passed = Passed { now: Position::start(position.source, position.file), to: position };
-    let next = || {
-        while let Some(part) = walk.next()? {
-            if let Some(skip) = passed.by(&part, corpus)? {
-                return Ok(Some((part, skip)));
-            }
-        }
-        Ok(None)
-    };
-    let step = |(): &mut (), (part, skip): (Part, usize)| {
+    let mut walk = Walk::new(corpus);
+    let step = |(): &mut (), part: Part| {
         auditor.check_waiting(encoding.tokenizer)?;
-        step(part, skip, corpus, encoding)
+        step(part, corpus, encoding)
     };
-    let map =
-        Map { begin: || (), map: step, place: |(part, _): &(Part, usize)| place(corpus, part) };
-    parallel::run(workers, next, map, |step| commit(step, &auditor))?;
+    let map = Map { begin: || (), map: step, place: |part: &Part| place(corpus, part) };
+    parallel::run(workers, || walk.next(), map, |step| commit(step, &auditor))?;
     // Every sample is checked before a build is done.
     let left = std::mem::take(&mut *auditor.waiting());
     let failure = left.par_iter().find_map_first(|s| audit::check(encoding.tokenizer, s).err());
@@ -124,11 +120,11 @@ pub(crate) fn run(
 }
 
 /// What a part becomes.
-fn step(part: Part, skip: usize, corpus: &Corpus, encoding: &Encoding<'_>) -> Result<Step> {
+fn step(part: Part, corpus: &Corpus, encoding: &Encoding<'_>) -> Result<Step> {
     Ok(match part {
         Part::Slab { slab, source, file, raw } => {
             let source = &corpus.sources[source];
-            let items = encode_slab(*slab, skip, source, &source.files[file].shown, encoding)?;
+            let items = encode_slab(*slab, source, &source.files[file].shown, encoding)?;
             Step::Slab { items, raw_bytes: raw }
         }
         Part::FileEnd { source, file, bytes, identity: sha256 } => {
@@ -139,61 +135,8 @@ fn step(part: Part, skip: usize, corpus: &Corpus, encoding: &Encoding<'_>) -> Re
     })
 }
 
-/// Goes over what a killed build had committed of the file that it stopped in.
-struct Passed {
-    now: Position,
-    to: Position,
-}
-
-impl Passed {
-    /// How many records of this part are committed; nothing if all are.
-    fn by(&mut self, part: &Part, corpus: &Corpus) -> Result<Option<usize>> {
-        let Passed { now, to } = self;
-        if now.documents == to.documents {
-            return Ok(Some(0));
-        }
-        let source = &corpus.sources[to.source];
-        match part {
-            Part::Slab { slab, .. } => pass(slab, source, now, to),
-            _ => Err(changed(&source.files[to.file].shown)),
-        }
-    }
-}
-
-/// Goes over the records that a killed build had committed; returns how many of this slab they are, or `None` for all.
-fn pass(
-    slab: &Slab,
-    source: &Source,
-    passed: &mut Position,
-    to: &Position,
-) -> Result<Option<usize>> {
-    let records = slab.parse(&source.fields)?;
-    let (all, mut skip) = (records.len(), 0);
-    for parsed in records {
-        if passed.documents == to.documents {
-            break;
-        }
-        passed.pass(match &parsed {
-            Parsed::Document(document) => Digest::of_bytes(document.text.as_bytes()),
-            Parsed::Dropped { reason, bytes, .. } => content_of_dropped(reason, *bytes),
-        });
-        skip += 1;
-    }
-    if passed.documents == to.documents && passed.consumed != to.consumed {
-        return Err(changed(&source.files[to.file].shown));
-    }
-    Ok((skip < all).then_some(skip))
-}
-
-fn changed(file: &str) -> Fault {
-    Fault::mismatch("this input changed since the build was begun")
-        .at(file.to_owned())
-        .hint("restore the input, or delete the store's folder and build it again")
-}
-
 fn encode_slab(
     slab: Slab,
-    skip: usize,
     source: &Source,
     file: &str,
     encoding: &Encoding<'_>,
@@ -203,53 +146,48 @@ fn encode_slab(
     drop(slab);
     let steps = encoding.prepared.in_file(&source.name, file);
     let encode = |parsed| encode(parsed, file, encoding, steps.as_ref());
-    Ok(parsed.into_iter().skip(skip).map(encode).collect())
+    Ok(parsed.into_iter().map(encode).collect())
 }
 
 fn encode(parsed: Parsed, file: &str, encoding: &Encoding<'_>, steps: Option<&InFile<'_>>) -> Item {
     let document = match parsed {
         Parsed::Document(document) => document,
-        Parsed::Dropped { reason, bytes, fault } => {
-            let content = content_of_dropped(reason, bytes);
-            return Item::Dropped { reason: reason.into(), bytes, content, fault };
+        Parsed::Dropped { reason, row, bytes, fault } => {
+            return Item::Dropped(Box::new(Dropped {
+                reason: reason.into(),
+                row,
+                id: None,
+                bytes,
+                fault,
+            }));
         }
     };
-    let consumed = Digest::of_bytes(document.text.as_bytes());
-    let (row, group) = (document.row, document.group);
-    let place = || source::place(file, group, row);
-    let (document, content, trace) = match steps {
-        None => (document, consumed, None),
-        Some(steps) => match steps.apply(document) {
-            Ok((document, trace)) => {
-                let content = Digest::of_bytes(document.text.as_bytes());
-                (document, content, Some(trace))
-            }
-            Err(dropped) => {
-                let (reason, bytes, fault) = (dropped.reason.into(), dropped.bytes, dropped.fault);
-                return Item::Dropped {
-                    reason,
-                    bytes,
-                    content: consumed,
-                    fault: fault.or_at(place),
-                };
-            }
-        },
+    let row = Row { group: document.group, row: document.row };
+    let place = || source::place(file, row.group, row.row);
+    let dropped = |reason: Cow<'static, str>, id, bytes, fault: Fault| {
+        let fault = fault.or_at(place);
+        Item::Dropped(Box::new(Dropped { reason, row, id, bytes, fault }))
     };
+    let (document, trace) = match steps {
+        None => (document, None),
+        Some(steps) => {
+            let id = document.id.clone();
+            match steps.apply(document) {
+                Ok((document, trace)) => (document, Some(trace)),
+                Err(gone) => return dropped(gone.reason.into(), id, gone.bytes, gone.fault),
+            }
+        }
+    };
+    let content = Digest::of_bytes(document.text.as_bytes());
     let bytes = trace.as_ref().map_or(document.text.len() as u64, |trace| trace.read);
-    let dropped = |reason: &'static str, fault: Fault| Item::Dropped {
-        reason: reason.into(),
-        bytes,
-        content: consumed,
-        fault,
-    };
     match encoding.tokenizer.encode(&document.text) {
-        Err(fault) => dropped("refused by the tokenizer", fault.or_at(place)),
+        Err(fault) => dropped("refused by the tokenizer".into(), document.id, bytes, fault),
         Ok(ids) if ids.is_empty() => {
-            dropped("no tokens", Fault::data("it has no tokens").at(place()))
+            dropped("no tokens".into(), document.id, bytes, Fault::data("it has no tokens"))
         }
         Ok(ids) => {
             let sample = sample(&document, &ids, content, encoding.wanted, place);
-            let parts = (document, ids, (consumed, content), trace, sample);
+            let parts = (document, ids, content, trace, sample);
             Item::Document(Box::new(encoded(parts, encoding)))
         }
     }
@@ -260,10 +198,10 @@ pub(crate) fn held_out(content: Digest, share: Ratio) -> bool {
     happens(Key::from_seed(0).child("validation"), Purpose::Split, content.0 as u64, share)
 }
 
-type Parts = (Document, Vec<u32>, (Digest, Digest), Option<Trace>, Option<Sample>);
+type Parts = (Document, Vec<u32>, Digest, Option<Trace>, Option<Sample>);
 
 fn encoded(parts: Parts, encoding: &Encoding<'_>) -> Encoded {
-    let (document, ids, (consumed, content), trace, sample) = parts;
+    let (document, ids, content, trace, sample) = parts;
     let held_out = held_out(content, encoding.validation);
     let Encoding { begin, end, .. } = encoding;
     let tokens = match (begin, end) {
@@ -276,7 +214,6 @@ fn encoded(parts: Parts, encoding: &Encoding<'_>) -> Encoded {
         group: document.group,
         bytes: document.bytes,
         text_bytes: document.text.len() as u64,
-        consumed,
         content,
         trace,
         split: if held_out { Split::Validation } else { Split::Train },

@@ -3,12 +3,25 @@
 //! Touching, moving or renaming an input is no difference: content is compared, never paths or dates.
 
 use contract::framed::quoted;
-use contract::{Digest, Fault, Framed, Hasher, Identity, Result};
+use contract::{Fault, Framed, Identity, Result};
+use serde::{Deserialize, Serialize};
 use store::{FORMAT, InputRecord, Location, Manifest, SourceRecord, StreamRecord, TokenizerRecord};
 
-use super::journal::Head;
 use crate::corpus::{Corpus, OnError, Source};
 use crate::recipe;
+
+/// What a build may not change on its way.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Head {
+    /// The versions that it was begun with: others may read, encode or write otherwise.
+    pub(crate) versions: Identity,
+    pub(crate) tokenizer: TokenizerRecord,
+    pub(crate) unit: u64,
+    pub(crate) validation: String,
+    pub(crate) shard_tokens: u64,
+    /// Names and preparations.
+    pub(crate) sources: Vec<(String, String)>,
+}
 
 /// The preparation of a source as canonical text: part of the store's identity.
 pub(crate) fn preparation(corpus: &Corpus, source: &Source) -> String {
@@ -48,6 +61,7 @@ pub(crate) fn empty_manifest(head: &Head, token_bytes: u32) -> Manifest {
         validation: StreamRecord::empty(),
         dropped: Vec::new(),
         prepared: None,
+        dropped_file: None,
     };
     Manifest {
         format: FORMAT,
@@ -65,23 +79,24 @@ pub(crate) fn empty_manifest(head: &Head, token_bytes: u32) -> Manifest {
 pub(crate) struct Sides<'a> {
     /// The store's folder.
     pub(crate) store: &'a Location,
-    /// "this store was built", "this build was begun".
-    pub(crate) since: &'a str,
 }
 
 impl Sides<'_> {
     fn key(&self, key: &str, old: impl ToString, new: impl ToString) -> Fault {
-        Fault::usage(format!("`{key}` changed since {}", self.since))
+        Fault::usage(format!("`{key}` changed since this store was built"))
             .at(self.store.to_string())
             .found(new.to_string())
             .wanted(old.to_string())
-            .hint("name another --out (--from this store takes over what did not change), or undo the change")
+            .hint(
+                "name another --out, or undo the change; with --work FOLDER at every build, parts that did not \
+                 change are not made again",
+            )
     }
 
     /// Refuses a request whose keys or tokenizer differ.
     pub(crate) fn compare_heads(&self, old: &Head, new: &Head) -> Result<()> {
         if old.tokenizer.sha256 != new.tokenizer.sha256 {
-            return Err(Fault::mismatch(format!("the tokenizer changed since {}", self.since))
+            return Err(Fault::mismatch("the tokenizer changed since this store was built")
                 .at(self.store.to_string())
                 .found(new.tokenizer.sha256)
                 .wanted(old.tokenizer.sha256)
@@ -114,21 +129,16 @@ impl Sides<'_> {
         Ok(())
     }
 
-    /// Refuses inputs whose content differs from what `source` was built from. `whole`: none may be missing or new.
-    pub(crate) fn compare_inputs(
-        &self,
-        source: &Source,
-        old: &[InputRecord],
-        whole: bool,
-    ) -> Result<()> {
+    /// Refuses inputs whose content differs from what `source` was built from.
+    pub(crate) fn compare_inputs(&self, source: &Source, old: &[InputRecord]) -> Result<()> {
         let place = || format!("{}: source {:?}", self.store, source.name);
         let refused = |what: String| {
-            Fault::mismatch(format!("{what} since {}", self.since))
+            Fault::mismatch(format!("{what} since this store was built"))
                 .at(place())
                 .hint("restore the inputs, or name another --out; a store is never altered")
         };
         let new = source.files.len();
-        if new < old.len() || (whole && new > old.len()) {
+        if new != old.len() {
             return Err(refused("the number of inputs changed".to_owned())
                 .found(format!("{new} files"))
                 .wanted(format!("{} files", old.len())));
@@ -182,24 +192,25 @@ pub(crate) fn count_or_stop(corpus: &Corpus, reason: &str, fault: Fault) -> Resu
     if stops(corpus, reason) { Err(fault) } else { Ok(()) }
 }
 
-/// Refuses a source of whose records none could be read: a wrong `text` would else pass for a corpus. What steps drop, they
-/// drop on purpose.
+/// Refuses a source of which nothing is left, whatever dropped it: a wrong `text` or a rule too strict would else pass for a
+/// corpus. A source whose files hold no records is as it was given.
 pub(crate) fn check_kept(sources: &[SourceRecord]) -> Result<()> {
     for source in sources {
         let read: u64 = source.inputs.iter().map(|input| input.documents).sum();
-        let kept = source.train.documents + source.validation.documents;
-        let unread = source.dropped.iter().all(|dropped| !recipe::is_reason(&dropped.reason));
-        if read > 0 && kept == 0 && unread {
-            let reasons = source.dropped.iter();
-            let reasons =
-                reasons.map(|dropped| format!("{} {}", dropped.documents, dropped.reason));
-            return Err(Fault::data(format!("nothing is left of source {:?}", source.name))
-                .found(format!("{read} records: {}", reasons.collect::<Vec<_>>().join(", ")))
-                .wanted("at least one document")
-                .hint(
-                    "check `text` of the source, or take it out of the corpus; name another --out",
-                ));
+        if read == 0 || source.train.documents + source.validation.documents > 0 {
+            continue;
         }
+        let reasons = source.dropped.iter();
+        let reasons = reasons.map(|dropped| format!("{} {}", dropped.documents, dropped.reason));
+        let unread = source.dropped.iter().any(|dropped| !recipe::is_reason(&dropped.reason));
+        return Err(Fault::data(format!("nothing is left of source {:?}", source.name))
+            .found(format!("{read} records: {}", reasons.collect::<Vec<_>>().join(", ")))
+            .wanted("at least one document")
+            .hint(match unread {
+                true => "`zdata build CORPUS.toml --check` lists the records; check `text` of the source, \
+                         or take it out of the corpus",
+                false => "loosen the steps of the source, or take it out of the corpus",
+            }));
     }
     Ok(())
 }
@@ -215,9 +226,4 @@ pub(crate) fn head_of(manifest: &Manifest, like: &Head) -> Head {
         shard_tokens: like.shard_tokens,
         sources: manifest.sources.iter().map(pair).collect(),
     }
-}
-
-/// The content of a record that is no document, for the digest of what was consumed.
-pub(crate) fn content_of_dropped(reason: &str, bytes: u64) -> Digest {
-    Hasher::new().tag("dropped.v1").str(reason).u64(bytes).finish()
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use contract::Result;
 use store::manifest::chain;
 use store::write::{ShardWriter, StreamHead};
-use store::{DocumentRecord, ShardRecord, SourceRecord, Split, StreamRecord, disk, open};
+use store::{DocumentRecord, SourceRecord, Split, StreamRecord, disk, open};
 
 /// One stream, and the shard at its end.
 pub(crate) struct Stream {
@@ -15,7 +15,7 @@ pub(crate) struct Stream {
 }
 
 impl Stream {
-    /// Both streams of a source, to be gone on with.
+    /// Both streams of a source, with what its record says of them so far.
     pub(crate) fn both(
         store: &Path,
         source: &SourceRecord,
@@ -66,10 +66,10 @@ impl Stream {
     }
 
     /// Commits the open shard, if there is one.
-    pub(crate) fn commit(&mut self) -> Result<Option<ShardRecord>> {
-        let Some(open) = self.open.take() else { return Ok(None) };
-        let shard = open.finish()?;
-        self.record.shards.push(shard.clone());
-        Ok(Some(shard))
+    pub(crate) fn commit(&mut self) -> Result<()> {
+        if let Some(open) = self.open.take() {
+            self.record.shards.push(open.finish()?);
+        }
+        Ok(())
     }
 }

@@ -9,11 +9,11 @@ use contract::{Framed, Identity};
 use store::{FORMAT, TokenizerRecord};
 
 use super::plan::Stage;
-use crate::build::journal::Head;
+use crate::build::request::Head;
 use crate::corpus::{Corpus, SourceFile};
 
 /// Version of the bytes of parts. What stages and steps do has versions of its own (`versions`).
-const PARTS: u32 = 4;
+const PARTS: u32 = 5;
 
 /// Bytes and identity of a file.
 pub(super) type Content = (u64, Identity);

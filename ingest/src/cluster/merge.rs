@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use contract::{Fault, Result};
+use contract::{Digest, Fault, Result};
 use storage::staging::Staging;
-use store::{InputRecord, Manifest, disk, open};
+use store::{FileRecord, InputRecord, Manifest, disk, open};
 
 use super::part::{Entry, PartReader};
 use super::plan::{Plan, Stage};
@@ -12,42 +12,50 @@ use super::result::{self, TaskResult};
 use super::scan;
 use crate::build;
 use crate::build::commit::Committer;
-use crate::build::journal::Journal;
-use crate::build::pipeline::{Auditor, Item, Step};
+use crate::build::pipeline::{Item, Step};
 use crate::build::request;
 use crate::dedup::Scan;
+use crate::dropped::REMOVED;
 use crate::progress::{Measure, Progress};
-use crate::takeover;
 use crate::tokenize::Engine;
-use crate::tokenize::audit::Wanted;
 
 /// Makes the store of all parts.
 pub fn merge(plan: &Plan, store: &Path, quiet: bool) -> Result<Manifest> {
     if store.join(open::MANIFEST).exists() {
         return build::built(&plan.corpus, store, Engine::Fastest);
     }
-    let results = results(plan, Stage::Encode)?;
+    results(plan, Stage::Encode)?;
+    let mut progress = Progress::new("merge", Measure::Bytes, plan.bytes(Stage::Encode)?, quiet);
+    assemble(plan, store, &mut progress, |task, committer| tell_part(plan, task, committer))
+}
+
+/// Makes the store of what `tell` says of each task, in their order. It appears whole or not at all.
+pub(super) fn assemble(
+    plan: &Plan,
+    store: &Path,
+    progress: &mut Progress,
+    mut tell: impl FnMut(usize, &mut Committer<'_>) -> Result<()>,
+) -> Result<Manifest> {
     let scan = scan::decision(plan)?;
     let staging = Staging::begin(store)?;
-    let head = &plan.text.head;
-    let empty = request::empty_manifest(head, plan.tokenizer.token_bytes());
-    let journal = Journal::begin(staging.path(), head)?;
-    let wanted = Wanted::default();
-    let inputs = results.iter().flat_map(|result| &result.inputs);
-    let bytes = inputs.map(|input| input.bytes).sum();
-    let mut progress = Progress::new("merge", Measure::Bytes, bytes, quiet);
-    let begun = (journal, Vec::new());
-    let mut committer =
-        Committer::new(&plan.corpus, staging.path(), &empty, begun, &wanted, &mut progress)?;
-    for (task, result) in results.iter().enumerate() {
-        commit(plan, task, result, &mut committer)?;
+    let empty = request::empty_manifest(&plan.text.head, plan.tokenizer.token_bytes());
+    let scanned = plan.corpus.sources.iter();
+    let scanned = scanned.map(|source| plan.removed_of(source)).collect();
+    let mut committer = Committer::new(&plan.corpus, staging.path(), &empty, scanned, progress)?;
+    for (task, (source, _)) in plan.text.tasks.iter().enumerate() {
+        tell(task, &mut committer)?;
+        if plan.text.tasks.get(task + 1).is_none_or(|(next, _)| next != source) {
+            committer.step(Step::SourceEnd)?;
+        }
     }
-    let mut sources = std::mem::take(&mut committer.sources);
-    drop(committer);
+    let mut sources = committer.sources;
+    // A task that gave two results has given a wrong one.
+    results(plan, Stage::Encode)?;
     if let Some(scan) = scan {
         lists(plan, &scan, staging.path())?;
         scan.close(&plan.corpus, &mut sources)?;
     }
+    request::check_kept(&sources)?;
     let manifest = build::finish(staging.path(), &plan.tokenizer, Manifest { sources, ..empty })?;
     staging.commit()?;
     Ok(manifest)
@@ -58,12 +66,8 @@ pub(super) fn results(plan: &Plan, stage: Stage) -> Result<Vec<TaskResult>> {
     let tasks = plan.tasks_of(stage);
     let mut results = Vec::new();
     for task in tasks {
-        let result = plan.result(stage, task)?.ok_or_else(|| {
-            Fault::data(format!("the part of {} task {task} is missing", stage.name()))
-                .at(plan.folder().display().to_string())
-                .hint("run the tasks that are missing, then this again")
-        })?;
-        results.push(result);
+        let result = plan.result(stage, task)?;
+        results.push(result.ok_or_else(|| missing(plan, stage, task))?);
     }
     let mut conflicts = result::conflicts(&plan.folder())?;
     conflicts.extend(result::conflicts(&plan.parts())?.into_iter().filter(|path| {
@@ -79,35 +83,35 @@ pub(super) fn results(plan: &Plan, stage: Stage) -> Result<Vec<TaskResult>> {
     }
 }
 
-/// Tells the committer what one part holds.
-fn commit(
-    plan: &Plan,
-    task: usize,
-    result: &TaskResult,
-    committer: &mut Committer<'_>,
-) -> Result<()> {
+fn missing(plan: &Plan, stage: Stage, task: usize) -> Fault {
+    Fault::data(format!("the part of {} task {task} is missing", stage.name()))
+        .at(plan.folder().display().to_string())
+        .hint("run the tasks that are missing, then this again")
+}
+
+/// Tells the committer what the part of a task that is done holds.
+pub(super) fn tell_part(plan: &Plan, task: usize, committer: &mut Committer<'_>) -> Result<()> {
+    let result = plan.result(Stage::Encode, task)?;
+    let result = result.ok_or_else(|| missing(plan, Stage::Encode, task))?;
     let (source, range) = &plan.text.tasks[task];
     let places = plan.corpus.sources[*source].recipe.encoding_places();
     let mut files = plan.corpus.sources[*source].files[range.clone()].iter();
     let mut part = PartReader::open(&plan.part(result.part), result.part)?;
-    let auditor = Auditor::default();
-    let mut tell = |step| committer.step(step, &auditor, &mut || Ok(()));
     while let Some(entry) = part.next()? {
         let foreign = || part.damaged("it holds what its task cannot give");
-        tell(match entry {
-            Entry::Item(Item::Dropped { reason, bytes, content, fault }) => {
+        committer.step(match entry {
+            Entry::Item(Item::Dropped(mut dropped)) => {
                 let file = files.as_slice().first().ok_or_else(foreign)?;
-                let place = format!("{}{}", file.path, fault.place().unwrap_or_default());
-                let dropped = Item::Dropped { reason, bytes, content, fault: fault.at(place) };
-                Step::Slab { items: vec![dropped], raw_bytes: 0 }
+                let place = dropped.fault.place().unwrap_or_default();
+                let place = format!("{}{place}", file.path);
+                dropped.fault = dropped.fault.at(place);
+                Step::Slab { items: vec![Item::Dropped(dropped)], raw_bytes: 0 }
             }
-            Entry::Item(mut item) => {
-                if let Item::Document(document) = &mut item {
-                    for (place, _, _) in document.trace.iter_mut().flat_map(|t| &mut t.changes) {
-                        *place = *places.get(*place).ok_or_else(foreign)?;
-                    }
+            Entry::Item(Item::Document(mut document)) => {
+                for (place, _, _) in document.trace.iter_mut().flat_map(|t| &mut t.changes) {
+                    *place = *places.get(*place).ok_or_else(foreign)?;
                 }
-                Step::Slab { items: vec![item], raw_bytes: 0 }
+                Step::Slab { items: vec![Item::Document(document)], raw_bytes: 0 }
             }
             Entry::FileEnd((bytes, sha256)) => {
                 let path = files.next().ok_or_else(foreign)?.shown.clone();
@@ -119,20 +123,31 @@ fn commit(
     if part.digest != Some(result.digest) || files.next().is_some() {
         return Err(part.damaged("this part is not what its task made"));
     }
-    if plan.text.tasks.get(task + 1).is_none_or(|(next, _)| next != source) {
-        tell(Step::SourceEnd)?;
+    Ok(())
+}
+
+/// Puts the lists of the scan into the store that the committer does not write.
+fn lists(plan: &Plan, scan: &Scan, store: &Path) -> Result<()> {
+    for (source, files) in plan.corpus.sources.iter().zip(&scan.files) {
+        let (from, to) = (plan.decided().join(&source.name), store.join(&source.name));
+        for file in files.iter().filter(|file| file.name != REMOVED) {
+            disk::create_folder(&to)?;
+            copy(&from.join(&file.name), &to.join(&file.name), file)?;
+        }
     }
     Ok(())
 }
 
-/// Puts the scan's lists into the store.
-fn lists(plan: &Plan, scan: &Scan, store: &Path) -> Result<()> {
-    for (source, files) in plan.corpus.sources.iter().zip(&scan.files) {
-        let (from, to) = (plan.decided().join(&source.name), store.join(&source.name));
-        for file in files {
-            disk::create_folder(&to)?;
-            takeover::link(&from.join(&file.name), &to.join(&file.name), file)?;
-        }
+/// Links a file; copies and checks it where that is not possible.
+fn copy(old: &Path, new: &Path, record: &FileRecord) -> Result<()> {
+    if disk::link(old, new).is_ok() {
+        return Ok(());
     }
-    Ok(())
+    let bytes = std::fs::read(old).map_err(|error| Fault::io("read", old, &error))?;
+    if Digest::of_bytes(&bytes) != record.digest {
+        return Err(Fault::data("this list is damaged")
+            .at(old.display().to_string())
+            .hint("delete its folder and run `zdata task decide` again"));
+    }
+    disk::write_whole(new, &bytes).map(drop)
 }

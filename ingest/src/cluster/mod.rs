@@ -14,6 +14,7 @@
 //! the first; where it has not, both are kept and nothing is merged.
 
 mod key;
+mod local;
 mod merge;
 mod part;
 pub mod plan;
@@ -26,9 +27,11 @@ pub mod task;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use local::{Made, make};
 pub use merge::merge;
 pub use plan::{Plan, Stage, lock, plan};
+pub(crate) use plan::{holds_parts, plan_with};
 pub use prune::{Pruned, prune};
 pub use scan::{decide, is_decided};
-pub use tally::tally;
+pub use tally::tallies;
 pub use task::{Ran, Runner};

@@ -1,16 +1,16 @@
 //! A part: what the committer, or the scan, is told of one task's files, on the disk.
 //!
 //! ```text
-//! 0   "zdatpart"    32 bytes: the part's key
-//!     entries: u8 kind, then
-//!       1 document          u32 length and JSON of what is not tokens, u64 tokens and u32 each
-//!       2 dropped           u32 length and JSON
-//!       3 end of a file     u32 length and JSON: its content
-//!       4 reason            u32 length and JSON: a text that entries after it name by its number
-//!       5 document seen     u64 place, u8 step, u8 reason, u8 marks and each, u32 length and JSON of matches
-//!     u8 0, then xxh3-128 of all bytes before it
+//! "zdatpart", entries: u8 kind, then
+//!     1 document          u32 length and JSON of what is not tokens, u64 tokens and u32 each
+//!     2 dropped           u32 length and JSON
+//!     3 end of a file     u32 length and JSON: its content
+//!     4 reason            u32 length and JSON: a text that entries after it name by its number
+//!     5 document seen     u64 place, u8 step, u8 reason, u8 marks and each, u32 length and JSON of matches
+//! u8 0, the part's key (32 bytes), xxh3-128 of all bytes before it
 //! ```
 //!
+//! The key stands at the end, because it holds the content of the files, which is known when they are read.
 //! Names, and the numbers of files and steps, are the reader's to know: they change where a part does not.
 
 use std::collections::BTreeMap;
@@ -25,9 +25,10 @@ use store::disk::Whole;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::key::Content;
-use crate::build::pipeline::{Encoded, Item};
+use crate::build::pipeline::{self, Encoded, Item};
 use crate::dedup::{Mark, Observed};
 use crate::prepared::Trace;
+use crate::source::Row;
 
 const MAGIC: &[u8; 8] = b"zdatpart";
 
@@ -54,8 +55,11 @@ struct Document {
 #[derive(Serialize, Deserialize)]
 struct Dropped {
     reason: String,
+    #[serde(flatten)]
+    row: Row,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    id: Option<String>,
     bytes: u64,
-    content: Digest,
     /// Where in its file: what a message says after the file's name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     place: Option<String>,
@@ -78,10 +82,9 @@ pub(super) struct PartWriter {
 }
 
 impl PartWriter {
-    pub(super) fn create(path: &Path, key: Identity) -> Result<Self> {
+    pub(super) fn create(path: &Path) -> Result<Self> {
         let mut part = PartWriter { file: Whole::create(path)?, reasons: Vec::new() };
         part.put(MAGIC)?;
-        part.put(&key.0)?;
         Ok(part)
     }
 
@@ -104,9 +107,19 @@ impl PartWriter {
         self.put(&json)
     }
 
-    pub(super) fn document(&mut self, document: &Encoded) -> Result<()> {
+    /// A document; `places` are those of the steps that run here, by which it names what changed it.
+    pub(super) fn document(&mut self, document: &Encoded, places: &[usize]) -> Result<()> {
         let Encoded { id, row, group, bytes, text_bytes, content, split, tokens, .. } = document;
-        let trace = document.trace.as_ref().map(|trace| (trace.read, trace.changes.clone()));
+        let numbered = |(place, before, after): &Change| {
+            let number = places.iter().position(|own| own == place);
+            let number = number.ok_or_else(|| Fault::bug("a step that does not run here"))?;
+            Ok((number, *before, *after))
+        };
+        let trace = document.trace.as_ref().map(|trace| {
+            let changes: Result<Vec<Change>> = trace.changes.iter().map(numbered).collect();
+            changes.map(|changes| (trace.read, changes))
+        });
+        let trace = trace.transpose()?;
         let meta = Document {
             id: id.clone(),
             row: *row,
@@ -126,16 +139,15 @@ impl PartWriter {
         Ok(())
     }
 
-    /// A record that is no document; `place` is where in its file.
+    /// A record that is not kept; `place` is where in its file.
     pub(super) fn dropped(
         &mut self,
-        reason: &str,
-        bytes: u64,
-        content: Digest,
+        dropped: &pipeline::Dropped,
         place: Option<&str>,
     ) -> Result<()> {
-        let (reason, place) = (reason.to_owned(), place.map(str::to_owned));
-        self.entry(2, &Dropped { reason, bytes, content, place })
+        let pipeline::Dropped { reason, row, id, bytes, fault: _ } = dropped;
+        let (reason, id, place) = (reason.to_string(), id.clone(), place.map(str::to_owned));
+        self.entry(2, &Dropped { reason, row: *row, id, bytes: *bytes, place })
     }
 
     pub(super) fn file_end(&mut self, content: Content) -> Result<()> {
@@ -185,8 +197,9 @@ impl PartWriter {
     }
 
     /// Ends the part, on the disk; its digest.
-    pub(super) fn finish(mut self) -> Result<Digest> {
+    pub(super) fn finish(mut self, key: Identity) -> Result<Digest> {
         self.put(&[0])?;
+        self.put(&key.0)?;
         let digest = self.file.digest();
         self.put(&digest.0.to_le_bytes())?;
         self.file.commit()?;
@@ -197,6 +210,7 @@ impl PartWriter {
 /// Reads a part front to back; its digest is checked at its end, before anything that came of it is committed.
 pub(super) struct PartReader {
     path: PathBuf,
+    key: Identity,
     file: BufReader<File>,
     hash: Box<Xxh3>,
     reasons: BTreeMap<String, &'static str>,
@@ -213,9 +227,9 @@ impl PartReader {
         let hash = Box::new(Xxh3::new());
         let (path, reasons) = (path.to_owned(), BTreeMap::new());
         let numbered = Vec::new();
-        let mut part = PartReader { path, file, hash, reasons, numbered, digest: None };
-        if part.array()? != *MAGIC || part.array()? != key.0 {
-            return Err(part.damaged("it is not the part that its name says"));
+        let mut part = PartReader { path, key, file, hash, reasons, numbered, digest: None };
+        if part.array()? != *MAGIC {
+            return Err(part.damaged("this is not a part"));
         }
         Ok(part)
     }
@@ -322,6 +336,9 @@ impl PartReader {
         }
         Ok(Some(match kind {
             0 => {
+                if self.array()? != self.key.0 {
+                    return Err(self.damaged("it is not the part that its name says"));
+                }
                 let found = Digest(self.hash.digest128());
                 let wanted = Digest(u128::from_le_bytes(self.array()?));
                 if found != wanted {
@@ -336,12 +353,19 @@ impl PartReader {
                 Entry::Item(Item::Document(Box::new(encoded(meta, tokens))))
             }
             2 => {
-                let Dropped { reason, bytes, content, place } = self.meta()?;
+                let Dropped { reason, row, id, bytes, place } = self.meta()?;
                 let fault = Fault::data(format!("a record is no document: {reason}"))
                     .at(place.unwrap_or_default())
                     .hint("mend or drop it, or set on_error = \"skip\" to count such records and go on");
                 let reason = self.constant(reason);
-                Entry::Item(Item::Dropped { reason: reason.into(), bytes, content, fault })
+                let reason = reason.into();
+                Entry::Item(Item::Dropped(Box::new(pipeline::Dropped {
+                    reason,
+                    row,
+                    id,
+                    bytes,
+                    fault,
+                })))
             }
             3 => Entry::FileEnd(self.meta()?),
             5 => Entry::Observed(self.observed()?),
@@ -354,17 +378,22 @@ fn encoded(meta: Document, tokens: Vec<u32>) -> Encoded {
     let Document { id, row, group, bytes, text_bytes, content, held_out, trace } = meta;
     let split = if held_out { Split::Validation } else { Split::Train };
     // A task has audited its documents itself.
-    let (consumed, sample) = (content, None);
+    let sample = None;
     let trace = trace.map(|(read, changes)| Trace { read, changes });
-    Encoded { id, row, group, bytes, text_bytes, consumed, content, trace, split, tokens, sample }
+    Encoded { id, row, group, bytes, text_bytes, content, trace, split, tokens, sample }
 }
 
 /// The digest at the end of a part, which is checked by whoever reads it.
 pub(super) fn digest_at_end(path: &Path, key: Identity) -> Result<Digest> {
-    let part = PartReader::open(path, key)?;
-    let mut file = part.file.into_inner();
-    let mut digest = [0; 16];
-    let read = file.seek(SeekFrom::End(-16)).and_then(|_| file.read_exact(&mut digest));
+    let mut file = PartReader::open(path, key)?.file.into_inner();
+    let (mut found, mut digest) = ([0; 32], [0; 16]);
+    let read = file.seek(SeekFrom::End(-48)).and_then(|_| file.read_exact(&mut found));
+    let read = read.and_then(|()| file.read_exact(&mut digest));
     read.map_err(|error| Fault::io("read", path, &error))?;
-    Ok(Digest(u128::from_le_bytes(digest)))
+    match found == key.0 {
+        true => Ok(Digest(u128::from_le_bytes(digest))),
+        false => Err(Fault::data("it is not the part that its name says")
+            .at(path.display().to_string())
+            .hint("delete this part and run its task again")),
+    }
 }

@@ -1,5 +1,6 @@
 //! Which tasks there are: a function of the corpus file, and of the names and sizes of its inputs.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::ops::Range;
@@ -13,9 +14,11 @@ use store::disk::{self, Lock};
 use super::key::{self, Content};
 use super::result::TaskResult;
 use crate::build;
-use crate::build::journal::Head;
-use crate::corpus::{Corpus, Source, SourceFile};
+use crate::build::request::Head;
+use crate::corpus::{Corpus, Found, Source, SourceFile};
+use crate::dropped::REMOVED;
 use crate::tokenize::{Engine, Tokenizer};
+use crate::versions;
 
 /// Bytes of input that a task gets at most, unless it is told otherwise; a larger file is a task by itself.
 pub const TASK_BYTES: u64 = 1 << 28;
@@ -52,7 +55,7 @@ pub struct Plan {
     pub digest: Digest,
     pub(super) text: Text,
     pub(super) corpus: Corpus,
-    pub(super) tokenizer: Tokenizer,
+    pub(crate) tokenizer: Tokenizer,
 }
 
 /// `plan.json`.
@@ -60,21 +63,34 @@ pub struct Plan {
 pub(super) struct Text {
     /// The corpus file.
     pub(super) corpus: String,
+    /// Its text.
+    pub(super) said: String,
+    /// What was found of what it names: no task looks for it again.
+    pub(super) found: Found,
     /// What no task may see changed.
     pub(super) head: Head,
-    /// The files of each source, as shown.
-    pub(super) files: Vec<Vec<String>>,
     /// For each task its source and files.
     pub(super) tasks: Vec<(usize, Range<usize>)>,
 }
 
 /// Plans the build of `corpus` in the folder `work`, or takes it up there. Parts stay, whatever they were made for.
 pub fn plan(corpus: &Corpus, work: &Path, task_bytes: u64) -> Result<Plan> {
-    let tokenizer = build::tokenizer(corpus, Engine::Fastest)?;
+    plan_with(corpus, work, task_bytes, Engine::Fastest)
+}
+
+/// The same for this process, whose tasks encode by `engine`.
+pub(crate) fn plan_with(
+    corpus: &Corpus,
+    work: &Path,
+    task_bytes: u64,
+    engine: Engine,
+) -> Result<Plan> {
+    let tokenizer = build::tokenizer(corpus, engine)?;
     let text = Text {
         corpus: everywhere(&corpus.file)?,
+        said: corpus.text.clone(),
+        found: Found::of(corpus)?,
         head: build::head(corpus, &tokenizer)?,
-        files: corpus.sources.iter().map(shown).collect(),
         tasks: tasks(corpus, task_bytes)?,
     };
     let mut bytes = serde_json::to_vec_pretty(&text)
@@ -103,6 +119,19 @@ fn everywhere(file: &Location) -> Result<String> {
 pub fn lock(work: &Path) -> Result<Lock> {
     disk::create_folder(work)?;
     disk::lock(work)
+}
+
+/// The parts in a folder of parts.
+pub(super) fn parts(work: &Path) -> Result<Vec<PathBuf>> {
+    let parts = work.join("parts");
+    let mut found = if parts.is_dir() { disk::entries(&parts)? } else { Vec::new() };
+    found.retain(|path| path.extension().is_some_and(|ending| ending == "bin"));
+    Ok(found)
+}
+
+/// Whether a folder of parts holds any.
+pub(crate) fn holds_parts(work: &Path) -> Result<bool> {
+    parts(work).map(|parts| !parts.is_empty())
 }
 
 /// Cuts every source into ranges of files.
@@ -148,26 +177,31 @@ fn cut(files: &[SourceFile], sizes: &[u64], bytes: u64) -> Vec<Range<usize>> {
     ranges
 }
 
-/// The files of a source, as shown.
-fn shown(source: &Source) -> Vec<String> {
-    source.files.iter().map(|file| file.shown.clone()).collect()
-}
-
 impl Plan {
-    /// Reads the plan in `work`, and the corpus as it was planned.
+    /// Reads the plan in `work`: the corpus as it was planned, whatever its file says now.
     pub fn read(work: &Path) -> Result<Self> {
         let path = work.join(FILE);
         let bytes = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
+        let place = path.display().to_string();
         let text: Text = serde_json::from_slice(&bytes).map_err(|error| {
-            Fault::data("this is no plan of a build").at(path.display().to_string()).found(error)
+            Fault::data("this is no plan of a build, or another version of zdata made it")
+                .at(place.clone())
+                .found(error)
+                .hint("plan again")
         })?;
-        let corpus = Corpus::read(storage::locate(&text.corpus)?)?;
+        if text.head.versions != versions::identity() {
+            return Err(Fault::usage("another version of zdata made this plan")
+                .at(place)
+                .hint("plan again, or run its tasks by that version"));
+        }
+        let corpus = Corpus::found(storage::locate(&text.corpus)?, &text.said, text.found.clone())?;
         let tokenizer = build::tokenizer(&corpus, Engine::Fastest)?;
-        let found: Vec<Vec<String>> = corpus.sources.iter().map(shown).collect();
-        if found != text.files || build::head(&corpus, &tokenizer)? != text.head {
-            return Err(Fault::mismatch("the corpus changed since this build was planned")
-                .at(text.corpus)
-                .hint("undo the change, or plan again: what did not change is not done again"));
+        if build::head(&corpus, &tokenizer)? != text.head {
+            return Err(Fault::mismatch("the tokenizer changed since this build was planned")
+                .at(place)
+                .found(tokenizer.identity())
+                .wanted(text.head.tokenizer.sha256)
+                .hint("restore it, or plan again: what did not change is not done again"));
         }
         let digest = Digest::of_bytes(&bytes);
         Ok(Plan { work: work.to_owned(), digest, text, corpus, tokenizer })
@@ -209,6 +243,12 @@ impl Plan {
         self.decided().join(format!("removed-{task:06}.jsonl.zst"))
     }
 
+    /// Where the scan's list of what it removed of a source lies, if it scans it.
+    pub(super) fn removed_of(&self, source: &Source) -> Option<PathBuf> {
+        let scanned = source.recipe.scanned() > 0;
+        scanned.then(|| self.decided().join(&source.name).join(REMOVED))
+    }
+
     /// Where the scan's decision lies.
     pub(super) fn decided(&self) -> PathBuf {
         self.folder().join("decided")
@@ -222,50 +262,65 @@ impl Plan {
                 .found(task)
                 .wanted(format!("below {}", self.tasks())));
         };
-        let Source { name, files: all, fields, recipe, taken } = &self.corpus.sources[*source];
+        let Source { name, files: all, fields, recipe } = &self.corpus.sources[*source];
         let source = Source {
             name: name.clone(),
             files: all[files.clone()].to_vec(),
             fields: fields.clone(),
             recipe: recipe.clone(),
-            taken: taken.clone(),
         };
-        let Corpus { file, tokenizer, unit, validation, begin, end, .. } = &self.corpus;
-        let Corpus { shard_tokens, max_document_bytes, on_error, .. } = self.corpus;
-        Ok(Corpus {
-            file: file.clone(),
-            tokenizer: tokenizer.clone(),
-            unit: *unit,
-            validation: *validation,
-            begin: begin.clone(),
-            end: end.clone(),
-            shard_tokens,
-            max_document_bytes,
-            on_error,
-            sources: vec![source],
-        })
+        Ok(self.corpus.of(source))
     }
 
-    /// The key of the part that a stage makes of a task's files, if they hold `inputs`.
+    /// The identity of what the scan removed of a task's files, if that is for the stage to know.
+    pub(super) fn removed(&self, stage: Stage, task: usize) -> Result<Option<Identity>> {
+        if stage == Stage::Scan || !self.is_scanned(task) {
+            return Ok(None);
+        }
+        let list = self.list(task);
+        let bytes = fs::read(&list).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => Fault::data("the scan is not decided")
+                .at(list.display().to_string())
+                .hint("`zdata task scan` for each task first, then `zdata task decide`"),
+            _ => Fault::io("read", &list, &error),
+        })?;
+        Ok(Some(Identity::of_bytes(&bytes)))
+    }
+
+    /// The key of the part that a stage makes of `only`, if its files hold `inputs`.
     pub(super) fn cache_key(
         &self,
         stage: Stage,
-        task: usize,
         only: &Corpus,
         inputs: &[Content],
-    ) -> Result<Identity> {
-        let mut removed = None;
-        if stage == Stage::Encode && self.is_scanned(task) {
-            let list = self.list(task);
-            let bytes = fs::read(&list).map_err(|error| match error.kind() {
-                io::ErrorKind::NotFound => Fault::data("the scan is not decided")
-                    .at(list.display().to_string())
-                    .hint("`zdata task scan` for each task first, then `zdata task decide`"),
-                _ => Fault::io("read", &list, &error),
-            })?;
-            removed = Some(Identity::of_bytes(&bytes));
+        removed: Option<Identity>,
+    ) -> Identity {
+        key::cache_key(stage, only, &self.text.head, inputs, removed)
+    }
+
+    /// Bytes of the files of a task.
+    pub(super) fn bytes_of(&self, task: usize) -> Result<u64> {
+        let (source, range) = &self.text.tasks[task];
+        let files = self.corpus.sources[*source].files[range.clone()].iter();
+        files.map(SourceFile::size).sum()
+    }
+
+    /// Bytes of the files of all tasks of a stage.
+    pub(super) fn bytes(&self, stage: Stage) -> Result<u64> {
+        self.tasks_of(stage).into_iter().map(|task| self.bytes_of(task)).sum()
+    }
+
+    /// Whether parts are there that no result of this plan names.
+    pub(super) fn holds_others(&self) -> Result<bool> {
+        let mut own = BTreeSet::new();
+        for stage in [Stage::Scan, Stage::Encode] {
+            for task in self.tasks_of(stage) {
+                own.extend(
+                    TaskResult::read(self, stage, task)?.map(|result| self.part(result.part)),
+                );
+            }
         }
-        Ok(key::cache_key(stage, only, &self.text.head, inputs, removed))
+        Ok(parts(&self.work)?.iter().any(|part| !own.contains(part)))
     }
 
     /// The tasks of a stage that are not done.
@@ -285,8 +340,9 @@ impl Plan {
         if !self.part(result.part).exists() {
             return Ok(None);
         }
-        let wanted = self.cache_key(stage, task, &self.cut(task)?, &result.contents());
-        Ok(wanted.is_ok_and(|wanted| wanted == result.part).then_some(result))
+        let Ok(removed) = self.removed(stage, task) else { return Ok(None) };
+        let wanted = self.cache_key(stage, &self.cut(task)?, &result.contents(), removed);
+        Ok((wanted == result.part).then_some(result))
     }
 
     /// Forgets what a killed build of this plan did with other inputs than there are now.

@@ -36,23 +36,32 @@ pub(super) struct Input {
     pub(super) sha256: Identity,
     /// Size, inode and time of the last change when its content was taken. Where these differ, a build that goes on
     /// looks at the content again; they decide nothing else. An object has none.
-    stamp: Option<(u64, u64, i64, i64)>,
+    stamp: Stamp,
 }
 
-fn stamp(file: &Location) -> Result<Option<(u64, u64, i64, i64)>> {
+/// Size, inode and time of the last change.
+pub(super) type Stamp = Option<(u64, u64, i64, i64)>;
+
+fn stamp(file: &Location) -> Result<Stamp> {
     let Location::Local(path) = file else { return Ok(None) };
     let meta = fs::metadata(path).map_err(|error| Fault::io("read", path, &error))?;
     Ok(Some((meta.len(), meta.ino(), meta.ctime(), meta.ctime_nsec())))
 }
 
+/// The stamps of files: to be taken before these are read.
+pub(super) fn stamps(files: &[SourceFile]) -> Result<Vec<Stamp>> {
+    files.iter().map(|file| stamp(&file.path)).collect()
+}
+
 /// Takes the content of files.
-pub(super) fn inputs(files: &[SourceFile]) -> Result<Vec<Input>> {
-    let input = |file: &SourceFile| {
-        let stamp = stamp(&file.path)?;
-        let (bytes, sha256) = file.content()?;
-        Ok(Input { bytes, sha256, stamp })
-    };
-    files.par_iter().map(input).collect()
+pub(super) fn contents(files: &[SourceFile]) -> Result<Vec<Content>> {
+    files.par_iter().map(SourceFile::content).collect()
+}
+
+/// Files with this content that was read after these stamps were taken.
+pub(super) fn stamped(contents: &[Content], stamps: Vec<Stamp>) -> Vec<Input> {
+    let files = contents.iter().zip(stamps);
+    files.map(|((bytes, sha256), stamp)| Input { bytes: *bytes, sha256: *sha256, stamp }).collect()
 }
 
 impl TaskResult {

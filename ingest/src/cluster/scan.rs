@@ -11,7 +11,8 @@ use super::merge::results;
 use super::part::{Entry, PartReader};
 use super::plan::{Plan, Stage};
 use super::result::{self, TaskResult};
-use crate::dedup::{Gathered, Observed, REMOVED, Scan, cut_list};
+use crate::dedup::{Gathered, Observed, Scan};
+use crate::dropped::{REMOVED, cut};
 use crate::progress::{Measure, Progress};
 
 /// `decided/scan.json`.
@@ -63,7 +64,7 @@ pub fn decide(plan: &Plan, quiet: bool) -> Result<()> {
         let tasks = plan.text.tasks.iter().enumerate().filter(|(_, (of, _))| *of == number);
         let (tasks, ranges): (Vec<_>, Vec<_>) =
             tasks.map(|(task, (_, range))| (task, range.clone())).unzip();
-        let lists = cut_list(&folder.join(&source.name).join(REMOVED), &ranges)?;
+        let lists = cut(&folder.join(&source.name).join(REMOVED), &ranges)?;
         for (task, list) in tasks.into_iter().zip(lists) {
             let name = plan.list(task);
             let name = name.file_name().ok_or_else(|| Fault::bug("a list without a name"))?;

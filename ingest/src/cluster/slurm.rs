@@ -90,9 +90,11 @@ impl Job<'_> {
     fn failed(&self, what: String, log: &str) -> Fault {
         let path = self.plan.folder().join(log);
         let text = std::fs::read_to_string(&path).unwrap_or_default();
-        let last = text.lines().map(str::trim).rfind(|line| !line.is_empty());
-        let last = last.unwrap_or("nothing in its log").to_owned();
-        Fault::machine(what).at(path.display().to_string()).found(last)
+        // What it ended with: an error has several lines.
+        let error = text.rfind("error: ").map(|at| text[at..].trim().replace("\n  ", "; "));
+        let last = || text.lines().map(str::trim).rfind(|line| !line.is_empty()).map(str::to_owned);
+        let told = error.or_else(last).unwrap_or_else(|| "nothing in its log".to_owned());
+        Fault::machine(what).at(path.display().to_string()).found(told)
     }
 
     /// Submits a job and waits for its end.

@@ -6,8 +6,16 @@ use indicatif::HumanBytes;
 use super::merge::results;
 use super::plan::{Plan, Stage};
 
-/// One line: how much of a stage was made, and how much was there.
-pub fn tally(plan: &Plan, stage: Stage) -> Result<String> {
+/// A line for each stage that there is: how much was made, and how much was there.
+pub fn tallies(plan: &Plan) -> Result<Vec<String>> {
+    let stages = [Stage::Scan, Stage::Encode].into_iter();
+    stages
+        .filter(|stage| !plan.tasks_of(*stage).is_empty())
+        .map(|stage| tally(plan, stage))
+        .collect()
+}
+
+fn tally(plan: &Plan, stage: Stage) -> Result<String> {
     let (mut made, mut reused) = ((0, 0, 0), (0, 0, 0));
     for result in results(plan, stage)? {
         let side = if result.reused { &mut reused } else { &mut made };

@@ -10,13 +10,13 @@ use super::key::Content;
 use super::part::{PartWriter, digest_at_end};
 use super::plan::{Plan, Stage};
 use super::prune;
-use super::result::{self, Input, TaskResult};
+use super::result::{self, TaskResult};
 use crate::build;
-use crate::build::journal::Position;
 use crate::build::pipeline::{self, Auditor, Encoding, Item, Step};
-use crate::build::request::always_counted;
-use crate::corpus::{Corpus, OnError, SourceFile};
-use crate::dedup::{List, Observed, Seen, Tools, read_through};
+use crate::build::request::stops;
+use crate::corpus::{Corpus, SourceFile};
+use crate::dedup::{Observed, Seen, Tools, read_through};
+use crate::dropped::List;
 use crate::prepared::Prepared;
 use crate::tokenize::audit::{self, Audit, Wanted};
 
@@ -36,20 +36,42 @@ pub struct Runner<'a> {
     plan: &'a Plan,
     tools: Tools<'a>,
     workers: usize,
+    /// Whether parts are there that no task of this plan made: these may be what a task needs.
+    others: bool,
 }
+
+/// Documents that the reference encoded again, and their bytes.
+pub(super) type Audited = (u64, u64);
 
 impl<'a> Runner<'a> {
     /// Gets what the steps of the corpus need.
     pub fn new(plan: &'a Plan, workers: usize) -> Result<Self> {
         let tools = build::tools(&plan.corpus, &plan.tokenizer, &plan.text.head)?;
-        Ok(Runner { plan, tools, workers: workers.max(1) })
+        let others = plan.holds_others()?;
+        Ok(Runner { plan, tools, workers: workers.max(1), others })
+    }
+
+    /// What a person should know of the steps.
+    pub(super) fn notes(&self) -> impl Iterator<Item = String> {
+        self.tools.notes()
     }
 
     /// Runs a task. A part that this plan did not make is taken as it is; one that it made is made again and compared.
     pub fn run(&self, stage: Stage, task: usize) -> Result<Ran> {
-        let plan = self.plan;
-        let only = plan.cut(task)?;
-        if stage == Stage::Scan && !plan.is_scanned(task) {
+        match stage {
+            Stage::Scan => self.scan(task, &mut |_| Ok(())),
+            Stage::Encode => self.encode(task, &mut |_| Ok(())).map(|(ran, _)| ran),
+        }
+    }
+
+    /// Looks at every document, for those who will compare them; `hear` is told of each.
+    pub(super) fn scan(
+        &self,
+        task: usize,
+        hear: &mut dyn FnMut(&Seen) -> Result<()>,
+    ) -> Result<Ran> {
+        if !self.plan.is_scanned(task) {
+            let only = self.plan.cut(task)?;
             return Err(Fault::usage("this task has nothing to scan")
                 .at(format!("source {:?}", only.sources[0].name))
                 .found(task)
@@ -57,98 +79,148 @@ impl<'a> Runner<'a> {
                     "no step of this source compares documents: `zdata task run` is all it needs",
                 ));
         }
+        let (tools, workers) = (&self.tools, self.workers);
+        let ran = self.make(Stage::Scan, task, |only, part, found| {
+            read_through(tools, only, workers, |seen| {
+                hear(&seen)?;
+                match seen {
+                    Seen::Documents { observed, .. } => observed
+                        .into_iter()
+                        .try_for_each(|observed| part.observed(&by_place(only, observed)?)),
+                    Seen::End { bytes, identity, .. } => {
+                        found.file_end((bytes, identity))?;
+                        part.file_end((bytes, identity))
+                    }
+                }
+            })
+        });
+        ran.map(|(ran, ())| ran)
+    }
+
+    /// Prepares and encodes every document, and audits a sample of them; `hear` is given each step but the source's end.
+    pub(super) fn encode(
+        &self,
+        task: usize,
+        hear: &mut dyn FnMut(Step) -> Result<()>,
+    ) -> Result<(Ran, Audited)> {
+        let plan = self.plan;
+        self.make(Stage::Encode, task, |only, part, found| {
+            let list = match plan.is_scanned(task) {
+                true => List::read(&plan.list(task))?,
+                false => List::default(),
+            };
+            let (wanted, audit) = (Wanted::default(), Audit::default());
+            let prepared = Prepared::new(only, &self.tools, vec![list]);
+            let encoding = Encoding {
+                tokenizer: &plan.tokenizer,
+                begin: plan.text.head.tokenizer.begin,
+                end: plan.text.head.tokenizer.end,
+                validation: only.validation,
+                wanted: &wanted,
+                prepared: &prepared,
+            };
+            let places = only.sources[0].recipe.encoding_places();
+            let mut taking = Taking { part, found, only, places, wanted: &wanted, audit };
+            pipeline::run(only, &encoding, self.workers, |mut step, auditor| {
+                taking.step(&mut step, auditor)?;
+                if matches!(step, Step::SourceEnd) { Ok(()) } else { hear(step) }
+            })?;
+            let mut audit = taking.audit;
+            let failure = audit
+                .finish()
+                .par_iter()
+                .find_map_first(|s| audit::check(&plan.tokenizer, s).err());
+            failure.map_or(Ok((audit.documents, audit.audited_bytes)), Err)
+        })
+    }
+
+    /// Makes a task's part by `write`, unless it is there, and says so in the task's result. What `write` returns is
+    /// returned; its default, if there was nothing to write.
+    fn make<T: Default>(
+        &self,
+        stage: Stage,
+        task: usize,
+        write: impl FnOnce(&Corpus, &mut PartWriter, &mut Found<'_>) -> Result<T>,
+    ) -> Result<(Ran, T)> {
+        let plan = self.plan;
+        let only = plan.cut(task)?;
+        let removed = plan.removed(stage, task)?;
         let before = plan.result(stage, task)?;
         if before.is_none() {
             TaskResult::remove(plan, stage, task)?;
         }
-        let inputs = self.inputs(stage, task, &only.sources[0].files)?;
-        let contents: Vec<Content> = inputs.iter().map(|i| (i.bytes, i.sha256)).collect();
-        let key = plan.cache_key(stage, task, &only, &contents)?;
-        let path = plan.part(key);
-        let reused = before.is_none() && path.exists();
-        let digest = if reused {
-            prune::used(&path);
-            digest_at_end(&path, key)?
-        } else {
-            let scratch = result::scratch(&plan.parts(), &key.to_string())?;
-            let part = PartWriter::create(&scratch, key)?;
-            let digest = match stage {
-                Stage::Scan => self.scan(&only, &contents, part)?,
-                Stage::Encode => self.encode((&only, task), &contents, part)?,
-            };
-            commit(&path, key, &scratch, digest)?;
-            digest
-        };
-        TaskResult { inputs, part: key, digest, reused }.commit(plan, stage, task)?;
-        Ok(match (before, reused) {
-            (Some(_), _) => Ran::Again(digest),
-            (None, true) => Ran::Reused(digest),
-            (None, false) => Ran::New(digest),
-        })
+        let files = &only.sources[0].files;
+        let stamps = result::stamps(files)?;
+        let known = self.known(stage, task, files, before.is_some())?;
+        let key = |contents: &[Content]| plan.cache_key(stage, &only, contents, removed);
+        if let (Some(known), None) = (&known, &before) {
+            let part = key(known);
+            let path = plan.part(part);
+            if path.exists() {
+                prune::used(&path);
+                let digest = digest_at_end(&path, part)?;
+                let inputs = result::stamped(known, stamps);
+                TaskResult { inputs, part, digest, reused: true }.commit(plan, stage, task)?;
+                return Ok((Ran::Reused(digest), T::default()));
+            }
+        }
+        let name = format!("{}-{task:06}", stage.name());
+        let scratch = result::scratch(&plan.parts(), &name)?;
+        let mut writer = PartWriter::create(&scratch)?;
+        let mut found = Found { files, known: known.as_deref(), contents: Vec::new() };
+        let written = write(&only, &mut writer, &mut found)?;
+        let contents = found.contents;
+        let part = key(&contents);
+        let digest = writer.finish(part)?;
+        commit(&plan.part(part), part, &scratch, digest)?;
+        let inputs = result::stamped(&contents, stamps);
+        TaskResult { inputs, part, digest, reused: false }.commit(plan, stage, task)?;
+        Ok((if before.is_some() { Ran::Again(digest) } else { Ran::New(digest) }, written))
     }
 
-    /// The content of a task's files: as the scan found it, if they were not touched since.
-    fn inputs(&self, stage: Stage, task: usize, files: &[SourceFile]) -> Result<Vec<Input>> {
+    /// The content of a task's files, where somebody has to know it before they are read: whoever looks for a part that
+    /// is there. As the scan found it, if they were not touched since.
+    fn known(
+        &self,
+        stage: Stage,
+        task: usize,
+        files: &[SourceFile],
+        again: bool,
+    ) -> Result<Option<Vec<Content>>> {
         if stage == Stage::Encode
             && let Some(result) = self.plan.result(Stage::Scan, task)?
             && result.is_of(files)
         {
-            return Ok(result.inputs);
+            return Ok(Some(result.contents()));
         }
-        result::inputs(files)
+        if again || !self.others {
+            return Ok(None);
+        }
+        result::contents(files).map(Some)
+    }
+}
+
+/// The files of a task, as they are found while they are read.
+struct Found<'a> {
+    files: &'a [SourceFile],
+    /// What they hold, if somebody looked before.
+    known: Option<&'a [Content]>,
+    contents: Vec<Content>,
+}
+
+impl Found<'_> {
+    /// The open file.
+    fn file(&self) -> Result<&SourceFile> {
+        self.files.get(self.contents.len()).ok_or_else(|| Fault::bug("a file too many"))
     }
 
-    /// Looks at every document, for those who will compare them.
-    fn scan(&self, only: &Corpus, inputs: &[Content], mut part: PartWriter) -> Result<Digest> {
-        let source = &only.sources[0];
-        let mut files = source.files.iter().zip(inputs);
-        read_through(&self.tools, only, self.workers, |seen| match seen {
-            Seen::Documents { observed, .. } => observed
-                .into_iter()
-                .try_for_each(|observed| part.observed(&by_place(only, observed)?)),
-            Seen::End { bytes, identity, .. } => {
-                let (file, planned) = files.next().ok_or_else(|| Fault::bug("a file too many"))?;
-                same(*planned, (bytes, identity), &file.shown)?;
-                part.file_end(*planned)
-            }
-        })?;
-        part.finish()
-    }
-
-    /// Prepares and encodes every document, and audits a sample of them.
-    fn encode(
-        &self,
-        (only, task): (&Corpus, usize),
-        inputs: &[Content],
-        part: PartWriter,
-    ) -> Result<Digest> {
-        let plan = self.plan;
-        let wanted = Wanted::default();
-        let list = match plan.is_scanned(task) {
-            true => List::read_file(plan.list(task))?,
-            false => List::default(),
-        };
-        let prepared = Prepared::with(only, &self.tools, vec![list]);
-        let encoding = Encoding {
-            tokenizer: &plan.tokenizer,
-            begin: plan.text.head.tokenizer.begin,
-            end: plan.text.head.tokenizer.end,
-            validation: only.validation,
-            wanted: &wanted,
-            prepared: &prepared,
-        };
-        let places = only.sources[0].recipe.encoding_places();
-        let audit = Audit::default();
-        let mut taking = Taking { part, only, inputs, places, wanted: &wanted, audit, file: 0 };
-        let start = Position::start(0, 0);
-        pipeline::run(only, &encoding, self.workers, start, |step, auditor| {
-            taking.step(step, auditor)
-        })?;
-        let Taking { part, mut audit, .. } = taking;
-        let failure =
-            audit.finish().par_iter().find_map_first(|s| audit::check(&plan.tokenizer, s).err());
-        failure.map_or(Ok(()), Err)?;
-        part.finish()
+    /// The open file ends, and held this. Refuses what it did not hold a moment ago.
+    fn file_end(&mut self, content: Content) -> Result<()> {
+        if let Some(known) = self.known {
+            same(known[self.contents.len()], content, &self.file()?.shown)?;
+        }
+        self.contents.push(content);
+        Ok(())
     }
 }
 
@@ -198,60 +270,53 @@ fn commit(path: &Path, key: contract::Identity, scratch: &Path, digest: Digest) 
 }
 
 /// What takes the steps of a task.
-struct Taking<'a> {
-    part: PartWriter,
+struct Taking<'a, 'b> {
+    part: &'a mut PartWriter,
+    found: &'a mut Found<'b>,
     only: &'a Corpus,
-    inputs: &'a [Content],
     /// The places of the steps that run here.
     places: Vec<usize>,
     wanted: &'a Wanted,
     audit: Audit,
-    file: usize,
 }
 
-impl Taking<'_> {
-    fn step(&mut self, step: Step, auditor: &Auditor) -> Result<()> {
+impl Taking<'_, '_> {
+    /// Puts a step into the part, and takes its samples for the audit.
+    fn step(&mut self, step: &mut Step, auditor: &Auditor) -> Result<()> {
         match step {
             Step::Slab { items, .. } => {
-                items.into_iter().try_for_each(|item| self.item(item, auditor))
+                items.iter_mut().try_for_each(|item| self.item(item, auditor))
             }
             Step::FileEnd(input) => {
-                same(self.inputs[self.file], (input.bytes, input.sha256), &input.path)?;
-                self.file += 1;
+                self.found.file_end((input.bytes, input.sha256))?;
                 self.part.file_end((input.bytes, input.sha256))
             }
             Step::SourceEnd => Ok(()),
         }
     }
 
-    fn item(&mut self, item: Item, auditor: &Auditor) -> Result<()> {
+    fn item(&mut self, item: &mut Item, auditor: &Auditor) -> Result<()> {
         match item {
-            Item::Document(mut document) => {
+            Item::Document(document) => {
                 let (content, bytes, sample) =
                     (document.content.0, document.text_bytes, document.sample.take());
                 if let Some(sample) = self.audit.offer(content, bytes, sample, self.wanted) {
                     auditor.check(sample);
                 }
-                for (place, _, _) in document.trace.iter_mut().flat_map(|t| &mut t.changes) {
-                    let number = self.places.iter().position(|own| own == place);
-                    *place = number.ok_or_else(|| Fault::bug("a step that does not run here"))?;
+                self.part.document(document, &self.places)
+            }
+            Item::Dropped(dropped) => {
+                let file = self.found.file()?;
+                if stops(self.only, &dropped.reason) {
+                    let fault = dropped.fault.clone();
+                    return Err(fault.or_at(|| file.shown.clone()));
                 }
-                self.part.document(&document)
-            }
-            Item::Dropped { reason, fault, .. }
-                if self.only.on_error == OnError::Stop && !always_counted(&reason) =>
-            {
-                let file = &self.only.sources[0].files[self.file];
-                Err(fault.or_at(|| file.shown.clone()))
-            }
-            Item::Dropped { reason, bytes, content, fault } => {
-                let file = &self.only.sources[0].files[self.file];
                 // The part may be found again by a corpus that calls the file otherwise.
                 let path = file.path.to_string();
-                let place = fault.place().and_then(|place| {
+                let place = dropped.fault.place().and_then(|place| {
                     place.strip_prefix(&path).or_else(|| place.strip_prefix(&file.shown))
                 });
-                self.part.dropped(&reason, bytes, content, place)
+                self.part.dropped(dropped, place)
             }
         }
     }

@@ -46,6 +46,7 @@ context = 180
 
 /// A corpus of eight files of web, one of math, and steps.
 fn prepared(bench: &Workbench) -> PathBuf {
+    bench.own_document();
     for file in 2..8 {
         bench.write(&format!("web-{file}.jsonl"), json_lines(40 * file, 12 + file));
     }
@@ -211,7 +212,8 @@ fn an_edit_moves_only_the_cuts_beside_it() {
         let plan = plan(&Corpus::read(&corpus).unwrap(), &bench.path("work"), 3_000).unwrap();
         let text = plan.text;
         let names = |(source, range): &(usize, std::ops::Range<usize>)| {
-            text.files[*source][range.clone()].to_vec()
+            let files = &text.found.sources[*source].files[range.clone()];
+            files.iter().map(|file| file.shown.clone()).collect::<Vec<_>>()
         };
         text.tasks.iter().map(names).collect::<Vec<_>>()
     };

@@ -1,8 +1,10 @@
 //! `corpus.toml`: which files become a store, and how. `ingest/README.md` has the schema.
 //!
 //! ```text
-//! text --parse--> Spec (pure: nothing is looked for) --resolve--> Corpus (files found, formats known, sets identified)
+//! text --parse--> Spec (pure: nothing is looked for) --find--> Found (files, formats, sets identified) --> Corpus
 //! ```
+//!
+//! What was found is kept with the plan of a build, so that its tasks take it from there: nothing is looked for twice.
 //!
 //! Every wrong key or value is refused with its place; a key nobody knows is answered with the nearest known one.
 
@@ -13,17 +15,17 @@ mod steps;
 
 use contract::settings::File;
 use contract::{Identity, Ratio, Result};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use store::Location;
 
 pub(crate) use parse::check_name;
 pub use parse::{MAX_DOCUMENT_BYTES, SHARD_TOKENS, Spec};
+pub(crate) use resolve::Found;
 #[cfg(test)]
 pub(crate) use steps::STEPS;
 
 use crate::recipe::Recipe;
 use crate::source::{Fields, Format};
-use crate::takeover::Taken;
 
 /// What to do with a record that is no document.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -41,6 +43,8 @@ pub enum OnError {
 pub struct Corpus {
     /// The corpus file.
     pub file: Location,
+    /// Its text.
+    pub(crate) text: String,
     /// The tokenizer; training one needs none.
     pub tokenizer: Option<Location>,
     /// Tokens in a unit.
@@ -72,14 +76,13 @@ pub struct Source {
     pub fields: Fields,
     /// What is done to its documents before they are encoded.
     pub recipe: Recipe,
-    /// The same source of an earlier store, if it is taken over.
-    pub(crate) taken: Option<Box<Taken>>,
 }
 
 /// One input file.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceFile {
     /// Where it lies.
+    #[serde(with = "resolve::place")]
     pub path: Location,
     /// Its path from the corpus file's folder, for people.
     pub shown: String,
@@ -90,9 +93,32 @@ pub struct SourceFile {
 impl Corpus {
     /// Reads a corpus file and finds its inputs.
     pub fn read(file: impl Into<Location>) -> Result<Corpus> {
-        let file = file.into();
-        let bytes = file.read().map_err(|error| file.fault("read", &error))?;
-        Spec::parse(&File::from_bytes(file.to_string(), bytes)?)?.resolve(file)
+        let place = file.into();
+        let bytes = place.read().map_err(|error| place.fault("read", &error))?;
+        let file = File::from_bytes(place.to_string(), bytes)?;
+        let spec = Spec::parse(&file)?;
+        let found = spec.find(&place)?;
+        spec.resolve(place, file.text(), found)
+    }
+
+    /// The corpus of a text, with what was found when it was read: nothing is looked for.
+    pub(crate) fn found(place: Location, text: &str, found: Found) -> Result<Corpus> {
+        let file = File::from_bytes(place.to_string(), text.as_bytes().to_vec())?;
+        Spec::parse(&file)?.resolve(place, text, found)
+    }
+
+    /// The corpus with one source, and nothing else of the others.
+    pub(crate) fn of(&self, source: Source) -> Corpus {
+        let Corpus { file, text: _, tokenizer, begin, end, sources: _, .. } = self;
+        Corpus {
+            file: file.clone(),
+            text: String::new(),
+            tokenizer: tokenizer.clone(),
+            begin: begin.clone(),
+            end: end.clone(),
+            sources: vec![source],
+            ..*self
+        }
     }
 }
 

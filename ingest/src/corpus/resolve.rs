@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use contract::{Fault, Result};
+use contract::{Fault, Identity, Result};
+use serde::{Deserialize, Serialize};
 use store::Location;
 
 use super::parse::{SourceSpec, Spec};
@@ -12,14 +13,123 @@ use crate::recipe::compare::{Compare, Decontaminate};
 use crate::recipe::{Recipe, Step};
 use crate::source::Format;
 
+/// What was found of what a corpus file names.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Found {
+    #[serde(with = "place::optional")]
+    tokenizer: Option<Location>,
+    pub(crate) sources: Vec<FoundSource>,
+}
+
+/// What was found for one source.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct FoundSource {
+    /// Its files, sorted.
+    pub(crate) files: Vec<SourceFile>,
+    /// For each of its steps that compare documents with evaluation sets, these files and what they held.
+    sets: Vec<Vec<(SourceFile, Identity)>>,
+}
+
+impl Found {
+    /// What was found of a corpus, for processes that work in other folders.
+    pub(crate) fn of(corpus: &Corpus) -> Result<Self> {
+        let source = |source: &Source| -> Result<FoundSource> {
+            let sets = source.recipe.steps.iter().filter_map(|(_, step)| match step {
+                Step::Compare(Compare::Decontaminate(step)) => Some(&step.files),
+                _ => None,
+            });
+            let set = |set: &Vec<(SourceFile, Identity)>| -> Result<Vec<(SourceFile, Identity)>> {
+                set.iter().map(|(file, identity)| Ok((whole(file)?, *identity))).collect()
+            };
+            Ok(FoundSource {
+                files: source.files.iter().map(whole).collect::<Result<_>>()?,
+                sets: sets.map(set).collect::<Result<_>>()?,
+            })
+        };
+        Ok(Found {
+            tokenizer: corpus.tokenizer.as_ref().map(Location::absolute).transpose()?,
+            sources: corpus.sources.iter().map(source).collect::<Result<_>>()?,
+        })
+    }
+}
+
+fn whole(file: &SourceFile) -> Result<SourceFile> {
+    Ok(SourceFile { path: file.path.absolute()?, ..file.clone() })
+}
+
+/// Places in a plan: as text, which every machine reads alike.
+pub(super) mod place {
+    use serde::de::Error as _;
+    use serde::ser::Error as _;
+    use serde::{Deserialize as _, Deserializer, Serializer};
+    use store::Location;
+
+    pub(crate) fn serialize<S: Serializer>(place: &Location, to: S) -> Result<S::Ok, S::Error> {
+        match place.local().map(|path| path.to_str()) {
+            Some(None) => Err(S::Error::custom(format!("the path {place} is not UTF-8"))),
+            Some(Some(path)) => to.serialize_str(path),
+            None => to.serialize_str(&place.to_string()),
+        }
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Location, D::Error> {
+        let text = String::deserialize(from)?;
+        storage::locate(&text).map_err(D::Error::custom)
+    }
+
+    /// The same where there may be none.
+    pub(crate) mod optional {
+        use super::*;
+
+        pub(crate) fn serialize<S: Serializer>(
+            place: &Option<Location>,
+            to: S,
+        ) -> Result<S::Ok, S::Error> {
+            match place {
+                Some(place) => super::serialize(place, to),
+                None => to.serialize_none(),
+            }
+        }
+
+        pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+            from: D,
+        ) -> Result<Option<Location>, D::Error> {
+            let text = Option::<String>::deserialize(from)?;
+            text.map(|text| storage::locate(&text).map_err(D::Error::custom)).transpose()
+        }
+    }
+}
+
 impl Spec {
     /// Finds the inputs; paths start at the folder of the corpus file `file`.
-    pub fn resolve(self, file: Location) -> Result<Corpus> {
-        let folder = file.folder();
-        let sources = self.sources.into_iter().map(|source| resolved(source, &folder));
-        let tokenizer = self.tokenizer.map(|name| storage::resolve(&folder, &name));
-        Ok(Corpus {
+    pub(super) fn find(&self, file: &Location) -> Result<Found> {
+        let folder = &file.folder();
+        let source = |source: &SourceSpec| -> Result<FoundSource> {
+            let sets = source.steps.iter().filter_map(|(_, step)| match step {
+                StepSpec::Decontaminate(_, patterns) => Some(patterns),
+                StepSpec::Whole(_) => None,
+            });
+            let files = found(source, folder)?;
+            let sets = sets.map(|patterns| identified(patterns, folder));
+            Ok(FoundSource { files, sets: sets.collect::<Result<_>>()? })
+        };
+        let tokenizer = self.tokenizer.as_ref().map(|name| storage::resolve(folder, name));
+        Ok(Found {
             tokenizer: tokenizer.transpose().map_err(|fault| fault.or_at(|| file.to_string()))?,
+            sources: self.sources.iter().map(source).collect::<Result<_>>()?,
+        })
+    }
+
+    /// The corpus of the file `file` with this text, for which this was found.
+    pub(super) fn resolve(self, file: Location, text: &str, found: Found) -> Result<Corpus> {
+        if found.sources.len() != self.sources.len() {
+            return Err(not_of_this());
+        }
+        let sources = self.sources.into_iter().zip(found.sources);
+        Ok(Corpus {
+            file,
+            text: text.to_owned(),
+            tokenizer: found.tokenizer,
             unit: self.unit,
             validation: self.validation,
             begin: self.begin,
@@ -27,13 +137,35 @@ impl Spec {
             shard_tokens: self.shard_tokens,
             max_document_bytes: self.max_document_bytes,
             on_error: self.on_error,
-            sources: sources.collect::<Result<_>>()?,
-            file,
+            sources: sources.map(|(spec, found)| resolved(spec, found)).collect::<Result<_>>()?,
         })
     }
 }
 
-fn resolved(spec: SourceSpec, folder: &Location) -> Result<Source> {
+/// What was found is of another file.
+fn not_of_this() -> Fault {
+    Fault::data("a plan does not hold what its corpus file names").hint("plan again")
+}
+
+fn resolved(spec: SourceSpec, found: FoundSource) -> Result<Source> {
+    let mut sets = found.sets.into_iter();
+    let step = |(number, step): (usize, StepSpec)| -> Result<(usize, Step)> {
+        let step = match step {
+            StepSpec::Whole(step) => step,
+            StepSpec::Decontaminate(rules, _) => {
+                let files = sets.next().ok_or_else(not_of_this)?;
+                Step::Compare(Compare::Decontaminate(Decontaminate { rules, files }))
+            }
+        };
+        Ok((number, step))
+    };
+    let steps = spec.steps.into_iter().map(step).collect::<Result<_>>()?;
+    let recipe = Recipe { mapping: spec.mapping, steps };
+    Ok(Source { name: spec.name, files: found.files, fields: spec.fields, recipe })
+}
+
+/// The files of a source.
+fn found(spec: &SourceSpec, folder: &Location) -> Result<Vec<SourceFile>> {
     let mut files = Vec::new();
     for found in files::find(folder, &spec.files)? {
         let format = spec.format.or_else(|| Format::guess(Path::new(&found.path.name())));
@@ -42,30 +174,24 @@ fn resolved(spec: SourceSpec, folder: &Location) -> Result<Source> {
     }
     if spec.mapping.is_some() && files.iter().any(|file| file.format == Format::Text) {
         return Err(Fault::usage("`template` and `chat` need records, and a text has none")
-            .at(spec.mapping_place)
+            .at(spec.mapping_place.clone())
             .found(format!("a file of format {}", Format::Text.name()))
             .hint("write records: JSON Lines, Parquet or Arrow"));
     }
-    let steps =
-        spec.steps.into_iter().map(|(number, step)| Ok((number, identified(step, folder)?)));
-    let recipe = Recipe { mapping: spec.mapping, steps: steps.collect::<Result<_>>()? };
-    Ok(Source { name: spec.name, files, fields: spec.fields, recipe, taken: None })
+    Ok(files)
 }
 
-/// A step with the files that it compares documents with.
-fn identified(step: StepSpec, folder: &Location) -> Result<Step> {
-    let (rules, sets) = match step {
-        StepSpec::Whole(step) => return Ok(step),
-        StepSpec::Decontaminate(rules, sets) => (rules, sets),
+/// The files that a step compares documents with, and what they hold.
+fn identified(
+    patterns: &[files::Pattern],
+    folder: &Location,
+) -> Result<Vec<(SourceFile, Identity)>> {
+    let file = |found: files::Found| -> Result<(SourceFile, Identity)> {
+        let (_, identity) = found.path.content()?;
+        let format = Format::JsonLines;
+        Ok((SourceFile { path: found.path, shown: found.shown, format }, identity))
     };
-    let file = |found: files::Found| SourceFile {
-        path: found.path,
-        shown: found.shown,
-        format: Format::JsonLines,
-    };
-    let found = files::find(folder, &sets)?;
-    let step = Decontaminate::new(rules, found.into_iter().map(file).collect())?;
-    Ok(Step::Compare(Compare::Decontaminate(step)))
+    files::find(folder, patterns)?.into_iter().map(file).collect()
 }
 
 /// A table taken for one long text would be a silent loss.

@@ -13,12 +13,10 @@ mod matches;
 pub(crate) mod minhash;
 pub(crate) mod normal;
 mod observe;
-pub(crate) mod removed;
 pub(crate) mod repeats;
 mod scan;
 mod tools;
 
 pub(crate) use observe::{Mark, Observed, contaminated};
-pub(crate) use removed::{FILE as REMOVED, List, cut as cut_list};
 pub(crate) use scan::{Gathered, Scan, Seen, read_through};
 pub(crate) use tools::Tools;

@@ -4,9 +4,10 @@ use contract::{Digest, Fault, Result};
 
 use super::matches::{self, Matched};
 use super::tools::Tools;
-use super::{decontaminate, normal, removed};
+use super::{decontaminate, normal};
 use crate::build::request::count_or_stop;
 use crate::corpus::{Corpus, Source};
+use crate::dropped;
 use crate::filters::{Dropped, Effect};
 use crate::recipe::compare::Compare;
 use crate::recipe::run::{Outcome, Passage};
@@ -72,7 +73,7 @@ impl Observer<'_> {
             let fault = none.fault.or_at(|| document.place(shown));
             return count_or_stop(self.corpus, none.reason, fault).map(|()| None);
         }
-        let at = removed::address(document.group, document.row).ok_or_else(|| {
+        let at = dropped::address(document.group, document.row).ok_or_else(|| {
             Fault::usage("a file has too many rows to compare its documents").at(shown.clone())
         })?;
         let bytes = document.text.len() as u64;

@@ -2,31 +2,29 @@
 //!
 //! Workers take each document through the steps up to the last that compares, and hand on, in input order, what that
 //! step needs to know: a digest, a signature, matches. Then the steps are decided in their order: a document that one
-//! removes is no candidate for the next. What is left is a list of the documents removed, in `STORE/SOURCE/removed.jsonl.zst`,
+//! removes is no candidate for the next. What is left is a list of the documents removed, beside the parts,
 //! which the build reads. Whoever wants to know why a document is not in the store finds it there.
 
 mod table;
 #[cfg(test)]
 mod tests;
 
-use std::fs;
-use std::io;
 use std::path::Path;
 
-use contract::{Fault, Identity, Result, note};
+use contract::{Fault, Identity, Result};
 use serde::{Deserialize, Serialize};
-use store::{FileRecord, SourceRecord, disk, open};
+use store::{FileRecord, SourceRecord};
 
 use self::table::Table;
 use super::matches;
 use super::observe::{Observed, Observer};
 use super::tools::Tools;
-use crate::corpus::{Corpus, SourceFile};
+use crate::corpus::Corpus;
+use crate::dropped::REMOVED;
 use crate::parallel::{self, Map};
-use crate::progress::{Measure, Progress};
 use crate::walk::{Part, Walk, place};
 
-/// What a finished scan found, in `STORE/.build/scan.json`.
+/// What a finished scan found.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Scan {
     /// The inputs by source: whoever reads them later must find the same.
@@ -36,36 +34,6 @@ pub(crate) struct Scan {
 }
 
 impl Scan {
-    /// The scan of this corpus: one that a killed build had finished, or a new one.
-    pub(crate) fn take_up(
-        tools: &Tools<'_>,
-        corpus: &Corpus,
-        store: &Path,
-        (workers, quiet): (usize, bool),
-        go_on: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<Self> {
-        let path = store.join(open::BUILD_FOLDER).join("scan.json");
-        match fs::read(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(Fault::io("read", &path, &error)),
-            Ok(bytes) => {
-                return serde_json::from_slice(&bytes).map_err(|error| {
-                    Fault::data(format!("the scan of this build is damaged: {error}"))
-                        .at(path.display().to_string())
-                        .hint("delete the store's folder and build it again")
-                });
-            }
-        }
-        let scratch = store.join(open::BUILD_FOLDER).join("scan");
-        disk::create_folder(&scratch)?;
-        let scan = run(tools, corpus, (store, &scratch), (workers, quiet), go_on)?;
-        let bytes = serde_json::to_vec(&scan)
-            .map_err(|error| Fault::bug(format!("the scan cannot be written: {error}")))?;
-        disk::write_whole(&path, &bytes)?;
-        disk::remove(&scratch)?;
-        Ok(scan)
-    }
-
     /// Enters the lists into the records of the finished sources, if these were read from the inputs scanned.
     pub(crate) fn close(self, corpus: &Corpus, sources: &mut [SourceRecord]) -> Result<()> {
         let Scan { inputs, files } = self;
@@ -77,45 +45,13 @@ impl Scan {
             if let Some((input, _)) = changed {
                 return Err(Fault::mismatch("this input changed between scan and build")
                     .at(input.path.clone())
-                    .hint("delete the store's folder and build it again"));
+                    .hint("run the same command again"));
             }
-            source.prepared.get_or_insert_default().files.clone_from(&files[number]);
+            let others = files[number].iter().filter(|file| file.name != REMOVED);
+            source.prepared.get_or_insert_default().files = others.cloned().collect();
         }
         Ok(())
     }
-}
-
-fn run(
-    tools: &Tools<'_>,
-    corpus: &Corpus,
-    (store, scratch): (&Path, &Path),
-    (workers, quiet): (usize, bool),
-    go_on: &mut dyn FnMut() -> Result<()>,
-) -> Result<Scan> {
-    let mut gathered = Gathered::new(corpus, store, scratch)?;
-    let mut progress = Progress::new("dedup scan", Measure::Bytes, bytes_to_read(corpus)?, quiet);
-    read_through(tools, corpus, workers, |seen| {
-        match seen {
-            Seen::End { source, bytes, identity } => {
-                gathered.end(source, identity);
-                progress.file(bytes);
-            }
-            Seen::Documents { observed, source, file, raw } => {
-                progress.within(raw);
-                for observed in observed {
-                    go_on()?;
-                    progress.document(observed.bytes, 0);
-                    gathered.document(source, file, observed)?;
-                }
-            }
-        }
-        progress.tick();
-        Ok(())
-    })?;
-    if !quiet {
-        note!("dedup scan: {}", progress.finish());
-    }
-    gathered.decide()
 }
 
 /// Reads the sources of `corpus` that are scanned, and hands on what is seen of their documents, in input order.
@@ -128,12 +64,10 @@ pub(crate) fn read_through(
     let observer = Observer { corpus, tools };
     let mut walk = Walk::only(corpus, |source| source.recipe.scanned() > 0);
     let look = |(): &mut (), part| match part {
-        Part::FileEnd { source, bytes, identity, .. } => {
-            Ok(Some(Seen::End { source, bytes, identity }))
-        }
+        Part::FileEnd { bytes, identity, .. } => Ok(Some(Seen::End { bytes, identity })),
         Part::Slab { slab, source, file, raw } => {
             let observed = observer.slab(&slab, source, file)?;
-            Ok(Some(Seen::Documents { observed, source, file, raw }))
+            Ok(Some(Seen::Documents { observed, raw }))
         }
         Part::SourceEnd => Ok(None),
     };
@@ -186,16 +120,10 @@ impl<'a> Gathered<'a> {
     }
 }
 
-fn bytes_to_read(corpus: &Corpus) -> Result<u64> {
-    let scanned = corpus.sources.iter().filter(|source| source.recipe.scanned() > 0);
-    let files = scanned.flat_map(|source| &source.files);
-    files.map(SourceFile::size).sum()
-}
-
 /// What the workers hand on.
 pub(crate) enum Seen {
     /// Documents of one file, of which `raw` bytes are read.
-    Documents { observed: Vec<Observed>, source: usize, file: usize, raw: u64 },
+    Documents { observed: Vec<Observed>, raw: u64 },
     /// The end of a file, with its content.
-    End { source: usize, bytes: u64, identity: Identity },
+    End { bytes: u64, identity: Identity },
 }

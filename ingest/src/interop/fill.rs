@@ -8,11 +8,13 @@ use contract::Result;
 use store::{DocumentRecord, Dropped, Manifest, SourceRecord, Split, StreamRecord};
 
 use crate::build::stream::Stream;
+use crate::dropped::{Line, Listing};
 
 /// One source under construction.
 pub(super) struct Filling {
     pub(super) record: SourceRecord,
     streams: [Stream; 2],
+    listing: Listing,
     shard_tokens: u64,
 }
 
@@ -22,9 +24,10 @@ impl Filling {
         manifest: &Manifest,
         (name, preparation): (&str, String),
         shard_tokens: u64,
-    ) -> Self {
+    ) -> Result<Self> {
         let record = SourceRecord {
             prepared: None,
+            dropped_file: None,
             name: name.to_owned(),
             preparation,
             inputs: Vec::new(),
@@ -34,7 +37,8 @@ impl Filling {
         };
         let (token_bytes, vocab) = (manifest.token_bytes, manifest.tokenizer.vocab);
         let streams = Stream::both(store, &record, token_bytes, vocab);
-        Filling { record, streams, shard_tokens }
+        let listing = Listing::new(store.join(name), None)?;
+        Ok(Filling { record, streams, listing, shard_tokens })
     }
 
     /// The next document of `split`; its record's first token is set here.
@@ -52,24 +56,27 @@ impl Filling {
     }
 
     /// A document that is not kept.
-    pub(super) fn dropped(&mut self, reason: &str, bytes: u64) {
+    pub(super) fn dropped(&mut self, line: Line) -> Result<()> {
         let dropped = &mut self.record.dropped;
-        match dropped.iter_mut().find(|dropped| dropped.reason == reason) {
+        let bytes = line.bytes.unwrap_or_default();
+        match dropped.iter_mut().find(|dropped| dropped.reason == line.reason) {
             Some(dropped) => {
                 (dropped.documents, dropped.bytes) = (dropped.documents + 1, dropped.bytes + bytes)
             }
-            None => dropped.push(Dropped { reason: reason.to_owned(), documents: 1, bytes }),
+            None => dropped.push(Dropped { reason: line.reason.clone(), documents: 1, bytes }),
         }
+        self.listing.dropped(line)
     }
 
     fn cut(&mut self) -> Result<()> {
-        self.streams.iter_mut().try_for_each(|stream| stream.commit().map(drop))
+        self.streams.iter_mut().try_for_each(Stream::commit)
     }
 
     /// Ends the source.
     pub(super) fn finish(mut self) -> Result<SourceRecord> {
         self.cut()?;
         let [train, validation] = self.streams.map(|stream| stream.record);
-        Ok(SourceRecord { train, validation, ..self.record })
+        let dropped_file = self.listing.finish()?;
+        Ok(SourceRecord { train, validation, dropped_file, ..self.record })
     }
 }

@@ -21,6 +21,7 @@ use crate::build::pipeline::held_out;
 use crate::build::request;
 use crate::corpus::check_name;
 use crate::disk::{Disk, Real};
+use crate::dropped::Line;
 use crate::progress::{Measure, Progress};
 use crate::tokenize::{Engine, Tokenizer};
 
@@ -293,7 +294,7 @@ impl Source<'_> {
         let preparation = self.preparation(ours().map(|files| files.part));
         let store = folder.unwrap_or(Path::new(""));
         let mut filling =
-            Filling::new(store, self.manifest, (name, preparation), self.request.shard_tokens);
+            Filling::new(store, self.manifest, (name, preparation), self.request.shard_tokens)?;
         for Files { part, units, index } in ours() {
             for unit in units {
                 self.unit(unit, part, &mut filling, folder.is_some())?;
@@ -341,8 +342,9 @@ impl Source<'_> {
         filling: &mut Filling,
     ) -> Result<()> {
         if tokens.is_empty() {
-            filling.dropped("empty", 0);
-            return Ok(());
+            let (file, group, reason) = (file as usize, Some(0), "empty".to_owned());
+            let (id, bytes, kept, spans) = (found.id, Some(0), None, Vec::new());
+            return filling.dropped(Line { file, group, row, id, reason, bytes, kept, spans });
         }
         let id = found.id.unwrap_or_else(|| format!("{file}#0.{row}"));
         self.check_markers(tokens, &part.path, row)?;

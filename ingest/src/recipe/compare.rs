@@ -146,18 +146,6 @@ impl Decontaminate {
         Ok(())
     }
 
-    /// The step with its files, which are identified.
-    pub(crate) fn new(rules: Rules, files: Vec<SourceFile>) -> Result<Self> {
-        let identified = |file: SourceFile| {
-            let (_, identity) = file.content()?;
-            Ok((file, identity))
-        };
-        Ok(Decontaminate {
-            rules,
-            files: files.into_iter().map(identified).collect::<Result<_>>()?,
-        })
-    }
-
     /// The step as canonical text: the content of the sets, not their paths.
     pub(crate) fn describe(&self) -> String {
         let sets: String = self.files.iter().map(|(_, identity)| format!(" {identity}")).collect();

@@ -16,7 +16,7 @@ use crate::corpus::Corpus;
 use crate::dedup::{Tools, normal};
 use crate::filters::words::Text;
 use crate::inspect::{self, Accounting, Bytes};
-use crate::testing::{Workbench, options, tree};
+use crate::testing::{Workbench, in_parts, options, tree};
 use crate::verify::verify;
 
 pub(crate) fn built(corpus: &Path, store: &Path, workers: usize) -> Manifest {
@@ -307,7 +307,7 @@ proptest! {
         built(&corpus, &whole, 1);
         let request = Corpus::read(&corpus).unwrap();
         let mut left = kill;
-        let outcome = build_while(&request, &killed, options(workers), || {
+        let outcome = build_while(&request, &killed, in_parts(workers), || {
             left -= 1;
             if left == 0 { Err(Fault::machine("killed")) } else { Ok(()) }
         });

@@ -16,7 +16,7 @@ use contract::{Fault, Result};
 use parquet::data_type::ByteArray;
 use store::pieces::Pieces;
 
-use super::{Document, Fields, Parsed, dropped};
+use super::{Document, Fields, Parsed, Row, dropped};
 
 /// Rows of one group of a file.
 pub(super) struct Rows {
@@ -91,7 +91,7 @@ impl Rows {
     fn dropped(&self, row: usize, reason: &'static str, bytes: u64, fault: Fault) -> Parsed {
         let row = self.first + row as u64;
         let place = format!("{}: {} {}, row {row}", self.path.display(), self.kind, self.group);
-        dropped(reason, bytes, fault.at(place))
+        dropped(reason, Row { group: Some(self.group), row }, bytes, fault.at(place))
     }
 }
 

@@ -12,7 +12,7 @@ use memchr::{memchr, memchr_iter, memrchr};
 
 use super::decompress::Stream;
 use super::json::{self, Found, Value, Wanted};
-use super::{Document, Fields, Input, Limits, Parsed, Records, Slab, dropped};
+use super::{Document, Fields, Input, Limits, Parsed, Records, Row, Slab, dropped};
 use crate::disk::Disk;
 
 const MARK: &[u8] = b"\xef\xbb\xbf";
@@ -243,7 +243,8 @@ impl Record<'_> {
 
     fn dropped(&self, reason: &'static str, fault: Fault) -> Parsed {
         let place = format!("{}:{}", self.lines.path.display(), self.row);
-        dropped(reason, self.line.len() as u64, fault.at(place))
+        let row = Row { group: None, row: self.row };
+        dropped(reason, row, self.line.len() as u64, fault.at(place))
     }
 }
 
@@ -258,7 +259,7 @@ fn too_long(path: &Path, line: u64, bytes: u64, bytes_max: u64) -> Parsed {
         .at(format!("{}:{line}", path.display()))
         .found(format!("{bytes} bytes"))
         .wanted(format!("at most {bytes_max}"));
-    dropped("too large", bytes, fault)
+    dropped("too large", Row { group: None, row: line }, bytes, fault)
 }
 
 /// The first keys, for a message.
@@ -306,7 +307,9 @@ mod tests {
             let file = write("x.jsonl", &[b"{\"text\":\"ok\"}\n", line, b"\n"].concat());
             let parsed = read(&file, "text", None);
             assert_eq!(parsed.len(), 2);
-            let Parsed::Dropped { reason, bytes, fault } = &parsed[1] else { panic!("{parsed:?}") };
+            let Parsed::Dropped { reason, bytes, fault, .. } = &parsed[1] else {
+                panic!("{parsed:?}")
+            };
             assert_eq!((*reason, *bytes), (wanted, line.len() as u64));
             let message = fault.to_string();
             assert!(message.contains("x.jsonl:2: ") && message.contains(found), "{message}");

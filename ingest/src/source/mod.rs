@@ -22,13 +22,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use contract::{Fault, Field, Framed, Identity, Result};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use store::Location;
 
 use crate::disk::{Disk, Real};
 
 /// What a file holds, whatever it is compressed with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
     /// One JSON object per line (plain, gzip or zstd).
@@ -209,11 +209,23 @@ pub enum Parsed {
     Dropped {
         /// One of `malformed`, `missing text`, `invalid UTF-8`, `too large`, `empty`.
         reason: &'static str,
+        /// Where it stands in its file.
+        row: Row,
         /// Its length in the decompressed stream, as far as it is known.
         bytes: u64,
         /// The same as an error that names the place.
         fault: Fault,
     },
+}
+
+/// Where a record stands in its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Row {
+    /// Row group (Parquet) or record batch (Arrow), from 0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<u32>,
+    /// Line, from 1 (JSON Lines); row within its group, from 0 (Parquet, Arrow); 0 (text).
+    pub row: u64,
 }
 
 /// One document and where it stands.
@@ -294,8 +306,8 @@ impl Names {
 
     fn parsed(&self, parsed: Parsed) -> Parsed {
         match parsed {
-            Parsed::Dropped { reason, bytes, fault } => {
-                Parsed::Dropped { reason, bytes, fault: self.told(fault) }
+            Parsed::Dropped { reason, row, bytes, fault } => {
+                Parsed::Dropped { reason, row, bytes, fault: self.told(fault) }
             }
             document => document,
         }
@@ -333,13 +345,13 @@ fn open_on(
 }
 
 /// A record that is dropped, with the one hint that fits every reason.
-fn dropped(reason: &'static str, bytes: u64, fault: Fault) -> Parsed {
+fn dropped(reason: &'static str, row: Row, bytes: u64, fault: Fault) -> Parsed {
     let fault = fault.hint(match reason {
         "empty" => "give it text, or drop it",
         "too large" => "split the document, or raise the limit",
         _ => "mend or drop it, or set on_error = \"skip\" to count such records and go on",
     });
-    Parsed::Dropped { reason, bytes, fault }
+    Parsed::Dropped { reason, row, bytes, fault }
 }
 
 #[cfg(test)]

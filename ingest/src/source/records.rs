@@ -18,7 +18,7 @@ use store::pieces::Pieces;
 
 use super::columns::{guarded_pieces, in_group, only};
 use super::decompress::Tee;
-use super::{Document, Fields, Input, Limits, Parsed, Records, Slab, dropped};
+use super::{Document, Fields, Input, Limits, Parsed, Records, Row, Slab, dropped};
 use crate::disk::Disk;
 
 /// Rows read at a time.
@@ -154,11 +154,12 @@ impl Rows {
         let record = Value::Object(record);
         let text = record.to_string();
         let (number, bytes) = (self.first + row as u64, text.len() as u64);
+        let at = Row { group: Some(self.group), row: number };
         let place = format!("{}: {} {}, row {number}", self.path.display(), self.kind, self.group);
         if bytes > self.bytes_max {
             let fault = Fault::data("the row is too long").found(format!("{bytes} bytes"));
             let fault = fault.wanted(format!("at most {}", self.bytes_max)).at(place);
-            return dropped("too large", bytes, fault);
+            return dropped("too large", at, bytes, fault);
         }
         let id = fields
             .id
@@ -170,7 +171,7 @@ impl Rows {
             Some(Value::Number(id)) if !id.is_f64() => Some(id.to_string()),
             Some(_) => {
                 let fault = Fault::data("the row's id is no string and no integer").at(place);
-                return dropped("malformed", bytes, fault);
+                return dropped("malformed", at, bytes, fault);
             }
         };
         Parsed::Document(Document { id, text, row: number, group: Some(self.group), bytes: None })

@@ -449,7 +449,7 @@ fn integer_ids_and_bytes_that_are_no_text() {
         [("x.parquet", parquet.into_inner().unwrap()), ("x.arrow", arrow.into_inner().unwrap())]
     {
         let parsed = read(&write(name, &bytes), "text", Some("id"));
-        let Parsed::Dropped { reason: "invalid UTF-8", bytes: 2, fault } = &parsed[1] else {
+        let Parsed::Dropped { reason: "invalid UTF-8", bytes: 2, fault, .. } = &parsed[1] else {
             panic!("{parsed:?}")
         };
         assert!(fault.to_string().contains("row 1"), "{fault}");

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use contract::{Fault, Identity, Result};
 
 use super::decompress::Stream;
-use super::{Document, Input, Limits, Parsed, Records, Slab, dropped};
+use super::{Document, Input, Limits, Parsed, Records, Row, Slab, dropped};
 use crate::disk::Disk;
 
 const MARK: &[u8] = b"\xef\xbb\xbf";
@@ -87,6 +87,7 @@ impl Whole {
     }
 
     fn dropped(&self, reason: &'static str, fault: Fault) -> Parsed {
-        dropped(reason, self.length, fault.at(self.path.display().to_string()))
+        let row = Row { group: None, row: 0 };
+        dropped(reason, row, self.length, fault.at(self.path.display().to_string()))
     }
 }

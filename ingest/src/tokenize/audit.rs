@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use contract::{Fault, Key, Purpose, Ratio, Result, draw};
-use serde::{Deserialize, Serialize};
 
 use super::Tokenizer;
 
@@ -28,7 +27,7 @@ const TEXT_SHARE: Ratio = Ratio::new(2, 1000);
 const PIECE_BYTES: usize = 2_000;
 
 /// A document that the audit may ask for.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sample {
     /// How the document is called in an error.
     pub place: String,
@@ -79,8 +78,8 @@ impl Wanted {
     }
 }
 
-/// The audit of one build: fed in input order.
-#[derive(Debug, Default, Serialize, Deserialize)]
+/// The audit of one part: fed in input order.
+#[derive(Debug, Default)]
 pub struct Audit {
     /// Text seen.
     pub text_bytes: u64,
@@ -88,10 +87,7 @@ pub struct Audit {
     pub documents: u64,
     /// Their text.
     pub audited_bytes: u64,
-    #[serde(skip)]
     floor: BTreeMap<(u64, u128), Sample>,
-    #[serde(skip)]
-    changed: bool,
 }
 
 impl Audit {
@@ -128,22 +124,10 @@ impl Audit {
             return;
         }
         self.floor.insert((key, content), sample.clone());
-        self.changed = true;
         if self.floor.len() > FLOOR_DOCUMENTS {
             self.floor.pop_last();
         }
         self.publish(wanted);
-    }
-
-    /// The counts without the samples, for a checkpoint.
-    pub fn counts(&self) -> Audit {
-        let Audit { text_bytes, documents, audited_bytes, floor: _, changed: _ } = self;
-        Audit {
-            text_bytes: *text_bytes,
-            documents: *documents,
-            audited_bytes: *audited_bytes,
-            ..Audit::default()
-        }
     }
 
     fn publish(&self, wanted: &Wanted) {
@@ -152,19 +136,6 @@ impl Audit {
         {
             wanted.0.store(*key, Ordering::Relaxed);
         }
-    }
-
-    /// The samples that a resumed build has to know again, if they changed since the last call.
-    pub fn floor_if_changed(&mut self) -> Option<Vec<(u64, u128, Sample)>> {
-        std::mem::take(&mut self.changed).then(|| {
-            self.floor.iter().map(|((key, content), s)| (*key, *content, s.clone())).collect()
-        })
-    }
-
-    /// Takes the samples of a killed build back.
-    pub fn restore_floor(&mut self, floor: Vec<(u64, u128, Sample)>, wanted: &Wanted) {
-        self.floor = floor.into_iter().map(|(key, content, s)| ((key, content), s)).collect();
-        self.publish(wanted);
     }
 
     /// The documents to check when all have been seen: in the order of their draws, as many as fit.

@@ -12,6 +12,7 @@ mod merge;
 mod words;
 
 use contract::{Digest, Fault, Key, Purpose, Ratio, Result, draw};
+use store::Location;
 
 use crate::corpus::{Corpus, SourceFile};
 use crate::progress::{Measure, Progress};
@@ -57,6 +58,13 @@ pub struct Trained {
     pub words: u64,
     /// Records that were no documents, if the corpus says to skip such.
     pub dropped: u64,
+}
+
+impl Trained {
+    /// Writes `tokenizer.json`, whole or not at all.
+    pub fn write(&self, out: impl Into<Location>) -> Result<()> {
+        out.into().write(&self.bytes)
+    }
 }
 
 /// Trains a tokenizer on the documents of a corpus.

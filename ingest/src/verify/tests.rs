@@ -77,7 +77,7 @@ fn the_manifest_lists_every_file_of_its_store() {
     listed.sort();
     assert_eq!(listed, files(&store));
     // A list at least: what the steps removed, and what an evaluation set shares with the text.
-    assert_eq!(manifest.sources[0].lists().len(), 2);
+    assert_eq!(manifest.sources[0].lists().count(), 2);
 }
 
 /// Where a token file's values stand, and the ids of the documents in its only block.

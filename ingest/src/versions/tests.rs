@@ -16,6 +16,9 @@ use store::Manifest;
 use super::*;
 use crate::build::{Outcome, build};
 use crate::corpus::Corpus;
+use crate::dedup::repeats::EMPTIED;
+use crate::dropped::{Line, REMOVED, each_of};
+use crate::recipe::is_reason;
 use crate::testing::{Workbench, document, options};
 
 const PROSE: &str = "The people of the river town had to be up before the sun, and with the first light that fell on \
@@ -88,6 +91,10 @@ fn built(
     }
 }
 
+/// The steps that compare documents.
+const COMPARE: [&str; 4] =
+    ["exact-duplicates", "near-duplicates", "decontaminate", "repeated-substrings"];
+
 /// What a build made of its documents: kept ones with their tokens and places, dropped ones by reason, changes, lists.
 fn outcome((manifest, store): &(Manifest, std::path::PathBuf)) -> Digest {
     let mut text = String::new();
@@ -97,6 +104,19 @@ fn outcome((manifest, store): &(Manifest, std::path::PathBuf)) -> Digest {
         }
         for dropped in &source.dropped {
             let _ = writeln!(text, "{} {} {}", dropped.documents, dropped.bytes, dropped.reason);
+        }
+        if COMPARE.iter().any(|step| source.preparation.contains(step)) {
+            let mut said = Vec::new();
+            each_of(store, manifest, |_, line| {
+                if is_reason(&line.reason) && line.reason != EMPTIED {
+                    // What the scan says of a record, and not what it is called or how long it is.
+                    let line = Line { id: None, bytes: None, ..line };
+                    said.extend(serde_json::to_vec(&line).unwrap().into_iter().chain(*b"\n"));
+                }
+                Ok(())
+            })
+            .unwrap();
+            let _ = writeln!(text, "{REMOVED} {}", Digest::of_bytes(&said));
         }
         let Some(prepared) = &source.prepared else { continue };
         for change in &prepared.changes {

@@ -78,7 +78,7 @@ fn head_flaw(manifest: &Manifest) -> Option<String> {
 
 fn source_flaw(manifest: &Manifest, source: &SourceRecord) -> Option<String> {
     let mut names = BTreeSet::from(Split::ALL.map(Split::name));
-    if let Some(what) = source.lists().iter().find_map(|file| file_flaw(&mut names, file, 0)) {
+    if let Some(what) = source.lists().find_map(|file| file_flaw(&mut names, file, 0)) {
         return Some(what);
     }
     for split in Split::ALL {

@@ -60,6 +60,9 @@ pub struct SourceRecord {
     pub validation: StreamRecord,
     /// What was read but not kept, by reason: documents read = train + validation + dropped.
     pub dropped: Vec<Dropped>,
+    /// The list of these, row by row, if there are any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dropped_file: Option<FileRecord>,
     /// What steps of preparation did, if there were any: a function of the rest, and so no part of the identity.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prepared: Option<PreparedRecord>,
@@ -74,7 +77,7 @@ pub struct PreparedRecord {
     pub read_bytes: u64,
     /// The steps that changed documents that were kept, in the order of the steps.
     pub changes: Vec<Change>,
-    /// Lists that the steps left in the source's folder: documents removed, hits of evaluation sets.
+    /// Lists that the steps left in the source's folder: hits of evaluation sets.
     pub files: Vec<FileRecord>,
 }
 
@@ -211,6 +214,7 @@ impl Manifest {
                 train,
                 validation,
                 dropped: _,
+                dropped_file: _,
                 prepared: _,
             } = source;
             framed.field(name).field(preparation).field(inputs);
@@ -234,7 +238,7 @@ impl Manifest {
                 let records = source.stream(split).files();
                 files.extend(records.map(|record| FileEntry::of(&folder, record)));
             }
-            let lists = source.lists().iter();
+            let lists = source.lists();
             files.extend(lists.map(|record| FileEntry::of(&source.name, record)));
         }
         files.extend([open::MANIFEST_SUM, open::MANIFEST].map(unrecorded));
@@ -264,9 +268,10 @@ impl SourceRecord {
         }
     }
 
-    /// The lists that steps of preparation left in its folder.
-    pub fn lists(&self) -> &[FileRecord] {
-        self.prepared.as_ref().map_or(&[], |prepared| &prepared.files)
+    /// The lists in its folder: of what was dropped, and those that steps of preparation left.
+    pub fn lists(&self) -> impl Iterator<Item = &FileRecord> {
+        let steps = self.prepared.iter().flat_map(|prepared| &prepared.files);
+        self.dropped_file.iter().chain(steps)
     }
 }
 

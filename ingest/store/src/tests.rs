@@ -73,6 +73,7 @@ fn store(token_bytes: u32, cuts: &[u64], document_tokens: u64) -> (TempDir, Mani
             validation: StreamRecord::empty(),
             dropped: Vec::new(),
             prepared: None,
+            dropped_file: None,
         }],
     };
     manifest.digest = manifest.identity();

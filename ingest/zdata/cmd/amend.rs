@@ -364,3 +364,35 @@ impl BanRow {
         BanRow { id, source, document, origin, tokens, labels }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use storage::crash::Recording;
+
+    use super::*;
+
+    #[test]
+    fn an_amended_file_survives_crashes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("curriculum.toml");
+        let before = "seed = 1\n".repeat(90);
+        let after = before.clone() + "[[amendment]]\nstep = 7\n";
+        fs::write(&path, &before).unwrap();
+        let run = || replace(&path, &before, &after);
+        let (recording, ran) = Recording::of(folder.path(), run);
+        ran.unwrap();
+        let mut seen = [0, 0];
+        recording.each(60, |_| {
+            // The one file or the other, whole: then the same command goes on or says that it is done.
+            let found = fs::read_to_string(&path).unwrap();
+            assert!(found == before || found == after, "{found}");
+            seen[usize::from(found == after)] += 1;
+            match run() {
+                Ok(()) => assert_eq!(found, before),
+                Err(fault) => assert!(fault.to_string().contains("edited meanwhile"), "{fault}"),
+            }
+            assert_eq!(fs::read_to_string(&path).unwrap(), after);
+        });
+        assert!(seen[0] > 1 && seen[1] > 0, "{seen:?}");
+    }
+}

@@ -6,7 +6,7 @@ use std::thread;
 use contract::{Fault, Result, note};
 use ingest::build::Options;
 use ingest::cluster::plan::TASK_BYTES;
-use ingest::cluster::{self, Plan, Ran, Stage, slurm};
+use ingest::cluster::{self, Stage, slurm};
 use ingest::tokenize::Engine;
 use ingest::{Corpus, Outcome, inspect};
 use storage::publish;
@@ -27,8 +27,8 @@ pub(crate) struct Args {
     /// Build nothing: read everything, and list every record that is no document.
     #[arg(long, conflicts_with = "out")]
     check: bool,
-    /// An earlier store: sources that did not change since are taken over from it.
-    #[arg(long, value_name = "STORE", value_parser = super::place())]
+    /// Gone: see `refuse_from`.
+    #[arg(long, hide = true, value_name = "STORE", value_parser = super::place())]
     from: Option<Location>,
     /// Threads that encode [default: one for each core]; never changes a bit.
     #[arg(long, value_parser = super::workers)]
@@ -39,11 +39,11 @@ pub(crate) struct Args {
     /// Where the work is done; never changes a bit.
     #[arg(long, value_enum, default_value_t = Place::Local)]
     engine: Place,
-    /// The folder of plan and parts, which every machine sees; one that is named is kept, and what a later build needs of
-    /// it is not made again [default: OUT.tasks, removed at the end].
+    /// The folder of parts; what is in it is not made again, by this build after a kill or by another one after an edit. One
+    /// that is named is kept (`zdata task prune` clears it) [default: OUT.work, removed when the store is whole].
     #[arg(long, value_name = "FOLDER", value_parser = super::local(super::task::WORK))]
     work: Option<PathBuf>,
-    /// Bytes of input that a task gets; a larger file is a task by itself.
+    /// Bytes of input that a part is made of, which a kill can cost; a larger file is a part by itself.
     #[arg(long, default_value_t = TASK_BYTES)]
     task_bytes: u64,
     /// An argument for sbatch, like "--partition=cpu"; again for more.
@@ -65,8 +65,6 @@ impl Args {
 enum Place {
     /// In this process.
     Local,
-    /// In this process, task by task, as a cluster would.
-    Tasks,
     /// As a job array of Slurm.
     Slurm,
 }
@@ -80,19 +78,13 @@ enum Encoder {
 }
 
 /// Builds into a folder and tells how it went.
-fn build(
-    corpus: &Corpus,
-    out: &Path,
-    from: Option<&Location>,
-    options: Options,
-) -> Result<Manifest> {
-    Ok(match ingest::build_from(corpus, out, from, options, || Ok(()))? {
-        Outcome::UpToDate(manifest) => {
-            note!("up to date: the store was built from this very request");
-            manifest
-        }
-        Outcome::Built { manifest, summary, audited: (documents, bytes) } => {
+fn build(corpus: &Corpus, out: &Path, options: Options) -> Result<Manifest> {
+    let kept = options.work.is_some();
+    Ok(match ingest::build(corpus, out, options)? {
+        Outcome::UpToDate(manifest) => up_to_date(manifest),
+        Outcome::Built { manifest, summary, tallies, audited: (documents, bytes) } => {
             note!("{summary}");
+            tallies.iter().filter(|_| kept).for_each(|tally| note!("{tally}"));
             inspect::notes(&manifest).iter().for_each(|note| note!("{note}"));
             note!(
                 "audit: {documents} documents ({bytes} bytes) encoded again by tokenizers, no difference"
@@ -102,36 +94,29 @@ fn build(
     })
 }
 
+fn up_to_date(manifest: Manifest) -> Manifest {
+    note!("up to date: the store was built from this very request");
+    manifest
+}
+
 /// Builds on this machine, then puts the store into its bucket.
-fn remote_build(
-    corpus: &Corpus,
-    target: &Object,
-    from: Option<&Location>,
-    options: Options,
-) -> Result<Manifest> {
+fn remote_build(corpus: &Corpus, target: &Object, options: Options) -> Result<Manifest> {
     let url = Location::Object(target.clone());
     if url.join(open::MANIFEST).is_file()? {
-        let manifest = ingest::build::built(corpus, url, options.engine)?;
-        note!("up to date: the store was built from this very request");
-        return Ok(manifest);
+        return ingest::build::built(corpus, url, options.engine).map(up_to_date);
     }
-    let scratch = publish::scratch(target)?;
-    let manifest = build(corpus, &scratch, from, options)?;
+    let (scratch, quiet) = (publish::scratch(target)?, options.quiet);
+    let manifest = build(corpus, &scratch, options)?;
     publish::publish(&scratch, target, &manifest)?;
     // What lies here is the only whole copy until every byte of the other one was read again.
-    let found = ingest::verify::verify(&url, options.quiet)?;
+    let found = ingest::verify::verify(&url, quiet)?;
     store::verify::fault(&url, &found.damages).map_or(Ok(()), Err)?;
     disk::remove(&scratch)?;
     Ok(manifest)
 }
 
-/// Builds by tasks, and merges them.
-fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> {
-    if args.from.is_some() {
-        return Err(Fault::usage("tasks take nothing over from another store")
-            .at("--from")
-            .hint("name the --work folder of the earlier build, or build with --engine local"));
-    }
+/// Has Slurm run the tasks and their merge.
+fn by_slurm(corpus: &Corpus, args: &Args, options: &Options) -> Result<Manifest> {
     let Location::Local(out) = args.out()? else {
         return Err(Fault::usage("tasks merge into a folder of this machine")
             .at("--out")
@@ -139,58 +124,44 @@ fn by_tasks(corpus: &Corpus, args: &Args, options: Options) -> Result<Manifest> 
             .wanted("a path")
             .hint("build into a folder, then `zdata publish` it"));
     };
-    if out.join(open::MANIFEST).exists() {
-        let manifest = ingest::build::built(corpus, out, options.engine)?;
-        note!("up to date: the store was built from this very request");
-        return Ok(manifest);
+    if options.engine == Engine::Reference {
+        return Err(Fault::usage("tasks under Slurm choose their encoder themselves")
+            .at("--encoder")
+            .hint("leave --encoder out, or build with --engine local"));
     }
-    let mut work = out.as_os_str().to_owned();
-    work.push(".tasks");
-    let work = args.work.clone().unwrap_or_else(|| PathBuf::from(work));
+    if out.join(open::MANIFEST).exists() {
+        return ingest::build::built(corpus, out, options.engine).map(up_to_date);
+    }
+    let work = options.work.clone().unwrap_or_else(|| ingest::build::work_of(out));
     let _lock = cluster::lock(&work)?;
-    let plan = cluster::plan(corpus, &work, args.task_bytes)?;
+    let plan = cluster::plan(corpus, &work, options.task_bytes)?;
     for stage in [Stage::Scan, Stage::Encode] {
         let (all, left) = (plan.tasks_of(stage).len(), plan.missing(stage)?.len());
         if all > 0 {
             note!("{}: {left} of {all} tasks to run, in {}", stage.name(), work.display());
         }
     }
-    if args.engine == Place::Slurm {
-        let program = std::env::current_exe();
-        let program = program.map_err(|error| Fault::io("find", Path::new("zdata"), &error))?;
-        let sbatch = args.sbatch.clone();
-        slurm::run(&plan, out, &slurm::Options { program, sbatch, workers: options.workers })?;
-    } else {
-        let runner = cluster::Runner::new(&plan, options.workers)?;
-        stage(&plan, &runner, Stage::Scan)?;
-        cluster::decide(&plan, options.quiet)?;
-        stage(&plan, &runner, Stage::Encode)?;
-        cluster::merge(&plan, out, options.quiet)?;
-    }
-    for stage in [Stage::Scan, Stage::Encode] {
-        if !plan.tasks_of(stage).is_empty() {
-            note!("{}", cluster::tally(&plan, stage)?);
-        }
-    }
+    let program = std::env::current_exe();
+    let program = program.map_err(|error| Fault::io("find", Path::new("zdata"), &error))?;
+    let (sbatch, workers) = (args.sbatch.clone(), options.workers);
+    slurm::run(&plan, out, &slurm::Options { program, sbatch, workers })?;
+    cluster::tallies(&plan)?.iter().for_each(|tally| note!("{tally}"));
     let manifest = open::manifest(out)?;
+    inspect::notes(&manifest).iter().for_each(|note| note!("{note}"));
     plan.close()?;
-    if args.work.is_none() {
+    if options.work.is_none() {
         disk::remove(&work)?;
     }
     Ok(manifest)
 }
 
-/// Runs the tasks of a stage that are missing.
-fn stage(plan: &Plan, runner: &cluster::Runner<'_>, stage: Stage) -> Result<()> {
-    let all = plan.tasks();
-    for task in plan.missing(stage)? {
-        let told = match runner.run(stage, task)? {
-            Ran::Reused(_) => "reused",
-            Ran::New(_) | Ran::Again(_) => "made",
-        };
-        note!("{} {task} of {all}: {told}", stage.name());
-    }
-    Ok(())
+/// A store is nothing to build from: parts are.
+fn refuse_from(from: &Location) -> Fault {
+    Fault::usage("`--from` is no more: parts of earlier builds are used again instead of stores")
+        .at("--from")
+        .found(from)
+        .wanted("--work FOLDER, the same one at every build")
+        .hint("what an edit does not concern is found there and not made again")
 }
 
 /// Lists every record that is no document. It is an error where a build would stop at one.
@@ -218,6 +189,9 @@ fn check(corpus: &Corpus, json: bool) -> Result<()> {
 
 /// Does it.
 pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
+    if let Some(from) = &args.from {
+        return Err(refuse_from(from));
+    }
     let corpus = Corpus::read(&args.corpus)?;
     if args.check {
         return check(&corpus, args.json);
@@ -227,13 +201,15 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
         Encoder::Fastest => Engine::Fastest,
         Encoder::Reference => Engine::Reference,
     };
-    let options = Options { workers: args.workers.unwrap_or(cores), engine, quiet };
-    let manifest = if args.engine != Place::Local {
-        by_tasks(&corpus, &args, options)?
+    let workers = args.workers.unwrap_or(cores);
+    let (work, task_bytes) = (args.work.clone(), args.task_bytes);
+    let options = Options { workers, engine, quiet, work, task_bytes };
+    let manifest = if args.engine == Place::Slurm {
+        by_slurm(&corpus, &args, &options)?
     } else {
         match args.out()? {
-            Location::Object(target) => remote_build(&corpus, target, args.from.as_ref(), options)?,
-            Location::Local(folder) => build(&corpus, folder, args.from.as_ref(), options)?,
+            Location::Object(target) => remote_build(&corpus, target, options)?,
+            Location::Local(folder) => build(&corpus, folder, options)?,
         }
     };
     let out = args.out()?;

@@ -18,6 +18,11 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     let begun = init::init(&args.folder)?;
     begun.notes.iter().for_each(|note| note!("{note}"));
     let folder = args.folder.display();
+    if !args.folder.join("tokenizer.json").exists() {
+        note!(
+            "next: zdata tokenizer train {folder}/corpus.toml --vocab 8192 --out {folder}/tokenizer.json"
+        );
+    }
     note!("next: zdata build {folder}/corpus.toml --check, then --out {folder}/store");
     let files = begun.files.iter().map(|file| format!("{}\n", file.display()));
     terminal::print(&files.collect::<String>())

@@ -1,7 +1,7 @@
 //! `zdata inspect`.
 
 use contract::{Fault, Result, terminal};
-use ingest::{Corpus, inspect, sample};
+use ingest::{Corpus, dropped, inspect, sample};
 use store::{Location, open};
 
 use super::output;
@@ -15,6 +15,9 @@ pub(crate) struct Args {
     /// Answer a program.
     #[arg(long)]
     json: bool,
+    /// Show every record that was read and not kept instead: where it stands, and why.
+    #[arg(long, conflicts_with = "sample")]
+    dropped: bool,
     /// Show N random records instead, and what each step of preparation did to them.
     #[arg(long, value_name = "N", requires = "corpus")]
     sample: Option<u64>,
@@ -43,6 +46,12 @@ pub(crate) fn exec(args: Args) -> Result<()> {
         }
         let lines: String = sample.iter().map(output::json).collect::<Result<_>>()?;
         return terminal::print_raw(&lines);
+    }
+    if args.dropped {
+        return dropped::each_of(&args.store, &manifest, |source, line| {
+            let shown = inspect::dropped(&manifest, source, &line);
+            output::answer(args.json, &shown.json, || shown.text.clone())
+        });
     }
     let text = || inspect::text(&args.store, &manifest);
     output::answer(args.json, &inspect::json(&args.store, &manifest), text)

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use contract::terminal::print;
 use contract::{Result, note};
-use ingest::Corpus;
 use ingest::cluster::plan::TASK_BYTES;
 use ingest::cluster::{Plan, Ran, Runner, Stage, decide, lock, merge, plan, prune};
+use ingest::{Corpus, inspect};
 use store::Location;
 
 /// Why a folder of parts is on this machine.
@@ -107,6 +107,7 @@ pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
         Command::Run(task) => run(Stage::Encode, task),
         Command::Merge { work, out } => {
             let manifest = merge(&Plan::read(&work)?, &out, quiet)?;
+            inspect::notes(&manifest).iter().for_each(|note| note!("{note}"));
             print(&format!("{}  {}\n", manifest.digest, out.display()))
         }
         Command::Prune { work, unused_days, dry_run } => {

@@ -55,7 +55,7 @@ pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
     let options = Options { workers: args.workers.unwrap_or(cores), quiet };
     let request = Request { vocab: args.vocab, special: args.special, sample: args.sample };
     let trained = train(&corpus, &request, options)?;
-    args.out.write(&trained.bytes)?;
+    trained.write(&args.out)?;
     tell(&args.out, &request, &trained, args.json)
 }
 

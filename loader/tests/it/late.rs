@@ -46,8 +46,16 @@ fn write(dir: &std::path::Path) {
     let train = StreamRecord { tokens, documents, text_bytes: 0, digest: Digest(0), shards };
     let (validation, dropped, inputs) = (StreamRecord::empty(), Vec::new(), Vec::new());
     let (name, preparation) = ("web".to_owned(), String::new());
-    let web =
-        SourceRecord { name, preparation, inputs, train, validation, dropped, prepared: None };
+    let web = SourceRecord {
+        name,
+        preparation,
+        inputs,
+        train,
+        validation,
+        dropped,
+        prepared: None,
+        dropped_file: None,
+    };
     commit_store(dir, vec![web], 2, UNIT);
 }
 

@@ -52,8 +52,16 @@ fn write(dir: &Path) {
     (train.tokens, train.documents) = (SHARDS * TOKENS, SHARDS);
     let (validation, dropped, inputs) = (StreamRecord::empty(), Vec::new(), Vec::new());
     let (name, preparation) = ("web".to_owned(), String::new());
-    let web =
-        SourceRecord { name, preparation, inputs, train, validation, dropped, prepared: None };
+    let web = SourceRecord {
+        name,
+        preparation,
+        inputs,
+        train,
+        validation,
+        dropped,
+        prepared: None,
+        dropped_file: None,
+    };
     commit_store(dir, vec![web], 2, 1024);
 }
 

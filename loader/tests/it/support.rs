@@ -51,6 +51,7 @@ pub(crate) fn write_store(dir: &Path, texts: &[Text], token_bytes: u32, unit: u6
         validation: write_stream(dir, text, Split::Validation, token_bytes),
         dropped: Vec::new(),
         prepared: None,
+        dropped_file: None,
     });
     commit_store(dir, sources.collect(), token_bytes, unit);
 }

@@ -141,6 +141,7 @@ fn source(root: &Path, name: &str, seed: u64) -> SourceRecord {
         validation,
         dropped: Vec::new(),
         prepared: None,
+        dropped_file: None,
     }
 }
 

@@ -11,14 +11,14 @@ use std::path::{Path, PathBuf};
 use contract::{Fault, Result};
 use rayon::slice::ParallelSliceMut as _;
 use store::FileRecord;
-use store::disk::{self, Output};
+use store::disk::{self, Output, Whole};
 
 use crate::corpus::Corpus;
 use crate::dedup::minhash::Components;
 use crate::dedup::observe::{Mark, Observed};
-use crate::dedup::removed::{self, Removed};
 use crate::dedup::repeats::{self, Span, Texts};
 use crate::dedup::{exact, minhash, normal};
+use crate::dropped::{self, Kept, Line, Writer};
 use crate::recipe::Step;
 use crate::recipe::compare::Compare;
 
@@ -40,7 +40,7 @@ enum Column {
 #[derive(Default)]
 pub(super) struct Table {
     starts: Vec<Start>,
-    /// Group and row (see [`removed::address`]).
+    /// Group and row (see [`dropped::address`]).
     at: Vec<u64>,
     /// The step that removes it (its number in the corpus file) and the reason.
     gone: Vec<(u8, u8)>,
@@ -225,7 +225,9 @@ impl Table {
                 files.push(Vec::new());
                 continue;
             }
-            let mut writer = removed::Writer::new()?;
+            let folder = store.join(&source.name);
+            disk::create_folder(&folder)?;
+            let mut writer = Writer::new(Whole::create(&folder.join(dropped::REMOVED))?)?;
             for document in self.documents_of(number) {
                 let (step, reason) = self.gone[document as usize];
                 let spans = self.spans.get(&document).map_or(&[][..], Vec::as_slice);
@@ -237,14 +239,14 @@ impl Table {
                 let kept = self.kept.get(&document).map(|kept| {
                     let start = self.start_of(*kept);
                     let name = &corpus.sources[start.source].name;
-                    (name.as_str(), start.file, self.at[*kept as usize])
+                    Kept::at(name, start.file, self.at[*kept as usize])
                 });
                 let file = self.start_of(document).file;
                 let at = self.at[document as usize];
-                writer.push(Removed { file, at, reason, kept, spans })?;
+                writer.push(&Line::of_scan(file, at, reason, kept, spans))?;
             }
-            let bytes = writer.finish()?;
-            files.push(vec![list(store, &source.name, removed::FILE, &bytes)?]);
+            files.push(vec![writer.finish()?.commit()?]);
+            disk::sync_folder(&folder)?;
         }
         Ok(files)
     }
@@ -260,11 +262,4 @@ impl Table {
 
 fn spill(scratch: &Path, number: usize, band: u64) -> PathBuf {
     scratch.join(format!("step-{number}-band-{band}"))
-}
-
-/// Writes a list into a source's folder.
-fn list(store: &Path, source: &str, name: &str, bytes: &[u8]) -> Result<FileRecord> {
-    let folder = store.join(source);
-    disk::create_folder(&folder)?;
-    disk::write_whole(&folder.join(name), bytes)
 }

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 use store::Manifest;
 
-use crate::build::build_while;
+use crate::build::{Options, build_while};
 use crate::corpus::Corpus;
 use crate::dedup::matches::{MATCHES_MAX, TEXT_MAX};
 use crate::dedup::minhash::Functions;
@@ -17,7 +17,7 @@ use crate::dedup::normal;
 use crate::recipe::compare::Near;
 use crate::recipe::tests::{balanced, built, kept};
 use crate::sample;
-use crate::testing::{Workbench, options, tree};
+use crate::testing::{Workbench, in_parts, options, tree};
 use crate::verify::verify;
 
 /// Documents of which many are copies of others, whole or with some words changed.
@@ -134,7 +134,7 @@ proptest! {
         built(&path, &whole, 1);
         let request = Corpus::read(&path).unwrap();
         let mut left = kill;
-        let outcome = build_while(&request, &killed, options(workers), || {
+        let outcome = build_while(&request, &killed, in_parts(workers), || {
             left = left.saturating_sub(1);
             if left == 0 { Err(Fault::machine("killed")) } else { Ok(()) }
         });
@@ -147,7 +147,10 @@ proptest! {
 
 /// The lines of a source's list.
 fn removed(store: &Path, source: &str) -> Vec<Value> {
-    let bytes = fs::read(store.join(source).join("removed.jsonl.zst")).unwrap();
+    // A source of which nothing is dropped has no list.
+    let Ok(bytes) = fs::read(store.join(source).join("dropped.jsonl.zst")) else {
+        return Vec::new();
+    };
     let text = String::from_utf8(zstd::decode_all(&bytes[..]).unwrap()).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
@@ -201,13 +204,14 @@ fn evaluation_items_are_found_and_reported() {
         format!("Exercise 7. {} Think first.", question.to_uppercase().replace(' ', "\n")),
         "How many apples does Mary have left if she gives two of her pears away?".to_owned(),
         format!("{question} nine"),
+        "Of apples and pears nothing more is said here.".to_owned(),
     ];
     let steps = "[[prepare]]\nstep = \"decontaminate\"\nfiles = [\"eval/*.jsonl\"]\ntemplate = \"{q} {a}\"\n";
     let path = corpus(&bench, &texts, steps);
     let store = bench.path("store");
     let manifest = built(&path, &store, 2);
     balanced(&manifest);
-    assert_eq!(numbers(&store, &manifest), BTreeSet::from([0, 2]));
+    assert_eq!(numbers(&store, &manifest), BTreeSet::from([0, 2, 4]));
     let hits = fs::read_to_string(store.join("web/contaminated.jsonl")).unwrap();
     let [hit] = &hits.lines().collect::<Vec<_>>()[..] else { panic!("{hits}") };
     let hit: Value = serde_json::from_str(hit).unwrap();
@@ -250,7 +254,9 @@ fn what_is_told_of_matches_is_bounded() {
     let long = "again ".repeat(TEXT_MAX);
     let long_item = json!({"text": long}).to_string() + "\n";
     bench.write("eval.jsonl", long_item + &set.collect::<String>());
-    let texts = [long + &(0..items).map(shared).collect::<String>(), "clean".to_owned()];
+    let clean = |name: &str| format!("clean {name}");
+    let dirty = long + &(0..items).map(shared).collect::<String>();
+    let texts = [dirty, clean("one"), clean("two"), clean("three")];
     let steps = "[[prepare]]\nstep = \"decontaminate\"\nfiles = [\"eval.jsonl\"]\n";
     let store = bench.path("store");
     built(&corpus(&bench, &texts, steps), &store, 2);
@@ -264,14 +270,26 @@ fn what_is_told_of_matches_is_bounded() {
 }
 
 #[test]
-fn a_scan_that_cannot_be_read_is_no_reason_for_another() {
+fn a_decision_that_cannot_be_read_is_no_reason_for_another() {
     let bench = Workbench::new(1);
     let path = corpus(&bench, &texts(3, 40), BOTH);
-    let store = bench.path("store");
-    // A folder in its place can be opened, but not read.
-    fs::create_dir_all(store.join(".build/scan.json")).unwrap();
+    let (store, work) = (bench.path("store"), bench.path("work"));
     let request = Corpus::read(&path).unwrap();
-    let fault = build_while(&request, &store, options(1), || Ok(())).unwrap_err();
+    // Killed while it encodes, when every document was looked at and it is decided.
+    let mut left = 42;
+    let options = Options { work: Some(work.clone()), ..options(1) };
+    build_while(&request, &store, options.clone(), || {
+        left -= 1;
+        if left == 0 { Err(Fault::machine("killed")) } else { Ok(()) }
+    })
+    .unwrap_err();
+    let plan = fs::read_dir(&work).unwrap().map(|entry| entry.unwrap().path());
+    let plan = plan.filter(|path| path.join("decided").is_dir()).collect::<Vec<_>>();
+    let decision = plan[0].join("decided/scan.json");
+    // A folder in its place can be opened, but not read.
+    fs::remove_file(&decision).unwrap();
+    fs::create_dir(&decision).unwrap();
+    let fault = build_while(&request, &store, options, || Ok(())).unwrap_err();
     let fault = fault.to_string();
     assert!(fault.contains("scan.json") && fault.contains("cannot read"), "{fault}");
 }
@@ -343,7 +361,6 @@ fn a_record_that_is_none_stops_the_scan_or_is_counted() {
     let store = bench.path("store");
     let fault = build_while(&request, &store, options(2), || Ok(())).unwrap_err().to_string();
     assert!(fault.contains("web-1.jsonl:11"), "{fault}");
-    assert!(!store.join(".build/scan.json").exists());
     let text = fs::read_to_string(&path).unwrap();
     let path = bench.write("skip.toml", format!("on_error = \"skip\"\n{text}"));
     let manifest = built(&path, &bench.path("skipped"), 2);
@@ -356,14 +373,14 @@ fn a_damaged_list_is_found() {
     let bench = Workbench::new(1);
     let store = bench.path("store");
     built(&corpus(&bench, &texts(3, 40), BOTH), &store, 1);
-    let path = store.join("web/removed.jsonl.zst");
+    let path = store.join("web/dropped.jsonl.zst");
     let mut bytes = fs::read(&path).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     fs::write(&path, bytes).unwrap();
     let damages = verify(&store, true).unwrap().damages;
     assert_eq!(damages.len(), 1);
-    assert_eq!(damages[0].file, "web/removed.jsonl.zst");
+    assert_eq!(damages[0].file, "web/dropped.jsonl.zst");
     fs::remove_file(&path).unwrap();
     assert_eq!(verify(&store, true).unwrap().damages.len(), 1);
 }
@@ -378,13 +395,19 @@ fn an_input_that_changes_after_the_scan_is_noticed() {
     let mut left = 42;
     let outcome = build_while(&request, &store, options(1), || {
         left -= 1;
-        if left == 0 { Err(Fault::machine("killed")) } else { Ok(()) }
+        if left == 0 {
+            bench.write("math.jsonl", lines(&texts[..3], 0));
+            bench.own_document();
+        }
+        Ok(())
     });
-    assert!(outcome.is_err() && store.join(".build/scan.json").exists());
-    bench.write("math.jsonl", lines(&texts[..3], 0));
-    let fault = build_while(&request, &store, options(1), || Ok(())).unwrap_err();
+    let fault = outcome.unwrap_err();
     assert!(
         fault.class() == Class::Mismatch && fault.to_string().contains("math.jsonl"),
         "{fault}"
     );
+    // The same command again looks at it anew.
+    built(&path, &store, 1);
+    built(&path, &bench.path("fresh"), 1);
+    assert!(tree(&store) == tree(&bench.path("fresh")));
 }

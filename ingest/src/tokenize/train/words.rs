@@ -47,7 +47,7 @@ pub(super) fn count(
     let tools = Tools::new(corpus, None)?;
     let split = SysRegex::new(SPLIT).map_err(|e| Fault::bug(format!("the split: {e}")))?;
     let rules = Rules { corpus, tools, split, share };
-    let mut walk = Walk::from(corpus, 0, 0);
+    let mut walk = Walk::new(corpus);
     let tally = |tally: &mut Tally, part| match part {
         Part::Slab { slab, source, .. } => {
             tally.slab(&slab, &corpus.sources[source], &rules).map(|()| 0)

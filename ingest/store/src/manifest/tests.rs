@@ -40,6 +40,7 @@ fn manifest() -> Manifest {
             validation: StreamRecord::empty(),
             dropped: Vec::new(),
             prepared: None,
+            dropped_file: None,
         }],
     }
 }

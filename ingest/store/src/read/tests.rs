@@ -115,6 +115,7 @@ fn commit_store(dir: &Path, train: StreamRecord, token_bytes: u32, vocab: u32) {
             validation: StreamRecord::empty(),
             dropped: Vec::new(),
             prepared: None,
+            dropped_file: None,
         }],
     };
     manifest.digest = manifest.identity();

@@ -1,0 +1,97 @@
+//! All tasks in this process: what is made goes to its part and to the store at once, what is there is read.
+
+use std::path::Path;
+
+use contract::{Result, note};
+use store::Manifest;
+
+use super::merge::{assemble, tell_part};
+use super::plan::{Plan, Stage};
+use super::scan;
+use super::task::{Ran, Runner};
+use crate::build::Options;
+use crate::build::pipeline::Step;
+use crate::dedup::Seen;
+use crate::progress::{Measure, Progress};
+
+/// A store, and what is told of its making.
+pub(crate) struct Made {
+    pub(crate) manifest: Manifest,
+    /// What passed and how fast.
+    pub(crate) summary: String,
+    /// Documents that the reference encoded again, and their bytes.
+    pub(crate) audited: (u64, u64),
+}
+
+/// Runs what is missing of a plan and makes the store, as long as `go_on`, asked before each document that is worked on,
+/// does not fail.
+pub(crate) fn make(
+    plan: &Plan,
+    store: &Path,
+    options: &Options,
+    go_on: &mut dyn FnMut() -> Result<()>,
+) -> Result<Made> {
+    let runner = Runner::new(plan, options.workers)?;
+    if !options.quiet {
+        runner.notes().for_each(|note| note!("note: {note}"));
+    }
+    scan_missing(&runner, plan, options.quiet, go_on)?;
+    scan::decide(plan, options.quiet)?;
+    let bytes = plan.bytes(Stage::Encode)?;
+    let mut progress = Progress::new("build", Measure::Bytes, bytes, options.quiet);
+    let mut audited = (0, 0);
+    let manifest = assemble(plan, store, &mut progress, |task, committer| {
+        if plan.result(Stage::Encode, task)?.is_none() {
+            let (ran, (documents, bytes)) = runner.encode(task, &mut |step| {
+                if let Step::Slab { items, .. } = &step {
+                    items.iter().try_for_each(|_| go_on())?;
+                }
+                committer.step(step)
+            })?;
+            audited = (audited.0 + documents, audited.1 + bytes);
+            if !matches!(ran, Ran::Reused(_)) {
+                return Ok(());
+            }
+        }
+        tell_part(plan, task, committer)
+    })?;
+    Ok(Made { manifest, summary: progress.finish(), audited })
+}
+
+/// Looks at the documents of the tasks that nobody has looked at, for the steps that compare them.
+fn scan_missing(
+    runner: &Runner<'_>,
+    plan: &Plan,
+    quiet: bool,
+    go_on: &mut dyn FnMut() -> Result<()>,
+) -> Result<()> {
+    let missing = plan.missing(Stage::Scan)?;
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let bytes = missing.iter().map(|task| plan.bytes_of(*task)).sum::<Result<u64>>()?;
+    let mut progress = Progress::new("dedup scan", Measure::Bytes, bytes, quiet);
+    for task in missing {
+        let ran = runner.scan(task, &mut |seen| {
+            match seen {
+                Seen::End { bytes, .. } => progress.file(*bytes),
+                Seen::Documents { observed, raw, .. } => {
+                    progress.within(*raw);
+                    for observed in observed {
+                        go_on()?;
+                        progress.document(observed.bytes, 0);
+                    }
+                }
+            }
+            progress.tick();
+            Ok(())
+        })?;
+        if matches!(ran, Ran::Reused(_)) {
+            progress.add(plan.bytes_of(task)?);
+        }
+    }
+    if !quiet {
+        note!("dedup scan: {}", progress.finish());
+    }
+    Ok(())
+}

@@ -1,0 +1,386 @@
+//! `dropped.jsonl.zst`: every record of a source that was read and not kept, one line of JSON for each, in their order.
+//!
+//! ```text
+//! {"file":0,"row":12,"id":"d12","reason":"exact-duplicates: of an earlier document","bytes":840,"kept":{"source":"web",...}}
+//! ```
+//!
+//! `file` counts the manifest's inputs, `row` and `group` are those of provenance, `bytes` what the accounting counts. A
+//! line with `spans` is of a document that lost these bytes of its text, counted when the step comes to it: it says nothing
+//! of what else became of the document.
+//!
+//! The dedup scan leaves a list of the same form (`removed.jsonl.zst`, without ids and bytes) beside the parts: of what it
+//! decided, for whoever encodes.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, BufRead as _, BufReader, Write};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use contract::{Fault, Result};
+use serde::{Deserialize, Serialize};
+use store::disk::Whole;
+use store::folder::StoreFile;
+use store::{FileRecord, Location, Manifest, SourceRecord, disk};
+
+use crate::dedup::repeats::{self, Span};
+use crate::source::{Document, Row};
+
+/// The list's name in the source's folder.
+pub(crate) const FILE: &str = "dropped.jsonl.zst";
+
+/// The name of the scan's list.
+pub(crate) const REMOVED: &str = "removed.jsonl.zst";
+
+/// Rows of a group, at most.
+const ROWS: u64 = 1 << 40;
+
+/// Group and row as one number, in the order of the file.
+pub(crate) fn address(group: Option<u32>, row: u64) -> Option<u64> {
+    let group = group.map_or(0, |group| u64::from(group) + 1);
+    (row < ROWS && group < 1 << 24).then(|| group * ROWS + row)
+}
+
+fn place(at: u64) -> (Option<u32>, u64) {
+    ((at / ROWS).checked_sub(1).map(|group| group as u32), at % ROWS)
+}
+
+/// One line.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Line {
+    /// Which of the source's inputs.
+    pub file: usize,
+    /// Row group (Parquet) or record batch (Arrow).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<u32>,
+    /// Line, or row in its group.
+    pub row: u64,
+    /// Its own id, where it could be read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+    /// Why it is not kept, or why it lost bytes.
+    pub reason: String,
+    /// Its bytes, as the accounting counts them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<u64>,
+    /// For a duplicate, the document that was kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kept: Option<Kept>,
+    /// What it lost, if that was not all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub spans: Vec<(u32, u32)>,
+}
+
+/// The document that was kept.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Kept {
+    /// Its source.
+    pub source: String,
+    /// Which of that source's inputs.
+    pub file: usize,
+    /// Row group or record batch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<u32>,
+    /// Line, or row in its group.
+    pub row: u64,
+}
+
+impl Kept {
+    /// The document at this place of a file.
+    pub(crate) fn at(source: &str, file: usize, at: u64) -> Self {
+        let (group, row) = place(at);
+        Kept { source: source.to_owned(), file, group, row }
+    }
+}
+
+impl Line {
+    /// A line of the scan.
+    pub(crate) fn of_scan(
+        file: usize,
+        at: u64,
+        reason: &str,
+        kept: Option<Kept>,
+        spans: &[Span],
+    ) -> Self {
+        let ((group, row), reason, spans) = (place(at), reason.to_owned(), spans.to_vec());
+        Line { file, group, row, id: None, reason, bytes: None, kept, spans }
+    }
+
+    fn is_of(&self, file: usize, row: Row) -> bool {
+        (self.file, self.group, self.row) == (file, row.group, row.row)
+    }
+}
+
+/// Writes a list.
+pub(crate) struct Writer<W: Write = Vec<u8>>(zstd::Encoder<'static, W>);
+
+impl<W: Write> Writer<W> {
+    pub(crate) fn new(out: W) -> Result<Self> {
+        let encoder = zstd::Encoder::new(out, 3);
+        Ok(Writer(encoder.map_err(|error| Fault::io("write", Path::new(FILE), &error))?))
+    }
+
+    pub(crate) fn push(&mut self, line: &Line) -> Result<()> {
+        let mut bytes = serde_json::to_vec(line)
+            .map_err(|error| Fault::bug(format!("a line cannot be written: {error}")))?;
+        bytes.push(b'\n');
+        let written = self.0.write_all(&bytes);
+        written.map_err(|error| Fault::io("write", Path::new(FILE), &error))
+    }
+
+    pub(crate) fn finish(self) -> Result<W> {
+        self.0.finish().map_err(|error| Fault::io("write", Path::new(FILE), &error))
+    }
+}
+
+/// The list of a source while its documents go by: what the scan decided of them is joined to what became of them.
+#[derive(Default)]
+pub(crate) struct Listing {
+    folder: PathBuf,
+    /// The scan's lines that are still to come.
+    decided: Option<Lines>,
+    next: Option<Line>,
+    /// Begun with the first line.
+    out: Option<Writer<Whole>>,
+}
+
+impl Listing {
+    /// Begins the list of the source in `folder`; `decided` is the scan's.
+    pub(crate) fn new(folder: PathBuf, decided: Option<&Path>) -> Result<Self> {
+        let mut decided = decided.map(Lines::open).transpose()?;
+        let next = decided.as_mut().and_then(Iterator::next).transpose()?;
+        Ok(Listing { folder, decided, next, out: None })
+    }
+
+    /// The record at this place is kept; what the scan took of it is listed.
+    pub(crate) fn kept(&mut self, file: usize, row: Row) -> Result<()> {
+        match self.said_of(file, row)? {
+            None => Ok(()),
+            Some(line) => Err(changed(&line)),
+        }
+    }
+
+    /// The record that `line` is of is not kept.
+    pub(crate) fn dropped(&mut self, mut line: Line) -> Result<()> {
+        let row = Row { group: line.group, row: line.row };
+        line.kept = self.said_of(line.file, row)?.and_then(|said| said.kept);
+        self.push(&line)
+    }
+
+    /// Why the scan removed the record at this place, if it did. What it took of the record is listed.
+    fn said_of(&mut self, file: usize, row: Row) -> Result<Option<Line>> {
+        let Some(line) = self.next.take_if(|line| line.is_of(file, row)) else { return Ok(None) };
+        self.next = self.decided.as_mut().and_then(Iterator::next).transpose()?;
+        if line.spans.is_empty() {
+            return Ok(Some(line));
+        }
+        self.push(&line).map(|()| None)
+    }
+
+    fn push(&mut self, line: &Line) -> Result<()> {
+        let out = match &mut self.out {
+            Some(out) => out,
+            none => {
+                disk::create_folder(&self.folder)?;
+                none.insert(Writer::new(Whole::create(&self.folder.join(FILE))?)?)
+            }
+        };
+        out.push(line)
+    }
+
+    /// The file of which the scan said something that has not come yet.
+    pub(crate) fn awaited(&self) -> Option<usize> {
+        self.next.as_ref().map(|line| line.file)
+    }
+
+    /// Ends the list; none if nothing was dropped.
+    pub(crate) fn finish(self) -> Result<Option<FileRecord>> {
+        if let Some(line) = self.next {
+            return Err(changed(&line));
+        }
+        self.out.map(|out| out.finish()?.commit()).transpose()
+    }
+}
+
+/// What is said if the scan removed a record that is kept, or is not there.
+fn changed(line: &Line) -> Fault {
+    let place = line.group.map_or(String::new(), |group| format!(" of group {group}"));
+    Fault::mismatch("this input changed between scan and build")
+        .found(format!("row {}{place} is not what the scan saw", line.row))
+        .hint("run the same command again")
+}
+
+/// The list as the build looks things up in it: 9 bytes for each document, by file,
+/// and 8 for each piece of one that stays.
+#[derive(Default)]
+pub(crate) struct List {
+    files: BTreeMap<usize, (Vec<u64>, Vec<u8>)>,
+    reasons: Vec<String>,
+    /// What goes of documents that stay.
+    spans: BTreeMap<(usize, u64), Vec<Span>>,
+}
+
+impl List {
+    /// Reads the part of the scan's list that [`cut`] made.
+    pub(crate) fn read(path: &Path) -> Result<Self> {
+        let mut list = List::default();
+        Lines::open(path)?.try_for_each(|line| list.take(line?))?;
+        Ok(list)
+    }
+
+    /// Reads the list of a source of a store, and which documents were kept for duplicates.
+    pub(crate) fn of(store: &Location, source: &SourceRecord) -> Result<(Self, Firsts)> {
+        let (mut list, mut firsts) = (List::default(), Firsts::new());
+        for line in Lines::of(store, source)?.into_iter().flatten() {
+            let mut line = line?;
+            if let Some(kept) = line.kept.take() {
+                firsts.insert((line.file, line.group, line.row), kept);
+            }
+            list.take(line)?;
+        }
+        Ok((list, firsts))
+    }
+
+    fn take(&mut self, line: Line) -> Result<()> {
+        let at = address(line.group, line.row);
+        let at =
+            at.ok_or_else(|| Fault::data("a list names a row that no file has").found(line.row))?;
+        if !line.spans.is_empty() {
+            self.spans.insert((line.file, at), line.spans);
+            return Ok(());
+        }
+        let reason = match self.reasons.iter().position(|known| *known == line.reason) {
+            Some(known) => known,
+            None => {
+                self.reasons.push(line.reason);
+                self.reasons.len() - 1
+            }
+        };
+        let (places, reasons) = self.files.entry(line.file).or_default();
+        places.push(at);
+        reasons.push(reason as u8);
+        Ok(())
+    }
+
+    /// The text of a document without what the scan removed of it; nothing if it stays as it is.
+    pub(crate) fn rest(&self, file: usize, document: &Document) -> Result<Option<String>> {
+        let at = address(document.group, document.row);
+        let Some(spans) = at.and_then(|at| self.spans.get(&(file, at))) else { return Ok(None) };
+        repeats::without(&document.text, spans).map(Some).ok_or_else(|| {
+            Fault::mismatch("this document changed between scan and build")
+                .hint("delete the store's folder and build it again")
+        })
+    }
+
+    /// Why a document was removed, if it was.
+    pub(crate) fn reason(&self, file: usize, group: Option<u32>, row: u64) -> Option<&str> {
+        let (at, reasons) = self.files.get(&file)?;
+        let found = at.binary_search(&address(group, row)?).ok()?;
+        Some(&self.reasons[usize::from(reasons[found])])
+    }
+}
+
+/// By file, group and row of a duplicate, the document that was kept.
+pub(crate) type Firsts = BTreeMap<(usize, Option<u32>, u64), Kept>;
+
+/// The list at `path`, cut into those of consecutive ranges of files, which count files from the first of the range. They do
+/// not say which document was kept: nothing that is encoded depends on it.
+pub(crate) fn cut(path: &Path, ranges: &[Range<usize>]) -> Result<Vec<Vec<u8>>> {
+    let mut cut: Vec<Writer> =
+        ranges.iter().map(|_| Writer::new(Vec::new())).collect::<Result<_>>()?;
+    for line in Lines::open(path)? {
+        let line = line?;
+        let number = ranges.partition_point(|range| range.end <= line.file);
+        let (Some(range), Some(writer)) = (ranges.get(number), cut.get_mut(number)) else {
+            return Err(Fault::bug("a list names a file that is not there"));
+        };
+        writer.push(&Line { file: line.file - range.start, kept: None, ..line })?;
+    }
+    cut.into_iter().map(Writer::finish).collect()
+}
+
+/// Calls `take` with every line of a store, and its source.
+pub fn each_of(
+    store: impl Into<Location>,
+    manifest: &Manifest,
+    mut take: impl FnMut(&SourceRecord, Line) -> Result<()>,
+) -> Result<()> {
+    let store = store.into();
+    for source in &manifest.sources {
+        if let Some(lines) = Lines::of(&store, source)? {
+            for line in lines {
+                take(source, line?)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The lines of a list, front to back.
+struct Lines {
+    place: String,
+    lines: io::Lines<BufReader<zstd::Decoder<'static, BufReader<File>>>>,
+}
+
+impl Lines {
+    /// The list of a source of a store; none if nothing of it was dropped.
+    fn of(store: &Location, source: &SourceRecord) -> Result<Option<Self>> {
+        let Some(file) = &source.dropped_file else { return Ok(None) };
+        let file = StoreFile::new(store, &[&source.name, &file.name]);
+        Lines::new(file.location(), file.open()).map(Some)
+    }
+
+    /// The list at `path`.
+    fn open(path: &Path) -> Result<Self> {
+        Lines::new(path.into(), File::open(path))
+    }
+
+    fn new(place: Location, file: io::Result<File>) -> Result<Self> {
+        let file = file.map_err(|error| place.fault("read", &error))?;
+        let place = place.to_string();
+        let decoder = zstd::Decoder::new(file).map_err(|error| damaged(&place, error))?;
+        let lines = BufReader::new(decoder).lines();
+        Ok(Lines { place, lines })
+    }
+}
+
+impl Iterator for Lines {
+    type Item = Result<Line>;
+
+    fn next(&mut self) -> Option<Result<Line>> {
+        let line = self.lines.next()?.map_err(|error| damaged(&self.place, error));
+        Some(line.and_then(|line| {
+            serde_json::from_str(&line).map_err(|error| damaged(&self.place, error))
+        }))
+    }
+}
+
+fn damaged(place: &str, why: impl std::fmt::Display) -> Fault {
+    Fault::data(format!("the list of dropped records is damaged: {why}"))
+        .at(place)
+        .hint("restore the file, or build the store again")
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn places_survive(group in prop::option::of(0u32..(1 << 24) - 1), row in 0u64..ROWS) {
+            prop_assert_eq!(place(address(group, row).unwrap()), (group, row));
+        }
+    }
+
+    #[test]
+    fn addresses_have_the_order_of_the_file() {
+        let order = [(None, 1), (None, 9), (Some(0), 0), (Some(0), 7), (Some(1), 3)];
+        let at: Vec<u64> =
+            order.iter().map(|(group, row)| address(*group, *row).unwrap()).collect();
+        assert!(at.is_sorted());
+        assert_eq!(address(None, ROWS), None);
+        assert_eq!(address(Some(u32::MAX), 0), None);
+    }
+}
