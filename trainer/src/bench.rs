@@ -11,17 +11,14 @@ use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
 use crate::memory::{self, Holder, Holds};
-use crate::mesh::team::{Nodes, Schedule, Team};
-use crate::mesh::words;
+use crate::mesh::team::Nodes;
+use crate::mesh::words::{Reader, Writer};
 use crate::model;
-use crate::parallel;
-use crate::parallel::shard::Shard;
-use crate::parallel::step::Stepped;
 use crate::refusal::refused;
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::state::ownership::{self, Piece};
-use crate::step;
+use crate::state::ownership::{Ownership, Piece};
+use crate::step::{self, Context, Stepped, micro_batch};
 use crate::timing::{EXACTNESS, PARTS, Part, measured, part};
 use crate::workers::Workers;
 
@@ -84,7 +81,10 @@ pub struct RankMemory {
 }
 
 impl StepTable {
-    fn exchanged(&mut self, Stepped { sent, waited, .. }: &Stepped) {
+    fn exchanged(&mut self, Stepped { sent, waited, ranks, .. }: &Stepped) {
+        if *ranks == 1 {
+            return;
+        }
         let all = self.exchanged.get_or_insert_default();
         all.bytes += sent.all;
         all.bytes_between_nodes += sent.between_nodes;
@@ -113,80 +113,35 @@ impl StepTable {
     }
 }
 
-/// Who computes the steps: this process, or all ranks together.
-enum Trainee<'a> {
-    Alone(State),
-    Rank(Shard, &'a Team<'a>),
+/// Computes step `number`: what it came to, and the seconds that it took.
+fn timed(cx: Context<'_>, state: &mut State, number: u64) -> Result<(Stepped, f64)> {
+    let batch = {
+        let _watch = part(Part::Batch);
+        let slice = cx.team.slice(cx.team.group.rank())?;
+        loader::batch(&cx.spec.plan, &cx.spec.data, number, slice)?
+    };
+    let leaves = micro_batch::stage(cx.spec, &batch, state.weights[0].device())?;
+    let begin = Instant::now();
+    let stepped = step::advance(cx, state, &batch, &leaves, || false)?;
+    Ok((stepped, begin.elapsed().as_secs_f64()))
 }
 
-impl Trainee<'_> {
-    /// Computes step `number`: the router's counts, and the seconds that it took.
-    fn step(
-        &mut self,
-        spec: &RunSpec,
-        number: u64,
-        workers: Workers,
-    ) -> Result<(Vec<Vec<u64>>, f64, Option<Stepped>)> {
-        let slice = match self {
-            Trainee::Alone(_) => RankSlice::WHOLE,
-            Trainee::Rank(_, team) => team.slice(team.group.rank())?,
-        };
-        let batch = {
-            let _watch = part(Part::Batch);
-            loader::batch(&spec.plan, &spec.data, number, slice)?
-        };
-        let leaves = step::stage(spec, &batch, self.weight().device())?;
-        let begin = Instant::now();
-        let taken = || begin.elapsed().as_secs_f64();
-        match self {
-            Trainee::Alone(state) => {
-                let record = step::advance(spec, state, &batch, &leaves, workers)?;
-                Ok((record.router, taken(), None))
-            }
-            Trainee::Rank(shard, team) => {
-                let (work, ways) = ((&batch, &leaves), (*team, workers));
-                let stepped = parallel::step::advance(spec, shard, work, ways, || false)?;
-                Ok((stepped.record.router.clone(), taken(), Some(stepped)))
-            }
-        }
-    }
-
-    fn weight(&self) -> &Tensor {
-        match self {
-            Trainee::Alone(state) => &state.weights[0],
-            Trainee::Rank(shard, _) => &shard.weights[0],
-        }
-    }
-}
-
-/// Computes `steps` steps of a run from its beginning, after one that warms up, alone or as one of a team, and tells what
-/// this rank saw. Nothing is written.
-pub fn step(
-    spec: &RunSpec,
-    device: Device,
-    workers: Workers,
-    steps: u64,
-    team: Option<&Team<'_>>,
-) -> Result<StepTable> {
+/// Computes `steps` steps of a run from its beginning, after one that warms up, as one of a team, and tells what this rank
+/// saw. Nothing is written.
+pub fn step(cx: Context<'_>, device: Device, steps: u64) -> Result<StepTable> {
+    let Context { spec, team, workers } = cx;
     if steps == 0 || steps + 1 > spec.plan.steps() {
         return Err(Fault::usage("there are not that many steps to measure")
             .at("--steps")
             .found(steps)
             .wanted(format!("1 to {}, one less than the curriculum has", spec.plan.steps() - 1)));
     }
-    let world = team.map_or(1, |team| team.group.world());
-    let pieces = ownership::pieces(&spec.parameters, &spec.rules, world);
+    let (rank, world) = (team.group.rank(), team.group.world());
     let dtype = spec.curriculum.dtype;
     let first_limit = limit(device, workers, dtype)?;
     let (before, _) = memory::resident();
-    let mut trainee = match team {
-        None => Trainee::Alone(step::initial(spec, device)?),
-        Some(team) => {
-            let rank = team.group.rank();
-            Trainee::Rank(Shard::begin(spec, device, pieces.clone(), rank)?, team)
-        }
-    };
-    trainee.step(spec, 1, workers)?;
+    let mut state = State::begin(spec, device, Ownership::new(spec, rank, world))?;
+    timed(cx, &mut state, 1)?;
     let mut table = StepTable {
         workers: workers.count(),
         ranks: world,
@@ -204,18 +159,18 @@ pub fn step(
     };
     let (outcome, spent) = measured(|| {
         (2..steps + 2).try_for_each(|number| {
-            let (router, seconds, stepped) = trainee.step(spec, number, workers)?;
+            let (stepped, seconds) = timed(cx, &mut state, number)?;
             table.seconds += seconds;
-            stepped.iter().for_each(|stepped| table.exchanged(stepped));
+            table.exchanged(&stepped);
             let step = spec.plan.step(number)?;
             table.tokens += step.batch * u64::from(step.seq_len);
-            table.model_flops += model_flops(spec, number, &router)?;
+            table.model_flops += model_flops(spec, number, &stepped.record.router)?;
             Ok(())
         })
     });
     outcome?;
     let (_, most) = memory::resident();
-    table.memory = memory_of_all(spec, (workers, team), &pieces, (before, most))?;
+    table.memory = memory_of_all(cx, state.owners.pieces(), (before, most))?;
     // The machine may be shared: the better of two looks is nearer to what it can do.
     table.limit = f64::from(world) * table.limit.max(limit(device, workers, dtype)?);
     table.split(&spent);
@@ -224,25 +179,22 @@ pub fn step(
 
 /// What each rank holds by formula, and what it was before and at most, which each tells the others.
 fn memory_of_all(
-    spec: &RunSpec,
-    (workers, team): (Workers, Option<&Team<'_>>),
+    cx: Context<'_>,
     pieces: &[Piece],
     (before, most): (u64, u64),
 ) -> Result<Vec<RankMemory>> {
-    let said = match team {
-        None => vec![(before, most)],
-        Some(team) => words::pairs(team.group, "the sizes of ranks", (before, most))?,
-    };
-    let names = team.map_or_else(|| vec![String::new()], |team| team.group.nodes().to_vec());
-    let (schedule, flat) =
-        team.map_or((Schedule::Subtree, false), |team| (team.schedule, team.flat));
-    let of = |(rank, (before, most))| {
-        let nodes = Nodes::new(&names, rank, flat)?;
-        let holder = Holder { rank, pieces, nodes: &nodes, schedule, workers };
+    let Context { spec, team, workers } = cx;
+    let mut mine = Writer::default();
+    mine.word(before).word(most);
+    let heard = team.tell("the sizes of ranks", &mine)?;
+    let of = |(rank, mut heard): (u32, Reader<'_>)| {
+        let (before, most) = (heard.word()?, heard.word()?);
+        let nodes = Nodes::new(team.group.nodes(), rank, team.flat)?;
+        let holder = Holder { rank, pieces, nodes: &nodes, schedule: team.schedule, workers };
         // The second step is the first that is measured.
         Ok(RankMemory { rank, formula: memory::holds(spec, 2, &holder)?, before, most })
     };
-    (0..).zip(said).map(of).collect()
+    (0..).zip(heard.readers()).map(of).collect()
 }
 
 fn model_flops(spec: &RunSpec, number: u64, router: &[Vec<u64>]) -> Result<f64> {

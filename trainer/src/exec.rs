@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kernels::group::Transport;
 use loader::PrefetchOptions;
 use store::Location;
-use tch::Device;
 
 use crate::checkpoint::{Retention, RingOptions};
 use crate::memory;
@@ -18,8 +17,6 @@ use crate::workers::Workers;
 /// Everything that only decides speed, place and patience.
 #[derive(Clone, Debug)]
 pub struct ExecOptions {
-    /// Where tensors live.
-    pub device: Device,
     /// Leaves computed at once.
     pub workers: Workers,
     /// Reader threads and batches that wait.
@@ -58,7 +55,6 @@ impl ExecOptions {
     /// Everything by default, in the folder `out`.
     pub fn new(out: PathBuf) -> Self {
         ExecOptions {
-            device: Device::Cpu,
             workers: Workers::available(),
             prefetch: PrefetchOptions::default(),
             validation: Validation { every: 50, windows: 16 },

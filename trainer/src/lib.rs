@@ -2,8 +2,8 @@
 //!
 //! - [`spec`] is what is trained (hashed), [`exec`] how fast (no hash). [`run`] is the loop, [`folder`] what it leaves.
 //! - [`step`] is one step: [`model`] computes leaves on [`workers`], the fixed tree adds them, [`optim`] moves the
-//!   [`state`].
-//! - [`launch`] starts ranks and finds their place, [`mesh`] says who does what; [`parallel`] does the same on many ranks, with the same bits.
+//!   [`state`]; on one rank or on many, with the same bits.
+//! - [`launch`] starts ranks and finds their place, [`mesh`] says who does what.
 //! - [`replay`] computes past steps again and explains them; [`compare`] finds where two runs part.
 //! - [`plan`] tells what a run will need before any of it is allocated.
 //! - [`hf`] is Hugging Face's `zaya`, in and out.
@@ -29,7 +29,6 @@ pub mod mesh;
 pub mod metrics;
 pub mod model;
 pub mod optim;
-pub mod parallel;
 pub mod plan;
 pub mod refusal;
 pub mod replay;
@@ -43,5 +42,5 @@ pub mod validate;
 pub mod workers;
 
 pub use exec::ExecOptions;
-pub use run::{Outcome, train};
+pub use run::{Outcome, World, train};
 pub use spec::RunSpec;

@@ -10,7 +10,6 @@ use contract::{Fault, Result};
 use curriculum::Dtype;
 use kernels::tree::blocks;
 use serde::Serialize;
-use tch::Device;
 
 use crate::exec::ExecOptions;
 use crate::mesh::Schedule;
@@ -106,9 +105,6 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
 /// Refuses a run that by the formula needs more memory than the machine has: the operating system would end it without a
 /// word. `names` are the machines of all ranks, `me` is this one; of its machine all ranks count.
 pub(crate) fn refuse(spec: &RunSpec, exec: &ExecOptions, names: &[String], me: u32) -> Result<()> {
-    if exec.device != Device::Cpu {
-        return Ok(());
-    }
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, names.len() as u32);
     let here = (0u32..).zip(names).filter(|(_, name)| **name == names[me as usize]);
     let here: Vec<u32> = here.map(|(rank, _)| rank).collect();

@@ -4,6 +4,8 @@
 
 use std::time::{Duration, Instant};
 
+use contract::terminal::name;
+
 use crate::ledger::StepRecord;
 use crate::optim::guard::Skipped;
 use crate::validate::SourceLoss;
@@ -25,13 +27,13 @@ impl Progress {
 
     /// Says something that is no step.
     pub fn note(&self, text: &str) {
-        eprintln!("{text}");
+        contract::note!("{text}");
     }
 
     /// The loss on held-out text. The time it took is no step's.
     pub fn validation(&mut self, step: u64, sources: &[SourceLoss]) {
         if self.shown {
-            eprintln!("{}", validation_line(step, sources));
+            contract::note!("{}", validation_line(step, sources));
         }
         self.last = Instant::now();
     }
@@ -46,7 +48,7 @@ impl Progress {
         if self.shown {
             let left = Duration::from_secs_f64(pace * (self.steps - record.step) as f64);
             let note = if recomputed { " | again, same bits" } else { "" };
-            eprintln!(
+            contract::note!(
                 "{} | {} tok/s | eta {}{note}",
                 line(record, self.steps),
                 rate(tokens as f64 / seconds.max(1e-9)),
@@ -62,7 +64,7 @@ fn validation_line(step: u64, sources: &[SourceLoss]) -> String {
     let mut line =
         format!("validation after step {step} | loss {:.6}", SourceLoss::over(sources).mean());
     for one in sources {
-        line += &format!(" | {} {:.6}", one.source, one.mean());
+        line += &format!(" | {} {:.6}", name(&one.source), one.mean());
     }
     line
 }
@@ -73,7 +75,7 @@ fn line(record: &StepRecord, steps: u64) -> String {
     format!(
         "step {}/{steps} | {} | loss {:.6} | lr {:.2e} | norm {:.4}{skipped} | data {} | state {}",
         record.step,
-        record.phase,
+        name(&record.phase),
         record.loss,
         record.lr(),
         record.norm(),

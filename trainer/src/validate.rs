@@ -7,13 +7,12 @@ use contract::Result;
 use kernels::share::Frozen;
 use loader::validation;
 use serde_json::{Value, json};
-use tch::Tensor;
 
 use crate::model;
-use crate::optim::balance::Balance;
 use crate::refusal::caught;
 use crate::spec::RunSpec;
-use crate::step;
+use crate::state::State;
+use crate::step::micro_batch;
 use crate::workers::Workers;
 
 /// When, and over how much.
@@ -63,17 +62,11 @@ impl Validation {
         self.every > 0 && (step == last || step.is_multiple_of(self.every))
     }
 
-    /// Takes it with the weights and balances after `step`: sources in the order of the plan, those without held-out
+    /// Takes it with the weights and balances of `state`: sources in the order of the plan, those without held-out
     /// text left out.
-    pub fn take(
-        &self,
-        spec: &RunSpec,
-        step: u64,
-        weights: &[Tensor],
-        balance: &[Balance],
-        workers: Workers,
-    ) -> Result<Vec<SourceLoss>> {
-        let at = spec.plan.step(step.max(1))?;
+    pub fn take(&self, spec: &RunSpec, state: &State, workers: Workers) -> Result<Vec<SourceLoss>> {
+        let State { step, weights, balance, .. } = state;
+        let at = spec.plan.step((*step).max(1))?;
         let mut pieces = Vec::new();
         for source in spec.plan.sources() {
             for (first, rows) in
@@ -82,15 +75,15 @@ impl Validation {
                 pieces.push((source.name.clone(), first, rows));
             }
         }
-        let biases = step::bias_tensors(weights, balance);
-        let weights = step::products(spec, weights, workers)?;
+        let biases = micro_batch::bias_tensors(weights, balance);
+        let weights = micro_batch::products(spec, weights, workers)?;
         let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
         let config = &spec.model_at(at.step)?.config;
         let losses = workers.map(pieces, |(source, first, rows): (String, u64, u64)| {
             let batch = validation::batch(&spec.data, &source, at.seq_len, first, rows)?;
             let place = || format!("validation of {source} after step {step}, window {first}");
             let (weights, biases) = (weights.aliases(), biases.aliases());
-            let input = step::rows(&batch, 0..batch.rows);
+            let input = micro_batch::rows(&batch, 0..batch.rows);
             let loss = caught(|| model::losses(workers.ops(), config, &weights, &biases, &input));
             Ok((source.clone(), loss.map_err(|fault| fault.or_at(place))?, batch.label_count))
         })?;

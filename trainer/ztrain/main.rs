@@ -1,6 +1,9 @@
 //! `ztrain`: trains a model as a curriculum says, and computes any past step again, bit for bit.
 
-#![expect(clippy::print_stdout, reason = "results go to standard output")]
+/// Puts a line for people on standard output, by the rule of `contract::terminal`; for functions that return a `Result`.
+macro_rules! tell {
+    ($($text:tt)*) => { contract::terminal::print(&format!("{}\n", format_args!($($text)*)))? };
+}
 
 mod cmd;
 
@@ -53,11 +56,5 @@ fn main() -> ExitCode {
         Some(Command::Export(args)) => cmd::export::exec(args),
         Some(Command::Import(args)) => cmd::import::exec(args),
     };
-    match outcome {
-        Ok(code) => ExitCode::from(code),
-        Err(fault) => {
-            eprintln!("error: {fault}");
-            ExitCode::from(fault.class().exit_code())
-        }
-    }
+    contract::terminal::end(outcome)
 }

@@ -26,14 +26,12 @@ mod tests;
 mod transport;
 
 use std::ffi::{CString, c_int};
-use std::ops::Deref;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tch::{Device, Tensor};
 
 pub use exchange::{Arrival, Exchange};
-pub use peers::Peers;
 pub use store::Store;
 pub use transport::{Carried, Transport};
 
@@ -41,6 +39,7 @@ use crate::runtime::guarded;
 use crate::{Error, Result};
 use courier::Courier;
 use ffi::{shim_collective, shim_vanish};
+use peers::Peers;
 
 /// A rank's place among the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,12 +71,13 @@ pub struct Sent {
     pub between_nodes: u64,
 }
 
-/// All ranks of a run, and how tensors travel between them.
+/// All ranks of a run, and how tensors travel between them. A rank may be alone: it hears only itself, and opens nothing.
 #[derive(Debug)]
 pub struct Group {
     /// Ends before the ranks are parted from.
-    bulk: OnceLock<Bulk>,
-    peers: Arc<Peers>,
+    bulk: Bulk,
+    /// `None` for a rank that is alone.
+    peers: Option<Arc<Peers>>,
 }
 
 /// How tensors travel.
@@ -89,54 +89,132 @@ struct Bulk {
     courier: Option<Courier>,
 }
 
-impl Deref for Group {
-    type Target = Peers;
-
-    fn deref(&self) -> &Peers {
-        &self.peers
-    }
+impl Bulk {
+    /// Before anything is agreed: over Gloo, between CPUs.
+    const PLAIN: Bulk = Bulk { device: Device::Cpu, courier: None };
 }
+
+/// The machine of a rank that is alone: nobody asks for its name.
+static ALONE: [String; 1] = [String::new()];
 
 impl Group {
     /// Meets the other ranks. A rank that does not come within `timeout` is named; `tell` hears meanwhile who is awaited.
     pub fn open(place: &Place, timeout: Duration, tell: &dyn Fn(&str)) -> Result<Group> {
-        Ok(Group { bulk: OnceLock::new(), peers: Arc::new(Peers::open(place, timeout, tell)?) })
+        let peers = Peers::open(place, timeout, tell)?;
+        Ok(Group { bulk: Bulk::PLAIN, peers: Some(Arc::new(peers)) })
+    }
+
+    /// The group of a rank that is alone.
+    pub fn alone() -> Group {
+        Group { bulk: Bulk::PLAIN, peers: None }
     }
 
     /// From here on another rank is missed after `timeout`. For the time before tensors travel.
     pub fn wait_at_most(&mut self, timeout: Duration) {
-        if let Some(peers) = Arc::get_mut(&mut self.peers) {
+        if let Some(peers) = self.peers.as_mut().and_then(Arc::get_mut) {
             peers.wait_at_most(timeout);
         }
     }
 
+    /// This rank, from 0.
+    pub fn rank(&self) -> u32 {
+        self.peers.as_ref().map_or(0, |peers| peers.rank())
+    }
+
+    /// How many ranks there are.
+    pub fn world(&self) -> u32 {
+        self.peers.as_ref().map_or(1, |peers| peers.world())
+    }
+
+    /// How long a rank is waited for.
+    pub fn timeout(&self) -> Duration {
+        self.peers.as_ref().map_or(Duration::ZERO, |peers| peers.timeout())
+    }
+
+    /// The store that the ranks share, for what is said beside the exchanges; `None` for a rank that is alone.
+    pub fn store(&self) -> Option<Arc<Store>> {
+        self.peers.as_ref().map(|peers| peers.store())
+    }
+
+    /// The machine of each rank, as its [`Place`] named it.
+    pub fn nodes(&self) -> &[String] {
+        self.peers.as_ref().map_or(&ALONE, |peers| peers.nodes())
+    }
+
+    /// What this rank has sent since it met the others; libtorch's own collectives are not counted.
+    pub fn sent(&self) -> Sent {
+        self.peers.as_ref().map_or_else(Sent::default, |peers| peers.sent())
+    }
+
+    /// The other ranks, the next one first: so that not everybody turns to the same one at once.
+    pub fn others(&self) -> impl Iterator<Item = u32> + use<> {
+        let (rank, world) = (self.rank(), self.world());
+        (1..world).map(move |distance| (rank + distance) % world)
+    }
+
+    /// Tells the others what this rank is at ("step 12, leaf 3"), for the moment in which they miss it.
+    pub fn reached(&self, whereabouts: &str) {
+        self.peers.iter().for_each(|peers| peers.reached(whereabouts));
+    }
+
+    /// Hands `mine` to every rank and returns what each of them handed over, by rank. Lengths may differ.
+    pub fn all_gather(&self, what: &str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+        match &self.peers {
+            Some(peers) => peers.all_gather(what, mine),
+            None => Ok(vec![mine.to_vec()]),
+        }
+    }
+
+    /// Waits until every rank is here.
+    pub fn barrier(&self, what: &str) -> Result<()> {
+        self.all_gather(what, &[]).map(|_| ())
+    }
+
+    /// Leaves word of why this rank stops, for those who will miss it. The word of who came first stands.
+    pub fn report(&self, reason: &str) {
+        self.peers.iter().for_each(|peers| peers.report(reason));
+    }
+
+    /// Whether it is this rank that left the word, or nobody else could: then it is the one to tell people.
+    pub fn spoke_first(&self) -> bool {
+        self.peers.as_ref().is_none_or(|peers| peers.spoke_first())
+    }
+
+    /// The others, for what cannot be done alone.
+    fn peers(&self) -> Result<&Arc<Peers>> {
+        let alone =
+            || Error::Foreign { call: "exchange tensors", reason: "this rank is alone".to_owned() };
+        self.peers.as_ref().ok_or_else(alone)
+    }
+
     /// Where the tensors live that [`Group::begin`] is for.
     pub fn device(&self) -> Device {
-        self.bulk.get().map_or(Device::Cpu, |bulk| bulk.device)
+        self.bulk.device
     }
 
     /// Whether RCCL moves them.
     pub fn by_rccl(&self) -> bool {
-        self.bulk.get().is_some_and(|bulk| bulk.courier.is_some())
+        self.bulk.courier.is_some()
     }
 
     /// Begins an exchange that every rank begins, named for whoever misses one ("the gathering of gradients"). Tensors
     /// travel as [`Group::carry`] has agreed; before, between CPUs over Gloo.
     pub fn begin<'a>(&'a self, what: &'a str) -> Result<Exchange<'a>> {
-        let courier = self.bulk.get().and_then(|bulk| bulk.courier.as_ref());
-        Ok(Exchange::new(&self.peers, what, self.next(what)?, self.device(), courier))
+        let (peers, courier) = (self.peers()?, self.bulk.courier.as_ref());
+        Ok(Exchange::new(peers, what, peers.next(what)?, self.device(), courier))
     }
 
     /// Runs one of libtorch's own collectives on f32 tensors: for the benchmark, never for training.
     pub fn collective(&self, which: Collective, input: &Tensor, output: &Tensor) -> Result<()> {
+        let peers = self.peers()?;
         // SAFETY: both tensors outlive the call, which waits for the end.
         guarded("a collective of libtorch", unsafe {
             shim_collective(
-                self.handle(),
+                peers.handle(),
                 which as c_int,
                 input.as_ptr(),
                 output.as_ptr(),
-                milliseconds(self.timeout()),
+                milliseconds(peers.timeout()),
             )
         })
     }

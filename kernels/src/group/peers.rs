@@ -33,7 +33,7 @@ const ROLL: Duration = Duration::from_millis(300);
 
 /// All ranks of a run, as one of them sees them: who they are and what they say.
 #[derive(Debug)]
-pub struct Peers {
+pub(super) struct Peers {
     place: Place,
     timeout: Duration,
     store: Arc<Store>,
@@ -114,32 +114,32 @@ impl Peers {
     }
 
     /// This rank, from 0.
-    pub fn rank(&self) -> u32 {
+    pub(super) fn rank(&self) -> u32 {
         self.place.rank
     }
 
     /// How many ranks there are.
-    pub fn world(&self) -> u32 {
+    pub(super) fn world(&self) -> u32 {
         self.place.world
     }
 
     /// How long a rank is waited for.
-    pub fn timeout(&self) -> Duration {
+    pub(super) fn timeout(&self) -> Duration {
         self.timeout
     }
 
     /// The store that the ranks share, for what is said beside the exchanges.
-    pub fn store(&self) -> Arc<Store> {
+    pub(super) fn store(&self) -> Arc<Store> {
         Arc::clone(&self.store)
     }
 
     /// The machine of each rank, as its [`Place`] named it.
-    pub fn nodes(&self) -> &[String] {
+    pub(super) fn nodes(&self) -> &[String] {
         &self.nodes
     }
 
     /// What this rank has sent since it met the others; libtorch's own collectives are not counted.
-    pub fn sent(&self) -> Sent {
+    pub(super) fn sent(&self) -> Sent {
         let [all, between] = &self.sent;
         Sent { all: all.load(Ordering::Relaxed), between_nodes: between.load(Ordering::Relaxed) }
     }
@@ -157,14 +157,14 @@ impl Peers {
     }
 
     /// The other ranks, the next one first: so that not everybody turns to the same one at once.
-    pub fn others(&self) -> impl Iterator<Item = u32> + use<> {
+    pub(super) fn others(&self) -> impl Iterator<Item = u32> + use<> {
         let Place { rank, world, .. } = self.place;
         (1..world).map(move |distance| (rank + distance) % world)
     }
 
     /// Tells the others what this rank is at ("step 12, leaf 3"), for the moment in which they miss it. Best effort:
     /// a store that is gone shows in the next exchange.
-    pub fn reached(&self, whereabouts: &str) {
+    pub(super) fn reached(&self, whereabouts: &str) {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
         now.1 = whereabouts.to_owned();
         let _ = self.post(&now);
@@ -190,7 +190,7 @@ impl Peers {
     }
 
     /// Hands `mine` to every rank and returns what each of them handed over, by rank. Lengths may differ.
-    pub fn all_gather(&self, what: &str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+    pub(super) fn all_gather(&self, what: &str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
         let mut exchange = self.begin_plain(what)?;
         // What fits into a frame travels with its length in one message: most of what ranks tell each other is small.
         let mut frame = vec![0; FRAME];
@@ -224,13 +224,8 @@ impl Peers {
         Ok(found)
     }
 
-    /// Waits until every rank is here.
-    pub fn barrier(&self, what: &str) -> Result<()> {
-        self.all_gather(what, &[]).map(|_| ())
-    }
-
     /// Leaves word of why this rank stops, for those who will miss it. The word of who came first stands.
-    pub fn report(&self, reason: &str) {
+    pub(super) fn report(&self, reason: &str) {
         let word = format!("rank {}: {reason}", self.place.rank);
         if self.store.first(FAULT, &word).is_ok_and(|first| first == word) {
             self.spoke_first.store(true, Ordering::Relaxed);
@@ -242,7 +237,7 @@ impl Peers {
     }
 
     /// Whether it is this rank that left the word: then it is the one to tell people.
-    pub fn spoke_first(&self) -> bool {
+    pub(super) fn spoke_first(&self) -> bool {
         self.spoke_first.load(Ordering::Relaxed)
     }
 

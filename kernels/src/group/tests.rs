@@ -193,12 +193,14 @@ fn the_first_word_stands() {
 
 #[test]
 fn where_a_library_does_not_serve_every_rank_is_told() {
-    let said = ranks(2, SECONDS, |group| {
+    let said = ranks(2, SECONDS, |mut group| {
         let refused = group.carry(Device::Cpu, Transport::Rccl).unwrap_err().to_string();
         // Nobody insists on it for plain memory.
         let carried = group.carry(Device::Cpu, Transport::Auto).unwrap();
         assert_eq!(carried, Carried::default());
-        assert!(!group.by_rccl() && group.carry(Device::Cpu, Transport::Gloo).is_err());
+        assert!(!group.by_rccl());
+        // A choice may be made anew.
+        assert_eq!(group.carry(Device::Cpu, Transport::Gloo).unwrap(), Carried::default());
         refused
     });
     // No real library moves plain memory, and most machines have none.
@@ -206,6 +208,19 @@ fn where_a_library_does_not_serve_every_rank_is_told() {
         let why = ["none of librccl.so.1", "the memory of GPUs only"];
         assert!(why.iter().any(|why| said.contains(&format!("rank 0: {why}"))), "{said}");
     }
+}
+
+#[test]
+fn a_rank_that_is_alone_hears_itself_and_waits_for_nobody() {
+    let mut group = Group::alone();
+    assert_eq!((group.rank(), group.world(), group.nodes().len()), (0, 1, 1));
+    assert_eq!(group.carry(Device::Cpu, Transport::Rccl).unwrap(), Carried::default());
+    assert_eq!(group.all_gather("a word", b"mine").unwrap(), [b"mine"]);
+    group.barrier("the end").unwrap();
+    group.report("a fault");
+    assert!(group.spoke_first() && group.others().next().is_none() && group.store().is_none());
+    assert_eq!(group.sent(), Sent::default());
+    assert!(group.begin("an exchange").is_err(), "there is nobody to exchange with");
 }
 
 #[test]

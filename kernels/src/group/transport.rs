@@ -45,12 +45,14 @@ impl Carried {
 type Word = (Transport, Option<String>);
 
 impl Group {
-    /// Agrees with all ranks how tensors on `device` travel from here on. Every rank calls it once, before the first
-    /// [`Group::begin`].
+    /// Agrees with all ranks how tensors on `device` travel from here on. Every rank calls it, before the first
+    /// [`Group::begin`]; called again, it makes a new choice.
     ///
     /// RCCL is joined only after everybody has said that it is there, and it carries only after everybody has said that
     /// joining went well: so no rank waits in the library for one that will not come.
-    pub fn carry(&self, device: Device, wish: Transport) -> Result<Carried> {
+    pub fn carry(&mut self, device: Device, wish: Transport) -> Result<Carried> {
+        self.bulk = Bulk { device, courier: None };
+        let Some(peers) = &self.peers else { return Ok(Carried::default()) };
         let asked = match wish {
             Transport::Auto => device != Device::Cpu,
             Transport::Gloo => false,
@@ -71,7 +73,7 @@ impl Group {
         if let (true, Ok(lane)) = (carried.rccl, lane) {
             let mut id = UniqueId { bytes: [0; 128] };
             id.bytes.copy_from_slice(&heard[0][2..130]);
-            let joined = Courier::join(&self.peers, device, lane, id);
+            let joined = Courier::join(peers, device, lane, id);
             let against = joined.as_ref().err().cloned();
             let mine = [&[wish as u8], against.unwrap_or_default().as_bytes()].concat();
             let heard = self.all_gather("the joining of a communicator", &mine)?;
@@ -80,8 +82,7 @@ impl Group {
             courier = joined.ok().filter(|_| carried.rccl);
             carried.release = Library::open().and_then(Library::version).ok();
         }
-        let bulk = Bulk { device, courier };
-        self.bulk.set(bulk).map_err(|_| Error::TooLate { what: "a transport" })?;
+        self.bulk.courier = courier;
         Ok(carried)
     }
 }

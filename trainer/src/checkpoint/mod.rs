@@ -26,7 +26,7 @@ pub use format::{BlobRecord, BoxRecord, Manifest, Set, TensorRecord};
 pub use read::{Reader, Want};
 pub use ring::{Ring, RingOptions};
 pub use saver::{Saver, Written};
-pub use write::{Owned, Snapshot};
+pub use write::Snapshot;
 
 use crate::model::ParamSpec;
 use crate::optim::Rule;
@@ -168,18 +168,6 @@ impl Checkpoints {
             blobs.into_iter().map(|blob| (blob.name.clone(), blob)).collect();
         let manifest = Manifest::new(snapshot, digests, layout, pieces, blobs)?;
         self.medium.put(&name(snapshot.step(), format::MANIFEST), manifest.text()?.as_bytes())
-    }
-
-    /// Writes and commits a state of which one writer owns everything.
-    pub fn save(
-        &self,
-        layout: &Layout,
-        snapshot: &Snapshot,
-        digest: Digest,
-        chain: Digest,
-    ) -> Result<()> {
-        let blobs = self.write(layout, snapshot)?;
-        self.commit(snapshot, (digest, chain), layout, &snapshot.pieces(), blobs)
     }
 
     /// Opens the checkpoint of `step`.

@@ -12,9 +12,10 @@ use super::format::{self, BlobRecord, BoxRecord, Manifest, Set};
 use super::medium::Medium;
 use super::region::Region;
 use super::{Layout, name};
-use crate::model::balance_name;
+use crate::model::{ParamSpec, balance_name};
 use crate::optim::balance::Balance;
-use crate::state::State;
+use crate::state::ownership::{self, Ownership, Piece};
+use crate::state::{Moments, State};
 use crate::workers::Workers;
 
 /// A box that is wanted, and the tensor of its shape that it is copied into.
@@ -157,31 +158,39 @@ impl<'a> Reader<'a> {
         found.chunks(Set::ALL.len()).map(layer).collect()
     }
 
-    /// The whole state, after checking all of it.
-    pub fn state(&self, layout: &Layout, workers: Workers) -> Result<State> {
+    /// What `owners` gives this rank of the state: all weights, and the moments of its pieces. The state as a whole is
+    /// checked when all ranks have read theirs.
+    pub fn part(&self, layout: &Layout, owners: &Ownership, workers: Workers) -> Result<State> {
         self.compare(layout)?;
-        let empty = |parameter: &crate::model::ParamSpec| {
-            Tensor::empty(parameter.shape.as_slice(), (Kind::Float, layout.device))
-        };
-        let weights: Vec<Tensor> = layout.parameters.iter().map(empty).collect();
-        let first: Vec<Tensor> = layout.parameters.iter().map(empty).collect();
-        let second = layout.parameters.iter().zip(&layout.rules);
-        let second: Vec<Option<Tensor>> = second
-            .map(|(parameter, rule)| rule.has_second_moment().then(|| empty(parameter)))
-            .collect();
-        let mut wants = Vec::new();
-        for (index, parameter) in layout.parameters.iter().enumerate() {
-            let sets = [Some(&weights[index]), Some(&first[index]), second[index].as_ref()];
-            for (set, into) in Set::ALL.into_iter().zip(sets) {
-                let Some(into) = into.map(Tensor::shallow_clone) else { continue };
-                let (name, region) = (parameter.name.clone(), Region::whole(&parameter.shape));
-                wants.push(Want { set, name, region, into });
-            }
+        let empty = |shape: &[i64]| Tensor::empty(shape, (Kind::Float, layout.device));
+        let (mut weights, mut wants) = (Vec::new(), Vec::new());
+        for parameter in &layout.parameters {
+            let weight = empty(&parameter.shape);
+            let (into, region) = (weight.shallow_clone(), Region::whole(&parameter.shape));
+            wants.push(Want { set: Set::Weights, name: parameter.name.clone(), region, into });
+            weights.push(weight);
+        }
+        let mut moments = Vec::new();
+        for piece in owners.own() {
+            let of_piece = Moments::of(piece, || empty(&piece.shape));
+            let parameter = &layout.parameters[piece.tensor];
+            wants.extend(run(Set::First, parameter, piece, &of_piece.first));
+            let second = of_piece.second.as_ref();
+            wants.extend(
+                second.into_iter().flat_map(|into| run(Set::Second, parameter, piece, into)),
+            );
+            moments.push(of_piece);
         }
         self.fill(wants, workers)?;
         let balance = self.balance(layout, workers)?;
         let (step, windows) = (self.manifest.step, self.manifest.windows.clone());
-        let state = State { step, weights, first, second, balance, windows };
+        Ok(State { step, weights, balance, windows, owners: owners.clone(), moments })
+    }
+
+    /// The whole state, after checking all of it.
+    pub fn whole(&self, layout: &Layout, workers: Workers) -> Result<State> {
+        let pieces = ownership::pieces(&layout.parameters, &layout.rules, 1);
+        let state = self.part(layout, &Ownership::cut(pieces, 0), workers)?;
         self.check(state.sums(workers)?.digest)?;
         Ok(state)
     }
@@ -194,6 +203,19 @@ impl<'a> Reader<'a> {
         let fault = damaged(self.location(), "its state digest does not match");
         Err(fault.found(found).wanted(self.manifest.state))
     }
+}
+
+/// What is wanted for `piece`, whose elements `into` holds, box by box.
+fn run(set: Set, parameter: &ParamSpec, piece: &Piece, into: &Tensor) -> Vec<Want> {
+    let (flat, mut at) = (into.view([-1]), 0);
+    let regions = Region::run(&parameter.shape, piece.first, piece.length()).into_iter();
+    let want = |region: Region| {
+        at += region.volume();
+        let into = flat.narrow(0, at - region.volume(), region.volume());
+        let into = into.view(region.lengths.as_slice());
+        Want { set, name: parameter.name.clone(), region, into }
+    };
+    regions.map(want).collect()
 }
 
 fn damaged(place: Location, what: &str) -> Fault {

@@ -82,7 +82,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn snapshot(step: u64) -> Snapshot {
-        Snapshot::new(step, std::iter::empty(), None, None)
+        Snapshot::empty(step)
     }
 
     proptest! {

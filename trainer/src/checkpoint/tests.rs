@@ -16,8 +16,8 @@ use crate::ledger::Packed;
 use crate::model::{Init, Role};
 use crate::optim::Kind;
 use crate::optim::guard::Windows;
-use crate::state::State;
-use crate::state::ownership;
+use crate::state::ownership::{self, Ownership, Piece};
+use crate::state::{Moments, State};
 use crate::workers::Workers;
 
 const LANES: fn() -> Workers = || Workers::new(1);
@@ -45,8 +45,44 @@ pub(crate) fn layout() -> Layout {
     Layout { parameters, rules, balance, windows: true, device: Device::Cpu }
 }
 
+/// A state by whole tensors.
+pub(crate) struct Whole {
+    pub(crate) weights: Vec<Tensor>,
+    pub(crate) first: Vec<Tensor>,
+    second: Vec<Option<Tensor>>,
+    balance: Vec<Balance>,
+    windows: Option<Windows>,
+}
+
+impl Whole {
+    /// What `rank` holds of it after `step`, where these are the pieces.
+    pub(crate) fn cut(&self, step: u64, pieces: &[Piece], rank: u32) -> State {
+        let Whole { weights, first, second, balance, windows } = self;
+        let owners = Ownership::cut(pieces.to_vec(), rank);
+        let moments = owners.own().map(|piece| Moments {
+            first: piece.of(&first[piece.tensor]).copy(),
+            second: second[piece.tensor].as_ref().map(|second| piece.of(second).copy()),
+        });
+        let moments = moments.collect();
+        let weights = weights.iter().map(Tensor::copy).collect();
+        let (balance, windows) = (balance.clone(), windows.clone());
+        State { step, weights, balance, windows, owners, moments }
+    }
+}
+
+/// A state of it that one rank owns.
+fn state(layout: &Layout, step: u64) -> State {
+    let pieces = ownership::pieces(&layout.parameters, &layout.rules, 1);
+    whole(layout, step).cut(step, &pieces, 0)
+}
+
+/// The digest of a state of it.
+pub(crate) fn digest_of(layout: &Layout, step: u64) -> Digest {
+    digest(&state(layout, step))
+}
+
 /// A state of it: any bits, numbers or not.
-pub(crate) fn state(layout: &Layout, step: u64) -> State {
+pub(crate) fn whole(layout: &Layout, step: u64) -> Whole {
     let mut number = 0;
     let mut values = |count: i64| -> Vec<f32> {
         number += 1;
@@ -72,7 +108,7 @@ pub(crate) fn state(layout: &Layout, step: u64) -> State {
         |length| Packed(values(length).iter().map(|value| value.to_bits().into()).collect());
     let (losses, norms) = (window(3), window(5));
     let windows = Some(Windows { skipped: 1, losses, norms });
-    State { step, weights, first, second, balance, windows }
+    Whole { weights, first, second, balance, windows }
 }
 
 fn digest(state: &State) -> Digest {
@@ -81,13 +117,14 @@ fn digest(state: &State) -> Digest {
 
 fn save(checkpoints: &Checkpoints, layout: &Layout, step: u64) -> Result<()> {
     let state = state(layout, step);
-    let pieces = ownership::pieces(&layout.parameters, &layout.rules, 1);
-    checkpoints.save(layout, &Snapshot::whole(&state, &pieces), digest(&state), CHAIN)
+    let snapshot = Snapshot::of(&state);
+    let blobs = checkpoints.write(layout, &snapshot)?;
+    checkpoints.commit(&snapshot, (digest(&state), CHAIN), layout, state.owners.pieces(), blobs)
 }
 
 /// The newest state, which must be the one that was saved, and what was passed over.
 fn newest(checkpoints: &Checkpoints, layout: &Layout) -> (Option<u64>, Vec<(u64, Fault)>) {
-    let read = |reader: &Reader<'_>| reader.state(layout, LANES());
+    let read = |reader: &Reader<'_>| reader.whole(layout, LANES());
     let Found { state: found, passed } = checkpoints.newest(9, |_| Some(CHAIN), read).unwrap();
     if let Some(found) = &found {
         assert_eq!(digest(found), digest(&state(layout, found.step)));
@@ -285,14 +322,13 @@ fn writers_that_leave_something_out_commit_nothing() {
     let folder = TempDir::new().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
     let state = state(&layout, 3);
-    let pieces = ownership::pieces(&layout.parameters, &layout.rules, 1);
-    let snapshot = Snapshot::whole(&state, &pieces);
+    let (snapshot, pieces) = (Snapshot::of(&state), state.owners.pieces());
     let blobs = checkpoints.write(&layout, &snapshot).unwrap();
     for missing in 0..blobs.len() {
         let mut some = blobs.clone();
         some.remove(missing);
         let fault = checkpoints
-            .commit(&snapshot, (digest(&state), CHAIN), &layout, &pieces, some)
+            .commit(&snapshot, (digest(&state), CHAIN), &layout, pieces, some)
             .unwrap_err();
         assert!(fault.to_string().contains(&blobs[missing].name), "{fault}");
     }
@@ -338,28 +374,20 @@ proptest! {
         wanted: (prop::sample::Index, prop::sample::Index),
     ) {
         let layout = layout();
-        let state = state(&layout, 3);
+        let state = whole(&layout, 3);
+        let wanted_digest = digest_of(&layout, 3);
         let folder = TempDir::new().unwrap();
         let checkpoints = Checkpoints::new(folder.path());
         let pieces = pieces_of(&layout, &cuts, (&ends, &owners));
-        let mut blobs = Vec::new();
+        let (mut blobs, mut snapshots) = (Vec::new(), Vec::new());
         for rank in 0..7 {
-            let owned = pieces.iter().filter(|piece| piece.owner == rank).map(|piece| -> (_, _, _, _) {
-                let second = state.second[piece.tensor].as_ref().map(|second| piece.of(second));
-                (piece, piece.of(&state.weights[piece.tensor]), piece.of(&state.first[piece.tensor]), second)
-            });
-            let owned: Vec<_> = owned.collect();
-            let owned = owned.iter().map(|(piece, weight, first, second)| -> Owned<'_> {
-                (piece, weight.shallow_clone(), first, second.as_ref())
-            });
-            let balance = (rank == 0).then_some(state.balance.as_slice());
-            let snapshot = Snapshot::new(3, owned, balance, None);
+            let snapshot = Snapshot::of(&state.cut(3, &pieces, rank));
             blobs.extend(checkpoints.write(&layout, &snapshot).unwrap());
+            snapshots.push(snapshot);
         }
-        let whole = Snapshot::whole(&state, &pieces);
-        checkpoints.commit(&whole, (digest(&state), CHAIN), &layout, &pieces, blobs).unwrap();
+        checkpoints.commit(&snapshots[6], (wanted_digest, CHAIN), &layout, &pieces, blobs).unwrap();
         let reader = checkpoints.open(3).unwrap();
-        prop_assert_eq!(digest(&reader.state(&layout, LANES()).unwrap()), digest(&state));
+        prop_assert_eq!(digest(&reader.whole(&layout, LANES()).unwrap()), wanted_digest);
         let mut asked: BTreeMap<usize, (Tensor, Tensor)> = BTreeMap::new();
         let mut wants = Vec::new();
         for (index, parameter) in layout.parameters.iter().enumerate() {

@@ -14,8 +14,8 @@ use super::{Layout, name};
 use crate::model::balance_name;
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
-use crate::state::State;
 use crate::state::ownership::Piece;
+use crate::state::{Moments, State};
 
 /// A copy on the host of what one writer owns of a state: nothing moves it any more.
 pub struct Snapshot {
@@ -33,42 +33,27 @@ struct Held {
     second: Option<Tensor>,
 }
 
-/// A piece with its part of the weights and of the moments.
-pub type Owned<'a> = (&'a Piece, Tensor, &'a Tensor, Option<&'a Tensor>);
-
 impl Snapshot {
-    /// Copies what is `owned` of the state after `step`; `balance` comes from one writer alone,
-    /// `windows` go into the manifest.
-    pub fn new<'a>(
-        step: u64,
-        owned: impl Iterator<Item = Owned<'a>>,
-        balance: Option<&[Balance]>,
-        windows: Option<&Windows>,
-    ) -> Self {
-        let held = |(piece, weight, first, second): Owned<'a>| Held {
+    /// Copies what this rank owns of `state`. Rank 0 owns the balance; the windows, which every rank has, go into the
+    /// manifest.
+    pub fn of(state: &State) -> Self {
+        // No `..`: whatever is added to the state has to be written.
+        let State { step, weights: _, balance, windows, owners, moments: _ } = state;
+        let held = |(piece, weight, moments): (&Piece, Tensor, &Moments)| Held {
             piece: piece.clone(),
             weight: host(&weight),
-            first: host(first),
-            second: second.map(host),
+            first: host(&moments.first),
+            second: moments.second.as_ref().map(host),
         };
-        let pieces = owned.map(held).collect();
-        let balance = balance.unwrap_or_default().to_vec();
-        Snapshot { step, pieces, balance, windows: windows.cloned() }
+        let pieces = state.own().map(held).collect();
+        let balance = if owners.rank() == 0 { balance.clone() } else { Vec::new() };
+        Snapshot { step: *step, pieces, balance, windows: windows.clone() }
     }
 
-    /// Copies a whole state, cut into these pieces.
-    pub fn whole(state: &State, pieces: &[Piece]) -> Self {
-        // No `..`: whatever is added to the state has to be written.
-        let State { step, weights, first, second, balance, windows } = state;
-        let held = |piece: &Piece| Held {
-            piece: piece.clone(),
-            weight: host(&piece.of(&weights[piece.tensor])),
-            first: host(&piece.of(&first[piece.tensor])),
-            second: second[piece.tensor].as_ref().map(|second| host(&piece.of(second))),
-        };
-        let pieces = pieces.iter().map(held).collect();
-        let (balance, windows) = (balance.clone(), windows.clone());
-        Snapshot { step: *step, pieces, balance, windows }
+    /// One that holds nothing.
+    #[cfg(test)]
+    pub(super) fn empty(step: u64) -> Self {
+        Snapshot { step, pieces: Vec::new(), balance: Vec::new(), windows: None }
     }
 
     /// The step whose outcome this is.
@@ -79,11 +64,6 @@ impl Snapshot {
     /// The windows after it.
     pub(super) fn windows(&self) -> Option<Windows> {
         self.windows.clone()
-    }
-
-    /// Its pieces.
-    pub(super) fn pieces(&self) -> Vec<Piece> {
-        self.pieces.iter().map(|held| held.piece.clone()).collect()
     }
 
     /// The blobs that this writer writes, with what they hold.

@@ -79,11 +79,6 @@ impl<'a> Gather<'a> {
         Ok(gather)
     }
 
-    /// This rank's leaves, in the order in which it computes them.
-    pub(crate) fn leaves(&self) -> Vec<u64> {
-        self.parts[self.me() as usize].iter().cloned().flatten().collect()
-    }
-
     /// Takes the gradient of this rank's next leaf.
     pub(crate) fn leaf(&mut self, gradient: Vec<Tensor>) -> Result<()> {
         let (round, place) = self.at;

@@ -1,13 +1,16 @@
 //! The ranks of a run: who computes which micro-batches, who shares a machine, and how gradients reach their owners.
 //!
-//! - [`team`] says who computes which leaves and who speaks with whom; `gather` is the sum of a step's gradients.
+//! - [`team`] says who computes which leaves and who speaks with whom.
+//! - `sum` is the sum of a step's gradients, here or by `gather` from many ranks; `share` gives new weights to all.
 //! - `words` are the small things that ranks tell each other. [`mod@bench`] times the exchanges.
 //!
 //! Invariant: collectives only move bytes. Every addition happens on one rank, in the order of the tree, so that the
 //! number of ranks is no argument of any bit.
 
 pub mod bench;
-pub(crate) mod gather;
+mod gather;
+pub(crate) mod share;
+pub(crate) mod sum;
 pub mod team;
 pub(crate) mod words;
 

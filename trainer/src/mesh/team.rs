@@ -6,6 +6,10 @@ use contract::{Fault, Result};
 use kernels::group::Group;
 use loader::RankSlice;
 
+use super::words::{Heard, Writer};
+use crate::refusal::lost;
+use crate::timing;
+
 /// How the leaves of a step are dealt and their gradients brought together: two ways to walk one expression.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Schedule {
@@ -53,6 +57,17 @@ impl<'a> Team<'a> {
     /// The leaves of each rank of a step that has `leaves`, by round.
     pub fn parts(&self, leaves: u64) -> Result<Vec<Vec<Range<u64>>>> {
         parts(self.schedule, self.group.world(), leaves)
+    }
+
+    /// This rank's leaves of such a step, in the order in which it computes them.
+    pub fn leaves(&self, leaves: u64) -> Result<Vec<u64>> {
+        Ok(self.parts(leaves)?[self.group.rank() as usize].iter().cloned().flatten().collect())
+    }
+
+    /// Tells all ranks, and hears the same from them: for what is small.
+    pub(crate) fn tell(&self, what: &str, mine: &Writer) -> Result<Heard> {
+        let _watch = timing::part(timing::Part::Peers);
+        self.group.all_gather(what, mine.bytes()).map(Heard).map_err(lost)
     }
 
     /// What each rank says of each of its leaves, in the order of all leaves.

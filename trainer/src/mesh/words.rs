@@ -1,20 +1,15 @@
 //! Numbers as bytes between ranks: 64-bit words, little-endian, read back in the order in which they were written.
 
 use contract::{Digest, Fault, Result};
-use kernels::group::Group;
 
-use crate::refusal::lost;
+/// What every rank has told, by rank.
+pub(crate) struct Heard(pub(crate) Vec<Vec<u8>>);
 
-/// Two words of every rank.
-pub(crate) fn pairs(group: &Group, what: &str, mine: (u64, u64)) -> Result<Vec<(u64, u64)>> {
-    let mut words = Writer::default();
-    words.word(mine.0).word(mine.1);
-    let heard = group.all_gather(what, words.bytes()).map_err(lost)?;
-    let read = |heard: &Vec<u8>| {
-        let mut heard = Reader::new(heard);
-        Ok((heard.word()?, heard.word()?))
-    };
-    heard.iter().map(read).collect()
+impl Heard {
+    /// To be read, rank by rank.
+    pub(crate) fn readers(&self) -> Vec<Reader<'_>> {
+        self.0.iter().map(|words| Reader::new(words)).collect()
+    }
 }
 
 /// Writes words.
@@ -35,16 +30,19 @@ impl Writer {
         self.word(value as u64).word((value >> 64) as u64)
     }
 
+    /// Checksums of pieces.
+    pub(crate) fn sums(&mut self, sums: &[[u64; 3]]) -> &mut Self {
+        sums.iter().flatten().for_each(|sum| {
+            self.word(*sum);
+        });
+        self
+    }
+
     /// A text as its length and its bytes, eight to a word.
     pub(crate) fn text(&mut self, text: &str) -> &mut Self {
         self.word(text.len() as u64);
         self.0.extend(text.as_bytes());
         self.0.resize(self.0.len().next_multiple_of(8), 0);
-        self
-    }
-
-    pub(crate) fn append(&mut self, other: &Writer) -> &mut Self {
-        self.0.extend(&other.0);
         self
     }
 

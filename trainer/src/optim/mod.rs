@@ -15,7 +15,6 @@ use tch::Tensor;
 
 use crate::model::{ParamSpec, Role};
 use crate::refusal::refused;
-use crate::state::State;
 use crate::timing::{Part, part};
 use crate::workers::Workers;
 use adamw::AdamW;
@@ -103,23 +102,6 @@ pub struct At {
     pub lr: f64,
     /// What the gradient is multiplied with first; 1 touches nothing.
     pub scale: f64,
-}
-
-/// Moves the weights by `gradients`. What `state.step` counts is left to the caller.
-pub fn update(
-    settings: &Settings,
-    rules: &[Rule],
-    state: &mut State,
-    gradients: &[Tensor],
-    at: At,
-    workers: Workers,
-) -> Result<()> {
-    let mut items = Vec::new();
-    for (index, rule) in rules.iter().enumerate() {
-        let moments = (&state.first[index], state.second[index].as_ref());
-        split(*rule, &state.weights[index], moments, &gradients[index], &mut items);
-    }
-    run(settings, items, at, workers)
 }
 
 /// Does the pieces of work on the workers.

@@ -9,7 +9,7 @@ use loader::Batch;
 
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::{self, Detail, Gradient, LeafSums};
+use crate::step::{self, Detail, Gradient, LeafSums, micro_batch};
 use crate::workers::Workers;
 
 /// Computes leaves, and nothing that decides whether they are right.
@@ -23,7 +23,8 @@ pub trait Executor {
         workers: Workers,
         detail: Detail,
     ) -> Result<Gradient> {
-        step::gradient(spec, state, batch, workers, detail)
+        let leaves = micro_batch::stage(spec, batch, state.weights[0].device())?;
+        step::alone(spec, workers, |cx| step::gradient(cx, state, batch, &leaves, detail))
     }
 
     /// One leaf of it.

@@ -24,7 +24,8 @@ use crate::folder::{
 use crate::ledger::{Difference, Ledger, Stage, StepRecord};
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::{self, Detail, Gradient};
+use crate::state::ownership::Ownership;
+use crate::step::{self, Context, Detail, Gradient};
 use crate::workers::Workers;
 use documents::DocumentLoss;
 pub use executor::{Executor, ThisMachine};
@@ -167,12 +168,12 @@ impl Replayer {
                     .found(found)
                     .wanted(written));
             }
-            reader.state(&layout, self.workers)
+            reader.whole(&layout, self.workers)
         })?;
         let passed =
             found.passed.iter().map(|(step, fault)| format!("checkpoint step-{step}: {fault}"));
         self.warnings.extend(passed);
-        let begin = || step::initial(&self.spec, self.device);
+        let begin = || State::begin(&self.spec, self.device, Ownership::new(&self.spec, 0, 1));
         let mut state = found.state.map_or_else(begin, Ok)?;
         while state.step < step {
             let next = self.step(&mut state, Detail::Sums)?;
@@ -214,24 +215,12 @@ impl Replayer {
             (None, false) => Verdict::SameBits,
             (Some(found), false) => self.again(before, &batch, record.as_ref(), found)?,
         };
-        let advice = self.advice(verdict, difference.as_ref());
         let documents = match detail {
             Detail::Sums => Vec::new(),
             Detail::Tokens => self.documents(&batch, 0..batch.rows, &gradient.leaves)?,
         };
-        let loss = gradient.loss / gradient.divisor as f64;
-        let micro_batch = None;
-        Ok(Replayed {
-            step,
-            micro_batch,
-            verdict,
-            difference,
-            advice,
-            diverged,
-            loss,
-            record,
-            documents,
-        })
+        let found = self.found(step, verdict, difference);
+        Ok(Replayed { diverged, loss: gradient.mean(), record, documents, ..found })
     }
 
     /// Computes one leaf of the step after `state`, and compares that.
@@ -258,22 +247,26 @@ impl Replayer {
                 self.verdict(same, found)
             }
         };
-        let advice = self.advice(verdict, difference.as_ref());
         let rows = leaf * batch.micro_batch..(leaf + 1) * batch.micro_batch;
         let loss = sums.loss / sums.labels.max(1) as f64;
         let documents = self.documents(&batch, rows, &[sums])?;
-        let (micro_batch, record, diverged) = (Some(leaf), None, None);
-        Ok(Replayed {
+        let found = self.found(step, verdict, difference);
+        Ok(Replayed { micro_batch: Some(leaf), loss, documents, ..found })
+    }
+
+    /// What is said of a step that came out so, before its losses and documents.
+    fn found(&self, step: u64, verdict: Verdict, difference: Option<Difference>) -> Replayed {
+        Replayed {
             step,
-            micro_batch,
+            micro_batch: None,
             verdict,
+            advice: self.advice(verdict, difference.as_ref()),
             difference,
-            advice,
-            diverged,
-            loss,
-            record,
-            documents,
-        })
+            diverged: None,
+            loss: 0.0,
+            record: None,
+            documents: Vec::new(),
+        }
     }
 
     /// Refuses a leaf that a step does not have: before the state is made that it would be computed from.
@@ -325,10 +318,13 @@ impl Replayer {
         batch: &Batch,
         detail: Detail,
     ) -> Result<(Gradient, Result<StepRecord>)> {
-        let gradient = self.executor.gradient(&self.spec, state, batch, self.workers, detail)?;
-        match step::apply(&self.spec, state, batch, &gradient, self.workers) {
+        let (spec, workers) = (&self.spec, self.workers);
+        let mut gradient = self.executor.gradient(spec, state, batch, workers, detail)?;
+        let lr = spec.settings.schedule.rate(batch.step);
+        let complete = |cx: Context<'_>| step::complete(cx, state, &mut gradient, lr, || false);
+        match step::alone(spec, workers, complete) {
             Err(fault) if fault.class() != Class::Diverged => Err(fault),
-            outcome => Ok((gradient, outcome)),
+            outcome => Ok((gradient, outcome.map(|stepped| stepped.record))),
         }
     }
 

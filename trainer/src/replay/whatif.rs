@@ -7,12 +7,12 @@ use contract::{Fault, Result};
 use loader::{Batch, explain};
 use serde::Serialize;
 
-use super::Replayer;
+use super::{Executor as _, Replayer, ThisMachine};
 use crate::ledger::StepRecord;
 use crate::optim::guard::Skipped;
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step;
+use crate::step::{self, Detail};
 
 /// What is changed.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -102,9 +102,12 @@ fn advance(
     batch: &Batch,
     lr: Option<f64>,
 ) -> Result<StepRecord> {
-    let detail = step::Detail::Sums;
-    let gradient = step::gradient(&replayer.spec, state, batch, replayer.workers, detail)?;
-    step::apply_at(&replayer.spec, state, batch, &gradient, replayer.workers, lr)
+    let (spec, workers) = (&replayer.spec, replayer.workers);
+    let lr = lr.unwrap_or_else(|| spec.settings.schedule.rate(batch.step));
+    let mut gradient = ThisMachine.gradient(spec, state, batch, workers, Detail::Sums)?;
+    let stepped =
+        step::alone(spec, workers, |cx| step::complete(cx, state, &mut gradient, lr, || false));
+    stepped.map(|stepped| stepped.record)
 }
 
 /// Hides the documents with these ids, as a ban would; returns how many labels they had.

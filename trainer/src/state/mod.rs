@@ -1,126 +1,157 @@
-//! The state of a run: what one step hands to the next, and nothing else.
+//! The state of a run as one rank holds it: every weight, and the moments of the pieces that it owns. A rank that is alone
+//! owns them all.
+//!
+//! [`ownership`] says who owns what, [`digest`] what the ledger knows of a state.
 
+pub mod digest;
 pub mod ownership;
 
-use contract::{Digest, Hasher, Result};
+use contract::Result;
 use kernels::checksum;
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
+use crate::model;
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
+use crate::optim::{self, At, Settings};
+use crate::spec::RunSpec;
 use crate::timing;
 use crate::workers::Workers;
+pub use digest::StateSums;
+pub(crate) use digest::{Part, salt};
+use ownership::{Ownership, Piece};
 
-/// The state after a step.
+/// What one step hands to the next, and nothing else.
 pub struct State {
     /// The step; 0 before the first.
     pub step: u64,
-    /// Weights, f32, in canonical order.
+    /// Weights, f32, in canonical order: the same on every rank.
     pub weights: Vec<Tensor>,
-    /// First moments (AdamW) or momenta (Muon), as large as the weights.
-    pub first: Vec<Tensor>,
-    /// Second moments; none where Muon rules.
-    pub second: Vec<Option<Tensor>>,
-    /// The routers' balancing biases, by layer.
+    /// The routers' balancing biases, by layer: the same on every rank.
     pub balance: Vec<Balance>,
-    /// The losses and norms that decide what is skipped and clipped; `None` where the curriculum asks for neither.
+    /// The losses and norms that decide what is skipped and clipped, the same on every rank; `None` where the curriculum asks
+    /// for neither.
     pub windows: Option<Windows>,
+    /// Who owns what.
+    pub owners: Ownership,
+    /// Moments of this rank's pieces, in their order.
+    pub moments: Vec<Moments>,
 }
 
-/// Checksums over a whole state.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StateSums {
-    /// One for each weight tensor.
-    pub weights: Vec<u64>,
-    /// Over everything.
-    pub digest: Digest,
+/// The moments of one piece, in its shape.
+pub struct Moments {
+    /// First moments (AdamW) or momenta (Muon).
+    pub first: Tensor,
+    /// Second moments; none where Muon rules.
+    pub second: Option<Tensor>,
 }
 
-/// What of a state a checksum belongs to; part of its salt, so that two tensors never stand for each other.
-#[derive(Clone, Copy)]
-pub(crate) enum Part {
-    Weight = 1,
-    First = 2,
-    Second = 3,
-    Gradient = 4,
-    LeafGradient = 5,
+impl Moments {
+    /// Those of `piece`, each made by `make`.
+    pub fn of(piece: &Piece, mut make: impl FnMut() -> Tensor) -> Self {
+        let first = make();
+        Moments { first, second: piece.rule.has_second_moment().then(make) }
+    }
+
+    fn copy(&self) -> Self {
+        let second = self.second.as_ref().map(Tensor::copy);
+        Moments { first: self.first.copy(), second }
+    }
 }
 
-/// The salt of tensor `index`.
-pub(crate) fn salt(part: Part, index: usize) -> u64 {
-    ((part as u64) << 32) | index as u64
-}
+/// Checksums of a piece: of its weights, first moments and second moments, 0 where there are none of those.
+pub type PieceSums = [u64; 3];
 
 impl State {
-    /// Every tensor of the state with its part, in the order in which the digest takes them.
-    fn tensors(&self) -> impl Iterator<Item = (Part, usize, &Tensor)> {
-        let named = |part: Part| move |(index, tensor)| (part, index, tensor);
-        let second = self.second.iter().enumerate();
-        let second =
-            second.filter_map(|(index, tensor)| Some((Part::Second, index, tensor.as_ref()?)));
-        let weights = self.weights.iter().enumerate().map(named(Part::Weight));
-        weights.chain(self.first.iter().enumerate().map(named(Part::First))).chain(second)
+    /// The state before the first step: drawn weights, or those of the start.
+    pub fn begin(spec: &RunSpec, device: Device, owners: Ownership) -> Result<Self> {
+        let mut balance = spec.balance();
+        let weights = match &spec.start {
+            None => model::init(spec.config(), spec.curriculum.seed),
+            Some(start) => {
+                let (weights, biases) = start.read()?;
+                balance.iter_mut().zip(biases).for_each(|(layer, bias)| layer.bias = bias);
+                weights
+            }
+        };
+        let weights = weights.into_iter().map(|tensor| tensor.to_device(device)).collect();
+        let zeros = |piece: &Piece| Tensor::zeros(&piece.shape, (Kind::Float, device));
+        let moments = owners.own().map(|piece| Moments::of(piece, || zeros(piece))).collect();
+        let windows = spec.settings.guard.windows();
+        Ok(State { step: 0, weights, balance, windows, owners, moments })
     }
 
     /// A copy that shares no memory with this one.
     pub fn copy(&self) -> State {
-        let State { step, weights, first, second, balance, windows } = self;
-        let copies = |tensors: &[Tensor]| tensors.iter().map(Tensor::copy).collect();
-        let second = second.iter().map(|tensor| tensor.as_ref().map(Tensor::copy)).collect();
-        let (weights, first) = (copies(weights), copies(first));
-        let (balance, windows) = (balance.clone(), windows.clone());
-        State { step: *step, weights, first, second, balance, windows }
+        let State { step, weights, balance, windows, owners, moments } = self;
+        State {
+            step: *step,
+            weights: weights.iter().map(Tensor::copy).collect(),
+            balance: balance.clone(),
+            windows: windows.clone(),
+            owners: owners.clone(),
+            moments: moments.iter().map(Moments::copy).collect(),
+        }
     }
 
-    /// Checksums of everything, computed on the workers.
-    pub fn sums(&self, workers: Workers) -> Result<StateSums> {
-        let items: Vec<_> = self
-            .tensors()
-            .map(|(part, index, tensor)| (salt(part, index), tensor.shallow_clone()))
-            .collect();
-        let sums = workers.map(items, |(salt, tensor)| {
+    /// This rank's pieces with their part of the weights, as an alias, and their moments.
+    pub fn own(&self) -> impl Iterator<Item = (&Piece, Tensor, &Moments)> {
+        let own = self.owners.own().zip(&self.moments);
+        own.map(|(piece, moments)| (piece, piece.of(&self.weights[piece.tensor]), moments))
+    }
+
+    /// Moves this rank's pieces by their gradients, which come in the order of its pieces. What `step` counts is left to the
+    /// caller.
+    pub fn update(
+        &mut self,
+        settings: &Settings,
+        gradients: &[Tensor],
+        at: At,
+        workers: Workers,
+    ) -> Result<()> {
+        let mut items = Vec::new();
+        for ((piece, weight, Moments { first, second }), gradient) in self.own().zip(gradients) {
+            optim::split(piece.rule, &weight, (first, second.as_ref()), gradient, &mut items);
+        }
+        optim::run(settings, items, at, workers)
+    }
+
+    /// Checksums of this rank's pieces, in their order, computed on the workers.
+    pub fn own_sums(&self, workers: Workers) -> Result<Vec<PieceSums>> {
+        let items = self.own().map(|(piece, weight, Moments { first, second })| {
+            let second = second.as_ref().map(Tensor::shallow_clone);
+            (piece.clone(), weight, first.shallow_clone(), second)
+        });
+        workers.map(items.collect(), |(piece, weight, first, second)| {
+            let (at, index) = (piece.first as u64, piece.tensor);
             let _watch = timing::part(timing::Part::StateSums);
-            Ok(checksum::tensor(&tensor, salt))
-        })?;
-        // No `..`: whatever is added to the state enters its digest.
-        let State { step, weights, first: _, second, balance, windows } = self;
-        let has_second: Vec<bool> = second.iter().map(Option::is_some).collect();
-        let digest = digest(*step, &has_second, &sums, (balance, windows.as_ref()));
-        Ok(StateSums { weights: sums[..weights.len()].to_vec(), digest })
+            let sum = |tensor: &Tensor, part| checksum::slice(tensor, at, salt(part, index));
+            let second = second.map_or(0, |second| sum(&second, Part::Second));
+            Ok([sum(&weight, Part::Weight), sum(&first, Part::First), second])
+        })
     }
-}
 
-/// The digest of a state after `step`, from the checksums of its tensors: all weights, then all first moments, then the
-/// second moments of those that have one.
-pub(crate) fn digest(
-    step: u64,
-    has_second: &[bool],
-    sums: &[u64],
-    (balance, windows): (&[Balance], Option<&Windows>),
-) -> Digest {
-    let count = has_second.len() as u64;
-    let mut hasher = Hasher::new();
-    hasher.tag("state.v1").u64(step).u64(count).u64(count);
-    has_second.iter().for_each(|has| {
-        hasher.u64(u64::from(*has));
-    });
-    sums.iter().for_each(|sum| {
-        hasher.u64(*sum);
-    });
-    for Balance { bias, first, second } in balance {
-        for values in [bias, first, second] {
-            hasher.u32s(&values.iter().map(|value| value.to_bits()).collect::<Vec<_>>());
+    /// The checksums of the whole state, from those of all pieces in canonical order.
+    pub fn sums_of(&self, pieces: &[PieceSums]) -> StateSums {
+        // No `..`: whatever is added to the state enters its digest.
+        let State { step, weights, balance, windows, owners, moments: _ } = self;
+        let mut sums = [(); 3].map(|()| vec![0u64; weights.len()]);
+        let mut has_second = vec![false; weights.len()];
+        for (piece, of_piece) in owners.pieces().iter().zip(pieces) {
+            has_second[piece.tensor] = piece.rule.has_second_moment();
+            for (sums, sum) in sums.iter_mut().zip(of_piece) {
+                sums[piece.tensor] = sums[piece.tensor].wrapping_add(*sum);
+            }
         }
+        let [weights, first, second] = sums;
+        let second = second.iter().zip(&has_second).filter(|(_, has)| **has).map(|(sum, _)| *sum);
+        let all: Vec<u64> = weights.iter().chain(&first).copied().chain(second).collect();
+        let digest = digest::digest(*step, &has_second, &all, balance, windows.as_ref());
+        StateSums { weights, digest }
     }
-    // Nothing for nothing: a run without windows has the digests that it had before there were any.
-    if let Some(Windows { skipped, losses, norms }) = windows {
-        hasher.tag("windows.v1").u64(*skipped);
-        for window in [losses, norms] {
-            hasher.u64(window.0.len() as u64);
-            window.0.iter().for_each(|bits| {
-                hasher.u64(*bits);
-            });
-        }
+
+    /// The same of a state of which this rank owns everything.
+    pub fn sums(&self, workers: Workers) -> Result<StateSums> {
+        Ok(self.sums_of(&self.own_sums(workers)?))
     }
-    hasher.finish()
 }

@@ -10,12 +10,14 @@
 //! Invariant: pieces and bundles are a function of the parameters alone; only who owns them depends on the number of ranks.
 
 use std::cmp::Reverse;
+use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
 use crate::model::ParamSpec;
 use crate::optim::norm::CHUNK;
 use crate::optim::{CHUNKS, Rule};
+use crate::spec::RunSpec;
 
 /// Work for each element of an elementwise update, in floating-point operations.
 const ELEMENTWISE: u128 = 20;
@@ -89,6 +91,60 @@ pub fn pieces(parameters: &[ParamSpec], rules: &[Rule], world: u32) -> Vec<Piece
 /// The elements of the pieces of `owner`.
 pub fn length(pieces: &[Piece], owner: u32) -> i64 {
     pieces.iter().filter(|piece| piece.owner == owner).map(Piece::length).sum()
+}
+
+/// All pieces, and which of them are this rank's.
+#[derive(Clone, Debug)]
+pub struct Ownership {
+    pieces: Arc<[Piece]>,
+    rank: u32,
+}
+
+impl Ownership {
+    /// Of the parameters of a run, as `rank` among `world` sees it.
+    pub fn new(spec: &RunSpec, rank: u32, world: u32) -> Self {
+        Ownership::cut(pieces(&spec.parameters, &spec.rules, world), rank)
+    }
+
+    /// Of these pieces.
+    pub fn cut(pieces: Vec<Piece>, rank: u32) -> Self {
+        Ownership { pieces: pieces.into(), rank }
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// All pieces, in canonical order.
+    pub fn pieces(&self) -> &[Piece] {
+        &self.pieces
+    }
+
+    /// This rank's pieces.
+    pub fn own(&self) -> impl Iterator<Item = &Piece> {
+        self.of(self.rank)
+    }
+
+    /// The pieces of `rank`.
+    pub fn of(&self, rank: u32) -> impl Iterator<Item = &Piece> {
+        self.pieces.iter().filter(move |piece| piece.owner == rank)
+    }
+
+    /// The elements of the pieces of `rank`.
+    pub fn length(&self, rank: u32) -> i64 {
+        length(&self.pieces, rank)
+    }
+
+    /// Cuts what [`pack`] made for `rank` into its pieces again.
+    pub fn unpack(&self, rank: u32, packed: &Tensor) -> Vec<Tensor> {
+        let mut at = 0;
+        let cut = |piece: &Piece| {
+            at += piece.length();
+            packed.narrow(0, at - piece.length(), piece.length()).view(piece.shape.as_slice())
+        };
+        self.of(rank).map(cut).collect()
+    }
 }
 
 /// What is the `owners`' of whole tensors, owner after owner and piece after piece, in one tensor beside them.

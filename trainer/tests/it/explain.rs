@@ -110,10 +110,10 @@ impl Executor for Failing {
     ) -> Result<Gradient> {
         let mut gradient = ThisMachine.gradient(spec, state, batch, workers, detail)?;
         if let Some(bit) = self.wrong_bit() {
-            let mut values = Vec::<f32>::try_from(gradient.tensors[3].reshape([-1])).unwrap();
+            let mut values = Vec::<f32>::try_from(gradient.own[3].reshape([-1])).unwrap();
             values[5] = f32::from_bits(values[5].to_bits() ^ (1 << bit));
-            let damaged = Tensor::from_slice(&values).reshape(gradient.tensors[3].size());
-            gradient.tensors[3] = damaged;
+            let damaged = Tensor::from_slice(&values).reshape(gradient.own[3].size());
+            gradient.own[3] = damaged;
         }
         Ok(gradient)
     }

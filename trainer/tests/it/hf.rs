@@ -13,9 +13,9 @@ use trainer::hf::export::export;
 use trainer::hf::import::import;
 use trainer::ledger::Ledger;
 use trainer::model::{LeafInput, logits};
-use trainer::replay::{Replayer, Verdict};
+use trainer::replay::{Executor as _, Replayer, ThisMachine, Verdict};
 use trainer::state::State;
-use trainer::step::{self, Detail};
+use trainer::step::Detail;
 use trainer::workers::Workers;
 
 use crate::support::{CURRICULUM, Scratch, stop_after, table};
@@ -55,7 +55,8 @@ fn a_run_begins_with_the_weights_of_another() {
         // What the old state would compute on the new run's first batch is what the new run wrote down.
         let spec = spec(&path);
         let batch = loader::batch(&spec.plan, &spec.data, 1, RankSlice::WHOLE).unwrap();
-        let wanted = step::gradient(&spec, &state, &batch, Workers::new(1), Detail::Sums).unwrap();
+        let workers = Workers::new(1);
+        let wanted = ThisMachine.gradient(&spec, &state, &batch, workers, Detail::Sums).unwrap();
         let ledger = Ledger::read(&scratch.path(&out).join("ledger.jsonl")).unwrap();
         let record = ledger.record(1).unwrap();
         let losses: Vec<u64> = wanted.leaves.iter().map(|leaf| leaf.loss.to_bits()).collect();

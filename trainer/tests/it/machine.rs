@@ -4,6 +4,9 @@ use contract::Class;
 use loader::{Opened, RankSlice};
 use tch::Device;
 use trainer::RunSpec;
+use trainer::replay::{Executor as _, ThisMachine};
+use trainer::state::State;
+use trainer::state::ownership::Ownership;
 use trainer::step::{self, Detail};
 use trainer::workers::Workers;
 
@@ -14,14 +17,15 @@ fn a_leaf_that_cannot_be_computed_says_which_and_why() {
     table();
     let scratch = Scratch::new();
     let spec = RunSpec::new(&Opened::open(&scratch.path("run.toml")).unwrap()).unwrap();
-    let mut state = step::initial(&spec, Device::Cpu).unwrap();
+    let owners = Ownership::new(&spec, 0, 1);
+    let mut state = State::begin(&spec, Device::Cpu, owners).unwrap();
     // The query projection of the first layer loses a column: no product with it has a shape.
     let broken = spec.parameters.iter().position(|one| one.name.contains("q_proj.weight")).unwrap();
     state.weights[broken] = state.weights[broken].narrow(1, 0, 15).contiguous();
     let batch = loader::batch(&spec.plan, &spec.data, 7, RankSlice::WHOLE).unwrap();
     for workers in [1, 3] {
         let workers = Workers::new(workers);
-        let whole = step::gradient(&spec, &state, &batch, workers, Detail::Sums).map(|_| ());
+        let whole = ThisMachine.gradient(&spec, &state, &batch, workers, Detail::Sums).map(|_| ());
         let alone = step::leaf(&spec, &state, &batch, 3, workers).map(|_| ());
         for (answer, place) in
             [(whole, "step 7, micro-batch 0:"), (alone, "step 7, micro-batch 3:")]

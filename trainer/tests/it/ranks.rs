@@ -10,12 +10,12 @@ use contract::{Class, Result};
 use kernels::group::{Group, Place, Store};
 use loader::Opened;
 use serde_json::Value;
+use tch::Device;
 use trainer::mesh::Schedule;
-use trainer::parallel::train_as;
 use trainer::plan::{Fleet, needs};
 use trainer::state::ownership;
 use trainer::workers::Workers;
-use trainer::{ExecOptions, Outcome, RunSpec};
+use trainer::{ExecOptions, Outcome, RunSpec, World, train};
 
 use crate::same_bits::assert_same;
 use crate::support::{Scratch, table};
@@ -47,11 +47,12 @@ fn train_on(
         let (host, name) = ("127.0.0.1".to_owned(), "test/".to_owned());
         let (interface, node) = (String::new(), nodes[rank as usize].clone());
         let place = Place { rank, world, host, port, rank_0_serves: false, name, interface, node };
-        let group = Group::open(&place, PATIENCE, &|_| ()).unwrap();
+        let mut world = World::alone(Device::Cpu, table.clone());
+        world.comm = Group::open(&place, PATIENCE, &|_| ()).unwrap();
         let mut exec = ExecOptions::new(scratch.path(out));
         (exec.progress, exec.checkpoint_every, exec.workers) = (false, 3, Workers::new(1));
         change(rank, &mut exec);
-        train_as(&Opened::open(&scratch.path("run.toml"))?, &exec, &table, &group)
+        train(&Opened::open(&scratch.path("run.toml"))?, &exec, &mut world)
     };
     let rank = &rank;
     thread::scope(|scope| {

@@ -7,7 +7,7 @@ use loader::Opened;
 use tch::Device;
 use trainer::replay::Replayer;
 use trainer::workers::Workers;
-use trainer::{ExecOptions, train};
+use trainer::{ExecOptions, World, train};
 
 use crate::support::{CURRICULUM, Scratch, stop_after, table};
 
@@ -106,7 +106,12 @@ fn another_kernel_table_is_refused_by_name() {
     let mut other = table();
     other.cpu_capability = "AVX2".to_owned();
     let opened = Opened::open(&scratch.path("run.toml")).unwrap();
-    let fault = train(&opened, &ExecOptions::new(scratch.path("run")), &other).unwrap_err();
+    let fault = train(
+        &opened,
+        &ExecOptions::new(scratch.path("run")),
+        &mut World::alone(Device::Cpu, other),
+    )
+    .unwrap_err();
     assert_eq!(fault.class(), Class::Mismatch);
     let text = fault.to_string();
     assert!(text.contains("cpu_capability") && text.contains("AVX2"), "{fault}");

@@ -11,9 +11,10 @@ use store::manifest::{TokenizerRecord, chain};
 use store::open::{commit, stream_folder};
 use store::write::{ShardWriter, StreamHead};
 use store::{DocumentRecord, FORMAT, InputRecord, Manifest, SourceRecord, Split, StreamRecord};
+use tch::Device;
 use tempfile::TempDir;
 use trainer::workers::Workers;
-use trainer::{ExecOptions, Outcome, train};
+use trainer::{ExecOptions, Outcome, World, train};
 
 use crate::folder::tree;
 
@@ -95,7 +96,7 @@ impl Scratch {
         let mut exec = ExecOptions::new(self.path(out));
         (exec.progress, exec.checkpoint_every) = (false, 3);
         change(&mut exec);
-        train(&Opened::open(curriculum)?, &exec, &table())
+        train(&Opened::open(curriculum)?, &exec, &mut World::alone(Device::Cpu, table()))
     }
 
     pub(crate) fn ledger(&self, out: &str) -> String {

@@ -261,7 +261,7 @@ fn few_windows_are_spread_and_never_twice() {
     let state = replayer.unwrap().state_at(3).unwrap();
     let take = |windows| {
         let validation = Validation { every: 1, windows };
-        validation.take(&spec, 3, &state.weights, &state.balance, Workers::new(2)).unwrap()
+        validation.take(&spec, &state, Workers::new(2)).unwrap()
     };
     let whole = take(1000);
     let labels: Vec<u64> = (1..=20).map(|windows| take(windows)[0].labels).collect();

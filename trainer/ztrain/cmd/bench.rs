@@ -2,7 +2,9 @@
 
 use std::path::PathBuf;
 
+use contract::terminal::print_raw;
 use contract::{Fault, Result};
+use trainer::World;
 use trainer::mesh::bench::{Measured, WAYS, measure, plot};
 use trainer::refusal::lost;
 
@@ -78,19 +80,26 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             .wanted("at least 2")
             .hint("ztrain bench collectives --nproc 2")
     })?;
-    let (device, _) = Speed::on(&args.device).start(Some(&launched))?;
-    let group = args.ranks.meet(&launched, &std::sync::Arc::default())?;
+    let (speed, stop) = (Speed::on(&args.device), std::sync::Arc::default());
+    let World { comm: mut group, device, .. } = args.ranks.world(&speed, Some(&launched), &stop)?;
     let carried = group.carry(device, args.ranks.transport()).map_err(lost)?;
     let speaks = group.rank() == 0;
     if speaks && !args.json {
-        println!(
+        tell!(
             "{} ranks, libtorch over Gloo, ours by {}; size and bandwidths as rccl-tests define them",
             group.world(),
             carried.words()
         );
-        println!(
+        tell!(
             "{:>12} {:>15} {:>11} {:>7} {:>12} {:>11} {:>11} {:>6}",
-            "bytes", "collective", "by", "rounds", "us", "alg GB/s", "bus GB/s", "wrong"
+            "bytes",
+            "collective",
+            "by",
+            "rounds",
+            "us",
+            "alg GB/s",
+            "bus GB/s",
+            "wrong"
         );
     }
     let mut all = Vec::new();
@@ -100,7 +109,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         for way in WAYS {
             let found = measure(&group, way, size, args.seconds)?;
             if speaks {
-                print(&found, args.json);
+                print(&found, args.json)?;
             }
             all.push(found);
         }
@@ -114,16 +123,17 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     Ok(if all.iter().any(|one| one.wrong > 0) { 6 } else { 0 })
 }
 
-fn print(found: &Measured, json: bool) {
+fn print(found: &Measured, json: bool) -> Result<()> {
     if json {
-        println!("{}", serde_json::json!(found));
-        return;
+        return print_raw(&format!("{}\n", serde_json::json!(found)));
     }
     let Measured { collective, by, bytes, rounds, microseconds, wrong, .. } = found;
-    println!(
+    tell!(
         "{bytes:>12} {collective:>15} {by:>11} {rounds:>7} {microseconds:>12.1} {:>11.4} {:>11.4} {wrong:>6}",
-        found.algorithm_gb_per_s, found.bus_gb_per_s
+        found.algorithm_gb_per_s,
+        found.bus_gb_per_s
     );
+    Ok(())
 }
 
 /// "64M" as a number.

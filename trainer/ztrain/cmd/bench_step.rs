@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use contract::Result;
+use contract::terminal::print_raw;
 use loader::Opened;
 use store::Location;
 use trainer::RunSpec;
@@ -10,6 +11,7 @@ use trainer::bench::{Exchanged, RankMemory, StepTable, step};
 use trainer::memory::Holds;
 use trainer::mesh::Team;
 use trainer::refusal::lost;
+use trainer::step::Context;
 
 use super::Speed;
 use super::ranks::{self, Ranks};
@@ -38,42 +40,35 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         return ranks::start(count);
     }
     let launched = args.ranks.launched()?;
-    let (device, runtime) = args.speed.start(launched.as_ref())?;
+    let mut world = args.ranks.world(&args.speed, launched.as_ref(), &Arc::default())?;
     let spec = RunSpec::new(&Opened::open(&args.curriculum)?)?;
-    let workers = args.speed.workers(launched.as_ref(), &runtime)?;
-    let group = launched.as_ref().map(|launched| args.ranks.meet(launched, &Arc::default()));
-    let group = group.transpose()?;
-    if let Some(group) = &group {
-        group.carry(device, args.ranks.transport()).map_err(lost)?;
-    }
+    let workers = args.speed.workers(launched.as_ref(), &world.runtime)?;
+    world.comm.carry(world.device, args.ranks.transport()).map_err(lost)?;
     let (schedule, flat) = args.ranks.ways();
-    let team = group.as_ref().map(|group| Team::new(group, schedule, flat)).transpose()?;
-    let table = step(&spec, device, workers, args.steps, team.as_ref())?;
-    if let Some(group) = &group {
-        group.barrier("the end").map_err(lost)?;
-        if group.rank() > 0 {
-            return Ok(0);
-        }
+    let team = Team::new(&world.comm, schedule, flat)?;
+    let context = Context { spec: &spec, team: &team, workers };
+    let table = step(context, world.device, args.steps)?;
+    world.comm.barrier("the end").map_err(lost)?;
+    if world.comm.rank() > 0 {
+        return Ok(0);
     }
     if args.json {
-        println!(
-            "{}",
-            serde_json::json!({
-                "table": table, "tokens_per_second": table.rate(), "utilisation": table.utilisation(),
-                "kernels": runtime.fingerprint(),
-            })
-        );
+        let answer = serde_json::json!({
+            "table": table, "tokens_per_second": table.rate(), "utilisation": table.utilisation(),
+            "kernels": world.runtime.fingerprint(),
+        });
+        print_raw(&format!("{answer}\n"))?;
     } else {
-        print_table(&table);
-        print_ranks(&table);
+        print_table(&table)?;
+        print_ranks(&table)?;
     }
     Ok(0)
 }
 
-fn print_table(table: &StepTable) {
+fn print_table(table: &StepTable) -> Result<()> {
     let steps = table.steps as f64;
     let all = table.seconds * table.workers as f64;
-    println!(
+    tell!(
         "{} steps of {} tokens on {} ranks of {} workers: {:.3} s a step, {:.0} tokens/s",
         table.steps,
         table.tokens / table.steps,
@@ -82,20 +77,23 @@ fn print_table(table: &StepTable) {
         table.seconds / steps,
         table.rate()
     );
-    println!("{:>10} {:>7}  part (worker time of a step, of rank 0)", "ms", "share");
-    let line = |name: &str, seconds: f64| {
+    tell!("{:>10} {:>7}  part (worker time of a step, of rank 0)", "ms", "share");
+    let line = |name: &str, seconds: f64| -> Result<()> {
         let (time, share) = (1e3 * seconds / steps, 100.0 * seconds / all);
-        println!("{time:>10.2} {share:>6.1}%  {name}");
+        tell!("{time:>10.2} {share:>6.1}%  {name}");
+        Ok(())
     };
     let (read, inside) = table.parts.split_at(1);
-    inside.iter().filter(|(_, seconds)| *seconds > 0.0).for_each(|(name, time)| line(name, *time));
-    line("nothing to do, or in no part", table.idle);
-    println!("{:>10.2} {:>7}  {} (beside the step before)", 1e3 * read[0].1 / steps, "", read[0].0);
-    println!(
+    for (name, time) in inside.iter().filter(|(_, seconds)| *seconds > 0.0) {
+        line(name, *time)?;
+    }
+    line("nothing to do, or in no part", table.idle)?;
+    tell!("{:>10.2} {:>7}  {} (beside the step before)", 1e3 * read[0].1 / steps, "", read[0].0);
+    tell!(
         "exactness: {:.1}% of a step (checksums of micro-batches, of the sum with its norm, of the state)",
         100.0 * table.exactness / all
     );
-    println!(
+    tell!(
         "model: {:.2} GFLOP a step, {:.1} GFLOP/s; {} products here: {:.1} GFLOP/s; utilisation {:.1}%",
         table.model_flops / steps / 1e9,
         table.model_flops / table.seconds / 1e9,
@@ -103,13 +101,14 @@ fn print_table(table: &StepTable) {
         table.limit / 1e9,
         100.0 * table.utilisation()
     );
+    Ok(())
 }
 
 /// What ranks exchange, and what each of them holds.
-fn print_ranks(table: &StepTable) {
+fn print_ranks(table: &StepTable) -> Result<()> {
     let mega = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     if let Some(Exchanged { bytes, bytes_between_nodes, waited_for_blocks }) = table.exchanged {
-        println!(
+        tell!(
             "exchanged in a step: {:.2} MiB, {:.2} MiB between machines; {:.2} ms of waiting after the last micro-batch",
             mega(bytes / table.steps),
             mega(bytes_between_nodes / table.steps),
@@ -127,14 +126,18 @@ fn print_ranks(table: &StepTable) {
         "formula",
         "measured",
     ];
-    print!("{:>5}", "MiB");
-    names.iter().for_each(|name| print!(" {name:>9}"));
-    println!("  (measured: the most, less what the program took before)");
+    let row = |name: &str, cells: Vec<String>| {
+        let cells: Vec<String> = cells.iter().map(|cell| format!(" {cell:>9}")).collect();
+        format!("{name:>5}{}", cells.concat())
+    };
+    let head = row("MiB", names.iter().map(|name| (*name).to_owned()).collect());
+    tell!("{head}  (measured: the most, less what the program took before)");
     for RankMemory { rank, formula, before, most } in &table.memory {
         let Holds { weights, moments, activations, gradients, sent, received, sums } = *formula;
         let parts = [weights, moments, activations, gradients, sent, received, sums, formula.sum()];
-        print!("{:>5}", format!("r{rank}"));
-        parts.iter().for_each(|part| print!(" {:>9.1}", mega(*part)));
-        println!(" {:>9.1}", mega(most.saturating_sub(*before)));
+        let measured = most.saturating_sub(*before);
+        let cells = parts.into_iter().chain([measured]).map(|part| format!("{:.1}", mega(part)));
+        tell!("{}", row(&format!("r{rank}"), cells.collect()));
     }
+    Ok(())
 }

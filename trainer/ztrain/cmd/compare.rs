@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use contract::Result;
+use contract::terminal::print_raw;
 use trainer::compare::{Answer, compare};
 
 /// Arguments.
@@ -23,9 +24,9 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let answer = compare(&args.a, &args.b)?;
     if args.json {
-        println!("{}", answer.to_json());
+        print_raw(&format!("{}\n", answer.to_json()))?;
     } else {
-        println!("{answer}");
+        tell!("{answer}");
     }
     Ok(if matches!(answer, Answer { difference: None, .. }) {
         0

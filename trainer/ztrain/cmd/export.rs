@@ -48,10 +48,10 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     };
     let state = replayer.state_at(step)?;
     for warning in &replayer.warnings {
-        eprintln!("warning: passed over: {warning}");
+        contract::note!("warning: passed over: {warning}");
     }
     let exported = export(replayer.spec(), &state, &args.out)?;
-    println!(
+    tell!(
         "step {step}: {} tensors, {} bytes of weights in {}",
         exported.tensors,
         exported.bytes,

@@ -23,9 +23,9 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let imported = import(&args.source, &args.out)?;
     for note in &imported.notes {
-        eprintln!("note: {note}");
+        contract::note!("note: {note}");
     }
-    println!(
+    tell!(
         "{} tensors in the layout of {:?} | skip {:?} | content {} | {}",
         imported.tensors,
         imported.layout,

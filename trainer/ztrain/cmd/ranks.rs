@@ -5,9 +5,12 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use contract::{Fault, Result};
-use kernels::group::{Group, Transport};
+use kernels::group::Transport;
+use trainer::World;
 use trainer::launch::{self, Launched, spawned_us};
 use trainer::mesh::Schedule;
+
+use super::Speed;
 
 /// Flags about ranks.
 #[derive(clap::Args)]
@@ -111,9 +114,20 @@ impl Ranks {
         (schedule, self.flat)
     }
 
-    /// Meets the other ranks. `stop` is set when the launcher asks this rank to stop.
-    pub(crate) fn meet(&self, launched: &Launched, stop: &Arc<AtomicBool>) -> Result<Group> {
-        launch::meet(launched, self.rank_timeout, stop)
+    /// What this process computes with: the device first, then the other ranks if there are any. `stop` is set when the
+    /// launcher asks this rank to stop.
+    pub(crate) fn world(
+        &self,
+        speed: &Speed,
+        launched: Option<&Launched>,
+        stop: &Arc<AtomicBool>,
+    ) -> Result<World> {
+        let (device, runtime) = speed.start(launched)?;
+        let mut world = World::alone(device, runtime);
+        if let Some(launched) = launched {
+            world.comm = launch::meet(launched, self.rank_timeout, stop)?;
+        }
+        Ok(world)
     }
 }
 

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
+use contract::terminal::print_raw;
 use contract::{Class, Fault, Result};
 use serde_json::json;
 use store::Location;
@@ -60,7 +61,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let workers = args.speed.workers(None, &table)?;
     let mut replayer = Replayer::open_with(&args.run, &args.store, &table, device, workers)?;
     if let Some(kernels) = &replayer.kernels {
-        eprintln!("note: {kernels}");
+        contract::note!("note: {kernels}");
     }
     let last = replayer.spec().plan.steps();
     if steps.end - 1 > last {
@@ -75,12 +76,12 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let change = Change { drop: args.drop_doc.clone(), lr: args.lr };
     if change.is_some() {
         let imagined = imagine(&mut replayer, steps, &change)?;
-        print_imagined(&change, &imagined, args.json);
+        print_imagined(&change, &imagined, args.json)?;
         return Ok(0);
     }
     let mut state = replayer.state_after(steps.start - 1)?;
     for warning in &replayer.warnings {
-        eprintln!("warning: passed over: {warning}");
+        contract::note!("warning: passed over: {warning}");
     }
     let mut code = 0;
     for step in steps.clone() {
@@ -89,7 +90,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             Some(leaf) => replayer.leaf(&state, leaf)?,
             None => replayer.step(&mut state, Detail::Tokens)?,
         };
-        print_replayed(&args, &replayed, steps.end - steps.start == 1);
+        print_replayed(&args, &replayed, steps.end - steps.start == 1)?;
         code = code.max(exit_code(&replayed));
         if state.step == before && step + 1 < steps.end {
             break;
@@ -132,30 +133,24 @@ fn exit_code(replayed: &Replayed) -> u8 {
     }
 }
 
-fn print_replayed(args: &Args, replayed: &Replayed, alone: bool) {
+fn print_replayed(args: &Args, replayed: &Replayed, alone: bool) -> Result<()> {
     if args.json {
         let mut line = json!(replayed);
         line["verdict_words"] = json!(replayed.verdict.words());
-        println!("{line}");
-        return;
+        return print_raw(&format!("{line}\n"));
     }
     let part = replayed.micro_batch;
     let part = part.map_or_else(String::new, |number| format!(", micro-batch {number}"));
-    println!(
-        "step {}{part}: {} (loss {:.6})",
-        replayed.step,
-        replayed.verdict.words(),
-        replayed.loss
-    );
+    tell!("step {}{part}: {} (loss {:.6})", replayed.step, replayed.verdict.words(), replayed.loss);
     if let Some(found) = &replayed.difference {
-        println!("  first difference: {}", found.quantity);
-        println!("    ledger: {}\n    here:   {}", found.left, found.right);
+        tell!("  first difference: {}", found.quantity);
+        tell!("    ledger: {}\n    here:   {}", found.left, found.right);
     }
     if let Some(fault) = &replayed.diverged {
-        println!("  diverges: {}", fault.replace('\n', "\n  "));
+        tell!("  diverges: {}", fault.replace('\n', "\n  "));
     }
     if let Some(record) = &replayed.record {
-        println!(
+        tell!(
             "  data {} | {} micro-batches | norm {:.6}{} | lr {:.3e} | state {}",
             record.data,
             record.leaves(),
@@ -165,23 +160,23 @@ fn print_replayed(args: &Args, replayed: &Replayed, alone: bool) {
             record.state
         );
     }
-    println!("  {}", replayed.advice);
-    if alone {
-        print_documents(&replayed.documents, args.top);
-    }
+    tell!("  {}", replayed.advice);
+    if alone { print_documents(&replayed.documents, args.top) } else { Ok(()) }
 }
 
-fn print_documents(documents: &[DocumentLoss], top: usize) {
+fn print_documents(documents: &[DocumentLoss], top: usize) -> Result<()> {
     let shown = if top == 0 { documents.len() } else { top.min(documents.len()) };
-    println!("documents by mean loss, worst first ({shown} of {}):", documents.len());
-    println!(
+    tell!("documents by mean loss, worst first ({shown} of {}):", documents.len());
+    tell!(
         "{:>10} {:>7} {:>7}  source | file:row | id | sequences",
-        "loss/label", "labels", "tokens"
+        "loss/label",
+        "labels",
+        "tokens"
     );
     for document in &documents[..shown] {
         let group = document.group.map_or_else(String::new, |group| format!("group {group} row "));
         let sequences: Vec<String> = document.sequences.iter().map(u64::to_string).collect();
-        println!(
+        tell!(
             "{:>10.4} {:>7} {:>7}  {} | {}:{group}{} | {} | {}",
             document.mean,
             document.labels,
@@ -193,30 +188,34 @@ fn print_documents(documents: &[DocumentLoss], top: usize) {
             sequences.join(",")
         );
     }
+    Ok(())
 }
 
-fn print_imagined(change: &Change, imagined: &[Imagined], json: bool) {
+fn print_imagined(change: &Change, imagined: &[Imagined], json: bool) -> Result<()> {
     if json {
-        println!(
-            "{}",
-            json!({"replay": false, "dropped": change.drop, "lr": change.lr, "steps": imagined})
-        );
-        return;
+        let answer =
+            json!({"replay": false, "dropped": change.drop, "lr": change.lr, "steps": imagined});
+        return print_raw(&format!("{answer}\n"));
     }
     let dropped: Vec<String> =
         change.drop.iter().map(|id| format!("without document {id:?}")).collect();
     let rate = change.lr.map(|lr| format!("with learning rate {lr:e}"));
     let changes: Vec<String> = dropped.into_iter().chain(rate).collect();
-    println!("WHAT IF, not a replay: {}", changes.join(", "));
-    println!(
+    tell!("WHAT IF, not a replay: {}", changes.join(", "));
+    tell!(
         "{:>8} {:>14} {:>14} {:>12} {:>12} {:>8}",
-        "step", "loss was", "would be", "norm was", "would be", "dropped"
+        "step",
+        "loss was",
+        "would be",
+        "norm was",
+        "would be",
+        "dropped"
     );
     for step in imagined {
         let was = |value: Option<f64>| {
             value.map_or_else(|| "-".to_owned(), |value| format!("{value:.6}"))
         };
-        println!(
+        tell!(
             "{:>8} {:>14} {:>14.6} {:>12} {:>12.6} {:>8}{}",
             step.step,
             was(step.was.map(|was| was.0)),
@@ -227,4 +226,5 @@ fn print_imagined(change: &Change, imagined: &[Imagined], json: bool) {
             Skipped::note(step.skipped)
         );
     }
+    Ok(())
 }

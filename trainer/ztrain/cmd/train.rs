@@ -2,13 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
+use std::sync::Arc;
+
 use contract::{Fault, Result};
 use loader::{Opened, PrefetchOptions};
 use store::Location;
-use tch::Device;
 use trainer::checkpoint::{Retention, RingOptions};
 use trainer::launch::spawned_us;
-use trainer::parallel::train_as;
 use trainer::validate::Validation;
 use trainer::workers::Workers;
 use trainer::{ExecOptions, Outcome, RunSpec, train};
@@ -77,47 +77,40 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         return ranks::start(count);
     }
     let launched = args.ranks.launched()?;
-    let (device, table) = args.speed.start(launched.as_ref())?;
-    let workers = args.speed.workers(launched.as_ref(), &table)?;
-    let exec = options(&args, curriculum, device, workers);
-    listen(&exec.stop)?;
-    let outcome = match &launched {
-        None => train(&Opened::open(curriculum)?, &exec, &table)?,
-        Some(launched) => {
-            let group = args.ranks.meet(launched, &exec.stop)?;
-            let outcome = Opened::open(curriculum)
-                .inspect_err(|fault| group.report(&fault.to_string()))
-                .and_then(|opened| train_as(&opened, &exec, &table, &group));
-            match outcome {
-                Ok(outcome) => outcome,
-                // Under our own launcher one rank speaks for all; other launchers keep each rank's words apart.
-                Err(fault) if spawned_us() && !group.spoke_first() => {
-                    return Ok(fault.class().exit_code());
-                }
-                Err(fault) => return Err(fault),
-            }
+    let stop = Arc::default();
+    listen(&stop)?;
+    let mut world = args.ranks.world(&args.speed, launched.as_ref(), &stop)?;
+    let workers = args.speed.workers(launched.as_ref(), &world.runtime)?;
+    let exec = ExecOptions { stop, ..options(&args, curriculum, workers) };
+    let outcome = Opened::open(curriculum)
+        .inspect_err(|fault| world.comm.report(&fault.to_string()))
+        .and_then(|opened| train(&opened, &exec, &mut world));
+    match outcome {
+        Ok(outcome) if world.comm.rank() == 0 => print(&outcome, &exec)?,
+        Ok(_) => (),
+        // Under our own launcher one rank speaks for all; other launchers keep each rank's words apart.
+        Err(fault) if spawned_us() && !world.comm.spoke_first() => {
+            return Ok(fault.class().exit_code());
         }
-    };
-    if launched.is_none_or(|launched| launched.place.rank == 0) {
-        print(&outcome, &exec);
+        Err(fault) => return Err(fault),
     }
     Ok(0)
 }
 
-fn print(outcome: &Outcome, exec: &ExecOptions) {
+fn print(outcome: &Outcome, exec: &ExecOptions) -> Result<()> {
     let state = outcome.state.map_or_else(|| "none".to_owned(), |digest| digest.to_string());
     let ended = if outcome.step == outcome.steps { "done" } else { "stopped" };
-    println!(
+    tell!(
         "{ended} after step {} of {} | state {state} | {}",
         outcome.step,
         outcome.steps,
         exec.out.display()
     );
+    Ok(())
 }
 
-fn options(args: &Args, curriculum: &Location, device: Device, workers: Workers) -> ExecOptions {
+fn options(args: &Args, curriculum: &Location, workers: Workers) -> ExecOptions {
     let mut exec = ExecOptions::new(args.out.clone().unwrap_or_else(|| default_folder(curriculum)));
-    exec.device = device;
     exec.workers = workers;
     exec.prefetch =
         PrefetchOptions { threads: args.speed.loader_threads, depth: args.speed.prefetch };

@@ -10,33 +10,37 @@
 use contract::{Class, Digest, Fault, Result};
 use kernels::group::Group;
 
-use super::shard::Shard;
 use crate::checkpoint::{self, Checkpoints, Found, Layout};
-use crate::mesh::words::{Reader, Writer};
+use crate::mesh::share;
+use crate::mesh::words::{Heard, Reader, Writer};
 use crate::refusal::lost;
-use crate::state::ownership::Piece;
+use crate::state::State;
+use crate::state::ownership::Ownership;
 use crate::workers::Workers;
 
 /// What every rank reads a checkpoint with.
-pub struct Reading<'a> {
+pub(super) struct Reading<'a> {
     /// The ranks.
-    pub group: &'a Group,
+    pub(super) comm: &'a Group,
     /// The state as a whole.
-    pub layout: &'a Layout,
-    /// All pieces.
-    pub pieces: &'a [Piece],
+    pub(super) layout: &'a Layout,
+    /// Who owns what.
+    pub(super) owners: &'a Ownership,
     /// Who checks.
-    pub workers: Workers,
+    pub(super) workers: Workers,
 }
+
+/// A state that was read, and its digest.
+pub(super) type Restored = (State, Digest);
 
 impl Reading<'_> {
     /// As rank 0: goes from the newest checkpoint back to the first that every rank can read.
-    pub fn lead(
+    pub(super) fn lead(
         &self,
         checkpoints: &Checkpoints,
         last: u64,
         chain: impl Fn(u64) -> Option<Digest>,
-    ) -> Result<Found<Shard>> {
+    ) -> Result<Found<Restored>> {
         let place = checkpoints.place();
         let found = checkpoints.newest(last, chain, |reader| {
             self.choose(reader.manifest().step, &place.to_string())?;
@@ -50,7 +54,7 @@ impl Reading<'_> {
 
     /// As another rank: reads what rank 0 chooses until all agree; `None` means the beginning. Also tells where rank 0
     /// keeps checkpoints.
-    pub fn follow(&self) -> Result<(Option<Shard>, Checkpoints)> {
+    pub(super) fn follow(&self) -> Result<(Option<Restored>, Checkpoints)> {
         loop {
             let (step, place) = self.choose(0, "")?;
             let checkpoints = Checkpoints::new(storage::locate(&place)?);
@@ -77,29 +81,26 @@ impl Reading<'_> {
         let mut mine = Writer::default();
         mine.word(step).text(place);
         let heard =
-            self.group.all_gather("the choice of a checkpoint", mine.bytes()).map_err(lost)?;
+            self.comm.all_gather("the choice of a checkpoint", mine.bytes()).map_err(lost)?;
         let mut heard = Reader::new(&heard[0]);
         Ok((heard.word()?, heard.text()?))
     }
 
     /// Reads this rank's part and hears how the others fared. What is wrong anywhere is wrong everywhere.
-    fn verdict(&self, opened: Result<&checkpoint::Reader<'_>>) -> Result<Shard> {
+    fn verdict(&self, opened: Result<&checkpoint::Reader<'_>>) -> Result<Restored> {
         let read = opened.and_then(|reader| {
-            let (pieces, rank) = (self.pieces.to_vec(), self.group.rank());
-            let shard = Shard::read(reader, self.layout, pieces, rank, self.workers)?;
-            let mut sums = Writer::default();
-            shard.say_sums(&mut sums, self.workers)?;
-            Ok((shard, sums, reader))
+            let state = reader.part(self.layout, self.owners, self.workers)?;
+            let sums = state.own_sums(self.workers)?;
+            Ok((state, sums, reader))
         });
         let mut mine = Writer::default();
         match &read {
-            Ok((_, sums, _)) => mine.word(0).append(sums),
+            Ok((_, sums, _)) => mine.word(0).sums(sums),
             Err(fault) => mine.word(u64::from(fault.class().exit_code())).text(&fault.to_string()),
         };
-        let heard =
-            self.group.all_gather("the reading of a checkpoint", mine.bytes()).map_err(lost)?;
-        let mut heard: Vec<_> = heard.iter().map(|heard| Reader::new(heard)).collect();
-        let mut faults = Vec::new();
+        let heard = self.comm.all_gather("the reading of a checkpoint", mine.bytes());
+        let heard = Heard(heard.map_err(lost)?);
+        let (mut heard, mut faults) = (heard.readers(), Vec::new());
         for (rank, heard) in heard.iter_mut().enumerate() {
             let class = heard.word()?;
             if class != 0 {
@@ -108,14 +109,15 @@ impl Reading<'_> {
         }
         // What is not the data's fault comes first: it must not cost a checkpoint its name.
         if let Some((data, rank, text)) = faults.into_iter().min() {
-            let fault = if data { Fault::data(text) } else { Fault::machine(text) };
-            return Err(fault.at(format!("rank {rank}")));
+            let told = if data { Fault::data(text) } else { Fault::machine(text) };
+            // The rank itself says it in its own words.
+            let own = read.err().filter(|_| rank == self.comm.rank() as usize);
+            return Err(own.unwrap_or_else(|| told.at(format!("rank {rank}"))));
         }
-        let (shard, _, reader) = read?;
-        let found = shard.hear_sums(&mut heard)?;
-        heard.into_iter().try_for_each(Reader::end)?;
-        reader.check(found.digest)?;
-        Ok(shard)
+        let (state, _, reader) = read?;
+        let sums = state.sums_of(&share::sums(self.owners, heard)?);
+        reader.check(sums.digest)?;
+        Ok((state, sums.digest))
     }
 }
 
@@ -123,7 +125,7 @@ impl Reading<'_> {
 mod tests {
     use super::*;
     use crate::checkpoint::Snapshot;
-    use crate::checkpoint::tests::{layout, pieces_of, state};
+    use crate::checkpoint::tests::{digest_of, layout, pieces_of, whole};
     use proptest::prelude::*;
     use proptest::sample::Index;
     use tempfile::TempDir;
@@ -144,37 +146,37 @@ mod tests {
         #[test]
         fn any_layout_reads_what_any_other_wrote(writers in shares(), readers in shares()) {
             let (layout, workers) = (layout(), Workers::new(1));
-            let wanted = state(&layout, 5).sums(workers).unwrap().digest;
+            let (wanted, all) = (digest_of(&layout, 5), whole(&layout, 5));
             let folder = TempDir::new().unwrap();
             let checkpoints = Checkpoints::new(folder.path());
             let cut = |(cuts, ends, owners, _): &(Vec<Index>, Vec<bool>, Vec<u32>, u32)| {
                 pieces_of(&layout, cuts, (ends, owners))
             };
             let (pieces, mut blobs) = (cut(&writers), Vec::new());
-            let snapshot = Snapshot::whole(&state(&layout, 5), &pieces);
+            let snapshot = |rank| Snapshot::of(&all.cut(5, &pieces, rank));
             for rank in 0..writers.3 {
-                let shard = Shard::cut(state(&layout, 5), pieces.clone(), rank);
-                blobs.extend(checkpoints.write(&layout, &shard.snapshot()).unwrap());
+                blobs.extend(checkpoints.write(&layout, &snapshot(rank)).unwrap());
             }
-            checkpoints.commit(&snapshot, (wanted, Digest(1)), &layout, &pieces, blobs).unwrap();
+            checkpoints.commit(&snapshot(0), (wanted, Digest(1)), &layout, &pieces, blobs).unwrap();
             let (pieces, reader) = (cut(&readers), checkpoints.open(5).unwrap());
-            let read = |rank| Shard::read(&reader, &layout, pieces.clone(), rank, workers).unwrap();
-            let shards: Vec<Shard> = (0..readers.3).map(read).collect();
-            let said = shards.iter().map(|shard| {
+            let read = |rank| {
+                let owners = Ownership::cut(pieces.clone(), rank);
+                reader.part(&layout, &owners, workers).unwrap()
+            };
+            let states: Vec<State> = (0..readers.3).map(read).collect();
+            let said = states.iter().map(|state| {
                 let mut words = Writer::default();
-                shard.say_sums(&mut words, workers).unwrap();
-                words
+                words.sums(&state.own_sums(workers).unwrap());
+                words.bytes().to_vec()
             });
-            let said: Vec<Writer> = said.collect();
-            for shard in &shards {
-                let mut heard: Vec<_> = said.iter().map(|words| Reader::new(words.bytes())).collect();
-                prop_assert_eq!(shard.hear_sums(&mut heard).unwrap().digest, wanted);
-                let whole = state(&layout, 5);
-                for (found, wanted) in shard.weights.iter().zip(&whole.weights) {
+            let said = Heard(said.collect());
+            for state in &states {
+                let sums = share::sums(&state.owners, said.readers()).unwrap();
+                prop_assert_eq!(state.sums_of(&sums).digest, wanted);
+                for (found, wanted) in state.weights.iter().zip(&all.weights) {
                     let sum = |tensor| kernels::checksum::tensor(tensor, 1);
                     prop_assert_eq!(sum(found), sum(wanted), "every rank has all weights");
                 }
-                heard.into_iter().try_for_each(Reader::end).unwrap();
             }
         }
     }

@@ -1,0 +1,101 @@
+//! Before anything begins: all ranks train one thing in one way, have the memory for it, and know how tensors travel.
+
+use contract::{Digest, Fault, Result};
+use kernels::group::Carried;
+
+use super::World;
+use crate::checkpoint::RingOptions;
+use crate::exec::ExecOptions;
+use crate::memory;
+use crate::mesh::words::{Reader, Writer};
+use crate::refusal::lost;
+use crate::spec::RunSpec;
+
+/// Holds this rank against the others, and agrees with them how tensors travel.
+pub(super) fn join(spec: &RunSpec, exec: &ExecOptions, world: &mut World) -> Result<Carried> {
+    agree(spec, exec, world)?;
+    if world.device == tch::Device::Cpu {
+        memory::refuse(spec, exec, world.comm.nodes(), world.comm.rank())?;
+    }
+    world.comm.carry(world.device, exec.transport).map_err(lost)
+}
+
+/// What to say of phases that have not a micro-batch for each rank.
+pub(super) fn idle(spec: &RunSpec, world: u32) -> Vec<String> {
+    let few = spec.plan.phases().iter().filter_map(|phase| {
+        let step = spec.plan.step(phase.first_step).ok()?;
+        let leaves = step.batch / step.micro_batch;
+        (leaves < u64::from(world)).then(|| {
+            let idle = u64::from(world) - leaves;
+            let name = &phase.name;
+            format!(
+                "note: phase {name:?} has {leaves} micro-batches in a step: {idle} of {world} ranks compute none of them"
+            )
+        })
+    });
+    few.collect()
+}
+
+/// Refuses ranks that would train something else, compute otherwise, or stop elsewhere than rank 0.
+fn agree(spec: &RunSpec, exec: &ExecOptions, world: &World) -> Result<()> {
+    let mut mine = Writer::default();
+    mine.digest(Digest::of(spec)).text(&world.runtime.fingerprint());
+    let options = options(exec);
+    options.iter().for_each(|option| {
+        mine.text(option);
+    });
+    let heard = world.comm.all_gather("the first meeting", mine.bytes()).map_err(lost)?;
+    let read = |bytes: &[u8]| {
+        let mut words = Reader::new(bytes);
+        let (run, table) = (words.digest()?, words.text()?);
+        let options = options.iter().map(|_| words.text()).collect::<Result<Vec<_>>>()?;
+        words.end().map(|()| (run, table, options))
+    };
+    let first = read(&heard[0])?;
+    for (rank, heard) in heard.iter().enumerate() {
+        let other = read(heard)?;
+        let differs = |what: &str, (found, wanted): (&str, &str), hint: &str| {
+            let what = format!("rank {rank} has another {what} than rank 0");
+            Err(Fault::mismatch(what).found(found).wanted(wanted).hint(hint))
+        };
+        if other.0 != first.0 {
+            let digests = (other.0.to_string(), first.0.to_string());
+            let hint = "start every rank with the same curriculum and stores";
+            return differs("run", (digests.0.as_str(), digests.1.as_str()), hint);
+        }
+        if other.1 != first.1 {
+            let hint = "ranks need one device architecture, one libtorch and one C library";
+            return differs("kernel table", parted(&other.1, &first.1), hint);
+        }
+        let parts = other.2.iter().zip(&first.2).find(|(other, first)| other != first);
+        if let Some((other, first)) = parts {
+            let hint = "give every rank the same options";
+            return differs("command line", (other.as_str(), first.as_str()), hint);
+        }
+    }
+    Ok(())
+}
+
+/// The options that every rank has to share, as a person gives them.
+fn options(exec: &ExecOptions) -> Vec<String> {
+    let RingOptions { states, every, spike } = exec.ring;
+    let stop = exec.stop_after.map_or_else(|| "none".to_owned(), |step| step.to_string());
+    vec![
+        format!("--checkpoint-every {}", exec.checkpoint_every),
+        format!("--stop-after {stop}"),
+        format!("--validate-every {}", exec.validation.every),
+        format!("--ring {states}"),
+        format!("--ring-every {every}"),
+        format!("--ring-spike {spike:e}"),
+        format!("--schedule {}", exec.schedule.name()),
+        format!("--flat {}", exec.flat),
+        format!("--transport {:?}", exec.transport).to_lowercase(),
+        format!("--restart {}", exec.restart),
+    ]
+}
+
+/// The first entry in which the lines of two kernel tables differ.
+fn parted<'a>(one: &'a str, other: &'a str) -> (&'a str, &'a str) {
+    let mut entries = one.split("; ").zip(other.split("; "));
+    entries.find(|(one, other)| one != other).unwrap_or((one, other))
+}

@@ -1,0 +1,103 @@
+//! The run: open or resume, then step after step until the end, a signal or a fault. One rank is the degenerate case of many.
+//!
+//! - [`world`] is what a run computes with; `agree` holds the ranks together before anything begins.
+//! - `open` takes the run's folder and finds where to go on, `restore` reads the state there; `record` writes down what is
+//!   computed, on rank 0; `keep` writes checkpoints, on every rank.
+
+mod agree;
+mod keep;
+mod open;
+mod record;
+mod restore;
+pub mod world;
+
+use std::sync::Arc;
+
+use contract::{Digest, Fault, Result};
+use kernels::device::Stager;
+use kernels::runtime;
+use loader::{Batch, Opened, Prefetcher};
+use tch::Device;
+
+use crate::exec::ExecOptions;
+use crate::mesh::Team;
+use crate::refusal::lost;
+use crate::spec::RunSpec;
+use crate::step::{self, Context, Leaves};
+use open::Begun;
+pub use world::World;
+
+/// How a run ended, the same on every rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// The last step computed.
+    pub step: u64,
+    /// The last step of the curriculum.
+    pub steps: u64,
+    /// The state digest after it; `None` before the first step.
+    pub state: Option<Digest>,
+}
+
+/// Trains what `opened` says, from wherever the folder stands, until its last step, as one of the ranks of `world`.
+pub fn train(opened: &Opened, exec: &ExecOptions, world: &mut World) -> Result<Outcome> {
+    let outcome = run(opened, exec, world);
+    // The others would only see a connection close.
+    outcome.inspect_err(|fault| world.comm.report(&fault.to_string()))
+}
+
+fn run(opened: &Opened, exec: &ExecOptions, world: &mut World) -> Result<Outcome> {
+    runtime::enter_thread().map_err(lost)?;
+    let spec = Arc::new(RunSpec::new(opened)?);
+    let carried = agree::join(&spec, exec, world)?;
+    let team = Team::new(&world.comm, exec.schedule, exec.flat)?;
+    let begun = open::open(&spec, opened, exec, world, &team, &carried)?;
+    let Begun { mut state, mut digest, mut recorder, mut keeper } = begun;
+    let context = Context { spec: &spec, team: &team, workers: exec.workers };
+    let (steps, slice) =
+        (state.step + 1..last_step(&spec, exec) + 1, team.slice(world.comm.rank())?);
+    let (plan, data, stage) = (spec.plan.clone(), spec.data.clone(), staging(&spec, world.device)?);
+    let mut batches = Prefetcher::start(plan, data, steps, slice, exec.prefetch, stage)?;
+    while let Some(batch) = recorder.wait(|| batches.next()) {
+        let (batch, leaves) = batch?;
+        let stepped = step::advance(context, &mut state, &batch, &leaves, || exec.stopped());
+        let stepped = stepped.map_err(|fault| keeper.failed(fault, &state, &mut recorder))?;
+        recorder.record(&stepped)?;
+        digest = Some(stepped.record.state);
+        keeper.remember(&state, &stepped.record, &mut recorder)?;
+        if exec.validation.is_due(state.step, last_step(&spec, exec)) {
+            recorder.validate(&state)?;
+        }
+        if stepped.stop || checkpoint_is_due(&spec, exec, state.step) {
+            keeper.keep(&state, &stepped.record, &mut recorder)?;
+        }
+        if stepped.stop {
+            break;
+        }
+    }
+    keeper.finish(&mut recorder)?;
+    recorder.finish(state.step)?;
+    // Nobody says done before rank 0 has written everything.
+    world.comm.barrier("the end").map_err(lost)?;
+    Ok(Outcome { step: state.step, steps: spec.plan.steps(), state: digest })
+}
+
+/// The step after which this process stops by itself.
+fn last_step(spec: &RunSpec, exec: &ExecOptions) -> u64 {
+    let last = spec.plan.steps();
+    exec.stop_after.map_or(last, |stop| last.min(stop))
+}
+
+/// Whether the state after `step` is to be kept.
+fn checkpoint_is_due(spec: &RunSpec, exec: &ExecOptions, step: u64) -> bool {
+    step == last_step(spec, exec) || step.is_multiple_of(exec.checkpoint_every.max(1))
+}
+
+/// The prefetcher's last stage: puts the leaves of each batch on the device while the step before is computed.
+fn staging(
+    spec: &Arc<RunSpec>,
+    device: Device,
+) -> Result<impl FnMut(Batch) -> Result<(Batch, Leaves)> + Send + 'static> {
+    let stager = Stager::new(device).map_err(|error| Fault::machine(error.to_string()))?;
+    let spec = Arc::clone(spec);
+    Ok(move |batch: Batch| Leaves::stage(&spec, &batch, &stager).map(|leaves| (batch, leaves)))
+}

@@ -1,0 +1,199 @@
+//! Where a run goes on: rank 0 takes the folder and looks for the newest checkpoint that every rank can read.
+
+use std::sync::Arc;
+
+use contract::{Digest, Fault, Result};
+use kernels::group::Carried;
+use loader::Opened;
+use serde_json::json;
+
+use super::World;
+use super::agree::idle;
+use super::keep::Keeper;
+use super::record::{Book, Recorder};
+use super::restore::{Reading, Restored};
+use crate::checkpoint::{Checkpoints, Found, Layout};
+use crate::events::Events;
+use crate::exec::ExecOptions;
+use crate::folder::{OpenRun, RunFolder, levels};
+use crate::mesh::Team;
+use crate::metrics::Metrics;
+use crate::report::Progress;
+use crate::spec::RunSpec;
+use crate::state::State;
+use crate::state::ownership::Ownership;
+use crate::step;
+
+/// A run that has begun, or goes on.
+pub(super) struct Begun<'a> {
+    pub(super) state: State,
+    /// The state's digest; `None` before the first step.
+    pub(super) digest: Option<Digest>,
+    pub(super) recorder: Recorder<'a>,
+    pub(super) keeper: Keeper<'a>,
+}
+
+/// Opens the run's folder, and reads this rank's part of the state there.
+pub(super) fn open<'a>(
+    spec: &'a RunSpec,
+    opened: &Opened,
+    exec: &'a ExecOptions,
+    world: &'a World,
+    team: &Team<'_>,
+    carried: &Carried,
+) -> Result<Begun<'a>> {
+    let comm = &world.comm;
+    let layout = Arc::new(Layout::new(spec, world.device));
+    let owners = Ownership::new(spec, comm.rank(), comm.world());
+    let reading = Reading { comm, layout: &layout, owners: &owners, workers: exec.workers };
+    let (found, book, checkpoints) = if comm.rank() == 0 {
+        let mut opening = Opening::new(spec, opened, exec, world)?;
+        let found = opening.newest(&reading)?;
+        let found = opening.told(found)?;
+        let checkpoints = opening.checkpoints.clone();
+        let mut book = opening.begin(found.as_ref().map_or(0, |(state, _)| state.step))?;
+        if comm.world() > 1 {
+            say_ranks(&mut book, team, carried)?;
+        }
+        (found, Some(book), checkpoints)
+    } else {
+        let (found, checkpoints) = reading.follow()?;
+        (found, None, checkpoints)
+    };
+    let (state, digest) = match found {
+        Some((state, digest)) => (state, Some(digest)),
+        None => (State::begin(spec, world.device, owners)?, None),
+    };
+    let keeper = Keeper::new(comm, layout, checkpoints, exec, state.step);
+    Ok(Begun { state, digest, recorder: Recorder(book), keeper })
+}
+
+/// Writes down who the ranks are.
+fn say_ranks(book: &mut Book<'_>, team: &Team<'_>, carried: &Carried) -> Result<()> {
+    let (world, transport) = (team.group.world(), if carried.rccl { "rccl" } else { "gloo" });
+    let fields = json!({
+        "world": world, "schedule": team.schedule.name(), "nodes": team.nodes.sizes(), "transport": transport,
+        "rccl_release": carried.release, "no_rccl_because": carried.reason,
+    });
+    book.events.write("ranks", fields)?;
+    book.progress.note(&format!("{world} ranks, tensors by {}", carried.words()));
+    idle(book.spec, world).iter().for_each(|note| book.progress.note(note));
+    Ok(())
+}
+
+/// A run's folder that was taken, before it is known where the run goes on.
+struct Opening<'a> {
+    spec: &'a RunSpec,
+    exec: &'a ExecOptions,
+    world: &'a World,
+    open: OpenRun,
+    checkpoints: Checkpoints,
+    events: Events,
+    progress: Progress,
+    /// Checkpoints of steps that the ledger does not have.
+    beyond: Passed,
+}
+
+/// Checkpoints that cannot be used: steps, and why.
+type Passed = Vec<(u64, Fault)>;
+
+impl<'a> Opening<'a> {
+    /// Takes the folder.
+    fn new(
+        spec: &'a RunSpec,
+        opened: &Opened,
+        exec: &'a ExecOptions,
+        world: &'a World,
+    ) -> Result<Self> {
+        let folder = RunFolder::new(&exec.out);
+        let open = folder.open(spec, &opened.file, &world.runtime)?;
+        let events = Events::open(&folder.events())?;
+        let recorded = open.ledger.last_step();
+        let checkpoints = folder.take_checkpoints(exec.checkpoints.as_ref(), recorded)?;
+        let progress = Progress::new(spec.plan.steps(), exec.progress);
+        checkpoints.clean()?;
+        let beyond = checkpoints.steps()?.into_iter().filter(|step| *step > recorded).map(|step| {
+            let what = format!("the ledger beside it ends with step {recorded}");
+            (step, Fault::data(what).at(checkpoints.location(step).to_string()))
+        });
+        let beyond = beyond.collect();
+        Ok(Opening { spec, exec, world, open, checkpoints, events, progress, beyond })
+    }
+
+    /// The newest checkpoint that all ranks can read together.
+    fn newest(&self, reading: &Reading<'_>) -> Result<Found<Restored>> {
+        let ledger = &self.open.ledger;
+        reading.lead(&self.checkpoints, ledger.last_step(), |step| ledger.chain_at(step))
+    }
+
+    /// Says what was passed over, and takes it out of the way: the retention must not take it for the newest. Where nothing
+    /// else is left, everything stays as it is, and the run stops unless it was told to begin again.
+    fn told<T>(&mut self, found: Found<T>) -> Result<Option<T>> {
+        let mut passed = std::mem::take(&mut self.beyond);
+        passed.extend(found.passed);
+        let newest = passed.iter().max_by_key(|(step, _)| *step);
+        if let (None, Some((newest, fault)), false) = (&found.state, newest, self.exec.restart) {
+            let all: Vec<String> = passed.iter().map(|(step, _)| format!("step-{step}")).collect();
+            return Err(Fault::data(format!("none of this run's checkpoints can be used: {}", all.join(", ")))
+                .at(self.checkpoints.place().to_string())
+                .found(format!("step-{newest}: {}", fault.to_string().replace('\n', "\n  ")))
+                .hint(
+                    "restore ledger.jsonl and the checkpoints from a copy; or give --restart: every step is computed again \
+                     from the first, and held against the ledger",
+                ));
+        }
+        for (step, fault) in &passed {
+            self.pass_over(*step, fault)?;
+        }
+        Ok(found.state)
+    }
+
+    fn pass_over(&mut self, step: u64, fault: &Fault) -> Result<()> {
+        self.progress.note(&format!("warning: checkpoint step-{step} is passed over: {fault}"));
+        let fields = json!({"step": step, "fault": fault.to_string()});
+        self.events.write("damaged checkpoint", fields)?;
+        self.checkpoints.set_aside(step)
+    }
+
+    /// Begins, or goes on after step `from`.
+    fn begin(self, from: u64) -> Result<Book<'a>> {
+        let Opening { spec, exec, world, open, checkpoints: _, mut events, progress, beyond: _ } =
+            self;
+        let metrics = Metrics::open(&open.folder.metrics(), from)?;
+        let word = if from == 0 { "begins:" } else { "goes on:" };
+        let (id, recorded) = (open.ledger.id(), open.ledger.last_step());
+        progress.note(&format!("{word} {}", describe(spec, exec, world, id, from)));
+        if from < recorded {
+            let (steps, they) = match from + 1 {
+                first if first == recorded => (format!("step {first} is"), "it is"),
+                first => (format!("steps {first} to {recorded} are"), "they are"),
+            };
+            let note = format!("{steps} in the ledger: {they} computed again, to the same bits");
+            progress.note(&note);
+        }
+        for edit in &open.edits {
+            progress.note(&format!("accepted edit of the curriculum: {edit}"));
+            events.write("edit", json!({"edit": edit, "recorded": recorded}))?;
+        }
+        let fields = json!({
+            "from_step": from, "recorded": recorded, "run": id,
+            "device": format!("{:?}", world.device), "workers": exec.workers.count(), "pid": std::process::id(),
+            "kernels": world.runtime.fingerprint(),
+        });
+        events.write("start", fields)?;
+        Ok(Book { spec, exec, open, events, metrics, progress })
+    }
+}
+
+fn describe(spec: &RunSpec, exec: &ExecOptions, world: &World, id: Digest, from: u64) -> String {
+    let parameters = step::parameter_count(spec.config());
+    format!(
+        "run {} | after step {from} of {} | {:.1}M parameters | {} workers on {:?} | levels {}",
+        id.short(),
+        spec.plan.steps(),
+        parameters as f64 / 1e6,
+        exec.workers.count(),
+        world.device,
+        levels(&world.runtime).join(", "),
+    )
+}

@@ -1,0 +1,191 @@
+//! What a run writes down as it goes: the ledger, events, curves, and lines for whoever watches. Rank 0 alone does.
+
+use std::time::Duration;
+
+use contract::{Digest, Fault, Result};
+use serde_json::json;
+
+use crate::checkpoint::Written;
+use crate::events::Events;
+use crate::exec::ExecOptions;
+use crate::folder::{OpenRun, RunFolder};
+use crate::ledger::{Ledger, StepRecord};
+use crate::metrics::Metrics;
+use crate::report::Progress;
+use crate::spec::RunSpec;
+use crate::state::State;
+use crate::step::Stepped;
+use crate::validate::SourceLoss;
+
+/// Writes on rank 0; on every other rank there is nothing to write.
+pub(super) struct Recorder<'a>(pub(super) Option<Book<'a>>);
+
+/// The run's folder, as rank 0 has it open.
+pub(super) struct Book<'a> {
+    pub(super) spec: &'a RunSpec,
+    pub(super) exec: &'a ExecOptions,
+    pub(super) open: OpenRun,
+    pub(super) events: Events,
+    pub(super) metrics: Metrics,
+    pub(super) progress: Progress,
+}
+
+impl Recorder<'_> {
+    /// The next batch, and a note of how long it took to come.
+    pub(super) fn wait<T>(&mut self, next: impl FnOnce() -> Option<T>) -> Option<T> {
+        match &mut self.0 {
+            Some(book) => book.metrics.wait(next),
+            None => next(),
+        }
+    }
+
+    /// Writes the step down, or checks it against what was written before.
+    pub(super) fn record(&mut self, stepped: &Stepped) -> Result<()> {
+        self.0.as_mut().map_or(Ok(()), |book| book.record(stepped))
+    }
+
+    /// Takes the loss on held-out text with the state: every rank holds all weights, so rank 0 reads the text, and the others
+    /// wait for it at the next step.
+    pub(super) fn validate(&mut self, state: &State) -> Result<()> {
+        self.0.as_mut().map_or(Ok(()), |book| book.validate(state))
+    }
+
+    /// Writes down a checkpoint that is on the disk.
+    pub(super) fn written(&mut self, written: Option<Written>) -> Result<()> {
+        let Some(Written { step, state, stall, writing }) = written else { return Ok(()) };
+        self.event("checkpoint", json!({
+            "step": step, "state": state, "stall_seconds": seconds(stall), "writing_seconds": seconds(writing),
+        }))
+    }
+
+    /// Writes down where this run's parts are.
+    pub(super) fn event(&mut self, event: &str, fields: serde_json::Value) -> Result<()> {
+        self.0.as_mut().map_or(Ok(()), |book| book.events.write(event, fields))
+    }
+
+    /// The digest of the state after `step`, and the ledger's chain; `None` on the other ranks. The ledger reaches the disk
+    /// first: a checkpoint never knows of steps that a power cut can take from the ledger.
+    pub(super) fn digests(&self, step: u64) -> Result<Option<(Digest, Digest)>> {
+        let Some(Book { open: OpenRun { ledger, .. }, .. }) = &self.0 else { return Ok(None) };
+        ledger.sync()?;
+        let chain = ledger.chain_at(step);
+        let chain = chain.ok_or_else(|| Fault::bug(format!("step {step} is not in the ledger")))?;
+        Ok(Some((ledger.record(step)?.state, chain)))
+    }
+
+    /// The loss of `step` has jumped, and the state after `before` is kept for whoever replays it.
+    pub(super) fn jumped(&mut self, step: u64, before: u64) -> Result<()> {
+        let Some(book) = &mut self.0 else { return Ok(()) };
+        book.events.write("spike", json!({"step": step, "kept": before}))?;
+        let look = book.replay(step);
+        book.progress.note(&format!(
+            "the loss of step {step} jumped: the state after step {before} is kept for {look}"
+        ));
+        Ok(())
+    }
+
+    /// Writes down that `step` failed. The fault at hand matters more than a second one while writing about it.
+    pub(super) fn fault(&mut self, step: u64, fault: &Fault) {
+        let _ = self.event("fault", json!({"step": step, "fault": fault.to_string()}));
+    }
+
+    /// Says how to look at the step after `last`, which diverged, and whether the state before it was kept.
+    pub(super) fn diverged(&mut self, fault: Fault, last: u64, kept: Result<()>) -> Fault {
+        let Some(book) = &mut self.0 else { return fault };
+        let look = format!("see the documents of the step with {}", book.replay(last + 1));
+        match kept {
+            Ok(()) => fault.hint(format!("the state after step {last} is kept; {look}")),
+            Err(second) => {
+                let fields = json!({"step": last, "fault": second.to_string()});
+                let _ = book.events.write("not kept", fields);
+                let why = second.to_string().replace('\n', "\n  ");
+                fault
+                    .hint(format!("the state after step {last} could not be kept: {why}\n  {look}"))
+            }
+        }
+    }
+
+    /// Says how the run ended.
+    pub(super) fn finish(&mut self, step: u64) -> Result<()> {
+        let Some(book) = &mut self.0 else { return Ok(()) };
+        book.events.write("stop", json!({"step": step, "signal": book.exec.stopped()}))
+    }
+}
+
+impl Book<'_> {
+    fn record(&mut self, stepped: &Stepped) -> Result<()> {
+        let Stepped { record, stop: _, sent, waited, ranks } = stepped;
+        let again = record.step <= self.open.ledger.last_step();
+        if again {
+            compare(&self.open.ledger, record, &self.open.folder)?;
+        } else {
+            let changed = self.open.changes_from.take_if(|first| *first <= record.step);
+            let curriculum = changed.map(|_| self.spec.canonical());
+            self.open.ledger.append(record, curriculum)?;
+        }
+        let step = self.spec.plan.step(record.step)?;
+        let tokens = step.batch * u64::from(step.seq_len);
+        let taken = self.progress.step(record, tokens, again);
+        self.metrics.step(self.spec, record, tokens, taken)?;
+        let rate = tokens as f64 / taken.as_secs_f64().max(1e-9);
+        let fields = json!({
+            "step": record.step, "loss": record.loss, "seconds": seconds(taken),
+            "tokens_per_second": rate.round(), "again": again, "stall": seconds(self.metrics.waited()),
+        });
+        self.events.write("step", fields)?;
+        if *ranks == 1 {
+            return Ok(());
+        }
+        let waited = (waited.as_secs_f64() * 1e6).round() / 1e6;
+        let fields = json!({
+            "step": record.step, "bytes": sent.all, "bytes_between_nodes": sent.between_nodes,
+            "waited_for_blocks": waited,
+        });
+        self.events.write("exchange", fields)
+    }
+
+    fn validate(&mut self, state: &State) -> Result<()> {
+        let sources = self.exec.validation.take(self.spec, state, self.exec.workers)?;
+        if sources.is_empty() {
+            return Ok(());
+        }
+        let step = state.step;
+        self.progress.validation(step, &sources);
+        self.metrics.validation(step, &sources)?;
+        let all = SourceLoss::over(&sources);
+        let by_source: serde_json::Map<_, _> =
+            sources.iter().map(|one| (one.source.clone(), one.to_json())).collect();
+        self.events
+            .write("validation", json!({"step": step, "all": all.to_json(), "sources": by_source}))
+    }
+
+    /// The command that explains `step`.
+    fn replay(&self, step: u64) -> String {
+        format!("`ztrain replay --run {} --step {step}`", self.open.folder.root().display())
+    }
+}
+
+/// Seconds for an event: to a tenth of a millisecond.
+fn seconds(time: Duration) -> f64 {
+    (time.as_secs_f64() * 1e4).round() / 1e4
+}
+
+/// Checks a recomputed step against the ledger.
+fn compare(ledger: &Ledger, record: &StepRecord, folder: &RunFolder) -> Result<()> {
+    let written = ledger.record(record.step)?;
+    match written.difference(record, &ledger.head().parameters) {
+        None => Ok(()),
+        Some(difference) => Err(Fault::mismatch(format!(
+            "step {} was computed again and its {} differs from the ledger",
+            record.step, difference.quantity
+        ))
+        .at(folder.ledger().display().to_string())
+        .found(difference.right)
+        .wanted(difference.left)
+        .hint(format!(
+            "find out whether it is repeatable: `ztrain replay --run {} --step {}`",
+            folder.root().display(),
+            record.step
+        ))),
+    }
+}

@@ -1,0 +1,54 @@
+//! The decision of a step: whether it moves anything, and by which numbers. Every rank comes to the same one.
+
+use contract::{Fault, Result};
+
+use super::{Gradient, LeafSums};
+use crate::optim::guard::{Decision, Windows};
+use crate::optim::{self, norm};
+use crate::spec::RunSpec;
+
+/// What a step was found to be before it moves anything.
+pub(super) struct Decided {
+    /// The gradient's norm.
+    pub(super) norm: f64,
+    /// The learning rate.
+    pub(super) lr: f64,
+    /// Whether it moves, and by which clip.
+    pub(super) decision: Decision,
+    /// The numbers of the update.
+    pub(super) at: optim::At,
+}
+
+/// A loss that is no number ends the run before anything moves.
+pub(super) fn check_losses(step: u64, leaves: &[LeafSums]) -> Result<()> {
+    let Some(leaf) = leaves.iter().position(|leaf| !leaf.loss.is_finite()) else { return Ok(()) };
+    let found = format!("{} in micro-batch {leaf}", leaves[leaf].loss);
+    Err(diverged("the loss is not finite", step).found(found))
+}
+
+/// So does a gradient that is none.
+pub(super) fn check_norm(step: u64, norm: f64) -> Result<()> {
+    if norm.is_finite() {
+        return Ok(());
+    }
+    Err(diverged("the gradient is not finite", step).found(format!("a norm of {norm}")))
+}
+
+fn diverged(what: &str, step: u64) -> Fault {
+    Fault::diverged(what).at(format!("step {step}"))
+}
+
+/// Decides on a step of this norm and learning rate: a function of it and of the losses and norms before it.
+pub(super) fn decide(
+    spec: &RunSpec,
+    windows: &mut Option<Windows>,
+    gradient: &Gradient,
+    norm: f64,
+    lr: f64,
+) -> Decided {
+    let settings = &spec.settings;
+    let decision = settings.guard.decide(windows, gradient.mean(), norm);
+    let scale = norm::scale(norm, decision.clip(settings.clip));
+    let step = gradient.step - windows.as_ref().map_or(0, |windows| windows.skipped);
+    Decided { norm, lr, decision, at: optim::At { step, lr, scale } }
+}

@@ -1,0 +1,119 @@
+//! What ranks tell each other of a step before its norm: labels and data first, losses when all leaves are computed.
+
+use contract::{Digest, Fault, Result};
+use kernels::tree::Counter;
+use loader::Batch;
+
+use super::{Context, LeafSums};
+use crate::mesh::words::Writer;
+
+/// What is known of a step before its first leaf.
+pub(super) struct Head {
+    pub(super) leaves: u64,
+    pub(super) divisor: u64,
+    pub(super) data: Digest,
+}
+
+/// Labels and digests of the whole step. Ranks that are not at the same step are found out here.
+pub(super) fn head(cx: Context<'_>, batch: &Batch) -> Result<Head> {
+    let mut mine = Writer::default();
+    mine.word(batch.step).word(batch.label_count).word(batch.sequences.len() as u64);
+    batch.sequences.iter().for_each(|digest| {
+        mine.digest(*digest);
+    });
+    let heard = cx.team.tell("the gathering of labels", &mine)?;
+    let (mut labels, mut sequences) = (0, Vec::new());
+    for (rank, mut heard) in heard.readers().into_iter().enumerate() {
+        let step = heard.word()?;
+        if step != batch.step {
+            return Err(Fault::bug(format!(
+                "rank {rank} is at step {step}, we are at {}",
+                batch.step
+            )));
+        }
+        labels += heard.word()?;
+        let count = heard.word()?;
+        let digests = (0..count).map(|_| heard.digest()).collect::<Result<Vec<_>>>()?;
+        sequences
+            .push(digests.chunks(batch.micro_batch as usize).map(<[Digest]>::to_vec).collect());
+        heard.end()?;
+    }
+    let step = cx.spec.plan.step(batch.step)?;
+    let leaves = step.batch / step.micro_batch;
+    let sequences: Vec<Vec<Digest>> = cx.team.in_order(leaves, sequences)?;
+    let data = loader::step_digest(sequences.iter().map(Vec::as_slice));
+    Ok(Head { leaves, divisor: labels.max(1), data })
+}
+
+/// What all ranks found of the leaves of a step.
+pub(super) struct Losses {
+    /// Sum of token losses, by the tree over leaves.
+    pub(super) loss: f64,
+    /// Of each leaf, in leaf order.
+    pub(super) leaves: Vec<LeafSums>,
+    /// Tokens by layer and router class.
+    pub(super) router: Vec<Vec<u64>>,
+}
+
+/// Losses of all leaves in leaf order, and the router's counts over all ranks, from those of this rank. The losses of single
+/// tokens stay where they are: a rank that is alone has them all.
+pub(super) fn losses(
+    cx: Context<'_>,
+    leaves: u64,
+    kept: Vec<LeafSums>,
+    router: &[Vec<u64>],
+) -> Result<Losses> {
+    let mut mine = Writer::default();
+    mine.word(kept.len() as u64);
+    for LeafSums { loss, labels, gradient, rows, token_losses: _ } in &kept {
+        mine.float(*loss).word(*labels).word(*gradient).word(rows.len() as u64);
+        rows.iter().for_each(|(loss, labels)| {
+            mine.float(*loss).word(*labels);
+        });
+    }
+    mine.word(router.len() as u64);
+    for counts in router {
+        mine.word(counts.len() as u64);
+        counts.iter().for_each(|count| {
+            mine.word(*count);
+        });
+    }
+    let heard = cx.team.tell("the gathering of losses", &mine)?;
+    let (mut said, mut router) = (Vec::new(), Vec::new());
+    for mut heard in heard.readers() {
+        let mut of_rank = Vec::new();
+        for _ in 0..heard.word()? {
+            let (loss, labels, gradient) = (heard.float()?, heard.word()?, heard.word()?);
+            let rows = (0..heard.word()?).map(|_| Ok((heard.float()?, heard.word()?)));
+            let rows = rows.collect::<Result<_>>()?;
+            of_rank.push(LeafSums { loss, labels, gradient, rows, token_losses: Vec::new() });
+        }
+        said.push(of_rank);
+        let layers = heard.word()?;
+        let layer = |_| {
+            let classes = heard.word()?;
+            (0..classes).map(|_| heard.word()).collect()
+        };
+        let counts: Vec<Vec<u64>> = (0..layers).map(layer).collect::<Result<_>>()?;
+        // A rank without leaves has counted nothing.
+        if !counts.is_empty() {
+            add_counts(&mut router, counts);
+        }
+        heard.end()?;
+    }
+    said[cx.team.group.rank() as usize] = kept;
+    let (leaves, mut tree) = (cx.team.in_order(leaves, said)?, Counter::new());
+    leaves.iter().for_each(|leaf| tree.push(leaf.loss));
+    Ok(Losses { loss: tree.finish().unwrap_or(0.0), leaves, router })
+}
+
+/// Integers: any order gives the same sum.
+pub(crate) fn add_counts(total: &mut Vec<Vec<u64>>, counts: Vec<Vec<u64>>) {
+    if total.is_empty() {
+        *total = counts;
+        return;
+    }
+    for (total, counts) in total.iter_mut().zip(counts) {
+        total.iter_mut().zip(counts).for_each(|(total, count)| *total += count);
+    }
+}

@@ -1,0 +1,208 @@
+//! The micro-batches of a step: each computed by one worker with one math thread, a pure function of the weights and of its
+//! rows.
+
+use std::ops::Range;
+use std::sync::Mutex;
+
+use contract::{Fault, Result};
+use kernels::checksum;
+use kernels::device::Stager;
+use kernels::share::Frozen;
+use loader::Batch;
+use tch::Tensor;
+
+use crate::model::{self, LeafInput, LeafOutput, StagedLeaf};
+use crate::optim::balance::Balance;
+use crate::refusal::{caught, values};
+use crate::spec::RunSpec;
+use crate::state::{Part, State, salt};
+use crate::timing;
+use crate::workers::Workers;
+
+/// What the ledger keeps of a leaf, and what explains it.
+#[derive(Clone, Debug)]
+pub struct LeafSums {
+    /// Sum of its token losses.
+    pub loss: f64,
+    /// Its labels.
+    pub labels: u64,
+    /// Checksum of its gradient.
+    pub gradient: u64,
+    /// Sum of token losses and labels of each of its rows: not in the ledger, for the curves by source.
+    pub rows: Vec<(f64, u64)>,
+    /// The loss of each of its tokens, only where asked for.
+    pub token_losses: Vec<f32>,
+}
+
+/// How much is kept of a leaf.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Detail {
+    /// What the ledger needs.
+    Sums,
+    /// The loss of each token as well.
+    Tokens,
+}
+
+/// The leaves of one step on their way to the device; each is taken once.
+///
+/// The prefetcher's last stage makes them, so that on a GPU the copy runs beside the step before.
+pub struct Leaves(Vec<Mutex<Option<StagedLeaf>>>);
+
+impl Leaves {
+    /// Checks every leaf of `batch` and starts moving it.
+    pub fn stage(spec: &RunSpec, batch: &Batch, stager: &Stager) -> Result<Leaves> {
+        let config = &spec.model_at(batch.step)?.config;
+        let staged = |leaf| input(batch, leaf).stage(config, stager).map(Some).map(Mutex::new);
+        (0..batch.rows / batch.micro_batch).map(staged).collect::<Result<_>>().map(Leaves)
+    }
+
+    fn take(&self, leaf: u64) -> Result<StagedLeaf> {
+        let slot = self.0.get(leaf as usize).and_then(|slot| slot.lock().ok()?.take());
+        slot.ok_or_else(|| Fault::bug(format!("leaf {leaf} was not staged, or taken twice")))
+    }
+}
+
+/// The leaves of `batch`, on their way to `device`.
+pub(crate) fn stage(spec: &RunSpec, batch: &Batch, device: tch::Device) -> Result<Leaves> {
+    let stager = Stager::new(device).map_err(|error| Fault::machine(error.to_string()))?;
+    Leaves::stage(spec, batch, &stager)
+}
+
+/// Micro-batches of one step, to be computed here.
+pub(crate) struct MicroBatches<'a> {
+    pub(crate) spec: &'a RunSpec,
+    pub(crate) batch: &'a Batch,
+    pub(crate) leaves: &'a Leaves,
+    /// Labels in the whole step, of all ranks.
+    pub(crate) divisor: u64,
+    pub(crate) detail: Detail,
+    pub(crate) workers: Workers,
+}
+
+impl MicroBatches<'_> {
+    /// Computes every one with the weights and balances of `state`; `begun` hears of each before it is computed, `take` gets
+    /// what came out, in leaf order.
+    pub(crate) fn each(
+        &self,
+        state: &State,
+        begun: impl Fn(u64) + Sync,
+        mut take: impl FnMut(LeafSums, LeafOutput) -> Result<()> + Send,
+    ) -> Result<()> {
+        let MicroBatches { spec, batch, leaves, divisor, detail, workers } = *self;
+        let weights = products(spec, &state.weights, workers)?;
+        let biases = bias_tensors(&state.weights, &state.balance);
+        let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
+        let config = &spec.model_at(batch.step)?.config;
+        let work = |leaf: u64| {
+            begun(leaf);
+            let (weights, biases) = (weights.aliases(), biases.aliases());
+            let compute = || {
+                let staged = leaves.take(leaf)?;
+                let how = workers.options();
+                let output = model::staged_leaf(config, &weights, &biases, staged, divisor, how)?;
+                Ok((sums(&output, &input(batch, leaf), detail)?, output))
+            };
+            caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
+        };
+        workers.fold(batch.rows / batch.micro_batch, work, |_, (sums, output)| take(sums, output))
+    }
+}
+
+/// Computes one leaf by itself, with the loss of each token.
+pub fn leaf(
+    spec: &RunSpec,
+    state: &State,
+    batch: &Batch,
+    leaf: u64,
+    workers: Workers,
+) -> Result<LeafSums> {
+    let biases = bias_tensors(&state.weights, &state.balance);
+    let weights = products(spec, &state.weights, workers)?;
+    let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
+    let config = &spec.model_at(batch.step)?.config;
+    let input = input(batch, leaf);
+    let stager = Stager::new(state.weights[0].device());
+    let stager = stager.map_err(|error| Fault::machine(error.to_string()))?;
+    let staged = input.stage(config, &stager)?;
+    let (divisor, how) = (batch.label_count.max(1), workers.options());
+    // On a worker of its own, as in the run.
+    let mut found = workers.map(vec![staged], |staged| {
+        let (weights, biases) = (weights.aliases(), biases.aliases());
+        let compute = || {
+            let output = model::staged_leaf(config, &weights, &biases, staged, divisor, how)?;
+            sums(&output, &input, Detail::Tokens)
+        };
+        caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
+    })?;
+    found.pop().ok_or_else(|| Fault::bug("a leaf had no outcome"))
+}
+
+/// Leaf number `leaf` of a batch.
+fn input(batch: &Batch, leaf: u64) -> LeafInput<'_> {
+    rows(batch, leaf * batch.micro_batch..(leaf + 1) * batch.micro_batch)
+}
+
+/// Some rows of a batch, as a leaf.
+pub(crate) fn rows(batch: &Batch, rows: Range<u64>) -> LeafInput<'_> {
+    let (first, width) = (rows.start as usize, batch.seq_len as usize);
+    let rows = (rows.end - rows.start) as usize;
+    let tokens = first * width..(first + rows) * width;
+    LeafInput {
+        tokens: &batch.tokens[tokens.clone()],
+        labels: &batch.labels[tokens.clone()],
+        positions: &batch.positions[tokens.clone()],
+        mask: &batch.mask[tokens],
+        boundaries: &batch.boundaries[first..first + rows],
+        rows,
+        seq_len: width,
+    }
+}
+
+fn sums(output: &LeafOutput, input: &LeafInput<'_>, detail: Detail) -> Result<LeafSums> {
+    let _watch = timing::part(timing::Part::LeafSums);
+    let checksums = output.grads.iter().enumerate();
+    let checksums =
+        checksums.map(|(index, tensor)| checksum::tensor(tensor, salt(Part::LeafGradient, index)));
+    let token_losses = match detail {
+        Detail::Tokens => values(&output.token_losses.flatten(0, -1))?,
+        Detail::Sums => Vec::new(),
+    };
+    let gradient = checksums.fold(0, u64::wrapping_add);
+    let by_row = output.token_losses.view([input.rows as i64, -1]);
+    let by_row = by_row.sum_dim_intlist(1, false, tch::Kind::Double);
+    let labels = |mask: &[u8]| mask.iter().map(|mask| u64::from(*mask != 0)).sum();
+    let rows = values::<f64>(&by_row)?
+        .into_iter()
+        .zip(input.mask.chunks(input.seq_len).map(labels))
+        .collect();
+    Ok(LeafSums { loss: output.loss, labels: output.labels, gradient, rows, token_losses })
+}
+
+/// The weights as the products of a step see them: rounded once, for all of its leaves.
+pub(crate) fn products(
+    spec: &RunSpec,
+    weights: &[Tensor],
+    workers: Workers,
+) -> Result<Vec<Tensor>> {
+    let dtype = spec.curriculum.dtype;
+    let items: Vec<_> =
+        spec.parameters.iter().zip(weights.iter().map(Tensor::shallow_clone)).collect();
+    workers.map(items, |(parameter, weight)| {
+        let _watch = timing::part(timing::Part::Round);
+        Ok(model::rounded(parameter, &weight, dtype))
+    })
+}
+
+/// The balancing biases as tensors beside the weights.
+pub(crate) fn bias_tensors(weights: &[Tensor], balance: &[Balance]) -> Vec<Tensor> {
+    let device = weights.first().map_or(tch::Device::Cpu, Tensor::device);
+    balance.iter().map(|layer| Tensor::from_slice(&layer.bias).to_device(device)).collect()
+}
+
+/// How a fault names a leaf: counted in the step, whatever part of it `batch` is.
+fn place(spec: &RunSpec, batch: &Batch, leaf: u64) -> String {
+    let begins = spec.plan.step(batch.step).map_or(batch.first_sample, |step| step.first_sample);
+    let sample =
+        batch.samples.get((leaf * batch.micro_batch) as usize).map_or(begins, |row| row.sample);
+    format!("step {}, micro-batch {}", batch.step, (sample - begins) / batch.micro_batch)
+}

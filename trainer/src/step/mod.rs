@@ -1,0 +1,181 @@
+//! One step: a pure function of the state and the batch, evaluated where its parts are, on one rank or on many.
+//!
+//! ```text
+//! 1 facts        step, labels, sequence digests              everybody to everybody, small
+//! 2 micro_batch  leaves, computed by the workers; their gradients added by the tree, on the way to the owners of their
+//!                pieces: `mesh::sum`
+//! 3 facts        loss, labels and checksum of each leaf; router counts                     small
+//! 4 norm         checksum and chunk squares of each piece of G                             small
+//! 5 decide       the same on every rank: skip, clip, learning rate
+//! 6 apply        owners move their pieces and share the new weights; checksums of each piece of the state, and whether
+//!                somebody was asked to stop                                                small
+//! ```
+//!
+//! A rank that is alone hears only itself: nothing is copied for it, and nothing travels.
+
+mod apply;
+mod decide;
+mod facts;
+pub mod micro_batch;
+mod norm;
+
+use std::time::{Duration, Instant};
+
+use contract::{Digest, Result};
+use kernels::group::{Group, Sent};
+use loader::Batch;
+use tch::Tensor;
+
+use crate::ledger::StepRecord;
+use crate::mesh::sum::Sum;
+use crate::mesh::{Schedule, Team};
+use crate::model::{self, LeafOutput, ZayaConfig};
+use crate::spec::RunSpec;
+use crate::state::State;
+use crate::workers::Workers;
+use apply::Ended;
+use micro_batch::MicroBatches;
+pub use micro_batch::{Detail, LeafSums, Leaves, leaf};
+
+/// What is trained, and who computes a step of it.
+#[derive(Clone, Copy)]
+pub struct Context<'a> {
+    /// The run.
+    pub spec: &'a RunSpec,
+    /// The ranks.
+    pub team: &'a Team<'a>,
+    /// Of this rank.
+    pub workers: Workers,
+}
+
+/// What the leaves of a step say before anything moves.
+pub struct Gradient {
+    /// The step.
+    pub step: u64,
+    /// The digest of its batch.
+    pub data: Digest,
+    /// Labels in the step.
+    pub divisor: u64,
+    /// Sum of token losses over the step.
+    pub loss: f64,
+    /// The summed gradient: this rank's pieces, in their order.
+    pub own: Vec<Tensor>,
+    /// What the ledger keeps of each leaf.
+    pub leaves: Vec<LeafSums>,
+    /// Tokens by layer and router class.
+    pub router: Vec<Vec<u64>>,
+    /// What this rank had sent when the step began.
+    begun: Sent,
+    /// How long this rank waited for blocks of others when its leaves had been computed.
+    waited: Duration,
+}
+
+impl Gradient {
+    /// The mean loss of a label.
+    pub fn mean(&self) -> f64 {
+        self.loss / self.divisor as f64
+    }
+}
+
+/// What a step came to.
+pub struct Stepped {
+    /// The ledger's line, the same on every rank.
+    pub record: StepRecord,
+    /// Ranks that computed it.
+    pub ranks: u32,
+    /// Whether any rank was asked to stop.
+    pub stop: bool,
+    /// What all ranks together have sent, up to the last small exchange.
+    pub sent: Sent,
+    /// The longest that a rank waited for blocks of the gradient when its leaves had been computed.
+    pub waited: Duration,
+}
+
+/// Computes one step and moves the state: `batch` and `leaves` are this rank's part. `asked` is asked at the end whether to
+/// stop.
+pub fn advance(
+    cx: Context<'_>,
+    state: &mut State,
+    batch: &Batch,
+    leaves: &Leaves,
+    asked: impl Fn() -> bool,
+) -> Result<Stepped> {
+    cx.team.group.reached(&format!("step {}", batch.step));
+    let mut gradient = gradient(cx, state, batch, leaves, Detail::Sums)?;
+    let lr = cx.spec.settings.schedule.rate(batch.step);
+    let stepped = complete(cx, state, &mut gradient, lr, asked);
+    stepped.map_err(|fault| fault.or_at(|| format!("step {}", batch.step)))
+}
+
+/// Computes the leaves of a step and adds them up. The state stays as it is.
+pub fn gradient(
+    cx: Context<'_>,
+    state: &State,
+    batch: &Batch,
+    leaves: &Leaves,
+    detail: Detail,
+) -> Result<Gradient> {
+    let Context { spec, team, workers } = cx;
+    let begun = team.group.sent();
+    let head = facts::head(cx, batch)?;
+    let mut sum = Sum::begin(team, &state.owners, head.leaves)?;
+    let numbers = team.leaves(head.leaves)?;
+    let (mut kept, mut router) = (Vec::new(), Vec::new());
+    let take = |sums: LeafSums, output: LeafOutput| {
+        kept.push(sums);
+        facts::add_counts(&mut router, output.counts);
+        sum.leaf(output.grads)
+    };
+    let reached = |leaf: u64| {
+        let number = numbers[leaf as usize];
+        team.group.reached(&format!("step {}, micro-batch {number}", batch.step));
+    };
+    let all = MicroBatches { spec, batch, leaves, divisor: head.divisor, detail, workers };
+    all.each(state, reached, take)?;
+    let losses = facts::losses(cx, head.leaves, kept, &router)?;
+    let start = Instant::now();
+    let own = sum.finish(&state.owners)?;
+    let facts::Losses { loss, leaves, router } = losses;
+    let (step, facts::Head { divisor, data, .. }) = (batch.step, head);
+    let waited = start.elapsed();
+    Ok(Gradient { step, data, divisor, loss, own, leaves, router, begun, waited })
+}
+
+/// Decides on a step by its gradient and this learning rate, moves the state, and writes down what happened.
+pub(crate) fn complete(
+    cx: Context<'_>,
+    state: &mut State,
+    gradient: &mut Gradient,
+    lr: f64,
+    asked: impl Fn() -> bool,
+) -> Result<Stepped> {
+    decide::check_losses(gradient.step, &gradient.leaves)?;
+    let (checksums, norm) = norm::norm_of(cx, &state.owners, &gradient.own)?;
+    decide::check_norm(gradient.step, norm)?;
+    let decided = decide::decide(cx.spec, &mut state.windows, gradient, norm, lr);
+    apply::apply(cx, state, gradient, &decided)?;
+    let (now, begun) = (cx.team.group.sent(), gradient.begun);
+    let between_nodes = now.between_nodes - begun.between_nodes;
+    let sent = Sent { all: now.all - begun.all, between_nodes };
+    let mine = Ended { stop: asked(), sent, waited: gradient.waited };
+    let (sums, Ended { stop, sent, waited }) = apply::settle(cx, state, mine)?;
+    let record = apply::record(cx.spec, gradient, checksums, &decided, sums)?;
+    let ranks = cx.team.group.world();
+    Ok(Stepped { record, ranks, stop, sent, waited })
+}
+
+/// Does `work` with a team of which this process is the only rank.
+pub fn alone<T>(
+    spec: &RunSpec,
+    workers: Workers,
+    work: impl FnOnce(Context<'_>) -> Result<T>,
+) -> Result<T> {
+    let group = Group::alone();
+    let team = Team::new(&group, Schedule::default(), false)?;
+    work(Context { spec, team: &team, workers })
+}
+
+/// How many numbers a configuration trains.
+pub fn parameter_count(config: &ZayaConfig) -> u64 {
+    model::parameters(config).iter().map(model::ParamSpec::elements).sum()
+}
