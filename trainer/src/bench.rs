@@ -140,7 +140,7 @@ pub fn step(cx: Context<'_>, device: Device, steps: u64) -> Result<StepTable> {
     let dtype = spec.curriculum.dtype;
     let first_limit = limit(device, workers, dtype)?;
     let (before, _) = memory::resident();
-    let mut state = State::begin(spec, device, Ownership::new(spec, rank, world))?;
+    let mut state = State::begin(spec, device, Ownership::new(spec, rank, world), workers)?;
     timed(cx, &mut state, 1)?;
     let mut table = StepTable {
         workers: workers.count(),

@@ -42,8 +42,8 @@ pub use config::{PRESETS, Skip, ZayaConfig};
 pub use input::{LeafInput, StagedLeaf};
 pub use layer::{Collected, Sink};
 pub use param::{
-    EMBEDDING, Init, ParamId, ParamSpec, Role, balance_name, init, init_balance, parameters,
-    rounded,
+    EMBEDDING, Init, ParamId, ParamSpec, Role, balance_name, init, init_balance, initial,
+    parameters, rounded,
 };
 
 use contract::{Fault, Result};

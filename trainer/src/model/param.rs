@@ -3,7 +3,7 @@
 //! The canonical order is the order of declaration. Names and shapes are those of Hugging Face's `ZayaForCausalLM`, so that
 //! a checkpoint needs no renaming; the name in Zyphra's older layout stands beside each.
 
-use std::ops::Index;
+use std::ops::{Index, Range};
 
 use contract::{Key, Purpose, draw};
 use curriculum::Dtype;
@@ -200,21 +200,23 @@ pub fn rounded(spec: &ParamSpec, weight: &Tensor, dtype: Dtype) -> Tensor {
 }
 
 /// The weights a run begins with, in f32, on CPU.
-///
-/// Every number is drawn at (seed, parameter name, index), so none depends on another's shape or place.
 pub fn init(config: &ZayaConfig, seed: u64) -> Vec<Tensor> {
-    let key = Key::from_seed(seed).child("init");
-    parameters(config).iter().map(|spec| init_one(spec, key.child(&spec.name))).collect()
+    let whole = |spec: &ParamSpec| initial(spec, seed, 0..spec.elements()).reshape(&spec.shape);
+    parameters(config).iter().map(whole).collect()
 }
 
-fn init_one(spec: &ParamSpec, key: Key) -> Tensor {
+/// The elements `part` of what a parameter begins with, flat, in f32, on CPU.
+///
+/// Every number is drawn at (seed, parameter name, index), so none depends on another's shape or place, or on who draws it.
+pub fn initial(spec: &ParamSpec, seed: u64, part: Range<u64>) -> Tensor {
+    let key = Key::from_seed(seed).child("init").child(&spec.name);
     let values: Vec<f32> = match spec.init {
-        Init::Constant(value) => vec![value; spec.elements() as usize],
-        Init::Normal(deviation) => (0..spec.elements())
+        Init::Constant(value) => vec![value; (part.end - part.start) as usize],
+        Init::Normal(deviation) => part
             .map(|index| (standard_normal(draw(key, Purpose::Init, index)) * deviation) as f32)
             .collect(),
     };
-    Tensor::from_slice(&values).reshape(&spec.shape)
+    Tensor::from_slice(&values)
 }
 
 /// The balancing biases a run begins with, one tensor per layer: 0, and -1 for the skip class.

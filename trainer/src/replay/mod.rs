@@ -173,7 +173,8 @@ impl Replayer {
         let passed =
             found.passed.iter().map(|(step, fault)| format!("checkpoint step-{step}: {fault}"));
         self.warnings.extend(passed);
-        let begin = || State::begin(&self.spec, self.device, Ownership::new(&self.spec, 0, 1));
+        let owners = Ownership::new(&self.spec, 0, 1);
+        let begin = || State::begin(&self.spec, self.device, owners, self.workers);
         let mut state = found.state.map_or_else(begin, Ok)?;
         while state.step < step {
             let next = self.step(&mut state, Detail::Sums)?;

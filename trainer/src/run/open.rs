@@ -62,7 +62,7 @@ pub(super) fn open<'a>(
     };
     let (state, digest) = match found {
         Some((state, digest)) => (state, Some(digest)),
-        None => (State::begin(spec, world.device, owners)?, None),
+        None => (State::begin(spec, world.device, owners, exec.workers)?, None),
     };
     let keeper = Keeper::new(comm, layout, checkpoints, exec, state.step);
     Ok(Begun { state, digest, recorder: Recorder(book), keeper })

@@ -10,7 +10,7 @@ use contract::Result;
 use kernels::checksum;
 use tch::{Device, Kind, Tensor};
 
-use crate::model;
+use crate::model::{self, ParamSpec};
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
 use crate::optim::{self, At, Settings};
@@ -64,10 +64,15 @@ pub type PieceSums = [u64; 3];
 
 impl State {
     /// The state before the first step: drawn weights, or those of the start.
-    pub fn begin(spec: &RunSpec, device: Device, owners: Ownership) -> Result<Self> {
+    pub fn begin(
+        spec: &RunSpec,
+        device: Device,
+        owners: Ownership,
+        workers: Workers,
+    ) -> Result<Self> {
         let mut balance = spec.balance();
         let weights = match &spec.start {
-            None => model::init(spec.config(), spec.curriculum.seed),
+            None => drawn(spec, workers)?,
             Some(start) => {
                 let (weights, biases) = start.read()?;
                 balance.iter_mut().zip(biases).for_each(|(layer, bias)| layer.bias = bias);
@@ -154,4 +159,30 @@ impl State {
     pub fn sums(&self, workers: Workers) -> Result<StateSums> {
         Ok(self.sums_of(&self.own_sums(workers)?))
     }
+}
+
+/// Elements that a worker draws at a time.
+const DRAWN: usize = 1 << 20;
+
+/// Weights before the first step, drawn on the workers: each number has an address.
+fn drawn(spec: &RunSpec, workers: Workers) -> Result<Vec<Tensor>> {
+    let empty = |parameter: &ParamSpec| {
+        Tensor::empty(parameter.shape.as_slice(), (Kind::Float, Device::Cpu))
+    };
+    let weights: Vec<Tensor> = spec.parameters.iter().map(empty).collect();
+    let mut parts = Vec::new();
+    for (parameter, weight) in spec.parameters.iter().zip(&weights) {
+        let (flat, count) = (weight.view([-1]), parameter.elements());
+        for first in (0..count).step_by(DRAWN) {
+            let part = first..count.min(first + DRAWN as u64);
+            let into = flat.narrow(0, first as i64, (part.end - first) as i64);
+            parts.push((parameter, part, into));
+        }
+    }
+    workers.map(parts, |(parameter, part, mut into)| {
+        let values = model::initial(parameter, spec.curriculum.seed, part);
+        tch::no_grad(|| into.copy_(&values));
+        Ok(())
+    })?;
+    Ok(weights)
 }
