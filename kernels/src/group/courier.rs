@@ -30,6 +30,7 @@ use std::time::{Duration, Instant};
 use rccl_sys::{Communicator, HostStream, Library, UniqueId};
 use tch::{Device, Kind, Tensor};
 
+use super::axis::Turn;
 use super::peers::{Peers, late};
 use crate::device::{self, Event, SideStream};
 use crate::{Error, Result};
@@ -58,7 +59,7 @@ pub(super) type Ticket = Arc<AtomicU64>;
 /// Transfers that are queued as one.
 pub(super) struct Round {
     what: String,
-    number: u64,
+    number: Turn,
     sends: Vec<(u32, Tensor)>,
     receives: Vec<(u32, Tensor)>,
     /// What the computing stream had to do before it was closed.
@@ -68,7 +69,7 @@ pub(super) struct Round {
 
 impl Round {
     /// Of the exchange `number`.
-    pub(super) fn new(what: &str, number: u64) -> Self {
+    pub(super) fn new(what: &str, number: Turn) -> Self {
         let (sends, receives, ticket) = (Vec::new(), Vec::new(), Ticket::default());
         Round { what: what.to_owned(), number, sends, receives, ready: None, ticket }
     }
@@ -308,8 +309,10 @@ fn watch(peers: &Arc<Peers>, shared: &Arc<Shared>) -> Result<Receiver<()>> {
     let (peers, shared) = (Arc::clone(peers), Arc::clone(shared));
     std::thread::spawn(move || {
         let _end = end;
+        // No exchange: nobody can be behind it.
+        let turn = Turn { axis: 0, number: 0 };
         if let Err(error) = farewell.wait(LONG) {
-            shared.fail(peers.missing("the watch over the next rank", 0, next, &error));
+            shared.fail(peers.missing("the watch over the next rank", turn, next, &error));
         }
     });
     Ok(ended)

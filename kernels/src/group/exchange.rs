@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use tch::{Device, Kind, Tensor};
 
+use super::axis::Turn;
 use super::courier::{Courier, Round, Ticket};
 use super::ffi::{shim_work_free, shim_work_wait};
 use super::milliseconds;
@@ -21,7 +22,7 @@ use crate::runtime::guarded;
 pub struct Exchange<'a> {
     peers: &'a Peers,
     what: &'a str,
-    number: u64,
+    number: Turn,
     /// Where tensors live.
     device: Device,
     courier: Option<&'a Courier>,
@@ -39,7 +40,7 @@ pub struct Exchange<'a> {
 pub struct Arrival<'a> {
     peers: &'a Peers,
     what: &'a str,
-    number: u64,
+    number: Turn,
     from: u32,
     tensor: Tensor,
     device: Device,
@@ -78,7 +79,7 @@ impl<'a> Exchange<'a> {
     pub(super) fn new(
         peers: &'a Peers,
         what: &'a str,
-        number: u64,
+        number: Turn,
         device: Device,
         courier: Option<&'a Courier>,
     ) -> Self {
@@ -174,7 +175,7 @@ impl<'a> Exchange<'a> {
     }
 
     fn tag(&self) -> c_int {
-        (self.number % (1 << 30)) as c_int
+        self.number.tag()
     }
 }
 
@@ -187,7 +188,7 @@ impl Arrival<'_> {
     }
 }
 
-fn wait(peers: &Peers, (what, number, peer): (&str, u64, u32), way: Move<'_>) -> Result<()> {
+fn wait(peers: &Peers, (what, number, peer): (&str, Turn, u32), way: Move<'_>) -> Result<()> {
     match way {
         Move::Plain(work) => {
             work.wait(peers.timeout()).map_err(|error| peers.missing(what, number, peer, &error))

@@ -4,6 +4,7 @@
 //! peers      who the ranks are, what they tell each other (always over Gloo), who is missing
 //! store      where they meet and leave word
 //! transport  the choice of how tensors travel
+//! axis       lines of ranks in a mesh: exchanges that run beside each other, and why that never stands still
 //! exchange   tensors from rank to rank, over Gloo or by the courier
 //! courier    the thread that has RCCL move them
 //! ```
@@ -12,10 +13,11 @@
 //! Before each exchange a rank writes into the store how far it has come, so that those who wait in vain can say who is
 //! missing and where it was last seen. The first rank to notice writes that down for all the others.
 //!
-//! Invariant: exchanges are begun in the same order on every rank, each by one thread at a time.
+//! Invariant: exchanges of an axis are begun in the same order on every rank of its line, each by one thread at a time.
 
 #![expect(unsafe_code, reason = "calls the C++ shim")]
 
+mod axis;
 mod courier;
 mod exchange;
 mod ffi;
@@ -31,6 +33,7 @@ use std::time::Duration;
 
 use tch::{Device, Tensor};
 
+pub use axis::Axis;
 pub use exchange::{Arrival, Exchange};
 pub use store::Store;
 pub use transport::{Carried, Transport};
@@ -201,7 +204,7 @@ impl Group {
     /// travel as [`Group::carry`] has agreed; before, between CPUs over Gloo.
     pub fn begin<'a>(&'a self, what: &'a str) -> Result<Exchange<'a>> {
         let (peers, courier) = (self.peers()?, self.bulk.courier.as_ref());
-        Ok(Exchange::new(peers, what, peers.next(what)?, self.device(), courier))
+        Ok(Exchange::new(peers, what, peers.next(0, what)?, self.device(), courier))
     }
 
     /// Runs one of libtorch's own collectives on f32 tensors: for the benchmark, never for training.

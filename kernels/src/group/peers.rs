@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use tch::{Device, Kind, Tensor};
 
+use super::axis::{AXES, Turn};
 use super::exchange::{Exchange, Work};
 use super::ffi::{shim_group_free, shim_group_open, shim_recv, shim_send};
 use super::store::{FAULT, LOOK};
@@ -31,6 +32,9 @@ const WORD: Duration = Duration::from_millis(600);
 /// may be closed by then.
 const ROLL: Duration = Duration::from_millis(300);
 
+/// How many exchanges a rank has begun along each axis, and what it is at.
+type Whereabouts = ([u64; AXES], String);
+
 /// All ranks of a run, as one of them sees them: who they are and what they say.
 #[derive(Debug)]
 pub(super) struct Peers {
@@ -38,8 +42,10 @@ pub(super) struct Peers {
     timeout: Duration,
     store: Arc<Store>,
     handle: *mut c_void,
-    /// The exchange at hand, from 1, and what this rank is at.
-    now: Mutex<(u64, String)>,
+    /// How many exchanges of each axis were begun, and what this rank is at.
+    now: Mutex<Whereabouts>,
+    /// Held while a transfer is begun: exchanges of several axes may be, each by its own thread.
+    posting: Mutex<()>,
     /// Whether this rank's word of why the ranks stop is the one that stands.
     spoke_first: AtomicBool,
     /// The machine of each rank.
@@ -100,10 +106,11 @@ impl Peers {
                 if interface.is_empty() { "not set" } else { interface.as_str() }
             ),
         })?;
-        let (place, now) = (place.clone(), Mutex::new((0, "the start".to_owned())));
+        let (place, now) = (place.clone(), Mutex::new(([0; AXES], "the start".to_owned())));
         let (store, spoke_first) = (Arc::new(store), AtomicBool::new(false));
         let sent = [AtomicU64::new(0), AtomicU64::new(0)];
-        Ok(Peers { place, timeout, store, handle, now, spoke_first, nodes, sent })
+        let posting = Mutex::new(());
+        Ok(Peers { place, timeout, store, handle, now, posting, spoke_first, nodes, sent })
     }
 
     pub(super) fn wait_at_most(&mut self, timeout: Duration) {
@@ -170,23 +177,24 @@ impl Peers {
         let _ = self.post(&now);
     }
 
-    fn post(&self, now: &(u64, String)) -> Result<()> {
-        self.store.set(&format!("at/{}", self.place.rank), &format!("{}|{}", now.0, now.1))
+    fn post(&self, (begun, place): &Whereabouts) -> Result<()> {
+        let begun: Vec<String> = begun.iter().map(u64::to_string).collect();
+        self.store.set(&format!("at/{}", self.place.rank), &format!("{}|{place}", begun.join(",")))
     }
 
     /// Begins an exchange between CPUs.
     pub(super) fn begin_plain<'a>(&'a self, what: &'a str) -> Result<Exchange<'a>> {
-        Ok(Exchange::new(self, what, self.next(what)?, Device::Cpu, None))
+        Ok(Exchange::new(self, what, self.next(0, what)?, Device::Cpu, None))
     }
 
-    /// Takes note that the next exchange begins; its number.
-    pub(super) fn next(&self, what: &str) -> Result<u64> {
+    /// Takes note that the next exchange of an axis begins; its number there.
+    pub(super) fn next(&self, axis: usize, what: &str) -> Result<Turn> {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
-        now.0 += 1;
+        now.0[axis] += 1;
         if let Err(error) = self.post(&now) {
             return Err(self.without_store(what, &error));
         }
-        Ok(now.0)
+        Ok(Turn { axis, number: now.0[axis] })
     }
 
     /// Hands `mine` to every rank and returns what each of them handed over, by rank. Lengths may differ.
@@ -250,6 +258,7 @@ impl Peers {
     /// Starts to send `tensor`, which is contiguous and on CPU, and is kept as long as the work.
     pub(super) fn send(&self, to: u32, tensor: &Tensor, tag: c_int) -> Result<Work> {
         assert!(tensor.is_contiguous() && tensor.device() == Device::Cpu, "plain memory is sent");
+        let _posting = self.posting.lock();
         let mut work = ptr::null_mut();
         // SAFETY: the tensor is alive, and the work holds on to it; the out-pointer outlives the call.
         guarded("send", unsafe {
@@ -260,6 +269,7 @@ impl Peers {
 
     /// Starts to receive into `tensor`, in the same way.
     pub(super) fn receive(&self, from: u32, tensor: &Tensor, tag: c_int) -> Result<Work> {
+        let _posting = self.posting.lock();
         let mut work = ptr::null_mut();
         // SAFETY: the tensor is alive, and the work holds on to it; the out-pointer outlives the call.
         guarded("receive", unsafe {
@@ -269,7 +279,7 @@ impl Peers {
     }
 
     /// What to say when `peer` could not be reached in exchange `number`.
-    pub(super) fn missing(&self, what: &str, number: u64, peer: u32, error: &Error) -> Error {
+    pub(super) fn missing(&self, what: &str, number: Turn, peer: u32, error: &Error) -> Error {
         if late(error) {
             return self.stalled(what, number, &[peer]);
         }
@@ -282,11 +292,11 @@ impl Peers {
     /// What to say when the time ran out in what `partners` share with this rank. Suspect is who has not come as far as this
     /// exchange, or else the partners; but they may only wait, further back, for a rank that we do not wait for. So whoever's
     /// time runs out writes that into the store, and of those who do not the suspects are missing, or else the others.
-    pub(super) fn stalled(&self, what: &str, number: u64, partners: &[u32]) -> Error {
+    pub(super) fn stalled(&self, what: &str, number: Turn, partners: &[u32]) -> Error {
         if let Some(what) = self.word() {
             return Error::Reported { what };
         }
-        let behind = self.behind(number);
+        let behind = self.behind(number, partners);
         let suspects = if behind.is_empty() { partners.to_vec() } else { behind };
         let silent = self.silent(self.others().collect());
         let near = silent.iter().copied().filter(|rank| suspects.contains(rank)).collect();
@@ -309,9 +319,13 @@ impl Peers {
         if suspects.is_empty() { all } else { suspects }
     }
 
-    /// Who has not come as far as an exchange: a rank that has only waits as we do.
-    fn behind(&self, number: u64) -> Vec<u32> {
-        self.others().filter(|rank| self.seen(*rank).is_none_or(|seen| seen.0 < number)).collect()
+    /// Who has not come as far as an exchange: a rank that has only waits as we do. In a line only its ranks count, and those
+    /// that this one waits for are asked about.
+    fn behind(&self, turn: Turn, partners: &[u32]) -> Vec<u32> {
+        let asked = |rank: &u32| turn.axis == 0 || partners.contains(rank);
+        let behind =
+            |rank: &u32| self.seen(*rank).is_none_or(|(begun, _)| begun[turn.axis] < turn.number);
+        self.others().filter(asked).filter(behind).collect()
     }
 
     /// Leaves word that these ranks are missing, unless another word stands already.
@@ -384,11 +398,15 @@ impl Peers {
         }
     }
 
-    /// The exchange and the place that a rank was last at.
-    fn seen(&self, rank: u32) -> Option<(u64, String)> {
+    /// How far a rank has come along each axis, and the place that it was last at.
+    fn seen(&self, rank: u32) -> Option<Whereabouts> {
         let post = self.store.find(&format!("at/{rank}")).ok()??;
-        let (number, place) = post.split_once('|')?;
-        Some((number.parse().ok()?, place.to_owned()))
+        let (numbers, place) = post.split_once('|')?;
+        let mut begun = [0; AXES];
+        for (begun, number) in begun.iter_mut().zip(numbers.split(',')) {
+            *begun = number.parse().ok()?;
+        }
+        Some((begun, place.to_owned()))
     }
 }
 

@@ -245,3 +245,119 @@ fn libtorch_s_collectives_answer() {
     });
     assert_eq!(sums, vec![vec![24.0, 12.0, 12.0, 8.0, 12.0]; 2]);
 }
+
+/// A time that nobody can predict from the others', up to 2 ms.
+fn nap(rank: u32, at: u64) {
+    let mixed =
+        (u64::from(rank) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ at.wrapping_mul(0xbf58_476d);
+    thread::sleep(Duration::from_micros((mixed >> 7) % 2000));
+}
+
+/// Sends `mine` to all of `others` and checks that each sends what `theirs` says.
+fn trade(mut exchange: Exchange<'_>, others: &[u32], mine: i64, theirs: impl Fn(u32) -> i64) {
+    let mut arrivals = Vec::new();
+    for from in others {
+        arrivals.push((*from, exchange.receive(0, *from, Kind::Int64, 3).unwrap()));
+    }
+    for to in others {
+        exchange.send(0, *to, &Tensor::from_slice(&[mine; 3])).unwrap();
+    }
+    exchange.close(0).unwrap();
+    for (from, arrival) in arrivals {
+        assert_eq!(Vec::<i64>::try_from(arrival.wait().unwrap()).unwrap(), [theirs(from); 3]);
+    }
+    exchange.finish().unwrap();
+}
+
+/// While gradients are under way, every rank goes through layers that exchange along two other axes, in its own time.
+#[test]
+fn a_layer_exchanges_while_gradients_are_under_way() {
+    for (world, size) in [(2, 2), (3, 3), (4, 2), (5, 1), (8, 4), (8, 8)] {
+        ranks(world, SECONDS, |group| {
+            let me = group.rank();
+            let line: Vec<u32> = (me / size * size..me / size * size + size).collect();
+            let axes = [group.axis(1, &line).unwrap(), group.axis(2, &line).unwrap()];
+            for step in 0..4 {
+                let mut gradients = group.begin("gradients").unwrap();
+                let receive = |from| (from, gradients.receive(0, from, Kind::Int64, 2).unwrap());
+                let arrivals: Vec<_> = group.others().map(receive).collect();
+                for layer in 0..6 {
+                    nap(me, step * 100 + layer);
+                    if layer == (step + u64::from(me)) % 6 {
+                        let mine = Tensor::from_slice(&[step as i64, i64::from(me)]);
+                        group.others().for_each(|to| gradients.send(0, to, &mine).unwrap());
+                    }
+                    for (index, axis) in axes.iter().enumerate() {
+                        let value = |rank: u32| {
+                            step as i64 * 10_000
+                                + layer as i64 * 100
+                                + index as i64 * 10
+                                + i64::from(rank)
+                        };
+                        let others: Vec<u32> = axis.others().collect();
+                        trade(axis.begin("a layer").unwrap(), &others, value(me), value);
+                    }
+                }
+                gradients.close(0).unwrap();
+                for (from, arrival) in arrivals {
+                    let found = Vec::<i64>::try_from(arrival.wait().unwrap()).unwrap();
+                    assert_eq!(found, [step as i64, i64::from(from)]);
+                }
+                gradients.finish().unwrap();
+            }
+            group.barrier("the end").unwrap();
+        });
+    }
+}
+
+/// Each axis from a thread of its own: which of them comes first is another matter on every rank.
+#[test]
+fn axes_have_no_order_among_each_other() {
+    for world in [2, 3, 8] {
+        ranks(world, SECONDS, |group| {
+            let (me, all) = (group.rank(), (0..world).collect::<Vec<_>>());
+            let axes = [1, 2, 3].map(|axis| group.axis(axis, &all).unwrap());
+            thread::scope(|scope| {
+                for (index, axis) in axes.iter().enumerate() {
+                    scope.spawn(move || {
+                        for turn in 0..12 {
+                            nap(me, index as u64 * 1000 + turn);
+                            let value = |rank: u32| {
+                                index as i64 * 10_000 + turn as i64 * 100 + i64::from(rank)
+                            };
+                            let others: Vec<u32> = axis.others().collect();
+                            trade(axis.begin("a layer").unwrap(), &others, value(me), value);
+                        }
+                    });
+                }
+                for turn in 0..12u8 {
+                    nap(me, 9000 + u64::from(turn));
+                    let heard = group.all_gather("a word", &[turn, me as u8]).unwrap();
+                    let wanted: Vec<_> = all.iter().map(|rank| vec![turn, *rank as u8]).collect();
+                    assert_eq!(heard, wanted);
+                }
+            });
+            group.barrier("the end").unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_come_to_its_line_is_missed_there() {
+    let found = ranks(3, Duration::from_secs(2), |group| {
+        let axis = group.axis(1, &[0, 1]);
+        if group.rank() == 2 {
+            assert!(axis.is_err(), "it is no rank of that line");
+        }
+        if group.rank() > 0 {
+            thread::sleep(Duration::from_secs(4));
+            return String::new();
+        }
+        let axis = axis.unwrap();
+        let mut exchange = axis.begin("a layer").unwrap();
+        let arrival = exchange.receive(0, 1, Kind::Float, 4).unwrap();
+        arrival.wait().unwrap_err().to_string()
+    });
+    assert!(found[0].contains("rank 1") && found[0].contains("a layer"), "{}", found[0]);
+    assert!(!found[0].contains("rank 2"), "{}", found[0]);
+}

@@ -1,12 +1,13 @@
 //! The ranks of a run: who computes which micro-batches, who shares a machine, and how gradients reach their owners.
 //!
-//! - [`team`] says who computes which leaves and who speaks with whom.
+//! - [`axes`] are the degrees of the mesh and its lines; [`team`] says who computes which leaves and who speaks with whom.
 //! - `sum` is the sum of a step's gradients, here or by `gather` from many ranks; `share` gives new weights to all.
 //! - `words` are the small things that ranks tell each other. [`mod@bench`] times the exchanges.
 //!
 //! Invariant: collectives only move bytes. Every addition happens on one rank, in the order of the tree, so that the
 //! number of ranks is no argument of any bit.
 
+pub mod axes;
 pub mod bench;
 mod gather;
 pub(crate) mod share;
@@ -14,4 +15,5 @@ pub(crate) mod sum;
 pub mod team;
 pub(crate) mod words;
 
+pub use axes::Mesh;
 pub use team::{Schedule, Team};

@@ -6,6 +6,7 @@ use contract::{Fault, Result};
 use kernels::group::Group;
 use loader::RankSlice;
 
+use super::axes::{Axis, Mesh};
 use super::words::{Heard, Writer};
 use crate::refusal::lost;
 use crate::timing;
@@ -34,6 +35,8 @@ impl Schedule {
 pub struct Team<'a> {
     /// How they exchange bytes.
     pub group: &'a Group,
+    /// The axes along which they lie.
+    pub mesh: Mesh,
     /// Which of them share a machine.
     pub nodes: Nodes,
     /// Who computes what.
@@ -44,19 +47,19 @@ pub struct Team<'a> {
 
 impl<'a> Team<'a> {
     /// The ranks of `group`; `flat` passes over that some of them share a machine.
-    pub fn new(group: &'a Group, schedule: Schedule, flat: bool) -> Result<Self> {
+    pub fn new(group: &'a Group, mesh: Mesh, schedule: Schedule, flat: bool) -> Result<Self> {
         let nodes = Nodes::new(group.nodes(), group.rank(), flat)?;
-        Ok(Team { group, nodes, schedule, flat })
+        Ok(Team { group, mesh, nodes, schedule, flat })
     }
 
     /// The part of each step that is `rank`'s.
     pub fn slice(&self, rank: u32) -> Result<RankSlice> {
-        slice(self.schedule, rank, self.group.world())
+        slice(self.schedule, self.mesh.place(Axis::Dp, rank), self.mesh.dp)
     }
 
     /// The leaves of each rank of a step that has `leaves`, by round.
     pub fn parts(&self, leaves: u64) -> Result<Vec<Vec<Range<u64>>>> {
-        parts(self.schedule, self.group.world(), leaves)
+        parts(self.schedule, self.mesh.dp, leaves)
     }
 
     /// This rank's leaves of such a step, in the order in which it computes them.

@@ -49,7 +49,7 @@ fn run(opened: &Opened, exec: &ExecOptions, world: &mut World) -> Result<Outcome
     runtime::enter_thread().map_err(lost)?;
     let spec = Arc::new(RunSpec::new(opened)?);
     let carried = agree::join(&spec, exec, world)?;
-    let team = Team::new(&world.comm, exec.schedule, exec.flat)?;
+    let team = Team::new(&world.comm, world.mesh, exec.schedule, exec.flat)?;
     let begun = open::open(&spec, opened, exec, world, &team, &carried)?;
     let Begun { mut state, mut digest, mut recorder, mut keeper } = begun;
     let context = Context { spec: &spec, team: &team, workers: exec.workers };

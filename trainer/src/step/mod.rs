@@ -28,7 +28,7 @@ use tch::Tensor;
 
 use crate::ledger::StepRecord;
 use crate::mesh::sum::Sum;
-use crate::mesh::{Schedule, Team};
+use crate::mesh::{Mesh, Schedule, Team};
 use crate::model::{self, LeafOutput, ZayaConfig};
 use crate::spec::RunSpec;
 use crate::state::State;
@@ -171,7 +171,7 @@ pub fn alone<T>(
     work: impl FnOnce(Context<'_>) -> Result<T>,
 ) -> Result<T> {
     let group = Group::alone();
-    let team = Team::new(&group, Schedule::default(), false)?;
+    let team = Team::new(&group, Mesh::data(1), Schedule::default(), false)?;
     work(Context { spec, team: &team, workers })
 }
 

@@ -47,8 +47,8 @@ fn train_on(
         let (host, name) = ("127.0.0.1".to_owned(), "test/".to_owned());
         let (interface, node) = (String::new(), nodes[rank as usize].clone());
         let place = Place { rank, world, host, port, rank_0_serves: false, name, interface, node };
-        let mut world = World::alone(Device::Cpu, table.clone());
-        world.comm = Group::open(&place, PATIENCE, &|_| ()).unwrap();
+        let group = Group::open(&place, PATIENCE, &|_| ()).unwrap();
+        let mut world = World::new(group, Device::Cpu, table.clone());
         let mut exec = ExecOptions::new(scratch.path(out));
         (exec.progress, exec.checkpoint_every, exec.workers) = (false, 3, Workers::new(1));
         change(rank, &mut exec);

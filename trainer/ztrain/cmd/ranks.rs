@@ -123,11 +123,13 @@ impl Ranks {
         stop: &Arc<AtomicBool>,
     ) -> Result<World> {
         let (device, runtime) = speed.start(launched)?;
-        let mut world = World::alone(device, runtime);
-        if let Some(launched) = launched {
-            world.comm = launch::meet(launched, self.rank_timeout, stop)?;
-        }
-        Ok(world)
+        Ok(match launched {
+            Some(launched) => {
+                let comm = launch::meet(launched, self.rank_timeout, stop)?;
+                World::new(comm, device, runtime)
+            }
+            None => World::alone(device, runtime),
+        })
     }
 }
 
