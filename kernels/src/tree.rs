@@ -7,6 +7,7 @@
 //!
 //! Invariant: a value without a partner is moved up unchanged. It is never added to zero, which would turn -0.0 into 0.0.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use tch::Tensor;
@@ -149,6 +150,58 @@ impl<T: Sum> Blocks<T> {
     }
 }
 
+/// Adds the maximal aligned blocks of runs of leaves, given in any order: a node as soon as both its halves are there.
+///
+/// ```
+/// let mut nodes = kernels::tree::Nodes::new(&[2..7]);
+/// [6, 3, 4, 2, 5].into_iter().for_each(|leaf| nodes.push(leaf, leaf as f32));
+/// assert_eq!(nodes.take(2), Some(2.0 + 3.0));
+/// assert_eq!(nodes.finish(), None, "a block was taken");
+/// ```
+#[derive(Debug)]
+pub struct Nodes<T> {
+    blocks: Vec<(u32, u64)>,
+    /// Sums without a partner so far, by level and first leaf.
+    waiting: BTreeMap<(u32, u64), T>,
+}
+
+impl<T: Sum> Nodes<T> {
+    /// For the leaves of `parts`, which ascend; no node joins two of them.
+    pub fn new(parts: &[Range<u64>]) -> Self {
+        let blocks = parts.iter().flat_map(|part| blocks(part.start, part.end)).collect();
+        Nodes { blocks, waiting: BTreeMap::new() }
+    }
+
+    /// Takes a leaf, each once.
+    pub fn push(&mut self, leaf: u64, value: T) {
+        let block = self.blocks.iter().rfind(|(_, first)| *first <= leaf);
+        let top = block.map_or(0, |(level, _)| *level);
+        let (mut level, mut first, mut sum) = (0, leaf, value);
+        while level < top {
+            let other = first ^ (1 << level);
+            let Some(partner) = self.waiting.remove(&(level, other)) else { break };
+            sum = if other < first { partner.sum(sum) } else { sum.sum(partner) };
+            (level, first) = (level + 1, first.min(other));
+        }
+        self.waiting.insert((level, first), sum);
+    }
+
+    /// The sum of the block that begins with leaf `first`; `None` before all its leaves have come.
+    pub fn take(&mut self, first: u64) -> Option<T> {
+        let block = self.blocks.iter().find(|(_, begins)| *begins == first)?;
+        self.waiting.remove(block)
+    }
+
+    /// The sum of all leaves, which have to begin with leaf 0; `None` if one of them has not come, or there is none.
+    pub fn finish(mut self) -> Option<T> {
+        let mut counter = Counter::new();
+        for block in std::mem::take(&mut self.blocks) {
+            counter.push_block(block.0, self.waiting.remove(&block)?);
+        }
+        counter.finish()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -253,6 +306,37 @@ mod tests {
     }
 
     proptest! {
+        /// Whatever comes first: the expression of the leaves in order, and of each block of a part of them.
+        #[test]
+        fn the_order_of_arrival_is_no_argument(
+            (first, order) in (0u64..40, 1u64..40).prop_flat_map(|(first, count)| {
+                (Just(first), Just((0..count).collect::<Vec<_>>()).prop_shuffle())
+            })
+        ) {
+            let term = |leaf: u64| Term(leaf.to_string());
+            let count = order.len() as u64;
+            let mut all = Nodes::new(std::slice::from_ref(&(0..count)));
+            order.iter().for_each(|leaf| all.push(*leaf, term(*leaf)));
+            prop_assert_eq!(all.finish(), counted((0..count).map(term)));
+
+            let part = first..first + count;
+            let mut some = Nodes::new(std::slice::from_ref(&part));
+            for (seen, leaf) in order.iter().enumerate() {
+                let done = |(level, begins): &(u32, u64)| {
+                    let block = *begins..*begins + (1 << level);
+                    block.into_iter().all(|leaf| order[..seen].contains(&(leaf - first)))
+                };
+                for block in blocks(part.start, part.end).iter().filter(|block| !done(block)) {
+                    prop_assert_eq!(some.take(block.1), None);
+                }
+                some.push(first + leaf, term(first + leaf));
+            }
+            let wanted = joined(part.clone(), part.clone().map(|leaf| (0, term(leaf))).collect());
+            for ((_, begins), (_, wanted)) in blocks(part.start, part.end).into_iter().zip(wanted) {
+                prop_assert_eq!(some.take(begins), Some(wanted));
+            }
+        }
+
         #[test]
         fn tensors_add_like_their_elements(
             leaves in prop::collection::vec(prop::collection::vec(any::<f32>(), 3), 1..20)

@@ -6,15 +6,15 @@ use kernels::ops::{CPU, REFERENCE};
 use kernels::share::Frozen;
 use tch::{Device, Kind, Tensor};
 
-use super::attention::Attention;
 use super::layer::{Collected, Pass, make};
-use super::mlp::Mlp;
-use super::moe::Moe;
+use super::layers::cca::Cca;
+use super::layers::mlp::Mlp;
+use super::layers::moe::Moe;
 use super::parity::{Arrays, Fixture, all_rounded, relative};
 use super::zaya::{Kinds, Zaya};
 use super::{
-    Init, Keep, LeafOptions, LeafOutput, ParamId, ParamSpec, Skip, ZayaConfig, init, init_balance,
-    leaf, oracle, parameters, staged_leaf,
+    Init, Keep, LeafOptions, LeafOutput, ParamSpec, Skip, ZayaConfig, init, init_balance, leaf,
+    oracle, parameters, staged_leaf,
 };
 
 /// A model and a leaf large enough that kernels take their vector paths, with documents of awkward lengths.
@@ -86,7 +86,7 @@ fn gradients_are_those_of_automatic_differentiation() {
 #[test]
 fn another_feed_forward_fits_in() {
     let (config, _, balance, arrays) = middling(Skip::Zero);
-    let experts = Kinds { attention: make::<Attention<ParamId>>, feed_forward: make::<Moe> };
+    let experts = Kinds { attention: make::<Cca>, feed_forward: make::<Moe> };
     let plain = Kinds { feed_forward: make::<Mlp>, ..experts };
     let model = || Zaya::of(&config, &[experts, plain]);
     let specs = model().into_params();

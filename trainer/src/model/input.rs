@@ -6,6 +6,7 @@ use kernels::ops::Span;
 use tch::{Device, Kind, Tensor};
 
 use super::ZayaConfig;
+use crate::refusal::refused;
 
 /// The sequences of one leaf, as the loader serves them.
 #[derive(Clone, Copy, Debug)]
@@ -152,14 +153,15 @@ impl LeafInput<'_> {
 impl StagedLeaf {
     /// Waits, on the device, for every array.
     pub(super) fn arrive(self) -> Result<Prepared> {
-        let wait =
-            |staged: Staged| staged.wait().map_err(|error| Fault::machine(error.to_string()));
+        let wait = |staged: Staged, kind| {
+            staged.wait().and_then(|there| Ok(there.f_to_kind(kind)?)).map_err(refused)
+        };
         Ok(Prepared {
-            tokens: wait(self.tokens)?.to_kind(Kind::Int64),
-            labels: wait(self.labels)?.to_kind(Kind::Int64),
-            positions: wait(self.positions)?.to_kind(Kind::Int64),
-            mask: wait(self.mask)?.to_kind(Kind::Float),
-            starts: wait(self.starts)?,
+            tokens: wait(self.tokens, Kind::Int64)?,
+            labels: wait(self.labels, Kind::Int64)?,
+            positions: wait(self.positions, Kind::Int64)?,
+            mask: wait(self.mask, Kind::Float)?,
+            starts: wait(self.starts, Kind::Int64)?,
             spans: self.spans,
             label_count: self.label_count,
         })

@@ -5,11 +5,14 @@
 use std::any::Any;
 
 use contract::{Fault, Result};
+use kernels::ops::Table;
 use tch::{Kind, Tensor};
 
 use super::ZayaConfig;
-use super::attention::Context;
+use super::input::Prepared;
+use super::layers::rotary::Rotary;
 use super::param::{Declare, ParamId, Weights};
+use crate::refusal::refused;
 
 /// Where gradients go, each the moment it exists.
 pub trait Sink {
@@ -45,17 +48,16 @@ impl Sink for Collected {
 
 /// Hands a gradient to the sink in f32, in which everything goes on from here.
 pub(super) fn emit(sink: &mut dyn Sink, id: ParamId, gradient: Tensor) -> Result<()> {
-    sink.gradient(id, to_f32(gradient))
-}
-
-/// The same numbers in f32: sums, and what leaves the model.
-pub(super) fn to_f32(x: Tensor) -> Tensor {
-    x.to_kind(Kind::Float)
+    sink.gradient(id, gradient.f_to_kind(Kind::Float).map_err(|error| refused(error.into()))?)
 }
 
 /// What a micro-batch is computed with.
 pub(super) struct Pass<'a> {
-    pub(super) context: Context<'a>,
+    /// By which operations.
+    pub(super) ops: Table,
+    pub(super) config: &'a ZayaConfig,
+    pub(super) input: &'a Prepared,
+    pub(super) rotary: &'a Rotary,
     pub(super) weights: Weights<'a>,
     /// Balancing biases by layer of the model.
     pub(super) balance: &'a [Tensor],

@@ -3,10 +3,7 @@
 //! ```text
 //! config     every number that decides the computation     param      what a parameter is, and how a layer declares one
 //! input      tokens of a micro-batch, its documents        layer      what a layer is, and where its gradients go
-//! zaya       the model, top to bottom: read this first     head       loss without all logits
-//! attention  convolutions, q-k mean, value shift (rotary   moe        router (depth averaging, choice) and experts
-//!            has its angles)                                          (sorted, one product each)
-//! norm       RMS norm, residual scaling
+//! zaya       the model, top to bottom: read this first     layers/    attention, experts, and what stands around them
 //! oracle     the same equations differentiated by libtorch in f64
 //! fixtures/  parity with Hugging Face, and its traps
 //! ```
@@ -15,24 +12,16 @@
 //!
 //! Invariant: [`leaf`] is a pure function of the weights, the balancing biases, the leaf and the kernel table.
 
-mod attention;
 mod config;
-mod experts;
-mod head;
 mod input;
 mod layer;
-mod moe;
-mod norm;
+mod layers;
 mod normal;
 mod param;
-mod rotary;
-mod router;
 mod zaya;
 
 #[cfg(test)]
 mod agreement;
-#[cfg(test)]
-mod mlp;
 #[cfg(test)]
 mod oracle;
 #[cfg(test)]
@@ -142,6 +131,19 @@ pub fn staged_leaf(
     collected(config, (params, balance), &staged.arrive()?, divisor, options)
 }
 
+/// The same, with each gradient handed to `sink` the moment it exists.
+pub fn micro_batch(
+    config: &ZayaConfig,
+    params: &[Tensor],
+    balance: &[Tensor],
+    staged: StagedLeaf,
+    divisor: u64,
+    options: LeafOptions,
+    sink: &mut dyn Sink,
+) -> Result<LeafLosses> {
+    compute(config, (params, balance), &staged.arrive()?, (divisor, options), sink)
+}
+
 fn collected(
     config: &ZayaConfig,
     weights: (&[Tensor], &[Tensor]),
@@ -167,7 +169,7 @@ fn compute(
     let train = |pass: &Pass<'_>| model.train(pass, (divisor, keep), sink);
     let found = model.with((ops, config), weights, input, train)?;
     Ok(LeafLosses {
-        loss: found.losses.sum(Kind::Double).double_value(&[]),
+        loss: total(&found.losses)?,
         labels: input.label_count,
         token_losses: found.losses,
         counts: found.counts,
@@ -186,7 +188,7 @@ pub fn losses(
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
     let weights = (params, balance);
     let losses = model.with((ops, config), weights, &input, |pass| model.losses(pass))?;
-    Ok(losses.sum(Kind::Double).double_value(&[]))
+    total(&losses)
 }
 
 /// Logits of every token, `[rows * seq_len, vocab_size]`: for tests and short texts, a leaf never holds them all.
@@ -221,6 +223,12 @@ pub fn causal_pairs(starts: &[u32], length: u32) -> u64 {
 pub fn activation_bytes(config: &ZayaConfig, tokens: u64, keep: Keep, dtype: Dtype) -> u64 {
     let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
     Zaya::new(config).activation_bytes(config, (tokens, narrow), keep)
+}
+
+/// The sum of token losses, in f64.
+fn total(losses: &Tensor) -> Result<f64> {
+    let sum = losses.f_sum(Kind::Double).and_then(|sum| sum.f_double_value(&[]));
+    sum.map_err(|error| refused(error.into()))
 }
 
 fn enter() -> Result<()> {

@@ -15,16 +15,17 @@ use std::any::Any;
 
 use contract::Result;
 use kernels::ops::Table;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
-use super::attention::{Attention, Context};
 use super::input::Prepared;
-use super::layer::{AnyLayer, Make, Pass, Sink, Work, emit, make, to_f32};
-use super::moe::Moe;
-use super::norm::{Normed, Residual, RmsNorm};
+use super::layer::{AnyLayer, Backward, Make, Pass, Sink, Work, emit, make};
+use super::layers::cca::Cca;
+use super::layers::head;
+use super::layers::moe::Moe;
+use super::layers::norm::{Normed, Residual, RmsNorm};
+use super::layers::rotary::Rotary;
 use super::param::{Declare, ParamId, ParamSpec, Weights};
-use super::rotary::Rotary;
-use super::{Keep, ZayaConfig, head};
+use super::{Keep, ZayaConfig};
 use crate::refusal::refused;
 use crate::timing::{Part, part};
 
@@ -35,9 +36,9 @@ pub(super) struct Kinds {
     pub(super) feed_forward: Make,
 }
 
-/// The kinds of every layer, first to last. A new kind is a file beside the others and a name here.
+/// The kinds of every layer, first to last. A new kind is a file in `layers/` and a name here.
 fn kinds(config: &ZayaConfig) -> Vec<Kinds> {
-    let zaya = Kinds { attention: make::<Attention<ParamId>>, feed_forward: make::<Moe> };
+    let zaya = Kinds { attention: make::<Cca>, feed_forward: make::<Moe> };
     vec![zaya; config.num_hidden_layers as usize]
 }
 
@@ -46,7 +47,7 @@ pub(super) struct Zaya {
     params: Vec<ParamSpec>,
     embedding: Embedding,
     layers: Vec<DecoderLayer>,
-    norm: RmsNorm<ParamId>,
+    norm: RmsNorm,
 }
 
 /// The embedding, which is the head as well, and what makes the residual of it.
@@ -64,7 +65,7 @@ struct DecoderLayer {
 
 /// Half of a layer: what it adds to the residual, from the normed residual.
 struct Half {
-    norm: RmsNorm<ParamId>,
+    norm: RmsNorm,
     layer: Box<dyn AnyLayer>,
     scale: Residual,
 }
@@ -141,11 +142,10 @@ impl Zaya {
         work: impl FnOnce(&Pass<'_>) -> Result<T>,
     ) -> Result<T> {
         let _guard = tch::no_grad_guard();
-        let rotary = Rotary::new(config, &input.positions);
-        let context = Context { ops, config, input, rotary: &rotary };
+        let rotary = Rotary::new(config, &input.positions).map_err(refused)?;
         let weights = Weights(weights);
         let kind = weights[self.embedding.tokens].kind();
-        work(&Pass { context, weights, balance, kind })
+        work(&Pass { ops, config, input, rotary: &rotary, weights, balance, kind })
     }
 
     /// Forward, loss and backward of the sum of token losses over `divisor`.
@@ -161,8 +161,8 @@ impl Zaya {
         let head = {
             let _watch = part(Part::Head);
             let embedding = &pass.weights[self.embedding.tokens];
-            let head = head::of(&pass.context, embedding, &forward.hidden);
-            let found = pass.context.ops.cross_entropy_backward(head, divisor as f64);
+            let head = head::of(pass, embedding, &forward.hidden);
+            let found = pass.ops.cross_entropy_backward(head, divisor as f64);
             found.map_err(refused)?
         };
         self.backward(pass, forward, (head.hidden, head.weights), sink)?;
@@ -172,15 +172,17 @@ impl Zaya {
     /// The loss of every token, `[N]`: forward only.
     pub(super) fn losses(&self, pass: &Pass<'_>) -> Result<Tensor> {
         let hidden = self.forward(pass, Keep::LayerInputs)?.hidden;
-        let head = head::of(&pass.context, &pass.weights[self.embedding.tokens], &hidden);
-        pass.context.ops.cross_entropy(head).map_err(refused)
+        let head = head::of(pass, &pass.weights[self.embedding.tokens], &hidden);
+        pass.ops.cross_entropy(head).map_err(refused)
     }
 
     /// Logits of every token, `[N, V]`.
     pub(super) fn logits(&self, pass: &Pass<'_>) -> Result<Tensor> {
         let hidden = self.forward(pass, Keep::LayerInputs)?.hidden;
-        let embedding = pass.weights[self.embedding.tokens].tr();
-        Ok(to_f32(pass.context.ops.matmul(&hidden, &embedding).map_err(refused)?))
+        let embedding = &pass.weights[self.embedding.tokens];
+        let logits = embedding.f_tr().map_err(kernels::Error::from);
+        let logits = logits.and_then(|columns| pass.ops.matmul(&hidden, &columns));
+        logits.and_then(|logits| Ok(logits.f_to_kind(Kind::Float)?)).map_err(refused)
     }
 
     fn forward(&self, pass: &Pass<'_>, keep: Keep) -> Result<Forward> {
@@ -197,9 +199,8 @@ impl Zaya {
                 Some(Flow { residual, state }) => Kept::Inputs(residual, state),
             });
         }
-        let (hidden, normed) =
-            self.norm.bind(pass.weights).forward(pass.context.ops, &flow.residual)?;
-        Ok(Forward { embedded, layers, normed, hidden: hidden.to_kind(pass.kind), counts })
+        let (hidden, normed) = self.norm.forward(pass, &flow.residual)?;
+        Ok(Forward { embedded, layers, normed, hidden, counts })
     }
 
     /// From the gradients of the final normed residual, and of the embedding as the head.
@@ -211,9 +212,7 @@ impl Zaya {
         sink: &mut dyn Sink,
     ) -> Result<()> {
         let Forward { embedded, layers: kept, normed, .. } = forward;
-        let (residual, norm) =
-            self.norm.bind(pass.weights).backward(pass.context.ops, normed, &hidden)?;
-        emit(sink, self.norm.weight, norm)?;
+        let residual = self.norm.backward(pass, normed, &hidden, sink)?;
         let mut grad = Flow { residual, state: None };
         for (layer, kept) in self.layers.iter().zip(kept).rev() {
             let saved = match kept {
@@ -301,7 +300,7 @@ impl Embedding {
 
     /// Embeddings with their bias, and the residual that they make.
     fn forward(&self, pass: &Pass<'_>) -> Result<[Tensor; 2]> {
-        let (Context { ops, input, .. }, w) = (&pass.context, pass.weights);
+        let (Pass { ops, input, .. }, w) = (pass, pass.weights);
         let (bias, scale) = (&w[self.bias], &w[self.scale]);
         ops.embedding(&w[self.tokens], &input.tokens, bias, scale).map_err(refused)
     }
@@ -314,7 +313,7 @@ impl Embedding {
         (residual, mut head): (&Tensor, Tensor),
         sink: &mut dyn Sink,
     ) -> Result<()> {
-        let (Context { ops, input, .. }, scale) = (&pass.context, &pass.weights[self.scale]);
+        let (Pass { ops, input, .. }, scale) = (pass, &pass.weights[self.scale]);
         // The head's part came first; the input's part is added to it.
         let found = ops.embedding_backward(&input.tokens, embedded, scale, residual, &mut head);
         let [bias, scale] = found.map_err(refused)?;
@@ -379,11 +378,9 @@ impl Half {
     fn forward(&self, pass: &Pass<'_>, flow: Flow) -> Result<(Flow, Saved, Vec<u64>)> {
         let Flow { residual, state } = flow;
         // The residual is f32; what the products of a layer see has the kind of their weights.
-        let ops = pass.context.ops;
-        let (x, normed) = self.norm.bind(pass.weights).forward(ops, &residual)?;
-        let made = self.layer.forward(pass, &x.to_kind(pass.kind), state)?;
-        let scaling = self.scale.scaling(pass.weights);
-        let after = ops.residual(&made.out, &residual, scaling).map_err(refused)?;
+        let (x, normed) = self.norm.forward(pass, &residual)?;
+        let made = self.layer.forward(pass, &x, state)?;
+        let after = self.scale.forward(pass, &made.out, &residual)?;
         let saved = Saved { residual, normed, layer: made.saved, out: made.out };
         Ok((Flow { residual: after, state: made.state }, saved, made.counts))
     }
@@ -395,13 +392,11 @@ impl Half {
         grad: Flow,
         sink: &mut dyn Sink,
     ) -> Result<Flow> {
-        let (ops, scaling) = (pass.context.ops, self.scale.scaling(pass.weights));
-        let scaled = ops.residual_backward(&saved.out, &saved.residual, scaling, &grad.residual);
-        let scaled = scaled.map_err(refused)?;
-        self.scale.emit(scaled.scaling, sink)?;
-        let inner = self.layer.backward(pass, saved.layer, &scaled.branch, grad.state, sink)?;
-        let (through, norm) = self.norm.bind(pass.weights).backward(ops, saved.normed, &inner.x)?;
-        emit(sink, self.norm.weight, norm)?;
-        Ok(Flow { residual: scaled.residual + through, state: inner.state })
+        let Saved { residual, normed, layer, out } = saved;
+        let (out, residual) = self.scale.backward(pass, (&out, &residual), &grad.residual, sink)?;
+        let Backward { x, state } = self.layer.backward(pass, layer, &out, grad.state, sink)?;
+        let through = self.norm.backward(pass, normed, &x, sink)?;
+        let residual = residual.f_add(&through).map_err(|error| refused(error.into()))?;
+        Ok(Flow { residual, state })
     }
 }

@@ -2,18 +2,18 @@
 
 use contract::Result;
 use kernels::ops::RouterSaved;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
-use super::ZayaConfig;
 use super::experts::{self, Experts};
-use super::layer::{Backward, Forward, Layer, Pass, Sink, Work, emit, to_f32};
-use super::param::{Declare, ParamId};
 use super::router::Router;
+use crate::model::ZayaConfig;
+use crate::model::layer::{Backward, Forward, Layer, Pass, Sink, Work, emit};
+use crate::model::param::{Declare, ParamId};
 use crate::refusal::{refused, values};
 use crate::timing::{Part, part};
 
 /// The feed-forward of ZAYA1.
-pub(super) struct Moe {
+pub(in crate::model) struct Moe {
     router: Router,
     experts: Experts<ParamId>,
     /// Whose balancing biases the router adds.
@@ -21,7 +21,7 @@ pub(super) struct Moe {
 }
 
 /// What the backward pass needs.
-pub(super) struct Saved {
+pub(in crate::model) struct Saved {
     x: Tensor,
     router: RouterSaved,
     experts: experts::Saved,
@@ -41,7 +41,7 @@ impl Layer for Moe {
         x: &Tensor,
         state: Option<Tensor>,
     ) -> Result<Forward<Saved>> {
-        let ops = pass.context.ops;
+        let ops = pass.ops;
         let (routes, router) = {
             let _watch = part(Part::Router);
             let (router, balance) = (self.router.bind(pass.weights), &pass.balance[self.layer]);
@@ -64,7 +64,7 @@ impl Layer for Moe {
         state: Option<Tensor>,
         sink: &mut dyn Sink,
     ) -> Result<Backward> {
-        let ops = pass.context.ops;
+        let ops = pass.ops;
         let experts = {
             let _watch = part(Part::ExpertsBack);
             let experts = self.experts.bind(pass.weights);
@@ -79,7 +79,8 @@ impl Layer for Moe {
             let found = ops.router_backward(router, &saved.x, saved.router, weight, state.as_ref());
             found.map_err(refused)?
         };
-        let (x, state) = (to_f32(experts.input) + &router.input, router.before.take());
+        let x = experts.input.f_to_kind(Kind::Float).and_then(|x| x.f_add(&router.input));
+        let (x, state) = (x.map_err(|error| refused(error.into()))?, router.before.take());
         self.router.emit(router, sink)?;
         Ok(Backward { x, state })
     }

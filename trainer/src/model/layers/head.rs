@@ -6,25 +6,25 @@
 use kernels::ops::CrossEntropy;
 use tch::Tensor;
 
-use super::ZayaConfig;
-use super::attention::Context;
+use crate::model::ZayaConfig;
+use crate::model::layer::Pass;
 
 /// The head over the final normed residual `hidden`, as [`Ops::cross_entropy`](kernels::ops::Ops::cross_entropy) takes it.
-pub(super) fn of<'a>(
-    context: &Context<'a>,
+pub(in crate::model) fn of<'a>(
+    pass: &Pass<'a>,
     embedding: &'a Tensor,
     hidden: &'a Tensor,
 ) -> CrossEntropy<'a> {
-    let (labels, mask) = (&context.input.labels, &context.input.mask);
-    CrossEntropy { hidden, weights: embedding, labels, mask, chunk: context.config.loss_chunk }
+    let (labels, mask) = (&pass.input.labels, &pass.input.mask);
+    CrossEntropy { hidden, weights: embedding, labels, mask, chunk: pass.config.loss_chunk }
 }
 
 /// Multiplications of a forward pass, each with its addition.
-pub(super) fn products(config: &ZayaConfig, tokens: f64) -> f64 {
+pub(in crate::model) fn products(config: &ZayaConfig, tokens: f64) -> f64 {
     tokens * config.hidden_size as f64 * config.vocab_size as f64
 }
 
 /// Bytes of the logits that exist at a time, their logarithms and their gradient as a product sees it.
-pub(super) fn activation_bytes(config: &ZayaConfig, tokens: u64, narrow: u64) -> u64 {
+pub(in crate::model) fn activation_bytes(config: &ZayaConfig, tokens: u64, narrow: u64) -> u64 {
     (8 + narrow) * tokens.min(config.loss_chunk as u64) * config.vocab_size as u64
 }

@@ -7,8 +7,8 @@ use kernels::Result;
 use kernels::ops::{Dispatch, Ops, Routes};
 use tch::Tensor;
 
-use super::param::{Declare, ParamId, Weights};
-use super::{Skip, ZayaConfig};
+use crate::model::param::{Declare, ParamId, Weights};
+use crate::model::{Skip, ZayaConfig};
 
 /// Parameters of one layer's experts: `P` is a parameter's name, or its weight.
 pub(super) struct Experts<P> {

@@ -7,9 +7,9 @@
 use contract::Result;
 use kernels::ops::{RouterGrads, RouterWeights};
 
-use super::ZayaConfig;
-use super::layer::{Sink, emit};
-use super::param::{Declare, ParamId, Weights};
+use crate::model::ZayaConfig;
+use crate::model::layer::{Sink, emit};
+use crate::model::param::{Declare, ParamId, Weights};
 
 /// Parameters of one router.
 pub(super) struct Router {

@@ -4,20 +4,20 @@
 use contract::Result;
 use tch::{Kind, Tensor};
 
-use super::ZayaConfig;
-use super::layer::{Backward, Forward, Layer, Pass, Sink, Work, emit};
-use super::param::{Declare, ParamId};
+use crate::model::ZayaConfig;
+use crate::model::layer::{Backward, Forward, Layer, Pass, Sink, Work, emit};
+use crate::model::param::{Declare, ParamId};
 use crate::refusal::refused;
 
 /// `down(silu(gate(x)) * up(x))`, as wide inside as an expert.
-pub(super) struct Mlp {
+pub(in crate::model) struct Mlp {
     gate: ParamId,
     up: ParamId,
     down: ParamId,
 }
 
 /// What the backward pass needs.
-pub(super) struct Saved {
+pub(in crate::model) struct Saved {
     x: Tensor,
     /// Gate, then up.
     both: Tensor,
@@ -75,7 +75,7 @@ impl Layer for Mlp {
 
 impl Mlp {
     fn compute(&self, pass: &Pass<'_>, x: &Tensor) -> kernels::Result<(Tensor, Saved)> {
-        let (ops, w) = (pass.context.ops, pass.weights);
+        let (ops, w) = (pass.ops, pass.weights);
         let side = |weight: ParamId| ops.matmul(x, &w[weight].f_tr()?);
         let both = Tensor::f_cat(&[side(self.gate)?, side(self.up)?], 1)?;
         let inner = ops.swiglu(&both)?;
@@ -90,7 +90,7 @@ impl Mlp {
         saved: &Saved,
         grad: &Tensor,
     ) -> kernels::Result<(Tensor, [Tensor; 3])> {
-        let (ops, w, Saved { x, both, inner }) = (pass.context.ops, pass.weights, saved);
+        let (ops, w, Saved { x, both, inner }) = (pass.ops, pass.weights, saved);
         let grad = grad.f_to_kind(x.kind())?;
         let down = ops.matmul(&grad.f_tr()?, inner)?;
         let both = ops.swiglu_backward(both, &ops.matmul(&grad, &w[self.down])?)?;

@@ -1,0 +1,18 @@
+//! The layers of the model: attention and feed-forward, one kind a file, and what stands around them.
+//!
+//! ```text
+//! cca   compressed convolutional attention (rotary: its angles)
+//! moe   a mixture of experts: router, experts
+//! mlp   a plain feed-forward, in tests
+//! norm  RMS norm, residual scaling        head  loss without all logits
+//! ```
+
+pub(super) mod cca;
+mod experts;
+pub(super) mod head;
+#[cfg(test)]
+pub(super) mod mlp;
+pub(super) mod moe;
+pub(super) mod norm;
+pub(super) mod rotary;
+mod router;

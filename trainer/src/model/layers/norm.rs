@@ -1,0 +1,121 @@
+//! RMS norm and residual scaling: forward, and backward written out.
+
+use contract::Result;
+use kernels::ops::Scaling;
+use tch::Tensor;
+
+use crate::model::ZayaConfig;
+use crate::model::layer::{Pass, Sink, emit};
+use crate::model::param::{Declare, ParamId};
+use crate::refusal::refused;
+
+/// `x * rsqrt(mean(x^2) + eps) * weight`, statistics in f32.
+pub(in crate::model) struct RmsNorm {
+    weight: ParamId,
+    eps: f64,
+}
+
+/// What the backward pass needs of a norm: what it was given, and the factor of each row.
+pub(in crate::model) struct Normed {
+    x: Tensor,
+    factor: Tensor,
+}
+
+impl RmsNorm {
+    /// Over the whole width of the residual.
+    pub(in crate::model) fn declare(
+        params: &mut Declare<'_>,
+        config: &ZayaConfig,
+        name: &str,
+        zyphra: &str,
+    ) -> Self {
+        let weight = params.vector(name, zyphra, config.hidden_size, 1.0);
+        RmsNorm { weight, eps: config.rms_norm_eps }
+    }
+
+    /// `x` normed, in [`Pass::kind`].
+    pub(in crate::model) fn forward(
+        &self,
+        pass: &Pass<'_>,
+        x: &Tensor,
+    ) -> Result<(Tensor, Normed)> {
+        let normed = pass.ops.rms_norm(x, &pass.weights[self.weight], self.eps);
+        let normed = normed.and_then(|(out, factor)| Ok((out.f_to_kind(pass.kind)?, factor)));
+        let (out, factor) = normed.map_err(refused)?;
+        Ok((out, Normed { x: x.shallow_clone(), factor }))
+    }
+
+    /// From the gradient of the output, f32: that of the input.
+    pub(in crate::model) fn backward(
+        &self,
+        pass: &Pass<'_>,
+        saved: Normed,
+        grad: &Tensor,
+        sink: &mut dyn Sink,
+    ) -> Result<Tensor> {
+        let (Normed { x, factor }, weight) = (saved, &pass.weights[self.weight]);
+        let found = pass.ops.rms_norm_backward(&x, &factor, weight, grad);
+        let (input, weight) = found.map_err(refused)?;
+        emit(sink, self.weight, weight)?;
+        Ok(input)
+    }
+}
+
+/// `(out + hidden_bias) * hidden_scale + (residual + residual_bias) * residual_scale`.
+///
+/// The papers write `a * x + b`; the code that trained ZAYA1 adds first.
+pub(in crate::model) struct Residual {
+    hidden_scale: ParamId,
+    hidden_bias: ParamId,
+    residual_scale: ParamId,
+    residual_bias: ParamId,
+}
+
+impl Residual {
+    pub(in crate::model) fn declare(params: &mut Declare<'_>, config: &ZayaConfig) -> Self {
+        let mut vector =
+            |name: &str, value: f32| params.vector(name, name, config.hidden_size, value);
+        Residual {
+            hidden_scale: vector("hidden_states_scale", 1.0),
+            hidden_bias: vector("hidden_states_bias", 0.0),
+            residual_scale: vector("residual_scale", 1.0),
+            residual_bias: vector("residual_bias", 0.0),
+        }
+    }
+
+    pub(in crate::model) fn forward(
+        &self,
+        pass: &Pass<'_>,
+        out: &Tensor,
+        residual: &Tensor,
+    ) -> Result<Tensor> {
+        pass.ops.residual(out, residual, self.scaling(pass)).map_err(refused)
+    }
+
+    /// From the gradient of the sum: those of `out` and of `residual`.
+    pub(in crate::model) fn backward(
+        &self,
+        pass: &Pass<'_>,
+        (out, residual): (&Tensor, &Tensor),
+        grad: &Tensor,
+        sink: &mut dyn Sink,
+    ) -> Result<(Tensor, Tensor)> {
+        let found = pass.ops.residual_backward(out, residual, self.scaling(pass), grad);
+        let found = found.map_err(refused)?;
+        let ids = [self.hidden_scale, self.hidden_bias, self.residual_scale, self.residual_bias];
+        for (id, gradient) in ids.into_iter().zip(found.scaling) {
+            emit(sink, id, gradient)?;
+        }
+        Ok((found.branch, found.residual))
+    }
+
+    fn scaling<'a>(&self, pass: &Pass<'a>) -> Scaling<'a> {
+        let of = |id| pass.weights.of(id);
+        Scaling {
+            scale: of(self.hidden_scale),
+            bias: of(self.hidden_bias),
+            residual_scale: of(self.residual_scale),
+            residual_bias: of(self.residual_bias),
+        }
+    }
+}

@@ -1,0 +1,30 @@
+//! Rotary embedding of the first dimensions of each head, paired by halves.
+
+use kernels::Result;
+use tch::{Kind, Tensor};
+
+use crate::model::ZayaConfig;
+
+/// Angles of every token: `[tokens, half]`.
+#[derive(Debug)]
+pub(in crate::model) struct Rotary {
+    cos: Tensor,
+    sin: Tensor,
+}
+
+impl Rotary {
+    /// Angles in f32, as Hugging Face computes them.
+    pub(in crate::model) fn new(config: &ZayaConfig, positions: &Tensor) -> Result<Rotary> {
+        let dim = config.rotary_dim();
+        let options = (Kind::Float, positions.device());
+        let exponent = Tensor::f_arange_start_step(0, dim, 2, options)?.f_div_scalar(dim as f64)?;
+        let frequency = Tensor::f_pow_scalar(config.rope_theta, &exponent)?.f_reciprocal()?;
+        let angle = positions.f_to_kind(Kind::Float)?.f_unsqueeze(1)?.f_mul(&frequency)?;
+        Ok(Rotary { cos: angle.f_cos()?, sin: angle.f_sin()? })
+    }
+
+    /// Cosines and sines, `[tokens, half]`.
+    pub(in crate::model) fn angles(&self) -> [&Tensor; 2] {
+        [&self.cos, &self.sin]
+    }
+}
