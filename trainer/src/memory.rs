@@ -27,7 +27,8 @@ pub struct Holds {
     pub moments: u64,
     /// What the leaves at work keep between their passes, and their chunk of logits.
     pub activations: u64,
-    /// Gradients of leaves: one for each worker, one that waits if there are several, one for each pending level of a block.
+    /// Gradients of leaves: one for each level of a block that waits for a partner, or for each worker where every leaf is a
+    /// block; and what each worker has in flight.
     pub gradients: u64,
     /// Blocks, in memory that is sent or waits for the rank itself.
     pub sent: u64,
@@ -76,8 +77,6 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
     let parts = team::parts(holder.schedule, world, leaves)?;
     let own = parts[holder.rank as usize].iter().map(|part| part.end - part.start).sum::<u64>();
     let workers = own.min(holder.workers.count() as u64);
-    // A lone worker takes its leaf itself before it begins another one.
-    let waiting = u64::from(workers > 1 && own > workers);
     let moments = holder.pieces.iter().filter(|piece| piece.owner == holder.rank).map(|piece| {
         let sets = 1 + u64::from(piece.rule.has_second_moment());
         4 * sets * piece.length() as u64
@@ -90,12 +89,20 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
         spec.curriculum.dtype,
     );
     let pending = parts[holder.rank as usize].iter().flat_map(levels).max().unwrap_or(0);
+    // Workers in one block add to the same nodes. Each of several has one leaf at work, and one more may wait for its turn.
+    let whole = match u64::from(pending) {
+        0 => workers + u64::from(workers > 1 && own > workers),
+        pending => pending + workers.saturating_sub(1) / 2,
+    };
+    // A worker's layer, and the head's gradient, which waits for the embedding's at the end of the pass.
+    let embedding = spec.parameters.first().map_or(0, crate::model::ParamSpec::elements);
+    let in_flight = embedding + (all - embedding) / config.num_hidden_layers as u64;
     let (sent, received, sums) = travelling(&parts, holder, all, leaves);
     Ok(Holds {
         weights: 4 * all + 2 * rounded,
         moments: moments.sum(),
         activations: workers * activations,
-        gradients: 4 * all * (workers + waiting + u64::from(pending)),
+        gradients: 4 * (all * whole + workers * in_flight),
         sent,
         received,
         sums,

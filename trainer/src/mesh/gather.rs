@@ -18,7 +18,7 @@
 //! received and added up while the next one is computed, on several machines the round before it, so that what is alive at
 //! a time depends on the ranks and not on the leaves.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 use contract::{Fault, Result};
@@ -26,9 +26,10 @@ use kernels::group::{Arrival, Exchange};
 use kernels::tree::{Blocks, Counter, blocks};
 use tch::{Kind, Tensor};
 
+use super::sink::Gradients;
 use super::team::Team;
 use crate::refusal::lost;
-use crate::state::ownership::{self, Piece, pack};
+use crate::state::ownership::{self, Piece};
 use crate::timing;
 
 /// The gradients of one step, under way.
@@ -42,8 +43,6 @@ pub(crate) struct Gather<'a> {
     at: (usize, u64),
     /// How many blocks of that round it has sent.
     sent: u64,
-    /// What this rank adds up in this round.
-    subtrees: Option<Blocks<Vec<Tensor>>>,
     /// What this rank has for itself of each of its blocks.
     mine: VecDeque<Tensor>,
     /// What comes from each rank, block after block: from here, for the gate that this rank is, or from a gate elsewhere.
@@ -68,7 +67,6 @@ impl<'a> Gather<'a> {
             parts,
             at: (0, 0),
             sent: 0,
-            subtrees: None,
             mine: VecDeque::new(),
             coming,
             joined: VecDeque::new(),
@@ -79,24 +77,22 @@ impl<'a> Gather<'a> {
         Ok(gather)
     }
 
-    /// Takes the gradient of this rank's next leaf.
-    pub(crate) fn leaf(&mut self, gradient: Vec<Tensor>) -> Result<()> {
+    /// Sends what is complete of `gradients` with this rank's next leaf.
+    pub(crate) fn leaf(&mut self, gradients: &Gradients) -> Result<()> {
         let (round, place) = self.at;
         if place == 0 && round > 0 {
             self.turn(round)?;
         }
         let part = self.parts[self.me() as usize][round].clone();
         let size = part.end - part.start;
-        let complete = {
-            let _watch = timing::part(timing::Part::Tree);
-            self.subtrees.get_or_insert_with(|| Blocks::new(part)).push_block(0, gradient)
-        };
-        if let Some((_, block)) = complete {
-            self.send(round, &block)?;
+        let computed = part.start + place + 1;
+        let mut blocks = blocks(part.start, part.end).into_iter();
+        if let Some((_, first)) = blocks.find(|(level, first)| first + (1 << level) == computed) {
+            self.send(round, gradients, first)?;
         }
         self.at = (round, place + 1);
         if place + 1 == size {
-            (self.at, self.sent, self.subtrees) = ((round + 1, 0), 0, None);
+            (self.at, self.sent) = ((round + 1, 0), 0);
             // What comes from ranks that have more blocks may travel too.
             self.exchange.close(near(round, ALL)).map_err(lost)?;
         }
@@ -178,18 +174,52 @@ impl<'a> Gather<'a> {
         Ok(())
     }
 
-    /// Hands every rank here its bag of a block of ours.
-    fn send(&mut self, round: usize, block: &[Tensor]) -> Result<()> {
+    /// Hands every rank here its bag of the block of ours that begins with leaf `first`.
+    fn send(&mut self, round: usize, gradients: &Gradients, first: u64) -> Result<()> {
         let _watch = timing::part(timing::Part::Send);
         let here = self.team.nodes.ranks(self.team.nodes.here());
-        for to in self.team.group.others().filter(|rank| here.contains(rank)) {
-            let bag = pack(self.pieces, &self.bag(to), block);
-            self.exchange.send(near(round, self.sent), to, &bag).map_err(lost)?;
+        for (to, bag) in here.zip(self.bags(gradients, first)?) {
+            if to == self.me() {
+                self.mine.push_back(bag);
+            } else {
+                self.exchange.send(near(round, self.sent), to, &bag).map_err(lost)?;
+            }
         }
-        self.mine.push_back(pack(self.pieces, &self.bag(self.me()), block));
         self.exchange.close(near(round, self.sent)).map_err(lost)?;
         self.sent += 1;
         Ok(())
+    }
+
+    /// A block's bag for each rank here. A parameter is let go of as soon as its pieces are in their bags, so that the block
+    /// is not held twice.
+    fn bags(&self, gradients: &Gradients, first: u64) -> Result<Vec<Tensor>> {
+        // Where the next piece of an owner goes: into which bag, and where in it.
+        let (mut lengths, mut next) = (Vec::new(), BTreeMap::new());
+        for (slot, rank) in self.team.nodes.ranks(self.team.nodes.here()).enumerate() {
+            let mut end = 0;
+            for owner in self.bag(rank) {
+                next.insert(owner, (slot, end));
+                end += self.length(owner);
+            }
+            lengths.push(end);
+        }
+        let mut bags = Vec::new();
+        let mut pieces = self.pieces.iter().peekable();
+        for parameter in 0..gradients.parameters() {
+            let whole = gradients.take(parameter, first)?;
+            if bags.is_empty() {
+                let bag = |length: &i64| Tensor::empty([*length], (Kind::Float, whole.device()));
+                bags = lengths.iter().map(bag).collect::<Vec<_>>();
+            }
+            while let Some(piece) = pieces.next_if(|piece| piece.tensor == parameter) {
+                let unknown = || Fault::bug("a piece has no owner here");
+                let (slot, at) = next.get_mut(&piece.owner).ok_or_else(unknown)?;
+                let length = piece.length();
+                bags[*slot].narrow(0, *at, length).copy_(&piece.of(&whole).reshape([-1]));
+                *at += length;
+            }
+        }
+        Ok(bags)
     }
 
     /// Adds what the ranks here have handed over in the rounds before `end`, and sends it on to the owners elsewhere.

@@ -1,7 +1,8 @@
 //! The ranks of a run: who computes which micro-batches, who shares a machine, and how gradients reach their owners.
 //!
 //! - [`axes`] are the degrees of the mesh and its lines; [`team`] says who computes which leaves and who speaks with whom.
-//! - `sum` is the sum of a step's gradients, here or by `gather` from many ranks; `share` gives new weights to all.
+//! - `sink` takes each gradient from the layer that has it and adds it up; `sum` is the sum of a step's gradients, of these
+//!   alone or by `gather` with those of many ranks; `share` gives new weights to all.
 //! - `words` are the small things that ranks tell each other. [`mod@bench`] times the exchanges.
 //!
 //! Invariant: collectives only move bytes. Every addition happens on one rank, in the order of the tree, so that the
@@ -11,6 +12,7 @@ pub mod axes;
 pub mod bench;
 mod gather;
 pub(crate) mod share;
+pub(crate) mod sink;
 pub(crate) mod sum;
 pub mod team;
 pub(crate) mod words;

@@ -1,18 +1,17 @@
 //! The sum of a step's gradients, in the order of the tree: here, where one rank has all leaves, or gathered from many.
 
-use contract::{Fault, Result};
-use kernels::tree::Counter;
+use contract::Result;
 use tch::Tensor;
 
 use super::Team;
 use super::gather::Gather;
+use super::sink::Gradients;
 use crate::state::ownership::Ownership;
-use crate::timing;
 
 /// The gradients of one step, under way.
 pub(crate) enum Sum<'a> {
     /// All leaves are this rank's, and so are all pieces: nothing travels, nothing is copied.
-    Here(Counter<Vec<Tensor>>),
+    Here,
     /// Leaves and pieces are dealt among ranks.
     Gathered(Box<Gather<'a>>),
 }
@@ -21,28 +20,24 @@ impl<'a> Sum<'a> {
     /// Begins a step of `leaves` leaves.
     pub(crate) fn begin(team: &'a Team<'a>, owners: &'a Ownership, leaves: u64) -> Result<Self> {
         Ok(match team.group.world() {
-            1 => Sum::Here(Counter::new()),
+            1 => Sum::Here,
             _ => Sum::Gathered(Box::new(Gather::begin(team, owners.pieces(), leaves)?)),
         })
     }
 
-    /// Takes the gradient of this rank's next leaf.
-    pub(crate) fn leaf(&mut self, gradient: Vec<Tensor>) -> Result<()> {
+    /// Hears that this rank's next leaf has been computed, and handed its gradient to `gradients`.
+    pub(crate) fn leaf(&mut self, gradients: &Gradients) -> Result<()> {
         match self {
-            Sum::Here(tree) => {
-                let _watch = timing::part(timing::Part::Tree);
-                tree.push(gradient);
-                Ok(())
-            }
-            Sum::Gathered(gather) => gather.leaf(gradient),
+            Sum::Here => Ok(()),
+            Sum::Gathered(gather) => gather.leaf(gradients),
         }
     }
 
     /// The sum of this rank's pieces, in their order, once every rank has computed its leaves.
-    pub(crate) fn finish(self, owners: &Ownership) -> Result<Vec<Tensor>> {
+    pub(crate) fn finish(self, owners: &Ownership, gradients: Gradients) -> Result<Vec<Tensor>> {
         match self {
-            Sum::Here(tree) => {
-                let sum = tree.finish().ok_or_else(|| Fault::bug("a step had no leaves"))?;
+            Sum::Here => {
+                let sum = gradients.finish()?;
                 // Pieces are aliases of what is contiguous.
                 let sum: Vec<Tensor> = sum.iter().map(Tensor::contiguous).collect();
                 Ok(owners.own().map(|piece| piece.of(&sum[piece.tensor])).collect())
@@ -59,6 +54,7 @@ mod tests {
     use std::time::Duration;
 
     use kernels::group::{Axis, Group, Place, Store};
+    use kernels::tree::Counter;
     use tch::Kind;
 
     use super::*;
@@ -105,6 +101,8 @@ mod tests {
         let pieces = ownership::pieces(&layout.parameters, &layout.rules, place.world);
         let owners = Ownership::cut(pieces, me);
         let numbers = team.leaves(leaves).unwrap();
+        let parts = &team.parts(leaves).unwrap()[me as usize];
+        let gradients = Gradients::new(parts, layout.parameters.len());
         let mut sum = Sum::begin(&team, &owners, leaves).unwrap();
         let compute = |turn: u64| {
             for layer in 0..3 {
@@ -112,11 +110,13 @@ mod tests {
                 thread::sleep(Duration::from_micros(mixed >> 5 & 0x7ff));
                 exchange_in_layer(&line, turn * 3 + layer)?;
             }
-            Ok(gradient(&layout, numbers[turn as usize]))
+            let leaf = numbers[turn as usize];
+            let mut tensors = gradient(&layout, leaf).into_iter().enumerate();
+            tensors.try_for_each(|(parameter, tensor)| gradients.add(parameter, leaf, tensor))
         };
-        let take = |_, gradient| sum.leaf(gradient);
+        let take = |_, ()| sum.leaf(&gradients);
         Workers::new(1).fold(numbers.len() as u64, compute, take).unwrap();
-        let own = sum.finish(&owners).unwrap();
+        let own = sum.finish(&owners, gradients).unwrap();
         let mut tree = Counter::new();
         (0..leaves).for_each(|leaf| tree.push(gradient(&layout, leaf)));
         let whole = tree.finish().unwrap();

@@ -27,7 +27,7 @@ pub struct LeafInput<'a> {
     pub seq_len: usize,
 }
 
-/// A leaf on its way to the device: made by a prefetcher's last stage, computed by [`super::staged_leaf`].
+/// A leaf on its way to the device: made by a prefetcher's last stage, computed by [`super::micro_batch`].
 #[derive(Debug)]
 pub struct StagedLeaf {
     tokens: Staged,

@@ -119,19 +119,8 @@ fn options_for(params: &[Tensor]) -> Result<LeafOptions> {
     Ok(LeafOptions { ops, keep: Keep::Everything })
 }
 
-/// Computes a leaf that a prefetcher staged as `options` say; otherwise as [`leaf`].
-pub fn staged_leaf(
-    config: &ZayaConfig,
-    params: &[Tensor],
-    balance: &[Tensor],
-    staged: StagedLeaf,
-    divisor: u64,
-    options: LeafOptions,
-) -> Result<LeafOutput> {
-    collected(config, (params, balance), &staged.arrive()?, divisor, options)
-}
-
-/// The same, with each gradient handed to `sink` the moment it exists.
+/// Computes a leaf that a prefetcher staged as `options` say, and hands each gradient to `sink` the moment it exists;
+/// otherwise as [`leaf`].
 pub fn micro_batch(
     config: &ZayaConfig,
     params: &[Tensor],
@@ -142,6 +131,19 @@ pub fn micro_batch(
     sink: &mut dyn Sink,
 ) -> Result<LeafLosses> {
     compute(config, (params, balance), &staged.arrive()?, (divisor, options), sink)
+}
+
+/// The same, with all gradients together.
+#[cfg(test)]
+pub(crate) fn staged_leaf(
+    config: &ZayaConfig,
+    params: &[Tensor],
+    balance: &[Tensor],
+    staged: StagedLeaf,
+    divisor: u64,
+    options: LeafOptions,
+) -> Result<LeafOutput> {
+    collected(config, (params, balance), &staged.arrive()?, divisor, options)
 }
 
 fn collected(

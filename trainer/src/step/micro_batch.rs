@@ -5,17 +5,17 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use contract::{Fault, Result};
-use kernels::checksum;
 use kernels::device::Stager;
 use kernels::share::Frozen;
 use loader::Batch;
 use tch::Tensor;
 
-use crate::model::{self, LeafInput, LeafOutput, StagedLeaf};
+use crate::mesh::sink::{Checksum, Gradients};
+use crate::model::{self, LeafInput, LeafLosses, StagedLeaf};
 use crate::optim::balance::Balance;
 use crate::refusal::{caught, values};
 use crate::spec::RunSpec;
-use crate::state::{Part, State, salt};
+use crate::state::State;
 use crate::timing;
 use crate::workers::Workers;
 
@@ -73,6 +73,8 @@ pub(crate) struct MicroBatches<'a> {
     pub(crate) spec: &'a RunSpec,
     pub(crate) batch: &'a Batch,
     pub(crate) leaves: &'a Leaves,
+    /// Their numbers in the step.
+    pub(crate) numbers: &'a [u64],
     /// Labels in the whole step, of all ranks.
     pub(crate) divisor: u64,
     pub(crate) detail: Detail,
@@ -80,31 +82,35 @@ pub(crate) struct MicroBatches<'a> {
 }
 
 impl MicroBatches<'_> {
-    /// Computes every one with the weights and balances of `state`; `begun` hears of each before it is computed, `take` gets
-    /// what came out, in leaf order.
+    /// Computes every one with the weights and balances of `state`; `begun` hears of each before it is computed, `gradients`
+    /// gets each gradient when a layer has it, `take` the rest, in leaf order.
     pub(crate) fn each(
         &self,
         state: &State,
+        gradients: &Gradients,
         begun: impl Fn(u64) + Sync,
-        mut take: impl FnMut(LeafSums, LeafOutput) -> Result<()> + Send,
+        mut take: impl FnMut(LeafSums, Vec<Vec<u64>>) -> Result<()> + Send,
     ) -> Result<()> {
-        let MicroBatches { spec, batch, leaves, divisor, detail, workers } = *self;
+        let MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers } = *self;
         let weights = products(spec, &state.weights, workers)?;
         let biases = bias_tensors(&state.weights, &state.balance);
         let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
         let config = &spec.model_at(batch.step)?.config;
         let work = |leaf: u64| {
-            begun(leaf);
+            begun(numbers[leaf as usize]);
             let (weights, biases) = (weights.aliases(), biases.aliases());
             let compute = || {
                 let staged = leaves.take(leaf)?;
-                let how = workers.options();
-                let output = model::staged_leaf(config, &weights, &biases, staged, divisor, how)?;
-                Ok((sums(&output, &input(batch, leaf), detail)?, output))
+                let (how, mut sink) = (workers.options(), gradients.sink(numbers[leaf as usize]));
+                let (weights, biases) = (&weights, &biases);
+                let losses =
+                    model::micro_batch(config, weights, biases, staged, divisor, how, &mut sink)?;
+                let sums = sums(&losses, sink.checksum(), &input(batch, leaf), detail)?;
+                Ok((sums, losses.counts))
             };
             caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
         };
-        workers.fold(batch.rows / batch.micro_batch, work, |_, (sums, output)| take(sums, output))
+        workers.fold(batch.rows / batch.micro_batch, work, |_, (sums, counts)| take(sums, counts))
     }
 }
 
@@ -129,8 +135,10 @@ pub fn leaf(
     let mut found = workers.map(vec![staged], |staged| {
         let (weights, biases) = (weights.aliases(), biases.aliases());
         let compute = || {
-            let output = model::staged_leaf(config, &weights, &biases, staged, divisor, how)?;
-            sums(&output, &input, Detail::Tokens)
+            let (mut sink, weights, biases) = (Checksum::default(), &weights, &biases);
+            let losses =
+                model::micro_batch(config, weights, biases, staged, divisor, how, &mut sink)?;
+            sums(&losses, sink.0, &input, Detail::Tokens)
         };
         caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
     })?;
@@ -158,16 +166,17 @@ pub(crate) fn rows(batch: &Batch, rows: Range<u64>) -> LeafInput<'_> {
     }
 }
 
-fn sums(output: &LeafOutput, input: &LeafInput<'_>, detail: Detail) -> Result<LeafSums> {
+fn sums(
+    output: &LeafLosses,
+    gradient: u64,
+    input: &LeafInput<'_>,
+    detail: Detail,
+) -> Result<LeafSums> {
     let _watch = timing::part(timing::Part::LeafSums);
-    let checksums = output.grads.iter().enumerate();
-    let checksums =
-        checksums.map(|(index, tensor)| checksum::tensor(tensor, salt(Part::LeafGradient, index)));
     let token_losses = match detail {
         Detail::Tokens => values(&output.token_losses.flatten(0, -1))?,
         Detail::Sums => Vec::new(),
     };
-    let gradient = checksums.fold(0, u64::wrapping_add);
     let by_row = output.token_losses.view([input.rows as i64, -1]);
     let by_row = by_row.sum_dim_intlist(1, false, tch::Kind::Double);
     let labels = |mask: &[u8]| mask.iter().map(|mask| u64::from(*mask != 0)).sum();

@@ -27,9 +27,10 @@ use loader::Batch;
 use tch::Tensor;
 
 use crate::ledger::StepRecord;
+use crate::mesh::sink::Gradients;
 use crate::mesh::sum::Sum;
 use crate::mesh::{Mesh, Schedule, Team};
-use crate::model::{self, LeafOutput, ZayaConfig};
+use crate::model::{self, ZayaConfig};
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::workers::Workers;
@@ -120,21 +121,23 @@ pub fn gradient(
     let head = facts::head(cx, batch)?;
     let mut sum = Sum::begin(team, &state.owners, head.leaves)?;
     let numbers = team.leaves(head.leaves)?;
+    let parts = &team.parts(head.leaves)?[team.group.rank() as usize];
+    let gradients = Gradients::new(parts, state.weights.len());
     let (mut kept, mut router) = (Vec::new(), Vec::new());
-    let take = |sums: LeafSums, output: LeafOutput| {
+    let take = |sums: LeafSums, counts: Vec<Vec<u64>>| {
         kept.push(sums);
-        facts::add_counts(&mut router, output.counts);
-        sum.leaf(output.grads)
+        facts::add_counts(&mut router, counts);
+        sum.leaf(&gradients)
     };
-    let reached = |leaf: u64| {
-        let number = numbers[leaf as usize];
+    let reached = |number: u64| {
         team.group.reached(&format!("step {}, micro-batch {number}", batch.step));
     };
-    let all = MicroBatches { spec, batch, leaves, divisor: head.divisor, detail, workers };
-    all.each(state, reached, take)?;
+    let (numbers, divisor) = (&numbers, head.divisor);
+    let all = MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers };
+    all.each(state, &gradients, reached, take)?;
     let losses = facts::losses(cx, head.leaves, kept, &router)?;
     let start = Instant::now();
-    let own = sum.finish(&state.owners)?;
+    let own = sum.finish(&state.owners, gradients)?;
     let facts::Losses { loss, leaves, router } = losses;
     let (step, facts::Head { divisor, data, .. }) = (batch.step, head);
     let waited = start.elapsed();
