@@ -5,7 +5,7 @@
 //! scan:    files -> WORK/parts/KEY.bin                of sources whose steps compare documents: what each step must know
 //! decide:  these parts, in order -> which documents go    one process, in one total order
 //! encode:  files, who goes -> WORK/parts/KEY.bin      documents, prepared and encoded
-//! merge:   these parts, in order -> STORE                 through the committer of a local build: the same bytes
+//! merge:   these parts, in order -> STORE                 through the one committer; in one process (`local`), as parts are made
 //! ```
 //!
 //! Invariant: a part's key is the hash of all that its content depends on (`key`); so whatever an edit left as it

@@ -1,4 +1,4 @@
-//! `zdata task`: the pieces of `zdata build --engine tasks|slurm`, for schedulers to call.
+//! `zdata task`: the pieces of a build, for schedulers to call.
 
 use std::path::PathBuf;
 use std::thread;
