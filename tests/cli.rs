@@ -16,6 +16,41 @@ fn wrong_use_is_exit_two_with_the_nearest_word() {
     }
 }
 
+/// A script that asked for silence reads standard error only where something is wrong.
+#[test]
+fn quiet_tells_only_answers_and_errors() {
+    let scratch = Scratch::new();
+    let corpus = corpus(&scratch, 60, "on_error = \"skip\"");
+    scratch.write("raw/web-2.jsonl", "no document\n");
+    let [store, out, work] = ["store", "out", "work"].map(|name| scratch.path(name));
+    let (trained, exported) = (scratch.path("trained.json"), scratch.path("exported"));
+    let tokenizer = scratch.path("tokenizer.json");
+    let source = format!("web={}", arg(&exported.join("web/train")));
+    let head = ["import", arg(&out), "--format", "megatron", "--tokenizer", arg(&tokenizer)];
+    let import = [&head[..], &["--source", &source]].concat();
+    let tasks = ["--engine", "tasks", "--work", arg(&work)];
+    let build = ["build", arg(&corpus), "--out", arg(&store)];
+    let commands: [&[&str]; 10] = [
+        &["build", arg(&corpus), "--check"],
+        &["tokenizer", "train", arg(&corpus), "--vocab", "5000", "--out", arg(&trained)],
+        &build,
+        &build,
+        &[&["build", arg(&corpus), "--out", arg(&scratch.path("tasks"))], &tasks[..]].concat(),
+        &["inspect", arg(&store)],
+        &["verify", arg(&store)],
+        &["export", arg(&store), "--format", "megatron", "--out", arg(&exported)],
+        &import,
+        &import,
+    ];
+    for args in commands {
+        let told = zdata(&[args, &["--quiet"]].concat());
+        assert_eq!(told.err, "", "{args:?}");
+        told.ok();
+    }
+    zdata(&["inspect", "nowhere", "--quiet"]).fails(3, &["nowhere"]);
+    assert!(!zdata(&build).err.is_empty(), "without --quiet something is said");
+}
+
 #[cfg(feature = "train")]
 #[test]
 fn ztrain_refuses_wrong_use_once_and_before_it_starts_anything() {
@@ -56,7 +91,7 @@ fn ztrain_refuses_wrong_use_once_and_before_it_starts_anything() {
             "export" => vec![command, "--run", store, "--out", arg(&out)],
             _ => vec![command, "--run", store, "--step", "1"],
         };
-        ztrain(&args).fails(2, &["store", "this is no run"]);
+        ztrain(&args).fails(2, &["store", "this is not a run"]);
     }
 }
 

@@ -86,7 +86,6 @@ fn what_is_made_of_a_bucket_is_what_is_made_here() {
     let Some(twins) = Twins::new() else { return };
     for args in [
         &["build", "@corpus.toml", "--out"][..],
-        &["build", "@corpus.toml", "--from", "@store", "--out"],
         &["build", "@corpus.toml", "--engine", "tasks", "--out"],
         &["export", "@store", "--format", "megatron", "--out"],
         &["tokenizer", "train", "@corpus.toml", "--vocab", "400", "--out"],
@@ -137,7 +136,7 @@ fn tree(place: &Path) -> Vec<(String, Vec<u8>)> {
     files
 }
 
-/// A record that is no document is found where it lies, and not where its copy does.
+/// A record that is not a document is found where it lies, and not where its copy does.
 #[test]
 fn what_is_wrong_with_an_object_is_said_of_the_object() {
     let scratch = Scratch::new();
@@ -243,7 +242,6 @@ fn a_name_that_no_place_has_is_refused_before_anything_is_asked() {
             &["plan", name],
             &["build", name, "--out", "x"],
             &["build", arg(&corpus), "--out", name],
-            &["build", arg(&corpus), "--out", "x", "--from", name],
             &["tokenizer", "train", arg(&corpus), "--vocab", "300", "--out", name],
             &["publish", "x", name],
         ] {
@@ -296,4 +294,61 @@ fn relative_names_start_beside_the_file_that_says_them() {
     bucket
         .zdata(&["build", &at("none.toml"), "--out", "x"])
         .fails(3, &["no file is named", "none.toml:"]);
+}
+
+#[cfg(feature = "train")]
+mod training {
+    use super::*;
+    use crate::support::{ztrain, ztrain_command};
+
+    /// The curriculum, its store beside it, and the checkpoints: all in the bucket.
+    #[test]
+    fn a_run_of_a_curriculum_in_a_bucket_is_the_run_of_the_one_here() {
+        let Some(twins) = Twins::new() else { return };
+        let here = |name: &str| arg(&twins.scratch.path(name)).to_owned();
+        let ledger = |run: &str, curriculum: &str, store: &str| {
+            let run = twins.scratch.path(run);
+            let args =
+                ["--curriculum", curriculum, "--out", arg(&run), "--stop-after", "2", "--quiet"];
+            let told: Ran = twins.bucket.reached_by(ztrain_command(&args)).output().unwrap().into();
+            told.ok();
+            let begun = fs::read_to_string(run.join("run.toml")).unwrap();
+            assert!(begun.contains(&format!("{store:?}")), "{begun}");
+            fs::read_to_string(run.join("ledger.jsonl")).unwrap()
+        };
+        let wanted = ledger("here", &here("run.toml"), &here("store"));
+        assert!(wanted == ledger("there", &url("run.toml"), &url("store")));
+    }
+
+    const REFUSED: &[(&[&str], &str)] = &[
+        (&["--curriculum", "x.toml", "--out", "@runs/a"], "--out"),
+        (&["replay", "--run", "@runs/a", "--step", "1"], "--run"),
+        (&["export", "--run", "@runs/a", "--format", "hf", "--out", "x"], "--run"),
+        (&["export", "--run", "x", "--format", "hf", "--out", "@x"], "--out"),
+        (&["import", "@x", "--out", "x"], "<HF_DIR>"),
+        (&["import", "x", "--out", "@x"], "--out"),
+        (&["compare", "@a", "b"], "<A>"),
+        (&["compare", "a", "@b"], "<B>"),
+        (&["bench", "collectives", "--plot", "@plot.svg"], "--plot"),
+    ];
+
+    #[test]
+    fn a_place_that_ztrain_cannot_take_is_refused_clearly() {
+        for (args, argument) in REFUSED {
+            let args: Vec<String> = args.iter().map(|it| it.replace('@', "s3://bucket/")).collect();
+            let told = ztrain(&args.iter().map(String::as_str).collect::<Vec<_>>());
+            let told = told.fails(2, &[argument]);
+            for part in ["found:", "wanted:", "hint:"] {
+                assert!(told.contains(part), "{args:?}: {told}");
+            }
+        }
+        for name in ["", "s3://b//key", "gs://b/key"] {
+            for argument in ["--curriculum", "--checkpoints"] {
+                let mut args = ["--curriculum", "x.toml", "--checkpoints", "x"];
+                let at = args.iter().position(|it| *it == argument).unwrap();
+                args[at + 1] = name;
+                ztrain(&args).fails(2, &[argument, "wanted:"]);
+            }
+        }
+    }
 }

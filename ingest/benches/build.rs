@@ -86,7 +86,7 @@ fn spawn(kind: &str, cores: usize, args: &[String]) -> Result<(f64, f64)> {
 }
 
 fn row(kind: &str, workers: &str, tokenizer: &str, files: &[&str]) -> Result<()> {
-    let workers: usize = workers.parse().map_err(|_| Fault::usage("workers is no number"))?;
+    let workers: usize = workers.parse().map_err(|_| Fault::usage("workers is not a number"))?;
     let (bytes, tokens, seconds) = match kind {
         "alone" => alone(workers, tokenizer, files)?,
         _ => whole(workers, tokenizer, files)?,

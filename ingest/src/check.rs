@@ -1,4 +1,4 @@
-//! `zdata build --check`: every record that is no document, without building anything.
+//! `zdata build --check`: every record that is not a document, without building anything.
 //!
 //! Files are read as a build reads them, parsing in parallel, and told in their order. A file that cannot be read on is
 //! told as well, and the next one is read: one run shows all there is to mend.
@@ -13,7 +13,7 @@ use crate::source::{self, Input, Limits, Parsed, Row, Slab};
 /// Slabs parsed at a time, for each thread: enough to keep all busy, and a bound on memory.
 const SLABS: usize = 4;
 
-/// A record that is no document, or a file that cannot be read on.
+/// A record that is not a document, or a file that cannot be read on.
 #[derive(Debug)]
 pub struct Bad<'a> {
     /// The source.

@@ -22,7 +22,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 struct Cli {
     #[command(subcommand)]
     command: Command,
-    /// Say nothing of progress.
+    /// Tell only answers and errors: no notes, no progress.
     #[arg(long, global = true)]
     quiet: bool,
 }
@@ -73,6 +73,9 @@ fn main() -> ExitCode {
 }
 
 fn run(Cli { command, quiet }: Cli) -> Result<()> {
+    if quiet {
+        terminal::be_quiet();
+    }
     match command {
         Command::Init(args) => cmd::init::exec(args),
         Command::Build(args) => cmd::build::exec(args, quiet),
@@ -82,7 +85,7 @@ fn run(Cli { command, quiet }: Cli) -> Result<()> {
         Command::Verify(args) => cmd::verify::exec(args, quiet),
         Command::Import(args) => cmd::import::exec(args, quiet),
         Command::Export(args) => cmd::export::exec(args, quiet),
-        Command::Publish(args) => cmd::publish::exec(args),
+        Command::Publish(args) => cmd::publish::exec(args, quiet),
         Command::Plan(args) => cmd::plan::exec(args),
         Command::Batch(args) => cmd::batch::exec(args),
         Command::Digest(args) => cmd::digest::exec(args),

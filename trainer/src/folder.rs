@@ -361,7 +361,7 @@ pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<(
 
 /// Says that a folder is no run's: it has no `file`.
 pub(crate) fn no_run(root: &Path, file: &str) -> Fault {
-    Fault::usage(format!("this is no run: it has no {file}"))
+    Fault::usage(format!("this is not a run: it has no {file}"))
         .at(root.display().to_string())
         .hint("name the folder that `ztrain --curriculum` wrote, its --out")
 }

@@ -9,6 +9,7 @@ use std::fmt;
 use std::io::{self, ErrorKind, Write as _};
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::{Fault, Result};
 
@@ -61,10 +62,25 @@ pub fn say(text: fmt::Arguments<'_>) {
     let _ = io::stderr().lock().write_all(shown(&text).as_bytes());
 }
 
-/// Says something on standard error, in a line of its own: `note!("...", ...)`.
+/// Whether only answers and errors are told.
+static QUIET: AtomicBool = AtomicBool::new(false);
+
+/// From now on tells only answers and errors: `--quiet`. Called once, at the start of a program.
+pub fn be_quiet() {
+    QUIET.store(true, Ordering::Relaxed);
+}
+
+/// Says something on standard error that nobody has to know.
+pub fn note(text: fmt::Arguments<'_>) {
+    if !QUIET.load(Ordering::Relaxed) {
+        say(text);
+    }
+}
+
+/// Says something that nobody has to know on standard error, in a line of its own: `note!("...", ...)`.
 #[macro_export]
 macro_rules! note {
-    ($($text:tt)*) => { $crate::terminal::say(::core::format_args!($($text)*)) };
+    ($($text:tt)*) => { $crate::terminal::note(::core::format_args!($($text)*)) };
 }
 
 /// The end of a program: a fault is told, and its class is the exit code.

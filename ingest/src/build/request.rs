@@ -177,7 +177,7 @@ pub(crate) fn compare_dropped(
     Ok(())
 }
 
-/// Whether a build of `corpus` stops at a record that is no document for this reason.
+/// Whether a build of `corpus` stops at a record that is not a document for this reason.
 pub fn stops(corpus: &Corpus, reason: &str) -> bool {
     corpus.on_error == OnError::Stop && !always_counted(reason)
 }
@@ -187,7 +187,7 @@ pub(crate) fn always_counted(reason: &str) -> bool {
     matches!(reason, "empty" | "no tokens") || recipe::is_reason(reason)
 }
 
-/// Counts a record that is no document, or stops where the corpus says so.
+/// Counts a record that is not a document, or stops where the corpus says so.
 pub(crate) fn count_or_stop(corpus: &Corpus, reason: &str, fault: Fault) -> Result<()> {
     if stops(corpus, reason) { Err(fault) } else { Ok(()) }
 }

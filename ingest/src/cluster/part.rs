@@ -354,7 +354,7 @@ impl PartReader {
             }
             2 => {
                 let Dropped { reason, row, id, bytes, place } = self.meta()?;
-                let fault = Fault::data(format!("a record is no document: {reason}"))
+                let fault = Fault::data(format!("a record is not a document: {reason}"))
                     .at(place.unwrap_or_default())
                     .hint("mend or drop it, or set on_error = \"skip\" to count such records and go on");
                 let reason = self.constant(reason);

@@ -184,7 +184,7 @@ impl Plan {
         let bytes = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
         let place = path.display().to_string();
         let text: Text = serde_json::from_slice(&bytes).map_err(|error| {
-            Fault::data("this is no plan of a build, or another version of zdata made it")
+            Fault::data("this is not the plan of a build, or another version of zdata made it")
                 .at(place.clone())
                 .found(error)
                 .hint("plan again")

@@ -132,7 +132,7 @@ fn gather(
                 gathered.end(*source, identity);
                 file += 1;
             }
-            Entry::Item(_) => return Err(part.damaged("it is no part of a scan")),
+            Entry::Item(_) => return Err(part.damaged("it is not a part of a scan")),
         }
     }
     if part.digest != Some(result.digest) || file != range.end {

@@ -165,6 +165,6 @@ fn quoted(path: &Path) -> Result<String> {
     let absolute = std::path::absolute(path).map_err(|error| Fault::io("find", path, &error))?;
     let text = absolute
         .to_str()
-        .ok_or_else(|| Fault::usage("a path is no UTF-8").at(absolute.display().to_string()))?;
+        .ok_or_else(|| Fault::usage("a path is not UTF-8").at(absolute.display().to_string()))?;
     Ok(format!("'{}'", text.replace('\'', "'\\''")))
 }

@@ -191,7 +191,7 @@ impl Walk {
         }
     }
 
-    /// Refuses what is no regular file: reading it might never end.
+    /// Refuses what is not a regular file: reading it might never end.
     fn regular(&self, found: &fs::Metadata, path: &Path) -> Result<()> {
         if found.is_file() {
             return Ok(());

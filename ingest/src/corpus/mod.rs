@@ -27,7 +27,7 @@ pub(crate) use steps::STEPS;
 use crate::recipe::Recipe;
 use crate::source::{Fields, Format};
 
-/// What to do with a record that is no document.
+/// What to do with a record that is not a document.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnError {
@@ -59,7 +59,7 @@ pub struct Corpus {
     pub shard_tokens: u64,
     /// The largest document.
     pub max_document_bytes: u64,
-    /// What to do with a record that is no document.
+    /// What to do with a record that is not a document.
     pub on_error: OnError,
     /// The sources, in order.
     pub sources: Vec<Source>,

@@ -255,7 +255,9 @@ fn note_of(out: &Path) -> Result<Option<Note>> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(Fault::io("read", &path, &error)),
         Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|error| {
-            Fault::data("this is no note of an export").at(path.display().to_string()).found(error)
+            Fault::data("this is not the note of an export")
+                .at(path.display().to_string())
+                .found(error)
         }),
     }
 }

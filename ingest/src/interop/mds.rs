@@ -69,8 +69,9 @@ pub(super) struct RawFile {
 pub(super) fn shards(disk: &dyn Disk, folder: &Path) -> Result<(Vec<Shard>, InputRecord)> {
     let path = folder.join(INDEX);
     let (bytes, record) = Hashing::whole(disk, &path, INDEX_BYTES)?;
-    let wrong =
-        |error: serde_json::Error| damaged(&path, "this is no index of MDS shards").found(error);
+    let wrong = |error: serde_json::Error| {
+        damaged(&path, "this is not an index of MDS shards").found(error)
+    };
     let index: Index = serde_json::from_slice(&bytes).map_err(wrong)?;
     if index.version != 2 {
         return Err(damaged(&path, "this index is of another version")
@@ -111,7 +112,7 @@ fn encoding(text: &str, hints: &Hints, path: &Path) -> Result<Encoding> {
         (Some("ndarray"), None, None) => Encoding::Free,
         (Some("ndarray"), Some(kind), shape) => {
             let width = Width::from_name(kind).ok_or_else(|| {
-                damaged(path, "its values are no whole numbers").at(place()).found(kind)
+                damaged(path, "its values are not whole numbers").at(place()).found(kind)
             })?;
             if shape.is_some() { Encoding::Bare(width) } else { Encoding::Shaped(width) }
         }
@@ -296,7 +297,7 @@ impl Documents for Reader {
         let (at, id) =
             self.columns(first, end).ok_or_else(|| wrong("its columns do not fill it"))?;
         let (width, raw) = values(self.encoding, &self.data[at.clone()])
-            .ok_or_else(|| wrong("its tokens are no array of whole numbers"))?;
+            .ok_or_else(|| wrong("its tokens are not an array of whole numbers"))?;
         if !(raw.len() as u64).is_multiple_of(width.bytes()) {
             return Err(wrong("its tokens end within one"));
         }
@@ -307,7 +308,7 @@ impl Documents for Reader {
         let id = match id.map(|id| std::str::from_utf8(id)) {
             None => None,
             Some(Ok(id)) => Some(id.to_owned()),
-            Some(Err(_)) => return Err(wrong("its id is no UTF-8")),
+            Some(Err(_)) => return Err(wrong("its id is not UTF-8")),
         };
         self.sample += 1;
         self.record.documents += 1;

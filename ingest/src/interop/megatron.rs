@@ -83,13 +83,13 @@ struct Head {
 fn head(path: &Path, index: &mut Hashing) -> Result<Head> {
     let mut raw = [0; HEAD as usize];
     if index.bytes < HEAD {
-        return Err(damaged(path, "this is no index: it is too short for a head")
+        return Err(damaged(path, "this is not an index: it is too short for its header")
             .found(format!("{} bytes", index.bytes))
             .wanted(format!("at least {HEAD}")));
     }
     index.read_exact(&mut raw).map_err(|error| Fault::io("read", path, &error))?;
     if raw[..9] != MAGIC {
-        return Err(damaged(path, "this is no index: it does not begin with MMIDIDX"));
+        return Err(damaged(path, "this is not an index: it does not begin with MMIDIDX"));
     }
     let word = |at: usize| raw[at..].first_chunk().map_or(0, |word| u64::from_le_bytes(*word));
     if word(9) != 1 {
@@ -104,7 +104,7 @@ fn head(path: &Path, index: &mut Hashing) -> Result<Head> {
     let size = u128::from(HEAD) + 12 * u128::from(sequences) + 8 * u128::from(entries);
     let bytes = u128::from(index.bytes);
     if sequences > 0 && bytes == size + u128::from(sequences) {
-        return Err(damaged(path, "it holds a mode for each sequence: this is no text alone")
+        return Err(damaged(path, "it holds a mode for each sequence: this is not text alone")
             .hint("export the text without modes"));
     }
     if bytes != size || entries == 0 {

@@ -82,7 +82,7 @@ impl Table {
         }
         match String::from_utf8(raw) {
             Ok(text) => Ok(Some(text)),
-            Err(_) => Err(self.wrong("a line is no UTF-8")),
+            Err(_) => Err(self.wrong("a line is not UTF-8")),
         }
     }
 

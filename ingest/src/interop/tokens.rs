@@ -131,7 +131,7 @@ pub(super) fn put(file: &mut Whole, tokens: &[u32], width: u64, raw: &mut Vec<u8
 
 /// The fault of a token that the named tokenizer cannot have made.
 pub(super) fn beyond(path: &Path, token: u64, value: i128, vocab: u32) -> Fault {
-    Fault::data("a token is no id of the tokenizer")
+    Fault::data("a token is not an id of the tokenizer")
         .at(format!("{}: token {token}", path.display()))
         .found(value)
         .wanted(format!("ids from 0 to {}", vocab.saturating_sub(1)))
@@ -150,7 +150,7 @@ impl Hashing {
     pub(super) fn open(disk: &dyn Disk, path: &Path) -> Result<Self> {
         let about = fs::metadata(path).map_err(|error| Fault::io("read", path, &error))?;
         if !about.is_file() {
-            return Err(damaged(path, "this is no file").hint("name a file"));
+            return Err(damaged(path, "this is not a file").hint("name a file"));
         }
         let tee = Tee::open(disk, path)?;
         Ok(Hashing { path: path.to_owned(), tee, bytes: about.len() })

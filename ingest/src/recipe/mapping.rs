@@ -53,7 +53,7 @@ impl Template {
             };
             let path = &from[1..end];
             if path.split('.').any(str::is_empty) || path.contains('{') {
-                return Err(format!("{path:?} is no path of fields"));
+                return Err(format!("{path:?} is not a path of fields"));
             }
             parts.push(Part::Text(std::mem::take(&mut text)));
             parts.push(Part::Field(path.to_owned()));

@@ -170,7 +170,8 @@ impl Rows {
             Some(Value::String(id)) => Some(id.clone()),
             Some(Value::Number(id)) if !id.is_f64() => Some(id.to_string()),
             Some(_) => {
-                let fault = Fault::data("the row's id is no string and no integer").at(place);
+                let fault =
+                    Fault::data("the row's id is neither a string nor an integer").at(place);
                 return dropped("malformed", at, bytes, fault);
             }
         };

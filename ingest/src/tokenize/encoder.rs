@@ -149,7 +149,7 @@ impl Tokenizer {
 
 fn parsed(bytes: &[u8]) -> Result<Value> {
     let json = serde_json::from_slice(bytes)
-        .map_err(|error| Fault::usage(format!("this is no tokenizer.json: {error}")))?;
+        .map_err(|error| Fault::usage(format!("this is not a tokenizer.json: {error}")))?;
     refuse_chance(&json)?;
     Ok(json)
 }

@@ -261,8 +261,15 @@ impl Client {
         }
     }
 
-    /// Puts a large file in parts, whatever was there: it appears whole when the last one is there.
-    pub(super) fn upload(&self, place: &Address, path: &Path, part: usize) -> Result<()> {
+    /// Puts a large file in parts, whatever was there: it appears whole when the last one is there. Calls `passed` with
+    /// bytes as they go.
+    pub(super) fn upload(
+        &self,
+        place: &Address,
+        path: &Path,
+        part: usize,
+        passed: &dyn Fn(u64),
+    ) -> Result<()> {
         let path = path.to_owned();
         self.ask(place, |bucket, key| {
             let path = path.clone();
@@ -282,6 +289,7 @@ impl Client {
                     }
                     writer.wait_for_capacity(2).await?;
                     writer.write(&buffer[..got]);
+                    passed(got as u64);
                 }
                 writer.finish().await
             }

@@ -4,6 +4,7 @@
 //! as put (an earlier, killed run; a lost answer; another builder of the same store), another one is refused. So two
 //! builders of different stores for one place end with one store and one error.
 
+use std::cell::Cell;
 use std::fs;
 use std::io::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
@@ -31,24 +32,49 @@ pub fn scratch(target: &Object) -> Result<PathBuf> {
     Ok(folder.join("builds").join(key.to_string()))
 }
 
-/// Puts the store in `folder` to `target`.
-pub fn publish(folder: &Path, target: &Object, manifest: &Manifest) -> Result<()> {
+/// The bytes of all files that [`publish`] puts.
+pub fn bytes(folder: &Path, manifest: &Manifest) -> Result<u64> {
+    manifest.files().iter().map(|file| size(&folder.join(&file.path))).sum()
+}
+
+fn size(file: &Path) -> Result<u64> {
+    Ok(fs::metadata(file).map_err(|error| Fault::io("read", file, &error))?.len())
+}
+
+/// Puts the store in `folder` to `target`. Calls `passed` with bytes as they go, with each
+/// file's own number in all.
+pub fn publish(
+    folder: &Path,
+    target: &Object,
+    manifest: &Manifest,
+    passed: &dyn Fn(u64),
+) -> Result<()> {
     let client = Client::new();
     let client = client.map_err(|error| Location::Object(target.clone()).fault("reach", &error))?;
     // The manifest is the last of them: it makes the rest a store.
     manifest.files().iter().try_for_each(|file| {
-        put(&client, &folder.join(&file.path), &target.address().join(&file.path))
+        let (from, to) = (folder.join(&file.path), target.address().join(&file.path));
+        let left = Cell::new(size(&from)?);
+        let told = |bytes: u64| {
+            // What is sent again has been told.
+            let bytes = bytes.min(left.get());
+            left.set(left.get() - bytes);
+            passed(bytes);
+        };
+        put(&client, &from, &to, &told)?;
+        told(left.get());
+        Ok(())
     })
 }
 
 /// Creates one object, or finds that it is there already.
-fn put(client: &Client, file: &Path, place: &Address) -> Result<()> {
+fn put(client: &Client, file: &Path, place: &Address, passed: &dyn Fn(u64)) -> Result<()> {
     let fault = |error: &Error| {
         Fault::io("write", Path::new(""), error)
             .at(place.to_string())
             .hint("run the same command again: what is there already is compared, not sent")
     };
-    let size = fs::metadata(file).map_err(|error| Fault::io("read", file, &error))?.len();
+    let size = size(file)?;
     let put = if size <= PART_BYTES {
         let bytes = fs::read(file).map_err(|error| Fault::io("read", file, &error))?;
         client.create(place, &bytes).map_err(|error| fault(&error))?
@@ -56,7 +82,7 @@ fn put(client: &Client, file: &Path, place: &Address) -> Result<()> {
         match client.about(place) {
             Ok(_) => Put::Taken,
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                put_large(client, file, (place, size), fault)?
+                put_large(client, file, (place, size), passed, fault)?
             }
             Err(error) => return Err(fault(&error)),
         }
@@ -80,10 +106,11 @@ fn put_large(
     client: &Client,
     file: &Path,
     (place, size): (&Address, u64),
+    passed: &dyn Fn(u64),
     fault: impl Fn(&Error) -> Fault,
 ) -> Result<Put> {
     let upload = |place: &Address| {
-        client.upload(place, file, PART_BYTES as usize).map_err(|error| fault(&error))
+        client.upload(place, file, PART_BYTES as usize, passed).map_err(|error| fault(&error))
     };
     if size > COPY_BYTES_MAX {
         return upload(place).map(|()| Put::Created);

@@ -24,7 +24,7 @@ pub(crate) struct Args {
     /// The folder that becomes the store, or s3://bucket/prefix.
     #[arg(long, required_unless_present = "check", value_parser = super::place())]
     out: Option<Location>,
-    /// Build nothing: read everything, and list every record that is no document.
+    /// Build nothing: read everything, and list every record that is not a document.
     #[arg(long, conflicts_with = "out")]
     check: bool,
     /// Gone: see `refuse_from`.
@@ -107,7 +107,7 @@ fn remote_build(corpus: &Corpus, target: &Object, options: Options) -> Result<Ma
     }
     let (scratch, quiet) = (publish::scratch(target)?, options.quiet);
     let manifest = build(corpus, &scratch, options)?;
-    publish::publish(&scratch, target, &manifest)?;
+    super::publish::publish(&scratch, target, &manifest, quiet)?;
     // What lies here is the only whole copy until every byte of the other one was read again.
     let found = ingest::verify::verify(&url, quiet)?;
     store::verify::fault(&url, &found.damages).map_or(Ok(()), Err)?;
@@ -164,7 +164,7 @@ fn refuse_from(from: &Location) -> Fault {
         .hint("what an edit does not concern is found there and not made again")
 }
 
-/// Lists every record that is no document. It is an error where a build would stop at one.
+/// Lists every record that is not a document. It is an error where a build would stop at one.
 fn check(corpus: &Corpus, json: bool) -> Result<()> {
     let mut first = None;
     let checked = ingest::check::check(corpus, |bad| {

@@ -1,10 +1,12 @@
 //! `zdata publish`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result, terminal};
+use ingest::progress::{Measure, Progress};
 use storage::publish;
-use store::{Location, open};
+use store::location::Object;
+use store::{Location, Manifest, open};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -18,7 +20,7 @@ pub(crate) struct Args {
 }
 
 /// Does it.
-pub(crate) fn exec(args: Args) -> Result<()> {
+pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let Location::Object(target) = &args.url else {
         return Err(Fault::usage("a store is published into a bucket")
             .at("URL")
@@ -27,6 +29,18 @@ pub(crate) fn exec(args: Args) -> Result<()> {
             .hint("a store on this machine is already where it was built"));
     };
     let manifest = open::manifest(&args.store)?;
-    publish::publish(&args.store, target, &manifest)?;
+    publish(&args.store, target, &manifest, quiet)?;
     terminal::print(&format!("{}  {}\n", manifest.digest, args.url))
+}
+
+/// Puts a store into a bucket, and tells how far it is.
+pub(super) fn publish(
+    folder: &Path,
+    target: &Object,
+    manifest: &Manifest,
+    quiet: bool,
+) -> Result<()> {
+    let bytes = publish::bytes(folder, manifest)?;
+    let progress = Progress::new("publish", Measure::Bytes, bytes, quiet);
+    progress.during(|passed| publish::publish(folder, target, manifest, passed))
 }

@@ -64,7 +64,7 @@ fn tell(out: &Location, request: &Request, trained: &Trained, json: bool) -> Res
     let identity = Identity::of_bytes(bytes);
     note!("{vocab} tokens from {documents} documents, {text_bytes} bytes of text, {words} words");
     if *dropped > 0 {
-        note!("{dropped} records were no documents");
+        note!("{dropped} records were not documents");
     }
     if *vocab < request.vocab {
         note!("no other pair of tokens occurs twice: {} were asked for", request.vocab);

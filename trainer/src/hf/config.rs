@@ -84,7 +84,7 @@ pub fn write(config: &ZayaConfig, tokenizer: &TokenizerRecord) -> Value {
 /// What the text of a `config.json` describes; `place` names it in faults.
 pub fn read(text: &str, place: &str) -> Result<Described> {
     let fields: Map<String, Value> = serde_json::from_str(text)
-        .map_err(|error| Fault::data(format!("this is no JSON object: {error}")).at(place))?;
+        .map_err(|error| Fault::data(format!("this is not a JSON object: {error}")).at(place))?;
     let mut reader = Reader { fields: &fields, place, notes: Vec::new() };
     let kind = reader.text("model_type")?.unwrap_or_else(|| "zaya".to_owned());
     if kind != "zaya" {

@@ -186,7 +186,7 @@ pub(super) fn read(
 ) -> Result<()> {
     let damaged = |what: String| Fault::data(what).at(path.display().to_string());
     let file = SafeTensors::deserialize(bytes)
-        .map_err(|error| damaged(format!("this is no safetensors file: {error}")))?;
+        .map_err(|error| damaged(format!("this is not a safetensors file: {error}")))?;
     for (name, view) in file.iter() {
         take(name, tensor(&view).map_err(|what| damaged(format!("{name}: {what}")))?)?;
     }

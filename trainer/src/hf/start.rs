@@ -49,7 +49,7 @@ impl Start {
     pub fn open(folder: &Path) -> Result<Start> {
         let path = folder.join("start.json");
         if !path.exists() {
-            return Err(Fault::usage("this folder is no start: it has no start.json")
+            return Err(Fault::usage("this folder is not a start: it has no start.json")
                 .at(folder.display().to_string())
                 .hint("make one with `ztrain import HF_DIR --out START`"));
         }

@@ -139,7 +139,7 @@ fn print(found: &Measured, json: bool) -> Result<()> {
 /// "64M" as a number.
 fn bytes(place: &str, text: &str) -> Result<u64> {
     let wrong = || {
-        Fault::usage("this is no size")
+        Fault::usage("this is not a size")
             .at(place)
             .found(text)
             .wanted("a whole number, with K, M or G if need be, up to 8G")

@@ -101,7 +101,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
 
 fn steps(args: &Args) -> Result<Range<u64>> {
     let wrong = |found: &str| {
-        Fault::usage("these are no steps")
+        Fault::usage("these are not steps")
             .at("--steps")
             .found(found)
             .wanted("A..B with 1 <= A < B, as in 10..20")

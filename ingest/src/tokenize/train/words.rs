@@ -117,7 +117,7 @@ impl Tally {
         Ok(())
     }
 
-    /// A record that is no document, or is dropped by a step: the same ones stop a build.
+    /// A record that is not a document, or is dropped by a step: the same ones stop a build.
     fn dropped(&mut self, corpus: &Corpus, reason: &str, fault: Fault) -> Result<()> {
         self.dropped += 1;
         count_or_stop(corpus, reason, fault)
