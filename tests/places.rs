@@ -265,15 +265,15 @@ fn a_name_that_no_place_has_is_refused_before_anything_is_asked() {
 #[test]
 fn relative_names_start_beside_the_file_that_says_them() {
     let scratch = Scratch::new();
-    let near = corpus(&scratch, 40, "");
-    let wanted = zdata(&["build", arg(&near), "--out", arg(&scratch.path("wanted"))]).ok();
+    let local = corpus(&scratch, 40, "");
+    let wanted = zdata(&["build", arg(&local), "--out", arg(&scratch.path("wanted"))]).ok();
     let served = scratch.path("served");
     let odd = "served/a b/100%/d%20e+f";
     for (from, to) in [("raw", "served/raw"), ("tokenizer.json", "served/a b/tokenizer.json")] {
         fs::create_dir_all(scratch.path(to).parent().unwrap()).unwrap();
         fs::rename(scratch.path(from), scratch.path(to)).unwrap();
     }
-    let text = fs::read_to_string(&near).unwrap();
+    let text = fs::read_to_string(&local).unwrap();
     let text = text.replace("\"tokenizer.json\"", "\"../../tokenizer.json\"");
     let text = text.replace("\"raw/", "\"../.././../raw/");
     scratch.write(&format!("{odd}/corpus.toml"), &text);
@@ -318,6 +318,11 @@ mod training {
         };
         let wanted = ledger("here", &here("run.toml"), &here("store"));
         assert!(wanted == ledger("there", &url("run.toml"), &url("store")));
+        let plan = |curriculum: &str| -> Ran {
+            let command = ztrain_command(&["plan", curriculum, "--json"]);
+            twins.bucket.reached_by(command).output().unwrap().into()
+        };
+        assert_eq!(plan(&here("run.toml")).ok(), plan(&url("run.toml")).ok());
     }
 
     const REFUSED: &[(&[&str], &str)] = &[

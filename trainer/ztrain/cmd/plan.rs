@@ -1,10 +1,9 @@
 //! `ztrain plan`: what a run will need, before any of it is allocated.
 
-use std::path::PathBuf;
-
 use clap::builder::RangedU64ValueParser;
 use contract::{Result, terminal};
 use loader::Opened;
+use store::Location;
 use trainer::RunSpec;
 use trainer::memory::Holds;
 use trainer::model::Keep;
@@ -17,8 +16,8 @@ use super::ranks::How;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// What to train; its store must be at hand. Nothing is written.
-    #[arg(value_name = "CURRICULUM")]
-    curriculum: PathBuf,
+    #[arg(value_name = "CURRICULUM", value_parser = super::place())]
+    curriculum: Location,
     /// How many ranks train it.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     ranks: u32,
