@@ -22,20 +22,21 @@ fn quiet_tells_only_answers_and_errors() {
     let scratch = Scratch::new();
     let corpus = corpus(&scratch, 60, "on_error = \"skip\"");
     scratch.write("raw/web-2.jsonl", "no document\n");
-    let [store, out, work] = ["store", "out", "work"].map(|name| scratch.path(name));
+    let [store, again, out, work] =
+        ["store", "again", "out", "work"].map(|name| scratch.path(name));
     let (trained, exported) = (scratch.path("trained.json"), scratch.path("exported"));
     let tokenizer = scratch.path("tokenizer.json");
     let source = format!("web={}", arg(&exported.join("web/train")));
     let head = ["import", arg(&out), "--format", "megatron", "--tokenizer", arg(&tokenizer)];
     let import = [&head[..], &["--source", &source]].concat();
-    let tasks = ["--engine", "tasks", "--work", arg(&work)];
+    let parts = ["--work", arg(&work)];
     let build = ["build", arg(&corpus), "--out", arg(&store)];
     let commands: [&[&str]; 10] = [
         &["build", arg(&corpus), "--check"],
         &["tokenizer", "train", arg(&corpus), "--vocab", "5000", "--out", arg(&trained)],
         &build,
         &build,
-        &[&["build", arg(&corpus), "--out", arg(&scratch.path("tasks"))], &tasks[..]].concat(),
+        &[&["build", arg(&corpus), "--out", arg(&again)], &parts[..]].concat(),
         &["inspect", arg(&store)],
         &["verify", arg(&store)],
         &["export", arg(&store), "--format", "megatron", "--out", arg(&exported)],

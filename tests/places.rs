@@ -86,7 +86,6 @@ fn what_is_made_of_a_bucket_is_what_is_made_here() {
     let Some(twins) = Twins::new() else { return };
     for args in [
         &["build", "@corpus.toml", "--out"][..],
-        &["build", "@corpus.toml", "--engine", "tasks", "--out"],
         &["export", "@store", "--format", "megatron", "--out"],
         &["tokenizer", "train", "@corpus.toml", "--vocab", "400", "--out"],
     ] {
@@ -150,12 +149,7 @@ fn what_is_wrong_with_an_object_is_said_of_the_object() {
         let source = format!("[[source]]\nname = \"a\"\nfiles = [{:?}]\n", url(file));
         let bad = scratch.write("bad.toml", format!("{head}{source}"));
         let out = scratch.path(&format!("out-{file}"));
-        for engine in ["local", "tasks"] {
-            bucket
-                .zdata(&["build", arg(&bad), "--out", arg(&out), "--engine", engine])
-                .fails(3, &[&url(place)]);
-            let _ = fs::remove_dir_all(&out);
-        }
+        bucket.zdata(&["build", arg(&bad), "--out", arg(&out)]).fails(3, &[&url(place)]);
         bucket.zdata(&["build", arg(&bad), "--check"]).fails(3, &[&url(place)]);
     }
 }
@@ -185,7 +179,7 @@ fn what_is_made_in_a_bucket_is_made_once() {
 const REFUSED: &[(&[&str], &str)] = &[
     (&["init", "@corpora"], "<FOLDER>"),
     (&["build", "corpus.toml", "--out", "x", "--work", "@work"], "--work"),
-    (&["build", "corpus.toml", "--engine", "tasks", "--out", "@store"], "--out"),
+    (&["build", "corpus.toml", "--engine", "slurm", "--out", "@store"], "--out"),
     (&["task", "plan", "corpus.toml", "--work", "@work"], "--work"),
     (&["task", "run", "--work", "@work", "--index", "0"], "--work"),
     (&["task", "merge", "--work", "@work", "--out", "x"], "--work"),
