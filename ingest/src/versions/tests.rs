@@ -108,7 +108,7 @@ fn outcome((manifest, store): &(Manifest, std::path::PathBuf)) -> Digest {
         if COMPARE.iter().any(|step| source.preparation.contains(step)) {
             let mut said = Vec::new();
             each_of(store, manifest, |_, line| {
-                if is_reason(&line.reason) && line.reason != EMPTIED {
+                if !line.spans.is_empty() || is_reason(&line.reason) && line.reason != EMPTIED {
                     // What the scan says of a record, and not what it is called or how long it is.
                     let line = Line { id: None, bytes: None, ..line };
                     said.extend(serde_json::to_vec(&line).unwrap().into_iter().chain(*b"\n"));
