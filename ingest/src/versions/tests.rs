@@ -105,10 +105,14 @@ fn outcome((manifest, store): &(Manifest, std::path::PathBuf)) -> Digest {
         for dropped in &source.dropped {
             let _ = writeln!(text, "{} {} {}", dropped.documents, dropped.bytes, dropped.reason);
         }
+        let Some(prepared) = &source.prepared else { continue };
+        for change in &prepared.changes {
+            let _ = writeln!(text, "{} {} {}", change.documents, change.added, change.removed);
+        }
         if COMPARE.iter().any(|step| source.preparation.contains(step)) {
             let mut said = Vec::new();
             each_of(store, manifest, |_, line| {
-                if !line.spans.is_empty() || is_reason(&line.reason) && line.reason != EMPTIED {
+                if is_reason(&line.reason) && line.reason != EMPTIED {
                     // What the scan says of a record, and not what it is called or how long it is.
                     let line = Line { id: None, bytes: None, ..line };
                     said.extend(serde_json::to_vec(&line).unwrap().into_iter().chain(*b"\n"));
@@ -117,10 +121,6 @@ fn outcome((manifest, store): &(Manifest, std::path::PathBuf)) -> Digest {
             })
             .unwrap();
             let _ = writeln!(text, "{REMOVED} {}", Digest::of_bytes(&said));
-        }
-        let Some(prepared) = &source.prepared else { continue };
-        for change in &prepared.changes {
-            let _ = writeln!(text, "{} {} {}", change.documents, change.added, change.removed);
         }
         for file in &prepared.files {
             let bytes = fs::read(store.join(&source.name).join(&file.name)).unwrap();
