@@ -40,9 +40,6 @@ pub fn lost(error: Error) -> Fault {
 
 /// What to say about a panic.
 pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
-    if let Some(error) = panic.downcast_ref::<Error>() {
-        return told(error);
-    }
     let text = text(panic);
     let Some(said) = thrown(text) else {
         return Fault::bug("a worker stopped").found(text.lines().next().unwrap_or(text));
@@ -52,12 +49,7 @@ pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
 
 /// An error of the kernels as a fault, for `map_err`.
 pub(crate) fn refused(error: Error) -> Fault {
-    told(&error)
-}
-
-/// What to say about an error of the kernels.
-fn told(error: &Error) -> Fault {
-    match error {
+    match &error {
         Error::NoMemory { reason, .. } => no_memory(reason),
         Error::Operand { .. } => Fault::bug(error.to_string()),
         Error::Torch(error) => said_by_libtorch(&error.to_string()),
@@ -91,8 +83,7 @@ fn not_computed(said: &str) -> Fault {
 pub fn speak_once() {
     let speak = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
-        let ours = info.payload().is::<Error>();
-        if !ours && thrown(info.payload_as_str().unwrap_or_default()).is_none() {
+        if thrown(info.payload_as_str().unwrap_or_default()).is_none() {
             speak(info);
         }
     }));
@@ -137,13 +128,17 @@ mod tests {
 
     #[test]
     fn an_error_of_the_kernels_is_known_by_its_type() {
-        let thrown = |error: Error| caught::<()>(|| panic::panic_any(error)).unwrap_err();
         let (call, reason) = ("a test", "nothing left".to_owned());
-        let fault = thrown(Error::NoMemory { call, reason: reason.clone() });
+        let fault = refused(Error::NoMemory { call, reason: reason.clone() });
         assert!(fault.to_string().contains("not enough memory"), "{fault}");
-        let fault = thrown(Error::Foreign { call, reason });
+        let fault = refused(Error::Foreign { call, reason });
         assert_eq!(fault.class(), Class::Machine);
         assert!(fault.to_string().contains("could not compute"), "{fault}");
+        let (operation, operand) = ("a test", "a number");
+        let [found, wanted] = ["seven", "six"].map(str::to_owned);
+        let fault = refused(Error::Operand { operation, operand, found, wanted });
+        assert_eq!(fault.class(), Class::Bug);
+        assert!(fault.to_string().contains("a number is seven, wanted six"), "{fault}");
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! cpu/        kernels for main memory: one pass where libtorch would take several, libtorch's own where those are good
 //! reference/  the same in libtorch's operators, on any device: what `cpu` is tested against
 //! composed    operations made of others and of libtorch's, in every table that has none of its own
-//! check       what an operand must be
+//! operands    what operations take and answer with     check   what an operand must be
 //! ```
 //!
 //! A process chooses one table at its start ([`choose`]) and hands it to whatever computes; its name and version stand in
@@ -17,6 +17,7 @@
 pub(crate) mod check;
 mod composed;
 mod cpu;
+mod operands;
 mod reference;
 #[cfg(test)]
 mod tests;
@@ -26,276 +27,17 @@ use std::fmt;
 use tch::{Device, Tensor};
 
 use crate::{Error, Result};
+pub use operands::{
+    AdamW, Attended, Attention, ConvGrads, CrossEntropy, CrossEntropyGrads, DepthwiseConv,
+    Dispatch, NewtonSchulz, QueryKey, QueryKeyGrads, ResidualGrads, RouterGrads, RouterSaved,
+    RouterWeights, Routes, Scaling, Span,
+};
 
 /// The variable that asks for another table than the one for the device.
 pub const VARIABLE: &str = "ZTRAIN_OPS";
 
 /// A table, as it is handed to whatever computes.
 pub type Table = &'static dyn Ops;
-
-/// Vectors of `[D]`, f32, by which a residual addition scales and shifts both of its sides.
-#[derive(Clone, Copy, Debug)]
-pub struct Scaling<'a> {
-    /// Of the branch.
-    pub scale: &'a Tensor,
-    /// Added to the branch first.
-    pub bias: &'a Tensor,
-    /// Of the residual.
-    pub residual_scale: &'a Tensor,
-    /// Added to the residual first.
-    pub residual_bias: &'a Tensor,
-}
-
-/// What comes back through a residual addition.
-#[derive(Debug)]
-pub struct ResidualGrads {
-    /// Of the branch, `[N, D]`, f32.
-    pub branch: Tensor,
-    /// Of the residual, `[N, D]`, f32.
-    pub residual: Tensor,
-    /// Of the vectors in the order of [`Scaling`], `[D]` each.
-    pub scaling: [Tensor; 4],
-}
-
-impl Scaling<'_> {
-    /// The gradients of the vectors, from the sums over rows of the gradient, of the gradient times the branch, and of the
-    /// gradient times the residual.
-    fn gradients(self, all: &Tensor, branch: &Tensor, residual: &Tensor) -> Result<[Tensor; 4]> {
-        Ok([
-            branch.f_addcmul(self.bias, all)?,
-            all.f_mul(self.scale)?,
-            residual.f_addcmul(self.residual_bias, all)?,
-            all.f_mul(self.residual_scale)?,
-        ])
-    }
-}
-
-/// A depthwise convolution over a token and the one before it, in `G` heads of `d` channels.
-#[derive(Clone, Copy, Debug)]
-pub struct DepthwiseConv<'a> {
-    /// `[G d, 1, 2]`, f32: weights of the token before, and of the token. Where a document begins there is none before it,
-    /// and it counts as zero.
-    pub weights: &'a Tensor,
-    /// `[G d]`, f32.
-    pub bias: &'a Tensor,
-    /// Rows at which documents begin, ascending from 0, i64.
-    pub starts: &'a Tensor,
-    /// `[G, d]`.
-    pub heads: [i64; 2],
-}
-
-/// What comes back through a [`DepthwiseConv`], f32.
-#[derive(Debug)]
-pub struct ConvGrads {
-    /// `[N, G d]`.
-    pub input: Tensor,
-    /// `[G d, 1, 2]`.
-    pub weights: Tensor,
-    /// `[G d]`.
-    pub bias: Tensor,
-}
-
-/// What queries and keys are made with: H query heads in K groups, then K key heads, G = H + K heads of d dimensions.
-#[derive(Clone, Copy, Debug)]
-pub struct QueryKey<'a> {
-    /// Added to each head, `[G d]`, f32.
-    pub bias: &'a Tensor,
-    /// What keys are multiplied with, `[K]`, f32.
-    pub temperature: &'a Tensor,
-    /// Cosines and sines of each token's angles, `[N, r]`, f32: dimension i turns with dimension i + r, 2 r <= d.
-    pub angles: [&'a Tensor; 2],
-    /// `[H, K, d]`.
-    pub shape: [i64; 3],
-}
-
-/// What comes back through [`Ops::query_key`], f32.
-#[derive(Debug)]
-pub struct QueryKeyGrads {
-    /// Of `raw`, `[G, N, d]`.
-    pub raw: Tensor,
-    /// Of the temperature, `[K]`.
-    pub temperature: Tensor,
-    /// Of the bias, `[G d]`.
-    pub bias: Tensor,
-}
-
-/// Tokens `start..start + len` that see each other, and nothing else: a document, or a part of one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Span {
-    /// The first.
-    pub start: i64,
-    /// How many.
-    pub len: i64,
-}
-
-/// Causal softmax attention of H query heads in K groups, each of which shares a key head and a value head, of d dimensions.
-#[derive(Clone, Copy, Debug)]
-pub struct Attention<'a> {
-    /// `[H + K, N, d]`, float: queries, then keys.
-    pub qk: &'a Tensor,
-    /// `[N, K d]`, in the kind of `qk`.
-    pub value: &'a Tensor,
-    /// In order, covering every token. Scores are divided by sqrt(d).
-    pub spans: &'a [Span],
-    /// `[H, K, d]`.
-    pub shape: [i64; 3],
-}
-
-/// What attention comes to.
-#[derive(Debug)]
-pub struct Attended {
-    /// `[N, H d]`, in the kind of the operands.
-    pub heads: Tensor,
-    /// What the same table's backward pass reads.
-    pub saved: Vec<[Tensor; 2]>,
-}
-
-/// Where each token is computed: sorted by expert, then those that no expert computes.
-#[derive(Debug)]
-pub struct Dispatch {
-    /// `[P]`, i64: the token at each place; any at a place that is filled up.
-    tokens: Tensor,
-    /// The places that are filled up, i64.
-    filled: Tensor,
-    /// `[N]`, i64: the place of each token.
-    pub places: Tensor,
-    /// `[E + 1]`, i64: tokens of each expert, and those without one.
-    pub counts: Tensor,
-    /// Experts.
-    experts: i64,
-    /// Places of experts; the others follow.
-    pub routed: i64,
-    /// Tokens without an expert.
-    pub skipped: i64,
-    /// Experts with tokens, ascending: which, its first place, and how many it has.
-    runs: Vec<[i64; 3]>,
-}
-
-/// Weights of a router of R numbers a token, over C classes. Its input is `[N, D]`.
-#[derive(Clone, Copy, Debug)]
-pub struct RouterWeights<'a> {
-    /// `[R, D]`, float.
-    pub down: &'a Tensor,
-    /// `[R]`; all that follows is f32.
-    pub down_bias: &'a Tensor,
-    /// `[R]`: what the state before is multiplied with; absent where there is none.
-    pub decay: Option<&'a Tensor>,
-    /// `[R]`: the norm of the state.
-    pub norm: &'a Tensor,
-    /// `[R, R]`.
-    pub fc1: &'a Tensor,
-    /// `[R]`.
-    pub fc1_bias: &'a Tensor,
-    /// `[R, R]`.
-    pub fc2: &'a Tensor,
-    /// `[R]`.
-    pub fc2_bias: &'a Tensor,
-    /// `[C, R]`.
-    pub out: &'a Tensor,
-    /// Of the norm.
-    pub eps: f64,
-}
-
-/// Where every token goes, and with what weight.
-#[derive(Debug)]
-pub struct Routes {
-    /// `[N]`, i64: the class chosen; ties go to the lowest.
-    pub choice: Tensor,
-    /// `[N, 1]`, f32: its probability.
-    pub weight: Tensor,
-    /// `[N, R]`, f32: the state, for the router after this one.
-    pub state: Tensor,
-}
-
-/// What a router's backward pass reads.
-#[derive(Debug)]
-pub struct RouterSaved {
-    before: Option<Tensor>,
-    state: Tensor,
-    factors: Tensor,
-    normed: Tensor,
-    first: Tensor,
-    first_out: Tensor,
-    second: Tensor,
-    second_out: Tensor,
-    probabilities: Tensor,
-    choice: Tensor,
-}
-
-/// What comes back through a router: named as [`RouterWeights`], f32.
-#[derive(Debug)]
-#[expect(missing_docs, reason = "the names are those of the weights")]
-pub struct RouterGrads {
-    /// Of its input, `[N, D]`, in its kind.
-    pub input: Tensor,
-    /// Of the state before, `[N, R]`, if there was one.
-    pub before: Option<Tensor>,
-    pub down: Tensor,
-    pub down_bias: Tensor,
-    pub decay: Option<Tensor>,
-    pub norm: Tensor,
-    pub fc1: Tensor,
-    pub fc1_bias: Tensor,
-    pub fc2: Tensor,
-    pub fc2_bias: Tensor,
-    pub out: Tensor,
-}
-
-/// A linear layer over the vocabulary and the cross-entropy of what it answers, a few tokens at a time.
-#[derive(Clone, Copy, Debug)]
-pub struct CrossEntropy<'a> {
-    /// `[N, D]`, float.
-    pub hidden: &'a Tensor,
-    /// `[V, D]`, in its kind.
-    pub weights: &'a Tensor,
-    /// `[N]`, i64.
-    pub labels: &'a Tensor,
-    /// `[N]`, f32: 1 where there is a label, else 0.
-    pub mask: &'a Tensor,
-    /// Tokens whose logits exist at once.
-    pub chunk: i64,
-}
-
-/// Losses, and gradients of their sum over a divisor.
-#[derive(Debug)]
-pub struct CrossEntropyGrads {
-    /// `[N]`, f32: nats, 0 where there is no label.
-    pub losses: Tensor,
-    /// `[N, D]`, f32.
-    pub hidden: Tensor,
-    /// `[V, D]`, f32.
-    pub weights: Tensor,
-}
-
-/// The numbers of one step of AdamW, rounded to what the elements are computed in.
-#[derive(Clone, Copy, Debug)]
-pub struct AdamW {
-    /// What a weight is multiplied with first: 1 less the learning rate times the decay.
-    pub keep: f32,
-    /// How far a first moment goes towards the gradient.
-    pub first: f32,
-    /// How far a second moment goes towards the gradient's square.
-    pub second: f32,
-    /// What the root of a second moment is divided by.
-    pub root: f32,
-    /// Added to that.
-    pub eps: f32,
-    /// What a first moment over that is multiplied with.
-    pub rate: f32,
-    /// What a gradient is multiplied with before anything; 1 changes no bit of it.
-    pub scale: f32,
-}
-
-/// A Newton-Schulz iteration towards the nearest orthogonal matrix.
-#[derive(Clone, Copy, Debug)]
-pub struct NewtonSchulz {
-    /// `a`, `b`, `c` of `X <- a X + b A X + c A A X` with `A = X X^T`.
-    pub coefficients: [f32; 3],
-    /// How often.
-    pub steps: usize,
-    /// Added to a matrix' length before it is divided by it.
-    pub eps: f32,
-}
 
 /// The operations. "Float" is f32 or bf16, the kind in which the model's large products are computed; all tensors are
 /// contiguous unless it says otherwise, and on the table's device.

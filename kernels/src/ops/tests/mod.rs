@@ -1,0 +1,233 @@
+//! The tables against each other: f32 within a few roundings, bf16 within a few of its own.
+
+use proptest::prelude::*;
+use tch::{Device, Kind, Tensor};
+
+use super::*;
+
+mod model;
+mod newton_schulz;
+
+/// Numbers between -1 and 1 that depend on nothing but `seed`.
+pub(in crate::ops) fn random(shape: &[i64], seed: u64) -> Tensor {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0xD1B5_4A32_D192_ED03;
+    let mut next = || {
+        // xorshift: enough to have no structure that an operation could hide behind.
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    };
+    let count: i64 = shape.iter().product();
+    let values: Vec<f32> = (0..count).map(|_| next()).collect();
+    Tensor::from_slice(&values).reshape(shape)
+}
+
+/// The largest difference, over the largest number where that is above 1.
+fn difference(found: &Tensor, wanted: &Tensor) -> f64 {
+    assert_eq!((found.size(), found.kind()), (wanted.size(), wanted.kind()));
+    if found.numel() == 0 {
+        return 0.0;
+    }
+    let [found, wanted] = [found, wanted].map(|tensor| tensor.to_kind(Kind::Double));
+    let size = wanted.abs().max().double_value(&[]).max(1.0);
+    (found - wanted).abs().max().double_value(&[]) / size
+}
+
+/// What an operation may differ by between tables, in units of the kind's rounding.
+fn close(found: &Tensor, wanted: &Tensor, roundings: f64) -> bool {
+    let unit = if found.kind() == Kind::BFloat16 { 2f64.powi(-8) } else { 2f64.powi(-23) };
+    let difference = difference(found, wanted);
+    if difference > roundings * unit {
+        eprintln!("{} roundings of {:?}", difference / unit, found.kind());
+    }
+    difference <= roundings * unit
+}
+
+fn float() -> impl Strategy<Value = Kind> {
+    prop_oneof![Just(Kind::Float), Just(Kind::BFloat16)]
+}
+
+/// Starts of documents: the first row, and some others.
+fn starts(tokens: i64, cuts: &[prop::sample::Index]) -> Tensor {
+    let mut starts: Vec<i64> = cuts.iter().map(|cut| cut.index(tokens as usize) as i64).collect();
+    starts.push(0);
+    starts.sort_unstable();
+    starts.dedup();
+    Tensor::from_slice(&starts)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn norms_and_residuals(rows in 1i64..80, width in 1i64..70, kind in float(), seed in 0u64..1000) {
+        let [x, branch, grad] = [0, 1, 2].map(|index| random(&[rows, width], seed + index));
+        let [a, b, c, d] = [3, 4, 5, 6].map(|index| random(&[width], seed + index));
+        let (found, factors) = CPU.rms_norm(&x, &a, 1e-5).unwrap();
+        let (wanted, wanted_factors) = REFERENCE.rms_norm(&x, &a, 1e-5).unwrap();
+        prop_assert!(close(&found, &wanted, 16.0) && close(&factors, &wanted_factors, 16.0));
+        let (found, weight) = CPU.rms_norm_backward(&x, &factors, &a, &grad).unwrap();
+        let (wanted, wanted_weight) = REFERENCE.rms_norm_backward(&x, &factors, &a, &grad).unwrap();
+        prop_assert!(close(&found, &wanted, 16.0) && close(&weight, &wanted_weight, 16.0));
+
+        let branch = branch.to_kind(kind);
+        let by = Scaling { scale: &a, bias: &b, residual_scale: &c, residual_bias: &d };
+        let found = CPU.residual(&branch, &x, by).unwrap();
+        prop_assert!(close(&found, &REFERENCE.residual(&branch, &x, by).unwrap(), 4.0));
+        let found = CPU.residual_backward(&branch, &x, by, &grad).unwrap();
+        let wanted = REFERENCE.residual_backward(&branch, &x, by, &grad).unwrap();
+        prop_assert!(close(&found.branch, &wanted.branch, 1.0));
+        prop_assert!(close(&found.residual, &wanted.residual, 1.0));
+        for (found, wanted) in found.scaling.iter().zip(&wanted.scaling) {
+            prop_assert!(close(found, wanted, 16.0));
+        }
+    }
+
+    /// Wherever documents begin: in every row, or in none but the first.
+    #[test]
+    fn convolutions(
+        tokens in 1i64..50,
+        (heads, width) in (1i64..5, 1i64..20),
+        cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..60),
+        kind in float(),
+        seed in 0u64..1000,
+    ) {
+        let channels = heads * width;
+        let (weights, bias) = (random(&[channels, 1, 2], seed), random(&[channels], seed + 1));
+        let starts = starts(tokens, &cuts);
+        let by = DepthwiseConv { weights: &weights, bias: &bias, starts: &starts, heads: [heads, width] };
+        let z = random(&[tokens, channels], seed + 2).to_kind(kind);
+        let found = CPU.depthwise_conv(&z, by).unwrap();
+        prop_assert!(close(&found, &REFERENCE.depthwise_conv(&z, by).unwrap(), 2.0));
+        let grad = random(&[heads, tokens, 2 * width], seed + 3).to_kind(kind);
+        let found = CPU.depthwise_conv_backward(&z, by, &grad).unwrap();
+        let wanted = REFERENCE.depthwise_conv_backward(&z, by, &grad).unwrap();
+        prop_assert!(close(&found.input, &wanted.input, 4.0));
+        prop_assert!(close(&found.weights, &wanted.weights, 16.0));
+        prop_assert!(close(&found.bias, &wanted.bias, 16.0));
+    }
+
+    #[test]
+    fn queries_and_keys(
+        tokens in 1i64..40,
+        (keys, group) in (1i64..4, 1i64..4),
+        (half, rest) in (1i64..6, 0i64..9),
+        kind in float(),
+        seed in 0u64..1000,
+    ) {
+        let width = 2 * half + rest;
+        let heads = keys * (group + 1);
+        let angle = random(&[tokens, half], seed) * 3.0;
+        let (cos, sin) = (angle.cos(), angle.sin());
+        let (bias, temperature) = (random(&[heads * width], seed + 1), random(&[keys], seed + 2));
+        let shape = [keys * group, keys, width];
+        let by = QueryKey { bias: &bias, temperature: &temperature, angles: [&cos, &sin], shape };
+        let z = random(&[tokens, heads * width], seed + 3).to_kind(kind);
+        let raw = random(&[heads, tokens, width], seed + 4);
+        let (mut fast, mut slow) = (raw.copy(), raw.copy());
+        let (found, factors) = CPU.query_key(&z, &mut fast, by).unwrap();
+        let (wanted, wanted_factors) = REFERENCE.query_key(&z, &mut slow, by).unwrap();
+        prop_assert!(close(&fast, &slow, 8.0));
+        prop_assert!(close(&factors, &wanted_factors, 32.0) && close(&found, &wanted, 64.0));
+        let grad = random(&[heads, tokens, width], seed + 5);
+        let found = CPU.query_key_backward(&slow, &factors, by, grad.copy()).unwrap();
+        let wanted = REFERENCE.query_key_backward(&slow, &factors, by, grad).unwrap();
+        prop_assert!(close(&found.raw, &wanted.raw, 64.0));
+        prop_assert!(close(&found.temperature, &wanted.temperature, 64.0));
+        prop_assert!(close(&found.bias, &wanted.bias, 64.0));
+        let z = random(&[tokens, heads * width], seed + 6);
+        let (mut fast, mut slow) = (z.copy(), z);
+        CPU.means_backward(&wanted.raw, shape, &mut fast).unwrap();
+        REFERENCE.means_backward(&wanted.raw, shape, &mut slow).unwrap();
+        prop_assert!(close(&fast, &slow, 8.0));
+    }
+
+    /// Far below and above zero too, where the gate is shut or open; and with no rows at all.
+    #[test]
+    fn gates(rows in 0i64..40, width in 1i64..40, kind in float(), seed in 0u64..1000) {
+        let x = (random(&[rows, 2 * width], seed) * 30.0).to_kind(kind);
+        let grad = random(&[rows, width], seed + 1).to_kind(kind);
+        prop_assert!(close(&CPU.swiglu(&x).unwrap(), &REFERENCE.swiglu(&x).unwrap(), 4.0));
+        let found = CPU.swiglu_backward(&x, &grad).unwrap();
+        // In bf16 libtorch rounds the silu and its products by themselves.
+        prop_assert!(close(&found, &REFERENCE.swiglu_backward(&x, &grad).unwrap(), 8.0));
+    }
+
+    #[test]
+    fn rows_on_their_way_back(
+        order in Just((0..24i64).collect::<Vec<_>>()).prop_shuffle(),
+        (tokens, width) in (0usize..24, 1i64..40),
+        kind in float(),
+        seed in 0u64..1000,
+    ) {
+        let places = Tensor::from_slice(&order[..tokens]);
+        let (rows, tokens) = (order.len() as i64, tokens as i64);
+        let x = random(&[rows, width], seed).to_kind(kind);
+        let (weight, grad) = (random(&[tokens, 1], seed + 1), random(&[tokens, width], seed + 2));
+        let found = CPU.gather(&x, &places, &weight).unwrap();
+        prop_assert_eq!(found, REFERENCE.gather(&x, &places, &weight).unwrap());
+        let [to_x, to_weight] = CPU.gather_backward(&x, &places, &weight, &grad).unwrap();
+        let [wanted, wanted_weight] = REFERENCE.gather_backward(&x, &places, &weight, &grad).unwrap();
+        prop_assert_eq!(to_x, wanted);
+        prop_assert!(close(&to_weight, &wanted_weight, 16.0));
+    }
+
+    #[test]
+    fn steps_of_adamw(length in 0i64..300, scale in 0.1..2.0f32, seed in 0u64..1000) {
+        let by = AdamW { keep: 0.99, first: 0.1, second: 0.01, root: 0.3, eps: 1e-3, rate: 0.02, scale };
+        let state = |table: Table| {
+            let [mut w, mut m, gradient] = [0, 1, 2].map(|index| random(&[length], seed + index));
+            let mut v = random(&[length], seed + 3).square();
+            table.adamw(by, &mut w, [&mut m, &mut v], &gradient).unwrap();
+            [w, m, v]
+        };
+        for (found, wanted) in state(CPU).iter().zip(&state(REFERENCE)) {
+            prop_assert!(close(found, wanted, 8.0));
+        }
+        let x = random(&[length], seed) * 1e9;
+        let (found, wanted) = (CPU.squares(&x).unwrap(), REFERENCE.squares(&x).unwrap());
+        prop_assert!((found - wanted).abs() <= 1e-14 * wanted);
+    }
+}
+
+#[test]
+fn both_tables_refuse_what_does_not_fit() {
+    let (x, weight) = (random(&[4, 6], 1), random(&[6], 2));
+    let wrong = [x.tr(), x.to_kind(Kind::BFloat16), x.to_kind(Kind::Double), x.narrow(1, 0, 5)];
+    for table in [CPU, REFERENCE] {
+        for wrong in &wrong {
+            let refused = table.rms_norm(wrong, &weight, 1e-5).unwrap_err();
+            assert!(matches!(refused, Error::Operand { operation: "rms_norm", .. }), "{refused}");
+        }
+        assert!(table.rms_norm(&x, &weight, 1e-5).is_ok());
+        let refused = table.swiglu(&random(&[3, 5], 1)).unwrap_err().to_string();
+        assert_eq!(
+            refused,
+            "swiglu: x is Float [3, 5], contiguous, wanted Float or BFloat16 [3, 4], contiguous"
+        );
+    }
+}
+
+#[test]
+fn what_is_written_is_used_under_one_name() {
+    let all = Tensor::zeros([8], (Kind::Float, Device::Cpu));
+    let part = |first, count| all.narrow(0, first, count);
+    let by =
+        AdamW { keep: 1.0, first: 0.1, second: 0.1, root: 1.0, eps: 1.0, rate: 0.1, scale: 1.0 };
+    let moved = |mut second: Tensor| {
+        let [mut weight, mut first] = [part(0, 2), part(2, 2)];
+        CPU.adamw(by, &mut weight, [&mut first, &mut second], &part(6, 2))
+    };
+    moved(part(4, 2)).unwrap();
+    assert!(matches!(moved(part(3, 2)).unwrap_err(), Error::Operand { operation: "adamw", .. }));
+    assert!(moved(part(5, 2)).is_err(), "a gradient is read while it changes");
+}
+
+#[test]
+fn a_table_is_found_by_its_name() {
+    for table in [CPU, REFERENCE] {
+        assert!(named(table.name()).is_some_and(|found| found == table));
+    }
+    assert!(named("cpu 0").is_none() && CPU != REFERENCE);
+}

@@ -1,0 +1,197 @@
+//! What a model is made of: attention, values, experts, losses, routes.
+
+use proptest::prelude::*;
+use tch::{Device, Kind, Tensor};
+
+use super::super::*;
+use super::{close, difference, float, random, starts};
+
+/// Documents that cover `tokens` tokens.
+fn spans(tokens: i64, cuts: &[prop::sample::Index]) -> Vec<Span> {
+    let starts = Vec::<i64>::try_from(starts(tokens, cuts)).unwrap();
+    let ends = starts.iter().skip(1).copied().chain([tokens]);
+    starts.iter().zip(ends).map(|(&start, end)| Span { start, len: end - start }).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    /// Documents of one token, and of all.
+    #[test]
+    fn attention_over_documents(
+        tokens in 1i64..70,
+        (keys, group, width) in (1i64..4, 1i64..4, 1i64..20),
+        cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..8),
+        kind in float(),
+        seed in 0u64..1000,
+    ) {
+        let shape = [keys * group, keys, width];
+        let qk = random(&[keys * (group + 1), tokens, width], seed).to_kind(kind);
+        let value = random(&[tokens, keys * width], seed + 1).to_kind(kind);
+        let grad = random(&[tokens, keys * group * width], seed + 2).to_kind(kind);
+        let by = Attention { qk: &qk, value: &value, spans: &spans(tokens, &cuts), shape };
+        let (found, wanted) = (CPU.attention(by).unwrap(), REFERENCE.attention(by).unwrap());
+        prop_assert!(close(&found.heads, &wanted.heads, 16.0));
+        let found = CPU.attention_backward(by, found.saved, &grad).unwrap();
+        let wanted = REFERENCE.attention_backward(by, wanted.saved, &grad).unwrap();
+        // libtorch's kernel rounds the gradients of a bf16 query to bf16 before we widen them.
+        let of_qk = if kind == Kind::BFloat16 { 8.0 * 32768.0 } else { 64.0 };
+        prop_assert!(close(&found[0], &wanted[0], of_qk));
+        let of_value = if kind == Kind::BFloat16 { 8.0 } else { 64.0 };
+        prop_assert!(close(&found[1], &wanted[1], of_value));
+        prop_assert!(REFERENCE.attention_backward(by, vec![[qk.copy(), qk.copy()]], &grad).is_err());
+    }
+
+    /// The value of a token and of the one before it, and the transpose of that.
+    #[test]
+    fn values_are_shifted(
+        tokens in 1i64..40,
+        half in 1i64..9,
+        cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..20),
+        seed in 0u64..1000,
+    ) {
+        let [current, delayed, grad] =
+            [(0, half), (1, half), (2, 2 * half)].map(|(index, width)| random(&[tokens, width], seed + index));
+        let starts = starts(tokens, &cuts);
+        let found = CPU.value_shift(&current, &delayed, &starts).unwrap();
+        let begins = Vec::<i64>::try_from(&starts).unwrap();
+        for token in 0..tokens {
+            prop_assert_eq!(found.get(token).narrow(0, 0, half), current.get(token));
+            let before = match begins.contains(&token) {
+                true => current.get(token).zeros_like(),
+                false => delayed.get(token - 1),
+            };
+            prop_assert_eq!(found.get(token).narrow(0, half, half), before);
+        }
+        let back = CPU.value_shift_backward(grad.copy(), &starts).unwrap();
+        let inner = |a: &Tensor, b: &Tensor| (a * b).sum(Kind::Double).double_value(&[]);
+        let both = Tensor::cat(&[&current, &delayed], 1);
+        prop_assert!((inner(&found, &grad) - inner(&both, &back)).abs() < 1e-4);
+    }
+
+    /// A token's row goes through its own expert and comes back, also where experts, or all of them, have no token.
+    #[test]
+    fn tokens_go_through_their_experts(
+        choice in prop::collection::vec(0i64..5, 1..60),
+        (wide, narrow) in (1i64..20, 1i64..20),
+        kind in float(),
+        seed in 0u64..1000,
+    ) {
+        let (tokens, experts) = (choice.len() as i64, 4);
+        let x = random(&[tokens, wide], seed).to_kind(kind);
+        let weights = random(&[experts, narrow, wide], seed + 1).to_kind(kind);
+        let grad = random(&[tokens, narrow], seed + 2).to_kind(kind);
+        for table in [CPU, REFERENCE] {
+            let by = table.dispatch(&Tensor::from_slice(&choice), experts + 1).unwrap();
+            let counts = Vec::<i64>::try_from(&by.counts).unwrap();
+            let wanted: Vec<i64> = (0..=experts)
+                .map(|class| choice.iter().filter(|choice| **choice == class).count() as i64)
+                .collect();
+            prop_assert_eq!(&counts, &wanted);
+            let rows = table.permute(&x, &by).unwrap();
+            prop_assert_eq!(rows.size()[0], by.routed + by.skipped);
+            prop_assert_eq!(&rows.index_select(0, &by.places), &x);
+            let whole = rows.to_kind(Kind::Double).abs().sum(Kind::Double).double_value(&[]);
+            let once = x.to_kind(Kind::Double).abs().sum(Kind::Double).double_value(&[]);
+            prop_assert!((whole - once).abs() < 1e-9, "places that are filled up hold zeros");
+
+            let out = Tensor::zeros([rows.size()[0], narrow], (kind, Device::Cpu));
+            table.grouped_matmul(&rows, &weights, &by, &out).unwrap();
+            let out = out.index_select(0, &by.places);
+            let grads = table.permute(&grad, &by).unwrap();
+            let back = Tensor::zeros([rows.size()[0], wide], (kind, Device::Cpu));
+            table.grouped_matmul_input(&grads, &weights, &by, &back).unwrap();
+            let back = back.index_select(0, &by.places);
+            let of_weights = Tensor::zeros(weights.size(), (Kind::Double, Device::Cpu));
+            for (token, &class) in (0i64..).zip(&choice) {
+                let double = |x: &Tensor| x.get(token).to_kind(Kind::Double);
+                if class == experts {
+                    prop_assert_eq!(double(&out).abs().sum(Kind::Double).double_value(&[]), 0.0);
+                    continue;
+                }
+                let weight = weights.get(class).to_kind(Kind::Double);
+                let wanted = weight.mv(&double(&x)).to_kind(kind);
+                prop_assert!(close(&out.get(token), &wanted, 8.0));
+                let wanted = weight.tr().mv(&double(&grad)).to_kind(kind);
+                prop_assert!(close(&back.get(token), &wanted, 8.0));
+                let mut of_weight = of_weights.get(class);
+                of_weight += double(&grad).outer(&double(&x));
+            }
+            let found = table.grouped_matmul_weights(&grads, &rows, &by).unwrap();
+            prop_assert!(close(&found, &of_weights.to_kind(kind), 16.0));
+            for (expert, _) in (0i64..).zip(&counts[..4]).filter(|(_, count)| **count == 0) {
+                prop_assert_eq!(found.get(expert).abs().max().double_value(&[]), 0.0);
+            }
+        }
+    }
+
+    /// As in f64, whatever the chunk; and a token without a label costs nothing and moves nothing.
+    #[test]
+    fn losses_and_their_gradients(
+        labels in prop::collection::vec(0i64..30, 1..40),
+        masked in prop::collection::vec(any::<bool>(), 40),
+        (width, chunk) in (1i64..16, 1i64..50),
+        kind in float(),
+        seed in 0u64..1000,
+    ) {
+        let tokens = labels.len() as i64;
+        let hidden = random(&[tokens, width], seed).to_kind(kind);
+        let weights = random(&[30, width], seed + 1).to_kind(kind);
+        let labels = Tensor::from_slice(&labels);
+        let mask: Vec<f32> = masked.iter().take(tokens as usize).map(|mask| f32::from(*mask)).collect();
+        let mask = Tensor::from_slice(&mask);
+        let by = CrossEntropy { hidden: &hidden, weights: &weights, labels: &labels, mask: &mask, chunk };
+        let [x, w] = [&hidden, &weights].map(|x| x.to_kind(Kind::Double).set_requires_grad(true));
+        let log = x.mm(&w.tr()).log_softmax(-1, Kind::Double);
+        let wanted = log.gather(1, &labels.unsqueeze(1), false).squeeze_dim(1) * -&mask;
+        (wanted.sum(Kind::Double) / 7.0).backward();
+        let limit = if kind == Kind::BFloat16 { 0.05 } else { 1e-5 };
+        for table in [CPU, REFERENCE] {
+            let found = table.cross_entropy_backward(by, 7.0).unwrap();
+            prop_assert_eq!(&found.losses, &table.cross_entropy(by).unwrap());
+            let away = |found: &Tensor, wanted: &Tensor| difference(&found.to_kind(Kind::Double), wanted);
+            prop_assert!(away(&found.losses, &wanted.detach()) < limit);
+            prop_assert!(away(&found.hidden, &x.grad()) < limit);
+            prop_assert!(away(&found.weights, &w.grad()) < limit);
+        }
+    }
+
+    /// Before and after an orthogonalisation.
+    #[test]
+    fn momenta_and_steps(length in 0i64..300, scale in 0.1..2.0f32, seed in 0u64..1000) {
+        let state = |table: Table| {
+            let [mut weight, mut momentum, gradient] = [0, 1, 2].map(|index| random(&[length], seed + index));
+            let direction = table.nesterov(&mut momentum, &gradient, 0.95, scale).unwrap();
+            table.descend(&mut weight, &direction, 0.99, 0.02).unwrap();
+            [weight, momentum, direction]
+        };
+        for (found, wanted) in state(CPU).iter().zip(&state(REFERENCE)) {
+            prop_assert!(close(found, wanted, 4.0));
+        }
+    }
+}
+
+/// A route goes to the lowest of equals; balance moves the choice and not its weight.
+#[test]
+fn routes_go_to_the_lowest_of_equals() {
+    let zeros = |shape: &[i64]| Tensor::zeros(shape, (Kind::Float, Device::Cpu));
+    let (square, vector, out) = (zeros(&[3, 3]), zeros(&[3]), zeros(&[4, 3]));
+    let by = RouterWeights {
+        down: &zeros(&[3, 5]),
+        down_bias: &vector,
+        decay: None,
+        norm: &vector,
+        fc1: &square,
+        fc1_bias: &vector,
+        fc2: &square,
+        fc2_bias: &vector,
+        out: &out,
+        eps: 1e-5,
+    };
+    let x = random(&[2, 5], 1);
+    for (balance, wanted) in [([0.0f32; 4], 0), ([0.0, 0.0, 0.5, 0.5], 2)] {
+        let (routes, _) = CPU.router(by, &x, None, &Tensor::from_slice(&balance)).unwrap();
+        assert_eq!(Vec::<i64>::try_from(routes.choice).unwrap(), [wanted; 2]);
+        assert_eq!(Vec::<f32>::try_from(routes.weight.reshape([-1])).unwrap(), [0.25; 2]);
+    }
+}
