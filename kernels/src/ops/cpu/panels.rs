@@ -15,8 +15,8 @@ const WIDE: usize = 32;
 /// Rows of a tile.
 const HIGH: usize = 8;
 
-/// Inner indices that are gone through before the next tile: so much of a panel and of a tile's rows fits the first cache.
-const DEEP: usize = 128;
+/// Inner indices that are gone through before the next tile: a panel of so many fits the first cache.
+const DEEP: usize = 256;
 
 /// A matrix in panels of [`WIDE`] columns: `[panel][row][WIDE]`, with zeros where a panel has fewer columns and in rows that
 /// fill its tiles up. As a left operand it stands for its transpose; a symmetric matrix is both at once.
