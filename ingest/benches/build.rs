@@ -16,6 +16,7 @@ use std::time::Instant;
 
 use contract::{Fault, Result};
 use ingest::build::Options;
+use ingest::cluster::plan::TASK_BYTES;
 use ingest::source::{self, Fields, Format, Limits, Parsed};
 use ingest::tokenize::{Engine, Tokenizer};
 use ingest::{Corpus, Outcome, build};
@@ -150,7 +151,8 @@ fn whole(workers: usize, tokenizer: &str, files: &[&str]) -> Result<(u64, u64, f
     let corpus = store.path().join("corpus.toml");
     std::fs::write(&corpus, text).map_err(|e| Fault::io("write", &corpus, &e))?;
     let corpus = Corpus::read(&corpus)?;
-    let options = Options { workers, engine: Engine::Fastest, quiet: true };
+    let (engine, task_bytes) = (Engine::Fastest, TASK_BYTES);
+    let options = Options { workers, engine, quiet: true, work: None, task_bytes };
     let begun = Instant::now();
     let outcome = build(&corpus, &store.path().join("store"), options)?;
     let seconds = begun.elapsed().as_secs_f64();

@@ -98,7 +98,7 @@ fn is_store(store: &Path) -> bool {
 fn corpus(bench: &Workbench) -> Corpus {
     bench.own_document();
     let text = fs::read_to_string(bench.corpus("shard_tokens = 400")).unwrap();
-    Corpus::read(&bench.write("corpus.toml", text + STEPS)).unwrap()
+    Corpus::read(bench.write("corpus.toml", text + STEPS)).unwrap()
 }
 
 #[test]

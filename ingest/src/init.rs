@@ -417,7 +417,7 @@ mod tests {
         let bench = folder();
         let begun = init(&bench.path("")).unwrap();
         assert_eq!(begun.files.len(), 2);
-        let corpus = Corpus::read(&bench.path(CORPUS)).unwrap();
+        let corpus = Corpus::read(bench.path(CORPUS)).unwrap();
         let named = |source: &crate::corpus::Source| (source.name.clone(), source.files.len());
         let sources: Vec<_> = corpus.sources.iter().map(named).collect();
         let wanted = [("text", 1), ("chat--1-", 1), ("web", 2), ("wiki", 1)];

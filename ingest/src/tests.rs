@@ -192,7 +192,7 @@ fn killed_at(corpus: &Corpus, store: &Path, document: usize) -> usize {
 #[test]
 fn what_is_in_a_part_is_not_done_again() {
     let bench = Workbench::new(600);
-    let corpus = Corpus::read(&bench.corpus("shard_tokens = 2000")).unwrap();
+    let corpus = Corpus::read(bench.corpus("shard_tokens = 2000")).unwrap();
     let (store, whole) = (bench.path("store"), bench.path("whole"));
     // 600, 300 and 200 documents in three files: the second of them is open.
     assert_eq!(killed_at(&corpus, &store, 700), 1);
@@ -215,7 +215,7 @@ fn an_input_that_changed_under_a_killed_build_is_read_as_it_is_now() {
         [("web-0.jsonl", json_lines(5, 600)), ("web-1.jsonl", json_lines(9, 300))]
     {
         let bench = Workbench::new(600);
-        let corpus = Corpus::read(&bench.corpus("shard_tokens = 2000")).unwrap();
+        let corpus = Corpus::read(bench.corpus("shard_tokens = 2000")).unwrap();
         let (store, whole) = (bench.path("store"), bench.path("whole"));
         assert_eq!(killed_at(&corpus, &store, 750), 1);
         bench.write(file, changed);
@@ -237,7 +237,7 @@ proptest! {
         let options = Options { work: Some(bench.path("work")), ..in_parts(2) };
         let mut keys = String::new();
         for (number, (moment, what, seed)) in edits.into_iter().enumerate() {
-            let request = Corpus::read(&bench.corpus(&keys)).unwrap();
+            let request = Corpus::read(bench.corpus(&keys)).unwrap();
             let mut left = moment;
             let store = bench.path(&format!("store-{number}"));
             let _ = build_while(&request, &store, options.clone(), || {
@@ -250,7 +250,7 @@ proptest! {
                 _ => keys = format!("shard_tokens = {}", 1000 + 100 * seed),
             }
         }
-        let request = Corpus::read(&bench.corpus(&keys)).unwrap();
+        let request = Corpus::read(bench.corpus(&keys)).unwrap();
         let (store, fresh) = (bench.path("last"), bench.path("fresh"));
         let used = build(&request, &store, options.clone()).unwrap();
         let Outcome::Built { tallies, .. } = used else { panic!("a store was there") };
@@ -285,7 +285,7 @@ fn a_store_answers_only_to_its_own_request() {
     assert!(matches!(again, Outcome::UpToDate(manifest) if manifest == built));
     // Another cut, or the will to skip what there is none of, asks for the same.
     for same in ["shard_tokens = 99", "on_error = \"skip\""] {
-        let again = build(&Corpus::read(&bench.corpus(same)).unwrap(), &store, options(1)).unwrap();
+        let again = build(&Corpus::read(bench.corpus(same)).unwrap(), &store, options(1)).unwrap();
         assert!(matches!(again, Outcome::UpToDate(_)));
     }
     let key = |from: &str, to: &str| {
@@ -326,7 +326,7 @@ fn a_store_answers_only_to_its_own_request() {
 #[test]
 fn two_builds_do_not_share_a_folder() {
     let bench = Workbench::new(60);
-    let corpus = Corpus::read(&bench.corpus("")).unwrap();
+    let corpus = Corpus::read(bench.corpus("")).unwrap();
     let store = bench.path("store");
     let mut tried = false;
     build_while(&corpus, &store, options(1), || {

@@ -229,7 +229,7 @@ fn an_edit_moves_only_the_cuts_beside_it() {
 #[test]
 fn a_second_result_that_differs_is_kept_beside_the_first() {
     let bench = Workbench::new(9);
-    let corpus = Corpus::read(&bench.corpus("")).unwrap();
+    let corpus = Corpus::read(bench.corpus("")).unwrap();
     let plan = plan(&corpus, &bench.path("work"), 1).unwrap();
     run(&plan);
     let key = result(&plan, 1).part;

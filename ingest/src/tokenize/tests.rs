@@ -114,6 +114,6 @@ fn ids_that_no_tensor_holds_are_refused_before_anything_is_written() {
     let bench = Workbench::new(1);
     bench.write("tokenizer.json", tokenizer([1 << 31].into_iter()));
     let out = bench.path("store");
-    build(&Corpus::read(&bench.corpus("")).unwrap(), &out, options(1)).unwrap_err();
+    build(&Corpus::read(bench.corpus("")).unwrap(), &out, options(1)).unwrap_err();
     assert!(!out.exists() || fs::read_dir(&out).unwrap().next().is_none());
 }

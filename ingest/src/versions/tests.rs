@@ -82,7 +82,7 @@ fn built(
         "tokenizer = \"tokenizer.json\"\nend = \"<|end|>\"\nvalidation = \"1/9\"\non_error = \"skip\"\n\
          [[source]]\nname = \"mixed\"\nfiles = [\"{files}\"]\n{keys}\n{steps}"
     );
-    let corpus = Corpus::read(&bench.write("corpus.toml", text)).unwrap();
+    let corpus = Corpus::read(bench.write("corpus.toml", text)).unwrap();
     let store = bench.path("store");
     let _ = fs::remove_dir_all(&store);
     match build(&corpus, &store, options(2)).unwrap() {

@@ -17,7 +17,7 @@ fn open(dir: &Path, amendments: &str) -> Opened {
         PhaseText(9, 32, 3, 3, "a = 1"),
     ];
     let text = curriculum(&[dir], &NAMES, &phases) + amendments;
-    Opened::open_text(&dir.join("run.toml"), text).unwrap()
+    Opened::open_text(dir.join("run.toml"), text).unwrap()
 }
 
 fn step(opened: &Opened, step: u64) -> Batch {

@@ -16,7 +16,7 @@ use crate::support::{Scratch, table};
 fn a_leaf_that_cannot_be_computed_says_which_and_why() {
     table();
     let scratch = Scratch::new();
-    let spec = RunSpec::new(&Opened::open(&scratch.path("run.toml")).unwrap()).unwrap();
+    let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
     let owners = Ownership::new(&spec, 0, 1);
     let mut state = State::begin(&spec, Device::Cpu, owners, Workers::new(2)).unwrap();
     // The query projection of the first layer loses a column: no product with it has a shape.

@@ -20,7 +20,7 @@ fn fleet(ranks: u32, device: &str) -> Fleet {
 }
 
 fn spec(scratch: &Scratch) -> RunSpec {
-    RunSpec::new(&Opened::open(&scratch.path("run.toml")).unwrap()).unwrap()
+    RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap()
 }
 
 /// Bytes of the tensors in a safetensors file: all that follows its header.

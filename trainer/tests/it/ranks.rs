@@ -52,7 +52,7 @@ fn train_on(
         let mut exec = ExecOptions::new(scratch.path(out));
         (exec.progress, exec.checkpoint_every, exec.workers) = (false, 3, Workers::new(1));
         change(rank, &mut exec);
-        train(&Opened::open(&scratch.path("run.toml"))?, &exec, &mut world)
+        train(&Opened::open(scratch.path("run.toml"))?, &exec, &mut world)
     };
     let rank = &rank;
     thread::scope(|scope| {
@@ -92,7 +92,7 @@ fn a_machine_adds_before_it_sends() {
     let many = scratch.edited("many.toml", &[many, short].concat());
     std::fs::copy(many, scratch.path("run.toml")).unwrap();
     let alone = scratch.train("alone");
-    let spec = RunSpec::new(&Opened::open(&scratch.path("run.toml")).unwrap()).unwrap();
+    let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
     for machines in [&[2, 2][..], &[4, 4], &[3, 2]] {
         for schedule in [Schedule::Subtree, Schedule::Streaming] {
             let [flat, joined] = [true, false].map(|flat| {

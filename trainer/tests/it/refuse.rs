@@ -105,7 +105,7 @@ fn another_kernel_table_is_refused_by_name() {
     scratch.run(&scratch.path("run.toml"), "run", stop_after(2)).unwrap();
     let mut other = table();
     other.cpu_capability = "AVX2".to_owned();
-    let opened = Opened::open(&scratch.path("run.toml")).unwrap();
+    let opened = Opened::open(scratch.path("run.toml")).unwrap();
     let fault = train(
         &opened,
         &ExecOptions::new(scratch.path("run")),

@@ -78,7 +78,7 @@ impl Scratch {
     }
 
     pub(crate) fn store_digest(&self, folder: &str) -> String {
-        store::Store::open(&self.path(folder)).unwrap().manifest().digest.to_string()
+        store::Store::open(self.path(folder)).unwrap().manifest().digest.to_string()
     }
 
     /// Trains `run.toml` in the folder `out` until its end.

@@ -215,7 +215,7 @@ fn the_loss_on_held_out_text_is_a_function_of_the_state() {
 
 /// Every window by itself, through the forward and backward pass of training.
 fn brute_force(scratch: &Scratch, found: &BTreeMap<(u64, String), (String, u64, f64)>) {
-    let spec = RunSpec::new(&Opened::open(&scratch.path("run.toml")).unwrap()).unwrap();
+    let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
     let path = scratch.path("run");
     let replayer = Replayer::open(&path, &table(), Device::Cpu, Workers::new(2));
     let state = replayer.unwrap().state_at(8).unwrap();
@@ -255,7 +255,7 @@ fn brute_force(scratch: &Scratch, found: &BTreeMap<(u64, String), (String, u64, 
 fn few_windows_are_spread_and_never_twice() {
     let scratch = Scratch::new();
     scratch.train("run");
-    let spec = RunSpec::new(&Opened::open(&scratch.path("run.toml")).unwrap()).unwrap();
+    let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
     let path = scratch.path("run");
     let replayer = Replayer::open(&path, &table(), Device::Cpu, Workers::new(2));
     let state = replayer.unwrap().state_at(3).unwrap();

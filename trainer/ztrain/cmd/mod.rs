@@ -79,7 +79,8 @@ impl Speed {
         }
     }
 
-    /// Workers that compute by the operations of `table`: as many as asked for, else the cores of the machine, shared among the ranks on it.
+    /// Workers that compute by the operations of `table`: as many as asked for, else the cores of the machine, shared among the
+    /// ranks on it.
     pub(crate) fn workers(
         &self,
         launched: Option<&Launched>,

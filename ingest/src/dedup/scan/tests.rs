@@ -347,7 +347,7 @@ fn a_sample_tells_what_became_of_each_document() {
     assert_eq!(places(&draw(9, 3)), places(&draw(9, 3)));
     assert_ne!(places(&draw(9, 3)), places(&draw(9, 4)));
     assert_eq!(draw(9, 3).len(), 9);
-    let other = Corpus::read(&bench.corpus("")).unwrap();
+    let other = Corpus::read(bench.corpus("")).unwrap();
     assert!(sample::sample(&other, (&(&store).into(), &manifest), 1, 0).is_err());
 }
 
