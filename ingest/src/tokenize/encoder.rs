@@ -315,7 +315,7 @@ mod tests {
     #[test]
     fn odd_files_are_refused_with_a_reason() {
         for (bytes, word) in [
-            (b"{".to_vec(), "no tokenizer.json"),
+            (b"{".to_vec(), "not a tokenizer.json"),
             (b"{}".to_vec(), "refuses"),
             (b"[]".to_vec(), "refuses"),
             (b"7".to_vec(), "refuses"),
