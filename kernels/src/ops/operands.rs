@@ -84,7 +84,7 @@ pub struct QueryKey<'a> {
     pub shape: [i64; 3],
 }
 
-/// What comes back through [`Ops::query_key`], f32.
+/// What comes back through [`super::Ops::query_key`], f32.
 #[derive(Debug)]
 pub struct QueryKeyGrads {
     /// Of `raw`, `[G, N, d]`.

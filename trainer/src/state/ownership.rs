@@ -136,7 +136,7 @@ impl Ownership {
         length(&self.pieces, rank)
     }
 
-    /// Cuts what [`pack`] made for `rank` into its pieces again.
+    /// Cuts what `pack` made for `rank` into its pieces again.
     pub fn unpack(&self, rank: u32, packed: &Tensor) -> Vec<Tensor> {
         let mut at = 0;
         let cut = |piece: &Piece| {
