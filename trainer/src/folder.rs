@@ -333,9 +333,6 @@ fn other(what: &str, found: String, wanted: String, path: &Path) -> Fault {
 pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<()> {
     let mismatch =
         |what: &str, found: String, wanted: String| Err(other(what, found, wanted, path));
-    if begun.format != now.format {
-        return mismatch("the ledger's format", now.format.to_string(), begun.format.to_string());
-    }
     if begun.tokenizer != now.tokenizer {
         return mismatch("the tokenizer", now.tokenizer.to_string(), begun.tokenizer.to_string());
     }

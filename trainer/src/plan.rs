@@ -6,9 +6,10 @@
 
 use contract::{Digest, Fault, Result};
 use kernels::tree::blocks;
+use mixer::SourceUse;
 use serde::Serialize;
 
-use crate::ledger::{Packed, StepRecord};
+use crate::ledger::{self, Packed, SourceSums, StepRecord};
 use crate::memory::{self, Holder, Holds};
 use crate::mesh::Schedule;
 use crate::mesh::team::{self, Nodes};
@@ -309,6 +310,11 @@ fn ledger_bytes(spec: &RunSpec, step: u64) -> Result<u64> {
     let classes = config.router_classes() as usize;
     let words = |count: usize| Packed(vec![u64::MAX; count]);
     let guard = &spec.settings.guard;
+    let layers = ledger::layers(&spec.names()).len();
+    let source = |used: &SourceUse| {
+        let name = spec.plan.sources()[used.source].name.clone();
+        (name, SourceSums { labels: tokens, loss: words(1) })
+    };
     let record = StepRecord {
         kind: "step".to_owned(),
         step,
@@ -318,17 +324,19 @@ fn ledger_bytes(spec: &RunSpec, step: u64) -> Result<u64> {
         loss: std::f64::consts::PI,
         leaf_labels: vec![labels; micro_batches],
         leaf_losses: words(micro_batches),
+        sources: spec.plan.phases()[placed.phase].uses.iter().map(source).collect(),
         router: vec![vec![tokens / classes as u64; classes]; config.num_hidden_layers as usize],
         leaf_gradients: words(micro_batches),
         gradients: words(spec.parameters.len()),
         norm: words(1),
+        layer_gradient_norms: words(layers),
         longest: guard.clip.is_some().then(|| words(1)),
         skipped: guard.skip.map(|_| Skipped::No),
         lr: words(1),
+        layer_update_norms: words(layers),
         weights: words(spec.parameters.len()),
         state: Digest(u128::MAX),
         curriculum: None,
-        rows: Vec::new(),
     };
     let line = serde_json::to_string(&record).map_err(|error| Fault::bug(error.to_string()))?;
     // `,"chain":"..."` and the end of the line.

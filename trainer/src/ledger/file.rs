@@ -12,6 +12,7 @@ use std::sync::{Mutex, PoisonError};
 
 use contract::{Digest, Fault, Result, chain};
 
+use super::FORMAT;
 use super::index::{InForce, Index, Line, Mark, SPACING};
 use super::record::{Head, StepRecord};
 
@@ -137,6 +138,7 @@ impl Ledger {
     fn of(path: &Path, file: File, aim: For) -> Result<Option<Ledger>> {
         let source = Source { path: path.to_owned(), file, read: AtomicU64::new(0) };
         let Some((body, head_line)) = source.first()? else { return Ok(None) };
+        check_format(path, &body)?;
         let head: Head = from_json(path, 0, &body)?;
         let text = text_digest(&head.curriculum);
         let in_force = InForce { before: Line::default(), text };
@@ -391,6 +393,22 @@ impl Source {
         line.push('\n');
         (&self.file).write_all(line.as_bytes()).map_err(self.fault("append to"))?;
         Ok(Line { end: before.end + line.len() as u64, chain })
+    }
+}
+
+/// Refuses a ledger whose lines say other things than this version writes.
+fn check_format(path: &Path, body: &str) -> Result<()> {
+    #[derive(serde::Deserialize)]
+    struct Format {
+        format: u32,
+    }
+    match from_json(path, 0, body)? {
+        Format { format: FORMAT } => Ok(()),
+        Format { format } => Err(Fault::mismatch("the ledger was written by another version")
+            .at(path.display().to_string())
+            .found(format!("format {format}"))
+            .wanted(format!("format {FORMAT}"))
+            .hint("go on with, replay or compare it with the version that began it, or train it anew with another --out")),
     }
 }
 

@@ -2,12 +2,18 @@
 //!
 //! Invariant: no rank, device, time or path enters it; those go to `events.jsonl`, which is not chained.
 
+mod difference;
 mod file;
 mod index;
+mod layers;
+mod packed;
 mod record;
 
+pub use difference::{Difference, Stage};
 pub use file::Ledger;
-pub use record::{Difference, Head, Packed, Stage, StepRecord};
+pub use layers::{LayerParameters, layers};
+pub use packed::Packed;
+pub use record::{Head, SourceSums, StepRecord};
 
-/// The version of the lines.
-pub const FORMAT: u32 = 2;
+/// The version of the lines. 3: sums by source, norms by layer.
+pub const FORMAT: u32 = 3;

@@ -4,6 +4,7 @@
 //! ```text
 //! loss/all   loss/NAME                     mean loss of a label, over the step and by source
 //! optimizer/gradient_norm   optimizer/lr   before clipping; the rate applied
+//! gradient_norm/LAYER   update_norm/LAYER  of the embedding, each layer and the final norm: before clipping; new weights minus old
 //! router/entropy   router/entropy_least    load over the experts, 1 for even: mean and least over the layers
 //! router/skipped                           share of tokens on the skip class
 //! optimizer/longest   optimizer/skipped     the clip of `[auto_clip]`; 1 where `[skip_step]` skipped the step, else 0
@@ -13,14 +14,13 @@
 
 mod tensorboard;
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use contract::{Fault, Result};
 
-use crate::ledger::{Packed, StepRecord};
+use crate::ledger::{self, LayerParameters, Packed, StepRecord};
 use crate::optim::guard::Skipped;
 use crate::spec::RunSpec;
 use crate::validate::SourceLoss;
@@ -77,9 +77,14 @@ impl Metrics {
             let skipped = if skipped == Skipped::No { 0.0 } else { 1.0 };
             values.push(("optimizer/skipped".to_owned(), skipped));
         }
-        for (source, loss) in by_source(spec, record)? {
-            let name = &spec.plan.sources()[source].name;
-            values.push((format!("loss/{name}"), loss));
+        let sources = record.sources.iter();
+        let losses = sources.filter_map(|(name, sums)| Some((name, sums.mean()?)));
+        values.extend(losses.map(|(name, loss)| (format!("loss/{name}"), loss)));
+        let layers = ledger::layers(&spec.names()).into_iter();
+        let norms = record.layer_gradient_norms.values().zip(record.layer_update_norms.values());
+        for (LayerParameters { name, .. }, (gradient, update)) in layers.zip(norms) {
+            values.push((format!("gradient_norm/{name}"), gradient));
+            values.push((format!("update_norm/{name}"), update));
         }
         let load: Vec<f64> = record.router.iter().map(|counts| entropy(counts)).collect();
         let skipped = record.router.iter().map(|counts| share_of_last(counts));
@@ -96,18 +101,6 @@ impl Metrics {
         let all = ("validation/all".to_owned(), SourceLoss::over(sources).mean());
         self.writer.scalars(step, &named.chain([all]).collect::<Vec<_>>())
     }
-}
-
-/// The mean loss of a label by source, of the sources that the step has labels of. A sequence is of one source.
-fn by_source(spec: &RunSpec, record: &StepRecord) -> Result<BTreeMap<usize, f64>> {
-    let first = spec.plan.step(record.step)?.first_sample;
-    let mut sums: BTreeMap<usize, (f64, u64)> = BTreeMap::new();
-    for (sample, (loss, labels)) in (first..).zip(&record.rows) {
-        let sum = sums.entry(spec.plan.sample(sample)?.source).or_default();
-        *sum = (sum.0 + loss, sum.1 + labels);
-    }
-    let labelled = sums.into_iter().filter(|(_, (_, labels))| *labels > 0);
-    Ok(labelled.map(|(source, (loss, labels))| (source, loss / labels as f64)).collect())
 }
 
 /// Entropy of the load over the experts (the last class is the skip), over that of an even one; 1 for a single expert.

@@ -11,6 +11,7 @@ pub mod norm;
 pub mod schedule;
 
 use contract::Result;
+use kernels::ops::Ops;
 use tch::Tensor;
 
 use crate::model::{ParamSpec, Role};
@@ -104,8 +105,16 @@ pub struct At {
     pub scale: f64,
 }
 
-/// Does the pieces of work on the workers.
-pub(crate) fn run(settings: &Settings, items: Vec<Item>, at: At, workers: Workers) -> Result<()> {
+/// Does the pieces of work on the workers, and returns for each the sum of squares of new weights minus old ones.
+///
+/// The old weights are copied piece by piece, or chunk by chunk, just before they move: nothing else is held, and what is
+/// copied is still in the cache when it is compared.
+pub(crate) fn run(
+    settings: &Settings,
+    items: Vec<Item>,
+    at: At,
+    workers: Workers,
+) -> Result<Vec<f64>> {
     let (At { step, lr, scale }, ops) = (at, workers.ops());
     let muon = Muon::at(lr, settings.weight_decay, settings.momentum);
     let adamw = |decay: bool| {
@@ -121,23 +130,34 @@ pub(crate) fn run(settings: &Settings, items: Vec<Item>, at: At, workers: Worker
     let work = |item| match item {
         Item::Matrix { mut weight, mut momentum, gradient } => {
             let _watch = part(Part::Muon);
-            muon.update(ops, &mut weight, &mut momentum, (&gradient, scale))
+            let old = weight.copy();
+            muon.update(ops, &mut weight, &mut momentum, (&gradient, scale)).map_err(refused)?;
+            Ok(norm::sum(&moved(ops, old, &weight)?))
         }
         Item::Flat { weight, first, second, gradient, decay } => {
             let _watch = part(Part::AdamW);
             let rule = if decay { decayed } else { plain };
-            (0..weight.size()[0]).step_by(CHUNK as usize).try_for_each(|start| {
+            let starts = (0..weight.size()[0]).step_by(CHUNK as usize);
+            let chunks = starts.map(|start| {
                 let length = CHUNK.min(weight.size()[0] - start);
                 let chunk = |tensor: &Tensor| tensor.narrow(0, start, length);
                 let (mut weight, mut first, mut second) =
                     (chunk(&weight), chunk(&first), chunk(&second));
                 let (gradient, moments) = (chunk(&gradient), [&mut first, &mut second]);
-                rule.update(ops, &mut weight, moments, (&gradient, scale))
-            })
+                let old = weight.copy();
+                rule.update(ops, &mut weight, moments, (&gradient, scale)).map_err(refused)?;
+                moved(ops, old, &weight)
+            });
+            Ok(norm::sum(&chunks.collect::<Result<Vec<_>>>()?.concat()))
         }
     };
-    workers.map(items, |item| tch::no_grad(|| work(item)).map_err(refused))?;
-    Ok(())
+    workers.map(items, |item| tch::no_grad(|| work(item)))
+}
+
+/// The sums of squares of what lies between old and new weights, by chunk.
+fn moved(ops: &dyn Ops, mut old: Tensor, new: &Tensor) -> Result<Vec<f64>> {
+    let difference = old.f_sub_(new).map_err(|error| refused(error.into()))?;
+    norm::chunks(ops, &difference)
 }
 
 /// The pieces of work of a tensor, or of a part of one that an owner has: whole matrices, or whole chunks.

@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 use crate::model::{self, ParamSpec};
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
-use crate::optim::{self, At, Settings};
+use crate::optim::{self, At, Settings, norm};
 use crate::spec::RunSpec;
 use crate::timing;
 use crate::workers::Workers;
@@ -105,20 +105,23 @@ impl State {
         own.map(|(piece, moments)| (piece, piece.of(&self.weights[piece.tensor]), moments))
     }
 
-    /// Moves this rank's pieces by their gradients, which come in the order of its pieces. What `step` counts is left to the
-    /// caller.
+    /// Moves this rank's pieces by their gradients, which come in the order of its pieces, and returns for each the sum of
+    /// squares of new weights minus old ones. What `step` counts is left to the caller.
     pub fn update(
         &mut self,
         settings: &Settings,
         gradients: &[Tensor],
         at: At,
         workers: Workers,
-    ) -> Result<()> {
-        let mut items = Vec::new();
+    ) -> Result<Vec<f64>> {
+        let (mut items, mut ends) = (Vec::new(), Vec::new());
         for ((piece, weight, Moments { first, second }), gradient) in self.own().zip(gradients) {
             optim::split(piece.rule, &weight, (first, second.as_ref()), gradient, &mut items);
+            ends.push(items.len());
         }
-        optim::run(settings, items, at, workers)
+        let moved = optim::run(settings, items, at, workers)?;
+        let starts = [0].into_iter().chain(ends.iter().copied());
+        Ok(starts.zip(&ends).map(|(start, end)| norm::sum(&moved[start..*end])).collect())
     }
 
     /// Checksums of this rank's pieces, in their order, computed on the workers.

@@ -1,36 +1,41 @@
 //! The end of a step: owners move their pieces, everybody takes the new weights, and the ledger gets its line.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use contract::Result;
 use kernels::group::Sent;
+use kernels::tree::Counter;
 
 use super::decide::Decided;
+use super::norm::{self, Norms};
 use super::{Context, Gradient};
-use crate::ledger::{Packed, StepRecord};
+use crate::ledger::{Packed, SourceSums, StepRecord};
 use crate::mesh::share;
 use crate::mesh::words::Writer;
 use crate::optim::balance::Balance;
 use crate::spec::RunSpec;
 use crate::state::{State, StateSums};
 
-/// Moves weights, moments and balance, if the step moves anything.
+/// Moves weights, moments and balance, if the step moves anything. Returns how far each piece of this rank has moved, as the
+/// sum of squares of new weights minus old ones.
 pub(super) fn apply(
     cx: Context<'_>,
     state: &mut State,
     gradient: &mut Gradient,
     decided: &Decided,
-) -> Result<()> {
+) -> Result<Vec<f64>> {
     let own = std::mem::take(&mut gradient.own);
+    let mut moved = vec![0.0; own.len()];
     if decided.decision.moves() {
-        state.update(&cx.spec.settings, &own, decided.at, cx.workers)?;
+        moved = state.update(&cx.spec.settings, &own, decided.at, cx.workers)?;
         // Gone before the weights of others come.
         drop(own);
         update_balance(cx.spec, gradient, decided.at.step, &mut state.balance)?;
         share::weights(cx.team, &state.owners, &state.weights)?;
     }
     state.step = gradient.step;
-    Ok(())
+    Ok(moved)
 }
 
 /// Moves the balancing biases by what the whole step counted; `moved` is how often they will have moved with it.
@@ -57,12 +62,29 @@ pub(super) struct Ended {
     pub(super) waited: Duration,
 }
 
-/// The checksums of the whole state after the step, and what all ranks say of its end.
-pub(super) fn settle(cx: Context<'_>, state: &State, mine: Ended) -> Result<(StateSums, Ended)> {
+/// What all ranks found of the state after the step.
+pub(super) struct Settled {
+    /// Its checksums.
+    sums: StateSums,
+    /// By layer, the norm of new weights minus old ones.
+    updates: Vec<f64>,
+}
+
+/// The checksums of the whole state after the step, how far its layers have moved, and what all ranks say of its end;
+/// `moved` is what [`apply`] said of this rank's pieces.
+pub(super) fn settle(
+    cx: Context<'_>,
+    state: &State,
+    mine: Ended,
+    moved: &[f64],
+) -> Result<(Settled, Ended)> {
     let Ended { stop, sent, waited } = mine;
     let mut words = Writer::default();
     words.word(u64::from(stop)).word(sent.all).word(sent.between_nodes);
     words.word(waited.as_nanos() as u64);
+    moved.iter().for_each(|squares| {
+        words.float(*squares);
+    });
     words.sums(&state.own_sums(cx.workers)?);
     let heard = cx.team.tell("the gathering of checksums", &words)?;
     let (mut heard, mut all) = (heard.readers(), Ended::default());
@@ -72,20 +94,46 @@ pub(super) fn settle(cx: Context<'_>, state: &State, mine: Ended) -> Result<(Sta
         all.sent.between_nodes += heard.word()?;
         all.waited = all.waited.max(Duration::from_nanos(heard.word()?));
     }
-    let sums = share::sums(&state.owners, heard)?;
-    Ok((state.sums_of(&sums), all))
+    // Of the pieces of a tensor in their order, whoever owns them.
+    let mut trees: Vec<Counter<f64>> = state.weights.iter().map(|_| Counter::new()).collect();
+    for piece in state.owners.pieces() {
+        trees[piece.tensor].push(heard[piece.owner as usize].float()?);
+    }
+    let squares: Vec<f64> = trees.into_iter().map(|tree| tree.finish().unwrap_or(0.0)).collect();
+    let sums = state.sums_of(&share::sums(&state.owners, heard)?);
+    Ok((Settled { sums, updates: norm::by_layer(cx, &squares) }, all))
 }
 
-/// The ledger's line of a step; `gradients` are the checksums of the summed gradient's tensors.
+/// Labels and losses of a step by source. A row is of one source; those of a source are added by the tree, in the order of
+/// the batch.
+fn by_source(spec: &RunSpec, gradient: &Gradient) -> Result<BTreeMap<String, SourceSums>> {
+    let first = spec.plan.step(gradient.step)?.first_sample;
+    let rows = gradient.leaves.iter().flat_map(|leaf| &leaf.rows);
+    let mut sums: BTreeMap<usize, (u64, Counter<f64>)> = BTreeMap::new();
+    for (sample, (loss, labels)) in (first..).zip(rows) {
+        let source = spec.plan.sample(sample)?.source;
+        let (all, tree) = sums.entry(source).or_insert_with(|| (0, Counter::new()));
+        *all += labels;
+        tree.push(*loss);
+    }
+    let named = |(source, (labels, tree)): (usize, (u64, Counter<f64>))| {
+        let loss = Packed::floats([tree.finish().unwrap_or(0.0)]);
+        (spec.plan.sources()[source].name.clone(), SourceSums { labels, loss })
+    };
+    Ok(sums.into_iter().map(named).collect())
+}
+
+/// The ledger's line of a step.
 pub(super) fn record(
     spec: &RunSpec,
     gradient: &Gradient,
-    gradients: Vec<u64>,
+    norms: Norms,
     decided: &Decided,
-    sums: StateSums,
+    settled: Settled,
 ) -> Result<StepRecord> {
     let (leaves, step) = (&gradient.leaves, gradient.step);
     let Decided { norm, lr, decision, at: _ } = *decided;
+    let Settled { sums, updates } = settled;
     Ok(StepRecord {
         kind: "step".to_owned(),
         step,
@@ -95,16 +143,18 @@ pub(super) fn record(
         loss: gradient.mean(),
         leaf_labels: leaves.iter().map(|leaf| leaf.labels).collect(),
         leaf_losses: Packed::floats(leaves.iter().map(|leaf| leaf.loss)),
+        sources: by_source(spec, gradient)?,
         router: gradient.router.clone(),
         leaf_gradients: Packed(leaves.iter().map(|leaf| leaf.gradient).collect()),
-        gradients: Packed(gradients),
+        gradients: Packed(norms.checksums),
         norm: Packed::floats([norm]),
+        layer_gradient_norms: Packed::floats(norms.by_layer),
         longest: decision.longest.map(|longest| Packed::floats([longest])),
         skipped: decision.skipped,
         lr: Packed::floats([lr]),
+        layer_update_norms: Packed::floats(updates),
         weights: Packed(sums.weights),
         state: sums.digest,
         curriculum: None,
-        rows: leaves.iter().flat_map(|leaf| leaf.rows.iter().copied()).collect(),
     })
 }

@@ -28,7 +28,7 @@ pub struct LeafSums {
     pub labels: u64,
     /// Checksum of its gradient.
     pub gradient: u64,
-    /// Sum of token losses and labels of each of its rows: not in the ledger, for the curves by source.
+    /// Sum of token losses and labels of each of its rows: the ledger keeps them by source.
     pub rows: Vec<(f64, u64)>,
     /// The loss of each of its tokens, only where asked for.
     pub token_losses: Vec<f32>,

@@ -153,16 +153,16 @@ pub(crate) fn complete(
     asked: impl Fn() -> bool,
 ) -> Result<Stepped> {
     decide::check_losses(gradient.step, &gradient.leaves)?;
-    let (checksums, norm) = norm::norm_of(cx, &state.owners, &gradient.own)?;
-    decide::check_norm(gradient.step, norm)?;
-    let decided = decide::decide(cx.spec, &mut state.windows, gradient, norm, lr);
-    apply::apply(cx, state, gradient, &decided)?;
+    let norms = norm::norm_of(cx, &state.owners, &gradient.own)?;
+    decide::check_norm(gradient.step, norms.norm)?;
+    let decided = decide::decide(cx.spec, &mut state.windows, gradient, norms.norm, lr);
+    let updates = apply::apply(cx, state, gradient, &decided)?;
     let (now, begun) = (cx.team.group.sent(), gradient.begun);
     let between_nodes = now.between_nodes - begun.between_nodes;
     let sent = Sent { all: now.all - begun.all, between_nodes };
     let mine = Ended { stop: asked(), sent, waited: gradient.waited };
-    let (sums, Ended { stop, sent, waited }) = apply::settle(cx, state, mine)?;
-    let record = apply::record(cx.spec, gradient, checksums, &decided, sums)?;
+    let (settled, Ended { stop, sent, waited }) = apply::settle(cx, state, mine, &updates)?;
+    let record = apply::record(cx.spec, gradient, norms, &decided, settled)?;
     let ranks = cx.team.group.world();
     Ok(Stepped { record, ranks, stop, sent, waited })
 }

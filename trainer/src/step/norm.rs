@@ -5,18 +5,25 @@ use kernels::checksum;
 use tch::Tensor;
 
 use super::Context;
+use crate::ledger;
 use crate::mesh::words::Writer;
 use crate::optim::norm;
 use crate::state::ownership::{Ownership, Piece};
 use crate::state::{Part, salt};
 use crate::timing;
 
-/// The checksum of each tensor of the summed gradient, of which `own` are this rank's pieces, and its norm.
-pub(super) fn norm_of(
-    cx: Context<'_>,
-    owners: &Ownership,
-    own: &[Tensor],
-) -> Result<(Vec<u64>, f64)> {
+/// What all ranks found of the summed gradient.
+pub(super) struct Norms {
+    /// The checksum of each tensor.
+    pub(super) checksums: Vec<u64>,
+    /// The norm of the whole.
+    pub(super) norm: f64,
+    /// The same of each layer.
+    pub(super) by_layer: Vec<f64>,
+}
+
+/// Checksums and norms of the summed gradient, of which `own` are this rank's pieces.
+pub(super) fn norm_of(cx: Context<'_>, owners: &Ownership, own: &[Tensor]) -> Result<Norms> {
     let items = owners.own().cloned().zip(own.iter().map(Tensor::shallow_clone));
     let found = cx.workers.map(items.collect(), |(piece, gradient): (Piece, Tensor)| {
         let _watch = timing::part(timing::Part::Norm);
@@ -44,5 +51,11 @@ pub(super) fn norm_of(
     }
     heard.into_iter().try_for_each(|heard| heard.end())?;
     let squares: Vec<f64> = squares.iter().map(|chunks| norm::sum(chunks)).collect();
-    Ok((checksums, norm::norm(&squares)))
+    Ok(Norms { checksums, norm: norm::norm(&squares), by_layer: by_layer(cx, &squares) })
+}
+
+/// The norm of each layer, from the sums of squares of all tensors in canonical order.
+pub(super) fn by_layer(cx: Context<'_>, squares: &[f64]) -> Vec<f64> {
+    let layers = ledger::layers(&cx.spec.names());
+    layers.into_iter().map(|layer| norm::norm(&squares[layer.parameters])).collect()
 }

@@ -158,10 +158,11 @@ fn a_recorded_step_that_comes_out_differently_stops_the_run() {
     let whole = scratch.tree("run");
     let ledger = scratch.path("run/ledger.jsonl");
     type Edit<'a> = &'a dyn Fn(&mut serde_json::Value);
-    let cases: [(&str, Edit<'_>); 3] = [
-        ("step 4 was computed again and its gradient norm", &|line| {
-            line["norm"] = "3ff0000000000000".into()
+    let cases: [(&str, Edit<'_>); 4] = [
+        ("step 4 was computed again and its learning rate", &|line| {
+            line["lr"] = "3ff0000000000000".into()
         }),
+        ("those of its layers make", &|line| line["norm"] = "3ff0000000000000".into()),
         ("step 4 was computed again and its router counts of layer 1", &|line| {
             line["router"][1][0] = 1.into()
         }),

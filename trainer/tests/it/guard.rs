@@ -92,6 +92,9 @@ fn a_planted_spike_is_skipped_and_moves_nothing() {
         |steps: &[Value], step: usize| steps[step - 1]["weights"] != steps[step - 2]["weights"];
     for step in 2..=10 {
         assert_eq!(moved(&guarded, step), guarded[step - 1]["skipped"] == "no", "step {step}");
+        let still = guarded[step - 1]["layer_update_norms"].as_str().unwrap();
+        let still = still.bytes().all(|digit| digit == b'0');
+        assert_eq!(still, guarded[step - 1]["skipped"] != "no", "norms of updates, step {step}");
     }
     // Without the sections a step takes what comes, and the ledger has no word of them.
     let plain = spiked(&scratch, "plain.toml", "");

@@ -15,5 +15,6 @@ mod plan;
 mod ranks;
 mod refuse;
 mod same_bits;
+mod sums;
 mod support;
 mod watch;

@@ -43,6 +43,26 @@ fn records_come_back_and_appending_goes_on() {
     );
 }
 
+/// Lines of another version lack what this one reads: refused by their number, before anything else is read of them.
+#[test]
+fn a_ledger_of_another_format_is_refused_with_what_to_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ledger.jsonl");
+    let mut older = serde_json::to_value(head()).unwrap();
+    older["format"] = 2.into();
+    older.as_object_mut().unwrap().remove("levels");
+    let (line, _) = chain::seal(Digest::default(), &older.to_string());
+    std::fs::write(&path, format!("{line}\n")).unwrap();
+    let appending = Ledger::open(&path).map(|_| ());
+    for opened in [appending, Ledger::read(&path).map(|_| ())] {
+        let fault = opened.unwrap_err();
+        assert_eq!(fault.class(), Class::Mismatch);
+        for word in ["format 2", "format 3", "the version that began it"] {
+            assert!(fault.to_string().contains(word), "{fault}");
+        }
+    }
+}
+
 #[test]
 fn a_torn_last_line_is_cut_at_any_byte() {
     let folder = tempfile::tempdir().unwrap();

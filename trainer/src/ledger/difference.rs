@@ -1,0 +1,233 @@
+//! Where two lines part: the first quantity that differs, in the order in which a step computes them.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use super::layers::layers;
+use super::packed::Packed;
+use super::record::{SourceSums, StepRecord};
+use crate::optim::guard::Skipped;
+
+/// Where in a step a quantity is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stage {
+    /// Which step it is, and what it reads.
+    Data,
+    /// From the weights at its start to the losses.
+    Forward,
+    /// Back from the losses to the gradient of a leaf.
+    Backward,
+    /// The addition of gradients, their norm, and what follows from it.
+    Sum,
+    /// The new weights and moments.
+    Update,
+}
+
+/// The first quantity in which two records of a step differ, in the order in which a step computes them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Difference {
+    /// Which ("gradient of micro-batch 3").
+    pub quantity: String,
+    /// Where in the step it is made.
+    pub stage: Stage,
+    /// Its value on the left.
+    pub left: String,
+    /// Its value on the right.
+    pub right: String,
+}
+
+impl StepRecord {
+    /// Where this record and `other` part first; `parameters` names the tensors.
+    pub fn difference(&self, other: &StepRecord, parameters: &[String]) -> Option<Difference> {
+        // A new quantity must take its place in this order. `loss` follows from `leaf_losses`, and when an edit of the
+        // curriculum was accepted is no quantity.
+        let StepRecord {
+            kind: _,
+            step,
+            phase,
+            data,
+            divisor,
+            loss: _,
+            leaf_labels,
+            leaf_losses,
+            sources,
+            router,
+            leaf_gradients,
+            gradients,
+            norm,
+            layer_gradient_norms,
+            longest,
+            skipped,
+            lr,
+            layer_update_norms,
+            weights,
+            state,
+            curriculum: _,
+        } = self;
+        let leaf = |index: usize| format!("of micro-batch {index}");
+        let tensor =
+            |index: usize| format!("of {}", parameters.get(index).map_or("?", String::as_str));
+        let layer = |index: usize| format!("of layer {index}");
+        let named = layers(parameters);
+        let group =
+            |index: usize| format!("of {}", named.get(index).map_or("?", |layer| &layer.name));
+        let text = |value: &Vec<u64>| format!("{value:?}");
+        let hex = |value: &u64| format!("{value:016x}");
+        let float = |value: &u64| format!("{:e} (bits {value:016x})", f64::from_bits(*value));
+        let none = |_: usize| String::new();
+        let data = || {
+            None.or_else(|| single("step", step, &other.step))
+                .or_else(|| single("phase", phase, &other.phase))
+                .or_else(|| single("data digest", data, &other.data))
+                .or_else(|| single("loss divisor", divisor, &other.divisor))
+                .or_else(|| listed("labels", leaf_labels, &other.leaf_labels, leaf, u64::to_string))
+                .or_else(|| {
+                    by_source("labels", sources, &other.sources, |source| source.labels.to_string())
+                })
+        };
+        let forward = || {
+            listed("loss", &leaf_losses.0, &other.leaf_losses.0, leaf, float)
+                .or_else(|| {
+                    by_source("loss", sources, &other.sources, |source| {
+                        format!(
+                            "{:e} (bits {})",
+                            source.loss.float(),
+                            String::from(source.loss.clone())
+                        )
+                    })
+                })
+                .or_else(|| listed("router counts", router, &other.router, layer, text))
+        };
+        let backward = || listed("gradient", &leaf_gradients.0, &other.leaf_gradients.0, leaf, hex);
+        let sum = || {
+            listed("summed gradient", &gradients.0, &other.gradients.0, tensor, hex)
+                .or_else(|| listed("gradient norm", &norm.0, &other.norm.0, none, float))
+                .or_else(|| {
+                    let other = &other.layer_gradient_norms.0;
+                    listed("gradient norm", &layer_gradient_norms.0, other, group, float)
+                })
+                .or_else(|| {
+                    single("clip of the window", &longest_of(longest), &longest_of(&other.longest))
+                })
+                .or_else(|| single("skipping", &skip_of(skipped), &skip_of(&other.skipped)))
+        };
+        let update = || {
+            listed("learning rate", &lr.0, &other.lr.0, none, float)
+                .or_else(|| listed("new weights", &weights.0, &other.weights.0, tensor, hex))
+                .or_else(|| {
+                    let other = &other.layer_update_norms.0;
+                    listed("update norm", &layer_update_norms.0, other, group, float)
+                })
+                .or_else(|| single("state digest", state, &other.state))
+        };
+        let at = |stage: Stage| {
+            move |(quantity, left, right)| Difference { quantity, stage, left, right }
+        };
+        data()
+            .map(at(Stage::Data))
+            .or_else(|| forward().map(at(Stage::Forward)))
+            .or_else(|| backward().map(at(Stage::Backward)))
+            .or_else(|| sum().map(at(Stage::Sum)))
+            .or_else(|| update().map(at(Stage::Update)))
+    }
+}
+
+fn longest_of(longest: &Option<Packed>) -> String {
+    longest.clone().map_or_else(
+        || "none".to_owned(),
+        |longest| format!("{:e} (bits {})", longest.float(), String::from(longest)),
+    )
+}
+
+fn skip_of(skipped: &Option<Skipped>) -> String {
+    match skipped {
+        None => "never".to_owned(),
+        Some(skipped) => skipped.words().to_owned(),
+    }
+}
+
+/// A quantity that differs, and both of its values.
+type Differs = Option<(String, String, String)>;
+
+fn single<T: PartialEq + ToString>(quantity: &str, left: &T, right: &T) -> Differs {
+    (left != right).then(|| (quantity.to_owned(), left.to_string(), right.to_string()))
+}
+
+/// The first source of which `show` differs, or that one side lacks.
+fn by_source(
+    quantity: &str,
+    left: &BTreeMap<String, SourceSums>,
+    right: &BTreeMap<String, SourceSums>,
+    show: impl Fn(&SourceSums) -> String,
+) -> Differs {
+    let shown = |side: Option<&SourceSums>| side.map_or_else(|| "none".to_owned(), &show);
+    let mut names = left.keys().chain(right.keys().filter(|name| !left.contains_key(*name)));
+    names.find_map(|name| {
+        let (left, right) = (shown(left.get(name)), shown(right.get(name)));
+        single(&format!("{quantity} of source {name}"), &left, &right)
+    })
+}
+
+fn listed<T: PartialEq>(
+    quantity: &str,
+    left: &[T],
+    right: &[T],
+    place: impl Fn(usize) -> String,
+    show: impl Fn(&T) -> String,
+) -> Differs {
+    if left.len() != right.len() {
+        return single(&format!("number of values of {quantity}"), &left.len(), &right.len());
+    }
+    let index = left.iter().zip(right).position(|(left, right)| left != right)?;
+    let quantity = format!("{quantity} {}", place(index)).trim_end().to_owned();
+    Some((quantity, show(&left[index]), show(&right[index])))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use contract::Digest;
+
+    use crate::ledger::record::tests::record;
+
+    #[test]
+    fn the_first_difference_is_named() {
+        let parameters = ["a", "b", "c"].map(str::to_owned);
+        let left = record(7, 1);
+        assert_eq!(left.difference(&left.clone(), &parameters), None);
+        let differs = |change: &dyn Fn(&mut StepRecord)| {
+            let mut right = left.clone();
+            // What comes later differs as well, as it would.
+            right.state = Digest(0);
+            change(&mut right);
+            left.difference(&right, &parameters).unwrap().quantity
+        };
+        assert_eq!(differs(&|_| ()), "state digest");
+        assert_eq!(differs(&|right| right.weights.0[1] ^= 1), "new weights of b");
+        let update = "update norm of embedding";
+        assert_eq!(differs(&|right| right.layer_update_norms.0[0] ^= 1), update);
+        assert_eq!(differs(&|right| right.lr.0[0] ^= 1), "learning rate");
+        assert_eq!(differs(&|right| right.skipped = Some(Skipped::Loss)), "skipping");
+        assert_eq!(differs(&|right| right.longest = None), "clip of the window");
+        let layer = "gradient norm of embedding";
+        assert_eq!(differs(&|right| right.layer_gradient_norms.0[0] ^= 1), layer);
+        assert_eq!(differs(&|right| right.norm.0[0] ^= 1), "gradient norm");
+        assert_eq!(differs(&|right| right.gradients.0[2] ^= 1), "summed gradient of c");
+        assert_eq!(differs(&|right| right.leaf_gradients.0[1] ^= 1), "gradient of micro-batch 1");
+        assert_eq!(differs(&|right| right.router[0][1] += 1), "router counts of layer 0");
+        let of = |right: &mut StepRecord, change: fn(&mut SourceSums)| {
+            change(right.sources.get_mut("web").unwrap());
+        };
+        assert_eq!(differs(&|right| of(right, |web| web.loss.0[0] ^= 1)), "loss of source web");
+        assert_eq!(differs(&|right| of(right, |web| web.labels += 1)), "labels of source web");
+        let gone = |right: &mut StepRecord| drop(right.sources.remove("math"));
+        assert_eq!(differs(&gone), "labels of source math");
+        assert_eq!(differs(&|right| right.leaf_losses.0[0] ^= 1), "loss of micro-batch 0");
+        assert_eq!(differs(&|right| right.leaf_labels[0] += 1), "labels of micro-batch 0");
+        assert_eq!(differs(&|right| right.leaf_labels.push(1)), "number of values of labels");
+        assert_eq!(differs(&|right| right.divisor += 1), "loss divisor");
+        assert_eq!(differs(&|right| right.data = Digest(1)), "data digest");
+    }
+}
