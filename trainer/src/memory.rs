@@ -14,7 +14,7 @@ use serde::Serialize;
 use crate::exec::ExecOptions;
 use crate::mesh::Schedule;
 use crate::mesh::team::{self, Nodes};
-use crate::spec::RunSpec;
+use crate::spec::{PhaseModel, RunSpec};
 use crate::state::ownership::{self, Piece};
 use crate::workers::Workers;
 
@@ -62,7 +62,7 @@ pub struct Holder<'a> {
 
 /// What `holder` holds in `step`.
 pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
-    let config = &spec.model_at(step)?.config;
+    let PhaseModel { config, cut, .. } = spec.model_at(step)?;
     let step = spec.plan.step(step)?;
     let bf16 = spec.curriculum.dtype == Dtype::Bf16;
     let all: u64 = spec.parameters.iter().map(crate::model::ParamSpec::elements).sum();
@@ -85,7 +85,7 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
     let activations = crate::model::activation_bytes(
         config,
         tokens,
-        holder.workers.keep(),
+        holder.workers.options().cut(*cut),
         spec.curriculum.dtype,
     );
     let pending = parts[holder.rank as usize].iter().flat_map(levels).max().unwrap_or(0);
@@ -96,7 +96,12 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
     };
     // A worker's layer, and the head's gradient, which waits for the embedding's at the end of the pass.
     let embedding = spec.parameters.first().map_or(0, crate::model::ParamSpec::elements);
-    let in_flight = embedding + (all - embedding) / config.num_hidden_layers as u64;
+    let layer = (all - embedding) / config.num_hidden_layers as u64;
+    // Of several chunks, one at work and a sum that waits at each level of their tree; and the head's beside the embedding's.
+    let in_flight = match u64::from(u64::BITS - (cut.chunks - 1).leading_zeros()) {
+        0 => embedding + layer,
+        levels => embedding * (levels + 2) + layer * (levels + 1),
+    };
     let (sent, received, sums) = travelling(&parts, holder, all, leaves);
     Ok(Holds {
         weights: 4 * all + 2 * rounded,

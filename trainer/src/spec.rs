@@ -9,7 +9,7 @@ use loader::{Opened, Stores};
 use mixer::{Curriculum, Plan};
 
 use crate::hf::Start;
-use crate::model::{self, ParamSpec, ZayaConfig};
+use crate::model::{self, Cut, ParamSpec, ZayaConfig};
 use crate::optim::balance::{self, Balance};
 use crate::optim::guard::Guard;
 use crate::optim::schedule::Schedule;
@@ -39,6 +39,8 @@ pub struct PhaseModel {
     pub config: ZayaConfig,
     /// The learning rate of the balancing biases.
     pub balance_lr: f64,
+    /// Into how many parts a micro-batch is cut inside.
+    pub cut: Cut,
 }
 
 /// A run, resolved.
@@ -155,22 +157,21 @@ impl Digestible for RunSpec {
             hasher.bytes(&store.0);
         });
         hasher.bytes(&tokenizer.0).u64(u64::from(*vocab)).u64(models.len() as u64);
-        for PhaseModel { config, balance_lr } in models {
+        // The cut stands in the canonical text where there is one.
+        for PhaseModel { config, balance_lr, cut: _ } in models {
             config.feed(hasher);
             hasher.u64(balance_lr.to_bits());
         }
     }
 }
 
-/// Refuses micro-batches that are cut inside: every one is computed whole.
+/// Refuses weights that are cut: every product is computed with whole ones.
 fn check_cuts(curriculum: &Curriculum) -> Result<()> {
     for phase in &curriculum.phases {
-        let cuts =
-            [("context_chunks", phase.context_chunks), ("weight_shards", phase.weight_shards)];
-        if let Some((key, parts)) = cuts.into_iter().find(|(_, parts)| *parts != 1) {
-            return Err(Fault::usage(format!("`{key}` can be planned, but not trained with"))
-                .at(curriculum.place(&format!("phase.{}.{key}", phase.name)))
-                .found(parts)
+        if phase.weight_shards != 1 {
+            return Err(Fault::usage("`weight_shards` can be planned, but not trained with")
+                .at(curriculum.place(&format!("phase.{}.weight_shards", phase.name)))
+                .found(phase.weight_shards)
                 .wanted("1, or no such key"));
         }
     }
@@ -191,7 +192,8 @@ fn models(curriculum: &Curriculum, vocab: u32, start: Option<&Start>) -> Result<
                 .at(here(PRESET))
                 .hint("name the preset under [model], and here the fields that differ"));
         }
-        let model = resolve_model(&curriculum.model_at(index), vocab, start, place)?;
+        let mut model = resolve_model(&curriculum.model_at(index), vocab, start, place)?;
+        model.cut = Cut { chunks: phase.context_chunks, shards: phase.weight_shards };
         let most = model.config.max_position_embeddings;
         if i64::from(phase.seq_len) > most {
             return Err(Fault::usage("sequences are longer than the model has positions")
@@ -301,7 +303,7 @@ fn resolve_model(
             .wanted(format!("at least {vocab}"))
             .hint("leave vocab_size out: it then follows the tokenizer"));
     }
-    Ok(PhaseModel { config, balance_lr })
+    Ok(PhaseModel { config, balance_lr, cut: Cut::WHOLE })
 }
 
 fn settings(curriculum: &Curriculum) -> Settings {

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::model;
 use crate::refusal::caught;
-use crate::spec::RunSpec;
+use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
 use crate::step::micro_batch;
 use crate::workers::Workers;
@@ -78,13 +78,14 @@ impl Validation {
         let biases = micro_batch::bias_tensors(weights, balance);
         let weights = micro_batch::products(spec, weights, workers)?;
         let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
-        let config = &spec.model_at(at.step)?.config;
+        let PhaseModel { config, cut, .. } = spec.model_at(at.step)?;
+        let how = workers.options().cut(*cut);
         let losses = workers.map(pieces, |(source, first, rows): (String, u64, u64)| {
             let batch = validation::batch(&spec.data, &source, at.seq_len, first, rows)?;
             let place = || format!("validation of {source} after step {step}, window {first}");
             let (weights, biases) = (weights.aliases(), biases.aliases());
             let input = micro_batch::rows(&batch, 0..batch.rows);
-            let loss = caught(|| model::losses(workers.ops(), config, &weights, &biases, &input));
+            let loss = caught(|| model::losses(how, config, &weights, &biases, &input));
             Ok((source.clone(), loss.map_err(|fault| fault.or_at(place))?, batch.label_count))
         })?;
         let mut sums: Vec<SourceLoss> = Vec::new();

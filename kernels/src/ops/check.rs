@@ -5,7 +5,9 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Attention, CrossEntropy, DepthwiseConv, QueryKey, RouterWeights, Scaling};
+use super::{
+    Attention, AttentionGrads, CrossEntropy, DepthwiseConv, QueryKey, RouterWeights, Scaling,
+};
 use crate::{Error, Result};
 
 /// One call of an operation, by its name.
@@ -117,8 +119,9 @@ pub(super) fn depthwise_conv(z: &Tensor, by: DepthwiseConv) -> Result<[i64; 2]> 
     call.float("z", z, &shape)?;
     call.f32("weights", by.weights, &[shape[1], 1, 2])?;
     call.f32("bias", by.bias, &shape[1..])?;
-    let count = call.sizes::<1>("starts", by.starts)?;
-    call.i64("starts", by.starts, &count)?;
+    let list = |name, rows: &Tensor| call.i64(name, rows, &call.sizes::<1>(name, rows)?);
+    list("starts", by.starts)?;
+    by.counted.map_or(Ok(()), |rows| list("counted", rows))?;
     Ok(shape)
 }
 
@@ -241,36 +244,49 @@ pub(super) fn attention(by: Attention) -> Result<i64> {
         let found = format!("{queries} queries for {keys} keys");
         return Err(call.refuse("shape", found, "as many queries for each key".to_owned()));
     }
-    let tokens = call.matrix("value", by.value)?[0];
-    call.float("qk", by.qk, &[queries + keys, tokens, width])?;
-    call.is("value", by.value, &[tokens, keys * width], &[by.qk.kind()])?;
-    let end = by
-        .spans
-        .iter()
-        .try_fold(0, |end, span| (span.start == end && span.len > 0).then_some(end + span.len));
-    if end != Some(tokens) {
-        let wanted = format!("spans in order that cover {tokens} tokens");
+    let (tokens, others) =
+        (call.sizes::<3>("query", by.query)?[1], call.matrix("value", by.value)?[0]);
+    call.float("query", by.query, &[queries, tokens, width])?;
+    call.is("key", by.key, &[keys, others, width], &[by.query.kind()])?;
+    call.is("value", by.value, &[others, keys * width], &[by.query.kind()])?;
+    let end = by.spans.iter().try_fold((0, 0), |(end, keys), span| {
+        let follows = span.start == end && span.len > 0 && span.before >= 0;
+        follows.then_some((end + span.len, keys + span.keys()))
+    });
+    if end != Some((tokens, others)) {
+        let wanted = format!("spans in order that cover {tokens} queries and {others} keys");
         return Err(call.refuse("spans", format!("{:?}", by.spans), wanted));
     }
     Ok(tokens)
 }
 
-pub(super) fn attention_backward(by: Attention, grad: &Tensor) -> Result<i64> {
+pub(super) fn attention_backward(by: Attention, grad: &Tensor, out: AttentionGrads) -> Result<()> {
     let tokens = attention(by)?;
-    let shape = [tokens, by.shape[0] * by.shape[2]];
-    Call("attention_backward").is("grad", grad, &shape, &[by.qk.kind()])?;
-    Ok(tokens)
+    let (call, kind) = (Call("attention_backward"), by.query.kind());
+    call.is("grad", grad, &[tokens, by.shape[0] * by.shape[2]], &[kind])?;
+    for (operand, found, wanted, kinds) in [
+        ("out.query", out.query, by.query, [Kind::Float; 2]),
+        ("out.key", out.key, by.key, [Kind::Float; 2]),
+        ("out.value", out.value, by.value, [Kind::Float, kind]),
+    ] {
+        if found.size() != wanted.size() || !kinds.contains(&found.kind()) {
+            let shown = format!("{:?} {:?}", found.kind(), found.size());
+            return Err(call.refuse(operand, shown, format!("{kinds:?} {:?}", wanted.size())));
+        }
+    }
+    Ok(())
 }
 
-/// Tokens, and the width of a side.
-pub(super) fn value_shift(current: &Tensor, delayed: &Tensor, starts: &Tensor) -> Result<[i64; 2]> {
+/// Tokens, and the width of each side.
+pub(super) fn value_shift(current: &Tensor, delayed: &Tensor, starts: &Tensor) -> Result<[i64; 3]> {
     let call = Call("value_shift");
-    let shape = call.matrix("current", current)?;
-    call.float("current", current, &shape)?;
-    call.is("delayed", delayed, &shape, &[current.kind()])?;
+    let ([tokens, left], [_, right]) =
+        (call.matrix("current", current)?, call.matrix("delayed", delayed)?);
+    call.float("current", current, &[tokens, left])?;
+    call.is("delayed", delayed, &[tokens, right], &[current.kind()])?;
     let count = call.sizes::<1>("starts", starts)?;
     call.i64("starts", starts, &count)?;
-    Ok(shape)
+    Ok([tokens, left, right])
 }
 
 pub(super) fn embedding(
@@ -361,8 +377,10 @@ pub(super) fn cross_entropy(by: CrossEntropy) -> Result<[i64; 2]> {
     call.is("weights", by.weights, &[size, width], &[by.hidden.kind()])?;
     call.i64("labels", by.labels, &[tokens])?;
     call.f32("mask", by.mask, &[tokens])?;
-    if by.chunk < 1 {
-        return Err(call.refuse("chunk", format!("{}", by.chunk), "at least 1".to_owned()));
+    for (name, number, most) in [("chunk", by.chunk, i64::MAX), ("shards", by.shards, size)] {
+        if number < 1 || number > most {
+            return Err(call.refuse(name, format!("{number}"), format!("1 to {most}")));
+        }
     }
     Ok([tokens, size])
 }

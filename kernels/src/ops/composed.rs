@@ -3,9 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::check::{self, Call};
-use super::{
-    CrossEntropy, CrossEntropyGrads, Dispatch, Ops, RouterGrads, RouterSaved, RouterWeights, Routes,
-};
+use super::{Dispatch, Ops, RouterGrads, RouterSaved, RouterWeights, Routes};
 use crate::Result;
 
 /// The sum over rows.
@@ -154,58 +152,6 @@ pub(super) fn grouped_matmul_weights<O: Ops + ?Sized>(
     Ok(out)
 }
 
-pub(super) fn cross_entropy<O: Ops + ?Sized>(ops: &O, by: CrossEntropy) -> Result<Tensor> {
-    let [tokens, _] = check::cross_entropy(by)?;
-    let losses = by.hidden.f_new_empty([tokens], (Kind::Float, by.hidden.device()))?;
-    for start in (0..tokens).step_by(by.chunk as usize) {
-        let part = |x: &Tensor| x.f_narrow(0, start, by.chunk.min(tokens - start));
-        let log = logs(ops, &part(by.hidden)?, by.weights)?;
-        part(&losses)?.f_copy_(&own(&log, &part(by.labels)?, &part(by.mask)?)?)?;
-    }
-    Ok(losses)
-}
-
-pub(super) fn cross_entropy_backward<O: Ops + ?Sized>(
-    ops: &O,
-    by: CrossEntropy,
-    divisor: f64,
-) -> Result<CrossEntropyGrads> {
-    let [tokens, _] = check::cross_entropy(by)?;
-    let float = (Kind::Float, by.hidden.device());
-    let mut weights = by.weights.f_new_zeros(by.weights.size(), float)?;
-    let hidden = by.hidden.f_new_empty(by.hidden.size(), float)?;
-    let losses = by.hidden.f_new_empty([tokens], float)?;
-    for start in (0..tokens).step_by(by.chunk as usize) {
-        let part = |x: &Tensor| x.f_narrow(0, start, by.chunk.min(tokens - start));
-        let (rows, labels, mask) = (part(by.hidden)?, part(by.labels)?, part(by.mask)?);
-        let mut log = logs(ops, &rows, by.weights)?;
-        part(&losses)?.f_copy_(&own(&log, &labels, &mask)?)?;
-        let mut slope = log.f_exp_()?;
-        let (labels, mask) = (labels.f_unsqueeze(1)?, mask.f_unsqueeze(1)?);
-        let _ = slope.f_scatter_add_(1, &labels, &mask.f_ones_like()?.f_neg()?)?;
-        // The mask and the divisor scale the narrow side: rows of D numbers, not of V.
-        let scale = mask.f_div_scalar(divisor)?;
-        let slope = slope.f_to_kind(rows.kind())?;
-        let mut to_hidden = part(&hidden)?;
-        ops.matmul_into(&to_hidden, &slope, by.weights)?;
-        let _ = to_hidden.f_mul_(&scale)?;
-        let rows = rows.f_mul(&scale)?.f_to_kind(rows.kind())?;
-        ops.matmul_add(&mut weights, &slope.f_tr()?, &rows)?;
-    }
-    Ok(CrossEntropyGrads { losses, hidden, weights })
-}
-
-fn logs<O: Ops + ?Sized>(ops: &O, rows: &Tensor, weights: &Tensor) -> Result<Tensor> {
-    Ok(ops.matmul(rows, &weights.f_tr()?)?.f_log_softmax(-1, Kind::Float)?)
-}
-
-/// The loss of each label of a chunk.
-fn own(log: &Tensor, labels: &Tensor, mask: &Tensor) -> Result<Tensor> {
-    // where, not a product: a masked token's loss is 0 even if its logits are not finite.
-    let losses = log.f_gather(1, &labels.f_unsqueeze(1)?, false)?.f_neg()?.f_squeeze_dim(1)?;
-    Ok(losses.f_where_self(&mask.f_gt(0.0)?, mask)?)
-}
-
 pub(super) fn embedding(
     table: &Tensor,
     tokens: &Tensor,
@@ -234,18 +180,18 @@ pub(super) fn embedding_backward(
 }
 
 pub(super) fn value_shift(current: &Tensor, delayed: &Tensor, starts: &Tensor) -> Result<Tensor> {
-    let [tokens, half] = check::value_shift(current, delayed, starts)?;
-    let out = Tensor::f_empty([tokens, 2 * half], (current.kind(), current.device()))?;
-    out.f_narrow(1, 0, half)?.f_copy_(current)?;
-    let mut later = out.f_narrow(1, half, half)?;
+    let [tokens, left, right] = check::value_shift(current, delayed, starts)?;
+    let out = Tensor::f_empty([tokens, left + right], (current.kind(), current.device()))?;
+    out.f_narrow(1, 0, left)?.f_copy_(current)?;
+    let mut later = out.f_narrow(1, left, right)?;
     later.f_narrow(0, 1, tokens - 1)?.f_copy_(&delayed.f_narrow(0, 0, tokens - 1)?)?;
     let _ = later.f_index_fill_(0, starts, 0.0)?;
     Ok(out)
 }
 
-pub(super) fn value_shift_backward(grad: Tensor, starts: &Tensor) -> Result<Tensor> {
+pub(super) fn value_shift_backward(grad: Tensor, current: i64, starts: &Tensor) -> Result<Tensor> {
     let [tokens, width] = Call("value_shift_backward").matrix("grad", &grad)?;
-    let delayed = grad.f_narrow(1, width / 2, width / 2)?;
+    let delayed = grad.f_narrow(1, current, width - current)?;
     let shifted = delayed.f_index_fill(0, starts, 0.0)?;
     delayed.f_narrow(0, 0, tokens - 1)?.f_copy_(&shifted.f_narrow(0, 1, tokens - 1)?)?;
     let _ = delayed.f_narrow(0, tokens - 1, 1)?.f_zero_()?;

@@ -4,7 +4,7 @@
 //! Ops         the table: one method for each operation, what it takes and what it answers with
 //! cpu/        kernels for main memory: one pass where libtorch would take several, libtorch's own where those are good
 //! reference/  the same in libtorch's operators, on any device: what `cpu` is tested against
-//! composed    operations made of others and of libtorch's, in every table that has none of its own
+//! composed    operations made of others and of libtorch's, in every table that has none of its own; so is cross_entropy
 //! operands    what operations take and answer with     check   what an operand must be
 //! ```
 //!
@@ -17,6 +17,7 @@
 pub(crate) mod check;
 mod composed;
 mod cpu;
+mod cross_entropy;
 mod operands;
 mod reference;
 #[cfg(test)]
@@ -24,13 +25,13 @@ mod tests;
 
 use std::fmt;
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
 pub use operands::{
-    AdamW, Attended, Attention, ConvGrads, CrossEntropy, CrossEntropyGrads, DepthwiseConv,
-    Dispatch, NewtonSchulz, QueryKey, QueryKeyGrads, ResidualGrads, RouterGrads, RouterSaved,
-    RouterWeights, Routes, Scaling, Span,
+    AdamW, Attended, Attention, AttentionGrads, ConvGrads, CrossEntropy, CrossEntropyGrads,
+    DepthwiseConv, Dispatch, NewtonSchulz, QueryKey, QueryKeyGrads, ResidualGrads, RouterGrads,
+    RouterSaved, RouterWeights, Routes, Scaling, Span,
 };
 
 /// The variable that asks for another table than the one for the device.
@@ -58,27 +59,33 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// `out += left right`: matrices, `out` f32.
     fn matmul_add(&self, out: &mut Tensor, left: &Tensor, right: &Tensor) -> Result<()>;
 
+    /// `left right` of float matrices, or batches of them, in f32: a part of a sum, which is not rounded before the others have
+    /// come.
+    fn matmul_part(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
+        self.matmul(&left.f_to_kind(Kind::Float)?, &right.f_to_kind(Kind::Float)?)
+    }
+
     /// Heads of attention.
     fn attention(&self, by: Attention) -> Result<Attended>;
 
-    /// Back through [`Ops::attention`], from the gradient of the heads in their kind: that of `qk`, f32, and that of `value`, in
-    /// its kind.
+    /// Back through [`Ops::attention`], from the gradient of the heads in their kind, into `out`.
     fn attention_backward(
         &self,
         by: Attention,
         saved: Vec<[Tensor; 2]>,
         grad: &Tensor,
-    ) -> Result<[Tensor; 2]>;
+        out: AttentionGrads,
+    ) -> Result<()>;
 
-    /// `[N, h]` and the row before of `[N, h]`, zero where a document begins, side by side: `[N, 2 h]`.
+    /// `[N, a]` and the row before of `[N, b]`, zero where a document begins, side by side: `[N, a + b]`.
     fn value_shift(&self, current: &Tensor, delayed: &Tensor, starts: &Tensor) -> Result<Tensor> {
         composed::value_shift(current, delayed, starts)
     }
 
-    /// Back through [`Ops::value_shift`], from the gradient of its outcome, whose memory is used: those of both sides, side by
-    /// side.
-    fn value_shift_backward(&self, grad: Tensor, starts: &Tensor) -> Result<Tensor> {
-        composed::value_shift_backward(grad, starts)
+    /// Back through [`Ops::value_shift`], from the gradient of its outcome, whose memory is used: those of both sides, the
+    /// first `current` columns wide, side by side.
+    fn value_shift_backward(&self, grad: Tensor, current: i64, starts: &Tensor) -> Result<Tensor> {
+        composed::value_shift_backward(grad, current, starts)
     }
 
     /// Rows `tokens` of `table`, `[V, D]` float, with `bias` added; and that times `scale`: `[N, D]`, f32.
@@ -178,12 +185,12 @@ pub trait Ops: fmt::Debug + Send + Sync {
 
     /// The loss of each label, `[N]` f32: nats, 0 where there is none.
     fn cross_entropy(&self, by: CrossEntropy) -> Result<Tensor> {
-        composed::cross_entropy(self, by)
+        cross_entropy::cross_entropy(self, by)
     }
 
     /// The same, and gradients of their sum over `divisor`.
     fn cross_entropy_backward(&self, by: CrossEntropy, divisor: f64) -> Result<CrossEntropyGrads> {
-        composed::cross_entropy_backward(self, by, divisor)
+        cross_entropy::cross_entropy_backward(self, by, divisor)
     }
 
     /// `x * f * weight` with `f = 1 / sqrt(mean(x^2) + eps)` for each row of `x`, `[N, D]` f32; and `f`, `[N, 1]`.

@@ -56,6 +56,9 @@ pub struct DepthwiseConv<'a> {
     pub bias: &'a Tensor,
     /// Rows at which documents begin, ascending from 0, i64.
     pub starts: &'a Tensor,
+    /// Rows that gradients of weights and bias are summed over, ascending, i64; all where it is absent. The others only
+    /// lend their numbers: they stand beside a part of a document, and another part sums over them.
+    pub counted: Option<&'a Tensor>,
     /// `[G, d]`.
     pub heads: [i64; 2],
 }
@@ -95,23 +98,40 @@ pub struct QueryKeyGrads {
     pub bias: Tensor,
 }
 
-/// Tokens `start..start + len` that see each other, and nothing else: a document, or a part of one.
+/// Tokens `start..start + len` that see each other, what came before them in their document, and nothing else: a document, or
+/// a part of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     /// The first.
     pub start: i64,
     /// How many.
     pub len: i64,
+    /// Tokens of the document before it, of which only keys and values are there.
+    pub before: i64,
+}
+
+impl Span {
+    /// A whole document.
+    pub fn whole(start: i64, len: i64) -> Span {
+        Span { start, len, before: 0 }
+    }
+
+    /// Keys that its last token sees.
+    pub fn keys(self) -> i64 {
+        self.before + self.len
+    }
 }
 
 /// Causal softmax attention of H query heads in K groups, each of which shares a key head and a value head, of d dimensions.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
-    /// `[H + K, N, d]`, float: queries, then keys.
-    pub qk: &'a Tensor,
-    /// `[N, K d]`, in the kind of `qk`.
+    /// `[H, N, d]`, float.
+    pub query: &'a Tensor,
+    /// `[K, M, d]`, in the kind of `query`: span by span, what came before and then the span's own.
+    pub key: &'a Tensor,
+    /// `[M, K d]`, in the kind of `query` and in the order of the keys.
     pub value: &'a Tensor,
-    /// In order, covering every token. Scores are divided by sqrt(d).
+    /// In order, covering every query. Scores are divided by sqrt(d).
     pub spans: &'a [Span],
     /// `[H, K, d]`.
     pub shape: [i64; 3],
@@ -124,6 +144,17 @@ pub struct Attended {
     pub heads: Tensor,
     /// What the same table's backward pass reads.
     pub saved: Vec<[Tensor; 2]>,
+}
+
+/// Where the gradients of attention go, in any layout; each number is written once.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionGrads<'a> {
+    /// `[H, N, d]`, f32.
+    pub query: &'a Tensor,
+    /// `[K, M, d]`, f32.
+    pub key: &'a Tensor,
+    /// `[M, K d]`, f32 or in the kind of the values.
+    pub value: &'a Tensor,
 }
 
 /// Where each token is computed: sorted by expert, then those that no expert computes.
@@ -145,6 +176,13 @@ pub struct Dispatch {
     pub skipped: i64,
     /// Experts with tokens, ascending: which, its first place, and how many it has.
     pub(super) runs: Vec<[i64; 3]>,
+}
+
+impl Dispatch {
+    /// The experts that have tokens, ascending.
+    pub fn used(&self) -> impl Iterator<Item = i64> {
+        self.runs.iter().map(|[expert, ..]| *expert)
+    }
 }
 
 /// Weights of a router of R numbers a token, over C classes. Its input is `[N, D]`.
@@ -230,6 +268,9 @@ pub struct CrossEntropy<'a> {
     pub mask: &'a Tensor,
     /// Tokens whose logits exist at once.
     pub chunk: i64,
+    /// Parts of the vocabulary, as equal as they can be, of which each has products of its own; what they come to is added in
+    /// a tree. At least 1.
+    pub shards: i64,
 }
 
 /// Losses, and gradients of their sum over a divisor.

@@ -6,7 +6,8 @@ use kernels::ops::{CPU, REFERENCE};
 use kernels::share::Frozen;
 use tch::{Device, Kind, Tensor};
 
-use super::layer::{Collected, Pass, make};
+use super::gradients::Collected;
+use super::layer::{Pass, make};
 use super::layers::cca::Cca;
 use super::layers::mlp::Mlp;
 use super::layers::moe::Moe;
@@ -18,7 +19,7 @@ use super::{
 };
 
 /// A model and a leaf large enough that kernels take their vector paths, with documents of awkward lengths.
-fn middling(skip: Skip) -> (ZayaConfig, Vec<Tensor>, Vec<Tensor>, Arrays) {
+pub(super) fn middling(skip: Skip) -> (ZayaConfig, Vec<Tensor>, Vec<Tensor>, Arrays) {
     let small = ZayaConfig { vocab_size: 331, num_hidden_layers: 2, ..preset() };
     let config = ZayaConfig { skip, loss_chunk: 50, ..small };
     let key = contract::Key::from_seed(3);
@@ -48,7 +49,7 @@ fn skip_lift() -> Tensor {
     Tensor::from_slice(&lift)
 }
 
-fn same_bits(a: &LeafOutput, b: &LeafOutput) -> bool {
+pub(super) fn same_bits(a: &LeafOutput, b: &LeafOutput) -> bool {
     let checksums = |out: &LeafOutput| {
         let tensors = out.grads.iter().chain([&out.token_losses]);
         tensors.map(|tensor| kernels::checksum::tensor(tensor, 1)).collect::<Vec<_>>()
@@ -102,7 +103,7 @@ fn another_feed_forward_fits_in() {
     let input = arrays.input().prepare(&config, Device::Cpu).unwrap();
     let mut found = Collected::default();
     let train = |pass: &Pass<'_>| model.train(pass, (200, Keep::Everything), &mut found);
-    let out = model.with((CPU, &config), weights, &input, train).unwrap();
+    let out = model.with((LeafOptions::default(), &config), weights, &input, train).unwrap();
     assert_eq!(out.counts.iter().map(Vec::len).collect::<Vec<_>>(), [9, 0]);
     let (losses, grads) = oracle::leaf(&config, &specs, weights, &input, 200);
     assert!(relative(&out.losses, &losses) < 1e-6);

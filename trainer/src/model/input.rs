@@ -36,6 +36,7 @@ pub struct StagedLeaf {
     mask: Staged,
     starts: Staged,
     spans: Vec<Span>,
+    rows: i64,
     label_count: u64,
 }
 
@@ -54,6 +55,8 @@ pub(super) struct Prepared {
     pub(super) spans: Vec<Span>,
     /// Rows at which they start, i64.
     pub(super) starts: Tensor,
+    /// Sequences.
+    pub(super) rows: i64,
     /// Tokens with a label.
     pub(super) label_count: u64,
 }
@@ -126,6 +129,7 @@ impl LeafInput<'_> {
             mask: stager.put(labelled, &count).map_err(machine)?,
             starts: stager.put(starts, &[spans.len() as i64]).map_err(machine)?,
             spans,
+            rows: self.rows as i64,
         })
     }
 
@@ -141,10 +145,13 @@ impl LeafInput<'_> {
         for (row, starts) in (0i64..).zip(self.boundaries) {
             let starts = if documents { starts.as_slice() } else { &[0] };
             let ends = starts[1..].iter().map(|&start| i64::from(start)).chain([seq_len]);
-            spans.extend(starts.iter().zip(ends).map(|(&start, end)| Span {
-                start: row * seq_len + i64::from(start),
-                len: end - i64::from(start),
-            }));
+            spans.extend(
+                starts
+                    .iter()
+                    .map(|&start| i64::from(start))
+                    .zip(ends)
+                    .map(|(start, end)| Span::whole(row * seq_len + start, end - start)),
+            );
         }
         spans
     }
@@ -163,6 +170,7 @@ impl StagedLeaf {
             mask: wait(self.mask, Kind::Float)?,
             starts: wait(self.starts, Kind::Int64)?,
             spans: self.spans,
+            rows: self.rows,
             label_count: self.label_count,
         })
     }

@@ -1,6 +1,7 @@
 //! What a layer is: an attention or a feed-forward, between the norm before it and the residual scaling after it.
 //!
-//! A new kind is one file with a type that implements [`Layer`], and a line in [`super::zaya`].
+//! A new kind is one file with a type that implements [`Layer`], or [`ByToken`] where no token sees another, and a line in
+//! [`super::zaya`].
 
 use std::any::Any;
 
@@ -9,55 +10,18 @@ use kernels::ops::Table;
 use tch::{Kind, Tensor};
 
 use super::ZayaConfig;
-use super::input::Prepared;
-use super::layers::rotary::Rotary;
-use super::param::{Declare, ParamId, Weights};
-use crate::refusal::refused;
-
-/// Where gradients go, each the moment it exists.
-pub trait Sink {
-    /// Takes the gradient of the loss over the label count with respect to parameter `id`: its shape, f32.
-    ///
-    /// Each parameter has exactly one in a micro-batch; in which order they come is not promised.
-    fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()>;
-}
-
-/// All gradients of a micro-batch, for who wants them together.
-#[derive(Debug, Default)]
-pub struct Collected(Vec<Option<Tensor>>);
-
-impl Collected {
-    /// The gradients in canonical order.
-    pub fn into_vec(self) -> Result<Vec<Tensor>> {
-        let missing = || Fault::bug("a parameter has no gradient");
-        self.0.into_iter().map(|gradient| gradient.ok_or_else(missing)).collect()
-    }
-}
-
-impl Sink for Collected {
-    fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
-        if self.0.len() <= id.index() {
-            self.0.resize_with(id.index() + 1, || None);
-        }
-        match self.0[id.index()].replace(gradient) {
-            None => Ok(()),
-            Some(_) => Err(Fault::bug(format!("parameter {} has two gradients", id.index()))),
-        }
-    }
-}
-
-/// Hands a gradient to the sink in f32, in which everything goes on from here.
-pub(super) fn emit(sink: &mut dyn Sink, id: ParamId, gradient: Tensor) -> Result<()> {
-    sink.gradient(id, gradient.f_to_kind(Kind::Float).map_err(|error| refused(error.into()))?)
-}
+use super::cut::{Chunks, Cut};
+use super::gradients::{ChunkGradients, Gradients};
+use super::param::{Declare, Weights};
 
 /// What a micro-batch is computed with.
 pub(super) struct Pass<'a> {
     /// By which operations.
     pub(super) ops: Table,
     pub(super) config: &'a ZayaConfig,
-    pub(super) input: &'a Prepared,
-    pub(super) rotary: &'a Rotary,
+    pub(super) chunks: &'a Chunks,
+    /// Into how many shards weights are cut.
+    pub(super) shards: i64,
     pub(super) weights: Weights<'a>,
     /// Balancing biases by layer of the model.
     pub(super) balance: &'a [Tensor],
@@ -65,12 +29,30 @@ pub(super) struct Pass<'a> {
     pub(super) kind: Kind,
 }
 
-/// What a layer comes to.
-pub(super) struct Forward<S> {
-    /// `[N, D]`: what is added to the residual.
-    pub(super) out: Tensor,
-    /// `[N, R]`: the router state for the layers after this one.
-    pub(super) state: Option<Tensor>,
+impl Pass<'_> {
+    /// A product that is the gradient of a weight: where there are chunks it is a part of a sum.
+    pub(super) fn gradient(&self, left: &Tensor, right: &Tensor) -> kernels::Result<Tensor> {
+        match self.chunks.len() {
+            1 => self.ops.matmul(left, right),
+            _ => self.ops.matmul_part(left, right),
+        }
+    }
+
+    /// A product over what is cut into shards: where there are several it is a part of a sum.
+    pub(super) fn of_shard(&self, left: &Tensor, right: &Tensor) -> kernels::Result<Tensor> {
+        match self.shards {
+            1 => self.ops.matmul(left, right),
+            _ => self.ops.matmul_part(left, right),
+        }
+    }
+}
+
+/// What a layer comes to: `T` is a tensor, or one for each chunk.
+pub(super) struct Forward<T, S> {
+    /// `[n, D]`: what is added to the residual.
+    pub(super) out: T,
+    /// `[n, R]`: the router state for the layers after this one.
+    pub(super) state: Option<T>,
     /// Tokens by router class, the skip last; nothing where there is no router.
     pub(super) counts: Vec<u64>,
     /// What its backward pass reads.
@@ -78,11 +60,11 @@ pub(super) struct Forward<S> {
 }
 
 /// Gradients of what entered a layer.
-pub(super) struct Backward {
+pub(super) struct Backward<T> {
     /// Of the normed residual.
-    pub(super) x: Tensor,
+    pub(super) x: T,
     /// Of the router state, if there was one.
-    pub(super) state: Option<Tensor>,
+    pub(super) state: Option<T>,
 }
 
 /// How much there is to compute, for a count of operations.
@@ -96,41 +78,118 @@ pub(super) struct Work {
     pub(super) routed: f64,
 }
 
+/// What every kind of layer tells about itself.
+pub(super) trait LayerKind: Send + Sync + Sized + 'static {
+    /// Declares its parameters, in canonical order. `layer` counts the model's layers.
+    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, layer: usize) -> Self;
+
+    /// Multiplications, each with its addition, of a forward pass.
+    fn products(&self, config: &ZayaConfig, work: Work) -> f64;
+
+    /// Bytes of what it saves for a token, its input and output included; `narrow` bytes in a number of [`Pass::kind`].
+    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64;
+}
+
 /// An attention or a feed-forward.
 ///
 /// Its gradients are written out rather than recorded: every addition has its place in the text, and what is kept between
 /// the passes is what [`Layer::Saved`] names.
-pub(super) trait Layer: Send + Sync + Sized + 'static {
+pub(super) trait Layer: LayerKind {
     /// What the backward pass reads.
     type Saved: 'static;
 
-    /// Declares its parameters, in canonical order. `layer` counts the model's layers.
-    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, layer: usize) -> Self;
-
-    /// From the normed residual, `[N, D]` in [`Pass::kind`], and the router state of the layers before. A layer without a
-    /// router passes the state on.
+    /// From the normed residual of each chunk, `[n, D]` in [`Pass::kind`], and the router states of the layers before. A layer
+    /// without a router passes the states on.
     fn forward(
         &self,
         pass: &Pass<'_>,
-        x: &Tensor,
-        state: Option<Tensor>,
-    ) -> Result<Forward<Self::Saved>>;
+        x: &[Tensor],
+        state: Option<Vec<Tensor>>,
+    ) -> Result<Forward<Vec<Tensor>, Self::Saved>>;
 
     /// From the gradients of what [`Layer::forward`] made; those of the parameters go to `sink`.
     fn backward(
         &self,
         pass: &Pass<'_>,
         saved: Self::Saved,
+        grad: &[Tensor],
+        state: Option<Vec<Tensor>>,
+        sink: &mut Gradients<'_>,
+    ) -> Result<Backward<Vec<Tensor>>>;
+}
+
+/// A layer in which no token sees another: chunks are computed each by itself.
+pub(super) trait ByToken: LayerKind {
+    /// What the backward pass of a chunk reads.
+    type Saved: 'static;
+
+    /// [`Layer::forward`] of one chunk.
+    fn forward(
+        &self,
+        pass: &Pass<'_>,
+        x: &Tensor,
+        state: Option<Tensor>,
+    ) -> Result<Forward<Tensor, Self::Saved>>;
+
+    /// [`Layer::backward`] of one chunk.
+    fn backward(
+        &self,
+        pass: &Pass<'_>,
+        saved: Self::Saved,
         grad: &Tensor,
         state: Option<Tensor>,
-        sink: &mut dyn Sink,
-    ) -> Result<Backward>;
+        sink: &mut ChunkGradients<'_, '_>,
+    ) -> Result<Backward<Tensor>>;
+}
 
-    /// Multiplications, each with its addition, of a forward pass.
-    fn products(&self, config: &ZayaConfig, work: Work) -> f64;
+impl<L: ByToken> Layer for L {
+    type Saved = Vec<Option<L::Saved>>;
 
-    /// Bytes of [`Layer::Saved`] for a token, its input and output included; `narrow` bytes in a number of [`Pass::kind`].
-    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64) -> u64;
+    fn forward(
+        &self,
+        pass: &Pass<'_>,
+        x: &[Tensor],
+        state: Option<Vec<Tensor>>,
+    ) -> Result<Forward<Vec<Tensor>, Self::Saved>> {
+        let (mut outs, mut saved, mut states, mut counts) = (vec![], vec![], vec![], vec![]);
+        for (x, state) in x.iter().zip(by_chunk(state, x.len())) {
+            let made = ByToken::forward(self, pass, x, state)?;
+            outs.push(made.out);
+            saved.push(Some(made.saved));
+            states.push(made.state);
+            counts.resize(made.counts.len(), 0);
+            counts.iter_mut().zip(made.counts).for_each(|(sum, count)| *sum += count);
+        }
+        Ok(Forward { out: outs, state: states.into_iter().collect(), counts, saved })
+    }
+
+    fn backward(
+        &self,
+        pass: &Pass<'_>,
+        mut saved: Self::Saved,
+        grad: &[Tensor],
+        state: Option<Vec<Tensor>>,
+        sink: &mut Gradients<'_>,
+    ) -> Result<Backward<Vec<Tensor>>> {
+        let mut states = by_chunk(state, grad.len());
+        let mut found: Vec<_> = grad.iter().map(|_| None).collect();
+        for chunk in pass.chunks.by_leaf() {
+            let own = saved[chunk].take().ok_or_else(|| Fault::bug("a chunk comes back twice"))?;
+            let (state, mut sink) = (states[chunk].take(), sink.of(chunk));
+            let back = ByToken::backward(self, pass, own, &grad[chunk], state, &mut sink)?;
+            found[chunk] = Some((back.x, back.state));
+        }
+        let (x, states): (Vec<_>, Vec<_>) = found.into_iter().flatten().unzip();
+        Ok(Backward { x, state: states.into_iter().collect() })
+    }
+}
+
+/// The state of each chunk, if there are states.
+fn by_chunk(state: Option<Vec<Tensor>>, chunks: usize) -> Vec<Option<Tensor>> {
+    match state {
+        Some(states) => states.into_iter().map(Some).collect(),
+        None => (0..chunks).map(|_| None).collect(),
+    }
 }
 
 /// A layer of any kind: [`Layer`] without the type of what it keeps.
@@ -139,34 +198,34 @@ pub(super) trait AnyLayer: Send + Sync {
     fn forward(
         &self,
         pass: &Pass<'_>,
-        x: &Tensor,
-        state: Option<Tensor>,
-    ) -> Result<Forward<Box<dyn Any>>>;
+        x: &[Tensor],
+        state: Option<Vec<Tensor>>,
+    ) -> Result<Forward<Vec<Tensor>, Box<dyn Any>>>;
 
     /// See [`Layer::backward`].
     fn backward(
         &self,
         pass: &Pass<'_>,
         saved: Box<dyn Any>,
-        grad: &Tensor,
-        state: Option<Tensor>,
-        sink: &mut dyn Sink,
-    ) -> Result<Backward>;
+        grad: &[Tensor],
+        state: Option<Vec<Tensor>>,
+        sink: &mut Gradients<'_>,
+    ) -> Result<Backward<Vec<Tensor>>>;
 
-    /// See [`Layer::products`].
+    /// See [`LayerKind::products`].
     fn products(&self, config: &ZayaConfig, work: Work) -> f64;
 
-    /// See [`Layer::activation_bytes`].
-    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64) -> u64;
+    /// See [`LayerKind::activation_bytes`].
+    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64;
 }
 
 impl<L: Layer> AnyLayer for L {
     fn forward(
         &self,
         pass: &Pass<'_>,
-        x: &Tensor,
-        state: Option<Tensor>,
-    ) -> Result<Forward<Box<dyn Any>>> {
+        x: &[Tensor],
+        state: Option<Vec<Tensor>>,
+    ) -> Result<Forward<Vec<Tensor>, Box<dyn Any>>> {
         let Forward { out, state, counts, saved } = Layer::forward(self, pass, x, state)?;
         Ok(Forward { out, state, counts, saved: Box::new(saved) })
     }
@@ -175,21 +234,21 @@ impl<L: Layer> AnyLayer for L {
         &self,
         pass: &Pass<'_>,
         saved: Box<dyn Any>,
-        grad: &Tensor,
-        state: Option<Tensor>,
-        sink: &mut dyn Sink,
-    ) -> Result<Backward> {
+        grad: &[Tensor],
+        state: Option<Vec<Tensor>>,
+        sink: &mut Gradients<'_>,
+    ) -> Result<Backward<Vec<Tensor>>> {
         let saved = saved.downcast::<L::Saved>();
         let saved = saved.map_err(|_| Fault::bug("a layer was handed what another one kept"))?;
         Layer::backward(self, pass, *saved, grad, state, sink)
     }
 
     fn products(&self, config: &ZayaConfig, work: Work) -> f64 {
-        Layer::products(self, config, work)
+        LayerKind::products(self, config, work)
     }
 
-    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64) -> u64 {
-        Layer::activation_bytes(self, config, narrow)
+    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
+        LayerKind::activation_bytes(self, config, narrow, cut)
     }
 }
 

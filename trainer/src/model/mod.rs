@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! config     every number that decides the computation     param      what a parameter is, and how a layer declares one
-//! input      tokens of a micro-batch, its documents        layer      what a layer is, and where its gradients go
+//! input      tokens of a micro-batch, its documents        layer      what a layer is
+//! cut        chunks of a micro-batch                       gradients  where gradients go, and their sums over chunks
 //! zaya       the model, top to bottom: read this first     layers/    attention, experts, and what stands around them
 //! oracle     the same equations differentiated by libtorch in f64
 //! fixtures/  parity with Hugging Face, and its traps
@@ -13,6 +14,8 @@
 //! Invariant: [`leaf`] is a pure function of the weights, the balancing biases, the leaf and the kernel table.
 
 mod config;
+mod cut;
+mod gradients;
 mod input;
 mod layer;
 mod layers;
@@ -23,13 +26,16 @@ mod zaya;
 #[cfg(test)]
 mod agreement;
 #[cfg(test)]
+mod cuts;
+#[cfg(test)]
 mod oracle;
 #[cfg(test)]
 pub(crate) mod parity;
 
 pub use config::{PRESETS, Skip, ZayaConfig};
+pub use cut::Cut;
+pub use gradients::{Collected, Sink};
 pub use input::{LeafInput, StagedLeaf};
-pub use layer::{Collected, Sink};
 pub use param::{
     EMBEDDING, Init, ParamId, ParamSpec, Role, balance_name, init, init_balance, initial,
     parameters, rounded,
@@ -61,11 +67,20 @@ pub struct LeafOptions {
     pub ops: Table,
     /// What is kept between the passes.
     pub keep: Keep,
+    /// Into how many parts it is cut inside, which decides bits: the phase says so.
+    pub cut: Cut,
+}
+
+impl LeafOptions {
+    /// The same of a micro-batch that is cut inside.
+    pub fn cut(self, cut: Cut) -> Self {
+        LeafOptions { cut, ..self }
+    }
 }
 
 impl Default for LeafOptions {
     fn default() -> Self {
-        LeafOptions { ops: ops::CPU, keep: Keep::default() }
+        LeafOptions { ops: ops::CPU, keep: Keep::default(), cut: Cut::WHOLE }
     }
 }
 
@@ -116,7 +131,7 @@ pub fn leaf(
 /// The operations for the device of these weights.
 fn options_for(params: &[Tensor]) -> Result<LeafOptions> {
     let ops = ops::choose(params[0].device()).map_err(refused)?;
-    Ok(LeafOptions { ops, keep: Keep::Everything })
+    Ok(LeafOptions { ops, ..LeafOptions::default() })
 }
 
 /// Computes a leaf that a prefetcher staged as `options` say, and hands each gradient to `sink` the moment it exists;
@@ -163,13 +178,13 @@ fn compute(
     config: &ZayaConfig,
     weights: (&[Tensor], &[Tensor]),
     input: &input::Prepared,
-    (divisor, LeafOptions { ops, keep }): (u64, LeafOptions),
+    (divisor, options): (u64, LeafOptions),
     sink: &mut dyn Sink,
 ) -> Result<LeafLosses> {
     enter()?;
     let model = Zaya::new(config);
-    let train = |pass: &Pass<'_>| model.train(pass, (divisor, keep), sink);
-    let found = model.with((ops, config), weights, input, train)?;
+    let train = |pass: &Pass<'_>| model.train(pass, (divisor, options.keep), sink);
+    let found = model.with((options, config), weights, input, train)?;
     Ok(LeafLosses {
         loss: total(&found.losses)?,
         labels: input.label_count,
@@ -180,7 +195,7 @@ fn compute(
 
 /// The sum of the token losses of some sequences, in nats: forward only.
 pub fn losses(
-    ops: Table,
+    options: LeafOptions,
     config: &ZayaConfig,
     params: &[Tensor],
     balance: &[Tensor],
@@ -189,7 +204,7 @@ pub fn losses(
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
     let weights = (params, balance);
-    let losses = model.with((ops, config), weights, &input, |pass| model.losses(pass))?;
+    let losses = model.with((options, config), weights, &input, |pass| model.losses(pass))?;
     total(&losses)
 }
 
@@ -202,8 +217,8 @@ pub fn logits(
 ) -> Result<Tensor> {
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
-    let ops = options_for(params)?.ops;
-    model.with((ops, config), (params, balance), &input, |pass| model.logits(pass))
+    let options = options_for(params)?;
+    model.with((options, config), (params, balance), &input, |pass| model.logits(pass))
 }
 
 /// Operations that the model defines for forward and backward over `tokens`, of which layer by layer `routed` go to an
@@ -222,9 +237,14 @@ pub fn causal_pairs(starts: &[u32], length: u32) -> u64 {
 }
 
 /// Bytes that a micro-batch of `tokens` keeps between its passes, with its logits.
-pub fn activation_bytes(config: &ZayaConfig, tokens: u64, keep: Keep, dtype: Dtype) -> u64 {
+pub fn activation_bytes(
+    config: &ZayaConfig,
+    tokens: u64,
+    options: LeafOptions,
+    dtype: Dtype,
+) -> u64 {
     let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
-    Zaya::new(config).activation_bytes(config, (tokens, narrow), keep)
+    Zaya::new(config).activation_bytes(config, (tokens, narrow), options)
 }
 
 /// The sum of token losses, in f64.

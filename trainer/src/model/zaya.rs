@@ -10,22 +10,25 @@
 //!
 //! With [`Keep::LayerInputs`] what the backward pass reads of a layer is made a second time from what entered it: the same
 //! calls, so the same bits.
+//!
+//! A micro-batch runs through the layers by chunk ([`super::cut`]): every tensor here is one of a list, of which there is one
+//! where nothing is cut.
 
 use std::any::Any;
 
 use contract::Result;
-use kernels::ops::Table;
 use tch::{Kind, Tensor};
 
+use super::cut::{Chunk, Chunks, OverChunks, joined};
+use super::gradients::{ChunkGradients, Gradients, Sink, emit};
 use super::input::Prepared;
-use super::layer::{AnyLayer, Backward, Make, Pass, Sink, Work, emit, make};
+use super::layer::{AnyLayer, Backward, Make, Pass, Work, make};
 use super::layers::cca::Cca;
 use super::layers::head;
 use super::layers::moe::Moe;
 use super::layers::norm::{Normed, Residual, RmsNorm};
-use super::layers::rotary::Rotary;
 use super::param::{Declare, ParamId, ParamSpec, Weights};
-use super::{Keep, ZayaConfig};
+use super::{Keep, LeafOptions, ZayaConfig};
 use crate::refusal::refused;
 use crate::timing::{Part, part};
 
@@ -73,34 +76,43 @@ struct Half {
 /// What is kept of a layer until its backward pass.
 enum Kept {
     All(Box<[Saved; 2]>),
-    /// The residual and the router state that entered.
-    Inputs(Tensor, Option<Tensor>),
+    Inputs(Flow),
 }
 
-/// What half of a layer needs for its backward pass.
+/// What half of a layer needs for its backward pass, by chunk but for what the layer keeps.
 struct Saved {
     /// The residual that entered.
-    residual: Tensor,
-    normed: Normed,
+    residual: Vec<Tensor>,
+    normed: Vec<Normed>,
     layer: Box<dyn Any>,
-    out: Tensor,
+    out: Vec<Tensor>,
 }
 
-/// What runs through the layers, and its gradients on the way back.
+/// What runs through the layers, and its gradients on the way back, by chunk.
 struct Flow {
-    /// `[N, D]`, f32.
-    residual: Tensor,
-    /// `[N, R]`, from the first router on.
-    state: Option<Tensor>,
+    /// `[n, D]`, f32.
+    residual: Vec<Tensor>,
+    /// `[n, R]`, from the first router on.
+    state: Option<Vec<Tensor>>,
 }
 
-/// The final normed residual, and all that led there.
+/// The final normed residual, and all that led there, by chunk but for the layers.
 struct Forward {
-    embedded: Tensor,
+    embedded: Vec<Tensor>,
     layers: Vec<Kept>,
-    normed: Normed,
-    hidden: Tensor,
+    normed: Vec<Normed>,
+    hidden: Vec<Tensor>,
     counts: Vec<Vec<u64>>,
+}
+
+/// What the head comes to.
+struct HeadBack {
+    /// `[N]`, in the order of the micro-batch.
+    losses: Tensor,
+    /// Of the final normed residual, by chunk.
+    hidden: Vec<Tensor>,
+    /// Of the embedding as the head.
+    weights: Tensor,
 }
 
 /// What a micro-batch says besides its gradients.
@@ -136,16 +148,16 @@ impl Zaya {
     /// Begins a pass over `input` with these weights, in canonical order, and balancing biases.
     pub(super) fn with<T>(
         &self,
-        (ops, config): (Table, &ZayaConfig),
+        (LeafOptions { ops, cut, .. }, config): (LeafOptions, &ZayaConfig),
         (weights, balance): (&[Tensor], &[Tensor]),
         input: &Prepared,
         work: impl FnOnce(&Pass<'_>) -> Result<T>,
     ) -> Result<T> {
         let _guard = tch::no_grad_guard();
-        let rotary = Rotary::new(config, &input.positions).map_err(refused)?;
-        let weights = Weights(weights);
+        let chunks = &Chunks::new(config, input, cut.chunks)?;
+        let (weights, shards) = (Weights(weights), cut.shards as i64);
         let kind = weights[self.embedding.tokens].kind();
-        work(&Pass { ops, config, input, rotary: &rotary, weights, balance, kind })
+        work(&Pass { ops, config, chunks, shards, weights, balance, kind })
     }
 
     /// Forward, loss and backward of the sum of token losses over `divisor`.
@@ -158,35 +170,56 @@ impl Zaya {
         let _watch = part(Part::Stream);
         let mut forward = self.forward(pass, keep)?;
         let counts = std::mem::take(&mut forward.counts);
-        let head = {
+        let HeadBack { losses, hidden, weights } = {
             let _watch = part(Part::Head);
-            let embedding = &pass.weights[self.embedding.tokens];
-            let head = head::of(pass, embedding, &forward.hidden);
-            let found = pass.ops.cross_entropy_backward(head, divisor as f64);
-            found.map_err(refused)?
+            self.head(pass, &forward.hidden, divisor)?
         };
-        self.backward(pass, forward, (head.hidden, head.weights), sink)?;
-        Ok(Outcome { losses: head.losses, counts })
+        let mut sink = Gradients::new(sink, pass.chunks.len());
+        self.backward(pass, forward, (hidden, weights), &mut sink)?;
+        Ok(Outcome { losses, counts })
+    }
+
+    /// Losses, and gradients of their sum over `divisor`.
+    fn head(&self, pass: &Pass<'_>, hidden: &[Tensor], divisor: u64) -> Result<HeadBack> {
+        let embedding = &pass.weights[self.embedding.tokens];
+        let mut weights = OverChunks::new(hidden.len() as u64);
+        let mut found: Vec<_> = hidden.iter().map(|_| None).collect();
+        for chunk in pass.chunks.by_leaf() {
+            let head = head::of(pass, pass.chunks.of(chunk), embedding, &hidden[chunk]);
+            let back = pass.ops.cross_entropy_backward(head, divisor as f64).map_err(refused)?;
+            weights.push(chunk as u64, back.weights);
+            found[chunk] = Some((back.losses, back.hidden));
+        }
+        let (losses, hidden): (Vec<_>, Vec<_>) = found.into_iter().flatten().unzip();
+        let losses = pass.chunks.in_sequence(&losses).map_err(refused)?;
+        Ok(HeadBack { losses, hidden, weights: weights.finish()? })
     }
 
     /// The loss of every token, `[N]`: forward only.
     pub(super) fn losses(&self, pass: &Pass<'_>) -> Result<Tensor> {
         let hidden = self.forward(pass, Keep::LayerInputs)?.hidden;
-        let head = head::of(pass, &pass.weights[self.embedding.tokens], &hidden);
-        pass.ops.cross_entropy(head).map_err(refused)
+        let embedding = &pass.weights[self.embedding.tokens];
+        let losses = pass.chunks.iter().zip(&hidden).map(|(chunk, hidden)| {
+            pass.ops.cross_entropy(head::of(pass, chunk, embedding, hidden))
+        });
+        let losses = losses.collect::<kernels::Result<Vec<_>>>();
+        losses.and_then(|losses| pass.chunks.in_sequence(&losses)).map_err(refused)
     }
 
-    /// Logits of every token, `[N, V]`.
+    /// Logits of every token in the order of chunks, `[N, V]`.
     pub(super) fn logits(&self, pass: &Pass<'_>) -> Result<Tensor> {
         let hidden = self.forward(pass, Keep::LayerInputs)?.hidden;
         let embedding = &pass.weights[self.embedding.tokens];
-        let logits = embedding.f_tr().map_err(kernels::Error::from);
-        let logits = logits.and_then(|columns| pass.ops.matmul(&hidden, &columns));
-        logits.and_then(|logits| Ok(logits.f_to_kind(Kind::Float)?)).map_err(refused)
+        let logits = |hidden| {
+            let logits = pass.ops.matmul(hidden, &embedding.f_tr()?)?;
+            Ok(logits.f_to_kind(Kind::Float)?)
+        };
+        let logits = hidden.iter().map(logits).collect::<kernels::Result<Vec<_>>>();
+        logits.and_then(|logits| joined(&logits, 0)).map_err(refused)
     }
 
     fn forward(&self, pass: &Pass<'_>, keep: Keep) -> Result<Forward> {
-        let [embedded, residual] = self.embedding.forward(pass)?;
+        let (embedded, residual) = self.embedding.forward(pass)?;
         let mut flow = Flow { residual, state: None };
         let (mut layers, mut counts) = (Vec::new(), Vec::new());
         for layer in &self.layers {
@@ -196,10 +229,10 @@ impl Zaya {
             counts.push(own);
             layers.push(match inputs {
                 None => Kept::All(Box::new(saved)),
-                Some(Flow { residual, state }) => Kept::Inputs(residual, state),
+                Some(inputs) => Kept::Inputs(inputs),
             });
         }
-        let (hidden, normed) = self.norm.forward(pass, &flow.residual)?;
+        let (hidden, normed) = self.norm.each(pass, &flow.residual)?;
         Ok(Forward { embedded, layers, normed, hidden, counts })
     }
 
@@ -208,16 +241,19 @@ impl Zaya {
         &self,
         pass: &Pass<'_>,
         forward: Forward,
-        (hidden, head): (Tensor, Tensor),
-        sink: &mut dyn Sink,
+        (hidden, head): (Vec<Tensor>, Tensor),
+        sink: &mut Gradients<'_>,
     ) -> Result<()> {
         let Forward { embedded, layers: kept, normed, .. } = forward;
-        let residual = self.norm.backward(pass, normed, &hidden, sink)?;
+        let back = (0..).zip(normed).zip(&hidden).map(|((chunk, normed), hidden)| {
+            self.norm.backward(pass, normed, hidden, &mut sink.of(chunk))
+        });
+        let residual = back.collect::<Result<_>>()?;
         let mut grad = Flow { residual, state: None };
         for (layer, kept) in self.layers.iter().zip(kept).rev() {
             let saved = match kept {
                 Kept::All(saved) => *saved,
-                Kept::Inputs(residual, state) => layer.forward(pass, Flow { residual, state })?.1,
+                Kept::Inputs(inputs) => layer.forward(pass, inputs)?.1,
             };
             grad = layer.backward(pass, saved, grad, sink)?;
         }
@@ -251,12 +287,13 @@ impl Zaya {
         &self,
         config: &ZayaConfig,
         (tokens, narrow): (u64, u64),
-        keep: Keep,
+        LeafOptions { keep, cut, .. }: LeafOptions,
     ) -> u64 {
         let (width, state) = (config.hidden_size as u64, config.router_hidden_size as u64);
         // The residual that enters each half, f32, and the factors of its norm.
         let whole = |layer: &DecoderLayer| {
-            let inside = layer.halves().map(|half| half.layer.activation_bytes(config, narrow));
+            let inside =
+                layer.halves().map(|half| half.layer.activation_bytes(config, narrow, cut));
             inside.map(|bytes| bytes + 4 * width + 4).sum::<u64>()
         };
         let all = self.layers.iter().map(whole);
@@ -266,14 +303,14 @@ impl Zaya {
                 self.layers.len() as u64 * 4 * (width + state) + all.max().unwrap_or(0)
             }
         };
-        tokens * kept + head::activation_bytes(config, tokens, narrow)
+        tokens * kept + head::activation_bytes(config, tokens / cut.chunks, narrow)
     }
 }
 
 impl Flow {
     fn share(&self) -> Flow {
-        let state = self.state.as_ref().map(Tensor::shallow_clone);
-        Flow { residual: self.residual.shallow_clone(), state }
+        let shared = |parts: &Vec<Tensor>| parts.iter().map(Tensor::shallow_clone).collect();
+        Flow { residual: shared(&self.residual), state: self.state.as_ref().map(shared) }
     }
 }
 
@@ -298,28 +335,57 @@ impl Embedding {
         }
     }
 
-    /// Embeddings with their bias, and the residual that they make.
-    fn forward(&self, pass: &Pass<'_>) -> Result<[Tensor; 2]> {
-        let (Pass { ops, input, .. }, w) = (pass, pass.weights);
+    /// Embeddings with their bias, and the residual that they make, by chunk.
+    fn forward(&self, pass: &Pass<'_>) -> Result<(Vec<Tensor>, Vec<Tensor>)> {
+        let w = pass.weights;
         let (bias, scale) = (&w[self.bias], &w[self.scale]);
-        ops.embedding(&w[self.tokens], &input.tokens, bias, scale).map_err(refused)
+        let made = pass.chunks.iter().map(|chunk| {
+            let made = pass.ops.embedding(&w[self.tokens], &chunk.tokens, bias, scale);
+            made.map(|[embedded, residual]| (embedded, residual)).map_err(refused)
+        });
+        made.collect()
     }
 
     /// From the gradient of the residual, and the head's part of that of the embedding.
     fn backward(
         &self,
         pass: &Pass<'_>,
-        embedded: &Tensor,
-        (residual, mut head): (&Tensor, Tensor),
-        sink: &mut dyn Sink,
+        embedded: &[Tensor],
+        (residual, mut head): (&[Tensor], Tensor),
+        sink: &mut Gradients<'_>,
     ) -> Result<()> {
-        let (Pass { ops, input, .. }, scale) = (pass, &pass.weights[self.scale]);
         // The head's part came first; the input's part is added to it.
-        let found = ops.embedding_backward(&input.tokens, embedded, scale, residual, &mut head);
+        if let ([embedded], [residual]) = (embedded, residual) {
+            let chunk = pass.chunks.of(0);
+            self.looked_up(pass, chunk, (embedded, residual), &mut head, &mut sink.of(0))?;
+            return sink.whole(self.tokens, head);
+        }
+        let mut sum = OverChunks::new(embedded.len() as u64);
+        for number in pass.chunks.by_leaf() {
+            let (chunk, mut sink) = (pass.chunks.of(number), sink.of(number));
+            let mut table = head.f_zeros_like().map_err(|error| refused(error.into()))?;
+            let own = (&embedded[number], &residual[number]);
+            self.looked_up(pass, chunk, own, &mut table, &mut sink)?;
+            sum.push(number as u64, table);
+        }
+        let sum = head.f_add_(&sum.finish()?).map_err(|error| refused(error.into()))?;
+        sink.whole(self.tokens, sum)
+    }
+
+    /// A chunk's rows of the embedding: adds their gradients to `table`.
+    fn looked_up(
+        &self,
+        pass: &Pass<'_>,
+        chunk: &Chunk,
+        (embedded, residual): (&Tensor, &Tensor),
+        table: &mut Tensor,
+        sink: &mut ChunkGradients<'_, '_>,
+    ) -> Result<()> {
+        let (ops, scale) = (pass.ops, &pass.weights[self.scale]);
+        let found = ops.embedding_backward(&chunk.tokens, embedded, scale, residual, table);
         let [bias, scale] = found.map_err(refused)?;
         emit(sink, self.scale, scale)?;
-        emit(sink, self.bias, bias)?;
-        emit(sink, self.tokens, head)
+        emit(sink, self.bias, bias)
     }
 }
 
@@ -367,7 +433,7 @@ impl DecoderLayer {
         pass: &Pass<'_>,
         [attention, feed_forward]: [Saved; 2],
         grad: Flow,
-        sink: &mut dyn Sink,
+        sink: &mut Gradients<'_>,
     ) -> Result<Flow> {
         let grad = self.feed_forward.backward(pass, feed_forward, grad, sink)?;
         self.attention.backward(pass, attention, grad, sink)
@@ -378,9 +444,11 @@ impl Half {
     fn forward(&self, pass: &Pass<'_>, flow: Flow) -> Result<(Flow, Saved, Vec<u64>)> {
         let Flow { residual, state } = flow;
         // The residual is f32; what the products of a layer see has the kind of their weights.
-        let (x, normed) = self.norm.forward(pass, &residual)?;
+        let (x, normed) = self.norm.each(pass, &residual)?;
         let made = self.layer.forward(pass, &x, state)?;
-        let after = self.scale.forward(pass, &made.out, &residual)?;
+        let after = made.out.iter().zip(&residual);
+        let after = after.map(|(out, residual)| self.scale.forward(pass, out, residual));
+        let after = after.collect::<Result<_>>()?;
         let saved = Saved { residual, normed, layer: made.saved, out: made.out };
         Ok((Flow { residual: after, state: made.state }, saved, made.counts))
     }
@@ -390,13 +458,22 @@ impl Half {
         pass: &Pass<'_>,
         saved: Saved,
         grad: Flow,
-        sink: &mut dyn Sink,
+        sink: &mut Gradients<'_>,
     ) -> Result<Flow> {
         let Saved { residual, normed, layer, out } = saved;
-        let (out, residual) = self.scale.backward(pass, (&out, &residual), &grad.residual, sink)?;
-        let Backward { x, state } = self.layer.backward(pass, layer, &out, grad.state, sink)?;
-        let through = self.norm.backward(pass, normed, &x, sink)?;
-        let residual = residual.f_add(&through).map_err(|error| refused(error.into()))?;
-        Ok(Flow { residual, state })
+        let (mut outs, mut residuals) = (Vec::new(), Vec::new());
+        for (chunk, (sides, grad)) in out.iter().zip(&residual).zip(&grad.residual).enumerate() {
+            let (out, residual) = self.scale.backward(pass, sides, grad, &mut sink.of(chunk))?;
+            outs.push(out);
+            residuals.push(residual);
+        }
+        drop((out, residual, grad.residual));
+        let Backward { x, state } = self.layer.backward(pass, layer, &outs, grad.state, sink)?;
+        for (chunk, (normed, x)) in normed.into_iter().zip(&x).enumerate() {
+            let through = self.norm.backward(pass, normed, x, &mut sink.of(chunk))?;
+            let sum = residuals[chunk].f_add(&through);
+            residuals[chunk] = sum.map_err(|error| refused(error.into()))?;
+        }
+        Ok(Flow { residual: residuals, state })
     }
 }

@@ -14,7 +14,7 @@ use crate::mesh::sink::{Checksum, Gradients};
 use crate::model::{self, LeafInput, LeafLosses, StagedLeaf};
 use crate::optim::balance::Balance;
 use crate::refusal::{caught, values};
-use crate::spec::RunSpec;
+use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
 use crate::timing;
 use crate::workers::Workers;
@@ -95,13 +95,14 @@ impl MicroBatches<'_> {
         let weights = products(spec, &state.weights, workers)?;
         let biases = bias_tensors(&state.weights, &state.balance);
         let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
-        let config = &spec.model_at(batch.step)?.config;
+        let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
+        let how = workers.options().cut(*cut);
         let work = |leaf: u64| {
             begun(numbers[leaf as usize]);
             let (weights, biases) = (weights.aliases(), biases.aliases());
             let compute = || {
                 let staged = leaves.take(leaf)?;
-                let (how, mut sink) = (workers.options(), gradients.sink(numbers[leaf as usize]));
+                let mut sink = gradients.sink(numbers[leaf as usize]);
                 let (weights, biases) = (&weights, &biases);
                 let losses =
                     model::micro_batch(config, weights, biases, staged, divisor, how, &mut sink)?;
@@ -125,12 +126,12 @@ pub fn leaf(
     let biases = bias_tensors(&state.weights, &state.balance);
     let weights = products(spec, &state.weights, workers)?;
     let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
-    let config = &spec.model_at(batch.step)?.config;
+    let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
     let input = input(batch, leaf);
     let stager = Stager::new(state.weights[0].device());
     let stager = stager.map_err(|error| Fault::machine(error.to_string()))?;
     let staged = input.stage(config, &stager)?;
-    let (divisor, how) = (batch.label_count.max(1), workers.options());
+    let (divisor, how) = (batch.label_count.max(1), workers.options().cut(*cut));
     // On a worker of its own, as in the run.
     let mut found = workers.map(vec![staged], |staged| {
         let (weights, biases) = (weights.aliases(), biases.aliases());

@@ -4,6 +4,7 @@
 
 mod amended;
 mod bf16;
+mod cuts;
 mod damage;
 mod explain;
 #[path = "../../../tests/support/folder.rs"]

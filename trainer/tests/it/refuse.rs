@@ -201,10 +201,7 @@ fn a_model_that_cannot_be_is_refused_with_its_key() {
             "cannot change `preset`",
         ),
         (("micro_batch = 1", "micro_batch = 1\nmodel = { rope_teta = 1e6 }"), "`rope_theta`"),
-        (
-            ("micro_batch = 1", "micro_batch = 1\ncontext_chunks = 2"),
-            "`context_chunks` can be planned",
-        ),
+        (("micro_batch = 1", "micro_batch = 1\ncontext_chunks = 6"), "seq_len = 64"),
         (
             ("micro_batch = 1", "micro_batch = 1\nweight_shards = 2"),
             "`weight_shards` can be planned",

@@ -3,10 +3,10 @@
 //! Keys and values are shared by the query heads of a group: heads of a group are libtorch's heads, key heads its batch, and
 //! a key is repeated by a stride of 0.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::ops::{Attended, Attention, Span, check};
+use crate::ops::{Attended, Attention, AttentionGrads, Span, check};
 
 pub(super) fn attention(by: Attention) -> Result<Attended> {
     let tokens = check::attention(by)?;
@@ -14,15 +14,15 @@ pub(super) fn attention(by: Attention) -> Result<Attended> {
     let group = queries / keys;
     let heads = Tensor::f_empty([tokens, queries * width], (by.value.kind(), by.value.device()))?;
     let mut saved = Vec::with_capacity(by.spans.len());
-    for span in by.spans {
-        let [query, key, value] = operands(by, *span)?;
+    for (span, first) in by.spans.iter().zip(first_keys(by.spans)) {
+        let [query, key, value] = operands(by, *span, first)?;
         let (out, log_sum) = Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu(
             &query,
             &key,
             &value,
             0.0,
-            true,
-            None::<Tensor>,
+            span.before == 0,
+            earlier(*span)?,
             scale(by),
         )?;
         let rows = heads.f_narrow(0, span.start, span.len)?;
@@ -37,8 +37,9 @@ pub(super) fn attention_backward(
     by: Attention,
     saved: Vec<[Tensor; 2]>,
     grad: &Tensor,
-) -> Result<[Tensor; 2]> {
-    check::attention_backward(by, grad)?;
+    out: AttentionGrads,
+) -> Result<()> {
+    check::attention_backward(by, grad, out)?;
     if saved.len() != by.spans.len() {
         let found = format!("{} documents", saved.len());
         let call = check::Call("attention_backward");
@@ -46,14 +47,13 @@ pub(super) fn attention_backward(
     }
     let [queries, keys, width] = by.shape;
     let group = queries / keys;
-    let qk_grad = Tensor::f_empty(by.qk.size(), (Kind::Float, by.qk.device()))?;
-    let value_grad = by.value.f_empty_like()?;
-    let (query, key) = heads(&qk_grad, by.shape)?;
-    let values = values(&value_grad, by.shape)?;
-    for (span, [out, log_sum]) in by.spans.iter().zip(saved) {
+    let to_query = out.query.f_unflatten(0, [keys, group])?;
+    let (to_key, to_value) = (out.key.f_unsqueeze(1)?, values(out.value, by.shape)?);
+    let spans = by.spans.iter().zip(first_keys(by.spans));
+    for ((span, first), [out, log_sum]) in spans.zip(saved) {
         let rows = grad.f_narrow(0, span.start, span.len)?;
         let rows = rows.f_view([span.len, keys, group, width])?.f_permute([1, 2, 0, 3])?;
-        let [q, k, v] = operands(by, *span)?;
+        let [q, k, v] = operands(by, *span, first)?;
         let (dq, dk, dv) = Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu_backward(
             &rows,
             &q,
@@ -62,35 +62,49 @@ pub(super) fn attention_backward(
             &out,
             &log_sum,
             0.0,
-            true,
-            None::<Tensor>,
+            span.before == 0,
+            earlier(*span)?,
             scale(by),
         )?;
-        let part = |x: &Tensor| x.f_narrow(2, span.start, span.len);
-        part(&query)?.f_copy_(&dq)?;
-        part(&key)?.f_copy_(&dk.f_sum_dim_intlist(1, true, Kind::Float)?)?;
-        part(&values)?.f_copy_(&dv.f_sum_dim_intlist(1, true, Kind::Float)?)?;
+        let keys = |x: &Tensor| x.f_narrow(2, first, span.keys());
+        to_query.f_narrow(2, span.start, span.len)?.f_copy_(&dq)?;
+        keys(&to_key)?.f_copy_(&dk.f_sum_dim_intlist(1, true, Kind::Float)?)?;
+        keys(&to_value)?.f_copy_(&dv.f_sum_dim_intlist(1, true, Kind::Float)?)?;
     }
-    Ok([qk_grad, value_grad])
+    Ok(())
 }
 
-/// Queries, keys and values of one document: `[K, H / K, n, d]` each.
-fn operands(by: Attention, span: Span) -> Result<[Tensor; 3]> {
+/// The first key of each span.
+fn first_keys(spans: &[Span]) -> impl Iterator<Item = i64> {
+    spans.iter().scan(0, |end, span| {
+        let first = *end;
+        *end += span.keys();
+        Some(first)
+    })
+}
+
+/// What is added to the scores of a span with keys before it, `[n, m]`: token t sees what came before, and keys up to its own.
+/// libtorch's own causal order would have its first token see the first key alone.
+fn earlier(span: Span) -> Result<Option<Tensor>> {
+    if span.before == 0 {
+        return Ok(None);
+    }
+    let shape = [span.len, span.keys()];
+    let hidden = Tensor::f_full(shape, f64::NEG_INFINITY, (Kind::Float, Device::Cpu))?;
+    Ok(Some(hidden.f_triu(span.before + 1)?))
+}
+
+/// Queries of a span, `[K, H / K, n, d]`, and its keys and values from `first` on, `[K, H / K, m, d]`.
+fn operands(by: Attention, span: Span, first: i64) -> Result<[Tensor; 3]> {
     let [queries, keys, width] = by.shape;
-    let shape = [keys, queries / keys, -1, width];
-    let part = |x: Tensor| x.f_narrow(2, span.start, span.len);
-    let (query, key) = heads(by.qk, by.shape)?;
-    let value = part(values(by.value, by.shape)?)?.f_expand(shape, false)?;
-    Ok([part(query)?, part(key)?.f_expand(shape, false)?, value])
+    let group = queries / keys;
+    let query = by.query.f_unflatten(0, [keys, group])?.f_narrow(2, span.start, span.len)?;
+    let shape = [keys, group, -1, width];
+    let shared = |x: Tensor| x.f_narrow(2, first, span.keys())?.f_expand(shape, false);
+    Ok([query, shared(by.key.f_unsqueeze(1)?)?, shared(values(by.value, by.shape)?)?])
 }
 
-/// Of `[G, N, d]`: queries as `[K, H / K, N, d]`, and keys as `[K, 1, N, d]`.
-fn heads(qk: &Tensor, [queries, keys, _]: [i64; 3]) -> Result<(Tensor, Tensor)> {
-    let query = qk.f_narrow(0, 0, queries)?.f_unflatten(0, [keys, queries / keys])?;
-    Ok((query, qk.f_narrow(0, queries, keys)?.f_unsqueeze(1)?))
-}
-
-/// `[N, K d]` as `[K, 1, N, d]`.
+/// `[M, K d]` as `[K, 1, M, d]`.
 fn values(value: &Tensor, [_, keys, width]: [i64; 3]) -> Result<Tensor> {
     Ok(value.f_view([value.size()[0], keys, width])?.f_transpose(0, 1)?.f_unsqueeze(1)?)
 }

@@ -60,10 +60,11 @@ pub(super) fn depthwise_conv_backward(
     let (z, grad, mut input) = (to_f32(z)?, to_f32(grad)?, empty(&[rows, channels])?);
     let [before, now] = by_tap(by)?;
     let mut columns = Columns::<3>::new(channels as usize);
+    let counted = by.counted.map(integers).transpose()?;
     backward(
         read(&z)?,
         [before.as_slice(), now.as_slice()],
-        integers(by.starts)?,
+        (integers(by.starts)?, counted),
         (by.heads[1] as usize, read(&grad)?),
         write(&mut input)?,
         &mut columns,
@@ -77,12 +78,12 @@ simd! {
     fn backward(
         z: &[f32],
         by: [&[f32]; 2],
-        starts: &[i64],
+        rows: (&[i64], Option<&[i64]>),
         grad: (usize, &[f32]),
         out: &mut [f32],
         columns: &mut Columns<3>,
     ) {
-        let ([before, now], (width, grad)) = (by, grad);
+        let ([before, now], (starts, counted), (width, grad)) = (by, rows, grad);
         let channels = now.len();
         let rows = z.len() / channels;
         // What a row's `c` gets from `c_t` of its own row and from `c_{t-1}` of the next one.
@@ -99,28 +100,36 @@ simd! {
         };
         let mut starts = starts.iter().copied().skip(1).chain([rows as i64]).peekable();
         let mut begins = |row: usize| starts.next_if_eq(&(row as i64)).is_some();
+        let mut counted = counted.map(|rows| rows.iter().peekable());
+        let mut counts = |row: usize| {
+            counted.as_mut().is_none_or(|rows| rows.next_if(|next| **next == row as i64).is_some())
+        };
         let (mut c, mut c_next) = (vec![0f32; channels], vec![0f32; channels]);
         let (mut starts_here, mut starts_next) = (true, begins(1));
         collect(&mut c, 0, starts_next);
         for (row, out) in out.chunks_exact_mut(channels).enumerate() {
-            let [to_before, to_now, to_bias] = columns.next_row();
-            let z_now = &z[row * channels..(row + 1) * channels];
             for place in 0..channels {
-                to_bias[place] += c[place];
-                to_now[place] += c[place] * z_now[place];
                 out[place] = c[place] * now[place];
             }
-            if starts_here {
-                for (head, bias) in to_bias.chunks_exact_mut(width).enumerate() {
-                    let at = (head * rows + row) * 2 * width;
-                    for (bias, grad) in bias.iter_mut().zip(&grad[at..at + width]) {
-                        *bias += *grad;
-                    }
+            if counts(row) {
+                let [to_before, to_now, to_bias] = columns.next_row();
+                let z_now = &z[row * channels..(row + 1) * channels];
+                for place in 0..channels {
+                    to_bias[place] += c[place];
+                    to_now[place] += c[place] * z_now[place];
                 }
-            } else {
-                let z_before = &z[(row - 1) * channels..row * channels];
-                for ((to, c), z) in to_before.iter_mut().zip(&c).zip(z_before) {
-                    *to += *c * *z;
+                if starts_here {
+                    for (head, bias) in to_bias.chunks_exact_mut(width).enumerate() {
+                        let at = (head * rows + row) * 2 * width;
+                        for (bias, grad) in bias.iter_mut().zip(&grad[at..at + width]) {
+                            *bias += *grad;
+                        }
+                    }
+                } else {
+                    let z_before = &z[(row - 1) * channels..row * channels];
+                    for ((to, c), z) in to_before.iter_mut().zip(&c).zip(z_before) {
+                        *to += *c * *z;
+                    }
                 }
             }
             if row + 1 < rows {

@@ -22,8 +22,8 @@ use std::ops::Add;
 use tch::Tensor;
 
 use super::{
-    AdamW, Attended, Attention, ConvGrads, DepthwiseConv, Dispatch, NewtonSchulz, Ops, QueryKey,
-    QueryKeyGrads, ResidualGrads, Scaling,
+    AdamW, Attended, Attention, AttentionGrads, ConvGrads, DepthwiseConv, Dispatch, NewtonSchulz,
+    Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling,
 };
 use crate::{Result, product};
 use memory::{apart, empty, integers, read, to_f32, write};
@@ -65,8 +65,9 @@ impl Ops for Cpu {
         by: Attention,
         saved: Vec<[Tensor; 2]>,
         grad: &Tensor,
-    ) -> Result<[Tensor; 2]> {
-        attention::attention_backward(by, saved, grad)
+        out: AttentionGrads,
+    ) -> Result<()> {
+        attention::attention_backward(by, saved, grad, out)
     }
 
     fn dispatch(&self, choice: &Tensor, classes: i64) -> Result<Dispatch> {

@@ -4,16 +4,17 @@ use tch::{Kind, Tensor};
 
 use super::to_f32;
 use crate::Result;
-use crate::ops::{Attended, Attention, Span, check};
+use crate::ops::{Attended, Attention, AttentionGrads, Span, check};
 
 pub(super) fn attention(by: Attention) -> Result<Attended> {
     let tokens = check::attention(by)?;
     let [queries, _, width] = by.shape;
-    let mut heads = Vec::with_capacity(by.spans.len());
+    let (mut heads, mut first) = (Vec::with_capacity(by.spans.len()), 0);
     for span in by.spans {
-        let [_, _, value, scores] = scored(by, *span)?;
+        let [_, _, value, scores] = scored(by, *span, first)?;
         let out = scores.f_matmul(&value)?.f_permute([2, 0, 1, 3])?;
         heads.push(out.f_reshape([span.len, queries * width])?);
+        first += span.keys();
     }
     let heads = Tensor::f_cat(&heads, 0)?.f_to_kind(by.value.kind())?;
     debug_assert_eq!(heads.size()[0], tokens, "documents cover all tokens, as was checked");
@@ -24,44 +25,48 @@ pub(super) fn attention_backward(
     by: Attention,
     saved: &[[Tensor; 2]],
     grad: &Tensor,
-) -> Result<[Tensor; 2]> {
-    check::attention_backward(by, grad)?;
+    out: AttentionGrads,
+) -> Result<()> {
+    check::attention_backward(by, grad, out)?;
     if !saved.is_empty() {
         let found = "what another table kept".to_owned();
         return Err(check::Call("attention_backward").refuse("saved", found, "its own".to_owned()));
     }
     let [queries, keys, width] = by.shape;
     let scale = 1.0 / (width as f64).sqrt();
-    let (mut of_queries, mut of_keys, mut of_values) = (Vec::new(), Vec::new(), Vec::new());
+    let to_value = out.value.f_view([-1, keys, width])?.f_transpose(0, 1)?;
+    let mut first = 0;
     for span in by.spans {
-        let [query, key, value, scores] = scored(by, *span)?;
+        let [query, key, value, scores] = scored(by, *span, first)?;
         let grad = to_f32(&grad.f_narrow(0, span.start, span.len)?)?;
         let grad = grad.f_view([span.len, keys, queries / keys, width])?.f_permute([1, 2, 0, 3])?;
         let of_scores = grad.f_matmul(&value.f_transpose(-1, -2)?)?;
         let along = of_scores.f_mul(&scores)?.f_sum_dim_intlist(-1, true, Kind::Float)?;
         let logits = of_scores.f_sub(&along)?.f_mul(&scores)?.f_mul_scalar(scale)?;
         let group = |x: Tensor| x.f_sum_dim_intlist(1, false, Kind::Float);
-        of_queries.push(logits.f_matmul(&key)?.f_flatten(0, 1)?);
-        of_keys.push(group(logits.f_transpose(-1, -2)?.f_matmul(&query)?)?);
-        of_values.push(group(scores.f_transpose(-1, -2)?.f_matmul(&grad)?)?);
+        let keys = |x: &Tensor| x.f_narrow(1, first, span.keys());
+        let of_query = logits.f_matmul(&key)?.f_flatten(0, 1)?;
+        out.query.f_narrow(1, span.start, span.len)?.f_copy_(&of_query)?;
+        keys(out.key)?.f_copy_(&group(logits.f_transpose(-1, -2)?.f_matmul(&query)?)?)?;
+        keys(&to_value)?.f_copy_(&group(scores.f_transpose(-1, -2)?.f_matmul(&grad)?)?)?;
+        first += span.keys();
     }
-    let along_tokens = |parts: &[Tensor]| Tensor::f_cat(parts, 1);
-    let qk = Tensor::f_cat(&[along_tokens(&of_queries)?, along_tokens(&of_keys)?], 0)?;
-    let value = along_tokens(&of_values)?.f_transpose(0, 1)?.f_reshape(by.value.size())?;
-    Ok([qk, value.f_to_kind(by.value.kind())?])
+    Ok(())
 }
 
-/// Queries `[K, H / K, n, d]`, keys and values `[K, 1, n, d]`, and the softmax of their scores, `[K, H / K, n, n]`, all f32.
-fn scored(by: Attention, span: Span) -> Result<[Tensor; 4]> {
+/// Queries of a span, `[K, H / K, n, d]`, its keys and values from `first` on, `[K, 1, m, d]`, and the softmax of their
+/// scores, `[K, H / K, n, m]`, all f32.
+fn scored(by: Attention, span: Span, first: i64) -> Result<[Tensor; 4]> {
     let [queries, keys, width] = by.shape;
-    let qk = to_f32(&by.qk.f_narrow(1, span.start, span.len)?)?;
-    let query = qk.f_narrow(0, 0, queries)?.f_unflatten(0, [keys, queries / keys])?;
-    let key = qk.f_narrow(0, queries, keys)?.f_unsqueeze(1)?;
-    let value = to_f32(&by.value.f_narrow(0, span.start, span.len)?)?;
-    let value = value.f_view([span.len, keys, width])?.f_transpose(0, 1)?.f_unsqueeze(1)?;
+    let query = to_f32(&by.query.f_narrow(1, span.start, span.len)?)?;
+    let query = query.f_unflatten(0, [keys, queries / keys])?;
+    let key = to_f32(&by.key.f_narrow(1, first, span.keys())?)?.f_unsqueeze(1)?;
+    let value = to_f32(&by.value.f_narrow(0, first, span.keys())?)?;
+    let value = value.f_view([span.keys(), keys, width])?.f_transpose(0, 1)?.f_unsqueeze(1)?;
     let logits = query.f_matmul(&key.f_transpose(-1, -2)?)?;
     let logits = logits.f_div_scalar((width as f64).sqrt())?;
-    let later = Tensor::f_ones([span.len, span.len], (Kind::Bool, by.qk.device()))?.f_triu(1)?;
+    let (shape, options) = ([span.len, span.keys()], (Kind::Bool, by.query.device()));
+    let later = Tensor::f_ones(shape, options)?.f_triu(span.before + 1)?;
     let scores = logits.f_masked_fill(&later, f64::NEG_INFINITY)?.f_softmax(-1, Kind::Float)?;
     Ok([query, key, value, scores])
 }

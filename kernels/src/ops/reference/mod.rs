@@ -12,8 +12,8 @@ mod query_key;
 use tch::{Kind, Tensor};
 
 use super::{
-    AdamW, Attended, Attention, ConvGrads, DepthwiseConv, Dispatch, NewtonSchulz, Ops, QueryKey,
-    QueryKeyGrads, ResidualGrads, Scaling, check,
+    AdamW, Attended, Attention, AttentionGrads, ConvGrads, DepthwiseConv, Dispatch, NewtonSchulz,
+    Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, check,
 };
 use crate::Result;
 
@@ -48,8 +48,9 @@ impl Ops for Reference {
         by: Attention,
         saved: Vec<[Tensor; 2]>,
         grad: &Tensor,
-    ) -> Result<[Tensor; 2]> {
-        attention::attention_backward(by, &saved, grad)
+        out: AttentionGrads,
+    ) -> Result<()> {
+        attention::attention_backward(by, &saved, grad, out)
     }
 
     fn dispatch(&self, choice: &Tensor, classes: i64) -> Result<Dispatch> {

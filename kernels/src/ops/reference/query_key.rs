@@ -30,16 +30,25 @@ pub(super) fn depthwise_conv_backward(
     let both = to_f32(grad)?.f_view([heads, rows, 2, width])?.f_permute([1, 2, 0, 3])?;
     let part = |tap| both.f_select(1, tap)?.f_reshape([rows, channels]);
     let (c_before, c_now) = (part(0)?, part(1)?);
-    let early = columns(&c_before.f_index_select(0, by.starts)?)?;
+    // What stands before a document is the bias; rows that are not counted keep out of every sum.
+    let counted = |x: &Tensor| match by.counted {
+        None => columns(x),
+        Some(rows) => columns(&x.f_index_select(0, rows)?),
+    };
+    let first = c_before.f_index_select(0, by.starts)?;
+    let early = match by.counted {
+        None => columns(&first)?,
+        Some(_) => counted(&c_before.f_zeros_like()?.f_index_copy(0, by.starts, &first)?)?,
+    };
     let c = c_now.f_add(&advanced(&c_before, by.starts)?)?;
     let (before, now) = taps(by)?;
     let earlier = delayed(&z, by.starts, None)?;
-    let weights = [columns(&c.f_mul(&earlier)?)?, columns(&c.f_mul(&z)?)?];
+    let weights = [counted(&c.f_mul(&earlier)?)?, counted(&c.f_mul(&z)?)?];
     let from_next = advanced(&c.f_mul(&before)?, by.starts)?;
     Ok(ConvGrads {
         input: c.f_mul(&now)?.f_add(&from_next)?,
         weights: Tensor::f_stack(&weights, 1)?.f_unsqueeze(1)?,
-        bias: columns(&c)?.f_add(&early)?,
+        bias: counted(&c)?.f_add(&early)?,
     })
 }
 

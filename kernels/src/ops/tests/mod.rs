@@ -96,7 +96,7 @@ proptest! {
         let channels = heads * width;
         let (weights, bias) = (random(&[channels, 1, 2], seed), random(&[channels], seed + 1));
         let starts = starts(tokens, &cuts);
-        let by = DepthwiseConv { weights: &weights, bias: &bias, starts: &starts, heads: [heads, width] };
+        let by = DepthwiseConv { weights: &weights, bias: &bias, starts: &starts, counted: None, heads: [heads, width] };
         let z = random(&[tokens, channels], seed + 2).to_kind(kind);
         let found = CPU.depthwise_conv(&z, by).unwrap();
         prop_assert!(close(&found, &REFERENCE.depthwise_conv(&z, by).unwrap(), 2.0));
@@ -106,6 +106,34 @@ proptest! {
         prop_assert!(close(&found.input, &wanted.input, 4.0));
         prop_assert!(close(&found.weights, &wanted.weights, 16.0));
         prop_assert!(close(&found.bias, &wanted.bias, 16.0));
+    }
+
+    /// Where the sums over some rows and those over the others come together, they are those over all.
+    #[test]
+    fn rows_that_are_not_counted_are_someone_elses(
+        counted in prop::collection::vec(any::<bool>(), 1..50),
+        cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..60),
+        seed in 0u64..1000,
+    ) {
+        let (tokens, heads, width) = (counted.len() as i64, 2, 7);
+        let (weights, bias) = (random(&[14, 1, 2], seed), random(&[14], seed + 1));
+        let (z, grad) = (random(&[tokens, 14], seed + 2), random(&[heads, tokens, 2 * width], seed + 3));
+        let starts = starts(tokens, &cuts);
+        let rows = |side: bool| {
+            let rows = (0i64..).zip(&counted).filter(|(_, counted)| **counted == side);
+            Tensor::from_slice(&rows.map(|(row, _)| row).collect::<Vec<_>>())
+        };
+        let (left, right) = (rows(true), rows(false));
+        for table in [CPU, REFERENCE] {
+            let of = |counted| {
+                let by = DepthwiseConv { weights: &weights, bias: &bias, starts: &starts, counted, heads: [heads, width] };
+                table.depthwise_conv_backward(&z, by, &grad).unwrap()
+            };
+            let (all, left, right) = (of(None), of(Some(&left)), of(Some(&right)));
+            prop_assert_eq!(&all.input, &left.input);
+            prop_assert!(difference(&(left.weights + right.weights), &all.weights) < 1e-5);
+            prop_assert!(difference(&(left.bias + right.bias), &all.bias) < 1e-5);
+        }
     }
 
     #[test]

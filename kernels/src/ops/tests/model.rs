@@ -10,7 +10,7 @@ use super::{close, difference, float, random, starts};
 fn spans(tokens: i64, cuts: &[prop::sample::Index]) -> Vec<Span> {
     let starts = Vec::<i64>::try_from(starts(tokens, cuts)).unwrap();
     let ends = starts.iter().skip(1).copied().chain([tokens]);
-    starts.iter().zip(ends).map(|(&start, end)| Span { start, len: end - start }).collect()
+    starts.iter().zip(ends).map(|(&start, end)| Span::whole(start, end - start)).collect()
 }
 
 proptest! {
@@ -22,48 +22,79 @@ proptest! {
         tokens in 1i64..70,
         (keys, group, width) in (1i64..4, 1i64..4, 1i64..20),
         cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..8),
+        before in prop::collection::vec(prop_oneof![Just(0), 1i64..40], 9),
         kind in float(),
         seed in 0u64..1000,
     ) {
         let shape = [keys * group, keys, width];
-        let qk = random(&[keys * (group + 1), tokens, width], seed).to_kind(kind);
-        let value = random(&[tokens, keys * width], seed + 1).to_kind(kind);
+        let mut spans = spans(tokens, &cuts);
+        // Keys of an earlier part stand before those of the span itself; what they hold is of no matter to the comparison.
+        spans.iter_mut().zip(&before).for_each(|(span, before)| span.before = *before);
+        let others = spans.iter().map(|span| span.keys()).sum();
+        let query = random(&[keys * group, tokens, width], seed).to_kind(kind);
+        let key = random(&[keys, others, width], seed + 3).to_kind(kind);
+        let value = random(&[others, keys * width], seed + 1).to_kind(kind);
         let grad = random(&[tokens, keys * group * width], seed + 2).to_kind(kind);
-        let by = Attention { qk: &qk, value: &value, spans: &spans(tokens, &cuts), shape };
+        let by = Attention { query: &query, key: &key, value: &value, spans: &spans, shape };
         let (found, wanted) = (CPU.attention(by).unwrap(), REFERENCE.attention(by).unwrap());
         prop_assert!(close(&found.heads, &wanted.heads, 16.0));
-        let found = CPU.attention_backward(by, found.saved, &grad).unwrap();
-        let wanted = REFERENCE.attention_backward(by, wanted.saved, &grad).unwrap();
-        // libtorch's kernel rounds the gradients of a bf16 query to bf16 before we widen them.
-        let of_qk = if kind == Kind::BFloat16 { 8.0 * 32768.0 } else { 64.0 };
-        prop_assert!(close(&found[0], &wanted[0], of_qk));
-        let of_value = if kind == Kind::BFloat16 { 8.0 } else { 64.0 };
-        prop_assert!(close(&found[1], &wanted[1], of_value));
-        prop_assert!(REFERENCE.attention_backward(by, vec![[qk.copy(), qk.copy()]], &grad).is_err());
+        let back = |table: Table, saved| {
+            let out = [&query, &key, &value].map(|x| x.to_kind(Kind::Float).zeros_like());
+            let into = AttentionGrads { query: &out[0], key: &out[1], value: &out[2] };
+            table.attention_backward(by, saved, &grad, into).map(|()| out)
+        };
+        let (found, wanted) = (back(CPU, found.saved).unwrap(), back(REFERENCE, wanted.saved).unwrap());
+        // libtorch's kernel rounds the gradients of bf16 operands to bf16 before we widen them.
+        let limit = if kind == Kind::BFloat16 { 8.0 * 32768.0 } else { 64.0 };
+        for (found, wanted) in found.iter().zip(&wanted) {
+            prop_assert!(close(found, wanted, limit));
+        }
+        prop_assert!(back(REFERENCE, vec![[query.copy(), query.copy()]]).is_err());
+    }
+
+    /// A part of a document, with the keys and values of what came before, has the heads that it has in the whole one.
+    #[test]
+    fn a_part_of_a_document_sees_what_came_before(
+        (before, len) in (0i64..600, 1i64..40),
+        (keys, group, width) in (1i64..3, 1i64..3, 1i64..20),
+        seed in 0u64..1000,
+    ) {
+        let (shape, tokens) = ([keys * group, keys, width], before + len);
+        let query = random(&[keys * group, tokens, width], seed);
+        let (key, value) = (random(&[keys, tokens, width], seed + 1), random(&[tokens, keys * width], seed + 2));
+        for table in [CPU, REFERENCE] {
+            let (whole, part) = ([Span::whole(0, tokens)], [Span { start: 0, len, before }]);
+            let of = |query: &Tensor, spans: &[Span]| {
+                table.attention(Attention { query, key: &key, value: &value, spans, shape }).unwrap().heads
+            };
+            let own = query.narrow(1, before, len).contiguous();
+            let wanted = of(&query, &whole).narrow(0, before, len);
+            prop_assert!(difference(&of(&own, &part), &wanted) < 1e-5);
+        }
     }
 
     /// The value of a token and of the one before it, and the transpose of that.
     #[test]
     fn values_are_shifted(
         tokens in 1i64..40,
-        half in 1i64..9,
+        (half, later) in (0i64..9, 0i64..9),
         cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..20),
         seed in 0u64..1000,
     ) {
         let [current, delayed, grad] =
-            [(0, half), (1, half), (2, 2 * half)].map(|(index, width)| random(&[tokens, width], seed + index));
+            [(0, half), (1, later), (2, half + later)].map(|(index, width)| random(&[tokens, width], seed + index));
         let starts = starts(tokens, &cuts);
         let found = CPU.value_shift(&current, &delayed, &starts).unwrap();
         let begins = Vec::<i64>::try_from(&starts).unwrap();
         for token in 0..tokens {
             prop_assert_eq!(found.get(token).narrow(0, 0, half), current.get(token));
             let before = match begins.contains(&token) {
-                true => current.get(token).zeros_like(),
+                true => delayed.get(token).zeros_like(),
                 false => delayed.get(token - 1),
             };
-            prop_assert_eq!(found.get(token).narrow(0, half, half), before);
+            prop_assert_eq!(found.get(token).narrow(0, half, later), before);
         }
-        let back = CPU.value_shift_backward(grad.copy(), &starts).unwrap();
+        let back = CPU.value_shift_backward(grad.copy(), half, &starts).unwrap();
         let inner = |a: &Tensor, b: &Tensor| (a * b).sum(Kind::Double).double_value(&[]);
         let both = Tensor::cat(&[&current, &delayed], 1);
         prop_assert!((inner(&found, &grad) - inner(&both, &back)).abs() < 1e-4);
@@ -125,12 +156,12 @@ proptest! {
         }
     }
 
-    /// As in f64, whatever the chunk; and a token without a label costs nothing and moves nothing.
+    /// As in f64, whatever the chunk and the shards of the vocabulary; and a token without a label costs nothing and moves nothing.
     #[test]
     fn losses_and_their_gradients(
         labels in prop::collection::vec(0i64..30, 1..40),
         masked in prop::collection::vec(any::<bool>(), 40),
-        (width, chunk) in (1i64..16, 1i64..50),
+        (width, chunk, shards) in (1i64..16, 1i64..50, 1i64..8),
         kind in float(),
         seed in 0u64..1000,
     ) {
@@ -140,10 +171,11 @@ proptest! {
         let labels = Tensor::from_slice(&labels);
         let mask: Vec<f32> = masked.iter().take(tokens as usize).map(|mask| f32::from(*mask)).collect();
         let mask = Tensor::from_slice(&mask);
-        let by = CrossEntropy { hidden: &hidden, weights: &weights, labels: &labels, mask: &mask, chunk };
-        let [x, w] = [&hidden, &weights].map(|x| x.to_kind(Kind::Double).set_requires_grad(true));
+        let (hidden, labels, mask) = (&hidden, &labels, &mask);
+        let by = CrossEntropy { hidden, weights: &weights, labels, mask, chunk, shards };
+        let [x, w] = [hidden, &weights].map(|x| x.to_kind(Kind::Double).set_requires_grad(true));
         let log = x.mm(&w.tr()).log_softmax(-1, Kind::Double);
-        let wanted = log.gather(1, &labels.unsqueeze(1), false).squeeze_dim(1) * -&mask;
+        let wanted = log.gather(1, &labels.unsqueeze(1), false).squeeze_dim(1) * -mask;
         (wanted.sum(Kind::Double) / 7.0).backward();
         let limit = if kind == Kind::BFloat16 { 0.05 } else { 1e-5 };
         for table in [CPU, REFERENCE] {

@@ -1,59 +1,70 @@
 //! Compressed convolutional attention: projections, two convolutions, q-k mean, value shift, norm, rotation, attention.
 //!
-//! Shapes: N tokens of the micro-batch in one row, H query heads and K key heads of d, G = H + K, C = G d.
-//! Both convolutions see the token before: their left padding is applied once, in front of the first, so that the
+//! Shapes: n tokens of a chunk, N of all chunks, H query heads and K key heads of d, G = H + K, C = G d; of a shard, those of its
+//! heads. Both convolutions see the token before: their left padding is applied once, in front of the first, so that the
 //! second sees the first one's bias before a span begins.
+//!
+//! A chunk takes from the others what stands beside its rows, and the keys and values before them. Gradients of keys and values
+//! are summed over the chunks that see them; those of rows beside a chunk are computed where the rows are.
+
+use std::collections::BTreeMap;
 
 use kernels::Result;
-use kernels::ops::{self, Attended, DepthwiseConv, QueryKey};
+use kernels::ops::{Attended, Attention, AttentionGrads, DepthwiseConv, QueryKey};
+use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
+use super::heads::{Heads, HeadsGrads, shards};
 use crate::model::ZayaConfig;
-use crate::model::layer::{Backward, Forward, Layer, Pass, Sink, Work, emit};
+use crate::model::cut::{Chunk, Cut, joined};
+use crate::model::gradients::{Gradients, emit};
+use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Work};
 use crate::model::param::{Declare, ParamId};
 use crate::refusal::refused;
 use crate::timing::{Part, part};
 
 /// Compressed convolutional attention.
 pub(in crate::model) struct Cca {
-    q_proj: ParamId,
-    k_proj: ParamId,
-    v_proj_current: ParamId,
-    v_proj_delayed: ParamId,
-    conv_depthwise: ParamId,
-    conv_depthwise_bias: ParamId,
-    conv_grouped: ParamId,
-    conv_grouped_bias: ParamId,
-    temp: ParamId,
-    o_proj: ParamId,
+    pub(super) q_proj: ParamId,
+    pub(super) k_proj: ParamId,
+    pub(super) v_proj_current: ParamId,
+    pub(super) v_proj_delayed: ParamId,
+    pub(super) conv_depthwise: ParamId,
+    pub(super) conv_depthwise_bias: ParamId,
+    pub(super) conv_grouped: ParamId,
+    pub(super) conv_grouped_bias: ParamId,
+    pub(super) temp: ParamId,
+    pub(super) o_proj: ParamId,
 }
 
-/// What the backward pass needs.
+/// What the backward pass needs of a shard.
 pub(in crate::model) struct Saved {
-    /// `[N, D]`: the normed residual.
-    x: Tensor,
-    /// `[C, D]`: query and key projections, one below the other.
-    qk_proj: Tensor,
-    /// `[N, C]`: projected queries and keys before the convolutions.
+    heads: Heads,
+    /// `[N, C]`: projected queries and keys before the convolutions, by chunk one below the other.
     projected: Tensor,
-    /// `[G, N, 2 d]`: first convolution, at the token before and at the token.
-    taps: Tensor,
-    /// `[G, d, 2 d]`: second convolution, as one matrix per head over both taps.
-    kernel: Tensor,
-    /// `[G, N, d]`: queries and keys before their norm.
-    raw: Tensor,
-    /// `[G, N, 1]`: sqrt(d) over the length of each.
-    factor: Tensor,
-    /// `[G, N, d]`: queries and keys.
-    qk: Tensor,
-    /// `[N, K d]`.
+    /// `[K, N, d]`, likewise.
+    key: Tensor,
+    /// `[N, K d]`, likewise.
     value: Tensor,
+    chunks: Vec<SavedChunk>,
+}
+
+/// The same of a chunk.
+struct SavedChunk {
+    /// `[n, D]`: the normed residual.
+    x: Tensor,
+    /// `[G, n, 2 d]`: first convolution, at the token before and at the token.
+    taps: Tensor,
+    /// `[G, n, d]`: queries and keys before their norm.
+    raw: Tensor,
+    /// `[G, n, 1]`: sqrt(d) over the length of each.
+    factor: Tensor,
+    /// `[G, n, d]`: queries and keys.
+    qk: Tensor,
     attended: Attended,
 }
 
-impl Layer for Cca {
-    type Saved = Saved;
-
+impl LayerKind for Cca {
     fn declare(params: &mut Declare<'_>, config: &ZayaConfig, _: usize) -> Self {
         let (hidden, dim) = (config.hidden_size, config.head_dim);
         let (query, key, conv) = (config.query_size(), config.key_size(), config.conv_size());
@@ -86,33 +97,6 @@ impl Layer for Cca {
         }
     }
 
-    fn forward(
-        &self,
-        pass: &Pass<'_>,
-        x: &Tensor,
-        state: Option<Tensor>,
-    ) -> contract::Result<Forward<Saved>> {
-        let _watch = part(Part::Attention);
-        let (out, saved) = self.compute(pass, x).map_err(refused)?;
-        Ok(Forward { out, state, counts: Vec::new(), saved })
-    }
-
-    fn backward(
-        &self,
-        pass: &Pass<'_>,
-        saved: Saved,
-        grad: &Tensor,
-        state: Option<Tensor>,
-        sink: &mut dyn Sink,
-    ) -> contract::Result<Backward> {
-        let _watch = part(Part::AttentionBack);
-        let (x, gradients) = self.compute_back(pass, saved, grad).map_err(refused)?;
-        for (id, gradient) in gradients {
-            emit(sink, id, gradient)?;
-        }
-        Ok(Backward { x, state })
-    }
-
     fn products(&self, config: &ZayaConfig, work: Work) -> f64 {
         let f = |size: i64| size as f64;
         let (width, query, key) =
@@ -124,123 +108,352 @@ impl Layer for Cca {
         work.tokens * (projections + convolution) + 2.0 * query * work.pairs
     }
 
-    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64) -> u64 {
+    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
         let size = |size: i64| size as u64;
         let (query, key, conv) =
             (size(config.query_size()), size(config.key_size()), size(config.conv_size()));
         let (heads, keys) = (size(config.num_attention_heads), size(config.num_key_value_heads));
         // Input and output; projected, both taps, normed; the values, what each span made of them, and that in one row.
         let products = 2 * size(config.hidden_size) + 4 * conv + key + 2 * query;
+        // The keys of all chunks in one row, which later ones read.
+        let products = products + if cut.chunks > 1 { key } else { 0 };
         // Before the norm, its factors, and the logs of the softmax' denominators.
         narrow * products + 4 * (conv + heads + keys + heads)
     }
 }
 
-impl Cca {
-    /// What attention makes of the normed residual.
-    fn compute(&self, pass: &Pass<'_>, x: &Tensor) -> Result<(Tensor, Saved)> {
-        let (ops, w, input) = (pass.ops, pass.weights, pass.input);
-        let qk_proj = Tensor::f_cat(&[&w[self.q_proj], &w[self.k_proj]], 0)?;
-        let projected = ops.matmul(x, &qk_proj.f_tr()?)?;
-        let taps = ops.depthwise_conv(&projected, self.depthwise(pass))?;
-        let kernel = self.kernel(pass)?;
-        let raw = ops.matmul(&taps, &kernel.f_transpose(1, 2)?)?;
-        let mut raw = raw.f_to_kind(Kind::Float)?;
-        let (qk, factor) = ops.query_key(&projected, &mut raw, self.query_key(pass))?;
-        let qk = qk.f_to_kind(x.kind())?;
-        let current = ops.matmul(x, &w[self.v_proj_current].f_tr()?)?;
-        let delayed = ops.matmul(x, &w[self.v_proj_delayed].f_tr()?)?;
-        let value = ops.value_shift(&current, &delayed, &input.starts)?;
-        let attended = ops.attention(over_documents(pass, &qk, &value))?;
-        let out = ops.matmul(&attended.heads, &w[self.o_proj].f_tr()?)?;
-        let x = x.shallow_clone();
-        Ok((out, Saved { x, qk_proj, projected, taps, kernel, raw, factor, qk, value, attended }))
+impl Layer for Cca {
+    /// By shard.
+    type Saved = Vec<Saved>;
+
+    fn forward(
+        &self,
+        pass: &Pass<'_>,
+        x: &[Tensor],
+        state: Option<Vec<Tensor>>,
+    ) -> contract::Result<Forward<Vec<Tensor>, Vec<Saved>>> {
+        let _watch = part(Part::Attention);
+        let (out, saved) = self.compute(pass, x).map_err(refused)?;
+        Ok(Forward { out, state, counts: Vec::new(), saved })
     }
 
-    /// From the gradient of the output: that of the normed residual, and those of the parameters.
+    fn backward(
+        &self,
+        pass: &Pass<'_>,
+        saved: Vec<Saved>,
+        grad: &[Tensor],
+        state: Option<Vec<Tensor>>,
+        sink: &mut Gradients<'_>,
+    ) -> contract::Result<Backward<Vec<Tensor>>> {
+        let _watch = part(Part::AttentionBack);
+        let (x, gradients) = self.compute_back(pass, saved, grad).map_err(refused)?;
+        for (chunk, gradients) in gradients.into_iter().enumerate() {
+            let mut sink = sink.of(chunk);
+            for (id, gradient) in self.ids().into_iter().zip(gradients) {
+                emit(&mut sink, id, gradient)?;
+            }
+        }
+        Ok(Backward { x, state })
+    }
+}
+
+impl Cca {
+    /// What has a gradient, as [`HeadsGrads::joined`] lists them.
+    fn ids(&self) -> [ParamId; 10] {
+        [
+            self.q_proj,
+            self.k_proj,
+            self.v_proj_current,
+            self.v_proj_delayed,
+            self.conv_depthwise,
+            self.conv_depthwise_bias,
+            self.conv_grouped,
+            self.conv_grouped_bias,
+            self.temp,
+            self.o_proj,
+        ]
+    }
+
+    /// What attention makes of the normed residual of each chunk: a sum over shards.
+    fn compute(&self, pass: &Pass<'_>, x: &[Tensor]) -> Result<(Vec<Tensor>, Vec<Saved>)> {
+        let (mut outs, mut saved) = (Vec::new(), Vec::new());
+        for shard in 0..shards(pass) {
+            let heads = Heads::of(self, pass, shard)?;
+            let (out, own) = heads.forward(pass, x)?;
+            outs.push(out);
+            saved.push(own);
+        }
+        let out = over_shards(outs)?.into_iter().map(|out| out.f_to_kind(pass.kind));
+        Ok((out.collect::<std::result::Result<_, _>>()?, saved))
+    }
+
+    /// From the gradient of the output: that of the normed residual, and those of the parameters, by chunk.
     fn compute_back(
         &self,
         pass: &Pass<'_>,
-        saved: Saved,
-        grad: &Tensor,
-    ) -> Result<(Tensor, [(ParamId, Tensor); 10])> {
-        let (ops, w, config) = (pass.ops, pass.weights, pass.config);
-        let Saved { x, qk_proj, projected, taps, kernel, raw, factor, qk, value, attended } = saved;
-        let kind = x.kind();
-        let grad = &grad.f_to_kind(kind)?;
-        let o_proj = ops.matmul(&grad.f_tr()?, &attended.heads)?;
-        let heads = ops.matmul(grad, &w[self.o_proj])?;
-        let by = over_documents(pass, &qk, &value);
-        let [qk, value] = ops.attention_backward(by, attended.saved, &heads)?;
-        let mixed = ops.query_key_backward(&raw, &factor, self.query_key(pass), qk)?;
-        let (taps, conv_grouped) =
-            grouped_backward(pass, &taps, &kernel, &mixed.raw.f_to_kind(kind)?)?;
-        let mut conv = ops.depthwise_conv_backward(&projected, self.depthwise(pass), &taps)?;
-        ops.means_backward(&mixed.raw, shape(config), &mut conv.input)?;
-        let value = ops.value_shift_backward(value, &pass.input.starts)?;
-        let (query, key) = (config.query_size(), config.key_size());
-        let half = key / 2;
-        let v_proj = ops.matmul(&value.f_tr()?, &x)?;
-        let projected = conv.input.f_to_kind(kind)?;
-        let mut input = ops.matmul(&projected, &qk_proj)?.f_to_kind(Kind::Float)?;
-        ops.matmul_add(&mut input, &value.f_narrow(1, 0, half)?, &w[self.v_proj_current])?;
-        ops.matmul_add(&mut input, &value.f_narrow(1, half, half)?, &w[self.v_proj_delayed])?;
-        let qk_proj = ops.matmul(&projected.f_tr()?, &x)?;
-        let gradients = [
-            (self.q_proj, qk_proj.f_narrow(0, 0, query)?),
-            (self.k_proj, qk_proj.f_narrow(0, query, key)?),
-            (self.v_proj_current, v_proj.f_narrow(0, 0, half)?),
-            (self.v_proj_delayed, v_proj.f_narrow(0, half, half)?),
-            (self.conv_depthwise, conv.weights),
-            (self.conv_depthwise_bias, conv.bias),
-            (self.conv_grouped, conv_grouped),
-            (self.conv_grouped_bias, mixed.bias),
-            (self.temp, mixed.temperature),
-            (self.o_proj, o_proj),
-        ];
-        Ok((input, gradients))
-    }
-
-    fn depthwise<'a>(&self, pass: &Pass<'a>) -> DepthwiseConv<'a> {
-        let ([queries, keys, width], starts) = (shape(pass.config), &pass.input.starts);
-        let weights = pass.weights.of(self.conv_depthwise);
-        let bias = pass.weights.of(self.conv_depthwise_bias);
-        DepthwiseConv { weights, bias, starts, heads: [queries + keys, width] }
-    }
-
-    fn query_key<'a>(&self, pass: &Pass<'a>) -> QueryKey<'a> {
-        let bias = pass.weights.of(self.conv_grouped_bias);
-        let temperature = pass.weights.of(self.temp);
-        QueryKey { bias, temperature, angles: pass.rotary.angles(), shape: shape(pass.config) }
-    }
-
-    /// The second convolution, `[C, d, 2]` as stored, to `[G, d, 2 d]`.
-    fn kernel(&self, pass: &Pass<'_>) -> Result<Tensor> {
-        let dim = pass.config.head_dim;
-        let by_tap = pass.weights[self.conv_grouped].f_view([-1, dim, dim, 2])?;
-        Ok(by_tap.f_permute([0, 1, 3, 2])?.f_reshape([-1, dim, 2 * dim])?)
+        saved: Vec<Saved>,
+        grad: &[Tensor],
+    ) -> Result<(Vec<Tensor>, Vec<[Tensor; 10]>)> {
+        let grad = grad.iter().map(|grad| grad.f_to_kind(pass.kind));
+        let grad = grad.collect::<std::result::Result<Vec<_>, _>>()?;
+        let (mut inputs, mut gradients) = (Vec::new(), Vec::new());
+        grad.iter().for_each(|_| gradients.push(Vec::new()));
+        for shard in saved {
+            let (input, own) = shard.backward(pass, &grad)?;
+            inputs.push(input);
+            gradients.iter_mut().zip(own).for_each(|(chunk, own)| chunk.push(own));
+        }
+        let gradients = gradients.iter().map(|shards| HeadsGrads::joined(pass.config, shards));
+        Ok((over_shards(inputs)?, gradients.collect::<Result<_>>()?))
     }
 }
 
-/// Query heads, key heads, and their dimensions.
-fn shape(config: &ZayaConfig) -> [i64; 3] {
-    [config.num_attention_heads, config.num_key_value_heads, config.head_dim]
+impl Heads {
+    fn forward(self, pass: &Pass<'_>, x: &[Tensor]) -> Result<(Vec<Tensor>, Saved)> {
+        let ops = pass.ops;
+        let each = |of: &dyn Fn(&Tensor) -> Result<Tensor>| {
+            joined(&x.iter().map(of).collect::<Result<Vec<_>>>()?, 0)
+        };
+        let projected = each(&|x| ops.matmul(x, &self.qk_proj.f_tr()?))?;
+        let current = each(&|x| project(pass, x, &self.v_proj[0]))?;
+        let delayed = each(&|x| project(pass, x, &self.v_proj[1]))?;
+        let (mut chunks, mut values, mut first) = (Vec::new(), Vec::new(), 0);
+        for (chunk, x) in pass.chunks.iter().zip(x) {
+            let [current, delayed] = [chunk.around(&current, 0)?, chunk.around(&delayed, 0)?];
+            let value = ops.value_shift(&current, &delayed, chunk.starts())?;
+            values.push(chunk.own(&value, 0)?);
+            chunks.push(self.query_key(pass, chunk, x, &projected, first)?);
+            first += x.size()[0];
+        }
+        let [queries, keys, _] = self.shape;
+        let key = chunks.iter().map(|(own, _)| own.f_narrow(0, queries, keys));
+        let key = joined(&key.collect::<std::result::Result<Vec<_>, _>>()?, 1)?;
+        let value = joined(&values, 0)?;
+        let (mut outs, mut saved) = (Vec::new(), Vec::new());
+        for (chunk, (qk, own)) in pass.chunks.iter().zip(chunks) {
+            let seen = Seen::of(chunk, &qk, &key, &value, self.shape)?;
+            let attended = ops.attention(seen.operands(chunk))?;
+            outs.push(pass.of_shard(&attended.heads, &self.o_proj.f_tr()?)?);
+            let [x, taps, raw, factor] = own;
+            saved.push(SavedChunk { x, taps, raw, factor, qk, attended });
+        }
+        Ok((outs, Saved { heads: self, projected, key, value, chunks: saved }))
+    }
+
+    /// Queries and keys of a chunk whose rows of `projected` begin at `first`, and what the backward pass reads of them.
+    fn query_key(
+        &self,
+        pass: &Pass<'_>,
+        chunk: &Chunk,
+        x: &Tensor,
+        projected: &Tensor,
+        first: i64,
+    ) -> Result<(Tensor, [Tensor; 4])> {
+        let ops = pass.ops;
+        let taps = ops.depthwise_conv(&chunk.around(projected, 0)?, self.convolution(chunk))?;
+        let taps = chunk.own(&taps, 1)?;
+        let raw = ops.matmul(&taps, &self.kernel.f_transpose(1, 2)?)?;
+        let mut raw = raw.f_to_kind(Kind::Float)?;
+        let own = projected.f_narrow(0, first, x.size()[0])?;
+        let (qk, factor) = ops.query_key(&own, &mut raw, self.turned(chunk))?;
+        Ok((qk.f_to_kind(pass.kind)?, [x.shallow_clone(), taps, raw, factor]))
+    }
+
+    fn convolution<'a>(&'a self, chunk: &'a Chunk) -> DepthwiseConv<'a> {
+        let ([queries, keys, width], starts) = (self.shape, chunk.starts());
+        let (weights, bias) = (&self.depthwise, &self.depthwise_bias);
+        let counted = chunk.counted();
+        DepthwiseConv { weights, bias, starts, counted, heads: [queries + keys, width] }
+    }
+
+    fn turned<'a>(&'a self, chunk: &'a Chunk) -> QueryKey<'a> {
+        let (bias, temperature) = (&self.grouped_bias, &self.temp);
+        QueryKey { bias, temperature, angles: chunk.rotary.angles(), shape: self.shape }
+    }
 }
 
-/// Attention inside each document of the input.
-fn over_documents<'a>(pass: &Pass<'a>, qk: &'a Tensor, value: &'a Tensor) -> ops::Attention<'a> {
-    ops::Attention { qk, value, spans: &pass.input.spans, shape: shape(pass.config) }
+/// What the queries of a chunk see.
+struct Seen {
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shape: [i64; 3],
 }
 
-/// From the gradient of the second convolution: of both taps, `[G, N, 2 d]`, and of the kernel as stored.
-fn grouped_backward(
-    pass: &Pass<'_>,
-    taps: &Tensor,
-    kernel: &Tensor,
-    grad: &Tensor,
-) -> Result<(Tensor, Tensor)> {
-    let (ops, dim) = (pass.ops, pass.config.head_dim);
-    let weight = ops.matmul(&grad.f_transpose(1, 2)?, taps)?;
-    let weight = weight.f_view([-1, dim, 2, dim])?.f_permute([0, 1, 3, 2])?;
-    Ok((ops.matmul(grad, kernel)?, weight.f_reshape([-1, dim, 2])?))
+impl Seen {
+    /// Of the keys and values of all chunks.
+    fn of(
+        chunk: &Chunk,
+        qk: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        shape: [i64; 3],
+    ) -> Result<Seen> {
+        let (key, value) = (chunk.keys(key, 1)?, chunk.keys(value, 0)?);
+        Ok(Seen { query: qk.f_narrow(0, 0, shape[0])?, key, value, shape })
+    }
+
+    fn operands<'a>(&'a self, chunk: &'a Chunk) -> Attention<'a> {
+        let Seen { query, key, value, shape } = self;
+        Attention { query, key, value, spans: &chunk.spans, shape: *shape }
+    }
+}
+
+/// What the backward pass of attention leaves, by chunk.
+struct AttentionBack {
+    /// `[G, n, d]`, f32: of queries and keys.
+    qk: Vec<Tensor>,
+    /// `[N, K d]`: of values, by chunk one below the other.
+    value: Tensor,
+    o_proj: Vec<Tensor>,
+}
+
+impl Saved {
+    /// From the gradient of the output, by chunk: that of the normed residual, f32, and those of the weights.
+    fn backward(
+        mut self,
+        pass: &Pass<'_>,
+        grad: &[Tensor],
+    ) -> Result<(Vec<Tensor>, Vec<HeadsGrads>)> {
+        let (ops, dim) = (pass.ops, pass.config.head_dim);
+        let AttentionBack { qk, value, o_proj } = self.attention(pass, grad)?;
+        let (mut taps, mut mixed) = (Vec::new(), Vec::new());
+        for ((chunk, saved), qk) in pass.chunks.iter().zip(&self.chunks).zip(qk) {
+            let own = self.heads.turned(chunk);
+            let back = ops.query_key_backward(&saved.raw, &saved.factor, own, qk)?;
+            let raw = back.raw.f_to_kind(pass.kind)?;
+            let weight = pass.gradient(&raw.f_transpose(1, 2)?, &saved.taps)?;
+            let weight = weight.f_view([-1, dim, 2, dim])?.f_permute([0, 1, 3, 2])?;
+            taps.push(ops.matmul(&raw, &self.heads.kernel)?);
+            mixed.push((back, weight.f_reshape([-1, dim, 2])?));
+        }
+        let taps = joined(&taps, 1)?;
+        let (mut inputs, mut gradients) = (Vec::new(), Vec::new());
+        for (number, ((back, grouped), o_proj)) in mixed.into_iter().zip(o_proj).enumerate() {
+            let (chunk, x) = (pass.chunks.of(number), &self.chunks[number].x);
+            let around = [chunk.around(&self.projected, 0)?, chunk.around(&taps, 1)?];
+            let by = self.heads.convolution(chunk);
+            let conv = ops.depthwise_conv_backward(&around[0], by, &around[1])?;
+            let mut projected = chunk.own(&conv.input, 0)?;
+            ops.means_backward(&back.raw, self.heads.shape, &mut projected)?;
+            let projected = projected.f_to_kind(pass.kind)?;
+            let (value, halves) = (chunk.around(&value, 0)?, self.heads.v_proj.each_ref());
+            let current = halves[0].size()[0];
+            let value = ops.value_shift_backward(value, current, chunk.starts())?;
+            let value = chunk.own(&value, 0)?;
+            let mut input =
+                pass.of_shard(&projected, &self.heads.qk_proj)?.f_to_kind(Kind::Float)?;
+            let v_proj = pass.gradient(&value.f_tr()?, x)?;
+            let mut side = |first: i64, weight: &Tensor| {
+                let rows = weight.size()[0];
+                let own = value.f_narrow(1, first, rows)?;
+                match (rows, pass.shards) {
+                    (0, _) => {}
+                    (_, 1) => ops.matmul_add(&mut input, &own, weight)?,
+                    _ => drop(input.f_add_(&ops.matmul_part(&own, weight)?)?),
+                }
+                Result::Ok(v_proj.f_narrow(0, first, rows)?)
+            };
+            let v_proj = [side(0, halves[0])?, side(current, halves[1])?];
+            gradients.push(HeadsGrads {
+                qk_proj: pass.gradient(&projected.f_tr()?, x)?,
+                v_proj,
+                depthwise: conv.weights,
+                depthwise_bias: conv.bias,
+                grouped,
+                grouped_bias: back.bias,
+                temp: back.temperature,
+                o_proj,
+            });
+            inputs.push(input);
+        }
+        Ok((inputs, gradients))
+    }
+
+    /// Back to queries, keys and values: those of a key are summed over the chunks that see it.
+    fn attention(&mut self, pass: &Pass<'_>, grad: &[Tensor]) -> Result<AttentionBack> {
+        let (ops, [queries, keys, _]) = (pass.ops, self.heads.shape);
+        let alone = self.chunks.len() == 1;
+        let float = (Kind::Float, self.value.device());
+        // Parts of sums stay f32.
+        let value = match alone {
+            true => self.value.f_empty_like()?,
+            false => Tensor::f_empty(self.value.size(), float)?,
+        };
+        let (mut sums, mut o_proj, mut back) = (KeySums::default(), Vec::new(), Vec::new());
+        for ((chunk, saved), grad) in pass.chunks.iter().zip(&mut self.chunks).zip(grad) {
+            o_proj.push(pass.gradient(&grad.f_tr()?, &saved.attended.heads)?);
+            let heads = ops.matmul(grad, &self.heads.o_proj)?;
+            let seen = Seen::of(chunk, &saved.qk, &self.key, &self.value, self.heads.shape)?;
+            let qk = Tensor::f_empty(saved.qk.size(), float)?;
+            let [query, key] = [qk.f_narrow(0, 0, queries)?, qk.f_narrow(0, queries, keys)?];
+            let kept = std::mem::take(&mut saved.attended.saved);
+            let by = seen.operands(chunk);
+            if alone {
+                let out = AttentionGrads { query: &query, key: &key, value: &value };
+                ops.attention_backward(by, kept, &heads, out)?;
+            } else {
+                let part = |of: &Tensor| Tensor::f_empty(of.size(), float);
+                let [key, value] = [part(&seen.key)?, part(&seen.value)?];
+                let out = AttentionGrads { query: &query, key: &key, value: &value };
+                ops.attention_backward(by, kept, &heads, out)?;
+                sums.add(chunk, &key, &value)?;
+            }
+            back.push(qk);
+        }
+        if !alone {
+            let key = Tensor::f_empty(self.key.size(), float)?;
+            sums.finish(&key, &value)?;
+            let mut first = 0;
+            for qk in &back {
+                let tokens = qk.size()[1];
+                qk.f_narrow(0, queries, keys)?.f_copy_(&key.f_narrow(1, first, tokens)?)?;
+                first += tokens;
+            }
+        }
+        Ok(AttentionBack { qk: back, value: value.f_to_kind(pass.kind)?, o_proj })
+    }
+}
+
+/// Gradients of keys and values: of each document's part in a chunk, a tree over the chunks from its own to the last that sees
+/// it, given in this order. By the first row of each part.
+#[derive(Default)]
+struct KeySums(BTreeMap<i64, Counter<Vec<Tensor>>>);
+
+impl KeySums {
+    fn add(&mut self, chunk: &Chunk, key: &Tensor, value: &Tensor) -> Result<()> {
+        for piece in chunk.pieces() {
+            let key = key.f_narrow(1, piece.key, piece.len)?.f_contiguous()?;
+            let value = value.f_narrow(0, piece.key, piece.len)?.f_contiguous()?;
+            self.0.entry(piece.row).or_default().push(vec![key, value]);
+        }
+        Ok(())
+    }
+
+    /// Writes the sums, each where its rows are.
+    fn finish(self, key: &Tensor, value: &Tensor) -> Result<()> {
+        for (row, sum) in self.0 {
+            for (dim, (sum, all)) in
+                [1, 0].into_iter().zip(sum.finish().into_iter().flatten().zip([key, value]))
+            {
+                all.f_narrow(dim, row, sum.size()[dim as usize])?.f_copy_(&sum)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// `x` times the transpose of a weight that may have no rows.
+fn project(pass: &Pass<'_>, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    match weight.size()[0] {
+        0 => Ok(x.f_new_empty([x.size()[0], 0], (x.kind(), x.device()))?),
+        _ => pass.ops.matmul(x, &weight.f_tr()?),
+    }
+}
+
+/// The sum over shards of what each has by chunk: a tree in the order of shards.
+fn over_shards(shards: Vec<Vec<Tensor>>) -> Result<Vec<Tensor>> {
+    let mut sum = Counter::new();
+    shards.into_iter().for_each(|shard| sum.push(shard));
+    Ok(sum.finish().unwrap_or_default())
 }

@@ -1,12 +1,17 @@
 //! Top-1 experts without capacity: tokens sorted by expert, one matrix product per expert, gathered back.
 //!
 //! Un-sorting is a gather, never an addition. The skip class comes last in the order and has no expert. An expert
-//! without a token is not computed, and its gradient is exactly zero.
+//! without a token is not computed, and its gradient is exactly zero. Shards are parts of the inner width.
+
+use std::ops::Range;
 
 use kernels::Result;
-use kernels::ops::{Dispatch, Ops, Routes};
-use tch::Tensor;
+use kernels::ops::{Dispatch, Routes};
+use kernels::tree::Counter;
+use tch::{Kind, Tensor};
 
+use super::heads::share;
+use crate::model::layer::Pass;
 use crate::model::param::{Declare, ParamId, Weights};
 use crate::model::{Skip, ZayaConfig};
 
@@ -43,8 +48,8 @@ pub(super) struct Saved {
     order: Dispatch,
     weight: Tensor,
     rows: Tensor,
-    gate_up: Tensor,
-    inner: Tensor,
+    /// By shard: gate and up, and their product.
+    inner: Vec<[Tensor; 2]>,
     out: Tensor,
 }
 
@@ -56,46 +61,83 @@ pub(super) struct Grads {
     pub(super) weight: Tensor,
     /// Of gate-up and down.
     pub(super) params: [Tensor; 2],
+    /// Which experts had tokens.
+    pub(super) used: Vec<bool>,
 }
 
 impl Experts<&Tensor> {
     /// From the normed residual and its routes.
     pub(super) fn forward(
         &self,
-        ops: &dyn Ops,
+        pass: &Pass<'_>,
         x: &Tensor,
         routes: &Routes,
     ) -> Result<(Tensor, Saved)> {
-        let [experts, width, hidden] = sizes(self.gate_up);
+        let ([experts, _, hidden], ops) = (sizes(self.gate_up), pass.ops);
         let order = ops.dispatch(&routes.choice, experts + 1)?;
         let sorted = ops.permute(x, &order)?;
         let rows = sorted.f_narrow(0, 0, order.routed)?;
-        let fresh = |rows, width| Tensor::f_empty([rows, width], (x.kind(), x.device()));
-        let gate_up = fresh(order.routed, width)?;
-        ops.grouped_matmul(&rows, self.gate_up, &order, &gate_up)?;
-        let inner = ops.swiglu(&gate_up)?;
-        let out = fresh(order.routed + order.skipped, hidden)?;
-        ops.grouped_matmul(&inner, self.down, &order, &out)?;
+        let empty = |rows, width, kind| Tensor::f_empty([rows, width], (kind, x.device()));
+        let (mut inner, mut sum) = (Vec::new(), Counter::new());
+        for shard in 0..pass.shards {
+            let [gate_up, down] = self.shard(pass.shards, shard)?;
+            let both = empty(order.routed, sizes(&gate_up)[1], x.kind())?;
+            ops.grouped_matmul(&rows, &gate_up, &order, &both)?;
+            let product = ops.swiglu(&both)?;
+            let out = empty(order.routed + order.skipped, hidden, part_kind(pass, x))?;
+            let [operand, down] = [part(pass, &product)?, part(pass, &down)?];
+            ops.grouped_matmul(&operand, &down, &order, &out)?;
+            inner.push([both, product]);
+            sum.push(out);
+        }
+        let out = total(sum, x)?;
         self.pass_by(&order, &sorted, &out)?;
         let weight = routes.weight.shallow_clone();
         let mixed = ops.gather(&out, &order.places, &weight)?.f_to_kind(x.kind())?;
-        Ok((mixed, Saved { order, weight, rows, gate_up, inner, out }))
+        Ok((mixed, Saved { order, weight, rows, inner, out }))
     }
 
     /// From the gradient of what [`Experts::forward`] made, f32.
-    pub(super) fn backward(&self, ops: &dyn Ops, saved: Saved, grad: &Tensor) -> Result<Grads> {
-        let Saved { order, weight, rows, gate_up, inner, out } = saved;
+    pub(super) fn backward(&self, pass: &Pass<'_>, saved: Saved, grad: &Tensor) -> Result<Grads> {
+        let (ops, Saved { order, weight, rows, inner, out }) = (pass.ops, saved);
         let [out, weight] = ops.gather_backward(&out, &order.places, &weight, grad)?;
         let out = out.f_to_kind(rows.kind())?;
-        let inner_grad = inner.f_empty_like()?;
-        ops.grouped_matmul_input(&out, self.down, &order, &inner_grad)?;
-        let down = ops.grouped_matmul_weights(&out, &inner, &order)?;
-        let both = ops.swiglu_backward(&gate_up, &inner_grad)?;
-        let input = out.f_empty_like()?;
-        ops.grouped_matmul_input(&both, self.gate_up, &order, &input)?;
-        let gate_up = ops.grouped_matmul_weights(&both, &rows, &order)?;
+        let (mut params, mut sum) = (Vec::new(), Counter::new());
+        let empty =
+            |like: &Tensor| Tensor::f_empty(like.size(), (part_kind(pass, &rows), rows.device()));
+        let weights = |grad: &Tensor, rows: &Tensor| match pass.chunks.len() {
+            1 => ops.grouped_matmul_weights(grad, rows, &order),
+            _ => ops.grouped_matmul_weights(&wide(grad)?, &wide(rows)?, &order),
+        };
+        for (shard, [both, product]) in (0..).zip(inner) {
+            let [gate_up, down] = self.shard(pass.shards, shard)?;
+            let inner_grad = product.f_empty_like()?;
+            ops.grouped_matmul_input(&out, &down, &order, &inner_grad)?;
+            let down = weights(&out, &product)?;
+            let both = ops.swiglu_backward(&both, &inner_grad)?;
+            let input = empty(&out)?;
+            ops.grouped_matmul_input(&part(pass, &both)?, &part(pass, &gate_up)?, &order, &input)?;
+            params.push([weights(&both, &rows)?, down]);
+            sum.push(input);
+        }
+        let input = total(sum, &rows)?;
         self.pass_by(&order, &out, &input)?;
-        Ok(Grads { input: ops.unpermute(&input, &order)?, weight, params: [gate_up, down] })
+        let mut used = vec![false; sizes(self.gate_up)[0] as usize];
+        order.used().for_each(|expert| used[expert as usize] = true);
+        let input = ops.unpermute(&input, &order)?;
+        Ok(Grads { input, weight, params: joined(&params)?, used })
+    }
+
+    /// Gate-up and down as a shard reads them: a part of the inner width, in memory of its own.
+    fn shard(&self, shards: i64, shard: i64) -> Result<[Tensor; 2]> {
+        if shards == 1 {
+            return Ok([self.gate_up.shallow_clone(), self.down.shallow_clone()]);
+        }
+        let inner = sizes(self.gate_up)[1] / 2;
+        let Range { start, end } = share(inner, shards, shard);
+        let side = |first| self.gate_up.f_narrow(1, first + start, end - start);
+        let down = self.down.f_narrow(2, start, end - start)?.f_contiguous()?;
+        Ok([Tensor::f_cat(&[side(0)?, side(inner)?], 1)?, down])
     }
 
     /// The rows without an expert, from `from` to `into`; so do their gradients.
@@ -114,6 +156,41 @@ impl Saved {
     pub(super) fn counts(&self) -> &Tensor {
         &self.order.counts
     }
+}
+
+/// The kind of what a shard comes to: several are parts of a sum.
+fn part_kind(pass: &Pass<'_>, x: &Tensor) -> Kind {
+    if pass.shards == 1 { x.kind() } else { Kind::Float }
+}
+
+/// An operand of a product over what is cut into shards.
+fn part(pass: &Pass<'_>, x: &Tensor) -> Result<Tensor> {
+    Ok(x.f_to_kind(part_kind(pass, x))?)
+}
+
+fn wide(x: &Tensor) -> Result<Tensor> {
+    Ok(x.f_to_kind(Kind::Float)?)
+}
+
+/// The sum over shards, in the kind of `x`.
+fn total(sum: Counter<Tensor>, x: &Tensor) -> Result<Tensor> {
+    Ok(sum.finish().unwrap_or_else(Tensor::new).f_to_kind(x.kind())?)
+}
+
+/// Gate-up and down from those of each shard: all gates, then all others; and columns side by side.
+fn joined(shards: &[[Tensor; 2]]) -> Result<[Tensor; 2]> {
+    if let [[gate_up, down]] = shards {
+        return Ok([gate_up.shallow_clone(), down.shallow_clone()]);
+    }
+    let side = |which: i64| {
+        shards.iter().map(move |[gate_up, _]| {
+            let inner = gate_up.size()[1] / 2;
+            gate_up.f_narrow(1, which * inner, inner)
+        })
+    };
+    let sides = side(0).chain(side(1)).collect::<std::result::Result<Vec<_>, _>>()?;
+    let down: Vec<_> = shards.iter().map(|[_, down]| down).collect();
+    Ok([Tensor::f_cat(&sides, 1)?, Tensor::f_cat(&down, 2)?])
 }
 
 fn sizes(gate_up: &Tensor) -> [i64; 3] {

@@ -7,16 +7,20 @@ use kernels::ops::CrossEntropy;
 use tch::Tensor;
 
 use crate::model::ZayaConfig;
+use crate::model::cut::Chunk;
 use crate::model::layer::Pass;
 
-/// The head over the final normed residual `hidden`, as [`Ops::cross_entropy`](kernels::ops::Ops::cross_entropy) takes it.
+/// The head over the final normed residual `hidden` of a chunk, as
+/// [`Ops::cross_entropy`](kernels::ops::Ops::cross_entropy) takes it.
 pub(in crate::model) fn of<'a>(
     pass: &Pass<'a>,
+    chunk: &'a Chunk,
     embedding: &'a Tensor,
     hidden: &'a Tensor,
 ) -> CrossEntropy<'a> {
-    let (labels, mask) = (&pass.input.labels, &pass.input.mask);
-    CrossEntropy { hidden, weights: embedding, labels, mask, chunk: pass.config.loss_chunk }
+    let (labels, mask) = (&chunk.labels, &chunk.mask);
+    let (chunk, shards) = (pass.config.loss_chunk, pass.shards);
+    CrossEntropy { hidden, weights: embedding, labels, mask, chunk, shards }
 }
 
 /// Multiplications of a forward pass, each with its addition.

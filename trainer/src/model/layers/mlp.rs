@@ -5,7 +5,9 @@ use contract::Result;
 use tch::{Kind, Tensor};
 
 use crate::model::ZayaConfig;
-use crate::model::layer::{Backward, Forward, Layer, Pass, Sink, Work, emit};
+use crate::model::cut::Cut;
+use crate::model::gradients::{ChunkGradients, emit};
+use crate::model::layer::{Backward, ByToken, Forward, LayerKind, Pass, Work};
 use crate::model::param::{Declare, ParamId};
 use crate::refusal::refused;
 
@@ -24,9 +26,7 @@ pub(in crate::model) struct Saved {
     inner: Tensor,
 }
 
-impl Layer for Mlp {
-    type Saved = Saved;
-
+impl LayerKind for Mlp {
     fn declare(params: &mut Declare<'_>, config: &ZayaConfig, _: usize) -> Self {
         let (hidden, inner) = (config.hidden_size, config.moe_intermediate_size);
         let mut own = params.inside("mlp", "mlp");
@@ -38,12 +38,25 @@ impl Layer for Mlp {
         }
     }
 
+    fn products(&self, config: &ZayaConfig, work: Work) -> f64 {
+        work.tokens * 3.0 * (config.hidden_size * config.moe_intermediate_size) as f64
+    }
+
+    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, _: Cut) -> u64 {
+        // Input and output; gate, up, and their product.
+        narrow * (2 * config.hidden_size + 3 * config.moe_intermediate_size) as u64
+    }
+}
+
+impl ByToken for Mlp {
+    type Saved = Saved;
+
     fn forward(
         &self,
         pass: &Pass<'_>,
         x: &Tensor,
         state: Option<Tensor>,
-    ) -> Result<Forward<Saved>> {
+    ) -> Result<Forward<Tensor, Saved>> {
         let (out, saved) = self.compute(pass, x).map_err(refused)?;
         Ok(Forward { out, state, counts: Vec::new(), saved })
     }
@@ -54,22 +67,13 @@ impl Layer for Mlp {
         saved: Saved,
         grad: &Tensor,
         state: Option<Tensor>,
-        sink: &mut dyn Sink,
-    ) -> Result<Backward> {
+        sink: &mut ChunkGradients<'_, '_>,
+    ) -> Result<Backward<Tensor>> {
         let (x, [gate, up, down]) = self.compute_back(pass, &saved, grad).map_err(refused)?;
         emit(sink, self.down, down)?;
         emit(sink, self.up, up)?;
         emit(sink, self.gate, gate)?;
         Ok(Backward { x, state })
-    }
-
-    fn products(&self, config: &ZayaConfig, work: Work) -> f64 {
-        work.tokens * 3.0 * (config.hidden_size * config.moe_intermediate_size) as f64
-    }
-
-    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64) -> u64 {
-        // Input and output; gate, up, and their product.
-        narrow * (2 * config.hidden_size + 3 * config.moe_intermediate_size) as u64
     }
 }
 
@@ -92,13 +96,13 @@ impl Mlp {
     ) -> kernels::Result<(Tensor, [Tensor; 3])> {
         let (ops, w, Saved { x, both, inner }) = (pass.ops, pass.weights, saved);
         let grad = grad.f_to_kind(x.kind())?;
-        let down = ops.matmul(&grad.f_tr()?, inner)?;
+        let down = pass.gradient(&grad.f_tr()?, inner)?;
         let both = ops.swiglu_backward(both, &ops.matmul(&grad, &w[self.down])?)?;
         let width = inner.size()[1];
         let (gate, up) = (both.f_narrow(1, 0, width)?, both.f_narrow(1, width, width)?);
         let mut input = ops.matmul(&up, &w[self.up])?.f_to_kind(Kind::Float)?;
         ops.matmul_add(&mut input, &gate, &w[self.gate])?;
-        let weights = [ops.matmul(&gate.f_tr()?, x)?, ops.matmul(&up.f_tr()?, x)?, down];
+        let weights = [pass.gradient(&gate.f_tr()?, x)?, pass.gradient(&up.f_tr()?, x)?, down];
         Ok((input, weights))
     }
 }

@@ -1,7 +1,7 @@
 //! The layers of the model: attention and feed-forward, one kind a file, and what stands around them.
 //!
 //! ```text
-//! cca   compressed convolutional attention (rotary: its angles)
+//! cca   compressed convolutional attention (rotary: its angles; heads: its weights by shard)
 //! moe   a mixture of experts: router, experts
 //! mlp   a plain feed-forward, in tests
 //! norm  RMS norm, residual scaling        head  loss without all logits
@@ -10,6 +10,7 @@
 pub(super) mod cca;
 mod experts;
 pub(super) mod head;
+mod heads;
 #[cfg(test)]
 pub(super) mod mlp;
 pub(super) mod moe;

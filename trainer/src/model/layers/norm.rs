@@ -5,7 +5,8 @@ use kernels::ops::Scaling;
 use tch::Tensor;
 
 use crate::model::ZayaConfig;
-use crate::model::layer::{Pass, Sink, emit};
+use crate::model::gradients::{ChunkGradients, emit};
+use crate::model::layer::Pass;
 use crate::model::param::{Declare, ParamId};
 use crate::refusal::refused;
 
@@ -45,13 +46,22 @@ impl RmsNorm {
         Ok((out, Normed { x: x.shallow_clone(), factor }))
     }
 
+    /// The same of each chunk.
+    pub(in crate::model) fn each(
+        &self,
+        pass: &Pass<'_>,
+        x: &[Tensor],
+    ) -> Result<(Vec<Tensor>, Vec<Normed>)> {
+        x.iter().map(|x| self.forward(pass, x)).collect()
+    }
+
     /// From the gradient of the output, f32: that of the input.
     pub(in crate::model) fn backward(
         &self,
         pass: &Pass<'_>,
         saved: Normed,
         grad: &Tensor,
-        sink: &mut dyn Sink,
+        sink: &mut ChunkGradients<'_, '_>,
     ) -> Result<Tensor> {
         let (Normed { x, factor }, weight) = (saved, &pass.weights[self.weight]);
         let found = pass.ops.rms_norm_backward(&x, &factor, weight, grad);
@@ -98,7 +108,7 @@ impl Residual {
         pass: &Pass<'_>,
         (out, residual): (&Tensor, &Tensor),
         grad: &Tensor,
-        sink: &mut dyn Sink,
+        sink: &mut ChunkGradients<'_, '_>,
     ) -> Result<(Tensor, Tensor)> {
         let found = pass.ops.residual_backward(out, residual, self.scaling(pass), grad);
         let found = found.map_err(refused)?;

@@ -8,7 +8,7 @@ use contract::Result;
 use kernels::ops::{RouterGrads, RouterWeights};
 
 use crate::model::ZayaConfig;
-use crate::model::layer::{Sink, emit};
+use crate::model::gradients::{ChunkGradients, emit};
 use crate::model::param::{Declare, ParamId, Weights};
 
 /// Parameters of one router.
@@ -71,7 +71,7 @@ impl Router {
     }
 
     /// Hands the gradients on, in canonical order.
-    pub(super) fn emit(&self, grads: RouterGrads, sink: &mut dyn Sink) -> Result<()> {
+    pub(super) fn emit(&self, grads: RouterGrads, sink: &mut ChunkGradients<'_, '_>) -> Result<()> {
         emit(sink, self.down, grads.down)?;
         emit(sink, self.down_bias, grads.down_bias)?;
         if let (Some(id), Some(decay)) = (self.decay, grads.decay) {

@@ -1,0 +1,165 @@
+//! A linear layer over the vocabulary and its cross-entropy, in every table alike: the logits of a few tokens at a time, their
+//! gradient written down, nothing kept.
+//!
+//! With several shards of the vocabulary each has its own products. Their largest logits are compared first, then each shard's
+//! exponentials are summed against the largest of all, and what shards come to is added in a tree: who computes a shard decides
+//! nothing.
+
+use std::ops::Range;
+
+use tch::{Kind, Tensor};
+
+use super::{CrossEntropy, CrossEntropyGrads, Ops, check};
+use crate::Result;
+use crate::tree::{Counter, Sum};
+
+pub(super) fn cross_entropy<O: Ops + ?Sized>(ops: &O, by: CrossEntropy) -> Result<Tensor> {
+    let [tokens, size] = check::cross_entropy(by)?;
+    let losses = by.hidden.f_new_empty([tokens], (Kind::Float, by.hidden.device()))?;
+    for start in (0..tokens).step_by(by.chunk as usize) {
+        let part = |x: &Tensor| x.f_narrow(0, start, by.chunk.min(tokens - start));
+        let (rows, labels, mask) = (part(by.hidden)?, part(by.labels)?, part(by.mask)?);
+        let found = match by.shards {
+            1 => own(&logs(ops, &rows, by.weights)?, &labels, &mask)?,
+            _ => Logits::of(ops, by, &rows, size)?.losses(&labels, &mask)?,
+        };
+        part(&losses)?.f_copy_(&found)?;
+    }
+    Ok(losses)
+}
+
+pub(super) fn cross_entropy_backward<O: Ops + ?Sized>(
+    ops: &O,
+    by: CrossEntropy,
+    divisor: f64,
+) -> Result<CrossEntropyGrads> {
+    let [tokens, size] = check::cross_entropy(by)?;
+    let float = (Kind::Float, by.hidden.device());
+    let mut weights = by.weights.f_new_zeros(by.weights.size(), float)?;
+    let hidden = by.hidden.f_new_empty(by.hidden.size(), float)?;
+    let losses = by.hidden.f_new_empty([tokens], float)?;
+    for start in (0..tokens).step_by(by.chunk as usize) {
+        let part = |x: &Tensor| x.f_narrow(0, start, by.chunk.min(tokens - start));
+        let (rows, labels, mask) = (part(by.hidden)?, part(by.labels)?, part(by.mask)?);
+        // The mask and the divisor scale the narrow side: rows of D numbers, not of V.
+        let scale = mask.f_unsqueeze(1)?.f_div_scalar(divisor)?;
+        let scaled = rows.f_mul(&scale)?.f_to_kind(rows.kind())?;
+        let mut to_hidden = part(&hidden)?;
+        if by.shards > 1 {
+            let logits = Logits::of(ops, by, &rows, size)?;
+            part(&losses)?.f_copy_(&logits.losses(&labels, &mask)?)?;
+            to_hidden.f_copy_(&logits.backward(ops, by, &labels, &scaled, &weights)?)?;
+        } else {
+            let log = logs(ops, &rows, by.weights)?;
+            part(&losses)?.f_copy_(&own(&log, &labels, &mask)?)?;
+            let slope = slope(log, &labels)?.f_to_kind(rows.kind())?;
+            ops.matmul_into(&to_hidden, &slope, by.weights)?;
+            ops.matmul_add(&mut weights, &slope.f_tr()?, &scaled)?;
+        }
+        let _ = to_hidden.f_mul_(&scale)?;
+    }
+    Ok(CrossEntropyGrads { losses, hidden, weights })
+}
+
+/// The slope of each logit: its probability, and one less for the label's.
+fn slope(mut log: Tensor, labels: &Tensor) -> Result<Tensor> {
+    let mut slope = log.f_exp_()?;
+    let labels = labels.f_unsqueeze(1)?;
+    let ones = slope.f_new_ones(labels.size(), (Kind::Float, slope.device()))?;
+    let _ = slope.f_scatter_add_(1, &labels, &ones.f_neg()?)?;
+    Ok(slope)
+}
+
+fn logs<O: Ops + ?Sized>(ops: &O, rows: &Tensor, weights: &Tensor) -> Result<Tensor> {
+    Ok(ops.matmul(rows, &weights.f_tr()?)?.f_log_softmax(-1, Kind::Float)?)
+}
+
+/// The loss of each label of a chunk.
+fn own(log: &Tensor, labels: &Tensor, mask: &Tensor) -> Result<Tensor> {
+    let losses = log.f_gather(1, &labels.f_unsqueeze(1)?, false)?.f_neg()?.f_squeeze_dim(1)?;
+    labelled(&losses, mask)
+}
+
+/// Where, not a product: a masked token's loss is 0 even if its logits are not finite.
+fn labelled(losses: &Tensor, mask: &Tensor) -> Result<Tensor> {
+    Ok(losses.f_where_self(&mask.f_gt(0.0)?, mask)?)
+}
+
+/// Logits of some tokens, shard by shard of the vocabulary.
+struct Logits {
+    /// Tokens of each shard, and its logits, `[n, v]`, f32.
+    shards: Vec<(Range<i64>, Tensor)>,
+    /// `[n, 1]`: the logarithm of the sum of all exponentials.
+    log_sum: Tensor,
+}
+
+impl Logits {
+    fn of<O: Ops + ?Sized>(ops: &O, by: CrossEntropy, rows: &Tensor, size: i64) -> Result<Logits> {
+        let (mut shards, mut largest): (Vec<_>, Option<Tensor>) = (Vec::new(), None);
+        for shard in 0..by.shards {
+            let range = size * shard / by.shards..size * (shard + 1) / by.shards;
+            let weights = by.weights.f_narrow(0, range.start, range.end - range.start)?;
+            let logits = ops.matmul(rows, &weights.f_tr()?)?.f_to_kind(Kind::Float)?;
+            let own = logits.f_amax([1].as_slice(), true)?;
+            largest = Some(match largest {
+                None => own,
+                Some(largest) => largest.f_maximum(&own)?,
+            });
+            shards.push((range, logits));
+        }
+        let largest = largest.unwrap_or_else(Tensor::new);
+        let mut sum = Counter::new();
+        for (_, logits) in &shards {
+            let exponentials = logits.f_sub(&largest)?.f_exp()?;
+            sum.push(exponentials.f_sum_dim_intlist(1, true, Kind::Float)?);
+        }
+        let log_sum = largest.f_add(&total(sum).f_log()?)?;
+        Ok(Logits { shards, log_sum })
+    }
+
+    /// The loss of each label; its logit is copied from the shard that has it.
+    fn losses(&self, labels: &Tensor, mask: &Tensor) -> Result<Tensor> {
+        let labels = labels.f_unsqueeze(1)?;
+        let mut label = self.log_sum.f_zeros_like()?;
+        for (range, logits) in &self.shards {
+            let (here, place) = within(&labels, range)?;
+            label = logits.f_gather(1, &place, false)?.f_where_self(&here, &label)?;
+        }
+        labelled(&self.log_sum.f_sub(&label)?.f_squeeze_dim(1)?, mask)
+    }
+
+    /// From `rows`, the hidden numbers times mask and divisor: their gradient before that scale; those of the weights are added.
+    fn backward<O: Ops + ?Sized>(
+        &self,
+        ops: &O,
+        by: CrossEntropy,
+        labels: &Tensor,
+        rows: &Tensor,
+        weights: &Tensor,
+    ) -> Result<Tensor> {
+        let (labels, mut sum) = (labels.f_unsqueeze(1)?, Counter::new());
+        for (range, logits) in &self.shards {
+            let mut slope = logits.f_sub(&self.log_sum)?.f_exp()?;
+            let (here, place) = within(&labels, range)?;
+            let one = here.f_to_kind(Kind::Float)?.f_neg()?;
+            let _ = slope.f_scatter_add_(1, &place, &one)?;
+            let slope = slope.f_to_kind(rows.kind())?;
+            let part = |x: &Tensor| x.f_narrow(0, range.start, range.end - range.start);
+            sum.push(ops.matmul_part(&slope, &part(by.weights)?)?);
+            ops.matmul_add(&mut part(weights)?, &slope.f_tr()?, rows)?;
+        }
+        Ok(total(sum))
+    }
+}
+
+/// Which labels lie in a shard, and at which of its places; the first one for the others.
+fn within(labels: &Tensor, range: &Range<i64>) -> Result<(Tensor, Tensor)> {
+    let here = labels.f_ge(range.start)?.f_logical_and(&labels.f_lt(range.end)?)?;
+    let place = labels.f_sub_scalar(range.start)?.f_masked_fill(&here.f_logical_not()?, 0)?;
+    Ok((here, place))
+}
+
+/// The sum over shards.
+fn total<T: Sum + Default>(sum: Counter<T>) -> T {
+    sum.finish().unwrap_or_default()
+}

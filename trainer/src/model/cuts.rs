@@ -1,0 +1,243 @@
+//! A micro-batch that is cut inside against what it must agree with: differentiation, its parts computed alone, itself.
+
+use curriculum::Dtype;
+use kernels::device::Stager;
+use kernels::ops::{CPU, REFERENCE};
+use kernels::share::Frozen;
+use proptest::prelude::*;
+use tch::{Device, Tensor};
+
+use super::agreement::{middling, same_bits};
+use super::cut::Chunks;
+use super::parity::{Arrays, all_rounded, relative};
+use super::{
+    Cut, Keep, LeafInput, LeafOptions, LeafOutput, Skip, ZayaConfig, losses, oracle, parameters,
+    staged_leaf,
+};
+
+/// What a micro-batch is computed with.
+struct Model {
+    config: ZayaConfig,
+    params: Vec<Tensor>,
+    balance: Vec<Tensor>,
+}
+
+impl Model {
+    fn leaf(&self, input: &LeafInput<'_>, options: LeafOptions) -> LeafOutput {
+        let staged = input.stage(&self.config, &Stager::new(Device::Cpu).unwrap()).unwrap();
+        staged_leaf(&self.config, &self.params, &self.balance, staged, 200, options).unwrap()
+    }
+
+    /// Asserts that losses and gradients are those of differentiation in f64.
+    fn assert_differentiated(&self, arrays: &Arrays, options: LeafOptions) {
+        let prepared = arrays.input().prepare(&self.config, Device::Cpu).unwrap();
+        let (specs, weights) = (parameters(&self.config), (&self.params[..], &self.balance[..]));
+        let (losses, grads) = oracle::leaf(&self.config, &specs, weights, &prepared, 200);
+        let out = self.leaf(&arrays.input(), options);
+        assert!(relative(&out.token_losses, &losses) < 1e-6, "{options:?}");
+        let mut worst = 0f64;
+        for ((spec, a), b) in specs.iter().zip(&out.grads).zip(&grads) {
+            let error = relative(a, b);
+            worst = worst.max(error);
+            assert!(error < 2e-5, "{options:?} {}: {error:e}", spec.name);
+        }
+        println!("{options:?}: largest |a - b| / |b| against f64: {worst:.1e}");
+    }
+}
+
+fn model(skip: Skip) -> (Model, Arrays) {
+    let (config, params, balance, arrays) = middling(skip);
+    (Model { config, params, balance }, arrays)
+}
+
+fn cut(chunks: u64) -> LeafOptions {
+    LeafOptions::default().cut(Cut { chunks, shards: 1 })
+}
+
+/// Documents cross every boundary, down to chunks of two tokens and of one, in which convolutions reach over two chunks.
+#[test]
+fn chunks_have_the_gradients_of_automatic_differentiation() {
+    let (model, arrays) = model(Skip::Identity);
+    for chunks in [2, 4, 64, 128] {
+        model.assert_differentiated(&arrays, cut(chunks));
+    }
+    model.assert_differentiated(&arrays, LeafOptions { ops: REFERENCE, ..cut(8) });
+    let config = ZayaConfig { document_mask: false, ..model.config.clone() };
+    Model { config, ..model }.assert_differentiated(&arrays, LeafOptions { ops: CPU, ..cut(16) });
+}
+
+/// Where every chunk begins with a document, a chunk is a micro-batch by itself: the same losses to the bit, and gradients
+/// that are the sum of theirs in the order of the tree.
+#[test]
+fn chunks_of_whole_documents_are_micro_batches() {
+    let (model, arrays) = model(Skip::Identity);
+    let tokens = arrays.tokens.clone();
+    let starts = [[0, 5, 31].as_slice(), &[0], &[0, 1, 2], &[0, 17]];
+    let all =
+        starts.iter().zip(0..).flat_map(|(own, chunk)| own.iter().map(move |at| at + 32 * chunk));
+    let all: Vec<u32> = all.collect();
+    let whole = Arrays::new(tokens.clone(), 2, vec![all.clone(), all]);
+    let whole = model.leaf(&whole.input(), cut(4));
+    let part = |chunk: usize| {
+        let rows = [0, 128].map(|row| tokens[row + 32 * chunk..][..32].to_vec());
+        let own = starts[chunk].to_vec();
+        let arrays = Arrays::new(rows.concat(), 2, vec![own.clone(), own]);
+        model.leaf(&arrays.input(), LeafOptions::default())
+    };
+    let parts = [part(0), part(1), part(2), part(3)];
+    for (chunk, part) in (0i64..).zip(&parts) {
+        let found = whole.token_losses.view([2, 4, 32]).select(1, chunk);
+        assert_eq!(found.reshape([-1]), part.token_losses);
+    }
+    let counts = |layer: usize, class: usize| {
+        parts.iter().map(move |part| part.counts[layer][class]).sum::<u64>()
+    };
+    for (layer, found) in whole.counts.iter().enumerate() {
+        let wanted: Vec<u64> = (0..found.len()).map(|class| counts(layer, class)).collect();
+        assert_eq!(*found, wanted);
+    }
+    for (index, spec) in parameters(&model.config).iter().enumerate() {
+        let [a, b, c, d] = parts.each_ref().map(|part| &part.grads[index]);
+        let wanted = (a + d) + (b + c);
+        // Head and rows looked up are two sums here, and one in a micro-batch by itself.
+        match index {
+            0 => assert!(relative(&whole.grads[0], &wanted) < 1e-6),
+            _ => assert_eq!(whole.grads[index], wanted, "{}", spec.name),
+        }
+    }
+}
+
+/// What stands in later chunks has no part in earlier ones, down to the bits: another rank may compute it.
+#[test]
+fn a_chunk_knows_nothing_of_later_ones() {
+    let (model, arrays) = model(Skip::Zero);
+    let input = arrays.input();
+    let before = model.leaf(&input, cut(4)).token_losses.view([2, 4, 32]);
+    for later in 1..4usize {
+        let mut tokens = input.tokens.to_vec();
+        for row in tokens.chunks_mut(128) {
+            row[32 * later..].iter_mut().for_each(|token| *token = (*token + 1) % 331);
+        }
+        let after = model.leaf(&LeafInput { tokens: &tokens, ..input }, cut(4));
+        let after = after.token_losses.view([2, 4, 32]);
+        let earlier = |losses: &Tensor| losses.narrow(1, 0, later as i64).contiguous();
+        assert_eq!(earlier(&before), earlier(&after));
+        assert_ne!(before, after);
+    }
+}
+
+/// Neither recomputation nor other threads change a bit, in either kind; validation has the losses of training.
+#[test]
+fn chunks_have_their_bits_wherever_they_are_computed() {
+    let (whole, arrays) = model(Skip::Identity);
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let params = all_rounded(&parameters(&whole.config), &whole.params, dtype);
+        let balance = whole.balance.iter().map(Tensor::shallow_clone).collect();
+        let model = Model { config: whole.config.clone(), params, balance };
+        let found = model.leaf(&arrays.input(), cut(4));
+        let again = LeafOptions { keep: Keep::LayerInputs, ..cut(4) };
+        assert!(same_bits(&found, &model.leaf(&arrays.input(), again)), "{dtype:?}");
+        let plain = model.leaf(&arrays.input(), cut(1));
+        assert!(!same_bits(&found, &plain), "a cut decides bits");
+        assert!((found.loss / plain.loss - 1.0).abs() < 1e-2, "{} {}", found.loss, plain.loss);
+        assert!(found.grads.iter().all(|grad| grad.kind() == tch::Kind::Float));
+        let Model { config, params, balance } = &model;
+        let alone = losses(cut(4), config, params, balance, &arrays.input()).unwrap();
+        assert_eq!(alone.to_bits(), found.loss.to_bits());
+        let (params, balance) = (Frozen::new(params), Frozen::new(balance));
+        let grads = Frozen::new(&found.grads);
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    let (params, balance) = (params.aliases(), balance.aliases());
+                    let model = Model { config: config.clone(), params, balance };
+                    assert_eq!(model.leaf(&arrays.input(), cut(4)).grads, grads.aliases());
+                });
+            }
+        });
+    }
+}
+
+/// What has no label costs nothing and teaches nothing, also where it fills whole chunks.
+#[test]
+fn padded_tails_have_no_effect() {
+    let (model, arrays) = model(Skip::Zero);
+    let input = arrays.input();
+    let mut mask = input.mask.to_vec();
+    mask[180..].fill(0);
+    let (mut tokens, mut labels) = (input.tokens.to_vec(), input.labels.to_vec());
+    let a = model.leaf(&LeafInput { mask: &mask, ..input }, cut(4));
+    tokens[181..].fill(5);
+    labels[180..].fill(-1);
+    let other = LeafInput { mask: &mask, tokens: &tokens, labels: &labels, ..input };
+    let b = model.leaf(&other, cut(4));
+    assert!(relative(&a.token_losses, &b.token_losses) < 1e-6);
+    for ((spec, a), b) in parameters(&model.config).iter().zip(&a.grads).zip(&b.grads) {
+        assert!(relative(a, b) < 1e-5, "{}", spec.name);
+    }
+}
+
+#[test]
+fn sequences_that_do_not_divide_are_refused() {
+    let (model, arrays) = model(Skip::Zero);
+    let prepared = arrays.input().prepare(&model.config, Device::Cpu).unwrap();
+    for chunks in [0, 3, 256] {
+        let fault = Chunks::new(&model.config, &prepared, chunks).err().unwrap();
+        assert_eq!(fault.class(), contract::Class::Usage);
+        assert!(fault.to_string().contains("a divisor of seq_len"), "{fault}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Every chunk sees all of its documents up to its own end, and beside each part up to two rows of the same document.
+    #[test]
+    fn chunks_read_their_documents(
+        (rows, chunks, width) in (1usize..4, 1usize..7, 1usize..6),
+        cuts in prop::collection::vec(any::<bool>(), 3 * 6 * 5),
+    ) {
+        let length = chunks * width;
+        let boundary = |row: usize| (0..length).filter(|at| *at == 0 || cuts[row * 30 + at]).map(|at| at as u32).collect();
+        let tokens: Vec<i32> = (0..(rows * length) as i32).collect();
+        let arrays = Arrays::new(tokens, rows, (0..rows).map(boundary).collect());
+        let config = ZayaConfig { vocab_size: 1 << 20, ..ZayaConfig::preset("zaya1-nano").unwrap() };
+        let prepared = arrays.input().prepare(&config, Device::Cpu).unwrap();
+        let found = Chunks::new(&config, &prepared, chunks as u64).unwrap();
+        let list = |tensor: &Tensor| Vec::<i64>::try_from(tensor).unwrap();
+        let parts: Vec<_> = found.iter().map(|chunk| chunk.tokens.shallow_clone()).collect();
+        let (all, sequence) = (super::cut::joined(&parts, 0).unwrap(), found.in_sequence(&parts).unwrap());
+        prop_assert_eq!(list(&sequence), (0..(rows * length) as i64).collect::<Vec<_>>());
+        for (number, chunk) in found.iter().enumerate() {
+            let (mut own, mut keys, mut around, mut lengths) = (vec![], vec![], vec![], vec![]);
+            for row in 0..rows {
+                for at in number * width..(number + 1) * width {
+                    let starts = arrays.input().boundaries[row].iter().map(|start| *start as usize);
+                    let first = starts.clone().rev().find(|start| *start <= at).unwrap_or(0);
+                    let end = starts.clone().find(|start| *start > at).unwrap_or(length);
+                    let token = |at: usize| (row * length + at) as i64;
+                    own.push(token(at));
+                    let (left, right) = (number * width, (number + 1) * width);
+                    // The first token of each part speaks for it.
+                    if at == first.max(left) {
+                        keys.extend((first..end.min(right)).map(token));
+                        around.extend((first.max(at.saturating_sub(2))..end.min(right + 2)).map(token));
+                        lengths.push([end.min(right) - at, at - first]);
+                    }
+                }
+            }
+            prop_assert_eq!(list(&chunk.tokens), own.clone());
+            prop_assert_eq!(list(&chunk.own(&chunk.around(&all, 0).unwrap(), 0).unwrap()), own);
+            if chunks > 1 {
+                prop_assert_eq!(list(&chunk.around(&all, 0).unwrap()), around);
+            }
+            prop_assert_eq!(list(&chunk.keys(&all, 0).unwrap()), keys.clone());
+            let spans: Vec<_> = chunk.spans.iter().map(|span| [span.len as usize, span.before as usize]).collect();
+            prop_assert_eq!(spans, lengths);
+            for piece in chunk.pieces() {
+                let there = list(&all.narrow(0, piece.row, piece.len));
+                prop_assert_eq!(&there[..], &keys[piece.key as usize..(piece.key + piece.len) as usize]);
+            }
+        }
+    }
+}

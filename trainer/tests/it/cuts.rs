@@ -1,0 +1,70 @@
+//! Fear: that a micro-batch cut inside has bits that depend on who computes it.
+
+use trainer::model::Keep;
+use trainer::workers::Workers;
+
+use crate::ranks::train_with;
+use crate::same_bits::assert_same;
+use crate::support::{Scratch, stop_after, workers};
+
+/// A scratch folder whose `run.toml` cuts the sequences of both phases, in `dtype`.
+fn cut(dtype: &str) -> Scratch {
+    let scratch = Scratch::new();
+    let changes = [
+        ("dtype = \"f32\"".to_owned(), format!("dtype = \"{dtype}\"")),
+        ("micro_batch = 2".to_owned(), "micro_batch = 2\ncontext_chunks = 4".to_owned()),
+        ("micro_batch = 1".to_owned(), "micro_batch = 1\ncontext_chunks = 16".to_owned()),
+    ];
+    let changes: Vec<_> = changes.iter().map(|(from, to)| (from.as_str(), to.as_str())).collect();
+    scratch.edited("run.toml", &changes);
+    scratch
+}
+
+#[test]
+fn workers_ranks_parts_and_recomputation_do_not_show_in_chunks() {
+    for dtype in ["f32", "bf16"] {
+        let scratch = cut(dtype);
+        let whole = scratch.train("whole");
+        scratch.run(&scratch.path("run.toml"), "workers", workers(3)).unwrap();
+        assert_same(&scratch, "whole", "workers");
+        let again = |exec: &mut trainer::ExecOptions| {
+            exec.workers = Workers::new(2).keeping(Keep::LayerInputs);
+        };
+        scratch.run(&scratch.path("run.toml"), "recomputed", again).unwrap();
+        assert_same(&scratch, "whole", "recomputed");
+        for last in [4, 7] {
+            scratch.run(&scratch.path("run.toml"), "parts", stop_after(last)).unwrap();
+        }
+        assert_eq!(scratch.train("parts"), whole);
+        assert_same(&scratch, "whole", "parts");
+        for world in [2, 3] {
+            let out = format!("ranks-{world}");
+            for outcome in train_with(&scratch, &out, world, |_, _| ()) {
+                assert_eq!(outcome.unwrap(), whole);
+            }
+            assert_same(&scratch, "whole", &out);
+        }
+    }
+}
+
+/// Text and order are those of the run without cuts; the numbers are near, and not the same.
+#[test]
+fn a_cut_changes_rounding_and_nothing_else() {
+    let (plain, cut) = (Scratch::new(), cut("f32"));
+    plain.train("run");
+    cut.train("run");
+    let steps = |scratch: &Scratch| -> Vec<serde_json::Value> {
+        let ledger = scratch.ledger("run");
+        let lines = ledger.lines().map(|line| serde_json::from_str(line).unwrap());
+        lines.filter(|line: &serde_json::Value| line["kind"] == "step").collect()
+    };
+    let (plain, cut) = (steps(&plain), steps(&cut));
+    assert_eq!((plain.len(), cut.len()), (10, 10));
+    for (plain, cut) in plain.iter().zip(&cut) {
+        assert_eq!(plain["data"], cut["data"]);
+        assert_eq!(plain["divisor"], cut["divisor"]);
+    }
+    assert_ne!(plain[0]["state"], cut[0]["state"]);
+    let loss = |line: &serde_json::Value| line["loss"].as_f64().unwrap();
+    assert!((loss(&plain[0]) / loss(&cut[0]) - 1.0).abs() < 1e-5);
+}
