@@ -82,6 +82,19 @@ fn steps_before_stay_and_sources_go_on_where_they_were() {
         .map(|it| it["tokens"][1].as_u64().unwrap() - it["tokens"][0].as_u64().unwrap())
         .sum();
     assert_eq!(json(&["plan", arg(&run)])["banned"][0]["tokens"], hidden);
+    // Numbers: what they become is told, and no text changes with them.
+    let set = ["--set", "optimizer.lr=5e-3", "--set", "dtype=bf16", "--skip"];
+    let proof = json(&[&["amend", arg(&run), "--step", "7"], &set[..]].concat());
+    let keys: Vec<_> =
+        proof["numbers"].as_array().unwrap().iter().map(|row| row["key"].clone()).collect();
+    assert_eq!(
+        (keys, &proof["skip"]),
+        (vec!["optimizer.lr".into(), "dtype".into()], &Value::Bool(true))
+    );
+    assert_eq!(proof["digest_of_run"][0], proof["digest_of_run"][1]);
+    assert!(
+        fs::read_to_string(&run).unwrap().contains("optimizer = { lr = 5e-3 }\ndtype = \"bf16\"")
+    );
     let last = digests(&run, "1..21");
     assert!(
         after.lines().take(6).eq(last.lines().take(6))
@@ -93,7 +106,7 @@ fn steps_before_stay_and_sources_go_on_where_they_were() {
 /// What cannot be amended, with the file untouched.
 fn refused(run: &Path, id: &str) {
     let before = fs::read_to_string(run).unwrap();
-    let cases: [(&[&str], &str); 9] = [
+    let cases: [(&[&str], &str); 12] = [
         (&["--step", "8", "--mix", "web=1/9223372036854775807,math=1"], "too fine"),
         (&["--step", "6", "--mix", "web=1"], "order of their steps"),
         (&["--step", "21", "--mix", "web=1"], "does not have this step"),
@@ -102,6 +115,9 @@ fn refused(run: &Path, id: &str) {
         (&["--step", "8", "--ban", id], "banned already"),
         (&["--step", "8", "--ban", "nobody"], "nobody"),
         (&["--step", "8"], "--ban, --mix or --store"),
+        (&["--step", "8", "--set", "optimizer.lr=5e-3"], "has already"),
+        (&["--step", "8", "--set", "optimizer.betas=0.9"], "optimizer.clip"),
+        (&["--step", "8", "--set", "schedule.final_lr=-1"], "out of range"),
         (
             &["--step", "13", "--mix", "math=1", "--ban", "nobody", "--source", "wep"],
             "did you mean",

@@ -14,6 +14,8 @@ mod cli;
 mod corrupt;
 mod determinism;
 mod faults;
+#[cfg(feature = "train")]
+mod fork;
 mod golden;
 mod inputs;
 mod interop;

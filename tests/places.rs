@@ -329,6 +329,10 @@ mod training {
         (&["compare", "@a", "b"], "<A>"),
         (&["compare", "a", "@b"], "<B>"),
         (&["bench", "collectives", "--plot", "@plot.svg"], "--plot"),
+        (&["replay", "--run", "x", "--step", "1", "--clip", "1", "--plot", "@plot.svg"], "--plot"),
+        (&["fork", "@runs/a", "--step", "1", "--out", "x"], "<RUN>"),
+        (&["fork", "x", "--step", "1", "--out", "@x"], "--out"),
+        (&["fork", "x", "--step", "1", "--out", "y", "--amend", "@x.toml"], "--amend"),
     ];
 
     #[test]

@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a failing test may panic")]
 
 use contract::{Class, Ratio};
-use curriculum::{Dtype, OptimizerKind};
+use curriculum::{Amendment, Dtype, OptimizerKind};
 use mixer::{Curriculum, Difference, Plan, SourceFacts, described_store};
 use proptest::prelude::*;
 
@@ -331,6 +331,84 @@ fn windows_and_amendments_arrive() {
     let few = parse(&(WHOLE.to_owned() + &MORE.replace("[7, 2]", "[9]")));
     let told = Plan::new(&few, &facts(10_000, 10_000)).unwrap_err().to_string();
     assert!(told.contains("no document 9") && told.contains("c.toml:"), "{told}");
+}
+
+/// Amended numbers, behind [`WHOLE`].
+const NUMBERS: &str = r#"
+[[amendment]]
+step = 3
+optimizer = { clip = 0.5, lr = 2e-3 }
+skip = true
+
+[[amendment]]
+step = 13
+schedule = { decay_steps = 50, final_lr = 1e-5, warmup_steps = 1 }
+dtype = "f32"
+"#;
+
+#[test]
+fn amended_numbers_hold_from_their_step_on() {
+    let c = parse(&(WHOLE.to_owned() + NUMBERS));
+    let plain = parse(WHOLE);
+    assert_eq!(c.numbers_at(2), plain.numbers_at(2));
+    let (third, last) = (c.numbers_at(3), c.numbers_at(14));
+    assert_eq!((third.optimizer.lr, third.optimizer.clip), (2e-3, 0.5));
+    assert_eq!(third.schedule, plain.schedule);
+    assert_eq!(last.optimizer, third.optimizer, "a key that is not named stays");
+    assert_eq!(last.schedule.final_lr, 1e-5);
+    assert_eq!((last.schedule.decay_steps, last.schedule.warmup_steps), (50, 1));
+    assert_eq!((third.dtype, last.dtype), (Dtype::Bf16, Dtype::F32));
+    assert_eq!(parse(&c.canonical()).canonical(), c.canonical());
+    assert_eq!(parse(&c.canonical()).amendments, c.amendments);
+    let keys: Vec<_> = plain.difference(&c).into_iter().map(|it| (it.key, it.first_step)).collect();
+    assert_eq!(keys, [("amendment.1".to_owned(), 3), ("amendment.2".to_owned(), 13)]);
+    // No text changes with them: the plan is the one without.
+    let plan = |of: &Curriculum| Plan::new(of, &facts(10_000, 10_000)).unwrap().digest_through(14);
+    assert_eq!(plan(&c), plan(&plain));
+
+    let mistakes: &[(&str, &str, &str)] = &[
+        ("lr = 2e-3", "lr = -1", "out of range"),
+        ("clip = 0.5", "klip = 0.5", "klip"),
+        ("clip = 0.5", "kind = \"adamw\"", "kind"),
+        ("decay_steps = 50", "decay_steps = 0", "never reached"),
+        ("dtype = \"f32\"", "dtype = \"f16\"", "f16"),
+        ("skip = true", "skip = true\n[[amendment]]\nstep = 3\nskip = true", "skipped already"),
+        ("skip = true", "[[amendment]]\nstep = 4\noptimizer = { clip = 0.5 }", "has already"),
+    ];
+    for (from, to, word) in mistakes {
+        let text = WHOLE.to_owned() + &NUMBERS.replacen(from, to, 1);
+        let told = Curriculum::parse(&text, "c.toml").expect_err(to).to_string();
+        assert!(told.contains(word) && told.contains("c.toml:"), "{to:?}: no {word:?} in\n{told}");
+    }
+}
+
+#[test]
+fn what_is_taken_in_makes_later_amendments_needless() {
+    let mut c = parse(&(WHOLE.to_owned() + MORE + NUMBERS.split("\n\n").nth(1).unwrap()));
+    assert_eq!(c.amendments.len(), 3);
+    let ban = |documents: &[u64]| [("web".to_owned(), documents.iter().copied().collect())].into();
+    let clip = curriculum::OptimizerChange { clip: Some(0.25), lr: None };
+    let numbers = curriculum::NumbersChange { optimizer: clip, ..Default::default() };
+    c.amend(vec![Amendment { step: 2, ban: ban(&[7]), numbers, ..Amendment::default() }]);
+    let again = parse(&c.canonical());
+    assert_eq!(again.amendments.iter().map(|one| one.step).collect::<Vec<_>>(), [2, 5, 13, 13]);
+    assert!(again.amendments[2].ban["web"].iter().eq(&[2]), "7 is banned by then");
+    assert_eq!(again.numbers_at(12).optimizer.clip, 0.25);
+    assert!(!c.clone().drop_source("news", 3).unwrap());
+    assert!(c.drop_source("math", 3).unwrap());
+    let again = parse(&c.canonical());
+    let segments = again.segments();
+    let told: Vec<_> = segments.iter().map(|it| (it.spec.steps, it.spec.mix.len())).collect();
+    assert_eq!(told, [(2, 2), (10, 1), (2, 1)], "one mix to the end of each phase");
+    let alone = c.drop_source("web", 3).unwrap_err().to_string();
+    assert!(alone.contains("only source"), "{alone}");
+    // Of a file by itself.
+    let base = parse(WHOLE);
+    let read = base.read_amendments(NUMBERS, "a.toml").unwrap();
+    assert_eq!(read, parse(&(WHOLE.to_owned() + NUMBERS)).amendments);
+    let told = base.read_amendments("[[amendment]]\nstep = 99\nskip = true\n", "a.toml");
+    assert!(told.unwrap_err().to_string().contains("a.toml:2"));
+    assert!(base.read_amendments("", "a.toml").is_err());
 }
 
 #[test]

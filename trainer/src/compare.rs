@@ -7,6 +7,7 @@ use contract::Result;
 use serde_json::{Value, json};
 
 use crate::folder::{RunFolder, no_run, table_difference};
+use crate::fork::Origin;
 use crate::ledger::{Difference, Head, Ledger};
 
 /// What a comparison found.
@@ -28,7 +29,11 @@ pub fn compare(a: &Path, b: &Path) -> Result<Answer> {
     };
     let (left, right) = (open(a)?, open(b)?);
     let steps = [left.last_step(), right.last_step()];
-    let notes = notes(left.head(), right.head());
+    let mut notes = notes(left.head(), right.head());
+    let a = Side { name: "a", root: a, ledger: &left };
+    let b = Side { name: "b", root: b, ledger: &right };
+    notes.extend(a.origin(&b)?);
+    notes.extend(b.origin(&a)?);
     let common = steps[0].min(steps[1]);
     for step in 1..=common {
         if let Some(difference) =
@@ -38,6 +43,31 @@ pub fn compare(a: &Path, b: &Path) -> Result<Answer> {
         }
     }
     Ok(Answer { steps, notes, difference: None })
+}
+
+/// One of the two runs.
+struct Side<'a> {
+    name: &'static str,
+    root: &'a Path,
+    ledger: &'a Ledger,
+}
+
+impl Side<'_> {
+    /// What this run was forked from, if it was, and what that has to do with the other one.
+    fn origin(&self, other: &Side<'_>) -> Result<Option<String>> {
+        let (name, theirs) = (self.name, other.name);
+        let Some(Origin { of, step, chain }) = Origin::read(self.root)? else { return Ok(None) };
+        let shares = other.ledger.chain_at(step) == Some(chain);
+        let is_it = other.root.canonicalize().is_ok_and(|root| root == of);
+        let of = of.display();
+        Ok(Some(match (shares, is_it) {
+            (true, true) => format!("{name} was forked from {theirs} after step {step}"),
+            (true, false) => format!(
+                "{name} was forked from {of} after step {step}, up to which {theirs} is the same"
+            ),
+            (false, _) => format!("{name} was forked from {of} after step {step}"),
+        }))
+    }
 }
 
 fn notes(left: &Head, right: &Head) -> Vec<String> {

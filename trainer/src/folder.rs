@@ -5,6 +5,7 @@
 //! ledger.jsonl    what was computed, chained          events.jsonl    where and when
 //! checkpoints/    step-N, committed by its manifest   lock            held by the process that trains
 //! metrics/        curves for TensorBoard              checkpoints.at  where they lie if not here, and as whose
+//! forked.json     which run it shares its first steps with, if any
 //! ```
 
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -176,7 +177,7 @@ impl RunFolder {
     /// Takes the folder for `spec`: begins a run in it, or goes on with the one that is there if it is the same.
     pub fn open(&self, spec: &RunSpec, source: &Location, table: &KernelTable) -> Result<OpenRun> {
         fs::create_dir_all(&self.root).map_err(|error| Fault::io("create", &self.root, &error))?;
-        let lock = self.lock()?;
+        let lock = lock(&self.root)?;
         let head = head(spec, table)?;
         let found = Ledger::open(&self.ledger())?;
         if let Some(ledger) = &found {
@@ -195,22 +196,6 @@ impl RunFolder {
         Ok(OpenRun { folder: self.clone(), ledger, edits, changes_from, _lock: lock })
     }
 
-    /// The operating system drops the lock with the process, however it ends.
-    fn lock(&self) -> Result<File> {
-        let path = self.root.join("lock");
-        let file = OpenOptions::new().create(true).truncate(false).write(true).open(&path);
-        let file = file.map_err(|error| Fault::io("open", &path, &error))?;
-        match file.try_lock() {
-            Ok(()) => Ok(file),
-            Err(TryLockError::WouldBlock) => {
-                Err(Fault::machine("another run is using this folder")
-                    .at(self.root.display().to_string())
-                    .hint("wait for it, stop it, or name another folder with --out"))
-            }
-            Err(TryLockError::Error(error)) => Err(Fault::io("lock", &path, &error)),
-        }
-    }
-
     /// What the curriculum changes against the one that the run was started with last, for people.
     fn edits(&self, spec: &RunSpec) -> Result<Vec<String>> {
         let path = self.curriculum();
@@ -222,7 +207,8 @@ impl RunFolder {
         Ok(last.difference(&spec.curriculum).iter().map(ToString::to_string).collect())
     }
 
-    fn write_curriculum(&self, spec: &RunSpec, source: &Location) -> Result<()> {
+    /// Writes `run.toml`: the curriculum that stands in `source`, with whole paths.
+    pub(crate) fn write_curriculum(&self, spec: &RunSpec, source: &Location) -> Result<()> {
         let mut resolved = spec.curriculum.clone();
         let folder = source.folder();
         let added = resolved.amendments.iter_mut().filter_map(|one| one.store.as_mut());
@@ -244,6 +230,20 @@ impl RunFolder {
             resolved.start = Some(path.to_string_lossy().into_owned());
         }
         write_whole(&self.curriculum(), &resolved.canonical())
+    }
+}
+
+/// Takes a run's folder for this process. The operating system drops the lock with the process, however it ends.
+pub(crate) fn lock(root: &Path) -> Result<File> {
+    let path = root.join("lock");
+    let file = OpenOptions::new().create(true).truncate(false).write(true).open(&path);
+    let file = file.map_err(|error| Fault::io("open", &path, &error))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => Err(Fault::machine("another run is using this folder")
+            .at(root.display().to_string())
+            .hint("wait for it, stop it, or name another folder with --out")),
+        Err(TryLockError::Error(error)) => Err(Fault::io("lock", &path, &error)),
     }
 }
 

@@ -5,6 +5,7 @@
 //!   [`state`]; on one rank or on many, with the same bits.
 //! - [`launch`] starts ranks and finds their place, [`mesh`] says who does what.
 //! - [`replay`] computes past steps again and explains them; [`compare`] finds where two runs part.
+//! - [`change`] is what a counterfactual imagines and [`fork`] makes true, [`chart`] its picture.
 //! - [`plan`] tells what a run will need before any of it is allocated.
 //! - [`hf`] is Hugging Face's `zaya`, in and out.
 //! - [`ledger`] holds what was computed, [`events`] where and when, [`checkpoint`] the state itself; [`metrics`] draws
@@ -16,11 +17,14 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
+pub mod change;
+pub mod chart;
 pub mod checkpoint;
 pub mod compare;
 pub mod events;
 pub mod exec;
 pub mod folder;
+pub mod fork;
 pub mod hf;
 pub mod launch;
 pub mod ledger;

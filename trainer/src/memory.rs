@@ -4,6 +4,7 @@
 //! arrive), and it leaves out the program with its libraries, batches, and what kernels need inside: the first is measured
 //! before anything is trained, the others are small except for what oneDNN keeps under bf16.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use contract::{Fault, Result};
@@ -63,8 +64,9 @@ pub struct Holder<'a> {
 /// What `holder` holds in `step`.
 pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
     let PhaseModel { config, cut, .. } = spec.model_at(step)?;
+    let dtype = spec.dtype_at(step);
     let step = spec.plan.step(step)?;
-    let bf16 = spec.curriculum.dtype == Dtype::Bf16;
+    let bf16 = dtype == Dtype::Bf16;
     let all: u64 = spec.parameters.iter().map(crate::model::ParamSpec::elements).sum();
     let rounded: u64 = spec
         .parameters
@@ -86,7 +88,7 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
         config,
         tokens,
         holder.workers.options().cut(*cut),
-        spec.curriculum.dtype,
+        dtype,
     );
     let pending = parts[holder.rank as usize].iter().flat_map(levels).max().unwrap_or(0);
     // Workers in one block add to the same nodes. Each of several has one leaf at work, and one more may wait for its turn.
@@ -120,13 +122,18 @@ pub(crate) fn refuse(spec: &RunSpec, exec: &ExecOptions, names: &[String], me: u
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, names.len() as u32);
     let here = (0u32..).zip(names).filter(|(_, name)| **name == names[me as usize]);
     let here: Vec<u32> = here.map(|(rank, _)| rank).collect();
-    for phase in spec.plan.phases() {
+    // A number format may change in the middle of a phase, which is then cut there.
+    let amended = spec.curriculum.amendments.iter().filter(|one| one.numbers.dtype.is_some());
+    let firsts = spec.plan.phases().iter().map(|phase| phase.first_step);
+    let firsts: BTreeSet<u64> = firsts.chain(amended.map(|one| one.step)).collect();
+    for first in firsts {
+        let phase = &spec.plan.phases()[spec.plan.step(first)?.phase];
         let (mut all, mut mine) = (0, Holds::default());
         for rank in here.iter().copied() {
             let nodes = Nodes::new(names, rank, exec.flat)?;
             let (pieces, schedule, workers) = (pieces.as_slice(), exec.schedule, exec.workers);
             let holder = Holder { rank, pieces, nodes: &nodes, schedule, workers };
-            let found = holds(spec, phase.first_step, &holder)?;
+            let found = holds(spec, first, &holder)?;
             all += found.sum();
             mine = if rank == me { found } else { mine };
         }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use contract::{Digestible, Fault, Hasher, Identity, Result};
-use curriculum::{ModelTable, OptimizerKind};
+use curriculum::{Dtype, ModelTable, Numbers, OptimizerKind};
 use loader::{Opened, Stores};
 use mixer::{Curriculum, Plan};
 
@@ -53,7 +53,7 @@ pub struct RunSpec {
     pub start: Option<Start>,
     /// The model as it is in each phase: the same parameters, some other numbers.
     pub models: Vec<PhaseModel>,
-    /// The optimizer's numbers.
+    /// The optimizer's numbers as the run begins; [`RunSpec::settings_at`] knows those of a step.
     pub settings: Settings,
     /// The parameters in canonical order.
     pub parameters: Vec<ParamSpec>,
@@ -74,7 +74,7 @@ impl RunSpec {
         let content = Content::of(&data, curriculum.stores.len());
         let start = open_start(opened, &data)?;
         let models = models(&curriculum, content.vocab, start.as_ref())?;
-        let settings = settings(&curriculum);
+        let settings = settings(&curriculum, 1);
         let parameters = model::parameters(&models[0].config);
         let rules = parameters.iter().map(|parameter| Rule::of(settings.kind, parameter)).collect();
         let plan = Arc::clone(&opened.plan);
@@ -105,6 +105,22 @@ impl RunSpec {
     pub fn model_at(&self, step: u64) -> Result<&PhaseModel> {
         let part = self.plan.step(step)?.phase;
         Ok(&self.models[self.plan.phases()[part].phase])
+    }
+
+    /// The optimizer's numbers in `step`: amendments change some of them.
+    pub fn settings_at(&self, step: u64) -> Settings {
+        settings(&self.curriculum, step)
+    }
+
+    /// What the model computes in during `step`.
+    pub fn dtype_at(&self, step: u64) -> Dtype {
+        self.curriculum.numbers_at(step).dtype
+    }
+
+    /// The steps up to `step` that an amendment lets move nothing, ascending.
+    pub fn skips_through(&self, step: u64) -> impl Iterator<Item = u64> {
+        let amendments = self.curriculum.amendments.iter();
+        amendments.filter(move |one| one.skip && one.step <= step).map(|one| one.step)
     }
 
     /// The balance before the first step, by layer.
@@ -306,9 +322,9 @@ fn resolve_model(
     Ok(PhaseModel { config, balance_lr, cut: Cut::WHOLE })
 }
 
-fn settings(curriculum: &Curriculum) -> Settings {
-    let optimizer = &curriculum.optimizer;
-    let schedule = &curriculum.schedule;
+/// The numbers of a step. Kind, moments, decay and windows are those of the whole run.
+fn settings(curriculum: &Curriculum, step: u64) -> Settings {
+    let Numbers { optimizer, schedule, dtype: _ } = curriculum.numbers_at(step);
     Settings {
         kind: match optimizer.kind {
             OptimizerKind::Muon => Kind::Muon,

@@ -31,6 +31,8 @@ struct Cli {
 enum Command {
     /// Compute a past step again, compare it with the ledger, and show the documents behind its loss.
     Replay(cmd::replay::Args),
+    /// Make a new run that shares everything up to a step, and differs from there.
+    Fork(cmd::fork::Args),
     /// Find the first step and the first quantity in which two runs differ.
     Compare(cmd::compare::Args),
     /// Tell what a run will need before any of it is allocated: memory, bytes sent, checkpoints, ledger.
@@ -50,6 +52,7 @@ fn main() -> ExitCode {
     let outcome = match cli.command {
         None => cmd::train::exec(cli.train),
         Some(Command::Replay(args)) => cmd::replay::exec(args),
+        Some(Command::Fork(args)) => cmd::fork::exec(args),
         Some(Command::Compare(args)) => cmd::compare::exec(args),
         Some(Command::Plan(args)) => cmd::plan::exec(args),
         Some(Command::Bench(args)) => cmd::bench::exec(args),

@@ -7,7 +7,7 @@ use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Ratio, Result};
-use curriculum::{AddedStore, Amendment};
+use curriculum::{AddedStore, Amendment, Dtype, Numbers, NumbersChange};
 use loader::{Opened, Stores};
 use mixer::Plan;
 use serde::Serialize;
@@ -19,7 +19,8 @@ use super::output;
 #[derive(clap::Args)]
 #[command(after_help = "Examples: zdata amend run.toml --step 500 --ban web-1234\n          \
     zdata amend run.toml --step 500 --mix web=1,math=3\n          \
-    zdata amend run.toml --step 500 --store ../more --mix web=2,extra=1\n\n\
+    zdata amend run.toml --step 500 --store ../more --mix web=2,extra=1\n          \
+    zdata amend run.toml --step 500 --set optimizer.lr=3e-4 --set optimizer.clip=0.5\n\n\
     Every step before stays as it is. The amendment is appended to the file, comments and all; \
     `ztrain` takes it as long as the run has not come to the step.")]
 pub(crate) struct Args {
@@ -41,6 +42,13 @@ pub(crate) struct Args {
     /// A further store, whose sources mixes may name from then on.
     #[arg(long, value_name = "STORE", value_parser = super::place())]
     store: Option<Location>,
+    /// Train by another number from then on: optimizer.lr, optimizer.clip, schedule.warmup_steps, schedule.decay_steps,
+    /// schedule.final_lr or dtype; may be given several times. Rates are those of a run that had it from its beginning.
+    #[arg(long, value_name = "KEY=VALUE", value_parser = setting)]
+    set: Vec<Setting>,
+    /// Let this one step move nothing.
+    #[arg(long)]
+    skip: bool,
     /// Show the proof and write nothing.
     #[arg(long)]
     dry_run: bool,
@@ -62,7 +70,18 @@ struct Proof {
     /// Tokens that come again, or never come, because a source does not go on where it stood.
     repeated_or_lost: u64,
     banned: Vec<BanRow>,
+    /// Numbers that change with the step.
+    numbers: Vec<NumberRow>,
+    /// Whether the step moves nothing.
+    skip: bool,
     written: bool,
+}
+
+#[derive(Serialize)]
+struct NumberRow {
+    key: &'static str,
+    was: String,
+    becomes: String,
 }
 
 #[derive(Serialize)]
@@ -112,16 +131,18 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     }
     let store = args.store.as_ref().map(|store| added(store, &path)).transpose()?;
     let mix = args.mix.clone().unwrap_or_default();
-    let amendment = Amendment { step: args.step, mix, ban, store };
+    let mut numbers = NumbersChange::default();
+    args.set.iter().for_each(|setting| setting.put(&mut numbers));
+    let amendment = Amendment { step: args.step, mix, ban, store, numbers, skip: args.skip };
     if amendment.is_empty() {
-        return Err(
-            Fault::usage("an amendment changes something").wanted("--ban, --mix or --store")
-        );
+        return Err(Fault::usage("an amendment changes something")
+            .wanted("--ban, --mix or --store, --set or --skip"));
     }
     let text = appended(&before.source, &amendment.text()?, &found);
     // What stands in the file is what is planned: an amendment that cannot run is refused here, with its line.
     let after = Opened::open_text(&args.curriculum, text)?;
-    let mut proof = Proof::new(&before.plan, &after.plan, &after, args.step, found)?;
+    let mut proof = Proof::new(&before, &after, args.step, found)?;
+    proof.skip = args.skip;
     if !args.dry_run {
         replace(&path, &before.source, &after.source)?;
         proof.written = true;
@@ -192,6 +213,55 @@ fn mix(text: &str) -> std::result::Result<BTreeMap<String, Ratio>, String> {
     Ok(mix)
 }
 
+/// A number of `--set`, by its key in the curriculum.
+#[derive(Clone, Debug)]
+enum Setting {
+    Lr(f64),
+    Clip(f64),
+    WarmupSteps(u64),
+    DecaySteps(u64),
+    FinalLr(f64),
+    Dtype(Dtype),
+}
+
+impl Setting {
+    fn put(&self, change: &mut NumbersChange) {
+        match *self {
+            Setting::Lr(value) => change.optimizer.lr = Some(value),
+            Setting::Clip(value) => change.optimizer.clip = Some(value),
+            Setting::WarmupSteps(value) => change.schedule.warmup_steps = Some(value),
+            Setting::DecaySteps(value) => change.schedule.decay_steps = Some(value),
+            Setting::FinalLr(value) => change.schedule.final_lr = Some(value),
+            Setting::Dtype(value) => change.dtype = Some(value),
+        }
+    }
+}
+
+/// `optimizer.lr=3e-4`.
+fn setting(text: &str) -> std::result::Result<Setting, String> {
+    let (key, value) =
+        text.split_once('=').ok_or_else(|| format!("expected KEY=VALUE, found {text:?}"))?;
+    let number = || value.parse::<f64>().map_err(|_| format!("{value:?} is not a number"));
+    let count = || value.parse::<u64>().map_err(|_| format!("{value:?} is not a number of steps"));
+    match key {
+        "optimizer.lr" => number().map(Setting::Lr),
+        "optimizer.clip" => number().map(Setting::Clip),
+        "schedule.warmup_steps" => count().map(Setting::WarmupSteps),
+        "schedule.decay_steps" => count().map(Setting::DecaySteps),
+        "schedule.final_lr" => number().map(Setting::FinalLr),
+        "dtype" => {
+            let known = [Dtype::F32, Dtype::Bf16].into_iter().find(|dtype| dtype.name() == value);
+            known
+                .map(Setting::Dtype)
+                .ok_or_else(|| format!("expected f32 or bf16, found {value:?}"))
+        }
+        _ => Err(format!(
+            "{key:?} cannot be amended: expected optimizer.lr, optimizer.clip, schedule.warmup_steps, \
+             schedule.decay_steps, schedule.final_lr or dtype"
+        )),
+    }
+}
+
 /// The documents with the ids, wherever they lie.
 fn documents(stores: &Stores, args: &Args) -> Result<Vec<Found>> {
     let facts = stores.facts();
@@ -257,13 +327,8 @@ fn replace(path: &Path, before: &str, after: &str) -> Result<()> {
 
 impl Proof {
     /// Holds the plan with the amendment against the one without.
-    fn new(
-        before: &Plan,
-        after: &Plan,
-        opened: &Opened,
-        step: u64,
-        found: Vec<Found>,
-    ) -> Result<Self> {
+    fn new(was: &Opened, becomes: &Opened, step: u64, found: Vec<Found>) -> Result<Self> {
+        let (before, after): (&Plan, &Plan) = (&was.plan, &becomes.plan);
         let [old, new] = [before, after].map(|plan| plan.digest_through(step - 1).to_string());
         if old != new {
             return Err(Fault::bug(format!(
@@ -295,7 +360,8 @@ impl Proof {
                 "a source does not go on at step {step} where it stood: {repeated_or_lost} tokens"
             )));
         }
-        let count = opened.curriculum.amendments.len();
+        let count = becomes.curriculum.amendments.len();
+        let numbers = NumberRow::all(was, becomes, step);
         let banned = found.into_iter().map(|one| BanRow::new(after, one)).collect();
         let digest_of_run =
             [before, after].map(|plan| plan.digest_through(plan.steps()).to_string());
@@ -309,6 +375,8 @@ impl Proof {
             sources,
             repeated_or_lost,
             banned,
+            numbers,
+            skip: false,
             written,
         };
         Ok(proof)
@@ -347,10 +415,42 @@ impl Proof {
                 "  banned: {id}, document {document} of {source}, {origin}: {tokens} tokens, {labels} labels not seen"
             );
         }
+        for NumberRow { key, was, becomes } in &self.numbers {
+            let _ = writeln!(out, "  {key}: was {was}, becomes {becomes}");
+        }
+        if self.skip {
+            let _ = writeln!(out, "  step {step} moves nothing");
+        }
         out + &match self.written {
             true => format!("written to {file}\n"),
             false => "nothing was written (--dry-run)\n".to_owned(),
         }
+    }
+}
+
+impl NumberRow {
+    /// What two curricula train `step` by, where they differ.
+    fn all(was: &Opened, becomes: &Opened, step: u64) -> Vec<NumberRow> {
+        let shown = |of: &Opened| {
+            let Numbers { optimizer, schedule, dtype } = of.curriculum.numbers_at(step);
+            // A rate after decay that never comes has no number.
+            let last = if schedule.decay_steps > 0 {
+                format!("{:e}", schedule.final_lr)
+            } else {
+                "none".to_owned()
+            };
+            [
+                ("optimizer.lr", format!("{:e}", optimizer.lr)),
+                ("optimizer.clip", format!("{:e}", optimizer.clip)),
+                ("schedule.warmup_steps", schedule.warmup_steps.to_string()),
+                ("schedule.decay_steps", schedule.decay_steps.to_string()),
+                ("schedule.final_lr", last),
+                ("dtype", dtype.name().to_owned()),
+            ]
+        };
+        let pairs = shown(was).into_iter().zip(shown(becomes));
+        let rows = pairs.map(|((key, was), (_, becomes))| NumberRow { key, was, becomes });
+        rows.filter(|row| row.was != row.becomes).collect()
     }
 }
 

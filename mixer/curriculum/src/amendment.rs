@@ -1,7 +1,8 @@
 //! Amendments: what changes from a step on, when every step before it has been trained.
 //!
 //! They only ever grow at the end of the file, so their steps never fall. One may change the mix of the phase that its
-//! step lies in (up to that phase's end), ban documents for the rest of the run, and add a store for mixes from then on.
+//! step lies in (up to that phase's end), ban documents for the rest of the run, add a store for mixes from then on,
+//! change the learning rate, its schedule, the clip and the number format, and let its own step move nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,12 +13,13 @@ use contract::{Fault, Ratio, Result};
 use serde::Deserialize;
 
 use super::canonical::{Text as Out, inline, key, quoted};
+use super::numbers::{Numbers, NumbersChange, OptimizerChange, ScheduleChange};
 use super::parse::{SUM, mix_of};
 use super::places::Places;
-use super::{Curriculum, Phase};
+use super::{Curriculum, Dtype, Phase};
 
 /// One amendment.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Amendment {
     /// The first step that it changes.
     pub step: u64,
@@ -27,6 +29,10 @@ pub struct Amendment {
     pub ban: BTreeMap<String, BTreeSet<u64>>,
     /// A further store.
     pub store: Option<AddedStore>,
+    /// Learning rate, schedule, clip and number format from then on.
+    pub numbers: NumbersChange,
+    /// Whether this one step moves nothing: neither weights nor moments nor balance.
+    pub skip: bool,
 }
 
 /// A store that is there from an amendment on.
@@ -59,9 +65,107 @@ pub(super) struct AmendmentText {
     ban: BTreeMap<String, BTreeSet<u64>>,
     store: Option<String>,
     digest: Option<String>,
+    #[serde(default)]
+    optimizer: OptimizerChange,
+    #[serde(default)]
+    schedule: ScheduleChange,
+    dtype: Option<Dtype>,
+    #[serde(default)]
+    skip: bool,
+}
+
+impl AmendmentText {
+    /// The first step that it changes.
+    pub(super) fn step(&self) -> u64 {
+        self.step.get()
+    }
 }
 
 impl Curriculum {
+    /// Takes amendments in, in the order of their steps, each behind those of its step. What they make needless of later
+    /// ones goes: the ban of a document that is banned by then, a mix or a number that is there by then. The text has to
+    /// be read again before it is used: that is where they are checked.
+    pub fn amend(&mut self, amendments: Vec<Amendment>) {
+        let mut amendments = amendments;
+        amendments.sort_by_key(|amendment| amendment.step);
+        for amendment in amendments {
+            let same = self.amendments.iter_mut().filter(|one| one.step == amendment.step);
+            if !amendment.mix.is_empty() {
+                same.for_each(|one| one.mix.clear());
+            }
+            let at = self.amendments.partition_point(|one| one.step <= amendment.step);
+            self.amendments.insert(at, amendment);
+            self.drop_needless(at + 1);
+            self.drop_needless_mixes(at + 1);
+        }
+        self.amendments.retain(|amendment| !amendment.is_empty());
+    }
+
+    /// Takes out of the amendments from number `from` on what is so already when they come.
+    fn drop_needless(&mut self, from: usize) {
+        for number in from..self.amendments.len() {
+            let mut before = self.clone();
+            before.amendments.truncate(number);
+            let amendment = &mut self.amendments[number];
+            for one in &before.amendments {
+                for (source, documents) in &mut amendment.ban {
+                    let banned = one.ban.get(source);
+                    documents.retain(|document| banned.is_none_or(|them| !them.contains(document)));
+                }
+            }
+            amendment.ban.retain(|_, documents| !documents.is_empty());
+            let mut numbers = before.numbers_at(amendment.step);
+            let was = numbers.clone();
+            numbers.change(&amendment.numbers);
+            if numbers == was {
+                amendment.numbers = NumbersChange::default();
+            }
+        }
+    }
+
+    /// The same of mixes.
+    fn drop_needless_mixes(&mut self, from: usize) {
+        for number in from..self.amendments.len() {
+            let mut before = self.clone();
+            before.amendments.truncate(number);
+            let amendment = &mut self.amendments[number];
+            let mut first = 1;
+            let segments = before.segments();
+            let segment = segments.iter().find(|segment| {
+                first += segment.spec.steps;
+                amendment.step < first
+            });
+            let mix = Phase { mix: amendment.mix.clone(), ..before.phases[0].clone() };
+            if segment.is_some_and(|it| same_mix(&it.spec, &mix)) {
+                amendment.mix.clear();
+            }
+        }
+    }
+
+    /// Leaves `source` out of every mix from `step` on: the mix then, and those of later phases and amendments. Tells whether
+    /// any had it; refused where a mix has no other source.
+    pub fn drop_source(&mut self, source: &str, step: u64) -> Result<bool> {
+        let (mut amendments, mut first) = (Vec::new(), 1);
+        for segment in self.segments() {
+            let end = first + segment.spec.steps;
+            let mut mix = segment.spec.mix;
+            if end > step && mix.remove(source).is_some() {
+                if mix.is_empty() {
+                    return Err(Fault::usage(format!("{source:?} is the only source of a mix"))
+                        .at(self.place(&segment.mix_key))
+                        .hint("amend the mix instead: another source has to take its place"));
+                }
+                amendments.push(Amendment { step: first.max(step), mix, ..Amendment::default() });
+            }
+            first = end;
+        }
+        let any = !amendments.is_empty();
+        self.amend(amendments);
+        self.drop_needless_mixes(0);
+        self.amendments.retain(|amendment| !amendment.is_empty());
+        Ok(any)
+    }
+
     /// The phases, cut into segments where an amendment changes their mix.
     pub fn segments(&self) -> Vec<PhaseSegment> {
         let (mut segments, mut first) = (Vec::new(), 1);
@@ -92,11 +196,12 @@ impl Curriculum {
     }
 }
 
-/// The amendments of a run that has these phases.
+/// The amendments of a run that has these phases, and begins by these numbers.
 pub(super) fn amendments(
     file: &File,
     places: &Places,
     phases: &[Phase],
+    mut numbers: Numbers,
     texts: Vec<AmendmentText>,
 ) -> Result<Vec<Amendment>> {
     let mut all: Vec<Amendment> = Vec::new();
@@ -105,7 +210,7 @@ pub(super) fn amendments(
         let path = format!("amendment.{}", all.len() + 1);
         let fault = |key: &str, what: &str| places.fault(&format!("{path}.{key}"), what);
         let amendment = amendment(file, places, &path, text)?;
-        let Amendment { step, mix, ban, store: _ } = &amendment;
+        let Amendment { step, mix, ban, store: _, numbers: change, skip } = &amendment;
         if all.last().is_some_and(|before| before.step > *step) {
             return Err(fault("step", "an amendment stands behind a later one")
                 .found(format!("step {step}"))
@@ -117,7 +222,7 @@ pub(super) fn amendments(
             return Err(fault.found(step).wanted(format!("1 to {last}")));
         };
         if amendment.is_empty() {
-            let wanted = "`mix`, `ban` or `store`: something to change";
+            let wanted = "`mix`, `ban`, `store`, `optimizer`, `schedule`, `dtype` or `skip`: something to change";
             return Err(places.missing(&path, "mix", wanted));
         }
         if !mix.is_empty() {
@@ -131,13 +236,18 @@ pub(super) fn amendments(
             before.mix = mix.clone();
         }
         check_bans(&all, ban).map_err(|fault| fault.at(places.place(&format!("{path}.ban"))))?;
+        change.check(places, &path, &numbers)?;
+        numbers.change(change);
+        if *skip && all.iter().any(|one| one.step == *step && one.skip) {
+            return Err(fault("skip", "this step is skipped already"));
+        }
         all.push(amendment);
     }
     Ok(all)
 }
 
 fn amendment(file: &File, places: &Places, path: &str, text: AmendmentText) -> Result<Amendment> {
-    let AmendmentText { step, mix, ban, store, digest } = text;
+    let AmendmentText { step, mix, ban, store, digest, optimizer, schedule, dtype, skip } = text;
     let mix = mix.map(|mix| mix_of(file, &mix)).transpose()?.unwrap_or_default();
     if let Some((source, _)) = ban.iter().find(|(_, documents)| documents.is_empty()) {
         let key = format!("{path}.ban.{source}");
@@ -157,7 +267,8 @@ fn amendment(file: &File, places: &Places, path: &str, text: AmendmentText) -> R
             return Err(places.missing(path, "store", "the path of the store with this digest"));
         }
     };
-    Ok(Amendment { step: step.get(), mix, ban, store })
+    let numbers = NumbersChange { optimizer, schedule, dtype };
+    Ok(Amendment { step: step.get(), mix, ban, store, numbers, skip })
 }
 
 /// The phase of a step.
@@ -171,13 +282,18 @@ fn phase_at(phases: &[Phase], step: u64) -> Option<usize> {
 
 fn check_mix(before: &Phase, mix: &BTreeMap<String, Ratio>) -> Result<()> {
     let after = Phase { mix: mix.clone(), ..before.clone() };
-    let Some(weights) = after.weights() else {
+    if after.weights().is_none() {
         return Err(Fault::usage("these weights are too fine for each other").wanted(SUM));
-    };
-    if before.mix.keys().eq(mix.keys()) && before.weights() == Some(weights) {
+    }
+    if same_mix(before, &after) {
         return Err(Fault::usage("this is the mix that the phase has already"));
     }
     Ok(())
+}
+
+/// Whether two phases take the same share of the same sources.
+fn same_mix(one: &Phase, other: &Phase) -> bool {
+    one.mix.keys().eq(other.mix.keys()) && one.weights() == other.weights()
 }
 
 fn check_bans(before: &[Amendment], ban: &BTreeMap<String, BTreeSet<u64>>) -> Result<()> {
@@ -193,8 +309,8 @@ fn check_bans(before: &[Amendment], ban: &BTreeMap<String, BTreeSet<u64>>) -> Re
 impl Amendment {
     /// Whether it changes nothing.
     pub fn is_empty(&self) -> bool {
-        let Amendment { step: _, mix, ban, store } = self;
-        mix.is_empty() && ban.is_empty() && store.is_none()
+        let Amendment { step: _, mix, ban, store, numbers, skip } = self;
+        mix.is_empty() && ban.is_empty() && store.is_none() && numbers.is_empty() && !skip
     }
 
     /// Its canonical text, which may be put behind any curriculum's; refused if its weights are too fine for each other.
@@ -209,7 +325,7 @@ impl Amendment {
 
     /// Writes its canonical text.
     pub(super) fn write(&self, out: &mut Out) {
-        let Amendment { step, mix, ban, store } = self;
+        let Amendment { step, mix, ban, store, numbers, skip } = self;
         out.head("[[amendment]]");
         out.line("step", step);
         if !mix.is_empty() {
@@ -226,6 +342,10 @@ impl Amendment {
         if let Some(AddedStore { path, digest }) = store {
             out.line("store", quoted(path));
             out.line("digest", quoted(digest));
+        }
+        numbers.write(out);
+        if *skip {
+            out.line("skip", skip);
         }
     }
 

@@ -9,6 +9,7 @@ mod amendment;
 mod canonical;
 mod difference;
 mod model;
+mod numbers;
 mod parse;
 mod places;
 
@@ -20,6 +21,7 @@ use serde::Deserialize;
 pub use amendment::{AddedStore, Amendment, PhaseSegment};
 pub use difference::Difference;
 pub use model::ModelTable;
+pub use numbers::{Numbers, NumbersChange, OptimizerChange, ScheduleChange};
 
 /// The largest sum of the integer weights of a phase: twice its product with a sample number fits 128 bits.
 pub const WEIGHT_MAX: u64 = 1 << 62;

@@ -8,7 +8,8 @@ use contract::{Ratio, Result};
 use serde::Deserialize;
 use toml::de::DeTable;
 
-use super::amendment::{AmendmentText, amendments};
+use super::amendment::{Amendment, AmendmentText, amendments};
+use super::numbers::Numbers;
 use super::places::Places;
 use super::{
     AutoClipSpec, Curriculum, Dtype, ModelTable, OptimizerSpec, Phase, ScheduleSpec, SkipStepSpec,
@@ -94,21 +95,51 @@ impl Curriculum {
         if let Some(start) = raw.start.as_ref().filter(|start| start.get_ref().is_empty()) {
             return Err(file.wrong("start", start, "a path, or no such key"));
         }
+        let schedule = schedule(&places, raw.schedule, &raw.optimizer)?;
+        let dtype = raw.dtype.unwrap_or(Dtype::F32);
+        let numbers =
+            Numbers { optimizer: raw.optimizer.clone(), schedule: schedule.clone(), dtype };
         Ok(Curriculum {
             stores: stores(&file, &raw.store)?,
             start: raw.start.map(Spanned::into_inner),
             seed: raw.seed,
-            dtype: raw.dtype.unwrap_or(Dtype::F32),
-            amendments: amendments(&file, &places, &phases, raw.amendment)?,
+            dtype,
+            amendments: amendments(&file, &places, &phases, numbers, raw.amendment)?,
             phases,
             sources: raw.source,
             model: raw.model,
-            schedule: schedule(&places, raw.schedule, &raw.optimizer)?,
+            schedule,
             optimizer: raw.optimizer,
             skip_step: raw.skip_step,
             auto_clip: raw.auto_clip,
             places,
         })
+    }
+}
+
+/// A file of amendments alone.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AmendmentsText {
+    #[serde(default)]
+    amendment: Vec<AmendmentText>,
+}
+
+impl Curriculum {
+    /// The amendments of a text that holds nothing else, as they would amend this curriculum; `name` is what faults call it.
+    pub fn read_amendments(&self, text: &str, name: &str) -> Result<Vec<Amendment>> {
+        let file = File::new(name, text);
+        let raw: AmendmentsText = file.parse()?;
+        let places = Places::of(&file);
+        // What a step has before the first of them.
+        let first = raw.amendment.iter().map(AmendmentText::step).min().unwrap_or(1);
+        let numbers = self.numbers_at(first);
+        let found = amendments(&file, &places, &self.phases, numbers, raw.amendment)?;
+        if found.is_empty() {
+            let fault = places.fault("", "the file has no [[amendment]]");
+            return Err(fault.wanted("at least one, as `zdata amend` writes them"));
+        }
+        Ok(found)
     }
 }
 
@@ -260,7 +291,7 @@ fn check_optimizer(places: &Places, optimizer: &OptimizerSpec) -> Result<()> {
 }
 
 /// Refuses numbers outside of zero to below a limit.
-fn check_numbers(places: &Places, numbers: &[(&str, f64, f64)]) -> Result<()> {
+pub(super) fn check_numbers(places: &Places, numbers: &[(&str, f64, f64)]) -> Result<()> {
     let outside = |(_, number, below): &&(&str, f64, f64)| !(0.0..*below).contains(number);
     match numbers.iter().find(outside) {
         None => Ok(()),

@@ -16,6 +16,8 @@ pub(crate) mod tests;
 mod write;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
 use std::sync::Arc;
 
 use contract::{Class, Digest, Fault, Result};
@@ -232,6 +234,23 @@ impl Checkpoints {
         })
     }
 
+    /// Puts the checkpoint of `step` into another place as well: by links where both are folders of one file system, else by
+    /// copies. A file of a checkpoint is never written again, so a link is as good as a copy.
+    pub(crate) fn share(&self, step: u64, to: &Checkpoints) -> Result<()> {
+        // The manifest last: a kill in between leaves none that counts.
+        for file in self.first_manifest(step)?.iter().rev() {
+            let places = (self.medium.location(file), to.medium.location(file));
+            let linked = match &places {
+                (Location::Local(from), Location::Local(to)) => link(from, to)?,
+                _ => false,
+            };
+            if !linked {
+                to.medium.put(file, &self.medium.get(file)?)?;
+            }
+        }
+        Ok(())
+    }
+
     /// The files of a checkpoint in the order in which it is undone: a kill in between leaves none that counts.
     fn first_manifest(&self, step: u64) -> Result<Vec<String>> {
         let (folder, manifest) = (name(step, ""), name(step, format::MANIFEST));
@@ -240,6 +259,14 @@ impl Checkpoints {
         files.sort_by_key(|file| (*file != manifest, file.clone()));
         Ok(files)
     }
+}
+
+/// Gives a file another name as well; `false` where the file system cannot.
+fn link(from: &Path, to: &Path) -> Result<bool> {
+    if let Some(folder) = to.parent() {
+        fs::create_dir_all(folder).map_err(|error| Fault::io("create", folder, &error))?;
+    }
+    Ok(fs::hard_link(from, to).is_ok())
 }
 
 /// The file that keeps a checkpoint from being removed.

@@ -282,6 +282,15 @@ impl Ledger {
         Ok(())
     }
 
+    /// Copies the lines up to that of `step` to a new file, and waits until they are on the disk.
+    pub(crate) fn copy_through(&self, step: u64, to: &Path) -> Result<()> {
+        let (end, fault) =
+            (self.line(step)?.end, |error| Fault::io("copy the ledger to", to, &error));
+        let mut copy = File::create(to).map_err(fault)?;
+        std::io::copy(&mut self.source.reader(0)?.take(end), &mut copy).map_err(fault)?;
+        copy.sync_all().map_err(fault)
+    }
+
     /// Waits until everything is on the disk: before a checkpoint that relies on it is committed.
     pub fn sync(&self) -> Result<()> {
         let Source { path, file, .. } = &self.source;

@@ -4,6 +4,7 @@
 //! Sizes and bandwidths as rccl-tests and nccl-tests define them: `size` is the larger of a rank's input and output,
 //! algorithm bandwidth is size / time, bus bandwidth is that times the share of `size` that must cross a rank's wire.
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 use contract::{Fault, Result};
@@ -13,6 +14,7 @@ use serde::Serialize;
 use tch::{Kind, Tensor};
 
 use super::words::{Reader, Writer};
+use crate::chart::Chart;
 use crate::refusal::lost;
 
 /// Which collective, and whose.
@@ -276,47 +278,13 @@ fn all_gather(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
 
 /// Bus bandwidth over size as a picture, both axes logarithmic.
 pub fn plot(measured: &[Measured], world: u32) -> String {
-    const COLORS: [&str; 9] = [
-        "#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666",
-        "#1f78b4",
-    ];
-    let (width, height, edge) = (760.0, 420.0, 60.0);
-    let logs = |value: &dyn Fn(&Measured) -> f64| {
-        let values = measured.iter().map(|one| value(one).max(1e-9).log10());
-        values.fold((f64::MAX, f64::MIN), |(low, high), value| (low.min(value), high.max(value)))
-    };
-    let (x_low, x_high) = logs(&|one| one.bytes as f64);
-    let (y_low, y_high) = logs(&|one| one.bus_gb_per_s);
-    let scale = |value: f64, low: f64, high: f64, size: f64| {
-        (value.max(1e-9).log10() - low) / (high - low).max(1e-9) * size
-    };
-    let mut lines: std::collections::BTreeMap<String, Vec<String>> =
-        std::collections::BTreeMap::new();
+    let mut curves: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
     for one in measured {
-        let x = edge + scale(one.bytes as f64, x_low, x_high, width - 260.0);
-        let y = height - edge - scale(one.bus_gb_per_s, y_low, y_high, height - 2.0 * edge);
         let name = format!("{}, {}", one.collective, one.by);
-        lines.entry(name).or_default().push(format!("{x:.1},{y:.1}"));
+        curves.entry(name).or_default().push((one.bytes as f64, one.bus_gb_per_s));
     }
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
-         font-family=\"sans-serif\" font-size=\"12\">\n<text x=\"{edge}\" y=\"24\">bus bandwidth \
-         (GB/s, {:.3} to {:.3}) over size (bytes, {:.0} to {:.0}), {world} ranks, log-log</text>\n",
-        10f64.powf(y_low),
-        10f64.powf(y_high),
-        10f64.powf(x_low),
-        10f64.powf(x_high),
-    );
-    for (index, (name, points)) in lines.iter().enumerate() {
-        let (color, y) = (COLORS[index % COLORS.len()], 60 + 18 * index);
-        svg += &format!(
-            "<polyline fill=\"none\" stroke=\"{color}\" stroke-width=\"2\" points=\"{}\"/>\n\
-             <text x=\"{}\" y=\"{y}\" fill=\"{color}\">{name}</text>\n",
-            points.join(" "),
-            width - 180.0,
-        );
-    }
-    svg + "</svg>\n"
+    let title = format!("bus bandwidth (GB/s) over size (bytes), {world} ranks, log-log");
+    Chart { title, log: true, curves: curves.into_iter().collect() }.svg()
 }
 
 #[cfg(test)]

@@ -29,7 +29,7 @@ pub struct Guard {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Windows {
-    /// Steps skipped so far: the moments have moved that much less often.
+    /// Steps skipped so far for their loss or norm: the moments have moved that much less often.
     pub skipped: u64,
     /// Mean losses of the last steps, oldest first, as the bits of f64.
     pub losses: Packed,
@@ -47,6 +47,8 @@ pub enum Skipped {
     Loss,
     /// For its gradient norm; its loss was in bounds.
     Norm,
+    /// Because an amendment says so.
+    Amended,
 }
 
 impl Skipped {
@@ -62,6 +64,7 @@ impl Skipped {
             Skipped::No => "not skipped",
             Skipped::Loss => "skipped for its loss",
             Skipped::Norm => "skipped for its gradient norm",
+            Skipped::Amended => "skipped by an amendment",
         }
     }
 }
@@ -69,7 +72,7 @@ impl Skipped {
 /// What is done with a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Decision {
-    /// Whether it is skipped; `None` where no step ever is.
+    /// Whether it is skipped; `None` where no step is judged, and no amendment skips this one.
     pub skipped: Option<Skipped>,
     /// The longest gradient of this step by the norms before; `None` without `[auto_clip]`, infinite while nothing is
     /// judged.
@@ -82,16 +85,25 @@ impl Guard {
         (self.skip.is_some() || self.clip.is_some()).then(Windows::default)
     }
 
-    /// Decides on a step of this loss and norm, and takes note of both.
-    pub fn decide(&self, windows: &mut Option<Windows>, loss: f64, norm: f64) -> Decision {
+    /// Decides on a step of this loss and norm, and takes note of both. `amended`: it is to move nothing whatever they are.
+    pub fn decide(
+        &self,
+        windows: &mut Option<Windows>,
+        loss: f64,
+        norm: f64,
+        amended: bool,
+    ) -> Decision {
+        let asked = amended.then_some(Skipped::Amended);
         let Some(Windows { skipped, losses, norms }) = windows else {
-            return Decision { skipped: None, longest: None };
+            return Decision { skipped: asked, longest: None };
         };
+        let judged = || self.skip.map(|skip| judge(skip, (&losses.0, loss), (&norms.0, norm)));
         let decision = Decision {
-            skipped: self.skip.map(|skip| judge(skip, (&losses.0, loss), (&norms.0, norm))),
+            skipped: asked.or_else(judged),
             longest: self.clip.map(|clip| longest(clip, &norms.0)),
         };
-        *skipped += u64::from(!decision.moves());
+        // The curriculum knows how often it was amended so.
+        *skipped += u64::from(!amended && !decision.moves());
         let (skip, clip) = (self.skip.map(|skip| skip.window), self.clip.map(|clip| clip.window));
         push(losses, loss, skip.unwrap_or(0));
         push(norms, norm, skip.max(clip).unwrap_or(0));
@@ -187,7 +199,7 @@ mod tests {
             let history: Vec<(f64, f64)> = steps.iter().map(spiked).collect();
             let mut skipped = 0;
             for (step, (loss, norm)) in history.iter().enumerate() {
-                let found = guard.decide(&mut state, *loss, *norm);
+                let found = guard.decide(&mut state, *loss, *norm, false);
                 let last = |window: u64| &history[step.saturating_sub(window as usize)..step];
                 let z = |value: f64, of: Vec<f64>| {
                     let (n, sum) = (of.len() as f64, of.iter().sum::<f64>());
@@ -240,10 +252,10 @@ mod tests {
                 clip: Some(AutoClipSpec { window: 9, percentile: 50 }),
             };
             let (mut long, mut short) = (guard.windows(), guard.windows());
-            early.iter().for_each(|value| { guard.decide(&mut long, *value, *value); });
+            early.iter().for_each(|value| { guard.decide(&mut long, *value, *value, false); });
             for value in &late {
-                guard.decide(&mut long, *value, *value);
-                guard.decide(&mut short, *value, *value);
+                guard.decide(&mut long, *value, *value, false);
+                guard.decide(&mut short, *value, *value, false);
             }
             let (long, short) = (long.unwrap(), short.unwrap());
             prop_assert_eq!(long.losses.0.len(), 16);

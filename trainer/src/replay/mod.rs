@@ -205,7 +205,7 @@ impl Replayer {
         let step = state.step + 1;
         let batch = self.batch(step)?;
         let before = state.copy();
-        let (gradient, outcome) = self.compute(state, &batch, detail)?;
+        let (gradient, outcome) = self.compute(&self.spec, state, &batch, detail)?;
         let (record, diverged) = match outcome {
             Ok(record) => (Some(record), None),
             Err(fault) => (None, Some(fault.to_string())),
@@ -312,17 +312,17 @@ impl Replayer {
         loader::batch(&self.spec.plan, &self.spec.data, step, RankSlice::WHOLE)
     }
 
-    /// The gradient, and the record unless the step diverges.
+    /// The gradient of a step as `spec` says, and the record unless the step diverges.
     fn compute(
         &self,
+        spec: &RunSpec,
         state: &mut State,
         batch: &Batch,
         detail: Detail,
     ) -> Result<(Gradient, Result<StepRecord>)> {
-        let (spec, workers) = (&self.spec, self.workers);
+        let workers = self.workers;
         let mut gradient = self.executor.gradient(spec, state, batch, workers, detail)?;
-        let lr = spec.settings.schedule.rate(batch.step);
-        let complete = |cx: Context<'_>| step::complete(cx, state, &mut gradient, lr, || false);
+        let complete = |cx: Context<'_>| step::complete(cx, state, &mut gradient, || false);
         match step::alone(spec, workers, complete) {
             Err(fault) if fault.class() != Class::Diverged => Err(fault),
             outcome => Ok((gradient, outcome.map(|stepped| stepped.record))),
@@ -337,7 +337,7 @@ impl Replayer {
         first: Option<&StepRecord>,
         difference: &Difference,
     ) -> Result<Verdict> {
-        let (_, outcome) = self.compute(&mut before, batch, Detail::Sums)?;
+        let (_, outcome) = self.compute(&self.spec, &mut before, batch, Detail::Sums)?;
         let parameters = &self.ledger.head().parameters;
         let same = match (first, outcome) {
             (Some(first), Ok(second)) => first.difference(&second, parameters).is_none(),
@@ -406,7 +406,7 @@ fn no_leaf(step: u64, leaf: u64, leaves: u64) -> Fault {
 }
 
 /// The curriculum of a run, with `stores` for the places of its stores, in its order, those of amendments last.
-fn opened(path: &Path, stores: &[Location]) -> Result<Opened> {
+pub(crate) fn opened(path: &Path, stores: &[Location]) -> Result<Opened> {
     if stores.is_empty() {
         return Opened::open(path);
     }

@@ -1,93 +1,136 @@
-//! Counterfactuals: a few steps computed with something changed. Marked as such everywhere: this is not a replay.
+//! Counterfactuals: a few steps computed with something changed, beside those of the run. Marked as such everywhere: this is
+//! not a replay.
+//!
+//! A change is an amendment from the first of the steps on, so `ztrain fork` from the step before makes it come true.
 
-use std::collections::BTreeSet;
 use std::ops::Range;
 
-use contract::{Fault, Result};
-use loader::{Batch, explain};
+use contract::{Class, Fault, Result};
+use loader::{Batch, Opened, RankSlice, explain};
 use serde::Serialize;
 
-use super::{Executor as _, Replayer, ThisMachine};
-use crate::ledger::StepRecord;
+use super::{Replayer, Verdict};
+use crate::change::{Change, Documents};
 use crate::optim::guard::Skipped;
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::{self, Detail};
+use crate::step::Detail;
 
-/// What is changed.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Change {
-    /// Ids of documents that are hidden, as if they were banned.
-    pub drop: Vec<String>,
-    /// A learning rate in place of the schedule's.
-    pub lr: Option<f64>,
-}
+/// Loss and gradient norm of a step.
+pub type LossAndNorm = (f64, f64);
 
 /// A step as it was and as it would have been.
 #[derive(Clone, Debug, Serialize)]
 pub struct Imagined {
     /// The step.
     pub step: u64,
-    /// Labels that did not count.
+    /// Labels of what was dropped in the step as it was.
     pub dropped_labels: u64,
-    /// Mean loss and gradient norm in the ledger, if it has the step.
-    pub was: Option<(f64, f64)>,
+    /// Mean loss and gradient norm of the run: of its ledger, and computed here behind its end; `None` where it diverged.
+    pub was: Option<LossAndNorm>,
     /// Mean loss and gradient norm with the change.
-    pub would_be: (f64, f64),
+    pub would_be: LossAndNorm,
     /// Whether it would have been skipped, and why; `None` where the curriculum skips no step.
     pub skipped: Option<Skipped>,
 }
 
-impl Change {
-    /// Whether anything is changed.
-    pub fn is_some(&self) -> bool {
-        !self.drop.is_empty() || self.lr.is_some()
-    }
+/// Some steps with a change.
+#[derive(Clone, Debug, Serialize)]
+pub struct Answer {
+    /// The steps, up to the last that could be computed.
+    pub steps: Vec<Imagined>,
+    /// Why the step after the last one could not be completed, where it diverged.
+    pub diverged: Option<String>,
 }
 
 /// Computes `steps` from the true state before them, with `change` from the first on.
-pub fn imagine(
-    replayer: &mut Replayer,
-    steps: Range<u64>,
-    change: &Change,
-) -> Result<Vec<Imagined>> {
-    check_documents(replayer, steps.clone(), &change.drop)?;
-    let mut state: State = replayer.state_after(steps.start - 1)?;
-    let mut imagined = Vec::new();
+pub fn imagine(replayer: &mut Replayer, steps: Range<u64>, change: &Change) -> Result<Answer> {
+    let documents = find_documents(replayer, steps.clone(), &change.drop_documents)?;
+    let curriculum = change.amended(replayer.spec(), steps.start, documents)?;
+    // What is computed is what stands in a file once it is read.
+    let amended = Opened::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
+    let amended = RunSpec::new(&amended)?;
+    let mut state = replayer.state_after(steps.start - 1)?;
+    let mut original = Original::new(replayer, &state, &steps);
+    let mut answer = Answer { steps: Vec::new(), diverged: None };
     for step in steps {
-        let mut batch = replayer.batch(step)?;
-        let labels = drop_documents(replayer.spec(), &mut batch, &change.drop)?;
-        let record = advance(replayer, &mut state, &batch, change.lr)?;
-        let was =
-            if step > replayer.recorded() { None } else { Some(replayer.ledger.record(step)?) };
-        let was = was.map(|record| (record.loss, record.norm()));
-        let would_be = (record.loss, record.norm());
-        let (dropped_labels, skipped) = (labels, record.skipped);
-        imagined.push(Imagined { step, dropped_labels, was, would_be, skipped });
+        let was = original.step(replayer, step)?;
+        let batch = loader::batch(&amended.plan, &amended.data, step, RankSlice::WHOLE)?;
+        let (_, outcome) = replayer.compute(&amended, &mut state, &batch, Detail::Sums)?;
+        let record = match outcome {
+            Ok(record) => record,
+            Err(fault) => {
+                answer.diverged = Some(fault.to_string());
+                break;
+            }
+        };
+        let (would_be, skipped) = ((record.loss, record.norm()), record.skipped);
+        let dropped_labels = dropped_labels(replayer, step, change)?;
+        answer.steps.push(Imagined { step, dropped_labels, was, would_be, skipped });
     }
-    Ok(imagined)
+    Ok(answer)
 }
 
-/// Refuses a document that has no label in any of the steps: before the state is made that they would be computed from.
-fn check_documents(replayer: &Replayer, steps: Range<u64>, ids: &[String]) -> Result<()> {
-    let mut unseen: BTreeSet<&String> = ids.iter().collect();
-    for step in steps.take_while(|_| !ids.is_empty()) {
-        let mut batch = replayer.batch(step)?;
-        let mut seen = Vec::new();
-        for id in &unseen {
-            if drop_documents(replayer.spec(), &mut batch, std::slice::from_ref(*id))? > 0 {
-                seen.push(*id);
+/// The run itself, step by step: read where it was recorded, computed behind the end of its ledger.
+struct Original {
+    /// Its state, where it has to be computed.
+    state: Option<State>,
+}
+
+impl Original {
+    fn new(replayer: &Replayer, before: &State, steps: &Range<u64>) -> Self {
+        let computed = steps.end - 1 > replayer.recorded();
+        Original { state: computed.then(|| before.copy()) }
+    }
+
+    /// Loss and norm of `step`; `None` from where the run diverged.
+    fn step(&mut self, replayer: &Replayer, step: u64) -> Result<Option<LossAndNorm>> {
+        if step <= replayer.recorded() {
+            let record = replayer.ledger.record(step)?;
+            if let Some(state) = &mut self.state {
+                let again = replayer.step(state, Detail::Sums)?;
+                if again.verdict != Verdict::SameBits {
+                    return Err(replayer.on_the_way(&again));
+                }
             }
+            return Ok(Some((record.loss, record.norm())));
         }
-        seen.into_iter().for_each(|id| {
-            unseen.remove(id);
-        });
-        if unseen.is_empty() {
-            return Ok(());
+        let Some(state) = &mut self.state else { return Ok(None) };
+        let batch = replayer.batch(step)?;
+        let (_, outcome) = replayer.compute(replayer.spec(), state, &batch, Detail::Sums)?;
+        match outcome {
+            Ok(record) => Ok(Some((record.loss, record.norm()))),
+            Err(fault) if fault.class() == Class::Diverged => {
+                self.state = None;
+                Ok(None)
+            }
+            Err(fault) => Err(fault),
         }
     }
+}
+
+/// The numbers of the documents with these ids; refuses one that has no label in any of the steps, before the state is
+/// made that they would be computed from.
+fn find_documents(replayer: &Replayer, steps: Range<u64>, ids: &[String]) -> Result<Documents> {
+    let mut found = Documents::new();
+    let mut unseen: Vec<&String> = ids.iter().collect();
+    for step in steps.take_while(|_| !ids.is_empty()) {
+        if unseen.is_empty() {
+            break;
+        }
+        let batch = replayer.batch(step)?;
+        let mut seen = Vec::new();
+        each_piece(replayer, &batch, |source, piece, labels| {
+            if labels > 0 && ids.contains(&piece.record.id) {
+                let name = replayer.spec().plan.sources()[source].name.clone();
+                found.entry(name).or_default().insert(piece.document);
+                seen.push(piece.record.id.clone());
+            }
+        })?;
+        unseen.retain(|id| !seen.contains(*id));
+    }
     if unseen.is_empty() {
-        return Ok(());
+        return Ok(found);
     }
     let names: Vec<String> = unseen.into_iter().map(|id| format!("{id:?}")).collect();
     Err(Fault::usage("a document has no label in these steps")
@@ -96,31 +139,37 @@ fn check_documents(replayer: &Replayer, steps: Range<u64>, ids: &[String]) -> Re
         .hint("the replay of a step lists the ids of its documents"))
 }
 
-fn advance(
-    replayer: &Replayer,
-    state: &mut State,
-    batch: &Batch,
-    lr: Option<f64>,
-) -> Result<StepRecord> {
-    let (spec, workers) = (&replayer.spec, replayer.workers);
-    let lr = lr.unwrap_or_else(|| spec.settings.schedule.rate(batch.step));
-    let mut gradient = ThisMachine.gradient(spec, state, batch, workers, Detail::Sums)?;
-    let stepped =
-        step::alone(spec, workers, |cx| step::complete(cx, state, &mut gradient, lr, || false));
-    stepped.map(|stepped| stepped.record)
-}
-
-/// Hides the documents with these ids, as a ban would; returns how many labels they had.
-fn drop_documents(spec: &RunSpec, batch: &mut Batch, ids: &[String]) -> Result<u64> {
-    if ids.is_empty() {
+/// The labels that the step as it was has of what is dropped.
+fn dropped_labels(replayer: &Replayer, step: u64, change: &Change) -> Result<u64> {
+    let Change { drop_documents, drop_sources, .. } = change;
+    if drop_documents.is_empty() && drop_sources.is_empty() {
         return Ok(0);
     }
-    let mut dropped = 0;
-    for (row, pieces) in explain::pieces(&spec.plan, &spec.data, &batch.samples)?.iter().enumerate()
-    {
-        for piece in pieces.iter().filter(|piece| ids.contains(&piece.record.id)) {
-            dropped += batch.hide(row as u64, piece.place.clone());
+    let (batch, mut dropped) = (replayer.batch(step)?, 0);
+    each_piece(replayer, &batch, |source, piece, labels| {
+        let name = &replayer.spec().plan.sources()[source].name;
+        if drop_documents.contains(&piece.record.id) || drop_sources.contains(name) {
+            dropped += labels;
+        }
+    })?;
+    Ok(dropped)
+}
+
+/// Goes through a batch piece by piece: source, piece, labels.
+fn each_piece(
+    replayer: &Replayer,
+    batch: &Batch,
+    mut each: impl FnMut(usize, &explain::Piece, u64),
+) -> Result<()> {
+    let spec = replayer.spec();
+    let rows = explain::pieces(&spec.plan, &spec.data, &batch.samples)?;
+    for ((row, sample), pieces) in (0..).zip(&batch.samples).zip(&rows) {
+        let mask = batch.row(&batch.mask, row);
+        for piece in pieces {
+            let places = &mask[piece.place.start as usize..piece.place.end as usize];
+            let labels = places.iter().filter(|label| **label != 0).count() as u64;
+            each(sample.source, piece, labels);
         }
     }
-    Ok(dropped)
+    Ok(())
 }

@@ -28,7 +28,7 @@ pub(super) fn apply(
     let own = std::mem::take(&mut gradient.own);
     let mut moved = vec![0.0; own.len()];
     if decided.decision.moves() {
-        moved = state.update(&cx.spec.settings, &own, decided.at, cx.workers)?;
+        moved = state.update(&decided.settings, &own, decided.at, cx.workers)?;
         // Gone before the weights of others come.
         drop(own);
         update_balance(cx.spec, gradient, decided.at.step, &mut state.balance)?;
@@ -132,7 +132,7 @@ pub(super) fn record(
     settled: Settled,
 ) -> Result<StepRecord> {
     let (leaves, step) = (&gradient.leaves, gradient.step);
-    let Decided { norm, lr, decision, at: _ } = *decided;
+    let Decided { norm, lr, decision, .. } = *decided;
     let Settled { sums, updates } = settled;
     Ok(StepRecord {
         kind: "step".to_owned(),

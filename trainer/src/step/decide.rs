@@ -4,7 +4,7 @@ use contract::{Fault, Result};
 
 use super::{Gradient, LeafSums};
 use crate::optim::guard::{Decision, Windows};
-use crate::optim::{self, norm};
+use crate::optim::{self, Settings, norm};
 use crate::spec::RunSpec;
 
 /// What a step was found to be before it moves anything.
@@ -13,6 +13,8 @@ pub(super) struct Decided {
     pub(super) norm: f64,
     /// The learning rate.
     pub(super) lr: f64,
+    /// By which numbers it moves.
+    pub(super) settings: Settings,
     /// Whether it moves, and by which clip.
     pub(super) decision: Decision,
     /// The numbers of the update.
@@ -38,17 +40,20 @@ fn diverged(what: &str, step: u64) -> Fault {
     Fault::diverged(what).at(format!("step {step}"))
 }
 
-/// Decides on a step of this norm and learning rate: a function of it and of the losses and norms before it.
+/// Decides on a step of this norm: a function of it, of the curriculum, and of the losses and norms before it.
 pub(super) fn decide(
     spec: &RunSpec,
     windows: &mut Option<Windows>,
     gradient: &Gradient,
     norm: f64,
-    lr: f64,
 ) -> Decided {
-    let settings = &spec.settings;
-    let decision = settings.guard.decide(windows, gradient.mean(), norm);
+    let settings = spec.settings_at(gradient.step);
+    let lr = settings.schedule.rate(gradient.step);
+    let amended: Vec<u64> = spec.skips_through(gradient.step).collect();
+    let skip = amended.last() == Some(&gradient.step);
+    let decision = settings.guard.decide(windows, gradient.mean(), norm, skip);
     let scale = norm::scale(norm, decision.clip(settings.clip));
-    let step = gradient.step - windows.as_ref().map_or(0, |windows| windows.skipped);
-    Decided { norm, lr, decision, at: optim::At { step, lr, scale } }
+    let skipped = windows.as_ref().map_or(0, |windows| windows.skipped) + amended.len() as u64;
+    let at = optim::At { step: gradient.step - skipped, lr, scale };
+    Decided { norm, lr, settings, decision, at }
 }

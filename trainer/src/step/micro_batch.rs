@@ -92,7 +92,7 @@ impl MicroBatches<'_> {
         mut take: impl FnMut(LeafSums, Vec<Vec<u64>>) -> Result<()> + Send,
     ) -> Result<()> {
         let MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers } = *self;
-        let weights = products(spec, &state.weights, workers)?;
+        let weights = products(spec, batch.step, &state.weights, workers)?;
         let biases = bias_tensors(&state.weights, &state.balance);
         let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
         let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
@@ -124,7 +124,7 @@ pub fn leaf(
     workers: Workers,
 ) -> Result<LeafSums> {
     let biases = bias_tensors(&state.weights, &state.balance);
-    let weights = products(spec, &state.weights, workers)?;
+    let weights = products(spec, batch.step, &state.weights, workers)?;
     let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
     let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
     let input = input(batch, leaf);
@@ -188,13 +188,14 @@ fn sums(
     Ok(LeafSums { loss: output.loss, labels: output.labels, gradient, rows, token_losses })
 }
 
-/// The weights as the products of a step see them: rounded once, for all of its leaves.
+/// The weights as the products of `step` see them: rounded once, for all of its leaves.
 pub(crate) fn products(
     spec: &RunSpec,
+    step: u64,
     weights: &[Tensor],
     workers: Workers,
 ) -> Result<Vec<Tensor>> {
-    let dtype = spec.curriculum.dtype;
+    let dtype = spec.dtype_at(step);
     let items: Vec<_> =
         spec.parameters.iter().zip(weights.iter().map(Tensor::shallow_clone)).collect();
     workers.map(items, |(parameter, weight)| {

@@ -103,8 +103,7 @@ pub fn advance(
 ) -> Result<Stepped> {
     cx.team.group.reached(&format!("step {}", batch.step));
     let mut gradient = gradient(cx, state, batch, leaves, Detail::Sums)?;
-    let lr = cx.spec.settings.schedule.rate(batch.step);
-    let stepped = complete(cx, state, &mut gradient, lr, asked);
+    let stepped = complete(cx, state, &mut gradient, asked);
     stepped.map_err(|fault| fault.or_at(|| format!("step {}", batch.step)))
 }
 
@@ -144,18 +143,17 @@ pub fn gradient(
     Ok(Gradient { step, data, divisor, loss, own, leaves, router, begun, waited })
 }
 
-/// Decides on a step by its gradient and this learning rate, moves the state, and writes down what happened.
+/// Decides on a step by its gradient, moves the state, and writes down what happened.
 pub(crate) fn complete(
     cx: Context<'_>,
     state: &mut State,
     gradient: &mut Gradient,
-    lr: f64,
     asked: impl Fn() -> bool,
 ) -> Result<Stepped> {
     decide::check_losses(gradient.step, &gradient.leaves)?;
     let norms = norm::norm_of(cx, &state.owners, &gradient.own)?;
     decide::check_norm(gradient.step, norms.norm)?;
-    let decided = decide::decide(cx.spec, &mut state.windows, gradient, norms.norm, lr);
+    let decided = decide::decide(cx.spec, &mut state.windows, gradient, norms.norm);
     let updates = apply::apply(cx, state, gradient, &decided)?;
     let (now, begun) = (cx.team.group.sent(), gradient.begun);
     let between_nodes = now.between_nodes - begun.between_nodes;

@@ -2,11 +2,13 @@
 
 use contract::Class;
 use tch::Device;
-use trainer::replay::whatif::{Change, imagine};
+use trainer::change::Change;
+use trainer::replay::whatif::imagine;
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
 use trainer::workers::Workers;
 
+use crate::explain::dropping;
 use crate::ranks::train_with;
 use crate::same_bits::assert_same;
 use crate::support::{CURRICULUM, Scratch, stop_after, table};
@@ -81,8 +83,8 @@ fn a_ban_is_the_counterfactual_come_true() {
     let mut state = open().state_after(7).unwrap();
     let documents = open().step(&mut state, Detail::Tokens).unwrap().documents;
     let worst = documents.iter().find(|document| document.labels > 4).unwrap();
-    let change = Change { drop: vec![worst.id.clone()], lr: None };
-    let imagined = imagine(&mut open(), 8..10, &change).unwrap();
+    let change = dropping(&[&worst.id]);
+    let imagined = imagine(&mut open(), 8..10, &change).unwrap().steps;
     let (source, number) = worst.id.split_once('-').unwrap();
     let ban = format!("\n[[amendment]]\nstep = 8\nban = {{ {source} = [{number}] }}\n");
     scratch.write("run.toml", &(CURRICULUM.to_owned() + &ban));
@@ -137,4 +139,116 @@ fn a_store_is_added_and_known_by_its_content() {
     );
     let fault = scratch.run(&path, "other", |_| ()).unwrap_err();
     assert!(fault.class() == Class::Usage && fault.to_string().contains("\"code\""), "{fault}");
+}
+
+/// The numbers that an amendment changes, and what stands in the ledger of each step of a straight run by another program:
+/// the rates by their formula, the rest by the weights that move or stay.
+#[test]
+fn numbers_change_from_their_step_on_and_no_step_before() {
+    let scratch = Scratch::new();
+    let path = scratch.path("run.toml");
+    scratch.train("plain");
+    let amended = "\n[[amendment]]\nstep = 5\nskip = true\n\n\
+        [[amendment]]\nstep = 7\noptimizer = { lr = 4e-3, clip = 1e-2 }\n\
+        schedule = { decay_steps = 10, final_lr = 2e-3 }\n\n\
+        [[amendment]]\nstep = 9\ndtype = \"bf16\"\noptimizer = { clip = 0 }\n";
+    // Taken in the middle, and known from the beginning: the same bits.
+    scratch.run(&path, "taken", stop_after(4)).unwrap();
+    scratch.write("run.toml", &(CURRICULUM.to_owned() + amended));
+    scratch.train("taken");
+    scratch.train("whole");
+    let part = train_with(&scratch, "ranks", 3, |_, _| ());
+    assert!(part.iter().all(|outcome| outcome.as_ref().unwrap().step == 10));
+    assert_same(&scratch, "whole", "ranks");
+    let steps = |out: &str| -> Vec<serde_json::Value> {
+        let lines = lines(&scratch, out);
+        lines[1..].iter().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let (plain, taken, whole) = (steps("plain"), steps("taken"), steps("whole"));
+    assert!(lines(&scratch, "plain")[..5] == lines(&scratch, "taken")[..5]);
+    for (taken, whole) in taken.iter().zip(&whole) {
+        for key in ["state", "weights", "norm", "lr", "skipped"] {
+            assert_eq!(taken[key], whole[key], "{key} of step {}", whole["step"]);
+        }
+    }
+    // What decides a step's text is not among them.
+    assert!(plain.iter().zip(&whole).all(|(one, other)| one["data"] == other["data"]));
+    assert_eq!(whole[4]["skipped"], "amended");
+    assert_eq!(whole[4]["weights"], whole[3]["weights"], "a skipped step moves nothing");
+    assert!(whole[5]["skipped"].is_null() && whole[5]["weights"] != whole[4]["weights"]);
+    let float = |step: &serde_json::Value, key: &str| {
+        f64::from_bits(u64::from_str_radix(step[key].as_str().unwrap(), 16).unwrap())
+    };
+    for (index, step) in whole.iter().enumerate() {
+        let number = index as f64 + 1.0;
+        let (peak, decay, last) = if index < 6 { (1e-2, 30.0, 1e-3) } else { (4e-3, 10.0, 2e-3) };
+        let decayed = last
+            + (peak - last) * 0.5 * (1.0 + ((number - 3.0) / decay * std::f64::consts::PI).cos());
+        let wanted = if number < 3.0 { peak * number / 3.0 } else { decayed };
+        assert!((float(step, "lr") - wanted).abs() < 1e-12, "step {number}: {wanted}");
+    }
+    // A run that has recorded the step refuses, with the key.
+    scratch.run(&path, "late", stop_after(7)).unwrap();
+    let other = amended.replace("final_lr = 2e-3", "final_lr = 1e-3");
+    scratch.write("run.toml", &(CURRICULUM.to_owned() + &other));
+    let fault = scratch.run(&path, "late", |_| ()).unwrap_err();
+    assert_eq!(fault.class(), Class::Usage);
+    assert!(
+        fault.to_string().contains("amendment.2") && fault.to_string().contains("step 7 on"),
+        "{fault}"
+    );
+    // And every step comes back.
+    let mut replayer =
+        Replayer::open(&scratch.path("whole"), &table(), Device::Cpu, Workers::new(2)).unwrap();
+    let mut state = replayer.state_after(4).unwrap();
+    for step in 5..=10 {
+        let replayed = replayer.step(&mut state, Detail::Sums).unwrap();
+        assert_eq!(replayed.verdict, Verdict::SameBits, "step {step}: {:?}", replayed.difference);
+    }
+}
+
+/// Whatever is imagined of some steps is what a run does that is amended so.
+#[test]
+fn every_change_is_imagined_as_an_amendment_makes_it() {
+    let scratch = Scratch::new();
+    let text = CURRICULUM.replace("\"f32\"", "\"bf16\"");
+    let path = scratch.write("run.toml", &text);
+    scratch.train("plain");
+    let plain = lines(&scratch, "plain");
+    let rate = |line: &str| {
+        let step: serde_json::Value = serde_json::from_str(line).unwrap();
+        f64::from_bits(u64::from_str_radix(step["lr"].as_str().unwrap(), 16).unwrap())
+    };
+    let half = rate(&plain[6]) / 2.0;
+    let none = Change::default();
+    let cases = [
+        (
+            Change { drop_sources: vec!["math".to_owned()], ..none.clone() },
+            "\nmix = { web = 1 }\n\n[[amendment]]\nstep = 7\nmix = { web = 1 }\n",
+        ),
+        (
+            Change { lr: Some(half), ..none.clone() },
+            "\noptimizer = { lr = 5e-3 }\nschedule = { final_lr = 5e-4 }\n",
+        ),
+        (Change { clip: Some(1e-3), ..none.clone() }, "\noptimizer = { clip = 1e-3 }\n"),
+        (Change { fp32: true, ..none.clone() }, "\ndtype = \"f32\"\n"),
+        (Change { skip: true, ..none }, "\nskip = true\n"),
+    ];
+    for (number, (change, amendment)) in cases.into_iter().enumerate() {
+        let mut replayer =
+            Replayer::open(&scratch.path("plain"), &table(), Device::Cpu, Workers::new(2)).unwrap();
+        let answer = imagine(&mut replayer, 6..10, &change).unwrap();
+        scratch.write("run.toml", &format!("{text}\n[[amendment]]\nstep = 6{amendment}"));
+        let out = format!("amended-{number}");
+        scratch.run(&path, &out, |_| ()).unwrap();
+        let amended = lines(&scratch, &out);
+        assert!(plain[6..10] != amended[6..10], "{change:?} changes nothing");
+        assert_eq!(answer.steps.len(), 4);
+        for (line, would) in amended[6..].iter().zip(&answer.steps) {
+            let step: serde_json::Value = serde_json::from_str(line).unwrap();
+            let norm = format!("{:016x}", would.would_be.1.to_bits());
+            assert_eq!(step["norm"], norm, "{change:?}, step {}", would.step);
+            assert!((step["loss"].as_f64().unwrap() - would.would_be.0).abs() < 1e-9);
+        }
+    }
 }

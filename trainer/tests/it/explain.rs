@@ -6,8 +6,9 @@ use contract::{Class, Result};
 use loader::Batch;
 use tch::{Device, Tensor};
 use trainer::RunSpec;
+use trainer::change::Change;
 use trainer::compare::compare;
-use trainer::replay::whatif::{Change, Imagined, imagine};
+use trainer::replay::whatif::{Imagined, imagine};
 use trainer::replay::{Executor, Replayed, Replayer, ThisMachine, Verdict};
 use trainer::state::State;
 use trainer::step::{Detail, Gradient, LeafSums};
@@ -24,6 +25,10 @@ fn open(scratch: &Scratch, run: &str) -> Replayer {
 fn same(step: &Imagined) -> bool {
     let (loss, norm) = step.was.unwrap();
     (loss - step.would_be.0).abs() < 1e-12 && norm == step.would_be.1
+}
+
+pub(crate) fn dropping(ids: &[&str]) -> Change {
+    Change { drop_documents: ids.iter().map(ToString::to_string).collect(), ..Change::default() }
 }
 
 fn replay(scratch: &Scratch, run: &str, step: u64) -> Replayed {
@@ -239,7 +244,7 @@ fn what_a_step_does_not_have_is_refused_before_anything_is_computed() {
     // Without checkpoints a state would have to be computed, by a machine that errs.
     std::fs::remove_dir_all(scratch.path("run/checkpoints")).unwrap();
     let open = || open(&scratch, "run").computed_by(Failing::new(0, true));
-    let change = Change { drop: vec!["web-1".to_owned(), "nobody".to_owned()], lr: None };
+    let change = dropping(&["web-1", "nobody"]);
     let fault = imagine(&mut open(), 9..10, &change).unwrap_err();
     assert_eq!(fault.class(), Class::Usage, "{fault}");
     assert!(fault.to_string().contains("\"nobody\""), "{fault}");
@@ -272,20 +277,20 @@ fn what_would_have_been_without_a_document() {
     let scratch = Scratch::new();
     scratch.train("run");
     let nothing = imagine(&mut open(&scratch, "run"), 4..7, &Change::default()).unwrap();
-    assert!(nothing.iter().all(same), "without a change it is a replay");
+    assert!(nothing.steps.iter().all(same), "without a change it is a replay");
     let documents = replay(&scratch, "run", 4).documents;
     let (worst, rest) = documents.split_first().unwrap();
-    let change = Change { drop: vec![worst.id.clone()], lr: None };
-    let imagined = imagine(&mut open(&scratch, "run"), 4..5, &change).unwrap();
+    let change = dropping(&[&worst.id]);
+    let imagined = imagine(&mut open(&scratch, "run"), 4..5, &change).unwrap().steps;
     let labels: u64 = rest.iter().map(|document| document.labels).sum();
     let loss: f64 = rest.iter().map(|document| document.loss).sum();
     assert_eq!(imagined[0].dropped_labels, worst.labels);
     assert!((imagined[0].would_be.0 - loss / labels as f64).abs() < 1e-5, "{imagined:?}");
-    let change = Change { drop: vec!["nobody".to_owned()], lr: None };
+    let change = dropping(&["nobody"]);
     let fault = imagine(&mut open(&scratch, "run"), 4..5, &change).unwrap_err();
     assert!(fault.to_string().contains("nobody"), "{fault}");
-    let change = Change { drop: Vec::new(), lr: Some(0.0) };
-    let imagined = imagine(&mut open(&scratch, "run"), 4..6, &change).unwrap();
+    let change = Change { lr: Some(0.0), ..Change::default() };
+    let imagined = imagine(&mut open(&scratch, "run"), 4..6, &change).unwrap().steps;
     assert!(same(&imagined[0]) && !same(&imagined[1]), "a rate reaches the next step only");
 }
 

@@ -3,8 +3,9 @@
 
 use serde_json::Value;
 use tch::Device;
+use trainer::change::Change;
 use trainer::compare::compare;
-use trainer::replay::whatif::{Change, imagine};
+use trainer::replay::whatif::imagine;
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
 use trainer::workers::Workers;
@@ -176,8 +177,8 @@ fn windows_survive_stops_ranks_and_replays() {
         assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
     }
     // What would have been is judged by the same windows, and says what became of it.
-    let change = Change { drop: Vec::new(), lr: Some(1e-4) };
-    let imagined = imagine(&mut open(), SPIKE as u64..SPIKE as u64 + 2, &change).unwrap();
+    let change = Change { lr: Some(1e-4), ..Change::default() };
+    let imagined = imagine(&mut open(), SPIKE as u64..SPIKE as u64 + 2, &change).unwrap().steps;
     assert!(
         imagined[0].skipped.is_some_and(|skipped| skipped != trainer::optim::guard::Skipped::No)
     );

@@ -9,6 +9,7 @@ mod damage;
 mod explain;
 #[path = "../../../tests/support/folder.rs"]
 mod folder;
+mod fork;
 mod guard;
 mod hf;
 mod machine;

@@ -4,11 +4,13 @@ pub(crate) mod bench;
 pub(crate) mod bench_step;
 pub(crate) mod compare;
 pub(crate) mod export;
+pub(crate) mod fork;
 pub(crate) mod import;
 pub(crate) mod plan;
 pub(crate) mod ranks;
 pub(crate) mod replay;
 pub(crate) mod train;
+pub(crate) mod whatif;
 
 use std::path::PathBuf;
 use std::sync::Arc;

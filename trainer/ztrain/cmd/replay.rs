@@ -9,11 +9,12 @@ use serde_json::json;
 use store::Location;
 use trainer::optim::guard::Skipped;
 use trainer::replay::documents::DocumentLoss;
-use trainer::replay::whatif::{Change, Imagined, imagine};
+use trainer::replay::whatif::imagine;
 use trainer::replay::{Replayed, Replayer, Verdict};
 use trainer::step::Detail;
 
 use super::Speed;
+use super::whatif::{self, Asked, Changes};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -41,22 +42,24 @@ pub(crate) struct Args {
     /// Print everything as JSON, one line for each step.
     #[arg(long)]
     json: bool,
-    /// What if this document's labels had not counted (not a replay).
-    #[arg(long, value_name = "ID", conflicts_with = "micro_batch", help_heading = "What if")]
-    drop_doc: Vec<String>,
-    /// What if the learning rate had been this (not a replay).
-    #[arg(
-        long, value_name = "RATE", conflicts_with = "micro_batch", help_heading = "What if",
-        value_parser = super::not_negative,
-    )]
-    lr: Option<f64>,
+    /// So many steps, from the step on, beside those of the run (not a replay).
+    #[arg(long = "continue", value_name = "K", conflicts_with = "steps", help_heading = "What if")]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    go_on: Option<u64>,
+    /// Draw both curves of the loss into this SVG file.
+    #[arg(long, value_name = "FILE", help_heading = "What if")]
+    #[arg(value_parser = super::local("name a file of this machine"))]
+    plot: Option<PathBuf>,
+    #[command(flatten)]
+    changes: Changes,
     #[command(flatten)]
     speed: Speed,
 }
 
 /// Replays; the worst verdict decides the exit code.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let steps = steps(&args)?;
+    let (steps, change) = (steps(&args)?, args.changes.change());
+    check_what_if(&args, change.is_some())?;
     let (device, table) = args.speed.start(None)?;
     let workers = args.speed.workers(None, &table)?;
     let mut replayer = Replayer::open_with(&args.run, &args.store, &table, device, workers)?;
@@ -73,10 +76,10 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     if let Some(leaf) = args.micro_batch {
         replayer.check_leaf(steps.start, leaf)?;
     }
-    let change = Change { drop: args.drop_doc.clone(), lr: args.lr };
     if change.is_some() {
-        let imagined = imagine(&mut replayer, steps, &change)?;
-        print_imagined(&change, &imagined, args.json)?;
+        let answer = imagine(&mut replayer, steps.clone(), &change)?;
+        let (run, stores, plot, json) = (&args.run, &args.store, args.plot.as_ref(), args.json);
+        whatif::print(&Asked { run, stores, change: &change, steps, json, plot }, &answer)?;
         return Ok(0);
     }
     let mut state = replayer.state_after(steps.start - 1)?;
@@ -99,6 +102,27 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     Ok(code)
 }
 
+/// Refuses flags of a counterfactual where nothing is changed, and a change where one micro-batch is asked for.
+fn check_what_if(args: &Args, changed: bool) -> Result<()> {
+    let lone = [("--continue", args.go_on.is_some()), ("--plot", args.plot.is_some())];
+    match lone.into_iter().find(|(_, given)| *given) {
+        Some((flag, _)) if !changed => {
+            let fault =
+                Fault::usage("nothing is changed: this shows a change beside the run").at(flag);
+            Err(fault.wanted("--drop-doc, --drop-source, --lr, --clip, --fp32 or --optimizer-skip"))
+        }
+        _ if changed && args.micro_batch.is_some() => {
+            let fault = Fault::usage("a change is computed for whole steps").at("--micro-batch");
+            Err(fault.hint("leave --micro-batch out"))
+        }
+        _ => Ok(()),
+    }?;
+    let Some(path) = &args.plot else { return Ok(()) };
+    // Found out before minutes of computing.
+    let found = std::fs::OpenOptions::new().create(true).append(true).open(path);
+    found.map(drop).map_err(|error| Fault::io("write", path, &error))
+}
+
 fn steps(args: &Args) -> Result<Range<u64>> {
     let wrong = |found: &str| {
         Fault::usage("these are not steps")
@@ -114,7 +138,7 @@ fn steps(args: &Args) -> Result<Range<u64>> {
         }
         (None, step) => {
             let step = step.unwrap_or(0);
-            step..step.saturating_add(1)
+            step..step.saturating_add(args.go_on.unwrap_or(1))
         }
     };
     if range.start == 0 || range.is_empty() {
@@ -186,44 +210,6 @@ fn print_documents(documents: &[DocumentLoss], top: usize) -> Result<()> {
             document.row,
             document.id,
             sequences.join(",")
-        );
-    }
-    Ok(())
-}
-
-fn print_imagined(change: &Change, imagined: &[Imagined], json: bool) -> Result<()> {
-    if json {
-        let answer =
-            json!({"replay": false, "dropped": change.drop, "lr": change.lr, "steps": imagined});
-        return print_raw(&format!("{answer}\n"));
-    }
-    let dropped: Vec<String> =
-        change.drop.iter().map(|id| format!("without document {id:?}")).collect();
-    let rate = change.lr.map(|lr| format!("with learning rate {lr:e}"));
-    let changes: Vec<String> = dropped.into_iter().chain(rate).collect();
-    tell!("WHAT IF, not a replay: {}", changes.join(", "));
-    tell!(
-        "{:>8} {:>14} {:>14} {:>12} {:>12} {:>8}",
-        "step",
-        "loss was",
-        "would be",
-        "norm was",
-        "would be",
-        "dropped"
-    );
-    for step in imagined {
-        let was = |value: Option<f64>| {
-            value.map_or_else(|| "-".to_owned(), |value| format!("{value:.6}"))
-        };
-        tell!(
-            "{:>8} {:>14} {:>14.6} {:>12} {:>12.6} {:>8}{}",
-            step.step,
-            was(step.was.map(|was| was.0)),
-            step.would_be.0,
-            was(step.was.map(|was| was.1)),
-            step.would_be.1,
-            step.dropped_labels,
-            Skipped::note(step.skipped)
         );
     }
     Ok(())

@@ -1,0 +1,165 @@
+//! The numbers that a step is trained by: those of `[optimizer]`, `[schedule]` and `dtype`, and what amendments change of
+//! them.
+//!
+//! From its step on an amended key counts as if it had stood in its table from the beginning: a rate is a function of the
+//! step's number and of these keys, never of the step that they came with.
+
+use contract::Result;
+use serde::Deserialize;
+
+use super::canonical::{Text as Out, float, inline, quoted};
+use super::parse::check_numbers;
+use super::places::Places;
+use super::{Curriculum, Dtype, OptimizerSpec, ScheduleSpec};
+
+/// The numbers in force at a step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Numbers {
+    /// `[optimizer]`.
+    pub optimizer: OptimizerSpec,
+    /// `[schedule]`.
+    pub schedule: ScheduleSpec,
+    /// What the model computes in.
+    pub dtype: Dtype,
+}
+
+/// What an amendment changes of them; `None` where a key stays.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct NumbersChange {
+    /// Of `[optimizer]`.
+    pub optimizer: OptimizerChange,
+    /// Of `[schedule]`.
+    pub schedule: ScheduleChange,
+    /// What the model computes in.
+    pub dtype: Option<Dtype>,
+}
+
+/// `optimizer` of an amendment: the other keys of `[optimizer]` say what the moments mean, so they stay.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct OptimizerChange {
+    /// The peak learning rate.
+    pub lr: Option<f64>,
+    /// The largest global gradient norm; 0 for no clipping.
+    pub clip: Option<f64>,
+}
+
+/// `schedule` of an amendment.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ScheduleChange {
+    /// Steps of warm-up, counted from the beginning of the run.
+    pub warmup_steps: Option<u64>,
+    /// Steps of decay after warm-up.
+    pub decay_steps: Option<u64>,
+    /// The rate after decay.
+    pub final_lr: Option<f64>,
+}
+
+impl Curriculum {
+    /// The numbers that `step` is trained by.
+    pub fn numbers_at(&self, step: u64) -> Numbers {
+        let mut numbers = Numbers {
+            optimizer: self.optimizer.clone(),
+            schedule: self.schedule.clone(),
+            dtype: self.dtype,
+        };
+        let begun = self.amendments.iter().filter(|amendment| amendment.step <= step);
+        begun.for_each(|amendment| numbers.change(&amendment.numbers));
+        numbers
+    }
+}
+
+impl Numbers {
+    /// Takes what an amendment changes.
+    pub(super) fn change(&mut self, change: &NumbersChange) {
+        let NumbersChange { optimizer, schedule, dtype } = change;
+        let OptimizerChange { lr, clip } = *optimizer;
+        let ScheduleChange { warmup_steps, decay_steps, final_lr } = *schedule;
+        self.optimizer.lr = lr.unwrap_or(self.optimizer.lr);
+        self.optimizer.clip = clip.unwrap_or(self.optimizer.clip);
+        self.schedule.warmup_steps = warmup_steps.unwrap_or(self.schedule.warmup_steps);
+        self.schedule.decay_steps = decay_steps.unwrap_or(self.schedule.decay_steps);
+        self.schedule.final_lr = final_lr.unwrap_or(self.schedule.final_lr);
+        self.dtype = dtype.unwrap_or(self.dtype);
+    }
+}
+
+impl NumbersChange {
+    /// Whether it changes nothing.
+    pub fn is_empty(&self) -> bool {
+        *self == NumbersChange::default()
+    }
+
+    /// Refuses what `before`, the numbers that it changes, cannot become. `path` is the amendment's.
+    pub(super) fn check(&self, places: &Places, path: &str, before: &Numbers) -> Result<()> {
+        let NumbersChange { optimizer, schedule, dtype: _ } = self;
+        let key = |name: &str| format!("{path}.{name}");
+        let numbers = [
+            ("optimizer.lr", optimizer.lr),
+            ("optimizer.clip", optimizer.clip),
+            ("schedule.final_lr", schedule.final_lr),
+        ];
+        for (name, number) in numbers {
+            check_numbers(places, &[(&key(name), number.unwrap_or(0.0), f64::INFINITY)])?;
+        }
+        let mut after = before.clone();
+        after.change(self);
+        if !self.is_empty() && after == *before {
+            let what = "these are the values that the run has already";
+            return Err(places.fault(&key(self.first_key()), what));
+        }
+        match (schedule.final_lr, before.schedule.decay_steps, after.schedule.decay_steps) {
+            (None, 0, 1..) => {
+                let wanted = "the learning rate that `decay_steps` leads to";
+                Err(places.fault(&key("schedule"), "the schedule has no `final_lr`").wanted(wanted))
+            }
+            (Some(_), _, 0) => {
+                let what = "`final_lr` is never reached: there are no `decay_steps`";
+                Err(places.fault(&key("schedule.final_lr"), what))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// A key to point at.
+    fn first_key(&self) -> &'static str {
+        match self {
+            _ if self.optimizer != OptimizerChange::default() => "optimizer",
+            _ if self.schedule != ScheduleChange::default() => "schedule",
+            _ => "dtype",
+        }
+    }
+
+    /// Writes its canonical text.
+    pub(super) fn write(&self, out: &mut Out) {
+        // No `..`: a new key does not compile until it is written here.
+        let NumbersChange {
+            optimizer: OptimizerChange { lr, clip },
+            schedule: ScheduleChange { warmup_steps, decay_steps, final_lr },
+            dtype,
+        } = self;
+        let number = |value: &Option<f64>| value.map(float);
+        let count = |value: &Option<u64>| value.map(|value| value.to_string());
+        let mut table = |name: &str, keys: Vec<(&str, Option<String>)>| {
+            let pairs =
+                keys.into_iter().filter_map(|(key, value)| Some(format!("{key} = {}", value?)));
+            let pairs: Vec<String> = pairs.collect();
+            if !pairs.is_empty() {
+                out.line(name, inline(pairs));
+            }
+        };
+        table("optimizer", vec![("lr", number(lr)), ("clip", number(clip))]);
+        table(
+            "schedule",
+            vec![
+                ("warmup_steps", count(warmup_steps)),
+                ("decay_steps", count(decay_steps)),
+                ("final_lr", number(final_lr)),
+            ],
+        );
+        if let Some(dtype) = dtype {
+            out.line("dtype", quoted(dtype.name()));
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! Fear: that the commands which a counterfactual prints do something else than what was imagined.
+
+use std::fs;
+
+use serde_json::Value;
+
+use crate::support::{Scratch, arg, build, corpus, curriculum, zdata, ztrain};
+
+#[test]
+fn what_was_imagined_is_done_by_the_commands_that_are_printed() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 100, ""), "store");
+    let phases = [("steps = 12", "steps = 9"), ("steps = 8", "steps = 3")];
+    let file = curriculum(&scratch, &store, "run.toml", &phases);
+    let run = scratch.path("it's a run");
+    let quick = ["--validate-every", "0", "--checkpoint-every", "3"];
+    ztrain(&[&["--curriculum", arg(&file), "--out", arg(&run)], &quick[..]].concat()).ok();
+    let replay = |more: &[&str]| ztrain(&[&["replay", "--run", arg(&run)], more].concat());
+
+    let plain: Value = serde_json::from_str(&replay(&["--step", "7", "--json"]).ok()).unwrap();
+    let worst = plain["documents"].as_array().unwrap().iter().find(|it| it["labels"] != 0).unwrap();
+    let id = worst["id"].as_str().unwrap();
+    let plot = scratch.path("curves.svg");
+    let asked = ["--step", "7", "--drop-doc", id, "--continue", "4"];
+    let told = replay(&[&asked[..], &["--plot", arg(&plot)]].concat()).ok();
+    assert!(told.starts_with("WHAT IF, not a replay"), "{told}");
+    assert_eq!(fs::read_to_string(&plot).unwrap().matches("<polyline").count(), 2);
+    let imagined: Value =
+        serde_json::from_str(&replay(&[&asked[..], &["--json"]].concat()).ok()).unwrap();
+    assert_eq!(imagined["steps"].as_array().unwrap().len(), 4);
+
+    // The printed commands, by a shell that finds the programs.
+    let bin = std::path::Path::new(env!("CARGO_BIN_EXE_ztrain")).parent().unwrap().to_owned();
+    for (number, command) in imagined["next"].as_array().unwrap().iter().enumerate() {
+        let command = command.as_str().unwrap().to_owned();
+        assert!(told.contains(&command), "{told}");
+        let quick = if number == 1 { " --validate-every 0 --quiet" } else { "" };
+        let mut shell = std::process::Command::new("sh");
+        shell.args(["-c", &format!("{command}{quick}")]);
+        let path = std::env::var("PATH").unwrap_or_default();
+        shell.env("PATH", format!("{}:{path}", bin.display()));
+        crate::support::Ran::from(shell.output().unwrap()).ok();
+    }
+    let new = scratch.path("it's a run-from-7");
+    let [old, fork] =
+        [&run, &new].map(|root| fs::read_to_string(root.join("ledger.jsonl")).unwrap());
+    let lines = |text: &str| text.lines().map(str::to_owned).collect::<Vec<_>>();
+    let (old, fork) = (lines(&old), lines(&fork));
+    assert_eq!(old[..7], fork[..7], "steps 1 to 6 and line 0");
+    for (line, would) in fork[7..].iter().zip(imagined["steps"].as_array().unwrap()) {
+        let line: Value = serde_json::from_str(line).unwrap();
+        let [found, wanted] = [&line["loss"], &would["would_be"][0]].map(|it| it.as_f64().unwrap());
+        assert!((found - wanted).abs() < 1e-12, "step {}", line["step"]);
+    }
+    zdata(&["verify-run", arg(&new)]).ok();
+    ztrain(&["replay", "--run", arg(&new), "--step", "8"]).ok();
+    let compared = ztrain(&["compare", arg(&run), arg(&new)]);
+    compared.fails(4, &[]);
+    let compared = ztrain(&["compare", arg(&run), arg(&new)]).out;
+    for words in ["b was forked from a after step 6", "step 7 is the first to differ"] {
+        assert!(compared.contains(words), "{compared}");
+    }
+
+    let fork = |more: &[&str]| ztrain(&[&["fork", arg(&run)], more].concat());
+    fork(&["--step", "3", "--out", arg(&new)]).fails(2, &["--out", "already"]);
+    fork(&["--step", "12", "--out", arg(&scratch.path("x"))]).fails(2, &["--step", "0 to 11"]);
+    replay(&["--step", "7", "--continue", "3"]).fails(2, &["--continue", "--drop-doc"]);
+    replay(&["--step", "7", "--micro-batch", "0", "--lr", "1"]).fails(2, &["--micro-batch"]);
+    replay(&["--step", "7", "--drop-source", "web", "--drop-source", "math"])
+        .fails(2, &["only source"]);
+}

@@ -1,0 +1,142 @@
+//! A picture of some curves, as SVG: for a bench's numbers, and for a run beside what it would have been.
+
+use contract::terminal::name;
+
+const COLORS: [&str; 9] = [
+    "#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666",
+    "#1f78b4",
+];
+
+/// Width and height of a picture, the margin around its curves, and the width of their names.
+const SIZE: (f64, f64) = (760.0, 420.0);
+const EDGE: f64 = 60.0;
+const NAMES: f64 = 200.0;
+
+/// Curves over common axes.
+#[derive(Clone, Debug, Default)]
+pub struct Chart {
+    /// What it shows.
+    pub title: String,
+    /// Whether both axes are logarithmic.
+    pub log: bool,
+    /// Name and points of each curve; points that are no finite numbers are left out.
+    pub curves: Vec<(String, Vec<(f64, f64)>)>,
+}
+
+impl Chart {
+    /// The picture, a whole SVG file.
+    pub fn svg(&self) -> String {
+        let placed = |value: f64| if self.log { value.max(1e-9).log10() } else { value };
+        let shown = |place: f64| if self.log { 10f64.powf(place) } else { place };
+        let finite = |(x, y): &&(f64, f64)| x.is_finite() && y.is_finite();
+        let points = || self.curves.iter().flat_map(|(_, points)| points).filter(finite);
+        let range = |values: &mut dyn Iterator<Item = f64>| {
+            values
+                .fold((f64::MAX, f64::MIN), |(low, high), value| (low.min(value), high.max(value)))
+        };
+        let x_range = range(&mut points().map(|(x, _)| placed(*x)));
+        let y_range = range(&mut points().map(|(_, y)| placed(*y)));
+        let (width, height) = SIZE;
+        let scale = |value: f64, (low, high): (f64, f64), size: f64| {
+            (placed(value) - low) / (high - low).max(1e-9) * size
+        };
+        let x = |value: f64| EDGE + scale(value, x_range, width - EDGE - NAMES);
+        let y = |value: f64| height - EDGE - scale(value, y_range, height - 2.0 * EDGE);
+        let mut svg = format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
+             font-family=\"sans-serif\" font-size=\"12\">\n\
+             <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
+             <text x=\"{EDGE}\" y=\"24\">{}</text>\n",
+            escaped(&self.title)
+        );
+        if points().next().is_some() {
+            for part in [0.0, 0.5, 1.0] {
+                let at = |(low, high): (f64, f64)| shown(low + part * (high - low));
+                svg += &tick(&label(at(x_range)), (x(at(x_range)), height - EDGE + 18.0), "middle");
+                svg += &tick(&label(at(y_range)), (EDGE - 6.0, y(at(y_range)) + 4.0), "end");
+            }
+        }
+        for (index, (name, points)) in self.curves.iter().enumerate() {
+            let places = points.iter().filter(finite);
+            let places: Vec<String> =
+                places.map(|(at, value)| format!("{:.1},{:.1}", x(*at), y(*value))).collect();
+            let color = COLORS[index % COLORS.len()];
+            svg += &format!(
+                "<polyline fill=\"none\" stroke=\"{color}\" stroke-width=\"2\" points=\"{}\"/>\n\
+                 <text x=\"{}\" y=\"{}\" fill=\"{color}\">{}</text>\n",
+                places.join(" "),
+                width - NAMES + 20.0,
+                60 + 18 * index,
+                escaped(name)
+            );
+        }
+        svg + "</svg>\n"
+    }
+}
+
+fn tick(text: &str, (x, y): (f64, f64), anchor: &str) -> String {
+    format!(
+        "<text x=\"{x:.1}\" y=\"{y:.1}\" fill=\"#666666\" text-anchor=\"{anchor}\">{text}</text>\n"
+    )
+}
+
+/// A number beside an axis: four digits.
+fn label(value: f64) -> String {
+    match value.abs() {
+        size if size == 0.0 || (1e-3..1e6).contains(&size) => {
+            let whole = (size.log10().floor().max(0.0) as usize).min(3);
+            let text = format!("{value:.*}", 3 - whole);
+            match text.contains('.') {
+                true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
+                false => text,
+            }
+        }
+        _ => format!("{value:.1e}"),
+    }
+}
+
+/// Text within SVG.
+fn escaped(text: &str) -> String {
+    name(text).replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Every finite point is drawn, inside of the picture, in the order of its values.
+        #[test]
+        fn points_keep_their_order(
+            values in prop::collection::vec(1e-3..1e9f64, 2..30), log: bool, spoiled: bool,
+        ) {
+            let mut points: Vec<(f64, f64)> =
+                values.iter().enumerate().map(|(at, value)| (1.0 + at as f64, *value)).collect();
+            if spoiled {
+                points.push((99.0, f64::NAN));
+            }
+            let chart = Chart { title: "a < b".to_owned(), log, curves: vec![("x".to_owned(), points)] };
+            let svg = chart.svg();
+            prop_assert!(svg.contains("a &lt; b") && !svg.contains("NaN"));
+            let drawn = svg.split("points=\"").nth(1).unwrap().split('"').next().unwrap();
+            let drawn: Vec<(f64, f64)> = drawn.split(' ').map(|pair| {
+                let (x, y) = pair.split_once(',').unwrap();
+                (x.parse().unwrap(), y.parse().unwrap())
+            }).collect();
+            prop_assert_eq!(drawn.len(), values.len());
+            for (one, (x, y)) in values.iter().zip(&drawn) {
+                prop_assert!((0.0..=SIZE.0).contains(x) && (0.0..=SIZE.1).contains(y));
+                for (other, (_, below)) in values.iter().zip(&drawn) {
+                    prop_assert!(one <= other || y <= below);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn numbers_beside_an_axis_are_short() {
+        let labels = [0.0, 2.5, 1234.0, 12.3456, 1e-6, 0.125, 120.0].map(label);
+        assert_eq!(labels, ["0", "2.5", "1234", "12.35", "1.0e-6", "0.125", "120"]);
+    }
+}

@@ -1,0 +1,290 @@
+//! A new run that shares everything up to a step with another, and differs from there.
+//!
+//! ```text
+//! ledger.jsonl   the first N + 1 lines of the other run, byte for byte: its line 0, so its name
+//! run.toml       its curriculum, amended from step N + 1 on; that step's line will hold the text, chained to those before
+//! checkpoints/   those up to step N, by links            events.jsonl, metrics/   what they say of steps up to N
+//! forked.json    which run, where it was, and after which step
+//! ```
+//!
+//! It is made beside its place, under the name `NEW.partial`, and renamed when it is whole: a kill leaves nothing that looks
+//! like a run, and the same command begins anew. The other run may go on meanwhile; nothing of it is written.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use contract::{Digest, Fault, Result};
+use kernels::runtime::KernelTable;
+use loader::Opened;
+use mixer::Curriculum;
+use serde::{Deserialize, Serialize};
+use store::{Location, Split};
+
+use crate::change::{Change, Documents};
+use crate::checkpoint::Checkpoints;
+use crate::folder::{RunFolder, compare_content, compare_curriculum, head, lock, no_run};
+use crate::ledger::Ledger;
+use crate::replay;
+use crate::spec::RunSpec;
+
+/// The file of a fork that says what it was forked from.
+const FORKED: &str = "forked.json";
+
+/// What is asked for.
+pub struct Request<'a> {
+    /// The run that is forked.
+    pub run: &'a Path,
+    /// Its last step that is shared.
+    pub step: u64,
+    /// The folder of the new run, which must not exist.
+    pub out: &'a Path,
+    /// Where the run's stores are now, if they were moved.
+    pub stores: &'a [Location],
+    /// What is changed from the next step on.
+    pub change: &'a Change,
+    /// A file of further amendments.
+    pub amend: Option<&'a Path>,
+}
+
+/// What was made.
+#[derive(Clone, Debug, Serialize)]
+pub struct Forked {
+    /// The last step that is shared.
+    pub step: u64,
+    /// The last step of the new run's curriculum.
+    pub steps: u64,
+    /// The steps of the checkpoints that are shared, ascending.
+    pub checkpoints: Vec<u64>,
+    /// What the new run's curriculum changes, for people.
+    pub changes: Vec<String>,
+}
+
+/// Where a run comes from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Origin {
+    /// The folder of the run that was forked, as it was called then.
+    pub of: PathBuf,
+    /// The last step that is shared.
+    pub step: u64,
+    /// The ledger's chain after it: by that the run is known again wherever it lies.
+    pub chain: Digest,
+}
+
+impl Origin {
+    /// That of the run in `root`; `None` where it was not forked.
+    pub fn read(root: &Path) -> Result<Option<Origin>> {
+        let path = root.join(FORKED);
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(Fault::io("read", &path, &error)),
+        };
+        serde_json::from_str(&text).map(Some).map_err(|error| {
+            Fault::data(format!("this file does not say where a run comes from: {error}"))
+                .at(path.display().to_string())
+        })
+    }
+}
+
+/// Makes the new run.
+pub fn fork(request: &Request<'_>, table: &KernelTable) -> Result<Forked> {
+    let Request { run, step, out, stores, change, amend } = *request;
+    if fs::symlink_metadata(out).is_ok() {
+        return Err(Fault::usage("there is something at this place already")
+            .at("--out")
+            .found(out.display())
+            .wanted("a name that is free"));
+    }
+    let old = Old::open(run, stores, table)?;
+    old.check(step)?;
+    let curriculum = amended(&old.spec, step, change, amend)?;
+    // What stands in the file is what is trained: what cannot be is refused here, with its line.
+    let opened = Opened::open_text(old.folder.curriculum(), curriculum.canonical())?;
+    let spec = RunSpec::new(&opened)?;
+    let (scratch, _lock) = scratch(out)?;
+    let new = RunFolder::new(&scratch);
+    old.ledger.copy_through(step, &new.ledger())?;
+    let ledger = Ledger::read_whole(&new.ledger())?;
+    compare_curriculum(&ledger, &spec, &new.ledger())?;
+    new.write_curriculum(&spec, &opened.file)?;
+    let checkpoints = share_checkpoints(&old.folder, step, &new)?;
+    copy_events(&old.folder.events(), step, &new.events())?;
+    copy_files(&old.folder.metrics(), &new.metrics())?;
+    old.write_origin(step, &scratch)?;
+    fs::rename(&scratch, out).map_err(|error| Fault::io("rename to", out, &error))?;
+    sync(out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")))?;
+    let before = Curriculum::parse(ledger.curriculum(), "the ledger's curriculum")?;
+    let changes = before.difference(&spec.curriculum).iter().map(ToString::to_string).collect();
+    Ok(Forked { step, steps: spec.plan.steps(), checkpoints, changes })
+}
+
+/// The run that is forked.
+struct Old {
+    folder: RunFolder,
+    spec: RunSpec,
+    ledger: Ledger,
+}
+
+impl Old {
+    fn open(root: &Path, stores: &[Location], table: &KernelTable) -> Result<Self> {
+        let folder = RunFolder::new(root);
+        if !folder.curriculum().exists() {
+            return Err(no_run(root, "run.toml"));
+        }
+        let spec = RunSpec::new(&replay::opened(&folder.curriculum(), stores)?)?;
+        let ledger = Ledger::read(&folder.ledger())?;
+        compare_content(ledger.head(), &head(&spec, table)?, &folder.ledger())?;
+        compare_curriculum(&ledger, &spec, &folder.ledger())?;
+        Ok(Old { folder, spec, ledger })
+    }
+
+    /// Refuses a step that cannot be the last one shared.
+    fn check(&self, step: u64) -> Result<()> {
+        let (recorded, steps) = (self.ledger.last_step(), self.spec.plan.steps());
+        let last = recorded.min(steps - 1);
+        if step <= last {
+            return Ok(());
+        }
+        Err(Fault::usage(format!("no run can share the steps up to {step}"))
+            .at("--step")
+            .found(format!("a curriculum of {steps} steps, {recorded} of them recorded"))
+            .wanted(format!("a step from 0 to {last}; the new run differs from the next one on")))
+    }
+
+    fn write_origin(&self, step: u64, root: &Path) -> Result<()> {
+        let (of, path) = (self.folder.root(), root.join(FORKED));
+        let of = of.canonicalize().map_err(|error| Fault::io("resolve", of, &error))?;
+        let chain = self.ledger.chain_at(step).unwrap_or_default();
+        let text = serde_json::to_string(&Origin { of, step, chain }).map_err(|error| {
+            Fault::bug(format!("where a run comes from cannot be written: {error}"))
+        })?;
+        fs::write(&path, text + "\n").map_err(|error| Fault::io("write", &path, &error))
+    }
+}
+
+/// The curriculum of the new run: that of the old one, amended from the step after `step` on.
+fn amended(spec: &RunSpec, step: u64, change: &Change, amend: Option<&Path>) -> Result<Curriculum> {
+    let mut curriculum = match change.is_some() {
+        false => spec.curriculum.clone(),
+        true => change.amended(spec, step + 1, documents(spec, &change.drop_documents)?)?,
+    };
+    let Some(path) = amend else { return Ok(curriculum) };
+    let text = fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;
+    let mut amendments = curriculum.read_amendments(&text, &path.display().to_string())?;
+    if let Some(early) = amendments.iter().find(|amendment| amendment.step <= step) {
+        return Err(Fault::usage(format!(
+            "an amendment reaches step {}, which is shared",
+            early.step
+        ))
+        .at(path.display().to_string())
+        .wanted(format!("a step from {} on", step + 1)));
+    }
+    let folder = Location::from(path).folder();
+    for store in amendments.iter_mut().filter_map(|amendment| amendment.store.as_mut()) {
+        // Named from the file that names it.
+        store.path = storage::resolve(&folder, &store.path)?.absolute()?.to_string();
+    }
+    curriculum.amend(amendments);
+    Ok(curriculum)
+}
+
+/// The numbers of the documents with these ids, in every source that has them.
+fn documents(spec: &RunSpec, ids: &[String]) -> Result<Documents> {
+    let mut found = Documents::new();
+    for id in ids {
+        let before = found.values().map(std::collections::BTreeSet::len).sum::<usize>();
+        for facts in spec.plan.sources() {
+            let numbers = spec.data.stream(&facts.name, Split::Train)?.find(id)?;
+            if !numbers.is_empty() {
+                found.entry(facts.name.clone()).or_default().extend(numbers);
+            }
+        }
+        if found.values().map(std::collections::BTreeSet::len).sum::<usize>() == before {
+            return Err(Fault::usage("no document that is trained on has this id")
+                .at("--drop-doc")
+                .found(format!("{id:?}"))
+                .hint("`ztrain replay` shows the ids of a step's documents"));
+        }
+    }
+    Ok(found)
+}
+
+/// An empty folder beside `out`, held by this process; what a kill left there is removed.
+fn scratch(out: &Path) -> Result<(PathBuf, File)> {
+    let mut name = out.as_os_str().to_owned();
+    name.push(".partial");
+    let scratch = PathBuf::from(name);
+    fs::create_dir_all(&scratch).map_err(|error| Fault::io("create", &scratch, &error))?;
+    let held = lock(&scratch)?;
+    let fault = |error| Fault::io("clear", &scratch, &error);
+    for entry in fs::read_dir(&scratch).map_err(fault)? {
+        let path = entry.map_err(fault)?.path();
+        if path.is_dir() {
+            fs::remove_dir_all(&path).map_err(fault)?;
+        } else if !path.ends_with("lock") {
+            fs::remove_file(&path).map_err(fault)?;
+        }
+    }
+    Ok((scratch, held))
+}
+
+/// Shares the checkpoints up to `step`; of those in a bucket the newest alone, which is a copy.
+fn share_checkpoints(old: &RunFolder, step: u64, new: &RunFolder) -> Result<Vec<u64>> {
+    let (from, to) = (old.checkpoints()?, new.checkpoints()?);
+    let mut steps = from.steps()?;
+    steps.retain(|at| *at <= step);
+    if from.place().is_remote() {
+        steps.drain(..steps.len().saturating_sub(1));
+    }
+    let mut shared = Vec::new();
+    for at in steps {
+        match from.share(at, &to) {
+            Ok(()) => shared.push(at),
+            // The run goes on, and its retention was quicker.
+            Err(_) if !from.steps()?.contains(&at) => Checkpoints::clean(&to)?,
+            Err(fault) => return Err(fault),
+        }
+    }
+    Ok(shared)
+}
+
+/// Copies the events that are about steps up to `step`.
+fn copy_events(from: &Path, step: u64, to: &Path) -> Result<()> {
+    let text = match fs::read_to_string(from) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(Fault::io("read", from, &error)),
+    };
+    let shared = |line: &&str| {
+        let event: Option<serde_json::Value> = serde_json::from_str(line).ok();
+        let at = event
+            .as_ref()
+            .and_then(|event| event.get("step").or_else(|| event.get("from_step"))?.as_u64());
+        at.is_some_and(|at| at <= step)
+    };
+    let kept: String = text.lines().filter(shared).map(|line| line.to_owned() + "\n").collect();
+    fs::write(to, kept).map_err(|error| Fault::io("write", to, &error))
+}
+
+/// Copies the files of a folder, if it is there. Links would be written to by a run that goes on.
+fn copy_files(from: &Path, to: &Path) -> Result<()> {
+    if !from.is_dir() {
+        return Ok(());
+    }
+    fs::create_dir_all(to).map_err(|error| Fault::io("create", to, &error))?;
+    let fault = |error| Fault::io("copy", from, &error);
+    for entry in fs::read_dir(from).map_err(fault)? {
+        let path = entry.map_err(fault)?.path();
+        if let (true, Some(name)) = (path.is_file(), path.file_name()) {
+            fs::copy(&path, to.join(name)).map_err(fault)?;
+        }
+    }
+    Ok(())
+}
+
+/// Waits until the names in a folder are on the disk.
+fn sync(folder: &Path) -> Result<()> {
+    let synced = File::open(folder).and_then(|file| file.sync_all());
+    synced.map_err(|error| Fault::io("flush", folder, &error))
+}

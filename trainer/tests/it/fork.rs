@@ -1,0 +1,208 @@
+//! Fear: that a fork is not the run that it shares its steps with, or not the one that it says it becomes.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use contract::{Class, Result};
+use serde_json::Value;
+use tch::Device;
+use trainer::ExecOptions;
+use trainer::change::Change;
+use trainer::checkpoint::Retention;
+use trainer::compare::compare;
+use trainer::fork::{Forked, Request, fork};
+use trainer::replay::whatif::imagine;
+use trainer::replay::{Replayer, Verdict};
+use trainer::step::Detail;
+use trainer::workers::Workers;
+
+use crate::explain::dropping;
+use crate::ranks::train_with;
+use crate::support::{CURRICULUM, Scratch, stop_after, table};
+
+/// Forks `run` into the folder `out`.
+fn forked(scratch: &Scratch, step: u64, out: &str, change: &Change) -> Result<Forked> {
+    let (run, out) = (scratch.path("run"), scratch.path(out));
+    fork(&Request { run: &run, step, out: &out, stores: &[], change, amend: None }, &table())
+}
+
+/// Goes on with a fork.
+fn go_on(scratch: &Scratch, out: &str) {
+    let curriculum = scratch.path(out).join("run.toml");
+    assert_eq!(scratch.run(&curriculum, out, keep_all).unwrap().step, 10);
+}
+
+fn keep_all(exec: &mut ExecOptions) {
+    exec.retention = Retention { newest: 9, every: 0 };
+}
+
+fn lines(scratch: &Scratch, out: &str) -> Vec<String> {
+    scratch.ledger(out).lines().map(str::to_owned).collect()
+}
+
+/// What a step computed: its line without the chain and the curriculum that it may hold.
+fn computed(line: &str) -> BTreeMap<String, Value> {
+    let mut line: BTreeMap<String, Value> = serde_json::from_str(line).unwrap();
+    line.remove("chain");
+    line.remove("curriculum");
+    line
+}
+
+/// The documents of a step by mean loss, worst first.
+fn documents(scratch: &Scratch, step: u64) -> Vec<String> {
+    let mut replayer =
+        Replayer::open(&scratch.path("run"), &table(), Device::Cpu, Workers::new(2)).unwrap();
+    let mut state = replayer.state_after(step - 1).unwrap();
+    let documents = replayer.step(&mut state, Detail::Tokens).unwrap().documents;
+    documents.into_iter().filter(|one| one.labels > 4).map(|one| one.id).collect()
+}
+
+#[test]
+fn a_fork_shares_its_past_and_does_what_was_imagined() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", keep_all).unwrap();
+    let before = scratch.tree("run");
+    let worst = documents(&scratch, 6)[0].clone();
+    let change = dropping(&[&worst]);
+    // Between two checkpoints: steps 4 and 5 are computed again.
+    let made = forked(&scratch, 5, "fork", &change).unwrap();
+    assert_eq!((made.step, made.steps, made.checkpoints), (5, 10, vec![3]));
+    assert!(made.changes[0].contains("amendment.1") && made.changes[0].contains("step 6"));
+    assert_eq!(lines(&scratch, "fork"), lines(&scratch, "run")[..6]);
+    assert!(!scratch.path("fork.partial").exists());
+    go_on(&scratch, "fork");
+    assert!(before == scratch.tree("run"), "the run that was forked is as it was");
+    let (run, new) = (lines(&scratch, "run"), lines(&scratch, "fork"));
+    assert_eq!(run[..6], new[..6], "line by line, byte for byte");
+    let at: Value = serde_json::from_str(&new[6]).unwrap();
+    assert!(at["curriculum"].as_str().unwrap().contains("[[amendment]]\nstep = 6"));
+    assert!(new[7..].iter().all(|line| !line.contains("\"curriculum\"")));
+    // A straight run by the same text, on other ranks: the same from the first step to the last.
+    let own = fs::read_to_string(scratch.path("fork/run.toml")).unwrap();
+    scratch.write("run.toml", &own);
+    train_with(&scratch, "straight", 3, |_, _| ());
+    let straight = lines(&scratch, "straight");
+    for step in 1..=10 {
+        assert_eq!(computed(&new[step]), computed(&straight[step]), "step {step}");
+        assert_eq!(computed(&new[step]) == computed(&run[step]), step < 6, "step {step}");
+    }
+    // What was imagined of the old run is what the new one recorded.
+    let open = |run: &str| {
+        Replayer::open(&scratch.path(run), &table(), Device::Cpu, Workers::new(2)).unwrap()
+    };
+    for (line, would) in
+        new[6..].iter().zip(imagine(&mut open("run"), 6..11, &change).unwrap().steps)
+    {
+        let norm = format!("{:016x}", would.would_be.1.to_bits());
+        assert_eq!(computed(line)["norm"], norm, "step {}", would.step);
+    }
+    for step in [2, 5, 6, 10] {
+        let mut replayer = open("fork");
+        let mut state = replayer.state_after(step - 1).unwrap();
+        let replayed = replayer.step(&mut state, Detail::Sums).unwrap();
+        assert_eq!(replayed.verdict, Verdict::SameBits, "step {step}: {:?}", replayed.difference);
+    }
+    let answer = compare(&scratch.path("run"), &scratch.path("fork")).unwrap();
+    assert_eq!(answer.difference.unwrap().0, 6);
+    assert_eq!(answer.notes, ["b was forked from a after step 5"]);
+    // A fork of the fork, from the state that it begins with.
+    let request = Request {
+        run: &scratch.path("fork"),
+        step: 7,
+        out: &scratch.path("second"),
+        stores: &[],
+        change: &Change { lr: Some(1e-3), ..Change::default() },
+        amend: None,
+    };
+    assert_eq!(fork(&request, &table()).unwrap().checkpoints, [3, 6]);
+    go_on(&scratch, "second");
+    assert_eq!(lines(&scratch, "second")[..8], new[..8]);
+    let notes = compare(&scratch.path("run"), &scratch.path("second")).unwrap().notes;
+    assert!(notes[0].ends_with("fork after step 7"), "{notes:?}");
+}
+
+#[test]
+fn forks_from_any_step_and_with_every_change_are_straight_runs() {
+    let scratch = Scratch::new();
+    scratch.train("run");
+    let amend = scratch.write(
+        "more.toml",
+        "[[amendment]]\nstep = 9\nmix = { web = 3, math = 1 }\noptimizer = { clip = 1e-2 }\n",
+    );
+    let sources = Change { drop_sources: vec!["web".to_owned()], ..Change::default() };
+    let cases = [
+        (0, Change { clip: Some(1e-3), ..Change::default() }, None),
+        (6, Change { skip: true, lr: Some(5e-3), ..Change::default() }, None),
+        (7, sources, None),
+        (8, Change::default(), Some(amend.as_path())),
+    ];
+    for (number, (step, change, amend)) in cases.into_iter().enumerate() {
+        let out = format!("fork-{number}");
+        let (run, path) = (scratch.path("run"), scratch.path(&out));
+        let request = Request { run: &run, step, out: &path, stores: &[], change: &change, amend };
+        let made = fork(&request, &table()).unwrap();
+        assert!(!made.changes.is_empty());
+        go_on(&scratch, &out);
+        let own = fs::read_to_string(path.join("run.toml")).unwrap();
+        scratch.write("run.toml", &own);
+        let straight = format!("straight-{number}");
+        scratch.train(&straight);
+        let (fork, straight, run) =
+            (lines(&scratch, &out), lines(&scratch, &straight), lines(&scratch, "run"));
+        for at in 1..=10 {
+            assert_eq!(computed(&fork[at]), computed(&straight[at]), "{change:?}, step {at}");
+        }
+        assert!(computed(&fork[step as usize + 1]) != computed(&run[step as usize + 1]));
+    }
+}
+
+#[test]
+fn what_cannot_be_forked_is_refused_and_a_kill_leaves_nothing_in_the_way() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(8)).unwrap();
+    let none = Change::default();
+    let refused = |step: u64, out: &str, change: &Change, words: &[&str]| {
+        let fault = forked(&scratch, step, out, change).unwrap_err();
+        assert_eq!(fault.class(), Class::Usage, "{fault}");
+        assert!(words.iter().all(|word| fault.to_string().contains(word)), "{fault}");
+        assert!(!scratch.path("fork").exists());
+    };
+    refused(9, "fork", &none, &["8 of them recorded", "0 to 8"]);
+    refused(6, "run", &none, &["already"]);
+    refused(6, "fork", &dropping(&["nobody"]), &["nobody"]);
+    refused(
+        6,
+        "fork",
+        &Change { drop_sources: vec!["news".to_owned()], ..none.clone() },
+        &["news", "web, math"],
+    );
+    refused(6, "fork", &Change { fp32: true, ..none.clone() }, &["already"]);
+    let early = scratch.write("early.toml", "[[amendment]]\nstep = 6\nskip = true\n");
+    let (run, out) = (scratch.path("run"), scratch.path("fork"));
+    let request =
+        Request { run: &run, step: 6, out: &out, stores: &[], change: &none, amend: Some(&early) };
+    let fault = fork(&request, &table()).unwrap_err();
+    assert!(fault.to_string().contains("step 6, which is shared"), "{fault}");
+    let fault = fork(&Request { run: Path::new("nowhere"), amend: None, ..request }, &table());
+    assert!(fault.unwrap_err().to_string().contains("not a run"));
+
+    // What a kill left, at any point: another ledger, half a checkpoint, a file of nobody.
+    fs::create_dir_all(scratch.path("fork.partial/checkpoints/step-3")).unwrap();
+    for (name, text) in
+        [("ledger.jsonl", "half"), ("checkpoints/step-3/manifest.json", "{"), ("x", "")]
+    {
+        fs::write(scratch.path("fork.partial").join(name), text).unwrap();
+    }
+    let change = dropping(&[&documents(&scratch, 7)[0]]);
+    assert_eq!(forked(&scratch, 6, "fork", &change).unwrap().checkpoints, [3, 6]);
+    assert!(!scratch.path("fork.partial").exists() && !scratch.path("fork/x").exists());
+    go_on(&scratch, "fork");
+    let events = fs::read_to_string(scratch.path("fork/events.jsonl")).unwrap();
+    let steps = events.lines().filter(|line| line.contains("\"event\":\"step\"")).count();
+    assert_eq!(steps, 10, "each step was timed once, here or there");
+    let made = fs::read_to_string(scratch.path("fork/forked.json")).unwrap();
+    assert!(made.contains("\"step\":6"), "{made}");
+    scratch.write("run.toml", CURRICULUM);
+    assert!(scratch.train("run").step == 10, "the old run goes on by itself");
+}

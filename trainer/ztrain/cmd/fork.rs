@@ -1,0 +1,87 @@
+//! `ztrain fork`.
+
+use std::path::PathBuf;
+
+use contract::Result;
+use contract::terminal::print_raw;
+use kernels::runtime::{self, RuntimeOptions};
+use serde_json::json;
+use store::Location;
+use trainer::change::quoted;
+use trainer::fork::{Request, fork};
+
+use super::whatif::Changes;
+
+/// Arguments.
+#[derive(clap::Args)]
+#[command(
+    after_help = "Examples: ztrain fork runs/demo --step 47 --out runs/calm --drop-doc web-1234\n          \
+    ztrain fork runs/demo --step 47 --out runs/calm --amend calm.toml\n\n\
+    The new run has the ledger, checkpoints and name of the old one up to step N; nothing of the old one is written. \
+    `ztrain --curriculum NEW/run.toml --out NEW` goes on with it."
+)]
+pub(crate) struct Args {
+    /// The run's folder; nothing in it is written.
+    #[arg(value_parser = super::run())]
+    run: PathBuf,
+    /// The last step that is shared; 0 shares the beginning alone.
+    #[arg(long, value_name = "N")]
+    step: u64,
+    /// The folder of the new run, which must not exist.
+    #[arg(long, value_name = "NEW", value_parser = super::local("name a folder: a run's ledger lies on this machine"))]
+    out: PathBuf,
+    /// A file of [[amendment]] tables for steps from N + 1 on, as in a curriculum.
+    #[arg(long, value_name = "FILE", value_parser = super::local("copy it here"))]
+    amend: Option<PathBuf>,
+    /// Where a store is now, if it was moved; once for each store of the run, in the order of its run.toml.
+    #[arg(long, value_name = "STORE", value_parser = super::place())]
+    store: Vec<Location>,
+    #[command(flatten)]
+    changes: Changes,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Forks.
+pub(crate) fn exec(args: Args) -> Result<u8> {
+    let options = RuntimeOptions { device: "cpu".to_owned() };
+    let table = runtime::start(&options).map_err(|error| super::machine("cpu", &error))?;
+    let change = args.changes.change();
+    let request = Request {
+        run: &args.run,
+        step: args.step,
+        out: &args.out,
+        stores: &args.store,
+        change: &change,
+        amend: args.amend.as_deref(),
+    };
+    let forked = fork(&request, &table)?;
+    let out = quoted(args.out.display().to_string().trim_end_matches('/'));
+    let next = format!("ztrain --curriculum {out}/run.toml --out {out}");
+    if args.json {
+        let mut answer = json!(forked);
+        answer["next"] = json!(next);
+        print_raw(&format!("{answer}\n"))?;
+        return Ok(0);
+    }
+    let (step, from) = (forked.step, forked.checkpoints.last().copied().unwrap_or(0));
+    tell!("{} shares the steps of {} up to {step}", args.out.display(), args.run.display());
+    let shared: Vec<String> = forked.checkpoints.iter().map(|at| format!("step-{at}")).collect();
+    tell!(
+        "  checkpoints: {}",
+        if shared.is_empty() { "none".to_owned() } else { shared.join(", ") }
+    );
+    if from < step {
+        tell!("  steps {} to {step} will be computed again, and held against the ledger", from + 1);
+    }
+    match forked.changes.is_empty() {
+        true => tell!("  nothing is changed: amend {out}/run.toml from step {} on", step + 1),
+        false => forked.changes.iter().try_for_each(|change| {
+            tell!("  {change}");
+            Ok::<(), contract::Fault>(())
+        })?,
+    }
+    tell!("to go on:\n  {next}");
+    Ok(0)
+}

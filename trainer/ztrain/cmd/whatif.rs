@@ -1,0 +1,144 @@
+//! The flags of a change that a run did not have, and what `ztrain replay` says of it.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use contract::terminal::print_raw;
+use contract::{Fault, Result};
+use serde_json::json;
+use store::Location;
+use trainer::change::{Change, quoted};
+use trainer::chart::Chart;
+use trainer::optim::guard::Skipped;
+use trainer::replay::whatif::Answer;
+
+/// A change, from a step on.
+#[derive(clap::Args)]
+#[command(next_help_heading = "What if")]
+pub(crate) struct Changes {
+    /// Without this document from the step on: its text is hidden, everything else keeps its place.
+    #[arg(long, value_name = "ID")]
+    drop_doc: Vec<String>,
+    /// Without this source: the others take its place.
+    #[arg(long, value_name = "NAME")]
+    drop_source: Vec<String>,
+    /// With this learning rate in the step, and in proportion later: the schedule keeps its shape.
+    #[arg(long, value_name = "RATE", value_parser = super::not_negative)]
+    lr: Option<f64>,
+    /// With gradients clipped at this norm; 0 for no clipping.
+    #[arg(long, value_name = "NORM", value_parser = super::not_negative)]
+    clip: Option<f64>,
+    /// Computed in f32 where the run computes in bf16.
+    #[arg(long)]
+    fp32: bool,
+    /// With a step that moves nothing.
+    #[arg(long)]
+    optimizer_skip: bool,
+}
+
+impl Changes {
+    /// What they change.
+    pub(crate) fn change(&self) -> Change {
+        Change {
+            drop_documents: self.drop_doc.clone(),
+            drop_sources: self.drop_source.clone(),
+            lr: self.lr,
+            clip: self.clip,
+            fp32: self.fp32,
+            skip: self.optimizer_skip,
+        }
+    }
+}
+
+/// The commands that make a change come true from step `first` on.
+fn next(run: &Path, stores: &[Location], change: &Change, first: u64) -> [String; 2] {
+    let run = run.display().to_string();
+    let run = run.trim_end_matches('/');
+    let (before, new) = (first - 1, quoted(&format!("{run}-from-{first}")));
+    let moved: String =
+        stores.iter().map(|store| format!(" --store {}", quoted(&store.to_string()))).collect();
+    let flags = change.flags();
+    [
+        format!("ztrain fork {} --step {before} --out {new}{moved}{flags}", quoted(run)),
+        format!("ztrain --curriculum {new}/run.toml --out {new}"),
+    ]
+}
+
+/// What was asked.
+pub(crate) struct Asked<'a> {
+    pub(crate) run: &'a Path,
+    pub(crate) stores: &'a [Location],
+    pub(crate) change: &'a Change,
+    pub(crate) steps: Range<u64>,
+    pub(crate) json: bool,
+    pub(crate) plot: Option<&'a PathBuf>,
+}
+
+/// Prints the steps as they were and as they would have been, and the commands that go on so.
+pub(crate) fn print(asked: &Asked<'_>, answer: &Answer) -> Result<()> {
+    let Asked { run, stores, change, steps, json, plot } = asked;
+    let next = next(run, stores, change, steps.start);
+    if let Some(path) = plot {
+        let svg = chart(asked, answer).svg();
+        std::fs::write(path, svg).map_err(|error| Fault::io("write", path, &error).at("--plot"))?;
+    }
+    if *json {
+        let Change { drop_documents, drop_sources, lr, clip, fp32, skip } = change;
+        let answer = json!({
+            "replay": false, "dropped": drop_documents, "dropped_sources": drop_sources, "lr": lr,
+            "clip": clip, "fp32": fp32, "optimizer_skip": skip, "steps": answer.steps,
+            "diverged": answer.diverged, "next": next,
+        });
+        return print_raw(&format!("{answer}\n"));
+    }
+    tell!("WHAT IF, not a replay: {}", change.words().join(", "));
+    tell!(
+        "{:>8} {:>14} {:>14} {:>12} {:>12} {:>8}",
+        "step",
+        "loss was",
+        "would be",
+        "norm was",
+        "would be",
+        "dropped"
+    );
+    for step in &answer.steps {
+        let was = |value: Option<f64>| {
+            value.map_or_else(|| "diverged".to_owned(), |value| format!("{value:.6}"))
+        };
+        tell!(
+            "{:>8} {:>14} {:>14.6} {:>12} {:>12.6} {:>8}{}",
+            step.step,
+            was(step.was.map(|was| was.0)),
+            step.would_be.0,
+            was(step.was.map(|was| was.1)),
+            step.would_be.1,
+            step.dropped_labels,
+            Skipped::note(step.skipped)
+        );
+    }
+    if let Some(fault) = &answer.diverged {
+        let step = steps.start + answer.steps.len() as u64;
+        tell!("step {step} diverges with the change: {}", fault.replace('\n', "\n  "));
+    }
+    if let Some(path) = plot {
+        tell!("both curves: {}", path.display());
+    }
+    tell!("to go on so:\n  {}\n  {}", next[0], next[1]);
+    Ok(())
+}
+
+/// Losses as they were and as they would have been.
+fn chart(asked: &Asked<'_>, answer: &Answer) -> Chart {
+    let at = |step: u64| step as f64;
+    let was = answer.steps.iter().filter_map(|one| Some((at(one.step), one.was?.0)));
+    let would_be = answer.steps.iter().map(|one| (at(one.step), one.would_be.0));
+    let words = asked.change.words().join(", ");
+    Chart {
+        title: format!("loss over steps; not a replay: {words}"),
+        log: false,
+        curves: vec![
+            ("the run".to_owned(), was.collect()),
+            ("with the change".to_owned(), would_be.collect()),
+        ],
+    }
+}
