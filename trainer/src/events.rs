@@ -1,7 +1,7 @@
 //! `events.jsonl`: where and when. Ranks, devices, times and restarts go here and nowhere else; nothing is chained.
 
 use std::fs::{File, OpenOptions};
-use std::io::Write as _;
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -33,9 +33,48 @@ impl Events {
     }
 }
 
+/// Seconds that a step took lately, by the events at `path`: the median of the last ones; `None` where there are none.
+pub(crate) fn pace(path: &Path) -> Option<f64> {
+    let mut file = File::open(path).ok()?;
+    let end = file.seek(SeekFrom::End(0)).ok()?;
+    file.seek(SeekFrom::Start(end.saturating_sub(TAIL))).ok()?;
+    let mut bytes = Vec::new();
+    file.take(TAIL).read_to_end(&mut bytes).ok()?;
+    let text = String::from_utf8_lossy(&bytes);
+    // The first line may be cut.
+    let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let steps = events.filter(|event| event["event"] == "step");
+    let mut seconds: Vec<f64> = steps.filter_map(|event| event["seconds"].as_f64()).collect();
+    seconds.sort_by(f64::total_cmp);
+    seconds.get(seconds.len() / 2).copied()
+}
+
+/// Bytes at the end of the events that [`pace`] looks at.
+const TAIL: u64 = 1 << 15;
+
 /// Seconds since 1970, to the millisecond.
 #[expect(clippy::disallowed_methods, reason = "events are where the date may be known")]
 pub(crate) fn now() -> f64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     (since.as_secs_f64() * 1e3).round() / 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pace_is_the_median_of_the_last_steps() {
+        let folder = tempfile::TempDir::new().unwrap();
+        let path = folder.path().join("events.jsonl");
+        assert_eq!(pace(&path), None);
+        let mut events = Events::open(&path).unwrap();
+        events.write("start", json!({"seconds": 99})).unwrap();
+        assert_eq!(pace(&path), None);
+        for step in 0..2000 {
+            let seconds = if step < 1000 { 50.0 } else { f64::from(step % 3) };
+            events.write("step", json!({"step": step, "seconds": seconds})).unwrap();
+        }
+        assert_eq!(pace(&path), Some(1.0));
+    }
 }

@@ -62,7 +62,7 @@ impl ExecOptions {
             flat: false,
             transport: Transport::default(),
             checkpoint_every: 50,
-            retention: Retention { newest: 3, every: 0 },
+            retention: Retention { newest: 3, every: 0, aged: true },
             restart: false,
             checkpoints: None,
             ring: RingOptions { states: 0, every: 10, spike: 6.0 },

@@ -43,6 +43,7 @@ pub mod state;
 pub mod step;
 pub mod timing;
 pub mod validate;
+mod waiting;
 pub mod workers;
 
 pub use exec::ExecOptions;

@@ -3,6 +3,8 @@
 //! How often it is taken and over how many windows is a flag, since it decides nothing about the run; so its place is
 //! `events.jsonl`, not the ledger. Taken again after a kill it has the same bits.
 
+use std::sync::{Mutex, PoisonError};
+
 use contract::Result;
 use kernels::share::Frozen;
 use loader::validation;
@@ -13,6 +15,7 @@ use crate::refusal::caught;
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
 use crate::step::micro_batch;
+use crate::waiting::Waiting;
 use crate::workers::Workers;
 
 /// When, and over how much.
@@ -80,13 +83,17 @@ impl Validation {
         let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
         let PhaseModel { config, cut, .. } = spec.model_at(at.step)?;
         let how = workers.options().cut(*cut);
+        let waiting =
+            Mutex::new(Waiting::new(format!("validation after step {step}"), pieces.len() as u64));
         let losses = workers.map(pieces, |(source, first, rows): (String, u64, u64)| {
             let batch = validation::batch(&spec.data, &source, at.seq_len, first, rows)?;
             let place = || format!("validation of {source} after step {step}, window {first}");
             let (weights, biases) = (weights.aliases(), biases.aliases());
             let input = micro_batch::rows(&batch, 0..batch.rows);
             let loss = caught(|| model::losses(how, config, &weights, &biases, &input));
-            Ok((source.clone(), loss.map_err(|fault| fault.or_at(place))?, batch.label_count))
+            let loss = loss.map_err(|fault| fault.or_at(place))?;
+            waiting.lock().unwrap_or_else(PoisonError::into_inner).one();
+            Ok((source.clone(), loss, batch.label_count))
         })?;
         let mut sums: Vec<SourceLoss> = Vec::new();
         for (source, loss, labels) in losses {

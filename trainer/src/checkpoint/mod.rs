@@ -74,6 +74,33 @@ pub struct Retention {
     pub newest: usize,
     /// And every one whose step this divides; 0 for none.
     pub every: u64,
+    /// And some older ones, ever fewer the older they are.
+    pub aged: bool,
+}
+
+impl Retention {
+    /// Of checkpoints of these steps, ascending, those that go.
+    ///
+    /// With `aged` an old one goes if without it the next older one (or the beginning) is at most twice as old as the next
+    /// newer one. So the way from a checkpoint to any step behind it is never longer than from that step to the newest
+    /// one, or than checkpoints are apart; and at most two stay for each doubling of age.
+    pub fn gone(&self, steps: &[u64]) -> Vec<u64> {
+        let old = steps.len().saturating_sub(self.newest.max(1));
+        let (Some(last), Some(mut newer)) = (steps.last(), steps.get(old)) else {
+            return Vec::new();
+        };
+        let mut gone = Vec::new();
+        for at in (0..old).rev() {
+            let older = at.checked_sub(1).map_or(0, |before| steps[before]);
+            let needed = self.aged && last - older > 2 * (last - newer);
+            if needed || self.every > 0 && steps[at].is_multiple_of(self.every) {
+                newer = &steps[at];
+            } else {
+                gone.push(steps[at]);
+            }
+        }
+        gone
+    }
 }
 
 /// What a search for a usable checkpoint found.
@@ -227,10 +254,8 @@ impl Checkpoints {
         let (mut steps, files) = (self.steps()?, self.medium.list()?);
         // A pinned one stays beside the newest, not in place of one.
         steps.retain(|step| !files.contains(&name(*step, PINNED)));
-        let old = steps.len().saturating_sub(retention.newest.max(1));
-        let kept = |step: u64| retention.every > 0 && step.is_multiple_of(retention.every);
-        steps[..old].iter().filter(|step| !kept(**step)).try_for_each(|step| {
-            self.first_manifest(*step)?.iter().try_for_each(|file| self.medium.remove(file))
+        retention.gone(&steps).into_iter().try_for_each(|step| {
+            self.first_manifest(step)?.iter().try_for_each(|file| self.medium.remove(file))
         })
     }
 

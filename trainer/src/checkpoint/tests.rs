@@ -204,7 +204,7 @@ impl Medium for Broken {
 /// Every operation of a checkpoint and of the retention after it is cut once, in every way.
 #[test]
 fn a_kill_in_any_phase_leaves_the_state_before_or_the_new_one() {
-    let (layout, retention) = (layout(), Retention { newest: 1, every: 0 });
+    let (layout, retention) = (layout(), Retention { newest: 1, every: 0, aged: false });
     let whole = |how, left| {
         let folder = TempDir::new().unwrap();
         let good = Checkpoints::new(folder.path());
@@ -406,6 +406,32 @@ proptest! {
         for (there, into) in asked.values() {
             let sum = |tensor: &Tensor| kernels::checksum::tensor(tensor, 1);
             prop_assert_eq!(sum(there), sum(into));
+        }
+    }
+}
+
+proptest! {
+    /// Checkpoints come at any steps, and go by age: no way back is longer than the step is old, and few stay.
+    #[test]
+    fn old_checkpoints_are_thinned_out_by_age(
+        gaps in prop::collection::vec(1u64..60, 1..400), newest in 1usize..5,
+    ) {
+        let retention = Retention { newest, every: 0, aged: true };
+        let (mut made, mut kept, mut last) = (vec![0], Vec::new(), 0);
+        for gap in gaps {
+            last += gap;
+            made.push(last);
+            kept.push(last);
+            let gone = retention.gone(&kept);
+            kept.retain(|step| !gone.contains(step));
+            prop_assert!(made.iter().rev().take(newest.min(made.len() - 1)).all(|it| kept.contains(it)));
+            let olders = std::iter::once(&0).chain(&kept);
+            for (older, newer) in olders.zip(&kept) {
+                let beside = made.windows(2).any(|two| two == [*older, *newer]);
+                prop_assert!(beside || newer - older <= last - newer, "{kept:?} after {last}");
+            }
+            let doublings = (last as f64).log2();
+            prop_assert!(kept.len() as f64 <= newest as f64 + 2.0 * doublings + 2.0, "{kept:?}");
         }
     }
 }

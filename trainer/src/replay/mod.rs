@@ -8,6 +8,7 @@ pub mod whatif;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use contract::{Class, Fault, Result};
 use kernels::runtime::KernelTable;
@@ -18,14 +19,17 @@ use store::Location;
 use tch::Device;
 
 use crate::checkpoint::Layout;
+use crate::events;
 use crate::folder::{
     RunFolder, compare_content, compare_curriculum, head, no_run, table_difference,
 };
 use crate::ledger::{Difference, Ledger, Stage, StepRecord};
+use crate::report::clock;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::state::ownership::Ownership;
 use crate::step::{self, Context, Detail, Gradient};
+use crate::waiting::{self, Waiting};
 use crate::workers::Workers;
 use documents::DocumentLoss;
 pub use executor::{Executor, ThisMachine};
@@ -176,13 +180,35 @@ impl Replayer {
         let owners = Ownership::new(&self.spec, 0, 1);
         let begin = || State::begin(&self.spec, self.device, owners, self.workers);
         let mut state = found.state.map_or_else(begin, Ok)?;
+        self.say_way(state.step, step);
+        let what = format!("computing the state after step {step}");
+        let mut waiting = Waiting::new(what, step - state.step);
         while state.step < step {
             let next = self.step(&mut state, Detail::Sums)?;
             if next.verdict != Verdict::SameBits {
                 return Err(self.on_the_way(&next));
             }
+            waiting.one();
         }
         Ok(state)
+    }
+
+    /// Says from where the state after `step` is computed, if by the pace of the run that takes a while.
+    fn say_way(&self, from: u64, step: u64) {
+        let pace = events::pace(&self.folder.events()).unwrap_or(0.0);
+        let time = Duration::from_secs_f64((pace * (step - from) as f64).clamp(0.0, 1e9));
+        if time < waiting::SILENCE {
+            return;
+        }
+        let begins = match from {
+            0 => "the beginning".to_owned(),
+            from => format!("checkpoint step-{from}"),
+        };
+        contract::note!(
+            "steps {} to {step} are computed again from {begins}: about {} at the pace of the run",
+            from + 1,
+            clock(time)
+        );
     }
 
     fn on_the_way(&self, next: &Replayed) -> Fault {

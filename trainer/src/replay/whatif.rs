@@ -15,6 +15,7 @@ use crate::optim::guard::Skipped;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step::Detail;
+use crate::waiting::Waiting;
 
 /// Loss and gradient norm of a step.
 pub type LossAndNorm = (f64, f64);
@@ -53,6 +54,7 @@ pub fn imagine(replayer: &mut Replayer, steps: Range<u64>, change: &Change) -> R
     let mut state = replayer.state_after(steps.start - 1)?;
     let mut original = Original::new(replayer, &state, &steps);
     let mut answer = Answer { steps: Vec::new(), diverged: None };
+    let mut waiting = Waiting::new("steps with the change", steps.end - steps.start);
     for step in steps {
         let was = original.step(replayer, step)?;
         let batch = loader::batch(&amended.plan, &amended.data, step, RankSlice::WHOLE)?;
@@ -67,6 +69,7 @@ pub fn imagine(replayer: &mut Replayer, steps: Range<u64>, change: &Change) -> R
         let (would_be, skipped) = ((record.loss, record.norm()), record.skipped);
         let dropped_labels = dropped_labels(replayer, step, change)?;
         answer.steps.push(Imagined { step, dropped_labels, was, would_be, skipped });
+        waiting.one();
     }
     Ok(answer)
 }

@@ -1,6 +1,7 @@
 //! Where a run goes on: rank 0 takes the folder and looks for the newest checkpoint that every rank can read.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use contract::{Digest, Fault, Result};
 use kernels::group::Carried;
@@ -13,16 +14,17 @@ use super::keep::Keeper;
 use super::record::{Book, Recorder};
 use super::restore::{Reading, Restored};
 use crate::checkpoint::{Checkpoints, Found, Layout};
-use crate::events::Events;
+use crate::events::{self, Events};
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder, levels};
 use crate::mesh::Team;
 use crate::metrics::Metrics;
-use crate::report::Progress;
+use crate::report::{Progress, clock};
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::state::ownership::Ownership;
 use crate::step;
+use crate::waiting::SILENCE;
 
 /// A run that has begun, or goes on.
 pub(super) struct Begun<'a> {
@@ -168,8 +170,15 @@ impl<'a> Opening<'a> {
                 first if first == recorded => (format!("step {first} is"), "it is"),
                 first => (format!("steps {first} to {recorded} are"), "they are"),
             };
-            let note = format!("{steps} in the ledger: {they} computed again, to the same bits");
-            progress.note(&note);
+            let pace = events::pace(&open.folder.events()).unwrap_or(0.0);
+            let time = Duration::from_secs_f64((pace * (recorded - from) as f64).clamp(0.0, 1e9));
+            let about = match time < SILENCE {
+                true => String::new(),
+                false => format!(", about {}", clock(time)),
+            };
+            progress.note(&format!(
+                "{steps} in the ledger: {they} computed again, to the same bits{about}"
+            ));
         }
         for edit in &open.edits {
             progress.note(&format!("accepted edit of the curriculum: {edit}"));

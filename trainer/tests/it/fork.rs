@@ -34,7 +34,7 @@ fn go_on(scratch: &Scratch, out: &str) {
 }
 
 fn keep_all(exec: &mut ExecOptions) {
-    exec.retention = Retention { newest: 9, every: 0 };
+    exec.retention = Retention { newest: 9, every: 0, aged: false };
 }
 
 fn lines(scratch: &Scratch, out: &str) -> Vec<String> {

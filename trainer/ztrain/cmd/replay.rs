@@ -7,6 +7,7 @@ use contract::terminal::print_raw;
 use contract::{Class, Fault, Result};
 use serde_json::json;
 use store::Location;
+use trainer::change::quoted;
 use trainer::optim::guard::Skipped;
 use trainer::replay::documents::DocumentLoss;
 use trainer::replay::whatif::imagine;
@@ -185,7 +186,20 @@ fn print_replayed(args: &Args, replayed: &Replayed, alone: bool) -> Result<()> {
         );
     }
     tell!("  {}", replayed.advice);
-    if alone { print_documents(&replayed.documents, args.top) } else { Ok(()) }
+    if !alone {
+        return Ok(());
+    }
+    print_documents(&replayed.documents, args.top)?;
+    let worst = replayed.documents.first().and_then(|document| document.sequences.first());
+    if let Some(sequence) = worst {
+        let run = args.run.display().to_string();
+        let run = quoted(run.trim_end_matches('/'));
+        let step = replayed.step;
+        tell!(
+            "text of the worst: zdata batch {run}/run.toml --step {step} --sequence {sequence} --text"
+        );
+    }
+    Ok(())
 }
 
 fn print_documents(documents: &[DocumentLoss], top: usize) -> Result<()> {

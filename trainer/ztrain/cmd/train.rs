@@ -31,6 +31,9 @@ pub(crate) struct Args {
     /// The newest checkpoints that stay.
     #[arg(long, value_name = "COUNT", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
     keep: u64,
+    /// Keep no older ones than these; else some stay, about one for each doubling of their age.
+    #[arg(long)]
+    only_newest: bool,
     /// Keep also each checkpoint whose step this divides; 0 for none.
     #[arg(long, value_name = "STEPS", default_value_t = 0)]
     keep_every: u64,
@@ -117,7 +120,8 @@ fn options(args: &Args, curriculum: &Location, workers: Workers) -> ExecOptions 
     (exec.schedule, exec.flat) = args.ranks.ways();
     exec.transport = args.ranks.transport();
     exec.checkpoint_every = args.checkpoint_every;
-    exec.retention = Retention { newest: args.keep as usize, every: args.keep_every };
+    let (newest, every, aged) = (args.keep as usize, args.keep_every, !args.only_newest);
+    exec.retention = Retention { newest, every, aged };
     exec.checkpoints.clone_from(&args.checkpoints);
     exec.ring = RingOptions { states: args.ring, every: args.ring_every, spike: args.ring_spike };
     exec.restart = args.restart;

@@ -1,0 +1,65 @@
+//! How far something is that takes longer than two seconds, and how much time is left.
+//!
+//! The clock here decides nothing but when to speak.
+
+use std::time::{Duration, Instant};
+
+use contract::note;
+
+use crate::report::clock;
+
+/// What takes less says nothing.
+pub(crate) const SILENCE: Duration = Duration::from_secs(2);
+
+/// Time between two lines.
+const LINE_EVERY: Duration = Duration::from_secs(5);
+
+/// Counts what is done and tells it on standard error.
+pub(crate) struct Waiting {
+    what: String,
+    total: u64,
+    done: u64,
+    begun: Instant,
+    /// When to speak next.
+    next: Instant,
+}
+
+impl Waiting {
+    /// For `total` things, which `what` names.
+    pub(crate) fn new(what: impl Into<String>, total: u64) -> Self {
+        let begun = Instant::now();
+        Waiting { what: what.into(), total, done: 0, begun, next: begun + SILENCE }
+    }
+
+    /// One more is done. Speaks, if it is time.
+    pub(crate) fn one(&mut self) {
+        self.done += 1;
+        let now = Instant::now();
+        if now < self.next || self.done >= self.total {
+            return;
+        }
+        self.next = now + LINE_EVERY;
+        let left = left(now - self.begun, self.done, self.total);
+        note!("{}: {} of {} | {} left", self.what, self.done, self.total, clock(left));
+    }
+}
+
+/// The time that is left when `done` of `total` took this long.
+fn left(taken: Duration, done: u64, total: u64) -> Duration {
+    let rest = total.saturating_sub(done) as f64 / done.max(1) as f64;
+    Duration::from_secs_f64((taken.as_secs_f64() * rest).min(1e9))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_takes_as_long_as_what_is_done() {
+        let taken = Duration::from_secs(30);
+        assert_eq!(left(taken, 10, 40), Duration::from_secs(90));
+        assert_eq!(left(taken, 40, 40), Duration::ZERO);
+        assert_eq!(left(taken, 50, 40), Duration::ZERO);
+        assert_eq!(clock(left(Duration::from_secs(u64::MAX / 4), 1, u64::MAX)).len() > 2, true);
+    }
+}
