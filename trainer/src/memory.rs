@@ -84,12 +84,8 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
         4 * sets * piece.length() as u64
     });
     let tokens = step.micro_batch * u64::from(step.seq_len);
-    let activations = crate::model::activation_bytes(
-        config,
-        tokens,
-        holder.workers.options().cut(*cut),
-        dtype,
-    );
+    let activations =
+        crate::model::activation_bytes(config, tokens, holder.workers.options().cut(*cut), dtype);
     let pending = parts[holder.rank as usize].iter().flat_map(levels).max().unwrap_or(0);
     // Workers in one block add to the same nodes. Each of several has one leaf at work, and one more may wait for its turn.
     let whole = match u64::from(pending) {
