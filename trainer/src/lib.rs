@@ -4,7 +4,7 @@
 //! - [`step`] is one step: [`model`] computes leaves on [`workers`], the fixed tree adds them, [`optim`] moves the
 //!   [`state`]; on one rank or on many, with the same bits.
 //! - [`launch`] starts ranks and finds their place, [`mesh`] says who does what.
-//! - [`replay`] computes past steps again and explains them; [`compare`] finds where two runs part.
+//! - [`replay`] computes past steps again, [`explain`] says what was odd about one; [`compare`] finds where two runs part.
 //! - [`change`] is what a counterfactual imagines and [`fork`] makes true, [`chart`] its picture.
 //! - [`plan`] tells what a run will need before any of it is allocated.
 //! - [`hf`] is Hugging Face's `zaya`, in and out.
@@ -23,6 +23,7 @@ pub mod checkpoint;
 pub mod compare;
 pub mod events;
 pub mod exec;
+pub mod explain;
 pub mod folder;
 pub mod fork;
 pub mod hf;

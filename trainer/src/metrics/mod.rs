@@ -104,7 +104,7 @@ impl Metrics {
 }
 
 /// Entropy of the load over the experts (the last class is the skip), over that of an even one; 1 for a single expert.
-fn entropy(counts: &[u64]) -> f64 {
+pub(crate) fn entropy(counts: &[u64]) -> f64 {
     let experts = &counts[..counts.len().saturating_sub(1)];
     let total: u64 = experts.iter().sum();
     if total == 0 || experts.len() < 2 {

@@ -12,6 +12,17 @@ use store::{DocumentRecord, Split};
 
 use crate::spec::RunSpec;
 
+/// Where a part of a document stands in a batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The row.
+    pub row: u64,
+    /// Its columns there.
+    pub columns: Range<u32>,
+    /// The first token, counted in the document.
+    pub first_token: u64,
+}
+
 /// One document of a step and its part in the loss.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct DocumentLoss {
@@ -25,8 +36,13 @@ pub struct DocumentLoss {
     pub row: u64,
     /// Row group or record batch of columnar input.
     pub group: Option<u32>,
+    /// Its bytes in that file, decompressed, where they are known.
+    pub bytes: Option<(u64, u64)>,
     /// The sequences of the step that hold a part of it.
     pub sequences: Vec<u64>,
+    /// Where its parts stand in the batch.
+    #[serde(skip)]
+    pub places: Vec<Place>,
     /// Its tokens in this step.
     pub tokens: u64,
     /// Its labels in this step.
@@ -60,6 +76,11 @@ pub fn rank(
             if entry.sequences.last() != Some(&row) {
                 entry.sequences.push(row);
             }
+            entry.places.push(Place {
+                row,
+                columns: piece.place.clone(),
+                first_token: piece.in_document().start,
+            });
             let places = piece.place.start as usize..piece.place.end as usize;
             entry.tokens += places.len() as u64;
             for place in places.filter(|place| mask[*place] != 0) {
@@ -93,6 +114,8 @@ fn describe(spec: &RunSpec, source: usize, record: &DocumentRecord) -> Result<Do
         file: file.map_or_else(|| format!("input {}", record.file), |input| input.path.clone()),
         row: record.row,
         group: record.group,
+        bytes: record.bytes,
+        places: Vec::new(),
         sequences: Vec::new(),
         tokens: 0,
         labels: 0,

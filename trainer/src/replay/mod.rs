@@ -16,7 +16,7 @@ use loader::{Batch, Opened, RankSlice};
 use mixer::Curriculum;
 use serde::Serialize;
 use store::Location;
-use tch::Device;
+use tch::{Device, Tensor};
 
 use crate::checkpoint::Layout;
 use crate::events;
@@ -71,6 +71,18 @@ pub struct Replayed {
     pub record: Option<StepRecord>,
     /// Its documents, worst first.
     pub documents: Vec<DocumentLoss>,
+}
+
+/// A replayed step, and what it was computed from.
+pub(crate) struct Kept {
+    /// What the replay says, with all documents.
+    pub(crate) replayed: Replayed,
+    /// The step's text.
+    pub(crate) batch: Batch,
+    /// The summed gradient, before clipping: its pieces in canonical order.
+    pub(crate) gradient: Vec<Tensor>,
+    /// The loss of each token of the batch.
+    pub(crate) token_losses: Vec<f32>,
 }
 
 /// A run opened to be replayed.
@@ -132,6 +144,21 @@ impl Replayer {
     /// What is trained.
     pub fn spec(&self) -> &RunSpec {
         &self.spec
+    }
+
+    /// What was recorded.
+    pub(crate) fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// Where it was.
+    pub(crate) fn folder(&self) -> &RunFolder {
+        &self.folder
+    }
+
+    /// Who computes here.
+    pub(crate) fn workers(&self) -> Workers {
+        self.workers
     }
 
     /// Steps in the ledger.
@@ -228,10 +255,33 @@ impl Replayer {
 
     /// Computes the step after `state` as the run did, compares it, and moves the state.
     pub fn step(&self, state: &mut State, detail: Detail) -> Result<Replayed> {
-        let step = state.step + 1;
-        let batch = self.batch(step)?;
-        let before = state.copy();
-        let (gradient, outcome) = self.compute(&self.spec, state, &batch, detail)?;
+        let batch = self.batch(state.step + 1)?;
+        self.replayed(state, &batch, detail, |_| ())
+    }
+
+    /// The same, with all that it was computed from.
+    pub(crate) fn step_and_keep(&self, state: &mut State) -> Result<Kept> {
+        let (batch, mut kept) = (self.batch(state.step + 1)?, None);
+        let replayed = self.replayed(state, &batch, Detail::Tokens, |gradient| {
+            let own = gradient.own.iter().map(Tensor::shallow_clone).collect();
+            let losses = gradient.leaves.iter().flat_map(|leaf| leaf.token_losses.iter().copied());
+            kept = Some((own, losses.collect()));
+        })?;
+        let (gradient, token_losses) =
+            kept.ok_or_else(|| Fault::bug("a step was computed without a gradient"))?;
+        Ok(Kept { replayed, batch, gradient, token_losses })
+    }
+
+    /// Computes the step after `state`; `look` sees its gradient before anything moves.
+    fn replayed(
+        &self,
+        state: &mut State,
+        batch: &Batch,
+        detail: Detail,
+        look: impl FnOnce(&Gradient),
+    ) -> Result<Replayed> {
+        let (step, before) = (batch.step, state.copy());
+        let (gradient, outcome) = self.compute_and_look(&self.spec, state, batch, detail, look)?;
         let (record, diverged) = match outcome {
             Ok(record) => (Some(record), None),
             Err(fault) => (None, Some(fault.to_string())),
@@ -240,11 +290,11 @@ impl Replayer {
         let verdict = match (&difference, step > self.recorded()) {
             (_, true) => Verdict::NotRecorded,
             (None, false) => Verdict::SameBits,
-            (Some(found), false) => self.again(before, &batch, record.as_ref(), found)?,
+            (Some(found), false) => self.again(before, batch, record.as_ref(), found)?,
         };
         let documents = match detail {
             Detail::Sums => Vec::new(),
-            Detail::Tokens => self.documents(&batch, 0..batch.rows, &gradient.leaves)?,
+            Detail::Tokens => self.documents(batch, 0..batch.rows, &gradient.leaves)?,
         };
         let found = self.found(step, verdict, difference);
         Ok(Replayed { diverged, loss: gradient.mean(), record, documents, ..found })
@@ -334,20 +384,34 @@ impl Replayer {
         }
     }
 
-    fn batch(&self, step: u64) -> Result<Batch> {
+    /// The text of a step.
+    pub(crate) fn batch(&self, step: u64) -> Result<Batch> {
         loader::batch(&self.spec.plan, &self.spec.data, step, RankSlice::WHOLE)
     }
 
     /// The gradient of a step as `spec` says, and the record unless the step diverges.
-    fn compute(
+    pub(crate) fn compute(
         &self,
         spec: &RunSpec,
         state: &mut State,
         batch: &Batch,
         detail: Detail,
     ) -> Result<(Gradient, Result<StepRecord>)> {
+        self.compute_and_look(spec, state, batch, detail, |_| ())
+    }
+
+    /// The same; `look` sees the gradient before anything moves.
+    fn compute_and_look(
+        &self,
+        spec: &RunSpec,
+        state: &mut State,
+        batch: &Batch,
+        detail: Detail,
+        look: impl FnOnce(&Gradient),
+    ) -> Result<(Gradient, Result<StepRecord>)> {
         let workers = self.workers;
         let mut gradient = self.executor.gradient(spec, state, batch, workers, detail)?;
+        look(&gradient);
         let complete = |cx: Context<'_>| step::complete(cx, state, &mut gradient, || false);
         match step::alone(spec, workers, complete) {
             Err(fault) if fault.class() != Class::Diverged => Err(fault),

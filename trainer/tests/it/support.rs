@@ -18,7 +18,7 @@ use trainer::{ExecOptions, Outcome, World, train};
 
 use crate::folder::tree;
 
-const VOCAB: u32 = 50;
+pub(crate) const VOCAB: u32 = 50;
 
 /// A scratch folder with a store of two sources.
 pub(crate) struct Scratch(TempDir);
@@ -56,11 +56,26 @@ impl Scratch {
         self.write_other_store("store", ["web", "math"], seed);
     }
 
+    /// The usual store, in which some documents to train on, by id, begin with other tokens.
+    pub(crate) fn write_planted(&self, folder: &str, planted: &BTreeMap<String, Vec<u32>>) {
+        self.write_any_store(folder, ["web", "math"], 1, planted);
+    }
+
     /// A store of these sources.
     pub(crate) fn write_other_store(&self, folder: &str, names: [&str; 2], seed: u64) {
+        self.write_any_store(folder, names, seed, &BTreeMap::new());
+    }
+
+    fn write_any_store(
+        &self,
+        folder: &str,
+        names: [&str; 2],
+        seed: u64,
+        planted: &BTreeMap<String, Vec<u32>>,
+    ) {
         let root = self.path(folder);
         let _ = fs::remove_dir_all(&root);
-        let sources = names.map(|name| source(&root, name, seed)).to_vec();
+        let sources = names.map(|name| source(&root, name, seed, planted)).to_vec();
         fs::write(root.join("tokenizer.json"), "{}").unwrap();
         let tokenizer = TokenizerRecord {
             sha256: Identity::of_bytes(b"{}"),
@@ -124,10 +139,16 @@ pub(crate) fn stop_after(step: u64) -> impl Fn(&mut ExecOptions) {
 }
 
 /// A source of 120 documents, and 9 that are held out.
-fn source(root: &Path, name: &str, seed: u64) -> SourceRecord {
-    let train = stream(root, name, Split::Train, Key::from_seed(seed).child(name), 120);
-    let held = Key::from_seed(seed).child(name).child("held back");
-    let validation = stream(root, name, Split::Validation, held, 9);
+fn source(
+    root: &Path,
+    name: &str,
+    seed: u64,
+    planted: &BTreeMap<String, Vec<u32>>,
+) -> SourceRecord {
+    let key = Key::from_seed(seed).child(name);
+    let train = stream(root, name, Split::Train, (key, 120), planted);
+    let held = (key.child("held back"), 9);
+    let validation = stream(root, name, Split::Validation, held, &BTreeMap::new());
     let input = InputRecord {
         path: format!("{name}.jsonl"),
         bytes: 1,
@@ -147,7 +168,13 @@ fn source(root: &Path, name: &str, seed: u64) -> SourceRecord {
 }
 
 /// Documents of 2 to 60 tokens that are easy to learn: each token follows from the one before, by source.
-fn stream(root: &Path, name: &str, split: Split, key: Key, documents: u64) -> StreamRecord {
+fn stream(
+    root: &Path,
+    name: &str,
+    split: Split,
+    (key, documents): (Key, u64),
+    planted: &BTreeMap<String, Vec<u32>>,
+) -> StreamRecord {
     let folder = stream_folder(root, name, split);
     fs::create_dir_all(&folder).unwrap();
     let (source, token_bytes) = (name.to_owned(), 2);
@@ -158,10 +185,14 @@ fn stream(root: &Path, name: &str, split: Split, key: Key, documents: u64) -> St
         let key = key.nth(number);
         let length = 2 + draw(key, Purpose::Generate, 0) % 59;
         let first = draw(key, Purpose::Generate, 1) as u32 % VOCAB;
-        let tokens: Vec<u32> =
+        let mut tokens: Vec<u32> =
             (0..length as u32).map(|index| (first + 7 * index) % VOCAB).collect();
+        let id = format!("{name}-{number}");
+        if let Some(planted) = planted.get(&id) {
+            tokens.iter_mut().zip(planted).for_each(|(token, planted)| *token = *planted);
+        }
         let record = DocumentRecord {
-            id: format!("{name}-{number}"),
+            id,
             file: 0,
             row: number + 1,
             group: None,

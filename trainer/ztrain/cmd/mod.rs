@@ -3,6 +3,7 @@
 pub(crate) mod bench;
 pub(crate) mod bench_step;
 pub(crate) mod compare;
+pub(crate) mod explain;
 pub(crate) mod export;
 pub(crate) mod fork;
 pub(crate) mod import;

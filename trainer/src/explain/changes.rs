@@ -1,0 +1,239 @@
+//! What was changed in the steps up to the one that is explained: by the curriculum, by whoever ran it, by the machine.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use contract::{Fault, Result};
+use serde::Serialize;
+use serde_json::Value;
+
+use super::history::History;
+use crate::folder::RunFolder;
+use crate::ledger::StepRecord;
+use crate::optim::guard::Skipped;
+use crate::spec::RunSpec;
+
+/// Of what kind a change is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kind {
+    /// The learning rate, other than by its warm-up or decay.
+    LearningRate,
+    /// What part of the samples is of which source.
+    Mixture,
+    /// The phase's name, the length of its sequences, its batch or micro-batch.
+    Phase,
+    /// An edit of the curriculum that came into force.
+    Amendment,
+    /// The kernel table.
+    Kernels,
+    /// The number of ranks, or how they exchange.
+    Ranks,
+    /// Steps that moved nothing.
+    Skipped,
+}
+
+impl Kind {
+    /// All of them.
+    pub const ALL: [Kind; 7] = [
+        Kind::LearningRate,
+        Kind::Mixture,
+        Kind::Phase,
+        Kind::Amendment,
+        Kind::Kernels,
+        Kind::Ranks,
+        Kind::Skipped,
+    ];
+
+    /// For people.
+    pub fn words(self) -> &'static str {
+        match self {
+            Kind::LearningRate => "learning rate",
+            Kind::Mixture => "mixture",
+            Kind::Phase => "phase",
+            Kind::Amendment => "amendments",
+            Kind::Kernels => "kernels",
+            Kind::Ranks => "ranks",
+            Kind::Skipped => "skipped steps",
+        }
+    }
+}
+
+/// Something that was changed.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Change {
+    /// Of what kind.
+    pub kind: Kind,
+    /// The first step with it.
+    pub step: u64,
+    /// What was changed, for people.
+    pub what: String,
+}
+
+/// A rate that rises by more than this is a jump, unless it rises as it did a step before.
+const JUMP: f64 = 1.5;
+
+/// A source's part of the samples that changes by more than this is another mixture.
+const SHARE: f64 = 0.02;
+
+/// All that was changed from the oldest step of `history` to `record`, oldest first.
+pub(super) fn changes(
+    spec: &RunSpec,
+    folder: &RunFolder,
+    history: &History,
+    record: &StepRecord,
+) -> Result<Vec<Change>> {
+    let records: Vec<&StepRecord> = history.records.iter().chain([record]).collect();
+    let mut found = rates(&records);
+    for pair in records.windows(2) {
+        found.extend(curriculum(spec, pair[0].step, pair[1].step)?);
+        if let Some(reason) = pair[0].skipped.filter(|skipped| *skipped != Skipped::No) {
+            let (kind, step) = (Kind::Skipped, pair[0].step);
+            found.push(Change { kind, step, what: format!("step {step} was {}", reason.words()) });
+        }
+        if pair[1].curriculum.is_some() {
+            let (kind, step) = (Kind::Amendment, pair[1].step);
+            let what = format!("an edit of the curriculum came into force at step {step}");
+            found.push(Change { kind, step, what });
+        }
+    }
+    let first = records[0].step;
+    found.extend(
+        machines(folder)?.into_iter().filter(|one| (first + 1..=record.step).contains(&one.step)),
+    );
+    found.sort_by_key(|change| (change.step, change.kind));
+    Ok(found)
+}
+
+/// Jumps of the learning rate. Warm-up rises by equal amounts, so what rises by no more than it did before is none.
+fn rates(records: &[&StepRecord]) -> Vec<Change> {
+    let mut found = Vec::new();
+    let mut risen =
+        records.first().map_or(0.0, |first| if first.step == 1 { first.lr() } else { 0.0 });
+    for pair in records.windows(2) {
+        let (before, lr, step) = (pair[0].lr(), pair[1].lr(), pair[1].step);
+        let rise = lr - before;
+        let jumps = lr > JUMP * before && rise > 2.0 * risen.max(0.0);
+        if jumps || lr * JUMP * 2.0 < before {
+            let what =
+                format!("the learning rate went from {before:.3e} to {lr:.3e} at step {step}");
+            found.push(Change { kind: Kind::LearningRate, step, what });
+        }
+        risen = rise;
+    }
+    found
+}
+
+/// What the curriculum changes between two steps in a row.
+fn curriculum(spec: &RunSpec, before: u64, step: u64) -> Result<Vec<Change>> {
+    let (old, new) = (spec.plan.step(before)?, spec.plan.step(step)?);
+    if old.phase == new.phase {
+        return Ok(Vec::new());
+    }
+    let phases = spec.plan.phases();
+    let (old, new) = (&phases[old.phase], &phases[new.phase]);
+    let mut found = Vec::new();
+    let shape = |phase: &mixer::PhasePlan| {
+        let (batch, micro_batch) = (phase.batch, phase.micro_batch);
+        format!("{batch} sequences of {} tokens in micro-batches of {micro_batch}", phase.seq_len)
+    };
+    if spec.models[old.phase] != spec.models[new.phase] {
+        let what = format!("at step {step} phase {:?} brings other numbers of [model]", new.name);
+        found.push(Change { kind: Kind::Phase, step, what });
+    }
+    if shape(old) != shape(new) {
+        let what = format!("from step {step} on {}, before {}", shape(new), shape(old));
+        found.push(Change { kind: Kind::Phase, step, what });
+    }
+    let (was, is) = (shares(spec, old), shares(spec, new));
+    let names = is.keys().chain(was.keys().filter(|name| !is.contains_key(*name)));
+    let share = |shares: &BTreeMap<&str, f64>, name: &str| shares.get(name).copied().unwrap_or(0.0);
+    let moved = names.map(|name| (*name, share(&was, name), share(&is, name)));
+    let mut moved: Vec<_> = moved.filter(|(_, was, is)| (was - is).abs() > SHARE).collect();
+    moved.sort_by(|a, b| (b.2 - b.1).abs().total_cmp(&(a.2 - a.1).abs()));
+    if !moved.is_empty() {
+        let percent = |share: f64| format!("{:.0} %", 100.0 * share);
+        let one = |(name, was, is): &(&str, f64, f64)| {
+            format!("{name} {} to {}", percent(*was), percent(*is))
+        };
+        let words: Vec<String> = moved.iter().map(one).collect();
+        let what = format!("the mixture changed at step {step}: {}", words.join(", "));
+        found.push(Change { kind: Kind::Mixture, step, what });
+    }
+    Ok(found)
+}
+
+/// The part of the samples of each source that a phase plans.
+fn shares<'a>(spec: &'a RunSpec, phase: &mixer::PhasePlan) -> BTreeMap<&'a str, f64> {
+    let all: u64 = phase.uses.iter().map(|used| used.weight).sum();
+    let share = |used: &mixer::SourceUse| {
+        let name = spec.plan.sources()[used.source].name.as_str();
+        (name, used.weight as f64 / all.max(1) as f64)
+    };
+    phase.uses.iter().map(share).collect()
+}
+
+/// Who computed a step, as the events say.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Computed {
+    ranks: u64,
+    exchange: String,
+    kernels: String,
+    device: String,
+}
+
+/// Changes of ranks and kernels, by the events. Lines that cannot be read are passed over: events are not chained, and say
+/// nothing that decides a bit.
+fn machines(folder: &RunFolder) -> Result<Vec<Change>> {
+    let path = folder.events();
+    let text = match fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(Fault::io("read", &path, &error)),
+    };
+    let (mut now, mut last, mut found) = (Computed::default(), None::<Computed>, Vec::new());
+    for event in text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
+        let word = |key: &str| event[key].as_str().unwrap_or_default().to_owned();
+        match event["event"].as_str() {
+            Some("start") => {
+                let kernels = match &event["kernels"] {
+                    Value::String(text) => text.clone(),
+                    other => other.to_string(),
+                };
+                now =
+                    Computed { ranks: 1, exchange: "none".into(), kernels, device: word("device") };
+            }
+            Some("ranks") => {
+                now.ranks = event["world"].as_u64().unwrap_or(1);
+                now.exchange = format!("{} by {}", word("schedule"), word("transport"));
+            }
+            Some("step") => {
+                if let (Some(before), Some(step)) = (&last, event["step"].as_u64()) {
+                    found.extend(differences(before, &now, step));
+                }
+                last = Some(now.clone());
+            }
+            _ => (),
+        }
+    }
+    Ok(found)
+}
+
+fn differences(before: &Computed, now: &Computed, step: u64) -> Vec<Change> {
+    let mut found = Vec::new();
+    if (before.ranks, &before.exchange) != (now.ranks, &now.exchange) {
+        let what = format!(
+            "from step {step} on {} ranks ({}) computed, before {} ({})",
+            now.ranks, now.exchange, before.ranks, before.exchange
+        );
+        found.push(Change { kind: Kind::Ranks, step, what });
+    }
+    if (&before.kernels, &before.device) != (&now.kernels, &now.device) {
+        let what = format!(
+            "from step {step} on the kernel table was {} on {}, before {} on {}",
+            now.kernels, now.device, before.kernels, before.device
+        );
+        found.push(Change { kind: Kind::Kernels, step, what });
+    }
+    found
+}

@@ -1,0 +1,277 @@
+//! The documents of a step by what each has in its loss and in its gradient.
+//!
+//! ```text
+//! g_d      gradient of (sum of token losses of document d) / D, D the labels of the step
+//! G        the step's gradient, which is the sum of all g_d
+//! share    <g_d, G> / |G|^2: what d has in the step's gradient; over all documents they add up to 1
+//! excess   loss of d, less what as many labels of its source cost in the steps before
+//! ```
+//!
+//! Documents do not see each other, so `g_d` needs only d's own rows: one forward and one backward pass over what stands
+//! between the boundaries around it. Each tensor's gradient is reduced to its squares and its product with the step's the
+//! moment a layer hands it over, and dropped: no second gradient of all weights is ever held.
+
+use std::ops::Range;
+
+use contract::Result;
+use kernels::device::Stager;
+use kernels::ops::Table;
+use kernels::share::Frozen;
+use kernels::tree::Counter;
+use loader::Batch;
+use serde::Serialize;
+use tch::{Kind, Tensor};
+
+use crate::model::{self, LeafInput, ParamId, Sink};
+use crate::optim::norm;
+use crate::refusal::{caught, refused};
+use crate::replay::documents::{DocumentLoss, Place};
+use crate::spec::RunSpec;
+use crate::state::State;
+use crate::state::ownership::Piece;
+use crate::step::micro_batch;
+use crate::workers::Workers;
+
+/// What a document has in a step's gradient.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct DocumentGradient {
+    /// The sum of squares of its own gradient.
+    pub squares: f64,
+    /// Its product with the step's gradient.
+    pub dot: f64,
+}
+
+/// A document of the step, and what speaks against it.
+#[derive(Clone, Debug, Serialize)]
+pub struct DocumentEvidence {
+    /// Where it is from, and its loss.
+    #[serde(flatten)]
+    pub document: DocumentLoss,
+    /// Its loss, less what as many labels of its source cost in the steps before, in nats.
+    pub excess: f64,
+    /// The norm of its gradient.
+    pub gradient_norm: f64,
+    /// The cosine of its gradient and the step's.
+    pub alignment: f64,
+    /// What it has in the step's gradient: its product with it over its square. 1 over all documents.
+    pub gradient_share: f64,
+    /// By which documents are ranked: its part of all that is odd in losses, either sign, plus its part of the squares of all
+    /// documents' gradients. 2 over all documents.
+    pub score: f64,
+}
+
+/// The gradient of a step whose state one rank holds: its pieces, in canonical order.
+#[derive(Clone, Copy)]
+pub(super) struct StepGradient<'a> {
+    pub(super) pieces: &'a [Piece],
+    pub(super) own: &'a [Tensor],
+}
+
+/// Reduces each gradient to its squares and its product with the step's.
+struct Against<'a> {
+    ops: Table,
+    pieces: &'a [Piece],
+    step: &'a [Tensor],
+    squares: Vec<f64>,
+    dots: Vec<f64>,
+}
+
+impl Sink for Against<'_> {
+    fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
+        let index = id.index();
+        self.squares[index] = norm::squares(self.ops, &gradient)?;
+        let of_tensor = self.pieces.iter().zip(self.step);
+        let of_tensor = of_tensor.filter(|(piece, _)| piece.tensor == index);
+        let mut tree = Counter::new();
+        for (piece, step) in of_tensor {
+            let product = piece.of(&gradient).f_mul(step);
+            let dot = product.and_then(|product| product.f_sum(Kind::Double)?.f_double_value(&[]));
+            tree.push(dot.map_err(|error| refused(error.into()))?);
+        }
+        self.dots[index] = tree.finish().unwrap_or(0.0);
+        Ok(())
+    }
+}
+
+/// The rows of one document by themselves, each as long as the longest.
+struct Isolated {
+    tokens: Vec<i32>,
+    labels: Vec<i32>,
+    positions: Vec<i32>,
+    mask: Vec<u8>,
+    boundaries: Vec<Vec<u32>>,
+    seq_len: usize,
+}
+
+impl Isolated {
+    /// What stands between the boundaries around the `places` of a document, with only its labels counted. Where the model
+    /// lets documents see each other, it is the whole row.
+    fn of(batch: &LeafInput<'_>, places: &[Place], documents_apart: bool) -> Isolated {
+        let around = |place: &Place| match documents_apart {
+            true => {
+                around(&batch.boundaries[place.row as usize], &place.columns, batch.seq_len as u32)
+            }
+            false => 0..batch.seq_len as u32,
+        };
+        let spans: Vec<Range<u32>> = places.iter().map(around).collect();
+        let seq_len = spans.iter().map(Range::len).max().unwrap_or(0);
+        let mut all = Isolated {
+            tokens: Vec::new(),
+            labels: Vec::new(),
+            positions: Vec::new(),
+            mask: Vec::new(),
+            boundaries: Vec::new(),
+            seq_len,
+        };
+        for (place, span) in places.iter().zip(spans) {
+            all.push(batch, place, span);
+        }
+        all
+    }
+
+    fn push(&mut self, batch: &LeafInput<'_>, place: &Place, span: Range<u32>) {
+        let row = place.row as usize;
+        let first = row * batch.seq_len;
+        let columns = first + span.start as usize..first + span.end as usize;
+        let whole = self.tokens.len() + self.seq_len;
+        self.tokens.extend(&batch.tokens[columns.clone()]);
+        self.labels.extend(&batch.labels[columns.clone()]);
+        self.positions.extend(&batch.positions[columns.clone()]);
+        let own = span.clone().zip(&batch.mask[columns]);
+        let own = own.map(|(at, mask)| *mask * u8::from(place.columns.contains(&at)));
+        self.mask.extend(own);
+        let inside = batch.boundaries[row].iter().filter(|at| span.contains(at));
+        let mut boundaries: Vec<u32> = inside.map(|at| at - span.start).collect();
+        // What fills a row up is a document of its own without labels, as padding is.
+        let padding = self.tokens.len()..whole;
+        if !padding.is_empty() {
+            boundaries.push(span.len() as u32);
+        }
+        self.boundaries.push(boundaries);
+        self.positions.extend((0..).take(padding.len()));
+        for column in [&mut self.tokens, &mut self.labels] {
+            column.resize(whole, 0);
+        }
+        self.mask.resize(whole, 0);
+    }
+
+    fn input(&self) -> LeafInput<'_> {
+        let Isolated { tokens, labels, positions, mask, boundaries, seq_len } = self;
+        let rows = boundaries.len();
+        LeafInput { tokens, labels, positions, mask, boundaries, rows, seq_len: *seq_len }
+    }
+}
+
+/// From the boundary at or before `place` to the one at or after its end.
+fn around(boundaries: &[u32], place: &Range<u32>, seq_len: u32) -> Range<u32> {
+    let from = boundaries.iter().rev().find(|at| **at <= place.start).copied().unwrap_or(0);
+    let to = boundaries.iter().find(|at| **at >= place.end).copied().unwrap_or(seq_len);
+    from..to
+}
+
+/// The gradient of each of `documents`, against the step's.
+pub(super) fn gradients(
+    spec: &RunSpec,
+    state: &State,
+    batch: &Batch,
+    documents: &[DocumentLoss],
+    step: StepGradient<'_>,
+    workers: Workers,
+) -> Result<Vec<DocumentGradient>> {
+    let biases = micro_batch::bias_tensors(&state.weights, &state.balance);
+    let weights = micro_batch::products(spec, batch.step, &state.weights, workers)?;
+    let (weights, biases, own) =
+        (Frozen::new(&weights), Frozen::new(&biases), Frozen::new(step.own));
+    let config = &spec.model_at(batch.step)?.config;
+    let whole = micro_batch::rows(batch, 0..batch.rows);
+    let (divisor, device) = (batch.label_count.max(1), state.weights[0].device());
+    let work = |document: &DocumentLoss| {
+        if document.labels == 0 {
+            return Ok(DocumentGradient::default());
+        }
+        let (weights, biases, own) = (weights.aliases(), biases.aliases(), own.aliases());
+        let mut sink = Against {
+            ops: workers.ops(),
+            pieces: step.pieces,
+            step: &own,
+            squares: vec![0.0; weights.len()],
+            dots: vec![0.0; weights.len()],
+        };
+        let stager = Stager::new(device).map_err(refused)?;
+        let alone = Isolated::of(&whole, &document.places, config.document_mask);
+        let staged = alone.input().stage(config, &stager)?;
+        let how = workers.options();
+        model::micro_batch(config, &weights, &biases, staged, divisor, how, &mut sink)?;
+        Ok(DocumentGradient { squares: norm::sum(&sink.squares), dot: norm::sum(&sink.dots) })
+    };
+    workers.map(documents.iter().collect(), |document| {
+        let place = || format!("step {}, document {:?}", batch.step, document.id);
+        caught(|| work(document)).map_err(|fault| fault.or_at(place))
+    })
+}
+
+/// Puts the documents in order, worst first. `cost` is what a label of a source cost before; `squares` those of the step's
+/// gradient.
+pub(super) fn rank(
+    documents: Vec<DocumentLoss>,
+    gradients: &[DocumentGradient],
+    cost: impl Fn(&str) -> f64,
+    squares: f64,
+) -> Vec<DocumentEvidence> {
+    let excess =
+        |document: &DocumentLoss| document.loss - document.labels as f64 * cost(&document.source);
+    let odd: f64 = documents.iter().map(|document| finite(excess(document).abs())).sum();
+    let all: f64 = gradients.iter().map(|gradient| finite(gradient.squares)).sum();
+    let part = |value: f64, of: f64| match value.is_finite() {
+        true => {
+            if of > 0.0 {
+                value / of
+            } else {
+                0.0
+            }
+        }
+        // What is not a number is worst of all.
+        false => f64::INFINITY,
+    };
+    let evidence = |(document, gradient): (DocumentLoss, &DocumentGradient)| {
+        let excess = excess(&document);
+        let gradient_norm = gradient.squares.sqrt();
+        let lengths = gradient_norm * squares.sqrt();
+        DocumentEvidence {
+            excess,
+            gradient_norm,
+            alignment: if lengths > 0.0 { gradient.dot / lengths } else { 0.0 },
+            gradient_share: if squares > 0.0 { gradient.dot / squares } else { 0.0 },
+            score: part(excess.abs(), odd) + part(gradient.squares, all),
+            document,
+        }
+    };
+    let mut ranked: Vec<_> = documents.into_iter().zip(gradients).map(evidence).collect();
+    ranked.sort_by(|a, b| b.score.total_cmp(&a.score));
+    ranked
+}
+
+fn finite(value: f64) -> f64 {
+    if value.is_finite() { value } else { 0.0 }
+}
+
+/// How many of the first documents stand apart from the rest: those before the widest gap in score, if they have at least a
+/// quarter of it; at most `most`, and never more than half of all.
+pub(super) fn culprits(ranked: &[DocumentEvidence], most: usize) -> usize {
+    let wild = ranked.iter().take_while(|one| one.score.is_infinite()).count();
+    if wild > 0 {
+        return wild.min(most);
+    }
+    let most = most.min(ranked.len() / 2);
+    let gap = |count: usize| ranked[count - 1].score / ranked[count].score.max(f64::MIN_POSITIVE);
+    let widest = (1..=most).max_by(|a, b| gap(*a).total_cmp(&gap(*b)).then(b.cmp(a)));
+    let of_them = |count: usize| ranked[..count].iter().map(|one| one.score).sum::<f64>();
+    widest.filter(|count| gap(*count) >= GAP && of_them(*count) >= 0.5).unwrap_or(0)
+}
+
+/// A gap is this wide or no gap.
+const GAP: f64 = 2.0;
+
+#[cfg(test)]
+#[path = "documents_tests.rs"]
+mod tests;

@@ -1,0 +1,158 @@
+//! Documents by themselves have the gradients that they have among others, and together the step's.
+
+use super::*;
+use crate::model::{self, ZayaConfig};
+use proptest::prelude::*;
+use std::collections::BTreeSet;
+
+/// The rows of a batch.
+struct Rows {
+    tokens: Vec<i32>,
+    labels: Vec<i32>,
+    positions: Vec<i32>,
+    mask: Vec<u8>,
+    boundaries: Vec<Vec<u32>>,
+}
+
+const WIDTH: usize = 24;
+
+fn config() -> ZayaConfig {
+    let preset = ZayaConfig::preset("zaya1-nano").unwrap();
+    ZayaConfig {
+        vocab_size: 41,
+        hidden_size: 16,
+        num_hidden_layers: 2,
+        num_attention_heads: 2,
+        num_key_value_heads: 2,
+        head_dim: 8,
+        moe_intermediate_size: 16,
+        num_experts: 3,
+        router_hidden_size: 8,
+        ..preset
+    }
+}
+
+impl Rows {
+    fn new(seed: u64, starts: &[BTreeSet<u32>]) -> Rows {
+        let count = starts.len() * WIDTH;
+        let key = contract::Key::from_seed(seed);
+        let draw = |place: usize| contract::draw(key, contract::Purpose::Generate, place as u64);
+        let boundaries: Vec<Vec<u32>> = starts
+            .iter()
+            .map(|starts| [0].into_iter().chain(starts.iter().copied()).collect())
+            .collect();
+        let mut positions = Vec::new();
+        for starts in &boundaries {
+            let start = |at: u32| starts.iter().rev().find(|start| **start <= at).copied();
+            positions.extend((0..WIDTH as u32).map(|at| (at - start(at).unwrap_or(0)) as i32));
+        }
+        Rows {
+            tokens: (0..count).map(|place| (draw(place) % 41) as i32).collect(),
+            labels: (0..count).map(|place| (draw(place + count) % 41) as i32).collect(),
+            positions,
+            mask: (0..count).map(|place| u8::from(draw(place + 2 * count) % 5 > 0)).collect(),
+            boundaries,
+        }
+    }
+
+    fn input(&self) -> LeafInput<'_> {
+        let Rows { tokens, labels, positions, mask, boundaries } = self;
+        LeafInput {
+            tokens,
+            labels,
+            positions,
+            mask,
+            boundaries,
+            rows: boundaries.len(),
+            seq_len: WIDTH,
+        }
+    }
+
+    /// One document for each stretch between boundaries; the last of the first row goes on in the last row's first.
+    fn documents(&self) -> Vec<Vec<Place>> {
+        let mut found = Vec::new();
+        for (row, starts) in self.boundaries.iter().enumerate() {
+            let ends = starts.iter().skip(1).copied().chain([WIDTH as u32]);
+            for (start, end) in starts.iter().zip(ends) {
+                found.push(vec![Place { row: row as u64, columns: *start..end, first_token: 0 }]);
+            }
+        }
+        if self.boundaries.len() > 1 {
+            let last = found.iter().rposition(|places| places[0].columns.start == 0).unwrap();
+            let moved = found.remove(last);
+            let first = self.boundaries[0].len() - 1;
+            found[first].extend(moved);
+        }
+        found
+    }
+}
+
+fn gradient(input: &LeafInput<'_>, divisor: u64) -> Vec<Tensor> {
+    let config = config();
+    let (params, balance) = (model::init(&config, 3), model::init_balance(&config));
+    model::leaf(&config, &params, &balance, input, divisor).unwrap().grads
+}
+
+fn length(tensors: &[Tensor]) -> f64 {
+    let squares = |tensor: &Tensor| tensor.square().sum(Kind::Double).double_value(&[]);
+    tensors.iter().map(squares).sum::<f64>().sqrt()
+}
+
+fn apart(left: &[Tensor], right: &[Tensor]) -> f64 {
+    length(&left.iter().zip(right).map(|(left, right)| left - right).collect::<Vec<_>>())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(10))]
+
+    #[test]
+    fn a_document_alone_has_the_gradient_that_it_has_among_others(
+        seed in 0u64..1000,
+        starts in prop::collection::vec(prop::collection::btree_set(1u32..WIDTH as u32, 0..4), 1..4),
+    ) {
+        let rows = Rows::new(seed, &starts);
+        let whole = rows.input();
+        let divisor = rows.mask.iter().map(|mask| u64::from(*mask)).sum::<u64>().max(1);
+        let step = gradient(&whole, divisor);
+        let mut sum: Vec<Tensor> = step.iter().map(Tensor::zeros_like).collect();
+        for places in rows.documents() {
+            let mut mask = vec![0; rows.mask.len()];
+            for place in &places {
+                let columns = place.columns.start as usize..place.columns.end as usize;
+                let own = columns.map(|column| place.row as usize * WIDTH + column);
+                own.for_each(|at| mask[at] = rows.mask[at]);
+            }
+            // Among others: the whole rows, every other label masked.
+            let wanted = gradient(&LeafInput { mask: &mask, ..whole }, divisor);
+            for documents_apart in [true, false] {
+                let alone = Isolated::of(&whole, &places, documents_apart);
+                let found = gradient(&alone.input(), divisor);
+                prop_assert!(apart(&found, &wanted) <= 1e-5 * length(&step));
+                let labels = mask.iter().map(|mask| u64::from(*mask)).sum::<u64>();
+                prop_assert_eq!(alone.mask.iter().map(|mask| u64::from(*mask)).sum::<u64>(), labels);
+            }
+            sum = sum.iter().zip(&wanted).map(|(sum, own)| sum + own).collect();
+        }
+        prop_assert!(apart(&sum, &step) <= 1e-5 * length(&step), "documents add up to the step");
+    }
+
+    /// Scores share out what is odd: both signs of the loss count, and so does the gradient.
+    #[test]
+    fn scores_add_up_and_a_cheap_document_with_a_long_gradient_comes_first(
+        losses in prop::collection::vec(0.1..6.0f64, 4..12),
+    ) {
+        let document = |id: String, loss: f64| DocumentLoss {
+            source: "web".into(), id, file: String::new(), row: 0, group: None, bytes: None,
+            sequences: Vec::new(), places: Vec::new(), tokens: 10, labels: 10, loss: 10.0 * loss, mean: loss,
+        };
+        let mut documents: Vec<DocumentLoss> =
+            losses.iter().enumerate().map(|(index, loss)| document(index.to_string(), *loss)).collect();
+        documents.push(document("repeated".into(), 0.01));
+        let mut gradients = vec![DocumentGradient { squares: 0.01, dot: 0.01 }; losses.len()];
+        gradients.push(DocumentGradient { squares: 9.0, dot: 6.0 });
+        let ranked = rank(documents, &gradients, |_| 3.0, 8.0);
+        prop_assert_eq!(&ranked[0].document.id, "repeated");
+        prop_assert!((ranked.iter().map(|one| one.score).sum::<f64>() - 2.0).abs() < 1e-9);
+        prop_assert!((ranked[0].alignment - 6.0 / 72f64.sqrt()).abs() < 1e-12);
+    }
+}

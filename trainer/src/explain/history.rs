@@ -1,0 +1,46 @@
+//! The steps before the one that is explained, as the ledger has them.
+
+use contract::Result;
+
+use crate::ledger::{Ledger, StepRecord};
+
+/// The last steps before one, oldest first.
+pub(super) struct History {
+    pub(super) records: Vec<StepRecord>,
+}
+
+impl History {
+    /// The `window` steps before `step`, or as many as there are.
+    pub(super) fn read(ledger: &Ledger, step: u64, window: u64) -> Result<History> {
+        let last = (step - 1).min(ledger.last_step());
+        let first = last.saturating_sub(window) + 1;
+        Ok(History {
+            records: (first..=last).map(|step| ledger.record(step)).collect::<Result<_>>()?,
+        })
+    }
+
+    /// What a label of `source` cost, in nats; of a source without labels there, what any label did. `None` before the first
+    /// step.
+    pub(super) fn cost(&self, source: &str) -> Option<f64> {
+        let sums = |wanted: Option<&str>| {
+            let all = self.records.iter().flat_map(|record| &record.sources);
+            let of = all.filter(|(name, _)| wanted.is_none_or(|wanted| wanted == *name));
+            let (loss, labels) = of.fold((0.0, 0), |(loss, labels), (_, one)| {
+                (loss + one.loss.float(), labels + one.labels)
+            });
+            (labels > 0).then(|| loss / labels as f64)
+        };
+        sums(Some(source)).or_else(|| sums(None))
+    }
+
+    /// The median of a quantity over these steps; `None` where no step has it.
+    pub(super) fn median(&self, quantity: impl Fn(&StepRecord) -> Option<f64>) -> Option<f64> {
+        median(self.records.iter().filter_map(quantity).collect())
+    }
+}
+
+/// The median: the lower one of two.
+pub(super) fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len().saturating_sub(1) / 2).copied()
+}

@@ -1,0 +1,144 @@
+//! The layers of the model at the step: norms against those of the steps before, routers, temperatures.
+
+use contract::Result;
+use kernels::tree::Counter;
+use serde::Serialize;
+
+use super::history::History;
+use crate::ledger::{self, Packed, StepRecord};
+use crate::metrics::entropy;
+use crate::model::ZayaConfig;
+use crate::optim::norm;
+use crate::spec::RunSpec;
+use crate::state::State;
+use crate::workers::Workers;
+
+/// A norm, and how it compares with the steps before.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Norm {
+    /// Of this step.
+    pub norm: f64,
+    /// The median over the steps before; `None` where there are none.
+    pub median: Option<f64>,
+}
+
+impl Norm {
+    /// How many times the median it is.
+    pub fn times(&self) -> Option<f64> {
+        self.median.filter(|median| *median > 0.0).map(|median| self.norm / median)
+    }
+}
+
+/// The embedding, a layer, or the final norm.
+#[derive(Clone, Debug, Serialize)]
+pub struct LayerEvidence {
+    /// "embedding", "layer 0", ..., "final norm".
+    pub name: String,
+    /// The norm of its weights before the step.
+    pub weights: f64,
+    /// Of its gradient, before clipping.
+    pub gradient: Norm,
+    /// Of its update: new weights minus old ones.
+    pub update: Norm,
+    /// The update that led to these weights, that of the step before, against the steps before it.
+    pub update_before: Option<Norm>,
+}
+
+/// The router of a layer.
+#[derive(Clone, Debug, Serialize)]
+pub struct RouterEvidence {
+    /// The layer.
+    pub layer: usize,
+    /// The part of the tokens that each class got, the skip last.
+    pub load: Vec<f64>,
+    /// Evenness of the load over the experts: 1 even, 0 all to one.
+    pub entropy: f64,
+    /// Its median over the steps before.
+    pub median: Option<f64>,
+}
+
+/// The temperatures of a layer's attention.
+#[derive(Clone, Debug, Serialize)]
+pub struct TemperatureEvidence {
+    /// The layer.
+    pub layer: usize,
+    /// The largest of its heads', by magnitude.
+    pub temperature: f64,
+    /// The largest logit that it allows: queries and keys are normed, so none is larger than the temperature times the root
+    /// of the head's dimension.
+    pub largest_logit: f64,
+}
+
+/// Every layer's norms in `record`, the step after `before`.
+pub(super) fn layers(
+    spec: &RunSpec,
+    before: &State,
+    record: &StepRecord,
+    history: &History,
+    workers: Workers,
+) -> Result<Vec<LayerEvidence>> {
+    let weights = before.own().map(|(piece, weight, _)| (piece.tensor, weight)).collect();
+    let squares = workers.map(weights, |(tensor, weight): (usize, tch::Tensor)| {
+        Ok((tensor, norm::squares(workers.ops(), &weight)?))
+    })?;
+    let mut trees: Vec<Counter<f64>> = spec.parameters.iter().map(|_| Counter::new()).collect();
+    squares.into_iter().for_each(|(tensor, squares)| trees[tensor].push(squares));
+    let squares: Vec<f64> = trees.into_iter().map(|tree| tree.finish().unwrap_or(0.0)).collect();
+    let at = |packed: &Packed, layer: usize| packed.0.get(layer).map(|bits| f64::from_bits(*bits));
+    let gradient = |record: &StepRecord, layer| at(&record.layer_gradient_norms, layer);
+    let update = |record: &StepRecord, layer| at(&record.layer_update_norms, layer);
+    let last = history.records.split_last();
+    let layer = |(index, layer): (usize, ledger::LayerParameters)| LayerEvidence {
+        name: layer.name,
+        weights: norm::norm(&squares[layer.parameters]),
+        gradient: Norm {
+            norm: gradient(record, index).unwrap_or(0.0),
+            median: history.median(|record| gradient(record, index)),
+        },
+        update: Norm {
+            norm: update(record, index).unwrap_or(0.0),
+            median: history.median(|record| update(record, index)),
+        },
+        update_before: last.and_then(|(last, rest)| {
+            let rest = rest.iter().filter_map(|record| update(record, index)).collect();
+            Some(Norm { norm: update(last, index)?, median: super::history::median(rest) })
+        }),
+    };
+    Ok(ledger::layers(&spec.names()).into_iter().enumerate().map(layer).collect())
+}
+
+/// Every router's load, by what the ledger counts.
+pub(super) fn routers(record: &StepRecord, history: &History) -> Vec<RouterEvidence> {
+    let router = |(layer, counts): (usize, &Vec<u64>)| {
+        let total: u64 = counts.iter().sum();
+        // Added to zero, the entropy of a single expert loses its sign.
+        let before =
+            |record: &StepRecord| record.router.get(layer).map(|counts| entropy(counts) + 0.0);
+        RouterEvidence {
+            layer,
+            load: counts.iter().map(|count| *count as f64 / total.max(1) as f64).collect(),
+            entropy: entropy(counts) + 0.0,
+            median: history.median(before),
+        }
+    };
+    record.router.iter().enumerate().map(router).collect()
+}
+
+/// The temperatures of every attention, of the weights that the step was computed with.
+pub(super) fn temperatures(
+    spec: &RunSpec,
+    config: &ZayaConfig,
+    before: &State,
+) -> Vec<TemperatureEvidence> {
+    let named = spec.parameters.iter().zip(&before.weights);
+    let temperatures = named.filter(|(parameter, _)| parameter.name.ends_with(TEMPERATURE));
+    let evidence = |(layer, (_, weight)): (usize, (_, &tch::Tensor))| {
+        let temperature = weight.abs().max().double_value(&[]);
+        let largest_logit = temperature * (config.head_dim as f64).sqrt();
+        TemperatureEvidence { layer, temperature, largest_logit }
+    };
+    temperatures.enumerate().map(evidence).collect()
+}
+
+/// How the temperatures' names end.
+const TEMPERATURE: &str = "qk_norm.temp";

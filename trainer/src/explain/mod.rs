@@ -1,0 +1,251 @@
+//! A step explained: one sentence, then the evidence for it.
+//!
+//! ```text
+//! replay       the step computed again and compared: bits                          bits
+//! documents    excess loss, gradient and alignment of each; the worst first       documents, tokens
+//! removal      the step without the worst of them, exactly                        removal
+//! layers       norms against the steps before, routers, temperatures              layers
+//! changes      what the curriculum, the ranks and the machine changed             changes
+//! verdict      what of all this stands out, causes before symptoms                verdict
+//! ```
+//!
+//! Invariant: nothing in the run's folder is written, and every number is computed from the run: by the replayed step, by
+//! its ledger, or by a counterfactual that is marked as one.
+
+mod bits;
+mod changes;
+mod documents;
+mod history;
+mod layers;
+mod removal;
+mod text;
+mod tokens;
+mod verdict;
+
+use contract::{Fault, Result};
+use kernels::tree::Counter;
+use serde::Serialize;
+use tch::Tensor;
+
+pub use bits::Narrowed;
+pub use changes::{Change, Kind};
+pub use documents::{DocumentEvidence, DocumentGradient};
+pub use layers::{LayerEvidence, Norm, RouterEvidence, TemperatureEvidence};
+pub use removal::Removal;
+pub use tokens::WorstToken;
+pub use verdict::{Finding, Subject};
+
+use crate::change::quoted;
+use crate::optim::norm;
+use crate::replay::{Replayer, Verdict};
+use documents::StepGradient;
+use history::History;
+use removal::Without;
+
+/// What is to be explained, and how far.
+#[derive(Clone, Copy, Debug)]
+pub struct Request {
+    /// The step.
+    pub step: u64,
+    /// Steps before it that it is held against.
+    pub window: u64,
+    /// Documents that are removed, and whose worst tokens are shown.
+    pub top: usize,
+    /// Worst tokens of each.
+    pub tokens: usize,
+}
+
+/// What the documents that were named leave unexplained.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Unexplained {
+    /// The step's loss less what as many labels of each source cost before, in nats over the whole step.
+    pub excess: f64,
+    /// What is left of it without the top documents.
+    pub excess_left: f64,
+    /// The step's gradient less the sum of its documents', as a part of it by its own direction: rounding, where every label
+    /// belongs to a document.
+    pub gradient: f64,
+    /// What the top documents leave of the gradient, in the same way.
+    pub gradient_left: f64,
+}
+
+/// A step explained.
+#[derive(Clone, Debug, Serialize)]
+pub struct Explanation {
+    /// The step.
+    pub step: u64,
+    /// One sentence.
+    pub sentence: String,
+    /// All that stands out, causes first.
+    pub findings: Vec<Finding>,
+    /// What the replay says of its bits.
+    pub verdict: Verdict,
+    /// What that means.
+    pub advice: String,
+    /// Where its bits part from the ledger.
+    pub bits: Option<Narrowed>,
+    /// Why the step cannot be completed, where it diverges.
+    pub diverged: Option<String>,
+    /// The mean loss of a label.
+    pub loss: f64,
+    /// Its median over the steps before.
+    pub loss_before: Option<f64>,
+    /// The gradient norm before clipping.
+    pub norm: f64,
+    /// Its median over the steps before.
+    pub norm_before: Option<f64>,
+    /// The mean loss of the next step, by the weights that this one left; `None` where there is none.
+    pub next_loss: Option<f64>,
+    /// Steps before it that it was held against.
+    pub window: u64,
+    /// Documents that were asked for at most.
+    pub top: usize,
+    /// Every document of the step, worst first.
+    pub documents: Vec<DocumentEvidence>,
+    /// The worst tokens of each of the top documents.
+    pub tokens: Vec<Vec<WorstToken>>,
+    /// The step without each of the top documents, and without all of them: counterfactuals.
+    pub removals: Vec<Removal>,
+    /// What the top documents leave unexplained.
+    pub unexplained: Unexplained,
+    /// Norms by layer.
+    pub layers: Vec<LayerEvidence>,
+    /// Routers by layer.
+    pub routers: Vec<RouterEvidence>,
+    /// Temperatures of attention by layer.
+    pub temperatures: Vec<TemperatureEvidence>,
+    /// What was changed in the window.
+    pub changes: Vec<Change>,
+    /// Commands that go on from here, where documents are named: what if they had not been there, and a run without them.
+    pub next: Vec<String>,
+}
+
+/// Explains a step of a run.
+pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation> {
+    let Request { step, window, top, tokens } = request;
+    if step == 0 {
+        return Err(Fault::usage("steps are counted from 1").at("--step"));
+    }
+    let before = replayer.state_after(step - 1)?;
+    let history = History::read(replayer.ledger(), step, window)?;
+    let replayer = &*replayer;
+    let mut after = before.copy();
+    let kept = replayer.step_and_keep(&mut after)?;
+    let (batch, replayed) = (&kept.batch, kept.replayed);
+    let (spec, workers) = (replayer.spec(), replayer.workers());
+    let squares = squares(&kept.gradient, workers)?;
+    let step_gradient = StepGradient { pieces: before.owners.pieces(), own: &kept.gradient };
+    let found = replayed.documents;
+    let gradients = documents::gradients(spec, &before, batch, &found, step_gradient, workers)?;
+    let step_cost = replayed.loss;
+    let cost = |source: &str| history.cost(source).unwrap_or(step_cost);
+    let ranked = documents::rank(found, &gradients, cost, squares);
+    let named = &ranked[..top.min(ranked.len())];
+    let decoder = tokens::Decoder::of(spec)?;
+    let worst = named
+        .iter()
+        .map(|one| tokens::worst(batch, &one.document, &kept.token_losses, tokens, &decoder));
+    let worst = worst.collect::<Result<Vec<_>>>()?;
+    let next = (step < spec.plan.steps()).then(|| replayer.batch(step + 1)).transpose()?;
+    let without = Without { replayer, before: &before, batch, next: next.as_ref() };
+    let removals = removals(without, named)?;
+    let next = next.as_ref().filter(|_| replayed.record.is_some());
+    let next_loss = next.map(|next| removal::loss_of(spec, &after, next, workers)).transpose()?;
+    let unexplained = unexplained(&ranked, named.len());
+    let mut explanation = Explanation {
+        step,
+        sentence: String::new(),
+        findings: Vec::new(),
+        verdict: replayed.verdict,
+        advice: replayed.advice,
+        bits: None,
+        diverged: replayed.diverged,
+        loss: replayed.loss,
+        loss_before: history.median(|record| Some(record.loss)),
+        norm: squares.sqrt(),
+        norm_before: history.median(|record| Some(record.norm())),
+        next_loss,
+        window: history.records.len() as u64,
+        top,
+        documents: ranked,
+        tokens: worst,
+        removals,
+        unexplained,
+        layers: Vec::new(),
+        routers: Vec::new(),
+        temperatures: layers::temperatures(spec, &spec.model_at(step)?.config, &before),
+        changes: Vec::new(),
+        next: Vec::new(),
+    };
+    // What the run wrote down of a step that is not computed alike is what is to be explained.
+    let recorded = step <= replayer.recorded();
+    let written = recorded.then(|| replayer.ledger().record(step)).transpose()?;
+    if let (Some(first), Some(written), Some(again)) =
+        (&replayed.difference, &written, &replayed.record)
+    {
+        let parameters = &replayer.ledger().head().parameters;
+        explanation.bits = Some(bits::narrow(first, written, again, parameters));
+    }
+    if let Some(record) = written.as_ref().or(replayed.record.as_ref()) {
+        explanation.layers = layers::layers(spec, &before, record, &history, workers)?;
+        explanation.routers = layers::routers(record, &history);
+        explanation.changes = changes::changes(spec, replayer.folder(), &history, record)?;
+    }
+    explanation.next = next_commands(&explanation, &replayer.root().display().to_string());
+    explanation.findings = verdict::findings(&explanation);
+    explanation.sentence = verdict::sentence(&explanation.findings, &explanation);
+    Ok(explanation)
+}
+
+/// What to type next about the documents that stand apart.
+fn next_commands(found: &Explanation, run: &str) -> Vec<String> {
+    let count = documents::culprits(&found.documents, found.top);
+    let drop = |one: &DocumentEvidence| format!(" --drop-doc {}", quoted(&one.document.id));
+    let drops: String = found.documents[..count].iter().map(drop).collect();
+    if drops.is_empty() {
+        return Vec::new();
+    }
+    let (run, step) = (quoted(run), found.step);
+    vec![
+        format!("ztrain replay --run {run} --step {step}{drops}"),
+        format!("ztrain fork {run} --step {} --out NEW{drops}", step - 1),
+    ]
+}
+
+/// The sum of squares of a gradient in pieces.
+fn squares(gradient: &[Tensor], workers: crate::workers::Workers) -> Result<f64> {
+    let pieces = gradient.iter().map(Tensor::shallow_clone).collect();
+    let squares = workers.map(pieces, |piece: Tensor| norm::squares(workers.ops(), &piece))?;
+    let mut tree = Counter::new();
+    squares.into_iter().for_each(|squares| tree.push(squares));
+    Ok(tree.finish().unwrap_or(0.0))
+}
+
+/// The step without each of the top documents that has labels, and without all of these.
+fn removals(without: Without<'_>, named: &[DocumentEvidence]) -> Result<Vec<Removal>> {
+    let named: Vec<&DocumentEvidence> =
+        named.iter().filter(|one| one.document.labels > 0).collect();
+    let mut found = Vec::new();
+    for one in &named {
+        found.push(without.remove(std::slice::from_ref(one))?);
+    }
+    if named.len() > 1 {
+        found.push(without.remove(&named)?);
+    }
+    Ok(found)
+}
+
+fn unexplained(documents: &[DocumentEvidence], named: usize) -> Unexplained {
+    let sum = |of: &[DocumentEvidence], what: fn(&DocumentEvidence) -> f64| -> f64 {
+        of.iter().map(what).sum()
+    };
+    let (named, rest) = documents.split_at(named);
+    let excess_left = sum(rest, |one| one.excess);
+    let shares = |of| sum(of, |one| one.gradient_share);
+    Unexplained {
+        excess: sum(named, |one| one.excess) + excess_left,
+        excess_left,
+        gradient: 1.0 - shares(documents),
+        gradient_left: 1.0 - shares(named),
+    }
+}

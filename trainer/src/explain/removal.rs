@@ -1,0 +1,93 @@
+//! Exact removal: the step computed again without some of its documents, and what that changes.
+//!
+//! Positions stay; the document's labels are masked and its keys hidden, as a ban does, and the label count is computed
+//! again. Nothing here is a replay.
+
+use contract::Result;
+use kernels::share::Frozen;
+use kernels::tree::Counter;
+use loader::Batch;
+use serde::Serialize;
+
+use super::documents::DocumentEvidence;
+use crate::model;
+use crate::optim::guard::Skipped;
+use crate::refusal::caught;
+use crate::replay::Replayer;
+use crate::spec::{PhaseModel, RunSpec};
+use crate::state::State;
+use crate::step::{Detail, micro_batch};
+use crate::workers::Workers;
+
+/// A step without some of its documents.
+#[derive(Clone, Debug, Serialize)]
+pub struct Removal {
+    /// The documents' ids.
+    pub documents: Vec<String>,
+    /// Labels that did not count.
+    pub labels: u64,
+    /// The mean loss of a label without them.
+    pub loss: f64,
+    /// The gradient norm without them; `None` where the step diverges without them, too.
+    pub norm: Option<f64>,
+    /// Whether the step would have been skipped; `None` where the curriculum skips no step.
+    pub skipped: Option<Skipped>,
+    /// The mean loss of the next step after it; `None` where there is no next step.
+    pub next_loss: Option<f64>,
+}
+
+/// The step after a state, to be computed without some of its documents.
+#[derive(Clone, Copy)]
+pub(super) struct Without<'a> {
+    pub(super) replayer: &'a Replayer,
+    pub(super) before: &'a State,
+    pub(super) batch: &'a Batch,
+    /// The next step's text, if there is one.
+    pub(super) next: Option<&'a Batch>,
+}
+
+impl Without<'_> {
+    /// The step without `documents`.
+    pub(super) fn remove(&self, documents: &[&DocumentEvidence]) -> Result<Removal> {
+        let Without { replayer, before, batch, next } = *self;
+        let (spec, workers) = (replayer.spec(), replayer.workers());
+        let (mut batch, mut state) = (batch.clone(), before.copy());
+        let mut labels = 0;
+        for place in documents.iter().flat_map(|one| &one.document.places) {
+            labels += batch.hide(place.row, place.columns.clone());
+        }
+        let (gradient, outcome) = replayer.compute(spec, &mut state, &batch, Detail::Sums)?;
+        let loss = gradient.mean();
+        // It errs only where the step diverges.
+        let record = outcome.ok();
+        let (norm, skipped) = record.map_or((None, None), |one| (Some(one.norm()), one.skipped));
+        let next = next.filter(|_| norm.is_some());
+        let next_loss = next.map(|next| loss_of(spec, &state, next, workers)).transpose()?;
+        let documents = documents.iter().map(|one| one.document.id.clone()).collect();
+        Ok(Removal { documents, labels, loss, norm, skipped, next_loss })
+    }
+}
+
+/// The mean loss of a label of `batch` with the weights of `state`: forward only.
+pub(super) fn loss_of(
+    spec: &RunSpec,
+    state: &State,
+    batch: &Batch,
+    workers: Workers,
+) -> Result<f64> {
+    let biases = micro_batch::bias_tensors(&state.weights, &state.balance);
+    let weights = micro_batch::products(spec, batch.step, &state.weights, workers)?;
+    let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
+    let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
+    let how = workers.options().cut(*cut);
+    let parts: Vec<u64> = (0..batch.rows / batch.micro_batch).collect();
+    let losses = workers.map(parts, |part| {
+        let (weights, biases) = (weights.aliases(), biases.aliases());
+        let rows = part * batch.micro_batch..(part + 1) * batch.micro_batch;
+        let input = micro_batch::rows(batch, rows);
+        caught(|| model::losses(how, config, &weights, &biases, &input))
+    })?;
+    let mut tree = Counter::new();
+    losses.into_iter().for_each(|loss| tree.push(loss));
+    Ok(tree.finish().unwrap_or(0.0) / batch.label_count.max(1) as f64)
+}

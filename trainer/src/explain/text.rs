@@ -1,0 +1,203 @@
+//! An explanation for people: the sentence, then the evidence.
+
+use std::fmt::{Display, Formatter, Result};
+
+use super::{DocumentEvidence, Explanation, Norm, Removal, WorstToken};
+use crate::optim::guard::Skipped;
+
+impl Display for Explanation {
+    fn fmt(&self, out: &mut Formatter<'_>) -> Result {
+        writeln!(out, "step {}: {}", self.step, self.sentence)?;
+        self.numbers(out)?;
+        self.write_documents(out)?;
+        self.write_tokens(out)?;
+        self.write_removals(out)?;
+        self.write_layers(out)?;
+        self.write_changes(out)?;
+        match self.next.as_slice() {
+            [] => Ok(()),
+            next => writeln!(out, "\nnext:\n  {}", next.join("\n  ")),
+        }
+    }
+}
+
+impl Explanation {
+    fn numbers(&self, out: &mut Formatter<'_>) -> Result {
+        let before = |value: Option<f64>| {
+            value.map_or_else(String::new, |value| {
+                format!(" (median of {} steps before {value:.4})", self.window)
+            })
+        };
+        writeln!(out, "\n  replay         {}: {}", self.verdict.words(), self.advice)?;
+        if let Some(bits) = &self.bits {
+            writeln!(
+                out,
+                "  first differs  {}: ledger {}, here {}",
+                bits.first.quantity, bits.first.left, bits.first.right
+            )?;
+        }
+        if let Some(why) = &self.diverged {
+            writeln!(out, "  diverges       {}", why.replace('\n', "\n                 "))?;
+        }
+        writeln!(out, "  loss           {:.4}{}", self.loss, before(self.loss_before))?;
+        writeln!(out, "  gradient norm  {:.4}{}", self.norm, before(self.norm_before))?;
+        if let Some(next) = self.next_loss {
+            writeln!(out, "  next step      loss {next:.4}")?;
+        }
+        let left = &self.unexplained;
+        let named = self.tokens.len();
+        writeln!(
+            out,
+            "  unexplained    {:+.2} of {:+.2} nats of excess loss and {:.1} % of the gradient lie outside the top {named} documents; {:.1e} of the gradient in none",
+            left.excess_left,
+            left.excess,
+            100.0 * left.gradient_left,
+            left.gradient.abs()
+        )
+    }
+
+    fn write_documents(&self, out: &mut Formatter<'_>) -> Result {
+        let (shown, all) = (self.tokens.len(), self.documents.len());
+        writeln!(out, "\ndocuments, worst first ({shown} of {all}):")?;
+        writeln!(
+            out,
+            "{:>7} {:>7} {:>10} {:>10} {:>10} {:>7} {:>7}  source | file:row (bytes) | id",
+            "score", "labels", "loss/label", "excess", "|gradient|", "cosine", "share"
+        )?;
+        for one in &self.documents[..shown] {
+            let document = &one.document;
+            writeln!(
+                out,
+                "{:>7.3} {:>7} {:>10.4} {:>+10.2} {:>10.4} {:>+7.3} {:>6.1}%  {} | {} | {}",
+                one.score,
+                document.labels,
+                document.mean,
+                one.excess,
+                one.gradient_norm,
+                one.alignment,
+                100.0 * one.gradient_share,
+                document.source,
+                place(one),
+                document.id
+            )?;
+        }
+        Ok(())
+    }
+
+    fn write_tokens(&self, out: &mut Formatter<'_>) -> Result {
+        for (one, tokens) in
+            self.documents.iter().zip(&self.tokens).filter(|(_, tokens)| !tokens.is_empty())
+        {
+            writeln!(out, "\nworst tokens of {}:", one.document.id)?;
+            for WorstToken { token, row, loss, text: [before, own, after], .. } in tokens {
+                let line = format!("{before}⟦{own}⟧{after}").replace(['\n', '\r', '\t'], " ");
+                writeln!(out, "{loss:>10.3}  token {token}, row {row}: {line}")?;
+            }
+        }
+        Ok(())
+    }
+
+    fn write_removals(&self, out: &mut Formatter<'_>) -> Result {
+        if self.removals.is_empty() {
+            return Ok(());
+        }
+        writeln!(out, "\nWHAT IF, not a replay: the step without")?;
+        writeln!(
+            out,
+            "{:>10} {:>10} {:>10} {:>7}  document",
+            "loss", "norm", "next loss", "labels"
+        )?;
+        let number = |value: Option<f64>| {
+            value.map_or_else(|| "-".to_owned(), |value| format!("{value:.4}"))
+        };
+        writeln!(
+            out,
+            "{:>10.4} {:>10.4} {:>10} {:>7}  (nothing: as it was)",
+            self.loss,
+            self.norm,
+            number(self.next_loss),
+            0
+        )?;
+        for Removal { documents, labels, loss, norm, skipped, next_loss } in &self.removals {
+            let names = match documents.as_slice() {
+                [one] => one.clone(),
+                all => format!("all {} of them", all.len()),
+            };
+            writeln!(
+                out,
+                "{loss:>10.4} {:>10} {:>10} {labels:>7}  {names}{}",
+                number(*norm),
+                number(*next_loss),
+                Skipped::note(*skipped)
+            )?;
+        }
+        Ok(())
+    }
+
+    fn write_layers(&self, out: &mut Formatter<'_>) -> Result {
+        if self.layers.is_empty() {
+            return Ok(());
+        }
+        writeln!(out, "\nlayers (x: times the median of {} steps before):", self.window)?;
+        writeln!(
+            out,
+            "{:>12} {:>11} {:>7} {:>11} {:>7} {:>12} {:>9} {:>8} {:>9}",
+            "",
+            "|gradient|",
+            "x",
+            "|update|",
+            "x",
+            "update/weight",
+            "x before",
+            "router",
+            "logits <="
+        )?;
+        for layer in &self.layers {
+            let number =
+                layer.name.strip_prefix("layer ").and_then(|number| number.parse::<usize>().ok());
+            let router =
+                number.and_then(|number| self.routers.iter().find(|one| one.layer == number));
+            let heat =
+                number.and_then(|number| self.temperatures.iter().find(|one| one.layer == number));
+            let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+            writeln!(
+                out,
+                "{:>12} {:>11.4e} {:>7} {:>11.4e} {:>7} {:>12.3e} {:>9} {:>8} {:>9}",
+                layer.name,
+                layer.gradient.norm,
+                times(&layer.gradient),
+                layer.update.norm,
+                times(&layer.update),
+                layer.update.norm / layer.weights.max(f64::MIN_POSITIVE),
+                or_dash(layer.update_before.as_ref().map(times)),
+                or_dash(router.map(|one| format!("{:.3}", one.entropy))),
+                or_dash(heat.map(|one| format!("{:.2}", one.largest_logit))),
+            )?;
+        }
+        Ok(())
+    }
+
+    fn write_changes(&self, out: &mut Formatter<'_>) -> Result {
+        writeln!(out, "\nchanged since step {}:", self.step.saturating_sub(self.window))?;
+        for change in &self.changes {
+            writeln!(out, "  {}: {}", change.kind.words(), change.what)?;
+        }
+        let still = super::Kind::ALL
+            .iter()
+            .filter(|kind| self.changes.iter().all(|change| change.kind != **kind));
+        let still: Vec<&str> = still.map(|kind| kind.words()).collect();
+        writeln!(out, "  nothing of: {}", still.join(", "))
+    }
+}
+
+fn times(norm: &Norm) -> String {
+    norm.times().map_or_else(|| "-".to_owned(), |times| format!("{times:.2}"))
+}
+
+/// "web.jsonl:17 (204..511)".
+fn place(one: &DocumentEvidence) -> String {
+    let document = &one.document;
+    let group = document.group.map_or_else(String::new, |group| format!("group {group} row "));
+    let bytes = document.bytes.map_or_else(String::new, |(from, to)| format!(" ({from}..{to})"));
+    format!("{}:{group}{}{bytes}", document.file, document.row)
+}

@@ -1,0 +1,85 @@
+//! The worst tokens of a document, in its text.
+
+use contract::{Fault, Result};
+use loader::Batch;
+use serde::Serialize;
+use tokenizers::Tokenizer;
+
+use crate::replay::documents::DocumentLoss;
+use crate::spec::RunSpec;
+
+/// Tokens shown on either side of one.
+const CONTEXT: usize = 12;
+
+/// A token that the model did not expect.
+#[derive(Clone, Debug, Serialize)]
+pub struct WorstToken {
+    /// Its place in the document, in tokens.
+    pub token: u64,
+    /// The row of the batch in which it was to be predicted.
+    pub row: u64,
+    /// Its id.
+    pub id: u32,
+    /// Its loss, in nats.
+    pub loss: f32,
+    /// The text before it, its own, and the text after it, as far as the row has them.
+    pub text: [String; 3],
+}
+
+/// Turns tokens into text.
+pub(super) struct Decoder(Option<Tokenizer>);
+
+impl Decoder {
+    /// By the tokenizer of the run's store. One that cannot be read leaves the numbers of tokens.
+    pub(super) fn of(spec: &RunSpec) -> Result<Decoder> {
+        Ok(Decoder(Tokenizer::from_bytes(spec.data.tokenizer()?).ok()))
+    }
+
+    fn text(&self, ids: &[u32]) -> String {
+        let decoded = self.0.as_ref().and_then(|tokenizer| tokenizer.decode(ids, false).ok());
+        decoded.unwrap_or_else(|| ids.iter().map(|id| format!("<{id}>")).collect())
+    }
+}
+
+/// The `count` tokens of `document` with the highest loss, worst first; `losses` has a number for each token of the batch.
+pub(super) fn worst(
+    batch: &Batch,
+    document: &DocumentLoss,
+    losses: &[f32],
+    count: usize,
+    decoder: &Decoder,
+) -> Result<Vec<WorstToken>> {
+    let width = batch.seq_len as usize;
+    let mut found = Vec::new();
+    for (index, place) in document.places.iter().enumerate() {
+        let row = place.row as usize * width;
+        let columns = place.columns.start as usize..place.columns.end as usize;
+        let labelled = columns.clone().filter(|column| batch.mask[row + column] != 0);
+        found.extend(labelled.map(|column| (losses[row + column], index, column)));
+    }
+    // What is not a number is worst; equal ones in the order of the text.
+    let key = |loss: f32| if loss.is_nan() { f32::INFINITY } else { loss };
+    found.sort_by(|a, b| key(b.0).total_cmp(&key(a.0)).then((a.1, a.2).cmp(&(b.1, b.2))));
+    let token = |(loss, index, column): (f32, usize, usize)| {
+        let place = &document.places[index];
+        let row = place.row as usize * width;
+        let ids = |from: usize, to: usize| {
+            let ids = batch.tokens[row + from..row + to].iter().map(|id| u32::try_from(*id));
+            let ids = ids.collect::<std::result::Result<Vec<_>, _>>();
+            ids.map_err(|_| Fault::bug("a token with a negative id"))
+        };
+        let (start, end) = (place.columns.start as usize, place.columns.end as usize);
+        let id = u32::try_from(batch.labels[row + column])
+            .map_err(|_| Fault::bug("a label with a negative id"))?;
+        let before = ids(start.max((column + 1).saturating_sub(CONTEXT)), column + 1)?;
+        let after = ids((column + 2).min(end), (column + 2 + CONTEXT).min(end))?;
+        Ok(WorstToken {
+            token: place.first_token + (column - start) as u64 + 1,
+            row: place.row,
+            id,
+            loss,
+            text: [decoder.text(&before), decoder.text(&[id]), decoder.text(&after)],
+        })
+    };
+    found.into_iter().take(count).map(token).collect()
+}

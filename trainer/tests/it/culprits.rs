@@ -1,0 +1,228 @@
+//! Fear: that a step is explained by anything but what is wrong with it. Trouble is planted, and has to be named by a command
+//! that is told nothing but the step.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use contract::{Key, Purpose, draw};
+use tch::Device;
+use trainer::explain::{Explanation, Request, Subject, explain};
+use trainer::hf::export::export;
+use trainer::hf::import::import;
+use trainer::ledger::Ledger;
+use trainer::replay::{Replayer, Verdict};
+use trainer::step::Detail;
+use trainer::workers::Workers;
+
+use crate::support::{CURRICULUM, Scratch, VOCAB, stop_after, table};
+
+/// A curriculum of one phase in which the model learns its easy text, with `changes` to its text.
+fn curriculum(scratch: &Scratch, changes: &[(&str, &str)]) -> PathBuf {
+    let (head, _) = CURRICULUM.split_once("[[phase]]").unwrap();
+    let mut text = format!(
+        "{head}[source.web]\nmax_epochs = 9\n\n[source.math]\nmax_epochs = 9\n\n\
+         [[phase]]\nname = \"all\"\nsteps = 24\nseq_len = 64\nbatch = 8\nmicro_batch = 2\nmix = {{ web = 1, math = 1 }}\n"
+    );
+    for (from, to) in changes {
+        assert!(text.contains(from), "no {from:?}");
+        text = text.replace(from, to);
+    }
+    scratch.write("run.toml", &text)
+}
+
+fn open(scratch: &Scratch, run: &str) -> Replayer {
+    Replayer::open(&scratch.path(run), &table(), Device::Cpu, Workers::new(2)).unwrap()
+}
+
+fn explained(scratch: &Scratch, run: &str, step: u64, top: usize) -> Explanation {
+    let request = Request { step, window: 8, top, tokens: 2 };
+    explain(&mut open(scratch, run), request).unwrap()
+}
+
+fn subjects(found: &Explanation) -> Vec<Subject> {
+    found.findings.iter().map(|finding| finding.subject).collect()
+}
+
+/// The documents with most labels in a step, and how many tokens each has in all.
+fn longest(scratch: &Scratch, run: &str, step: u64, count: usize) -> Vec<(String, u64)> {
+    let mut replayer = open(scratch, run);
+    let mut state = replayer.state_after(step - 1).unwrap();
+    let mut documents = replayer.step(&mut state, Detail::Tokens).unwrap().documents;
+    documents.sort_by_key(|document| std::cmp::Reverse(document.labels));
+    documents.truncate(count);
+    documents.into_iter().map(|document| (document.id, document.tokens)).collect()
+}
+
+/// Text of a document, which the planted one replaces: as many tokens, drawn by its id.
+fn random(id: &str) -> Vec<u32> {
+    let key = Key::from_seed(77).child(id);
+    (0..60).map(|place| draw(key, Purpose::Generate, place) as u32 % VOCAB).collect()
+}
+
+fn repeated(id: &str) -> Vec<u32> {
+    vec![random(id)[0]; 60]
+}
+
+/// What the generator writes, in another order.
+fn shuffled(id: &str) -> Vec<u32> {
+    let order = random(id);
+    let mut words: Vec<(u32, u32)> =
+        (0..60).map(|place| (order[place as usize], (order[0] + 7 * place) % VOCAB)).collect();
+    words.sort_unstable();
+    words.into_iter().map(|(_, word)| word).collect()
+}
+
+#[test]
+fn three_poisoned_documents_are_named_first() {
+    const STEP: u64 = 20;
+    let scratch = Scratch::new();
+    let path = curriculum(&scratch, &[]);
+    scratch.run(&path, "clean", |_| ()).unwrap();
+    let named: Vec<String> =
+        longest(&scratch, "clean", STEP, 3).into_iter().map(|(id, _)| id).collect();
+    let texts = [random(&named[0]), repeated(&named[1]), shuffled(&named[2])];
+    let planted: BTreeMap<String, Vec<u32>> = named.iter().cloned().zip(texts).collect();
+    scratch.write_planted("store", &planted);
+    scratch.run(&path, "run", |_| ()).unwrap();
+    let before = scratch.tree("run");
+    let found = explained(&scratch, "run", STEP, 5);
+    assert!(before == scratch.tree("run"), "an explanation changed the run's folder");
+    let mut first: Vec<String> =
+        found.documents[..3].iter().map(|one| one.document.id.clone()).collect();
+    first.sort();
+    let mut wanted = named.clone();
+    wanted.sort();
+    assert_eq!(first, wanted, "{found}");
+    assert_eq!(subjects(&found)[0], Subject::Documents, "{}", found.sentence);
+    assert!(named.iter().all(|id| found.sentence.contains(id)), "{}", found.sentence);
+    assert!(found.sentence.starts_with("3 documents of sources"), "{}", found.sentence);
+    // A repetition is cheap to predict: by its loss alone it would come last of the three, by its gradient it is first.
+    let (first, others) = found.documents[..3].split_first().unwrap();
+    assert_eq!(first.document.id, named[1], "{found}");
+    assert!(others.iter().all(|one| one.document.mean > first.document.mean), "{found}");
+    assert_eq!(found.verdict, Verdict::SameBits);
+    // Gradients of documents add up to the step's, and removing the worst helps what it should.
+    assert!(found.unexplained.gradient.abs() < 1e-4, "{:?}", found.unexplained);
+    let all = found.removals.last().unwrap();
+    assert_eq!((found.removals.len(), all.documents.len()), (6, 5));
+    assert!(all.loss < found.loss && all.norm.unwrap() < found.norm, "{found}");
+    assert!(
+        found.tokens.iter().all(|tokens| tokens.len() == 2 && tokens[0].loss >= tokens[1].loss)
+    );
+    for (one, removal) in found.documents.iter().zip(&found.removals[..5]) {
+        assert_eq!(
+            (&removal.documents[0], removal.labels),
+            (&one.document.id, one.document.labels)
+        );
+    }
+    assert!(found.next.iter().all(|next| named.iter().all(|id| next.contains(id))));
+    // The same documents, and nothing else, stand out in JSON.
+    let json = serde_json::to_value(&found).unwrap();
+    assert_eq!(json["documents"][0]["id"], found.documents[0].document.id.as_str());
+}
+
+/// A rate that rises ten-fold from one step to the next is named at the step that suffers.
+#[test]
+fn a_learning_rate_jump_is_named() {
+    let scratch = Scratch::new();
+    let jump = [
+        ("warmup_steps = 3", "warmup_steps = 12"),
+        ("decay_steps = 30", "decay_steps = 1"),
+        ("final_lr = 1e-3", "final_lr = 2e-1"),
+    ];
+    let path = curriculum(&scratch, &jump);
+    scratch.run(&path, "run", stop_after(16)).unwrap();
+    let found = explained(&scratch, "run", 14, 1);
+    assert_eq!(found.findings[0].subject, Subject::LearningRate, "{}", found.sentence);
+    assert!(found.sentence.contains("1.000e-2 to 2.000e-1 at step 13"), "{}", found.sentence);
+    // The step before it is past nothing but the warm-up.
+    let quiet = explained(&scratch, "run", 11, 0);
+    assert!(!subjects(&quiet).contains(&Subject::LearningRate), "{}", quiet.sentence);
+}
+
+/// Two phases that differ in one thing: `second` is put into the later one, which begins with step 13.
+fn two_phases(scratch: &Scratch, mix: &str, second: &str) -> PathBuf {
+    let phases = format!(
+        "steps = 12\nseq_len = 64\nbatch = 8\nmicro_batch = 2\nmix = {{ web = 1, math = 1 }}\n\n\
+         [[phase]]\nname = \"then\"\nsteps = 12\nseq_len = 64\nbatch = 8\nmicro_batch = 2\nmix = {mix}\n{second}"
+    );
+    let one = "steps = 24\nseq_len = 64\nbatch = 8\nmicro_batch = 2\nmix = { web = 1, math = 1 }\n";
+    curriculum(scratch, &[(one, &phases)])
+}
+
+#[test]
+fn a_mixture_error_is_named() {
+    let scratch = Scratch::new();
+    let path = two_phases(&scratch, "{ web = 30, math = 1 }", "");
+    scratch.run(&path, "run", stop_after(15)).unwrap();
+    let found = explained(&scratch, "run", 14, 1);
+    assert_eq!(found.findings[0].subject, Subject::Mixture, "{}", found.sentence);
+    for words in ["changed at step 13", "web 50 % to 97 %", "math 50 % to 3 %"] {
+        assert!(found.sentence.contains(words), "{}", found.sentence);
+    }
+}
+
+#[test]
+fn a_router_collapse_is_named() {
+    let scratch = Scratch::new();
+    let text = two_phases(&scratch, "{ web = 1, math = 1 }", "model = { balance_lr = 50.0 }\n");
+    let text = std::fs::read_to_string(text).unwrap();
+    // Weights of this size tell the tokens apart from the start, so that every expert has some.
+    let apart = "num_experts = 3\nbalance_lr = 0.0\ninitializer_range = 0.5";
+    let path = scratch.write("run.toml", &text.replace("num_experts = 3", apart));
+    scratch.run(&path, "run", stop_after(16)).unwrap();
+    let found = explained(&scratch, "run", 15, 1);
+    assert!(subjects(&found).contains(&Subject::Router), "{found}");
+    assert!(found.sentence.contains("the router of layer "), "{}", found.sentence);
+    let before = explained(&scratch, "run", 12, 0);
+    assert!(!subjects(&before).contains(&Subject::Router), "{before}");
+}
+
+#[test]
+fn an_exploding_temperature_is_named() {
+    let scratch = Scratch::new();
+    let path = curriculum(&scratch, &[]);
+    scratch.run(&path, "run", stop_after(4)).unwrap();
+    let mut replayer = open(&scratch, "run");
+    let state = replayer.state_at(4).unwrap();
+    let parameters = &replayer.spec().parameters;
+    let hot = parameters.iter().rposition(|one| one.name.ends_with("qk_norm.temp")).unwrap();
+    let _ = tch::no_grad(|| state.weights[hot].shallow_clone().fill_(80.0));
+    export(replayer.spec(), &state, &scratch.path("hf")).unwrap();
+    import(&scratch.path("hf"), &scratch.path("start")).unwrap();
+    let path = curriculum(&scratch, &[("seed = 11", "start = \"start\"\nseed = 11")]);
+    scratch.run(&path, "hot", stop_after(5)).unwrap();
+    let found = explained(&scratch, "hot", 4, 1);
+    assert!(subjects(&found).contains(&Subject::Temperature), "{found}");
+    assert!(found.sentence.contains("temperature of attention in layer 1"), "{}", found.sentence);
+    assert!(!subjects(&explained(&scratch, "run", 4, 0)).contains(&Subject::Temperature));
+}
+
+/// A run whose memory loses one bit of a weight between two steps, and goes on with it.
+#[test]
+fn a_flipped_bit_in_a_weight_is_named() {
+    let scratch = Scratch::new();
+    let path = curriculum(&scratch, &[]);
+    scratch.run(&path, "run", stop_after(6)).unwrap();
+    let mut replayer = open(&scratch, "run");
+    let mut state = replayer.state_after(6).unwrap();
+    let mut values = Vec::<f32>::try_from(state.weights[0].reshape([-1])).unwrap();
+    values[100] = f32::from_bits(values[100].to_bits() ^ (1 << 29));
+    let shape = state.weights[0].size();
+    state.weights[0] = tch::Tensor::from_slice(&values).reshape(shape);
+    let record = replayer.step(&mut state, Detail::Sums).unwrap().record.unwrap();
+    Ledger::open(&scratch.path("run/ledger.jsonl"))
+        .unwrap()
+        .unwrap()
+        .append(&record, None)
+        .unwrap();
+    let found = explained(&scratch, "run", 7, 1);
+    assert_eq!((found.verdict, found.findings[0].subject), (Verdict::RunHit, Subject::Bits));
+    let narrowed = found.bits.as_ref().unwrap();
+    assert_eq!(narrowed.losses, [0, 1, 2, 3]);
+    assert!(
+        found.sentence.contains("a weight or a balancing bias changed in memory"),
+        "{}",
+        found.sentence
+    );
+}
