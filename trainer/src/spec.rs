@@ -69,7 +69,6 @@ impl RunSpec {
     /// Resolves an opened curriculum; refuses what cannot be trained.
     pub fn new(opened: &Opened) -> Result<Self> {
         let curriculum = opened.curriculum.clone();
-        check_cuts(&curriculum)?;
         let data = Arc::clone(opened.stores()?);
         let content = Content::of(&data, curriculum.stores.len());
         let start = open_start(opened, &data)?;
@@ -181,19 +180,6 @@ impl Digestible for RunSpec {
     }
 }
 
-/// Refuses weights that are cut: every product is computed with whole ones.
-fn check_cuts(curriculum: &Curriculum) -> Result<()> {
-    for phase in &curriculum.phases {
-        if phase.weight_shards != 1 {
-            return Err(Fault::usage("`weight_shards` can be planned, but not trained with")
-                .at(curriculum.place(&format!("phase.{}.weight_shards", phase.name)))
-                .found(phase.weight_shards)
-                .wanted("1, or no such key"));
-        }
-    }
-    Ok(())
-}
-
 /// The model of each phase; a phase may change numbers, but no parameter.
 fn models(curriculum: &Curriculum, vocab: u32, start: Option<&Start>) -> Result<Vec<PhaseModel>> {
     let mut models: Vec<PhaseModel> = Vec::new();
@@ -216,6 +202,13 @@ fn models(curriculum: &Curriculum, vocab: u32, start: Option<&Start>) -> Result<
                 .at(curriculum.place(&format!("phase.{}.seq_len", phase.name)))
                 .found(phase.seq_len)
                 .wanted(format!("at most {most}, the model's max_position_embeddings")));
+        }
+        let parts = model.config.moe_intermediate_size.min(model.config.vocab_size);
+        if phase.weight_shards > parts as u64 {
+            return Err(Fault::usage("more shards than there is to cut")
+                .at(curriculum.place(&format!("phase.{}.weight_shards", phase.name)))
+                .found(phase.weight_shards)
+                .wanted(format!("at most {parts}, an expert's width and the vocabulary")));
         }
         if let Some(first) = models.first()
             && model::parameters(&first.config) != model::parameters(&model.config)

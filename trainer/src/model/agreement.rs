@@ -14,14 +14,18 @@ use super::layers::moe::Moe;
 use super::parity::{Arrays, Fixture, all_rounded, relative};
 use super::zaya::{Kinds, Zaya};
 use super::{
-    Init, Keep, LeafOptions, LeafOutput, ParamSpec, Skip, ZayaConfig, init, init_balance, leaf,
-    oracle, parameters, staged_leaf,
+    Cut, Init, Keep, LeafOptions, LeafOutput, ParamSpec, Skip, ZayaConfig, init, init_balance,
+    leaf, oracle, parameters, staged_leaf,
 };
 
 /// A model and a leaf large enough that kernels take their vector paths, with documents of awkward lengths.
-pub(super) fn middling(skip: Skip) -> (ZayaConfig, Vec<Tensor>, Vec<Tensor>, Arrays) {
-    let small = ZayaConfig { vocab_size: 331, num_hidden_layers: 2, ..preset() };
-    let config = ZayaConfig { skip, loss_chunk: 50, ..small };
+fn middling(skip: Skip) -> (ZayaConfig, Vec<Tensor>, Vec<Tensor>, Arrays) {
+    middling_of(ZayaConfig { skip, ..preset() })
+}
+
+/// The same of another shape.
+pub(super) fn middling_of(config: ZayaConfig) -> (ZayaConfig, Vec<Tensor>, Vec<Tensor>, Arrays) {
+    let config = ZayaConfig { vocab_size: 331, num_hidden_layers: 2, loss_chunk: 50, ..config };
     let key = contract::Key::from_seed(3);
     let draw = |i| contract::draw(key, contract::Purpose::Generate, i);
     let tokens = (0..256).map(|i| (draw(i) % 331) as i32).collect();
@@ -101,17 +105,20 @@ fn another_feed_forward_fits_in() {
     let (params, model): (Vec<_>, _) = (params.collect(), model());
     let weights = (&params[..], &balance[..]);
     let input = arrays.input().prepare(&config, Device::Cpu).unwrap();
-    let mut found = Collected::default();
-    let train = |pass: &Pass<'_>| model.train(pass, (200, Keep::Everything), &mut found);
-    let out = model.with((LeafOptions::default(), &config), weights, &input, train).unwrap();
-    assert_eq!(out.counts.iter().map(Vec::len).collect::<Vec<_>>(), [9, 0]);
     let (losses, grads) = oracle::leaf(&config, &specs, weights, &input, 200);
-    assert!(relative(&out.losses, &losses) < 1e-6);
-    let found = found.into_vec().unwrap();
-    assert_eq!(found.len(), specs.len());
-    for ((spec, a), b) in specs.iter().zip(&found).zip(&grads) {
-        let error = relative(a, b);
-        assert!(error < 2e-5, "{}: {error:e}", spec.name);
+    for cut in [Cut::WHOLE, Cut { chunks: 2, shards: 3 }] {
+        let mut found = Collected::default();
+        let train = |pass: &Pass<'_>| model.train(pass, (200, Keep::Everything), &mut found);
+        let options = LeafOptions::default().cut(cut);
+        let out = model.with((options, &config), weights, &input, train).unwrap();
+        assert_eq!(out.counts.iter().map(Vec::len).collect::<Vec<_>>(), [9, 0]);
+        assert!(relative(&out.losses, &losses) < 1e-6);
+        let found = found.into_vec().unwrap();
+        assert_eq!(found.len(), specs.len());
+        for ((spec, a), b) in specs.iter().zip(&found).zip(&grads) {
+            let error = relative(a, b);
+            assert!(error < 2e-5, "{cut:?} {}: {error:e}", spec.name);
+        }
     }
     // Three products of the width of an expert in place of a router and one expert: 6 operations a weight and token.
     let flops = |model: &Zaya| model.flops(&config, 1, &[1, 1], 0);

@@ -5,14 +5,17 @@ use kernels::device::Stager;
 use kernels::ops::{CPU, REFERENCE};
 use kernels::share::Frozen;
 use proptest::prelude::*;
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use super::agreement::{middling, same_bits};
+use super::agreement::{middling_of, same_bits};
 use super::cut::Chunks;
+use super::layer::{Layer, LayerKind, Pass};
+use super::layers::cca::Cca;
+use super::param::{Declare, Weights};
 use super::parity::{Arrays, all_rounded, relative};
 use super::{
     Cut, Keep, LeafInput, LeafOptions, LeafOutput, Skip, ZayaConfig, losses, oracle, parameters,
-    staged_leaf,
+    random, staged_leaf,
 };
 
 /// What a micro-batch is computed with.
@@ -46,12 +49,20 @@ impl Model {
 }
 
 fn model(skip: Skip) -> (Model, Arrays) {
-    let (config, params, balance, arrays) = middling(skip);
+    model_of(ZayaConfig { skip, ..ZayaConfig::preset("zaya1-nano").unwrap() })
+}
+
+fn model_of(config: ZayaConfig) -> (Model, Arrays) {
+    let (config, params, balance, arrays) = middling_of(config);
     (Model { config, params, balance }, arrays)
 }
 
 fn cut(chunks: u64) -> LeafOptions {
-    LeafOptions::default().cut(Cut { chunks, shards: 1 })
+    both(chunks, 1)
+}
+
+fn both(chunks: u64, shards: u64) -> LeafOptions {
+    LeafOptions::default().cut(Cut { chunks, shards })
 }
 
 /// Documents cross every boundary, down to chunks of two tokens and of one, in which convolutions reach over two chunks.
@@ -64,6 +75,62 @@ fn chunks_have_the_gradients_of_automatic_differentiation() {
     model.assert_differentiated(&arrays, LeafOptions { ops: REFERENCE, ..cut(8) });
     let config = ZayaConfig { document_mask: false, ..model.config.clone() };
     Model { config, ..model }.assert_differentiated(&arrays, LeafOptions { ops: CPU, ..cut(16) });
+}
+
+/// Shards alone and with chunks: heads as they are, more and fewer than shards; parts of unequal size everywhere.
+#[test]
+fn shards_have_the_gradients_of_automatic_differentiation() {
+    let preset = ZayaConfig::preset("zaya1-nano").unwrap();
+    let (plain, arrays) = model(Skip::Identity);
+    plain.assert_differentiated(&arrays, both(1, 2));
+    plain.assert_differentiated(&arrays, LeafOptions { ops: REFERENCE, ..both(4, 7) });
+    let (queries, width) =
+        (preset.num_attention_heads / preset.num_key_value_heads, preset.head_dim / 2);
+    let shape = ZayaConfig {
+        num_attention_heads: 4 * queries,
+        num_key_value_heads: 4,
+        head_dim: width,
+        moe_intermediate_size: 50,
+        ..preset
+    };
+    let (other, arrays) = model_of(ZayaConfig { skip: Skip::Zero, ..shape });
+    other.assert_differentiated(&arrays, both(2, 3));
+    other.assert_differentiated(&arrays, both(1, 50));
+}
+
+/// What a group of heads comes to is a part of its own: with the others' way out shut it is what it was, and both parts make
+/// up the whole, to the bit.
+#[test]
+fn a_shard_of_heads_knows_nothing_of_the_others() {
+    let (Model { config, .. }, arrays) = model(Skip::Zero);
+    let mut specs = Vec::new();
+    let layer = Cca::declare(&mut Declare::new(&config, &mut specs), &config, 0);
+    let params: Vec<_> =
+        specs.iter().zip(0..).map(|(spec, seed)| random(&spec.shape, seed)).collect();
+    let x = random(&[256, config.hidden_size], 100);
+    let input = arrays.input().prepare(&config, Device::Cpu).unwrap();
+    let chunks = Chunks::new(&config, &input, 1).unwrap();
+    let out = |params: &[Tensor]| {
+        let pass = Pass {
+            ops: CPU,
+            config: &config,
+            chunks: &chunks,
+            shards: 2,
+            weights: Weights(params),
+            balance: &[],
+            kind: Kind::Float,
+        };
+        Layer::forward(&layer, &pass, std::slice::from_ref(&x), None).unwrap().out.pop().unwrap()
+    };
+    let half = config.query_size() / 2;
+    let shut = |first: i64| {
+        let mut params: Vec<_> = params.iter().map(Tensor::copy).collect();
+        let _ = params.last_mut().unwrap().narrow(1, first, half).zero_();
+        out(&params)
+    };
+    let (left, right) = (shut(half), shut(0));
+    assert_ne!(left, right);
+    assert_eq!(out(&params), left + right);
 }
 
 /// Where every chunk begins with a document, a chunk is a micro-batch by itself: the same losses to the bit, and gradients
@@ -128,21 +195,24 @@ fn a_chunk_knows_nothing_of_later_ones() {
 
 /// Neither recomputation nor other threads change a bit, in either kind; validation has the losses of training.
 #[test]
-fn chunks_have_their_bits_wherever_they_are_computed() {
+fn cuts_have_their_bits_wherever_they_are_computed() {
     let (whole, arrays) = model(Skip::Identity);
-    for dtype in [Dtype::F32, Dtype::Bf16] {
+    let cuts = [cut(4), both(1, 3), both(4, 2)];
+    let cases =
+        [Dtype::F32, Dtype::Bf16].into_iter().flat_map(|dtype| cuts.map(|how| (dtype, how)));
+    for (dtype, how) in cases {
         let params = all_rounded(&parameters(&whole.config), &whole.params, dtype);
         let balance = whole.balance.iter().map(Tensor::shallow_clone).collect();
         let model = Model { config: whole.config.clone(), params, balance };
-        let found = model.leaf(&arrays.input(), cut(4));
-        let again = LeafOptions { keep: Keep::LayerInputs, ..cut(4) };
+        let found = model.leaf(&arrays.input(), how);
+        let again = LeafOptions { keep: Keep::LayerInputs, ..how };
         assert!(same_bits(&found, &model.leaf(&arrays.input(), again)), "{dtype:?}");
         let plain = model.leaf(&arrays.input(), cut(1));
         assert!(!same_bits(&found, &plain), "a cut decides bits");
         assert!((found.loss / plain.loss - 1.0).abs() < 1e-2, "{} {}", found.loss, plain.loss);
-        assert!(found.grads.iter().all(|grad| grad.kind() == tch::Kind::Float));
+        assert!(found.grads.iter().all(|grad| grad.kind() == Kind::Float));
         let Model { config, params, balance } = &model;
-        let alone = losses(cut(4), config, params, balance, &arrays.input()).unwrap();
+        let alone = losses(how, config, params, balance, &arrays.input()).unwrap();
         assert_eq!(alone.to_bits(), found.loss.to_bits());
         let (params, balance) = (Frozen::new(params), Frozen::new(balance));
         let grads = Frozen::new(&found.grads);
@@ -151,7 +221,7 @@ fn chunks_have_their_bits_wherever_they_are_computed() {
                 scope.spawn(|| {
                     let (params, balance) = (params.aliases(), balance.aliases());
                     let model = Model { config: config.clone(), params, balance };
-                    assert_eq!(model.leaf(&arrays.input(), cut(4)).grads, grads.aliases());
+                    assert_eq!(model.leaf(&arrays.input(), how).grads, grads.aliases());
                 });
             }
         });

@@ -7,13 +7,19 @@ use crate::ranks::train_with;
 use crate::same_bits::assert_same;
 use crate::support::{Scratch, stop_after, workers};
 
-/// A scratch folder whose `run.toml` cuts the sequences of both phases, in `dtype`.
+/// A scratch folder whose `run.toml` cuts the micro-batches of both phases, in `dtype`.
 fn cut(dtype: &str) -> Scratch {
     let scratch = Scratch::new();
     let changes = [
         ("dtype = \"f32\"".to_owned(), format!("dtype = \"{dtype}\"")),
-        ("micro_batch = 2".to_owned(), "micro_batch = 2\ncontext_chunks = 4".to_owned()),
-        ("micro_batch = 1".to_owned(), "micro_batch = 1\ncontext_chunks = 16".to_owned()),
+        (
+            "micro_batch = 2".to_owned(),
+            "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 3".to_owned(),
+        ),
+        (
+            "micro_batch = 1".to_owned(),
+            "micro_batch = 1\ncontext_chunks = 16\nweight_shards = 2".to_owned(),
+        ),
     ];
     let changes: Vec<_> = changes.iter().map(|(from, to)| (from.as_str(), to.as_str())).collect();
     scratch.edited("run.toml", &changes);
@@ -21,7 +27,7 @@ fn cut(dtype: &str) -> Scratch {
 }
 
 #[test]
-fn workers_ranks_parts_and_recomputation_do_not_show_in_chunks() {
+fn workers_ranks_parts_and_recomputation_do_not_show_in_a_cut() {
     for dtype in ["f32", "bf16"] {
         let scratch = cut(dtype);
         let whole = scratch.train("whole");

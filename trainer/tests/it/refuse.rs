@@ -203,8 +203,8 @@ fn a_model_that_cannot_be_is_refused_with_its_key() {
         (("micro_batch = 1", "micro_batch = 1\nmodel = { rope_teta = 1e6 }"), "`rope_theta`"),
         (("micro_batch = 1", "micro_batch = 1\ncontext_chunks = 6"), "seq_len = 64"),
         (
-            ("micro_batch = 1", "micro_batch = 1\nweight_shards = 2"),
-            "`weight_shards` can be planned",
+            ("micro_batch = 1", "micro_batch = 1\nweight_shards = 17"),
+            "at most 16, an expert's width and the vocabulary",
         ),
         (("micro_batch = 1", "micro_batch = 1\nmodel = { hidden_size = 32 }"), "parameters"),
         (("micro_batch = 1", "micro_batch = 1\nmodel = { rope_theta = -1.0 }"), "rope_theta"),

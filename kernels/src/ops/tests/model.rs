@@ -156,7 +156,7 @@ proptest! {
         }
     }
 
-    /// As in f64, whatever the chunk and the shards of the vocabulary; and a token without a label costs nothing and moves nothing.
+    /// As in f64, whatever the chunk and the shards of the vocabulary; a token without a label costs nothing and moves nothing.
     #[test]
     fn losses_and_their_gradients(
         labels in prop::collection::vec(0i64..30, 1..40),

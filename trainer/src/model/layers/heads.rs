@@ -143,11 +143,12 @@ fn rows(weight: &Tensor, ranges: &[Range<i64>]) -> Result<Tensor> {
 }
 
 /// Some columns, side by side in memory: a product's bits may depend on where its rows lie.
-fn columns(weight: &Tensor, range: Range<i64>) -> Result<Tensor> {
+pub(super) fn columns(weight: &Tensor, range: Range<i64>) -> Result<Tensor> {
     Ok(weight.f_narrow(1, range.start, range.end - range.start)?.f_contiguous()?)
 }
 
-fn together(parts: &[Tensor], dim: i64) -> Result<Tensor> {
+/// What shards have, one beside the other along `dim`.
+pub(super) fn together(parts: &[Tensor], dim: i64) -> Result<Tensor> {
     match parts {
         [whole] => Ok(whole.shallow_clone()),
         parts => Ok(Tensor::f_cat(parts, dim)?),

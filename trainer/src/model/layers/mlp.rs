@@ -2,8 +2,10 @@
 //! the tests put it in the place of the experts.
 
 use contract::Result;
+use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
+use super::heads::{columns, share, together};
 use crate::model::ZayaConfig;
 use crate::model::cut::Cut;
 use crate::model::gradients::{ChunkGradients, emit};
@@ -21,9 +23,8 @@ pub(in crate::model) struct Mlp {
 /// What the backward pass needs.
 pub(in crate::model) struct Saved {
     x: Tensor,
-    /// Gate, then up.
-    both: Tensor,
-    inner: Tensor,
+    /// By shard: gate, then up; and their product.
+    inner: Vec<[Tensor; 2]>,
 }
 
 impl LayerKind for Mlp {
@@ -79,12 +80,17 @@ impl ByToken for Mlp {
 
 impl Mlp {
     fn compute(&self, pass: &Pass<'_>, x: &Tensor) -> kernels::Result<(Tensor, Saved)> {
-        let (ops, w) = (pass.ops, pass.weights);
-        let side = |weight: ParamId| ops.matmul(x, &w[weight].f_tr()?);
-        let both = Tensor::f_cat(&[side(self.gate)?, side(self.up)?], 1)?;
-        let inner = ops.swiglu(&both)?;
-        let out = ops.matmul(&inner, &w[self.down].f_tr()?)?;
-        Ok((out, Saved { x: x.shallow_clone(), both, inner }))
+        let (ops, mut inner, mut sum) = (pass.ops, Vec::new(), Counter::new());
+        for shard in 0..pass.shards {
+            let [gate, up, down] = self.shard(pass, shard)?;
+            let side = |weight: &Tensor| ops.matmul(x, &weight.f_tr()?);
+            let both = Tensor::f_cat(&[side(&gate)?, side(&up)?], 1)?;
+            let product = ops.swiglu(&both)?;
+            sum.push(pass.of_shard(&product, &down.f_tr()?)?);
+            inner.push([both, product]);
+        }
+        let out = sum.finish().unwrap_or_default().f_to_kind(x.kind())?;
+        Ok((out, Saved { x: x.shallow_clone(), inner }))
     }
 
     /// The gradients of the input, and of gate, up and down.
@@ -94,15 +100,30 @@ impl Mlp {
         saved: &Saved,
         grad: &Tensor,
     ) -> kernels::Result<(Tensor, [Tensor; 3])> {
-        let (ops, w, Saved { x, both, inner }) = (pass.ops, pass.weights, saved);
+        let (ops, Saved { x, inner }) = (pass.ops, saved);
         let grad = grad.f_to_kind(x.kind())?;
-        let down = pass.gradient(&grad.f_tr()?, inner)?;
-        let both = ops.swiglu_backward(both, &ops.matmul(&grad, &w[self.down])?)?;
-        let width = inner.size()[1];
-        let (gate, up) = (both.f_narrow(1, 0, width)?, both.f_narrow(1, width, width)?);
-        let mut input = ops.matmul(&up, &w[self.up])?.f_to_kind(Kind::Float)?;
-        ops.matmul_add(&mut input, &gate, &w[self.gate])?;
-        let weights = [pass.gradient(&gate.f_tr()?, x)?, pass.gradient(&up.f_tr()?, x)?, down];
-        Ok((input, weights))
+        let (mut sum, mut weights) = (Counter::new(), [const { Vec::new() }; 3]);
+        for (shard, [both, product]) in (0..).zip(inner) {
+            let own = self.shard(pass, shard)?;
+            let both = ops.swiglu_backward(both, &ops.matmul(&grad, &own[2])?)?;
+            let width = product.size()[1];
+            let (gate, up) = (both.f_narrow(1, 0, width)?, both.f_narrow(1, width, width)?);
+            let input = pass.of_shard(&up, &own[1])?.f_to_kind(Kind::Float)?;
+            sum.push(input.f_add(&pass.of_shard(&gate, &own[0])?)?);
+            weights[0].push(pass.gradient(&gate.f_tr()?, x)?);
+            weights[1].push(pass.gradient(&up.f_tr()?, x)?);
+            weights[2].push(pass.gradient(&grad.f_tr()?, product)?);
+        }
+        let [gate, up, down] = &weights;
+        let weights = [together(gate, 0)?, together(up, 0)?, together(down, 1)?];
+        Ok((sum.finish().unwrap_or_default(), weights))
+    }
+
+    /// Gate, up and down as a shard of the inner width reads them.
+    fn shard(&self, pass: &Pass<'_>, shard: i64) -> kernels::Result<[Tensor; 3]> {
+        let w = pass.weights;
+        let own = share(w[self.gate].size()[0], pass.shards, shard);
+        let rows = |weight: ParamId| w[weight].f_narrow(0, own.start, own.end - own.start);
+        Ok([rows(self.gate)?, rows(self.up)?, columns(&w[self.down], own.clone())?])
     }
 }
