@@ -84,6 +84,16 @@ impl RunFolder {
         self.root.join("metrics")
     }
 
+    /// What was saved of steps that were explained.
+    pub fn explained(&self) -> PathBuf {
+        self.root.join("explained")
+    }
+
+    /// The page of the run, unless another file is named.
+    pub fn report(&self) -> PathBuf {
+        self.root.join("report.html")
+    }
+
     /// The checkpoints, wherever they lie.
     pub fn checkpoints(&self) -> Result<Checkpoints> {
         let elsewhere = self.elsewhere()?;

@@ -9,7 +9,8 @@
 //! - [`plan`] tells what a run will need before any of it is allocated.
 //! - [`hf`] is Hugging Face's `zaya`, in and out.
 //! - [`ledger`] holds what was computed, [`events`] where and when, [`checkpoint`] the state itself; [`metrics`] draws
-//!   curves, [`validate`] takes the loss on held-out text.
+//!   curves, [`validate`] takes the loss on held-out text, [`progress`] speaks to whoever waits.
+//! - [`report`] shows a run to people: a table, odd steps with their reason, a page.
 //!
 //! Invariant: step N is a function of the run and N. Workers, threads, prefetch, checkpoints, kills and dates are not
 //! among its arguments.
@@ -35,6 +36,7 @@ pub mod metrics;
 pub mod model;
 pub mod optim;
 pub mod plan;
+pub mod progress;
 pub mod refusal;
 pub mod replay;
 pub mod report;

@@ -37,6 +37,14 @@ enum Command {
     Fork(cmd::fork::Args),
     /// Find the first step and the first quantity in which two runs differ.
     Compare(cmd::compare::Args),
+    /// Print the ledger for people: a line for each step.
+    Show(cmd::show::Args),
+    /// Find the odd steps of a run by themselves, each with the reason and the command that explains it.
+    Spikes(cmd::spikes::Args),
+    /// Write one HTML page of a run: curves, mixture, router load, odd steps and what explains them.
+    Report(cmd::report::Args),
+    /// Serve the same page live, on this machine alone.
+    Watch(cmd::watch::Args),
     /// Tell what a run will need before any of it is allocated: memory, bytes sent, checkpoints, ledger.
     Plan(cmd::plan::Args),
     /// Measure the machine as training uses it.
@@ -57,6 +65,10 @@ fn main() -> ExitCode {
         Some(Command::Explain(args)) => cmd::explain::exec(args),
         Some(Command::Fork(args)) => cmd::fork::exec(args),
         Some(Command::Compare(args)) => cmd::compare::exec(args),
+        Some(Command::Show(args)) => cmd::show::exec(args),
+        Some(Command::Spikes(args)) => cmd::spikes::exec(args),
+        Some(Command::Report(args)) => cmd::report::exec(args),
+        Some(Command::Watch(args)) => cmd::watch::exec(args),
         Some(Command::Plan(args)) => cmd::plan::exec(args),
         Some(Command::Bench(args)) => cmd::bench::exec(args),
         Some(Command::Export(args)) => cmd::export::exec(args),

@@ -36,7 +36,7 @@ pub struct Ledger {
 }
 
 /// The file, and how much of it was read.
-struct Source {
+pub(super) struct Source {
     path: PathBuf,
     file: File,
     read: AtomicU64,
@@ -111,11 +111,7 @@ impl Ledger {
 
     fn to_read(path: &Path, aim: For) -> Result<Ledger> {
         let file = File::open(path).map_err(|error| Fault::io("open", path, &error))?;
-        Ledger::of(path, file, aim)?.ok_or_else(|| {
-            Fault::data("the ledger is empty")
-                .at(path.display().to_string())
-                .hint("the run had not begun: start it again")
-        })
+        Ledger::of(path, file, aim)?.ok_or_else(|| empty(path))
     }
 
     /// A new ledger with its head; anything there (a torn head) is replaced.
@@ -124,7 +120,7 @@ impl Ledger {
         File::create(path).map_err(|error| Fault::io("create", path, &error))?;
         let options = OpenOptions::new().read(true).append(true).open(path);
         let file = options.map_err(|error| Fault::io("open", path, &error))?;
-        let source = Source { path: path.to_owned(), file, read: AtomicU64::new(0) };
+        let source = Source::new(path, file);
         let head_line = source.append(Line::default(), &to_json(&head)?)?;
         let (tail, curriculum) = (Lines::after(0, head_line), head.curriculum.clone());
         let in_force = InForce { before: Line::default(), text: text_digest(&curriculum) };
@@ -136,10 +132,8 @@ impl Ledger {
     }
 
     fn of(path: &Path, file: File, aim: For) -> Result<Option<Ledger>> {
-        let source = Source { path: path.to_owned(), file, read: AtomicU64::new(0) };
-        let Some((body, head_line)) = source.first()? else { return Ok(None) };
-        check_format(path, &body)?;
-        let head: Head = from_json(path, 0, &body)?;
+        let source = Source::new(path, file);
+        let Some((head, head_line)) = source.head()? else { return Ok(None) };
         let text = text_digest(&head.curriculum);
         let in_force = InForce { before: Line::default(), text };
         let mut from = Mark { step: 0, line: head_line, head: head_line.chain, in_force };
@@ -236,22 +230,25 @@ impl Ledger {
 
     /// The record of `step`, whose loss follows from what else it says.
     pub fn record(&self, step: u64) -> Result<StepRecord> {
+        let record: StepRecord = self.step_as(step)?;
+        let changed = |what: String| broken(&self.source.path, step as usize, &what);
+        record.check().map_err(changed)?;
+        Ok(record)
+    }
+
+    /// What the line of `step` says of the fields that `T` asks for.
+    pub fn step_as<T: serde::de::DeserializeOwned>(&self, step: u64) -> Result<T> {
         let path = &self.source.path;
-        let missing = || {
-            Fault::usage(format!("step {step} is not in the ledger"))
-                .at(path.display().to_string())
-                .wanted(format!("a step from 1 to {}", self.last_step()))
-        };
         if step == 0 || step > self.last_step() {
-            return Err(missing());
+            return Err(Fault::usage(format!("step {step} is not in the ledger"))
+                .at(path.display().to_string())
+                .wanted(format!("a step from 1 to {}", self.last_step())));
         }
         let (before, line) = (self.line(step - 1)?, self.line(step)?);
-        let changed = |what: &str| broken(path, step as usize, what);
         let body = self.source.body(before, line.end)?;
-        let (body, _) = body.ok_or_else(|| changed("it changed while it was in use"))?;
-        let record: StepRecord = from_json(path, step as usize, &body)?;
-        record.check().map_err(|what| changed(&what))?;
-        Ok(record)
+        let (body, _) =
+            body.ok_or_else(|| broken(path, step as usize, "it changed while it was in use"))?;
+        from_json(path, step as usize, &body)
     }
 
     /// Appends the record of the step after the last; with the curriculum in force from it on, if that is another.
@@ -307,6 +304,10 @@ impl Read for &Source {
 }
 
 impl Source {
+    pub(super) fn new(path: &Path, file: File) -> Source {
+        Source { path: path.to_owned(), file, read: AtomicU64::new(0) }
+    }
+
     fn fault(&self, what: &str) -> impl Fn(std::io::Error) -> Fault {
         let (what, path) = (what.to_owned(), self.path.clone());
         move |error| Fault::io(&what, &path, &error)
@@ -327,6 +328,13 @@ impl Source {
         let (body, chain) = opened(Digest::default(), line)
             .ok_or_else(|| broken(&self.path, 0, "its chain is broken"))?;
         Ok(Some((body, Line { end: read as u64, chain })))
+    }
+
+    /// Line 0, if that is whole.
+    pub(super) fn head(&self) -> Result<Option<(Head, Line)>> {
+        let Some((body, line)) = self.first()? else { return Ok(None) };
+        check_format(&self.path, &body)?;
+        Ok(Some((from_json(&self.path, 0, &body)?, line)))
     }
 
     /// The body of the line from the end of `before` to `end` and the chain after it, if it continues the chain.
@@ -429,7 +437,7 @@ struct Said {
     curriculum: Option<String>,
 }
 
-fn opened(before: Digest, line: &[u8]) -> Option<(String, Digest)> {
+pub(super) fn opened(before: Digest, line: &[u8]) -> Option<(String, Digest)> {
     chain::open(before, std::str::from_utf8(line).ok()?)
 }
 
@@ -437,7 +445,14 @@ fn text_digest(text: &str) -> Digest {
     Digest::of_bytes(text.as_bytes())
 }
 
-fn broken(path: &Path, number: usize, what: &str) -> Fault {
+/// Says that there is no run in a ledger yet.
+pub(super) fn empty(path: &Path) -> Fault {
+    Fault::data("the ledger is empty")
+        .at(path.display().to_string())
+        .hint("the run had not begun: start it again")
+}
+
+pub(super) fn broken(path: &Path, number: usize, what: &str) -> Fault {
     Fault::mismatch(format!("this line of the ledger was changed: {what}"))
         .at(format!("{}:{}", path.display(), number + 1))
         .hint("restore the file; nothing after a changed line can be trusted")
@@ -448,7 +463,11 @@ fn to_json(value: &impl serde::Serialize) -> Result<String> {
         .map_err(|error| Fault::bug(format!("a ledger line cannot be written: {error}")))
 }
 
-fn from_json<T: serde::de::DeserializeOwned>(path: &Path, number: usize, body: &str) -> Result<T> {
+pub(super) fn from_json<T: serde::de::DeserializeOwned>(
+    path: &Path,
+    number: usize,
+    body: &str,
+) -> Result<T> {
     serde_json::from_str(body).map_err(|error| {
         Fault::data(format!("this line of the ledger cannot be read: {error}"))
             .at(format!("{}:{}", path.display(), number + 1))

@@ -4,6 +4,7 @@
 
 mod difference;
 mod file;
+mod follow;
 mod index;
 mod layers;
 mod packed;
@@ -11,6 +12,7 @@ mod record;
 
 pub use difference::{Difference, Stage};
 pub use file::Ledger;
+pub use follow::Follower;
 pub use layers::{LayerParameters, layers};
 pub use packed::Packed;
 pub use record::{Head, SourceSums, StepRecord};

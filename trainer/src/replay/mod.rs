@@ -24,7 +24,7 @@ use crate::folder::{
     RunFolder, compare_content, compare_curriculum, head, no_run, table_difference,
 };
 use crate::ledger::{Difference, Ledger, Stage, StepRecord};
-use crate::report::clock;
+use crate::progress::clock;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::state::ownership::Ownership;

@@ -19,7 +19,7 @@ use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder, levels};
 use crate::mesh::Team;
 use crate::metrics::Metrics;
-use crate::report::{Progress, clock};
+use crate::progress::{Progress, clock};
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::state::ownership::Ownership;

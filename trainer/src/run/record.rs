@@ -11,7 +11,7 @@ use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder};
 use crate::ledger::{Ledger, StepRecord};
 use crate::metrics::Metrics;
-use crate::report::Progress;
+use crate::progress::Progress;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step::Stepped;
@@ -131,6 +131,7 @@ impl Book<'_> {
         let fields = json!({
             "step": record.step, "loss": record.loss, "seconds": seconds(taken),
             "tokens_per_second": rate.round(), "again": again, "stall": seconds(self.metrics.waited()),
+            "memory": crate::memory::resident().0,
         });
         self.events.write("step", fields)?;
         if *ranks == 1 {

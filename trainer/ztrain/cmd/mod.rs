@@ -10,9 +10,14 @@ pub(crate) mod import;
 pub(crate) mod plan;
 pub(crate) mod ranks;
 pub(crate) mod replay;
+pub(crate) mod report;
+pub(crate) mod show;
+pub(crate) mod spikes;
 pub(crate) mod train;
+pub(crate) mod watch;
 pub(crate) mod whatif;
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -141,6 +146,15 @@ pub(crate) fn not_negative(text: &str) -> std::result::Result<f64, &'static str>
 pub(crate) fn patience(text: &str) -> std::result::Result<Duration, &'static str> {
     let seconds = text.parse().ok().filter(|seconds| (0.1..=1e7).contains(seconds));
     seconds.map(Duration::from_secs_f64).ok_or("wanted seconds, from 0.1 to 10 million")
+}
+
+/// Steps `A..B`, from A to before B.
+pub(crate) fn step_range(text: &str) -> std::result::Result<Range<u64>, &'static str> {
+    let steps = text.split_once("..").and_then(|(from, to)| {
+        Some(from.trim().parse::<u64>().ok()?..to.trim().parse::<u64>().ok()?)
+    });
+    let steps = steps.filter(|steps| steps.start > 0 && !steps.is_empty());
+    steps.ok_or("wanted A..B with 1 <= A < B, as in 10..20")
 }
 
 /// The name of a device that might be.

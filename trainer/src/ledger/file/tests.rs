@@ -220,3 +220,40 @@ fn a_loss_that_does_not_follow_from_its_parts_is_found() {
         assert!(fault.to_string().contains("ledger.jsonl:2"), "{fault}");
     }
 }
+
+#[test]
+fn a_follower_reads_each_step_once_while_the_ledger_grows() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = written(folder.path(), 5);
+    let whole = std::fs::read(&path).unwrap();
+    let mut steps = Vec::new();
+    let mut follower: Option<super::super::Follower> = None;
+    for length in 0..=whole.len() {
+        std::fs::write(&path, &whole[..length]).unwrap();
+        if follower.is_none() {
+            follower = super::super::Follower::open(&path).ok().map(|(found, follower)| {
+                assert_eq!(found, head());
+                follower
+            });
+        }
+        let Some(follower) = &mut follower else { continue };
+        while let Some(said) = follower.next_step::<Said>().unwrap() {
+            steps.push(said.step);
+        }
+        let complete = whole[..length].iter().filter(|byte| **byte == b'\n').count() as u64;
+        assert_eq!(follower.step() + 1, complete, "at byte {length}");
+    }
+    assert_eq!(steps, [1, 2, 3, 4, 5]);
+}
+
+#[test]
+fn a_follower_finds_a_changed_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = written(folder.path(), 3);
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("\"step\":2,", "\"step\":7,")).unwrap();
+    let (_, mut follower) = super::super::Follower::open(&path).unwrap();
+    assert!(follower.next_step::<Said>().unwrap().is_some());
+    let fault = follower.next_step::<Said>().map(|_| ()).unwrap_err();
+    assert_eq!(fault.class(), Class::Mismatch);
+}

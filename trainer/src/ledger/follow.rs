@@ -1,0 +1,64 @@
+//! Reads a ledger from its first step to its end, and on as it grows: each line once, in order, its chain checked.
+//!
+//! Only one line is held, so that a ledger of a million steps costs no more memory than one of ten.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use contract::{Fault, Result};
+use serde::de::DeserializeOwned;
+
+use super::file::{Source, broken, empty, from_json, opened};
+use super::index::Line;
+use super::record::Head;
+
+/// Bytes read at a time.
+const BUFFER: usize = 1 << 18;
+
+/// A place in a ledger that may still grow.
+pub struct Follower {
+    path: PathBuf,
+    reader: BufReader<File>,
+    last: Line,
+    step: u64,
+    text: Vec<u8>,
+}
+
+impl Follower {
+    /// Opens the ledger at `path` before its first step.
+    pub fn open(path: &Path) -> Result<(Head, Follower)> {
+        let open = || File::open(path).map_err(|error| Fault::io("open", path, &error));
+        let (head, last) = Source::new(path, open()?).head()?.ok_or_else(|| empty(path))?;
+        let mut reader = BufReader::with_capacity(BUFFER, open()?);
+        reader.seek(SeekFrom::Start(last.end)).map_err(|error| Fault::io("read", path, &error))?;
+        Ok((head, Follower { path: path.to_owned(), reader, last, step: 0, text: Vec::new() }))
+    }
+
+    /// The last step that was read; 0 before the first.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// What the next line says, of the fields that `T` asks for; `None` at the end, or where the last line is still being
+    /// written: then a later call reads it.
+    pub fn next_step<T: DeserializeOwned>(&mut self) -> Result<Option<T>> {
+        let Follower { path, reader, last, step, text } = self;
+        let fault = |error| Fault::io("read", path, &error);
+        text.clear();
+        let read = reader.read_until(b'\n', text).map_err(fault)?;
+        let Some(line) = text.strip_suffix(b"\n") else {
+            if read > 0 {
+                reader.seek(SeekFrom::Start(last.end)).map_err(fault)?;
+            }
+            return Ok(None);
+        };
+        let number = *step as usize + 1;
+        let (body, chain) =
+            opened(last.chain, line).ok_or_else(|| broken(path, number, "its chain is broken"))?;
+        let said = from_json(path, number, &body)?;
+        *last = Line { end: last.end + read as u64, chain };
+        *step += 1;
+        Ok(Some(said))
+    }
+}

@@ -1,0 +1,332 @@
+//! `events.jsonl` as people see it: speeds by step, and what happened to the run on its way.
+//!
+//! Events are not chained and a kill may tear a line in the middle of the file: a line that cannot be read is counted and
+//! passed over, a torn last one is read once it is whole.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufRead, BufReader, ErrorKind, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use contract::{Fault, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::odd::{Kind, OddStep, Reason, add};
+use super::window::Window;
+
+/// Bytes read at a time.
+const BUFFER: usize = 1 << 18;
+
+/// A step is slow below this share of the usual speed.
+const SLOW: f64 = 0.2;
+
+/// The events of a run, as far as they were read.
+pub struct Log {
+    path: PathBuf,
+    reader: Option<BufReader<File>>,
+    place: u64,
+    /// Seconds of each step, from step 1 on; not a number where none are known.
+    pub seconds: Vec<f32>,
+    /// Tokens per second.
+    pub speed: Vec<f32>,
+    /// The share of the step's time in which it waited for its batch.
+    pub stall: Vec<f32>,
+    /// Bytes of memory that the process of rank 0 held after the step.
+    pub memory: Vec<f32>,
+    /// What happened, in the order of writing.
+    pub happenings: Vec<Happening>,
+    /// Losses on held-out text, by step.
+    pub validation: BTreeMap<u64, Validated>,
+    /// Lines that could not be read.
+    pub unreadable: u64,
+    speeds: Window,
+    odd: Vec<OddStep>,
+    /// The last step of the process that runs; `None` after its end.
+    running: Option<u64>,
+    fresh: bool,
+}
+
+/// Something that happened to a run.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Happening {
+    /// What.
+    pub kind: Happened,
+    /// After which step.
+    pub step: u64,
+    /// Seconds since 1970.
+    pub time: f64,
+    /// For people.
+    pub words: String,
+}
+
+/// What happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Happened {
+    /// A process began to train.
+    Start,
+    /// The process before ended without a word.
+    Killed,
+    /// It ended in order.
+    Stop,
+    /// A state was kept.
+    Checkpoint,
+    /// A checkpoint could not be used.
+    Damaged,
+    /// The curriculum was edited.
+    Edit,
+    /// It ended in a fault.
+    Fault,
+    /// A jump of the loss kept a state of the ring.
+    Spike,
+    /// How many ranks train.
+    Ranks,
+}
+
+/// The loss on held-out text after a step.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Validated {
+    /// Mean loss of a label, over all sources.
+    pub all: f64,
+    /// The same by source.
+    pub sources: BTreeMap<String, f64>,
+}
+
+/// A line whose fields are read only where they are needed.
+#[derive(Deserialize)]
+struct Event {
+    event: String,
+    #[serde(default)]
+    time: f64,
+    #[serde(default)]
+    step: u64,
+    #[serde(default)]
+    seconds: f64,
+    #[serde(default)]
+    tokens_per_second: f64,
+    #[serde(default)]
+    stall: f64,
+    #[serde(default)]
+    memory: Option<f64>,
+}
+
+impl Happened {
+    /// Whether it may be the reason of what is odd at the same step.
+    pub(super) fn is_context(self) -> bool {
+        !matches!(self, Happened::Checkpoint | Happened::Stop | Happened::Spike)
+    }
+}
+
+impl Log {
+    /// The events at `path`, none read yet; a run without that file has none.
+    pub fn new(path: &Path) -> Log {
+        Log {
+            path: path.to_owned(),
+            reader: None,
+            place: 0,
+            seconds: Vec::new(),
+            speed: Vec::new(),
+            stall: Vec::new(),
+            memory: Vec::new(),
+            happenings: Vec::new(),
+            validation: BTreeMap::new(),
+            unreadable: 0,
+            speeds: Window::default(),
+            odd: Vec::new(),
+            running: None,
+            fresh: true,
+        }
+    }
+
+    /// Steps that were slow, or did not end.
+    pub fn odd(&self) -> &[OddStep] {
+        &self.odd
+    }
+
+    /// Whether a process has begun and not ended, as far as the events say: it trains, or was killed.
+    pub fn running(&self) -> bool {
+        self.running.is_some()
+    }
+
+    /// Bytes that were read.
+    pub(super) fn bytes(&self) -> u64 {
+        self.place
+    }
+
+    /// How often a process began to train.
+    pub fn starts(&self) -> usize {
+        self.happenings.iter().filter(|one| one.kind == Happened::Start).count()
+    }
+
+    /// Reads what was written since; the number of lines.
+    pub fn refresh(&mut self) -> Result<u64> {
+        let path = self.path.clone();
+        let fault = |error: std::io::Error| Fault::io("read", &path, &error);
+        let mut reader = match self.reader.take() {
+            Some(reader) => reader,
+            None => match File::open(&path) {
+                Ok(file) => BufReader::with_capacity(BUFFER, file),
+                Err(error) if error.kind() == ErrorKind::NotFound => return Ok(0),
+                Err(error) => return Err(Fault::io("open", &path, &error)),
+            },
+        };
+        let (mut lines, mut text) = (0, Vec::new());
+        loop {
+            text.clear();
+            let read = reader.read_until(b'\n', &mut text).map_err(fault)?;
+            if text.last() != Some(&b'\n') {
+                reader.seek(SeekFrom::Start(self.place)).map_err(fault)?;
+                break;
+            }
+            self.place += read as u64;
+            lines += 1;
+            match serde_json::from_slice::<Event>(&text) {
+                Ok(event) => self.event(&event, &text),
+                Err(_) => self.unreadable += 1,
+            }
+        }
+        self.reader = Some(reader);
+        Ok(lines)
+    }
+
+    fn event(&mut self, event: &Event, text: &[u8]) {
+        match event.event.as_str() {
+            "step" => return self.step(event),
+            "exchange" => return,
+            _ => (),
+        }
+        let fields: Value = serde_json::from_slice(text).unwrap_or_default();
+        if event.event == "validation" {
+            self.validated(event.step, &fields);
+            return;
+        }
+        if let Some((kind, words)) = self.happened(event, &fields) {
+            let step = match kind {
+                Happened::Start => number(&fields, "from_step"),
+                Happened::Edit => number(&fields, "recorded"),
+                Happened::Ranks => self.running.unwrap_or(0),
+                _ => event.step,
+            };
+            self.happenings.push(Happening { kind, step, time: event.time, words });
+        }
+    }
+
+    fn step(&mut self, event: &Event) {
+        // Steps that no memory could index are no steps of this run.
+        let Some(index) = event.step.checked_sub(1).filter(|at| *at < 1 << 32) else { return };
+        let index = index as usize;
+        let longer = (index + 1).max(self.seconds.len());
+        for column in [&mut self.seconds, &mut self.speed, &mut self.stall, &mut self.memory] {
+            column.resize(longer, f32::NAN);
+        }
+        let speed = event.tokens_per_second;
+        self.seconds[index] = event.seconds as f32;
+        self.speed[index] = speed as f32;
+        self.stall[index] = (event.stall / event.seconds.max(1e-9)).min(1.0) as f32;
+        self.memory[index] = event.memory.map_or(f32::NAN, |memory| memory as f32);
+        let usual = self.speeds.median();
+        // The first step of a process also opens its libraries.
+        if let Some(usual) = usual.filter(|usual| speed < SLOW * usual && !self.fresh) {
+            let words = format!("{speed:.0} tokens/s, usually {usual:.0}: {:.2} s", event.seconds);
+            let (value, usual) = (Some(speed), Some(usual));
+            let (kind, step, score, layer) = (Kind::Slow, event.step, None, None);
+            let reasons = vec![Reason { kind, step, value, usual, score, layer, words }];
+            add(&mut self.odd, OddStep { step, last: step, reasons, context: Vec::new() });
+        }
+        if !self.fresh {
+            self.speeds.push(speed);
+        }
+        self.fresh = false;
+        self.running = self.running.map(|_| event.step);
+    }
+
+    fn validated(&mut self, step: u64, fields: &Value) {
+        let loss = |value: &Value| value["loss"].as_f64();
+        let Some(all) = loss(&fields["all"]) else { return };
+        let sources = fields["sources"].as_object().into_iter().flatten();
+        let sources = sources.filter_map(|(name, one)| Some((name.clone(), loss(one)?))).collect();
+        self.validation.insert(step, Validated { all, sources });
+    }
+
+    /// What an event means, and its words; it may be told in two.
+    fn happened(&mut self, event: &Event, fields: &Value) -> Option<(Happened, String)> {
+        let (step, text) = (event.step, |key: &str| fields[key].as_str().unwrap_or("?").to_owned());
+        Some(match event.event.as_str() {
+            "start" => (Happened::Start, self.started(event.time, fields)),
+            "stop" => {
+                self.running = None;
+                let signal = fields["signal"].as_bool().unwrap_or(false);
+                let why = if signal { ", on a signal" } else { "" };
+                (Happened::Stop, format!("ended in order after step {step}{why}"))
+            }
+            "checkpoint" => {
+                let mut words = format!("the state after step {step} was kept");
+                if let Some(stall) = fields["stall_seconds"].as_f64() {
+                    let writing = fields["writing_seconds"].as_f64().unwrap_or(0.0);
+                    words += &format!(": the run waited {stall:.3} s, writing took {writing:.2} s");
+                }
+                (Happened::Checkpoint, words)
+            }
+            "damaged checkpoint" => (
+                Happened::Damaged,
+                format!("checkpoint step-{step} was passed over: {}", text("fault")),
+            ),
+            "edit" => (Happened::Edit, format!("the curriculum was edited: {}", text("edit"))),
+            "fault" => {
+                self.running = None;
+                let fault = text("fault");
+                let first = fault.lines().next().unwrap_or_default();
+                let reason = Reason::words(Kind::Stopped, step, format!("it did not end: {first}"));
+                let (reasons, context) = (vec![reason], Vec::new());
+                add(&mut self.odd, OddStep { step, last: step, reasons, context });
+                (Happened::Fault, format!("stopped in step {step}: {first}"))
+            }
+            "spike" => {
+                let kept = number(fields, "kept");
+                (
+                    Happened::Spike,
+                    format!("the loss of step {step} jumped: the state after step {kept} was kept"),
+                )
+            }
+            "ranks" => {
+                let world = fields["world"].as_u64().or_else(|| fields["ranks"].as_u64());
+                (
+                    Happened::Ranks,
+                    world.map_or("ranks joined".to_owned(), |world| format!("{world} ranks")),
+                )
+            }
+            _ => return None,
+        })
+    }
+
+    /// A process begins: what became of the one before, if that did not say.
+    fn started(&mut self, time: f64, fields: &Value) -> String {
+        let (from, recorded) = (number(fields, "from_step"), number(fields, "recorded"));
+        if let Some(last) = self.running {
+            let last = last.max(recorded);
+            let words = format!("the process before ended after step {last} without a word");
+            self.happenings.push(Happening { kind: Happened::Killed, step: last, time, words });
+        }
+        (self.running, self.fresh) = (Some(from), true);
+        let on = fields["device"].as_str().unwrap_or("?").to_lowercase();
+        let workers = fields["workers"].as_u64().unwrap_or(1);
+        let plural = if workers == 1 { "" } else { "s" };
+        let again = match recorded.saturating_sub(from) {
+            0 => String::new(),
+            1 => format!(", and computed step {recorded} again"),
+            _ => format!(", and computed steps {} to {recorded} again", from + 1),
+        };
+        let word =
+            if from == 0 { "began".to_owned() } else { format!("went on after step {from}") };
+        format!("{word}{again} ({on}, {workers} worker{plural})")
+    }
+}
+
+fn number(fields: &Value, key: &str) -> u64 {
+    fields[key].as_u64().unwrap_or(0)
+}
+
+#[cfg(test)]
+#[path = "log/tests.rs"]
+mod tests;

@@ -1,0 +1,93 @@
+//! A run, shown to people: the ledger as a table, odd steps with their reason, a page of curves that explains itself.
+//!
+//! ```text
+//! ledger.jsonl --Follower--> seen --> odd (window)      events.jsonl --> log
+//!                              \--> bins                    |
+//!                               view: a run as far as it was read
+//! ```
+//!
+//! Everything here only reads: a run that goes on is looked at while it is written.
+
+mod bins;
+mod log;
+mod odd;
+mod page;
+mod payload;
+mod seen;
+mod table;
+mod view;
+mod watch;
+mod window;
+
+use std::path::Path;
+
+use crate::folder::RunFolder;
+
+pub use log::{Happened, Happening, Log, Validated};
+pub use odd::{Kind, OddStep, Reason};
+pub use page::{page, payload};
+pub use seen::Seen;
+pub use table::Table;
+pub use view::View;
+pub use watch::Watch;
+
+/// The command that explains a step of the run at `root`, to be typed as it stands.
+pub fn explain_command(root: &Path, step: impl std::fmt::Display) -> String {
+    format!("ztrain replay --run {} --step {step}", quoted(root))
+}
+
+/// The commands that look at a step of the run at `root`, each with what it tells; `{}` stands for the step.
+fn commands(root: &Path) -> Vec<(&'static str, String)> {
+    let curriculum = quoted(&RunFolder::new(root).curriculum());
+    vec![
+        ("What caused it", explain_command(root, "{}")),
+        ("The text it trained on", format!("zdata batch {curriculum} --step {{}}")),
+    ]
+}
+
+/// A path as an argument in a shell.
+pub fn quoted(path: &Path) -> String {
+    let text = path.to_string_lossy();
+    let plain = |c: char| c.is_ascii_alphanumeric() || "_./:@%+=,-".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        return text.into_owned();
+    }
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+/// An integer with its thousands set apart: "48,113".
+pub fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_number_in_groups_is_that_number(number: u64) {
+            let text = grouped(number);
+            prop_assert_eq!(text.replace(',', ""), number.to_string());
+            prop_assert!(text.split(',').skip(1).all(|group| group.len() == 3));
+            prop_assert!(text.split(',').next().is_some_and(|first| (1..=3).contains(&first.len())));
+        }
+
+        /// A shell gives back what was quoted.
+        #[test]
+        fn a_shell_reads_the_path_that_was_quoted(text in "[ -~]{1,24}") {
+            let line = format!("printf %s {}", quoted(Path::new(&text)));
+            let read = std::process::Command::new("sh").args(["-c", &line]).output().unwrap();
+            prop_assert_eq!(String::from_utf8(read.stdout).unwrap(), text);
+        }
+    }
+}

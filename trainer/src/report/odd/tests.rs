@@ -1,0 +1,142 @@
+//! What is odd and what is not: noise, trends and schedules on one side, planted trouble on the other.
+
+use contract::{Key, Purpose, draw};
+use proptest::prelude::*;
+use serde_json::json;
+
+use super::*;
+
+/// A step with two even layers.
+fn seen(step: u64, loss: f64, norm: f64, lr: f64) -> Seen {
+    let bits = |value: f64| format!("{:016x}", value.to_bits());
+    let digest = "0".repeat(32);
+    serde_json::from_value(json!({
+        "step": step, "phase": "a", "data": digest, "state": digest, "divisor": 100, "loss": loss,
+        "norm": bits(norm), "lr": bits(lr), "router": [[5, 5, 5, 5, 1], [5, 5, 5, 5, 1]],
+        "sources": {}, "layer_gradient_norms": "", "layer_update_norms": "",
+    }))
+    .unwrap()
+}
+
+/// Noise of standard deviation 1, about normal: the sum of twelve even draws.
+fn noise(seed: u64, step: u64) -> f64 {
+    let key = Key::from_seed(seed).nth(step);
+    let even = |index| draw(key, Purpose::Generate, index) as f64 / u64::MAX as f64;
+    (0..12).map(even).sum::<f64>() - 6.0
+}
+
+/// A quiet run: the loss falls with noise, the norm has some, the rate warms up and decays by a cosine.
+fn quiet(seed: u64, step: u64) -> Seen {
+    let time = step as f64;
+    let loss = 3.0 + 6.0 * (-time / 80.0).exp() + 0.05 * noise(seed, step);
+    let norm = (0.2 * noise(seed + 1, step) - time / 500.0).exp();
+    let lr = if step <= 20 { 1e-3 * time / 20.0 } else { 5e-4 * (1.0 + (time / 600.0).cos()) };
+    seen(step, loss, norm, lr)
+}
+
+fn found(steps: impl IntoIterator<Item = Seen>) -> Vec<OddStep> {
+    let mut detector = Detector::default();
+    steps.into_iter().for_each(|seen| {
+        detector.step(&seen);
+    });
+    detector.found().to_vec()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    #[test]
+    fn a_quiet_run_has_no_odd_step(seed: u64) {
+        let found = found((1..=600).map(|step| quiet(seed % 1_000_000, step)));
+        prop_assert!(found.is_empty(), "{found:?}");
+    }
+
+    /// Whatever is planted in a quiet run is found where it is, and nothing else.
+    #[test]
+    fn planted_trouble_is_found_with_its_kind(seed: u64, at in 40u64..590, kind in 0usize..6) {
+        let plant = |step: u64| {
+            let mut seen = quiet(seed % 1_000_000, step);
+            let (loss, norm, lr) = (seen.loss, seen.norm(), seen.lr());
+            if step == at {
+                seen = match kind {
+                    0 => self::seen(step, loss + 2.5, norm, lr),
+                    1 => self::seen(step, loss - 2.5, norm, lr),
+                    2 => self::seen(step, loss, 20.0 * norm, lr),
+                    3 => self::seen(step, loss, norm / 20.0, lr),
+                    _ => seen,
+                };
+            }
+            match kind {
+                4 if step >= at => seen.router[1] = vec![0, 19, 1, 0, 1],
+                5 if step >= at => seen = self::seen(step, loss, norm, 3.0 * lr),
+                _ => (),
+            }
+            seen
+        };
+        let found = found((1..=600).map(plant));
+        prop_assert_eq!(found.len(), 1, "{:?}", found);
+        let one = &found[0];
+        prop_assert_eq!((one.step, one.reasons.len()), (at, 1), "{:?}", one);
+        let reason = &one.reasons[0];
+        let kinds = [Kind::Loss, Kind::Loss, Kind::Norm, Kind::Norm, Kind::Router, Kind::LearningRate];
+        prop_assert_eq!(reason.kind, kinds[kind]);
+        match kind {
+            0 | 2 => prop_assert!(reason.score.unwrap() > FAR),
+            1 | 3 => prop_assert!(reason.score.unwrap() < -FAR),
+            4 => prop_assert_eq!(reason.layer, Some(1)),
+            _ => prop_assert!((reason.value.unwrap() / reason.usual.unwrap() - 3.0).abs() < 0.1),
+        }
+    }
+}
+
+#[test]
+fn odd_steps_in_a_row_are_one_finding_with_the_farthest_value() {
+    let steps = (1..=200).map(|step| match step {
+        100..=104 => seen(step, quiet(1, step).loss + (step - 98) as f64, 1.0, 1e-3),
+        150 => seen(step, 9.0, 1.0, 1e-3),
+        _ => seen(step, quiet(1, step).loss, 1.0, 1e-3),
+    });
+    let found = found(steps);
+    assert_eq!(found.len(), 2, "{found:?}");
+    assert_eq!((found[0].step, found[0].last), (100, 104));
+    assert_eq!((found[0].reasons.len(), found[0].reasons[0].step), (1, 104));
+    assert_eq!((found[1].step, found[1].last), (150, 150));
+}
+
+#[test]
+fn values_that_are_not_finite_and_skipped_steps_are_odd_at_any_step() {
+    let mut skipped = seen(2, 5.0, 1.0, 1e-3);
+    skipped.skipped = Some(crate::optim::guard::Skipped::Norm);
+    let found = found([seen(1, 5.0, f64::INFINITY, 1e-3), skipped]);
+    let kinds: Vec<Kind> = found[0].reasons.iter().map(|reason| reason.kind).collect();
+    assert_eq!((found.len(), kinds), (1, vec![Kind::NotFinite, Kind::Skipped]));
+}
+
+#[test]
+fn what_else_happens_there_is_said() {
+    let steps = (1..=100).map(|step| {
+        let mut seen = quiet(3, step);
+        if step >= 60 {
+            seen.phase = "b".to_owned();
+            seen.loss += 4.0;
+            seen.curriculum = (step == 60).then(|| "seed = 1".to_owned());
+        }
+        seen
+    });
+    let found = found(steps);
+    assert_eq!((found[0].step, found[0].context.len()), (60, 2), "{found:?}");
+    assert!(found[0].context[0].contains("phase b begins"), "{found:?}");
+}
+
+#[test]
+fn a_router_that_was_never_even_is_told_once() {
+    let steps = (1..=300).map(|step| {
+        let mut seen = quiet(5, step);
+        // Noise around an evenness of some 0.2.
+        seen.router[0] = vec![100, step % 7, 0, 0, 0];
+        seen
+    });
+    let found = found(steps);
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert_eq!((found[0].step, found[0].reasons[0].layer), (LENGTH as u64 + 1, Some(0)));
+}

@@ -1,0 +1,88 @@
+//! The page: one HTML file with everything in it, which asks no network for anything.
+//!
+//! Texts of others (names of sources, documents, faults) reach it as JSON alone, in which `<` is spelled out, and are put on it
+//! as text, never as markup. A policy in its head forbids every request but those of a live page to where it came from.
+
+use contract::Result;
+use serde_json::{Value, json};
+
+use super::payload::run;
+use super::view::View;
+
+/// The page's parts, in `assets/`.
+const FRAME: &str = include_str!("assets/page.html");
+const STYLE: &str = include_str!("assets/page.css");
+const LIBRARY: &str = include_str!("assets/uPlot.iife.min.js");
+const LIBRARY_STYLE: &str = include_str!("assets/uPlot.min.css");
+const SCRIPT: [&str; 4] = [
+    include_str!("assets/data.js"),
+    include_str!("assets/plots.js"),
+    include_str!("assets/panel.js"),
+    include_str!("assets/main.js"),
+];
+
+/// What a live page asks for: everything that is small, and the columns of the steps after `known`.
+pub fn payload(view: &View, known: u64) -> Result<String> {
+    Ok(run(view, known.min(view.last_step()))?.to_string())
+}
+
+/// The page of the first run, others drawn beside it; one that is `live` asks where it came from for what is new.
+pub fn page(views: &[View], live: bool) -> Result<String> {
+    let runs = views.iter().map(|view| run(view, 0)).collect::<Result<Vec<Value>>>()?;
+    let name = runs.first().and_then(|run| run["name"].as_str()).unwrap_or("run");
+    let title = escaped(name);
+    let connect = if live { "'self'" } else { "'none'" };
+    let data = json!({"live": live, "runs": runs}).to_string().replace('<', "\\u003c");
+    let parts = [
+        ("{{title}}", title.as_str()),
+        ("{{connect}}", connect),
+        ("{{library_style}}", LIBRARY_STYLE.trim_end()),
+        ("{{style}}", STYLE.trim_end()),
+        ("{{library}}", LIBRARY.trim_end()),
+        ("{{script}}", &SCRIPT.join("\n")),
+        ("{{data}}", &data),
+    ];
+    Ok(filled(FRAME, &parts))
+}
+
+/// A frame with its marks filled in, each once, in their order; what is filled in is not looked at again.
+fn filled(frame: &str, parts: &[(&str, &str)]) -> String {
+    let length = parts.iter().map(|(_, text)| text.len()).sum::<usize>();
+    let (mut page, mut rest) = (String::with_capacity(frame.len() + length), frame);
+    for (mark, text) in parts {
+        let (before, after) = rest.split_once(mark).unwrap_or((rest, ""));
+        page.push_str(before);
+        page.push_str(text);
+        rest = after;
+    }
+    page + rest
+}
+
+/// Text within markup.
+fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_frame_has_each_mark_once_and_in_order() {
+        let marks = ["title", "connect", "library_style", "style", "library", "script", "data"]
+            .map(|mark| format!("{{{{{mark}}}}}"));
+        let places: Vec<usize> =
+            marks.iter().map(|mark| FRAME.find(mark.as_str()).unwrap()).collect();
+        assert!(places.is_sorted(), "{places:?}");
+        assert!(marks.iter().all(|mark| FRAME.matches(mark.as_str()).count() == 1));
+    }
+
+    #[test]
+    fn scripts_and_styles_cannot_end_their_own_element() {
+        for text in [LIBRARY].iter().chain(&SCRIPT) {
+            assert!(!text.to_lowercase().contains("</script") && !text.contains("<!--"));
+        }
+        assert!([STYLE, LIBRARY_STYLE].iter().all(|text| !text.to_lowercase().contains("</style")));
+        assert!(SCRIPT.iter().all(|text| !text.contains("innerHTML")), "texts are put as text");
+    }
+}

@@ -1,0 +1,244 @@
+//! What a page is told of a run, as one JSON object. Its numbers are columns (`bins`), its texts are plain.
+//!
+//! ```text
+//! first, steps                       the first step of the columns (1, or where a live page goes on), and the ledger's last
+//! columns: loss, norm, lr, speed     f32 of each step        columns: stall   bytes, 255 is the whole step
+//! memory, router, layers, sources    bins of `width` steps, lane by lane within a bin
+//! phases, plan, skipped, curricula, happenings, validation, odd, lines, explained
+//! ```
+
+use contract::Result;
+use curriculum::Curriculum;
+use serde_json::{Map, Value, json};
+
+use super::bins::{Bins, Fold, f32s, shares};
+use super::seen::Seen;
+use super::view::View;
+use super::{commands, explain_command, log};
+
+/// Bytes that the loads of all experts take, at most.
+const LOADS: usize = 250_000;
+
+/// Numbers of a map by layer, at most.
+const LAYER_NUMBERS: usize = 24_000;
+
+/// Happenings of one kind that are told one by one, at most: of more only the last ones.
+const HAPPENINGS: usize = 2_000;
+
+/// Odd steps that are told, at most: the first ones.
+const ODD: usize = 1_000;
+
+/// What a page is told that has `known` steps already.
+pub(super) fn run(view: &View, known: u64) -> Result<Value> {
+    let steps = view.last_step();
+    let curriculum = view.curriculum()?;
+    let odd = view.odd();
+    let root = view.folder().root();
+    let told = odd.iter().take(ODD);
+    let odd_lines: Vec<Value> = told
+        .map(|one| {
+            let mut value = json!(one);
+            value["command"] = json!(explain_command(root, one.step));
+            value
+        })
+        .collect();
+    let name = root.file_name().or_else(|| root.parent()?.file_name());
+    Ok(json!({
+        "name": name.map_or_else(|| "run".to_owned(), |name| name.to_string_lossy().into_owned()),
+        "place": root.display().to_string(),
+        "head": head(view),
+        "version": view.version(),
+        "first": known + 1,
+        "steps": steps,
+        "planned": curriculum.phases.iter().map(|phase| phase.steps).sum::<u64>(),
+        "running": view.log().running(),
+        "columns": columns(view, known as usize),
+        "memory": memory(view),
+        "router": router(view),
+        "layers": layers(view),
+        "sources": sources(view),
+        "labels": view.labels,
+        "phases": view.phases,
+        "plan": plan(&curriculum),
+        "skipped": view.skipped.iter().map(|(step, why)| json!([step, why.words()])).collect::<Vec<_>>(),
+        "curricula": curricula(view),
+        "happenings": happenings(view.log()),
+        "validation": validation(view.log()),
+        "odd": odd_lines,
+        "odd_count": odd.len(),
+        "lines": lines(view),
+        "explained": view.explained()?,
+        "commands": commands(root),
+    }))
+}
+
+fn head(view: &View) -> Value {
+    let head = view.head();
+    json!({
+        "stores": head.stores, "tokenizer": head.tokenizer, "levels": head.levels, "kernel_table": head.kernel_table,
+        "parameters": head.parameters.len(), "format": head.format,
+    })
+}
+
+fn columns(view: &View, known: usize) -> Value {
+    let log = view.log();
+    let rest = |column: &[f32]| f32s(column.iter().skip(known).copied());
+    // Events may know of fewer steps than the ledger, or of more, where a step was recorded a moment ago.
+    let steps = view.last_step() as usize;
+    let known_to_log = |column: &[f32]| {
+        let padded = column.iter().copied().chain(std::iter::repeat(f32::NAN));
+        padded.take(steps).skip(known).collect::<Vec<f32>>()
+    };
+    json!({
+        "loss": rest(&view.loss), "norm": rest(&view.norm), "lr": rest(&view.lr),
+        "speed": f32s(known_to_log(&log.speed).into_iter()),
+        "stall": shares(known_to_log(&log.stall).into_iter().map(|share| f64::from(share.max(0.0)))),
+    })
+}
+
+/// The largest of each bin; nothing where no step says it.
+fn memory(view: &View) -> Value {
+    let memory = &view.log().memory;
+    if memory.iter().all(|bytes| !bytes.is_finite()) {
+        return Value::Null;
+    }
+    let mut bins = Bins::new(Fold::Most, 1024);
+    memory.iter().for_each(|bytes| bins.push(&[f64::from(bytes.max(0.0))]));
+    json!({"width": bins.width(), "bytes": numbers(&bins)})
+}
+
+/// The share of a layer's tokens that each class has.
+fn router(view: &View) -> Value {
+    let all: usize = view.classes.iter().sum();
+    if all == 0 {
+        return Value::Null;
+    }
+    let bins = view.router.at_most((LOADS / all).max(16));
+    let classes = view.classes.iter().copied();
+    let shares_of = bins.values().chunks(bins.lanes()).flat_map(|bin| {
+        let mut rest = bin;
+        let layers = classes.clone().map(move |count| {
+            let (layer, after) = rest.split_at(count.min(rest.len()));
+            rest = after;
+            layer
+        });
+        layers.flat_map(|layer| {
+            let total: f64 = layer.iter().sum();
+            layer.iter().map(move |count| count / total.max(1.0))
+        })
+    });
+    let evenness = view.unevenness.at_most(LAYER_NUMBERS / view.classes.len().max(1));
+    json!({
+        "classes": view.classes, "width": bins.width(), "shares": shares(shares_of),
+        "uneven_width": evenness.width(), "uneven": shares(evenness.values().iter().copied()),
+    })
+}
+
+/// The largest norms of each bin, by layer.
+fn layers(view: &View) -> Value {
+    let lanes = view.gradients.lanes();
+    if lanes == 0 || view.gradients.values().iter().all(|value| *value == 0.0) {
+        return Value::Null;
+    }
+    let most = (LAYER_NUMBERS / lanes).max(16);
+    let (gradients, updates) = (view.gradients.at_most(most), view.updates.at_most(most));
+    json!({
+        "names": view.layer_names(), "width": gradients.width(),
+        "gradients": numbers(&gradients), "updates": numbers(&updates),
+    })
+}
+
+/// Mean loss of a label and share of the labels, by source.
+fn sources(view: &View) -> Value {
+    let count = view.sources.len();
+    if count == 0 {
+        return Value::Null;
+    }
+    let bins = view.by_source.at_most(view.source_bins());
+    let lanes = bins.lanes().max(2);
+    let of = |lane: usize| bins.values().chunks(lanes).map(move |bin| (bin, lane));
+    let loss = |(bin, lane): (&[f64], usize)| (bin[lane + 1] / bin[lane]) as f32;
+    let share = |(bin, lane): (&[f64], usize)| {
+        let all: f64 = bin.iter().step_by(2).sum();
+        bin[lane] / all.max(1.0)
+    };
+    let each = |source: usize| 2 * source;
+    let losses: Vec<Value> = (0..count).map(|one| f32s(of(each(one)).map(loss))).collect();
+    let seen: Vec<Value> = (0..count).map(|one| shares(of(each(one)).map(share))).collect();
+    json!({"names": view.sources, "width": bins.width(), "loss": losses, "share": seen})
+}
+
+/// What the curriculum plans, in parts of constant mixture: first step, phase, tokens of a step, share by source.
+fn plan(curriculum: &Curriculum) -> Vec<Value> {
+    let mut first = 1;
+    let segments = curriculum.segments().into_iter().map(|segment| {
+        let spec = segment.spec;
+        let weight = |ratio: &contract::Ratio| ratio.num() as f64 / ratio.den() as f64;
+        let all: f64 = spec.mix.values().map(weight).sum();
+        let mix: Map<String, Value> =
+            spec.mix.iter().map(|(name, ratio)| (name.clone(), json!(weight(ratio) / all))).collect();
+        let begin = first;
+        first += spec.steps;
+        json!({
+            "first": begin, "steps": spec.steps, "phase": spec.name, "seq_len": spec.seq_len, "batch": spec.batch,
+            "micro_batch": spec.micro_batch, "tokens": spec.batch * u64::from(spec.seq_len), "mix": mix,
+        })
+    });
+    segments.collect()
+}
+
+/// The curriculum at the start, and what changed later.
+fn curricula(view: &View) -> Vec<Value> {
+    let mut before: Option<Curriculum> = None;
+    let told = view.curricula.iter().map(|(step, text)| {
+        let now = Curriculum::parse(text, "the ledger").ok();
+        let changes: Vec<String> = match (&before, &now) {
+            (Some(before), Some(now)) => {
+                before.difference(now).iter().map(ToString::to_string).collect()
+            }
+            _ => Vec::new(),
+        };
+        before = now;
+        json!({"step": step, "changes": changes, "text": text})
+    });
+    told.collect()
+}
+
+fn happenings(log: &log::Log) -> Vec<Value> {
+    let all = &log.happenings;
+    let last = all.len().saturating_sub(HAPPENINGS);
+    all.iter().skip(last).map(|one| json!(one)).collect()
+}
+
+fn validation(log: &log::Log) -> Value {
+    let losses = &log.validation;
+    let mut names: Vec<&String> = losses.values().flat_map(|one| one.sources.keys()).collect();
+    names.sort();
+    names.dedup();
+    let of = |name: &String| {
+        losses.values().map(|one| one.sources.get(name).copied()).collect::<Vec<_>>()
+    };
+    json!({
+        "steps": losses.keys().collect::<Vec<_>>(), "all": losses.values().map(|one| one.all).collect::<Vec<_>>(),
+        "names": names, "sources": names.iter().map(|name| of(name)).collect::<Vec<_>>(),
+    })
+}
+
+/// The whole lines of odd steps.
+fn lines(view: &View) -> Map<String, Value> {
+    let line = |seen: &Seen| {
+        let sources = seen
+            .sources
+            .iter()
+            .map(|(name, sum)| (name.clone(), json!({"labels": sum.labels, "loss": sum.mean()})));
+        json!({
+            "loss": seen.loss, "norm": seen.norm(), "lr": seen.lr(), "data": seen.data, "state": seen.state,
+            "sources": sources.collect::<Map<_, _>>(),
+        })
+    };
+    view.details.iter().map(|(step, seen)| (step.to_string(), line(seen))).collect()
+}
+
+fn numbers(bins: &Bins) -> Value {
+    f32s(bins.values().iter().map(|value| *value as f32))
+}

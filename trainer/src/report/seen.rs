@@ -1,0 +1,67 @@
+//! What people are shown of a ledger's line: a few of its fields. Checksums, most of its bytes, are passed over.
+
+use std::collections::BTreeMap;
+
+use contract::Digest;
+use serde::Deserialize;
+
+use crate::ledger::{Packed, SourceSums};
+use crate::optim::guard::Skipped;
+
+/// A step as people see it.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Seen {
+    /// Its number, from 1.
+    pub step: u64,
+    /// The phase's name.
+    pub phase: String,
+    /// The batch digest.
+    pub data: Digest,
+    /// Digest of the state after the step.
+    pub state: Digest,
+    /// Labels.
+    pub divisor: u64,
+    /// Mean loss of a label, in nats.
+    pub loss: f64,
+    norm: Packed,
+    lr: Packed,
+    /// Tokens that each layer's router sent to each class, the skip last.
+    pub router: Vec<Vec<u64>>,
+    /// Labels and losses of each source that the step has rows of, by name.
+    pub sources: BTreeMap<String, SourceSums>,
+    layer_gradient_norms: Packed,
+    layer_update_norms: Packed,
+    /// Whether the step moved nothing, and why; only where the curriculum says when to skip.
+    #[serde(default)]
+    pub skipped: Option<Skipped>,
+    /// The curriculum from here on, where it is another than before.
+    #[serde(default)]
+    pub curriculum: Option<String>,
+}
+
+impl Seen {
+    /// The gradient norm of each layer, in the order of [`crate::ledger::layers()`].
+    pub fn layer_gradient_norms(&self) -> Vec<f64> {
+        self.layer_gradient_norms.values().collect()
+    }
+
+    /// The norm of each layer's change of weights.
+    pub fn layer_update_norms(&self) -> Vec<f64> {
+        self.layer_update_norms.values().collect()
+    }
+
+    /// The gradient norm before clipping.
+    pub fn norm(&self) -> f64 {
+        self.norm.float()
+    }
+
+    /// The learning rate.
+    pub fn lr(&self) -> f64 {
+        self.lr.float()
+    }
+
+    /// Why it moved nothing, if it did not.
+    pub fn skipped(&self) -> Option<Skipped> {
+        self.skipped.filter(|skipped| *skipped != Skipped::No)
+    }
+}

@@ -1,0 +1,149 @@
+//! The ledger as a table: a line for each step, and between them where a phase begins or the curriculum changes.
+
+use std::fmt::Write as _;
+use std::ops::Range;
+use std::path::Path;
+
+use contract::terminal::name;
+use contract::{Fault, Result};
+use curriculum::Curriculum;
+use serde_json::{Value, json};
+
+use super::grouped;
+use super::seen::Seen;
+use crate::folder::{RunFolder, no_run};
+use crate::ledger::{Ledger, SourceSums};
+
+/// The steps of a run, one at a time.
+pub struct Table {
+    ledger: Ledger,
+    steps: Range<u64>,
+    curriculum: Curriculum,
+    phase: Option<String>,
+    widths: Widths,
+}
+
+/// Columns that depend on the run.
+struct Widths {
+    step: usize,
+    phase: usize,
+}
+
+impl Table {
+    /// The steps of the run at `root` that are in the ledger: `steps`, or the last `last` without.
+    pub fn open(root: &Path, steps: Option<Range<u64>>, last: u64) -> Result<Table> {
+        let path = RunFolder::new(root).ledger();
+        if !path.exists() {
+            return Err(no_run(root, "ledger.jsonl"));
+        }
+        let ledger = Ledger::read(&path)?;
+        let recorded = ledger.last_step();
+        let steps =
+            steps.unwrap_or_else(|| (recorded + 1).saturating_sub(last).max(1)..recorded + 1);
+        if steps.start > recorded && recorded > 0 {
+            return Err(Fault::usage("the ledger has no such step")
+                .at("--steps")
+                .found(steps.start)
+                .wanted(format!("1 to {recorded}")));
+        }
+        let place = format!("the curriculum in {}", path.display());
+        let curriculum = Curriculum::parse(&ledger.head().curriculum, &place)?;
+        let phases = curriculum.phases.iter().map(|phase| name(&phase.name).chars().count());
+        let widths = Widths {
+            step: grouped(recorded).len().max("step".len()),
+            phase: phases.max().unwrap_or(0).max("phase".len()),
+        };
+        let steps = steps.start..steps.end.min(recorded + 1);
+        Ok(Table { ledger, steps, curriculum, phase: None, widths })
+    }
+
+    /// The heads of the columns.
+    pub fn heads(&self) -> String {
+        let Widths { step, phase } = self.widths;
+        format!(
+            "{:>step$}  {:phase$}  {:>10}  {:>9}  {:>9}  {:>9}  sources: loss (labels)",
+            "step", "phase", "loss", "lr", "norm", "labels"
+        )
+    }
+
+    /// The next step; `None` after the last.
+    pub fn next_step(&mut self) -> Result<Option<Row>> {
+        let Some(step) = self.steps.next() else { return Ok(None) };
+        let seen: Seen = self.ledger.step_as(step)?;
+        let mut notes = Vec::new();
+        let begins = self.phase.as_ref().is_some_and(|phase| *phase != seen.phase);
+        if begins {
+            notes.push(format!("phase {} begins", name(&seen.phase)));
+        }
+        self.phase = Some(seen.phase.clone());
+        if let Some(text) = &seen.curriculum {
+            notes.extend(self.changes(step, text)?);
+        }
+        Ok(Some(Row { seen, notes }))
+    }
+
+    /// What the curriculum `text` says else than line 0 from `step` on.
+    fn changes(&self, step: u64, text: &str) -> Result<Vec<String>> {
+        let now = Curriculum::parse(text, &format!("the curriculum of step {step}"))?;
+        let mut changes = self.curriculum.difference(&now);
+        changes.retain(|change| change.first_step >= step);
+        let words = changes
+            .iter()
+            .map(|change| format!("the curriculum changes: {}", name(&change.to_string())));
+        Ok(words.collect())
+    }
+
+    /// A row for people: its notes first.
+    pub fn text(&self, row: &Row) -> String {
+        let Widths { step, phase } = self.widths;
+        let mut text = String::new();
+        for note in &row.notes {
+            let _ = writeln!(text, "{:>step$}  -- {note}", "");
+        }
+        let seen = &row.seen;
+        let sources: Vec<String> =
+            seen.sources.iter().map(|(source, sum)| source_text(source, sum)).collect();
+        let skipped = seen.skipped().map(|skipped| skipped.words().to_owned());
+        let last = skipped.into_iter().chain((!sources.is_empty()).then(|| sources.join(", ")));
+        let _ = write!(
+            text,
+            "{:>step$}  {:phase$}  {:>10.6}  {:>9.2e}  {:>9.4}  {:>9}  {}",
+            grouped(seen.step),
+            name(&seen.phase),
+            seen.loss,
+            seen.lr(),
+            seen.norm(),
+            grouped(seen.divisor),
+            last.collect::<Vec<_>>().join(" | "),
+        );
+        text.truncate(text.trim_end().len());
+        text
+    }
+}
+
+/// A step of a table.
+pub struct Row {
+    seen: Seen,
+    notes: Vec<String>,
+}
+
+impl Row {
+    /// For programs.
+    pub fn to_json(&self) -> Value {
+        let Row { seen, notes } = self;
+        let sources = seen.sources.iter().map(|(source, sum)| {
+            (source.clone(), json!({"labels": sum.labels, "loss": sum.mean()}))
+        });
+        json!({
+            "step": seen.step, "phase": seen.phase, "loss": seen.loss, "lr": seen.lr(), "norm": seen.norm(),
+            "skipped": seen.skipped(), "labels": seen.divisor,
+            "sources": sources.collect::<serde_json::Map<_, _>>(), "router": seen.router,
+            "data": seen.data, "state": seen.state, "notes": notes,
+        })
+    }
+}
+
+fn source_text(source: &str, sum: &SourceSums) -> String {
+    let mean = sum.mean().map_or("-".to_owned(), |mean| format!("{mean:.4}"));
+    format!("{} {mean} ({})", name(source), grouped(sum.labels))
+}

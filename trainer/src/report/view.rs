@@ -1,0 +1,236 @@
+//! A run as it is shown: its ledger and its events, read once from the beginning, and on as they grow.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use contract::{Fault, Result};
+use curriculum::Curriculum;
+use serde_json::Value;
+
+use super::bins::{Bins, Fold};
+use super::log::Log;
+use super::odd::{Detector, OddStep, merged};
+use super::seen::Seen;
+use crate::folder::{RunFolder, no_run};
+use crate::ledger::{Follower, Head, layers};
+use crate::metrics::entropy;
+use crate::optim::guard::Skipped;
+
+/// Bins of what is drawn of each layer, at most.
+const LAYER_BINS: usize = 1024;
+
+/// Numbers that are kept of sources, at most, however many sources there are.
+const SOURCE_NUMBERS: usize = 200_000;
+
+/// Bins of sources, at most, before it is known how many of them a page may hold.
+const SOURCE_BINS: usize = 1 << 16;
+
+/// Odd steps whose line is kept whole, at most.
+const DETAILS: usize = 2_000;
+
+/// A run as it is shown.
+pub struct View {
+    folder: RunFolder,
+    head: Head,
+    follower: Follower,
+    log: Log,
+    detector: Detector,
+    pub(super) loss: Vec<f32>,
+    pub(super) norm: Vec<f32>,
+    pub(super) lr: Vec<f32>,
+    /// Where a phase begins: the step and its name.
+    pub(super) phases: Vec<(u64, String)>,
+    /// Labels of a step from a step on.
+    pub(super) labels: Vec<(u64, u64)>,
+    pub(super) skipped: Vec<(u64, Skipped)>,
+    /// The curricula in force, each with its first step.
+    pub(super) curricula: Vec<(u64, String)>,
+    pub(super) sources: Vec<String>,
+    /// Two lanes for each source: labels, sum of their losses.
+    pub(super) by_source: Bins,
+    /// Tokens by layer and class, layer by layer.
+    pub(super) router: Bins,
+    /// Classes of each layer, the skip included.
+    pub(super) classes: Vec<usize>,
+    /// By layer how uneven its load is: 1 less the entropy.
+    pub(super) unevenness: Bins,
+    pub(super) gradients: Bins,
+    pub(super) updates: Bins,
+    /// The lines of odd steps.
+    pub(super) details: BTreeMap<u64, Seen>,
+}
+
+impl View {
+    /// Reads the run in a folder; nothing in it is written.
+    pub fn open(root: &Path) -> Result<View> {
+        let folder = RunFolder::new(root);
+        if !folder.ledger().exists() {
+            return Err(no_run(root, "ledger.jsonl"));
+        }
+        let (head, follower) = Follower::open(&folder.ledger())?;
+        let curriculum = head.curriculum.clone();
+        let by_layer = |fold| Bins::new(fold, LAYER_BINS);
+        let mut view = View {
+            log: Log::new(&folder.events()),
+            folder,
+            head,
+            follower,
+            detector: Detector::default(),
+            loss: Vec::new(),
+            norm: Vec::new(),
+            lr: Vec::new(),
+            phases: Vec::new(),
+            labels: Vec::new(),
+            skipped: Vec::new(),
+            curricula: vec![(1, curriculum)],
+            sources: Vec::new(),
+            by_source: Bins::new(Fold::Sum, SOURCE_BINS),
+            router: by_layer(Fold::Sum),
+            classes: Vec::new(),
+            unevenness: by_layer(Fold::Most),
+            gradients: by_layer(Fold::Most),
+            updates: by_layer(Fold::Most),
+            details: BTreeMap::new(),
+        };
+        view.refresh()?;
+        Ok(view)
+    }
+
+    /// Reads what was written since; whether anything was.
+    pub fn refresh(&mut self) -> Result<bool> {
+        let before = self.follower.step();
+        while let Some(seen) = self.follower.next_step::<Seen>()? {
+            self.add(seen);
+        }
+        let events = self.log.refresh()?;
+        Ok(self.follower.step() > before || events > 0)
+    }
+
+    /// What changes whenever there is something new.
+    pub(super) fn version(&self) -> String {
+        format!("{}-{}", self.last_step(), self.log.bytes())
+    }
+
+    /// Where the run lies.
+    pub fn folder(&self) -> &RunFolder {
+        &self.folder
+    }
+
+    /// Line 0 of its ledger.
+    pub fn head(&self) -> &Head {
+        &self.head
+    }
+
+    /// Its events.
+    pub fn log(&self) -> &Log {
+        &self.log
+    }
+
+    /// The last step of the ledger.
+    pub fn last_step(&self) -> u64 {
+        self.follower.step()
+    }
+
+    /// Odd steps, from the ledger and the events, in their order.
+    pub fn odd(&self) -> Vec<OddStep> {
+        let mut found = merged(self.detector.found(), self.log.odd());
+        for one in &mut found {
+            let near = |step: u64| step + 1 >= one.step && step <= one.last;
+            let began = self.log.happenings.iter().filter(|happening| near(happening.step));
+            let telling = began.filter(|happening| happening.kind.is_context());
+            one.context.extend(telling.map(|happening| happening.words.clone()));
+        }
+        found
+    }
+
+    /// What the layers of [`Seen::layer_gradient_norms`] are called.
+    pub(super) fn layer_names(&self) -> Vec<String> {
+        layers(&self.head.parameters).into_iter().map(|layer| layer.name).collect()
+    }
+
+    /// Bins of sources that a page holds, at most.
+    pub(super) fn source_bins(&self) -> usize {
+        (SOURCE_NUMBERS / (2 * self.sources.len().max(1))).max(256)
+    }
+
+    /// The curriculum in force at the end.
+    pub fn curriculum(&self) -> Result<Curriculum> {
+        let text = self.curricula.last().map_or("", |(_, text)| text);
+        Curriculum::parse(text, &format!("the curriculum in {}", self.folder.ledger().display()))
+    }
+
+    /// What was saved of steps that were explained, by step: the files `explained/step-N.json` of the run's folder.
+    pub fn explained(&self) -> Result<BTreeMap<u64, Value>> {
+        let folder = self.folder.explained();
+        let mut found = BTreeMap::new();
+        let entries = match fs::read_dir(&folder) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(found),
+            Err(error) => return Err(Fault::io("list", &folder, &error)),
+        };
+        for entry in entries {
+            let path = entry.map_err(|error| Fault::io("list", &folder, &error))?.path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            let step = name.strip_prefix("step-").and_then(|name| name.strip_suffix(".json"));
+            let Some(step) = step.and_then(|step| step.parse().ok()) else { continue };
+            let text =
+                fs::read_to_string(&path).map_err(|error| Fault::io("read", &path, &error))?;
+            let value = serde_json::from_str(&text).map_err(|error| {
+                Fault::data(format!("this explanation cannot be read: {error}"))
+                    .at(path.display().to_string())
+                    .hint("make it again with `ztrain explain --json`, or remove it")
+            })?;
+            found.insert(step, value);
+        }
+        Ok(found)
+    }
+
+    fn add(&mut self, seen: Seen) {
+        self.loss.push(seen.loss as f32);
+        self.norm.push(seen.norm() as f32);
+        self.lr.push(seen.lr() as f32);
+        if self.phases.last().is_none_or(|(_, name)| *name != seen.phase) {
+            self.phases.push((seen.step, seen.phase.clone()));
+        }
+        if self.labels.last().is_none_or(|(_, labels)| *labels != seen.divisor) {
+            self.labels.push((seen.step, seen.divisor));
+        }
+        if let Some(skipped) = seen.skipped() {
+            self.skipped.push((seen.step, skipped));
+        }
+        if let Some(text) = &seen.curriculum {
+            self.curricula.push((seen.step, text.clone()));
+        }
+        self.add_sources(&seen);
+        self.add_layers(&seen);
+        if self.detector.step(&seen) && self.details.len() < DETAILS {
+            self.details.insert(seen.step, seen);
+        }
+    }
+
+    fn add_sources(&mut self, seen: &Seen) {
+        let mut values = vec![0.0; 2 * self.sources.len()];
+        for (name, sum) in &seen.sources {
+            let at = self.sources.iter().position(|one| one == name).unwrap_or_else(|| {
+                self.sources.push(name.clone());
+                values.extend([0.0; 2]);
+                self.sources.len() - 1
+            });
+            (values[2 * at], values[2 * at + 1]) = (sum.labels as f64, sum.loss.float());
+        }
+        self.by_source.push(&values);
+    }
+
+    fn add_layers(&mut self, seen: &Seen) {
+        if self.classes.is_empty() {
+            self.classes = seen.router.iter().map(Vec::len).collect();
+        }
+        let counts = seen.router.iter().flatten().map(|count| *count as f64);
+        self.router.push(&counts.collect::<Vec<_>>());
+        let uneven: Vec<f64> = seen.router.iter().map(|counts| 1.0 - entropy(counts)).collect();
+        self.unevenness.push(&uneven);
+        self.gradients.push(&seen.layer_gradient_norms());
+        self.updates.push(&seen.layer_update_norms());
+    }
+}

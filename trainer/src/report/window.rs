@@ -1,0 +1,129 @@
+//! What a quantity usually is: the trend and the noise of the steps just before.
+//!
+//! ```text
+//! slope   (median of the later half - median of the earlier half) / the distance between their middles
+//! usual   the median of the last 64 values, each moved along the slope to the step that is judged
+//! spread  1.4826 x the median distance from it: the standard deviation, if the noise were normal
+//! score   (value - usual) / max(spread, floor)
+//! ```
+//!
+//! A median does not move for a spike, so one spike does not hide the next; and a loss that falls as it did is not odd.
+
+use std::collections::VecDeque;
+
+/// Values that a value is measured against, at most.
+pub(super) const LENGTH: usize = 64;
+
+/// Nothing is judged before so many values.
+pub(super) const LEAST: usize = 32;
+
+/// A normal distribution's standard deviation over its median distance from the median.
+const NORMAL: f64 = 1.4826;
+
+/// The values just before, oldest first.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Window(VecDeque<f64>);
+
+/// Where a value lies among those before it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Position {
+    /// What was to be expected.
+    pub(super) usual: f64,
+    /// Spreads above it, or below if negative.
+    pub(super) score: f64,
+}
+
+impl Window {
+    /// Takes note of a value; what is not a number leaves no trace.
+    pub(super) fn push(&mut self, value: f64) {
+        if value.is_finite() {
+            if self.0.len() == LENGTH {
+                self.0.pop_front();
+            }
+            self.0.push_back(value);
+        }
+    }
+
+    /// The median of the values, once there are enough of them.
+    pub(super) fn median(&self) -> Option<f64> {
+        (self.0.len() >= LEAST).then(|| median(self.0.iter().copied()))
+    }
+
+    /// Where `value` lies, the next after those here, where a spread is no less than `floor`; `None` while there are too few.
+    pub(super) fn position(&self, value: f64, floor: f64) -> Option<Position> {
+        let count = self.0.len();
+        if count < LEAST {
+            return None;
+        }
+        let half = count / 2;
+        let part = |from: usize, to: usize| median(self.0.range(from..to).copied());
+        let slope = (part(count - half, count) - part(0, half)) / (count - half) as f64;
+        let moved = self.0.iter().enumerate();
+        let moved: Vec<f64> = moved.map(|(at, one)| one + slope * (count - at) as f64).collect();
+        let usual = median(moved.iter().copied());
+        let spread = NORMAL * median(moved.iter().map(|one| (one - usual).abs()));
+        Some(Position { usual, score: (value - usual) / spread.max(floor) })
+    }
+}
+
+/// The median of some values, of which there is at least one.
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut sorted: Vec<f64> = values.collect();
+    sorted.sort_unstable_by(f64::total_cmp);
+    let half = sorted.len() / 2;
+    if sorted.len() % 2 == 1 { sorted[half] } else { (sorted[half - 1] + sorted[half]) / 2.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn the_median_is_that_of_the_last_values(values in prop::collection::vec(-1e3..1e3f64, 32..200)) {
+            let mut window = Window::default();
+            values.iter().for_each(|value| window.push(*value));
+            let mut last: Vec<f64> = values[values.len().saturating_sub(LENGTH)..].to_vec();
+            last.sort_by(f64::total_cmp);
+            let found = window.median().unwrap();
+            let (below, above) = last.iter().fold((0, 0), |(below, above), one| {
+                (below + usize::from(*one < found), above + usize::from(*one > found))
+            });
+            prop_assert!(below <= last.len() / 2 && above <= last.len() / 2);
+        }
+
+        #[test]
+        fn where_a_value_lies_does_not_depend_on_unit_or_origin(
+            values in prop::collection::vec(-1e3..1e3f64, 64), value in -1e4..1e4f64, scale in 0.1..10f64, shift in -1e3..1e3f64,
+        ) {
+            let (mut plain, mut moved) = (Window::default(), Window::default());
+            for one in &values {
+                plain.push(*one);
+                moved.push(one * scale + shift);
+            }
+            let plain = plain.position(value, 1e-9).unwrap();
+            let moved = moved.position(value * scale + shift, 1e-9).unwrap();
+            prop_assert!((plain.score - moved.score).abs() <= 1e-6 * (1.0 + plain.score.abs()));
+        }
+    }
+
+    #[test]
+    fn a_steady_fall_is_not_odd_and_a_spike_does_not_hide_the_next() {
+        let mut window = Window::default();
+        for step in 0..200 {
+            let value = 10.0 - 0.01 * f64::from(step);
+            if let Some(found) = window.position(value, 1e-6) {
+                assert!(found.score.abs() < 1e-3, "step {step}: {found:?}");
+            }
+            window.push(value);
+        }
+        for _ in 0..10 {
+            let found = window.position(14.0, 1e-6).unwrap();
+            assert!(found.score > 20.0, "{found:?}");
+            window.push(14.0);
+        }
+        window.push(f64::NAN);
+        assert!(window.position(8.0, 1e-6).unwrap().score.is_finite());
+    }
+}

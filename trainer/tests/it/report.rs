@@ -1,0 +1,127 @@
+//! Fear: that what people are shown of a run is not what the run did.
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use serde_json::Value;
+use trainer::report::{Happened, Table, View, Watch, page, payload};
+
+use crate::support::{Scratch, stop_after};
+
+fn lines(scratch: &Scratch, out: &str) -> Vec<Value> {
+    scratch.ledger(out).lines().skip(1).map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn the_table_says_what_the_ledger_says() {
+    let scratch = Scratch::new();
+    scratch.train("run");
+    let root = scratch.path("run");
+    let mut table = Table::open(&root, None, 100).unwrap();
+    let mut shown = Vec::new();
+    while let Some(row) = table.next_step().unwrap() {
+        let text = table.text(&row);
+        let last = text.lines().last().unwrap().to_owned();
+        shown.push((row.to_json(), text, last));
+    }
+    let ledger = lines(&scratch, "run");
+    assert_eq!((ledger.len(), shown.len()), (10, 10));
+    for (line, (row, text, last)) in ledger.iter().zip(&shown) {
+        for key in ["step", "phase", "loss", "router", "data", "state"] {
+            assert_eq!(line[key], row[key], "{key}");
+        }
+        assert_eq!(line["divisor"], row["labels"]);
+        let sources = row["sources"].as_object().unwrap();
+        let labels: u64 = sources.values().map(|one| one["labels"].as_u64().unwrap()).sum();
+        assert_eq!(labels, line["divisor"].as_u64().unwrap());
+        let loss = format!("{:.6}", line["loss"].as_f64().unwrap());
+        assert!(last.contains(&loss) && last.contains("web "), "{text}");
+        assert_eq!(text.contains("phase long begins"), line["step"] == 7, "{text}");
+    }
+    let some = Table::open(&root, Some(3..5), 1).unwrap().next_step().unwrap().unwrap();
+    assert_eq!(some.to_json()["step"], 3);
+    assert!(Table::open(&root, Some(11..12), 1).is_err());
+    assert!(Table::open(&scratch.path("none"), None, 1).is_err());
+}
+
+#[test]
+fn a_page_has_the_run_its_stop_and_its_going_on() {
+    let scratch = Scratch::new();
+    let curriculum = scratch.path("run.toml");
+    scratch.run(&curriculum, "run", stop_after(4)).unwrap();
+    let root = scratch.path("run");
+    let mut view = View::open(&root).unwrap();
+    assert_eq!(view.last_step(), 4);
+    scratch.train("run");
+    assert!(view.refresh().unwrap() && !view.refresh().unwrap());
+    let kinds: Vec<Happened> = view.log().happenings.iter().map(|one| one.kind).collect();
+    let count = |kind| kinds.iter().filter(|one| **one == kind).count();
+    assert_eq!((count(Happened::Start), count(Happened::Killed), count(Happened::Stop)), (2, 0, 2));
+    assert_eq!(count(Happened::Checkpoint), 5, "after 3, 4, 6, 9 and 10");
+    assert_eq!(view.log().memory.len(), 10);
+    assert!(view.log().memory.iter().all(|bytes| *bytes > 1e6 || cfg!(not(target_os = "linux"))));
+    // What was read at once and what was read while it grew are the same.
+    let whole = View::open(&root).unwrap();
+    let told: Value = serde_json::from_str(&payload(&whole, 0).unwrap()).unwrap();
+    assert_eq!(told, serde_json::from_str::<Value>(&payload(&view, 0).unwrap()).unwrap());
+    assert_eq!(
+        (&told["steps"], &told["planned"], &told["first"]),
+        (&10.into(), &10.into(), &1.into())
+    );
+    assert_eq!(told["sources"]["names"], serde_json::json!(["math", "web"]));
+    assert_eq!(told["validation"]["steps"], serde_json::json!([4, 10]));
+    let page = page(&[whole], false).unwrap();
+    assert!(page.contains("connect-src 'none'") && page.starts_with("<!doctype html>"));
+}
+
+/// Asks for a target as `host`: the status and the body.
+fn ask(address: SocketAddr, host: &str, target: &str) -> (u16, String) {
+    let mut stream = TcpStream::connect(address).unwrap();
+    write!(stream, "GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+}
+
+/// Sets its flag however the test ends, so that the server does.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn a_live_page_is_told_what_is_new_and_nobody_else_is_told_anything() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(4)).unwrap();
+    let watch = Watch::open(&scratch.path("run"), 0).unwrap();
+    let (address, stop) = (watch.address().unwrap(), AtomicBool::new(false));
+    assert!(address.ip().is_loopback());
+    std::thread::scope(|scope| {
+        let _stop = Stop(&stop);
+        scope.spawn(|| watch.serve(&stop));
+        let host = address.to_string();
+        let (status, page) = ask(address, &host, "/");
+        assert!(
+            status == 200 && page.contains("connect-src 'self'") && page.contains("\"live\":true")
+        );
+        let (status, told) = ask(address, &host, "/data?known=0&version=");
+        let told: Value = serde_json::from_str(&told).unwrap();
+        assert_eq!((status, &told["steps"]), (200, &4.into()));
+        let version = told["version"].as_str().unwrap();
+        let again = format!("/data?known=4&version={version}");
+        assert_eq!(ask(address, &host, &again), (204, String::new()));
+        scratch.train("run");
+        let (status, told) = ask(address, &host, &again);
+        let told: Value = serde_json::from_str(&told).unwrap();
+        assert_eq!((status, &told["first"], &told["steps"]), (200, &5.into(), &10.into()));
+        let column = told["columns"]["loss"].as_str().unwrap().len();
+        assert_eq!(column, (6 * 4usize).div_ceil(3) * 4, "six steps in base64");
+        assert_eq!(ask(address, "evil.example", "/").0, 403);
+        assert_eq!(ask(address, &host, "/etc/passwd").0, 404);
+    });
+}

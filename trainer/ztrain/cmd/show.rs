@@ -1,0 +1,40 @@
+//! `ztrain show RUN`.
+
+use std::ops::Range;
+use std::path::PathBuf;
+
+use contract::Result;
+use contract::terminal::print_raw;
+use trainer::report::Table;
+
+/// Arguments.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The run's folder; nothing in it is written.
+    #[arg(value_parser = super::run())]
+    run: PathBuf,
+    /// The steps, from A to before B [default: the last ones].
+    #[arg(long, value_name = "A..B", value_parser = super::step_range)]
+    steps: Option<Range<u64>>,
+    /// How many of the last steps without --steps.
+    #[arg(long, value_name = "COUNT", default_value_t = 20, conflicts_with = "steps")]
+    last: u64,
+    /// Print JSON, one line for each step.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Prints each step as it is read.
+pub(crate) fn exec(args: Args) -> Result<u8> {
+    let mut table = Table::open(&args.run, args.steps, args.last)?;
+    if !args.json {
+        tell!("{}", table.heads());
+    }
+    while let Some(row) = table.next_step()? {
+        match args.json {
+            true => print_raw(&format!("{}\n", row.to_json()))?,
+            false => tell!("{}", table.text(&row)),
+        }
+    }
+    Ok(0)
+}

@@ -1,0 +1,65 @@
+//! `ztrain spikes`.
+
+use std::path::PathBuf;
+
+use contract::Result;
+use contract::terminal::print_raw;
+use serde_json::json;
+use trainer::report::{OddStep, View, explain_command, grouped};
+
+/// Arguments.
+#[derive(clap::Args)]
+#[command(
+    after_help = "A loss or a gradient norm is odd more than 8 spreads from what the 64 steps before led to expect, above or \
+    below; a spread is 1.4826 times their median distance from their trend. trainer/README.md has every rule."
+)]
+pub(crate) struct Args {
+    /// The run's folder; nothing in it is written.
+    #[arg(long, value_name = "RUN", value_parser = super::run())]
+    run: PathBuf,
+    /// Print JSON, one line for each finding.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Finds; an odd step is an answer, not an error.
+pub(crate) fn exec(args: Args) -> Result<u8> {
+    let view = View::open(&args.run)?;
+    let found = view.odd();
+    let command = |one: &OddStep| explain_command(&args.run, one.step);
+    if args.json {
+        for one in &found {
+            let mut line = json!(one);
+            line["command"] = json!(command(one));
+            print_raw(&format!("{line}\n"))?;
+        }
+        return Ok(0);
+    }
+    let steps = grouped(view.last_step());
+    match found.len() {
+        0 => tell!("no odd step in {steps}"),
+        1 => tell!("1 odd step in {steps}"),
+        count => tell!("{} odd steps in {steps}, in a row counted once", grouped(count as u64)),
+    }
+    for one in &found {
+        let to =
+            if one.last > one.step { format!(" to {}", grouped(one.last)) } else { String::new() };
+        tell!("\nstep {}{to}", grouped(one.step));
+        for reason in &one.reasons {
+            let at = if reason.step > one.step {
+                format!(" (step {})", reason.step)
+            } else {
+                String::new()
+            };
+            let score =
+                reason.score.map_or_else(String::new, |score| format!(" [{score:+.0} spreads]"));
+            tell!("  {}{score}{at}", reason.words);
+        }
+        one.context.iter().try_for_each(|context| {
+            tell!("  here: {context}");
+            Ok::<_, contract::Fault>(())
+        })?;
+        tell!("  {}", command(one));
+    }
+    Ok(0)
+}
