@@ -24,6 +24,8 @@ mod learns;
 mod linkage;
 #[cfg(feature = "train")]
 mod network;
+#[cfg(feature = "train")]
+mod page;
 mod places;
 mod prepare;
 mod python;

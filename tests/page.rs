@@ -1,0 +1,214 @@
+//! Fear: that a run's page draws nothing, asks the network, obeys what a source is called, or chokes on a long run.
+//!
+//! The run is made up (`long_run`): a ledger of 100,000 steps with its chain, events with kills and restarts. The page is looked
+//! at by a real browser where there is one (`browser.py`).
+
+use std::fs;
+use std::io::{BufWriter, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use contract::{Digest, Key, Purpose, chain, draw};
+use serde_json::{Value, json};
+
+use crate::python::{skipped, tests_folder};
+use crate::support::{Scratch, arg, ztrain};
+
+/// A source whose name would be markup if a page believed it.
+const RUDE: &str = "</script><script>window.hit=1</script>";
+
+const CURRICULUM: &str = r#"store = ["aa"]
+seed = 1
+dtype = "f32"
+
+[model]
+preset = "zaya1-nano"
+
+[optimizer]
+kind = "muon"
+lr = 4e-3
+
+[schedule]
+warmup_steps = 100
+decay_steps = 0
+
+[[phase]]
+name = "<b>first</b>"
+steps = HALF
+seq_len = 256
+batch = 4
+micro_batch = 2
+mix = { "</script><script>window.hit=1</script>" = 1, notes = 3 }
+
+[[phase]]
+name = "second"
+steps = HALF
+seq_len = 256
+batch = 4
+micro_batch = 2
+mix = { "</script><script>window.hit=1</script>" = 1, notes = 1 }
+"#;
+
+/// Even in [0, 1).
+fn even(step: u64, index: u64) -> f64 {
+    draw(Key::from_seed(7).nth(step), Purpose::Generate, index) as f64 / u64::MAX as f64
+}
+
+fn floats(values: &[f64]) -> String {
+    values.iter().map(|value| format!("{:016x}", value.to_bits())).collect()
+}
+
+/// What a run of so many steps would have left: the loss falls with noise, three steps are odd, one is skipped.
+fn long_run(folder: &Path, steps: u64) {
+    fs::create_dir_all(folder).unwrap();
+    let create = |name: &str| BufWriter::new(fs::File::create(folder.join(name)).unwrap());
+    let (mut ledger, mut events) = (create("ledger.jsonl"), create("events.jsonl"));
+    let identity = "ab".repeat(32);
+    let head = json!({
+        "kind": "head", "format": 3, "kernel_table": {"cpu": "made up", "libtorch": "2.11.0"},
+        "curriculum": CURRICULUM.replace("HALF", &(steps / 2).to_string()), "stores": [identity], "tokenizer": identity,
+        "levels": ["D", "L0"], "parameters": ["embed", "layers.0.a", "layers.1.a", "norm"],
+    });
+    let mut last = Digest::default();
+    let mut put = |line: Value| {
+        let (line, after) = chain::seal(last, &line.to_string());
+        last = after;
+        ledger.write_all(line.as_bytes()).unwrap();
+        ledger.write_all(b"\n").unwrap();
+    };
+    put(head);
+    let mut tell = |line: Value| writeln!(events, "{line}").unwrap();
+    let began = |from: u64, recorded: u64| json!({"event": "start", "from_step": from, "recorded": recorded, "device": "Cpu", "workers": 2});
+    tell(began(0, 0));
+    for step in 1..=steps {
+        put(step_line(step, steps));
+        if step == steps / 3 {
+            tell(began(step - 10, step - 1));
+        }
+        let speed = 900.0 + 200.0 * even(step, 3);
+        tell(json!({
+            "event": "step", "step": step, "seconds": 1.0, "tokens_per_second": speed, "stall": 0.02, "memory": 4e8, "time": step,
+        }));
+        if step % 2_000 == 0 {
+            tell(
+                json!({"event": "checkpoint", "step": step, "stall_seconds": 0.01, "writing_seconds": 0.2}),
+            );
+            let loss = json!({"loss": 3.0 + 6.0 * (-(step as f64) / 5e3).exp()});
+            tell(
+                json!({"event": "validation", "step": step, "all": loss, "sources": {RUDE: loss, "notes": loss}}),
+            );
+        }
+    }
+}
+
+fn step_line(step: u64, steps: u64) -> Value {
+    let odd = [steps / 5, steps / 2, 4 * steps / 5].contains(&step);
+    let noise = 0.03 * (even(step, 0) + even(step, 1) + even(step, 2) - 1.5);
+    let jump = if odd { 2.0 } else { 0.0 };
+    let loss = 3.0 + 6.0 * (-(step as f64) / 5e3).exp() + noise + jump;
+    let norm = (0.3 * even(step, 4)).exp() * if odd { 20.0 } else { 1.0 };
+    let rude = 300 + (even(step, 5) * 40.0) as u64;
+    let source = |labels: u64| json!({"labels": labels, "loss": floats(&[loss * labels as f64])});
+    let expert = |index| 100 + (even(step, index) * 50.0) as u64;
+    let counts = |at| (0..8u64).map(|index| expert(at + index)).chain([0]).collect::<Vec<_>>();
+    let phase = if step <= steps / 2 { "<b>first</b>" } else { "second" };
+    let digest = format!("{step:032x}");
+    let mut line = json!({
+        "kind": "step", "step": step, "phase": phase, "data": digest, "divisor": 1020, "loss": loss,
+        "sources": {RUDE: source(rude), "notes": source(1020 - rude)}, "router": [counts(10), counts(30)],
+        "norm": floats(&[norm]), "lr": floats(&[4e-3 * (step as f64 / 100.0).min(1.0)]),
+        "layer_gradient_norms": floats(&[norm, norm / 2.0, norm / 3.0, 0.1]),
+        "layer_update_norms": floats(&[0.1, 0.2, 0.1, 0.01]), "state": digest,
+    });
+    if step == 4 * steps / 5 {
+        line["skipped"] = json!("norm");
+    }
+    line
+}
+
+fn page(run: &Path, out: &Path) -> (u64, Duration) {
+    let begin = Instant::now();
+    ztrain(&["report", "--run", arg(run), "--out", arg(out)]).ok();
+    (fs::metadata(out).unwrap().len(), begin.elapsed())
+}
+
+/// Looks at a page in a browser; `None` where there is none.
+fn looked_at(page: &Path) -> Option<String> {
+    let script = tests_folder().join("browser.py");
+    let output = Command::new("python3").arg(script).arg("check").arg(page).output().unwrap();
+    let told = String::from_utf8_lossy(&output.stdout).into_owned();
+    match output.status.code() {
+        Some(0) => Some(told),
+        Some(77) => {
+            skipped("the page in a browser", told.trim());
+            None
+        }
+        code => panic!("{code:?}: {told}\n{}", String::from_utf8_lossy(&output.stderr)),
+    }
+}
+
+fn made(steps: u64) -> (Scratch, PathBuf) {
+    let scratch = Scratch::new();
+    let run = scratch.path("a run's folder");
+    long_run(&run, steps);
+    (scratch, run)
+}
+
+#[test]
+fn the_page_of_a_long_run_is_small_soon_written_and_fluid() {
+    let (scratch, run) = made(100_000);
+    let out = scratch.path("page.html");
+    let (bytes, taken) = page(&run, &out);
+    assert!(bytes < 5_000_000, "{bytes} bytes");
+    // Wanted: 3 s. The test's profile is slower, and so is a busy machine.
+    assert!(taken < Duration::from_secs(30), "{taken:?}");
+    if let Some(told) = looked_at(&out) {
+        let numbers: Value = serde_json::from_str(told.lines().last().unwrap()).unwrap();
+        assert_eq!(numbers["steps"], 100_000);
+    }
+    let found = ztrain(&["spikes", "--run", arg(&run), "--json"]).ok();
+    let steps: Vec<Value> = found
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap()["step"].clone())
+        .collect();
+    assert_eq!(steps, [20_000, 50_000, 80_000], "{found}");
+}
+
+#[test]
+fn what_a_source_is_called_is_text() {
+    let (scratch, run) = made(40);
+    let explained = json!({
+        "step": 8, "sentence": RUDE, "findings": [{"words": RUDE}], "loss": 9.0, "norm": 1.0, "next_loss": null,
+        "documents": [{"id": RUDE, "source": RUDE, "file": RUDE, "row": 1, "bytes": [1, 2], "labels": 3, "mean": 9.0, "excess": 1.0}],
+        "tokens": [[{"token": 1, "loss": 9.0, "text": [RUDE, RUDE, RUDE]}]],
+        "removals": [{"documents": [RUDE], "loss": 8.0, "norm": 1.0, "next_loss": null}],
+    });
+    fs::create_dir_all(run.join("explained")).unwrap();
+    fs::write(run.join("explained/step-8.json"), explained.to_string()).unwrap();
+    let out = scratch.path("page.html");
+    page(&run, &out);
+    let text = fs::read_to_string(&out).unwrap();
+    assert!(!text.contains(RUDE) && text.contains("window.hit"), "it stands there, spelled out");
+    assert_eq!(text.matches("</script").count(), 4, "as many as the frame has");
+    assert!(!text.contains("<b>first"));
+    looked_at(&out);
+    let told = ztrain(&["spikes", "--run", arg(&run)]).ok();
+    assert!(
+        told.contains("--run '") || !told.contains("--run"),
+        "a path with a blank is quoted: {told}"
+    );
+}
+
+#[test]
+fn two_runs_are_drawn_together_and_what_is_no_run_is_said() {
+    let (scratch, run) = made(60);
+    let other = scratch.path("other");
+    long_run(&other, 30);
+    let out = scratch.path("page.html");
+    ztrain(&["report", "--run", arg(&run), "--run", arg(&other), "--out", arg(&out)]).ok();
+    looked_at(&out);
+    ztrain(&["report", "--run", arg(&scratch.path("none"))]).fails(2, &["this is not a run"]);
+    fs::write(run.join("explained"), "a file").unwrap();
+    ztrain(&["report", "--run", arg(&run)]).fails(6, &["explained"]);
+}
