@@ -15,6 +15,7 @@ use super::bins::{Bins, Fold, f32s, shares};
 use super::seen::Seen;
 use super::view::View;
 use super::{commands, explain_command, log};
+use crate::fork::Origin;
 
 /// Bytes that the loads of all experts take, at most.
 const LOADS: usize = 250_000;
@@ -47,6 +48,7 @@ pub(super) fn run(view: &View, known: u64) -> Result<Value> {
         "name": name.map_or_else(|| "run".to_owned(), |name| name.to_string_lossy().into_owned()),
         "place": root.display().to_string(),
         "head": head(view),
+        "origin": Origin::read(root)?,
         "version": view.version(),
         "first": known + 1,
         "steps": steps,

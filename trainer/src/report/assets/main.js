@@ -17,7 +17,8 @@
   const head = () => {
     const run = Report.run;
     by("name").textContent = runs.length > 1 ? runs.map((one) => one.name).join(" and ") : run.name;
-    by("place").textContent = run.place;
+    const from = (one) => (one.origin ? `, forked from ${one.origin.of} after step ${int(one.origin.step)}` : "");
+    by("place").textContent = runs.map((one) => one.place + from(one)).join(" \u00b7 ");
     const ended = run.steps >= run.planned;
     const fault = run.happenings.length && run.happenings.at(-1).kind === "fault";
     by("state").textContent = fault ? "stopped" : ended ? "complete" : live && run.running ? "running" : `at step ${int(run.steps)}`;
