@@ -33,7 +33,7 @@ pub use watch::Watch;
 
 /// The command that explains a step of the run at `root`, to be typed as it stands.
 pub fn explain_command(root: &Path, step: impl std::fmt::Display) -> String {
-    format!("ztrain replay --run {} --step {step}", quoted(root))
+    format!("ztrain explain --run {} --step {step}", quoted(root))
 }
 
 /// The commands that look at a step of the run at `root`, each with what it tells; `{}` stands for the step.
