@@ -46,6 +46,8 @@ pub enum Part {
     Muon,
     /// AdamW on the rest, or on all.
     AdamW,
+    /// The norm of new weights minus old ones.
+    Moved,
     /// New weights sent to every rank and received from every rank.
     Share,
     /// Checksums of the new state.
@@ -53,7 +55,7 @@ pub enum Part {
 }
 
 /// Every part, in the order of a step, with its name.
-pub const PARTS: [(Part, &str); 20] = [
+pub const PARTS: [(Part, &str); 21] = [
     (Part::Batch, "batch: read, assemble"),
     (Part::Round, "weights rounded for products"),
     (Part::Stream, "embedding, norms, residuals"),
@@ -72,6 +74,7 @@ pub const PARTS: [(Part, &str); 20] = [
     (Part::Norm, "checksums and norm of the sum"),
     (Part::Muon, "Muon"),
     (Part::AdamW, "AdamW"),
+    (Part::Moved, "norm of the update"),
     (Part::Share, "new weights to every rank"),
     (Part::StateSums, "checksums of the state"),
 ];

@@ -106,9 +106,6 @@ pub struct At {
 }
 
 /// Does the pieces of work on the workers, and returns for each the sum of squares of new weights minus old ones.
-///
-/// The old weights are copied piece by piece, or chunk by chunk, just before they move: nothing else is held, and what is
-/// copied is still in the cache when it is compared.
 pub(crate) fn run(
     settings: &Settings,
     items: Vec<Item>,
@@ -128,36 +125,53 @@ pub(crate) fn run(
     };
     let (plain, decayed) = (adamw(false), adamw(true));
     let work = |item| match item {
-        Item::Matrix { mut weight, mut momentum, gradient } => {
+        Item::Matrix { weight, mut momentum, gradient } => {
             let _watch = part(Part::Muon);
-            let old = weight.copy();
-            muon.update(ops, &mut weight, &mut momentum, (&gradient, scale)).map_err(refused)?;
-            Ok(norm::sum(&moved(ops, old, &weight)?))
+            let longest = weight.size().into_iter().max().unwrap_or(1);
+            let direction = muon.direction(ops, &mut momentum, (&gradient, scale));
+            let direction = direction.map_err(refused)?.contiguous().view([-1]);
+            moved(ops, &weight.view([-1]), |chunk, weight| {
+                muon.descend(ops, weight, &chunk(&direction), longest)
+            })
         }
         Item::Flat { weight, first, second, gradient, decay } => {
             let _watch = part(Part::AdamW);
             let rule = if decay { decayed } else { plain };
-            let starts = (0..weight.size()[0]).step_by(CHUNK as usize);
-            let chunks = starts.map(|start| {
-                let length = CHUNK.min(weight.size()[0] - start);
-                let chunk = |tensor: &Tensor| tensor.narrow(0, start, length);
-                let (mut weight, mut first, mut second) =
-                    (chunk(&weight), chunk(&first), chunk(&second));
-                let (gradient, moments) = (chunk(&gradient), [&mut first, &mut second]);
-                let old = weight.copy();
-                rule.update(ops, &mut weight, moments, (&gradient, scale)).map_err(refused)?;
-                moved(ops, old, &weight)
-            });
-            Ok(norm::sum(&chunks.collect::<Result<Vec<_>>>()?.concat()))
+            moved(ops, &weight, |chunk, weight| {
+                let (mut first, mut second) = (chunk(&first), chunk(&second));
+                let moments = [&mut first, &mut second];
+                rule.update(ops, weight, moments, (&chunk(&gradient), scale))
+            })
         }
     };
     workers.map(items, |item| tch::no_grad(|| work(item)))
 }
 
-/// The sums of squares of what lies between old and new weights, by chunk.
-fn moved(ops: &dyn Ops, mut old: Tensor, new: &Tensor) -> Result<Vec<f64>> {
-    let difference = old.f_sub_(new).map_err(|error| refused(error.into()))?;
-    norm::chunks(ops, &difference)
+/// Moves flat weights chunk by chunk, and returns the sum of squares of new ones minus old ones. `update` is handed each
+/// chunk, and what cuts the same chunk out of tensors beside the weights.
+///
+/// The old weights of one chunk at a time are kept, in the same memory: so they are still in the cache when they are compared.
+fn moved(
+    ops: &dyn Ops,
+    weights: &Tensor,
+    mut update: impl FnMut(&dyn Fn(&Tensor) -> Tensor, &mut Tensor) -> kernels::Result<()>,
+) -> Result<f64> {
+    let (count, mut squares) = (weights.size()[0], Vec::new());
+    let memory = weights.narrow(0, 0, CHUNK.min(count)).empty_like();
+    for start in (0..count).step_by(CHUNK as usize) {
+        let length = CHUNK.min(count - start);
+        let chunk = |tensor: &Tensor| tensor.narrow(0, start, length);
+        let (mut new, mut old) = (chunk(weights), memory.narrow(0, 0, length));
+        {
+            let _watch = part(Part::Moved);
+            old.copy_(&new);
+        }
+        update(&chunk, &mut new).map_err(refused)?;
+        let _watch = part(Part::Moved);
+        let difference = old.f_sub_(&new).map_err(|error| refused(error.into()))?;
+        squares.push(ops.squares(&difference).map_err(refused)?);
+    }
+    Ok(norm::sum(&squares))
 }
 
 /// The pieces of work of a tensor, or of a part of one that an owner has: whole matrices, or whole chunks.

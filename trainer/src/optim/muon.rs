@@ -38,19 +38,29 @@ impl Muon {
         Muon { lr, keep: 1.0 - lr * decay, momentum }
     }
 
-    /// Updates one matrix and its momentum in place; `scale` is what its gradient is multiplied with first.
-    pub fn update(
+    /// Moves the momentum of one matrix in place, and says in which direction its weights go; `scale` is what the gradient is
+    /// multiplied with first.
+    pub fn direction(
+        &self,
+        ops: &dyn Ops,
+        momentum: &mut Tensor,
+        (gradient, scale): (&Tensor, f64),
+    ) -> Result<Tensor> {
+        let direction = ops.nesterov(momentum, gradient, self.momentum as f32, scale as f32)?;
+        ops.newton_schulz(&direction, QUINTIC)
+    }
+
+    /// Moves the weights of a matrix with so many rows or columns, whichever are more, or any part of them by the same part of
+    /// the direction: elementwise.
+    pub fn descend(
         &self,
         ops: &dyn Ops,
         weight: &mut Tensor,
-        momentum: &mut Tensor,
-        (gradient, scale): (&Tensor, f64),
+        direction: &Tensor,
+        longest: i64,
     ) -> Result<()> {
-        let direction = ops.nesterov(momentum, gradient, self.momentum as f32, scale as f32)?;
-        let direction = ops.newton_schulz(&direction, QUINTIC)?;
-        let longest = weight.size().into_iter().max().unwrap_or(1);
         let rate = self.lr * 0.2 * (longest as f64).sqrt();
-        ops.descend(weight, &direction, self.keep as f32, rate as f32)
+        ops.descend(weight, direction, self.keep as f32, rate as f32)
     }
 }
 
@@ -97,9 +107,9 @@ mod tests {
             let direction = orthogonalized(&(&gradient + &wanted_momentum * 0.95));
             let size = 0.02 * 0.2 * (rows.max(columns) as f64).sqrt();
             let wanted = &weight * (1.0 - 0.02 * 0.1) - direction * size;
-            Muon::at(0.02, 0.1, 0.95)
-                .update(CPU, &mut weight, &mut momentum, (&gradient, 1.0))
-                .unwrap();
+            let muon = Muon::at(0.02, 0.1, 0.95);
+            let direction = muon.direction(CPU, &mut momentum, (&gradient, 1.0)).unwrap();
+            muon.descend(CPU, &mut weight, &direction, rows.max(columns)).unwrap();
             prop_assert!((&momentum - wanted_momentum).abs().max().double_value(&[]) < 1e-6);
             prop_assert!((&weight - wanted).abs().max().double_value(&[]) < 1e-5);
         }
@@ -124,9 +134,9 @@ mod tests {
             (random(4, 6, 1), Tensor::zeros([4, 6], tch::kind::FLOAT_CPU));
         let before = weight.copy();
         let gradient = Tensor::zeros([4, 6], tch::kind::FLOAT_CPU);
-        Muon::at(0.02, 0.0, 0.95)
-            .update(CPU, &mut weight, &mut momentum, (&gradient, 1.0))
-            .unwrap();
+        let muon = Muon::at(0.02, 0.0, 0.95);
+        let direction = muon.direction(CPU, &mut momentum, (&gradient, 1.0)).unwrap();
+        muon.descend(CPU, &mut weight, &direction, 6).unwrap();
         assert_eq!(weight, before);
     }
 }
