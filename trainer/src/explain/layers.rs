@@ -1,16 +1,20 @@
 //! The layers of the model at the step: norms against those of the steps before, routers, temperatures.
 
 use contract::Result;
+use kernels::share::Frozen;
 use kernels::tree::Counter;
+use loader::Batch;
 use serde::Serialize;
 
 use super::history::History;
 use crate::ledger::{self, Packed, StepRecord};
 use crate::metrics::entropy;
-use crate::model::ZayaConfig;
+use crate::model::{self, LayerActivity, ZayaConfig};
 use crate::optim::norm;
+use crate::refusal::caught;
 use crate::spec::RunSpec;
 use crate::state::State;
+use crate::step::micro_batch;
 use crate::workers::Workers;
 
 /// A norm, and how it compares with the steps before.
@@ -42,6 +46,21 @@ pub struct LayerEvidence {
     pub update: Norm,
     /// The update that led to these weights, that of the step before, against the steps before it.
     pub update_before: Option<Norm>,
+}
+
+/// What goes through a layer, as a root mean square over the tokens and widths of the step.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct ActivityEvidence {
+    /// The layer.
+    pub layer: usize,
+    /// Of the residual that enters.
+    pub residual: f64,
+    /// Of what its attention adds.
+    pub attention: f64,
+    /// Of what its feed-forward adds.
+    pub feed_forward: f64,
+    /// The largest logit of its attention.
+    pub largest_logit: Option<f64>,
 }
 
 /// The router of a layer.
@@ -105,6 +124,40 @@ pub(super) fn layers(
         }),
     };
     Ok(ledger::layers(&spec.names()).into_iter().enumerate().map(layer).collect())
+}
+
+/// What goes through the layers when the step is computed, by one more forward pass.
+pub(super) fn activities(
+    spec: &RunSpec,
+    before: &State,
+    batch: &Batch,
+    workers: Workers,
+) -> Result<Vec<ActivityEvidence>> {
+    let biases = micro_batch::bias_tensors(&before.weights, &before.balance);
+    let weights = micro_batch::products(spec, batch.step, &before.weights, workers)?;
+    let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
+    let config = &spec.model_at(batch.step)?.config;
+    let parts = (0..batch.rows / batch.micro_batch).collect();
+    let found = workers.map(parts, |part: u64| {
+        let (weights, biases) = (weights.aliases(), biases.aliases());
+        let rows = part * batch.micro_batch..(part + 1) * batch.micro_batch;
+        let input = micro_batch::rows(batch, rows);
+        caught(|| model::probe(workers.options(), config, &weights, &biases, &input))
+    })?;
+    let together = |a: Vec<LayerActivity>, b: Vec<LayerActivity>| {
+        a.into_iter().zip(b).map(|(a, b)| a.and(b)).collect()
+    };
+    let all = found.into_iter().reduce(together).unwrap_or_default();
+    let numbers = (batch.rows * u64::from(batch.seq_len)) as f64 * config.hidden_size as f64;
+    let root = |squares: f64| (squares / numbers).sqrt();
+    let evidence = |(layer, found): (usize, LayerActivity)| ActivityEvidence {
+        layer,
+        residual: root(found.residual),
+        attention: root(found.attention),
+        feed_forward: root(found.feed_forward),
+        largest_logit: found.largest_logit,
+    };
+    Ok(all.into_iter().enumerate().map(evidence).collect())
 }
 
 /// Every router's load, by what the ledger counts.

@@ -30,7 +30,7 @@ use tch::Tensor;
 pub use bits::Narrowed;
 pub use changes::{Change, Kind};
 pub use documents::{DocumentEvidence, DocumentGradient};
-pub use layers::{LayerEvidence, Norm, RouterEvidence, TemperatureEvidence};
+pub use layers::{ActivityEvidence, LayerEvidence, Norm, RouterEvidence, TemperatureEvidence};
 pub use removal::Removal;
 pub use tokens::WorstToken;
 pub use verdict::{Finding, Subject};
@@ -112,6 +112,8 @@ pub struct Explanation {
     pub layers: Vec<LayerEvidence>,
     /// Routers by layer.
     pub routers: Vec<RouterEvidence>,
+    /// What goes through each layer when the step is computed.
+    pub activities: Vec<ActivityEvidence>,
     /// Temperatures of attention by layer.
     pub temperatures: Vec<TemperatureEvidence>,
     /// What was changed in the window.
@@ -173,6 +175,7 @@ pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation>
         unexplained,
         layers: Vec::new(),
         routers: Vec::new(),
+        activities: layers::activities(spec, &before, batch, workers)?,
         temperatures: layers::temperatures(spec, &spec.model_at(step)?.config, &before),
         changes: Vec::new(),
         next: Vec::new(),

@@ -13,6 +13,7 @@ impl Display for Explanation {
         self.write_tokens(out)?;
         self.write_removals(out)?;
         self.write_layers(out)?;
+        self.write_activities(out)?;
         self.write_changes(out)?;
         match self.next.as_slice() {
             [] => Ok(()),
@@ -172,6 +173,26 @@ impl Explanation {
                 or_dash(layer.update_before.as_ref().map(times)),
                 or_dash(router.map(|one| format!("{:.3}", one.entropy))),
                 or_dash(heat.map(|one| format!("{:.2}", one.largest_logit))),
+            )?;
+        }
+        Ok(())
+    }
+
+    fn write_activities(&self, out: &mut Formatter<'_>) -> Result {
+        writeln!(out, "\nin the layers, root mean squares of the step:")?;
+        writeln!(
+            out,
+            "{:>12} {:>11} {:>11} {:>12} {:>13}",
+            "", "residual", "attention", "feed-forward", "largest logit"
+        )?;
+        for one in &self.activities {
+            let name = format!("layer {}", one.layer);
+            let logit =
+                one.largest_logit.map_or_else(|| "-".to_owned(), |logit| format!("{logit:.3}"));
+            writeln!(
+                out,
+                "{name:>12} {:>11.4e} {:>11.4e} {:>12.4e} {logit:>13}",
+                one.residual, one.attention, one.feed_forward
             )?;
         }
         Ok(())

@@ -116,6 +116,11 @@ pub(super) trait Layer: LayerKind {
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
     ) -> Result<Backward<Vec<Tensor>>>;
+
+    /// The largest logit of what [`Layer::forward`] kept, where there is attention.
+    fn largest_logit(&self, _: &Pass<'_>, _: &Self::Saved) -> Result<Option<f64>> {
+        Ok(None)
+    }
 }
 
 /// A layer in which no token sees another: chunks are computed each by itself.
@@ -212,6 +217,9 @@ pub(super) trait AnyLayer: Send + Sync {
         sink: &mut Gradients<'_>,
     ) -> Result<Backward<Vec<Tensor>>>;
 
+    /// See [`Layer::largest_logit`].
+    fn largest_logit(&self, pass: &Pass<'_>, saved: &dyn Any) -> Result<Option<f64>>;
+
     /// See [`LayerKind::products`].
     fn products(&self, config: &ZayaConfig, work: Work) -> f64;
 
@@ -241,6 +249,12 @@ impl<L: Layer> AnyLayer for L {
         let saved = saved.downcast::<L::Saved>();
         let saved = saved.map_err(|_| Fault::bug("a layer was handed what another one kept"))?;
         Layer::backward(self, pass, *saved, grad, state, sink)
+    }
+
+    fn largest_logit(&self, pass: &Pass<'_>, saved: &dyn Any) -> Result<Option<f64>> {
+        let saved = saved.downcast_ref::<L::Saved>();
+        let saved = saved.ok_or_else(|| Fault::bug("a layer was handed what another one kept"))?;
+        Layer::largest_logit(self, pass, saved)
     }
 
     fn products(&self, config: &ZayaConfig, work: Work) -> f64 {

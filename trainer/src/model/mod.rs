@@ -5,6 +5,7 @@
 //! input      tokens of a micro-batch, its documents        layer      what a layer is
 //! cut        chunks of a micro-batch                       gradients  where gradients go, and their sums over chunks
 //! zaya       the model, top to bottom: read this first     layers/    attention, experts, and what stands around them
+//! probe      what a forward pass shows of its insides, for who explains a step
 //! oracle     the same equations differentiated by libtorch in f64
 //! fixtures/  parity with Hugging Face, and its traps
 //! ```
@@ -21,6 +22,7 @@ mod layer;
 mod layers;
 mod normal;
 mod param;
+mod probe;
 mod zaya;
 
 #[cfg(test)]
@@ -40,6 +42,7 @@ pub use param::{
     EMBEDDING, Init, ParamId, ParamSpec, Role, balance_name, init, init_balance, initial,
     parameters, rounded,
 };
+pub use probe::{LayerActivity, probe};
 
 use contract::{Fault, Result};
 use curriculum::Dtype;

@@ -16,7 +16,7 @@
 
 use std::any::Any;
 
-use contract::Result;
+use contract::{Fault, Result};
 use tch::{Kind, Tensor};
 
 use super::cut::{Chunk, Chunks, OverChunks, joined};
@@ -28,6 +28,7 @@ use super::layers::head;
 use super::layers::moe::Moe;
 use super::layers::norm::{Normed, Residual, RmsNorm};
 use super::param::{Declare, ParamId, ParamSpec, Weights};
+use super::probe::{LayerActivity, squares};
 use super::{Keep, LeafOptions, ZayaConfig};
 use crate::refusal::refused;
 use crate::timing::{Part, part};
@@ -216,6 +217,16 @@ impl Zaya {
         };
         let logits = hidden.iter().map(logits).collect::<kernels::Result<Vec<_>>>();
         logits.and_then(|logits| joined(&logits, 0)).map_err(refused)
+    }
+
+    /// What goes through each layer: forward only.
+    pub(super) fn probe(&self, pass: &Pass<'_>) -> Result<Vec<LayerActivity>> {
+        let kept = self.forward(pass, Keep::Everything)?.layers;
+        let layer = |(layer, kept): (&DecoderLayer, Kept)| match kept {
+            Kept::All(saved) => layer.probe(pass, &saved),
+            Kept::Inputs(_) => Err(Fault::bug("a layer kept less than it was told to")),
+        };
+        self.layers.iter().zip(kept).map(layer).collect()
     }
 
     fn forward(&self, pass: &Pass<'_>, keep: Keep) -> Result<Forward> {
@@ -414,6 +425,19 @@ impl DecoderLayer {
             attention: half(0, attention, kinds.attention),
             feed_forward: half(1, feed_forward, kinds.feed_forward),
         }
+    }
+
+    fn probe(
+        &self,
+        pass: &Pass<'_>,
+        [attention, feed_forward]: &[Saved; 2],
+    ) -> Result<LayerActivity> {
+        Ok(LayerActivity {
+            residual: squares(&attention.residual)?,
+            attention: squares(&attention.out)?,
+            feed_forward: squares(&feed_forward.out)?,
+            largest_logit: self.attention.layer.largest_logit(pass, &*attention.layer)?,
+        })
     }
 
     fn halves(&self) -> impl Iterator<Item = &Half> {

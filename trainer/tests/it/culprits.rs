@@ -195,6 +195,15 @@ fn an_exploding_temperature_is_named() {
     let found = explained(&scratch, "hot", 4, 1);
     assert!(subjects(&found).contains(&Subject::Temperature), "{found}");
     assert!(found.sentence.contains("temperature of attention in layer 1"), "{}", found.sentence);
+    // The largest logit that was there is below the one that could be, in every layer, and hot in the hot one.
+    for (there, could) in found.activities.iter().zip(&found.temperatures) {
+        assert!(there.largest_logit.unwrap() <= could.largest_logit * 1.001, "{found}");
+        assert!(
+            there.residual > 0.0 && there.attention > 0.0 && there.feed_forward > 0.0,
+            "{found}"
+        );
+    }
+    assert!(found.activities[1].largest_logit.unwrap() > 50.0, "{found}");
     assert!(!subjects(&explained(&scratch, "run", 4, 0)).contains(&Subject::Temperature));
 }
 

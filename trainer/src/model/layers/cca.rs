@@ -155,6 +155,18 @@ impl Layer for Cca {
         }
         Ok(Backward { x, state })
     }
+
+    fn largest_logit(&self, pass: &Pass<'_>, saved: &Vec<Saved>) -> contract::Result<Option<f64>> {
+        let mut largest = None::<f64>;
+        for shard in saved {
+            for (chunk, own) in pass.chunks.iter().zip(&shard.chunks) {
+                let seen = Seen::of(chunk, &own.qk, &shard.key, &shard.value, shard.heads.shape);
+                let found = seen.and_then(|seen| seen.largest_logit(chunk)).map_err(refused)?;
+                largest = Some(largest.map_or(found, |largest| largest.max(found)));
+            }
+        }
+        Ok(largest)
+    }
 }
 
 impl Cca {
@@ -291,6 +303,24 @@ impl Seen {
     ) -> Result<Seen> {
         let (key, value) = (chunk.keys(key, 1)?, chunk.keys(value, 0)?);
         Ok(Seen { query: qk.f_narrow(0, 0, shape[0])?, key, value, shape })
+    }
+
+    /// The largest product of a query and a key that it sees, as the softmax reads it. Computed in f32, span by span.
+    fn largest_logit(&self, chunk: &Chunk) -> Result<f64> {
+        let [queries, keys, width] = self.shape;
+        let (mut largest, mut first) = (f64::NEG_INFINITY, 0);
+        for span in &chunk.spans {
+            let query = self.query.f_narrow(1, span.start, span.len)?.f_to_kind(Kind::Float)?;
+            let query = query.f_unflatten(0, [keys, queries / keys])?;
+            let key = self.key.f_narrow(1, first, span.keys())?.f_to_kind(Kind::Float)?;
+            let logits = query.f_matmul(&key.f_unsqueeze(1)?.f_transpose(-1, -2)?)?;
+            let (shape, options) = ([span.len, span.keys()], (Kind::Bool, logits.device()));
+            let later = Tensor::f_ones(shape, options)?.f_triu(span.before + 1)?;
+            let seen = logits.f_masked_fill(&later, f64::NEG_INFINITY)?;
+            largest = largest.max(seen.f_max()?.f_double_value(&[])? / (width as f64).sqrt());
+            first += span.keys();
+        }
+        Ok(largest)
     }
 
     fn operands<'a>(&'a self, chunk: &'a Chunk) -> Attention<'a> {
