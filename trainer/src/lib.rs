@@ -3,6 +3,7 @@
 //! - [`spec`] is what is trained (hashed), [`exec`] how fast (no hash). [`run`] is the loop, [`folder`] what it leaves.
 //! - [`step`] is one step: [`model`] computes leaves on [`workers`], the fixed tree adds them, [`optim`] moves the
 //!   [`state`]; on one rank or on many, with the same bits.
+//! - [`audit`] says which micro-batches are computed twice.
 //! - [`launch`] starts ranks and finds their place, [`mesh`] says who does what.
 //! - [`replay`] computes past steps again, [`explain`] says what was odd about one; [`compare`] finds where two runs part.
 //! - [`change`] is what a counterfactual imagines and [`fork`] makes true, [`chart`] its picture.
@@ -17,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod audit;
 pub mod bench;
 pub mod change;
 pub mod chart;

@@ -12,6 +12,7 @@ use std::thread;
 use contract::{Fault, Result};
 use kernels::{ops, runtime};
 
+use crate::audit::Audit;
 use crate::model::{Keep, LeafOptions};
 use crate::refusal::{self, caught};
 
@@ -20,6 +21,7 @@ use crate::refusal::{self, caught};
 pub struct Workers {
     count: usize,
     options: LeafOptions,
+    audit: Option<Audit>,
 }
 
 /// What the workers of one fold share.
@@ -39,7 +41,7 @@ struct Shared<T> {
 impl Workers {
     /// `count` workers that keep every activation and compute in main memory.
     pub fn new(count: usize) -> Self {
-        Workers { count: count.max(1), options: LeafOptions::default() }
+        Workers { count: count.max(1), options: LeafOptions::default(), audit: None }
     }
 
     /// The same workers, keeping of a leaf what `keep` says.
@@ -50,6 +52,16 @@ impl Workers {
     /// The same workers, computing by these operations: those that the kernel table names.
     pub fn computing_by(self, ops: ops::Table) -> Self {
         Workers { options: LeafOptions { ops, ..self.options }, ..self }
+    }
+
+    /// The same workers, computing these micro-batches of a step twice.
+    pub fn auditing(self, audit: Option<Audit>) -> Self {
+        Workers { audit, ..self }
+    }
+
+    /// Which micro-batches of a step are computed twice.
+    pub fn audit(self) -> Option<Audit> {
+        self.audit
     }
 
     /// How a leaf is computed.

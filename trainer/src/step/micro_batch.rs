@@ -10,10 +10,11 @@ use kernels::share::Frozen;
 use loader::Batch;
 use tch::Tensor;
 
+use crate::audit;
 use crate::mesh::sink::{Checksum, Gradients};
-use crate::model::{self, LeafInput, LeafLosses, StagedLeaf};
+use crate::model::{self, LeafInput, LeafLosses, LeafOptions, StagedLeaf};
 use crate::optim::balance::Balance;
-use crate::refusal::{caught, values};
+use crate::refusal::{caught, refused, values};
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
 use crate::timing;
@@ -79,6 +80,8 @@ pub(crate) struct MicroBatches<'a> {
     pub(crate) divisor: u64,
     pub(crate) detail: Detail,
     pub(crate) workers: Workers,
+    /// This rank.
+    pub(crate) rank: u32,
 }
 
 impl MicroBatches<'_> {
@@ -91,7 +94,8 @@ impl MicroBatches<'_> {
         begun: impl Fn(u64) + Sync,
         mut take: impl FnMut(LeafSums, Vec<Vec<u64>>) -> Result<()> + Send,
     ) -> Result<()> {
-        let MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers } = *self;
+        let MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers, rank: _ } =
+            *self;
         let weights = products(spec, batch.step, &state.weights, workers)?;
         let biases = bias_tensors(&state.weights, &state.balance);
         let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
@@ -107,11 +111,39 @@ impl MicroBatches<'_> {
                 let losses =
                     model::micro_batch(config, weights, biases, staged, divisor, how, &mut sink)?;
                 let sums = sums(&losses, sink.checksum(), &input(batch, leaf), detail)?;
+                let number = numbers[leaf as usize];
+                if workers
+                    .audit()
+                    .is_some_and(|audit| audit.picks(spec.curriculum.seed, batch.step, number))
+                {
+                    self.again(leaf, (weights, biases), how, &sums)?;
+                }
                 Ok((sums, losses.counts))
             };
             caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
         };
         workers.fold(batch.rows / batch.micro_batch, work, |_, (sums, counts)| take(sums, counts))
+    }
+}
+
+impl MicroBatches<'_> {
+    /// Computes a leaf a second time, and refuses to go on where it comes out otherwise.
+    fn again(
+        &self,
+        leaf: u64,
+        (weights, biases): (&[Tensor], &[Tensor]),
+        how: LeafOptions,
+        first: &LeafSums,
+    ) -> Result<()> {
+        let config = &self.spec.model_at(self.batch.step)?.config;
+        let stager = Stager::new(weights[0].device()).map_err(refused)?;
+        let staged = input(self.batch, leaf).stage(config, &stager)?;
+        let mut sink = Checksum::default();
+        let losses =
+            model::micro_batch(config, weights, biases, staged, self.divisor, how, &mut sink)?;
+        let first = audit::Outcome { loss: first.loss, gradient: first.gradient };
+        let second = audit::Outcome { loss: losses.loss, gradient: sink.0 };
+        audit::compare(first, second, self.rank)
     }
 }
 

@@ -132,7 +132,8 @@ pub fn gradient(
         team.group.reached(&format!("step {}, micro-batch {number}", batch.step));
     };
     let (numbers, divisor) = (&numbers, head.divisor);
-    let all = MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers };
+    let rank = team.group.rank();
+    let all = MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers, rank };
     all.each(state, &gradients, reached, take)?;
     let losses = facts::losses(cx, head.leaves, kept, &router)?;
     let start = Instant::now();

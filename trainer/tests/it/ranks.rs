@@ -32,6 +32,20 @@ pub(crate) fn train_with(
     train_on(scratch, out, &[world], change)
 }
 
+#[test]
+fn an_audit_decides_no_bit() {
+    let scratch = Scratch::new();
+    scratch.train("whole");
+    let all = |_: u32, exec: &mut ExecOptions| {
+        exec.workers = exec.workers.auditing(Some("1/1".parse().unwrap()));
+    };
+    scratch.run(&scratch.path("run.toml"), "alone", |exec| all(0, exec)).unwrap();
+    assert!(scratch.ledger("whole") == scratch.ledger("alone"));
+    let outcomes = train_with(&scratch, "ranks", 3, all);
+    assert!(outcomes.iter().all(|outcome| outcome.as_ref().is_ok_and(|ended| ended.step == 10)));
+    assert!(scratch.ledger("whole") == scratch.ledger("ranks"));
+}
+
 /// The same with so many ranks on each of several machines.
 fn train_on(
     scratch: &Scratch,

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use contract::{Fault, Result};
 use loader::{Opened, PrefetchOptions};
 use store::Location;
+use trainer::audit::Audit;
 use trainer::checkpoint::{Retention, RingOptions};
 use trainer::launch::spawned_us;
 use trainer::validate::Validation;
@@ -52,6 +53,9 @@ pub(crate) struct Args {
     /// How many standard deviations above the losses before it a loss has jumped.
     #[arg(long, value_name = "COUNT", default_value_t = 6.0, value_parser = above_zero)]
     ring_spike: f64,
+    /// Compute this part of the micro-batches twice, and stop where one comes out otherwise: the machine. Decides no bit.
+    #[arg(long, value_name = "1/N", value_parser = str::parse::<Audit>)]
+    audit: Option<Audit>,
     /// Stop after this step; the same command without it goes on.
     #[arg(long, value_name = "STEP")]
     stop_after: Option<u64>,
@@ -83,7 +87,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let stop = Arc::default();
     listen(&stop)?;
     let mut world = args.ranks.world(&args.speed, launched.as_ref(), &stop)?;
-    let workers = args.speed.workers(launched.as_ref(), &world.runtime)?;
+    let workers = args.speed.workers(launched.as_ref(), &world.runtime)?.auditing(args.audit);
     let exec = ExecOptions { stop, ..options(&args, curriculum, workers) };
     let outcome = Opened::open(curriculum)
         .inspect_err(|fault| world.comm.report(&fault.to_string()))

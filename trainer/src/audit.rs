@@ -1,0 +1,109 @@
+//! Micro-batches computed twice while training: a machine that does not compute the same twice is found by itself.
+//!
+//! Which ones is drawn by their numbers, so that the same are checked whoever computes them. Nothing depends on it: a run
+//! that is audited writes the ledger of one that is not.
+
+use std::str::FromStr;
+
+use contract::{Fault, Key, Purpose, Result, draw};
+
+/// Which part of all micro-batches is computed twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Audit {
+    part: u32,
+    of: u32,
+}
+
+impl FromStr for Audit {
+    type Err = String;
+
+    /// Reads "1/1000".
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let wrong =
+            || format!("{text:?} is not a part of all micro-batches, such as 1/1000 or 1/1");
+        let (part, of) = text.split_once('/').ok_or_else(wrong)?;
+        let number = |text: &str| text.trim().parse::<u32>().map_err(|_| wrong());
+        let (part, of) = (number(part)?, number(of)?);
+        if part == 0 || part > of { Err(wrong()) } else { Ok(Audit { part, of }) }
+    }
+}
+
+impl Audit {
+    /// Whether micro-batch `leaf` of `step` is computed twice.
+    pub fn picks(self, seed: u64, step: u64, leaf: u64) -> bool {
+        let key = Key::from_seed(seed).child("micro-batches computed twice").nth(step);
+        let drawn = u128::from(draw(key, Purpose::Audit, leaf));
+        drawn * u128::from(self.of) < u128::from(self.part) << 64
+    }
+}
+
+/// What a micro-batch came to: its loss and the checksum of its gradient.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Outcome {
+    /// Sum of its token losses.
+    pub(crate) loss: f64,
+    /// Checksum of its gradient.
+    pub(crate) gradient: u64,
+}
+
+/// Refuses to go on where a micro-batch of `rank` came out otherwise the second time.
+pub(crate) fn compare(first: Outcome, second: Outcome, rank: u32) -> Result<()> {
+    let losses = [first.loss, second.loss].map(f64::to_bits);
+    let ([one, other], what) = match losses[0] == losses[1] {
+        true => ([first.gradient, second.gradient], "gradient"),
+        false => (losses, "loss"),
+    };
+    if one == other {
+        return Ok(());
+    }
+    Err(Fault::machine(format!(
+        "rank {rank} computed a micro-batch twice, and its {what} came out otherwise: this machine cannot be trusted"
+    ))
+    .found(format!("{other:016x}"))
+    .wanted(format!("{one:016x}"))
+    .hint("nothing of this step was kept: go on with the same command on another machine"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn the_part_that_is_picked_is_the_part_that_was_asked_for(seed: u64, of in 1u32..40, part in 1u32..40) {
+            let text = format!("{part}/{of}");
+            let read = text.parse::<Audit>();
+            prop_assert_eq!(read.is_ok(), part <= of);
+            if let Ok(audit) = read {
+                let picked = (0..4000).filter(|at| audit.picks(seed, at / 16, at % 16)).count() as f64;
+                let wanted = 4000.0 * f64::from(part) / f64::from(of);
+                // Six standard deviations of a binomial count.
+                prop_assert!((picked - wanted).abs() <= 6.0 * (wanted.min(4000.0 - wanted) + 1.0).sqrt());
+            }
+        }
+
+        #[test]
+        fn one_bit_of_loss_or_gradient_is_found(loss in 0.0..9.0f64, gradient: u64, bit in 0u32..64) {
+            let first = Outcome { loss, gradient };
+            prop_assert!(compare(first, first, 2).is_ok());
+            let flipped = f64::from_bits(loss.to_bits() ^ (1 << bit));
+            let cases = [
+                (Outcome { loss: flipped, ..first }, "loss"),
+                (Outcome { gradient: gradient ^ (1 << bit), ..first }, "gradient"),
+            ];
+            for (second, what) in cases {
+                let fault = compare(first, second, 2).unwrap_err();
+                prop_assert_eq!(fault.class(), contract::Class::Machine);
+                prop_assert!(fault.to_string().contains("rank 2") && fault.to_string().contains(what));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_part_is_refused() {
+        for text in ["", "1", "0/5", "6/5", "a/b", "1/0", "-1/3"] {
+            assert!(text.parse::<Audit>().is_err(), "{text}");
+        }
+    }
+}
