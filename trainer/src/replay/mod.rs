@@ -2,6 +2,7 @@
 //!
 //! Invariant: nothing in the run's folder is written, not even locked: a run may be replayed while it goes on.
 
+pub mod attribute;
 pub mod documents;
 mod executor;
 pub mod whatif;

@@ -159,7 +159,7 @@ fn dropped_labels(replayer: &Replayer, step: u64, change: &Change) -> Result<u64
 }
 
 /// Goes through a batch piece by piece: source, piece, labels.
-fn each_piece(
+pub(super) fn each_piece(
     replayer: &Replayer,
     batch: &Batch,
     mut each: impl FnMut(usize, &explain::Piece, u64),

@@ -8,6 +8,7 @@ use tch::{Device, Tensor};
 use trainer::RunSpec;
 use trainer::change::Change;
 use trainer::compare::compare;
+use trainer::replay::attribute::{Effort, attribute};
 use trainer::replay::whatif::{Imagined, imagine};
 use trainer::replay::{Executor, Replayed, Replayer, ThisMachine, Verdict};
 use trainer::state::State;
@@ -292,6 +293,69 @@ fn what_would_have_been_without_a_document() {
     let change = Change { lr: Some(0.0), ..Change::default() };
     let imagined = imagine(&mut open(&scratch, "run"), 4..6, &change).unwrap().steps;
     assert!(same(&imagined[0]) && !same(&imagined[1]), "a rate reaches the next step only");
+}
+
+/// Each document is left out as an amendment leaves it out, and the next step is taken by the run's own batch.
+#[test]
+fn documents_are_left_out_of_a_window_exactly() {
+    let scratch = Scratch::new();
+    scratch.train("run");
+    let effort = Effort { documents: 5, subsets: 4 };
+    let found = attribute(&mut open(&scratch, "run"), 6..8, effort).unwrap();
+    let line = scratch.ledger("run").lines().nth(8).unwrap().to_owned();
+    let eighth: serde_json::Value = serde_json::from_str(&line).unwrap();
+    assert!(
+        (found.loss - eighth["loss"].as_f64().unwrap()).abs() < 1e-12,
+        "with all it is the run"
+    );
+    assert_eq!((found.documents.len(), found.subsets.len()), (5, 4));
+    assert!(found.documents.is_sorted_by(|a, b| a.actual <= b.actual));
+    assert!(found.lds.is_some_and(|lds| (-1.0..=1.0).contains(&lds)), "{:?}", found.lds);
+    let mut seen = 0;
+    for one in &found.documents {
+        let imagined = imagine(&mut open(&scratch, "run"), 6..9, &dropping(&[&one.id])).unwrap();
+        assert_eq!(imagined.steps[0].dropped_labels, one.labels);
+        // Where the target has nothing of the document, its loss is that of the step after the window.
+        if imagined.steps[2].dropped_labels == 0 {
+            let would = imagined.steps[2].would_be.0 - found.loss;
+            assert!((would - one.actual).abs() < 1e-12, "{one:?}: {would}");
+            seen += 1;
+        }
+        assert!(one.actual != 0.0 && one.predicted != 0.0 && one.predicted.is_finite(), "{one:?}");
+    }
+    assert!(seen > 0, "the test looks at nothing");
+    for subset in &found.subsets {
+        assert_eq!(subset.dropped.len(), 2);
+        let ids: Vec<&str> = subset.dropped.iter().map(String::as_str).collect();
+        let imagined = imagine(&mut open(&scratch, "run"), 6..9, &dropping(&ids)).unwrap();
+        if imagined.steps[2].dropped_labels == 0 {
+            assert!((imagined.steps[2].would_be.0 - found.loss - subset.actual).abs() < 1e-12);
+        }
+    }
+    let fault = attribute(&mut open(&scratch, "run"), 6..11, effort).unwrap_err();
+    assert_eq!(fault.class(), Class::Usage, "no step follows this window");
+}
+
+/// The parts of a step's gradient, taken one document at a time, are the whole of it: found from what is predicted.
+#[test]
+fn gradients_of_single_documents_add_up_to_that_of_the_step() {
+    let scratch = Scratch::new();
+    scratch.train("run");
+    let all = Effort { documents: usize::MAX, subsets: 0 };
+    let found = attribute(&mut open(&scratch, "run"), 6..7, all).unwrap();
+    assert_eq!(found.lds, None);
+    let record = replay(&scratch, "run", 6).record.unwrap();
+    let (labels, lr) = (record.divisor as f64, record.lr());
+    assert_eq!(found.documents.iter().map(|one| one.labels).sum::<u64>(), record.divisor);
+    // predicted = -lr ((whole - own) / (labels - n) - whole / labels), solved for own.
+    let whole = -found.predicted_step / lr * labels;
+    let own = found
+        .documents
+        .iter()
+        .map(|one| whole - (labels - one.labels as f64) * (whole / labels - one.predicted / lr));
+    let (sum, size) = own.fold((0.0, 0.0), |(sum, size), own| (sum + own, size + own.abs()));
+    assert!((sum - whole).abs() < 1e-4 * size, "{sum} is not {whole}, of {size}");
+    assert!(found.documents.len() > 3 && size > 0.0);
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! One file per command: parse, call the library, print.
 
+pub(crate) mod attribute;
 pub(crate) mod bench;
 pub(crate) mod bench_step;
 pub(crate) mod compare;

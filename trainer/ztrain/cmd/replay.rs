@@ -9,13 +9,14 @@ use serde_json::json;
 use store::Location;
 use trainer::change::quoted;
 use trainer::optim::guard::Skipped;
+use trainer::replay::attribute::{Effort, attribute};
 use trainer::replay::documents::DocumentLoss;
 use trainer::replay::whatif::imagine;
 use trainer::replay::{Replayed, Replayer, Verdict};
 use trainer::step::Detail;
 
-use super::Speed;
 use super::whatif::{self, Asked, Changes};
+use super::{Speed, attribute as attribution};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -51,6 +52,20 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE", help_heading = "What if")]
     #[arg(value_parser = super::local("name a file of this machine"))]
     plot: Option<PathBuf>,
+    /// Leave documents of step A out of steps A..B, each by itself and in random halves, and tell what that does to the
+    /// loss of step B's batch, with a prediction from gradients beside it: so many documents, those with most labels.
+    #[arg(long, value_name = "COUNT", requires = "steps", help_heading = "What if")]
+    #[arg(num_args = 0..=1, default_missing_value = "8", conflicts_with_all = ["go_on", "plot"])]
+    attribute: Option<usize>,
+    /// How many random halves.
+    #[arg(
+        long,
+        value_name = "COUNT",
+        default_value_t = 16,
+        requires = "attribute",
+        help_heading = "What if"
+    )]
+    subsets: u64,
     #[command(flatten)]
     changes: Changes,
     #[command(flatten)]
@@ -83,6 +98,11 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         whatif::print(&Asked { run, stores, change: &change, steps, json, plot }, &answer)?;
         return Ok(0);
     }
+    if let Some(documents) = args.attribute {
+        let effort = Effort { documents, subsets: args.subsets };
+        let found = attribute(&mut replayer, steps, effort)?;
+        return attribution::print(&found, args.json).map(|()| 0);
+    }
     let mut state = replayer.state_after(steps.start - 1)?;
     for warning in &replayer.warnings {
         contract::note!("warning: passed over: {warning}");
@@ -111,6 +131,11 @@ fn check_what_if(args: &Args, changed: bool) -> Result<()> {
             let fault =
                 Fault::usage("nothing is changed: this shows a change beside the run").at(flag);
             Err(fault.wanted("--drop-doc, --drop-source, --lr, --clip, --fp32 or --optimizer-skip"))
+        }
+        _ if changed && args.attribute.is_some() => {
+            let fault =
+                Fault::usage("documents are left out of the run as it is").at("--attribute");
+            Err(fault.hint("leave the change out"))
         }
         _ if changed && args.micro_batch.is_some() => {
             let fault = Fault::usage("a change is computed for whole steps").at("--micro-batch");

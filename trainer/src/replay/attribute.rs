@@ -1,0 +1,330 @@
+//! Which documents of a step made a later loss: left out one by one and in subsets, by training a window of steps anew, and
+//! beside that what a first-order prediction from gradients says.
+//!
+//! ```text
+//! window    steps A .. B - 1, computed from the true state before A with the data, rates and optimizer of the run
+//! target    mean loss of the batch of step B, as the run reads it, with the state after the window: no step has trained on it
+//! actual    target without some documents of step A, less target with all; they are hidden in every step of the window
+//! predicted -lr <grad target, (sum of g - sum of g_d) / (D - sum of n_d) - sum of g / D>: the step A as plain descent would take it
+//!           g_d, n_d, D: gradient of a document's summed loss and its labels in step A, labels of the step;
+//!           grad target at the state after the window, g_d at the state before it
+//! LDS       Spearman's rank correlation of actual and predicted over random subsets that leave out half of the documents
+//! ```
+
+use std::ops::Range;
+
+use contract::{Fault, Key, Purpose, Result, draw};
+use loader::{Batch, Opened, RankSlice, explain};
+use serde::Serialize;
+use tch::{Kind, Tensor};
+
+use super::Replayer;
+use super::whatif::each_piece;
+use crate::change::Documents;
+use crate::spec::RunSpec;
+use crate::state::State;
+use crate::step::Detail;
+use crate::waiting::Waiting;
+use curriculum::Amendment;
+
+/// How much is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Effort {
+    /// Documents of the window's first step, those with most labels first.
+    pub documents: usize,
+    /// Random subsets for the LDS.
+    pub subsets: u64,
+}
+
+/// What came out.
+#[derive(Clone, Debug, Serialize)]
+pub struct Attribution {
+    /// The first step of the window.
+    pub first: u64,
+    /// The step whose batch is the target; the window ends before it.
+    pub target: u64,
+    /// The target with all documents.
+    pub loss: f64,
+    /// What the prediction says of the first step as a whole: how the target changes by it.
+    pub predicted_step: f64,
+    /// The documents, by what leaving them out does to the target: those that raised it most first.
+    pub documents: Vec<Attributed>,
+    /// The subsets.
+    pub subsets: Vec<Subset>,
+    /// Spearman's rank correlation over the subsets; `None` for less than two, or where one side does not vary.
+    pub lds: Option<f64>,
+}
+
+/// One document left out by itself.
+#[derive(Clone, Debug, Serialize)]
+pub struct Attributed {
+    /// Its source.
+    pub source: String,
+    /// Its id.
+    pub id: String,
+    /// Its number in the source's training stream.
+    pub document: u64,
+    /// Its labels in the window's first step.
+    pub labels: u64,
+    /// How the target changes without it, by computing the window.
+    pub actual: f64,
+    /// The same by the prediction.
+    pub predicted: f64,
+}
+
+/// Some documents left out together.
+#[derive(Clone, Debug, Serialize)]
+pub struct Subset {
+    /// Ids of those that were left out.
+    pub dropped: Vec<String>,
+    /// How the target changes without them, by computing the window.
+    pub actual: f64,
+    /// The same by the prediction.
+    pub predicted: f64,
+}
+
+/// A document of the first step.
+struct Candidate {
+    source: String,
+    document: u64,
+    id: String,
+    labels: u64,
+    /// Product of the target's gradient with that of its summed loss.
+    product: f64,
+}
+
+/// Attributes the loss of step `window.end` to documents of step `window.start`.
+pub fn attribute(
+    replayer: &mut Replayer,
+    window: Range<u64>,
+    effort: Effort,
+) -> Result<Attribution> {
+    let steps = replayer.spec().plan.steps();
+    if window.end > steps {
+        return Err(Fault::usage(
+            "the target is the step after the window, and the curriculum has none",
+        )
+        .at("--steps")
+        .wanted(format!("A..B with B at most {steps}")));
+    }
+    let batch = replayer.batch(window.start)?;
+    let next = replayer.batch(window.end)?;
+    let mut candidates = candidates(replayer, &batch, effort.documents)?;
+    let before = replayer.state_after(window.start - 1)?;
+    let runs = 1 + candidates.len() as u64 + effort.subsets;
+    let mut waiting = Waiting::new("windows computed anew", runs);
+    let mut ending = |dropped: &[&Candidate]| {
+        let state = trained(replayer, &before, window.clone(), dropped)?;
+        waiting.one();
+        Ok::<State, Fault>(state)
+    };
+    let end = ending(&[])?;
+    let (loss, slope) = loss_and_gradient(replayer, &end, &next)?;
+    let lr = replayer.spec().settings_at(window.start).schedule.rate(window.start);
+    let all = gradient(replayer, &before, &batch)?;
+    let whole = Whole {
+        lr,
+        labels: batch.label_count,
+        product: product(&slope, &all)? * batch.label_count as f64,
+    };
+    for candidate in &mut candidates {
+        let alone = alone(replayer, &batch, candidate)?;
+        let own = gradient(replayer, &before, &alone)?;
+        candidate.product = product(&slope, &own)? * alone.label_count as f64;
+    }
+    let mut without = |dropped: &[&Candidate]| {
+        let end = ending(dropped)?;
+        Ok::<f64, Fault>(loss_and_gradient(replayer, &end, &next)?.0 - loss)
+    };
+    let mut documents = Vec::new();
+    for one in &candidates {
+        let (actual, predicted) = (without(&[one])?, whole.predicted(&[one]));
+        let Candidate { source, document, id, labels, .. } = one;
+        let (source, id) = (source.clone(), id.clone());
+        documents.push(Attributed {
+            source,
+            id,
+            document: *document,
+            labels: *labels,
+            actual,
+            predicted,
+        });
+    }
+    documents.sort_by(|a, b| a.actual.total_cmp(&b.actual));
+    let mut subsets = Vec::new();
+    for number in 0..effort.subsets {
+        let dropped = half(&candidates, replayer.spec().curriculum.seed, number);
+        let (actual, predicted) = (without(&dropped)?, whole.predicted(&dropped));
+        let dropped = dropped.iter().map(|one| one.id.clone()).collect();
+        subsets.push(Subset { dropped, actual, predicted });
+    }
+    let [actual, predicted] = [|one: &Subset| one.actual, |one: &Subset| one.predicted]
+        .map(|of| subsets.iter().map(of).collect::<Vec<f64>>());
+    let lds = spearman(&actual, &predicted);
+    let predicted_step = -whole.lr * whole.product / whole.labels.max(1) as f64;
+    let (first, target) = (window.start, window.end);
+    Ok(Attribution { first, target, loss, predicted_step, documents, subsets, lds })
+}
+
+/// The first step as a whole, for the prediction.
+struct Whole {
+    lr: f64,
+    labels: u64,
+    /// Product of the target's gradient with that of the step's summed loss.
+    product: f64,
+}
+
+impl Whole {
+    /// The predicted change of the target without these documents.
+    fn predicted(&self, dropped: &[&Candidate]) -> f64 {
+        let rest = self.product - dropped.iter().map(|one| one.product).sum::<f64>();
+        let labels = self.labels - dropped.iter().map(|one| one.labels).sum::<u64>();
+        -self.lr * (rest / labels.max(1) as f64 - self.product / self.labels.max(1) as f64)
+    }
+}
+
+/// The documents of a batch with most labels.
+fn candidates(replayer: &Replayer, batch: &Batch, most: usize) -> Result<Vec<Candidate>> {
+    let mut found: Vec<Candidate> = Vec::new();
+    each_piece(replayer, batch, |source, piece, labels| {
+        let name = &replayer.spec().plan.sources()[source].name;
+        let known =
+            found.iter_mut().find(|one| one.document == piece.document && one.source == *name);
+        match known {
+            Some(one) => one.labels += labels,
+            None => found.push(Candidate {
+                source: name.clone(),
+                document: piece.document,
+                id: piece.record.id.clone(),
+                labels,
+                product: 0.0,
+            }),
+        }
+    })?;
+    found.retain(|one| one.labels > 0);
+    found.sort_by_key(|one| std::cmp::Reverse(one.labels));
+    found.truncate(most);
+    Ok(found)
+}
+
+/// The state after the window, trained without some documents.
+fn trained(
+    replayer: &Replayer,
+    before: &State,
+    window: Range<u64>,
+    dropped: &[&Candidate],
+) -> Result<State> {
+    let mut curriculum = replayer.spec().curriculum.clone();
+    let mut ban = Documents::new();
+    for one in dropped {
+        ban.entry(one.source.clone()).or_default().insert(one.document);
+    }
+    curriculum.amend(vec![Amendment { step: window.start, ban, ..Amendment::default() }]);
+    let opened = Opened::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
+    let (spec, mut state) = (RunSpec::new(&opened)?, before.copy());
+    for step in window {
+        let batch = loader::batch(&spec.plan, &spec.data, step, RankSlice::WHOLE)?;
+        let (_, outcome) = replayer.compute(&spec, &mut state, &batch, Detail::Sums)?;
+        outcome?;
+    }
+    Ok(state)
+}
+
+/// Mean loss of a batch, and its gradient.
+fn loss_and_gradient(
+    replayer: &Replayer,
+    state: &State,
+    batch: &Batch,
+) -> Result<(f64, Vec<Tensor>)> {
+    let Replayer { spec, workers, executor, .. } = replayer;
+    let gradient = executor.gradient(spec, state, batch, *workers, Detail::Sums)?;
+    Ok((gradient.mean(), gradient.own))
+}
+
+fn gradient(replayer: &Replayer, state: &State, batch: &Batch) -> Result<Vec<Tensor>> {
+    loss_and_gradient(replayer, state, batch).map(|(_, gradient)| gradient)
+}
+
+/// A batch in which one document alone has labels.
+fn alone(replayer: &Replayer, batch: &Batch, candidate: &Candidate) -> Result<Batch> {
+    let spec = replayer.spec();
+    let mut alone = replayer.batch(batch.step)?;
+    let rows = explain::pieces(&spec.plan, &spec.data, &batch.samples)?;
+    for ((row, sample), pieces) in (0..).zip(&batch.samples).zip(&rows) {
+        let is_it = spec.plan.sources()[sample.source].name == candidate.source;
+        for piece in pieces.iter().filter(|piece| !is_it || piece.document != candidate.document) {
+            alone.hide(row, piece.place.clone());
+        }
+    }
+    Ok(alone)
+}
+
+/// The product of two gradients, tensor by tensor in f64.
+fn product(one: &[Tensor], other: &[Tensor]) -> Result<f64> {
+    let dot = |(one, other): (&Tensor, &Tensor)| {
+        let product = one.f_mul(other).and_then(|product| product.f_sum(Kind::Double));
+        let value = product.and_then(|sum| f64::try_from(&sum));
+        value.map_err(|error| Fault::bug(format!("two gradients have no product: {error}")))
+    };
+    one.iter().zip(other).map(dot).sum()
+}
+
+/// A random half of the documents: those with the smallest draws.
+fn half(candidates: &[Candidate], seed: u64, number: u64) -> Vec<&Candidate> {
+    let key = Key::from_seed(seed).child("attribution").nth(number);
+    let mut drawn: Vec<(u64, &Candidate)> = candidates
+        .iter()
+        .enumerate()
+        .map(|(index, one)| (draw(key, Purpose::Generate, index as u64), one))
+        .collect();
+    drawn.sort_by_key(|(draw, _)| *draw);
+    drawn.into_iter().take(candidates.len() / 2).map(|(_, one)| one).collect()
+}
+
+/// Spearman's rank correlation: Pearson's of the ranks, equal values sharing the mean of theirs. `None` where a side is constant.
+fn spearman(one: &[f64], other: &[f64]) -> Option<f64> {
+    let (one, other) = (ranks(one), ranks(other));
+    let mean = (one.len() as f64 + 1.0) / 2.0;
+    let sum = |a: &[f64], b: &[f64]| -> f64 {
+        a.iter().zip(b).map(|(a, b)| (a - mean) * (b - mean)).sum()
+    };
+    let spread = (sum(&one, &one) * sum(&other, &other)).sqrt();
+    (spread > 0.0).then(|| sum(&one, &other) / spread)
+}
+
+/// The rank of each value, from 1.
+fn ranks(values: &[f64]) -> Vec<f64> {
+    let rank = |value: &f64| {
+        let below = values.iter().filter(|other| other.total_cmp(value).is_lt()).count();
+        let equal = values.iter().filter(|other| other.total_cmp(value).is_eq()).count();
+        below as f64 + (equal as f64 + 1.0) / 2.0
+    };
+    values.iter().map(rank).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Without ties it is the textbook's 1 - 6 sum d^2 / n (n^2 - 1), whatever grows with the values.
+        #[test]
+        fn a_rank_correlation_is_that_of_the_textbook(
+            order in Just((0..12u32).collect::<Vec<_>>()).prop_shuffle(),
+        ) {
+            let one: Vec<f64> = (0..12).map(|at| f64::from(at).exp()).collect();
+            let other: Vec<f64> = order.iter().map(|at| f64::from(*at) - 5.5).collect();
+            let squares: f64 = order.iter().zip(0..).map(|(a, b)| f64::from(*a) - f64::from(b)).map(|d| d * d).sum();
+            let wanted = 1.0 - 6.0 * squares / (12.0 * 143.0);
+            prop_assert!((spearman(&one, &other).unwrap() - wanted).abs() < 1e-12);
+        }
+    }
+
+    #[test]
+    fn ties_share_their_ranks_and_a_constant_has_no_correlation() {
+        assert_eq!(ranks(&[3.0, 1.0, 3.0, 2.0]), [3.5, 1.0, 3.5, 2.0]);
+        assert_eq!(spearman(&[1.0, 1.0], &[1.0, 2.0]), None);
+        assert_eq!(spearman(&[], &[]), None);
+    }
+}

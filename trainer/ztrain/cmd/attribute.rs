@@ -1,0 +1,40 @@
+//! What `ztrain replay --attribute` says.
+
+use contract::Result;
+use contract::terminal::print_raw;
+use trainer::replay::attribute::Attribution;
+
+/// Prints the documents with what leaving them out does to the target, and how well that was predicted.
+pub(crate) fn print(found: &Attribution, json: bool) -> Result<()> {
+    if json {
+        let mut answer = serde_json::json!(found);
+        answer["replay"] = false.into();
+        return print_raw(&format!("{answer}\n"));
+    }
+    let Attribution { first, target, loss, predicted_step, documents, subsets, lds } = found;
+    tell!(
+        "WHAT IF, not a replay: documents of step {first} left out of steps {first} to {}",
+        target - 1
+    );
+    tell!("target: the loss of step {target}'s batch after them, {loss:.6} with all documents");
+    tell!("step {first} as a whole is predicted to change it by {predicted_step:+.6}");
+    tell!("{:>12} {:>12} {:>7}  source | id", "changes by", "predicted", "labels");
+    for one in documents {
+        tell!(
+            "{:>+12.6} {:>+12.6} {:>7}  {} | {}",
+            one.actual,
+            one.predicted,
+            one.labels,
+            one.source,
+            one.id
+        );
+    }
+    match lds {
+        Some(lds) => tell!(
+            "rank correlation of change and prediction over {} subsets, each without half of them (LDS): {lds:.3}",
+            subsets.len()
+        ),
+        None => tell!("no rank correlation: too few subsets, or no change to rank"),
+    }
+    Ok(())
+}
