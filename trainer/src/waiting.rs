@@ -60,6 +60,7 @@ mod tests {
         assert_eq!(left(taken, 10, 40), Duration::from_secs(90));
         assert_eq!(left(taken, 40, 40), Duration::ZERO);
         assert_eq!(left(taken, 50, 40), Duration::ZERO);
-        assert_eq!(clock(left(Duration::from_secs(u64::MAX / 4), 1, u64::MAX)).len() > 2, true);
+        // However long: a number that a clock can show.
+        assert!(!clock(left(Duration::from_secs(u64::MAX / 4), 1, u64::MAX)).is_empty());
     }
 }
