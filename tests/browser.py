@@ -9,12 +9,15 @@ import base64
 import json
 import os
 import pathlib
+import select
 import shutil
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 
 NAMES = ["chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "chrome"]
 NO_BROWSER = 77
@@ -74,8 +77,6 @@ class Browser:
         while b"\0" not in self.rest:
             if time.monotonic() > deadline:
                 raise TimeoutError("the browser does not answer")
-            import select
-
             if select.select([self.read], [], [], 0.2)[0]:
                 got = os.read(self.read, 1 << 20)
                 if not got:
@@ -140,8 +141,19 @@ class Browser:
         time.sleep(0.03)
 
     def picture(self, path):
+        """A PNG of the page with a palette of 256 colours: a third of the bytes, and nobody sees it."""
         data = self.send("Page.captureScreenshot", format="png")["data"]
-        pathlib.Path(path).write_bytes(base64.b64decode(data))
+        told = self.js(PALETTE.replace("DATA", data))
+        rows = base64.b64decode(told["rows"])
+        width, height = told["width"], told["height"]
+        lines = b"".join(b"\0" + rows[at : at + width] for at in range(0, width * height, width))
+
+        def part(name, body):
+            return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+        parts = part(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)) + part(b"PLTE", bytes(told["palette"]))
+        parts += part(b"IDAT", zlib.compress(lines, 9)) + part(b"IEND", b"")
+        pathlib.Path(path).write_bytes(b"\x89PNG\r\n\x1a\n" + parts)
 
     def troubles(self):
         """What the console complained of, and every request but those for the page itself."""
@@ -202,6 +214,33 @@ TIMES = """(async () => {
   const zoom = await timed(15, (nr) => (nr % 5 === 4 ? key("0") : key("+")));
   Report.zoom(1, Report.state.last);
   return { pointer, keys, open, zoom };
+})()"""
+
+
+# A picture's pixels as places in a palette of 256 of its colours, the others by the nearest of them.
+PALETTE = """(async () => {
+  const image = new Image();
+  image.src = "data:image/png;base64,DATA";
+  await image.decode();
+  const canvas = new OffscreenCanvas(image.width, image.height);
+  const context = canvas.getContext("2d");
+  context.drawImage(image, 0, 0);
+  const pixels = context.getImageData(0, 0, image.width, image.height).data;
+  const counts = new Map();
+  const at = (i) => (pixels[4 * i] << 16) | (pixels[4 * i + 1] << 8) | pixels[4 * i + 2];
+  const size = image.width * image.height;
+  for (let i = 0; i < size; i++) counts.set(at(i), (counts.get(at(i)) || 0) + 1);
+  // Small marks of a strong colour count as much as large grey areas.
+  const strong = (c) => 1 + Math.max(c >> 16, (c >> 8) & 255, c & 255) - Math.min(c >> 16, (c >> 8) & 255, c & 255);
+  const palette = [...counts].sort((a, b) => b[1] * strong(b[0]) - a[1] * strong(a[0])).slice(0, 256).map((one) => one[0]);
+  const places = new Map(palette.map((colour, place) => [colour, place]));
+  const far = (a, b) => ((a >> 16) - (b >> 16)) ** 2 + (((a >> 8) & 255) - ((b >> 8) & 255)) ** 2 + ((a & 255) - (b & 255)) ** 2;
+  for (const colour of counts.keys()) {
+    if (!places.has(colour)) places.set(colour, palette.reduce((best, one, place) => (far(one, colour) < far(palette[best], colour) ? place : best), 0));
+  }
+  let text = "";
+  for (let i = 0; i < size; i++) text += String.fromCharCode(places.get(at(i)));
+  return { width: image.width, height: image.height, rows: btoa(text), palette: palette.flatMap((one) => [one >> 16, (one >> 8) & 255, one & 255]) };
 })()"""
 
 
@@ -331,7 +370,7 @@ def shoot(page, folder):
     try:
         for theme in ["light", "dark"]:
             browser.size(1280, 1000)
-            browser.prefers(prefers_color_scheme=theme)
+            browser.prefers(prefers_color_scheme=theme, prefers_reduced_motion="reduce")
             browser.open(pathlib.Path(page).resolve().as_uri())
             # The finding with most to say, an explained one if there is any.
             step = browser.js("+(Object.keys(Report.run.explained)[0] || [...Report.run.odd].sort((a, b) => b.reasons.length - a.reasons.length)[0]?.step || 1)")
@@ -341,7 +380,7 @@ def shoot(page, folder):
         browser.js("Report.choose(1); document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))")
         browser.size(1280, 2600)
         browser.picture(folder / "report-whole.png")
-        browser.prefers(prefers_color_scheme="light")
+        browser.prefers(prefers_color_scheme="light", prefers_reduced_motion="reduce")
         browser.size(360, 740, mobile=True, scale=2)
         browser.open(pathlib.Path(page).resolve().as_uri())
         browser.picture(folder / "report-narrow.png")

@@ -60,7 +60,7 @@ pub struct Reason {
     pub value: Option<f64>,
     /// What it was before.
     pub usual: Option<f64>,
-    /// How far that is, in spreads (see [`super::window`]); negative below.
+    /// How far that is, in spreads of the values before; negative below.
     pub score: Option<f64>,
     /// The layer, for a router.
     pub layer: Option<usize>,

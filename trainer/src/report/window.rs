@@ -4,10 +4,14 @@
 //! slope   (median of the later half - median of the earlier half) / the distance between their middles
 //! usual   the median of the last 64 values, each moved along the slope to the step that is judged
 //! spread  1.4826 x the median distance from it: the standard deviation, if the noise were normal
-//! score   (value - usual) / max(spread, floor)
+//! level   the median of the last 24 values
+//! score   (value - usual) / max(spread, floor), or by the level where that is nearer; 0 between the two
 //! ```
 //!
-//! A median does not move for a spike, so one spike does not hide the next; and a loss that falls as it did is not odd.
+//! Once the window is full, trend and noise are those of up to eight steps before the step that is judged: they hardly change
+//! faster, and a run of 10^6 steps is looked at in seconds.
+//!
+//! A median does not move for a spike, so one spike does not hide the next; a loss that falls as it did is not odd, nor is one that stops falling.
 
 use std::collections::VecDeque;
 
@@ -20,9 +24,31 @@ pub(super) const LEAST: usize = 32;
 /// A normal distribution's standard deviation over its median distance from the median.
 const NORMAL: f64 = 1.4826;
 
+/// Values that make the level.
+const LATELY: usize = 24;
+
+/// Steps for which the trend of a full window is used.
+const FRESH: usize = 8;
+
 /// The values just before, oldest first.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Window(VecDeque<f64>);
+pub(super) struct Window {
+    values: VecDeque<f64>,
+    trend: Option<Trend>,
+}
+
+/// What some values led to expect.
+#[derive(Clone, Copy, Debug)]
+struct Trend {
+    median: f64,
+    /// What was to be expected of the next value.
+    next: f64,
+    slope: f64,
+    level: f64,
+    spread: f64,
+    /// Values that came since.
+    age: usize,
+}
 
 /// Where a value lies among those before it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,33 +62,55 @@ pub(super) struct Position {
 impl Window {
     /// Takes note of a value; what is not a number leaves no trace.
     pub(super) fn push(&mut self, value: f64) {
-        if value.is_finite() {
-            if self.0.len() == LENGTH {
-                self.0.pop_front();
-            }
-            self.0.push_back(value);
+        if !value.is_finite() {
+            return;
+        }
+        if self.values.len() == LENGTH {
+            self.values.pop_front();
+        }
+        self.values.push_back(value);
+        if let Some(trend) = &mut self.trend {
+            trend.age += 1;
         }
     }
 
     /// The median of the values, once there are enough of them.
-    pub(super) fn median(&self) -> Option<f64> {
-        (self.0.len() >= LEAST).then(|| median(self.0.iter().copied()))
+    pub(super) fn median(&mut self) -> Option<f64> {
+        self.trend().map(|trend| trend.median)
     }
 
     /// Where `value` lies, the next after those here, where a spread is no less than `floor`; `None` while there are too few.
-    pub(super) fn position(&self, value: f64, floor: f64) -> Option<Position> {
-        let count = self.0.len();
-        if count < LEAST {
-            return None;
+    pub(super) fn position(&mut self, value: f64, floor: f64) -> Option<Position> {
+        let Trend { next, slope, level, spread, age, .. } = self.trend()?;
+        let expected = next + slope * age as f64;
+        let (by_trend, by_level) = (value - expected, value - level);
+        let spread = spread.max(floor);
+        let (usual, by) = match by_trend.abs() <= by_level.abs() {
+            true => (expected, by_trend),
+            false => (level, by_level),
+        };
+        let score = if by_trend * by_level > 0.0 { by / spread } else { 0.0 };
+        Some(Position { usual, score })
+    }
+
+    fn trend(&mut self) -> Option<Trend> {
+        let few = self.values.len() < LENGTH;
+        if self.trend.is_none_or(|trend| few || trend.age >= FRESH) && self.values.len() >= LEAST {
+            self.trend = Some(self.found());
         }
-        let half = count / 2;
-        let part = |from: usize, to: usize| median(self.0.range(from..to).copied());
+        self.trend
+    }
+
+    fn found(&self) -> Trend {
+        let (count, half) = (self.values.len(), self.values.len() / 2);
+        let part = |from: usize, to: usize| median(self.values.range(from..to).copied());
         let slope = (part(count - half, count) - part(0, half)) / (count - half) as f64;
-        let moved = self.0.iter().enumerate();
+        let moved = self.values.iter().enumerate();
         let moved: Vec<f64> = moved.map(|(at, one)| one + slope * (count - at) as f64).collect();
-        let usual = median(moved.iter().copied());
-        let spread = NORMAL * median(moved.iter().map(|one| (one - usual).abs()));
-        Some(Position { usual, score: (value - usual) / spread.max(floor) })
+        let next = median(moved.iter().copied());
+        let spread = NORMAL * median(moved.iter().map(|one| (one - next).abs()));
+        let level = part(count - LATELY, count);
+        Trend { median: part(0, count), next, slope, level, spread, age: 0 }
     }
 }
 
@@ -91,6 +139,10 @@ mod tests {
                 (below + usize::from(*one < found), above + usize::from(*one > found))
             });
             prop_assert!(below <= last.len() / 2 && above <= last.len() / 2);
+            // One more value is judged by the same trend, eight more by another.
+            let before = window.position(1e6, 1e-9).unwrap();
+            window.push(1e6);
+            prop_assert!((window.position(1e6, 1e-9).unwrap().usual - before.usual).abs() < 1e3);
         }
 
         #[test]

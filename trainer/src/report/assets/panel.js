@@ -97,7 +97,7 @@
     return [
       make("h3", { text: "Explained" }),
       sentence ? make("p", {}, make("strong", { text: String(sentence) })) : null,
-      ...findings.filter((one) => one.words !== sentence).map((one) => make("p", { class: "note", text: String(one.words) })),
+      ...findings.filter((one) => !String(sentence).includes(one.words)).map((one) => make("p", { class: "note", text: String(one.words) })),
       advice ? make("p", { class: "note", text: String(advice) }) : null,
       documents.length ? make("h3", { text: `Documents, worst first: ${Math.min(top, documents.length)} of ${documents.length}` }) : null,
       ...documents.slice(0, top).map((doc, nr) => documentNode(run, value, doc, nr)),
@@ -118,6 +118,8 @@
     panel.replaceChildren(
       make("div", { class: "bar" }, make("h2", { text: `Step ${int(step)}` }), button("\u2039", "The step before", actions.back), button("\u203a", "The step after", actions.on), button("Close", "Close the step", actions.close)),
       ...[why, make("p", { text: Report.sentence(run, step) }),
+        ...(run.explained[step] ? explained(run, run.explained[step]) : []),
+        run.explained[step] ? make("h3", { text: "The step" }) : null,
         facts([
           ["Speed", run.speed[at] ? `${int(run.speed[at])} tokens/s` : null],
           ["Waited for data", run.stall[at] ? percent(run.stall[at]) : null],
@@ -130,7 +132,6 @@
         here.length || changes.length ? make("h3", { text: "What happened here" }) : null,
         ...here.map((one) => make("p", { class: "note", text: one.words })),
         ...changes.map((text) => make("p", { class: "note", text: `The curriculum changed: ${text}` })),
-        ...(run.explained[step] ? explained(run, run.explained[step]) : []),
         make("h3", { text: "Look closer" }),
         ...run.commands.map(([label, text]) => command(label, text.replace("{}", String(step))))].filter(Boolean),
     );
