@@ -5,7 +5,7 @@
 //! window    steps A .. B - 1, computed from the true state before A with the data, rates and optimizer of the run
 //! target    mean loss of the batch of step B, as the run reads it, with the state after the window: no step has trained on it
 //! actual    target without some documents of step A, less target with all; they are hidden in every step of the window
-//! predicted -lr <grad target, (sum of g - sum of g_d) / (D - sum of n_d) - sum of g / D>: the step A as plain descent would take it
+//! predicted -lr <grad target, (sum of g - sum of g_d) / (D - sum of n_d) - sum of g / D>: step A as plain descent takes it
 //!           g_d, n_d, D: gradient of a document's summed loss and its labels in step A, labels of the step;
 //!           grad target at the state after the window, g_d at the state before it
 //! LDS       Spearman's rank correlation of actual and predicted over random subsets that leave out half of the documents
@@ -122,15 +122,10 @@ pub fn attribute(
     let (loss, slope) = loss_and_gradient(replayer, &end, &next)?;
     let lr = replayer.spec().settings_at(window.start).schedule.rate(window.start);
     let all = gradient(replayer, &before, &batch)?;
-    let whole = Whole {
-        lr,
-        labels: batch.label_count,
-        product: product(&slope, &all)? * batch.label_count as f64,
-    };
+    let product = product(&slope, &all)? * batch.label_count as f64;
+    let whole = Whole { lr, labels: batch.label_count, product };
     for candidate in &mut candidates {
-        let alone = alone(replayer, &batch, candidate)?;
-        let own = gradient(replayer, &before, &alone)?;
-        candidate.product = product(&slope, &own)? * alone.label_count as f64;
+        candidate.product = own_product(replayer, &before, &batch, candidate, &slope)?;
     }
     let mut without = |dropped: &[&Candidate]| {
         let end = ending(dropped)?;
@@ -164,6 +159,19 @@ pub fn attribute(
     let predicted_step = -whole.lr * whole.product / whole.labels.max(1) as f64;
     let (first, target) = (window.start, window.end);
     Ok(Attribution { first, target, loss, predicted_step, documents, subsets, lds })
+}
+
+/// The product of `slope` with the gradient of a document's summed loss in `batch`, at the state before it.
+fn own_product(
+    replayer: &Replayer,
+    before: &State,
+    batch: &Batch,
+    candidate: &Candidate,
+    slope: &[Tensor],
+) -> Result<f64> {
+    let alone = alone(replayer, batch, candidate)?;
+    let own = gradient(replayer, before, &alone)?;
+    Ok(product(slope, &own)? * alone.label_count as f64)
 }
 
 /// The first step as a whole, for the prediction.
