@@ -45,7 +45,9 @@ pub(super) fn narrow(
     let words = match first.stage {
         Stage::Data => format!("the run read other text: {}", first.quantity),
         Stage::Forward if losses.len() == leaves => {
-            "every micro-batch had another loss: a weight or a balancing bias changed in memory after the step before was recorded".to_owned()
+            "every micro-batch had another loss: a weight or a balancing bias changed in memory after the step \
+             before was recorded"
+                .to_owned()
         }
         Stage::Forward if losses.is_empty() => format!("{} differs, and no loss does", first.quantity),
         Stage::Forward => format!(

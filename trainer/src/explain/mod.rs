@@ -36,8 +36,10 @@ pub use tokens::WorstToken;
 pub use verdict::{Finding, Subject};
 
 use crate::change::quoted;
+use crate::ledger::{Difference, StepRecord};
 use crate::optim::norm;
 use crate::replay::{Replayer, Verdict};
+use crate::state::State;
 use documents::StepGradient;
 use history::History;
 use removal::Without;
@@ -180,24 +182,45 @@ pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation>
         changes: Vec::new(),
         next: Vec::new(),
     };
-    // What the run wrote down of a step that is not computed alike is what is to be explained.
-    let recorded = step <= replayer.recorded();
-    let written = recorded.then(|| replayer.ledger().record(step)).transpose()?;
-    if let (Some(first), Some(written), Some(again)) =
-        (&replayed.difference, &written, &replayed.record)
-    {
-        let parameters = &replayer.ledger().head().parameters;
-        explanation.bits = Some(bits::narrow(first, written, again, parameters));
-    }
-    if let Some(record) = written.as_ref().or(replayed.record.as_ref()) {
-        explanation.layers = layers::layers(spec, &before, record, &history, workers)?;
-        explanation.routers = layers::routers(record, &history);
-        explanation.changes = changes::changes(spec, replayer.folder(), &history, record)?;
-    }
+    let recomputed = Recomputed { difference: replayed.difference, record: replayed.record };
+    explanation.by_the_ledger(replayer, &before, &history, recomputed)?;
     explanation.next = next_commands(&explanation, &replayer.root().display().to_string());
     explanation.findings = verdict::findings(&explanation);
     explanation.sentence = verdict::sentence(&explanation.findings, &explanation);
     Ok(explanation)
+}
+
+/// What a replay makes of a recorded step.
+struct Recomputed {
+    difference: Option<Difference>,
+    record: Option<StepRecord>,
+}
+
+impl Explanation {
+    /// Adds what follows from the ledger. What the run wrote down of a step that is not computed alike is what is to be
+    /// explained.
+    fn by_the_ledger(
+        &mut self,
+        replayer: &Replayer,
+        before: &State,
+        history: &History,
+        recomputed: Recomputed,
+    ) -> Result<()> {
+        let (step, spec, workers) = (self.step, replayer.spec(), replayer.workers());
+        let Recomputed { difference, record: again } = recomputed;
+        let recorded = step <= replayer.recorded();
+        let written = recorded.then(|| replayer.ledger().record(step)).transpose()?;
+        if let (Some(first), Some(written), Some(again)) = (&difference, &written, &again) {
+            let parameters = &replayer.ledger().head().parameters;
+            self.bits = Some(bits::narrow(first, written, again, parameters));
+        }
+        if let Some(record) = written.as_ref().or(again.as_ref()) {
+            self.layers = layers::layers(spec, before, record, history, workers)?;
+            self.routers = layers::routers(record, history);
+            self.changes = changes::changes(spec, replayer.folder(), history, record)?;
+        }
+        Ok(())
+    }
 }
 
 /// What to type next about the documents that stand apart.

@@ -49,7 +49,8 @@ impl Explanation {
         let named = self.tokens.len();
         writeln!(
             out,
-            "  unexplained    {:+.2} of {:+.2} nats of excess loss and {:.1} % of the gradient lie outside the top {named} documents; {:.1e} of the gradient in none",
+            "  unexplained    {:+.2} of {:+.2} nats of excess loss and {:.1} % of the gradient lie outside the top {named} \
+             documents; {:.1e} of the gradient in none",
             left.excess_left,
             left.excess,
             100.0 * left.gradient_left,
@@ -91,7 +92,7 @@ impl Explanation {
         {
             writeln!(out, "\nworst tokens of {}:", one.document.id)?;
             for WorstToken { token, row, loss, text: [before, own, after], .. } in tokens {
-                let line = format!("{before}⟦{own}⟧{after}").replace(['\n', '\r', '\t'], " ");
+                let line = format!("{before}[[{own}]]{after}").replace(['\n', '\r', '\t'], " ");
                 writeln!(out, "{loss:>10.3}  token {token}, row {row}: {line}")?;
             }
         }

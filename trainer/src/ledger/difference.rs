@@ -41,19 +41,19 @@ pub struct Difference {
 impl StepRecord {
     /// Where this record and `other` part first; `parameters` names the tensors.
     pub fn difference(&self, other: &StepRecord, parameters: &[String]) -> Option<Difference> {
-        // A new quantity must take its place in this order. `loss` follows from `leaf_losses`, and when an edit of the
-        // curriculum was accepted is no quantity.
+        // A new quantity must take its place in this order; what is read and what the forward pass makes is compared below.
+        // `loss` follows from `leaf_losses`, and when an edit of the curriculum was accepted is no quantity.
         let StepRecord {
             kind: _,
-            step,
-            phase,
-            data,
-            divisor,
+            step: _,
+            phase: _,
+            data: _,
+            divisor: _,
             loss: _,
-            leaf_labels,
-            leaf_losses,
-            sources,
-            router,
+            leaf_labels: _,
+            leaf_losses: _,
+            sources: _,
+            router: _,
             leaf_gradients,
             gradients,
             norm,
@@ -66,40 +66,13 @@ impl StepRecord {
             state,
             curriculum: _,
         } = self;
-        let leaf = |index: usize| format!("of micro-batch {index}");
         let tensor =
             |index: usize| format!("of {}", parameters.get(index).map_or("?", String::as_str));
-        let layer = |index: usize| format!("of layer {index}");
         let named = layers(parameters);
         let group =
             |index: usize| format!("of {}", named.get(index).map_or("?", |layer| &layer.name));
-        let text = |value: &Vec<u64>| format!("{value:?}");
         let hex = |value: &u64| format!("{value:016x}");
-        let float = |value: &u64| format!("{:e} (bits {value:016x})", f64::from_bits(*value));
         let none = |_: usize| String::new();
-        let data = || {
-            None.or_else(|| single("step", step, &other.step))
-                .or_else(|| single("phase", phase, &other.phase))
-                .or_else(|| single("data digest", data, &other.data))
-                .or_else(|| single("loss divisor", divisor, &other.divisor))
-                .or_else(|| listed("labels", leaf_labels, &other.leaf_labels, leaf, u64::to_string))
-                .or_else(|| {
-                    by_source("labels", sources, &other.sources, |source| source.labels.to_string())
-                })
-        };
-        let forward = || {
-            listed("loss", &leaf_losses.0, &other.leaf_losses.0, leaf, float)
-                .or_else(|| {
-                    by_source("loss", sources, &other.sources, |source| {
-                        format!(
-                            "{:e} (bits {})",
-                            source.loss.float(),
-                            String::from(source.loss.clone())
-                        )
-                    })
-                })
-                .or_else(|| listed("router counts", router, &other.router, layer, text))
-        };
         let backward = || listed("gradient", &leaf_gradients.0, &other.leaf_gradients.0, leaf, hex);
         let sum = || {
             listed("summed gradient", &gradients.0, &other.gradients.0, tensor, hex)
@@ -125,13 +98,48 @@ impl StepRecord {
         let at = |stage: Stage| {
             move |(quantity, left, right)| Difference { quantity, stage, left, right }
         };
-        data()
+        self.data_difference(other)
             .map(at(Stage::Data))
-            .or_else(|| forward().map(at(Stage::Forward)))
+            .or_else(|| self.forward_difference(other).map(at(Stage::Forward)))
             .or_else(|| backward().map(at(Stage::Backward)))
             .or_else(|| sum().map(at(Stage::Sum)))
             .or_else(|| update().map(at(Stage::Update)))
     }
+
+    /// In what the step read.
+    fn data_difference(&self, other: &StepRecord) -> Differs {
+        let labels = |source: &SourceSums| source.labels.to_string();
+        None.or_else(|| single("step", &self.step, &other.step))
+            .or_else(|| single("phase", &self.phase, &other.phase))
+            .or_else(|| single("data digest", &self.data, &other.data))
+            .or_else(|| single("loss divisor", &self.divisor, &other.divisor))
+            .or_else(|| {
+                listed("labels", &self.leaf_labels, &other.leaf_labels, leaf, u64::to_string)
+            })
+            .or_else(|| by_source("labels", &self.sources, &other.sources, labels))
+    }
+
+    /// In what its forward pass made.
+    fn forward_difference(&self, other: &StepRecord) -> Differs {
+        let layer = |index: usize| format!("of layer {index}");
+        let text = |value: &Vec<u64>| format!("{value:?}");
+        let loss = |source: &SourceSums| {
+            format!("{:e} (bits {})", source.loss.float(), String::from(source.loss.clone()))
+        };
+        listed("loss", &self.leaf_losses.0, &other.leaf_losses.0, leaf, float)
+            .or_else(|| by_source("loss", &self.sources, &other.sources, loss))
+            .or_else(|| listed("router counts", &self.router, &other.router, layer, text))
+    }
+}
+
+/// How a micro-batch is named.
+fn leaf(index: usize) -> String {
+    format!("of micro-batch {index}")
+}
+
+/// The bits of an f64.
+fn float(value: &u64) -> String {
+    format!("{:e} (bits {value:016x})", f64::from_bits(*value))
 }
 
 fn longest_of(longest: &Option<Packed>) -> String {

@@ -4,7 +4,7 @@
 //! ```text
 //! loss/all   loss/NAME                     mean loss of a label, over the step and by source
 //! optimizer/gradient_norm   optimizer/lr   before clipping; the rate applied
-//! gradient_norm/LAYER   update_norm/LAYER  of the embedding, each layer and the final norm: before clipping; new weights minus old
+//! gradient_norm/LAYER   update_norm/LAYER  of the embedding, each layer and the final norm
 //! router/entropy   router/entropy_least    load over the experts, 1 for even: mean and least over the layers
 //! router/skipped                           share of tokens on the skip class
 //! optimizer/longest   optimizer/skipped     the clip of `[auto_clip]`; 1 where `[skip_step]` skipped the step, else 0
