@@ -95,7 +95,7 @@
         {
           size: AXIS, stroke: () => css("--soft"), font: "11px system-ui, sans-serif", ticks: { show: false }, gap: 6,
           grid: { show: !spec.bare, stroke: () => css("--grid"), width: 1 },
-          splits: (u, axis, low, high) => (spec.rows ? spec.rows(low, high) : (self.log ? logTicks : ticks)(low, high, Math.max(2, spec.height / 42))),
+          splits: (u, axis, low, high) => (spec.rows ? spec.rows(low, high) : (self.log ? logTicks : ticks)(low, high, Math.max(2, spec.height / 34))),
           filter: (u, splits) => splits,
           values: (u, splits) => splits.map((v) => (spec.label ? spec.label(v) : num(v, 3))),
         },
