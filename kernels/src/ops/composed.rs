@@ -75,7 +75,10 @@ pub(super) fn router_backward<O: Ops + ?Sized>(
         let _ = own.f_add_(state)?;
     }
     let narrow = own.f_to_kind(x.kind())?;
-    let down = narrow.f_tr()?.f_matmul(x)?.f_to_kind(Kind::Float)?;
+    let down = match by.part {
+        true => ops.matmul_part(&narrow.f_tr()?, x)?,
+        false => narrow.f_tr()?.f_matmul(x)?.f_to_kind(Kind::Float)?,
+    };
     let (mut decay, mut before) = (None, None);
     if let (Some(by), Some(entered)) = (by.decay, &saved.before) {
         decay = Some(columns(&own.f_mul(entered)?)?);

@@ -54,11 +54,26 @@ pub(super) fn cross_entropy_backward<O: Ops + ?Sized>(
             part(&losses)?.f_copy_(&own(&log, &labels, &mask)?)?;
             let slope = slope(log, &labels)?.f_to_kind(rows.kind())?;
             ops.matmul_into(&to_hidden, &slope, by.weights)?;
-            ops.matmul_add(&mut weights, &slope.f_tr()?, &scaled)?;
+            add_weights(ops, by, &mut weights, &slope, &scaled)?;
         }
         let _ = to_hidden.f_mul_(&scale)?;
     }
     Ok(CrossEntropyGrads { losses, hidden, weights })
+}
+
+/// Adds the gradient of the weights that `rows` tokens come to.
+fn add_weights<O: Ops + ?Sized>(
+    ops: &O,
+    by: CrossEntropy,
+    weights: &mut Tensor,
+    slope: &Tensor,
+    rows: &Tensor,
+) -> Result<()> {
+    match by.part {
+        true => drop(weights.f_add_(&ops.matmul_part(&slope.f_tr()?, rows)?)?),
+        false => ops.matmul_add(weights, &slope.f_tr()?, rows)?,
+    }
+    Ok(())
 }
 
 /// The slope of each logit: its probability, and one less for the label's.
@@ -107,7 +122,7 @@ impl Logits {
             });
             shards.push((range, logits));
         }
-        let largest = largest.unwrap_or_else(Tensor::new);
+        let largest = largest.unwrap_or_default();
         let mut sum = Counter::new();
         for (_, logits) in &shards {
             let exponentials = logits.f_sub(&largest)?.f_exp()?;
@@ -146,7 +161,7 @@ impl Logits {
             let slope = slope.f_to_kind(rows.kind())?;
             let part = |x: &Tensor| x.f_narrow(0, range.start, range.end - range.start);
             sum.push(ops.matmul_part(&slope, &part(by.weights)?)?);
-            ops.matmul_add(&mut part(weights)?, &slope.f_tr()?, rows)?;
+            add_weights(ops, by, &mut part(weights)?, &slope, rows)?;
         }
         Ok(total(sum))
     }

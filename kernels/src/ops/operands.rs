@@ -208,6 +208,8 @@ pub struct RouterWeights<'a> {
     pub out: &'a Tensor,
     /// Of the norm.
     pub eps: f64,
+    /// Whether gradients are parts of a sum: that of `down` is then made in f32, not in its kind.
+    pub part: bool,
 }
 
 /// Where every token goes, and with what weight.
@@ -271,6 +273,8 @@ pub struct CrossEntropy<'a> {
     /// Parts of the vocabulary, as equal as they can be, of which each has products of its own; what they come to is added in
     /// a tree. At least 1.
     pub shards: i64,
+    /// Whether the gradient of the weights is a part of a sum: it is then made in f32, not in their kind.
+    pub part: bool,
 }
 
 /// Losses, and gradients of their sum over a divisor.

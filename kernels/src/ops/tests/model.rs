@@ -161,7 +161,7 @@ proptest! {
     fn losses_and_their_gradients(
         labels in prop::collection::vec(0i64..30, 1..40),
         masked in prop::collection::vec(any::<bool>(), 40),
-        (width, chunk, shards) in (1i64..16, 1i64..50, 1i64..8),
+        (width, chunk, shards, part) in (1i64..16, 1i64..50, 1i64..8, any::<bool>()),
         kind in float(),
         seed in 0u64..1000,
     ) {
@@ -172,7 +172,7 @@ proptest! {
         let mask: Vec<f32> = masked.iter().take(tokens as usize).map(|mask| f32::from(*mask)).collect();
         let mask = Tensor::from_slice(&mask);
         let (hidden, labels, mask) = (&hidden, &labels, &mask);
-        let by = CrossEntropy { hidden, weights: &weights, labels, mask, chunk, shards };
+        let by = CrossEntropy { hidden, weights: &weights, labels, mask, chunk, shards, part };
         let [x, w] = [hidden, &weights].map(|x| x.to_kind(Kind::Double).set_requires_grad(true));
         let log = x.mm(&w.tr()).log_softmax(-1, Kind::Double);
         let wanted = log.gather(1, &labels.unsqueeze(1), false).squeeze_dim(1) * -mask;
@@ -219,6 +219,7 @@ fn routes_go_to_the_lowest_of_equals() {
         fc2_bias: &vector,
         out: &out,
         eps: 1e-5,
+        part: false,
     };
     let x = random(&[2, 5], 1);
     for (balance, wanted) in [([0.0f32; 4], 0), ([0.0, 0.0, 0.5, 0.5], 2)] {

@@ -19,8 +19,9 @@ pub(in crate::model) fn of<'a>(
     hidden: &'a Tensor,
 ) -> CrossEntropy<'a> {
     let (labels, mask) = (&chunk.labels, &chunk.mask);
-    let (chunk, shards) = (pass.config.loss_chunk, pass.shards);
-    CrossEntropy { hidden, weights: embedding, labels, mask, chunk, shards }
+    let (weights, chunk, shards) = (embedding, pass.config.loss_chunk, pass.shards);
+    let part = pass.chunks.len() > 1;
+    CrossEntropy { hidden, weights, labels, mask, chunk, shards, part }
 }
 
 /// Multiplications of a forward pass, each with its addition.

@@ -1,13 +1,14 @@
 //! The layers of the model: attention and feed-forward, one kind a file, and what stands around them.
 //!
 //! ```text
-//! cca   compressed convolutional attention (rotary: its angles; heads: its weights by shard)
+//! cca   compressed convolutional attention (cca_back: its way back; rotary: its angles; heads: its weights by shard)
 //! moe   a mixture of experts: router, experts
 //! mlp   a plain feed-forward, in tests
 //! norm  RMS norm, residual scaling        head  loss without all logits
 //! ```
 
 pub(super) mod cca;
+mod cca_back;
 mod experts;
 pub(super) mod head;
 mod heads;

@@ -66,7 +66,7 @@ impl ByToken for Moe {
         let ops = pass.ops;
         let (routes, router) = {
             let _watch = part(Part::Router);
-            let (router, balance) = (self.router.bind(pass.weights), &pass.balance[self.layer]);
+            let (router, balance) = (self.router.bind(pass), &pass.balance[self.layer]);
             ops.router(router, x, state.as_ref(), balance).map_err(refused)?
         };
         let _watch = part(Part::Experts);
@@ -97,7 +97,7 @@ impl ByToken for Moe {
         sink.experts(self.experts.down, down, &experts.used)?;
         let mut router = {
             let _watch = part(Part::RouterBack);
-            let (router, weight) = (self.router.bind(pass.weights), &experts.weight);
+            let (router, weight) = (self.router.bind(pass), &experts.weight);
             let found = ops.router_backward(router, &saved.x, saved.router, weight, state.as_ref());
             found.map_err(refused)?
         };

@@ -9,7 +9,8 @@ use kernels::ops::{RouterGrads, RouterWeights};
 
 use crate::model::ZayaConfig;
 use crate::model::gradients::{ChunkGradients, emit};
-use crate::model::param::{Declare, ParamId, Weights};
+use crate::model::layer::Pass;
+use crate::model::param::{Declare, ParamId};
 
 /// Parameters of one router.
 pub(super) struct Router {
@@ -54,8 +55,8 @@ impl Router {
     }
 
     /// The weights as [`Ops::router`](kernels::ops::Ops::router) takes them.
-    pub(super) fn bind<'a>(&self, weights: Weights<'a>) -> RouterWeights<'a> {
-        let of = |id| weights.of(id);
+    pub(super) fn bind<'a>(&self, pass: &Pass<'a>) -> RouterWeights<'a> {
+        let of = |id| pass.weights.of(id);
         RouterWeights {
             down: of(self.down),
             down_bias: of(self.down_bias),
@@ -67,6 +68,7 @@ impl Router {
             fc2_bias: of(self.fc2_bias),
             out: of(self.out),
             eps: self.eps,
+            part: pass.chunks.len() > 1,
         }
     }
 
