@@ -79,7 +79,11 @@ fn long_run(folder: &Path, steps: u64) {
     };
     put(head);
     let mut tell = |line: Value| writeln!(events, "{line}").unwrap();
-    let began = |from: u64, recorded: u64| json!({"event": "start", "from_step": from, "recorded": recorded, "device": "Cpu", "workers": 2});
+    let began = |from: u64, recorded: u64| {
+        json!({
+            "event": "start", "from_step": from, "recorded": recorded, "device": "Cpu", "workers": 2,
+        })
+    };
     tell(began(0, 0));
     for step in 1..=steps {
         put(step_line(step, steps));
@@ -180,7 +184,10 @@ fn what_a_source_is_called_is_text() {
     let (scratch, run) = made(40);
     let explained = json!({
         "step": 8, "sentence": RUDE, "findings": [{"words": RUDE}], "loss": 9.0, "norm": 1.0, "next_loss": null,
-        "documents": [{"id": RUDE, "source": RUDE, "file": RUDE, "row": 1, "bytes": [1, 2], "labels": 3, "mean": 9.0, "excess": 1.0}],
+        "documents": [{
+            "id": RUDE, "source": RUDE, "file": RUDE, "row": 1, "bytes": [1, 2],
+            "labels": 3, "mean": 9.0, "excess": 1.0,
+        }],
         "tokens": [[{"token": 1, "loss": 9.0, "text": [RUDE, RUDE, RUDE]}]],
         "removals": [{"documents": [RUDE], "loss": 8.0, "norm": 1.0, "next_loss": null}],
     });

@@ -11,8 +11,8 @@ use contract::{Class, Fault, Result};
 /// Between two looks at the ranks.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// What the other ranks get to say what happened, once one has failed.
-const GRACE: Duration = Duration::from_secs(3);
+/// What the other ranks get to say what happened, once one has failed: on busy cores they notice late.
+const GRACE: Duration = Duration::from_secs(6);
 
 /// A rank that was started.
 pub(super) struct Rank {

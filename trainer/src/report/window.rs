@@ -11,7 +11,8 @@
 //! Once the window is full, trend and noise are those of up to eight steps before the step that is judged: they hardly change
 //! faster, and a run of 10^6 steps is looked at in seconds.
 //!
-//! A median does not move for a spike, so one spike does not hide the next; a loss that falls as it did is not odd, nor is one that stops falling.
+//! A median does not move for a spike, so one spike does not hide the next; a loss that falls as it did is not odd, nor is one
+//! that stops falling.
 
 use std::collections::VecDeque;
 
