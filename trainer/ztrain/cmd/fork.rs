@@ -30,7 +30,7 @@ pub(crate) struct Args {
     /// The folder of the new run, which must not exist.
     #[arg(long, value_name = "NEW", value_parser = super::local("name a folder: a run's ledger lies on this machine"))]
     out: PathBuf,
-    /// A file of [[amendment]] tables for steps from N + 1 on, as in a curriculum.
+    /// A file of `[[amendment]]` tables for steps from N + 1 on, as in a curriculum.
     #[arg(long, value_name = "FILE", value_parser = super::local("copy it here"))]
     amend: Option<PathBuf>,
     /// Where a store is now, if it was moved; once for each store of the run, in the order of its run.toml.
