@@ -15,6 +15,12 @@ use super::window::{LENGTH, Window};
 /// one, and noise has heavier tails than a normal distribution.
 const FAR: f64 = 8.0;
 
+/// Spreads from which on a value is worth a look where nothing is odd.
+const NEAR: f64 = 4.0;
+
+/// Steps that are kept of those.
+const NEAREST: usize = 3;
+
 /// The least spread of a loss, as a share of it: noise below that is no noise of training.
 const LOSS_FLOOR: f64 = 2e-3;
 
@@ -100,6 +106,8 @@ pub(super) struct Detector {
     /// The rates of the last two steps, the older first.
     rates: VecDeque<f64>,
     found: Vec<OddStep>,
+    /// The farthest of what is not odd, the farthest first.
+    near: Vec<Reason>,
 }
 
 /// The evenness of a layer's load over the last steps.
@@ -115,6 +123,21 @@ impl Detector {
     /// The findings so far.
     pub(super) fn found(&self) -> &[OddStep] {
         &self.found
+    }
+
+    /// What lies farthest from usual without being odd, by step.
+    pub(super) fn near(&self) -> Vec<OddStep> {
+        let mut reasons = self.near.clone();
+        reasons.sort_by_key(|reason| reason.step);
+        let mut near = Vec::new();
+        for reason in reasons {
+            let step = reason.step;
+            add(
+                &mut near,
+                OddStep { step, last: step, reasons: vec![reason], context: Vec::new() },
+            );
+        }
+        near
     }
 
     /// Looks at a step; whether it is odd.
@@ -151,11 +174,10 @@ impl Detector {
         }
         let found = self.loss.position(loss, LOSS_FLOOR * loss.abs());
         self.loss.push(loss);
-        let found = found.filter(|found| found.score.abs() > FAR)?;
+        let found = found?;
         let (usual, by) = (found.usual, loss - found.usual);
-        let words = format!("loss {loss:.4}, {by:+.4} against the usual {usual:.4}");
-        let (value, usual, score) = (Some(loss), Some(usual), Some(found.score));
-        Some(Reason { kind: Kind::Loss, step: seen.step, value, usual, score, layer: None, words })
+        let words = || format!("loss {loss:.4}, {by:+.4} against the usual {usual:.4}");
+        self.far(Kind::Loss, seen.step, loss, usual, found.score, words)
     }
 
     /// Norms are compared by their ratio.
@@ -171,12 +193,37 @@ impl Detector {
         let log = norm.max(f64::MIN_POSITIVE).ln();
         let found = self.norm.position(log, NORM_FLOOR);
         self.norm.push(log);
-        let found = found.filter(|found| found.score.abs() > FAR)?;
+        let found = found?;
         let usual = found.usual.exp();
         let words =
-            format!("gradient norm {norm:.4}, {} the usual {usual:.4}", times(norm / usual));
-        let (value, usual, score) = (Some(norm), Some(usual), Some(found.score));
-        Some(Reason { kind: Kind::Norm, step: seen.step, value, usual, score, layer: None, words })
+            || format!("gradient norm {norm:.4}, {} the usual {usual:.4}", times(norm / usual));
+        self.far(Kind::Norm, seen.step, norm, usual, found.score, words)
+    }
+
+    /// A reason, where `value` lies so many spreads from `usual` that it is odd; where it nearly is, note is taken of it.
+    fn far(
+        &mut self,
+        kind: Kind,
+        step: u64,
+        value: f64,
+        usual: f64,
+        score: f64,
+        words: impl Fn() -> String,
+    ) -> Option<Reason> {
+        let least = self.near.get(NEAREST - 1).and_then(|reason| reason.score).unwrap_or(NEAR);
+        if score.abs() <= FAR && score.abs() <= least.abs() {
+            return None;
+        }
+        let (value, usual, words) = (Some(value), Some(usual), words());
+        let reason = Reason { kind, step, value, usual, score: Some(score), layer: None, words };
+        if score.abs() > FAR {
+            return Some(reason);
+        }
+        let farther = |one: &Reason| one.score.is_some_and(|one| one.abs() >= score.abs());
+        let place = self.near.partition_point(farther);
+        self.near.insert(place, reason);
+        self.near.truncate(NEAREST);
+        None
     }
 
     /// A rate that changes by more than a tenth, and far more than between the two steps before: no schedule does.

@@ -144,6 +144,11 @@ impl View {
         found
     }
 
+    /// Steps of the ledger that are nearly odd, the three values farthest from usual, in their order.
+    pub fn near(&self) -> Vec<OddStep> {
+        self.detector.near()
+    }
+
     /// What the layers of [`Seen::layer_gradient_norms`] are called.
     pub(super) fn layer_names(&self) -> Vec<String> {
         layers(&self.head.parameters).into_iter().map(|layer| layer.name).collect()

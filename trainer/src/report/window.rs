@@ -3,7 +3,8 @@
 //! ```text
 //! slope   (median of the later half - median of the earlier half) / the distance between their middles
 //! usual   the median of the last 64 values, each moved along the slope to the step that is judged
-//! spread  1.4826 x the median distance from it: the standard deviation, if the noise were normal
+//! spread  the standard deviation, if the noise were normal: 1.4826 x the median distance from the usual, or from each value to
+//!         the next over the root of two where that is less: on a curve the first counts the trend as noise
 //! level   the median of the last 24 values
 //! score   (value - usual) / max(spread, floor), or by the level where that is nearer; 0 between the two
 //! ```
@@ -15,6 +16,7 @@
 //! that stops falling.
 
 use std::collections::VecDeque;
+use std::f64::consts::SQRT_2;
 
 /// Values that a value is measured against, at most.
 pub(super) const LENGTH: usize = 64;
@@ -109,7 +111,10 @@ impl Window {
         let moved = self.values.iter().enumerate();
         let moved: Vec<f64> = moved.map(|(at, one)| one + slope * (count - at) as f64).collect();
         let next = median(moved.iter().copied());
-        let spread = NORMAL * median(moved.iter().map(|one| (one - next).abs()));
+        let around = NORMAL * median(moved.iter().map(|one| (one - next).abs()));
+        let pairs = self.values.iter().zip(self.values.iter().skip(1));
+        let between = NORMAL / SQRT_2 * median(pairs.map(|(one, next)| (next - one).abs()));
+        let spread = around.min(between);
         let level = part(count - LATELY, count);
         Trend { median: part(0, count), next, slope, level, spread, age: 0 }
     }

@@ -11,7 +11,8 @@ use trainer::report::{OddStep, View, explain_command, grouped};
 #[derive(clap::Args)]
 #[command(
     after_help = "A loss or a gradient norm is odd more than 8 spreads from what the 64 steps before led to expect, above or \
-    below; a spread is 1.4826 times their median distance from their trend. trainer/README.md has every rule."
+    below; a spread is 1.4826 times their median distance from their trend, or from each to the next. Where none is, the \
+    farthest are listed. trainer/README.md has every rule."
 )]
 pub(crate) struct Args {
     /// The run's folder; nothing in it is written.
@@ -41,7 +42,11 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         1 => tell!("1 odd step in {steps}"),
         count => tell!("{} odd steps in {steps}, in a row counted once", grouped(count as u64)),
     }
-    for one in &found {
+    let near = if found.is_empty() { view.near() } else { Vec::new() };
+    if !near.is_empty() {
+        tell!("nearly odd, the farthest from usual:");
+    }
+    for one in found.iter().chain(&near) {
         let to =
             if one.last > one.step { format!(" to {}", grouped(one.last)) } else { String::new() };
         tell!("\nstep {}{to}", grouped(one.step));

@@ -140,3 +140,20 @@ fn a_router_that_was_never_even_is_told_once() {
     assert_eq!(found.len(), 1, "{found:?}");
     assert_eq!((found[0].step, found[0].reasons[0].layer), (LENGTH as u64 + 1, Some(0)));
 }
+
+#[test]
+fn what_is_nearly_odd_is_kept_where_it_is() {
+    let mut detector = Detector::default();
+    for step in 1..=300 {
+        let mut seen = quiet(7, step);
+        if [250, 251, 290].contains(&step) {
+            seen.loss = 3.0 + 6.0 * (-(step as f64) / 80.0).exp() + 0.29;
+        }
+        detector.step(&seen);
+    }
+    let near = detector.near();
+    let steps: Vec<(u64, u64)> = near.iter().map(|one| (one.step, one.last)).collect();
+    assert!(detector.found().is_empty(), "{:?}", detector.found());
+    assert_eq!(steps, [(250, 251), (290, 290)], "{near:?}");
+    assert!(near.iter().all(|one| one.reasons[0].kind == Kind::Loss), "{near:?}");
+}
