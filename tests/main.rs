@@ -35,6 +35,8 @@ mod remote;
 mod resume;
 #[cfg(feature = "train")]
 mod speed;
+#[cfg(feature = "train")]
+mod story;
 mod tasks;
 mod tidy;
 #[cfg(feature = "train")]

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The pictures of a run's page in the README: a small model on the demo's text, killed on the way; the oddest step explained.
-# About five minutes on two cores once it is built. Chromium is needed (tests/browser.py --install).
+# The pictures in the README: the page of a run, of a small model on the demo's text, killed on the way, its oddest step explained;
+# and the curves of the story (story.sh). About six minutes on two cores once it is built. Chromium is needed (tests/browser.py --install).
 #
 #   sh tests/pictures.sh [FOLDER OF zdata AND ztrain]
 set -eu
@@ -86,3 +86,5 @@ python3 tests/browser.py shoot "$work/small/report.html" "$work/pictures"
 for name in light dark narrow-step; do
   cp "$work/pictures/report-$name.png" trainer/src/report/pictures/
 done
+sh tests/story.sh "$bin"
+cp runs/story/whatif.svg trainer/src/report/pictures/
