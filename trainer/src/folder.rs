@@ -6,6 +6,7 @@
 //! checkpoints/    step-N, committed by its manifest   lock            held by the process that trains
 //! metrics/        curves for TensorBoard              checkpoints.at  where they lie if not here, and as whose
 //! forked.json     which run it shares its first steps with, if any
+//! replays/        states before steps that were replayed; no run goes on from them
 //! ```
 
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -87,6 +88,11 @@ impl RunFolder {
     /// What was saved of steps that were explained.
     pub fn explained(&self) -> PathBuf {
         self.root.join("explained")
+    }
+
+    /// States before steps that were replayed.
+    pub fn replays(&self) -> PathBuf {
+        self.root.join("replays")
     }
 
     /// The page of the run, unless another file is named.
@@ -245,14 +251,21 @@ impl RunFolder {
 
 /// Takes a run's folder for this process. The operating system drops the lock with the process, however it ends.
 pub(crate) fn lock(root: &Path) -> Result<File> {
+    try_lock(root)?.ok_or_else(|| {
+        Fault::machine("another run is using this folder")
+            .at(root.display().to_string())
+            .hint("wait for it, stop it, or name another folder with --out")
+    })
+}
+
+/// The same; `None` where another process has it.
+pub(crate) fn try_lock(root: &Path) -> Result<Option<File>> {
     let path = root.join("lock");
     let file = OpenOptions::new().create(true).truncate(false).write(true).open(&path);
     let file = file.map_err(|error| Fault::io("open", &path, &error))?;
     match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(TryLockError::WouldBlock) => Err(Fault::machine("another run is using this folder")
-            .at(root.display().to_string())
-            .hint("wait for it, stop it, or name another folder with --out")),
+        Ok(()) => Ok(Some(file)),
+        Err(TryLockError::WouldBlock) => Ok(None),
         Err(TryLockError::Error(error)) => Err(Fault::io("lock", &path, &error)),
     }
 }

@@ -1,6 +1,7 @@
 //! `zdata verify-run`: recomputes every data digest of a run from its curriculum and stores, and checks every line of its
 //! ledger. Needs no GPU, no libtorch.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -8,7 +9,7 @@ use std::path::{Path, PathBuf};
 use contract::{Digest, Fault, Identity, Result, chain, note};
 use ingest::progress::{Measure, Progress};
 use loader::Opened;
-use mixer::Curriculum;
+use mixer::{Curriculum, Difference};
 use serde::Deserialize;
 
 use super::{digest, output};
@@ -46,10 +47,24 @@ struct Step {
     loss: f64,
     leaf_labels: Vec<u64>,
     leaf_losses: String,
+    sources: BTreeMap<String, OfSource>,
+    router: Vec<Vec<u64>>,
+    norm: String,
+    layer_gradient_norms: String,
     /// The curriculum in force from this step on, where it is another than before.
     #[serde(default)]
     curriculum: Option<String>,
 }
+
+/// What a step has of one source.
+#[derive(Deserialize)]
+struct OfSource {
+    labels: u64,
+    loss: String,
+}
+
+/// How far sums in another order may lie from each other, as a part of them.
+const ROUNDING: f64 = 1e-9;
 
 /// A ledger whose chain holds.
 struct Ledger {
@@ -114,11 +129,10 @@ fn cause(ledger: &Ledger, opened: &Opened, step: u64) -> String {
         return format!("the first difference: {fault}").replace('\n', "\n  ");
     }
     let begun = Curriculum::parse(&ledger.head.curriculum, "the ledger's curriculum");
-    let edits = begun.map(|begun| begun.difference(&opened.curriculum)).unwrap_or_default();
-    let trains = ["model", "optimizer", "schedule", "dtype", "skip_step", "auto_clip"];
-    let edit = edits.iter().filter(|edit| edit.first_step <= step).find(|edit| {
-        let section = edit.key.split('.').next().unwrap_or_default();
-        !trains.contains(&section)
+    let edit = begun.ok().and_then(|begun| {
+        let edits = begun.difference(&opened.curriculum).into_iter();
+        let mut early = edits.filter(|edit| edit.first_step <= step);
+        early.find(|edit| reaches_data(edit, &begun, &opened.curriculum))
     });
     match edit {
         Some(edit) => format!("the first difference is in {}: {edit}", opened.file),
@@ -127,6 +141,31 @@ fn cause(ledger: &Ledger, opened: &Opened, step: u64) -> String {
                  verify with the one that trained, and please report it"
                 .to_owned()
         }
+    }
+}
+
+/// Whether a difference of two curricula reaches what a step reads: one of the model, the optimizer or the schedule does not,
+/// wherever it stands.
+fn reaches_data(edit: &Difference, begun: &Curriculum, now: &Curriculum) -> bool {
+    let keys: Vec<&str> = edit.key.split('.').collect();
+    // Of an amendment, what decides data; nothing where there is none, or where it leaves the data alone.
+    let read = |of: &Curriculum, number: usize| {
+        let one = of.amendments.get(number)?;
+        let store = one.store.as_ref().map(|store| store.digest.clone());
+        let idle = one.mix.is_empty() && one.ban.is_empty() && store.is_none();
+        (!idle).then(|| (one.step, one.mix.clone(), one.ban.clone(), store))
+    };
+    match keys.as_slice() {
+        ["amendment", number, ..] => {
+            let number = number.parse().unwrap_or(1usize).saturating_sub(1);
+            read(begun, number) != read(now, number)
+        }
+        // A phase may be called anything: the key of its field is the last, or stands before that of the model.
+        ["phase", .., "context_chunks" | "weight_shards"] | ["phase", .., "model", _] => false,
+        [section, ..] => {
+            !["model", "optimizer", "schedule", "dtype", "skip_step", "auto_clip"].contains(section)
+        }
+        [] => true,
     }
 }
 
@@ -247,17 +286,58 @@ impl Ledger {
 }
 
 impl Step {
-    /// Says what does not follow from the sums of the micro-batches: the label count, or the loss.
+    /// Says what does not follow from the rest of the line.
     fn check(&self) -> std::result::Result<(), String> {
+        self.check_leaves()?;
+        self.check_sources()?;
+        self.check_norm()?;
+        let counted = self.router.iter().map(|counts| counts.iter().sum::<u64>());
+        let counted: Vec<u64> = counted.filter(|tokens| *tokens > 0).collect();
+        match counted.windows(2).find(|pair| pair[0] != pair[1]) {
+            None => Ok(()),
+            Some(pair) => {
+                Err(format!("one router counted {} tokens, the next {}", pair[0], pair[1]))
+            }
+        }
+    }
+
+    /// The labels and losses of sources add up to those of the step, up to rounding: they are added in another order.
+    fn check_sources(&self) -> std::result::Result<(), String> {
+        let labels = self.sources.values().map(|source| source.labels).sum::<u64>().max(1);
+        if labels != self.divisor {
+            return Err(format!(
+                "its divisor is {}, the labels of its sources add up to {labels}",
+                self.divisor
+            ));
+        }
+        let (mut losses, leaves) = (0.0, tree_sum(&floats(&self.leaf_losses)?));
+        for source in self.sources.values() {
+            losses += floats(&source.loss)?.iter().sum::<f64>();
+        }
+        match (losses - leaves).abs() <= ROUNDING * leaves.abs() {
+            true => Ok(()),
+            false => Err(format!("its losses add up to {leaves}, those of its sources to {losses}")),
+        }
+    }
+
+    /// So do the squares of the layers' gradients.
+    fn check_norm(&self) -> std::result::Result<(), String> {
+        let norm = floats(&self.norm)?.iter().sum::<f64>();
+        let layers = floats(&self.layer_gradient_norms)?;
+        let found = layers.iter().map(|norm| norm * norm).sum::<f64>().sqrt();
+        match (found - norm).abs() <= ROUNDING * norm {
+            true => Ok(()),
+            false => Err(format!("its norm is {norm}, those of its layers make {found}")),
+        }
+    }
+
+    /// The label count and the loss follow from the micro-batches.
+    fn check_leaves(&self) -> std::result::Result<(), String> {
         let labels = self.leaf_labels.iter().sum::<u64>().max(1);
         if labels != self.divisor {
             return Err(format!("its divisor is {}, its labels add up to {labels}", self.divisor));
         }
-        let words = self.leaf_losses.as_bytes().chunks(16);
-        let bits = words.map(|word| u64::from_str_radix(std::str::from_utf8(word).ok()?, 16).ok());
-        let losses: Option<Vec<f64>> = bits.map(|bits| bits.map(f64::from_bits)).collect();
-        let losses = losses.ok_or("its losses are not words of sixteen hexadecimal digits")?;
-        let mean = tree_sum(&losses) / self.divisor as f64;
+        let mean = tree_sum(&floats(&self.leaf_losses)?) / self.divisor as f64;
         // As text and back: decimal digits are read to the same number each time, but not always to the one written.
         let text = serde_json::to_string(&mean).unwrap_or_default();
         let wanted: Option<f64> = serde_json::from_str(&text).ok();
@@ -266,6 +346,16 @@ impl Step {
             false => Err(format!("its loss is {}, those of its leaves make {text}", self.loss)),
         }
     }
+}
+
+/// The floats whose bits are packed, sixteen hexadecimal digits each.
+fn floats(packed: &str) -> std::result::Result<Vec<f64>, String> {
+    let words = packed.as_bytes().chunks(16).map(|word| {
+        let digits = std::str::from_utf8(word).ok().filter(|digits| digits.len() == 16)?;
+        u64::from_str_radix(digits, 16).ok().map(f64::from_bits)
+    });
+    let floats: Option<Vec<f64>> = words.collect();
+    floats.ok_or_else(|| "it holds something else than words of sixteen hexadecimal digits".to_owned())
 }
 
 /// The sum over the fixed tree: the largest power of two below the number of values goes to the left.
@@ -305,11 +395,17 @@ mod tests {
         let step = |step: u64| {
             format!(
                 "{{\"kind\":\"step\",\"step\":{step},\"data\":\"{}\",\"divisor\":4,\"loss\":{},\
-                 \"leaf_labels\":[1,3],\"leaf_losses\":\"{:016x}{:016x}\"}}",
+                 \"leaf_labels\":[1,3],\"leaf_losses\":\"{:016x}{:016x}\",\
+                 \"sources\":{{\"web\":{{\"labels\":4,\"loss\":\"{:016x}\"}}}},\"router\":[[6,2],[4,4]],\
+                 \"norm\":\"{:016x}\",\"layer_gradient_norms\":\"{:016x}{:016x}\"}}",
                 Digest(step.into()),
                 (step as f64 + 3.0) / 4.0,
                 (step as f64).to_bits(),
-                3f64.to_bits()
+                3f64.to_bits(),
+                (step as f64 + 3.0).to_bits(),
+                5f64.to_bits(),
+                3f64.to_bits(),
+                4f64.to_bits()
             )
         };
         let mut before = "0".repeat(32);
@@ -345,17 +441,82 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_loss_follows_from_those_of_the_leaves() {
-        let line = |divisor: u64, loss: f64| Step {
+    fn packed(values: &[f64]) -> String {
+        values.iter().map(|value| format!("{:016x}", value.to_bits())).collect()
+    }
+
+    /// A line of 7 labels that holds together.
+    fn line() -> Step {
+        let source = |labels: u64, loss: f64| OfSource { labels, loss: packed(&[loss]) };
+        Step {
             step: 1,
             data: Digest(1),
-            divisor,
-            loss,
+            divisor: 7,
+            loss: 5.75 / 7.0,
             leaf_labels: vec![2, 5],
-            leaf_losses: format!("{:016x}{:016x}", 1.25f64.to_bits(), 4.5f64.to_bits()),
+            leaf_losses: packed(&[1.25, 4.5]),
+            sources: BTreeMap::from([("web".into(), source(3, 2.0)), ("math".into(), source(4, 3.75))]),
+            router: vec![vec![3, 5], vec![], vec![8, 0]],
+            norm: packed(&[5.0]),
+            layer_gradient_norms: packed(&[3.0, 4.0]),
             curriculum: None,
+        }
+    }
+
+    #[test]
+    fn sources_layers_and_routers_have_to_add_up() {
+        type Edit = fn(&mut Step);
+        let forged: [(Edit, &str); 6] = [
+            (|step| step.sources.get_mut("web").unwrap().labels += 1, "labels of its sources"),
+            (|step| step.sources.get_mut("web").unwrap().loss = packed(&[2.5]), "those of its sources to"),
+            (|step| drop(step.sources.remove("math")), "labels of its sources"),
+            (|step| step.norm = packed(&[5.001]), "its norm is 5.001"),
+            (|step| step.layer_gradient_norms = packed(&[3.0, 4.0, 0.1]), "those of its layers"),
+            (|step| step.router[2][1] += 1, "one router counted 8 tokens, the next 9"),
+        ];
+        assert_eq!(line().check(), Ok(()));
+        for (forge, words) in forged {
+            let mut step = line();
+            forge(&mut step);
+            let said = step.check().unwrap_err();
+            assert!(said.contains(words), "{said}");
+        }
+        let torn = Step { norm: "3ff".to_owned(), ..line() };
+        assert!(torn.check().unwrap_err().contains("sixteen"));
+    }
+
+    /// Two curricula that differ in an amendment of numbers, in one of data, or in both.
+    #[test]
+    fn only_what_reaches_the_data_is_blamed_for_it() {
+        let curriculum = |amendments: &str| {
+            let text = format!(
+                "store = \"s\"\nseed = 1\ndtype = \"f32\"\n[model]\npreset = \"zaya1-nano\"\n[optimizer]\n\
+                 kind = \"adamw\"\nlr = 1e-3\n[schedule]\nwarmup_steps = 1\n[[phase]]\nname = \"a.model\"\nsteps = 9\n\
+                 seq_len = 8\nbatch = 2\nmicro_batch = 1\nmix = {{ web = 1, math = 1 }}\n{amendments}"
+            );
+            Curriculum::parse(&text, "a test").unwrap()
         };
+        let rate = "[[amendment]]\nstep = 2\noptimizer = { lr = 2e-3 }\n";
+        let other = "[[amendment]]\nstep = 3\noptimizer = { lr = 3e-3 }\n";
+        let ban = "[[amendment]]\nstep = 4\nban = { web = [3] }\n";
+        let blamed = |one: &str, two: &str| -> Vec<u64> {
+            let (one, two) = (curriculum(one), curriculum(two));
+            let edits = one.difference(&two);
+            assert!(!edits.is_empty());
+            let edits = edits.into_iter().filter(|edit| reaches_data(edit, &one, &two));
+            edits.map(|edit| edit.first_step).collect()
+        };
+        assert_eq!(blamed("", rate), Vec::<u64>::new());
+        assert_eq!(blamed(rate, other), Vec::<u64>::new());
+        assert_eq!(blamed(rate, &format!("{rate}{ban}")), [4]);
+        let skips = "[[amendment]]\nstep = 4\nskip = true\nban = { web = [3] }\n";
+        assert_eq!(blamed(ban, skips), Vec::<u64>::new());
+        assert_eq!(blamed(&skips.replace("[3]", "[2]"), ban), [4]);
+    }
+
+    #[test]
+    fn a_loss_follows_from_those_of_the_leaves() {
+        let line = |divisor: u64, loss: f64| Step { divisor, loss, ..line() };
         assert_eq!(line(7, 5.75 / 7.0).check(), Ok(()));
         assert!(line(7, 5.75 / 7.0 + 1e-9).check().unwrap_err().contains("its loss is"));
         assert!(line(8, 5.75 / 8.0).check().unwrap_err().contains("add up to 7"));

@@ -15,6 +15,7 @@ mod saver;
 pub(crate) mod tests;
 mod write;
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
@@ -210,16 +211,32 @@ impl Checkpoints {
         &self,
         last: u64,
         chain: impl Fn(u64) -> Option<Digest>,
+        read: impl FnMut(&Reader<'_>) -> Result<T>,
+    ) -> Result<Found<T>> {
+        Checkpoints::newest_of(&[self], last, chain, read)
+    }
+
+    /// The same over several places; of two checkpoints of one step that of the earlier place comes first.
+    pub(crate) fn newest_of<T>(
+        places: &[&Checkpoints],
+        last: u64,
+        chain: impl Fn(u64) -> Option<Digest>,
         mut read: impl FnMut(&Reader<'_>) -> Result<T>,
     ) -> Result<Found<T>> {
-        let mut passed = Vec::new();
-        for step in self.steps()?.into_iter().rev().filter(|step| *step <= last) {
-            let found = self.open(step).and_then(|reader| {
+        let (mut all, mut passed) = (Vec::new(), Vec::new());
+        for (number, place) in places.iter().enumerate() {
+            let steps = place.steps()?.into_iter().filter(|step| *step <= last);
+            all.extend(steps.map(|step| (Reverse(step), number)));
+        }
+        all.sort_unstable();
+        for (Reverse(step), number) in all {
+            let place = places[number];
+            let found = place.open(step).and_then(|reader| {
                 if chain(step) == Some(reader.manifest().chain) {
                     return read(&reader);
                 }
                 Err(Fault::data("this checkpoint does not belong to the ledger beside it")
-                    .at(self.location(step).to_string()))
+                    .at(place.location(step).to_string()))
             });
             match found {
                 Ok(state) => return Ok(Found { state: Some(state), passed }),
@@ -254,9 +271,12 @@ impl Checkpoints {
         let (mut steps, files) = (self.steps()?, self.medium.list()?);
         // A pinned one stays beside the newest, not in place of one.
         steps.retain(|step| !files.contains(&name(*step, PINNED)));
-        retention.gone(&steps).into_iter().try_for_each(|step| {
-            self.first_manifest(step)?.iter().try_for_each(|file| self.medium.remove(file))
-        })
+        retention.gone(&steps).into_iter().try_for_each(|step| self.remove(step))
+    }
+
+    /// Removes the checkpoint of `step`, whole or half.
+    pub(crate) fn remove(&self, step: u64) -> Result<()> {
+        self.first_manifest(step)?.iter().try_for_each(|file| self.medium.remove(file))
     }
 
     /// Puts the checkpoint of `step` into another place as well: by links where both are folders of one file system, else by

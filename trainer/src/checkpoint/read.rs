@@ -67,6 +67,11 @@ impl<'a> Reader<'a> {
         self.medium.location(&format!("step-{}", self.manifest.step))
     }
 
+    /// Where it lies beside others.
+    pub(crate) fn place(&self) -> Location {
+        self.medium.location("")
+    }
+
     /// Refuses the checkpoint of another model.
     pub fn compare(&self, layout: &Layout) -> Result<()> {
         let wanted = format::tensors(layout);

@@ -130,11 +130,12 @@ pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation>
     if step == 0 {
         return Err(Fault::usage("steps are counted from 1").at("--step"));
     }
+    replayer.refuse_ranks("an explanation")?;
     let before = replayer.state_after(step - 1)?;
     let history = History::read(replayer.ledger(), step, window)?;
     let replayer = &*replayer;
     let mut after = before.copy();
-    let kept = replayer.step_and_keep(&mut after)?;
+    let kept = replayer.step_with_gradient(&before, &mut after)?;
     let (batch, replayed) = (&kept.batch, kept.replayed);
     let (spec, workers) = (replayer.spec(), replayer.workers());
     let squares = squares(&kept.gradient, workers)?;

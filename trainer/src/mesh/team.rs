@@ -64,7 +64,12 @@ impl<'a> Team<'a> {
 
     /// This rank's leaves of such a step, in the order in which it computes them.
     pub fn leaves(&self, leaves: u64) -> Result<Vec<u64>> {
-        Ok(self.parts(leaves)?[self.group.rank() as usize].iter().cloned().flatten().collect())
+        self.leaves_of(self.group.rank(), leaves)
+    }
+
+    /// The leaves of `rank`.
+    pub fn leaves_of(&self, rank: u32, leaves: u64) -> Result<Vec<u64>> {
+        Ok(self.parts(leaves)?[rank as usize].iter().cloned().flatten().collect())
     }
 
     /// Tells all ranks, and hears the same from them: for what is small.

@@ -99,6 +99,7 @@ pub fn attribute(
     window: Range<u64>,
     effort: Effort,
 ) -> Result<Attribution> {
+    replayer.refuse_ranks("an attribution")?;
     let steps = replayer.spec().plan.steps();
     if window.end > steps {
         return Err(Fault::usage(
@@ -244,8 +245,7 @@ fn loss_and_gradient(
     state: &State,
     batch: &Batch,
 ) -> Result<(f64, Vec<Tensor>)> {
-    let Replayer { spec, workers, executor, .. } = replayer;
-    let gradient = executor.gradient(spec, state, batch, *workers, Detail::Sums)?;
+    let gradient = replayer.gradient(state, batch)?;
     Ok((gradient.mean(), gradient.own))
 }
 

@@ -9,22 +9,21 @@ use loader::Batch;
 
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::{self, Detail, Gradient, LeafSums, micro_batch};
+use crate::step::{self, Context, Detail, Gradient, LeafSums, micro_batch};
 use crate::workers::Workers;
 
 /// Computes leaves, and nothing that decides whether they are right.
 pub trait Executor {
-    /// The gradient of the step after `state`.
+    /// The gradient of the step after `state`, of which `batch` is this rank's part.
     fn gradient(
         &self,
-        spec: &RunSpec,
+        cx: Context<'_>,
         state: &State,
         batch: &Batch,
-        workers: Workers,
         detail: Detail,
     ) -> Result<Gradient> {
-        let leaves = micro_batch::stage(spec, batch, state.weights[0].device())?;
-        step::alone(spec, workers, |cx| step::gradient(cx, state, batch, &leaves, detail))
+        let leaves = micro_batch::stage(cx.spec, batch, state.weights[0].device())?;
+        step::gradient(cx, state, batch, &leaves, detail)
     }
 
     /// One leaf of it.

@@ -1,15 +1,25 @@
 //! Replay: a past step computed again, compared with the ledger quantity by quantity, and explained by its documents.
 //!
-//! Invariant: nothing in the run's folder is written, not even locked: a run may be replayed while it goes on.
+//! - `way` makes the state before a step, [`kept`] lets it stay for the next question; `verdict` says what came out.
+//! - [`documents`], [`whatif`] and [`attribute`] are questions that follow.
+//!
+//! One rank is the degenerate case of many, as in training. Invariant: nothing that a run reads is written, nothing of it is
+//! locked: a run may be replayed while it goes on.
 
 pub mod attribute;
 pub mod documents;
 mod executor;
+mod kept;
+pub mod spent;
+mod together;
+mod verdict;
+mod way;
 pub mod whatif;
 
+use std::cell::RefCell;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::Arc;
 
 use contract::{Class, Fault, Result};
 use kernels::runtime::KernelTable;
@@ -19,37 +29,24 @@ use serde::Serialize;
 use store::Location;
 use tch::{Device, Tensor};
 
-use crate::checkpoint::Layout;
-use crate::events;
 use crate::folder::{
     RunFolder, compare_content, compare_curriculum, head, no_run, table_difference,
 };
 use crate::ledger::{Difference, Ledger, Stage, StepRecord};
-use crate::progress::clock;
+use crate::mesh::{Schedule, Team};
+use crate::run::World;
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::state::ownership::Ownership;
 use crate::step::{self, Context, Detail, Gradient};
-use crate::waiting::{self, Waiting};
 use crate::workers::Workers;
 use documents::DocumentLoss;
 pub use executor::{Executor, ThisMachine};
-
-/// What a replay says about a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Verdict {
-    /// Every quantity as in the ledger: if the loss is odd, look at the data.
-    SameBits,
-    /// Different, and the same again when repeated, where kernel tables or data differ: they made the difference.
-    Repeatable,
-    /// Different, and the same again when repeated, although everything is as it was: what the run computed was wrong.
-    RunHit,
-    /// Different each time: the machine.
-    NotRepeatable,
-    /// The ledger does not have this step: there is nothing to compare with.
-    NotRecorded,
-}
+pub use kept::Keep;
+use kept::Kept;
+use spent::{Times, Watch};
+pub use together::meet;
+pub use verdict::Verdict;
+use way::Before;
 
 /// One replayed step, or micro-batch of a step.
 #[derive(Clone, Debug, Serialize)]
@@ -70,12 +67,12 @@ pub struct Replayed {
     pub loss: f64,
     /// The record, if the step could be completed.
     pub record: Option<StepRecord>,
-    /// Its documents, worst first.
+    /// Its documents, worst first; none but on rank 0.
     pub documents: Vec<DocumentLoss>,
 }
 
 /// A replayed step, and what it was computed from.
-pub(crate) struct Kept {
+pub(crate) struct WithGradient {
     /// What the replay says, with all documents.
     pub(crate) replayed: Replayed,
     /// The step's text.
@@ -86,38 +83,56 @@ pub(crate) struct Kept {
     pub(crate) token_losses: Vec<f32>,
 }
 
-/// A run opened to be replayed.
+/// How several ranks replay together; no value of it changes a bit.
+#[derive(Clone, Debug, Default)]
+pub struct Together {
+    /// How they deal micro-batches.
+    pub schedule: Schedule,
+    /// Whether they send to each other as if all were on one machine.
+    pub flat: bool,
+    /// What they are asked, as flags: it has to be the same on all of them.
+    pub asked: Vec<String>,
+}
+
+/// A run opened to be replayed, by one rank or as one of several.
 pub struct Replayer {
     spec: RunSpec,
     folder: RunFolder,
     ledger: Ledger,
-    device: Device,
+    /// The last step that all ranks see in the ledger.
+    recorded: u64,
+    world: Arc<World>,
+    together: Together,
     workers: Workers,
     executor: Box<dyn Executor>,
+    kept: Kept,
+    times: RefCell<Times>,
     /// What differs between the ledger's kernel table and this machine's.
     pub kernels: Option<String>,
-    /// Checkpoints that were passed over, and why.
+    /// Checkpoints that were passed over, and states that are not kept, with the reason.
     pub warnings: Vec<String>,
 }
 
 impl Replayer {
-    /// Opens the run in `root` without touching it.
+    /// Opens the run in `root` to be replayed by one rank, without touching it.
     pub fn open(
         root: &Path,
         table: &KernelTable,
         device: Device,
         workers: Workers,
     ) -> Result<Self> {
-        Replayer::open_with(root, &[], table, device, workers)
+        let world = Arc::new(World::alone(device, table.clone()));
+        Replayer::open_with(root, &[], &world, workers, Together::default())
     }
 
-    /// The same, with `stores` for the places of the curriculum's stores if there are any.
+    /// Opens it as one of the ranks of `world`, which have met; with `stores` for the places of the curriculum's stores if there
+    /// are any. All ranks see the same folder.
     pub fn open_with(
         root: &Path,
         stores: &[Location],
-        table: &KernelTable,
-        device: Device,
+        world: &Arc<World>,
         workers: Workers,
+        together: Together,
     ) -> Result<Self> {
         let folder = RunFolder::new(root);
         let curriculum = folder.curriculum();
@@ -126,20 +141,39 @@ impl Replayer {
         }
         let spec = RunSpec::new(&opened(&curriculum, stores)?)?;
         let ledger = Ledger::read(&folder.ledger())?;
-        let now = head(&spec, table)?;
+        let now = head(&spec, &world.runtime)?;
         compare_content(ledger.head(), &now, &folder.ledger())?;
         compare_curriculum(&ledger, &spec, &folder.ledger())?;
         let kernels = table_difference(&ledger.head().kernel_table, &now.kernel_table);
         let kernels = kernels.map(|(key, before, after)| {
             format!("the kernel table differs: {key} was {before}, here it is {after}")
         });
-        let (executor, warnings) = (Box::new(ThisMachine), Vec::new());
-        Ok(Replayer { spec, folder, ledger, device, workers, executor, kernels, warnings })
+        let recorded = together::agree(&spec, &ledger, world, &together)?;
+        let kept = Kept::new(&folder, &world.runtime, Keep { states: 0, bytes: 0 });
+        Ok(Replayer {
+            spec,
+            folder,
+            ledger,
+            recorded,
+            world: Arc::clone(world),
+            together,
+            workers,
+            executor: Box::new(ThisMachine),
+            kept,
+            times: RefCell::default(),
+            kernels,
+            warnings: Vec::new(),
+        })
     }
 
     /// The same run, its leaves computed by somebody else.
     pub fn computed_by(self, executor: Box<dyn Executor>) -> Self {
         Replayer { executor, ..self }
+    }
+
+    /// The same run; states before steps that are asked for stay in its folder as `keep` says.
+    pub fn keeping(self, keep: Keep) -> Self {
+        Replayer { kept: Kept::new(&self.folder, &self.world.runtime, keep), ..self }
     }
 
     /// What is trained.
@@ -164,170 +198,109 @@ impl Replayer {
 
     /// Steps in the ledger.
     pub fn recorded(&self) -> u64 {
-        self.ledger.last_step()
+        self.recorded
     }
 
-    /// The state after `step`: from the nearest checkpoint, then by computing, each step checked against the ledger.
-    pub fn state_after(&mut self, step: u64) -> Result<State> {
-        let (last, recorded) = (self.spec.plan.steps(), self.recorded());
-        if step >= last || step > recorded {
-            return Err(Fault::usage(format!("step {} cannot be replayed", step + 1))
-                .at(self.folder.ledger().display().to_string())
-                .found(format!("a curriculum of {last} steps, {recorded} of them recorded"))
-                .wanted(format!("a step from 1 to {}", last.min(recorded + 1))));
-        }
-        self.state_at(step)
+    /// Where the time went so far.
+    pub fn times(&self) -> Times {
+        self.times.borrow().clone()
     }
 
-    /// The same for any recorded step, the last one included: nothing follows it here.
-    pub fn state_at(&mut self, step: u64) -> Result<State> {
-        let recorded = self.recorded();
-        if step > recorded {
-            return Err(Fault::usage(format!("there is no state after step {step}"))
-                .at(self.folder.ledger().display().to_string())
-                .wanted(format!("a step from 0 to {recorded}")));
-        }
-        let layout = Layout::new(&self.spec, self.device);
-        let checkpoints = self.folder.checkpoints()?;
-        let chain = |step| self.ledger.chain_at(step);
-        let found = checkpoints.newest(step, chain, |reader| {
-            let (at, found) = (reader.manifest().step, reader.manifest().state);
-            let written = self.ledger.record(at)?.state;
-            if found != written {
-                let what = "the weights at the start are not those that the ledger says";
-                return Err(Fault::data(what)
-                    .at(reader.location().to_string())
-                    .found(found)
-                    .wanted(written));
-            }
-            reader.whole(&layout, self.workers)
-        })?;
-        let passed =
-            found.passed.iter().map(|(step, fault)| format!("checkpoint step-{step}: {fault}"));
-        self.warnings.extend(passed);
-        let owners = Ownership::new(&self.spec, 0, 1);
-        let begin = || State::begin(&self.spec, self.device, owners, self.workers);
-        let mut state = found.state.map_or_else(begin, Ok)?;
-        self.say_way(state.step, step);
-        let what = format!("computing the state after step {step}");
-        let mut waiting = Waiting::new(what, step - state.step);
-        while state.step < step {
-            let next = self.step(&mut state, Detail::Sums)?;
-            if next.verdict != Verdict::SameBits {
-                return Err(self.on_the_way(&next));
-            }
-            waiting.one();
-        }
-        Ok(state)
-    }
-
-    /// Says from where the state after `step` is computed, if by the pace of the run that takes a while.
-    fn say_way(&self, from: u64, step: u64) {
-        let pace = events::pace(&self.folder.events()).unwrap_or(0.0);
-        let time = Duration::from_secs_f64((pace * (step - from) as f64).clamp(0.0, 1e9));
-        if time < waiting::SILENCE {
-            return;
-        }
-        let begins = match from {
-            0 => "the beginning".to_owned(),
-            from => format!("checkpoint step-{from}"),
-        };
-        contract::note!(
-            "steps {} to {step} are computed again from {begins}: about {} at the pace of the run",
-            from + 1,
-            clock(time)
-        );
-    }
-
-    fn on_the_way(&self, next: &Replayed) -> Fault {
-        let quantity = next.difference.as_ref().map_or("outcome", |found| &found.quantity);
-        let fault = Fault::mismatch(format!(
-            "step {} on the way came out with {}: its {quantity} differs from the ledger",
-            next.step,
-            next.verdict.words()
-        ))
-        .hint(&next.advice);
-        let fault = fault.at(self.folder.ledger().display().to_string());
-        match &next.difference {
-            Some(found) => fault.found(&found.right).wanted(&found.left),
-            _ => fault,
-        }
+    /// Does `work`, and counts its time to `part`.
+    pub(crate) fn timed<T>(&self, part: &'static str, work: impl FnOnce() -> T) -> T {
+        let watch = Watch::start();
+        let outcome = work();
+        self.times.borrow_mut().add(part, watch.read());
+        outcome
     }
 
     /// Computes the step after `state` as the run did, compares it, and moves the state.
     pub fn step(&self, state: &mut State, detail: Detail) -> Result<Replayed> {
-        let batch = self.batch(state.step + 1)?;
-        self.replayed(state, &batch, detail, |_| ())
+        let batch = self.timed("batch", || self.part(&self.spec, state.step + 1))?;
+        let before = Before::Copied(Box::new(state.copy()));
+        self.replayed(state, &batch, detail, before, |_| ())
     }
 
-    /// The same, with all that it was computed from.
-    pub(crate) fn step_and_keep(&self, state: &mut State) -> Result<Kept> {
-        let (batch, mut kept) = (self.batch(state.step + 1)?, None);
-        let replayed = self.replayed(state, &batch, Detail::Tokens, |gradient| {
+    /// The same from `before`, of which `state` is a copy; with all that it was computed from. A rank that is alone does it.
+    pub(crate) fn step_with_gradient(
+        &self,
+        before: &State,
+        state: &mut State,
+    ) -> Result<WithGradient> {
+        let (batch, mut kept) = (self.timed("batch", || self.batch(state.step + 1))?, None);
+        let before = Before::Given(before);
+        let replayed = self.replayed(state, &batch, Detail::Tokens, before, |gradient| {
             let own = gradient.own.iter().map(Tensor::shallow_clone).collect();
             let losses = gradient.leaves.iter().flat_map(|leaf| leaf.token_losses.iter().copied());
             kept = Some((own, losses.collect()));
         })?;
         let (gradient, token_losses) =
             kept.ok_or_else(|| Fault::bug("a step was computed without a gradient"))?;
-        Ok(Kept { replayed, batch, gradient, token_losses })
+        Ok(WithGradient { replayed, batch, gradient, token_losses })
     }
 
-    /// Computes the step after `state`; `look` sees its gradient before anything moves.
+    /// Computes the step after `state`, of which `batch` is this rank's part; `look` sees its gradient before anything moves.
     fn replayed(
         &self,
         state: &mut State,
         batch: &Batch,
         detail: Detail,
+        before: Before<'_>,
         look: impl FnOnce(&Gradient),
     ) -> Result<Replayed> {
-        let (step, before) = (batch.step, state.copy());
+        let (step, watch) = (batch.step, Watch::start());
         let (gradient, outcome) = self.compute_and_look(&self.spec, state, batch, detail, look)?;
+        if !matches!(before, Before::Anew) {
+            self.times.borrow_mut().add("step", watch.read());
+        }
         let (record, diverged) = match outcome {
             Ok(record) => (Some(record), None),
             Err(fault) => (None, Some(fault.to_string())),
         };
         let difference = self.difference(step, record.as_ref())?;
-        let verdict = match (&difference, step > self.recorded()) {
+        let verdict = match (&difference, step > self.recorded) {
             (_, true) => Verdict::NotRecorded,
             (None, false) => Verdict::SameBits,
             (Some(found), false) => self.again(before, batch, record.as_ref(), found)?,
         };
         let documents = match detail {
             Detail::Sums => Vec::new(),
-            Detail::Tokens => self.documents(batch, 0..batch.rows, &gradient.leaves)?,
+            Detail::Tokens => {
+                let losses = self.token_losses(&gradient)?;
+                self.timed("documents", || self.documents(batch, &losses))?
+            }
         };
         let found = self.found(step, verdict, difference);
         Ok(Replayed { diverged, loss: gradient.mean(), record, documents, ..found })
     }
 
-    /// Computes one leaf of the step after `state`, and compares that.
+    /// Computes one micro-batch of the step after `state`, and compares that. A rank does it by itself.
     pub fn leaf(&self, state: &State, leaf: u64) -> Result<Replayed> {
         let step = state.step + 1;
-        let batch = self.batch(step)?;
-        let leaves = batch.rows / batch.micro_batch;
-        if leaf >= leaves {
-            return Err(no_leaf(step, leaf, leaves));
-        }
-        let sums = self.executor.leaf(&self.spec, state, &batch, leaf, self.workers)?;
-        let difference = if step > self.recorded() {
+        self.check_leaf(step, leaf)?;
+        let batch = self.timed("batch", || self.batch(step))?;
+        let compute =
+            || self.executor.leaf(&self.spec, state, &batch, leaf, self.workers);
+        let sums = self.timed("step", compute)?;
+        let difference = if step > self.recorded {
             None
         } else {
             leaf_difference(&self.ledger.record(step)?, leaf, &sums)
         };
-        let verdict = match (&difference, step > self.recorded()) {
+        let verdict = match (&difference, step > self.recorded) {
             (_, true) => Verdict::NotRecorded,
             (None, false) => Verdict::SameBits,
             (Some(found), false) => {
-                let again = self.executor.leaf(&self.spec, state, &batch, leaf, self.workers)?;
+                let again = compute()?;
                 let same =
                     again.gradient == sums.gradient && again.loss.to_bits() == sums.loss.to_bits();
-                self.verdict(same, found)
+                Verdict::of(same, found, self.kernels.as_deref())
             }
         };
         let rows = leaf * batch.micro_batch..(leaf + 1) * batch.micro_batch;
         let loss = sums.loss / sums.labels.max(1) as f64;
-        let documents = self.documents(&batch, rows, &[sums])?;
+        let documents = || documents::rank(&self.spec, &batch, rows, &sums.token_losses);
+        let documents = self.timed("documents", documents)?;
         let found = self.found(step, verdict, difference);
         Ok(Replayed { micro_batch: Some(leaf), loss, documents, ..found })
     }
@@ -338,7 +311,7 @@ impl Replayer {
             step,
             micro_batch: None,
             verdict,
-            advice: self.advice(verdict, difference.as_ref()),
+            advice: verdict.advice_on(difference.as_ref(), self.kernels.as_deref()),
             difference,
             diverged: None,
             loss: 0.0,
@@ -354,40 +327,20 @@ impl Replayer {
         if leaf < leaves { Ok(()) } else { Err(no_leaf(step.step, leaf, leaves)) }
     }
 
-    /// What a difference means that is `same` when the step is computed once more.
-    fn verdict(&self, same: bool, difference: &Difference) -> Verdict {
-        match (same, &self.kernels, difference.stage) {
-            (false, _, _) => Verdict::NotRepeatable,
-            (true, None, stage) if stage != Stage::Data => Verdict::RunHit,
-            (true, _, _) => Verdict::Repeatable,
-        }
-    }
-
-    /// What to look at next, by what differs first.
-    fn advice(&self, verdict: Verdict, difference: Option<&Difference>) -> String {
-        let Some(Difference { quantity, stage, .. }) = difference else {
-            return verdict.advice().to_owned();
-        };
-        match (verdict, stage, &self.kernels) {
-            (Verdict::Repeatable, Stage::Data, _) => {
-                "the step read other text than the run: look at the stores, with `zdata verify-run`"
-                    .to_owned()
-            }
-            (Verdict::Repeatable, _, Some(kernels)) => {
-                format!("software or kernels changed since the run: {kernels}")
-            }
-            (Verdict::RunHit, stage, _) => format!(
-                "{}: {} was hit, from its {quantity} on; look at the machine that computed it then (events.jsonl)",
-                verdict.advice(),
-                stage.words()
-            ),
-            _ => verdict.advice().to_owned(),
-        }
-    }
-
-    /// The text of a step.
+    /// The whole text of a step.
     pub(crate) fn batch(&self, step: u64) -> Result<Batch> {
         loader::batch(&self.spec.plan, &self.spec.data, step, RankSlice::WHOLE)
+    }
+
+    /// This rank's part of the text of a step of `spec`.
+    pub(crate) fn part(&self, spec: &RunSpec, step: u64) -> Result<Batch> {
+        let slice = self.team()?.slice(self.world.comm.rank())?;
+        loader::batch(&spec.plan, &spec.data, step, slice)
+    }
+
+    fn team(&self) -> Result<Team<'_>> {
+        let Together { schedule, flat, .. } = self.together;
+        Team::new(&self.world.comm, self.world.mesh, schedule, flat)
     }
 
     /// The gradient of a step as `spec` says, and the record unless the step diverges.
@@ -410,24 +363,38 @@ impl Replayer {
         detail: Detail,
         look: impl FnOnce(&Gradient),
     ) -> Result<(Gradient, Result<StepRecord>)> {
-        let workers = self.workers;
-        let mut gradient = self.executor.gradient(spec, state, batch, workers, detail)?;
+        let team = self.team()?;
+        let cx = Context { spec, team: &team, workers: self.workers };
+        let mut gradient = self.executor.gradient(cx, state, batch, detail)?;
         look(&gradient);
-        let complete = |cx: Context<'_>| step::complete(cx, state, &mut gradient, || false);
-        match step::alone(spec, workers, complete) {
+        match step::complete(cx, state, &mut gradient, || false) {
             Err(fault) if fault.class() != Class::Diverged => Err(fault),
             outcome => Ok((gradient, outcome.map(|stepped| stepped.record))),
         }
     }
 
+    /// The gradient of a batch at a state; nothing moves.
+    fn gradient(&self, state: &State, batch: &Batch) -> Result<Gradient> {
+        let team = self.team()?;
+        let cx = Context { spec: &self.spec, team: &team, workers: self.workers };
+        self.executor.gradient(cx, state, batch, Detail::Sums)
+    }
+
     /// Computes a step that came out differently once more.
     fn again(
         &self,
-        mut before: State,
+        before: Before<'_>,
         batch: &Batch,
         first: Option<&StepRecord>,
         difference: &Difference,
     ) -> Result<Verdict> {
+        let before = match before {
+            Before::Copied(state) => Some(*state),
+            Before::Given(state) => Some(state.copy()),
+            Before::Anew => self.anew(batch.step - 1)?,
+        };
+        // Where the way here came out otherwise than the first time, no step is needed to know.
+        let Some(mut before) = before else { return Ok(Verdict::NotRepeatable) };
         let (_, outcome) = self.compute(&self.spec, &mut before, batch, Detail::Sums)?;
         let parameters = &self.ledger.head().parameters;
         let same = match (first, outcome) {
@@ -435,11 +402,11 @@ impl Replayer {
             (None, Err(_)) => true,
             _ => false,
         };
-        Ok(self.verdict(same, difference))
+        Ok(Verdict::of(same, difference, self.kernels.as_deref()))
     }
 
     fn difference(&self, step: u64, record: Option<&StepRecord>) -> Result<Option<Difference>> {
-        if step > self.recorded() {
+        if step > self.recorded {
             return Ok(None);
         }
         let written = self.ledger.record(step)?;
@@ -454,15 +421,16 @@ impl Replayer {
         })
     }
 
-    fn documents(
-        &self,
-        batch: &Batch,
-        rows: Range<u64>,
-        leaves: &[step::LeafSums],
-    ) -> Result<Vec<DocumentLoss>> {
-        let losses: Vec<f32> =
-            leaves.iter().flat_map(|leaf| leaf.token_losses.iter().copied()).collect();
-        documents::rank(&self.spec, batch, rows, &losses)
+    /// The documents of a whole step, of which `part` is this rank's, from the loss of each token; rank 0 alone knows them.
+    fn documents(&self, part: &Batch, losses: &[f32]) -> Result<Vec<DocumentLoss>> {
+        match (self.world.comm.rank(), self.world.comm.world()) {
+            (0, 1) => documents::rank(&self.spec, part, 0..part.rows, losses),
+            (0, _) => {
+                let whole = self.batch(part.step)?;
+                documents::rank(&self.spec, &whole, 0..whole.rows, losses)
+            }
+            _ => Ok(Vec::new()),
+        }
     }
 
     /// Where the run lies.
@@ -522,46 +490,4 @@ pub(crate) fn opened(path: &Path, stores: &[Location]) -> Result<Opened> {
         *named = store.absolute()?.to_string();
     }
     Opened::open_text(path, curriculum.canonical())
-}
-
-impl Stage {
-    /// For people.
-    fn words(self) -> &'static str {
-        match self {
-            Stage::Data => "what the step read",
-            Stage::Forward => "a weight at the start of the step, or its forward pass,",
-            Stage::Backward => "the backward pass of a micro-batch",
-            Stage::Sum => "the addition of gradients",
-            Stage::Update => "the update of weights and moments",
-        }
-    }
-}
-
-impl Verdict {
-    /// For people.
-    pub fn words(self) -> &'static str {
-        match self {
-            Verdict::SameBits => "same bits",
-            Verdict::Repeatable | Verdict::RunHit => "different bits, repeatably",
-            Verdict::NotRepeatable => "different bits, not repeatably",
-            Verdict::NotRecorded => "not in the ledger",
-        }
-    }
-
-    /// What to look at next.
-    pub fn advice(self) -> &'static str {
-        match self {
-            Verdict::SameBits => {
-                "the machine computed this step correctly: an odd loss comes from the data or the weights"
-            }
-            Verdict::Repeatable => "software, kernels or data changed since the run",
-            Verdict::RunHit => {
-                "kernel tables and data are those of the run, so the run itself computed this step wrongly"
-            }
-            Verdict::NotRepeatable => "the hardware does not compute the same twice",
-            Verdict::NotRecorded => {
-                "the run has not got past this step: there is nothing to compare with"
-            }
-        }
-    }
 }

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use contract::{Class, Fault, Result};
-use loader::{Batch, Opened, RankSlice, explain};
+use loader::{Batch, Opened, explain};
 use serde::Serialize;
 
 use super::{Replayer, Verdict};
@@ -54,10 +54,11 @@ pub fn imagine(replayer: &mut Replayer, steps: Range<u64>, change: &Change) -> R
     let mut state = replayer.state_after(steps.start - 1)?;
     let mut original = Original::new(replayer, &state, &steps);
     let mut answer = Answer { steps: Vec::new(), diverged: None };
-    let mut waiting = Waiting::new("steps with the change", steps.end - steps.start);
+    let count = steps.end - steps.start;
+    let mut waiting = replayer.speaks().then(|| Waiting::new("steps with the change", count));
     for step in steps {
         let was = original.step(replayer, step)?;
-        let batch = loader::batch(&amended.plan, &amended.data, step, RankSlice::WHOLE)?;
+        let batch = replayer.part(&amended, step)?;
         let (_, outcome) = replayer.compute(&amended, &mut state, &batch, Detail::Sums)?;
         let record = match outcome {
             Ok(record) => record,
@@ -69,7 +70,7 @@ pub fn imagine(replayer: &mut Replayer, steps: Range<u64>, change: &Change) -> R
         let (would_be, skipped) = ((record.loss, record.norm()), record.skipped);
         let dropped_labels = dropped_labels(replayer, step, change)?;
         answer.steps.push(Imagined { step, dropped_labels, was, would_be, skipped });
-        waiting.one();
+        waiting.iter_mut().for_each(Waiting::one);
     }
     Ok(answer)
 }
@@ -99,7 +100,7 @@ impl Original {
             return Ok(Some((record.loss, record.norm())));
         }
         let Some(state) = &mut self.state else { return Ok(None) };
-        let batch = replayer.batch(step)?;
+        let batch = replayer.part(replayer.spec(), step)?;
         let (_, outcome) = replayer.compute(replayer.spec(), state, &batch, Detail::Sums)?;
         match outcome {
             Ok(record) => Ok(Some((record.loss, record.norm()))),

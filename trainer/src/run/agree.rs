@@ -13,7 +13,7 @@ use crate::spec::RunSpec;
 
 /// Holds this rank against the others, and agrees with them how tensors travel.
 pub(super) fn join(spec: &RunSpec, exec: &ExecOptions, world: &mut World) -> Result<Carried> {
-    agree(spec, exec, world)?;
+    same(spec, &options(exec), world)?;
     if world.device == tch::Device::Cpu {
         memory::refuse(spec, exec, world.comm.nodes(), world.comm.rank())?;
     }
@@ -36,11 +36,10 @@ pub(super) fn idle(spec: &RunSpec, world: u32) -> Vec<String> {
     few.collect()
 }
 
-/// Refuses ranks that would train something else, compute otherwise, or stop elsewhere than rank 0.
-fn agree(spec: &RunSpec, exec: &ExecOptions, world: &World) -> Result<()> {
+/// Refuses ranks that would compute something else, otherwise, or by other options than rank 0.
+pub(crate) fn same(spec: &RunSpec, options: &[String], world: &World) -> Result<()> {
     let mut mine = Writer::default();
     mine.digest(Digest::of(spec)).text(&world.runtime.fingerprint());
-    let options = options(exec);
     options.iter().for_each(|option| {
         mine.text(option);
     });

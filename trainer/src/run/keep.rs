@@ -128,12 +128,8 @@ impl<'a> Keeper<'a> {
     ) -> Result<()> {
         // The others wait for this rank's word, whatever went wrong here.
         let before = self.finish(recorder);
-        let written = word(&before.and_then(|()| self.checkpoints.write(&self.layout, snapshot)));
-        let words = self.comm.all_gather("the keeping of a state", written.as_bytes());
-        let mut blobs = Vec::new();
-        for (rank, word) in (0..).zip(&words.map_err(lost)?) {
-            blobs.extend(spoken(&String::from_utf8_lossy(word), rank)?);
-        }
+        let written = before.and_then(|()| self.checkpoints.write(&self.layout, snapshot));
+        let blobs = written_by_all(self.comm, &written)?;
         let step = snapshot.step();
         self.kept = self.kept.max(step);
         let Some((state, chain)) = recorder.digests(step)? else { return Ok(()) };
@@ -169,6 +165,19 @@ impl<'a> Keeper<'a> {
         let _ = self.comm.barrier("the end");
         fault
     }
+}
+
+/// What all ranks wrote of a state, each having `written` its part; what went wrong on one of them went wrong on all.
+pub(crate) fn written_by_all(
+    comm: &Group,
+    written: &Result<Vec<BlobRecord>>,
+) -> Result<Vec<BlobRecord>> {
+    let words = comm.all_gather("the keeping of a state", word(written).as_bytes());
+    let mut blobs = Vec::new();
+    for (rank, word) in (0..).zip(&words.map_err(lost)?) {
+        blobs.extend(spoken(&String::from_utf8_lossy(word), rank)?);
+    }
+    Ok(blobs)
 }
 
 /// Where a rank leaves word of what it wrote.

@@ -4,11 +4,11 @@
 //! - `open` takes the run's folder and finds where to go on, `restore` reads the state there; `record` writes down what is
 //!   computed, on rank 0; `keep` writes checkpoints, on every rank.
 
-mod agree;
-mod keep;
+pub(crate) mod agree;
+pub(crate) mod keep;
 mod open;
 mod record;
-mod restore;
+pub(crate) mod restore;
 pub mod world;
 
 use std::sync::Arc;

@@ -19,42 +19,45 @@ use crate::state::ownership::Ownership;
 use crate::workers::Workers;
 
 /// What every rank reads a checkpoint with.
-pub(super) struct Reading<'a> {
+pub(crate) struct Reading<'a> {
     /// The ranks.
-    pub(super) comm: &'a Group,
+    pub(crate) comm: &'a Group,
     /// The state as a whole.
-    pub(super) layout: &'a Layout,
+    pub(crate) layout: &'a Layout,
     /// Who owns what.
-    pub(super) owners: &'a Ownership,
+    pub(crate) owners: &'a Ownership,
     /// Who checks.
-    pub(super) workers: Workers,
+    pub(crate) workers: Workers,
 }
 
 /// A state that was read, and its digest.
-pub(super) type Restored = (State, Digest);
+pub(crate) type Restored = (State, Digest);
 
 impl Reading<'_> {
-    /// As rank 0: goes from the newest checkpoint back to the first that every rank can read.
-    pub(super) fn lead(
+    /// As rank 0: goes from the newest checkpoint of some places, that of the run first, back to the first that `fits` and
+    /// that every rank can read.
+    pub(crate) fn lead(
         &self,
-        checkpoints: &Checkpoints,
+        places: &[&Checkpoints],
         last: u64,
         chain: impl Fn(u64) -> Option<Digest>,
+        fits: impl Fn(&checkpoint::Reader<'_>) -> Result<()>,
     ) -> Result<Found<Restored>> {
-        let place = checkpoints.place();
-        let found = checkpoints.newest(last, chain, |reader| {
-            self.choose(reader.manifest().step, &place.to_string())?;
+        let found = Checkpoints::newest_of(places, last, chain, |reader| {
+            fits(reader)?;
+            self.choose(reader.manifest().step, &reader.place().to_string())?;
             self.verdict(Ok(reader))
         })?;
         if found.state.is_none() {
-            self.choose(0, &place.to_string())?;
+            let first = places.first().map(|place| place.place().to_string());
+            self.choose(0, &first.unwrap_or_default())?;
         }
         Ok(found)
     }
 
     /// As another rank: reads what rank 0 chooses until all agree; `None` means the beginning. Also tells where rank 0
     /// keeps checkpoints.
-    pub(super) fn follow(&self) -> Result<(Option<Restored>, Checkpoints)> {
+    pub(crate) fn follow(&self) -> Result<(Option<Restored>, Checkpoints)> {
         loop {
             let (step, place) = self.choose(0, "")?;
             let checkpoints = Checkpoints::new(storage::locate(&place)?);

@@ -12,7 +12,7 @@ use trainer::replay::attribute::{Effort, attribute};
 use trainer::replay::whatif::{Imagined, imagine};
 use trainer::replay::{Executor, Replayed, Replayer, ThisMachine, Verdict};
 use trainer::state::State;
-use trainer::step::{Detail, Gradient, LeafSums};
+use trainer::step::{Context, Detail, Gradient, LeafSums};
 use trainer::workers::Workers;
 
 use crate::damage::forge;
@@ -108,13 +108,12 @@ impl Failing {
 impl Executor for Failing {
     fn gradient(
         &self,
-        spec: &RunSpec,
+        cx: Context<'_>,
         state: &State,
         batch: &Batch,
-        workers: Workers,
         detail: Detail,
     ) -> Result<Gradient> {
-        let mut gradient = ThisMachine.gradient(spec, state, batch, workers, detail)?;
+        let mut gradient = ThisMachine.gradient(cx, state, batch, detail)?;
         if let Some(bit) = self.wrong_bit() {
             let mut values = Vec::<f32>::try_from(gradient.own[3].reshape([-1])).unwrap();
             values[5] = f32::from_bits(values[5].to_bits() ^ (1 << bit));

@@ -17,6 +17,7 @@ mod machine;
 mod plan;
 mod ranks;
 mod refuse;
+mod replays;
 mod report;
 mod same_bits;
 mod sums;

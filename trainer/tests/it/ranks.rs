@@ -53,8 +53,22 @@ fn train_on(
     machines: &[u32],
     change: impl Fn(u32, &mut ExecOptions) + Sync,
 ) -> Vec<Result<Outcome>> {
+    let change = &change;
+    on_ranks(machines, |mut world| {
+        let mut exec = ExecOptions::new(scratch.path(out));
+        (exec.progress, exec.checkpoint_every, exec.workers) = (false, 3, Workers::new(1));
+        change(world.comm.rank(), &mut exec);
+        train(&Opened::open(scratch.path("run.toml"))?, &exec, &mut world)
+    })
+}
+
+/// Does `work` as each of so many ranks on each of several machines.
+pub(crate) fn on_ranks<T: Send>(
+    machines: &[u32],
+    work: impl Fn(World) -> T + Sync,
+) -> Vec<T> {
     let store = Store::serve("127.0.0.1", 0, "test/", PATIENCE).unwrap();
-    let (table, change, port, world) = (table(), &change, store.port(), machines.iter().sum());
+    let (table, work, port, world) = (table(), &work, store.port(), machines.iter().sum());
     let name = |(index, count): (usize, &u32)| vec![format!("machine {index}"); *count as usize];
     let nodes: Vec<String> = machines.iter().enumerate().flat_map(name).collect();
     let rank = |rank: u32| {
@@ -62,11 +76,7 @@ fn train_on(
         let (interface, node) = (String::new(), nodes[rank as usize].clone());
         let place = Place { rank, world, host, port, rank_0_serves: false, name, interface, node };
         let group = Group::open(&place, PATIENCE, &|_| ()).unwrap();
-        let mut world = World::new(group, Device::Cpu, table.clone());
-        let mut exec = ExecOptions::new(scratch.path(out));
-        (exec.progress, exec.checkpoint_every, exec.workers) = (false, 3, Workers::new(1));
-        change(rank, &mut exec);
-        train(&Opened::open(scratch.path("run.toml"))?, &exec, &mut world)
+        work(World::new(group, Device::Cpu, table.clone()))
     };
     let rank = &rank;
     thread::scope(|scope| {

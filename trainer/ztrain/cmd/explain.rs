@@ -1,21 +1,23 @@
 //! `ztrain explain`.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use contract::terminal::print_raw;
 use contract::{Class, Fault, Result};
 use serde_json::json;
 use store::Location;
+use trainer::World;
 use trainer::explain::{Explanation, Request, explain};
-use trainer::replay::{Replayer, Verdict};
+use trainer::replay::{Replayer, Together, Verdict};
 
-use super::Speed;
+use super::{Keeping, Speed, ranks};
 
 /// Arguments.
 #[derive(clap::Args)]
 #[command(after_help = "Exit codes: 0 the same bits, 4 different bits, 5 the step diverges.")]
 pub(crate) struct Args {
-    /// The run's folder; nothing in it is written.
+    /// The run's folder; nothing in it is written but replays/, for the next question: see --keep-states.
     #[arg(long, value_name = "RUN", value_parser = super::run())]
     run: PathBuf,
     /// Where a store is now, if it was moved; once for each store of the run, in the order of its run.toml.
@@ -36,16 +38,24 @@ pub(crate) struct Args {
     /// Print everything as JSON.
     #[arg(long)]
     json: bool,
+    /// Tell where the time went; with --json as a field of its own.
+    #[arg(long)]
+    timing: bool,
+    #[command(flatten)]
+    keeping: Keeping,
     #[command(flatten)]
     speed: Speed,
 }
 
 /// Explains a step.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let Args { run, store, step, window, top, tokens, json, speed } = args;
+    let Args { run, store, step, window, top, tokens, json, timing, keeping, speed } = args;
+    ranks::refuse_launcher("ztrain explain")?;
     let (device, table) = speed.start(None)?;
     let workers = speed.workers(None, &table)?;
-    let mut replayer = Replayer::open_with(&run, &store, &table, device, workers)?;
+    let world = Arc::new(World::alone(device, table));
+    let replayer = Replayer::open_with(&run, &store, &world, workers, Together::default())?;
+    let mut replayer = replayer.keeping(keeping.keep());
     if let Some(kernels) = &replayer.kernels {
         contract::note!("note: {kernels}");
     }
@@ -58,11 +68,19 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     }
     let explained = explain(&mut replayer, Request { step, window, top, tokens })?;
     for warning in &replayer.warnings {
-        contract::note!("warning: passed over: {warning}");
+        contract::note!("warning: {warning}");
     }
-    match json {
-        true => print_raw(&format!("{}\n", json!(explained)))?,
-        false => print_raw(&explained.to_string())?,
+    let times = replayer.times();
+    if json {
+        let mut answer = json!(explained);
+        if timing {
+            answer["timing"] = json!(times);
+        }
+        print_raw(&format!("{answer}\n"))?;
+    } else {
+        print_raw(&explained.to_string())?;
+        let lines = if timing { times.lines() } else { Vec::new() };
+        lines.iter().for_each(|line| contract::note!("{line}"));
     }
     Ok(exit_code(&explained))
 }

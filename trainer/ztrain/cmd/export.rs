@@ -48,7 +48,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     };
     let state = replayer.state_at(step)?;
     for warning in &replayer.warnings {
-        contract::note!("warning: passed over: {warning}");
+        contract::note!("warning: {warning}");
     }
     let exported = export(replayer.spec(), &state, &args.out)?;
     tell!(

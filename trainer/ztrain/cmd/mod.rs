@@ -33,7 +33,8 @@ use signal_hook::flag;
 use store::Location;
 use tch::Device;
 use trainer::launch::Launched;
-use trainer::model::Keep;
+use trainer::model;
+use trainer::replay::Keep;
 use trainer::workers::Workers;
 
 /// Reads a place: a path, or `s3://bucket/key`.
@@ -75,6 +76,26 @@ pub(crate) struct Speed {
     pub(crate) prefetch: usize,
 }
 
+/// Flags about states that a replay leaves for the next question.
+#[derive(clap::Args)]
+#[command(next_help_heading = "For the next question")]
+pub(crate) struct Keeping {
+    /// States before steps that were asked for stay in RUN/replays, the last so many: what is asked next about such a step begins
+    /// there. 0 keeps none. No run goes on from them.
+    #[arg(long, value_name = "COUNT", default_value_t = 4)]
+    keep_states: usize,
+    /// GiB that they take together at most; one that is larger is not kept.
+    #[arg(long, value_name = "GIB", default_value_t = 16)]
+    keep_gib: u64,
+}
+
+impl Keeping {
+    /// What they say.
+    pub(crate) fn keep(&self) -> Keep {
+        Keep { states: self.keep_states, bytes: self.keep_gib.saturating_mul(1 << 30) }
+    }
+}
+
 impl Speed {
     /// Everything by default, on a device.
     pub(crate) fn on(device: &str) -> Self {
@@ -97,7 +118,10 @@ impl Speed {
     ) -> Result<Workers> {
         let ranks = launched.map_or(1, |launched| launched.local_world.max(1));
         let shared = || Workers::new(Workers::available().count() / ranks as usize);
-        let keep = if self.recompute { Keep::LayerInputs } else { Keep::Everything };
+        let keep = match self.recompute {
+            true => model::Keep::LayerInputs,
+            false => model::Keep::Everything,
+        };
         let workers = self.workers.or(self.lanes).map_or_else(shared, Workers::new);
         let ops = table.ops().map_err(|error| machine(&self.device, &error))?;
         Ok(workers.keeping(keep).computing_by(ops))

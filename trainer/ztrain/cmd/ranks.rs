@@ -16,7 +16,7 @@ use super::Speed;
 #[derive(clap::Args)]
 #[command(next_help_heading = "Ranks (never bits)")]
 pub(crate) struct Ranks {
-    /// Train with so many processes on this machine; under torchrun, srun or mpirun the environment decides.
+    /// Compute with so many processes on this machine; under torchrun, srun or mpirun the environment decides.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     nproc: Option<u32>,
     /// How long a rank waits for another before it names it and stops.
@@ -130,6 +130,19 @@ impl Ranks {
             }
             None => World::alone(device, runtime),
         })
+    }
+}
+
+/// Refuses to be started as one rank of several, where a command computes in one process.
+pub(crate) fn refuse_launcher(command: &str) -> Result<()> {
+    match launch::place(|name| std::env::var(name).ok())? {
+        None => Ok(()),
+        Some(Launched { place, .. }) => {
+            Err(Fault::usage(format!("{command} computes in one process"))
+                .at("the environment")
+                .found(format!("rank {} of {}", place.rank, place.world))
+                .hint("start it without torchrun, srun or mpirun; `ztrain replay` runs under them"))
+        }
     }
 }
 

@@ -2,27 +2,32 @@
 
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use contract::terminal::print_raw;
 use contract::{Class, Fault, Result};
 use serde_json::json;
 use store::Location;
+use trainer::World;
 use trainer::change::quoted;
+use trainer::launch::spawned_us;
 use trainer::optim::guard::Skipped;
 use trainer::replay::attribute::{Effort, attribute};
 use trainer::replay::documents::DocumentLoss;
 use trainer::replay::whatif::imagine;
-use trainer::replay::{Replayed, Replayer, Verdict};
+use trainer::replay::{Replayed, Replayer, Together, Verdict, meet};
 use trainer::step::Detail;
+use trainer::workers::Workers;
 
 use super::whatif::{self, Asked, Changes};
-use super::{Speed, attribute as attribution};
+use super::{Keeping, Speed, attribute as attribution};
+use super::ranks::{self, Ranks};
 
 /// Arguments.
 #[derive(clap::Args)]
 #[command(after_help = "Exit codes: 0 the same bits, 4 different bits, 5 the step diverges.")]
 pub(crate) struct Args {
-    /// The run's folder; nothing in it is written.
+    /// The run's folder; nothing in it is written but replays/, for the next question: see --keep-states.
     #[arg(long, value_name = "RUN", value_parser = super::run())]
     run: PathBuf,
     /// Where a store is now, if it was moved; once for each store of the run, in the order of its run.toml.
@@ -33,8 +38,8 @@ pub(crate) struct Args {
     #[arg(value_parser = clap::value_parser!(u64).range(1..))]
     step: Option<u64>,
     /// Several steps, from A to before B.
-    #[arg(long, value_name = "A..B")]
-    steps: Option<String>,
+    #[arg(long, value_name = "A..B", value_parser = super::step_range)]
+    steps: Option<Range<u64>>,
     /// Only this micro-batch of the step, counted from 0.
     #[arg(long, value_name = "V", conflicts_with = "steps")]
     micro_batch: Option<u64>,
@@ -44,6 +49,9 @@ pub(crate) struct Args {
     /// Print everything as JSON, one line for each step.
     #[arg(long)]
     json: bool,
+    /// Tell where the time went.
+    #[arg(long)]
+    timing: bool,
     /// So many steps, from the step on, beside those of the run (not a replay).
     #[arg(long = "continue", value_name = "K", conflicts_with = "steps", help_heading = "What if")]
     #[arg(value_parser = clap::value_parser!(u64).range(1..))]
@@ -69,17 +77,59 @@ pub(crate) struct Args {
     #[command(flatten)]
     changes: Changes,
     #[command(flatten)]
+    keeping: Keeping,
+    #[command(flatten)]
+    ranks: Ranks,
+    #[command(flatten)]
     speed: Speed,
 }
 
 /// Replays; the worst verdict decides the exit code.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let (steps, change) = (steps(&args)?, args.changes.change());
-    check_what_if(&args, change.is_some())?;
-    let (device, table) = args.speed.start(None)?;
-    let workers = args.speed.workers(None, &table)?;
-    let mut replayer = Replayer::open_with(&args.run, &args.store, &table, device, workers)?;
-    if let Some(kernels) = &replayer.kernels {
+    check_what_if(&args, args.changes.change().is_some())?;
+    if let Some(count) = args.ranks.to_spawn()? {
+        return ranks::start(count);
+    }
+    let launched = args.ranks.launched()?;
+    let stop = Arc::default();
+    let mut world = args.ranks.world(&args.speed, launched.as_ref(), &stop)?;
+    let workers = args.speed.workers(launched.as_ref(), &world.runtime)?;
+    meet(&mut world, args.ranks.transport())
+        .inspect_err(|fault| world.comm.report(&fault.to_string()))?;
+    let world = Arc::new(world);
+    let outcome = opened(&args, &world, workers).and_then(|mut replayer| {
+        let code = answer(&args, &mut replayer)?;
+        // Rank 0 says what came out, and ends with it.
+        replayer.end().map(|()| if replayer.speaks() { code } else { 0 })
+    });
+    // The others would only see a connection close.
+    let outcome = outcome.inspect_err(|fault| world.comm.report(&fault.to_string()));
+    match outcome {
+        Err(fault) if spawned_us() && !world.comm.spoke_first() => Ok(fault.class().exit_code()),
+        outcome => outcome,
+    }
+}
+
+/// The run, opened by this rank.
+fn opened(args: &Args, world: &Arc<World>, workers: Workers) -> Result<Replayer> {
+    let (schedule, flat) = args.ranks.ways();
+    let asked = vec![
+        format!("steps {:?}", steps(args)),
+        format!("--micro-batch {:?}", args.micro_batch),
+        format!("a change of {:?}", args.changes.change().words()),
+        format!("--keep-states and --keep-gib {:?}", args.keeping.keep()),
+        format!("--schedule {}", schedule.name()),
+        format!("--flat {flat}"),
+    ];
+    let together = Together { schedule, flat, asked };
+    let replayer = Replayer::open_with(&args.run, &args.store, world, workers, together)?;
+    Ok(replayer.keeping(args.keeping.keep()))
+}
+
+/// Answers what was asked; the exit code.
+fn answer(args: &Args, replayer: &mut Replayer) -> Result<u8> {
+    let (steps, change) = (steps(args), args.changes.change());
+    if let (Some(kernels), true) = (&replayer.kernels, replayer.speaks()) {
         contract::note!("note: {kernels}");
     }
     let last = replayer.spec().plan.steps();
@@ -93,34 +143,58 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         replayer.check_leaf(steps.start, leaf)?;
     }
     if change.is_some() {
-        let answer = imagine(&mut replayer, steps.clone(), &change)?;
+        let answer = imagine(replayer, steps.clone(), &change)?;
         let (run, stores, plot, json) = (&args.run, &args.store, args.plot.as_ref(), args.json);
-        whatif::print(&Asked { run, stores, change: &change, steps, json, plot }, &answer)?;
+        if replayer.speaks() {
+            whatif::print(&Asked { run, stores, change: &change, steps, json, plot }, &answer)?;
+        }
+        say_warnings(args, replayer);
         return Ok(0);
     }
     if let Some(documents) = args.attribute {
         let effort = Effort { documents, subsets: args.subsets };
-        let found = attribute(&mut replayer, steps, effort)?;
+        let found = attribute(replayer, steps, effort)?;
+        say_warnings(args, replayer);
         return attribution::print(&found, args.json).map(|()| 0);
     }
+    let code = replay(args, replayer, steps)?;
+    say_warnings(args, replayer);
+    Ok(code)
+}
+
+/// Replays steps, or a micro-batch of one.
+fn replay(args: &Args, replayer: &mut Replayer, steps: Range<u64>) -> Result<u8> {
     let mut state = replayer.state_after(steps.start - 1)?;
-    for warning in &replayer.warnings {
-        contract::note!("warning: passed over: {warning}");
-    }
     let mut code = 0;
     for step in steps.clone() {
         let before = state.step;
         let replayed = match args.micro_batch {
+            // One rank computes it by itself.
+            Some(_) if !replayer.speaks() => continue,
             Some(leaf) => replayer.leaf(&state, leaf)?,
             None => replayer.step(&mut state, Detail::Tokens)?,
         };
-        print_replayed(&args, &replayed, steps.end - steps.start == 1)?;
+        if replayer.speaks() {
+            print_replayed(args, &replayed, steps.end - steps.start == 1)?;
+        }
         code = code.max(exit_code(&replayed));
         if state.step == before && step + 1 < steps.end {
             break;
         }
     }
     Ok(code)
+}
+
+/// Says what was passed over on the way, and where the time went if that was asked.
+fn say_warnings(args: &Args, replayer: &Replayer) {
+    for warning in &replayer.warnings {
+        contract::note!("warning: {warning}");
+    }
+    let lines = match args.timing && replayer.speaks() {
+        true => replayer.times().lines(),
+        false => Vec::new(),
+    };
+    lines.iter().for_each(|line| contract::note!("{line}"));
 }
 
 /// Refuses flags of a counterfactual where nothing is changed, and a change where one micro-batch is asked for.
@@ -149,28 +223,11 @@ fn check_what_if(args: &Args, changed: bool) -> Result<()> {
     found.map(drop).map_err(|error| Fault::io("write", path, &error))
 }
 
-fn steps(args: &Args) -> Result<Range<u64>> {
-    let wrong = |found: &str| {
-        Fault::usage("these are not steps")
-            .at("--steps")
-            .found(found)
-            .wanted("A..B with 1 <= A < B, as in 10..20")
-    };
-    let range = match (&args.steps, args.step) {
-        (Some(text), _) => {
-            let (from, to) = text.split_once("..").ok_or_else(|| wrong(text))?;
-            let number = |text: &str| text.trim().parse::<u64>().map_err(|_| wrong(text));
-            number(from)?..number(to)?
-        }
-        (None, step) => {
-            let step = step.unwrap_or(0);
-            step..step.saturating_add(args.go_on.unwrap_or(1))
-        }
-    };
-    if range.start == 0 || range.is_empty() {
-        return Err(wrong(&format!("{}..{}", range.start, range.end)));
-    }
-    Ok(range)
+/// The steps that are asked for.
+fn steps(args: &Args) -> Range<u64> {
+    let step = args.step.unwrap_or(0);
+    let one = step..step.saturating_add(args.go_on.unwrap_or(1));
+    args.steps.clone().unwrap_or(one)
 }
 
 fn exit_code(replayed: &Replayed) -> u8 {

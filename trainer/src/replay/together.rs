@@ -1,0 +1,96 @@
+//! Several ranks at one replay: they see one run and are asked one thing, and share what only some of them have.
+
+use contract::{Fault, Result};
+use kernels::group::Transport;
+
+use super::{Replayer, Together};
+use crate::ledger::Ledger;
+use crate::mesh::words::{Reader, Writer};
+use crate::refusal::lost;
+use crate::run::{World, agree as agreement};
+use crate::spec::RunSpec;
+use crate::step::Gradient;
+
+/// Agrees with the other ranks how tensors travel: before a run is opened.
+pub fn meet(world: &mut World, transport: Transport) -> Result<()> {
+    world.comm.carry(world.device, transport).map_err(lost).map(drop)
+}
+
+/// Refuses ranks that see another run or are asked something else than rank 0. The last step that all of them see recorded:
+/// the run may go on meanwhile.
+pub(super) fn agree(
+    spec: &RunSpec,
+    ledger: &Ledger,
+    world: &World,
+    together: &Together,
+) -> Result<u64> {
+    agreement::same(spec, &together.asked, world)?;
+    let gather = |what: &str, mine: &Writer| world.comm.all_gather(what, mine.bytes()).map_err(lost);
+    let mut mine = Writer::default();
+    let last = gather("the length of the ledger", mine.word(ledger.last_step()))?;
+    let last = last.iter().map(|heard| Reader::new(heard).word());
+    let recorded = last.collect::<Result<Vec<_>>>()?.into_iter().min().unwrap_or(0);
+    let chain = ledger.chain_at(recorded).unwrap_or_default();
+    let mut mine = Writer::default();
+    let chains = gather("the chain of the ledger", mine.digest(chain))?;
+    for (rank, heard) in chains.iter().enumerate() {
+        if *heard != chains[0] {
+            return Err(Fault::mismatch(format!("rank {rank} sees another ledger than rank 0"))
+                .found(Reader::new(heard).digest()?)
+                .wanted(Reader::new(&chains[0]).digest()?)
+                .hint("a run's folder has to be the same on every rank: share it"));
+        }
+    }
+    Ok(recorded)
+}
+
+impl Replayer {
+    /// The loss of each token of a step, in the order of its micro-batches, whoever computed them.
+    pub(super) fn token_losses(&self, gradient: &Gradient) -> Result<Vec<f32>> {
+        let own = gradient.leaves.iter().flat_map(|leaf| leaf.token_losses.iter().copied());
+        if self.world.comm.world() == 1 {
+            return Ok(own.collect());
+        }
+        let (team, leaves) = (self.team()?, gradient.leaves.len() as u64);
+        let mut mine = Writer::default();
+        for number in team.leaves(leaves)? {
+            let losses = &gradient.leaves[number as usize].token_losses;
+            mine.word(losses.len() as u64);
+            losses.iter().for_each(|loss| {
+                mine.word(u64::from(loss.to_bits()));
+            });
+        }
+        let heard = team.tell("the gathering of token losses", &mine)?;
+        let mut said = Vec::new();
+        for (rank, mut heard) in heard.readers().into_iter().enumerate() {
+            let mut leaf = |_: &u64| {
+                let count = heard.word()?;
+                (0..count).map(|_| Ok(f32::from_bits(heard.word()? as u32))).collect()
+            };
+            let numbers = team.leaves_of(rank as u32, leaves)?;
+            said.push(numbers.iter().map(&mut leaf).collect::<Result<Vec<Vec<f32>>>>()?);
+        }
+        Ok(team.in_order(leaves, said)?.concat())
+    }
+
+    /// Whether this rank tells people what came out.
+    pub fn speaks(&self) -> bool {
+        self.world.comm.rank() == 0
+    }
+
+    /// Waits until every rank is done: until rank 0 has said everything, none may end.
+    pub fn end(&self) -> Result<()> {
+        self.world.comm.barrier("the end").map_err(lost)
+    }
+
+    /// Refuses several ranks for what one computes by itself.
+    pub(crate) fn refuse_ranks(&self, what: &str) -> Result<()> {
+        match self.world.comm.world() {
+            1 => Ok(()),
+            ranks => Err(Fault::usage(format!("{what} is computed by one process"))
+                .at("--nproc")
+                .found(ranks)
+                .hint("leave --nproc out, and start it without torchrun, srun or mpirun")),
+        }
+    }
+}

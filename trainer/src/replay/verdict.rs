@@ -1,0 +1,94 @@
+//! What a replay says of a step, in words.
+
+use serde::Serialize;
+
+use crate::ledger::{Difference, Stage};
+
+/// What a replay says about a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// Every quantity as in the ledger: if the loss is odd, look at the data.
+    SameBits,
+    /// Different, and the same again when repeated, where kernel tables or data differ: they made the difference.
+    Repeatable,
+    /// Different, and the same again when repeated, although everything is as it was: what the run computed was wrong.
+    RunHit,
+    /// Different each time: the machine.
+    NotRepeatable,
+    /// The ledger does not have this step: there is nothing to compare with.
+    NotRecorded,
+}
+
+impl Verdict {
+    /// Of a difference that is `same` when the step is computed once more; `kernels` says how kernel tables differ, if they do.
+    pub(super) fn of(same: bool, difference: &Difference, kernels: Option<&str>) -> Verdict {
+        match (same, kernels, difference.stage) {
+            (false, _, _) => Verdict::NotRepeatable,
+            (true, None, stage) if stage != Stage::Data => Verdict::RunHit,
+            (true, _, _) => Verdict::Repeatable,
+        }
+    }
+
+    /// For people.
+    pub fn words(self) -> &'static str {
+        match self {
+            Verdict::SameBits => "same bits",
+            Verdict::Repeatable | Verdict::RunHit => "different bits, repeatably",
+            Verdict::NotRepeatable => "different bits, not repeatably",
+            Verdict::NotRecorded => "not in the ledger",
+        }
+    }
+
+    /// What to look at next.
+    pub fn advice(self) -> &'static str {
+        match self {
+            Verdict::SameBits => {
+                "the machine computed this step correctly: an odd loss comes from the data or the weights"
+            }
+            Verdict::Repeatable => "software, kernels or data changed since the run",
+            Verdict::RunHit => {
+                "kernel tables and data are those of the run, so the run itself computed this step wrongly"
+            }
+            Verdict::NotRepeatable => "the hardware does not compute the same twice",
+            Verdict::NotRecorded => {
+                "the run has not got past this step: there is nothing to compare with"
+            }
+        }
+    }
+
+    /// The same, by what differs first.
+    pub(super) fn advice_on(self, difference: Option<&Difference>, kernels: Option<&str>) -> String {
+        let Some(Difference { quantity, stage, .. }) = difference else {
+            return self.advice().to_owned();
+        };
+        match (self, stage, kernels) {
+            (Verdict::Repeatable, Stage::Data, _) => {
+                "the step read other text than the run: look at the stores, with `zdata verify-run`"
+                    .to_owned()
+            }
+            (Verdict::Repeatable, _, Some(kernels)) => {
+                format!("software or kernels changed since the run: {kernels}")
+            }
+            (Verdict::RunHit, stage, _) => format!(
+                "{}: {} was hit, from its {quantity} on; look at the machine that computed it then (events.jsonl)",
+                self.advice(),
+                stage.words()
+            ),
+            _ => self.advice().to_owned(),
+        }
+    }
+}
+
+impl Stage {
+    /// For people.
+    fn words(self) -> &'static str {
+        match self {
+            Stage::Data => "what the step read",
+            Stage::Forward => "a weight at the start of the step, or its forward pass,",
+            Stage::Backward => "the backward pass of a micro-batch",
+            Stage::Sum => "the addition of gradients",
+            Stage::Update => "the update of weights and moments",
+        }
+    }
+}

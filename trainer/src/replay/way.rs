@@ -1,0 +1,182 @@
+//! The state before a step: from the nearest that is kept, then step by step as the run computed it.
+
+use std::time::Duration;
+
+use contract::{Fault, Result};
+
+use super::{Replayed, Replayer, Verdict};
+use crate::checkpoint::{self, Layout};
+use crate::events;
+use crate::progress::clock;
+use crate::run::restore::Reading;
+use crate::state::State;
+use crate::state::ownership::Ownership;
+use crate::step::Detail;
+use crate::waiting::{self, Waiting};
+
+/// Where the state before a step is taken from, should the step have to be computed once more.
+pub(super) enum Before<'a> {
+    /// A copy that was made for it.
+    Copied(Box<State>),
+    /// One that is there anyway.
+    Given(&'a State),
+    /// It is computed again: on a long way, no step's state is copied for a case that never comes.
+    Anew,
+}
+
+impl Replayer {
+    /// The state after `step`: from the nearest checkpoint, then by computing, each step checked against the ledger. It stays
+    /// for the next question, if that was asked for.
+    pub fn state_after(&mut self, step: u64) -> Result<State> {
+        let (last, recorded) = (self.spec.plan.steps(), self.recorded);
+        if step >= last || step > recorded {
+            return Err(Fault::usage(format!("step {} cannot be replayed", step + 1))
+                .at(self.folder.ledger().display().to_string())
+                .found(format!("a curriculum of {last} steps, {recorded} of them recorded"))
+                .wanted(format!("a step from 1 to {}", last.min(recorded + 1))));
+        }
+        let (state, computed) = self.state_and_way(step)?;
+        if computed > 0 && self.kept.writes() {
+            let kept = self.timed("keeping", || self.keep(&state));
+            if let Err(fault) = kept {
+                let why = fault.to_string().replace('\n', "\n  ");
+                self.warnings.push(format!("the state after step {step} is not kept: {why}"));
+            }
+        }
+        Ok(state)
+    }
+
+    /// The same for any recorded step, the last one included: nothing follows it here, and nothing is kept.
+    pub fn state_at(&mut self, step: u64) -> Result<State> {
+        let recorded = self.recorded;
+        if step > recorded {
+            return Err(Fault::usage(format!("there is no state after step {step}"))
+                .at(self.folder.ledger().display().to_string())
+                .wanted(format!("a step from 0 to {recorded}")));
+        }
+        self.state_and_way(step).map(|(state, _)| state)
+    }
+
+    /// The state after `step`, and how many steps were computed for it.
+    fn state_and_way(&mut self, step: u64) -> Result<(State, u64)> {
+        let (mut state, passed) = self.timed("load", || self.nearest(step))?;
+        self.warnings.extend(passed);
+        let from = state.step;
+        self.timed("way", || self.walk(&mut state, step))?;
+        Ok((state, step - from))
+    }
+
+    /// Computes the steps after `state` up to `step`, each as the ledger says it.
+    fn walk(&self, state: &mut State, step: u64) -> Result<()> {
+        let speaks = self.world.comm.rank() == 0;
+        if speaks {
+            self.say_way(state.step, step);
+        }
+        let what = format!("computing the state after step {step}");
+        let mut waiting = speaks.then(|| Waiting::new(what, step - state.step));
+        while state.step < step {
+            let batch = self.part(&self.spec, state.step + 1)?;
+            let next = self.replayed(state, &batch, Detail::Sums, Before::Anew, |_| ())?;
+            if next.verdict != Verdict::SameBits {
+                return Err(self.on_the_way(&next));
+            }
+            waiting.iter_mut().for_each(Waiting::one);
+        }
+        Ok(())
+    }
+
+    /// The state after `step` once more, whose way was right the first time; `None` where it is not now.
+    pub(super) fn anew(&self, step: u64) -> Result<Option<State>> {
+        let (mut state, _) = self.nearest(step)?;
+        while state.step < step {
+            let batch = self.part(&self.spec, state.step + 1)?;
+            let (_, outcome) = self.compute(&self.spec, &mut state, &batch, Detail::Sums)?;
+            if self.difference(batch.step, outcome.ok().as_ref())?.is_some() {
+                return Ok(None);
+            }
+        }
+        Ok(Some(state))
+    }
+
+    /// The newest state up to `step` that is there, of the run's checkpoints and of those that replays left; and what was
+    /// passed over.
+    fn nearest(&self, step: u64) -> Result<(State, Vec<String>)> {
+        let (comm, device) = (&self.world.comm, self.world.device);
+        let layout = Layout::new(&self.spec, device);
+        let owners = Ownership::new(&self.spec, comm.rank(), comm.world());
+        let reading =
+            Reading { comm, layout: &layout, owners: &owners, workers: self.workers };
+        let mut passed = Vec::new();
+        let found = if comm.rank() == 0 {
+            let places = [&self.folder.checkpoints()?, self.kept.checkpoints()];
+            let chain = |step| self.ledger.chain_at(step);
+            let found = reading.lead(&places, step, chain, |reader| self.fits(reader))?;
+            let said = |(step, fault)| format!("passed over: checkpoint step-{step}: {fault}");
+            passed.extend(found.passed.into_iter().map(said));
+            found.state
+        } else {
+            reading.follow()?.0
+        };
+        let state = match found {
+            Some((state, _)) => state,
+            None => State::begin(&self.spec, device, owners, self.workers)?,
+        };
+        Ok((state, passed))
+    }
+
+    /// Refuses a checkpoint whose state is not the one that the ledger says.
+    fn fits(&self, reader: &checkpoint::Reader<'_>) -> Result<()> {
+        let (at, found) = (reader.manifest().step, reader.manifest().state);
+        let written = self.ledger.record(at)?.state;
+        if found == written {
+            return Ok(());
+        }
+        Err(Fault::data("the weights at the start are not those that the ledger says")
+            .at(reader.location().to_string())
+            .found(found)
+            .wanted(written))
+    }
+
+    /// Keeps a state that was computed as the ledger says.
+    fn keep(&self, state: &State) -> Result<()> {
+        let layout = Layout::new(&self.spec, self.world.device);
+        let chain = self.ledger.chain_at(state.step);
+        let chain = chain.ok_or_else(|| Fault::bug("a state without a step is to be kept"))?;
+        let digests = (self.ledger.record(state.step)?.state, chain);
+        self.kept.put(&self.world.comm, &layout, state, digests)
+    }
+
+    /// Says from where the state after `step` is computed, if by the pace of the run that takes a while.
+    fn say_way(&self, from: u64, step: u64) {
+        let pace = events::pace(&self.folder.events()).unwrap_or(0.0);
+        let time = Duration::from_secs_f64((pace * (step - from) as f64).clamp(0.0, 1e9));
+        if time < waiting::SILENCE {
+            return;
+        }
+        let begins = match from {
+            0 => "the beginning".to_owned(),
+            from => format!("checkpoint step-{from}"),
+        };
+        contract::note!(
+            "steps {} to {step} are computed again from {begins}: about {} at the pace of the run",
+            from + 1,
+            clock(time)
+        );
+    }
+
+    /// The fault of a step on the way that is not what the ledger says.
+    pub(super) fn on_the_way(&self, next: &Replayed) -> Fault {
+        let quantity = next.difference.as_ref().map_or("outcome", |found| &found.quantity);
+        let fault = Fault::mismatch(format!(
+            "step {} on the way came out with {}: its {quantity} differs from the ledger",
+            next.step,
+            next.verdict.words()
+        ))
+        .hint(&next.advice);
+        let fault = fault.at(self.folder.ledger().display().to_string());
+        match &next.difference {
+            Some(found) => fault.found(&found.right).wanted(&found.left),
+            _ => fault,
+        }
+    }
+}
