@@ -1,12 +1,14 @@
 //! `events.jsonl`: where and when. Ranks, devices, times and restarts go here and nowhere else; nothing is chained.
 
 use std::fs::{File, OpenOptions};
-use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::io::{BufRead as _, BufReader, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use contract::{Fault, Result};
 use serde_json::{Value, json};
+
+use crate::mesh::Schedule;
 
 /// The events of a run, appended to.
 pub struct Events {
@@ -49,6 +51,36 @@ pub(crate) fn pace(path: &Path) -> Option<f64> {
     seconds.get(seconds.len() / 2).copied()
 }
 
+/// The ranks that trained a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Ranks {
+    /// How many there were.
+    pub(crate) world: u32,
+    /// How they dealt micro-batches.
+    pub(crate) schedule: Schedule,
+}
+
+/// The ranks by which `step` was recorded, by the events at `path`; `None` where these do not say. Who computed it once more
+/// later does not count.
+pub(crate) fn ranks_at(path: &Path, step: u64) -> Option<Ranks> {
+    let events = BufReader::new(File::open(path).ok()?).lines().map_while(std::result::Result::ok);
+    let mut now = None;
+    for event in events.filter_map(|line| serde_json::from_str::<Value>(&line).ok()) {
+        match event["event"].as_str() {
+            Some("start") => now = Some(Ranks { world: 1, schedule: Schedule::default() }),
+            Some("ranks") => {
+                let streaming = event["schedule"] == Schedule::Streaming.name();
+                let schedule = if streaming { Schedule::Streaming } else { Schedule::Subtree };
+                let world = event["world"].as_u64().and_then(|world| u32::try_from(world).ok());
+                now = world.map(|world| Ranks { world, schedule });
+            }
+            Some("step") if event["step"] == step && event["again"] != true => return now,
+            _ => (),
+        }
+    }
+    None
+}
+
 /// Bytes at the end of the events that [`pace`] looks at.
 const TAIL: u64 = 1 << 15;
 
@@ -62,6 +94,24 @@ pub(crate) fn now() -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_step_is_known_by_the_ranks_that_recorded_it() {
+        let folder = tempfile::TempDir::new().unwrap();
+        let path = folder.path().join("events.jsonl");
+        let mut events = Events::open(&path).unwrap();
+        let step = |step: u64, again: bool| json!({"step": step, "again": again});
+        events.write("start", json!({})).unwrap();
+        events.write("step", step(1, false)).unwrap();
+        events.write("start", json!({})).unwrap();
+        events.write("ranks", json!({"world": 3, "schedule": "streaming"})).unwrap();
+        events.write("step", step(1, true)).unwrap();
+        events.write("step", step(2, false)).unwrap();
+        let ranks = |world, schedule| Some(Ranks { world, schedule });
+        assert_eq!(ranks_at(&path, 1), ranks(1, Schedule::Subtree));
+        assert_eq!(ranks_at(&path, 2), ranks(3, Schedule::Streaming));
+        assert_eq!(ranks_at(&path, 3), None);
+    }
 
     #[test]
     fn the_pace_is_the_median_of_the_last_steps() {

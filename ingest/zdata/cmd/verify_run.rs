@@ -316,7 +316,9 @@ impl Step {
         }
         match (losses - leaves).abs() <= ROUNDING * leaves.abs() {
             true => Ok(()),
-            false => Err(format!("its losses add up to {leaves}, those of its sources to {losses}")),
+            false => {
+                Err(format!("its losses add up to {leaves}, those of its sources to {losses}"))
+            }
         }
     }
 
@@ -355,7 +357,9 @@ fn floats(packed: &str) -> std::result::Result<Vec<f64>, String> {
         u64::from_str_radix(digits, 16).ok().map(f64::from_bits)
     });
     let floats: Option<Vec<f64>> = words.collect();
-    floats.ok_or_else(|| "it holds something else than words of sixteen hexadecimal digits".to_owned())
+    floats.ok_or_else(|| {
+        "it holds something else than words of sixteen hexadecimal digits".to_owned()
+    })
 }
 
 /// The sum over the fixed tree: the largest power of two below the number of values goes to the left.
@@ -455,7 +459,10 @@ mod tests {
             loss: 5.75 / 7.0,
             leaf_labels: vec![2, 5],
             leaf_losses: packed(&[1.25, 4.5]),
-            sources: BTreeMap::from([("web".into(), source(3, 2.0)), ("math".into(), source(4, 3.75))]),
+            sources: BTreeMap::from([
+                ("web".into(), source(3, 2.0)),
+                ("math".into(), source(4, 3.75)),
+            ]),
             router: vec![vec![3, 5], vec![], vec![8, 0]],
             norm: packed(&[5.0]),
             layer_gradient_norms: packed(&[3.0, 4.0]),
@@ -468,7 +475,10 @@ mod tests {
         type Edit = fn(&mut Step);
         let forged: [(Edit, &str); 6] = [
             (|step| step.sources.get_mut("web").unwrap().labels += 1, "labels of its sources"),
-            (|step| step.sources.get_mut("web").unwrap().loss = packed(&[2.5]), "those of its sources to"),
+            (
+                |step| step.sources.get_mut("web").unwrap().loss = packed(&[2.5]),
+                "those of its sources to",
+            ),
             (|step| drop(step.sources.remove("math")), "labels of its sources"),
             (|step| step.norm = packed(&[5.001]), "its norm is 5.001"),
             (|step| step.layer_gradient_norms = packed(&[3.0, 4.0, 0.1]), "those of its layers"),

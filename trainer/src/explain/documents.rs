@@ -169,7 +169,7 @@ fn around(boundaries: &[u32], place: &Range<u32>, seq_len: u32) -> Range<u32> {
     from..to
 }
 
-/// The gradient of each of `documents`, against the step's.
+/// The gradient of each of `documents`, against the step's, and the tokens that were computed for them.
 pub(super) fn gradients(
     spec: &RunSpec,
     state: &State,
@@ -177,7 +177,7 @@ pub(super) fn gradients(
     documents: &[DocumentLoss],
     step: StepGradient<'_>,
     workers: Workers,
-) -> Result<Vec<DocumentGradient>> {
+) -> Result<(Vec<DocumentGradient>, u64)> {
     let biases = micro_batch::bias_tensors(&state.weights, &state.balance);
     let weights = micro_batch::products(spec, batch.step, &state.weights, workers)?;
     let (weights, biases, own) =
@@ -187,7 +187,7 @@ pub(super) fn gradients(
     let (divisor, device) = (batch.label_count.max(1), state.weights[0].device());
     let work = |document: &DocumentLoss| {
         if document.labels == 0 {
-            return Ok(DocumentGradient::default());
+            return Ok((DocumentGradient::default(), 0));
         }
         let (weights, biases, own) = (weights.aliases(), biases.aliases(), own.aliases());
         let mut sink = Against {
@@ -202,12 +202,16 @@ pub(super) fn gradients(
         let staged = alone.input().stage(config, &stager)?;
         let how = workers.options();
         model::micro_batch(config, &weights, &biases, staged, divisor, how, &mut sink)?;
-        Ok(DocumentGradient { squares: norm::sum(&sink.squares), dot: norm::sum(&sink.dots) })
+        let tokens = alone.tokens.len() as u64;
+        let (squares, dot) = (norm::sum(&sink.squares), norm::sum(&sink.dots));
+        Ok((DocumentGradient { squares, dot }, tokens))
     };
-    workers.map(documents.iter().collect(), |document| {
+    let found = workers.map(documents.iter().collect(), |document| {
         let place = || format!("step {}, document {:?}", batch.step, document.id);
         caught(|| work(document)).map_err(|fault| fault.or_at(place))
-    })
+    })?;
+    let (gradients, tokens): (Vec<_>, Vec<u64>) = found.into_iter().unzip();
+    Ok((gradients, tokens.into_iter().sum()))
 }
 
 /// Puts the documents in order, worst first. `cost` is what a label of a source cost before; `squares` those of the step's

@@ -1,7 +1,7 @@
 //! A step explained: one sentence, then the evidence for it.
 //!
 //! ```text
-//! replay       the step computed again and compared: bits                          bits
+//! replay       the step computed again and compared: bits                          replay::narrow
 //! documents    excess loss, gradient and alignment of each; the worst first       documents, tokens
 //! removal      the step without the worst of them, exactly                        removal
 //! layers       norms against the steps before, routers, temperatures              layers
@@ -12,7 +12,6 @@
 //! Invariant: nothing in the run's folder is written, and every number is computed from the run: by the replayed step, by
 //! its ledger, or by a counterfactual that is marked as one.
 
-mod bits;
 mod changes;
 mod documents;
 mod history;
@@ -24,10 +23,10 @@ mod verdict;
 
 use contract::{Fault, Result};
 use kernels::tree::Counter;
+use loader::Batch;
 use serde::Serialize;
 use tch::Tensor;
 
-pub use bits::Narrowed;
 pub use changes::{Change, Kind};
 pub use documents::{DocumentEvidence, DocumentGradient};
 pub use layers::{ActivityEvidence, LayerEvidence, Norm, RouterEvidence, TemperatureEvidence};
@@ -36,9 +35,11 @@ pub use tokens::WorstToken;
 pub use verdict::{Finding, Subject};
 
 use crate::change::quoted;
-use crate::ledger::{Difference, StepRecord};
+use crate::ledger::StepRecord;
 use crate::optim::norm;
-use crate::replay::{Replayer, Verdict};
+use crate::replay::documents::DocumentLoss;
+use crate::replay::narrow::Narrowed;
+use crate::replay::{Replayer, Verdict, tokens as tokens_of};
 use crate::state::State;
 use documents::StepGradient;
 use history::History;
@@ -132,19 +133,18 @@ pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation>
     }
     replayer.refuse_ranks("an explanation")?;
     let before = replayer.state_after(step - 1)?;
-    let history = History::read(replayer.ledger(), step, window)?;
     let replayer = &*replayer;
+    let history = || History::read(replayer.ledger(), step, window);
+    let history = replayer.timed("window", history)?;
     let mut after = before.copy();
     let kept = replayer.step_with_gradient(&before, &mut after)?;
     let (batch, replayed) = (&kept.batch, kept.replayed);
     let (spec, workers) = (replayer.spec(), replayer.workers());
     let squares = squares(&kept.gradient, workers)?;
+    let cost = |source: &str| history.cost(source).unwrap_or(replayed.loss);
     let step_gradient = StepGradient { pieces: before.owners.pieces(), own: &kept.gradient };
-    let found = replayed.documents;
-    let gradients = documents::gradients(spec, &before, batch, &found, step_gradient, workers)?;
-    let step_cost = replayed.loss;
-    let cost = |source: &str| history.cost(source).unwrap_or(step_cost);
-    let ranked = documents::rank(found, &gradients, cost, squares);
+    let gradients = gradients(replayer, &before, batch, &replayed.documents, step_gradient)?;
+    let ranked = documents::rank(replayed.documents, &gradients, cost, squares);
     let named = &ranked[..top.min(ranked.len())];
     let decoder = tokens::Decoder::of(spec)?;
     let worst = named
@@ -153,9 +153,14 @@ pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation>
     let worst = worst.collect::<Result<Vec<_>>>()?;
     let next = (step < spec.plan.steps()).then(|| replayer.batch(step + 1)).transpose()?;
     let without = Without { replayer, before: &before, batch, next: next.as_ref() };
-    let removals = removals(without, named)?;
+    let removals = replayer.timed("removals", || removals(without, named))?;
     let next = next.as_ref().filter(|_| replayed.record.is_some());
-    let next_loss = next.map(|next| removal::loss_of(spec, &after, next, workers)).transpose()?;
+    let next_loss = || next.map(|next| removal::loss_of(spec, &after, next, workers)).transpose();
+    let next_loss = replayer.timed("next step", next_loss)?;
+    replayer.passed(next.map_or(0, tokens_of), false);
+    let activities = || layers::activities(spec, &before, batch, workers);
+    let activities = replayer.timed("layers", activities)?;
+    replayer.passed(tokens_of(batch), false);
     let unexplained = unexplained(&ranked, named.len());
     let mut explanation = Explanation {
         step,
@@ -163,7 +168,7 @@ pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation>
         findings: Vec::new(),
         verdict: replayed.verdict,
         advice: replayed.advice,
-        bits: None,
+        bits: replayed.narrowed,
         diverged: replayed.diverged,
         loss: replayed.loss,
         loss_before: history.median(|record| Some(record.loss)),
@@ -178,23 +183,31 @@ pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation>
         unexplained,
         layers: Vec::new(),
         routers: Vec::new(),
-        activities: layers::activities(spec, &before, batch, workers)?,
+        activities,
         temperatures: layers::temperatures(spec, &spec.model_at(step)?.config, &before),
         changes: Vec::new(),
         next: Vec::new(),
     };
-    let recomputed = Recomputed { difference: replayed.difference, record: replayed.record };
-    explanation.by_the_ledger(replayer, &before, &history, recomputed)?;
+    explanation.by_the_ledger(replayer, &before, &history, replayed.record)?;
     explanation.next = next_commands(&explanation, &replayer.root().display().to_string());
     explanation.findings = verdict::findings(&explanation);
     explanation.sentence = verdict::sentence(&explanation.findings, &explanation);
     Ok(explanation)
 }
 
-/// What a replay makes of a recorded step.
-struct Recomputed {
-    difference: Option<Difference>,
-    record: Option<StepRecord>,
+/// The gradient of each document, against the step's.
+fn gradients(
+    replayer: &Replayer,
+    before: &State,
+    batch: &Batch,
+    found: &[DocumentLoss],
+    step: StepGradient<'_>,
+) -> Result<Vec<DocumentGradient>> {
+    let (spec, workers) = (replayer.spec(), replayer.workers());
+    let all = || documents::gradients(spec, before, batch, found, step, workers);
+    let (gradients, passed) = replayer.timed("documents", all)?;
+    replayer.passed(passed, true);
+    Ok(gradients)
 }
 
 impl Explanation {
@@ -205,16 +218,11 @@ impl Explanation {
         replayer: &Replayer,
         before: &State,
         history: &History,
-        recomputed: Recomputed,
+        again: Option<StepRecord>,
     ) -> Result<()> {
         let (step, spec, workers) = (self.step, replayer.spec(), replayer.workers());
-        let Recomputed { difference, record: again } = recomputed;
         let recorded = step <= replayer.recorded();
         let written = recorded.then(|| replayer.ledger().record(step)).transpose()?;
-        if let (Some(first), Some(written), Some(again)) = (&difference, &written, &again) {
-            let parameters = &replayer.ledger().head().parameters;
-            self.bits = Some(bits::narrow(first, written, again, parameters));
-        }
         if let Some(record) = written.as_ref().or(again.as_ref()) {
             self.layers = layers::layers(spec, before, record, history, workers)?;
             self.routers = layers::routers(record, history);

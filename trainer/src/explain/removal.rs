@@ -13,7 +13,7 @@ use super::documents::DocumentEvidence;
 use crate::model;
 use crate::optim::guard::Skipped;
 use crate::refusal::caught;
-use crate::replay::Replayer;
+use crate::replay::{Replayer, tokens};
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
 use crate::step::{Detail, micro_batch};
@@ -57,12 +57,14 @@ impl Without<'_> {
             labels += batch.hide(place.row, place.columns.clone());
         }
         let (gradient, outcome) = replayer.compute(spec, &mut state, &batch, Detail::Sums)?;
+        replayer.passed(tokens(&batch), true);
         let loss = gradient.mean();
         // It errs only where the step diverges.
         let record = outcome.ok();
         let (norm, skipped) = record.map_or((None, None), |one| (Some(one.norm()), one.skipped));
         let next = next.filter(|_| norm.is_some());
         let next_loss = next.map(|next| loss_of(spec, &state, next, workers)).transpose()?;
+        replayer.passed(next.map_or(0, tokens), false);
         let documents = documents.iter().map(|one| one.document.id.clone()).collect();
         Ok(Removal { documents, labels, loss, norm, skipped, next_loss })
     }

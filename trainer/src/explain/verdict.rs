@@ -2,10 +2,10 @@
 
 use serde::Serialize;
 
-use super::bits::joined;
 use super::changes::{Change, Kind};
 use super::{Explanation, RouterEvidence, documents};
 use crate::replay::Verdict;
+use crate::replay::narrow::joined;
 
 /// Of what a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]

@@ -91,8 +91,7 @@ impl Kept {
 
     /// Takes the place for a state of `step`, without what a kill or damage has left there.
     fn prepare(&self, step: u64) -> Result<File> {
-        fs::create_dir_all(&self.root)
-            .map_err(|error| Fault::io("create", &self.root, &error))?;
+        fs::create_dir_all(&self.root).map_err(|error| Fault::io("create", &self.root, &error))?;
         let busy = || Fault::machine("another replay of this run keeps one at this moment");
         let lock = folder::try_lock(&self.root)?.ok_or_else(busy)?;
         self.checkpoints.clean()?;

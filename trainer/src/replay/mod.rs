@@ -9,7 +9,9 @@
 pub mod attribute;
 pub mod documents;
 mod executor;
+pub mod hit;
 mod kept;
+pub mod narrow;
 pub mod spent;
 mod together;
 mod verdict;
@@ -43,6 +45,7 @@ use documents::DocumentLoss;
 pub use executor::{Executor, ThisMachine};
 pub use kept::Keep;
 use kept::Kept;
+use narrow::Narrowed;
 use spent::{Times, Watch};
 pub use together::meet;
 pub use verdict::Verdict;
@@ -59,6 +62,8 @@ pub struct Replayed {
     pub verdict: Verdict,
     /// The first quantity that differs: the ledger on the left.
     pub difference: Option<Difference>,
+    /// Where it was hit, as far as the ledger, the events and the run's checkpoints tell; where both sides were computed.
+    pub narrowed: Option<Narrowed>,
     /// What to look at next.
     pub advice: String,
     /// Why the step could not be completed, where it diverged again.
@@ -214,6 +219,13 @@ impl Replayer {
         outcome
     }
 
+    /// Counts tokens that went through the model, backward too or only forward.
+    pub(crate) fn passed(&self, tokens: u64, backward: bool) {
+        let mut times = self.times.borrow_mut();
+        times.forward_tokens += tokens;
+        times.backward_tokens += if backward { tokens } else { 0 };
+    }
+
     /// Computes the step after `state` as the run did, compares it, and moves the state.
     pub fn step(&self, state: &mut State, detail: Detail) -> Result<Replayed> {
         let batch = self.timed("batch", || self.part(&self.spec, state.step + 1))?;
@@ -252,17 +264,24 @@ impl Replayer {
         let (gradient, outcome) = self.compute_and_look(&self.spec, state, batch, detail, look)?;
         if !matches!(before, Before::Anew) {
             self.times.borrow_mut().add("step", watch.read());
+            self.passed(tokens(batch), true);
         }
         let (record, diverged) = match outcome {
             Ok(record) => (Some(record), None),
             Err(fault) => (None, Some(fault.to_string())),
         };
         let difference = self.difference(step, record.as_ref())?;
-        let verdict = match (&difference, step > self.recorded) {
-            (_, true) => Verdict::NotRecorded,
-            (None, false) => Verdict::SameBits,
-            (Some(found), false) => self.again(before, batch, record.as_ref(), found)?,
-        };
+        let (mut verdict, mut narrowed) = (Verdict::SameBits, None);
+        if step > self.recorded {
+            verdict = Verdict::NotRecorded;
+        } else if let Some(found) = &difference {
+            let on_the_way = matches!(before, Before::Anew);
+            let before = self.state_before(before, step)?;
+            verdict = self.again(before.as_ref(), batch, record.as_ref(), found)?;
+            if let (Some(before), Some(record), false) = (&before, &record, on_the_way) {
+                narrowed = Some(self.narrow(found, record, (before, state), batch, verdict)?);
+            }
+        }
         let documents = match detail {
             Detail::Sums => Vec::new(),
             Detail::Tokens => {
@@ -271,7 +290,8 @@ impl Replayer {
             }
         };
         let found = self.found(step, verdict, difference);
-        Ok(Replayed { diverged, loss: gradient.mean(), record, documents, ..found })
+        let loss = gradient.mean();
+        Ok(Replayed { narrowed, diverged, loss, record, documents, ..found })
     }
 
     /// Computes one micro-batch of the step after `state`, and compares that. A rank does it by itself.
@@ -279,9 +299,9 @@ impl Replayer {
         let step = state.step + 1;
         self.check_leaf(step, leaf)?;
         let batch = self.timed("batch", || self.batch(step))?;
-        let compute =
-            || self.executor.leaf(&self.spec, state, &batch, leaf, self.workers);
+        let compute = || self.executor.leaf(&self.spec, state, &batch, leaf, self.workers);
         let sums = self.timed("step", compute)?;
+        self.passed(batch.micro_batch * u64::from(batch.seq_len), true);
         let difference = if step > self.recorded {
             None
         } else {
@@ -313,6 +333,7 @@ impl Replayer {
             verdict,
             advice: verdict.advice_on(difference.as_ref(), self.kernels.as_deref()),
             difference,
+            narrowed: None,
             diverged: None,
             loss: 0.0,
             record: None,
@@ -380,21 +401,26 @@ impl Replayer {
         self.executor.gradient(cx, state, batch, Detail::Sums)
     }
 
+    /// The state before `step`; `None` where the way there comes out otherwise than the first time.
+    fn state_before(&self, before: Before<'_>, step: u64) -> Result<Option<State>> {
+        match before {
+            Before::Copied(state) => Ok(Some(*state)),
+            Before::Given(state) => Ok(Some(state.copy())),
+            Before::Anew => self.anew(step - 1),
+        }
+    }
+
     /// Computes a step that came out differently once more.
     fn again(
         &self,
-        before: Before<'_>,
+        before: Option<&State>,
         batch: &Batch,
         first: Option<&StepRecord>,
         difference: &Difference,
     ) -> Result<Verdict> {
-        let before = match before {
-            Before::Copied(state) => Some(*state),
-            Before::Given(state) => Some(state.copy()),
-            Before::Anew => self.anew(batch.step - 1)?,
-        };
         // Where the way here came out otherwise than the first time, no step is needed to know.
-        let Some(mut before) = before else { return Ok(Verdict::NotRepeatable) };
+        let Some(before) = before else { return Ok(Verdict::NotRepeatable) };
+        let mut before = before.copy();
         let (_, outcome) = self.compute(&self.spec, &mut before, batch, Detail::Sums)?;
         let parameters = &self.ledger.head().parameters;
         let same = match (first, outcome) {
@@ -437,6 +463,11 @@ impl Replayer {
     pub fn root(&self) -> PathBuf {
         self.folder.root().to_owned()
     }
+}
+
+/// The tokens of a batch.
+pub(crate) fn tokens(batch: &Batch) -> u64 {
+    batch.rows * u64::from(batch.seq_len)
 }
 
 /// Where a leaf parts from the ledger.

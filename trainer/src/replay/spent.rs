@@ -16,30 +16,43 @@ pub struct Spent {
     pub processor: f64,
 }
 
-/// Times by part.
+/// Times by part, and what was computed in them.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-#[serde(transparent)]
-pub struct Times(BTreeMap<&'static str, Spent>);
+pub struct Times {
+    /// Each part's.
+    parts: BTreeMap<&'static str, Spent>,
+    /// Tokens that went forward through the model on this rank, the way to the state before the step left out.
+    pub forward_tokens: u64,
+    /// Tokens of these that went backward too.
+    pub backward_tokens: u64,
+}
 
 impl Times {
     /// Adds to a part.
     pub(crate) fn add(&mut self, part: &'static str, spent: Spent) {
-        let sum = self.0.entry(part).or_default();
+        let sum = self.parts.entry(part).or_default();
         sum.wall += spent.wall;
         sum.processor += spent.processor;
     }
 
     /// Of a part.
     pub fn of(&self, part: &str) -> Spent {
-        self.0.get(part).copied().unwrap_or_default()
+        self.parts.get(part).copied().unwrap_or_default()
     }
 
     /// For people: a line for each part.
     pub fn lines(&self) -> Vec<String> {
         let line = |(part, spent): (&&str, &Spent)| {
-            format!("time: {part:<12} {:>9.3} s, {:>8.2} s of processors", spent.wall, spent.processor)
+            format!(
+                "time: {part:<12} {:>9.3} s, {:>8.2} s of processors",
+                spent.wall, spent.processor
+            )
         };
-        self.0.iter().map(line).collect()
+        let tokens = format!(
+            "tokens through the model: {} forward, {} of them backward",
+            self.forward_tokens, self.backward_tokens
+        );
+        self.parts.iter().map(line).chain([tokens]).collect()
     }
 }
 
@@ -85,6 +98,6 @@ mod tests {
         let busy = times.of("busy");
         assert!(busy.wall >= 1.2 && busy.processor > 0.0, "{busy:?}");
         assert_eq!(times.of("nothing"), Spent::default());
-        assert_eq!(times.lines().len(), 1);
+        assert_eq!(times.lines().len(), 2);
     }
 }

@@ -25,7 +25,8 @@ pub(super) fn agree(
     together: &Together,
 ) -> Result<u64> {
     agreement::same(spec, &together.asked, world)?;
-    let gather = |what: &str, mine: &Writer| world.comm.all_gather(what, mine.bytes()).map_err(lost);
+    let gather =
+        |what: &str, mine: &Writer| world.comm.all_gather(what, mine.bytes()).map_err(lost);
     let mut mine = Writer::default();
     let last = gather("the length of the ledger", mine.word(ledger.last_step()))?;
     let last = last.iter().map(|heard| Reader::new(heard).word());

@@ -58,7 +58,11 @@ impl Verdict {
     }
 
     /// The same, by what differs first.
-    pub(super) fn advice_on(self, difference: Option<&Difference>, kernels: Option<&str>) -> String {
+    pub(super) fn advice_on(
+        self,
+        difference: Option<&Difference>,
+        kernels: Option<&str>,
+    ) -> String {
         let Some(Difference { quantity, stage, .. }) = difference else {
             return self.advice().to_owned();
         };

@@ -104,8 +104,7 @@ impl Replayer {
         let (comm, device) = (&self.world.comm, self.world.device);
         let layout = Layout::new(&self.spec, device);
         let owners = Ownership::new(&self.spec, comm.rank(), comm.world());
-        let reading =
-            Reading { comm, layout: &layout, owners: &owners, workers: self.workers };
+        let reading = Reading { comm, layout: &layout, owners: &owners, workers: self.workers };
         let mut passed = Vec::new();
         let found = if comm.rank() == 0 {
             let places = [&self.folder.checkpoints()?, self.kept.checkpoints()];

@@ -125,7 +125,12 @@ impl<'a> Opening<'a> {
     /// The newest checkpoint that all ranks can read together.
     fn newest(&self, reading: &Reading<'_>) -> Result<Found<Restored>> {
         let ledger = &self.open.ledger;
-        reading.lead(&[&self.checkpoints], ledger.last_step(), |step| ledger.chain_at(step), |_| Ok(()))
+        reading.lead(
+            &[&self.checkpoints],
+            ledger.last_step(),
+            |step| ledger.chain_at(step),
+            |_| Ok(()),
+        )
     }
 
     /// Says what was passed over, and takes it out of the way: the retention must not take it for the newest. Where nothing

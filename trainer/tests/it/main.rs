@@ -13,6 +13,7 @@ mod folder;
 mod fork;
 mod guard;
 mod hf;
+mod hits;
 mod machine;
 mod plan;
 mod ranks;

@@ -63,10 +63,7 @@ fn train_on(
 }
 
 /// Does `work` as each of so many ranks on each of several machines.
-pub(crate) fn on_ranks<T: Send>(
-    machines: &[u32],
-    work: impl Fn(World) -> T + Sync,
-) -> Vec<T> {
+pub(crate) fn on_ranks<T: Send>(machines: &[u32], work: impl Fn(World) -> T + Sync) -> Vec<T> {
     let store = Store::serve("127.0.0.1", 0, "test/", PATIENCE).unwrap();
     let (table, work, port, world) = (table(), &work, store.port(), machines.iter().sum());
     let name = |(index, count): (usize, &u32)| vec![format!("machine {index}"); *count as usize];

@@ -171,11 +171,12 @@ fn a_run_never_goes_on_from_a_kept_state() {
     let scratch = Scratch::new();
     scratch.train("whole");
     let every = |exec: &mut trainer::ExecOptions| exec.checkpoint_every = 6;
-    scratch.run(&scratch.path("run.toml"), "run", |exec| {
-        every(exec);
-        exec.stop_after = Some(9);
-    })
-    .unwrap();
+    scratch
+        .run(&scratch.path("run.toml"), "run", |exec| {
+            every(exec);
+            exec.stop_after = Some(9);
+        })
+        .unwrap();
     open(&scratch, "run").state_after(8).unwrap();
     fs::remove_dir_all(scratch.path("run/checkpoints/step-9")).unwrap();
     scratch.run(&scratch.path("run.toml"), "run", every).unwrap();

@@ -19,9 +19,9 @@ use trainer::replay::{Replayed, Replayer, Together, Verdict, meet};
 use trainer::step::Detail;
 use trainer::workers::Workers;
 
+use super::ranks::{self, Ranks};
 use super::whatif::{self, Asked, Changes};
 use super::{Keeping, Speed, attribute as attribution};
-use super::ranks::{self, Ranks};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -252,6 +252,9 @@ fn print_replayed(args: &Args, replayed: &Replayed, alone: bool) -> Result<()> {
     if let Some(found) = &replayed.difference {
         tell!("  first difference: {}", found.quantity);
         tell!("    ledger: {}\n    here:   {}", found.left, found.right);
+    }
+    if let Some(narrowed) = &replayed.narrowed {
+        tell!("  narrowed: {}", narrowed.words);
     }
     if let Some(fault) = &replayed.diverged {
         tell!("  diverges: {}", fault.replace('\n', "\n  "));

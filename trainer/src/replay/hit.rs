@@ -1,0 +1,272 @@
+//! The element that a flipped bit hit, from a checkpoint that the run left behind it.
+//!
+//! A hit before the forward pass spreads to everything within a step; the element itself still lies farther off than all
+//! that followed from it. The suspicion is proven by putting the bit into the true state: a micro-batch then has the loss
+//! and the gradient that the ledger has.
+
+use contract::Result;
+use loader::Batch;
+use serde::Serialize;
+use tch::Tensor;
+
+use super::Replayer;
+use super::narrow::Narrowed;
+use crate::checkpoint::{Layout, Set};
+use crate::ledger::{Stage, StepRecord};
+use crate::refusal::refused;
+use crate::state::State;
+use crate::state::ownership::{Ownership, Piece};
+use crate::step::Detail;
+
+/// An element of the state that was hit.
+#[derive(Clone, Debug, Serialize)]
+pub struct Hit {
+    /// The parameter.
+    pub parameter: String,
+    /// Its weights, or which of its moments.
+    pub set: Set,
+    /// The element, counted in the tensor.
+    pub element: i64,
+    /// The rank that owned it, where events.jsonl says how many there were.
+    pub owner: Option<u32>,
+    /// The step of the checkpoint that told it.
+    pub checkpoint: u64,
+    /// How many times farther off it is than anything in other parameters; `None` where those are as they should be.
+    pub times: Option<f64>,
+    /// The bit, from 0, of a weight that was hit before the forward pass: with it, a micro-batch is what the ledger says.
+    pub bit: Option<u32>,
+}
+
+/// What there is to find it by.
+#[derive(Clone, Copy)]
+pub(super) struct Traces<'a> {
+    pub(super) found: &'a Narrowed,
+    pub(super) written: &'a StepRecord,
+    pub(super) before: &'a State,
+    pub(super) after: &'a State,
+    pub(super) batch: &'a Batch,
+}
+
+/// Steps behind the hit within which a checkpoint is looked at.
+const NEAR: u64 = 64;
+
+/// An element this many times farther off than anything in other parameters stands out.
+const STANDS_OUT: f64 = 4.0;
+
+/// The farthest element of a tensor.
+struct Farthest<'a> {
+    piece: &'a Piece,
+    set: Set,
+    element: i64,
+    distance: f64,
+}
+
+/// Looks for the element; words say what was found, or what could tell.
+pub(super) fn find(
+    replayer: &Replayer,
+    traces: Traces<'_>,
+    owners: Option<&Ownership>,
+) -> Result<(Option<Hit>, String)> {
+    let step = traces.written.step;
+    let Some(checkpoint) = checkpoint_after(replayer, step)? else {
+        let words = format!(
+            "no checkpoint of the run follows within {NEAR} steps: it could tell the element"
+        );
+        return Ok((None, words));
+    };
+    let (stage, name) = (traces.found.first.stage, format!("checkpoint step-{checkpoint}"));
+    if stage == Stage::Update && checkpoint > step {
+        return Ok((
+            None,
+            format!(
+                "a checkpoint of step {step} itself could tell the element; the next is {name}"
+            ),
+        ));
+    }
+    let Some(ours) = true_state(replayer, traces.after, checkpoint)? else {
+        return Ok((None, format!("the true run diverges before {name}")));
+    };
+    let layout = Layout::new(&replayer.spec, replayer.world.device);
+    let checkpoints = replayer.folder.checkpoints()?;
+    let theirs = checkpoints.open(checkpoint)?.whole(&layout, replayer.workers)?;
+    let all = distances(&ours, &theirs)?;
+    let hit = match stage {
+        Stage::Update => directly(&all),
+        _ => standing_out(&all),
+    };
+    let Some((farthest, times)) = hit else {
+        let copied = traces.found.ranks.is_some_and(|ranks| ranks > 1);
+        let words = match copied {
+            true => format!(
+                "nothing stands out in {name}: a rank's copy of a weight is replaced by its owner's with the step, and no \
+                 checkpoint has it; `ztrain --audit` finds a rank that computes otherwise within the step"
+            ),
+            false => format!(
+                "nothing stands out in {name}: the element moved no farther than a step moves others"
+            ),
+        };
+        return Ok((None, words));
+    };
+    let Farthest { piece, set, element, distance } = farthest;
+    let parameter = replayer.spec.parameters[piece.tensor].name.clone();
+    let bit = match stage {
+        Stage::Forward => prove(replayer, traces, (piece.tensor, element), distance)?,
+        _ => None,
+    };
+    if stage == Stage::Forward && bit.is_none() {
+        let words = format!(
+            "in {name} element {element} of {parameter} is farthest off, but no bit of it makes a micro-batch what the ledger says"
+        );
+        return Ok((None, words));
+    }
+    let owner = owners.and_then(|owners| owner(owners, piece.tensor, element));
+    let hit = Hit { parameter, set, element, owner, checkpoint, times, bit };
+    let words = hit.words(traces.found.ranks);
+    Ok((Some(hit), words))
+}
+
+/// The first checkpoint of the run that holds what the ledger says after `step`, if it is near.
+fn checkpoint_after(replayer: &Replayer, step: u64) -> Result<Option<u64>> {
+    let checkpoints = replayer.folder.checkpoints()?;
+    let near = step..=replayer.recorded.min(step + NEAR);
+    for at in checkpoints.steps()?.into_iter().filter(|at| near.contains(at)) {
+        let chain = replayer.ledger.chain_at(at);
+        if checkpoints.open(at).is_ok_and(|reader| Some(reader.manifest().chain) == chain) {
+            return Ok(Some(at));
+        }
+    }
+    Ok(None)
+}
+
+/// What the state after `step` would have been without the hit; `None` where it diverges on the way.
+fn true_state(replayer: &Replayer, after: &State, step: u64) -> Result<Option<State>> {
+    let mut state = after.copy();
+    while state.step < step {
+        let batch = replayer.part(&replayer.spec, state.step + 1)?;
+        let (_, outcome) = replayer.compute(&replayer.spec, &mut state, &batch, Detail::Sums)?;
+        if outcome.is_err() {
+            return Ok(None);
+        }
+    }
+    Ok(Some(state))
+}
+
+/// The farthest element of each piece and set that differs at all.
+fn distances<'a>(ours: &'a State, theirs: &State) -> Result<Vec<Farthest<'a>>> {
+    let mut all = Vec::new();
+    for ((piece, weight, moments), (_, other, others)) in ours.own().zip(theirs.own()) {
+        let second = moments.second.as_ref().zip(others.second.as_ref());
+        let sets = [
+            Some((Set::Weights, &weight, &other)),
+            Some((Set::First, &moments.first, &others.first)),
+            second.map(|(own, other)| (Set::Second, own, other)),
+        ];
+        for (set, own, other) in sets.into_iter().flatten() {
+            let (element, distance) =
+                farthest(own, other).map_err(|error| refused(error.into()))?;
+            if distance > 0.0 {
+                all.push(Farthest { piece, set, element: piece.first + element, distance });
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// The element in which two tensors are farthest apart, and how far; what is no number is farthest of all.
+fn farthest(own: &Tensor, other: &Tensor) -> std::result::Result<(i64, f64), tch::TchError> {
+    let apart = other.f_sub(own)?.f_abs()?.f_reshape([-1])?;
+    let element = apart.f_argmax(None, false)?.f_int64_value(&[])?;
+    let distance = apart.f_double_value(&[element])?;
+    Ok((element, if distance.is_nan() { f64::INFINITY } else { distance }))
+}
+
+/// Of an update that came out otherwise, with all else as it should be: the moment that was hit moves the weight too.
+fn directly<'a>(all: &[Farthest<'a>]) -> Option<(Farthest<'a>, Option<f64>)> {
+    let of = |set: Set| {
+        let of_set = all.iter().filter(move |one| one.set == set);
+        of_set.max_by(|a, b| a.distance.total_cmp(&b.distance))
+    };
+    let found = of(Set::Second).or_else(|| of(Set::First)).or_else(|| of(Set::Weights))?;
+    let Farthest { piece, set, element, distance } = *found;
+    let other = all.iter().any(|one| one.piece.tensor != piece.tensor);
+    (!other).then_some((Farthest { piece, set, element, distance }, None))
+}
+
+/// The weight that is much farther off than any of another parameter.
+fn standing_out<'a>(all: &[Farthest<'a>]) -> Option<(Farthest<'a>, Option<f64>)> {
+    let weights = || all.iter().filter(|one| one.set == Set::Weights);
+    let found = weights().max_by(|a, b| a.distance.total_cmp(&b.distance))?;
+    let Farthest { piece, set, element, distance } = *found;
+    let others = weights().filter(|one| one.piece.tensor != piece.tensor);
+    let next = others.map(|one| one.distance).fold(0.0, f64::max);
+    let times = (next > 0.0).then_some(distance / next);
+    let stands = times.is_none_or(|times| times >= STANDS_OUT);
+    stands.then_some((Farthest { piece, set, element, distance }, times))
+}
+
+/// The bit of a weight with which a micro-batch that differs comes out as the ledger says.
+fn prove(
+    replayer: &Replayer,
+    traces: Traces<'_>,
+    (tensor, element): (usize, i64),
+    distance: f64,
+) -> Result<Option<u32>> {
+    let Traces { found, written, before, batch, .. } = traces;
+    // A bit that fell in the middle of the step is there in the last of them.
+    let Some(leaf) = found.losses.last().copied() else { return Ok(None) };
+    let flipped = before.copy();
+    let mut place = flipped.weights[tensor].view([-1]).narrow(0, element, 1);
+    let right = place.double_value(&[0]) as f32;
+    for bit in (0..32).rev() {
+        let wrong = f32::from_bits(right.to_bits() ^ (1 << bit));
+        let moved = f64::from((wrong - right).abs());
+        // Later steps move it on, a little.
+        if !(distance / 8.0..=distance * 8.0).contains(&moved) {
+            continue;
+        }
+        tch::no_grad(|| place.fill_(f64::from(wrong)));
+        let (spec, workers) = (&replayer.spec, replayer.workers);
+        let sums = replayer.executor.leaf(spec, &flipped, batch, leaf as u64, workers)?;
+        let written = (written.leaf_losses.0.get(leaf), written.leaf_gradients.0.get(leaf));
+        if written == (Some(&sums.loss.to_bits()), Some(&sums.gradient)) {
+            return Ok(Some(bit));
+        }
+    }
+    Ok(None)
+}
+
+/// The rank that owned an element.
+fn owner(owners: &Ownership, tensor: usize, element: i64) -> Option<u32> {
+    let has = |piece: &&Piece| {
+        let elements = piece.first..piece.first + piece.length();
+        piece.tensor == tensor && elements.contains(&element)
+    };
+    owners.pieces().iter().find(has).map(|piece| piece.owner)
+}
+
+impl Hit {
+    /// For people.
+    fn words(&self, ranks: Option<u32>) -> String {
+        let Hit { parameter, set, element, owner, checkpoint, times, bit } = self;
+        let what = match set {
+            Set::Weights => "element",
+            Set::First => "the first moment of element",
+            Set::Second => "the second moment of element",
+        };
+        let sure = match bit {
+            Some(bit) => {
+                format!(
+                    "bit {bit} flipped before the step: with it a micro-batch comes out as in the ledger"
+                )
+            }
+            None => "all other parameters are as they should be".to_owned(),
+        };
+        let whose = match (owner, ranks.filter(|ranks| *ranks > 1)) {
+            (Some(owner), Some(ranks)) => format!("; rank {owner} of {ranks} owned it"),
+            _ => String::new(),
+        };
+        format!(
+            "by checkpoint step-{checkpoint} it is {what} {element} of {parameter}, {sure}{whose}"
+        )
+    }
+}

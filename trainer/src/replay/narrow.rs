@@ -1,0 +1,251 @@
+//! Where the bits of a recorded step part from those of its replay: which micro-batches, which parameters, which layers, and
+//! by the ranks of that time which rank. `hit` looks further, where the run left a checkpoint.
+
+use std::ops::Range;
+
+use contract::Result;
+use loader::Batch;
+use serde::Serialize;
+
+use super::hit::{self, Hit};
+use super::{Replayer, Verdict};
+use crate::events::{self, Ranks};
+use crate::ledger::{Difference, Stage, StepRecord, layers};
+use crate::mesh::team::parts;
+use crate::state::State;
+use crate::state::ownership::Ownership;
+
+/// What differs between a ledger line and the same step computed again.
+#[derive(Clone, Debug, Serialize)]
+pub struct Narrowed {
+    /// The first quantity that differs, in the order in which a step computes them.
+    pub first: Difference,
+    /// Micro-batches whose loss differs.
+    pub losses: Vec<usize>,
+    /// Micro-batches whose loss is the same and whose gradient differs.
+    pub gradients: Vec<usize>,
+    /// Parameters whose summed gradient differs, by name.
+    pub summed: Vec<String>,
+    /// Parameters whose new weights differ, by name.
+    pub weights: Vec<String>,
+    /// How many ranks trained the step; `None` where events.jsonl does not say.
+    pub ranks: Option<u32>,
+    /// The rank that computed or owned all that differs first, where it is a single one.
+    pub rank: Option<u32>,
+    /// The element that was hit, where a checkpoint of the run tells it.
+    pub hit: Option<Hit>,
+    /// What that means, for people.
+    pub words: String,
+}
+
+impl Replayer {
+    /// Narrows down what the run had otherwise than the replay from `before` to `after`, of the step whose text `batch` is.
+    pub(super) fn narrow(
+        &self,
+        first: &Difference,
+        again: &StepRecord,
+        (before, after): (&State, &State),
+        batch: &Batch,
+        verdict: Verdict,
+    ) -> Result<Narrowed> {
+        let written = self.ledger.record(again.step)?;
+        let ranks = events::ranks_at(&self.folder.events(), again.step);
+        let pieces = ranks.map(|ranks| Ownership::new(&self.spec, 0, ranks.world));
+        let parts =
+            Parts { parameters: &self.ledger.head().parameters, ranks, owners: pieces.as_ref() };
+        let mut found = narrow(first, &written, again, parts);
+        let (alone, hit) = (self.world.comm.world() == 1, verdict == Verdict::RunHit);
+        if alone && hit && matches!(first.stage, Stage::Forward | Stage::Update) {
+            let from = hit::Traces { found: &found, written: &written, before, after, batch };
+            let (hit, words) = hit::find(self, from, pieces.as_ref())?;
+            found.words = format!("{}; {words}", found.words);
+            if let (None, Some(hit)) = (found.rank, &hit) {
+                found.rank = hit.owner;
+            }
+            found.hit = hit;
+        }
+        Ok(found)
+    }
+}
+
+/// Who had which part of a step.
+#[derive(Clone, Copy)]
+struct Parts<'a> {
+    parameters: &'a [String],
+    ranks: Option<Ranks>,
+    owners: Option<&'a Ownership>,
+}
+
+/// Narrows a difference down by the checksums of both sides.
+fn narrow(
+    first: &Difference,
+    written: &StepRecord,
+    again: &StepRecord,
+    parts: Parts<'_>,
+) -> Narrowed {
+    let parameters = parts.parameters;
+    let named = |indices: &[usize]| -> Vec<String> {
+        let name = |index: &usize| parameters.get(*index).cloned().unwrap_or_default();
+        indices.iter().map(name).collect()
+    };
+    let losses = differ(&written.leaf_losses.0, &again.leaf_losses.0);
+    let mut gradients = differ(&written.leaf_gradients.0, &again.leaf_gradients.0);
+    gradients.retain(|leaf| !losses.contains(leaf));
+    let sums = differ(&written.gradients.0, &again.gradients.0);
+    let moved = differ(&written.weights.0, &again.weights.0);
+    let (summed, weights) = (named(&sums), named(&moved));
+    let leaves = written.leaves();
+    let (rank, whose) = match first.stage {
+        Stage::Data => (None, String::new()),
+        Stage::Forward => parts.computed(&losses, leaves),
+        Stage::Backward => parts.computed(&gradients, leaves),
+        Stage::Sum => parts.owned(&sums),
+        Stage::Update => parts.owned(&moved),
+    };
+    let words = match first.stage {
+        Stage::Data => format!("the run read other text: {}", first.quantity),
+        Stage::Forward if losses.len() == leaves => {
+            "every micro-batch had another loss: a weight or a balancing bias changed in memory after the step \
+             before was recorded"
+                .to_owned()
+        }
+        Stage::Forward if losses.is_empty() => format!("{} differs, and no loss does", first.quantity),
+        Stage::Forward => format!(
+            "only {} had another loss: the forward pass there, or one rank's copy of the weights",
+            numbered(&losses)
+        ),
+        Stage::Backward => format!("the backward pass of {} came out otherwise", numbered(&gradients)),
+        Stage::Sum if summed.is_empty() => format!("the gradients agree, and the {} does not", first.quantity),
+        Stage::Sum => format!(
+            "every micro-batch agrees, the sum does not: {} ({})",
+            listed(&summed),
+            of_layers(&summed, parameters)
+        ),
+        Stage::Update if weights.is_empty() => {
+            format!("weights agree, and the {} does not: moments, balancing biases or windows", first.quantity)
+        }
+        Stage::Update => format!(
+            "the gradients agree, new weights do not: {} ({})",
+            listed(&weights),
+            of_layers(&weights, parameters)
+        ),
+    };
+    let words = format!("{words}{whose}{}", routers(first.stage, written, again));
+    let ranks = parts.ranks.map(|ranks| ranks.world);
+    Narrowed {
+        first: first.clone(),
+        losses,
+        gradients,
+        summed,
+        weights,
+        ranks,
+        rank,
+        hit: None,
+        words,
+    }
+}
+
+/// The places in which two lists differ.
+fn differ(left: &[u64], right: &[u64]) -> Vec<usize> {
+    let pairs = left.iter().zip(right).enumerate();
+    pairs.filter(|(_, (left, right))| left != right).map(|(index, _)| index).collect()
+}
+
+impl Parts<'_> {
+    /// The rank that computed these micro-batches of so many, and what to say of it.
+    fn computed(self, differing: &[usize], leaves: usize) -> (Option<u32>, String) {
+        let Some(Ranks { world, schedule }) = self.ranks else { return (None, unknown()) };
+        let parts = parts(schedule, world, leaves as u64).unwrap_or_default();
+        let of = |rank: &Vec<Range<u64>>| -> Vec<usize> {
+            rank.iter().cloned().flatten().map(|leaf| leaf as usize).collect()
+        };
+        let has = |rank: &Vec<usize>| differing.iter().all(|leaf| rank.contains(leaf));
+        let found = parts.iter().map(of).zip(0..).find(|(rank, _)| has(rank));
+        match found {
+            _ if world == 1 || differing.is_empty() => (None, String::new()),
+            None => (None, format!("; several of {world} ranks computed them")),
+            Some((own, rank)) if own.len() == differing.len() => {
+                let what =
+                    format!("; rank {rank} of {world} computed {}, and no other", numbered(&own));
+                (Some(rank), what)
+            }
+            Some((own, rank)) => {
+                let what =
+                    format!("; rank {rank} of {world} computed it, as {} in all", numbered(&own));
+                (Some(rank), what)
+            }
+        }
+    }
+
+    /// The rank that owned these parameters, and what to say of it.
+    fn owned(self, tensors: &[usize]) -> (Option<u32>, String) {
+        let (Some(owners), Some(Ranks { world, .. })) = (self.owners, self.ranks) else {
+            return (None, unknown());
+        };
+        let pieces = owners.pieces().iter().filter(|piece| tensors.contains(&piece.tensor));
+        let mut ranks: Vec<u32> = pieces.map(|piece| piece.owner).collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        match ranks.as_slice() {
+            _ if world == 1 => (None, String::new()),
+            [] => (None, String::new()),
+            [rank] => (Some(*rank), format!("; rank {rank} of {world} owned that")),
+            several => {
+                let several: Vec<String> = several.iter().map(u32::to_string).collect();
+                (None, format!("; ranks {} of {world} owned parts of that", joined(&several)))
+            }
+        }
+    }
+}
+
+fn unknown() -> String {
+    "; events.jsonl does not say which ranks computed it".to_owned()
+}
+
+/// What the routers' counts bound: what was hit lies before the first that differs.
+fn routers(stage: Stage, written: &StepRecord, again: &StepRecord) -> String {
+    let mut layers = written.router.iter().zip(&again.router);
+    match layers.position(|(left, right)| left != right).filter(|_| stage == Stage::Forward) {
+        Some(layer) => {
+            format!(
+                "; routers differ from layer {layer} on, so what was hit is the embedding or in layers 0 to {layer}"
+            )
+        }
+        None => String::new(),
+    }
+}
+
+/// "micro-batch 3", "micro-batches 1 and 4".
+pub(super) fn numbered(leaves: &[usize]) -> String {
+    let numbers: Vec<String> = leaves.iter().map(usize::to_string).collect();
+    let word = if numbers.len() == 1 { "micro-batch" } else { "micro-batches" };
+    format!("{word} {}", joined(&numbers))
+}
+
+/// Up to three names.
+fn listed(names: &[String]) -> String {
+    match names {
+        [first, second, third, rest @ ..] if !rest.is_empty() => {
+            format!("{first}, {second}, {third} and {} more", rest.len())
+        }
+        _ => joined(names),
+    }
+}
+
+/// "a, b and c".
+pub(crate) fn joined(words: &[String]) -> String {
+    match words {
+        [] => String::new(),
+        [word] => word.clone(),
+        [words @ .., last] => format!("{} and {last}", words.join(", ")),
+    }
+}
+
+/// The layers of the parameters with these names.
+fn of_layers(names: &[String], parameters: &[String]) -> String {
+    let has = |range: &std::ops::Range<usize>| {
+        parameters[range.clone()].iter().any(|parameter| names.contains(parameter))
+    };
+    let found = layers(parameters).into_iter().filter(|layer| has(&layer.parameters));
+    listed(&found.map(|layer| layer.name).collect::<Vec<_>>())
+}

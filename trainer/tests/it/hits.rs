@@ -1,0 +1,187 @@
+//! Fear: that a flipped bit is blamed on the wrong parameter, element or rank.
+
+use std::fs::OpenOptions;
+use std::io::Write as _;
+
+use kernels::device::Stager;
+use kernels::group::Transport;
+use loader::Opened;
+use serde_json::json;
+use tch::{Device, Tensor};
+use trainer::RunSpec;
+use trainer::checkpoint::{Checkpoints, Layout, Set, Snapshot};
+use trainer::ledger::Ledger;
+use trainer::mesh::{Schedule, Team};
+use trainer::replay::narrow::Narrowed;
+use trainer::replay::{Replayer, Verdict, meet};
+use trainer::state::State;
+use trainer::state::ownership::{Ownership, Piece};
+use trainer::step::{self, Context, Detail, Leaves};
+use trainer::workers::Workers;
+
+use crate::ranks::{on_ranks, train_with};
+use crate::support::{Scratch, table};
+
+/// The step before which a bit flips: five micro-batches, of which the second of two ranks computes the last three.
+const STEP: u64 = 7;
+
+fn spec(scratch: &Scratch) -> RunSpec {
+    RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap()
+}
+
+/// A run of two ranks up to the step before.
+fn begun() -> Scratch {
+    let scratch = Scratch::new();
+    let outcomes = train_with(&scratch, "run", 2, |_, exec| exec.stop_after = Some(STEP - 1));
+    assert!(outcomes.iter().all(Result::is_ok));
+    scratch
+}
+
+/// Goes on to step `last` by so many ranks, whose state `harm` changes before the first of these steps, as a run does:
+/// ledger, events, and a checkpoint after the last.
+fn harmed(scratch: &Scratch, ranks: u32, last: u64, harm: impl Fn(u32, &mut State) + Sync) {
+    let checkpoints = Checkpoints::new(scratch.path("run/checkpoints").as_path());
+    let layout = Layout::new(&spec(scratch), Device::Cpu);
+    let mut parts = on_ranks(&[ranks], |mut world| {
+        meet(&mut world, Transport::Auto).unwrap();
+        let (spec, rank, workers) = (spec(scratch), world.comm.rank(), Workers::new(1));
+        let owners = Ownership::new(&spec, rank, ranks);
+        let reader = checkpoints.open(STEP - 1).unwrap();
+        let mut state = reader.part(&layout, &owners, workers).unwrap();
+        harm(rank, &mut state);
+        let team = Team::new(&world.comm, world.mesh, Schedule::Subtree, false).unwrap();
+        let (cx, slice) =
+            (Context { spec: &spec, team: &team, workers }, team.slice(rank).unwrap());
+        let mut records = Vec::new();
+        while state.step < last {
+            let batch = loader::batch(&spec.plan, &spec.data, state.step + 1, slice).unwrap();
+            let leaves = Leaves::stage(&spec, &batch, &Stager::new(Device::Cpu).unwrap()).unwrap();
+            records.push(step::advance(cx, &mut state, &batch, &leaves, || false).unwrap().record);
+        }
+        let snapshot = Snapshot::of(&state);
+        let blobs = checkpoints.write(&layout, &snapshot).unwrap();
+        world.comm.barrier("the end").unwrap();
+        (records, snapshot, blobs, owners.pieces().to_vec())
+    });
+    let blobs = parts.iter_mut().flat_map(|part| std::mem::take(&mut part.2)).collect();
+    let (records, snapshot, _, pieces) = &parts[0];
+    let mut ledger = Ledger::open(&scratch.path("run/ledger.jsonl")).unwrap().unwrap();
+    let events = OpenOptions::new().append(true).open(scratch.path("run/events.jsonl"));
+    let mut events = events.unwrap();
+    writeln!(events, "{}", json!({"event": "start"})).unwrap();
+    if ranks > 1 {
+        let said = json!({"event": "ranks", "world": ranks, "schedule": "subtree"});
+        writeln!(events, "{said}").unwrap();
+    }
+    for record in records {
+        ledger.append(record, None).unwrap();
+        let said = json!({"event": "step", "step": record.step, "again": false});
+        writeln!(events, "{said}").unwrap();
+    }
+    let digests = (records.last().unwrap().state, ledger.chain_at(last).unwrap());
+    checkpoints.commit(snapshot, digests, &layout, pieces, blobs).unwrap();
+}
+
+/// Flips `bit` of an element.
+fn flip(tensor: &Tensor, element: i64, bit: u32) {
+    let mut place = tensor.view([-1]).narrow(0, element, 1);
+    let value = place.double_value(&[0]) as f32;
+    let wrong = f32::from_bits(value.to_bits() ^ (1 << bit));
+    assert!(wrong.is_finite());
+    tch::no_grad(|| place.fill_(f64::from(wrong)));
+}
+
+/// A matrix that a rank of two owns, and its number among those of the rank.
+fn owned(scratch: &Scratch, rank: u32) -> (usize, Piece) {
+    let owners = Ownership::new(&spec(scratch), rank, 2);
+    let mut own = owners.own().cloned().enumerate();
+    own.find(|(_, piece)| !piece.rule.has_second_moment() && piece.length() > 20).unwrap()
+}
+
+fn narrowed(scratch: &Scratch) -> Narrowed {
+    let root = scratch.path("run");
+    let mut replayer = Replayer::open(&root, &table(), Device::Cpu, Workers::new(2)).unwrap();
+    let mut state = replayer.state_after(STEP - 1).unwrap();
+    let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
+    assert_eq!(replayed.verdict, Verdict::RunHit, "{:?}", replayed.difference);
+    replayed.narrowed.unwrap()
+}
+
+fn name(scratch: &Scratch, piece: &Piece) -> String {
+    spec(scratch).names()[piece.tensor].clone()
+}
+
+/// A weight becomes sixteen times what it was, or a sixteenth.
+const BIT: u32 = 25;
+
+#[test]
+fn a_bit_of_a_weight_is_found_on_the_rank_that_owns_it() {
+    for (ranks, last) in [(2, STEP), (2, STEP + 2), (1, STEP)] {
+        let scratch = begun();
+        let (_, piece) = owned(&scratch, 1);
+        let element = piece.first + 17;
+        harmed(&scratch, ranks, last, |rank, state| {
+            if rank + 1 == ranks {
+                flip(&state.weights[piece.tensor], element, BIT);
+            }
+        });
+        let found = narrowed(&scratch);
+        let losses: &[usize] = if ranks == 2 { &[2, 3, 4] } else { &[0, 1, 2, 3, 4] };
+        assert_eq!(found.losses, losses, "{}", found.words);
+        assert_eq!(found.ranks, Some(ranks));
+        let hit = found.hit.as_ref().unwrap_or_else(|| panic!("{}", found.words));
+        assert_eq!((&hit.parameter, hit.set), (&name(&scratch, &piece), Set::Weights));
+        assert_eq!((hit.element, hit.bit, hit.checkpoint), (element, Some(BIT), last));
+        if ranks == 2 {
+            assert_eq!((found.rank, hit.owner), (Some(1), Some(1)), "{}", found.words);
+            let words = "rank 1 of 2 computed micro-batches 2, 3 and 4, and no other";
+            assert!(found.words.contains(words), "{}", found.words);
+        } else {
+            assert_eq!((found.rank, hit.owner), (Some(0), Some(0)), "{}", found.words);
+        }
+    }
+}
+
+#[test]
+fn a_bit_of_a_copy_is_found_on_its_rank_and_said_to_be_gone() {
+    let scratch = begun();
+    let (_, piece) = owned(&scratch, 0);
+    harmed(&scratch, 2, STEP, |rank, state| {
+        if rank == 1 {
+            flip(&state.weights[piece.tensor], piece.first + 17, BIT);
+        }
+    });
+    let found = narrowed(&scratch);
+    assert_eq!((found.losses.as_slice(), found.rank), (&[2, 3, 4][..], Some(1)), "{}", found.words);
+    assert!(found.hit.is_none(), "{}", found.words);
+    assert!(found.words.contains("rank 1 of 2 computed"), "{}", found.words);
+    assert!(found.words.contains("checkpoint step-7"), "{}", found.words);
+}
+
+#[test]
+fn a_bit_of_a_moment_is_found_on_its_owner() {
+    for (last, told) in [(STEP, true), (STEP + 1, false)] {
+        let scratch = begun();
+        let (number, piece) = owned(&scratch, 0);
+        harmed(&scratch, 2, last, |rank, state| {
+            if rank == 0 {
+                flip(&state.moments[number].first, 11, BIT);
+            }
+        });
+        let found = narrowed(&scratch);
+        // The ledger alone tells the parameter and its owner.
+        assert_eq!(found.weights, [name(&scratch, &piece)], "{}", found.words);
+        assert_eq!(found.rank, Some(0), "{}", found.words);
+        assert!(found.words.contains("rank 0 of 2 owned that"), "{}", found.words);
+        match &found.hit {
+            Some(hit) if told => {
+                assert_eq!((hit.set, hit.element), (Set::First, piece.first + 11));
+                assert_eq!((hit.owner, hit.bit), (Some(0), None));
+            }
+            None if !told => {
+                assert!(found.words.contains("a checkpoint of step 7 itself"), "{}", found.words);
+            }
+            other => panic!("{other:?}: {}", found.words),
+        }
+    }
+}
