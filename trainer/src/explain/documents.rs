@@ -20,7 +20,7 @@ use kernels::share::Frozen;
 use kernels::tree::Counter;
 use loader::Batch;
 use serde::Serialize;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use crate::model::{self, LeafInput, ParamId, Sink};
 use crate::optim::norm;
@@ -80,17 +80,32 @@ impl Sink for Against<'_> {
     fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
         let index = id.index();
         self.squares[index] = norm::squares(self.ops, &gradient)?;
+        if self.squares[index] == 0.0 {
+            // Experts that no token of the document reached, most of them.
+            return Ok(());
+        }
         let of_tensor = self.pieces.iter().zip(self.step);
         let of_tensor = of_tensor.filter(|(piece, _)| piece.tensor == index);
         let mut tree = Counter::new();
         for (piece, step) in of_tensor {
-            let product = piece.of(&gradient).f_mul(step);
-            let dot = product.and_then(|product| product.f_sum(Kind::Double)?.f_double_value(&[]));
-            tree.push(dot.map_err(|error| refused(error.into()))?);
+            let product = product(&piece.of(&gradient), step);
+            tree.push(product.map_err(|error| refused(error.into()))?);
         }
         self.dots[index] = tree.finish().unwrap_or(0.0);
         Ok(())
     }
+}
+
+/// The product of two tensors: chunk by chunk in f32, their sum in f64, and no third tensor.
+fn product(one: &Tensor, other: &Tensor) -> std::result::Result<f64, tch::TchError> {
+    let (one, other) = (one.f_reshape([-1])?, other.f_reshape([-1])?);
+    let (length, mut sum) = (one.size()[0], 0.0);
+    for start in (0..length).step_by(norm::CHUNK as usize) {
+        let size = norm::CHUNK.min(length - start);
+        let chunk = one.f_narrow(0, start, size)?.f_dot(&other.f_narrow(0, start, size)?)?;
+        sum += chunk.f_double_value(&[])?;
+    }
+    Ok(sum)
 }
 
 /// The rows of one document by themselves, each as long as the longest.

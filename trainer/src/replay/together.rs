@@ -64,12 +64,12 @@ impl Replayer {
         let heard = team.tell("the gathering of token losses", &mine)?;
         let mut said = Vec::new();
         for (rank, mut heard) in heard.readers().into_iter().enumerate() {
-            let mut leaf = |_: &u64| {
+            let mut leaf = |_: &u64| -> Result<Vec<f32>> {
                 let count = heard.word()?;
                 (0..count).map(|_| Ok(f32::from_bits(heard.word()? as u32))).collect()
             };
             let numbers = team.leaves_of(rank as u32, leaves)?;
-            said.push(numbers.iter().map(&mut leaf).collect::<Result<Vec<Vec<f32>>>>()?);
+            said.push(numbers.iter().map(&mut leaf).collect::<Result<Vec<_>>>()?);
         }
         Ok(team.in_order(leaves, said)?.concat())
     }

@@ -110,8 +110,12 @@ impl Replayer {
             let places = [&self.folder.checkpoints()?, self.kept.checkpoints()];
             let chain = |step| self.ledger.chain_at(step);
             let found = reading.lead(&places, step, chain, |reader| self.fits(reader))?;
-            let said = |(step, fault)| format!("passed over: checkpoint step-{step}: {fault}");
-            passed.extend(found.passed.into_iter().map(said));
+            passed.extend(
+                found
+                    .passed
+                    .into_iter()
+                    .map(|(step, fault)| format!("passed over: checkpoint step-{step}: {fault}")),
+            );
             found.state
         } else {
             reading.follow()?.0

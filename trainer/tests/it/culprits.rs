@@ -121,6 +121,32 @@ fn three_poisoned_documents_are_named_first() {
     assert_eq!(json["documents"][0]["id"], found.documents[0].document.id.as_str());
 }
 
+/// With the state at hand, an explanation passes the text through the model so often and no more: the step; its documents, each
+/// by itself, padded where its parts are not of one length; once forward for the layers and once for the next step; and two
+/// steps for each removal.
+#[test]
+fn an_explanation_computes_three_steps_and_two_for_each_removal() {
+    let scratch = Scratch::new();
+    let path = curriculum(&scratch, &[]);
+    scratch.run(&path, "run", stop_after(12)).unwrap();
+    let step = 8 * 64;
+    for top in [0, 2] {
+        let mut replayer = open(&scratch, "run");
+        let request = Request { step: 10, window: 8, top, tokens: 2 };
+        let found = explain(&mut replayer, request).unwrap();
+        let times = replayer.times();
+        let removals = found.removals.len() as u64;
+        assert_eq!(removals, if top == 2 { 3 } else { 0 });
+        let documents = times.backward_tokens - step * (1 + removals);
+        let labels: u64 = found.documents.iter().map(|one| one.document.labels).sum();
+        assert!((labels..=step * 5 / 4).contains(&documents), "{documents} of {step}");
+        assert_eq!(times.forward_tokens, times.backward_tokens + step * (2 + removals));
+        for part in ["load", "window", "step", "documents", "layers"] {
+            assert!(times.of(part).wall > 0.0, "{part}: {times:?}");
+        }
+    }
+}
+
 /// A rate that rises ten-fold from one step to the next is named at the step that suffers.
 #[test]
 fn a_learning_rate_jump_is_named() {

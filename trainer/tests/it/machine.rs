@@ -25,8 +25,9 @@ fn a_leaf_that_cannot_be_computed_says_which_and_why() {
     let batch = loader::batch(&spec.plan, &spec.data, 7, RankSlice::WHOLE).unwrap();
     for workers in [1, 3] {
         let workers = Workers::new(workers);
-        let compute = |cx| ThisMachine.gradient(cx, &state, &batch, Detail::Sums).map(|_| ());
-        let whole = step::alone(&spec, workers, compute);
+        let whole = step::alone(&spec, workers, |cx| {
+            ThisMachine.gradient(cx, &state, &batch, Detail::Sums).map(|_| ())
+        });
         let alone = step::leaf(&spec, &state, &batch, 3, workers).map(|_| ());
         for (answer, place) in
             [(whole, "step 7, micro-batch 0:"), (alone, "step 7, micro-batch 3:")]
