@@ -224,7 +224,7 @@ fn prove(
         if !(distance / 8.0..=distance * 8.0).contains(&moved) {
             continue;
         }
-        tch::no_grad(|| place.fill_(f64::from(wrong)));
+        let _ = tch::no_grad(|| place.fill_(f64::from(wrong)));
         let (spec, workers) = (&replayer.spec, replayer.workers);
         let sums = replayer.executor.leaf(spec, &flipped, batch, leaf as u64, workers)?;
         let written = (written.leaf_losses.0.get(leaf), written.leaf_gradients.0.get(leaf));
@@ -247,7 +247,7 @@ fn owner(owners: &Ownership, tensor: usize, element: i64) -> Option<u32> {
 impl Hit {
     /// For people.
     fn words(&self, ranks: Option<u32>) -> String {
-        let Hit { parameter, set, element, owner, checkpoint, times, bit } = self;
+        let Hit { parameter, set, element, owner, checkpoint, times: _, bit } = self;
         let what = match set {
             Set::Weights => "element",
             Set::First => "the first moment of element",

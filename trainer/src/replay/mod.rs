@@ -19,7 +19,6 @@ mod way;
 pub mod whatif;
 
 use std::cell::RefCell;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 

@@ -1,19 +1,20 @@
 //! Fear: that a replay says "same bits" too easily, or explains a step by the wrong documents.
 
 use std::cell::Cell;
+use std::sync::Arc;
 
 use contract::{Class, Result};
 use loader::Batch;
 use tch::{Device, Tensor};
-use trainer::RunSpec;
 use trainer::change::Change;
 use trainer::compare::compare;
 use trainer::replay::attribute::{Effort, attribute};
 use trainer::replay::whatif::{Imagined, imagine};
-use trainer::replay::{Executor, Replayed, Replayer, ThisMachine, Verdict};
+use trainer::replay::{Executor, Replayed, Replayer, ThisMachine, Together, Verdict};
 use trainer::state::State;
 use trainer::step::{Context, Detail, Gradient, LeafSums};
 use trainer::workers::Workers;
+use trainer::{RunSpec, World};
 
 use crate::damage::forge;
 use crate::support::{Scratch, stop_after, table};
@@ -225,7 +226,9 @@ fn a_store_that_moved_is_named() {
     std::fs::rename(scratch.path("store"), scratch.path("moved")).unwrap();
     let open = |stores: &[std::path::PathBuf]| {
         let stores: Vec<_> = stores.iter().map(store::Location::from).collect();
-        Replayer::open_with(&scratch.path("run"), &stores, &table(), Device::Cpu, Workers::new(2))
+        let world = Arc::new(World::alone(Device::Cpu, table()));
+        let root = scratch.path("run");
+        Replayer::open_with(&root, &stores, &world, Workers::new(2), Together::default())
     };
     assert_eq!(open(&[]).map(|_| ()).unwrap_err().class(), Class::Data);
     let mut replayer = open(&[scratch.path("moved")]).unwrap();

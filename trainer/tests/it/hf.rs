@@ -15,7 +15,7 @@ use trainer::ledger::Ledger;
 use trainer::model::{LeafInput, logits};
 use trainer::replay::{Executor as _, Replayer, ThisMachine, Verdict};
 use trainer::state::State;
-use trainer::step::Detail;
+use trainer::step::{self, Detail};
 use trainer::workers::Workers;
 
 use crate::support::{CURRICULUM, Scratch, stop_after, table};
@@ -56,7 +56,10 @@ fn a_run_begins_with_the_weights_of_another() {
         let spec = spec(&path);
         let batch = loader::batch(&spec.plan, &spec.data, 1, RankSlice::WHOLE).unwrap();
         let workers = Workers::new(1);
-        let wanted = ThisMachine.gradient(&spec, &state, &batch, workers, Detail::Sums).unwrap();
+        let wanted = step::alone(&spec, workers, |cx| {
+            ThisMachine.gradient(cx, &state, &batch, Detail::Sums)
+        });
+        let wanted = wanted.unwrap();
         let ledger = Ledger::read(&scratch.path(&out).join("ledger.jsonl")).unwrap();
         let record = ledger.record(1).unwrap();
         let losses: Vec<u64> = wanted.leaves.iter().map(|leaf| leaf.loss.to_bits()).collect();

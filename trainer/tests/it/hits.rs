@@ -88,7 +88,7 @@ fn flip(tensor: &Tensor, element: i64, bit: u32) {
     let value = place.double_value(&[0]) as f32;
     let wrong = f32::from_bits(value.to_bits() ^ (1 << bit));
     assert!(wrong.is_finite());
-    tch::no_grad(|| place.fill_(f64::from(wrong)));
+    let _ = tch::no_grad(|| place.fill_(f64::from(wrong)));
 }
 
 /// A matrix that a rank of two owns, and its number among those of the rank.

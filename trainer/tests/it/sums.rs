@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use trainer::ledger::{Packed, layers};
 use trainer::replay::{Executor as _, Replayer, ThisMachine};
 use trainer::state::State;
-use trainer::step::Detail;
+use trainer::step::{self, Detail};
 use trainer::workers::Workers;
 
 use crate::support::{Scratch, table};
@@ -28,8 +28,10 @@ fn assert_norms(found: &Packed, squares: &[f64], names: &[String], precise: f64)
 fn gradient(replayer: &Replayer, state: &State) -> Vec<f64> {
     let (spec, step) = (replayer.spec(), state.step + 1);
     let batch = loader::batch(&spec.plan, &spec.data, step, loader::RankSlice::WHOLE).unwrap();
-    let gradient =
-        ThisMachine.gradient(spec, state, &batch, Workers::new(1), Detail::Sums).unwrap();
+    let gradient = step::alone(spec, Workers::new(1), |cx| {
+        ThisMachine.gradient(cx, state, &batch, Detail::Sums)
+    });
+    let gradient = gradient.unwrap();
     let mut found = vec![0.0; spec.parameters.len()];
     for (piece, own) in state.owners.own().zip(&gradient.own) {
         found[piece.tensor] += squares(own);
