@@ -143,6 +143,11 @@ fn ranks_that_are_killed_end_with_the_same_bytes_at_any_count() {
     let run = fixture.scratch.path("killed");
     let verdict = ztrain(&["replay", "--run", arg(&run), "--step", "14"]).ok();
     assert!(verdict.contains("same bits"), "one rank replays what many trained: {verdict}");
+    let step = ["replay", "--run", arg(&run), "--step", "14"];
+    let several = ztrain(&[&step[..], &["--nproc", "3"]].concat()).ok();
+    assert_eq!(several, verdict, "so do several, and one of them says it");
+    let alone = ["--attribute", "--steps", "14..15", "--nproc", "2"];
+    ztrain(&[&["replay", "--run", arg(&run)], &alone[..]].concat()).fails(2, &["one process"]);
 }
 
 #[test]
