@@ -4,6 +4,7 @@ use super::*;
 use crate::model::{self, ZayaConfig};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
+use tch::Kind;
 
 /// The rows of a batch.
 struct Rows {
