@@ -1,6 +1,7 @@
 """A page of `ztrain report` in a real browser: headless Chromium, spoken to over its debugging pipe, nothing but Python needed.
 
     python3 tests/browser.py check PAGE.html      exit 0 it holds, 1 it does not, 77 no browser; numbers as one JSON line
+    python3 tests/browser.py grow URL             tells the plots of a live page, waits for the validation's to appear, checks them
     python3 tests/browser.py shoot PAGE.html DIR  pictures of it: light, dark, narrow
     python3 tests/browser.py --install            installs Chromium where that is possible (Debian, root); 77 where not
 """
@@ -359,6 +360,40 @@ def check(page):
     return 1 if checks.failed else 0
 
 
+IDS = "[...document.querySelectorAll('#plots > .plot')].map((one) => one.id)"
+
+
+def grow(url):
+    """What appears while a page is open is what a page has that is opened then."""
+    program = found()
+    if not program:
+        print("no browser is there (apt-get install chromium)")
+        return NO_BROWSER
+    browser, checks = Browser(program), Checks()
+    try:
+        browser.size(1280, 900)
+        browser.open(url)
+        before = browser.js(IDS)
+        print(json.dumps(before), flush=True)
+        deadline = time.monotonic() + 60
+        while "validation" not in browser.js(IDS) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        grown = browser.js(f"({{ ids: {IDS}, order: Report.state.plots.map((one) => one.spec.id), series: Report.state.plots.map((one) => one.u.series.length) }})")
+        for name, colours in browser.js(COLOURS):
+            checks.hold(f"the plot of {name} is drawn", colours > 8, colours)
+        said, _ = browser.troubles()
+        checks.hold("nothing is complained of", not said, said)
+        browser.open(url)
+        fresh = browser.js(f"({{ ids: {IDS}, order: Report.state.plots.map((one) => one.spec.id), series: Report.state.plots.map((one) => one.u.series.length) }})")
+        checks.hold("a page that grew is one that is opened", grown == fresh, [grown, fresh])
+        checks.hold("it grew", set(before) < set(grown["ids"]), [before, grown["ids"]])
+    finally:
+        browser.close()
+    for one in checks.failed:
+        print(f"does not hold: {one}")
+    return 1 if checks.failed else 0
+
+
 def shoot(page, folder):
     program = found()
     if not program:
@@ -398,6 +433,8 @@ if __name__ == "__main__":
         sys.exit(install())
     if len(command) == 2 and command[0] == "check":
         sys.exit(check(command[1]))
+    if len(command) == 2 and command[0] == "grow":
+        sys.exit(grow(command[1]))
     if len(command) == 3 and command[0] == "shoot":
         sys.exit(shoot(command[1], command[2]))
     print(__doc__)

@@ -107,7 +107,7 @@
       ctx.restore();
     };
     const near = (at) => Report.run.happenings.filter((one) => one.kind !== "checkpoint" && Math.abs(one.step - at) <= (state.range[1] - state.range[0]) / 160).slice(0, 2);
-    Report.plot({
+    return Report.plot({
       id: "strip", class: "strip", title: "Step", height: 70, axis: true, bare: true, xs: Report.xs, columns: [Report.xs.map(() => null)], series: [{ colour: "--soft" }],
       y: () => [0, 1], rows: () => [], over, refresh: () => ({ xs: Report.xs, columns: [Report.xs.map(() => null)] }),
       read: (at) => [reading("", int(step(at))), reading("phase", Report.phase(Report.run, step(at))), ...(at === null ? [] : near(at).map((one) => make("span", { text: one.words, title: one.words })))],
@@ -153,7 +153,7 @@
     };
     const calm = smooth && Report.run.smooth[key];
     const several = runs.length > 1;
-    Report.plot({
+    return Report.plot({
       id, title, height, log, skipStart, zero, label, xs: Report.xs, columns: columns(),
       series: [{ colour: calm ? "--faint" : "--accent", width: calm ? 1 : 1.4 }, ...(calm ? [{ colour: "--accent", width: 1.6 }] : []), ...beside()],
       over: odds(key), refresh: () => ({ xs: Report.xs, columns: columns() }),
@@ -167,7 +167,7 @@
     const xs = () => binned(run().width, run().loss[0].length);
     const names = run().names;
     const calm = () => run().loss.map((values) => Report.smoothed(values) || values);
-    Report.plot({
+    return Report.plot({
       id: "sources", title: "Loss by source", height: 150, log: false, skipStart: true, xs: xs(), columns: calm(), series: names.map((_, one) => ({ colour: `--c${one % 8}`, width: 1.3, spanGaps: true })),
       refresh: () => ({ xs: xs(), columns: calm() }),
       read: (at) => names.map((name, one) => swatch(css(`--c${one % 8}`), name, num(run().loss[one][Math.min(run().loss[one].length - 1, Math.floor((step(at) - 1) / run().width))], 4))),
@@ -178,7 +178,7 @@
     const run = () => Report.run.validation;
     const names = run().names;
     const columns = () => [run().all, ...run().sources];
-    Report.plot({
+    return Report.plot({
       id: "validation", title: "Validation", height: 130, log: false, skipStart: true, xs: run().steps, columns: columns(),
       series: [{ colour: "--ink", width: 1.8, points: true }, ...names.map((name) => ({ colour: colourOf(name), width: 1.2, points: true, spanGaps: true }))],
       refresh: () => ({ xs: run().steps, columns: columns() }),
@@ -243,7 +243,7 @@
       }
       ctx.restore();
     };
-    const plot = Report.plot({
+    return Report.plot({
       id: "mixture", title: "Mixture", height: 96, bare: true, xs: xs(), columns: [xs().map(() => null)], series: [{ colour: "--soft" }], y: () => [0, 1], rows: () => [0, 0.5, 1], label: percent,
       under: (u) => paint(u), over: planned, repaint, refresh: () => { repaint(); return { xs: xs(), columns: [xs().map(() => null)] }; },
       read: (at) => {
@@ -252,7 +252,6 @@
         return sources().names.map((name, one) => swatch(css(`--c${one % 8}`), name, `${percent(sources().share[one][bin] || 0)} (planned ${percent(part.mix[name] || 0)})`));
       },
     });
-    return plot;
   };
 
   const router = () => {
@@ -277,7 +276,7 @@
     repaint();
     const xs = () => binned(view().width, view().bins);
     const height = Math.max(72, Math.min(200, 16 * Math.max(layers, run().classes[0]) + 12));
-    const plot = Report.plot({
+    return Report.plot({
       id: "router", title: "Router load", height, bare: true, xs: xs(), columns: [xs().map(() => null)], series: [{ colour: "--soft" }],
       y: () => [-0.5, view().rows - 0.5], rows: (low, high) => Report.ticks(low, high, height / 32).filter(Number.isInteger), label: int,
       under: (u) => paint(u), repaint, refresh: () => { repaint(); return { xs: xs(), columns: [xs().map(() => null)] }; },
@@ -298,7 +297,6 @@
         return [select];
       },
     });
-    return plot;
   };
 
   // Norms by layer, each against the layer's own median.
@@ -320,7 +318,7 @@
     repaint();
     const xs = () => binned(run().width, bins());
     const height = Math.max(72, Math.min(200, 14 * names.length + 12));
-    Report.plot({
+    return Report.plot({
       id: "layers", title: "Norm by layer", height, bare: true, xs: xs(), columns: [xs().map(() => null)], series: [{ colour: "--soft" }], y: () => [-0.5, names.length - 0.5],
       rows: (low, high) => Report.ticks(low, high, height / 32).filter(Number.isInteger), label: int, under: (u) => paint(u), repaint,
       refresh: () => { repaint(); return { xs: xs(), columns: [xs().map(() => null)] }; },
@@ -341,11 +339,43 @@
   const memory = () => {
     const run = () => Report.run.memory;
     const xs = () => binned(run().width, run().bytes.length);
-    Report.plot({
+    return Report.plot({
       id: "memory", title: "Memory of rank 0", height: 90, xs: xs(), columns: [run().bytes], series: [{ colour: "--accent", width: 1.4 }], label: Report.gib, zero: true, rows: (low, high) => Report.ticks(low / 2 ** 20, high / 2 ** 20, 2).map((v) => v * 2 ** 20),
       refresh: () => ({ xs: xs(), columns: [run().bytes] }),
       read: (at) => [reading("", Report.gib(run().bytes[Math.min(run().bytes.length - 1, Math.floor((step(at) - 1) / run().width))] || 0))],
     });
+  };
+
+  // The plots from top to bottom. `of` tells what a plot is made for: it is made when that is first there, and anew when it is another.
+  const mixed = (names) => (names && names.length > 1 ? names.join("\n") : null);
+  const smoothed = (key) => `${key}${!!Report.run.smooth[key]}`;
+  const PANELS = [
+    { of: () => "strip", make: strip },
+    { of: () => smoothed("loss"), make: () => column({ id: "loss", title: "Loss", key: "loss", height: 220, log: false, smooth: true, skipStart: true, format: (v) => num(v, 5) }) },
+    { of: () => mixed(Report.run.sources?.names), make: bySource },
+    { of: () => (Report.run.validation.steps.length ? Report.run.validation.names.join("\n") : null), make: validation },
+    { of: () => smoothed("norm"), make: () => column({ id: "norm", title: "Gradient norm", key: "norm", height: 130, log: true, smooth: true, format: (v) => num(v) }) },
+    { of: () => "lr", make: () => column({ id: "lr", title: "Learning rate", key: "lr", height: 90, zero: true, format: (v) => num(v, 3) }) },
+    { of: () => mixed(Report.run.sources?.names), make: mixture },
+    { of: () => Report.run.router?.classes.join(" "), make: router },
+    { of: () => Report.run.layers?.names.join("\n"), make: layerNorms },
+    { of: () => (Report.run.speed.some((v) => v) ? smoothed("speed") : null), make: () => column({ id: "speed", title: "Tokens per second", key: "speed", height: 110, zero: true, skipStart: true, smooth: true, format: (v) => num(v) }) },
+    { of: () => (Report.run.stall.some((v) => v > 0.01) ? "stall" : null), make: () => column({ id: "stall", title: "Waiting for data", key: "stall", height: 80, zero: true, label: percent, format: (v) => (v === undefined || v === null ? "\u2013" : percent(v)) }) },
+    { of: () => (Report.run.memory ? "memory" : null), make: memory },
+  ];
+  const panels = () => {
+    for (const [at, panel] of PANELS.entries()) {
+      const of = panel.of() ?? null;
+      if (panel.plot && panel.made === of) panel.plot.update();
+      else {
+        if (panel.plot) Report.unplot(panel.plot);
+        panel.plot = of === null ? null : panel.make();
+        panel.made = of;
+        const after = PANELS.slice(at + 1).find((one) => one.plot);
+        if (panel.plot && after) by("plots").insertBefore(panel.plot.node, after.plot.node);
+      }
+    }
+    state.plots.sort((one, other) => PANELS.findIndex((panel) => panel.plot === one) - PANELS.findIndex((panel) => panel.plot === other));
   };
 
   // Selects a step; `show` opens it, `reveal` brings it into view.
@@ -418,7 +448,7 @@
         if (follows) state.range = whole ? [1, state.last] : [state.last - width, state.last];
         head();
         oddList();
-        for (const one of state.plots) one.update();
+        panels();
       }
     } catch {
       by("state").textContent = "no answer";
@@ -445,18 +475,7 @@
     head();
     oddList();
     origin();
-    strip();
-    column({ id: "loss", title: "Loss", key: "loss", height: 220, log: false, smooth: true, skipStart: true, format: (v) => num(v, 5) });
-    if (Report.run.sources && Report.run.sources.names.length > 1) bySource();
-    if (Report.run.validation.steps.length) validation();
-    column({ id: "norm", title: "Gradient norm", key: "norm", height: 130, log: true, smooth: true, format: (v) => num(v) });
-    column({ id: "lr", title: "Learning rate", key: "lr", height: 90, zero: true, format: (v) => num(v, 3) });
-    if (Report.run.sources && Report.run.sources.names.length > 1) mixture();
-    if (Report.run.router) router();
-    if (Report.run.layers) layerNorms();
-    if (Report.run.speed.some((v) => v)) column({ id: "speed", title: "Tokens per second", key: "speed", height: 110, zero: true, skipStart: true, smooth: true, format: (v) => num(v) });
-    if (Report.run.stall.some((v) => v > 0.01)) column({ id: "stall", title: "Waiting for data", key: "stall", height: 80, zero: true, label: percent, format: (v) => (v === undefined || v === null ? "\u2013" : percent(v)) });
-    if (Report.run.memory) memory();
+    panels();
     document.addEventListener("keydown", keys);
     let timer = 0;
     new ResizeObserver(() => {

@@ -68,7 +68,7 @@
       if (spec.y) return spec.y(u, low, high);
       const whole = spec.skipStart && !self.log && state.range[0] <= 1 && state.last > 200;
       [low, high] = extent(spec.columns, spec.xs, whole);
-      if (!(high >= low)) return [0, 1];
+      if (!(high >= low)) return self.log ? [1, 10] : [0, 1];
       if (self.log) {
         low = Math.max(low, high * 1e-9, 1e-30);
         return [low / 1.08, Math.max(high, low * 1.01) * 1.08];
@@ -176,6 +176,14 @@
     return self;
   };
   Report.plot = plot;
+
+  // Takes a plot off the page.
+  Report.unplot = (self) => {
+    state.plots.splice(state.plots.indexOf(self), 1);
+    sight.unobserve(self.node);
+    self.u.destroy();
+    self.node.remove();
+  };
 
   // Plots out of sight are drawn when they come into it: a zoom costs what is seen of it.
   const sight = new IntersectionObserver((entries) => {
