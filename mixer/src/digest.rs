@@ -2,10 +2,26 @@
 //!
 //! Lengthening a phase, adding a later one, or a source that is not used by then, leaves it unchanged.
 
-use contract::{Digest, Digestible, Hasher};
+use contract::{Digest, Digestible, Fault, Hasher, Result};
+use curriculum::RemainderRule;
 
 use crate::plan::{PhasePlan, Plan};
 use crate::sample::SourceFacts;
+
+/// The version of the rules by which a curriculum becomes a plan: a run goes on under that which it began with.
+/// 2: groups of at most a sixteenth of their source; windows that are left are split one by one where they can be.
+pub const PLAN_VERSION: u32 = 2;
+
+/// Refuses a run that was begun under another version of the plan.
+pub fn check_version(begun: u32) -> Result<()> {
+    if begun == PLAN_VERSION {
+        return Ok(());
+    }
+    Err(Fault::mismatch("the text of this run was put in order by other rules")
+        .found(format!("version {begun} of the plan"))
+        .wanted(format!("version {PLAN_VERSION}"))
+        .hint("use the release that began it, or train it anew with another --out"))
+}
 
 /// A plan as far as `step`.
 struct Until<'a> {
@@ -24,7 +40,11 @@ impl Digestible for Until<'_> {
     fn feed(&self, hasher: &mut Hasher) {
         let Plan { seed, phases, sources, orders: _, bans } = self.plan;
         let begun = phases.iter().take_while(|phase| phase.first_step <= self.step);
-        hasher.tag("plan.v1").u64(*seed).u64(begun.clone().count() as u64);
+        hasher
+            .tag("plan")
+            .u64(u64::from(PLAN_VERSION))
+            .u64(*seed)
+            .u64(begun.clone().count() as u64);
         let mut used = vec![false; sources.len()];
         for phase in begun {
             let steps = phase.steps.min(self.step - phase.first_step + 1);
@@ -60,6 +80,7 @@ fn feed_phase(phase: &PhasePlan, steps: u64, sources: &[SourceFacts], hasher: &m
         context_chunks,
         weight_shards,
         seq_len,
+        remainder,
         uses,
         mixing: _,
         mix_key: _,
@@ -71,5 +92,8 @@ fn feed_phase(phase: &PhasePlan, steps: u64, sources: &[SourceFacts], hasher: &m
     // An uncut micro-batch is what there was before there was a cut: it feeds nothing.
     if (*context_chunks, *weight_shards) != (1, 1) {
         hasher.tag("cut.v1").u64(*context_chunks).u64(*weight_shards);
+    }
+    if *remainder == RemainderRule::Defer {
+        hasher.tag("defer");
     }
 }

@@ -81,7 +81,7 @@ impl Plan {
     pub fn epochs_needed(&self, source: usize) -> u64 {
         match self.last_use(source) {
             Some((_, part)) => {
-                let begun = part.after.group > 0 || part.after.served > 0 || part.after.offset > 0;
+                let begun = part.after.next > 0;
                 part.after.epoch + u64::from(begun)
             }
             None => 0,

@@ -2,13 +2,14 @@
 //!
 //! ```text
 //! epoch    the source's units (the last one may be partial), permuted under (seed, name, epoch)
-//! group    1,024 permuted units in a row (the last group may hold fewer)
+//! group    permuted units in a row: 1,024, or fewer where they would be more than a sixteenth of the source (the last
+//!          group may hold fewer yet)
 //! window   a unit cut into pieces of `seq_len` tokens; a group's windows are permuted under (seed, name, epoch, group)
 //! ```
 //!
-//! Invariant: a group is used up before the next one opens, an epoch before the next one begins. So every token is
-//! served once before any is served twice, also where `seq_len` changes: what a change leaves of the open group is read
-//! as one long text (its windows in permuted order, without padding), and that is cut anew.
+//! Invariant: an epoch is used up before the next one begins. So every token is served once before any is served twice,
+//! also where `seq_len` changes: what a change leaves of the open group is a [`Remainder`], which is served before the
+//! epoch ends (`segment.rs` says when).
 //!
 //! Nothing here is proportional to the source: the one partial unit and its one short window are where their inverse
 //! permutations say, and everything else is division.
@@ -17,8 +18,12 @@ use contract::{Key, Permutation};
 
 use crate::sample::Span;
 
-/// Units in a group.
+/// Units in a group, at most.
 pub const GROUP_UNITS: u64 = 1024;
+
+/// A group is at most this part of its source, unless a single unit is more: what a change of `seq_len` finds open is
+/// then a small part of the text, however small the source.
+pub const GROUPS_LEAST: u64 = 16;
 
 /// The order of one source: how it is gone through.
 #[derive(Clone, Debug)]
@@ -32,23 +37,35 @@ pub(crate) struct SourceOrder {
     units: u64,
     /// Tokens in the partial unit; 0 if there is none.
     tail: u64,
+    /// Units in a group.
+    group_units: u64,
 }
 
 /// Where a source stands: everything that its past has left behind.
 ///
-/// All before (`epoch`, `group`) is served, and of that group, cut at `cut`, the first `served` windows and then
-/// `offset` tokens of the rest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Of this epoch all groups before `next` are served, but for what `open` and `deferred` say.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cursor {
     /// How many times the source has been gone through.
     pub epoch: u64,
-    /// The open group of this epoch.
+    /// The group of this epoch that is opened next.
+    pub next: u64,
+    /// What is left of the group that was opened last.
+    pub open: Option<Remainder>,
+    /// What is left of earlier groups, in the order in which it was put off: at most one for each change of `seq_len`.
+    pub deferred: Vec<Remainder>,
+}
+
+/// What is left of a group: all but its first `served` windows and `offset` tokens of the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Remainder {
+    /// The group.
     pub group: u64,
-    /// The `seq_len` at which the open group was cut.
+    /// The `seq_len` at which it was cut.
     pub cut: u32,
-    /// Windows of the open group that were served at that cut.
+    /// Windows that were served, at least one.
     pub served: u64,
-    /// Tokens of the remainder that were served at another `seq_len`.
+    /// Tokens of the next window that were served, at another `seq_len`; fewer than it has.
     pub offset: u64,
 }
 
@@ -64,7 +81,8 @@ pub(crate) struct Epoch<'a> {
 /// One group of an epoch, cut at one `seq_len`.
 pub(crate) struct Group<'a> {
     epoch: &'a Epoch<'a>,
-    seq_len: u64,
+    /// The length at which it is cut.
+    pub(crate) seq_len: u64,
     first_slot: u64,
     /// Tokens here.
     pub(crate) tokens: u64,
@@ -72,7 +90,7 @@ pub(crate) struct Group<'a> {
     tail_slot: Option<u64>,
     windows: Permutation,
     /// The short window's place in permuted order, and how many tokens it lacks.
-    short: Option<(u64, u64)>,
+    pub(crate) short: Option<(u64, u64)>,
 }
 
 impl SourceOrder {
@@ -83,7 +101,9 @@ impl SourceOrder {
     pub(crate) fn new(seed: u64, name: &str, tokens: u64, unit: u64) -> Self {
         assert!(tokens > 0 && unit > 0, "a source needs tokens and a unit");
         let key = Key::from_seed(seed).child("order").child(name);
-        SourceOrder { key, tokens, unit, units: tokens.div_ceil(unit), tail: tokens % unit }
+        let group_units = (tokens / unit / GROUPS_LEAST).clamp(1, GROUP_UNITS);
+        let (units, tail) = (tokens.div_ceil(unit), tokens % unit);
+        SourceOrder { key, tokens, unit, units, tail, group_units }
     }
 
     /// Windows of one epoch at `seq_len`.
@@ -94,7 +114,7 @@ impl SourceOrder {
 
     /// Groups of one epoch.
     pub(crate) fn groups(&self) -> u64 {
-        self.units.div_ceil(GROUP_UNITS)
+        self.units.div_ceil(self.group_units)
     }
 
     /// The order of one epoch.
@@ -108,23 +128,19 @@ impl SourceOrder {
     /// Tokens served on the way from the very beginning to `cursor`.
     pub(crate) fn tokens_before(&self, cursor: &Cursor) -> u64 {
         let epoch = self.epoch(cursor.epoch);
-        let whole = cursor.epoch * self.tokens + epoch.tokens_before(cursor.group);
-        if cursor.served == 0 {
-            return whole + cursor.offset;
-        }
-        whole + epoch.group(cursor.group, cursor.cut).tokens_before(cursor.served) + cursor.offset
+        let opened = cursor.epoch * self.tokens + epoch.tokens_before(cursor.next);
+        let left = |remainder: &Remainder| {
+            let group = epoch.group(remainder.group, remainder.cut);
+            group.tokens - group.tokens_before(remainder.served) - remainder.offset
+        };
+        opened - cursor.open.iter().chain(&cursor.deferred).map(left).sum::<u64>()
     }
-}
-
-impl Cursor {
-    /// The very beginning.
-    pub const START: Cursor = Cursor { epoch: 0, group: 0, cut: 0, served: 0, offset: 0 };
 }
 
 impl Epoch<'_> {
     /// Windows that a group of whole units has.
     fn group_windows(&self, seq_len: u32) -> u64 {
-        GROUP_UNITS * (self.source.unit / u64::from(seq_len))
+        self.source.group_units * (self.source.unit / u64::from(seq_len))
     }
 
     /// Windows that the partial unit has fewer than a whole one.
@@ -133,13 +149,18 @@ impl Epoch<'_> {
         self.source.unit / seq_len - self.source.tail.div_ceil(seq_len)
     }
 
-    /// Windows before `group`.
+    /// Windows before `group`; all of the epoch's behind the last one.
     pub(crate) fn windows_before(&self, group: u64, seq_len: u32) -> u64 {
         let whole = group * self.group_windows(seq_len);
-        match self.tail_slot {
-            Some(slot) if slot / GROUP_UNITS < group => whole - self.missing_windows(seq_len),
+        let before = match self.tail_slot {
+            Some(slot) if self.group_of_slot(slot) < group => whole - self.missing_windows(seq_len),
             _ => whole,
-        }
+        };
+        before.min(self.source.windows(seq_len))
+    }
+
+    fn group_of_slot(&self, slot: u64) -> u64 {
+        slot / self.source.group_units
     }
 
     /// The group of window `index` of the epoch, and the window's number in it.
@@ -147,7 +168,8 @@ impl Epoch<'_> {
         let full = self.group_windows(seq_len);
         let group = match self.tail_slot {
             Some(slot) => {
-                let (tail_group, missing) = (slot / GROUP_UNITS, self.missing_windows(seq_len));
+                let (tail_group, missing) =
+                    (self.group_of_slot(slot), self.missing_windows(seq_len));
                 match index / full {
                     group if group < tail_group => group,
                     _ if index + missing < (tail_group + 1) * full => tail_group,
@@ -161,28 +183,36 @@ impl Epoch<'_> {
 
     /// Tokens before `group`.
     fn tokens_before(&self, group: u64) -> u64 {
-        let SourceOrder { unit, tail, units, .. } = *self.source;
-        let whole = (group * GROUP_UNITS).min(units) * unit;
+        let SourceOrder { unit, tail, units, group_units, .. } = *self.source;
+        let whole = (group * group_units).min(units) * unit;
         match self.tail_slot {
-            Some(slot) if slot / GROUP_UNITS < group => whole - (unit - tail),
+            Some(slot) if self.group_of_slot(slot) < group => whole - (unit - tail),
             _ => whole,
         }
+    }
+
+    /// The window of the epoch that is shorter than the others at `seq_len`, if one is.
+    pub(crate) fn short_window(&self, seq_len: u32) -> Option<u64> {
+        let group = self.group_of_slot(self.tail_slot?);
+        let (place, _) = self.group(group, seq_len).short?;
+        Some(self.windows_before(group, seq_len) + place)
     }
 
     /// The group and slot in which `unit` stands.
     pub(crate) fn slot_of_unit(&self, unit: u64) -> (u64, u64) {
         let slot = self.units.inverse(unit);
-        (slot / GROUP_UNITS, slot % GROUP_UNITS)
+        (self.group_of_slot(slot), slot % self.source.group_units)
     }
 
     /// One group, cut at `seq_len`.
     pub(crate) fn group(&self, group: u64, seq_len: u32) -> Group<'_> {
-        let first_slot = group * GROUP_UNITS;
-        let count = self.windows_before(group + 1, seq_len).min(self.source.windows(seq_len))
-            - self.windows_before(group, seq_len);
+        let first_slot = group * self.source.group_units;
+        let count = self.windows_before(group + 1, seq_len) - self.windows_before(group, seq_len);
         let tokens = self.tokens_before(group + 1) - self.tokens_before(group);
-        let tail_slot =
-            self.tail_slot.filter(|slot| slot / GROUP_UNITS == group).map(|slot| slot - first_slot);
+        let tail_slot = self
+            .tail_slot
+            .filter(|slot| self.group_of_slot(*slot) == group)
+            .map(|slot| slot - first_slot);
         let windows = Permutation::new(self.key.nth(group), count);
         let seq_len = u64::from(seq_len);
         let short = tail_slot.filter(|_| !self.source.tail.is_multiple_of(seq_len)).map(|slot| {
@@ -208,7 +238,7 @@ impl Group<'_> {
         };
         let start = self.epoch.units.forward(self.first_slot + slot) * unit + inside * self.seq_len;
         let tokens = self.seq_len.min(self.epoch.source.tokens - start);
-        Span { start, tokens: narrow(tokens) }
+        Span::new(start, tokens)
     }
 
     /// Where window `inside` of the unit at `slot` is served.
@@ -222,6 +252,11 @@ impl Group<'_> {
         self.windows.inverse(slot * whole + inside - missing)
     }
 
+    /// Its windows.
+    pub(crate) fn windows(&self) -> u64 {
+        self.windows.len()
+    }
+
     /// Tokens in the windows before `place`.
     pub(crate) fn tokens_before(&self, place: u64) -> u64 {
         match self.short {
@@ -231,7 +266,7 @@ impl Group<'_> {
     }
 
     /// The window in which token number `token` of this group stands, and its offset there.
-    fn place_of_token(&self, token: u64) -> (u64, u64) {
+    pub(crate) fn place_of_token(&self, token: u64) -> (u64, u64) {
         match self.short {
             Some((short, missing)) if token >= (short + 1) * self.seq_len - missing => {
                 ((token + missing) / self.seq_len, (token + missing) % self.seq_len)
@@ -248,13 +283,9 @@ impl Group<'_> {
         while left > 0 {
             let window = self.window(place);
             let tokens = (u64::from(window.tokens) - skip).min(left);
-            spans.push(Span { start: window.start + skip, tokens: narrow(tokens) });
+            spans.push(Span::new(window.start + skip, tokens));
             (place, skip, left) = (place + 1, 0, left - tokens);
         }
         spans
     }
-}
-
-fn narrow(tokens: u64) -> u32 {
-    u32::try_from(tokens).expect("a window has at most seq_len tokens, which is 32 bits")
 }

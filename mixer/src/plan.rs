@@ -11,7 +11,7 @@ use crate::mixing::Mixing;
 use crate::order::{Cursor, SourceOrder};
 use crate::sample::{SampleSpec, SourceFacts, StepSpec};
 use crate::segment::SourceSegment;
-use curriculum::{Curriculum, Phase, PhaseSegment};
+use curriculum::{Curriculum, Phase, PhaseSegment, RemainderRule};
 
 /// What a run reads, in closed form.
 #[derive(Clone, Debug)]
@@ -47,6 +47,8 @@ pub struct PhasePlan {
     pub weight_shards: u64,
     /// Tokens in a sequence.
     pub seq_len: u32,
+    /// What becomes of groups that are open at another length.
+    pub remainder: RemainderRule,
     /// What each source of the mix gives, in the order of the sources' names.
     pub uses: Vec<SourceUse>,
     /// Which source each sample comes from; numbered as `uses`.
@@ -74,7 +76,7 @@ pub struct SourceUse {
 }
 
 /// Where a source stands before a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Standing {
     /// The place in its order.
     pub cursor: Cursor,
@@ -93,7 +95,7 @@ impl Plan {
             orders: vec![None; facts.len()],
             bans: Bans::default(),
         };
-        let mut cursors = vec![Cursor::START; facts.len()];
+        let mut cursors = vec![Cursor::default(); facts.len()];
         for segment in &curriculum.segments() {
             let planned = plan.segment_plan(curriculum, segment, &mut cursors)?;
             plan.phases.push(planned);
@@ -157,7 +159,7 @@ impl Plan {
 
     /// Where a source (index into [`Plan::sources`]) stands before step `step`.
     pub fn standing(&self, source: usize, step: u64) -> Standing {
-        let mut cursor = Cursor::START;
+        let mut cursor = Cursor::default();
         for phase in self.phases.iter().filter(|phase| phase.first_step < step) {
             let of_source = |part: &SourceUse| part.source == source;
             let Some(entry) = phase.uses.iter().position(of_source) else { continue };
@@ -198,11 +200,12 @@ impl Plan {
             let SourceFacts { name, tokens, documents: _, unit } = &self.sources[source];
             let order = self.orders[source]
                 .get_or_insert_with(|| SourceOrder::new(curriculum.seed, name, *tokens, *unit));
-            let segment = SourceSegment::new(order, cursors[source], phase.seq_len);
+            let start = std::mem::take(&mut cursors[source]);
+            let segment = SourceSegment::new(order, start, phase.seq_len, phase.remainder);
             let after = segment.after(order, samples);
             let tokens_before = order.tokens_before(&segment.start);
             let tokens = order.tokens_before(&after) - tokens_before;
-            cursors[source] = after;
+            cursors[source] = after.clone();
             uses.push(SourceUse { source, weight, samples, tokens, tokens_before, after, segment });
         }
         Ok(PhasePlan {
@@ -216,6 +219,7 @@ impl Plan {
             context_chunks: phase.context_chunks,
             weight_shards: phase.weight_shards,
             seq_len: phase.seq_len,
+            remainder: phase.remainder,
             uses,
             mixing,
             mix_key: mix_key.clone(),

@@ -14,6 +14,13 @@ pub struct Span {
     pub tokens: u32,
 }
 
+impl Span {
+    pub(crate) fn new(start: u64, tokens: u64) -> Self {
+        let tokens = u32::try_from(tokens).expect("at most seq_len tokens, which is 32 bits");
+        Span { start, tokens }
+    }
+}
+
 /// Global sample number `sample`, resolved.
 ///
 /// Its spans, in order, hold at most `seq_len` tokens together; the rest is padding at the end. A joint between two

@@ -1,88 +1,122 @@
 //! One source during one segment of a phase: where it starts, which text its `k`-th sample is, and where it stands afterwards.
 //!
-//! Samples come from two places: first from what an earlier `seq_len` left of the open group (the remainder), then from
-//! whole groups at the phase's own `seq_len`, on and on through the epochs. Both are closed forms of `k`.
+//! ```text
+//! first    what was put off and fits this `seq_len` again, then what is left of the open group
+//! windows  of the groups that no one has opened yet, at this `seq_len`
+//! late     before the epoch ends, what was put off and does not fit
+//!          and then epoch after epoch of windows
+//! ```
+//!
+//! What is left of the open group is late, not first, where it does not fit and the phase says `remainder = "defer"`. Every
+//! row is a closed form of `k`; there are as many remainders as there were changes of `seq_len` in the epoch, at most.
 
-use crate::order::{Cursor, SourceOrder};
+use std::ops::Range;
+
+use curriculum::RemainderRule;
+
+use crate::order::{Cursor, Remainder, SourceOrder};
+use crate::remainder::{Part, fits};
 use crate::sample::Span;
 
 /// A source's part of a segment.
 #[derive(Clone, Debug)]
 pub(crate) struct SourceSegment {
-    seq_len: u32,
+    pub(crate) seq_len: u32,
     /// Where the source stood when the segment began.
     pub(crate) start: Cursor,
-    /// What is left of a group that was cut at another length.
-    remainder: Option<Remainder>,
-    /// The epoch, and the window in it, at which samples after the remainder begin.
-    first_epoch: u64,
+    /// Remainders that are served at once.
+    first: Vec<Part>,
+    /// Whether the last of them is the open group's.
+    opens: bool,
+    /// Where windows begin in the epoch.
     first_window: u64,
+    /// Remainders that are served when the epoch has no more windows.
+    late: Vec<Part>,
     /// Windows of an epoch.
-    windows: u64,
-}
-
-/// What another length left: tokens `from..to` of the open group, in the order in which it is served.
-#[derive(Clone, Copy, Debug)]
-struct Remainder {
-    from: u64,
-    to: u64,
-    samples: u64,
+    pub(crate) windows: u64,
 }
 
 /// A sample of a segment, before its text is looked up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Position {
-    /// Tokens `from..to` of the group that was open at the start.
-    Remainder { from: u64, to: u64 },
+enum Position<'a> {
+    /// Number `ordinal` of a remainder.
+    Part { part: &'a Part, ordinal: u64 },
     /// A window of an epoch.
     Window { epoch: u64, window: u64 },
 }
 
 impl SourceSegment {
-    pub(crate) fn new(order: &SourceOrder, start: Cursor, seq_len: u32) -> Self {
-        let windows = order.windows(seq_len);
+    pub(crate) fn new(
+        order: &SourceOrder,
+        start: Cursor,
+        seq_len: u32,
+        rule: RemainderRule,
+    ) -> Self {
+        let fitting = |left: &&Remainder| fits(left, seq_len);
+        let (mut first, mut late): (Vec<&Remainder>, Vec<&Remainder>) =
+            start.deferred.iter().partition(fitting);
+        let opens = start
+            .open
+            .as_ref()
+            .is_some_and(|open| fits(open, seq_len) || rule == RemainderRule::Join);
+        let queue = if opens { &mut first } else { &mut late };
+        queue.extend(&start.open);
         let epoch = order.epoch(start.epoch);
-        let resumes = start.cut == seq_len && start.offset == 0;
-        if start.served == 0 || resumes {
-            let first_window = epoch.windows_before(start.group, seq_len) + start.served;
-            let first_epoch = start.epoch;
-            return SourceSegment {
-                seq_len,
-                start,
-                remainder: None,
-                first_epoch,
-                first_window,
-                windows,
+        let windows = order.windows(seq_len);
+        let first_window = epoch.windows_before(start.next, seq_len);
+        let parts = |lefts: Vec<&Remainder>, mut at: u64| -> Vec<Part> {
+            let part = |left: &Remainder| {
+                let part = Part::new(&epoch.group(left.group, left.cut), *left, seq_len, at);
+                at += part.samples;
+                part
             };
-        }
-        let group = epoch.group(start.group, start.cut);
-        let (from, to) = (group.tokens_before(start.served) + start.offset, group.tokens);
-        let remainder =
-            Some(Remainder { from, to, samples: (to - from).div_ceil(u64::from(seq_len)) });
-        let (first_epoch, first_window) = if start.group + 1 == order.groups() {
-            (start.epoch + 1, 0)
-        } else {
-            (start.epoch, epoch.windows_before(start.group + 1, seq_len))
+            lefts.into_iter().map(part).collect()
         };
-        SourceSegment { seq_len, start, remainder, first_epoch, first_window, windows }
+        let first = parts(first, 0);
+        let late = parts(late, end_of(&first).unwrap_or(0) + windows - first_window);
+        SourceSegment { seq_len, start, first, opens, first_window, late, windows }
     }
 
-    /// Samples that the remainder gives.
-    fn remainder_samples(&self) -> u64 {
-        self.remainder.map_or(0, |remainder| remainder.samples)
+    /// The remainders, in the order in which they are served.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = &Part> {
+        self.first.iter().chain(&self.late)
     }
 
-    /// Where sample `ordinal` stands.
-    pub(crate) fn position(&self, ordinal: u64) -> Position {
-        match self.remainder {
-            Some(Remainder { from, to, samples }) if ordinal < samples => {
-                let from = from + ordinal * u64::from(self.seq_len);
-                Position::Remainder { from, to: to.min(from + u64::from(self.seq_len)) }
+    /// Samples before the first window.
+    fn windows_begin(&self) -> u64 {
+        end_of(&self.first).unwrap_or(0)
+    }
+
+    /// Samples until the epoch ends in which the segment begins.
+    fn epoch_end(&self) -> u64 {
+        let windows = self.windows_begin() + self.windows - self.first_window;
+        end_of(&self.late).unwrap_or(windows)
+    }
+
+    /// Of the first `samples` samples the windows of the epoch in which the segment begins, and those of later ones.
+    pub(crate) fn windows_taken(&self, samples: u64) -> (u64, u64) {
+        let first = samples.saturating_sub(self.windows_begin());
+        let later = samples.saturating_sub(self.epoch_end());
+        (first.min(self.windows - self.first_window), later)
+    }
+
+    /// The first `count` windows that the segment has of the epoch in which it begins.
+    pub(crate) fn window_range(&self, count: u64) -> Range<u64> {
+        self.first_window..self.first_window + count
+    }
+
+    fn position(&self, ordinal: u64) -> Position<'_> {
+        let of = |part: &&Part| (part.first..part.first + part.samples).contains(&ordinal);
+        if let Some(part) = self.parts().find(of) {
+            return Position::Part { part, ordinal: ordinal - part.first };
+        }
+        match ordinal.checked_sub(self.epoch_end()) {
+            None => {
+                let window = self.first_window + ordinal - self.windows_begin();
+                Position::Window { epoch: self.start.epoch, window }
             }
-            _ => {
-                let window = self.first_window + (ordinal - self.remainder_samples());
-                let epoch = self.first_epoch + window / self.windows;
-                Position::Window { epoch, window: window % self.windows }
+            Some(index) => {
+                let epoch = self.start.epoch + 1 + index / self.windows;
+                Position::Window { epoch, window: index % self.windows }
             }
         }
     }
@@ -90,10 +124,10 @@ impl SourceSegment {
     /// The epoch and the text of sample `ordinal`.
     pub(crate) fn text(&self, order: &SourceOrder, ordinal: u64) -> (u64, Vec<Span>) {
         match self.position(ordinal) {
-            Position::Remainder { from, to } => {
+            Position::Part { part, ordinal } => {
                 let epoch = order.epoch(self.start.epoch);
-                let text = epoch.group(self.start.group, self.start.cut).text(from, to);
-                (self.start.epoch, text)
+                let group = epoch.group(part.left.group, part.left.cut);
+                (self.start.epoch, part.text(&group, ordinal))
             }
             Position::Window { epoch: number, window } => {
                 let epoch = order.epoch(number);
@@ -106,41 +140,56 @@ impl SourceSegment {
     /// Where the source stands after `samples` samples.
     pub(crate) fn after(&self, order: &SourceOrder, samples: u64) -> Cursor {
         if samples == 0 {
-            return self.start;
+            return self.start.clone();
         }
-        if samples < self.remainder_samples() {
-            let offset = self.start.offset + samples * u64::from(self.seq_len);
-            return Cursor { offset, ..self.start };
+        let (windows, later) = self.windows_taken(samples);
+        if samples >= self.epoch_end() {
+            let epoch = self.start.epoch + 1 + later / self.windows;
+            return self.at_window(order, epoch, later % self.windows);
         }
-        let window = self.first_window + (samples - self.remainder_samples());
-        let (epoch, window) = (self.first_epoch + window / self.windows, window % self.windows);
-        let (group, served) = order.epoch(epoch).group_of_window(window, self.seq_len);
-        Cursor { epoch, group, cut: self.seq_len, served, offset: 0 }
+        let epoch = order.epoch(self.start.epoch);
+        let left = |part: &Part| part.after(&epoch.group(part.left.group, part.left.cut), samples);
+        let (put_off, opened) = self.first.split_at(self.first.len() - usize::from(self.opens));
+        let mut cursor = match windows {
+            0 => {
+                let (next, open) = (self.start.next, opened.iter().find_map(left));
+                Cursor { epoch: self.start.epoch, next, open, deferred: Vec::new() }
+            }
+            _ => self.at_window(order, self.start.epoch, self.first_window + windows),
+        };
+        cursor.deferred = put_off.iter().chain(&self.late).filter_map(left).collect();
+        cursor
+    }
+
+    /// Where the source stands if an epoch is served up to a window.
+    fn at_window(&self, order: &SourceOrder, epoch: u64, window: u64) -> Cursor {
+        let (mut next, mut open) = (order.groups(), None);
+        if window < self.windows {
+            let (group, served) = order.epoch(epoch).group_of_window(window, self.seq_len);
+            let begun = Remainder { group, cut: self.seq_len, served, offset: 0 };
+            (next, open) = (group + u64::from(served > 0), (served > 0).then_some(begun));
+        }
+        Cursor { epoch, next, open, deferred: Vec::new() }
     }
 
     /// How many samples the phase can take before the source would begin its epoch number `epochs` (from 0).
     pub(crate) fn samples_within(&self, epochs: u64) -> u64 {
-        if self.start.epoch >= epochs {
-            return 0;
+        match epochs.checked_sub(self.start.epoch + 1) {
+            None => 0,
+            Some(more) => more.saturating_mul(self.windows).saturating_add(self.epoch_end()),
         }
-        let windows = (epochs - self.first_epoch).saturating_mul(self.windows);
-        self.remainder_samples().saturating_add(windows.saturating_sub(self.first_window))
-    }
-
-    /// Whether the phase begins with the remainder of another length.
-    pub(crate) fn has_remainder(&self) -> bool {
-        self.remainder.is_some()
-    }
-
-    /// Where in the open group the remainder begins, in tokens.
-    pub(crate) fn remainder_start(&self) -> u64 {
-        self.remainder.map_or(0, |remainder| remainder.from)
     }
 
     /// Which sample of the phase a window of an epoch is: the inverse of [`Position::Window`].
     pub(crate) fn ordinal_of_window(&self, epoch: u64, window: u64) -> Option<u64> {
-        let epochs = epoch.checked_sub(self.first_epoch)?;
-        let index = (epochs * self.windows + window).checked_sub(self.first_window)?;
-        Some(self.remainder_samples() + index)
+        match epoch.checked_sub(self.start.epoch)? {
+            0 => Some(self.windows_begin() + window.checked_sub(self.first_window)?),
+            later => Some(self.epoch_end() + (later - 1) * self.windows + window),
+        }
     }
+}
+
+/// The sample behind the last of some parts.
+fn end_of(parts: &[Part]) -> Option<u64> {
+    parts.last().map(|part| part.first + part.samples)
 }

@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
-use crate::order::{Cursor, Epoch, SourceOrder};
+use crate::order::{Epoch, SourceOrder};
 use crate::plan::{PhasePlan, Plan, SourceUse};
+use crate::remainder::Part;
 
 /// Neighbouring tokens of a source at one place of one sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -55,8 +56,7 @@ impl Plan {
 
 impl Search<'_> {
     fn run(&mut self) {
-        let Cursor { epoch: first, .. } = self.part.segment.start;
-        for number in first..=self.part.after.epoch {
+        for number in self.part.segment.start.epoch..=self.part.after.epoch {
             let epoch = self.order.epoch(number);
             let units =
                 self.tokens.start / self.order.unit..=(self.tokens.end - 1) / self.order.unit;
@@ -73,25 +73,23 @@ impl Search<'_> {
     fn unit(&mut self, number: u64, epoch: &Epoch, unit: u64, inside: Range<u64>) {
         let (group, slot) = epoch.slot_of_unit(unit);
         let segment = &self.part.segment;
-        let in_remainder = (number, group) == (segment.start.epoch, segment.start.group);
-        let cut = if in_remainder && segment.has_remainder() {
-            segment.start.cut
-        } else {
-            self.phase.seq_len
+        let remainder = match number == segment.start.epoch {
+            true => segment.parts().find(|part| part.left.group == group),
+            false => None,
         };
-        if (number, group) < (segment.start.epoch, segment.start.group)
-            || (number, group) > (self.part.after.epoch, self.part.after.group)
-        {
+        if remainder.is_none() && (number, group) > (self.part.after.epoch, self.part.after.next) {
             return;
         }
+        let cut = remainder.map_or(self.phase.seq_len, |part| part.left.cut);
         let pieces = epoch.group(group, cut);
         let (start, cut) = (unit * self.order.unit, u64::from(cut));
         for window in (inside.start - start) / cut..=(inside.end - 1 - start) / cut {
             let place = pieces.place(slot, window);
             let first = start + window * cut;
             let (from, to) = (inside.start.max(first), inside.end.min(first + cut));
-            if in_remainder && segment.has_remainder() {
-                self.remainder(pieces.tokens_before(place) + from - first, from, to - from);
+            if let Some(part) = remainder {
+                let at = part.coordinate(&pieces, place) + from - first;
+                self.remainder(part, at, from..to);
             } else {
                 let index = epoch.windows_before(group, self.phase.seq_len) + place;
                 if let Some(ordinal) = segment.ordinal_of_window(number, index) {
@@ -101,17 +99,16 @@ impl Search<'_> {
         }
     }
 
-    /// `count` tokens of the remainder, which begin at `token` and stand at `at` of the open group.
-    fn remainder(&mut self, at: u64, token: u64, count: u64) {
+    /// `tokens` of a remainder, which stand at `at` of its group as it is served.
+    fn remainder(&mut self, part: &Part, at: u64, tokens: Range<u64>) {
         let seq_len = u64::from(self.phase.seq_len);
-        let origin = self.part.segment.remainder_start();
-        let skipped = origin.saturating_sub(at).min(count);
-        let (mut at, mut token, mut left) = (at + skipped, token + skipped, count - skipped);
-        while left > 0 {
-            let (ordinal, offset) = ((at - origin) / seq_len, (at - origin) % seq_len);
-            let tokens = left.min(seq_len - offset);
-            self.push(ordinal, offset, token, tokens);
-            (at, token, left) = (at + tokens, token + tokens, left - tokens);
+        let mut token = (tokens.start + part.origin.saturating_sub(at)).min(tokens.end);
+        while token < tokens.end {
+            let position = at + (token - tokens.start) - part.origin;
+            let offset = position % seq_len;
+            let count = (tokens.end - token).min(seq_len - offset);
+            self.push(part.first + position / seq_len, offset, token, count);
+            token += count;
         }
     }
 

@@ -138,6 +138,7 @@ fn mistakes_are_named() {
         ("micro_batch = 2", "leaf = 2", &["c.toml:32:", "`leaf` is called `micro_batch`"]),
         ("micro_batch = 2", "context_chunks = 3", &["c.toml:32:", "= 3, seq_len = 64"]),
         ("micro_batch = 2", "weight_shards = 0", &["c.toml:32:", "above zero"]),
+        ("micro_batch = 2", "remainder = \"drop\"", &["c.toml:32:", "join", "defer"]),
         ("web = 0.7", "web = 0", &["c.toml:33:", "web", "above zero"]),
         ("web = 0.7", "web = -0.7", &["c.toml:33:", "-0.7", "above zero"]),
         ("web = 0.7", "web = \"-1/2\"", &["c.toml:33:", "above zero"]),
@@ -213,6 +214,7 @@ fn one_meaning_has_one_text() {
             "source.math.max_epochs = 3\n[source.web]\nmax_epochs = 1\n",
         ),
         ("batch = 6", "batch = 6\nmicro_batch = 1\ncontext_chunks = 1\nweight_shards = 1"),
+        ("batch = 6", "batch = 6\nremainder = \"join\""),
         ("rope_theta = 1e4", "rope_theta = 10_000.0"),
     ];
     for (from, to) in same {
@@ -231,6 +233,7 @@ fn one_meaning_has_one_text() {
         ("micro_batch = 2", "micro_batch = 4"),
         ("micro_batch = 2", "micro_batch = 2\ncontext_chunks = 4"),
         ("micro_batch = 2", "micro_batch = 2\nweight_shards = 2"),
+        ("micro_batch = 2", "micro_batch = 2\nremainder = \"defer\""),
         ("rope_theta = 1e4", "rope_theta = 10_000"),
         ("eps = 1e-9", "eps = 1e-8"),
         ("rope_theta = 1e6", "rope_theta = 1e7"),
@@ -442,8 +445,9 @@ fn the_cut_of_a_micro_batch_enters_the_plan_digest() {
     let [before, plain] = digest("batch = 6");
     assert_eq!(digest("batch = 6\ncontext_chunks = 1\nweight_shards = 1"), [before, plain]);
     let mut seen = vec![plain];
-    for to in ["context_chunks = 2", "context_chunks = 4", "weight_shards = 2", "weight_shards = 4"]
-    {
+    let cuts =
+        ["context_chunks = 2", "context_chunks = 4", "weight_shards = 2", "weight_shards = 4"];
+    for to in cuts.into_iter().chain(["remainder = \"defer\""]) {
         let [early, late] = digest(&format!("batch = 6\n{to}"));
         assert_eq!(early, before, "{to}");
         assert!(!seen.contains(&late), "{to}");
@@ -498,6 +502,10 @@ fn an_edit_matters_from_a_known_step() {
     assert_eq!(
         change("batch = 6", "batch = 6\nweight_shards = 3"),
         one("phase.long.weight_shards", 13)
+    );
+    assert_eq!(
+        change("batch = 6", "batch = 6\nremainder = \"defer\""),
+        one("phase.long.remainder", 13)
     );
     assert_eq!(change("steps = 12", "steps = 15"), one("phase.short.steps", 13));
     assert_eq!(change("steps = 12", "steps = 10"), one("phase.short.steps", 11));

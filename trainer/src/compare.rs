@@ -77,6 +77,7 @@ fn notes(left: &Head, right: &Head) -> Vec<String> {
         // Another one is refused where the ledger is opened.
         format: _,
         kernel_table,
+        plan,
         curriculum,
         stores,
         tokenizer,
@@ -92,6 +93,7 @@ fn notes(left: &Head, right: &Head) -> Vec<String> {
     note(*stores != right.stores, "stores");
     note(*tokenizer != right.tokenizer, "tokenizers");
     note(*curriculum != right.curriculum, "curricula");
+    note(*plan != right.plan, "versions of the plan");
     note(*parameters != right.parameters, "parameters");
     if let Some((key, a, b)) = table_difference(kernel_table, &right.kernel_table) {
         notes.push(format!("the runs have different kernel tables: {key} is {a} and {b}"));

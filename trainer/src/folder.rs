@@ -329,6 +329,7 @@ pub fn head(spec: &RunSpec, table: &KernelTable) -> Result<Head> {
         kind: "head".to_owned(),
         format: ledger::FORMAT,
         kernel_table,
+        plan: mixer::PLAN_VERSION,
         curriculum: spec.canonical(),
         stores: spec.content.stores.clone(),
         tokenizer: spec.content.tokenizer,
@@ -356,6 +357,7 @@ fn other(what: &str, found: String, wanted: String, path: &Path) -> Fault {
 pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<()> {
     let mismatch =
         |what: &str, found: String, wanted: String| Err(other(what, found, wanted, path));
+    mixer::check_version(begun.plan).map_err(|fault| fault.at(path.display().to_string()))?;
     if begun.tokenizer != now.tokenizer {
         return mismatch("the tokenizer", now.tokenizer.to_string(), begun.tokenizer.to_string());
     }

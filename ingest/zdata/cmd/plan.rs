@@ -2,7 +2,7 @@
 
 use contract::Result;
 use loader::Opened;
-use mixer::{Ban, Curriculum, PhasePlan, Plan, SourceFacts};
+use mixer::{Ban, Curriculum, Makeup, PhasePlan, Plan, SourceFacts};
 use serde::Serialize;
 use store::Location;
 
@@ -75,6 +75,8 @@ struct PhaseRow {
     samples: u64,
     tokens: u64,
     padding: u64,
+    #[serde(flatten)]
+    makeup: MakeupRow,
     /// The plan digest up to the phase's last step.
     digest: String,
     sources: Vec<UseRow>,
@@ -89,8 +91,21 @@ struct UseRow {
     samples: u64,
     tokens: u64,
     padding: u64,
+    #[serde(flatten)]
+    makeup: MakeupRow,
     epochs_before: f64,
     epochs_after: f64,
+}
+
+/// Sequences, by what they are made of; each counts once.
+#[derive(Clone, Copy, Default, Serialize)]
+struct MakeupRow {
+    /// Full, and one run of text.
+    contiguous: u64,
+    /// Full, but joined from several runs, each joint a document boundary.
+    joined: u64,
+    /// With padding at the end.
+    padded: u64,
 }
 
 #[derive(Serialize)]
@@ -109,7 +124,7 @@ struct SourceRow {
 impl Report {
     fn new(plan: &Plan, curriculum: &Curriculum) -> Self {
         let phases: Vec<PhaseRow> =
-            plan.phases().iter().map(|phase| PhaseRow::new(plan, phase)).collect();
+            (0..plan.phases().len()).map(|index| PhaseRow::new(plan, index)).collect();
         let source = |(index, facts): (usize, &SourceFacts)| {
             let SourceFacts { name, tokens, documents, unit } = facts.clone();
             let taken = plan.tokens_needed(index);
@@ -189,12 +204,17 @@ impl BanRow {
 }
 
 impl PhaseRow {
-    fn new(plan: &Plan, phase: &PhasePlan) -> Self {
+    fn new(plan: &Plan, index: usize) -> Self {
+        let phase = &plan.phases()[index];
         let weights: u64 = phase.uses.iter().map(|part| part.weight).sum();
+        let mut makeup = Makeup::default();
         let sources: Vec<UseRow> = phase
             .uses
             .iter()
-            .map(|part| {
+            .enumerate()
+            .map(|(entry, part)| {
+                let of_source = plan.makeup(index, entry);
+                makeup += of_source;
                 let facts = &plan.sources()[part.source];
                 UseRow {
                     name: facts.name.clone(),
@@ -203,6 +223,7 @@ impl PhaseRow {
                     samples: part.samples,
                     tokens: part.tokens,
                     padding: part.samples * u64::from(phase.seq_len) - part.tokens,
+                    makeup: of_source.into(),
                     epochs_before: epochs(part.tokens_before, facts.tokens),
                     epochs_after: epochs(part.tokens_before + part.tokens, facts.tokens),
                 }
@@ -221,6 +242,7 @@ impl PhaseRow {
             samples: phase.samples(),
             tokens: sources.iter().map(|source| source.tokens).sum(),
             padding: sources.iter().map(|source| source.padding).sum(),
+            makeup: makeup.into(),
             digest: plan.digest_through(phase.last_step()).to_string(),
             sources,
         }
@@ -246,7 +268,28 @@ impl PhaseRow {
         total.extend([String::new(), String::new()]);
         rows.extend(<[String; 8]>::try_from(total));
         out += &table(head, rows);
+        out += &self.makeup.text(self.samples);
         out + "\n"
+    }
+}
+
+impl MakeupRow {
+    /// The shares of `all` sequences.
+    fn text(&self, all: u64) -> String {
+        let share = |count: u64| format!("{:.2} %", count as f64 / all as f64 * 100.0);
+        let MakeupRow { contiguous, joined, padded } = *self;
+        format!(
+            "  sequences: {} contiguous text, {} joined from several pieces, {} padded at the end\n",
+            share(contiguous),
+            share(joined),
+            share(padded)
+        )
+    }
+}
+
+impl From<Makeup> for MakeupRow {
+    fn from(Makeup { contiguous, joined, padded }: Makeup) -> Self {
+        MakeupRow { contiguous, joined, padded }
     }
 }
 
@@ -268,8 +311,17 @@ impl PhaseRow {
 
 impl UseRow {
     fn cells(&self) -> [String; 8] {
-        let UseRow { name, weight, share, samples, tokens, padding, epochs_before, epochs_after } =
-            self;
+        let UseRow {
+            name,
+            weight,
+            share,
+            samples,
+            tokens,
+            padding,
+            makeup: _,
+            epochs_before,
+            epochs_after,
+        } = self;
         [
             name.clone(),
             count(*weight),

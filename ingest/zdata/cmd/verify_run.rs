@@ -33,9 +33,16 @@ pub(crate) struct Args {
 #[derive(Deserialize)]
 struct Head {
     kind: String,
+    /// The version of the plan; a head that does not say has the first.
+    #[serde(default = "first_plan")]
+    plan: u32,
     curriculum: String,
     stores: Vec<Identity>,
     tokenizer: Identity,
+}
+
+fn first_plan() -> u32 {
+    1
 }
 
 /// What is read of every other line.
@@ -86,6 +93,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
             "note: the last line of the ledger is torn, as a kill leaves it; the run cuts it when it goes on"
         );
     }
+    mixer::check_version(ledger.head.plan).map_err(|fault| fault.at(ledger.place(0)))?;
     let run = args.run.join("run.toml");
     let opened = Opened::open(&run)?;
     let steps = ledger.data.len() as u64;
@@ -426,6 +434,18 @@ mod tests {
         let path = dir.path().join("ledger.jsonl");
         std::fs::write(&path, bytes).unwrap();
         Ledger::read(&path)
+    }
+
+    /// Heads that do not say by which rules the text was put in order are from before there was a second version.
+    #[test]
+    fn a_run_of_an_older_plan_is_refused_with_what_to_do() {
+        let ledger = read(ledger(&[1]).as_bytes()).unwrap();
+        let fault = mixer::check_version(ledger.head.plan).unwrap_err();
+        assert_eq!(fault.class(), Class::Mismatch);
+        for word in ["version 1", "--out"] {
+            assert!(fault.to_string().contains(word), "{fault}");
+        }
+        mixer::check_version(mixer::PLAN_VERSION).unwrap();
     }
 
     #[test]

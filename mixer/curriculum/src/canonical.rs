@@ -7,8 +7,8 @@ use std::fmt::Write as _;
 
 use super::amendment::mix_text;
 use super::{
-    AutoClipSpec, Curriculum, ModelTable, OptimizerSpec, Phase, ScheduleSpec, SkipStepSpec,
-    SourceLimits, model,
+    AutoClipSpec, Curriculum, ModelTable, OptimizerSpec, Phase, RemainderRule, ScheduleSpec,
+    SkipStepSpec, SourceLimits, model,
 };
 
 impl Curriculum {
@@ -95,6 +95,7 @@ fn phase_text(phase: &Phase, out: &mut Text) {
         micro_batch,
         context_chunks,
         weight_shards,
+        remainder,
         mix,
         model: ModelTable(fields),
     } = phase;
@@ -109,6 +110,9 @@ fn phase_text(phase: &Phase, out: &mut Text) {
         if *parts != 1 {
             out.line(key, parts);
         }
+    }
+    if *remainder != RemainderRule::default() {
+        out.line("remainder", quoted(remainder.name()));
     }
     out.line("mix", mix_text(mix));
     if !fields.is_empty() {

@@ -186,6 +186,7 @@ fn phase_difference(phase: &Phase, other: &Phase, first_step: u64, list: &mut Li
         micro_batch,
         context_chunks,
         weight_shards,
+        remainder,
         mix,
         model,
     } = phase;
@@ -196,6 +197,7 @@ fn phase_difference(phase: &Phase, other: &Phase, first_step: u64, list: &mut Li
     list.compare(&key("micro_batch"), other.micro_batch, micro_batch, first_step);
     list.compare(&key("context_chunks"), other.context_chunks, context_chunks, first_step);
     list.compare(&key("weight_shards"), other.weight_shards, weight_shards, first_step);
+    list.compare(&key("remainder"), other.remainder.name(), remainder.name(), first_step);
     model_difference(&key("model"), model, &other.model, first_step, list);
     // Weights that are the same once scaled decide the same.
     if mix.keys().eq(other.mix.keys()) && phase.weights() == other.weights() {

@@ -66,6 +66,18 @@ pub enum Dtype {
     Bf16,
 }
 
+/// What a phase does with what an earlier `seq_len` left of the open group, where its windows are not whole numbers of the
+/// phase's sequences (where they are, they are split and served first).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RemainderRule {
+    /// Served first, windows joined into longer sequences.
+    #[default]
+    Join,
+    /// Put off until a phase in whose length it fits, or to the end of the epoch.
+    Defer,
+}
+
 /// A phase: constant mix, sequence length and batch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Phase {
@@ -83,6 +95,8 @@ pub struct Phase {
     pub context_chunks: u64,
     /// Parts into which the widths of the model are cut inside a micro-batch.
     pub weight_shards: u64,
+    /// What becomes of text that is left of a group which was opened at another `seq_len`.
+    pub remainder: RemainderRule,
     /// The sources and their weights, all above zero.
     pub mix: BTreeMap<String, Ratio>,
     /// What of the model differs during this phase (`rope_theta` where the sequences grow).
@@ -201,6 +215,16 @@ impl Dtype {
         match self {
             Dtype::F32 => "f32",
             Dtype::Bf16 => "bf16",
+        }
+    }
+}
+
+impl RemainderRule {
+    /// The name in a curriculum.
+    pub fn name(self) -> &'static str {
+        match self {
+            RemainderRule::Join => "join",
+            RemainderRule::Defer => "defer",
         }
     }
 }

@@ -12,8 +12,8 @@ use super::amendment::{Amendment, AmendmentText, amendments};
 use super::numbers::Numbers;
 use super::places::Places;
 use super::{
-    AutoClipSpec, Curriculum, Dtype, ModelTable, OptimizerSpec, Phase, ScheduleSpec, SkipStepSpec,
-    SourceLimits,
+    AutoClipSpec, Curriculum, Dtype, ModelTable, OptimizerSpec, Phase, RemainderRule, ScheduleSpec,
+    SkipStepSpec, SourceLimits,
 };
 
 /// The largest sample number times `seq_len`: far above any run, far below where integers end.
@@ -61,6 +61,8 @@ struct PhaseText {
     context_chunks: NonZeroU64,
     #[serde(default = "one")]
     weight_shards: NonZeroU64,
+    #[serde(default)]
+    remainder: RemainderRule,
     mix: Spanned<Table>,
     #[serde(default)]
     model: ModelTable,
@@ -216,6 +218,7 @@ fn phase(file: &File, places: &Places, raw: PhaseText) -> Result<Phase> {
         micro_batch: divides("micro_batch", raw.micro_batch, "batch", raw.batch)?,
         context_chunks: divides("context_chunks", raw.context_chunks, "seq_len", raw.seq_len)?,
         weight_shards: raw.weight_shards.get(),
+        remainder: raw.remainder,
         mix: mix_of(file, &raw.mix)?,
         model: raw.model,
         name: raw.name,

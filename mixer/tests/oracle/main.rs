@@ -6,75 +6,108 @@
 #![expect(clippy::unwrap_used, reason = "a failing test may panic")]
 
 mod amendments;
+mod long;
 
 use std::collections::{BTreeMap, VecDeque};
 
 use contract::{Key, Permutation};
-use mixer::{Curriculum, Plan, SampleSpec, SourceFacts, Span, Visit};
+use curriculum::Phase;
+use mixer::{Curriculum, Makeup, Plan, RemainderRule, SampleSpec, SourceFacts, Span, Visit};
 use proptest::prelude::*;
 
-const GROUP: usize = 1024;
-
-/// A source as a queue: open groups are lists of windows.
+/// A source as lists: what is left of groups that were opened, and the groups that were not.
 struct Queue {
     key: Key,
     tokens: u64,
     unit: u64,
-    epoch: u64,
-    groups: VecDeque<(u64, Vec<u64>)>,
-    open: VecDeque<Span>,
-    cut: u32,
-    cut_again: bool,
+    /// Epochs that have begun.
     begun: u64,
+    groups: VecDeque<(u64, Vec<u64>)>,
+    open: Option<Left>,
+    deferred: Vec<Left>,
+    phase: Option<usize>,
+}
+
+/// Windows of a group that are to come, and how much of the first of them is gone.
+struct Left {
+    cut: u32,
+    windows: VecDeque<Span>,
+    gone: u32,
+}
+
+impl Left {
+    fn fits(&self, seq_len: u32) -> bool {
+        self.cut % seq_len == 0 && self.gone % seq_len == 0
+    }
+
+    /// The next `seq_len` tokens: of one window where windows are split, else of as many as it takes.
+    fn next(&mut self, seq_len: u32) -> Vec<Span> {
+        let fits = self.fits(seq_len);
+        let (mut room, mut text) = (seq_len, Vec::new());
+        while room > 0 {
+            let Some(Span { start, tokens: whole }) = self.windows.pop_front() else { break };
+            let tokens = whole.min(room);
+            text.push(Span { start, tokens });
+            room -= tokens;
+            self.gone = if tokens < whole { self.gone + tokens } else { 0 };
+            if tokens < whole {
+                let (start, tokens) = (start + u64::from(tokens), whole - tokens);
+                self.windows.push_front(Span { start, tokens });
+            }
+            if fits {
+                break;
+            }
+        }
+        text
+    }
 }
 
 impl Queue {
     fn new(seed: u64, facts: &SourceFacts) -> Self {
         let key = Key::from_seed(seed).child("order").child(&facts.name);
-        let (tokens, unit) = (facts.tokens, facts.unit);
-        let (groups, open) = (VecDeque::new(), VecDeque::new());
-        Queue { key, tokens, unit, epoch: 0, groups, open, cut: 0, cut_again: false, begun: 0 }
+        let (tokens, unit, groups) = (facts.tokens, facts.unit, VecDeque::new());
+        Queue { key, tokens, unit, begun: 0, groups, open: None, deferred: Vec::new(), phase: None }
     }
 
-    /// The next sample of `seq_len` tokens, and its epoch.
-    fn next(&mut self, seq_len: u32) -> (u64, Vec<Span>) {
-        if self.open.is_empty() {
-            self.open_group(seq_len);
+    /// The next sample in phase number `index`, and its epoch.
+    fn next(&mut self, index: usize, phase: &Phase) -> (u64, Vec<Span>) {
+        let seq_len = phase.seq_len;
+        if self.phase != Some(index) {
+            self.phase = Some(index);
+            self.deferred.sort_by_key(|left| !left.fits(seq_len));
+            let stays =
+                |open: &mut Left| open.fits(seq_len) || phase.remainder == RemainderRule::Join;
+            let put_off = self.open.take_if(|open| !stays(open));
+            self.deferred.extend(put_off);
         }
-        let epoch = self.begun - 1;
-        if self.cut == seq_len && !self.cut_again {
-            return (epoch, vec![self.open.pop_front().unwrap()]);
-        }
-        self.cut_again = true;
-        let (mut room, mut text) = (seq_len, Vec::new());
-        while room > 0 {
-            let Some(window) = self.open.pop_front() else { break };
-            let tokens = window.tokens.min(room);
-            text.push(Span { start: window.start, tokens });
-            room -= tokens;
-            if tokens < window.tokens {
-                let (start, tokens) = (window.start + u64::from(tokens), window.tokens - tokens);
-                self.open.push_front(Span { start, tokens });
+        let ready = self.deferred.first().is_some_and(|left| left.fits(seq_len));
+        if !ready && self.open.is_none() {
+            if self.groups.is_empty() && self.deferred.is_empty() {
+                self.begin_epoch();
+            }
+            if let Some((group, units)) = self.groups.pop_front() {
+                self.open = Some(self.opened(group, &units, seq_len));
             }
         }
-        (epoch, text)
+        let from_deferred = ready || self.open.is_none();
+        let left = if from_deferred { &mut self.deferred[0] } else { self.open.as_mut().unwrap() };
+        let text = left.next(seq_len);
+        self.deferred.retain(|left| !left.windows.is_empty());
+        self.open.take_if(|left| left.windows.is_empty());
+        (self.begun - 1, text)
     }
 
-    fn open_group(&mut self, seq_len: u32) {
-        if self.groups.is_empty() {
-            let units: Vec<u64> = (0..self.tokens.div_ceil(self.unit)).collect();
-            let order = Permutation::new(self.key.nth(self.begun), units.len() as u64);
-            let permuted: Vec<u64> = (0..units.len() as u64).map(|i| order.forward(i)).collect();
-            self.groups = permuted
-                .chunks(GROUP)
-                .map(<[u64]>::to_vec)
-                .enumerate()
-                .map(|(g, u)| (g as u64, u))
-                .collect();
-            self.epoch = self.begun;
-            self.begun += 1;
-        }
-        let (group, units) = self.groups.pop_front().unwrap();
+    fn begin_epoch(&mut self) {
+        let units: Vec<u64> = (0..self.tokens.div_ceil(self.unit)).collect();
+        let order = Permutation::new(self.key.nth(self.begun), units.len() as u64);
+        let permuted: Vec<u64> = (0..units.len() as u64).map(|i| order.forward(i)).collect();
+        let most = (1..=1024).rev().find(|units| units * self.unit * 16 <= self.tokens);
+        let groups = permuted.chunks(most.unwrap_or(1) as usize).map(<[u64]>::to_vec);
+        self.groups = groups.enumerate().map(|(group, units)| (group as u64, units)).collect();
+        self.begun += 1;
+    }
+
+    fn opened(&self, group: u64, units: &[u64], seq_len: u32) -> Left {
         let mut windows = Vec::new();
         for unit in units {
             let (mut start, end) = (unit * self.unit, self.tokens.min((unit + 1) * self.unit));
@@ -84,9 +117,9 @@ impl Queue {
                 start += tokens;
             }
         }
-        let order = Permutation::new(self.key.nth(self.epoch).nth(group), windows.len() as u64);
-        self.open = (0..windows.len() as u64).map(|i| windows[order.forward(i) as usize]).collect();
-        (self.cut, self.cut_again) = (seq_len, false);
+        let order = Permutation::new(self.key.nth(self.begun - 1).nth(group), windows.len() as u64);
+        let order = (0..windows.len() as u64).map(|i| windows[order.forward(i) as usize]);
+        Left { cut: seq_len, windows: order.collect(), gone: 0 }
     }
 }
 
@@ -146,7 +179,7 @@ impl Tree {
 fn simulate(curriculum: &Curriculum, facts: &[SourceFacts]) -> Vec<SampleSpec> {
     let mut queues: Vec<Queue> = facts.iter().map(|f| Queue::new(curriculum.seed, f)).collect();
     let (mut samples, mut part, mut number) = (Vec::new(), 0, 0);
-    for spec in &curriculum.phases {
+    for (index, spec) in curriculum.phases.iter().enumerate() {
         let mut spec = spec.clone();
         let (mut names, mut tree, mut given) = (Vec::new(), Tree::Source(0), Vec::new());
         for step in 0..spec.steps {
@@ -165,7 +198,7 @@ fn simulate(curriculum: &Curriculum, facts: &[SourceFacts]) -> Vec<SampleSpec> {
             for _ in 0..spec.batch {
                 let entry = tree.next();
                 let source = facts.iter().position(|f| f.name == names[entry]).unwrap();
-                let (epoch, spans) = queues[source].next(spec.seq_len);
+                let (epoch, spans) = queues[source].next(index, &spec);
                 let (sample, ordinal, seq_len) = (samples.len() as u64, given[entry], spec.seq_len);
                 let (phase, banned) = (part - 1, Vec::new());
                 samples.push(SampleSpec {
@@ -191,6 +224,7 @@ struct PhaseDraw {
     batch: u64,
     steps: u64,
     weights: Vec<u32>,
+    defer: bool,
 }
 
 fn phase_draw() -> impl Strategy<Value = PhaseDraw> {
@@ -200,12 +234,14 @@ fn phase_draw() -> impl Strategy<Value = PhaseDraw> {
         3,
     );
     let sizes = (1u64..8, prop_oneof![2 => 1u64..20, 1 => 20u64..250]);
-    (seq_len, sizes, weights).prop_map(|(seq_len, (batch, steps), mut weights)| {
-        if weights.iter().all(|&weight| weight == 0) {
-            weights[0] = 1;
-        }
-        PhaseDraw { seq_len, batch, steps, weights }
-    })
+    (seq_len, sizes, weights, any::<bool>()).prop_map(
+        |(seq_len, (batch, steps), mut weights, defer)| {
+            if weights.iter().all(|&weight| weight == 0) {
+                weights[0] = 1;
+            }
+            PhaseDraw { seq_len, batch, steps, weights, defer }
+        },
+    )
 }
 
 fn tokens_draw() -> impl Strategy<Value = u64> {
@@ -222,7 +258,7 @@ fn limited_text(seed: u64, phases: &[PhaseDraw], max_epochs: [u64; 3]) -> String
     for (name, max_epochs) in ["a", "b", "c"].iter().zip(max_epochs) {
         text += &format!("[source.{name}]\nmax_epochs = {max_epochs}\n");
     }
-    for (index, PhaseDraw { seq_len, batch, steps, weights }) in phases.iter().enumerate() {
+    for (index, PhaseDraw { seq_len, batch, steps, weights, defer }) in phases.iter().enumerate() {
         let mix: Vec<String> = ["a", "b", "c"]
             .iter()
             .zip(weights)
@@ -233,6 +269,7 @@ fn limited_text(seed: u64, phases: &[PhaseDraw], max_epochs: [u64; 3]) -> String
             "[[phase]]\nname = \"p{index}\"\nsteps = {steps}\nseq_len = {seq_len}\nbatch = {batch}\nmix = {{ {} }}\n",
             mix.join(", ")
         );
+        text += if *defer { "remainder = \"defer\"\n" } else { "" };
     }
     text
 }
@@ -408,7 +445,7 @@ fn windows_behind_the_partial_unit_are_found() {
     for seed in 0..6 {
         for (seq_len, tokens) in [(1, 30_001u64), (2, 30_001), (3, 30_004), (6, 30_010)] {
             let steps = 2 * tokens.div_ceil(u64::from(seq_len));
-            let draw = PhaseDraw { seq_len, batch: 1, steps, weights: vec![1, 0, 0] };
+            let draw = PhaseDraw { seq_len, batch: 1, steps, weights: vec![1, 0, 0], defer: false };
             let curriculum = Curriculum::parse(&curriculum_text(seed, &[draw]), "c.toml").unwrap();
             let facts = facts(&[tokens, 1, 1]);
             let plan = Plan::new(&curriculum, &facts).unwrap();
@@ -434,6 +471,8 @@ fn totals_agree(plan: &Plan, samples: &[SampleSpec]) -> Result<(), TestCaseError
             prop_assert_eq!(part.tokens, tokens);
             let before = taken.entry(part.source).or_default();
             prop_assert_eq!(part.tokens_before, *before);
+            let entry = phase.uses.iter().position(|other| other.source == part.source).unwrap();
+            prop_assert_eq!(plan.makeup(index, entry), makeup(mine()));
             *before += tokens;
         }
     }
@@ -443,6 +482,20 @@ fn totals_agree(plan: &Plan, samples: &[SampleSpec]) -> Result<(), TestCaseError
         prop_assert_eq!(plan.epochs_needed(source), last.unwrap_or(0));
     }
     Ok(())
+}
+
+/// What samples are made of, one by one.
+fn makeup<'a>(samples: impl Iterator<Item = &'a SampleSpec>) -> Makeup {
+    let mut all = Makeup::default();
+    for SampleSpec { spans, seq_len, .. } in samples {
+        let full = spans.iter().map(|span| span.tokens).sum::<u32>() == *seq_len;
+        match (full, spans.len()) {
+            (false, _) => all.padded += 1,
+            (true, 1) => all.contiguous += 1,
+            (true, _) => all.joined += 1,
+        }
+    }
+    all
 }
 
 fn steps_agree(plan: &Plan) -> Result<(), TestCaseError> {

@@ -20,6 +20,9 @@ pub struct Head {
     pub format: u32,
     /// Instruction set, library versions, kernels, math threads.
     pub kernel_table: serde_json::Value,
+    /// The rules by which the curriculum becomes text, [`mixer::PLAN_VERSION`]; a head that does not say has the first.
+    #[serde(default = "first_plan")]
+    pub plan: u32,
     /// The curriculum as the run began with it, in canonical form.
     pub curriculum: String,
     /// The digests of the stores, in the order of the curriculum.
@@ -30,6 +33,10 @@ pub struct Head {
     pub levels: Vec<String>,
     /// The parameters, in canonical order: the packed arrays of every step follow it.
     pub parameters: Vec<String>,
+}
+
+fn first_plan() -> u32 {
+    1
 }
 
 /// What one source has in a step.

@@ -9,6 +9,7 @@ fn head() -> Head {
         kind: "head".into(),
         format: super::super::FORMAT,
         kernel_table: serde_json::json!({"libtorch": "2.11.0"}),
+        plan: 2,
         curriculum: "seed = 1\n".into(),
         stores: vec![Identity([7; 32])],
         tokenizer: Identity([8; 32]),
