@@ -222,3 +222,36 @@ fn machine_readable_answers_are_json() {
         assert!(values.map(Result::unwrap).count() > 0, "{args:?}: {told}");
     }
 }
+
+/// 128 units in groups of 8: a first phase takes 409,600 tokens of a group of 1,048,576 in pieces of 512; what it leaves is
+/// joined to 312 sequences of 2,048, or waits for the end of an epoch that never comes.
+#[test]
+fn the_mixers_plan_says_what_share_of_a_phase_is_one_run_of_text() {
+    let scratch = Scratch::new();
+    scratch.write("s.toml", "[[source]]\nname = \"a\"\ntokens = 16_777_216\ndocuments = 1000\n");
+    let phase = |name: &str, steps: u32, seq_len: u32, more: &str| {
+        format!(
+            "[[phase]]\nname = {name:?}\nsteps = {steps}\nseq_len = {seq_len}\nbatch = 8\n\
+             mix = {{ a = 1 }}\n{more}\n"
+        )
+    };
+    let plan = |more: &str, args: &[&str]| {
+        let [short, long] = [phase("short", 100, 512, ""), phase("long", 250, 2048, more)];
+        let path = scratch.write("c.toml", format!("store = \"s.toml\"\n{short}{long}"));
+        zdata(&[&["plan", arg(&path)], args].concat()).ok()
+    };
+    for (more, joined) in [("", 312), ("remainder = \"join\"", 312), ("remainder = \"defer\"", 0)] {
+        let told: serde_json::Value = serde_json::from_str(&plan(more, &["--json"])).unwrap();
+        for (phase, [contiguous, joined]) in [(0, [800, 0]), (1, [2000 - joined, joined])] {
+            for row in [&told["phases"][phase], &told["phases"][phase]["sources"][0]] {
+                let found =
+                    ["contiguous", "joined", "padded"].map(|key| row[key].as_u64().unwrap());
+                assert_eq!(found, [contiguous, joined, 0], "{more}");
+            }
+        }
+    }
+    let told = plan("", &[]);
+    let line =
+        "sequences: 84.40 % contiguous text, 15.60 % joined from several pieces, 0.00 % padded";
+    assert!(told.contains(line), "{told}");
+}
