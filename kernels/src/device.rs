@@ -307,6 +307,9 @@ fn adopt<T: Host>(data: Vec<T>, shape: &[i64]) -> Result<Tensor> {
 }
 
 #[cfg(test)]
+mod emulated;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

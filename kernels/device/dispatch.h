@@ -1,0 +1,144 @@
+// Tokens sorted by expert, with counts and offsets that stay on the device; rows on their way to experts and back.
+//
+// Places are laid out for the worst case, so that shapes do not depend on numbers: N + FILL * (classes - 1) rows at most. An
+// expert's rows are filled up to a multiple of FILL + 1, as the CPU does; the last class has no expert and is not filled up.
+// Rows that hold no token have -1 for one, and zeros. Same places as ops::cpu.
+#pragma once
+#include "sums.h"
+
+constexpr u32 FILL = 7;
+constexpr u32 CLASSES = 1024;  // at most
+
+// counts[b, c]: tokens of block b of 256 tokens that go to class c.
+KERNEL(dispatch_counts, 256, LIMIT(48, 1024, 8), (const i64* choice, u32* counts, u32 tokens, u32 classes)) {
+  SHARED(u32, chosen, 256);
+  const u32 token = block_index() * BLOCK + thread_index();
+  chosen[thread_index()] = token < tokens ? static_cast<u32>(choice[token]) : ~0u;
+  barrier();
+  for (u32 own = thread_index(); own < classes; own += BLOCK) {
+    u32 count = 0;
+    for (u32 place = 0; place < BLOCK; ++place) count += chosen[place] == own;
+    counts[static_cast<u64>(block_index()) * classes + own] = count;
+  }
+}
+
+// One block. first[b, c], in the memory of counts: the place of the first token of block b and class c; totals[c]: tokens of a
+// class, i64; ends[c]: where the rows of class c end, as a grouped product wants them; order: all places without a token.
+KERNEL(dispatch_offsets, 256, LIMIT(32, 4096, 8),
+       (u32 * counts, i64* totals, int* ends, int* order, u32 blocks, u32 classes, u32 places)) {
+  SHARED(u32, start, 1024);
+  for (u32 own = thread_index(); own < classes; own += BLOCK) {
+    u32 sum = 0;
+    for (u32 block = 0; block < blocks; ++block) sum += counts[static_cast<u64>(block) * classes + own];
+    start[own] = sum;
+    totals[own] = sum;
+  }
+  for (u32 place = thread_index(); place < places; place += BLOCK) order[place] = -1;
+  barrier();
+  if (thread_index() == 0) {
+    u32 end = 0;
+    for (u32 own = 0; own < classes; ++own) {
+      const u32 count = start[own];
+      start[own] = end;
+      end += own + 1 < classes ? (count + FILL) / (FILL + 1) * (FILL + 1) : count;
+      ends[own] = static_cast<int>(end);
+    }
+  }
+  barrier();
+  for (u32 own = thread_index(); own < classes; own += BLOCK) {
+    u32 next = start[own];
+    for (u32 block = 0; block < blocks; ++block) {
+      u32& count = counts[static_cast<u64>(block) * classes + own];
+      const u32 here = count;
+      count = next;
+      next += here;
+    }
+  }
+}
+
+// places[t]: the row of token t; order[p]: the token of row p.
+KERNEL(dispatch_places, 256, LIMIT(32, 1024, 8),
+       (const i64* choice, const u32* first, i64* places, int* order, u32 tokens, u32 classes)) {
+  SHARED(u32, chosen, 256);
+  const u32 token = block_index() * BLOCK + thread_index();
+  const u32 own = token < tokens ? static_cast<u32>(choice[token]) : ~0u;
+  chosen[thread_index()] = own;
+  barrier();
+  if (token >= tokens) return;
+  u32 before = 0;
+  for (u32 place = 0; place < thread_index(); ++place) before += chosen[place] == own;
+  const u32 place = first[static_cast<u64>(block_index()) * classes + own] + before;
+  places[token] = place;
+  order[place] = static_cast<int>(token);
+}
+
+// out[p] = x[order[p]], zeros where there is no token. A block a row.
+template <typename T>
+DEVICE void permuted(const T* x, const int* order, T* out, u32 width) {
+  const int token = order[block_index()];
+  for (u32 column = thread_index(); column < width; column += BLOCK) {
+    T value = {};
+    if (token >= 0) value = x[static_cast<u64>(token) * width + column];
+    out[static_cast<u64>(block_index()) * width + column] = value;
+  }
+}
+KERNEL(permute_f32, 256, LIMIT(32, 0, 8), (const f32* x, const int* order, f32* out, u32 width)) {
+  permuted(x, order, out, width);
+}
+KERNEL(permute_bf16, 256, LIMIT(32, 0, 8), (const bf16* x, const int* order, bf16* out, u32 width)) {
+  permuted(x, order, out, width);
+}
+
+// out[t] = x[places[t]]. A block a token.
+template <typename T>
+DEVICE void unpermuted(const T* x, const i64* places, T* out, u32 width) {
+  const u64 from = static_cast<u64>(places[block_index()]) * width, to = static_cast<u64>(block_index()) * width;
+  for (u32 column = thread_index(); column < width; column += BLOCK) out[to + column] = x[from + column];
+}
+KERNEL(unpermute_f32, 256, LIMIT(32, 0, 8), (const f32* x, const i64* places, f32* out, u32 width)) {
+  unpermuted(x, places, out, width);
+}
+KERNEL(unpermute_bf16, 256, LIMIT(32, 0, 8), (const bf16* x, const i64* places, bf16* out, u32 width)) {
+  unpermuted(x, places, out, width);
+}
+
+// out[t] = x[places[t]] weight[t], f32.
+template <typename T>
+DEVICE void gathered(const T* x, const i64* places, const f32* weight, f32* out, u32 width) {
+  const u64 from = static_cast<u64>(places[block_index()]) * width, to = static_cast<u64>(block_index()) * width;
+  const f32 by = weight[block_index()];
+  for (u32 column = thread_index(); column < width; column += BLOCK) out[to + column] = wide(x[from + column]) * by;
+}
+KERNEL(gather_f32, 256, LIMIT(32, 0, 8), (const f32* x, const i64* places, const f32* weight, f32* out, u32 width)) {
+  gathered(x, places, weight, out, width);
+}
+KERNEL(gather_bf16, 256, LIMIT(32, 0, 8), (const bf16* x, const i64* places, const f32* weight, f32* out, u32 width)) {
+  gathered(x, places, weight, out, width);
+}
+
+// Back: out[p] = grad[order[p]] weight[order[p]], zeros without a token; to_weight[t] = grad[t] . x[places[t]]. 16 lanes a row.
+template <typename T>
+DEVICE void gathered_back(const T* x, const int* order, const f32* weight, const f32* grad, f32* out, f32* to_weight, u32 rows,
+                          u32 width) {
+  const u32 row = block_index() * ROWS + thread_index() / PARTS, lane = thread_index() % PARTS;
+  const int token = row < rows ? order[row] : -1;
+  const u64 at = static_cast<u64>(row) * width, from = token < 0 ? 0 : static_cast<u64>(token) * width;
+  const f32 by = token < 0 ? 0.0f : weight[token];
+  f32 part = 0.0f;
+  if (row < rows)
+    for (u32 column = lane; column < width; column += PARTS) {
+      const f32 own = token < 0 ? 0.0f : grad[from + column];
+      if (token >= 0) part += own * wide(x[at + column]);
+      out[at + column] = token < 0 ? 0.0f : own * by;
+    }
+  part = together(part);
+  if (token >= 0 && lane == 0) to_weight[token] = part;
+}
+KERNEL(gather_backward_f32, 256, LIMIT(48, 0, 8),
+       (const f32* x, const int* order, const f32* weight, const f32* grad, f32* out, f32* to_weight, u32 rows, u32 width)) {
+  gathered_back(x, order, weight, grad, out, to_weight, rows, width);
+}
+KERNEL(gather_backward_bf16, 256, LIMIT(48, 0, 8),
+       (const bf16* x, const int* order, const f32* weight, const f32* grad, f32* out, f32* to_weight, u32 rows, u32 width)) {
+  gathered_back(x, order, weight, grad, out, to_weight, rows, width);
+}

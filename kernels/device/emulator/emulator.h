@@ -1,0 +1,63 @@
+// A GPU's blocks on a CPU: each thread of a block is a fiber, and switches at barriers and shuffles only.
+//
+// What it refuses, with a sentence and exit code 3: threads of a block at different barriers, a shuffle without all lanes of
+// the wave, more shared memory than a device has. Shared memory is filled anew for each block, with other NaNs in each way of
+// running it, so that who reads what nobody wrote gets other bits. Under -fsanitize=thread each fiber is a thread of its own and
+// nothing but a barrier orders memory, and that within a block: a read that races with a write is reported.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+namespace emulator {
+struct Site {
+  const char* file;
+  uint32_t line;
+};
+uint32_t thread();
+uint32_t block();
+void barrier(Site site);
+uint32_t exchange(Site site, uint32_t value, uint32_t mask);
+void* shared(const void* identity, size_t bytes);
+
+// A kernel, called with the addresses of its arguments, as the drivers do.
+using Call = void (*)(void** arguments);
+template <auto F>
+struct Caller;
+template <typename... A, void (*F)(A...)>
+struct Caller<F> {
+  template <size_t... I>
+  static void with(void** arguments, std::index_sequence<I...>) {
+    F(*static_cast<A*>(arguments[I])...);
+  }
+};
+template <auto F>
+struct Count;
+template <typename... A, void (*F)(A...)>
+struct Count<F> {
+  using Indices = std::index_sequence_for<A...>;
+};
+template <auto F>
+void call(void** arguments) {
+  Caller<F>::with(arguments, typename Count<F>::Indices());
+}
+
+// Enters a kernel into the list as the program starts.
+struct Kernel {
+  Kernel(const char* name, uint32_t threads, Call call);
+  const char* name;
+  uint32_t threads;
+  Call call;
+  const Kernel* next;
+};
+// nullptr where there is none of that name.
+const Kernel* find(const char* name);
+
+enum class Order { forward, reverse, shuffled };
+struct Way {
+  uint32_t wave;
+  Order order;
+  uint64_t seed;
+};
+void launch(const Kernel& kernel, uint32_t blocks, void** arguments, Way way);
+}  // namespace emulator

@@ -1,0 +1,115 @@
+// What a step is checked by: checksums, sums of two tensors with the checksum of the outcome, sums of squares. All take a
+// table of pieces, so that one launch serves every tensor of a model. Same values as src/checksum.rs and ops::cpu.
+#pragma once
+#include "sums.h"
+
+// A piece of a tensor, as the host writes it into device memory.
+struct Piece {
+  u64 left;   // its address: what is summed; for an addition also where the outcome goes
+  u64 right;  // address of what is added to it
+  u64 elements;
+  u64 first;  // number of its first element in its tensor
+  u64 salt;
+  u32 width;  // bytes of an element: 1, 2, 4 or 8
+  u32 block;  // the first of its blocks; it has one for each ELEMENTS begun
+};
+static_assert(sizeof(Piece) == 48, "as the host lays it out");
+
+constexpr u32 ELEMENTS = 4096;
+
+DEVICE u32 blocks_of(const Piece& piece) { return static_cast<u32>((piece.elements + ELEMENTS - 1) / ELEMENTS); }
+
+// The last piece that begins at or before this block and has blocks at all.
+DEVICE u32 piece_of_block(const Piece* pieces, u32 count) {
+  u32 low = 0, high = count;
+  while (high - low > 1) {
+    const u32 middle = low + (high - low) / 2;
+    if (pieces[middle].block <= block_index()) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+// The weight of an element, by the formula at the head of src/checksum.rs.
+DEVICE u32 weight_of(u64 index, u64 salt) {
+  u32 h = static_cast<u32>(index) + static_cast<u32>(index >> 32) * 0xC2B2AE3Du;
+  h += static_cast<u32>(salt) + static_cast<u32>(salt >> 32) * 0x27D4EB2Fu;
+  h *= 0x9E3779B1u;
+  h ^= h >> 15;
+  h *= 0x85EBCA77u;
+  h ^= h >> 13;
+  return h | 1u;
+}
+
+// What this thread's elements of the block come to; `element(i)` is the bits of element i of the piece.
+template <typename Element>
+DEVICE u64 weighed(const Piece& piece, Element element) {
+  const u64 base = static_cast<u64>(block_index() - piece.block) * ELEMENTS;
+  u64 sum = 0;
+  for (u32 place = thread_index(); place < ELEMENTS; place += BLOCK) {
+    const u64 index = base + place;
+    if (index < piece.elements) sum += element(index) * weight_of(piece.first + index, piece.salt);
+  }
+  return sum;
+}
+
+template <typename T>
+DEVICE u64 weighed_bits(const Piece& piece) {
+  const T* values = reinterpret_cast<const T*>(piece.left);
+  return weighed(piece, [=](u64 index) { return static_cast<u64>(values[index]); });
+}
+
+// partial[b]: what block b adds to the checksum of its piece. Integers: any order gives the same.
+KERNEL(checksum_blocks, 256, LIMIT(64, 64, 8), (const Piece* pieces, u32 count, u64* partial)) {
+  SHARED(u64, groups, 8);
+  const Piece piece = pieces[piece_of_block(pieces, count)];
+  u64 sum = 0;
+  if (piece.width == 4) sum = weighed_bits<u32>(piece);
+  else if (piece.width == 2) sum = weighed_bits<u16>(piece);
+  else if (piece.width == 8) sum = weighed_bits<u64>(piece);
+  else sum = weighed_bits<u8>(piece);
+  sum = over_block(sum, groups);
+  if (thread_index() == 0) partial[block_index()] = sum;
+}
+
+// out[p]: the checksum of piece p, one block each.
+KERNEL(checksum_pieces, 256, LIMIT(32, 64, 8), (const Piece* pieces, const u64* partial, u64* out)) {
+  SHARED(u64, groups, 8);
+  const Piece piece = pieces[block_index()];
+  u64 sum = 0;
+  for (u32 block = thread_index(); block < blocks_of(piece); block += BLOCK) sum += partial[piece.block + block];
+  sum = over_block(sum, groups);
+  if (thread_index() == 0) out[block_index()] = sum;
+}
+
+// left += right, f32, and in partial[b] what block b adds to the checksum of the outcome.
+KERNEL(add_blocks, 256, LIMIT(64, 64, 8), (const Piece* pieces, u32 count, u64* partial)) {
+  SHARED(u64, groups, 8);
+  const Piece piece = pieces[piece_of_block(pieces, count)];
+  f32* left = reinterpret_cast<f32*>(piece.left);
+  const f32* right = reinterpret_cast<const f32*>(piece.right);
+  u64 sum = weighed(piece, [=](u64 index) {
+    const f32 value = left[index] + right[index];
+    left[index] = value;
+    return static_cast<u64>(bits_of(value));
+  });
+  sum = over_block(sum, groups);
+  if (thread_index() == 0) partial[block_index()] = sum;
+}
+
+// out[p]: the sum of the squares of piece p, f32, in f64. 16 lanes a piece, so that a long tensor is given in pieces: the
+// chunks of the norm are those. The order is the CPU's.
+KERNEL(squares, 256, LIMIT(32, 0, 8), (const Piece* pieces, u32 count, f64* out)) {
+  const u32 index = block_index() * ROWS + thread_index() / PARTS, lane = thread_index() % PARTS;
+  f64 part = 0.0;
+  if (index < count) {
+    const f32* values = reinterpret_cast<const f32*>(pieces[index].left);
+    const u64 elements = pieces[index].elements;
+    for (u64 place = lane; place < elements; place += PARTS) {
+      const f64 value = static_cast<f64>(values[place]);
+      part += value * value;
+    }
+  }
+  part = together(part);
+  if (index < count && lane == 0) out[index] = part;
+}

@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""What the kernels take on GPUs that are not here, by the compilers' own reports.
+
+    resources.py            compiles for gfx942 (clang) and sm_90a (NVRTC), holds each kernel against the limits beside it
+    resources.py --write    the same, and puts the table into kernels/README.md
+    resources.py --install  first gets what is missing: clang-19 by apt where this user may, NVRTC's wheel into a folder of its own
+
+Exit code 1: a limit is passed, a register spilled, or arithmetic may be rearranged. A compiler that is not here is left out, which
+is said; 77 where none is here. Nothing is run: this shows what a kernel takes, not how fast it is.
+"""
+
+import ctypes
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+HERE = pathlib.Path(__file__).resolve().parent
+README = HERE.parent / "README.md"
+WHEELS = pathlib.Path(tempfile.gettempdir()) / "ztrain-nvrtc"
+NVRTC = "nvidia-cuda-nvrtc==13.0.88"
+CLANG = ["clang-19", "clang-20", "clang-21", "clang"]
+HIP = ["-x", "hip", "--offload-arch=gfx942", "--offload-device-only", "--no-gpu-bundle-output", "-nogpuinc", "-nogpulib"]
+LANGUAGE = ["-O3", "-std=c++17", "-ffp-contract=off", "-Wno-pragma-once-outside-header"]
+# Flags by which LLVM may round otherwise than the text says.
+RELAXED = re.compile(r"= (?:f\w+|tail call|call) (?:[a-z]+ )*?\b(fast|reassoc|contract|arcp|afn|nnan|ninf|nsz)\b")
+
+
+def declared():
+    """Threads and limits of each kernel, from the sources."""
+    found = {}
+    for path in sorted(HERE.glob("*.h")):
+        for name, *numbers in re.findall(r"^KERNEL\((\w+), (\d+), LIMIT\((\d+), (\d+), (\d+)\)", path.read_text(), re.M):
+            found[name] = dict(zip(("threads", "registers", "shared", "waves"), map(int, numbers)))
+    return found
+
+
+def install():
+    if not any(map(shutil.which, CLANG)):
+        done = subprocess.run(["apt-get", "install", "-y", "--no-install-recommends", "clang-19"], capture_output=True, text=True)
+        if done.returncode:
+            print(f"clang-19 could not be installed: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+    if not WHEELS.exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", WHEELS, NVRTC]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            print(f"{NVRTC} could not be installed: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+
+
+def gfx942():
+    """What clang reports for each kernel, and the lines of its code that may be rearranged; nothing where there is no clang."""
+    clang = next(filter(shutil.which, CLANG), None)
+    if clang is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        report = ["-Rpass-analysis=kernel-resource-usage", "-c", "-o", f"{folder}/code"]
+        command = [clang, *HIP, *LANGUAGE, *report, HERE / "kernels.h"]
+        out = subprocess.run(command, capture_output=True, text=True, check=False)
+        if out.returncode:
+            sys.exit(out.stderr)
+        command = [clang, *HIP, *LANGUAGE, "-S", "-emit-llvm", "-o", f"{folder}/text", HERE / "kernels.h"]
+        subprocess.run(command, check=True, capture_output=True)
+        relaxed = [line.strip() for line in pathlib.Path(folder, "text").read_text().splitlines() if RELAXED.search(line)]
+    kernels, own = {}, None
+    for line in out.stderr.splitlines():
+        if name := re.search(r"Function Name: (\w+)", line):
+            own = kernels.setdefault(name[1], {})
+        elif number := re.search(r"remark:\s+(.+?): (\d+) \[", line):
+            own[number[1]] = int(number[2])
+    return kernels, relaxed
+
+
+def sm_90a():
+    """Registers, spilled bytes and shared bytes of each kernel by NVRTC; nothing where it is not here."""
+    library = next(WHEELS.glob("**/libnvrtc.so.*"), None)
+    if library is None:
+        return None
+    # Its own helper is looked for by name.
+    for helper in library.parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(helper), mode=ctypes.RTLD_GLOBAL)
+    nvrtc = ctypes.CDLL(str(library))
+    headers = [path for path in sorted(HERE.glob("*.h"))]
+    array = ctypes.c_char_p * len(headers)
+    texts, names = array(*(path.read_bytes() for path in headers)), array(*(path.name.encode() for path in headers))
+    program = ctypes.c_void_p()
+    source = b'#include "kernels.h"\n'
+    if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels", len(headers), texts, names):
+        sys.exit("NVRTC took no program")
+    flags = [b"--gpu-architecture=sm_90a", b"--std=c++17", b"--fmad=false", b"--ptxas-options=-v"]
+    code = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
+    size = ctypes.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value + 1)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    text = log.value.decode()
+    if code:
+        sys.exit(text)
+    kernels, own = {}, None
+    for line in text.splitlines():
+        if name := re.search(r"Compiling entry function '(\w+)'", line):
+            own = kernels.setdefault(name[1], {"shared": 0})
+        if spilled := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            own["spilled"] = int(spilled[1]) + int(spilled[2])
+        if registers := re.search(r"Used (\d+) registers", line):
+            own["registers"] = int(registers[1])
+        if shared := re.search(r"(\d+) bytes smem", line):
+            own["shared"] = int(shared[1])
+    return kernels
+
+
+def offences(limits, amd, nvidia):
+    """What does not keep to its limits, a sentence each."""
+    found = []
+    if amd is not None:
+        found += [f"arithmetic that may be rearranged: {line}" for line in amd[1]]
+        for name, limit in limits.items():
+            own = amd[0].get(name)
+            if own is None:
+                found.append(f"{name} is not in the code for gfx942")
+                continue
+            taken = {"registers": own["VGPRs"] + own["AGPRs"], "shared": own["LDS Size [bytes/block]"]}
+            found += [f"{name}: {taken[what]} {what} on gfx942, at most {limit[what]}" for what in taken if taken[what] > limit[what]]
+            if own["Occupancy [waves/SIMD]"] < limit["waves"]:
+                found.append(f"{name}: {own['Occupancy [waves/SIMD]']} waves on gfx942, at least {limit['waves']}")
+            if own["VGPRs Spill"] or own["SGPRs Spill"] or own["ScratchSize [bytes/lane]"]:
+                found.append(f"{name} spills on gfx942")
+    for name, own in (nvidia or {}).items():
+        if own.get("spilled"):
+            found.append(f"{name} spills on sm_90a")
+    return found
+
+
+def table(limits, amd, nvidia):
+    rows = ["| kernel | VGPR of | LDS | waves a SIMD | registers on sm_90a |", "|---|---|---|---|---|"]
+    for name in sorted(limits):
+        limit, own, other = limits[name], amd[0][name], (nvidia or {}).get(name, {})
+        registers = own["VGPRs"] + own["AGPRs"]
+        shared, waves = own["LDS Size [bytes/block]"], own["Occupancy [waves/SIMD]"]
+        rows.append(f"| `{name}` | {registers} of {limit['registers']} | {shared} | {waves} | {other.get('registers', 'not known')} |")
+    return "\n".join(rows)
+
+
+def main():
+    if "--install" in sys.argv:
+        install()
+    limits, amd, nvidia = declared(), gfx942(), sm_90a()
+    for what, report in (("gfx942: no clang", amd), ("sm_90a: no NVRTC", nvidia)):
+        if report is None:
+            print(f"SKIPPED {what} here; resources.py --install gets it", file=sys.stderr)
+    if amd is None and nvidia is None:
+        sys.exit(77)
+    bad = offences(limits, amd, nvidia)
+    if bad:
+        sys.exit("\n".join(bad))
+    print(f"{len(limits)} kernels within their limits")
+    if "--write" in sys.argv and amd is not None:
+        text = README.read_text()
+        start, end = "<!-- resources -->\n", "<!-- end of resources -->"
+        before, rest = text.split(start)
+        README.write_text(before + start + table(limits, amd, nvidia) + "\n" + end + rest.split(end)[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+// Row by row and column by column over matrices [N, D]: norms, residual additions, sums over rows. The order of sums is that of
+// src/ops/cpu/norm.rs, so that the outcomes are the CPU's, to the bit.
+#pragma once
+#include "sums.h"
+
+// Sums over rows are kept in f32 over this many rows, and in f64 over those blocks of rows.
+constexpr u32 BAND = 32;
+
+// 16 lanes a row.
+struct Row {
+  u32 index, lane;
+  bool there;
+};
+DEVICE Row row_of(u32 rows) {
+  const u32 index = block_index() * ROWS + thread_index() / PARTS;
+  return {index, thread_index() % PARTS, index < rows};
+}
+
+// The sum of value(column) over the columns of a row, the same in its 16 lanes; 0 where there is no row.
+template <typename Value>
+DEVICE f32 along_row(Row row, u32 width, Value value) {
+  f32 part = 0.0f;
+  if (row.there)
+    for (u32 column = row.lane; column < width; column += PARTS) part += value(column);
+  return together(part);
+}
+
+// A thread a column, over a band of rows. Blocks go over tiles of 256 columns first, then over bands, then over the matrices
+// of a stack.
+struct Column {
+  u32 index, first, end;  // column; its rows in the whole stack
+  u64 partial;            // where its sum stands: [stack, bands, width]
+  bool there;
+};
+DEVICE Column column_of(u32 rows, u32 width) {
+  const u32 tiles = (width + BLOCK - 1) / BLOCK, bands = (rows + BAND - 1) / BAND;
+  const u32 index = block_index() % tiles * BLOCK + thread_index(), band = block_index() / tiles;
+  const u32 first = band / bands * rows + band % bands * BAND, last = (band / bands + 1) * rows;
+  return {index, first, first + BAND < last ? first + BAND : last, static_cast<u64>(band) * width + index, index < width};
+}
+
+// out[s, c] = sum of partial[s, band, c] over bands, in f64.
+KERNEL(band_sums, 256, LIMIT(32, 0, 8), (const f32* partial, f32* out, u32 bands, u32 width)) {
+  const u32 tiles = (width + BLOCK - 1) / BLOCK, stack = block_index() / tiles;
+  const u32 column = block_index() % tiles * BLOCK + thread_index();
+  if (column >= width) return;
+  f64 sum = 0.0;
+  for (u32 band = 0; band < bands; ++band)
+    sum += static_cast<f64>(partial[(static_cast<u64>(stack) * bands + band) * width + column]);
+  out[static_cast<u64>(stack) * width + column] = static_cast<f32>(sum);
+}
+
+// partial[s, band, c] = sum of x[s, r, c] over the rows of a band.
+KERNEL(column_sums, 256, LIMIT(32, 0, 8), (const f32* x, f32* partial, u32 rows, u32 width)) {
+  const Column column = column_of(rows, width);
+  if (!column.there) return;
+  f32 sum = 0.0f;
+  for (u32 row = column.first; row < column.end; ++row) sum += x[static_cast<u64>(row) * width + column.index];
+  partial[column.partial] = sum;
+}
+
+// The same of x times y.
+KERNEL(column_products, 256, LIMIT(32, 0, 8), (const f32* x, const f32* y, f32* partial, u32 rows, u32 width)) {
+  const Column column = column_of(rows, width);
+  if (!column.there) return;
+  f32 sum = 0.0f;
+  for (u32 row = column.first; row < column.end; ++row) {
+    const u64 at = static_cast<u64>(row) * width + column.index;
+    sum += x[at] * y[at];
+  }
+  partial[column.partial] = sum;
+}
+
+template <typename Source, typename T>
+DEVICE void norm_row(Row row, u32 width, f32 eps, const f32* weight, f32* factors, T* out, Source source) {
+  const f32 square = along_row(row, width, [=](u32 column) {
+    const f32 value = source(column);
+    return value * value;
+  });
+  const f32 factor = 1.0f / root(square / static_cast<f32>(width) + eps);
+  if (!row.there) return;
+  if (row.lane == 0) factors[row.index] = factor;
+  const u64 at = static_cast<u64>(row.index) * width;
+  for (u32 column = row.lane; column < width; column += PARTS) put(out[at + column], source(column) * factor * weight[column]);
+}
+
+// out = x f weight with f = 1 / sqrt(mean of x^2 + eps) for each row, which goes into factors.
+template <typename T>
+DEVICE void norm(const f32* x, const f32* weight, T* out, f32* factors, u32 rows, u32 width, f32 eps) {
+  const Row row = row_of(rows);
+  const f32* own = x + static_cast<u64>(row.index) * width;
+  norm_row(row, width, eps, weight, factors, out, [=](u32 column) { return own[column]; });
+}
+KERNEL(rms_norm_f32, 256, LIMIT(32, 0, 8),
+       (const f32* x, const f32* weight, f32* out, f32* factors, u32 rows, u32 width, f32 eps)) {
+  norm(x, weight, out, factors, rows, width, eps);
+}
+KERNEL(rms_norm_bf16, 256, LIMIT(32, 0, 8),
+       (const f32* x, const f32* weight, bf16* out, f32* factors, u32 rows, u32 width, f32 eps)) {
+  norm(x, weight, out, factors, rows, width, eps);
+}
+
+// sum = (branch + bias) scale + (residual + residual_bias) residual_scale, and its norm.
+struct Scaling {
+  const f32 *scale, *bias, *residual_scale, *residual_bias;
+};
+template <typename T>
+DEVICE void residual_and_norm(const T* branch, const f32* residual, Scaling by, const f32* weight, f32* sum, T* out, f32* factors,
+                              u32 rows, u32 width, f32 eps) {
+  const Row row = row_of(rows);
+  const u64 at = static_cast<u64>(row.index) * width;
+  // A lane reads of the sum only what it has written itself.
+  if (row.there)
+    for (u32 column = row.lane; column < width; column += PARTS)
+      sum[at + column] = (wide(branch[at + column]) + by.bias[column]) * by.scale[column] +
+                         (residual[at + column] + by.residual_bias[column]) * by.residual_scale[column];
+  norm_row(row, width, eps, weight, factors, out, [=](u32 column) { return sum[at + column]; });
+}
+KERNEL(residual_norm_f32, 256, LIMIT(48, 0, 8),
+       (const f32* branch, const f32* residual, const f32* scale, const f32* bias, const f32* residual_scale,
+        const f32* residual_bias, const f32* weight, f32* sum, f32* out, f32* factors, u32 rows, u32 width, f32 eps)) {
+  residual_and_norm(branch, residual, {scale, bias, residual_scale, residual_bias}, weight, sum, out, factors, rows, width, eps);
+}
+KERNEL(residual_norm_bf16, 256, LIMIT(48, 0, 8),
+       (const bf16* branch, const f32* residual, const f32* scale, const f32* bias, const f32* residual_scale,
+        const f32* residual_bias, const f32* weight, f32* sum, bf16* out, f32* factors, u32 rows, u32 width, f32 eps)) {
+  residual_and_norm(branch, residual, {scale, bias, residual_scale, residual_bias}, weight, sum, out, factors, rows, width, eps);
+}
+
+// Back through the norm, from the gradient of its outcome: that of x.
+KERNEL(rms_norm_backward, 256, LIMIT(32, 0, 8),
+       (const f32* x, const f32* factors, const f32* weight, const f32* grad, f32* input, u32 rows, u32 width)) {
+  const Row row = row_of(rows);
+  const u64 at = static_cast<u64>(row.index) * width;
+  const f32 factor = row.there ? factors[row.index] : 0.0f;
+  const f32 sum =
+      along_row(row, width, [=](u32 column) { return grad[at + column] * (x[at + column] * factor) * weight[column]; });
+  const f32 along = sum / -static_cast<f32>(width);
+  if (!row.there) return;
+  for (u32 column = row.lane; column < width; column += PARTS)
+    input[at + column] = (grad[at + column] * weight[column] + x[at + column] * factor * along) * factor;
+}
+
+// The same: that of the weight, in bands.
+KERNEL(rms_norm_weight, 256, LIMIT(32, 0, 8),
+       (const f32* x, const f32* factors, const f32* grad, f32* partial, u32 rows, u32 width)) {
+  const Column column = column_of(rows, width);
+  if (!column.there) return;
+  f32 sum = 0.0f;
+  for (u32 row = column.first; row < column.end; ++row) {
+    const u64 at = static_cast<u64>(row) * width + column.index;
+    sum += grad[at] * (x[at] * factors[row]);
+  }
+  partial[column.partial] = sum;
+}
+
+// Back through the residual addition: gradients of both sides, and in bands, [3, bands, width], the sums of the gradient, of
+// the gradient times the branch, and of the gradient times the residual.
+template <typename T>
+DEVICE void residual_back(const T* branch, const f32* residual, const f32* grad, const f32* scale, const f32* residual_scale,
+                          f32* to_branch, f32* to_residual, f32* partial, u32 rows, u32 width) {
+  const Column column = column_of(rows, width);
+  if (!column.there) return;
+  const f32 by = scale[column.index], residual_by = residual_scale[column.index];
+  f32 all = 0.0f, branches = 0.0f, residuals = 0.0f;
+  for (u32 row = column.first; row < column.end; ++row) {
+    const u64 at = static_cast<u64>(row) * width + column.index;
+    const f32 own = grad[at];
+    all += own;
+    branches += own * wide(branch[at]);
+    residuals += own * residual[at];
+    to_branch[at] = own * by;
+    to_residual[at] = own * residual_by;
+  }
+  const u64 size = static_cast<u64>((rows + BAND - 1) / BAND) * width;
+  partial[column.partial] = all;
+  partial[column.partial + size] = branches;
+  partial[column.partial + 2 * size] = residuals;
+}
+KERNEL(residual_backward_f32, 256, LIMIT(48, 0, 8),
+       (const f32* branch, const f32* residual, const f32* grad, const f32* scale, const f32* residual_scale, f32* to_branch,
+        f32* to_residual, f32* partial, u32 rows, u32 width)) {
+  residual_back(branch, residual, grad, scale, residual_scale, to_branch, to_residual, partial, rows, width);
+}
+KERNEL(residual_backward_bf16, 256, LIMIT(48, 0, 8),
+       (const bf16* branch, const f32* residual, const f32* grad, const f32* scale, const f32* residual_scale, f32* to_branch,
+        f32* to_residual, f32* partial, u32 rows, u32 width)) {
+  residual_back(branch, residual, grad, scale, residual_scale, to_branch, to_residual, partial, rows, width);
+}
+
+// From those sums, [3, width], the gradients of bias, scale and their like for the residual: [4, width] in the order of Scaling.
+KERNEL(residual_vectors, 256, LIMIT(32, 0, 8),
+       (const f32* sums, const f32* scale, const f32* bias, const f32* residual_scale, const f32* residual_bias, f32* out,
+        u32 width)) {
+  const u32 column = block_index() * BLOCK + thread_index();
+  if (column >= width) return;
+  const f32 all = sums[column];
+  out[column] = sums[width + column] + bias[column] * all;
+  out[width + column] = all * scale[column];
+  out[2 * width + column] = sums[2 * width + column] + residual_bias[column] * all;
+  out[3 * width + column] = all * residual_scale[column];
+}

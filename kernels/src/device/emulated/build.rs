@@ -1,0 +1,132 @@
+//! The kernels compiled for the CPU in several ways, and tapes played on them.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock};
+
+use super::tape::Tape;
+
+/// A way of compiling the kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Build {
+    /// `None` for the compiler of the build.
+    pub(super) compiler: Option<&'static str>,
+    pub(super) flags: &'static [&'static str],
+}
+
+impl Build {
+    pub(super) const PLAIN: Build = Build { compiler: None, flags: &["-O1"] };
+
+    fn command(&self) -> Command {
+        let own = || std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
+        let mut command =
+            Command::new(self.compiler.map_or_else(own, |compiler| compiler.to_owned()));
+        command.args(["-std=c++17", "-Wall", "-Wextra", "-ffp-contract=off"]);
+        command.arg("-fno-strict-aliasing");
+        command
+    }
+}
+
+/// The sources of the kernels.
+pub(super) fn sources() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("device")
+}
+
+/// The text of every file that a build reads, with its name.
+pub(super) fn texts() -> &'static [(String, String)] {
+    static TEXTS: OnceLock<Vec<(String, String)>> = OnceLock::new();
+    TEXTS.get_or_init(|| {
+        let folders = [sources(), sources().join("emulator")];
+        let entries = folders.iter().flat_map(|folder| std::fs::read_dir(folder).unwrap());
+        let paths = entries.map(|entry| entry.unwrap().path());
+        let read = |path: PathBuf| {
+            let name = path.file_name().unwrap().to_string_lossy().into_owned();
+            (name, std::fs::read_to_string(path).unwrap())
+        };
+        let ours = |path: &PathBuf| {
+            ["h", "cpp"].map(OsStr::new).contains(&path.extension().unwrap_or_default())
+        };
+        let mut texts: Vec<_> = paths.filter(ours).map(read).collect();
+        texts.sort();
+        texts
+    })
+}
+
+/// A file in the folder of this build, made by `make` unless it is there: its name says from what it is made.
+fn made(name: &str, from: impl Hash, make: impl FnOnce(&Path)) -> PathBuf {
+    let mut hasher = DefaultHasher::new();
+    (texts(), from).hash(&mut hasher);
+    let path = Path::new(env!("OUT_DIR")).join(format!("{name}-{:016x}", hasher.finish()));
+    if !path.exists() {
+        let own = path.with_extension(std::process::id().to_string());
+        make(&own);
+        std::fs::rename(own, &path).unwrap();
+    }
+    path
+}
+
+fn finish(mut command: Command) {
+    let out = command.output().unwrap_or_else(|why| panic!("{command:?}: {why}"));
+    assert!(out.status.success(), "{command:?}: {}", String::from_utf8_lossy(&out.stderr));
+}
+
+/// The emulator, never compiled with a sanitizer.
+fn emulator() -> PathBuf {
+    static MADE: OnceLock<PathBuf> = OnceLock::new();
+    let make = || {
+        made("emulator", Build::PLAIN, |out| {
+            let mut command = Build::PLAIN.command();
+            command.args(["-O2", "-c", "-o"]).arg(out).arg(sources().join("emulator/emulator.cpp"));
+            finish(command);
+        })
+    };
+    MADE.get_or_init(make).clone()
+}
+
+/// The program that plays tapes, built so.
+fn player(build: &Build) -> PathBuf {
+    type Slots = Mutex<HashMap<Build, Arc<OnceLock<PathBuf>>>>;
+    static SLOTS: LazyLock<Slots> = LazyLock::new(Slots::default);
+    let slot = SLOTS.lock().unwrap().entry(*build).or_default().clone();
+    let make = || {
+        made("run", build, |out| {
+            let mut command = build.command();
+            command.args(build.flags).arg("-o").arg(out);
+            // The object has no ending that the compiler knows.
+            command.arg(sources().join("emulator/run.cpp")).args(["-x", "none"]);
+            command.arg(emulator());
+            finish(command);
+        })
+    };
+    slot.get_or_init(make).clone()
+}
+
+/// A fresh name in the folder of this build.
+fn fresh() -> PathBuf {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    Path::new(env!("OUT_DIR")).join(format!("tape-{}-{number}", std::process::id()))
+}
+
+/// Plays tapes on a build: what it says, and, where it ends well, what the last tape left.
+pub(super) fn played(build: &Build, ways: &str, tapes: &[&Tape]) -> (String, Option<Vec<u8>>) {
+    let out = fresh();
+    let paths: Vec<PathBuf> = tapes.iter().map(|_| fresh()).collect();
+    for (path, tape) in paths.iter().zip(tapes) {
+        std::fs::write(path, tape.bytes()).unwrap();
+    }
+    let mut command = Command::new(player(build));
+    command.env("TSAN_OPTIONS", "exitcode=66 report_signal_unsafe=0");
+    let ended = command.arg(&out).arg(ways).args(&paths).output().unwrap();
+    let left = std::fs::read(&out);
+    for path in paths.iter().chain([&out]) {
+        let _ = std::fs::remove_file(path);
+    }
+    let told = [ended.stdout, ended.stderr].concat();
+    let told = String::from_utf8_lossy(&told).into_owned();
+    (told, left.ok().filter(|_| ended.status.success()))
+}

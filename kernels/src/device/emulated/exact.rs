@@ -1,0 +1,162 @@
+//! Checksums, additions and squares have the values of the CPU, to the bit.
+
+use tch::Tensor;
+
+use super::tape::{Buffer, Tape};
+use super::{bits, numbers};
+use crate::{checksum, ops};
+
+const ELEMENTS: usize = 4096;
+
+/// A row of the table of pieces; addresses come by relocation.
+pub(super) struct Piece {
+    pub(super) left: Buffer,
+    pub(super) right: Option<Buffer>,
+    pub(super) elements: usize,
+    pub(super) first: u64,
+    pub(super) salt: u64,
+    pub(super) width: u32,
+}
+
+/// Writes the table, and says how many blocks its pieces have. At which byte a piece begins on either side stands beside it.
+pub(super) fn table(tape: &mut Tape, pieces: &[([usize; 2], Piece)]) -> (Buffer, usize) {
+    let (mut rows, mut block) = (Vec::new(), 0);
+    for (_, piece) in pieces {
+        let tail = u64::from(piece.width) | (block as u64) << 32;
+        rows.extend([0, 0, piece.elements as u64, piece.first, piece.salt, tail]);
+        block += piece.elements.div_ceil(ELEMENTS);
+    }
+    let buffer = tape.with(&rows);
+    for (row, ([left, right], piece)) in pieces.iter().enumerate() {
+        tape.address(buffer, row * 48, piece.left, *left);
+        if let Some(to) = piece.right {
+            tape.address(buffer, row * 48 + 8, to, *right);
+        }
+    }
+    (buffer, block)
+}
+
+/// Bits without structure.
+fn noise(count: usize, seed: u64) -> Vec<u8> {
+    (0..count as u64)
+        .map(|i| ((i + 1).wrapping_mul(seed | 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8)
+        .collect()
+}
+
+/// Checksums of some tensors in one launch; elements of each, their width, the number of the first.
+fn checksums(tensors: &[(usize, u32, u64)]) -> (Tape, Buffer) {
+    let mut tape = Tape::new("checksums");
+    let piece = |(seed, &(elements, width, first)): (u64, &(usize, u32, u64))| {
+        let left = tape.with(&noise(elements * width as usize, seed));
+        ([0, 0], Piece { left, right: None, elements, first, salt: seed << 33 | 77, width })
+    };
+    let pieces: Vec<_> = (1..).zip(tensors).map(piece).collect();
+    let (rows, blocks) = table(&mut tape, &pieces);
+    let (partial, out) = (tape.room::<u64>(blocks), tape.room::<u64>(pieces.len()));
+    tape.launch("checksum_blocks", blocks, &[rows.into(), pieces.len().into(), partial.into()]);
+    tape.launch("checksum_pieces", pieces.len(), &[rows.into(), partial.into(), out.into()]);
+    (tape, out)
+}
+
+#[test]
+fn checksums_are_those_of_the_cpu() {
+    let over = (1u64 << 32) - 100;
+    let tensors = [
+        (1, 4, 0),
+        (4096, 4, 5),
+        (4097, 2, over),
+        (0, 4, 0),
+        (9000, 1, 1 << 40),
+        (300, 8, over),
+        (12_289, 4, over),
+        (0, 2, 9),
+    ];
+    let (tape, out) = checksums(&tensors);
+    let found = tape.play().read::<u64>(out);
+    for ((seed, (elements, width, first)), found) in (1u64..).zip(tensors).zip(found) {
+        let bytes = Tensor::from_slice(&noise(elements * width as usize, seed));
+        let kind = match width {
+            1 => tch::Kind::Uint8,
+            2 => tch::Kind::BFloat16,
+            4 => tch::Kind::Float,
+            _ => tch::Kind::Int64,
+        };
+        let tensor = match elements {
+            0 => Tensor::zeros([0], (kind, tch::Device::Cpu)),
+            _ => bytes.view_dtype(kind),
+        };
+        assert_eq!(found, checksum::slice(&tensor, first, seed << 33 | 77), "{elements} x {width}");
+    }
+}
+
+/// Additions of pairs with so many elements.
+fn additions(pairs: &[usize]) -> (Tape, Vec<Buffer>, Buffer) {
+    let mut tape = Tape::new("additions");
+    let (mut lefts, mut pieces) = (Vec::new(), Vec::new());
+    for (seed, &elements) in (1u64..).zip(pairs) {
+        let mut left = numbers(elements, seed);
+        // The sum of two negative zeros is one.
+        left[0] = -0.0;
+        let mut right = numbers(elements, seed + 100);
+        right[0] = -0.0;
+        let (left, right) = (tape.with(&left), tape.with(&right));
+        lefts.push(left);
+        let first = seed << 31;
+        let right = Some(right);
+        pieces.push(([0, 0], Piece { left, right, elements, first, salt: seed, width: 4 }));
+    }
+    let (rows, blocks) = table(&mut tape, &pieces);
+    let (partial, out) = (tape.room::<u64>(blocks), tape.room::<u64>(pairs.len()));
+    tape.launch("add_blocks", blocks, &[rows.into(), pairs.len().into(), partial.into()]);
+    tape.launch("checksum_pieces", pairs.len(), &[rows.into(), partial.into(), out.into()]);
+    (tape, lefts, out)
+}
+
+#[test]
+fn additions_come_with_their_checksum() {
+    let pairs = [1, 5000, 4096, 777];
+    let (tape, lefts, out) = additions(&pairs);
+    let played = tape.play();
+    let checksums = played.read::<u64>(out);
+    for (((seed, &elements), left), found) in (1u64..).zip(&pairs).zip(lefts).zip(checksums) {
+        let [mut one, mut other] = [seed, seed + 100].map(|seed| numbers(elements, seed));
+        (one[0], other[0]) = (-0.0, -0.0);
+        let sum = Tensor::from_slice(&one) + Tensor::from_slice(&other);
+        assert_eq!(bits(&played.read(left)), bits(&Vec::<f32>::try_from(&sum).unwrap()));
+        assert_eq!(found, checksum::slice(&sum, seed << 31, seed));
+    }
+}
+
+/// Squares of pieces with so many elements.
+fn squares(pieces: &[usize]) -> (Tape, Buffer) {
+    let mut tape = Tape::new("squares");
+    let piece = |(seed, &elements): (u64, &usize)| {
+        let left = tape.with(&numbers(elements, seed));
+        ([0, 0], Piece { left, right: None, elements, first: 0, salt: 0, width: 4 })
+    };
+    let pieces: Vec<_> = (1..).zip(pieces).map(piece).collect();
+    let (rows, _) = table(&mut tape, &pieces);
+    let out = tape.room::<f64>(pieces.len());
+    let blocks = pieces.len().div_ceil(16);
+    tape.launch("squares", blocks, &[rows.into(), pieces.len().into(), out.into()]);
+    (tape, out)
+}
+
+#[test]
+fn squares_are_those_of_the_cpu() {
+    let pieces: Vec<usize> = (0..19).map(|i| i * i * 7 + i % 3).collect();
+    let (tape, out) = squares(&pieces);
+    let found = tape.play().read::<f64>(out);
+    for ((seed, &elements), found) in (1..).zip(&pieces).zip(found) {
+        let wanted = ops::CPU.squares(&Tensor::from_slice(&numbers(elements, seed))).unwrap();
+        assert_eq!(found.to_bits(), wanted.to_bits(), "{elements}");
+    }
+}
+
+pub(super) fn small() -> Vec<Tape> {
+    vec![
+        checksums(&[(4100, 4, 7), (3, 2, 1), (10, 8, 0), (33, 1, 0)]).0,
+        additions(&[4100, 9]).0,
+        squares(&[300, 17, 1]).0,
+    ]
+}

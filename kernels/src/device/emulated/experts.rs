@@ -1,0 +1,172 @@
+//! Tokens on their way to experts and back, and the gate.
+
+use tch::{Kind, Tensor};
+
+use super::tape::{Argument, Buffer, Tape};
+use super::{Values, bits_of, close, left_bits, numbers, tensor};
+use crate::ops::CPU;
+
+/// Classes of tokens; some come often, some never.
+fn choice(tokens: usize, classes: usize) -> Vec<i64> {
+    let class = |value: f32| (value.abs() * value.abs() * classes as f32) as i64;
+    numbers(tokens, 9).into_iter().map(class).map(|class| class.min(classes as i64 - 1)).collect()
+}
+
+struct Dispatched {
+    tape: Tape,
+    /// Places, tokens of rows, counts, ends of classes.
+    lists: [Buffer; 4],
+    /// Permuted, unpermuted, gathered; back.
+    rows: [Buffer; 3],
+    back: [Buffer; 2],
+}
+
+/// As many rows as there can be.
+fn places(tokens: usize, classes: usize) -> usize {
+    tokens + 7 * (classes - 1)
+}
+
+fn dispatched([tokens, classes, width]: [usize; 3], values: Values) -> Dispatched {
+    let kind = values.kind();
+    let mut tape = Tape::new(&format!("dispatch_{kind}"));
+    let chosen = tape.with(&choice(tokens, classes));
+    let (blocks, rows) = (tokens.div_ceil(256), places(tokens, classes));
+    let counts = tape.room::<u32>(blocks * classes);
+    let sizes: [Argument; 2] = [tokens.into(), classes.into()];
+    tape.launch("dispatch_counts", blocks, &[&[chosen.into(), counts.into()][..], &sizes].concat());
+    let (totals, ends) = (tape.room::<i64>(classes), tape.room::<u32>(classes));
+    let (order, to) = (tape.room::<u32>(rows), tape.room::<i64>(tokens));
+    let lists = [counts, totals, ends, order].map(Argument::from);
+    let arguments = [&lists[..], &[blocks.into(), classes.into(), rows.into()]].concat();
+    tape.launch("dispatch_offsets", 1, &arguments);
+    let lists = [chosen, counts, to, order].map(Argument::from);
+    tape.launch("dispatch_places", blocks, &[&lists[..], &sizes].concat());
+
+    let (columns, width) = (width, Argument::from(width));
+    let count = |rows: usize| rows * columns;
+    let x = values.with(&mut tape, count(tokens), 1);
+    let [there, back] = [rows, tokens].map(|rows| values.room(&mut tape, count(rows)));
+    tape.launch(&format!("permute_{kind}"), rows, &[x.into(), order.into(), there.into(), width]);
+    let arguments: [Argument; 4] = [there.into(), to.into(), back.into(), width];
+    tape.launch(&format!("unpermute_{kind}"), tokens, &arguments);
+    let answer = values.with(&mut tape, count(rows), 2);
+    let weight = tape.with(&numbers(tokens, 3));
+    let gathered = tape.room::<f32>(count(tokens));
+    let arguments: [Argument; 5] =
+        [answer.into(), to.into(), weight.into(), gathered.into(), width];
+    tape.launch(&format!("gather_{kind}"), tokens, &arguments);
+    let grad = tape.with(&numbers(count(tokens), 4));
+    let (to_x, to_weight) = (tape.room::<f32>(count(rows)), tape.room::<f32>(tokens));
+    let lists = [answer, order, weight, grad, to_x, to_weight].map(Argument::from);
+    let arguments = [&lists[..], &[rows.into(), width]].concat();
+    tape.launch(&format!("gather_backward_{kind}"), rows.div_ceil(16), &arguments);
+    Dispatched {
+        tape,
+        lists: [to, order, totals, ends],
+        rows: [there, back, gathered],
+        back: [to_x, to_weight],
+    }
+}
+
+#[test]
+fn tokens_go_where_the_cpu_sends_them() {
+    let cases = [
+        ([1, 2, 1], Values::Wide),
+        ([300, 9, 7], Values::Narrow),
+        ([700, 65, 40], Values::Wide),
+        ([257, 300, 3], Values::Wide),
+    ];
+    for (shape, values) in cases {
+        let dispatched = dispatched(shape, values);
+        let played = dispatched.tape.play();
+        let [tokens, classes, width] = shape.map(|size| size as i64);
+        let choice = Tensor::from_slice(&choice(shape[0], shape[1]));
+        let by = CPU.dispatch(&choice, classes).unwrap();
+        let used = (by.routed + by.skipped) as usize;
+        let [to, _, totals, ends] = dispatched.lists;
+        assert_eq!(Tensor::from_slice(&played.read::<i64>(to)), by.places);
+        assert_eq!(Tensor::from_slice(&played.read::<i64>(totals)), by.counts);
+        let ends = played.read::<u32>(ends).into_iter().map(i64::from);
+        let counts = Vec::<i64>::try_from(&by.counts).unwrap();
+        let mut end = 0;
+        let wanted = counts.iter().enumerate().map(|(class, count)| {
+            end += if class + 1 < shape[1] { (count + 7) / 8 * 8 } else { *count };
+            end
+        });
+        assert_eq!(ends.collect::<Vec<_>>(), wanted.collect::<Vec<_>>());
+        assert_eq!(end as usize, used);
+        let mut order = vec![-1; places(shape[0], shape[1])];
+        for (token, place) in (0i32..).zip(Vec::<i64>::try_from(&by.places).unwrap()) {
+            order[place as usize] = token;
+        }
+        let found = played.read::<u32>(dispatched.lists[1]).into_iter().map(u32::cast_signed);
+        assert_eq!(found.collect::<Vec<_>>(), order);
+
+        let x = values.tensor(&[tokens, width], 1);
+        let rows = places(shape[0], shape[1]) as i64;
+        let there = values.read(&played, dispatched.rows[0], &[rows, width]);
+        assert_eq!(there.narrow(0, 0, used as i64), CPU.permute(&x, &by).unwrap());
+        assert_eq!(values.read(&played, dispatched.rows[1], &[tokens, width]), x);
+        let answer = values.tensor(&[rows, width], 2);
+        let weight = tensor(&numbers(shape[0], 3), &[tokens, 1]);
+        let gathered = CPU.gather(&answer, &by.places, &weight).unwrap();
+        assert_eq!(left_bits(&played, dispatched.rows[2]), bits_of(&gathered));
+        let grad = tensor(&numbers(shape[0] * shape[2], 4), &[tokens, width]);
+        let back = CPU.gather_backward(&answer, &by.places, &weight, &grad).unwrap();
+        for (found, wanted) in dispatched.back.into_iter().zip(&back) {
+            assert_eq!(left_bits(&played, found), bits_of(wanted));
+        }
+    }
+}
+
+fn gate(rows: usize, width: usize, values: Values) -> (Tape, Buffer, Buffer) {
+    let kind = values.kind();
+    let mut tape = Tape::new(&format!("swiglu_{kind}"));
+    let x = values.scaled(&mut tape, 2 * rows * width, 1, 30.0);
+    let grad = values.with(&mut tape, rows * width, 2);
+    let (out, back) =
+        (values.room(&mut tape, rows * width), values.room(&mut tape, 2 * rows * width));
+    let (sizes, blocks) = ([rows, width].map(Argument::from), (rows * width).div_ceil(1024));
+    let arguments = [&[x.into(), out.into()][..], &sizes].concat();
+    tape.launch(&format!("swiglu_{kind}"), blocks, &arguments);
+    let arguments = [&[x.into(), grad.into(), back.into()][..], &sizes].concat();
+    tape.launch(&format!("swiglu_backward_{kind}"), blocks, &arguments);
+    (tape, out, back)
+}
+
+#[test]
+fn gates_are_those_of_the_cpu() {
+    for (rows, width, values) in
+        [(1, 1, Values::Wide), (40, 33, Values::Wide), (40, 33, Values::Narrow)]
+    {
+        let (tape, out, back) = gate(rows, width, values);
+        let played = tape.play();
+        let shape = [rows as i64, 2 * width as i64];
+        let narrow = [rows as i64, width as i64];
+        let x = (tensor(&numbers(2 * rows * width, 1), &shape) * 30.0).to_kind(values.of());
+        let grad = values.tensor(&narrow, 2);
+        let (found, found_back) =
+            (values.read(&played, out, &narrow), values.read(&played, back, &shape));
+        if values == Values::Wide {
+            assert_eq!(found, CPU.swiglu(&x).unwrap());
+            assert_eq!(found_back, CPU.swiglu_backward(&x, &grad).unwrap());
+        }
+        let exact = x.to_kind(Kind::Double);
+        let (left, up) = (exact.narrow(1, 0, narrow[1]), exact.narrow(1, narrow[1], narrow[1]));
+        let within = if values == Values::Wide { 8e-7 } else { 2f64.powi(-8) };
+        let wide =
+            |x: &Tensor| Vec::<f32>::try_from(&x.to_kind(Kind::Float).reshape([-1])).unwrap();
+        close(&wide(&found), &(left.silu() * &up), within);
+        let open = left.sigmoid();
+        let grad = grad.to_kind(Kind::Double);
+        let to_left = &grad * &up * &open * (&left * (1.0 - &open) + 1.0);
+        close(&wide(&found_back), &Tensor::cat(&[to_left, grad * left.silu()], 1), within);
+    }
+}
+
+pub(super) fn small() -> Vec<Tape> {
+    [Values::Wide, Values::Narrow]
+        .into_iter()
+        .flat_map(|values| [dispatched([300, 5, 3], values).tape, gate(9, 7, values).0])
+        .collect()
+}

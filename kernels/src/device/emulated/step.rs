@@ -1,0 +1,242 @@
+//! The elementwise parts of the loss, of the optimizers and of transport.
+
+use tch::{Device, Kind, Tensor};
+
+use super::exact::{Piece, table};
+use super::tape::{Argument, Buffer, Tape};
+use super::{Values, bits, bits_of, close, left_bits, numbers, tensor};
+use crate::ops::{AdamW, CPU};
+
+/// The row of a table of tensors to be moved: their memory, elements, what is kept of the weight and the rate.
+struct Move {
+    memory: [Option<Buffer>; 4],
+    elements: usize,
+    keep: f32,
+    rate: f32,
+}
+
+fn moves(tape: &mut Tape, rows: &[Move]) -> (Buffer, usize) {
+    let (mut words, mut block) = (Vec::<u64>::new(), 0);
+    for row in rows {
+        let numbers = u64::from(row.keep.to_bits()) | u64::from(row.rate.to_bits()) << 32;
+        words.extend([0, 0, 0, 0, row.elements as u64, numbers, block as u64]);
+        block += row.elements.div_ceil(1024);
+    }
+    let table = tape.with(&words);
+    for (place, row) in rows.iter().enumerate() {
+        for (which, memory) in row.memory.iter().enumerate() {
+            if let Some(memory) = memory {
+                tape.address(table, place * 56 + which * 8, *memory, 0);
+            }
+        }
+    }
+    (table, block)
+}
+
+const BY: AdamW =
+    AdamW { keep: 0.99, first: 0.1, second: 0.01, root: 0.3, eps: 1e-3, rate: 0.02, scale: 0.7 };
+
+/// AdamW, then Muon's two passes, over tensors with so many elements.
+fn moved(sizes: &[usize]) -> (Tape, Vec<[Buffer; 4]>) {
+    let mut tape = Tape::new("moves");
+    let mut memory = Vec::new();
+    for (index, &elements) in (0u64..).zip(sizes) {
+        let of = |seed: u64| numbers(elements, 10 * index + seed);
+        let squares: Vec<f32> = of(3).iter().map(|value| value * value).collect();
+        memory.push([of(1), of(2), squares, of(4)].map(|values| tape.with(&values)));
+    }
+    let row = |(memory, &elements): (&[Buffer; 4], &usize)| Move {
+        memory: memory.map(Some),
+        elements,
+        keep: BY.keep,
+        rate: BY.rate,
+    };
+    let rows: Vec<Move> = memory.iter().zip(sizes).map(row).collect();
+    let (table, blocks) = moves(&mut tape, &rows);
+    let head: [Argument; 2] = [table.into(), sizes.len().into()];
+    let floats = [BY.scale, BY.first, BY.second, BY.root, BY.eps].map(Argument::from);
+    tape.launch("adamw", blocks, &[&head[..], &floats].concat());
+    let floats = [BY.scale, 0.95f32].map(Argument::from);
+    tape.launch("nesterov", blocks, &[&head[..], &floats].concat());
+    tape.launch("descend", blocks, &head);
+    (tape, memory)
+}
+
+#[test]
+fn optimizers_are_those_of_the_cpu() {
+    let sizes = [1, 1024, 1025, 300, 3000];
+    let (tape, memory) = moved(&sizes);
+    let played = tape.play();
+    for ((index, &elements), memory) in (0u64..).zip(&sizes).zip(memory) {
+        let of = |seed| tensor(&numbers(elements, 10 * index + seed), &[elements as i64]);
+        let (mut weight, mut first, mut second, gradient) = (of(1), of(2), of(3).square(), of(4));
+        CPU.adamw(BY, &mut weight, [&mut first, &mut second], &gradient).unwrap();
+        let direction = CPU.nesterov(&mut first, &gradient, 0.95, BY.scale).unwrap();
+        CPU.descend(&mut weight, &direction, BY.keep, BY.rate).unwrap();
+        let wanted = [&weight, &first, &second, &direction];
+        for (found, wanted) in memory.into_iter().zip(wanted) {
+            assert_eq!(left_bits(&played, found), bits_of(wanted), "{elements}");
+        }
+    }
+}
+
+/// A stack of square matrices: made of unit length, and the polynomial of a step.
+fn iteration(stack: usize, side: usize) -> (Tape, Buffer, Buffer) {
+    let mut tape = Tape::new("newton_schulz");
+    let size = side * side;
+    let [x, fourth] = [1, 2].map(|seed| tape.with(&numbers(stack * size, seed)));
+    let piece = |index: usize| {
+        let elements = size;
+        (
+            [index * size * 4, 0],
+            Piece { left: x, right: None, elements, first: 0, salt: 0, width: 4 },
+        )
+    };
+    let (table, _) = table(&mut tape, &(0..stack).map(piece).collect::<Vec<_>>());
+    let (squares, unit) = (tape.room::<f64>(stack), tape.room::<f32>(stack * size));
+    let count = stack.into();
+    tape.launch("squares", stack.div_ceil(16), &[table.into(), count, squares.into()]);
+    let blocks = (stack * size).div_ceil(1024);
+    let places = [x.into(), squares.into(), unit.into(), size.into(), count];
+    tape.launch("newton_schulz_unit", blocks, &[&places[..], &[Argument::Float(1e-7)]].concat());
+    let places: [Argument; 4] = [unit.into(), fourth.into(), side.into(), count];
+    let by = [3.4445f32, -4.775, 2.0315].map(Argument::from);
+    tape.launch("newton_schulz_polynomial", blocks, &[&places[..], &by].concat());
+    (tape, unit, fourth)
+}
+
+#[test]
+fn iterations_are_those_of_the_cpu() {
+    for (stack, side) in [(1, 1), (3, 20), (2, 33)] {
+        let (tape, unit, fourth) = iteration(stack, side);
+        let played = tape.play();
+        let shape = [stack, side, side].map(|size| size as i64);
+        let [x, fourth_power] =
+            [1, 2].map(|seed| tensor(&numbers(stack * side * side, seed), &shape));
+        let lengths: Vec<f32> = (0..stack as i64)
+            .map(|index| CPU.squares(&x.get(index).contiguous()).unwrap().sqrt() as f32 + 1e-7)
+            .collect();
+        let x = x / tensor(&lengths, &[shape[0], 1, 1]);
+        assert_eq!(left_bits(&played, unit), bits_of(&x));
+        let [a, b, c] = [3.4445f32, -4.775, 2.0315].map(f64::from);
+        let ones = Tensor::eye(side as i64, (Kind::Float, Device::Cpu));
+        assert_eq!(left_bits(&played, fourth), bits_of(&(x * b + fourth_power * c + ones * a)));
+    }
+}
+
+struct Loss {
+    tape: Tape,
+    found: [Buffer; 4],
+}
+
+fn labels(tokens: usize, size: usize) -> Vec<i64> {
+    (0..tokens).map(|token| (token * 7 % size) as i64).collect()
+}
+
+fn masks(tokens: usize) -> Vec<f32> {
+    (0..tokens).map(|token| if token % 4 == 1 { 0.0 } else { 1.0 }).collect()
+}
+
+const HIDDEN: usize = 11;
+
+fn loss([tokens, size]: [usize; 2], values: Values) -> Loss {
+    let kind = values.kind();
+    let mut tape = Tape::new(&format!("cross_entropy_{kind}"));
+    let logits = values.scaled(&mut tape, tokens * size, 1, 20.0);
+    let (labels, mask) = (tape.with(&labels(tokens, size)), tape.with(&masks(tokens)));
+    let [log_sum, losses] = [(); 2].map(|()| tape.room::<f32>(tokens));
+    let places = [logits, labels, mask, log_sum, losses].map(Argument::from);
+    let arguments = [&places[..], &[size.into()]].concat();
+    tape.launch(&format!("cross_entropy_{kind}"), tokens, &arguments);
+    let arguments: [Argument; 4] = [logits.into(), labels.into(), log_sum.into(), size.into()];
+    tape.launch(&format!("cross_entropy_slope_{kind}"), tokens, &arguments);
+    let x = values.with(&mut tape, tokens * HIDDEN, 2);
+    let out = values.room(&mut tape, tokens * HIDDEN);
+    let arguments = [x.into(), mask.into(), out.into(), Argument::Float(37.0), HIDDEN.into()];
+    tape.launch(&format!("scale_rows_{kind}"), tokens, &arguments);
+    Loss { tape, found: [log_sum, losses, logits, out] }
+}
+
+#[test]
+fn losses_agree_with_libtorch() {
+    for (shape, values) in
+        [([1, 1], Values::Wide), ([9, 1000], Values::Wide), ([7, 300], Values::Narrow)]
+    {
+        let loss = loss(shape, values);
+        let played = loss.tape.play();
+        let [tokens, size] = shape.map(|size| size as i64);
+        let logits =
+            (tensor(&numbers(shape[0] * shape[1], 1), &[tokens, size]) * 20.0).to_kind(values.of());
+        let exact = logits.to_kind(Kind::Double);
+        let log_sum = exact.logsumexp([1].as_slice(), true);
+        close(&played.read::<f32>(loss.found[0]), &log_sum, 2e-7);
+        let labels = Tensor::from_slice(&labels(shape[0], shape[1])).unsqueeze(1);
+        let mask = tensor(&masks(shape[0]), &[tokens, 1]);
+        let losses = (&log_sum - exact.gather(1, &labels, false)) * mask.to_kind(Kind::Double);
+        close(&played.read::<f32>(loss.found[1]), &losses, 2e-7);
+        let mut slope = (exact - log_sum).exp();
+        let _ = slope.scatter_add_(1, &labels, &(labels.ones_like().to_kind(Kind::Double) * -1.0));
+        let found = values.read(&played, loss.found[2], &[tokens, size]).to_kind(Kind::Float);
+        let within = if values == Values::Wide { 4e-6 } else { 2f64.powi(-8) };
+        close(&Vec::<f32>::try_from(&found.reshape([-1])).unwrap(), &slope, within);
+        let x = values.tensor(&[tokens, HIDDEN as i64], 2);
+        let wanted = (x.to_kind(Kind::Float) * (mask / 37.0)).to_kind(values.of());
+        assert_eq!(values.read(&played, loss.found[3], &[tokens, HIDDEN as i64]), wanted);
+    }
+}
+
+/// Packs tensors of these sizes into one buffer, unpacks it into one with a gap, and narrows it.
+fn packed(sizes: &[usize]) -> (Tape, [Buffer; 3]) {
+    let mut tape = Tape::new("transport");
+    let total: usize = sizes.iter().sum();
+    let (flat, narrow) = (tape.room::<f32>(total), tape.room::<u16>(total));
+    let again = tape.room::<f32>(total + 1);
+    let short = tape.room::<u16>(total);
+    let (mut there, mut back, mut at) = (Vec::new(), Vec::new(), 0);
+    let piece = |left, right, elements, width| Piece {
+        left,
+        right: Some(right),
+        elements,
+        first: 0,
+        salt: 0,
+        width,
+    };
+    for (seed, &elements) in (1..).zip(sizes) {
+        let left = tape.with(&numbers(elements, seed));
+        there.push(([0, at * 4], piece(left, flat, elements, 4)));
+        back.push(([at * 4, at * 4 + 4], piece(flat, again, elements, 4)));
+        at += elements;
+    }
+    for (rows, kernel) in [
+        (there, "copy_blocks"),
+        (back, "copy_blocks"),
+        (vec![([0, 0], piece(flat, narrow, total, 4))], "narrow_blocks"),
+        (vec![([0, 0], piece(narrow, short, total, 2))], "copy_blocks"),
+    ] {
+        let count = rows.len();
+        let (table, blocks) = table(&mut tape, &rows);
+        tape.launch(kernel, blocks, &[table.into(), count.into()]);
+    }
+    (tape, [flat, again, short])
+}
+
+#[test]
+fn pieces_travel_whole() {
+    let sizes = [1, 4096, 5000, 3];
+    let (tape, [flat, again, short]) = packed(&sizes);
+    let played = tape.play();
+    let wanted: Vec<f32> =
+        (1..).zip(&sizes).flat_map(|(seed, &elements)| numbers(elements, seed)).collect();
+    assert_eq!(left_bits(&played, flat), bits(&wanted));
+    assert_eq!(left_bits(&played, again)[1..], bits(&wanted));
+    let wanted = Tensor::from_slice(&wanted).to_kind(Kind::BFloat16);
+    let found = super::tensor_bf16(&played.read(short), &[wanted.size()[0]]);
+    assert_eq!(found, wanted);
+}
+
+pub(super) fn small() -> Vec<Tape> {
+    let losses = [Values::Wide, Values::Narrow].map(|values| loss([3, 260], values).tape);
+    let mut tapes = vec![moved(&[1030, 3]).0, iteration(2, 5).0, packed(&[4100, 7]).0];
+    tapes.extend(losses);
+    tapes
+}

@@ -1,0 +1,156 @@
+//! What is launched on the emulator: buffers, addresses to be put into them, and kernels with their arguments.
+
+use super::build::{Build, played};
+
+/// A buffer of a tape.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Buffer(usize);
+
+/// An argument of a kernel.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Argument {
+    /// The address of a buffer.
+    Address(Buffer),
+    /// An address that is not used.
+    Null,
+    /// 32 bits.
+    Word(u32),
+    /// An f32.
+    Float(f32),
+}
+
+impl From<Buffer> for Argument {
+    fn from(buffer: Buffer) -> Self {
+        Argument::Address(buffer)
+    }
+}
+
+impl From<usize> for Argument {
+    fn from(count: usize) -> Self {
+        Argument::Word(u32::try_from(count).unwrap())
+    }
+}
+
+impl From<f32> for Argument {
+    fn from(value: f32) -> Self {
+        Argument::Float(value)
+    }
+}
+
+/// What a buffer can be filled with.
+pub(super) trait Element: Copy {
+    fn bytes(self) -> Vec<u8>;
+    fn read(bytes: &[u8]) -> Self;
+}
+
+macro_rules! element {
+    ($($kind:ty),*) => {$(
+        impl Element for $kind {
+            fn bytes(self) -> Vec<u8> {
+                self.to_le_bytes().to_vec()
+            }
+            fn read(bytes: &[u8]) -> Self {
+                <$kind>::from_le_bytes(bytes.try_into().unwrap())
+            }
+        }
+    )*};
+}
+element!(u8, u16, u32, u64, i64, f32, f64);
+
+/// Launches, one after the other, and the memory that they work on.
+#[derive(Debug)]
+pub(super) struct Tape {
+    pub(super) name: String,
+    buffers: Vec<Vec<u8>>,
+    addresses: Vec<[u64; 4]>,
+    launches: Vec<(String, usize, Vec<Argument>)>,
+}
+
+impl Tape {
+    pub(super) fn new(name: &str) -> Tape {
+        Tape { name: name.to_owned(), buffers: vec![], addresses: vec![], launches: vec![] }
+    }
+
+    /// A buffer with these elements.
+    pub(super) fn with<T: Element>(&mut self, values: &[T]) -> Buffer {
+        self.buffers.push(values.iter().flat_map(|value| value.bytes()).collect());
+        Buffer(self.buffers.len() - 1)
+    }
+
+    /// A buffer to be written: what nobody writes stays a NaN, as f32, bf16 and f64.
+    pub(super) fn room<T: Element>(&mut self, count: usize) -> Buffer {
+        self.buffers.push(vec![0xFF; count * size_of::<T>()]);
+        Buffer(self.buffers.len() - 1)
+    }
+
+    /// Puts the address of byte `offset` of `target` at byte `at` of `buffer`.
+    pub(super) fn address(&mut self, buffer: Buffer, at: usize, target: Buffer, offset: usize) {
+        self.addresses.push([buffer.0 as u64, at as u64, target.0 as u64, offset as u64]);
+    }
+
+    pub(super) fn launch(&mut self, kernel: &str, blocks: usize, arguments: &[Argument]) {
+        self.launches.push((kernel.to_owned(), blocks, arguments.to_vec()));
+    }
+
+    /// The kernels that it launches.
+    pub(super) fn kernels(&self) -> impl Iterator<Item = &str> {
+        self.launches.iter().map(|(kernel, ..)| kernel.as_str())
+    }
+
+    /// As `run.cpp` reads it.
+    pub(super) fn bytes(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        let text = |out: &mut Vec<u8>, bytes: &[u8]| {
+            out.extend((bytes.len() as u64).to_le_bytes());
+            out.extend(bytes);
+        };
+        let number = |out: &mut Vec<u8>, value: u64| out.extend(value.to_le_bytes());
+        text(&mut out, self.name.as_bytes());
+        number(&mut out, self.buffers.len() as u64);
+        self.buffers.iter().for_each(|buffer| text(&mut out, buffer));
+        number(&mut out, self.addresses.len() as u64);
+        self.addresses.iter().flatten().for_each(|value| number(&mut out, *value));
+        number(&mut out, self.launches.len() as u64);
+        for (kernel, blocks, arguments) in &self.launches {
+            text(&mut out, kernel.as_bytes());
+            number(&mut out, *blocks as u64);
+            number(&mut out, arguments.len() as u64);
+            for argument in arguments {
+                let (kind, value) = match *argument {
+                    Argument::Address(buffer) => (0, buffer.0 as u64),
+                    Argument::Null => (1, 0),
+                    Argument::Word(value) => (1, u64::from(value)),
+                    Argument::Float(value) => (1, u64::from(value.to_bits())),
+                };
+                number(&mut out, kind);
+                number(&mut out, value);
+            }
+        }
+        out
+    }
+
+    /// What it leaves in memory, with waves of 32 and 64 threads in three orders alike.
+    pub(super) fn play(&self) -> Played {
+        let (told, left) = played(&Build::PLAIN, "all", &[self]);
+        let left = left.unwrap_or_else(|| panic!("{}: {told}", self.name));
+        let mut rest = left.as_slice();
+        let buffers = self.buffers.iter().map(|buffer| {
+            let (own, others) = rest.split_at(buffer.len());
+            rest = others;
+            own.to_vec()
+        });
+        Played { buffers: buffers.collect() }
+    }
+}
+
+/// What a tape left in its buffers.
+#[derive(Debug)]
+pub(super) struct Played {
+    buffers: Vec<Vec<u8>>,
+}
+
+impl Played {
+    pub(super) fn read<T: Element>(&self, buffer: Buffer) -> Vec<T> {
+        self.buffers[buffer.0].chunks_exact(size_of::<T>()).map(T::read).collect()
+    }
+}
