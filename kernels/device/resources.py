@@ -3,10 +3,10 @@
 
     resources.py            compiles for gfx942 (clang) and sm_90a (NVRTC), holds each kernel against the limits beside it
     resources.py --write    the same, and puts the table into kernels/README.md
-    resources.py --install  first gets what is missing: clang-19 by apt where this user may, NVRTC's wheel into a folder of its own
+    resources.py --install  first gets what is missing: clang-19 by apt where this user may, NVRTC's wheel into its own folder
 
-Exit code 1: a limit is passed, a register spilled, or arithmetic may be rearranged. A compiler that is not here is left out, which
-is said; 77 where none is here. Nothing is run: this shows what a kernel takes, not how fast it is.
+Exit code 1: a limit is passed, a register spilled, or arithmetic may be rearranged. A compiler that is not here is left out,
+which is said; 77 where none is here. Nothing is run: this shows what a kernel takes, not how fast it is.
 """
 
 import ctypes
@@ -121,7 +121,8 @@ def offences(limits, amd, nvidia):
                 found.append(f"{name} is not in the code for gfx942")
                 continue
             taken = {"registers": own["VGPRs"] + own["AGPRs"], "shared": own["LDS Size [bytes/block]"]}
-            found += [f"{name}: {taken[what]} {what} on gfx942, at most {limit[what]}" for what in taken if taken[what] > limit[what]]
+            beyond = [what for what in taken if taken[what] > limit[what]]
+            found += [f"{name}: {taken[what]} {what} on gfx942, at most {limit[what]}" for what in beyond]
             if own["Occupancy [waves/SIMD]"] < limit["waves"]:
                 found.append(f"{name}: {own['Occupancy [waves/SIMD]']} waves on gfx942, at least {limit['waves']}")
             if own["VGPRs Spill"] or own["SGPRs Spill"] or own["ScratchSize [bytes/lane]"]:
@@ -138,7 +139,8 @@ def table(limits, amd, nvidia):
         limit, own, other = limits[name], amd[0][name], (nvidia or {}).get(name, {})
         registers = own["VGPRs"] + own["AGPRs"]
         shared, waves = own["LDS Size [bytes/block]"], own["Occupancy [waves/SIMD]"]
-        rows.append(f"| `{name}` | {registers} of {limit['registers']} | {shared} | {waves} | {other.get('registers', 'not known')} |")
+        on_nvidia = other.get("registers", "not known")
+        rows.append(f"| `{name}` | {registers} of {limit['registers']} | {shared} | {waves} | {on_nvidia} |")
     return "\n".join(rows)
 
 

@@ -30,10 +30,16 @@ pub fn tensor(tensor: &Tensor, salt: u64) -> u64 {
 pub fn slice(tensor: &Tensor, first: u64, salt: u64) -> u64 {
     let tensor = tensor.detach().contiguous();
     if tensor.device() == Device::Cpu {
-        on_cpu(&tensor, first, salt)
-    } else {
-        by_operators(&tensor, first, salt)
+        return on_cpu(&tensor, first, salt);
     }
+    // The same sum: by one pass of our own kernel, or by some twenty operators where it cannot be compiled.
+    let own = crate::device::gpu_checksum(&tensor, first, salt);
+    own.unwrap_or_else(|| by_operators(&tensor, first, salt))
+}
+
+/// The checksum of bytes, element by element.
+pub(crate) fn bytes(data: &[u8], salt: u64) -> u64 {
+    sum(data, 0, salt)
 }
 
 fn on_cpu(tensor: &Tensor, first: u64, salt: u64) -> u64 {

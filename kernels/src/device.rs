@@ -5,9 +5,16 @@
 //! itself. On a GPU a batch goes through pinned memory on a stream of its own, and an event makes the computing stream
 //! wait; on a CPU the tensor simply takes the buffer over.
 //!
+//! Our own kernels (`device/`) are compiled for a GPU where it is first used, by its vendor's run-time compiler.
+//!
 //! What runs on a GPU here has only been compiled so far.
 
 #![expect(unsafe_code, reason = "opens libraries and hands memory, streams and events to C++")]
+
+#[cfg(test)]
+mod emulated;
+mod library;
+mod own;
 
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::ptr;
@@ -17,6 +24,7 @@ use torch_sys::C_tensor;
 
 use crate::runtime::{guarded, number, said};
 use crate::{Error, Result};
+pub(crate) use own::gpu_checksum;
 
 unsafe extern "C" {
     fn shim_libtorch_folder() -> c_int;
@@ -305,9 +313,6 @@ fn adopt<T: Host>(data: Vec<T>, shape: &[i64]) -> Result<Tensor> {
     // SAFETY: a new tensor that nobody else owns.
     Ok(unsafe { Tensor::from_ptr(tensor) })
 }
-
-#[cfg(test)]
-mod emulated;
 
 #[cfg(test)]
 mod tests {

@@ -105,8 +105,18 @@ fn player(build: &Build) -> PathBuf {
     slot.get_or_init(make).clone()
 }
 
+/// A library from a source of the emulator, and the emulator in it.
+pub(super) fn library(source: &str) -> PathBuf {
+    made(&format!("{source}.so"), Build::PLAIN, |out| {
+        let mut command = Build::PLAIN.command();
+        command.args(Build::PLAIN.flags).args(["-shared", "-fPIC", "-o"]).arg(out);
+        command.args([source, "emulator.cpp"].map(|name| sources().join("emulator").join(name)));
+        finish(command);
+    })
+}
+
 /// A fresh name in the folder of this build.
-fn fresh() -> PathBuf {
+pub(super) fn fresh() -> PathBuf {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     Path::new(env!("OUT_DIR")).join(format!("tape-{}-{number}", std::process::id()))

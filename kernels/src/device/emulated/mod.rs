@@ -8,6 +8,7 @@ mod attention;
 mod build;
 mod exact;
 mod experts;
+mod launched;
 mod proof;
 mod router;
 mod rows;

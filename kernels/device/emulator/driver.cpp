@@ -1,0 +1,106 @@
+// What a program opens where it wants a GPU's driver and its run-time compiler, over the emulator: the few functions that ours
+// calls, under the names of both vendors. It "compiles" to the sum of what it was given, and loads nothing else.
+#include "../exact.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+namespace {
+constexpr int kInvalid = 1, kNotFound = 500, kCompilation = 6;
+
+struct Program {
+  std::string all, log, code;
+};
+
+std::string compiled(const std::string& all) {
+  u64 sum = 1469598103934665603ull;
+  for (const char byte : all) sum = (sum ^ static_cast<u8>(byte)) * 1099511628211ull;
+  return "\177ELF" + std::to_string(sum);
+}
+
+int version(int* major, int* minor) {
+  *major = 13;
+  *minor = 0;
+  return 0;
+}
+int create(void** out, const char* source, const char* name, int count, const char* const* headers, const char* const* names) {
+  auto* program = new Program{std::string(name) + source, "", ""};
+  for (int i = 0; i < count; ++i) program->all += std::string(names[i]) + headers[i];
+  *out = program;
+  return 0;
+}
+int destroy(void** program) {
+  delete static_cast<Program*>(*program);
+  *program = nullptr;
+  return 0;
+}
+// Refuses what it is told to, as a compiler does: with a log.
+int compile(void* raw, int count, const char* const* options) {
+  auto* program = static_cast<Program*>(raw);
+  for (int i = 0; i < count; ++i) {
+    if (strstr(options[i], "no_such_device") != nullptr) {
+      program->log = std::string("invalid value of ") + options[i];
+      return kCompilation;
+    }
+    program->all += options[i];
+  }
+  if (program->all.find("KERNEL(checksum_blocks") == std::string::npos) return kCompilation;
+  program->code = compiled(program->all);
+  return 0;
+}
+int log_size(void* program, size_t* out) {
+  *out = static_cast<Program*>(program)->log.size() + 1;
+  return 0;
+}
+int log(void* program, char* out) {
+  strcpy(out, static_cast<Program*>(program)->log.c_str());
+  return 0;
+}
+int code_size(void* program, size_t* out) {
+  *out = static_cast<Program*>(program)->code.size();
+  return 0;
+}
+int code(void* program, char* out) {
+  const std::string& text = static_cast<Program*>(program)->code;
+  memcpy(out, text.data(), text.size());
+  return 0;
+}
+
+int load(void** module, const void* image) {
+  *module = const_cast<void*>(image);
+  return memcmp(image, "\177ELF", 4) == 0 ? 0 : kInvalid;
+}
+int function(void** out, void*, const char* name) {
+  *out = const_cast<emulator::Kernel*>(emulator::find(name));
+  return *out == nullptr ? kNotFound : 0;
+}
+int launch(void* raw, unsigned blocks, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz, unsigned shared, void*,
+           void** arguments, void** extra) {
+  const auto* kernel = static_cast<const emulator::Kernel*>(raw);
+  if (y * z * ty * tz != 1 || shared != 0 || extra != nullptr || threads != kernel->threads || blocks == 0) return kInvalid;
+  emulator::launch(*kernel, blocks, arguments, {64, emulator::Order::shuffled, 7});
+  return 0;
+}
+}  // namespace
+
+#define BOTH(nvidia, amd, parameters, body)         \
+  extern "C" int nvidia parameters { return body; } \
+  extern "C" int amd parameters { return body; }
+BOTH(nvrtcVersion, hiprtcVersion, (int* major, int* minor), version(major, minor))
+BOTH(nvrtcCreateProgram, hiprtcCreateProgram,
+     (void** out, const char* source, const char* name, int count, const char* const* headers, const char* const* names),
+     create(out, source, name, count, headers, names))
+BOTH(nvrtcDestroyProgram, hiprtcDestroyProgram, (void** program), destroy(program))
+BOTH(nvrtcCompileProgram, hiprtcCompileProgram, (void* program, int count, const char* const* options),
+     compile(program, count, options))
+BOTH(nvrtcGetProgramLogSize, hiprtcGetProgramLogSize, (void* program, size_t* out), log_size(program, out))
+BOTH(nvrtcGetProgramLog, hiprtcGetProgramLog, (void* program, char* out), log(program, out))
+BOTH(nvrtcGetCUBINSize, hiprtcGetCodeSize, (void* program, size_t* out), code_size(program, out))
+BOTH(nvrtcGetCUBIN, hiprtcGetCode, (void* program, char* out), code(program, out))
+BOTH(cuModuleLoadData, hipModuleLoadData, (void** module, const void* image), load(module, image))
+BOTH(cuModuleGetFunction, hipModuleGetFunction, (void** out, void* module, const char* name), function(out, module, name))
+BOTH(cuLaunchKernel, hipModuleLaunchKernel,
+     (void* kernel, unsigned x, unsigned y, unsigned z, unsigned tx, unsigned ty, unsigned tz, unsigned shared, void* stream,
+      void** arguments, void** extra),
+     launch(kernel, x, y, z, tx, ty, tz, shared, stream, arguments, extra))

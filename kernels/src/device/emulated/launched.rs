@@ -1,0 +1,104 @@
+//! Kernels as a process launches them: source through a compiler's C interface, code through a driver's, over the emulator. And
+//! through NVRTC where its wheel is at hand, as far as machine code.
+
+use std::ffi::{CStr, CString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use tch::{Kind, Tensor};
+
+use super::build::{fresh, library};
+use super::numbers;
+use crate::checksum;
+use crate::device::library::{AMD, Compiler, Module, NVIDIA, Vendor};
+use crate::device::own;
+
+/// The stand-in for both vendors' libraries.
+fn standin() -> &'static CStr {
+    static NAME: OnceLock<CString> = OnceLock::new();
+    NAME.get_or_init(|| CString::new(library("driver.cpp").as_os_str().as_bytes()).unwrap())
+}
+
+/// A module of each vendor's interface.
+fn modules(kept: Option<&Path>) -> [Module; 2] {
+    let name = [standin()];
+    [NVIDIA, AMD].map(|vendor| {
+        let vendor = Vendor { compilers: &name, drivers: &name, ..vendor };
+        own::module(vendor, "sm_90", kept).unwrap()
+    })
+}
+
+#[test]
+fn checksums_go_through_the_interface_of_both_vendors() {
+    for module in modules(None) {
+        for (count, first) in [(1usize, 0u64), (5000, 7), (4096, (1 << 32) - 5)] {
+            let tensor = Tensor::from_slice(&numbers(count, first));
+            for kind in [Kind::Float, Kind::BFloat16, Kind::Double] {
+                let tensor = tensor.to_kind(kind);
+                let found = own::checksum(&module, &tensor, [first, 9], std::ptr::null_mut());
+                assert_eq!(found.unwrap(), checksum::slice(&tensor, first, 9), "{kind:?} {count}");
+            }
+        }
+        let empty = Tensor::zeros([0], (Kind::Float, tch::Device::Cpu));
+        assert_eq!(own::checksum(&module, &empty, [0, 9], std::ptr::null_mut()).unwrap(), 0);
+    }
+}
+
+/// One file for each vendor; what is spoilt is made again.
+#[test]
+fn code_is_kept() {
+    let folder = fresh();
+    let files = || {
+        let mut files: Vec<PathBuf> =
+            std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+        files.sort();
+        files
+    };
+    modules(Some(&folder));
+    let made = files();
+    assert_eq!(made.len(), 2);
+    let whole: Vec<_> = made.iter().map(|file| std::fs::read(file).unwrap()).collect();
+    modules(Some(&folder));
+    assert_eq!(files(), made);
+    for (file, bytes) in made.iter().zip(&whole) {
+        std::fs::write(file, &bytes[..bytes.len() - 1]).unwrap();
+    }
+    modules(Some(&folder));
+    assert_eq!(made.iter().map(|file| std::fs::read(file).unwrap()).collect::<Vec<_>>(), whole);
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn what_cannot_be_had_is_said() {
+    let (here, missing) = ([standin()], [c"libthat_is_nowhere.so"]);
+    let vendor = Vendor { compilers: &here, drivers: &here, ..NVIDIA };
+    let refused = own::module(vendor, "no_such_device", None).unwrap_err().to_string();
+    assert!(refused.contains("invalid value of --gpu-architecture=no_such_device"), "{refused}");
+    let refused = own::module(Vendor { compilers: &missing, ..vendor }, "sm_90", None);
+    assert!(refused.unwrap_err().to_string().contains("libthat_is_nowhere.so"));
+    let refused = own::module(Vendor { drivers: &missing, ..vendor }, "sm_90", None);
+    assert!(refused.unwrap_err().to_string().contains("libthat_is_nowhere.so"));
+    assert!(Module::load(vendor, b"no machine code").is_err());
+}
+
+/// The real compiler takes the source that the process holds, where `resources.py --install` has put its wheel.
+#[test]
+fn a_real_compiler_takes_the_source() {
+    let folder = std::env::temp_dir().join("ztrain-nvrtc/nvidia/cu13/lib");
+    let name = |name| CString::new(folder.join(name).as_os_str().as_bytes()).unwrap();
+    let [helper, name] = ["libnvrtc-builtins.so.13.0", "libnvrtc.so.13"].map(name);
+    // The compiler looks for its helper by name, and finds it where it is open already.
+    assert!(Compiler::open(Vendor { compilers: &[&helper], ..NVIDIA }).is_err());
+    let vendor = Vendor { compilers: &[&name], ..NVIDIA };
+    let Ok(compiler) = Compiler::open(vendor) else {
+        eprintln!("SKIPPED: no NVRTC in {}; resources.py --install gets it", folder.display());
+        return;
+    };
+    let code = own::compiled(&compiler, "sm_90a").unwrap();
+    assert!(code.starts_with(b"\x7FELF"), "{} bytes", code.len());
+    let text = String::from_utf8_lossy(&code);
+    for kernel in ["checksum_blocks", "embedding_backward", "adamw"] {
+        assert!(text.contains(kernel));
+    }
+}

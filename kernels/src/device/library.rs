@@ -1,0 +1,296 @@
+//! A vendor's libraries, opened at run time: the compiler that a program calls, and the driver that loads and launches what
+//! it made.
+//!
+//! NVRTC and hipRTC have one C interface under two prefixes, and so have the few functions of the drivers that are called here.
+//! Nothing of a vendor is needed to build.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ptr;
+
+use crate::{Error, Result};
+
+unsafe extern "C" {
+    fn dlopen(name: *const c_char, flags: c_int) -> *mut c_void;
+    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
+}
+
+/// Resolve every symbol now, and keep them out of other libraries' sight.
+const NOW: c_int = 2;
+
+type Handle = *mut c_void;
+
+/// A vendor's names.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Vendor<'a> {
+    /// Names of the compiler's library, the newest first.
+    pub(super) compilers: &'a [&'a CStr],
+    /// Names of the driver's.
+    pub(super) drivers: &'a [&'a CStr],
+    pub(super) compiler_prefix: &'a str,
+    /// What the compiler calls what it has made.
+    pub(super) code: &'a str,
+    pub(super) driver_prefix: &'a str,
+    pub(super) launch: &'a str,
+    pub(super) options: &'a [&'a str],
+    /// The option that names an architecture; a compiler without one compiles for the device in use.
+    pub(super) architecture: Option<&'a str>,
+}
+
+/// NVIDIA's.
+pub(super) const NVIDIA: Vendor<'static> = Vendor {
+    compilers: &[c"libnvrtc.so.13", c"libnvrtc.so.12", c"libnvrtc.so"],
+    drivers: &[c"libcuda.so.1"],
+    compiler_prefix: "nvrtc",
+    code: "CUBIN",
+    driver_prefix: "cu",
+    launch: "cuLaunchKernel",
+    options: &["--std=c++17", "--fmad=false"],
+    architecture: Some("--gpu-architecture="),
+};
+
+/// AMD's.
+pub(super) const AMD: Vendor<'static> = Vendor {
+    compilers: &[c"libhiprtc.so.7", c"libhiprtc.so.6", c"libhiprtc.so"],
+    drivers: &[c"libamdhip64.so.7", c"libamdhip64.so.6", c"libamdhip64.so"],
+    compiler_prefix: "hiprtc",
+    code: "Code",
+    driver_prefix: "hip",
+    launch: "hipModuleLaunchKernel",
+    options: &["-std=c++17", "-O3", "-ffp-contract=off"],
+    architecture: None,
+};
+
+fn refuse(call: &'static str, reason: String) -> Error {
+    Error::Foreign { call, reason }
+}
+
+/// A library that stays open.
+#[derive(Clone, Copy, Debug)]
+struct Library(Handle);
+
+impl Library {
+    fn open(names: &[&CStr]) -> Result<Library> {
+        for name in names {
+            // SAFETY: the name is a C string. Opening a library runs its initialisers, as linking it would.
+            let library = unsafe { dlopen(name.as_ptr(), NOW) };
+            if !library.is_null() {
+                return Ok(Library(library));
+            }
+        }
+        Err(refuse("open a GPU's library", format!("none of {names:?} is here")))
+    }
+
+    /// The function of this name.
+    ///
+    /// # Safety
+    /// `F` is a function pointer of the type that the library's header gives it.
+    unsafe fn function<F: Copy>(self, name: &str) -> Result<F> {
+        const { assert!(size_of::<F>() == size_of::<Handle>()) };
+        let wanted = CString::new(name).unwrap_or_default();
+        // SAFETY: an open library, and a C string.
+        let found = unsafe { dlsym(self.0, wanted.as_ptr()) };
+        if found.is_null() {
+            return Err(refuse("open a GPU's library", format!("it has no {name}")));
+        }
+        // SAFETY: a pointer of a pointer's size, to a function of this type, says the caller.
+        Ok(unsafe { std::mem::transmute_copy::<Handle, F>(&found) })
+    }
+}
+
+fn check(call: &'static str, answer: c_int) -> Result<()> {
+    match answer {
+        0 => Ok(()),
+        code => Err(refuse(call, format!("error {code}"))),
+    }
+}
+
+/// Files of a source, by name; the first is compiled and includes the others.
+pub(super) type Files<'a> = &'a [(&'a CStr, &'a CStr)];
+
+/// A run-time compiler.
+#[derive(Debug)]
+pub(super) struct Compiler<'a> {
+    library: Library,
+    vendor: Vendor<'a>,
+    /// Its release.
+    pub(super) release: [c_int; 2],
+}
+
+type Create = unsafe extern "C" fn(
+    *mut Handle,
+    *const c_char,
+    *const c_char,
+    c_int,
+    *const *const c_char,
+    *const *const c_char,
+) -> c_int;
+type Compile = unsafe extern "C" fn(Handle, c_int, *const *const c_char) -> c_int;
+type Size = unsafe extern "C" fn(Handle, *mut usize) -> c_int;
+type Bytes = unsafe extern "C" fn(Handle, *mut c_char) -> c_int;
+
+impl<'a> Compiler<'a> {
+    pub(super) fn open(vendor: Vendor<'a>) -> Result<Compiler<'a>> {
+        let library = Library::open(vendor.compilers)?;
+        let mut compiler = Compiler { library, vendor, release: [0; 2] };
+        let [major, minor] = &mut compiler.release;
+        type Version = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
+        // SAFETY: its type in both vendors' headers; the out-pointers outlive the call.
+        let answer = unsafe {
+            let name = format!("{}Version", vendor.compiler_prefix);
+            library.function::<Version>(&name)?(major, minor)
+        };
+        check("ask a compiler for its release", answer)?;
+        Ok(compiler)
+    }
+
+    /// # Safety
+    /// As [`Library::function`]; the name goes without its prefix.
+    unsafe fn function<F: Copy>(&self, name: &str) -> Result<F> {
+        // SAFETY: says the caller.
+        unsafe { self.library.function(&format!("{}{name}", self.vendor.compiler_prefix)) }
+    }
+
+    /// The options for a device of this architecture.
+    pub(super) fn options(&self, architecture: &str) -> Vec<String> {
+        let named = self.vendor.architecture.map(|option| format!("{option}{architecture}"));
+        self.vendor.options.iter().map(|option| (*option).to_owned()).chain(named).collect()
+    }
+
+    /// The machine code of a source.
+    pub(super) fn compile(&self, files: Files, options: &[String]) -> Result<Vec<u8>> {
+        let Some(((name, source), headers)) = files.split_first() else { return Ok(Vec::new()) };
+        let names: Vec<_> = headers.iter().map(|(name, _)| name.as_ptr()).collect();
+        let texts: Vec<_> = headers.iter().map(|(_, text)| text.as_ptr()).collect();
+        let options: Vec<CString> = options
+            .iter()
+            .map(|option| CString::new(option.as_str()).unwrap_or_default())
+            .collect();
+        let options: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
+        let mut program = ptr::null_mut();
+        // SAFETY: types of both vendors' headers; all strings and lists outlive the calls, with the lengths that are told.
+        unsafe {
+            let create = self.function::<Create>("CreateProgram")?;
+            let count = names.len() as c_int;
+            let (source, name) = (source.as_ptr(), name.as_ptr());
+            let answer =
+                create(&raw mut program, source, name, count, texts.as_ptr(), names.as_ptr());
+            check("give a compiler its source", answer)?;
+            let compile = self.function::<Compile>("CompileProgram")?;
+            let made = match compile(program, options.len() as c_int, options.as_ptr()) {
+                0 => self.taken(program, &format!("Get{}", self.vendor.code)),
+                code => {
+                    let log = self.taken(program, "GetProgramLog").unwrap_or_default();
+                    let log =
+                        String::from_utf8_lossy(&log).trim_end_matches(['\0', '\n']).to_owned();
+                    Err(refuse("compile kernels for a GPU", format!("error {code}: {log}")))
+                }
+            };
+            type Destroy = unsafe extern "C" fn(*mut Handle) -> c_int;
+            self.function::<Destroy>("DestroyProgram")?(&raw mut program);
+            made
+        }
+    }
+
+    /// What a program holds under a name.
+    ///
+    /// # Safety
+    /// The program is alive, and the name is that of a function that copies bytes, whose size one with `Size` behind it tells.
+    unsafe fn taken(&self, program: Handle, name: &str) -> Result<Vec<u8>> {
+        let mut size = 0;
+        // SAFETY: a live program; the out-pointer outlives the call.
+        check("read from a compiler", unsafe {
+            self.function::<Size>(&format!("{name}Size"))?(program, &raw mut size)
+        })?;
+        let mut bytes = vec![0u8; size];
+        // SAFETY: as many bytes as it has told.
+        check("read from a compiler", unsafe {
+            self.function::<Bytes>(name)?(program, bytes.as_mut_ptr().cast())
+        })?;
+        Ok(bytes)
+    }
+}
+
+type Function = unsafe extern "C" fn(*mut Handle, Handle, *const c_char) -> c_int;
+type Launch = unsafe extern "C" fn(
+    Handle,
+    u32,
+    u32,
+    u32,
+    u32,
+    u32,
+    u32,
+    u32,
+    Handle,
+    *mut Handle,
+    *mut Handle,
+) -> c_int;
+
+/// Machine code that a driver has loaded.
+#[derive(Debug)]
+pub(super) struct Module {
+    handle: Handle,
+    function: Function,
+    launch: Launch,
+}
+
+// SAFETY: handles and functions of a driver, which any thread may use at any time; the module is never unloaded.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+impl Module {
+    /// Loads code for the device in use.
+    pub(super) fn load(vendor: Vendor, code: &[u8]) -> Result<Module> {
+        type Load = unsafe extern "C" fn(*mut Handle, *const c_void) -> c_int;
+        let library = Library::open(vendor.drivers)?;
+        let prefix = vendor.driver_prefix;
+        let mut handle = ptr::null_mut();
+        // SAFETY: types of both vendors' headers; the code is whole, as the compiler made it.
+        unsafe {
+            let load = library.function::<Load>(&format!("{prefix}ModuleLoadData"))?;
+            check("load kernels", load(&raw mut handle, code.as_ptr().cast()))?;
+            Ok(Module {
+                handle,
+                function: library.function(&format!("{prefix}ModuleGetFunction"))?,
+                launch: library.function(vendor.launch)?,
+            })
+        }
+    }
+
+    /// Queues a kernel on a stream of the device.
+    ///
+    /// # Safety
+    /// The arguments are of the types of the kernel's parameters, in their order; memory that they name is that of the device,
+    /// large enough for what the kernel does, and not freed before the stream has done it.
+    pub(super) unsafe fn launch(
+        &self,
+        kernel: &CStr,
+        [blocks, threads]: [u32; 2],
+        arguments: &mut [*mut c_void],
+        stream: *mut c_void,
+    ) -> Result<()> {
+        let mut function = ptr::null_mut();
+        // SAFETY: a loaded module, and a C string.
+        check("find a kernel", unsafe {
+            (self.function)(&raw mut function, self.handle, kernel.as_ptr())
+        })?;
+        let arguments = arguments.as_mut_ptr();
+        // SAFETY: says the caller.
+        let answer = unsafe {
+            (self.launch)(
+                function,
+                blocks,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                0,
+                stream,
+                arguments,
+                ptr::null_mut(),
+            )
+        };
+        check("launch a kernel", answer)
+    }
+}
