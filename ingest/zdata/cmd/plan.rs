@@ -2,7 +2,7 @@
 
 use contract::Result;
 use loader::Opened;
-use mixer::{Ban, Curriculum, Makeup, PhasePlan, Plan, SourceFacts};
+use mixer::{Ban, Curriculum, Makeup, Plan, SourceFacts};
 use serde::Serialize;
 use store::Location;
 
