@@ -1,6 +1,7 @@
 //! Replay: a past step computed again, compared with the ledger quantity by quantity, and explained by its documents.
 //!
-//! - `way` makes the state before a step, [`kept`] lets it stay for the next question; `verdict` says what came out.
+//! - `way` makes the state before a step, `kept` lets it stay for the next question; `verdict` says what came out, and
+//!   [`narrow`] and [`hit`] what of the run was hit; `together` is about several ranks.
 //! - [`documents`], [`whatif`] and [`attribute`] are questions that follow.
 //!
 //! One rank is the degenerate case of many, as in training. Invariant: nothing that a run reads is written, nothing of it is
