@@ -57,7 +57,11 @@ impl Replayer {
         let (alone, hit) = (self.world.comm.world() == 1, verdict == Verdict::RunHit);
         if alone && hit && matches!(first.stage, Stage::Forward | Stage::Update) {
             let from = hit::Traces { found: &found, written: &written, before, after, batch };
-            let (hit, words) = hit::find(self, from, pieces.as_ref())?;
+            // A checkpoint that cannot be read takes nothing from what is known without it.
+            let (hit, words) = hit::find(self, from, pieces.as_ref()).unwrap_or_else(|fault| {
+                let why = fault.to_string().replace('\n', "; ");
+                (None, format!("no checkpoint behind it could be looked at: {why}"))
+            });
             found.words = format!("{}; {words}", found.words);
             if let (None, Some(hit)) = (found.rank, &hit) {
                 found.rank = hit.owner;

@@ -187,13 +187,13 @@ fn replay(args: &Args, replayer: &mut Replayer, steps: Range<u64>) -> Result<u8>
 
 /// Says what was passed over on the way, and where the time went if that was asked.
 fn say_warnings(args: &Args, replayer: &Replayer) {
+    if !replayer.speaks() {
+        return;
+    }
     for warning in &replayer.warnings {
         contract::note!("warning: {warning}");
     }
-    let lines = match args.timing && replayer.speaks() {
-        true => replayer.times().lines(),
-        false => Vec::new(),
-    };
+    let lines = if args.timing { replayer.times().lines() } else { Vec::new() };
     lines.iter().for_each(|line| contract::note!("{line}"));
 }
 
