@@ -37,9 +37,7 @@ impl Stores {
         places: &[P],
         cache: Arc<ReadCache>,
     ) -> Result<Self> {
-        let (stores, by_name, sources) = (Vec::new(), BTreeMap::new(), Vec::new());
-        let (words, bytes) = (Arc::default(), Arc::default());
-        let mut all = Stores { stores, by_name, sources, words, bytes };
+        let mut all = Stores::none();
         for place in places {
             all.add(Store::open_with(place.clone(), Arc::clone(&cache))?)?;
         }
@@ -47,6 +45,12 @@ impl Stores {
             return Err(Fault::usage("no store is named").hint("give `store` a path or a list"));
         }
         Ok(all)
+    }
+
+    /// No store at all, for a plan over described ones: it has no source, so that nothing can be read from it.
+    pub fn none() -> Self {
+        let (stores, by_name, sources) = (Vec::new(), BTreeMap::new(), Vec::new());
+        Stores { stores, by_name, sources, words: Arc::default(), bytes: Arc::default() }
     }
 
     fn add(&mut self, store: Store) -> Result<()> {

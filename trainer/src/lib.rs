@@ -7,7 +7,7 @@
 //! - [`launch`] starts ranks and finds their place, [`mesh`] says who does what.
 //! - [`replay`] computes past steps again, [`explain`] says what was odd about one; [`compare`] finds where two runs part.
 //! - [`change`] is what a counterfactual imagines and [`fork`] makes true, [`chart`] its picture.
-//! - [`plan`] tells what a run will need before any of it is allocated.
+//! - [`plan`] tells what a run will need before any of it is allocated, [`sizing`] how fast it will be and on what.
 //! - [`hf`] is Hugging Face's `zaya`, in and out.
 //! - [`ledger`] holds what was computed, [`events`] where and when, [`checkpoint`] the state itself; [`metrics`] draws
 //!   curves, [`validate`] takes the loss on held-out text, [`progress`] speaks to whoever waits.
@@ -43,6 +43,7 @@ pub mod refusal;
 pub mod replay;
 pub mod report;
 pub mod run;
+pub mod sizing;
 pub mod spec;
 pub mod state;
 pub mod step;

@@ -144,6 +144,15 @@ pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
     })
 }
 
+impl RunNeeds {
+    /// Holds what each rank needs against another device's memory.
+    pub fn place_on(&mut self, device: &str, bytes: u64) {
+        device.clone_into(&mut self.device);
+        self.device_bytes = bytes;
+        self.fits = self.phases.iter().all(|phase| phase.memory.sum() <= bytes);
+    }
+}
+
 /// Which ranks are where, and own what.
 struct Shares<'a> {
     names: &'a [String],

@@ -68,11 +68,32 @@ pub struct RunSpec {
 impl RunSpec {
     /// Resolves an opened curriculum; refuses what cannot be trained.
     pub fn new(opened: &Opened) -> Result<Self> {
-        let curriculum = opened.curriculum.clone();
         let data = Arc::clone(opened.stores()?);
-        let content = Content::of(&data, curriculum.stores.len());
+        let content = Content::of(&data, opened.curriculum.stores.len());
         let start = open_start(opened, &data)?;
-        let models = models(&curriculum, content.vocab, start.as_ref())?;
+        RunSpec::of(opened, data, content, start)
+    }
+
+    /// The same of a curriculum whose store may only be described: enough to plan a run. Nothing can be read, and a model that
+    /// names no vocabulary has that of its preset.
+    pub fn for_planning(opened: &Opened) -> Result<Self> {
+        if opened.text().is_some() || opened.curriculum.start.is_some() {
+            return RunSpec::new(opened);
+        }
+        let content = Content { stores: Vec::new(), tokenizer: Identity([0; 32]), vocab: 0 };
+        RunSpec::of(opened, Arc::new(Stores::none()), content, None)
+    }
+
+    fn of(
+        opened: &Opened,
+        data: Arc<Stores>,
+        content: Content,
+        start: Option<Start>,
+    ) -> Result<Self> {
+        let curriculum = opened.curriculum.clone();
+        // Without a tokenizer there is no number of ids that the model must have.
+        let vocab = Some(content.vocab).filter(|vocab| *vocab > 0);
+        let models = models(&curriculum, vocab, start.as_ref())?;
         let settings = settings(&curriculum, 1);
         let parameters = model::parameters(&models[0].config);
         let rules = parameters.iter().map(|parameter| Rule::of(settings.kind, parameter)).collect();
@@ -181,7 +202,11 @@ impl Digestible for RunSpec {
 }
 
 /// The model of each phase; a phase may change numbers, but no parameter.
-fn models(curriculum: &Curriculum, vocab: u32, start: Option<&Start>) -> Result<Vec<PhaseModel>> {
+fn models(
+    curriculum: &Curriculum,
+    vocab: Option<u32>,
+    start: Option<&Start>,
+) -> Result<Vec<PhaseModel>> {
     let mut models: Vec<PhaseModel> = Vec::new();
     for (index, phase) in curriculum.phases.iter().enumerate() {
         let here = |field: &str| curriculum.place(&format!("phase.{}.model.{field}", phase.name));
@@ -267,7 +292,7 @@ fn compare_start(start: &Start, config: &ZayaConfig, place: impl Fn() -> String)
 /// The model's configuration, and the learning rate of its balance.
 fn resolve_model(
     ModelTable(table): &ModelTable,
-    vocab: u32,
+    vocab: Option<u32>,
     start: Option<&Start>,
     place: impl Fn(&str) -> String,
 ) -> Result<PhaseModel> {
@@ -303,9 +328,11 @@ fn resolve_model(
         }
     }
     // A preset's vocabulary is for planning; a run has that of its tokenizer unless the curriculum asks for more rows.
-    fields.entry("vocab_size".to_owned()).or_insert_with(|| vocab.into());
+    if let Some(vocab) = vocab {
+        fields.entry("vocab_size".to_owned()).or_insert_with(|| vocab.into());
+    }
     let config = ZayaConfig::resolve_at(preset.as_deref(), &fields, &place)?;
-    if config.vocab_size < i64::from(vocab) {
+    if let Some(vocab) = vocab.filter(|vocab| config.vocab_size < i64::from(*vocab)) {
         return Err(Fault::usage("the model has fewer token ids than the tokenizer")
             .at(place("vocab_size"))
             .found(config.vocab_size)

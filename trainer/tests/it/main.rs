@@ -21,6 +21,7 @@ mod refuse;
 mod replays;
 mod report;
 mod same_bits;
+mod sizing;
 mod sums;
 mod support;
 mod watch;

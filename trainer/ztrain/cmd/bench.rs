@@ -7,6 +7,7 @@ use contract::{Fault, Result};
 use trainer::World;
 use trainer::mesh::bench::{Measured, WAYS, measure, plot};
 use trainer::refusal::lost;
+use trainer::sizing::cluster::{Described, Link};
 
 use super::Speed;
 use super::ranks::{self, Ranks};
@@ -22,6 +23,12 @@ pub(crate) struct Args {
 enum What {
     /// Where the time of a step goes, the model's operations, and the utilisation.
     Step(super::bench_step::Args),
+    /// Rates of matrix products over their size, ours beside libtorch's, and of attention.
+    #[command(after_help = "Example: ztrain bench gemm --out cluster.toml --plot gemm.svg")]
+    Gemm(super::bench_machine::GemmArgs),
+    /// Bandwidth of memory by operation: copy, scale, add, triad, the ledger's checksum, an addition of the tree.
+    #[command(after_help = "Example: ztrain bench memory --out cluster.toml --plot memory.svg")]
+    Memory(super::bench_machine::MemoryArgs),
     /// Time the exchange of bytes between ranks: libtorch's collectives, and ours that keep bits.
     #[command(
         after_help = "Example: ztrain bench collectives --nproc 4 --to 64M --plot collectives.svg"
@@ -49,6 +56,9 @@ struct Collectives {
     /// Where the tensors of ours lie: cpu, cuda or cuda:1; libtorch's are always in plain memory, for Gloo.
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     device: String,
+    /// Write latency and bandwidth between ranks of a machine into a description for `ztrain plan --cluster`.
+    #[arg(long, value_name = "FILE", value_parser = super::local("write a file here"))]
+    out: Option<PathBuf>,
     #[command(flatten)]
     ranks: Ranks,
 }
@@ -57,6 +67,8 @@ struct Collectives {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let args = match args.what {
         What::Step(args) => return super::bench_step::exec(args),
+        What::Gemm(args) => return super::bench_machine::gemm(args),
+        What::Memory(args) => return super::bench_machine::memory(args),
         What::Collectives(args) => args,
     };
     let (from, to) = (bytes("--from", &args.from)?, bytes("--to", &args.to)?);
@@ -120,7 +132,25 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         std::fs::write(path, plot(&all, group.world()))
             .map_err(|error| Fault::io("write", path, &error))?;
     }
+    if let (true, Some(path)) = (speaks, &args.out) {
+        let (latency_s, bytes_per_s) = link(&all);
+        super::bench_machine::change_cluster(path, |described| {
+            described.ranks = Some(group.world());
+            described.ranks_per_node = described.ranks;
+            let shared = Described::of_this_machine().memory_gib;
+            described.memory_gib = shared.map(|gib| gib / f64::from(group.world()));
+            described.within = Some(Link { latency_s, bytes_per_s });
+        })?;
+    }
     Ok(if all.iter().any(|one| one.wrong > 0) { 6 } else { 0 })
+}
+
+/// Seconds of the smallest exchange of ours, and the highest bus bandwidth of its all-to-all: what blocks of gradients travel at.
+fn link(all: &[Measured]) -> (f64, f64) {
+    let ours = all.iter().filter(|one| one.by != "libtorch" && one.collective == "all-to-all");
+    let least = ours.clone().map(|one| one.microseconds * 1e-6).fold(f64::INFINITY, f64::min);
+    let most = ours.map(|one| 1e9 * one.bus_gb_per_s).fold(0.0, f64::max);
+    (if least.is_finite() { least } else { 0.0 }, most)
 }
 
 fn print(found: &Measured, json: bool) -> Result<()> {
@@ -137,7 +167,7 @@ fn print(found: &Measured, json: bool) -> Result<()> {
 }
 
 /// "64M" as a number.
-fn bytes(place: &str, text: &str) -> Result<u64> {
+pub(super) fn bytes(place: &str, text: &str) -> Result<u64> {
     let wrong = || {
         Fault::usage("this is not a size")
             .at(place)

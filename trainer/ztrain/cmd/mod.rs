@@ -2,6 +2,7 @@
 
 pub(crate) mod attribute;
 pub(crate) mod bench;
+pub(crate) mod bench_machine;
 pub(crate) mod bench_step;
 pub(crate) mod compare;
 pub(crate) mod explain;
@@ -9,6 +10,7 @@ pub(crate) mod export;
 pub(crate) mod fork;
 pub(crate) mod import;
 pub(crate) mod plan;
+mod plan_cluster;
 pub(crate) mod ranks;
 pub(crate) mod replay;
 pub(crate) mod report;

@@ -8,20 +8,23 @@ use trainer::RunSpec;
 use trainer::memory::Holds;
 use trainer::model::Keep;
 use trainer::plan::{Fleet, PhaseNeeds, RunNeeds, SentInStep, needs};
+use trainer::sizing::estimate::Setting;
+use trainer::sizing::{Cluster, Described};
 use trainer::workers::Workers;
 
+use super::plan_cluster::{self, ClusterArgs};
 use super::ranks::How;
 
 /// Arguments.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// What to train; its store must be at hand. Nothing is written.
+    /// What to train; a described store is enough. Nothing is written.
     #[arg(value_name = "CURRICULUM", value_parser = super::place())]
     curriculum: Location,
-    /// How many ranks train it.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    ranks: u32,
-    /// How many of them share a machine [default: all].
+    /// How many ranks train it [default: the cluster's, or 1].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    ranks: Option<u32>,
+    /// How many of them share a machine [default: the cluster's, or all].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     ranks_per_node: Option<u32>,
     /// What each rank computes on: cpu (the ranks of a machine share its memory, as large as this one's), mi300x, mi325x, h100,
@@ -43,24 +46,47 @@ pub(crate) struct Args {
     /// Print one JSON object; sizes in bytes.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    on: ClusterArgs,
 }
 
 /// Tells.
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let keep = if args.recompute { Keep::LayerInputs } else { Keep::Everything };
+    let cluster = args.on.cluster.as_deref();
+    let cluster = cluster.map(|place| Described::read(place)?.resolve(place)).transpose()?;
+    let of_cluster = |of: fn(&Cluster) -> u32| cluster.as_ref().map(of);
+    let ranks = args.ranks.or(of_cluster(|it| it.ranks)).unwrap_or(1);
+    let per_node = args.ranks_per_node.or(of_cluster(|it| it.ranks_per_node)).unwrap_or(ranks);
+    let workers = args.workers.or(cluster.as_ref().map(|it| it.workers)).unwrap_or(1);
     let fleet = Fleet {
-        ranks: args.ranks,
-        ranks_per_node: args.ranks_per_node.unwrap_or(args.ranks).min(args.ranks),
-        workers: Workers::new(args.workers.unwrap_or(1)).keeping(keep),
+        ranks,
+        ranks_per_node: per_node.min(ranks),
+        workers: Workers::new(workers).keeping(keep),
         schedule: args.schedule.schedule(),
         flat: args.flat,
         device: args.device,
     };
-    let spec = RunSpec::new(&Opened::open(&args.curriculum)?)?;
-    let needs = needs(&spec, &fleet)?;
-    match args.json {
-        true => terminal::print_raw(&format!("{}\n", serde_json::json!(needs)))?,
-        false => terminal::print(&text(&needs, &fleet))?,
+    let spec = RunSpec::for_planning(&Opened::open(&args.curriculum)?)?;
+    let mut needs = needs(&spec, &fleet)?;
+    let told = match &cluster {
+        Some(cluster) => {
+            needs.place_on(&cluster.name, cluster.memory_bytes);
+            let setting = Setting { spec: &spec, cluster, fleet: &fleet };
+            Some(plan_cluster::told(&args.on, setting, &needs)?)
+        }
+        None => None,
+    };
+    match (args.json, told) {
+        (true, None) => terminal::print_raw(&format!("{}\n", serde_json::json!(needs)))?,
+        (true, Some(told)) => {
+            let both = serde_json::json!({ "needs": needs, "sizing": told });
+            terminal::print_raw(&format!("{both}\n"))?;
+        }
+        (false, told) => {
+            let told = told.map_or_else(String::new, |told| told.text());
+            terminal::print(&(text(&needs, &fleet) + &told))?;
+        }
     }
     Ok(0)
 }

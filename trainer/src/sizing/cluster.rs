@@ -1,0 +1,423 @@
+//! A cluster as a file describes it: how many ranks, what each holds, and how fast it computes, remembers and sends.
+//!
+//! `ztrain bench gemm | memory | collectives --out FILE` each write their part of such a file; [`PUBLISHED`] are files that
+//! hold published figures, each with its source beside it. A plan asks for the parts that it reads, and says what measures
+//! those that are not there.
+
+use contract::settings::{File, Spanned};
+use contract::{Fault, Result};
+use serde::Deserialize;
+
+use super::Curve;
+
+/// Names and texts of the clusters that come with the program.
+pub const PUBLISHED: [(&str, &str); 2] = [
+    ("mi300x-pollara", include_str!("clusters/mi300x-pollara.toml")),
+    ("h100", include_str!("clusters/h100.toml")),
+];
+
+/// The file. What it leaves out has not been measured.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Described {
+    /// What people call it.
+    pub name: Option<String>,
+    /// Ranks, each with a device of its own, or on CPUs with cores of its own.
+    pub ranks: Option<u32>,
+    /// How many of them share a machine.
+    pub ranks_per_node: Option<u32>,
+    /// Memory of a rank's device, in GiB.
+    pub memory_gib: Option<f64>,
+    /// Micro-batches that a rank computes at once: rates of products are those of one of them.
+    pub workers: Option<usize>,
+    /// Operations in a second.
+    pub gemm: Option<Gemm>,
+    /// Bytes in a second.
+    pub memory: Option<Memory>,
+    /// Between ranks of a machine.
+    pub within: Option<Link>,
+    /// Between machines.
+    pub between: Option<Link>,
+    /// Where checkpoints go.
+    pub checkpoint: Option<Medium>,
+    /// How often ranks fail.
+    pub faults: Option<Faults>,
+}
+
+/// Rates of products over their operations: 2 m k n for `[m, k]` times `[k, n]`, with all workers of a rank at work.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Gemm {
+    /// Of f32 operands.
+    pub f32: Option<Curve>,
+    /// Of bf16 operands.
+    pub bf16: Option<Curve>,
+    /// Attention, forward, over the operations of a call that the causal mask leaves.
+    pub attention: Option<Curve>,
+    /// The same backward, over twice those.
+    pub attention_back: Option<Curve>,
+}
+
+/// Bandwidth over the bytes that an operation reads and writes, as STREAM counts them.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Memory {
+    /// `a = b`.
+    pub copy: Option<Curve>,
+    /// `a = s b`.
+    pub scale: Option<Curve>,
+    /// `a = b + c`.
+    pub add: Option<Curve>,
+    /// `a = b + s c`.
+    pub triad: Option<Curve>,
+    /// The checksum of the ledger.
+    pub checksum: Option<Curve>,
+    /// An addition of the tree: `a = a + b`.
+    pub tree: Option<Curve>,
+}
+
+/// A way from rank to rank.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Link {
+    /// Seconds before the first byte arrives.
+    pub latency_s: f64,
+    /// Bytes in a second that a rank sends while all others do.
+    pub bytes_per_s: f64,
+}
+
+/// Where checkpoints go.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Medium {
+    /// Bytes in a second from a rank's device into memory of its machine, for which the step waits.
+    pub copy_bytes_per_s: f64,
+    /// Bytes in a second that a machine writes beside the steps.
+    pub write_bytes_per_s: f64,
+}
+
+/// How often ranks fail, and what that costs.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Faults {
+    /// Failures of a rank in an hour that end the run.
+    pub per_rank_hour: f64,
+    /// Seconds from a failure until the first step is computed again.
+    pub restart_s: f64,
+}
+
+/// What a plan reads of the file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Cluster {
+    /// What people call it.
+    pub name: String,
+    /// Ranks.
+    pub ranks: u32,
+    /// How many of them share a machine.
+    pub ranks_per_node: u32,
+    /// Bytes of a rank's device.
+    pub memory_bytes: u64,
+    /// Micro-batches that a rank computes at once.
+    pub workers: usize,
+    /// Rates of f32 products.
+    pub f32: Curve,
+    /// Rates of bf16 products.
+    pub bf16: Curve,
+    /// Rates of attention, forward and backward.
+    pub attention: [Curve; 2],
+    /// Bandwidth of what reads and writes once.
+    pub stream: Curve,
+    /// Of checksums.
+    pub checksum: Curve,
+    /// Of additions of the tree.
+    pub tree: Curve,
+    /// Between ranks of a machine.
+    pub within: Option<Link>,
+    /// Between machines.
+    pub between: Option<Link>,
+    /// Where checkpoints go.
+    pub checkpoint: Option<Medium>,
+    /// How often ranks fail.
+    pub faults: Option<Faults>,
+    /// What the file leaves out and what stands in for it.
+    pub assumed: Vec<String>,
+}
+
+impl Described {
+    /// This machine with one rank, of which nothing is measured.
+    pub fn of_this_machine() -> Described {
+        Described {
+            name: Some("this machine".to_owned()),
+            ranks: Some(1),
+            ranks_per_node: Some(1),
+            memory_gib: Some(crate::memory::of_machine() as f64 / f64::from(1 << 30)),
+            ..Described::default()
+        }
+    }
+
+    /// Reads a file, or the published one of that name.
+    pub fn read(place: &str) -> Result<Described> {
+        if let Some((name, text)) = PUBLISHED.iter().find(|(name, _)| *name == place) {
+            return Described::parse(&File::new(format!("cluster {name}"), *text));
+        }
+        let location = storage::locate(place)?;
+        if !location.is_file()? {
+            let known: Vec<&str> = PUBLISHED.iter().map(|(name, _)| *name).collect();
+            return Err(Fault::usage("there is no such cluster")
+                .at("--cluster")
+                .found(place)
+                .wanted(format!("a TOML file, or {}", known.join(" or ")))
+                .hint("`ztrain bench gemm --out cluster.toml` begins a file with what this machine can do"));
+        }
+        let bytes = location.read().map_err(|error| location.fault("read", &error))?;
+        Described::parse(&File::from_bytes(place, bytes)?)
+    }
+
+    /// Reads a text.
+    pub fn parse(file: &File) -> Result<Described> {
+        let found: Described = file.parse()?;
+        let spanned: std::collections::BTreeMap<String, Spanned<contract::settings::Value>> =
+            file.parse()?;
+        let wrong = |key: &str, wanted: &str| match spanned.get(key) {
+            Some(value) => file.wrong(key, value, wanted),
+            None => Fault::usage(format!("`{key}` is wrong")).at(file.name()),
+        };
+        let positive = |value: f64| value.is_finite() && value > 0.0;
+        let counts = [("ranks", found.ranks), ("ranks_per_node", found.ranks_per_node)];
+        for (key, value) in counts {
+            if value.is_some_and(|value| value == 0 || value > 1 << 20) {
+                return Err(wrong(key, "a whole number from 1 to 1,048,576"));
+            }
+        }
+        if found.workers.is_some_and(|workers| workers == 0 || workers > 1 << 16) {
+            return Err(wrong("workers", "a whole number from 1 to 65,536"));
+        }
+        if found.memory_gib.is_some_and(|value| !positive(value)) {
+            return Err(wrong("memory_gib", "a number above 0"));
+        }
+        for (table, curves) in [("gemm", found.rates()), ("memory", found.bandwidths())] {
+            if let Some((key, _)) = curves.iter().find(|(_, curve)| !curve.is_valid()) {
+                return Err(wrong(table, "[[size, rate], ...], all above 0 and sizes ascending")
+                    .hint(format!("{key} is not such a list")));
+            }
+        }
+        for (key, link) in [("within", found.within), ("between", found.between)] {
+            let right = |link: Link| positive(link.bytes_per_s) && link.latency_s >= 0.0;
+            if link.is_some_and(|link| !right(link)) {
+                return Err(wrong(key, "a latency from 0 and a bandwidth above 0"));
+            }
+        }
+        let medium = |it: Medium| positive(it.copy_bytes_per_s) && positive(it.write_bytes_per_s);
+        if found.checkpoint.is_some_and(|it| !medium(it)) {
+            return Err(wrong("checkpoint", "bandwidths above 0"));
+        }
+        let faults = |it: Faults| {
+            (0.0..1e3).contains(&it.per_rank_hour) && (0.0..1e9).contains(&it.restart_s)
+        };
+        if found.faults.is_some_and(|it| !faults(it)) {
+            return Err(wrong("faults", "failures in an hour and seconds, from 0"));
+        }
+        Ok(found)
+    }
+
+    /// The rates of products that are there, with their keys.
+    fn rates(&self) -> Vec<(&'static str, &Curve)> {
+        let Some(Gemm { f32, bf16, attention, attention_back }) = &self.gemm else {
+            return Vec::new();
+        };
+        present([
+            ("f32", f32),
+            ("bf16", bf16),
+            ("attention", attention),
+            ("attention_back", attention_back),
+        ])
+    }
+
+    /// The bandwidths that are there, with their keys.
+    fn bandwidths(&self) -> Vec<(&'static str, &Curve)> {
+        let Some(Memory { copy, scale, add, triad, checksum, tree }) = &self.memory else {
+            return Vec::new();
+        };
+        present([
+            ("copy", copy),
+            ("scale", scale),
+            ("add", add),
+            ("triad", triad),
+            ("checksum", checksum),
+            ("tree", tree),
+        ])
+    }
+
+    /// What a plan reads: the parts that must be there, and for the others what is assumed.
+    pub fn resolve(self, place: &str) -> Result<Cluster> {
+        let missing = |what: &str, hint: &str| {
+            Fault::usage(format!("the cluster has no {what}"))
+                .at(place)
+                .hint(format!("`ztrain bench {hint} --out {place}` measures it"))
+        };
+        let mut assumed = Vec::new();
+        let gemm = self.gemm.ok_or_else(|| missing("[gemm]", "gemm"))?;
+        let memory = self.memory.ok_or_else(|| missing("[memory]", "memory"))?;
+        let Gemm { f32, bf16, attention, attention_back } = gemm;
+        let (f32, bf16) = match (f32, bf16) {
+            (Some(f32), Some(bf16)) => (f32, bf16),
+            (Some(one), None) | (None, Some(one)) => {
+                assumed.push("products of the other number format are as fast".to_owned());
+                (one.clone(), one)
+            }
+            (None, None) => return Err(missing("rate of products in [gemm]", "gemm")),
+        };
+        let half = || Curve(bf16.0.iter().map(|[size, rate]| [*size, rate / 2.0]).collect());
+        if attention.is_none() || attention_back.is_none() {
+            assumed.push("attention runs at half the rate of products".to_owned());
+        }
+        let attention = [attention.unwrap_or_else(half), attention_back.unwrap_or_else(half)];
+        let stream = memory.triad.or(memory.add).or(memory.copy).or(memory.scale);
+        let stream = stream.ok_or_else(|| missing("bandwidth in [memory]", "memory"))?;
+        let mut or = |curve: Option<Curve>, what: &str| {
+            curve.unwrap_or_else(|| {
+                assumed.push(format!("{what} at the bandwidth of the other operations"));
+                stream.clone()
+            })
+        };
+        let (checksum, tree) = (or(memory.checksum, "checksums"), or(memory.tree, "the tree"));
+        let ranks = self.ranks.unwrap_or(1);
+        let gib = self.memory_gib.ok_or_else(|| missing("memory_gib", "gemm"))?;
+        Ok(Cluster {
+            name: self.name.unwrap_or_else(|| place.to_owned()),
+            ranks,
+            ranks_per_node: self.ranks_per_node.unwrap_or(ranks).min(ranks),
+            memory_bytes: (gib * f64::from(1 << 30)) as u64,
+            workers: self.workers.unwrap_or(1),
+            f32,
+            bf16,
+            attention,
+            stream,
+            checksum,
+            tree,
+            within: self.within,
+            between: self.between,
+            checkpoint: self.checkpoint,
+            faults: self.faults,
+            assumed,
+        })
+    }
+
+    /// The file's text; it says what the numbers mean.
+    pub fn text(&self) -> String {
+        let mut out = String::from(
+            "# What these machines can do, for `ztrain plan CURRICULUM --cluster FILE`. `ztrain bench gemm`, `memory` and\n\
+             # `collectives` write their part with --out FILE and keep the others; comments are not kept.\n",
+        );
+        let mut line = |key: &str, value: Option<String>, what: &str| {
+            if let Some(value) = value {
+                out += &format!("{key} = {value} # {what}\n");
+            }
+        };
+        line("name", self.name.as_ref().map(|name| format!("{name:?}")), "what people call it");
+        line("ranks", self.ranks.map(|ranks| ranks.to_string()), "processes with a device each");
+        let per_node = self.ranks_per_node.map(|ranks| ranks.to_string());
+        line("ranks_per_node", per_node, "of them on a machine");
+        let gib = self.memory_gib.map(|gib| format!("{gib:.2}"));
+        line("memory_gib", gib, "memory of a rank");
+        let workers = self.workers.map(|workers| workers.to_string());
+        line("workers", workers, "micro-batches that a rank computes at once");
+        if self.gemm.is_some() {
+            out += "\n[gemm] # [operations of a product, operations in a second], with all workers at work\n";
+            out += &curves(&self.rates());
+        }
+        if self.memory.is_some() {
+            out += "\n[memory] # [bytes read and written, bytes in a second]\n";
+            out += &curves(&self.bandwidths());
+        }
+        let links = [("within", self.within, "a machine"), ("between", self.between, "machines")];
+        for (key, link, what) in links {
+            if let Some(Link { latency_s, bytes_per_s }) = link {
+                out += &format!(
+                    "\n[{key}] # {key} {what}, of a rank while all send\nlatency_s = {latency_s:e}\nbytes_per_s = {bytes_per_s:.4e}\n"
+                );
+            }
+        }
+        if let Some(Medium { copy_bytes_per_s, write_bytes_per_s }) = self.checkpoint {
+            out += &format!(
+                "\n[checkpoint]\ncopy_bytes_per_s = {copy_bytes_per_s:.4e}  # of a rank, while the step waits\n\
+                 write_bytes_per_s = {write_bytes_per_s:.4e} # of a machine, beside the steps\n"
+            );
+        }
+        if let Some(Faults { per_rank_hour, restart_s }) = self.faults {
+            out += &format!(
+                "\n[faults]\nper_rank_hour = {per_rank_hour:e}\nrestart_s = {restart_s:e}\n"
+            );
+        }
+        out
+    }
+}
+
+fn present<'a, const N: usize>(
+    all: [(&'static str, &'a Option<Curve>); N],
+) -> Vec<(&'static str, &'a Curve)> {
+    all.into_iter().filter_map(|(key, curve)| Some((key, curve.as_ref()?))).collect()
+}
+
+fn curves(all: &[(&str, &Curve)]) -> String {
+    let point = |[size, rate]: &[f64; 2]| format!("[{size:.3e}, {rate:.3e}]");
+    let line = |(key, Curve(points)): &(&str, &Curve)| {
+        let rows: Vec<String> = points
+            .chunks(5)
+            .map(|row| format!("    {},\n", row.iter().map(point).collect::<Vec<_>>().join(", ")))
+            .collect();
+        format!("{key} = [\n{}]\n", rows.concat())
+    };
+    all.iter().map(line).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn published_clusters_can_be_planned_on() {
+        for (name, _) in PUBLISHED {
+            let cluster = Described::read(name).unwrap().resolve(name).unwrap();
+            assert_eq!(cluster.name, name);
+            assert!(cluster.within.is_some() && cluster.between.is_some());
+            assert!(cluster.checkpoint.is_some() && cluster.faults.is_some());
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        for (name, _) in PUBLISHED {
+            let described = Described::read(name).unwrap();
+            let again = Described::parse(&File::new("again", described.text())).unwrap();
+            assert_eq!(again.text(), described.text());
+            let (left, right) = (again.resolve(name).unwrap(), described.resolve(name).unwrap());
+            assert_eq!(
+                (left.ranks, left.within, left.faults),
+                (right.ranks, right.within, right.faults)
+            );
+            assert!((left.f32.at(1e10) / right.f32.at(1e10) - 1.0).abs() < 1e-2);
+        }
+    }
+
+    #[test]
+    fn mistakes_have_their_place() {
+        let told = |text: &str| {
+            let file = File::new("c.toml", text);
+            let found = Described::parse(&file).and_then(|found| found.resolve("c.toml"));
+            found.unwrap_err().to_string()
+        };
+        for (text, wanted) in [
+            ("rank = 3", "did you mean `ranks`"),
+            ("\nranks = 0", "c.toml:2:9"),
+            ("memory_gib = -1", "above 0"),
+            ("[gemm]\nf32 = [[2.0, 1.0], [1.0, 1.0]]", "sizes ascending"),
+            ("[within]\nlatency_s = 0\nbytes_per_s = 0", "bandwidth above 0"),
+            ("[faults]\nper_rank_hour = -1\nrestart_s = 0", "from 0"),
+            ("ranks = 2", "ztrain bench gemm --out c.toml"),
+            ("[gemm]\nf32 = [[1.0, 1.0]]", "ztrain bench memory --out c.toml"),
+        ] {
+            assert!(told(text).contains(wanted), "{text}: {}", told(text));
+        }
+    }
+}

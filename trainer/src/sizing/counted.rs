@@ -1,0 +1,257 @@
+//! Fear: that the list of products is not what a micro-batch computes.
+//!
+//! A micro-batch is computed by a table of operations that writes down every product it is asked for.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use kernels::Result;
+use kernels::device::Stager;
+use kernels::ops::{
+    AdamW, Attended, Attention, AttentionGrads, CPU, ConvGrads, DepthwiseConv, Dispatch,
+    NewtonSchulz, Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling,
+};
+use tch::{Device, Tensor};
+
+use super::products::{self, MicroBatch};
+use super::shapes::Shape;
+use crate::model::{self, Collected, Keep, LeafInput, LeafOptions, ZayaConfig};
+use crate::timing::Part;
+
+/// How often each shape was multiplied, and the operations of attention forward.
+#[derive(Default)]
+struct Seen {
+    products: BTreeMap<Shape, u64>,
+    attention: f64,
+}
+
+static SEEN: Mutex<Option<Seen>> = Mutex::new(None);
+
+#[derive(Debug)]
+struct Counting;
+
+fn note(left: &Tensor, right: &Tensor) {
+    let (left, right) = (left.size(), right.size());
+    let [.., rows, inner] = left[..] else { panic!("{left:?}") };
+    let shape = Shape { rows, inner, columns: right[right.len() - 1] };
+    let batch: i64 = left[..left.len() - 2].iter().product();
+    let mut seen = SEEN.lock().unwrap();
+    *seen.as_mut().unwrap().products.entry(shape).or_default() += batch as u64;
+}
+
+impl Ops for Counting {
+    fn name(&self) -> &'static str {
+        "counting"
+    }
+
+    fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
+        note(left, right);
+        CPU.matmul(left, right)
+    }
+
+    fn matmul_into(&self, out: &Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
+        note(left, right);
+        CPU.matmul_into(out, left, right)
+    }
+
+    fn matmul_add(&self, out: &mut Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
+        note(left, right);
+        CPU.matmul_add(out, left, right)
+    }
+
+    fn attention(&self, by: Attention) -> Result<Attended> {
+        let pairs: f64 = by.spans.iter().map(|span| (span.len * (span.len + 1) / 2) as f64).sum();
+        let [queries, _, width] = by.shape;
+        SEEN.lock().unwrap().as_mut().unwrap().attention += 4.0 * (queries * width) as f64 * pairs;
+        CPU.attention(by)
+    }
+
+    fn attention_backward(
+        &self,
+        by: Attention,
+        saved: Vec<[Tensor; 2]>,
+        grad: &Tensor,
+        out: AttentionGrads,
+    ) -> Result<()> {
+        CPU.attention_backward(by, saved, grad, out)
+    }
+
+    fn dispatch(&self, choice: &Tensor, classes: i64) -> Result<Dispatch> {
+        CPU.dispatch(choice, classes)
+    }
+
+    fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+        CPU.rms_norm(x, weight, eps)
+    }
+
+    fn rms_norm_backward(
+        &self,
+        x: &Tensor,
+        factors: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        CPU.rms_norm_backward(x, factors, weight, grad)
+    }
+
+    fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
+        CPU.residual(branch, residual, by)
+    }
+
+    fn residual_backward(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: Scaling,
+        grad: &Tensor,
+    ) -> Result<ResidualGrads> {
+        CPU.residual_backward(branch, residual, by, grad)
+    }
+
+    fn depthwise_conv(&self, z: &Tensor, by: DepthwiseConv) -> Result<Tensor> {
+        CPU.depthwise_conv(z, by)
+    }
+
+    fn depthwise_conv_backward(
+        &self,
+        z: &Tensor,
+        by: DepthwiseConv,
+        grad: &Tensor,
+    ) -> Result<ConvGrads> {
+        CPU.depthwise_conv_backward(z, by, grad)
+    }
+
+    fn query_key(&self, z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
+        CPU.query_key(z, raw, by)
+    }
+
+    fn query_key_backward(
+        &self,
+        raw: &Tensor,
+        factors: &Tensor,
+        by: QueryKey,
+        grad: Tensor,
+    ) -> Result<QueryKeyGrads> {
+        CPU.query_key_backward(raw, factors, by, grad)
+    }
+
+    fn means_backward(&self, raw: &Tensor, shape: [i64; 3], z: &mut Tensor) -> Result<()> {
+        CPU.means_backward(raw, shape, z)
+    }
+
+    fn swiglu(&self, x: &Tensor) -> Result<Tensor> {
+        CPU.swiglu(x)
+    }
+
+    fn swiglu_backward(&self, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
+        CPU.swiglu_backward(x, grad)
+    }
+
+    fn gather(&self, x: &Tensor, places: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        CPU.gather(x, places, weight)
+    }
+
+    fn gather_backward(
+        &self,
+        x: &Tensor,
+        places: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+    ) -> Result<[Tensor; 2]> {
+        CPU.gather_backward(x, places, weight, grad)
+    }
+
+    fn adamw(
+        &self,
+        by: AdamW,
+        weight: &mut Tensor,
+        moments: [&mut Tensor; 2],
+        gradient: &Tensor,
+    ) -> Result<()> {
+        CPU.adamw(by, weight, moments, gradient)
+    }
+
+    fn nesterov(
+        &self,
+        momentum: &mut Tensor,
+        gradient: &Tensor,
+        by: f32,
+        scale: f32,
+    ) -> Result<Tensor> {
+        CPU.nesterov(momentum, gradient, by, scale)
+    }
+
+    fn descend(&self, weight: &mut Tensor, direction: &Tensor, keep: f32, rate: f32) -> Result<()> {
+        CPU.descend(weight, direction, keep, rate)
+    }
+
+    fn newton_schulz(&self, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
+        CPU.newton_schulz(stack, by)
+    }
+
+    fn squares(&self, x: &Tensor) -> Result<f64> {
+        CPU.squares(x)
+    }
+}
+
+/// The shapes of every product that a table is asked for: the router's are made inside one of its operations, and left out.
+fn planned(config: &ZayaConfig, tokens: i64, counts: &[Vec<u64>]) -> BTreeMap<Shape, u64> {
+    let mut all = BTreeMap::new();
+    let layers = counts.len() as u64;
+    for (layer, counts) in counts.iter().enumerate() {
+        let routed: Vec<i64> = counts[..counts.len() - 1].iter().map(|it| *it as i64).collect();
+        let by = MicroBatch { tokens, chunks: 1, routed: &routed, recompute: false };
+        for product in products::of_micro_batch(config, by) {
+            let count = match product.part {
+                Part::Router | Part::RouterBack => continue,
+                // The list is of all layers; here each has its own routes.
+                Part::Head if layer > 0 => continue,
+                Part::Head => product.count,
+                _ => product.count / layers,
+            };
+            *all.entry(product.shape).or_default() += count;
+        }
+    }
+    all
+}
+
+#[test]
+fn a_micro_batch_multiplies_what_is_planned() {
+    for (rows, seq_len, loss_chunk) in [(2usize, 48usize, 40), (1, 96, 200)] {
+        let preset = ZayaConfig::preset("zaya1-nano").unwrap();
+        let config = ZayaConfig { vocab_size: 97, loss_chunk, ..preset };
+        let count = (rows * seq_len) as i64;
+        let tokens: Vec<i32> = (0..count as i32).map(|i| i * 37 % 97).collect();
+        let positions: Vec<i32> = (0..count as i32).map(|i| i % seq_len as i32).collect();
+        let (mask, boundaries) = (vec![1; rows * seq_len], vec![vec![0, 20]; rows]);
+        let input = LeafInput {
+            tokens: &tokens,
+            labels: &tokens,
+            positions: &positions,
+            mask: &mask,
+            boundaries: &boundaries,
+            rows,
+            seq_len,
+        };
+        let staged = input.stage(&config, &Stager::new(Device::Cpu).unwrap()).unwrap();
+        let options = LeafOptions { ops: &Counting, keep: Keep::Everything, ..Default::default() };
+        let (params, balance) = (model::init(&config, 1), model::init_balance(&config));
+        *SEEN.lock().unwrap() = Some(Seen::default());
+        let mut sink = Collected::default();
+        let found = model::micro_batch(
+            &config,
+            &params,
+            &balance,
+            staged,
+            count as u64,
+            options,
+            &mut sink,
+        );
+        let counts = found.unwrap().counts;
+        let seen = SEEN.lock().unwrap().take().unwrap();
+        assert_eq!(seen.products, planned(&config, count, &counts), "{rows} x {seq_len}");
+        let starts: &[u32] = if config.document_mask { &[0, 20] } else { &[0] };
+        let pairs = rows as u64 * model::causal_pairs(starts, seq_len as u32);
+        assert_eq!(seen.attention, products::of_attention(&config, pairs));
+    }
+}

@@ -1,0 +1,321 @@
+//! How long a step will take on a cluster, part by part.
+//!
+//! ```text
+//! micro-batch   each product by the curve of its operations, attention by its own, what is left by bandwidth      x rounds
+//! exactness     checksums of each gradient, of the sum, and of the state
+//! optimizer     of the owner that needs longest: Newton-Schulz by the curve of f32 products, the rest by bandwidth
+//! exchange      bytes of `plan` by tier over the tier's bandwidth; gradients hide behind the way back of the last round
+//! ```
+//!
+//! Left out: what reading batches takes (it hides), waiting for ranks that are slower than others, and launching kernels.
+
+use contract::Result;
+use curriculum::Dtype;
+use serde::Serialize;
+
+use super::cluster::{Cluster, Link};
+use super::products::{self, MicroBatch};
+use super::{faults, traffic};
+use crate::mesh::Schedule;
+use crate::model::{self, Keep, ParamSpec};
+use crate::optim::Rule;
+use crate::plan::{CheckpointNeeds, Fleet, PhaseNeeds, SentInStep};
+use crate::spec::RunSpec;
+use crate::state::ownership::{self, Piece};
+use crate::timing::{EXACTNESS, PARTS, Part};
+
+/// A run on a cluster.
+#[derive(Clone, Copy)]
+pub struct Setting<'a> {
+    /// What is trained.
+    pub spec: &'a RunSpec,
+    /// On what.
+    pub cluster: &'a Cluster,
+    /// How its ranks work together.
+    pub fleet: &'a Fleet,
+}
+
+/// What a step of a phase takes.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StepTime {
+    /// The phase.
+    pub phase: String,
+    /// Micro-batches that the busiest rank computes, and how often it begins one, or one for each worker.
+    pub micro_batches: u64,
+    /// See above.
+    pub rounds: u64,
+    /// Ranks without a micro-batch.
+    pub idle_ranks: u64,
+    /// Seconds of each part on the busiest rank, by the names of [`PARTS`]; exchanges as far as nothing hides them.
+    pub parts: Vec<(&'static str, f64)>,
+    /// Seconds of all parts.
+    pub seconds: f64,
+    /// Seconds of the parts that only check bits.
+    pub exactness: f64,
+    /// Seconds that gradients travel, and how many of them computation hides.
+    pub gradients: f64,
+    /// See above.
+    pub hidden: f64,
+    /// Seconds that new weights travel.
+    pub weights: f64,
+    /// Operations of the model in a step.
+    pub model_flops: f64,
+    /// The model's operations over what the highest rate of products would allow in the same time.
+    pub utilisation: f64,
+    /// Tokens in a second.
+    pub tokens_per_s: f64,
+    /// Days of the whole phase without failures.
+    pub days: f64,
+}
+
+/// What keeping the run costs.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Keeping {
+    /// Seconds for which a checkpoint stops the run: the copy out of the device that holds most of it.
+    pub stall: f64,
+    /// Seconds that writing it takes beside the steps.
+    pub write: f64,
+    /// Mean seconds between failures.
+    pub between: f64,
+    /// Steps after which a checkpoint is best written: by Daly's interval, and not before the last one is written.
+    pub every: u64,
+    /// The share of the time that becomes work that is kept.
+    pub goodput: f64,
+}
+
+/// Seconds by part.
+struct Seconds([f64; PARTS.len()]);
+
+impl Seconds {
+    fn add(&mut self, part: Part, seconds: f64) {
+        self.0[part as usize] += seconds;
+    }
+
+    fn of(&self, part: Part) -> f64 {
+        self.0[part as usize]
+    }
+}
+
+/// The step of `phase`, whose bytes `needs` tells.
+pub fn step(setting: Setting<'_>, first: u64, needs: &PhaseNeeds) -> Result<StepTime> {
+    let Setting { spec, cluster, fleet } = setting;
+    let micro_batches = needs.batch / needs.micro_batch;
+    let ranks = u64::from(fleet.ranks);
+    let workers = fleet.workers.count() as u64;
+    let own = micro_batches.div_ceil(ranks);
+    let rounds = own.div_ceil(workers);
+    let mut seconds = Seconds([0.0; PARTS.len()]);
+    micro_batch(setting, first, needs, rounds as f64, &mut seconds)?;
+    let back =
+        [Part::ExpertsBack, Part::RouterBack, Part::AttentionBack].map(|part| seconds.of(part));
+    let way_back = (back.iter().sum::<f64>() + seconds.of(Part::Head) / 2.0) / rounds as f64;
+    let parameters: f64 = spec.parameters.iter().map(|it| it.elements() as f64).sum();
+    let pieces = ownership::pieces(&spec.parameters, &spec.rules, fleet.ranks);
+    whole_gradients(setting, (own, parameters), &mut seconds);
+    if spec.dtype_at(first) == Dtype::Bf16 {
+        let large = spec.parameters.iter().filter(|it| it.in_large_products);
+        let bytes = 6.0 * large.map(ParamSpec::elements).sum::<u64>() as f64;
+        seconds.add(Part::Round, bytes / cluster.stream.at(bytes) / workers as f64);
+    }
+    owners(setting, &pieces, &mut seconds);
+    let (gradients, weights) = exchange(setting, needs.sent);
+    // Blocks of a streaming round travel while the next ones are computed; all gradients while the last way back ends.
+    let covered = match fleet.schedule {
+        Schedule::Subtree => way_back,
+        Schedule::Streaming => way_back + (rounds - 1) as f64 / rounds as f64 * gradients,
+    };
+    let hidden = gradients.min(covered);
+    seconds.add(Part::Blocks, gradients - hidden);
+    seconds.add(Part::Share, weights);
+    if ranks > 1 {
+        let slowest = cluster.between.or(cluster.within).map_or(0.0, |link| link.latency_s);
+        // Facts, losses, norms, checksums; each goes to everybody in as many hops as a tree has.
+        seconds.add(Part::Peers, 4.0 * (ranks as f64).log2().ceil() * slowest);
+    }
+    let counts = Counts { own, rounds, micro_batches };
+    Ok(finish(setting, needs, counts, &seconds, Travel { gradients, hidden, weights }))
+}
+
+struct Counts {
+    own: u64,
+    rounds: u64,
+    micro_batches: u64,
+}
+
+/// Seconds of exchanges, and those that nobody waits for.
+struct Travel {
+    gradients: f64,
+    hidden: f64,
+    weights: f64,
+}
+
+fn finish(
+    Setting { cluster, fleet, .. }: Setting<'_>,
+    needs: &PhaseNeeds,
+    counts: Counts,
+    seconds: &Seconds,
+    Travel { gradients, hidden, weights }: Travel,
+) -> StepTime {
+    let all: f64 = seconds.0.iter().sum();
+    let tokens = needs.batch as f64 * f64::from(needs.seq_len);
+    let ranks = f64::from(fleet.ranks);
+    let peak = cluster.bf16.peak().max(cluster.f32.peak()) * fleet.workers.count() as f64;
+    StepTime {
+        phase: needs.name.clone(),
+        micro_batches: counts.own,
+        rounds: counts.rounds,
+        idle_ranks: u64::from(fleet.ranks).saturating_sub(counts.micro_batches),
+        parts: PARTS.iter().map(|(part, name)| (*name, seconds.of(*part))).collect(),
+        seconds: all,
+        exactness: EXACTNESS.iter().map(|part| seconds.of(*part)).sum(),
+        gradients,
+        hidden,
+        weights,
+        model_flops: needs.model_flops,
+        utilisation: needs.model_flops / (all * ranks * peak),
+        tokens_per_s: tokens / all,
+        days: needs.steps as f64 * all / faults::DAY,
+    }
+}
+
+/// `rounds` micro-batches, one after the other.
+fn micro_batch(
+    Setting { spec, cluster, fleet }: Setting<'_>,
+    first: u64,
+    needs: &PhaseNeeds,
+    rounds: f64,
+    seconds: &mut Seconds,
+) -> Result<()> {
+    let phase = spec.model_at(first)?;
+    let (config, chunks) = (&phase.config, phase.cut.chunks.max(1));
+    let bf16 = spec.dtype_at(first) == Dtype::Bf16;
+    let all = (needs.micro_batch * u64::from(needs.seq_len)) as i64;
+    let tokens = (all / chunks as i64).max(1);
+    let routed = products::even(tokens, config.num_experts);
+    let recompute = fleet.workers.keep() == Keep::LayerInputs;
+    let by = MicroBatch { tokens, chunks, routed: &routed, recompute };
+    for product in products::of_micro_batch(config, by) {
+        let curve = if bf16 && !product.wide { &cluster.bf16 } else { &cluster.f32 };
+        let rate = curve.at(product.shape.operations());
+        seconds.add(product.part, rounds * product.operations() / rate);
+    }
+    let pairs = needs.micro_batch * model::causal_pairs(&[0], needs.seq_len);
+    let operations = products::of_attention(config, pairs);
+    // A call is one sequence in one layer.
+    let call = operations / (config.num_hidden_layers as f64 * needs.micro_batch as f64);
+    let again = 1.0 + f64::from(u8::from(recompute));
+    let [there, back] = [&cluster.attention[0], &cluster.attention[1]].map(|curve| curve.at(call));
+    seconds.add(Part::Attention, rounds * again * operations / there);
+    seconds.add(Part::AttentionBack, rounds * 2.0 * operations / back);
+    // A pass over a layer's activations is what a bandwidth is looked up for.
+    let narrow = if bf16 { 2 } else { 4 };
+    let size = 3.0 * 4.0 * tokens as f64 * config.hidden_size as f64;
+    for (part, bytes) in traffic::of_micro_batch(config, all, narrow) {
+        seconds.add(part, rounds * bytes / cluster.stream.at(size));
+    }
+    Ok(())
+}
+
+/// Checksums of the gradients of this rank's micro-batches, and their additions; then those of blocks that arrive.
+fn whole_gradients(
+    Setting { cluster, fleet, .. }: Setting<'_>,
+    (own, parameters): (u64, f64),
+    seconds: &mut Seconds,
+) {
+    let workers = fleet.workers.count() as f64;
+    let (own, ranks) = (own as f64, f64::from(fleet.ranks));
+    let bytes = 4.0 * parameters;
+    let rounds = (own / workers).ceil();
+    seconds.add(Part::LeafSums, rounds * bytes / cluster.checksum.at(bytes));
+    let machines = f64::from(fleet.ranks.div_ceil(fleet.ranks_per_node));
+    // A rank adds its own; blocks of the others of its machine for the owners behind it, and those of machines for itself.
+    let near = (ranks / machines - 1.0) * parameters * machines / ranks;
+    let far = (machines - 1.0) * parameters / ranks;
+    let added = 12.0 * ((own - 1.0) * parameters + near + far);
+    seconds.add(Part::Tree, added / cluster.tree.at(12.0 * parameters.min(1e8)) / workers);
+}
+
+/// What the owner that needs longest does.
+fn owners(Setting { cluster, fleet, .. }: Setting<'_>, pieces: &[Piece], seconds: &mut Seconds) {
+    let workers = fleet.workers.count() as f64;
+    let mut by_owner = vec![[0.0f64; 5]; fleet.ranks as usize];
+    for piece in pieces {
+        let own = &mut by_owner[piece.owner as usize];
+        let length = piece.length() as f64;
+        let sets = 2.0 + f64::from(u8::from(piece.rule.has_second_moment()));
+        let stream = cluster.stream.at(12.0 * length);
+        let checksum = |bytes: f64| bytes / cluster.checksum.at(bytes);
+        own[0] += checksum(4.0 * length) + 4.0 * length / stream;
+        match orthogonalized(piece) {
+            // The momentum, and the weights by their direction.
+            Some(seconds) => own[1] += seconds(cluster) + 28.0 * length / stream,
+            None => own[2] += 28.0 * length / stream,
+        }
+        own[3] += 12.0 * length / stream;
+        own[4] += sets * checksum(4.0 * length);
+    }
+    let sum = |of: &[f64; 5]| of.iter().sum::<f64>();
+    let most = by_owner.into_iter().max_by(|left, right| sum(left).total_cmp(&sum(right)));
+    let parts = [Part::Norm, Part::Muon, Part::AdamW, Part::Moved, Part::StateSums];
+    for (part, spent) in parts.into_iter().zip(most.unwrap_or_default()) {
+        seconds.add(part, spent / workers);
+    }
+}
+
+/// Seconds of the Newton-Schulz iterations of a piece, if Muon moves it.
+fn orthogonalized(piece: &Piece) -> Option<impl Fn(&Cluster) -> f64> {
+    let [.., rows, columns] = piece.shape[..] else { return None };
+    if !matches!(piece.rule, Rule::Muon | Rule::MuonEach) {
+        return None;
+    }
+    let matrices = piece.length() as f64 / (rows * columns) as f64;
+    let (short, long) = (rows.min(columns) as f64, rows.max(columns) as f64);
+    // As the table for the CPU does it: halves of symmetric products, and the short side alone where the matrix is oblong.
+    let operations = match long >= 2.0 * short {
+        true => 3.0 * short * short * long + 17.0 * short.powi(3),
+        false => 15.0 * short * short * long + 5.0 * short.powi(3),
+    };
+    Some(move |cluster: &Cluster| {
+        matrices * operations / cluster.f32.at(2.0 * short * short * long)
+    })
+}
+
+/// Seconds in which gradients and new weights travel: the bytes of a rank by tier, tiers one after the other.
+fn exchange(Setting { cluster, fleet, .. }: Setting<'_>, sent: SentInStep) -> (f64, f64) {
+    let ranks = f64::from(fleet.ranks);
+    let near = f64::from(fleet.ranks_per_node.min(fleet.ranks)) - 1.0;
+    let far = f64::from(fleet.ranks.div_ceil(fleet.ranks_per_node)) - 1.0;
+    let tier = |link: Option<Link>, bytes: u64, messages: f64| match link {
+        Some(Link { latency_s, bytes_per_s }) if bytes > 0 => {
+            messages * latency_s + bytes as f64 / ranks / bytes_per_s
+        }
+        _ => 0.0,
+    };
+    let both = |within: u64, between: u64| {
+        tier(cluster.within, within, near) + tier(cluster.between.or(cluster.within), between, far)
+    };
+    (
+        both(sent.gradients_within_machines, sent.gradients_between_machines),
+        both(sent.weights_within_machines, sent.weights_between_machines),
+    )
+}
+
+/// What checkpoints and failures cost where a step takes `step` seconds; nothing if the cluster does not say how often it fails.
+pub fn keeping(
+    Setting { cluster, fleet, .. }: Setting<'_>,
+    needs: &CheckpointNeeds,
+    step: f64,
+) -> Option<Keeping> {
+    let (medium, faults) = (cluster.checkpoint?, cluster.faults?);
+    let stall = needs.largest_part as f64 / medium.copy_bytes_per_s;
+    let machines = f64::from(fleet.ranks.div_ceil(fleet.ranks_per_node));
+    let write = needs.bytes as f64 / machines / medium.write_bytes_per_s;
+    let between = faults::between(fleet.ranks, faults.per_rank_hour);
+    let interval = match between.is_finite() {
+        true => faults::best_interval(stall, between),
+        false => faults::DAY,
+    };
+    let every = (interval.max(write) / step).round().max(1.0) as u64;
+    let run = faults::Failing { step, every, stall, between, restart: faults.restart_s };
+    Some(Keeping { stall, write, between, every, goodput: run.goodput() })
+}

@@ -1,0 +1,159 @@
+//! What to change before anyone pays: one hint for each rule of thumb that a run on a cluster breaks.
+//!
+//! The rules are those of the ZAYA1 paper (arXiv 2511.17127, section III) where it has one: dimensions of 64, products large
+//! enough for the peak, degrees that span a machine or are not used, gradients that travel while something is computed.
+
+use contract::Result;
+
+use super::estimate::{Keeping, Setting, StepTime};
+use super::products::{self, MicroBatch, Products};
+use super::shapes::ALIGNMENT;
+use crate::model::ZayaConfig;
+use crate::plan::PhaseNeeds;
+
+/// Of its peak, what products should reach.
+const ENOUGH: f64 = 0.8;
+
+/// What is wrong with the model's shapes, whatever the cluster.
+pub fn of_shapes(config: &ZayaConfig) -> Vec<String> {
+    let sizes = [
+        ("head_dim", config.head_dim),
+        ("vocab_size", config.vocab_size),
+        ("hidden_size", config.hidden_size),
+        ("moe_intermediate_size", config.moe_intermediate_size),
+    ];
+    let off = sizes.into_iter().filter(|(_, size)| size % ALIGNMENT != 0);
+    off.map(|(name, size)| {
+        let next = (size / ALIGNMENT + 1) * ALIGNMENT;
+        format!("{name} is {size}, not a multiple of {ALIGNMENT}: products of it are slower than those of {next}")
+    })
+    .collect()
+}
+
+/// What is wrong with a phase on the cluster.
+pub fn of_phase(
+    setting: Setting<'_>,
+    first: u64,
+    needs: &PhaseNeeds,
+    time: &StepTime,
+    keeping: Option<&Keeping>,
+) -> Result<Vec<String>> {
+    let mut hints = Vec::new();
+    hints.extend(memory(setting, needs));
+    hints.extend(ranks(setting, needs, time));
+    hints.extend(small_products(setting, first, needs)?);
+    if time.gradients > time.hidden {
+        hints.push(format!(
+            "gradients travel {} and computation hides {} of it: more micro-batches a rank with --schedule streaming, larger \
+             micro-batches, or fewer ranks",
+            seconds(time.gradients),
+            seconds(time.hidden)
+        ));
+    }
+    if let Some(keeping) =
+        keeping.filter(|keeping| keeping.write > keeping.every as f64 * time.seconds * 0.99)
+    {
+        hints.push(format!(
+            "writing a checkpoint takes {}, longer than the {} steps that failures ask for between two: the medium decides the interval",
+            seconds(keeping.write),
+            keeping.every
+        ));
+    }
+    Ok(hints)
+}
+
+fn memory(Setting { cluster, fleet, .. }: Setting<'_>, needs: &PhaseNeeds) -> Option<String> {
+    let (held, there) = (needs.memory.sum(), cluster.memory_bytes);
+    (held > there).then(|| {
+        let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+        let more = match fleet.workers.keep() {
+            crate::model::Keep::Everything => "--recompute, ",
+            crate::model::Keep::LayerInputs => "",
+        };
+        format!(
+            "memory does not fit: a rank holds {:.1} GiB ({:.1} GB) of {:.1}: give {more}a smaller micro-batch, or a device with more",
+            gib(held),
+            held as f64 / 1e9,
+            gib(there)
+        )
+    })
+}
+
+fn ranks(Setting { fleet, .. }: Setting<'_>, needs: &PhaseNeeds, time: &StepTime) -> Vec<String> {
+    let (ranks, per_node) = (u64::from(fleet.ranks), u64::from(fleet.ranks_per_node));
+    let all = needs.batch / needs.micro_batch;
+    let mut hints = Vec::new();
+    if time.idle_ranks > 0 {
+        let share = ranks.div_ceil(all);
+        let context = match needs.seq_len {
+            16_384.. => format!(
+                ", or let {share} ranks share each sequence (context parallelism of degree {share} with a matching `context_chunks`)"
+            ),
+            _ => String::new(),
+        };
+        hints.push(format!(
+            "{} of {ranks} ranks are idle: the phase has {all} micro-batches a step; give smaller micro-batches or a larger batch{context}",
+            time.idle_ranks
+        ));
+    } else if !all.is_multiple_of(ranks) {
+        hints.push(format!(
+            "{all} micro-batches do not divide among {ranks} ranks: a rank waits for {:.0} % of the time that others compute",
+            100.0 * (1.0 - all as f64 / (ranks * time.micro_batches) as f64)
+        ));
+    }
+    if ranks > per_node && !ranks.is_multiple_of(per_node) {
+        hints.push(format!(
+            "{ranks} ranks do not fill their machines of {per_node}: on the last one fewer share what travels between machines; \
+             degrees should span whole machines"
+        ));
+    }
+    hints
+}
+
+/// The largest part of the arithmetic that runs below what products can reach.
+fn small_products(
+    Setting { spec, cluster, fleet: _ }: Setting<'_>,
+    first: u64,
+    needs: &PhaseNeeds,
+) -> Result<Option<String>> {
+    let phase = spec.model_at(first)?;
+    let chunks = phase.cut.chunks.max(1);
+    let tokens = ((needs.micro_batch * u64::from(needs.seq_len)) as i64 / chunks as i64).max(1);
+    let routed = products::even(tokens, phase.config.num_experts);
+    let by = MicroBatch { tokens, chunks, routed: &routed, recompute: false };
+    let all = products::of_micro_batch(&phase.config, by);
+    let bf16 = spec.dtype_at(first) == curriculum::Dtype::Bf16;
+    let curve = if bf16 { &cluster.bf16 } else { &cluster.f32 };
+    let (peak, sum) = (curve.peak(), all.iter().map(Products::operations).sum::<f64>());
+    let slow = |it: &&Products| !it.wide && curve.at(it.shape.operations()) < ENOUGH * peak;
+    let below: Vec<&Products> = all.iter().filter(slow).collect();
+    let share = below.iter().map(|it| it.operations()).sum::<f64>() / sum;
+    let largest = below.into_iter().max_by(|l, r| l.operations().total_cmp(&r.operations()));
+    Ok(largest.filter(|_| share > 0.1).map(|it| {
+        let shape = it.shape;
+        format!(
+            "{:.0} % of the arithmetic is in products too small for {:.0} % of the peak, which takes {:.3} GFLOP here: most of it in \
+             {} x {} x {} ({:.3} GFLOP, {:.0} % of the peak); larger micro-batches help",
+            100.0 * share,
+            100.0 * ENOUGH,
+            curve.reaches(ENOUGH) / 1e9,
+            shape.rows,
+            shape.inner,
+            shape.columns,
+            shape.operations() / 1e9,
+            100.0 * curve.at(shape.operations()) / peak
+        )
+    }))
+}
+
+/// A time for people.
+pub fn seconds(value: f64) -> String {
+    match value {
+        value if value >= 2.0 * 86_400.0 => format!("{:.1} days", value / 86_400.0),
+        value if value >= 7_200.0 => format!("{:.1} h", value / 3_600.0),
+        value if value >= 120.0 => format!("{:.1} min", value / 60.0),
+        value if value >= 1.0 => format!("{value:.2} s"),
+        value if value >= 1e-3 => format!("{:.2} ms", value * 1e3),
+        value => format!("{:.1} us", value * 1e6),
+    }
+}

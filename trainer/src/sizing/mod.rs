@@ -1,0 +1,27 @@
+//! How fast a run will be on machines that are described in a file, and what to change before anyone pays for them.
+//!
+//! ```text
+//! curve      a rate over a size                         cluster    the file: as measured here, or as published
+//! machine    measures products and memory               shapes     which products the bench measures
+//! products   those of a micro-batch, by part            traffic    its bytes outside of products
+//! estimate   the seconds of a step, part by part        hints      rules of thumb that a run breaks
+//! faults     failures, in closed form and simulated
+//! ```
+//!
+//! Nothing here decides a bit: what is planned is the work that [`crate::step`] does, read from the same shapes.
+
+pub mod cluster;
+pub mod curve;
+pub mod estimate;
+pub mod faults;
+pub mod hints;
+pub mod machine;
+pub mod products;
+pub mod shapes;
+pub mod traffic;
+
+#[cfg(test)]
+mod counted;
+
+pub use cluster::{Cluster, Described};
+pub use curve::Curve;

@@ -1,0 +1,179 @@
+//! The products of a micro-batch, each with its shape and how often it is computed, forward and backward.
+//!
+//! A test computes a micro-batch with a table of operations that writes down what it is asked for, and finds these.
+
+use std::ops::Range;
+
+use super::shapes::Shape;
+use crate::model::ZayaConfig;
+use crate::timing::Part;
+
+/// Products of one shape.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Products {
+    /// The part of a step that they belong to.
+    pub part: Part,
+    /// What they multiply.
+    pub shape: Shape,
+    /// How many there are in a micro-batch.
+    pub count: u64,
+    /// Whether they stay f32 whatever the run computes in.
+    pub wide: bool,
+}
+
+impl Products {
+    /// Operations of all of them.
+    pub fn operations(&self) -> f64 {
+        self.count as f64 * self.shape.operations()
+    }
+}
+
+/// How a micro-batch is computed.
+#[derive(Clone, Copy, Debug)]
+pub struct MicroBatch<'a> {
+    /// Tokens of a chunk.
+    pub tokens: i64,
+    /// Chunks, each computed by itself.
+    pub chunks: u64,
+    /// Tokens of a chunk that each expert computes.
+    pub routed: &'a [i64],
+    /// Whether layers are computed forward a second time on the way back.
+    pub recompute: bool,
+}
+
+/// The tokens of each expert where the router deals evenly.
+pub fn even(tokens: i64, experts: i64) -> Vec<i64> {
+    (0..experts).map(|expert| tokens * (expert + 1) / experts - tokens * expert / experts).collect()
+}
+
+/// All products of a micro-batch but those inside of attention.
+pub fn of_micro_batch(config: &ZayaConfig, by: MicroBatch<'_>) -> Vec<Products> {
+    let layers = config.num_hidden_layers as u64 * by.chunks;
+    let mut list = List { found: Vec::new(), count: layers, forward: 1 + u64::from(by.recompute) };
+    attention(config, by.tokens, &mut list);
+    router(config, by.tokens, &mut list);
+    for rows in by.routed.iter().copied().filter(|rows| *rows > 0) {
+        expert(config, rows, &mut list);
+    }
+    let mut list = List { count: by.chunks, forward: 1, ..list };
+    let size = config.loss_chunk;
+    for first in (0..by.tokens).step_by(size as usize) {
+        head(config, first..by.tokens.min(first + size), &mut list);
+    }
+    merged(list.found)
+}
+
+/// Operations of attention over `pairs` of a query and a key that see each other, in all layers, forward; backward are twice as
+/// many.
+pub fn of_attention(config: &ZayaConfig, pairs: u64) -> f64 {
+    4.0 * config.query_size() as f64 * pairs as f64 * config.num_hidden_layers as f64
+}
+
+/// Equal products as one entry.
+fn merged(mut all: Vec<Products>) -> Vec<Products> {
+    let key = |it: &Products| (it.part as usize, it.shape, it.wide);
+    all.sort_by_key(key);
+    all.dedup_by(|next, kept| {
+        let same = key(next) == key(kept);
+        kept.count += if same { next.count } else { 0 };
+        same
+    });
+    all
+}
+
+struct List {
+    found: Vec<Products>,
+    /// How often what follows is there.
+    count: u64,
+    /// How often a forward pass is.
+    forward: u64,
+}
+
+/// Where the product of a layer belongs, forward and backward.
+#[derive(Clone, Copy)]
+struct Place {
+    forward: Part,
+    backward: Part,
+    wide: bool,
+}
+
+impl List {
+    fn put(&mut self, part: Part, [rows, inner, columns]: [i64; 3], count: u64, wide: bool) {
+        let shape = Shape { rows, inner, columns };
+        self.found.push(Products { part, shape, count, wide });
+    }
+
+    /// `n` rows of `inputs` numbers to `outputs`, `times` of them, and both of its gradients.
+    fn linear(&mut self, place: Place, [n, inputs, outputs]: [i64; 3], times: u64) {
+        let (there, count) = (self.count * times * self.forward, self.count * times);
+        self.put(place.forward, [n, inputs, outputs], there, place.wide);
+        self.put(place.backward, [n, outputs, inputs], count, place.wide);
+        self.put(place.backward, [outputs, n, inputs], count, place.wide);
+    }
+}
+
+fn attention(config: &ZayaConfig, n: i64, list: &mut List) {
+    let place = Place { forward: Part::Attention, backward: Part::AttentionBack, wide: false };
+    let (hidden, dim) = (config.hidden_size, config.head_dim);
+    let (query, key, conv) = (config.query_size(), config.key_size(), config.conv_size());
+    list.linear(place, [n, hidden, conv], 1);
+    list.linear(place, [n, 2 * dim, dim], (conv / dim) as u64);
+    list.linear(place, [n, query, hidden], 1);
+    // Both halves of the values: their weights' gradients are one product.
+    let there = 2 * list.count * list.forward;
+    list.put(place.forward, [n, hidden, key / 2], there, false);
+    list.put(place.backward, [n, key / 2, hidden], 2 * list.count, false);
+    list.put(place.backward, [key, n, hidden], list.count, false);
+}
+
+fn router(config: &ZayaConfig, n: i64, list: &mut List) {
+    let place = Place { forward: Part::Router, backward: Part::RouterBack, wide: false };
+    let (hidden, state) = (config.hidden_size, config.router_hidden_size);
+    list.linear(place, [n, hidden, state], 1);
+    let place = Place { wide: true, ..place };
+    list.linear(place, [n, state, state], 2);
+    list.linear(place, [n, state, config.router_classes()], 1);
+}
+
+fn expert(config: &ZayaConfig, rows: i64, list: &mut List) {
+    let place = Place { forward: Part::Experts, backward: Part::ExpertsBack, wide: false };
+    let (hidden, inner) = (config.hidden_size, config.moe_intermediate_size);
+    list.linear(place, [rows, hidden, 2 * inner], 1);
+    list.linear(place, [rows, inner, hidden], 1);
+}
+
+fn head(config: &ZayaConfig, tokens: Range<i64>, list: &mut List) {
+    let place = Place { forward: Part::Head, backward: Part::Head, wide: false };
+    list.linear(place, [tokens.end - tokens.start, config.hidden_size, config.vocab_size], 1);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Together they are the operations that the model defines.
+        #[test]
+        fn they_are_the_models_operations(
+            tokens in 1i64..300, pairs in 0u64..100_000, loss_chunk in 1i64..200, preset in 0usize..4,
+        ) {
+            let preset = ZayaConfig::preset(model::PRESETS[preset]).unwrap();
+            let config = ZayaConfig { loss_chunk, ..preset };
+            let routed = even(tokens, config.num_experts);
+            prop_assert_eq!(routed.iter().sum::<i64>(), tokens);
+            let by = MicroBatch { tokens, chunks: 1, routed: &routed, recompute: false };
+            let all = of_micro_batch(&config, by);
+            let found = all.iter().map(Products::operations).sum::<f64>() + 3.0 * of_attention(&config, pairs);
+            let layers = vec![tokens as u64; config.num_hidden_layers as usize];
+            prop_assert_eq!(found, model::flops(&config, tokens as u64, &layers, pairs));
+            // A second forward pass of the layers is a third of theirs.
+            let again = of_micro_batch(&config, MicroBatch { recompute: true, ..by });
+            let more: f64 = again.iter().map(Products::operations).sum::<f64>() - all.iter().map(Products::operations).sum::<f64>();
+            let head: f64 = all.iter().filter(|it| it.part == Part::Head).map(Products::operations).sum();
+            let inside: f64 = all.iter().map(Products::operations).sum::<f64>() - head;
+            prop_assert!((3.0 * more - inside).abs() <= 1e-9 * inside);
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! Bytes that a micro-batch reads and writes outside of products: norms, residuals, activations, the softmax of the head.
+//!
+//! Counted operation by operation as the table of operations takes and answers with them, each operand once. What a cache holds
+//! is not known here, so that small micro-batches are faster than this says, and functions such as `exp` cost nothing, so that
+//! a CPU is slower.
+
+use crate::model::ZayaConfig;
+use crate::timing::Part;
+
+/// Bytes of each part in a micro-batch of `tokens`; large products' operands have `narrow` bytes.
+pub fn of_micro_batch(config: &ZayaConfig, tokens: i64, narrow: u64) -> Vec<(Part, f64)> {
+    let f = |size: i64| size as f64;
+    let w = narrow as f64;
+    // To and from the kind of products, where it is not f32.
+    let cast = if narrow == 4 { 0.0 } else { 4.0 + w };
+    let (hidden, inner, state) =
+        (f(config.hidden_size), f(config.moe_intermediate_size), f(config.router_hidden_size));
+    let (key, conv) = (f(config.key_size()), f(config.conv_size()));
+    let layers = f(config.num_hidden_layers);
+    // The norm before a half and the residual after it: x and the normed; the branch, the residual, and their sum.
+    let half = hidden * (8.0 + cast + w + 8.0);
+    // Back: gradient, branch and residual, and both gradients; x and the gradient, and that of x; their sum.
+    let half_back = hidden * (16.0 + w + 12.0 + 12.0);
+    let embedding = hidden * (w + 8.0 + 16.0);
+    // Halves of the values side by side, the first convolution, queries and keys with their means and their turn.
+    let attention = 2.0 * w * key + 3.0 * w * conv + conv * (2.0 * cast + 8.0 + w);
+    let attention_back =
+        hidden * (cast + 8.0) + conv * (12.0 + 2.0 * cast + 3.0 * w + 4.0 + 12.0) + 4.0 * w * key;
+    // Biases, averaging, norm and both activations over the router's state.
+    let (router, router_back) = (48.0 * state, 72.0 * state);
+    // There and back in the order of experts, and the gated unit.
+    let experts = hidden * (2.0 * w + w + 4.0 + cast) + 3.0 * w * inner;
+    let experts_back = hidden * (8.0 + w + cast + 12.0) + 5.0 * w * inner;
+    // The weights' gradients begin as zeros, and are made f32.
+    let weights = 3.0 * hidden * inner * f(config.num_experts) * (w + cast);
+    let head = f(config.vocab_size) * (w + 4.0 + 8.0 + cast);
+    let head_weights = 4.0 * f(config.vocab_size) * hidden;
+    let tokens = f(tokens);
+    vec![
+        (Part::Stream, tokens * (embedding + (2.0 * layers + 1.0) * (half + half_back))),
+        (Part::Attention, tokens * layers * attention),
+        (Part::AttentionBack, tokens * layers * attention_back),
+        (Part::Router, tokens * layers * router),
+        (Part::RouterBack, tokens * layers * router_back),
+        (Part::Experts, tokens * layers * experts),
+        (Part::ExpertsBack, layers * (tokens * experts_back + weights)),
+        (Part::Head, tokens * head + head_weights),
+    ]
+}

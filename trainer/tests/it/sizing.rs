@@ -1,0 +1,85 @@
+//! Fear: that a plan says nothing of what would go wrong.
+
+use loader::Opened;
+use trainer::RunSpec;
+use trainer::mesh::Schedule;
+use trainer::plan::{Fleet, needs};
+use trainer::sizing::estimate::{self, Setting, StepTime};
+use trainer::sizing::{Cluster, Curve, Described, hints};
+use trainer::workers::Workers;
+
+fn published() -> Cluster {
+    Described::read("mi300x-pollara").unwrap().resolve("mi300x-pollara").unwrap()
+}
+
+fn shipped(name: &str) -> RunSpec {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../curricula").join(name);
+    RunSpec::for_planning(&Opened::open(path).unwrap()).unwrap()
+}
+
+fn fleet(ranks: u32) -> Fleet {
+    Fleet {
+        ranks,
+        ranks_per_node: 8.min(ranks),
+        workers: Workers::new(1),
+        schedule: Schedule::Subtree,
+        flat: false,
+        device: "mi300x".to_owned(),
+    }
+}
+
+/// Times and hints of each phase.
+fn plan(spec: &RunSpec, fleet: &Fleet, cluster: &Cluster) -> Vec<(StepTime, Vec<String>)> {
+    let needs = needs(spec, fleet).unwrap();
+    let setting = Setting { spec, cluster, fleet };
+    let firsts = spec.plan.phases().iter().map(|phase| phase.first_step);
+    let of = |(first, phase)| {
+        let time = estimate::step(setting, first, phase).unwrap();
+        let hints = hints::of_phase(setting, first, phase, &time, None).unwrap();
+        (time, hints)
+    };
+    firsts.zip(&needs.phases).map(of).collect()
+}
+
+#[test]
+fn idle_ranks_and_small_memories_are_told_before_anyone_pays() {
+    let (spec, fleet) = (shipped("phase3.toml"), fleet(1024));
+    let small = Cluster { memory_bytes: 80 << 30, ..published() };
+    let told = plan(&spec, &fleet, &small);
+    assert!(told[0].1.iter().any(|hint| hint.contains("memory does not fit")), "{:?}", told[0].1);
+    let (time, hints) = &told[2];
+    assert_eq!(time.idle_ranks, 512);
+    assert!(hints.iter().any(|hint| hint.contains("512 of 1024 ranks are idle")), "{hints:?}");
+    assert_eq!(told[0].0.idle_ranks, 0, "4,096 sequences in micro-batches of 4");
+    let large = Cluster { memory_bytes: u64::MAX, ..published() };
+    let told = plan(&spec, &fleet, &large);
+    assert!(told.iter().all(|(_, hints)| !hints.iter().any(|hint| hint.contains("memory"))));
+}
+
+#[test]
+fn a_machine_twice_as_fast_takes_half_the_time() {
+    let spec = shipped("phase1.toml");
+    let slow = published();
+    let twice = |curve: &Curve| Curve(curve.0.iter().map(|[at, rate]| [*at, 2.0 * rate]).collect());
+    let link = |link: trainer::sizing::cluster::Link| trainer::sizing::cluster::Link {
+        latency_s: link.latency_s / 2.0,
+        bytes_per_s: 2.0 * link.bytes_per_s,
+    };
+    let fast = Cluster {
+        f32: twice(&slow.f32),
+        bf16: twice(&slow.bf16),
+        attention: [twice(&slow.attention[0]), twice(&slow.attention[1])],
+        stream: twice(&slow.stream),
+        checksum: twice(&slow.checksum),
+        tree: twice(&slow.tree),
+        within: slow.within.map(link),
+        between: slow.between.map(link),
+        ..slow.clone()
+    };
+    let fleet = fleet(64);
+    let [slow, fast] = [&slow, &fast].map(|cluster| plan(&spec, &fleet, cluster)[0].0.clone());
+    assert!((slow.seconds / fast.seconds - 2.0).abs() < 1e-9);
+    assert!((slow.utilisation / fast.utilisation - 1.0).abs() < 1e-9, "of its own peak");
+    let parts: f64 = slow.parts.iter().map(|(_, seconds)| seconds).sum();
+    assert!((parts / slow.seconds - 1.0).abs() < 1e-9 && slow.hidden <= slow.gradients);
+}

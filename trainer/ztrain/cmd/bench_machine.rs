@@ -1,0 +1,396 @@
+//! `ztrain bench gemm` and `ztrain bench memory`: what this machine can do, for people and for `ztrain plan --cluster`.
+
+use std::path::PathBuf;
+
+use contract::terminal::print_raw;
+use contract::{Fault, Result};
+use loader::Opened;
+use serde::Serialize;
+use store::Location;
+use tch::{Device, Kind};
+use trainer::RunSpec;
+use trainer::chart::Chart;
+use trainer::model::ZayaConfig;
+use trainer::sizing::Curve;
+use trainer::sizing::cluster::{Described, Gemm, Memory};
+use trainer::sizing::machine::{Bench, By, PASSES, Pass};
+use trainer::sizing::shapes::{self, Shape};
+use trainer::workers::Workers;
+
+use super::Speed;
+
+/// What both commands take.
+#[derive(clap::Args)]
+struct Common {
+    /// Where to compute: cpu, cuda or cuda:1.
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    device: String,
+    /// How many workers do the same at once, one math thread each; rates are those of one of them.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    workers: u16,
+    /// About how long each row is measured.
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.2, value_parser = super::above_zero)]
+    seconds: f64,
+    /// Print one line of JSON for each row.
+    #[arg(long)]
+    json: bool,
+    /// Draw the rates as SVG.
+    #[arg(long, value_name = "FILE", value_parser = super::local("draw into a file here"))]
+    plot: Option<PathBuf>,
+    /// Write what was measured into a description of this machine for `ztrain plan --cluster`; other parts of the file stay.
+    #[arg(long, value_name = "FILE", value_parser = super::local("write a file here"))]
+    out: Option<PathBuf>,
+}
+
+/// Arguments of `gemm`.
+#[derive(clap::Args)]
+pub(crate) struct GemmArgs {
+    /// Also measure the shapes of this curriculum's model in its first phase; described stores are enough.
+    #[arg(long, value_name = "FILE", value_parser = super::place())]
+    curriculum: Option<Location>,
+    /// Rows of the left operand: tokens of a micro-batch [default: 64,256,1024 on a CPU, 512,2048,8192 on a GPU].
+    #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = clap::value_parser!(i64).range(1..=1 << 20))]
+    rows: Vec<i64>,
+    /// Widths of square weights [default: 64,128,256,512,1024 on a CPU, 512,1024,2048,4096,7168 on a GPU].
+    #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = clap::value_parser!(i64).range(2..=1 << 17))]
+    widths: Vec<i64>,
+    /// Number formats to measure.
+    #[arg(long, value_name = "FORMAT", value_delimiter = ',', value_enum, default_values_t = [Format::F32, Format::Bf16])]
+    dtype: Vec<Format>,
+    #[command(flatten)]
+    common: Common,
+}
+
+/// Arguments of `memory`.
+#[derive(clap::Args)]
+pub(crate) struct MemoryArgs {
+    /// The smallest size of all tensors of an operation together (K, M and G are understood); each next one is four times as large.
+    #[arg(long, value_name = "SIZE", default_value = "64K")]
+    from: String,
+    /// The largest size.
+    #[arg(long, value_name = "SIZE", default_value = "256M")]
+    to: String,
+    #[command(flatten)]
+    common: Common,
+}
+
+/// A number format.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Format {
+    F32,
+    Bf16,
+}
+
+impl Format {
+    fn name(self) -> &'static str {
+        match self {
+            Format::F32 => "f32",
+            Format::Bf16 => "bf16",
+        }
+    }
+
+    fn kind(self) -> Kind {
+        match self {
+            Format::F32 => Kind::Float,
+            Format::Bf16 => Kind::BFloat16,
+        }
+    }
+}
+
+/// A row of `gemm`.
+#[derive(Serialize)]
+struct Product {
+    name: String,
+    dtype: &'static str,
+    #[serde(flatten)]
+    shape: Shape,
+    /// Operations.
+    operations: f64,
+    /// Operations in a second, as the trainer would compute it.
+    ours: f64,
+    /// The same by libtorch's own call.
+    libtorch: f64,
+    /// Of the highest rate of ours in this format.
+    of_peak: f64,
+    /// Whether all dimensions are multiples of 64.
+    aligned: bool,
+}
+
+/// A row of `memory`.
+#[derive(Serialize)]
+struct Bandwidth {
+    operation: &'static str,
+    bytes: u64,
+    bytes_per_s: f64,
+}
+
+impl Common {
+    fn start(&self) -> Result<(Bench, Device)> {
+        for path in [&self.plot, &self.out].into_iter().flatten() {
+            // Found out before minutes of measuring.
+            let found = std::fs::OpenOptions::new().create(true).append(true).open(path);
+            found.map_err(|error| Fault::io("write", path, &error))?;
+        }
+        let (device, table) = Speed::on(&self.device).start(None)?;
+        let ops = table.ops().map_err(|error| Fault::machine(error.to_string()))?;
+        let workers = Workers::new(usize::from(self.workers)).computing_by(ops);
+        Ok((Bench { device, workers, seconds: self.seconds }, device))
+    }
+
+    fn draw(&self, chart: &Chart) -> Result<()> {
+        let Some(path) = &self.plot else { return Ok(()) };
+        std::fs::write(path, chart.svg()).map_err(|error| Fault::io("write", path, &error))
+    }
+
+    /// Changes the file that `--out` names.
+    fn keep(&self, change: impl FnOnce(&mut Described)) -> Result<()> {
+        let Some(path) = &self.out else { return Ok(()) };
+        change_cluster(path, |described| {
+            described.workers = Some(usize::from(self.workers));
+            change(described);
+        })
+    }
+}
+
+/// Changes a description of a cluster, or begins one of this machine with a single rank.
+pub(super) fn change_cluster(
+    path: &std::path::Path,
+    change: impl FnOnce(&mut Described),
+) -> Result<()> {
+    let there = std::fs::metadata(path).is_ok_and(|found| found.len() > 0);
+    let mut described = match there {
+        true => Described::read(&path.display().to_string())?,
+        false => Described::of_this_machine(),
+    };
+    change(&mut described);
+    std::fs::write(path, described.text()).map_err(|error| Fault::io("write", path, &error))
+}
+
+/// Measures products.
+pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
+    let model = args.curriculum.as_ref().map(model).transpose()?;
+    let (bench, device) = args.common.start()?;
+    let or = |given: &[i64], cpu: &[i64], gpu: &[i64]| match (given, device) {
+        ([], Device::Cpu) => cpu.to_vec(),
+        ([], _) => gpu.to_vec(),
+        (given, _) => given.to_vec(),
+    };
+    let rows = or(&args.rows, &[64, 256, 1024], &[512, 2048, 8192]);
+    let widths = or(&args.widths, &[64, 128, 256, 512, 1024], &[512, 1024, 2048, 4096, 7168]);
+    let mut all = shapes::sweep(&rows, &widths);
+    if let Some((config, tokens)) = &model {
+        all.extend(shapes::of_model(config, *tokens));
+    }
+    let mut found = Vec::new();
+    let mut gemm = Gemm::default();
+    for format in &args.dtype {
+        let own = products(bench, *format, &all)?;
+        tell_products(&own, &args.common)?;
+        let points = own.iter().filter(|row| row.aligned || row.name != "width less 1");
+        let curve = Curve::of(points.map(|row| [row.operations, row.ours]).collect());
+        match format {
+            Format::F32 => gemm.f32 = Some(curve),
+            Format::Bf16 => gemm.bf16 = Some(curve),
+        }
+        found.extend(own);
+    }
+    let attention = attention(bench, &args, model.as_ref())?;
+    gemm.attention =
+        Some(Curve::of(attention.iter().map(|[at, there, _]| [*at, *there]).collect()));
+    gemm.attention_back =
+        Some(Curve::of(attention.iter().map(|[at, _, back]| [*at, *back]).collect()));
+    args.common.draw(&product_chart(&found))?;
+    args.common.keep(|described| {
+        let before = described.gemm.take().unwrap_or_default();
+        gemm.f32 = gemm.f32.take().or(before.f32);
+        gemm.bf16 = gemm.bf16.take().or(before.bf16);
+        described.gemm = Some(gemm);
+    })?;
+    Ok(0)
+}
+
+/// The model of a curriculum's first phase, and the tokens of its micro-batches.
+fn model(place: &Location) -> Result<(ZayaConfig, i64)> {
+    let spec = RunSpec::for_planning(&Opened::open(place)?)?;
+    let step = spec.plan.step(1)?;
+    let tokens = step.micro_batch * u64::from(step.seq_len);
+    Ok((spec.config().clone(), tokens as i64))
+}
+
+fn products(bench: Bench, format: Format, all: &[(String, Shape)]) -> Result<Vec<Product>> {
+    let mut found = Vec::new();
+    for (name, shape) in all {
+        found.push(Product {
+            name: name.clone(),
+            dtype: format.name(),
+            shape: *shape,
+            operations: shape.operations(),
+            ours: bench.product(*shape, format.kind(), By::Ours)?,
+            libtorch: bench.product(*shape, format.kind(), By::Libtorch)?,
+            of_peak: 0.0,
+            aligned: shape.is_aligned(),
+        });
+    }
+    let peak = found.iter().map(|row| row.ours).fold(0.0, f64::max);
+    found.iter_mut().for_each(|row| row.of_peak = row.ours / peak);
+    Ok(found)
+}
+
+fn tell_products(found: &[Product], common: &Common) -> Result<()> {
+    if common.json {
+        return found
+            .iter()
+            .try_for_each(|row| print_raw(&format!("{}\n", serde_json::json!(row))));
+    }
+    tell!(
+        "{:>22} {:>5} {:>24} {:>9} {:>11} {:>11} {:>8}  rule",
+        "product",
+        "",
+        "rows x inner x columns",
+        "MFLOP",
+        "ours GF/s",
+        "torch GF/s",
+        "of peak"
+    );
+    for Product { name, dtype, shape, operations, ours, libtorch, of_peak, aligned } in found {
+        let Shape { rows, inner, columns } = shape;
+        let rule = if *aligned { "" } else { "not multiples of 64" };
+        tell!(
+            "{name:>22} {dtype:>5} {:>24} {:>9.1} {:>11.1} {:>11.1} {:>7.0}%  {rule}",
+            format!("{rows} x {inner} x {columns}"),
+            operations / 1e6,
+            ours / 1e9,
+            libtorch / 1e9,
+            100.0 * of_peak
+        );
+    }
+    Ok(())
+}
+
+/// Rates of attention, by operations: forward, backward.
+fn attention(
+    bench: Bench,
+    args: &GemmArgs,
+    model: Option<&(ZayaConfig, i64)>,
+) -> Result<Vec<[f64; 3]>> {
+    let (heads, most) = match (model, bench.device) {
+        (Some((config, tokens)), _) => {
+            let heads = [config.num_attention_heads, config.num_key_value_heads, config.head_dim];
+            (heads, *tokens)
+        }
+        (None, Device::Cpu) => ([4, 1, 64], 2048),
+        (None, _) => ([8, 2, 128], 8192),
+    };
+    let kind = match args.dtype.contains(&Format::Bf16) && bench.device != Device::Cpu {
+        true => Kind::BFloat16,
+        false => Kind::Float,
+    };
+    let mut found = Vec::new();
+    for tokens in [most / 64, most / 16, most / 4, most].into_iter().filter(|tokens| *tokens > 0) {
+        let (operations, [there, back]) = bench.attention(tokens, heads, kind)?;
+        if !args.common.json {
+            tell!(
+                "attention, {tokens} tokens, {} heads of {}: {:.1} GF/s forward, {:.1} backward",
+                heads[0],
+                heads[2],
+                there / 1e9,
+                back / 1e9
+            );
+        } else {
+            let row = serde_json::json!({
+                "attention": tokens, "heads": heads, "operations": operations, "forward": there, "backward": back
+            });
+            print_raw(&format!("{row}\n"))?;
+        }
+        found.push([operations, there, back]);
+    }
+    Ok(found)
+}
+
+fn product_chart(found: &[Product]) -> Chart {
+    let mut curves: Vec<(String, Vec<(f64, f64)>)> = Vec::new();
+    let mut put =
+        |name: String, point: (f64, f64)| match curves.iter_mut().find(|(known, _)| *known == name)
+        {
+            Some((_, points)) => points.push(point),
+            None => curves.push((name, vec![point])),
+        };
+    for row in found {
+        let rule = if row.aligned { "" } else { ", not multiples of 64" };
+        put(format!("{}, ours{rule}", row.dtype), (row.operations, row.ours / 1e9));
+        if row.aligned {
+            put(format!("{}, libtorch", row.dtype), (row.operations, row.libtorch / 1e9));
+        }
+    }
+    for dtype in ["f32", "bf16"] {
+        let own = found.iter().filter(|row| row.dtype == dtype && row.aligned);
+        let curve = Curve::of(own.map(|row| [row.operations, row.ours / 1e9]).collect());
+        if curve.is_valid() {
+            let (from, peak) = (curve.reaches(0.9), curve.peak());
+            let name = format!("{dtype}: 90 % of peak from {:.3} GFLOP", from / 1e9);
+            put(name.clone(), (from, peak / 100.0));
+            put(name, (from, peak));
+        }
+    }
+    for (_, points) in &mut curves {
+        points.sort_by(|left, right| left.0.total_cmp(&right.0).then(left.1.total_cmp(&right.1)));
+    }
+    let title = "rate of products (GFLOP/s of a worker) over their operations, log-log".to_owned();
+    Chart { title, log: true, curves }
+}
+
+/// Measures memory.
+pub(crate) fn memory(args: MemoryArgs) -> Result<u8> {
+    let (from, to) =
+        (super::bench::bytes("--from", &args.from)?, super::bench::bytes("--to", &args.to)?);
+    let (bench, _) = args.common.start()?;
+    if !args.common.json {
+        let head = PASSES.map(|pass| format!("{:>14}", pass.name()));
+        tell!("{:>12}{}  (GB/s of a worker, read and written)", "bytes", head.concat());
+    }
+    let mut found: Vec<Vec<Bandwidth>> = PASSES.map(|_| Vec::new()).into();
+    let mut bytes = from.max(1 << 10);
+    while bytes <= to.max(1 << 10) {
+        for (pass, found) in PASSES.into_iter().zip(&mut found) {
+            let row = Bandwidth {
+                operation: pass.name(),
+                bytes,
+                bytes_per_s: bench.memory(pass, bytes)?,
+            };
+            if args.common.json {
+                print_raw(&format!("{}\n", serde_json::json!(row)))?;
+            }
+            found.push(row);
+        }
+        if !args.common.json {
+            let last = found.iter().filter_map(|rows| rows.last());
+            let cells = last.map(|row| format!("{:>14.2}", row.bytes_per_s / 1e9));
+            tell!("{bytes:>12}{}", cells.collect::<String>());
+        }
+        bytes *= 4;
+    }
+    let curve = |pass: Pass| {
+        let own = found.iter().flatten().filter(|row| row.operation == pass.name());
+        Some(Curve::of(own.map(|row| [row.bytes as f64, row.bytes_per_s]).collect()))
+    };
+    let points = |rows: &Vec<Bandwidth>| {
+        rows.iter().map(|row| (row.bytes as f64, row.bytes_per_s / 1e9)).collect()
+    };
+    let named = PASSES.iter().zip(&found);
+    args.common.draw(&Chart {
+        title: "bandwidth (GB/s of a worker) over size (bytes of all tensors), log-log".to_owned(),
+        log: true,
+        curves: named.map(|(pass, rows)| (pass.name().to_owned(), points(rows))).collect(),
+    })?;
+    args.common.keep(|described| {
+        described.memory = Some(Memory {
+            copy: curve(Pass::Copy),
+            scale: curve(Pass::Scale),
+            add: curve(Pass::Add),
+            triad: curve(Pass::Triad),
+            checksum: curve(Pass::Checksum),
+            tree: curve(Pass::Tree),
+        });
+    })?;
+    Ok(0)
+}

@@ -1,0 +1,201 @@
+//! `ztrain plan --cluster`: how fast a run will be, what it will lose to failures, and what to change.
+
+use std::path::PathBuf;
+
+use contract::{Fault, Result, terminal};
+use serde::Serialize;
+use trainer::chart::Chart;
+use trainer::plan::RunNeeds;
+use trainer::sizing::estimate::{self, Keeping, Setting, StepTime};
+use trainer::sizing::faults::{Failing, Simulated, simulate};
+use trainer::sizing::hints::{self, seconds};
+
+/// What is asked of the plan besides.
+#[derive(clap::Args)]
+pub(super) struct ClusterArgs {
+    /// Say how fast it will be: a description of the machines (`ztrain bench gemm --out FILE` begins one), or mi300x-pollara or
+    /// h100, published figures. Ranks, ranks a machine and memory are then the description's where they are not given.
+    #[arg(long, value_name = "FILE|NAME")]
+    pub(super) cluster: Option<String>,
+    /// Simulate so many days of the first phase, with the failures that the cluster has.
+    #[arg(long, value_name = "DAYS", requires = "cluster", value_parser = clap::value_parser!(u32).range(1..=3650))]
+    simulate: Option<u32>,
+    /// Which failures the simulation draws.
+    #[arg(long, value_name = "SEED", requires = "simulate", default_value_t = 1)]
+    seed: u64,
+    /// Steps between checkpoints in the simulation [default: the best by Daly's formula].
+    #[arg(long, value_name = "N", requires = "simulate", value_parser = clap::value_parser!(u64).range(1..))]
+    checkpoint_every: Option<u64>,
+    /// Draw the simulated days as SVG.
+    #[arg(long, value_name = "FILE", requires = "simulate", value_parser = super::local("draw into a file here"))]
+    plot: Option<PathBuf>,
+}
+
+/// What a cluster makes of a run.
+#[derive(Serialize)]
+pub(super) struct Told {
+    cluster: String,
+    assumed: Vec<String>,
+    phases: Vec<PhaseTold>,
+    simulated: Option<SimulatedRun>,
+}
+
+#[derive(Serialize)]
+struct PhaseTold {
+    time: StepTime,
+    keeping: Option<Keeping>,
+    hints: Vec<String>,
+}
+
+#[derive(Serialize)]
+struct SimulatedRun {
+    run: Failing,
+    expected_goodput: f64,
+    found: Simulated,
+}
+
+/// Works it out.
+pub(super) fn told(args: &ClusterArgs, setting: Setting<'_>, needs: &RunNeeds) -> Result<Told> {
+    let mut phases = Vec::new();
+    let firsts = setting.spec.plan.phases().iter().map(|phase| phase.first_step);
+    for (first, phase) in firsts.zip(&needs.phases) {
+        let time = estimate::step(setting, first, phase)?;
+        let keeping = estimate::keeping(setting, &needs.checkpoint, time.seconds);
+        let mut hints = hints::of_phase(setting, first, phase, &time, keeping.as_ref())?;
+        if phases.is_empty() {
+            hints.extend(hints::of_shapes(&setting.spec.model_at(first)?.config));
+        }
+        phases.push(PhaseTold { time, keeping, hints });
+    }
+    let simulated =
+        args.simulate.map(|days| simulated(args, setting, &phases, days)).transpose()?;
+    let cluster = setting.cluster.name.clone();
+    Ok(Told { cluster, assumed: setting.cluster.assumed.clone(), phases, simulated })
+}
+
+fn simulated(
+    args: &ClusterArgs,
+    setting: Setting<'_>,
+    phases: &[PhaseTold],
+    days: u32,
+) -> Result<SimulatedRun> {
+    let nothing = || {
+        Fault::usage("the cluster does not say how often ranks fail")
+            .at("--simulate")
+            .wanted("[checkpoint] and [faults] in its description")
+            .hint("[checkpoint] has copy_bytes_per_s and write_bytes_per_s, [faults] per_rank_hour and restart_s")
+    };
+    let first = phases.first().ok_or_else(nothing)?;
+    let keeping = first.keeping.ok_or_else(nothing)?;
+    let restart = setting.cluster.faults.map_or(0.0, |faults| faults.restart_s);
+    let every = args.checkpoint_every.unwrap_or(keeping.every);
+    let Keeping { stall, between, .. } = keeping;
+    let run = Failing { step: first.time.seconds, every, stall, between, restart };
+    let found = simulate(run, days, args.seed);
+    if let Some(path) = &args.plot {
+        std::fs::write(path, month(&found, run).svg())
+            .map_err(|error| Fault::io("write", path, &error))?;
+    }
+    Ok(SimulatedRun { run, expected_goodput: run.goodput(), found })
+}
+
+/// Steps day by day: those kept so far in per cent of what no failure would have let pass, and those lost and failures of the day.
+fn month(found: &Simulated, run: Failing) -> Chart {
+    let a_day = 86_400.0 / run.step;
+    let (mut kept, mut goodput) = (0, Vec::new());
+    let (mut lost, mut failures) = (Vec::new(), Vec::new());
+    for (number, day) in (1u32..).zip(&found.days) {
+        kept += day.kept;
+        let at = f64::from(number);
+        goodput.push((at, 100.0 * kept as f64 / (at * a_day)));
+        lost.push((at, 100.0 * day.lost as f64 / a_day));
+        failures.push((at, day.failures as f64));
+    }
+    Chart {
+        title: format!("simulated days of training: goodput {:.1} %", 100.0 * found.goodput),
+        log: false,
+        curves: vec![
+            ("kept so far, %".to_owned(), goodput),
+            ("lost that day, %".to_owned(), lost),
+            ("failures that day".to_owned(), failures),
+        ],
+    }
+}
+
+impl Told {
+    /// For people.
+    pub(super) fn text(&self) -> String {
+        let mut lines = vec![format!("\non {}:", terminal::name(&self.cluster))];
+        lines
+            .extend(self.assumed.iter().map(|what| format!("  assumed: {}", terminal::name(what))));
+        self.phases.iter().for_each(|phase| phase.lines(&mut lines));
+        if let Some(SimulatedRun { run, expected_goodput, found }) = &self.simulated {
+            lines.push(format!(
+                "simulated {} days: {} steps kept, {} lost, {} failures, {} restarts, {} of stalls, {} of restarts",
+                found.days.len(),
+                found.kept,
+                found.lost,
+                found.failures,
+                found.restarts,
+                seconds(found.stalled),
+                seconds(found.restarting)
+            ));
+            lines.push(format!(
+                "  goodput {:.2} %; {:.2} % by the closed form with a checkpoint every {} steps",
+                100.0 * found.goodput,
+                100.0 * expected_goodput,
+                run.every
+            ));
+        }
+        lines.join("\n") + "\n"
+    }
+}
+
+impl PhaseTold {
+    fn lines(&self, lines: &mut Vec<String>) {
+        let time = &self.time;
+        lines.push(format!(
+            "phase {}: {} a step, {:.0} tokens/s, utilisation {:.1} %, {} in all",
+            terminal::name(&time.phase),
+            seconds(time.seconds),
+            time.tokens_per_s,
+            100.0 * time.utilisation,
+            seconds(time.days * 86_400.0)
+        ));
+        lines.push(format!(
+            "  {} micro-batches on the busiest rank, in {} rounds",
+            time.micro_batches, time.rounds
+        ));
+        for (name, spent) in time.parts.iter().filter(|(_, spent)| *spent > 0.0) {
+            lines.push(format!(
+                "  {:>10} {:>5.1}%  {name}",
+                seconds(*spent),
+                100.0 * spent / time.seconds
+            ));
+        }
+        lines
+            .push(format!("  exactness: {:.1} % of a step", 100.0 * time.exactness / time.seconds));
+        if time.gradients > 0.0 {
+            lines.push(format!(
+                "  exchange: gradients travel {}, of which computation hides {}; new weights {}",
+                seconds(time.gradients),
+                seconds(time.hidden),
+                seconds(time.weights)
+            ));
+        }
+        if let Some(Keeping { stall, write, between, every, goodput }) = self.keeping {
+            lines.push(format!(
+                "  checkpoint: stalls {}, writes {} beside the steps; best every {every} steps ({})",
+                seconds(stall),
+                seconds(write),
+                seconds(every as f64 * time.seconds)
+            ));
+            lines.push(format!(
+                "  failures: one in {}; {:.2} % of the time is lost to them and to checkpoints",
+                seconds(between),
+                100.0 * (1.0 - goodput)
+            ));
+        }
+        lines.extend(self.hints.iter().map(|hint| format!("  hint: {hint}")));
+    }
+}
