@@ -34,6 +34,8 @@ mod ranks;
 mod remote;
 mod resume;
 #[cfg(feature = "train")]
+mod sizing;
+#[cfg(feature = "train")]
 mod speed;
 #[cfg(feature = "train")]
 mod story;

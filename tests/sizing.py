@@ -116,8 +116,10 @@ def main():
             cells = [f"{1e3 * planned[group]:.0f} / {1e3 * measured[group]:.0f}" for group in GROUPS]
             hidden, layers, seq_len, batch, micro_batch, dtype, optimizer = shape
             print(f"| {hidden} x {layers}, {batch} x {seq_len}, {micro_batch} | {dtype} {optimizer} | {ranks} | "
-                  + " | ".join(cells) + f" | {1e3 * plan:.0f} / {1e3 * step:.0f} | {100 * (plan / step - 1):+.0f} % |", flush=True)
-    print(f"\nplanned / measured, milliseconds of a step on rank 0; median error of a step {100 * statistics.median(errors):.0f} %")
+                  + " | ".join(cells) + f" | {1e3 * plan:.0f} / {1e3 * step:.0f} | {100 * (plan / step - 1):+.0f} % |",
+                  flush=True)
+    print("\nplanned / measured, milliseconds of a step on rank 0; "
+          f"median error of a step {100 * statistics.median(errors):.0f} %")
     for group, found in groups.items():
         if found:
             print(f"  {group}: median error {100 * statistics.median(found):.0f} % of {len(found)}")

@@ -1,6 +1,6 @@
 #!/bin/sh
-# How near `ztrain plan --cluster` comes to what a step takes here: measures this machine, plans a grid of shapes on 1 and 2 ranks,
-# and prints each part's planned seconds beside those that `ztrain bench step` measures, with the median error. About ten minutes
+# How near `ztrain plan --cluster` comes to what a step takes here: measures this machine, plans a grid of shapes on 1 and 2
+# ranks, and prints each part's planned seconds beside those that `ztrain bench step` measures, with the median error. About ten minutes
 # on two idle cores; no part of the suite, since a busy machine changes between two measurements.
 #
 #   sh tests/sizing.sh [FOLDER OF zdata AND ztrain]

@@ -334,7 +334,8 @@ impl Described {
         for (key, link, what) in links {
             if let Some(Link { latency_s, bytes_per_s }) = link {
                 out += &format!(
-                    "\n[{key}] # {key} {what}, of a rank while all send\nlatency_s = {latency_s:e}\nbytes_per_s = {bytes_per_s:.4e}\n"
+                    "\n[{key}] # {key} {what}, of a rank while all send\nlatency_s = {latency_s:e}\n\
+                     bytes_per_s = {bytes_per_s:.4e}\n"
                 );
             }
         }

@@ -54,7 +54,8 @@ pub fn of_phase(
         keeping.filter(|keeping| keeping.write > keeping.every as f64 * time.seconds * 0.99)
     {
         hints.push(format!(
-            "writing a checkpoint takes {}, longer than the {} steps that failures ask for between two: the medium decides the interval",
+            "writing a checkpoint takes {}, longer than the {} steps that failures ask for: the medium decides the \
+             interval",
             seconds(keeping.write),
             keeping.every
         ));
@@ -71,7 +72,8 @@ fn memory(Setting { cluster, fleet, .. }: Setting<'_>, needs: &PhaseNeeds) -> Op
             crate::model::Keep::LayerInputs => "",
         };
         format!(
-            "memory does not fit: a rank holds {:.1} GiB ({:.1} GB) of {:.1}: give {more}a smaller micro-batch, or a device with more",
+            "memory does not fit: a rank holds {:.1} GiB ({:.1} GB) of {:.1}: give {more}a smaller micro-batch, or a \
+             device with more",
             gib(held),
             held as f64 / 1e9,
             gib(there)
@@ -87,12 +89,14 @@ fn ranks(Setting { fleet, .. }: Setting<'_>, needs: &PhaseNeeds, time: &StepTime
         let share = ranks.div_ceil(all);
         let context = match needs.seq_len {
             16_384.. => format!(
-                ", or let {share} ranks share each sequence (context parallelism of degree {share} with a matching `context_chunks`)"
+                ", or let {share} ranks share each sequence (context parallelism of degree {share} with \
+                 `context_chunks` to match)"
             ),
             _ => String::new(),
         };
         hints.push(format!(
-            "{} of {ranks} ranks are idle: the phase has {all} micro-batches a step; give smaller micro-batches or a larger batch{context}",
+            "{} of {ranks} ranks are idle: the phase has {all} micro-batches a step; give smaller micro-batches or a \
+             larger batch{context}",
             time.idle_ranks
         ));
     } else if !all.is_multiple_of(ranks) {
@@ -132,8 +136,8 @@ fn small_products(
     Ok(largest.filter(|_| share > 0.1).map(|it| {
         let shape = it.shape;
         format!(
-            "{:.0} % of the arithmetic is in products too small for {:.0} % of the peak, which takes {:.3} GFLOP here: most of it in \
-             {} x {} x {} ({:.3} GFLOP, {:.0} % of the peak); larger micro-batches help",
+            "{:.0} % of the arithmetic is in products too small for {:.0} % of the peak, which takes {:.3} GFLOP here: most of it \
+             in {} x {} x {} ({:.3} GFLOP, {:.0} % of the peak); larger micro-batches help",
             100.0 * share,
             100.0 * ENOUGH,
             curve.reaches(ENOUGH) / 1e9,

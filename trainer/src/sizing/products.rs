@@ -170,9 +170,10 @@ mod tests {
             prop_assert_eq!(found, model::flops(&config, tokens as u64, &layers, pairs));
             // A second forward pass of the layers is a third of theirs.
             let again = of_micro_batch(&config, MicroBatch { recompute: true, ..by });
-            let more: f64 = again.iter().map(Products::operations).sum::<f64>() - all.iter().map(Products::operations).sum::<f64>();
+            let sum = |all: &[Products]| all.iter().map(Products::operations).sum::<f64>();
+            let more = sum(&again) - sum(&all);
             let head: f64 = all.iter().filter(|it| it.part == Part::Head).map(Products::operations).sum();
-            let inside: f64 = all.iter().map(Products::operations).sum::<f64>() - head;
+            let inside = sum(&all) - head;
             prop_assert!((3.0 * more - inside).abs() <= 1e-9 * inside);
         }
     }

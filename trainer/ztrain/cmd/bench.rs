@@ -102,17 +102,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             group.world(),
             carried.words()
         );
-        tell!(
-            "{:>12} {:>15} {:>11} {:>7} {:>12} {:>11} {:>11} {:>6}",
-            "bytes",
-            "collective",
-            "by",
-            "rounds",
-            "us",
-            "alg GB/s",
-            "bus GB/s",
-            "wrong"
-        );
+        head()?;
     }
     let mut all = Vec::new();
     let mut size = from.max(4 * u64::from(group.world()));
@@ -133,16 +123,21 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             .map_err(|error| Fault::io("write", path, &error))?;
     }
     if let (true, Some(path)) = (speaks, &args.out) {
-        let (latency_s, bytes_per_s) = link(&all);
-        super::bench_machine::change_cluster(path, |described| {
-            described.ranks = Some(group.world());
-            described.ranks_per_node = described.ranks;
-            let shared = Described::of_this_machine().memory_gib;
-            described.memory_gib = shared.map(|gib| gib / f64::from(group.world()));
-            described.within = Some(Link { latency_s, bytes_per_s });
-        })?;
+        keep(path, &all, group.world())?;
     }
     Ok(if all.iter().any(|one| one.wrong > 0) { 6 } else { 0 })
+}
+
+/// Writes what a plan reads of this: so many ranks, which share this machine.
+fn keep(path: &std::path::Path, all: &[Measured], world: u32) -> Result<()> {
+    let (latency_s, bytes_per_s) = link(all);
+    super::bench_machine::change_cluster(path, |described| {
+        described.ranks = Some(world);
+        described.ranks_per_node = described.ranks;
+        let shared = Described::of_this_machine().memory_gib;
+        described.memory_gib = shared.map(|gib| gib / f64::from(world));
+        described.within = Some(Link { latency_s, bytes_per_s });
+    })
 }
 
 /// Seconds of the smallest exchange of ours, and the highest bus bandwidth of its all-to-all: what blocks of gradients travel at.
@@ -151,6 +146,21 @@ fn link(all: &[Measured]) -> (f64, f64) {
     let least = ours.clone().map(|one| one.microseconds * 1e-6).fold(f64::INFINITY, f64::min);
     let most = ours.map(|one| 1e9 * one.bus_gb_per_s).fold(0.0, f64::max);
     (if least.is_finite() { least } else { 0.0 }, most)
+}
+
+fn head() -> Result<()> {
+    tell!(
+        "{:>12} {:>15} {:>11} {:>7} {:>12} {:>11} {:>11} {:>6}",
+        "bytes",
+        "collective",
+        "by",
+        "rounds",
+        "us",
+        "alg GB/s",
+        "bus GB/s",
+        "wrong"
+    );
+    Ok(())
 }
 
 fn print(found: &Measured, json: bool) -> Result<()> {

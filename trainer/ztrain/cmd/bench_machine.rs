@@ -64,7 +64,8 @@ pub(crate) struct GemmArgs {
 /// Arguments of `memory`.
 #[derive(clap::Args)]
 pub(crate) struct MemoryArgs {
-    /// The smallest size of all tensors of an operation together (K, M and G are understood); each next one is four times as large.
+    /// The smallest size of all tensors of an operation together (K, M and G are understood); each next one is four times as
+    /// large.
     #[arg(long, value_name = "SIZE", default_value = "64K")]
     from: String,
     /// The largest size.

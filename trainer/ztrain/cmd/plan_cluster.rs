@@ -99,7 +99,7 @@ fn simulated(
     Ok(SimulatedRun { run, expected_goodput: run.goodput(), found })
 }
 
-/// Steps day by day: those kept so far in per cent of what no failure would have let pass, and those lost and failures of the day.
+/// Steps day by day: those kept so far in per cent of what no failure would have let pass, those lost, and failures.
 fn month(found: &Simulated, run: Failing) -> Chart {
     let a_day = 86_400.0 / run.step;
     let (mut kept, mut goodput) = (0, Vec::new());

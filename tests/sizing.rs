@@ -1,0 +1,71 @@
+//! Fear: that what the benches write is not what a plan reads.
+
+use crate::support::{Scratch, arg, build, corpus, curriculum, ztrain};
+
+#[test]
+fn a_machine_is_measured_and_planned_on() {
+    let scratch = Scratch::new();
+    let cluster = scratch.path("cluster.toml");
+    let store = build(&scratch, &corpus(&scratch, 200, ""), "store");
+    let run = curriculum(&scratch, &store, "run.toml", &[]);
+    let plan = ["plan", arg(&run), "--cluster", arg(&cluster)];
+    ztrain(&plan).fails(2, &["no such cluster", "mi300x-pollara", "ztrain bench gemm"]);
+    let plot = scratch.path("gemm.svg");
+    let gemm =
+        ["bench", "gemm", "--rows", "16,64", "--widths", "64", "--seconds", "0.01", "--json"];
+    let named = ["--curriculum", arg(&run), "--out", arg(&cluster), "--plot", arg(&plot)];
+    let told = ztrain(&[&gemm[..], &named].concat()).ok();
+    let rows: Vec<serde_json::Value> =
+        told.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    for row in rows.iter().filter(|row| row.get("rows").is_some()) {
+        let size = |key: &str| row[key].as_f64().unwrap();
+        assert_eq!(size("operations"), 2.0 * size("rows") * size("inner") * size("columns"));
+        assert!(size("ours") > 0.0 && size("libtorch") > 0.0 && size("of_peak") <= 1.0, "{row}");
+        let aligned = ["rows", "inner", "columns"].iter().all(|key| size(key) % 64.0 == 0.0);
+        assert_eq!(row["aligned"].as_bool(), Some(aligned), "{row}");
+    }
+    assert!(
+        rows.iter().any(|row| row["name"] == "head")
+            && rows.iter().any(|row| row["name"] == "width less 1")
+    );
+    assert!(std::fs::read_to_string(&plot).unwrap().contains("90 % of peak"));
+    // Half a description says what measures the other half.
+    ztrain(&plan).fails(2, &["no [memory]", "ztrain bench memory"]);
+    let memory = ["bench", "memory", "--to", "256K", "--seconds", "0.01", "--out", arg(&cluster)];
+    assert!(ztrain(&memory).ok().contains("triad"));
+    let told = ztrain(&[&plan[..], &["--json"]].concat()).ok();
+    let told: serde_json::Value = serde_json::from_str(&told).unwrap();
+    let phases = told["sizing"]["phases"].as_array().unwrap();
+    assert_eq!(phases.len(), told["needs"]["phases"].as_array().unwrap().len());
+    for phase in phases {
+        let seconds = phase["time"]["seconds"].as_f64().unwrap();
+        let parts = phase["time"]["parts"].as_array().unwrap();
+        let sum: f64 = parts.iter().map(|part| part[1].as_f64().unwrap()).sum();
+        assert!(seconds > 0.0 && (sum / seconds - 1.0).abs() < 1e-9, "{phase}");
+    }
+    let shown = ztrain(&plan).ok();
+    for word in ["tokens/s", "utilisation", "attention, backward", "not a multiple of 64"] {
+        assert!(shown.contains(word), "no {word:?} in {shown}");
+    }
+    let simulate = ["--simulate", "3"];
+    ztrain(&[&plan[..], &simulate].concat()).fails(2, &["how often ranks fail", "[faults]"]);
+}
+
+#[test]
+fn the_shipped_recipe_is_planned_on_published_figures() {
+    let scratch = Scratch::new();
+    let plot = scratch.path("month.svg");
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("curricula/phase3.toml");
+    let plan = ["plan", arg(&path), "--cluster", "mi300x-pollara"];
+    let month = ["--simulate", "30", "--plot", arg(&plot)];
+    let told = ztrain(&[&plan[..], &month].concat()).ok();
+    for word in ["512 of 1024 ranks are idle", "checkpoint: stalls", "closed form", "goodput"] {
+        assert!(told.contains(word), "no {word:?} in {told}");
+    }
+    assert_eq!(
+        told,
+        ztrain(&[&plan[..], &month].concat()).ok(),
+        "the same month for the same seed"
+    );
+    assert!(std::fs::read_to_string(&plot).unwrap().contains("goodput"));
+}
