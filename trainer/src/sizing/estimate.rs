@@ -311,11 +311,17 @@ pub fn keeping(
     let machines = f64::from(fleet.ranks.div_ceil(fleet.ranks_per_node));
     let write = needs.bytes as f64 / machines / medium.write_bytes_per_s;
     let between = faults::between(fleet.ranks, faults.per_rank_hour);
+    let every = best_steps(stall, write, between, step);
+    let run = faults::Failing { step, every, stall, between, restart: faults.restart_s };
+    Some(Keeping { stall, write, between, every, goodput: run.goodput() })
+}
+
+/// Steps of `step` seconds after which a checkpoint is best written, which stalls the run, takes `write` seconds beside it, and
+/// keeps work from failures `between` seconds apart. A day where nothing fails.
+pub fn best_steps(stall: f64, write: f64, between: f64, step: f64) -> u64 {
     let interval = match between.is_finite() {
         true => faults::best_interval(stall, between),
         false => faults::DAY,
     };
-    let every = (interval.max(write) / step).round().max(1.0) as u64;
-    let run = faults::Failing { step, every, stall, between, restart: faults.restart_s };
-    Some(Keeping { stall, write, between, every, goodput: run.goodput() })
+    (interval.max(write) / step).round().max(1.0) as u64
 }

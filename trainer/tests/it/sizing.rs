@@ -44,7 +44,7 @@ fn plan(spec: &RunSpec, fleet: &Fleet, cluster: &Cluster) -> Vec<(StepTime, Vec<
 #[test]
 fn idle_ranks_and_small_memories_are_told_before_anyone_pays() {
     let (spec, fleet) = (shipped("phase3.toml"), fleet(1024));
-    let small = Cluster { memory_bytes: 80 << 30, ..published() };
+    let small = Cluster { memory_bytes: 8 << 30, ..published() };
     let told = plan(&spec, &fleet, &small);
     assert!(told[0].1.iter().any(|hint| hint.contains("memory does not fit")), "{:?}", told[0].1);
     let (time, hints) = &told[2];

@@ -7,7 +7,7 @@ use serde::Serialize;
 use trainer::chart::Chart;
 use trainer::plan::RunNeeds;
 use trainer::sizing::estimate::{self, Keeping, Setting, StepTime};
-use trainer::sizing::faults::{Failing, Simulated, simulate};
+use trainer::sizing::faults::{Failing, Simulated, between, simulate};
 use trainer::sizing::hints::{self, seconds};
 
 /// What is asked of the plan besides.
@@ -26,6 +26,9 @@ pub(super) struct ClusterArgs {
     /// Steps between checkpoints in the simulation [default: the best by Daly's formula].
     #[arg(long, value_name = "N", requires = "simulate", value_parser = clap::value_parser!(u64).range(1..))]
     checkpoint_every: Option<u64>,
+    /// Simulate with the failures of so many ranks, at the same seconds a step [default: --ranks].
+    #[arg(long, value_name = "N", requires = "simulate", value_parser = clap::value_parser!(u32).range(1..))]
+    simulate_ranks: Option<u32>,
     /// Draw the simulated days as SVG.
     #[arg(long, value_name = "FILE", requires = "simulate", value_parser = super::local("draw into a file here"))]
     plot: Option<PathBuf>,
@@ -87,10 +90,14 @@ fn simulated(
     };
     let first = phases.first().ok_or_else(nothing)?;
     let keeping = first.keeping.ok_or_else(nothing)?;
-    let restart = setting.cluster.faults.map_or(0.0, |faults| faults.restart_s);
-    let every = args.checkpoint_every.unwrap_or(keeping.every);
-    let Keeping { stall, between, .. } = keeping;
-    let run = Failing { step: first.time.seconds, every, stall, between, restart };
+    let faults = setting.cluster.faults.ok_or_else(nothing)?;
+    let ranks = args.simulate_ranks.unwrap_or(setting.fleet.ranks);
+    let between = between(ranks, faults.per_rank_hour);
+    let Keeping { stall, write, .. } = keeping;
+    let best = estimate::best_steps(stall, write, between, first.time.seconds);
+    let every = args.checkpoint_every.unwrap_or(best);
+    let run =
+        Failing { step: first.time.seconds, every, stall, between, restart: faults.restart_s };
     let found = simulate(run, days, args.seed);
     if let Some(path) = &args.plot {
         std::fs::write(path, month(&found, run).svg())
