@@ -1,6 +1,6 @@
 //! The kernels compiled for the CPU in several ways, and tapes played on them.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 use super::tape::Tape;
 
 /// A way of compiling the kernels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Build {
     /// `None` for the compiler of the build.
     pub(super) compiler: Option<&'static str>,
@@ -89,7 +89,7 @@ fn emulator() -> PathBuf {
 
 /// The program that plays tapes, built so.
 fn player(build: &Build) -> PathBuf {
-    type Slots = Mutex<HashMap<Build, Arc<OnceLock<PathBuf>>>>;
+    type Slots = Mutex<BTreeMap<Build, Arc<OnceLock<PathBuf>>>>;
     static SLOTS: LazyLock<Slots> = LazyLock::new(Slots::default);
     let slot = SLOTS.lock().unwrap().entry(*build).or_default().clone();
     let make = || {
