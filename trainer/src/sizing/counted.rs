@@ -199,7 +199,9 @@ fn planned(config: &ZayaConfig, tokens: i64, counts: &[Vec<u64>]) -> BTreeMap<Sh
     let mut all = BTreeMap::new();
     let layers = counts.len() as u64;
     for (layer, counts) in counts.iter().enumerate() {
-        let routed: Vec<i64> = counts[..counts.len() - 1].iter().map(|it| *it as i64).collect();
+        // The table for the CPU fills the rows of an expert up to a multiple of eight: a little more than was routed.
+        let filled = |count: &u64| count.next_multiple_of(8) as i64;
+        let routed: Vec<i64> = counts[..counts.len() - 1].iter().map(filled).collect();
         let by = MicroBatch { tokens, chunks: 1, routed: &routed, recompute: false };
         for product in products::of_micro_batch(config, by) {
             let count = match product.part {
