@@ -8,13 +8,13 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use contract::{Fault, Result};
-use curriculum::Dtype;
 use kernels::tree::blocks;
 use serde::Serialize;
 
 use crate::exec::ExecOptions;
 use crate::mesh::Schedule;
 use crate::mesh::team::{self, Nodes};
+use crate::model::ParamSpec;
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::ownership::{self, Piece};
 use crate::workers::Workers;
@@ -22,8 +22,10 @@ use crate::workers::Workers;
 /// Bytes by what they are for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Holds {
-    /// All weights, and those of large products once more as they are rounded for a step.
+    /// All weights, as the model reads them.
     pub weights: u64,
+    /// The weights of this rank's pieces in f32, where the model reads them rounded.
+    pub masters: u64,
     /// Moments of the pieces of this rank.
     pub moments: u64,
     /// What the leaves at work keep between their passes, and their chunk of logits.
@@ -42,8 +44,9 @@ pub struct Holds {
 impl Holds {
     /// All of them.
     pub fn sum(self) -> u64 {
-        let Holds { weights, moments, activations, gradients, sent, received, sums } = self;
-        weights + moments + activations + gradients + sent + received + sums
+        let Holds { weights, masters, moments, activations, gradients, sent, received, sums } =
+            self;
+        weights + masters + moments + activations + gradients + sent + received + sums
     }
 }
 
@@ -66,20 +69,17 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
     let PhaseModel { config, cut, .. } = spec.model_at(step)?;
     let dtype = spec.dtype_at(step);
     let step = spec.plan.step(step)?;
-    let bf16 = dtype == Dtype::Bf16;
-    let all: u64 = spec.parameters.iter().map(crate::model::ParamSpec::elements).sum();
-    let rounded: u64 = spec
-        .parameters
-        .iter()
-        .filter(|parameter| bf16 && parameter.in_large_products)
-        .map(crate::model::ParamSpec::elements)
-        .sum();
+    let all: u64 = spec.parameters.iter().map(ParamSpec::elements).sum();
+    let width = |parameter: &ParamSpec| parameter.kind(dtype).elt_size_in_bytes() as u64;
+    let weights = spec.parameters.iter().map(|one| width(one) * one.elements());
+    let mine = || holder.pieces.iter().filter(|piece| piece.owner == holder.rank);
+    let masters = mine().filter(|piece| width(&spec.parameters[piece.tensor]) < 4);
     let leaves = step.batch / step.micro_batch;
     let world: u32 = holder.nodes.sizes().iter().sum();
     let parts = team::parts(holder.schedule, world, leaves)?;
     let own = parts[holder.rank as usize].iter().map(|part| part.end - part.start).sum::<u64>();
     let workers = own.min(holder.workers.count() as u64);
-    let moments = holder.pieces.iter().filter(|piece| piece.owner == holder.rank).map(|piece| {
+    let moments = mine().map(|piece| {
         let sets = 1 + u64::from(piece.rule.has_second_moment());
         4 * sets * piece.length() as u64
     });
@@ -93,7 +93,7 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
         pending => pending + workers.saturating_sub(1) / 2,
     };
     // A worker's layer, and the head's gradient, which waits for the embedding's at the end of the pass.
-    let embedding = spec.parameters.first().map_or(0, crate::model::ParamSpec::elements);
+    let embedding = spec.parameters.first().map_or(0, ParamSpec::elements);
     let layer = (all - embedding) / config.num_hidden_layers as u64;
     // Of several chunks, one at work and a sum that waits at each level of their tree; and the head's beside the embedding's.
     let in_flight = match u64::from(u64::BITS - (cut.chunks - 1).leading_zeros()) {
@@ -102,7 +102,8 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
     };
     let (sent, received, sums) = travelling(&parts, holder, all, leaves);
     Ok(Holds {
-        weights: 4 * all + 2 * rounded,
+        weights: weights.sum(),
+        masters: masters.map(|piece| 4 * piece.length() as u64).sum(),
         moments: moments.sum(),
         activations: workers * activations,
         gradients: 4 * (all * whole + workers * in_flight),
@@ -142,14 +143,14 @@ pub(crate) fn refuse(spec: &RunSpec, exec: &ExecOptions, names: &[String], me: u
 
 fn too_large(phase: &str, (needed, there): (u64, u64), mine: Holds, ranks: usize) -> Fault {
     let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64);
-    let Holds { weights, moments, activations, gradients, sent, received, sums } = mine;
+    let Holds { weights, masters, moments, activations, gradients, sent, received, sums } = mine;
     Fault::machine("this run needs more memory than the machine has")
         .at(format!("phase {phase:?}"))
         .found(format!(
             "{} for {ranks} ranks on this machine; of it for this one: weights {}, moments {}, activations {}, gradients {}, \
              exchanged {}",
             gib(needed),
-            gib(weights),
+            gib(weights + masters),
             gib(moments),
             gib(activations),
             gib(gradients),

@@ -210,7 +210,7 @@ fn phase_needs(
         largest_rank,
         memory: most,
         machine_bytes: machine_bytes.into_iter().max().unwrap_or(0),
-        sent: sent(fleet, shares, step.batch / step.micro_batch)?,
+        sent: sent(spec, fleet, shares, first)?,
         model_flops: model::flops(config, tokens, &routed, pairs),
         ledger_bytes: ledger_bytes(spec, first)?,
     })
@@ -218,8 +218,16 @@ fn phase_needs(
 
 /// What all ranks together send in a step of so many micro-batches: each block of a rank to the leaders of its machine, each
 /// block of a machine from a leader to the owners elsewhere, each owner's new weights to everybody, into a machine once.
-fn sent(fleet: &Fleet, shares: &Shares<'_>, micro_batches: u64) -> Result<SentInStep> {
-    let parts = team::parts(fleet.schedule, fleet.ranks, micro_batches)?;
+fn sent(spec: &RunSpec, fleet: &Fleet, shares: &Shares<'_>, step: u64) -> Result<SentInStep> {
+    let (placed, dtype) = (spec.plan.step(step)?, spec.dtype_at(step));
+    let parts = team::parts(fleet.schedule, fleet.ranks, placed.batch / placed.micro_batch)?;
+    // New weights travel as the model reads them.
+    let width = |piece: &Piece| spec.parameters[piece.tensor].kind(dtype).elt_size_in_bytes();
+    let bytes = |owner: u32| {
+        let own = shares.pieces.iter().filter(|piece| piece.owner == owner);
+        own.map(|piece| (width(piece) as i64 * piece.length()) as u64).sum::<u64>()
+    };
+    let weights: Vec<u64> = (0..fleet.ranks).map(bytes).collect();
     let lengths: Vec<u64> =
         (0..fleet.ranks).map(|rank| 4 * ownership::length(shares.pieces, rank) as u64).collect();
     let mut sent = SentInStep::default();
@@ -249,11 +257,11 @@ fn sent(fleet: &Fleet, shares: &Shares<'_>, micro_batches: u64) -> Result<SentIn
         }
         let others = (0..fleet.ranks).filter(|to| *to != rank);
         for to in others.filter(|to| nodes.teller(*to, rank) == rank) {
-            hand(to, lengths[rank as usize], What::Weights);
+            hand(to, weights[rank as usize], What::Weights);
         }
         for owner in elsewhere {
             for to in here.clone().filter(|to| *to != rank) {
-                hand(to, lengths[owner as usize], What::Weights);
+                hand(to, weights[owner as usize], What::Weights);
             }
         }
     }

@@ -137,6 +137,14 @@ impl RunSpec {
         self.curriculum.numbers_at(step).dtype
     }
 
+    /// The steps from which on the model computes in a number format, ascending; the first from the beginning.
+    pub fn dtypes(&self) -> Vec<(u64, Dtype)> {
+        let amended = self.curriculum.amendments.iter().filter(|one| one.numbers.dtype.is_some());
+        let mut steps: Vec<u64> = amended.map(|one| one.step).chain([1]).collect();
+        steps.sort_unstable();
+        steps.into_iter().map(|step| (step, self.dtype_at(step))).collect()
+    }
+
     /// The steps up to `step` that an amendment lets move nothing, ascending.
     pub fn skips_through(&self, step: u64) -> impl Iterator<Item = u64> {
         let amendments = self.curriculum.amendments.iter();

@@ -79,7 +79,7 @@ impl Validation {
             }
         }
         let biases = micro_batch::bias_tensors(weights, balance);
-        let weights = micro_batch::products(spec, at.step, weights, workers)?;
+        let weights = micro_batch::products(spec, at.step, state, workers)?;
         let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
         let PhaseModel { config, cut, .. } = spec.model_at(at.step)?;
         let how = workers.options().cut(*cut);

@@ -22,6 +22,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use contract::{Class, Digest, Fault, Result};
+use curriculum::Dtype;
 use store::Location;
 use tch::Device;
 
@@ -51,6 +52,8 @@ pub struct Layout {
     pub windows: bool,
     /// Where tensors belong.
     pub device: Device,
+    /// The steps from which on the model computes in a number format, ascending; the first from the beginning.
+    pub dtypes: Vec<(u64, Dtype)>,
 }
 
 impl Layout {
@@ -58,7 +61,14 @@ impl Layout {
     pub fn new(spec: &RunSpec, device: Device) -> Self {
         let (parameters, rules) = (spec.parameters.clone(), spec.rules.clone());
         let windows = spec.settings.guard.windows().is_some();
-        Layout { parameters, rules, balance: spec.balance(), windows, device }
+        let (balance, dtypes) = (spec.balance(), spec.dtypes());
+        Layout { parameters, rules, balance, windows, device, dtypes }
+    }
+
+    /// What the model computed in, in `step`; before the first step what it will.
+    fn dtype_after(&self, step: u64) -> Dtype {
+        let before = self.dtypes.iter().rev().find(|(first, _)| *first <= step.max(1));
+        before.map_or(Dtype::F32, |(_, dtype)| *dtype)
     }
 }
 

@@ -15,7 +15,7 @@ use super::{Layout, name};
 use crate::model::{ParamSpec, balance_name};
 use crate::optim::balance::Balance;
 use crate::state::ownership::{self, Ownership, Piece};
-use crate::state::{Moments, State};
+use crate::state::{self, Owned, State};
 use crate::workers::Workers;
 
 /// A box that is wanted, and the tensor of its shape that it is copied into.
@@ -163,33 +163,34 @@ impl<'a> Reader<'a> {
         found.chunks(Set::ALL.len()).map(layer).collect()
     }
 
-    /// What `owners` gives this rank of the state: all weights, and the moments of its pieces. The state as a whole is
-    /// checked when all ranks have read theirs.
+    /// What `owners` gives this rank of the state: all weights as the model read them, and what it holds of its own pieces. The
+    /// state as a whole is checked when all ranks have read theirs.
     pub fn part(&self, layout: &Layout, owners: &Ownership, workers: Workers) -> Result<State> {
         self.compare(layout)?;
         let empty = |shape: &[i64]| Tensor::empty(shape, (Kind::Float, layout.device));
-        let (mut weights, mut wants) = (Vec::new(), Vec::new());
-        for parameter in &layout.parameters {
-            let weight = empty(&parameter.shape);
+        let dtype = layout.dtype_after(self.manifest.step);
+        let weights = state::room(&layout.parameters, dtype, layout.device);
+        let (mut owned, mut wants) = (Vec::new(), Vec::new());
+        for (parameter, weight) in layout.parameters.iter().zip(&weights) {
             let (into, region) = (weight.shallow_clone(), Region::whole(&parameter.shape));
             wants.push(Want { set: Set::Weights, name: parameter.name.clone(), region, into });
-            weights.push(weight);
         }
-        let mut moments = Vec::new();
         for piece in owners.own() {
-            let of_piece = Moments::of(piece, || empty(&piece.shape));
+            let of_piece = Owned::of(piece, &weights[piece.tensor], || empty(&piece.shape));
             let parameter = &layout.parameters[piece.tensor];
+            let master = of_piece.master.as_ref().into_iter();
+            wants.extend(master.flat_map(|into| run(Set::Weights, parameter, piece, into)));
             wants.extend(run(Set::First, parameter, piece, &of_piece.first));
             let second = of_piece.second.as_ref();
             wants.extend(
                 second.into_iter().flat_map(|into| run(Set::Second, parameter, piece, into)),
             );
-            moments.push(of_piece);
+            owned.push(of_piece);
         }
         self.fill(wants, workers)?;
         let balance = self.balance(layout, workers)?;
         let (step, windows) = (self.manifest.step, self.manifest.windows.clone());
-        Ok(State { step, weights, balance, windows, owners: owners.clone(), moments })
+        Ok(State { step, weights, balance, windows, owners: owners.clone(), owned })
     }
 
     /// The whole state, after checking all of it.

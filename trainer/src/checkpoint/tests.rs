@@ -17,7 +17,7 @@ use crate::model::{Init, Role};
 use crate::optim::Kind;
 use crate::optim::guard::Windows;
 use crate::state::ownership::{self, Ownership, Piece};
-use crate::state::{Moments, State};
+use crate::state::{Owned, State};
 use crate::workers::Workers;
 
 const LANES: fn() -> Workers = || Workers::new(1);
@@ -25,13 +25,18 @@ const CHAIN: Digest = Digest(77);
 
 /// A few parameters of every kind.
 pub(crate) fn layout() -> Layout {
+    layout_in(Dtype::F32)
+}
+
+/// The same, computing in `dtype`.
+pub(crate) fn layout_in(dtype: Dtype) -> Layout {
     let parameter = |name: &str, shape: &[i64], role| ParamSpec {
         name: name.to_owned(),
         zyphra: name.to_owned(),
         shape: shape.to_vec(),
         role,
         init: Init::Constant(0.0),
-        in_large_products: false,
+        in_large_products: shape.len() > 1,
     };
     let parameters = vec![
         parameter("embedding", &[37, 8], Role::Elementwise),
@@ -42,7 +47,14 @@ pub(crate) fn layout() -> Layout {
     ];
     let rules = parameters.iter().map(|parameter| Rule::of(Kind::Muon, parameter)).collect();
     let balance = vec![Balance::new(4, true), Balance::new(3, false)];
-    Layout { parameters, rules, balance, windows: true, device: Device::Cpu }
+    Layout {
+        parameters,
+        rules,
+        balance,
+        windows: true,
+        device: Device::Cpu,
+        dtypes: vec![(0, dtype)],
+    }
 }
 
 /// A state by whole tensors.
@@ -59,14 +71,15 @@ impl Whole {
     pub(crate) fn cut(&self, step: u64, pieces: &[Piece], rank: u32) -> State {
         let Whole { weights, first, second, balance, windows } = self;
         let owners = Ownership::cut(pieces.to_vec(), rank);
-        let moments = owners.own().map(|piece| Moments {
+        let owned = owners.own().map(|piece| Owned {
+            master: None,
             first: piece.of(&first[piece.tensor]).copy(),
             second: second[piece.tensor].as_ref().map(|second| piece.of(second).copy()),
         });
-        let moments = moments.collect();
+        let owned = owned.collect();
         let weights = weights.iter().map(Tensor::copy).collect();
         let (balance, windows) = (balance.clone(), windows.clone());
-        State { step, weights, balance, windows, owners, moments }
+        State { step, weights, balance, windows, owners, owned }
     }
 }
 

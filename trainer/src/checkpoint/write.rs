@@ -15,7 +15,7 @@ use crate::model::balance_name;
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
 use crate::state::ownership::Piece;
-use crate::state::{Moments, State};
+use crate::state::{Owned, State};
 
 /// A copy on the host of what one writer owns of a state: nothing moves it any more.
 pub struct Snapshot {
@@ -38,12 +38,12 @@ impl Snapshot {
     /// manifest.
     pub fn of(state: &State) -> Self {
         // No `..`: whatever is added to the state has to be written.
-        let State { step, weights: _, balance, windows, owners, moments: _ } = state;
-        let held = |(piece, weight, moments): (&Piece, Tensor, &Moments)| Held {
+        let State { step, weights: _, balance, windows, owners, owned: _ } = state;
+        let held = |(piece, weight, owned): (&Piece, Tensor, &Owned)| Held {
             piece: piece.clone(),
             weight: host(&weight),
-            first: host(&moments.first),
-            second: moments.second.as_ref().map(host),
+            first: host(&owned.first),
+            second: owned.second.as_ref().map(host),
         };
         let pieces = state.own().map(held).collect();
         let balance = if owners.rank() == 0 { balance.clone() } else { Vec::new() };

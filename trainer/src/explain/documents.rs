@@ -194,7 +194,7 @@ pub(super) fn gradients(
     workers: Workers,
 ) -> Result<(Vec<DocumentGradient>, u64)> {
     let biases = micro_batch::bias_tensors(&state.weights, &state.balance);
-    let weights = micro_batch::products(spec, batch.step, &state.weights, workers)?;
+    let weights = micro_batch::products(spec, batch.step, state, workers)?;
     let (weights, biases, own) =
         (Frozen::new(&weights), Frozen::new(&biases), Frozen::new(step.own));
     let config = &spec.model_at(batch.step)?.config;

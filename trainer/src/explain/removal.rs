@@ -78,7 +78,7 @@ pub(super) fn loss_of(
     workers: Workers,
 ) -> Result<f64> {
     let biases = micro_batch::bias_tensors(&state.weights, &state.balance);
-    let weights = micro_batch::products(spec, batch.step, &state.weights, workers)?;
+    let weights = micro_batch::products(spec, batch.step, state, workers)?;
     let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
     let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
     let how = workers.options().cut(*cut);

@@ -35,7 +35,7 @@ pub fn export(spec: &RunSpec, state: &State, target: &Path) -> Result<Exported> 
     let tokenizer = spec.data.tokenizer()?;
     refuse_identity(config)?;
     commit(target, |folder| {
-        let tensors = named(&spec.parameters, &state.weights, &state.balance);
+        let tensors = named(&spec.parameters, &state.in_f32()?, &state.balance);
         let written = model_files(folder, config, record, &tensors)?;
         std::fs::write(folder.join("tokenizer.json"), &tokenizer)
             .map_err(|error| Fault::io("write", &folder.join("tokenizer.json"), &error))?;

@@ -68,6 +68,16 @@ impl ParamSpec {
     pub fn elements(&self) -> u64 {
         self.shape.iter().map(|&size| size as u64).product()
     }
+
+    /// In which numbers the model reads it: under `Bf16` the operands of large products are rounded.
+    ///
+    /// Vectors, the depthwise convolution and the router's small network stay f32: they are no large products.
+    pub fn kind(&self, dtype: Dtype) -> Kind {
+        match dtype {
+            Dtype::Bf16 if self.in_large_products => Kind::BFloat16,
+            _ => Kind::Float,
+        }
+    }
 }
 
 /// The embedding and head, always the first parameter.
@@ -189,13 +199,11 @@ impl Index<ParamId> for Weights<'_> {
     }
 }
 
-/// A weight as products see it: under `Bf16` a matrix is rounded to it, to nearest even; anything else is the same tensor.
-///
-/// Vectors, the depthwise convolution and the router's small network stay f32: they are no large products.
+/// A weight as products see it: what they read in fewer bits is rounded to nearest even, anything else is the same tensor.
 pub fn rounded(spec: &ParamSpec, weight: &Tensor, dtype: Dtype) -> Tensor {
-    match dtype {
-        Dtype::Bf16 if spec.in_large_products => weight.to_kind(Kind::BFloat16),
-        _ => weight.shallow_clone(),
+    match spec.kind(dtype) {
+        Kind::Float => weight.shallow_clone(),
+        kind => weight.to_kind(kind),
     }
 }
 

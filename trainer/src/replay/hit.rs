@@ -215,8 +215,8 @@ fn prove(
     // A bit that fell in the middle of the step is there in the last of them.
     let Some(leaf) = found.losses.last().copied() else { return Ok(None) };
     let flipped = before.copy();
-    let mut place = flipped.weights[tensor].view([-1]).narrow(0, element, 1);
-    let right = place.double_value(&[0]) as f32;
+    // Under bf16 only its owner has the number whose bit it was.
+    let Some(right) = flipped.weight(tensor, element) else { return Ok(None) };
     for bit in (0..32).rev() {
         let wrong = f32::from_bits(right.to_bits() ^ (1 << bit));
         let moved = f64::from((wrong - right).abs());
@@ -224,7 +224,7 @@ fn prove(
         if !(distance / 8.0..=distance * 8.0).contains(&moved) {
             continue;
         }
-        let _ = tch::no_grad(|| place.fill_(f64::from(wrong)));
+        flipped.set_weight(tensor, element, wrong);
         let (spec, workers) = (&replayer.spec, replayer.workers);
         let sums = replayer.executor.leaf(spec, &flipped, batch, leaf as u64, workers)?;
         let written = (written.leaf_losses.0.get(leaf), written.leaf_gradients.0.get(leaf));

@@ -386,6 +386,7 @@ impl Replayer {
     ) -> Result<(Gradient, Result<StepRecord>)> {
         let team = self.team()?;
         let cx = Context { spec, team: &team, workers: self.workers };
+        step::hold(cx, state, batch.step)?;
         let mut gradient = self.executor.gradient(cx, state, batch, detail)?;
         look(&gradient);
         match step::complete(cx, state, &mut gradient, || false) {

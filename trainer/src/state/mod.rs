@@ -1,12 +1,15 @@
-//! The state of a run as one rank holds it: every weight, and the moments of the pieces that it owns. A rank that is alone
-//! owns them all.
+//! The state of a run as one rank holds it: every weight in the numbers in which the model reads it, and of the pieces that the
+//! rank owns the moments, and the weights in f32 where the model reads them rounded. A rank that is alone owns all pieces.
+//!
+//! Invariant: what the model reads of a piece is its owner's weights, rounded once, by the owner.
 //!
 //! [`ownership`] says who owns what, [`digest`] what the ledger knows of a state.
 
 pub mod digest;
 pub mod ownership;
 
-use contract::Result;
+use contract::{Fault, Result};
+use curriculum::Dtype;
 use kernels::checksum;
 use tch::{Device, Kind, Tensor};
 
@@ -25,7 +28,7 @@ use ownership::{Ownership, Piece};
 pub struct State {
     /// The step; 0 before the first.
     pub step: u64,
-    /// Weights, f32, in canonical order: the same on every rank.
+    /// Weights in canonical order, as the model read them in `step`: the same on every rank.
     pub weights: Vec<Tensor>,
     /// The routers' balancing biases, by layer: the same on every rank.
     pub balance: Vec<Balance>,
@@ -34,29 +37,39 @@ pub struct State {
     pub windows: Option<Windows>,
     /// Who owns what.
     pub owners: Ownership,
-    /// Moments of this rank's pieces, in their order.
-    pub moments: Vec<Moments>,
+    /// What this rank alone holds of its pieces, in their order.
+    pub owned: Vec<Owned>,
 }
 
-/// The moments of one piece, in its shape.
-pub struct Moments {
+/// What the owner of a piece holds of it besides [`State::weights`], in the shape of the piece.
+pub struct Owned {
+    /// Its weights in f32, where the model reads them rounded.
+    pub master: Option<Tensor>,
     /// First moments (AdamW) or momenta (Muon).
     pub first: Tensor,
     /// Second moments; none where Muon rules.
     pub second: Option<Tensor>,
 }
 
-impl Moments {
-    /// Those of `piece`, each made by `make`.
-    pub fn of(piece: &Piece, mut make: impl FnMut() -> Tensor) -> Self {
+impl Owned {
+    /// That of `piece`, of whose tensor the model reads `weight`; each tensor is made by `make`.
+    pub fn of(piece: &Piece, weight: &Tensor, mut make: impl FnMut() -> Tensor) -> Self {
+        let master = (weight.kind() != Kind::Float).then(&mut make);
         let first = make();
-        Moments { first, second: piece.rule.has_second_moment().then(make) }
+        Owned { master, first, second: piece.rule.has_second_moment().then(make) }
     }
 
     fn copy(&self) -> Self {
-        let second = self.second.as_ref().map(Tensor::copy);
-        Moments { first: self.first.copy(), second }
+        let copy = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::copy);
+        let Owned { master, first, second } = self;
+        Owned { master: copy(master), first: first.copy(), second: copy(second) }
     }
+}
+
+/// Room for the weights of these parameters as the model reads them under `dtype`.
+pub(crate) fn room(parameters: &[ParamSpec], dtype: Dtype, device: Device) -> Vec<Tensor> {
+    let of = |one: &ParamSpec| Tensor::empty(one.shape.as_slice(), (one.kind(dtype), device));
+    parameters.iter().map(of).collect()
 }
 
 /// Checksums of a piece: of its weights, first moments and second moments, 0 where there are none of those.
@@ -70,39 +83,168 @@ impl State {
         owners: Ownership,
         workers: Workers,
     ) -> Result<Self> {
-        let mut balance = spec.balance();
-        let weights = match &spec.start {
-            None => drawn(spec, workers)?,
+        let balance = spec.balance();
+        let weights = room(&spec.parameters, spec.dtype_at(1), device);
+        let zeros = |piece: &Piece| Tensor::zeros(&piece.shape, (Kind::Float, device));
+        let of = |piece| Owned::of(piece, &weights[piece.tensor], || zeros(piece));
+        let owned = owners.own().map(of).collect();
+        let windows = spec.settings.guard.windows();
+        let mut state = State { step: 0, weights, balance, windows, owners, owned };
+        match &spec.start {
+            None => drawn(spec, &state, workers)?,
             Some(start) => {
                 let (weights, biases) = start.read()?;
-                balance.iter_mut().zip(biases).for_each(|(layer, bias)| layer.bias = bias);
-                weights
+                state.balance.iter_mut().zip(biases).for_each(|(layer, bias)| layer.bias = bias);
+                for (piece, mut into) in state.all() {
+                    tch::no_grad(|| into.copy_(&piece.of(&weights[piece.tensor])));
+                }
             }
-        };
-        let weights = weights.into_iter().map(|tensor| tensor.to_device(device)).collect();
-        let zeros = |piece: &Piece| Tensor::zeros(&piece.shape, (Kind::Float, device));
-        let moments = owners.own().map(|piece| Moments::of(piece, || zeros(piece))).collect();
-        let windows = spec.settings.guard.windows();
-        Ok(State { step: 0, weights, balance, windows, owners, moments })
+        }
+        state.round(workers)?;
+        Ok(state)
     }
 
     /// A copy that shares no memory with this one.
     pub fn copy(&self) -> State {
-        let State { step, weights, balance, windows, owners, moments } = self;
+        let State { step, weights, balance, windows, owners, owned } = self;
         State {
             step: *step,
             weights: weights.iter().map(Tensor::copy).collect(),
             balance: balance.clone(),
             windows: windows.clone(),
             owners: owners.clone(),
-            moments: moments.iter().map(Moments::copy).collect(),
+            owned: owned.iter().map(Owned::copy).collect(),
         }
     }
 
-    /// This rank's pieces with their part of the weights, as an alias, and their moments.
-    pub fn own(&self) -> impl Iterator<Item = (&Piece, Tensor, &Moments)> {
-        let own = self.owners.own().zip(&self.moments);
-        own.map(|(piece, moments)| (piece, piece.of(&self.weights[piece.tensor]), moments))
+    /// This rank's pieces with their weights in f32, as an alias, and what else it holds of them.
+    pub fn own(&self) -> impl Iterator<Item = (&Piece, Tensor, &Owned)> {
+        self.owners.own().zip(&self.owned).map(|(piece, owned)| {
+            let read = || piece.of(&self.weights[piece.tensor]);
+            (piece, owned.master.as_ref().map_or_else(read, Tensor::shallow_clone), owned)
+        })
+    }
+
+    /// One of the weights in f32; `None` where only another rank has it so.
+    pub(crate) fn weight(&self, tensor: usize, element: i64) -> Option<f32> {
+        self.wide_place(tensor, element).map(|place| place.double_value(&[0]) as f32)
+    }
+
+    /// Puts a number in the place of one of the weights, here and where the model reads it.
+    pub(crate) fn set_weight(&self, tensor: usize, element: i64, value: f32) {
+        let read = self.weights[tensor].view([-1]).narrow(0, element, 1);
+        let wide = self.wide_place(tensor, element);
+        for mut place in wide.into_iter().chain([read]) {
+            let _ = tch::no_grad(|| place.fill_(f64::from(value)));
+        }
+    }
+
+    /// Where one of the weights lies in f32, as an alias.
+    fn wide_place(&self, tensor: usize, element: i64) -> Option<Tensor> {
+        let read = &self.weights[tensor];
+        if read.kind() == Kind::Float {
+            return Some(read.view([-1]).narrow(0, element, 1));
+        }
+        let has = |piece: &Piece| {
+            piece.tensor == tensor && (piece.first..piece.first + piece.length()).contains(&element)
+        };
+        let (piece, weight, _) = self.own().find(|(piece, ..)| has(piece))?;
+        Some(weight.view([-1]).narrow(0, element - piece.first, 1))
+    }
+
+    /// All pieces with their weights: this rank's in f32, those of others as the model reads them.
+    fn all(&self) -> impl Iterator<Item = (&Piece, Tensor)> {
+        let mut own = self.own();
+        self.owners.pieces().iter().map(move |piece| {
+            let own = if piece.owner == self.owners.rank() { own.next() } else { None };
+            let read = || piece.of(&self.weights[piece.tensor]);
+            (piece, own.map_or_else(read, |(_, weight, _)| weight))
+        })
+    }
+
+    /// Rounds this rank's pieces to what the model reads of them.
+    fn round(&self, workers: Workers) -> Result<()> {
+        let own = self.owners.own().zip(&self.owned);
+        let items = own.filter_map(|(piece, owned)| {
+            let master = owned.master.as_ref()?.shallow_clone();
+            Some((piece.of(&self.weights[piece.tensor]), master))
+        });
+        workers.map(items.collect(), |(mut read, master): (Tensor, Tensor)| {
+            let _watch = timing::part(timing::Part::Round);
+            tch::no_grad(|| read.copy_(&master));
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    /// The weights as the model reads them under `dtype`, aliases where they are held so. In more bits than they are held in
+    /// they are known where one rank owns everything.
+    pub fn read_as(
+        &self,
+        parameters: &[ParamSpec],
+        dtype: Dtype,
+        workers: Workers,
+    ) -> Result<Vec<Tensor>> {
+        let wide = |(parameter, weight): (&ParamSpec, &Tensor)| {
+            parameter.kind(dtype) == Kind::Float && weight.kind() != Kind::Float
+        };
+        let weights = match parameters.iter().zip(&self.weights).any(wide) {
+            true => self.in_f32()?,
+            false => self.weights.iter().map(Tensor::shallow_clone).collect(),
+        };
+        workers.map(parameters.iter().zip(weights).collect(), |(parameter, weight)| {
+            let _watch = timing::part(timing::Part::Round);
+            Ok(model::rounded(parameter, &weight, dtype))
+        })
+    }
+
+    /// All weights in f32, of a state of which this rank owns everything; aliases where they are held so.
+    pub fn in_f32(&self) -> Result<Vec<Tensor>> {
+        let whole: Vec<Tensor> = self.weights.iter().map(|one| one.to_kind(Kind::Float)).collect();
+        for (piece, weight) in self.all() {
+            if weight.kind() != Kind::Float {
+                return Err(Fault::bug("the f32 weights of another rank are asked for"));
+            }
+            // What is held in f32 is its own alias.
+            if self.weights[piece.tensor].kind() != Kind::Float {
+                tch::no_grad(|| piece.of(&whole[piece.tensor]).copy_(&weight));
+            }
+        }
+        Ok(whole)
+    }
+
+    /// Holds weights from here on as the model reads them under `dtype`. Returns whether other ranks have to say what theirs
+    /// are, because they were held in fewer bits.
+    pub(crate) fn hold_as(&mut self, parameters: &[ParamSpec], dtype: Dtype) -> bool {
+        let stays = |(one, weight): (&ParamSpec, &Tensor)| one.kind(dtype) == weight.kind();
+        if parameters.iter().zip(&self.weights).all(stays) {
+            return false;
+        }
+        let (mut asks, mut changed) = (false, vec![false; self.weights.len()]);
+        let masters: Vec<Tensor> = self.own().map(|(_, weight, _)| weight).collect();
+        for ((parameter, weight), changed) in
+            parameters.iter().zip(&mut self.weights).zip(&mut changed)
+        {
+            let kind = parameter.kind(dtype);
+            if weight.kind() != kind {
+                (asks, *changed) = (asks || kind == Kind::Float, true);
+                *weight = weight.to_kind(kind);
+            }
+        }
+        let pieces: Vec<Piece> = self.owners.own().cloned().collect();
+        for ((piece, owned), master) in pieces.iter().zip(&mut self.owned).zip(masters) {
+            let read = &self.weights[piece.tensor];
+            match (changed[piece.tensor], read.kind()) {
+                (false, _) => {}
+                (true, Kind::Float) => {
+                    tch::no_grad(|| piece.of(read).copy_(&master));
+                    owned.master = None;
+                }
+                // A copy: an alias would keep the whole tensor.
+                (true, _) => owned.master = Some(master.copy()),
+            }
+        }
+        asks
     }
 
     /// Moves this rank's pieces by their gradients, which come in the order of its pieces, and returns for each the sum of
@@ -115,18 +257,20 @@ impl State {
         workers: Workers,
     ) -> Result<Vec<f64>> {
         let (mut items, mut ends) = (Vec::new(), Vec::new());
-        for ((piece, weight, Moments { first, second }), gradient) in self.own().zip(gradients) {
+        for ((piece, weight, owned), gradient) in self.own().zip(gradients) {
+            let Owned { first, second, .. } = owned;
             optim::split(piece.rule, &weight, (first, second.as_ref()), gradient, &mut items);
             ends.push(items.len());
         }
         let moved = optim::run(settings, items, at, workers)?;
+        self.round(workers)?;
         let starts = [0].into_iter().chain(ends.iter().copied());
         Ok(starts.zip(&ends).map(|(start, end)| norm::sum(&moved[start..*end])).collect())
     }
 
     /// Checksums of this rank's pieces, in their order, computed on the workers.
     pub fn own_sums(&self, workers: Workers) -> Result<Vec<PieceSums>> {
-        let items = self.own().map(|(piece, weight, Moments { first, second })| {
+        let items = self.own().map(|(piece, weight, Owned { first, second, .. })| {
             let second = second.as_ref().map(Tensor::shallow_clone);
             (piece.clone(), weight, first.shallow_clone(), second)
         });
@@ -142,7 +286,7 @@ impl State {
     /// The checksums of the whole state, from those of all pieces in canonical order.
     pub fn sums_of(&self, pieces: &[PieceSums]) -> StateSums {
         // No `..`: whatever is added to the state enters its digest.
-        let State { step, weights, balance, windows, owners, moments: _ } = self;
+        let State { step, weights, balance, windows, owners, owned: _ } = self;
         let mut sums = [(); 3].map(|()| vec![0u64; weights.len()]);
         let mut has_second = vec![false; weights.len()];
         for (piece, of_piece) in owners.pieces().iter().zip(pieces) {
@@ -167,19 +311,15 @@ impl State {
 /// Elements that a worker draws at a time.
 const DRAWN: usize = 1 << 20;
 
-/// Weights before the first step, drawn on the workers: each number has an address.
-fn drawn(spec: &RunSpec, workers: Workers) -> Result<Vec<Tensor>> {
-    let empty = |parameter: &ParamSpec| {
-        Tensor::empty(parameter.shape.as_slice(), (Kind::Float, Device::Cpu))
-    };
-    let weights: Vec<Tensor> = spec.parameters.iter().map(empty).collect();
+/// Draws the weights before the first step on the workers, each into its place: each number has an address.
+fn drawn(spec: &RunSpec, state: &State, workers: Workers) -> Result<()> {
     let mut parts = Vec::new();
-    for (parameter, weight) in spec.parameters.iter().zip(&weights) {
-        let (flat, count) = (weight.view([-1]), parameter.elements());
+    for (piece, weight) in state.all() {
+        let (flat, count) = (weight.view([-1]), piece.length() as u64);
         for first in (0..count).step_by(DRAWN) {
-            let part = first..count.min(first + DRAWN as u64);
-            let into = flat.narrow(0, first as i64, (part.end - first) as i64);
-            parts.push((parameter, part, into));
+            let length = count.min(first + DRAWN as u64) - first;
+            let (into, at) = (flat.narrow(0, first as i64, length as i64), piece.first as u64);
+            parts.push((&spec.parameters[piece.tensor], at + first..at + first + length, into));
         }
     }
     workers.map(parts, |(parameter, part, mut into)| {
@@ -187,5 +327,5 @@ fn drawn(spec: &RunSpec, workers: Workers) -> Result<Vec<Tensor>> {
         tch::no_grad(|| into.copy_(&values));
         Ok(())
     })?;
-    Ok(weights)
+    Ok(())
 }

@@ -12,7 +12,7 @@
 use std::cmp::Reverse;
 use std::sync::Arc;
 
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
 
 use crate::model::ParamSpec;
 use crate::optim::norm::CHUNK;
@@ -136,7 +136,7 @@ impl Ownership {
         length(&self.pieces, rank)
     }
 
-    /// Cuts what `pack` made for `rank` into its pieces again.
+    /// Cuts the pieces of `rank` apart, which lie one after the other.
     pub fn unpack(&self, rank: u32, packed: &Tensor) -> Vec<Tensor> {
         let mut at = 0;
         let cut = |piece: &Piece| {
@@ -145,21 +145,6 @@ impl Ownership {
         };
         self.of(rank).map(cut).collect()
     }
-}
-
-/// What is the `owners`' of whole tensors, owner after owner and piece after piece, in one tensor beside them.
-pub(crate) fn pack(pieces: &[Piece], owners: &[u32], whole: &[Tensor]) -> Tensor {
-    let of = |owner: &u32| {
-        let owner = *owner;
-        pieces.iter().filter(move |piece| piece.owner == owner)
-    };
-    let parts = owners.iter().flat_map(of);
-    let parts = parts.map(|piece| piece.of(&whole[piece.tensor]).reshape([-1])).collect::<Vec<_>>();
-    if parts.is_empty() {
-        let device = whole.first().map_or(Device::Cpu, Tensor::device);
-        return Tensor::empty([0], (Kind::Float, device));
-    }
-    Tensor::cat(&parts, 0)
 }
 
 /// Numbers the bundles, and returns the cost of each.

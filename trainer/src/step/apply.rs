@@ -38,6 +38,14 @@ pub(super) fn apply(
     Ok(moved)
 }
 
+/// Sees to it that the weights are held as the model reads them in `step`: an amendment may have changed that.
+pub(crate) fn hold(cx: Context<'_>, state: &mut State, step: u64) -> Result<()> {
+    match state.hold_as(&cx.spec.parameters, cx.spec.dtype_at(step)) {
+        true => share::weights(cx.team, &state.owners, &state.weights),
+        false => Ok(()),
+    }
+}
+
 /// Moves the balancing biases by what the whole step counted; `moved` is how often they will have moved with it.
 fn update_balance(
     spec: &RunSpec,

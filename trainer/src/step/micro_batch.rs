@@ -96,7 +96,7 @@ impl MicroBatches<'_> {
     ) -> Result<()> {
         let MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers, rank: _ } =
             *self;
-        let weights = products(spec, batch.step, &state.weights, workers)?;
+        let weights = products(spec, batch.step, state, workers)?;
         let biases = bias_tensors(&state.weights, &state.balance);
         let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
         let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
@@ -156,7 +156,7 @@ pub fn leaf(
     workers: Workers,
 ) -> Result<LeafSums> {
     let biases = bias_tensors(&state.weights, &state.balance);
-    let weights = products(spec, batch.step, &state.weights, workers)?;
+    let weights = products(spec, batch.step, state, workers)?;
     let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
     let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
     let input = input(batch, leaf);
@@ -220,20 +220,14 @@ fn sums(
     Ok(LeafSums { loss: output.loss, labels: output.labels, gradient, rows, token_losses })
 }
 
-/// The weights as the products of `step` see them: rounded once, for all of its leaves.
+/// The weights as the products of `step` see them: aliases where the state holds them so.
 pub(crate) fn products(
     spec: &RunSpec,
     step: u64,
-    weights: &[Tensor],
+    state: &State,
     workers: Workers,
 ) -> Result<Vec<Tensor>> {
-    let dtype = spec.dtype_at(step);
-    let items: Vec<_> =
-        spec.parameters.iter().zip(weights.iter().map(Tensor::shallow_clone)).collect();
-    workers.map(items, |(parameter, weight)| {
-        let _watch = timing::part(timing::Part::Round);
-        Ok(model::rounded(parameter, &weight, dtype))
-    })
+    state.read_as(&spec.parameters, spec.dtype_at(step), workers)
 }
 
 /// The balancing biases as tensors beside the weights.

@@ -35,6 +35,7 @@ use crate::spec::RunSpec;
 use crate::state::State;
 use crate::workers::Workers;
 use apply::Ended;
+pub(crate) use apply::hold;
 use micro_batch::MicroBatches;
 pub use micro_batch::{Detail, LeafSums, Leaves, leaf};
 
@@ -102,6 +103,7 @@ pub fn advance(
     asked: impl Fn() -> bool,
 ) -> Result<Stepped> {
     cx.team.group.reached(&format!("step {}", batch.step));
+    hold(cx, state, batch.step)?;
     let mut gradient = gradient(cx, state, batch, leaves, Detail::Sums)?;
     let stepped = complete(cx, state, &mut gradient, asked);
     stepped.map_err(|fault| fault.or_at(|| format!("step {}", batch.step)))

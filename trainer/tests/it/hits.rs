@@ -178,7 +178,7 @@ fn a_bit_of_a_moment_is_found_on_its_owner() {
         let (number, piece) = owned(&scratch, 0);
         harmed(&scratch, 2, last, |rank, state| {
             if rank == 0 {
-                flip(&state.moments[number].first, 11, BIT);
+                flip(&state.owned[number].first, 11, BIT);
             }
         });
         let found = narrowed(&scratch);

@@ -7,13 +7,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use contract::{Class, Result};
+use curriculum::Dtype;
 use kernels::group::{Group, Place, Store};
 use loader::Opened;
 use serde_json::Value;
 use tch::Device;
 use trainer::mesh::Schedule;
 use trainer::plan::{Fleet, needs};
-use trainer::state::ownership;
+use trainer::state::ownership::{self, Piece};
 use trainer::workers::Workers;
 use trainer::{ExecOptions, Outcome, RunSpec, World, train};
 
@@ -104,21 +105,33 @@ fn any_number_of_ranks_writes_one_ledger() {
 #[test]
 fn a_machine_adds_before_it_sends() {
     let scratch = Scratch::new();
+    crossed(&scratch, "f32", &[&[2, 2][..], &[4, 4], &[3, 2]]);
+}
+
+#[test]
+fn weights_travel_rounded_in_bf16() {
+    let scratch = Scratch::new();
+    crossed(&scratch, "bf16", &[&[3, 2][..]]);
+}
+
+/// Trains in `dtype` on these machines, and counts what crosses between them.
+fn crossed(scratch: &Scratch, dtype: &str, fleets: &[&[u32]]) {
     // 16 leaves a step, so that 4 and 8 ranks have whole subtrees.
     let many = [
         ("batch = 6\nmicro_batch = 2", "batch = 16\nmicro_batch = 1"),
         ("batch = 5", "batch = 16"),
     ];
     let short = [("steps = 6", "steps = 2"), ("steps = 4", "steps = 1")];
-    let many = scratch.edited("many.toml", &[many, short].concat());
-    std::fs::copy(many, scratch.path("run.toml")).unwrap();
+    let dtype = format!("dtype = \"{dtype}\"");
+    let numbers = [("dtype = \"f32\"", dtype.as_str())];
+    scratch.edited("run.toml", &[&many[..], &short, &numbers].concat());
     let alone = scratch.train("alone");
     let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
-    for machines in [&[2, 2][..], &[4, 4], &[3, 2]] {
+    for machines in fleets.iter().copied() {
         for schedule in [Schedule::Subtree, Schedule::Streaming] {
             let [flat, joined] = [true, false].map(|flat| {
                 let out = format!("{machines:?}-{}-{flat}", schedule.name());
-                let outcomes = train_on(&scratch, &out, machines, |_, exec| {
+                let outcomes = train_on(scratch, &out, machines, |_, exec| {
                     (exec.schedule, exec.flat) = (schedule, flat);
                 });
                 for outcome in outcomes {
@@ -127,7 +140,7 @@ fn a_machine_adds_before_it_sends() {
                 assert_eq!(scratch.ledger("alone"), scratch.ledger(&out), "{out}");
                 // Labels, losses and checksums go to everybody either way.
                 let large = crossing(&spec, machines, schedule, flat);
-                let counted = between_nodes(&scratch, &out);
+                let counted = between_nodes(scratch, &out);
                 println!("{out}: {counted} bytes cross, {large} of them gradients and weights");
                 assert_eq!(planned(&spec, machines, schedule, flat), large, "{out}: as planned");
                 (large, counted - large)
@@ -157,6 +170,14 @@ fn crossing(spec: &RunSpec, machines: &[u32], schedule: Schedule, flat: bool) ->
     let world: u32 = machines.iter().sum();
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, world);
     let length = |owner: u32| 4 * ownership::length(&pieces, owner) as u64;
+    // New weights travel as the model reads them: the operands of large products rounded.
+    let rounded = |piece: &&Piece| {
+        spec.curriculum.dtype == Dtype::Bf16 && spec.parameters[piece.tensor].in_large_products
+    };
+    let narrow = |owner: u32| {
+        let own = pieces.iter().filter(|piece| piece.owner == owner);
+        own.filter(rounded).map(|piece| 2 * piece.length() as u64).sum::<u64>()
+    };
     let (mut bytes, mut first) = (0, 0);
     for count in machines {
         let ranks = first..first + count;
@@ -179,7 +200,7 @@ fn crossing(spec: &RunSpec, machines: &[u32], schedule: Schedule, flat: bool) ->
             bytes += blocks * outside.iter().map(|owner| length(*owner)).sum::<u64>();
         }
         let hearers = if flat { outside.len() } else { machines.len() - 1 } as u64;
-        bytes += ranks.map(length).sum::<u64>() * hearers;
+        bytes += ranks.map(|rank| length(rank) - narrow(rank)).sum::<u64>() * hearers;
     }
     bytes
 }

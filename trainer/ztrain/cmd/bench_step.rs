@@ -117,6 +117,7 @@ fn print_ranks(table: &StepTable) -> Result<()> {
     }
     let names = [
         "weights",
+        "masters",
         "moments",
         "activ.",
         "gradients",
@@ -133,8 +134,19 @@ fn print_ranks(table: &StepTable) -> Result<()> {
     let head = row("MiB", names.iter().map(|name| (*name).to_owned()).collect());
     tell!("{head}  (measured: the most, less what the program took before)");
     for RankMemory { rank, formula, before, most } in &table.memory {
-        let Holds { weights, moments, activations, gradients, sent, received, sums } = *formula;
-        let parts = [weights, moments, activations, gradients, sent, received, sums, formula.sum()];
+        let Holds { weights, masters, moments, activations, gradients, sent, received, sums } =
+            *formula;
+        let parts = [
+            weights,
+            masters,
+            moments,
+            activations,
+            gradients,
+            sent,
+            received,
+            sums,
+            formula.sum(),
+        ];
         let measured = most.saturating_sub(*before);
         let cells = parts.into_iter().chain([measured]).map(|part| format!("{:.1}", mega(part)));
         tell!("{}", row(&format!("r{rank}"), cells.collect()));

@@ -116,7 +116,8 @@ fn text(needs: &RunNeeds, fleet: &Fleet) -> String {
 
 fn phase_lines(phase: &PhaseNeeds, needs: &RunNeeds) -> Vec<String> {
     let PhaseNeeds { steps, batch, micro_batch, seq_len, largest_rank, memory, sent, .. } = phase;
-    let Holds { weights, moments, activations, gradients, sent: out, received, sums } = *memory;
+    let Holds { weights, masters, moments, activations, gradients, sent: out, received, sums } =
+        *memory;
     let SentInStep {
         gradients_within_machines,
         gradients_between_machines,
@@ -141,8 +142,9 @@ fn phase_lines(phase: &PhaseNeeds, needs: &RunNeeds) -> Vec<String> {
         ),
         format!("  memory: rank {largest_rank} holds most, {}; {room}", size(memory.sum())),
         format!(
-            "    weights {}, moments {}, activations {}, gradients {}, exchange {}",
+            "    weights {}, f32 weights of its own pieces {}, moments {}, activations {}, gradients {}, exchange {}",
             size(weights),
+            size(masters),
             size(moments),
             size(activations),
             size(gradients),
