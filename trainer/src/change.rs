@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, terminal};
 use curriculum::{Amendment, Dtype, NumbersChange, OptimizerChange, ScheduleChange};
 use mixer::Curriculum;
 
@@ -101,8 +101,8 @@ impl Change {
     /// The change as flags of `ztrain replay` and `ztrain fork`, for a shell.
     pub fn flags(&self) -> String {
         let Change { drop_documents, drop_sources, lr, clip, fp32, skip } = self;
-        let documents = drop_documents.iter().map(|id| format!(" --drop-doc {}", quoted(id)));
-        let sources = drop_sources.iter().map(|name| format!(" --drop-source {}", quoted(name)));
+        let documents = drop_documents.iter().map(|id| flag("--drop-doc", id));
+        let sources = drop_sources.iter().map(|name| flag("--drop-source", name));
         let numbers = [
             lr.map(|lr| format!(" --lr {lr:e}")),
             clip.map(|clip| format!(" --clip {clip:e}")),
@@ -113,11 +113,68 @@ impl Change {
     }
 }
 
-/// A word as a shell takes it.
+/// A flag with its value, after a blank, as a shell takes it: a value that looks like a flag is tied to its own.
+pub fn flag(name: &str, value: &str) -> String {
+    let between = if value.starts_with('-') { '=' } else { ' ' };
+    format!(" {name}{between}{}", quoted(value))
+}
+
+/// A word as a shell takes it. What a terminal would obey is spelled out, in the quotes that bash, zsh and POSIX of 2024 have
+/// for that.
 pub fn quoted(word: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_./:=+,@%".contains(&byte);
     if !word.is_empty() && word.bytes().all(plain) {
         return word.to_owned();
     }
-    format!("'{}'", word.replace('\'', "'\\''"))
+    let shown = terminal::name(word);
+    if shown == word {
+        return format!("'{}'", word.replace('\'', "'\\''"));
+    }
+    let spelled = word.chars().map(|c| match c {
+        '\'' | '\\' => format!("\\{c}"),
+        _ if terminal::name(c.encode_utf8(&mut [0; 4])).len() == c.len_utf8() => c.to_string(),
+        _ => c.encode_utf8(&mut [0; 4]).bytes().map(|byte| format!("\\{byte:03o}")).collect(),
+    });
+    format!("$'{}'", spelled.collect::<String>())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Text with what shells and terminals mind.
+    fn word() -> impl Strategy<Value = String> {
+        let minded = prop::sample::select(vec![
+            '\'', '"', '\\', '$', '`', '!', '-', ' ', '\n', '\t', '\u{1b}', '\u{7}', '\u{9b}',
+            '\u{202e}', '7', '\u{e9}',
+        ]);
+        prop::collection::vec(
+            prop_oneof![minded, any::<char>().prop_filter("an argument has none", |c| *c != '\0')],
+            0..12,
+        )
+        .prop_map(|chars| chars.into_iter().collect())
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+        /// bash is the shell of whoever pastes a command; what it shows on the way obeys nothing in it.
+        #[test]
+        fn a_shell_gives_back_what_a_terminal_may_show(words in prop::collection::vec(word(), 1..8)) {
+            let line: String = words.iter().map(|word| flag("--drop-doc", word)).collect();
+            prop_assert_eq!(terminal::name(&line), line.as_str());
+            let printed = Command::new("bash").args(["-c", &format!("printf '%s\\0'{line}")]).output().unwrap();
+            let printed = String::from_utf8(printed.stdout).unwrap();
+            let mut heard = printed.strip_suffix('\0').unwrap().split('\0');
+            for word in &words {
+                let first = heard.next().unwrap();
+                let value = first.strip_prefix("--drop-doc=").or_else(|| heard.next());
+                prop_assert_eq!(value, Some(word.as_str()));
+            }
+            prop_assert_eq!(heard.next(), None);
+        }
+    }
 }

@@ -34,7 +34,7 @@ pub use removal::Removal;
 pub use tokens::WorstToken;
 pub use verdict::{Finding, Subject};
 
-use crate::change::quoted;
+use crate::change::{flag, quoted};
 use crate::ledger::StepRecord;
 use crate::optim::norm;
 use crate::replay::documents::DocumentLoss;
@@ -172,7 +172,7 @@ pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation>
         diverged: replayed.diverged,
         loss: replayed.loss,
         loss_before: history.median(|record| Some(record.loss)),
-        norm: squares.sqrt(),
+        norm: replayed.record.as_ref().map_or_else(|| squares.sqrt(), StepRecord::norm),
         norm_before: history.median(|record| Some(record.norm())),
         next_loss,
         window: history.records.len() as u64,
@@ -235,7 +235,7 @@ impl Explanation {
 /// What to type next about the documents that stand apart.
 fn next_commands(found: &Explanation, run: &str) -> Vec<String> {
     let count = documents::culprits(&found.documents, found.top);
-    let drop = |one: &DocumentEvidence| format!(" --drop-doc {}", quoted(&one.document.id));
+    let drop = |one: &DocumentEvidence| flag("--drop-doc", &one.document.id);
     let drops: String = found.documents[..count].iter().map(drop).collect();
     if drops.is_empty() {
         return Vec::new();

@@ -2,6 +2,8 @@
 
 use std::fmt::{Display, Formatter, Result};
 
+use contract::terminal;
+
 use super::{DocumentEvidence, Explanation, Norm, Removal, WorstToken};
 use crate::optim::guard::Skipped;
 
@@ -78,9 +80,9 @@ impl Explanation {
                 one.gradient_norm,
                 one.alignment,
                 100.0 * one.gradient_share,
-                document.source,
+                terminal::name(&document.source),
                 place(one),
-                document.id
+                short(&document.id)
             )?;
         }
         Ok(())
@@ -90,7 +92,7 @@ impl Explanation {
         for (one, tokens) in
             self.documents.iter().zip(&self.tokens).filter(|(_, tokens)| !tokens.is_empty())
         {
-            writeln!(out, "\nworst tokens of {}:", one.document.id)?;
+            writeln!(out, "\nworst tokens of {}:", short(&one.document.id))?;
             for WorstToken { token, row, loss, text: [before, own, after], .. } in tokens {
                 let line = format!("{before}[[{own}]]{after}").replace(['\n', '\r', '\t'], " ");
                 writeln!(out, "{loss:>10.3}  token {token}, row {row}: {line}")?;
@@ -122,7 +124,7 @@ impl Explanation {
         )?;
         for Removal { documents, labels, loss, norm, skipped, next_loss } in &self.removals {
             let names = match documents.as_slice() {
-                [one] => one.clone(),
+                [one] => short(one),
                 all => format!("all {} of them", all.len()),
             };
             writeln!(
@@ -221,5 +223,16 @@ fn place(one: &DocumentEvidence) -> String {
     let document = &one.document;
     let group = document.group.map_or_else(String::new, |group| format!("group {group} row "));
     let bytes = document.bytes.map_or_else(String::new, |(from, to)| format!(" ({from}..{to})"));
-    format!("{}:{group}{}{bytes}", document.file, document.row)
+    format!("{}:{group}{}{bytes}", terminal::name(&document.file), document.row)
+}
+
+/// An id within a line; a very long one by its ends. The commands to type have it whole.
+fn short(id: &str) -> String {
+    const ENDS: usize = 48;
+    let shown: Vec<char> = terminal::name(id).chars().collect();
+    if shown.len() <= 2 * ENDS {
+        return shown.into_iter().collect();
+    }
+    let (head, tail) = (&shown[..ENDS], &shown[shown.len() - ENDS..]);
+    head.iter().chain(&['\u{2026}']).chain(tail).collect()
 }

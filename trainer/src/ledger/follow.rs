@@ -2,8 +2,9 @@
 //!
 //! Only one line is held, so that a ledger of a million steps costs no more memory than one of ten.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Seek, SeekFrom};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result};
@@ -33,6 +34,15 @@ impl Follower {
         let mut reader = BufReader::with_capacity(BUFFER, open()?);
         reader.seek(SeekFrom::Start(last.end)).map_err(|error| Fault::io("read", path, &error))?;
         Ok((head, Follower { path: path.to_owned(), reader, last, step: 0, text: Vec::new() }))
+    }
+
+    /// Whether the file under this name is another one by now, or was cut below what has been read. A fault where there is
+    /// none any more.
+    pub fn replaced(&self) -> Result<bool> {
+        let fault = |error| Fault::io("look at", &self.path, &error);
+        let now = fs::metadata(&self.path).map_err(fault)?;
+        let held = self.reader.get_ref().metadata().map_err(fault)?;
+        Ok((now.dev(), now.ino()) != (held.dev(), held.ino()) || now.len() < self.last.end)
     }
 
     /// The last step that was read; 0 before the first.

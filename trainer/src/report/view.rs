@@ -35,6 +35,8 @@ pub struct View {
     head: Head,
     follower: Follower,
     log: Log,
+    /// How often another ledger was found in its place.
+    replaced: u64,
     detector: Detector,
     pub(super) loss: Vec<f32>,
     pub(super) norm: Vec<f32>,
@@ -76,6 +78,7 @@ impl View {
             folder,
             head,
             follower,
+            replaced: 0,
             detector: Detector::default(),
             loss: Vec::new(),
             norm: Vec::new(),
@@ -97,6 +100,15 @@ impl View {
         Ok(view)
     }
 
+    /// Reads what was written since, or all of it anew where the run was replaced by another.
+    pub fn follow(&mut self) -> Result<()> {
+        if self.follower.replaced()? {
+            *self = View { replaced: self.replaced + 1, ..View::open(self.folder.root())? };
+            return Ok(());
+        }
+        self.refresh().map(drop)
+    }
+
     /// Reads what was written since; whether anything was.
     pub fn refresh(&mut self) -> Result<bool> {
         let before = self.follower.step();
@@ -107,9 +119,9 @@ impl View {
         Ok(self.follower.step() > before || events > 0)
     }
 
-    /// What changes whenever there is something new.
+    /// What changes whenever there is something new; before the first `-`, which of the runs that were in this place.
     pub(super) fn version(&self) -> String {
-        format!("{}-{}", self.last_step(), self.log.bytes())
+        format!("{}-{}-{}", self.replaced, self.last_step(), self.log.bytes())
     }
 
     /// Where the run lies.

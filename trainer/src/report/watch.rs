@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! GET /                          the page, with everything so far
-//! GET /data?known=N&version=V    what is new to a page that has N steps; 204 where it has everything
+//! GET /data?known=N&version=V    what is new to a page that has N steps; 204 where it has everything, 205 where
+//!                                its run was replaced by another, so that it loads itself again
 //! ```
 //!
 //! Whoever has no account on this machine gets no answer: the socket listens on 127.0.0.1, and a request whose `Host` is not
@@ -136,7 +137,7 @@ impl Watch {
 
     fn whole(&self) -> Result<Answer> {
         let mut view = self.view.lock().unwrap_or_else(PoisonError::into_inner);
-        view.refresh()?;
+        view.follow()?;
         let body = page(slice::from_ref(&*view), true)?;
         Ok(Answer { status: "200 OK", kind: "text/html", body })
     }
@@ -147,13 +148,15 @@ impl Watch {
             fields.into_iter().find(|(key, _)| *key == name).map_or("", |(_, value)| value)
         };
         let mut view = self.view.lock().unwrap_or_else(PoisonError::into_inner);
-        view.refresh()?;
-        if field("version") == view.version() {
-            return Ok(Answer {
-                status: "204 No Content",
-                kind: "application/json",
-                body: String::new(),
-            });
+        view.follow()?;
+        let (known, now) = (field("version"), view.version());
+        let run = |version: &str| version.split('-').next().map(str::to_owned);
+        let nothing = |status| Answer { status, kind: "application/json", body: String::new() };
+        if known == now {
+            return Ok(nothing("204 No Content"));
+        }
+        if !known.is_empty() && run(known) != run(&now) {
+            return Ok(nothing("205 Reset Content"));
         }
         let known = field("known").parse().unwrap_or(0);
         Ok(Answer { status: "200 OK", kind: "application/json", body: payload(&view, known)? })

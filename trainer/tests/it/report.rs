@@ -121,6 +121,17 @@ fn a_live_page_is_told_what_is_new_and_nobody_else_is_told_anything() {
         assert_eq!((status, &told["first"], &told["steps"]), (200, &5.into(), &10.into()));
         let column = told["columns"]["loss"].as_str().unwrap().len();
         assert_eq!(column, (6 * 4usize).div_ceil(3) * 4, "six steps in base64");
+        // Another run in the same place is not the same run grown on, and none is not one that stands still.
+        let version = told["version"].as_str().unwrap();
+        let later = format!("/data?known=10&version={version}");
+        fs::remove_dir_all(scratch.path("run")).unwrap();
+        let (status, why) = ask(address, &host, &later);
+        assert!(status == 500 && why.contains("ledger.jsonl"), "{status}: {why}");
+        scratch.run(&scratch.path("run.toml"), "run", stop_after(2)).unwrap();
+        assert_eq!(ask(address, &host, &later), (205, String::new()));
+        let told: Value =
+            serde_json::from_str(&ask(address, &host, "/data?known=0&version=").1).unwrap();
+        assert_eq!(told["steps"], 2);
         assert_eq!(ask(address, "evil.example", "/").0, 403);
         assert_eq!(ask(address, &host, "/etc/passwd").0, 404);
     });

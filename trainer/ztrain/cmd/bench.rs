@@ -10,6 +10,7 @@ use trainer::refusal::lost;
 use trainer::sizing::cluster::{Described, Link};
 
 use super::Speed;
+use super::drawing::Drawing;
 use super::ranks::{self, Ranks};
 
 /// Arguments.
@@ -78,11 +79,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             .found(&args.from)
             .wanted(format!("at most --to, {}", args.to)));
     }
-    if let Some(path) = &args.plot {
-        // Found out before minutes of measuring.
-        let found = std::fs::OpenOptions::new().create(true).append(true).open(path);
-        found.map_err(|error| Fault::io("write", path, &error))?;
-    }
+    let drawing = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
     if let Some(count) = args.ranks.to_spawn()? {
         return ranks::start(count);
     }
@@ -118,9 +115,8 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         size *= 4;
     }
     group.barrier("the end").map_err(lost)?;
-    if let (true, Some(path)) = (speaks, &args.plot) {
-        std::fs::write(path, plot(&all, group.world()))
-            .map_err(|error| Fault::io("write", path, &error))?;
+    if let (true, Some(drawing)) = (speaks, &drawing) {
+        drawing.put(&plot(&all, group.world()))?;
     }
     if let (true, Some(path)) = (speaks, &args.out) {
         keep(path, &all, group.world())?;

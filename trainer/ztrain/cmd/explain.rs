@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use contract::terminal::print_raw;
+use contract::terminal::{print, print_raw};
 use contract::{Class, Fault, Result};
 use serde_json::json;
 use store::Location;
@@ -78,7 +78,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         }
         print_raw(&format!("{answer}\n"))?;
     } else {
-        print_raw(&explained.to_string())?;
+        print(&explained.to_string())?;
         let lines = if timing { times.lines() } else { Vec::new() };
         lines.iter().for_each(|line| contract::note!("{line}"));
     }

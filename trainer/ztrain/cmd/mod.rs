@@ -5,6 +5,7 @@ pub(crate) mod bench;
 pub(crate) mod bench_machine;
 pub(crate) mod bench_step;
 pub(crate) mod compare;
+pub(crate) mod drawing;
 pub(crate) mod explain;
 pub(crate) mod export;
 pub(crate) mod fork;

@@ -19,6 +19,7 @@ use trainer::replay::{Replayed, Replayer, Together, Verdict, meet};
 use trainer::step::Detail;
 use trainer::workers::Workers;
 
+use super::drawing::Drawing;
 use super::ranks::{self, Ranks};
 use super::whatif::{self, Asked, Changes};
 use super::{Keeping, Speed, attribute as attribution};
@@ -65,11 +66,12 @@ pub(crate) struct Args {
     #[arg(long, value_name = "COUNT", requires = "steps", help_heading = "What if")]
     #[arg(num_args = 0..=1, default_missing_value = "8", conflicts_with_all = ["go_on", "plot"])]
     attribute: Option<usize>,
-    /// How many random halves.
+    /// How many random halves, at most 10,000.
     #[arg(
         long,
         value_name = "COUNT",
         default_value_t = 16,
+        value_parser = clap::value_parser!(u64).range(0..=10_000),
         requires = "attribute",
         help_heading = "What if"
     )]
@@ -135,7 +137,11 @@ fn answer(args: &Args, replayer: &mut Replayer) -> Result<u8> {
     let last = replayer.spec().plan.steps();
     if steps.end - 1 > last {
         return Err(Fault::usage("the curriculum has no such step")
-            .at(if args.steps.is_some() { "--steps" } else { "--step" })
+            .at(match (&args.steps, args.go_on) {
+                (Some(_), _) => "--steps",
+                (None, Some(_)) => "--continue",
+                (None, None) => "--step",
+            })
             .found(steps.end - 1)
             .wanted(format!("1 to {last}")));
     }
@@ -144,12 +150,13 @@ fn answer(args: &Args, replayer: &mut Replayer) -> Result<u8> {
     }
     if change.is_some() {
         let answer = imagine(replayer, steps.clone(), &change)?;
-        let (run, stores, plot, json) = (&args.run, &args.store, args.plot.as_ref(), args.json);
+        let plot = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
+        let (run, stores, plot, json) = (&args.run, &args.store, plot.as_ref(), args.json);
         if replayer.speaks() {
             whatif::print(&Asked { run, stores, change: &change, steps, json, plot }, &answer)?;
         }
         say_warnings(args, replayer);
-        return Ok(0);
+        return Ok(if answer.diverged.is_some() { Class::Diverged.exit_code() } else { 0 });
     }
     if let Some(documents) = args.attribute {
         let effort = Effort { documents, subsets: args.subsets };
@@ -217,10 +224,8 @@ fn check_what_if(args: &Args, changed: bool) -> Result<()> {
         }
         _ => Ok(()),
     }?;
-    let Some(path) = &args.plot else { return Ok(()) };
     // Found out before minutes of computing.
-    let found = std::fs::OpenOptions::new().create(true).append(true).open(path);
-    found.map(drop).map_err(|error| Fault::io("write", path, &error))
+    args.plot.as_deref().map_or(Ok(()), |path| Drawing::at("--plot", path).map(drop))
 }
 
 /// The steps that are asked for.

@@ -1,11 +1,12 @@
 //! `ztrain report`.
 
-use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use contract::{Fault, Result};
+use contract::Result;
 use trainer::folder::RunFolder;
 use trainer::report::{View, page};
+
+use super::drawing::Drawing;
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -20,14 +21,12 @@ pub(crate) struct Args {
 
 /// Writes the page, whole at any moment.
 pub(crate) fn exec(args: Args) -> Result<u8> {
+    let named = args.out.as_deref();
+    let out = named.map_or_else(|| RunFolder::new(&args.run[0]).report(), Path::to_owned);
+    let drawing = Drawing::at("--out", &out)?;
     let views = args.run.iter().map(|run| View::open(run)).collect::<Result<Vec<View>>>()?;
     let text = page(&views, false)?;
-    let out = args.out.unwrap_or_else(|| RunFolder::new(&args.run[0]).report());
-    let mut scratch = out.clone().into_os_string();
-    scratch.push(".partial");
-    let scratch = PathBuf::from(scratch);
-    fs::write(&scratch, &text).map_err(|error| Fault::io("write", &scratch, &error))?;
-    fs::rename(&scratch, &out).map_err(|error| Fault::io("rename to", &out, &error))?;
+    drawing.put(&text)?;
     tell!("{}: {:.2} MB, open it in a browser", out.display(), text.len() as f64 / 1e6);
     Ok(0)
 }

@@ -71,7 +71,7 @@ pub(crate) struct Asked<'a> {
     pub(crate) change: &'a Change,
     pub(crate) steps: Range<u64>,
     pub(crate) json: bool,
-    pub(crate) plot: Option<&'a PathBuf>,
+    pub(crate) plot: Option<&'a Drawing>,
 }
 
 /// Prints the steps as they were and as they would have been, and the commands that go on so.
@@ -79,8 +79,7 @@ pub(crate) fn print(asked: &Asked<'_>, answer: &Answer) -> Result<()> {
     let Asked { run, stores, change, steps, json, plot } = asked;
     let next = next(run, stores, change, steps.start);
     if let Some(path) = plot {
-        let svg = chart(asked, answer).svg();
-        std::fs::write(path, svg).map_err(|error| Fault::io("write", path, &error).at("--plot"))?;
+        path.put(&chart(asked, answer).svg())?;
     }
     if *json {
         let Change { drop_documents, drop_sources, lr, clip, fp32, skip } = change;

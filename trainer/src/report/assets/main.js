@@ -434,10 +434,15 @@
     Report.xs = Array.from({ length: Math.max(1, ...runs.map((one) => one.steps)) }, (_, at) => at + 1);
   };
 
+  // The run is gone or damaged, says the server.
+  Report.Unreadable = class extends Error {};
+
   // News: the columns of new steps, everything else anew.
   const poll = async () => {
     try {
       const answer = await fetch(`data?known=${Report.run.steps}&version=${Report.run.version ?? ""}`, { cache: "no-store" });
+      if (answer.status === 205) return location.reload();
+      if (answer.status >= 400) throw new Report.Unreadable(await answer.text());
       if (answer.status === 200) {
         const told = await answer.json();
         const follows = state.range[1] >= state.last - 0.5;
@@ -450,8 +455,10 @@
         oddList();
         panels();
       }
-    } catch {
-      by("state").textContent = "no answer";
+    } catch (error) {
+      const told = error instanceof Report.Unreadable;
+      by("state").textContent = told ? "unreadable" : "no answer";
+      by("state").title = told ? error.message : "";
       by("state").className = "pill bad";
     }
     setTimeout(poll, 1500);
