@@ -498,14 +498,20 @@ fn no_leaf(step: u64, leaf: u64, leaves: u64) -> Fault {
 
 /// The curriculum of a run, with `stores` for the places of its stores, in its order, those of amendments last.
 pub(crate) fn opened(path: &Path, stores: &[Location]) -> Result<Opened> {
-    if stores.is_empty() {
-        return Opened::open(path);
-    }
     let text = std::fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;
     let mut curriculum = Curriculum::parse(&text, &path.display().to_string())?;
     let added = curriculum.amendments.iter_mut().filter_map(|one| one.store.as_mut());
     let named: Vec<&mut String> =
         curriculum.stores.iter_mut().chain(added.map(|store| &mut store.path)).collect();
+    if stores.is_empty() {
+        let gone = |store: &&mut String| !store.contains("://") && !Path::new(store).exists();
+        if let Some(store) = named.into_iter().find(gone) {
+            return Err(Fault::data("the store that this run was trained from is not here any more")
+                .at(&*store)
+                .hint("say where it is now: --store FOLDER, once for each store in the order of its run.toml"));
+        }
+        return Opened::open(path);
+    }
     if named.len() != stores.len() {
         return Err(Fault::usage(
             "a store that moved is named for each store of the curriculum, or none is",

@@ -230,7 +230,8 @@ fn a_store_that_moved_is_named() {
         let root = scratch.path("run");
         Replayer::open_with(&root, &stores, &world, Workers::new(2), Together::default())
     };
-    assert_eq!(open(&[]).map(|_| ()).unwrap_err().class(), Class::Data);
+    let gone = open(&[]).map(|_| ()).unwrap_err();
+    assert!(gone.class() == Class::Data && gone.to_string().contains("--store"), "{gone}");
     let mut replayer = open(&[scratch.path("moved")]).unwrap();
     let mut state = replayer.state_after(1).unwrap();
     assert_eq!(replayer.step(&mut state, Detail::Sums).unwrap().verdict, Verdict::SameBits);
