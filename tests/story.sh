@@ -103,7 +103,7 @@ ztrain spikes --run "$work/run"
 odd=$("$bin/ztrain" spikes --run "$work/run" --json | python3 -c '
 import json, sys
 far = lambda one: max(abs(reason["score"] or 0) for reason in one["reasons"])
-print(max(map(json.loads, sys.stdin), key=far)["step"])')
+print(max(map(json.loads, sys.stdin), key=far)["farthest"])')
 claim "the oddest step, $odd, is the one that read the planted documents" [ "$odd" = "$step" ]
 
 say "why?"

@@ -115,7 +115,8 @@ pub(super) fn find(
     };
     if stage == Stage::Forward && bit.is_none() {
         let words = format!(
-            "in {name} element {element} of {parameter} is farthest off, but no bit of it makes a micro-batch what the ledger says"
+            "in {name} element {element} of {parameter} is farthest off, but no bit of it makes a micro-batch what the ledger \
+             says"
         );
         return Ok((None, words));
     }

@@ -55,6 +55,18 @@ pub struct OddStep {
     pub context: Vec<String>,
 }
 
+impl OddStep {
+    /// The step to look at: where what is farthest from usual lies. How fast a step was computed says nothing about it.
+    pub fn farthest(&self) -> u64 {
+        let far = |one: &&Reason| match one.kind {
+            Kind::Stopped | Kind::NotFinite | Kind::Skipped => f64::INFINITY,
+            _ => one.score.map_or(0.0, f64::abs),
+        };
+        let learned = self.reasons.iter().rev().filter(|one| one.kind != Kind::Slow);
+        learned.max_by(|l, r| far(l).total_cmp(&far(r))).map_or(self.step, |one| one.step)
+    }
+}
+
 /// What is odd.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Reason {

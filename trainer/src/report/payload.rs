@@ -39,7 +39,8 @@ pub(super) fn run(view: &View, known: u64) -> Result<Value> {
     let odd_lines: Vec<Value> = told
         .map(|one| {
             let mut value = json!(one);
-            value["command"] = json!(explain_command(root, one.step));
+            value["farthest"] = json!(one.farthest());
+            value["command"] = json!(explain_command(root, one.farthest()));
             value
         })
         .collect();

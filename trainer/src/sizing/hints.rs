@@ -136,8 +136,8 @@ fn small_products(
     Ok(largest.filter(|_| share > 0.1).map(|it| {
         let shape = it.shape;
         format!(
-            "{:.0} % of the arithmetic is in products too small for {:.0} % of the peak, which takes {:.3} GFLOP here: most of it \
-             in {} x {} x {} ({:.3} GFLOP, {:.0} % of the peak); larger micro-batches help",
+            "{:.0} % of the arithmetic is in products too small for {:.0} % of the peak, which takes {:.3} GFLOP here: most of \
+             it in {} x {} x {} ({:.3} GFLOP, {:.0} % of the peak); larger micro-batches help",
             100.0 * share,
             100.0 * ENOUGH,
             curve.reaches(ENOUGH) / 1e9,

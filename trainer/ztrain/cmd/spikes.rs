@@ -27,10 +27,11 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let view = View::open(&args.run)?;
     let found = view.odd();
-    let command = |one: &OddStep| explain_command(&args.run, one.step);
+    let command = |one: &OddStep| explain_command(&args.run, one.farthest());
     if args.json {
         for one in &found {
             let mut line = json!(one);
+            line["farthest"] = json!(one.farthest());
             line["command"] = json!(command(one));
             print_raw(&format!("{line}\n"))?;
         }

@@ -37,7 +37,7 @@ Report.unpack = (told, before) => {
     run.layers.gradients = Report.f32(run.layers.gradients);
     run.layers.updates = Report.f32(run.layers.updates);
   }
-  run.oddAt = new Map(run.odd.map((odd) => [odd.step, odd]));
+  run.oddAt = new Map(run.odd.flatMap((odd) => [[odd.step, odd], [odd.farthest, odd]]));
   return run;
 };
 

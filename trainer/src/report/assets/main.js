@@ -44,7 +44,7 @@
     const run = Report.run;
     const shown = run.odd.slice(0, 200);
     by("oddnote").textContent = run.odd_count ? (run.odd_count > shown.length ? `The first ${shown.length} of ${int(run.odd_count)}.` : "Found by themselves; click one to open it.") : "None: every loss and norm lies where the steps before it do.";
-    by("oddlist").replaceChildren(...shown.map((odd) => make("li", {}, make("button", { type: "button", "data-step": odd.step, on: { click: () => Report.choose(odd.step, true, true) } },
+    by("oddlist").replaceChildren(...shown.map((odd) => make("li", {}, make("button", { type: "button", "data-step": odd.step, on: { click: () => Report.choose(odd.farthest, true, true) } },
       make("strong", { text: int(odd.step) }), odd.last > odd.step ? ` to ${int(odd.last)}` : null, make("em", { text: odd.reasons[0].words + (odd.reasons.length > 1 ? `, and ${odd.reasons.length - 1} more` : "") })))));
   };
 

@@ -157,3 +157,28 @@ fn what_is_nearly_odd_is_kept_where_it_is() {
     assert_eq!(steps, [(250, 251), (290, 290)], "{near:?}");
     assert!(near.iter().all(|one| one.reasons[0].kind == Kind::Loss), "{near:?}");
 }
+
+#[test]
+fn a_slow_step_is_not_the_one_to_look_at() {
+    let slow = Reason {
+        kind: Kind::Slow,
+        step: 109,
+        value: Some(1.0),
+        usual: Some(9.0),
+        score: None,
+        layer: None,
+        words: "1 tokens/s".to_owned(),
+    };
+    let steps = (1..=120).map(|step| Seen {
+        loss: if step == 110 { 9.0 } else { quiet(7, step).loss },
+        ..quiet(7, step)
+    });
+    let spike = found(steps);
+    let [spike] = spike.as_slice() else { panic!("{spike:?}") };
+    assert_eq!((spike.step, spike.farthest()), (110, 110));
+    let stall = OddStep { step: 109, last: 109, reasons: vec![slow], context: Vec::new() };
+    assert_eq!(stall.farthest(), 109);
+    let both = merged(std::slice::from_ref(spike), std::slice::from_ref(&stall));
+    let [both] = both.as_slice() else { panic!("{both:?}") };
+    assert_eq!((both.step, both.last, both.farthest()), (109, 110, 110));
+}
