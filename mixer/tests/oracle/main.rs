@@ -37,7 +37,7 @@ struct Left {
 
 impl Left {
     fn fits(&self, seq_len: u32) -> bool {
-        self.cut % seq_len == 0 && self.gone % seq_len == 0
+        self.cut.is_multiple_of(seq_len) && self.gone.is_multiple_of(seq_len)
     }
 
     /// The next `seq_len` tokens: of one window where windows are split, else of as many as it takes.

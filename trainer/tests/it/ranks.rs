@@ -141,7 +141,6 @@ fn crossed(scratch: &Scratch, dtype: &str, fleets: &[&[u32]]) {
                 // Labels, losses and checksums go to everybody either way.
                 let large = crossing(&spec, machines, schedule, flat);
                 let counted = between_nodes(scratch, &out);
-                println!("{out}: {counted} bytes cross, {large} of them gradients and weights");
                 assert_eq!(planned(&spec, machines, schedule, flat), large, "{out}: as planned");
                 (large, counted - large)
             });

@@ -124,7 +124,7 @@ fn a_live_page_is_told_what_is_new_and_nobody_else_is_told_anything() {
         // Another run in the same place is not the same run grown on, and none is not one that stands still.
         let version = told["version"].as_str().unwrap();
         let later = format!("/data?known=10&version={version}");
-        fs::remove_dir_all(scratch.path("run")).unwrap();
+        std::fs::remove_dir_all(scratch.path("run")).unwrap();
         let (status, why) = ask(address, &host, &later);
         assert!(status == 500 && why.contains("ledger.jsonl"), "{status}: {why}");
         scratch.run(&scratch.path("run.toml"), "run", stop_after(2)).unwrap();

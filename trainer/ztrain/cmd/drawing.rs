@@ -66,6 +66,11 @@ impl Drawing {
         })
     }
 
+    /// Where that is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Puts `text` there: the file is the old one or the new one at any moment.
     pub(crate) fn put(&self, text: &str) -> Result<()> {
         let Drawing { flag, path, stream } = self;

@@ -1,16 +1,18 @@
 //! The flags of a change that a run did not have, and what `ztrain replay` says of it.
 
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use contract::terminal::print_raw;
-use contract::{Fault, Result};
+use contract::Result;
 use serde_json::json;
 use store::Location;
 use trainer::change::{Change, quoted};
 use trainer::chart::Chart;
 use trainer::optim::guard::Skipped;
 use trainer::replay::whatif::Answer;
+
+use super::drawing::Drawing;
 
 /// A change, from a step on.
 #[derive(clap::Args)]
@@ -120,7 +122,7 @@ pub(crate) fn print(asked: &Asked<'_>, answer: &Answer) -> Result<()> {
         tell!("step {step} diverges with the change: {}", fault.replace('\n', "\n  "));
     }
     if let Some(path) = plot {
-        tell!("both curves: {}", path.display());
+        tell!("both curves: {}", path.path().display());
     }
     tell!("to go on so:\n  {}\n  {}", next[0], next[1]);
     Ok(())

@@ -169,9 +169,10 @@ fn a_slow_step_is_not_the_one_to_look_at() {
         layer: None,
         words: "1 tokens/s".to_owned(),
     };
-    let steps = (1..=120).map(|step| Seen {
-        loss: if step == 110 { 9.0 } else { quiet(7, step).loss },
-        ..quiet(7, step)
+    let steps = (1..=120).map(|step| {
+        let mut seen = quiet(7, step);
+        seen.loss = if step == 110 { 9.0 } else { seen.loss };
+        seen
     });
     let spike = found(steps);
     let [spike] = spike.as_slice() else { panic!("{spike:?}") };
