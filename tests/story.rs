@@ -26,5 +26,5 @@ fn planted_trouble_is_found_explained_and_banned() {
     ] {
         assert!(told.contains(&format!("$ {command} ")), "{command}: {told}");
     }
-    assert!(work.join("run/report.html").exists());
+    assert!(work.join("run/report.html").exists() && work.join("both.svg").exists());
 }

@@ -140,7 +140,7 @@ zdata verify-run "$work/calm"
 
 say "the two runs, side by side"
 code=0
-ztrain compare "$work/run" "$work/calm" || code=$?
+ztrain compare "$work/run" "$work/calm" --plot "$work/both.svg" || code=$?
 claim "compare says that they differ (exit 4)" [ "$code" = 4 ]
 "$bin/ztrain" spikes --run "$work/calm" --json >"$work/calm-spikes"
 claim "the fork has no odd step at $odd" sh -c "! grep -q '\"step\":$odd,' '$work/calm-spikes'"

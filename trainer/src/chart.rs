@@ -57,9 +57,10 @@ impl Chart {
             }
         }
         for (index, (name, points)) in self.curves.iter().enumerate() {
-            let places = points.iter().filter(finite);
+            let places: Vec<(f64, f64)> =
+                points.iter().filter(finite).map(|(at, value)| (x(*at), y(*value))).collect();
             let places: Vec<String> =
-                places.map(|(at, value)| format!("{:.1},{:.1}", x(*at), y(*value))).collect();
+                thinned(&places).iter().map(|(x, y)| format!("{x:.1},{y:.1}")).collect();
             let color = COLORS[index % COLORS.len()];
             svg += &format!(
                 "<polyline fill=\"none\" stroke=\"{color}\" stroke-width=\"2\" points=\"{}\"/>\n\
@@ -72,6 +73,29 @@ impl Chart {
         }
         svg + "</svg>\n"
     }
+}
+
+/// Places of a curve from left to right: where more lie beside each other than are seen apart, the first, highest, lowest
+/// and last of each half pixel.
+fn thinned(places: &[(f64, f64)]) -> Vec<(f64, f64)> {
+    let column = |place: &(f64, f64)| (place.0 * 2.0).floor();
+    let mut kept = Vec::new();
+    for group in places.chunk_by(|left, right| column(left) == column(right)) {
+        if group.len() <= 4 {
+            kept.extend_from_slice(group);
+            continue;
+        }
+        let by_height = |one: &&usize, other: &&usize| group[**one].1.total_cmp(&group[**other].1);
+        let numbers: Vec<usize> = (0..group.len()).collect();
+        let (highest, lowest) =
+            (numbers.iter().min_by(by_height), numbers.iter().max_by(by_height));
+        let mut chosen: Vec<usize> =
+            [Some(&0), highest, lowest, numbers.last()].into_iter().flatten().copied().collect();
+        chosen.sort_unstable();
+        chosen.dedup();
+        kept.extend(chosen.into_iter().map(|number| group[number]));
+    }
+    kept
 }
 
 fn tick(text: &str, (x, y): (f64, f64), anchor: &str) -> String {
@@ -131,6 +155,20 @@ mod tests {
                     prop_assert!(one <= other || y <= below);
                 }
             }
+        }
+    }
+
+    proptest! {
+        /// However many points there are, the picture stays small and shows the highest and the lowest.
+        #[test]
+        fn long_curves_keep_their_ends_and_extremes(values in prop::collection::vec(0.0..1e3f64, 1..20_000)) {
+            let places: Vec<(f64, f64)> =
+                values.iter().enumerate().map(|(at, value)| (at as f64 * 500.0 / values.len() as f64, *value)).collect();
+            let kept = thinned(&places);
+            prop_assert!(kept.len() <= 4 * 1_001 && kept.is_sorted_by(|left, right| left.0 < right.0));
+            prop_assert_eq!((kept[0], kept[kept.len() - 1]), (places[0], places[places.len() - 1]));
+            let range = |of: &[(f64, f64)]| of.iter().fold((f64::MAX, f64::MIN), |(low, high), (_, y)| (low.min(*y), high.max(*y)));
+            prop_assert_eq!(range(&kept), range(&places));
         }
     }
 

@@ -6,9 +6,10 @@ use std::path::Path;
 use contract::Result;
 use serde_json::{Value, json};
 
+use crate::chart::Chart;
 use crate::folder::{RunFolder, no_run, table_difference};
 use crate::fork::Origin;
-use crate::ledger::{Difference, Head, Ledger};
+use crate::ledger::{Difference, Follower, Head, Ledger};
 
 /// What a comparison found.
 #[derive(Clone, Debug, PartialEq)]
@@ -43,6 +44,38 @@ pub fn compare(a: &Path, b: &Path) -> Result<Answer> {
         }
     }
     Ok(Answer { steps, notes, difference: None })
+}
+
+/// A picture of the losses of two runs; of runs that differ the steps from where they part on, and as many before.
+pub fn chart(a: &Path, b: &Path, answer: &Answer) -> Result<Chart> {
+    let last = answer.steps[0].max(answer.steps[1]);
+    let from = answer.difference.as_ref().map_or(1, |(parted, _)| {
+        let apart = last + 1 - parted;
+        parted.saturating_sub(apart).max(1)
+    });
+    let curve = |root: &Path| Ok((root.display().to_string(), losses(root, from)?));
+    Ok(Chart {
+        title: format!("loss over steps {from} to {last}"),
+        log: false,
+        curves: vec![curve(a)?, curve(b)?],
+    })
+}
+
+/// Steps and their losses, from a step on.
+fn losses(root: &Path, from: u64) -> Result<Vec<(f64, f64)>> {
+    #[derive(serde::Deserialize)]
+    struct Step {
+        step: u64,
+        loss: f64,
+    }
+    let (_, mut follower) = Follower::open(&RunFolder::new(root).ledger())?;
+    let mut points = Vec::new();
+    while let Some(Step { step, loss }) = follower.next_step()? {
+        if step >= from {
+            points.push((step as f64, loss));
+        }
+    }
+    Ok(points)
 }
 
 /// One of the two runs.

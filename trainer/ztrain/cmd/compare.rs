@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use contract::Result;
 use contract::terminal::print_raw;
-use trainer::compare::{Answer, compare};
+use contract::{Fault, Result};
+use trainer::compare::{Answer, chart, compare};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -15,6 +15,9 @@ pub(crate) struct Args {
     /// Another one.
     #[arg(value_parser = super::run())]
     b: PathBuf,
+    /// Draw both curves of the loss into this SVG file: all steps, or where the runs differ, those around it.
+    #[arg(long, value_name = "FILE", value_parser = super::local("name a file of this machine"))]
+    plot: Option<PathBuf>,
     /// Print the answer as JSON.
     #[arg(long)]
     json: bool,
@@ -23,10 +26,17 @@ pub(crate) struct Args {
 /// Compares; exit code 4 if the runs differ.
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let answer = compare(&args.a, &args.b)?;
+    if let Some(path) = &args.plot {
+        let svg = chart(&args.a, &args.b, &answer)?.svg();
+        std::fs::write(path, svg).map_err(|error| Fault::io("write", path, &error).at("--plot"))?;
+    }
     if args.json {
         print_raw(&format!("{}\n", answer.to_json()))?;
     } else {
         tell!("{answer}");
+        if let Some(path) = &args.plot {
+            tell!("both curves: {}", path.display());
+        }
     }
     Ok(if matches!(answer, Answer { difference: None, .. }) {
         0
