@@ -1,10 +1,38 @@
 //! Fear: that the commands which a counterfactual prints do something else than what was imagined.
 
 use std::fs;
+use std::path::Path;
 
 use serde_json::Value;
 
 use crate::support::{Scratch, arg, build, corpus, curriculum, zdata, ztrain};
+
+/// What a replay prints of the worst documents is what `zdata batch` finds in the same rows.
+fn the_text_is_what_the_batch_holds(run: &Path) {
+    let json = |text: String| serde_json::from_str::<Value>(&text).unwrap();
+    let replayed = ["replay", "--run", arg(run), "--step", "7", "--texts", "3"];
+    let found = json(ztrain(&[&replayed[..], &["--json"]].concat()).ok());
+    let batch = json(zdata(&["batch", arg(&run.join("run.toml")), "--step", "7", "--json"]).ok());
+    let told = ztrain(&replayed).ok();
+    assert_eq!(found["texts"].as_array().unwrap().len(), 3);
+    for (document, parts) in
+        found["documents"].as_array().unwrap().iter().zip(found["texts"].as_array().unwrap())
+    {
+        let parts = parts.as_array().unwrap();
+        let tokens: u64 = parts.iter().map(|part| part["tokens"].as_u64().unwrap()).sum();
+        assert_eq!(tokens, document["tokens"].as_u64().unwrap());
+        for part in parts {
+            let row = &batch["sequences"][part["row"].as_u64().unwrap() as usize]["documents"];
+            let same = |piece: &&Value| {
+                piece["id"] == document["id"] && piece["of_document"][0] == part["first_token"]
+            };
+            let piece = row.as_array().unwrap().iter().find(same).unwrap();
+            assert_eq!(piece["text"], part["text"], "{document}");
+            let line = part["text"].as_str().unwrap().lines().next().unwrap();
+            assert!(told.contains(&format!("  | {line}")), "{told}");
+        }
+    }
+}
 
 #[test]
 fn what_was_imagined_is_done_by_the_commands_that_are_printed() {
@@ -20,6 +48,7 @@ fn what_was_imagined_is_done_by_the_commands_that_are_printed() {
     let plain: Value = serde_json::from_str(&replay(&["--step", "7", "--json"]).ok()).unwrap();
     let worst = plain["documents"].as_array().unwrap().iter().find(|it| it["labels"] != 0).unwrap();
     let id = worst["id"].as_str().unwrap();
+    the_text_is_what_the_batch_holds(&run);
     let plot = scratch.path("curves.svg");
     let asked = ["--step", "7", "--drop-doc", id, "--continue", "4"];
     let told = replay(&[&asked[..], &["--plot", arg(&plot)]].concat()).ok();
@@ -56,10 +85,18 @@ fn what_was_imagined_is_done_by_the_commands_that_are_printed() {
     ztrain(&["replay", "--run", arg(&new), "--step", "8"]).ok();
     let compared = ztrain(&["compare", arg(&run), arg(&new)]);
     compared.fails(4, &[]);
-    let compared = ztrain(&["compare", arg(&run), arg(&new)]).out;
+    let curves = scratch.path("compared.svg");
+    let compared = ztrain(&["compare", arg(&run), arg(&new), "--plot", arg(&curves)]).out;
     for words in ["b was forked from a after step 6", "step 7 is the first to differ"] {
         assert!(compared.contains(words), "{compared}");
     }
+    // Steps 7 to 12 differ: as many before are drawn with them, of both runs.
+    let drawn = fs::read_to_string(&curves).unwrap();
+    let points = drawn.split("points=\"").skip(1).map(|curve| curve.split('"').next().unwrap());
+    let points: Vec<Vec<&str>> = points.map(|curve| curve.split(' ').collect()).collect();
+    assert_eq!(points.iter().map(Vec::len).collect::<Vec<_>>(), [12, 12], "{drawn}");
+    assert_eq!(points[0][..6], points[1][..6], "steps 1 to 6 are shared");
+    assert_ne!(points[0][6..], points[1][6..]);
 
     let fork = |more: &[&str]| ztrain(&[&["fork", arg(&run)], more].concat());
     fork(&["--step", "3", "--out", arg(&new)]).fails(2, &["--out", "already"]);

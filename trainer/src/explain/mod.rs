@@ -39,6 +39,7 @@ use crate::ledger::StepRecord;
 use crate::optim::norm;
 use crate::replay::documents::DocumentLoss;
 use crate::replay::narrow::Narrowed;
+use crate::replay::texts::Decoder;
 use crate::replay::{Replayer, Verdict, tokens as tokens_of};
 use crate::state::State;
 use documents::StepGradient;
@@ -146,7 +147,7 @@ pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation>
     let gradients = gradients(replayer, &before, batch, &replayed.documents, step_gradient)?;
     let ranked = documents::rank(replayed.documents, &gradients, cost, squares);
     let named = &ranked[..top.min(ranked.len())];
-    let decoder = tokens::Decoder::of(spec)?;
+    let decoder = Decoder::of(spec)?;
     let worst = named
         .iter()
         .map(|one| tokens::worst(batch, &one.document, &kept.token_losses, tokens, &decoder));

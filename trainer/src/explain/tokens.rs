@@ -3,10 +3,9 @@
 use contract::{Fault, Result};
 use loader::Batch;
 use serde::Serialize;
-use tokenizers::Tokenizer;
 
 use crate::replay::documents::DocumentLoss;
-use crate::spec::RunSpec;
+use crate::replay::texts::Decoder;
 
 /// Tokens shown on either side of one.
 const CONTEXT: usize = 12;
@@ -24,21 +23,6 @@ pub struct WorstToken {
     pub loss: f32,
     /// The text before it, its own, and the text after it, as far as the row has them.
     pub text: [String; 3],
-}
-
-/// Turns tokens into text.
-pub(super) struct Decoder(Option<Tokenizer>);
-
-impl Decoder {
-    /// By the tokenizer of the run's store. One that cannot be read leaves the numbers of tokens.
-    pub(super) fn of(spec: &RunSpec) -> Result<Decoder> {
-        Ok(Decoder(Tokenizer::from_bytes(spec.data.tokenizer()?).ok()))
-    }
-
-    fn text(&self, ids: &[u32]) -> String {
-        let decoded = self.0.as_ref().and_then(|tokenizer| tokenizer.decode(ids, false).ok());
-        decoded.unwrap_or_else(|| ids.iter().map(|id| format!("<{id}>")).collect())
-    }
 }
 
 /// The `count` tokens of `document` with the highest loss, worst first; `losses` has a number for each token of the batch.

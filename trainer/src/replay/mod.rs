@@ -14,6 +14,7 @@ pub mod hit;
 mod kept;
 pub mod narrow;
 pub mod spent;
+pub mod texts;
 mod together;
 mod verdict;
 mod way;

@@ -21,6 +21,7 @@ mod window;
 
 use std::path::Path;
 
+use crate::change;
 use crate::folder::RunFolder;
 
 pub use log::{Happened, Happening, Log, Validated};
@@ -47,12 +48,7 @@ fn commands(root: &Path) -> Vec<(&'static str, String)> {
 
 /// A path as an argument in a shell.
 pub fn quoted(path: &Path) -> String {
-    let text = path.to_string_lossy();
-    let plain = |c: char| c.is_ascii_alphanumeric() || "_./:@%+=,-".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
-        return text.into_owned();
-    }
-    format!("'{}'", text.replace('\'', r"'\''"))
+    change::quoted(&path.to_string_lossy())
 }
 
 /// An integer with its thousands set apart: "48,113".

@@ -14,6 +14,7 @@ use trainer::launch::spawned_us;
 use trainer::optim::guard::Skipped;
 use trainer::replay::attribute::{Effort, attribute};
 use trainer::replay::documents::DocumentLoss;
+use trainer::replay::texts::Part;
 use trainer::replay::whatif::imagine;
 use trainer::replay::{Replayed, Replayer, Together, Verdict, meet};
 use trainer::step::Detail;
@@ -47,6 +48,10 @@ pub(crate) struct Args {
     /// How many documents to list, worst first; 0 for all.
     #[arg(long, value_name = "COUNT", default_value_t = 40)]
     top: usize,
+    /// Print the text of so many documents, the worst, as the step read it.
+    #[arg(long, value_name = "COUNT", num_args = 0..=1, default_missing_value = "1")]
+    #[arg(conflicts_with = "steps", default_value_t = 0)]
+    texts: usize,
     /// Print everything as JSON, one line for each step.
     #[arg(long)]
     json: bool,
@@ -182,7 +187,8 @@ fn replay(args: &Args, replayer: &mut Replayer, steps: Range<u64>) -> Result<u8>
             None => replayer.step(&mut state, Detail::Tokens)?,
         };
         if replayer.speaks() {
-            print_replayed(args, &replayed, steps.end - steps.start == 1)?;
+            let texts = replayer.texts(&replayed, args.texts)?;
+            print_replayed(args, &replayed, &texts, steps.end - steps.start == 1)?;
         }
         code = code.max(exit_code(&replayed));
         if state.step == before && step + 1 < steps.end {
@@ -245,10 +251,18 @@ fn exit_code(replayed: &Replayed) -> u8 {
     }
 }
 
-fn print_replayed(args: &Args, replayed: &Replayed, alone: bool) -> Result<()> {
+fn print_replayed(
+    args: &Args,
+    replayed: &Replayed,
+    texts: &[Vec<Part>],
+    alone: bool,
+) -> Result<()> {
     if args.json {
         let mut line = json!(replayed);
         line["verdict_words"] = json!(replayed.verdict.words());
+        if !texts.is_empty() {
+            line["texts"] = json!(texts);
+        }
         return print_raw(&format!("{line}\n"));
     }
     let part = replayed.micro_batch;
@@ -280,14 +294,31 @@ fn print_replayed(args: &Args, replayed: &Replayed, alone: bool) -> Result<()> {
         return Ok(());
     }
     print_documents(&replayed.documents, args.top)?;
+    if !texts.is_empty() {
+        return print_texts(&replayed.documents, texts);
+    }
     let worst = replayed.documents.first().and_then(|document| document.sequences.first());
     if let Some(sequence) = worst {
         let run = args.run.display().to_string();
         let run = quoted(run.trim_end_matches('/'));
         let step = replayed.step;
         tell!(
-            "text of the worst: zdata batch {run}/run.toml --step {step} --sequence {sequence} --text"
+            "text of the worst: --texts, or zdata batch {run}/run.toml --step {step} --sequence {sequence} --text"
         );
+    }
+    Ok(())
+}
+
+fn print_texts(documents: &[DocumentLoss], texts: &[Vec<Part>]) -> Result<()> {
+    for (document, parts) in documents.iter().zip(texts) {
+        for Part { row, first_token, tokens, text } in parts {
+            let end = first_token + tokens;
+            tell!("text of {}, tokens {first_token}..{end}, in sequence {row}:", document.id);
+            text.lines().try_for_each(|line| {
+                tell!("  | {line}");
+                Ok::<(), Fault>(())
+            })?;
+        }
     }
     Ok(())
 }

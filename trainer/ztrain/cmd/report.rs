@@ -3,6 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use contract::Result;
+use contract::terminal::print_raw;
+use serde_json::json;
 use trainer::folder::RunFolder;
 use trainer::report::{View, page};
 
@@ -17,6 +19,9 @@ pub(crate) struct Args {
     /// The file to write [default: report.html in the first run's folder].
     #[arg(long, value_name = "FILE", value_parser = super::local("copy the page there afterwards"))]
     out: Option<PathBuf>,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
 }
 
 /// Writes the page, whole at any moment.
@@ -27,6 +32,13 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let views = args.run.iter().map(|run| View::open(run)).collect::<Result<Vec<View>>>()?;
     let text = page(&views, false)?;
     drawing.put(&text)?;
+    if args.json {
+        let steps: Vec<u64> = views.iter().map(View::last_step).collect();
+        let odd: Vec<usize> = views.iter().map(|view| view.odd().len()).collect();
+        let answer = json!({"file": out, "bytes": text.len(), "steps": steps, "odd_steps": odd});
+        print_raw(&format!("{answer}\n"))?;
+        return Ok(0);
+    }
     tell!("{}: {:.2} MB, open it in a browser", out.display(), text.len() as f64 / 1e6);
     Ok(0)
 }

@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use contract::Result;
+use contract::terminal::print_raw;
+use serde_json::json;
 use trainer::report::Watch;
 
 /// Arguments.
@@ -16,6 +18,9 @@ pub(crate) struct Args {
     /// The port of this machine to listen on; 0 takes a free one.
     #[arg(long, value_name = "P", default_value_t = 7070)]
     port: u16,
+    /// Print the address as JSON.
+    #[arg(long)]
+    json: bool,
 }
 
 /// Serves until it is interrupted.
@@ -23,7 +28,11 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let stop = Arc::new(AtomicBool::new(false));
     super::listen(&stop)?;
     let watch = Watch::open(&args.run, args.port)?;
-    tell!("http://{}/", watch.address()?);
+    let address = format!("http://{}/", watch.address()?);
+    match args.json {
+        true => print_raw(&format!("{}\n", json!({"address": address})))?,
+        false => tell!("{address}"),
+    }
     contract::note!("on this machine alone; end it with Ctrl-C");
     watch.serve(&stop)?;
     Ok(0)

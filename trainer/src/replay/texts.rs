@@ -1,0 +1,63 @@
+//! The text of documents as a step read it.
+
+use contract::{Fault, Result};
+use loader::Batch;
+use serde::Serialize;
+use tokenizers::Tokenizer;
+
+use super::documents::{DocumentLoss, Place};
+use super::{Replayed, Replayer};
+use crate::spec::RunSpec;
+
+/// A part of a document, as a row of a batch has it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Part {
+    /// The row.
+    pub row: u64,
+    /// Its first token, counted in the document.
+    pub first_token: u64,
+    /// Its tokens.
+    pub tokens: u64,
+    /// Its text.
+    pub text: String,
+}
+
+/// Turns tokens into text.
+pub(crate) struct Decoder(Option<Tokenizer>);
+
+impl Decoder {
+    /// By the tokenizer of the run's store. One that cannot be read leaves the numbers of tokens.
+    pub(crate) fn of(spec: &RunSpec) -> Result<Decoder> {
+        Ok(Decoder(Tokenizer::from_bytes(spec.data.tokenizer()?).ok()))
+    }
+
+    pub(crate) fn text(&self, ids: &[u32]) -> String {
+        let decoded = self.0.as_ref().and_then(|tokenizer| tokenizer.decode(ids, false).ok());
+        decoded.unwrap_or_else(|| ids.iter().map(|id| format!("<{id}>")).collect())
+    }
+
+    fn part(&self, batch: &Batch, place: &Place) -> Result<Part> {
+        let row = batch.row(&batch.tokens, place.row);
+        let columns = place.columns.start as usize..place.columns.end as usize;
+        let ids = row[columns].iter().map(|id| u32::try_from(*id));
+        let ids = ids.collect::<std::result::Result<Vec<u32>, _>>();
+        let ids = ids.map_err(|_| Fault::bug("a token with a negative id"))?;
+        Ok(Part {
+            row: place.row,
+            first_token: place.first_token,
+            tokens: ids.len() as u64,
+            text: self.text(&ids),
+        })
+    }
+}
+
+impl Replayer {
+    /// The text of the first `count` documents of a replayed step, each in the parts that its rows have of it.
+    pub fn texts(&self, replayed: &Replayed, count: usize) -> Result<Vec<Vec<Part>>> {
+        let (batch, decoder) = (self.batch(replayed.step)?, Decoder::of(&self.spec)?);
+        let of = |document: &DocumentLoss| {
+            document.places.iter().map(|place| decoder.part(&batch, place)).collect()
+        };
+        replayed.documents.iter().take(count).map(of).collect()
+    }
+}
