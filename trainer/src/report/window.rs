@@ -122,10 +122,15 @@ impl Window {
 
 /// The median of some values, of which there is at least one.
 fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut sorted: Vec<f64> = values.collect();
-    sorted.sort_unstable_by(f64::total_cmp);
-    let half = sorted.len() / 2;
-    if sorted.len() % 2 == 1 { sorted[half] } else { (sorted[half - 1] + sorted[half]) / 2.0 }
+    let mut values: Vec<f64> = values.collect();
+    let half = values.len() / 2;
+    let even = values.len().is_multiple_of(2);
+    let (below, middle, _) = values.select_nth_unstable_by(half, f64::total_cmp);
+    let highest_below = below.iter().copied().max_by(f64::total_cmp);
+    match highest_below.filter(|_| even) {
+        Some(before) => (before + *middle) / 2.0,
+        None => *middle,
+    }
 }
 
 #[cfg(test)]
@@ -134,6 +139,17 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
+        /// By the definition: sorted, the one in the middle, or the mean of the two.
+        #[test]
+        fn a_median_is_that_of_the_sorted_values(values in prop::collection::vec(-9i32..9, 1..70)) {
+            let values: Vec<f64> = values.into_iter().map(f64::from).collect();
+            let mut sorted = values.clone();
+            sorted.sort_by(f64::total_cmp);
+            let (count, half) = (sorted.len(), sorted.len() / 2);
+            let wanted = if count % 2 == 1 { sorted[half] } else { (sorted[half - 1] + sorted[half]) / 2.0 };
+            prop_assert_eq!(median(values.into_iter()), wanted);
+        }
+
         #[test]
         fn the_median_is_that_of_the_last_values(values in prop::collection::vec(-1e3..1e3f64, 32..200)) {
             let mut window = Window::default();
