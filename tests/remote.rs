@@ -465,5 +465,15 @@ mod training {
         );
         let verdict = ran(&["replay", "--run", arg(&run), "--step", "20"], &[]).ok();
         assert!(verdict.contains("same bits"), "{verdict}");
+        // A fork takes the newest checkpoint out of the bucket into its own folder, and goes on from there; changed in nothing, it
+        // is the run.
+        let fork = scratch.path("fork");
+        let told = ran(&["fork", arg(&run), "--step", "19", "--out", arg(&fork)], &[]).ok();
+        assert!(told.contains("checkpoints: step-18\n"), "{told}");
+        assert!(fork.join("checkpoints/step-18/manifest.json").exists());
+        let curriculum = fork.join("run.toml");
+        let told = ran(&["--curriculum", arg(&curriculum), "--out", arg(&fork)], &[]).ok();
+        assert!(told.starts_with("done after step 20 of 20"), "{told}");
+        assert!(ledger(&whole) == ledger(&fork), "a fork that changes nothing is the run");
     }
 }

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use contract::{Class, Digest, Fault, Result};
 use kernels::runtime::KernelTable;
 use mixer::{Curriculum, Difference};
-use store::Location;
+use store::{Location, disk};
 
 use crate::checkpoint::Checkpoints;
 use crate::events;
@@ -314,11 +314,7 @@ fn write_whole(path: &Path, text: &str) -> Result<()> {
     if fs::read_to_string(path).is_ok_and(|before| before == text) {
         return Ok(());
     }
-    let mut scratch = path.as_os_str().to_owned();
-    scratch.push(".partial");
-    let scratch = PathBuf::from(scratch);
-    fs::write(&scratch, text).map_err(|error| Fault::io("write", &scratch, &error))?;
-    fs::rename(&scratch, path).map_err(|error| Fault::io("rename to", path, &error))
+    disk::write_whole(path, text.as_bytes()).map(drop)
 }
 
 /// Line 0 of the ledger of `spec` on this machine.

@@ -7,10 +7,12 @@
 //! forked.json    which run, where it was, and after which step
 //! ```
 //!
-//! It is made beside its place, under the name `NEW.partial`, and renamed when it is whole: a kill leaves nothing that looks
-//! like a run, and the same command begins anew. The other run may go on meanwhile; nothing of it is written.
+//! It is made beside its place, under the name `NEW.partial`, and renamed when it is whole and on the disk: neither a kill nor a
+//! loss of power leaves anything that looks like a run and is none, and the same command begins anew. Every act goes through
+//! `store::disk`, where a test sees what a crash may leave of it. The other run may go on meanwhile; nothing of it is written.
 
-use std::fs::{self, File};
+use std::fs;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Result};
@@ -18,11 +20,12 @@ use kernels::runtime::KernelTable;
 use loader::Opened;
 use mixer::Curriculum;
 use serde::{Deserialize, Serialize};
+use store::disk::{self, Lock, Output};
 use store::{Location, Split};
 
 use crate::change::{Change, Documents};
 use crate::checkpoint::Checkpoints;
-use crate::folder::{RunFolder, compare_content, compare_curriculum, head, lock, no_run};
+use crate::folder::{RunFolder, compare_content, compare_curriculum, head, no_run};
 use crate::ledger::Ledger;
 use crate::replay;
 use crate::spec::RunSpec;
@@ -112,8 +115,9 @@ pub fn fork(request: &Request<'_>, table: &KernelTable) -> Result<Forked> {
     copy_events(&old.folder.events(), step, &new.events())?;
     copy_files(&old.folder.metrics(), &new.metrics())?;
     old.write_origin(step, &scratch)?;
-    fs::rename(&scratch, out).map_err(|error| Fault::io("rename to", out, &error))?;
-    sync(out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")))?;
+    disk::sync_folders(&scratch)?;
+    disk::rename(&scratch, out).map_err(|error| Fault::io("rename to", out, &error))?;
+    disk::sync_folder(disk::folder_of(out))?;
     let before = Curriculum::parse(ledger.curriculum(), "the ledger's curriculum")?;
     let changes = before.difference(&spec.curriculum).iter().map(ToString::to_string).collect();
     Ok(Forked { step, steps: spec.plan.steps(), checkpoints, changes })
@@ -159,8 +163,16 @@ impl Old {
         let text = serde_json::to_string(&Origin { of, step, chain }).map_err(|error| {
             Fault::bug(format!("where a run comes from cannot be written: {error}"))
         })?;
-        fs::write(&path, text + "\n").map_err(|error| Fault::io("write", &path, &error))
+        write(&path, &mut (text + "\n").as_bytes())
     }
+}
+
+/// A new file, its bytes on the disk.
+fn write(path: &Path, bytes: &mut dyn Read) -> Result<()> {
+    let fault = |error: io::Error| Fault::io("write", path, &error);
+    let mut file = Output::create(path)?;
+    io::copy(bytes, &mut file).map_err(fault)?;
+    file.sync().map_err(fault)
 }
 
 /// The curriculum of the new run: that of the old one, amended from the step after `step` on.
@@ -211,21 +223,13 @@ fn documents(spec: &RunSpec, ids: &[String]) -> Result<Documents> {
 }
 
 /// An empty folder beside `out`, held by this process; what a kill left there is removed.
-fn scratch(out: &Path) -> Result<(PathBuf, File)> {
+fn scratch(out: &Path) -> Result<(PathBuf, Lock)> {
     let mut name = out.as_os_str().to_owned();
     name.push(".partial");
     let scratch = PathBuf::from(name);
-    fs::create_dir_all(&scratch).map_err(|error| Fault::io("create", &scratch, &error))?;
-    let held = lock(&scratch)?;
-    let fault = |error| Fault::io("clear", &scratch, &error);
-    for entry in fs::read_dir(&scratch).map_err(fault)? {
-        let path = entry.map_err(fault)?.path();
-        if path.is_dir() {
-            fs::remove_dir_all(&path).map_err(fault)?;
-        } else if !path.ends_with("lock") {
-            fs::remove_file(&path).map_err(fault)?;
-        }
-    }
+    disk::create_folder(&scratch)?;
+    let held = disk::lock(&scratch)?;
+    disk::entries(&scratch)?.iter().try_for_each(|path| disk::remove(path))?;
     Ok((scratch, held))
 }
 
@@ -264,7 +268,7 @@ fn copy_events(from: &Path, step: u64, to: &Path) -> Result<()> {
         at.is_some_and(|at| at <= step)
     };
     let kept: String = text.lines().filter(shared).map(|line| line.to_owned() + "\n").collect();
-    fs::write(to, kept).map_err(|error| Fault::io("write", to, &error))
+    write(to, &mut kept.as_bytes())
 }
 
 /// Copies the files of a folder, if it is there. Links would be written to by a run that goes on.
@@ -272,19 +276,13 @@ fn copy_files(from: &Path, to: &Path) -> Result<()> {
     if !from.is_dir() {
         return Ok(());
     }
-    fs::create_dir_all(to).map_err(|error| Fault::io("create", to, &error))?;
-    let fault = |error| Fault::io("copy", from, &error);
-    for entry in fs::read_dir(from).map_err(fault)? {
-        let path = entry.map_err(fault)?.path();
+    disk::create_folder(to)?;
+    for path in disk::entries(from)? {
         if let (true, Some(name)) = (path.is_file(), path.file_name()) {
-            fs::copy(&path, to.join(name)).map_err(fault)?;
+            let mut file =
+                fs::File::open(&path).map_err(|error| Fault::io("read", &path, &error))?;
+            write(&to.join(name), &mut file)?;
         }
     }
     Ok(())
-}
-
-/// Waits until the names in a folder are on the disk.
-fn sync(folder: &Path) -> Result<()> {
-    let synced = File::open(folder).and_then(|file| file.sync_all());
-    synced.map_err(|error| Fault::io("flush", folder, &error))
 }

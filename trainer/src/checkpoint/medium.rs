@@ -4,12 +4,13 @@
 //! checkpoint is committed by its manifest, which is put last, and undone by removing that first.
 
 use std::fmt::Debug;
-use std::fs::{self, File};
-use std::io;
+use std::fs;
+use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
 use contract::{Class, Digest, Fault, Result};
 use store::Location;
+use store::disk::{self, Output};
 use store::location::Object;
 
 /// A place for files, named `step-7/manifest.json`.
@@ -55,8 +56,13 @@ impl Folder {
 
     /// Flushes a new file and gives it its name; both are on the disk then.
     fn land(&self, part: &Path, path: &Path, bytes: &[u8]) -> Result<()> {
-        fs::write(part, bytes).map_err(|error| Fault::io("write", path, &error))?;
-        sync(part)?;
+        let written = || {
+            let mut file = Output::create(part)?;
+            let fault = |error| Fault::io("write", path, &error);
+            file.write_all(bytes).map_err(fault)?;
+            file.sync().map_err(fault)
+        };
+        written()?;
         // What the disk gives back is what was meant, or the checkpoint is not made.
         let back = fs::read(part).map_err(|error| Fault::io("read back", path, &error))?;
         if Digest::of_bytes(&back) != Digest::of_bytes(bytes) {
@@ -64,23 +70,20 @@ impl Folder {
                 .at(path.display().to_string())
                 .hint("check the disk before you go on"));
         }
-        fs::rename(part, path).map_err(|error| Fault::io("rename to", path, &error))?;
-        path.parent().map_or(Ok(()), sync)
+        disk::rename(part, path).map_err(|error| Fault::io("rename to", path, &error))?;
+        disk::sync_folder(disk::folder_of(path))
     }
 }
 
 impl Medium for Folder {
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let path = self.path(name);
-        if let Some(folder) = path.parent().filter(|folder| !folder.exists()) {
-            fs::create_dir_all(folder).map_err(|error| Fault::io("create", folder, &error))?;
-            folder.parent().map_or(Ok(()), sync)?;
-        }
+        disk::create_folder(disk::folder_of(&path))?;
         let part = self.path(&format!("{name}{PART}"));
         let landed = self.land(&part, &path, bytes);
         if landed.is_err() {
             // A full disk needs the room; the fault at hand says more than one about this file.
-            let _ = fs::remove_file(&part);
+            let _ = disk::remove(&part);
         }
         landed
     }
@@ -145,13 +148,6 @@ fn entries(folder: &Path) -> Result<Vec<String>> {
     let mut names = names.collect::<io::Result<Vec<_>>>().map_err(fault)?;
     names.sort();
     Ok(names)
-}
-
-/// Waits until a file or folder is on the disk.
-fn sync(path: &Path) -> Result<()> {
-    File::open(path)
-        .and_then(|file| file.sync_all())
-        .map_err(|error| Fault::io("flush", path, &error))
 }
 
 /// A place in a bucket: objects are whole or not there, and never replaced.

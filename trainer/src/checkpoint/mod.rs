@@ -17,13 +17,12 @@ mod write;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
 use contract::{Class, Digest, Fault, Result};
 use curriculum::Dtype;
-use store::Location;
+use store::{Location, disk};
 use tch::Device;
 
 pub use format::{BlobRecord, BoxRecord, Manifest, Set, TensorRecord};
@@ -318,10 +317,8 @@ impl Checkpoints {
 
 /// Gives a file another name as well; `false` where the file system cannot.
 fn link(from: &Path, to: &Path) -> Result<bool> {
-    if let Some(folder) = to.parent() {
-        fs::create_dir_all(folder).map_err(|error| Fault::io("create", folder, &error))?;
-    }
-    Ok(fs::hard_link(from, to).is_ok())
+    disk::create_folder(disk::folder_of(to))?;
+    Ok(disk::link(from, to).is_ok())
 }
 
 /// The file that keeps a checkpoint from being removed.

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use contract::{Digest, Fault, Result, chain};
+use store::disk::Output;
 
 use super::FORMAT;
 use super::index::{InForce, Index, Line, Mark, SPACING};
@@ -283,9 +284,9 @@ impl Ledger {
     pub(crate) fn copy_through(&self, step: u64, to: &Path) -> Result<()> {
         let (end, fault) =
             (self.line(step)?.end, |error| Fault::io("copy the ledger to", to, &error));
-        let mut copy = File::create(to).map_err(fault)?;
+        let mut copy = Output::create(to)?;
         std::io::copy(&mut self.source.reader(0)?.take(end), &mut copy).map_err(fault)?;
-        copy.sync_all().map_err(fault)
+        copy.sync().map_err(fault)
     }
 
     /// Waits until everything is on the disk: before a checkpoint that relies on it is committed.

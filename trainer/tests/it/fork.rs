@@ -6,6 +6,7 @@ use std::path::Path;
 
 use contract::{Class, Result};
 use serde_json::Value;
+use storage::crash::Recording;
 use tch::Device;
 use trainer::ExecOptions;
 use trainer::change::Change;
@@ -155,6 +156,33 @@ fn forks_from_any_step_and_with_every_change_are_straight_runs() {
         }
         assert!(computed(&fork[step as usize + 1]) != computed(&run[step as usize + 1]));
     }
+}
+
+/// Whatever a kill or a loss of power leaves while a fork is made: nothing by its name, or all of it. The run that is forked is as
+/// it was, and the same command makes the fork where there is none.
+#[test]
+fn a_crash_leaves_no_fork_or_a_whole_one() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(8)).unwrap();
+    let old = scratch.tree("run");
+    let change = Change { clip: Some(1e-3), ..Change::default() };
+    let root = scratch.path("run").parent().unwrap().to_owned();
+    let (recording, made) = Recording::of(&root, || forked(&scratch, 7, "fork", &change));
+    assert_eq!(made.unwrap().checkpoints, [3, 6]);
+    let whole = scratch.tree("fork");
+    assert!(recording.acts() > 20 && whole.contains_key("forked.json"), "{:?}", whole.keys());
+    let (mut none, mut some) = (0, 0);
+    recording.each(60, |state| {
+        assert!(old == scratch.tree("run"), "{}", state.told);
+        if scratch.path("fork").exists() {
+            some += 1;
+        } else {
+            none += 1;
+            forked(&scratch, 7, "fork", &change).unwrap();
+        }
+        assert!(whole == scratch.tree("fork"), "{}", state.told);
+    });
+    assert!(none > 10 && some > 0, "{none} {some}");
 }
 
 #[test]
