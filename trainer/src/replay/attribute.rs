@@ -8,7 +8,9 @@
 //! predicted -lr <grad target, (sum of g - sum of g_d) / (D - sum of n_d) - sum of g / D>: step A as plain descent takes it
 //!           g_d, n_d, D: gradient of a document's summed loss and its labels in step A, labels of the step;
 //!           grad target at the state after the window, g_d at the state before it
-//! LDS       Spearman's rank correlation of actual and predicted over random subsets that leave out half of the documents
+//! dot       +lr <grad target, sum of g_d> / D, both gradients at the state before A: what methods that know one checkpoint say
+//! LDS       Spearman's rank correlation of actual and predicted over random subsets that leave out half of the documents; the
+//!           same of actual and dot beside it
 //! ```
 
 use std::ops::Range;
@@ -53,6 +55,8 @@ pub struct Attribution {
     pub subsets: Vec<Subset>,
     /// Spearman's rank correlation over the subsets; `None` for less than two, or where one side does not vary.
     pub lds: Option<f64>,
+    /// The same of the products of gradients at the state before the window.
+    pub lds_dot: Option<f64>,
 }
 
 /// One document left out by itself.
@@ -70,6 +74,8 @@ pub struct Attributed {
     pub actual: f64,
     /// The same by the prediction.
     pub predicted: f64,
+    /// The same by the product of gradients at the state before the window.
+    pub dot: f64,
 }
 
 /// Some documents left out together.
@@ -81,6 +87,8 @@ pub struct Subset {
     pub actual: f64,
     /// The same by the prediction.
     pub predicted: f64,
+    /// The same by the product of gradients at the state before the window.
+    pub dot: f64,
 }
 
 /// A document of the first step.
@@ -91,6 +99,8 @@ struct Candidate {
     labels: u64,
     /// Product of the target's gradient with that of its summed loss.
     product: f64,
+    /// The same with the target's gradient at the state before the window.
+    before: f64,
 }
 
 /// Attributes the loss of step `window.end` to documents of step `window.start`.
@@ -121,20 +131,24 @@ pub fn attribute(
     };
     let end = ending(&[])?;
     let (loss, slope) = loss_and_gradient(replayer, &end, &next)?;
+    let (_, early) = loss_and_gradient(replayer, &before, &next)?;
     let lr = replayer.spec().settings_at(window.start).schedule.rate(window.start);
     let all = gradient(replayer, &before, &batch)?;
     let product = product(&slope, &all)? * batch.label_count as f64;
     let whole = Whole { lr, labels: batch.label_count, product };
     for candidate in &mut candidates {
-        candidate.product = own_product(replayer, &before, &batch, candidate, &slope)?;
+        let own = own_gradient(replayer, &before, &batch, candidate)?;
+        candidate.product = own.product(&slope)?;
+        candidate.before = own.product(&early)?;
     }
     let mut without = |dropped: &[&Candidate]| {
         let end = ending(dropped)?;
-        Ok::<f64, Fault>(loss_and_gradient(replayer, &end, &next)?.0 - loss)
+        let actual = loss_and_gradient(replayer, &end, &next)?.0 - loss;
+        Ok::<_, Fault>((actual, whole.predicted(dropped), whole.dot(dropped)))
     };
     let mut documents = Vec::new();
     for one in &candidates {
-        let (actual, predicted) = (without(&[one])?, whole.predicted(&[one]));
+        let (actual, predicted, dot) = without(&[one])?;
         let Candidate { source, document, id, labels, .. } = one;
         let (source, id) = (source.clone(), id.clone());
         documents.push(Attributed {
@@ -144,35 +158,47 @@ pub fn attribute(
             labels: *labels,
             actual,
             predicted,
+            dot,
         });
     }
     documents.sort_by(|a, b| a.actual.total_cmp(&b.actual));
     let mut subsets = Vec::new();
     for number in 0..effort.subsets {
         let dropped = half(&candidates, replayer.spec().curriculum.seed, number);
-        let (actual, predicted) = (without(&dropped)?, whole.predicted(&dropped));
+        let (actual, predicted, dot) = without(&dropped)?;
         let dropped = dropped.iter().map(|one| one.id.clone()).collect();
-        subsets.push(Subset { dropped, actual, predicted });
+        subsets.push(Subset { dropped, actual, predicted, dot });
     }
-    let [actual, predicted] = [|one: &Subset| one.actual, |one: &Subset| one.predicted]
-        .map(|of| subsets.iter().map(of).collect::<Vec<f64>>());
-    let lds = spearman(&actual, &predicted);
+    let of: [fn(&Subset) -> f64; 3] = [|one| one.actual, |one| one.predicted, |one| one.dot];
+    let [actual, predicted, dot] = of.map(|of| subsets.iter().map(of).collect::<Vec<f64>>());
+    let (lds, lds_dot) = (spearman(&actual, &predicted), spearman(&actual, &dot));
     let predicted_step = -whole.lr * whole.product / whole.labels.max(1) as f64;
     let (first, target) = (window.start, window.end);
-    Ok(Attribution { first, target, loss, predicted_step, documents, subsets, lds })
+    Ok(Attribution { first, target, loss, predicted_step, documents, subsets, lds, lds_dot })
 }
 
-/// The product of `slope` with the gradient of a document's summed loss in `batch`, at the state before it.
-fn own_product(
+/// The gradient of a document's mean loss, and its labels.
+struct Own {
+    mean: Vec<Tensor>,
+    labels: u64,
+}
+
+impl Own {
+    /// The product of the gradient of its summed loss with another gradient.
+    fn product(&self, slope: &[Tensor]) -> Result<f64> {
+        Ok(product(slope, &self.mean)? * self.labels as f64)
+    }
+}
+
+/// The gradient of a document in `batch`, at the state before it.
+fn own_gradient(
     replayer: &Replayer,
     before: &State,
     batch: &Batch,
     candidate: &Candidate,
-    slope: &[Tensor],
-) -> Result<f64> {
+) -> Result<Own> {
     let alone = alone(replayer, batch, candidate)?;
-    let own = gradient(replayer, before, &alone)?;
-    Ok(product(slope, &own)? * alone.label_count as f64)
+    Ok(Own { mean: gradient(replayer, before, &alone)?, labels: alone.label_count })
 }
 
 /// The first step as a whole, for the prediction.
@@ -189,6 +215,12 @@ impl Whole {
         let rest = self.product - dropped.iter().map(|one| one.product).sum::<f64>();
         let labels = self.labels - dropped.iter().map(|one| one.labels).sum::<u64>();
         -self.lr * (rest / labels.max(1) as f64 - self.product / self.labels.max(1) as f64)
+    }
+
+    /// What the products of gradients at the state before the window say of it.
+    fn dot(&self, dropped: &[&Candidate]) -> f64 {
+        let sum = dropped.iter().map(|one| one.before).sum::<f64>();
+        self.lr * sum / self.labels.max(1) as f64
     }
 }
 
@@ -207,6 +239,7 @@ fn candidates(replayer: &Replayer, batch: &Batch, most: usize) -> Result<Vec<Can
                 id: piece.record.id.clone(),
                 labels,
                 product: 0.0,
+                before: 0.0,
             }),
         }
     })?;

@@ -361,6 +361,37 @@ fn gradients_of_single_documents_add_up_to_that_of_the_step() {
     assert!(found.documents.len() > 3 && size > 0.0);
 }
 
+/// Where a step hardly moves the weights, the target's gradient before it is the one after it: then what the products of gradients
+/// say and what is predicted differ by the count of labels alone.
+#[test]
+fn products_of_gradients_are_what_is_predicted_where_nothing_moves() {
+    let scratch = Scratch::new();
+    let still = [
+        ("lr = 1e-2", "lr = 1e-9"),
+        ("final_lr = 1e-3", "final_lr = 1e-9"),
+        ("num_experts = 3", "num_experts = 3\nbalance_lr = 0.0"),
+    ];
+    let path = scratch.edited("run.toml", &still);
+    scratch.run(&path, "run", stop_after(8)).unwrap();
+    let effort = Effort { documents: 6, subsets: 3 };
+    let found = attribute(&mut open(&scratch, "run"), 6..7, effort).unwrap();
+    let record = replay(&scratch, "run", 6).record.unwrap();
+    let (labels, lr) = (record.divisor as f64, record.lr());
+    let whole = -found.predicted_step / lr * labels;
+    for one in &found.documents {
+        let own = one.dot / lr * labels;
+        let wanted = -lr * ((whole - own) / (labels - one.labels as f64) - whole / labels);
+        let size = lr * (whole.abs() + own.abs()) / labels;
+        assert!((wanted - one.predicted).abs() < 1e-3 * size, "{one:?}: {wanted}");
+        assert!(one.dot != 0.0);
+    }
+    for subset in &found.subsets {
+        let of = |id: &String| found.documents.iter().find(|one| one.id == *id).unwrap().dot;
+        let sum: f64 = subset.dropped.iter().map(of).sum();
+        assert!((sum - subset.dot).abs() < 1e-9 * sum.abs().max(subset.dot.abs()), "they add up");
+    }
+}
+
 #[test]
 fn a_step_that_diverged_can_be_looked_at() {
     let scratch = Scratch::new();

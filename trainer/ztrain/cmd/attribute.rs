@@ -11,19 +11,27 @@ pub(crate) fn print(found: &Attribution, json: bool) -> Result<()> {
         answer["replay"] = false.into();
         return print_raw(&format!("{answer}\n"));
     }
-    let Attribution { first, target, loss, predicted_step, documents, subsets, lds } = found;
+    let Attribution { first, target, loss, predicted_step, documents, subsets, lds, lds_dot } =
+        found;
     tell!(
         "WHAT IF, not a replay: documents of step {first} left out of steps {first} to {}",
         target - 1
     );
     tell!("target: the loss of step {target}'s batch after them, {loss:.6} with all documents");
     tell!("step {first} as a whole is predicted to change it by {predicted_step:+.6}");
-    tell!("{:>12} {:>12} {:>7}  source | id", "changes by", "predicted", "labels");
+    tell!(
+        "{:>12} {:>12} {:>12} {:>7}  source | id",
+        "changes by",
+        "predicted",
+        "gradients",
+        "labels"
+    );
     for one in documents {
         tell!(
-            "{:>+12.6} {:>+12.6} {:>7}  {} | {}",
+            "{:>+12.6} {:>+12.6} {:>+12.6} {:>7}  {} | {}",
             one.actual,
             one.predicted,
+            one.dot,
             one.labels,
             one.source,
             one.id
@@ -35,6 +43,9 @@ pub(crate) fn print(found: &Attribution, json: bool) -> Result<()> {
             subsets.len()
         ),
         None => tell!("no rank correlation: too few subsets, or no change to rank"),
+    }
+    if let Some(lds) = lds_dot {
+        tell!("the same of products of gradients at the state before step {first}: {lds:.3}");
     }
     Ok(())
 }
