@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use contract::{Key, Purpose, draw};
 use tch::Device;
-use trainer::explain::{Explanation, Request, Subject, explain};
+use trainer::explain::{Explanation, Kind, Request, Subject, explain};
 use trainer::hf::export::export;
 use trainer::hf::import::import;
 use trainer::ledger::Ledger;
@@ -147,20 +147,24 @@ fn an_explanation_computes_three_steps_and_two_for_each_removal() {
     }
 }
 
-/// A rate that rises ten-fold from one step to the next is named at the step that suffers.
+/// A rate that rises twenty-fold from one step to the next is named at the step that suffers.
 #[test]
 fn a_learning_rate_jump_is_named() {
     let scratch = Scratch::new();
-    let jump = [
-        ("warmup_steps = 3", "warmup_steps = 12"),
-        ("decay_steps = 30", "decay_steps = 1"),
-        ("final_lr = 1e-3", "final_lr = 2e-1"),
-    ];
-    let path = curriculum(&scratch, &jump);
+    let text = std::fs::read_to_string(curriculum(&scratch, &[])).unwrap();
+    let jump = "\n[[amendment]]\nstep = 13\noptimizer = { lr = 2e-1 }\nschedule = { warmup_steps = 0, decay_steps = 0 }\n";
+    let path = scratch.write("run.toml", &(text + jump));
     scratch.run(&path, "run", stop_after(16)).unwrap();
+    let rate = |step: u64| open(&scratch, "run").spec().settings_at(step).schedule.rate(step);
+    assert!(rate(13) == 2e-1 && rate(12) < 1e-2, "{} {}", rate(12), rate(13));
     let found = explained(&scratch, "run", 14, 1);
     assert_eq!(found.findings[0].subject, Subject::LearningRate, "{}", found.sentence);
-    assert!(found.sentence.contains("1.000e-2 to 2.000e-1 at step 13"), "{}", found.sentence);
+    let words = format!("{:.3e} to 2.000e-1 at step 13", rate(12));
+    assert!(found.sentence.contains(&words), "{words}: {}", found.sentence);
+    assert!(
+        found.changes.iter().any(|change| change.kind == Kind::Amendment && change.step == 13),
+        "{found}"
+    );
     // The step before it is past nothing but the warm-up.
     let quiet = explained(&scratch, "run", 11, 0);
     assert!(!subjects(&quiet).contains(&Subject::LearningRate), "{}", quiet.sentence);
