@@ -29,6 +29,9 @@ pub const LEVELS: [&str; 4] = ["D", "L0", "L1", "L2"];
 /// The file that says where checkpoints lie if not in the run's folder.
 const ELSEWHERE: &str = "checkpoints.at";
 
+/// The file that the process that trains holds.
+const LOCK: &str = "lock";
+
 /// The levels of a run with these kernels.
 pub fn levels(table: &KernelTable) -> &'static [&'static str] {
     if table.device == "cpu" { &LEVELS } else { &LEVELS[..2] }
@@ -260,7 +263,7 @@ pub(crate) fn lock(root: &Path) -> Result<File> {
 
 /// The same; `None` where another process has it.
 pub(crate) fn try_lock(root: &Path) -> Result<Option<File>> {
-    let path = root.join("lock");
+    let path = root.join(LOCK);
     let file = OpenOptions::new().create(true).truncate(false).write(true).open(&path);
     let file = file.map_err(|error| Fault::io("open", &path, &error))?;
     match file.try_lock() {
@@ -268,6 +271,11 @@ pub(crate) fn try_lock(root: &Path) -> Result<Option<File>> {
         Err(TryLockError::WouldBlock) => Ok(None),
         Err(TryLockError::Error(error)) => Err(Fault::io("lock", &path, &error)),
     }
+}
+
+/// Whether a run has taken this folder at some time: the lock's file stays.
+pub(crate) fn was_taken(root: &Path) -> bool {
+    root.join(LOCK).exists()
 }
 
 /// Holds a curriculum against the one that the ledger's steps were trained by: refused where it reaches one of them, else the

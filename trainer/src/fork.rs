@@ -25,7 +25,7 @@ use store::{Location, Split};
 
 use crate::change::{Change, Documents};
 use crate::checkpoint::Checkpoints;
-use crate::folder::{RunFolder, compare_content, compare_curriculum, head, no_run};
+use crate::folder::{self, RunFolder, compare_content, compare_curriculum, head, no_run};
 use crate::ledger::Ledger;
 use crate::replay;
 use crate::spec::RunSpec;
@@ -107,6 +107,9 @@ pub fn fork(request: &Request<'_>, table: &KernelTable) -> Result<Forked> {
     let spec = RunSpec::new(&opened)?;
     let (scratch, _lock) = scratch(out)?;
     let new = RunFolder::new(&scratch);
+    // First, and lasting: whatever else a crash leaves beside it is known for what a fork left.
+    old.write_origin(step, &scratch)?;
+    disk::sync_folder(&scratch)?;
     old.ledger.copy_through(step, &new.ledger())?;
     let ledger = Ledger::read_whole(&new.ledger())?;
     compare_curriculum(&ledger, &spec, &new.ledger())?;
@@ -114,7 +117,6 @@ pub fn fork(request: &Request<'_>, table: &KernelTable) -> Result<Forked> {
     let checkpoints = share_checkpoints(&old.folder, step, &new)?;
     copy_events(&old.folder.events(), step, &new.events())?;
     copy_files(&old.folder.metrics(), &new.metrics())?;
-    old.write_origin(step, &scratch)?;
     disk::sync_folders(&scratch)?;
     disk::rename(&scratch, out).map_err(|error| Fault::io("rename to", out, &error))?;
     disk::sync_folder(disk::folder_of(out))?;
@@ -222,14 +224,23 @@ fn documents(spec: &RunSpec, ids: &[String]) -> Result<Documents> {
     Ok(found)
 }
 
-/// An empty folder beside `out`, held by this process; what a kill left there is removed.
+/// A folder beside `out`, held by this process. What a fork that was killed left there is removed but for [`FORKED`], by which
+/// such a folder is known; anything else that stands there is somebody's.
 fn scratch(out: &Path) -> Result<(PathBuf, Lock)> {
     let mut name = out.as_os_str().to_owned();
     name.push(".partial");
     let scratch = PathBuf::from(name);
     disk::create_folder(&scratch)?;
     let held = disk::lock(&scratch)?;
-    disk::entries(&scratch)?.iter().try_for_each(|path| disk::remove(path))?;
+    let there = disk::entries(&scratch)?;
+    let ours = scratch.join(FORKED).is_file() && !folder::was_taken(&scratch);
+    if !there.is_empty() && !ours {
+        return Err(Fault::usage("a fork is made under this name first, and it is taken")
+            .at(scratch.display().to_string())
+            .found("files that no fork left there")
+            .hint("move that folder away, or give --out another name"));
+    }
+    there.iter().filter(|path| !path.ends_with(FORKED)).try_for_each(|path| disk::remove(path))?;
     Ok((scratch, held))
 }
 

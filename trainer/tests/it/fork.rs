@@ -185,6 +185,34 @@ fn a_crash_leaves_no_fork_or_a_whole_one() {
     assert!(none > 10 && some > 0, "{none} {some}");
 }
 
+/// A fork is made as `fork.partial`. Whatever stands there that no fork left is somebody's: notes, a run, a fork that was trained.
+#[test]
+fn a_folder_in_the_way_that_no_fork_left_stays_as_it_is() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(4)).unwrap();
+    let none = Change::default();
+    let refused = |what: &str| {
+        let before = scratch.tree("fork.partial");
+        assert!(!before.is_empty());
+        let fault = forked(&scratch, 3, "fork", &none).unwrap_err();
+        assert_eq!(fault.class(), Class::Usage, "{what}: {fault}");
+        assert!(fault.to_string().contains("fork.partial"), "{what}: {fault}");
+        assert!(before == scratch.tree("fork.partial"), "{what}");
+        assert!(!scratch.path("fork").exists(), "{what}");
+        fs::remove_dir_all(scratch.path("fork.partial")).unwrap();
+    };
+    fs::create_dir_all(scratch.path("fork.partial/notes")).unwrap();
+    scratch.write("fork.partial/notes/thesis.txt", "three years");
+    refused("a user's files");
+    scratch.run(&scratch.path("run.toml"), "fork.partial", stop_after(1)).unwrap();
+    refused("a run");
+    forked(&scratch, 3, "fork.partial", &none).unwrap();
+    scratch.run(&scratch.path("fork.partial/run.toml"), "fork.partial", stop_after(4)).unwrap();
+    refused("a fork that was trained");
+    fs::create_dir(scratch.path("fork.partial")).unwrap();
+    assert_eq!(forked(&scratch, 3, "fork", &none).unwrap().step, 3, "an empty folder is no loss");
+}
+
 #[test]
 fn what_cannot_be_forked_is_refused_and_a_kill_leaves_nothing_in_the_way() {
     let scratch = Scratch::new();
@@ -215,11 +243,14 @@ fn what_cannot_be_forked_is_refused_and_a_kill_leaves_nothing_in_the_way() {
     let fault = fork(&Request { run: Path::new("nowhere"), amend: None, ..request }, &table());
     assert!(fault.unwrap_err().to_string().contains("not a run"));
 
-    // What a kill left, at any point: another ledger, half a checkpoint, a file of nobody.
+    // What a kill left, at any point: where it was forked from, another ledger, half a checkpoint, a file of nobody.
     fs::create_dir_all(scratch.path("fork.partial/checkpoints/step-3")).unwrap();
-    for (name, text) in
-        [("ledger.jsonl", "half"), ("checkpoints/step-3/manifest.json", "{"), ("x", "")]
-    {
+    for (name, text) in [
+        ("forked.json", ""),
+        ("ledger.jsonl", "half"),
+        ("checkpoints/step-3/manifest.json", "{"),
+        ("x", ""),
+    ] {
         fs::write(scratch.path("fork.partial").join(name), text).unwrap();
     }
     let change = dropping(&[&documents(&scratch, 7)[0]]);

@@ -3,8 +3,10 @@
 use std::path::PathBuf;
 
 use contract::terminal::print_raw;
-use contract::{Fault, Result};
+use contract::Result;
 use trainer::compare::{Answer, chart, compare};
+
+use super::drawing::Drawing;
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -25,17 +27,17 @@ pub(crate) struct Args {
 
 /// Compares; exit code 4 if the runs differ.
 pub(crate) fn exec(args: Args) -> Result<u8> {
+    let drawing = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
     let answer = compare(&args.a, &args.b)?;
-    if let Some(path) = &args.plot {
-        let svg = chart(&args.a, &args.b, &answer)?.svg();
-        std::fs::write(path, svg).map_err(|error| Fault::io("write", path, &error).at("--plot"))?;
+    if let Some(drawing) = &drawing {
+        drawing.put(&chart(&args.a, &args.b, &answer)?.svg())?;
     }
     if args.json {
         print_raw(&format!("{}\n", answer.to_json()))?;
     } else {
         tell!("{answer}");
-        if let Some(path) = &args.plot {
-            tell!("both curves: {}", path.display());
+        if let Some(drawing) = &drawing {
+            tell!("both curves: {}", drawing.path().display());
         }
     }
     Ok(if matches!(answer, Answer { difference: None, .. }) {
