@@ -151,9 +151,11 @@ fn an_explanation_computes_three_steps_and_two_for_each_removal() {
 #[test]
 fn a_learning_rate_jump_is_named() {
     let scratch = Scratch::new();
-    let text = std::fs::read_to_string(curriculum(&scratch, &[])).unwrap();
+    let path = curriculum(&scratch, &[]);
+    scratch.run(&path, "run", stop_after(12)).unwrap();
+    let text = std::fs::read_to_string(&path).unwrap();
     let jump = "\n[[amendment]]\nstep = 13\noptimizer = { lr = 2e-1 }\nschedule = { warmup_steps = 0, decay_steps = 0 }\n";
-    let path = scratch.write("run.toml", &(text + jump));
+    let path = scratch.write("jump.toml", &(text + jump));
     scratch.run(&path, "run", stop_after(16)).unwrap();
     let rate = |step: u64| open(&scratch, "run").spec().settings_at(step).schedule.rate(step);
     assert!(rate(13) == 2e-1 && rate(12) < 1e-2, "{} {}", rate(12), rate(13));

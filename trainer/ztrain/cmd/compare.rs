@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use contract::terminal::print_raw;
 use contract::Result;
+use contract::terminal::print_raw;
 use trainer::compare::{Answer, chart, compare};
 
 use super::drawing::Drawing;

@@ -3,8 +3,8 @@
 use std::ops::Range;
 use std::path::Path;
 
-use contract::terminal::print_raw;
 use contract::Result;
+use contract::terminal::print_raw;
 use serde_json::json;
 use store::Location;
 use trainer::change::{Change, quoted};
