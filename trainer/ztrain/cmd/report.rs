@@ -1,6 +1,6 @@
 //! `ztrain report`.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use contract::Result;
 use contract::terminal::print_raw;
@@ -26,10 +26,11 @@ pub(crate) struct Args {
 
 /// Writes the page, whole at any moment.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let named = args.out.as_deref();
-    let out = named.map_or_else(|| RunFolder::new(&args.run[0]).report(), Path::to_owned);
-    let drawing = Drawing::at("--out", &out)?;
+    let named = args.out.as_deref().map(|path| Drawing::at("--out", path)).transpose()?;
     let views = args.run.iter().map(|run| View::open(run)).collect::<Result<Vec<View>>>()?;
+    let out = args.out.unwrap_or_else(|| RunFolder::new(&args.run[0]).report());
+    // The place in a run's folder is looked at when that is known to be one.
+    let drawing = named.map_or_else(|| Drawing::at("--out", &out), Ok)?;
     let text = page(&views, false)?;
     drawing.put(&text)?;
     if args.json {
