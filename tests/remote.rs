@@ -465,8 +465,8 @@ mod training {
         );
         let verdict = ran(&["replay", "--run", arg(&run), "--step", "20"], &[]).ok();
         assert!(verdict.contains("same bits"), "{verdict}");
-        // A fork takes the newest checkpoint out of the bucket into its own folder, and goes on from there; changed in nothing, it
-        // is the run.
+        // A fork takes the newest checkpoint out of the bucket into its own folder, and goes on from there; changed in nothing,
+        // it is the run.
         let fork = scratch.path("fork");
         let told = ran(&["fork", arg(&run), "--step", "19", "--out", arg(&fork)], &[]).ok();
         assert!(told.contains("checkpoints: step-18\n"), "{told}");

@@ -167,7 +167,9 @@ mod tests {
             let kept = thinned(&places);
             prop_assert!(kept.len() <= 4 * 1_001 && kept.is_sorted_by(|left, right| left.0 < right.0));
             prop_assert_eq!((kept[0], kept[kept.len() - 1]), (places[0], places[places.len() - 1]));
-            let range = |of: &[(f64, f64)]| of.iter().fold((f64::MAX, f64::MIN), |(low, high), (_, y)| (low.min(*y), high.max(*y)));
+            let range = |of: &[(f64, f64)]| {
+                of.iter().fold((f64::MAX, f64::MIN), |(low, high), (_, y)| (low.min(*y), high.max(*y)))
+            };
             prop_assert_eq!(range(&kept), range(&places));
         }
     }

@@ -169,12 +169,17 @@ pub fn attribute(
         let dropped = dropped.iter().map(|one| one.id.clone()).collect();
         subsets.push(Subset { dropped, actual, predicted, dot });
     }
-    let of: [fn(&Subset) -> f64; 3] = [|one| one.actual, |one| one.predicted, |one| one.dot];
-    let [actual, predicted, dot] = of.map(|of| subsets.iter().map(of).collect::<Vec<f64>>());
-    let (lds, lds_dot) = (spearman(&actual, &predicted), spearman(&actual, &dot));
+    let (lds, lds_dot) = correlations(&subsets);
     let predicted_step = -whole.lr * whole.product / whole.labels.max(1) as f64;
     let (first, target) = (window.start, window.end);
     Ok(Attribution { first, target, loss, predicted_step, documents, subsets, lds, lds_dot })
+}
+
+/// The LDS of the prediction and that of the products of gradients.
+fn correlations(subsets: &[Subset]) -> (Option<f64>, Option<f64>) {
+    let of: [fn(&Subset) -> f64; 3] = [|one| one.actual, |one| one.predicted, |one| one.dot];
+    let [actual, predicted, dot] = of.map(|of| subsets.iter().map(of).collect::<Vec<f64>>());
+    (spearman(&actual, &predicted), spearman(&actual, &dot))
 }
 
 /// The gradient of a document's mean loss, and its labels.

@@ -361,8 +361,8 @@ fn gradients_of_single_documents_add_up_to_that_of_the_step() {
     assert!(found.documents.len() > 3 && size > 0.0);
 }
 
-/// Where a step hardly moves the weights, the target's gradient before it is the one after it: then what the products of gradients
-/// say and what is predicted differ by the count of labels alone.
+/// Where a step hardly moves the weights, the target's gradient before it is the one after it: then what the products of
+/// gradients say and what is predicted differ by the count of labels alone.
 #[test]
 fn products_of_gradients_are_what_is_predicted_where_nothing_moves() {
     let scratch = Scratch::new();

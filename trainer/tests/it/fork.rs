@@ -158,8 +158,8 @@ fn forks_from_any_step_and_with_every_change_are_straight_runs() {
     }
 }
 
-/// Whatever a kill or a loss of power leaves while a fork is made: nothing by its name, or all of it. The run that is forked is as
-/// it was, and the same command makes the fork where there is none.
+/// Whatever a kill or a loss of power leaves while a fork is made: nothing by its name, or all of it. The run that is forked is
+/// as it was, and the same command makes the fork where there is none.
 #[test]
 fn a_crash_leaves_no_fork_or_a_whole_one() {
     let scratch = Scratch::new();
@@ -185,7 +185,7 @@ fn a_crash_leaves_no_fork_or_a_whole_one() {
     assert!(none > 10 && some > 0, "{none} {some}");
 }
 
-/// A fork is made as `fork.partial`. Whatever stands there that no fork left is somebody's: notes, a run, a fork that was trained.
+/// A fork is made as `fork.partial`. What stands there that no fork left is somebody's: notes, a run, a fork that was trained.
 #[test]
 fn a_folder_in_the_way_that_no_fork_left_stays_as_it_is() {
     let scratch = Scratch::new();
