@@ -86,9 +86,8 @@ fn what_was_imagined_is_done_by_the_commands_that_are_printed() {
     let curves = scratch.path("compared.svg");
     let compared = ztrain(&["compare", arg(&run), arg(&new), "--plot", arg(&curves)]);
     assert_eq!(compared.code, Some(4), "{}", compared.err);
-    let compared = compared.out;
     for words in ["b was forked from a after step 6", "step 7 is the first to differ"] {
-        assert!(compared.contains(words), "{compared}");
+        assert!(compared.out.contains(words), "{}", compared.out);
     }
     // Steps 7 to 12 differ: as many before are drawn with them, of both runs.
     let drawn = fs::read_to_string(&curves).unwrap();
