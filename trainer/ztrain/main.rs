@@ -30,7 +30,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Compute a past step again, compare it with the ledger, and show the documents behind its loss.
-    Replay(cmd::replay::Args),
+    Replay(Box<cmd::replay::Args>),
     /// Say in one sentence what is odd about a step, then give the evidence: documents, layers, changes, counterfactuals.
     Explain(cmd::explain::Args),
     /// Make a new run that shares everything up to a step, and differs from there.
@@ -61,7 +61,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let outcome = match cli.command {
         None => cmd::train::exec(cli.train),
-        Some(Command::Replay(args)) => cmd::replay::exec(args),
+        Some(Command::Replay(args)) => cmd::replay::exec(*args),
         Some(Command::Explain(args)) => cmd::explain::exec(args),
         Some(Command::Fork(args)) => cmd::fork::exec(args),
         Some(Command::Compare(args)) => cmd::compare::exec(args),

@@ -55,10 +55,14 @@ fn kernels_keep_to_their_limits() {
     assert!(matches!(ran.status.code(), Some(0 | 77)), "{told}");
 }
 
+/// A kernel for bf16 is its twin for f32 with another type in the same template: its threads meet where those of the twin do. A
+/// sanitizer makes threads dear, so it sees one of them.
 #[test]
 fn no_thread_races_with_another() {
     let tapes = small();
-    let (told, left) = played(&THREADS, "one", &tapes.iter().collect::<Vec<_>>());
+    let wide: Vec<&Tape> = tapes.iter().filter(|tape| !tape.name.ends_with("bf16")).collect();
+    assert!(wide.len() < tapes.len());
+    let (told, left) = played(&THREADS, "one", &wide);
     assert!(left.is_some() && !told.contains("WARNING: ThreadSanitizer"), "{told}");
 }
 

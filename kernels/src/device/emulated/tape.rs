@@ -71,6 +71,12 @@ impl Tape {
         Tape { name: name.to_owned(), buffers: vec![], addresses: vec![], launches: vec![] }
     }
 
+    /// With so many of its launches, the first.
+    pub(super) fn first(mut self, launches: usize) -> Tape {
+        self.launches.truncate(launches);
+        self
+    }
+
     /// A buffer with these elements.
     pub(super) fn with<T: Element>(&mut self, values: &[T]) -> Buffer {
         self.buffers.push(values.iter().flat_map(|value| value.bytes()).collect());
