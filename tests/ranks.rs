@@ -314,5 +314,5 @@ fn collectives_are_measured_and_right() {
     let nowhere = scratch.path("no folder/plot.svg");
     let late = ztrain(&["bench", "collectives", "--nproc", "2", "--plot", arg(&nowhere)]);
     assert_eq!(late.out, "", "nothing is measured for a picture that cannot be drawn");
-    late.fails(3, &["plot.svg"]);
+    late.fails(2, &["plot.svg", "no such folder"]);
 }
