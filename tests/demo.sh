@@ -3,22 +3,20 @@
 # -> replay of a past step with the same bits. About six minutes on two cores once it is built.
 set -eu
 cd "$(dirname "$0")/.."
+. tests/built.sh
 demo=runs/demo
 say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 run() { printf '$ %s\n' "$*"; "$@"; }
 
 say "build the two programs (the first time also fetches libtorch, once, 0.5 GB)"
 run cargo build --release --locked --bin zdata --bin ztrain
-bin=$(cargo metadata --locked --offline --no-deps --format-version 1 |
-  python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')/release
+bin=$(release_folder)
 zdata() { printf '$ zdata %s\n' "$*"; "$bin/zdata" "$@"; }
 ztrain() { printf '$ ztrain %s\n' "$*"; "$bin/ztrain" "$@"; }
 
 say "raw text to store: the code, prose and manifests of this project's own dependencies"
 rm -rf "$demo" && mkdir -p "$demo"
-# Not offline: the build fetched what it needed, the list of dependencies also names what only tests use.
-host=$(rustc -vV | sed -n 's/^host: //p')
-cargo metadata --locked --filter-platform "$host" --format-version 1 >"$demo/metadata.json"
+dependencies "$demo/metadata.json"
 python3 tests/demo_corpus.py <"$demo/metadata.json" >"$demo/corpus.toml"
 zdata tokenizer train "$demo/corpus.toml" --vocab 8192 --out "$demo/tokenizer.json"
 zdata build "$demo/corpus.toml" --out "$demo/store"

@@ -5,16 +5,16 @@
 #   sh tests/pictures.sh [FOLDER OF zdata AND ztrain]
 set -eu
 cd "$(dirname "$0")/.."
+. tests/built.sh
 work=runs/pictures
 bin=${1:-}
 if [ -z "$bin" ]; then
   cargo build --release --locked --bin zdata --bin ztrain
-  bin=$(cargo metadata --locked --offline --no-deps --format-version 1 |
-    python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')/release
+  bin=$(release_folder)
 fi
 rm -rf "$work" && mkdir -p "$work"
-host=$(rustc -vV | sed -n 's/^host: //p')
-cargo metadata --locked --filter-platform "$host" --format-version 1 | python3 tests/demo_corpus.py >"$work/corpus.toml"
+dependencies "$work/metadata.json"
+python3 tests/demo_corpus.py <"$work/metadata.json" >"$work/corpus.toml"
 "$bin/zdata" tokenizer train "$work/corpus.toml" --vocab 512 --out "$work/tokenizer.json"
 "$bin/zdata" build "$work/corpus.toml" --out "$work/store"
 cat >"$work/small.toml" <<'TOML'
@@ -74,11 +74,7 @@ pkill -9 -P "$victim" 2>/dev/null || kill -9 "$victim"
 wait "$victim" 2>/dev/null || true
 train
 "$bin/ztrain" spikes --run "$work/small"
-# The finding with the farthest value.
-step=$("$bin/ztrain" spikes --run "$work/small" --json | python3 -c '
-import json, sys
-far = lambda one: max(abs(reason["score"] or 0) for reason in one["reasons"])
-print(max(map(json.loads, sys.stdin), key=far)["step"])')
+step=$(oddest "$work/small")
 mkdir -p "$work/small/explained" trainer/src/report/pictures
 "$bin/ztrain" explain --run "$work/small" --step "$step" --top 4 --json >"$work/small/explained/step-$step.json"
 "$bin/ztrain" report --run "$work/small"

@@ -6,16 +6,16 @@
 #   sh tests/sizing.sh [FOLDER OF zdata AND ztrain]
 set -eu
 cd "$(dirname "$0")/.."
+. tests/built.sh
 work=runs/sizing
 bin=${1:-}
 if [ -z "$bin" ]; then
   cargo build --release --locked --bin zdata --bin ztrain
-  bin=$(cargo metadata --locked --offline --no-deps --format-version 1 |
-    python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')/release
+  bin=$(release_folder)
 fi
 rm -rf "$work" && mkdir -p "$work"
-host=$(rustc -vV | sed -n 's/^host: //p')
-cargo metadata --locked --filter-platform "$host" --format-version 1 | python3 tests/demo_corpus.py >"$work/corpus.toml"
+dependencies "$work/metadata.json"
+python3 tests/demo_corpus.py <"$work/metadata.json" >"$work/corpus.toml"
 "$bin/zdata" tokenizer train "$work/corpus.toml" --vocab 2048 --out "$work/tokenizer.json"
 "$bin/zdata" build "$work/corpus.toml" --out "$work/store"
 python3 tests/sizing.py "$bin/ztrain" "$work" "${SECONDS_A_ROW:-0.1}"

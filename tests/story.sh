@@ -8,6 +8,7 @@
 # Without a folder of programs they are built (release). STEPS (160): how long the run is, at least 140.
 set -eu
 cd "$(dirname "$0")/.."
+. tests/built.sh
 bin=${1:-} work=${2:-runs/story} steps=${3:-160}
 say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 run() { printf '$ %s\n' "$*"; "$@"; }
@@ -25,12 +26,10 @@ claim() { # claim "words" COMMAND...: ends the story where it does not hold
 if [ -z "$bin" ]; then
   say "build the two programs"
   run cargo build --release --locked --bin zdata --bin ztrain
-  bin=$(cargo metadata --locked --offline --no-deps --format-version 1 |
-    python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')/release
+  bin=$(release_folder)
 fi
 rm -rf "$work" && mkdir -p "$work"
-host=$(rustc -vV | sed -n 's/^host: //p')
-cargo metadata --locked --filter-platform "$host" --format-version 1 >"$work/metadata.json"
+dependencies "$work/metadata.json"
 cat >"$work/curriculum.toml" <<TOML
 store = "store"
 seed = 5
@@ -100,10 +99,7 @@ ztrain --curriculum "$work/curriculum.toml" --out "$work/run" --checkpoint-every
 
 say "is anything odd?"
 ztrain spikes --run "$work/run"
-odd=$("$bin/ztrain" spikes --run "$work/run" --json | python3 -c '
-import json, sys
-far = lambda one: max(abs(reason["score"] or 0) for reason in one["reasons"])
-print(max(map(json.loads, sys.stdin), key=far)["farthest"])')
+odd=$(oddest "$work/run")
 claim "the oddest step, $odd, is the one that read the planted documents" [ "$odd" = "$step" ]
 
 say "why?"

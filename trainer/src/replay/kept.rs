@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use contract::{Digest, Fault, Result};
 use kernels::group::Group;
 use kernels::runtime::KernelTable;
-use store::Location;
+use store::{Location, disk};
 
 use crate::checkpoint::{Checkpoints, Layout, Snapshot};
 use crate::folder::{self, RunFolder};
@@ -102,7 +102,7 @@ impl Kept {
     /// Removes what is too much, those that were written first before others; never the one of `step`.
     fn thin_out(&self, step: u64) -> Result<()> {
         let mut all = Vec::new();
-        for table in folders(&self.root)? {
+        for table in disk::entries(&self.root)?.into_iter().filter(|path| path.is_dir()) {
             let place = Checkpoints::new(Location::Local(table.clone()));
             for at in place.steps()? {
                 let (written, bytes) = written(&table.join(format!("step-{at}")))?;
@@ -128,15 +128,6 @@ impl Kept {
 fn size(state: &State) -> u64 {
     let of = |rule: crate::optim::Rule| if rule.has_second_moment() { 12 } else { 8 };
     state.owners.pieces().iter().map(|piece| piece.length() as u64 * of(piece.rule)).sum()
-}
-
-/// The folders in one.
-fn folders(root: &Path) -> Result<Vec<PathBuf>> {
-    let fault = |error| Fault::io("list", root, &error);
-    let entries = fs::read_dir(root).map_err(fault)?.map(|entry| entry.map(|entry| entry.path()));
-    let mut found = entries.collect::<std::io::Result<Vec<_>>>().map_err(fault)?;
-    found.retain(|path| path.is_dir());
-    Ok(found)
 }
 
 /// When the last file of a folder was written, and the bytes of all of them.

@@ -86,17 +86,9 @@ fn ranks(Setting { fleet, .. }: Setting<'_>, needs: &PhaseNeeds, time: &StepTime
     let all = needs.batch / needs.micro_batch;
     let mut hints = Vec::new();
     if time.idle_ranks > 0 {
-        let share = ranks.div_ceil(all);
-        let context = match needs.seq_len {
-            16_384.. => format!(
-                ", or let {share} ranks share each sequence (context parallelism of degree {share} with \
-                 `context_chunks` to match)"
-            ),
-            _ => String::new(),
-        };
         hints.push(format!(
             "{} of {ranks} ranks are idle: the phase has {all} micro-batches a step; give smaller micro-batches or a \
-             larger batch{context}",
+             larger batch (ranks that share a sequence, context parallelism, are not built yet)",
             time.idle_ranks
         ));
     } else if !all.is_multiple_of(ranks) {

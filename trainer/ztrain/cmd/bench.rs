@@ -10,6 +10,7 @@ use trainer::refusal::lost;
 use trainer::sizing::cluster::{Described, Link};
 
 use super::Speed;
+use super::bench_machine::ClusterFile;
 use super::drawing::Drawing;
 use super::ranks::{self, Ranks};
 
@@ -80,6 +81,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             .wanted(format!("at most --to, {}", args.to)));
     }
     let drawing = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
+    let cluster = args.out.as_deref().map(ClusterFile::open).transpose()?;
     if let Some(count) = args.ranks.to_spawn()? {
         return ranks::start(count);
     }
@@ -118,16 +120,16 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     if let (true, Some(drawing)) = (speaks, &drawing) {
         drawing.put(&plot(&all, group.world()))?;
     }
-    if let (true, Some(path)) = (speaks, &args.out) {
-        keep(path, &all, group.world())?;
+    if let (true, Some(cluster)) = (speaks, cluster) {
+        keep(cluster, &all, group.world())?;
     }
     Ok(if all.iter().any(|one| one.wrong > 0) { 6 } else { 0 })
 }
 
 /// Writes what a plan reads of this: so many ranks, which share this machine.
-fn keep(path: &std::path::Path, all: &[Measured], world: u32) -> Result<()> {
+fn keep(cluster: ClusterFile, all: &[Measured], world: u32) -> Result<()> {
     let (latency_s, bytes_per_s) = link(all);
-    super::bench_machine::change_cluster(path, |described| {
+    cluster.put(|described| {
         described.ranks = Some(world);
         described.ranks_per_node = described.ranks;
         let shared = Described::of_this_machine().memory_gib;

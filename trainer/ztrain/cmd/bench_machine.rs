@@ -1,7 +1,8 @@
 //! `ztrain bench gemm` and `ztrain bench memory`: what this machine can do, for people and for `ztrain plan --cluster`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use contract::settings::File;
 use contract::terminal::print_raw;
 use contract::{Fault, Result};
 use loader::Opened;
@@ -18,6 +19,7 @@ use trainer::sizing::shapes::{self, Shape};
 use trainer::workers::Workers;
 
 use super::Speed;
+use super::drawing::Drawing;
 
 /// What both commands take.
 #[derive(clap::Args)]
@@ -126,51 +128,69 @@ struct Bandwidth {
 }
 
 impl Common {
-    fn start(&self) -> Result<(Bench, Device)> {
-        for path in [&self.plot, &self.out].into_iter().flatten() {
-            // Found out before minutes of measuring.
-            let found = std::fs::OpenOptions::new().create(true).append(true).open(path);
-            found.map_err(|error| Fault::io("write", path, &error))?;
-        }
+    /// What measures, and where it goes: found out before minutes of measuring.
+    fn start(&self) -> Result<(Bench, Device, Results)> {
+        let plot = self.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
+        let cluster = self.out.as_deref().map(ClusterFile::open).transpose()?;
         let (device, table) = Speed::on(&self.device).start(None)?;
         let ops = table.ops().map_err(|error| Fault::machine(error.to_string()))?;
         let workers = Workers::new(usize::from(self.workers)).computing_by(ops);
-        Ok((Bench { device, workers, seconds: self.seconds }, device))
+        let bench = Bench { device, workers, seconds: self.seconds };
+        Ok((bench, device, Results { plot, cluster, workers: usize::from(self.workers) }))
     }
+}
 
-    fn draw(&self, chart: &Chart) -> Result<()> {
-        let Some(path) = &self.plot else { return Ok(()) };
-        std::fs::write(path, chart.svg()).map_err(|error| Fault::io("write", path, &error))
-    }
+/// Where what was measured goes.
+struct Results {
+    plot: Option<Drawing>,
+    cluster: Option<ClusterFile>,
+    workers: usize,
+}
 
-    /// Changes the file that `--out` names.
-    fn keep(&self, change: impl FnOnce(&mut Described)) -> Result<()> {
-        let Some(path) = &self.out else { return Ok(()) };
-        change_cluster(path, |described| {
-            described.workers = Some(usize::from(self.workers));
+impl Results {
+    /// Draws, and changes the file that `--out` names.
+    fn put(self, chart: &Chart, change: impl FnOnce(&mut Described)) -> Result<()> {
+        self.plot.map_or(Ok(()), |plot| plot.put(&chart.svg()))?;
+        let Some(cluster) = self.cluster else { return Ok(()) };
+        cluster.put(|described| {
+            described.workers = Some(self.workers);
             change(described);
         })
     }
 }
 
-/// Changes a description of a cluster, or begins one of this machine with a single rank.
-pub(super) fn change_cluster(
-    path: &std::path::Path,
-    change: impl FnOnce(&mut Described),
-) -> Result<()> {
-    let there = std::fs::metadata(path).is_ok_and(|found| found.len() > 0);
-    let mut described = match there {
-        true => Described::read(&path.display().to_string())?,
-        false => Described::of_this_machine(),
-    };
-    change(&mut described);
-    std::fs::write(path, described.text()).map_err(|error| Fault::io("write", path, &error))
+/// A file that describes a cluster, to be changed: as it is, or begun for this machine with a single rank.
+pub(super) struct ClusterFile {
+    place: Drawing,
+    described: Described,
+}
+
+impl ClusterFile {
+    /// Reads it.
+    pub(super) fn open(path: &Path) -> Result<ClusterFile> {
+        let place = Drawing::over("--out", path)?;
+        let fault = |error| Fault::io("read", path, &error);
+        let described = match std::fs::metadata(path).is_ok_and(|there| there.len() > 0) {
+            true => {
+                let bytes = std::fs::read(path).map_err(fault)?;
+                Described::parse(&File::from_bytes(path.display().to_string(), bytes)?)?
+            }
+            false => Described::of_this_machine(),
+        };
+        Ok(ClusterFile { place, described })
+    }
+
+    /// Writes it with a change.
+    pub(super) fn put(mut self, change: impl FnOnce(&mut Described)) -> Result<()> {
+        change(&mut self.described);
+        self.place.put(&self.described.text())
+    }
 }
 
 /// Measures products.
 pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
     let model = args.curriculum.as_ref().map(model).transpose()?;
-    let (bench, device) = args.common.start()?;
+    let (bench, device, results) = args.common.start()?;
     let or = |given: &[i64], cpu: &[i64], gpu: &[i64]| match (given, device) {
         ([], Device::Cpu) => cpu.to_vec(),
         ([], _) => gpu.to_vec(),
@@ -200,8 +220,7 @@ pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
         Some(Curve::of(attention.iter().map(|[at, there, _]| [*at, *there]).collect()));
     gemm.attention_back =
         Some(Curve::of(attention.iter().map(|[at, _, back]| [*at, *back]).collect()));
-    args.common.draw(&product_chart(&found))?;
-    args.common.keep(|described| {
+    results.put(&product_chart(&found), |described| {
         let before = described.gemm.take().unwrap_or_default();
         gemm.f32 = gemm.f32.take().or(before.f32);
         gemm.bf16 = gemm.bf16.take().or(before.bf16);
@@ -344,7 +363,7 @@ fn product_chart(found: &[Product]) -> Chart {
 pub(crate) fn memory(args: MemoryArgs) -> Result<u8> {
     let (from, to) =
         (super::bench::bytes("--from", &args.from)?, super::bench::bytes("--to", &args.to)?);
-    let (bench, _) = args.common.start()?;
+    let (bench, _, results) = args.common.start()?;
     if !args.common.json {
         let head = PASSES.map(|pass| format!("{:>14}", pass.name()));
         tell!("{:>12}{}  (GB/s of a worker, read and written)", "bytes", head.concat());
@@ -378,12 +397,12 @@ pub(crate) fn memory(args: MemoryArgs) -> Result<u8> {
         rows.iter().map(|row| (row.bytes as f64, row.bytes_per_s / 1e9)).collect()
     };
     let named = PASSES.iter().zip(&found);
-    args.common.draw(&Chart {
+    let chart = Chart {
         title: "bandwidth (GB/s of a worker) over size (bytes of all tensors), log-log".to_owned(),
         log: true,
         curves: named.map(|(pass, rows)| (pass.name().to_owned(), points(rows))).collect(),
-    })?;
-    args.common.keep(|described| {
+    };
+    results.put(&chart, |described| {
         described.memory = Some(Memory {
             copy: curve(Pass::Copy),
             scale: curve(Pass::Scale),

@@ -1,4 +1,5 @@
-//! Files that people open afterwards, pages and plots: where they may be written, found out before anything is computed.
+//! Files that a command writes where a person says, most of them pages and plots: where they may be written is found out before
+//! anything is computed.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Write};
@@ -11,7 +12,7 @@ use store::disk;
 /// How a page and a plot of ours begin.
 const OURS: [&str; 2] = ["<!doctype html", "<svg"];
 
-/// A place for a page or a plot.
+/// A place for such a file.
 pub(crate) struct Drawing {
     flag: &'static str,
     /// Behind links, so that these stay.
@@ -24,6 +25,19 @@ impl Drawing {
     /// The place that `flag` names: a new file in a folder that is there, or a page or plot, which is replaced. Any other file
     /// holds something that nobody meant to lose, a ledger perhaps.
     pub(crate) fn at(flag: &'static str, path: &Path) -> Result<Drawing> {
+        let there = fs::metadata(path).is_ok_and(|there| there.is_file() && there.len() > 0);
+        if there && !is_ours(path).map_err(|error| Fault::io("read", path, &error))? {
+            return Err(Fault::usage(
+                "this file is no page and no plot: writing here would lose it",
+            )
+            .at(format!("{flag} {}", path.display()))
+            .hint("name another file"));
+        }
+        Drawing::over(flag, path)
+    }
+
+    /// The same, whatever stands in a file that is there: the caller has read it and writes it anew.
+    pub(crate) fn over(flag: &'static str, path: &Path) -> Result<Drawing> {
         let place = format!("{flag} {}", path.display());
         let there = match fs::metadata(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => {
@@ -44,16 +58,6 @@ impl Drawing {
         };
         if there.is_dir() {
             return Err(Fault::usage("this is a folder").at(place).wanted("the name of a file"));
-        }
-        if there.is_file()
-            && there.len() > 0
-            && !is_ours(path).map_err(|error| Fault::io("read", path, &error))?
-        {
-            return Err(Fault::usage(
-                "this file is no page and no plot: writing here would lose it",
-            )
-            .at(place)
-            .hint("name another file"));
         }
         // `/dev/stdout` may be a file, which is still not to be replaced under whoever holds it.
         let stream =

@@ -10,6 +10,8 @@ use trainer::sizing::estimate::{self, Keeping, Setting, StepTime};
 use trainer::sizing::faults::{Failing, Simulated, between, simulate};
 use trainer::sizing::hints::{self, seconds};
 
+use super::drawing::Drawing;
+
 /// What is asked of the plan besides.
 #[derive(clap::Args)]
 pub(super) struct ClusterArgs {
@@ -59,6 +61,7 @@ struct SimulatedRun {
 
 /// Works it out.
 pub(super) fn told(args: &ClusterArgs, setting: Setting<'_>, needs: &RunNeeds) -> Result<Told> {
+    let plot = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
     let mut phases = Vec::new();
     let firsts = setting.spec.plan.phases().iter().map(|phase| phase.first_step);
     for (first, phase) in firsts.zip(&needs.phases) {
@@ -72,6 +75,9 @@ pub(super) fn told(args: &ClusterArgs, setting: Setting<'_>, needs: &RunNeeds) -
     }
     let simulated =
         args.simulate.map(|days| simulated(args, setting, &phases, days)).transpose()?;
+    if let (Some(plot), Some(SimulatedRun { found, run, .. })) = (&plot, &simulated) {
+        plot.put(&month(found, *run).svg())?;
+    }
     let cluster = setting.cluster.name.clone();
     Ok(Told { cluster, assumed: setting.cluster.assumed.clone(), phases, simulated })
 }
@@ -99,10 +105,6 @@ fn simulated(
     let run =
         Failing { step: first.time.seconds, every, stall, between, restart: faults.restart_s };
     let found = simulate(run, days, args.seed);
-    if let Some(path) = &args.plot {
-        std::fs::write(path, month(&found, run).svg())
-            .map_err(|error| Fault::io("write", path, &error))?;
-    }
     Ok(SimulatedRun { run, expected_goodput: run.goodput(), found })
 }
 
