@@ -69,3 +69,24 @@ fn the_shipped_recipe_is_planned_on_published_figures() {
     );
     assert!(std::fs::read_to_string(&plot).unwrap().contains("goodput"));
 }
+
+#[test]
+fn what_is_no_picture_and_no_cluster_stays() {
+    let scratch = Scratch::new();
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("curricula/phase1.toml");
+    let file = scratch.path("ledger.jsonl");
+    std::fs::write(&file, "{\"kind\":\"head\"}\n").unwrap();
+    let (path, kept) = (arg(&path), arg(&file));
+    let memory = ["bench", "memory", "--to", "4K", "--seconds", "0.01"];
+    let plan = ["plan", path, "--cluster", "h100", "--simulate", "1", "--plot", kept];
+    for (command, says) in [
+        ([&memory[..], &["--plot", kept]].concat(), "no page and no plot"),
+        ([&memory[..], &["--out", kept]].concat(), "ledger.jsonl:1"),
+        (plan.to_vec(), "no page and no plot"),
+    ] {
+        let ran = ztrain(&command);
+        assert_eq!(ran.out, "", "found out before anything is computed");
+        ran.fails(2, &[says]);
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "{\"kind\":\"head\"}\n");
+    }
+}
