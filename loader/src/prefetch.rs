@@ -62,7 +62,19 @@ impl<T: Send + 'static> Prefetcher<T> {
         options: PrefetchOptions,
         last: impl FnMut(Batch) -> Result<T> + Send + 'static,
     ) -> Result<Self> {
-        let make = move |step| batch(&plan, &stores, step, slice);
+        Prefetcher::by_step(plan, stores, steps, move |_| Ok(slice), options, last)
+    }
+
+    /// The same where the part of a step that is read depends on the step.
+    pub fn by_step(
+        plan: Arc<Plan>,
+        stores: Arc<Stores>,
+        steps: Range<u64>,
+        slice: impl Fn(u64) -> Result<RankSlice> + Send + Sync + 'static,
+        options: PrefetchOptions,
+        last: impl FnMut(Batch) -> Result<T> + Send + 'static,
+    ) -> Result<Self> {
+        let make = move |step| batch(&plan, &stores, step, slice(step)?);
         Prefetcher::over(steps, options, make, last)
     }
 

@@ -117,7 +117,7 @@ impl StepTable {
 fn timed(cx: Context<'_>, state: &mut State, number: u64) -> Result<(Stepped, f64)> {
     let batch = {
         let _watch = part(Part::Batch);
-        let slice = cx.team.slice(cx.team.group.rank())?;
+        let slice = cx.team.lines(cx.spec.model_at(number)?.cut.chunks)?.slice()?;
         loader::batch(&cx.spec.plan, &cx.spec.data, number, slice)?
     };
     let leaves = micro_batch::stage(cx.spec, &batch, state.weights[0].device())?;

@@ -23,6 +23,8 @@ pub struct ExecOptions {
     pub prefetch: PrefetchOptions,
     /// When the loss on held-out text is taken: it is told, and decides nothing.
     pub validation: Validation,
+    /// How many ranks may share the sequences of a micro-batch: each phase uses the most that its chunks allow.
+    pub context: u32,
     /// How several ranks deal the leaves of a step and bring their gradients together.
     pub schedule: Schedule,
     /// Whether several ranks send to each other as if all were on one machine.
@@ -58,6 +60,7 @@ impl ExecOptions {
             workers: Workers::available(),
             prefetch: PrefetchOptions::default(),
             validation: Validation { every: 50, windows: 16 },
+            context: 1,
             schedule: Schedule::default(),
             flat: false,
             transport: Transport::default(),

@@ -11,12 +11,13 @@ use serde::Serialize;
 
 use crate::ledger::{self, Packed, SourceSums, StepRecord};
 use crate::memory::{self, Holder, Holds};
-use crate::mesh::Schedule;
-use crate::mesh::team::{self, Nodes};
-use crate::model;
+use crate::mesh::slices::Slices;
+use crate::mesh::team::{self, Line, Nodes};
+use crate::mesh::{Mesh, Schedule, context};
+use crate::model::{self, Dealt};
 use crate::optim::balance::Balance;
 use crate::optim::guard::Skipped;
-use crate::spec::RunSpec;
+use crate::spec::{PhaseModel, RunSpec};
 use crate::state::ownership::{self, Piece};
 use crate::workers::Workers;
 
@@ -38,6 +39,8 @@ pub struct Fleet {
     pub schedule: Schedule,
     /// Whether machines are passed over in exchanges.
     pub flat: bool,
+    /// How many ranks may share a micro-batch.
+    pub context: u32,
     /// `cpu`, or one of [`DEVICES`].
     pub device: String,
 }
@@ -84,8 +87,15 @@ pub struct PhaseNeeds {
     pub memory: Holds,
     /// What the ranks of the fullest machine hold together, in bytes.
     pub machine_bytes: u64,
+    /// How many ranks share a micro-batch.
+    pub context: u32,
+    /// How much more attention the rank with most of it computes than the mean of those that share a micro-batch, of sequences that
+    /// are one document each: 0 is none.
+    pub uneven: f64,
     /// Bytes that all ranks together send in its first step, along the data-parallel axis.
     pub sent: SentInStep,
+    /// The same between ranks that share micro-batches, along the context axis: with every sequence one document.
+    pub shared: u64,
     /// Operations of its first step: at most, with every token routed to an expert and every sequence one document.
     pub model_flops: f64,
     /// Bytes that its first step adds to the ledger, about.
@@ -197,7 +207,9 @@ fn phase_needs(
             (largest_rank, most) = (rank, holds);
         }
     }
-    let config = &spec.model_at(first)?.config;
+    let PhaseModel { config, cut, .. } = spec.model_at(first)?;
+    let mesh = Mesh::of(fleet.ranks, fleet.context, cut.chunks);
+    let micro_batches = step.batch / step.micro_batch;
     let tokens = step.batch * u64::from(step.seq_len);
     let pairs = step.batch * model::causal_pairs(&[0], step.seq_len);
     let routed = vec![tokens; config.num_hidden_layers as usize];
@@ -210,17 +222,51 @@ fn phase_needs(
         largest_rank,
         memory: most,
         machine_bytes: machine_bytes.into_iter().max().unwrap_or(0),
-        sent: sent(spec, fleet, shares, first)?,
+        context: mesh.cp,
+        uneven: uneven(mesh, cut.chunks, u64::from(step.seq_len)),
+        sent: sent(spec, fleet, (shares, mesh), first)?,
+        shared: micro_batches * shared(spec, fleet, (shares, mesh), first)?,
         model_flops: model::flops(config, tokens, &routed, pairs),
         ledger_bytes: ledger_bytes(spec, first)?,
     })
 }
 
+fn uneven(mesh: Mesh, chunks: u64, seq_len: u64) -> f64 {
+    let dealt = Dealt { chunks, degree: u64::from(mesh.cp), place: 0 };
+    let pairs = dealt.pairs(seq_len / chunks);
+    let most = pairs.iter().copied().max().unwrap_or(0);
+    most as f64 * pairs.len() as f64 / pairs.iter().sum::<u64>() as f64 - 1.0
+}
+
+/// What ranks that share a micro-batch send each other for one: operands of layers, and gradients of their chunks.
+fn shared(
+    spec: &RunSpec,
+    fleet: &Fleet,
+    (shares, mesh): (&Shares<'_>, Mesh),
+    first: u64,
+) -> Result<u64> {
+    if mesh.cp == 1 {
+        return Ok(0);
+    }
+    let (PhaseModel { config, cut, .. }, step) = (spec.model_at(first)?, spec.plan.step(first)?);
+    let (degree, options) = (u64::from(mesh.cp), fleet.workers.options().cut(*cut));
+    let rows = (step.micro_batch, u64::from(step.seq_len));
+    let layers = model::shared_bytes(config, rows, degree, options, spec.dtype_at(first));
+    let slices = Slices::new(mesh, shares.pieces, spec.parameters.len());
+    let dealt = Dealt { chunks: cut.chunks, degree, place: 0 };
+    Ok(layers + context::gradient_bytes(&slices, &spec.parameters, dealt))
+}
+
 /// What all ranks together send in a step of so many micro-batches: each block of a rank to the leaders of its machine, each
 /// block of a machine from a leader to the owners elsewhere, each owner's new weights to everybody, into a machine once.
-fn sent(spec: &RunSpec, fleet: &Fleet, shares: &Shares<'_>, step: u64) -> Result<SentInStep> {
+fn sent(
+    spec: &RunSpec,
+    fleet: &Fleet,
+    (shares, mesh): (&Shares<'_>, Mesh),
+    step: u64,
+) -> Result<SentInStep> {
     let (placed, dtype) = (spec.plan.step(step)?, spec.dtype_at(step));
-    let parts = team::parts(fleet.schedule, fleet.ranks, placed.batch / placed.micro_batch)?;
+    let parts = team::parts(fleet.schedule, mesh.dp, placed.batch / placed.micro_batch)?;
     // New weights travel as the model reads them.
     let width = |piece: &Piece| spec.parameters[piece.tensor].kind(dtype).elt_size_in_bytes();
     let bytes = |owner: u32| {
@@ -232,29 +278,32 @@ fn sent(spec: &RunSpec, fleet: &Fleet, shares: &Shares<'_>, step: u64) -> Result
         (0..fleet.ranks).map(|rank| 4 * ownership::length(shares.pieces, rank) as u64).collect();
     let mut sent = SentInStep::default();
     for rank in 0..fleet.ranks {
-        let nodes = Nodes::new(shares.names, rank, fleet.flat)?;
-        let here = nodes.ranks(nodes.here());
-        let elsewhere: Vec<u32> = nodes.behind(rank).collect();
-        let own: u64 = parts[rank as usize].iter().map(|part| count(part.start, part.end)).sum();
         // With `flat` all ranks count as one machine, wherever they are.
         let mut hand = |to: u32, bytes: u64, what: What| {
             let crosses = shares.names[rank as usize] != shares.names[to as usize];
             *sent.of(what, crosses) += bytes;
         };
-        for to in here.clone().filter(|to| *to != rank) {
-            let behind: u64 = nodes.behind(to).map(|owner| lengths[owner as usize]).sum();
-            hand(to, own * (lengths[to as usize] + behind), What::Gradients);
+        let Line { ranks, place, nodes } = Line::data(mesh, shares.names, rank, fleet.flat)?;
+        let length = |place: u32| lengths[ranks[place as usize] as usize];
+        let here = nodes.ranks(nodes.here());
+        let own: u64 = parts[place as usize].iter().map(|part| count(part.start, part.end)).sum();
+        for to in here.clone().filter(|to| *to != place) {
+            let behind: u64 = nodes.behind(to).map(length).sum();
+            hand(ranks[to as usize], own * (length(to) + behind), What::Gradients);
         }
-        let rounds = 0..parts[rank as usize].len();
+        let rounds = 0..parts[place as usize].len();
         let joined: u64 = rounds
             .map(|round| {
                 let first = parts[here.start as usize][round].start;
                 count(first, parts[here.end as usize - 1][round].end)
             })
             .sum();
-        for owner in &elsewhere {
-            hand(*owner, joined * lengths[*owner as usize], What::Gradients);
+        for owner in nodes.behind(place) {
+            hand(ranks[owner as usize], joined * length(owner), What::Gradients);
         }
+        let nodes = Nodes::new(shares.names, rank, fleet.flat)?;
+        let here = nodes.ranks(nodes.here());
+        let elsewhere: Vec<u32> = nodes.behind(rank).collect();
         let others = (0..fleet.ranks).filter(|to| *to != rank);
         for to in others.filter(|to| nodes.teller(*to, rank) == rank) {
             hand(to, weights[rank as usize], What::Weights);

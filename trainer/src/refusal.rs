@@ -51,6 +51,7 @@ pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
 pub(crate) fn refused(error: Error) -> Fault {
     match &error {
         Error::NoMemory { reason, .. } => no_memory(reason),
+        Error::Missing { .. } | Error::Reported { .. } => lost(error),
         Error::Operand { .. } => Fault::bug(error.to_string()),
         Error::Torch(error) => said_by_libtorch(&error.to_string()),
         other => not_computed(&other.to_string()),

@@ -84,6 +84,11 @@ impl Workers {
         Workers::new(thread::available_parallelism().map_or(1, usize::from))
     }
 
+    /// One of them.
+    pub fn one(self) -> Self {
+        Workers { count: 1, ..self }
+    }
+
     /// How many.
     pub fn count(self) -> usize {
         self.count

@@ -4,6 +4,9 @@
 //! numbered along `tsp` first, then `cp`, then `dp`, so that those who exchange most are neighbours, on one machine where they
 //! can be. The state is sharded over all ranks of the mesh, whatever the axes (`state::ownership`).
 //!
+//! Degrees are upper limits of a process: each phase uses the largest that its cut allows ([`Mesh::of`]), and the other ranks
+//! compute other micro-batches.
+//!
 //! Each axis has an order of exchanges of its own: `kernels::group::Axis` says why those of a layer and those of gradients never
 //! wait for each other. A rank that lies on a line of several computes one micro-batch at a time, so that the exchanges of its
 //! line have one order.
@@ -42,6 +45,14 @@ impl Mesh {
                 .wanted("cp times tsp divides the number of ranks"));
         }
         Ok(Mesh { dp: world / (cp * tsp), cp, tsp })
+    }
+
+    /// A mesh of `world` ranks of which up to `limit` share the `chunks` of each micro-batch: the most that divide both the
+    /// chunks and the ranks. Where twice as many divide the chunks, all have equally many pairs of a query and a key.
+    pub fn of(world: u32, limit: u32, chunks: u64) -> Mesh {
+        let fits = |cp: &u32| world.is_multiple_of(*cp) && chunks.is_multiple_of(u64::from(*cp));
+        let cp = (1..=limit.min(world)).rev().find(fits).unwrap_or(1);
+        Mesh { dp: world / cp, cp, tsp: 1 }
     }
 
     /// Every rank computes micro-batches of its own.
@@ -104,6 +115,15 @@ mod tests {
                 let shared = |other: &u32| lines.iter().filter(|line| line.contains(other)).count();
                 prop_assert!((0..mesh.world()).all(|other| shared(&other) < 2 || other == rank));
             }
+        }
+
+        #[test]
+        fn the_largest_degree_that_divides_is_taken(world in 1u32..40, limit in 1u32..9, chunks in 1u64..40) {
+            let Mesh { dp, cp, tsp } = Mesh::of(world, limit, chunks);
+            prop_assert_eq!((dp * cp, tsp), (world, 1));
+            prop_assert!(cp <= limit && chunks % u64::from(cp) == 0);
+            let more = cp + 1..=limit;
+            prop_assert!(more.into_iter().all(|cp| world % cp > 0 || chunks % u64::from(cp) > 0));
         }
 
         #[test]

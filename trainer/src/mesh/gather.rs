@@ -9,6 +9,9 @@
 //! The blocks of a part are the maximal aligned runs of leaves in it: nodes of the fixed tree, whoever adds them. What the
 //! owners of a machine need of its own ranks takes the same way, so a single machine is no special case.
 //!
+//! Ranks here are places of the line of gradients (`team::Lines`): all ranks, unless some share micro-batches. Then each has of a
+//! gradient what the owners on its line own, and pieces and owners are counted in that (`slices`).
+//!
 //! Transfers between devices come in rounds of the exchange (see `kernels::group`), which both ends number alike: first the
 //! blocks of a round that stay on a machine, the k-th of every rank together, then those that leave it, the k-th of every
 //! machine. A rank closes them in that order, each as soon as it has computed or added what it sends: nothing that it waits
@@ -27,17 +30,17 @@ use kernels::tree::{Blocks, Counter, blocks};
 use tch::{Kind, Tensor};
 
 use super::sink::Gradients;
-use super::team::Team;
+use super::team::Lines;
 use crate::refusal::lost;
 use crate::state::ownership::{self, Piece};
 use crate::timing;
 
 /// The gradients of one step, under way.
 pub(crate) struct Gather<'a> {
-    team: &'a Team<'a>,
+    lines: &'a Lines<'a>,
     pieces: &'a [Piece],
     exchange: Exchange<'a>,
-    /// The leaves of each rank, by round.
+    /// The leaves of each place, by round.
     parts: Vec<Vec<Range<u64>>>,
     /// Of this rank's next leaf: its round, and its place in it.
     at: (usize, u64),
@@ -57,13 +60,13 @@ pub(crate) struct Gather<'a> {
 impl<'a> Gather<'a> {
     /// Begins a step of `leaves` leaves. The first round is asked for before anything is computed, so that what is ready
     /// travels while leaves are still being computed.
-    pub(crate) fn begin(team: &'a Team<'a>, pieces: &'a [Piece], leaves: u64) -> Result<Self> {
-        let parts = team.parts(leaves)?;
+    pub(crate) fn begin(lines: &'a Lines<'a>, pieces: &'a [Piece], leaves: u64) -> Result<Self> {
+        let parts = lines.parts(leaves)?;
         let coming = parts.iter().map(|_| VecDeque::new()).collect();
         let mut gather = Gather {
-            team,
+            lines,
             pieces,
-            exchange: team.group.begin("the gathering of gradients").map_err(lost)?,
+            exchange: lines.team.group.begin("the gathering of gradients").map_err(lost)?,
             parts,
             at: (0, 0),
             sent: 0,
@@ -119,7 +122,12 @@ impl<'a> Gather<'a> {
     }
 
     fn me(&self) -> u32 {
-        self.team.group.rank()
+        self.lines.data.place
+    }
+
+    /// The rank at a place of the line.
+    fn rank(&self, place: u32) -> u32 {
+        self.lines.data.ranks[place as usize]
     }
 
     fn rounds(&self) -> usize {
@@ -128,14 +136,14 @@ impl<'a> Gather<'a> {
 
     /// The leaves of a machine in a round: those of its ranks follow each other.
     fn part_of(&self, node: usize, round: usize) -> Range<u64> {
-        let Range { start, end } = self.team.nodes.ranks(node);
+        let Range { start, end } = self.lines.data.nodes.ranks(node);
         self.parts[start as usize][round].start..self.parts[end as usize - 1][round].end
     }
 
     /// Whose pieces `rank` is handed by the ranks of its machine: its own, and those of the owners elsewhere that it is the
     /// gate to.
     fn bag(&self, rank: u32) -> Vec<u32> {
-        std::iter::once(rank).chain(self.team.nodes.behind(rank)).collect()
+        std::iter::once(rank).chain(self.lines.data.nodes.behind(rank)).collect()
     }
 
     /// The first leaf of `round` is computed: what was sent and received of the rounds before, while it was, is let go of
@@ -147,13 +155,13 @@ impl<'a> Gather<'a> {
         }
         self.join(round)?;
         // What gates have begun to send in this turn is not waited for before the next one.
-        self.add(if self.team.nodes.count() > 1 { round.saturating_sub(1) } else { round })?;
+        self.add(if self.lines.data.nodes.count() > 1 { round.saturating_sub(1) } else { round })?;
         self.ask(round + 1)
     }
 
     /// Begins to receive what comes in the rounds before `end`.
     fn ask(&mut self, end: usize) -> Result<()> {
-        let (me, nodes) = (self.me(), &self.team.nodes);
+        let (me, nodes) = (self.me(), &self.lines.data.nodes);
         let bag: i64 = self.bag(me).into_iter().map(|owner| self.length(owner)).sum();
         let own = self.length(me);
         for round in self.next[0]..end.min(self.rounds()) {
@@ -165,7 +173,8 @@ impl<'a> Gather<'a> {
                 .map(|node| (nodes.gate(node, me), self.part_of(node, round), own, far(round, 0)));
             for (from, part, length, first) in here.chain(elsewhere).collect::<Vec<_>>() {
                 for (block, _) in (0..).zip(blocks(part.start, part.end)) {
-                    let arrival = self.exchange.receive(first + block, from, Kind::Float, length);
+                    let arrival =
+                        self.exchange.receive(first + block, self.rank(from), Kind::Float, length);
                     self.coming[from as usize].push_back(arrival.map_err(lost)?);
                 }
             }
@@ -177,12 +186,12 @@ impl<'a> Gather<'a> {
     /// Hands every rank here its bag of the block of ours that begins with leaf `first`.
     fn send(&mut self, round: usize, gradients: &Gradients, first: u64) -> Result<()> {
         let _watch = timing::part(timing::Part::Send);
-        let here = self.team.nodes.ranks(self.team.nodes.here());
+        let here = self.lines.data.nodes.ranks(self.lines.data.nodes.here());
         for (to, bag) in here.zip(self.bags(gradients, first)?) {
             if to == self.me() {
                 self.mine.push_back(bag);
             } else {
-                self.exchange.send(near(round, self.sent), to, &bag).map_err(lost)?;
+                self.exchange.send(near(round, self.sent), self.rank(to), &bag).map_err(lost)?;
             }
         }
         self.exchange.close(near(round, self.sent)).map_err(lost)?;
@@ -195,7 +204,7 @@ impl<'a> Gather<'a> {
     fn bags(&self, gradients: &Gradients, first: u64) -> Result<Vec<Tensor>> {
         // Where the next piece of an owner goes: into which bag, and where in it.
         let (mut lengths, mut next) = (Vec::new(), BTreeMap::new());
-        for (slot, rank) in self.team.nodes.ranks(self.team.nodes.here()).enumerate() {
+        for (slot, rank) in self.lines.data.nodes.ranks(self.lines.data.nodes.here()).enumerate() {
             let mut end = 0;
             for owner in self.bag(rank) {
                 next.insert(owner, (slot, end));
@@ -224,12 +233,12 @@ impl<'a> Gather<'a> {
 
     /// Adds what the ranks here have handed over in the rounds before `end`, and sends it on to the owners elsewhere.
     fn join(&mut self, end: usize) -> Result<()> {
-        let here = self.team.nodes.here();
+        let here = self.lines.data.nodes.here();
         for round in self.next[1]..end {
             let (mut joined, mut forwarded) = (Blocks::new(self.part_of(here, round)), 0);
             // A rank without leaves in this round has closed nothing of it yet.
             self.exchange.close(near(round, ALL)).map_err(lost)?;
-            for rank in self.team.nodes.ranks(here) {
+            for rank in self.lines.data.nodes.ranks(here) {
                 let part = self.parts[rank as usize][round].clone();
                 for (level, _) in blocks(part.start, part.end) {
                     let mine = if rank == self.me() { self.mine.pop_front() } else { None };
@@ -267,7 +276,7 @@ impl<'a> Gather<'a> {
                 // A copy: an alias would keep the whole of the block.
                 self.joined.push_back(part.copy());
             } else {
-                self.exchange.send(round, to, &part).map_err(lost)?;
+                self.exchange.send(round, self.rank(to), &part).map_err(lost)?;
             }
         }
         self.exchange.close(round).map_err(lost)
@@ -275,7 +284,7 @@ impl<'a> Gather<'a> {
 
     /// Adds this rank's pieces of every machine's blocks of the rounds before `end`.
     fn add(&mut self, end: usize) -> Result<()> {
-        let nodes = &self.team.nodes;
+        let nodes = &self.lines.data.nodes;
         for round in self.next[2]..end {
             for node in 0..nodes.count() {
                 let part = self.part_of(node, round);

@@ -3,10 +3,10 @@
 use contract::Result;
 use tch::Tensor;
 
-use super::Team;
 use super::gather::Gather;
 use super::sink::Gradients;
-use crate::state::ownership::Ownership;
+use super::team::Lines;
+use crate::state::ownership::{Ownership, Piece};
 
 /// The gradients of one step, under way.
 pub(crate) enum Sum<'a> {
@@ -17,11 +17,11 @@ pub(crate) enum Sum<'a> {
 }
 
 impl<'a> Sum<'a> {
-    /// Begins a step of `leaves` leaves.
-    pub(crate) fn begin(team: &'a Team<'a>, owners: &'a Ownership, leaves: u64) -> Result<Self> {
-        Ok(match team.group.world() {
+    /// Begins a step of `leaves` leaves; `pieces` are those of the line of gradients, as its places own them.
+    pub(crate) fn begin(lines: &'a Lines<'a>, pieces: &'a [Piece], leaves: u64) -> Result<Self> {
+        Ok(match lines.team.group.world() {
             1 => Sum::Here,
-            _ => Sum::Gathered(Box::new(Gather::begin(team, owners.pieces(), leaves)?)),
+            _ => Sum::Gathered(Box::new(Gather::begin(lines, pieces, leaves)?)),
         })
     }
 
@@ -60,7 +60,7 @@ mod tests {
     use super::*;
     use crate::checkpoint::Layout;
     use crate::checkpoint::tests::layout;
-    use crate::mesh::{Mesh, Schedule};
+    use crate::mesh::{Schedule, Team};
     use crate::refusal::lost;
     use crate::state::ownership;
     use crate::workers::Workers;
@@ -96,14 +96,14 @@ mod tests {
     fn gather(place: &Place, schedule: Schedule, line: Range<u32>, leaves: u64) {
         let (layout, me) = (layout(), place.rank);
         let group = Group::open(place, PATIENCE, &|_| ()).unwrap();
-        let team = Team::new(&group, Mesh::data(place.world), schedule, false).unwrap();
+        let team = Team::new(&group, 1, schedule, false).unwrap();
+        let lines = team.lines(1).unwrap();
         let line = group.axis(1, &line.collect::<Vec<_>>()).unwrap();
         let pieces = ownership::pieces(&layout.parameters, &layout.rules, place.world);
         let owners = Ownership::cut(pieces, me);
-        let numbers = team.leaves(leaves).unwrap();
-        let parts = &team.parts(leaves).unwrap()[me as usize];
-        let gradients = Gradients::new(parts, layout.parameters.len());
-        let mut sum = Sum::begin(&team, &owners, leaves).unwrap();
+        let numbers = lines.leaves(leaves).unwrap();
+        let gradients = Gradients::new(&lines.own(leaves).unwrap(), layout.parameters.len());
+        let mut sum = Sum::begin(&lines, owners.pieces(), leaves).unwrap();
         let compute = |turn: u64| {
             for layer in 0..3 {
                 let mixed = (turn * 3 + layer + 1) * (u64::from(me) + 7) * 0x9e37_79b9;

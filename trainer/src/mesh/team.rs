@@ -35,8 +35,8 @@ impl Schedule {
 pub struct Team<'a> {
     /// How they exchange bytes.
     pub group: &'a Group,
-    /// The axes along which they lie.
-    pub mesh: Mesh,
+    /// How many may share a micro-batch.
+    pub context: u32,
     /// Which of them share a machine.
     pub nodes: Nodes,
     /// Who computes what.
@@ -45,31 +45,39 @@ pub struct Team<'a> {
     pub flat: bool,
 }
 
+/// The ranks in a phase, as one of them sees them: who shares micro-batches, and who computes others.
+pub struct Lines<'a> {
+    /// All of them.
+    pub team: &'a Team<'a>,
+    /// The axes along which they lie.
+    pub mesh: Mesh,
+    /// The line along which gradients travel: ranks that have the same place in the sharing of their micro-batches.
+    pub data: Line,
+}
+
+/// Ranks that are numbered by their places along an axis.
+#[derive(Clone, Debug)]
+pub struct Line {
+    /// The rank at each place.
+    pub ranks: Vec<u32>,
+    /// This one's.
+    pub place: u32,
+    /// Which places share a machine.
+    pub nodes: Nodes,
+}
+
 impl<'a> Team<'a> {
-    /// The ranks of `group`; `flat` passes over that some of them share a machine.
-    pub fn new(group: &'a Group, mesh: Mesh, schedule: Schedule, flat: bool) -> Result<Self> {
+    /// The ranks of `group`, of which up to `context` share a micro-batch; `flat` passes over that some of them share a machine.
+    pub fn new(group: &'a Group, context: u32, schedule: Schedule, flat: bool) -> Result<Self> {
         let nodes = Nodes::new(group.nodes(), group.rank(), flat)?;
-        Ok(Team { group, mesh, nodes, schedule, flat })
+        Ok(Team { group, context, nodes, schedule, flat })
     }
 
-    /// The part of each step that is `rank`'s.
-    pub fn slice(&self, rank: u32) -> Result<RankSlice> {
-        slice(self.schedule, self.mesh.place(Axis::Dp, rank), self.mesh.dp)
-    }
-
-    /// The leaves of each rank of a step that has `leaves`, by round.
-    pub fn parts(&self, leaves: u64) -> Result<Vec<Vec<Range<u64>>>> {
-        parts(self.schedule, self.mesh.dp, leaves)
-    }
-
-    /// This rank's leaves of such a step, in the order in which it computes them.
-    pub fn leaves(&self, leaves: u64) -> Result<Vec<u64>> {
-        self.leaves_of(self.group.rank(), leaves)
-    }
-
-    /// The leaves of `rank`.
-    pub fn leaves_of(&self, rank: u32, leaves: u64) -> Result<Vec<u64>> {
-        Ok(self.parts(leaves)?[rank as usize].iter().cloned().flatten().collect())
+    /// The ranks as they stand where micro-batches have so many chunks.
+    pub fn lines(&'a self, chunks: u64) -> Result<Lines<'a>> {
+        let (rank, names) = (self.group.rank(), self.group.nodes());
+        let mesh = Mesh::of(self.group.world(), self.context, chunks);
+        Ok(Lines { team: self, mesh, data: Line::data(mesh, names, rank, self.flat)? })
     }
 
     /// Tells all ranks, and hears the same from them: for what is small.
@@ -77,11 +85,67 @@ impl<'a> Team<'a> {
         let _watch = timing::part(timing::Part::Peers);
         self.group.all_gather(what, mine.bytes()).map(Heard).map_err(lost)
     }
+}
 
-    /// What each rank says of each of its leaves, in the order of all leaves.
-    pub fn in_order<T>(&self, leaves: u64, said: Vec<Vec<T>>) -> Result<Vec<T>> {
+impl Line {
+    /// The line along which `rank` exchanges gradients; `names` are the machines of all ranks.
+    pub fn data(mesh: Mesh, names: &[String], rank: u32, flat: bool) -> Result<Line> {
+        let ranks = mesh.line(Axis::Dp, rank);
+        let names: Vec<String> = ranks.iter().map(|rank| names[*rank as usize].clone()).collect();
+        let place = mesh.place(Axis::Dp, rank);
+        Ok(Line { nodes: Nodes::new(&names, place, flat)?, ranks, place })
+    }
+}
+
+impl Lines<'_> {
+    /// This rank's part of a step.
+    pub fn slice(&self) -> Result<RankSlice> {
+        slice(self.team.schedule, self.data.place, self.mesh.dp)
+    }
+
+    /// The leaves of each place of the line of gradients in a step that has `leaves`, by round.
+    pub fn parts(&self, leaves: u64) -> Result<Vec<Vec<Range<u64>>>> {
+        parts(self.team.schedule, self.mesh.dp, leaves)
+    }
+
+    /// This rank's leaves of such a step, in the order in which it computes them.
+    pub fn leaves(&self, leaves: u64) -> Result<Vec<u64>> {
+        self.leaves_of(self.team.group.rank(), leaves)
+    }
+
+    /// The leaves of `rank`.
+    pub fn leaves_of(&self, rank: u32, leaves: u64) -> Result<Vec<u64>> {
+        let place = self.mesh.place(Axis::Dp, rank) as usize;
+        Ok(self.parts(leaves)?[place].iter().cloned().flatten().collect())
+    }
+
+    /// The leaves of all of them that are this rank's, by round.
+    pub fn own(&self, leaves: u64) -> Result<Vec<Range<u64>>> {
+        Ok(self.parts(leaves)?.swap_remove(self.data.place as usize))
+    }
+
+    /// Of what each rank says of each of its leaves, in the order of all leaves. What ranks that share a leaf say is `joined`.
+    pub fn in_order<T>(
+        &self,
+        leaves: u64,
+        said: Vec<Vec<T>>,
+        joined: impl Fn(T, T) -> Result<T>,
+    ) -> Result<Vec<T>> {
         let parts = self.parts(leaves)?;
-        let mut said: Vec<_> = said.into_iter().map(Vec::into_iter).collect();
+        let mut places: Vec<Vec<T>> = Vec::new();
+        for (rank, said) in (0..).zip(said) {
+            if self.mesh.place(Axis::Cp, rank) == 0 {
+                places.push(said);
+                continue;
+            }
+            let before = places.pop().unwrap_or_default();
+            if before.len() != said.len() {
+                return Err(Fault::bug("ranks that share micro-batches have not as many"));
+            }
+            let both = before.into_iter().zip(said);
+            places.push(both.map(|(one, other)| joined(one, other)).collect::<Result<_>>()?);
+        }
+        let mut said: Vec<_> = places.into_iter().map(Vec::into_iter).collect();
         let mut all = Vec::new();
         for round in 0..parts.first().map_or(0, Vec::len) {
             for (part, said) in parts.iter().zip(&mut said) {

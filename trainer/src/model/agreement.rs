@@ -110,7 +110,7 @@ fn another_feed_forward_fits_in() {
         let mut found = Collected::default();
         let train = |pass: &Pass<'_>| model.train(pass, (200, Keep::Everything), &mut found);
         let options = LeafOptions::default().cut(cut);
-        let out = model.with((options, &config), weights, &input, train).unwrap();
+        let out = model.with((options.into(), &config), weights, &input, train).unwrap();
         assert_eq!(out.counts.iter().map(Vec::len).collect::<Vec<_>>(), [9, 0]);
         assert!(relative(&out.losses, &losses) < 1e-6);
         let found = found.into_vec().unwrap();

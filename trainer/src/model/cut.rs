@@ -2,8 +2,9 @@
 //!
 //! Chunk c is the c-th of C equal parts of every sequence. Every operation is called for one chunk at a time, so that its bits
 //! are the same whoever computes the chunk. What a chunk reads of the others are operands, never sums: earlier keys and values
-//! ([`Chunk::keys`]), and the rows beside it that convolutions and the value shift reach ([`Chunk::around`]). Here one process
-//! holds all chunks and takes both from their rows in the order of chunks; where ranks share them, these two functions exchange.
+//! ([`Chunk::keys`]), and the rows beside it that convolutions and the value shift reach ([`Chunk::around`]). Both take them from
+//! the rows of the chunks that are here, in the order of chunks, and below them those of the places of a line that has the others
+//! ([`Chunks::beside`], [`Chunks::earlier`]); one process that has all chunks exchanges nothing.
 //!
 //! ```text
 //! sequences        a0 a1 a2 a3 | a4 a5 a6 a7        C = 2
@@ -13,16 +14,14 @@
 
 use contract::{Fault, Result};
 use kernels::ops::Span;
-use kernels::tree::{Nodes, Sum};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::ZayaConfig;
+use super::grid::{Grid, REACH};
 use super::input::Prepared;
 use super::layers::rotary::Rotary;
+use super::line::{Dealt, Fetched, Line, Rows, Table};
 use crate::refusal::refused;
-
-/// Rows before and after a part of a document that its convolutions reach: two that each see the token before.
-const REACH: i64 = 2;
 
 /// Into how many parts a micro-batch is cut inside; decides bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,11 +43,19 @@ impl Default for Cut {
     }
 }
 
-/// The chunks of a micro-batch, on the device.
-pub(super) struct Chunks {
+/// The chunks of a micro-batch that are computed here, on the device.
+pub(super) struct Chunks<'a> {
+    /// In the order of the sequence.
     parts: Vec<Chunk>,
-    /// Sequences.
-    rows: i64,
+    dealt: Dealt,
+    line: Option<&'a dyn Line>,
+    grid: Grid,
+    /// Documents of the whole micro-batch.
+    documents: Vec<Span>,
+    /// With what convolutions and the value shift reach.
+    beside: Table,
+    /// With earlier keys and values.
+    earlier: Table,
 }
 
 /// A part of every sequence.
@@ -68,7 +75,7 @@ pub(super) struct Chunk {
     starts: Tensor,
 }
 
-/// What a chunk reads of others, as rows in the order of chunks.
+/// What a chunk reads of others, as rows of a table.
 struct Others {
     /// Each part of a document with what stands beside it, i64.
     around: Tensor,
@@ -85,71 +92,153 @@ struct Others {
 pub(super) struct Piece {
     /// The first among the keys that the reading chunk sees.
     pub(super) key: i64,
-    /// Its row in the order of chunks.
-    pub(super) row: i64,
+    /// Where they lie: in which document and chunk.
+    pub(super) of: KeyPart,
     /// How many.
     pub(super) len: i64,
 }
 
-/// Where the tokens of a cut micro-batch stand.
-#[derive(Clone, Copy)]
-struct Grid {
-    /// Tokens in a sequence.
-    length: i64,
-    /// Tokens of a sequence in a chunk.
-    width: i64,
-    /// Sequences.
-    rows: i64,
+/// What lies of a document in a chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct KeyPart {
+    /// Of the micro-batch, counted from 0.
+    pub(super) document: usize,
+    pub(super) chunk: u64,
 }
 
-impl Chunks {
-    /// Cuts a micro-batch into `count` chunks.
-    pub(super) fn new(config: &ZayaConfig, input: &Prepared, count: u64) -> Result<Chunks> {
-        let (count, length) = (count as i64, input.tokens.size()[0] / input.rows);
-        if count < 1 || length % count != 0 {
+impl<'a> Chunks<'a> {
+    /// Cuts a micro-batch into `count` chunks, of which those of this place of `line` are made; all, where there is no line.
+    pub(super) fn new(
+        config: &ZayaConfig,
+        input: &Prepared,
+        count: u64,
+        line: Option<&'a dyn Line>,
+    ) -> Result<Chunks<'a>> {
+        let length = input.tokens.size()[0] / input.rows;
+        let dealt = line.map_or(Dealt::alone(count), |line| Dealt {
+            chunks: count,
+            degree: line.degree(),
+            place: line.place(),
+        });
+        if count < 1 || length % count as i64 != 0 || !count.is_multiple_of(dealt.degree) {
             return Err(Fault::usage("sequences cannot be cut into equal chunks")
                 .at("context_chunks")
-                .found(format!("{count} chunks of {length} tokens"))
-                .wanted("a divisor of seq_len"));
+                .found(format!("{count} chunks of {length} tokens for {} ranks", dealt.degree))
+                .wanted("a divisor of seq_len, which the ranks that share a micro-batch divide"));
         }
-        let grid = Grid { length, width: length / count, rows: input.rows };
-        let parts = (0..count).map(|chunk| match count {
+        let grid = Grid { length, width: length / count as i64, rows: input.rows };
+        Chunks::dealt(config, input, grid, (dealt, line)).map_err(refused)
+    }
+
+    fn dealt(
+        config: &ZayaConfig,
+        input: &Prepared,
+        grid: Grid,
+        (dealt, line): (Dealt, Option<&'a dyn Line>),
+    ) -> kernels::Result<Chunks<'a>> {
+        let (size, device) = (grid.rows * grid.width, input.tokens.device());
+        let documents = input.spans.clone();
+        let none = |_: u64| Vec::new();
+        let [beside, earlier] = match dealt.degree {
+            1 => [Table::new(dealt, size, none, device)?, Table::new(dealt, size, none, device)?],
+            _ => [
+                Table::new(dealt, size, |place| grid.beside(dealt, &documents, place), device)?,
+                Table::new(dealt, size, |place| grid.earlier(dealt, &documents, place), device)?,
+            ],
+        };
+        let chunks = |chunk| match dealt.chunks {
             1 => Chunk::whole(config, input),
-            _ => Chunk::cut(config, input, grid, chunk),
-        });
-        let parts = parts.collect::<kernels::Result<_>>().map_err(refused)?;
-        Ok(Chunks { parts, rows: input.rows })
+            _ => Chunk::cut(config, input, (grid, &beside, &earlier), chunk),
+        };
+        let parts = dealt.own().into_iter().map(chunks).collect::<kernels::Result<_>>()?;
+        Ok(Chunks { parts, dealt, line, grid, documents, beside, earlier })
     }
 
-    /// How many.
-    pub(super) fn len(&self) -> usize {
-        self.parts.len()
+    /// How many there are, here and elsewhere.
+    pub(super) fn count(&self) -> u64 {
+        self.dealt.chunks
     }
 
-    /// Chunk number `chunk`.
-    pub(super) fn of(&self, chunk: usize) -> &Chunk {
-        &self.parts[chunk]
+    /// Who has which.
+    pub(super) fn shared(&self) -> Dealt {
+        self.dealt
     }
 
-    /// All, in the order of the sequence.
+    /// The places that have the others.
+    pub(super) fn line(&self) -> Option<&'a dyn Line> {
+        self.line
+    }
+
+    /// The `at`-th of those here.
+    pub(super) fn of(&self, at: usize) -> &Chunk {
+        &self.parts[at]
+    }
+
+    /// Those here, in the order of the sequence.
     pub(super) fn iter(&self) -> impl Iterator<Item = &Chunk> {
         self.parts.iter()
     }
 
-    /// Their numbers in the order of the tree of parameter gradients, in which the fewest sums wait.
+    /// Places in [`Chunks::iter`] in the order of the tree of parameter gradients, in which the fewest sums wait.
     pub(super) fn by_leaf(&self) -> impl Iterator<Item = usize> + use<> {
-        let count = self.parts.len();
-        (0..count).map(move |leaf| if leaf % 2 == 0 { leaf / 2 } else { count - 1 - leaf / 2 })
+        let (dealt, own) = (self.dealt, self.dealt.own());
+        let leaves = dealt.leaves(dealt.place);
+        leaves.map(move |leaf| own.partition_point(|chunk| *chunk < dealt.chunk(leaf)))
     }
 
-    /// One number a token by chunk, `[n]` each, in the order of the micro-batch, `[N]`.
+    /// Begins to bring together the rows of [`Chunk::around`], of which `own` are those of all chunks here, along `dim`.
+    pub(super) fn beside(&self, own: &Tensor, dim: i64) -> kernels::Result<Fetched<'a>> {
+        self.beside.fetch(self.line, own, dim)
+    }
+
+    /// The same of [`Chunk::keys`].
+    pub(super) fn earlier(&self, own: &Tensor, dim: i64) -> kernels::Result<Fetched<'a>> {
+        self.earlier.fetch(self.line, own, dim)
+    }
+
+    /// Where a part of a document lies: its first row in the table of [`Chunks::earlier`], and how many it has.
+    pub(super) fn rows_of(&self, part: KeyPart) -> Rows {
+        let Rows { chunk, first, len } =
+            self.grid.rows_of(self.documents[part.document], part.chunk);
+        Rows { chunk, first: self.earlier.row(chunk, first), len }
+    }
+
+    /// The chunks whose queries see a part of a document: its own to the last that the document reaches.
+    pub(super) fn seen_by(&self, part: KeyPart) -> std::ops::Range<u64> {
+        part.chunk..self.grid.reach(self.documents[part.document]).end
+    }
+
+    /// One number a token, f32, of the chunks here, `[n]` each: of all tokens in the order of the micro-batch, `[N]`.
     pub(super) fn in_sequence(&self, parts: &[Tensor]) -> kernels::Result<Tensor> {
-        if let [whole] = parts {
+        if let ([whole], None) = (parts, self.line) {
             return Ok(whole.shallow_clone());
         }
-        let by_chunk = Tensor::f_stack(parts, 0)?;
-        let by_chunk = by_chunk.f_view([parts.len() as i64, self.rows, -1])?;
+        let own = Tensor::f_stack(parts, 0)?;
+        let by_chunk = match self.line {
+            None => own,
+            Some(line) => self.from_all(line, &own)?,
+        };
+        let by_chunk = by_chunk.f_view([self.dealt.chunks as i64, self.grid.rows, -1])?;
         Ok(by_chunk.f_transpose(0, 1)?.f_reshape([-1])?)
+    }
+
+    /// What every place has for its chunks, `[c, n]`, f32, in the order of chunks.
+    fn from_all(&self, line: &dyn Line, own: &Tensor) -> kernels::Result<Tensor> {
+        let Dealt { chunks, degree, place } = self.dealt;
+        let give: Vec<Tensor> =
+            (0..degree).map(|_| own.f_reshape([-1])).collect::<std::result::Result<_, _>>()?;
+        let take = vec![own.numel() as i64; degree as usize];
+        let mut found = line.begin("losses of tokens", &give, &take, Kind::Float)?.wait()?;
+        found[place as usize] = give[place as usize].shallow_clone();
+        let mut by_chunk: Vec<Option<Tensor>> = (0..chunks).map(|_| None).collect();
+        for (place, found) in (0..degree).zip(&found) {
+            let theirs = Dealt { place, ..self.dealt }.own();
+            let found = found.f_view([theirs.len() as i64, -1])?;
+            for (at, chunk) in (0..).zip(theirs) {
+                by_chunk[chunk as usize] = Some(found.f_select(0, at)?);
+            }
+        }
+        Ok(Tensor::f_stack(&by_chunk.into_iter().flatten().collect::<Vec<_>>(), 0)?)
     }
 }
 
@@ -169,9 +258,10 @@ impl Chunk {
     fn cut(
         config: &ZayaConfig,
         input: &Prepared,
-        grid: Grid,
-        chunk: i64,
+        (grid, beside, earlier): (Grid, &Table, &Table),
+        number: u64,
     ) -> kernels::Result<Chunk> {
+        let chunk = number as i64;
         let own = |x: &Tensor| {
             x.f_view([grid.rows, -1, grid.width])?
                 .f_select(1, chunk)?
@@ -180,7 +270,7 @@ impl Chunk {
         };
         let (mut spans, mut around, mut mine, mut starts) = (vec![], vec![], vec![], vec![]);
         let (mut keys, mut pieces) = (vec![], vec![]);
-        for document in &input.spans {
+        for (index, document) in input.spans.iter().enumerate() {
             let Some(part) = grid.part(*document, chunk) else { continue };
             let [first, last] = [part.before.min(REACH), part.after.min(REACH)];
             starts.push(around.len() as i64);
@@ -188,14 +278,16 @@ impl Chunk {
             mine.extend(begin..begin + part.span.len);
             around.extend(
                 (part.place - first..part.place + part.span.len + last)
-                    .map(|place| grid.row(part.sequence, place)),
+                    .map(|place| beside.row(grid.chunk(place), grid.row(part.sequence, place))),
             );
             spans.push(part.span);
-            pieces.extend(grid.pieces(part, keys.len() as i64));
-            keys.extend(
-                (part.place - part.before..part.place + part.span.len)
-                    .map(|place| grid.row(part.sequence, place)),
-            );
+            for chunk in grid.reach(*document).start..=number {
+                let rows = grid.rows_of(*document, chunk);
+                let of = KeyPart { document: index, chunk };
+                pieces.push(Piece { key: keys.len() as i64, of, len: rows.len });
+                let first = earlier.row(chunk, rows.first);
+                keys.extend(first..first + rows.len);
+            }
         }
         let there = |list: &[i64]| Tensor::f_from_slice(list)?.f_to_device(input.tokens.device());
         Ok(Chunk {
@@ -214,7 +306,7 @@ impl Chunk {
         })
     }
 
-    /// Of `all` rows in the order of chunks, along `dim`: the chunk's own, and those beside them in their documents.
+    /// Of the table of [`Chunks::beside`], along `dim`: the chunk's own rows, and those beside them in their documents.
     pub(super) fn around(&self, all: &Tensor, dim: i64) -> kernels::Result<Tensor> {
         self.select(all, dim, |others| &others.around)
     }
@@ -224,7 +316,7 @@ impl Chunk {
         self.select(around, dim, |others| &others.own)
     }
 
-    /// Of `all` rows in the order of chunks, along `dim`: every one that a query of the chunk sees, span by span.
+    /// Of the table of [`Chunks::earlier`], along `dim`: every row that a query of the chunk sees, span by span.
     pub(super) fn keys(&self, all: &Tensor, dim: i64) -> kernels::Result<Tensor> {
         self.select(all, dim, |others| &others.keys)
     }
@@ -257,88 +349,10 @@ impl Chunk {
     }
 }
 
-/// What lies in a chunk of a document.
-#[derive(Clone, Copy)]
-struct DocumentPart {
-    sequence: i64,
-    /// Place of its first token in the sequence.
-    place: i64,
-    span: Span,
-    before: i64,
-    after: i64,
-}
-
-impl Grid {
-    /// Row of a token in the order of chunks.
-    fn row(self, sequence: i64, place: i64) -> i64 {
-        let Grid { width, rows, .. } = self;
-        (place / width * rows + sequence) * width + place % width
-    }
-
-    /// What of a document lies in a chunk.
-    fn part(self, document: Span, chunk: i64) -> Option<DocumentPart> {
-        let (sequence, begins) = (document.start / self.length, document.start % self.length);
-        let (left, ends) = (chunk * self.width, begins + document.len);
-        let (first, end) = (begins.max(left), ends.min(left + self.width));
-        let (before, len) = (first - begins, end - first);
-        let span = Span { start: sequence * self.width + first - left, len, before };
-        (len > 0).then_some(DocumentPart {
-            sequence,
-            place: first,
-            span,
-            before,
-            after: ends - end,
-        })
-    }
-
-    /// The keys that a part of a document sees, by chunk; its keys begin at `key`.
-    fn pieces(self, part: DocumentPart, key: i64) -> impl Iterator<Item = Piece> {
-        let begins = part.place - part.before;
-        let end = part.place + part.span.len;
-        (begins / self.width..=(end - 1) / self.width).map(move |chunk| {
-            let first = begins.max(chunk * self.width);
-            let len = end.min((chunk + 1) * self.width) - first;
-            Piece { key: key + first - begins, row: self.row(part.sequence, first), len }
-        })
-    }
-}
-
 /// What chunks come to, in one row after the other.
 pub(super) fn joined(parts: &[Tensor], dim: i64) -> kernels::Result<Tensor> {
     match parts {
         [whole] => Ok(whole.shallow_clone()),
         parts => Ok(Tensor::f_cat(parts, dim)?),
-    }
-}
-
-/// A sum over chunks: a tree in which chunks stand in the order 0, C-1, 1, C-2, ..., so that what a rank computes where the
-/// first chunks are dealt with the last ones is a node. Chunks may come in any order.
-pub(super) struct OverChunks<T> {
-    nodes: Nodes<T>,
-    count: u64,
-    missing: u64,
-}
-
-impl<T: Sum> OverChunks<T> {
-    /// Of `count` chunks.
-    pub(super) fn new(count: u64) -> Self {
-        OverChunks { nodes: Nodes::new(std::slice::from_ref(&(0..count))), count, missing: count }
-    }
-
-    /// Takes what chunk number `chunk` comes to; each once.
-    pub(super) fn push(&mut self, chunk: u64, value: T) {
-        let leaf = if 2 * chunk < self.count { 2 * chunk } else { 2 * (self.count - chunk) - 1 };
-        self.nodes.push(leaf, value);
-        self.missing = self.missing.saturating_sub(1);
-    }
-
-    /// Whether all have come.
-    pub(super) fn is_complete(&self) -> bool {
-        self.missing == 0
-    }
-
-    /// The sum of all.
-    pub(super) fn finish(self) -> Result<T> {
-        self.nodes.finish().ok_or_else(|| Fault::bug("a chunk of a sum is missing"))
     }
 }

@@ -109,7 +109,7 @@ fn a_shard_of_heads_knows_nothing_of_the_others() {
         specs.iter().zip(0..).map(|(spec, seed)| random(&spec.shape, seed)).collect();
     let x = random(&[256, config.hidden_size], 100);
     let input = arrays.input().prepare(&config, Device::Cpu).unwrap();
-    let chunks = Chunks::new(&config, &input, 1).unwrap();
+    let chunks = Chunks::new(&config, &input, 1, None).unwrap();
     let out = |params: &[Tensor]| {
         let pass = Pass {
             ops: CPU,
@@ -252,7 +252,7 @@ fn sequences_that_do_not_divide_are_refused() {
     let (model, arrays) = model(Skip::Zero);
     let prepared = arrays.input().prepare(&model.config, Device::Cpu).unwrap();
     for chunks in [0, 3, 256] {
-        let fault = Chunks::new(&model.config, &prepared, chunks).err().unwrap();
+        let fault = Chunks::new(&model.config, &prepared, chunks, None).err().unwrap();
         assert_eq!(fault.class(), contract::Class::Usage);
         assert!(fault.to_string().contains("a divisor of seq_len"), "{fault}");
     }
@@ -273,7 +273,7 @@ proptest! {
         let arrays = Arrays::new(tokens, rows, (0..rows).map(boundary).collect());
         let config = ZayaConfig { vocab_size: 1 << 20, ..ZayaConfig::preset("zaya1-nano").unwrap() };
         let prepared = arrays.input().prepare(&config, Device::Cpu).unwrap();
-        let found = Chunks::new(&config, &prepared, chunks as u64).unwrap();
+        let found = Chunks::new(&config, &prepared, chunks as u64, None).unwrap();
         let list = |tensor: &Tensor| Vec::<i64>::try_from(tensor).unwrap();
         let parts: Vec<_> = found.iter().map(|chunk| chunk.tokens.shallow_clone()).collect();
         let (all, sequence) = (super::cut::joined(&parts, 0).unwrap(), found.in_sequence(&parts).unwrap());
@@ -304,8 +304,9 @@ proptest! {
             prop_assert_eq!(list(&chunk.keys(&all, 0).unwrap()), keys.clone());
             let spans: Vec<_> = chunk.spans.iter().map(|span| [span.len as usize, span.before as usize]).collect();
             prop_assert_eq!(spans, lengths);
-            for piece in chunk.pieces() {
-                let there = list(&all.narrow(0, piece.row, piece.len));
+            for piece in chunk.pieces().iter().copied() {
+                let rows = found.rows_of(piece.of);
+                let there = list(&all.narrow(0, rows.first, piece.len));
                 prop_assert_eq!(&there[..], &keys[piece.key as usize..(piece.key + piece.len) as usize]);
             }
         }

@@ -12,6 +12,7 @@ use tch::{Kind, Tensor};
 use super::ZayaConfig;
 use super::cut::{Chunks, Cut};
 use super::gradients::{ChunkGradients, Gradients};
+use super::line::SharedRows;
 use super::param::{Declare, Weights};
 
 /// What a micro-batch is computed with.
@@ -19,7 +20,7 @@ pub(super) struct Pass<'a> {
     /// By which operations.
     pub(super) ops: Table,
     pub(super) config: &'a ZayaConfig,
-    pub(super) chunks: &'a Chunks,
+    pub(super) chunks: &'a Chunks<'a>,
     /// Into how many shards weights are cut.
     pub(super) shards: i64,
     pub(super) weights: Weights<'a>,
@@ -32,7 +33,7 @@ pub(super) struct Pass<'a> {
 impl Pass<'_> {
     /// A product that is the gradient of a weight: where there are chunks it is a part of a sum.
     pub(super) fn gradient(&self, left: &Tensor, right: &Tensor) -> kernels::Result<Tensor> {
-        match self.chunks.len() {
+        match self.chunks.count() {
             1 => self.ops.matmul(left, right),
             _ => self.ops.matmul_part(left, right),
         }
@@ -88,6 +89,12 @@ pub(super) trait LayerKind: Send + Sync + Sized + 'static {
 
     /// Bytes of what it saves for a token, its input and output included; `narrow` bytes in a number of [`Pass::kind`].
     fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64;
+
+    /// Bytes that the places of a line send each other, in a forward pass and in a backward pass; nothing where no token sees
+    /// another.
+    fn shared_bytes(&self, _: &ZayaConfig, _: u64, _: SharedRows) -> [u64; 2] {
+        [0; 2]
+    }
 }
 
 /// An attention or a feed-forward.
@@ -225,6 +232,9 @@ pub(super) trait AnyLayer: Send + Sync {
 
     /// See [`LayerKind::activation_bytes`].
     fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64;
+
+    /// See [`LayerKind::shared_bytes`].
+    fn shared_bytes(&self, config: &ZayaConfig, narrow: u64, rows: SharedRows) -> [u64; 2];
 }
 
 impl<L: Layer> AnyLayer for L {
@@ -263,6 +273,10 @@ impl<L: Layer> AnyLayer for L {
 
     fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
         LayerKind::activation_bytes(self, config, narrow, cut)
+    }
+
+    fn shared_bytes(&self, config: &ZayaConfig, narrow: u64, rows: SharedRows) -> [u64; 2] {
+        LayerKind::shared_bytes(self, config, narrow, rows)
     }
 }
 

@@ -4,6 +4,7 @@
 //! config     every number that decides the computation     param      what a parameter is, and how a layer declares one
 //! input      tokens of a micro-batch, its documents        layer      what a layer is
 //! cut        chunks of a micro-batch                       gradients  where gradients go, and their sums over chunks
+//! grid       where its tokens stand                        line       places that share its chunks
 //! zaya       the model, top to bottom: read this first     layers/    attention, experts, and what stands around them
 //! probe      what a forward pass shows of its insides, for who explains a step
 //! oracle     the same equations differentiated by libtorch in f64
@@ -17,9 +18,11 @@
 mod config;
 mod cut;
 mod gradients;
+mod grid;
 mod input;
 mod layer;
 mod layers;
+mod line;
 mod normal;
 mod param;
 mod probe;
@@ -36,8 +39,10 @@ pub(crate) mod parity;
 
 pub use config::{PRESETS, Skip, ZayaConfig};
 pub use cut::Cut;
-pub use gradients::{Collected, Sink};
+pub(crate) use gradients::Used;
+pub use gradients::{ChunkSum, Collected, Sink, Term};
 pub use input::{LeafInput, StagedLeaf};
+pub use line::{Coming, Dealt, Line};
 pub use param::{
     EMBEDDING, Init, ParamId, ParamSpec, Role, balance_name, init, init_balance, initial,
     parameters, rounded,
@@ -46,7 +51,8 @@ pub use probe::{LayerActivity, probe};
 
 use contract::{Fault, Result};
 use curriculum::Dtype;
-use kernels::ops::{self, Table};
+use grid::Grid;
+use kernels::ops::{self, Span, Table};
 use layer::Pass;
 use tch::{Kind, Tensor};
 use zaya::Zaya;
@@ -78,6 +84,21 @@ impl LeafOptions {
     /// The same of a micro-batch that is cut inside.
     pub fn cut(self, cut: Cut) -> Self {
         LeafOptions { cut, ..self }
+    }
+}
+
+/// How a leaf is computed, and with whom: `None` for a process that has all of it.
+#[derive(Clone, Copy)]
+pub struct Computing<'a> {
+    /// How.
+    pub options: LeafOptions,
+    /// Who has the other chunks.
+    pub line: Option<&'a dyn Line>,
+}
+
+impl From<LeafOptions> for Computing<'_> {
+    fn from(options: LeafOptions) -> Self {
+        Computing { options, line: None }
     }
 }
 
@@ -139,16 +160,19 @@ fn options_for(params: &[Tensor]) -> Result<LeafOptions> {
 
 /// Computes a leaf that a prefetcher staged as `options` say, and hands each gradient to `sink` the moment it exists;
 /// otherwise as [`leaf`].
-pub fn micro_batch(
+///
+/// Where places of a line share it, each calls this at once with the same input: losses are those of the whole, counts those of
+/// the chunks here, and gradients come as [`Sink::part`].
+pub fn micro_batch<'a>(
     config: &ZayaConfig,
     params: &[Tensor],
     balance: &[Tensor],
     staged: StagedLeaf,
     divisor: u64,
-    options: LeafOptions,
+    how: impl Into<Computing<'a>>,
     sink: &mut dyn Sink,
 ) -> Result<LeafLosses> {
-    compute(config, (params, balance), &staged.arrive()?, (divisor, options), sink)
+    compute(config, (params, balance), &staged.arrive()?, (divisor, how.into()), sink)
 }
 
 /// The same, with all gradients together.
@@ -173,7 +197,7 @@ fn collected(
 ) -> Result<LeafOutput> {
     let mut gradients = Collected::default();
     let LeafLosses { loss, labels, token_losses, counts } =
-        compute(config, weights, input, (divisor, options), &mut gradients)?;
+        compute(config, weights, input, (divisor, options.into()), &mut gradients)?;
     Ok(LeafOutput { loss, labels, grads: gradients.into_vec()?, token_losses, counts })
 }
 
@@ -181,13 +205,13 @@ fn compute(
     config: &ZayaConfig,
     weights: (&[Tensor], &[Tensor]),
     input: &input::Prepared,
-    (divisor, options): (u64, LeafOptions),
+    (divisor, how): (u64, Computing<'_>),
     sink: &mut dyn Sink,
 ) -> Result<LeafLosses> {
     enter()?;
     let model = Zaya::new(config);
-    let train = |pass: &Pass<'_>| model.train(pass, (divisor, options.keep), sink);
-    let found = model.with((options, config), weights, input, train)?;
+    let train = |pass: &Pass<'_>| model.train(pass, (divisor, how.options.keep), sink);
+    let found = model.with((how, config), weights, input, train)?;
     Ok(LeafLosses {
         loss: total(&found.losses)?,
         labels: input.label_count,
@@ -207,7 +231,8 @@ pub fn losses(
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
     let weights = (params, balance);
-    let losses = model.with((options, config), weights, &input, |pass| model.losses(pass))?;
+    let losses =
+        model.with((options.into(), config), weights, &input, |pass| model.losses(pass))?;
     total(&losses)
 }
 
@@ -221,7 +246,7 @@ pub fn logits(
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
     let options = options_for(params)?;
-    model.with((options, config), (params, balance), &input, |pass| model.logits(pass))
+    model.with((options.into(), config), (params, balance), &input, |pass| model.logits(pass))
 }
 
 /// Operations that the model defines for forward and backward over `tokens`, of which layer by layer `routed` go to an
@@ -248,6 +273,26 @@ pub fn activation_bytes(
 ) -> u64 {
     let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
     Zaya::new(config).activation_bytes(config, (tokens, narrow), options)
+}
+
+/// Bytes that `degree` ranks which share a micro-batch of `rows` sequences of `seq_len` tokens, each one document, send each other
+/// in all for it: operands of layers, gradients of keys and values, losses of tokens; not gradients of weights.
+pub fn shared_bytes(
+    config: &ZayaConfig,
+    (rows, seq_len): (u64, u64),
+    degree: u64,
+    options: LeafOptions,
+    dtype: Dtype,
+) -> u64 {
+    let (chunks, length) = (options.cut.chunks, seq_len as i64);
+    let dealt = Dealt { chunks, degree, place: 0 };
+    let grid = Grid { length, width: length / chunks as i64, rows: rows as i64 };
+    let documents: Vec<Span> =
+        (0..rows as i64).map(|row| Span::whole(row * length, length)).collect();
+    let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
+    let sent = grid.shared(dealt, &documents);
+    Zaya::new(config).shared_bytes(config, narrow, options.keep, sent)
+        + 4 * rows * seq_len * (degree - 1)
 }
 
 /// The sum of token losses, in f64.

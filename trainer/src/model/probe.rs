@@ -49,7 +49,7 @@ pub fn probe(
 ) -> Result<Vec<LayerActivity>> {
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
-    model.with((options, config), (params, balance), &input, |pass| model.probe(pass))
+    model.with((options.into(), config), (params, balance), &input, |pass| model.probe(pass))
 }
 
 /// The sum of squares over tensors, in f64.

@@ -19,17 +19,18 @@ use std::any::Any;
 use contract::{Fault, Result};
 use tch::{Kind, Tensor};
 
-use super::cut::{Chunk, Chunks, OverChunks, joined};
-use super::gradients::{ChunkGradients, Gradients, Sink, emit};
+use super::cut::{Chunk, Chunks, joined};
+use super::gradients::{ChunkGradients, Gradients, Sink, Term, emit};
 use super::input::Prepared;
 use super::layer::{AnyLayer, Backward, Make, Pass, Work, make};
 use super::layers::cca::Cca;
 use super::layers::head;
 use super::layers::moe::Moe;
 use super::layers::norm::{Normed, Residual, RmsNorm};
+use super::line::SharedRows;
 use super::param::{Declare, ParamId, ParamSpec, Weights};
 use super::probe::{LayerActivity, squares};
-use super::{Keep, LeafOptions, ZayaConfig};
+use super::{Computing, Keep, LeafOptions, ZayaConfig};
 use crate::refusal::refused;
 use crate::timing::{Part, part};
 
@@ -112,8 +113,8 @@ struct HeadBack {
     losses: Tensor,
     /// Of the final normed residual, by chunk.
     hidden: Vec<Tensor>,
-    /// Of the embedding as the head.
-    weights: Tensor,
+    /// Of the embedding as the head, where there is one chunk; of several each has gone its way.
+    weights: Option<Tensor>,
 }
 
 /// What a micro-batch says besides its gradients.
@@ -149,13 +150,14 @@ impl Zaya {
     /// Begins a pass over `input` with these weights, in canonical order, and balancing biases.
     pub(super) fn with<T>(
         &self,
-        (LeafOptions { ops, cut, .. }, config): (LeafOptions, &ZayaConfig),
+        (Computing { options, line }, config): (Computing<'_>, &ZayaConfig),
         (weights, balance): (&[Tensor], &[Tensor]),
         input: &Prepared,
         work: impl FnOnce(&Pass<'_>) -> Result<T>,
     ) -> Result<T> {
         let _guard = tch::no_grad_guard();
-        let chunks = &Chunks::new(config, input, cut.chunks)?;
+        let LeafOptions { ops, cut, .. } = options;
+        let chunks = &Chunks::new(config, input, cut.chunks, line)?;
         let (weights, shards) = (Weights(weights), cut.shards as i64);
         let kind = weights[self.embedding.tokens].kind();
         work(&Pass { ops, config, chunks, shards, weights, balance, kind })
@@ -171,29 +173,37 @@ impl Zaya {
         let _watch = part(Part::Stream);
         let mut forward = self.forward(pass, keep)?;
         let counts = std::mem::take(&mut forward.counts);
+        let mut sink = Gradients::new(sink, pass.chunks.shared());
         let HeadBack { losses, hidden, weights } = {
             let _watch = part(Part::Head);
-            self.head(pass, &forward.hidden, divisor)?
+            self.head(pass, &forward.hidden, divisor, &mut sink)?
         };
-        let mut sink = Gradients::new(sink, pass.chunks.len());
         self.backward(pass, forward, (hidden, weights), &mut sink)?;
         Ok(Outcome { losses, counts })
     }
 
     /// Losses, and gradients of their sum over `divisor`.
-    fn head(&self, pass: &Pass<'_>, hidden: &[Tensor], divisor: u64) -> Result<HeadBack> {
-        let embedding = &pass.weights[self.embedding.tokens];
-        let mut weights = OverChunks::new(hidden.len() as u64);
+    fn head(
+        &self,
+        pass: &Pass<'_>,
+        hidden: &[Tensor],
+        divisor: u64,
+        sink: &mut Gradients<'_>,
+    ) -> Result<HeadBack> {
+        let (table, mut weights) = (&pass.weights[self.embedding.tokens], None);
         let mut found: Vec<_> = hidden.iter().map(|_| None).collect();
         for chunk in pass.chunks.by_leaf() {
-            let head = head::of(pass, pass.chunks.of(chunk), embedding, &hidden[chunk]);
+            let head = head::of(pass, pass.chunks.of(chunk), table, &hidden[chunk]);
             let back = pass.ops.cross_entropy_backward(head, divisor as f64).map_err(refused)?;
-            weights.push(chunk as u64, back.weights);
+            match pass.chunks.count() {
+                1 => weights = Some(back.weights),
+                _ => sink.of(chunk).term(self.embedding.tokens, Term::First, back.weights)?,
+            }
             found[chunk] = Some((back.losses, back.hidden));
         }
         let (losses, hidden): (Vec<_>, Vec<_>) = found.into_iter().flatten().unzip();
         let losses = pass.chunks.in_sequence(&losses).map_err(refused)?;
-        Ok(HeadBack { losses, hidden, weights: weights.finish()? })
+        Ok(HeadBack { losses, hidden, weights })
     }
 
     /// The loss of every token, `[N]`: forward only.
@@ -252,11 +262,11 @@ impl Zaya {
         &self,
         pass: &Pass<'_>,
         forward: Forward,
-        (hidden, head): (Vec<Tensor>, Tensor),
+        (hidden, head): (Vec<Tensor>, Option<Tensor>),
         sink: &mut Gradients<'_>,
     ) -> Result<()> {
         let Forward { embedded, layers: kept, normed, .. } = forward;
-        let back = (0..).zip(normed).zip(&hidden).map(|((chunk, normed), hidden)| {
+        let back = normed.into_iter().enumerate().zip(&hidden).map(|((chunk, normed), hidden)| {
             self.norm.backward(pass, normed, hidden, &mut sink.of(chunk))
         });
         let residual = back.collect::<Result<_>>()?;
@@ -290,6 +300,27 @@ impl Zaya {
         });
         // A product of m x k and k x n is 2 m k n; the backward pass is twice the forward pass.
         3.0 * 2.0 * (layers.sum::<f64>() + head::products(config, tokens as f64))
+    }
+
+    /// Bytes that the places of a line send each other for a micro-batch that makes them send these rows, but for gradients of
+    /// weights and losses.
+    pub(super) fn shared_bytes(
+        &self,
+        config: &ZayaConfig,
+        narrow: u64,
+        keep: Keep,
+        rows: SharedRows,
+    ) -> u64 {
+        let layer = |layer: &DecoderLayer| {
+            let halves = layer.halves().map(|half| half.layer.shared_bytes(config, narrow, rows));
+            let passes = halves.map(|[forward, back]| match keep {
+                Keep::Everything => forward + back,
+                // Recomputation gathers again.
+                Keep::LayerInputs => 2 * forward + back,
+            });
+            passes.sum::<u64>()
+        };
+        self.layers.iter().map(layer).sum()
     }
 
     /// Bytes of what a micro-batch of `tokens` keeps between its passes, with its logits; `narrow` bytes in a number of
@@ -357,30 +388,30 @@ impl Embedding {
         made.collect()
     }
 
-    /// From the gradient of the residual, and the head's part of that of the embedding.
+    /// From the gradient of the residual, and where there is one chunk the head's part of that of the embedding.
     fn backward(
         &self,
         pass: &Pass<'_>,
         embedded: &[Tensor],
-        (residual, mut head): (&[Tensor], Tensor),
+        (residual, head): (&[Tensor], Option<Tensor>),
         sink: &mut Gradients<'_>,
     ) -> Result<()> {
         // The head's part came first; the input's part is added to it.
-        if let ([embedded], [residual]) = (embedded, residual) {
-            let chunk = pass.chunks.of(0);
-            self.looked_up(pass, chunk, (embedded, residual), &mut head, &mut sink.of(0))?;
+        if let Some(mut head) = head {
+            let own = (&embedded[0], &residual[0]);
+            self.looked_up(pass, pass.chunks.of(0), own, &mut head, &mut sink.of(0))?;
             return sink.whole(self.tokens, head);
         }
-        let mut sum = OverChunks::new(embedded.len() as u64);
-        for number in pass.chunks.by_leaf() {
-            let (chunk, mut sink) = (pass.chunks.of(number), sink.of(number));
-            let mut table = head.f_zeros_like().map_err(|error| refused(error.into()))?;
-            let own = (&embedded[number], &residual[number]);
+        let weights = &pass.weights[self.tokens];
+        for at in pass.chunks.by_leaf() {
+            let (chunk, mut sink) = (pass.chunks.of(at), sink.of(at));
+            let table = Tensor::f_zeros(weights.size(), (Kind::Float, weights.device()));
+            let mut table = table.map_err(|error| refused(error.into()))?;
+            let own = (&embedded[at], &residual[at]);
             self.looked_up(pass, chunk, own, &mut table, &mut sink)?;
-            sum.push(number as u64, table);
+            sink.term(self.tokens, Term::Second, table)?;
         }
-        let sum = head.f_add_(&sum.finish()?).map_err(|error| refused(error.into()))?;
-        sink.whole(self.tokens, sum)
+        Ok(())
     }
 
     /// A chunk's rows of the embedding: adds their gradients to `table`.

@@ -96,6 +96,8 @@ pub struct Together {
     pub schedule: Schedule,
     /// Whether they send to each other as if all were on one machine.
     pub flat: bool,
+    /// How many may share a micro-batch.
+    pub context: u32,
     /// What they are asked, as flags: it has to be the same on all of them.
     pub asked: Vec<String>,
 }
@@ -356,13 +358,13 @@ impl Replayer {
 
     /// This rank's part of the text of a step of `spec`.
     pub(crate) fn part(&self, spec: &RunSpec, step: u64) -> Result<Batch> {
-        let slice = self.team()?.slice(self.world.comm.rank())?;
+        let slice = self.team()?.lines(spec.model_at(step)?.cut.chunks)?.slice()?;
         loader::batch(&spec.plan, &spec.data, step, slice)
     }
 
     fn team(&self) -> Result<Team<'_>> {
-        let Together { schedule, flat, .. } = self.together;
-        Team::new(&self.world.comm, self.world.mesh, schedule, flat)
+        let Together { schedule, flat, context, .. } = self.together;
+        Team::new(&self.world.comm, context, schedule, flat)
     }
 
     /// The gradient of a step as `spec` says, and the record unless the step diverges.

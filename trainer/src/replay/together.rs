@@ -53,8 +53,9 @@ impl Replayer {
             return Ok(own.collect());
         }
         let (team, leaves) = (self.team()?, gradient.leaves.len() as u64);
+        let lines = team.lines(self.spec.model_at(gradient.step)?.cut.chunks)?;
         let mut mine = Writer::default();
-        for number in team.leaves(leaves)? {
+        for number in lines.leaves(leaves)? {
             let losses = &gradient.leaves[number as usize].token_losses;
             mine.word(losses.len() as u64);
             losses.iter().for_each(|loss| {
@@ -68,10 +69,10 @@ impl Replayer {
                 let count = heard.word()?;
                 (0..count).map(|_| Ok(f32::from_bits(heard.word()? as u32))).collect()
             };
-            let numbers = team.leaves_of(rank as u32, leaves)?;
+            let numbers = lines.leaves_of(rank as u32, leaves)?;
             said.push(numbers.iter().map(&mut leaf).collect::<Result<Vec<_>>>()?);
         }
-        Ok(team.in_order(leaves, said)?.concat())
+        Ok(lines.in_order(leaves, said, |one, _| Ok(one))?.concat())
     }
 
     /// Whether this rank tells people what came out.

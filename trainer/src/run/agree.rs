@@ -7,6 +7,7 @@ use super::World;
 use crate::checkpoint::RingOptions;
 use crate::exec::ExecOptions;
 use crate::memory;
+use crate::mesh::Mesh;
 use crate::mesh::words::{Reader, Writer};
 use crate::refusal::lost;
 use crate::spec::RunSpec;
@@ -14,24 +15,66 @@ use crate::spec::RunSpec;
 /// Holds this rank against the others, and agrees with them how tensors travel.
 pub(super) fn join(spec: &RunSpec, exec: &ExecOptions, world: &mut World) -> Result<Carried> {
     same(spec, &options(exec), world)?;
+    refuse(spec, world.comm.world(), exec.context)?;
     if world.device == tch::Device::Cpu {
         memory::refuse(spec, exec, world.comm.nodes(), world.comm.rank())?;
     }
     world.comm.carry(world.device, exec.transport).map_err(lost)
 }
 
-/// What to say of phases that have not a micro-batch for each rank.
-pub(super) fn idle(spec: &RunSpec, world: u32) -> Vec<String> {
-    let few = spec.plan.phases().iter().filter_map(|phase| {
-        let step = spec.plan.step(phase.first_step).ok()?;
-        let leaves = step.batch / step.micro_batch;
-        (leaves < u64::from(world)).then(|| {
-            let idle = u64::from(world) - leaves;
-            let name = &phase.name;
-            format!(
+/// The mesh of each phase.
+pub(super) fn meshes(spec: &RunSpec, world: u32, context: u32) -> Vec<(&str, Mesh)> {
+    let phases = spec.plan.phases().iter().filter_map(|phase| {
+        let chunks = spec.model_at(phase.first_step).ok()?.cut.chunks;
+        Some((phase.name.as_str(), Mesh::of(world, context, chunks)))
+    });
+    phases.collect()
+}
+
+/// Refuses a number of ranks that share micro-batches where no phase lets them.
+fn refuse(spec: &RunSpec, world: u32, context: u32) -> Result<()> {
+    if context == 1 || meshes(spec, world, context).iter().any(|(_, mesh)| mesh.cp > 1) {
+        return Ok(());
+    }
+    let chunks = spec.models.iter().map(|model| model.cut.chunks.to_string());
+    Err(Fault::usage("no phase has micro-batches that ranks can share")
+        .at("--cp")
+        .found(format!(
+            "--cp {context} with {world} ranks, context_chunks {}",
+            chunks.collect::<Vec<_>>().join(", ")
+        ))
+        .wanted("a number from 2 to --cp that divides the ranks and a phase's context_chunks")
+        .hint("context_chunks = 2 x cp in a phase gives each rank as much to compute; it decides bits, cp does not"))
+}
+
+/// What to say of phases that have not a micro-batch for each rank, or cannot be shared as widely as asked.
+pub(super) fn idle(spec: &RunSpec, world: u32, context: u32) -> Vec<String> {
+    let few = meshes(spec, world, context).into_iter().zip(spec.plan.phases());
+    let few = few.flat_map(|((name, mesh), phase)| {
+        let Ok(step) = spec.plan.step(phase.first_step) else { return Vec::new() };
+        let (leaves, Mesh { dp, cp, .. }) = (step.batch / step.micro_batch, mesh);
+        let chunks = spec.model_at(phase.first_step).map_or(1, |model| model.cut.chunks);
+        let mut notes = Vec::new();
+        if leaves < u64::from(dp) {
+            let idle = (u64::from(dp) - leaves) * u64::from(cp);
+            notes.push(format!(
                 "note: phase {name:?} has {leaves} micro-batches in a step: {idle} of {world} ranks compute none of them"
-            )
-        })
+            ));
+        }
+        if cp < context {
+            notes.push(format!(
+                "note: phase {name:?} has {chunks} chunks in a micro-batch: of {world} ranks {cp} share each, not {context}"
+            ));
+        }
+        if cp > 1 && !chunks.is_multiple_of(2 * u64::from(cp)) {
+            notes.push(format!(
+                "note: phase {name:?} has {chunks} chunks in a micro-batch: {} for each of {cp} ranks do not have equally many \
+                 keys; a multiple of {} would",
+                chunks / u64::from(cp),
+                2 * cp
+            ));
+        }
+        notes
     });
     few.collect()
 }
@@ -86,6 +129,7 @@ fn options(exec: &ExecOptions) -> Vec<String> {
         format!("--ring {states}"),
         format!("--ring-every {every}"),
         format!("--ring-spike {spike:e}"),
+        format!("--cp {}", exec.context),
         format!("--schedule {}", exec.schedule.name()),
         format!("--flat {}", exec.flat),
         format!("--transport {:?}", exec.transport).to_lowercase(),

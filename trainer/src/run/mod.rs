@@ -16,11 +16,12 @@ use std::sync::Arc;
 use contract::{Digest, Fault, Result};
 use kernels::device::Stager;
 use kernels::runtime;
-use loader::{Batch, Opened, Prefetcher};
+use loader::{Batch, Opened, Prefetcher, RankSlice};
 use tch::Device;
 
 use crate::exec::ExecOptions;
-use crate::mesh::Team;
+use crate::mesh::axes::Axis;
+use crate::mesh::{Mesh, Team, team};
 use crate::refusal::lost;
 use crate::spec::RunSpec;
 use crate::step::{self, Context, Leaves};
@@ -49,14 +50,13 @@ fn run(opened: &Opened, exec: &ExecOptions, world: &mut World) -> Result<Outcome
     runtime::enter_thread().map_err(lost)?;
     let spec = Arc::new(RunSpec::new(opened)?);
     let carried = agree::join(&spec, exec, world)?;
-    let team = Team::new(&world.comm, world.mesh, exec.schedule, exec.flat)?;
+    let team = Team::new(&world.comm, exec.context, exec.schedule, exec.flat)?;
     let begun = open::open(&spec, opened, exec, world, &team, &carried)?;
     let Begun { mut state, mut digest, mut recorder, mut keeper } = begun;
     let context = Context { spec: &spec, team: &team, workers: exec.workers };
-    let (steps, slice) =
-        (state.step + 1..last_step(&spec, exec) + 1, team.slice(world.comm.rank())?);
+    let (steps, slices) = (state.step + 1..last_step(&spec, exec) + 1, slices(&spec, &team));
     let (plan, data, stage) = (spec.plan.clone(), spec.data.clone(), staging(&spec, world.device)?);
-    let mut batches = Prefetcher::start(plan, data, steps, slice, exec.prefetch, stage)?;
+    let mut batches = Prefetcher::by_step(plan, data, steps, slices, exec.prefetch, stage)?;
     while let Some(batch) = recorder.wait(|| batches.next()) {
         let (batch, leaves) = batch?;
         let stepped = step::advance(context, &mut state, &batch, &leaves, || exec.stopped());
@@ -90,6 +90,19 @@ fn last_step(spec: &RunSpec, exec: &ExecOptions) -> u64 {
 /// Whether the state after `step` is to be kept.
 fn checkpoint_is_due(spec: &RunSpec, exec: &ExecOptions, step: u64) -> bool {
     step == last_step(spec, exec) || step.is_multiple_of(exec.checkpoint_every.max(1))
+}
+
+/// This rank's part of each step: who shares micro-batches may change with the phase.
+fn slices(
+    spec: &Arc<RunSpec>,
+    team: &Team<'_>,
+) -> impl Fn(u64) -> Result<RankSlice> + Send + Sync + 'static {
+    let (spec, schedule, limit) = (Arc::clone(spec), team.schedule, team.context);
+    let (rank, world) = (team.group.rank(), team.group.world());
+    move |step| {
+        let mesh = Mesh::of(world, limit, spec.model_at(step)?.cut.chunks);
+        team::slice(schedule, mesh.place(Axis::Dp, rank), mesh.dp)
+    }
 }
 
 /// The prefetcher's last stage: puts the leaves of each batch on the device while the step before is computed.

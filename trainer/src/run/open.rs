@@ -9,7 +9,7 @@ use loader::Opened;
 use serde_json::json;
 
 use super::World;
-use super::agree::idle;
+use super::agree::{idle, meshes};
 use super::keep::Keeper;
 use super::record::{Book, Recorder};
 use super::restore::{Reading, Restored};
@@ -73,13 +73,17 @@ pub(super) fn open<'a>(
 /// Writes down who the ranks are.
 fn say_ranks(book: &mut Book<'_>, team: &Team<'_>, carried: &Carried) -> Result<()> {
     let (world, transport) = (team.group.world(), if carried.rccl { "rccl" } else { "gloo" });
+    let mesh: Vec<_> = meshes(book.spec, world, team.context)
+        .into_iter()
+        .map(|(phase, mesh)| json!({"phase": phase, "dp": mesh.dp, "cp": mesh.cp}))
+        .collect();
     let fields = json!({
-        "world": world, "schedule": team.schedule.name(), "nodes": team.nodes.sizes(), "transport": transport,
+        "world": world, "mesh": mesh, "schedule": team.schedule.name(), "nodes": team.nodes.sizes(), "transport": transport,
         "rccl_release": carried.release, "no_rccl_because": carried.reason,
     });
     book.events.write("ranks", fields)?;
     book.progress.note(&format!("{world} ranks, tensors by {}", carried.words()));
-    idle(book.spec, world).iter().for_each(|note| book.progress.note(note));
+    idle(book.spec, world, team.context).iter().for_each(|note| book.progress.note(note));
     Ok(())
 }
 

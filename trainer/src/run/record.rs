@@ -114,7 +114,7 @@ impl Recorder<'_> {
 
 impl Book<'_> {
     fn record(&mut self, stepped: &Stepped) -> Result<()> {
-        let Stepped { record, stop: _, sent, waited, ranks } = stepped;
+        let Stepped { record, stop: _, sent, shared, waited, ranks } = stepped;
         let again = record.step <= self.open.ledger.last_step();
         if again {
             compare(&self.open.ledger, record, &self.open.folder)?;
@@ -140,6 +140,7 @@ impl Book<'_> {
         let waited = (waited.as_secs_f64() * 1e6).round() / 1e6;
         let fields = json!({
             "step": record.step, "bytes": sent.all, "bytes_between_nodes": sent.between_nodes,
+            "bytes_shared": shared,
             "waited_for_blocks": waited,
         });
         self.events.write("exchange", fields)

@@ -5,13 +5,9 @@ use kernels::group::Group;
 use kernels::runtime::KernelTable;
 use tch::Device;
 
-use crate::mesh::Mesh;
-
 /// The ranks, and what this one is.
 #[derive(Debug)]
 pub struct World {
-    /// The axes along which the ranks lie: all of them are data-parallel.
-    pub mesh: Mesh,
     /// How ranks exchange bytes; a rank may be alone.
     pub comm: Group,
     /// What computes here.
@@ -23,7 +19,7 @@ pub struct World {
 impl World {
     /// The ranks of `comm`.
     pub fn new(comm: Group, device: Device, runtime: KernelTable) -> Self {
-        World { mesh: Mesh::data(comm.world()), comm, runtime, device }
+        World { comm, runtime, device }
     }
 
     /// One rank.

@@ -66,6 +66,8 @@ pub(super) struct Ended {
     pub(super) stop: bool,
     /// What it has sent in this step; of all: together.
     pub(super) sent: Sent,
+    /// The same of what it sent to those with whom it shares micro-batches.
+    pub(super) shared: u64,
     /// How long it waited for blocks of the gradient when its leaves had been computed; of all: the longest.
     pub(super) waited: Duration,
 }
@@ -86,9 +88,9 @@ pub(super) fn settle(
     mine: Ended,
     moved: &[f64],
 ) -> Result<(Settled, Ended)> {
-    let Ended { stop, sent, waited } = mine;
+    let Ended { stop, sent, shared, waited } = mine;
     let mut words = Writer::default();
-    words.word(u64::from(stop)).word(sent.all).word(sent.between_nodes);
+    words.word(u64::from(stop)).word(sent.all).word(sent.between_nodes).word(shared);
     words.word(waited.as_nanos() as u64);
     moved.iter().for_each(|squares| {
         words.float(*squares);
@@ -100,6 +102,7 @@ pub(super) fn settle(
         all.stop |= heard.word()? != 0;
         all.sent.all += heard.word()?;
         all.sent.between_nodes += heard.word()?;
+        all.shared += heard.word()?;
         all.waited = all.waited.max(Duration::from_nanos(heard.word()?));
     }
     // Of the pieces of a tensor in their order, whoever owns them.

@@ -5,6 +5,8 @@ use kernels::tree::Counter;
 use loader::Batch;
 
 use super::{Context, LeafSums};
+use crate::mesh::axes::Axis;
+use crate::mesh::team::Lines;
 use crate::mesh::words::Writer;
 
 /// What is known of a step before its first leaf.
@@ -15,7 +17,7 @@ pub(super) struct Head {
 }
 
 /// Labels and digests of the whole step. Ranks that are not at the same step are found out here.
-pub(super) fn head(cx: Context<'_>, batch: &Batch) -> Result<Head> {
+pub(super) fn head(cx: Context<'_>, lines: &Lines<'_>, batch: &Batch) -> Result<Head> {
     let mut mine = Writer::default();
     mine.word(batch.step).word(batch.label_count).word(batch.sequences.len() as u64);
     batch.sequences.iter().for_each(|digest| {
@@ -31,7 +33,9 @@ pub(super) fn head(cx: Context<'_>, batch: &Batch) -> Result<Head> {
                 batch.step
             )));
         }
-        labels += heard.word()?;
+        let own = heard.word()?;
+        // Ranks that share micro-batches have read the same.
+        labels += if lines.mesh.place(Axis::Cp, rank as u32) == 0 { own } else { 0 };
         let count = heard.word()?;
         let digests = (0..count).map(|_| heard.digest()).collect::<Result<Vec<_>>>()?;
         sequences
@@ -40,7 +44,11 @@ pub(super) fn head(cx: Context<'_>, batch: &Batch) -> Result<Head> {
     }
     let step = cx.spec.plan.step(batch.step)?;
     let leaves = step.batch / step.micro_batch;
-    let sequences: Vec<Vec<Digest>> = cx.team.in_order(leaves, sequences)?;
+    let same = |one: Vec<Digest>, other| match one == other {
+        true => Ok(one),
+        false => Err(Fault::mismatch("ranks that share a micro-batch have read different text")),
+    };
+    let sequences: Vec<Vec<Digest>> = lines.in_order(leaves, sequences, same)?;
     let data = loader::step_digest(sequences.iter().map(Vec::as_slice));
     Ok(Head { leaves, divisor: labels.max(1), data })
 }
@@ -59,6 +67,7 @@ pub(super) struct Losses {
 /// tokens stay where they are: a rank that is alone has them all.
 pub(super) fn losses(
     cx: Context<'_>,
+    lines: &Lines<'_>,
     leaves: u64,
     kept: Vec<LeafSums>,
     router: &[Vec<u64>],
@@ -102,9 +111,24 @@ pub(super) fn losses(
         heard.end()?;
     }
     said[cx.team.group.rank() as usize] = kept;
-    let (leaves, mut tree) = (cx.team.in_order(leaves, said)?, Counter::new());
+    let (leaves, mut tree) = (lines.in_order(leaves, said, joined)?, Counter::new());
     leaves.iter().for_each(|leaf| tree.push(leaf.loss));
     Ok(Losses { loss: tree.finish().unwrap_or(0.0), leaves, router })
+}
+
+/// What two ranks that share a micro-batch say of it: the same, but for the checksum, to which each adds that of its slice.
+fn joined(one: LeafSums, other: LeafSums) -> Result<LeafSums> {
+    if one.loss.to_bits() != other.loss.to_bits() || one.labels != other.labels {
+        return Err(Fault::mismatch("ranks that share a micro-batch found different losses")
+            .found(other.loss)
+            .wanted(one.loss));
+    }
+    let token_losses = match one.token_losses.is_empty() {
+        true => other.token_losses,
+        false => one.token_losses,
+    };
+    let gradient = one.gradient.wrapping_add(other.gradient);
+    Ok(LeafSums { gradient, token_losses, ..one })
 }
 
 /// Integers: any order gives the same sum.

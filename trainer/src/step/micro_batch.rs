@@ -11,8 +11,9 @@ use loader::Batch;
 use tch::Tensor;
 
 use crate::audit;
+use crate::mesh::context::{Shared, SharedSink};
 use crate::mesh::sink::{Checksum, Gradients};
-use crate::model::{self, LeafInput, LeafLosses, LeafOptions, StagedLeaf};
+use crate::model::{self, Computing, LeafInput, LeafLosses, Sink, StagedLeaf};
 use crate::optim::balance::Balance;
 use crate::refusal::{caught, refused, values};
 use crate::spec::{PhaseModel, RunSpec};
@@ -82,6 +83,8 @@ pub(crate) struct MicroBatches<'a> {
     pub(crate) workers: Workers,
     /// This rank.
     pub(crate) rank: u32,
+    /// With whom it shares them, if with anybody.
+    pub(crate) shared: Option<Shared<'a>>,
 }
 
 impl MicroBatches<'_> {
@@ -94,55 +97,74 @@ impl MicroBatches<'_> {
         begun: impl Fn(u64) + Sync,
         mut take: impl FnMut(LeafSums, Vec<Vec<u64>>) -> Result<()> + Send,
     ) -> Result<()> {
-        let MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers, rank: _ } =
-            *self;
+        let MicroBatches { spec, batch, leaves, numbers, workers, shared, .. } = *self;
         let weights = products(spec, batch.step, state, workers)?;
         let biases = bias_tensors(&state.weights, &state.balance);
         let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
-        let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
-        let how = workers.options().cut(*cut);
         let work = |leaf: u64| {
-            begun(numbers[leaf as usize]);
+            let number = numbers[leaf as usize];
+            begun(number);
             let (weights, biases) = (weights.aliases(), biases.aliases());
             let compute = || {
+                let weights = (&weights[..], &biases[..]);
                 let staged = leaves.take(leaf)?;
-                let mut sink = gradients.sink(numbers[leaf as usize]);
-                let (weights, biases) = (&weights, &biases);
-                let losses =
-                    model::micro_batch(config, weights, biases, staged, divisor, how, &mut sink)?;
-                let sums = sums(&losses, sink.checksum(), &input(batch, leaf), detail)?;
-                let number = numbers[leaf as usize];
-                if workers
-                    .audit()
-                    .is_some_and(|audit| audit.picks(spec.curriculum.seed, batch.step, number))
+                let (sums, counts) = self.once(leaf, weights, staged, Some(gradients))?;
+                let audit = workers.audit();
+                if audit.is_some_and(|audit| audit.picks(spec.curriculum.seed, batch.step, number))
                 {
-                    self.again(leaf, (weights, biases), how, &sums)?;
+                    self.again(leaf, weights, &sums)?;
                 }
-                Ok((sums, losses.counts))
+                Ok((sums, counts))
             };
             caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
         };
+        // What ranks that share a micro-batch exchange has one order.
+        let workers = if shared.is_some() { workers.one() } else { workers };
         workers.fold(batch.rows / batch.micro_batch, work, |_, (sums, counts)| take(sums, counts))
     }
-}
 
-impl MicroBatches<'_> {
-    /// Computes a leaf a second time, and refuses to go on where it comes out otherwise.
-    fn again(
+    /// Computes a leaf, whose gradients go to `gradients` if to anybody.
+    fn once(
         &self,
         leaf: u64,
         (weights, biases): (&[Tensor], &[Tensor]),
-        how: LeafOptions,
-        first: &LeafSums,
-    ) -> Result<()> {
+        staged: StagedLeaf,
+        gradients: Option<&Gradients>,
+    ) -> Result<(LeafSums, Vec<Vec<u64>>)> {
+        let MicroBatches { spec, batch, numbers, divisor, detail, workers, shared, .. } = *self;
+        let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
+        let (options, number) = (workers.options().cut(*cut), numbers[leaf as usize]);
+        let compute = |staged, how: Computing<'_>, sink: &mut dyn Sink| {
+            model::micro_batch(config, weights, biases, staged, divisor, how, sink)
+        };
+        let (losses, checksum) = match (shared, gradients) {
+            (Some(shared), _) => {
+                let into = gradients.map(|gradients| (gradients, number));
+                let mut sink = SharedSink::new(shared, into);
+                let how = Computing { options, line: Some(shared.line) };
+                (compute(staged, how, &mut sink)?, sink.finish()?)
+            }
+            (None, Some(gradients)) => {
+                let mut sink = gradients.sink(number);
+                (compute(staged, options.into(), &mut sink)?, sink.checksum())
+            }
+            (None, None) => {
+                let mut sink = Checksum::default();
+                (compute(staged, options.into(), &mut sink)?, sink.0)
+            }
+        };
+        let sums = sums(&losses, checksum, &input(batch, leaf), detail)?;
+        Ok((sums, losses.counts))
+    }
+
+    /// Computes a leaf a second time, and refuses to go on where it comes out otherwise.
+    fn again(&self, leaf: u64, weights: (&[Tensor], &[Tensor]), first: &LeafSums) -> Result<()> {
         let config = &self.spec.model_at(self.batch.step)?.config;
-        let stager = Stager::new(weights[0].device()).map_err(refused)?;
+        let stager = Stager::new(weights.0[0].device()).map_err(refused)?;
         let staged = input(self.batch, leaf).stage(config, &stager)?;
-        let mut sink = Checksum::default();
-        let losses =
-            model::micro_batch(config, weights, biases, staged, self.divisor, how, &mut sink)?;
+        let (second, _) = self.once(leaf, weights, staged, None)?;
         let first = audit::Outcome { loss: first.loss, gradient: first.gradient };
-        let second = audit::Outcome { loss: losses.loss, gradient: sink.0 };
+        let second = audit::Outcome { loss: second.loss, gradient: second.gradient };
         audit::compare(first, second, self.rank)
     }
 }

@@ -27,9 +27,13 @@ use loader::Batch;
 use tch::Tensor;
 
 use crate::ledger::StepRecord;
+use crate::mesh::axes::Axis;
+use crate::mesh::context::{Along, Context as Shares, Shared};
 use crate::mesh::sink::Gradients;
+use crate::mesh::slices::Slices;
 use crate::mesh::sum::Sum;
-use crate::mesh::{Mesh, Schedule, Team};
+use crate::mesh::team::Lines;
+use crate::mesh::{Schedule, Team};
 use crate::model::{self, ZayaConfig};
 use crate::spec::RunSpec;
 use crate::state::State;
@@ -68,6 +72,8 @@ pub struct Gradient {
     pub router: Vec<Vec<u64>>,
     /// What this rank had sent when the step began.
     begun: Sent,
+    /// Bytes that it sent to those with whom it shares micro-batches.
+    shared: u64,
     /// How long this rank waited for blocks of others when its leaves had been computed.
     waited: Duration,
 }
@@ -89,6 +95,8 @@ pub struct Stepped {
     pub stop: bool,
     /// What all ranks together have sent, up to the last small exchange.
     pub sent: Sent,
+    /// Of it, bytes between ranks that share micro-batches, for these.
+    pub shared: u64,
     /// The longest that a rank waited for blocks of the gradient when its leaves had been computed.
     pub waited: Duration,
 }
@@ -119,11 +127,20 @@ pub fn gradient(
 ) -> Result<Gradient> {
     let Context { spec, team, workers } = cx;
     let begun = team.group.sent();
-    let head = facts::head(cx, batch)?;
-    let mut sum = Sum::begin(team, &state.owners, head.leaves)?;
-    let numbers = team.leaves(head.leaves)?;
-    let parts = &team.parts(head.leaves)?[team.group.rank() as usize];
-    let gradients = Gradients::new(parts, state.weights.len());
+    let chunks = spec.model_at(batch.step)?.cut.chunks;
+    let lines = team.lines(chunks)?;
+    let head = facts::head(cx, &lines, batch)?;
+    let slices = Slices::new(lines.mesh, state.owners.pieces(), state.weights.len());
+    let pieces = slices.pieces(state.owners.pieces(), place(&lines));
+    let mut sum = Sum::begin(&lines, &pieces, head.leaves)?;
+    let gradients = Gradients::new(&lines.own(head.leaves)?, state.weights.len());
+    let along = Along::of(&lines, chunks)?;
+    let context = along.as_ref().map(Along::begin).transpose()?;
+    let shared = along.as_ref().zip(context.as_ref()).map(|(along, context)| Shared {
+        line: context,
+        dealt: along.dealt(),
+        slices: &slices,
+    });
     let (mut kept, mut router) = (Vec::new(), Vec::new());
     let take = |sums: LeafSums, counts: Vec<Vec<u64>>| {
         kept.push(sums);
@@ -133,17 +150,23 @@ pub fn gradient(
     let reached = |number: u64| {
         team.group.reached(&format!("step {}, micro-batch {number}", batch.step));
     };
-    let (numbers, divisor) = (&numbers, head.divisor);
+    let (numbers, divisor) = (&lines.leaves(head.leaves)?, head.divisor);
     let rank = team.group.rank();
-    let all = MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers, rank };
+    let all = MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers, rank, shared };
     all.each(state, &gradients, reached, take)?;
-    let losses = facts::losses(cx, head.leaves, kept, &router)?;
+    let shared = context.map_or(Ok(0), Shares::finish)?;
+    let losses = facts::losses(cx, &lines, head.leaves, kept, &router)?;
     let start = Instant::now();
     let own = sum.finish(&state.owners, gradients)?;
     let facts::Losses { loss, leaves, router } = losses;
     let (step, facts::Head { divisor, data, .. }) = (batch.step, head);
     let waited = start.elapsed();
-    Ok(Gradient { step, data, divisor, loss, own, leaves, router, begun, waited })
+    Ok(Gradient { step, data, divisor, loss, own, leaves, router, begun, shared, waited })
+}
+
+/// This rank's place among those that share a micro-batch.
+fn place(lines: &Lines<'_>) -> u32 {
+    lines.mesh.place(Axis::Cp, lines.team.group.rank())
 }
 
 /// Decides on a step by its gradient, moves the state, and writes down what happened.
@@ -161,11 +184,11 @@ pub(crate) fn complete(
     let (now, begun) = (cx.team.group.sent(), gradient.begun);
     let between_nodes = now.between_nodes - begun.between_nodes;
     let sent = Sent { all: now.all - begun.all, between_nodes };
-    let mine = Ended { stop: asked(), sent, waited: gradient.waited };
-    let (settled, Ended { stop, sent, waited }) = apply::settle(cx, state, mine, &updates)?;
+    let mine = Ended { stop: asked(), sent, shared: gradient.shared, waited: gradient.waited };
+    let (settled, Ended { stop, sent, shared, waited }) = apply::settle(cx, state, mine, &updates)?;
     let record = apply::record(cx.spec, gradient, norms, &decided, settled)?;
     let ranks = cx.team.group.world();
-    Ok(Stepped { record, ranks, stop, sent, waited })
+    Ok(Stepped { record, ranks, stop, sent, shared, waited })
 }
 
 /// Does `work` with a team of which this process is the only rank.
@@ -175,7 +198,7 @@ pub fn alone<T>(
     work: impl FnOnce(Context<'_>) -> Result<T>,
 ) -> Result<T> {
     let group = Group::alone();
-    let team = Team::new(&group, Mesh::data(1), Schedule::default(), false)?;
+    let team = Team::new(&group, 1, Schedule::default(), false)?;
     work(Context { spec, team: &team, workers })
 }
 

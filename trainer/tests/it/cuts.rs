@@ -8,7 +8,7 @@ use crate::same_bits::assert_same;
 use crate::support::{Scratch, stop_after, workers};
 
 /// A scratch folder whose `run.toml` cuts the micro-batches of both phases, in `dtype`.
-fn cut(dtype: &str) -> Scratch {
+pub(crate) fn cut(dtype: &str) -> Scratch {
     let scratch = Scratch::new();
     let changes = [
         ("dtype = \"f32\"".to_owned(), format!("dtype = \"{dtype}\"")),

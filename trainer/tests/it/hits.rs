@@ -49,9 +49,11 @@ fn harmed(scratch: &Scratch, ranks: u32, last: u64, harm: impl Fn(u32, &mut Stat
         let reader = checkpoints.open(STEP - 1).unwrap();
         let mut state = reader.part(&layout, &owners, workers).unwrap();
         harm(rank, &mut state);
-        let team = Team::new(&world.comm, world.mesh, Schedule::Subtree, false).unwrap();
-        let (cx, slice) =
-            (Context { spec: &spec, team: &team, workers }, team.slice(rank).unwrap());
+        let team = Team::new(&world.comm, 1, Schedule::Subtree, false).unwrap();
+        let (cx, slice) = (
+            Context { spec: &spec, team: &team, workers },
+            team.lines(1).unwrap().slice().unwrap(),
+        );
         let mut records = Vec::new();
         while state.step < last {
             let batch = loader::batch(&spec.plan, &spec.data, state.step + 1, slice).unwrap();

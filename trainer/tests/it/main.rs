@@ -4,6 +4,7 @@
 
 mod amended;
 mod bf16;
+mod context;
 mod culprits;
 mod cuts;
 mod damage;

@@ -15,6 +15,7 @@ fn fleet(ranks: u32, device: &str) -> Fleet {
         workers: Workers::new(1),
         schedule: Schedule::Subtree,
         flat: false,
+        context: 1,
         device: device.to_owned(),
     }
 }

@@ -158,6 +158,7 @@ fn planned(spec: &RunSpec, machines: &[u32], schedule: Schedule, flat: bool) -> 
         workers: Workers::new(1),
         schedule,
         flat,
+        context: 1,
         device: "cpu".to_owned(),
     };
     needs(spec, &fleet).unwrap().phases[0].sent.between_machines()

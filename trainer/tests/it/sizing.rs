@@ -24,6 +24,7 @@ fn fleet(ranks: u32) -> Fleet {
         workers: Workers::new(1),
         schedule: Schedule::Subtree,
         flat: false,
+        context: 1,
         device: "mi300x".to_owned(),
     }
 }

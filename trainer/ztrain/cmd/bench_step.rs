@@ -45,7 +45,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let workers = args.speed.workers(launched.as_ref(), &world.runtime)?;
     world.comm.carry(world.device, args.ranks.transport()).map_err(lost)?;
     let (schedule, flat) = args.ranks.ways();
-    let team = Team::new(&world.comm, world.mesh, schedule, flat)?;
+    let team = Team::new(&world.comm, args.ranks.context(), schedule, flat)?;
     let context = Context { spec: &spec, team: &team, workers };
     let table = step(context, world.device, args.steps)?;
     world.comm.barrier("the end").map_err(lost)?;

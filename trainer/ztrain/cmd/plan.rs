@@ -40,6 +40,9 @@ pub(crate) struct Args {
     /// As `ztrain --schedule`.
     #[arg(long, value_name = "HOW", value_enum, default_value = "subtree")]
     schedule: How,
+    /// As `ztrain --cp`: how many ranks may share a micro-batch.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    cp: u32,
     /// As `ztrain --flat`.
     #[arg(long)]
     flat: bool,
@@ -65,6 +68,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         workers: Workers::new(workers).keeping(keep),
         schedule: args.schedule.schedule(),
         flat: args.flat,
+        context: args.cp,
         device: args.device,
     };
     let spec = RunSpec::for_planning(&Opened::open(&args.curriculum)?)?;
@@ -132,7 +136,7 @@ fn phase_lines(phase: &PhaseNeeds, needs: &RunNeeds) -> Vec<String> {
         ),
         device => format!("{device} has {}", size(needs.device_bytes)),
     };
-    vec![
+    let mut lines = vec![
         format!(
             "phase {} | {steps} steps of {batch} x {seq_len} tokens in {} micro-batches of {micro_batch} | at most {:.1} \
              GFLOP a step",
@@ -163,7 +167,17 @@ fn phase_lines(phase: &PhaseNeeds, needs: &RunNeeds) -> Vec<String> {
             size(weights_between_machines)
         ),
         format!("  ledger: {} a step", size(phase.ledger_bytes)),
-    ]
+    ];
+    if phase.context > 1 {
+        let shared = format!(
+            "  sent in a step (context axis, {} ranks share a micro-batch): at most {}; attention uneven by {:.1} %",
+            phase.context,
+            size(phase.shared),
+            100.0 * phase.uneven
+        );
+        lines.insert(5, shared);
+    }
+    lines
 }
 
 /// Bytes for people.

@@ -26,6 +26,10 @@ pub(crate) struct Ranks {
     /// sent at once (least memory).
     #[arg(long, value_name = "HOW", value_enum, default_value = "subtree")]
     schedule: How,
+    /// How many ranks may share each micro-batch: each phase uses the most, up to N, that divide its `context_chunks` and the
+    /// number of ranks; the others compute other micro-batches.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    cp: u32,
     /// Send from each rank to each other as if all were on one machine, instead of adding on each machine first.
     #[arg(long)]
     flat: bool,
@@ -106,6 +110,11 @@ impl Ranks {
             place.node = node.ok_or_else(wrong)?.to_string();
         }
         Ok(launched)
+    }
+
+    /// How many ranks may share a micro-batch.
+    pub(crate) fn context(&self) -> u32 {
+        self.cp
     }
 
     /// How the ranks deal micro-batches, and whether they pass over machines.

@@ -122,6 +122,7 @@ fn options(args: &Args, curriculum: &Location, workers: Workers) -> ExecOptions 
     exec.prefetch =
         PrefetchOptions { threads: args.speed.loader_threads, depth: args.speed.prefetch };
     (exec.schedule, exec.flat) = args.ranks.ways();
+    exec.context = args.ranks.context();
     exec.transport = args.ranks.transport();
     exec.checkpoint_every = args.checkpoint_every;
     let (newest, every, aged) = (args.keep as usize, args.keep_every, !args.only_newest);

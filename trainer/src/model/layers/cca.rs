@@ -1,10 +1,12 @@
 //! Compressed convolutional attention: projections, two convolutions, q-k mean, value shift, norm, rotation, attention.
 //!
-//! Shapes: n tokens of a chunk, N of all chunks, H query heads and K key heads of d, G = H + K, C = G d; of a shard, those of its
-//! heads. Both convolutions see the token before: their left padding is applied once, in front of the first, so that the
+//! Shapes: n tokens of a chunk, N of all chunks here, H query heads and K key heads of d, G = H + K, C = G d; of a shard, those
+//! of its heads. Both convolutions see the token before: their left padding is applied once, in front of the first, so that the
 //! second sees the first one's bias before a span begins.
 //!
-//! A chunk takes from the others what stands beside its rows, and the keys and values before them. The way back: `cca_back`.
+//! A chunk takes from the others what stands beside its rows, and the keys and values before them. Where ranks share the chunks,
+//! keys and values are gathered once more on the way back, so that no rank keeps those of others. A key is made of the queries'
+//! projection too (their mean), so that it is the values that travel while queries and keys are made. The way back: `cca_back`.
 
 use kernels::Result;
 use kernels::ops::{Attended, Attention, DepthwiseConv, QueryKey};
@@ -16,6 +18,7 @@ use crate::model::ZayaConfig;
 use crate::model::cut::{Chunk, Cut, joined};
 use crate::model::gradients::{Gradients, emit};
 use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Work};
+use crate::model::line::SharedRows;
 use crate::model::param::{Declare, ParamId};
 use crate::refusal::refused;
 use crate::timing::{Part, part};
@@ -37,9 +40,10 @@ pub(in crate::model) struct Cca {
 /// What the backward pass needs of a shard.
 pub(in crate::model) struct Saved {
     pub(super) heads: Heads,
-    /// `[N, C]`: projected queries and keys before the convolutions, by chunk one below the other.
+    /// `[N, C]`: projected queries and keys before the convolutions, by chunk one below the other, and below them the rows of
+    /// other ranks' that these reach.
     pub(super) projected: Tensor,
-    /// `[K, N, d]`, likewise.
+    /// `[K, N, d]`, of the chunks here.
     pub(super) key: Tensor,
     /// `[N, K d]`, likewise.
     pub(super) value: Tensor,
@@ -117,6 +121,16 @@ impl LayerKind for Cca {
         // Before the norm, its factors, and the logs of the softmax' denominators.
         narrow * products + 4 * (conv + heads + keys + heads)
     }
+
+    fn shared_bytes(&self, config: &ZayaConfig, narrow: u64, rows: SharedRows) -> [u64; 2] {
+        let SharedRows { beside, earlier, sums } = rows;
+        let (key, conv) = (config.key_size() as u64, config.conv_size() as u64);
+        // Projected queries and keys and both halves of values; keys and values.
+        let forward = narrow * (beside * (conv + key) + earlier * 2 * key);
+        // Gradients at both taps and of values; keys and values again; their gradients, f32.
+        let back = narrow * (beside * (2 * conv + key) + earlier * 2 * key) + 4 * sums * 2 * key;
+        [forward, back]
+    }
 }
 
 impl Layer for Cca {
@@ -156,8 +170,11 @@ impl Layer for Cca {
     fn largest_logit(&self, pass: &Pass<'_>, saved: &Vec<Saved>) -> contract::Result<Option<f64>> {
         let mut largest = None::<f64>;
         for shard in saved {
+            let seen = |of: &Tensor, dim| pass.chunks.earlier(of, dim)?.wait();
+            let key = seen(&shard.key, 1).map_err(refused)?;
+            let value = seen(&shard.value, 0).map_err(refused)?;
             for (chunk, own) in pass.chunks.iter().zip(&shard.chunks) {
-                let seen = Seen::of(chunk, &own.qk, &shard.key, &shard.value, shard.heads.shape);
+                let seen = Seen::of(chunk, &own.qk, &key, &value, shard.heads.shape);
                 let found = seen.and_then(|seen| seen.largest_logit(chunk)).map_err(refused)?;
                 largest = Some(largest.map_or(found, |largest| largest.max(found)));
             }
@@ -219,28 +236,34 @@ impl Cca {
 
 impl Heads {
     fn forward(self, pass: &Pass<'_>, x: &[Tensor]) -> Result<(Vec<Tensor>, Saved)> {
-        let ops = pass.ops;
+        let (ops, all) = (pass.ops, pass.chunks);
         let each = |of: &dyn Fn(&Tensor) -> Result<Tensor>| {
             joined(&x.iter().map(of).collect::<Result<Vec<_>>>()?, 0)
         };
-        let projected = each(&|x| ops.matmul(x, &self.qk_proj.f_tr()?))?;
-        let current = each(&|x| project(pass, x, &self.v_proj[0]))?;
-        let delayed = each(&|x| project(pass, x, &self.v_proj[1]))?;
-        let (mut chunks, mut values, mut first) = (Vec::new(), Vec::new(), 0);
-        for (chunk, x) in pass.chunks.iter().zip(x) {
+        // What of others the values need travels while queries and keys are projected, and the values while these are made.
+        let current = all.beside(&each(&|x| project(pass, x, &self.v_proj[0]))?, 0)?;
+        let delayed = all.beside(&each(&|x| project(pass, x, &self.v_proj[1]))?, 0)?;
+        let projected = all.beside(&each(&|x| ops.matmul(x, &self.qk_proj.f_tr()?))?, 0)?;
+        let (current, delayed) = (current.wait()?, delayed.wait()?);
+        let values = all.iter().map(|chunk| {
             let [current, delayed] = [chunk.around(&current, 0)?, chunk.around(&delayed, 0)?];
-            let value = ops.value_shift(&current, &delayed, chunk.starts())?;
-            values.push(chunk.own(&value, 0)?);
+            chunk.own(&ops.value_shift(&current, &delayed, chunk.starts())?, 0)
+        });
+        let value = joined(&values.collect::<Result<Vec<_>>>()?, 0)?;
+        let values = all.earlier(&value, 0)?;
+        let projected = projected.wait()?;
+        let (mut chunks, mut first) = (Vec::new(), 0);
+        for (chunk, x) in all.iter().zip(x) {
             chunks.push(self.query_key(pass, chunk, x, &projected, first)?);
             first += x.size()[0];
         }
         let [queries, keys, _] = self.shape;
         let key = chunks.iter().map(|(own, _)| own.f_narrow(0, queries, keys));
         let key = joined(&key.collect::<std::result::Result<Vec<_>, _>>()?, 1)?;
-        let value = joined(&values, 0)?;
+        let (seen, values) = (all.earlier(&key, 1)?.wait()?, values.wait()?);
         let (mut outs, mut saved) = (Vec::new(), Vec::new());
-        for (chunk, (qk, own)) in pass.chunks.iter().zip(chunks) {
-            let seen = Seen::of(chunk, &qk, &key, &value, self.shape)?;
+        for (chunk, (qk, own)) in all.iter().zip(chunks) {
+            let seen = Seen::of(chunk, &qk, &seen, &values, self.shape)?;
             let attended = ops.attention(seen.operands(chunk))?;
             outs.push(pass.of_shard(&attended.heads, &self.o_proj.f_tr()?)?);
             let [x, taps, raw, factor] = own;
@@ -290,7 +313,7 @@ pub(super) struct Seen {
 }
 
 impl Seen {
-    /// Of the keys and values of all chunks.
+    /// Of the tables of keys and values.
     pub(super) fn of(
         chunk: &Chunk,
         qk: &Tensor,

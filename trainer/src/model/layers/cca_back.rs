@@ -3,17 +3,18 @@
 //! Gradients of keys and values are summed over the chunks that see them; those of rows beside a chunk are computed where
 //! the rows are, from the gradients beside it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kernels::Result;
 use kernels::ops::AttentionGrads;
-use kernels::tree::Counter;
+use kernels::tree::{Counter, Nodes, blocks};
 use tch::{Kind, Tensor};
 
 use super::cca::{Saved, Seen};
 use super::heads::HeadsGrads;
-use crate::model::cut::{Chunk, joined};
+use crate::model::cut::{Chunk, Chunks, KeyPart, Piece, joined};
 use crate::model::layer::Pass;
+use crate::model::line::Fetched;
 
 /// What the backward pass of attention leaves, by chunk.
 struct AttentionBack {
@@ -43,7 +44,9 @@ impl Saved {
             taps.push(ops.matmul(&raw, &self.heads.kernel)?);
             mixed.push((back, weight.f_reshape([-1, dim, 2])?));
         }
-        let taps = joined(&taps, 1)?;
+        let (taps, value) =
+            (pass.chunks.beside(&joined(&taps, 1)?, 1)?, pass.chunks.beside(&value, 0)?);
+        let (taps, value) = (taps.wait()?, value.wait()?);
         let (mut inputs, mut gradients) = (Vec::new(), Vec::new());
         for (number, ((back, grouped), o_proj)) in mixed.into_iter().zip(o_proj).enumerate() {
             let (chunk, x) = (pass.chunks.of(number), &self.chunks[number].x);
@@ -89,18 +92,23 @@ impl Saved {
     /// Back to queries, keys and values: those of a key are summed over the chunks that see it.
     fn attention(&mut self, pass: &Pass<'_>, grad: &[Tensor]) -> Result<AttentionBack> {
         let (ops, [queries, keys, _]) = (pass.ops, self.heads.shape);
-        let alone = self.chunks.len() == 1;
+        let alone = pass.chunks.count() == 1;
         let float = (Kind::Float, self.value.device());
         // Parts of sums stay f32.
         let value = match alone {
             true => self.value.f_empty_like()?,
             false => Tensor::f_empty(self.value.size(), float)?,
         };
+        let seen = [pass.chunks.earlier(&self.key, 1)?, pass.chunks.earlier(&self.value, 0)?];
+        let [keys_seen, values_seen] = seen.map(Fetched::wait);
+        let (keys_seen, values_seen) = (keys_seen?, values_seen?);
         let (mut sums, mut o_proj, mut back) = (KeySums::default(), Vec::new(), Vec::new());
-        for ((chunk, saved), grad) in pass.chunks.iter().zip(&mut self.chunks).zip(grad) {
+        let own = pass.chunks.shared().own();
+        for (at, (saved, grad)) in self.chunks.iter_mut().zip(grad).enumerate() {
+            let chunk = pass.chunks.of(at);
             o_proj.push(pass.gradient(&grad.f_tr()?, &saved.attended.heads)?);
             let heads = ops.matmul(grad, &self.heads.o_proj)?;
-            let seen = Seen::of(chunk, &saved.qk, &self.key, &self.value, self.heads.shape)?;
+            let seen = Seen::of(chunk, &saved.qk, &keys_seen, &values_seen, self.heads.shape)?;
             let qk = Tensor::f_empty(saved.qk.size(), float)?;
             let [query, key] = [qk.f_narrow(0, 0, queries)?, qk.f_narrow(0, queries, keys)?];
             let kept = std::mem::take(&mut saved.attended.saved);
@@ -113,13 +121,13 @@ impl Saved {
                 let [key, value] = [part(&seen.key)?, part(&seen.value)?];
                 let out = AttentionGrads { query: &query, key: &key, value: &value };
                 ops.attention_backward(by, kept, &heads, out)?;
-                sums.add(chunk, &key, &value)?;
+                sums.add(pass.chunks, (own[at], chunk), &key, &value)?;
             }
             back.push(qk);
         }
         if !alone {
             let key = Tensor::f_empty(self.key.size(), float)?;
-            sums.finish(&key, &value)?;
+            sums.finish(pass.chunks, &key, &value)?;
             let mut first = 0;
             for qk in &back {
                 let tokens = qk.size()[1];
@@ -132,29 +140,120 @@ impl Saved {
 }
 
 /// Gradients of keys and values: of each document's part in a chunk, a tree over the chunks from its own to the last that sees
-/// it, given in this order. By the first row of each part.
+/// it, in this order. Blocks of it that stand here of keys elsewhere go there.
 #[derive(Default)]
-struct KeySums(BTreeMap<i64, Counter<Vec<Tensor>>>);
+struct KeySums(BTreeMap<KeyPart, Nodes<Vec<Tensor>>>);
 
 impl KeySums {
-    fn add(&mut self, chunk: &Chunk, key: &Tensor, value: &Tensor) -> Result<()> {
-        for piece in chunk.pieces() {
-            let key = key.f_narrow(1, piece.key, piece.len)?.f_contiguous()?;
-            let value = value.f_narrow(0, piece.key, piece.len)?.f_contiguous()?;
-            self.0.entry(piece.row).or_default().push(vec![key, value]);
+    /// Takes what the queries of a chunk here have for all keys that they see.
+    fn add(
+        &mut self,
+        all: &Chunks<'_>,
+        (number, chunk): (u64, &Chunk),
+        key: &Tensor,
+        value: &Tensor,
+    ) -> Result<()> {
+        let dealt = all.shared();
+        for Piece { key: first, of, len } in chunk.pieces().iter().copied() {
+            let key = key.f_narrow(1, first, len)?.f_contiguous()?;
+            let value = value.f_narrow(0, first, len)?.f_contiguous()?;
+            let runs = || Nodes::new(&dealt.runs(all.seen_by(of), dealt.place));
+            self.0.entry(of).or_insert_with(runs).push(number - of.chunk, vec![key, value]);
         }
         Ok(())
     }
 
-    /// Writes the sums, each where its rows are.
-    fn finish(self, key: &Tensor, value: &Tensor) -> Result<()> {
-        for (row, sum) in self.0 {
-            for (dim, (sum, all)) in
-                [1, 0].into_iter().zip(sum.finish().into_iter().flatten().zip([key, value]))
-            {
-                all.f_narrow(dim, row, sum.size()[dim as usize])?.f_copy_(&sum)?;
+    /// Writes the sums of keys here, each where its rows are.
+    fn finish(self, all: &Chunks<'_>, key: &Tensor, value: &Tensor) -> Result<()> {
+        let (dealt, of_row) = (all.shared(), [key.size()[0], key.size()[2], value.size()[1]]);
+        let mut give: Vec<Vec<Tensor>> = (0..dealt.degree).map(|_| Vec::new()).collect();
+        let mut mine = Vec::new();
+        for (part, mut sum) in self.0 {
+            let to = dealt.place_of(part.chunk);
+            for (level, first) in levels(all, part, dealt.place) {
+                let block = sum.take(first).ok_or_else(missing)?;
+                if to == dealt.place {
+                    mine.push((part, first, level, block));
+                } else {
+                    give[to as usize].extend(flat(&block)?);
+                }
+            }
+        }
+        let own: BTreeSet<KeyPart> = mine.iter().map(|(part, ..)| *part).collect();
+        mine.extend(KeySums::others(all, &own, &give, of_row)?);
+        mine.sort_by_key(|(part, first, ..)| (*part, *first));
+        let mut blocks = mine.into_iter().peekable();
+        for part in own {
+            let mut sum = Counter::new();
+            while let Some((.., level, block)) = blocks.next_if(|(of, ..)| *of == part) {
+                sum.push_block(level, block);
+            }
+            let (rows, sum) = (all.rows_of(part), sum.finish().ok_or_else(missing)?);
+            for (dim, (sum, all)) in [1, 0].into_iter().zip(sum.iter().zip([key, value])) {
+                all.f_narrow(dim, rows.first, rows.len)?.f_copy_(sum)?;
             }
         }
         Ok(())
+    }
+
+    /// Hands over `give`, and hears what other places have for the keys here: `own`, of heads, numbers and numbers of values in a
+    /// row.
+    fn others(
+        all: &Chunks<'_>,
+        own: &BTreeSet<KeyPart>,
+        give: &[Vec<Tensor>],
+        [heads, width, values]: [i64; 3],
+    ) -> Result<Vec<(KeyPart, u64, u32, Vec<Tensor>)>> {
+        let (dealt, mut found) = (all.shared(), Vec::new());
+        let Some(line) = all.line() else { return Ok(found) };
+        let empty = || Tensor::f_empty([0], (Kind::Float, all.of(0).tokens.device()));
+        let give = give.iter().map(|blocks| match blocks.is_empty() {
+            true => empty(),
+            false => Tensor::f_cat(blocks, 0),
+        });
+        let give = give.collect::<std::result::Result<Vec<_>, _>>()?;
+        let expected = |place| {
+            let places = own.iter().filter(move |_| place != dealt.place);
+            places.flat_map(move |part| {
+                levels(all, *part, place)
+                    .into_iter()
+                    .map(move |(level, first)| (*part, level, first))
+            })
+        };
+        let numbers = |part| all.rows_of(part).len * (heads * width + values);
+        let take = (0..dealt.degree)
+            .map(|place| expected(place).map(|(part, ..)| numbers(part)).sum::<i64>());
+        let take: Vec<i64> = take.collect();
+        let coming = line.begin("gradients of keys and values", &give, &take, Kind::Float)?;
+        for (place, flat) in (0..dealt.degree).zip(coming.wait()?) {
+            let mut at = 0;
+            for (part, level, first) in expected(place) {
+                let len = all.rows_of(part).len;
+                let key = flat.f_narrow(0, at, heads * len * width)?.f_view([heads, len, width])?;
+                at += heads * len * width;
+                let value = flat.f_narrow(0, at, len * values)?.f_view([len, values])?;
+                at += len * values;
+                found.push((part, first, level, vec![key, value]));
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// The blocks that `place` has of the sum of a part's keys: level and first leaf.
+fn levels(all: &Chunks<'_>, part: KeyPart, place: u64) -> Vec<(u32, u64)> {
+    let runs = all.shared().runs(all.seen_by(part), place);
+    runs.into_iter().flat_map(|run| blocks(run.start, run.end)).collect()
+}
+
+fn flat(block: &[Tensor]) -> Result<Vec<Tensor>> {
+    let flat = block.iter().map(|part| part.f_reshape([-1]));
+    Ok(flat.collect::<std::result::Result<_, _>>()?)
+}
+
+fn missing() -> kernels::Error {
+    kernels::Error::Foreign {
+        call: "add gradients of keys",
+        reason: "a chunk of a sum is missing".to_owned(),
     }
 }

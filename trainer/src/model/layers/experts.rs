@@ -105,7 +105,7 @@ impl Experts<&Tensor> {
         let (mut params, mut sum) = (Vec::new(), Counter::new());
         let empty =
             |like: &Tensor| Tensor::f_empty(like.size(), (part_kind(pass, &rows), rows.device()));
-        let weights = |grad: &Tensor, rows: &Tensor| match pass.chunks.len() {
+        let weights = |grad: &Tensor, rows: &Tensor| match pass.chunks.count() {
             1 => ops.grouped_matmul_weights(grad, rows, &order),
             _ => ops.grouped_matmul_weights(&wide(grad)?, &wide(rows)?, &order),
         };

@@ -20,7 +20,7 @@ pub(in crate::model) fn of<'a>(
 ) -> CrossEntropy<'a> {
     let (labels, mask) = (&chunk.labels, &chunk.mask);
     let (weights, chunk, shards) = (embedding, pass.config.loss_chunk, pass.shards);
-    let part = pass.chunks.len() > 1;
+    let part = pass.chunks.count() > 1;
     CrossEntropy { hidden, weights, labels, mask, chunk, shards, part }
 }
 

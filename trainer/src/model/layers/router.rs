@@ -68,7 +68,7 @@ impl Router {
             fc2_bias: of(self.fc2_bias),
             out: of(self.out),
             eps: self.eps,
-            part: pass.chunks.len() > 1,
+            part: pass.chunks.count() > 1,
         }
     }
 

@@ -1,0 +1,316 @@
+//! Ranks that share the chunks of each micro-batch: what a layer needs of the others, and gradients of chunks added up.
+//!
+//! ```text
+//! a chunk's gradient of a parameter --blocks of the chunks here--> each number to the rank of the line on whose line of
+//! gradients its owner is --tree over chunks--> the micro-batch's gradient, of which each rank of the line has a slice
+//! ```
+//!
+//! A rank begins one exchange along the line in a step and closes it with the step, so that the ranks of a line count alike
+//! whatever they compute; all that travels in it does so in the order of the computation, which is the same on all of them.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use contract::{Fault, Result};
+use kernels::checksum;
+use kernels::group::{self, Arrival, Exchange};
+use kernels::tree::{Counter, Sum as _, blocks};
+use tch::{Kind, Tensor};
+
+use super::axes::{Axis, Mesh};
+use super::sink::Gradients;
+use super::slices::Slices;
+use super::team::Lines;
+use crate::model::{ChunkSum, Coming, Dealt, Line, ParamId, ParamSpec, Role, Sink, Term, Used};
+use crate::refusal::{lost, refused};
+use crate::state::{Part, salt};
+use crate::timing;
+
+/// The number of the axis among those of the group.
+const AXIS: usize = 1;
+
+/// The line of a rank, before a step begins.
+pub(crate) struct Along {
+    axis: group::Axis,
+    mesh: Mesh,
+    place: u64,
+    chunks: u64,
+}
+
+/// The same during a step.
+pub(crate) struct Context<'a> {
+    along: &'a Along,
+    exchange: Mutex<Exchange<'a>>,
+    sent: AtomicU64,
+}
+
+impl Along {
+    /// The line of this rank, if any micro-batch of `chunks` chunks is shared.
+    pub(crate) fn of(lines: &Lines<'_>, chunks: u64) -> Result<Option<Along>> {
+        let (mesh, rank) = (lines.mesh, lines.team.group.rank());
+        if mesh.cp == 1 {
+            return Ok(None);
+        }
+        let axis = lines.team.group.axis(AXIS, &mesh.line(Axis::Cp, rank)).map_err(lost)?;
+        Ok(Some(Along { axis, mesh, place: u64::from(mesh.place(Axis::Cp, rank)), chunks }))
+    }
+
+    /// Begins a step: every rank of the line does, whatever it computes.
+    pub(crate) fn begin(&self) -> Result<Context<'_>> {
+        let exchange = self.axis.begin("the sharing of micro-batches").map_err(lost)?;
+        Ok(Context { along: self, exchange: Mutex::new(exchange), sent: AtomicU64::new(0) })
+    }
+
+    /// Who has which chunks.
+    pub(crate) fn dealt(&self) -> Dealt {
+        Dealt { chunks: self.chunks, degree: u64::from(self.mesh.cp), place: self.place }
+    }
+}
+
+impl Context<'_> {
+    /// Ends the step: everything has left. Says how many bytes that was.
+    pub(crate) fn finish(self) -> Result<u64> {
+        let exchange = self.exchange.into_inner().unwrap_or_else(PoisonError::into_inner);
+        exchange.finish().map_err(lost)?;
+        Ok(self.sent.into_inner())
+    }
+}
+
+impl Line for Context<'_> {
+    fn place(&self) -> u64 {
+        self.along.place
+    }
+
+    fn degree(&self) -> u64 {
+        u64::from(self.along.mesh.cp)
+    }
+
+    fn begin(
+        &self,
+        _: &'static str,
+        give: &[Tensor],
+        take: &[i64],
+        kind: Kind,
+    ) -> kernels::Result<Box<dyn Coming + '_>> {
+        let _watch = timing::part(timing::Part::Send);
+        let mut exchange = self.exchange.lock().unwrap_or_else(PoisonError::into_inner);
+        let (members, mut arrivals) = (self.along.axis.members(), Vec::new());
+        for (place, (rank, count)) in (0..).zip(members.iter().zip(take)) {
+            let count = if place == self.along.place { 0 } else { *count };
+            arrivals.push(exchange.receive(0, *rank, kind, count)?);
+        }
+        for (place, (rank, tensor)) in (0..).zip(members.iter().zip(give)) {
+            if place != self.along.place {
+                exchange.send(0, *rank, tensor)?;
+                let bytes = tensor.numel() * tensor.kind().elt_size_in_bytes();
+                self.sent.fetch_add(bytes as u64, Ordering::Relaxed);
+            }
+        }
+        let begun = exchange.begun();
+        Ok(Box::new(Moving { exchange: &self.exchange, arrivals, begun }))
+    }
+}
+
+/// What comes from each rank of the line.
+struct Moving<'a, 'b> {
+    exchange: &'b Mutex<Exchange<'a>>,
+    arrivals: Vec<Arrival<'a>>,
+    /// Sends that were begun with it, and before.
+    begun: usize,
+}
+
+impl Coming for Moving<'_, '_> {
+    fn wait(self: Box<Self>) -> kernels::Result<Vec<Tensor>> {
+        let _watch = timing::part(timing::Part::Blocks);
+        let Moving { exchange, arrivals, begun } = *self;
+        let found = arrivals.into_iter().map(Arrival::wait).collect::<kernels::Result<_>>()?;
+        // The others have begun to receive what was sent with it, or are about to: its memory is let go of.
+        exchange.lock().unwrap_or_else(PoisonError::into_inner).left(begun)?;
+        Ok(found)
+    }
+}
+
+/// How ranks share micro-batches.
+#[derive(Clone, Copy)]
+pub(crate) struct Shared<'a> {
+    pub(crate) line: &'a dyn Line,
+    /// Who has which chunks.
+    pub(crate) dealt: Dealt,
+    /// Who adds up which numbers.
+    pub(crate) slices: &'a Slices,
+}
+
+/// The sink of a micro-batch that is shared: each gradient leaves it as this rank's slice.
+pub(crate) struct SharedSink<'a> {
+    shared: Shared<'a>,
+    /// Where slices go, and the micro-batch's number; nowhere, if all that is asked for is the checksum.
+    into: Option<(&'a Gradients, u64)>,
+    /// Under way, oldest first: while one parameter travels the next one is computed.
+    under_way: VecDeque<Travelling<'a>>,
+    /// First terms that wait for second ones.
+    first: BTreeMap<usize, Tensor>,
+    /// Of the slices here.
+    checksum: u64,
+}
+
+/// A parameter's blocks of all chunks, on their way here.
+struct Travelling<'a> {
+    id: ParamId,
+    term: Term,
+    own: Vec<ChunkSum>,
+    numbers: Box<dyn Coming + 'a>,
+    /// Of a stack of experts: its numbers in all, how many experts there are, and which of them each block has.
+    experts: Option<(i64, usize, Box<dyn Coming + 'a>)>,
+}
+
+impl<'a> SharedSink<'a> {
+    /// Of a micro-batch whose slices go where `into` says.
+    pub(crate) fn new(shared: Shared<'a>, into: Option<(&'a Gradients, u64)>) -> Self {
+        let (under_way, first) = (VecDeque::new(), BTreeMap::new());
+        SharedSink { shared, into, under_way, first, checksum: 0 }
+    }
+
+    /// Waits for what is under way; the checksum over the slices here of the micro-batch's gradient.
+    pub(crate) fn finish(mut self) -> Result<u64> {
+        while let Some(travelling) = self.under_way.pop_front() {
+            self.add(travelling)?;
+        }
+        Ok(self.checksum)
+    }
+
+    /// Adds the blocks of all chunks to this rank's slice.
+    fn add(&mut self, travelling: Travelling<'_>) -> Result<()> {
+        let Travelling { id, term, own, numbers, experts } = travelling;
+        let Shared { dealt, slices, .. } = self.shared;
+        let ranges = slices.of(id.index(), dealt.place);
+        let length = slices.length(id.index(), dealt.place);
+        let numbers = numbers.wait().map_err(refused)?;
+        let experts = match experts {
+            Some((elements, count, flags)) => {
+                Some((elements, count, flags.wait().map_err(refused)?))
+            }
+            None => None,
+        };
+        let _watch = timing::part(timing::Part::Tree);
+        let (mut sum, mut own) = (Counter::new(), own.into_iter());
+        for place in 0..dealt.degree {
+            for (at, (level, _)) in (0..).zip(levels(dealt, place)) {
+                if place == dealt.place {
+                    sum.push_block(level, own.next().ok_or_else(missing)?);
+                    continue;
+                }
+                let gradient = numbers[place as usize].narrow(0, at * length, length);
+                let experts = match &experts {
+                    Some((elements, count, flags)) => {
+                        let flags =
+                            flags[place as usize].narrow(0, at * *count as i64, *count as i64);
+                        let flags = crate::refusal::values::<u8>(&flags)?;
+                        let flags = flags.into_iter().map(|flag| flag != 0).collect();
+                        Some(Used::of(flags, *elements, ranges))
+                    }
+                    None => None,
+                };
+                sum.push_block(level, ChunkSum { gradient, experts });
+            }
+        }
+        let sum = sum.finish().ok_or_else(missing)?.gradient;
+        let sum = match term {
+            Term::Only => sum,
+            Term::First => {
+                self.first.insert(id.index(), sum);
+                return Ok(());
+            }
+            Term::Second => self.first.remove(&id.index()).ok_or_else(missing)?.sum(sum),
+        };
+        let mut at = 0;
+        for range in ranges {
+            let part = sum.narrow(0, at, range.end - range.start);
+            at += range.end - range.start;
+            let own =
+                checksum::slice(&part, range.start as u64, salt(Part::LeafGradient, id.index()));
+            self.checksum = self.checksum.wrapping_add(own);
+        }
+        self.into.map_or(Ok(()), |(gradients, leaf)| gradients.add(id.index(), leaf, sum))
+    }
+}
+
+impl Sink for SharedSink<'_> {
+    fn gradient(&mut self, id: ParamId, _: Tensor) -> Result<()> {
+        Err(Fault::bug(format!(
+            "parameter {} has a whole gradient on one of several ranks",
+            id.index()
+        )))
+    }
+
+    fn part(&mut self, id: ParamId, term: Term, parts: Vec<ChunkSum>) -> Result<()> {
+        let Shared { line, dealt, slices } = self.shared;
+        let own =
+            || parts.iter().map(|part| part.cut(slices.of(id.index(), dealt.place))).collect();
+        let give = (0..dealt.degree).map(|place| {
+            let other = place != dealt.place;
+            let ranges: &[Range<i64>] = if other { slices.of(id.index(), place) } else { &[] };
+            let cut: Vec<Tensor> = parts.iter().map(|part| part.cut(ranges).gradient).collect();
+            Tensor::cat(&cut, 0)
+        });
+        let give: Vec<Tensor> = give.collect();
+        let count = |place| levels(dealt, place).len() as i64;
+        let length = slices.length(id.index(), dealt.place);
+        let take: Vec<i64> = (0..dealt.degree).map(|place| count(place) * length).collect();
+        let numbers = line.begin("gradients of chunks", &give, &take, Kind::Float);
+        let numbers = numbers.map_err(refused)?;
+        let experts = match parts[0].experts.as_ref() {
+            Some(used) => {
+                let flags: Vec<u8> = parts
+                    .iter()
+                    .filter_map(|part| part.experts.as_ref())
+                    .flat_map(|used| used.flags.iter().map(|flag| u8::from(*flag)))
+                    .collect();
+                let flags = Tensor::from_slice(&flags).to_device(parts[0].gradient.device());
+                let give: Vec<Tensor> = (0..dealt.degree).map(|_| flags.shallow_clone()).collect();
+                let experts = used.flags.len();
+                let take = (0..dealt.degree).map(|place| count(place) * experts as i64);
+                let take: Vec<i64> = take.collect();
+                let coming = line.begin("gradients of chunks", &give, &take, Kind::Uint8);
+                Some((parts[0].gradient.numel() as i64, experts, coming.map_err(refused)?))
+            }
+            None => None,
+        };
+        self.under_way.push_back(Travelling { id, term, own: own(), numbers, experts });
+        match self.under_way.len() > 1 {
+            true => self.under_way.pop_front().map_or(Ok(()), |travelling| self.add(travelling)),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Bytes of gradients of weights that the ranks of a line send each other for a micro-batch.
+pub(crate) fn gradient_bytes(slices: &Slices, parameters: &[ParamSpec], dealt: Dealt) -> u64 {
+    let places = || 0..dealt.degree;
+    let of = |(index, parameter): (usize, &ParamSpec)| {
+        // The embedding's comes twice, as the head's and of the rows looked up.
+        let terms = if index == 0 { 2 } else { 1 };
+        let experts = match parameter.role {
+            Role::Experts => parameter.shape[0] as u64,
+            _ => 0,
+        };
+        let sent = places().map(|from| {
+            let others = places().filter(|to| *to != from);
+            let each = others.map(|to| 4 * terms * slices.length(index, to) as u64 + experts);
+            levels(dealt, from).len() as u64 * each.sum::<u64>()
+        });
+        sent.sum::<u64>()
+    };
+    parameters.iter().enumerate().map(of).sum()
+}
+
+/// The blocks that a place has of the tree over chunks.
+fn levels(dealt: Dealt, place: u64) -> Vec<(u32, u64)> {
+    let leaves = dealt.leaves(place);
+    blocks(leaves.start, leaves.end)
+}
+
+fn missing() -> Fault {
+    Fault::bug("a block of a sum over chunks is missing")
+}

@@ -1,0 +1,130 @@
+//! Where the tokens of a micro-batch stand that is cut into chunks: rows in the order of chunks, and what of a document lies in
+//! which of them.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+use kernels::ops::Span;
+use kernels::tree::blocks;
+
+use super::line::{Dealt, Rows, SharedRows};
+
+/// Rows before and after a part of a document that its convolutions reach: two that each see the token before.
+pub(super) const REACH: i64 = 2;
+
+/// Where the tokens of a cut micro-batch stand.
+#[derive(Clone, Copy)]
+pub(super) struct Grid {
+    /// Tokens in a sequence.
+    pub(super) length: i64,
+    /// Tokens of a sequence in a chunk.
+    pub(super) width: i64,
+    /// Sequences.
+    pub(super) rows: i64,
+}
+
+/// What lies in a chunk of a document.
+#[derive(Clone, Copy)]
+pub(super) struct DocumentPart {
+    pub(super) sequence: i64,
+    /// Place of its first token in the sequence.
+    pub(super) place: i64,
+    pub(super) span: Span,
+    pub(super) before: i64,
+    pub(super) after: i64,
+}
+
+impl Grid {
+    /// Row of a token in the order of chunks.
+    pub(super) fn row(self, sequence: i64, place: i64) -> i64 {
+        let Grid { width, rows, .. } = self;
+        (place / width * rows + sequence) * width + place % width
+    }
+
+    /// What of a document lies in a chunk.
+    pub(super) fn part(self, document: Span, chunk: i64) -> Option<DocumentPart> {
+        let (sequence, begins) = (document.start / self.length, document.start % self.length);
+        let (left, ends) = (chunk * self.width, begins + document.len);
+        let (first, end) = (begins.max(left), ends.min(left + self.width));
+        let (before, len) = (first - begins, end - first);
+        let span = Span { start: sequence * self.width + first - left, len, before };
+        (len > 0).then_some(DocumentPart {
+            sequence,
+            place: first,
+            span,
+            before,
+            after: ends - end,
+        })
+    }
+
+    /// The chunk of a place in a sequence.
+    pub(super) fn chunk(self, place: i64) -> u64 {
+        (place / self.width) as u64
+    }
+
+    /// The chunks in which a document lies.
+    pub(super) fn reach(self, document: Span) -> Range<u64> {
+        let begins = document.start % self.length;
+        self.chunk(begins)..self.chunk(begins + document.len - 1) + 1
+    }
+
+    /// The rows of a document in a chunk that it reaches.
+    pub(super) fn rows_of(self, document: Span, chunk: u64) -> Rows {
+        let (sequence, begins) = (document.start / self.length, document.start % self.length);
+        let first = begins.max(chunk as i64 * self.width);
+        let end = (begins + document.len).min((chunk as i64 + 1) * self.width);
+        Rows { chunk, first: self.row(sequence, first), len: end - first }
+    }
+
+    /// Rows that convolutions and the value shift of the chunks of `place` reach in those of others, ascending.
+    pub(super) fn beside(self, dealt: Dealt, documents: &[Span], place: u64) -> Vec<Rows> {
+        let mut rows = BTreeSet::new();
+        for (document, chunk) in documents.iter().flat_map(|one| {
+            let own = self.reach(*one).filter(move |chunk| dealt.place_of(*chunk) == place);
+            own.map(move |chunk| (*one, chunk))
+        }) {
+            let Some(part) = self.part(document, chunk as i64) else { continue };
+            let [first, last] = [part.before.min(REACH), part.after.min(REACH)];
+            let end = part.place + part.span.len;
+            let reached = (part.place - first..part.place).chain(end..end + last);
+            rows.extend(reached.map(|place| Rows {
+                chunk: self.chunk(place),
+                first: self.row(part.sequence, place),
+                len: 1,
+            }));
+        }
+        rows.into_iter().filter(|rows| dealt.place_of(rows.chunk) != place).collect()
+    }
+
+    /// How many rows all places together send.
+    pub(super) fn shared(self, dealt: Dealt, documents: &[Span]) -> SharedRows {
+        let mut all = SharedRows::default();
+        for place in 0..dealt.degree {
+            all.beside += self.beside(dealt, documents, place).len() as u64;
+            let earlier = self.earlier(dealt, documents, place);
+            all.earlier += earlier.iter().map(|rows| rows.len as u64).sum::<u64>();
+        }
+        for document in documents {
+            let reach = self.reach(*document);
+            for chunk in reach.clone() {
+                let others = (0..dealt.degree).filter(|place| *place != dealt.place_of(chunk));
+                let runs = others.flat_map(|place| dealt.runs(chunk..reach.end, place));
+                let count = runs.map(|run| blocks(run.start, run.end).len() as u64).sum::<u64>();
+                all.sums += count * self.rows_of(*document, chunk).len as u64;
+            }
+        }
+        all
+    }
+
+    /// Rows of other places that queries of the chunks of `place` see, document after document.
+    pub(super) fn earlier(self, dealt: Dealt, documents: &[Span], place: u64) -> Vec<Rows> {
+        let of = |document: &Span| {
+            let (document, reach) = (*document, self.reach(*document));
+            let last = reach.clone().rfind(|chunk| dealt.place_of(*chunk) == place);
+            let before = reach.start..last.unwrap_or(reach.start);
+            let others = before.filter(move |chunk| dealt.place_of(*chunk) != place);
+            others.map(move |chunk| self.rows_of(document, chunk))
+        };
+        documents.iter().flat_map(of).collect()
+    }
+}
