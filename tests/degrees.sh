@@ -12,7 +12,8 @@ digest() { sha256sum <"$1/ledger.jsonl" | cut -c1-16; }
 run() { # NAME RANKS DEGREE FLAGS...
   local name=$1 ranks=$2 degree=$3; shift 3
   local world=(); [ "$ranks" -gt 1 ] && world=(--nproc "$ranks")
-  "$ztrain" --curriculum "$curriculum" --out "$out/$name" "${world[@]}" --cp "$degree" --workers 1 --quiet "$@" >/dev/null
+  "$ztrain" --curriculum "$curriculum" --out "$out/$name" "${world[@]}" --cp "$degree" --workers 1 --validate-every 0 --quiet "$@" >/dev/null 2>"$out/said" ||
+    { cat "$out/said" >&2; exit 1; }
 }
 run alone 1 1 "$@"
 wanted=$(digest "$out/alone"); printf '%-26s %s\n' "dp 1 cp 1" "$wanted"
@@ -32,7 +33,7 @@ for degree in 1 2 4; do for data in 1 2 3; do
 done; done
 run recomputed 4 4 --recompute "$@"; tell "dp 1 cp 4 recompute" recomputed
 # Four ranks, one of them killed as soon as a step is recorded; then one alone, then two that share, until the end.
-"$ztrain" --curriculum "$curriculum" --out "$out/killed" --nproc 4 --cp 2 --workers 1 --checkpoint-every 1 --quiet "$@" \
+"$ztrain" --curriculum "$curriculum" --out "$out/killed" --nproc 4 --cp 2 --workers 1 --checkpoint-every 1 --validate-every 0 --quiet "$@" \
   >/dev/null 2>&1 &
 launcher=$!
 until [ "$(cat "$out/killed/ledger.jsonl" 2>/dev/null | wc -l)" -gt 2 ]; do

@@ -10,8 +10,8 @@ use loader::RankSlice;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use crate::memory::{self, Holder, Holds};
-use crate::mesh::team::Nodes;
+use crate::memory::{self, Holds, Ways};
+use crate::mesh::Team;
 use crate::mesh::words::{Reader, Writer};
 use crate::model;
 use crate::refusal::refused;
@@ -187,12 +187,13 @@ fn memory_of_all(
     let mut mine = Writer::default();
     mine.word(before).word(most);
     let heard = team.tell("the sizes of ranks", &mine)?;
+    let Team { context, flat, schedule, .. } = *team;
+    let names = team.group.nodes();
+    // The second step is the first that is measured.
+    let ranks = Ways { names, pieces, context, flat, schedule, workers }.at(spec, 2)?;
     let of = |(rank, mut heard): (u32, Reader<'_>)| {
         let (before, most) = (heard.word()?, heard.word()?);
-        let nodes = Nodes::new(team.group.nodes(), rank, team.flat)?;
-        let holder = Holder { rank, pieces, nodes: &nodes, schedule: team.schedule, workers };
-        // The second step is the first that is measured.
-        Ok(RankMemory { rank, formula: memory::holds(spec, 2, &holder)?, before, most })
+        Ok(RankMemory { rank, formula: ranks.holds(spec, 2, rank)?, before, most })
     };
     (0..).zip(heard.readers()).map(of).collect()
 }

@@ -56,6 +56,8 @@ pub(crate) fn pace(path: &Path) -> Option<f64> {
 pub(crate) struct Ranks {
     /// How many there were.
     pub(crate) world: u32,
+    /// How many could share a micro-batch.
+    pub(crate) context: u32,
     /// How they dealt micro-batches.
     pub(crate) schedule: Schedule,
 }
@@ -65,14 +67,18 @@ pub(crate) struct Ranks {
 pub(crate) fn ranks_at(path: &Path, step: u64) -> Option<Ranks> {
     let events = BufReader::new(File::open(path).ok()?).lines().map_while(std::result::Result::ok);
     let mut now = None;
+    let number = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());
     for event in events.filter_map(|line| serde_json::from_str::<Value>(&line).ok()) {
         match event["event"].as_str() {
-            Some("start") => now = Some(Ranks { world: 1, schedule: Schedule::default() }),
+            Some("start") => {
+                now = Some(Ranks { world: 1, context: 1, schedule: Schedule::default() });
+            }
             Some("ranks") => {
                 let streaming = event["schedule"] == Schedule::Streaming.name();
                 let schedule = if streaming { Schedule::Streaming } else { Schedule::Subtree };
-                let world = event["world"].as_u64().and_then(|world| u32::try_from(world).ok());
-                now = world.map(|world| Ranks { world, schedule });
+                // Not written before ranks could share.
+                let context = number(&event["cp"]).unwrap_or(1);
+                now = number(&event["world"]).map(|world| Ranks { world, context, schedule });
             }
             Some("step") if event["step"] == step && event["again"] != true => return now,
             _ => (),
@@ -107,10 +113,13 @@ mod tests {
         events.write("ranks", json!({"world": 3, "schedule": "streaming"})).unwrap();
         events.write("step", step(1, true)).unwrap();
         events.write("step", step(2, false)).unwrap();
-        let ranks = |world, schedule| Some(Ranks { world, schedule });
-        assert_eq!(ranks_at(&path, 1), ranks(1, Schedule::Subtree));
-        assert_eq!(ranks_at(&path, 2), ranks(3, Schedule::Streaming));
-        assert_eq!(ranks_at(&path, 3), None);
+        events.write("ranks", json!({"world": 4, "cp": 2, "schedule": "subtree"})).unwrap();
+        events.write("step", step(3, false)).unwrap();
+        let ranks = |world, context, schedule| Some(Ranks { world, context, schedule });
+        assert_eq!(ranks_at(&path, 1), ranks(1, 1, Schedule::Subtree));
+        assert_eq!(ranks_at(&path, 2), ranks(3, 1, Schedule::Streaming));
+        assert_eq!(ranks_at(&path, 3), ranks(4, 2, Schedule::Subtree));
+        assert_eq!(ranks_at(&path, 4), None);
     }
 
     #[test]

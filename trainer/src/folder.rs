@@ -23,8 +23,9 @@ use crate::ledger::{self, Head, Ledger};
 use crate::spec::RunSpec;
 
 /// What is promised on a processor, as in the README's table: bits of the data; bits of training on one machine kind; on
-/// any number of ranks; one rank replays what many trained. On a GPU only the first two.
-pub const LEVELS: [&str; 4] = ["D", "L0", "L1", "L2"];
+/// any number of ranks; one rank replays what many trained; any number of ranks share micro-batches. On a GPU only the first
+/// two.
+pub const LEVELS: [&str; 5] = ["D", "L0", "L1", "L2", "L3"];
 
 /// The file that says where checkpoints lie if not in the run's folder.
 const ELSEWHERE: &str = "checkpoints.at";

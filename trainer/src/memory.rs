@@ -4,6 +4,7 @@
 //! arrive), and it leaves out the program with its libraries, batches, and what kernels need inside: the first is measured
 //! before anything is trained, the others are small except for what oneDNN keeps under bf16.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -12,9 +13,11 @@ use kernels::tree::blocks;
 use serde::Serialize;
 
 use crate::exec::ExecOptions;
-use crate::mesh::Schedule;
-use crate::mesh::team::{self, Nodes};
-use crate::model::ParamSpec;
+use crate::mesh::axes::Axis;
+use crate::mesh::slices::Slices;
+use crate::mesh::team::{self, Line, Nodes};
+use crate::mesh::{Mesh, Schedule};
+use crate::model::{Cut, ParamSpec};
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::ownership::{self, Piece};
 use crate::workers::Workers;
@@ -50,18 +53,77 @@ impl Holds {
     }
 }
 
-/// Who holds it: a rank among others, by how they work together.
+/// Who holds it: a rank among those of its line of gradients, by how they work together. Unless ranks share micro-batches
+/// these are all ranks.
 pub struct Holder<'a> {
-    /// The rank.
+    /// Its place on the line.
     pub rank: u32,
-    /// Who owns what.
+    /// Who of the line owns what of the gradients that travel along it.
     pub pieces: &'a [Piece],
-    /// Which ranks share a machine, as seen by this rank.
+    /// Which places share a machine, as seen from this one.
     pub nodes: &'a Nodes,
     /// How leaves are dealt.
     pub schedule: Schedule,
     /// Leaves computed at once.
     pub workers: Workers,
+    /// How many ranks share each of them.
+    pub context: u32,
+}
+
+/// All ranks, as they stand in a phase.
+pub(crate) struct Ranks<'a> {
+    names: &'a [String],
+    mesh: Mesh,
+    flat: bool,
+    schedule: Schedule,
+    workers: Workers,
+    /// Of each line of gradients, by the place that its ranks have in the sharing of micro-batches.
+    pieces: Vec<Cow<'a, [Piece]>>,
+}
+
+/// How ranks work together, whatever the phase.
+#[derive(Clone, Copy)]
+pub(crate) struct Ways<'a> {
+    /// The machine of each rank.
+    pub(crate) names: &'a [String],
+    /// Who owns what.
+    pub(crate) pieces: &'a [Piece],
+    /// How many may share a micro-batch.
+    pub(crate) context: u32,
+    /// Whether machines are passed over.
+    pub(crate) flat: bool,
+    /// How leaves are dealt.
+    pub(crate) schedule: Schedule,
+    /// Leaves that each computes at once.
+    pub(crate) workers: Workers,
+}
+
+impl<'a> Ways<'a> {
+    /// The ranks as they stand in `step`.
+    pub(crate) fn at(self, spec: &RunSpec, step: u64) -> Result<Ranks<'a>> {
+        let Ways { names, pieces, context, flat, schedule, workers } = self;
+        let mesh = Mesh::of(names.len() as u32, context, spec.model_at(step)?.cut.chunks);
+        let slices = Slices::new(mesh, pieces, spec.parameters.len());
+        let (pieces, workers) = match mesh.cp {
+            1 => (vec![Cow::Borrowed(pieces)], workers),
+            cp => {
+                let of = |place| Cow::Owned(slices.pieces(pieces, place));
+                ((0..cp).map(of).collect(), workers.one())
+            }
+        };
+        Ok(Ranks { names, mesh, flat, schedule, workers, pieces })
+    }
+}
+
+impl Ranks<'_> {
+    /// What `rank` holds in `step`.
+    pub(crate) fn holds(&self, spec: &RunSpec, step: u64, rank: u32) -> Result<Holds> {
+        let Ranks { names, mesh, flat, schedule, workers, ref pieces } = *self;
+        let Line { place, nodes, .. } = Line::data(mesh, names, rank, flat)?;
+        let pieces = &pieces[mesh.place(Axis::Cp, rank) as usize];
+        let (nodes, context) = (&nodes, mesh.cp);
+        holds(spec, step, &Holder { rank: place, pieces, nodes, schedule, workers, context })
+    }
 }
 
 /// What `holder` holds in `step`.
@@ -69,7 +131,8 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
     let PhaseModel { config, cut, .. } = spec.model_at(step)?;
     let dtype = spec.dtype_at(step);
     let step = spec.plan.step(step)?;
-    let all: u64 = spec.parameters.iter().map(ParamSpec::elements).sum();
+    // Of a gradient that ranks share each has its slice.
+    let all = holder.pieces.iter().map(|piece| piece.length() as u64).sum::<u64>();
     let width = |parameter: &ParamSpec| parameter.kind(dtype).elt_size_in_bytes() as u64;
     let weights = spec.parameters.iter().map(|one| width(one) * one.elements());
     let mine = || holder.pieces.iter().filter(|piece| piece.owner == holder.rank);
@@ -83,9 +146,11 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
         let sets = 1 + u64::from(piece.rule.has_second_moment());
         4 * sets * piece.length() as u64
     });
-    let tokens = step.micro_batch * u64::from(step.seq_len);
-    let activations =
-        crate::model::activation_bytes(config, tokens, holder.workers.options().cut(*cut), dtype);
+    let (tokens, ranks) = (step.micro_batch * u64::from(step.seq_len), u64::from(holder.context));
+    let here = Cut { chunks: cut.chunks / ranks, ..*cut };
+    let options = holder.workers.options().cut(here);
+    let activations = crate::model::activation_bytes(config, tokens / ranks, options, dtype)
+        + if ranks > 1 { crate::model::gathered_bytes(config, tokens, dtype) } else { 0 };
     let pending = parts[holder.rank as usize].iter().flat_map(levels).max().unwrap_or(0);
     // Workers in one block add to the same nodes. Each of several has one leaf at work, and one more may wait for its turn.
     let whole = match u64::from(pending) {
@@ -94,12 +159,15 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
     };
     // A worker's layer, and the head's gradient, which waits for the embedding's at the end of the pass.
     let embedding = spec.parameters.first().map_or(0, ParamSpec::elements);
-    let layer = (all - embedding) / config.num_hidden_layers as u64;
-    // Of several chunks, one at work and a sum that waits at each level of their tree; and the head's beside the embedding's.
-    let in_flight = match u64::from(u64::BITS - (cut.chunks - 1).leading_zeros()) {
+    let whole_model: u64 = spec.parameters.iter().map(ParamSpec::elements).sum();
+    let layer = (whole_model - embedding) / config.num_hidden_layers as u64;
+    // Of several chunks, one at work and a sum that waits at each level of their tree; and the head's beside the embedding's. Of
+    // what is shared, what others get and what comes from them.
+    let in_flight = match u64::from(u64::BITS - (here.chunks - 1).leading_zeros()) {
         0 => embedding + layer,
         levels => embedding * (levels + 2) + layer * (levels + 1),
     };
+    let in_flight = in_flight + if ranks > 1 { 2 * embedding } else { 0 };
     let (sent, received, sums) = travelling(&parts, holder, all, leaves);
     Ok(Holds {
         weights: weights.sum(),
@@ -126,11 +194,17 @@ pub(crate) fn refuse(spec: &RunSpec, exec: &ExecOptions, names: &[String], me: u
     for first in firsts {
         let phase = &spec.plan.phases()[spec.plan.step(first)?.phase];
         let (mut all, mut mine) = (0, Holds::default());
+        let ways = Ways {
+            names,
+            pieces: &pieces,
+            context: exec.context,
+            flat: exec.flat,
+            schedule: exec.schedule,
+            workers: exec.workers,
+        };
+        let ranks = ways.at(spec, first)?;
         for rank in here.iter().copied() {
-            let nodes = Nodes::new(names, rank, exec.flat)?;
-            let (pieces, schedule, workers) = (pieces.as_slice(), exec.schedule, exec.workers);
-            let holder = Holder { rank, pieces, nodes: &nodes, schedule, workers };
-            let found = holds(spec, first, &holder)?;
+            let found = ranks.holds(spec, first, rank)?;
             all += found.sum();
             mine = if rank == me { found } else { mine };
         }
@@ -179,12 +253,12 @@ fn levels(part: &Range<u64>) -> Vec<u32> {
 /// Bytes of blocks sent and received at a time, and of the owner's partial sums.
 fn travelling(
     parts: &[Vec<Range<u64>>],
-    Holder { rank, pieces, nodes, .. }: &Holder<'_>,
+    Holder { rank, pieces, nodes, context, .. }: &Holder<'_>,
     all: u64,
     leaves: u64,
 ) -> (u64, u64, u64) {
     let own = ownership::length(pieces, *rank) as u64;
-    if parts.len() == 1 {
+    if parts.len() == 1 && *context == 1 {
         // Alone it is the counter of the step: its pending levels are gradients already.
         return (0, 0, 0);
     }

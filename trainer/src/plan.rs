@@ -10,7 +10,7 @@ use mixer::SourceUse;
 use serde::Serialize;
 
 use crate::ledger::{self, Packed, SourceSums, StepRecord};
-use crate::memory::{self, Holder, Holds};
+use crate::memory::{self, Holds, Ways};
 use crate::mesh::slices::Slices;
 use crate::mesh::team::{self, Line, Nodes};
 use crate::mesh::{Mesh, Schedule, context};
@@ -197,11 +197,11 @@ fn phase_needs(
     let step = spec.plan.step(first)?;
     let (mut largest_rank, mut most) = (0, Holds::default());
     let mut machine_bytes = vec![0; fleet.ranks.div_ceil(fleet.ranks_per_node) as usize];
+    let Fleet { context, flat, schedule, workers, .. } = *fleet;
+    let Shares { names, pieces } = *shares;
+    let ranks = Ways { names, pieces, context, flat, schedule, workers }.at(spec, first)?;
     for rank in 0..fleet.ranks {
-        let nodes = Nodes::new(shares.names, rank, fleet.flat)?;
-        let (schedule, workers) = (fleet.schedule, fleet.workers);
-        let holder = Holder { rank, pieces: shares.pieces, nodes: &nodes, schedule, workers };
-        let holds = memory::holds(spec, first, &holder)?;
+        let holds = ranks.holds(spec, first, rank)?;
         machine_bytes[(rank / fleet.ranks_per_node) as usize] += holds.sum();
         if holds.sum() > most.sum() {
             (largest_rank, most) = (rank, holds);

@@ -206,6 +206,9 @@ fn machines(folder: &RunFolder) -> Result<Vec<Change>> {
             Some("ranks") => {
                 now.ranks = event["world"].as_u64().unwrap_or(1);
                 now.exchange = format!("{} by {}", word("schedule"), word("transport"));
+                if let Some(limit) = event["cp"].as_u64().filter(|limit| *limit > 1) {
+                    now.exchange += &format!(", up to {limit} sharing a micro-batch");
+                }
             }
             Some("step") => {
                 if let (Some(before), Some(step)) = (&last, event["step"].as_u64()) {

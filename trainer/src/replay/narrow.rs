@@ -1,8 +1,6 @@
 //! Where the bits of a recorded step part from those of its replay: which micro-batches, which parameters, which layers, and
 //! by the ranks of that time which rank. `hit` looks further, where the run left a checkpoint.
 
-use std::ops::Range;
-
 use contract::Result;
 use loader::Batch;
 use serde::Serialize;
@@ -11,6 +9,8 @@ use super::hit::{self, Hit};
 use super::{Replayer, Verdict};
 use crate::events::{self, Ranks};
 use crate::ledger::{Difference, Stage, StepRecord, layers};
+use crate::mesh::Mesh;
+use crate::mesh::axes::Axis;
 use crate::mesh::team::parts;
 use crate::state::State;
 use crate::state::ownership::Ownership;
@@ -51,8 +51,10 @@ impl Replayer {
         let written = self.ledger.record(again.step)?;
         let ranks = events::ranks_at(&self.folder.events(), again.step);
         let pieces = ranks.map(|ranks| Ownership::new(&self.spec, 0, ranks.world));
-        let parts =
-            Parts { parameters: &self.ledger.head().parameters, ranks, owners: pieces.as_ref() };
+        let chunks = self.spec.model_at(again.step)?.cut.chunks;
+        let mesh = ranks.map(|ranks| Mesh::of(ranks.world, ranks.context, chunks));
+        let parameters = &self.ledger.head().parameters;
+        let parts = Parts { parameters, ranks, mesh, owners: pieces.as_ref() };
         let mut found = narrow(first, &written, again, parts);
         let (alone, hit) = (self.world.comm.world() == 1, verdict == Verdict::RunHit);
         if alone && hit && matches!(first.stage, Stage::Forward | Stage::Update) {
@@ -77,6 +79,8 @@ impl Replayer {
 struct Parts<'a> {
     parameters: &'a [String],
     ranks: Option<Ranks>,
+    /// How they lay.
+    mesh: Option<Mesh>,
     owners: Option<&'a Ownership>,
 }
 
@@ -156,28 +160,33 @@ fn differ(left: &[u64], right: &[u64]) -> Vec<usize> {
 }
 
 impl Parts<'_> {
-    /// The rank that computed these micro-batches of so many, and what to say of it.
+    /// The rank that computed these micro-batches of so many, and what to say of it. Of ranks that shared them none is named: a
+    /// ledger says nothing of chunks.
     fn computed(self, differing: &[usize], leaves: usize) -> (Option<u32>, String) {
-        let Some(Ranks { world, schedule }) = self.ranks else { return (None, unknown()) };
-        let parts = parts(schedule, world, leaves as u64).unwrap_or_default();
-        let of = |rank: &Vec<Range<u64>>| -> Vec<usize> {
-            rank.iter().cloned().flatten().map(|leaf| leaf as usize).collect()
+        let (Some(Ranks { world, schedule, .. }), Some(mesh)) = (self.ranks, self.mesh) else {
+            return (None, unknown());
         };
-        let has = |rank: &Vec<usize>| differing.iter().all(|leaf| rank.contains(leaf));
-        let found = parts.iter().map(of).zip(0..).find(|(rank, _)| has(rank));
-        match found {
+        let parts = parts(schedule, mesh.dp, leaves as u64).unwrap_or_default();
+        let of = |rank: u32| -> Vec<usize> {
+            let own = parts.get(mesh.place(Axis::Dp, rank) as usize);
+            own.into_iter().flatten().cloned().flatten().map(|leaf| leaf as usize).collect()
+        };
+        let has = |rank: &u32| differing.iter().all(|leaf| of(*rank).contains(leaf));
+        let found: Vec<u32> = (0..world).filter(has).collect();
+        let Some(own) = found.first().map(|rank| of(*rank)) else {
+            return (None, format!("; several of {world} ranks computed them"));
+        };
+        let (alone, who) = match found.as_slice() {
+            [rank] => (Some(*rank), format!("rank {rank} of {world} computed")),
+            several => {
+                let several: Vec<String> = several.iter().map(u32::to_string).collect();
+                (None, format!("ranks {} of {world} shared", joined(&several)))
+            }
+        };
+        match own.len() == differing.len() {
             _ if world == 1 || differing.is_empty() => (None, String::new()),
-            None => (None, format!("; several of {world} ranks computed them")),
-            Some((own, rank)) if own.len() == differing.len() => {
-                let what =
-                    format!("; rank {rank} of {world} computed {}, and no other", numbered(&own));
-                (Some(rank), what)
-            }
-            Some((own, rank)) => {
-                let what =
-                    format!("; rank {rank} of {world} computed it, as {} in all", numbered(&own));
-                (Some(rank), what)
-            }
+            true => (alone, format!("; {who} {}, and no other", numbered(&own))),
+            false => (alone, format!("; {who} it, as {} in all", numbered(&own))),
         }
     }
 

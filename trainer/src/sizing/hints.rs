@@ -87,8 +87,8 @@ fn ranks(Setting { fleet, .. }: Setting<'_>, needs: &PhaseNeeds, time: &StepTime
     let mut hints = Vec::new();
     if time.idle_ranks > 0 {
         hints.push(format!(
-            "{} of {ranks} ranks are idle: the phase has {all} micro-batches a step; give smaller micro-batches or a \
-             larger batch (ranks that share a sequence, context parallelism, are not built yet)",
+            "{} of {ranks} ranks are idle: the phase has {all} micro-batches a step; give smaller micro-batches, a larger \
+             batch, or context_chunks and --cp, by which ranks share a micro-batch",
             time.idle_ranks
         ));
     } else if !all.is_multiple_of(ranks) {

@@ -3,16 +3,20 @@
 use contract::Class;
 use loader::Opened;
 use serde_json::Value;
+use tch::Device;
 use trainer::mesh::Schedule;
 use trainer::model::Keep;
 use trainer::plan::{Fleet, needs};
+use trainer::replay::{Replayer, Verdict};
+use trainer::step::Detail;
 use trainer::workers::Workers;
 use trainer::{ExecOptions, Outcome, RunSpec};
 
 use crate::cuts::cut;
+use crate::damage::forge;
 use crate::ranks::train_with;
 use crate::same_bits::assert_same;
-use crate::support::{Scratch, stop_after};
+use crate::support::{Scratch, stop_after, table};
 
 /// Trains `run.toml` in `out` with `world` ranks of which up to `cp` share a micro-batch; the same ledger as in `alone`.
 fn assert_shared(scratch: &Scratch, wanted: Outcome, (world, cp): (u32, u32)) {
@@ -71,6 +75,53 @@ fn a_run_goes_on_under_another_degree() {
     }
     assert_eq!(scratch.train("parts"), alone);
     assert_same(&scratch, "alone", "parts");
+}
+
+/// Step 8 has five micro-batches of 16 chunks: two pairs of ranks, of which the second one computes the last three.
+#[test]
+fn what_shared_ranks_have_otherwise_is_laid_to_all_of_them() {
+    let scratch = cut("f32");
+    let outcomes = train_with(&scratch, "run", 4, |_, exec| exec.context = 2);
+    outcomes.into_iter().for_each(|outcome| assert_eq!(outcome.unwrap().step, 10));
+    forge(&scratch.path("run/ledger.jsonl"), 8, |line| {
+        let words = line["leaf_gradients"].as_str().unwrap();
+        let (before, last) = words.split_at(4 * 16);
+        assert_eq!(last.len(), 16, "{words}");
+        line["leaf_gradients"] = format!("{before}{}", "0123456789abcdef").into();
+    });
+    let root = scratch.path("run");
+    let mut replayer = Replayer::open(&root, &table(), Device::Cpu, Workers::new(2)).unwrap();
+    let mut state = replayer.state_after(7).unwrap();
+    let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
+    assert_eq!(replayed.verdict, Verdict::RunHit, "{:?}", replayed.difference);
+    let found = replayed.narrowed.unwrap();
+    assert_eq!((found.gradients, found.ranks, found.rank), (vec![4], Some(4), None));
+    let whose = "ranks 2 and 3 of 4 shared it, as micro-batches 2, 3 and 4 in all";
+    assert!(found.words.contains(whose), "{}", found.words);
+}
+
+/// Each rank holds its chunks, and of gradients its slice; what travels along a layer does not shrink.
+#[test]
+fn ranks_that_share_a_micro_batch_hold_less_of_it() {
+    let scratch = Scratch::new();
+    let change = ("micro_batch = 1", "micro_batch = 1\ncontext_chunks = 16");
+    scratch.edited("run.toml", &[change]);
+    let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
+    let of = |context| {
+        let (workers, schedule, device) = (Workers::new(2), Schedule::Subtree, "h100".to_owned());
+        let (ranks, ranks_per_node) = (4, 4);
+        let fleet =
+            Fleet { ranks, ranks_per_node, workers, schedule, flat: false, context, device };
+        needs(&spec, &fleet).unwrap().phases[1].clone()
+    };
+    let [one, two, four] = [of(1), of(2), of(4)];
+    assert_eq!([one.context, two.context, four.context], [1, 2, 4]);
+    assert_eq!([one.uneven, two.uneven, four.uneven], [0.0; 3]);
+    assert_eq!((one.shared, one.memory.weights), (0, four.memory.weights));
+    // Two workers where nobody shares, one where somebody does.
+    assert!(two.memory.activations < one.memory.activations / 2 && one.shared < two.shared);
+    assert!(four.memory.activations < two.memory.activations && two.shared < four.shared);
+    assert!(four.memory.received + four.memory.sent < one.memory.received + one.memory.sent);
 }
 
 #[test]

@@ -64,6 +64,15 @@ pub(super) fn told(args: &ClusterArgs, setting: Setting<'_>, needs: &RunNeeds) -
     let plot = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
     let mut phases = Vec::new();
     let firsts = setting.spec.plan.phases().iter().map(|phase| phase.first_step);
+    if let Some(shared) = needs.phases.iter().find(|phase| phase.context > 1) {
+        return Err(Fault::usage("seconds are not known where ranks share micro-batches")
+            .at("--cluster")
+            .found(format!(
+                "--cp, by which {} ranks share each in phase {:?}",
+                shared.context, shared.name
+            ))
+            .hint("leave --cp out, or --cluster: memory and bytes are told without it"));
+    }
     for (first, phase) in firsts.zip(&needs.phases) {
         let time = estimate::step(setting, first, phase)?;
         let keeping = estimate::keeping(setting, &needs.checkpoint, time.seconds);
