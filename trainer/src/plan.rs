@@ -89,8 +89,8 @@ pub struct PhaseNeeds {
     pub machine_bytes: u64,
     /// How many ranks share a micro-batch.
     pub context: u32,
-    /// How much more attention the rank with most of it computes than the mean of those that share a micro-batch, of sequences that
-    /// are one document each: 0 is none.
+    /// How much more attention the rank with most of it computes than the mean of those that share a micro-batch, of sequences
+    /// that are one document each: 0 is none.
     pub uneven: f64,
     /// Bytes that all ranks together send in its first step, along the data-parallel axis.
     pub sent: SentInStep,

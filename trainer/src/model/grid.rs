@@ -128,3 +128,32 @@ impl Grid {
         documents.iter().flat_map(of).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Of one document a sequence every place computes as many pairs of a query and a key as planned, and under zig-zag as
+        /// many as any other.
+        #[test]
+        fn attention_is_dealt_evenly(each in 1u64..5, degree in 1u64..5, width in 1i64..7, rows in 1i64..4) {
+            let (chunks, length) = (2 * each * degree, width * (2 * each * degree) as i64);
+            let grid = Grid { length, width, rows };
+            let pairs = |place| {
+                let own = Dealt { chunks, degree, place }.own();
+                let parts = (0..rows).flat_map(|row| {
+                    let document = Span::whole(row * length, length);
+                    own.iter().filter_map(move |chunk| grid.part(document, *chunk as i64))
+                });
+                let pairs = parts.map(|part| part.span.len * part.before + part.span.len * (part.span.len + 1) / 2);
+                pairs.sum::<i64>() as u64
+            };
+            let found: Vec<u64> = (0..degree).map(pairs).collect();
+            let planned = Dealt { chunks, degree, place: 0 }.pairs(width as u64).into_iter();
+            prop_assert_eq!(&found, &planned.map(|pairs| pairs * rows as u64).collect::<Vec<_>>());
+            prop_assert!(found.iter().all(|own| *own == found[0]));
+        }
+    }
+}

@@ -275,15 +275,15 @@ pub fn activation_bytes(
     Zaya::new(config).activation_bytes(config, (tokens, narrow), options)
 }
 
-/// Bytes of the keys and values of all chunks of a micro-batch of `tokens` that ranks share, and of their gradients in f32: those of
-/// one layer at a time.
+/// Bytes of the keys and values of all chunks of a micro-batch of `tokens` that ranks share, and of their gradients in f32:
+/// those of one layer at a time.
 pub fn gathered_bytes(config: &ZayaConfig, tokens: u64, dtype: Dtype) -> u64 {
     let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
     2 * (narrow + 4) * config.key_size() as u64 * tokens
 }
 
-/// Bytes that `degree` ranks which share a micro-batch of `rows` sequences of `seq_len` tokens, each one document, send each other
-/// in all for it: operands of layers, gradients of keys and values, losses of tokens; not gradients of weights.
+/// Bytes that `degree` ranks which share a micro-batch of `rows` sequences of `seq_len` tokens, each one document, send each
+/// other in all for it: operands of layers, gradients of keys and values, losses of tokens; not gradients of weights.
 pub fn shared_bytes(
     config: &ZayaConfig,
     (rows, seq_len): (u64, u64),

@@ -78,7 +78,8 @@ fn say_ranks(book: &mut Book<'_>, team: &Team<'_>, carried: &Carried) -> Result<
         .map(|(phase, mesh)| json!({"phase": phase, "dp": mesh.dp, "cp": mesh.cp}))
         .collect();
     let fields = json!({
-        "world": world, "cp": team.context, "mesh": mesh, "schedule": team.schedule.name(), "nodes": team.nodes.sizes(), "transport": transport,
+        "world": world, "cp": team.context, "mesh": mesh,
+        "schedule": team.schedule.name(), "nodes": team.nodes.sizes(), "transport": transport,
         "rccl_release": carried.release, "no_rccl_because": carried.reason,
     });
     book.events.write("ranks", fields)?;
