@@ -26,6 +26,7 @@ mod linkage;
 mod network;
 #[cfg(feature = "train")]
 mod page;
+mod packed;
 mod places;
 mod prepare;
 mod python;

@@ -16,6 +16,7 @@ pub mod batch;
 mod column;
 pub mod explain;
 pub mod open;
+mod packs;
 pub mod prefetch;
 pub mod slice;
 pub mod stores;

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use contract::settings::File;
 use contract::{Fault, Result};
 use curriculum::AddedStore;
-use mixer::{Curriculum, Plan, SourceFacts, described_store};
+use mixer::{Curriculum, PackTables, Plan, SourceFacts, described_store};
 use store::open::MANIFEST;
 use store::read::ReadCache;
 use store::{DocumentRecord, Location, Split};
 
-use crate::Stores;
+use crate::{Stores, packs};
 
 /// A curriculum with its plan and, unless it only describes them, its stores.
 pub struct Opened {
@@ -72,7 +72,11 @@ impl Opened {
             Some(Stores::open_with(&folders, cache).map_err(|fault| fault.or_at(place))?)
         };
         facts.extend(stores.iter().flat_map(Stores::facts));
-        let mut plan = Plan::new(&curriculum, &facts)?;
+        let packs = match stores.as_ref().filter(|_| !described) {
+            Some(stores) => packs::tables(&curriculum, stores)?,
+            None => PackTables::new(),
+        };
+        let mut plan = Plan::with_packs(&curriculum, &facts, packs)?;
         if let Some(stores) = stores.as_ref().filter(|_| !described) {
             plan.place_bans(|source, documents| {
                 let ranges: Vec<_> = documents.iter().map(|number| *number..number + 1).collect();

@@ -115,6 +115,13 @@ impl Stores {
         })
     }
 
+    /// Where the store of a source lies.
+    pub(crate) fn root_of(&self, source: &str) -> Result<&Location> {
+        self.stream(source, Split::Train)?; // Which says what is wrong with the name, if anything is.
+        let number = self.number(source).unwrap_or_default();
+        Ok(self.stores[self.sources[number].store].root())
+    }
+
     /// Where the memory of batches waits to be used again.
     pub(crate) fn pools(&self) -> (&Arc<BufferPool<i32>>, &Arc<BufferPool<u8>>) {
         (&self.words, &self.bytes)

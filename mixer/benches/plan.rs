@@ -65,7 +65,7 @@ fn questions(plan: &Plan, step: u64) {
     let spec = plan.sample(spec.first_sample).expect("the sample is part of the run");
     let (source, start) = (spec.source, spec.spans[0].start);
     row(&format!("Plan::visits of 1,000 tokens, step {step}"), 1, || {
-        black_box(plan.visits(source, start..start + 1000));
+        let _ = black_box(plan.visits(source, start..start + 1000));
     });
     row(&format!("Plan::digest_through, step {step}"), 1, || {
         black_box(plan.digest_through(step));

@@ -132,13 +132,13 @@ impl Plan {
     }
 
     /// What a ban takes out of the run: tokens, and labels among them. A document's last token has no label.
-    pub fn hidden_by(&self, ban: &Ban) -> (u64, u64) {
-        let visits = self.visits(ban.source, ban.tokens.clone()).into_iter();
+    pub fn hidden_by(&self, ban: &Ban) -> Result<(u64, u64)> {
+        let visits = self.visits(ban.source, ban.tokens.clone())?.into_iter();
         let visits = visits.filter(|visit| visit.sample >= ban.first_sample);
-        visits.fold((0, 0), |(tokens, labels), visit| {
+        Ok(visits.fold((0, 0), |(tokens, labels), visit| {
             let count = u64::from(visit.tokens);
             let ends = visit.token + count == ban.tokens.end;
             (tokens + count, labels + count - u64::from(ends))
-        })
+        }))
     }
 }

@@ -38,7 +38,7 @@ impl Plan {
 
 impl Digestible for Until<'_> {
     fn feed(&self, hasher: &mut Hasher) {
-        let Plan { seed, phases, sources, orders: _, bans } = self.plan;
+        let Plan { seed, phases, sources, orders: _, packs, bans } = self.plan;
         let begun = phases.iter().take_while(|phase| phase.first_step <= self.step);
         hasher
             .tag("plan")
@@ -61,6 +61,9 @@ impl Digestible for Until<'_> {
         hasher.u64(facts.len() as u64);
         for SourceFacts { name, tokens, documents: _, unit } in facts {
             hasher.str(name).u64(*tokens).u64(*unit);
+            if let Some(packs) = packs.get(name) {
+                hasher.tag("packs.v1").digest(packs.digest());
+            }
         }
         bans.feed(self.step, sources, hasher);
     }

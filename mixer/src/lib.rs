@@ -16,19 +16,23 @@
 //! An amendment of a mix from step S cuts a phase into two segments at S, and an [`order::Cursor`] is all that the second
 //! knows of the first; a banned document keeps its place, and only its text is gone from samples from S on.
 //!
-//! Ramps and best-fit packing will fit without another clock: a ramp of weights or batch gives a phase other closed
-//! forms of the same four questions ([`mixing::Mixing`]: pick, count, nth; [`Plan::step`]); a packed source permutes
-//! packs where this permutes windows, which is why a sample has several [`Span`]s.
+//! A source whose documents are packed permutes packs where others permute windows, which is why a sample has several
+//! [`Span`]s; what a pack holds is a table beside the store ([`PackTable`]), made by [`fit`]. Ramps will fit without another
+//! clock: a ramp of weights or batch gives a phase other closed forms of the same four questions ([`mixing::Mixing`]: pick,
+//! count, nth; [`Plan::step`]).
 
 #![forbid(unsafe_code)]
 
 mod bans;
 mod described;
 mod digest;
+pub mod fit;
 mod limits;
 mod makeup;
 pub mod mixing;
 pub mod order;
+mod packing;
+pub mod packs;
 pub mod plan;
 mod remainder;
 pub mod sample;
@@ -40,6 +44,7 @@ pub use curriculum::{Curriculum, Difference, RemainderRule};
 pub use described::described_store;
 pub use digest::{PLAN_VERSION, check_version};
 pub use makeup::Makeup;
-pub use plan::{PhasePlan, Plan, SourceUse, Standing};
+pub use packs::{PackPlace, PackTable, PackedLength};
+pub use plan::{PackTables, PhasePlan, Plan, SourceUse, Standing};
 pub use sample::{SampleSpec, SourceFacts, Span, StepSpec};
 pub use visits::Visit;

@@ -2,6 +2,7 @@
 
 use contract::{Fault, Result};
 
+use crate::packing::Segment;
 use crate::plan::{PhasePlan, Plan, SourceUse};
 use curriculum::Curriculum;
 
@@ -20,7 +21,7 @@ pub(crate) fn check(plan: &Plan, curriculum: &Curriculum) -> Result<()> {
     let mut short: Vec<Shortfall> = Vec::new();
     for (index, phase) in plan.phases.iter().enumerate() {
         for (entry, part) in phase.uses.iter().enumerate() {
-            let max_epochs = curriculum.limits(&plan.sources[part.source].name).max_epochs;
+            let max_epochs = curriculum.max_epochs(&plan.sources[part.source].name);
             let within = part.segment.samples_within(max_epochs);
             let known = short.iter().any(|earlier| earlier.source == part.source);
             if part.samples > within && !known {
@@ -54,15 +55,28 @@ fn fault(plan: &Plan, curriculum: &Curriculum, first: &Shortfall, others: &[Shor
         .collect();
     let also = if also.is_empty() { String::new() } else { format!("; so do {}", also.join(", ")) };
     let what = format!("source {name:?} runs out at step {step}, in phase {:?}{also}", phase.name);
-    let epochs = hundredths(needed, facts.tokens);
+    let (needed, all, kind) = match packs_needed(plan, first) {
+        Some((needed, all)) => (needed, all, "packs of this length"),
+        None => (needed, facts.tokens, "tokens"),
+    };
+    let epochs = hundredths(needed, all);
     Fault::usage(what)
         .at(place)
-        .found(format!("the run takes {needed} of its {} tokens: {epochs} epochs", facts.tokens))
+        .found(format!("the run takes {needed} of its {all} {kind}: {epochs} epochs"))
         .wanted(format!("at most {max_epochs} (max_epochs)"))
         .hint(format!(
             "set max_epochs = {} under [source.{name}] to repeat it, or give it less weight or fewer steps",
             plan.epochs_needed(source)
         ))
+}
+
+/// Where documents are packed: the packs of the phase's length that the run takes by the end of the phase, and all there are.
+fn packs_needed(plan: &Plan, short: &Shortfall) -> Option<(u64, u64)> {
+    let part = plan.phases[short.phase].uses.iter().find(|part| part.source == short.source)?;
+    match &part.segment {
+        Segment::Packs(segment) => Some((segment.served() + part.samples, segment.size().packs())),
+        Segment::Windows(..) => None,
+    }
 }
 
 /// `part / whole` with two decimals, rounded up: 1.004 epochs are more than one.
@@ -81,8 +95,8 @@ impl Plan {
     pub fn epochs_needed(&self, source: usize) -> u64 {
         match self.last_use(source) {
             Some((_, part)) => {
-                let begun = part.after.next > 0;
-                part.after.epoch + u64::from(begun)
+                let order = self.orders[source].as_ref();
+                order.map_or(0, |order| order.epochs_begun(&part.after))
             }
             None => 0,
         }

@@ -45,14 +45,14 @@ impl AddAssign for Makeup {
 impl Plan {
     /// What a source's sequences in a phase are made of; `phase` and `entry` index [`Plan::phases`] and its `uses`.
     pub fn makeup(&self, phase: usize, entry: usize) -> Makeup {
-        let SourceUse { source, segment, samples, .. } = &self.phases[phase].uses[entry];
-        segment.makeup(self.order(*source), *samples)
+        let SourceUse { segment, samples, .. } = &self.phases[phase].uses[entry];
+        segment.makeup(*samples)
     }
 }
 
 impl SourceSegment {
     /// What the first `samples` samples are made of.
-    fn makeup(&self, order: &SourceOrder, samples: u64) -> Makeup {
+    pub(crate) fn makeup(&self, order: &SourceOrder, samples: u64) -> Makeup {
         let epoch = order.epoch(self.start.epoch);
         let mut all = Makeup::default();
         for part in self.parts() {

@@ -54,6 +54,8 @@ pub struct Cursor {
     pub open: Option<Remainder>,
     /// What is left of earlier groups, in the order in which it was put off: at most one for each change of `seq_len`.
     pub deferred: Vec<Remainder>,
+    /// Where documents are packed: at each declared length, packs that were served, all epochs together. Else nothing.
+    pub packs: Vec<u64>,
 }
 
 /// What is left of a group: all but its first `served` windows and `offset` tokens of the next.

@@ -3,15 +3,22 @@
 //! What a plan holds is one [`PhasePlan`] for each phase and one [`SourceUse`] for each source of a phase: where the
 //! source stood, how many samples it gives, where it stands afterwards. Everything else is computed when asked.
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
 use contract::fault::nearest;
 use contract::{Fault, Result};
 
 use crate::bans::Bans;
 use crate::mixing::Mixing;
-use crate::order::{Cursor, SourceOrder};
+use crate::order::Cursor;
+use crate::packing::{Order, Segment};
+use crate::packs::{PackTable, PackedLength};
 use crate::sample::{SampleSpec, SourceFacts, StepSpec};
-use crate::segment::SourceSegment;
 use curriculum::{Curriculum, Phase, PhaseSegment, RemainderRule};
+
+/// The packs of sources, by their names.
+pub type PackTables = BTreeMap<String, Arc<dyn PackTable>>;
 
 /// What a run reads, in closed form.
 #[derive(Clone, Debug)]
@@ -20,7 +27,9 @@ pub struct Plan {
     pub(crate) phases: Vec<PhasePlan>,
     pub(crate) sources: Vec<SourceFacts>,
     /// One for each source that some phase uses.
-    pub(crate) orders: Vec<Option<SourceOrder>>,
+    pub(crate) orders: Vec<Option<Order>>,
+    /// Of the sources whose documents are packed, by name.
+    pub(crate) packs: PackTables,
     pub(crate) bans: Bans,
 }
 
@@ -72,7 +81,7 @@ pub struct SourceUse {
     pub tokens_before: u64,
     /// Where it stands when the phase ends.
     pub after: Cursor,
-    pub(crate) segment: SourceSegment,
+    pub(crate) segment: Segment,
 }
 
 /// Where a source stands before a step.
@@ -85,14 +94,24 @@ pub struct Standing {
 }
 
 impl Plan {
-    /// Plans `curriculum` over sources, and refuses what cannot run.
+    /// Plans `curriculum` over sources of which none is packed, and refuses what cannot run.
     pub fn new(curriculum: &Curriculum, facts: &[SourceFacts]) -> Result<Plan> {
+        Plan::with_packs(curriculum, facts, PackTables::new())
+    }
+
+    /// The same with the packs of those sources that the curriculum packs.
+    pub fn with_packs(
+        curriculum: &Curriculum,
+        facts: &[SourceFacts],
+        packs: PackTables,
+    ) -> Result<Plan> {
         check_sources(curriculum, facts)?;
         let mut plan = Plan {
             seed: curriculum.seed,
             phases: Vec::with_capacity(curriculum.phases.len()),
             sources: facts.to_vec(),
             orders: vec![None; facts.len()],
+            packs,
             bans: Bans::default(),
         };
         let mut cursors = vec![Cursor::default(); facts.len()];
@@ -113,6 +132,11 @@ impl Plan {
     /// The sources, in the order given; also those that no phase uses.
     pub fn sources(&self) -> &[SourceFacts] {
         &self.sources
+    }
+
+    /// The packs of a source (index into [`Plan::sources`]); `None` where its documents are one text, which is cut.
+    pub fn packs(&self, source: usize) -> Option<&dyn PackTable> {
+        self.packs.get(&self.sources[source].name).map(AsRef::as_ref)
     }
 
     /// The last step; steps are 1 to this.
@@ -151,7 +175,7 @@ impl Plan {
         let phase = &self.phases[index];
         let (entry, ordinal) = phase.mixing.pick(sample - phase.first_sample);
         let SourceUse { source, segment, .. } = &phase.uses[entry];
-        let (epoch, spans) = segment.text(self.order(*source), ordinal);
+        let (epoch, spans) = segment.text(ordinal)?;
         let (source, seq_len) = (*source, phase.seq_len);
         let banned = self.bans.places(source, sample, &spans);
         Ok(SampleSpec { sample, phase: index, source, ordinal, epoch, seq_len, spans, banned })
@@ -165,7 +189,7 @@ impl Plan {
             let Some(entry) = phase.uses.iter().position(of_source) else { continue };
             let steps = phase.steps.min(step - phase.first_step);
             let samples = phase.mixing.count(entry, steps * phase.batch);
-            cursor = phase.uses[entry].segment.after(self.order(source), samples);
+            cursor = phase.uses[entry].segment.after(samples);
         }
         let tokens = self.orders[source].as_ref().map_or(0, |order| order.tokens_before(&cursor));
         Standing { cursor, tokens }
@@ -180,10 +204,6 @@ impl Plan {
         Ok(self.phases.partition_point(|phase| phase.first_sample <= sample) - 1)
     }
 
-    pub(crate) fn order(&self, source: usize) -> &SourceOrder {
-        self.orders[source].as_ref().expect("a source in a mix has an order")
-    }
-
     /// Plans one segment of a phase and moves the cursors of its sources.
     fn segment_plan(
         &mut self,
@@ -196,14 +216,15 @@ impl Plan {
         let counts = mixing.counts(phase.samples());
         let mut uses = Vec::with_capacity(weights.len());
         for ((name, weight), samples) in phase.mix.keys().zip(weights).zip(counts) {
-            let source = source_of(curriculum, phase, (mix_key, name), &self.sources)?;
-            let SourceFacts { name, tokens, documents: _, unit } = &self.sources[source];
+            let source = self.source_of(curriculum, phase, (mix_key, name))?;
+            let facts = &self.sources[source];
+            let packs = self.packs.get(&facts.name);
             let order = self.orders[source]
-                .get_or_insert_with(|| SourceOrder::new(curriculum.seed, name, *tokens, *unit));
+                .get_or_insert_with(|| Order::new(curriculum.seed, facts, packs));
             let start = std::mem::take(&mut cursors[source]);
-            let segment = SourceSegment::new(order, start, phase.seq_len, phase.remainder);
-            let after = segment.after(order, samples);
-            let tokens_before = order.tokens_before(&segment.start);
+            let segment = order.segment(start, phase);
+            let after = segment.after(samples);
+            let tokens_before = order.tokens_before(segment.start());
             let tokens = order.tokens_before(&after) - tokens_before;
             cursors[source] = after.clone();
             uses.push(SourceUse { source, weight, samples, tokens, tokens_before, after, segment });
@@ -239,28 +260,56 @@ impl PhasePlan {
     }
 }
 
-/// The source that a mix names, checked.
-fn source_of(
-    curriculum: &Curriculum,
-    phase: &Phase,
-    (mix_key, name): (&str, &str),
-    facts: &[SourceFacts],
-) -> Result<usize> {
-    let place = || curriculum.place(&format!("{mix_key}.{name}"));
-    let Some(source) = facts.iter().position(|facts| facts.name == name) else {
-        return Err(unknown(name, facts).at(place()));
-    };
-    let SourceFacts { name: _, tokens, documents: _, unit } = facts[source];
-    if tokens == 0 {
-        return Err(Fault::usage(format!("source {name:?} has no text to train on")).at(place()));
+impl Plan {
+    /// The source that a mix names, checked.
+    fn source_of(
+        &self,
+        curriculum: &Curriculum,
+        phase: &Phase,
+        (mix_key, name): (&str, &str),
+    ) -> Result<usize> {
+        let place = || curriculum.place(&format!("{mix_key}.{name}"));
+        let seq_len = || curriculum.place(&format!("phase.{}.seq_len", phase.name));
+        let Some(source) = self.sources.iter().position(|facts| facts.name == name) else {
+            return Err(unknown(name, &self.sources).at(place()));
+        };
+        let SourceFacts { name: _, tokens, documents: _, unit } = self.sources[source];
+        if tokens == 0 {
+            return Err(
+                Fault::usage(format!("source {name:?} has no text to train on")).at(place())
+            );
+        }
+        if let Some(packing) = curriculum.packing(name) {
+            let Some(packs) = self.packs.get(name) else {
+                let what = format!("source {name:?} is to be packed, which needs its documents");
+                return Err(Fault::usage(what)
+                    .at(curriculum.place(&format!("source.{name}.packing")))
+                    .found("a store that is only described")
+                    .wanted("a store"));
+            };
+            let of_phase = |length: &&PackedLength| length.seq_len == phase.seq_len;
+            return match packs.lengths().iter().find(of_phase).map(PackedLength::packs) {
+                Some(1..) => Ok(source),
+                Some(0) => {
+                    Err(Fault::usage(format!("no document of {name:?} is packed at this length"))
+                        .at(seq_len())
+                        .found(format!("seq_len {}", phase.seq_len))
+                        .hint("the source has too few documents for so many lengths"))
+                }
+                None => Err(Fault::usage(format!("source {name:?} is not packed at this length"))
+                    .at(seq_len())
+                    .found(format!("seq_len {}", phase.seq_len))
+                    .wanted(format!("one of its `lengths`: {:?}", packing.lengths.keys()))),
+            };
+        }
+        if unit % u64::from(phase.seq_len) != 0 {
+            return Err(Fault::usage("`seq_len` does not divide the unit of a source")
+                .at(seq_len())
+                .found(format!("seq_len {}", phase.seq_len))
+                .wanted(format!("a divisor of {unit}, the unit of {name:?}")));
+        }
+        Ok(source)
     }
-    if unit % u64::from(phase.seq_len) != 0 {
-        return Err(Fault::usage("`seq_len` does not divide the unit of a source")
-            .at(curriculum.place(&format!("phase.{}.seq_len", phase.name)))
-            .found(format!("seq_len {}", phase.seq_len))
-            .wanted(format!("a divisor of {unit}, the unit of {name:?}")));
-    }
-    Ok(source)
 }
 
 pub(crate) fn unknown(name: &str, facts: &[SourceFacts]) -> Fault {

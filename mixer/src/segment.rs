@@ -153,7 +153,7 @@ impl SourceSegment {
         let mut cursor = match windows {
             0 => {
                 let (next, open) = (self.start.next, opened.iter().find_map(left));
-                Cursor { epoch: self.start.epoch, next, open, deferred: Vec::new() }
+                Cursor { epoch: self.start.epoch, next, open, ..Cursor::default() }
             }
             _ => self.at_window(order, self.start.epoch, self.first_window + windows),
         };
@@ -169,7 +169,7 @@ impl SourceSegment {
             let begun = Remainder { group, cut: self.seq_len, served, offset: 0 };
             (next, open) = (group + u64::from(served > 0), (served > 0).then_some(begun));
         }
-        Cursor { epoch, next, open, deferred: Vec::new() }
+        Cursor { epoch, next, open, ..Cursor::default() }
     }
 
     /// How many samples the phase can take before the source would begin its epoch number `epochs` (from 0).

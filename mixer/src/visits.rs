@@ -2,9 +2,14 @@
 
 use std::ops::Range;
 
+use contract::Result;
+
 use crate::order::{Epoch, SourceOrder};
+use crate::packing::Segment;
+use crate::packs::PackSegment;
 use crate::plan::{PhasePlan, Plan, SourceUse};
 use crate::remainder::Part;
+use crate::segment::SourceSegment;
 
 /// Neighbouring tokens of a source at one place of one sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -24,7 +29,6 @@ struct Search<'a> {
     phase: &'a PhasePlan,
     entry: usize,
     part: &'a SourceUse,
-    order: &'a SourceOrder,
     tokens: Range<u64>,
     found: Vec<Visit>,
 }
@@ -32,47 +36,59 @@ struct Search<'a> {
 impl Plan {
     /// Every place at which tokens `tokens` of `source` are seen, in the order of the run: the inverse of
     /// [`Plan::sample`].
-    pub fn visits(&self, source: usize, tokens: Range<u64>) -> Vec<Visit> {
-        let Some(order) = self.orders.get(source).and_then(Option::as_ref) else {
-            return Vec::new();
-        };
-        let tokens = tokens.start..tokens.end.min(order.tokens);
+    pub fn visits(&self, source: usize, tokens: Range<u64>) -> Result<Vec<Visit>> {
+        let Some(facts) = self.sources.get(source) else { return Ok(Vec::new()) };
+        let tokens = tokens.start..tokens.end.min(facts.tokens);
         let mut found = Vec::new();
         for phase in &self.phases {
-            let Some(entry) = phase.uses.iter().position(|part| part.source == source) else {
-                continue;
-            };
+            let of_source = |part: &SourceUse| part.source == source && part.samples > 0;
+            let Some(entry) = phase.uses.iter().position(of_source) else { continue };
+            if tokens.is_empty() {
+                break;
+            }
             let (part, tokens) = (&phase.uses[entry], tokens.clone());
-            let mut search = Search { phase, entry, part, order, tokens, found };
-            if part.samples > 0 && !search.tokens.is_empty() {
-                search.run();
+            let mut search = Search { phase, entry, part, tokens, found };
+            match &part.segment {
+                Segment::Windows(order, segment) => search.windows(order, segment),
+                Segment::Packs(segment) => search.packs(segment)?,
             }
             found = search.found;
         }
         found.sort_unstable();
-        found
+        Ok(found)
     }
 }
 
 impl Search<'_> {
-    fn run(&mut self) {
-        for number in self.part.segment.start.epoch..=self.part.after.epoch {
-            let epoch = self.order.epoch(number);
-            let units =
-                self.tokens.start / self.order.unit..=(self.tokens.end - 1) / self.order.unit;
+    fn packs(&mut self, segment: &PackSegment) -> Result<()> {
+        for (ordinal, place) in segment.visits(self.tokens.clone(), self.part.samples)? {
+            let tokens = place.tokens;
+            self.push(ordinal, u64::from(place.offset), tokens.start, tokens.end - tokens.start);
+        }
+        Ok(())
+    }
+
+    fn windows(&mut self, order: &SourceOrder, segment: &SourceSegment) {
+        for number in segment.start.epoch..=self.part.after.epoch {
+            let epoch = order.epoch(number);
+            let units = self.tokens.start / order.unit..=(self.tokens.end - 1) / order.unit;
             for unit in units {
-                let start = unit * self.order.unit;
-                let inside =
-                    self.tokens.start.max(start)..self.tokens.end.min(start + self.order.unit);
-                self.unit(number, &epoch, unit, inside);
+                let start = unit * order.unit;
+                let inside = self.tokens.start.max(start)..self.tokens.end.min(start + order.unit);
+                self.unit(segment, (number, &epoch), (unit, order.unit), inside);
             }
         }
     }
 
-    /// Tokens `inside` of one unit in one epoch.
-    fn unit(&mut self, number: u64, epoch: &Epoch, unit: u64, inside: Range<u64>) {
+    /// Tokens `inside` of one unit (its number, its tokens) in one epoch (its number, its order).
+    fn unit(
+        &mut self,
+        segment: &SourceSegment,
+        (number, epoch): (u64, &Epoch),
+        (unit, size): (u64, u64),
+        inside: Range<u64>,
+    ) {
         let (group, slot) = epoch.slot_of_unit(unit);
-        let segment = &self.part.segment;
         let remainder = match number == segment.start.epoch {
             true => segment.parts().find(|part| part.left.group == group),
             false => None,
@@ -82,7 +98,7 @@ impl Search<'_> {
         }
         let cut = remainder.map_or(self.phase.seq_len, |part| part.left.cut);
         let pieces = epoch.group(group, cut);
-        let (start, cut) = (unit * self.order.unit, u64::from(cut));
+        let (start, cut) = (unit * size, u64::from(cut));
         for window in (inside.start - start) / cut..=(inside.end - 1 - start) / cut {
             let place = pieces.place(slot, window);
             let first = start + window * cut;

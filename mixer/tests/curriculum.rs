@@ -75,7 +75,7 @@ fn every_key_arrives() {
     let c = parse(WHOLE);
     assert_eq!(c.stores, ["a/store", "b/store"]);
     assert_eq!((c.seed, c.dtype), (11, Dtype::Bf16));
-    assert_eq!((c.limits("math").max_epochs, c.limits("web").max_epochs), (3, 1));
+    assert_eq!((c.max_epochs("math"), c.max_epochs("web")), (3, 1));
     assert_eq!(c.model.0["preset"].as_str(), Some("zaya1-nano"));
     assert_eq!(c.model.0["hidden_size"], toml::Value::Integer(32));
     assert_eq!(c.model.0["rope_theta"], toml::Value::Float(1e4));
@@ -432,7 +432,7 @@ fn odd_names_survive_the_canonical_text() {
             .collect::<Vec<_>>()
     );
     assert_eq!(first.canonical(), again.canonical());
-    assert_eq!(again.limits("a b").max_epochs, 2);
+    assert_eq!(again.max_epochs("a b"), 2);
 }
 
 /// The canonical cut decides bits, so it has a digest; uncut is what there was before there was a cut.

@@ -23,6 +23,8 @@ pub enum Purpose {
     Generate = 5,
     /// Preparation: the random functions of MinHash, the documents of a sample.
     Prepare = 6,
+    /// At which of its source's lengths a document is packed.
+    Length = 7,
 }
 
 /// A key for draws: 128 bits derived from a seed and a path of names and numbers.

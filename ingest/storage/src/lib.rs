@@ -56,6 +56,11 @@ pub fn locate(text: &str) -> Result<Location> {
     }
 }
 
+/// The folder in which this machine keeps what can be made again, of this kind; `None` where no folder is known.
+pub fn kept(kind: &str) -> Option<PathBuf> {
+    Some(cache::folder().ok()?.join(kind))
+}
+
 /// The place of an argument, which need not be text.
 pub fn locate_argument(text: &OsStr) -> Result<Location> {
     match text.to_str() {

@@ -362,7 +362,7 @@ impl Proof {
         }
         let count = becomes.curriculum.amendments.len();
         let numbers = NumberRow::all(was, becomes, step);
-        let banned = found.into_iter().map(|one| BanRow::new(after, one)).collect();
+        let banned = found.into_iter().map(|one| BanRow::new(after, one)).collect::<Result<_>>()?;
         let digest_of_run =
             [before, after].map(|plan| plan.digest_through(plan.steps()).to_string());
         let (digest_before, written) = (new, false);
@@ -455,13 +455,13 @@ impl NumberRow {
 }
 
 impl BanRow {
-    fn new(plan: &Plan, Found { id, source, document, origin }: Found) -> Self {
+    fn new(plan: &Plan, Found { id, source, document, origin }: Found) -> Result<Self> {
         let ban = plan
             .bans()
             .iter()
             .find(|ban| ban.document == document && plan.sources()[ban.source].name == source);
-        let (tokens, labels) = ban.map_or((0, 0), |ban| plan.hidden_by(ban));
-        BanRow { id, source, document, origin, tokens, labels }
+        let (tokens, labels) = ban.map_or(Ok((0, 0)), |ban| plan.hidden_by(ban))?;
+        Ok(BanRow { id, source, document, origin, tokens, labels })
     }
 }
 

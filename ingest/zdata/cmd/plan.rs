@@ -2,7 +2,7 @@
 
 use contract::Result;
 use loader::Opened;
-use mixer::{Ban, Curriculum, Makeup, Plan, SourceFacts};
+use mixer::{Ban, Curriculum, Makeup, PackedLength, Plan, SourceFacts};
 use serde::Serialize;
 use store::Location;
 
@@ -27,7 +27,7 @@ pub(crate) struct Args {
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
     let opened = Opened::open(&args.curriculum)?;
-    let report = Report::new(&opened.plan, &opened.curriculum);
+    let report = Report::new(&opened.plan, &opened.curriculum)?;
     output::answer(args.json, &report, || report.text())
 }
 
@@ -119,21 +119,50 @@ struct SourceRow {
     /// The least `max_epochs` that would do.
     epochs_needed: u64,
     max_epochs: u64,
+    /// Of each length at which its documents are packed, where they are.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    packed: Vec<PackedRow>,
+}
+
+/// What there is of a packed source at one length.
+#[derive(Serialize)]
+struct PackedRow {
+    seq_len: u32,
+    documents: u64,
+    /// Documents longer than a sequence.
+    cut: u64,
+    sequences: u64,
+    tokens: u64,
+    padding: u64,
+    /// Sequences that the run takes, repeats included.
+    taken: u64,
 }
 
 impl Report {
-    fn new(plan: &Plan, curriculum: &Curriculum) -> Self {
+    fn new(plan: &Plan, curriculum: &Curriculum) -> Result<Self> {
         let phases: Vec<PhaseRow> =
             (0..plan.phases().len()).map(|index| PhaseRow::new(plan, index)).collect();
         let source = |(index, facts): (usize, &SourceFacts)| {
             let SourceFacts { name, tokens, documents, unit } = facts.clone();
             let taken = plan.tokens_needed(index);
-            let max_epochs = curriculum.limits(&name).max_epochs;
+            let max_epochs = curriculum.max_epochs(&name);
             let epochs_needed = plan.epochs_needed(index);
             let epochs = epochs(taken, tokens);
-            SourceRow { name, tokens, documents, unit, taken, epochs, epochs_needed, max_epochs }
+            let packed = PackedRow::all(plan, index);
+            SourceRow {
+                name,
+                tokens,
+                documents,
+                unit,
+                taken,
+                epochs,
+                epochs_needed,
+                max_epochs,
+                packed,
+            }
         };
-        Report {
+        let banned = plan.bans().iter().map(|ban| BanRow::new(plan, ban));
+        Ok(Report {
             steps: plan.steps(),
             samples: plan.samples(),
             tokens: phases.iter().map(|phase| phase.tokens).sum(),
@@ -141,9 +170,9 @@ impl Report {
             digest: plan.digest_through(plan.steps()).to_string(),
             model_checked: false,
             sources: plan.sources().iter().enumerate().map(source).collect(),
-            banned: plan.bans().iter().map(|ban| BanRow::new(plan, ban)).collect(),
+            banned: banned.collect::<Result<_>>()?,
             phases,
-        }
+        })
     }
 
     fn text(&self) -> String {
@@ -162,6 +191,7 @@ impl Report {
                 epochs,
                 epochs_needed: _,
                 max_epochs,
+                packed: _,
             } = source;
             [
                 name.clone(),
@@ -174,6 +204,14 @@ impl Report {
         });
         out += "sources, over the whole run\n";
         out += &table(head, rows.collect());
+        for SourceRow { name, packed, .. } in &self.sources {
+            if !packed.is_empty() {
+                out += &format!("{name}, packed by best fit\n");
+                let head =
+                    ["seq_len", "documents", "cut", "sequences", "tokens", "padding", "taken"];
+                out += &table(head, packed.iter().map(PackedRow::cells).collect());
+            }
+        }
         let Report { steps, samples, tokens, padding, digest, .. } = self;
         out += &format!(
             "\n{} steps, {} sequences, {} tokens of text, {} of padding\nplan digest {digest}\n",
@@ -195,11 +233,37 @@ impl Report {
     }
 }
 
+impl PackedRow {
+    /// A row for each length at which the documents of a source are packed: none where they are not.
+    fn all(plan: &Plan, source: usize) -> Vec<PackedRow> {
+        let Some(packs) = plan.packs(source) else { return Vec::new() };
+        let taken = plan.standing(source, plan.steps() + 1).cursor.packs;
+        let row = |(number, length): (usize, &PackedLength)| {
+            let (sequences, tokens) = (length.packs(), length.tokens());
+            PackedRow {
+                seq_len: length.seq_len,
+                documents: length.documents,
+                cut: length.cut,
+                sequences,
+                tokens,
+                padding: sequences * u64::from(length.seq_len) - tokens,
+                taken: taken.get(number).copied().unwrap_or_default(),
+            }
+        };
+        packs.lengths().iter().enumerate().map(row).collect()
+    }
+
+    fn cells(&self) -> [String; 7] {
+        let PackedRow { seq_len, documents, cut, sequences, tokens, padding, taken } = *self;
+        [u64::from(seq_len), documents, cut, sequences, tokens, padding, taken].map(count)
+    }
+}
+
 impl BanRow {
-    fn new(plan: &Plan, ban: &Ban) -> Self {
-        let (tokens, labels) = plan.hidden_by(ban);
+    fn new(plan: &Plan, ban: &Ban) -> Result<Self> {
+        let (tokens, labels) = plan.hidden_by(ban)?;
         let source = plan.sources()[ban.source].name.clone();
-        BanRow { step: ban.step, source, document: ban.document, tokens, labels }
+        Ok(BanRow { step: ban.step, source, document: ban.document, tokens, labels })
     }
 }
 

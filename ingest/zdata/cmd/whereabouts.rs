@@ -103,7 +103,7 @@ fn search(plan: &Plan, stores: &Stores, args: &Args) -> Result<Vec<Found>> {
 }
 
 fn seen(plan: &Plan, source: usize, record: &DocumentRecord) -> Result<Vec<Seen>> {
-    let visits = plan.visits(source, record.first_token..record.first_token + record.tokens);
+    let visits = plan.visits(source, record.first_token..record.first_token + record.tokens)?;
     let seen = |visit: Visit| {
         let step = plan.step_of(visit.sample)?;
         let first = visit.token - record.first_token;

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use contract::Result;
 use loader::{Batch, Opened, RankSlice, batch, explain};
 use proptest::prelude::*;
 
@@ -10,14 +11,18 @@ use crate::support::{PhaseText, Text, curriculum, scratch, write_store};
 const NAMES: [&str; 2] = ["a", "b"];
 
 /// A curriculum of three phases over the store in `dir`, with `amendments` behind.
-fn open(dir: &Path, amendments: &str) -> Opened {
+fn open(dir: &Path, packed: bool, amendments: &str) -> Result<Opened> {
     let phases = [
         PhaseText(9, 16, 3, 1, "a = 2, b = 1"),
         PhaseText(7, 64, 2, 1, "a = 1, b = 3"),
         PhaseText(9, 32, 3, 3, "a = 1"),
     ];
-    let text = curriculum(&[dir], &NAMES, &phases) + amendments;
-    Opened::open_text(dir.join("run.toml"), text).unwrap()
+    let mut text = curriculum(&[dir], &NAMES, &phases) + amendments;
+    if packed {
+        let packing = "[source.a]\npacking = \"best-fit\"\nlengths = { 16 = 1, 64 = 1, 32 = 1 }\n";
+        text = text.replace("[source.a]\n", packing);
+    }
+    Opened::open_text(dir.join("run.toml"), text)
 }
 
 fn step(opened: &Opened, step: u64) -> Batch {
@@ -33,6 +38,7 @@ proptest! {
     fn a_banned_document_cannot_be_heard(
         lengths in prop::collection::vec(prop::collection::vec(1u64..90, 3..20), 2),
         bans in prop::collection::vec((1u64..=25, any::<prop::sample::Index>(), 0usize..2), 1..5),
+        packed: bool,
     ) {
         let texts: Vec<Text> =
             NAMES.iter().zip(&lengths).map(|(name, lengths)| Text::generate(name, lengths, 60_000)).collect();
@@ -58,8 +64,10 @@ proptest! {
                 format!("[[amendment]]\nstep = {step}\nban = {{ {} = [{document}] }}\n", NAMES[*source])
             })
             .collect();
-        let (plain, banned) = (open(here.path(), ""), open(here.path(), &amendments));
-        let changed = open(there.path(), &amendments);
+        let plain = open(here.path(), packed, "");
+        prop_assume!(!packed || plain.is_ok(), "no document is packed at one of the lengths");
+        let open = |dir: &Path| open(dir, packed, &amendments).unwrap();
+        let (plain, banned, changed) = (plain.unwrap(), open(here.path()), open(there.path()));
         let mut hidden = 0;
         for number in 1..=25 {
             let (was, is) = (step(&plain, number), step(&banned, number));
@@ -91,7 +99,7 @@ proptest! {
             }
             hidden += was.label_count - is.label_count;
         }
-        let told: u64 = banned.plan.bans().iter().map(|ban| banned.plan.hidden_by(ban).1).sum();
+        let told: u64 = banned.plan.bans().iter().map(|ban| banned.plan.hidden_by(ban).unwrap().1).sum();
         prop_assert_eq!(told, hidden);
     }
 }

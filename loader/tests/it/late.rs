@@ -70,7 +70,7 @@ fn text_beyond_32_bits_is_found_and_read_where_the_plan_says() {
     let steps = end / u64::from(SEQ_LEN);
     let text = curriculum(&[dir.path()], &["web"], &[PhaseText(steps, SEQ_LEN, 1, 1, "web = 1")]);
     let plan = plan(&text, &stores);
-    let visits = plan.visits(0, FIRST..end);
+    let visits = plan.visits(0, FIRST..end).unwrap();
     let mut seen = vec![0u32; (end - FIRST) as usize];
     let starts: Vec<u64> = LENGTHS
         .iter()
@@ -111,7 +111,7 @@ fn text_beyond_32_bits_is_found_and_read_where_the_plan_says() {
     let there = seen.iter().filter(|count| **count == 1).count();
     assert!(there as u64 > (end - FIRST) * 9 / 10, "{there} tokens were seen");
     // What is not there is a fault that names the file, wherever in 2^33 tokens it lies.
-    let far = plan.visits(0, (1 << 32) + 5..(1 << 32) + 6)[0];
+    let far = plan.visits(0, (1 << 32) + 5..(1 << 32) + 6).unwrap()[0];
     let step = plan.step_of(far.sample).unwrap();
     let fault = batch(&plan, &stores, step, RankSlice::WHOLE).unwrap_err();
     assert!(fault.class() == Class::Data && fault.to_string().contains("-00000."), "{fault}");

@@ -8,4 +8,5 @@ mod late;
 mod many;
 mod naive;
 mod order;
+mod packed;
 mod support;

@@ -9,13 +9,13 @@ use mixer::{Plan, SampleSpec, Span};
 use proptest::prelude::*;
 
 /// A stream as plain vectors: each token, and the number of its document.
-struct Plain {
-    tokens: Vec<u32>,
-    document: Vec<usize>,
+pub(crate) struct Plain {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) document: Vec<usize>,
 }
 
 impl Plain {
-    fn new(documents: &[Vec<u32>]) -> Self {
+    pub(crate) fn new(documents: &[Vec<u32>]) -> Self {
         let numbered = documents.iter().enumerate();
         let document = numbered.flat_map(|(number, tokens)| vec![number; tokens.len()]).collect();
         Plain { tokens: documents.concat(), document }
@@ -81,7 +81,7 @@ fn naive_step_digest(sequences: &[Digest]) -> Digest {
     Digest::of_bytes(&bytes)
 }
 
-fn check_rows(found: &Batch, plain: impl Fn(&SampleSpec) -> Plain) {
+pub(crate) fn check_rows(found: &Batch, plain: impl Fn(&SampleSpec) -> Plain) {
     for row in 0..found.rows {
         let sample = &found.samples[row as usize];
         let wanted = naive_row(&plain(sample), &sample.spans, found.seq_len);

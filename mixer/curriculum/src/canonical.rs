@@ -8,7 +8,7 @@ use std::fmt::Write as _;
 use super::amendment::mix_text;
 use super::{
     AutoClipSpec, Curriculum, ModelTable, OptimizerSpec, Phase, RemainderRule, ScheduleSpec,
-    SkipStepSpec, SourceLimits, model,
+    SkipStepSpec, SourceSpec, model,
 };
 
 impl Curriculum {
@@ -61,16 +61,29 @@ impl Curriculum {
             out.line("window", window);
             out.line("percentile", percentile);
         }
-        for (name, SourceLimits { max_epochs }) in sources {
-            // The default, spelled out, means what its absence means.
-            if *max_epochs != SourceLimits::default().max_epochs {
-                out.head(&format!("[source.{}]", key(name)));
-                out.line("max_epochs", max_epochs);
-            }
+        for (name, spec) in sources {
+            source_text(name, spec, &mut out);
         }
         phases.iter().for_each(|phase| phase_text(phase, &mut out));
         amendments.iter().for_each(|amendment| amendment.write(&mut out));
         out.0
+    }
+}
+
+fn source_text(name: &str, spec: &SourceSpec, out: &mut Text) {
+    // The default, spelled out, means what its absence means.
+    if *spec == SourceSpec::default() {
+        return;
+    }
+    let SourceSpec { max_epochs, packing } = spec;
+    out.head(&format!("[source.{}]", key(name)));
+    if *max_epochs != SourceSpec::default().max_epochs {
+        out.line("max_epochs", max_epochs);
+    }
+    if let Some(packing) = packing {
+        out.line("packing", quoted("best-fit"));
+        out.line("lengths", packing.lengths_text());
+        out.line("pack_documents", packing.documents);
     }
 }
 

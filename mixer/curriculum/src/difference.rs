@@ -41,7 +41,7 @@ impl Curriculum {
             seed,
             dtype,
             phases,
-            sources: _,
+            sources,
             model,
             optimizer,
             schedule,
@@ -58,6 +58,9 @@ impl Curriculum {
         schedule_difference(schedule, &other.schedule, &mut list);
         window_differences(self, other, &mut list);
         phase_differences(phases, &other.phases, &mut list);
+        for source in sources.keys().chain(other.sources.keys()).collect::<BTreeSet<_>>() {
+            packing_difference(source, self, other, &mut list);
+        }
         amendment_differences(amendments, &other.amendments, &mut list);
         list.0.sort_by_key(|difference| difference.first_step);
         list.0
@@ -145,6 +148,21 @@ fn window_differences(one: &Curriculum, other: &Curriculum, list: &mut List) {
     list.compare("auto_clip.window", part(found), part(wanted), 1);
     let part = |of: Option<(u64, u64)>| show(of.map(|of| of.1));
     list.compare("auto_clip.percentile", part(found), part(wanted), 1);
+}
+
+/// How a source is packed matters from the first step of a phase that has it.
+fn packing_difference(source: &str, one: &Curriculum, other: &Curriculum, list: &mut List) {
+    let begins = |of: &Curriculum| {
+        let at = of.phases.iter().position(|phase| phase.mix.contains_key(source));
+        at.map(|at| 1 + of.phases[..at].iter().map(|phase| phase.steps).sum::<u64>())
+    };
+    let show = |of: &Curriculum| match of.packing(source) {
+        Some(packing) => packing.meaning(),
+        None => "concatenate".to_owned(),
+    };
+    // An amendment may bring the source in later, at the earliest with the run.
+    let first = [begins(one), begins(other)].into_iter().flatten().min().unwrap_or(1);
+    list.compare(&format!("source.{source}.packing"), show(other), show(one), first);
 }
 
 /// Phases are compared in order; from the first one whose end moves, everything has moved.

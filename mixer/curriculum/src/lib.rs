@@ -10,6 +10,7 @@ mod canonical;
 mod difference;
 mod model;
 mod numbers;
+mod packing;
 mod parse;
 mod places;
 
@@ -22,6 +23,7 @@ pub use amendment::{AddedStore, Amendment, PhaseSegment};
 pub use difference::Difference;
 pub use model::ModelTable;
 pub use numbers::{Numbers, NumbersChange, OptimizerChange, ScheduleChange};
+pub use packing::Packing;
 
 /// The largest sum of the integer weights of a phase: twice its product with a sample number fits 128 bits.
 pub const WEIGHT_MAX: u64 = 1 << 62;
@@ -39,8 +41,8 @@ pub struct Curriculum {
     pub dtype: Dtype,
     /// The phases, in order.
     pub phases: Vec<Phase>,
-    /// Limits of single sources; [`Curriculum::limits`] knows the default.
-    pub sources: BTreeMap<String, SourceLimits>,
+    /// What is said of single sources; [`Curriculum::max_epochs`] knows the default.
+    pub sources: BTreeMap<String, SourceSpec>,
     /// The model: what the trainer makes of these values is its own affair.
     pub model: ModelTable,
     /// The optimizer.
@@ -103,12 +105,13 @@ pub struct Phase {
     pub model: ModelTable,
 }
 
-/// Limits of a source.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct SourceLimits {
+/// `[source.NAME]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SourceSpec {
     /// How many times the source may be gone through in the whole run.
     pub max_epochs: u64,
+    /// How its documents become sequences; `None`: they are one text, which is cut.
+    pub packing: Option<Packing>,
 }
 
 /// Which optimizer.
@@ -177,9 +180,14 @@ pub struct AutoClipSpec {
 }
 
 impl Curriculum {
-    /// The limits of `source`, stated or default.
-    pub fn limits(&self, source: &str) -> SourceLimits {
-        self.sources.get(source).copied().unwrap_or_default()
+    /// How many times `source` may be gone through: as stated, or once.
+    pub fn max_epochs(&self, source: &str) -> u64 {
+        self.sources.get(source).map_or(SourceSpec::default().max_epochs, |spec| spec.max_epochs)
+    }
+
+    /// How the documents of `source` are packed; `None`: they are one text, which is cut.
+    pub fn packing(&self, source: &str) -> Option<&Packing> {
+        self.sources.get(source)?.packing.as_ref()
     }
 
     /// The model as it is during a phase (index into `phases`): `[model]`, and what the phase says on top.
@@ -202,10 +210,10 @@ impl Curriculum {
     }
 }
 
-impl Default for SourceLimits {
+impl Default for SourceSpec {
     /// Once: repeating text is a decision, so it is written down.
     fn default() -> Self {
-        SourceLimits { max_epochs: 1 }
+        SourceSpec { max_epochs: 1, packing: None }
     }
 }
 

@@ -10,10 +10,11 @@ use toml::de::DeTable;
 
 use super::amendment::{Amendment, AmendmentText, amendments};
 use super::numbers::Numbers;
+use super::packing::SourceText;
 use super::places::Places;
 use super::{
     AutoClipSpec, Curriculum, Dtype, ModelTable, OptimizerSpec, Phase, RemainderRule, ScheduleSpec,
-    SkipStepSpec, SourceLimits,
+    SkipStepSpec,
 };
 
 /// The largest sample number times `seq_len`: far above any run, far below where integers end.
@@ -34,7 +35,7 @@ struct CurriculumText {
     #[serde(default)]
     phase: Vec<PhaseText>,
     #[serde(default)]
-    source: BTreeMap<String, SourceLimits>,
+    source: BTreeMap<String, SourceText>,
     #[serde(default)]
     model: ModelTable,
     #[serde(default)]
@@ -90,10 +91,11 @@ impl Curriculum {
         let phases = phases(&file, &places, raw.phase)?;
         check_optimizer(&places, &raw.optimizer)?;
         check_windows(&places, raw.skip_step.as_ref(), raw.auto_clip.as_ref())?;
-        if let Some((name, _)) = raw.source.iter().find(|(_, limits)| limits.max_epochs == 0) {
-            let key = format!("source.{name}.max_epochs");
-            return Err(places.out_of_range(&key).wanted("a whole number of at least 1"));
-        }
+        let source = |(name, text): (String, SourceText)| {
+            let spec = text.spec(&name, &places)?;
+            Ok((name, spec))
+        };
+        let sources = raw.source.into_iter().map(source).collect::<Result<_>>()?;
         if let Some(start) = raw.start.as_ref().filter(|start| start.get_ref().is_empty()) {
             return Err(file.wrong("start", start, "a path, or no such key"));
         }
@@ -108,7 +110,7 @@ impl Curriculum {
             dtype,
             amendments: amendments(&file, &places, &phases, numbers, raw.amendment)?,
             phases,
-            sources: raw.source,
+            sources,
             model: raw.model,
             schedule,
             optimizer: raw.optimizer,

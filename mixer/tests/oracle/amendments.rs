@@ -118,7 +118,7 @@ proptest! {
             prop_assert_eq!(found.banned.into_iter().flatten().collect::<Vec<_>>(), places);
         }
         for (ban, hidden) in plan.bans().iter().zip(hidden) {
-            prop_assert_eq!(plan.hidden_by(ban), hidden);
+            prop_assert_eq!(plan.hidden_by(ban).unwrap(), hidden);
         }
         let first = bans[0].0;
         prop_assert_eq!(plan.digest_through(first - 1), plain.digest_through(first - 1));

@@ -7,6 +7,7 @@
 
 mod amendments;
 mod long;
+mod packed;
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -366,7 +367,7 @@ proptest! {
         let facts = facts(&tokens);
         let plan = Plan::new(&free, &facts).unwrap();
         let samples = simulate(&free, &facts);
-        let limit = |source: usize| limited.limits(&facts[source].name).max_epochs;
+        let limit = |source: usize| limited.max_epochs(&facts[source].name);
         let first = samples.iter().find(|sample| sample.epoch >= limit(sample.source));
         match (Plan::new(&limited, &facts), first) {
             (Ok(_), None) => {}
@@ -535,7 +536,7 @@ fn visits_agree(
     }
     let mut found = Vec::new();
     for Visit { sample, offset_in_sequence, token, tokens } in
-        plan.visits(source, start..start + count)
+        plan.visits(source, start..start + count).unwrap()
     {
         prop_assert!(tokens > 0);
         found.extend((0..tokens).map(|i| (sample, offset_in_sequence + i, token + u64::from(i))));

@@ -1,0 +1,131 @@
+//! The packs of a source: made once, from where its documents begin, and kept beside the store.
+//!
+//! `STORE.packs/KEY.packs`, where the key says of what text and by which settings; beside a store in a bucket, or one whose
+//! folder takes no files, in the cache (`ZDATA_CACHE`). What is kept is never believed without its digest, and whoever finds
+//! none makes it: so a lost file costs a moment, and several ranks that make the same one at once write the same bytes.
+
+mod table;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use contract::{Digest, Fault, Hasher, Result};
+use curriculum::{Curriculum, Packing};
+use mixer::fit::{BLOCK, Fitted, Lengths};
+use mixer::{PackTable, PackTables};
+use store::{Location, Split, StreamReader};
+
+use self::table::Table;
+use crate::Stores;
+
+/// The version of the rules by which documents become packs, and of the file that keeps them.
+const VERSION: u64 = 1;
+
+/// Tokens of a stream whose document starts are read at a time.
+const READ_TOKENS: u64 = 1 << 26;
+
+/// The packs of all sources that a curriculum packs and some phase reads.
+pub(crate) fn tables(curriculum: &Curriculum, stores: &Stores) -> Result<PackTables> {
+    let mut tables = PackTables::new();
+    for (source, spec) in &curriculum.sources {
+        let read = |mix: &std::collections::BTreeMap<String, _>| mix.contains_key(source);
+        let in_phase = curriculum.segments().iter().any(|segment| read(&segment.spec.mix));
+        if let Some(packing) = spec.packing.as_ref().filter(|_| in_phase)
+            && stores.number(source).is_some()
+        {
+            let place = || curriculum.place(&format!("source.{source}.packing"));
+            let table = open(source, packing, stores).map_err(|fault| fault.or_at(place))?;
+            tables.insert(source.clone(), table);
+        }
+    }
+    Ok(tables)
+}
+
+/// The packs of one source: read, or made and kept.
+fn open(source: &str, packing: &Packing, stores: &Stores) -> Result<Arc<dyn PackTable>> {
+    let stream = stores.stream(source, Split::Train)?;
+    let key = key(source, packing, stream.record().digest);
+    let name = format!("{key}.packs");
+    let folders = folders(stores.root_of(source)?);
+    for folder in &folders {
+        let path = folder.join(&name);
+        if path.is_file() {
+            return Ok(Arc::new(Table::open(&path, key)?));
+        }
+    }
+    let fitted = fitted(source, packing, stream)?;
+    let lengths: Vec<u32> = packing.lengths.keys().copied().collect();
+    let mut refused = None;
+    for folder in &folders {
+        match table::write(folder, &name, key, &lengths, &fitted) {
+            Ok(path) => return Ok(Arc::new(Table::open(&path, key)?)),
+            Err(fault) => refused = refused.or(Some(fault)),
+        }
+    }
+    let none = || Fault::machine("there is no folder to keep packs in");
+    let fault = refused.unwrap_or_else(none);
+    Err(fault.hint("make room beside the store, or name a folder that takes files as ZDATA_CACHE"))
+}
+
+/// What packs are made from, and how.
+fn key(source: &str, packing: &Packing, stream: Digest) -> Digest {
+    let Packing { lengths, documents } = packing;
+    let mut hasher = Hasher::new();
+    hasher.tag("packs").u64(VERSION).str(source).digest(stream).u64(lengths.len() as u64);
+    for (length, weight) in lengths {
+        hasher.u64(u64::from(*length)).u64(*weight);
+    }
+    hasher.u64(u64::from(*documents)).u64(BLOCK as u64);
+    hasher.finish()
+}
+
+/// Where the packs of a store may lie, the best place first.
+fn folders(store: &Location) -> Vec<PathBuf> {
+    let beside = |path: &Path| {
+        // A store named as `.` has no name to lie beside.
+        let path = std::fs::canonicalize(path).ok()?;
+        let mut name = path.file_name()?.to_owned();
+        name.push(".packs");
+        Some(path.with_file_name(name))
+    };
+    let beside = match store {
+        Location::Local(path) => beside(path),
+        Location::Object(_) => None,
+    };
+    beside.into_iter().chain(storage::kept("packs")).collect()
+}
+
+/// Packs all documents of a stream: what each length gets, in rising order.
+fn fitted(source: &str, packing: &Packing, stream: &StreamReader) -> Result<Vec<Fitted>> {
+    let lengths: Vec<u32> = packing.lengths.keys().copied().collect();
+    let draws = Lengths::new(source, packing);
+    let mut packs = vec![Fitted::default(); lengths.len()];
+    let mut waiting: Vec<Vec<(u64, u64)>> = vec![Vec::new(); lengths.len()];
+    let (mut number, mut begun, mut starts) = (0, None, Vec::new());
+    let mut take = |start: u64, end: u64| {
+        let at = draws.of(number);
+        number += 1;
+        waiting[at].push((start, end - start));
+        if waiting[at].len() == BLOCK {
+            packs[at].add(&std::mem::take(&mut waiting[at]), lengths[at], packing.documents);
+        }
+    };
+    let all = stream.record().tokens;
+    for from in (0..all).step_by(READ_TOKENS as usize) {
+        starts.clear();
+        stream.starts_in(from..all.min(from + READ_TOKENS), &mut starts)?;
+        for start in &starts {
+            // Two documents that begin at one token: the first of them is empty, and no sequence shows it.
+            if let Some(begun) = begun.replace(*start) {
+                take(begun, *start);
+            }
+        }
+    }
+    if let Some(begun) = begun {
+        take(begun, all);
+    }
+    for ((packs, waiting), length) in packs.iter_mut().zip(waiting).zip(lengths) {
+        packs.add(&waiting, length, packing.documents);
+    }
+    Ok(packs)
+}

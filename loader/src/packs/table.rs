@@ -1,0 +1,333 @@
+//! The file that keeps the packs of a source.
+//!
+//! ```text
+//! head      magic, key, number of lengths; of each length: tokens, packs of each kind, pieces, documents, documents cut
+//! of each length
+//!   ends    of each pack: how many pieces it and all before it have          u64
+//!   lacking of each pack with room left: how much                            u32
+//!   pieces  pack after pack: first token, tokens                             u64, u32
+//!   places  the same pieces by their first token: it, pack, offset, tokens   u64, u64, u32, u32
+//! digest    of all that stands before
+//! ```
+//!
+//! Numbers are little-endian. All but `lacking` stays in the file: a pack costs two small reads.
+
+use std::fs::{self, File};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use contract::digest::block_sum;
+use contract::{Digest, Fault, Hasher, Result};
+use mixer::fit::Fitted;
+use mixer::{PackPlace, PackTable, PackedLength, Span};
+use store::disk::{self, Whole};
+
+/// What the file begins with.
+const MAGIC: u64 = u64::from_le_bytes(*b"zpacks 1");
+
+/// Bytes that are summed together.
+const BLOCK_BYTES: usize = 1 << 20;
+
+const END_BYTES: u64 = 8;
+const PIECE_BYTES: u64 = 12;
+const PLACE_BYTES: u64 = 24;
+/// Magic, key, number of lengths.
+const HEAD_WORDS: usize = 4;
+/// Tokens, contiguous, joined, padded, pieces, documents, cut.
+const LENGTH_WORDS: usize = 7;
+const DIGEST_BYTES: usize = 16;
+
+/// An open file of packs.
+#[derive(Debug)]
+pub(super) struct Table {
+    path: PathBuf,
+    file: File,
+    digest: Digest,
+    lengths: Vec<PackedLength>,
+    layouts: Vec<Layout>,
+}
+
+/// Where the columns of a length begin.
+#[derive(Clone, Copy, Debug)]
+struct Layout {
+    ends: u64,
+    lacking: u64,
+    pieces: u64,
+    places: u64,
+    end: u64,
+    /// Pieces of all packs.
+    count: u64,
+}
+
+impl Layout {
+    /// The columns behind `at` of so many packs, of which `padded` have room left, and so many pieces.
+    fn new(at: u64, packs: u64, padded: u64, count: u64) -> Option<Self> {
+        let after = |at: u64, count: u64, bytes: u64| at.checked_add(count.checked_mul(bytes)?);
+        let lacking = after(at, packs, END_BYTES)?;
+        let pieces = after(lacking, padded, 4)?;
+        let places = after(pieces, count, PIECE_BYTES)?;
+        let end = after(places, count, PLACE_BYTES)?;
+        Some(Layout { ends: at, lacking, pieces, places, end, count })
+    }
+}
+
+/// The digest of a file's bytes, in whatever parts they come.
+struct Summed {
+    hasher: Hasher,
+    block: Vec<u8>,
+}
+
+impl Summed {
+    fn new() -> Self {
+        let mut hasher = Hasher::new();
+        hasher.tag("packs.file");
+        Summed { hasher, block: Vec::with_capacity(BLOCK_BYTES) }
+    }
+
+    fn add(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            let (now, later) = bytes.split_at(bytes.len().min(BLOCK_BYTES - self.block.len()));
+            self.block.extend_from_slice(now);
+            bytes = later;
+            if self.block.len() == BLOCK_BYTES {
+                self.end_block();
+            }
+        }
+    }
+
+    fn end_block(&mut self) {
+        self.hasher.u64(block_sum(&self.block));
+        self.block.clear();
+    }
+
+    fn finish(mut self) -> Digest {
+        self.end_block();
+        self.hasher.finish()
+    }
+}
+
+/// Writes the packs of all lengths into `folder` as `name`, whole or not at all; returns where.
+pub(super) fn write(
+    folder: &Path,
+    name: &str,
+    key: Digest,
+    lengths: &[u32],
+    packs: &[Fitted],
+) -> Result<PathBuf> {
+    fs::create_dir_all(folder).map_err(|error| Fault::io("create", folder, &error))?;
+    disk::sync_folders(folder)?;
+    // Another rank may be at the same file: each writes one of its own, and the last name stands for equal bytes.
+    let own = folder.join(format!("{name}.{:016x}", chance()));
+    let path = folder.join(name);
+    let mut file = Whole::create(&own)?;
+    let mut summed = Summed::new();
+    let mut put = |bytes: &[u8]| -> Result<()> {
+        summed.add(bytes);
+        file.put(bytes)
+    };
+    put(&MAGIC.to_le_bytes())?;
+    put(&key.0.to_le_bytes())?;
+    put(&(lengths.len() as u64).to_le_bytes())?;
+    for (length, Fitted { contiguous, joined, padded, documents, cut }) in lengths.iter().zip(packs)
+    {
+        let pieces: usize = joined.iter().chain(padded).map(Vec::len).sum();
+        let counts = [contiguous.len(), joined.len(), padded.len(), contiguous.len() + pieces];
+        put(&u64::from(*length).to_le_bytes())?;
+        for count in counts {
+            put(&(count as u64).to_le_bytes())?;
+        }
+        put(&documents.to_le_bytes())?;
+        put(&cut.to_le_bytes())?;
+    }
+    for (length, packs) in lengths.iter().zip(packs) {
+        columns(*length, packs, &mut put)?;
+    }
+    let digest = summed.finish();
+    file.put(&digest.0.to_le_bytes())?;
+    file.commit()?;
+    disk::rename(&own, &path).map_err(|error| Fault::io("rename", &path, &error))?;
+    disk::sync_folder(folder)?;
+    Ok(path)
+}
+
+/// 64 bits that no other process has: for the name of a file that is not whole yet, and nothing else.
+fn chance() -> u64 {
+    use std::hash::{BuildHasher as _, RandomState};
+    RandomState::new().hash_one(std::process::id())
+}
+
+/// The columns of one length.
+fn columns(length: u32, packs: &Fitted, put: &mut impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    let Fitted { contiguous, joined, padded, documents: _, cut: _ } = packs;
+    let all = || {
+        let single = contiguous.iter().map(std::slice::from_ref);
+        single.chain(joined.iter().chain(padded).map(Vec::as_slice))
+    };
+    let mut end = 0;
+    for pack in all() {
+        end += pack.len() as u64;
+        put(&end.to_le_bytes())?;
+    }
+    for pack in padded {
+        let taken: u32 = pack.iter().map(|piece| piece.tokens).sum();
+        put(&(length - taken).to_le_bytes())?;
+    }
+    let mut places: Vec<(Span, u64, u32)> = Vec::new();
+    for (number, pack) in (0u64..).zip(all()) {
+        let mut offset = 0;
+        for piece in pack {
+            put(&piece.start.to_le_bytes())?;
+            put(&piece.tokens.to_le_bytes())?;
+            places.push((*piece, number, offset));
+            offset += piece.tokens;
+        }
+    }
+    places.sort_unstable();
+    for (piece, pack, offset) in places {
+        put(&piece.start.to_le_bytes())?;
+        put(&pack.to_le_bytes())?;
+        put(&offset.to_le_bytes())?;
+        put(&piece.tokens.to_le_bytes())?;
+    }
+    Ok(())
+}
+
+impl Table {
+    /// Opens a file of packs, which has to be one of `key`, and checks its digest.
+    pub(super) fn open(path: &Path, key: Digest) -> Result<Self> {
+        let unread = |error: &io::Error| Fault::io("read", path, error);
+        let file = File::open(path).map_err(|error| unread(&error))?;
+        let bytes = file.metadata().map_err(|error| unread(&error))?.len();
+        let body =
+            bytes.checked_sub(DIGEST_BYTES as u64).ok_or_else(|| damaged(path, "it ends early"))?;
+        let digest = digest_of(&file, body).map_err(|error| unread(&error))?;
+        let found = Digest(u128::from_le_bytes(at(&file, path, body)?));
+        if found != digest {
+            let fault = damaged(path, "its bytes do not match their digest");
+            return Err(fault.found(digest).wanted(found));
+        }
+        let head = words(&file, path, 0, HEAD_WORDS)?;
+        let named = Digest(u128::from(head[1]) | u128::from(head[2]) << 64);
+        if head[0] != MAGIC || named != key {
+            return Err(damaged(path, "it is not what its name says").found(named).wanted(key));
+        }
+        let count = usize::try_from(head[3]).ok().filter(|count| *count <= body as usize / 8);
+        let count = count.ok_or_else(|| damaged(path, "it has too many lengths"))?;
+        let table = words(&file, path, HEAD_WORDS as u64 * 8, count * LENGTH_WORDS)?;
+        let mut start = (HEAD_WORDS + count * LENGTH_WORDS) as u64 * 8;
+        let (mut lengths, mut layouts) = (Vec::new(), Vec::new());
+        for row in table.chunks(LENGTH_WORDS) {
+            let &[seq_len, contiguous, joined, padded, pieces, documents, cut] = row else { break };
+            let packs = contiguous.checked_add(joined).and_then(|sum| sum.checked_add(padded));
+            let layout = packs.and_then(|packs| Layout::new(start, packs, padded, pieces));
+            let layout = layout.filter(|layout| layout.end <= body);
+            let layout = layout.ok_or_else(|| damaged(path, "its columns go beyond its end"))?;
+            let lacking = bytes_at(&file, path, layout.lacking, padded as usize * 4)?;
+            let lacking =
+                lacking.as_chunks().0.iter().map(|lacks| u32::from_le_bytes(*lacks)).collect();
+            let seq_len = seq_len as u32; // The digest holds: it was one.
+            start = layout.end;
+            lengths.push(PackedLength { seq_len, contiguous, joined, lacking, documents, cut });
+            layouts.push(layout);
+        }
+        Ok(Table { path: path.to_owned(), file, digest, lengths, layouts })
+    }
+
+    fn end(&self, layout: &Layout, pack: u64) -> Result<u64> {
+        Ok(u64::from_le_bytes(at(&self.file, &self.path, layout.ends + pack * END_BYTES)?))
+    }
+
+    /// The place of piece number `index` by first token: it, its tokens, pack, offset.
+    fn place(&self, layout: &Layout, index: u64) -> Result<(Range<u64>, u64, u32)> {
+        let from = layout.places + index * PLACE_BYTES;
+        let row: [u8; PLACE_BYTES as usize] = at(&self.file, &self.path, from)?;
+        let word = |at: usize| u64::from_le_bytes(row.as_chunks().0[at]);
+        let (start, pack, both) = (word(0), word(1), word(2));
+        let (offset, tokens) = (both as u32, both >> 32);
+        Ok((start..start + tokens, pack, offset))
+    }
+}
+
+impl PackTable for Table {
+    fn digest(&self) -> Digest {
+        self.digest
+    }
+
+    fn lengths(&self) -> &[PackedLength] {
+        &self.lengths
+    }
+
+    fn spans(&self, length: usize, pack: u64) -> Result<Vec<Span>> {
+        let layout = &self.layouts[length];
+        let from = if pack == 0 { 0 } else { self.end(layout, pack - 1)? };
+        let pieces = self.end(layout, pack)? - from;
+        let bytes = (pieces * PIECE_BYTES) as usize;
+        let rows = bytes_at(&self.file, &self.path, layout.pieces + from * PIECE_BYTES, bytes)?;
+        let span = |row: &[u8; PIECE_BYTES as usize]| {
+            let (start, tokens) = row.split_first_chunk().unwrap_or((&[0; 8], &[]));
+            let tokens = tokens.try_into().map_or(0, u32::from_le_bytes);
+            Span { start: u64::from_le_bytes(*start), tokens }
+        };
+        Ok(rows.as_chunks().0.iter().map(span).collect())
+    }
+
+    fn places(&self, tokens: Range<u64>) -> Result<Vec<PackPlace>> {
+        let mut found = Vec::new();
+        for (length, layout) in self.layouts.iter().enumerate() {
+            // The first piece that ends behind the first token.
+            let (mut low, mut high) = (0, layout.count);
+            while low < high {
+                let middle = low + (high - low) / 2;
+                let (piece, _, _) = self.place(layout, middle)?;
+                if piece.end <= tokens.start { low = middle + 1 } else { high = middle }
+            }
+            for index in low..layout.count {
+                let (piece, pack, offset) = self.place(layout, index)?;
+                if piece.start >= tokens.end {
+                    break;
+                }
+                let inside = piece.start.max(tokens.start)..piece.end.min(tokens.end);
+                let offset = offset + (inside.start - piece.start) as u32;
+                found.push(PackPlace { length, pack, offset, tokens: inside });
+            }
+        }
+        found.sort_unstable_by_key(|place| place.tokens.start);
+        Ok(found)
+    }
+}
+
+fn damaged(path: &Path, what: &str) -> Fault {
+    Fault::data(format!("this file of packs is damaged: {what}"))
+        .at(path.display().to_string())
+        .hint("remove it: it is made again from the store")
+}
+
+fn digest_of(file: &File, bytes: u64) -> io::Result<Digest> {
+    let (mut summed, mut buffer, mut at) = (Summed::new(), vec![0; BLOCK_BYTES], 0);
+    while at < bytes {
+        let part = (bytes - at).min(BLOCK_BYTES as u64) as usize;
+        file.read_exact_at(&mut buffer[..part], at)?;
+        summed.add(&buffer[..part]);
+        at += part as u64;
+    }
+    Ok(summed.finish())
+}
+
+fn at<const N: usize>(file: &File, path: &Path, from: u64) -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    file.read_exact_at(&mut bytes, from).map_err(|error| Fault::io("read", path, &error))?;
+    Ok(bytes)
+}
+
+fn bytes_at(file: &File, path: &Path, from: u64, count: usize) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; count];
+    file.read_exact_at(&mut bytes, from).map_err(|error| Fault::io("read", path, &error))?;
+    Ok(bytes)
+}
+
+fn words(file: &File, path: &Path, from: u64, count: usize) -> Result<Vec<u64>> {
+    let bytes = bytes_at(file, path, from, count * 8)?;
+    Ok(bytes.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect())
+}

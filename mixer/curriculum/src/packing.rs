@@ -1,0 +1,111 @@
+//! `[source.NAME]`: how often a source may be gone through, and how its documents become sequences.
+
+use std::collections::BTreeMap;
+
+use contract::Result;
+use contract::ratio::gcd;
+use serde::Deserialize;
+
+use super::places::Places;
+use super::{SourceSpec, WEIGHT_MAX};
+
+/// The most documents in a pack, unless the curriculum says so.
+const DOCUMENTS: u32 = 256;
+
+/// `packing = "best-fit"`: documents are not cut where they fit, and put together so that little is padded.
+///
+/// Each document is packed at one of the declared lengths, drawn by its number with these weights: so a phase of one length
+/// never takes what a phase of another has taken. A length that is added gives every document another draw, which is why
+/// lengths are declared rather than read off the phases: a phase that is planned later changes no step before it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Packing {
+    /// The lengths of sequences, tokens, each with its weight: above zero, without a common divisor.
+    pub lengths: BTreeMap<u32, u64>,
+    /// The most documents in a pack, at least 1.
+    pub documents: u32,
+}
+
+/// The table as it is written.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct SourceText {
+    max_epochs: Option<u64>,
+    packing: Option<PackingText>,
+    lengths: Option<BTreeMap<String, u64>>,
+    pack_documents: Option<u32>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
+enum PackingText {
+    #[serde(rename = "concatenate")]
+    Concatenate,
+    #[serde(rename = "best-fit")]
+    BestFit,
+}
+
+impl SourceText {
+    /// What it says of source `name`.
+    pub(super) fn spec(self, name: &str, places: &Places) -> Result<SourceSpec> {
+        let SourceText { max_epochs, packing, lengths, pack_documents } = self;
+        let key = |key: &str| format!("source.{name}.{key}");
+        let max_epochs = max_epochs.unwrap_or(SourceSpec::default().max_epochs);
+        if max_epochs == 0 {
+            let fault = places.out_of_range(&key("max_epochs"));
+            return Err(fault.wanted("a whole number of at least 1"));
+        }
+        if packing != Some(PackingText::BestFit) {
+            let idle =
+                [("lengths", lengths.is_some()), ("pack_documents", pack_documents.is_some())];
+            if let Some((idle, _)) = idle.into_iter().find(|(_, there)| *there) {
+                return Err(places
+                    .fault(
+                        &key(idle),
+                        format!("`{idle}` is only asked for where documents are packed"),
+                    )
+                    .hint("say packing = \"best-fit\" beside it, or leave it out"));
+            }
+            return Ok(SourceSpec { max_epochs, packing: None });
+        }
+        let wanted = "lengths = { 4096 = 3, 32768 = 1 }: each length of a sequence with its weight";
+        let Some(lengths) = lengths else {
+            return Err(places.missing(&format!("source.{name}"), "lengths", wanted));
+        };
+        let wrong = |what: String| places.fault(&key("lengths"), what).wanted(wanted);
+        let mut whole = BTreeMap::new();
+        for (length, weight) in lengths {
+            let tokens = length.parse::<u32>().ok().filter(|tokens| tokens.to_string() == length);
+            match tokens.filter(|tokens| *tokens > 0) {
+                None => return Err(wrong(format!("{length:?} is not a number of tokens"))),
+                Some(_) if weight == 0 => {
+                    let fault = wrong(format!("the weight of length {length} is not above zero"));
+                    return Err(fault.hint("leave a length out to pack no document at it"));
+                }
+                Some(tokens) => whole.insert(tokens, weight),
+            };
+        }
+        let sum = whole.values().try_fold(0u64, |sum, weight| sum.checked_add(*weight));
+        if sum.is_none_or(|sum| sum == 0 || sum > WEIGHT_MAX) {
+            return Err(wrong("no length is declared, or their weights are too large".to_owned()));
+        }
+        let divisor = whole.values().fold(0, |divisor, weight| gcd(divisor, *weight));
+        whole.values_mut().for_each(|weight| *weight /= divisor);
+        let documents = pack_documents.unwrap_or(DOCUMENTS);
+        if documents == 0 {
+            return Err(places.out_of_range(&key("pack_documents")).wanted("at least 1"));
+        }
+        Ok(SourceSpec { max_epochs, packing: Some(Packing { lengths: whole, documents }) })
+    }
+}
+
+impl Packing {
+    /// The lengths and their weights, as they are written.
+    pub(super) fn lengths_text(&self) -> String {
+        let pair = |(length, weight): (&u32, &u64)| format!("{length} = {weight}");
+        super::canonical::inline(self.lengths.iter().map(pair).collect())
+    }
+
+    /// What it decides, on one line.
+    pub(super) fn meaning(&self) -> String {
+        format!("best-fit, lengths = {}, pack_documents = {}", self.lengths_text(), self.documents)
+    }
+}

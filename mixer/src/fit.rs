@@ -1,0 +1,305 @@
+//! Best-fit packing: which documents stand together in a sequence, so that few are cut and little is padded.
+//!
+//! A document of at least `length` tokens first gives as many sequences of its own as it fills; what is left of it, or a
+//! shorter document whole, is a piece. Pieces are taken by size, the largest first, equal ones in the order of the stream,
+//! and each goes to the pack with the least room that still holds it, among those of equal room to the one that was begun
+//! first; if none holds it, it begins one (best-fit-decreasing). A pack with the most pieces it may have takes no more.
+//!
+//! Documents are packed [`BLOCK`] at a time, so that memory and time are bounded; each block leaves some packs half full, and
+//! a block is so large that these are less than a fiftieth of all (a test).
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use contract::{Key, Purpose, draw};
+use curriculum::Packing;
+
+use crate::sample::Span;
+
+/// Documents that are packed together.
+pub const BLOCK: usize = 1 << 20;
+
+/// At which of its lengths (their number, in rising order) a source packs each of its documents: a keyed draw by the
+/// document's number, so that it depends on nothing else.
+pub struct Lengths {
+    key: Key,
+    /// The sums of the weights up to each length.
+    sums: Vec<u64>,
+}
+
+impl Lengths {
+    /// Those of the source `name`.
+    pub fn new(name: &str, packing: &Packing) -> Self {
+        let weights = packing.lengths.values();
+        let sums = weights.scan(0, |sum, weight| {
+            *sum += weight;
+            Some(*sum)
+        });
+        Lengths { key: Key::from_seed(0).child("lengths").child(name), sums: sums.collect() }
+    }
+
+    /// That of document number `document` of the source's training stream.
+    pub fn of(&self, document: u64) -> usize {
+        let all = self.sums.last().copied().unwrap_or_default();
+        let drawn = u128::from(draw(self.key, Purpose::Length, document)) * u128::from(all) >> 64;
+        self.sums.partition_point(|sum| u128::from(*sum) <= drawn)
+    }
+}
+
+/// What documents at one length are packed into: a row of spans for each pack, in the order of the stream.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Fitted {
+    /// Full, and one run of tokens.
+    pub contiguous: Vec<Span>,
+    /// Full, of several pieces.
+    pub joined: Vec<Vec<Span>>,
+    /// With room left.
+    pub padded: Vec<Vec<Span>>,
+    /// Documents that were packed.
+    pub documents: u64,
+    /// Documents that are longer than a sequence.
+    pub cut: u64,
+}
+
+/// A pack that may take more.
+struct Open {
+    pieces: Vec<Span>,
+    room: u32,
+}
+
+impl Fitted {
+    /// Packs one more block of documents, each a run of tokens of its stream.
+    ///
+    /// # Panics
+    /// If `length` or `most` is 0.
+    pub fn add(&mut self, documents: &[(u64, u64)], length: u32, most: u32) {
+        assert!(length > 0 && most > 0, "a pack needs room");
+        self.documents += documents.len() as u64;
+        let mut pieces = Vec::new();
+        for &(start, tokens) in documents {
+            let whole = tokens / u64::from(length);
+            let full =
+                |number: u64| Span::new(start + number * u64::from(length), u64::from(length));
+            self.contiguous.extend((0..whole).map(full));
+            self.cut += u64::from(tokens > u64::from(length));
+            let left = tokens % u64::from(length);
+            if left > 0 {
+                pieces.push(Span::new(start + whole * u64::from(length), left));
+            }
+        }
+        // A stable sort: equal sizes stay in the order of the stream.
+        pieces.sort_by_key(|piece| Reverse(piece.tokens));
+        for Open { mut pieces, room } in packed(&pieces, length, most) {
+            pieces.sort_unstable();
+            if room == 0 { &mut self.joined } else { &mut self.padded }.push(pieces);
+        }
+    }
+}
+
+/// The packs of pieces that are shorter than `length`, the largest first.
+fn packed(pieces: &[Span], length: u32, most: u32) -> Vec<Open> {
+    let mut packs: Vec<Open> = Vec::new();
+    let mut by_room = Rooms::new(length);
+    for piece in pieces {
+        let number = by_room.take(piece.tokens).unwrap_or_else(|| {
+            packs.push(Open { pieces: Vec::new(), room: length });
+            packs.len() - 1
+        });
+        let pack = &mut packs[number];
+        pack.pieces.push(*piece);
+        pack.room -= piece.tokens;
+        if pack.room > 0 && (pack.pieces.len() as u64) < u64::from(most) {
+            by_room.put(pack.room, number);
+        }
+    }
+    packs
+}
+
+/// Packs by the room they have: finds the least room that is enough in a few steps, whatever the length.
+struct Rooms {
+    /// For each room the numbers of the packs that have it, the lowest on top.
+    packs: Vec<BinaryHeap<Reverse<usize>>>,
+    /// A bit for each room that some pack has, a bit for each word of those with a bit, and so on up to one word.
+    levels: Vec<Vec<u64>>,
+}
+
+impl Rooms {
+    /// No packs; rooms are below `length`.
+    fn new(length: u32) -> Self {
+        let mut levels = vec![vec![0u64; (length as usize).div_ceil(64)]];
+        while let Some(last) = levels.last().filter(|last| last.len() > 1) {
+            levels.push(vec![0; last.len().div_ceil(64)]);
+        }
+        Rooms { packs: vec![BinaryHeap::new(); length as usize], levels }
+    }
+
+    fn put(&mut self, room: u32, pack: usize) {
+        self.packs[room as usize].push(Reverse(pack));
+        let mut at = room as usize;
+        for level in &mut self.levels {
+            level[at / 64] |= 1 << (at % 64);
+            at /= 64;
+        }
+    }
+
+    /// Takes the pack out that has the least room from `room` on.
+    fn take(&mut self, room: u32) -> Option<usize> {
+        let room = self.at_least(room as usize)?;
+        let Reverse(pack) = self.packs[room].pop()?;
+        if self.packs[room].is_empty() {
+            let mut at = room;
+            for level in &mut self.levels {
+                level[at / 64] &= !(1 << (at % 64));
+                if level[at / 64] != 0 {
+                    break;
+                }
+                at /= 64;
+            }
+        }
+        Some(pack)
+    }
+
+    /// The least room from `from` on that some pack has: up the levels until a word has a later bit, then down again.
+    fn at_least(&self, from: usize) -> Option<usize> {
+        let mut from = from;
+        for (up, level) in self.levels.iter().enumerate() {
+            let word = level.get(from / 64)?;
+            let later = word >> (from % 64) << (from % 64);
+            if later != 0 {
+                let mut at = from / 64 * 64 + later.trailing_zeros() as usize;
+                for level in self.levels[..up].iter().rev() {
+                    at = at * 64 + level[at].trailing_zeros() as usize;
+                }
+                return Some(at);
+            }
+            from = from / 64 + 1;
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Documents one after the other.
+    fn documents(sizes: &[u64]) -> Vec<(u64, u64)> {
+        let begin = |at: &mut u64, size: &u64| {
+            let start = *at;
+            *at += size;
+            Some((start, *size))
+        };
+        sizes.iter().scan(0, begin).collect()
+    }
+
+    /// Best-fit-decreasing as one would write it down: every pack is looked at for every piece.
+    fn naive(documents: &[(u64, u64)], length: u64, most: usize) -> (Vec<Span>, Vec<Vec<Span>>) {
+        let (mut single, mut pieces) = (Vec::new(), Vec::new());
+        for &(mut start, mut tokens) in documents {
+            while tokens >= length {
+                single.push(Span::new(start, length));
+                (start, tokens) = (start + length, tokens - length);
+            }
+            if tokens > 0 {
+                pieces.push(Span::new(start, tokens));
+            }
+        }
+        pieces.sort_by(|a, b| b.tokens.cmp(&a.tokens).then(a.start.cmp(&b.start)));
+        let mut packs: Vec<Vec<Span>> = Vec::new();
+        for piece in pieces {
+            let room =
+                |pack: &Vec<Span>| length - pack.iter().map(|p| u64::from(p.tokens)).sum::<u64>();
+            let fits =
+                packs.iter_mut().filter(|p| p.len() < most && room(p) >= u64::from(piece.tokens));
+            // The first of several equal ones, as `min_by_key` says.
+            match fits.min_by_key(|pack| room(pack)) {
+                Some(pack) => pack.push(piece),
+                None => packs.push(vec![piece]),
+            }
+        }
+        packs.iter_mut().for_each(|pack| pack.sort_unstable());
+        (single, packs)
+    }
+
+    proptest! {
+        #[test]
+        fn packs_are_those_of_best_fit_decreasing(
+            sizes in prop::collection::vec(0u64..300, 0..120),
+            length in 1u32..200,
+            most in 1u32..6,
+        ) {
+            let documents = documents(&sizes);
+            let mut packs = Fitted::default();
+            packs.add(&documents, length, most);
+            let (single, several) = naive(&documents, u64::from(length), most as usize);
+            let full = |pack: &&Vec<Span>| {
+                pack.iter().map(|piece| piece.tokens).sum::<u32>() == length
+            };
+            prop_assert_eq!(&packs.contiguous, &single);
+            let joined: Vec<_> = several.iter().filter(full).cloned().collect();
+            prop_assert_eq!(&packs.joined, &joined);
+            let padded: Vec<_> = several.iter().filter(|pack| !full(pack)).cloned().collect();
+            prop_assert_eq!(&packs.padded, &padded);
+            let cut = sizes.iter().filter(|size| **size > u64::from(length)).count() as u64;
+            prop_assert_eq!((packs.documents, packs.cut), (sizes.len() as u64, cut));
+        }
+
+        #[test]
+        fn the_least_room_that_is_enough_is_found(
+            length in 1u32..20_000, puts in prop::collection::vec((0.0f64..1.0, 0.0f64..1.0), 1..60),
+        ) {
+            let mut rooms = Rooms::new(length);
+            let mut plain: Vec<(u32, usize)> = Vec::new();
+            let room = |share: f64| (share * f64::from(length)) as u32;
+            for (number, (put, take)) in puts.into_iter().enumerate() {
+                rooms.put(room(put), number);
+                plain.push((room(put), number));
+                if number % 3 > 0 {
+                    let wanted = plain.iter().filter(|(has, _)| *has >= room(take)).min().copied();
+                    prop_assert_eq!(rooms.take(room(take)), wanted.map(|(_, number)| number));
+                    plain.retain(|one| Some(*one) != wanted);
+                }
+            }
+        }
+
+        #[test]
+        fn each_length_has_its_share_of_the_documents(weights in prop::collection::btree_map(1u32..9, 1u64..9, 1..5)) {
+            let all: u64 = weights.values().sum();
+            let packing = Packing { lengths: weights.clone(), documents: 1 };
+            let lengths = Lengths::new("web", &packing);
+            let mut counts = vec![0u64; weights.len()];
+            (0..20_000).for_each(|document| counts[lengths.of(document)] += 1);
+            for (count, weight) in counts.iter().zip(weights.values()) {
+                let share = *weight as f64 / all as f64;
+                let spread = (20_000.0 * share * (1.0 - share)).sqrt();
+                prop_assert!((*count as f64 - 20_000.0 * share).abs() <= 5.0 * spread, "{:?}", counts);
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_cost_less_than_a_fiftieth_of_the_packs() {
+        // As many short documents as web text has, and a long tail.
+        let key = Key::from_seed(7);
+        let size = |number: u64| {
+            let share = draw(key, Purpose::Generate, number) as f64 / 2f64.powi(64);
+            (60.0 / (1.0001 - share)) as u64 + 1
+        };
+        let sizes: Vec<u64> = (0..(BLOCK as u64 * 5 / 2)).map(size).collect();
+        let documents = documents(&sizes);
+        for length in [512, 4096] {
+            let (mut whole, mut blocks) = (Fitted::default(), Fitted::default());
+            whole.add(&documents, length, 256);
+            documents.chunks(BLOCK).for_each(|block| blocks.add(block, length, 256));
+            let packs = |of: &Fitted| of.contiguous.len() + of.joined.len() + of.padded.len();
+            assert!(
+                packs(&blocks) * 50 <= packs(&whole) * 51,
+                "{} {}",
+                packs(&blocks),
+                packs(&whole)
+            );
+        }
+    }
+}

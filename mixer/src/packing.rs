@@ -1,0 +1,112 @@
+//! A source is one text that is cut into windows, or documents that are packed: what a plan asks of either.
+
+use std::sync::Arc;
+
+use contract::Result;
+use curriculum::Phase;
+
+use crate::makeup::Makeup;
+use crate::order::{Cursor, SourceOrder};
+use crate::packs::{PackOrder, PackSegment, PackTable};
+use crate::sample::{SourceFacts, Span};
+use crate::segment::SourceSegment;
+
+/// The order in which a source is gone through.
+#[derive(Clone, Debug)]
+pub(crate) enum Order {
+    Windows(SourceOrder),
+    Packs(PackOrder),
+}
+
+/// A source during one segment of a phase.
+#[derive(Clone, Debug)]
+pub(crate) enum Segment {
+    Windows(SourceOrder, SourceSegment),
+    Packs(PackSegment),
+}
+
+impl Order {
+    /// The order of a source under `seed`; with `packs`, by them.
+    pub(crate) fn new(seed: u64, facts: &SourceFacts, packs: Option<&Arc<dyn PackTable>>) -> Self {
+        let SourceFacts { name, tokens, documents: _, unit } = facts;
+        match packs {
+            Some(table) => Order::Packs(PackOrder::new(seed, name, Arc::clone(table))),
+            None => Order::Windows(SourceOrder::new(seed, name, *tokens, *unit)),
+        }
+    }
+
+    /// The segment that begins at `start`.
+    ///
+    /// # Panics
+    /// If the source is packed at other lengths alone: that was refused before.
+    pub(crate) fn segment(&self, start: Cursor, phase: &Phase) -> Segment {
+        match self {
+            Order::Windows(order) => {
+                let segment = SourceSegment::new(order, start, phase.seq_len, phase.remainder);
+                Segment::Windows(order.clone(), segment)
+            }
+            Order::Packs(order) => {
+                let length = order.length(phase.seq_len).expect("checked when the plan was made");
+                Segment::Packs(order.segment(start, length))
+            }
+        }
+    }
+
+    /// Tokens served on the way from the very beginning to `cursor`.
+    pub(crate) fn tokens_before(&self, cursor: &Cursor) -> u64 {
+        match self {
+            Order::Windows(order) => order.tokens_before(cursor),
+            Order::Packs(order) => order.tokens_before(cursor),
+        }
+    }
+
+    /// Epochs that have begun on the way there.
+    pub(crate) fn epochs_begun(&self, cursor: &Cursor) -> u64 {
+        match self {
+            Order::Windows(_) => cursor.epoch + u64::from(cursor.next > 0),
+            Order::Packs(order) => order.epochs_begun(cursor),
+        }
+    }
+}
+
+impl Segment {
+    /// Where the source stood when the segment began.
+    pub(crate) fn start(&self) -> &Cursor {
+        match self {
+            Segment::Windows(_, segment) => &segment.start,
+            Segment::Packs(segment) => &segment.start,
+        }
+    }
+
+    /// The epoch and the text of sample `ordinal`.
+    pub(crate) fn text(&self, ordinal: u64) -> Result<(u64, Vec<Span>)> {
+        match self {
+            Segment::Windows(order, segment) => Ok(segment.text(order, ordinal)),
+            Segment::Packs(segment) => segment.text(ordinal),
+        }
+    }
+
+    /// Where the source stands after `samples` samples.
+    pub(crate) fn after(&self, samples: u64) -> Cursor {
+        match self {
+            Segment::Windows(order, segment) => segment.after(order, samples),
+            Segment::Packs(segment) => segment.after(samples),
+        }
+    }
+
+    /// How many samples the phase can take before the source would begin its epoch number `epochs` (from 0).
+    pub(crate) fn samples_within(&self, epochs: u64) -> u64 {
+        match self {
+            Segment::Windows(_, segment) => segment.samples_within(epochs),
+            Segment::Packs(segment) => segment.samples_within(epochs),
+        }
+    }
+
+    /// What the first `samples` samples are made of.
+    pub(crate) fn makeup(&self, samples: u64) -> Makeup {
+        match self {
+            Segment::Windows(order, segment) => segment.makeup(order, samples),
+            Segment::Packs(segment) => segment.makeup(samples),
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! The order of a source whose documents are packed: at each declared length its packs, permuted anew in each epoch.
+//!
+//! What a pack holds is a table beside the store, made once ([`crate::fit`]) and read through [`PackTable`]; here it is a
+//! number below how many there are. Packs of one length know nothing of those of another, since no document is in both: so a
+//! length has epochs of its own, and a change of `seq_len` leaves nothing over.
+
+use std::fmt::Debug;
+use std::ops::Range;
+use std::sync::Arc;
+
+use contract::{Digest, Key, Permutation, Result};
+
+use crate::makeup::Makeup;
+use crate::order::Cursor;
+use crate::sample::Span;
+
+/// The packs of a source, wherever they are kept.
+pub trait PackTable: Debug + Send + Sync {
+    /// The digest of all that is in it.
+    fn digest(&self) -> Digest;
+    /// What there is of each declared length, in rising order.
+    fn lengths(&self) -> &[PackedLength];
+    /// The text of a pack of length number `length`.
+    fn spans(&self, length: usize, pack: u64) -> Result<Vec<Span>>;
+    /// Where tokens of the stream stand, each of them once.
+    fn places(&self, tokens: Range<u64>) -> Result<Vec<PackPlace>>;
+}
+
+/// The packs of one length: those that are full and one run of text first, then those that are full of several pieces, then
+/// those with room left.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PackedLength {
+    /// Tokens in a sequence.
+    pub seq_len: u32,
+    /// Packs that are one run of text.
+    pub contiguous: u64,
+    /// Packs that are full, of several pieces.
+    pub joined: u64,
+    /// Of each pack with room left, how much.
+    pub lacking: Vec<u32>,
+    /// Documents that are packed at this length.
+    pub documents: u64,
+    /// Those of them that are longer than a sequence, and so cut.
+    pub cut: u64,
+}
+
+/// Neighbouring tokens in a pack.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PackPlace {
+    /// Which of the lengths.
+    pub length: usize,
+    /// The pack.
+    pub pack: u64,
+    /// Where in it the first of the tokens stands.
+    pub offset: u32,
+    /// The tokens, counted in the stream.
+    pub tokens: Range<u64>,
+}
+
+/// The order of a source that is packed.
+#[derive(Clone, Debug)]
+pub(crate) struct PackOrder {
+    key: Key,
+    table: Arc<dyn PackTable>,
+}
+
+/// A source that is packed during one segment of a phase.
+#[derive(Clone, Debug)]
+pub(crate) struct PackSegment {
+    order: PackOrder,
+    /// Which of the lengths is the phase's.
+    length: usize,
+    /// Where the source stood when the segment began.
+    pub(crate) start: Cursor,
+}
+
+impl PackedLength {
+    /// Packs of this length.
+    pub fn packs(&self) -> u64 {
+        self.contiguous + self.joined + self.lacking.len() as u64
+    }
+
+    /// Tokens in them.
+    pub fn tokens(&self) -> u64 {
+        let lacking: u64 = self.lacking.iter().map(|tokens| u64::from(*tokens)).sum();
+        self.packs() * u64::from(self.seq_len) - lacking
+    }
+
+    /// The room that is left in a pack.
+    fn lacking(&self, pack: u64) -> u64 {
+        match pack.checked_sub(self.contiguous + self.joined) {
+            Some(padded) => u64::from(self.lacking[padded as usize]),
+            None => 0,
+        }
+    }
+}
+
+impl PackOrder {
+    /// The order of the source `name` under `seed`.
+    pub(crate) fn new(seed: u64, name: &str, table: Arc<dyn PackTable>) -> Self {
+        PackOrder { key: Key::from_seed(seed).child("packs").child(name), table }
+    }
+
+    /// Which of the lengths this is.
+    pub(crate) fn length(&self, seq_len: u32) -> Option<usize> {
+        self.table.lengths().iter().position(|length| length.seq_len == seq_len)
+    }
+
+    fn permutation(&self, length: usize, epoch: u64) -> Permutation {
+        let PackedLength { seq_len, .. } = self.table.lengths()[length];
+        let key = self.key.nth(u64::from(seq_len)).nth(epoch);
+        Permutation::new(key, self.table.lengths()[length].packs())
+    }
+
+    /// Tokens in the first `packs` packs of a length, as they are served.
+    fn tokens(&self, length: usize, packs: u64) -> u64 {
+        let of = &self.table.lengths()[length];
+        let (epoch, rest) = (packs / of.packs(), packs % of.packs());
+        let permutation = self.permutation(length, epoch);
+        // Whichever is fewer: the packs that are served, or those that lack something.
+        let lacking: u64 = if rest <= of.lacking.len() as u64 {
+            (0..rest).map(|place| of.lacking(permutation.forward(place))).sum()
+        } else {
+            let first = of.contiguous + of.joined;
+            let served = (first..of.packs()).filter(|pack| permutation.inverse(*pack) < rest);
+            served.map(|pack| of.lacking(pack)).sum()
+        };
+        epoch * of.tokens() + rest * u64::from(of.seq_len) - lacking
+    }
+
+    /// Tokens served on the way from the very beginning to `cursor`.
+    pub(crate) fn tokens_before(&self, cursor: &Cursor) -> u64 {
+        let served = cursor.packs.iter().enumerate().filter(|(_, packs)| **packs > 0);
+        served.map(|(length, packs)| self.tokens(length, *packs)).sum()
+    }
+
+    /// Epochs that have begun, of the length of which most have.
+    pub(crate) fn epochs_begun(&self, cursor: &Cursor) -> u64 {
+        let begun = |(packs, of): (&u64, &PackedLength)| packs.div_ceil(of.packs().max(1));
+        cursor.packs.iter().zip(self.table.lengths()).map(begun).max().unwrap_or(0)
+    }
+
+    /// The segment that begins at `start` with sequences of length number `length`, which has packs.
+    pub(crate) fn segment(&self, mut start: Cursor, length: usize) -> PackSegment {
+        start.packs.resize(self.table.lengths().len(), 0);
+        PackSegment { order: self.clone(), length, start }
+    }
+}
+
+impl PackSegment {
+    /// What there is at the phase's length.
+    pub(crate) fn size(&self) -> &PackedLength {
+        &self.order.table.lengths()[self.length]
+    }
+
+    /// Packs of the phase's length that were served before.
+    pub(crate) fn served(&self) -> u64 {
+        self.start.packs[self.length]
+    }
+
+    /// The epoch and the text of sample `ordinal`.
+    pub(crate) fn text(&self, ordinal: u64) -> Result<(u64, Vec<Span>)> {
+        let (at, packs) = (self.served() + ordinal, self.size().packs());
+        let epoch = at / packs;
+        let pack = self.order.permutation(self.length, epoch).forward(at % packs);
+        Ok((epoch, self.order.table.spans(self.length, pack)?))
+    }
+
+    /// Where the source stands after `samples` samples.
+    pub(crate) fn after(&self, samples: u64) -> Cursor {
+        let mut cursor = self.start.clone();
+        cursor.packs[self.length] += samples;
+        cursor
+    }
+
+    /// How many samples the phase can take before an epoch number `epochs` (from 0) of its length would begin.
+    pub(crate) fn samples_within(&self, epochs: u64) -> u64 {
+        epochs.saturating_mul(self.size().packs()).saturating_sub(self.served())
+    }
+
+    /// What the first `samples` samples are made of.
+    pub(crate) fn makeup(&self, samples: u64) -> Makeup {
+        let count = |packs: Range<u64>| {
+            self.count(&packs, self.served() + samples) - self.count(&packs, self.served())
+        };
+        let of = self.size();
+        let (joined, padded) = (of.contiguous, of.contiguous + of.joined);
+        Makeup::of(samples, count(joined..padded), count(padded..of.packs()))
+    }
+
+    /// How many of the first `served` packs of all epochs are among `packs`.
+    fn count(&self, packs: &Range<u64>, served: u64) -> u64 {
+        let all = self.size().packs();
+        let (epoch, rest) = (served / all, served % all);
+        let permutation = self.order.permutation(self.length, epoch);
+        let inside = if rest <= packs.end - packs.start {
+            (0..rest).filter(|place| packs.contains(&permutation.forward(*place))).count()
+        } else {
+            packs.clone().filter(|pack| permutation.inverse(*pack) < rest).count()
+        };
+        epoch * (packs.end - packs.start) + inside as u64
+    }
+
+    /// Every sample of the first `samples` in which some of these tokens stand, with where: the inverse of [`Self::text`].
+    pub(crate) fn visits(&self, tokens: Range<u64>, samples: u64) -> Result<Vec<(u64, PackPlace)>> {
+        let mut found = Vec::new();
+        let (first, packs) = (self.served(), self.size().packs());
+        for place in self.order.table.places(tokens)? {
+            if place.length != self.length {
+                continue;
+            }
+            for epoch in first / packs..=(first + samples - 1) / packs {
+                let at =
+                    epoch * packs + self.order.permutation(self.length, epoch).inverse(place.pack);
+                let ordinal = at.checked_sub(first).filter(|ordinal| *ordinal < samples);
+                found.extend(ordinal.map(|ordinal| (ordinal, place.clone())));
+            }
+        }
+        Ok(found)
+    }
+}
