@@ -24,9 +24,9 @@ mod learns;
 mod linkage;
 #[cfg(feature = "train")]
 mod network;
+mod packed;
 #[cfg(feature = "train")]
 mod page;
-mod packed;
 mod places;
 mod prepare;
 mod python;

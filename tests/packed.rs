@@ -31,10 +31,17 @@ fn packs_lie_beside_the_store_and_every_command_reads_them() {
     let rows = web["packed"].as_array().unwrap();
     let number = |row: &Value, key: &str| row[key].as_u64().unwrap();
     let sum = |key: &str| rows.iter().map(|row| number(row, key)).sum::<u64>();
-    assert_eq!((sum("documents"), sum("tokens")), (number(web, "documents"), number(web, "tokens")));
+    assert_eq!(
+        (sum("documents"), sum("tokens")),
+        (number(web, "documents"), number(web, "tokens"))
+    );
     for row in rows {
-        let (room, text) = (number(row, "sequences") * number(row, "seq_len"), number(row, "tokens"));
-        assert!(room == text + number(row, "padding") && number(row, "padding") * 20 < room, "{row}");
+        let (room, text) =
+            (number(row, "sequences") * number(row, "seq_len"), number(row, "tokens"));
+        assert!(
+            room == text + number(row, "padding") && number(row, "padding") * 20 < room,
+            "{row}"
+        );
         assert!(number(row, "taken") > 0 && number(row, "taken") <= number(row, "sequences"));
     }
     let text = zdata(&["plan", arg(&run)]).ok();
@@ -46,22 +53,24 @@ fn packs_lie_beside_the_store_and_every_command_reads_them() {
 
     // What a step shows, `where` finds, and the other way round.
     let batch = json(&["batch", arg(&run), "--step", "3"]);
-    let mut seen = 0;
+    let mut several = false;
     for row in batch["sequences"].as_array().unwrap().iter().filter(|row| row["source"] == "web") {
-        for document in row["documents"].as_array().unwrap() {
+        let documents = row["documents"].as_array().unwrap();
+        several |= documents.len() > 1;
+        for document in documents {
             let found = json(&["where", arg(&run), "--doc", document["id"].as_str().unwrap()]);
             let steps: BTreeSet<u64> =
                 found[0]["seen"].as_array().unwrap().iter().map(|at| number(at, "step")).collect();
             assert!(steps.contains(&3), "{found}");
-            seen += 1;
         }
     }
-    assert!(seen > 8, "a sequence has several documents");
+    assert!(several, "a sequence of several documents");
 
     // Another seed is another order of the same packs; other lengths are other packs.
     let digests = |run: &Path| zdata(&["digest", arg(run), "--steps", "1..21"]).ok();
     assert_eq!(digests(&run), digests(&run));
-    let other = scratch.write("other.toml", fs::read_to_string(&run).unwrap().replace("64 = 2", "64 = 1"));
+    let other =
+        scratch.write("other.toml", fs::read_to_string(&run).unwrap().replace("64 = 2", "64 = 1"));
     assert_ne!(digests(&run), digests(&other));
     assert_eq!(tree(&scratch.path("store.packs")).len(), 2);
 
@@ -90,7 +99,8 @@ fn what_cannot_be_packed_is_refused_before_anything_starts() {
         ("\"best-fit\"", "\"first-fit\"", "run.toml:6"),
     ] {
         assert!(text.contains(from), "{from}");
-        let file = scratch.write("changed.toml", text.replace(from, to).replace("run.toml", "changed.toml"));
+        let file = scratch
+            .write("changed.toml", text.replace(from, to).replace("run.toml", "changed.toml"));
         zdata(&["plan", arg(&file)]).fails(2, &[&says.replace("run.toml", "changed.toml")]);
     }
     let described = scratch.write(
@@ -119,7 +129,8 @@ fn a_run_over_packs_is_resumed_replayed_and_explained() {
     let run = packed(&scratch, &store, "run.toml");
     let ledger = |folder: &Path| fs::read_to_string(folder.join("ledger.jsonl")).unwrap();
     let train = |out: &Path, more: &[&str]| {
-        let args = ["--curriculum", arg(&run), "--out", arg(out), "--checkpoint-every", "5", "--quiet"];
+        let args =
+            ["--curriculum", arg(&run), "--out", arg(out), "--checkpoint-every", "5", "--quiet"];
         ztrain(&[&args, more].concat()).ok()
     };
     let (whole, stopped) = (scratch.path("whole"), scratch.path("stopped"));
@@ -129,19 +140,25 @@ fn a_run_over_packs_is_resumed_replayed_and_explained() {
     fs::remove_dir_all(scratch.path("store.packs")).unwrap();
     train(&stopped, &["--nproc", "2"]);
     let steps = |folder: &Path| {
-        ledger(folder).lines().filter(|line| line.contains("\"kind\":\"step\"")).map(str::to_owned).collect::<Vec<_>>()
+        ledger(folder)
+            .lines()
+            .filter(|line| line.contains("\"kind\":\"step\""))
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
     };
     assert_eq!(steps(&whole).len(), 20);
     assert_eq!(steps(&whole), steps(&stopped));
     let said = ztrain(&["replay", "--run", arg(&whole), "--step", "14"]).ok();
     assert!(said.contains("step 14: same bits"), "{said}");
-    let found: Value =
-        serde_json::from_str(&ztrain(&["explain", "--run", arg(&whole), "--step", "14", "--top", "2", "--json"]).ok())
-            .unwrap();
+    let found: Value = serde_json::from_str(
+        &ztrain(&["explain", "--run", arg(&whole), "--step", "14", "--top", "2", "--json"]).ok(),
+    )
+    .unwrap();
     assert!(!found["documents"].as_array().unwrap().is_empty());
     zdata(&["verify-run", arg(&whole)]).ok();
     // Packing decides bits, so a run that has begun keeps it.
-    let edited = scratch.write("edited.toml", fs::read_to_string(&run).unwrap().replace(PACKING, ""));
+    let edited =
+        scratch.write("edited.toml", fs::read_to_string(&run).unwrap().replace(PACKING, ""));
     ztrain(&["--curriculum", arg(&edited), "--out", arg(&whole), "--quiet"])
-        .fails(4, &["source.web.packing", "step 1"]);
+        .fails(2, &["source.web.packing", "step 1"]);
 }

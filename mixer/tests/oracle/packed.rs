@@ -225,7 +225,7 @@ fn what_cannot_be_packed_is_refused() {
         ("packing = \"best-fit\"", "lengths"),
         ("packing = \"best-fit\"\nlengths = { 12 = 0 }", "weight of length 12"),
         ("packing = \"best-fit\"\nlengths = { 012 = 1 }", "not a number of tokens"),
-        ("packing = \"best-fit\"\nlengths = { zwölf = 1 }", "test.toml:4"),
+        ("packing = \"best-fit\"\nlengths = { twelve = 1 }", "test.toml:4"),
         ("packing = \"best-fit\"\nlengths = {}", "no length is declared"),
         ("packing = \"best-fit\"\nlengths = { 12 = 1 }\npack_documents = 0", "at least 1"),
         ("lengths = { 12 = 1 }", "`lengths` is only asked for where documents are packed"),
