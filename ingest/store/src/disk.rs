@@ -57,7 +57,7 @@ impl Act {
     }
 }
 
-/// A file that is written, or gone on with, under its own name.
+/// A file that is written under its own name.
 pub struct Output {
     file: fs::File,
     path: PathBuf,
@@ -70,15 +70,6 @@ impl Output {
         let file = fs::File::create(path).map_err(|error| Fault::io("create", path, &error))?;
         note(|| Act::Create(path.to_owned()));
         Ok(Output { file, path: path.to_owned(), at: 0 })
-    }
-
-    /// A file that is there, to be gone on with after its first `length` bytes; the others go.
-    pub fn go_on(path: &Path, length: u64) -> Result<Self> {
-        let fault = |error: &io::Error| Fault::io("write", path, error);
-        let file = fs::OpenOptions::new().append(true).open(path).map_err(|e| fault(&e))?;
-        file.set_len(length).map_err(|error| fault(&error))?;
-        note(|| Act::SetLength(path.to_owned(), length));
-        Ok(Output { file, path: path.to_owned(), at: length })
     }
 
     /// Makes the bytes so far last.

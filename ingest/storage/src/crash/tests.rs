@@ -76,7 +76,10 @@ fn act(root: &Path, (kind, from, to): (u8, usize, usize)) {
         0 => drop(disk::create_folder(&from)),
         1 => drop(Output::create(&from).map(|mut file| file.write_all(b"some bytes"))),
         2 => drop(disk::write_whole(&from, b"whole")),
-        3 => drop(Output::go_on(&from, 3).map(|mut file| file.write_all(b"more"))),
+        3 => drop(
+            Output::create(&from)
+                .map(|mut file| file.write_all(b"other bytes").and_then(|()| file.sync())),
+        ),
         4 if !to.starts_with(&from) && !to.exists() => drop(disk::rename(&from, &to)),
         5 => drop(disk::link(&from, &to)),
         6 => drop(disk::remove(&from)),
@@ -97,7 +100,7 @@ proptest! {
             acts.iter().for_each(|&one| act(root, one));
             for (name, bytes) in tree(root) {
                 if let Some(bytes) = bytes {
-                    Output::go_on(&root.join(name), bytes.len() as u64).unwrap().sync().unwrap();
+                    disk::write_whole(&root.join(name), &bytes).unwrap();
                 }
             }
             disk::sync_folders(root).unwrap();
