@@ -13,6 +13,7 @@ use crate::pieces::Pieces;
 use crate::write::{document_schema, start_schema};
 use crate::{DocumentRecord, Location};
 use contract::fault::{io_cause, is_of_the_moment};
+use contract::guard::quietly;
 use contract::{Fault, Result};
 
 /// The fault of a file that another writer must have written, or that changed after its digest was checked.
@@ -30,6 +31,16 @@ fn unreadable(path: &Location, error: &(dyn Error + 'static)) -> Fault {
     }
 }
 
+/// Runs a decoder. Digests vouch for the bytes of a file, but a forger can make them agree, and decoders index into what a
+/// file says of itself: a panic is an error of the file, told by `strange`.
+pub(super) fn guarded<T>(
+    decode: impl FnOnce() -> Result<T>,
+    strange: impl FnOnce(&str) -> Fault,
+) -> Result<T> {
+    let panicked = |_| Err(strange("bytes that the decoder could not make sense of"));
+    quietly(decode).unwrap_or_else(panicked)
+}
+
 /// The starts in `starts-*.arrow`.
 pub struct Starts {
     path: Location,
@@ -43,7 +54,8 @@ impl Starts {
     pub fn open(file: &StoreFile) -> Result<Self> {
         let path = file.location();
         let file = file.open().map_err(|error| path.fault("read", &error))?;
-        let reader = FileReader::try_new(file, None).map_err(|error| unreadable(&path, &error))?;
+        let open = || FileReader::try_new(file, None).map_err(|error| unreadable(&path, &error));
+        let reader = guarded(open, |what| strange(&path, what))?;
         if reader.schema() != start_schema() {
             return Err(strange(&path, "its schema is not that of starts"));
         }
@@ -56,9 +68,11 @@ impl Iterator for Starts {
 
     fn next(&mut self) -> Option<Result<u64>> {
         while self.batch.as_ref().is_none_or(|batch| self.at == batch.num_rows()) {
-            match self.reader.next()? {
+            let Starts { path, reader, .. } = self;
+            let next = || reader.next().transpose().map_err(|error| unreadable(path, &error));
+            match guarded(next, |what| strange(path, what)).transpose()? {
                 Ok(batch) => (self.batch, self.at) = (Some(batch), 0),
-                Err(error) => return Some(Err(unreadable(&self.path, &error))),
+                Err(fault) => return Some(Err(fault)),
             }
         }
         let start = self.batch.as_ref()?.column(0).as_primitive::<UInt64Type>().value(self.at);
@@ -82,13 +96,16 @@ impl Documents {
         let path = file.location();
         let file = file.open().and_then(Pieces::of_file);
         let file = file.map_err(|error| path.fault("read", &error))?;
-        let fault = |error| file.or_machine(&path, strange(&path, error));
-        let builder = ParquetRecordBatchReaderBuilder::try_new(file.clone())
-            .map_err(|e| fault(e.to_string()))?;
-        if builder.schema().fields() != document_schema().fields() {
-            return Err(strange(&path, "its schema is not that of documents"));
-        }
-        let reader = builder.with_batch_size(4096).build().map_err(|e| fault(e.to_string()))?;
+        let fault = |error: String| file.or_machine(&path, strange(&path, error));
+        let open = || {
+            let builder = ParquetRecordBatchReaderBuilder::try_new(file.clone());
+            let builder = builder.map_err(|e| fault(e.to_string()))?;
+            if builder.schema().fields() != document_schema().fields() {
+                return Err(strange(&path, "its schema is not that of documents"));
+            }
+            builder.with_batch_size(4096).build().map_err(|e| fault(e.to_string()))
+        };
+        let reader = guarded(open, |what| strange(&path, what))?;
         Ok(Documents { path, file, reader, batch: None, at: 0 })
     }
 }
@@ -98,12 +115,12 @@ impl Iterator for Documents {
 
     fn next(&mut self) -> Option<Result<DocumentRecord>> {
         while self.batch.as_ref().is_none_or(|batch| self.at == batch.num_rows()) {
-            match self.reader.next()? {
+            let Documents { path, file, reader, .. } = self;
+            let fault = |error| file.or_machine(path, strange(path, error));
+            let next = || reader.next().transpose().map_err(fault);
+            match guarded(next, |what| strange(path, what)).transpose()? {
                 Ok(batch) => (self.batch, self.at) = (Some(batch), 0),
-                Err(error) => {
-                    let fault = strange(&self.path, error);
-                    return Some(Err(self.file.or_machine(&self.path, fault)));
-                }
+                Err(fault) => return Some(Err(fault)),
             }
         }
         let row = row(self.batch.as_ref()?, self.at);

@@ -5,14 +5,12 @@ use std::ops::Range;
 
 use arrow::array::{AsArray, RecordBatch};
 use parquet::arrow::ProjectionMask;
-use parquet::arrow::arrow_reader::{
-    ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder, RowSelection,
-};
+use parquet::arrow::arrow_reader::{ParquetRecordBatchReaderBuilder, RowSelection};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::column::{damaged, missing};
 use crate::Location;
-use crate::documents::row;
+use crate::documents::{guarded, row};
 use crate::folder::StoreFile;
 use crate::pieces::Pieces;
 use crate::write::document_schema;
@@ -53,7 +51,8 @@ pub(super) fn read_rows(
     let (mut groups, mut ranges, mut at, mut kept) = (Vec::new(), Vec::new(), 0u64, 0u64);
     for (number, group) in builder.metadata().row_groups().iter().enumerate() {
         let count = u64::try_from(group.num_rows()).unwrap_or(0);
-        let inside = |range: &Range<u64>| range.start.max(at)..range.end.min(at + count);
+        let inside =
+            |range: &Range<u64>| range.start.max(at)..range.end.min(at.saturating_add(count));
         let before = ranges.len();
         for part in rows.iter().map(inside).filter(|part| !part.is_empty()) {
             // Counted in the groups that are kept, as the reader counts.
@@ -63,12 +62,12 @@ pub(super) fn read_rows(
             groups.push(number);
             kept += count;
         }
-        at += count;
+        at = at.saturating_add(count);
     }
     let selection = RowSelection::from_consecutive_ranges(ranges.into_iter(), kept as usize);
-    let reader = builder.with_row_groups(groups).with_row_selection(selection).build();
+    let builder = builder.with_row_groups(groups).with_row_selection(selection);
     let before = out.len();
-    for batch in batches(path, &file, reader)? {
+    for batch in batches(path, &file, builder)? {
         let batch = batch?;
         out.extend((0..batch.num_rows()).map(|at| row(&batch, at)));
     }
@@ -95,9 +94,9 @@ pub(super) fn find(file: &StoreFile, id: &str) -> Result<Vec<u64>> {
     let path = &file.location();
     let (builder, file) = builder(file)?;
     let ids = ProjectionMask::columns(builder.parquet_schema(), ["id"]);
-    let reader = builder.with_projection(ids).build();
+    let builder = builder.with_projection(ids);
     let (mut found, mut number) = (Vec::new(), 0);
-    for batch in batches(path, &file, reader)? {
+    for batch in batches(path, &file, builder)? {
         let batch = batch?;
         for other in batch.column(0).as_string::<i32>() {
             if other == Some(id) {
@@ -112,9 +111,14 @@ pub(super) fn find(file: &StoreFile, id: &str) -> Result<Vec<u64>> {
 fn builder(file: &StoreFile) -> Result<(ParquetRecordBatchReaderBuilder<Pieces>, Pieces)> {
     let path = &file.location();
     let file = file.open().and_then(Pieces::of_file).map_err(|error| missing(path, &error))?;
-    let builder = ParquetRecordBatchReaderBuilder::try_new(file.clone()).map_err(|error| {
+    let wrong = |error: &str| {
         file.or_machine(path, damaged(path, "provenance is not a Parquet file").found(error))
-    })?;
+    };
+    let open = || {
+        let builder = ParquetRecordBatchReaderBuilder::try_new(file.clone());
+        builder.map_err(|error| wrong(&error.to_string()))
+    };
+    let builder = guarded(open, wrong)?;
     let known = builder.schema().fields() == document_schema().fields();
     if known { Ok((builder, file)) } else { Err(strange(path)) }
 }
@@ -122,13 +126,17 @@ fn builder(file: &StoreFile) -> Result<(ParquetRecordBatchReaderBuilder<Pieces>,
 fn batches(
     path: &Location,
     file: &Pieces,
-    reader: parquet::errors::Result<ParquetRecordBatchReader>,
+    builder: ParquetRecordBatchReaderBuilder<Pieces>,
 ) -> Result<impl Iterator<Item = Result<RecordBatch>>> {
-    let unreadable = move |error: String| {
+    let unreadable = move |error: &str| {
         file.or_machine(path, damaged(path, "provenance is unreadable").found(error))
     };
-    let reader = reader.map_err(|error| unreadable(error.to_string()))?;
-    Ok(reader.map(move |batch| batch.map_err(|error| unreadable(error.to_string()))))
+    let build = || builder.build().map_err(|error| unreadable(&error.to_string()));
+    let mut reader = guarded(build, unreadable)?;
+    Ok(std::iter::from_fn(move || {
+        let next = || reader.next().transpose().map_err(|error| unreadable(&error.to_string()));
+        guarded(next, unreadable).transpose()
+    }))
 }
 
 fn strange(path: &Location) -> Fault {

@@ -119,6 +119,46 @@ fn a_forged_manifest_ends_in_a_fault_or_in_what_was_written() {
     assert!(refused > passed && passed > 20, "{refused} refused, {passed} passed");
 }
 
+/// Bytes that a forger put into a file of a library's format, with every digest made to agree: the decoder is the first to
+/// find out, and must not take the process with it.
+#[test]
+fn forged_files_with_agreeing_digests_end_in_a_fault_or_in_what_was_read() {
+    let (folder, manifest) = store(2, &[5], 40);
+    let stream = open::stream_folder(folder.path(), "web", Split::Train);
+    let shard = &manifest.sources[0].train.shards[0];
+    let (mut refused, mut passed) = (0, 0);
+    for name in [&shard.document_file.name, &shard.start_file.name] {
+        let path = stream.join(name);
+        let honest = fs::read(&path).unwrap();
+        // The metadata, which says where the rest is, stands at the end: all of it, and a sample of what stands before.
+        let places = (0..honest.len()).filter(|at| at % 7 == 0 || honest.len() - at < 600);
+        for (number, at) in places.enumerate() {
+            let mut bytes = honest.clone();
+            bytes[at] = [!bytes[at], 0x7f, 0, 0xff, bytes[at] ^ 1][number % 5];
+            fs::write(&path, &bytes).unwrap();
+            let mut forged = manifest.clone();
+            let shard = &mut forged.sources[0].train.shards[0];
+            let record = match *name == shard.start_file.name {
+                true => &mut shard.start_file,
+                false => &mut shard.document_file,
+            };
+            record.digest = Digest::of_bytes(&bytes);
+            forged.digest = forged.identity();
+            open::commit(folder.path(), &forged).unwrap();
+            damages(folder.path());
+            match read(folder.path()) {
+                Ok(()) => passed += 1,
+                Err(fault) => {
+                    assert_eq!(fault.class(), Class::Data, "{name}, byte {at}: {fault}");
+                    refused += 1;
+                }
+            }
+        }
+        fs::write(&path, &honest).unwrap();
+    }
+    assert!(refused > 100 && passed > 10, "{refused} refused, {passed} passed");
+}
+
 #[test]
 fn a_link_or_a_pipe_in_a_files_place_is_refused_and_named() {
     let (folder, _) = store(2, &[5, 7], 40);
