@@ -4,6 +4,7 @@
 //! same under a real Slurm; where there is none, its test says so in the log.
 
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
@@ -231,6 +232,35 @@ fn after_an_edit_only_what_changed_is_made_again() {
     prune(&["--unused-days", "0"]).ok();
     assert_eq!(parts(), 0);
     prune(&[]).fails(2, &["--unused-days"]);
+}
+
+/// What a job of Slurm ends with is what the build ends with: here a merge that finds a source with nothing left.
+#[test]
+fn an_error_of_a_job_is_an_error_of_its_kind_here() {
+    let scratch = Scratch::new();
+    let corpus = corpus(&scratch, 20, "");
+    let text = fs::read_to_string(&corpus).unwrap();
+    let strict = "[[prepare]]\nstep = \"length\"\nsources = [\"math\"]\nmin_words = 1000000\n";
+    let strict = scratch.write("strict.toml", text + strict);
+    let bin = scratch.path("bin");
+    fs::create_dir(&bin).unwrap();
+    for name in ["sbatch", "squeue", "scontrol"] {
+        symlink(tests_folder().join("fake_slurm.sh"), bin.join(name)).unwrap();
+    }
+    let path = format!("{}:{}", arg(&bin), std::env::var("PATH").unwrap());
+    let slurm = |corpus: &Path, out: &Path| -> Ran {
+        let args = ["build", arg(corpus), "--out", arg(out), "--engine", "slurm"];
+        let mut command = zdata_command(&args);
+        command.env("PATH", &path).env("FAKE_SLURM", scratch.path("jobs"));
+        command.output().unwrap().into()
+    };
+    let [local, cluster, none] = ["local", "cluster", "none"].map(|name| scratch.path(name));
+    zdata(&["build", arg(&corpus), "--out", arg(&local)]).ok();
+    slurm(&corpus, &cluster).ok();
+    assert_same_tree(&local, &cluster);
+    let here = zdata(&["build", arg(&strict), "--out", arg(&none)]).fails(3, &["math"]);
+    let there = slurm(&strict, &none).fails(3, &["zdata-merge failed", "merge.log", "math"]);
+    assert!(!here.contains("zdata-merge") && there.contains("run the same command again"));
 }
 
 #[test]

@@ -1,15 +1,15 @@
 //! `zdata build --engine slurm`: one job array for each stage of tasks, and a job for what is done once.
 //!
 //! Plan, parts and store lie in folders that every node sees; Slurm may requeue, repeat and reorder as it likes. What
-//! counts is what lies there when a job is over, never its exit code. What failed is run again by the same command:
-//! tasks that are done are not submitted.
+//! counts is what lies there when a job is over, never its exit code, which only says what kind of error it was. What failed
+//! is run again by the same command: tasks that are done are not submitted.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-use contract::{Fault, Result};
+use contract::{Class, Fault, Result};
 use store::open;
 
 use super::plan::{Plan, Stage};
@@ -64,12 +64,13 @@ impl Job<'_> {
         let (name, workers) = (stage.name(), self.options.workers);
         let line = format!("{verb} --work {work} --index $SLURM_ARRAY_TASK_ID --workers {workers}");
         let words = [format!("--array={}", ranges(&missing)), format!("--cpus-per-task={workers}")];
-        self.submit(name, &words, &format!("{name}-%a.log"), &line)?;
+        let job = self.submit(name, &words, &format!("{name}-%a.log"), &line)?;
         let left = self.plan.missing(stage)?;
         let Some(task) = left.first() else { return Ok(()) };
         let what = format!("{} of {} {name} tasks left no part", left.len(), missing.len());
+        let class = ended(&job, Some(*task));
         Err(self
-            .failed(what, &format!("{name}-{task}.log"))
+            .failed(class, what, &format!("{name}-{task}.log"))
             .hint("read the log, then run the same command again: only these tasks are repeated"))
     }
 
@@ -78,27 +79,28 @@ impl Job<'_> {
         if done()? {
             return Ok(());
         }
-        self.submit(name, &[], &format!("{name}.log"), line)?;
+        let job = self.submit(name, &[], &format!("{name}.log"), line)?;
         if done()? {
             return Ok(());
         }
+        let what = format!("the job zdata-{name} failed");
         Err(self
-            .failed(format!("the job zdata-{name} failed"), &format!("{name}.log"))
+            .failed(ended(&job, None), what, &format!("{name}.log"))
             .hint("read the log, then run the same command again: what is done is kept"))
     }
 
-    fn failed(&self, what: String, log: &str) -> Fault {
+    fn failed(&self, class: Class, what: String, log: &str) -> Fault {
         let path = self.plan.folder().join(log);
         let text = std::fs::read_to_string(&path).unwrap_or_default();
         // What it ended with: an error has several lines.
         let error = text.rfind("error: ").map(|at| text[at..].trim().replace("\n  ", "; "));
         let last = || text.lines().map(str::trim).rfind(|line| !line.is_empty()).map(str::to_owned);
         let told = error.or_else(last).unwrap_or_else(|| "nothing in its log".to_owned());
-        Fault::machine(what).at(path.display().to_string()).found(told)
+        Fault::new(class, what).at(path.display().to_string()).found(told)
     }
 
-    /// Submits a job and waits for its end.
-    fn submit(&self, name: &str, words: &[String], log: &str, line: &str) -> Result<()> {
+    /// Submits a job, waits for its end and gives its number.
+    fn submit(&self, name: &str, words: &[String], log: &str, line: &str) -> Result<String> {
         let output = format!("--output={}", self.plan.folder().join(log).display());
         let line = format!("exec {} task {line}", quoted(&self.options.program)?);
         let mut command = Command::new("sbatch");
@@ -117,8 +119,30 @@ impl Job<'_> {
             return Err(Fault::machine("sbatch refused a job of this build")
                 .found(told.lines().last().map_or("no message from sbatch", str::trim)));
         }
-        wait(number)
+        wait(number)?;
+        Ok(number.to_owned())
     }
+}
+
+/// The kind of error that a job, or one task of it, ended with: by its exit code, if Slurm still knows it and it is one of
+/// ours. Whatever ends a job otherwise is the machine's: a signal, a limit, a node that is gone.
+fn ended(job: &str, task: Option<usize>) -> Class {
+    let ran = Command::new("scontrol").args(["--oneliner", "show", "job", job]).output();
+    let told = ran.map(|ran| String::from_utf8_lossy(&ran.stdout).into_owned()).unwrap_or_default();
+    class_of(&told, task)
+}
+
+/// What `scontrol` tells of a job, a line a task.
+fn class_of(told: &str, task: Option<usize>) -> Class {
+    let task = task.map(|task| format!("ArrayTaskId={task}"));
+    let mut lines = told.lines().map(|line| line.split_whitespace());
+    let line =
+        lines.find(|words| task.as_ref().is_none_or(|task| words.clone().any(|word| word == task)));
+    let code = line.and_then(|mut words| words.find_map(|word| word.strip_prefix("ExitCode=")));
+    // "3:0": the code, and the signal.
+    let code: Option<u8> = code.and_then(|code| code.split(':').next()?.parse().ok());
+    let ours = [Class::Bug, Class::Usage, Class::Data, Class::Mismatch];
+    ours.into_iter().find(|class| Some(class.exit_code()) == code).unwrap_or(Class::Machine)
 }
 
 /// Waits until no task of a job is pending or running. (`sbatch --wait` looks twice a minute at most.)
@@ -167,4 +191,25 @@ fn quoted(path: &Path) -> Result<String> {
         .to_str()
         .ok_or_else(|| Fault::usage("a path is not UTF-8").at(absolute.display().to_string()))?;
     Ok(format!("'{}'", text.replace('\'', "'\\''")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kind_of_an_error_is_what_slurm_says_of_the_task() {
+        let told = "JobId=7 ArrayJobId=5 ArrayTaskId=1 JobName=zdata-encode JobState=FAILED ExitCode=3:0\n\
+                    JobId=6 ArrayJobId=5 ArrayTaskId=0 JobState=COMPLETED ExitCode=0:0\n\
+                    JobId=5 ArrayJobId=5 ArrayTaskId=10 JobState=FAILED ExitCode=0:9\n";
+        assert_eq!(class_of(told, Some(1)), Class::Data);
+        assert_eq!(class_of(told, Some(10)), Class::Machine);
+        assert_eq!(class_of(told, Some(2)), Class::Machine);
+        assert_eq!(class_of("JobId=8 JobName=zdata-merge ExitCode=4:0", None), Class::Mismatch);
+        assert_eq!(class_of("JobId=8 JobName=zdata-merge ExitCode=127:0", None), Class::Machine);
+        assert_eq!(
+            class_of("slurm_load_jobs error: Invalid job id specified", None),
+            Class::Machine
+        );
+    }
 }
