@@ -168,7 +168,7 @@ fn exported(bench: &Workbench, peer: Peer) -> PathBuf {
     let folder = bench.path(peer.name());
     let request = Export {
         store: bench.path("store").into(),
-        out: folder.join("out"),
+        out: folder.join("out").into(),
         peer,
         source: None,
         split: None,
@@ -184,7 +184,7 @@ fn exports_and_imports_survive_crashes() {
     build(&corpus(&bench), &bench.path("store"), options(1)).unwrap();
     let outs = Peer::ALL.map(|peer| exported(&bench, peer));
     let folder = bench.path("imported");
-    let part = Part { source: "web".to_owned(), path: outs[0].join("web"), held_out: false };
+    let part = Part { source: "web".to_owned(), path: outs[0].join("web").into(), held_out: false };
     let request = Import {
         store: folder.join("store"),
         peer: Peer::Megatron,

@@ -4,12 +4,14 @@
 //! tokens.
 
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use contract::{Fault, Identity, Result, fault};
 use serde::{Deserialize, Serialize};
+use storage::publish;
 use storage::staging::Staging;
-use store::disk::write_whole;
+use store::disk::{self, write_whole};
+use store::location::Object;
 use store::write::ROW_GROUP_DOCUMENTS;
 use store::{DocumentRecord, FileRecord, Location, SourceRecord, Split, Store, StreamReader, open};
 
@@ -27,8 +29,8 @@ const READ_TOKENS: u64 = 1 << 20;
 pub struct Export {
     /// The store.
     pub store: Location,
-    /// The folder to make.
-    pub out: PathBuf,
+    /// The folder to make, here or in a bucket.
+    pub out: Location,
     /// Whose files.
     pub peer: Peer,
     /// One source only.
@@ -78,17 +80,61 @@ pub enum Exported {
 pub fn export(request: &Export) -> Result<Exported> {
     let store = Store::open(&request.store)?;
     let chosen = chosen(&store, request)?;
-    if let Some(note) = note_of(&request.out)? {
-        open::finish(&request.out)?;
-        return same(request, &store, &chosen, note);
+    match &request.out {
+        Location::Local(folder) => into_folder(folder, request, &store, &chosen),
+        Location::Object(target) => into_bucket(target, request, &store, &chosen),
     }
-    let staging = Staging::begin(&request.out)?;
+}
+
+/// What is exported: streams, each with its source and split.
+type Chosen<'a> = [(&'a SourceRecord, Split, StreamReader)];
+
+/// Exports on this machine, then puts the files into their bucket, the note last: what a kill left is gone on with.
+fn into_bucket(
+    target: &Object,
+    request: &Export,
+    store: &Store,
+    chosen: &Chosen,
+) -> Result<Exported> {
+    if let Some(note) = note_of(&request.out)? {
+        return same(&request.out, request, store, chosen, note);
+    }
+    let scratch = publish::scratch(target)?;
+    let left = note_of(&Location::from(&scratch))?;
+    if left.is_some_and(|note| !is_of(&note, request, store, chosen)) {
+        disk::remove(&scratch)?;
+    }
+    let (Exported::Done(note, _) | Exported::UpToDate(note)) =
+        into_folder(&scratch, request, store, chosen)?;
+    let files = note.streams.iter().flat_map(|stream| &stream.files);
+    let mut names: Vec<String> = files.map(|file| file.name.clone()).collect();
+    names.extend([open::TOKENIZER, NOTE].map(str::to_owned));
+    let bytes = publish::bytes(&scratch, &names)?;
+    let progress = Progress::new("put", Measure::Bytes, bytes, request.quiet);
+    progress.during(|passed| publish::publish(&scratch, target, &names, passed))?;
+    disk::remove(&scratch)?;
+    let summary = summary(&note);
+    Ok(Exported::Done(note, summary))
+}
+
+fn into_folder(
+    folder: &Path,
+    request: &Export,
+    store: &Store,
+    chosen: &Chosen,
+) -> Result<Exported> {
+    let out = Location::from(folder);
+    if let Some(note) = note_of(&out)? {
+        open::finish(folder)?;
+        return same(&out, request, store, chosen, note);
+    }
+    let staging = Staging::begin(folder)?;
     let tokens = chosen.iter().map(|(_, _, stream)| stream.record().tokens).sum();
     let mut progress = Progress::new("export", Measure::Count("tokens"), tokens, request.quiet);
     let mut streams = Vec::new();
-    for (source, split, stream) in &chosen {
+    for (source, split, stream) in chosen {
         let stem = staging.path().join(&source.name).join(split.name());
-        let writer = writer(request.peer, &stem, &store, stream)?;
+        let writer = writer(request.peer, &stem, store, stream)?;
         let mut files = walk(stream, writer, &mut progress)?;
         for file in &mut files {
             file.name = relative(&file.name, staging.path());
@@ -107,8 +153,14 @@ pub fn export(request: &Export) -> Result<Exported> {
     write_whole(&staging.path().join(NOTE), &bytes(&note)?)?;
     staging.commit()?;
     progress.finish();
-    let documents: u64 = note.streams.iter().map(|stream| stream.documents).sum();
-    Ok(Exported::Done(note, format!("{documents} documents, {tokens} tokens")))
+    let summary = summary(&note);
+    Ok(Exported::Done(note, summary))
+}
+
+fn summary(note: &Note) -> String {
+    let sum = |count: fn(&StreamNote) -> u64| note.streams.iter().map(count).sum::<u64>();
+    let (documents, tokens) = (sum(|stream| stream.documents), sum(|stream| stream.tokens));
+    format!("{documents} documents, {tokens} tokens")
 }
 
 fn bytes(note: &Note) -> Result<Vec<u8>> {
@@ -249,43 +301,47 @@ impl Window<'_> {
 }
 
 /// The note of an export that is there.
-fn note_of(out: &Path) -> Result<Option<Note>> {
+fn note_of(out: &Location) -> Result<Option<Note>> {
     let path = out.join(NOTE);
-    match std::fs::read(&path) {
+    match path.read() {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(Fault::io("read", &path, &error)),
+        Err(error) => Err(path.fault("read", &error)),
         Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|error| {
-            Fault::data("this is not the note of an export")
-                .at(path.display().to_string())
-                .found(error)
+            Fault::data("this is not the note of an export").at(path.to_string()).found(error)
         }),
     }
 }
 
-/// Whether what is there is what was asked for; its files' sizes are checked.
-fn same(
-    request: &Export,
-    store: &Store,
-    chosen: &[(&SourceRecord, Split, StreamReader)],
-    note: Note,
-) -> Result<Exported> {
+/// Whether a note is of what was asked for.
+fn is_of(note: &Note, request: &Export, store: &Store, chosen: &Chosen) -> bool {
     let wanted = chosen.iter().map(|(source, split, _)| (source.name.as_str(), split.name()));
     let found = note.streams.iter().map(|stream| (stream.source.as_str(), stream.split.as_str()));
     let same = note.format == request.peer.name() && note.store == store.manifest().digest;
-    if !same || !wanted.eq(found) {
+    same && wanted.eq(found)
+}
+
+/// Whether what is at `out` is what was asked for; its files' sizes are checked.
+fn same(
+    out: &Location,
+    request: &Export,
+    store: &Store,
+    chosen: &Chosen,
+    note: Note,
+) -> Result<Exported> {
+    if !is_of(&note, request, store, chosen) {
         return Err(Fault::usage("this folder holds another export")
-            .at(request.out.display().to_string())
+            .at(out.to_string())
             .found(format!("{} of store {}", note.format, note.store.short()))
             .wanted(format!("{} of store {}", request.peer.name(), store.manifest().digest.short()))
             .hint("name another --out"));
     }
     for file in note.streams.iter().flat_map(|stream| &stream.files) {
-        let path = request.out.join(&file.name);
-        let about = std::fs::metadata(&path).map_err(|error| Fault::io("read", &path, &error))?;
-        if about.len() != file.bytes {
+        let path = out.join(&file.name);
+        let bytes = path.size().map_err(|error| path.fault("read", &error))?;
+        if bytes != file.bytes {
             return Err(Fault::data("a file of this export changed its size")
-                .at(path.display().to_string())
-                .found(format!("{} bytes", about.len()))
+                .at(path.to_string())
+                .found(format!("{bytes} bytes"))
                 .wanted(format!("{} bytes", file.bytes))
                 .hint("delete the folder and export again"));
         }

@@ -11,16 +11,17 @@ use contract::{Digest, Fault, Hasher, Identity, Ratio, Result};
 use storage::staging::Staging;
 use store::{
     DocumentRecord, FORMAT, InputRecord, Location, Manifest, SourceRecord, Split, TokenizerRecord,
-    disk, open,
+    open,
 };
 
 use super::fill::Filling;
-use super::{Documents, Found, Hints, Peer, Width, datatrove, mds, megatron, olmo};
+use super::units::{Unit, canonical, units};
+use super::{Found, Hints, Peer, Width};
 use crate::build;
 use crate::build::pipeline::held_out;
 use crate::build::request;
 use crate::corpus::check_name;
-use crate::disk::{Disk, Real};
+use crate::disk::Real;
 use crate::dropped::Line;
 use crate::progress::{Measure, Progress};
 use crate::tokenize::{Engine, Tokenizer};
@@ -30,8 +31,8 @@ use crate::tokenize::{Engine, Tokenizer};
 pub struct Part {
     /// The source.
     pub source: String,
-    /// A file or a folder.
-    pub path: PathBuf,
+    /// A file or a folder, here or in a bucket.
+    pub path: Location,
     /// Whether all of it is for validation.
     pub held_out: bool,
 }
@@ -72,46 +73,6 @@ pub enum Imported {
     UpToDate(Manifest),
     /// Imported now; what passed.
     Done(Manifest, String),
-}
-
-/// One of a peer's data files, with all that is needed to open it.
-enum Unit {
-    File(PathBuf),
-    Shard(PathBuf, Box<mds::Shard>),
-}
-
-impl Unit {
-    /// The file that holds its tokens.
-    fn path(&self, peer: Peer) -> PathBuf {
-        match self {
-            Unit::Shard(folder, shard) => folder.join(&shard.raw_data.basename),
-            Unit::File(path) if peer == Peer::Megatron => megatron::pair(path).0,
-            Unit::File(path) => path.clone(),
-        }
-    }
-
-    /// Its bytes, about: for the progress alone.
-    fn bytes(&self, peer: Peer) -> u64 {
-        match self {
-            Unit::Shard(_, shard) => shard.raw_data.bytes,
-            Unit::File(_) => self.path(peer).metadata().map_or(0, |about| about.len()),
-        }
-    }
-
-    fn open(&self, disk: &dyn Disk, peer: Peer, hints: &Hints) -> Result<Box<dyn Documents>> {
-        Ok(match (self, peer) {
-            (Unit::Shard(folder, shard), _) => {
-                Box::new(mds::Reader::open(disk, folder, shard, hints)?)
-            }
-            (Unit::File(path), Peer::Megatron) => {
-                Box::new(megatron::Reader::open(disk, path, hints)?)
-            }
-            (Unit::File(path), Peer::Datatrove) => {
-                Box::new(datatrove::Reader::open(disk, path, hints)?)
-            }
-            (Unit::File(path), _) => Box::new(olmo::Reader::open(disk, path, hints)?),
-        })
-    }
 }
 
 /// Imports.
@@ -226,17 +187,11 @@ fn files(request: &Import) -> Result<Vec<Files<'_>>> {
     for part in &request.parts {
         let (units, index) = units(&Real, request.peer, &part.path)?;
         for unit in &units {
-            let path = unit.path(request.peer);
-            // One that is not there is refused when it is opened, which says more; an MDS shard may lie there packed.
-            let folder = disk::folder_of(&path).canonicalize();
-            let whole = path
-                .canonicalize()
-                .or(folder.map(|folder| folder.join(path.file_name().unwrap_or_default())));
-            let whole = whole.unwrap_or(path);
+            let whole = canonical(unit.path(request.peer));
             if let Some(before) = seen.insert(whole.clone(), part) {
-                let told = |part: &Part| format!("{}={}", part.source, part.path.display());
+                let told = |part: &Part| format!("{}={}", part.source, part.path);
                 return Err(Fault::usage("this file would be imported twice")
-                    .at(whole.display().to_string())
+                    .at(whole.to_string())
                     .found(format!("{} and {}", told(before), told(part)))
                     .hint("name each file once"));
             }
@@ -244,34 +199,6 @@ fn files(request: &Import) -> Result<Vec<Files<'_>>> {
         all.push(Files { part, units, index });
     }
     Ok(all)
-}
-
-/// The data files that a path means, in order, and what else was read to know them.
-fn units(disk: &dyn Disk, peer: Peer, path: &Path) -> Result<(Vec<Unit>, Option<InputRecord>)> {
-    if peer == Peer::Mds {
-        let folder = if path.ends_with(mds::INDEX) { path.parent().unwrap_or(path) } else { path };
-        let (shards, index) = mds::shards(disk, folder)?;
-        let unit = |shard| Unit::Shard(folder.to_owned(), Box::new(shard));
-        return Ok((shards.into_iter().map(unit).collect(), Some(index)));
-    }
-    // What a pair of Megatron's is called may be a folder's name too: the pair goes first.
-    let is_pair = peer == Peer::Megatron && megatron::pair(path).0.exists();
-    if is_pair || !path.is_dir() {
-        return Ok((vec![Unit::File(path.to_owned())], None));
-    }
-    let ending = match peer {
-        Peer::Megatron => ".bin",
-        Peer::Datatrove => ".ds",
-        Peer::Olmo | Peer::Mds => ".npy",
-    };
-    let mut found = disk::entries(path)?;
-    found.retain(|entry| entry.as_os_str().to_string_lossy().ends_with(ending));
-    if found.is_empty() {
-        return Err(Fault::data(format!("this folder holds no file that ends in {ending}"))
-            .at(path.display().to_string())
-            .hint("name the folder that holds the files, or one of the files"));
-    }
-    Ok((found.into_iter().map(Unit::File).collect(), None))
 }
 
 /// One source being imported.
@@ -367,7 +294,7 @@ impl Source<'_> {
     }
 
     /// What the manifest will say of every document must be true of this one.
-    fn check_markers(&self, tokens: &[u32], path: &Path, row: u64) -> Result<()> {
+    fn check_markers(&self, tokens: &[u32], path: &Location, row: u64) -> Result<()> {
         let TokenizerRecord { begin, end, .. } = &self.manifest.tokenizer;
         let sides = [("begin", begin, tokens.first()), ("end", end, tokens.last())];
         for (side, wanted, found) in sides {
@@ -377,7 +304,7 @@ impl Source<'_> {
                 return Err(Fault::data(format!(
                     "a document does not {side} with the token that --{side} names"
                 ))
-                .at(format!("{}: document {row}", path.display()))
+                .at(format!("{path}: document {row}"))
                 .found(found)
                 .wanted(wanted)
                 .hint(format!(
@@ -392,23 +319,4 @@ impl Source<'_> {
 /// What decides whether a document without text is held out.
 fn content(tokens: &[u32]) -> Digest {
     Hasher::new().tag("imported.v1").u32s(tokens).finish()
-}
-
-/// Every document of the files at `path`, and of nothing else: what the tests try to break.
-#[cfg(test)]
-pub(super) fn read_through(
-    disk: &dyn Disk,
-    peer: Peer,
-    path: &Path,
-    hints: &Hints,
-) -> Result<Vec<(Option<String>, Vec<u32>)>> {
-    let (mut found, mut tokens) = (Vec::new(), Vec::new());
-    for unit in units(disk, peer, path)?.0 {
-        let mut documents = unit.open(disk, peer, hints)?;
-        while let Some(Found { id, .. }) = documents.next(&mut tokens)? {
-            found.push((id, tokens.clone()));
-        }
-        documents.inputs();
-    }
-    Ok(found)
 }

@@ -65,6 +65,22 @@ pub(super) struct RawFile {
     pub(super) hashes: BTreeMap<String, String>,
 }
 
+impl Shard {
+    /// The names of its files, plain and packed, as far as they are names of files in its own folder.
+    pub(super) fn files(&self) -> Vec<String> {
+        let files = [Some(&self.raw_data), self.zip_data.as_ref()].into_iter().flatten();
+        files.filter(|file| file.is_beside()).map(|file| file.basename.clone()).collect()
+    }
+}
+
+impl RawFile {
+    /// Whether it is named as a file of the folder that names it.
+    fn is_beside(&self) -> bool {
+        let mut parts = Path::new(&self.basename).components();
+        matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None))
+    }
+}
+
 /// The shards of the data set in `folder`, and its index as an input.
 pub(super) fn shards(disk: &dyn Disk, folder: &Path) -> Result<(Vec<Shard>, InputRecord)> {
     let path = folder.join(INDEX);
@@ -254,8 +270,7 @@ impl Reader {
 fn load(disk: &dyn Disk, folder: &Path, shard: &Shard) -> Result<(PathBuf, Vec<u8>, InputRecord)> {
     let raw = &shard.raw_data;
     for file in [Some(raw), shard.zip_data.as_ref()].into_iter().flatten() {
-        let mut parts = Path::new(&file.basename).components();
-        if !matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None)) {
+        if !file.is_beside() {
             return Err(damaged(&folder.join(INDEX), "it names a file outside its folder")
                 .found(format!("{:?}", file.basename)));
         }

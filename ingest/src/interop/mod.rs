@@ -21,6 +21,7 @@ mod shard;
 #[cfg(test)]
 mod tests;
 mod tokens;
+mod units;
 
 use std::path::Path;
 

@@ -15,7 +15,8 @@ use store::{Split, Store};
 use tempfile::TempDir;
 
 use super::export::{Export, Exported, export};
-use super::import::{Import, Imported, Part, import, read_through};
+use super::import::{Import, Imported, Part, import};
+use super::units::read_through;
 use super::{Hints, Peer, Width};
 use crate::disk::Real;
 use crate::testing::bytes_tokenizer;
@@ -60,7 +61,7 @@ impl Bench {
     fn import(&self, peer: Peer, store: &str, parts: &[(&Path, bool)]) -> Import {
         let part = |(path, held_out): &(&Path, bool)| Part {
             source: "web".to_owned(),
-            path: path.to_path_buf(),
+            path: path.to_path_buf().into(),
             held_out: *held_out,
         };
         Import {
@@ -81,7 +82,14 @@ impl Bench {
 
     fn export(&self, peer: Peer, store: &str, out: &str) -> Export {
         let (store, out) = (self.path(store), self.path(out));
-        Export { store: store.into(), out, peer, source: None, split: None, quiet: true }
+        Export {
+            store: store.into(),
+            out: out.into(),
+            peer,
+            source: None,
+            split: None,
+            quiet: true,
+        }
     }
 
     /// Where an export's stream lies, as import takes it.

@@ -17,6 +17,7 @@
 
 mod cache;
 mod client;
+pub mod copies;
 pub mod crash;
 pub mod publish;
 pub mod staging;

@@ -1,4 +1,4 @@
-//! A store that was built here is put into a bucket: every file, then the manifest.
+//! A store that was built here is put into a bucket: every file, then the manifest. An export goes the same way.
 //!
 //! Each object is created only where there is none. Where there is one, its content is compared: the same is as good
 //! as put (an earlier, killed run; a lost answer; another builder of the same store), another one is refused. So two
@@ -32,28 +32,32 @@ pub fn scratch(target: &Object) -> Result<PathBuf> {
     Ok(folder.join("builds").join(key.to_string()))
 }
 
-/// The bytes of all files that [`publish`] puts.
-pub fn bytes(folder: &Path, manifest: &Manifest) -> Result<u64> {
-    manifest.files().iter().map(|file| size(&folder.join(&file.path))).sum()
+/// The names of a store's files, the manifest last.
+pub fn files(manifest: &Manifest) -> Vec<String> {
+    manifest.files().into_iter().map(|file| file.path).collect()
+}
+
+/// The bytes of some files of a folder.
+pub fn bytes(folder: &Path, names: &[String]) -> Result<u64> {
+    names.iter().map(|name| size(&folder.join(name))).sum()
 }
 
 fn size(file: &Path) -> Result<u64> {
     Ok(fs::metadata(file).map_err(|error| Fault::io("read", file, &error))?.len())
 }
 
-/// Puts the store in `folder` to `target`. Calls `passed` with bytes as they go, with each
-/// file's own number in all.
+/// Puts the files `names` of `folder` to `target`, in their order: the last is to be the one that makes the rest whole.
+/// Calls `passed` with bytes as they go, with each file's own number in all.
 pub fn publish(
     folder: &Path,
     target: &Object,
-    manifest: &Manifest,
+    names: &[String],
     passed: &dyn Fn(u64),
 ) -> Result<()> {
     let client = Client::new();
     let client = client.map_err(|error| Location::Object(target.clone()).fault("reach", &error))?;
-    // The manifest is the last of them: it makes the rest a store.
-    manifest.files().iter().try_for_each(|file| {
-        let (from, to) = (folder.join(&file.path), target.address().join(&file.path));
+    names.iter().try_for_each(|name| {
+        let (from, to) = (folder.join(name), target.address().join(name));
         let left = Cell::new(size(&from)?);
         let told = |bytes: u64| {
             // What is sent again has been told.

@@ -1,7 +1,5 @@
 //! `zdata export`.
 
-use std::path::PathBuf;
-
 use contract::{Result, note};
 use ingest::interop::Peer;
 use ingest::interop::export::{Export, Exported, Note, export};
@@ -18,9 +16,9 @@ pub(crate) struct Args {
     /// Whose layout.
     #[arg(long, value_enum)]
     format: Format,
-    /// The folder to make: files lie in OUT/SOURCE/SPLIT.
-    #[arg(long, value_parser = super::local("export into a folder, and copy that into the bucket"))]
-    out: PathBuf,
+    /// The folder to make, or s3://bucket/key: files lie in OUT/SOURCE/SPLIT.
+    #[arg(long, value_parser = super::place())]
+    out: Location,
     /// This source only.
     #[arg(long)]
     source: Option<String>,
@@ -95,7 +93,7 @@ fn text(request: &Export, note: &Note) -> String {
             stream.split,
             stream.documents,
             stream.tokens,
-            request.out.join(first).display(),
+            request.out.join(first),
         );
     }
     told

@@ -24,12 +24,12 @@ pub(crate) struct Args {
     /// The tokenizer.json that made the tokens: every id is held against it.
     #[arg(long, value_parser = super::place())]
     tokenizer: Location,
-    /// A source and its files, or a folder of them; again for more.
+    /// A source and its files, or a folder of them, here or at s3://bucket/key; again for more.
     #[arg(long = "source", value_name = "NAME=PATH", value_parser = part)]
-    sources: Vec<(String, PathBuf)>,
+    sources: Vec<(String, Location)>,
     /// The same, all of it held out for validation.
     #[arg(long, value_name = "NAME=PATH", value_parser = part)]
-    held_out: Vec<(String, PathBuf)>,
+    held_out: Vec<(String, Location)>,
     /// How a token is stored, where no header says it: uint16, uint32, int64 and so on.
     #[arg(long, value_parser = width)]
     dtype: Option<Width>,
@@ -53,11 +53,11 @@ pub(crate) struct Args {
     json: bool,
 }
 
-fn part(text: &str) -> std::result::Result<(String, PathBuf), String> {
+fn part(text: &str) -> std::result::Result<(String, Location), String> {
     match text.split_once('=') {
         Some((name, path)) if !name.is_empty() && !path.is_empty() => {
-            let local = storage::local_argument(path.as_ref(), "copy the files here first");
-            Ok((name.to_owned(), local.map_err(|fault| fault.to_string())?))
+            let place = storage::locate(path).map_err(|fault| fault.to_string())?;
+            Ok((name.to_owned(), place))
         }
         _ => Err(format!("expected NAME=PATH, found {text:?}")),
     }
@@ -79,7 +79,7 @@ fn share(text: &str) -> std::result::Result<Ratio, String> {
 
 /// Does it.
 pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
-    let part = |(source, path): (String, PathBuf), held_out| Part { source, path, held_out };
+    let part = |(source, path): (String, Location), held_out| Part { source, path, held_out };
     let train = args.sources.into_iter().map(|named| part(named, false));
     let request = Import {
         store: args.store,

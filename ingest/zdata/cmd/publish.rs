@@ -40,7 +40,8 @@ pub(super) fn publish(
     manifest: &Manifest,
     quiet: bool,
 ) -> Result<()> {
-    let bytes = publish::bytes(folder, manifest)?;
+    let files = publish::files(manifest);
+    let bytes = publish::bytes(folder, &files)?;
     let progress = Progress::new("publish", Measure::Bytes, bytes, quiet);
-    progress.during(|passed| publish::publish(folder, target, manifest, passed))
+    progress.during(|passed| publish::publish(folder, target, &files, passed))
 }

@@ -1,0 +1,201 @@
+//! The data files that a place means, and how each is opened: here, or in a bucket by its copy on this machine.
+
+use std::path::{Path, PathBuf};
+
+use contract::{Fault, Result};
+use storage::copies::Copies;
+use store::{InputRecord, Location, disk};
+
+use super::{Documents, Found, Hints, Peer, datatrove, mds, megatron, olmo};
+use crate::disk::Disk;
+
+/// One of a peer's data files, with all that is needed to open it.
+pub(super) enum Unit {
+    File(Location),
+    Shard(Location, Box<mds::Shard>),
+}
+
+impl Unit {
+    /// The file that holds its tokens.
+    pub(super) fn path(&self, peer: Peer) -> Location {
+        match self {
+            Unit::Shard(folder, shard) => folder.join(&shard.raw_data.basename),
+            Unit::File(path) if peer == Peer::Megatron => {
+                let (bin, _) = megatron::pair(Path::new(&path.name()));
+                path.folder().join(&bin.to_string_lossy())
+            }
+            Unit::File(path) => path.clone(),
+        }
+    }
+
+    /// Its bytes, about: for the progress alone.
+    pub(super) fn bytes(&self, peer: Peer) -> u64 {
+        match self {
+            Unit::Shard(_, shard) => shard.raw_data.bytes,
+            Unit::File(_) => self.path(peer).size().unwrap_or(0),
+        }
+    }
+
+    pub(super) fn open(
+        &self,
+        disk: &dyn Disk,
+        peer: Peer,
+        hints: &Hints,
+    ) -> Result<Box<dyn Documents>> {
+        let (place, names) = match self {
+            Unit::File(path) => (path, files_of(peer, &path.name())),
+            Unit::Shard(folder, shard) => (folder, shard.files()),
+        };
+        match place {
+            Location::Local(path) => self.open_at(path, disk, peer, hints),
+            Location::Object(_) => {
+                let is_file = matches!(self, Unit::File(_));
+                let folder = if is_file { place.folder() } else { place.clone() };
+                let copies = Copies::of(&folder, &names)?;
+                let path =
+                    if is_file { copies.path(&place.name()) } else { copies.folder().into() };
+                let documents = self.open_at(&path, disk, peer, hints);
+                let documents = documents.map_err(|fault| copies.told(fault))?;
+                Ok(Box::new(Copied { documents, copies }))
+            }
+        }
+    }
+
+    /// Opens it where it is on this machine: the file, or the folder of a shard.
+    fn open_at(
+        &self,
+        path: &Path,
+        disk: &dyn Disk,
+        peer: Peer,
+        hints: &Hints,
+    ) -> Result<Box<dyn Documents>> {
+        Ok(match (self, peer) {
+            (Unit::Shard(_, shard), _) => Box::new(mds::Reader::open(disk, path, shard, hints)?),
+            (Unit::File(_), Peer::Megatron) => Box::new(megatron::Reader::open(disk, path, hints)?),
+            (Unit::File(_), Peer::Datatrove) => {
+                Box::new(datatrove::Reader::open(disk, path, hints)?)
+            }
+            (Unit::File(_), _) => Box::new(olmo::Reader::open(disk, path, hints)?),
+        })
+    }
+}
+
+/// The names of a data file and of all that may lie beside it.
+fn files_of(peer: Peer, name: &str) -> Vec<String> {
+    let text = |path: PathBuf| path.to_string_lossy().into_owned();
+    match peer {
+        Peer::Megatron => {
+            let (bin, idx) = megatron::pair(Path::new(name));
+            vec![text(bin), text(idx)]
+        }
+        Peer::Datatrove => {
+            ["", ".index", ".metadata", ".loss"].map(|end| format!("{name}{end}")).into()
+        }
+        Peer::Olmo | Peer::Mds => vec![name.to_owned(), text(olmo::csv_of(Path::new(name)))],
+    }
+}
+
+/// Documents of objects, read from their copies.
+struct Copied {
+    documents: Box<dyn Documents>,
+    copies: Copies,
+}
+
+impl Copied {
+    fn input(copies: &Copies, record: InputRecord) -> InputRecord {
+        let path = copies.object(&record.path).unwrap_or(record.path);
+        InputRecord { path, ..record }
+    }
+}
+
+impl Documents for Copied {
+    fn next(&mut self, tokens: &mut Vec<u32>) -> Result<Option<Found>> {
+        self.documents.next(tokens).map_err(|fault| self.copies.told(fault))
+    }
+
+    fn inputs(&self) -> Vec<InputRecord> {
+        let inputs = self.documents.inputs().into_iter();
+        inputs.map(|record| Copied::input(&self.copies, record)).collect()
+    }
+}
+
+/// The one name of a file. One that is not there is refused when it is opened, which says more; an MDS shard may lie there
+/// packed.
+pub(super) fn canonical(file: Location) -> Location {
+    let Location::Local(path) = file else { return file };
+    let folder = disk::folder_of(&path).canonicalize();
+    let beside = folder.map(|folder| folder.join(path.file_name().unwrap_or_default()));
+    Location::Local(path.canonicalize().or(beside).unwrap_or(path))
+}
+
+/// The data files that a place means, in order, and what else was read to know them.
+pub(super) fn units(
+    disk: &dyn Disk,
+    peer: Peer,
+    place: &Location,
+) -> Result<(Vec<Unit>, Option<InputRecord>)> {
+    if peer == Peer::Mds {
+        return shards(disk, place);
+    }
+    // What a pair of Megatron's is called may be a folder's name too: the pair goes first.
+    let file = Unit::File(place.clone());
+    if file.path(peer).is_file()? {
+        return Ok((vec![file], None));
+    }
+    let ending = match peer {
+        Peer::Megatron => ".bin",
+        Peer::Datatrove => ".ds",
+        Peer::Olmo | Peer::Mds => ".npy",
+    };
+    let mut found: Vec<Location> = match place {
+        Location::Local(path) if !path.is_dir() => return Ok((vec![file], None)),
+        Location::Local(path) => disk::entries(path)?.into_iter().map(Location::Local).collect(),
+        Location::Object(object) => {
+            let names = object.list().map_err(|error| place.fault("list", &error))?;
+            let here = names.iter().filter(|name| !name.contains('/'));
+            here.map(|name| place.join(name)).collect()
+        }
+    };
+    found.retain(|file| file.name().ends_with(ending));
+    if found.is_empty() {
+        return Err(Fault::data(format!("this folder holds no file that ends in {ending}"))
+            .at(place.to_string())
+            .hint("name the folder that holds the files, or one of the files"));
+    }
+    Ok((found.into_iter().map(Unit::File).collect(), None))
+}
+
+/// The shards of an MDS data set, and its index.
+fn shards(disk: &dyn Disk, place: &Location) -> Result<(Vec<Unit>, Option<InputRecord>)> {
+    let folder = if place.name() == mds::INDEX { place.folder() } else { place.clone() };
+    let (shards, index) = match &folder {
+        Location::Local(path) => mds::shards(disk, path)?,
+        Location::Object(_) => {
+            let copies = Copies::of(&folder, &[mds::INDEX.to_owned()])?;
+            let found = mds::shards(disk, copies.folder());
+            let (shards, index) = found.map_err(|fault| copies.told(fault))?;
+            (shards, Copied::input(&copies, index))
+        }
+    };
+    let unit = |shard| Unit::Shard(folder.clone(), Box::new(shard));
+    Ok((shards.into_iter().map(unit).collect(), Some(index)))
+}
+
+/// Every document of the files at `path`, and of nothing else: what the tests try to break.
+#[cfg(test)]
+pub(super) fn read_through(
+    disk: &dyn Disk,
+    peer: Peer,
+    path: &Path,
+    hints: &Hints,
+) -> Result<Vec<(Option<String>, Vec<u32>)>> {
+    let (mut found, mut tokens) = (Vec::new(), Vec::new());
+    for unit in units(disk, peer, &path.into())?.0 {
+        let mut documents = unit.open(disk, peer, hints)?;
+        while let Some(Found { id, .. }) = documents.next(&mut tokens)? {
+            found.push((id, tokens.clone()));
+        }
+        documents.inputs();
+    }
+    Ok(found)
+}

@@ -1,0 +1,65 @@
+//! Objects of one folder as files of one folder on this machine, under their own names.
+//!
+//! Some formats find a file beside another by its name. The files are links to copies in the cache, which stay there as long
+//! as this lives; errors and records that name them are told of the objects.
+
+use std::io::ErrorKind;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+use contract::{Fault, Result};
+use store::Location;
+use store::location::LocalFile;
+use tempfile::TempDir;
+
+/// Copies of some objects.
+pub struct Copies {
+    folder: TempDir,
+    from: Location,
+    _held: Vec<LocalFile>,
+}
+
+impl Copies {
+    /// Fetches those of `names` that are there from the folder `from`.
+    pub fn of(from: &Location, names: &[String]) -> Result<Self> {
+        let folder = tempfile::tempdir();
+        let folder = folder.map_err(|error| Fault::io("create", &std::env::temp_dir(), &error))?;
+        let mut held = Vec::new();
+        for name in names {
+            let object = from.join(name);
+            let copy = match object.fetch() {
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                copy => copy.map_err(|error| object.fault("fetch", &error))?,
+            };
+            let link = folder.path().join(name);
+            let linked = std::path::absolute(copy.path()).and_then(|path| symlink(path, &link));
+            linked.map_err(|error| Fault::io("create", &link, &error))?;
+            held.push(copy);
+        }
+        Ok(Copies { folder, from: from.clone(), _held: held })
+    }
+
+    /// Where the copy of the object called `name` is.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// What a name here is the copy of, with all that stands behind it; `None` for another name.
+    pub fn object(&self, name: &str) -> Option<String> {
+        let within = name.strip_prefix(self.folder.path().to_str()?)?;
+        Some(format!("{}{within}", self.from))
+    }
+
+    /// The folder itself.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// The fault, told of the object.
+    pub fn told(&self, fault: Fault) -> Fault {
+        match fault.place().and_then(|place| self.object(place)) {
+            Some(place) => fault.at(place),
+            None => fault,
+        }
+    }
+}
