@@ -116,7 +116,7 @@ impl Iterator for Documents {
     fn next(&mut self) -> Option<Result<DocumentRecord>> {
         while self.batch.as_ref().is_none_or(|batch| self.at == batch.num_rows()) {
             let Documents { path, file, reader, .. } = self;
-            let fault = |error| file.or_machine(path, strange(path, error));
+            let fault = |error| file.or_machine(&*path, strange(path, error));
             let next = || reader.next().transpose().map_err(fault);
             match guarded(next, |what| strange(path, what)).transpose()? {
                 Ok(batch) => (self.batch, self.at) = (Some(batch), 0),
