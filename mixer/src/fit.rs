@@ -41,7 +41,7 @@ impl Lengths {
     /// That of document number `document` of the source's training stream.
     pub fn of(&self, document: u64) -> usize {
         let all = self.sums.last().copied().unwrap_or_default();
-        let drawn = u128::from(draw(self.key, Purpose::Length, document)) * u128::from(all) >> 64;
+        let drawn = (u128::from(draw(self.key, Purpose::Length, document)) * u128::from(all)) >> 64;
         self.sums.partition_point(|sum| u128::from(*sum) <= drawn)
     }
 }
