@@ -216,14 +216,14 @@ impl<'a> Chunks<'a> {
         let own = Tensor::f_stack(parts, 0)?;
         let by_chunk = match self.line {
             None => own,
-            Some(line) => self.from_all(line, &own)?,
+            Some(line) => self.all_of(line, &own)?,
         };
         let by_chunk = by_chunk.f_view([self.dealt.chunks as i64, self.grid.rows, -1])?;
         Ok(by_chunk.f_transpose(0, 1)?.f_reshape([-1])?)
     }
 
     /// What every place has for its chunks, `[c, n]`, f32, in the order of chunks.
-    fn from_all(&self, line: &dyn Line, own: &Tensor) -> kernels::Result<Tensor> {
+    fn all_of(&self, line: &dyn Line, own: &Tensor) -> kernels::Result<Tensor> {
         let Dealt { chunks, degree, place } = self.dealt;
         let give: Vec<Tensor> =
             (0..degree).map(|_| own.f_reshape([-1])).collect::<std::result::Result<_, _>>()?;

@@ -144,6 +144,9 @@ impl Saved {
 #[derive(Default)]
 struct KeySums(BTreeMap<KeyPart, Nodes<Vec<Tensor>>>);
 
+/// A block of such a tree: whose keys, its first leaf, its level, the sums for keys and values.
+type Block = (KeyPart, u64, u32, Vec<Tensor>);
+
 impl KeySums {
     /// Takes what the queries of a chunk here have for all keys that they see.
     fn add(
@@ -203,7 +206,7 @@ impl KeySums {
         own: &BTreeSet<KeyPart>,
         give: &[Vec<Tensor>],
         [heads, width, values]: [i64; 3],
-    ) -> Result<Vec<(KeyPart, u64, u32, Vec<Tensor>)>> {
+    ) -> Result<Vec<Block>> {
         let (dealt, mut found) = (all.shared(), Vec::new());
         let Some(line) = all.line() else { return Ok(found) };
         let empty = || Tensor::f_empty([0], (Kind::Float, all.of(0).tokens.device()));
