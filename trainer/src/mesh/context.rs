@@ -20,8 +20,8 @@ use kernels::tree::{Counter, Sum as _, blocks};
 use tch::{Kind, Tensor};
 
 use super::axes::{Axis, Mesh};
-use super::sink::Gradients;
 use super::slices::Slices;
+use super::sum;
 use super::team::Lines;
 use crate::model::{ChunkSum, Coming, Dealt, Line, ParamId, ParamSpec, Role, Sink, Term, Used};
 use crate::refusal::{lost, refused};
@@ -143,10 +143,10 @@ pub(crate) struct Shared<'a> {
 }
 
 /// The sink of a micro-batch that is shared: each gradient leaves it as this rank's slice.
-pub(crate) struct SharedSink<'a> {
+pub(crate) struct SharedSink<'a, 'b> {
     shared: Shared<'a>,
     /// Where slices go, and the micro-batch's number; nowhere, if all that is asked for is the checksum.
-    into: Option<(&'a Gradients, u64)>,
+    into: Option<(&'a sum::Sum<'b>, u64)>,
     /// Under way, oldest first: while one parameter travels the next one is computed.
     under_way: VecDeque<Travelling<'a>>,
     /// First terms that wait for second ones.
@@ -165,9 +165,9 @@ struct Travelling<'a> {
     experts: Option<(i64, usize, Box<dyn Coming + 'a>)>,
 }
 
-impl<'a> SharedSink<'a> {
+impl<'a, 'b> SharedSink<'a, 'b> {
     /// Of a micro-batch whose slices go where `into` says.
-    pub(crate) fn new(shared: Shared<'a>, into: Option<(&'a Gradients, u64)>) -> Self {
+    pub(crate) fn new(shared: Shared<'a>, into: Option<(&'a sum::Sum<'b>, u64)>) -> Self {
         let (under_way, first) = (VecDeque::new(), BTreeMap::new());
         SharedSink { shared, into, under_way, first, checksum: 0 }
     }
@@ -232,11 +232,11 @@ impl<'a> SharedSink<'a> {
                 checksum::slice(&part, range.start as u64, salt(Part::LeafGradient, id.index()));
             self.checksum = self.checksum.wrapping_add(own);
         }
-        self.into.map_or(Ok(()), |(gradients, leaf)| gradients.add(id.index(), leaf, sum))
+        self.into.map_or(Ok(()), |(all, leaf)| all.add(id.index(), leaf, sum))
     }
 }
 
-impl Sink for SharedSink<'_> {
+impl Sink for SharedSink<'_, '_> {
     fn gradient(&mut self, id: ParamId, _: Tensor) -> Result<()> {
         Err(Fault::bug(format!(
             "parameter {} has a whole gradient on one of several ranks",

@@ -12,14 +12,20 @@
 //! Ranks here are places of the line of gradients (`team::Lines`): all ranks, unless some share micro-batches. Then each has of a
 //! gradient what the owners on its line own, and pieces and owners are counted in that (`slices`).
 //!
-//! Transfers between devices come in rounds of the exchange (see `kernels::group`), which both ends number alike: first the
-//! blocks of a round that stay on a machine, the k-th of every rank together, then those that leave it, the k-th of every
-//! machine. A rank closes them in that order, each as soon as it has computed or added what it sends: nothing that it waits
-//! for before comes in a later one, so no two ranks wait for each other. Between CPUs all of this means nothing.
+//! Subtree-first has one round, in which each rank has a run of leaves, and one bucket that holds every parameter: blocks leave
+//! when their leaves are computed. Streaming has a round for each turn and a bucket for each layer: what a layer has leaves
+//! while the layers below it are still on their way back. A round's share of a bucket is a stage; every rank goes through all
+//! stages in one order, sends what it has for one, and then has added what was sent [`BEHIND`] stages before, on several
+//! machines twice as many. So what is alive at a time depends on the ranks and the largest layer, not on the leaves nor on the
+//! model.
 //!
-//! Subtree-first has one round, in which each rank has a run of leaves. Streaming has a round for each turn. A round is
-//! received and added up while the next one is computed, on several machines the round before it, so that what is alive at
-//! a time depends on the ranks and not on the leaves.
+//! No two ranks wait for each other: whoever is at stage t waits for what others have sent in stages before t alone, or for
+//! messages of layers that it has come to itself; so whoever is furthest behind waits for nobody.
+//!
+//! Transfers between devices come in rounds of the exchange (see `kernels::group`), which both ends number alike: first the
+//! blocks of a stage that stay on a machine, the k-th of every rank together, then those that leave it, the k-th of every
+//! machine. A rank closes them in that order, each as soon as it has computed or added what it sends: nothing that it waits
+//! for before comes in a later one. Between CPUs all of this means nothing.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -29,96 +35,172 @@ use kernels::group::{Arrival, Exchange};
 use kernels::tree::{Blocks, Counter, blocks};
 use tch::{Kind, Tensor};
 
+use super::buckets::{self, Buckets};
 use super::sink::Gradients;
-use super::team::Lines;
+use super::team::{Lines, Schedule};
 use crate::refusal::lost;
-use crate::state::ownership::{self, Piece};
+use crate::state::ownership::Piece;
 use crate::timing;
+
+/// How many stages a rank is ahead of what it has added.
+pub(crate) const BEHIND: usize = 2;
 
 /// The gradients of one step, under way.
 pub(crate) struct Gather<'a> {
     lines: &'a Lines<'a>,
     pieces: &'a [Piece],
+    buckets: Buckets,
+    /// The elements of each bucket that each rank owns.
+    lengths: Vec<Vec<i64>>,
     exchange: Exchange<'a>,
     /// The leaves of each place, by round.
     parts: Vec<Vec<Range<u64>>>,
     /// Of this rank's next leaf: its round, and its place in it.
     at: (usize, u64),
-    /// How many blocks of that round it has sent.
+    /// How many parameters of a bucket have come, by leaf and bucket.
+    came: BTreeMap<(u64, usize), usize>,
+    /// The next stage that this rank sends.
+    stage: usize,
+    /// How many blocks of that stage it has sent.
     sent: u64,
+    /// How many sends had been begun when each stage was sent that may still be under way.
+    leaving: VecDeque<usize>,
     /// What this rank has for itself of each of its blocks.
     mine: VecDeque<Tensor>,
     /// What comes from each rank, block after block: from here, for the gate that this rank is, or from a gate elsewhere.
     coming: Vec<VecDeque<Arrival<'a>>>,
     /// This rank's pieces of this machine's blocks.
     joined: VecDeque<Tensor>,
-    sum: Counter<Tensor>,
-    /// The next round to be asked for, to be joined on this machine, and to be added by the owner.
+    /// Of this rank's pieces, by bucket.
+    sums: Vec<Counter<Tensor>>,
+    /// The next stage to be asked for, to be joined on this machine, and to be added by the owner.
     next: [usize; 3],
 }
 
 impl<'a> Gather<'a> {
-    /// Begins a step of `leaves` leaves. The first round is asked for before anything is computed, so that what is ready
+    /// Begins a step of `leaves` leaves. The first stages are asked for before anything is computed, so that what is ready
     /// travels while leaves are still being computed.
-    pub(crate) fn begin(lines: &'a Lines<'a>, pieces: &'a [Piece], leaves: u64) -> Result<Self> {
+    pub(crate) fn begin(
+        lines: &'a Lines<'a>,
+        pieces: &'a [Piece],
+        buckets: Buckets,
+        leaves: u64,
+    ) -> Result<Self> {
         let parts = lines.parts(leaves)?;
         let coming = parts.iter().map(|_| VecDeque::new()).collect();
+        let count = buckets.count();
+        let lengths = buckets.lengths(pieces, parts.len())?;
         let mut gather = Gather {
             lines,
             pieces,
+            buckets,
+            lengths,
             exchange: lines.team.group.begin("the gathering of gradients").map_err(lost)?,
             parts,
             at: (0, 0),
+            came: BTreeMap::new(),
+            stage: 0,
             sent: 0,
+            leaving: VecDeque::new(),
             mine: VecDeque::new(),
             coming,
             joined: VecDeque::new(),
-            sum: Counter::new(),
+            sums: (0..count).map(|_| Counter::new()).collect(),
             next: [0; 3],
         };
         gather.ask(1)?;
         Ok(gather)
     }
 
-    /// Sends what is complete of `gradients` with this rank's next leaf.
-    pub(crate) fn leaf(&mut self, gradients: &Gradients) -> Result<()> {
-        let (round, place) = self.at;
-        if place == 0 && round > 0 {
-            self.turn(round)?;
+    /// Hears that `gradients` has what leaf `leaf` has for a parameter. Where each leaf is a block, all buckets that are complete
+    /// leave, in their order: a bucket waits for those of the leaf before.
+    pub(crate) fn came(
+        &mut self,
+        leaf: u64,
+        parameter: usize,
+        gradients: &Gradients,
+    ) -> Result<()> {
+        if !self.streams() {
+            return Ok(());
         }
-        let part = self.parts[self.me() as usize][round].clone();
-        let size = part.end - part.start;
-        let computed = part.start + place + 1;
-        let mut blocks = blocks(part.start, part.end).into_iter();
-        if let Some((_, first)) = blocks.find(|(level, first)| first + (1 << level) == computed) {
-            self.send(round, gradients, first)?;
-        }
-        self.at = (round, place + 1);
-        if place + 1 == size {
-            (self.at, self.sent) = ((round + 1, 0), 0);
-            // What comes from ranks that have more blocks may travel too.
-            self.exchange.close(near(round, ALL)).map_err(lost)?;
+        let bucket = self.buckets.of(parameter)?;
+        *self.came.entry((leaf, bucket)).or_default() += 1;
+        while self.stage < self.stages() {
+            let (round, bucket) = self.place(self.stage);
+            let first = self.parts[self.me() as usize][round].start;
+            let whole = self.buckets.parameters(bucket).count();
+            if self.came.get(&(first, bucket)).is_none_or(|count| *count < whole) {
+                break;
+            }
+            self.came.remove(&(first, bucket));
+            self.turn(self.stage)?;
+            self.send(gradients, first)?;
+            self.sent_all()?;
         }
         Ok(())
     }
 
-    /// This rank's pieces of the sum, one after the other, once every rank has computed its leaves.
-    pub(crate) fn finish(mut self) -> Result<Tensor> {
-        let rounds = self.rounds();
-        self.ask(rounds)?;
-        self.join(rounds)?;
-        self.add(rounds)?;
-        let Gather { exchange, sum, .. } = self;
+    /// Hears that this rank's next leaf is computed, and sends the block that is complete with it.
+    pub(crate) fn leaf(&mut self, gradients: &Gradients) -> Result<()> {
+        if self.streams() {
+            return Ok(());
+        }
+        let (round, place) = self.at;
+        let part = self.parts[self.me() as usize][round].clone();
+        let computed = part.start + place + 1;
+        let mut blocks = blocks(part.start, part.end).into_iter();
+        if let Some((_, first)) = blocks.find(|(level, first)| first + (1 << level) == computed) {
+            self.send(gradients, first)?;
+        }
+        self.at = (round, place + 1);
+        if computed == part.end {
+            self.sent_all()?;
+        }
+        Ok(())
+    }
+
+    /// Hears that this rank has computed all of its leaves. One without a leaf in the last round has nothing to send there, but
+    /// adds what its machine has for the others: before it waits for them elsewhere.
+    pub(crate) fn computed(&mut self) -> Result<()> {
+        for stage in self.stage..self.stages() {
+            self.turn(stage)?;
+        }
+        self.stage = self.stages();
+        Ok(())
+    }
+
+    /// This rank's pieces of the sum by bucket, one after the other in each, once every rank has computed its leaves.
+    pub(crate) fn finish(mut self) -> Result<Vec<(Piece, Tensor)>> {
+        let stages = self.stages();
+        self.ask(stages)?;
+        self.join(stages)?;
+        self.add(stages)?;
+        let (me, none) = (self.me(), || Fault::bug("a step had no leaves"));
+        let Gather { exchange, sums, buckets, pieces, .. } = self;
         {
             let _watch = timing::part(timing::Part::Blocks);
             exchange.finish().map_err(lost)?;
         }
-        sum.finish().ok_or_else(|| Fault::bug("a step had no leaves"))
+        let mut found = Vec::new();
+        for (bucket, sum) in sums.into_iter().enumerate() {
+            let (sum, mut at) = (sum.finish().ok_or_else(none)?, 0);
+            for piece in buckets.pieces(bucket, pieces).filter(|piece| piece.owner == me) {
+                let part = sum.narrow(0, at, piece.length()).view(piece.shape.as_slice());
+                at += piece.length();
+                found.push((piece.clone(), part));
+            }
+        }
+        Ok(found)
     }
 
-    /// The elements of the pieces of `owner`.
-    fn length(&self, owner: u32) -> i64 {
-        ownership::length(self.pieces, owner)
+    /// Whether every leaf is a block, whose buckets leave one by one.
+    fn streams(&self) -> bool {
+        self.lines.team.schedule == Schedule::Streaming
+    }
+
+    /// The elements of the pieces of `owner` in a bucket.
+    fn length(&self, owner: u32, bucket: usize) -> i64 {
+        self.lengths[bucket][owner as usize]
     }
 
     fn me(&self) -> u32 {
@@ -130,8 +212,13 @@ impl<'a> Gather<'a> {
         self.lines.data.ranks[place as usize]
     }
 
-    fn rounds(&self) -> usize {
-        self.parts.first().map_or(0, Vec::len)
+    fn stages(&self) -> usize {
+        self.parts.first().map_or(0, Vec::len) * self.lengths.len()
+    }
+
+    /// The round and the bucket of a stage.
+    fn place(&self, stage: usize) -> (usize, usize) {
+        (stage / self.lengths.len(), stage % self.lengths.len())
     }
 
     /// The leaves of a machine in a round: those of its ranks follow each other.
@@ -146,31 +233,33 @@ impl<'a> Gather<'a> {
         std::iter::once(rank).chain(self.lines.data.nodes.behind(rank)).collect()
     }
 
-    /// The first leaf of `round` is computed: what was sent and received of the rounds before, while it was, is let go of
-    /// and added before anything new is sent. So there is one round under way at a time.
-    fn turn(&mut self, round: usize) -> Result<()> {
-        {
+    /// Before this rank sends what it has for `stage`: what was sent and received long enough ago is let go of and added.
+    fn turn(&mut self, stage: usize) -> Result<()> {
+        self.ask(stage + BEHIND)?;
+        let before = |stages: usize| (stage + 1).saturating_sub(stages);
+        if self.leaving.len() >= BEHIND {
             let _watch = timing::part(timing::Part::Blocks);
-            self.exchange.left(self.exchange.begun()).map_err(lost)?;
+            let count = self.leaving.pop_front().unwrap_or(0);
+            self.exchange.left(count).map_err(lost)?;
         }
-        self.join(round)?;
-        // What gates have begun to send in this turn is not waited for before the next one.
-        self.add(if self.lines.data.nodes.count() > 1 { round.saturating_sub(1) } else { round })?;
-        self.ask(round + 1)
+        self.join(before(BEHIND))?;
+        // What gates have begun to send just now is not waited for.
+        self.add(before(if self.lines.data.nodes.count() > 1 { 2 * BEHIND } else { BEHIND }))
     }
 
-    /// Begins to receive what comes in the rounds before `end`.
+    /// Begins to receive what comes in the stages before `end`.
     fn ask(&mut self, end: usize) -> Result<()> {
         let (me, nodes) = (self.me(), &self.lines.data.nodes);
-        let bag: i64 = self.bag(me).into_iter().map(|owner| self.length(owner)).sum();
-        let own = self.length(me);
-        for round in self.next[0]..end.min(self.rounds()) {
+        for stage in self.next[0]..end.min(self.stages()) {
+            let (round, bucket) = self.place(stage);
+            let bag: i64 = self.bag(me).iter().map(|owner| self.length(*owner, bucket)).sum();
+            let own = self.length(me, bucket);
             let here = nodes.ranks(nodes.here()).filter(|rank| *rank != me);
             let here = here
-                .map(|rank| (rank, self.parts[rank as usize][round].clone(), bag, near(round, 0)));
+                .map(|rank| (rank, self.parts[rank as usize][round].clone(), bag, near(stage, 0)));
             let elsewhere = nodes
                 .others()
-                .map(|node| (nodes.gate(node, me), self.part_of(node, round), own, far(round, 0)));
+                .map(|node| (nodes.gate(node, me), self.part_of(node, round), own, far(stage, 0)));
             for (from, part, length, first) in here.chain(elsewhere).collect::<Vec<_>>() {
                 for (block, _) in (0..).zip(blocks(part.start, part.end)) {
                     let arrival =
@@ -178,51 +267,60 @@ impl<'a> Gather<'a> {
                     self.coming[from as usize].push_back(arrival.map_err(lost)?);
                 }
             }
-            self.next[0] = round + 1;
+            self.next[0] = stage + 1;
         }
         Ok(())
     }
 
-    /// Hands every rank here its bag of the block of ours that begins with leaf `first`.
-    fn send(&mut self, round: usize, gradients: &Gradients, first: u64) -> Result<()> {
+    /// Hands every rank here its bag of the block of ours that begins with leaf `first`, of the stage that is this rank's next.
+    fn send(&mut self, gradients: &Gradients, first: u64) -> Result<()> {
         let _watch = timing::part(timing::Part::Send);
+        let round = near(self.stage, self.sent);
         let here = self.lines.data.nodes.ranks(self.lines.data.nodes.here());
         for (to, bag) in here.zip(self.bags(gradients, first)?) {
             if to == self.me() {
                 self.mine.push_back(bag);
             } else {
-                self.exchange.send(near(round, self.sent), self.rank(to), &bag).map_err(lost)?;
+                self.exchange.send(round, self.rank(to), &bag).map_err(lost)?;
             }
         }
-        self.exchange.close(near(round, self.sent)).map_err(lost)?;
+        self.exchange.close(round).map_err(lost)?;
         self.sent += 1;
         Ok(())
     }
 
-    /// A block's bag for each rank here. A parameter is let go of as soon as its pieces are in their bags, so that the block
-    /// is not held twice.
+    /// This rank has sent what it has for its stage.
+    fn sent_all(&mut self) -> Result<()> {
+        // What comes from ranks that have more blocks may travel too.
+        self.exchange.close(near(self.stage, ALL)).map_err(lost)?;
+        self.leaving.push_back(self.exchange.begun());
+        (self.stage, self.sent) = (self.stage + 1, 0);
+        Ok(())
+    }
+
+    /// A block's bag of the stage for each rank here. A parameter is let go of as soon as its pieces are in their bags, so that
+    /// the block is not held twice.
     fn bags(&self, gradients: &Gradients, first: u64) -> Result<Vec<Tensor>> {
+        let (_, bucket) = self.place(self.stage);
         // Where the next piece of an owner goes: into which bag, and where in it.
         let (mut lengths, mut next) = (Vec::new(), BTreeMap::new());
         for (slot, rank) in self.lines.data.nodes.ranks(self.lines.data.nodes.here()).enumerate() {
             let mut end = 0;
             for owner in self.bag(rank) {
                 next.insert(owner, (slot, end));
-                end += self.length(owner);
+                end += self.length(owner, bucket);
             }
             lengths.push(end);
         }
         let mut bags = Vec::new();
-        let mut pieces = self.pieces.iter().peekable();
-        for parameter in 0..gradients.parameters() {
+        for parameter in self.buckets.parameters(bucket) {
             let whole = gradients.take(parameter, first)?;
             if bags.is_empty() {
                 let bag = |length: &i64| Tensor::empty([*length], (Kind::Float, whole.device()));
                 bags = lengths.iter().map(bag).collect::<Vec<_>>();
             }
-            while let Some(piece) = pieces.next_if(|piece| piece.tensor == parameter) {
-                let unknown = || Fault::bug("a piece has no owner here");
-                let (slot, at) = next.get_mut(&piece.owner).ok_or_else(unknown)?;
+            for piece in buckets::of_tensor(self.pieces, parameter) {
+                let (slot, at) = next.get_mut(&piece.owner).ok_or_else(buckets::unknown)?;
                 let length = piece.length();
                 bags[*slot].narrow(0, *at, length).copy_(&piece.of(&whole).reshape([-1]));
                 *at += length;
@@ -231,13 +329,14 @@ impl<'a> Gather<'a> {
         Ok(bags)
     }
 
-    /// Adds what the ranks here have handed over in the rounds before `end`, and sends it on to the owners elsewhere.
+    /// Adds what the ranks here have handed over in the stages before `end`, and sends it on to the owners elsewhere.
     fn join(&mut self, end: usize) -> Result<()> {
         let here = self.lines.data.nodes.here();
-        for round in self.next[1]..end {
+        for stage in self.next[1]..end {
+            let (round, bucket) = self.place(stage);
             let (mut joined, mut forwarded) = (Blocks::new(self.part_of(here, round)), 0);
             // A rank without leaves in this round has closed nothing of it yet.
-            self.exchange.close(near(round, ALL)).map_err(lost)?;
+            self.exchange.close(near(stage + BEHIND - 1, ALL)).map_err(lost)?;
             for rank in self.lines.data.nodes.ranks(here) {
                 let part = self.parts[rank as usize][round].clone();
                 for (level, _) in blocks(part.start, part.end) {
@@ -248,19 +347,19 @@ impl<'a> Gather<'a> {
                         joined.push_block(level, bag)
                     };
                     if let Some((_, sum)) = complete {
-                        self.forward(far(round, forwarded), sum)?;
+                        self.forward(far(stage, forwarded), bucket, sum)?;
                         forwarded += 1;
                     }
                 }
             }
-            self.exchange.close(far(round, ALL)).map_err(lost)?;
-            self.next[1] = round + 1;
+            self.exchange.close(far(stage, ALL)).map_err(lost)?;
+            self.next[1] = stage + 1;
         }
         Ok(())
     }
 
     /// Sends a block of this machine to the owners behind this gate, and keeps what is our own.
-    fn forward(&mut self, round: u64, sum: Tensor) -> Result<()> {
+    fn forward(&mut self, round: u64, bucket: usize, sum: Tensor) -> Result<()> {
         let _watch = timing::part(timing::Part::Send);
         let owners = self.bag(self.me());
         if owners.len() == 1 {
@@ -269,7 +368,7 @@ impl<'a> Gather<'a> {
         }
         let mut at = 0;
         for to in owners {
-            let length = self.length(to);
+            let length = self.length(to, bucket);
             let part = sum.narrow(0, at, length);
             at += length;
             if to == self.me() {
@@ -282,10 +381,11 @@ impl<'a> Gather<'a> {
         self.exchange.close(round).map_err(lost)
     }
 
-    /// Adds this rank's pieces of every machine's blocks of the rounds before `end`.
+    /// Adds this rank's pieces of every machine's blocks of the stages before `end`.
     fn add(&mut self, end: usize) -> Result<()> {
         let nodes = &self.lines.data.nodes;
-        for round in self.next[2]..end {
+        for stage in self.next[2]..end {
+            let (round, bucket) = self.place(stage);
             for node in 0..nodes.count() {
                 let part = self.part_of(node, round);
                 let gate = nodes.gate(node, self.me());
@@ -293,10 +393,10 @@ impl<'a> Gather<'a> {
                     let own = if node == nodes.here() { self.joined.pop_front() } else { None };
                     let block = own.map_or_else(|| arrived(&mut self.coming[gate as usize]), Ok)?;
                     let _watch = timing::part(timing::Part::Tree);
-                    self.sum.push_block(level, block);
+                    self.sums[bucket].push_block(level, block);
                 }
             }
-            self.next[2] = round + 1;
+            self.next[2] = stage + 1;
         }
         Ok(())
     }
@@ -305,14 +405,14 @@ impl<'a> Gather<'a> {
 /// More than any part has blocks: two for each bit of a number of leaves.
 const ALL: u64 = 255;
 
-/// The exchange's round of the `block`-th blocks that ranks hand to their neighbours in `round`.
-fn near(round: usize, block: u64) -> u64 {
-    round as u64 * 2 * (ALL + 1) + block
+/// The exchange's round of the `block`-th blocks that ranks hand to their neighbours in `stage`.
+fn near(stage: usize, block: u64) -> u64 {
+    stage as u64 * 2 * (ALL + 1) + block
 }
 
-/// The same for blocks of machines, on their way to other machines.
-fn far(round: usize, block: u64) -> u64 {
-    near(round, block) + ALL + 1
+/// The same for blocks of machines, on their way to other machines: that of a stage is added when a later one has been sent.
+fn far(stage: usize, block: u64) -> u64 {
+    near(stage + BEHIND - 1, block) + ALL + 1
 }
 
 /// The next of what was asked for.

@@ -2,7 +2,7 @@
 //!
 //! - [`axes`] are the degrees of the mesh and its lines; [`team`] says who computes which leaves and who speaks with whom.
 //! - `sink` takes each gradient from the layer that has it and adds it up; `sum` is the sum of a step's gradients, of these
-//!   alone or by `gather` with those of many ranks; `share` gives new weights to all.
+//!   alone or by `gather` with those of many ranks, in `buckets`; `share` gives new weights to all.
 //! - `context` is for ranks that share the chunks of each micro-batch; `slices` says which numbers of its gradient each adds up.
 //! - `words` are the small things that ranks tell each other. [`mod@bench`] times the exchanges.
 //!
@@ -11,6 +11,7 @@
 
 pub mod axes;
 pub mod bench;
+mod buckets;
 pub(crate) mod context;
 mod gather;
 pub(crate) mod share;

@@ -13,6 +13,7 @@ use kernels::checksum;
 use kernels::tree::Nodes;
 use tch::Tensor;
 
+use super::sum::Sum;
 use crate::model::{ParamId, Sink};
 use crate::state::{Part, salt};
 use crate::timing;
@@ -27,8 +28,8 @@ pub(crate) struct Gradients {
 pub(crate) struct Checksum(pub(crate) u64);
 
 /// The sink of one micro-batch.
-pub(crate) struct LeafSink<'a> {
-    gradients: &'a Gradients,
+pub(crate) struct LeafSink<'s, 'a> {
+    sum: &'s Sum<'a>,
     leaf: u64,
     checksum: Checksum,
 }
@@ -40,11 +41,6 @@ impl Gradients {
         Gradients { parameters: (0..parameters).map(nodes).collect() }
     }
 
-    /// Where micro-batch `leaf` hands its gradients to.
-    pub(crate) fn sink(&self, leaf: u64) -> LeafSink<'_> {
-        LeafSink { gradients: self, leaf, checksum: Checksum::default() }
-    }
-
     /// Adds what micro-batch `leaf` has for a parameter.
     pub(super) fn add(&self, parameter: usize, leaf: u64, gradient: Tensor) -> Result<()> {
         let _watch = timing::part(timing::Part::Tree);
@@ -52,11 +48,6 @@ impl Gradients {
         let nodes = nodes.ok_or_else(|| Fault::bug("a gradient of an unknown parameter"))?;
         nodes.lock().unwrap_or_else(PoisonError::into_inner).push(leaf, gradient);
         Ok(())
-    }
-
-    /// How many parameters there are.
-    pub(crate) fn parameters(&self) -> usize {
-        self.parameters.len()
     }
 
     /// A parameter's sum over the block of micro-batches that begins with `first`, once all of them have been computed.
@@ -81,7 +72,12 @@ fn missing() -> Fault {
     Fault::bug("a parameter lacks the gradient of a micro-batch")
 }
 
-impl LeafSink<'_> {
+impl<'s, 'a> LeafSink<'s, 'a> {
+    /// That of micro-batch `leaf`, which hands its gradients to `sum`.
+    pub(super) fn new(sum: &'s Sum<'a>, leaf: u64) -> Self {
+        LeafSink { sum, leaf, checksum: Checksum::default() }
+    }
+
     /// Over what was handed over so far.
     pub(crate) fn checksum(&self) -> u64 {
         self.checksum.0
@@ -103,18 +99,22 @@ impl Sink for Checksum {
     }
 }
 
-impl Sink for LeafSink<'_> {
+impl Sink for LeafSink<'_, '_> {
     fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
         self.checksum.take(id, &gradient);
-        self.gradients.add(id.index(), self.leaf, gradient)
+        self.sum.add(id.index(), self.leaf, gradient)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mesh::{Schedule, Team};
     use crate::model::{self, LeafInput, LeafOptions, ZayaConfig};
+    use crate::optim::{self, Rule};
+    use crate::state::ownership::{self, Ownership};
     use kernels::device::Stager;
+    use kernels::group::Group;
     use kernels::share::Frozen;
     use kernels::tree::Counter;
     use tch::Device;
@@ -144,17 +144,23 @@ mod tests {
             wanted.push(sums.fold(0, u64::wrapping_add));
             whole.push(grads);
         }
-        let gradients = Gradients::new(std::slice::from_ref(&(0..5)), params.len());
+        let group = Group::alone();
+        let team = Team::new(&group, 1, Schedule::default(), false).unwrap();
+        let lines = team.lines(1).unwrap();
+        let specs = model::parameters(&config);
+        let rules: Vec<_> = specs.iter().map(|one| Rule::of(optim::Kind::AdamW, one)).collect();
+        let owners = Ownership::cut(ownership::pieces(&specs, &rules, 1), 0);
+        let sum = Sum::begin(&lines, owners.pieces(), params.len(), &[], 5).unwrap();
         let (params, balance) = (Frozen::new(&params), Frozen::new(&balance));
         std::thread::scope(|scope| {
             for leaves in [vec![4, 1, 2], vec![3, 0]] {
-                let (config, input, gradients, wanted) = (&config, &input, &gradients, &wanted);
+                let (config, input, sum, wanted) = (&config, &input, &sum, &wanted);
                 scope.spawn(move || {
                     let (params, balance) = (params.aliases(), balance.aliases());
                     for leaf in leaves {
                         let stager = Stager::new(Device::Cpu).unwrap();
                         let staged = input(leaf).stage(config, &stager).unwrap();
-                        let (mut sink, how) = (gradients.sink(leaf), LeafOptions::default());
+                        let (mut sink, how) = (sum.sink(leaf), LeafOptions::default());
                         model::micro_batch(config, &params, &balance, staged, 120, how, &mut sink)
                             .unwrap();
                         assert_eq!(sink.checksum(), wanted[leaf as usize]);
@@ -162,6 +168,10 @@ mod tests {
                 });
             }
         });
-        assert_eq!(gradients.finish().unwrap(), whole.finish().unwrap());
+        let whole = whole.finish().unwrap();
+        let found = sum.finish(&owners).unwrap();
+        for (piece, found) in owners.own().zip(found) {
+            assert_eq!(found, piece.of(&whole[piece.tensor].contiguous()));
+        }
     }
 }

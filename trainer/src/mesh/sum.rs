@@ -1,55 +1,88 @@
 //! The sum of a step's gradients, in the order of the tree: here, where one rank has all leaves, or gathered from many.
 
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
 use contract::Result;
 use tch::Tensor;
 
+use super::Schedule;
+use super::buckets::Buckets;
 use super::gather::Gather;
-use super::sink::Gradients;
+use super::sink::{Gradients, LeafSink};
 use super::team::Lines;
 use crate::state::ownership::{Ownership, Piece};
 
-/// The gradients of one step, under way.
-pub(crate) enum Sum<'a> {
-    /// All leaves are this rank's, and so are all pieces: nothing travels, nothing is copied.
-    Here,
-    /// Leaves and pieces are dealt among ranks.
-    Gathered(Box<Gather<'a>>),
+/// The gradients of one step, under way: what this rank's leaves have, and how it comes to the owners.
+pub(crate) struct Sum<'a> {
+    gradients: Gradients,
+    /// None where all leaves are this rank's, and so are all pieces: nothing travels, nothing is copied.
+    gather: Option<Mutex<Gather<'a>>>,
 }
 
 impl<'a> Sum<'a> {
-    /// Begins a step of `leaves` leaves; `pieces` are those of the line of gradients, as its places own them.
-    pub(crate) fn begin(lines: &'a Lines<'a>, pieces: &'a [Piece], leaves: u64) -> Result<Self> {
-        Ok(match lines.team.group.world() {
-            1 => Sum::Here,
-            _ => Sum::Gathered(Box::new(Gather::begin(lines, pieces, leaves)?)),
-        })
+    /// Begins a step of `leaves` leaves, of a model with so many parameters that lie in these layers; `pieces` are those of the
+    /// line of gradients, as its places own them.
+    pub(crate) fn begin(
+        lines: &'a Lines<'a>,
+        pieces: &'a [Piece],
+        parameters: usize,
+        layers: &[Range<usize>],
+        leaves: u64,
+    ) -> Result<Self> {
+        let buckets = match lines.team.schedule {
+            Schedule::Subtree => Buckets::whole(parameters),
+            Schedule::Streaming => Buckets::by_layer(layers),
+        };
+        let gather = match lines.team.group.world() {
+            1 => None,
+            _ => Some(Mutex::new(Gather::begin(lines, pieces, buckets, leaves)?)),
+        };
+        Ok(Sum { gradients: Gradients::new(&lines.own(leaves)?, parameters), gather })
     }
 
-    /// Hears that this rank's next leaf has been computed, and handed its gradient to `gradients`.
-    pub(crate) fn leaf(&mut self, gradients: &Gradients) -> Result<()> {
-        match self {
-            Sum::Here => Ok(()),
-            Sum::Gathered(gather) => gather.leaf(gradients),
-        }
+    /// Where leaf `leaf` hands its gradients to.
+    pub(crate) fn sink(&self, leaf: u64) -> LeafSink<'_, 'a> {
+        LeafSink::new(self, leaf)
+    }
+
+    /// Takes what leaf `leaf` has for a parameter, and sends what is complete with it.
+    pub(super) fn add(&self, parameter: usize, leaf: u64, gradient: Tensor) -> Result<()> {
+        self.gradients.add(parameter, leaf, gradient)?;
+        self.gathering(|gather| gather.came(leaf, parameter, &self.gradients))
+    }
+
+    /// Hears that this rank's next leaf has been computed, and has handed over its gradients.
+    pub(crate) fn leaf(&self) -> Result<()> {
+        self.gathering(|gather| gather.leaf(&self.gradients))
+    }
+
+    /// Hears that this rank has computed its last leaf: before it waits for others in another exchange.
+    pub(crate) fn computed(&self) -> Result<()> {
+        self.gathering(Gather::computed)
+    }
+
+    fn gathering(&self, work: impl FnOnce(&mut Gather<'a>) -> Result<()>) -> Result<()> {
+        let Some(gather) = &self.gather else { return Ok(()) };
+        work(&mut gather.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The sum of this rank's pieces, in their order, once every rank has computed its leaves.
-    pub(crate) fn finish(self, owners: &Ownership, gradients: Gradients) -> Result<Vec<Tensor>> {
-        match self {
-            Sum::Here => {
-                let sum = gradients.finish()?;
-                // Pieces are aliases of what is contiguous.
-                let sum: Vec<Tensor> = sum.iter().map(Tensor::contiguous).collect();
-                Ok(owners.own().map(|piece| piece.of(&sum[piece.tensor])).collect())
-            }
-            Sum::Gathered(gather) => Ok(owners.unpack(owners.rank(), &gather.finish()?)),
-        }
+    pub(crate) fn finish(self, owners: &Ownership) -> Result<Vec<Tensor>> {
+        let Some(gather) = self.gather else {
+            let sum = self.gradients.finish()?;
+            // Pieces are aliases of what is contiguous.
+            let sum: Vec<Tensor> = sum.iter().map(Tensor::contiguous).collect();
+            return Ok(owners.own().map(|piece| piece.of(&sum[piece.tensor])).collect());
+        };
+        let mut found = gather.into_inner().unwrap_or_else(PoisonError::into_inner).finish()?;
+        found.sort_by_key(|(piece, _)| (piece.tensor, piece.first));
+        Ok(found.into_iter().map(|(_, sum)| sum).collect())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::ops::Range;
     use std::thread;
     use std::time::Duration;
 
@@ -60,7 +93,7 @@ mod tests {
     use super::*;
     use crate::checkpoint::Layout;
     use crate::checkpoint::tests::layout;
-    use crate::mesh::{Schedule, Team};
+    use crate::mesh::Team;
     use crate::refusal::lost;
     use crate::state::ownership;
     use crate::workers::Workers;
@@ -102,8 +135,9 @@ mod tests {
         let pieces = ownership::pieces(&layout.parameters, &layout.rules, place.world);
         let owners = Ownership::cut(pieces, me);
         let numbers = lines.leaves(leaves).unwrap();
-        let gradients = Gradients::new(&lines.own(leaves).unwrap(), layout.parameters.len());
-        let mut sum = Sum::begin(&lines, owners.pieces(), leaves).unwrap();
+        // Parameters alone, in pairs, and what stands behind the last of them.
+        let (count, layers) = (layout.parameters.len(), [0..1, 1..3, 3..4, 4..5]);
+        let sum = Sum::begin(&lines, owners.pieces(), count, &layers, leaves).unwrap();
         let compute = |turn: u64| {
             for layer in 0..3 {
                 let mixed = (turn * 3 + layer + 1) * (u64::from(me) + 7) * 0x9e37_79b9;
@@ -111,12 +145,14 @@ mod tests {
                 exchange_in_layer(&line, turn * 3 + layer)?;
             }
             let leaf = numbers[turn as usize];
-            let mut tensors = gradient(&layout, leaf).into_iter().enumerate();
-            tensors.try_for_each(|(parameter, tensor)| gradients.add(parameter, leaf, tensor))
+            // Mostly from the last layer on, but not all of a layer before the next one.
+            let mut tensors: Vec<_> = gradient(&layout, leaf).into_iter().enumerate().collect();
+            tensors.sort_by_key(|(parameter, _)| (4 - parameter + leaf as usize % 2 * 2) % 5);
+            tensors.into_iter().try_for_each(|(parameter, tensor)| sum.add(parameter, leaf, tensor))
         };
-        let take = |_, ()| sum.leaf(&gradients);
-        Workers::new(1).fold(numbers.len() as u64, compute, take).unwrap();
-        let own = sum.finish(&owners, gradients).unwrap();
+        Workers::new(1).fold(numbers.len() as u64, compute, |_, ()| sum.leaf()).unwrap();
+        sum.computed().unwrap();
+        let own = sum.finish(&owners).unwrap();
         let mut tree = Counter::new();
         (0..leaves).for_each(|leaf| tree.push(gradient(&layout, leaf)));
         let whole = tree.finish().unwrap();

@@ -12,7 +12,8 @@ use tch::Tensor;
 
 use crate::audit;
 use crate::mesh::context::{Shared, SharedSink};
-use crate::mesh::sink::{Checksum, Gradients};
+use crate::mesh::sink::Checksum;
+use crate::mesh::sum::Sum;
 use crate::model::{self, Computing, LeafInput, LeafLosses, Sink, StagedLeaf};
 use crate::optim::balance::Balance;
 use crate::refusal::{caught, refused, values};
@@ -88,12 +89,12 @@ pub(crate) struct MicroBatches<'a> {
 }
 
 impl MicroBatches<'_> {
-    /// Computes every one with the weights and balances of `state`; `begun` hears of each before it is computed, `gradients`
+    /// Computes every one with the weights and balances of `state`; `begun` hears of each before it is computed, `sum`
     /// gets each gradient when a layer has it, `take` the rest, in leaf order.
     pub(crate) fn each(
         &self,
         state: &State,
-        gradients: &Gradients,
+        sum: &Sum<'_>,
         begun: impl Fn(u64) + Sync,
         mut take: impl FnMut(LeafSums, Vec<Vec<u64>>) -> Result<()> + Send,
     ) -> Result<()> {
@@ -108,7 +109,7 @@ impl MicroBatches<'_> {
             let compute = || {
                 let weights = (&weights[..], &biases[..]);
                 let staged = leaves.take(leaf)?;
-                let (sums, counts) = self.once(leaf, weights, staged, Some(gradients))?;
+                let (sums, counts) = self.once(leaf, weights, staged, Some(sum))?;
                 let audit = workers.audit();
                 if audit.is_some_and(|audit| audit.picks(spec.curriculum.seed, batch.step, number))
                 {
@@ -123,13 +124,13 @@ impl MicroBatches<'_> {
         workers.fold(batch.rows / batch.micro_batch, work, |_, (sums, counts)| take(sums, counts))
     }
 
-    /// Computes a leaf, whose gradients go to `gradients` if to anybody.
+    /// Computes a leaf, whose gradients go to `sum` if to anybody.
     fn once(
         &self,
         leaf: u64,
         (weights, biases): (&[Tensor], &[Tensor]),
         staged: StagedLeaf,
-        gradients: Option<&Gradients>,
+        sum: Option<&Sum<'_>>,
     ) -> Result<(LeafSums, Vec<Vec<u64>>)> {
         let MicroBatches { spec, batch, numbers, divisor, detail, workers, shared, .. } = *self;
         let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
@@ -137,15 +138,15 @@ impl MicroBatches<'_> {
         let compute = |staged, how: Computing<'_>, sink: &mut dyn Sink| {
             model::micro_batch(config, weights, biases, staged, divisor, how, sink)
         };
-        let (losses, checksum) = match (shared, gradients) {
+        let (losses, checksum) = match (shared, sum) {
             (Some(shared), _) => {
-                let into = gradients.map(|gradients| (gradients, number));
+                let into = sum.map(|sum| (sum, number));
                 let mut sink = SharedSink::new(shared, into);
                 let how = Computing { options, line: Some(shared.line) };
                 (compute(staged, how, &mut sink)?, sink.finish()?)
             }
-            (None, Some(gradients)) => {
-                let mut sink = gradients.sink(number);
+            (None, Some(sum)) => {
+                let mut sink = sum.sink(number);
                 (compute(staged, options.into(), &mut sink)?, sink.checksum())
             }
             (None, None) => {

@@ -26,10 +26,9 @@ use kernels::group::{Group, Sent};
 use loader::Batch;
 use tch::Tensor;
 
-use crate::ledger::StepRecord;
+use crate::ledger::{self, StepRecord};
 use crate::mesh::axes::Axis;
 use crate::mesh::context::{Along, Context as Shares, Shared};
-use crate::mesh::sink::Gradients;
 use crate::mesh::slices::Slices;
 use crate::mesh::sum::Sum;
 use crate::mesh::team::Lines;
@@ -130,10 +129,12 @@ pub fn gradient(
     let chunks = spec.model_at(batch.step)?.cut.chunks;
     let lines = team.lines(chunks)?;
     let head = facts::head(cx, &lines, batch)?;
-    let slices = Slices::new(lines.mesh, state.owners.pieces(), state.weights.len());
+    let count = state.weights.len();
+    let slices = Slices::new(lines.mesh, state.owners.pieces(), count);
     let pieces = slices.pieces(state.owners.pieces(), place(&lines));
-    let mut sum = Sum::begin(&lines, &pieces, head.leaves)?;
-    let gradients = Gradients::new(&lines.own(head.leaves)?, state.weights.len());
+    let layers = ledger::layers(&spec.names());
+    let layers: Vec<_> = layers.into_iter().map(|layer| layer.parameters).collect();
+    let sum = Sum::begin(&lines, &pieces, count, &layers, head.leaves)?;
     let along = Along::of(&lines, chunks)?;
     let context = along.as_ref().map(Along::begin).transpose()?;
     let shared = along.as_ref().zip(context.as_ref()).map(|(along, context)| Shared {
@@ -145,7 +146,7 @@ pub fn gradient(
     let take = |sums: LeafSums, counts: Vec<Vec<u64>>| {
         kept.push(sums);
         facts::add_counts(&mut router, counts);
-        sum.leaf(&gradients)
+        sum.leaf()
     };
     let reached = |number: u64| {
         team.group.reached(&format!("step {}, micro-batch {number}", batch.step));
@@ -153,11 +154,12 @@ pub fn gradient(
     let (numbers, divisor) = (&lines.leaves(head.leaves)?, head.divisor);
     let rank = team.group.rank();
     let all = MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers, rank, shared };
-    all.each(state, &gradients, reached, take)?;
+    all.each(state, &sum, reached, take)?;
+    sum.computed()?;
     let shared = context.map_or(Ok(0), Shares::finish)?;
     let losses = facts::losses(cx, &lines, head.leaves, kept, &router)?;
     let start = Instant::now();
-    let own = sum.finish(&state.owners, gradients)?;
+    let own = sum.finish(&state.owners)?;
     let facts::Losses { loss, leaves, router } = losses;
     let (step, facts::Head { divisor, data, .. }) = (batch.step, head);
     let waited = start.elapsed();
