@@ -14,7 +14,7 @@ pub(crate) struct Buckets(Vec<Vec<Range<usize>>>);
 impl Buckets {
     /// For so many parameters, all in one.
     pub(crate) fn whole(parameters: usize) -> Self {
-        Buckets(vec![vec![0..parameters]])
+        Buckets(vec![std::iter::once(0..parameters).collect()])
     }
 
     /// One for each of these layers, which are parameters by their places in the canonical order. The last layer has its
