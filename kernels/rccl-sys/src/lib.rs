@@ -11,16 +11,12 @@
 
 #![expect(unsafe_code, reason = "opens a library and calls its C functions")]
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
+use std::mem::ManuallyDrop;
+use std::os::unix::ffi::OsStrExt as _;
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
-unsafe extern "C" {
-    fn dlopen(name: *const c_char, flags: c_int) -> *mut c_void;
-    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
-}
-
-/// Resolve every symbol now, and keep them out of other libraries' sight.
-const NOW: c_int = 2;
+use libloading::os::unix::{self, RTLD_LOCAL, RTLD_NOW};
 
 /// Names under which the library is looked for: AMD's first.
 pub const NAMES: [&CStr; 4] = [c"librccl.so.1", c"librccl.so", c"libnccl.so.2", c"libnccl.so"];
@@ -85,29 +81,25 @@ impl Library {
         let asked = std::env::var_os(VARIABLE);
         let asked = asked.and_then(|name| CString::new(name.into_encoded_bytes()).ok());
         let names = asked.as_deref().map_or(NAMES.to_vec(), |name| vec![name]);
-        let handle = names.iter().find_map(|name| {
-            // SAFETY: the name is a C string; opening a library runs its initialisers, as linking it would.
-            let handle = unsafe { dlopen(name.as_ptr(), NOW) };
-            (!handle.is_null()).then_some(handle)
-        });
-        let names: Vec<_> = names.iter().map(|name| name.to_string_lossy()).collect();
-        let library =
-            handle.ok_or_else(|| format!("none of {} could be opened", names.join(", ")))?;
+        let library = Opened::first(&names).ok_or_else(|| {
+            let names: Vec<_> = names.iter().map(|name| name.to_string_lossy()).collect();
+            format!("none of {} could be opened", names.join(", "))
+        })?;
         // SAFETY: each name stands for the function of that type in the C interface that RCCL and NCCL share.
         unsafe {
             Ok(Library {
-                get_version: symbol(library, c"ncclGetVersion")?,
-                get_unique_id: symbol(library, c"ncclGetUniqueId")?,
-                error_string: symbol(library, c"ncclGetErrorString")?,
-                comm_init_rank: symbol(library, c"ncclCommInitRank")?,
-                comm_destroy: symbol(library, c"ncclCommDestroy")?,
-                comm_abort: symbol(library, c"ncclCommAbort")?,
-                comm_async_error: symbol(library, c"ncclCommGetAsyncError")?,
-                group_start: symbol(library, c"ncclGroupStart")?,
-                group_end: symbol(library, c"ncclGroupEnd")?,
-                send: symbol(library, c"ncclSend")?,
-                recv: symbol(library, c"ncclRecv")?,
-                host: host_functions(library),
+                get_version: library.function(c"ncclGetVersion")?,
+                get_unique_id: library.function(c"ncclGetUniqueId")?,
+                error_string: library.function(c"ncclGetErrorString")?,
+                comm_init_rank: library.function(c"ncclCommInitRank")?,
+                comm_destroy: library.function(c"ncclCommDestroy")?,
+                comm_abort: library.function(c"ncclCommAbort")?,
+                comm_async_error: library.function(c"ncclCommGetAsyncError")?,
+                group_start: library.function(c"ncclGroupStart")?,
+                group_end: library.function(c"ncclGroupEnd")?,
+                send: library.function(c"ncclSend")?,
+                recv: library.function(c"ncclRecv")?,
+                host: host_functions(&library),
             })
         }
     }
@@ -149,16 +141,43 @@ impl Library {
     }
 }
 
-/// # Safety
-/// `library` is open.
-unsafe fn host_functions(library: *mut c_void) -> Option<HostFunctions> {
+/// The functions of a library that has streams over plain memory.
+fn host_functions(library: &Opened) -> Option<HostFunctions> {
     // SAFETY: each name stands for the function of that type in whichever library has it.
     unsafe {
         Some(HostFunctions {
-            create: symbol(library, c"hostStreamCreate").ok()?,
-            destroy: symbol(library, c"hostStreamDestroy").ok()?,
-            query: symbol(library, c"hostStreamQuery").ok()?,
+            create: library.function(c"hostStreamCreate").ok()?,
+            destroy: library.function(c"hostStreamDestroy").ok()?,
+            query: library.function(c"hostStreamQuery").ok()?,
         })
+    }
+}
+
+/// A library that stays open to the end of the process, as its functions do. A vendor's libraries are opened so, this one and
+/// those that compile and launch kernels.
+#[derive(Debug)]
+pub struct Opened(ManuallyDrop<unix::Library>);
+
+impl Opened {
+    /// The first of these that is here. Every symbol is resolved at once and stays out of other libraries' sight.
+    pub fn first(names: &[&CStr]) -> Option<Opened> {
+        let open = |name: &&CStr| {
+            let name = OsStr::from_bytes(name.to_bytes());
+            // SAFETY: opening a library runs its initialisers, as linking it would; it is never closed.
+            let opened = unsafe { unix::Library::open(Some(name), RTLD_NOW | RTLD_LOCAL) };
+            opened.ok()
+        };
+        names.iter().find_map(open).map(|library| Opened(ManuallyDrop::new(library)))
+    }
+
+    /// The function of this name.
+    ///
+    /// # Safety
+    /// `F` is a function pointer of the type that the library's header gives it.
+    pub unsafe fn function<F: Copy>(&self, name: &CStr) -> Result<F> {
+        // SAFETY: says the caller.
+        let found = unsafe { self.0.get::<F>(name) };
+        found.map(|function| *function).map_err(|_| format!("it has no {}", name.to_string_lossy()))
     }
 }
 
@@ -193,18 +212,6 @@ impl Drop for HostStream {
         // SAFETY: made by `hostStreamCreate`, freed once.
         let _ = unsafe { (self.functions.destroy)(self.handle) };
     }
-}
-
-/// # Safety
-/// `T` is the type of the C function that `name` stands for.
-unsafe fn symbol<T: Copy>(library: *mut c_void, name: &CStr) -> Result<T> {
-    // SAFETY: the library is open and the name is a C string.
-    let found = unsafe { dlsym(library, name.as_ptr()) };
-    if found.is_null() {
-        return Err(format!("the library lacks {}", name.to_string_lossy()));
-    }
-    // SAFETY: the caller's promise; a function pointer is as wide as a data pointer wherever this library exists.
-    Ok(unsafe { std::mem::transmute_copy(&found) })
 }
 
 /// Ranks that exchange device memory. Transfers are queued on a stream; deadlines are the caller's, who asks for

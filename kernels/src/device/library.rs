@@ -7,15 +7,9 @@
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr;
 
+use rccl_sys::Opened;
+
 use crate::{Error, Result};
-
-unsafe extern "C" {
-    fn dlopen(name: *const c_char, flags: c_int) -> *mut c_void;
-    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
-}
-
-/// Resolve every symbol now, and keep them out of other libraries' sight.
-const NOW: c_int = 2;
 
 type Handle = *mut c_void;
 
@@ -64,37 +58,20 @@ fn refuse(call: &'static str, reason: String) -> Error {
     Error::Foreign { call, reason }
 }
 
-/// A library that stays open.
-#[derive(Clone, Copy, Debug)]
-struct Library(Handle);
+fn open(names: &[&CStr]) -> Result<Opened> {
+    let none = || refuse("open a GPU's library", format!("none of {names:?} is here"));
+    Opened::first(names).ok_or_else(none)
+}
 
-impl Library {
-    fn open(names: &[&CStr]) -> Result<Library> {
-        for name in names {
-            // SAFETY: the name is a C string. Opening a library runs its initialisers, as linking it would.
-            let library = unsafe { dlopen(name.as_ptr(), NOW) };
-            if !library.is_null() {
-                return Ok(Library(library));
-            }
-        }
-        Err(refuse("open a GPU's library", format!("none of {names:?} is here")))
-    }
-
-    /// The function of this name.
-    ///
-    /// # Safety
-    /// `F` is a function pointer of the type that the library's header gives it.
-    unsafe fn function<F: Copy>(self, name: &str) -> Result<F> {
-        const { assert!(size_of::<F>() == size_of::<Handle>()) };
-        let wanted = CString::new(name).unwrap_or_default();
-        // SAFETY: an open library, and a C string.
-        let found = unsafe { dlsym(self.0, wanted.as_ptr()) };
-        if found.is_null() {
-            return Err(refuse("open a GPU's library", format!("it has no {name}")));
-        }
-        // SAFETY: a pointer of a pointer's size, to a function of this type, says the caller.
-        Ok(unsafe { std::mem::transmute_copy::<Handle, F>(&found) })
-    }
+/// The function of this name.
+///
+/// # Safety
+/// As [`Opened::function`].
+unsafe fn function<F: Copy>(library: &Opened, name: &str) -> Result<F> {
+    let wanted = CString::new(name).unwrap_or_default();
+    // SAFETY: says the caller.
+    let found = unsafe { library.function(&wanted) };
+    found.map_err(|reason| refuse("open a GPU's library", reason))
 }
 
 fn check(call: &'static str, answer: c_int) -> Result<()> {
@@ -110,7 +87,7 @@ pub(super) type Files<'a> = &'a [(&'a CStr, &'a CStr)];
 /// A run-time compiler.
 #[derive(Debug)]
 pub(super) struct Compiler<'a> {
-    library: Library,
+    library: Opened,
     vendor: Vendor<'a>,
     /// Its release.
     pub(super) release: [c_int; 2],
@@ -130,24 +107,24 @@ type Bytes = unsafe extern "C" fn(Handle, *mut c_char) -> c_int;
 
 impl<'a> Compiler<'a> {
     pub(super) fn open(vendor: Vendor<'a>) -> Result<Compiler<'a>> {
-        let library = Library::open(vendor.compilers)?;
+        let library = open(vendor.compilers)?;
         let mut compiler = Compiler { library, vendor, release: [0; 2] };
         let [major, minor] = &mut compiler.release;
         type Version = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
         // SAFETY: its type in both vendors' headers; the out-pointers outlive the call.
         let answer = unsafe {
             let name = format!("{}Version", vendor.compiler_prefix);
-            library.function::<Version>(&name)?(major, minor)
+            function::<Version>(&compiler.library, &name)?(major, minor)
         };
         check("ask a compiler for its release", answer)?;
         Ok(compiler)
     }
 
     /// # Safety
-    /// As [`Library::function`]; the name goes without its prefix.
+    /// As [`Opened::function`]; the name goes without its prefix.
     unsafe fn function<F: Copy>(&self, name: &str) -> Result<F> {
         // SAFETY: says the caller.
-        unsafe { self.library.function(&format!("{}{name}", self.vendor.compiler_prefix)) }
+        unsafe { function(&self.library, &format!("{}{name}", self.vendor.compiler_prefix)) }
     }
 
     /// The options for a device of this architecture.
@@ -242,17 +219,17 @@ impl Module {
     /// Loads code for the device in use.
     pub(super) fn load(vendor: Vendor, code: &[u8]) -> Result<Module> {
         type Load = unsafe extern "C" fn(*mut Handle, *const c_void) -> c_int;
-        let library = Library::open(vendor.drivers)?;
+        let library = open(vendor.drivers)?;
         let prefix = vendor.driver_prefix;
         let mut handle = ptr::null_mut();
         // SAFETY: types of both vendors' headers; the code is whole, as the compiler made it.
         unsafe {
-            let load = library.function::<Load>(&format!("{prefix}ModuleLoadData"))?;
+            let load = function::<Load>(&library, &format!("{prefix}ModuleLoadData"))?;
             check("load kernels", load(&raw mut handle, code.as_ptr().cast()))?;
             Ok(Module {
                 handle,
-                function: library.function(&format!("{prefix}ModuleGetFunction"))?,
-                launch: library.function(vendor.launch)?,
+                function: function(&library, &format!("{prefix}ModuleGetFunction"))?,
+                launch: function(&library, vendor.launch)?,
             })
         }
     }
