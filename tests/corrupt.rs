@@ -328,6 +328,41 @@ mod training {
         ztrain(&["--curriculum", arg(&path), "--out", arg(&out)]).fails(4, &["ledger.jsonl"]);
     }
 
+    /// Another store is known by its digest before anything is made of it, whatever its sources are called.
+    #[test]
+    fn a_store_that_moved_is_named_and_another_one_is_refused() {
+        let scratch = Scratch::new();
+        let (_, out) = started(&scratch);
+        let text = fs::read_to_string(scratch.path("corpus.toml")).unwrap();
+        let text = text.replace("\"web\"", "\"news\"").replace("\"math\"", "\"code\"");
+        let other = build(&scratch, &scratch.write("other.toml", text), "other");
+        let store = scratch.path("store");
+        let moved = scratch.path("moved");
+        fs::rename(&store, &moved).unwrap();
+        let verify = |more: &[&str]| zdata(&[&["verify-run", arg(&out)], more].concat());
+        let replay = |more: &[&str]| {
+            ztrain(&[&["replay", "--run", arg(&out), "--step", "2"], more].concat())
+        };
+        let digest = |store: &std::path::Path| {
+            let told = zdata(&["inspect", arg(store), "--json"]).ok();
+            let told: serde_json::Value = serde_json::from_str(&told).unwrap();
+            told["digest"].as_str().unwrap().to_owned()
+        };
+        let [found, wanted] = [digest(&other), digest(&moved)];
+        for command in [&verify as &dyn Fn(&[&str]) -> crate::support::Ran, &replay] {
+            command(&[]).fails(3, &["--store", arg(&store)]);
+            command(&["--store", arg(&moved)]).ok();
+            let words = ["its digest is not the run's", &found, &wanted, "--store"];
+            command(&["--store", arg(&other)]).fails(4, &words);
+            command(&["--store", arg(&moved), "--store", arg(&moved)]).fails(2, &["--store"]);
+        }
+        // In the old place, where nobody has to name it.
+        fs::rename(&other, &store).unwrap();
+        for command in [&verify as &dyn Fn(&[&str]) -> crate::support::Ran, &replay] {
+            command(&[]).fails(4, &["its digest is not the run's", &found, &wanted]);
+        }
+    }
+
     #[test]
     fn a_missing_device_is_said() {
         let scratch = Scratch::new();

@@ -1,9 +1,10 @@
 //! From a curriculum file to its plan and its stores: what every command begins with.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use contract::settings::File;
-use contract::{Fault, Result};
+use contract::{Fault, Identity, Result};
 use curriculum::AddedStore;
 use mixer::{Curriculum, PackTables, Plan, SourceFacts, described_store};
 use store::open::MANIFEST;
@@ -93,6 +94,50 @@ impl Opened {
         Ok(Opened { file, source: text, curriculum, plan, stores })
     }
 
+    /// The curriculum of the run in `root`. Its stores lie at `moved` now, those of amendments last, or where it says if `moved`
+    /// is empty; `begun` are the digests of those that the run began with. Another store is refused before anything is made of
+    /// it: whatever its sources are called, it is not what the run was trained from.
+    pub fn of_run(root: &Path, moved: &[Location], begun: &[Identity]) -> Result<Self> {
+        let path = root.join("run.toml");
+        if !path.exists() {
+            return Err(no_run(root, "run.toml"));
+        }
+        let file = Location::from(&path);
+        let source = text(&file)?;
+        let mut curriculum = Curriculum::parse(&source, &file.to_string())?;
+        if curriculum.stores.len() != begun.len() {
+            return Err(Fault::mismatch("the run began with another number of stores")
+                .at(curriculum.place("store"))
+                .found(curriculum.stores.len())
+                .wanted(begun.len()));
+        }
+        let begun = begun.iter().map(Identity::to_string);
+        let mut named: Vec<_> = curriculum.stores.iter_mut().zip(begun).collect();
+        let added = curriculum.amendments.iter_mut().filter_map(|one| one.store.as_mut());
+        named.extend(added.map(|store| (&mut store.path, store.digest.clone())));
+        if ![0, named.len()].contains(&moved.len()) {
+            let places: Vec<&str> = named.iter().map(|(place, _)| place.as_str()).collect();
+            return Err(Fault::usage(
+                "a store that moved is named for each store of the curriculum, or none is",
+            )
+            .at("--store")
+            .found(moved.len())
+            .wanted(format!("{}: {}", places.len(), places.join(", "))));
+        }
+        for (number, (place, digest)) in named.into_iter().enumerate() {
+            let now = moved.get(number);
+            *place = match now {
+                Some(now) => now.absolute()?,
+                None => storage::resolve(&file.folder(), place)?,
+            }
+            .to_string();
+            check_store_of_run(place, &digest, now.is_some())?;
+        }
+        // Where nothing moved, faults point to the lines that are there.
+        let source = if moved.is_empty() { source } else { curriculum.canonical() };
+        Opened::open_text(file, source)
+    }
+
     /// The stores; `None` where the curriculum describes one instead of naming it.
     pub fn text(&self) -> Option<&Arc<Stores>> {
         self.stores.as_ref()
@@ -107,6 +152,42 @@ impl Opened {
                 .hint("build one with `zdata build CORPUS.toml --out STORE`")
         })
     }
+}
+
+/// Says that a folder is no run's: it has no `file`.
+pub fn no_run(root: &Path, file: &str) -> Fault {
+    Fault::usage(format!("this is not a run: it has no {file}"))
+        .at(root.display().to_string())
+        .hint("name the folder that `ztrain --curriculum` wrote, its --out")
+}
+
+/// Refuses a store at `place` that is not the one with `digest`; `said` tells whether a person said that it is there.
+fn check_store_of_run(place: &str, digest: &str, said: bool) -> Result<()> {
+    let store = storage::locate(place)?;
+    let gone = |path: &Path| !path.exists();
+    if !said && store.local().is_some_and(gone) {
+        return Err(Fault::data("the store that this run was trained from is not here any more")
+            .at(place)
+            .hint("say where it is now: --store FOLDER, once for each store in the order of its run.toml"));
+    }
+    let found = store::open::manifest(&store)?.digest.to_string();
+    if found == digest {
+        return Ok(());
+    }
+    let (flag, hint) = match said {
+        true => ("--store ", "name the store that the run was trained from"),
+        false => (
+            "",
+            "put the store that the run was trained from here, or say where it is: --store FOLDER",
+        ),
+    };
+    Err(Fault::mismatch(
+        "this is another store than the run was trained from: its digest is not the run's",
+    )
+    .at(format!("{flag}{place}"))
+    .found(found)
+    .wanted(digest)
+    .hint(hint))
 }
 
 /// Holds the stores that amendments add against their digests, and keeps their sources out of the steps before.

@@ -4,10 +4,11 @@ use std::fmt;
 use std::path::Path;
 
 use contract::Result;
+use loader::open::no_run;
 use serde_json::{Value, json};
 
 use crate::chart::Chart;
-use crate::folder::{RunFolder, no_run, table_difference};
+use crate::folder::{RunFolder, table_difference};
 use crate::fork::Origin;
 use crate::ledger::{Difference, Follower, Head, Ledger};
 

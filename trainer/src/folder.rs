@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 
 use contract::{Class, Digest, Fault, Result};
 use kernels::runtime::KernelTable;
+use loader::open::no_run;
 use mixer::{Curriculum, Difference};
 use store::{Location, disk};
 
@@ -77,6 +78,12 @@ impl RunFolder {
     /// The ledger.
     pub fn ledger(&self) -> PathBuf {
         self.root.join("ledger.jsonl")
+    }
+
+    /// The ledger, read; refuses a folder that is no run's.
+    pub(crate) fn read_ledger(&self) -> Result<Ledger> {
+        let path = self.ledger();
+        if path.exists() { Ledger::read(&path) } else { Err(no_run(&self.root, "ledger.jsonl")) }
     }
 
     /// The events.
@@ -384,13 +391,6 @@ pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<(
         return mismatch("the list of the model's parameters", count(now), count(begun));
     }
     Ok(())
-}
-
-/// Says that a folder is no run's: it has no `file`.
-pub(crate) fn no_run(root: &Path, file: &str) -> Fault {
-    Fault::usage(format!("this is not a run: it has no {file}"))
-        .at(root.display().to_string())
-        .hint("name the folder that `ztrain --curriculum` wrote, its --out")
 }
 
 /// The first entry in which two kernel tables differ, with both values.

@@ -25,9 +25,8 @@ use store::{Location, Split};
 
 use crate::change::{Change, Documents};
 use crate::checkpoint::Checkpoints;
-use crate::folder::{self, RunFolder, compare_content, compare_curriculum, head, no_run};
+use crate::folder::{self, RunFolder, compare_content, compare_curriculum, head};
 use crate::ledger::Ledger;
-use crate::replay;
 use crate::spec::RunSpec;
 
 /// The file of a fork that says what it was forked from.
@@ -135,11 +134,8 @@ struct Old {
 impl Old {
     fn open(root: &Path, stores: &[Location], table: &KernelTable) -> Result<Self> {
         let folder = RunFolder::new(root);
-        if !folder.curriculum().exists() {
-            return Err(no_run(root, "run.toml"));
-        }
-        let spec = RunSpec::new(&replay::opened(&folder.curriculum(), stores)?)?;
-        let ledger = Ledger::read(&folder.ledger())?;
+        let ledger = folder.read_ledger()?;
+        let spec = RunSpec::new(&Opened::of_run(root, stores, &ledger.head().stores)?)?;
         compare_content(ledger.head(), &head(&spec, table)?, &folder.ledger())?;
         compare_curriculum(&ledger, &spec, &folder.ledger())?;
         Ok(Old { folder, spec, ledger })

@@ -18,17 +18,21 @@ pub mod draw;
 pub mod fault;
 pub mod framed;
 pub mod guard;
+pub mod packed;
 pub mod permute;
 pub mod ratio;
 pub mod settings;
+pub mod sums;
 pub mod terminal;
 
 pub use digest::{Digest, Digestible, Hasher, Identity};
 pub use draw::{Key, Purpose, draw};
 pub use fault::{Class, Fault, Result};
 pub use framed::{Field, Framed};
+pub use packed::Packed;
 pub use permute::Permutation;
 pub use ratio::Ratio;
+pub use sums::{SourceSums, StepSums};
 
 /// Tokens in a unit unless `corpus.toml` says otherwise; every `seq_len` divides it.
 pub const UNIT_TOKENS: u64 = 131_072;

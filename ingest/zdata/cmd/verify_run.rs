@@ -6,21 +6,27 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-use contract::{Digest, Fault, Identity, Result, chain, note};
+use contract::{Digest, Fault, Identity, Packed, Result, SourceSums, StepSums, chain, note};
 use ingest::progress::{Measure, Progress};
 use loader::Opened;
+use loader::open::no_run;
 use mixer::{Curriculum, Difference};
 use serde::Deserialize;
+use store::Location;
 
 use super::{digest, output};
 
 /// Arguments.
 #[derive(clap::Args)]
-#[command(after_help = "Example: zdata verify-run runs/demo")]
+#[command(after_help = "Examples: zdata verify-run runs/demo\n          \
+    zdata verify-run runs/demo --store /mnt/moved/store")]
 pub(crate) struct Args {
     /// The run's folder.
     #[arg(value_parser = super::local("copy the run here: its checkpoints may stay where they are"))]
     run: PathBuf,
+    /// Where a store is now, if it was moved; once for each store of the run, in the order of its run.toml.
+    #[arg(long, value_name = "STORE", value_parser = super::place())]
+    store: Vec<Location>,
     /// Threads; they change the speed, never a digest.
     #[arg(long, value_name = "N", value_parser = super::workers, default_value_t = digest::default_workers())]
     workers: usize,
@@ -38,7 +44,6 @@ struct Head {
     plan: u32,
     curriculum: String,
     stores: Vec<Identity>,
-    tokenizer: Identity,
 }
 
 fn first_plan() -> u32 {
@@ -53,25 +58,15 @@ struct Step {
     divisor: u64,
     loss: f64,
     leaf_labels: Vec<u64>,
-    leaf_losses: String,
-    sources: BTreeMap<String, OfSource>,
+    leaf_losses: Packed,
+    sources: BTreeMap<String, SourceSums>,
     router: Vec<Vec<u64>>,
-    norm: String,
-    layer_gradient_norms: String,
+    norm: Packed,
+    layer_gradient_norms: Packed,
     /// The curriculum in force from this step on, where it is another than before.
     #[serde(default)]
     curriculum: Option<String>,
 }
-
-/// What a step has of one source.
-#[derive(Deserialize)]
-struct OfSource {
-    labels: u64,
-    loss: String,
-}
-
-/// How far sums in another order may lie from each other, as a part of them.
-const ROUNDING: f64 = 1e-9;
 
 /// A ledger whose chain holds.
 struct Ledger {
@@ -87,20 +82,22 @@ struct Ledger {
 
 /// Does it.
 pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
-    let ledger = Ledger::read(&args.run.join("ledger.jsonl"))?;
+    let path = args.run.join("ledger.jsonl");
+    if !path.exists() {
+        return Err(no_run(&args.run, "ledger.jsonl"));
+    }
+    let ledger = Ledger::read(&path)?;
     if ledger.torn {
         note!(
             "note: the last line of the ledger is torn, as a kill leaves it; the run cuts it when it goes on"
         );
     }
     mixer::check_version(ledger.head.plan).map_err(|fault| fault.at(ledger.place(0)))?;
-    let run = args.run.join("run.toml");
-    let opened = Opened::open(&run)?;
+    let opened = Opened::of_run(&args.run, &args.store, &ledger.head.stores)?;
     let steps = ledger.data.len() as u64;
     if steps > 0 {
         compare(&ledger, &opened, args.workers, quiet)?;
     }
-    same_content(&ledger, &opened)?;
     same_curriculum(&ledger, &opened)?;
     let Ledger { chain, torn, .. } = &ledger;
     let answer = serde_json::json!({ "steps": steps, "chain": chain, "torn_last_line": torn });
@@ -131,11 +128,8 @@ fn compare(ledger: &Ledger, opened: &Opened, workers: usize, quiet: bool) -> Res
     Ok(())
 }
 
-/// The first component that differs, in the order in which data follows from them.
+/// What differs that data follows from: the stores are those of the run.
 fn cause(ledger: &Ledger, opened: &Opened, step: u64) -> String {
-    if let Err(fault) = same_content(ledger, opened) {
-        return format!("the first difference: {fault}").replace('\n', "\n  ");
-    }
     let begun = Curriculum::parse(&ledger.head.curriculum, "the ledger's curriculum");
     let edit = begun.ok().and_then(|begun| {
         let edits = begun.difference(&opened.curriculum).into_iter();
@@ -209,36 +203,6 @@ fn same_curriculum(ledger: &Ledger, opened: &Opened) -> Result<()> {
     }
 }
 
-/// Holds the stores and the tokenizer against those that the run began with.
-fn same_content(ledger: &Ledger, opened: &Opened) -> Result<()> {
-    // Those that an amendment added are known by the digests that stand beside their names, and were held against them.
-    let stores = opened.stores()?.stores().iter().take(opened.curriculum.stores.len());
-    let place = |store: &store::Store| store.root().to_string();
-    if opened.curriculum.stores.len() != ledger.head.stores.len() {
-        return Err(Fault::mismatch("the run began with another number of stores")
-            .at(opened.curriculum.place("store"))
-            .found(opened.curriculum.stores.len())
-            .wanted(ledger.head.stores.len()));
-    }
-    for (store, wanted) in stores.zip(&ledger.head.stores) {
-        let manifest = store.manifest();
-        let pairs = [
-            ("tokenizer", manifest.tokenizer.sha256, ledger.head.tokenizer),
-            ("store", manifest.digest, *wanted),
-        ];
-        if let Some((what, found, wanted)) = pairs.into_iter().find(|(_, a, b)| a != b) {
-            return Err(Fault::mismatch(format!(
-                "the {what} is not the one that the run began with"
-            ))
-            .at(place(store))
-            .found(found)
-            .wanted(wanted)
-            .hint("put the store that the run was trained from at this path"));
-        }
-    }
-    Ok(())
-}
-
 impl Ledger {
     /// Reads the ledger and checks its chain; a last line without its end is passed over.
     fn read(path: &Path) -> Result<Self> {
@@ -296,89 +260,20 @@ impl Ledger {
 impl Step {
     /// Says what does not follow from the rest of the line.
     fn check(&self) -> std::result::Result<(), String> {
-        self.check_leaves()?;
-        self.check_sources()?;
-        self.check_norm()?;
-        let counted = self.router.iter().map(|counts| counts.iter().sum::<u64>());
-        let counted: Vec<u64> = counted.filter(|tokens| *tokens > 0).collect();
-        match counted.windows(2).find(|pair| pair[0] != pair[1]) {
-            None => Ok(()),
-            Some(pair) => {
-                Err(format!("one router counted {} tokens, the next {}", pair[0], pair[1]))
-            }
-        }
-    }
-
-    /// The labels and losses of sources add up to those of the step, up to rounding: they are added in another order.
-    fn check_sources(&self) -> std::result::Result<(), String> {
-        let labels = self.sources.values().map(|source| source.labels).sum::<u64>().max(1);
-        if labels != self.divisor {
-            return Err(format!(
-                "its divisor is {}, the labels of its sources add up to {labels}",
-                self.divisor
-            ));
-        }
-        let (mut losses, leaves) = (0.0, tree_sum(&floats(&self.leaf_losses)?));
-        for source in self.sources.values() {
-            losses += floats(&source.loss)?.iter().sum::<f64>();
-        }
-        match (losses - leaves).abs() <= ROUNDING * leaves.abs() {
-            true => Ok(()),
-            false => {
-                Err(format!("its losses add up to {leaves}, those of its sources to {losses}"))
-            }
-        }
-    }
-
-    /// So do the squares of the layers' gradients.
-    fn check_norm(&self) -> std::result::Result<(), String> {
-        let norm = floats(&self.norm)?.iter().sum::<f64>();
-        let layers = floats(&self.layer_gradient_norms)?;
-        let found = layers.iter().map(|norm| norm * norm).sum::<f64>().sqrt();
-        match (found - norm).abs() <= ROUNDING * norm {
-            true => Ok(()),
-            false => Err(format!("its norm is {norm}, those of its layers make {found}")),
-        }
-    }
-
-    /// The label count and the loss follow from the micro-batches.
-    fn check_leaves(&self) -> std::result::Result<(), String> {
-        let labels = self.leaf_labels.iter().sum::<u64>().max(1);
-        if labels != self.divisor {
-            return Err(format!("its divisor is {}, its labels add up to {labels}", self.divisor));
-        }
-        let mean = tree_sum(&floats(&self.leaf_losses)?) / self.divisor as f64;
-        // As text and back: decimal digits are read to the same number each time, but not always to the one written.
-        let text = serde_json::to_string(&mean).unwrap_or_default();
-        let wanted: Option<f64> = serde_json::from_str(&text).ok();
-        match wanted.is_some_and(|wanted| wanted.to_bits() == self.loss.to_bits()) {
-            true => Ok(()),
-            false => Err(format!("its loss is {}, those of its leaves make {text}", self.loss)),
-        }
-    }
-}
-
-/// The floats whose bits are packed, sixteen hexadecimal digits each.
-fn floats(packed: &str) -> std::result::Result<Vec<f64>, String> {
-    let words = packed.as_bytes().chunks(16).map(|word| {
-        let digits = std::str::from_utf8(word).ok().filter(|digits| digits.len() == 16)?;
-        u64::from_str_radix(digits, 16).ok().map(f64::from_bits)
-    });
-    let floats: Option<Vec<f64>> = words.collect();
-    floats.ok_or_else(|| {
-        "it holds something else than words of sixteen hexadecimal digits".to_owned()
-    })
-}
-
-/// The sum over the fixed tree: the largest power of two below the number of values goes to the left.
-fn tree_sum(values: &[f64]) -> f64 {
-    match values {
-        [] => 0.0,
-        [value] => *value,
-        _ => {
-            let left = values.len().next_power_of_two() / 2;
-            tree_sum(&values[..left]) + tree_sum(&values[left..])
-        }
+        let Step { divisor, loss, leaf_labels, leaf_losses, sources, router, norm, .. } = self;
+        let layer_gradient_norms = &self.layer_gradient_norms;
+        let (divisor, loss) = (*divisor, *loss);
+        let sums = StepSums {
+            divisor,
+            loss,
+            leaf_labels,
+            leaf_losses,
+            sources,
+            router,
+            norm,
+            layer_gradient_norms,
+        };
+        sums.check()
     }
 }
 
@@ -465,56 +360,6 @@ mod tests {
         }
     }
 
-    fn packed(values: &[f64]) -> String {
-        values.iter().map(|value| format!("{:016x}", value.to_bits())).collect()
-    }
-
-    /// A line of 7 labels that holds together.
-    fn line() -> Step {
-        let source = |labels: u64, loss: f64| OfSource { labels, loss: packed(&[loss]) };
-        Step {
-            step: 1,
-            data: Digest(1),
-            divisor: 7,
-            loss: 5.75 / 7.0,
-            leaf_labels: vec![2, 5],
-            leaf_losses: packed(&[1.25, 4.5]),
-            sources: BTreeMap::from([
-                ("web".into(), source(3, 2.0)),
-                ("math".into(), source(4, 3.75)),
-            ]),
-            router: vec![vec![3, 5], vec![], vec![8, 0]],
-            norm: packed(&[5.0]),
-            layer_gradient_norms: packed(&[3.0, 4.0]),
-            curriculum: None,
-        }
-    }
-
-    #[test]
-    fn sources_layers_and_routers_have_to_add_up() {
-        type Edit = fn(&mut Step);
-        let forged: [(Edit, &str); 6] = [
-            (|step| step.sources.get_mut("web").unwrap().labels += 1, "labels of its sources"),
-            (
-                |step| step.sources.get_mut("web").unwrap().loss = packed(&[2.5]),
-                "those of its sources to",
-            ),
-            (|step| drop(step.sources.remove("math")), "labels of its sources"),
-            (|step| step.norm = packed(&[5.001]), "its norm is 5.001"),
-            (|step| step.layer_gradient_norms = packed(&[3.0, 4.0, 0.1]), "those of its layers"),
-            (|step| step.router[2][1] += 1, "one router counted 8 tokens, the next 9"),
-        ];
-        assert_eq!(line().check(), Ok(()));
-        for (forge, words) in forged {
-            let mut step = line();
-            forge(&mut step);
-            let said = step.check().unwrap_err();
-            assert!(said.contains(words), "{said}");
-        }
-        let torn = Step { norm: "3ff".to_owned(), ..line() };
-        assert!(torn.check().unwrap_err().contains("sixteen"));
-    }
-
     /// Two curricula that differ in an amendment of numbers, in one of data, or in both.
     #[test]
     fn only_what_reaches_the_data_is_blamed_for_it() {
@@ -544,15 +389,26 @@ mod tests {
         assert_eq!(blamed(&skips.replace("[3]", "[2]"), ban), [4]);
     }
 
+    /// A line that is chained anew after it was changed, so that only its numbers say so.
     #[test]
-    fn a_loss_follows_from_those_of_the_leaves() {
-        let line = |divisor: u64, loss: f64| Step { divisor, loss, ..line() };
-        assert_eq!(line(7, 5.75 / 7.0).check(), Ok(()));
-        assert!(line(7, 5.75 / 7.0 + 1e-9).check().unwrap_err().contains("its loss is"));
-        assert!(line(8, 5.75 / 8.0).check().unwrap_err().contains("add up to 7"));
-        // The tree of five: ((a + b) + (c + d)) + e.
-        let values = [1e16, 1.0, -1e16, 1.0, 1.0];
-        assert_eq!(tree_sum(&values), ((1e16 + 1.0) + (-1e16 + 1.0)) + 1.0);
+    fn numbers_that_do_not_add_up_are_found_behind_a_whole_chain() {
+        for (from, to, words) in [
+            ("\"divisor\":4", "\"divisor\":5", "its labels add up to 4"),
+            ("[4,4]", "[4,5]", "one router counted 8 tokens, another 9"),
+            ("\"norm\":\"4", "\"norm\":\"3", "its norm is"),
+            ("\"norm\":\"4", "\"norm\":\"", "it is not a step"),
+        ] {
+            let mut before = Digest::default();
+            let mut forged = String::new();
+            for line in ledger(&[1, 2]).lines() {
+                let (body, _) = line.rsplit_once(",\"chain\"").unwrap();
+                let body = format!("{body}}}");
+                let (line, after) = chain::seal(before, &body.replace(from, to));
+                (forged, before) = (forged + &line + "\n", after);
+            }
+            let fault = read(forged.as_bytes()).err().unwrap().to_string();
+            assert!(fault.contains(words) && fault.contains("ledger.jsonl:2"), "{fault}");
+        }
     }
 
     #[test]

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use super::layers::layers;
-use super::packed::Packed;
-use super::record::{SourceSums, StepRecord};
+use super::record::StepRecord;
+use super::{Packed, SourceSums};
 use crate::optim::guard::Skipped;
 
 /// Where in a step a quantity is made.
@@ -123,9 +123,8 @@ impl StepRecord {
     fn forward_difference(&self, other: &StepRecord) -> Differs {
         let layer = |index: usize| format!("of layer {index}");
         let text = |value: &Vec<u64>| format!("{value:?}");
-        let loss = |source: &SourceSums| {
-            format!("{:e} (bits {})", source.loss.float(), String::from(source.loss.clone()))
-        };
+        let loss =
+            |source: &SourceSums| format!("{:e} (bits {})", source.loss.float(), source.loss);
         listed("loss", &self.leaf_losses.0, &other.leaf_losses.0, leaf, float)
             .or_else(|| by_source("loss", &self.sources, &other.sources, loss))
             .or_else(|| listed("router counts", &self.router, &other.router, layer, text))
@@ -143,9 +142,9 @@ fn float(value: &u64) -> String {
 }
 
 fn longest_of(longest: &Option<Packed>) -> String {
-    longest.clone().map_or_else(
+    longest.as_ref().map_or_else(
         || "none".to_owned(),
-        |longest| format!("{:e} (bits {})", longest.float(), String::from(longest)),
+        |longest| format!("{:e} (bits {longest})", longest.float()),
     )
 }
 

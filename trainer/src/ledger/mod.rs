@@ -7,15 +7,14 @@ mod file;
 mod follow;
 mod index;
 mod layers;
-mod packed;
 mod record;
 
+pub use contract::{Packed, SourceSums};
 pub use difference::{Difference, Stage};
 pub use file::Ledger;
 pub use follow::Follower;
 pub use layers::{LayerParameters, layers};
-pub use packed::Packed;
-pub use record::{Head, SourceSums, StepRecord};
+pub use record::{Head, StepRecord};
 
 /// The version of the lines. 3: sums by source, norms by layer.
 pub const FORMAT: u32 = 3;

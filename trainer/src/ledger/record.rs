@@ -2,13 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use contract::{Digest, Identity};
-use kernels::tree::Counter;
+use contract::{Digest, Identity, StepSums};
 use serde::{Deserialize, Serialize};
 
-use super::packed::Packed;
+use super::{Packed, SourceSums};
 use crate::optim::guard::Skipped;
-use crate::optim::norm;
 
 /// Line 0: what everything after it is a function of.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -37,23 +35,6 @@ pub struct Head {
 
 fn first_plan() -> u32 {
     1
-}
-
-/// What one source has in a step.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct SourceSums {
-    /// Its labels.
-    pub labels: u64,
-    /// The sum of their losses, as the bits of an f64: over its rows, in the order of the batch, by the tree.
-    pub loss: Packed,
-}
-
-impl SourceSums {
-    /// The mean loss of a label; `None` where it has none.
-    pub fn mean(&self) -> Option<f64> {
-        (self.labels > 0).then(|| self.loss.float() / self.labels as f64)
-    }
 }
 
 /// One step. Every field is a function of the run and the step's number.
@@ -108,63 +89,28 @@ pub struct StepRecord {
     pub curriculum: Option<String>,
 }
 
-/// How far sums in another order may lie from each other, as a part of them.
-const ROUNDING: f64 = 1e-9;
-
 impl StepRecord {
     /// Its leaves.
     pub fn leaves(&self) -> usize {
         self.leaf_labels.len()
     }
 
-    /// The mean loss of a label, from the losses of the leaves.
-    fn mean(&self) -> f64 {
-        let mut sum = Counter::new();
-        self.leaf_losses.0.iter().for_each(|bits| sum.push(f64::from_bits(*bits)));
-        sum.finish().unwrap_or(0.0) / self.divisor as f64
-    }
-
-    /// Says what does not follow from the rest of a record that was read: the label count, the loss that people see, what
-    /// sources and layers add up to.
+    /// Says what does not follow from the rest of a record that was read.
     pub(super) fn check(&self) -> Result<(), String> {
-        self.check_leaves()?;
-        self.check_sources()?;
-        let layers: Vec<f64> = self.layer_gradient_norms.values().map(|norm| norm * norm).collect();
-        let (norm, found) = (self.norm(), norm::norm(&layers));
-        match (found - norm).abs() <= ROUNDING * norm {
-            true => Ok(()),
-            false => Err(format!("its norm is {norm}, those of its layers make {found}")),
-        }
-    }
-
-    fn check_sources(&self) -> Result<(), String> {
-        let labels = self.sources.values().map(|source| source.labels).sum::<u64>().max(1);
-        if labels != self.divisor {
-            return Err(format!(
-                "its divisor is {}, the labels of its sources add up to {labels}",
-                self.divisor
-            ));
-        }
-        let losses: f64 = self.sources.values().map(|source| source.loss.float()).sum();
-        let (found, loss) = (losses / self.divisor as f64, self.mean());
-        match (found - loss).abs() <= ROUNDING * loss {
-            true => Ok(()),
-            false => Err(format!("its loss is {loss}, those of its sources make {found}")),
-        }
-    }
-
-    fn check_leaves(&self) -> Result<(), String> {
-        let labels = self.leaf_labels.iter().sum::<u64>().max(1);
-        if labels != self.divisor {
-            return Err(format!("its divisor is {}, its labels add up to {labels}", self.divisor));
-        }
-        // As text and back: decimal digits are read to the same number each time, but not always to the one written.
-        let mean = serde_json::to_string(&self.mean()).unwrap_or_default();
-        let wanted: Option<f64> = serde_json::from_str(&mean).ok();
-        match wanted.is_some_and(|wanted| wanted.to_bits() == self.loss.to_bits()) {
-            true => Ok(()),
-            false => Err(format!("its loss is {}, those of its leaves make {mean}", self.loss)),
-        }
+        let StepRecord { leaf_labels, leaf_losses, sources, router, norm, .. } = self;
+        let (divisor, loss, layer_gradient_norms) =
+            (self.divisor, self.loss, &self.layer_gradient_norms);
+        let sums = StepSums {
+            divisor,
+            loss,
+            leaf_labels,
+            leaf_losses,
+            sources,
+            router,
+            norm,
+            layer_gradient_norms,
+        };
+        sums.check()
     }
 
     /// The gradient norm.
@@ -180,8 +126,10 @@ impl StepRecord {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use super::*;
+    use kernels::tree::Counter;
     use proptest::prelude::*;
+
+    use super::*;
 
     proptest! {
         /// What is written is what was computed; what one number says against the others is found.
@@ -200,6 +148,16 @@ pub(crate) mod tests {
                 _ => wrong.sources.values_mut().for_each(|source| source.labels += 1),
             }
             prop_assert!(wrong.check().is_err());
+        }
+    }
+
+    proptest! {
+        /// What is checked is added as training adds it.
+        #[test]
+        fn the_tree_of_a_check_is_that_of_training(values in prop::collection::vec(-1e9..1e9f64, 1..40)) {
+            let mut tree = Counter::new();
+            values.iter().for_each(|value| tree.push(*value));
+            prop_assert_eq!(Some(Packed::floats(values).tree_sum()), tree.finish());
         }
     }
 

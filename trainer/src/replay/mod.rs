@@ -27,14 +27,11 @@ use std::sync::Arc;
 use contract::{Class, Fault, Result};
 use kernels::runtime::KernelTable;
 use loader::{Batch, Opened, RankSlice};
-use mixer::Curriculum;
 use serde::Serialize;
 use store::Location;
 use tch::{Device, Tensor};
 
-use crate::folder::{
-    RunFolder, compare_content, compare_curriculum, head, no_run, table_difference,
-};
+use crate::folder::{RunFolder, compare_content, compare_curriculum, head, table_difference};
 use crate::ledger::{Difference, Ledger, Stage, StepRecord};
 use crate::mesh::{Schedule, Team};
 use crate::run::World;
@@ -143,12 +140,8 @@ impl Replayer {
         together: Together,
     ) -> Result<Self> {
         let folder = RunFolder::new(root);
-        let curriculum = folder.curriculum();
-        if !curriculum.exists() {
-            return Err(no_run(root, "run.toml"));
-        }
-        let spec = RunSpec::new(&opened(&curriculum, stores)?)?;
-        let ledger = Ledger::read(&folder.ledger())?;
+        let ledger = folder.read_ledger()?;
+        let spec = RunSpec::new(&Opened::of_run(root, stores, &ledger.head().stores)?)?;
         let now = head(&spec, &world.runtime)?;
         compare_content(ledger.head(), &now, &folder.ledger())?;
         compare_curriculum(&ledger, &spec, &folder.ledger())?;
@@ -497,38 +490,4 @@ fn no_leaf(step: u64, leaf: u64, leaves: u64) -> Fault {
     Fault::usage(format!("step {step} has no micro-batch {leaf}"))
         .at("--micro-batch")
         .wanted(format!("0 to {}", leaves - 1))
-}
-
-/// The curriculum of a run, with `stores` for the places of its stores, in its order, those of amendments last.
-pub(crate) fn opened(path: &Path, stores: &[Location]) -> Result<Opened> {
-    let text = std::fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;
-    let mut curriculum = Curriculum::parse(&text, &path.display().to_string())?;
-    let added = curriculum.amendments.iter_mut().filter_map(|one| one.store.as_mut());
-    let named: Vec<&mut String> =
-        curriculum.stores.iter_mut().chain(added.map(|store| &mut store.path)).collect();
-    if stores.is_empty() {
-        let gone = |store: &&mut String| !store.contains("://") && !Path::new(store).exists();
-        if let Some(store) = named.into_iter().find(gone) {
-            return Err(Fault::data("the store that this run was trained from is not here any more")
-                .at(&*store)
-                .hint("say where it is now: --store FOLDER, once for each store in the order of its run.toml"));
-        }
-        return Opened::open(path);
-    }
-    if named.len() != stores.len() {
-        return Err(Fault::usage(
-            "a store that moved is named for each store of the curriculum, or none is",
-        )
-        .at("--store")
-        .found(stores.len())
-        .wanted(format!(
-            "{}: {}",
-            named.len(),
-            named.iter().map(|store| store.as_str()).collect::<Vec<_>>().join(", ")
-        )));
-    }
-    for (named, store) in named.into_iter().zip(stores) {
-        *named = store.absolute()?.to_string();
-    }
-    Opened::open_text(path, curriculum.canonical())
 }

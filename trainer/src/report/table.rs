@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::grouped;
 use super::seen::Seen;
-use crate::folder::{RunFolder, no_run};
+use crate::folder::RunFolder;
 use crate::ledger::{Ledger, SourceSums};
 
 /// The steps of a run, one at a time.
@@ -32,11 +32,8 @@ struct Widths {
 impl Table {
     /// The steps of the run at `root` that are in the ledger: `steps`, or the last `last` without.
     pub fn open(root: &Path, steps: Option<Range<u64>>, last: u64) -> Result<Table> {
-        let path = RunFolder::new(root).ledger();
-        if !path.exists() {
-            return Err(no_run(root, "ledger.jsonl"));
-        }
-        let ledger = Ledger::read(&path)?;
+        let folder = RunFolder::new(root);
+        let (ledger, path) = (folder.read_ledger()?, folder.ledger());
         let recorded = ledger.last_step();
         let steps =
             steps.unwrap_or_else(|| (recorded + 1).saturating_sub(last).max(1)..recorded + 1);

@@ -6,13 +6,14 @@ use std::path::Path;
 
 use contract::{Fault, Result};
 use curriculum::Curriculum;
+use loader::open::no_run;
 use serde_json::Value;
 
 use super::bins::{Bins, Fold};
 use super::log::Log;
 use super::odd::{Detector, OddStep, merged};
 use super::seen::Seen;
-use crate::folder::{RunFolder, no_run};
+use crate::folder::RunFolder;
 use crate::ledger::{Follower, Head, layers};
 use crate::metrics::entropy;
 use crate::optim::guard::Skipped;

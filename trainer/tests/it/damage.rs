@@ -173,14 +173,21 @@ fn a_recorded_step_that_comes_out_differently_stops_the_run() {
     let whole = scratch.tree("run");
     let ledger = scratch.path("run/ledger.jsonl");
     type Edit<'a> = &'a dyn Fn(&mut serde_json::Value);
-    let cases: [(&str, Edit<'_>); 4] = [
+    let cases: [(&str, Edit<'_>); 5] = [
         ("step 4 was computed again and its learning rate", &|line| {
             line["lr"] = "3ff0000000000000".into()
         }),
         ("those of its layers make", &|line| line["norm"] = "3ff0000000000000".into()),
+        // As many tokens as the other routers counted, one of them in another class.
         ("step 4 was computed again and its router counts of layer 1", &|line| {
-            line["router"][1][0] = 1.into()
+            let counts = line["router"][1].as_array_mut().unwrap();
+            let mut numbers: Vec<u64> = counts.iter().map(|it| it.as_u64().unwrap()).collect();
+            let from = (0..numbers.len()).max_by_key(|class| numbers[*class]).unwrap();
+            let to = (from + 1) % numbers.len();
+            (numbers[from], numbers[to]) = (numbers[from] - 1, numbers[to] + 1);
+            *counts = numbers.into_iter().map(Into::into).collect();
         }),
+        ("one router counted", &|line| line["router"][1][0] = 1.into()),
         ("those of its leaves make", &|line| {
             let text = line["leaf_losses"].as_str().unwrap().to_owned();
             line["leaf_losses"] = format!("{}{}", &text[..32], "0123456789abcdef").into();

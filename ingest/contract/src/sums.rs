@@ -1,0 +1,185 @@
+//! What the numbers of a ledger's line say of each other: labels, losses and norms of a step follow from those of its
+//! micro-batches, sources and layers. Whoever reads a ledger, to train on or to verify it, checks this.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::Packed;
+
+/// How far sums in another order may lie from each other, as a part of them.
+const ROUNDING: f64 = 1e-9;
+
+/// What one source has in a step.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SourceSums {
+    /// Its labels.
+    pub labels: u64,
+    /// The sum of their losses, as the bits of an f64: over its rows, in the order of the batch, by the tree.
+    pub loss: Packed,
+}
+
+impl SourceSums {
+    /// The mean loss of a label; `None` where it has none.
+    pub fn mean(&self) -> Option<f64> {
+        (self.labels > 0).then(|| self.loss.float() / self.labels as f64)
+    }
+}
+
+/// Those fields of a step's line that follow from each other.
+#[derive(Clone, Copy, Debug)]
+pub struct StepSums<'a> {
+    /// Labels in the step, at least 1.
+    pub divisor: u64,
+    /// The mean loss of a label, as decimal digits gave it.
+    pub loss: f64,
+    /// Labels of each micro-batch.
+    pub leaf_labels: &'a [u64],
+    /// Sum of the token losses of each.
+    pub leaf_losses: &'a Packed,
+    /// Labels and losses by source.
+    pub sources: &'a BTreeMap<String, SourceSums>,
+    /// Tokens that each layer's router sent to each class.
+    pub router: &'a [Vec<u64>],
+    /// The gradient norm.
+    pub norm: &'a Packed,
+    /// The same by layer.
+    pub layer_gradient_norms: &'a Packed,
+}
+
+impl StepSums<'_> {
+    /// Says what does not follow from the rest.
+    pub fn check(&self) -> Result<(), String> {
+        self.check_leaves()?;
+        self.check_sources()?;
+        self.check_norm()?;
+        self.check_routers()
+    }
+
+    /// The label count and the loss follow from the micro-batches.
+    fn check_leaves(&self) -> Result<(), String> {
+        let labels = self.leaf_labels.iter().sum::<u64>().max(1);
+        if labels != self.divisor {
+            return Err(format!("its divisor is {}, its labels add up to {labels}", self.divisor));
+        }
+        let mean = self.leaf_losses.tree_sum() / self.divisor as f64;
+        // Decimal digits are read to the number that was written, or to one beside it.
+        match (self.loss - mean).abs() <= 2.0 * f64::EPSILON * mean.abs() {
+            true => Ok(()),
+            false => Err(format!("its loss is {}, those of its leaves make {mean}", self.loss)),
+        }
+    }
+
+    /// The labels and losses of sources add up to those of the step, up to rounding: they are added in another order.
+    fn check_sources(&self) -> Result<(), String> {
+        let labels = self.sources.values().map(|source| source.labels).sum::<u64>().max(1);
+        if labels != self.divisor {
+            return Err(format!(
+                "its divisor is {}, the labels of its sources add up to {labels}",
+                self.divisor
+            ));
+        }
+        let found = self.sources.values().map(|source| source.loss.float()).sum::<f64>();
+        let leaves = self.leaf_losses.tree_sum();
+        match (found - leaves).abs() <= ROUNDING * leaves.abs() {
+            true => Ok(()),
+            false => Err(format!("its losses add up to {leaves}, those of its sources to {found}")),
+        }
+    }
+
+    /// So do the squares of the layers' gradients.
+    fn check_norm(&self) -> Result<(), String> {
+        let norm = self.norm.float();
+        let found = self.layer_gradient_norms.values().map(|norm| norm * norm).sum::<f64>().sqrt();
+        match (found - norm).abs() <= ROUNDING * norm {
+            true => Ok(()),
+            false => Err(format!("its norm is {norm}, those of its layers make {found}")),
+        }
+    }
+
+    /// All routers see all tokens.
+    fn check_routers(&self) -> Result<(), String> {
+        let counted = self.router.iter().map(|counts| counts.iter().sum::<u64>());
+        let mut counted = counted.filter(|tokens| *tokens > 0);
+        let Some(first) = counted.next() else { return Ok(()) };
+        match counted.find(|tokens| *tokens != first) {
+            None => Ok(()),
+            Some(other) => Err(format!("one router counted {first} tokens, another {other}")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A line of 7 labels that holds together.
+    #[derive(Clone)]
+    struct Line {
+        divisor: u64,
+        loss: f64,
+        sources: BTreeMap<String, SourceSums>,
+        router: Vec<Vec<u64>>,
+        norm: Packed,
+        layers: Packed,
+    }
+
+    fn line() -> Line {
+        let source = |labels: u64, loss: f64| SourceSums { labels, loss: Packed::floats([loss]) };
+        Line {
+            divisor: 7,
+            loss: 5.75 / 7.0,
+            sources: [("web".into(), source(3, 2.0)), ("math".into(), source(4, 3.75))].into(),
+            router: vec![vec![3, 5], vec![], vec![8, 0]],
+            norm: Packed::floats([5.0]),
+            layers: Packed::floats([3.0, 4.0]),
+        }
+    }
+
+    impl Line {
+        fn check(&self) -> Result<(), String> {
+            let sums = StepSums {
+                divisor: self.divisor,
+                loss: self.loss,
+                leaf_labels: &[2, 5],
+                leaf_losses: &Packed::floats([1.25, 4.5]),
+                sources: &self.sources,
+                router: &self.router,
+                norm: &self.norm,
+                layer_gradient_norms: &self.layers,
+            };
+            sums.check()
+        }
+    }
+
+    #[test]
+    fn everything_has_to_add_up() {
+        type Edit = fn(&mut Line);
+        let forged: [(Edit, &str); 10] = [
+            (|line| line.loss += 1e-9, "its loss is"),
+            (|line| line.loss = f64::NAN, "its loss is"),
+            (|line| (line.divisor, line.loss) = (8, 5.75 / 8.0), "add up to 7"),
+            (|line| line.sources.get_mut("web").unwrap().labels += 1, "labels of its sources"),
+            (
+                |line| line.sources.get_mut("web").unwrap().loss = Packed::floats([2.5]),
+                "those of its sources to",
+            ),
+            (|line| drop(line.sources.remove("math")), "labels of its sources"),
+            (|line| line.norm = Packed::floats([5.001]), "its norm is 5.001"),
+            (|line| line.norm = Packed::default(), "its norm is NaN"),
+            (|line| line.layers = Packed::floats([3.0, 4.0, 0.1]), "those of its layers"),
+            (|line| line.router[2][1] += 1, "one router counted 8 tokens, another 9"),
+        ];
+        assert_eq!(line().check(), Ok(()));
+        for (forge, words) in forged {
+            let mut line = line();
+            forge(&mut line);
+            let said = line.check().unwrap_err();
+            assert!(said.contains(words), "{said}");
+        }
+        // What is read of decimal digits may lie beside what was written.
+        let beside = Line { loss: f64::from_bits(line().loss.to_bits() + 1), ..line() };
+        assert_eq!(beside.check(), Ok(()));
+    }
+}
