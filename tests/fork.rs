@@ -5,7 +5,9 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::support::{Scratch, arg, build, corpus, curriculum, zdata, ztrain};
+use crate::support::{
+    Scratch, arg, build, corpus, curriculum, zdata, ztrain, ztrain_on_a_full_disk,
+};
 
 /// What a replay prints of the worst documents is what `zdata batch` finds in the same rows.
 fn the_text_is_what_the_batch_holds(run: &Path) {
@@ -94,8 +96,16 @@ fn what_was_imagined_is_done_by_the_commands_that_are_printed() {
     let points = drawn.split("points=\"").skip(1).map(|curve| curve.split('"').next().unwrap());
     let points: Vec<Vec<&str>> = points.map(|curve| curve.split(' ').collect()).collect();
     assert_eq!(points.iter().map(Vec::len).collect::<Vec<_>>(), [12, 12], "{drawn}");
+    ztrain_on_a_full_disk(&["compare", arg(&run), arg(&new), "--plot", arg(&curves)])
+        .fails(6, &["--plot", arg(&curves)]);
+    assert_eq!(fs::read_to_string(&curves).unwrap(), drawn, "the old plot stays");
     assert_eq!(points[0][..6], points[1][..6], "steps 1 to 6 are shared");
     assert_ne!(points[0][6..], points[1][6..]);
+
+    // A change that diverges is told up to where it does, and by the exit code.
+    let wild = replay(&["--step", "7", "--lr", "1e30", "--continue", "4"]);
+    assert!(wild.out.contains("diverges with the change"), "{}", wild.out);
+    wild.fails(5, &[]);
 
     let fork = |more: &[&str]| ztrain(&[&["fork", arg(&run)], more].concat());
     fork(&["--step", "3", "--out", arg(&new)]).fails(2, &["--out", "already"]);

@@ -397,13 +397,18 @@ fn what_is_taken_in_makes_later_amendments_needless() {
     assert_eq!(again.amendments.iter().map(|one| one.step).collect::<Vec<_>>(), [2, 5, 13, 13]);
     assert!(again.amendments[2].ban["web"].iter().eq(&[2]), "7 is banned by then");
     assert_eq!(again.numbers_at(12).optimizer.clip, 0.25);
-    assert!(!c.clone().drop_source("news", 3).unwrap());
-    assert!(c.drop_source("math", 3).unwrap());
+    assert!(!c.clone().drop_source("news", 3..21).unwrap());
+    let mut short = c.clone();
+    assert!(short.drop_source("math", 3..4).unwrap(), "of the segment alone that has these steps");
+    let left: Vec<_> =
+        parse(&short.canonical()).segments().iter().map(|it| it.spec.mix.len()).collect();
+    assert_eq!((left[..2].to_vec(), left.last()), (vec![2, 1], Some(&2)));
+    assert!(c.drop_source("math", 3..21).unwrap());
     let again = parse(&c.canonical());
     let segments = again.segments();
     let told: Vec<_> = segments.iter().map(|it| (it.spec.steps, it.spec.mix.len())).collect();
     assert_eq!(told, [(2, 2), (10, 1), (2, 1)], "one mix to the end of each phase");
-    let alone = c.drop_source("web", 3).unwrap_err().to_string();
+    let alone = c.drop_source("web", 3..21).unwrap_err().to_string();
     assert!(alone.contains("only source"), "{alone}");
     // Of a file by itself.
     let base = parse(WHOLE);

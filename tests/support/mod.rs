@@ -90,6 +90,15 @@ pub(crate) fn ztrain(args: &[&str]) -> Ran {
     ztrain_command(args).output().unwrap().into()
 }
 
+/// The same where every file is full after some blocks: past the limit a write fails as on a full disk, once nobody is killed
+/// for it.
+#[cfg(feature = "train")]
+pub(crate) fn ztrain_on_a_full_disk(args: &[&str]) -> Ran {
+    let script = "trap '' XFSZ; ulimit -f 2; exec \"$@\"";
+    let begin = ["-c", script, "sh", env!("CARGO_BIN_EXE_ztrain")];
+    command("sh", &[&begin[..], args].concat()).output().unwrap().into()
+}
+
 /// A path as an argument.
 pub(crate) fn arg(path: &Path) -> &str {
     path.to_str().unwrap()

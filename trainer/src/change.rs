@@ -3,6 +3,7 @@
 //! Both make it an amendment of the run's curriculum, so that a fork does what was imagined, bit for bit.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use contract::{Fault, Result, terminal};
 use curriculum::{Amendment, Dtype, NumbersChange, OptimizerChange, ScheduleChange};
@@ -17,7 +18,7 @@ pub struct Change {
     pub drop_documents: Vec<String>,
     /// Sources that are left out of every mix; text of the others takes their place.
     pub drop_sources: Vec<String>,
-    /// The learning rate of the first step; the schedule keeps its shape from there.
+    /// The learning rate of the first step; all later ones in the same proportion to what they were.
     pub lr: Option<f64>,
     /// The largest gradient norm; 0 for no clipping.
     pub clip: Option<f64>,
@@ -36,19 +37,29 @@ impl Change {
         *self != Change::default()
     }
 
-    /// The curriculum of `spec` with this change from `step` on; `documents` are the numbers of those that are dropped.
-    pub fn amended(&self, spec: &RunSpec, step: u64, documents: Documents) -> Result<Curriculum> {
-        let mut curriculum = spec.curriculum.clone();
+    /// The curriculum of `spec` with this change from the first of `steps` on; `documents` are the numbers of those that are
+    /// dropped. Sources are left out of the mixes that these steps have.
+    pub fn amended(
+        &self,
+        spec: &RunSpec,
+        steps: Range<u64>,
+        documents: Documents,
+    ) -> Result<Curriculum> {
+        let (mut curriculum, step) = (spec.curriculum.clone(), steps.start);
         let numbers = self.numbers(spec, step)?;
+        if let Some(lr) = self.lr {
+            scale_later(&mut curriculum, step, lr / rate_at(spec, step));
+        }
         let first =
             Amendment { step, ban: documents, numbers, skip: self.skip, ..Amendment::default() };
         if !first.is_empty() {
             curriculum.amend(vec![first]);
         }
         for source in &self.drop_sources {
-            if !curriculum.drop_source(source, step)? {
+            if !curriculum.drop_source(source, steps.clone())? {
                 let sources = spec.plan.sources().iter().map(|facts| facts.name.as_str());
-                let what = format!("no mix has source {source:?} from step {step} on");
+                let last = (steps.end - 1).min(spec.plan.steps());
+                let what = format!("no mix of steps {step} to {last} has source {source:?}");
                 return Err(Fault::usage(what)
                     .at("--drop-source")
                     .wanted(format!("one of {}", sources.collect::<Vec<_>>().join(", "))));
@@ -62,7 +73,7 @@ impl Change {
         optimizer.clip = self.clip;
         if let Some(lr) = self.lr {
             let now = spec.settings_at(step).schedule;
-            let rate = now.rate(step);
+            let rate = rate_at(spec, step);
             if rate > 0.0 {
                 // One factor on peak and floor keeps the shape.
                 optimizer.lr = Some(now.peak * (lr / rate));
@@ -110,6 +121,26 @@ impl Change {
             skip.then(|| " --optimizer-skip".to_owned()),
         ];
         documents.chain(sources).chain(numbers.into_iter().flatten()).collect()
+    }
+}
+
+/// The learning rate of a step.
+fn rate_at(spec: &RunSpec, step: u64) -> f64 {
+    spec.settings_at(step).schedule.rate(step)
+}
+
+/// Multiplies what amendments behind `step` say of the rate by `factor`, as that amendment itself does with what is in force.
+/// Where the rate was 0 nothing is in proportion to it, and the factor not finite: then the new rate stays, and they say nothing.
+fn scale_later(curriculum: &mut Curriculum, step: u64, factor: f64) {
+    for later in curriculum.amendments.iter_mut().filter(|one| one.step > step) {
+        let NumbersChange { optimizer, schedule, dtype: _ } = &mut later.numbers;
+        if factor.is_finite() {
+            let rates = [&mut optimizer.lr, &mut schedule.final_lr];
+            rates.into_iter().flatten().for_each(|rate| *rate *= factor);
+        } else {
+            optimizer.lr = None;
+            *schedule = ScheduleChange::default();
+        }
     }
 }
 

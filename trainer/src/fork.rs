@@ -177,7 +177,10 @@ fn write(path: &Path, bytes: &mut dyn Read) -> Result<()> {
 fn amended(spec: &RunSpec, step: u64, change: &Change, amend: Option<&Path>) -> Result<Curriculum> {
     let mut curriculum = match change.is_some() {
         false => spec.curriculum.clone(),
-        true => change.amended(spec, step + 1, documents(spec, &change.drop_documents)?)?,
+        true => {
+            let documents = documents(spec, &change.drop_documents)?;
+            change.amended(spec, step + 1..spec.plan.steps() + 1, documents)?
+        }
     };
     let Some(path) = amend else { return Ok(curriculum) };
     let text = fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;

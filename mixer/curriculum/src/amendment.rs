@@ -7,6 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use std::num::NonZeroU64;
+use std::ops::Range;
 
 use contract::settings::{File, Spanned, Table};
 use contract::{Fault, Ratio, Result};
@@ -142,20 +143,22 @@ impl Curriculum {
         }
     }
 
-    /// Leaves `source` out of every mix from `step` on: the mix then, and those of later phases and amendments. Tells whether
-    /// any had it; refused where a mix has no other source.
-    pub fn drop_source(&mut self, source: &str, step: u64) -> Result<bool> {
+    /// Leaves `source` out of every mix that one of `steps` has, from the first of them on to the end of its phase or the next
+    /// amendment of it. Tells whether any had it; refused where one of them has no other source.
+    pub fn drop_source(&mut self, source: &str, steps: Range<u64>) -> Result<bool> {
         let (mut amendments, mut first) = (Vec::new(), 1);
         for segment in self.segments() {
             let end = first + segment.spec.steps;
             let mut mix = segment.spec.mix;
-            if end > step && mix.remove(source).is_some() {
+            let reached = end > steps.start && first < steps.end;
+            if reached && mix.remove(source).is_some() {
                 if mix.is_empty() {
                     return Err(Fault::usage(format!("{source:?} is the only source of a mix"))
                         .at(self.place(&segment.mix_key))
                         .hint("amend the mix instead: another source has to take its place"));
                 }
-                amendments.push(Amendment { step: first.max(step), mix, ..Amendment::default() });
+                let step = first.max(steps.start);
+                amendments.push(Amendment { step, mix, ..Amendment::default() });
             }
             first = end;
         }

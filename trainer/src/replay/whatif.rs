@@ -1,7 +1,8 @@
 //! Counterfactuals: a few steps computed with something changed, beside those of the run. Marked as such everywhere: this is
 //! not a replay.
 //!
-//! A change is an amendment from the first of the steps on, so `ztrain fork` from the step before makes it come true.
+//! A change is an amendment from the first of the steps on, so `ztrain fork` from the step before makes it come true. What a
+//! phase that none of the steps reaches would say to it is not asked.
 
 use std::ops::Range;
 
@@ -42,18 +43,23 @@ pub struct Answer {
     pub steps: Vec<Imagined>,
     /// Why the step after the last one could not be completed, where it diverged.
     pub diverged: Option<String>,
+    /// Why no fork can go on so, where a later phase cannot do without what is dropped.
+    pub no_fork: Option<String>,
 }
 
 /// Computes `steps` from the true state before them, with `change` from the first on.
 pub fn imagine(replayer: &mut Replayer, steps: Range<u64>, change: &Change) -> Result<Answer> {
     let documents = find_documents(replayer, steps.clone(), &change.drop_documents)?;
-    let curriculum = change.amended(replayer.spec(), steps.start, documents)?;
+    let spec = replayer.spec();
+    let curriculum = change.amended(spec, steps.clone(), documents.clone())?;
+    let on = change.amended(spec, steps.start..spec.plan.steps() + 1, documents);
+    let no_fork = on.err().map(|fault| fault.to_string());
     // What is computed is what stands in a file once it is read.
     let amended = Opened::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
     let amended = RunSpec::new(&amended)?;
     let mut state = replayer.state_after(steps.start - 1)?;
     let mut original = Original::new(replayer, &state, &steps);
-    let mut answer = Answer { steps: Vec::new(), diverged: None };
+    let mut answer = Answer { steps: Vec::new(), diverged: None, no_fork };
     let count = steps.end - steps.start;
     let mut waiting = replayer.speaks().then(|| Waiting::new("steps with the change", count));
     for step in steps {

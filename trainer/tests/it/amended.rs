@@ -1,8 +1,15 @@
 //! Fear: that an amendment reaches a step that was trained before it, or is lost on the way of a run.
 
+use std::collections::BTreeMap;
+
 use contract::Class;
+use loader::Opened;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use tch::Device;
-use trainer::change::Change;
+use trainer::RunSpec;
+use trainer::change::{Change, Documents};
+use trainer::fork::{Request, fork};
 use trainer::replay::whatif::imagine;
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
@@ -257,4 +264,91 @@ fn every_change_is_imagined_as_an_amendment_makes_it() {
             assert!((step["loss"].as_f64().unwrap() - would.would_be.0).abs() < 1e-9);
         }
     }
+}
+
+/// What an amendment may say of rates.
+fn of_rates() -> impl Strategy<Value = String> {
+    let rate = || prop_oneof![3 => 1e-5..0.1f64, 1 => Just(0.0)];
+    prop_oneof![
+        3 => rate().prop_map(|lr| format!("optimizer = {{ lr = {lr:e} }}")),
+        1 => (0u64..6).prop_map(|steps| format!("schedule = {{ warmup_steps = {steps} }}")),
+        1 => Just("schedule = { decay_steps = 0 }".to_owned()),
+        2 => (1u64..12, rate())
+            .prop_map(|(steps, last)| format!("schedule = {{ decay_steps = {steps}, final_lr = {last:e} }}")),
+    ]
+}
+
+/// Every later rate is to what the run recorded as the rate that was asked for is, whatever amendments come in between.
+#[test]
+fn a_rate_that_is_asked_for_keeps_its_proportion_across_amendments() {
+    let scratch = Scratch::new();
+    let asked = prop_oneof![4 => 1e-6..0.1f64, 1 => Just(0.0)];
+    let cases = (1u64..=10, asked, prop::collection::btree_map(1u64..=10, of_rates(), 0..5));
+    let outcome = TestRunner::new(Config::with_cases(128)).run(&cases, |(first, asked, said)| {
+        let amendments =
+            said.iter().map(|(step, said)| format!("\n[[amendment]]\nstep = {step}\n{said}\n"));
+        let path =
+            scratch.write("run.toml", &(CURRICULUM.to_owned() + &amendments.collect::<String>()));
+        let Ok(opened) = Opened::open(&path) else {
+            return Err(TestCaseError::reject("these amendments change nothing"));
+        };
+        let spec = RunSpec::new(&opened).unwrap();
+        let rate = |spec: &RunSpec, step: u64| spec.settings_at(step).schedule.rate(step);
+        let was = rate(&spec, first);
+        prop_assume!(was != asked);
+        let change = Change { lr: Some(asked), ..Change::default() };
+        let amended = change.amended(&spec, first..11, Documents::new()).unwrap();
+        let amended =
+            RunSpec::new(&Opened::open_text(&path, amended.canonical()).unwrap()).unwrap();
+        for step in 1..=10 {
+            let wanted = match step {
+                _ if step < first => rate(&spec, step),
+                // Nothing can be in proportion to zero: the rate that was asked for stays.
+                _ if was == 0.0 => asked,
+                _ => rate(&spec, step) * (asked / was),
+            };
+            let found = rate(&amended, step);
+            prop_assert!(
+                (found - wanted).abs() <= 1e-12 * wanted,
+                "step {step}: {found:e}, not {wanted:e}"
+            );
+        }
+        Ok(())
+    });
+    outcome.unwrap();
+}
+
+/// Where a phase that no step of a question lies in could not do without a source, only a fork has to mind.
+#[test]
+fn a_source_is_missed_only_in_the_steps_that_are_computed() {
+    let scratch = Scratch::new();
+    let path = scratch.edited("run.toml", &[("mix = { web = 1, math = 3 }", "mix = { web = 1 }")]);
+    let text = std::fs::read_to_string(&path).unwrap();
+    scratch.train("run");
+    let open =
+        || Replayer::open(&scratch.path("run"), &table(), Device::Cpu, Workers::new(2)).unwrap();
+    let without = |name: &str| Change { drop_sources: vec![name.to_owned()], ..Change::default() };
+    let answer = imagine(&mut open(), 5..7, &without("web")).unwrap();
+    assert!(answer.no_fork.as_ref().unwrap().contains("only source"), "{answer:?}");
+    scratch.write("run.toml", &format!("{text}\n[[amendment]]\nstep = 5\nmix = {{ math = 1 }}\n"));
+    scratch.train("amended");
+    for (line, would) in lines(&scratch, "amended")[5..7].iter().zip(&answer.steps) {
+        let line: BTreeMap<String, serde_json::Value> = serde_json::from_str(line).unwrap();
+        assert_eq!(
+            line["norm"],
+            format!("{:016x}", would.would_be.1.to_bits()),
+            "step {}",
+            would.step
+        );
+    }
+    let fault = imagine(&mut open(), 6..8, &without("web")).unwrap_err();
+    assert!(fault.class() == Class::Usage && fault.to_string().contains("only source"), "{fault}");
+    assert_eq!(imagine(&mut open(), 5..8, &without("math")).unwrap().no_fork, None);
+    let fault = imagine(&mut open(), 8..9, &without("math")).unwrap_err();
+    assert!(fault.class() == Class::Usage && fault.to_string().contains("\"math\""), "{fault}");
+    let (run, out, change) = (scratch.path("run"), scratch.path("fork"), without("web"));
+    let request =
+        Request { run: &run, step: 4, out: &out, stores: &[], change: &change, amend: None };
+    let fault = fork(&request, &table()).unwrap_err();
+    assert!(fault.class() == Class::Usage && fault.to_string().contains("only source"), "{fault}");
 }

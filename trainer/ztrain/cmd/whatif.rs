@@ -21,14 +21,15 @@ pub(crate) struct Changes {
     /// Without this document from the step on: its text is hidden, everything else keeps its place.
     #[arg(long, value_name = "ID")]
     drop_doc: Vec<String>,
-    /// Without this source: the others take its place.
+    /// Without this source, in every mix that the steps have: the others take its place.
     #[arg(long, value_name = "NAME")]
     drop_source: Vec<String>,
-    /// With this learning rate in the step, and in proportion later: the schedule keeps its shape.
-    #[arg(long, value_name = "RATE", value_parser = super::not_negative)]
+    /// With this learning rate in the step; each later step has its own in the same proportion, whether the schedule or a
+    /// later amendment set it. Where the step has rate 0, this one stays.
+    #[arg(long, value_name = "RATE", value_parser = super::not_negative, allow_hyphen_values = true)]
     lr: Option<f64>,
     /// With gradients clipped at this norm; 0 for no clipping.
-    #[arg(long, value_name = "NORM", value_parser = super::not_negative)]
+    #[arg(long, value_name = "NORM", value_parser = super::not_negative, allow_hyphen_values = true)]
     clip: Option<f64>,
     /// Computed in f32 where the run computes in bf16.
     #[arg(long)]
@@ -79,7 +80,10 @@ pub(crate) struct Asked<'a> {
 /// Prints the steps as they were and as they would have been, and the commands that go on so.
 pub(crate) fn print(asked: &Asked<'_>, answer: &Answer) -> Result<()> {
     let Asked { run, stores, change, steps, json, plot } = asked;
-    let next = next(run, stores, change, steps.start);
+    let next = match &answer.no_fork {
+        Some(_) => Vec::new(),
+        None => next(run, stores, change, steps.start).to_vec(),
+    };
     if let Some(path) = plot {
         path.put(&chart(asked, answer).svg())?;
     }
@@ -88,7 +92,7 @@ pub(crate) fn print(asked: &Asked<'_>, answer: &Answer) -> Result<()> {
         let answer = json!({
             "replay": false, "dropped": drop_documents, "dropped_sources": drop_sources, "lr": lr,
             "clip": clip, "fp32": fp32, "optimizer_skip": skip, "steps": answer.steps,
-            "diverged": answer.diverged, "next": next,
+            "diverged": answer.diverged, "next": next, "no_fork": answer.no_fork,
         });
         return print_raw(&format!("{answer}\n"));
     }
@@ -124,7 +128,10 @@ pub(crate) fn print(asked: &Asked<'_>, answer: &Answer) -> Result<()> {
     if let Some(path) = plot {
         tell!("both curves: {}", path.path().display());
     }
-    tell!("to go on so:\n  {}\n  {}", next[0], next[1]);
+    match &answer.no_fork {
+        Some(why) => tell!("no run can go on so: {}", why.replace('\n', "\n  ")),
+        None => tell!("to go on so:\n  {}", next.join("\n  ")),
+    }
     Ok(())
 }
 
