@@ -14,6 +14,7 @@ use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
 use trainer::workers::Workers;
 
+use crate::ranks::train_with;
 use crate::support::{CURRICULUM, Scratch, VOCAB, stop_after, table};
 
 /// A curriculum of one phase in which the model learns its easy text, with `changes` to its text.
@@ -119,6 +120,25 @@ fn three_poisoned_documents_are_named_first() {
     // The same documents, and nothing else, stand out in JSON.
     let json = serde_json::to_value(&found).unwrap();
     assert_eq!(json["documents"][0]["id"], found.documents[0].document.id.as_str());
+}
+
+/// What several ranks have trained one process explains, in the same words and numbers as what one has.
+#[test]
+fn a_run_of_several_ranks_is_explained_as_one_of_one_is() {
+    let scratch = Scratch::new();
+    let path = curriculum(&scratch, &[]);
+    scratch.run(&path, "one", stop_after(12)).unwrap();
+    train_with(&scratch, "two", 2, |_, exec| exec.stop_after = Some(12))
+        .into_iter()
+        .for_each(|outcome| assert_eq!(outcome.unwrap().step, 12));
+    let [mut one, mut two] = ["one", "two"].map(|run| explained(&scratch, run, 11, 3));
+    assert_eq!((one.verdict, one.documents.len() > 3), (Verdict::SameBits, true));
+    for (found, run) in [(&one, "one"), (&two, "two")] {
+        assert!(found.next.iter().all(|next| next.contains(run)), "{:?}", found.next);
+    }
+    (one.next, two.next) = (Vec::new(), Vec::new());
+    let [one, two] = [one, two].map(|found| serde_json::to_value(found).unwrap());
+    assert!(one == two, "{one:#}\n{two:#}");
 }
 
 /// With the state at hand, an explanation passes the text through the model so often and no more: the step; its documents, each
