@@ -30,27 +30,28 @@ const NORMAL: f64 = 1.4826;
 /// Values that make the level.
 const LATELY: usize = 24;
 
-/// Steps for which the trend of a full window is used.
-const FRESH: usize = 8;
+/// Steps for which what was found of a full window is used.
+const FRESH: u64 = 8;
 
 /// The values just before, oldest first.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Window {
     values: VecDeque<f64>,
-    trend: Option<Trend>,
+    /// Values that came so far.
+    came: u64,
+    /// What was found, and how many values had come by then.
+    trend: Option<(u64, Trend)>,
+    median: Option<(u64, f64)>,
 }
 
 /// What some values led to expect.
 #[derive(Clone, Copy, Debug)]
 struct Trend {
-    median: f64,
     /// What was to be expected of the next value.
     next: f64,
     slope: f64,
     level: f64,
     spread: f64,
-    /// Values that came since.
-    age: usize,
 }
 
 /// Where a value lies among those before it.
@@ -72,20 +73,21 @@ impl Window {
             self.values.pop_front();
         }
         self.values.push_back(value);
-        if let Some(trend) = &mut self.trend {
-            trend.age += 1;
-        }
+        self.came += 1;
     }
 
-    /// The median of the values, once there are enough of them.
+    /// The median of the values, or of those up to eight steps before, once there are enough of them.
     pub(super) fn median(&mut self) -> Option<f64> {
-        self.trend().map(|trend| trend.median)
+        let found = self.fresh(self.median, || median(self.values.iter().copied()));
+        self.median = found;
+        found.map(|(_, median)| median)
     }
 
     /// Where `value` lies, the next after those here, where a spread is no less than `floor`; `None` while there are too few.
     pub(super) fn position(&mut self, value: f64, floor: f64) -> Option<Position> {
-        let Trend { next, slope, level, spread, age, .. } = self.trend()?;
-        let expected = next + slope * age as f64;
+        self.trend = self.fresh(self.trend, || self.found());
+        let (at, Trend { next, slope, level, spread }) = self.trend?;
+        let expected = next + slope * (self.came - at) as f64;
         let (by_trend, by_level) = (value - expected, value - level);
         let spread = spread.max(floor);
         let (usual, by) = match by_trend.abs() <= by_level.abs() {
@@ -96,12 +98,12 @@ impl Window {
         Some(Position { usual, score })
     }
 
-    fn trend(&mut self) -> Option<Trend> {
-        let few = self.values.len() < LENGTH;
-        if self.trend.is_none_or(|trend| few || trend.age >= FRESH) && self.values.len() >= LEAST {
-            self.trend = Some(self.found());
-        }
-        self.trend
+    /// What was found already, as long as that is used, or is found now; `None` while there are too few values.
+    fn fresh<T>(&self, known: Option<(u64, T)>, find: impl FnOnce() -> T) -> Option<(u64, T)> {
+        let full = self.values.len() == LENGTH;
+        let enough = self.values.len() >= LEAST;
+        let still = known.filter(|(at, _)| full && self.came - at < FRESH);
+        still.or_else(|| enough.then(|| (self.came, find())))
     }
 
     fn found(&self) -> Trend {
@@ -116,7 +118,7 @@ impl Window {
         let between = NORMAL / SQRT_2 * median(pairs.map(|(one, next)| (next - one).abs()));
         let spread = around.min(between);
         let level = part(count - LATELY, count);
-        Trend { median: part(0, count), next, slope, level, spread, age: 0 }
+        Trend { next, slope, level, spread }
     }
 }
 
