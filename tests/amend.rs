@@ -172,7 +172,7 @@ fn a_run_takes_an_amendment_that_it_has_not_come_to() {
     let own = out.join("run.toml");
     let whole = fs::read_to_string(&own).unwrap();
     zdata(&["amend", arg(&own), "--step", "6", "--mix", "web=1"])
-        .fails(2, &["trained already", "6 steps"]);
+        .fails(2, &["trained already", "6 steps", "no step: every one"]);
     fs::write(&own, whole.replacen("seed = ", "seed = 1", 1)).unwrap();
     zdata(&["verify-run", arg(&out)]).fails(4, &["seed"]);
     fs::write(&own, whole.replacen("weight_decay = ", "weight_decay = 1", 1)).unwrap();

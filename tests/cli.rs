@@ -85,6 +85,22 @@ fn ztrain_refuses_wrong_use_once_and_before_it_starts_anything() {
     assert_eq!(late.out, "", "no step is computed before the last one is known to exist");
     late.fails(2, &["--steps", "98", "1 to 13"]);
     replay(&["--step", "2", "--lr", "nan"]).fails(2, &["--lr", "nan"]);
+    let out = arg(&run);
+    for wrong in [
+        vec!["replay", "--run", out, "--step", "2", "--lr", "-1"],
+        vec!["replay", "--run", out, "--step", "2", "--clip", "-1e-3"],
+        vec!["replay", "--run", out, "--step", "-1"],
+        vec!["explain", "--run", out, "--step", "-1"],
+        vec!["fork", out, "--out", "x", "--step", "-1"],
+        vec!["fork", out, "--out", "x", "--step", "1", "--lr", "-1"],
+        vec!["export", "--run", out, "--out", "x", "--step", "-1"],
+        vec!["--curriculum", arg(&path), "--out", out, "--audit", "-1/2"],
+        vec!["--curriculum", arg(&path), "--out", out, "--nproc", "-1"],
+    ] {
+        let flag = wrong[wrong.len() - 2];
+        let said = ztrain(&wrong).fails(2, &[flag, wrong[wrong.len() - 1], "wanted "]);
+        assert_eq!((said.matches("error:").count(), said.contains("Usage")), (1, false), "{said}");
+    }
     for command in ["compare", "export", "replay"] {
         let (store, out) = (arg(&store), scratch.path("out"));
         let args = match command {
@@ -145,10 +161,62 @@ fn a_full_output_is_the_machines_and_said_once() {
     }
 }
 
+/// Nothing in it that a terminal obeys, and no line that begins with what a name says after a line break.
+#[track_caller]
+fn assert_harmless(args: &[&str], told: &str) {
+    let obeyed = |c: char| c.is_control() && !matches!(c, '\n' | '\t') || c == '\u{202e}';
+    assert!(!told.contains(obeyed), "{args:?}: {told:?}");
+    let forged = told.lines().find(|line| line.starts_with("forged"));
+    assert_eq!(forged, None, "{args:?}: {told}");
+}
+
+/// The same of what is said of a run: its phases, and the documents of its steps.
+#[cfg(feature = "train")]
+#[test]
+fn nothing_that_a_run_read_is_obeyed_by_a_terminal() {
+    use crate::support::ztrain;
+    let scratch = Scratch::new();
+    let line = |n: u32| {
+        let id = format!("{n}\u{1b}[31m\r\nforged: id {n}");
+        serde_json::json!({"id": id, "text": format!("text {n} \u{1b}c of some more words")})
+    };
+    let lines: String = (0..1200).map(|n| format!("{}\n", line(n))).collect();
+    let corpus = corpus(&scratch, 120, "");
+    std::fs::remove_dir_all(scratch.path("raw")).unwrap();
+    scratch.write("raw/web-\u{1b}]0;title\u{7}.jsonl", &lines);
+    scratch.write("raw/math.jsonl", &lines);
+    let store = build(&scratch, &corpus, "store");
+    let changes = [
+        ("\"short\"", "\"\\nforged: phase \\u001b[7m\""),
+        ("\"long\"", "\"two\\nforged: phase\""),
+        ("steps = 12", "steps = 3"),
+        ("steps = 8", "steps = 2"),
+    ];
+    let path = curriculum(&scratch, &store, "run.toml", &changes);
+    let (run, fork) = (scratch.path("run"), scratch.path("fork"));
+    let (run, fork) = (arg(&run), arg(&fork));
+    let asked: [&[&str]; 9] = [
+        &["--curriculum", arg(&path), "--out", run, "--validate-every", "0"],
+        &["show", run],
+        &["spikes", "--run", run],
+        &["replay", "--run", run, "--step", "4", "--texts"],
+        &["replay", "--run", run, "--steps", "3..5", "--attribute", "2", "--subsets", "1"],
+        &["replay", "--run", run, "--step", "4", "--drop-source", "math"],
+        &["explain", "--run", run, "--step", "4", "--top", "1"],
+        &["fork", run, "--step", "2", "--out", fork, "--drop-source", "math"],
+        &["plan", arg(&path), "--ranks", "2"],
+    ];
+    for args in asked {
+        let Ran { code, out, err } = ztrain(args);
+        assert_eq!(code, Some(0), "{args:?}: {err}");
+        assert_harmless(args, &format!("{out}{err}"));
+    }
+}
+
 #[test]
 fn nothing_that_a_corpus_says_is_obeyed_by_a_terminal() {
     let scratch = Scratch::new();
-    let id = "a\u{1b}[31m\u{9b}2J\u{202e}\r\n";
+    let id = "a\u{1b}[31m\u{9b}2J\u{202e}\r\nforged: id";
     let line = |id: &str, n| serde_json::json!({"id": id, "text": format!("text {n} \u{1b}c")});
     let lines: String = (0..1200).map(|n| format!("{}\n", line(id, n))).collect();
     let corpus = corpus(&scratch, 120, "");
@@ -156,7 +224,8 @@ fn nothing_that_a_corpus_says_is_obeyed_by_a_terminal() {
     scratch.write("raw/web-\u{1b}]0;title\u{7}.jsonl", &lines);
     scratch.write("raw/math.jsonl", &lines);
     let store = build(&scratch, &corpus, "store");
-    let changes = [("\"short\"", "\"short \\u001b[7m\""), ("steps = 8", "steps = 1")];
+    let rude = "\"short \\u001b[7m\\nforged: phase\"";
+    let changes = [("\"short\"", rude), ("steps = 8", "steps = 1")];
     let path = curriculum(&scratch, &store, "run.toml", &changes);
     let nowhere = format!("nowhere {id}");
     for args in [
@@ -171,9 +240,8 @@ fn nothing_that_a_corpus_says_is_obeyed_by_a_terminal() {
         vec!["inspect", arg(&store), &nowhere],
     ] {
         let Ran { out, err, .. } = zdata(&args);
-        let obeyed = |c: char| c.is_control() && !matches!(c, '\n' | '\t') || c == '\u{202e}';
         assert!(!out.is_empty() || !err.is_empty(), "{args:?}");
-        assert!(!format!("{out}{err}").contains(obeyed), "{args:?}: {out:?} {err:?}");
+        assert_harmless(&args, &format!("{out}{err}"));
     }
     let told = zdata(&["batch", arg(&path), "--step", "1", "--json"]).ok();
     let batch: serde_json::Value = serde_json::from_str(&told).unwrap();

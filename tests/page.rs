@@ -13,7 +13,7 @@ use contract::{Digest, Key, Purpose, chain, draw};
 use serde_json::{Value, json};
 
 use crate::python::{skipped, tests_folder};
-use crate::support::{Scratch, arg, ztrain, ztrain_command};
+use crate::support::{Scratch, arg, ztrain, ztrain_command, ztrain_on_a_full_disk};
 
 /// A source whose name would be markup if a page believed it.
 const RUDE: &str = "</script><script>window.hit=1</script>";
@@ -296,4 +296,20 @@ fn two_runs_are_drawn_together_and_what_is_no_run_is_said() {
     ztrain(&["report", "--run", arg(&scratch.path("none"))]).fails(2, &["this is not a run"]);
     fs::write(run.join("explained"), "a file").unwrap();
     ztrain(&["report", "--run", arg(&run)]).fails(2, &["explained"]);
+}
+
+/// What stands there is the old page, whole, until the new one is.
+#[test]
+fn a_full_disk_keeps_the_page_that_is_there() {
+    let scratch = Scratch::new();
+    let (run, folder) = (scratch.path("run"), scratch.path("out"));
+    long_run(&run, 60);
+    fs::create_dir(&folder).unwrap();
+    let path = folder.join("page.html");
+    let args = ["report", "--run", arg(&run), "--out", arg(&path)];
+    ztrain(&args).ok();
+    let before = fs::read(&path).unwrap();
+    ztrain_on_a_full_disk(&args).fails(6, &[arg(&path)]);
+    assert!(before == fs::read(&path).unwrap());
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 1, "nothing is left beside it");
 }

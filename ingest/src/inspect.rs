@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use contract::Ratio;
+use contract::{Ratio, terminal};
 use serde_json::{Value, json};
 use store::{
     Change, Dropped, InputRecord, Location, Manifest, PreparedRecord, SourceRecord, StreamRecord,
@@ -134,7 +134,7 @@ pub fn dropped(manifest: &Manifest, source: &SourceRecord, line: &Line) -> Shown
         source.inputs.get(file).map_or("unknown file".to_owned(), |input| input.path.clone())
     };
     let file = name(source, *file);
-    let mut text = format!("{} {}", source.name, place(&file, *group, *row));
+    let mut text = format!("{} {}", source.name, place(&terminal::name(&file), *group, *row));
     if let Some(id) = id {
         let _ = write!(text, " id {id:?}");
     }
@@ -146,7 +146,7 @@ pub fn dropped(manifest: &Manifest, source: &SourceRecord, line: &Line) -> Shown
     }
     if let Some(Kept { source: of, file, group, row }) = kept {
         let file = manifest.source(of).map_or("unknown file".to_owned(), |of| name(of, *file));
-        let _ = write!(text, " (kept: {of} {})", place(&file, *group, *row));
+        let _ = write!(text, " (kept: {of} {})", place(&terminal::name(&file), *group, *row));
         json["kept"] = json!({"source": of, "file": file, "group": group, "row": row});
     }
     if !spans.is_empty() {

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use contract::{Digest, Fault, Key, Purpose, Result, draw};
+use contract::{Digest, Fault, Key, Purpose, Result, draw, terminal};
 use serde::Serialize;
 use store::{Location, Manifest, open};
 
@@ -300,7 +300,7 @@ pub fn text(sample: &[Sampled]) -> String {
         let Sampled { source, file, group, row, id, text, steps, outcome, tokens } = sampled;
         let group = group.map_or(String::new(), |group| format!(" group {group}"));
         let id = id.as_ref().map_or(String::new(), |id| format!(" id {id:?}"));
-        let _ = writeln!(out, "{source} {file}{group} row {row}{id}");
+        let _ = writeln!(out, "{source} {}{group} row {row}{id}", terminal::name(file));
         let _ = writeln!(out, "  read     {} bytes  {}", text.len(), shortened(text));
         let mut before = text.as_str();
         for effect in steps {

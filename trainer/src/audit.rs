@@ -20,7 +20,7 @@ impl FromStr for Audit {
     /// Reads "1/1000".
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let wrong =
-            || format!("{text:?} is not a part of all micro-batches, such as 1/1000 or 1/1");
+            || format!("wanted a part of all micro-batches, such as 1/1000 or 1/1, found {text:?}");
         let (part, of) = text.split_once('/').ok_or_else(wrong)?;
         let number = |text: &str| text.trim().parse::<u32>().map_err(|_| wrong());
         let (part, of) = (number(part)?, number(of)?);

@@ -112,9 +112,10 @@ impl Fault {
     /// else (disk full, no memory or handles left, no permission) is the machine's.
     pub fn io(what: &str, path: &Path, error: &io::Error) -> Self {
         let (class, hint) = match error.kind() {
-            io::ErrorKind::NotFound => {
-                (Class::Data, "check the path; relative paths start at the file that names them")
-            }
+            io::ErrorKind::NotFound => (
+                Class::Data,
+                "check the path: in a file it starts at that file's folder, on a command line at the one you are in",
+            ),
             io::ErrorKind::IsADirectory
             | io::ErrorKind::NotADirectory
             | io::ErrorKind::AlreadyExists => {

@@ -119,8 +119,8 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     // The file itself is replaced, not a link to it.
     let path = args.curriculum.canonicalize();
     let path = path.map_err(|error| Fault::io("read", &args.curriculum, &error))?;
-    refuse_recorded(&path, args.step)?;
     let before = Opened::open(&args.curriculum)?;
+    refuse_recorded(&path, args.step, before.plan.steps())?;
     let found = match args.ban.is_empty() {
         true => Vec::new(),
         false => documents(before.stores()?, &args)?,
@@ -151,8 +151,8 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     output::answer(args.json, &proof, || proof.text(&file))
 }
 
-/// Refuses to amend a run's own curriculum for a step that the ledger beside it has.
-fn refuse_recorded(path: &Path, step: u64) -> Result<()> {
+/// Refuses to amend a run's own curriculum of so many steps for a step that the ledger beside it has.
+fn refuse_recorded(path: &Path, step: u64, steps: u64) -> Result<()> {
     let ledger = path.with_file_name("ledger.jsonl");
     if path.file_name().is_none_or(|name| name != "run.toml") || !ledger.is_file() {
         return Ok(());
@@ -164,7 +164,10 @@ fn refuse_recorded(path: &Path, step: u64) -> Result<()> {
     Err(Fault::usage(format!("step {step} is trained already"))
         .at("--step")
         .found(format!("{recorded} steps in {}", ledger.display()))
-        .wanted(format!("a step from {} on", recorded + 1))
+        .wanted(match recorded < steps {
+            true => format!("a step from {} to {steps}", recorded + 1),
+            false => "no step: every one of this curriculum is trained".to_owned(),
+        })
         .hint("for another past, train a run of its own with `ztrain --out`"))
 }
 

@@ -265,6 +265,7 @@ impl Report {
     fn text(&self, full: bool) -> String {
         let Report { step, phase, batch, micro_batch, seq_len, first_sample, digest, sequences } =
             self;
+        let phase = output::plain(phase);
         let mut out = format!(
             "step {step}, phase {phase}: {batch} sequences of {seq_len} tokens, {micro_batch} in a micro-batch, \
              samples {first_sample} to {}\n",

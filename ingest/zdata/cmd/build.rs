@@ -174,7 +174,8 @@ fn check(corpus: &Corpus, json: bool) -> Result<()> {
         let answer = serde_json::json!({
             "source": bad.source, "file": bad.file, "place": place, "reason": reason, "what": what,
         });
-        output::answer(json, &answer, || format!("{}: {reason}: {what}\n", output::plain(place)))?;
+        let shown = || format!("{}: {reason}: {}\n", output::plain(place), output::plain(what));
+        output::answer(json, &answer, shown)?;
         if bad.reason.is_none_or(|reason| ingest::stops(corpus, reason)) {
             first.get_or_insert(bad.fault);
         }

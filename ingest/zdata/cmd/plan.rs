@@ -194,7 +194,7 @@ impl Report {
                 packed: _,
             } = source;
             [
-                name.clone(),
+                output::plain(name),
                 count(*tokens),
                 count(*documents),
                 count(*taken),
@@ -314,6 +314,7 @@ impl PhaseRow {
 
     fn text(&self) -> String {
         let PhaseRow { name, first_step, last_step, steps, seq_len, batch, micro_batch, .. } = self;
+        let name = output::plain(name);
         let mut out = format!(
             "phase {name}: {} steps, {} to {}; {} sequences of {} tokens in a step, {} in a micro-batch{}\n",
             count(*steps),
@@ -387,7 +388,7 @@ impl UseRow {
             epochs_after,
         } = self;
         [
-            name.clone(),
+            output::plain(name),
             count(*weight),
             format!("{:.2} %", share * 100.0),
             count(*samples),

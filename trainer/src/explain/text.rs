@@ -227,7 +227,7 @@ fn place(one: &DocumentEvidence) -> String {
 }
 
 /// An id within a line; a very long one by its ends. The commands to type have it whole.
-fn short(id: &str) -> String {
+pub(super) fn short(id: &str) -> String {
     const ENDS: usize = 48;
     let shown: Vec<char> = terminal::name(id).chars().collect();
     if shown.len() <= 2 * ENDS {

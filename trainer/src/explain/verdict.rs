@@ -1,8 +1,10 @@
 //! The verdict: one sentence from the evidence, causes before symptoms.
 
+use contract::terminal;
 use serde::Serialize;
 
 use super::changes::{Change, Kind};
+use super::text::short;
 use super::{Explanation, RouterEvidence, documents};
 use crate::replay::Verdict;
 use crate::replay::narrow::joined;
@@ -184,10 +186,12 @@ fn culprits(found: &Explanation) -> Option<String> {
     if named.is_empty() {
         return None;
     }
-    let mut sources: Vec<String> = named.iter().map(|one| one.document.source.clone()).collect();
+    let source_of =
+        |one: &documents::DocumentEvidence| terminal::name(&one.document.source).into_owned();
+    let mut sources: Vec<String> = named.iter().map(source_of).collect();
     sources.sort();
     sources.dedup();
-    let ids: Vec<String> = named.iter().map(|one| one.document.id.clone()).collect();
+    let ids: Vec<String> = named.iter().map(|one| short(&one.document.id)).collect();
     let noun = if count == 1 { "document" } else { "documents" };
     let source = if sources.len() == 1 { "source" } else { "sources" };
     let squares = |one: &documents::DocumentEvidence| one.gradient_norm * one.gradient_norm;

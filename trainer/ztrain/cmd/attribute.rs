@@ -1,7 +1,7 @@
 //! What `ztrain replay --attribute` says.
 
 use contract::Result;
-use contract::terminal::print_raw;
+use contract::terminal::{name, print_raw};
 use trainer::replay::attribute::Attribution;
 
 /// Prints the documents with what leaving them out does to the target, and how well that was predicted.
@@ -33,8 +33,8 @@ pub(crate) fn print(found: &Attribution, json: bool) -> Result<()> {
             one.predicted,
             one.dot,
             one.labels,
-            one.source,
-            one.id
+            name(&one.source),
+            name(&one.id)
         );
     }
     match lds {

@@ -24,7 +24,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "STORE", value_parser = super::place())]
     store: Vec<Location>,
     /// The step to explain.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "N", value_parser = super::step, allow_negative_numbers = true)]
     step: u64,
     /// How many steps before it the ledger is read for what is usual.
     #[arg(long, value_name = "K", default_value_t = 32)]

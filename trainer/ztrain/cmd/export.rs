@@ -18,7 +18,7 @@ pub(crate) struct Args {
     run: PathBuf,
     /// The step after which the weights are taken; computed again where no checkpoint holds it [default: the newest
     /// checkpoint's].
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = super::step_or_none, allow_negative_numbers = true)]
     step: Option<u64>,
     /// What to write.
     #[arg(long, value_enum, default_value_t = Format::Hf)]

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use contract::Result;
-use contract::terminal::print_raw;
+use contract::terminal::{name, print_raw};
 use kernels::runtime::{self, RuntimeOptions};
 use serde_json::json;
 use store::Location;
@@ -25,7 +25,7 @@ pub(crate) struct Args {
     #[arg(value_parser = super::run())]
     run: PathBuf,
     /// The last step that is shared; 0 shares the beginning alone.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = super::step_or_none, allow_negative_numbers = true)]
     step: u64,
     /// The folder of the new run, which must not exist.
     #[arg(long, value_name = "NEW", value_parser = super::local("name a folder: a run's ledger lies on this machine"))]
@@ -78,7 +78,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     match forked.changes.is_empty() {
         true => tell!("  nothing is changed: amend {out}/run.toml from step {} on", step + 1),
         false => forked.changes.iter().try_for_each(|change| {
-            tell!("  {change}");
+            tell!("  {}", name(change));
             Ok::<(), contract::Fault>(())
         })?,
     }

@@ -170,6 +170,17 @@ pub(crate) fn not_negative(text: &str) -> std::result::Result<f64, &'static str>
     number.ok_or("wanted a number, 0 or above")
 }
 
+/// A flag's step, from 1.
+pub(crate) fn step(text: &str) -> std::result::Result<u64, &'static str> {
+    let number = text.parse().ok().filter(|number: &u64| *number > 0);
+    number.ok_or("wanted a step: a whole number from 1 on")
+}
+
+/// A flag's step, or 0 for the beginning.
+pub(crate) fn step_or_none(text: &str) -> std::result::Result<u64, &'static str> {
+    text.parse().map_err(|_| "wanted a step, or 0: a whole number")
+}
+
 /// A flag's time to wait.
 pub(crate) fn patience(text: &str) -> std::result::Result<Duration, &'static str> {
     let seconds = text.parse().ok().filter(|seconds| (0.1..=1e7).contains(seconds));

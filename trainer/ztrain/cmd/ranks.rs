@@ -17,7 +17,7 @@ use super::Speed;
 #[command(next_help_heading = "Ranks (never bits)")]
 pub(crate) struct Ranks {
     /// Compute with so many processes on this machine; under torchrun, srun or mpirun the environment decides.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "N", value_parser = processes, allow_negative_numbers = true)]
     nproc: Option<u32>,
     /// How long a rank waits for another before it names it and stops.
     #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = super::patience)]
@@ -40,6 +40,12 @@ pub(crate) struct Ranks {
     /// Take the ranks for so many on each machine, to try what crosses between them [default: as the launcher says].
     #[arg(long, value_name = "3,2", value_delimiter = ',')]
     nodes: Vec<u32>,
+}
+
+/// A number of processes of one machine.
+fn processes(text: &str) -> std::result::Result<u32, &'static str> {
+    let number = text.parse().ok().filter(|number: &u32| (1..=1024).contains(number));
+    number.ok_or("wanted a number of processes, 1 to 1024")
 }
 
 /// A schedule, by its name.

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use contract::terminal::print_raw;
+use contract::terminal::{name, print_raw};
 use contract::{Class, Fault, Result};
 use serde_json::json;
 use store::Location;
@@ -27,7 +27,9 @@ use super::{Keeping, Speed, attribute as attribution};
 
 /// Arguments.
 #[derive(clap::Args)]
-#[command(after_help = "Exit codes: 0 the same bits, 4 different bits, 5 the step diverges.")]
+#[command(
+    after_help = "Exit codes: 0 the same bits, 4 different bits, 5 the step diverges, or one of those with a change."
+)]
 pub(crate) struct Args {
     /// The run's folder; nothing in it is written but replays/, for the next question: see --keep-states.
     #[arg(long, value_name = "RUN", value_parser = super::run())]
@@ -37,7 +39,7 @@ pub(crate) struct Args {
     store: Vec<Location>,
     /// The step to compute again.
     #[arg(long, value_name = "N", required_unless_present = "steps", conflicts_with = "steps")]
-    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(value_parser = super::step, allow_negative_numbers = true)]
     step: Option<u64>,
     /// Several steps, from A to before B.
     #[arg(long, value_name = "A..B", value_parser = super::step_range)]
@@ -314,7 +316,8 @@ fn print_texts(documents: &[DocumentLoss], texts: &[Vec<Part>]) -> Result<()> {
     for (document, parts) in documents.iter().zip(texts) {
         for Part { row, first_token, tokens, text } in parts {
             let end = first_token + tokens;
-            tell!("text of {}, tokens {first_token}..{end}, in sequence {row}:", document.id);
+            let id = name(&document.id);
+            tell!("text of {id}, tokens {first_token}..{end}, in sequence {row}:");
             text.lines().try_for_each(|line| {
                 tell!("  | {line}");
                 Ok::<(), Fault>(())
@@ -341,10 +344,10 @@ fn print_documents(documents: &[DocumentLoss], top: usize) -> Result<()> {
             document.mean,
             document.labels,
             document.tokens,
-            document.source,
-            document.file,
+            name(&document.source),
+            name(&document.file),
             document.row,
-            document.id,
+            name(&document.id),
             sequences.join(",")
         );
     }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use contract::Result;
-use contract::terminal::print_raw;
+use contract::terminal::{name, print_raw};
 use serde_json::json;
 use trainer::report::{OddStep, View, explain_command, grouped};
 
@@ -59,10 +59,10 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             };
             let score =
                 reason.score.map_or_else(String::new, |score| format!(" [{score:+.0} spreads]"));
-            tell!("  {}{score}{at}", reason.words);
+            tell!("  {}{score}{at}", name(&reason.words));
         }
         one.context.iter().try_for_each(|context| {
-            tell!("  here: {context}");
+            tell!("  here: {}", name(context));
             Ok::<_, contract::Fault>(())
         })?;
         tell!("  {}", command(one));

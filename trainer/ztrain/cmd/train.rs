@@ -54,7 +54,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "COUNT", default_value_t = 6.0, value_parser = above_zero)]
     ring_spike: f64,
     /// Compute this part of the micro-batches twice, and stop where one comes out otherwise: the machine. Decides no bit.
-    #[arg(long, value_name = "1/N", value_parser = str::parse::<Audit>)]
+    #[arg(long, value_name = "1/N", value_parser = str::parse::<Audit>, allow_hyphen_values = true)]
     audit: Option<Audit>,
     /// Stop after this step; the same command without it goes on.
     #[arg(long, value_name = "STEP")]
