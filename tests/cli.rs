@@ -227,7 +227,8 @@ fn nothing_that_a_corpus_says_is_obeyed_by_a_terminal() {
     let rude = "\"short \\u001b[7m\\nforged: phase\"";
     let changes = [("\"short\"", rude), ("steps = 8", "steps = 1")];
     let path = curriculum(&scratch, &store, "run.toml", &changes);
-    let nowhere = format!("nowhere {id}");
+    // What a person types is quoted as it was typed.
+    let nowhere = format!("nowhere {}", id.trim_end_matches("\nforged: id"));
     for args in [
         vec!["inspect", arg(&store)],
         vec!["plan", arg(&path)],

@@ -102,14 +102,20 @@ fn what_was_imagined_is_done_by_the_commands_that_are_printed() {
     assert_eq!(points[0][..6], points[1][..6], "steps 1 to 6 are shared");
     assert_ne!(points[0][6..], points[1][6..]);
 
+    refusals(&run, &new, &scratch.path("x"));
+}
+
+/// What cannot be done is said, and by which flag.
+fn refusals(run: &Path, new: &Path, other: &Path) {
+    let replay = |more: &[&str]| ztrain(&[&["replay", "--run", arg(run)], more].concat());
     // A change that diverges is told up to where it does, and by the exit code.
     let wild = replay(&["--step", "7", "--lr", "1e30", "--continue", "4"]);
     assert!(wild.out.contains("diverges with the change"), "{}", wild.out);
     wild.fails(5, &[]);
 
-    let fork = |more: &[&str]| ztrain(&[&["fork", arg(&run)], more].concat());
-    fork(&["--step", "3", "--out", arg(&new)]).fails(2, &["--out", "already"]);
-    fork(&["--step", "12", "--out", arg(&scratch.path("x"))]).fails(2, &["--step", "0 to 11"]);
+    let fork = |more: &[&str]| ztrain(&[&["fork", arg(run)], more].concat());
+    fork(&["--step", "3", "--out", arg(new)]).fails(2, &["--out", "already"]);
+    fork(&["--step", "12", "--out", arg(other)]).fails(2, &["--step", "0 to 11"]);
     replay(&["--step", "7", "--continue", "3"]).fails(2, &["--continue", "--drop-doc"]);
     replay(&["--step", "7", "--micro-batch", "0", "--lr", "1"]).fails(2, &["--micro-batch"]);
     replay(&["--step", "7", "--drop-source", "web", "--drop-source", "math"])
