@@ -211,6 +211,9 @@ fn nothing_that_a_run_read_is_obeyed_by_a_terminal() {
         assert_eq!(code, Some(0), "{args:?}: {err}");
         assert_harmless(args, &format!("{out}{err}"));
     }
+    // No document at all is no question.
+    ztrain(&["replay", "--run", run, "--steps", "3..5", "--attribute", "0"])
+        .fails(2, &["--attribute", "'0'"]);
 }
 
 #[test]

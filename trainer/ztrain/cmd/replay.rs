@@ -72,7 +72,8 @@ pub(crate) struct Args {
     /// loss of step B's batch, with a prediction from gradients beside it: so many documents, those with most labels.
     #[arg(long, value_name = "COUNT", requires = "steps", help_heading = "What if")]
     #[arg(num_args = 0..=1, default_missing_value = "8", conflicts_with_all = ["go_on", "plot"])]
-    attribute: Option<usize>,
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
+    attribute: Option<u32>,
     /// How many random halves, at most 10,000.
     #[arg(
         long,
@@ -167,7 +168,7 @@ fn answer(args: &Args, replayer: &mut Replayer) -> Result<u8> {
         return Ok(if answer.diverged.is_some() { Class::Diverged.exit_code() } else { 0 });
     }
     if let Some(documents) = args.attribute {
-        let effort = Effort { documents, subsets: args.subsets };
+        let effort = Effort { documents: documents as usize, subsets: args.subsets };
         let found = attribute(replayer, steps, effort)?;
         say_warnings(args, replayer);
         return attribution::print(&found, args.json).map(|()| 0);
