@@ -5,12 +5,12 @@ use std::io::Write as _;
 
 use kernels::device::Stager;
 use kernels::group::Transport;
-use loader::Opened;
+use loader::{Batch, Opened};
 use serde_json::json;
 use tch::{Device, Tensor};
 use trainer::RunSpec;
 use trainer::checkpoint::{Checkpoints, Layout, Set, Snapshot};
-use trainer::ledger::Ledger;
+use trainer::ledger::{Ledger, StepRecord};
 use trainer::mesh::{Schedule, Team};
 use trainer::replay::narrow::Narrowed;
 use trainer::replay::{Replayer, Verdict, meet};
@@ -37,9 +37,24 @@ fn begun() -> Scratch {
     scratch
 }
 
-/// Goes on to step `last` by so many ranks, whose state `harm` changes before the first of these steps, as a run does:
-/// ledger, events, and a checkpoint after the last.
+/// What goes wrong on a rank: with its state before the first step, with its batches once they are in memory, with what is
+/// recorded of a step.
+struct Harm<'a> {
+    state: &'a (dyn Fn(u32, &mut State) + Sync),
+    text: &'a (dyn Fn(u32, &mut Batch) + Sync),
+    record: &'a (dyn Fn(&mut StepRecord) + Sync),
+}
+
+/// Nothing does.
+const NONE: Harm<'_> = Harm { state: &|_, _| (), text: &|_, _| (), record: &|_| () };
+
+/// Goes on to step `last` by so many ranks, whose state `harm` changes before the first of these steps.
 fn harmed(scratch: &Scratch, ranks: u32, last: u64, harm: impl Fn(u32, &mut State) + Sync) {
+    harmed_by(scratch, ranks, last, Harm { state: &harm, ..NONE });
+}
+
+/// Goes on to step `last` by so many ranks, as a run does: ledger, events, and a checkpoint after the last.
+fn harmed_by(scratch: &Scratch, ranks: u32, last: u64, harm: Harm<'_>) {
     let checkpoints = Checkpoints::new(scratch.path("run/checkpoints").as_path());
     let layout = Layout::new(&spec(scratch), Device::Cpu);
     let mut parts = on_ranks(&[ranks], |mut world| {
@@ -48,7 +63,7 @@ fn harmed(scratch: &Scratch, ranks: u32, last: u64, harm: impl Fn(u32, &mut Stat
         let owners = Ownership::new(&spec, rank, ranks);
         let reader = checkpoints.open(STEP - 1).unwrap();
         let mut state = reader.part(&layout, &owners, workers).unwrap();
-        harm(rank, &mut state);
+        (harm.state)(rank, &mut state);
         let team = Team::new(&world.comm, 1, Schedule::Subtree, false).unwrap();
         let (cx, slice) = (
             Context { spec: &spec, team: &team, workers },
@@ -56,9 +71,13 @@ fn harmed(scratch: &Scratch, ranks: u32, last: u64, harm: impl Fn(u32, &mut Stat
         );
         let mut records = Vec::new();
         while state.step < last {
-            let batch = loader::batch(&spec.plan, &spec.data, state.step + 1, slice).unwrap();
+            let mut batch = loader::batch(&spec.plan, &spec.data, state.step + 1, slice).unwrap();
+            (harm.text)(rank, &mut batch);
             let leaves = Leaves::stage(&spec, &batch, &Stager::new(Device::Cpu).unwrap()).unwrap();
-            records.push(step::advance(cx, &mut state, &batch, &leaves, || false).unwrap().record);
+            let mut record =
+                step::advance(cx, &mut state, &batch, &leaves, || false).unwrap().record;
+            (harm.record)(&mut record);
+            records.push(record);
         }
         let snapshot = Snapshot::of(&state);
         let blobs = checkpoints.write(&layout, &snapshot).unwrap();
@@ -171,6 +190,36 @@ fn a_bit_of_a_copy_is_found_on_its_rank_and_said_to_be_gone() {
     assert!(found.hit.is_none(), "{}", found.words);
     assert!(found.words.contains("rank 1 of 2 computed"), "{}", found.words);
     assert!(found.words.contains("checkpoint step-7"), "{}", found.words);
+}
+
+#[test]
+fn a_bit_of_what_a_micro_batch_computes_with_is_found_in_it() {
+    let scratch = begun();
+    // Its digest was taken before the bit flipped, so the text is the run's: what was computed from it is not.
+    let text = |rank, batch: &mut Batch| {
+        if rank == 1 {
+            let second = batch.micro_batch as usize * batch.seq_len as usize;
+            batch.tokens[second + 1] ^= 1;
+        }
+    };
+    harmed_by(&scratch, 2, STEP, Harm { text: &text, ..NONE });
+    let found = narrowed(&scratch);
+    assert_eq!((found.losses.as_slice(), found.rank), (&[3][..], Some(1)), "{}", found.words);
+    assert!(found.words.contains("only micro-batch 3 had another loss"), "{}", found.words);
+    assert!(found.words.contains("rank 1 of 2 computed it"), "{}", found.words);
+    assert!(found.words.contains("what was hit is the embedding"), "{}", found.words);
+}
+
+#[test]
+fn a_bit_of_a_gradient_is_found_in_its_micro_batch() {
+    let scratch = begun();
+    // A loss that is the run's and a gradient that is not: what the checksum of a hit gradient would be.
+    let record = |record: &mut StepRecord| record.leaf_gradients.0[1] ^= 1;
+    harmed_by(&scratch, 2, STEP, Harm { record: &record, ..NONE });
+    let found = narrowed(&scratch);
+    assert_eq!((found.losses.as_slice(), found.gradients.as_slice()), (&[][..], &[1][..]));
+    assert_eq!(found.rank, Some(0), "{}", found.words);
+    assert!(found.words.contains("rank 0 of 2 computed it"), "{}", found.words);
 }
 
 #[test]
