@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use contract::Result;
+use contract::{Fault, Result};
 use curriculum::Phase;
 
 use crate::makeup::Makeup;
@@ -35,21 +35,20 @@ impl Order {
         }
     }
 
-    /// The segment that begins at `start`.
-    ///
-    /// # Panics
-    /// If the source is packed at other lengths alone: that was refused before.
-    pub(crate) fn segment(&self, start: Cursor, phase: &Phase) -> Segment {
-        match self {
+    /// The segment that begins at `start`; a source that is packed at other lengths alone was refused before.
+    pub(crate) fn segment(&self, start: Cursor, phase: &Phase) -> Result<Segment> {
+        Ok(match self {
             Order::Windows(order) => {
                 let segment = SourceSegment::new(order, start, phase.seq_len, phase.remainder);
                 Segment::Windows(order.clone(), segment)
             }
             Order::Packs(order) => {
-                let length = order.length(phase.seq_len).expect("checked when the plan was made");
+                let missing =
+                    || Fault::bug("a phase has a length at which its source is not packed");
+                let length = order.length(phase.seq_len).ok_or_else(missing)?;
                 Segment::Packs(order.segment(start, length))
             }
-        }
+        })
     }
 
     /// Tokens served on the way from the very beginning to `cursor`.

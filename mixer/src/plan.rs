@@ -222,7 +222,7 @@ impl Plan {
             let order = self.orders[source]
                 .get_or_insert_with(|| Order::new(curriculum.seed, facts, packs));
             let start = std::mem::take(&mut cursors[source]);
-            let segment = order.segment(start, phase);
+            let segment = order.segment(start, phase)?;
             let after = segment.after(samples);
             let tokens_before = order.tokens_before(segment.start());
             let tokens = order.tokens_before(&after) - tokens_before;

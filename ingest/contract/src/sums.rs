@@ -64,8 +64,7 @@ impl StepSums<'_> {
             return Err(format!("its divisor is {}, its labels add up to {labels}", self.divisor));
         }
         let mean = self.leaf_losses.tree_sum() / self.divisor as f64;
-        // Decimal digits are read to the number that was written, or to one beside it.
-        match (self.loss - mean).abs() <= 2.0 * f64::EPSILON * mean.abs() {
+        match as_read(mean).is_some_and(|wanted| wanted.to_bits() == self.loss.to_bits()) {
             true => Ok(()),
             false => Err(format!("its loss is {}, those of its leaves make {mean}", self.loss)),
         }
@@ -110,6 +109,12 @@ impl StepSums<'_> {
     }
 }
 
+/// A number as a ledger's reader has it: decimal digits are read to the same number each time, but not always to the one that
+/// was written.
+fn as_read(number: f64) -> Option<f64> {
+    serde_json::to_string(&number).ok().and_then(|text| serde_json::from_str(&text).ok())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -129,7 +134,7 @@ mod tests {
         let source = |labels: u64, loss: f64| SourceSums { labels, loss: Packed::floats([loss]) };
         Line {
             divisor: 7,
-            loss: 5.75 / 7.0,
+            loss: as_read(5.75 / 7.0).unwrap(),
             sources: [("web".into(), source(3, 2.0)), ("math".into(), source(4, 3.75))].into(),
             router: vec![vec![3, 5], vec![], vec![8, 0]],
             norm: Packed::floats([5.0]),
@@ -178,8 +183,10 @@ mod tests {
             let said = line.check().unwrap_err();
             assert!(said.contains(words), "{said}");
         }
-        // What is read of decimal digits may lie beside what was written.
-        let beside = Line { loss: f64::from_bits(line().loss.to_bits() + 1), ..line() };
-        assert_eq!(beside.check(), Ok(()));
+        // One bit is enough: the loss follows exactly.
+        for bits in [line().loss.to_bits() - 1, line().loss.to_bits() + 1] {
+            let beside = Line { loss: f64::from_bits(bits), ..line() };
+            assert!(beside.check().unwrap_err().contains("its loss is"));
+        }
     }
 }

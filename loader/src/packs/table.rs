@@ -262,7 +262,9 @@ impl PackTable for Table {
     fn spans(&self, length: usize, pack: u64) -> Result<Vec<Span>> {
         let layout = &self.layouts[length];
         let from = if pack == 0 { 0 } else { self.end(layout, pack - 1)? };
-        let pieces = self.end(layout, pack)? - from;
+        let end = self.end(layout, pack)?;
+        let pieces = end.checked_sub(from).filter(|_| end <= layout.count);
+        let pieces = pieces.ok_or_else(|| damaged(&self.path, "its packs overlap"))?;
         let bytes = (pieces * PIECE_BYTES) as usize;
         let rows = bytes_at(&self.file, &self.path, layout.pieces + from * PIECE_BYTES, bytes)?;
         let span = |row: &[u8; PIECE_BYTES as usize]| {
