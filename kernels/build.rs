@@ -2,8 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
-const SOURCES: [&str; 4] =
-    ["shim/device.cpp", "shim/group.cpp", "shim/product.cpp", "shim/switches.cpp"];
+const SOURCES: [&str; 5] = [
+    "shim/device.cpp",
+    "shim/group.cpp",
+    "shim/memory.cpp",
+    "shim/product.cpp",
+    "shim/switches.cpp",
+];
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

@@ -23,6 +23,8 @@ mod interop;
 mod learns;
 mod linkage;
 #[cfg(feature = "train")]
+mod memory;
+#[cfg(feature = "train")]
 mod network;
 mod packed;
 #[cfg(feature = "train")]

@@ -4,6 +4,7 @@
 //! runtime   determinism switches, set and read back; the kernel table
 //! device    CPU, or a GPU whose library is opened at run time; staging of batches
 //! group     ranks that exchange bytes, with deadlines; between GPUs by RCCL or NCCL, opened at run time
+//! memory    bytes of tensors that are alive, counted
 //! probe     what the mathematics library answers
 //! product   matrix products, by the library that has the better kernels here
 //! tree      the one order in which leaves are added
@@ -21,6 +22,7 @@ pub mod error;
 pub mod group;
 #[cfg(feature = "hip")]
 pub mod hip;
+pub mod memory;
 pub mod ops;
 mod probe;
 pub mod product;

@@ -78,6 +78,9 @@ pub struct RankMemory {
     pub before: u64,
     /// Its largest resident size.
     pub most: u64,
+    /// The most bytes of tensors that were alive in main memory in the steps measured; 0 where they were not counted
+    /// ([`kernels::memory`]).
+    pub tensors: u64,
 }
 
 impl StepTable {
@@ -142,6 +145,7 @@ pub fn step(cx: Context<'_>, device: Device, steps: u64) -> Result<StepTable> {
     let (before, _) = memory::resident();
     let mut state = State::begin(spec, device, Ownership::new(spec, rank, world), workers)?;
     timed(cx, &mut state, 1)?;
+    kernels::memory::anew();
     let mut table = StepTable {
         workers: workers.count(),
         ranks: world,
@@ -169,31 +173,29 @@ pub fn step(cx: Context<'_>, device: Device, steps: u64) -> Result<StepTable> {
         })
     });
     outcome?;
-    let (_, most) = memory::resident();
-    table.memory = memory_of_all(cx, state.owners.pieces(), (before, most))?;
+    let (tensors, (_, most)) = (kernels::memory::most(), memory::resident());
+    table.memory = memory_of_all(cx, state.owners.pieces(), [before, most, tensors])?;
     // The machine may be shared: the better of two looks is nearer to what it can do.
     table.limit = f64::from(world) * table.limit.max(limit(device, workers, dtype)?);
     table.split(&spent);
     Ok(table)
 }
 
-/// What each rank holds by formula, and what it was before and at most, which each tells the others.
-fn memory_of_all(
-    cx: Context<'_>,
-    pieces: &[Piece],
-    (before, most): (u64, u64),
-) -> Result<Vec<RankMemory>> {
+/// What each rank holds by formula, and its sizes, which each tells the others: before, at most, and of tensors.
+fn memory_of_all(cx: Context<'_>, pieces: &[Piece], sizes: [u64; 3]) -> Result<Vec<RankMemory>> {
     let Context { spec, team, workers } = cx;
     let mut mine = Writer::default();
-    mine.word(before).word(most);
+    sizes.iter().for_each(|size| {
+        mine.word(*size);
+    });
     let heard = team.tell("the sizes of ranks", &mine)?;
     let Team { context, flat, schedule, .. } = *team;
     let names = team.group.nodes();
     // The second step is the first that is measured.
     let ranks = Ways { names, pieces, context, flat, schedule, workers }.at(spec, 2)?;
     let of = |(rank, mut heard): (u32, Reader<'_>)| {
-        let (before, most) = (heard.word()?, heard.word()?);
-        Ok(RankMemory { rank, formula: ranks.holds(spec, 2, rank)?, before, most })
+        let (before, most, tensors) = (heard.word()?, heard.word()?, heard.word()?);
+        Ok(RankMemory { rank, formula: ranks.holds(spec, 2, rank)?, before, most, tensors })
     };
     (0..).zip(heard.readers()).map(of).collect()
 }

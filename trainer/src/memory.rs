@@ -9,15 +9,20 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use contract::{Fault, Result};
+use curriculum::Dtype;
 use kernels::tree::blocks;
 use serde::Serialize;
+use tch::Kind;
 
 use crate::exec::ExecOptions;
+use crate::ledger;
 use crate::mesh::axes::Axis;
+use crate::mesh::buckets::Buckets;
 use crate::mesh::slices::Slices;
 use crate::mesh::team::{self, Line, Nodes};
-use crate::mesh::{Mesh, Schedule};
-use crate::model::{Cut, ParamSpec};
+use crate::mesh::{Mesh, Schedule, gather};
+use crate::model::{self, Cut, ParamSpec};
+use crate::optim::Rule;
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::ownership::{self, Piece};
 use crate::workers::Workers;
@@ -126,59 +131,119 @@ impl Ranks<'_> {
     }
 }
 
-/// What `holder` holds in `step`.
+/// What `holder` holds in `step` when it holds most: while it computes micro-batches, when it has computed them, when it moves
+/// its pieces, or when new weights are shared.
 pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
     let PhaseModel { config, cut, .. } = spec.model_at(step)?;
     let dtype = spec.dtype_at(step);
     let step = spec.plan.step(step)?;
-    // Of a gradient that ranks share each has its slice.
-    let all = holder.pieces.iter().map(|piece| piece.length() as u64).sum::<u64>();
-    let width = |parameter: &ParamSpec| parameter.kind(dtype).elt_size_in_bytes() as u64;
-    let weights = spec.parameters.iter().map(|one| width(one) * one.elements());
-    let mine = || holder.pieces.iter().filter(|piece| piece.owner == holder.rank);
-    let masters = mine().filter(|piece| width(&spec.parameters[piece.tensor]) < 4);
+    let always = always(spec, dtype, holder);
     let leaves = step.batch / step.micro_batch;
     let world: u32 = holder.nodes.sizes().iter().sum();
     let parts = team::parts(holder.schedule, world, leaves)?;
     let own = parts[holder.rank as usize].iter().map(|part| part.end - part.start).sum::<u64>();
     let workers = own.min(holder.workers.count() as u64);
-    let moments = mine().map(|piece| {
-        let sets = 1 + u64::from(piece.rule.has_second_moment());
-        4 * sets * piece.length() as u64
-    });
     let (tokens, ranks) = (step.micro_batch * u64::from(step.seq_len), u64::from(holder.context));
     let here = Cut { chunks: cut.chunks / ranks, ..*cut };
     let options = holder.workers.options().cut(here);
-    let activations = crate::model::activation_bytes(config, tokens / ranks, options, dtype)
-        + if ranks > 1 { crate::model::gathered_bytes(config, tokens, dtype) } else { 0 };
-    let pending = parts[holder.rank as usize].iter().flat_map(levels).max().unwrap_or(0);
-    // Workers in one block add to the same nodes. Each of several has one leaf at work, and one more may wait for its turn.
-    let whole = match u64::from(pending) {
-        0 => workers + u64::from(workers > 1 && own > workers),
-        pending => pending + workers.saturating_sub(1) / 2,
+    let shared = if ranks > 1 { model::gathered_bytes(config, tokens, dtype) } else { 0 };
+    let kept = model::activation_bytes(config, tokens / ranks, options, dtype);
+    let [most, last] = kept.map(|bytes| bytes + shared);
+    let flight = Flight::new(spec, here.chunks, ranks);
+    let travelling = Travelling::new(spec, &parts, holder)?;
+    let first = Holds {
+        activations: workers * most,
+        gradients: travelling.waiting[0] + workers * flight.head,
+        ..travelling.on(always)
     };
-    // A worker's layer, and the head's gradient, which waits for the embedding's at the end of the pass.
-    let embedding = spec.parameters.first().map_or(0, ParamSpec::elements);
-    let whole_model: u64 = spec.parameters.iter().map(ParamSpec::elements).sum();
-    let layer = (whole_model - embedding) / config.num_hidden_layers as u64;
-    // Of several chunks, one at work and a sum that waits at each level of their tree; and the head's beside the embedding's. Of
-    // what is shared, what others get and what comes from them.
-    let in_flight = match u64::from(u64::BITS - (here.chunks - 1).leading_zeros()) {
-        0 => embedding + layer,
-        levels => embedding * (levels + 2) + layer * (levels + 1),
+    let last = Holds {
+        activations: workers * last,
+        gradients: travelling.waiting[1] + workers * flight.layer,
+        sent: travelling.sent[1],
+        ..travelling.on(always)
     };
-    let in_flight = in_flight + if ranks > 1 { 2 * embedding } else { 0 };
-    let (sent, received, sums) = travelling(&parts, holder, all, leaves);
-    Ok(Holds {
-        weights: weights.sum(),
-        masters: masters.map(|piece| 4 * piece.length() as u64).sum(),
-        moments: moments.sum(),
-        activations: workers * activations,
-        gradients: 4 * (all * whole + workers * in_flight),
-        sent,
-        received,
-        sums,
-    })
+    let handing = Holds {
+        gradients: travelling.waiting[2],
+        sent: travelling.sent[2],
+        ..travelling.on(always)
+    };
+    let (updating, sharing) = (updating(always, holder), sharing(spec, dtype, always, holder));
+    let moments = [first, last, handing, updating, sharing];
+    Ok(moments.into_iter().max_by_key(|holds| holds.sum()).unwrap_or(always))
+}
+
+/// What is held all the time: the state.
+fn always(spec: &RunSpec, dtype: Dtype, holder: &Holder<'_>) -> Holds {
+    let (mut masters, mut moments) = (0, 0);
+    for piece in holder.pieces.iter().filter(|piece| piece.owner == holder.rank) {
+        let bytes = 4 * piece.length() as u64;
+        masters += if spec.parameters[piece.tensor].kind(dtype) == Kind::Float { 0 } else { bytes };
+        moments += bytes * (1 + u64::from(piece.rule.has_second_moment()));
+    }
+    let weights = spec.parameters.iter().map(|one| width(one, dtype) * one.elements()).sum();
+    Holds { weights, masters, moments, ..Holds::default() }
+}
+
+/// Bytes of a number of a parameter as the model reads it.
+fn width(parameter: &ParamSpec, dtype: Dtype) -> u64 {
+    parameter.kind(dtype).elt_size_in_bytes() as u64
+}
+
+/// Gradients that a worker has in its hands, in bytes.
+struct Flight {
+    /// At the head, where all activations are alive.
+    head: u64,
+    /// Further back: the head's wait for those of the embedding.
+    layer: u64,
+}
+
+impl Flight {
+    fn new(spec: &RunSpec, chunks: u64, ranks: u64) -> Self {
+        let layers = ledger::layers(&spec.names());
+        let bytes = |one: &Range<usize>| -> u64 {
+            spec.parameters[one.clone()].iter().map(|one| 4 * one.elements()).sum()
+        };
+        let embedding = spec.parameters.first().map_or(0, |one| 4 * one.elements());
+        let numbered = layers.iter().skip(1).map(|layer| bytes(&layer.parameters));
+        let layer = numbered.max().unwrap_or(0);
+        // Of several chunks, one at work and a sum that waits at each level of their tree; the embedding's stand beside the
+        // head's.
+        // Of what is shared, what others get and what comes from them.
+        let shared = if ranks > 1 { 2 * embedding } else { 0 };
+        let (head, layer) = match u64::from(u64::BITS - (chunks - 1).leading_zeros()) {
+            0 => (embedding, embedding),
+            levels => {
+                let sums = embedding.max(layer) * (levels + 1);
+                (embedding * (levels + 1), embedding + sums)
+            }
+        };
+        Flight { head: head + shared, layer: layer + shared }
+    }
+}
+
+/// While pieces of a Muon matrix are moved, their direction and what it is made of stand beside the sum.
+fn updating(always: Holds, holder: &Holder<'_>) -> Holds {
+    let own = ownership::length(holder.pieces, holder.rank) as u64;
+    let matrix = |piece: &&Piece| !matches!(piece.rule, Rule::AdamW { .. });
+    let matrices = holder.pieces.iter().filter(|piece| piece.owner == holder.rank).filter(matrix);
+    let largest = matrices.map(|piece| {
+        let [.., rows, columns] = piece.shape[..] else { return 0 };
+        4 * (rows * columns) as u64
+    });
+    let scratch = 4 * holder.workers.count() as u64 * largest.max().unwrap_or(0);
+    Holds { sums: 4 * own + scratch, ..always }
+}
+
+/// While new weights are shared each rank has its own in one row, and those of all others on their way.
+fn sharing(spec: &RunSpec, dtype: Dtype, always: Holds, holder: &Holder<'_>) -> Holds {
+    if holder.nodes.sizes().iter().sum::<u32>() * holder.context == 1 {
+        return always;
+    }
+    let bytes =
+        |piece: &Piece| width(&spec.parameters[piece.tensor], dtype) * piece.length() as u64;
+    let mine = holder.pieces.iter().filter(|piece| piece.owner == holder.rank);
+    let mine: u64 = mine.map(bytes).sum();
+    Holds { sent: mine, received: always.weights - mine, ..always }
 }
 
 /// Refuses a run that by the formula needs more memory than the machine has: the operating system would end it without a
@@ -246,49 +311,126 @@ pub(crate) fn of_machine() -> u64 {
     groups.chain(machine.map(|kilobytes| kilobytes << 10)).min().unwrap_or(u64::MAX)
 }
 
+/// Gradients of a rank's micro-batches and of others on their way to the owners, in bytes.
+struct Travelling {
+    /// Gradients that wait for a partner in the tree of this rank: while a micro-batch is at the head, on its way back, and when
+    /// a block is complete and no micro-batch is at work.
+    waiting: [u64; 3],
+    /// Blocks that this rank sends or keeps for itself, at the same times.
+    sent: [u64; 3],
+    /// Blocks of others.
+    received: u64,
+    /// Partial sums of its own pieces.
+    sums: u64,
+}
+
+impl Travelling {
+    fn new(spec: &RunSpec, parts: &[Vec<Range<u64>>], holder: &Holder<'_>) -> Result<Self> {
+        // Of a gradient that ranks share each has its slice.
+        let all: u64 = holder.pieces.iter().map(|piece| 4 * piece.length() as u64).sum();
+        let mine = &parts[holder.rank as usize];
+        let alone = parts.len() == 1 && holder.context == 1;
+        if holder.schedule == Schedule::Streaming && !alone {
+            return Travelling::streaming(spec, parts, holder);
+        }
+        // Blocks one after the other: those that are complete wait, in the last one a sum at each level.
+        let levels: Vec<u64> = mine.iter().flat_map(levels).map(u64::from).collect();
+        let most = |of: &dyn Fn(u64) -> u64| -> u64 {
+            let blocks = (0u64..).zip(&levels);
+            let bytes =
+                blocks.map(|(before, level)| all * (before * u64::from(alone) + of(*level)));
+            bytes.max().unwrap_or(0)
+        };
+        let several = (holder.workers.count() as u64).min(1 << levels.iter().max().unwrap_or(&0));
+        let more = all * (several.saturating_sub(1)).div_ceil(2);
+        let at_head = most(&|level| level) + more;
+        let at_end = most(&|level| level.max(1)) + more;
+        let blocks = levels.len() as u64;
+        if alone {
+            return Ok(Travelling {
+                waiting: [at_head, at_end, 0],
+                sent: [0; 3],
+                received: 0,
+                sums: 0,
+            });
+        }
+        // A block's bags are filled while its sum is still there; those before it may be on their way.
+        let left = all * blocks.saturating_sub(1);
+        Ok(Travelling {
+            waiting: [at_head, at_end, all],
+            sent: [left, left, all * blocks],
+            received: received(parts, holder, &|owner| {
+                4 * ownership::length(holder.pieces, owner) as u64
+            }),
+            sums: 0,
+        })
+    }
+
+    /// Stages of the gathering are sent and received at a time, whose shares the largest follow each other.
+    fn streaming(spec: &RunSpec, parts: &[Vec<Range<u64>>], holder: &Holder<'_>) -> Result<Self> {
+        let layers: Vec<_> =
+            ledger::layers(&spec.names()).into_iter().map(|layer| layer.parameters).collect();
+        let buckets = Buckets::by_layer(&layers);
+        let lengths = buckets.lengths(holder.pieces, parts.len())?;
+        let several = holder.nodes.count() > 1;
+        let whole: Vec<u64> =
+            lengths.iter().map(|one| 4 * one.iter().sum::<i64>() as u64).collect();
+        let came: Vec<u64> = lengths
+            .iter()
+            .map(|lengths| received(parts, holder, &|owner| 4 * lengths[owner as usize] as u64))
+            .collect();
+        // The stages of all rounds follow each other: after the last bucket comes the first again.
+        let together = |of: &[u64], count: usize| -> u64 {
+            let stages = of.len() * parts[0].len();
+            let from =
+                |first: usize| (first..stages.min(first + count)).map(|at| of[at % of.len()]);
+            (0..stages).map(|first| from(first).sum::<u64>()).max().unwrap_or(0)
+        };
+        let computed = parts[holder.rank as usize].iter().map(|part| part.end - part.start);
+        let idle = computed.sum::<u64>().min(holder.workers.count() as u64).saturating_sub(1);
+        // A worker whose turn has not come keeps what it has; each bucket is complete before it leaves.
+        let bucket = whole.iter().max().copied().unwrap_or(0);
+        let waiting = idle * whole.iter().sum::<u64>();
+        let after = |round: usize| parts.iter().map(|parts| parts[round].end).max().unwrap_or(0);
+        let rounds = parts[0].len();
+        let pending = (0..rounds - 1).map(|round| after(round).count_ones()).max().unwrap_or(0);
+        let own = 4 * ownership::length(holder.pieces, holder.rank) as u64;
+        let sent = together(&whole, gather::BEHIND);
+        Ok(Travelling {
+            waiting: [waiting, waiting + bucket, bucket],
+            sent: [if rounds > 1 { sent } else { 0 }, sent, sent],
+            received: together(&came, (1 + usize::from(several)) * gather::BEHIND + 1),
+            sums: own * u64::from(pending.max(1)),
+        })
+    }
+
+    /// Beside what is held all the time.
+    fn on(&self, always: Holds) -> Holds {
+        let Travelling { sent, received, sums, .. } = *self;
+        Holds { sent: sent[0], received, sums, ..always }
+    }
+}
+
 fn levels(part: &Range<u64>) -> Vec<u32> {
     blocks(part.start, part.end).into_iter().map(|(level, _)| level).collect()
 }
 
-/// Bytes of blocks sent and received at a time, and of the owner's partial sums.
-fn travelling(
-    parts: &[Vec<Range<u64>>],
-    Holder { rank, pieces, nodes, context, .. }: &Holder<'_>,
-    all: u64,
-    leaves: u64,
-) -> (u64, u64, u64) {
-    let own = ownership::length(pieces, *rank) as u64;
-    if parts.len() == 1 && *context == 1 {
-        // Alone it is the counter of the step: its pending levels are gradients already.
-        return (0, 0, 0);
-    }
-    let bag =
-        nodes.behind(*rank).map(|owner| ownership::length(pieces, owner) as u64).sum::<u64>() + own;
-    let rounds = parts[0].len();
+/// Bytes of the blocks of a round that come to a rank: from its neighbours for itself and the owners behind it, from other
+/// machines for itself; `of` is what an owner's share of a block takes.
+fn received(parts: &[Vec<Range<u64>>], holder: &Holder<'_>, of: &dyn Fn(u32) -> u64) -> u64 {
+    let Holder { rank, nodes, .. } = *holder;
+    let bag = of(rank) + nodes.behind(rank).map(of).sum::<u64>();
     let count = |part: &Range<u64>| levels(part).len() as u64;
-    // A round is sent and received while the next one is computed; on several machines one more is under way to owners.
-    let most = |by_round: &dyn Fn(usize) -> u64, together: usize| {
-        let sums =
-            (0..rounds).map(|first| (first..rounds.min(first + together)).map(by_round).sum());
-        sums.max().unwrap_or(0)
-    };
-    let together = 1 + usize::from(nodes.count() > 1);
-    let mine = |round: usize| 4 * all * count(&parts[*rank as usize][round]);
-    let near = |round: usize| {
-        let ranks = nodes.ranks(nodes.here()).filter(|other| other != rank);
-        ranks.map(|other| 4 * bag * count(&parts[other as usize][round])).sum::<u64>()
-    };
-    let far = |round: usize| {
+    let by_round = |round: usize| {
+        let near = nodes.ranks(nodes.here()).filter(|other| *other != rank);
+        let near = near.map(|other| bag * count(&parts[other as usize][round])).sum::<u64>();
         let part = |node: usize| {
             let Range { start, end } = nodes.ranks(node);
             parts[start as usize][round].start..parts[end as usize - 1][round].end
         };
-        nodes.others().map(|node| 4 * own * count(&part(node))).sum::<u64>()
+        near + nodes.others().map(|node| of(rank) * count(&part(node))).sum::<u64>()
     };
-    // Where there is one round, blocks that arrived are added into each other.
-    let pending = u64::from(u64::BITS - (leaves - 1).leading_zeros());
-    let sums = if rounds > 1 { 4 * own * pending } else { 0 };
-    (most(&mine, 1), most(&|round| near(round) + far(round), together), sums)
+    (0..parts[0].len()).map(by_round).max().unwrap_or(0)
 }
 
 /// The resident size of this process: now, and at its largest. 0 where the system does not say.

@@ -11,9 +11,9 @@
 
 pub mod axes;
 pub mod bench;
-mod buckets;
+pub(crate) mod buckets;
 pub(crate) mod context;
-mod gather;
+pub(crate) mod gather;
 pub(crate) mod share;
 pub(crate) mod sink;
 pub(crate) mod slices;

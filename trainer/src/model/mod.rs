@@ -264,13 +264,14 @@ pub fn causal_pairs(starts: &[u32], length: u32) -> u64 {
     lengths.map(|n| n * (n + 1) / 2).sum()
 }
 
-/// Bytes that a micro-batch of `tokens` keeps between its passes, with its logits.
+/// Bytes that a micro-batch of `tokens` has alive between its passes: at the head, with its logits, and when it is back at the
+/// embedding.
 pub fn activation_bytes(
     config: &ZayaConfig,
     tokens: u64,
     options: LeafOptions,
     dtype: Dtype,
-) -> u64 {
+) -> [u64; 2] {
     let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
     Zaya::new(config).activation_bytes(config, (tokens, narrow), options)
 }

@@ -30,7 +30,7 @@ use super::layers::norm::{Normed, Residual, RmsNorm};
 use super::line::SharedRows;
 use super::param::{Declare, ParamId, ParamSpec, Weights};
 use super::probe::{LayerActivity, squares};
-use super::{Computing, Keep, LeafOptions, ZayaConfig};
+use super::{Computing, Cut, Keep, LeafOptions, ZayaConfig};
 use crate::refusal::refused;
 use crate::timing::{Part, part};
 
@@ -323,14 +323,14 @@ impl Zaya {
         self.layers.iter().map(layer).sum()
     }
 
-    /// Bytes of what a micro-batch of `tokens` keeps between its passes, with its logits; `narrow` bytes in a number of
-    /// [`Pass::kind`].
+    /// Bytes of what a micro-batch of `tokens` has alive at the head, with its logits, and at most when only one layer's
+    /// activations are left; `narrow` bytes in a number of [`Pass::kind`].
     pub(super) fn activation_bytes(
         &self,
         config: &ZayaConfig,
         (tokens, narrow): (u64, u64),
         LeafOptions { keep, cut, .. }: LeafOptions,
-    ) -> u64 {
+    ) -> [u64; 2] {
         let (width, state) = (config.hidden_size as u64, config.router_hidden_size as u64);
         // The residual that enters each half, f32, and the factors of its norm.
         let whole = |layer: &DecoderLayer| {
@@ -338,15 +338,40 @@ impl Zaya {
                 layer.halves().map(|half| half.layer.activation_bytes(config, narrow, cut));
             inside.map(|bytes| bytes + 4 * width + 4).sum::<u64>()
         };
-        let all = self.layers.iter().map(whole);
-        let kept: u64 = match keep {
-            Keep::Everything => all.sum(),
-            Keep::LayerInputs => {
-                self.layers.len() as u64 * 4 * (width + state) + all.max().unwrap_or(0)
+        let all = || self.layers.iter().map(whole);
+        let largest = tokens * all().max().unwrap_or(0);
+        let head = head::activation_bytes(config, tokens / cut.chunks, narrow);
+        // The embedded tokens, and the residual before and after the final norm with their gradients.
+        let ends = 5 * 4 * tokens * width;
+        let copies = weight_copies(config, narrow, cut);
+        // A layer on its way back has gradients beside about a third of what it saved.
+        let back = largest + largest / 3 + ends + copies;
+        match keep {
+            Keep::Everything => {
+                let kept = tokens * all().sum::<u64>() + self.layers.len() as u64 * copies;
+                [kept + head + ends, back]
             }
-        };
-        tokens * kept + head::activation_bytes(config, tokens / cut.chunks, narrow)
+            Keep::LayerInputs => {
+                let kept = tokens * self.layers.len() as u64 * 4 * (width + state);
+                [kept + ends + head.max(largest), back]
+            }
+        }
     }
+}
+
+/// Bytes of the weights that attention copies for a micro-batch, in each layer: queries' and keys' projections one below the
+/// other, the second convolution turned; of several shards all of its weights, and those of a shard of the experts.
+fn weight_copies(config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
+    let size = |size: i64| size as u64;
+    let (width, conv, dim) =
+        (size(config.hidden_size), size(config.conv_size()), size(config.head_dim));
+    let copied = narrow * (conv * width + 2 * conv * dim);
+    if cut.shards == 1 {
+        return copied;
+    }
+    let others = narrow * width * size(config.key_size() + config.query_size());
+    let inner = 3 * width * size(config.moe_intermediate_size * config.num_experts);
+    copied + others + narrow * inner / cut.shards
 }
 
 impl Flow {

@@ -2,6 +2,7 @@
 
 use loader::Opened;
 use trainer::mesh::Schedule;
+use trainer::model::Keep;
 use trainer::plan::{Fleet, needs};
 use trainer::workers::Workers;
 use trainer::{RunSpec, plan};
@@ -63,6 +64,38 @@ fn more_ranks_hold_less_each_and_send_more() {
     assert!(four.phases[0].memory.moments < two.phases[0].memory.moments);
     assert_eq!(one.checkpoint.bytes, four.checkpoint.bytes);
     assert!(one.fits && four.fits, "a model of some thousand numbers");
+}
+
+/// The largest model, 16,384 tokens in a micro-batch, on one machine of eight ranks that send what each layer has at once.
+#[test]
+fn eight_ranks_hold_the_largest_model() {
+    let scratch = Scratch::new();
+    let small = "hidden_size = 16\nnum_hidden_layers = 2\nnum_attention_heads = 2\nnum_key_value_heads = 2\nhead_dim = 8\n\
+        moe_intermediate_size = 16\nnum_experts = 3\nrouter_hidden_size = 8\n";
+    let often =
+        "[source.web]\nmax_epochs = 10000000\n\n[source.math]\nmax_epochs = 10000000\n\n[model]";
+    for (micro_batches, most) in [(8, 55), (1024, 100)] {
+        let batch = format!("batch = {}\nmicro_batch = 512", 512 * micro_batches);
+        scratch.edited(
+            "run.toml",
+            &[
+                (small, "vocab_size = 262272\n"),
+                ("zaya1-nano", "zaya1-8b"),
+                ("[model]", often),
+                ("dtype = \"f32\"", "dtype = \"bf16\""),
+                ("batch = 6\nmicro_batch = 2", &batch),
+            ],
+        );
+        let workers = Workers::new(1).keeping(Keep::LayerInputs);
+        let fleet = Fleet { workers, schedule: Schedule::Streaming, ..fleet(8, "mi300x") };
+        let needs = needs(&spec(&scratch), &fleet).unwrap();
+        let phase = &needs.phases[0];
+        assert_eq!(needs.parameters, 8_840_488_784);
+        assert_eq!(phase.micro_batch * u64::from(phase.seq_len), 4 * 4096);
+        assert_eq!(phase.batch / phase.micro_batch, micro_batches);
+        let held = phase.memory.sum();
+        assert!(held < most * 1_000_000_000, "{micro_batches}: {held} bytes: {:?}", phase.memory);
+    }
 }
 
 #[test]

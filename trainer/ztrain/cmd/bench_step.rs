@@ -39,6 +39,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     if let Some(count) = args.ranks.to_spawn()? {
         return ranks::start(count);
     }
+    kernels::memory::count().map_err(lost)?;
     let launched = args.ranks.launched()?;
     let mut world = args.ranks.world(&args.speed, launched.as_ref(), &Arc::default())?;
     let spec = RunSpec::new(&Opened::open(&args.curriculum)?)?;
@@ -125,15 +126,18 @@ fn print_ranks(table: &StepTable) -> Result<()> {
         "received",
         "sums",
         "formula",
-        "measured",
+        "tensors",
+        "resident",
     ];
     let row = |name: &str, cells: Vec<String>| {
         let cells: Vec<String> = cells.iter().map(|cell| format!(" {cell:>9}")).collect();
         format!("{name:>5}{}", cells.concat())
     };
     let head = row("MiB", names.iter().map(|name| (*name).to_owned()).collect());
-    tell!("{head}  (measured: the most, less what the program took before)");
-    for RankMemory { rank, formula, before, most } in &table.memory {
+    tell!(
+        "{head}  (tensors: the most that were alive; resident: the most, less what the program took before)"
+    );
+    for RankMemory { rank, formula, before, most, tensors } in &table.memory {
         let Holds { weights, masters, moments, activations, gradients, sent, received, sums } =
             *formula;
         let parts = [
@@ -148,7 +152,8 @@ fn print_ranks(table: &StepTable) -> Result<()> {
             formula.sum(),
         ];
         let measured = most.saturating_sub(*before);
-        let cells = parts.into_iter().chain([measured]).map(|part| format!("{:.1}", mega(part)));
+        let cells =
+            parts.into_iter().chain([*tensors, measured]).map(|part| format!("{:.1}", mega(part)));
         tell!("{}", row(&format!("r{rank}"), cells.collect()));
     }
     Ok(())

@@ -1,0 +1,73 @@
+// Counts the bytes of tensors in main memory that are alive, and the most that were.
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+
+#include "shim.h"
+
+namespace {
+
+std::atomic<int64_t> live{0};
+std::atomic<int64_t> most{0};
+
+void alive(int64_t bytes) {
+  const int64_t now = live.fetch_add(bytes, std::memory_order_relaxed) + bytes;
+  int64_t seen = most.load(std::memory_order_relaxed);
+  while (seen < now && !most.compare_exchange_weak(seen, now, std::memory_order_relaxed)) {
+  }
+}
+
+c10::Allocator* inner = nullptr;
+
+// Before each tensor's memory stands how much it is. As many bytes as libtorch aligns memory to.
+constexpr size_t kHead = 64;
+
+void release(void* data) {
+  if (data == nullptr) return;
+  void* whole = static_cast<char*>(data) - kHead;
+  live.fetch_sub(*static_cast<int64_t*>(whole), std::memory_order_relaxed);
+  inner->raw_deallocate(whole);
+}
+
+struct Counting final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    const c10::Device device(c10::DeviceType::CPU);
+    if (bytes == 0) return {nullptr, nullptr, &release, device};
+    void* whole = inner->raw_allocate(bytes + kHead);
+    *static_cast<int64_t*>(whole) = static_cast<int64_t>(bytes);
+    alive(static_cast<int64_t>(bytes));
+    void* data = static_cast<char*>(whole) + kHead;
+    return {data, data, &release, device};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+
+  void copy_data(void* to, const void* from, size_t count) const override {
+    default_copy_data(to, from, count);
+  }
+};
+
+}  // namespace
+
+// Counts what is allocated from here on. Never taken back: a tensor outlives whoever counts.
+extern "C" int shim_count_memory() {
+  return shim_guard([] {
+    static std::once_flag once;
+    std::call_once(once, [] {
+      inner = c10::GetCPUAllocator();
+      c10::SetCPUAllocator(new Counting);
+    });
+  });
+}
+
+extern "C" int64_t shim_live_bytes() { return live.load(std::memory_order_relaxed); }
+
+extern "C" int64_t shim_most_bytes() { return most.load(std::memory_order_relaxed); }
+
+// Forgets the most that was alive before.
+extern "C" void shim_most_anew() { most.store(live.load(std::memory_order_relaxed)); }

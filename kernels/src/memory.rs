@@ -1,0 +1,73 @@
+//! Bytes of tensors that are alive in main memory, and the most that were: what a formula of memory is held against.
+//!
+//! Nothing is counted before [`count`] is called, and a training run never calls it.
+
+#![expect(unsafe_code, reason = "calls the C++ shim")]
+
+use std::ffi::c_int;
+
+use crate::Result;
+use crate::runtime::guarded;
+
+unsafe extern "C" {
+    fn shim_count_memory() -> c_int;
+    fn shim_live_bytes() -> i64;
+    fn shim_most_bytes() -> i64;
+    fn shim_most_anew();
+}
+
+/// Counts, from here to the end of the process, the tensors that libtorch allocates in main memory.
+///
+/// # Errors
+/// Where libtorch refuses another allocator, or memory ends.
+pub fn count() -> Result<()> {
+    // SAFETY: takes no argument; the allocator that it sets stays for the life of the process.
+    guarded("count tensors", unsafe { shim_count_memory() })
+}
+
+/// Bytes that are alive.
+pub fn live() -> u64 {
+    // SAFETY: reads a number.
+    unsafe { shim_live_bytes() }.max(0).cast_unsigned()
+}
+
+/// The most bytes that were alive at a time since [`anew`] was called last.
+pub fn most() -> u64 {
+    // SAFETY: reads a number.
+    unsafe { shim_most_bytes() }.max(0).cast_unsigned()
+}
+
+/// Forgets the most that was alive before.
+pub fn anew() {
+    // SAFETY: writes a number.
+    unsafe { shim_most_anew() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::{Device, Kind, Tensor};
+
+    /// Other tests allocate beside this one, but nothing as large. Nothing is written, so the system hands out no pages.
+    #[test]
+    fn a_tensor_is_counted_as_long_as_it_lives() {
+        const LARGE: i64 = 3 << 30;
+        count().unwrap();
+        count().unwrap();
+        let before = live();
+        let tensor = Tensor::empty([LARGE], (Kind::Uint8, Device::Cpu));
+        let alias = tensor.narrow(0, 5, 7);
+        drop(tensor);
+        let near = |found: u64, wanted: u64| found.abs_diff(wanted) < LARGE.cast_unsigned() / 4;
+        assert!(
+            near(live(), before + LARGE.cast_unsigned()),
+            "an alias keeps it: {before}, {}",
+            live()
+        );
+        drop(alias);
+        assert!(near(live(), before), "{before}, {}", live());
+        assert!(near(most(), before + LARGE.cast_unsigned()), "{before}, {}", most());
+        anew();
+        assert!(near(most(), before), "{before}, {}", most());
+    }
+}

@@ -1,0 +1,66 @@
+//! Fear: that the formula of memory, by which a run is refused or paid for, is not what a rank holds.
+//!
+//! As processes of their own: what is counted is the process's.
+
+use crate::support::{Scratch, arg, build, corpus, curriculum, ztrain};
+
+/// How a run is computed.
+struct Case {
+    name: &'static str,
+    /// Changes of the curriculum.
+    change: &'static [(&'static str, &'static str)],
+    ranks: &'static [&'static str],
+}
+
+const WIDE: [(&str, &str); 6] = [
+    ("hidden_size = 32", "hidden_size = 128"),
+    ("moe_intermediate_size = 32", "moe_intermediate_size = 128"),
+    ("num_hidden_layers = 2", "num_hidden_layers = 6"),
+    ("head_dim = 16", "head_dim = 32"),
+    ("batch = 8", "batch = 16"),
+    ("steps = 12", "steps = 6"),
+];
+
+const BF16: (&str, &str) = ("dtype = \"f32\"", "dtype = \"bf16\"");
+const CUT: (&str, &str) = ("seq_len = 64", "context_chunks = 4\nweight_shards = 2\nseq_len = 64");
+
+const CASES: [Case; 10] = [
+    Case { name: "f32", change: &[], ranks: &["1"] },
+    Case { name: "f32, recomputed", change: &[], ranks: &["1", "--recompute"] },
+    Case { name: "bf16", change: &[BF16], ranks: &["1"] },
+    Case { name: "f32, cut", change: &[CUT], ranks: &["1"] },
+    Case { name: "bf16, cut", change: &[BF16, CUT], ranks: &["1", "--recompute"] },
+    Case { name: "f32, 2 ranks", change: &[], ranks: &["2"] },
+    Case { name: "f32, 2 ranks, streaming", change: &[], ranks: &["2", "--schedule", "streaming"] },
+    Case { name: "bf16, 2 ranks", change: &[BF16], ranks: &["2", "--recompute"] },
+    Case {
+        name: "bf16, 4 ranks",
+        change: &[BF16],
+        ranks: &["4", "--schedule", "streaming", "--recompute"],
+    },
+    Case {
+        name: "bf16, 4 ranks, cut",
+        change: &[BF16, CUT],
+        ranks: &["4", "--schedule", "streaming"],
+    },
+];
+
+#[test]
+fn what_ranks_hold_at_most_is_the_formula() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 200, ""), "store");
+    for Case { name, change, ranks } in CASES {
+        let path = curriculum(&scratch, &store, "run.toml", &[&WIDE, change].concat());
+        let command = ["bench", "step", "--curriculum", arg(&path), "--steps", "5", "--json"];
+        let told = ztrain(&[&command[..], &["--workers", "1", "--nproc"], ranks].concat()).ok();
+        let told: serde_json::Value = serde_json::from_str(&told).unwrap();
+        for rank in told["table"]["memory"].as_array().unwrap() {
+            let parts = rank["formula"].as_object().unwrap();
+            let formula: u64 = parts.values().map(|part| part.as_u64().unwrap()).sum();
+            let measured = rank["tensors"].as_u64().unwrap();
+            println!("{name}: {measured} bytes, by the formula {formula}: {}", rank["formula"]);
+            let off = formula as f64 / measured as f64 - 1.0;
+            assert!(off.abs() < 0.1, "{name}: {off:+.3}: {rank}");
+        }
+    }
+}
