@@ -24,7 +24,7 @@ const WIDE: [(&str, &str); 6] = [
 const BF16: (&str, &str) = ("dtype = \"f32\"", "dtype = \"bf16\"");
 const CUT: (&str, &str) = ("seq_len = 64", "context_chunks = 4\nweight_shards = 2\nseq_len = 64");
 
-const CASES: [Case; 10] = [
+const CASES: [Case; 11] = [
     Case { name: "f32", change: &[], ranks: &["1"] },
     Case { name: "f32, recomputed", change: &[], ranks: &["1", "--recompute"] },
     Case { name: "bf16", change: &[BF16], ranks: &["1"] },
@@ -38,6 +38,7 @@ const CASES: [Case; 10] = [
         change: &[BF16],
         ranks: &["4", "--schedule", "streaming", "--recompute"],
     },
+    Case { name: "f32, cut, 2 ranks share", change: &[CUT], ranks: &["2", "--cp", "2"] },
     Case {
         name: "bf16, 4 ranks, cut",
         change: &[BF16, CUT],
@@ -51,7 +52,7 @@ fn what_ranks_hold_at_most_is_the_formula() {
     let store = build(&scratch, &corpus(&scratch, 200, ""), "store");
     for Case { name, change, ranks } in CASES {
         let path = curriculum(&scratch, &store, "run.toml", &[&WIDE, change].concat());
-        let command = ["bench", "step", "--curriculum", arg(&path), "--steps", "5", "--json"];
+        let command = ["bench", "step", "--curriculum", arg(&path), "--steps", "2", "--json"];
         let told = ztrain(&[&command[..], &["--workers", "1", "--nproc"], ranks].concat()).ok();
         let told: serde_json::Value = serde_json::from_str(&told).unwrap();
         for rank in told["table"]["memory"].as_array().unwrap() {
@@ -60,7 +61,9 @@ fn what_ranks_hold_at_most_is_the_formula() {
             let measured = rank["tensors"].as_u64().unwrap();
             println!("{name}: {measured} bytes, by the formula {formula}: {}", rank["formula"]);
             let off = formula as f64 / measured as f64 - 1.0;
-            assert!(off.abs() < 0.1, "{name}: {off:+.3}: {rank}");
+            // What ranks that share send each other comes before or after their own is gone.
+            let within = if ranks.contains(&"--cp") { 0.15 } else { 0.1 };
+            assert!(off.abs() < within, "{name}: {off:+.3}: {rank}");
         }
     }
 }
