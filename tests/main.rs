@@ -13,6 +13,8 @@ mod checkpoints;
 mod cli;
 mod corrupt;
 mod determinism;
+#[cfg(feature = "train")]
+mod device;
 mod faults;
 #[cfg(feature = "train")]
 mod fork;

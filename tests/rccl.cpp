@@ -8,11 +8,14 @@
 // - A peer that is gone is not noticed: its transfers stay where they are until the communicator is given up.
 // - A communicator is for one thread at a time: two are the end of the process.
 //
-// Beyond the interface: hostStreamCreate, hostStreamDestroy, hostStreamQuery, which stand for a device's runtime library.
+// Beyond the interface: hostStreamCreate, hostStreamDestroy, hostStreamQuery, which stand for a device's runtime library. Where
+// the stand-in for a GPU is in the process (kernels/device/standin), streams are that one's: it hears what a group reads and
+// writes, and when it has begun and ended.
 // For the tests: STANDIN_FAULT=kill:R:N or stop:R:N does that to rank R in the middle of its N-th group;
 // STANDIN_FAULT=block:R:N has rank R's N-th ncclGroupEnd not return before the communicator is given up, and
 // STANDIN_FAULT=join:R:0 has rank R never come to join.
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -242,16 +245,66 @@ void run(Comm& comm, const Group& group) {
   }
 }
 
+// The stand-in for a GPU, if it is here.
+struct Gpu {
+  void (*launch)(void* stream, const char* name, size_t count, const void* const* data, const int* write);
+  void (*begin)(void* stream);
+  void (*end)(void* stream);
+
+  template <typename F>
+  static void find(F& function, const char* name) {
+    function = reinterpret_cast<F>(::dlsym(RTLD_DEFAULT, name));
+  }
+  Gpu() {
+    find(launch, "standin_launch");
+    find(begin, "standin_begin");
+    find(end, "standin_end");
+  }
+};
+
+const Gpu* gpu() {
+  static const Gpu one;
+  return one.launch == nullptr ? nullptr : &one;
+}
+
+// The thread that works a stream through.
+Stream* worker_of(void* stream) {
+  if (gpu() == nullptr) return static_cast<Stream*>(stream);
+  static std::mutex mutex;
+  // Never freed: a stream of a device lives as long as the process.
+  static auto* const workers = new std::map<void*, Stream*>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  Stream*& worker = (*workers)[stream];
+  if (worker == nullptr) worker = new Stream;
+  return worker;
+}
+
 struct Queued {
   Comm* comm;
-  Stream* stream;
+  void* stream;
   Group group;
+
+  // Tells the stand-in for a GPU what is queued.
+  void tell(const Gpu& gpu) const {
+    std::vector<const void*> data;
+    std::vector<int> write;
+    const auto list = [&](const std::vector<Transfer>& transfers, int writes) {
+      for (const Transfer& transfer : transfers) {
+        data.push_back(transfer.data);
+        write.push_back(writes);
+      }
+    };
+    list(group.sends, 0);
+    list(group.receives, 1);
+    gpu.launch(stream, "ncclGroup", data.size(), data.data(), write.data());
+    gpu.begin(stream);
+  }
 };
 
 thread_local int depth = 0;
 thread_local std::vector<Queued> queued;
 
-Queued& in_group(Comm* comm, Stream* stream) {
+Queued& in_group(Comm* comm, void* stream) {
   for (auto& one : queued) {
     if (one.comm == comm && one.stream == stream) return one;
   }
@@ -268,8 +321,10 @@ void launch() {
     }
     if (comm.aborted) continue;
     ++comm.under_way;
-    one.stream->push([&comm, group = std::move(one.group)] {
+    if (gpu() != nullptr) one.tell(*gpu());
+    worker_of(one.stream)->push([&comm, stream = one.stream, group = std::move(one.group)] {
       run(comm, group);
+      if (gpu() != nullptr) gpu()->end(stream);
       --comm.under_way;
     });
   }
@@ -392,7 +447,7 @@ static int queue(const void* data, size_t count, int type, int peer, void* handl
   Comm& comm = *static_cast<Comm*>(handle);
   const Guard guard(comm);
   if (peer < 0 || peer >= comm.world || peer == comm.rank) return kInvalid;
-  Group& group = in_group(&comm, static_cast<Stream*>(stream)).group;
+  Group& group = in_group(&comm, stream).group;
   (sends ? group.sends : group.receives).push_back({peer, static_cast<char*>(const_cast<void*>(data)), count});
   if (depth == 0) launch();
   return kOk;

@@ -16,12 +16,12 @@ use crate::ranks::{Fixture, hold_one, kill_in_turn};
 use crate::support::{Ran, ztrain_command};
 
 /// The stand-in, compiled once.
-fn standin() -> &'static Path {
+pub(crate) fn standin() -> &'static Path {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
     LIBRARY.get_or_init(|| {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
         let (library, own) =
-            (folder.join("standin.so"), folder.join(std::process::id().to_string()));
+            (folder.join("rccl-standin.so"), folder.join(std::process::id().to_string()));
         let mut compiler = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()));
         compiler.args(["-std=c++17", "-O1", "-Wall", "-shared", "-fPIC", "-pthread", "-o"]);
         let made = compiler.arg(&own).arg(tests_folder().join("rccl.cpp")).output().unwrap();

@@ -7,7 +7,7 @@
 //!
 //! Our own kernels (`device/`) are compiled for a GPU where it is first used, by its vendor's run-time compiler.
 //!
-//! What runs on a GPU here has only been compiled so far.
+//! What runs on a GPU here has run on a stand-in for one (`device/standin`), on none so far.
 
 #![expect(unsafe_code, reason = "opens libraries and hands memory, streams and events to C++")]
 

@@ -1,0 +1,407 @@
+// A GPU that is not there, as a `libtorch_cuda.so`: libtorch's dispatch key CUDA served by its CPU kernels over plain memory.
+//
+// It computes at once, so that its bits are those of libtorch on a CPU, and keeps count of what a device would be asked for:
+// operations, copies, reads by the host. `clocks.h` says what a real one would be free to do in another order. It refuses what a
+// real one refuses and a CPU would not: operands on two devices. For the tests alone; variables that they set:
+// - STANDIN_REPORT: a file to which a process adds its totals when it ends, a line of JSON.
+// - STANDIN_FAULT: a fault to plant (clocks.h).
+//
+// What it cannot show: numbers of a real device, errors that come later than the call, speed.
+#include "clocks.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <unordered_map>
+
+namespace {
+using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::Stream;
+using standin::Machine, standin::Totals;
+constexpr auto kGpu = DeviceType::CUDA;
+
+// Never freed: other threads may still ask when the process ends.
+Machine& machine() {
+  static auto* const one = new Machine;
+  return *one;
+}
+
+thread_local DeviceIndex current_device = 0;
+thread_local std::array<int, standin::kDevices> current_stream = {};
+
+int place(DeviceIndex device, int64_t stream) { return device * standin::kPerDevice + static_cast<int>(stream); }
+int place(const Stream& stream) { return place(stream.device_index(), stream.id()); }
+int place_now(DeviceIndex device) { return place(device, current_stream[static_cast<size_t>(device)]); }
+
+// A stream as the vendor's libraries know it: none for the default one, else its place, which is not 0.
+void* handle(const Stream& stream) {
+  return stream.id() == 0 ? nullptr : reinterpret_cast<void*>(static_cast<intptr_t>(place(stream)));
+}
+int place_of(void* handle) {
+  return handle == nullptr ? place(current_device, 0) : static_cast<int>(reinterpret_cast<intptr_t>(handle));
+}
+
+struct OnDevice {
+  DeviceIndex before = current_device;
+  explicit OnDevice(DeviceIndex device) {
+    if (device >= 0) current_device = device;
+  }
+  ~OnDevice() { current_device = before; }
+};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  static constexpr DeviceType static_type = kGpu;
+  Guard() = default;
+  explicit Guard(DeviceType) {}
+  static DeviceIndex index(Device device) { return device.has_index() ? device.index() : current_device; }
+  DeviceType type() const override { return kGpu; }
+  Device getDevice() const override { return Device(kGpu, current_device); }
+  void setDevice(Device device) const override { current_device = index(device); }
+  void uncheckedSetDevice(Device device) const noexcept override { current_device = index(device); }
+  Device exchangeDevice(Device device) const override {
+    const Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  static Stream numbered(Device device, int64_t id) { return Stream(Stream::UNSAFE, Device(kGpu, index(device)), id); }
+  Stream getStream(Device device) const override { return numbered(device, current_stream[static_cast<size_t>(index(device))]); }
+  Stream getDefaultStream(Device device) const override { return numbered(device, 0); }
+  Stream getNewStream(Device device, int) const override { return numbered(device, machine().next_stream(index(device))); }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
+  Stream exchangeStream(Stream stream) const override {
+    const Stream before = getStream(stream.device());
+    current_stream[static_cast<size_t>(stream.device_index())] = static_cast<int>(stream.id());
+    return before;
+  }
+  void* getStreamNativeHandle(const Stream stream) const override { return handle(stream); }
+  bool queryStream(const Stream& stream) const override { return machine().is_idle(place(stream)); }
+  void synchronizeStream(const Stream& stream) const override {
+    machine().count(&Totals::host_waits);
+    machine().synchronize(place(stream));
+  }
+  void synchronizeDevice(DeviceIndex device) const override {
+    machine().count(&Totals::host_waits);
+    for (int stream = 0; stream < standin::kPerDevice; ++stream) machine().synchronize(place(device, stream));
+  }
+  static standin::Event& event(void* raw) { return *static_cast<standin::Event*>(raw); }
+  void record(void** raw, const Stream& stream, DeviceIndex, c10::EventFlag) const override {
+    if (*raw == nullptr) *raw = new standin::Event;
+    machine().record(event(*raw), place(stream));
+  }
+  void destroyEvent(void* raw, DeviceIndex) const noexcept override { delete static_cast<standin::Event*>(raw); }
+  void block(void* raw, const Stream& stream) const override {
+    if (raw != nullptr) machine().wait(event(raw), place(stream));
+  }
+  bool queryEvent(void* raw) const override { return raw == nullptr || machine().is_over(event(raw)); }
+  void synchronizeEvent(void* raw) const override {
+    if (raw != nullptr) machine().wait_on_host(event(raw));
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
+    machine().record_stream(data.get(), place(stream));
+  }
+  DeviceIndex deviceCount() const noexcept override { return standin::kDevices; }
+};
+
+// Memory comes filled with NaNs of every kind, so that nobody counts on zeros.
+struct DeviceMemory final : c10::DeviceAllocator {
+  static void release(void* data) {
+    machine().freed(data);
+    std::free(data);
+  }
+  c10::DataPtr allocate(size_t bytes) override {
+    void* data = std::aligned_alloc(512, (bytes + 1023) / 512 * 512);
+    if (data == nullptr) throw std::bad_alloc();
+    std::memset(data, 0xff, bytes);
+    machine().allocated(data, bytes, place_now(current_device));
+    return {data, data, &release, Device(kGpu, current_device)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr& data, Stream stream) override { Guard().recordDataPtrOnStream(data, stream); }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex) override {
+    const auto [now, peak] = machine().bytes();
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    stats.allocated_bytes[0].current = stats.reserved_bytes[0].current = now;
+    stats.allocated_bytes[0].peak = stats.reserved_bytes[0].peak = peak;
+    return stats;
+  }
+  void resetAccumulatedStats(DeviceIndex) override {}
+  void resetPeakStats(DeviceIndex) override {}
+};
+DeviceMemory device_memory;
+
+struct PinnedMemory final : c10::Allocator {
+  static void release(void* data) {
+    machine().unpinned(data);
+    std::free(data);
+  }
+  c10::DataPtr allocate(size_t bytes) override {
+    void* data = std::aligned_alloc(64, (bytes + 127) / 64 * 64);
+    if (data == nullptr) throw std::bad_alloc();
+    machine().pinned(data, bytes);
+    return {data, data, &release, DeviceType::CPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+};
+PinnedMemory pinned_memory;
+}  // namespace
+
+struct StandinHooks final : at::CUDAHooksInterface {
+  explicit StandinHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
+  at::Allocator* getCUDADeviceAllocator() const override { return &device_memory; }
+  bool isPinnedPtr(const void* data) const override { return machine().is_pinned(data); }
+  DeviceIndex current_device() const override { return ::current_device; }
+  DeviceIndex getCurrentDevice() const override { return ::current_device; }
+  void setCurrentDevice(DeviceIndex device) const override { ::current_device = device; }
+  DeviceIndex deviceCount() const override { return standin::kDevices; }
+  int getNumGPUs() const override { return standin::kDevices; }
+  const at::Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
+  std::string showConfig() const override { return "  - a stand-in for a GPU\n"; }
+  long versionCuDNN() const override { return 0; }
+  void deviceSynchronize(DeviceIndex device) const override { Guard().synchronizeDevice(device); }
+};
+namespace at {
+C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", ::StandinHooks)
+}
+
+namespace {
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+
+// The operands of one operation as tensors of a CPU over the same memory, and back.
+class Operands {
+ public:
+  DeviceIndex device = -1;
+
+  at::Tensor there(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+    const DeviceIndex own = tensor.device().index();
+    TORCH_CHECK(device < 0 || device == own, "stand-in: operands on devices ", int(device), " and ", int(own));
+    device = own;
+    c10::Storage& storage = there_[tensor.storage().unsafeGetStorageImpl()];
+    if (!storage) {
+      const c10::Storage real = tensor.storage();
+      const auto let_go = [](void* kept) { delete static_cast<c10::Storage*>(kept); };
+      c10::DataPtr data(real.mutable_data(), new c10::Storage(real), let_go, DeviceType::CPU);
+      storage = c10::Storage(c10::Storage::use_byte_size_t(), real.nbytes(), std::move(data),
+                             c10::GetAllocator(DeviceType::CPU), true);
+      back_[storage.unsafeGetStorageImpl()] = real;
+    }
+    at::Tensor alias = over(c10::Storage(storage), c10::DispatchKey::CPU, tensor);
+    alias._set_conj(tensor.is_conj());
+    pairs_[alias.unsafeGetTensorImpl()] = {alias, tensor};
+    return alias;
+  }
+
+  at::Tensor back(const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.is_cuda()) return tensor;
+    const auto known = pairs_.find(tensor.unsafeGetTensorImpl());
+    if (known != pairs_.end()) return known->second.second;
+    const auto old = back_.find(tensor.storage().unsafeGetStorageImpl());
+    return over(old != back_.end() ? old->second : moved(tensor.storage()), c10::DispatchKey::CUDA, tensor);
+  }
+
+  // What an operation has made larger is so on the device too.
+  void resize() {
+    for (auto& [impl, pair] : pairs_) {
+      const at::Tensor& tensor = pair.second;
+      if (impl->sizes() == tensor.sizes() || impl->numel() == 0) continue;
+      if (impl->storage().nbytes() > tensor.storage().nbytes()) {
+        c10::Storage larger = moved(impl->storage());
+        tensor.storage().set_data_ptr(std::move(larger.mutable_data_ptr()));
+        tensor.storage().set_nbytes(larger.nbytes());
+      }
+      tensor.unsafeGetTensorImpl()->set_sizes_and_strides(impl->sizes(), impl->strides());
+    }
+  }
+
+ private:
+  static at::Tensor over(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
+    auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+    return made;
+  }
+  c10::Storage moved(const c10::Storage& storage) const {
+    const OnDevice on(device);
+    c10::DataPtr data = device_memory.allocate(storage.nbytes());
+    std::memcpy(data.get(), storage.data(), storage.nbytes());
+    return c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), &device_memory, true);
+  }
+
+  std::unordered_map<c10::StorageImpl*, c10::Storage> there_, back_;
+  std::unordered_map<c10::TensorImpl*, std::pair<at::Tensor, at::Tensor>> pairs_;
+};
+
+// Every tensor in a value, replaced by what `change` makes of it.
+template <typename Change>
+void each_tensor(c10::IValue& value, Change&& change) {
+  if (value.isTensor()) {
+    value = change(value.toTensor());
+  } else if (value.isTensorList()) {
+    std::vector<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(change(tensor));
+    value = list;
+  } else if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor> tensor : value.toOptionalTensorList()) {
+      list.push_back(tensor ? std::optional<at::Tensor>(change(*tensor)) : std::nullopt);
+    }
+    value = list;
+  }
+}
+
+bool writes(const c10::AliasInfo* info) { return info != nullptr && info->isWrite(); }
+
+// The host waits here for numbers of the device: a value, or how large the outcome is.
+bool read_by_host(const std::string& name) {
+  static const std::set<std::string> names = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select",
+                                              "aten::_unique2", "aten::unique_dim", "aten::bincount", "aten::is_nonzero"};
+  return names.count(name) != 0;
+}
+
+// Any operation of libtorch.
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const std::string& name = schema.name();
+  const size_t given = schema.arguments().size(), first = stack->size() - given;
+  const auto& returns = schema.returns();
+  const bool view = !returns.empty() && returns[0].alias_info() != nullptr && !returns[0].alias_info()->isWrite();
+  Operands operands;
+  std::vector<Machine::Touch> touched;
+  for (size_t i = 0; i < given; ++i) {
+    c10::IValue& value = (*stack)[first + i];
+    const bool write = writes(schema.arguments()[i].alias_info());
+    // An index may lie in plain memory, and so may a number.
+    const bool anywhere = value.isOptionalTensorList();
+    each_tensor(value, [&](const at::Tensor& tensor) {
+      const bool plain = tensor.defined() && !tensor.is_cuda();
+      TORCH_CHECK(!plain || anywhere || tensor.dim() == 0, "stand-in: ", name, " has an operand in plain memory");
+      if (tensor.defined() && !plain && !view && tensor.numel() > 0) touched.push_back({tensor.storage().data(), write});
+      return operands.there(tensor);
+    });
+    if (value.isDevice() && value.toDevice().is_cuda()) {
+      operands.device = Guard::index(value.toDevice());
+      value = Device(DeviceType::CPU);
+    }
+  }
+  // As a kernel does: it runs on the device of its operands, whatever the thread's own is.
+  const OnDevice on(operands.device);
+  const int stream = place_now(current_device);
+  if (!view) machine().operate(name, stream, touched);
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  for (size_t i = 0; i < returns.size(); ++i) {
+    each_tensor((*stack)[stack->size() - returns.size() + i], [&](const at::Tensor& tensor) {
+      at::Tensor made = operands.back(tensor);
+      if (made.defined() && !view && made.numel() > 0) machine().wrote(name, stream, made.storage().data());
+      return made;
+    });
+  }
+  operands.resize();
+  if (!read_by_host(name)) return;
+  machine().count(&Totals::host_reads);
+  machine().synchronize(stream);
+}
+
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> kind, std::optional<at::Layout>, std::optional<Device> device,
+                 std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  const OnDevice on(device ? Guard::index(*device) : -1);
+  return at::detail::empty_generic(size, &device_memory, c10::DispatchKeySet(c10::DispatchKey::CUDA), kind.value_or(at::kFloat),
+                                   format);
+}
+
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> kind,
+                         std::optional<at::Layout>, std::optional<Device> device, std::optional<bool>) {
+  const OnDevice on(device ? Guard::index(*device) : -1);
+  return at::detail::empty_strided_generic(size, stride, &device_memory, c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                           kind.value_or(at::kFloat));
+}
+
+// To, from and on devices. The host waits for all but those to and from pinned memory that are asked not to block.
+at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  const at::Tensor &device_side = self.is_cuda() ? self : source, &other = self.is_cuda() ? source : self;
+  const bool to_host = !self.is_cuda(), from_host = !source.is_cuda();
+  if (self.numel() == 0) return self;
+  TORCH_CHECK(to_host || from_host || self.device() == source.device(), "stand-in: a copy between devices");
+  const OnDevice on(device_side.device().index());
+  const int stream = place_now(current_device);
+  std::vector<Machine::Touch> touched;
+  if (!to_host) touched.push_back({self.storage().data(), true});
+  if (!from_host) touched.push_back({source.storage().data(), false});
+  machine().operate("copy_", stream, touched);
+  machine().count(&Totals::copies);
+  if (to_host) machine().count(&Totals::to_host);
+  if (from_host) machine().count(&Totals::from_host);
+  {
+    Operands there, too;
+    there.there(self).copy_(too.there(source));
+  }
+  if (!to_host && !from_host) return self;
+  if (non_blocking && machine().is_pinned(other.storage().data())) {
+    TORCH_CHECK(other.is_contiguous(), "stand-in: a copy that does not block of memory in pieces");
+    machine().under_way(stream, other.mutable_data_ptr(), other.nbytes(), to_host);
+    return self;
+  }
+  machine().count(to_host ? &Totals::host_reads : &Totals::host_waits);
+  machine().synchronize(stream);
+  return self;
+}
+
+void record_stream(at::Tensor& self, Stream stream) { Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream); }
+
+at::Tensor& set_source(at::Tensor& self, at::Storage storage, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+  self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
+  return self;
+}
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("empty.memory_format", TORCH_FN(empty));
+  m.impl("empty_strided", TORCH_FN(empty_strided));
+  m.impl("copy_", TORCH_FN(copy));
+  m.impl("record_stream", TORCH_FN(record_stream));
+  m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_source));
+}
+
+struct Process {
+  Process() { c10::SetAllocator(kGpu, &device_memory, 100); }
+  ~Process() { machine().tell(); }
+} process;
+}  // namespace
+
+// What a program looks up by name in the real library and in those that come with it, and what other stand-ins ask this one.
+extern "C" {
+// An architecture that no device has: what ran here never passes for what ran on a GPU.
+int cudaDeviceGetAttribute(int* value, int, int) {
+  *value = 0;
+  return 0;
+}
+int aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
+  *stream = handle(Guard().getStream(Device(kGpu, static_cast<DeviceIndex>(device))));
+  return 0;
+}
+
+// A kernel that is launched past libtorch, with the memory that it reads and writes.
+void standin_launch(void* stream, const char* name, size_t count, const void* const* data, const int* write) {
+  std::vector<Machine::Touch> touched;
+  for (size_t i = 0; i < count; ++i) touched.push_back({data[i], write[i] != 0});
+  machine().operate(name, place_of(stream), touched);
+  machine().count(&Totals::launches);
+}
+// Work that goes on by itself begins on a stream, and is done.
+void standin_begin(void* stream) { machine().foreign_begins(place_of(stream)); }
+void standin_end(void* stream) { machine().foreign_ends(place_of(stream)); }
+}

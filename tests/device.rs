@@ -1,0 +1,215 @@
+//! Fear: that what is queued on a GPU runs before what it needs, or that the host asks the GPU at every turn.
+//!
+//! The GPU is a stand-in (`kernels/device/standin`, compiled here against the libtorch in use): it computes on the CPU, keeps
+//! vector clocks for streams and events, and counts. So the whole program runs on a device in any CI, and what is said here is
+//! about order and number of operations; nothing about a real device's bits or speed.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+
+use serde_json::Value;
+
+use crate::ranks::{Fixture, until_lines};
+use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, ztrain_command};
+
+/// The folder in which the stand-in lies as `libtorch_cuda.so`; its name says from what it was made.
+pub(crate) fn standin() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/device/standin");
+        let libtorch = PathBuf::from(std::env::var_os("LIBTORCH").expect("cargo sets LIBTORCH"));
+        let libtorch = libtorch.canonicalize().unwrap();
+        let mut hasher = DefaultHasher::new();
+        libtorch.hash(&mut hasher);
+        for name in ["gpu.cpp", "clocks.h"] {
+            std::fs::read(sources.join(name)).unwrap().hash(&mut hasher);
+        }
+        let name = format!("standin-{:016x}", hasher.finish());
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        let library = folder.join("libtorch_cuda.so");
+        if !library.exists() {
+            std::fs::create_dir_all(&folder).unwrap();
+            let own = folder.join(std::process::id().to_string());
+            compile(&sources.join("gpu.cpp"), &libtorch, &own);
+            std::fs::rename(own, library).unwrap();
+        }
+        folder
+    })
+}
+
+fn compile(source: &Path, libtorch: &Path, out: &Path) {
+    let include = libtorch.join("include");
+    let mut compiler = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()));
+    compiler.args(["-std=c++17", "-O1", "-Wall", "-shared", "-fPIC", "-pthread", "-isystem"]);
+    compiler.arg(&include).arg("-isystem").arg(include.join("torch/csrc/api/include"));
+    compiler.arg(source).arg("-o").arg(out).arg("-L").arg(libtorch.join("lib"));
+    let made = compiler.args(["-ltorch_cpu", "-lc10"]).output().unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+}
+
+/// Makes a command's `--device cuda` the stand-in, which tells in `report` what it was asked for.
+pub(crate) fn pretend(command: &mut Command, report: &Path) {
+    command.env("LD_LIBRARY_PATH", standin()).env("STANDIN_REPORT", report);
+}
+
+/// What the processes that used a stand-in said at their ends, added up by name.
+pub(crate) fn total(report: &Path, name: &str) -> u64 {
+    let text = std::fs::read_to_string(report).unwrap();
+    assert!(!text.is_empty(), "nobody used the stand-in");
+    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    lines.map(|line| line[name].as_u64().unwrap()).sum()
+}
+
+/// A small run on the stand-in.
+struct OnDevice(Fixture);
+
+impl OnDevice {
+    fn new(change: &[(&str, &str)]) -> Self {
+        OnDevice(Fixture::new(change))
+    }
+
+    fn report(&self, out: &str) -> PathBuf {
+        self.0.scratch.path(&format!("{out}.report"))
+    }
+
+    fn command(&self, out: &str, extra: &[&str]) -> Command {
+        let args = [&["--device", "cuda", "--validate-every", "0", "--quiet"], extra].concat();
+        let mut command = self.0.run(out, &args);
+        pretend(&mut command, &self.report(out));
+        command
+    }
+
+    /// Runs to the end, or as far as `extra` says, and asserts that everything waited for what it needs.
+    #[track_caller]
+    fn finish(&self, out: &str, extra: &[&str]) {
+        let ran = Ran::from(self.command(out, extra).output().unwrap());
+        assert!(!ran.err.contains("stand-in:"), "{}", ran.err);
+        ran.ok();
+        assert_eq!(total(&self.report(out), "races"), 0);
+    }
+
+    /// How many races a run of two steps shows with a fault.
+    fn races(&self, fault: &str) -> u64 {
+        let out = fault.replace(':', "-");
+        let mut command = self.command(&out, &["--stop-after", "2"]);
+        Ran::from(command.env("STANDIN_FAULT", fault).output().unwrap()).ok();
+        total(&self.report(&out), "races")
+    }
+}
+
+#[test]
+fn a_run_on_a_device_is_one_run_however_it_is_computed() {
+    let on = OnDevice::new(&[]);
+    on.finish("plain", &["--workers", "1"]);
+    on.finish("two", &["--workers", "2", "--prefetch", "1"]);
+    on.0.assert_same("plain", "two");
+
+    let mut command = on.command("killed", &["--workers", "2", "--recompute", "--prefetch", "7"]);
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    until_lines(&on.0.scratch.path("killed"), 8, &mut child);
+    child.kill().unwrap();
+    assert_eq!(child.wait().unwrap().code(), None, "it was killed before its end");
+    on.finish("killed", &["--workers", "1", "--recompute"]);
+    on.0.assert_same("plain", "killed");
+
+    let run = on.0.scratch.path("plain");
+    let args = ["replay", "--run", arg(&run), "--step", "14", "--device", "cuda"];
+    let mut command = ztrain_command(&args);
+    pretend(&mut command, &on.report("replayed"));
+    let said = Ran::from(command.output().unwrap()).ok();
+    assert!(said.contains("same bits"), "{said}");
+    assert_eq!(total(&on.report("replayed"), "races"), 0);
+}
+
+#[test]
+fn waits_that_are_lost_are_found() {
+    let on = OnDevice::new(&[]);
+    assert_eq!(on.races("none:0"), 0);
+    for fault in ["wait:0", "wait:7", "record:0", "record:7"] {
+        assert!(on.races(fault) > 0, "{fault} is not found");
+    }
+}
+
+/// Two GPUs, and the stand-in of `transport.rs` for the library between them, which works on their streams.
+#[test]
+fn two_ranks_on_two_devices_leave_the_ledger_of_one() {
+    let on = OnDevice::new(&[]);
+    let ranks = |command: &mut Command| {
+        command.env("ZTRAIN_RCCL", crate::transport::standin());
+    };
+    let two = ["--nproc", "2", "--workers", "1", "--transport"];
+    on.finish("alone", &["--workers", "1"]);
+    on.finish("gloo", &[&two[..], &["gloo"]].concat());
+    on.0.assert_same("alone", "gloo");
+
+    let mut command = on.command("carried", &[&two[..], &["rccl"]].concat());
+    ranks(&mut command);
+    Ran::from(command.output().unwrap()).ok();
+    assert_eq!(total(&on.report("carried"), "races"), 0);
+    assert!(total(&on.report("carried"), "launches") > 0, "nothing went from device to device");
+    on.0.assert_same("alone", "carried");
+
+    // The stream between the devices no longer waits for the one that computes.
+    let mut command = on.command("lost", &[&two[..], &["rccl", "--stop-after", "2"]].concat());
+    ranks(&mut command);
+    let ran = Ran::from(command.env("STANDIN_FAULT", "side:0").output().unwrap());
+    assert!(ran.err.contains("by ncclGroup on stream"), "{}", ran.err);
+    assert!(total(&on.report("lost"), "races") > 0);
+}
+
+/// Operations and reads by the host that runs of one store ask a device for.
+struct Counter {
+    scratch: Scratch,
+    store: PathBuf,
+}
+
+impl Counter {
+    fn count(&self, layers: u64, micro_batches: u64, steps: u64) -> [f64; 2] {
+        let layers = format!("num_hidden_layers = {layers}");
+        let batch = format!("batch = {}\nmicro_batch = 2", 2 * micro_batches);
+        let change = [
+            ("num_hidden_layers = 2", layers.as_str()),
+            ("batch = 8\nmicro_batch = 2", batch.as_str()),
+        ];
+        let name = format!("{layers}-{micro_batches}-{steps}");
+        let file = curriculum(&self.scratch, &self.store, &format!("{name}.toml"), &change);
+        let (out, report) =
+            (self.scratch.path(&name), self.scratch.path(&format!("{name}.report")));
+        let steps = steps.to_string();
+        let mut args = vec!["--curriculum", arg(&file), "--out", arg(&out), "--device", "cuda"];
+        args.extend(["--validate-every", "0", "--workers", "1", "--stop-after", &steps]);
+        let mut command = ztrain_command(&args);
+        pretend(&mut command, &report);
+        Ran::from(command.output().unwrap()).ok();
+        assert_eq!(total(&report, "races"), 0);
+        ["operations", "host_reads"].map(|what| total(&report, what) as f64)
+    }
+}
+
+#[test]
+fn operations_of_a_step_are_bounded() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
+    let counter = Counter { scratch, store };
+    let less = |a: [f64; 2], b: [f64; 2], by: f64| [(a[0] - b[0]) / by, (a[1] - b[1]) / by];
+    let (short, long) = (counter.count(2, 4, 2), counter.count(2, 4, 4));
+    let step = less(long, short, 2.0);
+    // What runs of equal length have besides their micro-batches cancels.
+    let shallow = less(counter.count(2, 8, 4), long, 16.0);
+    let deep = less(counter.count(4, 8, 4), counter.count(4, 4, 4), 16.0);
+    let layer = less(deep, shallow, 2.0);
+    let rest = less(step, shallow.map(|one| 4.0 * one), 1.0);
+    let outside = less(shallow, layer.map(|one| 2.0 * one), 1.0);
+    println!("a step of 2 layers and 4 micro-batches: {step:.0?} operations and reads by the host");
+    println!("a layer of a micro-batch: {layer:.1?}; the rest of a micro-batch: {outside:.1?}");
+    println!("norm, clip and optimizer of 2 layers: {rest:.0?}");
+    for (what, found, bound) in [
+        ("a layer of a micro-batch", layer, [1110.0, 36.0]),
+        ("the rest of a micro-batch", outside, [160.0, 6.0]),
+        ("norm, clip and optimizer", rest, [8000.0, 400.0]),
+    ] {
+        assert!(found[0] <= bound[0] && found[1] <= bound[1], "{what}: {found:?}, not {bound:?}");
+    }
+}
