@@ -6,6 +6,8 @@
 //! transport  the choice of how tensors travel
 //! axis       lines of ranks in a mesh: exchanges that run beside each other, and why that never stands still
 //! exchange   tensors from rank to rank, over Gloo or by the courier
+//! rendezvous how those who are left after a loss agree on it, and meet again
+//! word       why ranks stop, as the first of them says it
 //! courier    the thread that has RCCL move them
 //! ```
 //!
@@ -22,10 +24,12 @@ mod courier;
 mod exchange;
 mod ffi;
 mod peers;
+mod rendezvous;
 mod store;
 #[cfg(test)]
 mod tests;
 mod transport;
+mod word;
 
 use std::ffi::{CString, c_int};
 use std::sync::Arc;
@@ -35,6 +39,7 @@ use tch::{Device, Tensor};
 
 pub use axis::Axis;
 pub use exchange::{Arrival, Exchange};
+pub use rendezvous::{Agent, Rendezvous};
 pub use store::Store;
 pub use transport::{Carried, Transport};
 
@@ -103,7 +108,14 @@ static ALONE: [String; 1] = [String::new()];
 impl Group {
     /// Meets the other ranks. A rank that does not come within `timeout` is named; `tell` hears meanwhile who is awaited.
     pub fn open(place: &Place, timeout: Duration, tell: &dyn Fn(&str)) -> Result<Group> {
-        let peers = Peers::open(place, timeout, tell)?;
+        let serves = place.rank_0_serves && place.rank == 0;
+        let peers = Peers::open(place, serves, timeout, tell)?;
+        Ok(Group { bulk: Bulk::PLAIN, peers: Some(Arc::new(peers)) })
+    }
+
+    /// The same where the store is there already.
+    fn join(place: &Place, timeout: Duration, tell: &dyn Fn(&str)) -> Result<Group> {
+        let peers = Peers::open(place, false, timeout, tell)?;
         Ok(Group { bulk: Bulk::PLAIN, peers: Some(Arc::new(peers)) })
     }
 
@@ -176,6 +188,20 @@ impl Group {
     /// Leaves word of why this rank stops, for those who will miss it. The word of who came first stands.
     pub fn report(&self, reason: &str) {
         self.peers.iter().for_each(|peers| peers.report(reason));
+    }
+
+    /// Whether the word that stands is that ranks are lost: which, as far as it is known. `None` where no word stands, or
+    /// where a rank gave up by itself.
+    pub fn lost(&self) -> Option<Vec<u32>> {
+        self.peers.as_ref()?.lost()
+    }
+
+    /// Fails if a rank has left word that the ranks stop.
+    pub fn check(&self) -> Result<()> {
+        match self.peers.as_ref().and_then(|peers| peers.word()) {
+            Some(what) => Err(Error::Reported { what }),
+            None => Ok(()),
+        }
     }
 
     /// Whether it is this rank that left the word, or nobody else could: then it is the one to tell people.

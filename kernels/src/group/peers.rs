@@ -11,7 +11,8 @@ use tch::{Device, Kind, Tensor};
 use super::axis::{AXES, Turn};
 use super::exchange::{Exchange, Work};
 use super::ffi::{shim_group_free, shim_group_open, shim_recv, shim_send};
-use super::store::{FAULT, LOOK};
+use super::store::LOOK;
+use super::word::Word;
 use super::{Place, Sent, Store, milliseconds, text};
 use crate::runtime::guarded;
 use crate::{Error, Result};
@@ -67,10 +68,15 @@ impl Drop for Peers {
 }
 
 impl Peers {
-    /// Meets the other ranks. A rank that does not come within `timeout` is named.
-    pub(super) fn open(place: &Place, timeout: Duration, tell: &dyn Fn(&str)) -> Result<Peers> {
+    /// Meets the other ranks, at the store that this one holds if it `serves`. A rank that does not come within `timeout` is
+    /// named.
+    pub(super) fn open(
+        place: &Place,
+        serves: bool,
+        timeout: Duration,
+        tell: &dyn Fn(&str),
+    ) -> Result<Peers> {
         let Place { rank, world, host, port, rank_0_serves, name, interface, node } = place;
-        let serves = *rank_0_serves && *rank == 0;
         let store = Store::open(host, *port, serves, name, timeout).map_err(|error| {
             let holder = if *rank_0_serves { "rank 0 holds" } else { "the launcher holds" };
             Error::Missing {
@@ -234,8 +240,8 @@ impl Peers {
 
     /// Leaves word of why this rank stops, for those who will miss it. The word of who came first stands.
     pub(super) fn report(&self, reason: &str) {
-        let word = format!("rank {}: {reason}", self.place.rank);
-        if self.store.first(FAULT, &word).is_ok_and(|first| first == word) {
+        let word = Word { lost: None, text: format!("rank {}: {reason}", self.place.rank) };
+        if self.store.leave(&word).is_ok_and(|other| other.is_none()) {
             self.spoke_first.store(true, Ordering::Relaxed);
         }
         if self.place.rank_0_serves && self.place.rank == 0 {
@@ -331,6 +337,7 @@ impl Peers {
     /// Leaves word that these ranks are missing, unless another word stands already.
     fn blame(&self, what: &str, mut lost: Vec<u32>, late: bool) -> Error {
         lost.sort_unstable();
+        let numbers = lost.clone();
         let seen = |rank: &u32| {
             let seen = self.seen(*rank).map_or_else(|| "nowhere".to_owned(), |seen| seen.1);
             format!("rank {rank}, last seen at {seen}")
@@ -341,13 +348,15 @@ impl Peers {
         } else {
             "is gone".to_owned()
         };
-        self.speak(what, format!("a rank {how}: {lost}; missed in {what} at {}", self.here()))
+        let mine = format!("a rank {how}: {lost}; missed in {what} at {}", self.here());
+        self.speak(what, numbers, mine)
     }
 
     /// What to say when this rank itself is held up in a call of a library.
     pub(super) fn held_up(&self, what: &str) -> Error {
         let (time, here) = (self.timeout, self.here());
-        self.speak(what, format!("a call for {what} did not return within {time:?}, at {here}"))
+        let mine = format!("a call for {what} did not return within {time:?}, at {here}");
+        self.speak(what, Vec::new(), mine)
     }
 
     /// What this rank is at.
@@ -355,22 +364,27 @@ impl Peers {
         self.now.lock().unwrap_or_else(PoisonError::into_inner).1.clone()
     }
 
-    /// Leaves word of why this rank stops, unless another word stands already.
-    fn speak(&self, what: &str, mine: String) -> Error {
-        let word = format!("rank {}: {mine}", self.place.rank);
-        match self.store.first(FAULT, &word) {
+    /// Leaves word that this rank misses others, unless another word stands already.
+    fn speak(&self, what: &str, lost: Vec<u32>, mine: String) -> Error {
+        let text = format!("rank {}: {mine}", self.place.rank);
+        match self.store.leave(&Word { lost: Some(lost), text }) {
             Err(error) => self.without_store(what, &error),
-            Ok(first) if first == word => {
+            Ok(None) => {
                 self.spoke_first.store(true, Ordering::Relaxed);
                 Error::Missing { what: mine }
             }
-            Ok(first) => Error::Reported { what: first },
+            Ok(Some(first)) => Error::Reported { what: first.text },
         }
     }
 
     /// The word that stands of why the ranks stop, if there is one.
     pub(super) fn word(&self) -> Option<String> {
-        self.store.find(FAULT).ok()?
+        Some(self.store.word().ok()??.text)
+    }
+
+    /// The ranks that are lost by the word that stands. Without a store nobody knows which.
+    pub(super) fn lost(&self) -> Option<Vec<u32>> {
+        self.store.word().map_or(Some(Vec::new()), |word| word?.lost)
     }
 
     /// What another rank says of why it stops, if it does so at once: one that misses a third rank closes its
@@ -378,9 +392,9 @@ impl Peers {
     fn word_of_another(&self) -> Option<String> {
         let start = Instant::now();
         while start.elapsed() < WORD {
-            match self.store.find(FAULT) {
+            match self.store.word() {
                 Ok(None) => std::thread::sleep(LOOK),
-                Ok(found) => return found,
+                Ok(found) => return found.map(|word| word.text),
                 Err(_) => return None,
             }
         }
@@ -431,7 +445,7 @@ fn announce(store: &Store, rank: u32, node: &str) -> Result<()> {
     let what = format!(
         "two processes are rank {rank}: {other} and {process}; check RANK, or how the launcher numbers its processes"
     );
-    store.first(FAULT, &what)?;
+    store.leave(&Word { lost: None, text: what.clone() })?;
     Err(Error::Missing { what })
 }
 
@@ -458,8 +472,8 @@ fn meet(
         if absent.is_empty() {
             return Ok(found.into_iter().flatten().collect());
         }
-        if let Some(what) = store.find(FAULT)? {
-            return Err(Error::Reported { what });
+        if let Some(word) = store.word()? {
+            return Err(Error::Reported { what: word.text });
         }
         let who = || {
             let names =

@@ -13,6 +13,7 @@ use super::ffi::{
     shim_lived, shim_store_find, shim_store_first, shim_store_free, shim_store_open, shim_store_set,
 };
 use super::peers::is_loopback;
+use super::word::Word;
 use super::{milliseconds, text};
 use crate::runtime::{guarded, number, said};
 use crate::{Error, Result};
@@ -174,11 +175,28 @@ impl Store {
             if found.is_some() || lived() - start > timeout {
                 return Ok(found);
             }
-            if let Some(what) = self.find(FAULT)? {
-                return Err(Error::Reported { what });
+            if let Some(word) = self.word()? {
+                return Err(Error::Reported { what: word.text });
             }
             std::thread::sleep(LOOK);
         }
+    }
+
+    /// Leaves word that `ranks` are lost, unless another word stands.
+    pub fn lose(&self, ranks: &[u32], what: &str) -> Result<()> {
+        self.leave(&Word { lost: Some(ranks.to_vec()), text: what.to_owned() }).map(|_| ())
+    }
+
+    /// Leaves word of why ranks stop, unless another one stands. Returns that other one.
+    pub(super) fn leave(&self, word: &Word) -> Result<Option<Word>> {
+        let written = word.write();
+        let first = self.first(FAULT, &written)?;
+        Ok((first != written).then(|| Word::read(&first)))
+    }
+
+    /// The word that stands of why the ranks stop, if there is one.
+    pub(super) fn word(&self) -> Result<Option<Word>> {
+        Ok(self.find(FAULT)?.map(|text| Word::read(&text)))
     }
 
     /// The value of `key`, if it has one.
@@ -241,7 +259,7 @@ fn answer_within<T>(timeout: Duration, answered: &Receiver<T>) -> Option<T> {
 }
 
 /// How long this process has lived since it was first asked: the clock of every deadline between ranks.
-fn lived() -> Duration {
+pub(super) fn lived() -> Duration {
     let mut lived = 0;
     // SAFETY: the out-pointer outlives the call. Where the clock cannot start there are no threads left at all.
     let _ = unsafe { shim_lived(&raw mut lived) };

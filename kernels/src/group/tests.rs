@@ -361,3 +361,62 @@ fn a_rank_that_does_not_come_to_its_line_is_missed_there() {
     assert!(found[0].contains("rank 1") && found[0].contains("a layer"), "{}", found[0]);
     assert!(!found[0].contains("rank 2"), "{}", found[0]);
 }
+
+/// A rank of five as it loses others: these leave one after the other, whoever stays meets the rest again.
+fn outlive(rank: u32, port: u16, leavers: &[u32]) {
+    let place = place(rank, 5, port);
+    let mut group = Group::open(&place, SECONDS, &|_| ()).unwrap();
+    let mut rendezvous = Rendezvous::open(&place, &group, SECONDS).unwrap();
+    for (gone, leaver) in leavers.iter().enumerate() {
+        if rank == *leaver {
+            return;
+        }
+        group.barrier("a loss").unwrap_err();
+        let blamed = group.lost().unwrap();
+        // Its connections close: the others hear of the loss.
+        drop(std::mem::replace(&mut group, Group::alone()));
+        rendezvous.agree(&blamed, 1, SECONDS).unwrap();
+        group = rendezvous.group(SECONDS, &|_| ()).unwrap();
+        let left: Vec<u32> = (0..5).filter(|one| !leavers[..=gone].contains(one)).collect();
+        assert_eq!((rendezvous.generation(), rendezvous.members()), (gone as u64 + 1, &left[..]));
+        let heard = group.all_gather("who is here", &[rank as u8]).unwrap();
+        let heard: Vec<u32> = heard.iter().map(|one| u32::from(one[0])).collect();
+        assert_eq!(heard, left, "numbered anew, in the same order");
+    }
+}
+
+#[test]
+fn those_who_are_left_meet_again_until_one_is_alone() {
+    let store = Store::serve("127.0.0.1", 0, "test/", SECONDS).unwrap();
+    let port = store.port();
+    thread::scope(|scope| {
+        for rank in 0..5 {
+            scope.spawn(move || outlive(rank, port, &[1, 0, 4, 3]));
+        }
+    });
+}
+
+#[test]
+fn nobody_goes_on_with_too_few_nor_waits_for_whom_the_others_left() {
+    let store = Store::serve("127.0.0.1", 0, "test/", SECONDS).unwrap();
+    let mut agent = Agent::open(store.port(), "test/", 3, SECONDS).unwrap();
+    let meets = |rank: u32| {
+        let place = place(rank, 3, store.port());
+        let group = Group::alone();
+        Rendezvous::open(&place, &group, SECONDS).unwrap()
+    };
+    let [mut first, mut second, mut third] = [0, 1, 2].map(meets);
+    agent.ended(2, false, "killed").unwrap();
+    // The second one was blamed, and has not come so far.
+    let refused = first.agree(&[1], 3, SECONDS);
+    assert!(
+        refused
+            .unwrap_err()
+            .to_string()
+            .contains("too few ranks are left to go on: 0 of 3, wanted 3")
+    );
+    second.agree(&[0], 1, SECONDS).unwrap();
+    assert_eq!((agent.members().unwrap(), second.members()), (&[0, 1][..], &[0, 1][..]));
+    let late = third.agree(&[], 1, SECONDS).unwrap_err().to_string();
+    assert!(late.contains("the other ranks went on without rank 2"), "{late}");
+}

@@ -1,0 +1,216 @@
+//! Ranks that go on without those that are lost: who is left is agreed in a store that outlives each group of ranks.
+//!
+//! ```text
+//! generation 0        all ranks that were launched
+//! generation g + 1    those of generation g that came to its meeting before that was closed
+//!
+//! here/G/RANK         the rank has come to the meeting of generation G
+//! ended/RANK          its launcher saw its process end, and how: nobody waits for it
+//! members/G           who generation G is: written once, by the first that has waited for all it may wait for
+//! ```
+//!
+//! Ranks are named here by the numbers that they were launched with; within a generation they are numbered anew, in the same
+//! order. The store decides: of two lists that are written at once the first one stands, and a rank that is not on it ends.
+//! Nobody waits for a rank whose process has ended, nor for one that was blamed for the end of the generation before, and for
+//! any other no longer than for a rank in an exchange. A rank that was only slow, and was blamed, is welcome until the list is
+//! written.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::store::{LOOK, lived};
+use super::{Group, Place, Store};
+use crate::{Error, Result};
+
+/// How long connecting those who have met may take: they were all there a moment ago.
+const CONNECT: Duration = Duration::from_secs(20);
+
+/// What a launcher writes of a process that ended well, and of any other.
+const ENDED: [&str; 2] = ["well", "lost"];
+
+/// One rank's way to the generations to come.
+#[derive(Debug)]
+pub struct Rendezvous {
+    store: Store,
+    /// Where rank 0 holds the store it does so here, whatever becomes of the first group.
+    _held: Option<Arc<Store>>,
+    /// As launched.
+    place: Place,
+    generation: u64,
+    members: Vec<u32>,
+}
+
+impl Rendezvous {
+    /// For a rank that was launched at `place` and has met the others in `group`, the first generation.
+    pub fn open(place: &Place, group: &Group, timeout: Duration) -> Result<Rendezvous> {
+        let store = Store::connect(&place.host, place.port, &meeting(&place.name), timeout)?;
+        let members = (0..place.world).collect();
+        let (place, _held) = (place.clone(), group.store());
+        Ok(Rendezvous { store, _held, place, generation: 0, members })
+    }
+
+    /// The number of this generation.
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// Who it is, by the numbers that ranks were launched with.
+    pub fn members(&self) -> &[u32] {
+        &self.members
+    }
+
+    /// Agrees on the next generation with everybody who is left. `blamed` are the ranks that ended this one, by their numbers
+    /// in it. Fails where fewer than `least` are left, or where the others went on without this one.
+    pub fn agree(&mut self, blamed: &[u32], least: u32, timeout: Duration) -> Result<()> {
+        let (me, next) = (self.place.rank, self.generation + 1);
+        self.store.set(&here(next, me), "")?;
+        let blamed = blamed.iter().filter_map(|rank| self.members.get(*rank as usize)).copied();
+        let members = self.close(next, &blamed.collect::<Vec<_>>(), least, timeout)?;
+        if !members.contains(&me) {
+            let what =
+                format!("the other ranks went on without rank {me}, which was taken for lost");
+            return Err(Error::Missing { what });
+        }
+        (self.generation, self.members) = (next, members);
+        Ok(())
+    }
+
+    /// The list of the next generation, once it is written.
+    fn close(&self, next: u64, blamed: &[u32], least: u32, timeout: Duration) -> Result<Vec<u32>> {
+        let (start, key) = (lived(), members_key(next));
+        loop {
+            if let Some(list) = self.store.find(&key)? {
+                return Ok(read(&list));
+            }
+            let (mut come, mut awaited, mut done) = (Vec::new(), false, false);
+            for rank in self.members.iter().copied() {
+                let ended = self.store.find(&ended(rank))?;
+                done |= ended.as_deref() == Some(ENDED[0]);
+                if ended.is_some() {
+                    continue;
+                }
+                match self.store.find(&here(next, rank))? {
+                    Some(_) => come.push(rank),
+                    None => awaited |= !blamed.contains(&rank),
+                }
+            }
+            if !awaited || lived() - start > timeout {
+                // A rank that ended well has seen the end of the run: nothing is left to compute.
+                if (come.len() as u64) < u64::from(least) && !done {
+                    let (left, were) = (listed(&come), self.members.len());
+                    let what = format!(
+                        "too few ranks are left to go on: {left} of {were}, wanted {least}"
+                    );
+                    return Err(Error::Missing { what });
+                }
+                self.store.first(&key, &listed(&come))?;
+            }
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    /// Connects this generation. Where that fails, another rank was lost meanwhile: the next one is to be agreed.
+    pub fn group(&self, timeout: Duration, tell: &dyn Fn(&str)) -> Result<Group> {
+        let position = |id: &u32| *id == self.place.rank;
+        let rank = self.members.iter().position(position).unwrap_or_default() as u32;
+        let world = self.members.len() as u32;
+        if world == 1 {
+            return Ok(Group::alone());
+        }
+        let name = generation_name(&self.place.name, self.generation);
+        let place = Place { rank, world, name, ..self.place.clone() };
+        let mut group = Group::join(&place, timeout.min(CONNECT), tell)?;
+        group.wait_at_most(timeout);
+        Ok(group)
+    }
+}
+
+/// A launcher's part: it knows which processes have ended, and tells the ranks at once.
+#[derive(Debug)]
+pub struct Agent {
+    store: Store,
+    port: u16,
+    name: String,
+    generation: u64,
+    members: Vec<u32>,
+    ended: BTreeMap<u32, String>,
+    timeout: Duration,
+}
+
+impl Agent {
+    /// For `count` ranks whose places have this name, which meet on this machine at `port`.
+    pub fn open(port: u16, name: &str, count: u32, timeout: Duration) -> Result<Agent> {
+        let store = Store::connect("127.0.0.1", port, &meeting(name), timeout)?;
+        let (name, members, ended) = (name.to_owned(), (0..count).collect(), BTreeMap::new());
+        Ok(Agent { store, port, name, generation: 0, members, ended, timeout })
+    }
+
+    /// Tells the others that the process of `rank` has ended, well or as `how` says.
+    pub fn ended(&mut self, rank: u32, well: bool, how: &str) -> Result<()> {
+        self.store.set(&ended(rank), ENDED[usize::from(!well)])?;
+        self.members()?;
+        if !well {
+            self.ended.insert(rank, how.to_owned());
+            self.tell(&[rank])?;
+        }
+        Ok(())
+    }
+
+    /// Who the newest generation is.
+    pub fn members(&mut self) -> Result<&[u32]> {
+        while let Some(list) = self.store.find(&members_key(self.generation + 1))? {
+            self.generation += 1;
+            self.members = read(&list);
+            // They may have ended between coming to the meeting and its end.
+            let lost: Vec<u32> = self.ended.keys().copied().collect();
+            self.tell(&lost)?;
+        }
+        Ok(&self.members)
+    }
+
+    /// Leaves word for the members of this generation that some of them are lost.
+    fn tell(&self, lost: &[u32]) -> Result<()> {
+        let position = |rank: &u32| self.members.iter().position(|member| member == rank);
+        let lost: Vec<u32> = lost.iter().filter(|rank| position(rank).is_some()).copied().collect();
+        if lost.is_empty() || self.members.len() == 1 {
+            return Ok(());
+        }
+        let how = |rank: &u32| format!("rank {rank}: {}", self.ended[rank]);
+        let how: Vec<String> = lost.iter().map(how).collect();
+        let name = generation_name(&self.name, self.generation);
+        let store = Store::connect("127.0.0.1", self.port, &name, self.timeout)?;
+        let numbers: Vec<u32> = lost.iter().filter_map(position).map(|at| at as u32).collect();
+        store.lose(&numbers, &format!("a rank is gone: {}", how.join("; ")))
+    }
+}
+
+fn here(generation: u64, rank: u32) -> String {
+    format!("here/{generation}/{rank}")
+}
+
+fn ended(rank: u32) -> String {
+    format!("ended/{rank}")
+}
+
+fn members_key(generation: u64) -> String {
+    format!("members/{generation}")
+}
+
+/// Where the keys of meetings stand.
+fn meeting(name: &str) -> String {
+    format!("{name}meeting/")
+}
+
+/// Where those of a generation do: the first has what its launcher said.
+fn generation_name(name: &str, generation: u64) -> String {
+    if generation == 0 { name.to_owned() } else { format!("{name}{generation}/") }
+}
+
+fn listed(ranks: &[u32]) -> String {
+    ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
+}
+
+fn read(list: &str) -> Vec<u32> {
+    list.split(',').filter_map(|rank| rank.parse().ok()).collect()
+}
