@@ -25,6 +25,8 @@ mod interop;
 mod learns;
 mod linkage;
 #[cfg(feature = "train")]
+mod losses;
+#[cfg(feature = "train")]
 mod memory;
 #[cfg(feature = "train")]
 mod network;

@@ -14,13 +14,13 @@ use crate::support::{
 };
 
 /// Sends `signal` to a process by its number.
-fn signal(name: &str, process: u32) {
+pub(crate) fn signal(name: &str, process: u32) {
     let status = Command::new("kill").args([&format!("-{name}"), &process.to_string()]).status();
     assert!(status.unwrap().success());
 }
 
 /// The processes that `launcher` started, by rank.
-fn ranks_of(launcher: &Child, count: usize) -> Vec<u32> {
+pub(crate) fn ranks_of(launcher: &Child, count: usize) -> Vec<u32> {
     let path = format!("/proc/{0}/task/{0}/children", launcher.id());
     let start = Instant::now();
     loop {

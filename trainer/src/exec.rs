@@ -29,6 +29,11 @@ pub struct ExecOptions {
     pub schedule: Schedule,
     /// Whether several ranks send to each other as if all were on one machine.
     pub flat: bool,
+    /// After the loss of a rank the others go on if so many are left; `None`: they end.
+    pub min_ranks: Option<u32>,
+    /// Whether what each rank owns of the state is also kept by another one, so that after a loss nothing before the step at
+    /// hand is computed again.
+    pub mirror: bool,
     /// How tensors travel between several ranks.
     pub transport: Transport,
     /// Steps between checkpoints.
@@ -63,6 +68,8 @@ impl ExecOptions {
             context: 1,
             schedule: Schedule::default(),
             flat: false,
+            min_ranks: None,
+            mirror: false,
             transport: Transport::default(),
             checkpoint_every: 50,
             retention: Retention { newest: 3, every: 0, aged: true },

@@ -11,6 +11,7 @@
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use contract::{Class, Digest, Fault, Result};
 use kernels::runtime::KernelTable;
@@ -33,6 +34,9 @@ const ELSEWHERE: &str = "checkpoints.at";
 
 /// The file that the process that trains holds.
 const LOCK: &str = "lock";
+
+/// Between two looks whether the folder is free.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// The levels of a run with these kernels.
 pub fn levels(table: &KernelTable) -> &'static [&'static str] {
@@ -201,10 +205,17 @@ impl RunFolder {
         Digest::of_bytes(format!("{root:?} {now} {}", std::process::id()).as_bytes()).to_string()
     }
 
-    /// Takes the folder for `spec`: begins a run in it, or goes on with the one that is there if it is the same.
-    pub fn open(&self, spec: &RunSpec, source: &Location, table: &KernelTable) -> Result<OpenRun> {
+    /// Takes the folder for `spec`: begins a run in it, or goes on with the one that is there if it is the same. Another
+    /// process that has it is waited for with `patience`.
+    pub fn open(
+        &self,
+        spec: &RunSpec,
+        source: &Location,
+        table: &KernelTable,
+        patience: Duration,
+    ) -> Result<OpenRun> {
         fs::create_dir_all(&self.root).map_err(|error| Fault::io("create", &self.root, &error))?;
-        let lock = lock(&self.root)?;
+        let lock = lock_within(&self.root, patience)?;
         let head = head(spec, table)?;
         let found = Ledger::open(&self.ledger())?;
         if let Some(ledger) = &found {
@@ -267,6 +278,18 @@ pub(crate) fn lock(root: &Path) -> Result<File> {
             .at(root.display().to_string())
             .hint("wait for it, stop it, or name another folder with --out")
     })
+}
+
+/// The same, once nobody else has it.
+fn lock_within(root: &Path, patience: Duration) -> Result<File> {
+    let start = Instant::now();
+    while start.elapsed() < patience {
+        if let Some(file) = try_lock(root)? {
+            return Ok(file);
+        }
+        std::thread::sleep(LOOK);
+    }
+    lock(root)
 }
 
 /// The same; `None` where another process has it.

@@ -20,7 +20,7 @@ use crate::mesh::axes::Axis;
 use crate::mesh::buckets::Buckets;
 use crate::mesh::slices::Slices;
 use crate::mesh::team::{self, Line, Nodes};
-use crate::mesh::{Mesh, Schedule, gather};
+use crate::mesh::{Mesh, Schedule, copies, gather};
 use crate::model::{self, Cut, ParamSpec};
 use crate::optim::Rule;
 use crate::spec::{PhaseModel, RunSpec};
@@ -271,6 +271,7 @@ pub(crate) fn refuse(spec: &RunSpec, exec: &ExecOptions, names: &[String], me: u
         for rank in here.iter().copied() {
             let found = ranks.holds(spec, first, rank)?;
             all += found.sum();
+            all += if exec.mirror { copies::held(&pieces, names, rank) } else { 0 };
             mine = if rank == me { found } else { mine };
         }
         if all > exec.memory {

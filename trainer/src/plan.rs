@@ -13,7 +13,7 @@ use crate::ledger::{self, Packed, SourceSums, StepRecord};
 use crate::memory::{self, Holds, Ways};
 use crate::mesh::slices::Slices;
 use crate::mesh::team::{self, Line, Nodes};
-use crate::mesh::{Mesh, Schedule, context};
+use crate::mesh::{Mesh, Schedule, context, copies};
 use crate::model::{self, Dealt};
 use crate::optim::balance::Balance;
 use crate::optim::guard::Skipped;
@@ -64,6 +64,8 @@ pub struct RunNeeds {
     pub phases: Vec<PhaseNeeds>,
     /// A checkpoint.
     pub checkpoint: CheckpointNeeds,
+    /// What `ztrain --mirror` would take besides.
+    pub mirror: MirrorNeeds,
     /// Bytes of the ledger when the run is done.
     pub ledger_bytes: u64,
 }
@@ -127,6 +129,15 @@ pub struct CheckpointNeeds {
     pub largest_part: u64,
 }
 
+/// What copies of the state in the memory of other ranks take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct MirrorNeeds {
+    /// Bytes of the rank that holds most of them.
+    pub largest_rank: u64,
+    /// Bytes that all ranks together send for them in each step.
+    pub sent: u64,
+}
+
 /// Plans `spec` for `fleet`; allocates no tensor.
 pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
     let names = machines(fleet);
@@ -151,7 +162,14 @@ pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
         ledger_bytes: phases.iter().map(|phase| phase.steps * phase.ledger_bytes).sum(),
         phases,
         checkpoint: checkpoint(spec, &pieces, fleet.ranks),
+        mirror: mirror(&pieces, &names),
     })
+}
+
+fn mirror(pieces: &[Piece], names: &[String]) -> MirrorNeeds {
+    let held = (0..names.len() as u32).map(|rank| copies::held(pieces, names, rank));
+    let sent = if names.len() == 1 { 0 } else { copies::sent(pieces) };
+    MirrorNeeds { largest_rank: held.max().unwrap_or(0), sent }
 }
 
 impl RunNeeds {

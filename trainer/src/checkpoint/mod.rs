@@ -65,7 +65,7 @@ impl Layout {
     }
 
     /// What the model computed in, in `step`; before the first step what it will.
-    fn dtype_after(&self, step: u64) -> Dtype {
+    pub(crate) fn dtype_after(&self, step: u64) -> Dtype {
         let before = self.dtypes.iter().rev().find(|(first, _)| *first <= step.max(1));
         before.map_or(Dtype::F32, |(_, dtype)| *dtype)
     }

@@ -11,4 +11,4 @@ pub mod spawn;
 mod supervise;
 
 pub use place::{Launched, place};
-pub use spawn::{meet, spawn, spawned_us};
+pub use spawn::{meet, rendezvous, spawn, spawned_us};

@@ -141,7 +141,7 @@ fn host_name() -> String {
 }
 
 /// Keeps this launch apart from the one before, where the launcher's store outlives it.
-fn name(variable: &impl Fn(&str) -> Option<String>) -> String {
+pub(super) fn name(variable: &impl Fn(&str) -> Option<String>) -> String {
     let part = |name: &str| variable(name).unwrap_or_else(|| "0".to_owned());
     format!("ztrain/{}/{}/", part("TORCHELASTIC_RUN_ID"), part("TORCHELASTIC_RESTART_COUNT"))
 }

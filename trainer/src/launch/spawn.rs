@@ -8,10 +8,10 @@ use std::thread;
 use std::time::Duration;
 
 use contract::{Class, Fault, Result};
-use kernels::group::{self, Group, Store};
+use kernels::group::{self, Agent, Group, Rendezvous, Store};
 
-use super::place::Launched;
-use super::supervise::{Rank, supervise};
+use super::place::{self, Launched};
+use super::supervise::{Elastic, Rank, supervise};
 use crate::refusal::lost;
 
 /// Set for the ranks that we start ourselves.
@@ -26,9 +26,9 @@ pub fn spawned_us() -> bool {
     std::env::var_os(LAUNCHER).is_some()
 }
 
-/// Starts `count` ranks of this very command and waits for them; once `stop` is set they are asked to stop. The exit code is
-/// that of the rank that knows most.
-pub fn spawn(count: u32, stop: &AtomicBool) -> Result<u8> {
+/// Starts `count` ranks of this very command and waits for them; once `stop` is set they are asked to stop. When one fails the
+/// others are ended, unless as many as `min_ranks` are left to go on. The exit code is that of the rank that knows most.
+pub fn spawn(count: u32, min_ranks: Option<u32>, stop: &AtomicBool) -> Result<u8> {
     let store = Store::serve("127.0.0.1", 0, "launcher/", START).map_err(lost)?;
     let program = std::env::current_exe()
         .map_err(|error| Fault::machine(format!("cannot find this program: {error}")))?;
@@ -51,7 +51,13 @@ pub fn spawn(count: u32, stop: &AtomicBool) -> Result<u8> {
         })?;
         Ok(Rank::new(rank, child))
     };
-    supervise((0..count).map(start).collect::<Result<_>>()?, stop)
+    let name = place::name(&|variable: &str| std::env::var(variable).ok());
+    let agent = |least| {
+        let agent = Agent::open(store.port(), &name, count, START).map_err(lost)?;
+        Ok(Elastic::new(agent, least))
+    };
+    let elastic = min_ranks.map(agent).transpose()?;
+    supervise((0..count).map(start).collect::<Result<_>>()?, elastic, stop)
 }
 
 /// Meets the other ranks, of which each is awaited for `timeout`. `stop` is set when our launcher asks this rank to stop.
@@ -64,6 +70,11 @@ pub fn meet(launched: &Launched, timeout: Duration, stop: &Arc<AtomicBool>) -> R
     let mut group = Group::open(&launched.place, first, &tell).map_err(lost)?;
     group.wait_at_most(timeout);
     Ok(group)
+}
+
+/// Where the ranks of `group`, which were launched so, meet again if some are lost.
+pub fn rendezvous(launched: &Launched, group: &Group) -> Result<Rendezvous> {
+    Rendezvous::open(&launched.place, group, group.timeout()).map_err(lost)
 }
 
 /// Does what the launcher says, until it says nothing more.

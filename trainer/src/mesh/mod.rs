@@ -4,6 +4,7 @@
 //! - `sink` takes each gradient from the layer that has it and adds it up; `sum` is the sum of a step's gradients, of these
 //!   alone or by `gather` with those of many ranks, in `buckets`; `share` gives new weights to all.
 //! - `context` is for ranks that share the chunks of each micro-batch; `slices` says which numbers of its gradient each adds up.
+//! - `copies` says who keeps copies of what each rank owns, against its loss.
 //! - `words` are the small things that ranks tell each other. [`mod@bench`] times the exchanges.
 //!
 //! Invariant: collectives only move bytes. Every addition happens on one rank, in the order of the tree, so that the
@@ -13,6 +14,7 @@ pub mod axes;
 pub mod bench;
 pub(crate) mod buckets;
 pub(crate) mod context;
+pub(crate) mod copies;
 pub(crate) mod gather;
 pub(crate) mod share;
 pub(crate) mod sink;

@@ -82,6 +82,10 @@ pub enum Happened {
     Spike,
     /// How many ranks train.
     Ranks,
+    /// Ranks were lost, and the others went on.
+    Loss,
+    /// They have ended a new step.
+    Recovered,
 }
 
 /// The loss on held-out text after a step.
@@ -282,6 +286,18 @@ impl Log {
                 add(&mut self.odd, OddStep { step, last: step, reasons, context });
                 (Happened::Fault, format!("stopped in step {step}: {first}"))
             }
+            "loss" => {
+                // Those that are left speak for the process that does not any more.
+                self.running = None;
+                (Happened::Loss, format!("lost ranks: {}", listed(&fields["lost"])))
+            }
+            "recovered" => {
+                let held_up = fields["seconds"].as_f64().unwrap_or(0.0);
+                (
+                    Happened::Recovered,
+                    format!("the loss of ranks held the run up for {held_up:.2} s"),
+                )
+            }
             "spike" => {
                 let kept = number(fields, "kept");
                 (
@@ -321,6 +337,11 @@ impl Log {
             if from == 0 { "began".to_owned() } else { format!("went on after step {from}") };
         format!("{word}{again} ({on}, {workers} worker{plural})")
     }
+}
+
+fn listed(ranks: &Value) -> String {
+    let ranks = ranks.as_array().map_or(&[][..], Vec::as_slice);
+    ranks.iter().map(Value::to_string).collect::<Vec<_>>().join(", ")
 }
 
 fn number(fields: &Value, key: &str) -> u64 {

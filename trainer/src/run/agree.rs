@@ -12,10 +12,18 @@ use crate::mesh::words::{Reader, Writer};
 use crate::refusal::lost;
 use crate::spec::RunSpec;
 
-/// Holds this rank against the others, and agrees with them how tensors travel.
-pub(super) fn join(spec: &RunSpec, exec: &ExecOptions, world: &mut World) -> Result<Carried> {
+/// Holds this rank against the others, and agrees with them how tensors travel. Those who are left after a loss share
+/// micro-batches as their number allows, or not at all.
+pub(super) fn join(
+    spec: &RunSpec,
+    exec: &ExecOptions,
+    world: &mut World,
+    after_loss: bool,
+) -> Result<Carried> {
     same(spec, &options(exec), world)?;
-    refuse(spec, world.comm.world(), exec.context)?;
+    if !after_loss {
+        refuse(spec, world.comm.world(), exec.context)?;
+    }
     if world.device == tch::Device::Cpu {
         memory::refuse(spec, exec, world.comm.nodes(), world.comm.rank())?;
     }
@@ -134,6 +142,11 @@ fn options(exec: &ExecOptions) -> Vec<String> {
         format!("--flat {}", exec.flat),
         format!("--transport {:?}", exec.transport).to_lowercase(),
         format!("--restart {}", exec.restart),
+        format!("--mirror {}", exec.mirror),
+        format!(
+            "--min-ranks {}",
+            exec.min_ranks.map_or_else(|| "all".to_owned(), |n| n.to_string())
+        ),
     ]
 }
 

@@ -27,6 +27,8 @@ pub(super) struct Keeper<'a> {
     saver: Saver,
     /// Its part of recent states.
     ring: Ring,
+    /// Whether the loss of a rank may be survived.
+    elastic: bool,
 }
 
 /// Work for the saver.
@@ -42,7 +44,8 @@ impl<'a> Keeper<'a> {
         kept: u64,
     ) -> Self {
         let (retention, saver, ring) = (exec.retention, Saver::new(), Ring::new(exec.ring));
-        Keeper { comm, layout, checkpoints, retention, kept, saver, ring }
+        let elastic = exec.min_ranks.is_some();
+        Keeper { comm, layout, checkpoints, retention, kept, saver, ring, elastic }
     }
 
     /// Takes note of a step: tells of what has been written meanwhile, and if its loss has jumped, all ranks write down what
@@ -60,27 +63,28 @@ impl<'a> Keeper<'a> {
         recorder.jumped(record.step, before.step())
     }
 
-    /// Keeps the state after `record` beside the steps that follow.
+    /// Keeps the state, whose digest is this, beside the steps that follow.
     pub(super) fn keep(
         &mut self,
         state: &State,
-        record: &StepRecord,
+        digest: Digest,
         recorder: &mut Recorder<'_>,
     ) -> Result<()> {
-        if self.kept >= record.step {
+        let step = state.step;
+        if self.kept >= step {
             return Ok(());
         }
         let start = Instant::now();
         // One copy at a time: this one may only be made when the one before is written.
         self.finish(recorder)?;
-        let digests = recorder.digests(record.step)?;
+        let digests = recorder.digests(step)?;
         let snapshot = Snapshot::of(state);
         let work = match digests {
             Some(digests) => self.lead(snapshot, digests, state.owners.pieces().to_vec()),
             None => self.follow(snapshot)?,
         };
-        self.saver.start((record.step, record.state, start.elapsed()), work)?;
-        self.kept = record.step;
+        self.saver.start((step, digest, start.elapsed()), work)?;
+        self.kept = step;
         Ok(())
     }
 
@@ -149,6 +153,10 @@ impl<'a> Keeper<'a> {
         state: &State,
         recorder: &mut Recorder<'_>,
     ) -> Fault {
+        if self.elastic && self.comm.lost().is_some() {
+            // Those who are left write down what they make of it.
+            return fault;
+        }
         recorder.fault(state.step + 1, &fault);
         if fault.class() != Class::Diverged {
             return fault;
@@ -213,8 +221,14 @@ fn heard(store: &Store, key: &str, rank: u32, patience: Duration) -> Result<Vec<
         ))
         .hint("run the same command again: it goes on from the checkpoint before")
     };
-    let word = store.wait(key, patience).map_err(lost)?.ok_or_else(missing)?;
-    spoken(&word, rank)
+    match store.wait(key, patience).map_err(lost)? {
+        Some(word) => spoken(&word, rank),
+        None => {
+            let fault = missing();
+            store.lose(&[rank], fault.what()).map_err(lost)?;
+            Err(fault)
+        }
+    }
 }
 
 #[cfg(test)]

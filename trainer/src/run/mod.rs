@@ -3,11 +3,15 @@
 //! - [`world`] is what a run computes with; `agree` holds the ranks together before anything begins.
 //! - `open` takes the run's folder and finds where to go on, `restore` reads the state there; `record` writes down what is
 //!   computed, on rank 0; `keep` writes checkpoints, on every rank.
+//! - `recover` has the ranks that are left after a loss meet again: the run is opened anew with them, and goes on; from
+//!   memory, where `mirror` has copies of what the lost ranks owned.
 
 pub(crate) mod agree;
 pub(crate) mod keep;
+mod mirror;
 mod open;
 mod record;
+mod recover;
 pub(crate) mod restore;
 pub mod world;
 
@@ -25,7 +29,9 @@ use crate::mesh::{Mesh, Team, team};
 use crate::refusal::lost;
 use crate::spec::RunSpec;
 use crate::step::{self, Context, Leaves};
-use open::Begun;
+use mirror::Mirror;
+use open::{After, Begun};
+use recover::Recovery;
 pub use world::World;
 
 /// How a run ended, the same on every rank.
@@ -41,18 +47,36 @@ pub struct Outcome {
 
 /// Trains what `opened` says, from wherever the folder stands, until its last step, as one of the ranks of `world`.
 pub fn train(opened: &Opened, exec: &ExecOptions, world: &mut World) -> Result<Outcome> {
-    let outcome = run(opened, exec, world);
-    // The others would only see a connection close.
-    outcome.inspect_err(|fault| world.comm.report(&fault.to_string()))
+    let (mut recovery, mut mirror) = (None, Mirror::new(exec.mirror));
+    loop {
+        match run(opened, exec, world, &mut mirror, recovery.take()) {
+            Ok(outcome) => return Ok(outcome),
+            Err(fault) => recovery = Some(recover::recover(world, exec, fault)?),
+        }
+    }
 }
 
-fn run(opened: &Opened, exec: &ExecOptions, world: &mut World) -> Result<Outcome> {
+fn run(
+    opened: &Opened,
+    exec: &ExecOptions,
+    world: &mut World,
+    mirror: &mut Mirror,
+    recovery: Option<Recovery>,
+) -> Result<Outcome> {
     runtime::enter_thread().map_err(lost)?;
     let spec = Arc::new(RunSpec::new(opened)?);
-    let carried = agree::join(&spec, exec, world)?;
+    let carried = agree::join(&spec, exec, world, recovery.is_some())?;
     let team = Team::new(&world.comm, exec.context, exec.schedule, exec.flat)?;
-    let begun = open::open(&spec, opened, exec, world, &team, &carried)?;
-    let Begun { mut state, mut digest, mut recorder, mut keeper } = begun;
+    let after = After { recovery, mirror };
+    let begun = open::open(&spec, opened, exec, world, (&team, &carried), after)?;
+    let Begun { mut state, mut digest, mut recorder, mut keeper, from_memory } = begun;
+    mirror.keep(&team, &state)?;
+    if let Some(digest) =
+        digest.filter(|_| from_memory && checkpoint_is_due(&spec, exec, state.step))
+    {
+        // It may have been lost half written.
+        keeper.keep(&state, digest, &mut recorder)?;
+    }
     let context = Context { spec: &spec, team: &team, workers: exec.workers };
     let (steps, slices) = (state.step + 1..last_step(&spec, exec) + 1, slices(&spec, &team));
     let (plan, data, stage) = (spec.plan.clone(), spec.data.clone(), staging(&spec, world.device)?);
@@ -61,6 +85,7 @@ fn run(opened: &Opened, exec: &ExecOptions, world: &mut World) -> Result<Outcome
         let (batch, leaves) = batch?;
         let stepped = step::advance(context, &mut state, &batch, &leaves, || exec.stopped());
         let stepped = stepped.map_err(|fault| keeper.failed(fault, &state, &mut recorder))?;
+        mirror.keep(&team, &state)?;
         recorder.record(&stepped)?;
         digest = Some(stepped.record.state);
         keeper.remember(&state, &stepped.record, &mut recorder)?;
@@ -68,7 +93,7 @@ fn run(opened: &Opened, exec: &ExecOptions, world: &mut World) -> Result<Outcome
             recorder.validate(&state)?;
         }
         if stepped.stop || checkpoint_is_due(&spec, exec, state.step) {
-            keeper.keep(&state, &stepped.record, &mut recorder)?;
+            keeper.keep(&state, stepped.record.state, &mut recorder)?;
         }
         if stepped.stop {
             break;

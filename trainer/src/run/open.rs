@@ -11,18 +11,20 @@ use serde_json::json;
 use super::World;
 use super::agree::{idle, meshes};
 use super::keep::Keeper;
+use super::mirror::Mirror;
 use super::record::{Book, Recorder};
+use super::recover::Recovery;
 use super::restore::{Reading, Restored};
 use crate::checkpoint::{Checkpoints, Found, Layout};
 use crate::events::{self, Events};
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder, levels};
-use crate::mesh::Team;
+use crate::mesh::{Team, copies};
 use crate::metrics::Metrics;
 use crate::progress::{Progress, clock};
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::state::ownership::Ownership;
+use crate::state::ownership::{Ownership, Piece};
 use crate::step;
 use crate::waiting::SILENCE;
 
@@ -33,6 +35,14 @@ pub(super) struct Begun<'a> {
     pub(super) digest: Option<Digest>,
     pub(super) recorder: Recorder<'a>,
     pub(super) keeper: Keeper<'a>,
+    /// Whether the state was put together from what ranks had in memory.
+    pub(super) from_memory: bool,
+}
+
+/// What there is of the ranks before, if some of them were lost.
+pub(super) struct After<'a> {
+    pub(super) recovery: Option<Recovery>,
+    pub(super) mirror: &'a Mirror,
 }
 
 /// Opens the run's folder, and reads this rank's part of the state there.
@@ -41,24 +51,44 @@ pub(super) fn open<'a>(
     opened: &Opened,
     exec: &'a ExecOptions,
     world: &'a World,
-    team: &Team<'_>,
-    carried: &Carried,
+    (team, carried): (&Team<'_>, &Carried),
+    After { recovery, mirror }: After<'_>,
 ) -> Result<Begun<'a>> {
     let comm = &world.comm;
     let layout = Arc::new(Layout::new(spec, world.device));
     let owners = Ownership::new(spec, comm.rank(), comm.world());
     let reading = Reading { comm, layout: &layout, owners: &owners, workers: exec.workers };
+    let recall = |last| match &recovery {
+        Some(_) => mirror.restore(team, &layout, &owners, (last, exec.workers)),
+        None => Ok(None),
+    };
+    let mut from_memory = true;
     let (found, book, checkpoints) = if comm.rank() == 0 {
-        let mut opening = Opening::new(spec, opened, exec, world)?;
-        let found = opening.newest(&reading)?;
-        let found = opening.told(found)?;
+        let mut opening = Opening::new(spec, opened, exec, world, recovery.as_ref())?;
         let checkpoints = opening.checkpoints.clone();
+        let found = match recall(opening.open.ledger.last_step())? {
+            Some(found) => {
+                opening.compare(&found)?;
+                reading.choose(found.0.step, &checkpoints.place().to_string())?;
+                Some(found)
+            }
+            None => {
+                from_memory = false;
+                let found = opening.newest(&reading)?;
+                opening.told(found)?
+            }
+        };
         let mut book = opening.begin(found.as_ref().map_or(0, |(state, _)| state.step))?;
         if comm.world() > 1 {
-            say_ranks(&mut book, team, carried)?;
+            say_ranks(&mut book, team, carried, owners.pieces())?;
         }
+        book.recovery = recovery.map(|recovery| (recovery, from_memory));
         (found, Some(book), checkpoints)
+    } else if let Some(found) = recall(0)? {
+        let (_, place) = reading.choose(0, "")?;
+        (Some(found), None, Checkpoints::new(storage::locate(&place)?))
     } else {
+        from_memory = false;
         let (found, checkpoints) = reading.follow()?;
         (found, None, checkpoints)
     };
@@ -66,12 +96,19 @@ pub(super) fn open<'a>(
         Some((state, digest)) => (state, Some(digest)),
         None => (State::begin(spec, world.device, owners, exec.workers)?, None),
     };
-    let keeper = Keeper::new(comm, layout, checkpoints, exec, state.step);
-    Ok(Begun { state, digest, recorder: Recorder(book), keeper })
+    // What was in memory need not be on the disk.
+    let kept = if from_memory { 0 } else { state.step };
+    let keeper = Keeper::new(comm, layout, checkpoints, exec, kept);
+    Ok(Begun { state, digest, recorder: Recorder(book), keeper, from_memory })
 }
 
 /// Writes down who the ranks are.
-fn say_ranks(book: &mut Book<'_>, team: &Team<'_>, carried: &Carried) -> Result<()> {
+fn say_ranks(
+    book: &mut Book<'_>,
+    team: &Team<'_>,
+    carried: &Carried,
+    pieces: &[Piece],
+) -> Result<()> {
     let (world, transport) = (team.group.world(), if carried.rccl { "rccl" } else { "gloo" });
     let mesh: Vec<_> = meshes(book.spec, world, team.context)
         .into_iter()
@@ -81,6 +118,7 @@ fn say_ranks(book: &mut Book<'_>, team: &Team<'_>, carried: &Carried) -> Result<
         "world": world, "cp": team.context, "mesh": mesh,
         "schedule": team.schedule.name(), "nodes": team.nodes.sizes(), "transport": transport,
         "rccl_release": carried.release, "no_rccl_because": carried.reason,
+        "bytes_mirrored": if book.exec.mirror { copies::sent(pieces) } else { 0 },
     });
     book.events.write("ranks", fields)?;
     book.progress.note(&format!("{world} ranks, tensors by {}", carried.words()));
@@ -111,11 +149,15 @@ impl<'a> Opening<'a> {
         opened: &Opened,
         exec: &'a ExecOptions,
         world: &'a World,
+        recovery: Option<&Recovery>,
     ) -> Result<Self> {
         let folder = RunFolder::new(&exec.out);
-        let open = folder.open(spec, &opened.file, &world.runtime)?;
-        let events = Events::open(&folder.events())?;
+        // A rank that hangs may hold the folder until somebody ends it.
+        let patience = recovery.map_or(Duration::ZERO, |recovery| recovery.patience);
+        let open = folder.open(spec, &opened.file, &world.runtime, patience)?;
+        let mut events = Events::open(&folder.events())?;
         let recorded = open.ledger.last_step();
+        recovery.map_or(Ok(()), |recovery| recovery.tell(&mut events, recorded))?;
         let checkpoints = folder.take_checkpoints(exec.checkpoints.as_ref(), recorded)?;
         let progress = Progress::new(spec.plan.steps(), exec.progress);
         checkpoints.clean()?;
@@ -125,6 +167,25 @@ impl<'a> Opening<'a> {
         });
         let beyond = beyond.collect();
         Ok(Opening { spec, exec, world, open, checkpoints, events, progress, beyond })
+    }
+
+    /// Holds a state that was put together from memory against the ledger.
+    fn compare(&self, (state, digest): &Restored) -> Result<()> {
+        if state.step == 0 {
+            return Ok(());
+        }
+        let wanted = self.open.ledger.record(state.step)?.state;
+        match *digest == wanted {
+            true => Ok(()),
+            false => Err(Fault::mismatch(format!(
+                "the copies of the state after step {} differ from it",
+                state.step
+            ))
+            .at("--mirror")
+            .found(digest)
+            .wanted(wanted)
+            .hint("the same command goes on from the last checkpoint")),
+        }
     }
 
     /// The newest checkpoint that all ranks can read together.
@@ -200,7 +261,7 @@ impl<'a> Opening<'a> {
             "kernels": world.runtime.fingerprint(),
         });
         events.write("start", fields)?;
-        Ok(Book { spec, exec, open, events, metrics, progress })
+        Ok(Book { spec, exec, open, events, metrics, progress, recovery: None, again: 0 })
     }
 }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 use contract::{Digest, Fault, Result};
 use serde_json::json;
 
+use super::recover::Recovery;
 use crate::checkpoint::Written;
 use crate::events::Events;
 use crate::exec::ExecOptions;
@@ -28,6 +29,10 @@ pub(super) struct Book<'a> {
     pub(super) events: Events,
     pub(super) metrics: Metrics,
     pub(super) progress: Progress,
+    /// A loss after which no new step has been written yet, and whether the state came from memory.
+    pub(super) recovery: Option<(Recovery, bool)>,
+    /// Steps that were computed again since this process opened the folder.
+    pub(super) again: u64,
 }
 
 impl Recorder<'_> {
@@ -113,15 +118,28 @@ impl Recorder<'_> {
 }
 
 impl Book<'_> {
+    /// Writes down how long a loss has held the run up, once it is where it was.
+    fn recovered(&mut self, step: u64) -> Result<()> {
+        let Some((Recovery { since, generation, .. }, from_memory)) = self.recovery.take() else {
+            return Ok(());
+        };
+        let fields = json!({
+            "step": step, "generation": generation, "from": if from_memory { "memory" } else { "disk" }, "again": self.again, "seconds": seconds(since.elapsed()),
+        });
+        self.events.write("recovered", fields)
+    }
+
     fn record(&mut self, stepped: &Stepped) -> Result<()> {
         let Stepped { record, stop: _, sent, shared, waited, ranks } = stepped;
         let again = record.step <= self.open.ledger.last_step();
         if again {
             compare(&self.open.ledger, record, &self.open.folder)?;
+            self.again += 1;
         } else {
             let changed = self.open.changes_from.take_if(|first| *first <= record.step);
             let curriculum = changed.map(|_| self.spec.canonical());
             self.open.ledger.append(record, curriculum)?;
+            self.recovered(record.step)?;
         }
         let step = self.spec.plan.step(record.step)?;
         let tokens = step.batch * u64::from(step.seq_len);

@@ -79,8 +79,8 @@ impl Reading<'_> {
         }
     }
 
-    /// Hears rank 0's choice.
-    fn choose(&self, step: u64, place: &str) -> Result<(u64, String)> {
+    /// Hears rank 0's choice: a step, and where it keeps checkpoints.
+    pub(super) fn choose(&self, step: u64, place: &str) -> Result<(u64, String)> {
         let mut mine = Writer::default();
         mine.word(step).text(place);
         let heard =

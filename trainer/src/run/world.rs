@@ -1,7 +1,9 @@
 //! What a run computes with. It is built at start, and nothing in it outlives it: after a loss another one can be built in the
 //! same process.
 
-use kernels::group::Group;
+use std::time::Instant;
+
+use kernels::group::{Group, Rendezvous};
 use kernels::runtime::KernelTable;
 use tch::Device;
 
@@ -14,12 +16,21 @@ pub struct World {
     pub runtime: KernelTable,
     /// Where tensors live.
     pub device: Device,
+    /// Where the ranks that are left meet after a loss, if that is asked for.
+    pub(super) rendezvous: Option<Rendezvous>,
+    /// When they met although nobody was lost.
+    pub(super) in_vain: Vec<Instant>,
 }
 
 impl World {
     /// The ranks of `comm`.
     pub fn new(comm: Group, device: Device, runtime: KernelTable) -> Self {
-        World { comm, runtime, device }
+        World { comm, runtime, device, rendezvous: None, in_vain: Vec::new() }
+    }
+
+    /// The same ranks, which can meet again after a loss.
+    pub fn recoverable(self, rendezvous: Rendezvous) -> Self {
+        World { rendezvous: Some(rendezvous), ..self }
     }
 
     /// One rank.

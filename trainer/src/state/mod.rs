@@ -163,7 +163,7 @@ impl State {
     }
 
     /// Rounds this rank's pieces to what the model reads of them.
-    fn round(&self, workers: Workers) -> Result<()> {
+    pub(crate) fn round(&self, workers: Workers) -> Result<()> {
         let own = self.owners.own().zip(&self.owned);
         let items = own.filter_map(|(piece, owned)| {
             let master = owned.master.as_ref()?.shallow_clone();

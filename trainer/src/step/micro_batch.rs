@@ -95,7 +95,7 @@ impl MicroBatches<'_> {
         &self,
         state: &State,
         sum: &Sum<'_>,
-        begun: impl Fn(u64) + Sync,
+        begun: impl Fn(u64) -> Result<()> + Sync,
         mut take: impl FnMut(LeafSums, Vec<Vec<u64>>) -> Result<()> + Send,
     ) -> Result<()> {
         let MicroBatches { spec, batch, leaves, numbers, workers, shared, .. } = *self;
@@ -104,7 +104,7 @@ impl MicroBatches<'_> {
         let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
         let work = |leaf: u64| {
             let number = numbers[leaf as usize];
-            begun(number);
+            begun(number)?;
             let (weights, biases) = (weights.aliases(), biases.aliases());
             let compute = || {
                 let weights = (&weights[..], &biases[..]);

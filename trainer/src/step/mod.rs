@@ -34,6 +34,7 @@ use crate::mesh::sum::Sum;
 use crate::mesh::team::Lines;
 use crate::mesh::{Schedule, Team};
 use crate::model::{self, ZayaConfig};
+use crate::refusal::lost;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::workers::Workers;
@@ -150,6 +151,8 @@ pub fn gradient(
     };
     let reached = |number: u64| {
         team.group.reached(&format!("step {}, micro-batch {number}", batch.step));
+        // What the others have given up is not computed to its end.
+        team.group.check().map_err(lost)
     };
     let (numbers, divisor) = (&lines.leaves(head.leaves)?, head.divisor);
     let rank = team.group.rank();

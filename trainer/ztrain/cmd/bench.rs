@@ -83,7 +83,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let drawing = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
     let cluster = args.out.as_deref().map(ClusterFile::open).transpose()?;
     if let Some(count) = args.ranks.to_spawn()? {
-        return ranks::start(count);
+        return ranks::start(count, None);
     }
     let launched = args.ranks.launched()?.ok_or_else(|| {
         Fault::usage("one rank exchanges nothing")

@@ -37,7 +37,7 @@ pub(crate) struct Args {
 /// Measures.
 pub(crate) fn exec(args: Args) -> Result<u8> {
     if let Some(count) = args.ranks.to_spawn()? {
-        return ranks::start(count);
+        return ranks::start(count, None);
     }
     kernels::memory::count().map_err(lost)?;
     let launched = args.ranks.launched()?;

@@ -7,7 +7,7 @@ use store::Location;
 use trainer::RunSpec;
 use trainer::memory::Holds;
 use trainer::model::Keep;
-use trainer::plan::{Fleet, PhaseNeeds, RunNeeds, SentInStep, needs};
+use trainer::plan::{Fleet, MirrorNeeds, PhaseNeeds, RunNeeds, SentInStep, needs};
 use trainer::sizing::estimate::Setting;
 use trainer::sizing::{Cluster, Described};
 use trainer::workers::Workers;
@@ -109,6 +109,14 @@ fn text(needs: &RunNeeds, fleet: &Fleet) -> String {
         checkpoint.files,
         size(checkpoint.largest_part)
     ));
+    if *ranks > 1 {
+        let MirrorNeeds { largest_rank, sent } = needs.mirror;
+        lines.push(format!(
+            "with --mirror besides: {} in the rank that holds most, {} sent in each step",
+            size(largest_rank),
+            size(sent)
+        ));
+    }
     lines.push(format!("ledger at the end: {}", size(needs.ledger_bytes)));
     if !needs.fits {
         lines.push(

@@ -161,9 +161,9 @@ pub(crate) fn refuse_launcher(command: &str) -> Result<()> {
     }
 }
 
-/// Starts `count` ranks of this very command and waits for them.
-pub(crate) fn start(count: u32) -> Result<u8> {
+/// Starts `count` ranks of this very command and waits for them; as many as `min_ranks` may go on without the others.
+pub(crate) fn start(count: u32, min_ranks: Option<u32>) -> Result<u8> {
     let stop = Arc::default();
     super::listen(&stop)?;
-    launch::spawn(count, &stop)
+    launch::spawn(count, min_ranks, &stop)
 }

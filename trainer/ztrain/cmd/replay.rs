@@ -98,7 +98,7 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     check_what_if(&args, args.changes.change().is_some())?;
     if let Some(count) = args.ranks.to_spawn()? {
-        return ranks::start(count);
+        return ranks::start(count, None);
     }
     let launched = args.ranks.launched()?;
     let stop = Arc::default();

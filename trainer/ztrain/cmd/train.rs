@@ -9,7 +9,7 @@ use loader::{Opened, PrefetchOptions};
 use store::Location;
 use trainer::audit::Audit;
 use trainer::checkpoint::{Retention, RingOptions};
-use trainer::launch::spawned_us;
+use trainer::launch::{self, spawned_us};
 use trainer::validate::Validation;
 use trainer::workers::Workers;
 use trainer::{ExecOptions, Outcome, RunSpec, train};
@@ -68,6 +68,14 @@ pub(crate) struct Args {
     /// No line for each step.
     #[arg(long)]
     quiet: bool,
+    /// When a rank is lost, go on in the same processes with those who are left, if they are at least N; without it the others
+    /// end.
+    #[arg(long, value_name = "N", help_heading = "Ranks (never bits)", value_parser = clap::value_parser!(u32).range(1..))]
+    min_ranks: Option<u32>,
+    /// Keep a copy of what each rank owns of the state on another one as well, on another machine where there is one: after a
+    /// loss no step before the one at hand is computed again. Costs memory and bytes: see `ztrain plan`.
+    #[arg(long, help_heading = "Ranks (never bits)", requires = "min_ranks")]
+    mirror: bool,
     #[command(flatten)]
     ranks: Ranks,
     #[command(flatten)]
@@ -79,14 +87,19 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let curriculum =
         args.curriculum.as_ref().ok_or_else(|| Fault::usage("--curriculum is missing"))?;
     if let Some(count) = args.ranks.to_spawn()? {
+        enough(args.min_ranks, count)?;
         // What is wrong with the curriculum is said once, and before anything starts.
         RunSpec::new(&Opened::open(curriculum)?)?;
-        return ranks::start(count);
+        return ranks::start(count, args.min_ranks);
     }
     let launched = args.ranks.launched()?;
     let stop = Arc::default();
     listen(&stop)?;
     let mut world = args.ranks.world(&args.speed, launched.as_ref(), &stop)?;
+    if let (Some(launched), Some(_)) = (&launched, args.min_ranks) {
+        let rendezvous = launch::rendezvous(launched, &world.comm)?;
+        world = world.recoverable(rendezvous);
+    }
     let workers = args.speed.workers(launched.as_ref(), &world.runtime)?.auditing(args.audit);
     let exec = ExecOptions { stop, ..options(&args, curriculum, workers) };
     let outcome = Opened::open(curriculum)
@@ -102,6 +115,17 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         Err(fault) => return Err(fault),
     }
     Ok(0)
+}
+
+/// Refuses to ask for more ranks after a loss than there are before.
+fn enough(min_ranks: Option<u32>, count: u32) -> Result<()> {
+    match min_ranks.filter(|least| *least > count) {
+        None => Ok(()),
+        Some(least) => Err(Fault::usage("there are not so many ranks to begin with")
+            .at("--min-ranks")
+            .found(least)
+            .wanted(format!("at most {count}"))),
+    }
 }
 
 fn print(outcome: &Outcome, exec: &ExecOptions) -> Result<()> {
@@ -124,6 +148,8 @@ fn options(args: &Args, curriculum: &Location, workers: Workers) -> ExecOptions 
     (exec.schedule, exec.flat) = args.ranks.ways();
     exec.context = args.ranks.context();
     exec.transport = args.ranks.transport();
+    exec.min_ranks = args.min_ranks;
+    exec.mirror = args.mirror;
     exec.checkpoint_every = args.checkpoint_every;
     let (newest, every, aged) = (args.keep as usize, args.keep_every, !args.only_newest);
     exec.retention = Retention { newest, every, aged };

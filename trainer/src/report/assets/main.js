@@ -61,7 +61,7 @@
   };
 
   // The axis of all plots, with phases and what happened.
-  const glyphs = { killed: "--odd", fault: "--odd", damaged: "--odd", start: "--good", edit: "--other", checkpoint: "--soft" };
+  const glyphs = { killed: "--odd", fault: "--odd", damaged: "--odd", loss: "--odd", start: "--good", edit: "--other", checkpoint: "--soft" };
   const strip = () => {
     const zoomBy = (factor) => () => {
       const middle = state.selected !== null && state.selected >= state.range[0] && state.selected <= state.range[1] ? state.selected : (state.range[0] + state.range[1]) / 2;

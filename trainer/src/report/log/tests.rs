@@ -84,3 +84,24 @@ fn a_slow_step_and_a_fault_are_odd_and_the_first_step_of_a_process_is_not() {
     assert_eq!(odd, [(50, Kind::Slow), (62, Kind::Stopped)]);
     assert!(!log.running());
 }
+
+#[test]
+fn a_loss_that_is_survived_is_neither_a_kill_nor_an_odd_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("events.jsonl");
+    let mut log = Log::new(&path);
+    let mut events = Events::open(&path).unwrap();
+    let mut write = |event: &str, fields: Value| events.write(event, fields).unwrap();
+    write("start", json!({"from_step": 0, "recorded": 0, "device": "Cpu", "workers": 2}));
+    (1..=7).for_each(|number| write("step", step(number, 100.0)));
+    write("loss", json!({"step": 7, "lost": [0, 3], "left": [1, 2], "seconds": 0.1}));
+    write("start", json!({"from_step": 6, "recorded": 7, "device": "Cpu", "workers": 2}));
+    write("recovered", json!({"step": 8, "seconds": 0.4, "again": 1}));
+    log.refresh().unwrap();
+    let kinds: Vec<(Happened, u64)> =
+        log.happenings.iter().map(|one| (one.kind, one.step)).collect();
+    let wanted =
+        [(Happened::Start, 0), (Happened::Loss, 7), (Happened::Start, 6), (Happened::Recovered, 8)];
+    assert_eq!(kinds, wanted);
+    assert!(log.happenings[1].words.contains("0, 3") && log.odd().is_empty() && log.running());
+}

@@ -1,0 +1,200 @@
+//! Fear: that the loss of a rank ends a run that could go on, or leaves a trace in the bits of the one that does.
+//!
+//! Real processes, killed with SIGKILL or held with SIGSTOP at moments drawn from a seed; none is started again.
+
+use std::fs;
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use contract::{Key, Purpose, draw};
+use serde_json::Value;
+
+use crate::ranks::{Fixture, ranks_of, signal, until_lines};
+
+/// What befalls a run.
+struct Case {
+    /// Ranks at the beginning.
+    count: usize,
+    /// What the command says besides.
+    flags: &'static [&'static str],
+    /// After so many lines of the ledger, and the pause of a draw, these ranks get that signal, by the numbers that they
+    /// were launched with.
+    losses: &'static [(usize, &'static [usize], &'static str)],
+}
+
+/// A loss within the first steps, in the middle, and about a checkpoint: rank 0, others, two at once.
+const CASES: [Case; 6] = [
+    Case { count: 2, flags: &[], losses: &[(2, &[0], "KILL")] },
+    Case {
+        count: 3,
+        flags: &["--schedule", "streaming"],
+        losses: &[(4, &[1], "KILL"), (11, &[0], "KILL")],
+    },
+    Case {
+        count: 4,
+        flags: &["--nodes", "2,2"],
+        losses: &[(1, &[3], "KILL"), (7, &[0, 2], "KILL")],
+    },
+    Case {
+        count: 4,
+        flags: &[],
+        losses: &[(5, &[0], "KILL"), (9, &[1], "KILL"), (20, &[2], "KILL")],
+    },
+    Case { count: 3, flags: &["--rank-timeout", "5"], losses: &[(5, &[0], "STOP")] },
+    Case {
+        count: 4,
+        flags: &["--rank-timeout", "5"],
+        losses: &[(8, &[2], "STOP"), (14, &[0], "KILL")],
+    },
+];
+
+/// Ends when the launcher does, whatever becomes of the test.
+struct Launched(Child);
+
+impl Drop for Launched {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+    }
+}
+
+impl Case {
+    /// Goes through it, and holds what is left behind against the run `alone`.
+    fn try_on(&self, fixture: &Fixture, out: &str, seed: u64, more: &[&str]) {
+        let count = self.count.to_string();
+        let ranks = ["--nproc", &count, "--min-ranks", "1"];
+        let mut command = fixture.run(out, &[&ranks[..], self.flags, more].concat());
+        let error = fs::File::create(fixture.scratch.path(&format!("{out}.err"))).unwrap();
+        command.stdout(Stdio::piped()).stderr(error);
+        let mut launcher = Launched(command.spawn().unwrap());
+        let ranks = ranks_of(&launcher.0, self.count);
+        assert_eq!(ranks.len(), self.count);
+        for (index, (lines, victims, name)) in (0..).zip(self.losses) {
+            until_lines(&fixture.scratch.path(out), *lines, &mut launcher.0);
+            let pause = draw(Key::from_seed(seed), Purpose::Generate, index) % 60;
+            std::thread::sleep(Duration::from_millis(pause));
+            victims.iter().for_each(|rank| signal(name, ranks[*rank]));
+        }
+        let start = Instant::now();
+        while launcher.0.try_wait().unwrap().is_none() {
+            assert!(start.elapsed() < Duration::from_secs(120), "{out}: the run hangs");
+            let now = children(&launcher.0);
+            assert!(now.iter().all(|one| ranks.contains(one)), "a process was started again");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let said = fs::read_to_string(fixture.scratch.path(&format!("{out}.err"))).unwrap();
+        assert!(launcher.0.wait().unwrap().success(), "{out}: {said}");
+        assert!(!said.contains("panicked"), "{said}");
+        fixture.assert_same("alone", out);
+        self.assert_told(fixture, out);
+    }
+
+    /// Every loss stands in the events, with the ranks that were left, and each was overcome.
+    fn assert_told(&self, fixture: &Fixture, out: &str) {
+        let of = |name: &str| events(fixture, out, name);
+        let (losses, recovered) = (of("loss"), of("recovered"));
+        let mut lost: Vec<u64> = losses.iter().flat_map(|one| numbers(&one["lost"])).collect();
+        lost.sort_unstable();
+        let mut wanted: Vec<u64> = self
+            .losses
+            .iter()
+            .flat_map(|(_, ranks, _)| ranks.iter().map(|rank| *rank as u64))
+            .collect();
+        wanted.sort_unstable();
+        assert_eq!(lost, wanted, "{out}: {losses:?}");
+        assert!(recovered.iter().all(|one| one["seconds"].as_f64().unwrap() > 0.0));
+        let left = numbers(&losses.last().unwrap()["left"]);
+        assert_eq!(left.len() + lost.len(), self.count, "{out}: {losses:?}");
+    }
+}
+
+/// The processes that `launcher` has started and that have not ended.
+fn children(launcher: &Child) -> Vec<u32> {
+    let path = format!("/proc/{0}/task/{0}/children", launcher.id());
+    let text = fs::read_to_string(path).unwrap_or_default();
+    text.split_whitespace().map(|id| id.parse().unwrap()).collect()
+}
+
+fn numbers(list: &Value) -> Vec<u64> {
+    list.as_array().unwrap().iter().map(|rank| rank.as_u64().unwrap()).collect()
+}
+
+/// The events of that name.
+fn events(fixture: &Fixture, out: &str, name: &str) -> Vec<Value> {
+    let text = fs::read_to_string(fixture.scratch.path(out).join("events.jsonl")).unwrap();
+    let events = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    events.filter(|event| event["event"] == name).collect()
+}
+
+#[test]
+fn those_who_are_left_finish_the_run_with_the_same_bytes() {
+    let fixture = Fixture::new(&[("batch = 6", "batch = 12"), ("batch = 8", "batch = 16")]);
+    fixture.finish("alone", &["--nproc", "1"]);
+    for (index, case) in (0..).zip(&CASES) {
+        case.try_on(&fixture, &format!("case-{index}"), index, &[]);
+    }
+}
+
+#[test]
+fn with_copies_in_memory_no_step_before_the_running_one_is_computed_again() {
+    let changes = [("batch = 6", "batch = 12"), ("batch = 8", "batch = 16")];
+    for (number, dtype) in (0..).zip(["f32", "bf16"]) {
+        let dtype = format!("dtype = \"{dtype}\"");
+        let fixture = Fixture::new(&[&changes[..], &[("dtype = \"f32\"", &dtype)]].concat());
+        fixture.finish("alone", &["--nproc", "1"]);
+        for (index, case) in (0..).zip(&CASES[1..4]) {
+            let out = format!("case-{index}");
+            case.try_on(&fixture, &out, 100 * number + index, &["--mirror"]);
+            let mut recalled = 0;
+            let again = |event: &Value| event["again"].as_u64().unwrap();
+            for event in events(&fixture, &out, "recovered") {
+                let losses = events(&fixture, &out, "loss");
+                let loss = losses.iter().find(|loss| loss["generation"] == event["generation"]);
+                // Two of the four may have been a rank and the one with its copies.
+                let single = numbers(&loss.unwrap()["lost"]).len() == 1;
+                // A rank that is lost before the first copies are made leaves a run without steps.
+                assert!(!single || again(&event) <= 1, "{out}: {event}");
+                recalled += usize::from(event["from"] == "memory");
+            }
+            assert!(recalled > 0, "{out}: nothing came from memory");
+        }
+    }
+}
+
+#[test]
+fn too_few_ranks_end_and_the_same_command_goes_on() {
+    let fixture = Fixture::new(&[]);
+    fixture.finish("alone", &["--nproc", "1"]);
+    let mut command = fixture.run("few", &["--nproc", "3", "--min-ranks", "3"]);
+    command.stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut launcher = command.spawn().unwrap();
+    let ranks = ranks_of(&launcher, 3);
+    until_lines(&fixture.scratch.path("few"), 4, &mut launcher);
+    signal("KILL", ranks[1]);
+    let ended = launcher.wait_with_output().unwrap();
+    let said = String::from_utf8(ended.stderr).unwrap();
+    assert_eq!(ended.status.code(), Some(6), "{said}");
+    assert!(said.contains("too few ranks are left to go on: 0,2 of 3, wanted 3"), "{said}");
+    fixture.finish("few", &["--nproc", "2"]);
+    fixture.assert_same("alone", "few");
+}
+
+/// A fault that every rank would meet again is no loss.
+#[test]
+fn what_is_wrong_with_the_run_itself_ends_all_ranks() {
+    let fixture = Fixture::new(&[("lr = 1e-2", "lr = 1e38")]);
+    let ran: crate::support::Ran =
+        fixture.run("wild", &["--nproc", "3", "--min-ranks", "1"]).output().unwrap().into();
+    let said = ran.fails(5, &["not finite"]);
+    assert!(!said.contains("go on"), "{said}");
+}
+
+#[test]
+fn neither_no_rank_nor_more_than_there_are_can_be_left() {
+    let fixture = Fixture::new(&[]);
+    let ran: crate::support::Ran =
+        fixture.run("zero", &["--nproc", "2", "--min-ranks", "0"]).output().unwrap().into();
+    ran.fails(2, &["--min-ranks"]);
+    let ran: crate::support::Ran =
+        fixture.run("more", &["--nproc", "2", "--min-ranks", "3"]).output().unwrap().into();
+    ran.fails(2, &["--min-ranks", "at most 2"]);
+}

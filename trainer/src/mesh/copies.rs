@@ -1,0 +1,67 @@
+//! Who keeps copies of what each rank owns of the state, and what that costs.
+
+use crate::state::ownership::Piece;
+
+/// The steps of which there are copies at a time: those of one travel while those of the step before stay.
+pub(crate) const STEPS: usize = 2;
+
+/// To whom `rank` sends its copies, and from whom it gets some: all ranks look equally far ahead, as far as it takes for most of
+/// them to reach another machine.
+pub(crate) fn partners(nodes: &[String], rank: u32) -> (u32, u32) {
+    let world = nodes.len();
+    let away = |distance: usize| {
+        (0..world).filter(|from| nodes[*from] != nodes[(from + distance) % world]).count()
+    };
+    // Of equally good ones the nearest.
+    let distance = (1..world).rev().max_by_key(|distance| away(*distance)).unwrap_or(1);
+    let rank = rank as usize;
+    (((rank + distance) % world) as u32, ((rank + world - distance) % world) as u32)
+}
+
+/// How many numbers a copy of a piece has: weights in f32, and moments.
+pub(crate) fn length(piece: &Piece) -> i64 {
+    let parts = if piece.rule.has_second_moment() { 3 } else { 2 };
+    parts * piece.length()
+}
+
+/// Bytes that all ranks together send for the copies of a step.
+pub(crate) fn sent(pieces: &[Piece]) -> u64 {
+    4 * pieces.iter().map(|piece| length(piece) as u64).sum::<u64>()
+}
+
+/// Bytes of the copies that `rank` holds: of its own pieces and its partner's.
+pub(crate) fn held(pieces: &[Piece], nodes: &[String], rank: u32) -> u64 {
+    if nodes.len() == 1 {
+        return 0;
+    }
+    let (_, from) = partners(nodes, rank);
+    let held = pieces.iter().filter(|piece| [rank, from].contains(&piece.owner));
+    4 * STEPS as u64 * held.map(|piece| length(piece) as u64).sum::<u64>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn machines(sizes: &[usize]) -> Vec<String> {
+        let ranks = sizes.iter().enumerate();
+        ranks.flat_map(|(node, count)| vec![node.to_string(); *count]).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn each_rank_has_one_partner_and_is_that_of_one(sizes in prop::collection::vec(1usize..5, 1..5)) {
+            let nodes = machines(&sizes);
+            prop_assume!(nodes.len() > 1);
+            let pairs: Vec<_> = (0..nodes.len() as u32).map(|rank| partners(&nodes, rank)).collect();
+            for (rank, (to, from)) in (0..).zip(&pairs) {
+                prop_assert!(*to != rank && pairs[*to as usize].1 == rank && pairs[*from as usize].0 == rank);
+            }
+            // Machines of one size: nobody's copies lie beside it.
+            if sizes.len() > 1 && sizes.iter().all(|size| *size == sizes[0]) {
+                prop_assert!((0..).zip(&pairs).all(|(rank, (to, _)): (usize, _)| nodes[rank] != nodes[*to as usize]));
+            }
+        }
+    }
+}

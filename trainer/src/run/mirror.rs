@@ -1,0 +1,302 @@
+//! Copies in memory of the state after the last steps: each rank keeps what it owns, and the same of one other rank, on
+//! another machine where there is one. After a loss the state is put together from those who are left, so that no step before
+//! the running one is computed again.
+//!
+//! ```text
+//! keep      after a step: a copy of what this rank owns, also sent to its partner           rank to rank, one message
+//! choice    which steps each has copies of, of which pieces                                 everybody to everybody, small
+//! restore   each piece from whoever has it to its new owner, then all weights to everybody  rank to rank
+//! ```
+//!
+//! The copies of the step before stay until the next ones are complete: a rank may be lost while they travel. Pieces are a
+//! function of the parameters alone, so a copy is as good among fewer ranks as it was among more.
+//!
+//! Invariant: a rank that has ended step N + 1 knows that every rank has complete copies of step N.
+
+use std::collections::VecDeque;
+
+use contract::{Digest, Result};
+use kernels::group::Group;
+use tch::{Device, Kind, Tensor};
+
+use crate::checkpoint::Layout;
+use crate::mesh::copies::{STEPS, length, partners};
+use crate::mesh::words::{Reader, Writer};
+use crate::mesh::{Team, share};
+use crate::optim::balance::Balance;
+use crate::optim::guard::Windows;
+use crate::refusal::lost;
+use crate::state::ownership::{Ownership, Piece};
+use crate::state::{self, Owned, State};
+use crate::workers::Workers;
+
+/// The copies that a rank holds.
+pub(super) struct Mirror {
+    asked: bool,
+    kept: VecDeque<Kept>,
+}
+
+/// What is kept of a state.
+struct Kept {
+    step: u64,
+    balance: Vec<Balance>,
+    windows: Option<Windows>,
+    /// By index in canonical order, ascending; each with its numbers as [`pack`] puts them.
+    pieces: Vec<(usize, Tensor)>,
+}
+
+impl Mirror {
+    /// Without copies yet; never any unless `asked` for.
+    pub(super) fn new(asked: bool) -> Self {
+        Mirror { asked, kept: VecDeque::new() }
+    }
+
+    /// Keeps what this rank owns of `state`, and what its partner does.
+    pub(super) fn keep(&mut self, team: &Team<'_>, state: &State) -> Result<()> {
+        let (group, owners) = (team.group, &state.owners);
+        if !self.asked || group.world() == 1 {
+            return Ok(());
+        }
+        let (to, from) = partners(group.nodes(), group.rank());
+        let mine = pack(state);
+        let mut exchange = group.begin("the mirroring of the state").map_err(lost)?;
+        let length = owners.of(from).map(length).sum();
+        let theirs = exchange.receive(0, from, Kind::Float, length).map_err(lost)?;
+        exchange.send(0, to, &mine).map_err(lost)?;
+        exchange.close(0).map_err(lost)?;
+        let theirs = theirs.wait().map_err(lost)?;
+        exchange.finish().map_err(lost)?;
+        let mut pieces = cut(owners, group.rank(), &mine);
+        pieces.extend(cut(owners, from, &theirs));
+        pieces.sort_by_key(|(index, _)| *index);
+        let State { step, balance, windows, .. } = state;
+        // What lies ahead was never written down.
+        self.kept.retain(|kept| kept.step <= *step);
+        let (balance, windows) = (balance.clone(), windows.clone());
+        self.kept.push_back(Kept { step: *step, balance, windows, pieces });
+        while self.kept.len() > STEPS {
+            self.kept.pop_front();
+        }
+        Ok(())
+    }
+
+    /// The newest state up to step `last`, which rank 0 alone has to know, of which these ranks have copies of every piece
+    /// together; with its digest. `None` where something of each is lost.
+    pub(super) fn restore(
+        &self,
+        team: &Team<'_>,
+        layout: &Layout,
+        owners: &Ownership,
+        (last, workers): (u64, Workers),
+    ) -> Result<Option<(State, Digest)>> {
+        if !self.asked {
+            return Ok(None);
+        }
+        let group = team.group;
+        let Some((step, holders)) = self.choose(group, owners.pieces().len(), last)? else {
+            return Ok(None);
+        };
+        let found = self.hand_over(group, owners, step, &holders)?;
+        let Some(kept) = self.kept.iter().rev().find(|kept| kept.step == step) else {
+            return Ok(None);
+        };
+        let weights = state::room(&layout.parameters, layout.dtype_after(step), layout.device);
+        let (balance, windows) = (kept.balance.clone(), kept.windows.clone());
+        let put =
+            |(piece, packed): (&Piece, &Tensor)| unpack(piece, packed, &weights[piece.tensor]);
+        let owned = owners.own().zip(&found).map(put).collect();
+        let owners = owners.clone();
+        let state = State { step, weights, balance, windows, owners, owned };
+        state.round(workers)?;
+        share::weights(team, &state.owners, &state.weights)?;
+        let mut mine = Writer::default();
+        mine.sums(&state.own_sums(workers)?);
+        let heard = team.tell("the checksums of the state", &mine)?;
+        let digest = state.sums_of(&share::sums(&state.owners, heard.readers())?).digest;
+        Ok(Some((state, digest)))
+    }
+
+    /// The step to go on after, and who hands over each piece of its state: the same on every rank.
+    fn choose(&self, group: &Group, pieces: usize, last: u64) -> Result<Option<(u64, Vec<u32>)>> {
+        let mut mine = Writer::default();
+        mine.word(last).word(self.kept.len() as u64);
+        for kept in &self.kept {
+            mine.word(kept.step).word(kept.pieces.len() as u64);
+            kept.pieces.iter().for_each(|(index, _)| {
+                mine.word(*index as u64);
+            });
+        }
+        let heard = group.all_gather("the choice of a state", mine.bytes()).map_err(lost)?;
+        let mut held = Vec::new();
+        for heard in &heard {
+            held.push(read(&mut Reader::new(heard))?);
+        }
+        Ok(chosen(&held, pieces))
+    }
+
+    /// Sends what others own from now on, and takes what this rank does: of each of its pieces the numbers, in their order.
+    fn hand_over(
+        &self,
+        group: &Group,
+        owners: &Ownership,
+        step: u64,
+        holders: &[u32],
+    ) -> Result<Vec<Tensor>> {
+        let me = group.rank();
+        let has = |index: usize| {
+            let of_step = self.kept.iter().filter(|kept| kept.step == step);
+            let mut pieces = of_step.flat_map(|kept| &kept.pieces);
+            pieces.find(|(found, _)| *found == index).map(|(_, packed)| packed.shallow_clone())
+        };
+        let all = || owners.pieces().iter().zip(holders).enumerate();
+        if group.world() == 1 {
+            return Ok(all().filter_map(|(index, _)| has(index)).collect());
+        }
+        let mut exchange = group.begin("the handing over of the state").map_err(lost)?;
+        let mut arrivals = Vec::new();
+        for (_, (piece, holder)) in all().filter(|(_, (piece, _))| piece.owner == me) {
+            let arrival = (*holder != me)
+                .then(|| exchange.receive(0, *holder, Kind::Float, length(piece)))
+                .transpose();
+            arrivals.push(arrival.map_err(lost)?);
+        }
+        for (index, (piece, holder)) in all() {
+            if *holder == me && piece.owner != me {
+                let packed =
+                    has(index).map_or_else(empty, |packed| packed.to_device(group.device()));
+                exchange.send(0, piece.owner, &packed).map_err(lost)?;
+            }
+        }
+        exchange.close(0).map_err(lost)?;
+        let own = all().filter(|(_, (piece, _))| piece.owner == me).zip(arrivals);
+        let mut found = Vec::new();
+        for ((index, _), arrival) in own {
+            found.push(match arrival {
+                Some(arrival) => arrival.wait().map_err(lost)?,
+                None => has(index).unwrap_or_else(empty),
+            });
+        }
+        exchange.finish().map_err(lost)?;
+        Ok(found)
+    }
+}
+
+/// What a rank says that it has: the last step that it knows to be written down, and of each step that it has copies of the
+/// pieces.
+type Held = (u64, Vec<(u64, Vec<usize>)>);
+
+fn read(words: &mut Reader<'_>) -> Result<Held> {
+    let last = words.word()?;
+    let kept = (0..words.word()?).map(|_| {
+        let step = words.word()?;
+        let pieces = (0..words.word()?).map(|_| Ok(words.word()? as usize));
+        Ok((step, pieces.collect::<Result<_>>()?))
+    });
+    Ok((last, kept.collect::<Result<_>>()?))
+}
+
+/// The newest step of which all ranks have copies and together have every piece, up to the last one that rank 0 knows to be
+/// written down; and the first rank that has each piece of it.
+fn chosen(held: &[Held], pieces: usize) -> Option<(u64, Vec<u32>)> {
+    let (last, first) = held.first()?;
+    let mut steps: Vec<u64> = first.iter().map(|(step, _)| *step).collect();
+    steps.sort_unstable_by(|one, other| other.cmp(one));
+    steps.into_iter().filter(|step| step <= last).find_map(|step| {
+        let mut holders = vec![None; pieces];
+        for (rank, (_, kept)) in (0..).zip(held) {
+            // Balance and windows are each rank's own copies.
+            kept.iter().find(|(of, _)| *of == step)?;
+            let of_step = kept.iter().filter(|(of, _)| *of == step);
+            for index in of_step.flat_map(|(_, pieces)| pieces) {
+                holders.get_mut(*index)?.get_or_insert(rank);
+            }
+        }
+        let holders = holders.into_iter().collect::<Option<Vec<u32>>>()?;
+        Some((step, holders))
+    })
+}
+
+/// The pieces of this rank: weights in f32, first moments, second ones, piece after piece.
+fn pack(state: &State) -> Tensor {
+    let mut parts = Vec::new();
+    for (_, weight, owned) in state.own() {
+        parts.extend([weight.reshape([-1]), owned.first.reshape([-1])]);
+        parts.extend(owned.second.as_ref().map(|second| second.reshape([-1])));
+    }
+    if parts.is_empty() { empty() } else { Tensor::cat(&parts, 0) }
+}
+
+/// The pieces of `rank`, by index, as aliases of what it has packed.
+fn cut(owners: &Ownership, rank: u32, packed: &Tensor) -> Vec<(usize, Tensor)> {
+    let mut at = 0;
+    let own = owners.pieces().iter().enumerate().filter(|(_, piece)| piece.owner == rank);
+    let one = |(index, piece): (usize, &Piece)| {
+        at += length(piece);
+        (index, packed.narrow(0, at - length(piece), length(piece)))
+    };
+    own.map(one).collect()
+}
+
+/// Puts a copy of a piece back where it belongs; `weight` is the tensor that the model reads.
+fn unpack(piece: &Piece, packed: &Tensor, weight: &Tensor) -> Owned {
+    let part = |number: i64| {
+        let flat = packed.narrow(0, number * piece.length(), piece.length());
+        flat.view(piece.shape.as_slice())
+    };
+    let room = || Tensor::empty(&piece.shape, (Kind::Float, weight.device()));
+    let mut owned = Owned::of(piece, weight, room);
+    let mut wide = owned.master.as_ref().map_or_else(|| piece.of(weight), Tensor::shallow_clone);
+    tch::no_grad(|| {
+        wide.copy_(&part(0));
+        owned.first.copy_(&part(1));
+        owned.second.iter_mut().for_each(|second| second.copy_(&part(2)));
+    });
+    owned
+}
+
+fn empty() -> Tensor {
+    Tensor::empty([0], (Kind::Float, Device::Cpu))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Whoever is lost: a state is chosen just where those who are left have all of it, and every piece from one who has it.
+        #[test]
+        fn what_is_chosen_is_whole(
+            world in 2usize..6,
+            owners in prop::collection::vec(0usize..6, 1..12),
+            lost in prop::collection::btree_set(0usize..6, 1..4),
+            ahead in prop::collection::vec(any::<bool>(), 6),
+            last in 4u64..8,
+        ) {
+            let pieces = owners.len();
+            let holds = |rank: usize| -> Vec<usize> {
+                let from = (rank + world - 1) % world;
+                (0..pieces).filter(|index| [rank, from].contains(&(owners[*index] % world))).collect()
+            };
+            // Some ranks have come further by a step.
+            let kept = |rank: usize| {
+                let newest = if ahead[rank] { 6 } else { 5 };
+                vec![(newest - 1, holds(rank)), (newest, holds(rank))]
+            };
+            let left: Vec<usize> = (0..world).filter(|rank| !lost.contains(rank)).collect();
+            let held: Vec<Held> = left.iter().map(|rank| (last, kept(*rank))).collect();
+            let whole = (0..pieces).all(|index| left.iter().any(|rank| holds(*rank).contains(&index)));
+            match chosen(&held, pieces) {
+                None => prop_assert!(left.is_empty() || !whole || last < 5),
+                Some((step, holders)) => {
+                    prop_assert!(whole && step <= last);
+                    for (index, holder) in holders.iter().enumerate() {
+                        prop_assert!(holds(left[*holder as usize]).contains(&index));
+                    }
+                    let everywhere = |step: u64| left.iter().all(|rank| kept(*rank).iter().any(|(of, _)| *of == step));
+                    prop_assert!(everywhere(step) && !(everywhere(step + 1) && step < last));
+                }
+            }
+        }
+    }
+}
