@@ -14,7 +14,7 @@ use tch::Tensor;
 
 use super::files::{self, Named, Written};
 use super::{config, files::commit};
-use crate::model::{self, ParamSpec, Skip, ZayaConfig};
+use crate::model::{self, Attention, ParamSpec, Skip, ZayaConfig};
 use crate::optim::balance::Balance;
 use crate::spec::RunSpec;
 use crate::state::State;
@@ -33,7 +33,7 @@ pub fn export(spec: &RunSpec, state: &State, target: &Path) -> Result<Exported> 
     let config = &spec.model_at(state.step.max(1))?.config;
     let record = &spec.data.stores()[0].manifest().tokenizer;
     let tokenizer = spec.data.tokenizer()?;
-    refuse_identity(config)?;
+    refuse_foreign(config)?;
     commit(target, |folder| {
         let tensors = named(&spec.parameters, &state.in_f32()?, &state.balance);
         let written = model_files(folder, config, record, &tensors)?;
@@ -45,12 +45,20 @@ pub fn export(spec: &RunSpec, state: &State, target: &Path) -> Result<Exported> 
     })
 }
 
-/// `transformers` gives a token on the skip class nothing; a model that was trained otherwise would be another one there.
-fn refuse_identity(config: &ZayaConfig) -> Result<()> {
+/// `transformers` gives a token on the skip class nothing, and knows no linear attention: such a model would be another one
+/// there.
+fn refuse_foreign(config: &ZayaConfig) -> Result<()> {
+    let fault = |key: &str| {
+        Fault::usage("transformers cannot express this model").at(format!("[model] {key}"))
+    };
+    if config.layers.contains(&Attention::Linear) {
+        return Err(fault("layers")
+            .found("\"linear\": linear attention")
+            .wanted("\"cca\" alone, all that its zaya has"));
+    }
     match config.skip {
         Skip::Zero => Ok(()),
-        Skip::Identity => Err(Fault::usage("transformers cannot express this model")
-            .at("[model] skip")
+        Skip::Identity => Err(fault("skip")
             .found("\"identity\": a skipped token keeps p times its input")
             .wanted("\"zero\", its only meaning there")),
     }

@@ -17,6 +17,37 @@ pub enum Skip {
     Identity,
 }
 
+/// A kind of attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Attention {
+    /// Compressed convolutional attention, ZAYA1's.
+    Cca,
+    /// Linear attention: a state of fixed size in place of keys and values.
+    Linear,
+}
+
+/// What the state of linear attention loses at each token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Decay {
+    /// Nothing.
+    None,
+    /// By key head, as in retention: all but `1 - 2^(-5-h)` of it (Sun et al. 2023, arXiv 2307.08621, equation 8).
+    Retention,
+}
+
+impl Decay {
+    /// What is left of a state after a token, of key head number `head`.
+    pub fn rate(self, head: u32) -> f64 {
+        match self {
+            Decay::None => 1.0,
+            // Beyond 52 halvings an f64 has no room for the difference.
+            Decay::Retention => 1.0 - 1.0 / (1u64 << (5 + head).min(62)) as f64,
+        }
+    }
+}
+
 /// A ZAYA1 model. Names are those of Hugging Face's `ZayaConfig` where it has the field.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -70,6 +101,10 @@ pub struct ZayaConfig {
     pub document_mask: bool,
     /// Tokens whose logits exist at the same time. Decides bits: the gradient of the head is summed chunk by chunk.
     pub loss_chunk: i64,
+    /// Kinds of attention, first layer to last; where there are more layers they come again. ZAYA1 has `["cca"]`.
+    pub layers: Vec<Attention>,
+    /// Of linear attention.
+    pub linear_decay: Decay,
 }
 
 /// Names of the presets, smallest first.
@@ -172,6 +207,12 @@ impl ZayaConfig {
             self.num_key_value_heads * self.head_dim % 2 == 0,
             self.head_dim.to_string(),
             "num_key_value_heads x head_dim even: half of the value channels are delayed",
+        )?;
+        field(
+            "layers",
+            (1..=self.num_hidden_layers).contains(&(self.layers.len() as i64)),
+            format!("{} kinds", self.layers.len()),
+            &format!("one to num_hidden_layers ({}) kinds", self.num_hidden_layers),
         )?;
         let positive = |value: f64| value.is_finite() && value > 0.0;
         let eps = self.rms_norm_eps;
@@ -329,6 +370,8 @@ fn eight_billion() -> ZayaConfig {
         skip: Skip::Zero,
         document_mask: true,
         loss_chunk: 512,
+        layers: vec![Attention::Cca],
+        linear_decay: Decay::Retention,
     }
 }
 
@@ -359,6 +402,8 @@ impl Digestible for ZayaConfig {
             skip,
             document_mask,
             loss_chunk,
+            layers,
+            linear_decay,
         } = self;
         hasher.tag("zaya-config.v1").str(hidden_act);
         let sizes = [
@@ -391,6 +436,20 @@ impl Digestible for ZayaConfig {
             Skip::Zero => "zero",
             Skip::Identity => "identity",
         });
+        // ZAYA1 itself has the digest that it had before there were others.
+        if *layers != [Attention::Cca] || *linear_decay != Decay::Retention {
+            hasher.tag("zaya-config.layers.v1").u64(layers.len() as u64);
+            for layer in layers {
+                hasher.str(match layer {
+                    Attention::Cca => "cca",
+                    Attention::Linear => "linear",
+                });
+            }
+            hasher.str(match linear_decay {
+                Decay::None => "none",
+                Decay::Retention => "retention",
+            });
+        }
     }
 }
 
@@ -438,6 +497,8 @@ mod tests {
             (refused(None, "num_experts_per_tok", json!(2)), "the only value"),
             (refused(None, "hidden_act", json!("gelu")), "silu"),
             (refused(None, "rms_norm_eps", json!(0.0)), "a positive number"),
+            (refused(None, "layers", json!(["cca", "lin"])), "[model] layers"),
+            (refused(None, "layers", json!([])), "one to num_hidden_layers (6) kinds"),
         ];
         for (message, part) in cases {
             assert!(message.contains(part), "{message}");
@@ -457,6 +518,8 @@ mod tests {
             let other = match value {
                 Value::Bool(flag) => json!(!flag),
                 Value::String(text) if text == "zero" => json!("identity"),
+                Value::String(text) if text == "retention" => json!("none"),
+                Value::Array(_) => json!(["cca", "linear"]),
                 Value::String(text) => json!(format!("{text}x")),
                 Value::Number(number) if number.is_i64() => json!(number.as_i64().unwrap() + 1),
                 _ => json!(value.as_f64().unwrap() + 1.0),

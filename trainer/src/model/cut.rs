@@ -179,6 +179,29 @@ impl<'a> Chunks<'a> {
         self.parts.iter()
     }
 
+    /// Which one the `at`-th of those here is of all.
+    pub(super) fn number(&self, at: usize) -> u64 {
+        self.dealt.own()[at]
+    }
+
+    /// Tokens of a sequence in a chunk.
+    pub(super) fn width(&self) -> i64 {
+        self.grid.width
+    }
+
+    /// By sequence, how many tokens stand before the `at`-th chunk here of the document with which it begins, and how many
+    /// after it of the one with which it ends.
+    pub(super) fn crossing(&self, at: usize) -> Vec<[i64; 2]> {
+        let mut found = vec![[0; 2]; self.grid.rows as usize];
+        let chunk = self.number(at) as i64;
+        for part in self.documents.iter().filter_map(|one| self.grid.part(*one, chunk)) {
+            let [before, after] = &mut found[part.sequence as usize];
+            *before = part.before.max(*before);
+            *after = part.after.max(*after);
+        }
+        found
+    }
+
     /// Places in [`Chunks::iter`] in the order of the tree of parameter gradients, in which the fewest sums wait.
     pub(super) fn by_leaf(&self) -> impl Iterator<Item = usize> + use<> {
         let (dealt, own) = (self.dealt, self.dealt.own());
@@ -214,21 +237,19 @@ impl<'a> Chunks<'a> {
             return Ok(whole.shallow_clone());
         }
         let own = Tensor::f_stack(parts, 0)?;
-        let by_chunk = match self.line {
-            None => own,
-            Some(line) => self.all_of(line, &own)?,
-        };
+        let by_chunk = self.of_all("losses of tokens", &own)?;
         let by_chunk = by_chunk.f_view([self.dealt.chunks as i64, self.grid.rows, -1])?;
         Ok(by_chunk.f_transpose(0, 1)?.f_reshape([-1])?)
     }
 
-    /// What every place has for its chunks, `[c, n]`, f32, in the order of chunks.
-    fn all_of(&self, line: &dyn Line, own: &Tensor) -> kernels::Result<Tensor> {
+    /// What every place has for its chunks, `[c, n]`, f32: of all of them, in the order of chunks.
+    pub(super) fn of_all(&self, what: &'static str, own: &Tensor) -> kernels::Result<Tensor> {
+        let Some(line) = self.line else { return Ok(own.shallow_clone()) };
         let Dealt { chunks, degree, place } = self.dealt;
         let give: Vec<Tensor> =
             (0..degree).map(|_| own.f_reshape([-1])).collect::<std::result::Result<_, _>>()?;
         let take = vec![own.numel() as i64; degree as usize];
-        let mut found = line.begin("losses of tokens", &give, &take, Kind::Float)?.wait()?;
+        let mut found = line.begin(what, &give, &take, Kind::Float)?.wait()?;
         found[place as usize] = give[place as usize].shallow_clone();
         let mut by_chunk: Vec<Option<Tensor>> = (0..chunks).map(|_| None).collect();
         for (place, found) in (0..degree).zip(&found) {

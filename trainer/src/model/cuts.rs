@@ -14,8 +14,8 @@ use super::layers::cca::Cca;
 use super::param::{Declare, Weights};
 use super::parity::{Arrays, all_rounded, relative};
 use super::{
-    Cut, Keep, LeafInput, LeafOptions, LeafOutput, Skip, ZayaConfig, losses, oracle, parameters,
-    random, staged_leaf,
+    Attention, Cut, Decay, Keep, LeafInput, LeafOptions, LeafOutput, Skip, ZayaConfig, losses,
+    oracle, parameters, random, staged_leaf,
 };
 
 /// What a micro-batch is computed with.
@@ -75,6 +75,40 @@ fn chunks_have_the_gradients_of_automatic_differentiation() {
     model.assert_differentiated(&arrays, LeafOptions { ops: REFERENCE, ..cut(8) });
     let config = ZayaConfig { document_mask: false, ..model.config.clone() };
     Model { config, ..model }.assert_differentiated(&arrays, LeafOptions { ops: CPU, ..cut(16) });
+}
+
+/// A layer of each kind; documents end and begin within chunks and cross several of them, of one token too, and decay or not.
+#[test]
+fn linear_layers_have_the_gradients_of_automatic_differentiation() {
+    for linear_decay in [Decay::None, Decay::Retention] {
+        let layers = vec![Attention::Cca, Attention::Linear];
+        let preset = ZayaConfig::preset("zaya1-nano").unwrap();
+        let (model, arrays) = model_of(ZayaConfig { layers, linear_decay, ..preset });
+        for chunks in [1, 2, 4, 128] {
+            model.assert_differentiated(&arrays, cut(chunks));
+        }
+        model.assert_differentiated(&arrays, LeafOptions { ops: REFERENCE, ..both(4, 2) });
+        let config = ZayaConfig { document_mask: false, ..model.config.clone() };
+        Model { config, ..model }.assert_differentiated(&arrays, cut(8));
+    }
+}
+
+/// Longer than a block, beside one whose documents are short; a chunk knows nothing of what stands after it.
+#[test]
+fn linear_layers_go_from_block_to_block() {
+    let layers = vec![Attention::Linear];
+    let preset = ZayaConfig::preset("zaya1-nano").unwrap();
+    let (model, short) = model_of(ZayaConfig { layers, ..preset });
+    let arrays = Arrays::new(short.tokens.clone(), 1, vec![vec![0, 3]]);
+    for chunks in [1, 2] {
+        model.assert_differentiated(&arrays, cut(chunks));
+    }
+    let before = model.leaf(&arrays.input(), cut(4)).token_losses;
+    let mut tokens = arrays.tokens.clone();
+    tokens[192..].iter_mut().for_each(|token| *token = (*token + 1) % 331);
+    let after = model.leaf(&LeafInput { tokens: &tokens, ..arrays.input() }, cut(4)).token_losses;
+    assert_eq!(before.narrow(0, 0, 191), after.narrow(0, 0, 191));
+    assert_ne!(before, after);
 }
 
 /// Shards alone and with chunks: heads as they are, more and fewer than shards; parts of unequal size everywhere.
@@ -196,7 +230,9 @@ fn a_chunk_knows_nothing_of_later_ones() {
 /// Neither recomputation nor other threads change a bit, in either kind; validation has the losses of training.
 #[test]
 fn cuts_have_their_bits_wherever_they_are_computed() {
-    let (whole, arrays) = model(Skip::Identity);
+    let layers = vec![Attention::Cca, Attention::Linear];
+    let preset = ZayaConfig::preset("zaya1-nano").unwrap();
+    let (whole, arrays) = model_of(ZayaConfig { skip: Skip::Identity, layers, ..preset });
     let cuts = [cut(4), both(1, 3), both(4, 2)];
     let cases =
         [Dtype::F32, Dtype::Bf16].into_iter().flat_map(|dtype| cuts.map(|how| (dtype, how)));

@@ -98,7 +98,8 @@ impl Grid {
 
     /// How many rows all places together send.
     pub(super) fn shared(self, dealt: Dealt, documents: &[Span]) -> SharedRows {
-        let mut all = SharedRows::default();
+        let states = dealt.chunks * self.rows as u64 * (dealt.degree - 1);
+        let mut all = SharedRows { states, ..SharedRows::default() };
         for place in 0..dealt.degree {
             all.beside += self.beside(dealt, documents, place).len() as u64;
             let earlier = self.earlier(dealt, documents, place);

@@ -122,6 +122,8 @@ pub(super) struct SharedRows {
     pub(super) earlier: u64,
     /// Blocks of gradients of keys.
     pub(super) sums: u64,
+    /// States of linear attention, one for each chunk and sequence.
+    pub(super) states: u64,
 }
 
 /// This place's rows, and below them those of other places that it reads.

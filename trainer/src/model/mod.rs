@@ -37,7 +37,7 @@ mod oracle;
 #[cfg(test)]
 pub(crate) mod parity;
 
-pub use config::{PRESETS, Skip, ZayaConfig};
+pub use config::{Attention, Decay, PRESETS, Skip, ZayaConfig};
 pub use cut::Cut;
 pub(crate) use gradients::Used;
 pub use gradients::{ChunkSum, Collected, Sink, Term};

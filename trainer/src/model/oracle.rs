@@ -96,11 +96,45 @@ impl Forward<'_> {
     }
 
     fn attention(&self, at: &Below<'_>, u: &Tensor, rotary: &Rotary) -> Tensor {
+        if at.has("self_attn.gate_proj.weight") {
+            return self.linear(at, u);
+        }
         let project = |name: &str| at.linear(u, &format!("self_attn.qkv_proj.{name}"));
         let (query, key) = self.mixed(at, &project("q_proj"), &project("k_proj"));
         let (query, key) = self.normed(query, key, at.p("self_attn.qk_norm.temp"), rotary);
         let value = self.values(&project("v_proj_current"), &project("v_proj_delayed"));
         at.linear(&self.attend(&query, &key, &value), "self_attn.o_proj")
+    }
+
+    /// Linear attention over all pairs of a document.
+    fn linear(&self, at: &Below<'_>, u: &Tensor) -> Tensor {
+        let config = self.config;
+        let (keys, group, dim) = (config.num_key_value_heads, config.group(), config.head_dim);
+        let rates: Vec<f64> = (0..keys as u32).map(|head| config.linear_decay.rate(head)).collect();
+        let rates = Tensor::from_slice(&rates).view([keys, 1, 1]);
+        let project =
+            |name: &str| at.linear(u, &format!("self_attn.{name}")).view([-1, keys, 1, dim]);
+        let positive = |x: &Tensor| (x.elu() + 1.0).permute([1, 2, 0, 3]);
+        let query = at.linear(u, "self_attn.q_proj").view([-1, keys, group, dim]);
+        let (query, key) = (positive(&query), positive(&project("k_proj")));
+        let value = project("v_proj").permute([1, 2, 0, 3]);
+        let parts: Vec<Tensor> = self
+            .input
+            .spans
+            .iter()
+            .map(|span| {
+                let part = |x: &Tensor| x.narrow(2, span.start, span.len);
+                let place = Tensor::arange(span.len, (Kind::Double, u.device()));
+                let apart = place.unsqueeze(1) - place.unsqueeze(0);
+                let left = rates.pow(&apart.clamp_min(0.0)).tril(0).unsqueeze(1);
+                let scores = part(&query).matmul(&part(&key).transpose(2, 3)) * left;
+                let sum = scores.sum_dim_intlist(-1, true, Kind::Double) + 1e-6;
+                let read = scores.matmul(&part(&value)) / sum;
+                read.permute([2, 0, 1, 3]).reshape([span.len, -1])
+            })
+            .collect();
+        let gate = at.linear(u, "self_attn.gate_proj").silu();
+        at.linear(&(Tensor::cat(&parts, 0) * gate), "self_attn.o_proj")
     }
 
     /// Router and experts; `state` comes from the layer before and goes to the next one.

@@ -25,12 +25,13 @@ use super::input::Prepared;
 use super::layer::{AnyLayer, Backward, Make, Pass, Work, make};
 use super::layers::cca::Cca;
 use super::layers::head;
+use super::layers::linear::Linear;
 use super::layers::moe::Moe;
 use super::layers::norm::{Normed, Residual, RmsNorm};
 use super::line::SharedRows;
 use super::param::{Declare, ParamId, ParamSpec, Weights};
 use super::probe::{LayerActivity, squares};
-use super::{Computing, Cut, Keep, LeafOptions, ZayaConfig};
+use super::{Attention, Computing, Cut, Keep, LeafOptions, ZayaConfig};
 use crate::refusal::refused;
 use crate::timing::{Part, part};
 
@@ -43,8 +44,14 @@ pub(super) struct Kinds {
 
 /// The kinds of every layer, first to last. A new kind is a file in `layers/` and a name here.
 fn kinds(config: &ZayaConfig) -> Vec<Kinds> {
-    let zaya = Kinds { attention: make::<Cca>, feed_forward: make::<Moe> };
-    vec![zaya; config.num_hidden_layers as usize]
+    let of = |attention: &Attention| Kinds {
+        attention: match attention {
+            Attention::Cca => make::<Cca>,
+            Attention::Linear => make::<Linear>,
+        },
+        feed_forward: make::<Moe>,
+    };
+    config.layers.iter().cycle().take(config.num_hidden_layers as usize).map(of).collect()
 }
 
 /// The model: its parameters as declared, and the layers that read them.

@@ -4,6 +4,7 @@ use contract::Class;
 use loader::Opened;
 use serde_json::Value;
 use tch::Device;
+use trainer::hf::export::export;
 use trainer::mesh::Schedule;
 use trainer::model::Keep;
 use trainer::plan::{Fleet, needs};
@@ -49,6 +50,36 @@ fn phases_may_be_cut_otherwise() {
     scratch.edited("run.toml", &changes);
     let alone = scratch.train("alone");
     assert_shared(&scratch, alone, (4, 4));
+}
+
+/// States of linear attention travel from chunk to chunk: one ledger for every degree, recomputation or not.
+#[test]
+fn linear_layers_have_one_ledger_for_every_degree() {
+    for (dtype, degrees) in [("f32", [(2, 2), (4, 4)]), ("bf16", [(4, 2), (8, 4)])] {
+        let scratch = cut(dtype);
+        let path = scratch.path("run.toml");
+        let text = std::fs::read_to_string(&path).unwrap();
+        let hybrid = text.replace("[model]\n", "[model]\nlayers = [\"linear\", \"cca\"]\n");
+        assert_ne!(hybrid, text);
+        std::fs::write(&path, hybrid).unwrap();
+        let alone = scratch.train("alone");
+        degrees.into_iter().for_each(|degrees| assert_shared(&scratch, alone, degrees));
+        let again = |_, exec: &mut ExecOptions| {
+            exec.context = 2;
+            exec.workers = Workers::new(1).keeping(Keep::LayerInputs);
+        };
+        for outcome in train_with(&scratch, "again", 2, again) {
+            assert_eq!(outcome.unwrap(), alone);
+        }
+        assert_same(&scratch, "alone", "again");
+        let root = scratch.path("again");
+        let mut replayer = Replayer::open(&root, &table(), Device::Cpu, Workers::new(2)).unwrap();
+        let mut state = replayer.state_after(6).unwrap();
+        let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
+        assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
+        let fault = export(replayer.spec(), &state, &scratch.path("hf")).unwrap_err();
+        assert!(fault.to_string().contains("[model] layers"), "{fault}");
+    }
 }
 
 /// What one degree began another goes on with; recomputation, both schedules, machines, an audit on the way.
@@ -142,11 +173,14 @@ fn a_degree_that_no_phase_allows_is_refused() {
 #[test]
 fn what_is_sent_is_what_is_planned() {
     let scratch = Scratch::new();
-    for (mask, keep) in
-        [(true, Keep::Everything), (false, Keep::Everything), (false, Keep::LayerInputs)]
-    {
+    for (mask, keep, layers) in [
+        (true, Keep::Everything, "[\"cca\"]"),
+        (false, Keep::Everything, "[\"cca\"]"),
+        (false, Keep::LayerInputs, "[\"cca\", \"linear\"]"),
+    ] {
+        let masked = format!("preset = \"zaya1-nano\"\ndocument_mask = {mask}\nlayers = {layers}");
         let changes = [
-            ("preset = \"zaya1-nano\"", format!("preset = \"zaya1-nano\"\ndocument_mask = {mask}")),
+            ("preset = \"zaya1-nano\"", masked),
             (
                 "micro_batch = 2",
                 "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2".to_owned(),

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use contract::{Fault, Result, terminal};
 use serde::Serialize;
 use trainer::chart::Chart;
+use trainer::model::{Attention, ZayaConfig};
 use trainer::plan::RunNeeds;
 use trainer::sizing::estimate::{self, Keeping, Setting, StepTime};
 use trainer::sizing::faults::{Failing, Simulated, between, simulate};
@@ -72,6 +73,13 @@ pub(super) fn told(args: &ClusterArgs, setting: Setting<'_>, needs: &RunNeeds) -
                 shared.context, shared.name
             ))
             .hint("leave --cp out, or --cluster: memory and bytes are told without it"));
+    }
+    let linear = |config: &ZayaConfig| config.layers.contains(&Attention::Linear);
+    if linear(setting.spec.config()) {
+        return Err(Fault::usage("seconds are not known of linear attention")
+            .at("--cluster")
+            .found("\"linear\" among the layers of the model")
+            .hint("leave --cluster out: memory and bytes are told without it"));
     }
     for (first, phase) in firsts.zip(&needs.phases) {
         let time = estimate::step(setting, first, phase)?;

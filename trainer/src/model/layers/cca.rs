@@ -123,7 +123,7 @@ impl LayerKind for Cca {
     }
 
     fn shared_bytes(&self, config: &ZayaConfig, narrow: u64, rows: SharedRows) -> [u64; 2] {
-        let SharedRows { beside, earlier, sums } = rows;
+        let SharedRows { beside, earlier, sums, .. } = rows;
         let (key, conv) = (config.key_size() as u64, config.conv_size() as u64);
         // Projected queries and keys and both halves of values; keys and values.
         let forward = narrow * (beside * (conv + key) + earlier * 2 * key);

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! cca   compressed convolutional attention (cca_back: its way back; rotary: its angles; heads: its weights by shard)
+//! linear  linear attention (recurrence: its states by block)
 //! moe   a mixture of experts: router, experts
 //! mlp   a plain feed-forward, in tests
 //! norm  RMS norm, residual scaling        head  loss without all logits
@@ -12,9 +13,11 @@ mod cca_back;
 mod experts;
 pub(super) mod head;
 mod heads;
+pub(super) mod linear;
 #[cfg(test)]
 pub(super) mod mlp;
 pub(super) mod moe;
 pub(super) mod norm;
+mod recurrence;
 pub(super) mod rotary;
 mod router;

@@ -1,0 +1,405 @@
+//! Linear attention: a state of fixed size instead of keys and values, so that a sequence costs what its tokens cost.
+//!
+//! ```text
+//! q, k, v, u = x W_q, x W_k, x W_v, x W_u        H query heads and K key heads of d, as attention beside it has
+//! f(z) = elu(z) + 1                              Katharopoulos et al. 2020, equation 7
+//! o_i  = sum over j <= i of g^(i-j) f(q_i).f(k_j) v_j / (eps + sum over j <= i of g^(i-j) f(q_i).f(k_j))
+//! out  = (o * silu(u)) W_o                       an output gate, as in Sun et al. 2023, equation 8
+//! ```
+//!
+//! `j` begins with the document of `i`. `g` is 1, or by key head 1 - 2^(-5-h) (Sun et al. 2023): the only trace of positions, for
+//! nothing is rotated. A column of ones beside the values makes the denominator a value like others.
+//!
+//! Between chunks goes one state for each sequence (Sun et al. 2025, LASP-2, section 3): M = K^T V of a chunk by itself, all of
+//! them gathered once, then folded in the order of chunks by whoever reads them. The gradients of states go back likewise. The
+//! public `lasp2.py` without a mask adds whole earlier blocks and nothing within a block: that is not causal attention.
+
+use kernels::Result;
+use kernels::ops::Span;
+use tch::{Kind, Tensor};
+
+use super::recurrence::{Features, Recurrence, State};
+use crate::model::ZayaConfig;
+use crate::model::cut::Cut;
+use crate::model::gradients::{Gradients, emit};
+use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Work};
+use crate::model::line::SharedRows;
+use crate::model::param::{Declare, ParamId};
+use crate::refusal::refused;
+use crate::timing::{Part, part};
+
+/// Added to denominators.
+const EPS: f64 = 1e-6;
+
+/// Linear attention.
+pub(in crate::model) struct Linear {
+    q_proj: ParamId,
+    k_proj: ParamId,
+    v_proj: ParamId,
+    gate_proj: ParamId,
+    o_proj: ParamId,
+}
+
+/// What the backward pass needs of a chunk of n tokens.
+pub(in crate::model) struct Saved {
+    /// `[n, D]`: the normed residual.
+    x: Tensor,
+    projected: Projected,
+    /// `[n, H d]`, f32: what heads read, over its denominators.
+    heads: Tensor,
+    /// `[n, H, 1]`, f32.
+    denominator: Tensor,
+    /// The state that comes into each sequence.
+    before: Vec<State>,
+}
+
+/// `[n, H d]`, twice `[n, K d]`, `[n, H d]`, as products leave them.
+struct Projected {
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor,
+}
+
+impl LayerKind for Linear {
+    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, _: usize) -> Self {
+        let (hidden, query, key) = (config.hidden_size, config.query_size(), config.key_size());
+        let mut own = params.inside("self_attn", "self_attn");
+        let mut matrix = |name: &str, shape| own.matrix(name, name, shape);
+        Linear {
+            q_proj: matrix("q_proj.weight", [query, hidden]),
+            k_proj: matrix("k_proj.weight", [key, hidden]),
+            v_proj: matrix("v_proj.weight", [key, hidden]),
+            gate_proj: matrix("gate_proj.weight", [query, hidden]),
+            o_proj: matrix("o_proj.weight", [hidden, query]),
+        }
+    }
+
+    /// Of the recurrence, however it is computed.
+    fn products(&self, config: &ZayaConfig, work: Work) -> f64 {
+        let f = |size: i64| size as f64;
+        let (width, query, key) =
+            (f(config.hidden_size), f(config.query_size()), f(config.key_size()));
+        let projections = width * (3.0 * query + 2.0 * key);
+        work.tokens * (projections + (query + key) * f(config.head_dim + 1))
+    }
+
+    fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, _: Cut) -> u64 {
+        let size = |size: i64| size as u64;
+        let (query, key) = (size(config.query_size()), size(config.key_size()));
+        // Input and output, what is projected; what heads read, and its denominators.
+        narrow * (2 * size(config.hidden_size) + 2 * query + 2 * key)
+            + 4 * (query + size(config.num_attention_heads))
+    }
+
+    /// A state for each chunk and sequence, whatever their length.
+    fn shared_bytes(&self, config: &ZayaConfig, _: u64, rows: SharedRows) -> [u64; 2] {
+        let state = (config.key_size() * (config.head_dim + 1)) as u64;
+        [4 * rows.states * state; 2]
+    }
+}
+
+impl Layer for Linear {
+    /// By chunk.
+    type Saved = Vec<Saved>;
+
+    fn forward(
+        &self,
+        pass: &Pass<'_>,
+        x: &[Tensor],
+        state: Option<Vec<Tensor>>,
+    ) -> contract::Result<Forward<Vec<Tensor>, Vec<Saved>>> {
+        let _watch = part(Part::Attention);
+        let (out, saved) = self.compute(pass, x).map_err(refused)?;
+        Ok(Forward { out, state, counts: Vec::new(), saved })
+    }
+
+    fn backward(
+        &self,
+        pass: &Pass<'_>,
+        saved: Vec<Saved>,
+        grad: &[Tensor],
+        state: Option<Vec<Tensor>>,
+        sink: &mut Gradients<'_>,
+    ) -> contract::Result<Backward<Vec<Tensor>>> {
+        let _watch = part(Part::AttentionBack);
+        let back = self.compute_back(pass, saved, grad).map_err(refused)?;
+        let mut inputs = Vec::new();
+        for (chunk, (input, gradients)) in back.into_iter().enumerate() {
+            let mut sink = sink.of(chunk);
+            for (id, gradient) in gradients {
+                emit(&mut sink, id, gradient)?;
+            }
+            inputs.push(input);
+        }
+        Ok(Backward { x: inputs, state })
+    }
+}
+
+/// The gradients of parameters.
+type Found = [(ParamId, Tensor); 5];
+
+impl Linear {
+    fn compute(&self, pass: &Pass<'_>, x: &[Tensor]) -> Result<(Vec<Tensor>, Vec<Saved>)> {
+        let by = recurrence(pass)?;
+        let projected = x.iter().map(|x| self.project(pass, x)).collect::<Result<Vec<_>>>()?;
+        let features = projected.iter().map(|own| own.features(pass.config));
+        let features = features.collect::<Result<Vec<_>>>()?;
+        let left = |at: usize, span| by.after(&features[at], span, &None);
+        let states = Carried::gather(pass, Side::Before, left)?;
+        let (mut outs, mut saved) = (Vec::new(), Vec::new());
+        let parts = pass.chunks.iter().zip(x).zip(projected).enumerate();
+        for (at, ((chunk, x), projected)) in parts {
+            let before = states.of(pass, &by, at)?;
+            let mut read = Vec::new();
+            for span in &chunk.spans {
+                let state = if span.before > 0 { &before[states.row(*span)] } else { &None };
+                read.extend(by.read(&features[at], *span, state)?);
+            }
+            let (heads, denominator) = divided(&Tensor::f_cat(&read, 2)?)?;
+            let gated = gated(pass, &heads, &projected.gate)?;
+            outs.push(pass.ops.matmul(&gated, &pass.weights[self.o_proj].f_tr()?)?);
+            let x = x.shallow_clone();
+            saved.push(Saved { x, projected, heads, denominator, before });
+        }
+        Ok((outs, saved))
+    }
+
+    fn project(&self, pass: &Pass<'_>, x: &Tensor) -> Result<Projected> {
+        let by = |weight: ParamId| pass.ops.matmul(x, &pass.weights[weight].f_tr()?);
+        Ok(Projected {
+            query: by(self.q_proj)?,
+            key: by(self.k_proj)?,
+            value: by(self.v_proj)?,
+            gate: by(self.gate_proj)?,
+        })
+    }
+
+    /// From the gradient of the output, by chunk: that of the normed residual, and those of the parameters.
+    fn compute_back(
+        &self,
+        pass: &Pass<'_>,
+        saved: Vec<Saved>,
+        grad: &[Tensor],
+    ) -> Result<Vec<(Tensor, Found)>> {
+        let by = recurrence(pass)?;
+        let (mut features, mut reads, mut gates) = (Vec::new(), Vec::new(), Vec::new());
+        for (own, grad) in saved.iter().zip(grad) {
+            let (read, gate, weight) = self.gate_back(pass, own, &grad.f_to_kind(pass.kind)?)?;
+            features.push(own.projected.features(pass.config)?);
+            reads.push(read);
+            gates.push((gate, weight));
+        }
+        let left = |at: usize, span| by.before(&features[at], (&reads[at], span), &None);
+        let states = Carried::gather(pass, Side::After, left)?;
+        let mut found = Vec::new();
+        let parts = pass.chunks.iter().zip(saved).zip(gates).enumerate();
+        for (at, ((chunk, own), (gate, out))) in parts {
+            let (after, mut blocks) = (states.of(pass, &by, at)?, Vec::new());
+            for span in &chunk.spans {
+                let row = states.row(*span);
+                let earlier = if span.before > 0 { &own.before[row] } else { &None };
+                let later = if states.is_last(*span) { &after[row] } else { &None };
+                blocks.extend(by.back(&features[at], (&reads[at], *span), earlier, later)?);
+            }
+            let [query, key, value] = own.projected.back(pass, &features[at], &blocks)?;
+            let weights = [
+                (self.q_proj, query),
+                (self.k_proj, key),
+                (self.v_proj, value),
+                (self.gate_proj, gate),
+            ];
+            let (input, [query, key, value, gate]) = inputs(pass, &own.x, weights)?;
+            found.push((input, [query, key, value, gate, (self.o_proj, out)]));
+        }
+        Ok(found)
+    }
+
+    /// The gradients of what heads read with its denominator, `[K, J, n, d + 1]`, of the gate's projection, and of the way out.
+    fn gate_back(
+        &self,
+        pass: &Pass<'_>,
+        own: &Saved,
+        grad: &Tensor,
+    ) -> Result<(Tensor, Tensor, Tensor)> {
+        let Saved { heads, denominator, projected, .. } = own;
+        let out = pass.gradient(&grad.f_tr()?, &gated(pass, heads, &projected.gate)?)?;
+        let grad = pass.ops.matmul(grad, &pass.weights[self.o_proj])?.f_to_kind(Kind::Float)?;
+        let gate = projected.gate.f_to_kind(Kind::Float)?;
+        let open = gate.f_sigmoid()?;
+        // silu'(u) = s (1 + u (1 - s)), s = sigmoid(u).
+        let slope = open.f_neg()?.f_add_scalar(1.0)?.f_mul(&gate)?.f_add_scalar(1.0)?;
+        let of_gate = grad.f_mul(heads)?.f_mul(&slope.f_mul(&open)?)?;
+        let size = denominator.size();
+        let by_head = |of: &Tensor| of.f_view([size[0], size[1], -1]);
+        let of_heads = by_head(&grad.f_mul(&gate.f_mul(&open)?)?)?.f_div(denominator)?;
+        // o = a / b: da = do / b, db = -(da . o).
+        let below = of_heads.f_mul(&by_head(heads)?)?;
+        let below = below.f_sum_dim_intlist([-1i64].as_slice(), true, Kind::Float)?.f_neg()?;
+        let both = Tensor::f_cat(&[of_heads, below], 2)?;
+        let keys = pass.config.num_key_value_heads;
+        let read = both.f_view([size[0], keys, size[1] / keys, -1])?.f_permute([1, 2, 0, 3])?;
+        Ok((read.f_contiguous()?, of_gate.f_to_kind(pass.kind)?, out))
+    }
+}
+
+impl Projected {
+    /// As the recurrence reads them.
+    fn features(&self, config: &ZayaConfig) -> Result<Features> {
+        let (keys, dim, tokens) = (config.num_key_value_heads, config.head_dim, self.key.size()[0]);
+        let query = positive(&self.query)?.f_view([tokens, keys, config.group(), dim])?;
+        let by_key = |of: &Tensor| of.f_view([tokens, keys, dim])?.f_transpose(0, 1);
+        let value = by_key(&self.value.f_to_kind(Kind::Float)?)?;
+        let ones = value.f_new_ones([keys, tokens, 1], (Kind::Float, value.device()))?;
+        Ok(Features {
+            query: query.f_permute([1, 2, 0, 3])?.f_contiguous()?,
+            key: by_key(&positive(&self.key)?)?.f_contiguous()?,
+            value: Tensor::f_cat(&[value, ones], 2)?,
+        })
+    }
+
+    /// The gradients of query, key and value, from those of their features by block.
+    fn back(&self, pass: &Pass<'_>, of: &Features, blocks: &[Features]) -> Result<[Tensor; 3]> {
+        let all = |part: fn(&Features) -> &Tensor, dim| {
+            Tensor::f_cat(&blocks.iter().map(part).collect::<Vec<_>>(), dim)
+        };
+        // f' is 1 above 0 and f below, where f is at most 1.
+        let slope = |of: &Tensor| of.f_clamp_max(1.0);
+        let query = all(|block| &block.query, 2)?.f_mul(&slope(&of.query)?)?;
+        let key = all(|block| &block.key, 1)?.f_mul(&slope(&of.key)?)?;
+        let value = all(|block| &block.value, 1)?.f_narrow(2, 0, pass.config.head_dim)?;
+        let tokens = key.size()[1];
+        let flat = |of: Tensor| of.f_reshape([tokens, -1])?.f_to_kind(pass.kind);
+        Ok([
+            flat(query.f_permute([2, 0, 1, 3])?)?,
+            flat(key.f_transpose(0, 1)?)?,
+            flat(value.f_transpose(0, 1)?)?,
+        ])
+    }
+}
+
+/// On which side of a chunk states come in.
+#[derive(Clone, Copy, PartialEq)]
+enum Side {
+    /// Those of earlier tokens.
+    Before,
+    /// Gradients, of those of later ones.
+    After,
+}
+
+/// What each chunk by itself leaves of the documents that go on beyond it.
+struct Carried {
+    side: Side,
+    /// By chunk and sequence; absent where there is one chunk.
+    all: Option<Tensor>,
+    /// Tokens of a sequence in a chunk.
+    width: i64,
+}
+
+impl Carried {
+    /// Of what `left` says that a span of a chunk here leaves.
+    fn gather(
+        pass: &Pass<'_>,
+        side: Side,
+        left: impl Fn(usize, Span) -> Result<State>,
+    ) -> Result<Carried> {
+        let (width, config) = (pass.chunks.width(), pass.config);
+        let mut carried = Carried { side, all: None, width };
+        if pass.chunks.count() == 1 {
+            return Ok(carried);
+        }
+        let mut own = Vec::new();
+        for (at, chunk) in pass.chunks.iter().enumerate() {
+            let ends = chunk.spans.iter().filter(|span| match side {
+                Side::Before => carried.is_last(**span),
+                Side::After => span.start % width == 0,
+            });
+            let states = ends.filter_map(|span| left(at, *span).transpose());
+            own.push(Tensor::f_stack(&states.collect::<Result<Vec<_>>>()?, 0)?);
+        }
+        let (keys, dim) = (config.num_key_value_heads, config.head_dim);
+        let flat = Tensor::f_stack(&own, 0)?.f_view([own.len() as i64, -1])?;
+        let all = pass.chunks.of_all("states of chunks", &flat)?;
+        carried.all = Some(all.f_view([all.size()[0], -1, keys, dim, dim + 1])?);
+        Ok(carried)
+    }
+
+    /// What comes into each sequence of the `at`-th chunk here: the fold over the chunks of its document, the farthest first.
+    fn of(&self, pass: &Pass<'_>, by: &Recurrence, at: usize) -> Result<Vec<State>> {
+        let crossing = pass.chunks.crossing(at);
+        let Some(all) = &self.all else { return Ok(crossing.into_iter().map(|_| None).collect()) };
+        let chunk = pass.chunks.number(at) as i64;
+        let states = (0i64..).zip(crossing).map(|(row, [before, after])| {
+            let (tokens, step) = match self.side {
+                Side::Before => (before, -1),
+                Side::After => (after, 1),
+            };
+            let reached = (tokens + self.width - 1) / self.width;
+            let mut state = None;
+            for far in (1..=reached).rev() {
+                let own = all.f_select(0, chunk + step * far)?.f_select(0, row)?;
+                let len = self.width.min(tokens - (far - 1) * self.width);
+                state = Some(by.join(&own, &state, len)?);
+            }
+            Ok(state)
+        });
+        states.collect()
+    }
+
+    fn row(&self, span: Span) -> usize {
+        (span.start / self.width) as usize
+    }
+
+    /// Whether a span ends where its sequence does in its chunk.
+    fn is_last(&self, span: Span) -> bool {
+        (span.start + span.len) % self.width == 0
+    }
+}
+
+fn recurrence(pass: &Pass<'_>) -> Result<Recurrence> {
+    let (config, device) = (pass.config, pass.chunks.of(0).tokens.device());
+    Recurrence::new(pass.ops, config.linear_decay, config.num_key_value_heads, device)
+}
+
+/// `elu(z) + 1`, f32.
+fn positive(z: &Tensor) -> Result<Tensor> {
+    let z = z.f_to_kind(Kind::Float)?;
+    Ok(z.f_clamp_min(0.0)?.f_add(&z.f_clamp_max(0.0)?.f_exp()?)?)
+}
+
+/// `[K, J, n, d + 1]` as `[n, H d]` over its last column, and that column.
+fn divided(read: &Tensor) -> Result<(Tensor, Tensor)> {
+    let [keys, each, tokens, width] = read.size()[..] else {
+        return Ok((read.copy(), read.copy()));
+    };
+    let by_token = read.f_permute([2, 0, 1, 3])?.f_reshape([tokens, keys * each, width])?;
+    let below = by_token.f_narrow(2, width - 1, 1)?.f_add_scalar(EPS)?;
+    let heads = by_token.f_narrow(2, 0, width - 1)?.f_div(&below)?;
+    Ok((heads.f_reshape([tokens, -1])?, below))
+}
+
+/// `heads * silu(gate)`, as the way out reads it.
+fn gated(pass: &Pass<'_>, heads: &Tensor, gate: &Tensor) -> Result<Tensor> {
+    let gate = gate.f_to_kind(Kind::Float)?.f_silu()?;
+    Ok(heads.f_mul(&gate)?.f_to_kind(pass.kind)?)
+}
+
+/// From the gradients of what `x` was projected to: that of `x`, f32, and those of the projections.
+fn inputs(
+    pass: &Pass<'_>,
+    x: &Tensor,
+    projected: [(ParamId, Tensor); 4],
+) -> Result<(Tensor, [(ParamId, Tensor); 4])> {
+    let mut sum = None::<Tensor>;
+    for (weight, grad) in &projected {
+        let part = pass.ops.matmul_part(grad, &pass.weights[*weight])?;
+        sum = Some(match sum {
+            None => part,
+            Some(sum) => sum.f_add(&part)?,
+        });
+    }
+    let gradient =
+        |(id, grad): &(ParamId, Tensor)| Result::Ok((*id, pass.gradient(&grad.f_tr()?, x)?));
+    let [a, b, c, d] = projected.each_ref().map(gradient);
+    Ok((sum.unwrap_or_default(), [a?, b?, c?, d?]))
+}

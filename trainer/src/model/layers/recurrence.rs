@@ -1,0 +1,236 @@
+//! Causal linear attention with decay, by blocks: what tokens leave in a state, and what they read of it.
+//!
+//! ```text
+//! S_i = g S_(i-1) + k_i v_i^T      o_i = S_i^T q_i        forward, from the first token of a document
+//! R_i = g R_(i+1) + q_i do_i^T     dq_i = S_i do_i    dk_i = R_i v_i    dv_i = R_i^T k_i      on the way back, from its last
+//! ```
+//!
+//! Within a block of [`BLOCK`] tokens pairs of a query and a key are computed; between blocks the state goes on. Shapes: K key
+//! heads, J query heads that share each, n tokens, d the width of queries and keys, e that of values. All is f32.
+
+use kernels::Result;
+use kernels::ops::{Span, Table};
+use tch::{Device, Tensor};
+
+use crate::model::Decay;
+
+/// Tokens whose pairs are computed; decides bits.
+const BLOCK: i64 = 128;
+
+/// What a state loses at each token, by key head.
+pub(super) struct Recurrence {
+    ops: Table,
+    rates: Vec<f64>,
+    /// `[K, BLOCK + 1]`: rates to the powers from 0 on.
+    powers: Tensor,
+    /// `[K, 1, BLOCK, BLOCK]`: what a query sees of a key, 0 of later ones.
+    seen: Tensor,
+}
+
+/// Queries, keys and values of a chunk: `[K, J, n, d]`, `[K, n, d]`, `[K, n, e]`.
+pub(super) struct Features {
+    pub(super) query: Tensor,
+    pub(super) key: Tensor,
+    pub(super) value: Tensor,
+}
+
+/// States by place of their tokens: before the first, or after the last.
+pub(super) type State = Option<Tensor>;
+
+impl Recurrence {
+    /// Of `heads` key heads, computed by `ops` on `device`.
+    pub(super) fn new(ops: Table, decay: Decay, heads: i64, device: Device) -> Result<Recurrence> {
+        let rates: Vec<f64> = (0..heads as u32).map(|head| decay.rate(head)).collect();
+        let row = |rate: f64| (0..=BLOCK).map(move |tokens| power(rate, tokens) as f32);
+        let powers: Vec<f32> = rates.iter().copied().flat_map(row).collect();
+        let powers = Tensor::f_from_slice(&powers)?.f_view([heads, BLOCK + 1])?;
+        let apart = |query: i64| (0..BLOCK).map(move |key| (query - key).max(0));
+        let apart: Vec<i64> = (0..BLOCK).flat_map(apart).collect();
+        let seen = powers.f_index_select(1, &Tensor::f_from_slice(&apart)?)?;
+        let seen = seen.f_view([heads, 1, BLOCK, BLOCK])?.f_tril(0)?;
+        let (powers, seen) = (powers.f_to_device(device)?, seen.f_to_device(device)?);
+        Ok(Recurrence { ops, rates, powers, seen })
+    }
+
+    /// `state` after `tokens` that leave nothing, and `own` besides: `[K, d, e]`.
+    pub(super) fn join(&self, own: &Tensor, state: &State, tokens: i64) -> Result<Tensor> {
+        let Some(state) = state else { return Ok(own.shallow_clone()) };
+        let left: Vec<f32> = self.rates.iter().map(|rate| power(*rate, tokens) as f32).collect();
+        let left = Tensor::f_from_slice(&left)?.f_to_device(own.device())?.f_view([-1, 1, 1])?;
+        Ok(own.f_add(&state.f_mul(&left)?)?)
+    }
+
+    /// The state after `span`, of which `before` is that before it.
+    pub(super) fn after(&self, of: &Features, span: Span, before: &State) -> Result<State> {
+        let mut state = copy(before);
+        for (first, len) in blocks(span) {
+            state = Some(self.after_block(&of.block(first, len)?, &state)?);
+        }
+        Ok(state)
+    }
+
+    fn after_block(&self, block: &Features, before: &State) -> Result<Tensor> {
+        let Features { key, value, .. } = block;
+        let len = key.size()[1];
+        let key = key.f_mul(&self.falling(0, len)?)?;
+        self.join(&self.ops.matmul(&key.f_transpose(1, 2)?, value)?, before, len)
+    }
+
+    /// What the queries of `span` read, block by block: `[K, J, n, e]` each.
+    pub(super) fn read(&self, of: &Features, span: Span, before: &State) -> Result<Vec<Tensor>> {
+        let (mut state, mut outs) = (copy(before), Vec::new());
+        for (first, len) in blocks(span) {
+            let block = of.block(first, len)?;
+            let scores = self.scores(&block)?;
+            let mut out = self.ops.matmul(&rows(&scores)?, &block.value)?;
+            if let Some(state) = &state {
+                let query = block.query.f_mul(&self.rising(1, len)?.f_unsqueeze(1)?)?;
+                out = out.f_add(&self.ops.matmul(&rows(&query)?, state)?)?;
+            }
+            outs.push(unrows(&out, &block.query)?);
+            state = Some(self.after_block(&block, &state)?);
+        }
+        Ok(outs)
+    }
+
+    /// The gradient of the state before `span`'s first token, from those of what its queries read and of the state after it.
+    pub(super) fn before(
+        &self,
+        of: &Features,
+        (grad, span): (&Tensor, Span),
+        after: &State,
+    ) -> Result<State> {
+        let mut state = copy(after);
+        for (first, len) in blocks(span).rev() {
+            let grad = grad.f_narrow(2, first, len)?;
+            state = Some(self.before_block(&of.block(first, len)?, &grad, &state)?);
+        }
+        Ok(state)
+    }
+
+    fn before_block(&self, block: &Features, grad: &Tensor, after: &State) -> Result<Tensor> {
+        let len = grad.size()[2];
+        let query = block.query.f_mul(&self.rising(0, len)?.f_unsqueeze(1)?)?;
+        let own = self.ops.matmul(&rows(&query)?.f_transpose(1, 2)?, &rows(grad)?)?;
+        self.join(&own, after, len)
+    }
+
+    /// Gradients of the queries, keys and values of `span`, block by block from the first.
+    pub(super) fn back(
+        &self,
+        of: &Features,
+        (grad, span): (&Tensor, Span),
+        before: &State,
+        after: &State,
+    ) -> Result<Vec<Features>> {
+        let mut states = vec![copy(before)];
+        for (first, len) in blocks(span) {
+            let next = self.after_block(&of.block(first, len)?, &states[states.len() - 1])?;
+            states.push(Some(next));
+        }
+        let (mut later, mut found) = (copy(after), Vec::new());
+        for ((first, len), earlier) in blocks(span).zip(&states).rev() {
+            let (block, grad) = (of.block(first, len)?, grad.f_narrow(2, first, len)?);
+            found.push(self.block_back(&block, &grad, earlier, &later)?);
+            later = Some(self.before_block(&block, &grad, &later)?);
+        }
+        found.reverse();
+        Ok(found)
+    }
+
+    fn block_back(
+        &self,
+        block: &Features,
+        grad: &Tensor,
+        earlier: &State,
+        later: &State,
+    ) -> Result<Features> {
+        let (ops, len) = (self.ops, grad.size()[2]);
+        let seen = self.seen.f_narrow(2, 0, len)?.f_narrow(3, 0, len)?;
+        let (query, reads) = (rows(&block.query)?, rows(grad)?);
+        let scores = rows(&self.scores(block)?)?;
+        let of_scores = ops.matmul(&reads, &block.value.f_transpose(1, 2)?)?;
+        let of_scores = rows(&unrows(&of_scores, grad)?.f_mul(&seen)?)?;
+        let mut of_query = unrows(&ops.matmul(&of_scores, &block.key)?, grad)?;
+        let mut of_key = ops.matmul(&of_scores.f_transpose(1, 2)?, &query)?;
+        let mut of_value = ops.matmul(&scores.f_transpose(1, 2)?, &reads)?;
+        if let Some(state) = earlier {
+            let read = unrows(&ops.matmul(&reads, &state.f_transpose(1, 2)?)?, grad)?;
+            of_query = of_query.f_add(&read.f_mul(&self.rising(1, len)?.f_unsqueeze(1)?)?)?;
+        }
+        if let Some(state) = later {
+            let left = self.falling(1, len)?;
+            let key = ops.matmul(&block.value, &state.f_transpose(1, 2)?)?;
+            of_key = of_key.f_add(&key.f_mul(&left)?)?;
+            let value = ops.matmul(&block.key, state)?;
+            of_value = of_value.f_add(&value.f_mul(&left)?)?;
+        }
+        Ok(Features { query: of_query, key: of_key, value: of_value })
+    }
+
+    /// What each query of a block sees of each of its keys, `[K, J, b, b]`.
+    fn scores(&self, block: &Features) -> Result<Tensor> {
+        let len = block.key.size()[1];
+        let seen = self.seen.f_narrow(2, 0, len)?.f_narrow(3, 0, len)?;
+        let scores = self.ops.matmul(&rows(&block.query)?, &block.key.f_transpose(1, 2)?)?;
+        Ok(unrows(&scores, &block.query)?.f_mul(&seen)?)
+    }
+
+    /// Rates to the powers `from`, `from + 1`, ..., `[K, len, 1]`.
+    fn rising(&self, from: i64, len: i64) -> Result<Tensor> {
+        Ok(self.powers.f_narrow(1, from, len)?.f_unsqueeze(-1)?)
+    }
+
+    /// The same, the highest first.
+    fn falling(&self, from: i64, len: i64) -> Result<Tensor> {
+        Ok(self.powers.f_narrow(1, from, len)?.f_flip([1])?.f_unsqueeze(-1)?)
+    }
+}
+
+impl Features {
+    fn block(&self, first: i64, len: i64) -> Result<Features> {
+        Ok(Features {
+            query: self.query.f_narrow(2, first, len)?,
+            key: self.key.f_narrow(1, first, len)?,
+            value: self.value.f_narrow(1, first, len)?,
+        })
+    }
+}
+
+/// First token and length of each block of a span.
+fn blocks(span: Span) -> impl DoubleEndedIterator<Item = (i64, i64)> + ExactSizeIterator {
+    let count = (span.len + BLOCK - 1) / BLOCK;
+    (0..count as usize).map(move |block| {
+        let first = block as i64 * BLOCK;
+        (span.start + first, BLOCK.min(span.len - first))
+    })
+}
+
+/// `[K, J, b, x]` as `[K, J b, x]`.
+fn rows(of: &Tensor) -> Result<Tensor> {
+    let size = of.size();
+    Ok(of.f_reshape([size[0], size[1] * size[2], size[3]])?)
+}
+
+/// The other way, for the queries of `like`.
+fn unrows(of: &Tensor, like: &Tensor) -> Result<Tensor> {
+    let [heads, each, tokens, _] = like.size()[..] else { return Ok(of.shallow_clone()) };
+    Ok(of.f_view([heads, each, tokens, -1])?)
+}
+
+fn copy(state: &State) -> State {
+    state.as_ref().map(Tensor::shallow_clone)
+}
+
+/// By squaring: the same on every machine.
+fn power(rate: f64, tokens: i64) -> f64 {
+    let (mut left, mut square, mut found) = (tokens, rate, 1.0);
+    while left > 0 {
+        if left % 2 == 1 {
+            found *= square;
+        }
+        square *= square;
+        left /= 2;
+    }
+    found
+}
