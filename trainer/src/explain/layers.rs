@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::history::History;
 use crate::ledger::{self, Packed, StepRecord};
 use crate::metrics::entropy;
-use crate::model::{self, LayerActivity, ZayaConfig};
+use crate::model::{self, LayerActivity, ParamSpec, ZayaConfig};
 use crate::optim::norm;
 use crate::refusal::caught;
 use crate::spec::RunSpec;
@@ -184,13 +184,18 @@ pub(super) fn temperatures(
     before: &State,
 ) -> Vec<TemperatureEvidence> {
     let named = spec.parameters.iter().zip(&before.weights);
-    let temperatures = named.filter(|(parameter, _)| parameter.name.ends_with(TEMPERATURE));
-    let evidence = |(layer, (_, weight)): (usize, (_, &tch::Tensor))| {
+    let evidence = |(parameter, weight): (&ParamSpec, &tch::Tensor)| {
+        // Other kinds of attention have none.
+        let layer = parameter
+            .name
+            .strip_suffix(TEMPERATURE)?
+            .split('.')
+            .find_map(|part| part.parse().ok())?;
         let temperature = weight.abs().max().double_value(&[]);
         let largest_logit = temperature * (config.head_dim as f64).sqrt();
-        TemperatureEvidence { layer, temperature, largest_logit }
+        Some(TemperatureEvidence { layer, temperature, largest_logit })
     };
-    temperatures.enumerate().map(evidence).collect()
+    named.filter_map(evidence).collect()
 }
 
 /// How the temperatures' names end.
