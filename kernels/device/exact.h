@@ -97,19 +97,29 @@ KERNEL(add_blocks, 256, LIMIT(64, 64, 8), (const Piece* pieces, u32 count, u64* 
   if (thread_index() == 0) partial[block_index()] = sum;
 }
 
-// out[p]: the sum of the squares of piece p, f32, in f64. 16 lanes a piece, so that a long tensor is given in pieces: the
-// chunks of the norm are those. The order is the CPU's.
-KERNEL(squares, 256, LIMIT(32, 0, 8), (const Piece* pieces, u32 count, f64* out)) {
+// out[p]: the sum of the squares of value(p, i) over the elements of piece p, f32, in f64. 16 lanes a piece, so that a long tensor
+// is given in pieces: the chunks of the norm are those. The order is the CPU's.
+template <typename Value>
+DEVICE void squared(const Piece* pieces, u32 count, f64* out, Value value) {
   const u32 index = block_index() * ROWS + thread_index() / PARTS, lane = thread_index() % PARTS;
   f64 part = 0.0;
   if (index < count) {
-    const f32* values = reinterpret_cast<const f32*>(pieces[index].left);
-    const u64 elements = pieces[index].elements;
-    for (u64 place = lane; place < elements; place += PARTS) {
-      const f64 value = static_cast<f64>(values[place]);
-      part += value * value;
+    const Piece piece = pieces[index];
+    for (u64 place = lane; place < piece.elements; place += PARTS) {
+      const f64 own = static_cast<f64>(value(piece, place));
+      part += own * own;
     }
   }
   part = together(part);
   if (index < count && lane == 0) out[index] = part;
+}
+KERNEL(squares, 256, LIMIT(32, 0, 8), (const Piece* pieces, u32 count, f64* out)) {
+  squared(pieces, count, out, [](const Piece& piece, u64 place) { return reinterpret_cast<const f32*>(piece.left)[place]; });
+}
+
+// The same of left - right.
+KERNEL(squared_differences, 256, LIMIT(32, 0, 8), (const Piece* pieces, u32 count, f64* out)) {
+  squared(pieces, count, out, [](const Piece& piece, u64 place) {
+    return reinterpret_cast<const f32*>(piece.left)[place] - reinterpret_cast<const f32*>(piece.right)[place];
+  });
 }

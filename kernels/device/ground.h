@@ -95,9 +95,9 @@ DEVICE u32 exchange(u32 value) {
 #undef UNROLL
 #define UNROLL
 #include "emulator/emulator.h"
-#define KERNEL(name, threads, limits, parameters)                                      \
-  extern "C" void name parameters;                                                     \
-  static const emulator::Kernel kernel_##name(#name, threads, &emulator::call<&name>); \
+#define KERNEL(name, threads, limits, parameters)                                                                                \
+  extern "C" void name parameters;                                                                                               \
+  static const emulator::Kernel kernel_##name(#name, threads, &emulator::call<&name>, emulator::Signature<&name>::whole);        \
   extern "C" void name parameters
 #define DEVICE static inline
 #define SHARED(type, name, count)                         \

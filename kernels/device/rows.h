@@ -1,6 +1,7 @@
 // Row by row and column by column over matrices [N, D]: norms, residual additions, sums over rows. The order of sums is that of
 // src/ops/cpu/norm.rs, so that the outcomes are the CPU's, to the bit.
 #pragma once
+#include "elements.h"
 #include "sums.h"
 
 // Sums over rows are kept in f32 over this many rows, and in f64 over those blocks of rows.
@@ -100,10 +101,31 @@ KERNEL(rms_norm_bf16, 256, LIMIT(32, 0, 8),
   norm(x, weight, out, factors, rows, width, eps);
 }
 
-// sum = (branch + bias) scale + (residual + residual_bias) residual_scale, and its norm.
 struct Scaling {
   const f32 *scale, *bias, *residual_scale, *residual_bias;
 };
+
+// sum = (branch + bias) scale + (residual + residual_bias) residual_scale.
+template <typename T>
+DEVICE void residual_sum(const T* branch, const f32* residual, Scaling by, f32* sum, u32 rows, u32 width) {
+  each(rows, width, [=](u32 row, u32 column) {
+    const u64 at = static_cast<u64>(row) * width + column;
+    sum[at] = (wide(branch[at]) + by.bias[column]) * by.scale[column] +
+              (residual[at] + by.residual_bias[column]) * by.residual_scale[column];
+  });
+}
+KERNEL(residual_sum_f32, 256, LIMIT(48, 0, 8),
+       (const f32* branch, const f32* residual, const f32* scale, const f32* bias, const f32* residual_scale,
+        const f32* residual_bias, f32* sum, u32 rows, u32 width)) {
+  residual_sum(branch, residual, {scale, bias, residual_scale, residual_bias}, sum, rows, width);
+}
+KERNEL(residual_sum_bf16, 256, LIMIT(48, 0, 8),
+       (const bf16* branch, const f32* residual, const f32* scale, const f32* bias, const f32* residual_scale,
+        const f32* residual_bias, f32* sum, u32 rows, u32 width)) {
+  residual_sum(branch, residual, {scale, bias, residual_scale, residual_bias}, sum, rows, width);
+}
+
+// The same, and its norm.
 template <typename T>
 DEVICE void residual_and_norm(const T* branch, const f32* residual, Scaling by, const f32* weight, f32* sum, T* out, f32* factors,
                               u32 rows, u32 width, f32 eps) {

@@ -180,6 +180,16 @@ int shim_stage(void* side, const void* data, size_t bytes, const int64_t* sizes,
   });
 }
 
+// Words in the memory of GPU `index`, copied through a pinned buffer on the current stream: the host waits for nothing.
+int shim_upload(int index, const int64_t* words, int64_t count, at::Tensor** out) {
+  return shim_guard([&] {
+    const auto options = at::TensorOptions(at::kLong);
+    const at::Tensor pinned = at::empty({count}, options.pinned_memory(true));
+    std::memcpy(pinned.mutable_data_ptr(), words, static_cast<size_t>(count) * sizeof(int64_t));
+    *out = new at::Tensor(pinned.to(options.device(gpu(index)), /*non_blocking=*/true, /*copy=*/true));
+  });
+}
+
 // Makes the current stream wait for the copy, and tells the allocator that this stream uses the tensor too.
 int shim_await(void* event, const at::Tensor* tensor) {
   return shim_guard([&] {

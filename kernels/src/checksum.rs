@@ -15,6 +15,9 @@
 
 use tch::{Device, Kind, Tensor};
 
+use crate::device::pieces::{Piece, checksums};
+use crate::device::queue::Queue;
+
 const LOW: i64 = 0xFFFF_FFFF;
 const HIGH_INDEX: u32 = 0xC2B2_AE3D;
 const HIGH_SALT: u32 = 0x27D4_EB2F;
@@ -32,9 +35,35 @@ pub fn slice(tensor: &Tensor, first: u64, salt: u64) -> u64 {
     if tensor.device() == Device::Cpu {
         return on_cpu(&tensor, first, salt);
     }
-    // The same sum: by one pass of our own kernel, or by some twenty operators where it cannot be compiled.
-    let own = crate::device::gpu_checksum(&tensor, first, salt);
-    own.unwrap_or_else(|| by_operators(&tensor, first, salt))
+    slices(&[(&tensor, first, salt)])[0]
+}
+
+/// The same of many slices, of one device: on a GPU by two launches and one read, or, where our kernels cannot be compiled, by
+/// some twenty operators each.
+pub fn slices(slices: &[(&Tensor, u64, u64)]) -> Vec<u64> {
+    let whole: Vec<_> = slices.iter().map(|(tensor, ..)| tensor.detach().contiguous()).collect();
+    let with = || whole.iter().zip(slices);
+    let own = whole.first().and_then(|tensor| Queue::of(tensor.device()).ok());
+    if let Some(found) = own.and_then(|queue| {
+        let piece = |(tensor, (_, first, salt)): (_, &(_, u64, u64))| Piece {
+            tensor,
+            other: None,
+            first: *first,
+            salt: *salt,
+        };
+        let there = with().map(piece).filter(|piece| piece.tensor.numel() > 0).collect::<Vec<_>>();
+        Vec::<i64>::try_from(&checksums(&queue, &there).ok()?).ok()
+    }) {
+        let mut found = found.into_iter().map(i64::cast_unsigned);
+        let of = |tensor: &Tensor| if tensor.numel() > 0 { found.next() } else { None };
+        return whole.iter().map(of).map(Option::unwrap_or_default).collect();
+    }
+    with()
+        .map(|(tensor, (_, first, salt))| match tensor.device() {
+            Device::Cpu => on_cpu(tensor, *first, *salt),
+            _ => by_operators(tensor, *first, *salt),
+        })
+        .collect()
 }
 
 /// The checksum of bytes, element by element.

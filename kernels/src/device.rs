@@ -12,9 +12,11 @@
 #![expect(unsafe_code, reason = "opens libraries and hands memory, streams and events to C++")]
 
 #[cfg(test)]
-mod emulated;
+pub(crate) mod emulated;
 mod library;
 mod own;
+pub(crate) mod pieces;
+pub(crate) mod queue;
 
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::ptr;
@@ -24,7 +26,7 @@ use torch_sys::C_tensor;
 
 use crate::runtime::{guarded, number, said};
 use crate::{Error, Result};
-pub(crate) use own::gpu_checksum;
+pub(crate) use own::digest as kernels_digest;
 
 unsafe extern "C" {
     fn shim_libtorch_folder() -> c_int;
@@ -58,6 +60,7 @@ unsafe extern "C" {
         out: *mut *mut C_tensor,
         event: *mut *mut c_void,
     ) -> c_int;
+    fn shim_upload(index: c_int, words: *const i64, count: i64, out: *mut *mut C_tensor) -> c_int;
     fn shim_await(event: *mut c_void, tensor: *const C_tensor) -> c_int;
     fn shim_event_free(event: *mut c_void);
 }
@@ -209,6 +212,18 @@ pub(crate) fn enter(device: Device) -> Result<()> {
     let Device::Cuda(index) = device else { return Ok(()) };
     // SAFETY: a plain number in, this thread's own setting touched, no exception out.
     guarded("choose a device", unsafe { shim_enter_gpu(index as c_int) })
+}
+
+/// Words in the memory of `device`, for what the calling thread queues there; a GPU fetches them by itself.
+pub(crate) fn upload(device: Device, words: &[i64]) -> Result<Tensor> {
+    let Device::Cuda(index) = device else { return Ok(Tensor::f_from_slice(words)?) };
+    let (mut tensor, count) = (ptr::null_mut(), words.len() as i64);
+    // SAFETY: the call reads `count` words before it returns; the out-pointer outlives it and is filled exactly if it succeeds.
+    guarded("upload a table", unsafe {
+        shim_upload(index as c_int, words.as_ptr(), count, &raw mut tensor)
+    })?;
+    // SAFETY: a new tensor that nobody else owns.
+    Ok(unsafe { Tensor::from_ptr(tensor) })
 }
 
 /// A tensor on its way; [`Staged::wait`] gives it to the computation.

@@ -1,10 +1,15 @@
 // What a program opens where it wants a GPU's driver and its run-time compiler, over the emulator: the few functions that ours
-// calls, under the names of both vendors. It "compiles" to the sum of what it was given, and loads nothing else.
-#include "../exact.h"
+// calls, under the names of both vendors. It "compiles" to the sum of what it was given, and loads nothing else. The stand-in
+// for a GPU hears of each launch, where one is in the process (standin/gpu.cpp).
+#include "../kernels.h"
+
+#include <dlfcn.h>
 
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <string>
+#include <vector>
 
 namespace {
 constexpr int kInvalid = 1, kNotFound = 500, kCompilation = 6;
@@ -75,11 +80,70 @@ int function(void** out, void*, const char* name) {
   *out = const_cast<emulator::Kernel*>(emulator::find(name));
   return *out == nullptr ? kNotFound : 0;
 }
-int launch(void* raw, unsigned blocks, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz, unsigned shared, void*,
+// What a kernel reads and writes: by its parameters, and by the rows of the table that is its first one.
+struct Touched {
+  std::vector<const void*> data;
+  std::vector<int> writes;
+
+  void add(const void* address, bool write) {
+    if (address == nullptr) return;
+    data.push_back(address);
+    writes.push_back(write);
+  }
+  void add(u64 address, bool write) { add(reinterpret_cast<const void*>(address), write); }
+
+  Touched(const emulator::Kernel& kernel, void** arguments) {
+    const auto argument = [=](auto& into, size_t index) { memcpy(&into, arguments[index], sizeof(into)); };
+    for (size_t i = 0; i < kernel.parameters.count; ++i) {
+      if (kernel.parameters.uses[i] == emulator::Use::value) continue;
+      const void* address = nullptr;
+      argument(address, i);
+      add(address, kernel.parameters.uses[i] == emulator::Use::writes);
+    }
+    const std::string name = kernel.name;
+    const bool adds = name == "add_blocks", copies = name == "copy_blocks" || name == "narrow_blocks";
+    u32 count = 0;
+    const bool differs = name == "squared_differences";
+    if (name == "checksum_blocks" || name == "squares" || differs || adds || copies) {
+      const Piece* pieces = nullptr;
+      argument(pieces, 0);
+      argument(count, 1);
+      for (u32 i = 0; i < count; ++i) {
+        add(pieces[i].left, adds);
+        if (differs || adds || copies) add(pieces[i].right, copies);
+      }
+    }
+    if (name == "adamw" || name == "nesterov" || name == "descend") {
+      const Move* moves = nullptr;
+      argument(moves, 0);
+      argument(count, 1);
+      for (u32 i = 0; i < count; ++i) {
+        if (name != "nesterov") add(moves[i].weight, true);
+        if (name != "descend") add(moves[i].first, true);
+        if (name == "adamw") add(moves[i].second, true);
+        add(moves[i].gradient, name == "nesterov");
+      }
+    }
+  }
+};
+
+void tell(const emulator::Kernel& kernel, void** arguments, void* stream) {
+  using Tell = void (*)(void*, const char*, size_t, const void* const*, const int*);
+  static const auto standin = reinterpret_cast<Tell>(dlsym(RTLD_DEFAULT, "standin_launch"));
+  if (standin == nullptr) return;
+  const Touched touched(kernel, arguments);
+  standin(stream, kernel.name, touched.data.size(), touched.data.data(), touched.writes.data());
+}
+
+int launch(void* raw, unsigned blocks, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz, unsigned shared, void* stream,
            void** arguments, void** extra) {
   const auto* kernel = static_cast<const emulator::Kernel*>(raw);
   if (y * z * ty * tz != 1 || shared != 0 || extra != nullptr || threads != kernel->threads || blocks == 0) return kInvalid;
-  emulator::launch(*kernel, blocks, arguments, {64, emulator::Order::shuffled, 7});
+  // Threads may launch at once, and the emulator runs one kernel at a time.
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> one(mutex);
+  tell(*kernel, arguments, stream);
+  emulator::launch(*kernel, blocks, arguments, {64, emulator::Order::forward, 7});
   return 0;
 }
 }  // namespace

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 extern "C" {
@@ -229,7 +230,8 @@ void* shared(const void* identity, size_t bytes) {
   refuse("more than 16 shared arrays", current, current);
 }
 
-Kernel::Kernel(const char* name, uint32_t threads, Call call) : name(name), threads(threads), call(call), next(kernels) {
+Kernel::Kernel(const char* name, uint32_t threads, Call call, Parameters parameters)
+    : name(name), threads(threads), call(call), parameters(parameters), next(kernels) {
   kernels = this;
 }
 
@@ -246,7 +248,12 @@ void launch(const Kernel& kernel, uint32_t blocks, void** arguments, Way way) {
   if (__tsan_get_current_fiber) home_tsan = __tsan_get_current_fiber();
   const size_t arena = kShared + kArrays * 2 * kGap, bytes = kStack * kernel.threads + arena;
   const std::vector<uint32_t> unwritten(arena / 4, 0x7fc00000u + static_cast<uint32_t>(way.seed * 64 + way.wave));
-  char* memory = nullptr;
+  // Fresh stacks cost a page fault for each thread of a block, so they are kept for the next launch.
+  static char* kept = nullptr;
+  static size_t kept_bytes = 0;
+  if (kept_bytes != bytes && kept != nullptr) munmap(std::exchange(kept, nullptr), kept_bytes);
+  kept_bytes = bytes;
+  char* memory = std::exchange(kept, nullptr);
   for (const uint32_t id : permutation(blocks, way.order, seed)) {
     // A thread sanitizer forgets a mapping that goes: with it no address serves two blocks.
     if (memory == nullptr) memory = take(bytes);
@@ -269,7 +276,7 @@ void launch(const Kernel& kernel, uint32_t blocks, void** arguments, Way way) {
       memory = nullptr;
     }
   }
-  if (memory != nullptr) munmap(memory, bytes);
+  kept = memory;
   if (__tsan_acquire) __tsan_acquire(&launch_end);
   now = nullptr;
 }

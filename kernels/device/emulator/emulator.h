@@ -42,12 +42,33 @@ void call(void** arguments) {
   Caller<F>::with(arguments, typename Count<F>::Indices());
 }
 
+// What a kernel does with a parameter: whatever it may write is mutable.
+enum class Use : uint8_t { value, reads, writes };
+template <typename T>
+constexpr Use use_of = Use::value;
+template <typename T>
+constexpr Use use_of<T*> = Use::writes;
+template <typename T>
+constexpr Use use_of<const T*> = Use::reads;
+struct Parameters {
+  const Use* uses;
+  size_t count;
+};
+template <auto F>
+struct Signature;
+template <typename... A, void (*F)(A...)>
+struct Signature<F> {
+  static constexpr Use uses[] = {use_of<A>...};
+  static constexpr Parameters whole = {uses, sizeof...(A)};
+};
+
 // Enters a kernel into the list as the program starts.
 struct Kernel {
-  Kernel(const char* name, uint32_t threads, Call call);
+  Kernel(const char* name, uint32_t threads, Call call, Parameters parameters);
   const char* name;
   uint32_t threads;
   Call call;
+  Parameters parameters;
   const Kernel* next;
 };
 // nullptr where there is none of that name.

@@ -3,6 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::check::{self, Call};
+use super::operands::Order;
 use super::{Dispatch, Ops, RouterGrads, RouterSaved, RouterWeights, Routes};
 use crate::Result;
 
@@ -100,9 +101,13 @@ pub(super) fn router_backward<O: Ops + ?Sized>(
 }
 
 pub(super) fn permute(x: &Tensor, by: &Dispatch) -> Result<Tensor> {
-    let mut rows = x.f_index_select(0, &by.tokens)?;
-    if by.filled.size()[0] > 0 {
-        let _ = rows.f_index_fill_(0, &by.filled, 0.0)?;
+    let Order::Listed { tokens, filled } = &by.order else {
+        let found = "another table's".to_owned();
+        return Err(Call("permute").refuse("by", found, "its own".to_owned()));
+    };
+    let mut rows = x.f_index_select(0, tokens)?;
+    if filled.size()[0] > 0 {
+        let _ = rows.f_index_fill_(0, filled, 0.0)?;
     }
     Ok(rows)
 }

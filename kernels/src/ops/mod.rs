@@ -3,7 +3,8 @@
 //! ```text
 //! Ops         the table: one method for each operation, what it takes and what it answers with
 //! cpu/        kernels for main memory: one pass where libtorch would take several, libtorch's own where those are good
-//! reference/  the same in libtorch's operators, on any device: what `cpu` is tested against
+//! reference/  the same in libtorch's operators, on any device: what the others are tested against
+//! device/     our own kernels on a GPU, libtorch's operators for the rest
 //! composed    operations made of others and of libtorch's, in every table that has none of its own; so is cross_entropy
 //! operands    what operations take and answer with     check   what an operand must be
 //! ```
@@ -18,6 +19,7 @@ pub(crate) mod check;
 mod composed;
 mod cpu;
 mod cross_entropy;
+mod device;
 mod operands;
 mod reference;
 #[cfg(test)]
@@ -27,11 +29,12 @@ use std::fmt;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::device::queue::Queue;
 use crate::{Error, Result};
 pub use operands::{
     AdamW, Attended, Attention, AttentionGrads, ConvGrads, CrossEntropy, CrossEntropyGrads,
-    DepthwiseConv, Dispatch, NewtonSchulz, QueryKey, QueryKeyGrads, ResidualGrads, RouterGrads,
-    RouterSaved, RouterWeights, Routes, Scaling, Span,
+    DepthwiseConv, Dispatch, Moved, NewtonSchulz, QueryKey, QueryKeyGrads, ResidualGrads,
+    RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Span,
 };
 
 /// The variable that asks for another table than the one for the device.
@@ -307,6 +310,53 @@ pub trait Ops: fmt::Debug + Send + Sync {
 
     /// The sum of squares of the elements, f32, in f64.
     fn squares(&self, x: &Tensor) -> Result<f64>;
+
+    /// The same of many tensors: a device reads them by one launch, and the host asks once.
+    fn all_squares(&self, tensors: &[Tensor]) -> Result<Vec<f64>> {
+        tensors.iter().map(|tensor| self.squares(tensor)).collect()
+    }
+
+    /// The sum of squares of the differences of each pair, f32, in f64; with the bits that [`Ops::squares`] has of a difference.
+    fn all_differences(&self, pairs: &[[Tensor; 2]]) -> Result<Vec<f64>> {
+        pairs.iter().map(|[one, other]| self.squares(&one.f_sub(other)?)).collect()
+    }
+
+    /// Copies of many tensors, f32.
+    fn all_copies(&self, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
+        let copy = |tensor: &Tensor| {
+            let mut copy = tensor.f_empty_like()?;
+            copy.f_copy_(tensor)?;
+            Ok(copy)
+        };
+        tensors.iter().map(copy).collect()
+    }
+
+    /// [`Ops::adamw`] for many tensors, with the same bits.
+    fn all_adamw(&self, by: AdamW, tensors: &mut [Moved]) -> Result<()> {
+        tensors.iter_mut().try_for_each(|Moved { weight, moments: [first, second], gradient }| {
+            self.adamw(by, weight, [first, second], gradient)
+        })
+    }
+
+    /// [`Ops::nesterov`] for many momenta and gradients, with the same bits.
+    fn all_nesterov(
+        &self,
+        pairs: &mut [(&mut Tensor, &Tensor)],
+        by: f32,
+        scale: f32,
+    ) -> Result<Vec<Tensor>> {
+        let one = |(momentum, gradient): &mut (&mut Tensor, &Tensor)| {
+            self.nesterov(momentum, gradient, by, scale)
+        };
+        pairs.iter_mut().map(one).collect()
+    }
+
+    /// [`Ops::descend`] for many weights and directions, each with its own rate, with the same bits.
+    fn all_descend(&self, moves: &mut [(&mut Tensor, &Tensor, f32)], keep: f32) -> Result<()> {
+        moves
+            .iter_mut()
+            .try_for_each(|(weight, direction, rate)| self.descend(weight, direction, keep, *rate))
+    }
 }
 
 impl PartialEq for dyn Ops {
@@ -323,17 +373,28 @@ pub const CPU: Table = &cpu::Cpu;
 /// The table of libtorch's operators, for any device.
 pub const REFERENCE: Table = &reference::Reference;
 
-/// The table for a device: the one that [`VARIABLE`] asks for, else the CPU's kernels in main memory and the reference
-/// elsewhere.
+/// The table of our own kernels on a GPU.
+pub const DEVICE: Table = &device::Own::GPU;
+
+/// The table for a device: the one that [`VARIABLE`] asks for, else the CPU's kernels in main memory, and on a GPU our own, or
+/// the reference where they cannot be compiled, which is said.
 pub fn choose(device: Device) -> Result<Table> {
     let asked = std::env::var(VARIABLE).unwrap_or_default();
     match (asked.as_str(), device) {
         ("" | "cpu", Device::Cpu) => Ok(CPU),
-        ("", _) | ("reference", _) => Ok(REFERENCE),
+        ("reference", _) => Ok(REFERENCE),
+        ("device", Device::Cuda(_)) => Queue::of(device).map(|_| DEVICE),
+        ("", _) => match Queue::of(device) {
+            Ok(_) => Ok(DEVICE),
+            Err(why) => {
+                eprintln!("no kernels of our own on {device:?}, so libtorch computes all: {why}");
+                Ok(REFERENCE)
+            }
+        },
         (asked, _) => Err(Error::NoDevice {
             device: format!("{device:?}"),
             reason: format!(
-                "{VARIABLE} is {asked:?}; there are `reference`, and `cpu` for main memory"
+                "{VARIABLE} is {asked:?}; there are `reference`, `cpu` for main memory, and `device` for a GPU"
             ),
         }),
     }
@@ -341,5 +402,5 @@ pub fn choose(device: Device) -> Result<Table> {
 
 /// The table with this name, as a kernel table states it.
 pub fn named(name: &str) -> Option<Table> {
-    [CPU, REFERENCE].into_iter().find(|table| table.name() == name)
+    [CPU, REFERENCE, DEVICE].into_iter().find(|table| table.name() == name)
 }

@@ -157,17 +157,29 @@ pub struct AttentionGrads<'a> {
     pub value: &'a Tensor,
 }
 
+/// Which token is at each place, as a table's own kernels want to know it.
+#[derive(Debug)]
+pub(super) enum Order {
+    /// `[P]`, i64, any token at a place that is filled up; and those places, i64.
+    Listed {
+        /// The tokens.
+        tokens: Tensor,
+        /// The places that are filled up.
+        filled: Tensor,
+    },
+    /// `[P]`, i32: -1 at a place that is filled up.
+    Marked(Tensor),
+}
+
 /// Where each token is computed: sorted by expert, then those that no expert computes.
 #[derive(Debug)]
 pub struct Dispatch {
-    /// `[P]`, i64: the token at each place; any at a place that is filled up.
-    pub(super) tokens: Tensor,
-    /// The places that are filled up, i64.
-    pub(super) filled: Tensor,
+    /// The token at each place.
+    pub(super) order: Order,
     /// `[N]`, i64: the place of each token.
     pub places: Tensor,
-    /// `[E + 1]`, i64: tokens of each expert, and those without one.
-    pub counts: Tensor,
+    /// Tokens of each expert, and those without one: what the host has asked for anyway.
+    pub counts: Vec<i64>,
     /// Experts.
     pub(super) experts: i64,
     /// Places of experts; the others follow.
@@ -305,6 +317,17 @@ pub struct AdamW {
     pub rate: f32,
     /// What a gradient is multiplied with before anything; 1 changes no bit of it.
     pub scale: f32,
+}
+
+/// A tensor that AdamW moves: all f32 of one shape.
+#[derive(Debug)]
+pub struct Moved<'a> {
+    /// Its weights.
+    pub weight: &'a mut Tensor,
+    /// First and second moments.
+    pub moments: [&'a mut Tensor; 2],
+    /// The gradient.
+    pub gradient: &'a Tensor,
 }
 
 /// A Newton-Schulz iteration towards the nearest orthogonal matrix.

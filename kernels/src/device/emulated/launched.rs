@@ -4,7 +4,7 @@
 use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use tch::{Kind, Tensor};
 
@@ -13,6 +13,8 @@ use super::numbers;
 use crate::checksum;
 use crate::device::library::{AMD, Compiler, Module, NVIDIA, Vendor};
 use crate::device::own;
+use crate::device::pieces::{self, Piece};
+use crate::device::queue::Queue;
 
 /// The stand-in for both vendors' libraries.
 fn standin() -> &'static CStr {
@@ -29,19 +31,38 @@ fn modules(kept: Option<&Path>) -> [Module; 2] {
     })
 }
 
+/// The kernels on the emulator, over tensors in main memory.
+pub(crate) fn queue(device: tch::Device) -> crate::Result<Queue> {
+    static MODULE: OnceLock<Arc<Module>> = OnceLock::new();
+    let module = MODULE.get_or_init(|| Arc::new(modules(None).into_iter().next().unwrap()));
+    Ok(Queue::new(Arc::clone(module), device, std::ptr::null_mut()))
+}
+
 #[test]
 fn checksums_go_through_the_interface_of_both_vendors() {
     for module in modules(None) {
+        let queue = Queue::new(Arc::new(module), tch::Device::Cpu, std::ptr::null_mut());
         for (count, first) in [(1usize, 0u64), (5000, 7), (4096, (1 << 32) - 5)] {
             let tensor = Tensor::from_slice(&numbers(count, first));
             for kind in [Kind::Float, Kind::BFloat16, Kind::Double] {
                 let tensor = tensor.to_kind(kind);
-                let found = own::checksum(&module, &tensor, [first, 9], std::ptr::null_mut());
-                assert_eq!(found.unwrap(), checksum::slice(&tensor, first, 9), "{kind:?} {count}");
+                let piece = |tensor, salt| Piece { tensor, other: None, first, salt };
+                let both = [piece(&tensor, 9), piece(&tensor, 1 << 40)];
+                let found = pieces::checksums(&queue, &both).unwrap();
+                let found =
+                    Vec::<i64>::try_from(&found).unwrap().into_iter().map(i64::cast_unsigned);
+                let wanted = [9, 1 << 40].map(|salt| checksum::slice(&tensor, first, salt));
+                assert_eq!(found.collect::<Vec<_>>(), wanted, "{kind:?} {count}");
             }
         }
-        let empty = Tensor::zeros([0], (Kind::Float, tch::Device::Cpu));
-        assert_eq!(own::checksum(&module, &empty, [0, 9], std::ptr::null_mut()).unwrap(), 0);
+        let x = Tensor::from_slice(&numbers(3, 1));
+        for wrong in [x.to_kind(Kind::Double), x.reshape([3, 1]).expand([3, 2], false)] {
+            let arguments = [(&wrong).into(), (&x).into(), (&x).into(), 1.into(), 3.into()];
+            let refused = queue.launch(c"column_products", 1, &arguments).unwrap_err().to_string();
+            assert!(refused.contains("column_products: argument 0"), "{refused}");
+        }
+        assert!(queue.launch(c"column_products", 1, &[(&x).into()]).is_err());
+        assert!(queue.launch(c"no_kernel", 1, &[]).is_err());
     }
 }
 

@@ -15,6 +15,7 @@ mod rows;
 mod step;
 mod tape;
 
+pub(crate) use launched::queue;
 use tape::{Buffer, Played, Tape};
 use tch::{Kind, Tensor};
 

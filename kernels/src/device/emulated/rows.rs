@@ -83,6 +83,7 @@ fn norms_are_those_of_the_cpu() {
 struct Residual {
     tape: Tape,
     out: [Buffer; 3],
+    alone: Buffer,
     back: [Buffer; 3],
 }
 
@@ -103,6 +104,10 @@ fn residual([rows, width]: [usize; 2], narrow: bool) -> Residual {
         [branch, stream, scale, bias, stream_scale, stream_bias, weight, sum, out, factors];
     let arguments = [&places.map(Argument::from)[..], &sizes].concat();
     tape.launch(&format!("residual_norm_{kind}"), rows.div_ceil(16), &arguments);
+    let alone = tape.room::<f32>(rows * width);
+    let places = [branch, stream, scale, bias, stream_scale, stream_bias, alone];
+    let arguments = [&places.map(Argument::from)[..], &sizes[..2]].concat();
+    tape.launch(&format!("residual_sum_{kind}"), (rows * width).div_ceil(1024), &arguments);
     let [to_branch, to_stream] = [(); 2].map(|()| tape.room::<f32>(rows * width));
     // Three matrices of bands one behind the other, as a stack.
     let sums = banded(&mut tape, [3, rows, width], |tape, partial, blocks| {
@@ -114,7 +119,7 @@ fn residual([rows, width]: [usize; 2], narrow: bool) -> Residual {
     let places = [sums, scale, bias, stream_scale, stream_bias, found].map(Argument::from);
     let arguments = [&places[..], &[width.into()]].concat();
     tape.launch("residual_vectors", width.div_ceil(256), &arguments);
-    Residual { tape, out: [sum, out, factors], back: [to_branch, to_stream, found] }
+    Residual { tape, out: [sum, out, factors], alone, back: [to_branch, to_stream, found] }
 }
 
 fn branch(count: usize, narrow: bool, tape: &mut Tape) -> Buffer {
@@ -140,6 +145,7 @@ fn residuals_are_those_of_the_cpu() {
         let by = Scaling { scale: &a, bias: &b, residual_scale: &c, residual_bias: &d };
         let sum = CPU.residual(&branch, &stream, by).unwrap();
         assert_eq!(left_bits(&played, residual.out[0]), bits_of(&sum));
+        assert_eq!(left_bits(&played, residual.alone), bits_of(&sum));
         let (normed, factors) = CPU.rms_norm(&sum, &weight, 1e-5).unwrap();
         let found = match narrow {
             false => tensor(&played.read::<f32>(residual.out[1]), &shape),

@@ -4,6 +4,7 @@ use tch::Tensor;
 
 use super::integers;
 use crate::Result;
+use crate::ops::operands::Order;
 use crate::ops::{Dispatch, check};
 
 /// Rows of an expert are filled up with zeros to a multiple of this: each number of rows is a product that oneDNN has to
@@ -39,10 +40,9 @@ pub(super) fn dispatch(choice: &Tensor, classes: i64) -> Result<Dispatch> {
     tokens.iter_mut().for_each(|token| *token = 0.max(*token));
     let there = |numbers: &[i64]| Tensor::f_from_slice(numbers);
     Ok(Dispatch {
-        tokens: there(&tokens)?,
-        filled: there(&filled)?,
+        order: Order::Listed { tokens: there(&tokens)?, filled: there(&filled)? },
         places: there(&places)?,
-        counts: there(&counts)?,
+        counts,
         routed: end as i64,
         skipped,
         experts: classes - 1,

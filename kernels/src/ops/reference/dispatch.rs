@@ -3,6 +3,7 @@
 use tch::{Kind, Tensor};
 
 use crate::Result;
+use crate::ops::operands::Order;
 use crate::ops::{Dispatch, check};
 
 /// By a stable sort where the tensors are; how many tokens each expert has is asked once.
@@ -19,11 +20,11 @@ pub(super) fn dispatch(choice: &Tensor, classes: i64) -> Result<Dispatch> {
         }
         end += count;
     }
+    let filled = Tensor::f_empty([0], (Kind::Int64, choice.device()))?;
     Ok(Dispatch {
-        filled: Tensor::f_empty([0], (Kind::Int64, choice.device()))?,
-        tokens,
+        order: Order::Listed { tokens, filled },
         places,
-        counts,
+        counts: known,
         routed: end,
         skipped: choice.size()[0] - end,
         experts: classes - 1,

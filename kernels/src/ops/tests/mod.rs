@@ -57,6 +57,12 @@ fn starts(tokens: i64, cuts: &[prop::sample::Index]) -> Tensor {
     Tensor::from_slice(&starts)
 }
 
+/// Our own kernels for devices, on the emulator.
+const EMULATED: Table = &super::device::Own::on(crate::device::emulated::queue);
+
+/// What is held against the reference.
+const OWN: [Table; 2] = [CPU, EMULATED];
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
@@ -64,23 +70,25 @@ proptest! {
     fn norms_and_residuals(rows in 1i64..80, width in 1i64..70, kind in float(), seed in 0u64..1000) {
         let [x, branch, grad] = [0, 1, 2].map(|index| random(&[rows, width], seed + index));
         let [a, b, c, d] = [3, 4, 5, 6].map(|index| random(&[width], seed + index));
-        let (found, factors) = CPU.rms_norm(&x, &a, 1e-5).unwrap();
-        let (wanted, wanted_factors) = REFERENCE.rms_norm(&x, &a, 1e-5).unwrap();
-        prop_assert!(close(&found, &wanted, 16.0) && close(&factors, &wanted_factors, 16.0));
-        let (found, weight) = CPU.rms_norm_backward(&x, &factors, &a, &grad).unwrap();
-        let (wanted, wanted_weight) = REFERENCE.rms_norm_backward(&x, &factors, &a, &grad).unwrap();
-        prop_assert!(close(&found, &wanted, 16.0) && close(&weight, &wanted_weight, 16.0));
+        for table in OWN {
+            let (found, factors) = table.rms_norm(&x, &a, 1e-5).unwrap();
+            let (wanted, wanted_factors) = REFERENCE.rms_norm(&x, &a, 1e-5).unwrap();
+            prop_assert!(close(&found, &wanted, 16.0) && close(&factors, &wanted_factors, 16.0));
+            let (found, weight) = table.rms_norm_backward(&x, &factors, &a, &grad).unwrap();
+            let (wanted, wanted_weight) = REFERENCE.rms_norm_backward(&x, &factors, &a, &grad).unwrap();
+            prop_assert!(close(&found, &wanted, 16.0) && close(&weight, &wanted_weight, 16.0));
 
-        let branch = branch.to_kind(kind);
-        let by = Scaling { scale: &a, bias: &b, residual_scale: &c, residual_bias: &d };
-        let found = CPU.residual(&branch, &x, by).unwrap();
-        prop_assert!(close(&found, &REFERENCE.residual(&branch, &x, by).unwrap(), 4.0));
-        let found = CPU.residual_backward(&branch, &x, by, &grad).unwrap();
-        let wanted = REFERENCE.residual_backward(&branch, &x, by, &grad).unwrap();
-        prop_assert!(close(&found.branch, &wanted.branch, 1.0));
-        prop_assert!(close(&found.residual, &wanted.residual, 1.0));
-        for (found, wanted) in found.scaling.iter().zip(&wanted.scaling) {
-            prop_assert!(close(found, wanted, 16.0));
+            let branch = &branch.to_kind(kind);
+            let by = Scaling { scale: &a, bias: &b, residual_scale: &c, residual_bias: &d };
+            let found = table.residual(branch, &x, by).unwrap();
+            prop_assert!(close(&found, &REFERENCE.residual(branch, &x, by).unwrap(), 4.0));
+            let found = table.residual_backward(branch, &x, by, &grad).unwrap();
+            let wanted = REFERENCE.residual_backward(branch, &x, by, &grad).unwrap();
+            prop_assert!(close(&found.branch, &wanted.branch, 1.0));
+            prop_assert!(close(&found.residual, &wanted.residual, 1.0));
+            for (found, wanted) in found.scaling.iter().zip(&wanted.scaling) {
+                prop_assert!(close(found, wanted, 16.0));
+            }
         }
     }
 
@@ -98,14 +106,16 @@ proptest! {
         let starts = starts(tokens, &cuts);
         let by = DepthwiseConv { weights: &weights, bias: &bias, starts: &starts, counted: None, heads: [heads, width] };
         let z = random(&[tokens, channels], seed + 2).to_kind(kind);
-        let found = CPU.depthwise_conv(&z, by).unwrap();
-        prop_assert!(close(&found, &REFERENCE.depthwise_conv(&z, by).unwrap(), 2.0));
-        let grad = random(&[heads, tokens, 2 * width], seed + 3).to_kind(kind);
-        let found = CPU.depthwise_conv_backward(&z, by, &grad).unwrap();
-        let wanted = REFERENCE.depthwise_conv_backward(&z, by, &grad).unwrap();
-        prop_assert!(close(&found.input, &wanted.input, 4.0));
-        prop_assert!(close(&found.weights, &wanted.weights, 16.0));
-        prop_assert!(close(&found.bias, &wanted.bias, 16.0));
+        for table in OWN {
+            let found = table.depthwise_conv(&z, by).unwrap();
+            prop_assert!(close(&found, &REFERENCE.depthwise_conv(&z, by).unwrap(), 2.0));
+            let grad = random(&[heads, tokens, 2 * width], seed + 3).to_kind(kind);
+            let found = table.depthwise_conv_backward(&z, by, &grad).unwrap();
+            let wanted = REFERENCE.depthwise_conv_backward(&z, by, &grad).unwrap();
+            prop_assert!(close(&found.input, &wanted.input, 4.0));
+            prop_assert!(close(&found.weights, &wanted.weights, 16.0));
+            prop_assert!(close(&found.bias, &wanted.bias, 16.0));
+        }
     }
 
     /// Where the sums over some rows and those over the others come together, they are those over all.
@@ -124,7 +134,7 @@ proptest! {
             Tensor::from_slice(&rows.map(|(row, _)| row).collect::<Vec<_>>())
         };
         let (left, right) = (rows(true), rows(false));
-        for table in [CPU, REFERENCE] {
+        for table in [CPU, REFERENCE, EMULATED] {
             let of = |counted| {
                 let by = DepthwiseConv { weights: &weights, bias: &bias, starts: &starts, counted, heads: [heads, width] };
                 table.depthwise_conv_backward(&z, by, &grad).unwrap()
@@ -153,22 +163,24 @@ proptest! {
         let by = QueryKey { bias: &bias, temperature: &temperature, angles: [&cos, &sin], shape };
         let z = random(&[tokens, heads * width], seed + 3).to_kind(kind);
         let raw = random(&[heads, tokens, width], seed + 4);
-        let (mut fast, mut slow) = (raw.copy(), raw.copy());
-        let (found, factors) = CPU.query_key(&z, &mut fast, by).unwrap();
-        let (wanted, wanted_factors) = REFERENCE.query_key(&z, &mut slow, by).unwrap();
-        prop_assert!(close(&fast, &slow, 8.0));
-        prop_assert!(close(&factors, &wanted_factors, 32.0) && close(&found, &wanted, 64.0));
-        let grad = random(&[heads, tokens, width], seed + 5);
-        let found = CPU.query_key_backward(&slow, &factors, by, grad.copy()).unwrap();
-        let wanted = REFERENCE.query_key_backward(&slow, &factors, by, grad).unwrap();
-        prop_assert!(close(&found.raw, &wanted.raw, 64.0));
-        prop_assert!(close(&found.temperature, &wanted.temperature, 64.0));
-        prop_assert!(close(&found.bias, &wanted.bias, 64.0));
-        let z = random(&[tokens, heads * width], seed + 6);
-        let (mut fast, mut slow) = (z.copy(), z);
-        CPU.means_backward(&wanted.raw, shape, &mut fast).unwrap();
-        REFERENCE.means_backward(&wanted.raw, shape, &mut slow).unwrap();
-        prop_assert!(close(&fast, &slow, 8.0));
+        for table in OWN {
+            let (mut fast, mut slow) = (raw.copy(), raw.copy());
+            let (found, factors) = table.query_key(&z, &mut fast, by).unwrap();
+            let (wanted, wanted_factors) = REFERENCE.query_key(&z, &mut slow, by).unwrap();
+            prop_assert!(close(&fast, &slow, 8.0));
+            prop_assert!(close(&factors, &wanted_factors, 32.0) && close(&found, &wanted, 64.0));
+            let grad = random(&[heads, tokens, width], seed + 5);
+            let found = table.query_key_backward(&slow, &factors, by, grad.copy()).unwrap();
+            let wanted = REFERENCE.query_key_backward(&slow, &factors, by, grad.copy()).unwrap();
+            prop_assert!(close(&found.raw, &wanted.raw, 64.0));
+            prop_assert!(close(&found.temperature, &wanted.temperature, 64.0));
+            prop_assert!(close(&found.bias, &wanted.bias, 64.0));
+            let z = random(&[tokens, heads * width], seed + 6);
+            let (mut fast, mut slow) = (z.copy(), z.copy());
+            table.means_backward(&wanted.raw, shape, &mut fast).unwrap();
+            REFERENCE.means_backward(&wanted.raw, shape, &mut slow).unwrap();
+            prop_assert!(close(&fast, &slow, 8.0));
+        }
     }
 
     /// Far below and above zero too, where the gate is shut or open; and with no rows at all.
@@ -176,10 +188,12 @@ proptest! {
     fn gates(rows in 0i64..40, width in 1i64..40, kind in float(), seed in 0u64..1000) {
         let x = (random(&[rows, 2 * width], seed) * 30.0).to_kind(kind);
         let grad = random(&[rows, width], seed + 1).to_kind(kind);
-        prop_assert!(close(&CPU.swiglu(&x).unwrap(), &REFERENCE.swiglu(&x).unwrap(), 4.0));
-        let found = CPU.swiglu_backward(&x, &grad).unwrap();
-        // In bf16 libtorch rounds the silu and its products by themselves.
-        prop_assert!(close(&found, &REFERENCE.swiglu_backward(&x, &grad).unwrap(), 8.0));
+        for table in OWN {
+            prop_assert!(close(&table.swiglu(&x).unwrap(), &REFERENCE.swiglu(&x).unwrap(), 4.0));
+            let found = table.swiglu_backward(&x, &grad).unwrap();
+            // In bf16 libtorch rounds the silu and its products by themselves.
+            prop_assert!(close(&found, &REFERENCE.swiglu_backward(&x, &grad).unwrap(), 8.0));
+        }
     }
 
     #[test]
@@ -193,12 +207,14 @@ proptest! {
         let (rows, tokens) = (order.len() as i64, tokens as i64);
         let x = random(&[rows, width], seed).to_kind(kind);
         let (weight, grad) = (random(&[tokens, 1], seed + 1), random(&[tokens, width], seed + 2));
-        let found = CPU.gather(&x, &places, &weight).unwrap();
-        prop_assert_eq!(found, REFERENCE.gather(&x, &places, &weight).unwrap());
-        let [to_x, to_weight] = CPU.gather_backward(&x, &places, &weight, &grad).unwrap();
-        let [wanted, wanted_weight] = REFERENCE.gather_backward(&x, &places, &weight, &grad).unwrap();
-        prop_assert_eq!(to_x, wanted);
-        prop_assert!(close(&to_weight, &wanted_weight, 16.0));
+        for table in OWN {
+            let found = table.gather(&x, &places, &weight).unwrap();
+            prop_assert_eq!(found, REFERENCE.gather(&x, &places, &weight).unwrap());
+            let [to_x, to_weight] = table.gather_backward(&x, &places, &weight, &grad).unwrap();
+            let [wanted, wanted_weight] = REFERENCE.gather_backward(&x, &places, &weight, &grad).unwrap();
+            prop_assert_eq!(to_x, wanted);
+            prop_assert!(close(&to_weight, &wanted_weight, 16.0));
+        }
     }
 
     #[test]
@@ -210,20 +226,47 @@ proptest! {
             table.adamw(by, &mut w, [&mut m, &mut v], &gradient).unwrap();
             [w, m, v]
         };
-        for (found, wanted) in state(CPU).iter().zip(&state(REFERENCE)) {
-            prop_assert!(close(found, wanted, 8.0));
+        for table in [CPU, REFERENCE, EMULATED] {
+            let of = |seed: u64| [0, 1, 2, 3u64].map(|index| random(&[length + seed as i64], seed + index).square());
+            let (mut alone, mut listed) = ([of(1), of(2)], [of(1), of(2)]);
+            for [weight, first, second, gradient] in &mut alone {
+                table.adamw(by, weight, [&mut *first, second], gradient).unwrap();
+                let direction = table.nesterov(first, gradient, 0.9, scale).unwrap();
+                table.descend(weight, &direction, 0.9, 0.1).unwrap();
+            }
+            let [[weight, first, second, gradient], [a, b, c, d]] = &mut listed;
+            let one = Moved { weight, moments: [first, second], gradient };
+            table.all_adamw(by, &mut [one, Moved { weight: a, moments: [b, c], gradient: d }]).unwrap();
+            let [[weight, first, _, gradient], [a, b, _, d]] = &mut listed;
+            let directions = table.all_nesterov(&mut [(first, &*gradient), (b, &*d)], 0.9, scale).unwrap();
+            let [one, other] = &directions[..] else { panic!("two are two") };
+            table.all_descend(&mut [(weight, one, 0.1), (a, other, 0.1)], 0.9).unwrap();
+            prop_assert_eq!(&alone, &listed);
+            let copies = table.all_copies(&alone[0]).unwrap();
+            prop_assert_eq!(&copies[..], &alone[0][..]);
+            let [a, b, c, _] = &alone[1];
+            let pairs = [[a, b], [c, c]].map(|pair| pair.map(Tensor::shallow_clone));
+            let wanted = [table.squares(&(a - b)).unwrap(), 0.0];
+            prop_assert_eq!(table.all_differences(&pairs).unwrap(), wanted);
         }
         let x = random(&[length], seed) * 1e9;
-        let (found, wanted) = (CPU.squares(&x).unwrap(), REFERENCE.squares(&x).unwrap());
-        prop_assert!((found - wanted).abs() <= 1e-14 * wanted);
+        let wanted = REFERENCE.squares(&x).unwrap();
+        for table in OWN {
+            for (found, wanted) in state(table).iter().zip(&state(REFERENCE)) {
+                prop_assert!(close(found, wanted, 8.0));
+            }
+            prop_assert!((table.squares(&x).unwrap() - wanted).abs() <= 1e-14 * wanted);
+            let all = table.all_squares(&[x.copy(), random(&[3], seed), x.copy()]).unwrap();
+            prop_assert_eq!((all.len(), all[0]), (3, all[2]));
+        }
     }
 }
 
 #[test]
-fn both_tables_refuse_what_does_not_fit() {
+fn all_tables_refuse_what_does_not_fit() {
     let (x, weight) = (random(&[4, 6], 1), random(&[6], 2));
     let wrong = [x.tr(), x.to_kind(Kind::BFloat16), x.to_kind(Kind::Double), x.narrow(1, 0, 5)];
-    for table in [CPU, REFERENCE] {
+    for table in [CPU, REFERENCE, EMULATED] {
         for wrong in &wrong {
             let refused = table.rms_norm(wrong, &weight, 1e-5).unwrap_err();
             assert!(matches!(refused, Error::Operand { operation: "rms_norm", .. }), "{refused}");
@@ -254,8 +297,10 @@ fn what_is_written_is_used_under_one_name() {
 
 #[test]
 fn a_table_is_found_by_its_name() {
-    for table in [CPU, REFERENCE] {
+    for table in [CPU, REFERENCE, DEVICE] {
         assert!(named(table.name()).is_some_and(|found| found == table));
     }
     assert!(named("cpu 0").is_none() && CPU != REFERENCE);
+    let refused = EMULATED.dispatch(&Tensor::zeros([3], (Kind::Int64, Device::Cpu)), 2000);
+    assert!(matches!(refused, Err(Error::Operand { operation: "dispatch", .. })));
 }

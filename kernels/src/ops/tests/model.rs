@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
 use super::super::*;
-use super::{close, difference, float, random, starts};
+use super::{EMULATED, OWN, close, difference, float, random, starts};
 
 /// Documents that cover `tokens` tokens.
 fn spans(tokens: i64, cuts: &[prop::sample::Index]) -> Vec<Span> {
@@ -62,7 +62,7 @@ proptest! {
         let (shape, tokens) = ([keys * group, keys, width], before + len);
         let query = random(&[keys * group, tokens, width], seed);
         let (key, value) = (random(&[keys, tokens, width], seed + 1), random(&[tokens, keys * width], seed + 2));
-        for table in [CPU, REFERENCE] {
+        for table in [CPU, REFERENCE, EMULATED] {
             let (whole, part) = ([Span::whole(0, tokens)], [Span { start: 0, len, before }]);
             let of = |query: &Tensor, spans: &[Span]| {
                 table.attention(Attention { query, key: &key, value: &value, spans, shape }).unwrap().heads
@@ -84,20 +84,22 @@ proptest! {
         let [current, delayed, grad] =
             [(0, half), (1, later), (2, half + later)].map(|(index, width)| random(&[tokens, width], seed + index));
         let starts = starts(tokens, &cuts);
-        let found = CPU.value_shift(&current, &delayed, &starts).unwrap();
-        let begins = Vec::<i64>::try_from(&starts).unwrap();
-        for token in 0..tokens {
-            prop_assert_eq!(found.get(token).narrow(0, 0, half), current.get(token));
-            let before = match begins.contains(&token) {
-                true => delayed.get(token).zeros_like(),
-                false => delayed.get(token - 1),
-            };
-            prop_assert_eq!(found.get(token).narrow(0, half, later), before);
+        for table in OWN {
+            let found = table.value_shift(&current, &delayed, &starts).unwrap();
+            let begins = Vec::<i64>::try_from(&starts).unwrap();
+            for token in 0..tokens {
+                prop_assert_eq!(found.get(token).narrow(0, 0, half), current.get(token));
+                let before = match begins.contains(&token) {
+                    true => delayed.get(token).zeros_like(),
+                    false => delayed.get(token - 1),
+                };
+                prop_assert_eq!(found.get(token).narrow(0, half, later), before);
+            }
+            let back = table.value_shift_backward(grad.copy(), half, &starts).unwrap();
+            let inner = |a: &Tensor, b: &Tensor| (a * b).sum(Kind::Double).double_value(&[]);
+            let both = Tensor::cat(&[&current, &delayed], 1);
+            prop_assert!((inner(&found, &grad) - inner(&both, &back)).abs() < 1e-4);
         }
-        let back = CPU.value_shift_backward(grad.copy(), half, &starts).unwrap();
-        let inner = |a: &Tensor, b: &Tensor| (a * b).sum(Kind::Double).double_value(&[]);
-        let both = Tensor::cat(&[&current, &delayed], 1);
-        prop_assert!((inner(&found, &grad) - inner(&both, &back)).abs() < 1e-4);
     }
 
     /// A token's row goes through its own expert and comes back, also where experts, or all of them, have no token.
@@ -112,9 +114,9 @@ proptest! {
         let x = random(&[tokens, wide], seed).to_kind(kind);
         let weights = random(&[experts, narrow, wide], seed + 1).to_kind(kind);
         let grad = random(&[tokens, narrow], seed + 2).to_kind(kind);
-        for table in [CPU, REFERENCE] {
+        for table in [CPU, REFERENCE, EMULATED] {
             let by = table.dispatch(&Tensor::from_slice(&choice), experts + 1).unwrap();
-            let counts = Vec::<i64>::try_from(&by.counts).unwrap();
+            let counts = by.counts.clone();
             let wanted: Vec<i64> = (0..=experts)
                 .map(|class| choice.iter().filter(|choice| **choice == class).count() as i64)
                 .collect();
@@ -178,7 +180,7 @@ proptest! {
         let wanted = log.gather(1, &labels.unsqueeze(1), false).squeeze_dim(1) * -mask;
         (wanted.sum(Kind::Double) / 7.0).backward();
         let limit = if kind == Kind::BFloat16 { 0.05 } else { 1e-5 };
-        for table in [CPU, REFERENCE] {
+        for table in [CPU, REFERENCE, EMULATED] {
             let found = table.cross_entropy_backward(by, 7.0).unwrap();
             prop_assert_eq!(&found.losses, &table.cross_entropy(by).unwrap());
             let away = |found: &Tensor, wanted: &Tensor| difference(&found.to_kind(Kind::Double), wanted);
@@ -197,8 +199,10 @@ proptest! {
             table.descend(&mut weight, &direction, 0.99, 0.02).unwrap();
             [weight, momentum, direction]
         };
-        for (found, wanted) in state(CPU).iter().zip(&state(REFERENCE)) {
-            prop_assert!(close(found, wanted, 4.0));
+        for table in OWN {
+            for (found, wanted) in state(table).iter().zip(&state(REFERENCE)) {
+                prop_assert!(close(found, wanted, 4.0));
+            }
         }
     }
 }
@@ -223,8 +227,86 @@ fn routes_go_to_the_lowest_of_equals() {
     };
     let x = random(&[2, 5], 1);
     for (balance, wanted) in [([0.0f32; 4], 0), ([0.0, 0.0, 0.5, 0.5], 2)] {
-        let (routes, _) = CPU.router(by, &x, None, &Tensor::from_slice(&balance)).unwrap();
-        assert_eq!(Vec::<i64>::try_from(routes.choice).unwrap(), [wanted; 2]);
-        assert_eq!(Vec::<f32>::try_from(routes.weight.reshape([-1])).unwrap(), [0.25; 2]);
+        for table in OWN {
+            let (routes, _) = table.router(by, &x, None, &Tensor::from_slice(&balance)).unwrap();
+            assert_eq!(Vec::<i64>::try_from(routes.choice).unwrap(), [wanted; 2]);
+            assert_eq!(Vec::<f32>::try_from(routes.weight.reshape([-1])).unwrap(), [0.25; 2]);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+
+    /// Equal tokens too.
+    #[test]
+    fn rows_of_the_embedding(
+        tokens in prop::collection::vec(0i64..9, 1..40),
+        width in 1i64..40,
+        kind in float(),
+        seed in 0u64..1000,
+    ) {
+        let count = tokens.len() as i64;
+        let tokens = Tensor::from_slice(&tokens);
+        let (table, grad) = (random(&[9, width], seed).to_kind(kind), random(&[count, width], seed + 1));
+        let [bias, scale] = [2, 3].map(|index| random(&[width], seed + index));
+        let run = |ops: Table| {
+            let [embedded, scaled] = ops.embedding(&table, &tokens, &bias, &scale).unwrap();
+            let mut of_table = random(&[9, width], seed + 4);
+            let [to_bias, to_scale] =
+                ops.embedding_backward(&tokens, &embedded, &scale, &grad, &mut of_table).unwrap();
+            [embedded, scaled, to_bias, to_scale, of_table]
+        };
+        for (found, wanted) in run(EMULATED).iter().zip(&run(REFERENCE)) {
+            prop_assert!(close(found, wanted, 32.0));
+        }
+    }
+
+    /// Forward and back, with and without a state before; where both choose alike, as they do but for near ties.
+    #[test]
+    fn routers(
+        (tokens, width, size, classes) in (1i64..40, 1i64..20, 1i64..20, 2i64..9),
+        averaged in any::<bool>(),
+        kind in float(),
+        seed in 0u64..1000,
+    ) {
+        let of = |shape: &[i64], index| random(shape, seed + index);
+        let (down, vectors) = (of(&[size, width], 1).to_kind(kind), of(&[5, size], 2));
+        let vector = |index| vectors.get(index);
+        let [down_bias, norm, fc1_bias, fc2_bias, decay] = [0, 1, 2, 3, 4].map(vector);
+        let [fc1, fc2] = [3, 4].map(|index| of(&[size, size], index));
+        let (out, before) = (of(&[classes, size], 5), of(&[tokens, size], 6));
+        let by = RouterWeights {
+            down: &down,
+            down_bias: &down_bias,
+            decay: averaged.then_some(&decay),
+            norm: &norm,
+            fc1: &fc1,
+            fc1_bias: &fc1_bias,
+            fc2: &fc2,
+            fc2_bias: &fc2_bias,
+            out: &out,
+            eps: 1e-5,
+            part: false,
+        };
+        let x = of(&[tokens, width], 7).to_kind(kind);
+        let (balance, grad, state) = (of(&[classes], 8), of(&[tokens, 1], 9), of(&[tokens, size], 10));
+        let before = averaged.then_some(&before);
+        let run = |ops: Table| {
+            let (routes, saved) = ops.router(by, &x, before, &balance).unwrap();
+            (routes, ops.router_backward(by, &x, saved, &grad, Some(&state)).unwrap())
+        };
+        let ((found, back), (wanted, wanted_back)) = (run(EMULATED), run(REFERENCE));
+        prop_assume!(found.choice == wanted.choice);
+        let limit = if kind == Kind::BFloat16 { 0.05 } else { 1e-4 };
+        let all = |back: RouterGrads| {
+            let RouterGrads { input, before, down, down_bias, decay, norm, fc1, fc1_bias, fc2, fc2_bias, out } = back;
+            let some = [Some(input), before, decay].into_iter().flatten();
+            some.chain([down, down_bias, norm, fc1, fc1_bias, fc2, fc2_bias, out]).collect::<Vec<_>>()
+        };
+        let pairs = all(back).into_iter().zip(all(wanted_back));
+        for (found, wanted) in pairs.chain([(found.weight, wanted.weight), (found.state, wanted.state)]) {
+            prop_assert!(difference(&found, &wanted) < limit, "{}", difference(&found, &wanted));
+        }
     }
 }

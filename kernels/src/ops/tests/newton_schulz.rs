@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use tch::{Kind, Tensor};
 
 use super::super::*;
-use super::random;
+use super::{EMULATED, random};
 
 /// Coefficients of the quintic iteration that Muon uses.
 const QUINTIC: NewtonSchulz =
@@ -49,7 +49,7 @@ proptest! {
         if flat {
             let _ = matrix.narrow(0, 0, rows / 2).g_mul_scalar_(1e-5);
         }
-        for table in [CPU, REFERENCE] {
+        for table in [CPU, REFERENCE, EMULATED] {
             let error = error(table, &matrix);
             prop_assert!(error < 1e-3, "{}: {error}", table.name());
         }
@@ -63,7 +63,7 @@ proptest! {
         seed in 0u64..1000,
     ) {
         let stack = random(&[count, rows, columns], seed);
-        for table in [CPU, REFERENCE] {
+        for table in [CPU, REFERENCE, EMULATED] {
             let together = table.newton_schulz(&stack, QUINTIC).unwrap();
             for matrix in 0..count {
                 let alone = table.newton_schulz(&stack.get(matrix), QUINTIC).unwrap();

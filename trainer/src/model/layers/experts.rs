@@ -153,7 +153,7 @@ impl Experts<&Tensor> {
 
 impl Saved {
     /// Tokens of each class, the skip last.
-    pub(super) fn counts(&self) -> &Tensor {
+    pub(super) fn counts(&self) -> &[i64] {
         &self.order.counts
     }
 }

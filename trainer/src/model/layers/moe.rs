@@ -11,7 +11,7 @@ use crate::model::cut::Cut;
 use crate::model::gradients::ChunkGradients;
 use crate::model::layer::{Backward, ByToken, Forward, LayerKind, Pass, Work};
 use crate::model::param::{Declare, ParamId};
-use crate::refusal::{refused, values};
+use crate::refusal::refused;
 use crate::timing::{Part, part};
 
 /// The feed-forward of ZAYA1.
@@ -72,8 +72,7 @@ impl ByToken for Moe {
         let _watch = part(Part::Experts);
         let experts = self.experts.bind(pass.weights);
         let (out, experts) = experts.forward(pass, x, &routes).map_err(refused)?;
-        let counts = values::<i64>(experts.counts())?.into_iter().map(|count| count as u64);
-        let counts = counts.collect();
+        let counts = experts.counts().iter().map(|count| *count as u64).collect();
         let saved = Saved { x: x.shallow_clone(), router, experts };
         Ok(Forward { out, state: Some(routes.state), counts, saved })
     }

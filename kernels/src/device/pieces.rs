@@ -1,0 +1,70 @@
+//! Checksums and sums of squares of many tensors by one launch each: the kernels of `exact.h`, over a table of pieces.
+
+use tch::{Kind, Tensor};
+
+use super::queue::Queue;
+use crate::Result;
+
+/// Elements that a block of `exact.h` takes.
+const ELEMENTS: i64 = 4096;
+
+/// A piece of a tensor, contiguous, as a row of the table.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Piece<'a> {
+    /// It.
+    pub(crate) tensor: &'a Tensor,
+    /// What it goes with: as many elements of its kind.
+    pub(crate) other: Option<&'a Tensor>,
+    /// Number of its first element in its tensor.
+    pub(crate) first: u64,
+    /// Of its checksum.
+    pub(crate) salt: u64,
+}
+
+/// The rows, as `exact.h` lays them out, and how many blocks they have.
+fn table(pieces: &[Piece]) -> (Vec<i64>, i64) {
+    let (mut rows, mut blocks) = (Vec::with_capacity(6 * pieces.len()), 0);
+    for Piece { tensor, other, first, salt } in pieces {
+        let elements = tensor.numel() as i64;
+        let width = tensor.kind().elt_size_in_bytes() as i64;
+        let address = tensor.data_ptr() as i64;
+        let other = other.map_or(0, |other| other.data_ptr() as i64);
+        rows.extend([address, other, elements, first.cast_signed(), salt.cast_signed()]);
+        rows.push(width | blocks << 32);
+        blocks += elements.div_euclid(ELEMENTS) + i64::from(elements % ELEMENTS > 0);
+    }
+    (rows, blocks)
+}
+
+/// The checksum of each piece, i64, on the device; their tensors must live until what is queued here is done, as those of a
+/// stream do. No piece is empty.
+pub(crate) fn checksums(queue: &Queue, pieces: &[Piece]) -> Result<Tensor> {
+    let (rows, blocks) = table(pieces);
+    let (rows, count) = (queue.upload(&rows)?, pieces.len() as i64);
+    let [partial, out] = [blocks, count].map(|count| queue.room(&[count], Kind::Int64));
+    let (partial, out) = (partial?, out?);
+    let arguments = [(&rows).into(), count.into(), (&partial).into()];
+    queue.launch(c"checksum_blocks", blocks, &arguments)?;
+    let arguments = [&rows, &partial, &out].map(Into::into);
+    queue.launch(c"checksum_pieces", count, &arguments)?;
+    Ok(out)
+}
+
+/// The sum of squares of each piece, contiguous f32, in f64; where it goes with another, of their difference.
+pub(crate) fn squares(queue: &Queue, pieces: &[Piece]) -> Result<Vec<f64>> {
+    let differences = pieces.first().is_some_and(|piece| piece.other.is_some());
+    let kernel = if differences { c"squared_differences" } else { c"squares" };
+    let (rows, _) = table(pieces);
+    let (rows, count) = (queue.upload(&rows)?, pieces.len() as i64);
+    let out = queue.room(&[count], Kind::Double)?;
+    let arguments = [(&rows).into(), count.into(), (&out).into()];
+    queue.launch(kernel, (count + 15) / 16, &arguments)?;
+    Ok(Vec::try_from(&out)?)
+}
+
+/// Copies each piece, of 2 or 4 bytes an element, into what it goes with.
+pub(crate) fn copy(queue: &Queue, pieces: &[Piece]) -> Result<()> {
+    let (rows, blocks) = table(pieces);
+    let (rows, count) = (queue.upload(&rows)?, pieces.len() as i64);
+    queue.launch(c"copy_blocks", blocks, &[(&rows).into(), count.into()])
+}

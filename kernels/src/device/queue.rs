@@ -1,0 +1,226 @@
+//! Launches of our own kernels, each argument checked against the kernel's parameters as its source has them.
+
+use std::collections::BTreeMap;
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::{Arc, OnceLock};
+
+use tch::{Device, Kind, Tensor};
+
+use super::library::Module;
+use super::own::{SOURCES, on_gpu};
+use crate::{Error, Result};
+
+/// What a kernel is given for a parameter.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Argument<'a> {
+    /// Memory that it reads or writes, contiguous.
+    Memory(&'a Tensor),
+    /// None, where the kernel does without.
+    Nothing,
+    /// A count.
+    Word(i64),
+    /// A number.
+    Float(f32),
+}
+
+impl<'a> From<&'a Tensor> for Argument<'a> {
+    fn from(tensor: &'a Tensor) -> Self {
+        Argument::Memory(tensor)
+    }
+}
+
+impl From<i64> for Argument<'_> {
+    fn from(count: i64) -> Self {
+        Argument::Word(count)
+    }
+}
+
+impl From<f32> for Argument<'_> {
+    fn from(number: f32) -> Self {
+        Argument::Float(number)
+    }
+}
+
+/// A parameter of a kernel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Parameter {
+    Memory(Kind),
+    Word,
+    Float,
+}
+
+/// The parameters of every kernel, read off the source.
+fn signatures() -> &'static BTreeMap<&'static str, Vec<Parameter>> {
+    static FOUND: OnceLock<BTreeMap<&'static str, Vec<Parameter>>> = OnceLock::new();
+    FOUND.get_or_init(|| {
+        let texts = SOURCES.iter().filter_map(|(_, text)| text.to_str().ok());
+        texts.flat_map(|text| text.split("\nKERNEL(").skip(1)).filter_map(signature).collect()
+    })
+}
+
+/// Of what follows `KERNEL(`: its name, and what stands between the parentheses behind its limits.
+fn signature(text: &'static str) -> Option<(&'static str, Vec<Parameter>)> {
+    let (name, rest) = text.split_once(',')?;
+    let list = rest.split_once("LIMIT(")?.1.split_once('(')?.1.split_once(')')?.0;
+    let parameters = list.split(',').map(|one| {
+        let (kind, pointer) = match one.split_once('*') {
+            Some((kind, _)) => (kind, true),
+            None => (one.trim().split(' ').next()?, false),
+        };
+        Some(match (kind.trim().trim_start_matches("const ").trim(), pointer) {
+            ("f32", true) => Parameter::Memory(Kind::Float),
+            ("f64", true) => Parameter::Memory(Kind::Double),
+            ("bf16", true) => Parameter::Memory(Kind::BFloat16),
+            ("u8", true) => Parameter::Memory(Kind::Uint8),
+            ("u32" | "int", true) => Parameter::Memory(Kind::Int),
+            // Tables are laid out in words of 64 bits.
+            ("u64" | "i64" | "Piece" | "Move", true) => Parameter::Memory(Kind::Int64),
+            ("u32", false) => Parameter::Word,
+            ("f32", false) => Parameter::Float,
+            _ => return None,
+        })
+    });
+    Some((name, parameters.collect::<Option<_>>()?))
+}
+
+/// An argument as the driver takes it: by its address.
+#[derive(Clone, Copy)]
+union Slot {
+    address: *mut c_void,
+    word: u32,
+    float: f32,
+}
+
+/// The kernels of a device, and the stream on which the calling thread computes there.
+#[derive(Clone, Debug)]
+pub(crate) struct Queue {
+    module: Arc<Module>,
+    device: Device,
+    stream: *mut c_void,
+}
+
+impl Queue {
+    /// Over a stream that the driver stands in for.
+    #[cfg(test)]
+    pub(super) fn new(module: Arc<Module>, device: Device, stream: *mut c_void) -> Queue {
+        Queue { module, device, stream }
+    }
+
+    /// That of a GPU, or why the kernels cannot be had.
+    pub(crate) fn of(device: Device) -> Result<Queue> {
+        let refuse = |reason| Error::NoDevice { device: format!("{device:?}"), reason };
+        let Device::Cuda(index) = device else { return Err(refuse("it is no GPU".to_owned())) };
+        super::enter(device)?;
+        let module = on_gpu(index).map_err(refuse)?;
+        Ok(Queue { module, device, stream: current_stream(index)? })
+    }
+
+    /// Where it computes.
+    pub(crate) fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Queues `kernel` for so many blocks of 256 threads; none at all where there are none.
+    ///
+    /// The kernel must stay within its arguments, given those sizes: that is for the one who names it, beside the kernel's text.
+    pub(crate) fn launch(&self, kernel: &CStr, blocks: i64, arguments: &[Argument]) -> Result<()> {
+        let name = kernel.to_str().unwrap_or_default();
+        let refuse = |reason: String| Error::Foreign {
+            call: "launch a kernel",
+            reason: format!("{name}: {reason}"),
+        };
+        let parameters =
+            signatures().get(name).ok_or_else(|| refuse("there is none".to_owned()))?;
+        if parameters.len() != arguments.len() {
+            return Err(refuse(format!("{} arguments", arguments.len())));
+        }
+        if blocks == 0 {
+            return Ok(());
+        }
+        let wrong = |index: usize| refuse(format!("argument {index}: {:?}", arguments[index]));
+        let mut slots = Vec::with_capacity(arguments.len());
+        for (index, (argument, parameter)) in arguments.iter().zip(parameters).enumerate() {
+            slots.push(match (*argument, *parameter) {
+                (Argument::Memory(tensor), Parameter::Memory(kind))
+                    if tensor.kind() == kind
+                        && tensor.is_contiguous()
+                        && tensor.device() == self.device =>
+                {
+                    Slot { address: tensor.data_ptr() }
+                }
+                (Argument::Nothing, Parameter::Memory(_)) => Slot { address: std::ptr::null_mut() },
+                (Argument::Word(count), Parameter::Word) => {
+                    Slot { word: u32::try_from(count).map_err(|_| wrong(index))? }
+                }
+                (Argument::Float(float), Parameter::Float) => Slot { float },
+                _ => return Err(wrong(index)),
+            });
+        }
+        let blocks = u32::try_from(blocks).map_err(|_| refuse(format!("{blocks} blocks")))?;
+        let mut places: Vec<*mut c_void> =
+            slots.iter_mut().map(|slot| (&raw mut *slot).cast()).collect();
+        // SAFETY: types and number of the arguments are those of the source, which was compiled into this module. Memory is that
+        // of the device and of this stream: libtorch hands it out again to what is queued behind alone. A kernel stays within it
+        // where its sizes are right, as the caller has to see to.
+        unsafe { self.module.launch(kernel, [blocks, 256], &mut places, self.stream) }
+    }
+
+    /// Words in the memory of the device, by way of pinned memory: the host waits for nothing.
+    pub(crate) fn upload(&self, words: &[i64]) -> Result<Tensor> {
+        super::upload(self.device, words)
+    }
+
+    /// Memory of the device with nothing in it.
+    pub(crate) fn room(&self, shape: &[i64], kind: Kind) -> Result<Tensor> {
+        Ok(Tensor::f_empty(shape, (kind, self.device))?)
+    }
+}
+
+unsafe extern "C" {
+    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
+}
+
+/// The stream on which the calling thread computes, as the driver knows it.
+fn current_stream(index: usize) -> Result<*mut c_void> {
+    type Ask = unsafe extern "C" fn(i32, *mut *mut c_void) -> c_int;
+    let refuse =
+        |reason: &str| Error::Foreign { call: "ask for a stream", reason: reason.to_owned() };
+    // SAFETY: no library: the whole process is searched, where the GPU half of libtorch has been opened.
+    let found =
+        unsafe { dlsym(std::ptr::null_mut(), c"aoti_torch_get_current_cuda_stream".as_ptr()) };
+    if found.is_null() {
+        return Err(refuse("libtorch does not tell"));
+    }
+    // SAFETY: its type in libtorch's `shim.h`.
+    let ask = unsafe { std::mem::transmute::<*mut c_void, Ask>(found) };
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: the out-pointer outlives the call.
+    match unsafe { ask(index as i32, &raw mut stream) } {
+        0 => Ok(stream),
+        _ => Err(refuse("libtorch refuses")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the emulator's list and the parser see of the source is the same set of kernels.
+    #[test]
+    fn every_kernel_has_a_signature() {
+        let texts = SOURCES.iter().map(|(_, text)| text.to_str().unwrap());
+        let written: usize = texts.map(|text| text.matches("\nKERNEL(").count()).sum();
+        assert_eq!(signatures().len(), written);
+        assert_eq!(
+            signatures()["scale_rows_bf16"],
+            [
+                Parameter::Memory(Kind::BFloat16),
+                Parameter::Memory(Kind::Float),
+                Parameter::Memory(Kind::BFloat16),
+                Parameter::Float,
+                Parameter::Word
+            ]
+        );
+        assert_eq!(signatures()["depth_average"][0], Parameter::Memory(Kind::Float));
+    }
+}

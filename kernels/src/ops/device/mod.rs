@@ -1,0 +1,330 @@
+//! The table of a GPU: our own kernels (`device/` of this crate) where there is one, libtorch's operators for products,
+//! attention and the rest.
+//!
+//! Tensors stay on the device, and the host waits for nothing but what an operation answers with in numbers: `squares`, and in
+//! `dispatch` how many tokens each expert has. What a kernel is given is checked by [`super::check`], as in every table, and by
+//! the launch against the kernel's own parameters.
+
+mod heads;
+mod router;
+mod rows;
+mod step;
+mod tokens;
+
+use std::ffi::CStr;
+use std::sync::OnceLock;
+
+use tch::{Device, Kind, Tensor};
+
+use super::{
+    AdamW, Attended, Attention, AttentionGrads, ConvGrads, CrossEntropy, CrossEntropyGrads,
+    DepthwiseConv, Dispatch, Moved, NewtonSchulz, Ops, QueryKey, QueryKeyGrads, REFERENCE,
+    ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, cross_entropy,
+};
+use crate::device::queue::{Argument, Queue};
+use crate::{Error, Result};
+
+/// The table; where it launches is found by the device of what it is given.
+#[derive(Debug)]
+pub(super) struct Own {
+    queue: fn(Device) -> Result<Queue>,
+}
+
+impl Own {
+    /// That of GPUs.
+    pub(super) const GPU: Own = Own { queue: Queue::of };
+
+    /// One that launches elsewhere.
+    #[cfg(test)]
+    pub(super) const fn on(queue: fn(Device) -> Result<Queue>) -> Own {
+        Own { queue }
+    }
+
+    fn at(&self, tensor: &Tensor) -> Result<Queue> {
+        (self.queue)(tensor.device())
+    }
+}
+
+/// Blocks of a kernel that has 1,024 elements each of a matrix (`elements.h`), which holds fewer than 2^32.
+fn blocks(rows: i64, width: i64) -> Result<i64> {
+    let elements = rows.checked_mul(width).filter(|elements| *elements < 1 << 32);
+    let refuse = || Error::Foreign {
+        call: "launch a kernel",
+        reason: format!("a matrix of {rows} x {width} has more than 2^32 elements"),
+    };
+    Ok((elements.ok_or_else(refuse)? + 1023) / 1024)
+}
+
+/// A list of one has one answer.
+fn unreached(operation: &'static str) -> Error {
+    Error::Foreign { call: operation, reason: "it has no answer".to_owned() }
+}
+
+/// A kernel over the elements of a matrix, whose parameters end with its size.
+fn each(queue: &Queue, kernel: &CStr, [rows, width]: [i64; 2], memory: &[Argument]) -> Result<()> {
+    let arguments = [memory, &[rows.into(), width.into()]].concat();
+    queue.launch(kernel, blocks(rows, width)?, &arguments)
+}
+
+/// The kernel for f32, or the one for bf16.
+fn by_kind<'a>(tensor: &Tensor, [wide, narrow]: [&'a CStr; 2]) -> &'a CStr {
+    if tensor.kind() == Kind::Float { wide } else { narrow }
+}
+
+impl Ops for Own {
+    fn name(&self) -> &'static str {
+        static NAME: OnceLock<String> = OnceLock::new();
+        NAME.get_or_init(|| format!("device 1, kernels {:016x}", crate::device::kernels_digest()))
+    }
+
+    fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
+        REFERENCE.matmul(left, right)
+    }
+
+    fn matmul_into(&self, out: &Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
+        REFERENCE.matmul_into(out, left, right)
+    }
+
+    fn matmul_add(&self, out: &mut Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
+        REFERENCE.matmul_add(out, left, right)
+    }
+
+    fn attention(&self, by: Attention) -> Result<Attended> {
+        REFERENCE.attention(by)
+    }
+
+    fn attention_backward(
+        &self,
+        by: Attention,
+        saved: Vec<[Tensor; 2]>,
+        grad: &Tensor,
+        out: AttentionGrads,
+    ) -> Result<()> {
+        REFERENCE.attention_backward(by, saved, grad, out)
+    }
+
+    fn value_shift(&self, current: &Tensor, delayed: &Tensor, starts: &Tensor) -> Result<Tensor> {
+        heads::value_shift(&self.at(current)?, current, delayed, starts)
+    }
+
+    fn value_shift_backward(&self, grad: Tensor, current: i64, starts: &Tensor) -> Result<Tensor> {
+        heads::value_shift_backward(&self.at(&grad)?, &grad, current, starts)
+    }
+
+    fn embedding(
+        &self,
+        table: &Tensor,
+        tokens: &Tensor,
+        bias: &Tensor,
+        scale: &Tensor,
+    ) -> Result<[Tensor; 2]> {
+        tokens::embedding(&self.at(table)?, table, tokens, bias, scale)
+    }
+
+    fn embedding_backward(
+        &self,
+        tokens: &Tensor,
+        embedded: &Tensor,
+        scale: &Tensor,
+        grad: &Tensor,
+        table: &mut Tensor,
+    ) -> Result<[Tensor; 2]> {
+        tokens::embedding_backward(&self.at(grad)?, tokens, embedded, scale, grad, table)
+    }
+
+    fn router(
+        &self,
+        by: RouterWeights,
+        x: &Tensor,
+        before: Option<&Tensor>,
+        balance: &Tensor,
+    ) -> Result<(Routes, RouterSaved)> {
+        router::router(&self.at(x)?, by, x, before, balance)
+    }
+
+    fn router_backward(
+        &self,
+        by: RouterWeights,
+        x: &Tensor,
+        saved: RouterSaved,
+        weight: &Tensor,
+        state: Option<&Tensor>,
+    ) -> Result<RouterGrads> {
+        router::router_backward(&self.at(x)?, by, x, saved, weight, state)
+    }
+
+    fn dispatch(&self, choice: &Tensor, classes: i64) -> Result<Dispatch> {
+        tokens::dispatch(&self.at(choice)?, choice, classes)
+    }
+
+    fn permute(&self, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
+        tokens::permute(&self.at(x)?, x, by)
+    }
+
+    fn unpermute(&self, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
+        tokens::unpermute(&self.at(x)?, x, by)
+    }
+
+    fn cross_entropy(&self, by: CrossEntropy) -> Result<Tensor> {
+        match by.shards {
+            1 => router::cross_entropy(&self.at(by.hidden)?, self, by),
+            _ => cross_entropy::cross_entropy(self, by),
+        }
+    }
+
+    fn cross_entropy_backward(&self, by: CrossEntropy, divisor: f64) -> Result<CrossEntropyGrads> {
+        match by.shards {
+            1 => router::cross_entropy_backward(&self.at(by.hidden)?, self, by, divisor),
+            _ => cross_entropy::cross_entropy_backward(self, by, divisor),
+        }
+    }
+
+    fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+        rows::rms_norm(&self.at(x)?, x, weight, eps)
+    }
+
+    fn rms_norm_backward(
+        &self,
+        x: &Tensor,
+        factors: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        rows::rms_norm_backward(&self.at(x)?, x, factors, weight, grad)
+    }
+
+    fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
+        rows::residual(&self.at(branch)?, branch, residual, by)
+    }
+
+    fn residual_backward(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: Scaling,
+        grad: &Tensor,
+    ) -> Result<ResidualGrads> {
+        rows::residual_backward(&self.at(branch)?, branch, residual, by, grad)
+    }
+
+    fn depthwise_conv(&self, z: &Tensor, by: DepthwiseConv) -> Result<Tensor> {
+        heads::depthwise_conv(&self.at(z)?, z, by)
+    }
+
+    fn depthwise_conv_backward(
+        &self,
+        z: &Tensor,
+        by: DepthwiseConv,
+        grad: &Tensor,
+    ) -> Result<ConvGrads> {
+        heads::depthwise_conv_backward(&self.at(z)?, z, by, grad)
+    }
+
+    fn query_key(&self, z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
+        heads::query_key(&self.at(z)?, z, raw, by)
+    }
+
+    fn query_key_backward(
+        &self,
+        raw: &Tensor,
+        factors: &Tensor,
+        by: QueryKey,
+        grad: Tensor,
+    ) -> Result<QueryKeyGrads> {
+        heads::query_key_backward(&self.at(raw)?, raw, factors, by, grad)
+    }
+
+    fn means_backward(&self, raw: &Tensor, shape: [i64; 3], z: &mut Tensor) -> Result<()> {
+        heads::means_backward(&self.at(raw)?, raw, shape, z)
+    }
+
+    fn swiglu(&self, x: &Tensor) -> Result<Tensor> {
+        heads::swiglu(&self.at(x)?, x)
+    }
+
+    fn swiglu_backward(&self, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
+        heads::swiglu_backward(&self.at(x)?, x, grad)
+    }
+
+    fn gather(&self, x: &Tensor, places: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        tokens::gather(&self.at(x)?, x, places, weight)
+    }
+
+    fn gather_backward(
+        &self,
+        x: &Tensor,
+        places: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+    ) -> Result<[Tensor; 2]> {
+        tokens::gather_backward(&self.at(x)?, x, places, weight, grad)
+    }
+
+    fn adamw(
+        &self,
+        by: AdamW,
+        weight: &mut Tensor,
+        [first, second]: [&mut Tensor; 2],
+        gradient: &Tensor,
+    ) -> Result<()> {
+        self.all_adamw(by, &mut [Moved { weight, moments: [first, second], gradient }])
+    }
+
+    fn nesterov(
+        &self,
+        momentum: &mut Tensor,
+        gradient: &Tensor,
+        by: f32,
+        scale: f32,
+    ) -> Result<Tensor> {
+        let all = self.all_nesterov(&mut [(momentum, gradient)], by, scale)?;
+        all.into_iter().next().ok_or_else(|| unreached("nesterov"))
+    }
+
+    fn descend(&self, weight: &mut Tensor, direction: &Tensor, keep: f32, rate: f32) -> Result<()> {
+        self.all_descend(&mut [(weight, direction, rate)], keep)
+    }
+
+    fn newton_schulz(&self, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
+        step::newton_schulz(&self.at(stack)?, stack, by)
+    }
+
+    fn squares(&self, x: &Tensor) -> Result<f64> {
+        Ok(self.all_squares(std::slice::from_ref(x))?.pop().unwrap_or(0.0))
+    }
+
+    fn all_squares(&self, tensors: &[Tensor]) -> Result<Vec<f64>> {
+        let Some(one) = tensors.first() else { return Ok(Vec::new()) };
+        step::squares(&self.at(one)?, tensors)
+    }
+
+    fn all_differences(&self, pairs: &[[Tensor; 2]]) -> Result<Vec<f64>> {
+        let Some([one, _]) = pairs.first() else { return Ok(Vec::new()) };
+        step::differences(&self.at(one)?, pairs)
+    }
+
+    fn all_copies(&self, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
+        let Some(one) = tensors.first() else { return Ok(Vec::new()) };
+        step::copies(&self.at(one)?, tensors)
+    }
+
+    fn all_adamw(&self, by: AdamW, tensors: &mut [Moved]) -> Result<()> {
+        let Some(one) = tensors.first() else { return Ok(()) };
+        step::adamw(&self.at(one.gradient)?, by, tensors)
+    }
+
+    fn all_nesterov(
+        &self,
+        pairs: &mut [(&mut Tensor, &Tensor)],
+        by: f32,
+        scale: f32,
+    ) -> Result<Vec<Tensor>> {
+        let Some((_, one)) = pairs.first() else { return Ok(Vec::new()) };
+        step::nesterov(&self.at(one)?, pairs, by, scale)
+    }
+
+    fn all_descend(&self, moves: &mut [(&mut Tensor, &Tensor, f32)], keep: f32) -> Result<()> {
+        let Some((_, one, _)) = moves.first() else { return Ok(()) };
+        step::descend(&self.at(one)?, moves, keep)
+    }
+}

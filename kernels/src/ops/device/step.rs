@@ -1,0 +1,164 @@
+//! The optimizer: elementwise passes by a table of tensors, and what stands between the products of Newton-Schulz.
+
+use std::ffi::CStr;
+
+use tch::{Kind, Tensor};
+
+use super::{Argument, Queue};
+use crate::Result;
+use crate::device::pieces::{self, Piece};
+use crate::ops::{AdamW, Moved, NewtonSchulz, check};
+
+/// Elements of a block.
+const EACH: i64 = 1024;
+
+/// A tensor to be moved, as a row of the table (`Move` in `optimizer.h`).
+struct Move<'a> {
+    weight: Option<&'a Tensor>,
+    first: Option<&'a Tensor>,
+    second: Option<&'a Tensor>,
+    gradient: &'a Tensor,
+    keep: f32,
+    rate: f32,
+}
+
+/// The table of these, on the device, and its blocks.
+fn table(queue: &Queue, moves: &[Move]) -> Result<(Tensor, i64)> {
+    let (mut rows, mut blocks) = (Vec::with_capacity(7 * moves.len()), 0);
+    for one in moves.iter().filter(|one| one.gradient.numel() > 0) {
+        let address = |tensor: &Tensor| tensor.data_ptr() as i64;
+        let elements = one.gradient.numel() as i64;
+        rows.extend([one.weight, one.first, one.second].map(|tensor| tensor.map_or(0, address)));
+        rows.extend([address(one.gradient), elements]);
+        rows.push(i64::from(one.keep.to_bits()) | i64::from(one.rate.to_bits()) << 32);
+        rows.push(blocks);
+        blocks += (elements + EACH - 1) / EACH;
+    }
+    Ok((queue.upload(&rows)?, blocks))
+}
+
+/// Launches a kernel over a table of tensors; nothing where they are empty.
+fn launch(queue: &Queue, kernel: &CStr, moves: &[Move], numbers: &[Argument]) -> Result<()> {
+    let (table, blocks) = table(queue, moves)?;
+    let count = table.size()[0] / 7;
+    queue.launch(kernel, blocks, &[&[(&table).into(), count.into()][..], numbers].concat())
+}
+
+pub(super) fn adamw(queue: &Queue, by: AdamW, tensors: &[Moved]) -> Result<()> {
+    let mut moves = Vec::with_capacity(tensors.len());
+    for Moved { weight, moments: [first, second], gradient } in tensors {
+        check::adamw(weight, [first, second], gradient)?;
+        let (weight, first, second) = (Some(&**weight), Some(&**first), Some(&**second));
+        moves.push(Move { weight, first, second, gradient, keep: by.keep, rate: by.rate });
+    }
+    let numbers = [by.scale, by.first, by.second, by.root, by.eps].map(Argument::from);
+    launch(queue, c"adamw", &moves, &numbers)
+}
+
+pub(super) fn nesterov(
+    queue: &Queue,
+    pairs: &[(&mut Tensor, &Tensor)],
+    by: f32,
+    scale: f32,
+) -> Result<Vec<Tensor>> {
+    pairs
+        .iter()
+        .try_for_each(|(momentum, gradient)| check::nesterov(momentum, gradient).map(drop))?;
+    let gradients: Vec<_> = pairs.iter().map(|(_, gradient)| gradient.shallow_clone()).collect();
+    let out = copies(queue, &gradients)?;
+    let mut moves = Vec::with_capacity(pairs.len());
+    for ((momentum, _), gradient) in pairs.iter().zip(&out) {
+        let first = Some(&**momentum);
+        moves.push(Move { weight: None, first, second: None, gradient, keep: 0.0, rate: 0.0 });
+    }
+    launch(queue, c"nesterov", &moves, &[scale.into(), by.into()])?;
+    Ok(out)
+}
+
+pub(super) fn descend(
+    queue: &Queue,
+    moves: &[(&mut Tensor, &Tensor, f32)],
+    keep: f32,
+) -> Result<()> {
+    let mut rows = Vec::with_capacity(moves.len());
+    for (weight, direction, rate) in moves {
+        check::descend(weight, direction)?;
+        let weight = Some(&**weight);
+        let (first, second, gradient, rate) = (None, None, *direction, *rate);
+        rows.push(Move { weight, first, second, gradient, keep, rate });
+    }
+    launch(queue, c"descend", &rows, &[])
+}
+
+/// Into one buffer.
+pub(super) fn copies(queue: &Queue, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
+    let call = check::Call("copies");
+    tensors.iter().try_for_each(|tensor| call.f32("x", tensor, &tensor.size()))?;
+    let all =
+        queue.room(&[tensors.iter().map(|tensor| tensor.numel() as i64).sum()], Kind::Float)?;
+    let (mut out, mut at) = (Vec::with_capacity(tensors.len()), 0);
+    for tensor in tensors {
+        let count = tensor.numel() as i64;
+        out.push(all.f_narrow(0, at, count)?.f_view(tensor.size().as_slice())?);
+        at += count;
+    }
+    let piece = |(tensor, out)| Piece { tensor, other: Some(out), first: 0, salt: 0 };
+    pieces::copy(queue, &tensors.iter().zip(&out).map(piece).collect::<Vec<_>>())?;
+    Ok(out)
+}
+
+/// The sum of squares of each tensor, in pieces of which 16 lanes have one each.
+pub(super) fn squares(queue: &Queue, tensors: &[Tensor]) -> Result<Vec<f64>> {
+    let call = check::Call("squares");
+    tensors.iter().try_for_each(|tensor| call.f32("x", tensor, &tensor.size()))?;
+    let piece = |tensor| Piece { tensor, other: None, first: 0, salt: 0 };
+    pieces::squares(queue, &tensors.iter().map(piece).collect::<Vec<_>>())
+}
+
+/// The same of differences.
+pub(super) fn differences(queue: &Queue, pairs: &[[Tensor; 2]]) -> Result<Vec<f64>> {
+    let call = check::Call("differences");
+    for [one, other] in pairs {
+        call.f32("one", one, &one.size())?;
+        call.f32("other", other, &one.size())?;
+    }
+    let pieces: Vec<_> = pairs
+        .iter()
+        .map(|[tensor, other]| Piece { tensor, other: Some(other), first: 0, salt: 0 })
+        .collect();
+    pieces::squares(queue, &pieces)
+}
+
+/// Each matrix by itself: a library's batch may have other bits than its members.
+pub(super) fn newton_schulz(queue: &Queue, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
+    let [rows, columns] = check::newton_schulz(stack)?;
+    if stack.dim() == 2 {
+        return one(queue, stack, by);
+    }
+    let out = stack.f_empty_like()?;
+    let (from, into) = (stack.f_view([-1, rows, columns])?, out.f_view([-1, rows, columns])?);
+    for matrix in 0..from.size()[0] {
+        into.f_get(matrix)?.f_copy_(&one(queue, &from.f_get(matrix)?, by)?)?;
+    }
+    Ok(out)
+}
+
+/// `X <- P X` with `P = a I + b A + c A A`, `A = X X^T`, which one pass makes of `A` and `A A`.
+fn one(queue: &Queue, matrix: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
+    let tall = matrix.size()[0] > matrix.size()[1];
+    let matrix = if tall { matrix.f_tr()? } else { matrix.shallow_clone() };
+    let length = matrix.f_norm()?.f_add_scalar(f64::from(by.eps))?;
+    let mut x = matrix.f_div(&length)?.f_contiguous()?;
+    let side = x.size()[0];
+    for _ in 0..by.steps {
+        let square = x.f_mm(&x.f_tr()?)?;
+        let fourth = square.f_mm(&square)?;
+        let memory = [&square, &fourth].map(Argument::from);
+        let [a, b, c] = by.coefficients.map(Argument::from);
+        let arguments = [&memory[..], &[side.into(), 1.into(), a, b, c]].concat();
+        let blocks = super::blocks(side, side)?;
+        queue.launch(c"newton_schulz_polynomial", blocks, &arguments)?;
+        x = fourth.f_mm(&x)?;
+    }
+    Ok(if tall { x.f_tr()?.f_contiguous()? } else { x })
+}
