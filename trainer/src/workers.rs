@@ -153,6 +153,14 @@ impl Workers {
         Ok(results)
     }
 
+    /// Items for [`Workers::map`]: each by itself in main memory, all as one on a device, which is asked once for many numbers.
+    pub fn batched<I>(device: tch::Device, items: impl IntoIterator<Item = I>) -> Vec<Vec<I>> {
+        match device {
+            tch::Device::Cpu => items.into_iter().map(|item| vec![item]).collect(),
+            _ => vec![items.into_iter().collect()],
+        }
+    }
+
     /// Runs `worker` on every worker that finds an item. Even a single one has a thread of its own, so that it computes under
     /// the same conditions as many do.
     fn run(self, items: u64, worker: impl Fn() -> Result<()> + Sync) -> Result<()> {

@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use contract::{Fault, Result};
 use kernels::checksum;
 use kernels::tree::Nodes;
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use super::sum::Sum;
 use crate::model::{ParamId, Sink};
@@ -27,11 +27,16 @@ pub(crate) struct Gradients {
 #[derive(Default)]
 pub(crate) struct Checksum(pub(crate) u64);
 
+/// Gradients of a device whose checksums are made by one launch: they wait for each other that long.
+const TOGETHER: usize = 16;
+
 /// The sink of one micro-batch.
 pub(crate) struct LeafSink<'s, 'a> {
     sum: &'s Sum<'a>,
     leaf: u64,
     checksum: Checksum,
+    /// What has not been handed on.
+    waiting: Vec<(ParamId, Tensor)>,
 }
 
 impl Gradients {
@@ -75,34 +80,46 @@ fn missing() -> Fault {
 impl<'s, 'a> LeafSink<'s, 'a> {
     /// That of micro-batch `leaf`, which hands its gradients to `sum`.
     pub(super) fn new(sum: &'s Sum<'a>, leaf: u64) -> Self {
-        LeafSink { sum, leaf, checksum: Checksum::default() }
+        LeafSink { sum, leaf, checksum: Checksum::default(), waiting: Vec::new() }
     }
 
-    /// Over what was handed over so far.
-    pub(crate) fn checksum(&self) -> u64 {
-        self.checksum.0
+    /// Over what was handed over so far, which is then handed on.
+    pub(crate) fn checksum(&mut self) -> Result<u64> {
+        self.pass()?;
+        Ok(self.checksum.0)
+    }
+
+    /// Hands on what waits: an addition may change a gradient in place, so its checksum comes first.
+    fn pass(&mut self) -> Result<()> {
+        self.checksum.take(&self.waiting);
+        let mut waiting = self.waiting.drain(..);
+        waiting.try_for_each(|(id, gradient)| self.sum.add(id.index(), self.leaf, gradient))
     }
 }
 
 impl Checksum {
-    fn take(&mut self, id: ParamId, gradient: &Tensor) {
+    fn take(&mut self, gradients: &[(ParamId, Tensor)]) {
         let _watch = timing::part(timing::Part::LeafSums);
-        let own = checksum::tensor(gradient, salt(Part::LeafGradient, id.index()));
-        self.0 = self.0.wrapping_add(own);
+        let mut slices = Vec::with_capacity(gradients.len());
+        for (id, gradient) in gradients {
+            slices.push((gradient, 0, salt(Part::LeafGradient, id.index())));
+        }
+        self.0 = checksum::slices(&slices).into_iter().fold(self.0, u64::wrapping_add);
     }
 }
 
 impl Sink for Checksum {
     fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
-        self.take(id, &gradient);
+        self.take(&[(id, gradient)]);
         Ok(())
     }
 }
 
 impl Sink for LeafSink<'_, '_> {
     fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
-        self.checksum.take(id, &gradient);
-        self.sum.add(id.index(), self.leaf, gradient)
+        let together = if gradient.device() == Device::Cpu { 1 } else { TOGETHER };
+        self.waiting.push((id, gradient));
+        if self.waiting.len() < together { Ok(()) } else { self.pass() }
     }
 }
 
@@ -117,7 +134,6 @@ mod tests {
     use kernels::group::Group;
     use kernels::share::Frozen;
     use kernels::tree::Counter;
-    use tch::Device;
 
     /// Micro-batches that workers compute in any order come to the sum of whole gradients in order, and to their checksums.
     #[test]
@@ -163,7 +179,7 @@ mod tests {
                         let (mut sink, how) = (sum.sink(leaf), LeafOptions::default());
                         model::micro_batch(config, &params, &balance, staged, 120, how, &mut sink)
                             .unwrap();
-                        assert_eq!(sink.checksum(), wanted[leaf as usize]);
+                        assert_eq!(sink.checksum().unwrap(), wanted[leaf as usize]);
                     }
                 });
             }

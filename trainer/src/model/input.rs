@@ -28,13 +28,12 @@ pub struct LeafInput<'a> {
 }
 
 /// A leaf on its way to the device: made by a prefetcher's last stage, computed by [`super::micro_batch`].
+///
+/// One copy moves all of it, in words of 64 bits: tokens, labels, positions, starts of spans, and the mask, two f32 a word.
 #[derive(Debug)]
 pub struct StagedLeaf {
-    tokens: Staged,
-    labels: Staged,
-    positions: Staged,
-    mask: Staged,
-    starts: Staged,
+    words: Staged,
+    tokens: i64,
     spans: Vec<Span>,
     rows: i64,
     label_count: u64,
@@ -109,25 +108,26 @@ impl LeafInput<'_> {
     /// Checks the leaf and starts moving it; on a GPU beside the computation.
     pub fn stage(&self, config: &ZayaConfig, stager: &Stager) -> Result<StagedLeaf> {
         self.validate(config)?;
-        let labelled: Vec<u8> = self.mask.iter().map(|&mask| u8::from(mask != 0)).collect();
-        let labels = self.labels.iter().zip(&labelled);
+        let (count, spans) = (self.tokens.len(), self.spans(config.document_mask));
+        let mut words = Vec::with_capacity(3 * count + spans.len() + count.div_ceil(2));
+        words.extend(self.tokens.iter().copied().map(i64::from));
         // A place without a label may hold anything: 0 is a token of every vocabulary.
-        let labels = labels.map(|(&label, &mask)| if mask == 0 { 0 } else { label }).collect();
-        let positions = match config.document_mask {
-            true => self.positions.to_vec(),
-            false => (0..self.rows).flat_map(|_| 0..self.seq_len as i32).collect(),
-        };
-        let spans = self.spans(config.document_mask);
-        let starts = spans.iter().map(|span| span.start).collect::<Vec<i64>>();
-        let count = [self.tokens.len() as i64];
-        let machine = |error: kernels::Error| Fault::machine(error.to_string());
+        let labels = self.labels.iter().zip(self.mask);
+        words.extend(labels.map(|(&label, &mask)| if mask == 0 { 0 } else { i64::from(label) }));
+        match config.document_mask {
+            true => words.extend(self.positions.iter().copied().map(i64::from)),
+            false => words.extend((0..self.rows).flat_map(|_| 0..self.seq_len as i64)),
+        }
+        words.extend(spans.iter().map(|span| span.start));
+        let bits = |mask: &u8| i64::from(f32::from(u8::from(*mask != 0)).to_bits());
+        let pair = |pair: &[u8]| bits(&pair[0]) | pair.get(1).map_or(0, bits) << 32;
+        words.extend(self.mask.chunks(2).map(pair));
+        let length = [words.len() as i64];
+        let staged = stager.put(words, &length);
         Ok(StagedLeaf {
-            tokens: stager.put(self.tokens.to_vec(), &count).map_err(machine)?,
-            labels: stager.put::<i32>(labels, &count).map_err(machine)?,
-            positions: stager.put(positions, &count).map_err(machine)?,
-            label_count: labelled.iter().map(|&mask| u64::from(mask)).sum(),
-            mask: stager.put(labelled, &count).map_err(machine)?,
-            starts: stager.put(starts, &[spans.len() as i64]).map_err(machine)?,
+            words: staged.map_err(|error| Fault::machine(error.to_string()))?,
+            tokens: count as i64,
+            label_count: self.mask.iter().filter(|mask| **mask != 0).count() as u64,
             spans,
             rows: self.rows as i64,
         })
@@ -158,20 +158,24 @@ impl LeafInput<'_> {
 }
 
 impl StagedLeaf {
-    /// Waits, on the device, for every array.
+    /// Waits, on the device, for the copy; the arrays are views of it.
     pub(super) fn arrive(self) -> Result<Prepared> {
-        let wait = |staged: Staged, kind| {
-            staged.wait().and_then(|there| Ok(there.f_to_kind(kind)?)).map_err(refused)
+        let StagedLeaf { words, tokens, spans, rows, label_count } = self;
+        let (words, starts) = (words.wait().map_err(refused)?, spans.len() as i64);
+        let part = |first, count| words.f_narrow(0, first, count);
+        let views = || -> kernels::Result<_> {
+            let mask = part(3 * tokens + starts, (tokens + 1) / 2)?.f_view_dtype(Kind::Float)?;
+            Ok(Prepared {
+                tokens: part(0, tokens)?,
+                labels: part(tokens, tokens)?,
+                positions: part(2 * tokens, tokens)?,
+                mask: mask.f_narrow(0, 0, tokens)?,
+                starts: part(3 * tokens, starts)?,
+                spans,
+                rows,
+                label_count,
+            })
         };
-        Ok(Prepared {
-            tokens: wait(self.tokens, Kind::Int64)?,
-            labels: wait(self.labels, Kind::Int64)?,
-            positions: wait(self.positions, Kind::Int64)?,
-            mask: wait(self.mask, Kind::Float)?,
-            starts: wait(self.starts, Kind::Int64)?,
-            spans: self.spans,
-            rows: self.rows,
-            label_count: self.label_count,
-        })
+        views().map_err(refused)
     }
 }

@@ -51,7 +51,8 @@ impl AdamW {
         ops.adamw(self.rounded(scale), weight, moments, gradient)
     }
 
-    fn rounded(&self, scale: f64) -> ops::AdamW {
+    /// The same numbers, rounded to what the elements are computed in.
+    pub(super) fn rounded(&self, scale: f64) -> ops::AdamW {
         ops::AdamW {
             keep: self.keep as f32,
             first: (1.0 - self.beta1) as f32,

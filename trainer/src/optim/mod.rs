@@ -9,6 +9,7 @@ pub mod guard;
 pub mod muon;
 pub mod norm;
 pub mod schedule;
+mod together;
 
 use contract::Result;
 use kernels::ops::Ops;
@@ -94,6 +95,14 @@ pub(crate) enum Item {
     Flat { weight: Tensor, first: Tensor, second: Tensor, gradient: Tensor, decay: bool },
 }
 
+impl Item {
+    fn weight(&self) -> &Tensor {
+        match self {
+            Item::Matrix { weight, .. } | Item::Flat { weight, .. } => weight,
+        }
+    }
+}
+
 /// The numbers of one step.
 #[derive(Clone, Copy, Debug)]
 pub struct At {
@@ -124,6 +133,15 @@ pub(crate) fn run(
         )
     };
     let (plain, decayed) = (adamw(false), adamw(true));
+    if items.first().is_some_and(|item| item.weight().device() != tch::Device::Cpu) {
+        let rules = together::Rules { muon, plain, decayed, scale };
+        return workers
+            .map(together::groups(items), |items| {
+                let _watch = part(Part::AdamW);
+                tch::no_grad(|| rules.apply(ops, items)).map_err(refused)
+            })
+            .map(|moved| moved.into_iter().flatten().collect());
+    }
     let work = |item| match item {
         Item::Matrix { weight, mut momentum, gradient } => {
             let _watch = part(Part::Muon);

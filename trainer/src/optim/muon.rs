@@ -50,6 +50,11 @@ impl Muon {
         ops.newton_schulz(&direction, QUINTIC)
     }
 
+    /// By what a direction is multiplied before it moves a matrix with so many rows or columns, whichever are more.
+    pub(super) fn rate(&self, longest: i64) -> f64 {
+        self.lr * 0.2 * (longest as f64).sqrt()
+    }
+
     /// Moves the weights of a matrix with so many rows or columns, whichever are more, or any part of them by the same part of
     /// the direction: elementwise.
     pub fn descend(
@@ -59,8 +64,7 @@ impl Muon {
         direction: &Tensor,
         longest: i64,
     ) -> Result<()> {
-        let rate = self.lr * 0.2 * (longest as f64).sqrt();
-        ops.descend(weight, direction, self.keep as f32, rate as f32)
+        ops.descend(weight, direction, self.keep as f32, self.rate(longest) as f32)
     }
 }
 

@@ -20,11 +20,14 @@ pub fn squares(ops: &dyn Ops, tensor: &Tensor) -> Result<f64> {
 
 /// The sums of squares of a tensor's chunks, or of those of a slice that starts where one of its tensor's does.
 pub fn chunks(ops: &dyn Ops, tensor: &Tensor) -> Result<Vec<f64>> {
+    ops.all_squares(&cut(tensor)).map_err(refused)
+}
+
+/// The chunks of a tensor.
+pub fn cut(tensor: &Tensor) -> Vec<Tensor> {
     let flat = tensor.reshape([-1]);
     let starts = (0..flat.size()[0]).step_by(CHUNK as usize);
-    let chunk = |start| flat.narrow(0, start, CHUNK.min(flat.size()[0] - start));
-    let squares = starts.map(|start| ops.squares(&chunk(start)));
-    squares.collect::<kernels::Result<_>>().map_err(refused)
+    starts.map(|start| flat.narrow(0, start, CHUNK.min(flat.size()[0] - start))).collect()
 }
 
 /// The tree over the chunks of a tensor.

@@ -274,13 +274,21 @@ impl State {
             let second = second.as_ref().map(Tensor::shallow_clone);
             (piece.clone(), weight, first.shallow_clone(), second)
         });
-        workers.map(items.collect(), |(piece, weight, first, second)| {
-            let (at, index) = (piece.first as u64, piece.tensor);
+        let device = self.weights.first().map_or(tch::Device::Cpu, Tensor::device);
+        let found = workers.map(Workers::batched(device, items), |items: Vec<_>| {
             let _watch = timing::part(timing::Part::StateSums);
-            let sum = |tensor: &Tensor, part| checksum::slice(tensor, at, salt(part, index));
-            let second = second.map_or(0, |second| sum(&second, Part::Second));
-            Ok([sum(&weight, Part::Weight), sum(&first, Part::First), second])
-        })
+            let mut slices = Vec::with_capacity(3 * items.len());
+            for (piece, weight, first, second) in &items {
+                let of = |tensor, part| (tensor, piece.first as u64, salt(part, piece.tensor));
+                slices.extend([of(weight, Part::Weight), of(first, Part::First)]);
+                slices.extend(second.as_ref().map(|second| of(second, Part::Second)));
+            }
+            let mut sums = checksum::slices(&slices).into_iter();
+            let mut next = || sums.next().unwrap_or_default();
+            let three = |has_second| [next(), next(), if has_second { next() } else { 0 }];
+            Ok(items.iter().map(|(.., second)| second.is_some()).map(three).collect::<Vec<_>>())
+        })?;
+        Ok(found.into_iter().flatten().collect())
     }
 
     /// The checksums of the whole state, from those of all pieces in canonical order.

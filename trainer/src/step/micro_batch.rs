@@ -147,7 +147,7 @@ impl MicroBatches<'_> {
             }
             (None, Some(sum)) => {
                 let mut sink = sum.sink(number);
-                (compute(staged, options.into(), &mut sink)?, sink.checksum())
+                (compute(staged, options.into(), &mut sink)?, sink.checksum()?)
             }
             (None, None) => {
                 let mut sink = Checksum::default();

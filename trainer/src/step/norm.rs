@@ -2,15 +2,17 @@
 
 use contract::Result;
 use kernels::checksum;
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use super::Context;
 use crate::ledger;
 use crate::mesh::words::Writer;
 use crate::optim::norm;
+use crate::refusal::refused;
 use crate::state::ownership::{Ownership, Piece};
 use crate::state::{Part, salt};
 use crate::timing;
+use crate::workers::Workers;
 
 /// What all ranks found of the summed gradient.
 pub(super) struct Norms {
@@ -24,15 +26,25 @@ pub(super) struct Norms {
 
 /// Checksums and norms of the summed gradient, of which `own` are this rank's pieces.
 pub(super) fn norm_of(cx: Context<'_>, owners: &Ownership, own: &[Tensor]) -> Result<Norms> {
+    let device = own.first().map_or(Device::Cpu, Tensor::device);
     let items = owners.own().cloned().zip(own.iter().map(Tensor::shallow_clone));
-    let found = cx.workers.map(items.collect(), |(piece, gradient): (Piece, Tensor)| {
-        let _watch = timing::part(timing::Part::Norm);
-        let salt = salt(Part::Gradient, piece.tensor);
-        let squares = norm::chunks(cx.workers.ops(), &gradient)?;
-        Ok((checksum::slice(&gradient, piece.first as u64, salt), squares))
-    })?;
+    let found =
+        cx.workers.map(Workers::batched(device, items), |items: Vec<(Piece, Tensor)>| {
+            let _watch = timing::part(timing::Part::Norm);
+            let mut slices = Vec::with_capacity(items.len());
+            for (piece, gradient) in &items {
+                slices.push((gradient, piece.first as u64, salt(Part::Gradient, piece.tensor)));
+            }
+            let cut: Vec<Vec<Tensor>> =
+                items.iter().map(|(_, gradient)| norm::cut(gradient)).collect();
+            let counts: Vec<usize> = cut.iter().map(Vec::len).collect();
+            let chunks: Vec<Tensor> = cut.into_iter().flatten().collect();
+            let mut squares = cx.workers.ops().all_squares(&chunks).map_err(refused)?.into_iter();
+            let squares = counts.into_iter().map(|count| squares.by_ref().take(count).collect());
+            Ok(checksum::slices(&slices).into_iter().zip(squares).collect())
+        })?;
     let mut mine = Writer::default();
-    for (checksum, squares) in &found {
+    for (checksum, squares) in found.iter().flat_map(|found: &Vec<(u64, Vec<f64>)>| found) {
         mine.word(*checksum);
         squares.iter().for_each(|square| {
             mine.float(*square);
