@@ -160,6 +160,43 @@ fn with_copies_in_memory_no_step_before_the_running_one_is_computed_again() {
     }
 }
 
+/// Three ranks as srun would start them: rank 0 holds the store. It is lost, then the one that holds the next store.
+#[test]
+fn so_do_ranks_that_nobody_watches_and_whose_store_is_lost() {
+    let fixture = Fixture::new(&[("batch = 6", "batch = 12"), ("batch = 8", "batch = 16")]);
+    fixture.finish("alone", &["--nproc", "1"]);
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = free.local_addr().unwrap().port().to_string();
+    drop(free);
+    let start = |rank: u32| {
+        let mut command = fixture.run("unwatched", &["--min-ranks", "1", "--mirror"]);
+        let rank = rank.to_string();
+        command.envs([("RANK", rank.as_str()), ("WORLD_SIZE", "3"), ("LOCAL_RANK", &rank)]);
+        command.envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port)]);
+        let error = fixture.scratch.path(&format!("{rank}.err"));
+        command.stdout(Stdio::null()).stderr(fs::File::create(error).unwrap());
+        Launched(command.spawn().unwrap())
+    };
+    let mut ranks = [0, 1, 2].map(start);
+    let run = fixture.scratch.path("unwatched");
+    let [first, second, third] = &mut ranks;
+    for (lines, rank) in [(5, first), (10, second)] {
+        until_lines(&run, lines, &mut third.0);
+        rank.0.kill().unwrap();
+    }
+    let start = Instant::now();
+    while third.0.try_wait().unwrap().is_none() {
+        assert!(start.elapsed() < Duration::from_secs(120), "the last rank hangs");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let said = fs::read_to_string(fixture.scratch.path("2.err")).unwrap();
+    assert!(third.0.wait().unwrap().success(), "{said}");
+    fixture.assert_same("alone", "unwatched");
+    let lost: Vec<Vec<u64>> =
+        events(&fixture, "unwatched", "loss").iter().map(|loss| numbers(&loss["lost"])).collect();
+    assert_eq!(lost, [[0], [1]], "{said}");
+}
+
 #[test]
 fn too_few_ranks_end_and_the_same_command_goes_on() {
     let fixture = Fixture::new(&[]);

@@ -4,8 +4,9 @@
 //! generation 0        all ranks that were launched
 //! generation g + 1    those of generation g that came to its meeting before that was closed
 //!
-//! here/G/RANK         the rank has come to the meeting of generation G
+//! here/RANK           the generation to whose meeting the rank has come last
 //! ended/RANK          its launcher saw its process end, and how: nobody waits for it
+//! ready/RANK          where that rank keeps a store ready, see below
 //! members/G           who generation G is: written once, by the first that has waited for all it may wait for
 //! ```
 //!
@@ -14,8 +15,13 @@
 //! Nobody waits for a rank whose process has ended, nor for one that was blamed for the end of the generation before, and for
 //! any other no longer than for a rank in an exchange. A rank that was only slow, and was blamed, is welcome until the list is
 //! written.
+//!
+//! Where a rank holds the store, every other one keeps one ready, and all know where. If the store is lost, so is its holder, and
+//! those who are left meet at the next one that answers, in the order of ranks. Ranks that do not reach each other may then meet
+//! apart: who asks for more than half of the ranks to be left has one run at most.
 
 use std::collections::BTreeMap;
+use std::net::{TcpStream, ToSocketAddrs as _, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,6 +32,9 @@ use crate::{Error, Result};
 /// How long connecting those who have met may take: they were all there a moment ago.
 const CONNECT: Duration = Duration::from_secs(20);
 
+/// How long a store that others may need is tried.
+const PROBE: Duration = Duration::from_secs(5);
+
 /// What a launcher writes of a process that ended well, and of any other.
 const ENDED: [&str; 2] = ["well", "lost"];
 
@@ -35,7 +44,13 @@ pub struct Rendezvous {
     store: Store,
     /// Where rank 0 holds the store it does so here, whatever becomes of the first group.
     _held: Option<Arc<Store>>,
-    /// As launched.
+    /// Stores that are ready where a rank holds the one that is met at: by rank, as launched, host and port.
+    standby: BTreeMap<u32, (String, u16)>,
+    /// This rank's among them.
+    _ready: Option<Store>,
+    /// The rank that holds the store, if one does.
+    holder: Option<u32>,
+    /// As launched, with the store that is met at.
     place: Place,
     generation: u64,
     members: Vec<u32>,
@@ -46,8 +61,21 @@ impl Rendezvous {
     pub fn open(place: &Place, group: &Group, timeout: Duration) -> Result<Rendezvous> {
         let store = Store::connect(&place.host, place.port, &meeting(&place.name), timeout)?;
         let members = (0..place.world).collect();
+        let (mut standby, mut _ready, mut holder) = (BTreeMap::new(), None, None);
+        if place.rank_0_serves {
+            holder = Some(0);
+            if place.rank > 0 {
+                let host = own_address(&place.host, place.port)?;
+                let ready = Store::serve(&host, 0, &meeting(&place.name), timeout)?;
+                store.set(&ready_key(place.rank), &format!("{} {host}", ready.port()))?;
+                _ready = Some(ready);
+            }
+            for rank in 1..place.world {
+                standby.insert(rank, ready_of(&store, rank, timeout)?);
+            }
+        }
         let (place, _held) = (place.clone(), group.store());
-        Ok(Rendezvous { store, _held, place, generation: 0, members })
+        Ok(Rendezvous { store, _held, standby, _ready, holder, place, generation: 0, members })
     }
 
     /// The number of this generation.
@@ -64,9 +92,18 @@ impl Rendezvous {
     /// in it. Fails where fewer than `least` are left, or where the others went on without this one.
     pub fn agree(&mut self, blamed: &[u32], least: u32, timeout: Duration) -> Result<()> {
         let (me, next) = (self.place.rank, self.generation + 1);
-        self.store.set(&here(next, me), "")?;
         let blamed = blamed.iter().filter_map(|rank| self.members.get(*rank as usize)).copied();
-        let members = self.close(next, &blamed.collect::<Vec<_>>(), least, timeout)?;
+        let mut blamed: Vec<u32> = blamed.collect();
+        let members = loop {
+            match self.close(next, &blamed, least, timeout) {
+                Ok(members) => break members,
+                Err(error @ Error::Missing { .. }) => return Err(error),
+                Err(error) => {
+                    blamed.extend(self.holder);
+                    self.next_store().ok_or(error)?;
+                }
+            }
+        };
         if !members.contains(&me) {
             let what =
                 format!("the other ranks went on without rank {me}, which was taken for lost");
@@ -76,9 +113,30 @@ impl Rendezvous {
         Ok(())
     }
 
+    /// Turns to the next store that answers; `None` where there is none.
+    fn next_store(&mut self) -> Option<()> {
+        while let Some((rank, (host, port))) = self.standby.pop_first() {
+            let name = meeting(&self.place.name);
+            // The library would try again and again.
+            let answers = (host.as_str(), port)
+                .to_socket_addrs()
+                .ok()?
+                .any(|address| TcpStream::connect_timeout(&address, PROBE).is_ok());
+            if let Some(store) =
+                answers.then(|| Store::connect(&host, port, &name, PROBE).ok()).flatten()
+            {
+                (self.store, self.holder) = (store, Some(rank));
+                (self.place.host, self.place.port) = (host, port);
+                return Some(());
+            }
+        }
+        None
+    }
+
     /// The list of the next generation, once it is written.
     fn close(&self, next: u64, blamed: &[u32], least: u32, timeout: Duration) -> Result<Vec<u32>> {
         let (start, key) = (lived(), members_key(next));
+        self.store.set(&here(self.place.rank), &next.to_string())?;
         loop {
             if let Some(list) = self.store.find(&key)? {
                 return Ok(read(&list));
@@ -90,9 +148,11 @@ impl Rendezvous {
                 if ended.is_some() {
                     continue;
                 }
-                match self.store.find(&here(next, rank))? {
-                    Some(_) => come.push(rank),
-                    None => awaited |= !blamed.contains(&rank),
+                let at = self.store.find(&here(rank))?;
+                // One that was a generation further when a store was lost has come to this one too.
+                match at.is_some_and(|at| at.parse().is_ok_and(|at: u64| at >= next)) {
+                    true => come.push(rank),
+                    false => awaited |= !blamed.contains(&rank),
                 }
             }
             if !awaited || lived() - start > timeout {
@@ -185,8 +245,35 @@ impl Agent {
     }
 }
 
-fn here(generation: u64, rank: u32) -> String {
-    format!("here/{generation}/{rank}")
+/// The address of this machine as whoever is at `host` sees it.
+fn own_address(host: &str, port: u16) -> Result<String> {
+    let cannot = |error: std::io::Error| Error::Foreign {
+        call: "find this machine's address",
+        reason: error.to_string(),
+    };
+    let address = (host, port).to_socket_addrs().map_err(cannot)?.next();
+    let address = address.ok_or_else(|| cannot(std::io::ErrorKind::AddrNotAvailable.into()))?;
+    let any = if address.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
+    // Nothing is sent: the system only says from where it would be.
+    let socket = UdpSocket::bind(any).map_err(cannot)?;
+    socket.connect(address).map_err(cannot)?;
+    Ok(socket.local_addr().map_err(cannot)?.ip().to_string())
+}
+
+/// Where the store is that `rank` keeps ready.
+fn ready_of(store: &Store, rank: u32, timeout: Duration) -> Result<(String, u16)> {
+    let text = store.wait(&ready_key(rank), timeout)?;
+    let found = text.as_deref().and_then(|text| text.split_once(' '));
+    let found = found.and_then(|(port, host)| Some((host.to_owned(), port.parse().ok()?)));
+    found.ok_or_else(|| Error::Missing { what: format!("rank {rank} keeps no store ready") })
+}
+
+fn ready_key(rank: u32) -> String {
+    format!("ready/{rank}")
+}
+
+fn here(rank: u32) -> String {
+    format!("here/{rank}")
 }
 
 fn ended(rank: u32) -> String {
