@@ -436,21 +436,26 @@ impl Digestible for ZayaConfig {
             Skip::Zero => "zero",
             Skip::Identity => "identity",
         });
-        // ZAYA1 itself has the digest that it had before there were others.
-        if *layers != [Attention::Cca] || *linear_decay != Decay::Retention {
-            hasher.tag("zaya-config.layers.v1").u64(layers.len() as u64);
-            for layer in layers {
-                hasher.str(match layer {
-                    Attention::Cca => "cca",
-                    Attention::Linear => "linear",
-                });
-            }
-            hasher.str(match linear_decay {
-                Decay::None => "none",
-                Decay::Retention => "retention",
-            });
-        }
+        feed_attention(layers, *linear_decay, hasher);
     }
+}
+
+/// ZAYA1 itself has the digest that it had before there were other layers.
+fn feed_attention(layers: &[Attention], decay: Decay, hasher: &mut Hasher) {
+    if *layers == [Attention::Cca] && decay == Decay::Retention {
+        return;
+    }
+    hasher.tag("zaya-config.layers.v1").u64(layers.len() as u64);
+    for layer in layers {
+        hasher.str(match layer {
+            Attention::Cca => "cca",
+            Attention::Linear => "linear",
+        });
+    }
+    hasher.str(match decay {
+        Decay::None => "none",
+        Decay::Retention => "retention",
+    });
 }
 
 #[cfg(test)]

@@ -124,7 +124,11 @@ impl Book<'_> {
             return Ok(());
         };
         let fields = json!({
-            "step": step, "generation": generation, "from": if from_memory { "memory" } else { "disk" }, "again": self.again, "seconds": seconds(since.elapsed()),
+            "step": step,
+            "generation": generation,
+            "from": if from_memory { "memory" } else { "disk" },
+            "again": self.again,
+            "seconds": seconds(since.elapsed()),
         });
         self.events.write("recovered", fields)
     }
