@@ -151,6 +151,9 @@ fn a_run_on_a_device_is_one_run_however_it_is_computed() {
     on.finish("plain", &["--workers", "1"]);
     on.finish("two", &["--workers", "2", "--prefetch", "1"]);
     on.fixture.assert_same("plain", "two");
+    let ledger = std::fs::read_to_string(on.fixture.scratch.path("plain").join("ledger.jsonl"));
+    let head: Value = serde_json::from_str(ledger.unwrap().lines().next().unwrap()).unwrap();
+    assert_eq!(head["levels"], serde_json::json!(["D"]), "no device has shown more");
 
     let mut command = on.command("killed", &["--workers", "2", "--recompute", "--prefetch", "7"]);
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();

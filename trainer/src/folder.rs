@@ -25,8 +25,7 @@ use crate::ledger::{self, Head, Ledger};
 use crate::spec::RunSpec;
 
 /// What is promised on a processor, as in the README's table: bits of the data; bits of training on one machine kind; on
-/// any number of ranks; one rank replays what many trained; any number of ranks share micro-batches. On a GPU only the first
-/// two.
+/// any number of ranks; one rank replays what many trained; any number of ranks share micro-batches.
 pub const LEVELS: [&str; 5] = ["D", "L0", "L1", "L2", "L3"];
 
 /// The file that says where checkpoints lie if not in the run's folder.
@@ -38,9 +37,9 @@ const LOCK: &str = "lock";
 /// Between two looks whether the folder is free.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// The levels of a run with these kernels.
+/// The levels of a run with these kernels: on a GPU those of the data alone, until a check on such a device has shown more.
 pub fn levels(table: &KernelTable) -> &'static [&'static str] {
-    if table.device == "cpu" { &LEVELS } else { &LEVELS[..2] }
+    if table.device == "cpu" { &LEVELS } else { &LEVELS[..1] }
 }
 
 /// Paths in a run's folder.

@@ -226,11 +226,14 @@ fn updating(always: Holds, holder: &Holder<'_>) -> Holds {
     let own = ownership::length(holder.pieces, holder.rank) as u64;
     let matrix = |piece: &&Piece| !matches!(piece.rule, Rule::AdamW { .. });
     let matrices = holder.pieces.iter().filter(|piece| piece.owner == holder.rank).filter(matrix);
-    let largest = matrices.map(|piece| {
+    let bytes = matrices.map(|piece| {
         let [.., rows, columns] = piece.shape[..] else { return 0 };
         4 * (rows * columns) as u64
     });
-    let scratch = 4 * holder.workers.count() as u64 * largest.max().unwrap_or(0);
+    let mut bytes: Vec<u64> = bytes.collect();
+    bytes.sort_unstable();
+    // As many at a time as there are workers, or matrices.
+    let scratch = 4 * bytes.iter().rev().take(holder.workers.count()).sum::<u64>();
     Holds { sums: 4 * own + scratch, ..always }
 }
 

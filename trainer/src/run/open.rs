@@ -267,13 +267,15 @@ impl<'a> Opening<'a> {
 
 fn describe(spec: &RunSpec, exec: &ExecOptions, world: &World, id: Digest, from: u64) -> String {
     let parameters = step::parameter_count(spec.config());
+    let shown = levels(&world.runtime);
+    let rest = if shown.contains(&"L0") { "" } else { "; training bits: not shown on this device" };
     format!(
-        "run {} | after step {from} of {} | {:.1}M parameters | {} workers on {:?} | levels {}",
+        "run {} | after step {from} of {} | {:.1}M parameters | {} workers on {:?} | levels {}{rest}",
         id.short(),
         spec.plan.steps(),
         parameters as f64 / 1e6,
         exec.workers.count(),
         world.device,
-        levels(&world.runtime).join(", "),
+        shown.join(", "),
     )
 }
