@@ -46,6 +46,8 @@ mod sizing;
 mod speed;
 #[cfg(feature = "train")]
 mod story;
+#[cfg(feature = "train")]
+mod strangers;
 mod tasks;
 mod tidy;
 #[cfg(feature = "train")]

@@ -73,6 +73,7 @@ impl Network {
                 .env("LOCAL_RANK", "0")
                 .env("MASTER_ADDR", "10.77.0.1")
                 .env("MASTER_PORT", "29500")
+                .env("ZTRAIN_RUN_KEY", "a secret that these machines share")
                 .env("GLOO_SOCKET_IFNAME", format!("{}{rank}", self.prefix));
             command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
         };

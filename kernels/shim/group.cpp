@@ -1,5 +1,4 @@
-// Ranks: libtorch's own TCPStore and Gloo process group. Bytes move here and nothing is added, but for the benchmark's
-// sums. Every call that waits takes a deadline in milliseconds.
+// Ranks: libtorch's own Gloo process group. Bytes move here and nothing is added, but for the benchmark's sums. Every call that waits takes a deadline in milliseconds.
 // Every function that can throw returns a code of `shim.h`; texts are answered through `shim_text`.
 
 #define USE_DISTRIBUTED
@@ -7,13 +6,14 @@
 
 #include <ATen/ATen.h>
 #include <c10/util/Logging.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <list>
 #include <mutex>
@@ -23,13 +23,56 @@
 
 #include "shim.h"
 
+// The caller's store; `bridge.rs` has the same. Each call returns a code of `shim.h`.
+struct StoreCalls {
+  void* owner;
+  int (*set)(void* owner, const char* key, std::size_t key_length, const std::uint8_t* value, std::size_t length);
+  // Hands the value to `shim_bytes` with the sink, once there is one.
+  int (*wait)(void* owner, const char* key, std::size_t key_length, void* sink);
+  void (*free)(void* owner);
+};
+
 namespace {
 
 using std::chrono::milliseconds;
+using Bytes = std::vector<std::uint8_t>;
 
-struct KeyValue {
-  c10::intrusive_ptr<c10d::TCPStore> tcp;
-  c10::intrusive_ptr<c10d::Store> named;
+// The caller's store, as far as Gloo asks for one to connect the ranks. How long a value is waited for is the caller's affair.
+class CallersStore final : public c10d::Store {
+ public:
+  explicit CallersStore(const StoreCalls& calls) : calls_(calls) {}
+  CallersStore(const CallersStore&) = delete;
+  CallersStore& operator=(const CallersStore&) = delete;
+  ~CallersStore() override { calls_.free(calls_.owner); }
+
+  void set(const std::string& key, const Bytes& value) override {
+    check_code(calls_.set(calls_.owner, key.data(), key.size(), value.data(), value.size()));
+  }
+  Bytes get(const std::string& key) override {
+    Bytes value;
+    check_code(calls_.wait(calls_.owner, key.data(), key.size(), &value));
+    return value;
+  }
+  void wait(const std::vector<std::string>& keys) override {
+    for (const auto& key : keys) get(key);
+  }
+  void wait(const std::vector<std::string>& keys, const milliseconds&) override { wait(keys); }
+
+  c10::intrusive_ptr<c10d::Store> clone() override { return refuse("clone"), nullptr; }
+  int64_t add(const std::string&, int64_t) override { return refuse("add"), 0; }
+  bool deleteKey(const std::string&) override { return refuse("deleteKey"), false; }
+  bool check(const std::vector<std::string>&) override { return refuse("check"), false; }
+  int64_t getNumKeys() override { return refuse("getNumKeys"), 0; }
+
+ private:
+  static void check_code(int code) {
+    if (code != kDone) throw std::runtime_error("the store failed");
+  }
+  static void refuse(const char* call) {
+    throw std::runtime_error(std::string("the store of the ranks has no ") + call);
+  }
+
+  StoreCalls calls_;
 };
 
 struct Peers {
@@ -129,66 +172,24 @@ class Lived {
   Clock::duration lived_{0};
 };
 
-KeyValue* store_of(void* store) { return static_cast<KeyValue*>(store); }
 c10d::ProcessGroupGloo& gloo_of(void* group) { return *static_cast<Peers*>(group)->gloo; }
-
-std::vector<uint8_t> bytes(const char* text) {
-  const std::string all(text);
-  return std::vector<uint8_t>(all.begin(), all.end());
-}
 
 } // namespace
 
 extern "C" {
 
-// The store at host:port, under the prefix `name`. With a listening socket this process holds it; -1 for none.
-int shim_store_open(const char* host, int port, int listener, const char* name, int64_t timeout, void** out,
-                            int* bound) {
-  return shim_guard([&] {
-    // What fails comes back as an error that names a rank; c10d's log would only put stack traces around it.
-    if (std::getenv("TORCH_CPP_LOG_LEVEL") == nullptr) FLAGS_caffe2_log_level = c10::GLOG_FATAL;
-    c10d::TCPStoreOptions options;
-    options.port = static_cast<std::uint16_t>(port);
-    options.isServer = listener >= 0;
-    if (listener >= 0) options.masterListenFd = listener;
-    options.waitWorkers = false;
-    options.timeout = milliseconds(timeout);
-    auto tcp = c10::make_intrusive<c10d::TCPStore>(host, options);
-    *bound = tcp->getPort();
-    auto named = c10::make_intrusive<c10d::PrefixStore>(std::string(name), tcp);
-    *out = new KeyValue{std::move(tcp), std::move(named)};
-  });
-}
-
-void shim_store_free(void* store) { delete store_of(store); }
-
-int shim_store_set(void* store, const char* key, const char* value) {
-  return shim_guard([&] { store_of(store)->named->set(std::string(key), bytes(value)); });
-}
-
-// Sets the key unless it has a value; says the value it has then.
-int shim_store_first(void* store, const char* key, const char* value) {
-  return shim_guard([&] {
-    const auto found = store_of(store)->named->compareSet(std::string(key), std::vector<uint8_t>(), bytes(value));
-    shim_say(std::string(found.begin(), found.end()));
-  });
-}
-
-// Says the key's value; `has` is 0 where it has none.
-int shim_store_find(void* store, const char* key, int* has) {
-  return shim_guard([&] {
-    auto& named = *store_of(store)->named;
-    *has = named.check({std::string(key)});
-    if (*has == 0) return;
-    const auto found = named.get(std::string(key));
-    shim_say(std::string(found.begin(), found.end()));
-  });
+// A value for whoever asked for it in `StoreCalls::wait`.
+int shim_bytes(void* sink, const std::uint8_t* bytes, std::size_t length) {
+  return shim_guard([&] { static_cast<Bytes*>(sink)->assign(bytes, bytes + length); });
 }
 
 // Connects every rank with every other. An interface name wins over a host name; with neither, libtorch chooses.
-int shim_group_open(void* store, int rank, int world, const char* interface, const char* host, int64_t timeout,
-                            void** out) {
+int shim_group_open(StoreCalls calls, int rank, int world, const char* interface, const char* host, int64_t timeout,
+                    void** out) {
   return shim_guard([&] {
+    const auto store = c10::make_intrusive<CallersStore>(calls);
+    // What fails comes back as an error that names a rank; c10d's log would only put stack traces around it.
+    if (std::getenv("TORCH_CPP_LOG_LEVEL") == nullptr) FLAGS_caffe2_log_level = c10::GLOG_FATAL;
     auto options = c10d::ProcessGroupGloo::Options::create(milliseconds(timeout));
     // These threads serve libtorch's own collectives only; what we use runs on the device's thread.
     options->threads = 1;
@@ -199,9 +200,7 @@ int shim_group_open(void* store, int rank, int world, const char* interface, con
     } else {
       options->devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
     }
-    auto gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(store_of(store)->named, rank, world, std::move(options));
-    // The ranks have met: from here on whoever asks the store has a deadline of its own, by the time that it lives.
-    store_of(store)->tcp->setTimeout(std::chrono::hours(24 * 365));
+    auto gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, world, std::move(options));
     *out = new Peers{std::move(gloo)};
   });
 }

@@ -58,6 +58,12 @@ pub enum Error {
         /// Which, where it was last seen, and what it was missed in.
         what: String,
     },
+    /// One end of a connection does not have the run's key.
+    #[error("{what}")]
+    Stranger {
+        /// Where, and what it did.
+        what: String,
+    },
     /// Another rank left word of why the ranks stop.
     #[error("{what}")]
     Reported {

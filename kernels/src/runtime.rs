@@ -325,9 +325,10 @@ fn describe(what: &CStr) -> Result<String> {
 }
 
 /// How calls of the shim end, as in `shim.h`; every other number is a failure that says why.
-const DONE: c_int = 0;
+pub(crate) const DONE: c_int = 0;
+pub(crate) const FAILED: c_int = 1;
 const NO_MEMORY: c_int = 2;
-const LATE: c_int = 3;
+pub(crate) const LATE: c_int = 3;
 
 /// Turns the code with which a call of the shim ended into a result.
 pub(crate) fn guarded(call: &'static str, code: c_int) -> Result<()> {

@@ -31,6 +31,9 @@ pub fn lost(error: Error) -> Fault {
         "run the same command again, with as many ranks as you like: it goes on where it stopped";
     match error {
         Error::Missing { what } => Fault::machine(what).hint(again),
+        Error::Stranger { what } => Fault::usage(what).hint(
+            "give every rank of a run the same ZTRAIN_RUN_KEY or ZTRAIN_RUN_KEY_FILE, and no other run its port",
+        ),
         Error::Reported { what } => {
             Fault::machine("another rank stopped the run").found(what).hint(again)
         }
@@ -51,7 +54,7 @@ pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
 pub(crate) fn refused(error: Error) -> Fault {
     match &error {
         Error::NoMemory { reason, .. } => no_memory(reason),
-        Error::Missing { .. } | Error::Reported { .. } => lost(error),
+        Error::Missing { .. } | Error::Reported { .. } | Error::Stranger { .. } => lost(error),
         Error::Operand { .. } => Fault::bug(error.to_string()),
         Error::Torch(error) => said_by_libtorch(&error.to_string()),
         other => not_computed(&other.to_string()),

@@ -4,31 +4,23 @@ use std::ffi::{c_char, c_int, c_void};
 
 use torch_sys::C_tensor;
 
+/// A store as Gloo asks for it. Each call returns one of the codes of `shim.h`.
+#[repr(C)]
+pub(super) struct StoreCalls {
+    /// What the calls are given first.
+    pub(super) owner: *mut c_void,
+    /// Gives a key a value.
+    pub(super) set: unsafe extern "C" fn(*mut c_void, *const u8, usize, *const u8, usize) -> c_int,
+    /// Hands the key's value to `shim_bytes` with the last argument, once it has one.
+    pub(super) wait: unsafe extern "C" fn(*mut c_void, *const u8, usize, *mut c_void) -> c_int,
+    /// Nobody asks any more.
+    pub(super) free: unsafe extern "C" fn(*mut c_void),
+}
+
 unsafe extern "C" {
-    pub(super) fn shim_store_open(
-        host: *const c_char,
-        port: c_int,
-        listener: c_int,
-        name: *const c_char,
-        timeout: i64,
-        out: *mut *mut c_void,
-        bound: *mut c_int,
-    ) -> c_int;
-    pub(super) fn shim_store_free(store: *mut c_void);
-    pub(super) fn shim_store_set(
-        store: *mut c_void,
-        key: *const c_char,
-        value: *const c_char,
-    ) -> c_int;
-    pub(super) fn shim_store_first(
-        store: *mut c_void,
-        key: *const c_char,
-        value: *const c_char,
-    ) -> c_int;
-    pub(super) fn shim_store_find(store: *mut c_void, key: *const c_char, has: *mut c_int)
-    -> c_int;
+    pub(super) fn shim_bytes(sink: *mut c_void, bytes: *const u8, length: usize) -> c_int;
     pub(super) fn shim_group_open(
-        store: *mut c_void,
+        store: StoreCalls,
         rank: c_int,
         world: c_int,
         interface: *const c_char,

@@ -1,8 +1,11 @@
-//! Ranks that exchange bytes: libtorch's own TCPStore and Gloo, reached through the shim; between GPUs also RCCL or NCCL.
+//! Ranks that exchange bytes: a store of our own in which they meet, libtorch's Gloo, reached through the shim; between GPUs also
+//! RCCL or NCCL.
 //!
 //! ```text
 //! peers      who the ranks are, what they tell each other (always over Gloo), who is missing
-//! store      where they meet and leave word
+//! store      where they meet and leave word; server  the process that holds it; wire  what travels between them
+//! key        the run's secret, which each end of a connection proves before anything else is said
+//! bridge     the store as Gloo asks for it, to connect the ranks
 //! transport  the choice of how tensors travel
 //! axis       lines of ranks in a mesh: exchanges that run beside each other, and why that never stands still
 //! exchange   tensors from rank to rank, over Gloo or by the courier
@@ -20,15 +23,21 @@
 #![expect(unsafe_code, reason = "calls the C++ shim")]
 
 mod axis;
+mod bridge;
 mod courier;
 mod exchange;
 mod ffi;
+mod key;
 mod peers;
 mod rendezvous;
+mod server;
 mod store;
+#[cfg(test)]
+mod stranger_tests;
 #[cfg(test)]
 mod tests;
 mod transport;
+mod wire;
 mod word;
 
 use std::ffi::{CString, c_int};
@@ -39,7 +48,10 @@ use tch::{Device, Tensor};
 
 pub use axis::Axis;
 pub use exchange::{Arrival, Exchange};
+pub use key::RunKey;
+pub use peers::is_loopback;
 pub use rendezvous::{Agent, Rendezvous};
+pub use server::Strangers;
 pub use store::Store;
 pub use transport::{Carried, Transport};
 
@@ -62,6 +74,8 @@ pub struct Place {
     pub port: u16,
     /// Whether rank 0 holds the store; otherwise whoever launched the ranks does.
     pub rank_0_serves: bool,
+    /// What every connection between the ranks has to prove.
+    pub key: RunKey,
     /// Keeps the keys of one launch apart from those of the launch before, if the store outlives it.
     pub name: String,
     /// The network interface to use; empty for the one that leads to this machine's name.
@@ -188,6 +202,11 @@ impl Group {
     /// Leaves word of why this rank stops, for those who will miss it. The word of who came first stands.
     pub fn report(&self, reason: &str) {
         self.peers.iter().for_each(|peers| peers.report(reason));
+    }
+
+    /// Who came to the store without the run's key, and was refused. Nobody, for a rank that is alone or reaches no store.
+    pub fn strangers(&self) -> Strangers {
+        self.peers.as_ref().and_then(|peers| peers.strangers()).unwrap_or_default()
     }
 
     /// Whether the word that stands is that ranks are lost: which, as far as it is known. `None` where no word stands, or

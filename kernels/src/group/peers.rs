@@ -1,6 +1,7 @@
 //! The ranks of a run, what they tell each other, and what is said of one that is missing.
 
 use std::ffi::{c_int, c_void};
+use std::net::IpAddr;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,10 +11,11 @@ use tch::{Device, Kind, Tensor};
 
 use super::axis::{AXES, Turn};
 use super::exchange::{Exchange, Work};
-use super::ffi::{shim_group_free, shim_group_open, shim_recv, shim_send};
-use super::store::LOOK;
+use super::ffi::{shim_group_free, shim_recv, shim_send};
+use super::key::{Bytes32, PROOF, nonce, same};
+use super::store::{LOOK, lived};
 use super::word::Word;
-use super::{Place, Sent, Store, milliseconds, text};
+use super::{Place, Sent, Store, Strangers, bridge};
 use crate::runtime::guarded;
 use crate::{Error, Result};
 
@@ -22,6 +24,9 @@ const FRAME: usize = 1024;
 
 /// What a rank that is here writes before the name of its machine.
 const HERE: &str = "on ";
+
+/// The tag of the proofs; exchanges and the courier have smaller ones.
+const PROVING: c_int = (1 << 30) + 2;
 
 /// Between two words on who is awaited.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -76,54 +81,121 @@ impl Peers {
         timeout: Duration,
         tell: &dyn Fn(&str),
     ) -> Result<Peers> {
-        let Place { rank, world, host, port, rank_0_serves, name, interface, node } = place;
-        let store = Store::open(host, *port, serves, name, timeout).map_err(|error| {
-            let holder = if *rank_0_serves { "rank 0 holds" } else { "the launcher holds" };
-            Error::Missing {
-                what: format!(
-                    "rank {rank} did not reach the store at {host}:{port}, which {holder}: {error}; check that it runs there, \
-                     MASTER_ADDR, MASTER_PORT, and the firewall"
-                ),
+        let Place { rank, host, port, rank_0_serves, name, key, .. } = place;
+        let store = match serves {
+            true => Store::serve(host, *port, name, key, timeout),
+            false => Store::connect(host, *port, name, key, timeout),
+        };
+        let store = store.map_err(|error| match error {
+            Error::Stranger { what } => Error::Stranger { what: format!("rank {rank} met a stranger: {what}") },
+            error => {
+                let holder = if *rank_0_serves { "rank 0 holds" } else { "the launcher holds" };
+                Error::Missing {
+                    what: format!(
+                        "rank {rank} did not reach the store at {host}:{port}, which {holder}: {error}; check that it runs \
+                         there, MASTER_ADDR, MASTER_PORT, and the firewall"
+                    ),
+                }
             }
         })?;
-        announce(&store, *rank, node)?;
-        let nodes = meet(&store, place, timeout, tell)?;
+        Peers::at(store, place, timeout, tell)
+    }
+
+    /// The same where the store is known.
+    pub(super) fn at(
+        store: Store,
+        place: &Place,
+        timeout: Duration,
+        tell: &dyn Fn(&str),
+    ) -> Result<Peers> {
+        let Place { rank, world, host, port, interface, node, .. } = place;
+        let mine = nonce()?;
+        announce(&store, *rank, node, &mine)?;
+        let (nodes, nonces): (Vec<_>, Vec<_>) =
+            meet(&store, place, timeout, tell)?.into_iter().unzip();
         // On one machine its own name may lead nowhere; the loopback always works.
-        let loopback = is_loopback(host);
-        let device_host = text(if loopback { "127.0.0.1" } else { "" })?;
-        let named = text(interface)?;
-        let mut handle = ptr::null_mut();
-        // SAFETY: the store is open; texts and out-pointer outlive the call.
-        let connected = guarded("connect the ranks", unsafe {
-            shim_group_open(
-                store.handle.raw(),
-                *rank as c_int,
-                *world as c_int,
-                named.as_ptr(),
-                device_host.as_ptr(),
-                milliseconds(timeout),
-                &raw mut handle,
-            )
-        });
-        connected.map_err(|error| Error::Missing {
-            what: format!(
-                "all {world} ranks came to {host}:{port}, but rank {rank} cannot connect with each of them: {error}; check \
-                 GLOO_SOCKET_IFNAME ({}) and the firewall",
-                if interface.is_empty() { "not set" } else { interface.as_str() }
-            ),
+        let device_host = if is_loopback(host) { "127.0.0.1" } else { "" };
+        let store = Arc::new(store);
+        let connected = bridge::connect(&store, (*rank, *world), [interface, device_host], timeout);
+        let handle = connected.map_err(|error| match error {
+            Error::Reported { .. } => error,
+            error => Error::Missing {
+                what: format!(
+                    "all {world} ranks came to {host}:{port}, but rank {rank} cannot connect with each of them: {error}; check \
+                     GLOO_SOCKET_IFNAME ({}) and the firewall",
+                    if interface.is_empty() { "not set" } else { interface.as_str() }
+                ),
+            },
         })?;
         let (place, now) = (place.clone(), Mutex::new(([0; AXES], "the start".to_owned())));
-        let (store, spoke_first) = (Arc::new(store), AtomicBool::new(false));
+        let spoke_first = AtomicBool::new(false);
         let sent = [AtomicU64::new(0), AtomicU64::new(0)];
         let posting = Mutex::new(());
-        Ok(Peers { place, timeout, store, handle, now, posting, spoke_first, nodes, sent })
+        let peers = Peers { place, timeout, store, handle, now, posting, spoke_first, nodes, sent };
+        peers.prove(&nonces)?;
+        Ok(peers)
+    }
+
+    /// Proves the run's key to each other rank, on the connection over which tensors are to travel, and has it proven there,
+    /// before anything else is sent. `nonces` are what the ranks have drawn for it and left in the store.
+    fn prove(&self, nonces: &[Bytes32]) -> Result<()> {
+        let Place { rank, world, name, key, .. } = &self.place;
+        let proof = |from: u32, to: u32| {
+            let numbers = [*world, from, to].map(u32::to_le_bytes).concat();
+            let [sender, receiver] = [from, to].map(|rank| &nonces[rank as usize][..]);
+            key.proof("transfers", &[name.as_bytes(), &numbers, sender, receiver])
+        };
+        let silent = |peer: u32, error: &Error| Error::Missing {
+            what: format!(
+                "rank {peer} came to the meeting, but rank {rank} hears nothing of it: {error}"
+            ),
+        };
+        let mut heard = Vec::new();
+        for from in self.others() {
+            let word = Tensor::zeros([PROOF as i64], (Kind::Uint8, Device::Cpu));
+            let work = self.receive(from, &word, PROVING).map_err(|error| silent(from, &error))?;
+            heard.push((from, word, work));
+        }
+        let mut said = Vec::new();
+        for to in self.others() {
+            let word = Tensor::from_slice(&proof(*rank, to));
+            let work = self.send(to, &word, PROVING).map_err(|error| silent(to, &error))?;
+            said.push((to, work));
+        }
+        for (from, word, work) in heard {
+            work.wait(self.timeout).map_err(|error| silent(from, &error))?;
+            let mut found = Bytes32::default();
+            word.copy_data(&mut found, PROOF);
+            if !same(&proof(from, *rank), &found) {
+                return Err(self.impostor(from));
+            }
+        }
+        for (to, work) in said {
+            work.wait(self.timeout).map_err(|error| silent(to, &error))?;
+        }
+        Ok(())
+    }
+
+    /// Ends the meeting: what is connected in the place of `peer` does not have the run's key.
+    fn impostor(&self, peer: u32) -> Error {
+        let rank = self.place.rank;
+        let what = format!(
+            "what is connected to rank {rank} in the place of rank {peer} did not prove the run's key; check who else reaches \
+             these machines, and start again"
+        );
+        // Best effort: the others hear nothing from this rank either.
+        let _ = self.store.leave(&Word { lost: None, text: what.clone() });
+        Error::Missing { what }
+    }
+
+    /// Who came to the store without the run's key, as far as it answers.
+    pub(super) fn strangers(&self) -> Option<Strangers> {
+        self.store.strangers().ok()
     }
 
     pub(super) fn wait_at_most(&mut self, timeout: Duration) {
         self.timeout = timeout;
-        if let Some(store) = Arc::get_mut(&mut self.store) {
-            store.wait_at_most(timeout);
-        }
+        self.store.wait_at_most(timeout);
     }
 
     /// This rank, from 0.
@@ -429,14 +501,14 @@ pub(super) fn late(error: &Error) -> bool {
     matches!(error, Error::Late { .. })
 }
 
-/// Says that this rank is here. Two processes that both take themselves for it are told so, and all others with them.
-fn announce(store: &Store, rank: u32, node: &str) -> Result<()> {
+/// Says that this rank is here, and what it has drawn for its proofs. Two processes that both take themselves for it are told
+/// so, and all others with them.
+fn announce(store: &Store, rank: u32, node: &str, nonce: &Bytes32) -> Result<()> {
     let key = format!("here/{rank}");
     let machine = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    // Ranks may be threads of one process, as in tests.
-    let (machine, thread) = (machine.trim(), std::thread::current().id());
-    let process = format!("process {} on {machine}", std::process::id());
-    let mine = format!("{HERE}{node}\n{process}\n{thread:?}");
+    let process = format!("process {} on {}", std::process::id(), machine.trim());
+    let nonce: String = nonce.iter().map(|byte| format!("{byte:02x}")).collect();
+    let mine = format!("{HERE}{node}\n{process}\n{nonce}");
     let first = store.first(&key, &mine)?;
     if first == mine {
         return Ok(());
@@ -449,25 +521,32 @@ fn announce(store: &Store, rank: u32, node: &str) -> Result<()> {
     Err(Error::Missing { what })
 }
 
-/// Waits until every rank has written that it is here; the machines that they are on.
+/// What a rank has said of itself: its machine, and what it has drawn.
+fn read(said: &str) -> Option<(String, Bytes32)> {
+    let mut lines = said.lines();
+    let node = lines.next()?.trim_start_matches(HERE).to_owned();
+    let (digits, mut nonce) = (lines.nth(1)?, Bytes32::default());
+    for (index, byte) in nonce.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(digits.get(2 * index..2 * index + 2)?, 16).ok()?;
+    }
+    Some((node, nonce))
+}
+
+/// Waits until every rank has written that it is here; what they said.
 fn meet(
     store: &Store,
     place: &Place,
     timeout: Duration,
     tell: &dyn Fn(&str),
-) -> Result<Vec<String>> {
+) -> Result<Vec<(String, Bytes32)>> {
     let Place { world, host, port, .. } = place;
-    let (start, mut told) = (Instant::now(), Duration::ZERO);
+    let (start, mut told) = (lived(), Duration::ZERO);
     let mut found = vec![None; *world as usize];
     loop {
-        for (rank, node) in found.iter_mut().enumerate().filter(|(_, node)| node.is_none()) {
-            let said = store.find(&format!("here/{rank}"))?;
-            let named = |said: &str| {
-                said.lines().next().map(|line| line.trim_start_matches(HERE).to_owned())
-            };
-            *node = said.as_deref().and_then(named);
+        for (rank, one) in found.iter_mut().enumerate().filter(|(_, one)| one.is_none()) {
+            *one = store.find(&format!("here/{rank}"))?.as_deref().and_then(read);
         }
-        let absent = |(rank, node): (usize, &Option<String>)| node.is_none().then_some(rank);
+        let absent = |(rank, one): (usize, &Option<_>)| one.is_none().then_some(rank);
         let absent: Vec<_> = found.iter().enumerate().filter_map(absent).collect();
         if absent.is_empty() {
             return Ok(found.into_iter().flatten().collect());
@@ -479,9 +558,11 @@ fn meet(
             let names =
                 |ranks: &[usize]| ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
             let here: Vec<_> = (0..found.len()).filter(|rank| !absent.contains(rank)).collect();
-            format!("here are {}, missing are {}", names(&here), names(&absent))
+            let strangers = store.strangers().ok().and_then(|strangers| strangers.words());
+            let strangers = strangers.map_or(String::new(), |words| format!("; {words}"));
+            format!("here are {}, missing are {}{strangers}", names(&here), names(&absent))
         };
-        if start.elapsed() > timeout {
+        if lived() - start > timeout {
             return Err(Error::Missing {
                 what: format!(
                     "of {world} ranks some did not come to {host}:{port} within {timeout:?}: {}; check that they were started, \
@@ -490,8 +571,8 @@ fn meet(
                 ),
             });
         }
-        if start.elapsed() > told + PATIENCE {
-            told = start.elapsed();
+        if lived() - start > told + PATIENCE {
+            told = lived() - start;
             tell(&format!("waiting at {host}:{port} for {world} ranks: {}", who()));
         }
         std::thread::sleep(LOOK);
@@ -499,6 +580,6 @@ fn meet(
 }
 
 /// Whether a host is this machine for whoever names it.
-pub(super) fn is_loopback(host: &str) -> bool {
-    ["localhost", "127.0.0.1", "::1"].contains(&host)
+pub fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
 }

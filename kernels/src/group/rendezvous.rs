@@ -21,12 +21,12 @@
 //! apart: who asks for more than half of the ranks to be left has one run at most.
 
 use std::collections::BTreeMap;
-use std::net::{TcpStream, ToSocketAddrs as _, UdpSocket};
+use std::net::{ToSocketAddrs as _, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::store::{LOOK, lived};
-use super::{Group, Place, Store};
+use super::{Group, Place, RunKey, Store};
 use crate::{Error, Result};
 
 /// How long connecting those who have met may take: they were all there a moment ago.
@@ -59,14 +59,15 @@ pub struct Rendezvous {
 impl Rendezvous {
     /// For a rank that was launched at `place` and has met the others in `group`, the first generation.
     pub fn open(place: &Place, group: &Group, timeout: Duration) -> Result<Rendezvous> {
-        let store = Store::connect(&place.host, place.port, &meeting(&place.name), timeout)?;
+        let (name, key) = (meeting(&place.name), &place.key);
+        let store = Store::connect(&place.host, place.port, &name, key, timeout)?;
         let members = (0..place.world).collect();
         let (mut standby, mut _ready, mut holder) = (BTreeMap::new(), None, None);
         if place.rank_0_serves {
             holder = Some(0);
             if place.rank > 0 {
                 let host = own_address(&place.host, place.port)?;
-                let ready = Store::serve(&host, 0, &meeting(&place.name), timeout)?;
+                let ready = Store::serve(&host, 0, &name, key, timeout)?;
                 store.set(&ready_key(place.rank), &format!("{} {host}", ready.port()))?;
                 _ready = Some(ready);
             }
@@ -117,14 +118,8 @@ impl Rendezvous {
     fn next_store(&mut self) -> Option<()> {
         while let Some((rank, (host, port))) = self.standby.pop_first() {
             let name = meeting(&self.place.name);
-            // The library would try again and again.
-            let answers = (host.as_str(), port)
-                .to_socket_addrs()
-                .ok()?
-                .any(|address| TcpStream::connect_timeout(&address, PROBE).is_ok());
-            if let Some(store) =
-                answers.then(|| Store::connect(&host, port, &name, PROBE).ok()).flatten()
-            {
+            let store = Store::ready(&host, port, &name, &self.place.key, PROBE);
+            if let Some(store) = store {
                 (self.store, self.holder) = (store, Some(rank));
                 (self.place.host, self.place.port) = (host, port);
                 return Some(());
@@ -192,6 +187,7 @@ pub struct Agent {
     store: Store,
     port: u16,
     name: String,
+    key: RunKey,
     generation: u64,
     members: Vec<u32>,
     ended: BTreeMap<u32, String>,
@@ -200,10 +196,16 @@ pub struct Agent {
 
 impl Agent {
     /// For `count` ranks whose places have this name, which meet on this machine at `port`.
-    pub fn open(port: u16, name: &str, count: u32, timeout: Duration) -> Result<Agent> {
-        let store = Store::connect("127.0.0.1", port, &meeting(name), timeout)?;
+    pub fn open(
+        port: u16,
+        name: &str,
+        key: &RunKey,
+        count: u32,
+        timeout: Duration,
+    ) -> Result<Agent> {
+        let store = Store::connect("127.0.0.1", port, &meeting(name), key, timeout)?;
         let (name, members, ended) = (name.to_owned(), (0..count).collect(), BTreeMap::new());
-        Ok(Agent { store, port, name, generation: 0, members, ended, timeout })
+        Ok(Agent { store, port, name, key: key.clone(), generation: 0, members, ended, timeout })
     }
 
     /// Tells the others that the process of `rank` has ended, well or as `how` says.
@@ -239,7 +241,7 @@ impl Agent {
         let how = |rank: &u32| format!("rank {rank}: {}", self.ended[rank]);
         let how: Vec<String> = lost.iter().map(how).collect();
         let name = generation_name(&self.name, self.generation);
-        let store = Store::connect("127.0.0.1", self.port, &name, self.timeout)?;
+        let store = Store::connect("127.0.0.1", self.port, &name, &self.key, self.timeout)?;
         let numbers: Vec<u32> = lost.iter().filter_map(position).map(|at| at as u32).collect();
         store.lose(&numbers, &format!("a rank is gone: {}", how.join("; ")))
     }

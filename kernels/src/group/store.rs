@@ -1,142 +1,132 @@
 //! The store in which ranks meet and leave word.
 
-use std::ffi::{c_int, c_void};
 use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr, TcpListener, ToSocketAddrs as _};
-use std::os::fd::IntoRawFd;
-use std::ptr;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs as _};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use super::ffi::{
-    shim_lived, shim_store_find, shim_store_first, shim_store_free, shim_store_open, shim_store_set,
-};
+use super::ffi::shim_lived;
+use super::key::RunKey;
 use super::peers::is_loopback;
+use super::server::{Server, Strangers};
+use super::wire::{Connection, Deadline, Refused, Request, What};
 use super::word::Word;
-use super::{milliseconds, text};
-use crate::runtime::{guarded, number, said};
 use crate::{Error, Result};
 
 /// Between two looks for ranks that have not come yet.
 pub(super) const LOOK: Duration = Duration::from_millis(5);
 
-/// How long an answer is waited for before the time that was lived is looked at.
-const TURN: Duration = Duration::from_millis(50);
+/// How long one attempt to connect may take.
+const ATTEMPT: Duration = Duration::from_secs(5);
 
 /// Under this key the first rank that stops leaves its word.
 pub(super) const FAULT: &str = "fault";
 
-/// A store of small texts that all ranks share.
+/// A store of small texts that all ranks share. Whoever comes to it proves the run's key first.
 ///
-/// Its requests run on a thread of its own: c10d waits for an answer without a deadline, and a network that is cut gives
-/// none. What does not answer in time is given up, with the thread. Time in which this process was stopped does not count:
-/// it was not the store that kept anybody waiting then.
+/// A store that does not answer within the timeout is not asked again. Time in which this process was stopped does not count: it
+/// was not the store that kept anybody waiting then.
 #[derive(Debug)]
 pub struct Store {
-    pub(super) handle: Handle,
+    way: Way,
     port: u16,
-    timeout: Duration,
-    requests: Mutex<Option<Sender<Request>>>,
+    /// Before every key.
+    name: String,
+    /// In milliseconds.
+    timeout: AtomicU64,
 }
 
-type Request = Box<dyn FnOnce() + Send>;
-
-/// The C++ store. Freed by the last who holds it; a thread that was given up holds it for ever.
-#[derive(Clone, Debug)]
-pub(super) struct Handle(Arc<Raw>);
-
+/// The way to it.
 #[derive(Debug)]
-struct Raw(*mut c_void);
-
-// SAFETY: c10d's TCPStore takes a lock of its own in every operation.
-unsafe impl Send for Raw {}
-// SAFETY: as above.
-unsafe impl Sync for Raw {}
-
-impl Handle {
-    pub(super) fn raw(&self) -> *mut c_void {
-        self.0.0
-    }
-}
-
-impl Drop for Raw {
-    fn drop(&mut self) {
-        // SAFETY: made by `shim_store_open`, freed once.
-        unsafe { shim_store_free(self.0) }
-    }
+enum Way {
+    /// This process holds it.
+    Here(Server),
+    /// Another one does; `None` once it has not answered.
+    There(Mutex<Option<Connection>>),
 }
 
 impl Store {
-    /// Holds a store at `host`; port 0 lets the system choose one.
-    pub fn serve(host: &str, port: u16, name: &str, timeout: Duration) -> Result<Store> {
-        Store::open(host, port, true, name, timeout)
+    /// Holds a store at `host` for those who have `key`; port 0 lets the system choose one.
+    pub fn serve(
+        host: &str,
+        port: u16,
+        name: &str,
+        key: &RunKey,
+        timeout: Duration,
+    ) -> Result<Store> {
+        let address = resolved(host, port, timeout)?[0];
+        let server = Server::start(listener(host, port, address)?, key).map_err(cannot)?;
+        let port = server.port();
+        Ok(Store::new(Way::Here(server), port, name, timeout))
     }
 
     /// Reaches a store that another process holds, waiting until it is there.
-    pub fn connect(host: &str, port: u16, name: &str, timeout: Duration) -> Result<Store> {
-        Store::open(host, port, false, name, timeout)
-    }
-
-    pub(super) fn open(
+    pub fn connect(
         host: &str,
         port: u16,
-        serve: bool,
         name: &str,
+        key: &RunKey,
         timeout: Duration,
     ) -> Result<Store> {
-        // A name that leads nowhere is found out here: the library would ask for it again and again.
-        let address = resolved(host, port, timeout)?;
-        let listener = serve.then(|| listener(host, port, address)).transpose()?;
-        let port = match &listener {
-            Some(listener) => listener.local_addr().map_err(cannot)?.port(),
-            None => port,
-        };
-        // The library closes it.
-        let listener = listener.map_or(-1, IntoRawFd::into_raw_fd);
-        let (host, name) = (text(host)?, text(name)?);
-        let (mut handle, mut bound) = (ptr::null_mut(), 0);
-        // SAFETY: both texts and both out-pointers outlive the call; the socket is handed over.
-        guarded("open the store", unsafe {
-            shim_store_open(
-                host.as_ptr(),
-                c_int::from(port),
-                listener,
-                name.as_ptr(),
-                milliseconds(timeout),
-                &raw mut handle,
-                &raw mut bound,
-            )
-        })?;
-        let (requests, inbox) = channel::<Request>();
-        std::thread::spawn(move || inbox.into_iter().for_each(|request| request()));
-        let (handle, requests) = (Handle(Arc::new(Raw(handle))), Mutex::new(Some(requests)));
-        Ok(Store { handle, port: bound as u16, timeout, requests })
+        // A name that leads nowhere is found out here.
+        let (addresses, deadline) = (resolved(host, port, timeout)?, Deadline::after(timeout));
+        loop {
+            let error = match reach(&addresses, port, key, deadline) {
+                Ok(way) => return Ok(Store::new(way, port, name, timeout)),
+                Err(Refused::Stranger(why)) => {
+                    let what = format!("the store at {host}:{port}: {why}");
+                    return Err(Error::Stranger { what });
+                }
+                Err(Refused::Lost(error)) => error,
+            };
+            if deadline.left().is_zero() {
+                return Err(Error::Foreign { call: "reach the store", reason: error.to_string() });
+            }
+            std::thread::sleep(4 * LOOK);
+        }
+    }
+
+    /// Reaches a store that has to be there already.
+    pub(super) fn ready(
+        host: &str,
+        port: u16,
+        name: &str,
+        key: &RunKey,
+        timeout: Duration,
+    ) -> Option<Store> {
+        let addresses = resolved(host, port, timeout).ok()?;
+        let way = reach(&addresses, port, key, Deadline::after(timeout)).ok()?;
+        Some(Store::new(way, port, name, timeout))
+    }
+
+    fn new(way: Way, port: u16, name: &str, timeout: Duration) -> Store {
+        let timeout = AtomicU64::new(timeout.as_millis() as u64);
+        Store { way, port, name: name.to_owned(), timeout }
     }
 
     /// From here on an answer is waited for at most so long.
-    pub(super) fn wait_at_most(&mut self, timeout: Duration) {
-        self.timeout = timeout;
+    pub(super) fn wait_at_most(&self, timeout: Duration) {
+        self.timeout.store(timeout.as_millis() as u64, Ordering::Relaxed);
     }
 
-    /// Runs a request on the store's thread; after one that is not answered there are no more.
-    fn ask<T: Send + 'static>(
-        &self,
-        call: &'static str,
-        request: impl FnOnce(Handle) -> Result<T> + Send + 'static,
-    ) -> Result<T> {
+    /// Asks; after a request that is not answered there are no more.
+    fn ask(&self, what: What, key: &str, value: &[u8]) -> Result<Option<Vec<u8>>> {
+        let key = &format!("{}{key}", self.name);
+        let (request, call) = (Request { what, key, value }, "ask the store");
         let gone = || Error::Foreign { call, reason: "the store does not answer".to_owned() };
-        let (answer, answered) = channel();
-        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
-        let handle = self.handle.clone();
-        let queued = requests.as_ref().ok_or_else(gone)?.send(Box::new(move || {
-            // Nobody listens any more if this took too long.
-            let _ = answer.send(request(handle));
-        }));
-        queued.map_err(|_| gone())?;
-        answer_within(self.timeout, &answered).unwrap_or_else(|| {
-            *requests = None;
-            Err(gone())
+        let connection = match &self.way {
+            Way::Here(server) => return Ok(server.answer(&request)),
+            Way::There(connection) => connection,
+        };
+        let mut connection = connection.lock().unwrap_or_else(PoisonError::into_inner);
+        let open = connection.as_mut().ok_or_else(gone)?;
+        let timeout = Duration::from_millis(self.timeout.load(Ordering::Relaxed));
+        let answer = open.ask(&request, Deadline::after(timeout));
+        answer.map_err(|_| {
+            *connection = None;
+            gone()
         })
     }
 
@@ -145,33 +135,38 @@ impl Store {
         self.port
     }
 
+    /// Who came to it without the run's key, and was refused.
+    pub fn strangers(&self) -> Result<Strangers> {
+        let said = self.ask(What::Strangers, "", &[])?.unwrap_or_default();
+        Ok(Strangers::read(&said).unwrap_or_default())
+    }
+
     /// Gives `key` a value.
     pub fn set(&self, key: &str, value: &str) -> Result<()> {
-        let (key, value) = (text(key)?, text(value)?);
-        self.ask("write to the store", move |handle| {
-            // SAFETY: the store is open and both texts outlive the call.
-            let answer = unsafe { shim_store_set(handle.raw(), key.as_ptr(), value.as_ptr()) };
-            guarded("write to the store", answer)
-        })
+        self.put(key, value.as_bytes())
+    }
+
+    /// The same with bytes that are no text.
+    pub(super) fn put(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.ask(What::Set, key, value).map(|_| ())
     }
 
     /// Gives `key` a value unless it has one, and returns the one that it has then.
     pub fn first(&self, key: &str, value: &str) -> Result<String> {
-        let (key, value) = (text(key)?, text(value)?);
-        self.ask("write to the store", move |handle| {
-            // SAFETY: the store is open and both texts outlive the call.
-            let code = unsafe { shim_store_first(handle.raw(), key.as_ptr(), value.as_ptr()) };
-            guarded("write to the store", code)?;
-            Ok(said())
-        })
+        Ok(text(self.ask(What::First, key, value.as_bytes())?.unwrap_or_default()))
     }
 
     /// The value of `key` once it has one; `None` if that takes longer than `timeout`. A rank that stops meanwhile for
     /// whatever reason ends the waiting.
     pub fn wait(&self, key: &str, timeout: Duration) -> Result<Option<String>> {
+        Ok(self.wait_for_bytes(key, timeout)?.map(text))
+    }
+
+    /// The same where it may be no text.
+    pub(super) fn wait_for_bytes(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
         let start = lived();
         loop {
-            let found = self.find(key)?;
+            let found = self.ask(What::Find, key, &[])?;
             if found.is_some() || lived() - start > timeout {
                 return Ok(found);
             }
@@ -201,18 +196,50 @@ impl Store {
 
     /// The value of `key`, if it has one.
     pub fn find(&self, key: &str) -> Result<Option<String>> {
-        let key = text(key)?;
-        self.ask("read from the store", move |handle| {
-            // SAFETY: the store is open; text and out-pointer outlive the call.
-            let ask = |has| unsafe { shim_store_find(handle.raw(), key.as_ptr(), has) };
-            let has = number("read from the store", ask)?;
-            Ok((has != 0).then(said))
-        })
+        Ok(self.ask(What::Find, key, &[])?.map(text))
     }
 }
 
-/// The first address of a host, found within `timeout`.
-fn resolved(host: &str, port: u16, timeout: Duration) -> Result<IpAddr> {
+fn text(bytes: Vec<u8>) -> String {
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// Tries each of the addresses once. A stranger at one of them is the answer only where nobody else is at another.
+fn reach(
+    addresses: &[IpAddr],
+    port: u16,
+    key: &RunKey,
+    deadline: Deadline,
+) -> std::result::Result<Way, Refused> {
+    let mut failed = Refused::Lost(ErrorKind::AddrNotAvailable.into());
+    for address in addresses {
+        match introduced((*address, port).into(), key, deadline) {
+            Ok(connection) => return Ok(Way::There(Mutex::new(Some(connection)))),
+            Err(error) if matches!(failed, Refused::Lost(_)) => failed = error,
+            Err(_) => (),
+        }
+    }
+    Err(failed)
+}
+
+fn introduced(
+    address: SocketAddr,
+    key: &RunKey,
+    deadline: Deadline,
+) -> std::result::Result<Connection, Refused> {
+    let time = deadline.left().clamp(LOOK, ATTEMPT);
+    let stream = TcpStream::connect_timeout(&address, time)?;
+    if stream.local_addr()? == stream.peer_addr()? {
+        // Nobody listens there, and the system has chosen that very port for this end.
+        return Err(Refused::Lost(ErrorKind::ConnectionRefused.into()));
+    }
+    let mut connection = Connection::new(stream)?;
+    connection.introduce(key, deadline)?;
+    Ok(connection)
+}
+
+/// The addresses of a host, found within `timeout`; there is at least one.
+fn resolved(host: &str, port: u16, timeout: Duration) -> Result<Vec<IpAddr>> {
     let (answer, answered) = channel();
     let asked = host.to_owned();
     // A name server that is silent is asked for longer than anybody waits.
@@ -223,8 +250,9 @@ fn resolved(host: &str, port: u16, timeout: Duration) -> Result<IpAddr> {
     };
     let found =
         answered.recv_timeout(timeout).map_err(|_| failed("no name server answers".to_owned()))?;
-    let mut found = found.map_err(|error| failed(error.to_string()))?;
-    found.next().map(|address| address.ip()).ok_or_else(|| failed("the name is empty".to_owned()))
+    let found = found.map_err(|error| failed(error.to_string()))?;
+    let found: Vec<IpAddr> = found.map(|address| address.ip()).collect();
+    if found.is_empty() { Err(failed("the name is empty".to_owned())) } else { Ok(found) }
 }
 
 /// Listens for the other ranks where they look for this one, and nowhere else: on the loopback if that is where they meet, on
@@ -243,19 +271,6 @@ fn listener(host: &str, port: u16, address: IpAddr) -> Result<TcpListener> {
 
 fn cannot(error: std::io::Error) -> Error {
     Error::Foreign { call: "listen for the other ranks", reason: error.to_string() }
-}
-
-/// The answer, if it comes before this process has lived so long.
-fn answer_within<T>(timeout: Duration, answered: &Receiver<T>) -> Option<T> {
-    let start = lived();
-    loop {
-        let left = timeout.saturating_sub(lived() - start);
-        match answered.recv_timeout(left.min(TURN)) {
-            Ok(answer) => return Some(answer),
-            Err(RecvTimeoutError::Timeout) if !left.is_zero() => (),
-            Err(_) => return None,
-        }
-    }
 }
 
 /// How long this process has lived since it was first asked: the clock of every deadline between ranks.
@@ -314,9 +329,10 @@ mod tests {
 
     #[test]
     fn a_store_on_the_loopback_listens_there_alone() {
-        let store = Store::serve("127.0.0.1", 0, "a/", PATIENCE).unwrap();
+        let store = Store::serve("127.0.0.1", 0, "a/", &RunKey::default(), PATIENCE).unwrap();
         assert_eq!(listening(store.port()), [format!("0100007F:{:04X}", store.port())]);
-        let other = Store::connect("127.0.0.1", store.port(), "a/", PATIENCE).unwrap();
+        let other =
+            Store::connect("127.0.0.1", store.port(), "a/", &RunKey::default(), PATIENCE).unwrap();
         other.set("key", "value").unwrap();
         assert_eq!(store.find("key").unwrap().as_deref(), Some("value"));
     }
@@ -324,7 +340,9 @@ mod tests {
     #[test]
     fn a_host_that_has_no_address_is_named_at_once() {
         let start = std::time::Instant::now();
-        let error = Store::connect("no-such-host.invalid", 1, "a/", 60 * PATIENCE).unwrap_err();
+        let error =
+            Store::connect("no-such-host.invalid", 1, "a/", &RunKey::default(), 60 * PATIENCE)
+                .unwrap_err();
         assert!(error.to_string().contains("\"no-such-host.invalid\" has no address"), "{error}");
         assert!(start.elapsed() < 60 * PATIENCE);
     }
@@ -332,7 +350,7 @@ mod tests {
     #[test]
     fn a_process_that_was_stopped_does_not_blame_the_store() {
         if is_the_other() {
-            let store = Store::serve("127.0.0.1", 0, "a/", PATIENCE).unwrap();
+            let store = Store::serve("127.0.0.1", 0, "a/", &RunKey::default(), PATIENCE).unwrap();
             println!("it says ready");
             let start = lived();
             while lived() - start < Duration::from_secs(2) {
@@ -356,14 +374,16 @@ mod tests {
     #[test]
     fn a_store_that_was_stopped_is_given_up_in_time() {
         if is_the_other() {
-            let store = Store::serve("127.0.0.1", 0, "a/", PATIENCE).unwrap();
+            let store = Store::serve("127.0.0.1", 0, "a/", &RunKey::default(), PATIENCE).unwrap();
             println!("it says {}", store.port());
             // Until the first process ends.
             std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
             return;
         }
         let (mut child, port, _said) = other("a_store_that_was_stopped_is_given_up_in_time");
-        let store = Store::connect("127.0.0.1", port.parse().unwrap(), "a/", PATIENCE).unwrap();
+        let store =
+            Store::connect("127.0.0.1", port.parse().unwrap(), "a/", &RunKey::default(), PATIENCE)
+                .unwrap();
         assert_eq!(store.find("key").unwrap(), None);
         signal("-STOP", &child);
         // A signal takes a moment to arrive.

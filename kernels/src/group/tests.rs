@@ -7,18 +7,19 @@ use std::time::Instant;
 
 use tch::Kind;
 
-fn place(rank: u32, world: u32, port: u16) -> Place {
+pub(super) fn place(rank: u32, world: u32, port: u16) -> Place {
     let (host, name, interface) = ("127.0.0.1".to_owned(), "test/".to_owned(), String::new());
     // Two ranks to a machine.
     let node = (rank / 2).to_string();
-    Place { rank, world, host, port, rank_0_serves: false, name, interface, node }
+    let key = RunKey::default();
+    Place { rank, world, host, port, rank_0_serves: false, key, name, interface, node }
 }
 
-const SECONDS: Duration = Duration::from_secs(20);
+pub(super) const SECONDS: Duration = Duration::from_secs(20);
 
 /// Runs `work` as every rank but those in `absent`, each on a thread.
 fn ranks<T: Send>(world: u32, timeout: Duration, work: impl Fn(Group) -> T + Sync) -> Vec<T> {
-    let store = Store::serve("127.0.0.1", 0, "test/", SECONDS).unwrap();
+    let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
     let (port, work) = (store.port(), &work);
     thread::scope(|scope| {
         let run = |rank| {
@@ -149,18 +150,20 @@ fn a_rank_that_leaves_is_missed_at_once() {
 
 #[test]
 fn a_rank_that_never_starts_is_named() {
-    let store = Store::serve("127.0.0.1", 0, "test/", SECONDS).unwrap();
+    let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
     let timeout = Duration::from_millis(300);
     let error = Group::open(&place(1, 3, store.port()), timeout, &|_| ()).unwrap_err().to_string();
     assert!(error.contains("within 300ms: here are 1, missing are 0, 2"), "{error}");
     assert!(error.contains("MASTER_ADDR"), "{error}");
-    let nobody = Store::connect("127.0.0.1", 1, "test/", timeout).unwrap_err().to_string();
+    let nobody = Store::connect("127.0.0.1", 1, "test/", &RunKey::default(), timeout)
+        .unwrap_err()
+        .to_string();
     assert!(nobody.contains("store"), "{nobody}");
 }
 
 #[test]
 fn two_processes_of_one_rank_are_told_so_and_nobody_waits_for_the_rest() {
-    let store = Store::serve("127.0.0.1", 0, "test/", SECONDS).unwrap();
+    let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
     let (start, port) = (Instant::now(), store.port());
     let open = move |rank| {
         thread::spawn(move || {
@@ -174,8 +177,9 @@ fn two_processes_of_one_rank_are_told_so_and_nobody_waits_for_the_rest() {
 
 #[test]
 fn the_first_word_stands() {
-    let store = Store::serve("127.0.0.1", 0, "a/", SECONDS).unwrap();
-    let other = Store::connect("127.0.0.1", store.port(), "a/", SECONDS).unwrap();
+    let store = Store::serve("127.0.0.1", 0, "a/", &RunKey::default(), SECONDS).unwrap();
+    let other =
+        Store::connect("127.0.0.1", store.port(), "a/", &RunKey::default(), SECONDS).unwrap();
     assert_eq!(store.find("key").unwrap(), None);
     assert_eq!(other.first("key", "mine").unwrap(), "mine");
     assert_eq!(store.first("key", "yours").unwrap(), "mine");
@@ -187,7 +191,8 @@ fn the_first_word_stands() {
     let start = Instant::now();
     let error = store.wait("never", SECONDS).unwrap_err().to_string();
     assert!(error.contains("rank 3: the disk is full") && start.elapsed() < SECONDS);
-    let apart = Store::connect("127.0.0.1", store.port(), "b/", SECONDS).unwrap();
+    let apart =
+        Store::connect("127.0.0.1", store.port(), "b/", &RunKey::default(), SECONDS).unwrap();
     assert_eq!(apart.find("key").unwrap(), None, "names keep launches apart");
 }
 
@@ -394,7 +399,7 @@ fn outlive(rank: u32, port: u16, rank_0_serves: bool, leavers: &[u32]) {
 
 #[test]
 fn those_who_are_left_meet_again_until_one_is_alone() {
-    let store = Store::serve("127.0.0.1", 0, "test/", SECONDS).unwrap();
+    let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
     let port = store.port();
     thread::scope(|scope| {
         for rank in 0..5 {
@@ -417,8 +422,8 @@ fn so_do_they_where_the_store_is_lost_with_the_rank_that_held_it() {
 
 #[test]
 fn nobody_goes_on_with_too_few_nor_waits_for_whom_the_others_left() {
-    let store = Store::serve("127.0.0.1", 0, "test/", SECONDS).unwrap();
-    let mut agent = Agent::open(store.port(), "test/", 3, SECONDS).unwrap();
+    let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
+    let mut agent = Agent::open(store.port(), "test/", &RunKey::default(), 3, SECONDS).unwrap();
     let meets = |rank: u32| {
         let place = place(rank, 3, store.port());
         let group = Group::alone();

@@ -9,11 +9,16 @@
 //! A rank's device is the one of its local number, or the only one that the launcher shows it (`*_VISIBLE_DEVICES`).
 //! A rank's machine is GROUP_RANK under torchrun, SLURM_NODEID under srun, and else the machine's name.
 //!
+//! Where torchrun itself listens at `MASTER_PORT` the ranks meet at the port after it: its store asks nobody for a secret.
+//!
 //! `MASTER_ADDR` and `MASTER_PORT` win wherever they are set. A shell in a Slurm allocation is no rank: only srun sets
 //! the number of a step's tasks.
 
 use contract::{Fault, Result};
 use kernels::group::Place;
+
+use super::key::run_key;
+use super::spawn::LAUNCHER;
 
 /// A rank and the ranks beside it on its machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,7 +43,7 @@ impl Launched {
 /// Where launchers write down which devices a rank sees.
 const VISIBLE: [&str; 3] = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"];
 
-/// c10d's own port.
+/// torchrun's own port.
 const PORT: u16 = 29500;
 
 /// The place of this process, if a launcher gave it one among others. `variable` reads the environment.
@@ -82,12 +87,14 @@ pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launche
         // Slurm writes "4(x2)": four tasks on each of two nodes.
         let local_world = local_world.and_then(|text| text.split(['(', ',']).next()?.parse().ok());
         let (host, port) = store(&variable, rank_name, world)?;
+        let key = run_key(&variable, &host)?;
         let place = Place {
             rank,
             world,
             host,
             port,
-            rank_0_serves: variable("TORCHELASTIC_USE_AGENT_STORE").as_deref() != Some("True"),
+            rank_0_serves: variable(LAUNCHER).is_none(),
+            key,
             name: name(&variable),
             interface: variable("GLOO_SOCKET_IFNAME").unwrap_or_default(),
             node: variable(node_name).unwrap_or_else(host_name),
@@ -114,7 +121,9 @@ fn store(
         None => None,
     };
     if let Some(host) = variable("MASTER_ADDR") {
-        return Ok((host, port.unwrap_or(PORT)));
+        let (port, taken) = (port.unwrap_or(PORT), variable("TORCHELASTIC_USE_AGENT_STORE"));
+        let next = || port.checked_add(1).unwrap_or(port - 1);
+        return Ok((host, if taken.as_deref() == Some("True") { next() } else { port }));
     }
     if rank_name.starts_with("SLURM")
         && let Some(host) = variable("SLURM_STEP_NODELIST").as_deref().and_then(first_host)
@@ -162,6 +171,8 @@ mod tests {
     use super::*;
     use contract::Class;
 
+    const SECRET: (&str, &str) = ("ZTRAIN_RUN_KEY", "a secret of twenty-five...");
+
     fn found(environment: &[(&str, &str)]) -> Result<Option<Launched>> {
         place(|name| {
             let entry = environment.iter().find(|(key, _)| *key == name);
@@ -185,13 +196,14 @@ mod tests {
             ("TORCHELASTIC_RESTART_COUNT", "2"),
             ("SLURM_PROCID", "0"),
             ("SLURM_STEP_NUM_TASKS", "4"),
+            SECRET,
         ];
         let launched = found(&torchrun).unwrap().unwrap();
         assert_eq!(launched.device(), "cuda:1");
         let Place { rank, world, host, port, rank_0_serves, name, node, .. } = launched.place;
-        assert_eq!((rank, world, host.as_str(), port), (3, 8, "node7", 1234));
+        assert_eq!((rank, world, host.as_str(), port), (3, 8, "node7", 1235));
         assert_eq!(node, "1");
-        assert_eq!((rank_0_serves, name.as_str()), (false, "ztrain/job/2/"));
+        assert_eq!((rank_0_serves, name.as_str()), (true, "ztrain/job/2/"));
         assert_eq!((launched.local_rank, launched.local_world), (1, 2));
         let slurm = [
             ("SLURM_PROCID", "5"),
@@ -201,6 +213,7 @@ mod tests {
             ("SLURM_STEP_NODELIST", "gpu[07-09,12]"),
             ("SLURM_STEP_TASKS_PER_NODE", "4(x2)"),
             ("SLURM_JOB_ID", "123456"),
+            SECRET,
         ];
         let launched = found(&slurm).unwrap().unwrap();
         assert_eq!((launched.place.host.as_str(), launched.place.port), ("gpu07", 23_456));
@@ -228,6 +241,7 @@ mod tests {
                 ("SLURM_STEP_NUM_TASKS", "8"),
                 ("SLURM_LOCALID", "2"),
                 ("SLURM_STEP_NODELIST", "gpu[07-08]"),
+                SECRET,
                 (variable, visible),
             ];
             assert_eq!(found(&task).unwrap().unwrap().device(), device, "{variable}={visible}");
@@ -246,6 +260,7 @@ mod tests {
             &[("RANK", "x"), ("WORLD_SIZE", "2")][..],
             &[("RANK", "2"), ("WORLD_SIZE", "2")],
             &[("RANK", "0"), ("WORLD_SIZE", "2")],
+            &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a")],
             &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "p")],
             &[
                 ("OMPI_COMM_WORLD_RANK", "1"),

@@ -8,14 +8,15 @@ use std::thread;
 use std::time::Duration;
 
 use contract::{Class, Fault, Result};
-use kernels::group::{self, Agent, Group, Rendezvous, Store};
+use kernels::group::{self, Agent, Group, Rendezvous, RunKey, Store};
 
+use super::key::{KEY, KEY_FILE};
 use super::place::{self, Launched};
 use super::supervise::{Elastic, Rank, supervise};
 use crate::refusal::lost;
 
 /// Set for the ranks that we start ourselves.
-const LAUNCHER: &str = "ZTRAIN_LAUNCHER";
+pub(super) const LAUNCHER: &str = "ZTRAIN_LAUNCHER";
 
 /// However short the patience later, the first meeting of the ranks that we start gets this much: they start one after the
 /// other, on a machine that may have few cores.
@@ -29,7 +30,9 @@ pub fn spawned_us() -> bool {
 /// Starts `count` ranks of this very command and waits for them; once `stop` is set they are asked to stop. When one fails the
 /// others are ended, unless as many as `min_ranks` are left to go on. The exit code is that of the rank that knows most.
 pub fn spawn(count: u32, min_ranks: Option<u32>, stop: &AtomicBool) -> Result<u8> {
-    let store = Store::serve("127.0.0.1", 0, "launcher/", START).map_err(lost)?;
+    let secret = RunKey::draw().map_err(lost)?;
+    let key = RunKey::of(&secret);
+    let store = Store::serve("127.0.0.1", 0, "launcher/", &key, START).map_err(lost)?;
     let program = std::env::current_exe()
         .map_err(|error| Fault::machine(format!("cannot find this program: {error}")))?;
     let start = |rank: u32| {
@@ -44,8 +47,10 @@ pub fn spawn(count: u32, min_ranks: Option<u32>, stop: &AtomicBool) -> Result<u8
             number("GROUP_RANK", 0),
             number("MASTER_PORT", u32::from(store.port())),
         ]);
-        command.env("MASTER_ADDR", "127.0.0.1").env("TORCHELASTIC_USE_AGENT_STORE", "True");
+        command.env("MASTER_ADDR", "127.0.0.1").env_remove("TORCHELASTIC_USE_AGENT_STORE");
         command.env(LAUNCHER, std::process::id().to_string());
+        // An environment is for its owner's eyes alone, unlike the arguments of a command.
+        command.env(KEY, &secret).env_remove(KEY_FILE);
         let child = command.spawn().map_err(|error| {
             Fault::machine(format!("cannot start rank {rank}: {error}")).hint("raise `ulimit -u`")
         })?;
@@ -53,7 +58,7 @@ pub fn spawn(count: u32, min_ranks: Option<u32>, stop: &AtomicBool) -> Result<u8
     };
     let name = place::name(&|variable: &str| std::env::var(variable).ok());
     let agent = |least| {
-        let agent = Agent::open(store.port(), &name, count, START).map_err(lost)?;
+        let agent = Agent::open(store.port(), &name, &key, count, START).map_err(lost)?;
         Ok(Elastic::new(agent, least))
     };
     let elastic = min_ranks.map(agent).transpose()?;

@@ -86,7 +86,7 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    use kernels::group::{Axis, Group, Place, Store};
+    use kernels::group::{Axis, Group, Place, RunKey, Store};
     use kernels::tree::Counter;
     use tch::Kind;
 
@@ -171,15 +171,25 @@ mod tests {
             for schedule in [Schedule::Subtree, Schedule::Streaming] {
                 // As many turns on every rank of a line.
                 let leaves = 3 * u64::from(world);
-                let store = Store::serve("127.0.0.1", 0, "test/", PATIENCE).unwrap();
+                let store =
+                    Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), PATIENCE).unwrap();
                 let port = store.port();
                 thread::scope(|scope| {
                     for rank in 0..world {
                         let (host, name) = ("127.0.0.1".to_owned(), "test/".to_owned());
                         let (interface, node) = (String::new(), (rank / 2).to_string());
-                        let rank_0_serves = false;
-                        let place =
-                            Place { rank, world, host, port, rank_0_serves, name, interface, node };
+                        let (rank_0_serves, key) = (false, RunKey::default());
+                        let place = Place {
+                            rank,
+                            world,
+                            host,
+                            port,
+                            rank_0_serves,
+                            key,
+                            name,
+                            interface,
+                            node,
+                        };
                         let line = rank / size * size..rank / size * size + size;
                         scope.spawn(move || gather(&place, schedule, line, leaves));
                     }

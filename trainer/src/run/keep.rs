@@ -234,11 +234,14 @@ fn heard(store: &Store, key: &str, rank: u32, patience: Duration) -> Result<Vec<
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kernels::group::RunKey;
 
     #[test]
     fn a_slow_rank_and_one_whose_disk_is_full_are_named() {
         let patience = Duration::from_millis(50);
-        let store = Store::serve("127.0.0.1", 0, "test/", Duration::from_secs(10)).unwrap();
+        let store =
+            Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), Duration::from_secs(10))
+                .unwrap();
         let slow = heard(&store, "checkpoint/6/2", 2, patience).unwrap_err();
         assert_eq!(slow.class(), Class::Machine);
         assert!(

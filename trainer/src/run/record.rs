@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use contract::{Digest, Fault, Result};
+use kernels::group::{Group, Strangers};
 use serde_json::json;
 
 use super::recover::Recovery;
@@ -33,6 +34,8 @@ pub(super) struct Book<'a> {
     pub(super) recovery: Option<(Recovery, bool)>,
     /// Steps that were computed again since this process opened the folder.
     pub(super) again: u64,
+    /// Connections to the ranks' store that were refused, as far as that is written down.
+    pub(super) strangers: u64,
 }
 
 impl Recorder<'_> {
@@ -61,6 +64,23 @@ impl Recorder<'_> {
         self.event("checkpoint", json!({
             "step": step, "state": state, "stall_seconds": seconds(stall), "writing_seconds": seconds(writing),
         }))
+    }
+
+    /// Writes down who came to the store without the run's key since the last time; a line for people at the first.
+    pub(super) fn strangers(&mut self, comm: &Group) -> Result<()> {
+        let Some(book) = &mut self.0 else { return Ok(()) };
+        let Strangers { refused, last } = comm.strangers();
+        if refused <= book.strangers {
+            return Ok(());
+        }
+        if book.strangers == 0 {
+            let found = Strangers { refused, last: last.clone() };
+            book.progress.note(&format!("note: {}", found.words().unwrap_or_default()));
+        }
+        book.strangers = refused;
+        let fields =
+            json!({"step": book.open.ledger.last_step(), "refused": refused, "last": last});
+        book.events.write("strangers", fields)
     }
 
     /// Writes down where this run's parts are.
