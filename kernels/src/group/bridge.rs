@@ -21,8 +21,8 @@ struct Asked {
     failed: Arc<Mutex<Option<Error>>>,
 }
 
-/// Connects `rank` of `world` ranks with each other one: Gloo's process group, for `shim_group_free`. An interface's name wins over
-/// that of a host; without either libtorch chooses.
+/// Connects `rank` of `world` ranks with each other one: Gloo's process group, for `shim_group_free`. An interface's name wins
+/// over that of a host; without either libtorch chooses.
 pub(super) fn connect(
     store: &Arc<Store>,
     (rank, world): (u32, u32),

@@ -1,7 +1,7 @@
 //! The secret of a run, and how one end of a connection proves to the other that it has it.
 //!
-//! A proof is an HMAC (RFC 2104) over SHA-256 of what it is for and of numbers that both ends have drawn anew: it tells nothing of
-//! the key, and one that was overheard is worth nothing in the next connection.
+//! A proof is an HMAC (RFC 2104) by SHA-256 over what it is for and over numbers that both ends have drawn anew: it tells nothing
+//! of the key, and one that was overheard is worth nothing in the next connection.
 
 use std::fmt;
 use std::fs::File;
@@ -21,8 +21,8 @@ pub(super) type Bytes32 = [u8; PROOF];
 /// Bytes of a block of SHA-256.
 const BLOCK: usize = 64;
 
-/// The secret that every connection between the ranks of a run has to prove. It is never shown. Ranks without one prove that none was
-/// given to them: anybody can.
+/// The secret that every connection between the ranks of a run has to prove. It is never shown. Ranks without one prove that none
+/// was given to them: anybody can.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct RunKey(Option<Bytes32>);
 

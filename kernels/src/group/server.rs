@@ -3,7 +3,7 @@
 //! A stranger costs a thread with a small stack and 64 bytes, for [`PATIENCE`] at most; where there are more than [`UNPROVEN`] at
 //! once the one that came first has to go, so that ranks, which prove the key in a moment, are let in meanwhile.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -69,7 +69,7 @@ pub(super) struct Server {
 #[derive(Debug)]
 struct Held {
     key: RunKey,
-    values: Mutex<HashMap<String, Vec<u8>>>,
+    values: Mutex<BTreeMap<String, Vec<u8>>>,
     callers: Mutex<Callers>,
     over: AtomicBool,
 }
@@ -79,7 +79,7 @@ struct Held {
 struct Callers {
     came: u64,
     unproven: VecDeque<(u64, TcpStream)>,
-    proven: HashMap<u64, TcpStream>,
+    proven: BTreeMap<u64, TcpStream>,
     strangers: Strangers,
 }
 

@@ -86,6 +86,8 @@ pub enum Happened {
     Loss,
     /// They have ended a new step.
     Recovered,
+    /// Connections without the run's key were refused.
+    Strangers,
 }
 
 /// The loss on held-out text after a step.
@@ -118,7 +120,10 @@ struct Event {
 impl Happened {
     /// Whether it may be the reason of what is odd at the same step.
     pub(super) fn is_context(self) -> bool {
-        !matches!(self, Happened::Checkpoint | Happened::Stop | Happened::Spike)
+        !matches!(
+            self,
+            Happened::Checkpoint | Happened::Stop | Happened::Spike | Happened::Strangers
+        )
     }
 }
 
@@ -297,6 +302,11 @@ impl Log {
                     Happened::Recovered,
                     format!("the loss of ranks held the run up for {held_up:.2} s"),
                 )
+            }
+            "strangers" => {
+                let refused = number(fields, "refused");
+                let words = format!("connections without the run's key, refused so far: {refused}");
+                (Happened::Strangers, words)
             }
             "spike" => {
                 let kept = number(fields, "kept");

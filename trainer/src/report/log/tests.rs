@@ -97,11 +97,18 @@ fn a_loss_that_is_survived_is_neither_a_kill_nor_an_odd_step() {
     write("loss", json!({"step": 7, "lost": [0, 3], "left": [1, 2], "seconds": 0.1}));
     write("start", json!({"from_step": 6, "recorded": 7, "device": "Cpu", "workers": 2}));
     write("recovered", json!({"step": 8, "seconds": 0.4, "again": 1}));
+    write("strangers", json!({"step": 8, "refused": 3, "last": "10.0.0.7:4242 (a proof)"}));
     log.refresh().unwrap();
     let kinds: Vec<(Happened, u64)> =
         log.happenings.iter().map(|one| (one.kind, one.step)).collect();
-    let wanted =
-        [(Happened::Start, 0), (Happened::Loss, 7), (Happened::Start, 6), (Happened::Recovered, 8)];
+    let wanted = [
+        (Happened::Start, 0),
+        (Happened::Loss, 7),
+        (Happened::Start, 6),
+        (Happened::Recovered, 8),
+        (Happened::Strangers, 8),
+    ];
     assert_eq!(kinds, wanted);
-    assert!(log.happenings[1].words.contains("0, 3") && log.odd().is_empty() && log.running());
+    assert!(log.happenings[1].words.contains("0, 3") && log.happenings[4].words.contains("far: 3"));
+    assert!(log.odd().is_empty() && log.running());
 }
