@@ -2,6 +2,7 @@
 //! RCCL or NCCL.
 //!
 //! ```text
+//! meeting    how they come together
 //! peers      who the ranks are, what they tell each other (always over Gloo), who is missing
 //! store      where they meet and leave word; server  the process that holds it; wire  what travels between them
 //! key        the run's secret, which each end of a connection proves before anything else is said
@@ -28,6 +29,7 @@ mod courier;
 mod exchange;
 mod ffi;
 mod key;
+mod meeting;
 mod peers;
 mod rendezvous;
 mod server;

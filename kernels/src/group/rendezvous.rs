@@ -23,10 +23,11 @@
 use std::collections::BTreeMap;
 use std::net::{ToSocketAddrs as _, UdpSocket};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::store::{LOOK, lived};
-use super::{Group, Place, RunKey, Store};
+use super::{Group, Place, RunKey, Store, Strangers};
 use crate::{Error, Result};
 
 /// How long connecting those who have met may take: they were all there a moment ago.
@@ -46,8 +47,9 @@ pub struct Rendezvous {
     _held: Option<Arc<Store>>,
     /// Stores that are ready where a rank holds the one that is met at: by rank, as launched, host and port.
     standby: BTreeMap<u32, (String, u16)>,
-    /// This rank's among them.
-    _ready: Option<Store>,
+    /// This rank's among them, and how many strangers it has told of.
+    ready: Option<Store>,
+    told: AtomicU64,
     /// The rank that holds the store, if one does.
     holder: Option<u32>,
     /// As launched, with the store that is met at.
@@ -62,21 +64,34 @@ impl Rendezvous {
         let (name, key) = (meeting(&place.name), &place.key);
         let store = Store::connect(&place.host, place.port, &name, key, timeout)?;
         let members = (0..place.world).collect();
-        let (mut standby, mut _ready, mut holder) = (BTreeMap::new(), None, None);
+        let (mut standby, mut own, mut holder) = (BTreeMap::new(), None, None);
         if place.rank_0_serves {
             holder = Some(0);
             if place.rank > 0 {
                 let host = own_address(&place.host, place.port)?;
                 let ready = Store::serve(&host, 0, &name, key, timeout)?;
                 store.set(&ready_key(place.rank), &format!("{} {host}", ready.port()))?;
-                _ready = Some(ready);
+                own = Some(ready);
             }
             for rank in 1..place.world {
                 standby.insert(rank, ready_of(&store, rank, timeout)?);
             }
         }
         let (place, _held) = (place.clone(), group.store());
-        Ok(Rendezvous { store, _held, standby, _ready, holder, place, generation: 0, members })
+        let (ready, told) = (own, AtomicU64::new(0));
+        Ok(Rendezvous { store, _held, standby, ready, told, holder, place, generation: 0, members })
+    }
+
+    /// Tells the store that is met at of strangers who came to the one that this rank keeps ready. Best effort.
+    pub fn tell_of_strangers(&self) {
+        let Some(strangers) = self.ready.as_ref().and_then(|ready| ready.strangers().ok()) else {
+            return;
+        };
+        let new = strangers.refused - self.told.swap(strangers.refused, Ordering::Relaxed);
+        // Where all have turned to that very store they are counted already.
+        if new > 0 && self.holder != Some(self.place.rank) {
+            let _ = self.store.add_strangers(&Strangers { refused: new, ..strangers });
+        }
     }
 
     /// The number of this generation.

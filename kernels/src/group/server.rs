@@ -205,6 +205,13 @@ impl Held {
             }
             What::Find => values.get(key).cloned(),
             What::Strangers => Some(self.callers().strangers.written()),
+            What::Others => {
+                let others = Strangers::read(value)?;
+                let strangers = &mut self.callers().strangers;
+                strangers.refused = strangers.refused.saturating_add(others.refused);
+                strangers.last = others.last;
+                None
+            }
         }
     }
 }

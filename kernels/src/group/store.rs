@@ -141,6 +141,11 @@ impl Store {
         Ok(Strangers::read(&said).unwrap_or_default())
     }
 
+    /// Counts among them those who came to another store.
+    pub(super) fn add_strangers(&self, others: &Strangers) -> Result<()> {
+        self.ask(What::Others, "", &others.written()).map(|_| ())
+    }
+
     /// Gives `key` a value.
     pub fn set(&self, key: &str, value: &str) -> Result<()> {
         self.put(key, value.as_bytes())

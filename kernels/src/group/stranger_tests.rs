@@ -136,7 +136,7 @@ fn pester(port: u16, round: usize) -> Option<TcpStream> {
     };
     // The store closes in the middle of what is too much.
     let _ = stream.write_all(&said);
-    Some(stream).filter(|_| round % 2 == 0)
+    Some(stream).filter(|_| round.is_multiple_of(2))
 }
 
 #[test]
@@ -213,6 +213,38 @@ fn a_transfer_that_does_not_prove_the_key_ends_the_meeting() {
     }
     let word = store.find(store::FAULT).unwrap().unwrap();
     assert!(word.contains("did not prove the run's key"), "{word}");
+}
+
+/// Rank 0 holds the store, rank 1 keeps one ready: strangers of both are counted in the first.
+#[test]
+fn strangers_at_a_store_that_is_kept_ready_are_counted_too() {
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = free.local_addr().unwrap().port();
+    drop(free);
+    thread::scope(|scope| {
+        for rank in [0, 1] {
+            scope.spawn(move || {
+                let place = Place { rank_0_serves: true, ..keyed(rank, 2, port) };
+                let group = Group::open(&place, SECONDS, &|_| ()).unwrap();
+                let rendezvous = Rendezvous::open(&place, &group, SECONDS).unwrap();
+                let ready = group.store().unwrap();
+                let meeting = Store::connect("127.0.0.1", port, "test/meeting/", &key(), SECONDS);
+                let said = meeting.unwrap().find("ready/1").unwrap().unwrap();
+                let standby = said.split(' ').next().unwrap().parse().unwrap();
+                if rank == 1 {
+                    (0..3).for_each(|_| drop(stranger(standby)));
+                    while ready.strangers().unwrap().refused < 3 {
+                        rendezvous.tell_of_strangers();
+                        thread::sleep(Duration::from_millis(5));
+                    }
+                    rendezvous.tell_of_strangers();
+                }
+                group.barrier("the end").unwrap();
+                assert_eq!(group.strangers().refused, 3);
+                group.barrier("the very end").unwrap();
+            });
+        }
+    });
 }
 
 #[test]

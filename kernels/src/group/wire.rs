@@ -172,6 +172,8 @@ pub(super) enum What {
     Find = 3,
     /// Says who was refused.
     Strangers = 4,
+    /// Counts, as such, those that another store has refused.
+    Others = 5,
 }
 
 /// A request of one who has proven the key.
@@ -205,7 +207,7 @@ pub(super) fn answer_all(
         let mut head = [0; 9];
         stream.read_exact(&mut head)?;
         let [what, a, b, c, d, value @ ..] = head;
-        let all = [What::Set, What::First, What::Find, What::Strangers];
+        let all = [What::Set, What::First, What::Find, What::Strangers, What::Others];
         let what = all.into_iter().find(|one| *one as u8 == what).ok_or(ErrorKind::InvalidData)?;
         let mut key = vec![0; bounded([a, b, c, d], LONGEST[0])?];
         let mut value = vec![0; bounded(value, LONGEST[1])?];

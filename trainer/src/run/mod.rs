@@ -87,7 +87,7 @@ fn run(
         let stepped = stepped.map_err(|fault| keeper.failed(fault, &state, &mut recorder))?;
         mirror.keep(&team, &state)?;
         recorder.record(&stepped)?;
-        recorder.strangers(&world.comm)?;
+        recorder.strangers(world)?;
         digest = Some(stepped.record.state);
         keeper.remember(&state, &stepped.record, &mut recorder)?;
         if exec.validation.is_due(state.step, last_step(&spec, exec)) {

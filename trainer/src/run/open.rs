@@ -261,17 +261,7 @@ impl<'a> Opening<'a> {
             "kernels": world.runtime.fingerprint(),
         });
         events.write("start", fields)?;
-        Ok(Book {
-            spec,
-            exec,
-            open,
-            events,
-            metrics,
-            progress,
-            recovery: None,
-            again: 0,
-            strangers: 0,
-        })
+        Ok(Book { spec, exec, open, events, metrics, progress, recovery: None, again: 0 })
     }
 }
 

@@ -1,11 +1,13 @@
 //! What a run writes down as it goes: the ledger, events, curves, and lines for whoever watches. Rank 0 alone does.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use contract::{Digest, Fault, Result};
-use kernels::group::{Group, Strangers};
+use kernels::group::Rendezvous;
 use serde_json::json;
 
+use super::World;
 use super::recover::Recovery;
 use crate::checkpoint::Written;
 use crate::events::Events;
@@ -34,8 +36,6 @@ pub(super) struct Book<'a> {
     pub(super) recovery: Option<(Recovery, bool)>,
     /// Steps that were computed again since this process opened the folder.
     pub(super) again: u64,
-    /// Connections to the ranks' store that were refused, as far as that is written down.
-    pub(super) strangers: u64,
 }
 
 impl Recorder<'_> {
@@ -66,20 +66,22 @@ impl Recorder<'_> {
         }))
     }
 
-    /// Writes down who came to the store without the run's key since the last time; a line for people at the first.
-    pub(super) fn strangers(&mut self, comm: &Group) -> Result<()> {
+    /// Writes down who came to the ranks' stores without the run's key since the last time; a line for people at the first.
+    pub(super) fn strangers(&mut self, world: &World) -> Result<()> {
+        world.rendezvous.iter().for_each(Rendezvous::tell_of_strangers);
         let Some(book) = &mut self.0 else { return Ok(()) };
-        let Strangers { refused, last } = comm.strangers();
-        if refused <= book.strangers {
+        let strangers = world.comm.strangers();
+        // After a loss it may be another store, which has a count of its own.
+        let before = world.strangers.swap(strangers.refused, Ordering::Relaxed);
+        if strangers.refused == before {
             return Ok(());
         }
-        if book.strangers == 0 {
-            let found = Strangers { refused, last: last.clone() };
-            book.progress.note(&format!("note: {}", found.words().unwrap_or_default()));
+        let Some(words) = strangers.words() else { return Ok(()) };
+        if before == 0 {
+            book.progress.note(&format!("note: {words}"));
         }
-        book.strangers = refused;
-        let fields =
-            json!({"step": book.open.ledger.last_step(), "refused": refused, "last": last});
+        let step = book.open.ledger.last_step();
+        let fields = json!({"step": step, "refused": strangers.refused, "last": strangers.last});
         book.events.write("strangers", fields)
     }
 

@@ -1,6 +1,7 @@
 //! What a run computes with. It is built at start, and nothing in it outlives it: after a loss another one can be built in the
 //! same process.
 
+use std::sync::atomic::AtomicU64;
 use std::time::Instant;
 
 use kernels::group::{Group, Rendezvous};
@@ -18,6 +19,8 @@ pub struct World {
     pub device: Device,
     /// Where the ranks that are left meet after a loss, if that is asked for.
     pub(super) rendezvous: Option<Rendezvous>,
+    /// Connections to the ranks' store that were refused, as far as it is written down.
+    pub(super) strangers: AtomicU64,
     /// When they met although nobody was lost.
     pub(super) in_vain: Vec<Instant>,
 }
@@ -25,7 +28,8 @@ pub struct World {
 impl World {
     /// The ranks of `comm`.
     pub fn new(comm: Group, device: Device, runtime: KernelTable) -> Self {
-        World { comm, runtime, device, rendezvous: None, in_vain: Vec::new() }
+        let (strangers, in_vain) = (AtomicU64::new(0), Vec::new());
+        World { comm, runtime, device, rendezvous: None, strangers, in_vain }
     }
 
     /// The same ranks, which can meet again after a loss.
