@@ -140,10 +140,14 @@ impl Peers {
             let [sender, receiver] = [from, to].map(|rank| &nonces[rank as usize][..]);
             key.proof("transfers", &[name.as_bytes(), &numbers, sender, receiver])
         };
-        let silent = |peer: u32, error: &Error| Error::Missing {
-            what: format!(
-                "rank {peer} came to the meeting, but rank {rank} hears nothing of it: {error}"
-            ),
+        // Another rank may have been the first to find a stranger, and have left.
+        let silent = |peer: u32, error: &Error| match self.word_of_another() {
+            Some(what) => Error::Reported { what },
+            None => Error::Missing {
+                what: format!(
+                    "rank {peer} came to the meeting, but rank {rank} hears nothing of it: {error}"
+                ),
+            },
         };
         let mut heard = Vec::new();
         for from in self.others() {

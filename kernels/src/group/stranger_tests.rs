@@ -208,8 +208,9 @@ fn a_transfer_that_does_not_prove_the_key_ends_the_meeting() {
         ranks.map(|rank| rank.join().unwrap())
     });
     assert!(start.elapsed() < SECONDS);
-    for error in &errors[..2] {
-        assert!(error.contains("in the place of rank 2 did not prove the run's key"), "{error}");
+    // The first to find it out leaves, and the others hear its word.
+    for error in &errors {
+        assert!(error.contains("did not prove the run's key"), "{error}");
     }
     let word = store.find(store::FAULT).unwrap().unwrap();
     assert!(word.contains("did not prove the run's key"), "{word}");
