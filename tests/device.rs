@@ -174,6 +174,40 @@ fn a_run_on_a_device_is_one_run_however_it_is_computed() {
 }
 
 #[test]
+fn devices_are_listed_with_what_is_promised_there() {
+    let scratch = Scratch::new();
+    let report = scratch.path("report");
+    let mut command = ztrain_command(&["devices", "--json"]);
+    pretend(&mut command, &report);
+    let said = Ran::from(command.output().unwrap()).ok();
+    let rows: Vec<Value> = said.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let devices: Vec<_> = rows.iter().map(|row| row["device"].as_str().unwrap()).collect();
+    assert_eq!(devices, ["cpu", "cuda:0", "cuda:1"]);
+    assert_eq!(rows[0]["levels"], serde_json::json!(["D", "L0", "L1", "L2", "L3"]));
+    for row in &rows[1..] {
+        assert_eq!(row["levels"], serde_json::json!(["D"]), "no device has shown more");
+        assert_eq!(row["name"], "a pretended GPU");
+        assert_eq!(row["libraries"]["compiler of our kernels"], "nvrtc 13.0");
+        assert!(row["libraries"]["libtorch"].as_str().unwrap().contains("libtorch_cuda.so"));
+    }
+    assert_eq!(total(&report, "operations"), 0, "whoever lists computes nothing");
+
+    // Without a GPU it says what is missing, and that is no fault.
+    let mut command = ztrain_command(&["devices"]);
+    command.env("HOME", scratch.path("nobody")).env_remove("XDG_CACHE_HOME");
+    for variable in ["VIRTUAL_ENV", "CONDA_PREFIX", "LIBTORCH", "LD_LIBRARY_PATH"] {
+        command.env_remove(variable);
+    }
+    let said = Ran::from(command.output().unwrap()).ok();
+    assert!(said.starts_with("cpu      "), "{said}");
+    assert!(said.contains("levels D L0 L1 L2 L3: tested"), "{said}");
+    if !said.contains("cuda:0") {
+        assert!(said.contains("no GPU: no GPU half of libtorch"), "{said}");
+        assert!(said.contains("provision.py --cuda"), "{said}");
+    }
+}
+
+#[test]
 fn waits_that_are_lost_are_found() {
     let on = OnDevice::by_libtorch();
     assert_eq!(on.races("none:0", &[]), 0);

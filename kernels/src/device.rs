@@ -1,8 +1,7 @@
 //! Where tensors live, and how a batch gets there.
 //!
 //! We link the CPU half of libtorch only. A GPU's half (`libtorch_cuda.so`, `libtorch_hip.so`) is opened at run time
-//! when `--device cuda` asks for it, from the folder of the libtorch in use or the loader's path; then it registers
-//! itself. On a GPU a batch goes through pinned memory on a stream of its own, and an event makes the computing stream
+//! when `--device cuda` asks for it (`half`); then it registers itself. On a GPU a batch goes through pinned memory on a stream of its own, and an event makes the computing stream
 //! wait; on a CPU the tensor simply takes the buffer over.
 //!
 //! Our own kernels (`device/`) are compiled for a GPU where it is first used, by its vendor's run-time compiler.
@@ -13,12 +12,14 @@
 
 #[cfg(test)]
 pub(crate) mod emulated;
+mod found;
+mod half;
 mod library;
 mod own;
 pub(crate) mod pieces;
 pub(crate) mod queue;
 
-use std::ffi::{CString, c_char, c_int, c_void};
+use std::ffi::{c_int, c_void};
 use std::ptr;
 
 use tch::{Device, Tensor};
@@ -26,12 +27,10 @@ use torch_sys::C_tensor;
 
 use crate::runtime::{guarded, number, said};
 use crate::{Error, Result};
+pub use found::{Gpu, Gpus, gpus};
 pub(crate) use own::digest as kernels_digest;
 
 unsafe extern "C" {
-    fn shim_libtorch_folder() -> c_int;
-    fn shim_open_library(path: *const c_char) -> c_int;
-    fn shim_gpu_registered(out: *mut c_int) -> c_int;
     fn shim_gpu_count(out: *mut c_int) -> c_int;
     fn shim_gpu_architecture(index: c_int) -> c_int;
     fn shim_adopt(
@@ -65,9 +64,6 @@ unsafe extern "C" {
     fn shim_event_free(event: *mut c_void);
 }
 
-/// Libraries that hold the GPU half, by vendor: what an own libtorch has of them is tried first.
-const GPU_LIBRARIES: [&str; 2] = ["libtorch_cuda.so", "libtorch_hip.so"];
-
 /// The device that `--device` names: `cpu`, `cuda` (which is `cuda:0`) or `cuda:1`. Opens its library if need be.
 pub fn open(name: &str) -> Result<Device> {
     let refuse = |reason: String| Error::NoDevice { device: name.to_owned(), reason };
@@ -79,13 +75,18 @@ pub fn open(name: &str) -> Result<Device> {
             .map_err(|_| refuse("a device's number is a small integer, as in cuda:1".to_owned()))?,
         _ => return Err(refuse("known devices are cpu, cuda and cuda:N".to_owned())),
     };
-    open_gpu_library().map_err(&refuse)?;
-    // SAFETY: asks the registered implementation for a number; the out-pointer outlives the call.
-    match number("count the devices", |out| unsafe { shim_gpu_count(out) })? {
+    half::open().map_err(&refuse)?;
+    match count()? {
         count if i32::from(index) < count => Ok(Device::Cuda(usize::from(index))),
         0 => Err(refuse("its library is here, but the driver shows no device".to_owned())),
         count => Err(refuse(format!("this machine shows {count} of them, numbered from 0"))),
     }
+}
+
+/// How many GPUs the driver shows; none where the GPU half of libtorch is not open.
+fn count() -> Result<i32> {
+    // SAFETY: asks the registered implementation for a number; the out-pointer outlives the call.
+    number("count the devices", |out| unsafe { shim_gpu_count(out) })
 }
 
 /// Architecture of a device for the kernel table; empty for a CPU, whose instruction set stands there already.
@@ -94,36 +95,6 @@ pub fn architecture(device: Device) -> Result<String> {
     // SAFETY: a plain number in.
     guarded("ask for the architecture", unsafe { shim_gpu_architecture(index as c_int) })?;
     Ok(said())
-}
-
-fn open_gpu_library() -> std::result::Result<(), String> {
-    let words = |error: Error| error.to_string();
-    // SAFETY: reads a registry into an out-pointer that outlives the call.
-    let registered = number("ask for a GPU", |out| unsafe { shim_gpu_registered(out) });
-    if registered.map_err(words)? != 0 {
-        return Ok(());
-    }
-    // SAFETY: takes nothing.
-    guarded("find libtorch", unsafe { shim_libtorch_folder() }).map_err(words)?;
-    let folder = said();
-    let mut refusals = Vec::new();
-    for library in GPU_LIBRARIES {
-        for path in [format!("{folder}/{library}"), library.to_owned()] {
-            let Ok(name) = CString::new(path) else { continue };
-            // SAFETY: the name is a C string. Opening a library runs its initialisers; it is the one that matches the
-            // libtorch in use, or the loader's own choice, as it would be had we linked it.
-            if unsafe { shim_open_library(name.as_ptr()) } == 0 {
-                return Ok(());
-            }
-            refusals.push(said());
-        }
-    }
-    // A library that exists and cannot be opened says more than one that is missing.
-    let missing = |reason: &&String| !reason.contains("No such file");
-    let reason = refusals.iter().find(missing).or(refusals.first()).cloned().unwrap_or_default();
-    Err(format!(
-        "no GPU half of libtorch could be opened ({reason}); set LIBTORCH to a CUDA or ROCm libtorch 2.11"
-    ))
 }
 
 /// An element that a batch is made of.
@@ -367,7 +338,7 @@ mod tests {
         for name in ["gpu", "cuda:x", "cuda:-1", "cpu:0", ""] {
             assert!(matches!(open(name), Err(Error::NoDevice { .. })), "{name}");
         }
-        // Where a GPU is at hand this opens it; everywhere else the reason names the library that is missing.
+        // Where a GPU is at hand this opens it; everywhere else the reason names what is missing, the library or the GPU.
         match open("cuda") {
             Ok(device) => {
                 println!("a GPU is at hand: {}", architecture(device).unwrap());
@@ -378,7 +349,8 @@ mod tests {
             Err(error) => {
                 // Past the test runner's capture: a skipped GPU test says so in every log.
                 writeln!(std::io::stderr(), "1 GPU test skipped: {error}").unwrap();
-                assert!(error.to_string().contains("libtorch"), "{error}");
+                let error = error.to_string();
+                assert!(error.contains("libtorch") || error.contains("no device"), "{error}");
             }
         }
     }

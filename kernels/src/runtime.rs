@@ -14,6 +14,7 @@ use std::sync::Mutex;
 
 use serde::{Deserialize, Serialize};
 
+use crate::device::queue::Queue;
 use crate::{Error, Result, ops};
 
 unsafe extern "C" {
@@ -98,6 +99,9 @@ pub struct KernelTable {
     pub mathematics: String,
     /// Name and version of the table of operations that computes.
     pub operations: String,
+    /// Name and release of the run-time compiler that made our own kernels for a device; none elsewhere.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub compiler: String,
     /// Math threads of one leaf.
     pub threads_per_leaf: u32,
     /// The switches, as read back.
@@ -127,6 +131,7 @@ impl KernelTable {
             architecture,
             mathematics,
             operations,
+            compiler,
             threads_per_leaf,
             switches,
             environment,
@@ -145,6 +150,7 @@ impl KernelTable {
             format!("architecture={architecture}"),
             format!("mathematics={mathematics}"),
             format!("operations={operations}"),
+            format!("compiler={compiler}"),
             format!("threads={threads_per_leaf}"),
             format!("switches={}", pairs(&switches.collect())),
             format!("environment={}", pairs(environment)),
@@ -295,6 +301,7 @@ fn read_table(device: tch::Device) -> Result<KernelTable> {
         .iter()
         .filter_map(|&name| Some((name.to_owned(), std::env::var(name).ok()?)))
         .collect();
+    let operations = ops::choose(device)?;
     Ok(KernelTable {
         libtorch: libtorch_release()?,
         mkl: describe(c"mkl")?,
@@ -304,7 +311,11 @@ fn read_table(device: tch::Device) -> Result<KernelTable> {
         device: if device.is_cuda() { "cuda" } else { "cpu" }.to_owned(),
         architecture: crate::device::architecture(device)?,
         mathematics: crate::probe::digest()?,
-        operations: ops::choose(device)?.name().to_owned(),
+        operations: operations.name().to_owned(),
+        compiler: match operations == ops::DEVICE {
+            true => Queue::of(device)?.compiler().to_owned(),
+            false => String::new(),
+        },
         threads_per_leaf: THREADS_PER_LEAF,
         switches,
         environment,
@@ -315,7 +326,12 @@ fn read_table(device: tch::Device) -> Result<KernelTable> {
 fn libtorch_release() -> Result<String> {
     let config = describe(c"config")?;
     let stated = config.split("TORCH_VERSION=").nth(1).and_then(|rest| rest.split(',').next());
-    stated.map_or_else(|| describe(c"compiled_against"), |text| Ok(text.trim().to_owned()))
+    stated.map_or_else(compiled_against, |text| Ok(text.trim().to_owned()))
+}
+
+/// The release of libtorch that this program was made for.
+pub(crate) fn compiled_against() -> Result<String> {
+    describe(c"compiled_against")
 }
 
 fn describe(what: &CStr) -> Result<String> {

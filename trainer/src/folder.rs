@@ -17,6 +17,7 @@ use contract::{Class, Digest, Fault, Result};
 use kernels::runtime::KernelTable;
 use loader::open::no_run;
 use mixer::{Curriculum, Difference};
+use store::open::MANIFEST;
 use store::{Location, disk};
 
 use crate::checkpoint::Checkpoints;
@@ -37,9 +38,9 @@ const LOCK: &str = "lock";
 /// Between two looks whether the folder is free.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// The levels of a run with these kernels: on a GPU those of the data alone, until a check on such a device has shown more.
-pub fn levels(table: &KernelTable) -> &'static [&'static str] {
-    if table.device == "cpu" { &LEVELS } else { &LEVELS[..1] }
+/// The levels of a run on `cpu` or `cuda`: on a GPU those of the data alone, until a check on such a device has shown more.
+pub fn levels(device: &str) -> &'static [&'static str] {
+    if device == "cpu" { &LEVELS } else { &LEVELS[..1] }
 }
 
 /// Paths in a run's folder.
@@ -213,6 +214,11 @@ impl RunFolder {
         table: &KernelTable,
         patience: Duration,
     ) -> Result<OpenRun> {
+        if self.root.join(MANIFEST).exists() {
+            return Err(Fault::usage("this folder holds a store, which is never altered")
+                .at(self.root.display().to_string())
+                .hint("name another folder for the run with --out"));
+        }
         fs::create_dir_all(&self.root).map_err(|error| Fault::io("create", &self.root, &error))?;
         let lock = lock_within(&self.root, patience)?;
         let head = head(spec, table)?;
@@ -367,7 +373,7 @@ pub fn head(spec: &RunSpec, table: &KernelTable) -> Result<Head> {
         curriculum: spec.canonical(),
         stores: spec.content.stores.clone(),
         tokenizer: spec.content.tokenizer,
-        levels: levels(table).iter().map(|level| (*level).to_owned()).collect(),
+        levels: levels(&table.device).iter().map(|level| (*level).to_owned()).collect(),
         parameters: spec.names(),
     })
 }

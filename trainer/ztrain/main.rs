@@ -49,6 +49,8 @@ enum Command {
     Plan(cmd::plan::Args),
     /// Measure the machine as training uses it.
     Bench(cmd::bench::Args),
+    /// List where this machine can compute, by which libraries, and which bits are promised there.
+    Devices(cmd::devices::Args),
     /// Write a run's weights as a folder for Hugging Face transformers.
     Export(cmd::export::Args),
     /// Take over such a folder as the start of a curriculum.
@@ -57,6 +59,8 @@ enum Command {
 
 fn main() -> ExitCode {
     contract::fault::end_with_the_reader();
+    // A file that may not grow is then an error of the write, which says so, and not the end of the process.
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, std::sync::Arc::default());
     trainer::refusal::speak_once();
     let cli = Cli::parse();
     let outcome = match cli.command {
@@ -71,6 +75,7 @@ fn main() -> ExitCode {
         Some(Command::Watch(args)) => cmd::watch::exec(args),
         Some(Command::Plan(args)) => cmd::plan::exec(args),
         Some(Command::Bench(args)) => cmd::bench::exec(args),
+        Some(Command::Devices(args)) => cmd::devices::exec(args),
         Some(Command::Export(args)) => cmd::export::exec(args),
         Some(Command::Import(args)) => cmd::import::exec(args),
     };

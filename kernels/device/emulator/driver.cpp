@@ -5,6 +5,7 @@
 
 #include <dlfcn.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -148,9 +149,27 @@ int launch(void* raw, unsigned blocks, unsigned y, unsigned z, unsigned threads,
 }
 }  // namespace
 
+namespace {
+int device(int* out, int index) {
+  *out = index;
+  return 0;
+}
+int device_name(char* out, int room, int) {
+  snprintf(out, static_cast<size_t>(room), "a pretended GPU");
+  return 0;
+}
+int total_memory(size_t* out, int) {
+  *out = size_t{1} << 30;
+  return 0;
+}
+}  // namespace
+
 #define BOTH(nvidia, amd, parameters, body)         \
   extern "C" int nvidia parameters { return body; } \
   extern "C" int amd parameters { return body; }
+BOTH(cuDeviceGet, hipDeviceGet, (int* out, int index), device(out, index))
+BOTH(cuDeviceGetName, hipDeviceGetName, (char* out, int room, int index), device_name(out, room, index))
+BOTH(cuDeviceTotalMem_v2, hipDeviceTotalMem, (size_t* out, int index), total_memory(out, index))
 BOTH(nvrtcVersion, hiprtcVersion, (int* major, int* minor), version(major, minor))
 BOTH(nvrtcCreateProgram, hiprtcCreateProgram,
      (void** out, const char* source, const char* name, int count, const char* const* headers, const char* const* names),

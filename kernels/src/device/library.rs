@@ -9,6 +9,7 @@ use std::ptr;
 
 use rccl_sys::Opened;
 
+use super::half;
 use crate::{Error, Result};
 
 type Handle = *mut c_void;
@@ -18,6 +19,8 @@ type Handle = *mut c_void;
 pub(super) struct Vendor<'a> {
     /// Names of the compiler's library, the newest first.
     pub(super) compilers: &'a [&'a CStr],
+    /// Libraries that the compiler looks for by name when it compiles.
+    pub(super) helpers: &'a [&'a CStr],
     /// Names of the driver's.
     pub(super) drivers: &'a [&'a CStr],
     pub(super) compiler_prefix: &'a str,
@@ -25,6 +28,8 @@ pub(super) struct Vendor<'a> {
     pub(super) code: &'a str,
     pub(super) driver_prefix: &'a str,
     pub(super) launch: &'a str,
+    /// What tells the memory of a device, without the prefix.
+    pub(super) total_memory: &'a str,
     pub(super) options: &'a [&'a str],
     /// The option that names an architecture; a compiler without one compiles for the device in use.
     pub(super) architecture: Option<&'a str>,
@@ -33,11 +38,14 @@ pub(super) struct Vendor<'a> {
 /// NVIDIA's.
 pub(super) const NVIDIA: Vendor<'static> = Vendor {
     compilers: &[c"libnvrtc.so.13", c"libnvrtc.so.12", c"libnvrtc.so"],
+    helpers: &[c"libnvrtc-builtins.so.13.0"],
     drivers: &[c"libcuda.so.1"],
     compiler_prefix: "nvrtc",
     code: "CUBIN",
     driver_prefix: "cu",
     launch: "cuLaunchKernel",
+    // The first version counts in 32 bits.
+    total_memory: "DeviceTotalMem_v2",
     options: &["--std=c++17", "--fmad=false"],
     architecture: Some("--gpu-architecture="),
 };
@@ -45,11 +53,13 @@ pub(super) const NVIDIA: Vendor<'static> = Vendor {
 /// AMD's.
 pub(super) const AMD: Vendor<'static> = Vendor {
     compilers: &[c"libhiprtc.so.7", c"libhiprtc.so.6", c"libhiprtc.so"],
+    helpers: &[],
     drivers: &[c"libamdhip64.so.7", c"libamdhip64.so.6", c"libamdhip64.so"],
     compiler_prefix: "hiprtc",
     code: "Code",
     driver_prefix: "hip",
     launch: "hipModuleLaunchKernel",
+    total_memory: "DeviceTotalMem",
     options: &["-std=c++17", "-O3", "-ffp-contract=off"],
     architecture: None,
 };
@@ -58,9 +68,52 @@ fn refuse(call: &'static str, reason: String) -> Error {
     Error::Foreign { call, reason }
 }
 
+/// The first of these that the loader finds, or that lies where libraries come along with the GPU half of libtorch.
 fn open(names: &[&CStr]) -> Result<Opened> {
     let none = || refuse("open a GPU's library", format!("none of {names:?} is here"));
-    Opened::first(names).ok_or_else(none)
+    let beside = || {
+        let paths = half::beside().into_iter().flat_map(|folder| {
+            let path = move |name: &&CStr| {
+                CString::new(
+                    [folder.as_os_str().as_encoded_bytes(), b"/", name.to_bytes()].concat(),
+                )
+                .ok()
+            };
+            names.iter().filter_map(path).collect::<Vec<_>>()
+        });
+        let paths: Vec<_> = paths.collect();
+        Opened::first(&paths.iter().map(CString::as_c_str).collect::<Vec<_>>())
+    };
+    Opened::first(names).or_else(beside).ok_or_else(none)
+}
+
+/// Product name and bytes of memory of device `index`, as far as a driver says them; `None` where there is no such driver.
+pub(super) fn described(vendor: Vendor, index: c_int) -> Option<(Option<String>, Option<u64>)> {
+    type Get = unsafe extern "C" fn(*mut c_int, c_int) -> c_int;
+    type Name = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_int;
+    type Total = unsafe extern "C" fn(*mut usize, c_int) -> c_int;
+    let driver = open(vendor.drivers).ok()?;
+    let prefix = vendor.driver_prefix;
+    let mut device = 0;
+    // SAFETY: types of both vendors' headers; out-pointers outlive the calls, and a name gets as much room as is told, of which
+    // the last byte stays zero.
+    unsafe {
+        let get = function::<Get>(&driver, &format!("{prefix}DeviceGet")).ok()?;
+        check("find a device", get(&raw mut device, index)).ok()?;
+        let name =
+            function::<Name>(&driver, &format!("{prefix}DeviceGetName")).ok().and_then(|ask| {
+                let mut text = [0; 256];
+                check("name a device", ask(text.as_mut_ptr(), 255, device)).ok()?;
+                Some(CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned())
+            });
+        let total = function::<Total>(&driver, &format!("{prefix}{}", vendor.total_memory)).ok();
+        let memory = total.and_then(|ask| {
+            let mut bytes = 0;
+            check("ask for memory", ask(&raw mut bytes, device)).ok()?;
+            u64::try_from(bytes).ok()
+        });
+        Some((name, memory))
+    }
 }
 
 /// The function of this name.
@@ -108,6 +161,8 @@ type Bytes = unsafe extern "C" fn(Handle, *mut c_char) -> c_int;
 impl<'a> Compiler<'a> {
     pub(super) fn open(vendor: Vendor<'a>) -> Result<Compiler<'a>> {
         let library = open(vendor.compilers)?;
+        // Found by its name once it is open; a system that has it elsewhere finds it by itself.
+        let _ = open(vendor.helpers);
         let mut compiler = Compiler { library, vendor, release: [0; 2] };
         let [major, minor] = &mut compiler.release;
         type Version = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
@@ -118,6 +173,12 @@ impl<'a> Compiler<'a> {
         };
         check("ask a compiler for its release", answer)?;
         Ok(compiler)
+    }
+
+    /// Name and release, for the kernel table.
+    pub(super) fn name(&self) -> String {
+        let [major, minor] = self.release;
+        format!("{} {major}.{minor}", self.vendor.compiler_prefix)
     }
 
     /// # Safety
@@ -208,6 +269,8 @@ pub(super) struct Module {
     handle: Handle,
     function: Function,
     launch: Launch,
+    /// Name and release of the compiler that made the code.
+    pub(super) compiler: String,
 }
 
 // SAFETY: handles and functions of a driver, which any thread may use at any time; the module is never unloaded.
@@ -216,8 +279,8 @@ unsafe impl Send for Module {}
 unsafe impl Sync for Module {}
 
 impl Module {
-    /// Loads code for the device in use.
-    pub(super) fn load(vendor: Vendor, code: &[u8]) -> Result<Module> {
+    /// Loads code for the device in use, made by a compiler of this name and release.
+    pub(super) fn load(vendor: Vendor, code: &[u8], compiler: String) -> Result<Module> {
         type Load = unsafe extern "C" fn(*mut Handle, *const c_void) -> c_int;
         let library = open(vendor.drivers)?;
         let prefix = vendor.driver_prefix;
@@ -228,6 +291,7 @@ impl Module {
             check("load kernels", load(&raw mut handle, code.as_ptr().cast()))?;
             Ok(Module {
                 handle,
+                compiler,
                 function: function(&library, &format!("{prefix}ModuleGetFunction"))?,
                 launch: function(&library, vendor.launch)?,
             })

@@ -66,10 +66,10 @@ pub(super) fn module(vendor: Vendor, architecture: &str, kept: Option<&Path>) ->
     let name = format!("{:016x}{:016x}", checksum::bytes(&whole, 1), checksum::bytes(&whole, 2));
     let file = kept.map(|folder| folder.join(name));
     if let Some(code) = file.as_deref().and_then(taken) {
-        return Module::load(vendor, &code);
+        return Module::load(vendor, &code, compiler.name());
     }
     let code = compiled(&compiler, architecture)?;
-    let module = Module::load(vendor, &code)?;
+    let module = Module::load(vendor, &code, compiler.name())?;
     // Kept or not, it works; who cannot write there compiles again.
     if let Some(file) = &file {
         let _ = keep(file, &code);

@@ -115,6 +115,11 @@ impl Queue {
         Ok(Queue { module, device, stream: current_stream(index)? })
     }
 
+    /// Name and release of the compiler that made the kernels.
+    pub(crate) fn compiler(&self) -> &str {
+        &self.module.compiler
+    }
+
     /// Where it computes.
     pub(crate) fn device(&self) -> Device {
         self.device

@@ -168,9 +168,9 @@ impl Rendezvous {
             if !awaited || lived() - start > timeout {
                 // A rank that ended well has seen the end of the run: nothing is left to compute.
                 if (come.len() as u64) < u64::from(least) && !done {
-                    let (left, were) = (listed(&come), self.members.len());
+                    let (left, ranks, were) = (come.len(), listed(&come), self.members.len());
                     let what = format!(
-                        "too few ranks are left to go on: {left} of {were}, wanted {least}"
+                        "too few ranks are left to go on: {left} of {were} (ranks {ranks}), wanted {least}"
                     );
                     return Err(Error::Missing { what });
                 }

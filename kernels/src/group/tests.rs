@@ -437,7 +437,7 @@ fn nobody_goes_on_with_too_few_nor_waits_for_whom_the_others_left() {
         refused
             .unwrap_err()
             .to_string()
-            .contains("too few ranks are left to go on: 0 of 3, wanted 3")
+            .contains("too few ranks are left to go on: 1 of 3 (ranks 0), wanted 3")
     );
     second.agree(&[0], 1, SECONDS).unwrap();
     assert_eq!((agent.members().unwrap(), second.members()), (&[0, 1][..], &[0, 1][..]));

@@ -40,6 +40,9 @@ pub use operands::{
 /// The variable that asks for another table than the one for the device.
 pub const VARIABLE: &str = "ZTRAIN_OPS";
 
+/// What it may ask for.
+pub const TABLES: [&str; 3] = ["cpu", "reference", "device"];
+
 /// A table, as it is handed to whatever computes.
 pub type Table = &'static dyn Ops;
 

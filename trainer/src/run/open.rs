@@ -267,7 +267,7 @@ impl<'a> Opening<'a> {
 
 fn describe(spec: &RunSpec, exec: &ExecOptions, world: &World, id: Digest, from: u64) -> String {
     let parameters = step::parameter_count(spec.config());
-    let shown = levels(&world.runtime);
+    let shown = levels(&world.runtime.device);
     let rest = if shown.contains(&"L0") { "" } else { "; training bits: not shown on this device" };
     format!(
         "run {} | after step {from} of {} | {:.1}M parameters | {} workers on {:?} | levels {}{rest}",

@@ -5,6 +5,7 @@ pub(crate) mod bench;
 pub(crate) mod bench_machine;
 pub(crate) mod bench_step;
 pub(crate) mod compare;
+pub(crate) mod devices;
 pub(crate) mod drawing;
 pub(crate) mod explain;
 pub(crate) mod export;
@@ -30,6 +31,7 @@ use std::time::Duration;
 use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser};
 use contract::{Fault, Result};
 use kernels::device;
+use kernels::ops::{TABLES, VARIABLE};
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
@@ -136,6 +138,7 @@ impl Speed {
             Some(launched) if self.device == "cuda" => launched.device(),
             _ => self.device.clone(),
         };
+        known_operations()?;
         let options = RuntimeOptions { device: name.clone() };
         let table = runtime::start(&options).map_err(|error| machine(&name, &error))?;
         let device = device::open(&name).map_err(|error| machine(&name, &error))?;
@@ -143,10 +146,25 @@ impl Speed {
     }
 }
 
-/// The first SIGINT, SIGTERM or SIGHUP lets the step at hand end and be kept; the second one ends the process.
+/// Refuses a table of operations that does not exist, before a device is blamed for it.
+fn known_operations() -> Result<()> {
+    let Some(asked) = std::env::var_os(VARIABLE) else { return Ok(()) };
+    if asked.is_empty() || TABLES.iter().any(|known| asked == *known) {
+        return Ok(());
+    }
+    Err(Fault::usage("there are no such operations")
+        .at(VARIABLE)
+        .found(asked.display())
+        .wanted(format!("one of {}, or nothing", TABLES.join(", "))))
+}
+
+/// The first SIGINT, SIGTERM or SIGHUP lets the step at hand end and be kept; the second one ends the process. A terminal sends
+/// its signal to a rank and to its launcher, which asks the rank to stop as well: that is no second one.
 pub(crate) fn listen(stop: &Arc<AtomicBool>) -> Result<()> {
+    let heard: Arc<AtomicBool> = Arc::default();
     for signal in [SIGINT, SIGTERM, SIGHUP] {
-        flag::register_conditional_shutdown(signal, 130, Arc::clone(stop))
+        flag::register_conditional_shutdown(signal, 130, Arc::clone(&heard))
+            .and_then(|_| flag::register(signal, Arc::clone(&heard)))
             .and_then(|_| flag::register(signal, Arc::clone(stop)))
             .map_err(|error| Fault::machine(format!("cannot listen to signals: {error}")))?;
     }

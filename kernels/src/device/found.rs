@@ -1,0 +1,68 @@
+//! What a machine has for `--device cuda`, for people: nothing here decides bits.
+
+use tch::Device;
+
+use super::library::{AMD, Compiler, NVIDIA, described};
+use super::{architecture, count, enter, half};
+use crate::Result;
+
+/// A GPU that the driver shows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gpu {
+    /// As the kernel table has it; empty where the runtime library does not say.
+    pub architecture: String,
+    /// Its product name, where the driver says it.
+    pub name: Option<String>,
+    /// Its memory in bytes, where the driver says it.
+    pub memory: Option<u64>,
+}
+
+/// What serves the GPUs of this machine, and which they are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gpus {
+    /// The GPU half of libtorch that was opened, as path or as the loader knows it.
+    pub library: String,
+    /// The run-time compiler for our own kernels with its release, or why there is none.
+    pub compiler: std::result::Result<String, String>,
+    /// Release of RCCL or NCCL, or why there is none.
+    pub between: std::result::Result<String, String>,
+    /// In the order of their numbers.
+    pub devices: Vec<Gpu>,
+}
+
+/// The GPUs of this machine, or why it has none that could be used. Opens the GPU half of libtorch; allocates nothing.
+pub fn gpus() -> std::result::Result<Gpus, String> {
+    half::open()?;
+    let words = |error: crate::Error| error.to_string();
+    let compiler = Compiler::open(NVIDIA).or_else(|_| Compiler::open(AMD));
+    let between = rccl_sys::Library::open().and_then(rccl_sys::Library::version);
+    Ok(Gpus {
+        library: half::opened().map_or_else(String::new, |path| path.display().to_string()),
+        compiler: compiler.map(|compiler| compiler.name()).map_err(words),
+        between: between.map(release),
+        devices: (0..count().map_err(words)?).map(gpu).collect::<Result<_>>().map_err(words)?,
+    })
+}
+
+/// A release of NCCL as people know it: 22809 is 2.28.9.
+fn release(number: i32) -> String {
+    format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100)
+}
+
+fn gpu(index: i32) -> Result<Gpu> {
+    let device = Device::Cuda(usize::try_from(index).unwrap_or_default());
+    enter(device)?;
+    let (name, memory) =
+        described(NVIDIA, index).or_else(|| described(AMD, index)).unwrap_or_default();
+    Ok(Gpu { architecture: architecture(device)?, name, memory })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn releases_are_read_as_their_libraries_write_them() {
+        assert_eq!([22_809, 21_805, 22_703].map(release), ["2.28.9", "2.18.5", "2.27.3"]);
+    }
+}
