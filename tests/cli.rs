@@ -2,6 +2,8 @@
 
 use std::process::Stdio;
 
+#[cfg(feature = "train")]
+use crate::support::tree;
 use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata, zdata_command};
 
 #[test]
@@ -110,6 +112,49 @@ fn ztrain_refuses_wrong_use_once_and_before_it_starts_anything() {
         };
         ztrain(&args).fails(2, &["store", "this is not a run"]);
     }
+}
+
+#[cfg(feature = "train")]
+#[test]
+fn what_would_mislead_is_refused_and_what_is_missing_is_said() {
+    use crate::support::{ztrain, ztrain_command};
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 120, ""), "store");
+    let short = [("steps = 12", "steps = 3"), ("steps = 8", "steps = 1")];
+    let path = curriculum(&scratch, &store, "run.toml", &short);
+    let (run, before) = (scratch.path("run"), tree(&store));
+    ztrain(&["--curriculum", arg(&path), "--out", arg(&store)])
+        .fails(2, &["this folder holds a store", "--out"]);
+    assert!(tree(&store) == before, "a store is never altered");
+    ztrain(&["plan", arg(&path), "--cp", "2", "--ranks", "2"])
+        .fails(2, &["--cp", "context_chunks"]);
+    ztrain(&["bench", "step", "--curriculum", arg(&path), "--cp", "2"])
+        .fails(2, &["--cp", "context_chunks"]);
+    let train = ["--curriculum", arg(&path), "--out", arg(&run), "--validate-every", "0"];
+    let mut command = ztrain_command(&train);
+    let said = Ran::from(command.env("ZTRAIN_OPS", "foo").output().unwrap());
+    let said = said.fails(2, &["ZTRAIN_OPS", "foo", "reference"]);
+    assert!(!said.contains("--device"), "{said}");
+
+    // A limit on the size of files is what a full disk is: said, and nothing that was recorded is lost.
+    let limited = format!("ulimit -f 100; exec {} \"$@\"", env!("CARGO_BIN_EXE_ztrain"));
+    let mut shell = std::process::Command::new("bash");
+    let ran = Ran::from(shell.args(["-c", &limited, "sh"]).args(train).output().unwrap());
+    ran.fails(6, &["checkpoint"]);
+    ztrain(&train).ok();
+
+    let events = run.join("events.jsonl");
+    let text = std::fs::read_to_string(&events).unwrap();
+    std::fs::write(&events, text.replacen("\"event\":", "\"event:", 2)).unwrap();
+    let said = ztrain(&["report", "--run", arg(&run)]);
+    assert!(said.err.contains("2 lines of") && said.err.contains("events.jsonl"), "{}", said.err);
+    said.ok();
+
+    let (moved, out) = (scratch.path("moved"), scratch.path("out"));
+    std::fs::rename(&store, &moved).unwrap();
+    let export = ["export", "--run", arg(&run), "--out", arg(&out)];
+    ztrain(&export).fails(3, &["--store"]);
+    ztrain(&[&export[..], &["--store", arg(&moved)]].concat()).ok();
 }
 
 #[test]

@@ -1,12 +1,13 @@
 //! Fear: that the commands which a counterfactual prints do something else than what was imagined.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
 use serde_json::Value;
 
 use crate::support::{
-    Scratch, arg, build, corpus, curriculum, zdata, ztrain, ztrain_on_a_full_disk,
+    Scratch, arg, build, corpus, curriculum, json_lines, zdata, ztrain, ztrain_on_a_full_disk,
 };
 
 /// What a replay prints of the worst documents is what `zdata batch` finds in the same rows.
@@ -34,6 +35,62 @@ fn the_text_is_what_the_batch_holds(run: &Path) {
             assert!(told.contains(&format!("  | {line}")), "{told}");
         }
     }
+}
+
+/// What one word names in two sources is asked for, never dropped twice.
+#[test]
+fn an_id_that_two_sources_have_is_not_guessed() {
+    let scratch = Scratch::new();
+    let corpus = corpus(&scratch, 120, "");
+    fs::remove_dir_all(scratch.path("raw")).unwrap();
+    for source in ["web-0", "math"] {
+        scratch.write(&format!("raw/{source}.jsonl"), json_lines(1, 30));
+    }
+    let store = build(&scratch, &corpus, "store");
+    let phases = [
+        ("steps = 12", "steps = 4"),
+        ("steps = 8", "steps = 1"),
+        ("web = 0.7", "web = 0.5"),
+        ("\"3/10\"", "0.5"),
+    ];
+    let file = curriculum(&scratch, &store, "run.toml", &phases);
+    let (run, out) = (scratch.path("run"), scratch.path("fork"));
+    ztrain(&["--curriculum", arg(&file), "--out", arg(&run), "--validate-every", "0"]).ok();
+    let mut sources = BTreeMap::<String, BTreeSet<String>>::new();
+    for step in ["1", "2", "3", "4", "5"] {
+        let told = ztrain(&["replay", "--run", arg(&run), "--step", step, "--json"]).ok();
+        let found: Value = serde_json::from_str(&told).unwrap();
+        for document in found["documents"].as_array().unwrap().iter().filter(|it| it["labels"] != 0)
+        {
+            let word = |key: &str| document[key].as_str().unwrap().to_owned();
+            sources.entry(word("id")).or_default().insert(word("source"));
+        }
+    }
+    let (id, _) = sources.iter().find(|(_, sources)| sources.len() == 2).unwrap();
+    let (web, math) = (format!("web:{id}"), format!("math:{id}"));
+    let replay = |asked: &str| {
+        ztrain(&[
+            "replay",
+            "--run",
+            arg(&run),
+            "--step",
+            "1",
+            "--continue",
+            "5",
+            "--drop-doc",
+            asked,
+        ])
+    };
+    let fork = |asked: &str| {
+        ztrain(&["fork", arg(&run), "--step", "0", "--out", arg(&out), "--drop-doc", asked])
+    };
+    replay(id).fails(2, &["--drop-doc", &web, &math]);
+    fork(id).fails(2, &["--drop-doc", &web, &math]);
+    assert!(replay(&web).ok().starts_with("WHAT IF"));
+    fork(&web).ok();
+    let forked = fs::read_to_string(out.join("run.toml")).unwrap();
+    let bans: Vec<_> = forked.lines().filter(|line| line.contains("ban")).collect();
+    assert!(forked.contains("web = [") && !bans.concat().contains("math"), "{forked}");
 }
 
 #[test]

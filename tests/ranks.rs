@@ -33,6 +33,24 @@ pub(crate) fn ranks_of(launcher: &Child, count: usize) -> Vec<u32> {
     }
 }
 
+/// Ctrl-C in a terminal reaches ranks and launcher, which asks the ranks to stop as well.
+#[test]
+fn a_stop_by_the_launcher_and_by_the_terminal_is_one() {
+    let fixture = Fixture::new(&[]);
+    let mut command = fixture.run("run", &["--nproc", "2", "--workers", "1"]);
+    let mut launcher = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let ranks = ranks_of(&launcher, 2);
+    until_lines(&fixture.scratch.path("run"), 4, &mut launcher);
+    signal("INT", launcher.id());
+    std::thread::sleep(Duration::from_millis(40));
+    for rank in ranks {
+        // It may have stopped already.
+        let _ =
+            Command::new("kill").args(["-INT", &rank.to_string()]).stderr(Stdio::null()).status();
+    }
+    assert_eq!(launcher.wait().unwrap().code(), Some(0));
+}
+
 /// Waits until the ledger in `run` has `lines` lines, or the launcher has ended.
 pub(crate) fn until_lines(run: &Path, lines: usize, launcher: &mut Child) {
     let path = run.join("ledger.jsonl");

@@ -64,6 +64,8 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    // A file that may not grow is then an error of the write, which says so, and not the end of the process.
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, std::sync::Arc::default());
     terminal::end(match Cli::try_parse() {
         // The default hook has said where; what is left is to end as every bug of ours does.
         Ok(cli) => catch_unwind(AssertUnwindSafe(|| run(cli).map(|()| 0)))

@@ -14,7 +14,7 @@ use crate::spec::RunSpec;
 /// What is changed, from a step on.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Change {
-    /// Ids of documents whose text is hidden; everything else keeps its place.
+    /// Ids of documents whose text is hidden, as [`Change::drops`] reads them; everything else keeps its place.
     pub drop_documents: Vec<String>,
     /// Sources that are left out of every mix; text of the others takes their place.
     pub drop_sources: Vec<String>,
@@ -32,6 +32,25 @@ pub struct Change {
 pub type Documents = BTreeMap<String, BTreeSet<u64>>;
 
 impl Change {
+    /// Whether `asked` names the document with this id of `source`: `ID`, or `SOURCE:ID` where several sources have one.
+    pub(crate) fn drops(asked: &str, source: &str, id: &str) -> bool {
+        let of_source = asked.strip_prefix(source).and_then(|rest| rest.strip_prefix(':'));
+        asked == id || of_source == Some(id)
+    }
+
+    /// Refuses what names documents of several sources; `found` are the sources that each word was found in.
+    pub(crate) fn refuse_ambiguous(found: &BTreeMap<&str, BTreeSet<&str>>) -> Result<()> {
+        let Some((asked, sources)) = found.iter().find(|(_, sources)| sources.len() > 1) else {
+            return Ok(());
+        };
+        let wanted: Vec<_> =
+            sources.iter().map(|source| format!("{:?}", format!("{source}:{asked}"))).collect();
+        Err(Fault::usage(format!("documents of {} sources have this id", sources.len()))
+            .at("--drop-doc")
+            .found(format!("{asked:?}"))
+            .wanted(format!("the one that is meant: {}", wanted.join(" or "))))
+    }
+
     /// Whether anything is changed.
     pub fn is_some(&self) -> bool {
         *self != Change::default()
@@ -60,9 +79,12 @@ impl Change {
                 let sources = spec.plan.sources().iter().map(|facts| facts.name.as_str());
                 let last = (steps.end - 1).min(spec.plan.steps());
                 let what = format!("no mix of steps {step} to {last} has source {source:?}");
+                let others: Vec<_> = sources.filter(|name| name != source).collect();
+                let others =
+                    if others.is_empty() { "no other".to_owned() } else { others.join(", ") };
                 return Err(Fault::usage(what)
                     .at("--drop-source")
-                    .wanted(format!("one of {}", sources.collect::<Vec<_>>().join(", "))));
+                    .hint(format!("other sources of this run: {others}")));
             }
         }
         Ok(curriculum)

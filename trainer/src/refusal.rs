@@ -57,14 +57,22 @@ pub(crate) fn refused(error: Error) -> Fault {
         Error::Missing { .. } | Error::Reported { .. } | Error::Stranger { .. } => lost(error),
         Error::Operand { .. } => Fault::bug(error.to_string()),
         Error::Torch(error) => said_by_libtorch(&error.to_string()),
-        other => not_computed(&other.to_string()),
+        other => said_by_libtorch(&other.to_string()),
     }
 }
 
-/// libtorch's CPU allocator throws what it throws for everything, so that only its words tell want of memory.
+/// What says that memory is wanting: libtorch's CPU allocator throws what it throws for everything; and oneDNN, which is asked for
+/// nothing that it does not know, cannot make a product where it gets no memory for its code.
+const WANTING: [&str; 4] = [
+    "out of memory",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "could not create a primitive",
+];
+
 fn said_by_libtorch(said: &str) -> Fault {
     let said = said.lines().next().unwrap_or(said);
-    match said.contains("out of memory") || said.contains("can't allocate memory") {
+    match WANTING.iter().any(|words| said.contains(words)) {
         true => no_memory(said),
         false => not_computed(said),
     }

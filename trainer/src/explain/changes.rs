@@ -10,6 +10,7 @@ use serde_json::Value;
 use super::history::History;
 use crate::folder::RunFolder;
 use crate::ledger::StepRecord;
+use crate::model::Cut;
 use crate::optim::guard::Skipped;
 use crate::spec::RunSpec;
 
@@ -137,7 +138,16 @@ fn curriculum(spec: &RunSpec, before: u64, step: u64) -> Result<Vec<Change>> {
         let (batch, micro_batch) = (phase.batch, phase.micro_batch);
         format!("{batch} sequences of {} tokens in micro-batches of {micro_batch}", phase.seq_len)
     };
-    if spec.models[old.phase] != spec.models[new.phase] {
+    let (was, is) = (&spec.models[old.phase], &spec.models[new.phase]);
+    if is.cut != was.cut {
+        let Cut { chunks, shards } = is.cut;
+        let what = format!(
+            "from step {step} on context_chunks {chunks} and weight_shards {shards}, before {} and {}",
+            was.cut.chunks, was.cut.shards
+        );
+        found.push(Change { kind: Kind::Phase, step, what });
+    }
+    if (&is.config, is.balance_lr) != (&was.config, was.balance_lr) {
         let what = format!("at step {step} phase {:?} brings other numbers of [model]", new.name);
         found.push(Change { kind: Kind::Phase, step, what });
     }

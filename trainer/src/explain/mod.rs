@@ -236,7 +236,11 @@ impl Explanation {
 /// What to type next about the documents that stand apart.
 fn next_commands(found: &Explanation, run: &str) -> Vec<String> {
     let count = documents::culprits(&found.documents, found.top);
-    let drop = |one: &DocumentEvidence| flag("--drop-doc", &one.document.id);
+    // Ids by file and row are each source's own, and another one may well have the same.
+    let drop = |one: &DocumentEvidence| match by_row(&one.document.id) {
+        true => flag("--drop-doc", &format!("{}:{}", one.document.source, one.document.id)),
+        false => flag("--drop-doc", &one.document.id),
+    };
     let drops: String = found.documents[..count].iter().map(drop).collect();
     if drops.is_empty() {
         return Vec::new();
@@ -246,6 +250,12 @@ fn next_commands(found: &Explanation, run: &str) -> Vec<String> {
         format!("ztrain replay --run {run} --step {step}{drops}"),
         format!("ztrain fork {run} --step {} --out NEW{drops}", step - 1),
     ]
+}
+
+/// Whether an id is what a store gives documents without one: `FILE#ROW`.
+fn by_row(id: &str) -> bool {
+    id.split_once('#')
+        .is_some_and(|parts| [parts.0, parts.1].iter().all(|part| part.parse::<u64>().is_ok()))
 }
 
 /// The sum of squares of a gradient in pieces.

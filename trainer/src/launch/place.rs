@@ -105,7 +105,15 @@ pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launche
         let local_world = local_world.unwrap_or(1);
         return Ok(Some(Launched { place, local_rank, local_world, one_device }));
     }
-    Ok(None)
+    let [set, missing] = match ["RANK", "WORLD_SIZE"].map(|name| variable(name).is_some()) {
+        [true, false] => ["RANK", "WORLD_SIZE"],
+        [false, true] => ["WORLD_SIZE", "RANK"],
+        _ => return Ok(None),
+    };
+    Err(Fault::usage("this is half of what a launcher says")
+        .at(set)
+        .found(format!("no {missing} beside it"))
+        .hint(format!("set both, as torchrun does, or unset {set}: then one rank trains")))
 }
 
 /// Where the ranks meet.
@@ -258,6 +266,8 @@ mod tests {
     fn what_makes_no_sense_is_refused() {
         for wrong in [
             &[("RANK", "x"), ("WORLD_SIZE", "2")][..],
+            &[("RANK", "0")],
+            &[("WORLD_SIZE", "1")],
             &[("RANK", "2"), ("WORLD_SIZE", "2")],
             &[("RANK", "0"), ("WORLD_SIZE", "2")],
             &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a")],

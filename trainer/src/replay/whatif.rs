@@ -4,6 +4,7 @@
 //! A change is an amendment from the first of the steps on, so `ztrain fork` from the step before makes it come true. What a
 //! phase that none of the steps reaches would say to it is not asked.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use contract::{Class, Fault, Result};
@@ -123,22 +124,22 @@ impl Original {
 /// made that they would be computed from.
 fn find_documents(replayer: &Replayer, steps: Range<u64>, ids: &[String]) -> Result<Documents> {
     let mut found = Documents::new();
-    let mut unseen: Vec<&String> = ids.iter().collect();
+    let mut sources: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    let all = replayer.spec().plan.sources();
+    // All steps are looked at: what another source has under the same id may come later.
     for step in steps.take_while(|_| !ids.is_empty()) {
-        if unseen.is_empty() {
-            break;
-        }
         let batch = replayer.batch(step)?;
-        let mut seen = Vec::new();
         each_piece(replayer, &batch, |source, piece, labels| {
-            if labels > 0 && ids.contains(&piece.record.id) {
-                let name = replayer.spec().plan.sources()[source].name.clone();
-                found.entry(name).or_default().insert(piece.document);
-                seen.push(piece.record.id.clone());
+            let name = all[source].name.as_str();
+            let asked = ids.iter().filter(|_| labels > 0);
+            for asked in asked.filter(|asked| Change::drops(asked, name, &piece.record.id)) {
+                found.entry(name.to_owned()).or_default().insert(piece.document);
+                sources.entry(asked).or_default().insert(name);
             }
         })?;
-        unseen.retain(|id| !seen.contains(*id));
     }
+    Change::refuse_ambiguous(&sources)?;
+    let unseen: Vec<&String> = ids.iter().filter(|id| !sources.contains_key(id.as_str())).collect();
     if unseen.is_empty() {
         return Ok(found);
     }
@@ -158,7 +159,8 @@ fn dropped_labels(replayer: &Replayer, step: u64, change: &Change) -> Result<u64
     let (batch, mut dropped) = (replayer.batch(step)?, 0);
     each_piece(replayer, &batch, |source, piece, labels| {
         let name = &replayer.spec().plan.sources()[source].name;
-        if drop_documents.contains(&piece.record.id) || drop_sources.contains(name) {
+        let drops = |asked: &String| Change::drops(asked, name, &piece.record.id);
+        if drop_documents.iter().any(drops) || drop_sources.contains(name) {
             dropped += labels;
         }
     })?;

@@ -22,7 +22,7 @@ pub(super) fn join(
 ) -> Result<Carried> {
     same(spec, &options(exec), world)?;
     if !after_loss {
-        refuse(spec, world.comm.world(), exec.context)?;
+        refuse_unshared(spec, world.comm.world(), exec.context)?;
     }
     if world.device == tch::Device::Cpu {
         memory::refuse(spec, exec, world.comm.nodes(), world.comm.rank())?;
@@ -40,7 +40,7 @@ pub(super) fn meshes(spec: &RunSpec, world: u32, context: u32) -> Vec<(&str, Mes
 }
 
 /// Refuses a number of ranks that share micro-batches where no phase lets them.
-fn refuse(spec: &RunSpec, world: u32, context: u32) -> Result<()> {
+pub fn refuse_unshared(spec: &RunSpec, world: u32, context: u32) -> Result<()> {
     if context == 1 || meshes(spec, world, context).iter().any(|(_, mesh)| mesh.cp > 1) {
         return Ok(());
     }

@@ -29,6 +29,7 @@ use crate::mesh::{Mesh, Team, team};
 use crate::refusal::lost;
 use crate::spec::RunSpec;
 use crate::step::{self, Context, Leaves};
+pub use agree::refuse_unshared;
 use mirror::Mirror;
 use open::{After, Begun};
 use recover::Recovery;

@@ -43,6 +43,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let launched = args.ranks.launched()?;
     let mut world = args.ranks.world(&args.speed, launched.as_ref(), &Arc::default())?;
     let spec = RunSpec::new(&Opened::open(&args.curriculum)?)?;
+    trainer::refuse_unshared(&spec, world.comm.world(), args.ranks.context())?;
     let workers = args.speed.workers(launched.as_ref(), &world.runtime)?;
     world.comm.carry(world.device, args.ranks.transport()).map_err(lost)?;
     let (schedule, flat) = args.ranks.ways();

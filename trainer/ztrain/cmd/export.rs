@@ -1,12 +1,15 @@
 //! `ztrain export`.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use clap::ValueEnum;
 use contract::{Fault, Result};
+use store::Location;
+use trainer::World;
 use trainer::folder::RunFolder;
 use trainer::hf::export::export;
-use trainer::replay::Replayer;
+use trainer::replay::{Replayer, Together};
 
 use super::Speed;
 
@@ -20,6 +23,9 @@ pub(crate) struct Args {
     /// checkpoint's].
     #[arg(long, value_name = "N", value_parser = super::step_or_none, allow_negative_numbers = true)]
     step: Option<u64>,
+    /// Where a store is now, if it was moved; once for each store of the run, in the order of its run.toml.
+    #[arg(long, value_name = "STORE", value_parser = super::place())]
+    store: Vec<Location>,
     /// What to write.
     #[arg(long, value_enum, default_value_t = Format::Hf)]
     format: Format,
@@ -40,8 +46,10 @@ enum Format {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let Format::Hf = args.format;
     let (device, table) = args.speed.start(None)?;
+    let workers = args.speed.workers(None, &table)?;
+    let world = Arc::new(World::alone(device, table));
     let mut replayer =
-        Replayer::open(&args.run, &table, device, args.speed.workers(None, &table)?)?;
+        Replayer::open_with(&args.run, &args.store, &world, workers, Together::default())?;
     let step = match args.step {
         Some(step) => step,
         None => newest(&args)?,

@@ -72,6 +72,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         device: args.device,
     };
     let spec = RunSpec::for_planning(&Opened::open(&args.curriculum)?)?;
+    trainer::refuse_unshared(&spec, fleet.ranks, fleet.context)?;
     let mut needs = needs(&spec, &fleet)?;
     let told = match &cluster {
         Some(cluster) => {

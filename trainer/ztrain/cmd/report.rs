@@ -28,6 +28,17 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let named = args.out.as_deref().map(|path| Drawing::at("--out", path)).transpose()?;
     let views = args.run.iter().map(|run| View::open(run)).collect::<Result<Vec<View>>>()?;
+    for (run, view) in args.run.iter().zip(&views) {
+        let unreadable = view.log().unreadable;
+        if unreadable > 0 {
+            let (lines, path) =
+                (if unreadable == 1 { "line" } else { "lines" }, RunFolder::new(run).events());
+            contract::note!(
+                "warning: {unreadable} {lines} of {} cannot be read, and are left out",
+                path.display()
+            );
+        }
+    }
     let out = args.out.unwrap_or_else(|| RunFolder::new(&args.run[0]).report());
     // The place in a run's folder is looked at when that is known to be one.
     let drawing = named.map_or_else(|| Drawing::at("--out", &out), Ok)?;

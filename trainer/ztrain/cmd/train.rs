@@ -102,6 +102,11 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     }
     let workers = args.speed.workers(launched.as_ref(), &world.runtime)?.auditing(args.audit);
     let exec = ExecOptions { stop, ..options(&args, curriculum, workers) };
+    if launched.is_none() && args.min_ranks.is_some() {
+        contract::note!(
+            "note: --min-ranks and --mirror are for several ranks; one has nobody to go on without it"
+        );
+    }
     let outcome = Opened::open(curriculum)
         .inspect_err(|fault| world.comm.report(&fault.to_string()))
         .and_then(|opened| train(&opened, &exec, &mut world));

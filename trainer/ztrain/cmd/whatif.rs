@@ -18,7 +18,8 @@ use super::drawing::Drawing;
 #[derive(clap::Args)]
 #[command(next_help_heading = "What if")]
 pub(crate) struct Changes {
-    /// Without this document from the step on: its text is hidden, everything else keeps its place.
+    /// Without this document from the step on: its text is hidden, everything else keeps its place. SOURCE:ID where documents
+    /// of several sources have the id.
     #[arg(long, value_name = "ID")]
     drop_doc: Vec<String>,
     /// Without this source, in every mix that the steps have: the others take its place.
