@@ -22,8 +22,6 @@ import subprocess
 import sys
 import time
 
-import pyarrow.parquet as pq
-
 
 def documents(paths, limit):
     for path in paths:
@@ -39,6 +37,8 @@ def documents(paths, limit):
 
 def zdata(args, name, steps):
     """Builds with `steps`; returns the ids kept, the manifest, seconds, and the line of the scan."""
+    import pyarrow.parquet as pq
+
     folder = os.path.join(args.work, name)
     shutil.rmtree(folder, ignore_errors=True)
     corpus = os.path.join(args.work, name + ".toml")
