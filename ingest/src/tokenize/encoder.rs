@@ -10,6 +10,7 @@ use serde_json::Value;
 use store::Location;
 
 use super::fast::Fast;
+use super::json;
 
 /// Which library encodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -148,7 +149,7 @@ impl Tokenizer {
 }
 
 fn parsed(bytes: &[u8]) -> Result<Value> {
-    let json = serde_json::from_slice(bytes)
+    let json = json::parse(bytes)
         .map_err(|error| Fault::usage(format!("this is not a tokenizer.json: {error}")))?;
     refuse_chance(&json)?;
     Ok(json)

@@ -10,6 +10,7 @@ pub mod encoder;
 mod fast;
 #[cfg(test)]
 mod hard;
+mod json;
 pub mod train;
 
 pub use decode::Decoder;

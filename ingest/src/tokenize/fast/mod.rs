@@ -32,8 +32,6 @@ mod tests;
 mod whole;
 mod windows;
 
-use std::collections::BTreeSet;
-
 use contract::guard::quietly;
 use fastokens::AddedTokenPolicy;
 use serde_json::Value;
@@ -148,7 +146,9 @@ fn without_gaps(mut json: Value) -> Result<Value, String> {
     let Some(vocab) = json.pointer_mut("/model/vocab").and_then(Value::as_object_mut) else {
         return Ok(json);
     };
-    let ids: BTreeSet<u64> = vocab.values().filter_map(Value::as_u64).collect();
+    let mut ids: Vec<u64> = vocab.values().filter_map(Value::as_u64).collect();
+    ids.sort_unstable();
+    ids.dedup();
     let end = ids.last().map_or(0, |last| last.saturating_add(1));
     let missing = end - ids.len() as u64;
     if missing == 0 || !byte_level {
@@ -157,7 +157,7 @@ fn without_gaps(mut json: Value) -> Result<Value, String> {
     if missing > GAPS_MAX as u64 {
         return Err(format!("{missing} ids below {end} have no token"));
     }
-    for id in (0..end).filter(|id| !ids.contains(id)) {
+    for id in (0..end).filter(|id| ids.binary_search(id).is_err()) {
         vocab.insert(format!(" unused {id}"), id.into());
     }
     Ok(json)
