@@ -192,7 +192,8 @@ mod tests {
             Places { in_use: "/in/use".into(), release: "2.11.0", variable: &variable }.folders()
         };
         let [in_use, lib] = [PathBuf::from("/in/use"), right.join("lib")];
-        assert_eq!(looked(&[]), [in_use.clone()]);
+        let only = vec![in_use.clone()];
+        assert_eq!(looked(&[]), only);
         assert_eq!(looked(&[("VIRTUAL_ENV", "right")]), [in_use.clone(), lib.clone()]);
         assert_eq!(
             looked(&[("CONDA_PREFIX", "right"), ("VIRTUAL_ENV", "2.11.1")]),
@@ -200,9 +201,9 @@ mod tests {
         );
         assert_eq!(
             looked(&[("VIRTUAL_ENV", "2.10.0+cu130"), ("CONDA_PREFIX", "2.11.0+rocm7.2")]),
-            [in_use.clone()]
+            only
         );
-        assert_eq!(looked(&[("VIRTUAL_ENV", "nowhere")]), [in_use.clone()]);
+        assert_eq!(looked(&[("VIRTUAL_ENV", "nowhere")]), only);
         let own = right.strip_prefix(scratch.path()).unwrap().to_str().unwrap().to_owned();
         assert_eq!(looked(&[("LIBTORCH", &own), ("VIRTUAL_ENV", "right")]), [in_use.clone(), lib]);
         let home = scratch.path().join("me/.cache/ztrain/libtorch-2.11.0-cuda/torch/lib");
