@@ -1,8 +1,8 @@
 //! Where tensors live, and how a batch gets there.
 //!
 //! We link the CPU half of libtorch only. A GPU's half (`libtorch_cuda.so`, `libtorch_hip.so`) is opened at run time
-//! when `--device cuda` asks for it (`half`); then it registers itself. On a GPU a batch goes through pinned memory on a stream of its own, and an event makes the computing stream
-//! wait; on a CPU the tensor simply takes the buffer over.
+//! when `--device cuda` asks for it (`half`); then it registers itself. On a GPU a batch goes through pinned memory on a
+//! stream of its own, and an event makes the computing stream wait; on a CPU the tensor simply takes the buffer over.
 //!
 //! Our own kernels (`device/`) are compiled for a GPU where it is first used, by its vendor's run-time compiler.
 //!

@@ -61,8 +61,8 @@ pub(crate) fn refused(error: Error) -> Fault {
     }
 }
 
-/// What says that memory is wanting: libtorch's CPU allocator throws what it throws for everything; and oneDNN, which is asked for
-/// nothing that it does not know, cannot make a product where it gets no memory for its code.
+/// What says that memory is wanting: libtorch's CPU allocator throws what it throws for everything; and oneDNN, which is
+/// asked for nothing that it does not know, cannot make a product where it gets no memory for its code.
 const WANTING: [&str; 4] = [
     "out of memory",
     "can't allocate memory",

@@ -106,7 +106,10 @@ mod tests {
         }
 
         #[test]
-        fn so_are_equal_keys_and_what_is_no_json(text in "[\\[\\]{}:,\"ab01e. -]{0,24}", keys in prop::collection::vec("[a-c]", 0..9)) {
+        fn so_are_equal_keys_and_what_is_no_json(
+            text in "[\\[\\]{}:,\"ab01e. -]{0,24}",
+            keys in prop::collection::vec("[a-c]", 0..9),
+        ) {
             let members: Vec<String> = keys.iter().enumerate().map(|(at, key)| format!("{key:?}:{at}")).collect();
             for text in [text, format!("{{{}}}", members.join(","))] {
                 match (parse(text.as_bytes()), serde_json::from_str::<Value>(&text)) {

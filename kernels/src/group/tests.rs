@@ -210,7 +210,7 @@ fn where_a_library_does_not_serve_every_rank_is_told() {
     });
     // No real library moves plain memory, and most machines have none.
     for said in said {
-        let why = ["none of librccl.so.1", "the memory of GPUs only"];
+        let why = ["none of librccl.so.1", "it moves the memory of GPUs only"];
         assert!(why.iter().any(|why| said.contains(&format!("rank 0: {why}"))), "{said}");
     }
 }

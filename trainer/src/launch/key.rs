@@ -29,8 +29,8 @@ const SHORTEST: usize = 16;
 const LONGEST: u64 = 4096;
 
 /// How a key is made.
-const HINT: &str = "make one with `(umask 077; head -c 32 /dev/urandom | base64 > run.key)`, where all ranks see it or copied to each machine, \
-     and export ZTRAIN_RUN_KEY_FILE with its name";
+const HINT: &str = "make one with `(umask 077; head -c 32 /dev/urandom | base64 > run.key)`, where all ranks see it or \
+     copied to each machine, and export ZTRAIN_RUN_KEY_FILE with its name";
 
 /// The key of a rank that meets the others at `host`. `variable` reads the environment.
 pub(super) fn run_key(variable: &impl Fn(&str) -> Option<String>, host: &str) -> Result<RunKey> {
