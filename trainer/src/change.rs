@@ -14,7 +14,7 @@ use crate::spec::RunSpec;
 /// What is changed, from a step on.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Change {
-    /// Ids of documents whose text is hidden, as [`Change::drops`] reads them; everything else keeps its place.
+    /// Documents whose text is hidden, `ID` or `SOURCE:ID`; everything else keeps its place.
     pub drop_documents: Vec<String>,
     /// Sources that are left out of every mix; text of the others takes their place.
     pub drop_sources: Vec<String>,
