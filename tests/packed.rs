@@ -74,6 +74,13 @@ fn packs_lie_beside_the_store_and_every_command_reads_them() {
     assert_ne!(digests(&run), digests(&other));
     assert_eq!(tree(&scratch.path("store.packs")).len(), 2);
 
+    // A length that no phase has is the plan's to say, since its documents are nobody's.
+    assert!(!text.contains("never trained on"), "{text}");
+    let unread = fs::read_to_string(&run).unwrap().replace("64 = 2", "64 = 2, 96 = 1");
+    let unread = scratch.write("unread.toml", unread);
+    let text = zdata(&["plan", arg(&unread)]).ok();
+    assert!(text.contains("no phase reads sequences of 96 tokens"), "{text}");
+
     // Where no file fits beside the store, the cache has them, and the text is the same.
     let wanted = digests(&run);
     fs::remove_dir_all(scratch.path("store.packs")).unwrap();

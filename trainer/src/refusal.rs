@@ -143,6 +143,9 @@ mod tests {
         let (call, reason) = ("a test", "nothing left".to_owned());
         let fault = refused(Error::NoMemory { call, reason: reason.clone() });
         assert!(fault.to_string().contains("not enough memory"), "{fault}");
+        let wanting = "could not create a primitive".to_owned();
+        let fault = refused(Error::Foreign { call, reason: wanting });
+        assert!(fault.to_string().contains("not enough memory"), "{fault}");
         let fault = refused(Error::Foreign { call, reason });
         assert_eq!(fault.class(), Class::Machine);
         assert!(fault.to_string().contains("could not compute"), "{fault}");

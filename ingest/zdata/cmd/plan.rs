@@ -210,6 +210,13 @@ impl Report {
                 let head =
                     ["seq_len", "documents", "cut", "sequences", "tokens", "padding", "taken"];
                 out += &table(head, packed.iter().map(PackedRow::cells).collect());
+                for row in packed.iter().filter(|row| row.documents > 0 && row.taken == 0) {
+                    out += &format!(
+                        "no phase reads sequences of {} tokens: the {} documents packed into them are never trained on\n",
+                        count(u64::from(row.seq_len)),
+                        count(row.documents)
+                    );
+                }
             }
         }
         let Report { steps, samples, tokens, padding, digest, .. } = self;

@@ -26,12 +26,14 @@ pub(super) struct Rank {
     rank: u32,
     child: Child,
     ended: Option<ExitStatus>,
+    /// Why the launcher itself has ended it.
+    evicted: Option<&'static str>,
 }
 
 impl Rank {
     /// One that runs.
     pub(super) fn new(rank: u32, child: Child) -> Self {
-        Rank { rank, child, ended: None }
+        Rank { rank, child, ended: None, evicted: None }
     }
 
     /// Whether it is lost, and not stopped by what would stop every other rank as well: it was ended from outside, or by its
@@ -82,7 +84,8 @@ impl Elastic {
         self.looked = Instant::now();
         let members = self.agent.members().map_err(lost)?;
         for rank in ranks.iter_mut().filter(|rank| rank.ended.is_none()) {
-            if !members.contains(&rank.rank) {
+            if !members.contains(&rank.rank) && rank.evicted.is_none() {
+                rank.evicted = Some("the others went on without it, since it gave no answer");
                 let _ = rank.child.kill();
             }
         }
@@ -112,6 +115,7 @@ pub(super) fn supervise(
         }
         if failed.is_some_and(|since| since.elapsed() > GRACE) {
             for rank in ranks.iter_mut().filter(|rank| rank.ended.is_none()) {
+                rank.evicted = Some("another rank failed, and it did not end by itself");
                 let _ = rank.child.kill();
             }
         }
@@ -131,7 +135,12 @@ fn look(ranks: &mut [Rank], mut elastic: Option<&mut Elastic>) -> Result<()> {
             Fault::machine(format!("cannot wait for rank {}: {error}", rank.rank))
         })?;
         if let Some(status) = ended.filter(|status| status.code().is_none()) {
-            contract::note!("error: rank {} was ended from outside: {status}", rank.rank);
+            match rank.evicted {
+                Some(why) => contract::note!("rank {} was ended by the launcher: {why}", rank.rank),
+                None => {
+                    contract::note!("error: rank {} was ended from outside: {status}", rank.rank)
+                }
+            }
         }
         rank.ended = ended;
         if let (Some(status), Some(elastic)) = (ended, elastic.as_deref_mut()) {
