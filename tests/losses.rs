@@ -210,7 +210,10 @@ fn too_few_ranks_end_and_the_same_command_goes_on() {
     let ended = launcher.wait_with_output().unwrap();
     let said = String::from_utf8(ended.stderr).unwrap();
     assert_eq!(ended.status.code(), Some(6), "{said}");
-    assert!(said.contains("too few ranks are left to go on: 2 of 3 (ranks 0,2), wanted 3"), "{said}");
+    assert!(
+        said.contains("too few ranks are left to go on: 2 of 3 (ranks 0,2), wanted 3"),
+        "{said}"
+    );
     fixture.finish("few", &["--nproc", "2"]);
     fixture.assert_same("alone", "few");
 }

@@ -21,6 +21,18 @@ fn packed(scratch: &Scratch, store: &Path, name: &str) -> PathBuf {
 }
 
 #[test]
+fn a_length_that_no_phase_has_is_the_plans_to_say() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 400, ""), "store");
+    let run = packed(&scratch, &store, "run.toml");
+    let text = zdata(&["plan", arg(&run)]).ok();
+    assert!(!text.contains("never trained on"), "{text}");
+    let unread = fs::read_to_string(&run).unwrap().replace("64 = 2", "64 = 2, 96 = 1");
+    let text = zdata(&["plan", arg(&scratch.write("unread.toml", unread))]).ok();
+    assert!(text.contains("no phase reads sequences of 96 tokens"), "{text}");
+}
+
+#[test]
 fn packs_lie_beside_the_store_and_every_command_reads_them() {
     let scratch = Scratch::new();
     let store = build(&scratch, &corpus(&scratch, 400, ""), "store");
@@ -73,13 +85,6 @@ fn packs_lie_beside_the_store_and_every_command_reads_them() {
         scratch.write("other.toml", fs::read_to_string(&run).unwrap().replace("64 = 2", "64 = 1"));
     assert_ne!(digests(&run), digests(&other));
     assert_eq!(tree(&scratch.path("store.packs")).len(), 2);
-
-    // A length that no phase has is the plan's to say, since its documents are nobody's.
-    assert!(!text.contains("never trained on"), "{text}");
-    let unread = fs::read_to_string(&run).unwrap().replace("64 = 2", "64 = 2, 96 = 1");
-    let unread = scratch.write("unread.toml", unread);
-    let text = zdata(&["plan", arg(&unread)]).ok();
-    assert!(text.contains("no phase reads sequences of 96 tokens"), "{text}");
 
     // Where no file fits beside the store, the cache has them, and the text is the same.
     let wanted = digests(&run);
