@@ -114,12 +114,12 @@ fn children(launcher: &Child) -> Vec<u32> {
     text.split_whitespace().map(|id| id.parse().unwrap()).collect()
 }
 
-fn numbers(list: &Value) -> Vec<u64> {
+pub(crate) fn numbers(list: &Value) -> Vec<u64> {
     list.as_array().unwrap().iter().map(|rank| rank.as_u64().unwrap()).collect()
 }
 
 /// The events of that name.
-fn events(fixture: &Fixture, out: &str, name: &str) -> Vec<Value> {
+pub(crate) fn events(fixture: &Fixture, out: &str, name: &str) -> Vec<Value> {
     let text = fs::read_to_string(fixture.scratch.path(out).join("events.jsonl")).unwrap();
     let events = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     events.filter(|event| event["event"] == name).collect()

@@ -48,6 +48,8 @@ mod speed;
 mod story;
 #[cfg(feature = "train")]
 mod strangers;
+#[cfg(feature = "train")]
+mod supervise;
 mod tasks;
 mod tidy;
 #[cfg(feature = "train")]

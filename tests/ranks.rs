@@ -21,7 +21,12 @@ pub(crate) fn signal(name: &str, process: u32) {
 
 /// The processes that `launcher` started, by rank.
 pub(crate) fn ranks_of(launcher: &Child, count: usize) -> Vec<u32> {
-    let path = format!("/proc/{0}/task/{0}/children", launcher.id());
+    children_of(launcher.id(), count)
+}
+
+/// The processes that another one started, in the order of their start, once there are so many.
+pub(crate) fn children_of(process: u32, count: usize) -> Vec<u32> {
+    let path = format!("/proc/{process}/task/{process}/children");
     let start = Instant::now();
     loop {
         let text = fs::read_to_string(&path).unwrap_or_default();
@@ -81,8 +86,14 @@ impl Fixture {
     }
 
     pub(crate) fn run(&self, out: &str, extra: &[&str]) -> Command {
+        self.run_by(&[], out, extra)
+    }
+
+    /// The same by another command than training.
+    pub(crate) fn run_by(&self, command: &[&str], out: &str, extra: &[&str]) -> Command {
         let out = self.scratch.path(out);
-        let mut args = vec!["--curriculum", arg(&self.curriculum), "--out", arg(&out)];
+        let mut args = command.to_vec();
+        args.extend(["--curriculum", arg(&self.curriculum), "--out", arg(&out)]);
         args.extend(["--checkpoint-every", "3"]);
         args.extend(extra);
         if self.library.is_some() {

@@ -5,7 +5,7 @@
 
 use std::str::FromStr;
 
-use contract::{Fault, Key, Purpose, Result, draw};
+use contract::{Fault, Key, Purpose, Result, Symptom, draw};
 
 /// Which part of all micro-batches is computed twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,7 +61,8 @@ pub(crate) fn compare(first: Outcome, second: Outcome, rank: u32) -> Result<()> 
     ))
     .found(format!("{other:016x}"))
     .wanted(format!("{one:016x}"))
-    .hint("nothing of this step was kept: go on with the same command on another machine"))
+    .hint("nothing of this step was kept: go on with the same command on another machine")
+    .sign_of(Symptom::Untrusted))
 }
 
 #[cfg(test)]

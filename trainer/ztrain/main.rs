@@ -45,6 +45,8 @@ enum Command {
     Report(cmd::report::Args),
     /// Serve the same page live, on this machine alone.
     Watch(cmd::watch::Args),
+    /// Watch over a run: start lost ranks again, go on without them, or start all again, as rules say; the same bits.
+    Supervise(Box<cmd::supervise::Args>),
     /// Tell what a run will need before any of it is allocated: memory, bytes sent, checkpoints, ledger.
     Plan(cmd::plan::Args),
     /// Measure the machine as training uses it.
@@ -73,6 +75,7 @@ fn main() -> ExitCode {
         Some(Command::Spikes(args)) => cmd::spikes::exec(args),
         Some(Command::Report(args)) => cmd::report::exec(args),
         Some(Command::Watch(args)) => cmd::watch::exec(args),
+        Some(Command::Supervise(args)) => cmd::supervise::exec(*args),
         Some(Command::Plan(args)) => cmd::plan::exec(args),
         Some(Command::Bench(args)) => cmd::bench::exec(args),
         Some(Command::Devices(args)) => cmd::devices::exec(args),

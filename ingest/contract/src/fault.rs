@@ -44,6 +44,15 @@ impl Class {
     }
 }
 
+/// What a fault of the machine is a sign of, where whoever watches over a run has to know more than its class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Symptom {
+    /// Nothing more can be written.
+    DiskFull,
+    /// It does not compute the same twice.
+    Untrusted,
+}
+
 /// An error with its place and its way out.
 ///
 /// ```
@@ -66,13 +75,14 @@ struct Inner {
     found: Option<String>,
     wanted: Option<String>,
     hint: Option<String>,
+    symptom: Option<Symptom>,
 }
 
 impl Fault {
     /// A fault of `class` that says `what` went wrong, as a lower-case sentence without a full stop.
     pub fn new(class: Class, what: impl Into<String>) -> Self {
-        let (place, found, wanted, hint) = (None, None, None, None);
-        Fault(Box::new(Inner { class, what: what.into(), place, found, wanted, hint }))
+        let (place, found, wanted, hint, symptom) = (None, None, None, None, None);
+        Fault(Box::new(Inner { class, what: what.into(), place, found, wanted, hint, symptom }))
     }
 
     /// A bug of ours (exit 1).
@@ -143,9 +153,19 @@ impl Fault {
             }
             _ => (Class::Machine, "mend this on the machine and run the same command again"),
         };
-        Fault::new(class, format!("cannot {what} it: {error}"))
-            .at(path.display().to_string())
-            .hint(hint)
+        let full = matches!(
+            error.kind(),
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
+        );
+        let mut fault = Fault::new(class, format!("cannot {what} it: {error}"));
+        fault.0.symptom = full.then_some(Symptom::DiskFull);
+        fault.at(path.display().to_string()).hint(hint)
+    }
+
+    /// What it is a sign of.
+    pub fn sign_of(mut self, symptom: Symptom) -> Self {
+        self.0.symptom = Some(symptom);
+        self
     }
 
     /// Where: a file, `file:line`, or a key.
@@ -201,6 +221,11 @@ impl Fault {
     pub fn class(&self) -> Class {
         self.0.class
     }
+
+    /// What it is a sign of, where that is known.
+    pub fn symptom(&self) -> Option<Symptom> {
+        self.0.symptom
+    }
 }
 
 /// No more files may be open on this machine, or in this process: errors that the standard library gives no name.
@@ -248,7 +273,7 @@ pub fn again(error: &io::Error) -> io::Error {
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner { class: _, what, place, found, wanted, hint } = &*self.0;
+        let Inner { class: _, what, place, found, wanted, hint, symptom: _ } = &*self.0;
         // Much of this was written by others: paths, ids, what a file says.
         if let Some(place) = place {
             write!(f, "{}: ", name(place))?;

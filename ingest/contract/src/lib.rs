@@ -27,7 +27,7 @@ pub mod terminal;
 
 pub use digest::{Digest, Digestible, Hasher, Identity};
 pub use draw::{Key, Purpose, draw};
-pub use fault::{Class, Fault, Result};
+pub use fault::{Class, Fault, Result, Symptom};
 pub use framed::{Field, Framed};
 pub use packed::Packed;
 pub use permute::Permutation;

@@ -12,6 +12,7 @@
 //! exchange   tensors from rank to rank, over Gloo or by the courier
 //! rendezvous how those who are left after a loss agree on it, and meet again
 //! word       why ranks stop, as the first of them says it
+//! whereabouts how far a rank has come, for those who miss it
 //! courier    the thread that has RCCL move them
 //! ```
 //!
@@ -39,6 +40,7 @@ mod stranger_tests;
 #[cfg(test)]
 mod tests;
 mod transport;
+mod whereabouts;
 mod wire;
 mod word;
 
@@ -56,6 +58,7 @@ pub use rendezvous::{Agent, Rendezvous};
 pub use server::Strangers;
 pub use store::Store;
 pub use transport::{Carried, Transport};
+pub use whereabouts::Whereabouts;
 
 use crate::runtime::guarded;
 use crate::{Error, Result};
@@ -186,6 +189,16 @@ impl Group {
     /// Tells the others what this rank is at ("step 12, leaf 3"), for the moment in which they miss it.
     pub fn reached(&self, whereabouts: &str) {
         self.peers.iter().for_each(|peers| peers.reached(whereabouts));
+    }
+
+    /// Takes note that this rank has computed for so long in `step`, for whoever watches over the ranks.
+    pub fn computed(&self, step: u64, time: Duration) {
+        self.peers.iter().for_each(|peers| peers.computed(step, time));
+    }
+
+    /// Leaves word that this rank is lost to the others although it runs: its results cannot be trusted.
+    pub fn give_up(&self, why: &str) {
+        self.peers.iter().for_each(|peers| peers.give_up(why));
     }
 
     /// Hands `mine` to every rank and returns what each of them handed over, by rank. Lengths may differ.

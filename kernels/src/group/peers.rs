@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 
 use tch::{Device, Kind, Tensor};
 
-use super::axis::{AXES, Turn};
+use super::axis::Turn;
 use super::exchange::{Exchange, Work};
 use super::ffi::{shim_group_free, shim_recv, shim_send};
 use super::key::{Bytes32, PROOF, nonce, same};
 use super::meeting::{announce, meet};
 use super::store::LOOK;
+use super::whereabouts::Whereabouts;
 use super::word::Word;
 use super::{Place, Sent, Store, Strangers, bridge};
 use crate::runtime::guarded;
@@ -33,9 +34,6 @@ const WORD: Duration = Duration::from_millis(600);
 /// may be closed by then.
 const ROLL: Duration = Duration::from_millis(300);
 
-/// How many exchanges a rank has begun along each axis, and what it is at.
-type Whereabouts = ([u64; AXES], String);
-
 /// All ranks of a run, as one of them sees them: who they are and what they say.
 #[derive(Debug)]
 pub(super) struct Peers {
@@ -43,7 +41,7 @@ pub(super) struct Peers {
     timeout: Duration,
     store: Arc<Store>,
     handle: *mut c_void,
-    /// How many exchanges of each axis were begun, and what this rank is at.
+    /// How far this rank has come.
     now: Mutex<Whereabouts>,
     /// Held while a transfer is begun: exchanges of several axes may be, each by its own thread.
     posting: Mutex<()>,
@@ -122,7 +120,7 @@ impl Peers {
                 ),
             },
         })?;
-        let (place, now) = (place.clone(), Mutex::new(([0; AXES], "the start".to_owned())));
+        let (place, now) = (place.clone(), Mutex::new(Whereabouts::start()));
         let spoke_first = AtomicBool::new(false);
         let sent = [AtomicU64::new(0), AtomicU64::new(0)];
         let posting = Mutex::new(());
@@ -250,13 +248,13 @@ impl Peers {
     /// a store that is gone shows in the next exchange.
     pub(super) fn reached(&self, whereabouts: &str) {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
-        now.1 = whereabouts.to_owned();
-        let _ = self.post(&now);
+        now.place = whereabouts.to_owned();
+        let _ = now.post(&self.store, self.place.rank);
     }
 
-    fn post(&self, (begun, place): &Whereabouts) -> Result<()> {
-        let begun: Vec<String> = begun.iter().map(u64::to_string).collect();
-        self.store.set(&format!("at/{}", self.place.rank), &format!("{}|{place}", begun.join(",")))
+    /// Takes note that this rank has computed for so long in `step`: it is told with what it says next.
+    pub(super) fn computed(&self, step: u64, time: Duration) {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner).add(step, time);
     }
 
     /// Begins an exchange between CPUs.
@@ -267,11 +265,11 @@ impl Peers {
     /// Takes note that the next exchange of an axis begins; its number there.
     pub(super) fn next(&self, axis: usize, what: &str) -> Result<Turn> {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
-        now.0[axis] += 1;
-        if let Err(error) = self.post(&now) {
+        now.begun[axis] += 1;
+        if let Err(error) = now.post(&self.store, self.place.rank) {
             return Err(self.without_store(what, &error));
         }
-        Ok(Turn { axis, number: now.0[axis] })
+        Ok(Turn { axis, number: now.begun[axis] })
     }
 
     /// Hands `mine` to every rank and returns what each of them handed over, by rank. Lengths may differ.
@@ -401,7 +399,7 @@ impl Peers {
     fn behind(&self, turn: Turn, partners: &[u32]) -> Vec<u32> {
         let asked = |rank: &u32| turn.axis == 0 || partners.contains(rank);
         let behind =
-            |rank: &u32| self.seen(*rank).is_none_or(|(begun, _)| begun[turn.axis] < turn.number);
+            |rank: &u32| self.seen(*rank).is_none_or(|seen| seen.begun[turn.axis] < turn.number);
         self.others().filter(asked).filter(behind).collect()
     }
 
@@ -410,7 +408,7 @@ impl Peers {
         lost.sort_unstable();
         let numbers = lost.clone();
         let seen = |rank: &u32| {
-            let seen = self.seen(*rank).map_or_else(|| "nowhere".to_owned(), |seen| seen.1);
+            let seen = self.seen(*rank).map_or_else(|| "nowhere".to_owned(), |seen| seen.place);
             format!("rank {rank}, last seen at {seen}")
         };
         let lost = lost.iter().map(seen).collect::<Vec<_>>().join("; ");
@@ -432,7 +430,7 @@ impl Peers {
 
     /// What this rank is at.
     fn here(&self) -> String {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner).1.clone()
+        self.now.lock().unwrap_or_else(PoisonError::into_inner).place.clone()
     }
 
     /// Leaves word that this rank misses others, unless another word stands already.
@@ -483,15 +481,18 @@ impl Peers {
         }
     }
 
-    /// How far a rank has come along each axis, and the place that it was last at.
+    /// How far a rank has come, as far as it is known.
     fn seen(&self, rank: u32) -> Option<Whereabouts> {
-        let post = self.store.find(&format!("at/{rank}")).ok()??;
-        let (numbers, place) = post.split_once('|')?;
-        let mut begun = [0; AXES];
-        for (begun, number) in begun.iter_mut().zip(numbers.split(',')) {
-            *begun = number.parse().ok()?;
+        Whereabouts::find(&self.store, rank).ok()?
+    }
+
+    /// Leaves word that this rank is lost to the others, by its own judgement.
+    pub(super) fn give_up(&self, why: &str) {
+        let text = format!("rank {}: {why}", self.place.rank);
+        let word = Word { lost: Some(vec![self.place.rank]), text };
+        if self.store.leave(&word).is_ok_and(|other| other.is_none()) {
+            self.spoke_first.store(true, Ordering::Relaxed);
         }
-        Some((begun, place.to_owned()))
     }
 }
 

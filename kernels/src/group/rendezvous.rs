@@ -8,6 +8,8 @@
 //! ended/RANK          its launcher saw its process end, and how: nobody waits for it
 //! ready/RANK          where that rank keeps a store ready, see below
 //! members/G           who generation G is: written once, by the first that has waited for all it may wait for
+//! join/RANK           the rank was started again, and waits for a generation that has it
+//! joining             the ranks of which the launcher has seen that
 //! ```
 //!
 //! Ranks are named here by the numbers that they were launched with; within a generation they are numbered anew, in the same
@@ -19,14 +21,18 @@
 //! Where a rank holds the store, every other one keeps one ready, and all know where. If the store is lost, so is its holder, and
 //! those who are left meet at the next one that answers, in the order of ranks. Ranks that do not reach each other may then meet
 //! apart: who asks for more than half of the ranks to be left has one run at most.
+//!
+//! A rank that was started again joins the next generation, whatever the reason of that meeting: a loss, or that the others have
+//! seen it come, and end theirs when it suits them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{ToSocketAddrs as _, UdpSocket};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::store::{LOOK, lived};
+use super::whereabouts::Whereabouts;
 use super::{Group, Place, RunKey, Store, Strangers};
 use crate::{Error, Result};
 
@@ -38,6 +44,15 @@ const PROBE: Duration = Duration::from_secs(5);
 
 /// What a launcher writes of a process that ended well, and of any other.
 const ENDED: [&str; 2] = ["well", "lost"];
+
+/// What it writes instead once it has started that rank again.
+const AGAIN: &str = "again";
+
+/// See [`Rendezvous::rejoin`].
+const COMES: &str = "comes";
+
+/// The ranks that wait for a generation, as their launcher has seen them come.
+const JOINING: &str = "joining";
 
 /// One rank's way to the generations to come.
 #[derive(Debug)]
@@ -80,6 +95,52 @@ impl Rendezvous {
         let (place, _held) = (place.clone(), group.store());
         let (ready, told) = (own, AtomicU64::new(0));
         Ok(Rendezvous { store, _held, standby, ready, told, holder, place, generation: 0, members })
+    }
+
+    /// For a rank that was started again in the place of one that is lost, under a launcher: comes back once a generation has it.
+    /// Whoever started it ends it where that does not happen.
+    pub fn rejoin(place: &Place, timeout: Duration) -> Result<Rendezvous> {
+        let (name, me) = (meeting(&place.name), place.rank);
+        let store = Store::connect(&place.host, place.port, &name, &place.key, timeout)?;
+        let mut generation = 0;
+        while store.find(&members_key(generation + 1))?.is_some() {
+            generation += 1;
+        }
+        // Whichever comes next: this rank is at its meeting.
+        store.set(&here(me), &u64::MAX.to_string())?;
+        store.set(&join(me), COMES)?;
+        let members = loop {
+            match store.find(&members_key(generation + 1))?.map(|list| read(&list)) {
+                None => std::thread::sleep(4 * LOOK),
+                Some(members) => {
+                    generation += 1;
+                    if members.contains(&me) {
+                        break members;
+                    }
+                }
+            }
+        };
+        store.set(&here(me), &generation.to_string())?;
+        let (standby, told, place) = (BTreeMap::new(), AtomicU64::new(0), place.clone());
+        let (_held, ready, holder) = (None, None, None);
+        Ok(Rendezvous { store, _held, standby, ready, told, holder, place, generation, members })
+    }
+
+    /// The number that this rank was launched with.
+    pub fn launched_as(&self) -> u32 {
+        self.place.rank
+    }
+
+    /// Whether a rank that was started again waits for the next generation.
+    pub fn is_awaited(&self) -> bool {
+        // A store that is gone shows in the next exchange.
+        self.joining().is_ok_and(|ranks| !ranks.is_empty())
+    }
+
+    /// The ranks that wait for the next generation.
+    fn joining(&self) -> Result<Vec<u32>> {
+        let list = self.store.find(JOINING)?.unwrap_or_default();
+        Ok(read(&list).into_iter().filter(|rank| !self.members.contains(rank)).collect())
     }
 
     /// Tells the store that is met at of strangers who came to the one that this rank keeps ready. Best effort.
@@ -152,8 +213,10 @@ impl Rendezvous {
                 return Ok(read(&list));
             }
             let (mut come, mut awaited, mut done) = (Vec::new(), false, false);
-            for rank in self.members.iter().copied() {
-                let ended = self.store.find(&ended(rank))?;
+            let candidates: BTreeSet<u32> =
+                self.members.iter().copied().chain(self.joining()?).collect();
+            for rank in candidates {
+                let ended = self.store.find(&ended(rank))?.filter(|how| how != AGAIN);
                 done |= ended.as_deref() == Some(ENDED[0]);
                 if ended.is_some() {
                     continue;
@@ -206,6 +269,10 @@ pub struct Agent {
     generation: u64,
     members: Vec<u32>,
     ended: BTreeMap<u32, String>,
+    /// Ranks that were started again, and are not in a generation yet.
+    back: BTreeSet<u32>,
+    /// The list of them that the ranks see.
+    awaited: Vec<u32>,
     timeout: Duration,
 }
 
@@ -219,13 +286,33 @@ impl Agent {
         timeout: Duration,
     ) -> Result<Agent> {
         let store = Store::connect("127.0.0.1", port, &meeting(name), key, timeout)?;
-        let (name, members, ended) = (name.to_owned(), (0..count).collect(), BTreeMap::new());
-        Ok(Agent { store, port, name, key: key.clone(), generation: 0, members, ended, timeout })
+        let (name, key, members) = (name.to_owned(), key.clone(), (0..count).collect());
+        let (generation, ended) = (0, BTreeMap::new());
+        let (back, awaited) = (BTreeSet::new(), Vec::new());
+        Ok(Agent { store, port, name, key, generation, members, ended, back, awaited, timeout })
+    }
+
+    /// Tells the others that the process of `rank`, which had ended, was started again, to join them.
+    pub fn started_again(&mut self, rank: u32) -> Result<()> {
+        self.ended.remove(&rank);
+        self.back.insert(rank);
+        self.store.set(&join(rank), "")?;
+        self.store.set(&ended(rank), AGAIN)
+    }
+
+    /// What each rank of the newest generation said last of where it is; nothing of one that has said nothing yet.
+    pub fn whereabouts(&mut self) -> Result<Vec<(u32, Option<Whereabouts>)>> {
+        self.members()?;
+        let name = generation_name(&self.name, self.generation);
+        let store = Store::connect("127.0.0.1", self.port, &name, &self.key, self.timeout)?;
+        let of = |(at, rank): (u32, &u32)| Ok((*rank, Whereabouts::find(&store, at)?));
+        (0..).zip(&self.members).map(of).collect()
     }
 
     /// Tells the others that the process of `rank` has ended, well or as `how` says.
     pub fn ended(&mut self, rank: u32, well: bool, how: &str) -> Result<()> {
         self.store.set(&ended(rank), ENDED[usize::from(!well)])?;
+        self.back.remove(&rank);
         self.members()?;
         if !well {
             self.ended.insert(rank, how.to_owned());
@@ -242,6 +329,18 @@ impl Agent {
             // They may have ended between coming to the meeting and its end.
             let lost: Vec<u32> = self.ended.keys().copied().collect();
             self.tell(&lost)?;
+        }
+        self.back.retain(|rank| !self.members.contains(rank));
+        let came = |rank: &u32| -> Result<bool> {
+            Ok(self.store.find(&join(*rank))?.as_deref() == Some(COMES))
+        };
+        let mut awaited = Vec::new();
+        for rank in &self.back {
+            awaited.extend(came(rank)?.then_some(*rank));
+        }
+        if awaited != self.awaited {
+            self.store.set(JOINING, &listed(&awaited))?;
+            self.awaited = awaited;
         }
         Ok(&self.members)
     }
@@ -287,6 +386,10 @@ fn ready_of(store: &Store, rank: u32, timeout: Duration) -> Result<(String, u16)
 
 fn ready_key(rank: u32) -> String {
     format!("ready/{rank}")
+}
+
+fn join(rank: u32) -> String {
+    format!("join/{rank}")
 }
 
 fn here(rank: u32) -> String {

@@ -152,7 +152,7 @@ fn store(
 }
 
 /// The name of this machine; the same nothing on all machines where it cannot be read.
-fn host_name() -> String {
+pub(super) fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname");
     name.map(|name| name.trim().to_owned()).unwrap_or_default()
 }

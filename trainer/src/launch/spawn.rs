@@ -10,13 +10,17 @@ use std::time::Duration;
 use contract::{Class, Fault, Result};
 use kernels::group::{self, Agent, Group, Rendezvous, RunKey, Store};
 
+use super::guard::Supervised;
 use super::key::{KEY, KEY_FILE};
 use super::place::{self, Launched};
-use super::supervise::{Elastic, Rank, supervise};
+use super::supervise::{Elastic, Launcher, Rank};
 use crate::refusal::lost;
 
 /// Set for the ranks that we start ourselves.
 pub(super) const LAUNCHER: &str = "ZTRAIN_LAUNCHER";
+
+/// Set for a rank that is started again, to join the others.
+const AGAIN: &str = "ZTRAIN_STARTED_AGAIN";
 
 /// However short the patience later, the first meeting of the ranks that we start gets this much: they start one after the
 /// other, on a machine that may have few cores.
@@ -27,23 +31,35 @@ pub fn spawned_us() -> bool {
     std::env::var_os(LAUNCHER).is_some()
 }
 
-/// Starts `count` ranks of this very command and waits for them; once `stop` is set they are asked to stop. When one fails the
-/// others are ended, unless as many as `min_ranks` are left to go on. The exit code is that of the rank that knows most.
-pub fn spawn(count: u32, min_ranks: Option<u32>, stop: &AtomicBool) -> Result<u8> {
+/// Which ranks are started, and what may become of them.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    /// How many.
+    pub count: u32,
+    /// After the loss of a rank the others go on if so many are left; `None`: they end.
+    pub min_ranks: Option<u32>,
+    /// What the supervisor has asked for, if there is one.
+    pub supervised: Option<Supervised>,
+}
+
+/// Starts `launch.count` ranks of this very command and waits for them; once `stop` is set they are asked to stop. When one
+/// fails the others are ended, unless enough are left to go on. The exit code is that of the rank that knows most.
+pub fn spawn(launch: &Launch, stop: &AtomicBool) -> Result<u8> {
+    let Launch { count, min_ranks, supervised } = launch;
     let secret = RunKey::draw().map_err(lost)?;
     let key = RunKey::of(&secret);
     let store = Store::serve("127.0.0.1", 0, "launcher/", &key, START).map_err(lost)?;
     let program = std::env::current_exe()
         .map_err(|error| Fault::machine(format!("cannot find this program: {error}")))?;
-    let start = |rank: u32| {
+    let start = |rank: u32, again: bool| {
         let mut command = Command::new(&program);
         command.args(std::env::args_os().skip(1)).stdin(Stdio::piped());
         let number = |name: &str, value: u32| (name.to_owned(), value.to_string());
         command.envs([
             number("RANK", rank),
             number("LOCAL_RANK", rank),
-            number("WORLD_SIZE", count),
-            number("LOCAL_WORLD_SIZE", count),
+            number("WORLD_SIZE", *count),
+            number("LOCAL_WORLD_SIZE", *count),
             number("GROUP_RANK", 0),
             number("MASTER_PORT", u32::from(store.port())),
         ]);
@@ -51,18 +67,45 @@ pub fn spawn(count: u32, min_ranks: Option<u32>, stop: &AtomicBool) -> Result<u8
         command.env(LAUNCHER, std::process::id().to_string());
         // An environment is for its owner's eyes alone, unlike the arguments of a command.
         command.env(KEY, &secret).env_remove(KEY_FILE);
-        let child = command.spawn().map_err(|error| {
+        if again {
+            command.env(AGAIN, "1");
+        }
+        command.spawn().map_err(|error| {
             Fault::machine(format!("cannot start rank {rank}: {error}")).hint("raise `ulimit -u`")
-        })?;
-        Ok(Rank::new(rank, child))
+        })
     };
     let name = place::name(&|variable: &str| std::env::var(variable).ok());
-    let agent = |least| {
-        let agent = Agent::open(store.port(), &name, &key, count, START).map_err(lost)?;
-        Ok(Elastic::new(agent, least))
-    };
-    let elastic = min_ranks.map(agent).transpose()?;
-    supervise((0..count).map(start).collect::<Result<_>>()?, elastic, stop)
+    let watched = min_ranks.is_some() || supervised.is_some();
+    let agent = watched.then(|| Agent::open(store.port(), &name, &key, *count, START));
+    let elastic = agent.transpose().map_err(lost)?.map(|agent| Elastic::new(agent, *min_ranks));
+    let ranks = (0..*count).map(|rank| Ok(Rank::new(rank, start(rank, false)?)));
+    let ranks = ranks.collect::<Result<_>>()?;
+    let supervision = supervised.clone().map(Supervised::begin);
+    Launcher { ranks, elastic, supervision, start: &start, stop }.run()
+}
+
+/// Whether this process stands in for a rank that was lost, and joins the others.
+pub fn started_again() -> bool {
+    std::env::var_os(AGAIN).is_some()
+}
+
+/// Joins ranks that are under way, in the place of one that was lost: comes back with their next meeting.
+pub fn rejoin(
+    launched: &Launched,
+    least: u32,
+    timeout: Duration,
+    stop: &Arc<AtomicBool>,
+) -> Result<(Group, Rendezvous)> {
+    follow_launcher(Arc::clone(stop));
+    let mut rendezvous = Rendezvous::rejoin(&launched.place, START.max(timeout)).map_err(lost)?;
+    let tell = |word: &str| contract::note!("{word}");
+    loop {
+        match rendezvous.group(timeout, &tell) {
+            Ok(group) => return Ok((group, rendezvous)),
+            // Another rank was lost meanwhile.
+            Err(_) => rendezvous.agree(&[], least, timeout).map_err(lost)?,
+        }
+    }
 }
 
 /// Meets the other ranks, of which each is awaited for `timeout`. `stop` is set when our launcher asks this rank to stop.

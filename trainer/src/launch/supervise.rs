@@ -1,7 +1,9 @@
 //! The launcher while its ranks run: hands on a request to stop, and ends what is left when a rank fails. Where ranks may go on
-//! without each other it tells them who has ended, and ends those whom the others went on without.
+//! without each other it tells them who has ended, and ends those whom the others went on without. Under a supervisor it does
+//! what the rules say about single ranks, and leaves word of why it ends where they say otherwise.
 
 use std::io::Write as _;
+use std::path::PathBuf;
 use std::process::{Child, ExitStatus};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -10,12 +12,17 @@ use std::time::{Duration, Instant};
 use contract::{Class, Fault, Result};
 use kernels::group::Agent;
 
+use super::ends::{End, Ends};
+use super::happened::{Happened, tell};
+use super::place::host_name;
+use super::rules::{Action, Cause, History, Rule, Rules};
+use super::watch::{Pace, Pulse, Seen, behind};
 use crate::refusal::lost;
 
 /// Between two looks at the ranks.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// Between two looks at who the ranks are that go on.
+/// Between two looks at who the ranks are that go on, and how far they are.
 const ROLL: Duration = Duration::from_millis(200);
 
 /// What the other ranks get to say what happened, once one has failed: on busy cores they notice late.
@@ -28,12 +35,24 @@ pub(super) struct Rank {
     ended: Option<ExitStatus>,
     /// Why the launcher itself has ended it.
     evicted: Option<&'static str>,
+    /// What the rules say about it, where the launcher ended it for that.
+    sentence: Option<(Cause, Rule)>,
+    /// Whether its end was dealt with.
+    judged: bool,
+    /// When it is to be started again.
+    again: Option<Instant>,
+    /// Whether it was started again, and the others have not taken it in yet.
+    joins: bool,
+    /// How many last words there were when it was started.
+    words: usize,
 }
 
 impl Rank {
     /// One that runs.
     pub(super) fn new(rank: u32, child: Child) -> Self {
-        Rank { rank, child, ended: None, evicted: None }
+        let (ended, evicted, sentence, again) = (None, None, None, None);
+        let (judged, joins, words) = (false, false, 0);
+        Rank { rank, child, ended, evicted, sentence, judged, again, joins, words }
     }
 
     /// Whether it is lost, and not stopped by what would stop every other rank as well: it was ended from outside, or by its
@@ -46,27 +65,34 @@ impl Rank {
     fn failed(&self) -> bool {
         self.ended.is_some_and(|status| !status.success())
     }
+
+    fn end(&mut self, why: &'static str) {
+        if self.ended.is_none() && self.evicted.is_none() {
+            self.evicted = Some(why);
+            // One that has ended meanwhile is seen at the next look.
+            let _ = self.child.kill();
+        }
+    }
 }
 
 /// Ranks that may go on without each other.
 pub(super) struct Elastic {
     agent: Agent,
-    /// How many have to be left.
-    least: u32,
-    looked: Instant,
+    /// How many have to be left; `None`: all of them.
+    least: Option<u32>,
 }
 
 impl Elastic {
     /// At least so many.
-    pub(super) fn new(agent: Agent, least: u32) -> Self {
-        Elastic { agent, least, looked: Instant::now() }
+    pub(super) fn new(agent: Agent, least: Option<u32>) -> Self {
+        Elastic { agent, least }
     }
 
     /// Whether what is lost so far may be lost.
     fn allows(&self, ranks: &[Rank]) -> bool {
-        let left = ranks.iter().filter(|rank| !rank.failed()).count();
+        let left = ranks.iter().filter(|rank| !rank.failed() && !rank.joins).count();
         let other = ranks.iter().any(|rank| rank.failed() && !rank.is_lost());
-        !other && left as u64 >= u64::from(self.least)
+        !other && self.least.is_some_and(|least| left as u64 >= u64::from(least))
     }
 
     /// Tells the others of a rank that has ended.
@@ -78,76 +104,250 @@ impl Elastic {
 
     /// Ends the ranks whom the others went on without.
     fn evict(&mut self, ranks: &mut [Rank]) -> Result<()> {
-        if self.looked.elapsed() < ROLL {
-            return Ok(());
-        }
-        self.looked = Instant::now();
         let members = self.agent.members().map_err(lost)?;
         for rank in ranks.iter_mut().filter(|rank| rank.ended.is_none()) {
-            if !members.contains(&rank.rank) && rank.evicted.is_none() {
-                rank.evicted = Some("the others went on without it, since it gave no answer");
-                let _ = rank.child.kill();
+            let inside = members.contains(&rank.rank);
+            rank.joins &= !inside;
+            if !inside && !rank.joins && self.least.is_some() {
+                rank.end("the others went on without it, since it gave no answer");
             }
         }
         Ok(())
     }
 }
 
-/// Waits for all; when one fails, the others get a moment to end by themselves, unless they may go on without it.
-pub(super) fn supervise(
-    mut ranks: Vec<Rank>,
-    mut elastic: Option<Elastic>,
-    stop: &AtomicBool,
-) -> Result<u8> {
-    let (mut failed, mut asked): (Option<Instant>, bool) = (None, false);
-    while ranks.iter().any(|rank| rank.ended.is_none()) {
-        if stop.load(Ordering::Relaxed) && !asked {
-            asked = true;
-            for rank in &mut ranks {
-                // A rank that is gone already needs no word.
-                let _ = rank.child.stdin.as_mut().map(|input| input.write_all(b"stop\n"));
-            }
-        }
-        look(&mut ranks, elastic.as_mut())?;
-        let endured = elastic.as_ref().is_some_and(|elastic| elastic.allows(&ranks));
-        if !endured && ranks.iter().any(Rank::failed) {
-            failed.get_or_insert_with(Instant::now);
-        }
-        if failed.is_some_and(|since| since.elapsed() > GRACE) {
-            for rank in ranks.iter_mut().filter(|rank| rank.ended.is_none()) {
-                rank.evicted = Some("another rank failed, and it did not end by itself");
-                let _ = rank.child.kill();
-            }
-        }
-        if let Some(elastic) = &mut elastic {
-            elastic.evict(&mut ranks)?;
-        }
-        thread::sleep(LOOK);
-    }
-    let endured = elastic.is_some_and(|elastic| elastic.allows(&ranks));
-    Ok(if endured { 0 } else { exit_code(&ranks) })
+/// What a supervisor has the launcher do.
+pub(super) struct Supervision {
+    rules: Rules,
+    history: History,
+    ends: Ends,
+    /// The run's events.
+    events: PathBuf,
+    pulse: Pulse<(Seen, u64)>,
+    pace: Pace,
 }
 
-/// Looks which ranks have ended.
-fn look(ranks: &mut [Rank], mut elastic: Option<&mut Elastic>) -> Result<()> {
-    for rank in ranks.iter_mut().filter(|rank| rank.ended.is_none()) {
-        let ended = rank.child.try_wait().map_err(|error| {
-            Fault::machine(format!("cannot wait for rank {}: {error}", rank.rank))
-        })?;
-        if let Some(status) = ended.filter(|status| status.code().is_none()) {
-            match rank.evicted {
-                Some(why) => contract::note!("rank {} was ended by the launcher: {why}", rank.rank),
-                None => {
-                    contract::note!("error: rank {} was ended from outside: {status}", rank.rank)
+impl Supervision {
+    /// By these rules, for the run with these events.
+    pub(super) fn new(rules: Rules, ends: Ends, events: PathBuf) -> Self {
+        let patience = Duration::from_secs_f64(rules.hang_seconds);
+        let (pulse, pace) = (Pulse::new(patience, Instant::now()), Pace::new(rules.slow));
+        Supervision { rules, history: History::default(), ends, events, pulse, pace }
+    }
+}
+
+/// The launcher of some ranks.
+pub(super) struct Launcher<'a> {
+    pub(super) ranks: Vec<Rank>,
+    pub(super) elastic: Option<Elastic>,
+    pub(super) supervision: Option<Supervision>,
+    /// Starts the process of a rank; `true`: to join the others.
+    pub(super) start: &'a dyn Fn(u32, bool) -> Result<Child>,
+    pub(super) stop: &'a AtomicBool,
+}
+
+impl Launcher<'_> {
+    /// Waits for all; when one fails, the others get a moment to end by themselves, unless they may go on without it.
+    pub(super) fn run(mut self) -> Result<u8> {
+        let (mut failed, mut asked, mut looked): (Option<Instant>, _, _) =
+            (None, false, Instant::now());
+        while self.ranks.iter().any(|rank| rank.ended.is_none()) {
+            if self.stop.load(Ordering::Relaxed) && !asked {
+                asked = true;
+                for rank in &mut self.ranks {
+                    // A rank that is gone already needs no word.
+                    let _ = rank.child.stdin.as_mut().map(|input| input.write_all(b"stop\n"));
+                }
+            }
+            self.look()?;
+            if failed.is_none() && !asked {
+                self.judge()?;
+                self.start_again()?;
+            }
+            let endured = self.endures();
+            if !endured && self.ranks.iter().any(Rank::failed) {
+                failed.get_or_insert_with(Instant::now);
+            }
+            if failed.is_some_and(|since| since.elapsed() > GRACE) {
+                let why = "another rank failed, and it did not end by itself";
+                self.ranks.iter_mut().for_each(|rank| rank.end(why));
+            }
+            if looked.elapsed() >= ROLL {
+                looked = Instant::now();
+                self.roll(failed.is_some() || asked)?;
+            }
+            thread::sleep(LOOK);
+        }
+        Ok(if self.endures() { 0 } else { exit_code(&self.ranks) })
+    }
+
+    /// Whether what is lost so far may be lost.
+    fn endures(&self) -> bool {
+        self.elastic.as_ref().is_some_and(|elastic| elastic.allows(&self.ranks))
+    }
+
+    /// Looks which ranks have ended.
+    fn look(&mut self) -> Result<()> {
+        for rank in self.ranks.iter_mut().filter(|rank| rank.ended.is_none()) {
+            let ended = rank.child.try_wait().map_err(|error| {
+                Fault::machine(format!("cannot wait for rank {}: {error}", rank.rank))
+            })?;
+            if let Some(status) = ended.filter(|status| status.code().is_none()) {
+                let number = rank.rank;
+                match rank.evicted {
+                    Some(why) => contract::note!("rank {number} was ended by the launcher: {why}"),
+                    None => {
+                        contract::note!("error: rank {number} was ended from outside: {status}")
+                    }
+                }
+            }
+            rank.ended = ended;
+            if let (Some(status), Some(elastic)) = (ended, self.elastic.as_mut()) {
+                elastic.ended(rank, status)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks at who goes on, and how: `ending` where no more is to be done about it.
+    fn roll(&mut self, ending: bool) -> Result<()> {
+        let Some(elastic) = &mut self.elastic else { return Ok(()) };
+        elastic.evict(&mut self.ranks)?;
+        let came = |rank: &Rank| !rank.joins && rank.ended.is_none();
+        if !self.ranks.iter().any(came) {
+            // Nobody is left to join.
+            let joining = self.ranks.iter_mut().filter(|rank| rank.joins);
+            joining.for_each(|rank| {
+                rank.judged = true;
+                rank.end("the run ended before it could join");
+            });
+        }
+        let Some(supervision) = self.supervision.as_mut().filter(|_| !ending) else {
+            return Ok(());
+        };
+        let (seen, now) = (elastic.agent.whereabouts().map_err(lost)?, Instant::now());
+        let written = std::fs::metadata(&supervision.events).map_or(0, |file| file.len());
+        let slow = supervision.pace.look(&seen);
+        let late = behind(&seen);
+        if supervision.pulse.is_missed((seen, written), now) {
+            supervision.pulse.again(now);
+            let seconds = supervision.rules.hang_seconds;
+            self.sentence(late, Cause::Hang, &format!("no sign of life for {seconds} s"));
+        }
+        if let Some(slow) = slow {
+            let (seconds, usual) = (slow.seconds, slow.usual);
+            let what =
+                format!("it computed {seconds:.3} s in a step, the median rank {usual:.3} s");
+            self.sentence(Some(slow.rank), Cause::Straggler, &what);
+        }
+        Ok(())
+    }
+
+    /// Does what the rules say about a rank that runs; `None`: about all of them, of which nobody knows which it is.
+    fn sentence(&mut self, rank: Option<u32>, cause: Cause, what: &str) {
+        let index = rank.and_then(|rank| self.ranks.iter().position(|one| one.rank == rank));
+        // It counts as lost from now on.
+        let left = self.ranks.iter().filter(|rank| !rank.failed() && !rank.joins).count() as u64;
+        let least = self.elastic.as_ref().and_then(|elastic| elastic.least);
+        let may_lose = index.is_some() && least.is_some_and(|least| left > u64::from(least));
+        let Some(supervision) = &mut self.supervision else { return };
+        let possible = |action: Action| match action {
+            Action::Restart | Action::Evict => may_lose,
+            _ => true,
+        };
+        let Supervision { rules, history, .. } = supervision;
+        let rule = history.choose(rules, cause, possible, Instant::now());
+        let action = rule.action;
+        tell(&supervision.events, &Happened { cause, rank, action, what, host: &host_name() });
+        match (index, action) {
+            (_, Action::Note) => (),
+            (Some(index), Action::Restart | Action::Evict) => {
+                let rank = &mut self.ranks[index];
+                rank.sentence = Some((cause, rule));
+                rank.end(match cause {
+                    Cause::Straggler => "it is slower than the others, and the rules say so",
+                    _ => "it gave no sign of life, and the rules say so",
+                });
+            }
+            _ => self.give_up(rank, cause, what),
+        }
+    }
+
+    /// Deals with ranks that have ended.
+    fn judge(&mut self) -> Result<()> {
+        for index in 0..self.ranks.len() {
+            let endures = self.endures();
+            let Some(supervision) = &mut self.supervision else { return Ok(()) };
+            let rank = &mut self.ranks[index];
+            if !rank.failed() || rank.judged {
+                continue;
+            }
+            rank.judged = true;
+            let (number, status) = (rank.rank, rank.ended);
+            let how =
+                status.map_or_else(String::new, |status| format!("its process ended ({status})"));
+            let said = supervision.ends.read().into_iter().skip(rank.words);
+            let said = said.filter(|end| end.rank == Some(number) && !end.launcher);
+            let said: Option<End> = said.take(1).next().filter(|_| rank.evicted.is_none());
+            let code = status.and_then(|status| status.code());
+            let code = code.map_or(Class::Machine.exit_code(), |code| code as u8);
+            let cause = match (&said, rank.evicted) {
+                (_, Some(_)) => Some(Cause::Hang),
+                (Some(end), None) => end.cause,
+                (None, None) => Cause::of_code(code),
+            };
+            let what = said.map_or(how, |end| end.what);
+            let rule = match (rank.sentence.take(), cause) {
+                (Some((_, rule)), _) => rule,
+                (None, Some(cause)) => {
+                    let possible = |action| match action {
+                        Action::Restart | Action::Evict => endures,
+                        _ => true,
+                    };
+                    let Supervision { rules, history, events, .. } = supervision;
+                    let rule = history.choose(rules, cause, possible, Instant::now());
+                    let (rank, action, host) = (Some(number), rule.action, host_name());
+                    tell(events, &Happened { cause, rank, action, what: &what, host: &host });
+                    rule
+                }
+                // What every rank would meet: they end by themselves.
+                (None, None) => return Ok(()),
+            };
+            match rule.action {
+                Action::Restart => rank.again = Some(Instant::now() + rule.pause()),
+                Action::Evict | Action::Note => (),
+                _ => {
+                    self.give_up(Some(number), cause.unwrap_or(Cause::Crash), &what);
+                    return Ok(());
                 }
             }
         }
-        rank.ended = ended;
-        if let (Some(status), Some(elastic)) = (ended, elastic.as_deref_mut()) {
-            elastic.ended(rank, status)?;
-        }
+        Ok(())
     }
-    Ok(())
+
+    /// Ends all ranks, and leaves word why.
+    fn give_up(&mut self, rank: Option<u32>, cause: Cause, what: &str) {
+        if let Some(Supervision { ends, .. }) = &self.supervision {
+            let (host, what) = (host_name(), what.to_owned());
+            ends.leave(&End { rank, launcher: true, cause: Some(cause), host, what });
+        }
+        self.ranks.iter_mut().for_each(|rank| rank.end("all ranks end, by the supervisor's rules"));
+        // Nobody goes on without the others.
+        self.elastic = None;
+    }
+
+    /// Starts ranks again whose time has come.
+    fn start_again(&mut self) -> Result<()> {
+        let Some(elastic) = &mut self.elastic else { return Ok(()) };
+        for rank in &mut self.ranks {
+            let Some(_) = rank.again.take_if(|at| *at <= Instant::now()) else { continue };
+            elastic.agent.started_again(rank.rank).map_err(lost)?;
+            let child = (self.start)(rank.rank, true)?;
+            let words = self.supervision.as_ref().map_or(0, |it| it.ends.read().len());
+            *rank = Rank { joins: true, words, ..Rank::new(rank.rank, child) };
+        }
+        Ok(())
+    }
 }
 
 /// The code of the rank that knows most: those that only lost another one say "machine".

@@ -37,7 +37,7 @@ use crate::mesh::{Schedule, Team};
 use crate::run::World;
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::{self, Context, Detail, Gradient};
+use crate::step::{self, Asked, Context, Detail, Gradient};
 use crate::workers::Workers;
 use documents::DocumentLoss;
 pub use executor::{Executor, ThisMachine};
@@ -385,7 +385,7 @@ impl Replayer {
         step::hold(cx, state, batch.step)?;
         let mut gradient = self.executor.gradient(cx, state, batch, detail)?;
         look(&gradient);
-        match step::complete(cx, state, &mut gradient, || false) {
+        match step::complete(cx, state, &mut gradient, Asked::default) {
             Err(fault) if fault.class() != Class::Diverged => Err(fault),
             outcome => Ok((gradient, outcome.map(|stepped| stepped.record))),
         }

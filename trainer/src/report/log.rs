@@ -86,6 +86,10 @@ pub enum Happened {
     Loss,
     /// They have ended a new step.
     Recovered,
+    /// Ranks that were started again were taken in.
+    Joined,
+    /// A supervisor did something.
+    Supervisor,
     /// Connections without the run's key were refused.
     Strangers,
 }
@@ -296,11 +300,22 @@ impl Log {
                 self.running = None;
                 (Happened::Loss, format!("lost ranks: {}", listed(&fields["lost"])))
             }
+            "joined" => {
+                // Those that were there speak for the process that does not any more.
+                self.running = None;
+                (Happened::Joined, format!("ranks that joined: {}", listed(&fields["joined"])))
+            }
+            "supervisor" => {
+                let rank = fields["rank"].as_u64();
+                let who = rank.map_or_else(String::new, |rank| format!(" of rank {rank}"));
+                let (cause, what, action) = (text("cause"), text("what"), text("action"));
+                (Happened::Supervisor, format!("supervisor: {cause}{who} ({what}): {action}"))
+            }
             "recovered" => {
                 let held_up = fields["seconds"].as_f64().unwrap_or(0.0);
                 (
                     Happened::Recovered,
-                    format!("the loss of ranks held the run up for {held_up:.2} s"),
+                    format!("the ranks' new meeting held the run up for {held_up:.2} s"),
                 )
             }
             "strangers" => {

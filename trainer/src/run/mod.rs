@@ -4,7 +4,8 @@
 //! - `open` takes the run's folder and finds where to go on, `restore` reads the state there; `record` writes down what is
 //!   computed, on rank 0; `keep` writes checkpoints, on every rank.
 //! - `recover` has the ranks that are left after a loss meet again: the run is opened anew with them, and goes on; from
-//!   memory, where `mirror` has copies of what the lost ranks owned.
+//!   memory, where `mirror` has copies of what the lost ranks owned. A rank that was started again is taken in likewise, between
+//!   two steps.
 
 pub(crate) mod agree;
 pub(crate) mod keep;
@@ -28,7 +29,7 @@ use crate::mesh::axes::Axis;
 use crate::mesh::{Mesh, Team, team};
 use crate::refusal::lost;
 use crate::spec::RunSpec;
-use crate::step::{self, Context, Leaves};
+use crate::step::{self, Asked, Context, Leaves};
 pub use agree::refuse_unshared;
 use mirror::Mirror;
 use open::{After, Begun};
@@ -48,13 +49,22 @@ pub struct Outcome {
 
 /// Trains what `opened` says, from wherever the folder stands, until its last step, as one of the ranks of `world`.
 pub fn train(opened: &Opened, exec: &ExecOptions, world: &mut World) -> Result<Outcome> {
-    let (mut recovery, mut mirror) = (None, Mirror::new(exec.mirror));
+    let (mut recovery, mut mirror) = (recover::joined(world), Mirror::new(exec.mirror));
     loop {
-        match run(opened, exec, world, &mut mirror, recovery.take()) {
-            Ok(outcome) => return Ok(outcome),
-            Err(fault) => recovery = Some(recover::recover(world, exec, fault)?),
-        }
+        recovery = Some(match run(opened, exec, world, &mut mirror, recovery.take()) {
+            Ok(Ended::Done(outcome)) => return Ok(outcome),
+            Ok(Ended::Joined) => recover::admit(world, exec)?,
+            Err(fault) => recover::recover(world, exec, fault)?,
+        });
     }
+}
+
+/// Why ranks stop computing.
+enum Ended {
+    /// The run is where it was to come.
+    Done(Outcome),
+    /// A rank that was started again waits to be taken in.
+    Joined,
 }
 
 fn run(
@@ -63,7 +73,7 @@ fn run(
     world: &mut World,
     mirror: &mut Mirror,
     recovery: Option<Recovery>,
-) -> Result<Outcome> {
+) -> Result<Ended> {
     runtime::enter_thread().map_err(lost)?;
     let spec = Arc::new(RunSpec::new(opened)?);
     let carried = agree::join(&spec, exec, world, recovery.is_some())?;
@@ -84,7 +94,8 @@ fn run(
     let mut batches = Prefetcher::by_step(plan, data, steps, slices, exec.prefetch, stage)?;
     while let Some(batch) = recorder.wait(|| batches.next()) {
         let (batch, leaves) = batch?;
-        let stepped = step::advance(context, &mut state, &batch, &leaves, || exec.stopped());
+        let asked = || Asked { stop: exec.stopped(), join: world.is_awaited() };
+        let stepped = step::advance(context, &mut state, &batch, &leaves, asked);
         let stepped = stepped.map_err(|fault| keeper.failed(fault, &state, &mut recorder))?;
         mirror.keep(&team, &state)?;
         recorder.record(&stepped)?;
@@ -94,10 +105,15 @@ fn run(
         if exec.validation.is_due(state.step, last_step(&spec, exec)) {
             recorder.validate(&state)?;
         }
-        if stepped.stop || checkpoint_is_due(&spec, exec, state.step) {
+        let Asked { stop, join } = stepped.asked;
+        if stop || join || checkpoint_is_due(&spec, exec, state.step) {
             keeper.keep(&state, stepped.record.state, &mut recorder)?;
         }
-        if stepped.stop {
+        if join && !stop && state.step < last_step(&spec, exec) {
+            keeper.finish(&mut recorder)?;
+            return Ok(Ended::Joined);
+        }
+        if stop {
             break;
         }
     }
@@ -105,7 +121,7 @@ fn run(
     recorder.finish(state.step)?;
     // Nobody says done before rank 0 has written everything.
     world.comm.barrier("the end").map_err(lost)?;
-    Ok(Outcome { step: state.step, steps: spec.plan.steps(), state: digest })
+    Ok(Ended::Done(Outcome { step: state.step, steps: spec.plan.steps(), state: digest }))
 }
 
 /// The step after which this process stops by itself.

@@ -156,7 +156,7 @@ impl Book<'_> {
     }
 
     fn record(&mut self, stepped: &Stepped) -> Result<()> {
-        let Stepped { record, stop: _, sent, shared, waited, ranks } = stepped;
+        let Stepped { record, asked: _, sent, shared, waited, ranks } = stepped;
         let again = record.step <= self.open.ledger.last_step();
         if again {
             compare(&self.open.ledger, record, &self.open.folder)?;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use contract::{Class, Fault, Result};
+use contract::{Class, Fault, Result, Symptom};
 
 use serde_json::json;
 
@@ -17,7 +17,10 @@ const IN_VAIN: usize = 3;
 /// See [`IN_VAIN`].
 const WHILE: Duration = Duration::from_secs(3600);
 
-/// A loss that was survived.
+/// Why ranks meet anew where none was lost.
+const JOINS: &str = "a rank that was started again joins";
+
+/// A loss that was survived, or the coming of a rank that was started again.
 pub(super) struct Recovery {
     /// When this rank noticed.
     pub(super) since: Instant,
@@ -25,6 +28,8 @@ pub(super) struct Recovery {
     pub(super) reason: String,
     /// The ranks that are gone, as they were launched.
     pub(super) lost: Vec<u32>,
+    /// Those that were started again and have come.
+    pub(super) joined: Vec<u32>,
     /// Those that go on.
     pub(super) left: Vec<u32>,
     /// How often ranks have met so far.
@@ -36,17 +41,43 @@ pub(super) struct Recovery {
 impl Recovery {
     /// Writes down which ranks are gone after `step`, the last one recorded, and who goes on.
     pub(super) fn tell(&self, events: &mut Events, step: u64) -> Result<()> {
-        let Recovery { since, reason, lost, left, generation, patience: _ } = self;
-        let fields = json!({
-            "step": step, "lost": lost, "left": left, "generation": generation, "because": reason,
-            "seconds": since.elapsed().as_secs_f64(),
-        });
-        events.write("loss", fields)?;
+        let Recovery { since, reason, lost, joined, left, generation, patience: _ } = self;
+        let seconds = since.elapsed().as_secs_f64();
         let named = |ranks: &[u32]| ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
-        let lost = if lost.is_empty() { "none".to_owned() } else { named(lost) };
-        contract::note!("lost ranks: {lost}; ranks that go on: {}", named(left));
+        // A meeting in which nobody came and nobody was missing was called for a loss.
+        if !lost.is_empty() || joined.is_empty() {
+            let fields = json!({
+                "step": step, "lost": lost, "left": left, "generation": generation, "because": reason,
+                "seconds": seconds,
+            });
+            events.write("loss", fields)?;
+            let lost = if lost.is_empty() { "none".to_owned() } else { named(lost) };
+            contract::note!("lost ranks: {lost}; ranks that go on: {}", named(left));
+        }
+        if !joined.is_empty() {
+            let fields = json!({
+                "step": step, "joined": joined, "ranks": left, "generation": generation, "seconds": seconds,
+            });
+            events.write("joined", fields)?;
+            contract::note!("ranks that joined: {}; all ranks now: {}", named(joined), named(left));
+        }
         Ok(())
     }
+}
+
+/// Meets the others together with a rank that was started again and waits for that; all that was computed is on the disk.
+pub(super) fn admit(world: &mut World, exec: &ExecOptions) -> Result<Recovery> {
+    let fault = Fault::machine(JOINS);
+    meet_again(world, exec.min_ranks.unwrap_or(1), Vec::new(), fault)
+}
+
+/// What a rank that was started again and has met the others knows of the reason.
+pub(super) fn joined(world: &World) -> Option<Recovery> {
+    let rendezvous = world.rendezvous.as_ref().filter(|_| world.joins)?;
+    let (since, patience, lost) = (Instant::now(), world.patience, Vec::new());
+    let (left, generation) = (rendezvous.members().to_vec(), rendezvous.generation());
+    let (reason, joined) = (JOINS.to_owned(), vec![rendezvous.launched_as()]);
+    Some(Recovery { since, reason, lost, joined, left, generation, patience })
 }
 
 /// Why ranks stopped, without what a person would do about it.
@@ -60,17 +91,32 @@ fn reason(fault: &Fault) -> String {
 /// others.
 pub(super) fn recover(world: &mut World, exec: &ExecOptions, fault: Fault) -> Result<Recovery> {
     let lost_ranks = world.comm.lost().filter(|_| fault.class() == Class::Machine);
-    let (Some(least), Some(mut blamed), true) =
+    let lost_ranks = lost_ranks.filter(|_| fault.symptom() != Some(Symptom::Untrusted));
+    let (Some(least), Some(blamed), true) =
         (exec.min_ranks, lost_ranks, world.rendezvous.is_some())
     else {
-        // The others would only see a connection close.
-        world.comm.report(&fault.to_string());
+        match (exec.min_ranks, fault.symptom()) {
+            // The others can do without this machine.
+            (Some(_), Some(Symptom::Untrusted)) => world.comm.give_up(&fault.to_string()),
+            // They would only see a connection close.
+            _ => world.comm.report(&fault.to_string()),
+        }
         return Err(fault);
     };
-    let (since, patience) = (Instant::now(), world.comm.timeout());
     if world.comm.spoke_first() {
         contract::note!("{}; those who are left go on", fault.what());
     }
+    meet_again(world, least, blamed, fault)
+}
+
+/// Meets those who are left, and who has come anew. `blamed` are the ranks that are lost, as far as it is known.
+fn meet_again(
+    world: &mut World,
+    least: u32,
+    mut blamed: Vec<u32>,
+    fault: Fault,
+) -> Result<Recovery> {
+    let (since, patience) = (Instant::now(), world.patience);
     let Some(rendezvous) = &mut world.rendezvous else { return Err(fault) };
     let before = rendezvous.members().to_vec();
     let tell = |word: &str| contract::note!("{word}");
@@ -82,15 +128,17 @@ pub(super) fn recover(world: &mut World, exec: &ExecOptions, fault: Fault) -> Re
         blamed.clear();
         if let Ok(comm) = rendezvous.group(patience, &tell) {
             world.comm = comm;
-            let left = rendezvous.members().to_vec();
+            let (left, members) = (rendezvous.members().to_vec(), before.len());
+            let joined = left.iter().copied().filter(|rank| !before.contains(rank)).collect();
             let lost: Vec<u32> = before.into_iter().filter(|rank| !left.contains(rank)).collect();
             world.in_vain.retain(|at| at.elapsed() < WHILE);
-            world.in_vain.extend(lost.is_empty().then_some(since));
+            let same = lost.is_empty() && left.len() == members;
+            world.in_vain.extend(same.then_some(since));
             if world.in_vain.len() > IN_VAIN {
                 return Err(fault);
             }
             let (reason, generation) = (reason(&fault), rendezvous.generation());
-            return Ok(Recovery { since, reason, lost, left, generation, patience });
+            return Ok(Recovery { since, reason, lost, joined, left, generation, patience });
         }
     }
     Err(fault)

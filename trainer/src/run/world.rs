@@ -2,7 +2,7 @@
 //! same process.
 
 use std::sync::atomic::AtomicU64;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kernels::group::{Group, Rendezvous};
 use kernels::runtime::KernelTable;
@@ -23,18 +23,33 @@ pub struct World {
     pub(super) strangers: AtomicU64,
     /// When they met although nobody was lost.
     pub(super) in_vain: Vec<Instant>,
+    /// How long another rank is waited for, also by one that is alone for a while.
+    pub(super) patience: Duration,
+    /// Whether this rank was started again, and joins others that are under way.
+    pub(super) joins: bool,
 }
 
 impl World {
     /// The ranks of `comm`.
     pub fn new(comm: Group, device: Device, runtime: KernelTable) -> Self {
-        let (strangers, in_vain) = (AtomicU64::new(0), Vec::new());
-        World { comm, runtime, device, rendezvous: None, strangers, in_vain }
+        let (strangers, in_vain, patience) = (AtomicU64::new(0), Vec::new(), comm.timeout());
+        let (rendezvous, joins) = (None, false);
+        World { comm, runtime, device, rendezvous, strangers, in_vain, patience, joins }
     }
 
     /// The same ranks, which can meet again after a loss.
     pub fn recoverable(self, rendezvous: Rendezvous) -> Self {
         World { rendezvous: Some(rendezvous), ..self }
+    }
+
+    /// The same, of which this one has just come to the others, in the place of one that was lost.
+    pub fn joined(self, rendezvous: Rendezvous, patience: Duration) -> Self {
+        World { rendezvous: Some(rendezvous), patience, joins: true, ..self }
+    }
+
+    /// Whether a rank that was started again waits to be taken in.
+    pub(super) fn is_awaited(&self) -> bool {
+        self.rendezvous.as_ref().is_some_and(Rendezvous::is_awaited)
     }
 
     /// One rank.

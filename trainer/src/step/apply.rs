@@ -9,7 +9,7 @@ use kernels::tree::Counter;
 
 use super::decide::Decided;
 use super::norm::{self, Norms};
-use super::{Context, Gradient};
+use super::{Asked, Context, Gradient};
 use crate::ledger::{Packed, SourceSums, StepRecord};
 use crate::mesh::share;
 use crate::mesh::words::Writer;
@@ -62,8 +62,8 @@ fn update_balance(
 /// What a rank says at the end of a step, and hears of all.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Ended {
-    /// Whether it was asked to stop; of all: whether any was.
-    pub(super) stop: bool,
+    /// What it was asked to do then; of all: what any was.
+    pub(super) asked: Asked,
     /// What it has sent in this step; of all: together.
     pub(super) sent: Sent,
     /// The same of what it sent to those with whom it shares micro-batches.
@@ -88,9 +88,9 @@ pub(super) fn settle(
     mine: Ended,
     moved: &[f64],
 ) -> Result<(Settled, Ended)> {
-    let Ended { stop, sent, shared, waited } = mine;
+    let Ended { asked, sent, shared, waited } = mine;
     let mut words = Writer::default();
-    words.word(u64::from(stop)).word(sent.all).word(sent.between_nodes).word(shared);
+    words.word(asked.word()).word(sent.all).word(sent.between_nodes).word(shared);
     words.word(waited.as_nanos() as u64);
     moved.iter().for_each(|squares| {
         words.float(*squares);
@@ -99,7 +99,7 @@ pub(super) fn settle(
     let heard = cx.team.tell("the gathering of checksums", &words)?;
     let (mut heard, mut all) = (heard.readers(), Ended::default());
     for heard in &mut heard {
-        all.stop |= heard.word()? != 0;
+        all.asked = all.asked.or(heard.word()?);
         all.sent.all += heard.word()?;
         all.sent.between_nodes += heard.word()?;
         all.shared += heard.word()?;

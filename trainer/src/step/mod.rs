@@ -91,8 +91,8 @@ pub struct Stepped {
     pub record: StepRecord,
     /// Ranks that computed it.
     pub ranks: u32,
-    /// Whether any rank was asked to stop.
-    pub stop: bool,
+    /// What any rank was asked to do when it is done.
+    pub asked: Asked,
     /// What all ranks together have sent, up to the last small exchange.
     pub sent: Sent,
     /// Of it, bytes between ranks that share micro-batches, for these.
@@ -101,14 +101,35 @@ pub struct Stepped {
     pub waited: Duration,
 }
 
-/// Computes one step and moves the state: `batch` and `leaves` are this rank's part. `asked` is asked at the end whether to
-/// stop.
+/// What ranks may be asked to do between two steps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Asked {
+    /// To stop.
+    pub stop: bool,
+    /// To take in a rank that was started again.
+    pub join: bool,
+}
+
+impl Asked {
+    /// As ranks tell it each other.
+    fn word(self) -> u64 {
+        u64::from(self.stop) | u64::from(self.join) << 1
+    }
+
+    /// What this one or another one was asked.
+    fn or(self, word: u64) -> Asked {
+        Asked { stop: self.stop | (word & 1 != 0), join: self.join | (word & 2 != 0) }
+    }
+}
+
+/// Computes one step and moves the state: `batch` and `leaves` are this rank's part. `asked` is asked at the end what to do
+/// then.
 pub fn advance(
     cx: Context<'_>,
     state: &mut State,
     batch: &Batch,
     leaves: &Leaves,
-    asked: impl Fn() -> bool,
+    asked: impl Fn() -> Asked,
 ) -> Result<Stepped> {
     cx.team.group.reached(&format!("step {}", batch.step));
     hold(cx, state, batch.step)?;
@@ -157,7 +178,9 @@ pub fn gradient(
     let (numbers, divisor) = (&lines.leaves(head.leaves)?, head.divisor);
     let rank = team.group.rank();
     let all = MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers, rank, shared };
+    let start = Instant::now();
     all.each(state, &sum, reached, take)?;
+    team.group.computed(batch.step, start.elapsed());
     sum.computed()?;
     let shared = context.map_or(Ok(0), Shares::finish)?;
     let losses = facts::losses(cx, &lines, head.leaves, kept, &router)?;
@@ -179,7 +202,7 @@ pub(crate) fn complete(
     cx: Context<'_>,
     state: &mut State,
     gradient: &mut Gradient,
-    asked: impl Fn() -> bool,
+    asked: impl Fn() -> Asked,
 ) -> Result<Stepped> {
     decide::check_losses(gradient.step, &gradient.leaves)?;
     let norms = norm::norm_of(cx, &state.owners, &gradient.own)?;
@@ -189,11 +212,12 @@ pub(crate) fn complete(
     let (now, begun) = (cx.team.group.sent(), gradient.begun);
     let between_nodes = now.between_nodes - begun.between_nodes;
     let sent = Sent { all: now.all - begun.all, between_nodes };
-    let mine = Ended { stop: asked(), sent, shared: gradient.shared, waited: gradient.waited };
-    let (settled, Ended { stop, sent, shared, waited }) = apply::settle(cx, state, mine, &updates)?;
+    let mine = Ended { asked: asked(), sent, shared: gradient.shared, waited: gradient.waited };
+    let (settled, Ended { asked, sent, shared, waited }) =
+        apply::settle(cx, state, mine, &updates)?;
     let record = apply::record(cx.spec, gradient, norms, &decided, settled)?;
     let ranks = cx.team.group.world();
-    Ok(Stepped { record, ranks, stop, sent, shared, waited })
+    Ok(Stepped { record, ranks, asked, sent, shared, waited })
 }
 
 /// Does `work` with a team of which this process is the only rank.

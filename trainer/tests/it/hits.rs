@@ -74,8 +74,9 @@ fn harmed_by(scratch: &Scratch, ranks: u32, last: u64, harm: Harm<'_>) {
             let mut batch = loader::batch(&spec.plan, &spec.data, state.step + 1, slice).unwrap();
             (harm.text)(rank, &mut batch);
             let leaves = Leaves::stage(&spec, &batch, &Stager::new(Device::Cpu).unwrap()).unwrap();
-            let mut record =
-                step::advance(cx, &mut state, &batch, &leaves, || false).unwrap().record;
+            let mut record = step::advance(cx, &mut state, &batch, &leaves, step::Asked::default)
+                .unwrap()
+                .record;
             (harm.record)(&mut record);
             records.push(record);
         }

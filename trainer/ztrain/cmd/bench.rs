@@ -83,7 +83,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let drawing = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
     let cluster = args.out.as_deref().map(ClusterFile::open).transpose()?;
     if let Some(count) = args.ranks.to_spawn()? {
-        return ranks::start(count, None);
+        return ranks::start_all(count);
     }
     let launched = args.ranks.launched()?.ok_or_else(|| {
         Fault::usage("one rank exchanges nothing")
@@ -92,7 +92,8 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             .hint("ztrain bench collectives --nproc 2")
     })?;
     let (speed, stop) = (Speed::on(&args.device), std::sync::Arc::default());
-    let World { comm: mut group, device, .. } = args.ranks.world(&speed, Some(&launched), &stop)?;
+    let World { comm: mut group, device, .. } =
+        args.ranks.world(&speed, Some(&launched), (None, &stop))?;
     let carried = group.carry(device, args.ranks.transport()).map_err(lost)?;
     let speaks = group.rank() == 0;
     if speaks && !args.json {

@@ -37,11 +37,11 @@ pub(crate) struct Args {
 /// Measures.
 pub(crate) fn exec(args: Args) -> Result<u8> {
     if let Some(count) = args.ranks.to_spawn()? {
-        return ranks::start(count, None);
+        return ranks::start_all(count);
     }
     kernels::memory::count().map_err(lost)?;
     let launched = args.ranks.launched()?;
-    let mut world = args.ranks.world(&args.speed, launched.as_ref(), &Arc::default())?;
+    let mut world = args.ranks.world(&args.speed, launched.as_ref(), (None, &Arc::default()))?;
     let spec = RunSpec::new(&Opened::open(&args.curriculum)?)?;
     trainer::refuse_unshared(&spec, world.comm.world(), args.ranks.context())?;
     let workers = args.speed.workers(launched.as_ref(), &world.runtime)?;

@@ -18,6 +18,7 @@ pub(crate) mod replay;
 pub(crate) mod report;
 pub(crate) mod show;
 pub(crate) mod spikes;
+pub(crate) mod supervise;
 pub(crate) mod train;
 pub(crate) mod watch;
 pub(crate) mod whatif;

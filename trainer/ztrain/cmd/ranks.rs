@@ -7,7 +7,7 @@ use std::time::Duration;
 use contract::{Fault, Result};
 use kernels::group::Transport;
 use trainer::World;
-use trainer::launch::{self, Launched, spawned_us};
+use trainer::launch::{self, Launch, Launched, spawned_us};
 use trainer::mesh::Schedule;
 
 use super::Speed;
@@ -129,21 +129,30 @@ impl Ranks {
         (schedule, self.flat)
     }
 
-    /// What this process computes with: the device first, then the other ranks if there are any. `stop` is set when the
-    /// launcher asks this rank to stop.
+    /// What this process computes with: the device first, then the other ranks if there are any. With `min_ranks` they can go on
+    /// without each other. `stop` is set when the launcher asks this rank to stop.
     pub(crate) fn world(
         &self,
         speed: &Speed,
         launched: Option<&Launched>,
-        stop: &Arc<AtomicBool>,
+        (min_ranks, stop): (Option<u32>, &Arc<AtomicBool>),
     ) -> Result<World> {
-        let (device, runtime) = speed.start(launched)?;
-        Ok(match launched {
-            Some(launched) => {
-                let comm = launch::meet(launched, self.rank_timeout, stop)?;
-                World::new(comm, device, runtime)
+        let ((device, runtime), patience) = (speed.start(launched)?, self.rank_timeout);
+        Ok(match (launched, min_ranks) {
+            (None, _) => World::alone(device, runtime),
+            (Some(launched), Some(least)) if launch::started_again() => {
+                let (comm, rendezvous) = launch::rejoin(launched, least, patience, stop)?;
+                World::new(comm, device, runtime).joined(rendezvous, patience)
             }
-            None => World::alone(device, runtime),
+            (Some(launched), _) => {
+                let comm = launch::meet(launched, patience, stop)?;
+                let rendezvous = min_ranks.map(|_| launch::rendezvous(launched, &comm));
+                let world = World::new(comm, device, runtime);
+                match rendezvous.transpose()? {
+                    Some(rendezvous) => world.recoverable(rendezvous),
+                    None => world,
+                }
+            }
         })
     }
 }
@@ -161,9 +170,13 @@ pub(crate) fn refuse_launcher(command: &str) -> Result<()> {
     }
 }
 
-/// Starts `count` ranks of this very command and waits for them; as many as `min_ranks` may go on without the others.
-pub(crate) fn start(count: u32, min_ranks: Option<u32>) -> Result<u8> {
-    let stop = Arc::default();
-    super::listen(&stop)?;
-    launch::spawn(count, min_ranks, &stop)
+/// Starts ranks of this very command and waits for them.
+pub(crate) fn start(launch: &Launch, stop: &Arc<AtomicBool>) -> Result<u8> {
+    super::listen(stop)?;
+    launch::spawn(launch, stop)
+}
+
+/// The same for `count` ranks that need each other.
+pub(crate) fn start_all(count: u32) -> Result<u8> {
+    start(&Launch { count, min_ranks: None, supervised: None }, &Arc::default())
 }

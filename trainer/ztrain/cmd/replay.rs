@@ -98,11 +98,11 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     check_what_if(&args, args.changes.change().is_some())?;
     if let Some(count) = args.ranks.to_spawn()? {
-        return ranks::start(count, None);
+        return ranks::start_all(count);
     }
     let launched = args.ranks.launched()?;
     let stop = Arc::default();
-    let mut world = args.ranks.world(&args.speed, launched.as_ref(), &stop)?;
+    let mut world = args.ranks.world(&args.speed, launched.as_ref(), (None, &stop))?;
     let workers = args.speed.workers(launched.as_ref(), &world.runtime)?;
     meet(&mut world, args.ranks.transport())
         .inspect_err(|fault| world.comm.report(&fault.to_string()))?;

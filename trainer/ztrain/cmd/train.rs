@@ -3,13 +3,14 @@
 use std::path::{Path, PathBuf};
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use contract::{Fault, Result};
 use loader::{Opened, PrefetchOptions};
 use store::Location;
 use trainer::audit::Audit;
 use trainer::checkpoint::{Retention, RingOptions};
-use trainer::launch::{self, spawned_us};
+use trainer::launch::{self, Launch, Launched, Supervised, spawned_us};
 use trainer::validate::Validation;
 use trainer::workers::Workers;
 use trainer::{ExecOptions, Outcome, RunSpec, train};
@@ -86,22 +87,46 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let curriculum =
         args.curriculum.as_ref().ok_or_else(|| Fault::usage("--curriculum is missing"))?;
+    let stop = Arc::default();
+    let supervised = Supervised::of_environment(&args.folder()?)?;
+    if let Some(supervised) = &supervised {
+        supervised.follow(&stop);
+    }
     if let Some(count) = args.ranks.to_spawn()? {
         enough(args.min_ranks, count)?;
         // What is wrong with the curriculum is said once, and before anything starts.
         RunSpec::new(&Opened::open(curriculum)?)?;
-        return ranks::start(count, args.min_ranks);
+        let launch = Launch { count, min_ranks: args.min_ranks, supervised };
+        return ranks::start(&launch, &stop);
     }
     let launched = args.ranks.launched()?;
-    let stop = Arc::default();
-    listen(&stop)?;
-    let mut world = args.ranks.world(&args.speed, launched.as_ref(), &stop)?;
-    if let (Some(launched), Some(_)) = (&launched, args.min_ranks) {
-        let rendezvous = launch::rendezvous(launched, &world.comm)?;
-        world = world.recoverable(rendezvous);
+    let rank = launched.as_ref().map(|launched| launched.place.rank);
+    let outcome = as_rank(&args, curriculum, launched.as_ref(), &stop);
+    let (spoke_first, outcome) = match outcome {
+        Ok(done) => done,
+        Err(fault) => (true, Err(fault)),
+    };
+    match outcome {
+        Ok(()) => Ok(0),
+        Err(fault) => {
+            launch::last_words(rank, &fault, spoke_first);
+            // Under our own launcher one rank speaks for all; other launchers keep each rank's words apart.
+            if spawned_us() && !spoke_first { Ok(fault.class().exit_code()) } else { Err(fault) }
+        }
     }
-    let workers = args.speed.workers(launched.as_ref(), &world.runtime)?.auditing(args.audit);
-    let exec = ExecOptions { stop, ..options(&args, curriculum, workers) };
+}
+
+/// Trains as one rank, alone or among others. If that fails: whether this rank was the one to notice.
+fn as_rank(
+    args: &Args,
+    curriculum: &Location,
+    launched: Option<&Launched>,
+    stop: &Arc<AtomicBool>,
+) -> Result<(bool, Result<()>)> {
+    listen(stop)?;
+    let mut world = args.ranks.world(&args.speed, launched, (args.min_ranks, stop))?;
+    let workers = args.speed.workers(launched, &world.runtime)?.auditing(args.audit);
+    let exec = ExecOptions { stop: Arc::clone(stop), ..options(args, curriculum, workers) };
     if launched.is_none() && args.min_ranks.is_some() {
         contract::note!(
             "note: --min-ranks and --mirror are for several ranks; one has nobody to go on without it"
@@ -110,16 +135,30 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let outcome = Opened::open(curriculum)
         .inspect_err(|fault| world.comm.report(&fault.to_string()))
         .and_then(|opened| train(&opened, &exec, &mut world));
-    match outcome {
-        Ok(outcome) if world.comm.rank() == 0 => print(&outcome, &exec)?,
-        Ok(_) => (),
-        // Under our own launcher one rank speaks for all; other launchers keep each rank's words apart.
-        Err(fault) if spawned_us() && !world.comm.spoke_first() => {
-            return Ok(fault.class().exit_code());
-        }
-        Err(fault) => return Err(fault),
+    Ok(match outcome {
+        Ok(outcome) if world.comm.rank() == 0 => (true, print(&outcome, &exec)),
+        Ok(_) => (true, Ok(())),
+        Err(fault) => (world.comm.spoke_first(), Err(fault)),
+    })
+}
+
+impl Args {
+    /// The run's folder.
+    pub(crate) fn folder(&self) -> Result<PathBuf> {
+        let missing = || Fault::usage("--curriculum is missing");
+        let curriculum = self.curriculum.as_ref().ok_or_else(missing)?;
+        Ok(self.out.clone().unwrap_or_else(|| default_folder(curriculum)))
     }
-    Ok(0)
+
+    /// How many ranks to start, if it is for this process to start them.
+    pub(crate) fn to_spawn(&self) -> Result<Option<u32>> {
+        self.ranks.to_spawn()
+    }
+
+    /// How many ranks have to be left after a loss.
+    pub(crate) fn min_ranks(&self) -> Option<u32> {
+        self.min_ranks
+    }
 }
 
 /// Refuses to ask for more ranks after a loss than there are before.

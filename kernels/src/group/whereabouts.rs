@@ -1,0 +1,85 @@
+//! How far a rank has come, as it writes that into the store: for those who miss it, and for whoever watches over all.
+
+use std::time::Duration;
+
+use super::Store;
+use super::axis::AXES;
+use crate::Result;
+
+/// Steps whose times are kept.
+const STEPS: usize = 4;
+
+/// How far a rank has come.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Whereabouts {
+    /// How many exchanges of each axis it has begun; those of all ranks first.
+    pub begun: [u64; AXES],
+    /// The last steps in which it has computed all that was its part, and how long that took; the newest last.
+    pub computed: Vec<(u64, Duration)>,
+    /// What it is at ("step 12, leaf 3").
+    pub place: String,
+}
+
+impl Whereabouts {
+    /// Of a rank that has just met the others.
+    pub(super) fn start() -> Self {
+        Whereabouts { begun: [0; AXES], computed: Vec::new(), place: "the start".to_owned() }
+    }
+
+    /// Adds a step, and forgets the oldest where there are many: whoever looks now and then sees each of them.
+    pub(super) fn add(&mut self, step: u64, time: Duration) {
+        self.computed.push((step, time));
+        let old = self.computed.len().saturating_sub(STEPS);
+        self.computed.drain(..old);
+    }
+
+    /// Writes them into the store, as those of `rank`.
+    pub(super) fn post(&self, store: &Store, rank: u32) -> Result<()> {
+        store.set(&key(rank), &self.written())
+    }
+
+    /// Those of `rank`, once it has written any.
+    pub(super) fn find(store: &Store, rank: u32) -> Result<Option<Self>> {
+        Ok(store.find(&key(rank))?.as_deref().and_then(Whereabouts::read))
+    }
+
+    fn written(&self) -> String {
+        let begun: Vec<String> = self.begun.iter().map(u64::to_string).collect();
+        let step = |(step, time): &(u64, Duration)| format!("{step}:{}", time.as_nanos());
+        let computed: Vec<String> = self.computed.iter().map(step).collect();
+        format!("{}|{}|{}", begun.join(","), computed.join(","), self.place)
+    }
+
+    fn read(text: &str) -> Option<Self> {
+        let mut parts = text.splitn(3, '|');
+        let (numbers, mut begun) = (parts.next()?, [0; AXES]);
+        for (begun, number) in begun.iter_mut().zip(numbers.split(',')) {
+            *begun = number.parse().ok()?;
+        }
+        let step = |text: &str| {
+            let (step, time) = text.split_once(':')?;
+            Some((step.parse().ok()?, Duration::from_nanos(time.parse().ok()?)))
+        };
+        let computed = parts.next()?.split(',').filter_map(step).collect();
+        Some(Whereabouts { begun, computed, place: parts.next()?.to_owned() })
+    }
+}
+
+fn key(rank: u32) -> String {
+    format!("at/{rank}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(begun: [u64; AXES], steps: Vec<(u64, u64)>, place in "[ -~]{0,40}") {
+            let computed = steps.iter().map(|(step, nanos)| (*step, Duration::from_nanos(*nanos))).collect();
+            let written = Whereabouts { begun, computed, place };
+            prop_assert_eq!(Whereabouts::read(&written.written()), Some(written));
+        }
+    }
+}

@@ -1,0 +1,378 @@
+//! Fear: that a supervisor does not notice, does something else than its rules say, or leaves a trace in the bits.
+//!
+//! Each fault is a real one: processes killed, held or slowed down, a loss that is not finite, files that may not grow.
+
+use std::fs;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::losses::{events, numbers};
+use crate::ranks::{Fixture, children_of, signal, until_lines};
+use crate::support::{Ran, arg, ztrain};
+
+/// Changes of the curriculum that make a run of some seconds: a rank that is started again comes in time.
+const LONG: [(&str, &str); 5] = [
+    ("batch = 6", "batch = 12"),
+    ("batch = 8", "batch = 16"),
+    ("num_hidden_layers = 2", "num_hidden_layers = 6"),
+    ("\nhidden_size = 32", "\nhidden_size = 128"),
+    ("moe_intermediate_size = 32", "moe_intermediate_size = 256"),
+];
+
+/// A supervised run that ends with the test.
+struct Supervised<'a> {
+    fixture: &'a Fixture,
+    out: &'static str,
+    guard: Child,
+}
+
+impl Drop for Supervised<'_> {
+    fn drop(&mut self) {
+        let _ = self.guard.kill();
+    }
+}
+
+impl<'a> Supervised<'a> {
+    fn begin(fixture: &'a Fixture, out: &'static str, rules: &str, extra: &[&str]) -> Self {
+        let guard = command(fixture, out, rules, extra).spawn().unwrap();
+        Supervised { fixture, out, guard }
+    }
+
+    /// Waits until so many steps are recorded, less one.
+    fn until(&mut self, lines: usize) {
+        until_lines(&self.fixture.scratch.path(self.out), lines, &mut self.guard);
+    }
+
+    /// The process that starts the ranks.
+    fn launcher(&self) -> u32 {
+        children_of(self.guard.id(), 1)[0]
+    }
+
+    fn ranks(&self, count: usize) -> Vec<u32> {
+        children_of(self.launcher(), count)
+    }
+
+    /// Its end: the exit code and what it said.
+    fn end(&mut self) -> (Option<i32>, String) {
+        let start = Instant::now();
+        while self.guard.try_wait().unwrap().is_none() {
+            assert!(start.elapsed() < Duration::from_secs(120), "{}", self.said());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let said = self.said();
+        assert!(!said.contains("panicked"), "{said}");
+        (self.guard.wait().unwrap().code(), said)
+    }
+
+    fn said(&self) -> String {
+        fs::read_to_string(self.fixture.scratch.path(&format!("{}.err", self.out))).unwrap()
+    }
+
+    /// What the supervisor did: cause, rank, action.
+    fn done(&self) -> Vec<(String, Option<u64>, String)> {
+        let text = |value: &Value| value.as_str().unwrap().to_owned();
+        let all = events(self.fixture, self.out, "supervisor");
+        all.iter()
+            .map(|one| (text(&one["cause"]), one["rank"].as_u64(), text(&one["action"])))
+            .collect()
+    }
+
+    /// Ends well, as the run `alone` did.
+    fn assert_same(&mut self) -> String {
+        let (code, said) = self.end();
+        assert_eq!(code, Some(0), "{said}");
+        self.fixture.assert_same("alone", self.out);
+        said
+    }
+}
+
+/// `ztrain supervise` by these rules, of the run `out`.
+fn command(fixture: &Fixture, out: &str, rules: &str, extra: &[&str]) -> Command {
+    let file = fixture.scratch.write(&format!("{out}.toml"), rules);
+    let mut command = fixture.run_by(&["supervise", "--rules", arg(&file)], out, extra);
+    let error = fs::File::create(fixture.scratch.path(&format!("{out}.err"))).unwrap();
+    command.stdout(Stdio::null()).stderr(error);
+    command
+}
+
+fn of_rank(cause: &str, rank: u64, action: &str) -> (String, Option<u64>, String) {
+    (cause.to_owned(), Some(rank), action.to_owned())
+}
+
+/// Killed: started again, while the others go on, and taken in. The second time the rules say to do without it.
+#[test]
+fn a_rank_that_is_killed_is_started_again_and_joins_the_others() {
+    let fixture = Fixture::new(&LONG);
+    fixture.finish("alone", &["--nproc", "1"]);
+    let rules = "[[crash]]\ndo = \"restart\"\ntimes = 2\n[[crash]]\ndo = \"evict\"\n";
+    for (out, flags) in [
+        ("killed", &["--nproc", "3"][..]),
+        ("mirrored", &["--nproc", "3", "--min-ranks", "1", "--mirror"]),
+    ] {
+        let mut run = Supervised::begin(&fixture, out, rules, flags);
+        let first = run.ranks(3);
+        run.until(4);
+        // Rank 0 writes the ledger.
+        for (rank, victim) in [(1, first[1]), (0, first[0])] {
+            signal("KILL", victim);
+            let start = Instant::now();
+            let joined = |rank: u64| {
+                events(&fixture, out, "joined")
+                    .iter()
+                    .any(|one| numbers(&one["joined"]).contains(&rank))
+            };
+            while !joined(rank) && run.guard.try_wait().unwrap().is_none() {
+                assert!(start.elapsed() < Duration::from_secs(60), "{}", run.said());
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
+        signal("KILL", first[2]);
+        let said = run.assert_same();
+        let done = run.done();
+        assert_eq!(
+            done,
+            [
+                of_rank("crash", 1, "restart"),
+                of_rank("crash", 0, "restart"),
+                of_rank("crash", 2, "evict")
+            ],
+            "{said}"
+        );
+        let ranks = events(&fixture, out, "ranks");
+        let worlds: Vec<u64> = ranks.iter().map(|one| one["world"].as_u64().unwrap()).collect();
+        assert_eq!(worlds, [3, 2, 3, 2, 3, 2], "{said}");
+        let page = fixture.scratch.path(&format!("{out}.html"));
+        ztrain(&["report", "--run", arg(&fixture.scratch.path(out)), "--out", arg(&page)]).ok();
+        let page = fs::read_to_string(page).unwrap();
+        assert!(page.contains("crash of rank 1") && page.contains("ranks that joined: 0"));
+    }
+}
+
+/// Held: nobody else would notice before `--rank-timeout`.
+#[test]
+fn a_rank_that_hangs_is_ended_and_started_again() {
+    let fixture = Fixture::new(&LONG);
+    fixture.finish("alone", &["--nproc", "1"]);
+    let rules = "hang_seconds = 2\n[[hang]]\ndo = \"restart\"\n";
+    let mut run = Supervised::begin(&fixture, "hung", rules, &["--nproc", "3"]);
+    let ranks = run.ranks(3);
+    run.until(4);
+    signal("STOP", ranks[2]);
+    run.assert_same();
+    let done = run.done();
+    // Held within an exchange that all have begun, nobody knows which rank it is.
+    let all = ("hang".to_owned(), None, "stop".to_owned());
+    assert!(done == [of_rank("hang", 2, "restart")] || done == [all], "{done:?}");
+}
+
+/// Slowed down: noted, or done without.
+#[test]
+fn a_straggler_is_found_and_dealt_with_as_the_rules_say() {
+    let fixture = Fixture::new(&LONG);
+    fixture.finish("alone", &["--nproc", "1"]);
+    for (out, action) in [("noted", "note"), ("evicted", "evict")] {
+        let rules = format!(
+            "slow = {{ times = 1.5, score = 1.0, steps = 3 }}\n[[straggler]]\ndo = {action:?}\n"
+        );
+        let mut run = Supervised::begin(&fixture, out, &rules, &["--nproc", "3", "--workers", "1"]);
+        let ranks = run.ranks(3);
+        let script = format!(
+            "while kill -STOP {0}; do sleep 0.05; kill -CONT {0}; sleep 0.005; done",
+            ranks[1]
+        );
+        let mut brake =
+            Command::new("bash").args(["-c", &script]).stderr(Stdio::null()).spawn().unwrap();
+        run.assert_same();
+        brake.kill().unwrap();
+        brake.wait().unwrap();
+        assert!(run.done().contains(&of_rank("straggler", 1, action)), "{}", run.said());
+        let lost = events(&fixture, out, "loss")
+            .iter()
+            .flat_map(|one| numbers(&one["lost"]))
+            .collect::<Vec<_>>();
+        assert_eq!(lost.contains(&1), action == "evict", "{lost:?}");
+    }
+}
+
+/// The launcher killed, or held: all ranks end with it, and all are started again.
+#[test]
+fn a_launcher_that_is_gone_or_held_is_started_again() {
+    let fixture = Fixture::new(&LONG);
+    fixture.finish("alone", &["--nproc", "1"]);
+    let rules = "hang_seconds = 1.5\n[[launcher]]\ndo = \"retry\"\n";
+    for (out, how) in [("gone", "KILL"), ("held", "STOP")] {
+        let mut run = Supervised::begin(&fixture, out, rules, &["--nproc", "2"]);
+        run.until(4);
+        signal(how, run.launcher());
+        run.assert_same();
+        assert_eq!(
+            run.done(),
+            [("launcher".to_owned(), None, "retry".to_owned())],
+            "{}",
+            run.said()
+        );
+    }
+}
+
+/// The supervisor killed: the run ends in good order, with a checkpoint, and goes on under another one.
+#[test]
+fn a_run_whose_supervisor_is_gone_ends_in_good_order() {
+    let fixture = Fixture::new(&LONG);
+    fixture.finish("alone", &["--nproc", "1"]);
+    let mut run = Supervised::begin(&fixture, "orphan", "", &["--nproc", "2"]);
+    run.until(5);
+    let launcher = run.launcher();
+    run.guard.kill().unwrap();
+    let start = Instant::now();
+    while fs::metadata(format!("/proc/{launcher}/exe")).is_ok() {
+        assert!(
+            start.elapsed() < Duration::from_secs(30),
+            "the run goes on without its supervisor"
+        );
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert!(run.said().contains("the supervisor is gone"), "{}", run.said());
+    let stop = events(&fixture, "orphan", "stop");
+    assert_eq!(stop.len(), 1);
+    let step = stop[0]["step"].as_u64().unwrap();
+    assert!(fixture.scratch.path(&format!("orphan/checkpoints/step-{step}")).is_dir());
+    Supervised::begin(&fixture, "orphan", "", &["--nproc", "3"]).assert_same();
+}
+
+/// A rank alone, killed: the machine is waited for; then the user stops the run, and nothing is started again.
+#[test]
+fn a_run_waits_for_what_its_rules_name_and_stops_when_asked() {
+    let fixture = Fixture::new(&LONG);
+    fixture.finish("alone", &["--nproc", "1"]);
+    let spare = fixture.scratch.path("spare");
+    let rules =
+        format!("[[crash]]\ndo = \"wait\"\npause = 0.05\nuntil = \"test -e '{}'\"\n", arg(&spare));
+    let mut run = Supervised::begin(&fixture, "waits", &rules, &[]);
+    run.until(4);
+    signal("KILL", run.launcher());
+    while !run.said().contains("wait") {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(children_of_now(run.guard.id()).is_empty(), "nothing is started before");
+    fs::write(&spare, "").unwrap();
+    run.until(10);
+    signal("TERM", run.guard.id());
+    let (code, said) = run.end();
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(events(&fixture, "waits", "stop").len(), 1, "{said}");
+    fixture.finish("waits", &[]);
+    fixture.assert_same("alone", "waits");
+}
+
+/// The ranks' processes that run now, the shells of a rule apart.
+fn children_of_now(process: u32) -> Vec<u32> {
+    let all = children_of(process, 0);
+    let is_ours = |id: &u32| {
+        fs::read_link(format!("/proc/{id}/exe")).is_ok_and(|exe| exe.ends_with("ztrain"))
+    };
+    all.into_iter().filter(is_ours).collect()
+}
+
+/// Files that may not grow: there is room later.
+#[test]
+fn a_full_disk_is_waited_for() {
+    let fixture = Fixture::new(&[]);
+    fixture.finish("alone", &["--nproc", "1"]);
+    let inner = command(&fixture, "full", "[[disk]]\ndo = \"wait\"\npause = 0.1\n", &[]);
+    // The soft limit can be raised again, as somebody would who makes room.
+    let script = "ulimit -S -f 2; exec \"$0\" \"$@\"";
+    let mut outer = Command::new("bash");
+    outer.args(["-c", script]).arg(inner.get_program()).args(inner.get_args());
+    let error = fs::File::create(fixture.scratch.path("full.err")).unwrap();
+    let guard = outer.stdin(Stdio::null()).stdout(Stdio::null()).stderr(error).spawn().unwrap();
+    let mut run = Supervised { fixture: &fixture, out: "full", guard };
+    let start = Instant::now();
+    while !run.said().contains("wait") {
+        assert!(start.elapsed() < Duration::from_secs(30), "{}", run.said());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert!(run.said().contains("supervisor: disk"), "{}", run.said());
+    let id = run.guard.id().to_string();
+    let raised = Command::new("prlimit").args(["--pid", &id, "--fsize=unlimited"]).status();
+    assert!(raised.unwrap().success());
+    run.assert_same();
+}
+
+/// What the run would meet again ends it, unless somebody wants to see that.
+#[test]
+fn a_run_that_diverges_is_tried_again_only_where_the_rules_say_so() {
+    let fixture = Fixture::new(&[("lr = 1e-2", "lr = 1e38")]);
+    for (out, rules, actions) in [
+        ("once", "", &["stop"][..]),
+        ("twice", "[[diverged]]\ndo = \"retry\"\ntimes = 1\n", &["retry", "stop"]),
+    ] {
+        let mut run = Supervised::begin(&fixture, out, rules, &["--nproc", "2"]);
+        let (code, said) = run.end();
+        assert_eq!(code, Some(5), "{said}");
+        let done: Vec<String> = run
+            .done()
+            .into_iter()
+            .map(|(cause, _, action)| {
+                assert_eq!(cause, "diverged");
+                action
+            })
+            .collect();
+        assert_eq!(done, actions, "{said}");
+    }
+}
+
+/// Under another launcher: what it starts is tried again, and the job given back to Slurm without the machine at fault.
+#[test]
+fn another_launcher_is_supervised_and_a_job_is_given_back() {
+    let fixture = Fixture::new(&LONG);
+    fixture.finish("alone", &["--nproc", "1"]);
+    let log = fixture.scratch.path("scontrol.log");
+    let script = format!(
+        "#!/bin/sh\necho \"$*\" >> '{}'\n[ \"$1\" = show ] && echo 'JobId=7 ExcNodeList=bad1 X=y'\nexit 0\n",
+        arg(&log)
+    );
+    let program = fixture.scratch.write("bin/scontrol", script);
+    Command::new("chmod").args(["+x", arg(&program)]).status().unwrap();
+    let rules = "[[crash]]\ndo = \"retry\"\ntimes = 1\n[[crash]]\ndo = \"requeue\"\n";
+    let mut inner = command(&fixture, "launched", rules, &["--launch", "env A=b"]);
+    let path = format!("{}:{}", arg(program.parent().unwrap()), std::env::var("PATH").unwrap());
+    inner.env("PATH", path).env("SLURM_JOB_ID", "7");
+    let mut run = Supervised { fixture: &fixture, out: "launched", guard: inner.spawn().unwrap() };
+    for lines in [4, 10] {
+        run.until(lines);
+        signal("KILL", run.launcher());
+        while run.done().is_empty() {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+    let (code, said) = run.end();
+    assert_eq!(code, Some(6), "{said}");
+    let actions: Vec<String> = run.done().into_iter().map(|(_, _, action)| action).collect();
+    assert_eq!(actions, ["retry", "requeue"], "{said}");
+    assert_eq!(fs::read_to_string(&log).unwrap(), "requeue 7\n");
+    fixture.finish("launched", &["--nproc", "2"]);
+    fixture.assert_same("alone", "launched");
+}
+
+#[test]
+fn what_cannot_be_supervised_is_refused_before_anything_starts() {
+    let fixture = Fixture::new(&[]);
+    let wrong: Ran = {
+        let file = fixture.scratch.write("wrong.toml", "[[crash]]\ndo = \"evcit\"\n");
+        fixture.run_by(&["supervise", "--rules", arg(&file)], "x", &[]).output().unwrap().into()
+    };
+    wrong.fails(2, &["wrong.toml:2:6", "evict"]);
+    let mut inside = fixture.run_by(&["supervise"], "x", &[]);
+    inside.envs([
+        ("RANK", "1"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("LOCAL_RANK", "0"),
+    ]);
+    let inside: Ran = inside.output().unwrap().into();
+    inside.fails(2, &["one supervisor", "--launch"]);
+    assert!(!fixture.scratch.path("x").exists());
+}

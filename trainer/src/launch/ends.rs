@@ -1,0 +1,143 @@
+//! How processes ended, in their own words: each leaves a line for whoever supervises the run, since an exit code does not
+//! tell a full disk from a lost network.
+
+use std::fs::OpenOptions;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use contract::{Class, Fault};
+use serde::{Deserialize, Serialize};
+
+use super::rules::Cause;
+
+/// Names the file, for every process that a supervisor starts.
+pub(super) const VARIABLE: &str = "ZTRAIN_LAST_WORDS";
+
+/// One process's end.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct End {
+    /// The rank, as launched; that of which the launcher speaks.
+    pub(super) rank: Option<u32>,
+    /// Whether it is the launcher that speaks.
+    pub(super) launcher: bool,
+    /// What befell it; `None` for what would be met again.
+    pub(super) cause: Option<Cause>,
+    /// The machine.
+    pub(super) host: String,
+    /// For people.
+    pub(super) what: String,
+}
+
+/// The file of a supervised run.
+#[derive(Clone, Debug)]
+pub(super) struct Ends(PathBuf);
+
+impl Ends {
+    /// The file that this process's supervisor reads, if it has one.
+    pub(super) fn of_environment() -> Option<Ends> {
+        std::env::var_os(VARIABLE).map(|path| Ends(path.into()))
+    }
+
+    /// Begins a file.
+    pub(super) fn begin(path: &Path) -> std::io::Result<Ends> {
+        std::fs::write(path, "")?;
+        Ok(Ends(path.to_owned()))
+    }
+
+    /// Adds a line, in one write. Best effort: the exit code says the rest.
+    pub(super) fn leave(&self, end: &End) {
+        let Ok(line) = serde_json::to_string(end) else { return };
+        if let Ok(mut file) = OpenOptions::new().append(true).open(&self.0) {
+            let _ = file.write_all(format!("{line}\n").as_bytes());
+        }
+    }
+
+    /// What was left so far, oldest first.
+    pub(super) fn read(&self) -> Vec<End> {
+        let text = std::fs::read_to_string(&self.0).unwrap_or_default();
+        text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+    }
+}
+
+/// Leaves this process's last words, where a supervisor reads them. Of those that end because another one did, nobody learns
+/// anything.
+pub fn last_words(rank: Option<u32>, fault: &Fault, spoke_first: bool) {
+    let Some(ends) = Ends::of_environment().filter(|_| spoke_first) else { return };
+    let (cause, host) = (Cause::of(fault), super::place::host_name());
+    let what = fault.to_string().lines().next().unwrap_or_default().to_owned();
+    ends.leave(&End { rank, launcher: false, cause, host, what });
+}
+
+/// What befell a run that ended with `code`, or by a signal, and left these words; `launched` if another process started its
+/// ranks. The launcher knows best, then who spoke last.
+pub(super) fn verdict(ends: &[End], code: Option<u8>, launched: bool) -> End {
+    let of_launcher = ends.iter().rev().find(|end| end.launcher);
+    if let Some(end) = of_launcher.filter(|_| code.is_some()) {
+        return end.clone();
+    }
+    let unknown = |cause: Option<Cause>, what: &str| End {
+        rank: None,
+        launcher: false,
+        cause,
+        host: super::place::host_name(),
+        what: what.to_owned(),
+    };
+    let Some(code) = code else {
+        let cause = if launched { Cause::Launcher } else { Cause::Crash };
+        return unknown(Some(cause), "it was ended from outside");
+    };
+    // Who met the run's own fault knows more than those who missed that one.
+    let tells = |end: &&End| end.cause.is_none() || end.cause != Some(Cause::Crash);
+    let machine = Class::Machine.exit_code();
+    let end = ends.iter().find(tells).or(ends.last()).cloned();
+    end.unwrap_or_else(|| {
+        let what =
+            if code == machine { "a rank or its machine was lost" } else { "it ended in a fault" };
+        unknown(Cause::of_code(code), what)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use contract::Symptom;
+
+    fn end(rank: u32, launcher: bool, cause: Option<Cause>) -> End {
+        End { rank: Some(rank), launcher, cause, host: "here".to_owned(), what: "x".to_owned() }
+    }
+
+    #[test]
+    fn the_launcher_knows_best_then_who_met_more_than_a_loss() {
+        let (crash, disk) = (Some(Cause::Crash), Some(Cause::Disk));
+        let lost = [end(0, false, crash), end(1, false, disk), end(2, false, crash)];
+        assert_eq!(verdict(&lost, Some(6), true), lost[1]);
+        let told = [&lost[..], &[end(2, true, Some(Cause::Hang))]].concat();
+        assert_eq!(verdict(&told, Some(6), true), told[3]);
+        // One that was killed has not said anything of its own end.
+        assert_eq!(verdict(&told, None, true).cause, Some(Cause::Launcher));
+        assert_eq!(verdict(&[], None, false).cause, crash);
+        assert_eq!(verdict(&[], Some(5), false).cause, Some(Cause::Diverged));
+        assert_eq!(verdict(&[], Some(2), false).cause, None);
+    }
+
+    #[test]
+    fn what_is_left_is_read() {
+        let folder = tempfile::TempDir::new().unwrap();
+        let path = folder.path().join("ends");
+        let ends = Ends::begin(&path).unwrap();
+        let all = [end(0, false, None), end(3, true, Some(Cause::Audit))];
+        all.iter().for_each(|end| ends.leave(end));
+        // A line that a crash has torn.
+        OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"ra").unwrap();
+        assert_eq!(ends.read(), all);
+    }
+
+    #[test]
+    fn a_full_disk_and_a_machine_that_errs_are_told_apart_from_a_loss() {
+        let machine = || Fault::machine("x");
+        assert_eq!(Cause::of(&machine()), Some(Cause::Crash));
+        assert_eq!(Cause::of(&machine().sign_of(Symptom::Untrusted)), Some(Cause::Audit));
+        let full = std::io::Error::from(std::io::ErrorKind::StorageFull);
+        assert_eq!(Cause::of(&Fault::io("write", Path::new("x"), &full)), Some(Cause::Disk));
+    }
+}

@@ -1,0 +1,306 @@
+//! `ztrain supervise`: starts a run's whole command, and again where the rules say so.
+//!
+//! ```text
+//! guard            `ztrain supervise`: computes nothing, holds nothing; knows how the command ended, and whether it moves
+//!   launcher       `ztrain --nproc N`: starts the ranks, holds their store; restarts and evicts single ranks
+//!     ranks        train
+//! ```
+//!
+//! With `--launch` the command is started by srun or another launcher in the place of ours, which then does not see single ranks.
+//! If the guard is gone the run ends in good order, and the same command goes on with it.
+
+use std::ffi::OsString;
+use std::io::{BufRead as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use contract::{Class, Fault, Result};
+use store::Location;
+
+use super::ends::{End, Ends, VARIABLE, verdict};
+use super::happened::{Happened, tell};
+use super::rules::{Action, Cause, History, Rule, Rules};
+use super::supervise::Supervision;
+use super::watch::Pulse;
+
+/// Names the file of rules, for the launcher and for a rank alone; empty for those by default.
+const RULES: &str = "ZTRAIN_SUPERVISED";
+
+/// Between two looks at the command.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Between two tries of what is waited for, where no rule says another time.
+const TRY: Duration = Duration::from_secs(10);
+
+/// The most bytes that are written to see whether a disk has room for a checkpoint.
+const ROOM: u64 = 1 << 30;
+
+/// What a supervisor has asked a launcher for.
+#[derive(Clone, Debug)]
+pub struct Supervised {
+    rules: Rules,
+    ends: Ends,
+    events: PathBuf,
+}
+
+impl Supervised {
+    /// What stands in the environment, for the run in the folder `run`; `None` where nobody supervises this process.
+    pub fn of_environment(run: &Path) -> Result<Option<Supervised>> {
+        let Some(place) = std::env::var_os(RULES).filter(|_| !super::spawned_us()) else {
+            return Ok(None);
+        };
+        let Some(ends) = Ends::of_environment() else { return Ok(None) };
+        let rules = match place.is_empty() {
+            true => Rules::default(),
+            false => Rules::read(&storage::locate(&place.to_string_lossy())?)?,
+        };
+        Ok(Some(Supervised { rules, ends, events: run.join("events.jsonl") }))
+    }
+
+    /// Does what the supervisor says on standard input: a request to stop, or its end.
+    pub fn follow(&self, stop: &Arc<AtomicBool>) {
+        let stop = Arc::clone(stop);
+        thread::spawn(move || {
+            let said = std::io::stdin().lock().lines().next();
+            if said.is_none() {
+                contract::note!("error: the supervisor is gone: the run ends in good order");
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+    }
+
+    pub(super) fn begin(self) -> Supervision {
+        Supervision::new(self.rules, self.ends, self.events)
+    }
+}
+
+/// A run to be supervised.
+#[derive(Clone, Debug)]
+pub struct Guard {
+    /// What is done about what.
+    pub rules: Rules,
+    /// Where that stands.
+    pub file: Option<Location>,
+    /// The arguments of `ztrain`.
+    pub arguments: Vec<OsString>,
+    /// What starts the ranks in the place of `--nproc`: a line for the shell, before the command.
+    pub launch: Option<String>,
+    /// The run's folder.
+    pub run: PathBuf,
+    /// How many ranks `--nproc` starts.
+    pub ranks: u32,
+}
+
+/// How an attempt ended, and what may have been wrong about it.
+struct Attempt {
+    status: ExitStatus,
+    /// Whether it did not move and was ended for that.
+    hung: bool,
+}
+
+impl Guard {
+    /// Starts the command until it is done, until `stop` is set, or until the rules say to stop. The exit code is the command's.
+    pub fn run(&self, stop: &AtomicBool) -> Result<u8> {
+        let words = self.words();
+        let outcome = self.attempts(&words, stop);
+        // Nobody reads it any more.
+        let _ = std::fs::remove_file(&words);
+        outcome
+    }
+
+    fn attempts(&self, words: &Path, stop: &AtomicBool) -> Result<u8> {
+        let mut history = History::default();
+        loop {
+            let ends = Ends::begin(words).map_err(|error| Fault::io("write", words, &error))?;
+            let Attempt { status, hung } = self.attempt(words, stop)?;
+            let code = status.code().and_then(|code| u8::try_from(code).ok());
+            if status.success() || stop.load(Ordering::Relaxed) {
+                return Ok(code.unwrap_or(Class::Machine.exit_code()));
+            }
+            let launched = self.ranks > 1 && self.launch.is_none();
+            let mut end = verdict(&ends.read(), code, launched);
+            if hung && !launched {
+                end.cause = Some(Cause::Hang);
+            }
+            let code = code.unwrap_or(Class::Machine.exit_code());
+            // Wrong use and damaged data would be met again.
+            let Some(cause) = end.cause else { return Ok(code) };
+            let rule = history.choose(&self.rules, cause, possible, Instant::now());
+            let (events, action) = (self.events(), rule.action);
+            let (what, host) = (end.what.as_str(), end.host.as_str());
+            tell(&events, &Happened { cause, rank: end.rank, action, what, host });
+            match action {
+                Action::Retry => pause(rule.pause(), stop),
+                Action::Wait => self.wait(&rule, stop),
+                Action::Requeue => return requeue(&end).map(|()| code),
+                _ => return Ok(code),
+            }
+            if stop.load(Ordering::Relaxed) {
+                return Ok(code);
+            }
+        }
+    }
+
+    /// Runs the command once.
+    fn attempt(&self, words: &Path, stop: &AtomicBool) -> Result<Attempt> {
+        let mut child = self.start(words)?;
+        // A launcher of ours looks at its ranks itself, and needs its time for it.
+        let times = if self.ranks > 1 && self.launch.is_none() { 2.0 } else { 1.0 };
+        let patience = Duration::from_secs_f64(times * self.rules.hang_seconds);
+        let mut pulse = Pulse::new(patience, Instant::now());
+        let (mut asked, mut hung) = (false, false);
+        loop {
+            let ended = child.try_wait();
+            let ended = ended.map_err(|error| Fault::machine(format!("cannot wait: {error}")))?;
+            if let Some(status) = ended {
+                return Ok(Attempt { status, hung });
+            }
+            if stop.load(Ordering::Relaxed) && !asked {
+                asked = true;
+                self.ask_to_stop(&mut child);
+            }
+            let written = std::fs::metadata(self.events()).map_or(0, |file| file.len());
+            // A rank alone may compute for long between two events.
+            let spent = self.launch.is_none().then(|| spent(child.id()));
+            if pulse.is_missed((written, spent), Instant::now()) && !hung {
+                hung = true;
+                contract::note!("supervisor: nothing happens any more: the command is ended");
+                // Its ranks end with it.
+                let _ = child.kill();
+            }
+            thread::sleep(LOOK);
+        }
+    }
+
+    fn start(&self, words: &Path) -> Result<Child> {
+        let program = std::env::current_exe()
+            .map_err(|error| Fault::machine(format!("cannot find this program: {error}")))?;
+        let mut command = match &self.launch {
+            None => Command::new(&program),
+            Some(line) => {
+                let mut command = Command::new("sh");
+                command.args(["-c", &format!("exec {line} \"$@\""), "sh"]).arg(&program);
+                command
+            }
+        };
+        command.args(&self.arguments).env(VARIABLE, words);
+        if self.launch.is_none() {
+            let rules = self.file.as_ref().map(ToString::to_string).unwrap_or_default();
+            command.env(RULES, rules).stdin(Stdio::piped());
+        }
+        command.spawn().map_err(|error| Fault::machine(format!("cannot start the run: {error}")))
+    }
+
+    fn ask_to_stop(&self, child: &mut Child) {
+        match &mut child.stdin {
+            // One that has ended meanwhile needs no word.
+            Some(input) => drop(input.write_all(b"stop\n")),
+            // Other launchers hand a signal on.
+            None => drop(Command::new("kill").args(["-TERM", &child.id().to_string()]).status()),
+        }
+    }
+
+    /// Where processes leave their last words: beside the run's folder where ranks may be on other machines.
+    fn words(&self) -> PathBuf {
+        let name = format!("ztrain-{}.words", std::process::id());
+        match &self.launch {
+            None => std::env::temp_dir().join(name),
+            Some(_) => self.run.with_added_extension(name),
+        }
+    }
+
+    fn events(&self) -> PathBuf {
+        self.run.join("events.jsonl")
+    }
+
+    /// Waits until what was missing is there.
+    fn wait(&self, rule: &Rule, stop: &AtomicBool) {
+        let time = if rule.pause().is_zero() { TRY } else { rule.pause() };
+        loop {
+            pause(time, stop);
+            let there = match &rule.until {
+                Some(line) => {
+                    let status =
+                        Command::new("sh").args(["-c", line]).stdin(Stdio::null()).status();
+                    status.is_ok_and(|status| status.success())
+                }
+                None => self.has_room().is_ok(),
+            };
+            if there || stop.load(Ordering::Relaxed) {
+                return;
+            }
+        }
+    }
+
+    /// Tries to write as much as the run's newest checkpoint takes.
+    fn has_room(&self) -> std::io::Result<()> {
+        let mut needed = 1 << 20;
+        for checkpoint in std::fs::read_dir(self.run.join("checkpoints"))? {
+            let files = std::fs::read_dir(checkpoint?.path())?.map_while(|file| file.ok());
+            let bytes: u64 = files.filter_map(|file| Some(file.metadata().ok()?.len())).sum();
+            needed = needed.max(bytes);
+        }
+        let path = self.run.join("room");
+        let mut file = std::fs::File::create(&path)?;
+        let block = vec![0; 1 << 20];
+        let written = (0..needed.min(ROOM).div_ceil(1 << 20))
+            .try_for_each(|_| file.write_all(&block))
+            .and_then(|()| file.sync_all());
+        std::fs::remove_file(&path).and(written)
+    }
+}
+
+/// The time that a process has computed so far, as the system writes it; nothing of one that has ended.
+fn spent(process: u32) -> String {
+    let text = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    // The name of the program, which may hold anything, ends with the last bracket.
+    let after = text.rsplit(')').next().unwrap_or_default();
+    after.split_whitespace().skip(11).take(2).collect::<Vec<_>>().join(" ")
+}
+
+/// Whether the guard can do this; single ranks are the launcher's.
+fn possible(action: Action) -> bool {
+    match action {
+        Action::Note | Action::Restart | Action::Evict => false,
+        Action::Requeue => std::env::var_os("SLURM_JOB_ID").is_some(),
+        Action::Retry | Action::Wait | Action::Stop => true,
+    }
+}
+
+fn pause(time: Duration, stop: &AtomicBool) {
+    let start = Instant::now();
+    while start.elapsed() < time && !stop.load(Ordering::Relaxed) {
+        thread::sleep(LOOK.min(time));
+    }
+}
+
+/// Gives the job back to Slurm, to be run without the machine at fault, unless all that is known is that it was this one.
+fn requeue(end: &End) -> Result<()> {
+    let job = std::env::var("SLURM_JOB_ID").unwrap_or_default();
+    let scontrol = |arguments: &[&str]| -> Result<String> {
+        let ran = Command::new("scontrol").args(arguments).stdin(Stdio::null()).output();
+        let cannot = |why: String| {
+            Fault::machine("cannot give the job back to Slurm")
+                .at(format!("scontrol {}", arguments.join(" ")))
+                .found(why.trim())
+                .hint("start the job again: it goes on where it stopped")
+        };
+        let ran = ran.map_err(|error| cannot(error.to_string()))?;
+        match ran.status.success() {
+            true => Ok(String::from_utf8_lossy(&ran.stdout).into_owned()),
+            false => Err(cannot(String::from_utf8_lossy(&ran.stderr).into_owned())),
+        }
+    };
+    if end.rank.is_some() {
+        let told = scontrol(&["show", "job", &job])?;
+        let before = told.split_whitespace().find_map(|word| word.strip_prefix("ExcNodeList="));
+        let before = before.filter(|list| *list != "(null)" && !list.is_empty());
+        let list: Vec<&str> = before.into_iter().chain([end.host.as_str()]).collect();
+        scontrol(&["update", &format!("JobId={job}"), &format!("ExcNodeList={}", list.join(","))])?;
+    }
+    scontrol(&["requeue", &job]).map(|_| ())
+}

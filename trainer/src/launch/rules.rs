@@ -1,0 +1,397 @@
+//! What a supervisor does about what befalls a run: a small file, read once.
+//!
+//! ```toml
+//! hang_seconds = 600                                       # a sign of life is missed after so long
+//! slow = { times = 1.5, score = 6.0, steps = 10 }          # when a rank is a straggler
+//!
+//! [[crash]]                                                # the first entry that is not used up decides
+//! do = "restart"
+//! times = 3                                                # at most so often ...
+//! within = 3600                                            # ... in so many seconds
+//!
+//! [[crash]]
+//! do = "evict"
+//! ```
+
+use std::time::{Duration, Instant};
+
+use contract::settings::{File, Spanned, Value};
+use contract::{Class, Fault, Result, Symptom};
+use serde::{Deserialize, Serialize};
+use store::Location;
+
+/// What befell a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Cause {
+    /// A process was ended from outside, or by its machine.
+    Crash,
+    /// A rank lives and does not come further.
+    Hang,
+    /// A rank computes much longer than the others.
+    Straggler,
+    /// Losses or gradients are not finite (exit 5).
+    Diverged,
+    /// A step that was computed again came out otherwise (exit 4).
+    Mismatch,
+    /// A machine did not compute the same twice (`--audit`).
+    Audit,
+    /// Nothing more can be written.
+    Disk,
+    /// The process that starts the ranks and holds their store is gone, or held.
+    Launcher,
+    /// A bug of ours (exit 1).
+    Bug,
+}
+
+/// All of them, with their names in the file.
+pub const CAUSES: [(Cause, &str); 9] = [
+    (Cause::Crash, "crash"),
+    (Cause::Hang, "hang"),
+    (Cause::Straggler, "straggler"),
+    (Cause::Diverged, "diverged"),
+    (Cause::Mismatch, "mismatch"),
+    (Cause::Audit, "audit"),
+    (Cause::Disk, "disk"),
+    (Cause::Launcher, "launcher"),
+    (Cause::Bug, "bug"),
+];
+
+impl Cause {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        CAUSES.iter().find(|(cause, _)| *cause == self).map_or("?", |(_, name)| name)
+    }
+
+    /// What a process that ended with `fault` met; `None` for what would be met again, whatever anybody does.
+    pub fn of(fault: &Fault) -> Option<Cause> {
+        match fault.symptom() {
+            Some(Symptom::DiskFull) => Some(Cause::Disk),
+            Some(Symptom::Untrusted) => Some(Cause::Audit),
+            None => Cause::of_code(fault.class().exit_code()),
+        }
+    }
+
+    /// The same where only its exit code is known.
+    pub fn of_code(code: u8) -> Option<Cause> {
+        let is = |class: Class| class.exit_code() == code;
+        match () {
+            () if is(Class::Usage) || is(Class::Data) => None,
+            () if is(Class::Mismatch) => Some(Cause::Mismatch),
+            () if is(Class::Diverged) => Some(Cause::Diverged),
+            () if is(Class::Bug) => Some(Cause::Bug),
+            () => Some(Cause::Crash),
+        }
+    }
+}
+
+/// What is done about it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Action {
+    /// It is written down, and nothing is done.
+    Note,
+    /// The rank's process is started again, and joins the others, who go on meanwhile.
+    Restart,
+    /// The rank is ended, and the others go on without it.
+    Evict,
+    /// All ranks end, and all are started again.
+    Retry,
+    /// All ranks end; all are started again once `until` succeeds, or, for a full disk, once there is room.
+    Wait,
+    /// The job is given back to Slurm, without the machine at fault where that is known.
+    Requeue,
+    /// The run ends, with the exit code of what befell it.
+    Stop,
+}
+
+impl Action {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Action::Note => "note",
+            Action::Restart => "restart",
+            Action::Evict => "evict",
+            Action::Retry => "retry",
+            Action::Wait => "wait",
+            Action::Requeue => "requeue",
+            Action::Stop => "stop",
+        }
+    }
+
+    /// Whether it concerns a single rank, while the others go on.
+    pub fn is_of_one_rank(self) -> bool {
+        matches!(self, Action::Note | Action::Restart | Action::Evict)
+    }
+}
+
+/// One thing to do about a cause.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rule {
+    /// What.
+    #[serde(rename = "do")]
+    pub action: Action,
+    /// How often at most in `within`; without it always.
+    pub times: Option<u32>,
+    /// Seconds.
+    #[serde(default = "hour")]
+    pub within: f64,
+    /// Seconds before it is done.
+    #[serde(default)]
+    pub pause: f64,
+    /// What has to succeed before the ranks are started again, asked every `pause` seconds: a line for the shell.
+    pub until: Option<String>,
+}
+
+fn hour() -> f64 {
+    3600.0
+}
+
+impl Rule {
+    /// Always this.
+    const fn always(action: Action) -> Self {
+        Rule { action, times: None, within: 3600.0, pause: 0.0, until: None }
+    }
+
+    /// So often in an hour.
+    fn often(action: Action, times: u32) -> Self {
+        Rule { times: Some(times), ..Rule::always(action) }
+    }
+
+    /// The time before it is done.
+    pub fn pause(&self) -> Duration {
+        Duration::from_secs_f64(self.pause)
+    }
+}
+
+/// When a rank is a straggler: in each of the last `steps` steps.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Slow {
+    /// It computed longer than the median rank by this factor.
+    pub times: f64,
+    /// And by so many standard deviations of the ranks, estimated by the median distance from the median.
+    pub score: f64,
+    /// In so many steps one after the other.
+    pub steps: usize,
+}
+
+impl Default for Slow {
+    fn default() -> Self {
+        Slow { times: 1.5, score: 6.0, steps: 10 }
+    }
+}
+
+/// What is done about what.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Rules {
+    /// Seconds in which a run has to show that it lives.
+    pub hang_seconds: f64,
+    /// When a rank is a straggler.
+    pub slow: Slow,
+    crash: Vec<Rule>,
+    hang: Vec<Rule>,
+    straggler: Vec<Rule>,
+    diverged: Vec<Rule>,
+    mismatch: Vec<Rule>,
+    audit: Vec<Rule>,
+    disk: Vec<Rule>,
+    launcher: Vec<Rule>,
+    bug: Vec<Rule>,
+}
+
+impl Default for Rules {
+    /// What is done where no file says otherwise. Nothing that a run would meet again is tried again.
+    fn default() -> Self {
+        let lost = || {
+            let retry = Rule { pause: 5.0, ..Rule::often(Action::Retry, 5) };
+            vec![Rule::often(Action::Restart, 3), Rule::always(Action::Evict), retry]
+        };
+        Rules {
+            hang_seconds: 600.0,
+            slow: Slow::default(),
+            crash: lost(),
+            hang: lost(),
+            straggler: vec![Rule::always(Action::Note)],
+            diverged: Vec::new(),
+            mismatch: Vec::new(),
+            audit: vec![Rule::always(Action::Evict)],
+            disk: vec![Rule { pause: 10.0, ..Rule::always(Action::Wait) }],
+            launcher: vec![Rule { pause: 1.0, ..Rule::often(Action::Retry, 5) }],
+            bug: Vec::new(),
+        }
+    }
+}
+
+impl Rules {
+    /// Reads a file; what it does not mention stays as it is by default.
+    pub fn read(place: &Location) -> Result<Rules> {
+        let bytes = place.read().map_err(|error| place.fault("read", &error))?;
+        Rules::parse(&File::from_bytes(place.to_string(), bytes)?)
+    }
+
+    /// Reads a text.
+    pub fn parse(file: &File) -> Result<Rules> {
+        let rules: Rules = file.parse()?;
+        let spanned: std::collections::BTreeMap<String, Spanned<Value>> = file.parse()?;
+        let wrong = |key: &str, wanted: &str| match spanned.get(key) {
+            Some(value) => file.wrong(key, value, wanted),
+            None => Fault::usage(format!("`{key}` is wrong")).at(file.name()).wanted(wanted),
+        };
+        let (above, long) = (|value: f64| value > 0.0 && value < 1e9, 0.0..1e9);
+        if !above(rules.hang_seconds) {
+            return Err(wrong("hang_seconds", "seconds, above 0"));
+        }
+        let Slow { times, score, steps } = rules.slow;
+        if !(above(times) && times > 1.0 && score >= 0.0 && (1..=1000).contains(&steps)) {
+            return Err(wrong("slow", "times above 1, a score from 0, steps from 1 to 1,000"));
+        }
+        for (cause, name) in CAUSES {
+            for rule in rules.about(cause) {
+                let of_rank = [Cause::Crash, Cause::Hang, Cause::Straggler, Cause::Audit];
+                let alone = matches!(rule.action, Action::Restart | Action::Evict);
+                if alone && !of_rank.contains(&cause) {
+                    return Err(wrong(name, "note, retry, wait, requeue or stop").hint(
+                        "no single rank is at fault here that could be restarted or evicted",
+                    ));
+                }
+                if !(above(rule.within) && long.contains(&rule.pause)) {
+                    return Err(wrong(name, "`within` above 0 and `pause` from 0, in seconds"));
+                }
+                let blind = rule.action == Action::Wait && rule.until.is_none();
+                if blind && cause != Cause::Disk
+                    || rule.until.is_some() && rule.action != Action::Wait
+                {
+                    return Err(wrong(name, "`until`, a line for the shell, with `do = \"wait\"`")
+                        .hint("only a full disk is watched by itself"));
+                }
+            }
+        }
+        Ok(rules)
+    }
+
+    /// What is to be done about a cause, in this order.
+    pub fn about(&self, cause: Cause) -> &[Rule] {
+        match cause {
+            Cause::Crash => &self.crash,
+            Cause::Hang => &self.hang,
+            Cause::Straggler => &self.straggler,
+            Cause::Diverged => &self.diverged,
+            Cause::Mismatch => &self.mismatch,
+            Cause::Audit => &self.audit,
+            Cause::Disk => &self.disk,
+            Cause::Launcher => &self.launcher,
+            Cause::Bug => &self.bug,
+        }
+    }
+
+    /// Whether something is to be done about single ranks, which takes others that can go on.
+    pub fn touch_ranks(&self) -> bool {
+        let mut all = CAUSES.iter().flat_map(|(cause, _)| self.about(*cause));
+        all.any(|rule| matches!(rule.action, Action::Restart | Action::Evict))
+    }
+}
+
+/// What was done so far.
+#[derive(Clone, Debug, Default)]
+pub struct History(Vec<(Cause, usize, Instant)>);
+
+impl History {
+    /// What to do about `cause` now, of what is `possible`: the first rule that is not used up, and which time it is. Nothing
+    /// else is left: stop.
+    pub fn choose(
+        &mut self,
+        rules: &Rules,
+        cause: Cause,
+        possible: impl Fn(Action) -> bool,
+        now: Instant,
+    ) -> Rule {
+        for (number, rule) in rules.about(cause).iter().enumerate() {
+            let within = Duration::from_secs_f64(rule.within);
+            let lately = |at: &Instant| now.saturating_duration_since(*at) < within;
+            let done = self
+                .0
+                .iter()
+                .filter(|(of, at, when)| (*of, *at) == (cause, number) && lately(when));
+            let left = rule.times.is_none_or(|times| (done.count() as u64) < u64::from(times));
+            if left && possible(rule.action) {
+                self.0.push((cause, number, now));
+                return rule.clone();
+            }
+        }
+        Rule::always(Action::Stop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn parse(text: &str) -> Result<Rules> {
+        Rules::parse(&File::new("rules.toml", text))
+    }
+
+    #[test]
+    fn a_file_changes_what_it_mentions() {
+        let rules = parse("hang_seconds = 5\n[[crash]]\ndo = \"evict\"\ntimes = 2\n").unwrap();
+        assert_eq!(rules.hang_seconds, 5.0);
+        assert_eq!(rules.about(Cause::Crash), [Rule::often(Action::Evict, 2)]);
+        assert_eq!(rules.about(Cause::Disk), Rules::default().about(Cause::Disk));
+        assert_eq!(parse("").unwrap(), Rules::default());
+    }
+
+    #[test]
+    fn what_cannot_be_done_is_refused_with_its_place() {
+        for (text, words) in [
+            ("hang_seconds = 0", "rules.toml:1:16"),
+            ("slow = { times = 0.5 }", "times above 1"),
+            ("[[crash]]\ndo = \"evcit\"", "rules.toml:2:6"),
+            ("[[crsah]]\ndo = \"stop\"", "crash"),
+            ("[[disk]]\ndo = \"evict\"", "no single rank"),
+            ("[[crash]]\ndo = \"wait\"", "until"),
+            ("[[crash]]\ndo = \"retry\"\nuntil = \"true\"", "until"),
+            ("[[crash]]\ndo = \"retry\"\npause = -1", "pause"),
+            ("[[crash]]\ntimes = 1", "do"),
+        ] {
+            let fault = parse(text).unwrap_err();
+            assert_eq!(fault.class(), Class::Usage);
+            assert!(fault.to_string().contains(words), "{text}: {fault}");
+        }
+    }
+
+    proptest! {
+        /// However causes come: no rule is used more often in its time than it allows, and one is passed over only if it is used
+        /// up or impossible.
+        #[test]
+        fn rules_are_used_as_often_as_they_allow(
+            times in prop::collection::vec(0u32..4, 1..4),
+            seconds in prop::collection::vec(0u64..40, 1..40),
+            evict: bool,
+        ) {
+            let actions = [Action::Restart, Action::Evict, Action::Retry];
+            let crash = times.iter().zip(actions).map(|(times, action)| Rule {
+                within: 60.0,
+                ..Rule::often(action, *times)
+            });
+            let rules = Rules { crash: crash.collect(), ..Rules::default() };
+            let possible = |action| evict || action != Action::Evict;
+            let (mut history, mut now, mut used) = (History::default(), Instant::now(), Vec::new());
+            for pause in seconds {
+                now += Duration::from_secs(pause);
+                let rule = history.choose(&rules, Cause::Crash, possible, now);
+                let lately = |action: Action| {
+                    let close = |at: &Instant| now - *at < Duration::from_secs(60);
+                    used.iter().filter(|(done, at)| *done == action && close(at)).count() as u32
+                };
+                let free = rules.about(Cause::Crash).iter().find(|rule| {
+                    possible(rule.action) && lately(rule.action) < rule.times.unwrap()
+                });
+                prop_assert_eq!(rule.action, free.map_or(Action::Stop, |rule| rule.action));
+                used.push((rule.action, now));
+            }
+        }
+    }
+}

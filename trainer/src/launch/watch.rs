@@ -1,0 +1,187 @@
+//! What the launcher sees of its ranks while they run: who does not come further, and who is slower than the others.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use kernels::group::Whereabouts;
+
+use super::rules::Slow;
+
+/// Where each rank is, by the numbers that they were launched with.
+pub(super) type Seen = Vec<(u32, Option<Whereabouts>)>;
+
+/// Notices a run in which nothing moves.
+#[derive(Debug)]
+pub(super) struct Pulse<T> {
+    seen: Option<T>,
+    since: Instant,
+    patience: Duration,
+}
+
+impl<T: PartialEq> Pulse<T> {
+    /// One that is missed after `patience`.
+    pub(super) fn new(patience: Duration, now: Instant) -> Self {
+        Pulse { seen: None, since: now, patience }
+    }
+
+    /// Takes a look; whether nothing has changed for so long.
+    pub(super) fn is_missed(&mut self, seen: T, now: Instant) -> bool {
+        if self.seen.as_ref() != Some(&seen) {
+            (self.seen, self.since) = (Some(seen), now);
+        }
+        now.saturating_duration_since(self.since) > self.patience
+    }
+
+    /// From here on it is missed anew.
+    pub(super) fn again(&mut self, now: Instant) {
+        (self.seen, self.since) = (None, now);
+    }
+}
+
+/// The one rank that the others wait for: it has begun fewer exchanges than all of them. `None` where that does not tell.
+pub(super) fn behind(seen: &Seen) -> Option<u32> {
+    let begun = |at: &Option<Whereabouts>| at.as_ref().map_or(0, |at| at.begun[0]);
+    let least = seen.iter().map(|(_, at)| begun(at)).min()?;
+    let mut behind = seen.iter().filter(|(_, at)| begun(at) == least).map(|(rank, _)| *rank);
+    let first = behind.next()?;
+    (behind.next().is_none() && seen.len() > 1).then_some(first)
+}
+
+/// Notices a rank that computes longer than the others, step after step.
+#[derive(Debug)]
+pub(super) struct Pace {
+    slow: Slow,
+    /// Seconds of each rank, by step, of steps that not all ranks have been seen to end.
+    steps: BTreeMap<u64, BTreeMap<u32, f64>>,
+    /// The last step that was judged.
+    judged: u64,
+    /// In how many steps in a row each rank was the slow one.
+    count: BTreeMap<u32, usize>,
+}
+
+/// A straggler, and how its time compares.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Straggler {
+    pub(super) rank: u32,
+    /// Its seconds in the last step, and those of the median rank.
+    pub(super) seconds: f64,
+    pub(super) usual: f64,
+}
+
+impl Pace {
+    /// Nobody is slow yet.
+    pub(super) fn new(slow: Slow) -> Self {
+        Pace { slow, steps: BTreeMap::new(), judged: 0, count: BTreeMap::new() }
+    }
+
+    /// Takes a look; who has just become a straggler. A step is judged once all ranks have been seen to end it.
+    pub(super) fn look(&mut self, seen: &Seen) -> Option<Straggler> {
+        for (rank, at) in seen {
+            for (step, time) in at.iter().flat_map(|at| &at.computed) {
+                if *step > self.judged {
+                    self.steps.entry(*step).or_default().insert(*rank, time.as_secs_f64());
+                }
+            }
+        }
+        let mut found = None;
+        while let Some((step, times)) = self.complete(seen) {
+            self.judged = step;
+            self.steps.retain(|left, _| *left > step);
+            found = self.judge(&times).or(found);
+        }
+        found
+    }
+
+    /// The first step of which the times of all ranks are known.
+    fn complete(&self, seen: &Seen) -> Option<(u64, BTreeMap<u32, f64>)> {
+        let all = |times: &BTreeMap<u32, f64>| {
+            seen.len() > 1 && seen.iter().all(|(rank, _)| times.contains_key(rank))
+        };
+        let (step, times) = self.steps.iter().find(|(_, times)| all(times))?;
+        Some((*step, times.clone()))
+    }
+
+    fn judge(&mut self, times: &BTreeMap<u32, f64>) -> Option<Straggler> {
+        let usual = median(times.values().copied().collect());
+        let apart = median(times.values().map(|time| (time - usual).abs()).collect());
+        // The median distance of a normal distribution is 0.6745 of its standard deviation; a thousandth of the time is noise.
+        let deviation = (apart / 0.6745).max(1e-3 * usual);
+        self.count.retain(|rank, _| times.contains_key(rank));
+        let mut found = None;
+        for (rank, seconds) in times {
+            let score = (seconds - usual) / deviation;
+            let is_slow = *seconds > self.slow.times * usual && score > self.slow.score;
+            let count = self.count.entry(*rank).or_default();
+            *count = if is_slow { *count + 1 } else { 0 };
+            if *count == self.slow.steps {
+                found = Some(Straggler { rank: *rank, seconds: *seconds, usual });
+            }
+        }
+        found
+    }
+}
+
+/// The lower one of the two in the middle, where there are two: half of the ranks are not slow.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn at(exchanges: u64, step: u64, seconds: f64) -> Option<Whereabouts> {
+        let mut begun = [0; 4];
+        begun[0] = exchanges;
+        let computed = vec![(step, Duration::from_secs_f64(seconds))];
+        Some(Whereabouts { begun, computed, place: String::new() })
+    }
+
+    #[test]
+    fn a_pulse_is_missed_after_its_time_and_not_before() {
+        let start = Instant::now();
+        let mut pulse = Pulse::new(Duration::from_secs(5), start);
+        let mut look = |seen, seconds| pulse.is_missed(seen, start + Duration::from_secs(seconds));
+        assert!(!look(1, 0) && !look(1, 5) && look(1, 6));
+        assert!(!look(2, 7) && !look(2, 12) && look(2, 13));
+    }
+
+    proptest! {
+        #[test]
+        fn who_is_awaited_is_the_only_one_that_is_behind(begun in prop::collection::vec(0u64..4, 1..6)) {
+            let seen = (0..).zip(&begun).map(|(rank, begun)| (rank, at(*begun, 0, 0.0))).collect();
+            let least = begun.iter().min().unwrap();
+            let last: Vec<usize> = (0..begun.len()).filter(|at| begun[*at] == *least).collect();
+            let alone = begun.len() > 1 && last.len() == 1;
+            prop_assert_eq!(behind(&seen), alone.then(|| last[0] as u32));
+        }
+
+        /// One rank is slow by a factor, from some step on; times of the others differ by a few percent.
+        #[test]
+        fn a_straggler_is_found_after_its_steps_and_nobody_else(
+            ranks in 2u32..9,
+            noise in prop::collection::vec(-0.03f64..0.03, 400),
+            factor in 0.9f64..4.0,
+            from in 0u64..10,
+            steps in 1usize..6,
+        ) {
+            prop_assume!(!(1.3..2.0).contains(&factor));
+            let slow = Slow { times: 1.6, score: 3.0, steps };
+            let (mut pace, mut found) = (Pace::new(slow), Vec::new());
+            for step in 1..=20 {
+                let time = |rank: u32| {
+                    let base = 1.0 + noise[(step as u32 * 9 + rank) as usize];
+                    if rank == 0 && step > from { base * factor } else { base }
+                };
+                let seen = (0..ranks).map(|rank| (rank, at(step, step, time(rank)))).collect();
+                found.extend(pace.look(&seen).map(|one| (step, one.rank)));
+                // The same step is judged once.
+                prop_assert_eq!(pace.look(&seen), None);
+            }
+            let wanted = (factor >= 2.0).then_some((from + steps as u64, 0));
+            prop_assert_eq!(found, wanted.into_iter().collect::<Vec<_>>());
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! `ztrain supervise`.
+
+use std::ffi::{OsStr, OsString};
+use std::sync::Arc;
+
+use contract::{Fault, Result};
+use store::Location;
+use trainer::launch::rules::Rules;
+use trainer::launch::{self, Guard};
+
+use super::{listen, place, train};
+
+/// Arguments.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// What to do about what befalls the run; without it ranks that are lost are started again, then done without.
+    #[arg(long, value_name = "FILE", value_parser = place())]
+    rules: Option<Location>,
+    /// Start the ranks by this, a line for the shell, in the place of --nproc: 'srun --kill-on-bad-exit=1'.
+    #[arg(long, value_name = "LINE", conflicts_with = "nproc")]
+    launch: Option<String>,
+    #[command(flatten)]
+    train: train::Args,
+}
+
+/// Watches over a run until it is done.
+pub(crate) fn exec(args: Args) -> Result<u8> {
+    if let Some(launched) = launch::place(|name| std::env::var(name).ok())? {
+        let rank = launched.place.rank;
+        return Err(Fault::usage("one supervisor watches over all ranks")
+            .at("the environment")
+            .found(format!("rank {rank} of {}", launched.place.world))
+            .hint("give the launcher to it: ztrain supervise --launch 'srun ...' ..."));
+    }
+    let rules = args.rules.as_ref().map_or_else(|| Ok(Rules::default()), Rules::read)?;
+    let mut arguments = of_training(std::env::args_os().skip(1));
+    let ranks = args.train.to_spawn()?.unwrap_or(1);
+    if ranks > 1 && args.train.min_ranks().is_none() && rules.touch_ranks() {
+        // What is asked for takes ranks that go on without each other.
+        arguments.extend(["--min-ranks", "1"].map(OsString::from));
+    }
+    let (file, launch, run) = (args.rules, args.launch, args.train.folder()?);
+    let stop = Arc::default();
+    listen(&stop)?;
+    Guard { rules, file, arguments, launch, run, ranks }.run(&stop)
+}
+
+/// The arguments but those that are the supervisor's own.
+fn of_training(all: impl Iterator<Item = OsString>) -> Vec<OsString> {
+    let (mut kept, mut skip) = (Vec::new(), false);
+    for argument in all.skip_while(|argument| argument != OsStr::new("supervise")).skip(1) {
+        let text = argument.to_string_lossy();
+        let own = ["--rules", "--launch"].into_iter().find(|flag| text.starts_with(flag));
+        match own.map(|flag| text[flag.len()..].starts_with('=')) {
+            _ if skip => skip = false,
+            Some(inside) => skip = !inside,
+            None => kept.push(argument),
+        }
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_supervisors_own_arguments_go_no_further() {
+        let all = [
+            "ztrain",
+            "supervise",
+            "--rules",
+            "a.toml",
+            "--curriculum",
+            "c",
+            "--launch=srun -n 4",
+            "--out",
+            "x",
+        ];
+        let kept = of_training(all.into_iter().map(OsString::from));
+        assert_eq!(kept, ["--curriculum", "c", "--out", "x"]);
+    }
+}
