@@ -269,8 +269,8 @@ pub struct Agent {
     generation: u64,
     members: Vec<u32>,
     ended: BTreeMap<u32, String>,
-    /// Ranks that were started again, and are not in a generation yet.
-    back: BTreeSet<u32>,
+    /// Ranks that were started again and are in no generation since, each with the one in which it was started.
+    back: BTreeMap<u32, u64>,
     /// The list of them that the ranks see.
     awaited: Vec<u32>,
     timeout: Duration,
@@ -288,16 +288,21 @@ impl Agent {
         let store = Store::connect("127.0.0.1", port, &meeting(name), key, timeout)?;
         let (name, key, members) = (name.to_owned(), key.clone(), (0..count).collect());
         let (generation, ended) = (0, BTreeMap::new());
-        let (back, awaited) = (BTreeSet::new(), Vec::new());
+        let (back, awaited) = (BTreeMap::new(), Vec::new());
         Ok(Agent { store, port, name, key, generation, members, ended, back, awaited, timeout })
     }
 
     /// Tells the others that the process of `rank`, which had ended, was started again, to join them.
     pub fn started_again(&mut self, rank: u32) -> Result<()> {
         self.ended.remove(&rank);
-        self.back.insert(rank);
+        self.back.insert(rank, self.generation);
         self.store.set(&join(rank), "")?;
         self.store.set(&ended(rank), AGAIN)
+    }
+
+    /// Whether `rank` was started again, and the others have not taken it in yet.
+    pub fn is_awaited(&self, rank: u32) -> bool {
+        self.back.contains_key(&rank)
     }
 
     /// What each rank of the newest generation said last of where it is; nothing of one that has said nothing yet.
@@ -330,12 +335,13 @@ impl Agent {
             let lost: Vec<u32> = self.ended.keys().copied().collect();
             self.tell(&lost)?;
         }
-        self.back.retain(|rank| !self.members.contains(rank));
+        let (now, members) = (self.generation, &self.members);
+        self.back.retain(|rank, started| *started == now || !members.contains(rank));
         let came = |rank: &u32| -> Result<bool> {
             Ok(self.store.find(&join(*rank))?.as_deref() == Some(COMES))
         };
         let mut awaited = Vec::new();
-        for rank in &self.back {
+        for rank in self.back.keys() {
             awaited.extend(came(rank)?.then_some(*rank));
         }
         if awaited != self.awaited {

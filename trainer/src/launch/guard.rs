@@ -239,8 +239,13 @@ impl Guard {
     /// Tries to write as much as the run's newest checkpoint takes.
     fn has_room(&self) -> std::io::Result<()> {
         let mut needed = 1 << 20;
-        for checkpoint in std::fs::read_dir(self.run.join("checkpoints"))? {
-            let files = std::fs::read_dir(checkpoint?.path())?.map_while(|file| file.ok());
+        // There may be none yet.
+        let inside = |folder: &Path| {
+            let entries = std::fs::read_dir(folder).into_iter().flatten();
+            entries.filter_map(std::result::Result::ok)
+        };
+        for checkpoint in inside(&self.run.join("checkpoints")) {
+            let files = inside(&checkpoint.path());
             let bytes: u64 = files.filter_map(|file| Some(file.metadata().ok()?.len())).sum();
             needed = needed.max(bytes);
         }

@@ -104,10 +104,10 @@ impl Elastic {
 
     /// Ends the ranks whom the others went on without.
     fn evict(&mut self, ranks: &mut [Rank]) -> Result<()> {
-        let members = self.agent.members().map_err(lost)?;
+        let members = self.agent.members().map_err(lost)?.to_vec();
         for rank in ranks.iter_mut().filter(|rank| rank.ended.is_none()) {
             let inside = members.contains(&rank.rank);
-            rank.joins &= !inside;
+            rank.joins &= self.agent.is_awaited(rank.rank);
             if !inside && !rank.joins && self.least.is_some() {
                 rank.end("the others went on without it, since it gave no answer");
             }
@@ -228,7 +228,11 @@ impl Launcher<'_> {
         let (seen, now) = (elastic.agent.whereabouts().map_err(lost)?, Instant::now());
         let written = std::fs::metadata(&supervision.events).map_or(0, |file| file.len());
         let slow = supervision.pace.look(&seen);
-        let late = behind(&seen);
+        let held = |rank: &&Rank| rank.ended.is_none() && is_held(rank.child.id());
+        let late = behind(&seen).or_else(|| {
+            let mut held = self.ranks.iter().filter(held);
+            held.next().filter(|_| held.next().is_none()).map(|rank| rank.rank)
+        });
         if supervision.pulse.is_missed((seen, written), now) {
             supervision.pulse.again(now);
             let seconds = supervision.rules.hang_seconds;
@@ -258,7 +262,9 @@ impl Launcher<'_> {
         let Supervision { rules, history, .. } = supervision;
         let rule = history.choose(rules, cause, possible, Instant::now());
         let action = rule.action;
-        tell(&supervision.events, &Happened { cause, rank, action, what, host: &host_name() });
+        if action.is_of_one_rank() {
+            tell(&supervision.events, &Happened { cause, rank, action, what, host: &host_name() });
+        }
         match (index, action) {
             (_, Action::Note) => (),
             (Some(index), Action::Restart | Action::Evict) => {
@@ -307,7 +313,9 @@ impl Launcher<'_> {
                     let Supervision { rules, history, events, .. } = supervision;
                     let rule = history.choose(rules, cause, possible, Instant::now());
                     let (rank, action, host) = (Some(number), rule.action, host_name());
-                    tell(events, &Happened { cause, rank, action, what: &what, host: &host });
+                    if action.is_of_one_rank() {
+                        tell(events, &Happened { cause, rank, action, what: &what, host: &host });
+                    }
                     rule
                 }
                 // What every rank would meet: they end by themselves.
@@ -332,8 +340,8 @@ impl Launcher<'_> {
             ends.leave(&End { rank, launcher: true, cause: Some(cause), host, what });
         }
         self.ranks.iter_mut().for_each(|rank| rank.end("all ranks end, by the supervisor's rules"));
-        // Nobody goes on without the others.
-        self.elastic = None;
+        // Nobody goes on without the others, and nothing more is to be done here.
+        (self.elastic, self.supervision) = (None, None);
     }
 
     /// Starts ranks again whose time has come.
@@ -348,6 +356,14 @@ impl Launcher<'_> {
         }
         Ok(())
     }
+}
+
+/// Whether a process is stopped, or waits for a device that does not answer.
+fn is_held(process: u32) -> bool {
+    let text = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    // The name of the program, which may hold anything, ends with the last bracket.
+    let after = text.rsplit(')').next().unwrap_or_default();
+    after.split_whitespace().next().is_some_and(|state| ["T", "t", "D"].contains(&state))
 }
 
 /// The code of the rank that knows most: those that only lost another one say "machine".

@@ -12,6 +12,7 @@ use super::{listen, place, train};
 
 /// Arguments.
 #[derive(clap::Args)]
+#[group(skip)]
 pub(crate) struct Args {
     /// What to do about what befalls the run; without it ranks that are lost are started again, then done without.
     #[arg(long, value_name = "FILE", value_parser = place())]
