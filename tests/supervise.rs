@@ -119,9 +119,14 @@ fn a_rank_that_is_killed_is_started_again_and_joins_the_others() {
             signal("KILL", victim);
             let start = Instant::now();
             let joined = |rank: u64| {
-                events(&fixture, out, "joined")
-                    .iter()
-                    .any(|one| numbers(&one["joined"]).contains(&rank))
+                let joined = events(&fixture, out, "joined");
+                let one = joined.iter().find(|one| numbers(&one["joined"]).contains(&rank));
+                // They have ended a new step together.
+                let since = |one: &Value| {
+                    let recovered = events(&fixture, out, "recovered");
+                    recovered.iter().any(|event| event["generation"] == one["generation"])
+                };
+                one.is_some_and(since)
             };
             while !joined(rank) && run.guard.try_wait().unwrap().is_none() {
                 assert!(start.elapsed() < Duration::from_secs(60), "{}", run.said());
