@@ -208,8 +208,8 @@ fn so_do_ranks_that_hold_weights_for_each_other() {
     )]);
     fixture.finish("alone", &["--nproc", "1"]);
     fixture.shared = &["--cp", "2", "--tsp", "2"];
-    kill_in_turn(&fixture, &[(4, Some(2), "2,2"), (2, Some(0), "1,1")]);
-    fixture.finish("killed", &["--nproc", "4", "--tsp", "2", "--recompute"]);
+    kill_in_turn(&fixture, &[(4, Some(2), "2,2"), (4, Some(0), "4")]);
+    fixture.finish("killed", &["--nproc", "2", "--tsp", "2", "--recompute"]);
     fixture.assert_same("alone", "killed");
     let run = fixture.scratch.path("killed");
     let step = ["replay", "--run", arg(&run), "--step", "14"];

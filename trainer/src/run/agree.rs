@@ -87,8 +87,8 @@ pub(super) fn idle(spec: &RunSpec, world: u32, degrees: Degrees) -> Vec<String> 
         }
         if tsp < degrees.tsp {
             notes.push(format!(
-                "note: phase {name:?} has {shards} shards of weights and {chunks} chunks in a micro-batch: of {world} ranks {tsp} \
-                 hold them for each other, not {}",
+                "note: phase {name:?} has {shards} shards of weights, {chunks} chunks in a micro-batch: of {world} \
+                 ranks {tsp} hold weights for each other, not {}",
                 degrees.tsp
             ));
         }
@@ -100,8 +100,8 @@ pub(super) fn idle(spec: &RunSpec, world: u32, degrees: Degrees) -> Vec<String> 
         }
         if together > 1 && !chunks.is_multiple_of(2 * u64::from(together)) {
             notes.push(format!(
-                "note: phase {name:?} has {chunks} chunks in a micro-batch: {} for each of {together} ranks do not have equally many \
-                 keys; a multiple of {} would",
+                "note: phase {name:?} has {chunks} chunks in a micro-batch: {} for each of {together} ranks do not have \
+                 equally many keys; a multiple of {} would",
                 chunks / u64::from(together),
                 2 * together
             ));
