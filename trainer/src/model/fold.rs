@@ -1,5 +1,5 @@
-//! Weights that ranks hold for each other: folded tensor and sequence parallelism (TSP, arXiv 2604.26294, section 1.2 of the
-//! paper's scheme: each rank stores a part of the weights and a part of the sequence).
+//! Weights that ranks hold for each other: folded tensor and sequence parallelism (TSP: V. Shyam, arXiv 2604.26294), in which
+//! each rank stores a part of the weights and a part of the sequence.
 //!
 //! A parameter that is cut into shards lies in one row of numbers, in which a place has the shards that it holds, each where a
 //! tensor of its own could begin. Before a layer uses a shard, the place that holds it hands it to the others, in the order of
