@@ -130,6 +130,8 @@ fn what_would_mislead_is_refused_and_what_is_missing_is_said() {
         .fails(2, &["--cp", "context_chunks"]);
     ztrain(&["bench", "step", "--curriculum", arg(&path), "--cp", "2"])
         .fails(2, &["--cp", "context_chunks"]);
+    ztrain(&["plan", arg(&path), "--tsp", "2", "--ranks", "2"])
+        .fails(2, &["--tsp", "weight_shards"]);
     let train = ["--curriculum", arg(&path), "--out", arg(&run), "--validate-every", "0"];
     let mut command = ztrain_command(&train);
     let said = Ran::from(command.env("ZTRAIN_OPS", "foo").output().unwrap());

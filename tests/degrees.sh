@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# One curriculum under every context degree: the digest of each ledger, which has to be one.
+# One curriculum under every context and folded degree: the digest of each ledger, which has to be one.
 #
-#   tests/degrees.sh ZTRAIN CURRICULUM [EXTRA...]      ranks 1 to 8 as dp in {1, 2, 3} times cp in {1, 2, 4}, then a run that goes on
-#                                                      under other degrees, one rank of which is killed
+#   tests/degrees.sh ZTRAIN CURRICULUM [EXTRA...]      ranks 1 to 8 as dp in {1, 2, 3} times cp and tsp in {1, 2, 4}, then a run that
+#                                                      goes on under other degrees, one rank of which is killed
 #
-# The curriculum's phases need context_chunks that 4 divides. Exit 0 where all ledgers are equal.
+# The curriculum's phases need context_chunks that 8 divides, and weight_shards that 4 divides. Exit 0 where all ledgers are equal.
 set -euo pipefail
 ztrain=$1 curriculum=$2; shift 2
 out=$(mktemp -d); trap 'rm -rf "$out"' EXIT
@@ -31,6 +31,12 @@ for degree in 1 2 4; do for data in 1 2 3; do
     tell "dp $data cp $degree $schedule" "$name"
   done
 done; done
+for folded in 2 4; do for degree in 1 2 4; do for data in 1 2 3; do
+  ranks=$((folded * degree * data)); [ "$ranks" -le 8 ] || continue
+  name=$data-$degree-$folded
+  run "$name" "$ranks" "$degree" --tsp "$folded" "$@"
+  tell "dp $data cp $degree tsp $folded" "$name"
+done; done; done
 run recomputed 4 4 --recompute "$@"; tell "dp 1 cp 4 recompute" recomputed
 # Four ranks, one of them killed as soon as a step is recorded; then one alone, then two that share, until the end.
 "$ztrain" --curriculum "$curriculum" --out "$out/killed" --nproc 4 --cp 2 --workers 1 --checkpoint-every 1 --validate-every 0 --quiet "$@" \

@@ -161,6 +161,21 @@ fn with_copies_in_memory_no_step_before_the_running_one_is_computed_again() {
 }
 
 /// Three ranks as srun would start them: rank 0 holds the store. It is lost, then the one that holds the next store.
+/// Those who are left hold all weights again, or fold them among fewer, by copies in memory.
+#[test]
+fn so_do_ranks_that_hold_weights_for_each_other() {
+    let cut = "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2";
+    let fixture = Fixture::new(&[("micro_batch = 2", cut)]);
+    fixture.finish("alone", &["--nproc", "1"]);
+    let case = Case {
+        count: 4,
+        flags: &["--cp", "2", "--tsp", "2"],
+        losses: &[(5, &[1, 2], "KILL"), (12, &[0], "KILL")],
+    };
+    case.try_on(&fixture, "folded", 7, &["--mirror"]);
+    fixture.assert_same("alone", "folded");
+}
+
 #[test]
 fn so_do_ranks_that_nobody_watches_and_whose_store_is_lost() {
     let fixture = Fixture::new(&[("batch = 6", "batch = 12"), ("batch = 8", "batch = 16")]);

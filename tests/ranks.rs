@@ -71,8 +71,8 @@ pub(crate) struct Fixture {
     pub(crate) scratch: Scratch,
     /// The library that moves the ranks' tensors, if not Gloo.
     pub(crate) library: Option<std::path::PathBuf>,
-    /// How many ranks may share a micro-batch while some are killed.
-    shared: &'static str,
+    /// How many ranks may share a micro-batch while some are killed, as flags.
+    shared: &'static [&'static str],
     curriculum: std::path::PathBuf,
 }
 
@@ -82,7 +82,7 @@ impl Fixture {
         let scratch = Scratch::new();
         let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
         let curriculum = curriculum(&scratch, &store, "run.toml", change);
-        Fixture { scratch, library: None, shared: "1", curriculum }
+        Fixture { scratch, library: None, shared: &[], curriculum }
     }
 
     pub(crate) fn run(&self, out: &str, extra: &[&str]) -> Command {
@@ -131,7 +131,7 @@ pub(crate) fn kill_in_turn(fixture: &Fixture, kills: &[(usize, Option<usize>, &s
     for (index, (count, victim, nodes)) in kills.iter().copied().enumerate() {
         let how = ["streaming", "subtree"][index % 2];
         let ranks = ["--nproc", &count.to_string(), "--nodes", nodes, "--schedule", how];
-        let mut command = fixture.run("killed", &[&ranks[..], &["--cp", fixture.shared]].concat());
+        let mut command = fixture.run("killed", &[&ranks[..], fixture.shared].concat());
         command.stdout(Stdio::null()).stderr(Stdio::piped());
         let mut launcher = command.spawn().unwrap();
         let ranks = ranks_of(&launcher, count);
@@ -198,7 +198,7 @@ fn so_do_ranks_that_share_micro_batches() {
         "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2",
     )]);
     fixture.finish("alone", &["--nproc", "1"]);
-    fixture.shared = "4";
+    fixture.shared = &["--cp", "4"];
     kill_in_turn(&fixture, &[(4, Some(2), "2,2"), (6, Some(1), "6"), (2, Some(0), "1,1")]);
     fixture.finish("killed", &["--nproc", "4", "--cp", "2", "--recompute"]);
     fixture.assert_same("alone", "killed");
@@ -208,6 +208,26 @@ fn so_do_ranks_that_share_micro_batches() {
     assert!(verdict.contains("same bits"), "one rank replays what shared ones trained: {verdict}");
     let several = ztrain(&[&step[..], &["--nproc", "4", "--cp", "4"]].concat()).ok();
     assert_eq!(several, verdict, "so do those that share, and one of them says it");
+}
+
+/// Whoever is killed, the others wait for the shards of weights that it held.
+#[test]
+fn so_do_ranks_that_hold_weights_for_each_other() {
+    let mut fixture = Fixture::new(&[(
+        "micro_batch = 2",
+        "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2",
+    )]);
+    fixture.finish("alone", &["--nproc", "1"]);
+    fixture.shared = &["--cp", "2", "--tsp", "2"];
+    kill_in_turn(&fixture, &[(4, Some(2), "2,2"), (4, Some(0), "4")]);
+    fixture.finish("killed", &["--nproc", "2", "--tsp", "2", "--recompute"]);
+    fixture.assert_same("alone", "killed");
+    let run = fixture.scratch.path("killed");
+    let step = ["replay", "--run", arg(&run), "--step", "14"];
+    let verdict = ztrain(&step).ok();
+    assert!(verdict.contains("same bits"), "one rank replays what folded ones trained: {verdict}");
+    let several = ztrain(&[&step[..], &["--nproc", "4", "--cp", "2", "--tsp", "2"]].concat()).ok();
+    assert_eq!(several, verdict, "so do those that hold its weights for each other");
 }
 
 #[test]

@@ -120,7 +120,7 @@ impl StepTable {
 fn timed(cx: Context<'_>, state: &mut State, number: u64) -> Result<(Stepped, f64)> {
     let batch = {
         let _watch = part(Part::Batch);
-        let slice = cx.team.lines(cx.spec.model_at(number)?.cut.chunks)?.slice()?;
+        let slice = cx.team.lines(cx.spec.model_at(number)?.cut)?.slice()?;
         loader::batch(&cx.spec.plan, &cx.spec.data, number, slice)?
     };
     let leaves = micro_batch::stage(cx.spec, &batch, state.weights[0].device())?;
@@ -189,10 +189,10 @@ fn memory_of_all(cx: Context<'_>, pieces: &[Piece], sizes: [u64; 3]) -> Result<V
         mine.word(*size);
     });
     let heard = team.tell("the sizes of ranks", &mine)?;
-    let Team { context, flat, schedule, .. } = *team;
+    let Team { degrees, flat, schedule, .. } = *team;
     let names = team.group.nodes();
     // The second step is the first that is measured.
-    let ranks = Ways { names, pieces, context, flat, schedule, workers }.at(spec, 2)?;
+    let ranks = Ways { names, pieces, degrees, flat, schedule, workers }.at(spec, 2)?;
     let of = |(rank, mut heard): (u32, Reader<'_>)| {
         let (before, most, tensors) = (heard.word()?, heard.word()?, heard.word()?);
         Ok(RankMemory { rank, formula: ranks.holds(spec, 2, rank)?, before, most, tensors })

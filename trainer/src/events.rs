@@ -8,7 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use contract::{Fault, Result};
 use serde_json::{Value, json};
 
-use crate::mesh::Schedule;
+use crate::mesh::{Degrees, Schedule};
 
 /// The events of a run, appended to.
 pub struct Events {
@@ -57,7 +57,7 @@ pub(crate) struct Ranks {
     /// How many there were.
     pub(crate) world: u32,
     /// How many could share a micro-batch.
-    pub(crate) context: u32,
+    pub(crate) degrees: Degrees,
     /// How they dealt micro-batches.
     pub(crate) schedule: Schedule,
 }
@@ -71,14 +71,19 @@ pub(crate) fn ranks_at(path: &Path, step: u64) -> Option<Ranks> {
     for event in events.filter_map(|line| serde_json::from_str::<Value>(&line).ok()) {
         match event["event"].as_str() {
             Some("start") => {
-                now = Some(Ranks { world: 1, context: 1, schedule: Schedule::default() });
+                now = Some(Ranks {
+                    world: 1,
+                    degrees: Degrees::ALONE,
+                    schedule: Schedule::default(),
+                });
             }
             Some("ranks") => {
                 let streaming = event["schedule"] == Schedule::Streaming.name();
                 let schedule = if streaming { Schedule::Streaming } else { Schedule::Subtree };
                 // Not written before ranks could share.
-                let context = number(&event["cp"]).unwrap_or(1);
-                now = number(&event["world"]).map(|world| Ranks { world, context, schedule });
+                let [cp, tsp] = ["cp", "tsp"].map(|axis| number(&event[axis]).unwrap_or(1));
+                let degrees = Degrees { cp, tsp };
+                now = number(&event["world"]).map(|world| Ranks { world, degrees, schedule });
             }
             Some("step") if event["step"] == step && event["again"] != true => return now,
             _ => (),
@@ -115,7 +120,8 @@ mod tests {
         events.write("step", step(2, false)).unwrap();
         events.write("ranks", json!({"world": 4, "cp": 2, "schedule": "subtree"})).unwrap();
         events.write("step", step(3, false)).unwrap();
-        let ranks = |world, context, schedule| Some(Ranks { world, context, schedule });
+        let ranks =
+            |world, cp, schedule| Some(Ranks { world, degrees: Degrees { cp, tsp: 1 }, schedule });
         assert_eq!(ranks_at(&path, 1), ranks(1, 1, Schedule::Subtree));
         assert_eq!(ranks_at(&path, 2), ranks(3, 1, Schedule::Streaming));
         assert_eq!(ranks_at(&path, 3), ranks(4, 2, Schedule::Subtree));

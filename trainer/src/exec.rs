@@ -10,7 +10,7 @@ use store::Location;
 
 use crate::checkpoint::{Retention, RingOptions};
 use crate::memory;
-use crate::mesh::Schedule;
+use crate::mesh::{Degrees, Schedule};
 use crate::validate::Validation;
 use crate::workers::Workers;
 
@@ -23,8 +23,9 @@ pub struct ExecOptions {
     pub prefetch: PrefetchOptions,
     /// When the loss on held-out text is taken: it is told, and decides nothing.
     pub validation: Validation,
-    /// How many ranks may share the sequences of a micro-batch: each phase uses the most that its chunks allow.
-    pub context: u32,
+    /// How many ranks may share the sequences of a micro-batch, and hold its weights for each other: each phase uses the most
+    /// that its cut allows.
+    pub degrees: Degrees,
     /// How several ranks deal the leaves of a step and bring their gradients together.
     pub schedule: Schedule,
     /// Whether several ranks send to each other as if all were on one machine.
@@ -65,7 +66,7 @@ impl ExecOptions {
             workers: Workers::available(),
             prefetch: PrefetchOptions::default(),
             validation: Validation { every: 50, windows: 16 },
-            context: 1,
+            degrees: Degrees::ALONE,
             schedule: Schedule::default(),
             flat: false,
             min_ranks: None,

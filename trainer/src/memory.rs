@@ -20,8 +20,8 @@ use crate::mesh::axes::Axis;
 use crate::mesh::buckets::Buckets;
 use crate::mesh::slices::Slices;
 use crate::mesh::team::{self, Line, Nodes};
-use crate::mesh::{Mesh, Schedule, copies, gather};
-use crate::model::{self, Cut, ParamSpec};
+use crate::mesh::{Degrees, Mesh, Schedule, copies, gather};
+use crate::model::{self, Cut, Fold, ParamSpec};
 use crate::optim::Rule;
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::ownership::{self, Piece};
@@ -30,9 +30,9 @@ use crate::workers::Workers;
 /// Bytes by what they are for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Holds {
-    /// All weights, as the model reads them.
+    /// All weights, as the model reads them; of those that ranks hold for each other, what this rank holds.
     pub weights: u64,
-    /// The weights of this rank's pieces in f32, where the model reads them rounded.
+    /// The weights of this rank's pieces in f32, where the model reads them rounded or in shards.
     pub masters: u64,
     /// Moments of the pieces of this rank.
     pub moments: u64,
@@ -73,6 +73,8 @@ pub struct Holder<'a> {
     pub workers: Workers,
     /// How many ranks share each of them.
     pub context: u32,
+    /// Which shards of weights it holds for others.
+    pub fold: Fold,
 }
 
 /// All ranks, as they stand in a phase.
@@ -94,7 +96,7 @@ pub(crate) struct Ways<'a> {
     /// Who owns what.
     pub(crate) pieces: &'a [Piece],
     /// How many may share a micro-batch.
-    pub(crate) context: u32,
+    pub(crate) degrees: Degrees,
     /// Whether machines are passed over.
     pub(crate) flat: bool,
     /// How leaves are dealt.
@@ -106,14 +108,14 @@ pub(crate) struct Ways<'a> {
 impl<'a> Ways<'a> {
     /// The ranks as they stand in `step`.
     pub(crate) fn at(self, spec: &RunSpec, step: u64) -> Result<Ranks<'a>> {
-        let Ways { names, pieces, context, flat, schedule, workers } = self;
-        let mesh = Mesh::of(names.len() as u32, context, spec.model_at(step)?.cut.chunks);
+        let Ways { names, pieces, degrees, flat, schedule, workers } = self;
+        let mesh = Mesh::of(names.len() as u32, degrees, spec.model_at(step)?.cut);
         let slices = Slices::new(mesh, pieces, spec.parameters.len());
-        let (pieces, workers) = match mesh.cp {
+        let (pieces, workers) = match mesh.together() {
             1 => (vec![Cow::Borrowed(pieces)], workers),
-            cp => {
+            together => {
                 let of = |place| Cow::Owned(slices.pieces(pieces, place));
-                ((0..cp).map(of).collect(), workers.one())
+                ((0..together).map(of).collect(), workers.one())
             }
         };
         Ok(Ranks { names, mesh, flat, schedule, workers, pieces })
@@ -125,9 +127,12 @@ impl Ranks<'_> {
     pub(crate) fn holds(&self, spec: &RunSpec, step: u64, rank: u32) -> Result<Holds> {
         let Ranks { names, mesh, flat, schedule, workers, ref pieces } = *self;
         let Line { place, nodes, .. } = Line::data(mesh, names, rank, flat)?;
-        let pieces = &pieces[mesh.place(Axis::Cp, rank) as usize];
-        let (nodes, context) = (&nodes, mesh.cp);
-        holds(spec, step, &Holder { rank: place, pieces, nodes, schedule, workers, context })
+        let pieces = &pieces[mesh.place(Axis::Sharing, rank) as usize];
+        let (nodes, context) = (&nodes, mesh.together());
+        let shards = spec.model_at(step)?.cut.shards;
+        let fold = Fold::new(mesh.tsp, mesh.place(Axis::Tsp, rank), &spec.parameters, shards);
+        let holder = Holder { rank: place, pieces, nodes, schedule, workers, context, fold };
+        holds(spec, step, &holder)
     }
 }
 
@@ -177,10 +182,15 @@ fn always(spec: &RunSpec, dtype: Dtype, holder: &Holder<'_>) -> Holds {
     let (mut masters, mut moments) = (0, 0);
     for piece in holder.pieces.iter().filter(|piece| piece.owner == holder.rank) {
         let bytes = 4 * piece.length() as u64;
-        masters += if spec.parameters[piece.tensor].kind(dtype) == Kind::Float { 0 } else { bytes };
+        let narrow = spec.parameters[piece.tensor].kind(dtype) != Kind::Float;
+        masters += if narrow || holder.fold.cuts(piece.tensor) { bytes } else { 0 };
         moments += bytes * (1 + u64::from(piece.rule.has_second_moment()));
     }
-    let weights = spec.parameters.iter().map(|one| width(one, dtype) * one.elements()).sum();
+    let held = |(tensor, one): (usize, &ParamSpec)| {
+        let cut = holder.fold.length(tensor).map(|length| length as u64);
+        width(one, dtype) * cut.unwrap_or_else(|| one.elements())
+    };
+    let weights = spec.parameters.iter().enumerate().map(held).sum();
     Holds { weights, masters, moments, ..Holds::default() }
 }
 
@@ -244,9 +254,13 @@ fn sharing(spec: &RunSpec, dtype: Dtype, always: Holds, holder: &Holder<'_>) -> 
     }
     let bytes =
         |piece: &Piece| width(&spec.parameters[piece.tensor], dtype) * piece.length() as u64;
-    let mine = holder.pieces.iter().filter(|piece| piece.owner == holder.rank);
-    let mine: u64 = mine.map(bytes).sum();
-    Holds { sent: mine, received: always.weights - mine, ..always }
+    let mine = || holder.pieces.iter().filter(|piece| piece.owner == holder.rank);
+    let cut = |piece: &&Piece| holder.fold.cuts(piece.tensor);
+    let shards: u64 = mine().filter(cut).map(bytes).sum();
+    let mine: u64 = mine().map(bytes).sum();
+    // Of its own shards a rank keeps as many as of any.
+    let own = mine - shards + shards / u64::from(holder.fold.degree());
+    Holds { sent: mine, received: always.weights.saturating_sub(own), ..always }
 }
 
 /// Refuses a run that by the formula needs more memory than the machine has: the operating system would end it without a
@@ -265,7 +279,7 @@ pub(crate) fn refuse(spec: &RunSpec, exec: &ExecOptions, names: &[String], me: u
         let ways = Ways {
             names,
             pieces: &pieces,
-            context: exec.context,
+            degrees: exec.degrees,
             flat: exec.flat,
             schedule: exec.schedule,
             workers: exec.workers,

@@ -13,8 +13,8 @@ use crate::ledger::{self, Packed, SourceSums, StepRecord};
 use crate::memory::{self, Holds, Ways};
 use crate::mesh::slices::Slices;
 use crate::mesh::team::{self, Line, Nodes};
-use crate::mesh::{Mesh, Schedule, context, copies};
-use crate::model::{self, Dealt};
+use crate::mesh::{Degrees, Mesh, Schedule, context, copies};
+use crate::model::{self, Dealt, Fold};
 use crate::optim::balance::Balance;
 use crate::optim::guard::Skipped;
 use crate::spec::{PhaseModel, RunSpec};
@@ -40,7 +40,7 @@ pub struct Fleet {
     /// Whether machines are passed over in exchanges.
     pub flat: bool,
     /// How many ranks may share a micro-batch.
-    pub context: u32,
+    pub degrees: Degrees,
     /// `cpu`, or one of [`DEVICES`].
     pub device: String,
 }
@@ -91,6 +91,8 @@ pub struct PhaseNeeds {
     pub machine_bytes: u64,
     /// How many ranks share a micro-batch.
     pub context: u32,
+    /// How many of them hold its weights for each other.
+    pub folded_ranks: u32,
     /// How much more attention the rank with most of it computes than the mean of those that share a micro-batch, of sequences
     /// that are one document each: 0 is none.
     pub uneven: f64,
@@ -98,6 +100,8 @@ pub struct PhaseNeeds {
     pub sent: SentInStep,
     /// The same between ranks that share micro-batches, along the context axis: with every sequence one document.
     pub shared: u64,
+    /// The same of shards of weights, along the folded axis.
+    pub folded: u64,
     /// Operations of its first step: at most, with every token routed to an expert and every sequence one document.
     pub model_flops: f64,
     /// Bytes that its first step adds to the ledger, about.
@@ -215,9 +219,9 @@ fn phase_needs(
     let step = spec.plan.step(first)?;
     let (mut largest_rank, mut most) = (0, Holds::default());
     let mut machine_bytes = vec![0; fleet.ranks.div_ceil(fleet.ranks_per_node) as usize];
-    let Fleet { context, flat, schedule, workers, .. } = *fleet;
+    let Fleet { degrees, flat, schedule, workers, .. } = *fleet;
     let Shares { names, pieces } = *shares;
-    let ranks = Ways { names, pieces, context, flat, schedule, workers }.at(spec, first)?;
+    let ranks = Ways { names, pieces, degrees, flat, schedule, workers }.at(spec, first)?;
     for rank in 0..fleet.ranks {
         let holds = ranks.holds(spec, first, rank)?;
         machine_bytes[(rank / fleet.ranks_per_node) as usize] += holds.sum();
@@ -226,7 +230,7 @@ fn phase_needs(
         }
     }
     let PhaseModel { config, cut, .. } = spec.model_at(first)?;
-    let mesh = Mesh::of(fleet.ranks, fleet.context, cut.chunks);
+    let mesh = Mesh::of(fleet.ranks, degrees, *cut);
     let micro_batches = step.batch / step.micro_batch;
     let tokens = step.batch * u64::from(step.seq_len);
     let pairs = step.batch * model::causal_pairs(&[0], step.seq_len);
@@ -240,17 +244,19 @@ fn phase_needs(
         largest_rank,
         memory: most,
         machine_bytes: machine_bytes.into_iter().max().unwrap_or(0),
-        context: mesh.cp,
+        context: mesh.together(),
+        folded_ranks: mesh.tsp,
         uneven: uneven(mesh, cut.chunks, u64::from(step.seq_len)),
         sent: sent(spec, fleet, (shares, mesh), first)?,
         shared: micro_batches * shared(spec, fleet, (shares, mesh), first)?,
+        folded: micro_batches * folded(spec, fleet, mesh, first)?,
         model_flops: model::flops(config, tokens, &routed, pairs),
         ledger_bytes: ledger_bytes(spec, first)?,
     })
 }
 
 fn uneven(mesh: Mesh, chunks: u64, seq_len: u64) -> f64 {
-    let dealt = Dealt { chunks, degree: u64::from(mesh.cp), place: 0 };
+    let dealt = Dealt { chunks, degree: u64::from(mesh.together()), place: 0 };
     let pairs = dealt.pairs(seq_len / chunks);
     let most = pairs.iter().copied().max().unwrap_or(0);
     most as f64 * pairs.len() as f64 / pairs.iter().sum::<u64>() as f64 - 1.0
@@ -263,16 +269,23 @@ fn shared(
     (shares, mesh): (&Shares<'_>, Mesh),
     first: u64,
 ) -> Result<u64> {
-    if mesh.cp == 1 {
+    if mesh.together() == 1 {
         return Ok(0);
     }
     let (PhaseModel { config, cut, .. }, step) = (spec.model_at(first)?, spec.plan.step(first)?);
-    let (degree, options) = (u64::from(mesh.cp), fleet.workers.options().cut(*cut));
+    let (degree, options) = (u64::from(mesh.together()), fleet.workers.options().cut(*cut));
     let rows = (step.micro_batch, u64::from(step.seq_len));
     let layers = model::shared_bytes(config, rows, degree, options, spec.dtype_at(first));
     let slices = Slices::new(mesh, shares.pieces, spec.parameters.len());
     let dealt = Dealt { chunks: cut.chunks, degree, place: 0 };
     Ok(layers + context::gradient_bytes(&slices, &spec.parameters, dealt))
+}
+
+/// What ranks that hold weights for each other send for a micro-batch: each shard from its holder to the others on its line.
+fn folded(spec: &RunSpec, fleet: &Fleet, mesh: Mesh, first: u64) -> Result<u64> {
+    let (dtype, keep) = (spec.dtype_at(first), fleet.workers.options().keep);
+    let line = model::folded_bytes(&spec.parameters, u64::from(mesh.tsp), keep, dtype);
+    Ok(u64::from(mesh.cp) * line)
 }
 
 /// What all ranks together send in a step of so many micro-batches: each block of a rank to the leaders of its machine, each
@@ -285,13 +298,16 @@ fn sent(
 ) -> Result<SentInStep> {
     let (placed, dtype) = (spec.plan.step(step)?, spec.dtype_at(step));
     let parts = team::parts(fleet.schedule, mesh.dp, placed.batch / placed.micro_batch)?;
+    let folds = |tensor: usize| mesh.tsp > 1 && spec.parameters[tensor].sharding.is_some();
     // New weights travel as the model reads them.
     let width = |piece: &Piece| spec.parameters[piece.tensor].kind(dtype).elt_size_in_bytes();
     let bytes = |owner: u32| {
-        let own = shares.pieces.iter().filter(|piece| piece.owner == owner);
+        let whole = |piece: &&Piece| piece.owner == owner && !folds(piece.tensor);
+        let own = shares.pieces.iter().filter(whole);
         own.map(|piece| (width(piece) as i64 * piece.length()) as u64).sum::<u64>()
     };
     let weights: Vec<u64> = (0..fleet.ranks).map(bytes).collect();
+    let shards = Shards::new(spec, shares, mesh, step)?;
     let lengths: Vec<u64> =
         (0..fleet.ranks).map(|rank| 4 * ownership::length(shares.pieces, rank) as u64).collect();
     let mut sent = SentInStep::default();
@@ -331,8 +347,39 @@ fn sent(
                 hand(to, weights[owner as usize], What::Weights);
             }
         }
+        for to in (0..fleet.ranks).filter(|to| *to != rank) {
+            hand(to, shards.of(rank, to), What::Weights);
+        }
     }
     Ok(sent)
+}
+
+/// New weights of which each rank is sent its shards: by owner and place along the folded axis.
+struct Shards(Vec<Vec<u64>>);
+
+impl Shards {
+    fn new(spec: &RunSpec, shares: &Shares<'_>, mesh: Mesh, step: u64) -> Result<Shards> {
+        let (dtype, shards) = (spec.dtype_at(step), spec.model_at(step)?.cut.shards);
+        let fold = Fold::new(mesh.tsp, 0, &spec.parameters, shards);
+        let bytes = |place: u32, piece: &Piece| {
+            let common =
+                fold.at(place).common(piece.tensor, piece.first..piece.first + piece.length());
+            let width = spec.parameters[piece.tensor].kind(dtype).elt_size_in_bytes() as u64;
+            width * common.iter().map(|common| common.count() as u64).sum::<u64>()
+        };
+        let mut found = vec![vec![0; mesh.tsp as usize]; mesh.world() as usize];
+        for piece in shares.pieces.iter().filter(|piece| fold.cuts(piece.tensor)) {
+            let own = (0..).zip(&mut found[piece.owner as usize]);
+            own.for_each(|(place, sum)| *sum += bytes(place, piece));
+        }
+        Ok(Shards(found))
+    }
+
+    /// From `owner` to `rank`.
+    fn of(&self, owner: u32, rank: u32) -> u64 {
+        let places = &self.0[owner as usize];
+        places[rank as usize % places.len()]
+    }
 }
 
 #[derive(Clone, Copy)]

@@ -10,11 +10,12 @@ use kernels::share::Frozen;
 use loader::validation;
 use serde_json::{Value, json};
 
-use crate::model;
+use crate::mesh::context::Along;
+use crate::model::{self, Computing, Folded, Line};
 use crate::refusal::caught;
-use crate::spec::{PhaseModel, RunSpec};
+use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::micro_batch;
+use crate::step::{Context, micro_batch};
 use crate::waiting::Waiting;
 use crate::workers::Workers;
 
@@ -65,9 +66,52 @@ impl Validation {
         self.every > 0 && (step == last || step.is_multiple_of(self.every))
     }
 
-    /// Takes it with the weights and balances of `state`: sources in the order of the plan, those without held-out
-    /// text left out.
+    /// Takes it as one of the ranks of `cx`: alone as rank 0, which has all weights, or with those who hold them for it. `None`
+    /// on ranks other than 0.
+    pub(crate) fn take_among(
+        &self,
+        cx: Context<'_>,
+        state: &State,
+    ) -> Result<Option<Vec<SourceLoss>>> {
+        let Context { spec, team, workers } = cx;
+        let cut = spec.model_at(state.step.max(1))?.cut;
+        let (lines, first) = (team.lines(cut)?, team.group.rank() == 0);
+        if lines.mesh.tsp == 1 {
+            return first.then(|| self.take(spec, state, workers)).transpose();
+        }
+        if lines.data.place != 0 {
+            return Ok(None);
+        }
+        let along = [Along::sharing(&lines)?, Along::folded(&lines)?];
+        let [sharing, folded] = along.each_ref().map(|along| along.as_ref().map(Along::begin));
+        let (sharing, folded) = (sharing.transpose()?, folded.transpose()?);
+        let how = Computing {
+            options: workers.options().cut(cut),
+            line: sharing.as_ref().map(|line| line as &dyn Line),
+            folded: folded.as_ref().map(|line| Folded { fold: &state.fold, line }),
+        };
+        // What they exchange has one order.
+        let found = self.losses(spec, state, workers.one(), how)?;
+        for line in [sharing, folded].into_iter().flatten() {
+            line.finish()?;
+        }
+        Ok(first.then_some(found))
+    }
+
+    /// Takes it with the weights and balances of `state`, which are whole: sources in the order of the plan, those without
+    /// held-out text left out.
     pub fn take(&self, spec: &RunSpec, state: &State, workers: Workers) -> Result<Vec<SourceLoss>> {
+        let cut = spec.model_at(state.step.max(1))?.cut;
+        self.losses(spec, state, workers, workers.options().cut(cut).into())
+    }
+
+    fn losses(
+        &self,
+        spec: &RunSpec,
+        state: &State,
+        workers: Workers,
+        how: Computing<'_>,
+    ) -> Result<Vec<SourceLoss>> {
         let State { step, weights, balance, .. } = state;
         let at = spec.plan.step((*step).max(1))?;
         let mut pieces = Vec::new();
@@ -81,8 +125,7 @@ impl Validation {
         let biases = micro_batch::bias_tensors(weights, balance);
         let weights = micro_batch::products(spec, at.step, state, workers)?;
         let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
-        let PhaseModel { config, cut, .. } = spec.model_at(at.step)?;
-        let how = workers.options().cut(*cut);
+        let config = &spec.model_at(at.step)?.config;
         let waiting =
             Mutex::new(Waiting::new(format!("validation after step {step}"), pieces.len() as u64));
         let losses = workers.map(pieces, |(source, first, rows): (String, u64, u64)| {

@@ -12,7 +12,7 @@ use super::format::{self, BlobRecord, BoxRecord, Manifest, Set};
 use super::medium::Medium;
 use super::region::Region;
 use super::{Layout, name};
-use crate::model::{ParamSpec, balance_name};
+use crate::model::{Fold, ParamSpec, balance_name};
 use crate::optim::balance::Balance;
 use crate::state::ownership::{self, Ownership, Piece};
 use crate::state::{self, Owned, State};
@@ -190,7 +190,8 @@ impl<'a> Reader<'a> {
         self.fill(wants, workers)?;
         let balance = self.balance(layout, workers)?;
         let (step, windows) = (self.manifest.step, self.manifest.windows.clone());
-        Ok(State { step, weights, balance, windows, owners: owners.clone(), owned })
+        let (owners, fold) = (owners.clone(), Fold::default());
+        Ok(State { step, weights, fold, balance, windows, owners, owned })
     }
 
     /// The whole state, after checking all of it.

@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use super::medium::{Folder, Medium};
 use super::*;
 use crate::ledger::Packed;
-use crate::model::{Init, Role};
+use crate::model::{Fold, Init, Role};
 use crate::optim::Kind;
 use crate::optim::guard::Windows;
 use crate::state::ownership::{self, Ownership, Piece};
@@ -37,6 +37,7 @@ pub(crate) fn layout_in(dtype: Dtype) -> Layout {
         role,
         init: Init::Constant(0.0),
         in_large_products: shape.len() > 1,
+        sharding: None,
     };
     let parameters = vec![
         parameter("embedding", &[37, 8], Role::Elementwise),
@@ -79,7 +80,7 @@ impl Whole {
         let owned = owned.collect();
         let weights = weights.iter().map(Tensor::copy).collect();
         let (balance, windows) = (balance.clone(), windows.clone());
-        State { step, weights, balance, windows, owners, owned }
+        State { step, weights, fold: Fold::default(), balance, windows, owners, owned }
     }
 }
 

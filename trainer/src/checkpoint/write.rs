@@ -38,7 +38,7 @@ impl Snapshot {
     /// manifest.
     pub fn of(state: &State) -> Self {
         // No `..`: whatever is added to the state has to be written.
-        let State { step, weights: _, balance, windows, owners, owned: _ } = state;
+        let State { step, weights: _, fold: _, balance, windows, owners, owned: _ } = state;
         let held = |(piece, weight, owned): (&Piece, Tensor, &Owned)| Held {
             piece: piece.clone(),
             weight: host(&weight),

@@ -219,6 +219,9 @@ fn machines(folder: &RunFolder) -> Result<Vec<Change>> {
                 if let Some(limit) = event["cp"].as_u64().filter(|limit| *limit > 1) {
                     now.exchange += &format!(", up to {limit} sharing a micro-batch");
                 }
+                if let Some(limit) = event["tsp"].as_u64().filter(|limit| *limit > 1) {
+                    now.exchange += &format!(", up to {limit} holding its weights for each other");
+                }
             }
             Some("step") => {
                 if let (Some(before), Some(step)) = (&last, event["step"].as_u64()) {

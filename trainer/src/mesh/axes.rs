@@ -4,14 +4,39 @@
 //! numbered along `tsp` first, then `cp`, then `dp`, so that those who exchange most are neighbours, on one machine where they
 //! can be. The state is sharded over all ranks of the mesh, whatever the axes (`state::ownership`).
 //!
-//! Degrees are upper limits of a process: each phase uses the largest that its cut allows ([`Mesh::of`]), and the other ranks
-//! compute other micro-batches.
+//! Degrees are upper limits of a process ([`Degrees`]): each phase uses the largest that its cut allows ([`Mesh::of`]), and the
+//! other ranks compute other micro-batches.
+//!
+//! Chunks of a micro-batch are dealt over `cp` and `tsp` as one line ([`Axis::Sharing`]); along `tsp` ranks also hold shards of
+//! weights for each other.
 //!
 //! Each axis has an order of exchanges of its own: `kernels::group::Axis` says why those of a layer and those of gradients never
 //! wait for each other. A rank that lies on a line of several computes one micro-batch at a time, so that the exchanges of its
 //! line have one order.
 
 use contract::{Fault, Result};
+
+use crate::model::Cut;
+
+/// How many ranks may share a micro-batch: upper limits, whatever the phase.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Degrees {
+    /// Ranks, or groups of them, that share its sequences.
+    pub cp: u32,
+    /// Ranks that share its sequences and hold its weights for each other.
+    pub tsp: u32,
+}
+
+impl Degrees {
+    /// Every rank computes micro-batches of its own.
+    pub const ALONE: Degrees = Degrees { cp: 1, tsp: 1 };
+}
+
+impl Default for Degrees {
+    fn default() -> Self {
+        Degrees::ALONE
+    }
+}
 
 /// The degrees of the axes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +58,8 @@ pub enum Axis {
     Cp,
     /// Tensor and sequence, folded.
     Tsp,
+    /// Context and folded as one: all ranks that share a micro-batch.
+    Sharing,
 }
 
 impl Mesh {
@@ -47,12 +74,22 @@ impl Mesh {
         Ok(Mesh { dp: world / (cp * tsp), cp, tsp })
     }
 
-    /// A mesh of `world` ranks of which up to `limit` share the `chunks` of each micro-batch: the most that divide both the
-    /// chunks and the ranks. Where twice as many divide the chunks, all have equally many pairs of a query and a key.
-    pub fn of(world: u32, limit: u32, chunks: u64) -> Mesh {
-        let fits = |cp: &u32| world.is_multiple_of(*cp) && chunks.is_multiple_of(u64::from(*cp));
-        let cp = (1..=limit.min(world)).rev().find(fits).unwrap_or(1);
-        Mesh { dp: world / cp, cp, tsp: 1 }
+    /// A mesh of `world` ranks of which up to `limits` share each micro-batch that is cut so: first as many along `tsp` as
+    /// divide the shards, the chunks and the ranks, then as many along `cp` as divide what is left of chunks and ranks. Where
+    /// twice as many ranks divide the chunks, all have equally many pairs of a query and a key.
+    pub fn of(world: u32, limits: Degrees, cut: Cut) -> Mesh {
+        let fits = |together: u32| {
+            world.is_multiple_of(together) && cut.chunks.is_multiple_of(u64::from(together))
+        };
+        let folds = |tsp: &u32| fits(*tsp) && cut.shards.is_multiple_of(u64::from(*tsp));
+        let tsp = (1..=limits.tsp.min(world)).rev().find(folds).unwrap_or(1);
+        let cp = (1..=limits.cp.min(world / tsp)).rev().find(|cp| fits(cp * tsp)).unwrap_or(1);
+        Mesh { dp: world / (cp * tsp), cp, tsp }
+    }
+
+    /// Ranks that share a micro-batch.
+    pub fn together(self) -> u32 {
+        self.cp * self.tsp
     }
 
     /// Every rank computes micro-batches of its own.
@@ -70,6 +107,7 @@ impl Mesh {
             Axis::Dp => self.dp,
             Axis::Cp => self.cp,
             Axis::Tsp => self.tsp,
+            Axis::Sharing => self.together(),
         }
     }
 
@@ -78,7 +116,7 @@ impl Mesh {
         match axis {
             Axis::Dp => self.cp * self.tsp,
             Axis::Cp => self.tsp,
-            Axis::Tsp => 1,
+            Axis::Tsp | Axis::Sharing => 1,
         }
     }
 
@@ -118,12 +156,30 @@ mod tests {
         }
 
         #[test]
-        fn the_largest_degree_that_divides_is_taken(world in 1u32..40, limit in 1u32..9, chunks in 1u64..40) {
-            let Mesh { dp, cp, tsp } = Mesh::of(world, limit, chunks);
-            prop_assert_eq!((dp * cp, tsp), (world, 1));
-            prop_assert!(cp <= limit && chunks % u64::from(cp) == 0);
-            let more = cp + 1..=limit;
-            prop_assert!(more.into_iter().all(|cp| world % cp > 0 || chunks % u64::from(cp) > 0));
+        fn the_largest_degrees_that_divide_are_taken(
+            world in 1u32..40, (most, folded) in (1u32..9, 1u32..9), (chunks, shards) in (1u64..40, 1u64..9),
+        ) {
+            let mesh = Mesh::of(world, Degrees { cp: most, tsp: folded }, Cut { chunks, shards });
+            let Mesh { dp, cp, tsp } = mesh;
+            prop_assert_eq!(dp * cp * tsp, world);
+            prop_assert!(cp <= most && tsp <= folded && shards % u64::from(tsp) == 0);
+            let shares = |together: u32| world % together == 0 && chunks % u64::from(together) == 0;
+            prop_assert!(shares(mesh.together()));
+            let (more, wider) = (cp + 1..=most, tsp + 1..=folded);
+            prop_assert!(more.into_iter().all(|cp| !shares(cp * tsp)));
+            prop_assert!(wider.into_iter().all(|tsp| !shares(tsp) || shards % u64::from(tsp) > 0));
+        }
+
+        #[test]
+        fn those_who_share_a_micro_batch_are_neighbours(dp in 1u32..5, cp in 1u32..5, tsp in 1u32..5) {
+            let mesh = Mesh { dp, cp, tsp };
+            for rank in 0..mesh.world() {
+                let line = mesh.line(Axis::Sharing, rank);
+                let first = mesh.place(Axis::Dp, rank) * mesh.together();
+                prop_assert_eq!(&line, &(first..first + mesh.together()).collect::<Vec<_>>());
+                let places = [Axis::Cp, Axis::Tsp].map(|axis| mesh.place(axis, rank));
+                prop_assert_eq!(mesh.place(Axis::Sharing, rank), places[0] * tsp + places[1]);
+            }
         }
 
         #[test]

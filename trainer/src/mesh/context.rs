@@ -1,4 +1,5 @@
-//! Ranks that share the chunks of each micro-batch: what a layer needs of the others, and gradients of chunks added up.
+//! Ranks that share the chunks of each micro-batch: what a layer needs of the others, and gradients of chunks added up. Along
+//! a line of their own some of them hand each other the shards of weights that they hold.
 //!
 //! ```text
 //! a chunk's gradient of a parameter --blocks of the chunks here--> each number to the rank of the line on whose line of
@@ -19,24 +20,27 @@ use kernels::group::{self, Arrival, Exchange};
 use kernels::tree::{Counter, Sum as _, blocks};
 use tch::{Kind, Tensor};
 
-use super::axes::{Axis, Mesh};
+use super::axes::Axis;
 use super::slices::Slices;
 use super::sum;
 use super::team::Lines;
-use crate::model::{ChunkSum, Coming, Dealt, Line, ParamId, ParamSpec, Role, Sink, Term, Used};
+use crate::model::{
+    ChunkSum, Coming, Dealt, Folded, Line, ParamId, ParamSpec, Role, Sink, Term, Used,
+};
 use crate::refusal::{lost, refused};
 use crate::state::{Part, salt};
 use crate::timing;
 
-/// The number of the axis among those of the group.
-const AXIS: usize = 1;
+/// The numbers of the axes among those of the group: of ranks that share a micro-batch, and of those who hold its weights.
+const SHARING: usize = 1;
+const FOLDED: usize = 2;
 
 /// The line of a rank, before a step begins.
 pub(crate) struct Along {
     axis: group::Axis,
-    mesh: Mesh,
+    what: &'static str,
+    degree: u64,
     place: u64,
-    chunks: u64,
 }
 
 /// The same during a step.
@@ -47,25 +51,39 @@ pub(crate) struct Context<'a> {
 }
 
 impl Along {
-    /// The line of this rank, if any micro-batch of `chunks` chunks is shared.
-    pub(crate) fn of(lines: &Lines<'_>, chunks: u64) -> Result<Option<Along>> {
+    /// The line of those with whom this rank shares micro-batches, if with anybody.
+    pub(crate) fn sharing(lines: &Lines<'_>) -> Result<Option<Along>> {
+        Along::of(lines, (SHARING, Axis::Sharing), "the sharing of micro-batches")
+    }
+
+    /// The line of those who hold shards of weights for each other.
+    pub(crate) fn folded(lines: &Lines<'_>) -> Result<Option<Along>> {
+        Along::of(lines, (FOLDED, Axis::Tsp), "the handing over of shards")
+    }
+
+    fn of(
+        lines: &Lines<'_>,
+        (number, axis): (usize, Axis),
+        what: &'static str,
+    ) -> Result<Option<Along>> {
         let (mesh, rank) = (lines.mesh, lines.team.group.rank());
-        if mesh.cp == 1 {
+        let (line, place) = (mesh.line(axis, rank), u64::from(mesh.place(axis, rank)));
+        if line.len() == 1 {
             return Ok(None);
         }
-        let axis = lines.team.group.axis(AXIS, &mesh.line(Axis::Cp, rank)).map_err(lost)?;
-        Ok(Some(Along { axis, mesh, place: u64::from(mesh.place(Axis::Cp, rank)), chunks }))
+        let axis = lines.team.group.axis(number, &line).map_err(lost)?;
+        Ok(Some(Along { axis, what, degree: line.len() as u64, place }))
     }
 
     /// Begins a step: every rank of the line does, whatever it computes.
     pub(crate) fn begin(&self) -> Result<Context<'_>> {
-        let exchange = self.axis.begin("the sharing of micro-batches").map_err(lost)?;
+        let exchange = self.axis.begin(self.what).map_err(lost)?;
         Ok(Context { along: self, exchange: Mutex::new(exchange), sent: AtomicU64::new(0) })
     }
 
-    /// Who has which chunks.
-    pub(crate) fn dealt(&self) -> Dealt {
-        Dealt { chunks: self.chunks, degree: u64::from(self.mesh.cp), place: self.place }
+    /// Who has which of so many chunks.
+    pub(crate) fn dealt(&self, chunks: u64) -> Dealt {
+        Dealt { chunks, degree: self.degree, place: self.place }
     }
 }
 
@@ -84,7 +102,7 @@ impl Line for Context<'_> {
     }
 
     fn degree(&self) -> u64 {
-        u64::from(self.along.mesh.cp)
+        self.along.degree
     }
 
     fn begin(
@@ -140,6 +158,8 @@ pub(crate) struct Shared<'a> {
     pub(crate) dealt: Dealt,
     /// Who adds up which numbers.
     pub(crate) slices: &'a Slices,
+    /// Who holds which shards of the weights, where they are not whole.
+    pub(crate) folded: Option<Folded<'a>>,
 }
 
 /// The sink of a micro-batch that is shared: each gradient leaves it as this rank's slice.
@@ -245,7 +265,7 @@ impl Sink for SharedSink<'_, '_> {
     }
 
     fn part(&mut self, id: ParamId, term: Term, parts: Vec<ChunkSum>) -> Result<()> {
-        let Shared { line, dealt, slices } = self.shared;
+        let Shared { line, dealt, slices, .. } = self.shared;
         let own =
             || parts.iter().map(|part| part.cut(slices.of(id.index(), dealt.place))).collect();
         let give = (0..dealt.degree).map(|place| {

@@ -23,5 +23,5 @@ pub(crate) mod sum;
 pub mod team;
 pub(crate) mod words;
 
-pub use axes::Mesh;
+pub use axes::{Degrees, Mesh};
 pub use team::{Schedule, Team};

@@ -5,21 +5,30 @@ use tch::{Device, Kind, Tensor};
 
 use super::Team;
 use super::words::Reader;
+use crate::model::{Common, Fold};
 use crate::refusal::lost;
-use crate::state::PieceSums;
 use crate::state::ownership::{Ownership, Piece};
+use crate::state::{PieceSums, State};
 use crate::timing;
 
 /// Sends this rank's new weights to every other, in the numbers in which the model reads them, and takes theirs. Each crosses to
-/// another machine once: the gate there passes it on, in a second round.
-pub(crate) fn weights(team: &Team<'_>, owners: &Ownership, weights: &[Tensor]) -> Result<()> {
+/// another machine once: the gate there passes it on, in a second round. Of weights that ranks hold for each other each rank is
+/// sent its shards, directly by their owners.
+pub(crate) fn weights(team: &Team<'_>, state: &State) -> Result<()> {
     if team.group.world() == 1 {
         return Ok(());
     }
     let _watch = timing::part(timing::Part::Share);
+    whole(team, state)?;
+    if state.fold.degree() > 1 { shards(team, state) } else { Ok(()) }
+}
+
+/// The new weights of which every rank has all.
+fn whole(team: &Team<'_>, state: &State) -> Result<()> {
+    let (owners, weights) = (&state.owners, &state.weights);
     let (group, nodes, me) = (team.group, &team.nodes, owners.rank());
     let here = |rank: &u32| nodes.of(*rank) == nodes.here();
-    let mine = pack(owners, me, weights);
+    let mine = pack(state);
     let mut exchange = group.begin("the sharing of new weights").map_err(lost)?;
     // Asked for in the order in which each rank sends: first its own, then what it passes on.
     let (direct, passed): (Vec<u32>, Vec<u32>) = (0..group.world())
@@ -29,7 +38,7 @@ pub(crate) fn weights(team: &Team<'_>, owners: &Ownership, weights: &[Tensor]) -
     for owner in direct.iter().chain(&passed).copied() {
         let from = nodes.teller(me, owner);
         let round = u64::from(from != owner);
-        let bytes = order(owners, owner, weights).iter().map(|piece| bytes(piece, weights)).sum();
+        let bytes = order(state, owner).iter().map(|piece| bytes(piece, weights)).sum();
         let arrival = exchange.receive(round, from, Kind::Uint8, bytes).map_err(lost)?;
         arrivals.push((owner, arrival));
     }
@@ -45,47 +54,119 @@ pub(crate) fn weights(team: &Team<'_>, owners: &Ownership, weights: &[Tensor]) -
                 exchange.send(1, to, &packed).map_err(lost)?;
             }
         }
-        take(owners, owner, &packed, weights);
+        take(state, owner, &packed);
     }
     exchange.close(1).map_err(lost)?;
     for (owner, arrival) in told {
-        take(owners, owner, &arrival.wait().map_err(lost)?, weights);
+        take(state, owner, &arrival.wait().map_err(lost)?);
     }
     exchange.finish().map_err(lost)
 }
 
-/// The pieces of `owner` in the order in which they travel: those of the widest numbers first, so that each lies where its
-/// numbers may.
-fn order<'a>(owners: &'a Ownership, owner: u32, weights: &[Tensor]) -> Vec<&'a Piece> {
-    let mut pieces: Vec<&Piece> = owners.of(owner).collect();
-    let width = |piece: &&Piece| weights[piece.tensor].kind().elt_size_in_bytes();
-    pieces.sort_by_key(|piece| std::cmp::Reverse(width(piece)));
-    pieces
+/// The new weights of which each rank has its shards: those of one place along the axis are the same for all ranks there.
+fn shards(team: &Team<'_>, state: &State) -> Result<()> {
+    let (group, degree) = (team.group, state.fold.degree());
+    let packed: Vec<Tensor> =
+        (0..degree).map(|place| packed(state, &state.fold.at(place))).collect();
+    let mut exchange = group.begin("the sharing of new shards").map_err(lost)?;
+    let mut arrivals = Vec::new();
+    for owner in group.others() {
+        let bytes = held(state, owner, &state.fold);
+        let bytes = bytes.map(|(common, weight)| wide(weight) * common.count()).sum();
+        let arrival = exchange.receive(0, owner, Kind::Uint8, bytes).map_err(lost)?;
+        arrivals.push((owner, arrival));
+    }
+    for to in group.others() {
+        exchange.send(0, to, &packed[(to % degree) as usize]).map_err(lost)?;
+    }
+    exchange.close(0).map_err(lost)?;
+    for (owner, arrival) in arrivals {
+        let (packed, mut at) = (arrival.wait().map_err(lost)?, 0);
+        for (common, weight) in held(state, owner, &state.fold) {
+            let mut into = common.of_held(weight);
+            let length = wide(weight) * common.count();
+            let part = packed.narrow(0, at, length).view_dtype(weight.kind());
+            at += length;
+            tch::no_grad(|| into.copy_(&part.view(into.size().as_slice())));
+        }
+    }
+    exchange.finish().map_err(lost)
 }
 
-/// The bytes of a piece as it travels.
-fn bytes(piece: &Piece, weights: &[Tensor]) -> i64 {
-    piece.length() * weights[piece.tensor].kind().elt_size_in_bytes() as i64
+/// Bytes of a number.
+fn wide(weight: &Tensor) -> i64 {
+    weight.kind().elt_size_in_bytes() as i64
 }
 
-/// The weights of the pieces of `owner`, byte after byte.
-fn pack(owners: &Ownership, owner: u32, weights: &[Tensor]) -> Tensor {
-    let pieces = order(owners, owner, weights).into_iter();
-    let flat = |piece: &Piece| piece.of(&weights[piece.tensor]).reshape([-1]);
-    let parts: Vec<Tensor> = pieces.map(|piece| flat(piece).view_dtype(Kind::Uint8)).collect();
+/// What `fold` says a rank holds of the pieces of `owner`, and of which weight, in the order in which they travel.
+fn held<'a>(
+    state: &'a State,
+    owner: u32,
+    fold: &Fold,
+) -> impl Iterator<Item = (Common, &'a Tensor)> {
+    let cut = state.owners.of(owner).filter(|piece| state.fold.cuts(piece.tensor));
+    let common = cut.flat_map(|piece| {
+        let common = fold.common(piece.tensor, piece.first..piece.first + piece.length());
+        common.into_iter().map(|common| (common, &state.weights[piece.tensor]))
+    });
+    let mut found: Vec<_> = common.collect();
+    found.sort_by_key(|(_, weight)| std::cmp::Reverse(wide(weight)));
+    found.into_iter()
+}
+
+/// What a rank that holds what `fold` says is sent of this rank's weights, byte after byte.
+fn packed(state: &State, fold: &Fold) -> Tensor {
+    let mut parts = Vec::new();
+    for (piece, weight, _) in state.own().filter(|(piece, ..)| state.fold.cuts(piece.tensor)) {
+        let (kind, flat) = (state.weights[piece.tensor].kind(), weight.reshape([-1]));
+        for common in fold.common(piece.tensor, piece.first..piece.first + piece.length()) {
+            let part = common.of_run(&flat).to_kind(kind).reshape([-1]);
+            parts.push((kind.elt_size_in_bytes(), part.view_dtype(Kind::Uint8)));
+        }
+    }
+    parts.sort_by_key(|(wide, _)| std::cmp::Reverse(*wide));
+    let parts: Vec<Tensor> = parts.into_iter().map(|(_, part)| part).collect();
+    joined(&parts, &state.weights)
+}
+
+/// Bytes one after the other.
+fn joined(parts: &[Tensor], weights: &[Tensor]) -> Tensor {
     if parts.is_empty() {
         return Tensor::empty(
             [0],
             (Kind::Uint8, weights.first().map_or(Device::Cpu, Tensor::device)),
         );
     }
-    Tensor::cat(&parts, 0)
+    Tensor::cat(parts, 0)
+}
+
+/// The pieces of `owner` in the order in which they travel whole: those of the widest numbers first, so that each lies where its
+/// numbers may.
+fn order(state: &State, owner: u32) -> Vec<&Piece> {
+    let whole = state.owners.of(owner).filter(|piece| !state.fold.cuts(piece.tensor));
+    let mut pieces: Vec<&Piece> = whole.collect();
+    pieces.sort_by_key(|piece| std::cmp::Reverse(wide(&state.weights[piece.tensor])));
+    pieces
+}
+
+/// The bytes of a piece as it travels.
+fn bytes(piece: &Piece, weights: &[Tensor]) -> i64 {
+    piece.length() * wide(&weights[piece.tensor])
+}
+
+/// The weights of this rank's pieces, byte after byte.
+fn pack(state: &State) -> Tensor {
+    let weights = &state.weights;
+    let pieces = order(state, state.owners.rank()).into_iter();
+    let flat = |piece: &Piece| piece.of(&weights[piece.tensor]).reshape([-1]);
+    let parts: Vec<Tensor> = pieces.map(|piece| flat(piece).view_dtype(Kind::Uint8)).collect();
+    joined(&parts, weights)
 }
 
 /// Takes over the new weights of `owner`.
-fn take(owners: &Ownership, owner: u32, packed: &Tensor, weights: &[Tensor]) {
-    let mut at = 0;
-    for piece in order(owners, owner, weights) {
+fn take(state: &State, owner: u32, packed: &Tensor) {
+    let (weights, mut at) = (&state.weights, 0);
+    for piece in order(state, owner) {
         let (whole, length) = (&weights[piece.tensor], bytes(piece, weights));
         let part = packed.narrow(0, at, length).view_dtype(whole.kind());
         at += length;

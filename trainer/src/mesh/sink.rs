@@ -126,7 +126,7 @@ impl Sink for LeafSink<'_, '_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::{Schedule, Team};
+    use crate::mesh::{Degrees, Schedule, Team};
     use crate::model::{self, LeafInput, LeafOptions, ZayaConfig};
     use crate::optim::{self, Rule};
     use crate::state::ownership::{self, Ownership};
@@ -161,8 +161,8 @@ mod tests {
             whole.push(grads);
         }
         let group = Group::alone();
-        let team = Team::new(&group, 1, Schedule::default(), false).unwrap();
-        let lines = team.lines(1).unwrap();
+        let team = Team::new(&group, Degrees::ALONE, Schedule::default(), false).unwrap();
+        let lines = team.lines(model::Cut::WHOLE).unwrap();
         let specs = model::parameters(&config);
         let rules: Vec<_> = specs.iter().map(|one| Rule::of(optim::Kind::AdamW, one)).collect();
         let owners = Ownership::cut(ownership::pieces(&specs, &rules, 1), 0);

@@ -17,10 +17,10 @@ pub(crate) struct Slices {
 impl Slices {
     /// Of a model of so many parameters, cut into `pieces`.
     pub(crate) fn new(mesh: Mesh, pieces: &[Piece], parameters: usize) -> Slices {
-        let places = || (0..mesh.cp).map(|_| Vec::new()).collect();
+        let places = || (0..mesh.together()).map(|_| Vec::new()).collect();
         let mut ranges: Vec<Vec<Vec<Range<i64>>>> = (0..parameters).map(|_| places()).collect();
         for piece in pieces {
-            let place = mesh.place(Axis::Cp, piece.owner) as usize;
+            let place = mesh.place(Axis::Sharing, piece.owner) as usize;
             ranges[piece.tensor][place].push(piece.first..piece.first + piece.length());
         }
         Slices { mesh, ranges }
@@ -40,7 +40,8 @@ impl Slices {
     /// [`Slices::of`] names, one range after the other.
     pub(crate) fn pieces(&self, pieces: &[Piece], place: u32) -> Vec<Piece> {
         let (mut tensor, mut at) = (usize::MAX, 0);
-        let own = pieces.iter().filter(|piece| self.mesh.place(Axis::Cp, piece.owner) == place);
+        let own =
+            pieces.iter().filter(|piece| self.mesh.place(Axis::Sharing, piece.owner) == place);
         own.map(|piece| {
             at = if piece.tensor == tensor { at } else { 0 };
             tensor = piece.tensor;
@@ -62,19 +63,19 @@ mod tests {
     proptest! {
         /// Every number is for one place, and the pieces of a line are those of the whole.
         #[test]
-        fn slices_are_a_partition((dp, cp) in (1u32..4, 1u32..5)) {
+        fn slices_are_a_partition((dp, cp, tsp) in (1u32..4, 1u32..4, 1u32..3)) {
             let layout = layout();
-            let mesh = Mesh { dp, cp, tsp: 1 };
+            let mesh = Mesh { dp, cp, tsp };
             let pieces = ownership::pieces(&layout.parameters, &layout.rules, mesh.world());
             let slices = Slices::new(mesh, &pieces, layout.parameters.len());
             for (tensor, parameter) in layout.parameters.iter().enumerate() {
-                let mut all: Vec<_> = (0..cp).flat_map(|place| slices.of(tensor, place.into()).to_vec()).collect();
+                let mut all: Vec<_> = (0..mesh.together()).flat_map(|place| slices.of(tensor, place.into()).to_vec()).collect();
                 all.sort_by_key(|range| range.start);
                 let end = all.iter().try_fold(0, |end, range| (range.start == end).then_some(range.end));
                 prop_assert_eq!(end, Some(parameter.elements() as i64));
             }
             for rank in 0..mesh.world() {
-                let place = mesh.place(Axis::Cp, rank);
+                let place = mesh.place(Axis::Sharing, rank);
                 let line = slices.pieces(&pieces, place);
                 let owner = mesh.place(Axis::Dp, rank);
                 let own = line.iter().filter(|piece| piece.owner == owner);

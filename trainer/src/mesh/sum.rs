@@ -93,7 +93,8 @@ mod tests {
     use super::*;
     use crate::checkpoint::Layout;
     use crate::checkpoint::tests::layout;
-    use crate::mesh::Team;
+    use crate::mesh::{Degrees, Team};
+    use crate::model::Cut;
     use crate::refusal::lost;
     use crate::state::ownership;
     use crate::workers::Workers;
@@ -129,8 +130,8 @@ mod tests {
     fn gather(place: &Place, schedule: Schedule, line: Range<u32>, leaves: u64) {
         let (layout, me) = (layout(), place.rank);
         let group = Group::open(place, PATIENCE, &|_| ()).unwrap();
-        let team = Team::new(&group, 1, schedule, false).unwrap();
-        let lines = team.lines(1).unwrap();
+        let team = Team::new(&group, Degrees::ALONE, schedule, false).unwrap();
+        let lines = team.lines(Cut::WHOLE).unwrap();
         let line = group.axis(1, &line.collect::<Vec<_>>()).unwrap();
         let pieces = ownership::pieces(&layout.parameters, &layout.rules, place.world);
         let owners = Ownership::cut(pieces, me);

@@ -6,8 +6,9 @@ use contract::{Fault, Result};
 use kernels::group::Group;
 use loader::RankSlice;
 
-use super::axes::{Axis, Mesh};
+use super::axes::{Axis, Degrees, Mesh};
 use super::words::{Heard, Writer};
+use crate::model::{Cut, Fold, ParamSpec};
 use crate::refusal::lost;
 use crate::timing;
 
@@ -36,7 +37,7 @@ pub struct Team<'a> {
     /// How they exchange bytes.
     pub group: &'a Group,
     /// How many may share a micro-batch.
-    pub context: u32,
+    pub degrees: Degrees,
     /// Which of them share a machine.
     pub nodes: Nodes,
     /// Who computes what.
@@ -49,6 +50,8 @@ pub struct Team<'a> {
 pub struct Lines<'a> {
     /// All of them.
     pub team: &'a Team<'a>,
+    /// How micro-batches are cut.
+    pub cut: Cut,
     /// The axes along which they lie.
     pub mesh: Mesh,
     /// The line along which gradients travel: ranks that have the same place in the sharing of their micro-batches.
@@ -67,17 +70,17 @@ pub struct Line {
 }
 
 impl<'a> Team<'a> {
-    /// The ranks of `group`, of which up to `context` share a micro-batch; `flat` passes over that some of them share a machine.
-    pub fn new(group: &'a Group, context: u32, schedule: Schedule, flat: bool) -> Result<Self> {
+    /// The ranks of `group`, of which up to `degrees` share a micro-batch; `flat` passes over that some of them share a machine.
+    pub fn new(group: &'a Group, degrees: Degrees, schedule: Schedule, flat: bool) -> Result<Self> {
         let nodes = Nodes::new(group.nodes(), group.rank(), flat)?;
-        Ok(Team { group, context, nodes, schedule, flat })
+        Ok(Team { group, degrees, nodes, schedule, flat })
     }
 
-    /// The ranks as they stand where micro-batches have so many chunks.
-    pub fn lines(&'a self, chunks: u64) -> Result<Lines<'a>> {
+    /// The ranks as they stand where micro-batches are cut so.
+    pub fn lines(&'a self, cut: Cut) -> Result<Lines<'a>> {
         let (rank, names) = (self.group.rank(), self.group.nodes());
-        let mesh = Mesh::of(self.group.world(), self.context, chunks);
-        Ok(Lines { team: self, mesh, data: Line::data(mesh, names, rank, self.flat)? })
+        let mesh = Mesh::of(self.group.world(), self.degrees, cut);
+        Ok(Lines { team: self, cut, mesh, data: Line::data(mesh, names, rank, self.flat)? })
     }
 
     /// Tells all ranks, and hears the same from them: for what is small.
@@ -101,6 +104,12 @@ impl Lines<'_> {
     /// This rank's part of a step.
     pub fn slice(&self) -> Result<RankSlice> {
         slice(self.team.schedule, self.data.place, self.mesh.dp)
+    }
+
+    /// Which shards of weights this rank holds.
+    pub fn fold(&self, parameters: &[ParamSpec]) -> Fold {
+        let place = self.mesh.place(Axis::Tsp, self.team.group.rank());
+        Fold::new(self.mesh.tsp, place, parameters, self.cut.shards)
     }
 
     /// The leaves of each place of the line of gradients in a step that has `leaves`, by round.
@@ -134,7 +143,7 @@ impl Lines<'_> {
         let parts = self.parts(leaves)?;
         let mut places: Vec<Vec<T>> = Vec::new();
         for (rank, said) in (0..).zip(said) {
-            if self.mesh.place(Axis::Cp, rank) == 0 {
+            if self.mesh.place(Axis::Sharing, rank) == 0 {
                 places.push(said);
                 continue;
             }

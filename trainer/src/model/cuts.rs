@@ -151,6 +151,7 @@ fn a_shard_of_heads_knows_nothing_of_the_others() {
             chunks: &chunks,
             shards: 2,
             weights: Weights(params),
+            folded: None,
             balance: &[],
             kind: Kind::Float,
         };

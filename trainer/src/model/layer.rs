@@ -11,6 +11,7 @@ use tch::{Kind, Tensor};
 
 use super::ZayaConfig;
 use super::cut::{Chunks, Cut};
+use super::fold::Folded;
 use super::gradients::{ChunkGradients, Gradients};
 use super::line::SharedRows;
 use super::param::{Declare, Weights};
@@ -23,7 +24,10 @@ pub(super) struct Pass<'a> {
     pub(super) chunks: &'a Chunks<'a>,
     /// Into how many shards weights are cut.
     pub(super) shards: i64,
+    /// Where they are held in shards, in [`Pass::folded`], a row of what is held here.
     pub(super) weights: Weights<'a>,
+    /// Who holds which shards.
+    pub(super) folded: Option<Folded<'a>>,
     /// Balancing biases by layer of the model.
     pub(super) balance: &'a [Tensor],
     /// The kind of large products' operands.
@@ -197,7 +201,7 @@ impl<L: ByToken> Layer for L {
 }
 
 /// The state of each chunk, if there are states.
-fn by_chunk(state: Option<Vec<Tensor>>, chunks: usize) -> Vec<Option<Tensor>> {
+pub(super) fn by_chunk(state: Option<Vec<Tensor>>, chunks: usize) -> Vec<Option<Tensor>> {
     match state {
         Some(states) => states.into_iter().map(Some).collect(),
         None => (0..chunks).map(|_| None).collect(),

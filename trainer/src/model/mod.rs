@@ -5,6 +5,7 @@
 //! input      tokens of a micro-batch, its documents        layer      what a layer is
 //! cut        chunks of a micro-batch                       gradients  where gradients go, and their sums over chunks
 //! grid       where its tokens stand                        line       places that share its chunks
+//! fold       weights that places hold for each other
 //! zaya       the model, top to bottom: read this first     layers/    attention, experts, and what stands around them
 //! probe      what a forward pass shows of its insides, for who explains a step
 //! oracle     the same equations differentiated by libtorch in f64
@@ -17,6 +18,7 @@
 
 mod config;
 mod cut;
+mod fold;
 mod gradients;
 mod grid;
 mod input;
@@ -39,6 +41,7 @@ pub(crate) mod parity;
 
 pub use config::{Attention, Decay, PRESETS, Skip, ZayaConfig};
 pub use cut::Cut;
+pub use fold::{Common, Fold, Folded, Sharding};
 pub(crate) use gradients::Used;
 pub use gradients::{ChunkSum, Collected, Sink, Term};
 pub use input::{LeafInput, StagedLeaf};
@@ -94,11 +97,13 @@ pub struct Computing<'a> {
     pub options: LeafOptions,
     /// Who has the other chunks.
     pub line: Option<&'a dyn Line>,
+    /// Who holds which shards of the weights; `None` where each process has all of them.
+    pub folded: Option<Folded<'a>>,
 }
 
 impl From<LeafOptions> for Computing<'_> {
     fn from(options: LeafOptions) -> Self {
-        Computing { options, line: None }
+        Computing { options, line: None, folded: None }
     }
 }
 
@@ -221,8 +226,10 @@ fn compute(
 }
 
 /// The sum of the token losses of some sequences, in nats: forward only.
-pub fn losses(
-    options: LeafOptions,
+///
+/// Places of a line that share it call this at once, as [`micro_batch`]: each hears the whole sum.
+pub fn losses<'a>(
+    how: impl Into<Computing<'a>>,
     config: &ZayaConfig,
     params: &[Tensor],
     balance: &[Tensor],
@@ -231,8 +238,7 @@ pub fn losses(
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
     let weights = (params, balance);
-    let losses =
-        model.with((options.into(), config), weights, &input, |pass| model.losses(pass))?;
+    let losses = model.with((how.into(), config), weights, &input, |pass| model.losses(pass))?;
     total(&losses)
 }
 
@@ -301,6 +307,15 @@ pub fn shared_bytes(
     let sent = grid.shared(dealt, &documents);
     Zaya::new(config).shared_bytes(config, narrow, options.keep, sent)
         + 4 * rows * seq_len * (degree - 1)
+}
+
+/// Bytes of shards of weights that `degree` places that hold them for each other send in all for a micro-batch: every one for the
+/// way forward and for the way back, and once more where activations are computed again.
+pub fn folded_bytes(parameters: &[ParamSpec], degree: u64, keep: Keep, dtype: Dtype) -> u64 {
+    let passes = if keep == Keep::LayerInputs { 3 } else { 2 };
+    let cut = parameters.iter().filter(|one| one.sharding.is_some());
+    let bytes = cut.map(|one| one.kind(dtype).elt_size_in_bytes() as u64 * one.elements());
+    (degree - 1) * passes * bytes.sum::<u64>()
 }
 
 /// The sum of token losses, in f64.

@@ -10,6 +10,7 @@ use curriculum::Dtype;
 use tch::{Kind, Tensor};
 
 use super::ZayaConfig;
+use super::fold::Sharding;
 use super::normal::standard_normal;
 use super::zaya::Zaya;
 
@@ -61,6 +62,8 @@ pub struct ParamSpec {
     pub init: Init,
     /// Whether it is an operand of the products that most of the time goes into, which bf16 rounds.
     pub in_large_products: bool,
+    /// How it is cut into shards that ranks hold for each other; `None` where each rank holds all of it.
+    pub sharding: Option<Sharding>,
 }
 
 impl ParamSpec {
@@ -166,12 +169,19 @@ impl<'a> Declare<'a> {
             role,
             init: Init::Normal(self.deviation),
             in_large_products: true,
+            sharding: None,
         }
     }
 
     fn push(&mut self, spec: ParamSpec) -> ParamId {
         self.specs.push(spec);
         ParamId(self.specs.len() - 1)
+    }
+
+    /// Says how a parameter is cut into shards.
+    pub(super) fn cut(&mut self, id: ParamId, sharding: Sharding) -> ParamId {
+        self.specs[id.0].sharding = Some(sharding);
+        id
     }
 
     fn in_f32(&mut self, id: ParamId) -> ParamId {

@@ -157,7 +157,7 @@ impl Zaya {
     /// Begins a pass over `input` with these weights, in canonical order, and balancing biases.
     pub(super) fn with<T>(
         &self,
-        (Computing { options, line }, config): (Computing<'_>, &ZayaConfig),
+        (Computing { options, line, folded }, config): (Computing<'_>, &ZayaConfig),
         (weights, balance): (&[Tensor], &[Tensor]),
         input: &Prepared,
         work: impl FnOnce(&Pass<'_>) -> Result<T>,
@@ -167,7 +167,7 @@ impl Zaya {
         let chunks = &Chunks::new(config, input, cut.chunks, line)?;
         let (weights, shards) = (Weights(weights), cut.shards as i64);
         let kind = weights[self.embedding.tokens].kind();
-        work(&Pass { ops, config, chunks, shards, weights, balance, kind })
+        work(&Pass { ops, config, chunks, shards, weights, folded, balance, kind })
     }
 
     /// Forward, loss and backward of the sum of token losses over `divisor`.

@@ -33,7 +33,7 @@ use tch::{Device, Tensor};
 
 use crate::folder::{RunFolder, compare_content, compare_curriculum, head, table_difference};
 use crate::ledger::{Difference, Ledger, Stage, StepRecord};
-use crate::mesh::{Schedule, Team};
+use crate::mesh::{Degrees, Schedule, Team};
 use crate::run::World;
 use crate::spec::RunSpec;
 use crate::state::State;
@@ -94,7 +94,7 @@ pub struct Together {
     /// Whether they send to each other as if all were on one machine.
     pub flat: bool,
     /// How many may share a micro-batch.
-    pub context: u32,
+    pub degrees: Degrees,
     /// What they are asked, as flags: it has to be the same on all of them.
     pub asked: Vec<String>,
 }
@@ -351,13 +351,13 @@ impl Replayer {
 
     /// This rank's part of the text of a step of `spec`.
     pub(crate) fn part(&self, spec: &RunSpec, step: u64) -> Result<Batch> {
-        let slice = self.team()?.lines(spec.model_at(step)?.cut.chunks)?.slice()?;
+        let slice = self.team()?.lines(spec.model_at(step)?.cut)?.slice()?;
         loader::batch(&spec.plan, &spec.data, step, slice)
     }
 
     fn team(&self) -> Result<Team<'_>> {
-        let Together { schedule, flat, context, .. } = self.together;
-        Team::new(&self.world.comm, context, schedule, flat)
+        let Together { schedule, flat, degrees, .. } = self.together;
+        Team::new(&self.world.comm, degrees, schedule, flat)
     }
 
     /// The gradient of a step as `spec` says, and the record unless the step diverges.

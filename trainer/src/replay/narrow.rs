@@ -51,8 +51,8 @@ impl Replayer {
         let written = self.ledger.record(again.step)?;
         let ranks = events::ranks_at(&self.folder.events(), again.step);
         let pieces = ranks.map(|ranks| Ownership::new(&self.spec, 0, ranks.world));
-        let chunks = self.spec.model_at(again.step)?.cut.chunks;
-        let mesh = ranks.map(|ranks| Mesh::of(ranks.world, ranks.context, chunks));
+        let cut = self.spec.model_at(again.step)?.cut;
+        let mesh = ranks.map(|ranks| Mesh::of(ranks.world, ranks.degrees, cut));
         let parameters = &self.ledger.head().parameters;
         let parts = Parts { parameters, ranks, mesh, owners: pieces.as_ref() };
         let mut found = narrow(first, &written, again, parts);

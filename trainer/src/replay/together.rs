@@ -53,7 +53,7 @@ impl Replayer {
             return Ok(own.collect());
         }
         let (team, leaves) = (self.team()?, gradient.leaves.len() as u64);
-        let lines = team.lines(self.spec.model_at(gradient.step)?.cut.chunks)?;
+        let lines = team.lines(self.spec.model_at(gradient.step)?.cut)?;
         let mut mine = Writer::default();
         for number in lines.leaves(leaves)? {
             let losses = &gradient.leaves[number as usize].token_losses;

@@ -7,10 +7,11 @@ use super::World;
 use crate::checkpoint::RingOptions;
 use crate::exec::ExecOptions;
 use crate::memory;
-use crate::mesh::Mesh;
 use crate::mesh::words::{Reader, Writer};
+use crate::mesh::{Degrees, Mesh};
+use crate::model::Cut;
 use crate::refusal::lost;
-use crate::spec::RunSpec;
+use crate::spec::{PhaseModel, RunSpec};
 
 /// Holds this rank against the others, and agrees with them how tensors travel. Those who are left after a loss share
 /// micro-batches as their number allows, or not at all.
@@ -22,7 +23,7 @@ pub(super) fn join(
 ) -> Result<Carried> {
     same(spec, &options(exec), world)?;
     if !after_loss {
-        refuse_unshared(spec, world.comm.world(), exec.context)?;
+        refuse_unshared(spec, world.comm.world(), exec.degrees)?;
     }
     if world.device == tch::Device::Cpu {
         memory::refuse(spec, exec, world.comm.nodes(), world.comm.rank())?;
@@ -31,55 +32,78 @@ pub(super) fn join(
 }
 
 /// The mesh of each phase.
-pub(super) fn meshes(spec: &RunSpec, world: u32, context: u32) -> Vec<(&str, Mesh)> {
+pub(super) fn meshes(spec: &RunSpec, world: u32, degrees: Degrees) -> Vec<(&str, Mesh)> {
     let phases = spec.plan.phases().iter().filter_map(|phase| {
-        let chunks = spec.model_at(phase.first_step).ok()?.cut.chunks;
-        Some((phase.name.as_str(), Mesh::of(world, context, chunks)))
+        let cut = spec.model_at(phase.first_step).ok()?.cut;
+        Some((phase.name.as_str(), Mesh::of(world, degrees, cut)))
     });
     phases.collect()
 }
 
 /// Refuses a number of ranks that share micro-batches where no phase lets them.
-pub fn refuse_unshared(spec: &RunSpec, world: u32, context: u32) -> Result<()> {
-    if context == 1 || meshes(spec, world, context).iter().any(|(_, mesh)| mesh.cp > 1) {
+pub fn refuse_unshared(spec: &RunSpec, world: u32, degrees: Degrees) -> Result<()> {
+    let (meshes, Degrees { cp, tsp }) = (meshes(spec, world, degrees), degrees);
+    let listed = |of: fn(&PhaseModel) -> u64| {
+        spec.models.iter().map(|model| of(model).to_string()).collect::<Vec<_>>().join(", ")
+    };
+    let chunks = listed(|model| model.cut.chunks);
+    if tsp > 1 && meshes.iter().all(|(_, mesh)| mesh.tsp == 1) {
+        let shards = listed(|model| model.cut.shards);
+        return Err(Fault::usage("no phase has weights that ranks can hold for each other")
+            .at("--tsp")
+            .found(format!(
+                "--tsp {tsp} with {world} ranks, weight_shards {shards}, context_chunks {chunks}"
+            ))
+            .wanted("a number from 2 to --tsp that divides the ranks and a phase's weight_shards and context_chunks")
+            .hint("weight_shards = tsp and context_chunks = 2 x cp x tsp in a phase; they decide bits, cp and tsp do not"));
+    }
+    if cp == 1 || meshes.iter().any(|(_, mesh)| mesh.cp > 1) {
         return Ok(());
     }
-    let chunks = spec.models.iter().map(|model| model.cut.chunks.to_string());
     Err(Fault::usage("no phase has micro-batches that ranks can share")
         .at("--cp")
         .found(format!(
-            "--cp {context} with {world} ranks, context_chunks {}",
-            chunks.collect::<Vec<_>>().join(", ")
+            "--cp {cp} with {world} ranks{}, context_chunks {chunks}",
+            if tsp > 1 { format!(" and --tsp {tsp}") } else { String::new() }
         ))
         .wanted("a number from 2 to --cp that divides the ranks and a phase's context_chunks")
         .hint("context_chunks = 2 x cp in a phase gives each rank as much to compute; it decides bits, cp does not"))
 }
 
 /// What to say of phases that have not a micro-batch for each rank, or cannot be shared as widely as asked.
-pub(super) fn idle(spec: &RunSpec, world: u32, context: u32) -> Vec<String> {
-    let few = meshes(spec, world, context).into_iter().zip(spec.plan.phases());
+pub(super) fn idle(spec: &RunSpec, world: u32, degrees: Degrees) -> Vec<String> {
+    let few = meshes(spec, world, degrees).into_iter().zip(spec.plan.phases());
     let few = few.flat_map(|((name, mesh), phase)| {
         let Ok(step) = spec.plan.step(phase.first_step) else { return Vec::new() };
-        let (leaves, Mesh { dp, cp, .. }) = (step.batch / step.micro_batch, mesh);
-        let chunks = spec.model_at(phase.first_step).map_or(1, |model| model.cut.chunks);
+        let (leaves, Mesh { dp, cp, tsp }) = (step.batch / step.micro_batch, mesh);
+        let cut = spec.model_at(phase.first_step).map_or(Cut::WHOLE, |model| model.cut);
+        let (Cut { chunks, shards }, together) = (cut, mesh.together());
         let mut notes = Vec::new();
         if leaves < u64::from(dp) {
-            let idle = (u64::from(dp) - leaves) * u64::from(cp);
+            let idle = (u64::from(dp) - leaves) * u64::from(together);
             notes.push(format!(
                 "note: phase {name:?} has {leaves} micro-batches in a step: {idle} of {world} ranks compute none of them"
             ));
         }
-        if cp < context {
+        if tsp < degrees.tsp {
             notes.push(format!(
-                "note: phase {name:?} has {chunks} chunks in a micro-batch: of {world} ranks {cp} share each, not {context}"
+                "note: phase {name:?} has {shards} shards of weights, {chunks} chunks in a micro-batch: of {world} \
+                 ranks {tsp} hold weights for each other, not {}",
+                degrees.tsp
             ));
         }
-        if cp > 1 && !chunks.is_multiple_of(2 * u64::from(cp)) {
+        if cp < degrees.cp {
             notes.push(format!(
-                "note: phase {name:?} has {chunks} chunks in a micro-batch: {} for each of {cp} ranks do not have equally many \
-                 keys; a multiple of {} would",
-                chunks / u64::from(cp),
-                2 * cp
+                "note: phase {name:?} has {chunks} chunks in a micro-batch: of {world} ranks {cp} share each, not {}",
+                degrees.cp
+            ));
+        }
+        if together > 1 && !chunks.is_multiple_of(2 * u64::from(together)) {
+            notes.push(format!(
+                "note: phase {name:?} has {chunks} chunks in a micro-batch: {} for each of {together} ranks do not have \
+                 equally many keys; a multiple of {} would",
+                chunks / u64::from(together),
+                2 * together
             ));
         }
         notes
@@ -134,10 +158,12 @@ fn options(exec: &ExecOptions) -> Vec<String> {
         format!("--checkpoint-every {}", exec.checkpoint_every),
         format!("--stop-after {stop}"),
         format!("--validate-every {}", exec.validation.every),
+        format!("--validate-windows {}", exec.validation.windows),
         format!("--ring {states}"),
         format!("--ring-every {every}"),
         format!("--ring-spike {spike:e}"),
-        format!("--cp {}", exec.context),
+        format!("--cp {}", exec.degrees.cp),
+        format!("--tsp {}", exec.degrees.tsp),
         format!("--schedule {}", exec.schedule.name()),
         format!("--flat {}", exec.flat),
         format!("--transport {:?}", exec.transport).to_lowercase(),

@@ -77,7 +77,7 @@ fn run(
     runtime::enter_thread().map_err(lost)?;
     let spec = Arc::new(RunSpec::new(opened)?);
     let carried = agree::join(&spec, exec, world, recovery.is_some())?;
-    let team = Team::new(&world.comm, exec.context, exec.schedule, exec.flat)?;
+    let team = Team::new(&world.comm, exec.degrees, exec.schedule, exec.flat)?;
     let after = After { recovery, mirror };
     let begun = open::open(&spec, opened, exec, world, (&team, &carried), after)?;
     let Begun { mut state, mut digest, mut recorder, mut keeper, from_memory } = begun;
@@ -103,7 +103,7 @@ fn run(
         digest = Some(stepped.record.state);
         keeper.remember(&state, &stepped.record, &mut recorder)?;
         if exec.validation.is_due(state.step, last_step(&spec, exec)) {
-            recorder.validate(&state)?;
+            recorder.validate(context, exec.validation, &state)?;
         }
         let Asked { stop, join } = stepped.asked;
         if stop || join || checkpoint_is_due(&spec, exec, state.step) {
@@ -140,10 +140,10 @@ fn slices(
     spec: &Arc<RunSpec>,
     team: &Team<'_>,
 ) -> impl Fn(u64) -> Result<RankSlice> + Send + Sync + 'static {
-    let (spec, schedule, limit) = (Arc::clone(spec), team.schedule, team.context);
+    let (spec, schedule, limits) = (Arc::clone(spec), team.schedule, team.degrees);
     let (rank, world) = (team.group.rank(), team.group.world());
     move |step| {
-        let mesh = Mesh::of(world, limit, spec.model_at(step)?.cut.chunks);
+        let mesh = Mesh::of(world, limits, spec.model_at(step)?.cut);
         team::slice(schedule, mesh.place(Axis::Dp, rank), mesh.dp)
     }
 }

@@ -19,7 +19,7 @@ use crate::checkpoint::{Checkpoints, Found, Layout};
 use crate::events::{self, Events};
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder, levels};
-use crate::mesh::{Team, copies};
+use crate::mesh::{Mesh, Team, copies};
 use crate::metrics::Metrics;
 use crate::progress::{Progress, clock};
 use crate::spec::RunSpec;
@@ -110,19 +110,21 @@ fn say_ranks(
     pieces: &[Piece],
 ) -> Result<()> {
     let (world, transport) = (team.group.world(), if carried.rccl { "rccl" } else { "gloo" });
-    let mesh: Vec<_> = meshes(book.spec, world, team.context)
+    let mesh: Vec<_> = meshes(book.spec, world, team.degrees)
         .into_iter()
-        .map(|(phase, mesh)| json!({"phase": phase, "dp": mesh.dp, "cp": mesh.cp}))
+        .map(
+            |(phase, Mesh { dp, cp, tsp })| json!({"phase": phase, "dp": dp, "cp": cp, "tsp": tsp}),
+        )
         .collect();
     let fields = json!({
-        "world": world, "cp": team.context, "mesh": mesh,
+        "world": world, "cp": team.degrees.cp, "tsp": team.degrees.tsp, "mesh": mesh,
         "schedule": team.schedule.name(), "nodes": team.nodes.sizes(), "transport": transport,
         "rccl_release": carried.release, "no_rccl_because": carried.reason,
         "bytes_mirrored": if book.exec.mirror { copies::sent(pieces) } else { 0 },
     });
     book.events.write("ranks", fields)?;
     book.progress.note(&format!("{world} ranks, tensors by {}", carried.words()));
-    idle(book.spec, world, team.context).iter().for_each(|note| book.progress.note(note));
+    idle(book.spec, world, team.degrees).iter().for_each(|note| book.progress.note(note));
     Ok(())
 }
 

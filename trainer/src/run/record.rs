@@ -18,8 +18,8 @@ use crate::metrics::Metrics;
 use crate::progress::Progress;
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::Stepped;
-use crate::validate::SourceLoss;
+use crate::step::{Context, Stepped};
+use crate::validate::{SourceLoss, Validation};
 
 /// Writes on rank 0; on every other rank there is nothing to write.
 pub(super) struct Recorder<'a>(pub(super) Option<Book<'a>>);
@@ -52,10 +52,17 @@ impl Recorder<'_> {
         self.0.as_mut().map_or(Ok(()), |book| book.record(stepped))
     }
 
-    /// Takes the loss on held-out text with the state: every rank holds all weights, so rank 0 reads the text, and the others
-    /// wait for it at the next step.
-    pub(super) fn validate(&mut self, state: &State) -> Result<()> {
-        self.0.as_mut().map_or(Ok(()), |book| book.validate(state))
+    /// Takes the loss on held-out text with the state: rank 0 reads the text, and those who hold weights for it; the others wait
+    /// for it at the next step.
+    pub(super) fn validate(
+        &mut self,
+        cx: Context<'_>,
+        validation: Validation,
+        state: &State,
+    ) -> Result<()> {
+        let taken = validation.take_among(cx, state)?;
+        let taken = self.0.as_mut().zip(taken);
+        taken.map_or(Ok(()), |(book, sources)| book.validated(state.step, &sources))
     }
 
     /// Writes down a checkpoint that is on the disk.
@@ -156,7 +163,7 @@ impl Book<'_> {
     }
 
     fn record(&mut self, stepped: &Stepped) -> Result<()> {
-        let Stepped { record, asked: _, sent, shared, waited, ranks } = stepped;
+        let Stepped { record, asked: _, sent, shared, folded, waited, ranks } = stepped;
         let again = record.step <= self.open.ledger.last_step();
         if again {
             compare(&self.open.ledger, record, &self.open.folder)?;
@@ -184,21 +191,19 @@ impl Book<'_> {
         let waited = (waited.as_secs_f64() * 1e6).round() / 1e6;
         let fields = json!({
             "step": record.step, "bytes": sent.all, "bytes_between_nodes": sent.between_nodes,
-            "bytes_shared": shared,
+            "bytes_shared": shared, "bytes_folded": folded,
             "waited_for_blocks": waited,
         });
         self.events.write("exchange", fields)
     }
 
-    fn validate(&mut self, state: &State) -> Result<()> {
-        let sources = self.exec.validation.take(self.spec, state, self.exec.workers)?;
+    fn validated(&mut self, step: u64, sources: &[SourceLoss]) -> Result<()> {
         if sources.is_empty() {
             return Ok(());
         }
-        let step = state.step;
-        self.progress.validation(step, &sources);
-        self.metrics.validation(step, &sources)?;
-        let all = SourceLoss::over(&sources);
+        self.progress.validation(step, sources);
+        self.metrics.validation(step, sources)?;
+        let all = SourceLoss::over(sources);
         let by_source: serde_json::Map<_, _> =
             sources.iter().map(|one| (one.source.clone(), one.to_json())).collect();
         self.events

@@ -1,6 +1,9 @@
 //! The state of a run as one rank holds it: every weight in the numbers in which the model reads it, and of the pieces that the
 //! rank owns the moments, and the weights in f32 where the model reads them rounded. A rank that is alone owns all pieces.
 //!
+//! Where ranks hold weights for each other ([`Fold`]), a rank has of those that are cut its shards, and of its own pieces of them
+//! the weights in f32 besides.
+//!
 //! Invariant: what the model reads of a piece is its owner's weights, rounded once, by the owner.
 //!
 //! [`ownership`] says who owns what, [`digest`] what the ledger knows of a state.
@@ -13,7 +16,7 @@ use curriculum::Dtype;
 use kernels::checksum;
 use tch::{Device, Kind, Tensor};
 
-use crate::model::{self, ParamSpec};
+use crate::model::{self, Fold, ParamSpec};
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
 use crate::optim::{self, At, Settings, norm};
@@ -28,8 +31,11 @@ use ownership::{Ownership, Piece};
 pub struct State {
     /// The step; 0 before the first.
     pub step: u64,
-    /// Weights in canonical order, as the model read them in `step`: the same on every rank.
+    /// Weights in canonical order, as the model read them in `step`: the same on every rank, but for those that are cut into
+    /// shards, of which this is a row of what this rank holds.
     pub weights: Vec<Tensor>,
+    /// Which shards those are.
+    pub fold: Fold,
     /// The routers' balancing biases, by layer: the same on every rank.
     pub balance: Vec<Balance>,
     /// The losses and norms that decide what is skipped and clipped, the same on every rank; `None` where the curriculum asks
@@ -43,7 +49,7 @@ pub struct State {
 
 /// What the owner of a piece holds of it besides [`State::weights`], in the shape of the piece.
 pub struct Owned {
-    /// Its weights in f32, where the model reads them rounded.
+    /// Its weights in f32, where the model reads them rounded or in shards.
     pub master: Option<Tensor>,
     /// First moments (AdamW) or momenta (Muon).
     pub first: Tensor,
@@ -89,7 +95,8 @@ impl State {
         let of = |piece| Owned::of(piece, &weights[piece.tensor], || zeros(piece));
         let owned = owners.own().map(of).collect();
         let windows = spec.settings.guard.windows();
-        let mut state = State { step: 0, weights, balance, windows, owners, owned };
+        let fold = Fold::default();
+        let mut state = State { step: 0, weights, fold, balance, windows, owners, owned };
         match &spec.start {
             None => drawn(spec, &state, workers)?,
             Some(start) => {
@@ -106,10 +113,11 @@ impl State {
 
     /// A copy that shares no memory with this one.
     pub fn copy(&self) -> State {
-        let State { step, weights, balance, windows, owners, owned } = self;
+        let State { step, weights, fold, balance, windows, owners, owned } = self;
         State {
             step: *step,
             weights: weights.iter().map(Tensor::copy).collect(),
+            fold: fold.clone(),
             balance: balance.clone(),
             windows: windows.clone(),
             owners: owners.clone(),
@@ -165,9 +173,15 @@ impl State {
     /// Rounds this rank's pieces to what the model reads of them.
     pub(crate) fn round(&self, workers: Workers) -> Result<()> {
         let own = self.owners.own().zip(&self.owned);
-        let items = own.filter_map(|(piece, owned)| {
-            let master = owned.master.as_ref()?.shallow_clone();
-            Some((piece.of(&self.weights[piece.tensor]), master))
+        let items = own.flat_map(|(piece, owned)| {
+            let Some(master) = &owned.master else { return Vec::new() };
+            let weight = &self.weights[piece.tensor];
+            if !self.fold.cuts(piece.tensor) {
+                return vec![(piece.of(weight), master.shallow_clone())];
+            }
+            let (flat, end) = (master.reshape([-1]), piece.first + piece.length());
+            let common = self.fold.common(piece.tensor, piece.first..end).into_iter();
+            common.map(|common| (common.of_held(weight), common.of_run(&flat))).collect()
         });
         workers.map(items.collect(), |(mut read, master): (Tensor, Tensor)| {
             let _watch = timing::part(timing::Part::Round);
@@ -213,13 +227,53 @@ impl State {
         Ok(whole)
     }
 
-    /// Holds weights from here on as the model reads them under `dtype`. Returns whether other ranks have to say what theirs
-    /// are, because they were held in fewer bits.
-    pub(crate) fn hold_as(&mut self, parameters: &[ParamSpec], dtype: Dtype) -> bool {
+    /// Holds weights from here on as the model reads them under `dtype`, and of those that are cut the shards that `fold` says.
+    /// Returns whether other ranks have to say what theirs are, because they were held in fewer bits, or were not held.
+    pub(crate) fn hold_as(
+        &mut self,
+        parameters: &[ParamSpec],
+        (dtype, fold): (Dtype, Fold),
+        workers: Workers,
+    ) -> Result<bool> {
         let stays = |(one, weight): (&ParamSpec, &Tensor)| one.kind(dtype) == weight.kind();
-        if parameters.iter().zip(&self.weights).all(stays) {
-            return false;
+        let same = parameters.iter().zip(&self.weights).all(stays);
+        if self.fold != fold || (!same && fold.degree() > 1) {
+            self.hold_anew(parameters, dtype, fold);
+            return self.round(workers).map(|()| true);
         }
+        Ok(!same && self.hold_in(parameters, dtype))
+    }
+
+    /// Room for what is held under `fold`, into which this rank's pieces are put. What others own is for them to say.
+    fn hold_anew(&mut self, parameters: &[ParamSpec], dtype: Dtype, fold: Fold) {
+        let masters: Vec<Tensor> = self.own().map(|(_, weight, _)| weight).collect();
+        let mut changed = vec![false; self.weights.len()];
+        for (tensor, (parameter, weight)) in parameters.iter().zip(&mut self.weights).enumerate() {
+            let kind = parameter.kind(dtype);
+            changed[tensor] = kind != weight.kind() || fold.cuts(tensor) || self.fold.cuts(tensor);
+            if changed[tensor] {
+                *weight = fold.room(parameter, tensor, kind, weight.device());
+            }
+        }
+        let pieces: Vec<Piece> = self.owners.own().cloned().collect();
+        for ((piece, owned), master) in pieces.iter().zip(&mut self.owned).zip(masters) {
+            let read = &self.weights[piece.tensor];
+            if !changed[piece.tensor] {
+                continue;
+            }
+            if fold.cuts(piece.tensor) || read.kind() != Kind::Float {
+                // A copy: an alias would keep the whole tensor.
+                owned.master.get_or_insert_with(|| master.copy());
+            } else {
+                tch::no_grad(|| piece.of(read).copy_(&master));
+                owned.master = None;
+            }
+        }
+        self.fold = fold;
+    }
+
+    /// The same where all weights are whole: whether others have to say what theirs are.
+    fn hold_in(&mut self, parameters: &[ParamSpec], dtype: Dtype) -> bool {
         let (mut asks, mut changed) = (false, vec![false; self.weights.len()]);
         let masters: Vec<Tensor> = self.own().map(|(_, weight, _)| weight).collect();
         for ((parameter, weight), changed) in
@@ -294,7 +348,8 @@ impl State {
     /// The checksums of the whole state, from those of all pieces in canonical order.
     pub fn sums_of(&self, pieces: &[PieceSums]) -> StateSums {
         // No `..`: whatever is added to the state enters its digest.
-        let State { step, weights, balance, windows, owners, owned: _ } = self;
+        // Who holds what decides no digest.
+        let State { step, weights, fold: _, balance, windows, owners, owned: _ } = self;
         let mut sums = [(); 3].map(|()| vec![0u64; weights.len()]);
         let mut has_second = vec![false; weights.len()];
         for (piece, of_piece) in owners.pieces().iter().zip(pieces) {

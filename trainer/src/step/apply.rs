@@ -32,16 +32,19 @@ pub(super) fn apply(
         // Gone before the weights of others come.
         drop(own);
         update_balance(cx.spec, gradient, decided.at.step, &mut state.balance)?;
-        share::weights(cx.team, &state.owners, &state.weights)?;
+        share::weights(cx.team, state)?;
     }
     state.step = gradient.step;
     Ok(moved)
 }
 
-/// Sees to it that the weights are held as the model reads them in `step`: an amendment may have changed that.
+/// Sees to it that the weights are held as the model reads them in `step`: an amendment may have changed that, or a phase has
+/// other ranks hold them for each other.
 pub(crate) fn hold(cx: Context<'_>, state: &mut State, step: u64) -> Result<()> {
-    match state.hold_as(&cx.spec.parameters, cx.spec.dtype_at(step)) {
-        true => share::weights(cx.team, &state.owners, &state.weights),
+    let Context { spec, team, workers } = cx;
+    let fold = team.lines(spec.model_at(step)?.cut)?.fold(&spec.parameters);
+    match state.hold_as(&spec.parameters, (spec.dtype_at(step), fold), workers)? {
+        true => share::weights(team, state),
         false => Ok(()),
     }
 }
@@ -66,8 +69,8 @@ pub(super) struct Ended {
     pub(super) asked: Asked,
     /// What it has sent in this step; of all: together.
     pub(super) sent: Sent,
-    /// The same of what it sent to those with whom it shares micro-batches.
-    pub(super) shared: u64,
+    /// Bytes that it sent to those with whom it shares micro-batches, and of shards of weights.
+    pub(super) shared: [u64; 2],
     /// How long it waited for blocks of the gradient when its leaves had been computed; of all: the longest.
     pub(super) waited: Duration,
 }
@@ -90,7 +93,12 @@ pub(super) fn settle(
 ) -> Result<(Settled, Ended)> {
     let Ended { asked, sent, shared, waited } = mine;
     let mut words = Writer::default();
-    words.word(asked.word()).word(sent.all).word(sent.between_nodes).word(shared);
+    words
+        .word(asked.word())
+        .word(sent.all)
+        .word(sent.between_nodes)
+        .word(shared[0])
+        .word(shared[1]);
     words.word(waited.as_nanos() as u64);
     moved.iter().for_each(|squares| {
         words.float(*squares);
@@ -102,7 +110,8 @@ pub(super) fn settle(
         all.asked = all.asked.or(heard.word()?);
         all.sent.all += heard.word()?;
         all.sent.between_nodes += heard.word()?;
-        all.shared += heard.word()?;
+        all.shared[0] += heard.word()?;
+        all.shared[1] += heard.word()?;
         all.waited = all.waited.max(Duration::from_nanos(heard.word()?));
     }
     // Of the pieces of a tensor in their order, whoever owns them.

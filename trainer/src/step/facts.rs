@@ -35,7 +35,7 @@ pub(super) fn head(cx: Context<'_>, lines: &Lines<'_>, batch: &Batch) -> Result<
         }
         let own = heard.word()?;
         // Ranks that share micro-batches have read the same.
-        labels += if lines.mesh.place(Axis::Cp, rank as u32) == 0 { own } else { 0 };
+        labels += if lines.mesh.place(Axis::Sharing, rank as u32) == 0 { own } else { 0 };
         let count = heard.word()?;
         let digests = (0..count).map(|_| heard.digest()).collect::<Result<Vec<_>>>()?;
         sequences

@@ -142,7 +142,7 @@ impl MicroBatches<'_> {
             (Some(shared), _) => {
                 let into = sum.map(|sum| (sum, number));
                 let mut sink = SharedSink::new(shared, into);
-                let how = Computing { options, line: Some(shared.line) };
+                let how = Computing { options, line: Some(shared.line), folded: shared.folded };
                 (compute(staged, how, &mut sink)?, sink.finish()?)
             }
             (None, Some(sum)) => {

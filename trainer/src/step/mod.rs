@@ -32,8 +32,8 @@ use crate::mesh::context::{Along, Context as Shares, Shared};
 use crate::mesh::slices::Slices;
 use crate::mesh::sum::Sum;
 use crate::mesh::team::Lines;
-use crate::mesh::{Schedule, Team};
-use crate::model::{self, ZayaConfig};
+use crate::mesh::{Degrees, Schedule, Team};
+use crate::model::{self, Folded, ZayaConfig};
 use crate::refusal::lost;
 use crate::spec::RunSpec;
 use crate::state::State;
@@ -72,8 +72,8 @@ pub struct Gradient {
     pub router: Vec<Vec<u64>>,
     /// What this rank had sent when the step began.
     begun: Sent,
-    /// Bytes that it sent to those with whom it shares micro-batches.
-    shared: u64,
+    /// Bytes that it sent to those with whom it shares micro-batches, and of shards of weights.
+    shared: [u64; 2],
     /// How long this rank waited for blocks of others when its leaves had been computed.
     waited: Duration,
 }
@@ -97,6 +97,8 @@ pub struct Stepped {
     pub sent: Sent,
     /// Of it, bytes between ranks that share micro-batches, for these.
     pub shared: u64,
+    /// Of it, bytes of shards of weights, between ranks that hold them for each other.
+    pub folded: u64,
     /// The longest that a rank waited for blocks of the gradient when its leaves had been computed.
     pub waited: Duration,
 }
@@ -148,8 +150,8 @@ pub fn gradient(
 ) -> Result<Gradient> {
     let Context { spec, team, workers } = cx;
     let begun = team.group.sent();
-    let chunks = spec.model_at(batch.step)?.cut.chunks;
-    let lines = team.lines(chunks)?;
+    let cut = spec.model_at(batch.step)?.cut;
+    let lines = team.lines(cut)?;
     let head = facts::head(cx, &lines, batch)?;
     let count = state.weights.len();
     let slices = Slices::new(lines.mesh, state.owners.pieces(), count);
@@ -157,12 +159,15 @@ pub fn gradient(
     let layers = ledger::layers(&spec.names());
     let layers: Vec<_> = layers.into_iter().map(|layer| layer.parameters).collect();
     let sum = Sum::begin(&lines, &pieces, count, &layers, head.leaves)?;
-    let along = Along::of(&lines, chunks)?;
-    let context = along.as_ref().map(Along::begin).transpose()?;
-    let shared = along.as_ref().zip(context.as_ref()).map(|(along, context)| Shared {
+    let along = [Along::sharing(&lines)?, Along::folded(&lines)?];
+    let [context, shards] = along.each_ref().map(|along| along.as_ref().map(Along::begin));
+    let (context, shards) = (context.transpose()?, shards.transpose()?);
+    let folded = shards.as_ref().map(|line| Folded { fold: &state.fold, line });
+    let shared = along[0].as_ref().zip(context.as_ref()).map(|(along, context)| Shared {
         line: context,
-        dealt: along.dealt(),
+        dealt: along.dealt(cut.chunks),
         slices: &slices,
+        folded,
     });
     let (mut kept, mut router) = (Vec::new(), Vec::new());
     let take = |sums: LeafSums, counts: Vec<Vec<u64>>| {
@@ -182,7 +187,9 @@ pub fn gradient(
     all.each(state, &sum, reached, take)?;
     team.group.computed(batch.step, start.elapsed());
     sum.computed()?;
-    let shared = context.map_or(Ok(0), Shares::finish)?;
+    let shared = [context, shards].map(|line| line.map_or(Ok(0), Shares::finish));
+    let [shared, folded] = shared;
+    let shared = [shared?, folded?];
     let losses = facts::losses(cx, &lines, head.leaves, kept, &router)?;
     let start = Instant::now();
     let own = sum.finish(&state.owners)?;
@@ -194,7 +201,7 @@ pub fn gradient(
 
 /// This rank's place among those that share a micro-batch.
 fn place(lines: &Lines<'_>) -> u32 {
-    lines.mesh.place(Axis::Cp, lines.team.group.rank())
+    lines.mesh.place(Axis::Sharing, lines.team.group.rank())
 }
 
 /// Decides on a step by its gradient, moves the state, and writes down what happened.
@@ -217,7 +224,8 @@ pub(crate) fn complete(
         apply::settle(cx, state, mine, &updates)?;
     let record = apply::record(cx.spec, gradient, norms, &decided, settled)?;
     let ranks = cx.team.group.world();
-    Ok(Stepped { record, ranks, asked, sent, shared, waited })
+    let [shared, folded] = shared;
+    Ok(Stepped { record, ranks, asked, sent, shared, folded, waited })
 }
 
 /// Does `work` with a team of which this process is the only rank.
@@ -227,7 +235,7 @@ pub fn alone<T>(
     work: impl FnOnce(Context<'_>) -> Result<T>,
 ) -> Result<T> {
     let group = Group::alone();
-    let team = Team::new(&group, 1, Schedule::default(), false)?;
+    let team = Team::new(&group, Degrees::ALONE, Schedule::default(), false)?;
     work(Context { spec, team: &team, workers })
 }
 

@@ -5,7 +5,7 @@ use loader::Opened;
 use serde_json::Value;
 use tch::Device;
 use trainer::hf::export::export;
-use trainer::mesh::Schedule;
+use trainer::mesh::{Degrees, Schedule};
 use trainer::model::Keep;
 use trainer::plan::{Fleet, needs};
 use trainer::replay::{Replayer, Verdict};
@@ -22,7 +22,7 @@ use crate::support::{Scratch, stop_after, table};
 /// Trains `run.toml` in `out` with `world` ranks of which up to `cp` share a micro-batch; the same ledger as in `alone`.
 fn assert_shared(scratch: &Scratch, wanted: Outcome, (world, cp): (u32, u32)) {
     let out = format!("{world}-ranks-{cp}-share");
-    for outcome in train_with(scratch, &out, world, |_, exec| exec.context = cp) {
+    for outcome in train_with(scratch, &out, world, |_, exec| exec.degrees.cp = cp) {
         assert_eq!(outcome.unwrap(), wanted, "{out}");
     }
     assert_same(scratch, "alone", &out);
@@ -65,7 +65,7 @@ fn linear_layers_have_one_ledger_for_every_degree() {
         let alone = scratch.train("alone");
         degrees.into_iter().for_each(|degrees| assert_shared(&scratch, alone, degrees));
         let again = |_, exec: &mut ExecOptions| {
-            exec.context = 2;
+            exec.degrees.cp = 2;
             exec.workers = Workers::new(1).keeping(Keep::LayerInputs);
         };
         for outcome in train_with(&scratch, "again", 2, again) {
@@ -95,7 +95,7 @@ fn a_run_goes_on_under_another_degree() {
     ];
     for (world, cp, last, keep, schedule) in parts {
         let change = |_, exec: &mut ExecOptions| {
-            (exec.context, exec.schedule) = (cp, schedule);
+            (exec.degrees.cp, exec.schedule) = (cp, schedule);
             stop_after(last)(exec);
             let audit = Some("1/3".parse().unwrap());
             exec.workers = Workers::new(2).keeping(keep).auditing(audit);
@@ -112,7 +112,7 @@ fn a_run_goes_on_under_another_degree() {
 #[test]
 fn what_shared_ranks_have_otherwise_is_laid_to_all_of_them() {
     let scratch = cut("f32");
-    let outcomes = train_with(&scratch, "run", 4, |_, exec| exec.context = 2);
+    let outcomes = train_with(&scratch, "run", 4, |_, exec| exec.degrees.cp = 2);
     outcomes.into_iter().for_each(|outcome| assert_eq!(outcome.unwrap().step, 10));
     forge(&scratch.path("run/ledger.jsonl"), 8, |line| {
         let words = line["leaf_gradients"].as_str().unwrap();
@@ -140,9 +140,9 @@ fn ranks_that_share_a_micro_batch_hold_less_of_it() {
     let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
     let of = |context| {
         let (workers, schedule, device) = (Workers::new(2), Schedule::Subtree, "h100".to_owned());
-        let (ranks, ranks_per_node) = (4, 4);
+        let (ranks, ranks_per_node, degrees) = (4, 4, Degrees { cp: context, tsp: 1 });
         let fleet =
-            Fleet { ranks, ranks_per_node, workers, schedule, flat: false, context, device };
+            Fleet { ranks, ranks_per_node, workers, schedule, flat: false, degrees, device };
         needs(&spec, &fleet).unwrap().phases[1].clone()
     };
     let [one, two, four] = [of(1), of(2), of(4)];
@@ -158,7 +158,7 @@ fn ranks_that_share_a_micro_batch_hold_less_of_it() {
 #[test]
 fn a_degree_that_no_phase_allows_is_refused() {
     let scratch = Scratch::new();
-    for outcome in train_with(&scratch, "none", 2, |_, exec| exec.context = 2) {
+    for outcome in train_with(&scratch, "none", 2, |_, exec| exec.degrees.cp = 2) {
         let fault = outcome.unwrap_err();
         assert_eq!(fault.class(), Class::Usage);
         assert!(
@@ -194,13 +194,13 @@ fn what_is_sent_is_what_is_planned() {
             let out = format!("{mask}-{keep:?}-{cp}");
             let workers = Workers::new(1).keeping(keep);
             let outcomes = train_with(&scratch, &out, world, |_, exec| {
-                (exec.context, exec.workers) = (cp, workers);
+                (exec.degrees.cp, exec.workers) = (cp, workers);
             });
             outcomes.into_iter().for_each(|outcome| assert_eq!(outcome.unwrap().step, 10));
             let (schedule, device) = (Schedule::Subtree, "cpu".to_owned());
-            let (ranks, ranks_per_node, context) = (world, world, cp);
+            let (ranks, ranks_per_node, degrees) = (world, world, Degrees { cp, tsp: 1 });
             let fleet =
-                Fleet { ranks, ranks_per_node, workers, schedule, flat: false, context, device };
+                Fleet { ranks, ranks_per_node, workers, schedule, flat: false, degrees, device };
             let needs = needs(&spec, &fleet).unwrap();
             for (step, phase) in [(1, &needs.phases[0]), (7, &needs.phases[1])] {
                 let sent = shared(&scratch, &out, step);

@@ -11,7 +11,8 @@ use tch::{Device, Tensor};
 use trainer::RunSpec;
 use trainer::checkpoint::{Checkpoints, Layout, Set, Snapshot};
 use trainer::ledger::{Ledger, StepRecord};
-use trainer::mesh::{Schedule, Team};
+use trainer::mesh::{Degrees, Schedule, Team};
+use trainer::model::Cut;
 use trainer::replay::narrow::Narrowed;
 use trainer::replay::{Replayer, Verdict, meet};
 use trainer::state::State;
@@ -64,10 +65,10 @@ fn harmed_by(scratch: &Scratch, ranks: u32, last: u64, harm: Harm<'_>) {
         let reader = checkpoints.open(STEP - 1).unwrap();
         let mut state = reader.part(&layout, &owners, workers).unwrap();
         (harm.state)(rank, &mut state);
-        let team = Team::new(&world.comm, 1, Schedule::Subtree, false).unwrap();
+        let team = Team::new(&world.comm, Degrees::ALONE, Schedule::Subtree, false).unwrap();
         let (cx, slice) = (
             Context { spec: &spec, team: &team, workers },
-            team.lines(1).unwrap().slice().unwrap(),
+            team.lines(Cut::WHOLE).unwrap().slice().unwrap(),
         );
         let mut records = Vec::new();
         while state.step < last {

@@ -9,6 +9,7 @@ mod culprits;
 mod cuts;
 mod damage;
 mod explain;
+mod folded;
 #[path = "../../../tests/support/folder.rs"]
 mod folder;
 mod fork;

@@ -1,7 +1,7 @@
 //! Fear: that what a run is said to need is not what it takes.
 
 use loader::Opened;
-use trainer::mesh::Schedule;
+use trainer::mesh::{Degrees, Schedule};
 use trainer::model::Keep;
 use trainer::plan::{Fleet, needs};
 use trainer::workers::Workers;
@@ -16,7 +16,7 @@ fn fleet(ranks: u32, device: &str) -> Fleet {
         workers: Workers::new(1),
         schedule: Schedule::Subtree,
         flat: false,
-        context: 1,
+        degrees: Degrees::ALONE,
         device: device.to_owned(),
     }
 }

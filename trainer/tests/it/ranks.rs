@@ -12,7 +12,7 @@ use kernels::group::{Group, Place, RunKey, Store};
 use loader::Opened;
 use serde_json::Value;
 use tch::Device;
-use trainer::mesh::Schedule;
+use trainer::mesh::{Degrees, Schedule};
 use trainer::plan::{Fleet, needs};
 use trainer::state::ownership::{self, Piece};
 use trainer::workers::Workers;
@@ -160,7 +160,7 @@ fn planned(spec: &RunSpec, machines: &[u32], schedule: Schedule, flat: bool) -> 
         workers: Workers::new(1),
         schedule,
         flat,
-        context: 1,
+        degrees: Degrees::ALONE,
         device: "cpu".to_owned(),
     };
     needs(spec, &fleet).unwrap().phases[0].sent.between_machines()

@@ -2,7 +2,7 @@
 
 use loader::Opened;
 use trainer::RunSpec;
-use trainer::mesh::Schedule;
+use trainer::mesh::{Degrees, Schedule};
 use trainer::plan::{Fleet, needs};
 use trainer::sizing::estimate::{self, Setting, StepTime};
 use trainer::sizing::{Cluster, Curve, Described, hints};
@@ -24,7 +24,7 @@ fn fleet(ranks: u32) -> Fleet {
         workers: Workers::new(1),
         schedule: Schedule::Subtree,
         flat: false,
-        context: 1,
+        degrees: Degrees::ALONE,
         device: "mi300x".to_owned(),
     }
 }

@@ -43,11 +43,11 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let launched = args.ranks.launched()?;
     let mut world = args.ranks.world(&args.speed, launched.as_ref(), (None, &Arc::default()))?;
     let spec = RunSpec::new(&Opened::open(&args.curriculum)?)?;
-    trainer::refuse_unshared(&spec, world.comm.world(), args.ranks.context())?;
+    trainer::refuse_unshared(&spec, world.comm.world(), args.ranks.degrees())?;
     let workers = args.speed.workers(launched.as_ref(), &world.runtime)?;
     world.comm.carry(world.device, args.ranks.transport()).map_err(lost)?;
     let (schedule, flat) = args.ranks.ways();
-    let team = Team::new(&world.comm, args.ranks.context(), schedule, flat)?;
+    let team = Team::new(&world.comm, args.ranks.degrees(), schedule, flat)?;
     let context = Context { spec: &spec, team: &team, workers };
     let table = step(context, world.device, args.steps)?;
     world.comm.barrier("the end").map_err(lost)?;

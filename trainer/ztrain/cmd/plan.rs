@@ -6,6 +6,7 @@ use loader::Opened;
 use store::Location;
 use trainer::RunSpec;
 use trainer::memory::Holds;
+use trainer::mesh::Degrees;
 use trainer::model::Keep;
 use trainer::plan::{Fleet, MirrorNeeds, PhaseNeeds, RunNeeds, SentInStep, needs};
 use trainer::sizing::estimate::Setting;
@@ -43,6 +44,9 @@ pub(crate) struct Args {
     /// As `ztrain --cp`: how many ranks may share a micro-batch.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     cp: u32,
+    /// As `ztrain --tsp`: how many ranks may hold weights for each other.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    tsp: u32,
     /// As `ztrain --flat`.
     #[arg(long)]
     flat: bool,
@@ -68,11 +72,11 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         workers: Workers::new(workers).keeping(keep),
         schedule: args.schedule.schedule(),
         flat: args.flat,
-        context: args.cp,
+        degrees: Degrees { cp: args.cp, tsp: args.tsp },
         device: args.device,
     };
     let spec = RunSpec::for_planning(&Opened::open(&args.curriculum)?)?;
-    trainer::refuse_unshared(&spec, fleet.ranks, fleet.context)?;
+    trainer::refuse_unshared(&spec, fleet.ranks, fleet.degrees)?;
     let mut needs = needs(&spec, &fleet)?;
     let told = match &cluster {
         Some(cluster) => {
@@ -185,6 +189,14 @@ fn phase_lines(phase: &PhaseNeeds, needs: &RunNeeds) -> Vec<String> {
             100.0 * phase.uneven
         );
         lines.insert(5, shared);
+    }
+    if phase.folded_ranks > 1 {
+        let folded = format!(
+            "  sent in a step (folded axis, {} of these hold weights for each other): {}",
+            phase.folded_ranks,
+            size(phase.folded)
+        );
+        lines.insert(6, folded);
     }
     lines
 }

@@ -69,10 +69,10 @@ pub(super) fn told(args: &ClusterArgs, setting: Setting<'_>, needs: &RunNeeds) -
         return Err(Fault::usage("seconds are not known where ranks share micro-batches")
             .at("--cluster")
             .found(format!(
-                "--cp, by which {} ranks share each in phase {:?}",
+                "--cp and --tsp, by which {} ranks share each in phase {:?}",
                 shared.context, shared.name
             ))
-            .hint("leave --cp out, or --cluster: memory and bytes are told without it"));
+            .hint("leave both out, or --cluster: memory and bytes are told without it"));
     }
     let linear = |config: &ZayaConfig| config.layers.contains(&Attention::Linear);
     if linear(setting.spec.config()) {

@@ -8,7 +8,7 @@ use contract::{Fault, Result};
 use kernels::group::Transport;
 use trainer::World;
 use trainer::launch::{self, Launch, Launched, spawned_us};
-use trainer::mesh::Schedule;
+use trainer::mesh::{Degrees, Schedule};
 
 use super::Speed;
 
@@ -30,6 +30,11 @@ pub(crate) struct Ranks {
     /// number of ranks; the others compute other micro-batches.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     cp: u32,
+    /// How many ranks may besides hold the weights of experts and attention for each other, each a part: as many of the sequences
+    /// more are shared. Each phase uses the most, up to N, that divide its `weight_shards`, its `context_chunks` and the number
+    /// of ranks.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    tsp: u32,
     /// Send from each rank to each other as if all were on one machine, instead of adding on each machine first.
     #[arg(long)]
     flat: bool,
@@ -119,8 +124,8 @@ impl Ranks {
     }
 
     /// How many ranks may share a micro-batch.
-    pub(crate) fn context(&self) -> u32 {
-        self.cp
+    pub(crate) fn degrees(&self) -> Degrees {
+        Degrees { cp: self.cp, tsp: self.tsp }
     }
 
     /// How the ranks deal micro-batches, and whether they pass over machines.

@@ -128,11 +128,12 @@ fn opened(args: &Args, world: &Arc<World>, workers: Workers) -> Result<Replayer>
         format!("--micro-batch {:?}", args.micro_batch),
         format!("a change of {:?}", args.changes.change().words()),
         format!("--keep-states and --keep-gib {:?}", args.keeping.keep()),
-        format!("--cp {}", args.ranks.context()),
+        format!("--cp {}", args.ranks.degrees().cp),
+        format!("--tsp {}", args.ranks.degrees().tsp),
         format!("--schedule {}", schedule.name()),
         format!("--flat {flat}"),
     ];
-    let together = Together { schedule, flat, context: args.ranks.context(), asked };
+    let together = Together { schedule, flat, degrees: args.ranks.degrees(), asked };
     let replayer = Replayer::open_with(&args.run, &args.store, world, workers, together)?;
     Ok(replayer.keeping(args.keeping.keep()))
 }

@@ -190,7 +190,7 @@ fn options(args: &Args, curriculum: &Location, workers: Workers) -> ExecOptions 
     exec.prefetch =
         PrefetchOptions { threads: args.speed.loader_threads, depth: args.speed.prefetch };
     (exec.schedule, exec.flat) = args.ranks.ways();
-    exec.context = args.ranks.context();
+    exec.degrees = args.ranks.degrees();
     exec.transport = args.ranks.transport();
     exec.min_ranks = args.min_ranks;
     exec.mirror = args.mirror;

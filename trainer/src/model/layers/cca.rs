@@ -16,6 +16,7 @@ use tch::{Kind, Tensor};
 use super::heads::{Heads, HeadsGrads, shards};
 use crate::model::ZayaConfig;
 use crate::model::cut::{Chunk, Cut, joined};
+use crate::model::fold::{Sharding, Shards};
 use crate::model::gradients::{Gradients, emit};
 use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Work};
 use crate::model::line::SharedRows;
@@ -70,11 +71,16 @@ impl LayerKind for Cca {
         let (hidden, dim) = (config.hidden_size, config.head_dim);
         let (query, key, conv) = (config.query_size(), config.key_size(), config.conv_size());
         let mut qkv = params.inside("self_attn.qkv_proj", "self_attn.qkv");
+        let keys = config.num_key_value_heads;
         let q_proj = qkv.matrix("q_proj.weight", "linear_q.weight", [query, hidden]);
+        qkv.cut(q_proj, Sharding::new(&[query, hidden], 0, 1, keys));
         let k_proj = qkv.matrix("k_proj.weight", "linear_k.weight", [key, hidden]);
+        qkv.cut(k_proj, Sharding::new(&[key, hidden], 0, 1, keys));
         let half = [key / 2, hidden];
         let v_proj_current = qkv.matrix("v_proj_current.weight", "val_proj1.weight", half);
+        qkv.cut(v_proj_current, Sharding::of_some(&half, keys, dim, 0));
         let v_proj_delayed = qkv.matrix("v_proj_delayed.weight", "val_proj2.weight", half);
+        qkv.cut(v_proj_delayed, Sharding::of_some(&half, keys, dim, key / 2));
         let mut own = params.inside("self_attn.qkv_proj", "self_attn.qkv.conv_qk");
         let conv_depthwise = own.depthwise("conv_qk_depthwise.weight", "0.weight", [conv, 1, 2]);
         let conv_depthwise_bias = own.vector("conv_qk_depthwise.bias", "0.bias", conv, 0.0);
@@ -84,6 +90,7 @@ impl LayerKind for Cca {
         // Hugging Face starts at 0, a placeholder for a checkpoint: keys would be 0 and attention uniform.
         let temp = own.vector("qk_norm.temp", "qkv.temp", config.num_key_value_heads, 1.0);
         let o_proj = own.matrix("o_proj.weight", "o_proj.weight", [hidden, query]);
+        own.cut(o_proj, Sharding::new(&[hidden, query], 1, 1, keys));
         Cca {
             q_proj,
             k_proj,
@@ -200,12 +207,21 @@ impl Cca {
         ]
     }
 
+    /// Of these what is cut into shards that processes hold for each other, as [`Heads::of`] takes them.
+    fn held(&self) -> [ParamId; 5] {
+        [self.q_proj, self.k_proj, self.v_proj_current, self.v_proj_delayed, self.o_proj]
+    }
+
     /// What attention makes of the normed residual of each chunk: a sum over shards.
     fn compute(&self, pass: &Pass<'_>, x: &[Tensor]) -> Result<(Vec<Tensor>, Vec<Saved>)> {
         let (mut outs, mut saved) = (Vec::new(), Vec::new());
+        let mut coming = Shards::new(pass, self.held(), shards(pass))?;
         for shard in 0..shards(pass) {
-            let heads = Heads::of(self, pass, shard)?;
-            let (out, own) = heads.forward(pass, x)?;
+            let heads = Heads::of(self, pass, shard, coming.next()?)?;
+            let (out, mut own) = heads.forward(pass, x)?;
+            if pass.folded.is_some() {
+                own.heads.let_go();
+            }
             outs.push(out);
             saved.push(own);
         }
@@ -224,7 +240,11 @@ impl Cca {
         let grad = grad.collect::<std::result::Result<Vec<_>, _>>()?;
         let (mut inputs, mut gradients) = (Vec::new(), Vec::new());
         grad.iter().for_each(|_| gradients.push(Vec::new()));
-        for shard in saved {
+        let mut coming = Shards::new(pass, self.held(), shards(pass))?;
+        for (number, mut shard) in (0..).zip(saved) {
+            if let Some(came) = coming.next()? {
+                shard.heads = Heads::of(self, pass, number, Some(came))?;
+            }
             let (input, own) = shard.backward(pass, &grad)?;
             inputs.push(input);
             gradients.iter_mut().zip(own).for_each(|(chunk, own)| chunk.push(own));

@@ -10,36 +10,18 @@ use kernels::ops::{Dispatch, Routes};
 use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
-use super::heads::share;
+use crate::model::fold::{Sharding, Shards, share};
 use crate::model::layer::Pass;
-use crate::model::param::{Declare, ParamId, Weights};
+use crate::model::param::{Declare, ParamId};
 use crate::model::{Skip, ZayaConfig};
 
-/// Parameters of one layer's experts: `P` is a parameter's name, or its weight.
-pub(super) struct Experts<P> {
+/// Parameters of one layer's experts.
+pub(super) struct Experts {
     /// `[E, 2 I, D]`: the gate's rows, then the other side's.
-    pub(super) gate_up: P,
+    pub(super) gate_up: ParamId,
     /// `[E, D, I]`.
-    pub(super) down: P,
-    pub(super) skip: Skip,
-}
-
-impl Experts<ParamId> {
-    pub(super) fn declare(params: &mut Declare<'_>, config: &ZayaConfig) -> Self {
-        let (hidden, inner) = (config.hidden_size, config.moe_intermediate_size);
-        let count = config.num_experts;
-        let mut own = params.inside("mlp.experts", "zaya_block.experts.local_experts.*");
-        Experts {
-            gate_up: own.experts("gate_up_proj", "linear_fc1.weight", [count, 2 * inner, hidden]),
-            down: own.experts("down_proj", "linear_fc2.weight", [count, hidden, inner]),
-            skip: config.skip,
-        }
-    }
-
-    pub(super) fn bind<'a>(&self, weights: Weights<'a>) -> Experts<&'a Tensor> {
-        let (gate_up, down) = (weights.of(self.gate_up), weights.of(self.down));
-        Experts { gate_up, down, skip: self.skip }
-    }
+    pub(super) down: ParamId,
+    skip: Skip,
 }
 
 /// What the backward pass needs; all but the weight by place, tokens of experts only.
@@ -65,78 +47,107 @@ pub(super) struct Grads {
     pub(super) used: Vec<bool>,
 }
 
-impl Experts<&Tensor> {
-    /// From the normed residual and its routes.
+/// A chunk on its way through the experts.
+struct Passing {
+    order: Dispatch,
+    /// In the order of experts, with those that have none.
+    sorted: Tensor,
+    /// Without them.
+    rows: Tensor,
+    inner: Vec<[Tensor; 2]>,
+    sum: Counter<Tensor>,
+}
+
+/// The same on its way back.
+struct PassingBack {
+    order: Dispatch,
+    rows: Tensor,
+    inner: Vec<[Tensor; 2]>,
+    /// Gradients of what the experts made, and of the routing weights.
+    out: Tensor,
+    weight: Tensor,
+    params: Vec<[Tensor; 2]>,
+    sum: Counter<Tensor>,
+}
+
+impl Experts {
+    pub(super) fn declare(params: &mut Declare<'_>, config: &ZayaConfig) -> Self {
+        let (hidden, inner) = (config.hidden_size, config.moe_intermediate_size);
+        let count = config.num_experts;
+        let mut own = params.inside("mlp.experts", "zaya_block.experts.local_experts.*");
+        let [wide, narrow] = [[count, 2 * inner, hidden], [count, hidden, inner]];
+        let gate_up = own.experts("gate_up_proj", "linear_fc1.weight", wide);
+        let down = own.experts("down_proj", "linear_fc2.weight", narrow);
+        Experts {
+            gate_up: own.cut(gate_up, Sharding::new(&wide, 1, 2, inner)),
+            down: own.cut(down, Sharding::new(&narrow, 2, 1, inner)),
+            skip: config.skip,
+        }
+    }
+
+    /// From the normed residual of some chunks and its routes. Each shard is used by all of these chunks before the next one.
     pub(super) fn forward(
         &self,
         pass: &Pass<'_>,
-        x: &Tensor,
-        routes: &Routes,
-    ) -> Result<(Tensor, Saved)> {
-        let ([experts, _, hidden], ops) = (sizes(self.gate_up), pass.ops);
-        let order = ops.dispatch(&routes.choice, experts + 1)?;
-        let sorted = ops.permute(x, &order)?;
-        let rows = sorted.f_narrow(0, 0, order.routed)?;
-        let empty = |rows, width, kind| Tensor::f_empty([rows, width], (kind, x.device()));
-        let (mut inner, mut sum) = (Vec::new(), Counter::new());
-        for shard in 0..pass.shards {
-            let [gate_up, down] = self.shard(pass.shards, shard)?;
-            let both = empty(order.routed, sizes(&gate_up)[1], x.kind())?;
-            ops.grouped_matmul(&rows, &gate_up, &order, &both)?;
-            let product = ops.swiglu(&both)?;
-            let out = empty(order.routed + order.skipped, hidden, part_kind(pass, x))?;
-            let [operand, down] = [part(pass, &product)?, part(pass, &down)?];
-            ops.grouped_matmul(&operand, &down, &order, &out)?;
-            inner.push([both, product]);
-            sum.push(out);
+        x: &[&Tensor],
+        routes: &[Routes],
+    ) -> Result<Vec<(Tensor, Saved)>> {
+        let passing = x.iter().zip(routes).map(|(x, routes)| Passing::new(pass, x, routes));
+        let mut passing = passing.collect::<Result<Vec<_>>>()?;
+        let mut shards = Shards::new(pass, [self.gate_up, self.down], pass.shards)?;
+        for number in 0..pass.shards {
+            let shard = self.shard(pass, number, shards.next()?)?;
+            passing.iter_mut().try_for_each(|chunk| chunk.shard(pass, &shard))?;
         }
-        let out = total(sum, x)?;
-        self.pass_by(&order, &sorted, &out)?;
-        let weight = routes.weight.shallow_clone();
-        let mixed = ops.gather(&out, &order.places, &weight)?.f_to_kind(x.kind())?;
-        Ok((mixed, Saved { order, weight, rows, inner, out }))
+        let found = passing.into_iter().zip(x.iter().zip(routes)).map(|(chunk, (x, routes))| {
+            let Passing { order, sorted, rows, inner, sum } = chunk;
+            let out = total(sum, x)?;
+            self.pass_by(&order, &sorted, &out)?;
+            let weight = routes.weight.shallow_clone();
+            let mixed = pass.ops.gather(&out, &order.places, &weight)?.f_to_kind(x.kind())?;
+            Ok((mixed, Saved { order, weight, rows, inner, out }))
+        });
+        found.collect()
     }
 
-    /// From the gradient of what [`Experts::forward`] made, f32.
-    pub(super) fn backward(&self, pass: &Pass<'_>, saved: Saved, grad: &Tensor) -> Result<Grads> {
-        let (ops, Saved { order, weight, rows, inner, out }) = (pass.ops, saved);
-        let [out, weight] = ops.gather_backward(&out, &order.places, &weight, grad)?;
-        let out = out.f_to_kind(rows.kind())?;
-        let (mut params, mut sum) = (Vec::new(), Counter::new());
-        let empty =
-            |like: &Tensor| Tensor::f_empty(like.size(), (part_kind(pass, &rows), rows.device()));
-        let weights = |grad: &Tensor, rows: &Tensor| match pass.chunks.count() {
-            1 => ops.grouped_matmul_weights(grad, rows, &order),
-            _ => ops.grouped_matmul_weights(&wide(grad)?, &wide(rows)?, &order),
-        };
-        for (shard, [both, product]) in (0..).zip(inner) {
-            let [gate_up, down] = self.shard(pass.shards, shard)?;
-            let inner_grad = product.f_empty_like()?;
-            ops.grouped_matmul_input(&out, &down, &order, &inner_grad)?;
-            let down = weights(&out, &product)?;
-            let both = ops.swiglu_backward(&both, &inner_grad)?;
-            let input = empty(&out)?;
-            ops.grouped_matmul_input(&part(pass, &both)?, &part(pass, &gate_up)?, &order, &input)?;
-            params.push([weights(&both, &rows)?, down]);
-            sum.push(input);
+    /// From the gradients of what [`Experts::forward`] made, f32, of some chunks.
+    pub(super) fn backward(
+        &self,
+        pass: &Pass<'_>,
+        saved: Vec<Saved>,
+        grad: &[&Tensor],
+    ) -> Result<Vec<Grads>> {
+        let passing = saved.into_iter().zip(grad).map(|(own, grad)| own.back(pass, grad));
+        let mut passing = passing.collect::<Result<Vec<_>>>()?;
+        let mut shards = Shards::new(pass, [self.gate_up, self.down], pass.shards)?;
+        for number in 0..pass.shards {
+            let shard = self.shard(pass, number, shards.next()?)?;
+            passing.iter_mut().try_for_each(|chunk| chunk.shard(pass, &shard, number as usize))?;
         }
-        let input = total(sum, &rows)?;
-        self.pass_by(&order, &out, &input)?;
-        let mut used = vec![false; sizes(self.gate_up)[0] as usize];
-        order.used().for_each(|expert| used[expert as usize] = true);
-        let input = ops.unpermute(&input, &order)?;
-        Ok(Grads { input, weight, params: joined(&params)?, used })
+        let found = passing.into_iter().map(|chunk| {
+            let PassingBack { order, rows, out, weight, params, sum, .. } = chunk;
+            let input = total(sum, &rows)?;
+            self.pass_by(&order, &out, &input)?;
+            let mut used = vec![false; pass.config.num_experts as usize];
+            order.used().for_each(|expert| used[expert as usize] = true);
+            let input = pass.ops.unpermute(&input, &order)?;
+            Ok(Grads { input, weight, params: joined(&params)?, used })
+        });
+        found.collect()
     }
 
-    /// Gate-up and down as a shard reads them: a part of the inner width, in memory of its own.
-    fn shard(&self, shards: i64, shard: i64) -> Result<[Tensor; 2]> {
-        if shards == 1 {
-            return Ok([self.gate_up.shallow_clone(), self.down.shallow_clone()]);
+    /// A shard of gate-up and down: as it came from another process, or of whole weights, in memory of its own.
+    fn shard(&self, pass: &Pass<'_>, shard: i64, came: Option<[Tensor; 2]>) -> Result<[Tensor; 2]> {
+        let (gate_up, down) = (&pass.weights[self.gate_up], &pass.weights[self.down]);
+        match (came, pass.shards) {
+            (Some(came), _) => return Ok(came),
+            (None, 1) => return Ok([gate_up.shallow_clone(), down.shallow_clone()]),
+            _ => {}
         }
-        let inner = sizes(self.gate_up)[1] / 2;
-        let Range { start, end } = share(inner, shards, shard);
-        let side = |first| self.gate_up.f_narrow(1, first + start, end - start);
-        let down = self.down.f_narrow(2, start, end - start)?.f_contiguous()?;
+        let inner = pass.config.moe_intermediate_size;
+        let Range { start, end } = share(inner, pass.shards, shard);
+        let side = |first| gate_up.f_narrow(1, first + start, end - start);
+        let down = down.f_narrow(2, start, end - start)?.f_contiguous()?;
         Ok([Tensor::f_cat(&[side(0)?, side(inner)?], 1)?, down])
     }
 
@@ -151,7 +162,64 @@ impl Experts<&Tensor> {
     }
 }
 
+impl Passing {
+    fn new(pass: &Pass<'_>, x: &Tensor, routes: &Routes) -> Result<Passing> {
+        let order = pass.ops.dispatch(&routes.choice, pass.config.num_experts + 1)?;
+        let sorted = pass.ops.permute(x, &order)?;
+        let rows = sorted.f_narrow(0, 0, order.routed)?;
+        Ok(Passing { order, sorted, rows, inner: Vec::new(), sum: Counter::new() })
+    }
+
+    fn shard(&mut self, pass: &Pass<'_>, [gate_up, down]: &[Tensor; 2]) -> Result<()> {
+        let Passing { order, rows, inner, sum, .. } = self;
+        let (ops, hidden) = (pass.ops, pass.config.hidden_size);
+        let empty = |count, width, kind| Tensor::f_empty([count, width], (kind, rows.device()));
+        let both = empty(order.routed, gate_up.size()[1], rows.kind())?;
+        ops.grouped_matmul(rows, gate_up, order, &both)?;
+        let product = ops.swiglu(&both)?;
+        let out = empty(order.routed + order.skipped, hidden, part_kind(pass, rows))?;
+        let [operand, down] = [part(pass, &product)?, part(pass, down)?];
+        ops.grouped_matmul(&operand, &down, order, &out)?;
+        inner.push([both, product]);
+        sum.push(out);
+        Ok(())
+    }
+}
+
+impl PassingBack {
+    fn shard(
+        &mut self,
+        pass: &Pass<'_>,
+        [gate_up, down]: &[Tensor; 2],
+        number: usize,
+    ) -> Result<()> {
+        let PassingBack { order, rows, inner, out, params, sum, .. } = self;
+        let [both, product] = std::mem::take(&mut inner[number]);
+        let ops = pass.ops;
+        let weights = |grad: &Tensor, rows: &Tensor| match pass.chunks.count() {
+            1 => ops.grouped_matmul_weights(grad, rows, order),
+            _ => ops.grouped_matmul_weights(&wide(grad)?, &wide(rows)?, order),
+        };
+        let inner_grad = product.f_empty_like()?;
+        ops.grouped_matmul_input(out, down, order, &inner_grad)?;
+        let down = weights(out, &product)?;
+        let both = ops.swiglu_backward(&both, &inner_grad)?;
+        let input = Tensor::f_empty(out.size(), (part_kind(pass, rows), rows.device()))?;
+        ops.grouped_matmul_input(&part(pass, &both)?, &part(pass, gate_up)?, order, &input)?;
+        params.push([weights(&both, rows)?, down]);
+        sum.push(input);
+        Ok(())
+    }
+}
+
 impl Saved {
+    fn back(self, pass: &Pass<'_>, grad: &Tensor) -> Result<PassingBack> {
+        let Saved { order, weight, rows, inner, out } = self;
+        let [out, weight] = pass.ops.gather_backward(&out, &order.places, &weight, grad)?;
+        let (out, params) = (out.f_to_kind(rows.kind())?, Vec::new());
+        Ok(PassingBack { order, rows, inner, out, weight, params, sum: Counter::new() })
+    }
+
     /// Tokens of each class, the skip last.
     pub(super) fn counts(&self) -> &[i64] {
         &self.order.counts
@@ -191,9 +259,4 @@ fn joined(shards: &[[Tensor; 2]]) -> Result<[Tensor; 2]> {
     let sides = side(0).chain(side(1)).collect::<std::result::Result<Vec<_>, _>>()?;
     let down: Vec<_> = shards.iter().map(|[_, down]| down).collect();
     Ok([Tensor::f_cat(&sides, 1)?, Tensor::f_cat(&down, 2)?])
-}
-
-fn sizes(gate_up: &Tensor) -> [i64; 3] {
-    let size = gate_up.size();
-    [size[0], size[1], size[2]]
 }

@@ -10,6 +10,7 @@ use tch::Tensor;
 
 use super::cca::Cca;
 use crate::model::ZayaConfig;
+use crate::model::fold::share;
 use crate::model::layer::Pass;
 
 /// Heads of attention that are computed together.
@@ -46,19 +47,19 @@ pub(super) struct HeadsGrads {
     pub(super) o_proj: Tensor,
 }
 
-/// The part number `part` of `parts` of `size` things, as equal as they can be.
-pub(super) fn share(size: i64, parts: i64, part: i64) -> Range<i64> {
-    size * part / parts..size * (part + 1) / parts
-}
-
 /// Shards of attention: no more than key heads.
 pub(super) fn shards(pass: &Pass<'_>) -> i64 {
     pass.shards.min(pass.config.num_key_value_heads)
 }
 
 impl Heads {
-    /// Shard number `shard`.
-    pub(super) fn of(layer: &Cca, pass: &Pass<'_>, shard: i64) -> Result<Heads> {
+    /// Shard number `shard`; of the projections what came from another process, where they are not whole.
+    pub(super) fn of(
+        layer: &Cca,
+        pass: &Pass<'_>,
+        shard: i64,
+        came: Option<[Tensor; 5]>,
+    ) -> Result<Heads> {
         let (w, config) = (pass.weights, pass.config);
         let (keys, dim, group) = (config.num_key_value_heads, config.head_dim, config.group());
         let own = share(keys, shards(pass), shard);
@@ -70,25 +71,37 @@ impl Heads {
         let half = config.key_size() / 2;
         let current = key.start.min(half)..key.end.min(half);
         let delayed = key.start.max(half) - half..key.end.max(half) - half;
-        let qk_proj = [
-            rows(&w[layer.q_proj], std::slice::from_ref(&query))?,
-            rows(&w[layer.k_proj], &[key])?,
-        ];
-        let by_tap = channels(&w[layer.conv_grouped])?.f_view([-1, dim, dim, 2])?;
-        Ok(Heads {
-            qk_proj: Tensor::f_cat(&qk_proj, 0)?,
-            v_proj: [
+        let [q_proj, k_proj, current, delayed, o_proj] = match came {
+            Some(came) => came,
+            None => [
+                rows(&w[layer.q_proj], std::slice::from_ref(&query))?,
+                rows(&w[layer.k_proj], &[key])?,
                 rows(&w[layer.v_proj_current], &[current])?,
                 rows(&w[layer.v_proj_delayed], &[delayed])?,
+                columns(&w[layer.o_proj], query)?,
             ],
+        };
+        let by_tap = channels(&w[layer.conv_grouped])?.f_view([-1, dim, dim, 2])?;
+        Ok(Heads {
+            qk_proj: Tensor::f_cat(&[q_proj, k_proj], 0)?,
+            v_proj: [current, delayed],
             depthwise: channels(&w[layer.conv_depthwise])?,
             depthwise_bias: channels(&w[layer.conv_depthwise_bias])?,
             kernel: by_tap.f_permute([0, 1, 3, 2])?.f_reshape([-1, dim, 2 * dim])?,
             grouped_bias: channels(&w[layer.conv_grouped_bias])?,
             temp: rows(&w[layer.temp], std::slice::from_ref(&own))?,
-            o_proj: columns(&w[layer.o_proj], query)?,
+            o_proj,
             shape: [(own.end - own.start) * group, own.end - own.start, dim],
         })
+    }
+}
+
+impl Heads {
+    /// Lets go of what came from another process: it comes again for the way back.
+    pub(super) fn let_go(&mut self) {
+        self.qk_proj = Tensor::new();
+        self.v_proj = [Tensor::new(), Tensor::new()];
+        self.o_proj = Tensor::new();
     }
 }
 

@@ -5,9 +5,10 @@ use contract::Result;
 use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
-use super::heads::{columns, share, together};
+use super::heads::{columns, together};
 use crate::model::ZayaConfig;
 use crate::model::cut::Cut;
+use crate::model::fold::share;
 use crate::model::gradients::{ChunkGradients, emit};
 use crate::model::layer::{Backward, ByToken, Forward, LayerKind, Pass, Work};
 use crate::model::param::{Declare, ParamId};

@@ -1,23 +1,23 @@
 //! A mixture of experts as a feed-forward: a router, and the experts that it chooses.
 
-use contract::Result;
-use kernels::ops::RouterSaved;
+use contract::{Fault, Result};
+use kernels::ops::{RouterSaved, Routes};
 use tch::{Kind, Tensor};
 
 use super::experts::{self, Experts};
 use super::router::Router;
 use crate::model::ZayaConfig;
 use crate::model::cut::Cut;
-use crate::model::gradients::ChunkGradients;
-use crate::model::layer::{Backward, ByToken, Forward, LayerKind, Pass, Work};
-use crate::model::param::{Declare, ParamId};
+use crate::model::gradients::{ChunkGradients, Gradients};
+use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Work, by_chunk};
+use crate::model::param::Declare;
 use crate::refusal::refused;
 use crate::timing::{Part, part};
 
 /// The feed-forward of ZAYA1.
 pub(in crate::model) struct Moe {
     router: Router,
-    experts: Experts<ParamId>,
+    experts: Experts,
     /// Whose balancing biases the router adds.
     layer: usize,
 }
@@ -54,55 +54,114 @@ impl LayerKind for Moe {
     }
 }
 
-impl ByToken for Moe {
-    type Saved = Saved;
+impl Moe {
+    /// Chunks that go through the experts together: each by itself, but where shards of weights come from others, so that each
+    /// comes once.
+    fn together(pass: &Pass<'_>, chunks: usize) -> usize {
+        if pass.folded.is_some() { chunks } else { 1 }
+    }
 
-    fn forward(
+    /// The routes of a chunk, and what the backward pass needs of them.
+    fn routed(
         &self,
         pass: &Pass<'_>,
         x: &Tensor,
-        state: Option<Tensor>,
-    ) -> Result<Forward<Tensor, Saved>> {
-        let ops = pass.ops;
-        let (routes, router) = {
-            let _watch = part(Part::Router);
-            let (router, balance) = (self.router.bind(pass), &pass.balance[self.layer]);
-            ops.router(router, x, state.as_ref(), balance).map_err(refused)?
-        };
-        let _watch = part(Part::Experts);
-        let experts = self.experts.bind(pass.weights);
-        let (out, experts) = experts.forward(pass, x, &routes).map_err(refused)?;
-        let counts = experts.counts().iter().map(|count| *count as u64).collect();
-        let saved = Saved { x: x.shallow_clone(), router, experts };
-        Ok(Forward { out, state: Some(routes.state), counts, saved })
+        state: Option<&Tensor>,
+    ) -> Result<(Routes, RouterSaved)> {
+        let _watch = part(Part::Router);
+        let (router, balance) = (self.router.bind(pass), &pass.balance[self.layer]);
+        pass.ops.router(router, x, state, balance).map_err(refused)
     }
 
-    fn backward(
+    /// From what a chunk's experts have: gradients of what entered it.
+    fn chunk_back(
         &self,
         pass: &Pass<'_>,
-        saved: Saved,
-        grad: &Tensor,
-        state: Option<Tensor>,
+        (x, router): (Tensor, RouterSaved),
+        experts: experts::Grads,
+        state: Option<&Tensor>,
         sink: &mut ChunkGradients<'_, '_>,
-    ) -> Result<Backward<Tensor>> {
-        let ops = pass.ops;
-        let experts = {
-            let _watch = part(Part::ExpertsBack);
-            let experts = self.experts.bind(pass.weights);
-            experts.backward(pass, saved.experts, grad).map_err(refused)?
-        };
+    ) -> Result<(Tensor, Option<Tensor>)> {
         let [gate_up, down] = experts.params;
         sink.experts(self.experts.gate_up, gate_up, &experts.used)?;
         sink.experts(self.experts.down, down, &experts.used)?;
         let mut router = {
             let _watch = part(Part::RouterBack);
-            let (router, weight) = (self.router.bind(pass), &experts.weight);
-            let found = ops.router_backward(router, &saved.x, saved.router, weight, state.as_ref());
-            found.map_err(refused)?
+            let (bound, weight) = (self.router.bind(pass), &experts.weight);
+            pass.ops.router_backward(bound, &x, router, weight, state).map_err(refused)?
         };
         let x = experts.input.f_to_kind(Kind::Float).and_then(|x| x.f_add(&router.input));
         let (x, state) = (x.map_err(|error| refused(error.into()))?, router.before.take());
         self.router.emit(router, sink)?;
-        Ok(Backward { x, state })
+        Ok((x, state))
+    }
+}
+
+impl Layer for Moe {
+    /// By chunk.
+    type Saved = Vec<Option<Saved>>;
+
+    fn forward(
+        &self,
+        pass: &Pass<'_>,
+        x: &[Tensor],
+        state: Option<Vec<Tensor>>,
+    ) -> Result<Forward<Vec<Tensor>, Self::Saved>> {
+        let mut before = by_chunk(state, x.len()).into_iter();
+        let (mut outs, mut states, mut saved, mut counts) = (vec![], vec![], vec![], vec![]);
+        for group in x.chunks(Moe::together(pass, x.len())) {
+            let (mut routes, mut routers) = (Vec::new(), Vec::new());
+            for (x, before) in group.iter().zip(before.by_ref()) {
+                let (own, router) = self.routed(pass, x, before.as_ref())?;
+                routes.push(own);
+                routers.push(router);
+            }
+            let _watch = part(Part::Experts);
+            let chunks: Vec<&Tensor> = group.iter().collect();
+            let made = self.experts.forward(pass, &chunks, &routes).map_err(refused)?;
+            let all = made.into_iter().zip(group.iter().zip(routes.into_iter().zip(routers)));
+            for ((out, experts), (x, (routes, router))) in all {
+                counts.resize(experts.counts().len(), 0);
+                let own = counts.iter_mut().zip(experts.counts());
+                own.for_each(|(sum, count)| *sum += *count as u64);
+                outs.push(out);
+                states.push(routes.state);
+                saved.push(Some(Saved { x: x.shallow_clone(), router, experts }));
+            }
+        }
+        Ok(Forward { out: outs, state: Some(states), counts, saved })
+    }
+
+    fn backward(
+        &self,
+        pass: &Pass<'_>,
+        mut saved: Self::Saved,
+        grad: &[Tensor],
+        state: Option<Vec<Tensor>>,
+        sink: &mut Gradients<'_>,
+    ) -> Result<Backward<Vec<Tensor>>> {
+        let states = by_chunk(state, grad.len());
+        let mut found: Vec<_> = grad.iter().map(|_| None).collect();
+        let order: Vec<usize> = pass.chunks.by_leaf().collect();
+        for group in order.chunks(Moe::together(pass, grad.len())) {
+            let (mut own, mut experts, mut grads) = (Vec::new(), Vec::new(), Vec::new());
+            for chunk in group {
+                let twice = || Fault::bug("a chunk comes back twice");
+                let kept = saved[*chunk].take().ok_or_else(twice)?;
+                own.push((kept.x, kept.router));
+                experts.push(kept.experts);
+                grads.push(&grad[*chunk]);
+            }
+            let experts = {
+                let _watch = part(Part::ExpertsBack);
+                self.experts.backward(pass, experts, &grads).map_err(refused)?
+            };
+            for (chunk, (own, experts)) in group.iter().zip(own.into_iter().zip(experts)) {
+                let (state, mut sink) = (states[*chunk].as_ref(), sink.of(*chunk));
+                found[*chunk] = Some(self.chunk_back(pass, own, experts, state, &mut sink)?);
+            }
+        }
+        let (x, states): (Vec<_>, Vec<_>) = found.into_iter().flatten().unzip();
+        Ok(Backward { x, state: states.into_iter().collect() })
     }
 }

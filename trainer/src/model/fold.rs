@@ -1,0 +1,372 @@
+//! Weights that ranks hold for each other: folded tensor and sequence parallelism (TSP: V. Shyam, arXiv 2604.26294), in which
+//! each rank stores a part of the weights and a part of the sequence.
+//!
+//! A parameter that is cut into shards lies in one row of numbers, in which a place has the shards that it holds, each where a
+//! tensor of its own could begin. Before a layer uses a shard, the place that holds it hands it to the others, in the order of
+//! shards and one ahead of use; all arithmetic is that of one process with the same shards.
+//!
+//! ```text
+//! places      0          1            K = 4 shards, degree 2
+//! hold        s0 s1      s2 s3
+//! a layer     s0 from 0, s1 from 0, s2 from 1, s3 from 1: forward, and again on the way back
+//! ```
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use kernels::Result;
+use tch::{Device, Kind, Tensor};
+
+use super::layer::Pass;
+use super::line::{Coming, Line};
+use super::param::{ParamId, ParamSpec};
+
+/// Numbers at whose multiples a shard begins: where memory of its own would, for every kind of number.
+const ALIGN: i64 = 64;
+
+/// How a parameter is cut into shards: along one dimension, which may have two sides, each cut alike.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sharding {
+    shape: Vec<i64>,
+    dim: usize,
+    /// Equal parts of that dimension of which a shard has the same rows.
+    sides: i64,
+    /// What is dealt to shards: single rows, or heads.
+    units: i64,
+    /// Rows in each.
+    unit: i64,
+    /// The first of all rows of the units that the parameter has.
+    first: i64,
+}
+
+impl Sharding {
+    /// Of a parameter of this shape whose dimension `dim` has `sides` times `units` equal parts.
+    pub(super) fn new(shape: &[i64], dim: usize, sides: i64, units: i64) -> Sharding {
+        let unit = shape[dim] / sides / units;
+        Sharding { shape: shape.to_vec(), dim, sides, units, unit, first: 0 }
+    }
+
+    /// Of one that has only those rows of `units` of `unit` rows each that begin with `first`.
+    pub(super) fn of_some(shape: &[i64], units: i64, unit: i64, first: i64) -> Sharding {
+        Sharding { shape: shape.to_vec(), dim: 0, sides: 1, units, unit, first }
+    }
+
+    /// Into how many it is cut, of so many at most.
+    fn count(&self, shards: i64) -> i64 {
+        shards.min(self.units)
+    }
+
+    /// Rows of a side.
+    fn size(&self) -> i64 {
+        self.shape[self.dim] / self.sides
+    }
+
+    /// Numbers of a row.
+    fn inner(&self) -> i64 {
+        self.shape[self.dim + 1..].iter().product()
+    }
+
+    /// Sides in all.
+    fn outer(&self) -> i64 {
+        self.shape[..self.dim].iter().product::<i64>() * self.sides
+    }
+
+    /// The rows of each side that a shard has.
+    fn rows(&self, shards: i64, shard: i64) -> Range<i64> {
+        let units = share(self.units, self.count(shards), shard);
+        let here = |row: i64| (row * self.unit - self.first).clamp(0, self.size());
+        here(units.start)..here(units.end)
+    }
+
+    /// Its numbers.
+    fn length(&self, shards: i64, shard: i64) -> i64 {
+        let Range { start, end } = self.rows(shards, shard);
+        self.outer() * (end - start) * self.inner()
+    }
+
+    /// Its shape.
+    fn shape_of(&self, shards: i64, shard: i64) -> Vec<i64> {
+        let (mut shape, Range { start, end }) = (self.shape.clone(), self.rows(shards, shard));
+        shape[self.dim] = self.sides * (end - start);
+        shape
+    }
+}
+
+/// Which shards of its weights a place holds for the others of a line; by default all weights whole.
+#[derive(Clone, Debug, Default)]
+pub struct Fold {
+    degree: i64,
+    place: i64,
+    shards: i64,
+    /// By parameter; nothing where the weights are whole.
+    cuts: Arc<[Option<Sharding>]>,
+}
+
+impl PartialEq for Fold {
+    fn eq(&self, other: &Fold) -> bool {
+        // What is cut follows from the model, of which a run has one.
+        let Fold { degree, place, shards, cuts: _ } = self;
+        (*degree, *place, *shards) == (other.degree, other.place, other.shards)
+    }
+}
+
+/// A shard that a place holds.
+struct Held {
+    shard: i64,
+    /// Where it begins in the row.
+    first: i64,
+}
+
+/// A block of numbers that a run of a parameter's and what a place holds of it have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Common {
+    /// Equal stretches of it, which is their distance in the run and in what is held.
+    rows: i64,
+    /// Numbers in each.
+    length: i64,
+    /// Of the run: where a stretch's row begins, how long that row is, and where in it the stretch does.
+    run: [i64; 3],
+    /// The same of what is held.
+    held: [i64; 3],
+}
+
+impl Common {
+    /// Its numbers.
+    pub fn count(&self) -> i64 {
+        self.rows * self.length
+    }
+
+    /// These numbers of the run, `[rows, length]`, as an alias.
+    pub fn of_run(&self, flat: &Tensor) -> Tensor {
+        self.of(flat, self.run)
+    }
+
+    /// These numbers of what is held.
+    pub fn of_held(&self, flat: &Tensor) -> Tensor {
+        self.of(flat, self.held)
+    }
+
+    fn of(&self, flat: &Tensor, [first, row, at]: [i64; 3]) -> Tensor {
+        flat.narrow(0, first, self.rows * row).view([self.rows, row]).narrow(1, at, self.length)
+    }
+}
+
+impl Fold {
+    /// Of place `place` among `degree`, of these parameters cut into so many shards.
+    pub fn new(degree: u32, place: u32, parameters: &[ParamSpec], shards: u64) -> Fold {
+        if degree == 1 {
+            return Fold::default();
+        }
+        let cuts = parameters.iter().map(|one| one.sharding.clone()).collect();
+        Fold { degree: degree.into(), place: place.into(), shards: shards as i64, cuts }
+    }
+
+    /// What another place of a line holds.
+    pub fn at(&self, place: u32) -> Fold {
+        Fold { place: place.into(), ..self.clone() }
+    }
+
+    /// How many places there are; 1 where weights are whole.
+    pub fn degree(&self) -> u32 {
+        self.degree.max(1) as u32
+    }
+
+    /// Whether a parameter is held in shards.
+    pub fn cuts(&self, parameter: usize) -> bool {
+        self.cut(parameter).is_some()
+    }
+
+    fn cut(&self, parameter: usize) -> Option<&Sharding> {
+        self.cuts.get(parameter)?.as_ref()
+    }
+
+    /// Who holds a shard.
+    fn holder(&self, cut: &Sharding, shard: i64) -> i64 {
+        shard * self.degree / cut.count(self.shards)
+    }
+
+    fn held(&self, cut: &Sharding) -> Vec<Held> {
+        let (mut found, mut end) = (Vec::new(), 0);
+        for shard in 0..cut.count(self.shards) {
+            if self.holder(cut, shard) == self.place {
+                found.push(Held { shard, first: end });
+                end += up(cut.length(self.shards, shard), ALIGN);
+            }
+        }
+        found
+    }
+
+    /// Numbers of the row in which this place has its shards of a parameter; `None` where it has all of it.
+    pub fn length(&self, parameter: usize) -> Option<i64> {
+        let cut = self.cut(parameter)?;
+        let last = self.held(cut).pop();
+        Some(last.map_or(0, |held| held.first + cut.length(self.shards, held.shard)))
+    }
+
+    /// Room for what this place holds of a parameter.
+    pub fn room(&self, spec: &ParamSpec, parameter: usize, kind: Kind, device: Device) -> Tensor {
+        match self.length(parameter) {
+            None => Tensor::empty(spec.shape.as_slice(), (kind, device)),
+            // What lies between shards is never read, but it is copied.
+            Some(length) => Tensor::zeros([length], (kind, device)),
+        }
+    }
+
+    /// What this place holds of the numbers `run` of a parameter that is cut, in an order that all places come to.
+    pub fn common(&self, parameter: usize, run: Range<i64>) -> Vec<Common> {
+        let Some(cut) = self.cut(parameter) else { return Vec::new() };
+        let row = cut.size() * cut.inner();
+        let mut found = Vec::new();
+        for Held { shard, first } in self.held(cut) {
+            let Range { start, end } = cut.rows(self.shards, shard);
+            let (start, end) = (start * cut.inner(), end * cut.inner());
+            let own = end - start;
+            // A row of which the run has a part, those that it has whole, and again a part.
+            let whole = up(run.start, row)..run.end / row * row;
+            let parts = match whole.start < whole.end {
+                true => [run.start..whole.start, whole.clone(), whole.end..run.end].to_vec(),
+                false => split(&run, row),
+            };
+            for part in parts.into_iter().filter(|part| part.start < part.end && own > 0) {
+                let (of, rows) = (part.start / row, up(part.end - part.start, row) / row);
+                if part == whole {
+                    let held = [first + of * own, own, 0];
+                    let run = [part.start - run.start, row, start];
+                    found.push(Common { rows, length: own, run, held });
+                    continue;
+                }
+                let (from, to) = (part.start.max(of * row + start), part.end.min(of * row + end));
+                if from < to {
+                    let length = to - from;
+                    let held = [first + of * own + from - of * row - start, length, 0];
+                    found.push(Common {
+                        rows: 1,
+                        length,
+                        run: [from - run.start, length, 0],
+                        held,
+                    });
+                }
+            }
+        }
+        found
+    }
+}
+
+/// The part number `part` of `parts` of `size` things, as equal as they can be.
+pub(super) fn share(size: i64, parts: i64, part: i64) -> Range<i64> {
+    size * part / parts..size * (part + 1) / parts
+}
+
+/// The next multiple of `step`.
+fn up(number: i64, step: i64) -> i64 {
+    (number + step - 1) / step * step
+}
+
+/// The parts of a run that lie in one row each.
+fn split(run: &Range<i64>, row: i64) -> Vec<Range<i64>> {
+    let (mut parts, mut first) = (Vec::new(), run.start);
+    while first < run.end {
+        let end = run.end.min((first / row + 1) * row);
+        parts.push(first..end);
+        first = end;
+    }
+    parts
+}
+
+/// A process among those that hold weights for each other.
+#[derive(Clone, Copy)]
+pub struct Folded<'a> {
+    /// What it holds.
+    pub fold: &'a Fold,
+    /// The others.
+    pub line: &'a dyn Line,
+}
+
+/// A shard of a weight on its way here.
+pub(super) struct Shard<'a> {
+    shape: Vec<i64>,
+    /// What this place has of it: all or nothing.
+    own: Tensor,
+    coming: Option<Box<dyn Coming + 'a>>,
+    /// The other place that holds it.
+    from: Option<usize>,
+}
+
+impl<'a> Pass<'a> {
+    /// Begins to bring a shard of a weight here; all places ask for the same ones in one order.
+    pub(super) fn fetch(
+        &self,
+        Folded { fold, line }: Folded<'a>,
+        id: ParamId,
+        shard: i64,
+    ) -> Result<Shard<'a>> {
+        let row = &self.weights[id];
+        let Some(cut) = fold.cut(id.index()) else {
+            let reason = format!("parameter {} is not cut into shards", id.index());
+            return Err(kernels::Error::Foreign { call: "hand over a shard", reason });
+        };
+        let (holder, shape) = (fold.holder(cut, shard), cut.shape_of(fold.shards, shard));
+        let length = cut.length(fold.shards, shard);
+        let held = fold.held(cut).into_iter().find(|held| held.shard == shard);
+        let nothing = || row.f_narrow(0, 0, 0);
+        let own = held.map_or_else(nothing, |held| row.f_narrow(0, held.first, length))?;
+        let from = (holder != fold.place && length > 0).then_some(holder as usize);
+        if length == 0 {
+            return Ok(Shard { shape, own, coming: None, from });
+        }
+        let mut take = vec![0; fold.degree as usize];
+        from.iter().for_each(|from| take[*from] = length);
+        let give: Vec<Tensor> = take.iter().map(|_| own.shallow_clone()).collect();
+        let coming = Some(line.begin("a shard of weights", &give, &take, row.kind())?);
+        Ok(Shard { shape, own, coming, from })
+    }
+}
+
+impl Shard<'_> {
+    /// The shard, once it is here, or has left.
+    pub(super) fn wait(self) -> Result<Tensor> {
+        let Shard { shape, own, coming, from } = self;
+        let mut found = coming.map_or_else(|| Ok(Vec::new()), Coming::wait)?;
+        let whole = from.map_or(own, |from| found.swap_remove(from));
+        Ok(whole.f_view(shape.as_slice())?)
+    }
+}
+
+/// The shards of some weights, in their order: while one is used the next one is under way.
+pub(super) struct Shards<'a, 'b, const N: usize> {
+    pass: &'b Pass<'a>,
+    ids: [ParamId; N],
+    count: i64,
+    /// The next one.
+    at: i64,
+    /// It, on its way here.
+    coming: Vec<Shard<'a>>,
+}
+
+impl<'a, 'b, const N: usize> Shards<'a, 'b, N> {
+    /// Of weights that are cut into `count` shards each.
+    pub(super) fn new(pass: &'b Pass<'a>, ids: [ParamId; N], count: i64) -> Result<Self> {
+        let mut shards = Shards { pass, ids, count, at: 0, coming: Vec::new() };
+        shards.coming = shards.fetch()?;
+        Ok(shards)
+    }
+
+    /// Begins to bring the next one here, if there is one.
+    fn fetch(&self) -> Result<Vec<Shard<'a>>> {
+        match self.pass.folded.filter(|_| self.at < self.count) {
+            None => Ok(Vec::new()),
+            Some(folded) => {
+                self.ids.iter().map(|id| self.pass.fetch(folded, *id, self.at)).collect()
+            }
+        }
+    }
+
+    /// The next one of each weight, in the order in which they were named; `None` where weights are whole.
+    pub(super) fn next(&mut self) -> Result<Option<[Tensor; N]>> {
+        let coming = std::mem::take(&mut self.coming);
+        self.at += 1;
+        self.coming = self.fetch()?;
+        let found = coming.into_iter().map(Shard::wait).collect::<Result<Vec<_>>>()?;
+        Ok(found.try_into().ok())
+    }
+}
