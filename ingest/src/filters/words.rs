@@ -53,9 +53,15 @@ pub(crate) fn lines(text: &str) -> impl Iterator<Item = &str> {
         if rest.is_empty() {
             return None;
         }
-        let end = rest.find(
-            |c| matches!(c, '\n'..='\r' | '\u{1c}'..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}'),
-        );
+        let bytes = rest.as_bytes();
+        // By bytes: U+0085, U+2028 and U+2029 are the only ends of lines beyond ASCII.
+        let ends = |at: &usize| match bytes[*at] {
+            b'\n'..=b'\r' | 0x1c..=0x1e => true,
+            0xc2 => bytes[at + 1] == 0x85,
+            0xe2 => bytes[at + 1] == 0x80 && matches!(bytes[at + 2], 0xa8 | 0xa9),
+            _ => false,
+        };
+        let end = (0..bytes.len()).find(ends);
         let Some(end) = end else { return Some(std::mem::take(&mut rest)) };
         let (line, tail) = rest.split_at(end);
         let skip = if tail.starts_with("\r\n") {
@@ -77,6 +83,7 @@ pub(crate) fn chars(text: &str) -> usize {
 pub(crate) fn words(text: &str) -> Vec<(usize, usize)> {
     let mut found = Vec::with_capacity(text.len() / 5);
     let bytes = text.as_bytes();
+    let mut after = Vec::new();
     let (mut start, mut at) = (0, 0);
     while at < bytes.len() {
         // Most characters are ASCII: only others are decoded.
@@ -87,24 +94,30 @@ pub(crate) fn words(text: &str) -> Vec<(usize, usize)> {
         at += length;
         if space {
             if start < at - length {
-                chunk(text, start, at - length, &mut found);
+                chunk(text, start, at - length, &mut found, &mut after);
             }
             start = at;
         }
     }
     if start < at {
-        chunk(text, start, at, &mut found);
+        chunk(text, start, at, &mut found, &mut after);
     }
     found
 }
 
-/// Cuts what stands between two spaces.
-fn chunk(text: &str, mut start: usize, mut end: usize, found: &mut Vec<(usize, usize)>) {
+/// Cuts what stands between two spaces. `after` is empty before and afterwards.
+fn chunk(
+    text: &str,
+    mut start: usize,
+    mut end: usize,
+    found: &mut Vec<(usize, usize)>,
+    after: &mut Vec<(usize, usize)>,
+) {
     if text.as_bytes()[start..end].iter().all(u8::is_ascii_alphabetic) {
         found.push((start, end));
         return;
     }
-    let (mut after, mut whole) = (Vec::new(), false);
+    let mut whole = false;
     while start < end {
         let rest = &text[start..end];
         whole = is_whole(rest);
@@ -130,7 +143,7 @@ fn chunk(text: &str, mut start: usize, mut end: usize, found: &mut Vec<(usize, u
             inside(rest, start, found);
         }
     }
-    found.extend(after.into_iter().rev());
+    found.extend(after.drain(..).rev());
 }
 
 /// Abbreviations that keep their point.
@@ -266,22 +279,21 @@ fn unit(word: &str) -> Option<usize> {
 
 /// Cuts within a word: at hyphens, between a sentence's end and the next, at signs between letters.
 fn inside(word: &str, offset: usize, found: &mut Vec<(usize, usize)>) {
+    // Nothing else can split, whatever stands beside it.
     let sign = |byte: &u8| !byte.is_ascii() || b".,+*^-~:<>=/".contains(byte);
-    if !word.as_bytes().iter().any(sign) {
-        found.push((offset, offset + word.len()));
-        return;
-    }
-    let mut start = 0;
-    let mut previous: Option<char> = None;
-    let mut rest = word.char_indices().peekable();
-    while let Some((at, c)) = rest.next() {
+    let (mut start, mut at) = (0, 0);
+    while let Some(ahead) = word.as_bytes()[at..].iter().position(sign) {
+        at += ahead;
         let tail = &word[at..];
+        let Some(c) = tail.chars().next() else { break };
+        // A run of signs is looked at once, whether it splits or not.
         let mut length = c.len_utf8();
         if tail.starts_with("..") {
             length = tail.len() - tail.trim_start_matches('.').len();
         } else if c == '-' {
             length = tail.len() - tail.trim_start_matches('-').len();
         }
+        let previous = word[..at].chars().next_back();
         let next = tail[length..].chars().next();
         if previous.is_some() && next.is_some() && splits(previous, c, length, next) {
             if start < at {
@@ -290,9 +302,7 @@ fn inside(word: &str, offset: usize, found: &mut Vec<(usize, usize)>) {
             found.push((offset + at, offset + at + length));
             start = at + length;
         }
-        // A run of signs is looked at once, whether it splits or not.
-        while rest.next_if(|(next, _)| *next < at + length).is_some() {}
-        previous = word[..at + length].chars().next_back();
+        at += length;
     }
     if start < word.len() {
         found.push((offset + start, offset + word.len()));
