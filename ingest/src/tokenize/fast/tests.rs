@@ -146,7 +146,7 @@ fn splits_in_a_row_have_the_ids_of_the_reference() {
 fn splits_of_classes_have_the_ids_of_the_reference() {
     let tokenizer = Tokenizer::new(steps_before_bytes(&deepseek(), 20), Engine::Fastest).unwrap();
     // Every character that is one of a class, a space or a digit somewhere, and a sample of the others.
-    let edge = |c: &char| (*c as u32) < 0x3400 || c.is_numeric() || *c as u32 % 61 == 0;
+    let edge = |c: &char| (*c as u32) < 0x3400 || c.is_numeric() || (*c as u32).is_multiple_of(61);
     let chars: Vec<char> = ('\0'..=char::MAX).filter(edge).collect();
     for chars in chars.chunks(1000) {
         let mut text = String::new();
