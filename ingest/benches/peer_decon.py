@@ -75,10 +75,10 @@ def medians(rounds):
     return tuple(statistics.median(times) for times in zip(*rounds))
 
 
-def told(count, size, ours, bare, theirs):
+def told(count, size, ours, bare, theirs, peer):
     """The times of both programs, and of zdata's step alone."""
     step = max(ours[0] - bare[0], 0.001)
-    for who, (used, wall) in (("zdata", ours), ("decon", theirs)):
+    for who, (used, wall) in (("zdata", ours), (peer, theirs)):
         print(f"  {who}: {used:.2f} s of processor time, {wall:.2f} s of wall time; "
               f"{count / used:.0f} documents/s, {size / used:.1f} MB/s")
     print(f"  zdata is {theirs[0] / ours[0]:.2f} times as fast; its step alone takes {step:.2f} s, "
@@ -128,7 +128,7 @@ def decontaminate(args, docs):
                            "--worker-threads", "1"]))
     size = size_of(docs)
     print(f"decontamination: {len(docs)} documents, {size:.1f} MB, {len(items)} items, one core each")
-    told(len(docs), size, medians(ours), medians(bare), medians(theirs))
+    told(len(docs), size, medians(ours), medians(bare), medians(theirs), "decon")
     theirs = reported(args, report)
     for who, removed in (("zdata", gone), ("decon", theirs)):
         recall = []
@@ -154,9 +154,10 @@ def reported(args, report):
 
 
 def lines_of(path):
-    """Its lines, decompressed by its name."""
+    """Its lines that are not empty, decompressed by its name."""
     reader = ["zstd", "-dc"] if path.endswith(".zst") else ["gzip", "-dc"] if path.endswith(".gz") else ["cat"]
-    return subprocess.run([*reader, path], capture_output=True, check=True).stdout.decode().splitlines()
+    text = subprocess.run([*reader, path], capture_output=True, check=True).stdout.decode()
+    return [line for line in text.split("\n") if line.strip()]
 
 
 def main():

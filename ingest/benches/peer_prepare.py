@@ -95,8 +95,8 @@ def planted(docs, seed=1):
     return found
 
 
-def similar(docs, least):
-    """For each document: the greatest similarity to an earlier one, and to any other; exact."""
+def similarities(docs, least):
+    """The similarity of each pair of documents (their numbers, the earlier one first) that is at least so similar; exact."""
     sets, postings = [], collections.defaultdict(list)
     for number, text in enumerate(docs.values()):
         words = re.findall(r"\w+", text.lower())
@@ -110,13 +110,21 @@ def similar(docs, least):
             for at, first in enumerate(numbers):
                 for second in numbers[at + 1:]:
                     shared[first, second] += 1
-    earlier, any_other = [0.0] * len(sets), [0.0] * len(sets)
+    found = {}
     for (first, second), both in shared.items():
         similarity = both / (sets[first] + sets[second] - both)
         if similarity >= least:
-            earlier[second] = max(earlier[second], similarity)
-            for number in (first, second):
-                any_other[number] = max(any_other[number], similarity)
+            found[first, second] = similarity
+    return found
+
+
+def similar(docs, least):
+    """For each document: the greatest similarity to an earlier one, and to any other; exact."""
+    earlier, any_other = [0.0] * len(docs), [0.0] * len(docs)
+    for (first, second), similarity in similarities(docs, least).items():
+        earlier[second] = max(earlier[second], similarity)
+        for number in (first, second):
+            any_other[number] = max(any_other[number], similarity)
     return earlier, any_other
 
 

@@ -159,8 +159,17 @@ impl GopherQuality {
             ));
         }
         let limit = self.min_stop_words?;
-        let stops = self.stop_words.split_whitespace();
-        let found = stops.filter(|stop| text.words().any(|word| word == *stop)).count();
+        // One pass over the words, as long as a stop word is missing.
+        let mut missing: Vec<&str> = self.stop_words.split_whitespace().collect();
+        let stops = missing.len();
+        let longest = missing.iter().map(|stop| stop.len()).max().unwrap_or(0);
+        for word in text.words().filter(|word| word.len() <= longest) {
+            missing.retain(|stop| *stop != word);
+            if missing.is_empty() {
+                break;
+            }
+        }
+        let found = stops - missing.len();
         count(limit, found, true).then(|| Dropped::new("gopher-quality: few stop words", found))
     }
 }

@@ -84,7 +84,7 @@ impl GopherRepetition {
 
     fn judge_words(&self, text: &Text<'_>) -> Option<Dropped> {
         let whole = chars(text.text);
-        let grams = Grams::new(text);
+        let mut grams = Grams::new(text);
         let tops = [
             (2, self.max_top_2, "gopher-repetition: most frequent 2 words"),
             (3, self.max_top_3, "gopher-repetition: most frequent 3 words"),
@@ -135,7 +135,8 @@ fn split_at_ends(text: &str, least: usize) -> Vec<&str> {
 
 /// How many parts occurred before, and their characters.
 pub(crate) fn repeated<'a>(parts: impl ExactSizeIterator<Item = &'a str>) -> (usize, usize) {
-    let mut seen = Seen::new(parts.len());
+    let mut seen = Seen::default();
+    seen.empty(parts.len());
     let (mut again, mut length) = (0, 0);
     for part in parts {
         if seen.insert(xxh3_64(part.as_bytes())).is_err() {
@@ -151,19 +152,24 @@ struct Grams {
     solid: String,
     /// Where each word ends in `solid`, in bytes and in characters.
     ends: Vec<(usize, usize)>,
+    /// The hash of each word.
+    words: Vec<u64>,
+    /// One set for all lengths of run: a new one for each would be fresh memory nine times a document.
+    seen: Seen,
 }
 
 impl Grams {
     fn new(text: &Text<'_>) -> Self {
         let mut solid = String::with_capacity(text.text.len());
-        let mut ends = vec![(0, 0)];
+        let (mut ends, mut words) = (vec![(0, 0)], Vec::new());
         let mut length = 0;
         for word in text.words() {
             solid += word;
             length += chars(word);
             ends.push((solid.len(), length));
+            words.push(xxh3_64(word.as_bytes()));
         }
-        Grams { solid, ends }
+        Grams { solid, ends, words, seen: Seen::default() }
     }
 
     fn bytes(&self, first: usize, n: usize) -> &[u8] {
@@ -177,18 +183,16 @@ impl Grams {
     /// Characters in all occurrences of the most frequent run of `n` words, spaces between them included.
     ///
     /// Of runs equally frequent the first counts, as in the reference.
-    fn top(&self, n: usize) -> usize {
+    fn top(&mut self, n: usize) -> usize {
         let count = self.ends.len().saturating_sub(n);
-        let words: Vec<u64> =
-            (0..self.ends.len() - 1).map(|at| xxh3_64(self.bytes(at, 1))).collect();
-        let mut seen = Seen::new(count);
+        self.seen.empty(count);
         let mut times: Vec<(usize, usize)> = Vec::new();
         for first in 0..count {
             // Over words and not their bytes: "a bc" is not "ab c".
-            let hash = words[first..first + n]
+            let hash = self.words[first..first + n]
                 .iter()
                 .fold(n as u64, |hash, word| (hash ^ word).wrapping_mul(MIX).rotate_left(29));
-            match seen.insert(hash) {
+            match self.seen.insert(hash) {
                 Ok(()) => times.push((1, first)),
                 Err(slot) => times[slot].0 += 1,
             }
@@ -198,12 +202,13 @@ impl Grams {
     }
 
     /// Characters in runs of `n` words that occurred before, no character twice.
-    fn repeated(&self, n: usize) -> usize {
+    fn repeated(&mut self, n: usize) -> usize {
         let count = self.ends.len().saturating_sub(n);
-        let mut seen = Seen::new(count);
+        self.seen.empty(count);
         let (mut length, mut first) = (0, 0);
         while first < count {
-            if seen.insert(xxh3_64(self.bytes(first, n))).is_ok() {
+            let hash = xxh3_64(self.bytes(first, n));
+            if self.seen.insert(hash).is_ok() {
                 first += 1;
             } else {
                 length += self.chars(first, n);
@@ -218,14 +223,18 @@ impl Grams {
 const MIX: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// A set of hashes in the order in which they came: open addressing, half full.
+#[derive(Default)]
 struct Seen {
     slots: Vec<(u64, u32)>,
     count: u32,
 }
 
 impl Seen {
-    fn new(most: usize) -> Self {
-        Seen { slots: vec![(0, u32::MAX); (2 * most + 1).next_power_of_two()], count: 0 }
+    /// Makes it a set of nothing, with room for `most`.
+    fn empty(&mut self, most: usize) {
+        self.slots.clear();
+        self.slots.resize((2 * most + 1).next_power_of_two(), (0, u32::MAX));
+        self.count = 0;
     }
 
     /// Adds a hash, or says as which it came before.
@@ -284,7 +293,7 @@ mod tests {
             let text = words.join(" ");
             let text = Text::new(&text);
             let words: Vec<&str> = text.words().collect();
-            let grams = Grams::new(&text);
+            let mut grams = Grams::new(&text);
             for n in 2..=10 {
                 prop_assert_eq!(grams.repeated(n), slow_repeated(&words, n));
                 prop_assert_eq!(grams.top(n), slow_top(&words, n));

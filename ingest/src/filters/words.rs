@@ -53,9 +53,15 @@ pub(crate) fn lines(text: &str) -> impl Iterator<Item = &str> {
         if rest.is_empty() {
             return None;
         }
-        let end = rest.find(
-            |c| matches!(c, '\n'..='\r' | '\u{1c}'..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}'),
-        );
+        let bytes = rest.as_bytes();
+        // By bytes: U+0085, U+2028 and U+2029 are the only ends of lines beyond ASCII.
+        let ends = |at: &usize| match bytes[*at] {
+            b'\n'..=b'\r' | 0x1c..=0x1e => true,
+            0xc2 => bytes[at + 1] == 0x85,
+            0xe2 => bytes[at + 1] == 0x80 && matches!(bytes[at + 2], 0xa8 | 0xa9),
+            _ => false,
+        };
+        let end = (0..bytes.len()).find(ends);
         let Some(end) = end else { return Some(std::mem::take(&mut rest)) };
         let (line, tail) = rest.split_at(end);
         let skip = if tail.starts_with("\r\n") {
@@ -76,32 +82,46 @@ pub(crate) fn chars(text: &str) -> usize {
 /// The words of a text, as byte ranges.
 pub(crate) fn words(text: &str) -> Vec<(usize, usize)> {
     let mut found = Vec::with_capacity(text.len() / 5);
-    let mut start = None;
-    for (at, c) in text.char_indices() {
-        if is_space(c) {
-            if let Some(start) = start.take() {
-                chunk(text, start, at, &mut found);
+    let bytes = text.as_bytes();
+    let mut after = Vec::new();
+    let (mut start, mut at) = (0, 0);
+    while at < bytes.len() {
+        // Most characters are ASCII: only others are decoded.
+        let (space, length) = match bytes[at] {
+            byte @ ..0x80 => (matches!(byte, b'\t'..=b'\r' | 0x1c..=0x1f | b' '), 1),
+            _ => text[at..].chars().next().map_or((false, 1), |c| (is_space(c), c.len_utf8())),
+        };
+        at += length;
+        if space {
+            if start < at - length {
+                chunk(text, start, at - length, &mut found, &mut after);
             }
-        } else if start.is_none() {
-            start = Some(at);
+            start = at;
         }
     }
-    if let Some(start) = start {
-        chunk(text, start, text.len(), &mut found);
+    if start < at {
+        chunk(text, start, at, &mut found, &mut after);
     }
     found
 }
 
-/// Cuts what stands between two spaces.
-fn chunk(text: &str, mut start: usize, mut end: usize, found: &mut Vec<(usize, usize)>) {
+/// Cuts what stands between two spaces. `after` is empty before and afterwards.
+fn chunk(
+    text: &str,
+    mut start: usize,
+    mut end: usize,
+    found: &mut Vec<(usize, usize)>,
+    after: &mut Vec<(usize, usize)>,
+) {
     if text.as_bytes()[start..end].iter().all(u8::is_ascii_alphabetic) {
         found.push((start, end));
         return;
     }
-    let mut after = Vec::new();
+    let mut whole = false;
     while start < end {
         let rest = &text[start..end];
-        if is_whole(rest) {
+        whole = is_whole(rest);
+        if whole {
             break;
         }
         if let Some(length) = prefix(rest) {
@@ -116,13 +136,14 @@ fn chunk(text: &str, mut start: usize, mut end: usize, found: &mut Vec<(usize, u
     }
     if start < end {
         let rest = &text[start..end];
-        if is_whole(rest) || rest.contains("://") {
+        let colon = || memchr::memchr(b':', rest.as_bytes());
+        if whole || colon().is_some_and(|at| rest[at..].contains("://")) {
             found.push((start, end));
         } else {
             inside(rest, start, found);
         }
     }
-    found.extend(after.into_iter().rev());
+    found.extend(after.drain(..).rev());
 }
 
 /// Abbreviations that keep their point.
@@ -133,15 +154,25 @@ fn is_whole(word: &str) -> bool {
         "Sen.", "Sr.", "St.", "a.m.", "and/or", "c'm", "e.g.", "i.e.", "p.m.", "v.s.", "vs.",
         "w/o", "w/",
     ];
-    word.len() <= 7 && WHOLE.binary_search(&word).is_ok()
+    // Most words are told apart by their last byte, or hold no sign.
+    let signs = || word.bytes().any(|byte| matches!(byte, b'/' | b'\''));
+    let looks_so = word.len() <= 7
+        && match word.as_bytes().last() {
+            Some(b'.' | b'/') => true,
+            Some(b'm' | b'o' | b'r') => signs(),
+            _ => false,
+        };
+    looks_so && WHOLE.binary_search(&word).is_ok()
 }
 
 /// The length of what is cut from the front of a word, if anything is.
 fn prefix(word: &str) -> Option<usize> {
     let first = word.chars().next()?;
-    let dots = word.len() - word.trim_start_matches('.').len();
-    if dots >= 2 {
-        return Some(dots);
+    if first.is_ascii_alphanumeric() {
+        return None;
+    }
+    if word.starts_with("..") {
+        return Some(word.len() - word.trim_start_matches('.').len());
     }
     let next_is_digit = || word[1..].starts_with(|c: char| c.is_ascii_digit());
     let cut = match first {
@@ -155,11 +186,13 @@ fn prefix(word: &str) -> Option<usize> {
 /// The length of what is cut from the end of a word, if anything is.
 fn suffix(word: &str) -> Option<usize> {
     let last = word.chars().next_back()?;
-    let before = &word[..word.len() - last.len_utf8()];
-    let dots = word.len() - word.trim_end_matches('.').len();
-    if dots >= 2 {
-        return Some(dots);
+    if last.is_ascii_alphanumeric() {
+        return contraction(word).or_else(|| unit(word));
     }
+    if word.ends_with("..") {
+        return Some(word.len() - word.trim_end_matches('.').len());
+    }
+    let before = &word[..word.len() - last.len_utf8()];
     let previous = before.chars().next_back();
     let digit = previous.is_some_and(|c| c.is_ascii_digit());
     let cut = match last {
@@ -195,25 +228,38 @@ fn ends_sentence(word: &str) -> bool {
 fn contraction(word: &str) -> Option<usize> {
     // Bytes: nothing here may cut a character.
     let bytes = word.as_bytes();
-    let tail = |count: usize| {
-        let tail = bytes.len().checked_sub(count).filter(|at| *at > 0)?;
-        Some(bytes[tail..].to_ascii_lowercase())
+    let end = &bytes[bytes.len().saturating_sub(5)..];
+    if !end.iter().any(|byte| matches!(byte, b'\'' | 0xe2)) {
+        return None;
+    }
+    let ends_in = |end: &[u8]| {
+        let at = bytes.len().checked_sub(end.len())?;
+        bytes[at..].eq_ignore_ascii_case(end).then_some(at)
     };
-    let apostrophe = |tail: &[u8]| match tail {
-        [b'\'', rest @ ..] => Some(rest.to_vec()),
-        [0xe2, 0x80, 0x99, rest @ ..] => Some(rest.to_vec()),
-        _ => None,
-    };
-    for count in 2..=5 {
-        let found = tail(count)?;
-        let ended = match found.strip_prefix(b"n") {
-            Some(rest) => apostrophe(rest).is_some_and(|rest| rest == b"t"),
-            None => apostrophe(&found).is_some_and(|rest| {
-                matches!(rest.as_slice(), b"s" | b"m" | b"d" | b"ll" | b"re" | b"ve")
-            }),
+    const ENDS: [(&[u8], bool); 7] = [
+        (b"s", false),
+        (b"m", false),
+        (b"d", false),
+        (b"t", true),
+        (b"ll", false),
+        (b"re", false),
+        (b"ve", false),
+    ];
+    for (end, negated) in ENDS {
+        let Some(at) = ends_in(end) else { continue };
+        let apostrophe = match &bytes[..at] {
+            [.., b'\''] => 1,
+            [.., 0xe2, 0x80, 0x99] => 3,
+            _ => continue,
         };
-        if ended {
-            return Some(count);
+        let before = at - apostrophe;
+        let cut = match negated {
+            false => before,
+            true if matches!(bytes[..before].last(), Some(b'n' | b'N')) => before - 1,
+            true => continue,
+        };
+        if cut > 0 {
+            return Some(bytes.len() - cut);
         }
     }
     None
@@ -225,25 +271,29 @@ fn unit(word: &str) -> Option<usize> {
         "km", "m", "cm", "mm", "ha", "kg", "g", "mg", "lb", "oz", "km/h", "mph", "Pa", "kb", "KB",
         "mb", "MB", "gb", "GB", "tb", "TB", "T", "G", "M", "K",
     ];
-    let number = word.trim_end_matches(|c: char| c.is_ascii_alphabetic() || c == '/');
-    let unit = &word[number.len()..];
-    let digit = number.ends_with(|c: char| c.is_ascii_digit());
-    (digit && UNITS.contains(&unit)).then_some(unit.len())
+    let bytes = word.as_bytes();
+    let number = bytes.iter().rposition(|byte| !byte.is_ascii_alphabetic() && *byte != b'/')?;
+    let length = bytes.len() - number - 1;
+    (bytes[number].is_ascii_digit() && UNITS.contains(&&word[number + 1..])).then_some(length)
 }
 
 /// Cuts within a word: at hyphens, between a sentence's end and the next, at signs between letters.
 fn inside(word: &str, offset: usize, found: &mut Vec<(usize, usize)>) {
-    let mut start = 0;
-    let mut previous: Option<char> = None;
-    let mut rest = word.char_indices().peekable();
-    while let Some((at, c)) = rest.next() {
+    // Nothing else can split, whatever stands beside it.
+    let sign = |byte: &u8| !byte.is_ascii() || b".,+*^-~:<>=/".contains(byte);
+    let (mut start, mut at) = (0, 0);
+    while let Some(ahead) = word.as_bytes()[at..].iter().position(sign) {
+        at += ahead;
         let tail = &word[at..];
+        let Some(c) = tail.chars().next() else { break };
+        // A run of signs is looked at once, whether it splits or not.
         let mut length = c.len_utf8();
         if tail.starts_with("..") {
             length = tail.len() - tail.trim_start_matches('.').len();
         } else if c == '-' {
             length = tail.len() - tail.trim_start_matches('-').len();
         }
+        let previous = word[..at].chars().next_back();
         let next = tail[length..].chars().next();
         if previous.is_some() && next.is_some() && splits(previous, c, length, next) {
             if start < at {
@@ -252,9 +302,7 @@ fn inside(word: &str, offset: usize, found: &mut Vec<(usize, usize)>) {
             found.push((offset + at, offset + at + length));
             start = at + length;
         }
-        // A run of signs is looked at once, whether it splits or not.
-        while rest.next_if(|(next, _)| *next < at + length).is_some() {}
-        previous = word[..at + length].chars().next_back();
+        at += length;
     }
     if start < word.len() {
         found.push((offset + start, offset + word.len()));
@@ -468,10 +516,13 @@ pub(crate) fn is_terminal(c: char) -> bool {
 
 /// Whether a character is punctuation or control.
 pub(crate) fn is_punctuation(c: char) -> bool {
-    if c.is_ascii_alphanumeric() {
-        return false;
+    match c {
+        // The tables' part below 0x80, ends of sentences included.
+        '\0'..='\u{8}' | '\u{b}'..='\u{1f}' | '!'..='/' | ':'..='@' | '['..='`' => true,
+        '{'..='\u{7f}' => true,
+        c if c.is_ascii() => false,
+        c => within(c, PUNCTUATION) || is_terminal(c),
     }
-    within(c, PUNCTUATION) || is_terminal(c)
 }
 
 /// The number of sentences: one begins with the first word, and with each that follows the end of another.

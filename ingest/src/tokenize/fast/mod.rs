@@ -12,6 +12,8 @@
 //!   token has these two characters side by side. Shown by `every_form_has_the_ids_of_the_reference`.
 //! - `splits`: the words of several splits in a row are encoded from the text, not from a copy with a character a byte,
 //!   since a map of bytes moves no word's end. Shown by `splits_in_a_row_have_the_ids_of_the_reference`.
+//! - `classes`: splits in a row that ask for classes of characters alone are found in one table instead of by one expression
+//!   after the other. Shown by `splits_of_classes_have_the_ids_of_the_reference`.
 //! - `runs`: a run of spaces becomes the added tokens for it without a search at every byte. Added tokens are taken
 //!   leftmost and longest, so that those of a run are counted off. Shown by
 //!   `runs_of_spaces_have_the_ids_of_the_reference`.
@@ -24,6 +26,7 @@
 //!
 //! Invariant: `encode` gives the ids of Hugging Face `tokenizers`, or an error, upon which the reference encodes.
 
+mod classes;
 mod long;
 mod runs;
 mod splits;

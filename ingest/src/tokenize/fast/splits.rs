@@ -2,7 +2,8 @@
 //!
 //! `fastokens` knows the words of some splits without an expression. Of others it looks a single one's words up in the
 //! text as it is; but where several splits follow each other it maps the whole text to characters that stand for bytes
-//! first, and encodes each word from there. Here the words of several splits are encoded from the text as well.
+//! first, and encodes each word from there. Here the words of several splits are encoded from the text as well, and found
+//! without expressions where these ask for classes of characters alone (`classes`).
 //!
 //! Guarantee: the same ids. A `ByteLevel` that neither adds a space nor splits leaves the ends of words where they are and
 //! gives each byte a character of its own; what the model makes of a word's bytes (`tokenize_batch_fused`) is by the
@@ -12,8 +13,15 @@ use fastokens::json_structs::PreTokenizerConfig;
 use fastokens::{PreTokenizer, tiktoken};
 use serde_json::{Value, json};
 
+use super::classes::Classes;
+
 /// The splits of one tokenizer, without the map of bytes that follows them.
-pub(super) struct Splits(PreTokenizer);
+pub(super) enum Splits {
+    /// All of them ask for classes of characters.
+    Classes(Classes),
+    /// The library's own, by expressions.
+    Expressions(PreTokenizer),
+}
 
 impl Splits {
     /// For a `tokenizer.json` of this form whose words the library does not know without expressions.
@@ -28,9 +36,12 @@ impl Splits {
         if !maps || !only_splits || splits.len() < 2 || is_known(splits) {
             return None;
         }
+        if let Some(classes) = Classes::new(splits) {
+            return Some(Splits::Classes(classes));
+        }
         let sequence = json!({"type": "Sequence", "pretokenizers": splits});
         let config: PreTokenizerConfig = serde_json::from_value(sequence).ok()?;
-        PreTokenizer::from_config(config).ok().map(Splits)
+        PreTokenizer::from_config(config).ok().map(Splits::Expressions)
     }
 
     /// The ids of `text`.
@@ -40,7 +51,12 @@ impl Splits {
         text: &str,
     ) -> Result<Vec<u32>, String> {
         let mut pieces = library.build_pre_tokenized_with(text, true);
-        self.0.pre_tokenize(&mut pieces).map_err(|error| error.to_string())?;
+        match self {
+            Splits::Classes(classes) => classes.pre_tokenize(&mut pieces),
+            Splits::Expressions(splits) => {
+                splits.pre_tokenize(&mut pieces).map_err(|error| error.to_string())?;
+            }
+        }
         pieces.tokenize_batched(|buffer, words, ids| {
             library.model().tokenize_batch_fused(buffer, words, ids)
         })

@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 
+use super::classes::Classes;
 use super::splits::Splits;
 use crate::testing::bytes_tokenizer;
 use crate::tokenize::hard::{self, Dice};
@@ -86,40 +87,99 @@ fn a_post_processor_never_reaches_documents() {
     }
 }
 
+/// A tokenizer whose pre-tokenizer is these steps before the map of bytes.
+fn steps_before_bytes(steps: &[Value], seed: u64) -> Vec<u8> {
+    bytes_tokenizer(|json| {
+        merges(json, seed);
+        let map = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+        let steps: Vec<&Value> = steps.iter().chain([&map]).collect();
+        json["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": steps});
+    })
+}
+
+fn split(expression: &str) -> Value {
+    let pattern = json!({"Regex": expression});
+    json!({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": false})
+}
+
+fn digits(alone: bool) -> Value {
+    json!({"type": "Digits", "individual_digits": alone})
+}
+
+/// The steps of DeepSeek V2, over fewer letters.
+fn deepseek() -> Vec<Value> {
+    vec![
+        split("[\r\n]"),
+        split("\\s?[A-Za-z\u{b5}\u{c0}-\u{d6}\u{d8}-\u{f6}]+"),
+        split("\\s?[!-/:-~\u{2018}-\u{201f}\u{3000}-\u{3002}]+"),
+        split(r"\s+$"),
+        split("[\u{4e00}-\u{9fa5}\u{ac00}-\u{d7ff}]+"),
+        digits(true),
+    ]
+}
+
 #[test]
 fn splits_in_a_row_have_the_ids_of_the_reference() {
-    let split = |expression: &str| {
-        let pattern = json!({"Regex": expression});
-        json!({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": false})
-    };
-    let digits = |alone: bool| json!({"type": "Digits", "individual_digits": alone});
-    // The shapes of DeepSeek V2 and of Spark, over fewer letters.
+    // The shapes of DeepSeek V2, of one of classes alone, and of Spark.
     let rows = [
-        vec![
-            split("[\r\n]"),
-            split("\\s?[A-Za-z\u{b5}\u{c0}-\u{d6}\u{d8}-\u{f6}]+"),
-            split("\\s?[!-/:-~\u{2018}-\u{201f}\u{3000}-\u{3002}]+"),
-            split(r"\s+$"),
-            split("[\u{4e00}-\u{9fa5}\u{ac00}-\u{d7ff}]+"),
-            digits(true),
-        ],
-        vec![
-            split(r"\p{N}{1,3}"),
-            split("[\u{4e00}-\u{9fa5}]+"),
-            split(r" ?\p{L}+|\s+"),
-            digits(false),
-        ],
+        (deepseek(), true),
+        (vec![split("[b-y]+"), split("\\s?[a-z\u{300}-\u{36f}]+"), digits(false)], true),
+        (
+            vec![
+                split(r"\p{N}{1,3}"),
+                split("[\u{4e00}-\u{9fa5}]+"),
+                split(r" ?\p{L}+|\s+"),
+                digits(false),
+            ],
+            false,
+        ),
     ];
-    for (number, row) in rows.into_iter().enumerate() {
-        let bytes = bytes_tokenizer(|json| {
-            merges(json, 20 + number as u64);
-            let map = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
-            let steps: Vec<Value> = row.into_iter().chain([map]).collect();
-            json["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": steps});
-        });
-        assert!(Splits::new(&serde_json::from_slice(&bytes).unwrap()).is_some());
+    for (number, (row, classes)) in rows.into_iter().enumerate() {
+        let bytes = steps_before_bytes(&row, 20 + number as u64);
+        let splits = Splits::new(&serde_json::from_slice(&bytes).unwrap()).unwrap();
+        assert_eq!(matches!(splits, Splits::Classes(_)), classes, "row {number}");
         compare(bytes, &format!("row {number}"));
     }
+}
+
+#[test]
+fn splits_of_classes_have_the_ids_of_the_reference() {
+    let tokenizer = Tokenizer::new(steps_before_bytes(&deepseek(), 20), Engine::Fastest).unwrap();
+    // Every character that is one of a class, a space or a digit somewhere, and a sample of the others.
+    let edge = |c: &char| (*c as u32) < 0x3400 || c.is_numeric() || (*c as u32).is_multiple_of(61);
+    let chars: Vec<char> = ('\0'..=char::MAX).filter(edge).collect();
+    for chars in chars.chunks(1000) {
+        let mut text = String::new();
+        for c in chars {
+            text += &format!("{c} {c}a {c}{c}\u{2018}{c}1 {c}\u{4e00}{c} {c}\n");
+        }
+        let wanted = tokenizer.encode_by_reference(&text).unwrap();
+        assert!(tokenizer.encode(&text).unwrap() == wanted, "from {:?} on", chars[0]);
+    }
+    assert_eq!(tokenizer.rescued(), 0);
+}
+
+#[test]
+fn expressions_of_other_forms_are_not_taken_for_classes() {
+    let other = [
+        r"[a-z]+?",
+        "[^a]+",
+        "[a-z]*",
+        "[a&&b]",
+        r"[\p{L}]+",
+        "[a-]",
+        "[b-a]",
+        "[]",
+        "a+",
+        r"\s?[a]",
+        r"\s+$",
+    ];
+    for expression in other {
+        assert!(Classes::new(&[split(expression)]).is_none(), "{expression}");
+    }
+    let inverted = json!({"type": "Split", "pattern": {"Regex": "[a]"}, "behavior": "Isolated", "invert": true});
+    assert!(Classes::new(&[inverted]).is_none());
+    assert!(Classes::new(&[split("[\n]"), split(r"\s+$")]).is_some());
 }
 
 #[test]
