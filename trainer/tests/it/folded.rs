@@ -29,12 +29,18 @@ fn folded(changes: &[(&str, &str)]) -> Scratch {
     scratch
 }
 
-const BF16: (&str, &str) = ("dtype = \"f32\"", "dtype = \"bf16\"");
-const ADAMW: (&str, &str) = ("kind = \"muon\"", "kind = \"adamw\"");
-const HYBRID: (&str, &str) = ("[model]\n", "[model]\nlayers = [\"linear\", \"cca\"]\n");
+/// What of the curriculum is replaced, and by what.
+type Change = (&'static str, &'static str);
+
+/// How many ranks there are, and their degrees along `cp` and `tsp`.
+type Ranks = (u32, u32, u32);
+
+const BF16: Change = ("dtype = \"f32\"", "dtype = \"bf16\"");
+const ADAMW: Change = ("kind = \"muon\"", "kind = \"adamw\"");
+const HYBRID: Change = ("[model]\n", "[model]\nlayers = [\"linear\", \"cca\"]\n");
 
 /// Trains `run.toml` with `world` ranks of which up to so many share micro-batches: the same ledger as in `alone`.
-fn assert_folded(scratch: &Scratch, wanted: Outcome, (world, cp, tsp): (u32, u32, u32)) {
+fn assert_folded(scratch: &Scratch, wanted: Outcome, (world, cp, tsp): Ranks) {
     let out = format!("{world}-ranks-cp-{cp}-tsp-{tsp}");
     for outcome in train_with(scratch, &out, world, |_, exec| exec.degrees = Degrees { cp, tsp }) {
         assert_eq!(outcome.unwrap(), wanted, "{out}");
@@ -45,7 +51,7 @@ fn assert_folded(scratch: &Scratch, wanted: Outcome, (world, cp, tsp): (u32, u32
 /// Every rank's weights are folded otherwise in the second phase; lines with nothing to compute, documents across chunks.
 #[test]
 fn ranks_that_hold_weights_for_each_other_write_the_ledger_of_one() {
-    let cases: [(&[(&str, &str)], &[(u32, u32, u32)]); 4] = [
+    let cases: [(&[Change], &[Ranks]); 4] = [
         (&[], &[(2, 1, 2), (4, 1, 4), (4, 2, 2), (6, 1, 2)]),
         (&[BF16], &[(2, 1, 2), (8, 2, 4)]),
         (&[ADAMW], &[(4, 1, 4)]),
