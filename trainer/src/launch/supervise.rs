@@ -66,6 +66,21 @@ impl Rank {
         self.ended.is_some_and(|status| !status.success())
     }
 
+    /// What befell it, and that for people: its own last words know best.
+    fn befallen(&self, ends: &Ends) -> (Option<Cause>, String) {
+        let how = self.ended.map(|status| format!("its process ended ({status})"));
+        let how = how.unwrap_or_default();
+        if self.evicted.is_some() {
+            return (Some(Cause::Hang), how);
+        }
+        let of_this = |end: &End| end.rank == Some(self.rank) && !end.launcher;
+        if let Some(end) = ends.read().into_iter().skip(self.words).find(of_this) {
+            return (end.cause, end.what);
+        }
+        let code = self.ended.and_then(|status| status.code());
+        (Cause::of_code(code.map_or(Class::Machine.exit_code(), |code| code as u8)), how)
+    }
+
     fn end(&mut self, why: &'static str) {
         if self.ended.is_none() && self.evicted.is_none() {
             self.evicted = Some(why);
@@ -289,20 +304,8 @@ impl Launcher<'_> {
                 continue;
             }
             rank.judged = true;
-            let (number, status) = (rank.rank, rank.ended);
-            let how =
-                status.map_or_else(String::new, |status| format!("its process ended ({status})"));
-            let said = supervision.ends.read().into_iter().skip(rank.words);
-            let said = said.filter(|end| end.rank == Some(number) && !end.launcher);
-            let said: Option<End> = said.take(1).next().filter(|_| rank.evicted.is_none());
-            let code = status.and_then(|status| status.code());
-            let code = code.map_or(Class::Machine.exit_code(), |code| code as u8);
-            let cause = match (&said, rank.evicted) {
-                (_, Some(_)) => Some(Cause::Hang),
-                (Some(end), None) => end.cause,
-                (None, None) => Cause::of_code(code),
-            };
-            let what = said.map_or(how, |end| end.what);
+            let number = rank.rank;
+            let (cause, what) = rank.befallen(&supervision.ends);
             let rule = match (rank.sentence.take(), cause) {
                 (Some((_, rule)), _) => rule,
                 (None, Some(cause)) => {

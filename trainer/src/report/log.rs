@@ -295,6 +295,21 @@ impl Log {
                 add(&mut self.odd, OddStep { step, last: step, reasons, context });
                 (Happened::Fault, format!("stopped in step {step}: {first}"))
             }
+            "spike" => {
+                let kept = number(fields, "kept");
+                (
+                    Happened::Spike,
+                    format!("the loss of step {step} jumped: the state after step {kept} was kept"),
+                )
+            }
+            _ => return self.of_ranks(event, fields),
+        })
+    }
+
+    /// The same of what happened to ranks.
+    fn of_ranks(&mut self, event: &Event, fields: &Value) -> Option<(Happened, String)> {
+        let text = |key: &str| fields[key].as_str().unwrap_or("?").to_owned();
+        Some(match event.event.as_str() {
             "loss" => {
                 // Those that are left speak for the process that does not any more.
                 self.running = None;
@@ -322,13 +337,6 @@ impl Log {
                 let refused = number(fields, "refused");
                 let words = format!("connections without the run's key, refused so far: {refused}");
                 (Happened::Strangers, words)
-            }
-            "spike" => {
-                let kept = number(fields, "kept");
-                (
-                    Happened::Spike,
-                    format!("the loss of step {step} jumped: the state after step {kept} was kept"),
-                )
             }
             "ranks" => {
                 let world = fields["world"].as_u64().or_else(|| fields["ranks"].as_u64());
