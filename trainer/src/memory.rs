@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use contract::{Fault, Result};
 use curriculum::Dtype;
+use kernels::ops::ATTENTION_ROWS;
 use kernels::tree::blocks;
 use serde::Serialize;
 use tch::Kind;
@@ -152,8 +153,11 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
     let here = Cut { chunks: cut.chunks / ranks, ..*cut };
     let options = holder.workers.options().cut(here);
     let shared = if ranks > 1 { model::gathered_bytes(config, tokens, dtype) } else { 0 };
+    // What hides later keys from the queries of a chunk, for one sequence at a time.
+    let pairs = ATTENTION_ROWS.unsigned_abs().min(u64::from(step.seq_len) / cut.chunks);
+    let hidden = if cut.chunks > 1 { 4 * pairs * u64::from(step.seq_len) } else { 0 };
     let kept = model::activation_bytes(config, tokens / ranks, options, dtype);
-    let [most, last] = kept.map(|bytes| bytes + shared);
+    let [most, last] = kept.map(|bytes| bytes + shared + hidden);
     let flight = Flight::new(spec, here.chunks, ranks);
     let travelling = Travelling::new(spec, &parts, holder)?;
     let first = Holds {

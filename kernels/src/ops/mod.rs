@@ -32,9 +32,9 @@ use tch::{Device, Kind, Tensor};
 use crate::device::queue::Queue;
 use crate::{Error, Result};
 pub use operands::{
-    AdamW, Attended, Attention, AttentionGrads, ConvGrads, CrossEntropy, CrossEntropyGrads,
-    DepthwiseConv, Dispatch, Moved, NewtonSchulz, QueryKey, QueryKeyGrads, ResidualGrads,
-    RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Span,
+    ATTENTION_ROWS, AdamW, Attended, Attention, AttentionGrads, ConvGrads, CrossEntropy,
+    CrossEntropyGrads, DepthwiseConv, Dispatch, Moved, NewtonSchulz, QueryKey, QueryKeyGrads,
+    ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Span,
 };
 
 /// The variable that asks for another table than the one for the device.

@@ -2,11 +2,14 @@
 //!
 //! Keys and values are shared by the query heads of a group: heads of a group are libtorch's heads, key heads its batch, and
 //! a key is repeated by a stride of 0.
+//!
+//! A part of a document that has keys before it is taken in blocks of [`ATTENTION_ROWS`] queries: what hides later keys from them is a
+//! tensor with a number for each pair, which for a whole part of a long document would be the largest of all.
 
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::ops::{Attended, Attention, AttentionGrads, Span, check};
+use crate::ops::{ATTENTION_ROWS, Attended, Attention, AttentionGrads, Span, check};
 
 pub(super) fn attention(by: Attention) -> Result<Attended> {
     let tokens = check::attention(by)?;
@@ -14,15 +17,16 @@ pub(super) fn attention(by: Attention) -> Result<Attended> {
     let group = queries / keys;
     let heads = Tensor::f_empty([tokens, queries * width], (by.value.kind(), by.value.device()))?;
     let mut saved = Vec::with_capacity(by.spans.len());
-    for (span, first) in by.spans.iter().zip(first_keys(by.spans)) {
-        let [query, key, value] = operands(by, *span, first)?;
+    let spans = by.spans.iter().zip(first_keys(by.spans));
+    for (span, first) in spans.flat_map(|(span, first)| blocks(*span).map(move |it| (it, first))) {
+        let [query, key, value] = operands(by, span, first)?;
         let (out, log_sum) = Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu(
             &query,
             &key,
             &value,
             0.0,
             span.before == 0,
-            earlier(*span)?,
+            earlier(span)?,
             scale(by),
         )?;
         let rows = heads.f_narrow(0, span.start, span.len)?;
@@ -40,38 +44,74 @@ pub(super) fn attention_backward(
     out: AttentionGrads,
 ) -> Result<()> {
     check::attention_backward(by, grad, out)?;
-    if saved.len() != by.spans.len() {
-        let found = format!("{} documents", saved.len());
+    let parts: usize = by.spans.iter().map(|span| blocks(*span).count()).sum();
+    if saved.len() != parts {
+        let found = format!("{} blocks of documents", saved.len());
         let call = check::Call("attention_backward");
-        return Err(call.refuse("saved", found, format!("{}", by.spans.len())));
+        return Err(call.refuse("saved", found, format!("{parts}")));
     }
-    let [queries, keys, width] = by.shape;
-    let group = queries / keys;
-    let to_query = out.query.f_unflatten(0, [keys, group])?;
+    let keys = by.shape[1];
+    let to_query = out.query.f_unflatten(0, [keys, by.shape[0] / keys])?;
     let (to_key, to_value) = (out.key.f_unsqueeze(1)?, values(out.value, by.shape)?);
-    let spans = by.spans.iter().zip(first_keys(by.spans));
-    for ((span, first), [out, log_sum]) in spans.zip(saved) {
-        let rows = grad.f_narrow(0, span.start, span.len)?;
-        let rows = rows.f_view([span.len, keys, group, width])?.f_permute([1, 2, 0, 3])?;
-        let [q, k, v] = operands(by, *span, first)?;
-        let (dq, dk, dv) = Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu_backward(
-            &rows,
-            &q,
-            &k,
-            &v,
-            &out,
-            &log_sum,
-            0.0,
-            span.before == 0,
-            earlier(*span)?,
-            scale(by),
-        )?;
-        let keys = |x: &Tensor| x.f_narrow(2, first, span.keys());
-        to_query.f_narrow(2, span.start, span.len)?.f_copy_(&dq)?;
-        keys(&to_key)?.f_copy_(&dk.f_sum_dim_intlist(1, true, Kind::Float)?)?;
-        keys(&to_value)?.f_copy_(&dv.f_sum_dim_intlist(1, true, Kind::Float)?)?;
+    let mut saved = saved.into_iter();
+    for (span, first) in by.spans.iter().zip(first_keys(by.spans)) {
+        let blocks: Vec<_> = blocks(*span).zip(saved.by_ref()).collect();
+        let here = |x: &Tensor| x.f_narrow(2, first, span.keys());
+        // The last block sees all keys; what the others say of theirs is added to it, in f32.
+        let mut sums: Option<[Tensor; 2]> = None;
+        for (block, saved) in blocks.into_iter().rev() {
+            let rows = grad.f_narrow(0, block.start, block.len)?;
+            let [dq, dk, dv] = back(by, (block, first), saved, &rows)?;
+            to_query.f_narrow(2, block.start, block.len)?.f_copy_(&dq)?;
+            match &sums {
+                None => sums = Some([dk, dv]),
+                Some(sums) => {
+                    for (sum, term) in sums.iter().zip([dk, dv]) {
+                        let _ = sum.f_narrow(2, 0, block.keys())?.f_add_(&term)?;
+                    }
+                }
+            }
+        }
+        for (sum, to) in sums.iter().flatten().zip([&to_key, &to_value]) {
+            here(to)?.f_copy_(sum)?;
+        }
     }
     Ok(())
+}
+
+/// Gradients of the queries of a block, and, added up over the heads of a group in f32, of all keys and values that it sees.
+fn back(
+    by: Attention,
+    (block, first): (Span, i64),
+    [out, log_sum]: [Tensor; 2],
+    rows: &Tensor,
+) -> Result<[Tensor; 3]> {
+    let [queries, keys, width] = by.shape;
+    let rows = rows.f_view([block.len, keys, queries / keys, width])?.f_permute([1, 2, 0, 3])?;
+    let [q, k, v] = operands(by, block, first)?;
+    let (dq, dk, dv) = Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu_backward(
+        &rows,
+        &q,
+        &k,
+        &v,
+        &out,
+        &log_sum,
+        0.0,
+        block.before == 0,
+        earlier(block)?,
+        scale(by),
+    )?;
+    let over_group = |x: Tensor| x.f_sum_dim_intlist(1, true, Kind::Float);
+    Ok([dq, over_group(dk)?, over_group(dv)?])
+}
+
+/// A span in blocks of queries; whole where its document begins with it, for that order libtorch knows by itself.
+fn blocks(span: Span) -> impl Iterator<Item = Span> {
+    let rows = if span.before == 0 { span.len.max(1) } else { ATTENTION_ROWS };
+    (0..span.len).step_by(rows as usize).map(move |at| {
+        let (start, len, before) = (span.start + at, rows.min(span.len - at), span.before + at);
+        Span { start, len, before }
+    })
 }
 
 /// The first key of each span.
@@ -90,8 +130,8 @@ fn earlier(span: Span) -> Result<Option<Tensor>> {
         return Ok(None);
     }
     let shape = [span.len, span.keys()];
-    let hidden = Tensor::f_full(shape, f64::NEG_INFINITY, (Kind::Float, Device::Cpu))?;
-    Ok(Some(hidden.f_triu(span.before + 1)?))
+    let mut hidden = Tensor::f_full(shape, f64::NEG_INFINITY, (Kind::Float, Device::Cpu))?;
+    Ok(Some(hidden.f_triu_(span.before + 1)?))
 }
 
 /// Queries of a span, `[K, H / K, n, d]`, and its keys and values from `first` on, `[K, H / K, m, d]`.

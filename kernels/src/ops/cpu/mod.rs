@@ -34,7 +34,7 @@ pub(super) struct Cpu;
 
 impl Ops for Cpu {
     fn name(&self) -> &'static str {
-        "cpu 1"
+        "cpu 2"
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
