@@ -13,7 +13,7 @@ use std::fs::{self, File, OpenOptions, TryLockError};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use contract::{Class, Digest, Fault, Result};
+use contract::{Class, Digest, Fault, Result, Symptom};
 use kernels::runtime::KernelTable;
 use loader::open::no_run;
 use mixer::{Curriculum, Difference};
@@ -282,6 +282,7 @@ pub(crate) fn lock(root: &Path) -> Result<File> {
         Fault::machine("another run is using this folder")
             .at(root.display().to_string())
             .hint("wait for it, stop it, or name another folder with --out")
+            .sign_of(Symptom::InUse)
     })
 }
 

@@ -51,6 +51,8 @@ pub enum Symptom {
     DiskFull,
     /// It does not compute the same twice.
     Untrusted,
+    /// Another process has what this one wants.
+    InUse,
 }
 
 /// An error with its place and its way out.

@@ -3,6 +3,7 @@
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use contract::{Class, Fault};
@@ -38,10 +39,16 @@ impl Ends {
         std::env::var_os(VARIABLE).map(|path| Ends(path.into()))
     }
 
-    /// Begins a file.
+    /// Begins a file that nobody else has, for its owner alone.
     pub(super) fn begin(path: &Path) -> std::io::Result<Ends> {
-        std::fs::write(path, "")?;
+        OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
         Ok(Ends(path.to_owned()))
+    }
+
+    /// Forgets what was left so far.
+    pub(super) fn clear(&self) {
+        // Old words beside new ones are only less clear.
+        let _ = OpenOptions::new().write(true).truncate(true).open(&self.0);
     }
 
     /// Adds a line, in one write. Best effort: the exit code says the rest.

@@ -6,11 +6,12 @@
 //!     ranks        train
 //! ```
 //!
-//! With `--launch` the command is started by srun or another launcher in the place of ours, which then does not see single ranks.
-//! If the guard is gone the run ends in good order, and the same command goes on with it.
+//! With `--launch` the command is started by srun or another launcher in the place of ours; single ranks are not seen then.
+//! If the guard is gone the run ends in good order, and the same command goes on with it; one by another launcher goes on alone.
 
 use std::ffi::OsString;
 use std::io::{BufRead as _, Write as _};
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
@@ -18,16 +19,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use contract::settings::File;
 use contract::{Class, Fault, Result};
-use store::Location;
+use kernels::group::RunKey;
 
 use super::ends::{End, Ends, VARIABLE, verdict};
 use super::happened::{Happened, tell};
 use super::rules::{Action, Cause, History, Rule, Rules};
 use super::supervise::Supervision;
 use super::watch::Pulse;
+use crate::refusal::lost;
 
-/// Names the file of rules, for the launcher and for a rank alone; empty for those by default.
+/// The text of the rules, for the launcher and for a rank alone; empty for those by default.
 const RULES: &str = "ZTRAIN_SUPERVISED";
 
 /// Between two looks at the command.
@@ -35,6 +38,9 @@ const LOOK: Duration = Duration::from_millis(20);
 
 /// Between two tries of what is waited for, where no rule says another time.
 const TRY: Duration = Duration::from_secs(10);
+
+/// What another launcher gets to end its ranks.
+const GRACE: Duration = Duration::from_secs(10);
 
 /// The most bytes that are written to see whether a disk has room for a checkpoint.
 const ROOM: u64 = 1 << 30;
@@ -50,14 +56,11 @@ pub struct Supervised {
 impl Supervised {
     /// What stands in the environment, for the run in the folder `run`; `None` where nobody supervises this process.
     pub fn of_environment(run: &Path) -> Result<Option<Supervised>> {
-        let Some(place) = std::env::var_os(RULES).filter(|_| !super::spawned_us()) else {
+        let Some(text) = std::env::var_os(RULES).filter(|_| !super::spawned_us()) else {
             return Ok(None);
         };
         let Some(ends) = Ends::of_environment() else { return Ok(None) };
-        let rules = match place.is_empty() {
-            true => Rules::default(),
-            false => Rules::read(&storage::locate(&place.to_string_lossy())?)?,
-        };
+        let rules = Rules::parse(&File::new("the supervisor's rules", text.to_string_lossy()))?;
         Ok(Some(Supervised { rules, ends, events: run.join("events.jsonl") }))
     }
 
@@ -83,8 +86,8 @@ impl Supervised {
 pub struct Guard {
     /// What is done about what.
     pub rules: Rules,
-    /// Where that stands.
-    pub file: Option<Location>,
+    /// The text of the file in which that stands; empty where there is none.
+    pub text: String,
     /// The arguments of `ztrain`.
     pub arguments: Vec<OsString>,
     /// What starts the ranks in the place of `--nproc`: a line for the shell, before the command.
@@ -100,35 +103,36 @@ struct Attempt {
     status: ExitStatus,
     /// Whether it did not move and was ended for that.
     hung: bool,
+    /// Whether anything was written of it.
+    began: bool,
 }
 
 impl Guard {
     /// Starts the command until it is done, until `stop` is set, or until the rules say to stop. The exit code is the command's.
     pub fn run(&self, stop: &AtomicBool) -> Result<u8> {
-        let words = self.words();
-        let outcome = self.attempts(&words, stop);
+        let words = self.words()?;
+        let ends = Ends::begin(&words).map_err(|error| Fault::io("write", &words, &error))?;
+        let outcome = self.attempts(&words, &ends, stop);
         // Nobody reads it any more.
         let _ = std::fs::remove_file(&words);
         outcome
     }
 
-    fn attempts(&self, words: &Path, stop: &AtomicBool) -> Result<u8> {
-        let mut history = History::default();
+    fn attempts(&self, words: &Path, ends: &Ends, stop: &AtomicBool) -> Result<u8> {
+        let (mut history, mut began) = (History::default(), false);
         loop {
-            let ends = Ends::begin(words).map_err(|error| Fault::io("write", words, &error))?;
-            let Attempt { status, hung } = self.attempt(words, stop)?;
-            let code = status.code().and_then(|code| u8::try_from(code).ok());
-            if status.success() || stop.load(Ordering::Relaxed) {
-                return Ok(code.unwrap_or(Class::Machine.exit_code()));
+            ends.clear();
+            let attempt = self.attempt(words, stop)?;
+            began |= attempt.began;
+            if stop.load(Ordering::Relaxed) {
+                return Ok(stopped(attempt.status));
             }
-            let launched = self.ranks > 1 && self.launch.is_none();
-            let mut end = verdict(&ends.read(), code, launched);
-            if hung && !launched {
-                end.cause = Some(Cause::Hang);
+            if attempt.status.success() {
+                return if attempt.began { Ok(0) } else { Err(self.nothing(attempt.status)) };
             }
-            let code = code.unwrap_or(Class::Machine.exit_code());
-            // Wrong use and damaged data would be met again.
-            let Some(cause) = end.cause else { return Ok(code) };
+            let Some((end, cause, code)) = self.judge(&attempt, ends, began)? else {
+                return Ok(code_of(attempt.status));
+            };
             let rule = history.choose(&self.rules, cause, possible, Instant::now());
             let (events, action) = (self.events(), rule.action);
             let (what, host) = (end.what.as_str(), end.host.as_str());
@@ -140,9 +144,41 @@ impl Guard {
                 _ => return Ok(code),
             }
             if stop.load(Ordering::Relaxed) {
-                return Ok(code);
+                contract::note!("supervisor: stopped as asked; the same command goes on");
+                return Ok(0);
             }
         }
+    }
+
+    /// What befell an attempt that failed, and its exit code; `None` where it would befall every other one, or nothing has begun
+    /// and a process says why.
+    fn judge(
+        &self,
+        attempt: &Attempt,
+        ends: &Ends,
+        began: bool,
+    ) -> Result<Option<(End, Cause, u8)>> {
+        let Attempt { status, hung, began: _ } = *attempt;
+        let launched = self.ranks > 1 && self.launch.is_none();
+        let ends = ends.read();
+        let mut end = verdict(&ends, status.code().and_then(|code| code.try_into().ok()), launched);
+        if hung && !launched {
+            end.cause = Some(Cause::Hang);
+        }
+        let explained = ends.iter().any(|end| !end.launcher);
+        if self.launch.is_some() && !began && !explained && status.code().is_some() {
+            return Err(self.nothing(status));
+        }
+        let cause = end.cause.filter(|_| began || !explained);
+        Ok(cause.map(|cause| (end, cause, code_of(status))))
+    }
+
+    /// Another launcher has ended, and no rank has begun.
+    fn nothing(&self, status: ExitStatus) -> Fault {
+        Fault::usage("the command ended before any rank began")
+            .at("--launch")
+            .found(format!("{} ({status})", self.launch.as_deref().unwrap_or("ztrain")))
+            .wanted("what starts the command that follows it, such as 'srun --kill-on-bad-exit=1'")
     }
 
     /// Runs the command once.
@@ -152,25 +188,38 @@ impl Guard {
         let times = if self.ranks > 1 && self.launch.is_none() { 2.0 } else { 1.0 };
         let patience = Duration::from_secs_f64(times * self.rules.hang_seconds);
         let mut pulse = Pulse::new(patience, Instant::now());
-        let (mut asked, mut hung) = (false, false);
+        let before = self.written();
+        let (mut asked, mut hung): (_, Option<Instant>) = (false, None);
         loop {
             let ended = child.try_wait();
             let ended = ended.map_err(|error| Fault::machine(format!("cannot wait: {error}")))?;
             if let Some(status) = ended {
-                return Ok(Attempt { status, hung });
+                if self.launch.is_some() {
+                    // No rank outlives what started it.
+                    signal("KILL", &child);
+                }
+                let (hung, began) = (hung.is_some(), self.written() != before);
+                return Ok(Attempt { status, hung, began });
             }
             if stop.load(Ordering::Relaxed) && !asked {
                 asked = true;
                 self.ask_to_stop(&mut child);
             }
-            let written = std::fs::metadata(self.events()).map_or(0, |file| file.len());
+            let written = self.written();
             // A rank alone may compute for long between two events.
             let spent = self.launch.is_none().then(|| spent(child.id()));
-            if pulse.is_missed((written, spent), Instant::now()) && !hung {
-                hung = true;
+            if pulse.is_missed((written, spent), Instant::now()) && hung.is_none() {
+                hung = Some(Instant::now());
                 contract::note!("supervisor: nothing happens any more: the command is ended");
-                // Its ranks end with it.
-                let _ = child.kill();
+                match self.launch.is_some() {
+                    // Its ranks may be elsewhere: it has to tell them.
+                    true => signal("TERM", &child),
+                    // Its ranks end with it.
+                    false => drop(child.kill()),
+                }
+            }
+            if self.launch.is_some() && hung.is_some_and(|since| since.elapsed() > GRACE) {
+                signal("KILL", &child);
             }
             thread::sleep(LOOK);
         }
@@ -183,14 +232,15 @@ impl Guard {
             None => Command::new(&program),
             Some(line) => {
                 let mut command = Command::new("sh");
-                command.args(["-c", &format!("exec {line} \"$@\""), "sh"]).arg(&program);
+                command.args(["-c", &format!("{line} \"$@\""), "sh"]).arg(&program);
+                // What it starts is asked to stop, and ended, with it.
+                command.process_group(0);
                 command
             }
         };
         command.args(&self.arguments).env(VARIABLE, words);
         if self.launch.is_none() {
-            let rules = self.file.as_ref().map(ToString::to_string).unwrap_or_default();
-            command.env(RULES, rules).stdin(Stdio::piped());
+            command.env(RULES, &self.text).stdin(Stdio::piped());
         }
         command.spawn().map_err(|error| Fault::machine(format!("cannot start the run: {error}")))
     }
@@ -200,21 +250,31 @@ impl Guard {
             // One that has ended meanwhile needs no word.
             Some(input) => drop(input.write_all(b"stop\n")),
             // Other launchers hand a signal on.
-            None => drop(Command::new("kill").args(["-TERM", &child.id().to_string()]).status()),
+            None => signal("TERM", child),
         }
     }
 
     /// Where processes leave their last words: beside the run's folder where ranks may be on other machines.
-    fn words(&self) -> PathBuf {
-        let name = format!("ztrain-{}.words", std::process::id());
-        match &self.launch {
-            None => std::env::temp_dir().join(name),
-            Some(_) => self.run.with_added_extension(name),
+    fn words(&self) -> Result<PathBuf> {
+        // A name that nobody else has.
+        let drawn = RunKey::draw().map_err(lost)?;
+        let name = format!("ztrain-{}.words", drawn.get(..16).unwrap_or(&drawn));
+        if self.launch.is_none() {
+            return Ok(std::env::temp_dir().join(name));
         }
+        let path = self.run.with_added_extension(name);
+        let folder = path.parent().unwrap_or(Path::new("."));
+        std::fs::create_dir_all(folder).map_err(|error| Fault::io("create", folder, &error))?;
+        Ok(path)
     }
 
     fn events(&self) -> PathBuf {
         self.run.join("events.jsonl")
+    }
+
+    /// Bytes of events.
+    fn written(&self) -> u64 {
+        std::fs::metadata(self.events()).map_or(0, |file| file.len())
     }
 
     /// Waits until what was missing is there.
@@ -223,11 +283,7 @@ impl Guard {
         loop {
             pause(time, stop);
             let there = match &rule.until {
-                Some(line) => {
-                    let status =
-                        Command::new("sh").args(["-c", line]).stdin(Stdio::null()).status();
-                    status.is_ok_and(|status| status.success())
-                }
+                Some(line) => succeeds(line, stop),
                 None => self.has_room().is_ok(),
             };
             if there || stop.load(Ordering::Relaxed) {
@@ -265,6 +321,47 @@ fn spent(process: u32) -> String {
     // The name of the program, which may hold anything, ends with the last bracket.
     let after = text.rsplit(')').next().unwrap_or_default();
     after.split_whitespace().skip(11).take(2).collect::<Vec<_>>().join(" ")
+}
+
+/// Whether a line for the shell succeeds before the run is to stop.
+fn succeeds(line: &str, stop: &AtomicBool) -> bool {
+    let mut command = Command::new("sh");
+    let started = command.args(["-c", line]).stdin(Stdio::null()).process_group(0).spawn();
+    let Ok(mut child) = started else { return false };
+    loop {
+        match child.try_wait() {
+            Ok(Some(status)) => return status.success(),
+            Ok(None) if !stop.load(Ordering::Relaxed) => thread::sleep(LOOK),
+            _ => {
+                signal("KILL", &child);
+                let _ = child.wait();
+                return false;
+            }
+        }
+    }
+}
+
+/// Sends a signal to a command of a process group of its own, and to what it has started. One that has ended hears nothing.
+fn signal(name: &str, child: &Child) {
+    let group = format!("-{}", child.id());
+    let mut command = Command::new("kill");
+    let command = command.args([&format!("-{name}"), "--", &group]).stderr(Stdio::null());
+    let _ = command.status();
+}
+
+/// The exit code of a command, or that of a lost machine.
+fn code_of(status: ExitStatus) -> u8 {
+    let code = status.code().and_then(|code| u8::try_from(code).ok());
+    code.unwrap_or(Class::Machine.exit_code())
+}
+
+/// The same of one that was asked to stop, as is said: it may have been ended by that, before it listened.
+fn stopped(status: ExitStatus) -> u8 {
+    if status.code().is_none() {
+        contract::note!("supervisor: stopped as asked, at once; the same command goes on");
+        return 0;
+    }
+    code_of(status)
 }
 
 /// Whether the guard can do this; single ranks are the launcher's.

@@ -68,6 +68,7 @@ impl Cause {
         match fault.symptom() {
             Some(Symptom::DiskFull) => Some(Cause::Disk),
             Some(Symptom::Untrusted) => Some(Cause::Audit),
+            Some(Symptom::InUse) => None,
             None => Cause::of_code(fault.class().exit_code()),
         }
     }
@@ -183,6 +184,9 @@ impl Default for Slow {
     }
 }
 
+/// Bytes of a file of rules, which travels in the environment.
+const MOST: usize = 1 << 16;
+
 /// What is done about what.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -226,10 +230,16 @@ impl Default for Rules {
 }
 
 impl Rules {
-    /// Reads a file; what it does not mention stays as it is by default.
-    pub fn read(place: &Location) -> Result<Rules> {
+    /// Reads a file; what it does not mention stays as it is by default. Its text comes with it, for whoever is to have the same.
+    pub fn read(place: &Location) -> Result<(Rules, String)> {
         let bytes = place.read().map_err(|error| place.fault("read", &error))?;
-        Rules::parse(&File::from_bytes(place.to_string(), bytes)?)
+        let file = File::from_bytes(place.to_string(), bytes)?;
+        if file.text().len() > MOST {
+            let wanted = format!("at most {MOST} bytes");
+            let fault = Fault::usage("these are no rules").at(file.name());
+            return Err(fault.found(format!("{} bytes", file.text().len())).wanted(wanted));
+        }
+        Ok((Rules::parse(&file)?, file.text().to_owned()))
     }
 
     /// Reads a text.
@@ -242,7 +252,7 @@ impl Rules {
         };
         let (above, long) = (|value: f64| value > 0.0 && value < 1e9, 0.0..1e9);
         if !above(rules.hang_seconds) {
-            return Err(wrong("hang_seconds", "seconds, above 0"));
+            return Err(wrong("hang_seconds", "seconds, above 0 and below 1e9"));
         }
         let Slow { times, score, steps } = rules.slow;
         if !(above(times) && times > 1.0 && score >= 0.0 && (1..=1000).contains(&steps)) {

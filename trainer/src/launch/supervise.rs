@@ -25,6 +25,9 @@ const LOOK: Duration = Duration::from_millis(10);
 /// Between two looks at who the ranks are that go on, and how far they are.
 const ROLL: Duration = Duration::from_millis(200);
 
+/// How long one that knows more than a rank which ended without a word is waited for.
+const SILENCE: Duration = Duration::from_secs(2);
+
 /// What the other ranks get to say what happened, once one has failed: on busy cores they notice late.
 const GRACE: Duration = Duration::from_secs(6);
 
@@ -45,14 +48,16 @@ pub(super) struct Rank {
     joins: bool,
     /// How many last words there were when it was started.
     words: usize,
+    /// When it ended.
+    at: Option<Instant>,
 }
 
 impl Rank {
     /// One that runs.
     pub(super) fn new(rank: u32, child: Child) -> Self {
         let (ended, evicted, sentence, again) = (None, None, None, None);
-        let (judged, joins, words) = (false, false, 0);
-        Rank { rank, child, ended, evicted, sentence, judged, again, joins, words }
+        let (judged, joins, words, at) = (false, false, 0, None);
+        Rank { rank, child, ended, evicted, sentence, judged, again, joins, words, at }
     }
 
     /// Whether it is lost, and not stopped by what would stop every other rank as well: it was ended from outside, or by its
@@ -66,6 +71,19 @@ impl Rank {
         self.ended.is_some_and(|status| !status.success())
     }
 
+    /// Whether it ended by itself without a word: then another one knows more, if that ends as well.
+    fn is_silent(&self, ends: &Ends) -> bool {
+        let code = self.ended.and_then(|status| status.code());
+        let lost = code == Some(i32::from(Class::Machine.exit_code()));
+        lost && self.evicted.is_none() && self.said(ends).is_none()
+    }
+
+    /// Its last words.
+    fn said(&self, ends: &Ends) -> Option<End> {
+        let of_this = |end: &End| end.rank == Some(self.rank) && !end.launcher;
+        ends.read().into_iter().skip(self.words).find(of_this)
+    }
+
     /// What befell it, and that for people: its own last words know best.
     fn befallen(&self, ends: &Ends) -> (Option<Cause>, String) {
         let how = self.ended.map(|status| format!("its process ended ({status})"));
@@ -73,8 +91,7 @@ impl Rank {
         if self.evicted.is_some() {
             return (Some(Cause::Hang), how);
         }
-        let of_this = |end: &End| end.rank == Some(self.rank) && !end.launcher;
-        if let Some(end) = ends.read().into_iter().skip(self.words).find(of_this) {
+        if let Some(end) = self.said(ends) {
             return (end.cause, end.what);
         }
         let code = self.ended.and_then(|status| status.code());
@@ -138,6 +155,8 @@ pub(super) struct Supervision {
     ends: Ends,
     /// The run's events.
     events: PathBuf,
+    /// Bytes of them when the ranks were started.
+    before: u64,
     pulse: Pulse<(Seen, u64)>,
     pace: Pace,
 }
@@ -147,7 +166,8 @@ impl Supervision {
     pub(super) fn new(rules: Rules, ends: Ends, events: PathBuf) -> Self {
         let patience = Duration::from_secs_f64(rules.hang_seconds);
         let (pulse, pace) = (Pulse::new(patience, Instant::now()), Pace::new(rules.slow));
-        Supervision { rules, history: History::default(), ends, events, pulse, pace }
+        let before = events.metadata().map_or(0, |file| file.len());
+        Supervision { rules, history: History::default(), ends, events, before, pulse, pace }
     }
 }
 
@@ -217,6 +237,7 @@ impl Launcher<'_> {
                 }
             }
             rank.ended = ended;
+            rank.at = ended.map(|_| Instant::now());
             if let (Some(status), Some(elastic)) = (ended, self.elastic.as_mut()) {
                 elastic.ended(rank, status)?;
             }
@@ -303,9 +324,17 @@ impl Launcher<'_> {
             if !rank.failed() || rank.judged {
                 continue;
             }
+            let fresh = rank.at.is_some_and(|at| at.elapsed() < SILENCE);
+            if fresh && rank.is_silent(&supervision.ends) {
+                continue;
+            }
             rank.judged = true;
             let number = rank.rank;
             let (cause, what) = rank.befallen(&supervision.ends);
+            // Of what ended by itself before anything began nothing is tried again.
+            let began =
+                supervision.events.metadata().map_or(0, |file| file.len()) > supervision.before;
+            let cause = cause.filter(|_| began || rank.said(&supervision.ends).is_none());
             let rule = match (rank.sentence.take(), cause) {
                 (Some((_, rule)), _) => rule,
                 (None, Some(cause)) => {
@@ -322,7 +351,10 @@ impl Launcher<'_> {
                     rule
                 }
                 // What every rank would meet: they end by themselves.
-                (None, None) => return Ok(()),
+                (None, None) => {
+                    self.supervision = None;
+                    return Ok(());
+                }
             };
             match rule.action {
                 Action::Restart => rank.again = Some(Instant::now() + rule.pause()),

@@ -33,17 +33,18 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             .found(format!("rank {rank} of {}", launched.place.world))
             .hint("give the launcher to it: ztrain supervise --launch 'srun ...' ..."));
     }
-    let rules = args.rules.as_ref().map_or_else(|| Ok(Rules::default()), Rules::read)?;
+    let read = args.rules.as_ref().map(Rules::read).transpose()?;
+    let (rules, text) = read.unwrap_or_default();
     let mut arguments = of_training(std::env::args_os().skip(1));
     let ranks = args.train.to_spawn()?.unwrap_or(1);
     if ranks > 1 && args.train.min_ranks().is_none() && rules.touch_ranks() {
         // What is asked for takes ranks that go on without each other.
         arguments.extend(["--min-ranks", "1"].map(OsString::from));
     }
-    let (file, launch, run) = (args.rules, args.launch, args.train.folder()?);
+    let (launch, run) = (args.launch, args.train.folder()?);
     let stop = Arc::default();
     listen(&stop)?;
-    Guard { rules, file, arguments, launch, run, ranks }.run(&stop)
+    Guard { rules, text, arguments, launch, run, ranks }.run(&stop)
 }
 
 /// The arguments but those that are the supervisor's own.

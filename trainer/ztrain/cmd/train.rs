@@ -75,7 +75,7 @@ pub(crate) struct Args {
     min_ranks: Option<u32>,
     /// Keep a copy of what each rank owns of the state on another one as well, on another machine where there is one: after a
     /// loss no step before the one at hand is computed again. Costs memory and bytes: see `ztrain plan`.
-    #[arg(long, help_heading = "Ranks (never bits)", requires = "min_ranks")]
+    #[arg(long, help_heading = "Ranks (never bits)")]
     mirror: bool,
     #[command(flatten)]
     ranks: Ranks,
@@ -94,6 +94,12 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     }
     if let Some(count) = args.ranks.to_spawn()? {
         enough(args.min_ranks, count)?;
+        if args.mirror && args.min_ranks.is_none() {
+            return Err(Fault::usage("copies are for ranks that go on without others")
+                .at("--mirror")
+                .found("no --min-ranks beside it")
+                .hint("give --min-ranks 1 as well, or leave --mirror out"));
+        }
         // What is wrong with the curriculum is said once, and before anything starts.
         RunSpec::new(&Opened::open(curriculum)?)?;
         let launch = Launch { count, min_ranks: args.min_ranks, supervised };

@@ -3,8 +3,8 @@
 //! Keys and values are shared by the query heads of a group: heads of a group are libtorch's heads, key heads its batch, and
 //! a key is repeated by a stride of 0.
 //!
-//! A part of a document that has keys before it is taken in blocks of [`ATTENTION_ROWS`] queries: what hides later keys from them is a
-//! tensor with a number for each pair, which for a whole part of a long document would be the largest of all.
+//! A part of a document that has keys before it is taken in blocks of [`ATTENTION_ROWS`] queries: what hides later keys from them
+//! is a tensor with a number for each pair, which for a whole part of a long document would be the largest of all.
 
 use tch::{Device, Kind, Tensor};
 
