@@ -378,3 +378,24 @@ fn what_cannot_be_supervised_is_refused_before_anything_starts() {
     inside.fails(2, &["one supervisor", "--launch"]);
     assert!(!fixture.scratch.path("x").exists());
 }
+
+/// Nothing is tried again, or called done, where nothing began; a folder that another run has is left alone.
+#[test]
+fn what_never_began_is_neither_done_nor_tried_again() {
+    let fixture = Fixture::new(&LONG);
+    for (number, line) in ["true", "no-such-launcher", "false"].iter().enumerate() {
+        // A folder in a folder that is not there.
+        let out = format!("none-{number}/deeper/run");
+        let none = fixture.run_by(&["supervise", "--launch", line], &out, &[]).output().unwrap();
+        let said = Ran::from(none).fails(2, &["before any rank began", "--launch", line]);
+        assert!(!said.contains("retry"), "{said}");
+    }
+    let mut first = Supervised::begin(&fixture, "first", "", &["--nproc", "2"]);
+    first.until(3);
+    let second = fixture.run_by(&["supervise"], "first", &["--nproc", "2"]).output().unwrap();
+    let said = Ran::from(second).fails(6, &["another run is using this folder"]);
+    assert!(!said.contains("supervisor:"), "{said}");
+    let (code, said) = first.end();
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(first.done(), [], "{said}");
+}
