@@ -169,7 +169,8 @@ impl Guard {
         if self.launch.is_some() && !began && !explained && status.code().is_some() {
             return Err(self.nothing(status));
         }
-        let cause = end.cause.filter(|_| began || !explained);
+        // A full disk may be what lets nothing begin.
+        let cause = end.cause.filter(|cause| began || !explained || *cause == Cause::Disk);
         Ok(cause.map(|cause| (end, cause, code_of(status))))
     }
 

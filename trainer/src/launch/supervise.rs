@@ -334,7 +334,8 @@ impl Launcher<'_> {
             // Of what ended by itself before anything began nothing is tried again.
             let began =
                 supervision.events.metadata().map_or(0, |file| file.len()) > supervision.before;
-            let cause = cause.filter(|_| began || rank.said(&supervision.ends).is_none());
+            let silent = rank.said(&supervision.ends).is_none();
+            let cause = cause.filter(|cause| began || silent || *cause == Cause::Disk);
             let rule = match (rank.sentence.take(), cause) {
                 (Some((_, rule)), _) => rule,
                 (None, Some(cause)) => {
