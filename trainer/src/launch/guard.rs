@@ -27,7 +27,7 @@ use super::ends::{End, Ends, VARIABLE, verdict};
 use super::happened::{Happened, tell};
 use super::rules::{Action, Cause, History, Rule, Rules};
 use super::supervise::Supervision;
-use super::watch::Pulse;
+use super::watch::{Pulse, system_says};
 use crate::refusal::lost;
 
 /// The text of the rules, for the launcher and for a rank alone; empty for those by default.
@@ -318,10 +318,7 @@ impl Guard {
 
 /// The time that a process has computed so far, as the system writes it; nothing of one that has ended.
 fn spent(process: u32) -> String {
-    let text = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-    // The name of the program, which may hold anything, ends with the last bracket.
-    let after = text.rsplit(')').next().unwrap_or_default();
-    after.split_whitespace().skip(11).take(2).collect::<Vec<_>>().join(" ")
+    system_says(process).into_iter().skip(11).take(2).collect::<Vec<_>>().join(" ")
 }
 
 /// Whether a line for the shell succeeds before the run is to stop.

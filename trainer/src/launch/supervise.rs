@@ -16,7 +16,7 @@ use super::ends::{End, Ends};
 use super::happened::{Happened, tell};
 use super::place::host_name;
 use super::rules::{Action, Cause, History, Rule, Rules};
-use super::watch::{Pace, Pulse, Seen, behind};
+use super::watch::{Pace, Pulse, Seen, behind, system_says};
 use crate::refusal::lost;
 
 /// Between two looks at the ranks.
@@ -396,10 +396,8 @@ impl Launcher<'_> {
 
 /// Whether a process is stopped, or waits for a device that does not answer.
 fn is_held(process: u32) -> bool {
-    let text = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-    // The name of the program, which may hold anything, ends with the last bracket.
-    let after = text.rsplit(')').next().unwrap_or_default();
-    after.split_whitespace().next().is_some_and(|state| ["T", "t", "D"].contains(&state))
+    let state = system_says(process).into_iter().next();
+    state.is_some_and(|state| ["T", "t", "D"].contains(&state.as_str()))
 }
 
 /// The code of the rank that knows most: those that only lost another one say "machine".

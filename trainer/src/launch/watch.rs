@@ -7,6 +7,14 @@ use kernels::group::Whereabouts;
 
 use super::rules::Slow;
 
+/// What the system says of a process, from its state on (the third field of /proc/PID/stat); nothing of one that has ended.
+pub(super) fn system_says(process: u32) -> Vec<String> {
+    let text = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    // The name of the program, which may hold anything, ends with the last bracket.
+    let after = text.rsplit(')').next().unwrap_or_default();
+    after.split_whitespace().map(str::to_owned).collect()
+}
+
 /// Where each rank is, by the numbers that they were launched with.
 pub(super) type Seen = Vec<(u32, Option<Whereabouts>)>;
 
