@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The last phases of the recipe on a scaled-down model: 4,096, then 32,768, then 131,072 tokens in a sequence, documents packed by best
 # fit, another base of the rotation at each length, reasoning trimmed so that its answer stays; by one rank, and by four that
-# share each sequence (--cp 4). Both ledgers have to be one. About a quarter of an hour on two cores, so it is not part of the tests.
+# share each sequence (--cp 4). Both ledgers have to be one. About a quarter of an hour of two free cores, by its processor time, so it is not part of the tests.
 #
 #   tests/long.sh ZDATA ZTRAIN [FOLDER]        FOLDER keeps what was made: stores, runs, curve.svg
 set -euo pipefail
