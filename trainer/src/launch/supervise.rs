@@ -39,7 +39,7 @@ pub(super) struct Rank {
     /// Why the launcher itself has ended it.
     evicted: Option<&'static str>,
     /// What the rules say about it, where the launcher ended it for that.
-    sentence: Option<(Cause, Rule)>,
+    sentence: Option<Rule>,
     /// Whether its end was dealt with.
     judged: bool,
     /// When it is to be started again.
@@ -305,7 +305,7 @@ impl Launcher<'_> {
             (_, Action::Note) => (),
             (Some(index), Action::Restart | Action::Evict) => {
                 let rank = &mut self.ranks[index];
-                rank.sentence = Some((cause, rule));
+                rank.sentence = Some(rule);
                 rank.end(match cause {
                     Cause::Straggler => "it is slower than the others, and the rules say so",
                     _ => "it gave no sign of life, and the rules say so",
@@ -337,7 +337,7 @@ impl Launcher<'_> {
             let silent = rank.said(&supervision.ends).is_none();
             let cause = cause.filter(|cause| began || silent || *cause == Cause::Disk);
             let rule = match (rank.sentence.take(), cause) {
-                (Some((_, rule)), _) => rule,
+                (Some(rule), _) => rule,
                 (None, Some(cause)) => {
                     let possible = |action| match action {
                         Action::Restart | Action::Evict => endures,
