@@ -266,6 +266,30 @@ fn two_ranks_on_two_devices_leave_the_ledger_of_one() {
     assert!(total(&on.report("lost"), "races") > 0);
 }
 
+/// The lines of ranks that share micro-batches have a stream of their own between the devices.
+#[test]
+fn two_devices_that_share_micro_batches_leave_the_ledger_of_one() {
+    let cut = "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2";
+    let on = OnDevice { fixture: Fixture::new(&[("micro_batch = 2", cut)]), own: false };
+    on.finish("alone", &["--workers", "1", "--stop-after", "4"]);
+    let groups = ["--cp", "--tsp", "--prefetch"].map(|what| {
+        let two = ["--nproc", "2", "--workers", "1", "--transport", "rccl", "--stop-after", "4"];
+        let mut command = on.command(what, &[&two[..], &[what, "2"]].concat());
+        command.env("ZTRAIN_RCCL", crate::transport::standin());
+        Ran::from(command.output().unwrap()).ok();
+        assert_eq!(total(&on.report(what), "races"), 0, "{what}");
+        let ledger = |out: &str| {
+            std::fs::read_to_string(on.fixture.scratch.path(out).join("ledger.jsonl")).unwrap()
+        };
+        assert!(ledger("alone") == ledger(what), "{what}: the ledgers differ");
+        total(&on.report(what), "launches")
+    });
+    let [context, folded, apart] = groups;
+    // Two ranks, 4 steps of 4 micro-batches, 2 layers: at least keys, values and their gradients, and two shards each way.
+    let least = 2 * 4 * 4 * 2 * 4;
+    assert!(context > apart + least && folded > context, "{groups:?} groups of transfers");
+}
+
 /// Operations and reads by the host that runs of one store ask a device for.
 struct Counter {
     scratch: Scratch,

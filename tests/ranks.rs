@@ -72,7 +72,7 @@ pub(crate) struct Fixture {
     /// The library that moves the ranks' tensors, if not Gloo.
     pub(crate) library: Option<std::path::PathBuf>,
     /// How many ranks may share a micro-batch while some are killed, as flags.
-    shared: &'static [&'static str],
+    pub(crate) shared: &'static [&'static str],
     curriculum: std::path::PathBuf,
 }
 

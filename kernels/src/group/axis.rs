@@ -15,7 +15,11 @@
 //!   earliest wait of this order that does not end: its other end has passed, or still computes, everything before it, waits for
 //!   nothing there (that would be an earlier wait that does not end), and so begins the transfer. It ends after all.
 //!
-//! Where RCCL moves tensors, it does so along the axis of all ranks; along the others they go through plain memory.
+//! Where RCCL moves tensors, each line has a communicator, a courier and a stream of its own, so what holds for transfers holds for
+//! rounds (see `courier`): those of one line wait for nothing of another's. A round is queued when all of its ranks have come to it,
+//! and what the device then runs is a kernel that waits for theirs alone; kernels of up to four lines and those that compute,
+//! each of which ends by itself, find room beside each other on a device, as NCCL asks of those who use several communicators at
+//! a time.
 
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -23,6 +27,7 @@ use std::sync::Arc;
 use tch::Device;
 
 use super::Group;
+use super::courier::{Courier, Party};
 use super::exchange::Exchange;
 use super::peers::Peers;
 use crate::{Error, Result};
@@ -53,6 +58,8 @@ pub struct Axis {
     axis: usize,
     members: Vec<u32>,
     device: Device,
+    /// Who moves tensors, if not Gloo.
+    courier: Option<Arc<Courier>>,
 }
 
 impl Group {
@@ -64,8 +71,12 @@ impl Group {
             let reason = format!("axis {axis} of {members:?} is no line of rank {}", self.rank());
             return Err(Error::Foreign { call: "make an axis", reason });
         }
-        let (peers, device) = (self.peers.clone(), self.device());
-        Ok(Axis { peers, axis, members: members.to_vec(), device })
+        let (peers, device, members) = (self.peers.clone(), self.device(), members.to_vec());
+        let courier = match members.len() {
+            1 => None,
+            _ => self.courier_along(Party { axis, members: members.clone() })?,
+        };
+        Ok(Axis { peers, axis, members, device, courier })
     }
 }
 
@@ -86,6 +97,7 @@ impl Axis {
         let alone =
             || Error::Foreign { call: "exchange tensors", reason: "this rank is alone".to_owned() };
         let peers = self.peers.as_ref().ok_or_else(alone)?;
-        Ok(Exchange::new(peers, what, peers.next(self.axis, what)?, self.device, None))
+        let (turn, courier) = (peers.next(self.axis, what)?, self.courier.as_deref());
+        Ok(Exchange::new(peers, what, turn, self.device, courier))
     }
 }

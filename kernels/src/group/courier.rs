@@ -35,7 +35,8 @@ use super::peers::{Peers, late};
 use crate::device::{self, Event, SideStream};
 use crate::{Error, Result};
 
-/// The tag of the words that a rank has come to a round; exchanges have smaller ones.
+/// The tag of the words that a rank has come to a round of the axis of all ranks; exchanges have smaller tags, and those of
+/// another axis the one beyond [`FAREWELL`] that its number says.
 const TOKEN: i32 = 1 << 30;
 
 /// The tag of a rank's farewell to the one that watches it.
@@ -138,6 +139,27 @@ impl Lane {
     }
 }
 
+/// The ranks of a communicator, which numbers them by their places here.
+#[derive(Clone, Debug)]
+pub(super) struct Party {
+    /// The axis along which they lie; 0 is that of all ranks.
+    pub(super) axis: usize,
+    pub(super) members: Vec<u32>,
+}
+
+impl Party {
+    /// The place of a rank; a rank that is none of them has none.
+    fn place(&self, rank: u32) -> Result<u32> {
+        let place = self.members.iter().position(|member| *member == rank);
+        place.map(|place| place as u32).ok_or_else(|| refused(format!("rank {rank} is elsewhere")))
+    }
+
+    /// The tag of the words that a rank has come to a round.
+    fn token(&self) -> i32 {
+        if self.axis == 0 { TOKEN } else { FAREWELL + self.axis as i32 }
+    }
+}
+
 /// Moves tensors, round after round, on a thread of its own.
 pub(super) struct Courier {
     peers: Arc<Peers>,
@@ -148,8 +170,8 @@ pub(super) struct Courier {
     communicator: Weak<Communicator>,
     /// Hears when the thread has ended.
     ended: Mutex<Receiver<()>>,
-    /// Hears when the watch has.
-    watched: Mutex<Receiver<()>>,
+    /// Hears when the watch has; along a line there is none, for that of all ranks covers it.
+    watched: Option<Mutex<Receiver<()>>>,
 }
 
 impl std::fmt::Debug for Courier {
@@ -190,12 +212,12 @@ impl Shared {
 }
 
 impl Courier {
-    /// Joins the communicator that `id` names. All ranks do so at once; who is not there within the deadline is missed by the
-    /// caller, who hears from all how they fared.
+    /// Joins the communicator that `id` names. All ranks of the party do so at once; who is not there within the deadline is
+    /// missed by the caller.
     pub(super) fn join(
         peers: &Arc<Peers>,
-        device: Device,
-        lane: Lane,
+        (device, lane): (Device, Lane),
+        party: Party,
         id: UniqueId,
     ) -> std::result::Result<Courier, String> {
         let (inbox, rounds) = channel();
@@ -203,18 +225,19 @@ impl Courier {
         let (end, ended) = channel::<()>();
         let shared = Arc::<Shared>::default();
         let (theirs, there) = (Arc::clone(peers), Arc::clone(&shared));
+        let (axis, size) = (party.axis, party.members.len() as u32);
+        let place = party.place(peers.rank()).map_err(|error| error.to_string())?;
         std::thread::spawn(move || {
             let _end = end;
             let chosen = device::enter(device).map_err(|error| error.to_string());
-            let communicator =
-                chosen.and_then(|()| Communicator::join(id, theirs.rank(), theirs.world()));
+            let communicator = chosen.and_then(|()| Communicator::join(id, place, size));
             let communicator = match communicator {
                 Ok(communicator) => Arc::new(communicator),
                 Err(reason) => return drop(joined.send(Err(reason))),
             };
             // Nobody listens any more if this took too long.
             if joined.send(Ok(Arc::downgrade(&communicator))).is_ok() {
-                let carrier = Carrier { peers: theirs, lane, communicator, shared: there };
+                let carrier = Carrier { peers: theirs, party, lane, communicator, shared: there };
                 rounds.into_iter().try_for_each(|round| carrier.carry(round));
             }
         });
@@ -222,9 +245,12 @@ impl Courier {
             Ok(joined) => joined?,
             Err(_) => return Err(format!("not all joined within {:?}", peers.timeout())),
         };
-        let watched = watch(peers, &shared).map_err(|error| error.to_string())?;
+        let watched = match axis {
+            0 => Some(Mutex::new(watch(peers, &shared).map_err(|error| error.to_string())?)),
+            _ => None,
+        };
         let (peers, inbox) = (Arc::clone(peers), Some(inbox));
-        let (ended, watched) = (Mutex::new(ended), Mutex::new(watched));
+        let ended = Mutex::new(ended);
         Ok(Courier { peers, inbox, shared, communicator, ended, watched })
     }
 
@@ -292,11 +318,11 @@ impl Drop for Courier {
             let _ = end.get_mut().unwrap_or_else(PoisonError::into_inner).recv_timeout(patience);
         };
         parted(&mut self.ended);
-        if !over {
+        if let Some(watched) = self.watched.as_mut().filter(|_| !over) {
             let farewell = Tensor::zeros([1], (Kind::Uint8, Device::Cpu));
             let said = self.peers.send(self.peers.neighbours().1, &farewell, FAREWELL);
             let _ = said.and_then(|said| said.wait(patience));
-            parted(&mut self.watched);
+            parted(watched);
         }
     }
 }
@@ -321,6 +347,7 @@ fn watch(peers: &Arc<Peers>, shared: &Arc<Shared>) -> Result<Receiver<()>> {
 /// The thread's part.
 struct Carrier {
     peers: Arc<Peers>,
+    party: Party,
     lane: Lane,
     communicator: Arc<Communicator>,
     shared: Arc<Shared>,
@@ -358,14 +385,14 @@ impl Carrier {
             true => self.peers.stalled(&round.what, round.number, partners),
             false => self.peers.missing(&round.what, round.number, peer, &error),
         };
-        let token = || Tensor::zeros([1], (Kind::Uint8, Device::Cpu));
+        let (token, tag) = (|| Tensor::zeros([1], (Kind::Uint8, Device::Cpu)), self.party.token());
         let mut words = Vec::new();
         for rank in partners.iter().copied() {
-            let heard = self.peers.receive(rank, &token(), TOKEN);
+            let heard = self.peers.receive(rank, &token(), tag);
             words.push((rank, heard.map_err(|error| missing(rank, error))?));
         }
         for rank in partners.iter().copied() {
-            let said = self.peers.send(rank, &token(), TOKEN);
+            let said = self.peers.send(rank, &token(), tag);
             words.push((rank, said.map_err(|error| missing(rank, error))?));
         }
         for (rank, word) in words {
@@ -378,14 +405,18 @@ impl Carrier {
         self.lane.after(round.ready.as_ref())?;
         let (all, stream) = (&self.communicator, self.lane.raw());
         let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
+        let places = |transfers: &[(u32, Tensor)]| {
+            transfers.iter().map(|(rank, _)| self.party.place(*rank)).collect::<Result<Vec<_>>>()
+        };
+        let (to, from) = (places(&round.sends)?, places(&round.receives)?);
         let queued = all.together(|| {
-            for (to, tensor) in &round.sends {
+            for (to, (_, tensor)) in to.iter().zip(&round.sends) {
                 let data = tensor.data_ptr().cast_const();
                 // SAFETY: the round keeps the tensor, contiguous and on the stream's device, until the stream is through,
                 // and whoever sends does not write it before.
                 unsafe { all.send(data, bytes(tensor), *to, stream)? };
             }
-            for (from, tensor) in &round.receives {
+            for (from, (_, tensor)) in from.iter().zip(&round.receives) {
                 // SAFETY: as above; nobody reads or writes it before it has arrived.
                 unsafe { all.receive(tensor.data_ptr(), bytes(tensor), *from, stream)? };
             }

@@ -44,8 +44,9 @@ mod whereabouts;
 mod wire;
 mod word;
 
+use std::collections::BTreeMap;
 use std::ffi::{CString, c_int};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tch::{Device, Tensor};
@@ -114,11 +115,20 @@ struct Bulk {
     device: Device,
     /// Who moves them, if not Gloo.
     courier: Option<Courier>,
+    /// Who moves them along the lines of other axes, as far as one was asked for.
+    along: Mutex<Along>,
 }
+
+/// By axis: the ranks of a line, and its courier.
+type Along = BTreeMap<usize, (Vec<u32>, Arc<Courier>)>;
 
 impl Bulk {
     /// Before anything is agreed: over Gloo, between CPUs.
-    const PLAIN: Bulk = Bulk { device: Device::Cpu, courier: None };
+    const PLAIN: Bulk = Bulk::of(Device::Cpu);
+
+    const fn of(device: Device) -> Bulk {
+        Bulk { device, courier: None, along: Mutex::new(BTreeMap::new()) }
+    }
 }
 
 /// The machine of a rank that is alone: nobody asks for its name.

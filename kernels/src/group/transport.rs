@@ -1,9 +1,13 @@
 //! How tensors travel between ranks: chosen once, by all of them, and no argument of any bit.
 
-use rccl_sys::{Library, UniqueId};
-use tch::Device;
+use std::sync::{Arc, PoisonError};
 
-use super::courier::{Courier, Lane};
+use rccl_sys::{Library, UniqueId};
+use tch::{Device, Kind, Tensor};
+
+use super::courier::{Courier, Lane, Party};
+use super::exchange::Exchange;
+use super::peers::Peers;
 use super::{Bulk, Group};
 use crate::{Error, Result};
 
@@ -51,7 +55,7 @@ impl Group {
     /// RCCL is joined only after everybody has said that it is there, and it carries only after everybody has said that
     /// joining went well: so no rank waits in the library for one that will not come.
     pub fn carry(&mut self, device: Device, wish: Transport) -> Result<Carried> {
-        self.bulk = Bulk { device, courier: None };
+        self.bulk = Bulk::of(device);
         let Some(peers) = &self.peers else { return Ok(Carried::default()) };
         let asked = match wish {
             Transport::Auto => device != Device::Cpu,
@@ -73,7 +77,8 @@ impl Group {
         if let (true, Ok(lane)) = (carried.rccl, lane) {
             let mut id = UniqueId { bytes: [0; 128] };
             id.bytes.copy_from_slice(&heard[0][2..130]);
-            let joined = Courier::join(peers, device, lane, id);
+            let party = Party { axis: 0, members: (0..self.world()).collect() };
+            let joined = Courier::join(peers, (device, lane), party, id);
             let against = joined.as_ref().err().cloned();
             let mine = [&[wish as u8], against.unwrap_or_default().as_bytes()].concat();
             let heard = self.all_gather("the joining of a communicator", &mine)?;
@@ -85,6 +90,50 @@ impl Group {
         self.bulk.courier = courier;
         Ok(carried)
     }
+
+    /// Who moves tensors along a line of ranks, if that is not Gloo. A line is joined when its ranks first ask for it, all of them
+    /// at once, and left when its axis has another one.
+    pub(super) fn courier_along(&self, party: Party) -> Result<Option<Arc<Courier>>> {
+        let Some(peers) = self.peers.as_ref().filter(|_| self.by_rccl()) else { return Ok(None) };
+        let mut along = self.bulk.along.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = along.get(&party.axis).filter(|(members, _)| *members == party.members);
+        if let Some((_, courier)) = known {
+            return Ok(Some(Arc::clone(courier)));
+        }
+        let (axis, members, device) = (party.axis, party.members.clone(), self.device());
+        along.remove(&axis);
+        let refused = |reason| Error::Foreign { call: "join a line of devices", reason };
+        let lane = Lane::new(device).map_err(refused)?;
+        let id = named(peers, &party)?;
+        let courier = Arc::new(Courier::join(peers, (device, lane), party, id).map_err(refused)?);
+        along.insert(axis, (members, Arc::clone(&courier)));
+        Ok(Some(courier))
+    }
+}
+
+/// The id that the first rank of a line draws for it: all of them have come as far as this.
+fn named(peers: &Peers, Party { axis, members }: &Party) -> Result<UniqueId> {
+    const WHAT: &str = "the naming of a line";
+    let (me, mut id) = (peers.rank(), UniqueId { bytes: [0; 128] });
+    if members.first() == Some(&me) {
+        let drawn = Library::open().and_then(Library::unique_id);
+        id = drawn.map_err(|reason| Error::Foreign { call: "name a line", reason })?;
+    }
+    let mut exchange = Exchange::new(peers, WHAT, peers.next(*axis, WHAT)?, Device::Cpu, None);
+    let others = || members.iter().filter(|rank| **rank != me);
+    let receive = |rank: &u32| exchange.receive(0, *rank, Kind::Uint8, 128);
+    let arrivals = others().map(receive).collect::<Result<Vec<_>>>()?;
+    let mine = Tensor::from_slice(&id.bytes);
+    others().try_for_each(|rank| exchange.send(0, *rank, &mine))?;
+    for (at, arrival) in arrivals.into_iter().enumerate() {
+        let heard = arrival.wait()?;
+        // Whoever is not the first hears the first one first.
+        if at == 0 && members[0] != me {
+            heard.f_copy_data_u8(&mut id.bytes, 128)?;
+        }
+    }
+    exchange.finish()?;
+    Ok(id)
 }
 
 fn wish_of(byte: u8) -> Transport {

@@ -47,6 +47,8 @@ pub(crate) struct Along {
 pub(crate) struct Context<'a> {
     along: &'a Along,
     exchange: Mutex<Exchange<'a>>,
+    /// What travels at once is a round, of which so many have begun: all places come to them in one order.
+    rounds: AtomicU64,
     sent: AtomicU64,
 }
 
@@ -78,7 +80,8 @@ impl Along {
     /// Begins a step: every rank of the line does, whatever it computes.
     pub(crate) fn begin(&self) -> Result<Context<'_>> {
         let exchange = self.axis.begin(self.what).map_err(lost)?;
-        Ok(Context { along: self, exchange: Mutex::new(exchange), sent: AtomicU64::new(0) })
+        let exchange = Mutex::new(exchange);
+        Ok(Context { along: self, exchange, rounds: AtomicU64::new(0), sent: AtomicU64::new(0) })
     }
 
     /// Who has which of so many chunks.
@@ -115,17 +118,19 @@ impl Line for Context<'_> {
         let _watch = timing::part(timing::Part::Send);
         let mut exchange = self.exchange.lock().unwrap_or_else(PoisonError::into_inner);
         let (members, mut arrivals) = (self.along.axis.members(), Vec::new());
+        let round = self.rounds.fetch_add(1, Ordering::Relaxed);
         for (place, (rank, count)) in (0..).zip(members.iter().zip(take)) {
             let count = if place == self.along.place { 0 } else { *count };
-            arrivals.push(exchange.receive(0, *rank, kind, count)?);
+            arrivals.push(exchange.receive(round, *rank, kind, count)?);
         }
         for (place, (rank, tensor)) in (0..).zip(members.iter().zip(give)) {
             if place != self.along.place {
-                exchange.send(0, *rank, tensor)?;
+                exchange.send(round, *rank, tensor)?;
                 let bytes = tensor.numel() * tensor.kind().elt_size_in_bytes();
                 self.sent.fetch_add(bytes as u64, Ordering::Relaxed);
             }
         }
+        exchange.close(round)?;
         let begun = exchange.begun();
         Ok(Box::new(Moving { exchange: &self.exchange, arrivals, begun }))
     }
