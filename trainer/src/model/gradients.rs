@@ -201,7 +201,8 @@ impl ChunkSum {
         let parts = ranges.iter().map(|range| all.narrow(0, range.start, range.end - range.start));
         let parts: Vec<Tensor> = parts.collect();
         let gradient = match parts.is_empty() {
-            true => all.narrow(0, 0, 0),
+            // An alias, be it of nothing, would keep the whole gradient.
+            true => Tensor::empty([0], (all.kind(), all.device())),
             false => Tensor::cat(&parts, 0),
         };
         let elements = all.numel() as i64;
