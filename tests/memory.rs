@@ -24,7 +24,9 @@ const WIDE: [(&str, &str); 6] = [
 const BF16: (&str, &str) = ("dtype = \"f32\"", "dtype = \"bf16\"");
 const CUT: (&str, &str) = ("seq_len = 64", "context_chunks = 4\nweight_shards = 2\nseq_len = 64");
 
-const CASES: [Case; 15] = [
+const LONG: (&str, &str) = ("seq_len = 64", "context_chunks = 4\nseq_len = 512");
+
+const CASES: [Case; 16] = [
     Case { name: "f32", change: &[], ranks: &["1"] },
     Case { name: "f32, recomputed", change: &[], ranks: &["1", "--recompute"] },
     Case { name: "bf16", change: &[BF16], ranks: &["1"] },
@@ -41,6 +43,11 @@ const CASES: [Case; 15] = [
     Case { name: "f32, cut, 2 ranks share", change: &[CUT], ranks: &["2", "--cp", "2"] },
     Case { name: "f32, cut, 2 ranks fold", change: &[CUT], ranks: &["2", "--tsp", "2"] },
     Case { name: "bf16, cut, 4 ranks, 2 fold", change: &[BF16, CUT], ranks: &["4", "--tsp", "2"] },
+    Case {
+        name: "f32, long, 2 ranks share",
+        change: &[LONG],
+        ranks: &["2", "--cp=2", "--recompute"],
+    },
     Case { name: "bf16, cut, 4 ranks share", change: &[BF16, CUT], ranks: &["4", "--cp", "4"] },
     Case {
         name: "bf16, cut, 4 ranks share and fold",

@@ -156,8 +156,8 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
     // What hides later keys from the queries of a chunk, for one sequence at a time.
     let pairs = ATTENTION_ROWS.unsigned_abs().min(u64::from(step.seq_len) / cut.chunks);
     let hidden = if cut.chunks > 1 { 4 * pairs * u64::from(step.seq_len) } else { 0 };
-    let kept = model::activation_bytes(config, tokens / ranks, options, dtype);
-    let [most, last] = kept.map(|bytes| bytes + shared + hidden);
+    let sizes = (tokens / ranks, shared + hidden);
+    let [most, last] = model::activation_bytes(config, sizes, options, dtype);
     let flight = Flight::new(spec, here.chunks, ranks);
     let travelling = Travelling::new(spec, &parts, holder)?;
     let first = Holds {

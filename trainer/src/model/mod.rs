@@ -271,15 +271,15 @@ pub fn causal_pairs(starts: &[u32], length: u32) -> u64 {
 }
 
 /// Bytes that a micro-batch of `tokens` has alive between its passes: at the head, with its logits, and when it is back at the
-/// embedding.
+/// embedding; while attention of a layer is computed, `attending` more.
 pub fn activation_bytes(
     config: &ZayaConfig,
-    tokens: u64,
+    (tokens, attending): (u64, u64),
     options: LeafOptions,
     dtype: Dtype,
 ) -> [u64; 2] {
     let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
-    Zaya::new(config).activation_bytes(config, (tokens, narrow), options)
+    Zaya::new(config).activation_bytes(config, (tokens, narrow), attending, options)
 }
 
 /// Bytes of the keys and values of all chunks of a micro-batch of `tokens` that ranks share, and of their gradients in f32:

@@ -272,11 +272,13 @@ impl Zaya {
         (hidden, head): (Vec<Tensor>, Option<Tensor>),
         sink: &mut Gradients<'_>,
     ) -> Result<()> {
-        let Forward { embedded, layers: kept, normed, .. } = forward;
+        let Forward { embedded, layers: kept, normed, hidden: left, .. } = forward;
+        drop(left);
         let back = normed.into_iter().enumerate().zip(&hidden).map(|((chunk, normed), hidden)| {
             self.norm.backward(pass, normed, hidden, &mut sink.of(chunk))
         });
         let residual = back.collect::<Result<_>>()?;
+        drop(hidden);
         let mut grad = Flow { residual, state: None };
         for (layer, kept) in self.layers.iter().zip(kept).rev() {
             let saved = match kept {
@@ -336,31 +338,38 @@ impl Zaya {
         &self,
         config: &ZayaConfig,
         (tokens, narrow): (u64, u64),
+        attending: u64,
         LeafOptions { keep, cut, .. }: LeafOptions,
     ) -> [u64; 2] {
         let (width, state) = (config.hidden_size as u64, config.router_hidden_size as u64);
         // The residual that enters each half, f32, and the factors of its norm.
-        let whole = |layer: &DecoderLayer| {
-            let inside =
-                layer.halves().map(|half| half.layer.activation_bytes(config, narrow, cut));
-            inside.map(|bytes| bytes + 4 * width + 4).sum::<u64>()
+        let size = |half: &Half| {
+            tokens * (half.layer.activation_bytes(config, narrow, cut) + 4 * width + 4)
         };
-        let all = || self.layers.iter().map(whole);
-        let largest = tokens * all().max().unwrap_or(0);
+        let halves = |layer: &DecoderLayer| [&layer.attention, &layer.feed_forward].map(size);
+        let all = || self.layers.iter().map(halves);
         let head = head::activation_bytes(config, tokens / cut.chunks, narrow);
-        // The embedded tokens, and the residual before and after the final norm with their gradients.
-        let ends = 5 * 4 * tokens * width;
+        // The embedded tokens, and the residual before and after the final norm with their gradients; further back the embedded
+        // tokens, and gradients of the residual on both sides of a half.
+        let [ends, beside] = [5, 3].map(|rows| rows * 4 * tokens * width);
         let copies = weight_copies(config, narrow, cut);
-        // A layer on its way back has gradients beside about a third of what it saved.
-        let back = largest + largest / 3 + ends + copies;
+        // A half on its way back has gradients beside about a third of what it saved, where no token sees another of a chunk at
+        // a time; when it comes to attention, what the feed-forward saved is gone.
+        let back = |[attention, rest]: [u64; 2]| {
+            let rest = attention + rest + rest / (3 * cut.chunks);
+            rest.max(attention + attention / 3 + attending) + beside + copies
+        };
+        let last = all().map(back).max().unwrap_or(0);
         match keep {
             Keep::Everything => {
-                let kept = tokens * all().sum::<u64>() + self.layers.len() as u64 * copies;
-                [kept + head + ends, back]
+                let kept = all().flatten().sum::<u64>() + self.layers.len() as u64 * copies;
+                [kept + ends + head.max(attending), last]
             }
             Keep::LayerInputs => {
-                let kept = tokens * self.layers.len() as u64 * 4 * (width + state);
-                [kept + ends + head.max(largest), back]
+                let inputs = tokens * 4 * (width + state);
+                let at = (1..).zip(all()).map(|(layers, sizes)| layers * inputs + back(sizes));
+                let most = self.layers.len() as u64 * inputs + ends + head;
+                [at.fold(most, u64::max), last]
             }
         }
     }
