@@ -24,16 +24,23 @@ pub enum Way {
     Libtorch(Collective),
     /// Ours: transfers between ranks, sums by the fixed tree.
     Exact(Collective),
+    /// Shards of weights as they are handed over (`--tsp`): one holder after the other sends to all, the next one meanwhile.
+    InTurn,
+    /// The same around a ring: each rank hands on to the next what it has just received, so that all send at once, but each
+    /// sees the shards in an order of its own.
+    Around,
 }
 
 /// Every way that is measured.
-pub const WAYS: [Way; 9] = [
+pub const WAYS: [Way; 11] = [
     Way::Libtorch(Collective::AllReduce),
     Way::Exact(Collective::AllReduce),
     Way::Libtorch(Collective::ReduceScatter),
     Way::Exact(Collective::ReduceScatter),
     Way::Libtorch(Collective::AllGather),
     Way::Exact(Collective::AllGather),
+    Way::InTurn,
+    Way::Around,
     Way::Libtorch(Collective::Broadcast),
     Way::Libtorch(Collective::AllToAll),
     Way::Exact(Collective::AllToAll),
@@ -44,7 +51,7 @@ pub const WAYS: [Way; 9] = [
 pub struct Measured {
     /// "all-reduce".
     pub collective: &'static str,
-    /// "libtorch", "fixed tree", or "rccl" for the fixed tree whose bytes RCCL moves.
+    /// "libtorch", "fixed tree", or "rccl" for the fixed tree whose bytes RCCL moves; "in turn" and "a ring" for shards.
     pub by: &'static str,
     /// Bytes, as defined above.
     pub bytes: u64,
@@ -64,6 +71,7 @@ impl Way {
     fn collective(self) -> Collective {
         match self {
             Way::Libtorch(collective) | Way::Exact(collective) => collective,
+            Way::InTurn | Way::Around => Collective::AllGather,
         }
     }
 
@@ -82,6 +90,8 @@ impl Way {
     pub fn by(self, group: &Group) -> &'static str {
         match self {
             Way::Libtorch(_) => "libtorch",
+            Way::InTurn => "in turn",
+            Way::Around => "a ring",
             Way::Exact(_) if group.by_rccl() => "rccl",
             Way::Exact(_) => "fixed tree",
         }
@@ -101,6 +111,8 @@ impl Way {
         match self {
             Way::Libtorch(collective) => group.collective(collective, input, output).map_err(lost),
             Way::Exact(collective) => exact(group, collective, input, output),
+            Way::InTurn => in_turn(group, input, &parts(group, output)),
+            Way::Around => around(group, input, &parts(group, output)),
         }
     }
 }
@@ -116,7 +128,7 @@ pub fn measure(group: &Group, way: Way, bytes: u64, seconds: f64) -> Result<Meas
     };
     let device = match way {
         Way::Libtorch(_) => tch::Device::Cpu,
-        Way::Exact(_) => group.device(),
+        Way::Exact(_) | Way::InTurn | Way::Around => group.device(),
     };
     let input = filled(group.rank(), 0, share * input_shares).to_device(device);
     let mut output = Tensor::zeros([share * output_shares], (Kind::Float, device));
@@ -208,10 +220,15 @@ fn wrong(group: &Group, collective: Collective, output: &Tensor, share: i64) -> 
     wrong.sum()
 }
 
+/// A row for each rank.
+fn parts(group: &Group, tensor: &Tensor) -> Tensor {
+    tensor.view([i64::from(group.world()), -1])
+}
+
 /// The collectives as training uses them.
 fn exact(group: &Group, collective: Collective, input: &Tensor, output: &mut Tensor) -> Result<()> {
     let world = i64::from(group.world());
-    let parts = |tensor: &Tensor| tensor.view([world, -1]);
+    let parts = |tensor: &Tensor| parts(group, tensor);
     tch::no_grad(|| match collective {
         Collective::AllGather => all_gather(group, input, &parts(output)),
         Collective::AllToAll => {
@@ -272,6 +289,54 @@ fn all_gather(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
     out.get(i64::from(group.rank())).copy_(mine);
     for (from, arrival) in arrivals {
         out.get(i64::from(from)).copy_(&arrival.wait().map_err(lost)?);
+    }
+    exchange.finish().map_err(lost)
+}
+
+/// What each rank has to all others, one rank after the other; row `r` of `out` is rank `r`'s. While one is awaited the next is
+/// under way.
+fn in_turn(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
+    let mut exchange = group.begin("shards in turn").map_err(lost)?;
+    let (me, count) = (group.rank(), mine.numel() as i64);
+    let mut before = None;
+    for holder in 0..group.world() {
+        let round = u64::from(holder);
+        let coming = match holder == me {
+            true => {
+                let send = |to| exchange.send(round, to, mine);
+                group.others().try_for_each(send).map_err(lost)?;
+                None
+            }
+            false => {
+                let arrival = exchange.receive(round, holder, Kind::Float, count).map_err(lost)?;
+                Some((holder, arrival))
+            }
+        };
+        exchange.close(round).map_err(lost)?;
+        if let Some((holder, arrival)) = std::mem::replace(&mut before, coming) {
+            out.get(i64::from(holder)).copy_(&arrival.wait().map_err(lost)?);
+        }
+    }
+    if let Some((holder, arrival)) = before {
+        out.get(i64::from(holder)).copy_(&arrival.wait().map_err(lost)?);
+    }
+    out.get(i64::from(me)).copy_(mine);
+    exchange.finish().map_err(lost)
+}
+
+/// The same around a ring: to the next rank what came from the one before.
+fn around(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
+    let mut exchange = group.begin("shards around a ring").map_err(lost)?;
+    let (me, world, count) = (group.rank(), group.world(), mine.numel() as i64);
+    let mut here = mine.shallow_clone();
+    out.get(i64::from(me)).copy_(mine);
+    for step in 1..world {
+        let (round, from) = (u64::from(step), (me + world - 1) % world);
+        let arrival = exchange.receive(round, from, Kind::Float, count).map_err(lost)?;
+        exchange.send(round, (me + 1) % world, &here).map_err(lost)?;
+        exchange.close(round).map_err(lost)?;
+        here = arrival.wait().map_err(lost)?;
+        out.get(i64::from((me + world - step) % world)).copy_(&here);
     }
     exchange.finish().map_err(lost)
 }
