@@ -84,7 +84,10 @@ impl ShardWriter {
 
     /// Adds the next document.
     pub fn push(&mut self, tokens: &[u32], record: &DocumentRecord) -> Result<()> {
-        let largest = tokens.iter().copied().max();
+        // Without a branch for each: an id beyond the last one leaves the highest bit, by itself or by the difference.
+        let last = self.head.vocab.wrapping_sub(1);
+        let beyond = tokens.iter().fold(0, |all, id| all | id | last.wrapping_sub(*id)) >> 31 != 0;
+        let largest = if beyond { tokens.iter().copied().max() } else { None };
         if let Some(id) = largest.filter(|&id| id >= self.head.vocab) {
             return Err(Fault::mismatch("the tokenizer gave an id that its vocabulary lacks")
                 .at(format!("document {}", record.id))
