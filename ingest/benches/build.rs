@@ -6,7 +6,9 @@
 //!
 //! Each row is a process of its own, pinned by `taskset`, since encoders keep caches: `fastokens alone` encodes the
 //! documents, read and parsed beforehand, with one thread for each core; `zdata build` goes from the compressed files
-//! to the committed store. Each pair runs three times, alternating; the median counts.
+//! to the committed store; `loading` is the tokenizer's. They run five times in turns. Told are medians by the clock, and
+//! the least processor time (the user's, all threads), which other work on the machine disturbs least; a build less
+//! loading beside the encoder is the steady state.
 
 #![expect(clippy::print_stdout, reason = "a benchmark prints its rows")]
 
@@ -21,7 +23,7 @@ use ingest::source::{self, Fields, Format, Limits, Parsed};
 use ingest::tokenize::{Engine, Tokenizer};
 use ingest::{Corpus, Outcome, build};
 
-const ROUNDS: usize = 3;
+const ROUNDS: usize = 5;
 
 /// That of `zdata`, for both rows.
 #[global_allocator]
@@ -48,29 +50,43 @@ fn main() {
 
 /// Every row, each in its own process.
 fn table(args: &[String]) -> Result<()> {
-    println!("{:<18} {:>5} {:>10} {:>12}", "what", "cores", "MB/s text", "M tokens/s");
+    println!(
+        "{:<16} {:>5} {:>10} {:>12} {:>14}",
+        "what", "cores", "MB/s text", "M tokens/s", "user's seconds"
+    );
+    let kinds = [("alone", "fastokens alone"), ("build", "zdata build"), ("load", "loading")];
     for cores in [1usize, 2] {
-        let mut medians = Vec::new();
-        let kinds = ["alone", "build"];
-        let mut runs = [Vec::new(), Vec::new()];
+        let mut runs: [Vec<Row>; 3] = Default::default();
         for _ in 0..ROUNDS {
-            for (kind, runs) in kinds.iter().zip(&mut runs) {
+            for ((kind, _), runs) in kinds.iter().zip(&mut runs) {
                 runs.push(spawn(kind, cores, args)?);
             }
         }
-        for (kind, runs) in ["fastokens alone", "zdata build"].iter().zip(&mut runs) {
-            runs.sort_by(|a, b| a.0.total_cmp(&b.0));
-            let (text, tokens) = runs[ROUNDS / 2];
-            println!("{kind:<18} {cores:>5} {text:>10.1} {tokens:>12.1}");
-            medians.push(text);
+        let mut used = [0.0; 3];
+        let mut speeds = [0.0; 3];
+        for (number, ((_, what), runs)) in kinds.iter().zip(&mut runs).enumerate() {
+            runs.sort_by(|a, b| a.text.total_cmp(&b.text));
+            let Row { text, tokens, .. } = runs[ROUNDS / 2];
+            used[number] = runs.iter().map(|run| run.user).fold(f64::INFINITY, f64::min);
+            speeds[number] = text;
+            println!("{what:<16} {cores:>5} {text:>10.1} {tokens:>12.1} {:>14.2}", used[number]);
         }
-        println!("{:<18} {cores:>5} {:>9.0}%", "build / alone", 100.0 * medians[1] / medians[0]);
+        let [alone, build, load] = used;
+        println!("{:<16} {cores:>5} {:>9.0}%", "build / alone", 100.0 * speeds[1] / speeds[0]);
+        println!("{:<16} {cores:>5} {:>37.0}%", "steady state", 100.0 * alone / (build - load));
     }
     Ok(())
 }
 
-/// MB of text and millions of tokens a second of one row.
-fn spawn(kind: &str, cores: usize, args: &[String]) -> Result<(f64, f64)> {
+/// What a row tells: MB of text and millions of tokens a second, and seconds of the user's processor time.
+struct Row {
+    text: f64,
+    tokens: f64,
+    user: f64,
+}
+
+/// Runs a row.
+fn spawn(kind: &str, cores: usize, args: &[String]) -> Result<Row> {
     let machine = |error: std::io::Error| Fault::machine(format!("cannot start a row: {error}"));
     let program = std::env::current_exe().map_err(machine)?;
     let list = format!("0-{}", cores - 1);
@@ -79,28 +95,55 @@ fn spawn(kind: &str, cores: usize, args: &[String]) -> Result<(f64, f64)> {
     command.args(["-c", &list]).arg(program).args(["row", kind, &workers]).args(args);
     let output = command.output().map_err(machine)?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let mut numbers = text.split_whitespace().map(str::parse::<f64>);
-    match (numbers.next(), numbers.next()) {
-        (Some(Ok(text)), Some(Ok(tokens))) => Ok((text, tokens)),
+    let numbers: Vec<f64> = text.split_whitespace().flat_map(str::parse).collect();
+    match numbers[..] {
+        [text, tokens, user] => Ok(Row { text, tokens, user }),
         _ => Err(Fault::machine("a row failed").found(String::from_utf8_lossy(&output.stderr))),
     }
 }
 
+/// The user's processor time of this process so far, in seconds.
+fn user() -> Result<f64> {
+    let path = Path::new("/proc/self/stat");
+    let stat = std::fs::read_to_string(path).map_err(|e| Fault::io("read", path, &e))?;
+    // The name of the program, in brackets, may hold spaces; of what follows the 12th is this time, in ticks of 10 ms.
+    let ticks = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(11));
+    let ticks: Option<f64> = ticks.and_then(|ticks| ticks.parse().ok());
+    ticks.map(|ticks| ticks / 100.0).ok_or_else(|| Fault::machine("no time in /proc/self/stat"))
+}
+
 fn row(kind: &str, workers: &str, tokenizer: &str, files: &[&str]) -> Result<()> {
     let workers: usize = workers.parse().map_err(|_| Fault::usage("workers is not a number"))?;
-    let (bytes, tokens, seconds) = match kind {
+    let Measured { bytes, tokens, seconds, user } = match kind {
         "alone" => alone(workers, tokenizer, files)?,
+        "load" => loading(tokenizer)?,
         _ => whole(workers, tokenizer, files)?,
     };
-    println!("{} {}", bytes as f64 / seconds / 1e6, tokens as f64 / seconds / 1e6);
+    println!("{} {} {user}", bytes as f64 / seconds / 1e6, tokens as f64 / seconds / 1e6);
     Ok(())
 }
 
-/// The encoder on documents in memory.
-fn alone(workers: usize, tokenizer: &str, files: &[&str]) -> Result<(u64, u64, f64)> {
+/// What was encoded, and how long it took by the clock and of the user's processor time.
+struct Measured {
+    bytes: u64,
+    tokens: u64,
+    seconds: f64,
+    user: f64,
+}
+
+/// The tokenizer, up to the first text.
+fn loading(tokenizer: &str) -> Result<Measured> {
+    let (begun, used) = (Instant::now(), user()?);
     let bytes =
-        std::fs::read(tokenizer).map_err(|e| Fault::io("read", Path::new(tokenizer), &e))?;
-    let tokenizer = Tokenizer::new(bytes, Engine::Fastest)?;
+        std::fs::metadata(tokenizer).map_err(|e| Fault::io("read", Path::new(tokenizer), &e))?;
+    let tokens = Tokenizer::read(Path::new(tokenizer), Engine::Fastest)?.encode("a")?.len() as u64;
+    let (seconds, user) = (begun.elapsed().as_secs_f64(), user()? - used);
+    Ok(Measured { bytes: bytes.len(), tokens, seconds, user })
+}
+
+/// The encoder on documents in memory.
+fn alone(workers: usize, tokenizer: &str, files: &[&str]) -> Result<Measured> {
+    let tokenizer = Tokenizer::read(Path::new(tokenizer), Engine::Fastest)?;
     let fields = Fields::at("text", None);
     let mut texts = Vec::new();
     for file in files {
@@ -114,7 +157,7 @@ fn alone(workers: usize, tokenizer: &str, files: &[&str]) -> Result<(u64, u64, f
         }
     }
     let next = std::sync::atomic::AtomicUsize::new(0);
-    let begun = Instant::now();
+    let (begun, used) = (Instant::now(), user()?);
     let tokens = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..workers)
             .map(|_| {
@@ -133,12 +176,13 @@ fn alone(workers: usize, tokenizer: &str, files: &[&str]) -> Result<(u64, u64, f
         });
         joined.sum::<Result<u64>>()
     })?;
-    let seconds = begun.elapsed().as_secs_f64();
-    Ok((texts.iter().map(|text| text.len() as u64).sum(), tokens, seconds))
+    let (seconds, user) = (begun.elapsed().as_secs_f64(), user()? - used);
+    let bytes = texts.iter().map(|text| text.len() as u64).sum();
+    Ok(Measured { bytes, tokens, seconds, user })
 }
 
 /// A build, from opening the corpus to the committed manifest.
-fn whole(workers: usize, tokenizer: &str, files: &[&str]) -> Result<(u64, u64, f64)> {
+fn whole(workers: usize, tokenizer: &str, files: &[&str]) -> Result<Measured> {
     let path = |path: &str| {
         std::fs::canonicalize(path).map_err(|e| Fault::io("find", Path::new(path), &e))
     };
@@ -153,13 +197,13 @@ fn whole(workers: usize, tokenizer: &str, files: &[&str]) -> Result<(u64, u64, f
     let corpus = Corpus::read(&corpus)?;
     let (engine, task_bytes) = (Engine::Fastest, TASK_BYTES);
     let options = Options { workers, engine, quiet: true, work: None, task_bytes };
-    let begun = Instant::now();
+    let (begun, used) = (Instant::now(), user()?);
     let outcome = build(&corpus, &store.path().join("store"), options)?;
-    let seconds = begun.elapsed().as_secs_f64();
+    let (seconds, user) = (begun.elapsed().as_secs_f64(), user()? - used);
     let (Outcome::Built { manifest, .. } | Outcome::UpToDate(manifest)) = outcome;
     let streams = manifest.sources.iter().flat_map(|source| [&source.train, &source.validation]);
     let sum = streams.fold((0, 0), |(bytes, tokens), stream| {
         (bytes + stream.text_bytes, tokens + stream.tokens)
     });
-    Ok((sum.0, sum.1, seconds))
+    Ok(Measured { bytes: sum.0, tokens: sum.1, seconds, user })
 }

@@ -5,7 +5,7 @@
         [--rounds 3] [--limit N] [--only quality,repetition,exact,near] DOCS.jsonl...
 
 DOCS hold `text`; files may be plain, .gz or (with the `zstd` program) .zst. Needs no Python package. Every program reads the
-same files, is pinned to one core, and runs in turns with the others; what is told is processor time (user and system, all
+same files, is pinned to one core, and runs in turns with the others; what is told is processor time (the user's, all
 threads), the median of the rounds. `zdata` makes a whole store: it also encodes, writes tokens and provenance, and hashes
 what it reads; "its step alone" is its time less that of a build without the step of only those documents that stay, so that
 it includes reading those that go. The others write the documents that stay.

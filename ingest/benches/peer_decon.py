@@ -5,7 +5,8 @@
 
 DOCS hold `text`, the items of EVAL `question` and `answer`; files may be plain, .gz or (with the `zstd` program) .zst. Needs no
 Python package. Every program reads the same files, is pinned to one core, and runs in turns with the other one; what is
-told is processor time (user and system, all threads), the median of the rounds. `zdata` makes a whole store: it also encodes,
+told is processor time (the user's, all threads; the system's is mostly pages that a hypervisor hands out, now fast, now
+slow), the median of the rounds. `zdata` makes a whole store: it also encodes,
 writes tokens and provenance, and hashes what it reads; "the step alone" is its time less that of the same build without the step.
 """
 
@@ -25,14 +26,13 @@ from peer_prepare import documents
 
 
 def run(command):
-    """Runs on one core; processor and wall seconds."""
+    """Runs on one core; the user's processor seconds, and those of the clock."""
     begun = os.times()
     ran = subprocess.run(["taskset", "-c", "0", *command], capture_output=True, text=True)
     ended = os.times()
     if ran.returncode != 0:
         sys.exit(f"{' '.join(command)}\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}")
-    used = ended.children_user + ended.children_system - begun.children_user - begun.children_system
-    return used, ended.elapsed - begun.elapsed
+    return ended.children_user - begun.children_user, ended.elapsed - begun.elapsed
 
 
 def emptied(args, *names):

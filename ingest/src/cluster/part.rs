@@ -132,9 +132,12 @@ impl PartWriter {
         };
         self.entry(1, &meta)?;
         self.put(&(tokens.len() as u64).to_le_bytes())?;
-        for piece in tokens.chunks(1 << 14) {
-            let raw: Vec<u8> = piece.iter().flat_map(|id| id.to_le_bytes()).collect();
-            self.put(&raw)?;
+        let mut raw = [0; 1 << 14];
+        for piece in tokens.chunks(raw.len() / 4) {
+            for (slot, id) in raw.as_chunks_mut().0.iter_mut().zip(piece) {
+                *slot = id.to_le_bytes();
+            }
+            self.put(&raw[..piece.len() * 4])?;
         }
         Ok(())
     }

@@ -4,11 +4,12 @@
 //! Each rule is judged in the order in which the keys stand, so that the reason why it is dropped is the first rule broken.
 
 use contract::Ratio;
+use memchr::{memchr_iter, memmem};
 
 use super::Dropped;
 use super::repetition::repeated;
 use super::setting::{above, below, share, step};
-use super::words::{Text, chars, is_punctuation, is_terminal, lines, strip};
+use super::words::{Tally, Text, chars, is_terminal, lines, strip};
 
 step! {
     /// Bounds of length.
@@ -104,12 +105,7 @@ impl GopherQuality {
     }
 
     fn judge_words(&self, text: &Text<'_>) -> Option<Dropped> {
-        let solid = text.words().filter(|word| !word.chars().all(is_punctuation));
-        let (mut number, mut length) = (0, 0);
-        for word in solid {
-            number += 1;
-            length += chars(word);
-        }
+        let Tally { solid: number, chars: length, .. } = text.tally();
         if self.min_words.is_some_and(|limit| count(limit, number, true)) {
             return Some(Dropped::new("gopher-quality: too few words", number));
         }
@@ -123,8 +119,10 @@ impl GopherQuality {
             return Some(Dropped::new("gopher-quality: long words", share(length, number)));
         }
         let all = text.words().len();
-        let hashes = text.text.matches('#').count();
-        let ellipses = text.text.matches("...").count() + text.text.matches('\u{2026}').count();
+        let bytes = text.text.as_bytes();
+        let hashes = memchr_iter(b'#', bytes).count();
+        let [dots, signs] = ["...", "\u{2026}"].map(|sign| memmem::find_iter(bytes, sign).count());
+        let ellipses = dots + signs;
         let limit = self.max_symbols?;
         if above(hashes, all, limit) {
             return Some(Dropped::new("gopher-quality: hash signs", share(hashes, all)));
@@ -151,7 +149,7 @@ impl GopherQuality {
 
     fn judge_sense(&self, text: &Text<'_>) -> Option<Dropped> {
         let all = text.words().len();
-        let letters = text.words().filter(|word| word.chars().any(char::is_alphabetic)).count();
+        let letters = text.tally().lettered;
         if self.min_letter_words.is_some_and(|limit| below(letters, all, limit)) {
             return Some(Dropped::new(
                 "gopher-quality: words without letters",
@@ -159,11 +157,13 @@ impl GopherQuality {
             ));
         }
         let limit = self.min_stop_words?;
-        // One pass over the words, as long as a stop word is missing.
-        let mut missing: Vec<&str> = self.stop_words.split_whitespace().collect();
+        // One pass over the words, as long as a stop word is missing; most are told from all of them by their first byte.
+        let mut missing: Vec<&[u8]> =
+            self.stop_words.split_whitespace().map(str::as_bytes).collect();
         let stops = missing.len();
-        let longest = missing.iter().map(|stop| stop.len()).max().unwrap_or(0);
-        for word in text.words().filter(|word| word.len() <= longest) {
+        let mut begins = [false; 256];
+        missing.iter().for_each(|stop| begins[usize::from(stop[0])] = true);
+        for word in text.words().map(str::as_bytes).filter(|word| begins[usize::from(word[0])]) {
             missing.retain(|stop| *stop != word);
             if missing.is_empty() {
                 break;

@@ -4,12 +4,34 @@
 //! is two words, a hyphen splits. The rules here are those of spaCy's blank English tokenizer without its long list of
 //! exceptions. Space, lines and ends of lines are Python's, which the reference implementations are written in.
 
+mod cut;
+
 use std::cell::OnceCell;
+
+use cut::Found;
 
 /// A text and what was found in it so far.
 pub(crate) struct Text<'a> {
     pub(crate) text: &'a str,
-    words: OnceCell<Vec<(usize, usize)>>,
+    words: OnceCell<Words>,
+}
+
+/// The words of a text, as byte ranges, and what is counted of them all.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Words {
+    spans: Vec<(usize, usize)>,
+    tally: Tally,
+}
+
+/// What is counted of words while they are cut.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tally {
+    /// Words that hold more than punctuation.
+    pub(crate) solid: usize,
+    /// The characters of these.
+    pub(crate) chars: usize,
+    /// Words with a letter.
+    pub(crate) lettered: usize,
 }
 
 impl<'a> Text<'a> {
@@ -21,17 +43,25 @@ impl<'a> Text<'a> {
 
     /// Its words.
     pub(crate) fn words(&self) -> impl ExactSizeIterator<Item = &'a str> + Clone {
-        let spans = self.words.get_or_init(|| words(self.text));
-        spans.iter().map(|(start, end)| &self.text[*start..*end])
+        self.cut().spans.iter().map(|(start, end)| &self.text[*start..*end])
+    }
+
+    /// What is counted of its words.
+    pub(crate) fn tally(&self) -> Tally {
+        self.cut().tally
+    }
+
+    fn cut(&self) -> &Words {
+        self.words.get_or_init(|| words(self.text))
     }
 
     /// The words cut so far, for the same text at the next step.
-    pub(crate) fn into_words(self) -> Option<Vec<(usize, usize)>> {
+    pub(crate) fn into_words(self) -> Option<Words> {
         self.words.into_inner()
     }
 
     /// A text whose words are known.
-    pub(crate) fn with_words(text: &'a str, words: Option<Vec<(usize, usize)>>) -> Self {
+    pub(crate) fn with_words(text: &'a str, words: Option<Words>) -> Self {
         Text { text, words: words.map_or_else(OnceCell::new, OnceCell::from) }
     }
 }
@@ -43,7 +73,11 @@ pub(crate) fn is_space(c: char) -> bool {
 
 /// What Python's `str.strip` leaves.
 pub(crate) fn strip(text: &str) -> &str {
-    text.trim_matches(is_space)
+    match text.as_bytes() {
+        // Most lines begin and end in a sign that is plain to see.
+        [b'!'..=b'~'] | [b'!'..=b'~', .., b'!'..=b'~'] => text,
+        _ => text.trim_matches(is_space),
+    }
 }
 
 /// What Python's `str.splitlines` gives: more ends of lines than one would think, and none after the last.
@@ -53,15 +87,7 @@ pub(crate) fn lines(text: &str) -> impl Iterator<Item = &str> {
         if rest.is_empty() {
             return None;
         }
-        let bytes = rest.as_bytes();
-        // By bytes: U+0085, U+2028 and U+2029 are the only ends of lines beyond ASCII.
-        let ends = |at: &usize| match bytes[*at] {
-            b'\n'..=b'\r' | 0x1c..=0x1e => true,
-            0xc2 => bytes[at + 1] == 0x85,
-            0xe2 => bytes[at + 1] == 0x80 && matches!(bytes[at + 2], 0xa8 | 0xa9),
-            _ => false,
-        };
-        let end = (0..bytes.len()).find(ends);
+        let end = line_end(rest.as_bytes());
         let Some(end) = end else { return Some(std::mem::take(&mut rest)) };
         let (line, tail) = rest.split_at(end);
         let skip = if tail.starts_with("\r\n") {
@@ -74,316 +100,71 @@ pub(crate) fn lines(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
+/// Where the first end of a line stands in a text.
+fn line_end(bytes: &[u8]) -> Option<usize> {
+    // By bytes: U+0085, U+2028 and U+2029 are the only ends of lines beyond ASCII.
+    let ends = |at: usize| match bytes[at] {
+        b'\n'..=b'\r' | 0x1c..=0x1e => true,
+        0xc2 => bytes[at + 1] == 0x85,
+        0xe2 => bytes[at + 1] == 0x80 && matches!(bytes[at + 2], 0xa8 | 0xa9),
+        _ => false,
+    };
+    let mut at = 0;
+    while at < bytes.len() {
+        if let Some(next) = bytes[at..].first_chunk::<16>()
+            // All of them without a branch: neither control characters nor bytes beyond ASCII.
+            && next.iter().fold(true, |plain, byte| plain & (b' '..0x80).contains(byte))
+        {
+            at += next.len();
+            continue;
+        }
+        let end = bytes.len().min(at + 16);
+        if let Some(found) = (at..end).find(|at| ends(*at)) {
+            return Some(found);
+        }
+        at = end;
+    }
+    None
+}
+
 /// The number of characters, which is what the published rules call length.
 pub(crate) fn chars(text: &str) -> usize {
     if text.is_ascii() { text.len() } else { text.chars().count() }
 }
 
-/// The words of a text, as byte ranges.
-pub(crate) fn words(text: &str) -> Vec<(usize, usize)> {
-    let mut found = Vec::with_capacity(text.len() / 5);
+/// The words of a text.
+fn words(text: &str) -> Words {
+    let mut found = Found::new(text);
     let bytes = text.as_bytes();
-    let mut after = Vec::new();
     let (mut start, mut at) = (0, 0);
     while at < bytes.len() {
+        let (mut classes, mut space) = (0, 0);
         // Most characters are ASCII: only others are decoded.
-        let (space, length) = match bytes[at] {
-            byte @ ..0x80 => (matches!(byte, b'\t'..=b'\r' | 0x1c..=0x1f | b' '), 1),
-            _ => text[at..].chars().next().map_or((false, 1), |c| (is_space(c), c.len_utf8())),
-        };
-        at += length;
-        if space {
-            if start < at - length {
-                chunk(text, start, at - length, &mut found, &mut after);
+        while let Some(&byte) = bytes.get(at) {
+            let class = cut::CLASSES[usize::from(byte)];
+            if class == cut::SPACE {
+                space = 1;
+                break;
             }
-            start = at;
-        }
-    }
-    if start < at {
-        chunk(text, start, at, &mut found, &mut after);
-    }
-    found
-}
-
-/// Cuts what stands between two spaces. `after` is empty before and afterwards.
-fn chunk(
-    text: &str,
-    mut start: usize,
-    mut end: usize,
-    found: &mut Vec<(usize, usize)>,
-    after: &mut Vec<(usize, usize)>,
-) {
-    if text.as_bytes()[start..end].iter().all(u8::is_ascii_alphabetic) {
-        found.push((start, end));
-        return;
-    }
-    let mut whole = false;
-    while start < end {
-        let rest = &text[start..end];
-        whole = is_whole(rest);
-        if whole {
-            break;
-        }
-        if let Some(length) = prefix(rest) {
-            found.push((start, start + length));
-            start += length;
-        } else if let Some(length) = suffix(rest) {
-            after.push((end - length, end));
-            end -= length;
-        } else {
-            break;
-        }
-    }
-    if start < end {
-        let rest = &text[start..end];
-        let colon = || memchr::memchr(b':', rest.as_bytes());
-        if whole || colon().is_some_and(|at| rest[at..].contains("://")) {
-            found.push((start, end));
-        } else {
-            inside(rest, start, found);
-        }
-    }
-    found.extend(after.drain(..).rev());
-}
-
-/// Abbreviations that keep their point.
-fn is_whole(word: &str) -> bool {
-    const WHOLE: &[&str] = &[
-        "Adm.", "Bros.", "Co.", "Corp.", "D.C.", "Dr.", "E.g.", "Gen.", "Gov.", "I.e.", "Inc.",
-        "Jr.", "Ltd.", "Messrs.", "Mr.", "Mrs.", "Ms.", "Mt.", "Ph.D.", "Prof.", "Rep.", "Rev.",
-        "Sen.", "Sr.", "St.", "a.m.", "and/or", "c'm", "e.g.", "i.e.", "p.m.", "v.s.", "vs.",
-        "w/o", "w/",
-    ];
-    // Most words are told apart by their last byte, or hold no sign.
-    let signs = || word.bytes().any(|byte| matches!(byte, b'/' | b'\''));
-    let looks_so = word.len() <= 7
-        && match word.as_bytes().last() {
-            Some(b'.' | b'/') => true,
-            Some(b'm' | b'o' | b'r') => signs(),
-            _ => false,
-        };
-    looks_so && WHOLE.binary_search(&word).is_ok()
-}
-
-/// The length of what is cut from the front of a word, if anything is.
-fn prefix(word: &str) -> Option<usize> {
-    let first = word.chars().next()?;
-    if first.is_ascii_alphanumeric() {
-        return None;
-    }
-    if word.starts_with("..") {
-        return Some(word.len() - word.trim_start_matches('.').len());
-    }
-    let next_is_digit = || word[1..].starts_with(|c: char| c.is_ascii_digit());
-    let cut = match first {
-        '+' => !next_is_digit(),
-        '%' | '=' | '\u{a7}' | '\u{2013}' | '\u{2014}' => true,
-        _ => is_mark(first) || is_quote(first) || is_currency(first) || is_icon(first),
-    };
-    cut.then(|| first.len_utf8())
-}
-
-/// The length of what is cut from the end of a word, if anything is.
-fn suffix(word: &str) -> Option<usize> {
-    let last = word.chars().next_back()?;
-    if last.is_ascii_alphanumeric() {
-        return contraction(word).or_else(|| unit(word));
-    }
-    if word.ends_with("..") {
-        return Some(word.len() - word.trim_end_matches('.').len());
-    }
-    let before = &word[..word.len() - last.len_utf8()];
-    let previous = before.chars().next_back();
-    let digit = previous.is_some_and(|c| c.is_ascii_digit());
-    let cut = match last {
-        '\u{2013}' | '\u{2014}' => true,
-        '.' => ends_sentence(before),
-        '+' => digit,
-        '%' if digit => true,
-        _ => {
-            is_mark(last)
-                || is_quote(last)
-                || is_icon(last)
-                || (is_currency(last) && digit)
-                || (last == '%' && previous.is_none())
-        }
-    };
-    if cut {
-        return Some(last.len_utf8());
-    }
-    contraction(word).or_else(|| unit(word))
-}
-
-/// Whether a point after `word` ends a sentence rather than an abbreviation.
-fn ends_sentence(word: &str) -> bool {
-    let mut back = word.chars().rev();
-    match back.next() {
-        Some(c) if c.is_uppercase() => back.next().is_some_and(char::is_uppercase),
-        Some(c) => c.is_alphanumeric() || "%\u{b2}-+".contains(c) || is_quote(c) || c == ')',
-        None => false,
-    }
-}
-
-/// The length of a contracted word at the end: `'s`, `n't`, `'ll`.
-fn contraction(word: &str) -> Option<usize> {
-    // Bytes: nothing here may cut a character.
-    let bytes = word.as_bytes();
-    let end = &bytes[bytes.len().saturating_sub(5)..];
-    if !end.iter().any(|byte| matches!(byte, b'\'' | 0xe2)) {
-        return None;
-    }
-    let ends_in = |end: &[u8]| {
-        let at = bytes.len().checked_sub(end.len())?;
-        bytes[at..].eq_ignore_ascii_case(end).then_some(at)
-    };
-    const ENDS: [(&[u8], bool); 7] = [
-        (b"s", false),
-        (b"m", false),
-        (b"d", false),
-        (b"t", true),
-        (b"ll", false),
-        (b"re", false),
-        (b"ve", false),
-    ];
-    for (end, negated) in ENDS {
-        let Some(at) = ends_in(end) else { continue };
-        let apostrophe = match &bytes[..at] {
-            [.., b'\''] => 1,
-            [.., 0xe2, 0x80, 0x99] => 3,
-            _ => continue,
-        };
-        let before = at - apostrophe;
-        let cut = match negated {
-            false => before,
-            true if matches!(bytes[..before].last(), Some(b'n' | b'N')) => before - 1,
-            true => continue,
-        };
-        if cut > 0 {
-            return Some(bytes.len() - cut);
-        }
-    }
-    None
-}
-
-/// The length of a unit after a number: `5km`.
-fn unit(word: &str) -> Option<usize> {
-    const UNITS: &[&str] = &[
-        "km", "m", "cm", "mm", "ha", "kg", "g", "mg", "lb", "oz", "km/h", "mph", "Pa", "kb", "KB",
-        "mb", "MB", "gb", "GB", "tb", "TB", "T", "G", "M", "K",
-    ];
-    let bytes = word.as_bytes();
-    let number = bytes.iter().rposition(|byte| !byte.is_ascii_alphabetic() && *byte != b'/')?;
-    let length = bytes.len() - number - 1;
-    (bytes[number].is_ascii_digit() && UNITS.contains(&&word[number + 1..])).then_some(length)
-}
-
-/// Cuts within a word: at hyphens, between a sentence's end and the next, at signs between letters.
-fn inside(word: &str, offset: usize, found: &mut Vec<(usize, usize)>) {
-    // Nothing else can split, whatever stands beside it.
-    let sign = |byte: &u8| !byte.is_ascii() || b".,+*^-~:<>=/".contains(byte);
-    let (mut start, mut at) = (0, 0);
-    while let Some(ahead) = word.as_bytes()[at..].iter().position(sign) {
-        at += ahead;
-        let tail = &word[at..];
-        let Some(c) = tail.chars().next() else { break };
-        // A run of signs is looked at once, whether it splits or not.
-        let mut length = c.len_utf8();
-        if tail.starts_with("..") {
-            length = tail.len() - tail.trim_start_matches('.').len();
-        } else if c == '-' {
-            length = tail.len() - tail.trim_start_matches('-').len();
-        }
-        let previous = word[..at].chars().next_back();
-        let next = tail[length..].chars().next();
-        if previous.is_some() && next.is_some() && splits(previous, c, length, next) {
-            if start < at {
-                found.push((offset + start, offset + at));
+            let mut length = 1;
+            if class == cut::WIDE {
+                let c = text[at..].chars().next().unwrap_or_default();
+                length = c.len_utf8();
+                if is_space(c) {
+                    space = length;
+                    break;
+                }
             }
-            found.push((offset + at, offset + at + length));
-            start = at + length;
+            classes |= class;
+            at += length;
         }
-        at += length;
-    }
-    if start < word.len() {
-        found.push((offset + start, offset + word.len()));
-    }
-}
-
-fn splits(previous: Option<char>, sign: char, length: usize, next: Option<char>) -> bool {
-    let is = |c: Option<char>, test: &dyn Fn(char) -> bool| c.is_some_and(test);
-    let letter = |c: char| c.is_alphabetic();
-    let digit = |c: char| c.is_ascii_digit();
-    let lower = |c: char| c.is_lowercase() || is_quote(c);
-    let upper = |c: char| c.is_uppercase() || is_quote(c);
-    match sign {
-        '.' if length > 1 => true,
-        '.' => is(previous, &lower) && is(next, &upper),
-        ',' => is(previous, &letter) && is(next, &letter),
-        '+' | '*' | '^' => is(previous, &digit) && is(next, &|c| c.is_ascii_digit() || c == '-'),
-        '-' if is(previous, &digit) && length == 1 => is(next, &|c| c.is_ascii_digit() || c == '-'),
-        '-' | '\u{2013}' | '\u{2014}' | '~' => is(previous, &letter) && is(next, &letter),
-        ':' | '<' | '>' | '=' | '/' => {
-            is(previous, &|c| letter(c) || digit(c)) && is(next, &letter)
+        if start < at {
+            found.chunk(start, at, classes);
         }
-        _ => is_icon(sign),
+        at += space;
+        start = at;
     }
-}
-
-fn is_mark(c: char) -> bool {
-    matches!(
-        c,
-        ',' | ':'
-            | ';'
-            | '!'
-            | '?'
-            | '('
-            | ')'
-            | '['
-            | ']'
-            | '{'
-            | '}'
-            | '<'
-            | '>'
-            | '_'
-            | '#'
-            | '*'
-            | '&'
-            | '\u{a1}'
-            | '\u{b7}'
-            | '\u{bf}'
-            | '\u{60c}'
-            | '\u{61b}'
-            | '\u{61f}'
-            | '\u{66a}'
-            | '\u{6d4}'
-            | '\u{964}'
-            | '\u{2026}'
-            | '\u{3001}'
-            | '\u{3002}'
-            | '\u{ff01}'
-            | '\u{ff0c}'
-            | '\u{ff1a}'
-            | '\u{ff1b}'
-            | '\u{ff1f}'
-            | '\u{ff5e}'
-    )
-}
-
-fn is_quote(c: char) -> bool {
-    matches!(c, '\'' | '"' | '`' | '\u{ab}' | '\u{b4}' | '\u{bb}' | '\u{2018}'..='\u{201e}'
-        | '\u{2329}' | '\u{232a}' | '\u{27e6}' | '\u{27e7}' | '\u{3008}'..='\u{3011}'
-        | '\u{3014}' | '\u{3015}' | '\u{ff08}' | '\u{ff09}')
-}
-
-fn is_currency(c: char) -> bool {
-    matches!(c, '$' | '\u{a3}' | '\u{a5}' | '\u{e3f}' | '\u{20a0}'..='\u{20bf}' | '\u{fdfc}')
-}
-
-/// Pictures and other symbols, which stand for words.
-fn is_icon(c: char) -> bool {
-    matches!(c, '\u{a6}' | '\u{a9}' | '\u{ae}' | '\u{2100}'..='\u{214f}' | '\u{2190}'..='\u{21ff}'
-        | '\u{2300}'..='\u{23ff}' | '\u{2500}'..='\u{27bf}' | '\u{2b00}'..='\u{2bff}'
-        | '\u{1f000}'..='\u{1faff}')
+    found.words
 }
 
 /// Punctuation other than ends of sentences, and control characters: a word of nothing else is no word.
@@ -528,7 +309,7 @@ pub(crate) fn is_punctuation(c: char) -> bool {
 /// The number of sentences: one begins with the first word, and with each that follows the end of another.
 pub(crate) fn sentences(text: &str) -> usize {
     let (mut count, mut ended) = (0, true);
-    for (start, end) in words(text) {
+    for (start, end) in words(text).spans {
         let word = &text[start..end];
         let mut chars = word.chars();
         let terminal = chars.next().is_some_and(is_terminal) && chars.next().is_none();
@@ -547,7 +328,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn cut(text: &str) -> Vec<&str> {
-        words(text).into_iter().map(|(start, end)| &text[start..end]).collect()
+        words(text).spans.into_iter().map(|(start, end)| &text[start..end]).collect()
     }
 
     #[test]
@@ -584,7 +365,7 @@ mod tests {
     proptest! {
         #[test]
         fn words_hold_all_but_space(text in "[ a-zA-Z0-9.,'\u{2019}\u{e9}/+%$()\\-\u{4e2d}\u{1f600}\n]{0,80}") {
-            let found = words(&text);
+            let found = words(&text).spans;
             prop_assert!(found.iter().all(|(start, end)| start < end));
             prop_assert!(found.windows(2).all(|pair| pair[0].1 <= pair[1].0));
             let joined: String = found.iter().map(|(start, end)| &text[*start..*end]).collect();

@@ -406,6 +406,21 @@ mod tests {
         }
 
         #[test]
+        fn escapes_are_decoded_as_serde_json_decodes_them(
+            pieces in prop::collection::vec(
+                prop_oneof![
+                    "[ a-z\u{e9}\u{4e2d}\u{1f600}]{0,20}|\u{0}|\t|\u{7f}",
+                    "\\\\[\"\\\\/bfnrtuxU0]|\\\\u[0-9a-fA-FG]{4}",
+                    "\\\\u[dD][89abAB][0-9]{2}\\\\u[dD][c-fC-F][0-9]{2}",
+                ],
+                0..12,
+            ),
+            end in select(vec!["\"}", "\" }", "\"", "}", "\",\"a\":1}", "\\"]),
+        ) {
+            agree(&format!("{{\"a\":\"{}{end}", pieces.concat()))?;
+        }
+
+        #[test]
         fn nonsense_is_judged_as_serde_json_judges_it(line in pieces()) {
             agree(&line)?;
             agree(&format!("{{\"a\":{line}}}"))?;

@@ -251,8 +251,10 @@ fn a_shard_refuses_ids_beyond_the_vocabulary_and_records_that_lie() {
         vocab: 100,
     };
     let mut writer = ShardWriter::create(head, 0, 0, 0).unwrap();
-    let fault = writer.push(&[99, 100], &record(0, 0, 2)).unwrap_err();
-    assert!(fault.class() == Class::Mismatch && fault.to_string().contains("doc-0"), "{fault}");
+    for id in [100, 127, 128, 1 << 31, (1 << 31) + 99, u32::MAX - 1, u32::MAX] {
+        let fault = writer.push(&[99, id], &record(0, 0, 2)).unwrap_err();
+        assert!(fault.class() == Class::Mismatch && fault.to_string().contains("doc-0"), "{fault}");
+    }
     assert_eq!(writer.push(&[1, 2], &record(0, 0, 3)).unwrap_err().class(), Class::Bug);
     assert_eq!(writer.push(&[1, 2], &record(0, 5, 2)).unwrap_err().class(), Class::Bug);
 }
