@@ -165,6 +165,25 @@ fn a_rank_that_is_killed_is_started_again_and_joins_the_others() {
     }
 }
 
+/// Two are killed at once, and come back, be it before the others have met: both are told as lost, and as come.
+#[test]
+fn ranks_that_are_killed_at_once_are_all_told() {
+    let fixture = Fixture::new(&LONG);
+    fixture.finish("alone", &["--nproc", "1"]);
+    let rules = "[[crash]]\ndo = \"restart\"\n";
+    let mut run = Supervised::begin(&fixture, "pair", rules, &["--nproc", "3"]);
+    let ranks = run.ranks(3);
+    run.until(4);
+    [ranks[0], ranks[2]].map(|rank| signal("KILL", rank));
+    let said = run.assert_same();
+    for (event, list) in [("loss", "lost"), ("joined", "joined")] {
+        let events = events(&fixture, "pair", event);
+        let mut told: Vec<u64> = events.iter().flat_map(|one| numbers(&one[list])).collect();
+        told.sort_unstable();
+        assert_eq!(told, [0, 2], "{events:?}: {said}");
+    }
+}
+
 /// Held: nobody else would notice before `--rank-timeout`.
 #[test]
 fn a_rank_that_hangs_is_ended_and_started_again() {
