@@ -42,7 +42,10 @@ def rank(number, seconds, log):
         optimizer.load_state_dict(state["optimizer"])
 
     patience = timedelta(seconds=seconds)
+    # What torchrun would serve for each replica group.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
+        store_addr="127.0.0.1", store_port=store.port, rank=0, world_size=1, hostname="127.0.0.1",
         pg=ProcessGroupGloo(timeout=patience), min_replica_size=1, load_state_dict=load_state_dict,
         state_dict=state_dict, replica_id=f"rank_{number}", timeout=patience,
     )
@@ -63,9 +66,19 @@ def rank(number, seconds, log):
 
 def start(folder, number, seconds, lighthouse):
     words = [sys.executable, __file__, "--rank", str(number), "--timeout", str(seconds), "--log", str(folder / f"{number}.jsonl")]
-    own = {"TORCHFT_LIGHTHOUSE": lighthouse, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    own = {"TORCHFT_LIGHTHOUSE": lighthouse}
     log = open(folder / f"{number}.log", "ab")
     return subprocess.Popen(words, env={**os.environ, **own}, stdout=log, stderr=log)
+
+
+def newest(path, most=20_000):
+    """The last lines of a file."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - most))
+            return file.read().decode().splitlines()[1:]
+    except FileNotFoundError:
+        return []
 
 
 def until(folder, ranks, count, since, patience=120):
@@ -73,8 +86,7 @@ def until(folder, ranks, count, since, patience=120):
     end = time.time() + patience
     while time.time() < end:
         for number in range(ranks):
-            path = folder / f"{number}.jsonl"
-            for line in path.read_text().splitlines()[-200:] if path.exists() else []:
+            for line in newest(folder / f"{number}.jsonl"):
                 step = json.loads(line) if line.endswith("}") else {"ranks": -1}
                 if step["ranks"] == count and step["time"] > since:
                     return step["time"]
