@@ -174,7 +174,7 @@ fn ranks_that_are_killed_at_once_are_all_told() {
     let mut run = Supervised::begin(&fixture, "pair", rules, &["--nproc", "3"]);
     let ranks = run.ranks(3);
     run.until(4);
-    [ranks[0], ranks[2]].map(|rank| signal("KILL", rank));
+    [ranks[0], ranks[2]].into_iter().for_each(|rank| signal("KILL", rank));
     let said = run.assert_same();
     for (event, list) in [("loss", "lost"), ("joined", "joined")] {
         let events = events(&fixture, "pair", event);
