@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """Ranks lost at random: seconds until the others have finished a new step, and one ledger whatever happened.
 
-    tests/losses.py ZTRAIN CURRICULUM [--kills 100] [--seed 1] [--ranks 2 8] [--every 10] [-- EXTRA...]
+    tests/losses.py ZTRAIN CURRICULUM [--kills 100] [--seed 1] [--ranks 2 8] [--every 10] [--supervise] [--places] [-- EXTRA...]
 
 Starts runs of so many ranks with --min-ranks 1 and loses ranks of each, one or two at a time, rank 0 as any other, most by
-SIGKILL, some by SIGSTOP, until one is left or the run ends. EXTRA goes to ztrain, for example --mirror. At the end the same loss
-without --min-ranks: everything is started again and goes on from its checkpoint. Exit 0 where every ledger is that of one rank.
+SIGKILL, some by SIGSTOP, until one is left or the run ends. With --supervise lost ranks are started again and join, all are
+killed, and the seconds from a kill until a step was made with all of them are told as well. EXTRA goes to ztrain, for example
+--mirror. At the end the same loss without --min-ranks: everything is started again and goes on from its checkpoint.
+
+--places kills ranks at each place of tests/kills.txt instead, with --mirror and without, three ranks and a checkpoint every third
+step. Exit 0 where every ledger is that of one rank.
 """
 import argparse, hashlib, json, os, random, shutil, signal, statistics, subprocess, sys, tempfile, time
 from pathlib import Path
@@ -33,19 +37,47 @@ def digest(run):
     return hashlib.sha256((run / "ledger.jsonl").read_bytes()).hexdigest()[:16]
 
 
+def children(process):
+    try:
+        return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def rank_of(process):
+    try:
+        words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return next((int(word[5:]) for word in words if word.startswith(b"RANK=")), None)
+
+
+def rules(run):
+    """Every rank that is lost is started again at once."""
+    path = Path(f"{run}.toml")
+    path.write_text('[[crash]]\ndo = "restart"\n')
+    return path
+
+
 class Launch:
     def __init__(self, args, run, ranks, extra):
         self.run = run
-        words = [args.ztrain, "--curriculum", args.curriculum, "--out", str(run), "--workers", "1", "--quiet"]
+        self.supervised = args.supervise and ranks > 1 and "--min-ranks" in extra
+        words = [args.ztrain] + (["supervise", "--rules", str(rules(run))] if self.supervised else [])
+        words += ["--curriculum", args.curriculum, "--out", str(run), "--workers", "1", "--quiet"]
         words += ["--nproc", str(ranks)] if ranks > 1 else []
         words += ["--checkpoint-every", str(args.every), "--validate-every", "0"] + extra
         self.log = open(f"{run}.log", "ab")
         self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=self.log)
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         self.ranks = []
         while ranks > 1 and len(self.ranks) < ranks and self.alive():
-            self.ranks = [int(word) for word in children.read_text().split()]
+            self.ranks = self.processes()
             time.sleep(0.005)
+
+    def processes(self):
+        """The ranks' processes, in the order of their start."""
+        found = children(self.process.pid)
+        return [one for launcher in found for one in children(launcher)] if self.supervised else found
 
     def alive(self):
         return self.process.poll() is None
@@ -86,6 +118,70 @@ def disturb(args, draw, run, ranks):
     return rows, launch.process.returncode
 
 
+def come_back(args, draw, run, ranks):
+    """Kills ranks of one supervised run until it ends: rows, and seconds until a step was made with all ranks again."""
+    rows, whole = [], []
+    launch = Launch(args, run, ranks, ["--min-ranks", "1"] + args.extra)
+    while launch.alive():
+        seen = lines(run) + draw.randint(1, 6)
+        if not launch.until(lambda: lines(run) >= seen):
+            break
+        time.sleep(draw.random() * args.pause)
+        processes = {rank_of(one): one for one in launch.processes()}
+        victims = draw.sample(range(ranks), 2 if ranks > 2 and draw.random() < 0.25 else 1)
+        before, joins, at = len(events(run, "recovered")), len(events(run, "joined")), time.time()
+        try:
+            for rank in victims:
+                os.kill(processes[rank], signal.SIGKILL)
+        except (ProcessLookupError, KeyError):
+            continue
+        if launch.until(lambda: len(events(run, "recovered")) > before):
+            event = events(run, "recovered")[before]
+            rows.append((ranks, victims, "KILL", event["time"] - at, event["again"]))
+
+        def all_back():
+            back = [one for one in events(run, "joined")[joins:] if len(one["ranks"]) == ranks]
+            since = [one for one in events(run, "recovered") if back and one["generation"] >= back[-1]["generation"]]
+            return since and since[0]["time"]
+
+        if launch.until(all_back):
+            whole.append(all_back() - at)
+    launch.until(lambda: False)
+    return rows, whole, launch.process.returncode
+
+
+def places(args, folder, wanted):
+    """Kills three ranks' run at each place of the table, both ways; how many went wrong."""
+    here = Path(__file__).parent
+    library, wrong, tried, found = folder / "faulty.so", 0, 0, []
+    compiler = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(library)]
+    subprocess.run(compiler + [str(here / "faulty.cpp")], check=True)
+    table = [line for line in (here / "kills.txt").read_text().splitlines() if line and line[0] != "#"]
+    args.every = 3
+    for number, line in enumerate(table):
+        _, name, *ends = [word.strip() for word in line.split(";")]
+        ends = [ends[at : at + 3] for at in range(0, len(ends), 3)]
+        for way in ([], ["--mirror"]):
+            run = folder / f"place-{number}{''.join(way)}"
+            os.environ["FAULTY"] = "\n".join(f"kill {ranks} {count} {text}" for ranks, count, text in ends)
+            os.environ["LD_PRELOAD"] = str(library)
+            launch = Launch(args, run, 3, ["--min-ranks", "1"] + way)
+            del os.environ["LD_PRELOAD"], os.environ["FAULTY"]
+            launch.until(lambda: False)
+            same = launch.process.returncode == 0 and digest(run) == wanted
+            lost = [rank for event in events(run, "loss") for rank in event["lost"]]
+            recovered = events(run, "recovered")
+            seconds = [event["seconds"] for event in recovered]
+            sources = ", ".join(event["from"] for event in recovered) or "nothing to go on with"
+            told = f"{max(seconds):.2f} s" if seconds else "-"
+            print(f"{name}{' (mirror)' if way else ''}: lost {lost}, from {sources}, {told}" + ("" if same else "  WRONG"),
+                  flush=True)
+            wrong, tried, found = wrong + (not same), tried + 1, found + seconds
+    print(f"{tried} runs at {len(table)} places, {wrong} wrong")
+    summary("from noticing to the next new step", found)
+    return wrong
+
+
 def restart(args, draw, run, ranks):
     """The same loss where all ranks end: seconds until the run, started again by hand, has a new line."""
     launch = Launch(args, run, ranks, [])
@@ -119,6 +215,8 @@ def main():
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--pause", type=float, default=0.5, help="seconds over which the moment of a loss is spread")
     parser.add_argument("--restarts", type=int, default=5)
+    parser.add_argument("--supervise", action="store_true", help="lost ranks are started again and join")
+    parser.add_argument("--places", action="store_true", help="at each place of tests/kills.txt")
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:end])
@@ -128,14 +226,21 @@ def main():
     alone.until(lambda: False)
     wanted, lost, rows, wrong = digest(folder / "alone"), 0, [], 0
     print(f"one rank, undisturbed: ledger {wanted}")
-    number = 0
+    if args.places:
+        wrong = places(args, folder, wanted)
+        sys.exit(1 if wrong else 0)
+    number, whole = 0, []
     while lost < args.kills:
         run, ranks = folder / f"run-{number}", draw.randint(*args.ranks)
-        found, code = disturb(args, draw, run, ranks)
+        if args.supervise:
+            found, back, code = come_back(args, draw, run, ranks)
+            whole += back
+        else:
+            found, code = disturb(args, draw, run, ranks)
         same = code == 0 and digest(run) == wanted
         wrong += not same
         lost += sum(len(event["lost"]) for event in events(run, "loss"))
-        print(f"{ranks} ranks, ledger {digest(run)}" + ("" if same else f"  WRONG, exit {code}, see {run}.log"))
+        print(f"{ranks} ranks, ledger {digest(run)}" + ("" if same else f"  WRONG, exit {code}, see {run}.log"), flush=True)
         for _, victims, how, seconds, again in found:
             print(f"    {how} {victims}: {seconds:.2f} s, {again} steps again")
         rows, number = rows + found, number + 1
@@ -143,6 +248,7 @@ def main():
             break
     print(f"{lost} ranks lost in {number} runs, {wrong} wrong")
     summary("killed", [row[3] for row in rows if row[2] == "KILL"])
+    summary("killed, until a step with all ranks", whole)
     summary(f"held, --rank-timeout {TIMEOUT}", [row[3] for row in rows if row[2] == "STOP"])
     times = [restart(args, draw, folder / f"again-{number}", 3) for number in range(args.restarts)]
     summary("all started again", [seconds for seconds in times if seconds])

@@ -17,6 +17,8 @@ mod determinism;
 mod device;
 mod faults;
 #[cfg(feature = "train")]
+mod faulty;
+#[cfg(feature = "train")]
 mod fork;
 mod golden;
 mod inputs;

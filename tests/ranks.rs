@@ -73,6 +73,8 @@ pub(crate) struct Fixture {
     pub(crate) library: Option<std::path::PathBuf>,
     /// How many ranks may share a micro-batch while some are killed, as flags.
     pub(crate) shared: &'static [&'static str],
+    /// Steps from one checkpoint to the next, as a flag has it.
+    pub(crate) every: &'static str,
     curriculum: std::path::PathBuf,
 }
 
@@ -82,7 +84,7 @@ impl Fixture {
         let scratch = Scratch::new();
         let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
         let curriculum = curriculum(&scratch, &store, "run.toml", change);
-        Fixture { scratch, library: None, shared: &[], curriculum }
+        Fixture { scratch, library: None, shared: &[], every: "3", curriculum }
     }
 
     pub(crate) fn run(&self, out: &str, extra: &[&str]) -> Command {
@@ -94,7 +96,7 @@ impl Fixture {
         let out = self.scratch.path(out);
         let mut args = command.to_vec();
         args.extend(["--curriculum", arg(&self.curriculum), "--out", arg(&out)]);
-        args.extend(["--checkpoint-every", "3"]);
+        args.extend(["--checkpoint-every", self.every]);
         args.extend(extra);
         if self.library.is_some() {
             args.extend(["--transport", "rccl"]);

@@ -1,6 +1,7 @@
 //! Fear: that a supervisor does not notice, does something else than its rules say, or leaves a trace in the bits.
 //!
-//! Each fault is a real one: processes killed, held or slowed down, a loss that is not finite, files that may not grow.
+//! Each fault is a real one: processes killed, held or slowed down, a loss that is not finite, files that may not grow. What
+//! a machine or a program does that errs is in `faulty.rs`.
 
 use std::fs;
 use std::process::{Child, Command, Stdio};
@@ -22,7 +23,7 @@ const LONG: [(&str, &str); 5] = [
 ];
 
 /// A supervised run that ends with the test.
-struct Supervised<'a> {
+pub(crate) struct Supervised<'a> {
     fixture: &'a Fixture,
     out: &'static str,
     guard: Child,
@@ -36,12 +37,16 @@ impl Drop for Supervised<'_> {
 
 impl<'a> Supervised<'a> {
     fn begin(fixture: &'a Fixture, out: &'static str, rules: &str, extra: &[&str]) -> Self {
-        let guard = command(fixture, out, rules, extra).spawn().unwrap();
-        Supervised { fixture, out, guard }
+        Supervised::of(fixture, out, command(fixture, out, rules, extra))
+    }
+
+    /// Of this very command.
+    pub(crate) fn of(fixture: &'a Fixture, out: &'static str, mut command: Command) -> Self {
+        Supervised { fixture, out, guard: command.spawn().unwrap() }
     }
 
     /// Waits until so many steps are recorded, less one.
-    fn until(&mut self, lines: usize) {
+    pub(crate) fn until(&mut self, lines: usize) {
         until_lines(&self.fixture.scratch.path(self.out), lines, &mut self.guard);
     }
 
@@ -50,20 +55,25 @@ impl<'a> Supervised<'a> {
         children_of(self.guard.id(), 1)[0]
     }
 
-    fn ranks(&self, count: usize) -> Vec<u32> {
+    pub(crate) fn ranks(&self, count: usize) -> Vec<u32> {
         children_of(self.launcher(), count)
     }
 
     /// Its end: the exit code and what it said.
-    fn end(&mut self) -> (Option<i32>, String) {
+    pub(crate) fn end(&mut self) -> (Option<i32>, String) {
+        let (code, said) = self.whole_end();
+        assert!(!said.contains("panicked"), "{said}");
+        (code, said)
+    }
+
+    /// The same of a run in which something may panic.
+    pub(crate) fn whole_end(&mut self) -> (Option<i32>, String) {
         let start = Instant::now();
         while self.guard.try_wait().unwrap().is_none() {
             assert!(start.elapsed() < Duration::from_secs(120), "{}", self.said());
             std::thread::sleep(Duration::from_millis(10));
         }
-        let said = self.said();
-        assert!(!said.contains("panicked"), "{said}");
-        (self.guard.wait().unwrap().code(), said)
+        (self.guard.wait().unwrap().code(), self.said())
     }
 
     fn said(&self) -> String {
@@ -71,7 +81,7 @@ impl<'a> Supervised<'a> {
     }
 
     /// What the supervisor did: cause, rank, action.
-    fn done(&self) -> Vec<(String, Option<u64>, String)> {
+    pub(crate) fn done(&self) -> Vec<(String, Option<u64>, String)> {
         let text = |value: &Value| value.as_str().unwrap().to_owned();
         let all = events(self.fixture, self.out, "supervisor");
         all.iter()
@@ -80,7 +90,7 @@ impl<'a> Supervised<'a> {
     }
 
     /// Ends well, as the run `alone` did.
-    fn assert_same(&mut self) -> String {
+    pub(crate) fn assert_same(&mut self) -> String {
         let (code, said) = self.end();
         assert_eq!(code, Some(0), "{said}");
         self.fixture.assert_same("alone", self.out);
@@ -89,7 +99,7 @@ impl<'a> Supervised<'a> {
 }
 
 /// `ztrain supervise` by these rules, of the run `out`.
-fn command(fixture: &Fixture, out: &str, rules: &str, extra: &[&str]) -> Command {
+pub(crate) fn command(fixture: &Fixture, out: &str, rules: &str, extra: &[&str]) -> Command {
     let file = fixture.scratch.write(&format!("{out}.toml"), rules);
     let mut command = fixture.run_by(&["supervise", "--rules", arg(&file)], out, extra);
     let error = fs::File::create(fixture.scratch.path(&format!("{out}.err"))).unwrap();
@@ -97,7 +107,7 @@ fn command(fixture: &Fixture, out: &str, rules: &str, extra: &[&str]) -> Command
     command
 }
 
-fn of_rank(cause: &str, rank: u64, action: &str) -> (String, Option<u64>, String) {
+pub(crate) fn of_rank(cause: &str, rank: u64, action: &str) -> (String, Option<u64>, String) {
     (cause.to_owned(), Some(rank), action.to_owned())
 }
 
@@ -152,6 +162,25 @@ fn a_rank_that_is_killed_is_started_again_and_joins_the_others() {
         ztrain(&["report", "--run", arg(&fixture.scratch.path(out)), "--out", arg(&page)]).ok();
         let page = fs::read_to_string(page).unwrap();
         assert!(page.contains("crash of rank 1") && page.contains("ranks that joined: 0"));
+    }
+}
+
+/// Two are killed at once, and come back, be it before the others have met: both are told as lost, and as come.
+#[test]
+fn ranks_that_are_killed_at_once_are_all_told() {
+    let fixture = Fixture::new(&LONG);
+    fixture.finish("alone", &["--nproc", "1"]);
+    let rules = "[[crash]]\ndo = \"restart\"\n";
+    let mut run = Supervised::begin(&fixture, "pair", rules, &["--nproc", "3"]);
+    let ranks = run.ranks(3);
+    run.until(4);
+    [ranks[0], ranks[2]].into_iter().for_each(|rank| signal("KILL", rank));
+    let said = run.assert_same();
+    for (event, list) in [("loss", "lost"), ("joined", "joined")] {
+        let events = events(&fixture, "pair", event);
+        let mut told: Vec<u64> = events.iter().flat_map(|one| numbers(&one[list])).collect();
+        told.sort_unstable();
+        assert_eq!(told, [0, 2], "{events:?}: {said}");
     }
 }
 

@@ -4,11 +4,15 @@
 //! Nothing here is measured. Memory is the formula of [`crate::memory`]; the other numbers follow from who owns what and
 //! from the blocks of the tree, as the step itself does.
 
+use std::collections::BTreeSet;
+
 use contract::{Digest, Fault, Result};
 use kernels::tree::blocks;
 use mixer::SourceUse;
 use serde::Serialize;
+use tch::Device;
 
+use crate::checkpoint::{Layout, manifest_bytes};
 use crate::ledger::{self, Packed, SourceSums, StepRecord};
 use crate::memory::{self, Holds, Ways};
 use crate::mesh::slices::Slices;
@@ -122,13 +126,17 @@ pub struct SentInStep {
     pub weights_between_machines: u64,
 }
 
-/// What a checkpoint takes. Nothing of it depends on the number of ranks.
+/// What a checkpoint takes. Only who writes what depends on the number of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct CheckpointNeeds {
-    /// Bytes of its tensors; headers and the manifest add some kilobytes.
+    /// Bytes of its tensors; headers add some kilobytes.
     pub bytes: u64,
     /// Files.
     pub files: u64,
+    /// Of the files, those that the rank with most of them writes.
+    pub most_files: u64,
+    /// Bytes of the manifest, which is all that is read before it is known which files are needed.
+    pub manifest: u64,
     /// Of the bytes, those that the rank with most of them writes.
     pub largest_part: u64,
 }
@@ -165,7 +173,7 @@ pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
         fits,
         ledger_bytes: phases.iter().map(|phase| phase.steps * phase.ledger_bytes).sum(),
         phases,
-        checkpoint: checkpoint(spec, &pieces, fleet.ranks),
+        checkpoint: checkpoint(spec, &pieces, fleet.ranks)?,
         mirror: mirror(&pieces, &names),
     })
 }
@@ -415,7 +423,7 @@ fn count(first: u64, end: u64) -> u64 {
 }
 
 /// Each bundle has a file of weights and one of moments; the routers' balance and the manifest have one each.
-fn checkpoint(spec: &RunSpec, pieces: &[Piece], ranks: u32) -> CheckpointNeeds {
+fn checkpoint(spec: &RunSpec, pieces: &[Piece], ranks: u32) -> Result<CheckpointNeeds> {
     let bytes =
         |piece: &Piece| 4 * (2 + u64::from(piece.rule.has_second_moment())) * piece.length() as u64;
     let of_rank =
@@ -425,11 +433,18 @@ fn checkpoint(spec: &RunSpec, pieces: &[Piece], ranks: u32) -> CheckpointNeeds {
     };
     let balance: u64 = spec.balance().iter().map(of_layer).sum();
     let bundles = pieces.last().map_or(0, |piece| piece.bundle as u64 + 1);
-    CheckpointNeeds {
+    let files = |rank: u32| -> u64 {
+        let own = pieces.iter().filter(|piece| piece.owner == rank);
+        let bundles = own.map(|piece| piece.bundle).collect::<BTreeSet<_>>().len() as u64;
+        2 * bundles + if rank == 0 { 2 } else { 0 }
+    };
+    Ok(CheckpointNeeds {
         bytes: pieces.iter().map(bytes).sum::<u64>() + balance,
         files: 2 * bundles + 2,
+        most_files: (0..ranks).map(files).max().unwrap_or(0),
+        manifest: manifest_bytes(&Layout::new(spec, Device::Cpu), pieces, spec.plan.steps())?,
         largest_part: (0..ranks).map(of_rank).max().unwrap_or(0),
-    }
+    })
 }
 
 /// The length of a ledger line like that of `step`: every array is as long as it will be, its numbers are about as long.

@@ -55,7 +55,7 @@ pub use axis::Axis;
 pub use exchange::{Arrival, Exchange};
 pub use key::RunKey;
 pub use peers::is_loopback;
-pub use rendezvous::{Agent, Rendezvous};
+pub use rendezvous::{Agent, Change, Rendezvous};
 pub use server::Strangers;
 pub use store::Store;
 pub use transport::{Carried, Transport};

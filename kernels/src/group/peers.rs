@@ -266,6 +266,7 @@ impl Peers {
     pub(super) fn next(&self, axis: usize, what: &str) -> Result<Turn> {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
         now.begun[axis] += 1;
+        now.exchange = what.to_owned();
         if let Err(error) = now.post(&self.store, self.place.rank) {
             return Err(self.without_store(what, &error));
         }

@@ -10,6 +10,8 @@
 //! members/G           who generation G is: written once, by the first that has waited for all it may wait for
 //! join/RANK           the rank was started again, and waits for a generation that has it
 //! joining             the ranks of which the launcher has seen that
+//! born/RANK           the first generation of the process that is this rank now, where it was started again
+//! stood               the last generation whose ranks were connected: what has changed since is told
 //! ```
 //!
 //! Ranks are named here by the numbers that they were launched with; within a generation they are numbered anew, in the same
@@ -54,6 +56,18 @@ const COMES: &str = "comes";
 /// The ranks that wait for a generation, as their launcher has seen them come.
 const JOINING: &str = "joining";
 
+/// The last generation whose ranks were connected.
+const STOOD: &str = "stood";
+
+/// What is different in a generation from the last one that stood, by the numbers that ranks were launched with.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Change {
+    /// Those whose processes are gone; a rank that was started again in the meantime is among them.
+    pub lost: Vec<u32>,
+    /// Those that were started again and have come.
+    pub joined: Vec<u32>,
+}
+
 /// One rank's way to the generations to come.
 #[derive(Debug)]
 pub struct Rendezvous {
@@ -71,6 +85,8 @@ pub struct Rendezvous {
     place: Place,
     generation: u64,
     members: Vec<u32>,
+    /// The last generation that stood, and who it was.
+    stood: (u64, Vec<u32>),
 }
 
 impl Rendezvous {
@@ -78,7 +94,7 @@ impl Rendezvous {
     pub fn open(place: &Place, group: &Group, timeout: Duration) -> Result<Rendezvous> {
         let (name, key) = (meeting(&place.name), &place.key);
         let store = Store::connect(&place.host, place.port, &name, key, timeout)?;
-        let members = (0..place.world).collect();
+        let members: Vec<u32> = (0..place.world).collect();
         let (mut standby, mut own, mut holder) = (BTreeMap::new(), None, None);
         if place.rank_0_serves {
             holder = Some(0);
@@ -93,8 +109,20 @@ impl Rendezvous {
             }
         }
         let (place, _held) = (place.clone(), group.store());
-        let (ready, told) = (own, AtomicU64::new(0));
-        Ok(Rendezvous { store, _held, standby, ready, told, holder, place, generation: 0, members })
+        let (ready, told, generation) = (own, AtomicU64::new(0), 0);
+        let stood = (generation, members.clone());
+        Ok(Rendezvous {
+            store,
+            _held,
+            standby,
+            ready,
+            told,
+            holder,
+            place,
+            generation,
+            members,
+            stood,
+        })
     }
 
     /// For a rank that was started again in the place of one that is lost, under a launcher: comes back once a generation has it.
@@ -121,9 +149,41 @@ impl Rendezvous {
             }
         };
         store.set(&here(me), &generation.to_string())?;
+        // Before the others can have connected this generation: it is not the one that stood last.
+        let last = number(&store, STOOD)?;
+        let list = if last > 0 { store.find(&members_key(last))? } else { None };
+        let stood = (last, list.map_or_else(|| (0..place.world).collect(), |list| read(&list)));
+        store.set(&born(me), &generation.to_string())?;
         let (standby, told, place) = (BTreeMap::new(), AtomicU64::new(0), place.clone());
         let (_held, ready, holder) = (None, None, None);
-        Ok(Rendezvous { store, _held, standby, ready, told, holder, place, generation, members })
+        Ok(Rendezvous {
+            store,
+            _held,
+            standby,
+            ready,
+            told,
+            holder,
+            place,
+            generation,
+            members,
+            stood,
+        })
+    }
+
+    /// What is different from the last generation that stood, asked once this one is connected: it has stood from then on.
+    pub fn stands(&mut self) -> Result<Change> {
+        let (last, before) = &self.stood;
+        let mut fresh = Vec::new();
+        for rank in &self.members {
+            fresh.extend((number(&self.store, &born(*rank))? > *last).then_some(*rank));
+        }
+        let is_gone = |rank: &u32| !self.members.contains(rank) || fresh.contains(rank);
+        let lost = before.iter().copied().filter(is_gone).collect();
+        let is_new = |rank: &u32| !before.contains(rank) || fresh.contains(rank);
+        let joined = self.members.iter().copied().filter(is_new).collect();
+        self.store.set(STOOD, &self.generation.to_string())?;
+        self.stood = (self.generation, self.members.clone());
+        Ok(Change { lost, joined })
     }
 
     /// The number that this rank was launched with.
@@ -400,6 +460,15 @@ fn join(rank: u32) -> String {
 
 fn here(rank: u32) -> String {
     format!("here/{rank}")
+}
+
+fn born(rank: u32) -> String {
+    format!("born/{rank}")
+}
+
+/// A number in the store; zero where there is none.
+fn number(store: &Store, key: &str) -> Result<u64> {
+    Ok(store.find(key)?.and_then(|text| text.parse().ok()).unwrap_or(0))
 }
 
 fn ended(rank: u32) -> String {

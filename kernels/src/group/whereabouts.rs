@@ -16,6 +16,8 @@ pub struct Whereabouts {
     pub begun: [u64; AXES],
     /// The last steps in which it has computed all that was its part, and how long that took; the newest last.
     pub computed: Vec<(u64, Duration)>,
+    /// The exchange that it has begun last ("the gathering of losses"); empty before the first one.
+    pub exchange: String,
     /// What it is at ("step 12, leaf 3").
     pub place: String,
 }
@@ -23,7 +25,8 @@ pub struct Whereabouts {
 impl Whereabouts {
     /// Of a rank that has just met the others.
     pub(super) fn start() -> Self {
-        Whereabouts { begun: [0; AXES], computed: Vec::new(), place: "the start".to_owned() }
+        let (exchange, place) = (String::new(), "the start".to_owned());
+        Whereabouts { begun: [0; AXES], computed: Vec::new(), exchange, place }
     }
 
     /// Adds a step, and forgets the oldest where there are many: whoever looks now and then sees each of them.
@@ -47,11 +50,11 @@ impl Whereabouts {
         let begun: Vec<String> = self.begun.iter().map(u64::to_string).collect();
         let step = |(step, time): &(u64, Duration)| format!("{step}:{}", time.as_nanos());
         let computed: Vec<String> = self.computed.iter().map(step).collect();
-        format!("{}|{}|{}", begun.join(","), computed.join(","), self.place)
+        format!("{}|{}|{}|{}", begun.join(","), computed.join(","), self.exchange, self.place)
     }
 
     fn read(text: &str) -> Option<Self> {
-        let mut parts = text.splitn(3, '|');
+        let mut parts = text.splitn(4, '|');
         let (numbers, mut begun) = (parts.next()?, [0; AXES]);
         for (begun, number) in begun.iter_mut().zip(numbers.split(',')) {
             *begun = number.parse().ok()?;
@@ -61,7 +64,8 @@ impl Whereabouts {
             Some((step.parse().ok()?, Duration::from_nanos(time.parse().ok()?)))
         };
         let computed = parts.next()?.split(',').filter_map(step).collect();
-        Some(Whereabouts { begun, computed, place: parts.next()?.to_owned() })
+        let (exchange, place) = (parts.next()?.to_owned(), parts.next()?.to_owned());
+        Some(Whereabouts { begun, computed, exchange, place })
     }
 }
 
@@ -76,9 +80,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read(begun: [u64; AXES], steps: Vec<(u64, u64)>, place in "[ -~]{0,40}") {
+        fn what_is_written_is_read(
+            begun: [u64; AXES], steps: Vec<(u64, u64)>, exchange in "[ -{}~]{0,40}", place in "[ -~]{0,40}",
+        ) {
             let computed = steps.iter().map(|(step, nanos)| (*step, Duration::from_nanos(*nanos))).collect();
-            let written = Whereabouts { begun, computed, place };
+            let written = Whereabouts { begun, computed, exchange, place };
             prop_assert_eq!(Whereabouts::read(&written.written()), Some(written));
         }
     }

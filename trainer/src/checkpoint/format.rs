@@ -157,6 +157,25 @@ pub(super) fn tensors(layout: &Layout) -> Vec<(Set, String, Vec<i64>, Option<usi
     found
 }
 
+/// Bytes of the manifest of a state of this layout after `step`, cut into `pieces`, without windows.
+pub(crate) fn manifest_bytes(layout: &Layout, pieces: &[Piece], step: u64) -> Result<u64> {
+    let mut sizes: BTreeMap<String, u64> = BTreeMap::new();
+    for piece in pieces {
+        for set in Set::ALL {
+            if set != Set::Second || piece.rule.has_second_moment() {
+                *sizes.entry(set.blob(piece.bundle)).or_default() += 4 * piece.length() as u64;
+            }
+        }
+    }
+    sizes.insert(BALANCE.to_owned(), 0);
+    let record = |(name, bytes): (String, u64)| {
+        (name.clone(), BlobRecord { name, bytes, digest: Digest::default() })
+    };
+    let (blobs, digests) = (sizes.into_iter().map(record).collect(), Default::default());
+    let manifest = Manifest::new(&Snapshot::empty(step), digests, layout, pieces, blobs)?;
+    Ok(manifest.text()?.len() as u64)
+}
+
 impl Manifest {
     /// The manifest of `snapshot`, whose state has the digest `state`, cut into `pieces` that lie in `blobs`.
     pub(super) fn new(

@@ -25,6 +25,7 @@ use curriculum::Dtype;
 use store::{Location, disk};
 use tch::Device;
 
+pub(crate) use format::manifest_bytes;
 pub use format::{BlobRecord, BoxRecord, Manifest, Set, TensorRecord};
 pub use read::{Reader, Want};
 pub use ring::{Ring, RingOptions};

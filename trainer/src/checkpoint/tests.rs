@@ -11,6 +11,7 @@ use tch::Tensor;
 use tempfile::TempDir;
 
 use super::medium::{Folder, Medium};
+use super::region::Region;
 use super::*;
 use crate::ledger::Packed;
 use crate::model::{Fold, Init, Role};
@@ -328,6 +329,34 @@ fn a_manifest_with_any_byte_changed_is_none() {
         bad[place] ^= 1 << (place % 7);
         assert!(Manifest::parse(&bad).is_err(), "byte {place}");
     }
+}
+
+/// Who opens a checkpoint reads its manifest; who wants a tensor of it, the files that hold it, and no others.
+#[test]
+fn nothing_is_read_but_what_is_wanted() {
+    let layout = layout();
+    let folder = TempDir::new().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    save(&checkpoints, &layout, 3).unwrap();
+    let reader = checkpoints.open(3).unwrap();
+    let Manifest { blobs, tensors, .. } = reader.manifest();
+    let of_matrix =
+        |tensor: &&TensorRecord| (tensor.set, &*tensor.name) == (Set::Weights, "matrix");
+    let boxes = &tensors.iter().find(of_matrix).unwrap().boxes;
+    let needed: Vec<&str> = boxes.iter().map(|one| blobs[one.blob].name.as_str()).collect();
+    for blob in blobs.iter().filter(|blob| !needed.contains(&blob.name.as_str())) {
+        fs::remove_file(folder.path().join("step-3").join(&blob.name)).unwrap();
+    }
+    let want = |set| {
+        let (name, region) = ("matrix".to_owned(), Region::whole(&[5, 6]));
+        Want { set, name, region, into: Tensor::zeros([5, 6], tch::kind::FLOAT_CPU) }
+    };
+    let wanted = want(Set::Weights);
+    let into = wanted.into.shallow_clone();
+    reader.fill(vec![wanted], LANES()).unwrap();
+    let whole = state(&layout, 3).weights[1].shallow_clone();
+    assert_eq!(into, whole);
+    assert!(reader.fill(vec![want(Set::First)], LANES()).is_err(), "its file is gone");
 }
 
 #[test]

@@ -51,7 +51,6 @@ impl Snapshot {
     }
 
     /// One that holds nothing.
-    #[cfg(test)]
     pub(super) fn empty(step: u64) -> Self {
         Snapshot { step, pieces: Vec::new(), balance: Vec::new(), windows: None }
     }

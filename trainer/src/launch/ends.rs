@@ -5,6 +5,7 @@ use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use contract::{Class, Fault};
 use serde::{Deserialize, Serialize};
@@ -69,7 +70,12 @@ impl Ends {
 /// Leaves this process's last words, where a supervisor reads them. Of those that end because another one did, nobody learns
 /// anything.
 pub fn last_words(rank: Option<u32>, fault: &Fault, spoke_first: bool) {
+    // A rank without which the others go on leaves its words before it tells these, not when it ends.
+    static LEFT: AtomicBool = AtomicBool::new(false);
     let Some(ends) = Ends::of_environment().filter(|_| spoke_first) else { return };
+    if LEFT.swap(true, Ordering::Relaxed) {
+        return;
+    }
     let (cause, host) = (Cause::of(fault), super::place::host_name());
     let what = fault.to_string().lines().next().unwrap_or_default().to_owned();
     ends.leave(&End { rank, launcher: false, cause, host, what });

@@ -20,6 +20,9 @@ use contract::{Class, Fault, Result, Symptom};
 use serde::{Deserialize, Serialize};
 use store::Location;
 
+/// How a Rust program ends that panics outside what looks after it.
+const PANIC: u8 = 101;
+
 /// What befell a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -80,7 +83,7 @@ impl Cause {
             () if is(Class::Usage) || is(Class::Data) => None,
             () if is(Class::Mismatch) => Some(Cause::Mismatch),
             () if is(Class::Diverged) => Some(Cause::Diverged),
-            () if is(Class::Bug) => Some(Cause::Bug),
+            () if is(Class::Bug) || code == PANIC => Some(Cause::Bug),
             () => Some(Cause::Crash),
         }
     }

@@ -88,11 +88,14 @@ impl Rank {
     fn befallen(&self, ends: &Ends) -> (Option<Cause>, String) {
         let how = self.ended.map(|status| format!("its process ended ({status})"));
         let how = how.unwrap_or_default();
+        // One that is ended because the others went on without it may have said why they did.
+        let said = self.said(ends);
+        let said = said.filter(|end| self.evicted.is_none() || end.cause != Some(Cause::Crash));
+        if let Some(end) = said {
+            return (end.cause, end.what);
+        }
         if self.evicted.is_some() {
             return (Some(Cause::Hang), how);
-        }
-        if let Some(end) = self.said(ends) {
-            return (end.cause, end.what);
         }
         let code = self.ended.and_then(|status| status.code());
         (Cause::of_code(code.map_or(Class::Machine.exit_code(), |code| code as u8)), how)
@@ -141,7 +144,7 @@ impl Elastic {
             let inside = members.contains(&rank.rank);
             rank.joins &= self.agent.is_awaited(rank.rank);
             if !inside && !rank.joins && self.least.is_some() {
-                rank.end("the others went on without it, since it gave no answer");
+                rank.end("the others went on without it");
             }
         }
         Ok(())

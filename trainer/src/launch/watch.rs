@@ -144,7 +144,8 @@ mod tests {
         let mut begun = [0; 4];
         begun[0] = exchanges;
         let computed = vec![(step, Duration::from_secs_f64(seconds))];
-        Some(Whereabouts { begun, computed, place: String::new() })
+        let [exchange, place] = [String::new(), String::new()];
+        Some(Whereabouts { begun, computed, exchange, place })
     }
 
     #[test]

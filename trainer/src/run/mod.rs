@@ -27,7 +27,7 @@ use tch::Device;
 use crate::exec::ExecOptions;
 use crate::mesh::axes::Axis;
 use crate::mesh::{Mesh, Team, team};
-use crate::refusal::lost;
+use crate::refusal::{caught, lost};
 use crate::spec::RunSpec;
 use crate::step::{self, Asked, Context, Leaves};
 pub use agree::refuse_unshared;
@@ -49,9 +49,11 @@ pub struct Outcome {
 
 /// Trains what `opened` says, from wherever the folder stands, until its last step, as one of the ranks of `world`.
 pub fn train(opened: &Opened, exec: &ExecOptions, world: &mut World) -> Result<Outcome> {
-    let (mut recovery, mut mirror) = (recover::joined(world), Mirror::new(exec.mirror));
+    let (mut recovery, mut mirror) = (recover::joined(world)?, Mirror::new(exec.mirror));
     loop {
-        recovery = Some(match run(opened, exec, world, &mut mirror, recovery.take()) {
+        // A bug that ends this thread is told as one: the others hear of it, and the process says so when it ends.
+        let ended = caught(|| run(opened, exec, world, &mut mirror, recovery.take()));
+        recovery = Some(match ended {
             Ok(Ended::Done(outcome)) => return Ok(outcome),
             Ok(Ended::Joined) => recover::admit(world, exec)?,
             Err(fault) => recover::recover(world, exec, fault)?,

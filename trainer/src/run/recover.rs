@@ -3,12 +3,13 @@
 use std::time::{Duration, Instant};
 
 use contract::{Class, Fault, Result, Symptom};
-
+use kernels::group::{Change, Rendezvous};
 use serde_json::json;
 
 use super::World;
 use crate::events::Events;
 use crate::exec::ExecOptions;
+use crate::launch::last_words;
 use crate::refusal::lost;
 
 /// How often within [`WHILE`] ranks meet anew although nobody was lost, before they give up: the network may be at fault.
@@ -26,12 +27,10 @@ pub(super) struct Recovery {
     pub(super) since: Instant,
     /// Why the ranks before stopped.
     pub(super) reason: String,
-    /// The ranks that are gone, as they were launched.
-    pub(super) lost: Vec<u32>,
-    /// Those that were started again and have come.
-    pub(super) joined: Vec<u32>,
-    /// Those that go on.
-    pub(super) left: Vec<u32>,
+    /// The ranks that are gone, as they were launched, those among them that have come again, and those that were started again.
+    pub(super) change: Change,
+    /// All that go on.
+    pub(super) members: Vec<u32>,
     /// How often ranks have met so far.
     pub(super) generation: u64,
     /// How long a rank is waited for.
@@ -41,7 +40,9 @@ pub(super) struct Recovery {
 impl Recovery {
     /// Writes down which ranks are gone after `step`, the last one recorded, and who goes on.
     pub(super) fn tell(&self, events: &mut Events, step: u64) -> Result<()> {
-        let Recovery { since, reason, lost, joined, left, generation, patience: _ } = self;
+        let Recovery { since, reason, change, members, generation, patience: _ } = self;
+        let Change { lost, joined } = change;
+        let left: Vec<u32> = members.iter().copied().filter(|it| !joined.contains(it)).collect();
         let seconds = since.elapsed().as_secs_f64();
         let named = |ranks: &[u32]| ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
         // A meeting in which nobody came and nobody was missing was called for a loss.
@@ -52,14 +53,18 @@ impl Recovery {
             });
             events.write("loss", fields)?;
             let lost = if lost.is_empty() { "none".to_owned() } else { named(lost) };
-            contract::note!("lost ranks: {lost}; ranks that go on: {}", named(left));
+            contract::note!("lost ranks: {lost}; ranks that go on: {}", named(&left));
         }
         if !joined.is_empty() {
             let fields = json!({
-                "step": step, "joined": joined, "ranks": left, "generation": generation, "seconds": seconds,
+                "step": step, "joined": joined, "ranks": members, "generation": generation, "seconds": seconds,
             });
             events.write("joined", fields)?;
-            contract::note!("ranks that joined: {}; all ranks now: {}", named(joined), named(left));
+            contract::note!(
+                "ranks that joined: {}; all ranks now: {}",
+                named(joined),
+                named(members)
+            );
         }
         Ok(())
     }
@@ -71,13 +76,16 @@ pub(super) fn admit(world: &mut World, exec: &ExecOptions) -> Result<Recovery> {
     meet_again(world, exec.min_ranks.unwrap_or(1), Vec::new(), fault)
 }
 
-/// What a rank that was started again and has met the others knows of the reason.
-pub(super) fn joined(world: &World) -> Option<Recovery> {
-    let rendezvous = world.rendezvous.as_ref().filter(|_| world.joins)?;
-    let (since, patience, lost) = (Instant::now(), world.patience, Vec::new());
-    let (left, generation) = (rendezvous.members().to_vec(), rendezvous.generation());
-    let (reason, joined) = (JOINS.to_owned(), vec![rendezvous.launched_as()]);
-    Some(Recovery { since, reason, lost, joined, left, generation, patience })
+/// What a rank that was started again and has met the others knows of the reason: it may be the one that writes things down.
+pub(super) fn joined(world: &mut World) -> Result<Option<Recovery>> {
+    let Some(rendezvous) = world.rendezvous.as_mut().filter(|_| world.joins) else {
+        return Ok(None);
+    };
+    let (since, patience, change) =
+        (Instant::now(), world.patience, rendezvous.stands().map_err(lost)?);
+    let (members, generation) = (rendezvous.members().to_vec(), rendezvous.generation());
+    let reason = JOINS.to_owned();
+    Ok(Some(Recovery { since, reason, change, members, generation, patience }))
 }
 
 /// Why ranks stopped, without what a person would do about it.
@@ -96,8 +104,12 @@ pub(super) fn recover(world: &mut World, exec: &ExecOptions, fault: Fault) -> Re
         (exec.min_ranks, lost_ranks, world.rendezvous.is_some())
     else {
         match (exec.min_ranks, fault.symptom()) {
-            // The others can do without this machine.
-            (Some(_), Some(Symptom::Untrusted)) => world.comm.give_up(&fault.to_string()),
+            // The others can do without this machine, and may end this process as soon as they hear of it.
+            (Some(_), Some(Symptom::Untrusted)) => {
+                let rank = world.rendezvous.as_ref().map(Rendezvous::launched_as);
+                last_words(rank, &fault, true);
+                world.comm.give_up(&fault.to_string());
+            }
             // They would only see a connection close.
             _ => world.comm.report(&fault.to_string()),
         }
@@ -118,28 +130,27 @@ fn meet_again(
 ) -> Result<Recovery> {
     let (since, patience) = (Instant::now(), world.patience);
     let Some(rendezvous) = &mut world.rendezvous else { return Err(fault) };
-    let before = rendezvous.members().to_vec();
+    let before = rendezvous.members().len();
     let tell = |word: &str| contract::note!("{word}");
-    for _ in 0..before.len() + IN_VAIN {
+    for _ in 0..before + IN_VAIN {
         // Closes its connections: whoever still waits for this rank hears of the loss.
         world.comm = kernels::group::Group::alone();
         let agreed = rendezvous.agree(&blamed, least, patience);
         agreed.map_err(|error| lost(error).found(fault.what()))?;
         blamed.clear();
-        if let Ok(comm) = rendezvous.group(patience, &tell) {
-            world.comm = comm;
-            let (left, members) = (rendezvous.members().to_vec(), before.len());
-            let joined = left.iter().copied().filter(|rank| !before.contains(rank)).collect();
-            let lost: Vec<u32> = before.into_iter().filter(|rank| !left.contains(rank)).collect();
-            world.in_vain.retain(|at| at.elapsed() < WHILE);
-            let same = lost.is_empty() && left.len() == members;
-            world.in_vain.extend(same.then_some(since));
-            if world.in_vain.len() > IN_VAIN {
-                return Err(fault);
-            }
-            let (reason, generation) = (reason(&fault), rendezvous.generation());
-            return Ok(Recovery { since, reason, lost, joined, left, generation, patience });
+        let Ok(comm) = rendezvous.group(patience, &tell) else { continue };
+        // A store that is lost by now shows in the next meeting.
+        let Ok(change) = rendezvous.stands() else { continue };
+        world.comm = comm;
+        world.in_vain.retain(|at| at.elapsed() < WHILE);
+        let same = change == Change::default();
+        world.in_vain.extend(same.then_some(since));
+        if world.in_vain.len() > IN_VAIN {
+            return Err(fault);
         }
+        let (members, generation) = (rendezvous.members().to_vec(), rendezvous.generation());
+        let reason = reason(&fault);
+        return Ok(Recovery { since, reason, change, members, generation, patience });
     }
     Err(fault)
 }

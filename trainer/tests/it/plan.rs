@@ -41,6 +41,9 @@ fn a_checkpoint_and_the_ledger_are_as_large_as_planned() {
     let (manifests, blobs): (Vec<_>, Vec<_>) =
         blobs.partition(|(path, _)| path.ends_with("manifest.json"));
     assert_eq!((manifests.len() + blobs.len()) as u64, needs.checkpoint.files);
+    // Sizes of blobs in it have headers besides: digits.
+    let manifest = manifests[0].1.len() as u64;
+    assert!(manifest.abs_diff(needs.checkpoint.manifest) < manifest / 50, "{manifest}: {needs:?}");
     let bytes: u64 = blobs.iter().map(|(_, bytes)| payload(bytes)).sum();
     assert_eq!(bytes, needs.checkpoint.bytes);
     assert!(
@@ -66,12 +69,14 @@ fn more_ranks_hold_less_each_and_send_more() {
     assert!(one.fits && four.fits, "a model of some thousand numbers");
 }
 
+/// What makes the model of the fixture small.
+const SMALL: &str = "hidden_size = 16\nnum_hidden_layers = 2\nnum_attention_heads = 2\nnum_key_value_heads = 2\nhead_dim = 8\n\
+    moe_intermediate_size = 16\nnum_experts = 3\nrouter_hidden_size = 8\n";
+
 /// The largest model, 16,384 tokens in a micro-batch, on one machine of eight ranks that send what each layer has at once.
 #[test]
 fn eight_ranks_hold_the_largest_model() {
     let scratch = Scratch::new();
-    let small = "hidden_size = 16\nnum_hidden_layers = 2\nnum_attention_heads = 2\nnum_key_value_heads = 2\nhead_dim = 8\n\
-        moe_intermediate_size = 16\nnum_experts = 3\nrouter_hidden_size = 8\n";
     let often =
         "[source.web]\nmax_epochs = 10000000\n\n[source.math]\nmax_epochs = 10000000\n\n[model]";
     for (micro_batches, most) in [(8, 55), (1024, 100)] {
@@ -79,7 +84,7 @@ fn eight_ranks_hold_the_largest_model() {
         scratch.edited(
             "run.toml",
             &[
-                (small, "vocab_size = 262272\n"),
+                (SMALL, "vocab_size = 262272\n"),
                 ("zaya1-nano", "zaya1-8b"),
                 ("[model]", often),
                 ("dtype = \"f32\"", "dtype = \"bf16\""),
@@ -95,6 +100,21 @@ fn eight_ranks_hold_the_largest_model() {
         assert_eq!(phase.batch / phase.micro_batch, micro_batches);
         let held = phase.memory.sum();
         assert!(held < most * 1_000_000_000, "{micro_batches}: {held} bytes: {:?}", phase.memory);
+    }
+}
+
+/// ZAYA1-8B on 64 ranks and on 1,024, as it would be written: from the formulas alone.
+#[test]
+fn no_rank_writes_more_than_tens_of_files_of_a_large_model() {
+    let scratch = Scratch::new();
+    let large = [(SMALL, "vocab_size = 262272\n"), ("zaya1-nano", "zaya1-8b")];
+    scratch.edited("run.toml", &large);
+    let spec = spec(&scratch);
+    for (ranks, files) in [(64, 36), (1024, 6)] {
+        let found = needs(&spec, &fleet(ranks, "mi300x")).unwrap().checkpoint;
+        assert!(found.most_files <= files && found.most_files > 1, "{ranks} ranks: {found:?}");
+        // What is read before it is known which of 70 GB are needed.
+        assert!(found.manifest < 4_000_000 && found.bytes > 60_000_000_000, "{found:?}");
     }
 }
 

@@ -109,10 +109,12 @@ fn text(needs: &RunNeeds, fleet: &Fleet) -> String {
     )];
     needs.phases.iter().for_each(|phase| lines.extend(phase_lines(phase, needs)));
     lines.push(format!(
-        "checkpoint: {} in {} files, at most {} from one rank",
+        "checkpoint: {} in {} files, of which the manifest has {}; at most {} in {} files from one rank",
         size(checkpoint.bytes),
         checkpoint.files,
-        size(checkpoint.largest_part)
+        size(checkpoint.manifest),
+        size(checkpoint.largest_part),
+        checkpoint.most_files
     ));
     if *ranks > 1 {
         let MirrorNeeds { largest_rank, sent } = needs.mirror;

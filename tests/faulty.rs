@@ -1,0 +1,197 @@
+//! Fear: that a rank which errs, or which ends at the worst of moments, leaves a trace in the bits.
+//!
+//! The faults are real: a library that is loaded before all others (`faulty.cpp`, compiled here) flips bits of what one rank's
+//! products come to, has its clock refuse, or kills ranks at a place that is named. The program has no part in it.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use crate::losses::{events, numbers};
+use crate::ranks::{Fixture, signal};
+use crate::supervise::{Supervised, command, of_rank};
+use crate::support::{Ran, arg};
+use crate::transport::compiled;
+
+/// Changes of the curriculum: all products of matrices are those of micro-batches.
+const CHANGES: [(&str, &str); 3] = [
+    ("batch = 6", "batch = 12"),
+    ("batch = 8", "batch = 16"),
+    ("kind = \"muon\"", "kind = \"adamw\""),
+];
+
+/// Has a command suffer these faults.
+fn suffer(command: &mut Command, faults: &str) {
+    static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
+    let library = LIBRARY.get_or_init(|| compiled("faulty.cpp", "faulty.so"));
+    command.env("LD_PRELOAD", library).env("FAULTY", faults);
+}
+
+/// The fixture, with the run `alone`.
+fn fixture() -> Fixture {
+    let fixture = Fixture::new(&CHANGES);
+    fixture.finish("alone", &["--nproc", "1"]);
+    fixture
+}
+
+/// A line of the table of places: when it is tried, its name, and the ranks that end there.
+struct Place {
+    when: &'static str,
+    name: &'static str,
+    ends: Vec<[&'static str; 3]>,
+}
+
+/// The table.
+fn places() -> Vec<Place> {
+    let lines = include_str!("kills.txt").lines();
+    let lines = lines.filter(|line| !line.is_empty() && !line.starts_with('#'));
+    let one = |line: &'static str| {
+        let words: Vec<&str> = line.split(';').map(str::trim).collect();
+        let ends = words[2..].chunks(3).map(|end| end.try_into().unwrap()).collect();
+        Place { when: words[0], name: words[1], ends }
+    };
+    lines.map(one).collect()
+}
+
+impl Place {
+    /// Three ranks of which some end here, and the others finish the run.
+    fn try_on(&self, fixture: &Fixture, out: &str, flags: &[&str]) {
+        let flags = [&["--nproc", "3", "--min-ranks", "1", "--workers", "1"], flags].concat();
+        let mut command = fixture.run(out, &flags);
+        let fault = |[ranks, count, text]: &[&str; 3]| format!("kill {ranks} {count} {text}");
+        suffer(&mut command, &self.ends.iter().map(fault).collect::<Vec<_>>().join("\n"));
+        let Place { name, .. } = self;
+        let ran: Ran = command.output().unwrap().into();
+        assert!(!ran.err.contains("panicked"), "{name}: {}", ran.err);
+        ran.ok();
+        fixture.assert_same("alone", out);
+        let wanted = self.ends.iter().flat_map(|[ranks, ..]| ranks.split('+'));
+        let wanted: BTreeSet<u64> = wanted.map(|rank| rank.parse().unwrap()).collect();
+        let losses = events(fixture, out, "loss");
+        let lost: Vec<u64> = losses.iter().flat_map(|one| numbers(&one["lost"])).collect();
+        assert_eq!(lost.len(), wanted.len(), "{name}: {losses:?}");
+        assert_eq!(lost.into_iter().collect::<BTreeSet<_>>(), wanted, "{name}: {losses:?}");
+    }
+}
+
+#[test]
+fn wherever_ranks_are_killed_the_others_finish_the_step() {
+    let fixture = fixture();
+    for (number, place) in places().iter().enumerate().filter(|(_, it)| it.when == "plain") {
+        place.try_on(&fixture, &format!("plain-{number}"), &[]);
+    }
+}
+
+#[test]
+fn so_they_do_with_copies_in_memory() {
+    let fixture = fixture();
+    for (number, place) in places().iter().enumerate().filter(|(_, it)| it.when == "mirror") {
+        place.try_on(&fixture, &format!("mirror-{number}"), &["--mirror"]);
+    }
+}
+
+#[test]
+fn the_table_of_places_is_whole() {
+    let places = places();
+    let count = |when: &str| places.iter().filter(|place| place.when == when).count();
+    assert_eq!(count("plain") + count("mirror") + count("long"), places.len());
+    assert!(count("plain") + count("mirror") >= 12);
+}
+
+/// A supervised run of three ranks, of which rank 1 suffers this from a moment on.
+fn begin<'a>(
+    fixture: &'a Fixture,
+    (out, rules, fault): (&'static str, &str, &str),
+    flags: &[&str],
+) -> Supervised<'a> {
+    let flags = [&["--nproc", "3", "--workers", "1"], flags].concat();
+    let mut command = command(fixture, out, rules, &flags);
+    let go = moment(fixture, out);
+    suffer(&mut command, &format!("{fault} {}", arg(&go)));
+    let mut run = Supervised::of(fixture, out, command);
+    run.until(5);
+    std::fs::write(&go, "").unwrap();
+    run
+}
+
+/// The file that says when.
+fn moment(fixture: &Fixture, out: &str) -> PathBuf {
+    fixture.scratch.path(&format!("{out}.go"))
+}
+
+/// A rank whose products have wrong bits is found in the very step, and the others compute that without it.
+#[test]
+fn a_rank_that_computes_a_micro_batch_otherwise_is_evicted() {
+    let fixture = fixture();
+    let again = "[[audit]]\ndo = \"restart\"\n";
+    for (out, rules, flags, action) in [
+        ("evicted", "", &[][..], "evict"),
+        ("mirrored", "", &["--mirror", "--min-ranks", "1", "--schedule", "streaming"], "evict"),
+        ("restarted", again, &[], "restart"),
+    ] {
+        let flags = [&["--audit", "1/1"], flags].concat();
+        let mut run = begin(&fixture, (out, rules, "bits 1 60"), &flags);
+        let said = run.assert_same();
+        assert!(!moment(&fixture, out).exists(), "nothing was spoiled");
+        assert_eq!(run.done(), [of_rank("audit", 1, action)], "{said}");
+        assert!(said.contains("rank 1 computed a micro-batch twice"), "{said}");
+        let loss = &events(&fixture, out, "loss")[0];
+        assert_eq!((numbers(&loss["lost"]), numbers(&loss["left"])), (vec![1], vec![0, 2]));
+    }
+}
+
+/// Without an audit wrong bits get into the ledger: a step that is computed again, after a loss, does not fit them.
+#[test]
+fn a_step_that_comes_out_otherwise_is_tried_again_only_where_the_rules_say_so() {
+    let mut fixture = fixture();
+    fixture.every = "1000";
+    let twice = "[[mismatch]]\ndo = \"retry\"\ntimes = 1\n";
+    for (out, more, actions) in [("once", "", &["stop"][..]), ("twice", twice, &["retry", "stop"])]
+    {
+        let rules = format!("[[crash]]\ndo = \"evict\"\n{more}");
+        let mut run = begin(&fixture, (out, &rules, "bits 1 60"), &[]);
+        until_gone(&moment(&fixture, out));
+        run.until(lines(&fixture, out) + 2);
+        signal("KILL", run.ranks(3)[2]);
+        let (code, said) = run.end();
+        assert_eq!(code, Some(4), "{said}");
+        assert!(said.contains("was computed again and its"), "{said}");
+        let done = run.done();
+        assert_eq!(done[0], of_rank("crash", 2, "evict"), "{said}");
+        let told: Vec<&str> = done[1..].iter().map(|(_, _, action)| action.as_str()).collect();
+        assert_eq!(told, actions, "{said}");
+        assert!(done[1..].iter().all(|(cause, ..)| cause == "mismatch"), "{said}");
+    }
+}
+
+/// What a program does that errs: it is told as a bug, the other ranks hear of it, and all end unless the rules say otherwise.
+#[test]
+fn a_bug_of_one_rank_ends_all_unless_the_rules_say_otherwise() {
+    let fixture = fixture();
+    let mut run = begin(&fixture, ("stops", "", "clock 1 1"), &[]);
+    let (code, said) = run.whole_end();
+    assert_eq!(code, Some(1), "{said}");
+    assert_eq!(run.done(), [of_rank("bug", 1, "stop")], "{said}");
+    let rules = "[[bug]]\ndo = \"retry\"\ntimes = 1\n";
+    let mut run = begin(&fixture, ("retried", rules, "clock 1 1"), &[]);
+    let (code, said) = run.whole_end();
+    assert_eq!(code, Some(0), "{said}");
+    assert_eq!(run.done(), [of_rank("bug", 1, "retry")], "{said}");
+    fixture.assert_same("alone", "retried");
+}
+
+/// Lines of the ledger so far.
+fn lines(fixture: &Fixture, out: &str) -> usize {
+    let path = fixture.scratch.path(out).join("ledger.jsonl");
+    std::fs::read_to_string(path).unwrap().lines().count()
+}
+
+fn until_gone(file: &Path) {
+    let start = std::time::Instant::now();
+    while file.exists() {
+        assert!(start.elapsed() < Duration::from_secs(60), "nothing was spoiled");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
