@@ -19,9 +19,10 @@ use crate::exec::ExecOptions;
 use crate::ledger;
 use crate::mesh::axes::Axis;
 use crate::mesh::buckets::Buckets;
+use crate::mesh::copies::Partners;
 use crate::mesh::slices::Slices;
 use crate::mesh::team::{self, Line, Nodes};
-use crate::mesh::{Degrees, Mesh, Schedule, copies, gather};
+use crate::mesh::{Degrees, Mesh, Schedule, gather};
 use crate::model::{self, Cut, Fold, ParamSpec};
 use crate::optim::Rule;
 use crate::spec::{PhaseModel, RunSpec};
@@ -273,6 +274,7 @@ pub(crate) fn refuse(spec: &RunSpec, exec: &ExecOptions, names: &[String], me: u
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, names.len() as u32);
     let here = (0u32..).zip(names).filter(|(_, name)| **name == names[me as usize]);
     let here: Vec<u32> = here.map(|(rank, _)| rank).collect();
+    let partners = Partners::new(names);
     // A number format may change in the middle of a phase, which is then cut there.
     let amended = spec.curriculum.amendments.iter().filter(|one| one.numbers.dtype.is_some());
     let firsts = spec.plan.phases().iter().map(|phase| phase.first_step);
@@ -292,7 +294,7 @@ pub(crate) fn refuse(spec: &RunSpec, exec: &ExecOptions, names: &[String], me: u
         for rank in here.iter().copied() {
             let found = ranks.holds(spec, first, rank)?;
             all += found.sum();
-            all += if exec.mirror { copies::held(&pieces, names, rank) } else { 0 };
+            all += if exec.mirror { partners.held(&pieces, rank) } else { 0 };
             mine = if rank == me { found } else { mine };
         }
         if all > exec.memory {

@@ -15,6 +15,7 @@ use tch::Device;
 use crate::checkpoint::{Layout, manifest_bytes};
 use crate::ledger::{self, Packed, SourceSums, StepRecord};
 use crate::memory::{self, Holds, Ways};
+use crate::mesh::copies::Partners;
 use crate::mesh::slices::Slices;
 use crate::mesh::team::{self, Line, Nodes};
 use crate::mesh::{Degrees, Mesh, Schedule, context, copies};
@@ -179,7 +180,8 @@ pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
 }
 
 fn mirror(pieces: &[Piece], names: &[String]) -> MirrorNeeds {
-    let held = (0..names.len() as u32).map(|rank| copies::held(pieces, names, rank));
+    let partners = Partners::new(names);
+    let held = (0..names.len() as u32).map(|rank| partners.held(pieces, rank));
     let sent = if names.len() == 1 { 0 } else { copies::sent(pieces) };
     MirrorNeeds { largest_rank: held.max().unwrap_or(0), sent }
 }

@@ -5,17 +5,41 @@ use crate::state::ownership::Piece;
 /// The steps of which there are copies at a time: those of one travel while those of the step before stay.
 pub(crate) const STEPS: usize = 2;
 
-/// To whom `rank` sends its copies, and from whom it gets some: all ranks look equally far ahead, as far as it takes for most of
-/// them to reach another machine.
-pub(crate) fn partners(nodes: &[String], rank: u32) -> (u32, u32) {
-    let world = nodes.len();
-    let away = |distance: usize| {
-        (0..world).filter(|from| nodes[*from] != nodes[(from + distance) % world]).count()
-    };
-    // Of equally good ones the nearest.
-    let distance = (1..world).rev().max_by_key(|distance| away(*distance)).unwrap_or(1);
-    let rank = rank as usize;
-    (((rank + distance) % world) as u32, ((rank + world - distance) % world) as u32)
+/// How far ahead all ranks look for whom they send copies to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Partners {
+    world: usize,
+    distance: usize,
+}
+
+impl Partners {
+    /// Of ranks on these machines: as far as it takes for most of them to reach another one.
+    pub(crate) fn new(nodes: &[String]) -> Partners {
+        let world = nodes.len();
+        let away = |distance: usize| {
+            (0..world).filter(|from| nodes[*from] != nodes[(from + distance) % world]).count()
+        };
+        // Of equally good ones the nearest.
+        let distance = (1..world).rev().max_by_key(|distance| away(*distance)).unwrap_or(1);
+        Partners { world, distance }
+    }
+
+    /// To whom `rank` sends its copies, and from whom it gets some.
+    pub(crate) fn of(self, rank: u32) -> (u32, u32) {
+        let Partners { world, distance } = self;
+        let rank = rank as usize;
+        (((rank + distance) % world) as u32, ((rank + world - distance) % world) as u32)
+    }
+
+    /// Bytes of the copies that `rank` holds: of its own pieces and its partner's.
+    pub(crate) fn held(self, pieces: &[Piece], rank: u32) -> u64 {
+        if self.world == 1 {
+            return 0;
+        }
+        let (_, from) = self.of(rank);
+        let held = pieces.iter().filter(|piece| [rank, from].contains(&piece.owner));
+        4 * STEPS as u64 * held.map(|piece| length(piece) as u64).sum::<u64>()
+    }
 }
 
 /// How many numbers a copy of a piece has: weights in f32, and moments.
@@ -27,16 +51,6 @@ pub(crate) fn length(piece: &Piece) -> i64 {
 /// Bytes that all ranks together send for the copies of a step.
 pub(crate) fn sent(pieces: &[Piece]) -> u64 {
     4 * pieces.iter().map(|piece| length(piece) as u64).sum::<u64>()
-}
-
-/// Bytes of the copies that `rank` holds: of its own pieces and its partner's.
-pub(crate) fn held(pieces: &[Piece], nodes: &[String], rank: u32) -> u64 {
-    if nodes.len() == 1 {
-        return 0;
-    }
-    let (_, from) = partners(nodes, rank);
-    let held = pieces.iter().filter(|piece| [rank, from].contains(&piece.owner));
-    4 * STEPS as u64 * held.map(|piece| length(piece) as u64).sum::<u64>()
 }
 
 #[cfg(test)]
@@ -54,7 +68,8 @@ mod tests {
         fn each_rank_has_one_partner_and_is_that_of_one(sizes in prop::collection::vec(1usize..5, 1..5)) {
             let nodes = machines(&sizes);
             prop_assume!(nodes.len() > 1);
-            let pairs: Vec<_> = (0..nodes.len() as u32).map(|rank| partners(&nodes, rank)).collect();
+            let partners = Partners::new(&nodes);
+            let pairs: Vec<_> = (0..nodes.len() as u32).map(|rank| partners.of(rank)).collect();
             for (rank, (to, from)) in (0..).zip(&pairs) {
                 prop_assert!(*to != rank && pairs[*to as usize].1 == rank && pairs[*from as usize].0 == rank);
             }

@@ -20,7 +20,7 @@ use kernels::group::Group;
 use tch::{Device, Kind, Tensor};
 
 use crate::checkpoint::Layout;
-use crate::mesh::copies::{STEPS, length, partners};
+use crate::mesh::copies::{Partners, STEPS, length};
 use crate::mesh::words::{Reader, Writer};
 use crate::mesh::{Team, share};
 use crate::model::Fold;
@@ -58,7 +58,7 @@ impl Mirror {
         if !self.asked || group.world() == 1 {
             return Ok(());
         }
-        let (to, from) = partners(group.nodes(), group.rank());
+        let (to, from) = Partners::new(group.nodes()).of(group.rank());
         let mine = pack(state);
         let mut exchange = group.begin("the mirroring of the state").map_err(lost)?;
         let length = owners.of(from).map(length).sum();

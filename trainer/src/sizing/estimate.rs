@@ -4,7 +4,8 @@
 //! micro-batch   each product by the curve of its operations, attention by its own, what is left by bandwidth      x rounds
 //! exactness     checksums of each gradient, of the sum, and of the state
 //! optimizer     of the owner that needs longest: Newton-Schulz by the curve of f32 products, the rest by bandwidth
-//! exchange      bytes of `plan` by tier over the tier's bandwidth; gradients hide behind the way back of the last round
+//! exchange      bytes of `plan` by tier over the tier's bandwidth; gradients hide behind the way back of the last round;
+//!               where ranks share micro-batches, what they wait for each other (see `degrees`)
 //! ```
 //!
 //! Left out: what reading batches takes (it hides), waiting for ranks that are slower than others, and launching kernels.
@@ -14,6 +15,7 @@ use curriculum::Dtype;
 use serde::Serialize;
 
 use super::cluster::{Cluster, Link};
+use super::degrees::{self, Standing};
 use super::products::{self, MicroBatch};
 use super::{faults, traffic};
 use crate::mesh::Schedule;
@@ -100,22 +102,24 @@ impl Seconds {
 pub fn step(setting: Setting<'_>, first: u64, needs: &PhaseNeeds) -> Result<StepTime> {
     let Setting { spec, cluster, fleet } = setting;
     let micro_batches = needs.batch / needs.micro_batch;
-    let ranks = u64::from(fleet.ranks);
-    let workers = fleet.workers.count() as u64;
-    let own = micro_batches.div_ceil(ranks);
-    let rounds = own.div_ceil(workers);
+    let standing = Standing::new(fleet, needs);
+    let own = micro_batches.div_ceil(standing.lines);
+    let rounds = own.div_ceil(standing.workers);
     let mut seconds = Seconds([0.0; PARTS.len()]);
-    micro_batch(setting, first, needs, rounds as f64, &mut seconds)?;
-    let back =
-        [Part::ExpertsBack, Part::RouterBack, Part::AttentionBack].map(|part| seconds.of(part));
-    let way_back = (back.iter().sum::<f64>() + seconds.of(Part::Head) / 2.0) / rounds as f64;
+    micro_batch(setting, first, needs, (rounds as f64, standing), &mut seconds)?;
+    let sum = |parts: [Part; 3]| parts.map(|part| seconds.of(part)).iter().sum::<f64>();
+    let back = sum([Part::ExpertsBack, Part::RouterBack, Part::AttentionBack]);
+    let there = sum([Part::Experts, Part::Router, Part::Attention]);
+    let way_back = (back + seconds.of(Part::Head) / 2.0) / rounds as f64;
+    seconds.add(Part::Blocks, degrees::waits(setting, needs, (own, there + back)));
     let parameters: f64 = spec.parameters.iter().map(|it| it.elements() as f64).sum();
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, fleet.ranks);
-    whole_gradients(setting, (own, parameters), &mut seconds);
+    whole_gradients(setting, (own, parameters), standing, &mut seconds);
     if spec.dtype_at(first) == Dtype::Bf16 {
         let large = spec.parameters.iter().filter(|it| it.in_large_products);
         let bytes = 6.0 * large.map(ParamSpec::elements).sum::<u64>() as f64;
-        seconds.add(Part::Round, bytes / cluster.stream.at(bytes) / workers as f64);
+        let workers = fleet.workers.count() as f64;
+        seconds.add(Part::Round, bytes / cluster.stream.at(bytes) / workers);
     }
     owners(setting, &pieces, &mut seconds);
     let (gradients, weights) = exchange(setting, needs.sent);
@@ -127,12 +131,12 @@ pub fn step(setting: Setting<'_>, first: u64, needs: &PhaseNeeds) -> Result<Step
     let hidden = gradients.min(covered);
     seconds.add(Part::Blocks, gradients - hidden);
     seconds.add(Part::Share, weights);
-    if ranks > 1 {
+    if fleet.ranks > 1 {
         let slowest = cluster.between.or(cluster.within).map_or(0.0, |link| link.latency_s);
         // Facts, losses, norms, checksums; each goes to everybody in as many hops as a tree has.
-        seconds.add(Part::Peers, 4.0 * (ranks as f64).log2().ceil() * slowest);
+        seconds.add(Part::Peers, 4.0 * f64::from(fleet.ranks).log2().ceil() * slowest);
     }
-    let counts = Counts { own, rounds, micro_batches };
+    let counts = Counts { own, rounds, micro_batches, standing };
     Ok(finish(setting, needs, counts, &seconds, Travel { gradients, hidden, weights }))
 }
 
@@ -140,6 +144,7 @@ struct Counts {
     own: u64,
     rounds: u64,
     micro_batches: u64,
+    standing: Standing,
 }
 
 /// Seconds of exchanges, and those that nobody waits for.
@@ -159,12 +164,13 @@ fn finish(
     let all: f64 = seconds.0.iter().sum();
     let tokens = needs.batch as f64 * f64::from(needs.seq_len);
     let ranks = f64::from(fleet.ranks);
-    let peak = cluster.bf16.peak().max(cluster.f32.peak()) * fleet.workers.count() as f64;
+    let Standing { together, workers, .. } = counts.standing;
+    let peak = cluster.bf16.peak().max(cluster.f32.peak()) * workers as f64;
     StepTime {
         phase: needs.name.clone(),
         micro_batches: counts.own,
         rounds: counts.rounds,
-        idle_ranks: u64::from(fleet.ranks).saturating_sub(counts.micro_batches),
+        idle_ranks: u64::from(fleet.ranks).saturating_sub(counts.micro_batches * together),
         parts: PARTS.iter().map(|(part, name)| (*name, seconds.of(*part))).collect(),
         seconds: all,
         exactness: EXACTNESS.iter().map(|part| seconds.of(*part)).sum(),
@@ -178,29 +184,33 @@ fn finish(
     }
 }
 
-/// `rounds` micro-batches, one after the other.
+/// `rounds` micro-batches, one after the other, as far as the busiest of those who share them computes them.
 fn micro_batch(
     Setting { spec, cluster, fleet }: Setting<'_>,
     first: u64,
     needs: &PhaseNeeds,
-    rounds: f64,
+    (rounds, standing): (f64, Standing),
     seconds: &mut Seconds,
 ) -> Result<()> {
     let phase = spec.model_at(first)?;
-    let (config, chunks) = (&phase.config, phase.cut.chunks.max(1));
+    let (config, chunks, together) = (&phase.config, phase.cut.chunks, standing.together);
     let bf16 = spec.dtype_at(first) == Dtype::Bf16;
     let all = (needs.micro_batch * u64::from(needs.seq_len)) as i64;
-    let tokens = (all / chunks as i64).max(1);
+    let (tokens, chunks) = ((all / chunks as i64).max(1), (chunks / together).max(1));
+    let all = all / together as i64;
     let routed = products::even(tokens, config.num_experts);
     let recompute = fleet.workers.keep() == Keep::LayerInputs;
     let by = MicroBatch { tokens, chunks, routed: &routed, recompute };
     for product in products::of_micro_batch(config, by) {
         let curve = if bf16 && !product.wide { &cluster.bf16 } else { &cluster.f32 };
-        let rate = curve.at(product.shape.operations());
+        // What is cut into shards is multiplied shard by shard.
+        let shards = if product.wide { 1 } else { phase.cut.shards.max(1) };
+        let rate = curve.at(product.shape.operations() / shards as f64);
         seconds.add(product.part, rounds * product.operations() / rate);
     }
     let pairs = needs.micro_batch * model::causal_pairs(&[0], needs.seq_len);
-    let operations = products::of_attention(config, pairs);
+    let most = (1.0 + needs.uneven) / together as f64;
+    let operations = most * products::of_attention(config, pairs);
     // A call is one sequence in one layer.
     let call = operations / (config.num_hidden_layers as f64 * needs.micro_batch as f64);
     let again = 1.0 + f64::from(u8::from(recompute));
@@ -220,18 +230,22 @@ fn micro_batch(
 fn whole_gradients(
     Setting { cluster, fleet, .. }: Setting<'_>,
     (own, parameters): (u64, f64),
+    Standing { together, lines, workers }: Standing,
     seconds: &mut Seconds,
 ) {
-    let workers = fleet.workers.count() as f64;
-    let (own, ranks) = (own as f64, f64::from(fleet.ranks));
-    let bytes = 4.0 * parameters;
+    let f = |count: u64| count as f64;
+    let (own, ranks, together, lines) = (f(own), f64::from(fleet.ranks), f(together), f(lines));
+    let workers = f(workers);
+    // Of what is shared a rank has its slice, to which the others of its line add their chunks.
+    let slice = parameters / together;
+    let bytes = 4.0 * slice;
     let rounds = (own / workers).ceil();
     seconds.add(Part::LeafSums, rounds * bytes / cluster.checksum.at(bytes));
-    let machines = f64::from(fleet.ranks.div_ceil(fleet.ranks_per_node));
+    let machines = f64::from(fleet.ranks.div_ceil(fleet.ranks_per_node)).min(lines);
     // A rank adds its own; blocks of the others of its machine for the owners behind it, and those of machines for itself.
-    let near = (ranks / machines - 1.0) * parameters * machines / ranks;
+    let near = (lines / machines - 1.0) * parameters * machines / ranks;
     let far = (machines - 1.0) * parameters / ranks;
-    let added = 12.0 * ((own - 1.0) * parameters + near + far);
+    let added = 12.0 * ((own - 1.0 + own * (together - 1.0)) * slice + near + far);
     seconds.add(Part::Tree, added / cluster.tree.at(12.0 * parameters.min(1e8)) / workers);
 }
 

@@ -83,7 +83,7 @@ fn memory(Setting { cluster, fleet, .. }: Setting<'_>, needs: &PhaseNeeds) -> Op
 
 fn ranks(Setting { fleet, .. }: Setting<'_>, needs: &PhaseNeeds, time: &StepTime) -> Vec<String> {
     let (ranks, per_node) = (u64::from(fleet.ranks), u64::from(fleet.ranks_per_node));
-    let all = needs.batch / needs.micro_batch;
+    let (all, lines) = (needs.batch / needs.micro_batch, ranks / u64::from(needs.context.max(1)));
     let mut hints = Vec::new();
     if time.idle_ranks > 0 {
         hints.push(format!(
@@ -91,10 +91,10 @@ fn ranks(Setting { fleet, .. }: Setting<'_>, needs: &PhaseNeeds, time: &StepTime
              batch, or context_chunks and --cp, by which ranks share a micro-batch",
             time.idle_ranks
         ));
-    } else if !all.is_multiple_of(ranks) {
+    } else if !all.is_multiple_of(lines) {
         hints.push(format!(
             "{all} micro-batches do not divide among {ranks} ranks: a rank waits for {:.0} % of the time that others compute",
-            100.0 * (1.0 - all as f64 / (ranks * time.micro_batches) as f64)
+            100.0 * (1.0 - all as f64 / (lines * time.micro_batches) as f64)
         ));
     }
     if ranks > per_node && !ranks.is_multiple_of(per_node) {

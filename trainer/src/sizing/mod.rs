@@ -5,13 +5,14 @@
 //! machine    measures products and memory               shapes     which products the bench measures
 //! products   those of a micro-batch, by part            traffic    its bytes outside of products
 //! estimate   the seconds of a step, part by part        hints      rules of thumb that a run breaks
-//! faults     failures, in closed form and simulated
+//! faults     failures, in closed form and simulated   degrees    ranks that share micro-batches
 //! ```
 //!
 //! Nothing here decides a bit: what is planned is the work that [`crate::step`] does, read from the same shapes.
 
 pub mod cluster;
 pub mod curve;
+pub mod degrees;
 pub mod estimate;
 pub mod faults;
 pub mod hints;

@@ -5,7 +5,7 @@ use trainer::RunSpec;
 use trainer::mesh::{Degrees, Schedule};
 use trainer::plan::{Fleet, needs};
 use trainer::sizing::estimate::{self, Setting, StepTime};
-use trainer::sizing::{Cluster, Curve, Described, hints};
+use trainer::sizing::{Cluster, Curve, Described, degrees, hints};
 use trainer::workers::Workers;
 
 fn published() -> Cluster {
@@ -83,4 +83,48 @@ fn a_machine_twice_as_fast_takes_half_the_time() {
     assert!((slow.utilisation / fast.utilisation - 1.0).abs() < 1e-9, "of its own peak");
     let parts: f64 = slow.parts.iter().map(|(_, seconds)| seconds).sum();
     assert!((parts / slow.seconds - 1.0).abs() < 1e-9 && slow.hidden <= slow.gradients);
+}
+
+/// The third phase with sequences cut into chunks, and fewer of them in a step than ranks.
+fn long() -> RunSpec {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../curricula/phase3.toml");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let text = text.replace("batch = 512 ", "batch = 8 #");
+    let cut = "seq_len = 32_768\ncontext_chunks = 16\nweight_shards = 2 #";
+    let text = text.replace("seq_len = 32_768", cut);
+    RunSpec::for_planning(&Opened::open_text(path, text).unwrap()).unwrap()
+}
+
+#[test]
+fn sharing_pays_where_ranks_would_be_idle() {
+    let (spec, fleet) = (long(), fleet(16));
+    let cluster = Cluster { memory_bytes: u64::MAX, ..published() };
+    let setting = Setting { spec: &spec, cluster: &cluster, fleet: &fleet };
+    let all = degrees::compared(setting).unwrap();
+    let of = |cp: u32, tsp: u32| {
+        let mut found = all.iter().filter(|one| (one.cp, one.tsp) == (cp, tsp));
+        found
+            .find(|one| one.phase == "midtrain-32k")
+            .unwrap_or_else(|| panic!("{cp} x {tsp}: {all:?}"))
+    };
+    let alone = plan(&spec, &fleet, &cluster);
+    let third = &alone[2].0;
+    assert_eq!(third.idle_ranks, 8);
+    assert_eq!(of(1, 1).seconds, third.seconds, "nobody shares");
+    // Half of them had nothing to do; what they now wait for each other is less than what they take over.
+    let [two, four] = [of(2, 1), of(4, 1)];
+    assert!(two.seconds < third.seconds && two.seconds > third.seconds / 2.0, "{all:?}");
+    assert!(two.memory < of(1, 1).memory && of(2, 2).memory < four.memory, "{all:?}");
+    // Twice as many as there is work for wait for each other, and compute no less in all.
+    assert!(four.seconds > two.seconds, "{all:?}");
+    // Phases without chunks stand alone.
+    assert!(all.iter().filter(|one| one.phase != "midtrain-32k").all(|one| one.cp * one.tsp == 1));
+    let free = |link: trainer::sizing::cluster::Link| trainer::sizing::cluster::Link {
+        latency_s: 0.0,
+        bytes_per_s: link.bytes_per_s * 1e6,
+    };
+    let (within, between) = (cluster.within.map(free), cluster.between.map(free));
+    let near = Cluster { within, between, ..cluster.clone() };
+    let free = degrees::compared(Setting { cluster: &near, ..setting }).unwrap();
+    assert!(free.iter().zip(&all).all(|(free, paid)| free.seconds <= paid.seconds));
 }

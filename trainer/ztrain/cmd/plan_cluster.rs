@@ -7,6 +7,7 @@ use serde::Serialize;
 use trainer::chart::Chart;
 use trainer::model::{Attention, ZayaConfig};
 use trainer::plan::RunNeeds;
+use trainer::sizing::degrees::{self, Degree};
 use trainer::sizing::estimate::{self, Keeping, Setting, StepTime};
 use trainer::sizing::faults::{Failing, Simulated, between, simulate};
 use trainer::sizing::hints::{self, seconds};
@@ -20,6 +21,9 @@ pub(super) struct ClusterArgs {
     /// h100, published figures. Ranks, ranks a machine and memory are then the description's where they are not given.
     #[arg(long, value_name = "FILE|NAME")]
     pub(super) cluster: Option<String>,
+    /// Compare how many ranks may share a micro-batch (`--cp`, `--tsp`): seconds and memory of each degree that a phase allows.
+    #[arg(long, requires = "cluster")]
+    compare_degrees: bool,
     /// Simulate so many days of the first phase, with the failures that the cluster has.
     #[arg(long, value_name = "DAYS", requires = "cluster", value_parser = clap::value_parser!(u32).range(1..=3650))]
     simulate: Option<u32>,
@@ -43,6 +47,7 @@ pub(super) struct Told {
     cluster: String,
     assumed: Vec<String>,
     phases: Vec<PhaseTold>,
+    degrees: Vec<Degree>,
     simulated: Option<SimulatedRun>,
 }
 
@@ -65,15 +70,6 @@ pub(super) fn told(args: &ClusterArgs, setting: Setting<'_>, needs: &RunNeeds) -
     let plot = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
     let mut phases = Vec::new();
     let firsts = setting.spec.plan.phases().iter().map(|phase| phase.first_step);
-    if let Some(shared) = needs.phases.iter().find(|phase| phase.context > 1) {
-        return Err(Fault::usage("seconds are not known where ranks share micro-batches")
-            .at("--cluster")
-            .found(format!(
-                "--cp and --tsp, by which {} ranks share each in phase {:?}",
-                shared.context, shared.name
-            ))
-            .hint("leave both out, or --cluster: memory and bytes are told without it"));
-    }
     let linear = |config: &ZayaConfig| config.layers.contains(&Attention::Linear);
     if linear(setting.spec.config()) {
         return Err(Fault::usage("seconds are not known of linear attention")
@@ -95,8 +91,14 @@ pub(super) fn told(args: &ClusterArgs, setting: Setting<'_>, needs: &RunNeeds) -
     if let (Some(plot), Some(SimulatedRun { found, run, .. })) = (&plot, &simulated) {
         plot.put(&month(found, *run).svg())?;
     }
+    let degrees = if args.compare_degrees { degrees::compared(setting)? } else { Vec::new() };
+    if args.compare_degrees && degrees.is_empty() {
+        return Err(Fault::usage("no phase of this curriculum allows ranks to share a micro-batch")
+            .at("--compare-degrees")
+            .wanted("context_chunks (and weight_shards) in a phase, which degrees divide, as they do the ranks"));
+    }
     let cluster = setting.cluster.name.clone();
-    Ok(Told { cluster, assumed: setting.cluster.assumed.clone(), phases, simulated })
+    Ok(Told { cluster, assumed: setting.cluster.assumed.clone(), phases, degrees, simulated })
 }
 
 fn simulated(
@@ -155,6 +157,7 @@ impl Told {
         lines
             .extend(self.assumed.iter().map(|what| format!("  assumed: {}", terminal::name(what))));
         self.phases.iter().for_each(|phase| phase.lines(&mut lines));
+        lines.extend(degree_lines(&self.degrees));
         if let Some(SimulatedRun { run, expected_goodput, found }) = &self.simulated {
             lines.push(format!(
                 "simulated {} days: {} steps kept, {} lost, {} failures, {} restarts, {} of stalls, {} of restarts",
@@ -175,6 +178,28 @@ impl Told {
         }
         lines.join("\n") + "\n"
     }
+}
+
+/// A line for each degree, the fastest that fits marked.
+fn degree_lines(degrees: &[Degree]) -> Vec<String> {
+    let line = |one: &Degree| {
+        let others = degrees.iter().filter(|other| other.phase == one.phase && other.fits);
+        let best = others.map(|other| other.seconds).fold(f64::INFINITY, f64::min);
+        let word = match (one.fits, one.seconds <= best) {
+            (false, _) => "  does not fit",
+            (true, true) => "  the fastest that fits",
+            (true, false) => "",
+        };
+        let gib = one.memory as f64 / f64::from(1 << 30);
+        format!(
+            "phase {} with --cp {} --tsp {}: {} a step, {gib:.1} GiB in the rank that holds most{word}",
+            terminal::name(&one.phase),
+            one.cp,
+            one.tsp,
+            seconds(one.seconds)
+        )
+    };
+    degrees.iter().map(line).collect()
 }
 
 impl PhaseTold {
