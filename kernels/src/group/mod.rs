@@ -123,10 +123,8 @@ struct Bulk {
 type Along = BTreeMap<usize, (Vec<u32>, Arc<Courier>)>;
 
 impl Bulk {
-    /// Before anything is agreed: over Gloo, between CPUs.
-    const PLAIN: Bulk = Bulk::of(Device::Cpu);
-
-    const fn of(device: Device) -> Bulk {
+    /// Nobody yet: over Gloo.
+    fn of(device: Device) -> Bulk {
         Bulk { device, courier: None, along: Mutex::new(BTreeMap::new()) }
     }
 }
@@ -139,18 +137,18 @@ impl Group {
     pub fn open(place: &Place, timeout: Duration, tell: &dyn Fn(&str)) -> Result<Group> {
         let serves = place.rank_0_serves && place.rank == 0;
         let peers = Peers::open(place, serves, timeout, tell)?;
-        Ok(Group { bulk: Bulk::PLAIN, peers: Some(Arc::new(peers)) })
+        Ok(Group { bulk: Bulk::of(Device::Cpu), peers: Some(Arc::new(peers)) })
     }
 
     /// The same where the store is there already.
     fn join(place: &Place, timeout: Duration, tell: &dyn Fn(&str)) -> Result<Group> {
         let peers = Peers::open(place, false, timeout, tell)?;
-        Ok(Group { bulk: Bulk::PLAIN, peers: Some(Arc::new(peers)) })
+        Ok(Group { bulk: Bulk::of(Device::Cpu), peers: Some(Arc::new(peers)) })
     }
 
     /// The group of a rank that is alone.
     pub fn alone() -> Group {
-        Group { bulk: Bulk::PLAIN, peers: None }
+        Group { bulk: Bulk::of(Device::Cpu), peers: None }
     }
 
     /// From here on another rank is missed after `timeout`. For the time before tensors travel.
