@@ -362,7 +362,7 @@ fn collectives_are_measured_and_right() {
     let said = ztrain(&[&args[..], &rest].concat()).ok();
     let rows: Vec<serde_json::Value> =
         said.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    assert_eq!(rows.len(), 3 * 9);
+    assert_eq!(rows.len(), 3 * 11);
     for row in rows {
         assert_eq!(row["wrong"], 0, "{row}");
         let (bytes, time) = (row["bytes"].as_f64().unwrap(), row["microseconds"].as_f64().unwrap());
@@ -374,7 +374,7 @@ fn collectives_are_measured_and_right() {
         let bus = row["bus_gb_per_s"].as_f64().unwrap();
         assert!((bus - bytes / time / 1e3 * share).abs() < 1e-6 * bus, "{row}");
     }
-    assert!(fs::read_to_string(plot).unwrap().matches("<polyline").count() == 9);
+    assert!(fs::read_to_string(plot).unwrap().matches("<polyline").count() == 11);
     ztrain(&["bench", "collectives"]).fails(2, &["--nproc"]);
     let wrong = |args: &[&str]| {
         let said = ztrain(&[&["bench", "collectives", "--nproc", "2"], args].concat());

@@ -163,7 +163,7 @@ fn carried_collectives_are_measured_and_right() {
     let said = Ran::from(command.env("ZTRAIN_RCCL", standin()).output().unwrap()).ok();
     let rows: Vec<Value> = said.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let ours: Vec<_> = rows.iter().filter(|row| row["by"] == "rccl").collect();
-    assert_eq!((rows.len(), ours.len()), (4 * 9, 4 * 4));
+    assert_eq!((rows.len(), ours.len()), (4 * 11, 4 * 4));
     assert!(rows.iter().all(|row| row["wrong"] == 0), "{said}");
 }
 
