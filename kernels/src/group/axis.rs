@@ -15,11 +15,11 @@
 //!   earliest wait of this order that does not end: its other end has passed, or still computes, everything before it, waits for
 //!   nothing there (that would be an earlier wait that does not end), and so begins the transfer. It ends after all.
 //!
-//! Where RCCL moves tensors, each line has a communicator, a courier and a stream of its own, so what holds for transfers holds for
-//! rounds (see `courier`): those of one line wait for nothing of another's. A round is queued when all of its ranks have come to it,
-//! and what the device then runs is a kernel that waits for theirs alone; kernels of up to four lines and those that compute,
-//! each of which ends by itself, find room beside each other on a device, as NCCL asks of those who use several communicators at
-//! a time.
+//! Where RCCL moves tensors, each line has a communicator, a courier and a stream of its own, so what holds for transfers holds
+//! for rounds (see `courier`): those of one line wait for nothing of another's. A round is queued when all of its ranks have
+//! come to it, and what the device then runs is a kernel that waits for theirs alone; kernels of up to four lines and those that
+//! compute, each of which ends by itself, find room beside each other on a device, as NCCL asks of those who use several
+//! communicators at a time.
 
 use std::ffi::c_int;
 use std::sync::Arc;

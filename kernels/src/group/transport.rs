@@ -91,8 +91,8 @@ impl Group {
         Ok(carried)
     }
 
-    /// Who moves tensors along a line of ranks, if that is not Gloo. A line is joined when its ranks first ask for it, all of them
-    /// at once, and left when its axis has another one.
+    /// Who moves tensors along a line of ranks, if that is not Gloo. A line is joined when its ranks first ask for it, all of
+    /// them at once, and left when its axis has another one.
     pub(super) fn courier_along(&self, party: Party) -> Result<Option<Arc<Courier>>> {
         let Some(peers) = self.peers.as_ref().filter(|_| self.by_rccl()) else { return Ok(None) };
         let mut along = self.bulk.along.lock().unwrap_or_else(PoisonError::into_inner);
