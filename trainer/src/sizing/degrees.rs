@@ -18,7 +18,7 @@ use crate::plan::{self, Fleet, PhaseNeeds};
 /// Ranks that share a micro-batch at most where degrees are compared.
 const MOST: u32 = 64;
 
-/// Exchanges of a layer of compressed attention along a line, forward and back: rows beside a chunk, keys, values, their gradients.
+/// Exchanges of a layer of compressed attention along a line, both ways: rows beside a chunk, keys, values, their gradients.
 const EXCHANGES: f64 = 8.0;
 
 /// A phase under one degree.
