@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 use crate::memory::{self, Holds, Ways};
 use crate::mesh::Team;
 use crate::mesh::words::{Reader, Writer};
-use crate::model;
+use crate::model::{self, Dealt};
 use crate::refusal::refused;
 use crate::spec::RunSpec;
 use crate::state::State;
@@ -46,6 +46,9 @@ pub struct StepTable {
     pub exactness: f64,
     /// Operations that the model defines, forward and backward.
     pub model_flops: f64,
+    /// Where ranks share micro-batches: how much more attention the one with most of each computes than their mean, of the
+    /// documents that are there; 0 is none.
+    pub uneven: f64,
     /// What the products compute in.
     pub dtype: &'static str,
     /// Operations in a second that all workers together reach in large products of that kind.
@@ -156,11 +159,13 @@ pub fn step(cx: Context<'_>, device: Device, steps: u64) -> Result<StepTable> {
         idle: 0.0,
         exactness: 0.0,
         model_flops: 0.0,
+        uneven: 0.0,
         dtype: dtype.name(),
         limit: first_limit,
         exchanged: None,
         memory: Vec::new(),
     };
+    let mut dealt = [0.0; 2];
     let (outcome, spent) = measured(|| {
         (2..steps + 2).try_for_each(|number| {
             let (stepped, seconds) = timed(cx, &mut state, number)?;
@@ -169,10 +174,11 @@ pub fn step(cx: Context<'_>, device: Device, steps: u64) -> Result<StepTable> {
             let step = spec.plan.step(number)?;
             table.tokens += step.batch * u64::from(step.seq_len);
             table.model_flops += model_flops(spec, number, &stepped.record.router)?;
-            Ok(())
+            uneven(cx, number, &mut dealt)
         })
     });
     outcome?;
+    table.uneven = if dealt[1] > 0.0 { dealt[0] / dealt[1] - 1.0 } else { 0.0 };
     let (tensors, (_, most)) = (kernels::memory::most(), memory::resident());
     table.memory = memory_of_all(cx, state.owners.pieces(), [before, most, tensors])?;
     // The machine may be shared: the better of two looks is nearer to what it can do.
@@ -198,6 +204,26 @@ fn memory_of_all(cx: Context<'_>, pieces: &[Piece], sizes: [u64; 3]) -> Result<V
         Ok(RankMemory { rank, formula: ranks.holds(spec, 2, rank)?, before, most, tensors })
     };
     (0..).zip(heard.readers()).map(of).collect()
+}
+
+/// Adds what a step's micro-batches have of pairs of a query and a key: those of the rank with most of each, and their mean.
+fn uneven(cx: Context<'_>, number: u64, [most, mean]: &mut [f64; 2]) -> Result<()> {
+    let Context { spec, team, .. } = cx;
+    let model = spec.model_at(number)?;
+    let together = u64::from(team.lines(model.cut)?.mesh.together());
+    let dealt = Dealt { chunks: model.cut.chunks, degree: together, place: 0 };
+    let batch = loader::batch(&spec.plan, &spec.data, number, RankSlice::WHOLE)?;
+    for rows in batch.boundaries.chunks(batch.micro_batch as usize) {
+        let mut places = vec![0; together as usize];
+        for starts in rows {
+            let starts = if model.config.document_mask { &starts[..] } else { &[0] };
+            let row = dealt.pairs_of(starts, batch.seq_len);
+            places.iter_mut().zip(row).for_each(|(sum, pairs)| *sum += pairs);
+        }
+        *most += places.iter().copied().max().unwrap_or(0) as f64;
+        *mean += places.iter().sum::<u64>() as f64 / together as f64;
+    }
+    Ok(())
 }
 
 fn model_flops(spec: &RunSpec, number: u64, router: &[Vec<u64>]) -> Result<f64> {

@@ -14,6 +14,8 @@ use std::ops::Range;
 use kernels::Result;
 use tch::{Kind, Tensor};
 
+use super::causal_pairs;
+
 /// The other places of a line, as one of them reaches them. All call it in one order: that of the computation.
 pub trait Line: Sync {
     /// Which one this is, from 0.
@@ -87,6 +89,21 @@ impl Dealt {
     /// Pairs of a query and a key that each place computes of a document as long as all chunks, of `width` tokens each.
     pub fn pairs(self, width: u64) -> Vec<u64> {
         let of = |chunk: u64| width * width * chunk + width * (width + 1) / 2;
+        let place = |place| Dealt { place, ..self }.own().into_iter().map(of).sum();
+        (0..self.degree).map(place).collect()
+    }
+
+    /// The same of a row of `length` tokens with documents that begin at `starts`.
+    pub fn pairs_of(self, starts: &[u32], length: u32) -> Vec<u64> {
+        let width = length / self.chunks as u32;
+        let before = |end: u32| {
+            let starts: Vec<u32> = starts.iter().copied().filter(|start| *start < end).collect();
+            causal_pairs(&starts, end)
+        };
+        let of = |chunk: u64| {
+            let first = chunk as u32 * width;
+            before(first + width) - before(first)
+        };
         let place = |place| Dealt { place, ..self }.own().into_iter().map(of).sum();
         (0..self.degree).map(place).collect()
     }
@@ -253,6 +270,11 @@ mod tests {
                 }
                 // Under zig-zag all have as many pairs of a query and a key.
                 let (pairs, length) = (dealt.pairs(3), 3 * each * degree);
+                prop_assert_eq!(&dealt.pairs_of(&[0], length as u32), &pairs);
+                // Pairs of several documents are those of each, wherever chunks begin.
+                let starts: Vec<u32> = (0..length as u32).filter(|at| at % 5 == 0).collect();
+                let all = dealt.pairs_of(&starts, length as u32).iter().sum::<u64>();
+                prop_assert_eq!(all, causal_pairs(&starts, length as u32));
                 prop_assert_eq!(pairs.iter().sum::<u64>(), length * (length + 1) / 2);
                 prop_assert!(each % 2 > 0 || pairs.iter().all(|own| *own == pairs[0]));
                 let runs = dealt.runs(1..each * degree, place);

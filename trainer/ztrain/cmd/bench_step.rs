@@ -109,6 +109,12 @@ fn print_table(table: &StepTable) -> Result<()> {
 /// What ranks exchange, and what each of them holds.
 fn print_ranks(table: &StepTable) -> Result<()> {
     let mega = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    if table.uneven > 0.0 {
+        tell!(
+            "attention of these documents: the rank with most has {:.1} % more than the mean of those that share a micro-batch",
+            100.0 * table.uneven
+        );
+    }
     if let Some(Exchanged { bytes, bytes_between_nodes, waited_for_blocks }) = table.exchanged {
         tell!(
             "exchanged in a step: {:.2} MiB, {:.2} MiB between machines; {:.2} ms of waiting after the last micro-batch",
