@@ -108,21 +108,21 @@ impl Rendezvous {
                 standby.insert(rank, ready_of(&store, rank, timeout)?);
             }
         }
-        let (place, _held) = (place.clone(), group.store());
-        let (ready, told, generation) = (own, AtomicU64::new(0), 0);
-        let stood = (generation, members.clone());
-        Ok(Rendezvous {
-            store,
-            _held,
-            standby,
-            ready,
-            told,
-            holder,
-            place,
-            generation,
-            members,
-            stood,
-        })
+        let stood = (0, members.clone());
+        let alone = Rendezvous::new(store, place, (0, members), stood);
+        Ok(Rendezvous { _held: group.store(), standby, ready: own, holder, ..alone })
+    }
+
+    /// Of a rank that holds no store, nor knows of one besides: it is the launcher's.
+    fn new(
+        store: Store,
+        place: &Place,
+        (generation, members): (u64, Vec<u32>),
+        stood: (u64, Vec<u32>),
+    ) -> Rendezvous {
+        let (standby, told, place) = (BTreeMap::new(), AtomicU64::new(0), place.clone());
+        let (_held, ready, holder) = (None, None, None);
+        Rendezvous { store, _held, standby, ready, told, holder, place, generation, members, stood }
     }
 
     /// For a rank that was started again in the place of one that is lost, under a launcher: comes back once a generation has it.
@@ -154,20 +154,7 @@ impl Rendezvous {
         let list = if last > 0 { store.find(&members_key(last))? } else { None };
         let stood = (last, list.map_or_else(|| (0..place.world).collect(), |list| read(&list)));
         store.set(&born(me), &generation.to_string())?;
-        let (standby, told, place) = (BTreeMap::new(), AtomicU64::new(0), place.clone());
-        let (_held, ready, holder) = (None, None, None);
-        Ok(Rendezvous {
-            store,
-            _held,
-            standby,
-            ready,
-            told,
-            holder,
-            place,
-            generation,
-            members,
-            stood,
-        })
+        Ok(Rendezvous::new(store, place, (generation, members), stood))
     }
 
     /// What is different from the last generation that stood, asked once this one is connected: it has stood from then on.
