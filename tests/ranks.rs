@@ -75,7 +75,7 @@ pub(crate) struct Fixture {
     pub(crate) shared: &'static [&'static str],
     /// Steps from one checkpoint to the next, as a flag has it.
     pub(crate) every: &'static str,
-    curriculum: std::path::PathBuf,
+    pub(crate) curriculum: std::path::PathBuf,
 }
 
 impl Fixture {

@@ -98,7 +98,7 @@ def main():
         # With two ranks two processes compute at once: rates are those of a worker beside another.
         workers = ["--workers", str(ranks), "--seconds", seconds, "--out", cluster]
         run("bench", "gemm", "--rows", "16,64,256,512", "--widths", "64,128,256,512", *workers)
-        run("bench", "memory", "--from", "64K", "--to", "64M", *workers)
+        run("bench", "memory", "--from", "1K", "--to", "64M", *workers)
         if ranks > 1:
             run("bench", "collectives", "--nproc", str(ranks), "--to", "16M", "--seconds", seconds, "--out", cluster)
         text = Path(cluster).read_text()

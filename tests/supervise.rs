@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::losses::{events, numbers};
+use crate::python::{skipped, tests_folder};
 use crate::ranks::{Fixture, children_of, signal, until_lines};
 use crate::support::{Ran, arg, ztrain};
 
@@ -386,6 +387,22 @@ fn another_launcher_is_supervised_and_a_job_is_given_back() {
     assert_eq!(fs::read_to_string(&log).unwrap(), "requeue 7\n");
     fixture.finish("launched", &["--nproc", "2"]);
     fixture.assert_same("alone", "launched");
+}
+
+/// Slurm itself has other names for machines than they have, and takes no change of a job that runs.
+#[test]
+fn a_real_slurm_runs_a_job_again_without_the_machine_at_fault() {
+    let fixture = Fixture::new(&LONG);
+    let script = tests_folder().join("slurm_train.sh");
+    let mut command = Command::new("bash");
+    command.arg(script).arg(env!("CARGO_BIN_EXE_ztrain")).arg(&fixture.curriculum);
+    let ran = command.output().unwrap();
+    let [out, told] = [&ran.stdout, &ran.stderr].map(|text| String::from_utf8_lossy(text));
+    match ran.status.code() {
+        Some(0) => assert!(out.contains("the ledger that of one rank"), "{out}"),
+        Some(77) => skipped("Slurm", told.lines().last().unwrap_or_default()),
+        code => panic!("{code:?}: {out}{told}"),
+    }
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use contract::{Class, Fault};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::rules::Cause;
@@ -28,6 +29,16 @@ pub(super) struct End {
     pub(super) host: String,
     /// For people.
     pub(super) what: String,
+    /// The rank whose loss this one met, as launched, if it is that which it ended for.
+    #[serde(default)]
+    pub(super) missed: Option<u32>,
+}
+
+/// Where a rank began: one that is killed leaves no other word.
+#[derive(Debug, Serialize, Deserialize)]
+struct Begin {
+    begins: u32,
+    host: String,
 }
 
 /// The file of a supervised run.
@@ -53,7 +64,7 @@ impl Ends {
     }
 
     /// Adds a line, in one write. Best effort: the exit code says the rest.
-    pub(super) fn leave(&self, end: &End) {
+    pub(super) fn leave(&self, end: &impl Serialize) {
         let Ok(line) = serde_json::to_string(end) else { return };
         if let Ok(mut file) = OpenOptions::new().append(true).open(&self.0) {
             let _ = file.write_all(format!("{line}\n").as_bytes());
@@ -62,14 +73,32 @@ impl Ends {
 
     /// What was left so far, oldest first.
     pub(super) fn read(&self) -> Vec<End> {
+        self.lines()
+    }
+
+    /// The machine on which a rank began last.
+    pub(super) fn host_of(&self, rank: u32) -> Option<String> {
+        let all: Vec<Begin> = self.lines();
+        all.into_iter().rev().find(|one| one.begins == rank).map(|one| one.host)
+    }
+
+    /// Lines of one kind.
+    fn lines<T: DeserializeOwned>(&self) -> Vec<T> {
         let text = std::fs::read_to_string(&self.0).unwrap_or_default();
         text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
 }
 
-/// Leaves this process's last words, where a supervisor reads them. Of those that end because another one did, nobody learns
-/// anything.
-pub fn last_words(rank: Option<u32>, fault: &Fault, spoke_first: bool) {
+/// Tells a supervisor on which machine this rank, as launched, begins.
+pub fn first_words(rank: u32) {
+    if let Some(ends) = Ends::of_environment() {
+        ends.leave(&Begin { begins: rank, host: super::place::host_name() });
+    }
+}
+
+/// Leaves this process's last words, where a supervisor reads them: those of this rank, and of the one that it misses if it ends
+/// for that. Of those that end because another one did, nobody learns anything.
+pub fn last_words((rank, missed): (Option<u32>, Option<u32>), fault: &Fault, spoke_first: bool) {
     // A rank without which the others go on leaves its words before it tells these, not when it ends.
     static LEFT: AtomicBool = AtomicBool::new(false);
     let Some(ends) = Ends::of_environment().filter(|_| spoke_first) else { return };
@@ -78,7 +107,7 @@ pub fn last_words(rank: Option<u32>, fault: &Fault, spoke_first: bool) {
     }
     let (cause, host) = (Cause::of(fault), super::place::host_name());
     let what = fault.to_string().lines().next().unwrap_or_default().to_owned();
-    ends.leave(&End { rank, launcher: false, cause, host, what });
+    ends.leave(&End { rank, launcher: false, cause, host, what, missed });
 }
 
 /// What befell a run that ended with `code`, or by a signal, and left these words; `launched` if another process started its
@@ -94,6 +123,7 @@ pub(super) fn verdict(ends: &[End], code: Option<u8>, launched: bool) -> End {
         cause,
         host: super::place::host_name(),
         what: what.to_owned(),
+        missed: None,
     };
     let Some(code) = code else {
         let cause = if launched { Cause::Launcher } else { Cause::Crash };
@@ -116,7 +146,14 @@ mod tests {
     use contract::Symptom;
 
     fn end(rank: u32, launcher: bool, cause: Option<Cause>) -> End {
-        End { rank: Some(rank), launcher, cause, host: "here".to_owned(), what: "x".to_owned() }
+        End {
+            rank: Some(rank),
+            launcher,
+            cause,
+            host: "here".to_owned(),
+            what: "x".to_owned(),
+            missed: None,
+        }
     }
 
     #[test]
@@ -143,6 +180,19 @@ mod tests {
         // A line that a crash has torn.
         OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"ra").unwrap();
         assert_eq!(ends.read(), all);
+    }
+
+    #[test]
+    fn where_a_rank_began_last_is_known() {
+        let folder = tempfile::TempDir::new().unwrap();
+        let ends = Ends::begin(&folder.path().join("ends")).unwrap();
+        for (begins, host) in [(0, "a"), (1, "b"), (1, "c")] {
+            ends.leave(&Begin { begins, host: host.to_owned() });
+        }
+        let said = end(0, false, Some(Cause::Crash));
+        ends.leave(&said);
+        assert_eq!((ends.host_of(1), ends.host_of(2)), (Some("c".to_owned()), None));
+        assert_eq!(ends.read(), [said]);
     }
 
     #[test]

@@ -160,8 +160,13 @@ impl Guard {
     ) -> Result<Option<(End, Cause, u8)>> {
         let Attempt { status, hung, began: _ } = *attempt;
         let launched = self.ranks > 1 && self.launch.is_none();
-        let ends = ends.read();
+        let (words, ends) = (ends, ends.read());
         let mut end = verdict(&ends, status.code().and_then(|code| code.try_into().ok()), launched);
+        // Who met the loss is well; the rank that is gone says nothing.
+        if let Some(missed) = end.missed {
+            let host = words.host_of(missed).unwrap_or_default();
+            (end.rank, end.host) = (Some(missed), host);
+        }
         if hung && !launched {
             end.cause = Some(Cause::Hang);
         }
@@ -378,29 +383,54 @@ fn pause(time: Duration, stop: &AtomicBool) {
     }
 }
 
-/// Gives the job back to Slurm, to be run without the machine at fault, unless all that is known is that it was this one.
+/// Gives the job back to Slurm, to be run without the machine at fault, unless nobody knows which that is.
 fn requeue(end: &End) -> Result<()> {
     let job = std::env::var("SLURM_JOB_ID").unwrap_or_default();
-    let scontrol = |arguments: &[&str]| -> Result<String> {
-        let ran = Command::new("scontrol").args(arguments).stdin(Stdio::null()).output();
-        let cannot = |why: String| {
-            Fault::machine("cannot give the job back to Slurm")
-                .at(format!("scontrol {}", arguments.join(" ")))
-                .found(why.trim())
-                .hint("start the job again: it goes on where it stopped")
-        };
-        let ran = ran.map_err(|error| cannot(error.to_string()))?;
-        match ran.status.success() {
-            true => Ok(String::from_utf8_lossy(&ran.stdout).into_owned()),
-            false => Err(cannot(String::from_utf8_lossy(&ran.stderr).into_owned())),
-        }
+    let cannot = |(line, why): (String, String)| {
+        Fault::machine("cannot give the job back to Slurm")
+            .at(line)
+            .found(why.trim())
+            .hint("start the job again: it goes on where it stopped")
     };
-    if end.rank.is_some() {
-        let told = scontrol(&["show", "job", &job])?;
-        let before = told.split_whitespace().find_map(|word| word.strip_prefix("ExcNodeList="));
-        let before = before.filter(|list| *list != "(null)" && !list.is_empty());
-        let list: Vec<&str> = before.into_iter().chain([end.host.as_str()]).collect();
-        scontrol(&["update", &format!("JobId={job}"), &format!("ExcNodeList={}", list.join(","))])?;
+    if end.rank.is_none() || end.host.is_empty() {
+        return scontrol(&["requeue", &job]).map(|_| ()).map_err(cannot);
     }
-    scontrol(&["requeue", &job]).map(|_| ())
+    // Only a job that waits can be changed, and one that waits may be started: so it is held meanwhile.
+    let told = scontrol(&["show", "job", &job]).map_err(cannot)?;
+    let before = told.split_whitespace().find_map(|word| word.strip_prefix("ExcNodeList="));
+    let before = before.filter(|list| *list != "(null)" && !list.is_empty());
+    let list: Vec<&str> = before.into_iter().chain([end.host.as_str()]).collect();
+    let (job_id, list) = (format!("JobId={job}"), format!("ExcNodeList={}", list.join(",")));
+    scontrol(&["requeuehold", &job]).map_err(cannot)?;
+    let excluded = insist(&["update", &job_id, &list]);
+    insist(&["release", &job]).map_err(cannot)?;
+    if let Err((_, why)) = excluded {
+        contract::note!("supervisor: {} is not excluded: {}", end.host, why.trim());
+    }
+    Ok(())
+}
+
+/// How long Slurm is asked again: it ends a job that is given back, this process too, with some time for it.
+const INSISTING: Duration = Duration::from_secs(15);
+
+/// Asks Slurm until it does so: the end of the job that was just asked for may hit what asks, too.
+fn insist(arguments: &[&str]) -> std::result::Result<String, (String, String)> {
+    let start = Instant::now();
+    loop {
+        match scontrol(arguments) {
+            Err(_) if start.elapsed() < INSISTING => thread::sleep(LOOK),
+            outcome => return outcome,
+        }
+    }
+}
+
+/// What `scontrol` says; else the command, and why it did not.
+fn scontrol(arguments: &[&str]) -> std::result::Result<String, (String, String)> {
+    let ran = Command::new("scontrol").args(arguments).stdin(Stdio::null()).output();
+    let cannot = |why: String| (format!("scontrol {}", arguments.join(" ")), why);
+    let ran = ran.map_err(|error| cannot(error.to_string()))?;
+    match ran.status.success() {
+        true => Ok(String::from_utf8_lossy(&ran.stdout).into_owned()),
+        false => Err(cannot(String::from_utf8_lossy(&ran.stderr).into_owned())),
+    }
 }

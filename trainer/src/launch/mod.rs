@@ -20,7 +20,7 @@ pub mod spawn;
 mod supervise;
 mod watch;
 
-pub use ends::last_words;
+pub use ends::{first_words, last_words};
 pub use guard::{Guard, Supervised};
 pub use place::{Launched, place};
 pub use spawn::{Launch, meet, rejoin, rendezvous, spawn, spawned_us, started_again};

@@ -151,8 +151,11 @@ fn store(
         .hint("export MASTER_ADDR and MASTER_PORT, or start the ranks with torchrun or --nproc"))
 }
 
-/// The name of this machine; the same nothing on all machines where it cannot be read.
+/// The name of this machine, as Slurm has it where a task of Slurm asks; the same nothing on all machines where it cannot be read.
 pub(super) fn host_name() -> String {
+    if let Ok(node) = std::env::var("SLURMD_NODENAME") {
+        return node;
+    }
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname");
     name.map(|name| name.trim().to_owned()).unwrap_or_default()
 }

@@ -376,7 +376,7 @@ impl Launcher<'_> {
     fn give_up(&mut self, rank: Option<u32>, cause: Cause, what: &str) {
         if let Some(Supervision { ends, .. }) = &self.supervision {
             let (host, what) = (host_name(), what.to_owned());
-            ends.leave(&End { rank, launcher: true, cause: Some(cause), host, what });
+            ends.leave(&End { rank, launcher: true, cause: Some(cause), host, what, missed: None });
         }
         self.ranks.iter_mut().for_each(|rank| rank.end("all ranks end, by the supervisor's rules"));
         // Nobody goes on without the others, and nothing more is to be done here.

@@ -107,7 +107,7 @@ pub(super) fn recover(world: &mut World, exec: &ExecOptions, fault: Fault) -> Re
             // The others can do without this machine, and may end this process as soon as they hear of it.
             (Some(_), Some(Symptom::Untrusted)) => {
                 let rank = world.rendezvous.as_ref().map(Rendezvous::launched_as);
-                last_words(rank, &fault, true);
+                last_words((rank, None), &fault, true);
                 world.comm.give_up(&fault.to_string());
             }
             // They would only see a connection close.

@@ -30,6 +30,8 @@ pub struct Described {
     pub memory_gib: Option<f64>,
     /// Micro-batches that a rank computes at once: rates of products are those of one of them.
     pub workers: Option<usize>,
+    /// The part of an exchange that computing can hide, from 0, where the processors that compute also move the bytes, to 1.
+    pub overlap: Option<f64>,
     /// Operations in a second.
     pub gemm: Option<Gemm>,
     /// Bytes in a second.
@@ -52,10 +54,16 @@ pub struct Gemm {
     pub f32: Option<Curve>,
     /// Of bf16 operands.
     pub bf16: Option<Curve>,
-    /// Attention, forward, over the operations of a call that the causal mask leaves.
+    /// Attention, forward, over the operations of a call that the causal mask leaves; of bf16 operands where both were measured.
     pub attention: Option<Curve>,
     /// The same backward, over twice those.
     pub attention_back: Option<Curve>,
+    /// The same of f32 operands, where that is another rate.
+    pub attention_f32: Option<Curve>,
+    /// See above.
+    pub attention_f32_back: Option<Curve>,
+    /// The optimizer's Newton-Schulz iterations, f32, over the operations of all five on a matrix.
+    pub newton_schulz: Option<Curve>,
 }
 
 /// Bandwidth over the bytes that an operation reads and writes, as STREAM counts them.
@@ -74,6 +82,8 @@ pub struct Memory {
     pub checksum: Option<Curve>,
     /// An addition of the tree: `a = a + b`.
     pub tree: Option<Curve>,
+    /// The softmax of the head and its slope.
+    pub softmax: Option<Curve>,
 }
 
 /// A way from rank to rank.
@@ -119,18 +129,28 @@ pub struct Cluster {
     pub memory_bytes: u64,
     /// Micro-batches that a rank computes at once.
     pub workers: usize,
+    /// The part of an exchange that computing can hide: all of it, if nothing else is said.
+    pub overlap: f64,
     /// Rates of f32 products.
     pub f32: Curve,
     /// Rates of bf16 products.
     pub bf16: Curve,
     /// Rates of attention, forward and backward.
     pub attention: [Curve; 2],
+    /// The same of f32 operands.
+    pub attention_f32: [Curve; 2],
+    /// Rates of Newton-Schulz iterations; those of f32 products stand in for them.
+    pub newton_schulz: Option<Curve>,
     /// Bandwidth of what reads and writes once.
     pub stream: Curve,
     /// Of checksums.
     pub checksum: Curve,
     /// Of additions of the tree.
     pub tree: Curve,
+    /// Of the softmax of the head and its slope.
+    pub softmax: Curve,
+    /// Seconds of a call that does next to nothing, where one was measured.
+    pub call_s: f64,
     /// Between ranks of a machine.
     pub within: Option<Link>,
     /// Between machines.
@@ -192,6 +212,9 @@ impl Described {
         if found.workers.is_some_and(|workers| workers == 0 || workers > 1 << 16) {
             return Err(wrong("workers", "a whole number from 1 to 65,536"));
         }
+        if found.overlap.is_some_and(|part| !(0.0..=1.0).contains(&part)) {
+            return Err(wrong("overlap", "a part, from 0 to 1"));
+        }
         if found.memory_gib.is_some_and(|value| !positive(value)) {
             return Err(wrong("memory_gib", "a number above 0"));
         }
@@ -222,20 +245,23 @@ impl Described {
 
     /// The rates of products that are there, with their keys.
     fn rates(&self) -> Vec<(&'static str, &Curve)> {
-        let Some(Gemm { f32, bf16, attention, attention_back }) = &self.gemm else {
-            return Vec::new();
-        };
+        let Some(gemm) = &self.gemm else { return Vec::new() };
+        let Gemm { f32, bf16, attention, attention_back, newton_schulz, .. } = gemm;
+        let Gemm { attention_f32, attention_f32_back, .. } = gemm;
         present([
             ("f32", f32),
             ("bf16", bf16),
             ("attention", attention),
             ("attention_back", attention_back),
+            ("attention_f32", attention_f32),
+            ("attention_f32_back", attention_f32_back),
+            ("newton_schulz", newton_schulz),
         ])
     }
 
     /// The bandwidths that are there, with their keys.
     fn bandwidths(&self) -> Vec<(&'static str, &Curve)> {
-        let Some(Memory { copy, scale, add, triad, checksum, tree }) = &self.memory else {
+        let Some(Memory { copy, scale, add, triad, checksum, tree, softmax }) = &self.memory else {
             return Vec::new();
         };
         present([
@@ -245,6 +271,7 @@ impl Described {
             ("triad", triad),
             ("checksum", checksum),
             ("tree", tree),
+            ("softmax", softmax),
         ])
     }
 
@@ -258,7 +285,8 @@ impl Described {
         let mut assumed = Vec::new();
         let gemm = self.gemm.ok_or_else(|| missing("[gemm]", "gemm"))?;
         let memory = self.memory.ok_or_else(|| missing("[memory]", "memory"))?;
-        let Gemm { f32, bf16, attention, attention_back } = gemm;
+        let Gemm { f32, bf16, attention, attention_back, newton_schulz, .. } = gemm;
+        let wide = [gemm.attention_f32, gemm.attention_f32_back];
         let (f32, bf16) = match (f32, bf16) {
             (Some(f32), Some(bf16)) => (f32, bf16),
             (Some(one), None) | (None, Some(one)) => {
@@ -272,6 +300,9 @@ impl Described {
             assumed.push("attention runs at half the rate of products".to_owned());
         }
         let attention = [attention.unwrap_or_else(half), attention_back.unwrap_or_else(half)];
+        let [there, back] = wide;
+        let attention_f32 =
+            [there.unwrap_or(attention[0].clone()), back.unwrap_or(attention[1].clone())];
         let stream = memory.triad.or(memory.add).or(memory.copy).or(memory.scale);
         let stream = stream.ok_or_else(|| missing("bandwidth in [memory]", "memory"))?;
         let mut or = |curve: Option<Curve>, what: &str| {
@@ -281,6 +312,9 @@ impl Described {
             })
         };
         let (checksum, tree) = (or(memory.checksum, "checksums"), or(memory.tree, "the tree"));
+        let softmax = or(memory.softmax, "the softmax of the head");
+        let smallest = tree.0.first().filter(|[bytes, _]| *bytes <= 4096.0);
+        let call_s = smallest.map_or(0.0, |[bytes, rate]| bytes / rate);
         let ranks = self.ranks.unwrap_or(1);
         let gib = self.memory_gib.ok_or_else(|| missing("memory_gib", "gemm"))?;
         Ok(Cluster {
@@ -289,12 +323,17 @@ impl Described {
             ranks_per_node: self.ranks_per_node.unwrap_or(ranks).min(ranks),
             memory_bytes: (gib * f64::from(1 << 30)) as u64,
             workers: self.workers.unwrap_or(1),
+            overlap: self.overlap.unwrap_or(1.0),
             f32,
             bf16,
             attention,
+            attention_f32,
+            newton_schulz,
             stream,
             checksum,
             tree,
+            softmax,
+            call_s,
             within: self.within,
             between: self.between,
             checkpoint: self.checkpoint,
@@ -322,6 +361,8 @@ impl Described {
         line("memory_gib", gib, "memory of a rank");
         let workers = self.workers.map(|workers| workers.to_string());
         line("workers", workers, "micro-batches that a rank computes at once");
+        let overlap = self.overlap.map(|part| part.to_string());
+        line("overlap", overlap, "the part of an exchange that computing can hide");
         if self.gemm.is_some() {
             out += "\n[gemm] # [operations of a product, operations in a second], with all workers at work\n";
             out += &curves(&self.rates());
@@ -412,6 +453,7 @@ mod tests {
             ("rank = 3", "did you mean `ranks`"),
             ("\nranks = 0", "c.toml:2:9"),
             ("memory_gib = -1", "above 0"),
+            ("overlap = 1.5", "from 0 to 1"),
             ("[gemm]\nf32 = [[2.0, 1.0], [1.0, 1.0]]", "sizes ascending"),
             ("[within]\nlatency_s = 0\nbytes_per_s = 0", "bandwidth above 0"),
             ("[faults]\nper_rank_hour = -1\nrestart_s = 0", "from 0"),

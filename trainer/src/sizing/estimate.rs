@@ -8,12 +8,14 @@
 //!               where ranks share micro-batches, what they wait for each other (see `degrees`)
 //! ```
 //!
-//! Left out: what reading batches takes (it hides), waiting for ranks that are slower than others, and launching kernels.
+//! Left out: what reading batches takes (it hides), waiting for ranks that are slower than others, and, where `[memory]` begins
+//! above 4 KB, what calls cost whatever their size.
 
 use contract::Result;
 use curriculum::Dtype;
 use serde::Serialize;
 
+use super::Curve;
 use super::cluster::{Cluster, Link};
 use super::degrees::{self, Standing};
 use super::products::{self, MicroBatch};
@@ -112,9 +114,8 @@ pub fn step(setting: Setting<'_>, first: u64, needs: &PhaseNeeds) -> Result<Step
     let there = sum([Part::Experts, Part::Router, Part::Attention]);
     let way_back = (back + seconds.of(Part::Head) / 2.0) / rounds as f64;
     seconds.add(Part::Blocks, degrees::waits(setting, needs, (own, there + back)));
-    let parameters: f64 = spec.parameters.iter().map(|it| it.elements() as f64).sum();
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, fleet.ranks);
-    whole_gradients(setting, (own, parameters), standing, &mut seconds);
+    whole_gradients(setting, own, standing, &mut seconds);
     if spec.dtype_at(first) == Dtype::Bf16 {
         let large = spec.parameters.iter().filter(|it| it.in_large_products);
         let bytes = 6.0 * large.map(ParamSpec::elements).sum::<u64>() as f64;
@@ -128,7 +129,7 @@ pub fn step(setting: Setting<'_>, first: u64, needs: &PhaseNeeds) -> Result<Step
         Schedule::Subtree => way_back,
         Schedule::Streaming => way_back + (rounds - 1) as f64 / rounds as f64 * gradients,
     };
-    let hidden = gradients.min(covered);
+    let hidden = cluster.overlap * gradients.min(covered);
     seconds.add(Part::Blocks, gradients - hidden);
     seconds.add(Part::Share, weights);
     if fleet.ranks > 1 {
@@ -214,7 +215,8 @@ fn micro_batch(
     // A call is one sequence in one layer.
     let call = operations / (config.num_hidden_layers as f64 * needs.micro_batch as f64);
     let again = 1.0 + f64::from(u8::from(recompute));
-    let [there, back] = [&cluster.attention[0], &cluster.attention[1]].map(|curve| curve.at(call));
+    let [there, back] = if bf16 { &cluster.attention } else { &cluster.attention_f32 };
+    let (there, back) = (there.at(call), back.at(call));
     seconds.add(Part::Attention, rounds * again * operations / there);
     seconds.add(Part::AttentionBack, rounds * 2.0 * operations / back);
     // A pass over a layer's activations is what a bandwidth is looked up for.
@@ -223,30 +225,41 @@ fn micro_batch(
     for (part, bytes) in traffic::of_micro_batch(config, all, narrow) {
         seconds.add(part, rounds * bytes / cluster.stream.at(size));
     }
+    let layers = config.num_hidden_layers as f64;
+    for (part, calls) in traffic::CALLS {
+        let times = if part == Part::Head { 1.0 } else { layers };
+        seconds.add(part, rounds * chunks as f64 * times * calls * cluster.call_s);
+    }
+    let chunk = tokens.min(config.loss_chunk);
+    let softmax = cluster.softmax.at(traffic::of_softmax(config, chunk));
+    seconds.add(Part::Head, rounds * traffic::of_softmax(config, all) / softmax);
     Ok(())
 }
 
 /// Checksums of the gradients of this rank's micro-batches, and their additions; then those of blocks that arrive.
 fn whole_gradients(
-    Setting { cluster, fleet, .. }: Setting<'_>,
-    (own, parameters): (u64, f64),
+    Setting { spec, cluster, fleet }: Setting<'_>,
+    own: u64,
     Standing { together, lines, workers }: Standing,
     seconds: &mut Seconds,
 ) {
     let f = |count: u64| count as f64;
     let (own, ranks, together, lines) = (f(own), f64::from(fleet.ranks), f(together), f(lines));
     let workers = f(workers);
-    // Of what is shared a rank has its slice, to which the others of its line add their chunks.
-    let slice = parameters / together;
-    let bytes = 4.0 * slice;
+    // Of what is shared a rank has its slice, to which the others of its line add their chunks. Each tensor is a call.
+    let once = |curve: &Curve, width: f64| -> f64 {
+        let sizes = spec.parameters.iter().map(|it| width * f(it.elements()) / together);
+        sizes.map(|bytes| bytes / curve.at(bytes)).sum()
+    };
     let rounds = (own / workers).ceil();
-    seconds.add(Part::LeafSums, rounds * bytes / cluster.checksum.at(bytes));
+    seconds.add(Part::LeafSums, rounds * once(&cluster.checksum, 4.0));
     let machines = f64::from(fleet.ranks.div_ceil(fleet.ranks_per_node)).min(lines);
-    // A rank adds its own; blocks of the others of its machine for the owners behind it, and those of machines for itself.
-    let near = (lines / machines - 1.0) * parameters * machines / ranks;
-    let far = (machines - 1.0) * parameters / ranks;
-    let added = 12.0 * ((own - 1.0 + own * (together - 1.0)) * slice + near + far);
-    seconds.add(Part::Tree, added / cluster.tree.at(12.0 * parameters.min(1e8)) / workers);
+    // A rank adds its own; blocks of the others of its machine for the owners behind it, and those of machines for itself: so many
+    // times its slice.
+    let near = (lines / machines - 1.0) * together * machines / ranks;
+    let far = (machines - 1.0) * together / ranks;
+    let added = own - 1.0 + own * (together - 1.0) + near + far;
+    seconds.add(Part::Tree, added * once(&cluster.tree, 12.0) / workers);
 }
 
 /// What the owner that needs longest does.
@@ -284,14 +297,12 @@ fn orthogonalized(piece: &Piece) -> Option<impl Fn(&Cluster) -> f64> {
     }
     let matrices = piece.length() as f64 / (rows * columns) as f64;
     let (short, long) = (rows.min(columns) as f64, rows.max(columns) as f64);
-    // As the table for the CPU does it: halves of symmetric products, and the short side alone where the matrix is oblong.
-    let operations = match long >= 2.0 * short {
-        true => 3.0 * short * short * long + 17.0 * short.powi(3),
-        false => 15.0 * short * short * long + 5.0 * short.powi(3),
+    let operations = products::of_newton_schulz(rows, columns);
+    let rate = move |cluster: &Cluster| match &cluster.newton_schulz {
+        Some(curve) => curve.at(operations),
+        None => cluster.f32.at(2.0 * short * short * long),
     };
-    Some(move |cluster: &Cluster| {
-        matrices * operations / cluster.f32.at(2.0 * short * short * long)
-    })
+    Some(move |cluster: &Cluster| matrices * operations / rate(cluster))
 }
 
 /// Seconds in which gradients and new weights travel: the bytes of a rank by tier, tiers one after the other.

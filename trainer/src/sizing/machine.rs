@@ -2,7 +2,8 @@
 //!
 //! Each is measured as training uses it, through the table of operations and with every worker at work, and beside it by
 //! libtorch's own call in the same minute. A time is the median of the calls that fit into the seconds asked for: others may use
-//! the machine.
+//! the machine. Calls go round operands of [`COLD`] bytes together, as a step goes round the state of a model: what is measured
+//! on operands that a cache already has, a step does not reach.
 
 use std::time::Instant;
 
@@ -12,9 +13,42 @@ use kernels::{checksum, runtime};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
+use super::products;
 use super::shapes::Shape;
+use crate::optim::muon::QUINTIC;
 use crate::refusal::refused;
 use crate::workers::Workers;
+
+/// Bytes of the operands that calls go round, each worker its own.
+pub const COLD: u64 = 64 << 20;
+
+/// Width of the product before each pass over memory: 0.2 ms or so.
+const WIDTH: i64 = 256;
+
+/// How many sets of operands that is, where one has `bytes`.
+fn sets(bytes: u64) -> usize {
+    COLD.div_ceil(bytes.max(1)).clamp(1, 1 << 12) as usize
+}
+
+/// Operands that calls go round.
+struct Round<T> {
+    all: Vec<T>,
+    next: usize,
+}
+
+impl<T> Round<T> {
+    /// So many of them, and each has been written when this returns.
+    fn of(count: usize, one: impl Fn() -> kernels::Result<T>) -> kernels::Result<Round<T>> {
+        let all = (0..count).map(|_| one()).collect::<kernels::Result<Vec<T>>>()?;
+        Ok(Round { all, next: 0 })
+    }
+
+    /// The one whose last use is longest ago.
+    fn next(&mut self) -> &mut T {
+        self.next = (self.next + 1) % self.all.len();
+        &mut self.all[self.next]
+    }
+}
 
 /// Where and how it is measured.
 #[derive(Clone, Copy, Debug)]
@@ -63,11 +97,16 @@ pub enum Pass {
     Checksum,
     /// An addition of the tree: `a = a + b`.
     Tree,
+    /// The softmax of the head and its slope: `a = log_softmax(b)` over rows of [`VOCABULARY`], `a = exp(a)`.
+    Softmax,
 }
 
+/// Numbers in a row that a softmax is measured over, at most.
+pub const VOCABULARY: i64 = 2048;
+
 /// All of them.
-pub const PASSES: [Pass; 6] =
-    [Pass::Copy, Pass::Scale, Pass::Add, Pass::Triad, Pass::Checksum, Pass::Tree];
+pub const PASSES: [Pass; 7] =
+    [Pass::Copy, Pass::Scale, Pass::Add, Pass::Triad, Pass::Checksum, Pass::Tree, Pass::Softmax];
 
 impl Pass {
     /// Its name.
@@ -79,15 +118,17 @@ impl Pass {
             Pass::Triad => "triad",
             Pass::Checksum => "checksum",
             Pass::Tree => "tree addition",
+            Pass::Softmax => "softmax",
         }
     }
 
-    /// Tensors that it reads and writes, each counted once.
+    /// How often it reads or writes a tensor.
     pub fn tensors(self) -> u64 {
         match self {
             Pass::Checksum => 1,
             Pass::Copy | Pass::Scale => 2,
             Pass::Add | Pass::Triad | Pass::Tree => 3,
+            Pass::Softmax => 4,
         }
     }
 }
@@ -100,24 +141,60 @@ impl Bench {
         prepare: impl Fn() -> kernels::Result<T> + Sync,
         work: impl Fn(&mut T) -> kernels::Result<()> + Sync,
     ) -> Result<f64> {
+        let timed = |own: &mut T, calls: u32| -> kernels::Result<f64> {
+            let begin = Instant::now();
+            (0..calls).try_for_each(|_| work(own))?;
+            self.arrive();
+            Ok(begin.elapsed().as_secs_f64() / f64::from(calls))
+        };
+        self.looks(prepare, timed)
+    }
+
+    /// The same, each call after a product that is not timed: a processor that multiplies much runs at a lower clock for a while,
+    /// and what a step does between its products meets it so.
+    fn time_between_products<T>(
+        self,
+        prepare: impl Fn() -> kernels::Result<T> + Sync,
+        work: impl Fn(&mut T) -> kernels::Result<()> + Sync,
+    ) -> Result<f64> {
+        if self.device != Device::Cpu {
+            return self.time(prepare, work);
+        }
+        let with_product = || -> kernels::Result<_> {
+            let matrix = || self.random(&[WIDTH, WIDTH], Kind::Float);
+            Ok((prepare()?, matrix()?, matrix()?))
+        };
+        let timed = |(own, matrix, out): &mut (T, Tensor, Tensor), calls: u32| {
+            let mut spent = 0.0;
+            for _ in 0..calls {
+                self.workers.ops().matmul_into(out, matrix, matrix)?;
+                let begin = Instant::now();
+                work(own)?;
+                spent += begin.elapsed().as_secs_f64();
+            }
+            Ok(spent / f64::from(calls))
+        };
+        self.looks(with_product, timed)
+    }
+
+    /// The median of what `timed` answers for so many calls, of the slowest worker.
+    fn looks<T>(
+        self,
+        prepare: impl Fn() -> kernels::Result<T> + Sync,
+        timed: impl Fn(&mut T, u32) -> kernels::Result<f64> + Sync,
+    ) -> Result<f64> {
         let one = |_: usize| -> Result<f64> {
             runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
             let mut own = prepare().map_err(refused)?;
-            let timed = |own: &mut T, calls: u32| -> Result<f64> {
-                let begin = Instant::now();
-                for _ in 0..calls {
-                    work(own).map_err(refused)?;
-                }
-                self.arrive();
-                Ok(begin.elapsed().as_secs_f64() / f64::from(calls))
-            };
-            timed(&mut own, 1)?;
-            let once = timed(&mut own, 1)?.max(1e-8);
+            let mut look = |calls: u32| timed(&mut own, calls).map_err(refused);
+            look(1)?;
+            let begin = Instant::now();
+            look(1)?;
+            let once = begin.elapsed().as_secs_f64().max(1e-8);
             // So many calls to a look at the clock that looking costs nothing.
             let calls = (self.seconds / 12.0 / once).clamp(1.0, 1e5) as u32;
             let looks = (self.seconds / (once * f64::from(calls))).clamp(3.0, 12.0) as usize;
-            let mut times =
-                (0..looks).map(|_| timed(&mut own, calls)).collect::<Result<Vec<f64>>>()?;
+            let mut times = (0..looks).map(|_| look(calls)).collect::<Result<Vec<f64>>>()?;
             times.sort_by(f64::total_cmp);
             Ok(times[times.len() / 2])
         };
@@ -143,19 +220,31 @@ impl Bench {
     pub fn product(self, shape: Shape, kind: Kind, by: By) -> Result<f64> {
         let Shape { rows, inner, columns } = shape;
         let ops = self.workers.ops();
-        let prepare = || -> kernels::Result<_> {
-            let left = self.random(&[rows, inner], kind)?;
-            let weight = self.random(&[columns, inner], kind)?;
-            Ok((Tensor::f_empty([rows, columns], (kind, self.device))?, left, weight))
+        let numbers = (rows * inner + inner * columns + rows * columns) as u64;
+        let count = sets(numbers * kind.elt_size_in_bytes() as u64);
+        let one = || -> kernels::Result<[Tensor; 3]> {
+            let random = |shape: &[i64]| self.random(shape, kind);
+            Ok([random(&[rows, columns])?, random(&[rows, inner])?, random(&[columns, inner])?])
         };
-        let work = |(out, left, weight): &mut (Tensor, Tensor, Tensor)| -> kernels::Result<()> {
+        let work = |all: &mut Round<[Tensor; 3]>| -> kernels::Result<()> {
+            let [out, left, weight] = all.next();
             match by {
                 By::Ours => ops.matmul_into(out, left, &weight.f_tr()?)?,
                 By::Libtorch => drop(left.f_mm_out(out, &weight.f_tr()?)?),
             }
             Ok(())
         };
-        Ok(shape.operations() / self.time(prepare, work)?)
+        Ok(shape.operations() / self.time(|| Round::of(count, one), work)?)
+    }
+
+    /// Operations of the optimizer's Newton-Schulz iterations on a matrix, and those in a second.
+    pub fn newton_schulz(self, [rows, columns]: [i64; 2]) -> Result<[f64; 2]> {
+        let ops = self.workers.ops();
+        let bytes = 4 * (rows * columns) as u64;
+        let prepare = || Round::of(sets(bytes), || self.random(&[rows, columns], Kind::Float));
+        let work = |all: &mut Round<Tensor>| ops.newton_schulz(all.next(), QUINTIC).map(drop);
+        let operations = products::of_newton_schulz(rows, columns);
+        Ok([operations, operations / self.time(prepare, work)?])
     }
 
     /// Operations of a causal call over `tokens` of one document that its mask leaves, forward; and in a second, forward, and
@@ -202,19 +291,24 @@ impl Bench {
         Ok((operations, [operations / there, 2.0 * operations / back]))
     }
 
-    /// Bytes in a second, read and written as STREAM counts them, of an operation on tensors that have `bytes` together; of a
-    /// worker while all are at work.
+    /// Bytes in a second, read and written as STREAM counts them, of an operation that reads and writes so many; of a worker
+    /// while all are at work.
     pub fn memory(self, pass: Pass, bytes: u64) -> Result<f64> {
-        let count = (bytes / pass.tensors() / 4).max(1) as i64;
+        let mut shape = vec![(bytes / pass.tensors() / 4).max(1) as i64];
+        if pass == Pass::Softmax {
+            let width = shape[0].min(VOCABULARY);
+            shape = vec![shape[0] / width, width];
+        }
+        let own = 4 * shape.iter().product::<i64>() as u64;
+        let needed = pass.tensors().min(3);
         let prepare = || -> kernels::Result<_> {
-            let all = [
-                self.random(&[count], Kind::Float)?,
-                self.random(&[count], Kind::Float)?,
-                self.random(&[count], Kind::Float)?,
-            ];
-            Ok((all, Tensor::f_full([1], 0.5, (Kind::Float, self.device))?))
+            let random =
+                |index| self.random(if index < needed { &shape } else { &[1] }, Kind::Float);
+            let round = Round::of(sets(needed * own), || Ok([random(0)?, random(1)?, random(2)?]))?;
+            Ok((round, Tensor::f_full([1], 0.5, (Kind::Float, self.device))?))
         };
-        let work = |([a, b, c], half): &mut ([Tensor; 3], Tensor)| -> kernels::Result<()> {
+        let work = |(round, half): &mut (Round<[Tensor; 3]>, Tensor)| -> kernels::Result<()> {
+            let [a, b, c] = round.next();
             match pass {
                 Pass::Copy => a.f_copy_(b)?,
                 Pass::Scale => drop(b.f_mul_scalar_out(a, 0.5)?),
@@ -224,10 +318,11 @@ impl Bench {
                     std::hint::black_box(checksum::tensor(a, 1));
                 }
                 Pass::Tree => *a += &*b,
+                Pass::Softmax => drop(b.f_log_softmax(-1, Kind::Float)?.f_exp_()?),
             }
             Ok(())
         };
-        let seconds = self.time(prepare, work)?;
-        Ok(pass.tensors() as f64 * 4.0 * count as f64 / seconds)
+        let seconds = self.time_between_products(prepare, work)?;
+        Ok((pass.tensors() * own) as f64 / seconds)
     }
 }

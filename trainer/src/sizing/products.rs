@@ -69,6 +69,16 @@ pub fn of_attention(config: &ZayaConfig, pairs: u64) -> f64 {
     4.0 * config.query_size() as f64 * pairs as f64 * config.num_hidden_layers as f64
 }
 
+/// Operations of the five Newton-Schulz iterations on a matrix, as the table for the CPU does them: halves of symmetric products,
+/// and the short side alone where the matrix is oblong.
+pub fn of_newton_schulz(rows: i64, columns: i64) -> f64 {
+    let (short, long) = (rows.min(columns) as f64, rows.max(columns) as f64);
+    match long >= 2.0 * short {
+        true => 3.0 * short * short * long + 17.0 * short.powi(3),
+        false => 15.0 * short * short * long + 5.0 * short.powi(3),
+    }
+}
+
 /// Equal products as one entry.
 fn merged(mut all: Vec<Products>) -> Vec<Products> {
     let key = |it: &Products| (it.part as usize, it.shape, it.wide);

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use contract::terminal::print_raw;
 use contract::{Fault, Result};
+use tch::Device;
 use trainer::World;
 use trainer::mesh::bench::{Measured, WAYS, measure, plot};
 use trainer::refusal::lost;
@@ -122,13 +123,13 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         drawing.put(&plot(&all, group.world()))?;
     }
     if let (true, Some(cluster)) = (speaks, cluster) {
-        keep(cluster, &all, group.world())?;
+        keep(cluster, &all, (group.world(), device))?;
     }
     Ok(if all.iter().any(|one| one.wrong > 0) { 6 } else { 0 })
 }
 
 /// Writes what a plan reads of this: so many ranks, which share this machine.
-fn keep(cluster: ClusterFile, all: &[Measured], world: u32) -> Result<()> {
+fn keep(cluster: ClusterFile, all: &[Measured], (world, device): (u32, Device)) -> Result<()> {
     let (latency_s, bytes_per_s) = link(all);
     cluster.put(|described| {
         described.ranks = Some(world);
@@ -136,6 +137,8 @@ fn keep(cluster: ClusterFile, all: &[Measured], world: u32) -> Result<()> {
         let shared = Described::of_this_machine().memory_gib;
         described.memory_gib = shared.map(|gib| gib / f64::from(world));
         described.within = Some(Link { latency_s, bytes_per_s });
+        // Cores that send and add do not compute meanwhile.
+        described.overlap = Some(if device == Device::Cpu { 0.0 } else { 1.0 });
     })
 }
 

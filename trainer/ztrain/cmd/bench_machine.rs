@@ -68,7 +68,7 @@ pub(crate) struct GemmArgs {
 pub(crate) struct MemoryArgs {
     /// The smallest size of all tensors of an operation together (K, M and G are understood); each next one is four times as
     /// large.
-    #[arg(long, value_name = "SIZE", default_value = "64K")]
+    #[arg(long, value_name = "SIZE", default_value = "1K")]
     from: String,
     /// The largest size.
     #[arg(long, value_name = "SIZE", default_value = "256M")]
@@ -215,11 +215,17 @@ pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
         }
         found.extend(own);
     }
-    let attention = attention(bench, &args, model.as_ref())?;
-    gemm.attention =
-        Some(Curve::of(attention.iter().map(|[at, there, _]| [*at, *there]).collect()));
-    gemm.attention_back =
-        Some(Curve::of(attention.iter().map(|[at, _, back]| [*at, *back]).collect()));
+    // Of f32 operands by itself where bf16 ones were measured too.
+    for format in args.dtype.iter().rev() {
+        let found = attention(bench, *format, &args.common, model.as_ref())?;
+        let curve =
+            |which: usize| Some(Curve::of(found.iter().map(|it| [it[0], it[which]]).collect()));
+        match args.dtype.contains(&Format::Bf16) && *format == Format::F32 {
+            true => (gemm.attention_f32, gemm.attention_f32_back) = (curve(1), curve(2)),
+            false => (gemm.attention, gemm.attention_back) = (curve(1), curve(2)),
+        }
+    }
+    gemm.newton_schulz = Some(newton_schulz(bench, &widths, &args.common)?);
     results.put(&product_chart(&found), |described| {
         let before = described.gemm.take().unwrap_or_default();
         gemm.f32 = gemm.f32.take().or(before.f32);
@@ -290,7 +296,8 @@ fn tell_products(found: &[Product], common: &Common) -> Result<()> {
 /// Rates of attention, by operations: forward, backward.
 fn attention(
     bench: Bench,
-    args: &GemmArgs,
+    format: Format,
+    common: &Common,
     model: Option<&(ZayaConfig, i64)>,
 ) -> Result<Vec<[f64; 3]>> {
     let (heads, most) = match (model, bench.device) {
@@ -301,16 +308,13 @@ fn attention(
         (None, Device::Cpu) => ([4, 1, 64], 2048),
         (None, _) => ([8, 2, 128], 8192),
     };
-    let kind = match args.dtype.contains(&Format::Bf16) && bench.device != Device::Cpu {
-        true => Kind::BFloat16,
-        false => Kind::Float,
-    };
     let mut found = Vec::new();
     for tokens in [most / 64, most / 16, most / 4, most].into_iter().filter(|tokens| *tokens > 0) {
-        let (operations, [there, back]) = bench.attention(tokens, heads, kind)?;
-        if !args.common.json {
+        let (operations, [there, back]) = bench.attention(tokens, heads, format.kind())?;
+        if !common.json {
             tell!(
-                "attention, {tokens} tokens, {} heads of {}: {:.1} GF/s forward, {:.1} backward",
+                "attention, {}, {tokens} tokens, {} heads of {}: {:.1} GF/s forward, {:.1} backward",
+                format.name(),
                 heads[0],
                 heads[2],
                 there / 1e9,
@@ -318,13 +322,31 @@ fn attention(
             );
         } else {
             let row = serde_json::json!({
-                "attention": tokens, "heads": heads, "operations": operations, "forward": there, "backward": back
+                "attention": tokens, "dtype": format.name(), "heads": heads, "operations": operations, "forward": there, "backward": back
             });
             print_raw(&format!("{row}\n"))?;
         }
         found.push([operations, there, back]);
     }
     Ok(found)
+}
+
+/// Rates of the optimizer's iterations: square matrices of each width, and such as are twice as long.
+fn newton_schulz(bench: Bench, widths: &[i64], common: &Common) -> Result<Curve> {
+    let mut found = Vec::new();
+    for shape in widths.iter().flat_map(|width| [[*width, *width], [*width, 2 * width]]) {
+        let [operations, rate] = bench.newton_schulz(shape)?;
+        let [rows, columns] = shape;
+        match common.json {
+            true => {
+                let row = serde_json::json!({ "newton_schulz": shape, "operations": operations, "rate": rate });
+                print_raw(&format!("{row}\n"))?;
+            }
+            false => tell!("Newton-Schulz, {rows} x {columns}: {:.1} GF/s", rate / 1e9),
+        }
+        found.push([operations, rate]);
+    }
+    Ok(Curve::of(found))
 }
 
 fn product_chart(found: &[Product]) -> Chart {
@@ -410,6 +432,7 @@ pub(crate) fn memory(args: MemoryArgs) -> Result<u8> {
             triad: curve(Pass::Triad),
             checksum: curve(Pass::Checksum),
             tree: curve(Pass::Tree),
+            softmax: curve(Pass::Softmax),
         });
     })?;
     Ok(0)

@@ -108,27 +108,35 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let launched = args.ranks.launched()?;
     let rank = launched.as_ref().map(|launched| launched.place.rank);
     let outcome = as_rank(&args, curriculum, launched.as_ref(), &stop);
-    let (spoke_first, outcome) = match outcome {
+    let (Told { spoke_first, missed }, outcome) = match outcome {
         Ok(done) => done,
-        Err(fault) => (true, Err(fault)),
+        Err(fault) => (Told { spoke_first: true, missed: None }, Err(fault)),
     };
     match outcome {
         Ok(()) => Ok(0),
         Err(fault) => {
-            launch::last_words(rank, &fault, spoke_first);
+            launch::last_words((rank, missed), &fault, spoke_first);
             // Under our own launcher one rank speaks for all; other launchers keep each rank's words apart.
             if spawned_us() && !spoke_first { Ok(fault.class().exit_code()) } else { Err(fault) }
         }
     }
 }
 
-/// Trains as one rank, alone or among others. If that fails: whether this rank was the one to notice.
+/// What a rank knows of a failure.
+struct Told {
+    /// Whether it was the one to notice.
+    spoke_first: bool,
+    /// The rank that is gone, if it was that.
+    missed: Option<u32>,
+}
+
+/// Trains as one rank, alone or among others.
 fn as_rank(
     args: &Args,
     curriculum: &Location,
     launched: Option<&Launched>,
     stop: &Arc<AtomicBool>,
-) -> Result<(bool, Result<()>)> {
+) -> Result<(Told, Result<()>)> {
     listen(stop)?;
     let mut world = args.ranks.world(&args.speed, launched, (args.min_ranks, stop))?;
     let workers = args.speed.workers(launched, &world.runtime)?.auditing(args.audit);
@@ -138,14 +146,20 @@ fn as_rank(
             "note: --min-ranks and --mirror are for several ranks; one has nobody to go on without it"
         );
     }
+    if let Some(launched) = launched {
+        launch::first_words(launched.place.rank);
+    }
     let outcome = Opened::open(curriculum)
         .inspect_err(|fault| world.comm.report(&fault.to_string()))
         .and_then(|opened| train(&opened, &exec, &mut world));
-    Ok(match outcome {
+    let (spoke_first, outcome) = match outcome {
         Ok(outcome) if world.comm.rank() == 0 => (true, print(&outcome, &exec)),
         Ok(_) => (true, Ok(())),
         Err(fault) => (world.comm.spoke_first(), Err(fault)),
-    })
+    };
+    // Ranks are numbered as launched unless they met again, and then they do not end for one that is gone.
+    let missed = world.comm.lost().and_then(|lost| lost.first().copied());
+    Ok((Told { spoke_first, missed }, outcome))
 }
 
 impl Args {
