@@ -60,7 +60,7 @@ fn idle_ranks_and_small_memories_are_told_before_anyone_pays() {
 #[test]
 fn a_machine_twice_as_fast_takes_half_the_time() {
     let spec = shipped("phase1.toml");
-    let slow = published();
+    let slow = Cluster { call_s: 1e-6, newton_schulz: Some(Curve::flat(1e13)), ..published() };
     let twice = |curve: &Curve| Curve(curve.0.iter().map(|[at, rate]| [*at, 2.0 * rate]).collect());
     let link = |link: trainer::sizing::cluster::Link| trainer::sizing::cluster::Link {
         latency_s: link.latency_s / 2.0,
@@ -69,10 +69,14 @@ fn a_machine_twice_as_fast_takes_half_the_time() {
     let fast = Cluster {
         f32: twice(&slow.f32),
         bf16: twice(&slow.bf16),
-        attention: [twice(&slow.attention[0]), twice(&slow.attention[1])],
+        attention: slow.attention.each_ref().map(twice),
+        attention_f32: slow.attention_f32.each_ref().map(twice),
+        newton_schulz: slow.newton_schulz.as_ref().map(twice),
         stream: twice(&slow.stream),
         checksum: twice(&slow.checksum),
         tree: twice(&slow.tree),
+        softmax: twice(&slow.softmax),
+        call_s: slow.call_s / 2.0,
         within: slow.within.map(link),
         between: slow.between.map(link),
         ..slow.clone()
