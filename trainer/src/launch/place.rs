@@ -151,7 +151,8 @@ fn store(
         .hint("export MASTER_ADDR and MASTER_PORT, or start the ranks with torchrun or --nproc"))
 }
 
-/// The name of this machine, as Slurm has it where a task of Slurm asks; the same nothing on all machines where it cannot be read.
+/// The name of this machine, for a task of Slurm that which Slurm has for it; the same nothing on all machines where it cannot be
+/// read.
 pub(super) fn host_name() -> String {
     if let Ok(node) = std::env::var("SLURMD_NODENAME") {
         return node;

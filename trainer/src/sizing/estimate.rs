@@ -254,8 +254,8 @@ fn whole_gradients(
     let rounds = (own / workers).ceil();
     seconds.add(Part::LeafSums, rounds * once(&cluster.checksum, 4.0));
     let machines = f64::from(fleet.ranks.div_ceil(fleet.ranks_per_node)).min(lines);
-    // A rank adds its own; blocks of the others of its machine for the owners behind it, and those of machines for itself: so many
-    // times its slice.
+    // A rank adds its own; blocks of the others of its machine for the owners behind it, and those of machines for itself: so
+    // many times its slice.
     let near = (lines / machines - 1.0) * together * machines / ranks;
     let far = (machines - 1.0) * together / ranks;
     let added = own - 1.0 + own * (together - 1.0) + near + far;

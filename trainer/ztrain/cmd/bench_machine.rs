@@ -322,7 +322,8 @@ fn attention(
             );
         } else {
             let row = serde_json::json!({
-                "attention": tokens, "dtype": format.name(), "heads": heads, "operations": operations, "forward": there, "backward": back
+                "attention": tokens, "dtype": format.name(), "heads": heads,
+                "operations": operations, "forward": there, "backward": back
             });
             print_raw(&format!("{row}\n"))?;
         }
@@ -339,7 +340,9 @@ fn newton_schulz(bench: Bench, widths: &[i64], common: &Common) -> Result<Curve>
         let [rows, columns] = shape;
         match common.json {
             true => {
-                let row = serde_json::json!({ "newton_schulz": shape, "operations": operations, "rate": rate });
+                let row = serde_json::json!({
+                    "newton_schulz": shape, "operations": operations, "rate": rate
+                });
                 print_raw(&format!("{row}\n"))?;
             }
             false => tell!("Newton-Schulz, {rows} x {columns}: {:.1} GF/s", rate / 1e9),
