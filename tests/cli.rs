@@ -208,6 +208,17 @@ fn a_full_output_is_the_machines_and_said_once() {
     }
 }
 
+#[cfg(feature = "train")]
+#[test]
+fn an_answer_of_the_trainer_that_nobody_gets_is_an_error() {
+    use crate::support::ztrain_command;
+    for args in [&["--help"][..], &["--version"], &["replay", "--help"], &["devices"]] {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let ran: Ran = ztrain_command(args).stdout(full).output().unwrap().into();
+        ran.fails(6, &["standard output"]);
+    }
+}
+
 /// Nothing in it that a terminal obeys, and no line that begins with what a name says after a line break.
 #[track_caller]
 fn assert_harmless(args: &[&str], told: &str) {

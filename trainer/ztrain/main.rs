@@ -64,7 +64,15 @@ fn main() -> ExitCode {
     // A file that may not grow is then an error of the write, which says so, and not the end of the process.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, std::sync::Arc::default());
     trainer::refusal::speak_once();
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(refusal) => {
+            let text = refusal.render();
+            let (plain, coloured) = (text.to_string(), text.ansi().to_string());
+            let told = contract::terminal::reply(&plain, &coloured, refusal.use_stderr());
+            return contract::terminal::end(told.map(|()| refusal.exit_code() as u8));
+        }
+    };
     let outcome = match cli.command {
         None => cmd::train::exec(cli.train),
         Some(Command::Replay(args)) => cmd::replay::exec(*args),

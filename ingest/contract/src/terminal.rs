@@ -6,7 +6,7 @@
 
 use std::borrow::Cow;
 use std::fmt;
-use std::io::{self, ErrorKind, Write as _};
+use std::io::{self, ErrorKind, IsTerminal as _, Write as _};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -54,6 +54,17 @@ pub fn print_raw(text: &str) -> Result<()> {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
         Err(error) => Err(Fault::io("write to", Path::new("standard output"), &error)),
     }
+}
+
+/// What the reader of a command line has to say, plain and with a terminal's colours: a refusal, which quotes arguments that may
+/// hold anything, or help that was asked for.
+pub fn reply(plain: &str, coloured: &str, is_refusal: bool) -> Result<()> {
+    match is_refusal {
+        true => say(format_args!("{}", plain.trim_end())),
+        false if io::stdout().is_terminal() => print_raw(coloured)?,
+        false => print_raw(plain)?,
+    }
+    Ok(())
 }
 
 /// Says something on standard error, in a line of its own. Nobody may be listening, which is no reason to stop.

@@ -1,9 +1,8 @@
 //! What the commands share: answers for people and for programs, ranges as arguments, places as text.
 
-use std::io::{IsTerminal as _, stdout};
 use std::ops::Range;
 
-use contract::terminal::{name, print, print_raw, say};
+use contract::terminal::{name, print, print_raw, reply};
 use contract::{Fault, Result};
 use store::{DocumentRecord, SourceRecord};
 
@@ -25,14 +24,7 @@ pub(crate) fn json(value: &impl serde::Serialize) -> Result<String> {
 /// What the command line's reader has to say: help that was asked for, or a refusal. Gives the exit code.
 pub(crate) fn refused(refusal: &clap::Error) -> Result<u8> {
     let text = refusal.render();
-    if refusal.use_stderr() {
-        // It quotes arguments, which may hold anything.
-        say(format_args!("{}", text.to_string().trim_end()));
-    } else if stdout().is_terminal() {
-        print_raw(&text.ansi().to_string())?;
-    } else {
-        print_raw(&text.to_string())?;
-    }
+    reply(&text.to_string(), &text.ansi().to_string(), refusal.use_stderr())?;
     Ok(refusal.exit_code() as u8)
 }
 

@@ -31,8 +31,8 @@ pub fn of_micro_batch(config: &ZayaConfig, tokens: i64, narrow: u64) -> Vec<(Par
     // There and back in the order of experts, and the gated unit.
     let experts = hidden * (2.0 * w + w + 4.0 + cast) + 3.0 * w * inner;
     let experts_back = hidden * (8.0 + w + cast + 12.0) + 5.0 * w * inner;
-    // The weights' gradients begin as zeros, and are made f32.
-    let weights = 3.0 * hidden * inner * f(config.num_experts) * (w + cast);
+    // The weights' gradients begin as zeros, are written by products of few rows, which do little else, and are made f32.
+    let weights = 3.0 * hidden * inner * f(config.num_experts) * (2.0 * w + cast);
     // Logits as products take and give them; the softmax between is counted by itself.
     let head = f(config.vocab_size) * cast;
     let head_weights = 4.0 * f(config.vocab_size) * hidden;
