@@ -11,11 +11,30 @@ fn wrong_use_is_exit_two_with_the_nearest_word() {
     zdata(&["bulid"]).fails(2, &["build"]);
     zdata(&["build", "corpus.toml"]).fails(2, &["--out"]);
     zdata(&["plan", "x.toml", "--jsn"]).fails(2, &["--json"]);
-    for command in ["build", "inspect", "verify", "plan", "batch", "digest", "where", "verify-run"]
-    {
-        let help = zdata(&[command, "--help"]).ok();
-        assert!(help.contains("Usage: zdata"), "{help}");
+}
+
+#[test]
+fn the_help_of_every_command_ends_with_examples() {
+    let told = zdata(&["--help"]).ok();
+    let commands = told.split_once("Commands:").unwrap().1.split_once("Options:").unwrap().0;
+    let named = |line: &&str| line.starts_with("  ") && !line.starts_with("   ");
+    let mut seen = 0;
+    for line in commands.lines().filter(named) {
+        let command = line.split_whitespace().next().unwrap();
+        let args: &[&str] = match command {
+            "help" => continue,
+            "tokenizer" => &["tokenizer", "train", "--help"],
+            _ => &[command, "--help"],
+        };
+        let help = zdata(args).ok();
+        let example = format!(
+            "{}: zdata {command}",
+            if help.contains("Examples:") { "Examples" } else { "Example" }
+        );
+        assert!(help.contains("Usage: zdata") && help.contains(&example), "{help}");
+        seen += 1;
     }
+    assert!(seen > 13, "{told}");
 }
 
 /// A script that asked for silence reads standard error only where something is wrong.

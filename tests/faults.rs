@@ -45,6 +45,31 @@ fn handles() -> impl Iterator<Item = u64> {
 }
 
 #[test]
+fn without_memory_a_store_is_built_or_the_lack_is_said() {
+    let scratch = Scratch::new();
+    let corpus = corpus(&scratch, 80, "shard_tokens = 8192");
+    let store = scratch.path("store");
+    let args = ["build", arg(&corpus), "--out", arg(&store), "--workers", "2"];
+    let starts =
+        |megabytes: &u64| ran(&format!("-v {megabytes}000"), &["--version"]).code == Some(0);
+    let least = (50..1000).step_by(10).find(starts).unwrap();
+    let mut without = 0;
+    for megabytes in (least..).step_by(15) {
+        let ran = ran(&format!("-v {megabytes}000"), &args);
+        if ran.code == Some(0) {
+            break;
+        }
+        without += 1;
+        let told = ran.fails(6, &[]);
+        let lack = ["memory allocation of", "Cannot allocate memory", "cannot start a thread"];
+        assert!(lack.iter().any(|lack| told.contains(lack)), "{megabytes} MB: {told}");
+        assert!(!store.exists(), "{megabytes} MB");
+    }
+    assert!(without > 0);
+    zdata(&["verify", arg(&store)]).ok();
+}
+
+#[test]
 fn without_handles_a_store_is_built_or_the_lack_is_said() {
     let scratch = Scratch::new();
     let corpus = corpus(&scratch, 80, "shard_tokens = 8192");

@@ -83,7 +83,7 @@ pub fn init(folder: &Path) -> Result<Begun> {
     let mut guesses = Vec::new();
     for group in &groups {
         let guess = guess(group)?;
-        notes.push(format!("source {}: {} files, {}", group.name, group.files, guess.why));
+        notes.push(format!("source {}: {}, {}", group.name, counted(group.files), guess.why));
         guesses.push(guess);
     }
     let corpus = corpus_text(folder, &groups, &guesses, &mut notes)?;
@@ -285,6 +285,11 @@ fn quoted(text: &str) -> String {
     Value::from(text).to_string()
 }
 
+/// A number of files, in words.
+fn counted(files: u64) -> String {
+    if files == 1 { "1 file".to_owned() } else { format!("{files} files") }
+}
+
 fn corpus_text(
     folder: &Path,
     groups: &[Group],
@@ -325,7 +330,8 @@ fn corpus_text(
         let globs: Vec<String> = globs.iter().map(|glob| quoted(glob)).collect();
         let _ = write!(
             text,
-            "\n# {files} files, {}, read as {}: {}.\n[[source]]\nname = {}\nfiles = [{}]\n",
+            "\n# {}, {}, read as {}: {}.\n[[source]]\nname = {}\nfiles = [{}]\n",
+            counted(*files),
             indicatif::HumanBytes(*bytes),
             format.name(),
             guess.why,

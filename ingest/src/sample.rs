@@ -18,7 +18,7 @@ use crate::dropped::{Firsts, Kept, List};
 use crate::filters::{self, Dropped};
 use crate::recipe::compare::Compare;
 use crate::recipe::run::{NoText, Outcome, Passage};
-use crate::source::{self, Document, Limits, Parsed};
+use crate::source::{self, Document, Limits, Parsed, Row};
 use crate::tokenize::{Engine, Tokenizer};
 
 /// One record of the sample.
@@ -164,8 +164,8 @@ impl Teller<'_> {
                 if wanted.next_if_eq(&passed).is_some() {
                     found.push(match parsed {
                         Parsed::Document(document) => self.document(number, document)?,
-                        Parsed::Dropped { reason, fault, .. } => {
-                            self.dropped(number, reason, &fault)
+                        Parsed::Dropped { reason, row, fault, .. } => {
+                            self.dropped(number, row, reason, &fault)
                         }
                     });
                 }
@@ -175,23 +175,24 @@ impl Teller<'_> {
         Ok(())
     }
 
-    fn dropped(&self, number: usize, reason: &str, fault: &Fault) -> Sampled {
+    fn dropped(&self, number: usize, row: Row, reason: &str, fault: &Fault) -> Sampled {
         Sampled {
             source: self.source.name.clone(),
             file: self.source.files[number].shown.clone(),
-            group: None,
-            row: 0,
+            group: row.group,
+            row: row.row,
             id: None,
             text: String::new(),
             steps: Vec::new(),
-            outcome: format!("dropped: {reason}: {fault}"),
+            outcome: format!("dropped: {reason}: {}", fault.what()),
             tokens: None,
         }
     }
 
     fn document(&self, number: usize, mut document: Document) -> Result<Sampled> {
         if let Err(NoText { reason, fault }) = self.source.recipe.text(&mut document) {
-            return Ok(self.dropped(number, reason, &fault));
+            let row = Row { group: document.group, row: document.row };
+            return Ok(self.dropped(number, row, reason, &fault));
         }
         let mut sampled = Sampled {
             source: self.source.name.clone(),

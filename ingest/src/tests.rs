@@ -313,14 +313,37 @@ fn a_store_answers_only_to_its_own_request() {
     bench.write("math.jsonl", json_lines(1_000_000, 30));
     bench.write("web-2.jsonl", "");
     let fault = refused(&bench.corpus(""), &store);
-    assert!(fault.class() == Class::Mismatch && fault.to_string().contains("3 files"), "{fault}");
+    assert_eq!(fault.class(), Class::Mismatch, "{fault}");
+    assert!(
+        ["3 files", "\"web-2.jsonl\" was added"].iter().all(|it| fault.to_string().contains(it))
+    );
     fs::remove_file(bench.path("web-2.jsonl")).unwrap();
+    fs::rename(bench.path("web-1.jsonl"), bench.path("kept")).unwrap();
+    let fault = refused(&bench.corpus(""), &store).to_string();
+    assert!(fault.contains("\"web-1.jsonl\" was taken away"), "{fault}");
+    fs::rename(bench.path("kept"), bench.path("web-1.jsonl")).unwrap();
     bench.write(
         "tokenizer.json",
         crate::testing::bytes_tokenizer(|json| json["added_tokens"][1]["lstrip"] = true.into()),
     );
     let fault = refused(&bench.corpus(""), &store);
     assert!(fault.class() == Class::Mismatch && fault.to_string().contains("tokenizer"), "{fault}");
+}
+
+#[test]
+fn a_source_that_matches_its_own_store_is_told_the_file() {
+    let bench = Workbench::new(9);
+    let text = fs::read_to_string(bench.corpus("")).unwrap();
+    let corpus = bench.write("in/corpus.toml", text.replace("tokenizer.json", "../tokenizer.json"));
+    let text = fs::read_to_string(&corpus).unwrap().replace("\"web-*.jsonl\"", "\"**/*.json*\"");
+    fs::write(&corpus, text.replace("id = \"id\"\n", "format = \"text\"\n")).unwrap();
+    fs::copy(bench.path("web-0.jsonl"), bench.path("in/web.jsonl")).unwrap();
+    fs::copy(bench.path("math.jsonl"), bench.path("in/math.jsonl")).unwrap();
+    let store = bench.path("in/store");
+    built(&corpus, &store, 1);
+    let fault = refused(&corpus, &store);
+    assert_eq!(fault.class(), Class::Mismatch, "{fault}");
+    assert!(fault.to_string().contains("store/manifest.json"), "{fault}");
 }
 
 #[test]
@@ -437,6 +460,23 @@ fn every_dropped_record_is_listed_with_its_place_and_reason() {
     killed_at(&Corpus::read(&corpus).unwrap(), &bench.path("parts"), 150);
     build(&Corpus::read(&corpus).unwrap(), &bench.path("parts"), in_parts(3)).unwrap();
     same(&store, &bench.path("parts"));
+}
+
+#[test]
+fn a_sample_places_dropped_records() {
+    let bench = Workbench::new(9);
+    bench.write("web-0.jsonl", json_lines(0, 3) + "nonsense\n{\"text\": 7}\n");
+    let corpus = bench.corpus("on_error = \"skip\"");
+    let store = bench.path("store");
+    let manifest = built(&corpus, &store, 1);
+    let corpus = Corpus::read(&corpus).unwrap();
+    let sampled = crate::sample::sample(&corpus, (&store.into(), &manifest), 100, 1).unwrap();
+    let dropped = sampled.iter().filter(|one| one.outcome.starts_with("dropped"));
+    let told: Vec<_> = dropped.map(|one| (one.row, one.outcome.as_str())).collect();
+    assert!(
+        matches!(told[..], [(4, "dropped: malformed: malformed JSON"), (5, text)] if text.contains("missing text")),
+        "{told:?}"
+    );
 }
 
 #[test]

@@ -4,9 +4,11 @@ mod cmd;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::{Parser, Subcommand};
 use contract::{Fault, Result, terminal};
+use signal_hook::{consts, flag};
 
 /// A build makes and drops texts and ids by the million, on one thread and another: this allocator is made for that.
 #[global_allocator]
@@ -65,7 +67,9 @@ enum Command {
 
 fn main() -> ExitCode {
     // A file that may not grow is then an error of the write, which says so, and not the end of the process.
-    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, std::sync::Arc::default());
+    let _ = flag::register(consts::SIGXFSZ, Arc::default());
+    // Where memory cannot be had, Rust says how much and aborts. That is the machine's lack, and its exit code.
+    let _ = flag::register_conditional_shutdown(consts::SIGABRT, 6, Arc::new(true.into()));
     terminal::end(match Cli::try_parse() {
         // The default hook has said where; what is left is to end as every bug of ours does.
         Ok(cli) => catch_unwind(AssertUnwindSafe(|| run(cli).map(|()| 0)))

@@ -7,7 +7,7 @@ use contract::{Fault, Framed, Identity, Result};
 use serde::{Deserialize, Serialize};
 use store::{FORMAT, InputRecord, Location, Manifest, SourceRecord, StreamRecord, TokenizerRecord};
 
-use crate::corpus::{Corpus, OnError, Source};
+use crate::corpus::{Corpus, OnError, Source, SourceFile};
 use crate::recipe;
 
 /// What a build may not change on its way.
@@ -129,6 +129,40 @@ impl Sides<'_> {
         Ok(())
     }
 
+    /// What is told where there are more inputs or fewer: one that came or one that went, by its name.
+    fn other_files(
+        &self,
+        source: &Source,
+        old: &[InputRecord],
+        refused: impl Fn(String) -> Fault,
+    ) -> Fault {
+        let came =
+            source.files.iter().find(|file| old.iter().all(|input| input.path != file.shown));
+        let went =
+            old.iter().find(|input| source.files.iter().all(|file| input.path != file.shown));
+        let whole = |place: &Location| place.local().and_then(|path| path.canonicalize().ok());
+        let within = |file: &SourceFile| match (whole(&file.path), whole(self.store)) {
+            (Some(file), Some(store)) => file.starts_with(store),
+            _ => false,
+        };
+        let fault = match (came, went) {
+            (Some(file), _) if within(file) => {
+                return Fault::mismatch("`files` match what this store itself is made of")
+                    .at(format!("{}: source {:?}", self.store, source.name))
+                    .found(&file.shown)
+                    .hint("write a pattern that leaves the store out, or name another --out");
+            }
+            (Some(file), _) => refused(format!("the input {:?} was added", file.shown)),
+            (None, Some(input)) => refused(format!("the input {:?} was taken away", input.path)),
+            (None, None) => refused("the number of inputs changed".to_owned()),
+        };
+        let count = |files: usize| match files {
+            1 => "1 file".to_owned(),
+            _ => format!("{files} files"),
+        };
+        fault.found(count(source.files.len())).wanted(count(old.len()))
+    }
+
     /// Refuses inputs whose content differs from what `source` was built from.
     pub(crate) fn compare_inputs(&self, source: &Source, old: &[InputRecord]) -> Result<()> {
         let place = || format!("{}: source {:?}", self.store, source.name);
@@ -137,11 +171,8 @@ impl Sides<'_> {
                 .at(place())
                 .hint("restore the inputs, or name another --out; a store is never altered")
         };
-        let new = source.files.len();
-        if new != old.len() {
-            return Err(refused("the number of inputs changed".to_owned())
-                .found(format!("{new} files"))
-                .wanted(format!("{} files", old.len())));
+        if source.files.len() != old.len() {
+            return Err(self.other_files(source, old, refused));
         }
         for (file, old) in source.files.iter().zip(old) {
             let (bytes, sha256) = file.content()?;

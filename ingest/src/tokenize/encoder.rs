@@ -9,6 +9,7 @@ use contract::{Fault, Identity, Result, fault};
 use serde_json::Value;
 use store::Location;
 
+use super::chunks::Chunks;
 use super::fast::Fast;
 use super::json;
 
@@ -35,6 +36,8 @@ pub struct Tokenizer {
     reference: tokenizers::Tokenizer,
     /// The fast encoder, or why there is none.
     fast: std::result::Result<Fast, String>,
+    /// Without it: where the reference may encode a text chunk by chunk.
+    chunks: Option<Chunks>,
     rescued: AtomicU64,
 }
 
@@ -56,21 +59,28 @@ impl Tokenizer {
                 Ok((reference, largest))
             });
             let fast = parsed(&bytes).map(|json| match engine {
-                Engine::Reference => Err("the reference was asked for".to_owned()),
-                Engine::Fastest => Fast::new(json),
+                Engine::Reference => (None, Err("the reference was asked for".to_owned())),
+                Engine::Fastest => (Chunks::new(&json), Fast::new(json)),
             });
             (reference.join(), fast)
         });
-        let fast = fast?;
+        let (chunks, fast) = fast?;
         let (reference, largest) =
             reference.map_err(|_| Fault::bug("the loader of a tokenizer died"))??;
         let vocab = largest
             .and_then(|id| id.checked_add(1))
             .filter(|vocab| *vocab <= 1 << 31)
             .ok_or_else(|| Fault::usage("the tokenizer has no tokens, or an id beyond 31 bits"))?;
-        let fast = fast.and_then(|fast| agreeing(fast, &reference));
+        let fast =
+            fast.and_then(|fast| agreeing(&reference, |text| fast.encode(text)).map(|()| fast));
+        let chunks = chunks.filter(|chunks| {
+            let one = |chunk: &str| encode_reference(&reference, chunk);
+            let all = |text: &str| chunks.encode(text, one).map_err(|fault| fault.to_string());
+            fast.is_err() && Chunks::fit(&reference) && agreeing(&reference, all).is_ok()
+        });
         let identity = Identity::of_bytes(&bytes);
-        Ok(Tokenizer { bytes, identity, vocab, reference, fast, rescued: AtomicU64::new(0) })
+        let rescued = AtomicU64::new(0);
+        Ok(Tokenizer { bytes, identity, vocab, reference, fast, chunks, rescued })
     }
 
     /// The bytes of the file.
@@ -98,9 +108,10 @@ impl Tokenizer {
         if self.fast.is_ok() { FAST } else { REFERENCE }
     }
 
-    /// Why the fast encoder does not run.
+    /// Why the reference encodes every text whole.
     pub fn why_slow(&self) -> Option<&str> {
-        self.fast.as_ref().err().map(String::as_str)
+        let why = self.fast.as_ref().err().map(String::as_str);
+        why.filter(|_| self.chunks.is_none())
     }
 
     /// Documents on which the fast encoder gave up and the reference stepped in.
@@ -127,6 +138,9 @@ impl Tokenizer {
 
     /// The ids of `text`.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        if let Some(chunks) = &self.chunks {
+            return chunks.encode(text, |chunk| self.encode_by_reference(chunk));
+        }
         let Ok(fast) = &self.fast else { return self.encode_by_reference(text) };
         if let Ok(ids) = fast.encode(text) {
             return Ok(ids);
@@ -208,17 +222,20 @@ fn largest_id(reference: &tokenizers::Tokenizer) -> Result<Option<u32>> {
     }
 }
 
-/// The fast encoder if it agrees with the reference where tokenizers are known to part ways, or where it does not.
-fn agreeing(fast: Fast, reference: &tokenizers::Tokenizer) -> std::result::Result<Fast, String> {
+/// Whether an encoder agrees with the reference where tokenizers are known to part ways, or where it does not.
+fn agreeing(
+    reference: &tokenizers::Tokenizer,
+    encode: impl Fn(&str) -> std::result::Result<Vec<u32>, String>,
+) -> std::result::Result<(), String> {
     for text in probes(reference) {
         let wanted = encode_reference(reference, &text).map_err(|fault| fault.to_string())?;
-        match fast.encode(&text) {
+        match encode(&text) {
             Ok(ids) if ids == wanted => {}
             Ok(_) => return Err(format!("its ids differ on the probe {text:?}")),
             Err(why) => return Err(format!("it gives up on the probe {text:?}: {why}")),
         }
     }
-    Ok(fast)
+    Ok(())
 }
 
 /// Texts on which tokenizers are known to part ways, and every added token amid text.

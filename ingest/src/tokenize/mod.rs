@@ -5,12 +5,14 @@
 //! padded or added but the begin and end tokens that `corpus.toml` asks for.
 
 pub mod audit;
+mod chunks;
 pub mod decode;
 pub mod encoder;
 mod fast;
 #[cfg(test)]
 mod hard;
 mod json;
+mod memo;
 pub mod train;
 
 pub use decode::Decoder;

@@ -17,6 +17,9 @@ use super::output;
 
 /// Arguments.
 #[derive(clap::Args)]
+#[command(after_help = "Examples: zdata build corpus.toml --check\n          \
+    zdata build corpus.toml --out store\n          \
+    zdata build corpus.toml --out s3://bucket/store")]
 pub(crate) struct Args {
     /// The corpus file: which inputs, which tokenizer.
     #[arg(value_parser = super::place())]

@@ -9,6 +9,7 @@ use super::output;
 
 /// Arguments.
 #[derive(clap::Args)]
+#[command(after_help = "Example: zdata export store --format megatron --out megatron --source web")]
 pub(crate) struct Args {
     /// The store: a folder or s3://bucket/key.
     #[arg(value_parser = super::place())]

@@ -14,6 +14,9 @@ use super::output;
 
 /// Arguments.
 #[derive(clap::Args)]
+#[command(
+    after_help = "Example: zdata import store --format megatron --tokenizer tokenizer.json --source web=data/web"
+)]
 pub(crate) struct Args {
     /// The folder that becomes the store.
     #[arg(value_parser = super::local("import into a folder, then `zdata publish` it"))]

@@ -7,6 +7,7 @@ use ingest::init;
 
 /// Arguments.
 #[derive(clap::Args)]
+#[command(after_help = "Example: zdata init mine")]
 pub(crate) struct Args {
     /// The folder of your text: Parquet, Arrow, JSON Lines or plain text, in folders or not.
     #[arg(value_parser = super::local("name a folder here: what it writes is short, and easily changed to s3:// places"))]

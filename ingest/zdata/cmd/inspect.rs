@@ -8,6 +8,9 @@ use super::output;
 
 /// Arguments.
 #[derive(clap::Args)]
+#[command(after_help = "Examples: zdata inspect store\n          \
+    zdata inspect store --dropped\n          \
+    zdata inspect store --sample 5 --corpus corpus.toml")]
 pub(crate) struct Args {
     /// The store: a folder or s3://bucket/key.
     #[arg(value_parser = super::place())]

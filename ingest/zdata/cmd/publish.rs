@@ -10,6 +10,7 @@ use store::{Location, Manifest, open};
 
 /// Arguments.
 #[derive(clap::Args)]
+#[command(after_help = "Example: zdata publish store s3://bucket/store")]
 pub(crate) struct Args {
     /// The store's folder.
     #[arg(value_parser = super::local("what lies in a bucket already is copied by the tools of its provider"))]

@@ -10,6 +10,7 @@ use super::output;
 
 /// Arguments.
 #[derive(clap::Args)]
+#[command(after_help = "Example: zdata verify store")]
 pub(crate) struct Args {
     /// The store: a folder or s3://bucket/key.
     #[arg(value_parser = super::place())]
