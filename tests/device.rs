@@ -247,6 +247,29 @@ fn a_buffer_is_filled_again_when_it_has_been_copied() {
     assert!(ran.err.contains("the host wrote pinned memory that a copy"), "{}", ran.err);
 }
 
+/// A checkpoint leaves beside the step that follows: that one's end waits for the copies, and who writes them down too.
+#[test]
+fn a_state_is_moved_and_written_down_when_it_has_been_copied() {
+    let on = OnDevice::by_libtorch();
+    let blobs = |out: &str, step: u64| {
+        let folder = on.fixture.scratch.path(out).join(format!("checkpoints/step-{step}"));
+        let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        let mut files: Vec<_> = files.map(|file| std::fs::read(file).unwrap()).collect();
+        files.sort();
+        files
+    };
+    on.finish("kept", &["--workers", "1", "--stop-after", "6"]);
+    // Nobody waits for the copies after step 3: neither the stream that computes, for which that would be its 17th wait, behind
+    // those of the 16 micro-batches so far, nor the thread that writes.
+    let mut command = on.command("moved", &["--workers", "1", "--stop-after", "4"]);
+    let ran = Ran::from(command.env("STANDIN_FAULT", "wait:17,host:0").output().unwrap());
+    assert!(ran.err.contains("is written while it may be read by"), "{}", ran.err);
+
+    let mut command = on.command("early", &["--workers", "1", "--stop-after", "6"]);
+    let _ = command.env("STANDIN_FAULT", "host:0").output().unwrap();
+    assert!(blobs("kept", 6) != blobs("early", 6), "what was not there yet is written down");
+}
+
 /// The same by our own kernels; their table's name, with the digest of their source, stands in the ledger.
 #[test]
 fn our_own_kernels_leave_one_ledger_too() {
