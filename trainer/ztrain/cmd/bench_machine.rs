@@ -56,6 +56,9 @@ pub(crate) struct GemmArgs {
     /// Widths of square weights [default: 64,128,256,512,1024 on a CPU, 512,1024,2048,4096,7168 on a GPU].
     #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = clap::value_parser!(i64).range(2..=1 << 17))]
     widths: Vec<i64>,
+    /// Tokens of the longest document of attention [default: of the curriculum's micro-batch, else 2048 on a CPU, 8192 on a GPU].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(1..=1 << 20))]
+    tokens: Option<i64>,
     /// Number formats to measure.
     #[arg(long, value_name = "FORMAT", value_delimiter = ',', value_enum, default_values_t = [Format::F32, Format::Bf16])]
     dtype: Vec<Format>,
@@ -305,7 +308,7 @@ fn attention(
         true => Kind::BFloat16,
         false => Kind::Float,
     };
-    let mut found = Vec::new();
+    let (mut found, most) = (Vec::new(), args.tokens.unwrap_or(most));
     for tokens in [most / 64, most / 16, most / 4, most].into_iter().filter(|tokens| *tokens > 0) {
         let (operations, [there, back]) = bench.attention(tokens, heads, kind)?;
         if !args.common.json {
