@@ -215,12 +215,59 @@ fn devices_are_listed_with_what_is_promised_there() {
 #[test]
 fn waits_that_are_lost_are_found() {
     let on = OnDevice::by_libtorch();
-    assert_eq!(on.races("none:0", &[]), 0);
-    for fault in ["wait:0", "wait:1", "wait:7"] {
+    let one = ["--workers", "1"];
+    assert_eq!(on.races("none:0", &one), 0);
+    // The first wait of each of two steps: the other micro-batches wait for the same copy.
+    for fault in ["wait:0", "wait:1", "wait:5"] {
         // A single wait is not missed where a thread of the host has happened to wait for the same.
-        let found = (0..4).any(|turn| on.races_of(&format!("lost-{turn}"), fault, &[]) > 0);
+        let found = (0..4).any(|turn| on.races_of(&format!("lost-{turn}"), fault, &one) > 0);
         assert!(found, "{fault} is not found");
     }
+}
+
+/// The prefetcher's ring of buffers, which its readers fill in place: without a look at the copy out of a buffer it is filled
+/// while it may still be read.
+#[test]
+fn a_buffer_is_filled_again_when_it_has_been_copied() {
+    let on = OnDevice::by_libtorch();
+    let ahead = ["--workers", "1", "--prefetch", "4", "--loader-threads", "2"];
+    on.finish("ahead", &[&ahead[..], &["--stop-after", "8"]].concat());
+    on.finish("apart", &["--workers", "1", "--prefetch", "1", "--stop-after", "8"]);
+    let ledger = |out: &str| {
+        std::fs::read_to_string(on.fixture.scratch.path(out).join("ledger.jsonl")).unwrap()
+    };
+    assert!(ledger("ahead") == ledger("apart"), "the ledgers differ");
+    // One copy for each batch, whatever its micro-batches are, and the balance of each of 2 layers.
+    on.finish("four", &[&ahead[..], &["--stop-after", "4"]].concat());
+    let [four, eight] = ["four", "ahead"].map(|out| total(&on.report(out), "from_host"));
+    assert!(eight - four <= 4 * 3, "{} uploads in 4 steps", eight - four);
+
+    let mut command = on.command("early", &[&ahead[..], &["--stop-after", "8"]].concat());
+    let ran = Ran::from(command.env("STANDIN_FAULT", "host:0").output().unwrap());
+    assert!(ran.err.contains("the host wrote pinned memory that a copy"), "{}", ran.err);
+}
+
+/// A checkpoint leaves beside the step that follows: that one's end waits for the copies, and who writes them down too.
+#[test]
+fn a_state_is_moved_and_written_down_when_it_has_been_copied() {
+    let on = OnDevice::by_libtorch();
+    let blobs = |out: &str, step: u64| {
+        let folder = on.fixture.scratch.path(out).join(format!("checkpoints/step-{step}"));
+        let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        let mut files: Vec<_> = files.map(|file| std::fs::read(file).unwrap()).collect();
+        files.sort();
+        files
+    };
+    on.finish("kept", &["--workers", "1", "--stop-after", "6"]);
+    // Nobody waits for the copies after step 3: neither the stream that computes, for which that would be its 17th wait, behind
+    // those of the 16 micro-batches so far, nor the thread that writes.
+    let mut command = on.command("moved", &["--workers", "1", "--stop-after", "4"]);
+    let ran = Ran::from(command.env("STANDIN_FAULT", "wait:17,host:0").output().unwrap());
+    assert!(ran.err.contains("is written while it may be read by"), "{}", ran.err);
+
+    let mut command = on.command("early", &["--workers", "1", "--stop-after", "6"]);
+    let _ = command.env("STANDIN_FAULT", "host:0").output().unwrap();
+    assert!(blobs("kept", 6) != blobs("early", 6), "what was not there yet is written down");
 }
 
 /// The same by our own kernels; their table's name, with the digest of their source, stands in the ledger.
@@ -236,7 +283,7 @@ fn our_own_kernels_leave_one_ledger_too() {
     on.finish("two", &["--workers", "2", "--recompute", "--prefetch", "5", "--stop-after", "2"]);
     on.finish("two", &["--workers", "1", "--stop-after", "4"]);
     assert!(ledger("plain") == ledger("two"), "the ledgers differ");
-    assert!(on.races("wait:3", &[]) > 0);
+    assert!(on.races("wait:1", &["--workers", "1"]) > 0);
 }
 
 /// Two GPUs, and the stand-in of `transport.rs` for the library between them, which works on their streams.

@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
@@ -160,19 +161,54 @@ int shim_enter_gpu(int index) {
   return shim_guard([&] { c10::impl::VirtualGuardImpl(kGpu).setDevice(gpu(index)); });
 }
 
-// Copies host memory through a pinned buffer on the side stream; `event` marks the end of the copy.
-int shim_stage(void* side, const void* data, size_t bytes, const int64_t* sizes, int64_t dims, int kind,
-                       at::Tensor** out, void** event) {
+// Memory of the host for so many words, which GPU `index` reads without the processor.
+int shim_pinned(int index, int64_t words, at::Tensor** out) {
+  return shim_guard([=] {
+    const c10::OptionalDeviceGuard guard(gpu(index));
+    *out = new at::Tensor(at::empty({words}, at::TensorOptions(at::kLong).pinned_memory(true)));
+  });
+}
+
+// Copies a tensor of a GPU into pinned memory on the side stream; its own memory is not handed out again before that is done.
+int shim_fetch(void* side, const at::Tensor* from, at::Tensor** out) {
+  return shim_guard([=] {
+    const c10::Stream stream = static_cast<Side*>(side)->stream;
+    const at::Tensor source = from->detach();
+    auto copy = std::make_unique<at::Tensor>();
+    on_stream(stream, [&] {
+      const auto options = source.options().device(at::kCPU).pinned_memory(true);
+      *copy = at::empty(source.sizes(), options).copy_(source, /*non_blocking=*/true);
+    });
+    source.record_stream(stream);
+    *out = copy.release();
+  });
+}
+
+// Marks what is queued so far on the side stream.
+int shim_mark_side(void* side, void** event) {
+  return shim_guard([&] {
+    auto mark = std::make_unique<c10::Event>(kGpu);
+    mark->record(static_cast<Side*>(side)->stream);
+    *event = mark.release();
+  });
+}
+
+// Makes the current stream of GPU `index` wait for an event.
+int shim_hold(int index, void* event) {
+  return shim_guard([=] {
+    static_cast<c10::Event*>(event)->block(c10::impl::VirtualGuardImpl(kGpu).getStream(gpu(index)));
+  });
+}
+
+// Copies the first words of pinned memory on the side stream; `event` marks the end of the copy.
+int shim_stage(void* side, const at::Tensor* pinned, int64_t words, at::Tensor** out, void** event) {
   return shim_guard([&] {
     const c10::Stream stream = static_cast<Side*>(side)->stream;
-    const auto options = at::TensorOptions(static_cast<at::ScalarType>(kind));
-    // The pinned allocator knows which stream reads the buffer, and does not hand it out again before that is done.
-    const at::Tensor pinned = at::empty(at::IntArrayRef(sizes, dims), options.pinned_memory(true));
-    std::memcpy(pinned.mutable_data_ptr(), data, bytes);
     auto done = std::make_unique<c10::Event>(kGpu);
     auto tensor = std::make_unique<at::Tensor>();
     on_stream(stream, [&] {
-      *tensor = pinned.to(options.device(stream.device()), /*non_blocking=*/true, /*copy=*/true);
+      const at::Tensor part = pinned->narrow(0, 0, words);
+      *tensor = part.to(part.options().device(stream.device()).pinned_memory(false), /*non_blocking=*/true, /*copy=*/true);
       done->record(stream);
     });
     *event = done.release();
@@ -198,6 +234,16 @@ int shim_await(void* event, const at::Tensor* tensor) {
     static_cast<c10::Event*>(event)->block(current);
     tensor->record_stream(current);
   });
+}
+
+// 1 where the device has come to the event, else 0.
+int shim_event_over(void* event, int* out) {
+  return shim_guard([&] { *out = static_cast<c10::Event*>(event)->query(); });
+}
+
+// The host waits until the device has come to the event.
+int shim_event_wait(void* event) {
+  return shim_guard([&] { static_cast<c10::Event*>(event)->synchronize(); });
 }
 
 void shim_event_free(void* event) { delete static_cast<c10::Event*>(event); }

@@ -1,6 +1,7 @@
 // Counts the bytes of tensors in main memory that are alive, and the most that were.
 
 #include <c10/core/Allocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/CPUAllocator.h>
 
 #include <atomic>
@@ -68,6 +69,21 @@ extern "C" int shim_count_memory() {
 extern "C" int64_t shim_live_bytes() { return live.load(std::memory_order_relaxed); }
 
 extern "C" int64_t shim_most_bytes() { return most.load(std::memory_order_relaxed); }
+
+// The most bytes of tensors that were alive on GPU `index` at a time, by the statistics of libtorch's allocator.
+extern "C" int shim_most_bytes_on(int index, int64_t* out) {
+  return shim_guard([=] {
+    auto* allocator = c10::getDeviceAllocator(c10::DeviceType::CUDA);
+    *out = allocator->getDeviceStats(static_cast<c10::DeviceIndex>(index)).allocated_bytes[0].peak;
+  });
+}
+
+// Forgets the most that was alive there before.
+extern "C" int shim_most_anew_on(int index) {
+  return shim_guard([=] {
+    c10::getDeviceAllocator(c10::DeviceType::CUDA)->resetPeakStats(static_cast<c10::DeviceIndex>(index));
+  });
+}
 
 // Forgets the most that was alive before.
 extern "C" void shim_most_anew() { most.store(live.load(std::memory_order_relaxed)); }

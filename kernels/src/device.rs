@@ -14,10 +14,12 @@
 pub(crate) mod emulated;
 mod found;
 mod half;
+mod leave;
 mod library;
 mod own;
 pub(crate) mod pieces;
 pub(crate) mod queue;
+mod stage;
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -28,20 +30,13 @@ use torch_sys::C_tensor;
 use crate::runtime::{guarded, number, said};
 use crate::{Error, Result};
 pub use found::{Gpu, Gpus, gpus};
+pub use leave::{Departures, Landing, Unloader};
 pub(crate) use own::digest as kernels_digest;
+pub use stage::{Buffer, Buffers, Staged, Stager};
 
 unsafe extern "C" {
     fn shim_gpu_count(out: *mut c_int) -> c_int;
     fn shim_gpu_architecture(index: c_int) -> c_int;
-    fn shim_adopt(
-        data: *mut c_void,
-        sizes: *const i64,
-        dims: i64,
-        kind: c_int,
-        owner: *mut c_void,
-        drop: extern "C" fn(*mut c_void),
-        out: *mut *mut C_tensor,
-    ) -> c_int;
     fn shim_side_stream(index: c_int, out: *mut *mut c_void) -> c_int;
     fn shim_side_stream_free(side: *mut c_void);
     fn shim_side_handle(side: *mut c_void, out: *mut *mut c_void) -> c_int;
@@ -49,18 +44,9 @@ unsafe extern "C" {
     fn shim_side_after(side: *mut c_void, event: *mut c_void) -> c_int;
     fn shim_mark(index: c_int, event: *mut *mut c_void) -> c_int;
     fn shim_enter_gpu(index: c_int) -> c_int;
-    fn shim_stage(
-        side: *mut c_void,
-        data: *const c_void,
-        bytes: usize,
-        sizes: *const i64,
-        dims: i64,
-        kind: c_int,
-        out: *mut *mut C_tensor,
-        event: *mut *mut c_void,
-    ) -> c_int;
     fn shim_upload(index: c_int, words: *const i64, count: i64, out: *mut *mut C_tensor) -> c_int;
-    fn shim_await(event: *mut c_void, tensor: *const C_tensor) -> c_int;
+    fn shim_event_over(event: *mut c_void, out: *mut c_int) -> c_int;
+    fn shim_event_wait(event: *mut c_void) -> c_int;
     fn shim_event_free(event: *mut c_void);
 }
 
@@ -97,37 +83,11 @@ pub fn architecture(device: Device) -> Result<String> {
     Ok(said())
 }
 
-/// An element that a batch is made of.
-pub trait Host: tch::kind::Element + Copy + Send + 'static {
-    /// Its number among libtorch's scalar types.
-    const SCALAR_TYPE: c_int;
-}
-
-impl Host for u8 {
-    const SCALAR_TYPE: c_int = 0;
-}
-impl Host for i32 {
-    const SCALAR_TYPE: c_int = 3;
-}
-impl Host for i64 {
-    const SCALAR_TYPE: c_int = 4;
-}
-impl Host for f32 {
-    const SCALAR_TYPE: c_int = 6;
-}
-
-/// Moves host buffers to a device; on a GPU beside the computation.
-#[derive(Debug)]
-pub struct Stager {
-    device: Device,
-    side: Option<SideStream>,
-}
-
 /// A stream of a GPU beside the one that computes.
 #[derive(Debug)]
 pub(crate) struct SideStream(*mut c_void);
 
-// SAFETY: a handle of libtorch, usable from any thread; the stager is not Sync, so one thread uses it at a time.
+// SAFETY: a handle of libtorch, usable from any thread; it is not Sync, so one thread uses it at a time.
 unsafe impl Send for SideStream {}
 
 impl Drop for SideStream {
@@ -197,139 +157,40 @@ pub(crate) fn upload(device: Device, words: &[i64]) -> Result<Tensor> {
     Ok(unsafe { Tensor::from_ptr(tensor) })
 }
 
-/// A tensor on its way; [`Staged::wait`] gives it to the computation.
-#[derive(Debug)]
-pub struct Staged {
-    tensor: Tensor,
-    arrival: Option<Event>,
-}
-
 /// A place in what a stream works through.
 #[derive(Debug)]
 pub(crate) struct Event(*mut c_void);
 
 // SAFETY: a handle of libtorch, usable from any thread, owned by one value.
 unsafe impl Send for Event {}
+// SAFETY: it was recorded before it came here. Waiting for it and looking at it change nothing of it, and vendors allow both from
+// any number of threads.
+unsafe impl Sync for Event {}
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: made by `shim_stage` or `shim_mark`, freed once.
+        // SAFETY: made by a function of the shim, freed once.
         unsafe { shim_event_free(self.0) }
     }
 }
 
-impl Stager {
-    /// A stager for `device`, which [`open`] has opened.
-    pub fn new(device: Device) -> Result<Stager> {
-        let Device::Cuda(index) = device else { return Ok(Stager { device, side: None }) };
-        Ok(Stager { device, side: Some(SideStream::new(index)?) })
+impl Event {
+    /// Whether a device has come to it.
+    pub(crate) fn is_over(&self) -> Result<bool> {
+        // SAFETY: the event is alive and the out-pointer outlives the call.
+        Ok(number("look at an event", |out| unsafe { shim_event_over(self.0, out) })? != 0)
     }
 
-    /// The device it moves to.
-    pub fn device(&self) -> Device {
-        self.device
+    /// The calling thread sleeps until a device has come to it.
+    pub(crate) fn wait(&self) -> Result<()> {
+        // SAFETY: the event is alive.
+        guarded("wait for an event", unsafe { shim_event_wait(self.0) })
     }
-
-    /// Starts moving `data`; on a CPU the tensor owns the buffer from here on, without a copy.
-    pub fn put<T: Host>(&self, data: Vec<T>, shape: &[i64]) -> Result<Staged> {
-        let count: i64 = shape.iter().product();
-        if count != data.len() as i64 {
-            let reason = format!("{} elements do not fill the shape {shape:?}", data.len());
-            return Err(Error::Foreign { call: "stage a buffer", reason });
-        }
-        let Some(side) = &self.side else {
-            return Ok(Staged { tensor: adopt(data, shape)?, arrival: None });
-        };
-        let (mut tensor, mut event) = (ptr::null_mut(), ptr::null_mut());
-        let bytes = std::mem::size_of_val(data.as_slice());
-        // SAFETY: the call reads `bytes` bytes of `data` before it returns; both out-pointers outlive it and are
-        // filled exactly if it succeeds.
-        guarded("stage a buffer", unsafe {
-            shim_stage(
-                side.0,
-                data.as_ptr().cast(),
-                bytes,
-                shape.as_ptr(),
-                shape.len() as i64,
-                T::SCALAR_TYPE,
-                &raw mut tensor,
-                &raw mut event,
-            )
-        })?;
-        // SAFETY: a new tensor that nobody else owns.
-        Ok(Staged { tensor: unsafe { Tensor::from_ptr(tensor) }, arrival: Some(Event(event)) })
-    }
-}
-
-impl Staged {
-    /// The tensor, safe to use in the current stream of this thread.
-    pub fn wait(self) -> Result<Tensor> {
-        if let Some(event) = &self.arrival {
-            // SAFETY: both handles are alive; the shim only queues a wait.
-            guarded("wait for a copy", unsafe { shim_await(event.0, self.tensor.as_ptr()) })?;
-        }
-        Ok(self.tensor)
-    }
-}
-
-/// A CPU tensor that owns `data`.
-fn adopt<T: Host>(data: Vec<T>, shape: &[i64]) -> Result<Tensor> {
-    extern "C" fn release<T>(owner: *mut c_void) {
-        // SAFETY: `owner` came from `Box::into_raw` of this very type below, and libtorch calls this once, after the
-        // last tensor over the buffer is gone.
-        drop(unsafe { Box::from_raw(owner.cast::<Vec<T>>()) });
-    }
-    let mut owner = Box::new(data);
-    let place = owner.as_mut_ptr();
-    let (owner, mut tensor) = (Box::into_raw(owner), ptr::null_mut());
-    // SAFETY: `place` points at as many elements of kind T as `shape` says (checked by the caller), aligned for T, and
-    // stays there until `release` runs: moving the box did not move the buffer. T is Send, so any thread may free it. From
-    // here on the owner is the shim's, also where it fails.
-    guarded("adopt a buffer", unsafe {
-        shim_adopt(
-            place.cast(),
-            shape.as_ptr(),
-            shape.len() as i64,
-            T::SCALAR_TYPE,
-            owner.cast(),
-            release::<T>,
-            &raw mut tensor,
-        )
-    })?;
-    // SAFETY: a new tensor that nobody else owns.
-    Ok(unsafe { Tensor::from_ptr(tensor) })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_cpu_takes_the_buffer_over() {
-        let stager = Stager::new(open("cpu").unwrap()).unwrap();
-        let data: Vec<i32> = (0..12).collect();
-        let place = data.as_ptr();
-        let tensor = stager.put(data, &[3, 4]).unwrap().wait().unwrap();
-        assert_eq!(tensor.data_ptr().cast_const(), place.cast());
-        let row = tensor.get(1);
-        drop(tensor);
-        assert_eq!(Vec::<i32>::try_from(row).unwrap(), [4, 5, 6, 7]);
-        let flags = stager.put(vec![1u8, 0, 1], &[3]).unwrap().wait().unwrap();
-        assert_eq!(
-            (flags.kind(), flags.sum(tch::Kind::Int64).int64_value(&[])),
-            (tch::Kind::Uint8, 2)
-        );
-        assert!(stager.put(vec![1.0f32], &[2]).is_err());
-    }
-
-    #[test]
-    fn buffers_are_freed_on_any_thread() {
-        let stager = Stager::new(Device::Cpu).unwrap();
-        for _ in 0..100 {
-            let staged = stager.put(vec![0i64; 10_000], &[10_000]).unwrap();
-            std::thread::spawn(move || drop(staged.wait())).join().unwrap();
-        }
-    }
 
     #[test]
     fn a_device_that_is_not_there_says_why() {
@@ -343,7 +204,9 @@ mod tests {
             Ok(device) => {
                 println!("a GPU is at hand: {}", architecture(device).unwrap());
                 let stager = Stager::new(device).unwrap();
-                let staged = stager.put(vec![1i32, 2, 3], &[3]).unwrap().wait().unwrap();
+                let mut buffer = stager.buffers().take(3).unwrap();
+                buffer.words().copy_from_slice(&[1, 2, 3]);
+                let staged = stager.send(buffer).unwrap().arrive().unwrap();
                 assert_eq!(staged.sum(tch::Kind::Int64).int64_value(&[]), 6);
             }
             Err(error) => {

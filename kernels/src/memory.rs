@@ -1,10 +1,13 @@
-//! Bytes of tensors that are alive in main memory, and the most that were: what a formula of memory is held against.
+//! Bytes of tensors that are alive in main memory or on a GPU, and the most that were: what a formula of memory is held against.
 //!
-//! Nothing is counted before [`count`] is called, and a training run never calls it.
+//! Nothing in main memory is counted before [`count`] is called, and a training run never calls it. A GPU's allocator counts by
+//! itself.
 
 #![expect(unsafe_code, reason = "calls the C++ shim")]
 
 use std::ffi::c_int;
+
+use tch::Device;
 
 use crate::Result;
 use crate::runtime::guarded;
@@ -14,6 +17,8 @@ unsafe extern "C" {
     fn shim_live_bytes() -> i64;
     fn shim_most_bytes() -> i64;
     fn shim_most_anew();
+    fn shim_most_bytes_on(index: c_int, out: *mut i64) -> c_int;
+    fn shim_most_anew_on(index: c_int) -> c_int;
 }
 
 /// Counts, from here to the end of the process, the tensors that libtorch allocates in main memory.
@@ -41,6 +46,25 @@ pub fn most() -> u64 {
 pub fn anew() {
     // SAFETY: writes a number.
     unsafe { shim_most_anew() }
+}
+
+/// The most bytes that were alive at a time on a GPU since [`anew_on`] was called last, as libtorch's allocator there counts
+/// them; 0 for a CPU.
+pub fn most_on(device: Device) -> Result<u64> {
+    let Device::Cuda(index) = device else { return Ok(0) };
+    let mut bytes = 0;
+    // SAFETY: the out-pointer outlives the call.
+    guarded("ask a device's allocator", unsafe {
+        shim_most_bytes_on(index as c_int, &raw mut bytes)
+    })?;
+    Ok(bytes.max(0).cast_unsigned())
+}
+
+/// Forgets the most that was alive there before.
+pub fn anew_on(device: Device) -> Result<()> {
+    let Device::Cuda(index) = device else { return Ok(()) };
+    // SAFETY: a plain number in.
+    guarded("ask a device's allocator", unsafe { shim_most_anew_on(index as c_int) })
 }
 
 #[cfg(test)]

@@ -7,11 +7,14 @@
 //! A reader takes the next step's number and a slot in the order queue at one stroke, so that the queue's order is the
 //! steps' order whatever the readers' pace. The queue's bound is the depth: a full queue stops the readers.
 //!
+//! A reader assembles its batch and gives it to a closure, which all readers call at once: a trainer writes there what a device
+//! shall have of the batch, in place, into a buffer of a ring (pinned memory for a GPU). The ring may make a reader wait for a
+//! copy, never for another reader.
+//!
 //! The last stage is a closure on its own thread, because putting a batch on a device needs state that lives with one
-//! thread. For a GPU the trainer passes one that copies the batch into a pinned buffer of a small ring, starts the copy
-//! to the device on a side stream, records an event behind it, and hands on the device tensors with that event; the
-//! compute stream waits for the event, not the CPU, and a pinned buffer is filled again only after its event has
-//! passed. On a CPU it wraps the batch's memory without copying. The closure sees the batches in step order, one at a
+//! thread. For a GPU it starts a copy of the buffer on a side stream, records an event behind it, and hands on the device
+//! tensors with that event; the compute stream waits for the event, not the CPU, and the buffer is handed out again only after
+//! its event has passed. On a CPU the tensors lie in the buffer. The closure sees what the readers made in step order, one at a
 //! time, and is dropped on its thread.
 //!
 //! A fault is delivered at its step, after all steps before it, and ends the stream. Dropping the prefetcher at any
@@ -62,19 +65,21 @@ impl<T: Send + 'static> Prefetcher<T> {
         options: PrefetchOptions,
         last: impl FnMut(Batch) -> Result<T> + Send + 'static,
     ) -> Result<Self> {
-        Prefetcher::by_step(plan, stores, steps, move |_| Ok(slice), options, last)
+        Prefetcher::by_step(plan, stores, steps, move |_| Ok(slice), options, Ok, last)
     }
 
-    /// The same where the part of a step that is read depends on the step.
-    pub fn by_step(
+    /// The same where the part of a step that is read depends on the step, and the readers make of each batch what `fill` says
+    /// before `last` gets it.
+    pub fn by_step<B: Send + 'static>(
         plan: Arc<Plan>,
         stores: Arc<Stores>,
         steps: Range<u64>,
         slice: impl Fn(u64) -> Result<RankSlice> + Send + Sync + 'static,
         options: PrefetchOptions,
-        last: impl FnMut(Batch) -> Result<T> + Send + 'static,
+        fill: impl Fn(Batch) -> Result<B> + Send + Sync + 'static,
+        last: impl FnMut(B) -> Result<T> + Send + 'static,
     ) -> Result<Self> {
-        let make = move |step| batch(&plan, &stores, step, slice(step)?);
+        let make = move |step| fill(batch(&plan, &stores, step, slice(step)?)?);
         Prefetcher::over(steps, options, make, last)
     }
 

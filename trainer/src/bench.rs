@@ -25,6 +25,9 @@ use crate::workers::Workers;
 /// Rows of the square products whose rate is the limit: large enough to be at it, small enough for a cache.
 const SQUARE: i64 = 768;
 
+/// The most rows of them on a device, which takes larger ones as long as they are done sooner than this, in seconds.
+const LARGEST: (i64, f64) = (12_288, 2e-3);
+
 /// The outcome of a measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct StepTable {
@@ -84,6 +87,8 @@ pub struct RankMemory {
     /// The most bytes of tensors that were alive in main memory in the steps measured; 0 where they were not counted
     /// ([`kernels::memory`]).
     pub tensors: u64,
+    /// The most bytes of tensors that were alive on its device in the steps measured; 0 on a CPU.
+    pub on_device: u64,
 }
 
 impl StepTable {
@@ -149,6 +154,7 @@ pub fn step(cx: Context<'_>, device: Device, steps: u64) -> Result<StepTable> {
     let mut state = State::begin(spec, device, Ownership::new(spec, rank, world), workers)?;
     timed(cx, &mut state, 1)?;
     kernels::memory::anew();
+    kernels::memory::anew_on(device).map_err(refused)?;
     let mut table = StepTable {
         workers: workers.count(),
         ranks: world,
@@ -180,15 +186,16 @@ pub fn step(cx: Context<'_>, device: Device, steps: u64) -> Result<StepTable> {
     outcome?;
     table.uneven = if dealt[1] > 0.0 { dealt[0] / dealt[1] - 1.0 } else { 0.0 };
     let (tensors, (_, most)) = (kernels::memory::most(), memory::resident());
-    table.memory = memory_of_all(cx, state.owners.pieces(), [before, most, tensors])?;
+    let on_device = kernels::memory::most_on(device).map_err(refused)?;
+    table.memory = memory_of_all(cx, state.owners.pieces(), [before, most, tensors, on_device])?;
     // The machine may be shared: the better of two looks is nearer to what it can do.
     table.limit = f64::from(world) * table.limit.max(limit(device, workers, dtype)?);
     table.split(&spent);
     Ok(table)
 }
 
-/// What each rank holds by formula, and its sizes, which each tells the others: before, at most, and of tensors.
-fn memory_of_all(cx: Context<'_>, pieces: &[Piece], sizes: [u64; 3]) -> Result<Vec<RankMemory>> {
+/// What each rank holds by formula, and its sizes, which each tells the others: before, at most, of tensors, and on its device.
+fn memory_of_all(cx: Context<'_>, pieces: &[Piece], sizes: [u64; 4]) -> Result<Vec<RankMemory>> {
     let Context { spec, team, workers } = cx;
     let mut mine = Writer::default();
     sizes.iter().for_each(|size| {
@@ -200,8 +207,10 @@ fn memory_of_all(cx: Context<'_>, pieces: &[Piece], sizes: [u64; 3]) -> Result<V
     // The second step is the first that is measured.
     let ranks = Ways { names, pieces, degrees, flat, schedule, workers }.at(spec, 2)?;
     let of = |(rank, mut heard): (u32, Reader<'_>)| {
-        let (before, most, tensors) = (heard.word()?, heard.word()?, heard.word()?);
-        Ok(RankMemory { rank, formula: ranks.holds(spec, 2, rank)?, before, most, tensors })
+        let (before, most) = (heard.word()?, heard.word()?);
+        let (tensors, on_device) = (heard.word()?, heard.word()?);
+        let formula = ranks.holds(spec, 2, rank)?;
+        Ok(RankMemory { rank, formula, before, most, tensors, on_device })
     };
     (0..).zip(heard.readers()).map(of).collect()
 }
@@ -243,13 +252,15 @@ fn model_flops(spec: &RunSpec, number: u64, router: &[Vec<u64>]) -> Result<f64> 
 fn limit(device: Device, workers: Workers, dtype: Dtype) -> Result<f64> {
     let kind = if dtype == Dtype::Bf16 { Kind::BFloat16 } else { Kind::Float };
     let count = workers.count() as u64;
-    let mut best = 0f64;
-    for _ in 0..6 {
+    let (mut best, mut size) = (0f64, SQUARE);
+    for _ in 0..if device == Device::Cpu { 6 } else { 10 } {
         let begin = Instant::now();
         let work = |_| {
             runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
-            let square = Tensor::ones([SQUARE, SQUARE], (kind, device));
+            let square = Tensor::ones([size, size], (kind, device));
             let out = square.empty_like();
+            // What was queued before is no part of it.
+            let _ = square.get(0).get(0).double_value(&[]);
             let begin = Instant::now();
             for _ in 0..4 {
                 kernels::product::into(&out, &square, &square).map_err(refused)?;
@@ -260,7 +271,10 @@ fn limit(device: Device, workers: Workers, dtype: Dtype) -> Result<f64> {
         };
         let times = workers.map((0..count).collect(), work)?;
         let slowest = times.into_iter().fold(0.0, f64::max).min(begin.elapsed().as_secs_f64());
-        best = best.max(4.0 * count as f64 * 2.0 * (SQUARE as f64).powi(3) / slowest);
+        best = best.max(4.0 * count as f64 * 2.0 * (size as f64).powi(3) / slowest);
+        if device != Device::Cpu && slowest < 4.0 * LARGEST.1 {
+            size = (2 * size).min(LARGEST.0);
+        }
     }
     Ok(best)
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use contract::terminal::name;
 
 use crate::ledger::StepRecord;
+use crate::metrics::{DataStall, share};
 use crate::optim::guard::Skipped;
 use crate::validate::SourceLoss;
 
@@ -38,8 +39,14 @@ impl Progress {
         self.last = Instant::now();
     }
 
-    /// One step is done, with `tokens` tokens; returns how long it took.
-    pub fn step(&mut self, record: &StepRecord, tokens: u64, recomputed: bool) -> Duration {
+    /// One step is done, with `tokens` tokens, whose batch was `waited` for; returns how long it took.
+    pub fn step(
+        &mut self,
+        record: &StepRecord,
+        tokens: u64,
+        waited: Duration,
+        recomputed: bool,
+    ) -> Duration {
         let taken = self.last.elapsed();
         self.last = Instant::now();
         let seconds = taken.as_secs_f64();
@@ -49,14 +56,34 @@ impl Progress {
             let left = Duration::from_secs_f64(pace * (self.steps - record.step) as f64);
             let note = if recomputed { " | again, same bits" } else { "" };
             contract::note!(
-                "{} | {} tok/s | eta {}{note}",
+                "{} | {} tok/s | stall {:.1}% | eta {}{note}",
                 line(record, self.steps),
                 rate(tokens as f64 / seconds.max(1e-9)),
+                100.0 * share(waited, taken),
                 clock(left)
             );
         }
         taken
     }
+
+    /// The run ends here, or this process's part of it: how long it has waited for batches.
+    pub fn end(&self, stall: &DataStall) {
+        if self.shown && stall.steps > 0 {
+            contract::note!("{}", stall_line(stall));
+        }
+    }
+}
+
+/// All steps of this process but the first, beside which nothing was read ahead.
+fn stall_line(stall: &DataStall) -> String {
+    let DataStall { steps, first, taken, .. } = stall;
+    format!(
+        "data stall: {:.1}% of {:.1} s, the time of {} steps; {:.3} s before the first",
+        100.0 * stall.share(),
+        taken.as_secs_f64(),
+        steps.saturating_sub(1),
+        first.as_secs_f64()
+    )
 }
 
 /// The losses on held-out text, all of them first.
@@ -100,5 +127,20 @@ pub fn clock(time: Duration) -> String {
         0..60 => format!("{seconds}s"),
         60..3600 => format!("{}m{:02}s", seconds / 60, seconds % 60),
         _ => format!("{}h{:02}m", seconds / 3600, seconds / 60 % 60),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_total_of_waiting_leaves_the_first_step_out() {
+        let [first, waited] = [9000, 541].map(Duration::from_micros);
+        let stall = DataStall { steps: 24, first, waited, taken: Duration::from_millis(54_100) };
+        let wanted = "data stall: 0.0% of 54.1 s, the time of 23 steps; 0.009 s before the first";
+        assert_eq!(stall_line(&stall), wanted);
+        let slow = DataStall { waited: 100 * stall.waited, ..stall };
+        assert!(stall_line(&slow).starts_with("data stall: 0.1% of"));
     }
 }

@@ -133,7 +133,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     return stats;
   }
   void resetAccumulatedStats(DeviceIndex) override {}
-  void resetPeakStats(DeviceIndex) override {}
+  void resetPeakStats(DeviceIndex) override { machine().forget_peak(); }
 };
 DeviceMemory device_memory;
 

@@ -170,6 +170,15 @@ impl Queue {
         unsafe { self.module.launch(kernel, [blocks, 256], &mut places, self.stream) }
     }
 
+    /// The same of words that nobody checks: addresses of memory of the device, counts, bits of numbers.
+    #[cfg(test)]
+    pub(super) fn launch_words(&self, kernel: &CStr, blocks: u32, words: &mut [u64]) -> Result<()> {
+        let mut places: Vec<*mut c_void> =
+            words.iter_mut().map(|word| (&raw mut *word).cast()).collect();
+        // SAFETY: the words are those of a tape, which the emulator has played under a sanitizer.
+        unsafe { self.module.launch(kernel, [blocks, 256], &mut places, self.stream) }
+    }
+
     /// Words in the memory of the device, by way of pinned memory: the host waits for nothing.
     pub(crate) fn upload(&self, words: &[i64]) -> Result<Tensor> {
         super::upload(self.device, words)

@@ -54,6 +54,36 @@ proptest! {
     }
 }
 
+/// What readers make of their batches is made on their threads, and comes to the last stage in the order of steps.
+#[test]
+fn readers_fill_and_the_last_stage_sees_it_in_order() {
+    let dir = scratch();
+    write_store(dir.path(), &two_sources(), 2, 512);
+    let (plan, stores) = world(dir.path(), ReadCache::new(8));
+    let steps = plan.steps();
+    let fill = |batch: Batch| {
+        let thread = std::thread::current().name().unwrap_or_default().to_owned();
+        Ok((thread, batch.step, batch.digest()))
+    };
+    let mut calls = 0;
+    let last = move |filled| {
+        calls += 1;
+        Ok((calls, filled))
+    };
+    let slice = |_| Ok(RankSlice::WHOLE);
+    let options = PrefetchOptions { threads: 3, depth: 2 };
+    let ahead =
+        Prefetcher::by_step(plan.clone(), stores.clone(), 1..steps + 1, slice, options, fill, last);
+    let found: Vec<_> = ahead.unwrap().map(Result::unwrap).collect();
+    assert_eq!(found.len() as u64, steps);
+    for (number, (call, (thread, step, digest))) in (1..).zip(found) {
+        assert_eq!((call, step), (number, number));
+        assert!(["loader-0", "loader-1", "loader-2"].contains(&thread.as_str()), "{thread}");
+        let wanted = batch(&plan, &stores, step, RankSlice::WHOLE).unwrap().digest();
+        assert_eq!(digest, wanted);
+    }
+}
+
 #[test]
 fn shard_cuts_and_token_width_leave_no_trace() {
     let digests = |shard_tokens: u64, token_bytes: u32| -> Vec<Digest> {

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use contract::{Class, Digest, Fault, Result};
+use kernels::device::Departures;
 use safetensors::{Dtype, SafeTensors};
 use store::Location;
 use tch::{Device, Kind, Tensor};
@@ -191,7 +192,8 @@ impl<'a> Reader<'a> {
         let balance = self.balance(layout, workers)?;
         let (step, windows) = (self.manifest.step, self.manifest.windows.clone());
         let (owners, fold) = (owners.clone(), Fold::default());
-        Ok(State { step, weights, fold, balance, windows, owners, owned })
+        let departures = Departures::default();
+        Ok(State { step, weights, fold, balance, windows, owners, owned, departures })
     }
 
     /// The whole state, after checking all of it.

@@ -5,6 +5,8 @@
 
 use std::collections::VecDeque;
 
+use contract::Result;
+
 use super::Snapshot;
 
 /// Losses that a jump is measured against, at most and at least.
@@ -39,11 +41,11 @@ impl Ring {
         &mut self,
         step: u64,
         loss: f64,
-        copy: impl FnOnce() -> Snapshot,
-    ) -> Option<Snapshot> {
+        copy: impl FnOnce() -> Result<Snapshot>,
+    ) -> Result<Option<Snapshot>> {
         let RingOptions { states, every, .. } = self.options;
         if states == 0 {
-            return None;
+            return Ok(None);
         }
         let jumped = self.jumped(loss);
         // The newest one lies before this step. It leaves the ring: one jump is written down once.
@@ -53,9 +55,9 @@ impl Ring {
             while self.states.len() >= states {
                 self.states.pop_front();
             }
-            self.states.push_back(copy());
+            self.states.push_back(copy()?);
         }
-        before
+        Ok(before)
     }
 
     fn jumped(&mut self, loss: f64) -> bool {
@@ -91,12 +93,13 @@ mod tests {
             let mut ring = Ring::new(RingOptions { states, every, spike: 6.0 });
             for step in 1..=jump {
                 let loss = if step == jump { 9.0 } else { 3.0 + (step % 3) as f64 * 0.01 };
-                let found = ring.step(step, loss, || snapshot(step)).map(|found| found.step());
+                let found = ring.step(step, loss, || Ok(snapshot(step))).unwrap();
+                let found = found.map(|found| found.step());
                 let wanted = (step - 1) / every * every;
                 prop_assert_eq!(found, (step == jump && wanted > 0).then_some(wanted));
                 prop_assert!(ring.states.len() <= states);
             }
-            prop_assert!(ring.step(jump + 1, 9.0, || snapshot(0)).is_none(), "a jump is told once");
+            prop_assert!(ring.step(jump + 1, 9.0, || Ok(snapshot(0))).unwrap().is_none(), "a jump is told once");
         }
     }
 
@@ -104,7 +107,7 @@ mod tests {
     fn without_a_ring_nothing_is_copied() {
         let mut ring = Ring::new(RingOptions { states: 0, every: 1, spike: -9.0 });
         for step in 1..100 {
-            assert!(ring.step(step, step as f64, || panic!("it copied")).is_none());
+            assert!(ring.step(step, step as f64, || panic!("it copied")).unwrap().is_none());
         }
     }
 }

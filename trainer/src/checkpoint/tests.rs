@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use contract::{Key, Purpose, draw};
+use kernels::device::Departures;
 use proptest::prelude::*;
 use tch::Tensor;
 use tempfile::TempDir;
@@ -81,7 +82,8 @@ impl Whole {
         let owned = owned.collect();
         let weights = weights.iter().map(Tensor::copy).collect();
         let (balance, windows) = (balance.clone(), windows.clone());
-        State { step, weights, fold: Fold::default(), balance, windows, owners, owned }
+        let (fold, departures) = (Fold::default(), Departures::default());
+        State { step, weights, fold, balance, windows, owners, owned, departures }
     }
 }
 
@@ -132,7 +134,7 @@ fn digest(state: &State) -> Digest {
 
 fn save(checkpoints: &Checkpoints, layout: &Layout, step: u64) -> Result<()> {
     let state = state(layout, step);
-    let snapshot = Snapshot::of(&state);
+    let snapshot = Snapshot::of(&state)?;
     let blobs = checkpoints.write(layout, &snapshot)?;
     checkpoints.commit(&snapshot, (digest(&state), CHAIN), layout, state.owners.pieces(), blobs)
 }
@@ -365,7 +367,7 @@ fn writers_that_leave_something_out_commit_nothing() {
     let folder = TempDir::new().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
     let state = state(&layout, 3);
-    let (snapshot, pieces) = (Snapshot::of(&state), state.owners.pieces());
+    let (snapshot, pieces) = (Snapshot::of(&state).unwrap(), state.owners.pieces());
     let blobs = checkpoints.write(&layout, &snapshot).unwrap();
     for missing in 0..blobs.len() {
         let mut some = blobs.clone();
@@ -424,7 +426,7 @@ proptest! {
         let pieces = pieces_of(&layout, &cuts, (&ends, &owners));
         let (mut blobs, mut snapshots) = (Vec::new(), Vec::new());
         for rank in 0..7 {
-            let snapshot = Snapshot::of(&state.cut(3, &pieces, rank));
+            let snapshot = Snapshot::of(&state.cut(3, &pieces, rank)).unwrap();
             blobs.extend(checkpoints.write(&layout, &snapshot).unwrap());
             snapshots.push(snapshot);
         }

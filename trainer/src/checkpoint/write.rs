@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use contract::{Digest, Fault, Result};
+use kernels::device::{Landing, Unloader};
 use safetensors::tensor::{Dtype, View};
 use tch::{Device, Kind, Tensor};
 
@@ -14,13 +15,15 @@ use super::{Layout, name};
 use crate::model::balance_name;
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
+use crate::refusal::refused;
 use crate::state::ownership::Piece;
 use crate::state::{Owned, State};
 
-/// A copy on the host of what one writer owns of a state: nothing moves it any more.
+/// A copy on the host of what one writer owns of a state: nothing moves it any more. A device may still be making it.
 pub struct Snapshot {
     step: u64,
     pieces: Vec<Held>,
+    landing: Landing,
     balance: Vec<Balance>,
     windows: Option<Windows>,
 }
@@ -34,25 +37,48 @@ struct Held {
 }
 
 impl Snapshot {
-    /// Copies what this rank owns of `state`. Rank 0 owns the balance; the windows, which every rank has, go into the
-    /// manifest.
-    pub fn of(state: &State) -> Self {
+    /// Copies what this rank owns of `state`, and waits until it is copied.
+    pub fn of(state: &State) -> Result<Self> {
+        let device = state.weights.first().map_or(Device::Cpu, Tensor::device);
+        let snapshot = Snapshot::beside(state, &Unloader::new(device).map_err(refused)?)?;
+        snapshot.arrive()?;
+        Ok(snapshot)
+    }
+
+    /// The same without waiting: a device copies beside what follows, into pinned memory, and whoever moves the state there holds
+    /// until it has. Rank 0 owns the balance; the windows, which every rank has, go into the manifest.
+    pub fn beside(state: &State, unloader: &Unloader) -> Result<Self> {
         // No `..`: whatever is added to the state has to be written.
-        let State { step, weights: _, fold: _, balance, windows, owners, owned: _ } = state;
-        let held = |(piece, weight, owned): (&Piece, Tensor, &Owned)| Held {
-            piece: piece.clone(),
-            weight: host(&weight),
-            first: host(&owned.first),
-            second: owned.second.as_ref().map(host),
+        let State { step, weights: _, fold: _, balance, windows, owners, owned: _, departures } =
+            state;
+        let (mut tensors, mut pieces) = (Vec::new(), Vec::new());
+        for (piece, weight, Owned { master: _, first, second }) in state.own() {
+            tensors.extend([weight, first.shallow_clone()]);
+            tensors.extend(second.as_ref().map(Tensor::shallow_clone));
+            pieces.push((piece.clone(), second.is_some()));
+        }
+        let (copies, landing) = unloader.copies(&tensors, departures).map_err(refused)?;
+        let mut copies = copies.into_iter();
+        let mut next = || copies.next().ok_or_else(|| Fault::bug("a tensor was not copied"));
+        let held = |(piece, has_second): (Piece, bool)| {
+            let (weight, first) = (next()?, next()?);
+            let second = if has_second { Some(next()?) } else { None };
+            Ok(Held { piece, weight, first, second })
         };
-        let pieces = state.own().map(held).collect();
+        let pieces = pieces.into_iter().map(held).collect::<Result<_>>()?;
         let balance = if owners.rank() == 0 { balance.clone() } else { Vec::new() };
-        Snapshot { step: *step, pieces, balance, windows: windows.clone() }
+        Ok(Snapshot { step: *step, pieces, landing, balance, windows: windows.clone() })
+    }
+
+    /// Waits until all of it is here.
+    fn arrive(&self) -> Result<()> {
+        self.landing.wait().map_err(refused)
     }
 
     /// One that holds nothing.
     pub(super) fn empty(step: u64) -> Self {
-        Snapshot { step, pieces: Vec::new(), balance: Vec::new(), windows: None }
+        let (pieces, landing) = (Vec::new(), Landing::default());
+        Snapshot { step, pieces, landing, balance: Vec::new(), windows: None }
     }
 
     /// The step whose outcome this is.
@@ -93,14 +119,6 @@ impl Snapshot {
     }
 }
 
-/// A copy in this machine's memory that shares nothing.
-fn host(tensor: &Tensor) -> Tensor {
-    match tensor.device() {
-        Device::Cpu => tensor.copy(),
-        _ => tensor.to_device(Device::Cpu),
-    }
-}
-
 /// Puts the blobs of a snapshot where they belong.
 pub(super) fn blobs(
     medium: &dyn Medium,
@@ -114,6 +132,7 @@ pub(super) fn blobs(
         medium.put(&name(snapshot.step, &blob), &bytes)?;
         Ok(BlobRecord { name: blob, bytes: bytes.len() as u64, digest: Digest::of_bytes(&bytes) })
     };
+    snapshot.arrive()?;
     snapshot.blobs(layout).into_iter().map(put).collect()
 }
 

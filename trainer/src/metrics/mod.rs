@@ -30,13 +30,52 @@ use tensorboard::Writer;
 pub struct Metrics {
     writer: Writer,
     waited: Duration,
+    stall: DataStall,
+}
+
+/// How long the steps of a process have waited for their batches. Nobody reads ahead of the first one, which says nothing about
+/// the others.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct DataStall {
+    /// Steps.
+    pub steps: u64,
+    /// What the first one waited.
+    pub first: Duration,
+    /// What all others waited.
+    pub waited: Duration,
+    /// How long all others took.
+    pub taken: Duration,
+}
+
+impl DataStall {
+    fn add(&mut self, waited: Duration, taken: Duration) {
+        match self.steps {
+            0 => self.first = waited,
+            _ => {
+                self.waited += waited;
+                self.taken += taken;
+            }
+        }
+        self.steps += 1;
+    }
+
+    /// The share of their time in which all steps but the first waited.
+    pub fn share(&self) -> f64 {
+        share(self.waited, self.taken)
+    }
+}
+
+/// The share of `taken` that was `waited`.
+pub(crate) fn share(waited: Duration, taken: Duration) -> f64 {
+    (waited.as_secs_f64() / taken.as_secs_f64().max(1e-9)).min(1.0)
 }
 
 impl Metrics {
     /// Begins a file in `folder`; what other files there say of steps after `step` is void from now on.
     pub fn open(folder: &Path, step: u64) -> Result<Self> {
         fs::create_dir_all(folder).map_err(|error| Fault::io("create", folder, &error))?;
-        Ok(Metrics { writer: Writer::create(folder, step)?, waited: Duration::ZERO })
+        let (writer, waited) = (Writer::create(folder, step)?, Duration::ZERO);
+        Ok(Metrics { writer, waited, stall: DataStall::default() })
     }
 
     /// The next batch, and a note of how long it took to come.
@@ -52,6 +91,11 @@ impl Metrics {
         self.waited
     }
 
+    /// How long batches were waited for since the process began.
+    pub fn stall(&self) -> DataStall {
+        self.stall
+    }
+
     /// The curves of one step, which took `taken` in all.
     pub fn step(
         &mut self,
@@ -61,12 +105,13 @@ impl Metrics {
         taken: Duration,
     ) -> Result<()> {
         let seconds = taken.as_secs_f64().max(1e-9);
+        self.stall.add(self.waited, taken);
         let mut values = vec![
             ("loss/all".to_owned(), record.loss),
             ("optimizer/gradient_norm".to_owned(), record.norm()),
             ("optimizer/lr".to_owned(), record.lr()),
             ("speed/tokens_per_second".to_owned(), tokens as f64 / seconds),
-            ("speed/data_stall".to_owned(), (self.waited.as_secs_f64() / seconds).min(1.0)),
+            ("speed/data_stall".to_owned(), share(self.waited, taken)),
         ];
         if let Some(longest) =
             record.longest.as_ref().map(Packed::float).filter(|it| it.is_finite())
@@ -128,6 +173,18 @@ fn mean(values: impl Iterator<Item = f64>) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_first_step_is_told_apart() {
+        let (second, mut stall) = (Duration::from_secs(1), DataStall::default());
+        assert_eq!(stall.share(), 0.0);
+        stall.add(9 * second, 10 * second);
+        assert_eq!((stall.steps, stall.first, stall.share()), (1, 9 * second, 0.0));
+        stall.add(second, 5 * second);
+        stall.add(Duration::ZERO, 5 * second);
+        assert_eq!((stall.steps, stall.first, stall.share()), (3, 9 * second, 0.1));
+        assert_eq!(share(2 * second, second), 1.0);
+    }
 
     #[test]
     fn an_even_load_has_entropy_one_and_a_lone_expert_none() {

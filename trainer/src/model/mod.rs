@@ -44,7 +44,7 @@ pub use cut::Cut;
 pub use fold::{Common, Fold, Folded, Sharding};
 pub(crate) use gradients::Used;
 pub use gradients::{ChunkSum, Collected, Sink, Term};
-pub use input::{LeafInput, StagedLeaf};
+pub use input::{LeafInput, PackedLeaves, StagedLeaf};
 pub use line::{Coming, Dealt, Line};
 pub use param::{
     EMBEDDING, Init, ParamId, ParamSpec, Role, balance_name, init, init_balance, initial,

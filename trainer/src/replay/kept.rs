@@ -80,7 +80,7 @@ impl Kept {
         let lock = if comm.rank() == 0 { self.prepare(state.step).map(Some) } else { Ok(None) };
         // Nobody writes before rank 0 has the place.
         written_by_all(comm, &lock.as_ref().map(|_| Vec::new()).map_err(Clone::clone))?;
-        let (snapshot, pieces) = (Snapshot::of(state), state.owners.pieces());
+        let (snapshot, pieces) = (Snapshot::of(state)?, state.owners.pieces());
         let blobs = written_by_all(comm, &self.checkpoints.write(layout, &snapshot))?;
         if comm.rank() == 0 {
             self.checkpoints.commit(&snapshot, digests, layout, pieces, blobs)?;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use contract::{Class, Digest, Fault, Result};
+use kernels::device::Unloader;
 use kernels::group::{Group, Store};
 use serde_json::json;
 
@@ -25,6 +26,8 @@ pub(super) struct Keeper<'a> {
     /// The last step that is kept, or will be when the saver is done.
     kept: u64,
     saver: Saver,
+    /// What copies it off the device, beside the steps that follow.
+    unloader: Unloader,
     /// Its part of recent states.
     ring: Ring,
     /// Whether the loss of a rank may be survived.
@@ -42,10 +45,11 @@ impl<'a> Keeper<'a> {
         checkpoints: Checkpoints,
         exec: &ExecOptions,
         kept: u64,
-    ) -> Self {
+    ) -> Result<Self> {
+        let unloader = Unloader::new(layout.device).map_err(lost)?;
         let (retention, saver, ring) = (exec.retention, Saver::new(), Ring::new(exec.ring));
         let elastic = exec.min_ranks.is_some();
-        Keeper { comm, layout, checkpoints, retention, kept, saver, ring, elastic }
+        Ok(Keeper { comm, layout, checkpoints, retention, kept, saver, unloader, ring, elastic })
     }
 
     /// Takes note of a step: tells of what has been written meanwhile, and if its loss has jumped, all ranks write down what
@@ -57,7 +61,8 @@ impl<'a> Keeper<'a> {
         recorder: &mut Recorder<'_>,
     ) -> Result<()> {
         recorder.written(self.saver.done()?)?;
-        let before = self.ring.step(record.step, record.loss, || Snapshot::of(state));
+        let copy = || Snapshot::beside(state, &self.unloader);
+        let before = self.ring.step(record.step, record.loss, copy)?;
         let Some(before) = before else { return Ok(()) };
         self.keep_now(&before, state.owners.pieces(), recorder, true)?;
         recorder.jumped(record.step, before.step())
@@ -78,7 +83,7 @@ impl<'a> Keeper<'a> {
         // One copy at a time: this one may only be made when the one before is written.
         self.finish(recorder)?;
         let digests = recorder.digests(step)?;
-        let snapshot = Snapshot::of(state);
+        let snapshot = Snapshot::beside(state, &self.unloader)?;
         let work = match digests {
             Some(digests) => self.lead(snapshot, digests, state.owners.pieces().to_vec()),
             None => self.follow(snapshot)?,
@@ -161,10 +166,11 @@ impl<'a> Keeper<'a> {
         if fault.class() != Class::Diverged {
             return fault;
         }
-        let kept = match self.kept < state.step {
-            true => self.keep_now(&Snapshot::of(state), state.owners.pieces(), recorder, false),
-            false => self.finish(recorder),
+        let mut keep = |own: &mut Self| match own.kept < state.step {
+            true => own.keep_now(&Snapshot::of(state)?, state.owners.pieces(), recorder, false),
+            false => own.finish(recorder),
         };
+        let kept = keep(self);
         let fault = recorder.diverged(fault, state.step, kept);
         if self.comm.rank() == 0 {
             self.comm.report(&fault.to_string());

@@ -16,6 +16,7 @@
 use std::collections::VecDeque;
 
 use contract::{Digest, Result};
+use kernels::device::Departures;
 use kernels::group::Group;
 use tch::{Device, Kind, Tensor};
 
@@ -107,8 +108,8 @@ impl Mirror {
             |(piece, packed): (&Piece, &Tensor)| unpack(piece, packed, &weights[piece.tensor]);
         let owned = owners.own().zip(&found).map(put).collect();
         let owners = owners.clone();
-        let fold = Fold::default();
-        let state = State { step, weights, fold, balance, windows, owners, owned };
+        let (fold, departures) = (Fold::default(), Departures::default());
+        let state = State { step, weights, fold, balance, windows, owners, owned, departures };
         state.round(workers)?;
         share::weights(team, &state)?;
         let mut mine = Writer::default();

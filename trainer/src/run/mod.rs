@@ -27,6 +27,7 @@ use tch::Device;
 use crate::exec::ExecOptions;
 use crate::mesh::axes::Axis;
 use crate::mesh::{Mesh, Team, team};
+use crate::model::PackedLeaves;
 use crate::refusal::{caught, lost};
 use crate::spec::RunSpec;
 use crate::step::{self, Asked, Context, Leaves};
@@ -92,8 +93,9 @@ fn run(
     }
     let context = Context { spec: &spec, team: &team, workers: exec.workers };
     let (steps, slices) = (state.step + 1..last_step(&spec, exec) + 1, slices(&spec, &team));
-    let (plan, data, stage) = (spec.plan.clone(), spec.data.clone(), staging(&spec, world.device)?);
-    let mut batches = Prefetcher::by_step(plan, data, steps, slices, exec.prefetch, stage)?;
+    let (plan, data) = (spec.plan.clone(), spec.data.clone());
+    let (pack, send) = staging(&spec, world.device)?;
+    let mut batches = Prefetcher::by_step(plan, data, steps, slices, exec.prefetch, pack, send)?;
     while let Some(batch) = recorder.wait(|| batches.next()) {
         let (batch, leaves) = batch?;
         let asked = || Asked { stop: exec.stopped(), join: world.is_awaited() };
@@ -150,12 +152,24 @@ fn slices(
     }
 }
 
-/// The prefetcher's last stage: puts the leaves of each batch on the device while the step before is computed.
+/// A batch with its leaves, packed or on the device.
+type With<T> = (Batch, T);
+
+/// What the prefetcher's readers and its last stage do: leaves are written into buffers of the device's ring by the readers, and
+/// copied from there while the step before is computed.
 fn staging(
     spec: &Arc<RunSpec>,
     device: Device,
-) -> Result<impl FnMut(Batch) -> Result<(Batch, Leaves)> + Send + 'static> {
+) -> Result<(
+    impl Fn(Batch) -> Result<With<PackedLeaves>> + Send + Sync + 'static,
+    impl FnMut(With<PackedLeaves>) -> Result<With<Leaves>> + Send + 'static,
+)> {
     let stager = Stager::new(device).map_err(|error| Fault::machine(error.to_string()))?;
-    let spec = Arc::clone(spec);
-    Ok(move |batch: Batch| Leaves::stage(&spec, &batch, &stager).map(|leaves| (batch, leaves)))
+    let (spec, buffers) = (Arc::clone(spec), stager.buffers().clone());
+    let pack = move |batch: Batch| {
+        let packed = Leaves::pack(&spec, &batch, &buffers)?;
+        Ok((batch, packed))
+    };
+    let send = move |(batch, packed)| Ok((batch, Leaves::send(packed, &stager)?));
+    Ok((pack, send))
 }

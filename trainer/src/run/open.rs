@@ -98,7 +98,7 @@ pub(super) fn open<'a>(
     };
     // What was in memory need not be on the disk.
     let kept = if from_memory { 0 } else { state.step };
-    let keeper = Keeper::new(comm, layout, checkpoints, exec, kept);
+    let keeper = Keeper::new(comm, layout, checkpoints, exec, kept)?;
     Ok(Begun { state, digest, recorder: Recorder(book), keeper, from_memory })
 }
 

@@ -142,7 +142,15 @@ impl Recorder<'_> {
     /// Says how the run ended.
     pub(super) fn finish(&mut self, step: u64) -> Result<()> {
         let Some(book) = &mut self.0 else { return Ok(()) };
-        book.events.write("stop", json!({"step": step, "signal": book.exec.stopped()}))
+        let stall = book.metrics.stall();
+        book.progress.end(&stall);
+        book.events.write(
+            "stop",
+            json!({
+                "step": step, "signal": book.exec.stopped(), "stall_first": seconds(stall.first),
+                "stall": seconds(stall.waited), "seconds": seconds(stall.taken),
+            }),
+        )
     }
 }
 
@@ -176,7 +184,7 @@ impl Book<'_> {
         }
         let step = self.spec.plan.step(record.step)?;
         let tokens = step.batch * u64::from(step.seq_len);
-        let taken = self.progress.step(record, tokens, again);
+        let taken = self.progress.step(record, tokens, self.metrics.waited(), again);
         self.metrics.step(self.spec, record, tokens, taken)?;
         let rate = tokens as f64 / taken.as_secs_f64().max(1e-9);
         let fields = json!({

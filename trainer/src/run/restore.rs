@@ -158,7 +158,7 @@ mod tests {
                 pieces_of(&layout, cuts, (ends, owners))
             };
             let (pieces, mut blobs) = (cut(&writers), Vec::new());
-            let snapshot = |rank| Snapshot::of(&all.cut(5, &pieces, rank));
+            let snapshot = |rank| Snapshot::of(&all.cut(5, &pieces, rank)).unwrap();
             for rank in 0..writers.3 {
                 blobs.extend(checkpoints.write(&layout, &snapshot(rank)).unwrap());
             }

@@ -14,12 +14,14 @@ pub mod ownership;
 use contract::{Fault, Result};
 use curriculum::Dtype;
 use kernels::checksum;
+use kernels::device::Departures;
 use tch::{Device, Kind, Tensor};
 
 use crate::model::{self, Fold, ParamSpec};
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
 use crate::optim::{self, At, Settings, norm};
+use crate::refusal::refused;
 use crate::spec::RunSpec;
 use crate::timing;
 use crate::workers::Workers;
@@ -45,6 +47,8 @@ pub struct State {
     pub owners: Ownership,
     /// What this rank alone holds of its pieces, in their order.
     pub owned: Vec<Owned>,
+    /// Copies that a device still makes of this rank's pieces, for a checkpoint: whoever writes those in place holds first.
+    pub departures: Departures,
 }
 
 /// What the owner of a piece holds of it besides [`State::weights`], in the shape of the piece.
@@ -96,7 +100,9 @@ impl State {
         let owned = owners.own().map(of).collect();
         let windows = spec.settings.guard.windows();
         let fold = Fold::default();
-        let mut state = State { step: 0, weights, fold, balance, windows, owners, owned };
+        let departures = Departures::default();
+        let mut state =
+            State { step: 0, weights, fold, balance, windows, owners, owned, departures };
         match &spec.start {
             None => drawn(spec, &state, workers)?,
             Some(start) => {
@@ -113,7 +119,7 @@ impl State {
 
     /// A copy that shares no memory with this one.
     pub fn copy(&self) -> State {
-        let State { step, weights, fold, balance, windows, owners, owned } = self;
+        let State { step, weights, fold, balance, windows, owners, owned, departures: _ } = self;
         State {
             step: *step,
             weights: weights.iter().map(Tensor::copy).collect(),
@@ -122,6 +128,7 @@ impl State {
             windows: windows.clone(),
             owners: owners.clone(),
             owned: owned.iter().map(Owned::copy).collect(),
+            departures: Departures::default(),
         }
     }
 
@@ -237,6 +244,10 @@ impl State {
     ) -> Result<bool> {
         let stays = |(one, weight): (&ParamSpec, &Tensor)| one.kind(dtype) == weight.kind();
         let same = parameters.iter().zip(&self.weights).all(stays);
+        if self.fold != fold || !same {
+            // What others own of a tensor is written beside what this rank does.
+            self.let_go()?;
+        }
         if self.fold != fold || (!same && fold.degree() > 1) {
             self.hold_anew(parameters, dtype, fold);
             return self.round(workers).map(|()| true);
@@ -301,6 +312,12 @@ impl State {
         asks
     }
 
+    /// What is queued from here on may write this rank's pieces: a device has copied them by then.
+    fn let_go(&self) -> Result<()> {
+        let device = self.weights.first().map_or(Device::Cpu, Tensor::device);
+        self.departures.hold(device).map_err(refused)
+    }
+
     /// Moves this rank's pieces by their gradients, which come in the order of its pieces, and returns for each the sum of
     /// squares of new weights minus old ones. What `step` counts is left to the caller.
     pub fn update(
@@ -310,6 +327,7 @@ impl State {
         at: At,
         workers: Workers,
     ) -> Result<Vec<f64>> {
+        self.let_go()?;
         let (mut items, mut ends) = (Vec::new(), Vec::new());
         for ((piece, weight, owned), gradient) in self.own().zip(gradients) {
             let Owned { first, second, .. } = owned;
@@ -349,7 +367,8 @@ impl State {
     pub fn sums_of(&self, pieces: &[PieceSums]) -> StateSums {
         // No `..`: whatever is added to the state enters its digest.
         // Who holds what decides no digest.
-        let State { step, weights, fold: _, balance, windows, owners, owned: _ } = self;
+        let State { step, weights, fold: _, balance, windows, owners, owned: _, departures: _ } =
+            self;
         let mut sums = [(); 3].map(|()| vec![0u64; weights.len()]);
         let mut has_second = vec![false; weights.len()];
         for (piece, of_piece) in owners.pieces().iter().zip(pieces) {

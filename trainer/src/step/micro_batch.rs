@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use contract::{Fault, Result};
-use kernels::device::Stager;
+use kernels::device::{Buffers, Stager};
 use kernels::share::Frozen;
 use loader::Batch;
 use tch::Tensor;
@@ -14,7 +14,7 @@ use crate::audit;
 use crate::mesh::context::{Shared, SharedSink};
 use crate::mesh::sink::Checksum;
 use crate::mesh::sum::Sum;
-use crate::model::{self, Computing, LeafInput, LeafLosses, Sink, StagedLeaf};
+use crate::model::{self, Computing, LeafInput, LeafLosses, PackedLeaves, Sink, StagedLeaf};
 use crate::optim::balance::Balance;
 use crate::refusal::{caught, refused, values};
 use crate::spec::{PhaseModel, RunSpec};
@@ -52,11 +52,22 @@ pub enum Detail {
 pub struct Leaves(Vec<Mutex<Option<StagedLeaf>>>);
 
 impl Leaves {
+    /// Checks every leaf of `batch` and writes it into a buffer of the ring: what a prefetcher's readers do.
+    pub fn pack(spec: &RunSpec, batch: &Batch, buffers: &Buffers) -> Result<PackedLeaves> {
+        let config = &spec.model_at(batch.step)?.config;
+        let leaves = (0..batch.rows / batch.micro_batch).map(|leaf| input(batch, leaf));
+        LeafInput::pack(&leaves.collect::<Vec<_>>(), config, buffers)
+    }
+
+    /// Starts moving them.
+    pub fn send(packed: PackedLeaves, stager: &Stager) -> Result<Leaves> {
+        let staged = packed.send(stager)?;
+        Ok(Leaves(staged.into_iter().map(Some).map(Mutex::new).collect()))
+    }
+
     /// Checks every leaf of `batch` and starts moving it.
     pub fn stage(spec: &RunSpec, batch: &Batch, stager: &Stager) -> Result<Leaves> {
-        let config = &spec.model_at(batch.step)?.config;
-        let staged = |leaf| input(batch, leaf).stage(config, stager).map(Some).map(Mutex::new);
-        (0..batch.rows / batch.micro_batch).map(staged).collect::<Result<_>>().map(Leaves)
+        Leaves::send(Leaves::pack(spec, batch, stager.buffers())?, stager)
     }
 
     fn take(&self, leaf: u64) -> Result<StagedLeaf> {

@@ -81,7 +81,7 @@ fn harmed_by(scratch: &Scratch, ranks: u32, last: u64, harm: Harm<'_>) {
             (harm.record)(&mut record);
             records.push(record);
         }
-        let snapshot = Snapshot::of(&state);
+        let snapshot = Snapshot::of(&state).unwrap();
         let blobs = checkpoints.write(&layout, &snapshot).unwrap();
         world.comm.barrier("the end").unwrap();
         (records, snapshot, blobs, owners.pieces().to_vec())

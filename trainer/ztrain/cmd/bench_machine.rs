@@ -56,6 +56,9 @@ pub(crate) struct GemmArgs {
     /// Widths of square weights [default: 64,128,256,512,1024 on a CPU, 512,1024,2048,4096,7168 on a GPU].
     #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = clap::value_parser!(i64).range(2..=1 << 17))]
     widths: Vec<i64>,
+    /// Tokens of the longest document of attention [default: of the curriculum's micro-batch, else 2048 on a CPU, 8192 on a GPU].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(1..=1 << 20))]
+    tokens: Option<i64>,
     /// Number formats to measure.
     #[arg(long, value_name = "FORMAT", value_delimiter = ',', value_enum, default_values_t = [Format::F32, Format::Bf16])]
     dtype: Vec<Format>,
@@ -217,7 +220,7 @@ pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
     }
     // Of f32 operands by itself where bf16 ones were measured too.
     for format in args.dtype.iter().rev() {
-        let found = attention(bench, *format, &args.common, model.as_ref())?;
+        let found = attention(bench, *format, &args, model.as_ref())?;
         let curve =
             |which: usize| Some(Curve::of(found.iter().map(|it| [it[0], it[which]]).collect()));
         match args.dtype.contains(&Format::Bf16) && *format == Format::F32 {
@@ -297,7 +300,7 @@ fn tell_products(found: &[Product], common: &Common) -> Result<()> {
 fn attention(
     bench: Bench,
     format: Format,
-    common: &Common,
+    args: &GemmArgs,
     model: Option<&(ZayaConfig, i64)>,
 ) -> Result<Vec<[f64; 3]>> {
     let (heads, most) = match (model, bench.device) {
@@ -308,10 +311,10 @@ fn attention(
         (None, Device::Cpu) => ([4, 1, 64], 2048),
         (None, _) => ([8, 2, 128], 8192),
     };
-    let mut found = Vec::new();
+    let (mut found, most) = (Vec::new(), args.tokens.unwrap_or(most));
     for tokens in [most / 64, most / 16, most / 4, most].into_iter().filter(|tokens| *tokens > 0) {
         let (operations, [there, back]) = bench.attention(tokens, heads, format.kind())?;
-        if !common.json {
+        if !args.common.json {
             tell!(
                 "attention, {}, {tokens} tokens, {} heads of {}: {:.1} GF/s forward, {:.1} backward",
                 format.name(),

@@ -144,7 +144,7 @@ fn print_ranks(table: &StepTable) -> Result<()> {
     tell!(
         "{head}  (tensors: the most that were alive; resident: the most, less what the program took before)"
     );
-    for RankMemory { rank, formula, before, most, tensors } in &table.memory {
+    for RankMemory { rank, formula, before, most, tensors, .. } in &table.memory {
         let Holds { weights, masters, moments, activations, gradients, sent, received, sums } =
             *formula;
         let parts = [
@@ -162,6 +162,11 @@ fn print_ranks(table: &StepTable) -> Result<()> {
         let cells =
             parts.into_iter().chain([*tensors, measured]).map(|part| format!("{:.1}", mega(part)));
         tell!("{}", row(&format!("r{rank}"), cells.collect()));
+    }
+    for RankMemory { rank, on_device, .. } in &table.memory {
+        if *on_device > 0 {
+            tell!("r{rank}: {:.1} MiB of tensors on its device at most", mega(*on_device));
+        }
     }
     Ok(())
 }

@@ -1,6 +1,11 @@
 //! What is launched on the emulator: buffers, addresses to be put into them, and kernels with their arguments.
 
+use std::ffi::CString;
+
+use tch::{Device, Kind, Tensor};
+
 use super::build::{Build, played};
+use crate::device::queue::Queue;
 
 /// A buffer of a tape.
 #[derive(Clone, Copy, Debug)]
@@ -139,13 +144,46 @@ impl Tape {
     pub(super) fn play(&self) -> Played {
         let (told, left) = played(&Build::PLAIN, "all", &[self]);
         let left = left.unwrap_or_else(|| panic!("{}: {told}", self.name));
-        let mut rest = left.as_slice();
+        self.left(&left)
+    }
+
+    /// The same from the bytes of all its buffers.
+    pub(super) fn left(&self, mut rest: &[u8]) -> Played {
         let buffers = self.buffers.iter().map(|buffer| {
             let (own, others) = rest.split_at(buffer.len());
             rest = others;
             own.to_vec()
         });
         Played { buffers: buffers.collect() }
+    }
+
+    /// What it leaves in the memory of a device.
+    pub(super) fn play_on(&self, device: Device, queue: &Queue) -> Played {
+        let room = |bytes: &Vec<u8>| Tensor::empty([bytes.len() as i64], (Kind::Uint8, device));
+        let mut places: Vec<Tensor> = self.buffers.iter().map(room).collect();
+        let mut bytes = self.buffers.clone();
+        for [buffer, at, target, offset] in
+            self.addresses.iter().map(|one| one.map(|it| it as usize))
+        {
+            let address = places[target].data_ptr() as u64 + offset as u64;
+            bytes[buffer][at..at + 8].copy_from_slice(&address.to_le_bytes());
+        }
+        for (place, bytes) in places.iter_mut().zip(&bytes) {
+            place.copy_(&Tensor::from_slice(bytes));
+        }
+        for (kernel, blocks, arguments) in &self.launches {
+            let word = |argument: &Argument| match *argument {
+                Argument::Address(buffer) => places[buffer.0].data_ptr() as u64,
+                Argument::Null => 0,
+                Argument::Word(value) => u64::from(value),
+                Argument::Float(value) => u64::from(value.to_bits()),
+            };
+            let mut words: Vec<u64> = arguments.iter().map(word).collect();
+            let name = CString::new(kernel.as_str()).unwrap();
+            queue.launch_words(&name, *blocks as u32, &mut words).unwrap();
+        }
+        let read = |place: &Tensor| Vec::<u8>::try_from(place.to_device(Device::Cpu)).unwrap();
+        Played { buffers: places.iter().map(read).collect() }
     }
 }
 
@@ -156,6 +194,14 @@ pub(super) struct Played {
 }
 
 impl Played {
+    /// All bytes but addresses, which are others in any other memory.
+    pub(super) fn comparable(mut self, tape: &Tape) -> Vec<u8> {
+        for [buffer, at, ..] in tape.addresses.iter().map(|one| one.map(|it| it as usize)) {
+            self.buffers[buffer][at..at + 8].fill(0);
+        }
+        self.buffers.concat()
+    }
+
     pub(super) fn read<T: Element>(&self, buffer: Buffer) -> Vec<T> {
         self.buffers[buffer.0].chunks_exact(size_of::<T>()).map(T::read).collect()
     }

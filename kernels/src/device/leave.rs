@@ -1,0 +1,124 @@
+//! Copies of a device's tensors in memory of the host, made beside the computation.
+//!
+//! ```text
+//! computing stream:  ... | mark --------- the next step's passes ---------- hold | writes the tensors ...
+//! side stream:           +-> after --> copies into pinned memory --> event ----^
+//! host:                                                                +--> Landing::wait: reads the copies
+//! ```
+//!
+//! The copies wait for what the computing stream had to do when they were asked for, and whoever writes the tensors again waits
+//! for the copies: an event each way. The host waits where it reads them, on whatever thread that is. `record_stream` keeps the
+//! memory of a tensor that is dropped meanwhile. Pinned memory is that of libtorch's allocator, which keeps it registered and
+//! hands it out again for the next copies.
+
+use std::ffi::{c_int, c_void};
+use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tch::{Device, Tensor};
+use torch_sys::C_tensor;
+
+use super::{Event, SideStream, mark};
+use crate::Result;
+use crate::runtime::guarded;
+
+unsafe extern "C" {
+    fn shim_fetch(side: *mut c_void, from: *const C_tensor, out: *mut *mut C_tensor) -> c_int;
+    fn shim_mark_side(side: *mut c_void, event: *mut *mut c_void) -> c_int;
+    fn shim_hold(index: c_int, event: *mut c_void) -> c_int;
+}
+
+/// Makes copies of one device's tensors.
+#[derive(Debug)]
+pub struct Unloader {
+    side: Option<(usize, SideStream)>,
+}
+
+/// Copies that a device is still making of tensors: who writes those holds first.
+#[derive(Debug, Default)]
+pub struct Departures(Mutex<Vec<Arc<Event>>>);
+
+/// The end of copies: who reads them waits for it.
+#[derive(Debug, Default)]
+pub struct Landing(Option<Arc<Event>>);
+
+impl Unloader {
+    /// Of `device`, which [`super::open`] has opened.
+    pub fn new(device: Device) -> Result<Unloader> {
+        let Device::Cuda(index) = device else { return Ok(Unloader { side: None }) };
+        Ok(Unloader { side: Some((index, SideStream::new(index)?)) })
+    }
+
+    /// Copies of tensors as they are when all is done that the calling thread has queued, in plain or pinned memory of the host.
+    /// On a CPU they are made at once.
+    pub fn copies(
+        &self,
+        tensors: &[Tensor],
+        departures: &Departures,
+    ) -> Result<(Vec<Tensor>, Landing)> {
+        let Some((index, side)) = &self.side else {
+            return Ok((tensors.iter().map(Tensor::copy).collect(), Landing(None)));
+        };
+        if let Some(now) = mark(Device::Cuda(*index))? {
+            side.after(&now)?;
+        }
+        let mut copies = Vec::with_capacity(tensors.len());
+        for tensor in tensors {
+            let mut copy = ptr::null_mut();
+            // SAFETY: stream and tensor are alive; the out-pointer outlives the call, which fills it exactly if it succeeds.
+            guarded("copy to the host", unsafe {
+                shim_fetch(side.0, tensor.as_ptr(), &raw mut copy)
+            })?;
+            // SAFETY: a new tensor that nobody else owns.
+            copies.push(unsafe { Tensor::from_ptr(copy) });
+        }
+        let mut event = ptr::null_mut();
+        // SAFETY: the stream is alive; `event` outlives the call, which fills it exactly if it succeeds.
+        guarded("mark a stream", unsafe { shim_mark_side(side.0, &raw mut event) })?;
+        let event = Arc::new(Event(event));
+        departures.0.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&event));
+        Ok((copies, Landing(Some(event))))
+    }
+}
+
+impl Departures {
+    /// What the calling thread queues on `device` from here on may write the tensors; a GPU waits for the copies, the host does
+    /// not.
+    pub fn hold(&self, device: Device) -> Result<()> {
+        let Device::Cuda(index) = device else { return Ok(()) };
+        let mut events = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        for event in events.drain(..) {
+            // SAFETY: the event is alive; the shim only queues a wait.
+            guarded("wait for copies", unsafe { shim_hold(index as c_int, event.0) })?;
+        }
+        Ok(())
+    }
+}
+
+impl Landing {
+    /// The calling thread sleeps until the copies are there.
+    pub fn wait(&self) -> Result<()> {
+        self.0.as_ref().map_or(Ok(()), |event| event.wait())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Kind;
+
+    use super::*;
+
+    #[test]
+    fn copies_on_a_cpu_are_there_at_once_and_share_nothing() {
+        let (unloader, departures) = (Unloader::new(Device::Cpu).unwrap(), Departures::default());
+        let whole = Tensor::arange(6, (Kind::Float, Device::Cpu)).view([2, 3]);
+        let mut tensors = [whole.shallow_clone(), whole.tr()];
+        let (copies, landing) = unloader.copies(&tensors, &departures).unwrap();
+        landing.wait().unwrap();
+        departures.hold(Device::Cpu).unwrap();
+        let _ = tensors[0].fill_(9.0);
+        let found: Vec<f32> = Vec::try_from(copies[1].contiguous().view([-1])).unwrap();
+        assert_eq!(found, [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+        assert_eq!(f64::try_from(copies[0].sum(Kind::Double)).unwrap(), 15.0);
+    }
+}
