@@ -1,11 +1,12 @@
 """Tokens per second of `ztrain` and of transformers' zaya with torch's fused AdamW: same cores, shapes, masking, dtype.
 
     python trainer/benches/side_by_side.py target/release [--model zaya1-nano|zaya1-20m] [--dtype f32|bf16]
-                                                          [--steps N] [--rounds N]
+                                                          [--steps N] [--rounds N] [--device cpu|cuda]
 
 Needs torch and transformers (nothing else here does). Both sides run in one go, in turns, so that a neighbour's load
 meets both. The reference sees no document boundaries, so the fair row is the one with `document_mask = false`. In bf16
-the fair reference is autocast, which has f32 master weights as ours does; `all in bf16` has none.
+the fair reference is autocast, which has f32 master weights as ours does; `all in bf16` has none. With `--device cuda` both
+compute on the GPU, ours with one worker.
 """
 
 import argparse
@@ -58,7 +59,7 @@ def ours(programs: pathlib.Path, folder: pathlib.Path, asked: argparse.Namespace
         'mix = { words = 1 }\n[source.words]\nmax_epochs = 100\n')
     run = folder / name
     subprocess.run([programs / "ztrain", "--curriculum", folder / f"{name}.toml", "--out", run, "--quiet",
-                    "--workers", str(CORES), "--validate-every", "0"],
+                    "--device", asked.device, "--workers", str(CORES if asked.device == "cpu" else 1), "--validate-every", "0"],
                    check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     seconds = [event["seconds"] for event in events if event["event"] == "step"][2:]
@@ -78,17 +79,21 @@ def reference(asked: argparse.Namespace, narrow: bool) -> float:
             parameter.data.fill_(1.0)
     if narrow:
         model.to(torch.bfloat16)
+    model.to(asked.device)
+    kind = asked.device.split(":")[0]
     cast = asked.dtype == "bf16" and not narrow
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    tokens, seconds = torch.randint(0, VOCAB, (ROWS, SEQ_LEN)), []
+    tokens, seconds = torch.randint(0, VOCAB, (ROWS, SEQ_LEN)).to(asked.device), []
     for _ in range(asked.steps):
         start = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16) if cast else contextlib.nullcontext():
+        with torch.autocast(kind, torch.bfloat16) if cast else contextlib.nullcontext():
             loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if kind != "cpu":
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return ROWS * SEQ_LEN / statistics.median(seconds[2:])
 
@@ -100,6 +105,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["f32", "bf16"], default="f32")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
     asked = parser.parse_args()
     programs = asked.programs.resolve()
     with tempfile.TemporaryDirectory() as scratch:
@@ -118,7 +124,7 @@ def main() -> None:
         for _ in range(asked.rounds):
             for name, make in makers.items():
                 rows[name].append(make())
-    print(f"{asked.model}, {asked.dtype}, {ROWS} x {SEQ_LEN} tokens, {CORES} cores, medians of {asked.rounds} rounds of "
+    print(f"{asked.model}, {asked.dtype}, {ROWS} x {SEQ_LEN} tokens, {CORES} cores, {asked.device}, medians of {asked.rounds} rounds of "
           f"{asked.steps} steps, load {os.getloadavg()[0]:.1f} at the end")
     for name, rates in rows.items():
         rate = statistics.median(rates)

@@ -211,8 +211,8 @@ impl Stager {
         };
         let length = buffer.length as i64;
         let (mut words, mut event) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: stream and tensor are alive, which has at least so many words; both out-pointers outlive the call and are filled
-        // exactly if it succeeds. Nobody writes the memory before the event: until then it is not handed out.
+        // SAFETY: stream and tensor are alive, which has at least so many words; both out-pointers outlive the call and are
+        // filled exactly if it succeeds. Nobody writes the memory before the event: until then it is not handed out.
         // Where it fails nothing says until when a copy may read the memory: it is given up.
         guarded("send a buffer", unsafe {
             shim_stage(side.0, pinned.as_ptr(), length, &raw mut words, &raw mut event)

@@ -18,11 +18,10 @@ pub mod world;
 
 use std::sync::Arc;
 
-use contract::{Digest, Fault, Result};
-use kernels::device::Stager;
+use contract::{Digest, Result};
+use kernels::device::{Buffers, Stager};
 use kernels::runtime;
 use loader::{Batch, Opened, Prefetcher, RankSlice};
-use tch::Device;
 
 use crate::exec::ExecOptions;
 use crate::mesh::axes::Axis;
@@ -94,7 +93,8 @@ fn run(
     let context = Context { spec: &spec, team: &team, workers: exec.workers };
     let (steps, slices) = (state.step + 1..last_step(&spec, exec) + 1, slices(&spec, &team));
     let (plan, data) = (spec.plan.clone(), spec.data.clone());
-    let (pack, send) = staging(&spec, world.device)?;
+    let stager = Stager::new(world.device).map_err(lost)?;
+    let (pack, send) = (packing(&spec, stager.buffers().clone()), sending(stager));
     let mut batches = Prefetcher::by_step(plan, data, steps, slices, exec.prefetch, pack, send)?;
     while let Some(batch) = recorder.wait(|| batches.next()) {
         let (batch, leaves) = batch?;
@@ -152,24 +152,21 @@ fn slices(
     }
 }
 
-/// A batch with its leaves, packed or on the device.
-type With<T> = (Batch, T);
-
-/// What the prefetcher's readers and its last stage do: leaves are written into buffers of the device's ring by the readers, and
-/// copied from there while the step before is computed.
-fn staging(
+/// What the prefetcher's readers do with a batch: its leaves are written into a buffer of the device's ring.
+fn packing(
     spec: &Arc<RunSpec>,
-    device: Device,
-) -> Result<(
-    impl Fn(Batch) -> Result<With<PackedLeaves>> + Send + Sync + 'static,
-    impl FnMut(With<PackedLeaves>) -> Result<With<Leaves>> + Send + 'static,
-)> {
-    let stager = Stager::new(device).map_err(|error| Fault::machine(error.to_string()))?;
-    let (spec, buffers) = (Arc::clone(spec), stager.buffers().clone());
-    let pack = move |batch: Batch| {
+    buffers: Buffers,
+) -> impl Fn(Batch) -> Result<(Batch, PackedLeaves)> + Send + Sync + 'static {
+    let spec = Arc::clone(spec);
+    move |batch: Batch| {
         let packed = Leaves::pack(&spec, &batch, &buffers)?;
         Ok((batch, packed))
-    };
-    let send = move |(batch, packed)| Ok((batch, Leaves::send(packed, &stager)?));
-    Ok((pack, send))
+    }
+}
+
+/// The prefetcher's last stage: copies the leaves of each batch to the device while the step before is computed.
+fn sending(
+    stager: Stager,
+) -> impl FnMut((Batch, PackedLeaves)) -> Result<(Batch, Leaves)> + Send + 'static {
+    move |(batch, packed)| Ok((batch, Leaves::send(packed, &stager)?))
 }

@@ -2,8 +2,8 @@
 //!
 //! Each kernel is held against the CPU's table and against f64, over waves of 32 and 64 threads in three orders, whose bits are
 //! the same; and over compilers and levels of optimisation. A few blocks of each run under a thread and an address sanitizer,
-//! which must find faults that are planted. What needs clang is skipped where there is none, which is said. Where a GPU is at hand
-//! it has to leave the emulator's bits (`on_gpu`).
+//! which must find faults that are planted. What needs clang is skipped where there is none, which is said. Where a GPU is at
+//! hand it has to leave the emulator's bits (`on_gpu`).
 
 mod attention;
 mod build;
