@@ -182,8 +182,8 @@ pub struct Dispatch {
     pub(super) order: Order,
     /// `[N]`, i64: the place of each token.
     pub places: Tensor,
-    /// Tokens of each expert, and those without one: what the host has asked for anyway.
-    pub counts: Vec<i64>,
+    /// `[E + 1]`, i64: tokens of each expert, and those without one.
+    pub counts: Tensor,
     /// Experts.
     pub(super) experts: i64,
     /// Places of experts; the others follow.

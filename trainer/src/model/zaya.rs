@@ -111,7 +111,7 @@ struct Forward {
     layers: Vec<Kept>,
     normed: Vec<Normed>,
     hidden: Vec<Tensor>,
-    counts: Vec<Vec<u64>>,
+    counts: Vec<Option<Tensor>>,
 }
 
 /// What the head comes to.
@@ -129,7 +129,7 @@ pub(super) struct Outcome {
     /// `[N]`: nats, 0 where there is no label.
     pub(super) losses: Tensor,
     /// By layer and router class.
-    pub(super) counts: Vec<Vec<u64>>,
+    pub(super) counts: Vec<Option<Tensor>>,
 }
 
 impl Zaya {
@@ -517,7 +517,7 @@ impl DecoderLayer {
     }
 
     /// What leaves it, what its backward pass reads, and how many tokens each class of its router got.
-    fn forward(&self, pass: &Pass<'_>, flow: Flow) -> Result<(Flow, [Saved; 2], Vec<u64>)> {
+    fn forward(&self, pass: &Pass<'_>, flow: Flow) -> Result<(Flow, [Saved; 2], Option<Tensor>)> {
         let (flow, attention, _) = self.attention.forward(pass, flow)?;
         let (flow, feed_forward, counts) = self.feed_forward.forward(pass, flow)?;
         Ok((flow, [attention, feed_forward], counts))
@@ -537,7 +537,7 @@ impl DecoderLayer {
 }
 
 impl Half {
-    fn forward(&self, pass: &Pass<'_>, flow: Flow) -> Result<(Flow, Saved, Vec<u64>)> {
+    fn forward(&self, pass: &Pass<'_>, flow: Flow) -> Result<(Flow, Saved, Option<Tensor>)> {
         let Flow { residual, state } = flow;
         // The residual is f32; what the products of a layer see has the kind of their weights.
         let (x, normed) = self.norm.each(pass, &residual)?;

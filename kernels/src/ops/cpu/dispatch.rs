@@ -42,7 +42,7 @@ pub(super) fn dispatch(choice: &Tensor, classes: i64) -> Result<Dispatch> {
     Ok(Dispatch {
         order: Order::Listed { tokens: there(&tokens)?, filled: there(&filled)? },
         places: there(&places)?,
-        counts,
+        counts: there(&counts)?,
         routed: end as i64,
         skipped,
         experts: classes - 1,

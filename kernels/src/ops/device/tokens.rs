@@ -82,7 +82,7 @@ pub(super) fn dispatch(queue: &Queue, choice: &Tensor, classes: i64) -> Result<D
     let skipped = known[classes as usize - 1];
     let order = Order::Marked(order.f_narrow(0, 0, end + skipped)?);
     let experts = classes - 1;
-    Ok(Dispatch { order, places, counts: known, experts, routed: end, skipped, runs })
+    Ok(Dispatch { order, places, counts, experts, routed: end, skipped, runs })
 }
 
 pub(super) fn permute(queue: &Queue, x: &Tensor, by: &Dispatch) -> Result<Tensor> {

@@ -24,7 +24,7 @@ pub(super) fn dispatch(choice: &Tensor, classes: i64) -> Result<Dispatch> {
     Ok(Dispatch {
         order: Order::Listed { tokens, filled },
         places,
-        counts: known,
+        counts,
         routed: end,
         skipped: choice.size()[0] - end,
         experts: classes - 1,

@@ -221,7 +221,7 @@ impl Saved {
     }
 
     /// Tokens of each class, the skip last.
-    pub(super) fn counts(&self) -> &[i64] {
+    pub(super) fn counts(&self) -> &Tensor {
         &self.order.counts
     }
 }
