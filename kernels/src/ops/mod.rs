@@ -142,7 +142,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
         composed::router_backward(self, by, x, saved, weight, state)
     }
 
-    /// Sorts tokens by the class of each, `[N]` i64 below `classes`; the last class has no expert.
+    /// Sorts tokens by the class of each, `[N]` i64 below `classes`; the last class has no expert. On a device the host waits for
+    /// nothing.
     fn dispatch(&self, choice: &Tensor, classes: i64) -> Result<Dispatch>;
 
     /// Rows of `x`, `[N, D]`, where they are computed: `[P, D]`, zeros where places are filled up.
@@ -182,6 +183,12 @@ pub trait Ops: fmt::Debug + Send + Sync {
         by: &Dispatch,
     ) -> Result<Tensor> {
         composed::grouped_matmul_weights(self, grad, rows, by)
+    }
+
+    /// Sets the rows of `into`, `[P, D]` float, that belong to tokens without an expert: to those of `from`, in its kind, or to
+    /// zeros. So every row that belongs to a token has a value.
+    fn pass_by(&self, from: Option<&Tensor>, into: &Tensor, by: &Dispatch) -> Result<()> {
+        composed::pass_by(from, into, by)
     }
 
     /// Rows `[P, D]` back in the order of tokens, `[N, D]`; those of places that are filled up are left out.

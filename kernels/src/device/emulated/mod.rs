@@ -9,9 +9,11 @@ mod build;
 mod exact;
 mod experts;
 mod launched;
+mod products;
 mod proof;
 mod router;
 mod rows;
+mod spans;
 mod step;
 mod tape;
 
@@ -26,7 +28,9 @@ fn small() -> Vec<Tape> {
         exact::small(),
         experts::small(),
         router::small(),
+        products::small(),
         rows::small(),
+        spans::small(),
         step::small(),
     ];
     groups.into_iter().flatten().collect()

@@ -1,13 +1,13 @@
-//! The table of a GPU: our own kernels (`device/` of this crate) where there is one, libtorch's operators for products,
-//! attention and the rest.
+//! The table of a GPU: our own kernels (`device/` of this crate) where there is one, libtorch's operators for products and the rest.
 //!
-//! Tensors stay on the device, and the host waits for nothing but what an operation answers with in numbers: `squares`, and in
-//! `dispatch` how many tokens each expert has. What a kernel is given is checked by [`super::check`], as in every table, and by
+//! Tensors stay on the device, and the host waits for nothing but what an operation answers with in numbers: `squares`. What a kernel is given is checked by [`super::check`], as in every table, and by
 //! the launch against the kernel's own parameters.
 
+mod grouped;
 mod heads;
 mod router;
 mod rows;
+mod spans;
 mod step;
 mod tokens;
 
@@ -74,7 +74,7 @@ fn by_kind<'a>(tensor: &Tensor, [wide, narrow]: [&'a CStr; 2]) -> &'a CStr {
 impl Ops for Own {
     fn name(&self) -> &'static str {
         static NAME: OnceLock<String> = OnceLock::new();
-        NAME.get_or_init(|| format!("device 1, kernels {:016x}", crate::device::kernels_digest()))
+        NAME.get_or_init(|| format!("device 2, kernels {:016x}", crate::device::kernels_digest()))
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -90,7 +90,7 @@ impl Ops for Own {
     }
 
     fn attention(&self, by: Attention) -> Result<Attended> {
-        REFERENCE.attention(by)
+        spans::attention(&self.at(by.query)?, by)
     }
 
     fn attention_backward(
@@ -100,7 +100,7 @@ impl Ops for Own {
         grad: &Tensor,
         out: AttentionGrads,
     ) -> Result<()> {
-        REFERENCE.attention_backward(by, saved, grad, out)
+        spans::attention_backward(&self.at(by.query)?, by, &saved, grad, out)
     }
 
     fn value_shift(&self, current: &Tensor, delayed: &Tensor, starts: &Tensor) -> Result<Tensor> {
@@ -159,6 +159,39 @@ impl Ops for Own {
 
     fn permute(&self, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
         tokens::permute(&self.at(x)?, x, by)
+    }
+
+    fn grouped_matmul(
+        &self,
+        rows: &Tensor,
+        weights: &Tensor,
+        by: &Dispatch,
+        out: &Tensor,
+    ) -> Result<()> {
+        grouped::matmul(&self.at(rows)?, rows, weights, by, out)
+    }
+
+    fn grouped_matmul_input(
+        &self,
+        grad: &Tensor,
+        weights: &Tensor,
+        by: &Dispatch,
+        out: &Tensor,
+    ) -> Result<()> {
+        grouped::input(&self.at(grad)?, grad, weights, by, out)
+    }
+
+    fn grouped_matmul_weights(
+        &self,
+        grad: &Tensor,
+        rows: &Tensor,
+        by: &Dispatch,
+    ) -> Result<Tensor> {
+        grouped::weights(&self.at(rows)?, grad, rows, by)
+    }
+
+    fn pass_by(&self, from: Option<&Tensor>, into: &Tensor, by: &Dispatch) -> Result<()> {
+        grouped::pass_by(&self.at(into)?, from, into, by)
     }
 
     fn unpermute(&self, x: &Tensor, by: &Dispatch) -> Result<Tensor> {

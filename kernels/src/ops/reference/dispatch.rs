@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use crate::Result;
-use crate::ops::operands::Order;
+use crate::ops::operands::{Groups, Order};
 use crate::ops::{Dispatch, check};
 
 /// By a stable sort where the tensors are; how many tokens each expert has is asked once.
@@ -25,9 +25,9 @@ pub(super) fn dispatch(choice: &Tensor, classes: i64) -> Result<Dispatch> {
         order: Order::Listed { tokens, filled },
         places,
         counts,
-        routed: end,
-        skipped: choice.size()[0] - end,
+        rows: choice.size()[0],
+        computed: end,
         experts: classes - 1,
-        runs,
+        groups: Groups::Known(runs),
     })
 }
