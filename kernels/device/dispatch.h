@@ -89,17 +89,18 @@ KERNEL(permute_bf16, 256, LIMIT(32, 0, 8), (const bf16* x, const int* order, bf1
   permuted(x, order, out, width);
 }
 
-// out[t] = x[places[t]]. A block a token.
+// out[t] = x[places[t]] + beside[t], f32. A block a token.
 template <typename T>
-DEVICE void unpermuted(const T* x, const i64* places, T* out, u32 width) {
+DEVICE void unpermuted(const T* x, const i64* places, const T* beside, f32* out, u32 width) {
   const u64 from = static_cast<u64>(places[block_index()]) * width, to = static_cast<u64>(block_index()) * width;
-  for (u32 column = thread_index(); column < width; column += BLOCK) out[to + column] = x[from + column];
+  for (u32 column = thread_index(); column < width; column += BLOCK)
+    out[to + column] = wide(x[from + column]) + wide(beside[to + column]);
 }
-KERNEL(unpermute_f32, 256, LIMIT(32, 0, 8), (const f32* x, const i64* places, f32* out, u32 width)) {
-  unpermuted(x, places, out, width);
+KERNEL(unpermute_f32, 256, LIMIT(32, 0, 8), (const f32* x, const i64* places, const f32* beside, f32* out, u32 width)) {
+  unpermuted(x, places, beside, out, width);
 }
-KERNEL(unpermute_bf16, 256, LIMIT(32, 0, 8), (const bf16* x, const i64* places, bf16* out, u32 width)) {
-  unpermuted(x, places, out, width);
+KERNEL(unpermute_bf16, 256, LIMIT(32, 0, 8), (const bf16* x, const i64* places, const bf16* beside, f32* out, u32 width)) {
+  unpermuted(x, places, beside, out, width);
 }
 
 // out[t] = x[places[t]] weight[t], f32.

@@ -226,6 +226,6 @@ mod tests {
                 Parameter::Word
             ]
         );
-        assert_eq!(signatures()["depth_average"][0], Parameter::Memory(Kind::Float));
+        assert_eq!(signatures()["router_norm"][0], Parameter::Memory(Kind::Float));
     }
 }

@@ -407,6 +407,15 @@ pub(super) fn grouped_weights(
     Ok(widths)
 }
 
+/// Tokens and columns.
+pub(super) fn unpermute(x: &Tensor, by: &Dispatch, beside: &Tensor) -> Result<[i64; 2]> {
+    let (call, tokens) = (Call("unpermute"), by.places.size()[0]);
+    let width = call.matrix("x", x)?[1];
+    call.float("x", x, &[by.rows, width])?;
+    call.is("beside", beside, &[tokens, width], &[x.kind()])?;
+    Ok([tokens, width])
+}
+
 /// Columns of rows that pass experts by.
 pub(super) fn pass_by(
     call: &Call,

@@ -216,6 +216,7 @@ pub(super) fn pass_by(from: Option<&Tensor>, into: &Tensor, by: &Dispatch) -> Re
     Ok(())
 }
 
-pub(super) fn unpermute(x: &Tensor, by: &Dispatch) -> Result<Tensor> {
-    Ok(x.f_index_select(0, &by.places)?)
+pub(super) fn unpermute(x: &Tensor, by: &Dispatch, beside: &Tensor) -> Result<Tensor> {
+    check::unpermute(x, by, beside)?;
+    Ok(x.f_index_select(0, &by.places)?.f_to_kind(Kind::Float)?.f_add(beside)?)
 }

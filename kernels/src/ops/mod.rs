@@ -191,9 +191,10 @@ pub trait Ops: fmt::Debug + Send + Sync {
         composed::pass_by(from, into, by)
     }
 
-    /// Rows `[P, D]` back in the order of tokens, `[N, D]`; those of places that are filled up are left out.
-    fn unpermute(&self, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
-        composed::unpermute(x, by)
+    /// Rows `[P, D]` float back in the order of tokens, those of places that are filled up left out, with `beside` added,
+    /// `[N, D]` in their kind: `[N, D]`, f32.
+    fn unpermute(&self, x: &Tensor, by: &Dispatch, beside: &Tensor) -> Result<Tensor> {
+        composed::unpermute(x, by, beside)
     }
 
     /// The loss of each label, `[N]` f32: nats, 0 where there is none.
@@ -218,9 +219,35 @@ pub trait Ops: fmt::Debug + Send + Sync {
         grad: &Tensor,
     ) -> Result<(Tensor, Tensor)>;
 
+    /// The same where `x` has gone past the norm too: to its gradient `beside`, what came that way, is added.
+    fn rms_norm_backward_beside(
+        &self,
+        x: &Tensor,
+        factors: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+        beside: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        let (input, weight) = self.rms_norm_backward(x, factors, weight, grad)?;
+        Ok((beside.f_add(&input)?, weight))
+    }
+
     /// `(branch + bias) * scale + (residual + residual_bias) * residual_scale`, `[N, D]`: `branch` float, the others and the
     /// sum f32.
     fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor>;
+
+    /// [`Ops::residual`], and its [`Ops::rms_norm`] in the kind of `branch`: the sum, the norm, and its factors.
+    fn residual_norm(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: Scaling,
+        (weight, eps): (&Tensor, f64),
+    ) -> Result<[Tensor; 3]> {
+        let sum = self.residual(branch, residual, by)?;
+        let (out, factors) = self.rms_norm(&sum, weight, eps)?;
+        Ok([sum, out.f_to_kind(branch.kind())?, factors])
+    }
 
     /// Back through [`Ops::residual`], from the gradient of its outcome, f32.
     fn residual_backward(

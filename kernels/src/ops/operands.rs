@@ -1,5 +1,7 @@
 //! What operations take besides a tensor or two, and what they answer with.
 
+use std::cell::OnceCell;
+
 use tch::Tensor;
 
 use super::check::Call;
@@ -140,6 +142,8 @@ pub struct Attention<'a> {
     pub spans: &'a [Span],
     /// `[H, K, d]`.
     pub shape: [i64; 3],
+    /// Where a table may keep what it makes of the spans, for all layers that see the same ones.
+    pub kept: Option<&'a OnceCell<Tensor>>,
 }
 
 /// What attention comes to.

@@ -47,9 +47,11 @@ fn dispatched([tokens, classes, width]: [usize; 3], values: Values) -> Dispatche
     let (columns, width) = (width, Argument::from(width));
     let count = |rows: usize| rows * columns;
     let x = values.with(&mut tape, count(tokens), 1);
-    let [there, back] = [rows, tokens].map(|rows| values.room(&mut tape, count(rows)));
+    let there = values.room(&mut tape, count(rows));
+    let (beside, back) =
+        (values.with(&mut tape, count(tokens), 5), tape.room::<f32>(count(tokens)));
     tape.launch(&format!("permute_{kind}"), rows, &[x.into(), order.into(), there.into(), width]);
-    let arguments: [Argument; 4] = [there.into(), to.into(), back.into(), width];
+    let arguments = [&[there, to, beside, back].map(Argument::from)[..], &[width]].concat();
     tape.launch(&format!("unpermute_{kind}"), tokens, &arguments);
     let answer = values.with(&mut tape, count(rows), 2);
     let weight = tape.with(&numbers(tokens, 3));
@@ -115,7 +117,9 @@ fn tokens_go_where_the_cpu_sends_them() {
         let rows = places(shape[0], shape[1]) as i64;
         let there = values.read(&played, dispatched.rows[0], &[rows, width]);
         assert_eq!(there.narrow(0, 0, used as i64), CPU.permute(&x, &by).unwrap());
-        assert_eq!(values.read(&played, dispatched.rows[1], &[tokens, width]), x);
+        let beside = values.tensor(&[tokens, width], 5).to_kind(Kind::Float);
+        let wanted = x.to_kind(Kind::Float) + beside;
+        assert_eq!(left_bits(&played, dispatched.rows[1]), bits_of(&wanted));
         let routed = ends[shape[1] - 2];
         for (passed, from) in dispatched.passed.into_iter().zip([Some(&there), None]) {
             let found = values.read(&played, passed, &[rows, width]);

@@ -1,7 +1,8 @@
-//! The table of a GPU: our own kernels (`device/` of this crate) where there is one, libtorch's operators for products and the rest.
+//! The table of a GPU: our own kernels (`device/` of this crate) where there is one, libtorch's operators for products and the
+//! rest.
 //!
-//! Tensors stay on the device, and the host waits for nothing but what an operation answers with in numbers: `squares`. What a kernel is given is checked by [`super::check`], as in every table, and by
-//! the launch against the kernel's own parameters.
+//! Tensors stay on the device, and the host waits for nothing but what an operation answers with in numbers: `squares`. What a
+//! kernel is given is checked by [`super::check`], as in every table, and by the launch against the kernel's own parameters.
 
 mod grouped;
 mod heads;
@@ -194,8 +195,8 @@ impl Ops for Own {
         grouped::pass_by(&self.at(into)?, from, into, by)
     }
 
-    fn unpermute(&self, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
-        tokens::unpermute(&self.at(x)?, x, by)
+    fn unpermute(&self, x: &Tensor, by: &Dispatch, beside: &Tensor) -> Result<Tensor> {
+        tokens::unpermute(&self.at(x)?, x, by, beside)
     }
 
     fn cross_entropy(&self, by: CrossEntropy) -> Result<Tensor> {
@@ -223,11 +224,32 @@ impl Ops for Own {
         weight: &Tensor,
         grad: &Tensor,
     ) -> Result<(Tensor, Tensor)> {
-        rows::rms_norm_backward(&self.at(x)?, x, factors, weight, grad)
+        rows::rms_norm_backward(&self.at(x)?, x, factors, weight, (grad, None))
+    }
+
+    fn rms_norm_backward_beside(
+        &self,
+        x: &Tensor,
+        factors: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+        beside: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        rows::rms_norm_backward(&self.at(x)?, x, factors, weight, (grad, Some(beside)))
     }
 
     fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
         rows::residual(&self.at(branch)?, branch, residual, by)
+    }
+
+    fn residual_norm(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: Scaling,
+        norm: (&Tensor, f64),
+    ) -> Result<[Tensor; 3]> {
+        rows::residual_norm(&self.at(branch)?, branch, residual, by, norm)
     }
 
     fn residual_backward(

@@ -1,5 +1,7 @@
 //! Attention over documents: all of a chunk by one launch forward, and by two back.
 
+use std::cell::OnceCell;
+
 use tch::{Kind, Tensor};
 
 use super::{Argument, Queue, by_kind};
@@ -53,7 +55,13 @@ pub(super) fn attention(queue: &Queue, by: Attention) -> Result<Attended> {
     let [heads, _, width] = by.shape;
     let out = queue.room(&[tokens, heads * width], by.value.kind())?;
     let logs = queue.room(&[heads, tokens], Kind::Float)?;
-    let table = table(queue, by.spans)?;
+    let table = match by.kept.and_then(OnceCell::get) {
+        Some(kept) => kept.shallow_clone(),
+        None => table(queue, by.spans)?,
+    };
+    if let Some(kept) = by.kept {
+        kept.get_or_init(|| table.shallow_clone());
+    }
     let kernel = by_kind(by.value, [c"attention_f32", c"attention_bf16"]);
     let memory = [by.query, by.key, by.value, &table, &out, &logs].map(Argument::from);
     let blocks = heads * by.spans.iter().map(|span| tiles(span.len)).sum::<i64>();

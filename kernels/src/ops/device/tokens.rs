@@ -88,14 +88,17 @@ pub(super) fn permute(queue: &Queue, x: &Tensor, by: &Dispatch) -> Result<Tensor
     Ok(out)
 }
 
-pub(super) fn unpermute(queue: &Queue, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
-    let call = check::Call("unpermute");
-    let (tokens, [rows, width]) = (by.places.size()[0], call.matrix("x", x)?);
-    call.float("x", x, &[rows.max(by.rows), width])?;
-    let out = queue.room(&[tokens, width], x.kind())?;
+pub(super) fn unpermute(
+    queue: &Queue,
+    x: &Tensor,
+    by: &Dispatch,
+    beside: &Tensor,
+) -> Result<Tensor> {
+    let [tokens, width] = check::unpermute(x, by, beside)?;
+    let out = queue.room(&[tokens, width], Kind::Float)?;
     let kernel = by_kind(x, [c"unpermute_f32", c"unpermute_bf16"]);
-    let arguments = [x.into(), (&by.places).into(), (&out).into(), width.into()];
-    queue.launch(kernel, tokens, &arguments)?;
+    let memory = [x, &by.places, beside, &out].map(Argument::from);
+    queue.launch(kernel, tokens, &[&memory[..], &[width.into()]].concat())?;
     Ok(out)
 }
 

@@ -64,7 +64,7 @@ proptest! {
         let key = random(&[keys, others, width], seed + 3).to_kind(kind);
         let value = random(&[others, keys * width], seed + 1).to_kind(kind);
         let grad = random(&[tokens, keys * group * width], seed + 2).to_kind(kind);
-        let by = Attention { query: &query, key: &key, value: &value, spans: &spans, shape };
+        let by = Attention { query: &query, key: &key, value: &value, spans: &spans, shape, kept: None };
         agrees(by, &grad)?;
         prop_assert!(back(REFERENCE, by, vec![[query.copy(), query.copy()]], &grad).is_err());
     }
@@ -84,7 +84,7 @@ proptest! {
             .map(|(heads, index)| random(&[tokens, heads * width], seed + index).to_kind(kind));
         let of = |tensors: [&Tensor; 4], spans: &[Span]| {
             let [query, key, value, grad] = tensors;
-            let by = Attention { query, key, value, spans, shape };
+            let by = Attention { query, key, value, spans, shape, kept: None };
             let attended = EMULATED.attention(by).unwrap();
             let [to_query, to_key, to_value] = back(EMULATED, by, attended.saved, grad).unwrap();
             [attended.heads, to_value, to_query.transpose(0, 1), to_key.transpose(0, 1)]
@@ -118,7 +118,13 @@ proptest! {
             let (out, back) = (grads.empty_like(), rows.empty_like());
             EMULATED.grouped_matmul(&rows, &weights, &by, &out).unwrap();
             EMULATED.grouped_matmul_input(&grads, &weights, &by, &back).unwrap();
-            let [out, back] = [&out, &back].map(|x| EMULATED.unpermute(x, &by).unwrap());
+            for x in [&out, &back] {
+                EMULATED.pass_by(None, x, &by).unwrap();
+            }
+            let zeros = [&grad, &x].map(|x| x.zeros_like());
+            let [out, back] = [0, 1].map(|side| {
+                EMULATED.unpermute([&out, &back][side], &by, &zeros[side]).unwrap()
+            });
             [out, back, EMULATED.grouped_matmul_weights(&grads, &rows, &by).unwrap()]
         };
         let all = of(&choice);
@@ -149,7 +155,7 @@ proptest! {
         let key = random(&[keys, others, width], seed + 3).to_kind(kind);
         let value = random(&[others, keys * width], seed + 1).to_kind(kind);
         let grad = random(&[tokens, keys * group * width], seed + 2).to_kind(kind);
-        let by = Attention { query: &query, key: &key, value: &value, spans: &spans, shape };
+        let by = Attention { query: &query, key: &key, value: &value, spans: &spans, shape, kept: None };
         agrees(by, &grad)?;
     }
 
@@ -166,7 +172,7 @@ proptest! {
         for table in [CPU, REFERENCE, EMULATED] {
             let (whole, part) = ([Span::whole(0, tokens)], [Span { start: 0, len, before }]);
             let of = |query: &Tensor, spans: &[Span]| {
-                table.attention(Attention { query, key: &key, value: &value, spans, shape }).unwrap().heads
+                table.attention(Attention { query, key: &key, value: &value, spans, shape, kept: None }).unwrap().heads
             };
             let own = query.narrow(1, before, len).contiguous();
             let wanted = of(&query, &whole).narrow(0, before, len);
@@ -225,6 +231,8 @@ proptest! {
             let rows = table.permute(&x, &by).unwrap();
             prop_assert_eq!(rows.size()[0], by.rows);
             prop_assert_eq!(&rows.index_select(0, &by.places), &x);
+            let back = table.unpermute(&rows, &by, &x).unwrap();
+            prop_assert_eq!(back, x.to_kind(Kind::Float) * 2.0);
             let whole = rows.to_kind(Kind::Double).abs().sum(Kind::Double).double_value(&[]);
             let once = x.to_kind(Kind::Double).abs().sum(Kind::Double).double_value(&[]);
             prop_assert!((whole - once).abs() < 1e-9, "places that are filled up hold zeros");

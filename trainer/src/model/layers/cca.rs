@@ -365,7 +365,8 @@ impl Seen {
 
     pub(super) fn operands<'a>(&'a self, chunk: &'a Chunk) -> Attention<'a> {
         let Seen { query, key, value, shape } = self;
-        Attention { query, key, value, spans: &chunk.spans, shape: *shape }
+        let kept = Some(&chunk.attending);
+        Attention { query, key, value, spans: &chunk.spans, shape: *shape, kept }
     }
 }
 

@@ -37,8 +37,10 @@ pub(super) struct Saved {
 
 /// Gradients of the experts.
 pub(super) struct Grads {
-    /// Of their input.
+    /// Of their input, in the order of experts.
     pub(super) input: Tensor,
+    /// That order.
+    pub(super) order: Dispatch,
     /// Of the routing weights, `[N, 1]`.
     pub(super) weight: Tensor,
     /// Of gate-up and down.
@@ -129,8 +131,7 @@ impl Experts {
             let input = total(sum, &rows)?;
             self.pass_by(pass, &order, &out, &input)?;
             let used = if pass.chunks.count() > 1 { order.used()? } else { Vec::new() };
-            let input = pass.ops.unpermute(&input, &order)?;
-            Ok(Grads { input, weight, params: joined(&params)?, used })
+            Ok(Grads { input, order, weight, params: joined(&params)?, used })
         });
         found.collect()
     }

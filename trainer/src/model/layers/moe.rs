@@ -2,7 +2,7 @@
 
 use contract::{Fault, Result};
 use kernels::ops::{RouterSaved, Routes};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::experts::{self, Experts};
 use super::router::Router;
@@ -90,8 +90,8 @@ impl Moe {
             let (bound, weight) = (self.router.bind(pass), &experts.weight);
             pass.ops.router_backward(bound, &x, router, weight, state).map_err(refused)?
         };
-        let x = experts.input.f_to_kind(Kind::Float).and_then(|x| x.f_add(&router.input));
-        let (x, state) = (x.map_err(|error| refused(error.into()))?, router.before.take());
+        let x = pass.ops.unpermute(&experts.input, &experts.order, &router.input);
+        let (x, state) = (x.map_err(refused)?, router.before.take());
         self.router.emit(router, sink)?;
         Ok((x, state))
     }
