@@ -53,6 +53,14 @@ DEVICE u64 weighed(const Piece& piece, Element element) {
   return sum;
 }
 
+// what(i) for the elements of the piece that this block has.
+template <typename Do>
+DEVICE void each_of_piece(const Piece& piece, Do what) {
+  const u64 base = static_cast<u64>(block_index() - piece.block) * ELEMENTS;
+  for (u32 place = thread_index(); place < ELEMENTS; place += BLOCK)
+    if (base + place < piece.elements) what(base + place);
+}
+
 template <typename T>
 DEVICE u64 weighed_bits(const Piece& piece) {
   const T* values = reinterpret_cast<const T*>(piece.left);

@@ -22,7 +22,7 @@ pub(crate) struct Piece<'a> {
 }
 
 /// The rows, as `exact.h` lays them out, and how many blocks they have.
-fn table(pieces: &[Piece]) -> (Vec<i64>, i64) {
+pub(crate) fn table(pieces: &[Piece]) -> (Vec<i64>, i64) {
     let (mut rows, mut blocks) = (Vec::with_capacity(6 * pieces.len()), 0);
     for Piece { tensor, other, first, salt } in pieces {
         let elements = tensor.numel() as i64;

@@ -425,9 +425,8 @@ pub(super) fn pass_by(
 ) -> Result<i64> {
     let width = call.matrix("into", into)?[1];
     call.float("into", into, &[by.rows, width])?;
-    match from {
-        Some(from) => call.is("from", from, &[by.rows, width], &[into.kind()])?,
-        None => {}
+    if let Some(from) = from {
+        call.is("from", from, &[by.rows, width], &[into.kind()])?;
     }
     Ok(width)
 }

@@ -345,6 +345,11 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// is higher than wide. A matrix has the same bits whatever it is stacked with.
     fn newton_schulz(&self, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor>;
 
+    /// The same of many matrices of any shapes, contiguous, with the same bits.
+    fn all_newton_schulz(&self, matrices: &[Tensor], by: NewtonSchulz) -> Result<Vec<Tensor>> {
+        matrices.iter().map(|matrix| self.newton_schulz(matrix, by)).collect()
+    }
+
     /// The sum of squares of the elements, f32, in f64.
     fn squares(&self, x: &Tensor) -> Result<f64>;
 

@@ -6,6 +6,7 @@
 
 mod grouped;
 mod heads;
+mod newton_schulz;
 mod router;
 mod rows;
 mod spans;
@@ -341,7 +342,12 @@ impl Ops for Own {
     }
 
     fn newton_schulz(&self, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
-        step::newton_schulz(&self.at(stack)?, stack, by)
+        newton_schulz::newton_schulz(&self.at(stack)?, stack, by)
+    }
+
+    fn all_newton_schulz(&self, matrices: &[Tensor], by: NewtonSchulz) -> Result<Vec<Tensor>> {
+        let Some(one) = matrices.first() else { return Ok(Vec::new()) };
+        newton_schulz::all(&self.at(one)?, matrices, by)
     }
 
     fn squares(&self, x: &Tensor) -> Result<f64> {
