@@ -5,17 +5,19 @@
 #include "elements.h"
 #include "rows.h"
 
-// marks[r] = 1 where row r stands in `rows`, ascending; 0 elsewhere: rows at which documents begin, or that are counted.
-KERNEL(mark_rows, 256, LIMIT(32, 0, 8), (const i64* rows, u32 count, u8* marks, u32 all)) {
-  const u32 row = block_index() * BLOCK + thread_index();
-  if (row >= all) return;
-  u32 low = 0, high = count;
+// Rows, ascending: those at which documents begin, or that are counted.
+struct Listed {
+  const i64* rows;
+  u32 count;
+};
+DEVICE bool holds(Listed list, u32 row) {
+  u32 low = 0, high = list.count;
   while (low < high) {
     const u32 middle = low + (high - low) / 2;
-    if (rows[middle] < row) low = middle + 1;
+    if (list.rows[middle] < row) low = middle + 1;
     else high = middle;
   }
-  marks[row] = low < count && rows[low] == row;
+  return low < list.count && list.rows[low] == row;
 }
 
 struct Heads {
@@ -28,108 +30,85 @@ DEVICE u64 place_of(Heads heads, u32 row, u32 channel) {
 
 // c_t = bias + now z_t + before z_{t-1}; both = c_{t-1}, c_t. Before a document c is the bias. Taps are before, now.
 template <typename T>
-DEVICE void conv(const T* z, const f32* taps, const f32* bias, const u8* begins, T* both, Heads heads) {
+DEVICE void conv(const T* z, const f32* taps, const f32* bias, Listed starts, T* both, Heads heads) {
   each(heads.rows, heads.channels, [=](u32 row, u32 channel) {
     const f32 before = taps[2 * channel], now = taps[2 * channel + 1], shift = bias[channel];
-    const auto at = [=](u32 row) {
+    const auto at = [=](u32 row, bool begins) {
       f32 c = shift + now * wide(z[static_cast<u64>(row) * heads.channels + channel]);
-      if (!begins[row]) c += before * wide(z[static_cast<u64>(row - 1) * heads.channels + channel]);
+      if (!begins) c += before * wide(z[static_cast<u64>(row - 1) * heads.channels + channel]);
       return c;
     };
     const u64 place = place_of(heads, row, channel);
-    put(both[place], begins[row] ? shift : at(row - 1));
-    put(both[place + heads.width], at(row));
+    const bool begins = holds(starts, row);
+    put(both[place], begins ? shift : at(row - 1, holds(starts, row - 1)));
+    put(both[place + heads.width], at(row, begins));
   });
 }
 KERNEL(depthwise_conv_f32, 256, LIMIT(48, 0, 8),
-       (const f32* z, const f32* taps, const f32* bias, const u8* begins, f32* both, u32 rows, u32 width, u32 channels)) {
-  conv(z, taps, bias, begins, both, {rows, width, channels});
+       (const f32* z, const f32* taps, const f32* bias, const i64* starts, u32 count, f32* both, u32 rows, u32 width,
+        u32 channels)) {
+  conv(z, taps, bias, {starts, count}, both, {rows, width, channels});
 }
 KERNEL(depthwise_conv_bf16, 256, LIMIT(48, 0, 8),
-       (const bf16* z, const f32* taps, const f32* bias, const u8* begins, bf16* both, u32 rows, u32 width, u32 channels)) {
-  conv(z, taps, bias, begins, both, {rows, width, channels});
+       (const bf16* z, const f32* taps, const f32* bias, const i64* starts, u32 count, bf16* both, u32 rows, u32 width,
+        u32 channels)) {
+  conv(z, taps, bias, {starts, count}, both, {rows, width, channels});
 }
 
 // Back: the gradient of z, f32, and in bands, [3, bands, G d], those of taps before and now, and of the bias, over rows that are
-// counted (all where `counted` is null).
+// counted (all where the list is null).
 template <typename T>
-DEVICE void conv_back(const T* z, const f32* taps, const u8* begins, const u8* counted, const T* grad, f32* input, f32* partial,
+DEVICE void conv_back(const T* z, const f32* taps, Listed starts, Listed counted, const T* grad, f32* input, f32* partial,
                       Heads heads) {
   const Column column = column_of(heads.rows, heads.channels);
   if (!column.there) return;
   const u32 channel = column.index;
   const f32 before = taps[2 * channel], now = taps[2 * channel + 1];
-  // Whether row t + 1 is of the document of row t; what c_t gets from its own row and from the next one.
-  const auto goes_on = [=](u32 row) { return row + 1 < heads.rows && !begins[row + 1]; };
-  const auto at = [=](u32 row) {
+  // Whether a row is the last of its document; what c_t gets from its own row and from the next one.
+  const auto ends = [=](u32 row) { return row + 1 >= heads.rows || holds(starts, row + 1); };
+  const auto at = [=](u32 row, bool last) {
     f32 c = wide(grad[place_of(heads, row, channel) + heads.width]);
-    if (goes_on(row)) c += wide(grad[place_of(heads, row + 1, channel)]);
+    if (!last) c += wide(grad[place_of(heads, row + 1, channel)]);
     return c;
   };
   f32 sums[3] = {0.0f, 0.0f, 0.0f};
-  f32 c = at(column.first);
+  bool begins = holds(starts, column.first), last = ends(column.first);
+  f32 c = at(column.first, last);
   for (u32 row = column.first; row < column.end; ++row) {
     const u64 place = static_cast<u64>(row) * heads.channels + channel;
-    const f32 next = row + 1 < heads.rows ? at(row + 1) : 0.0f;
+    const bool next_last = ends(row + 1);
+    const f32 next = row + 1 < heads.rows ? at(row + 1, next_last) : 0.0f;
     f32 own = c * now;
-    if (goes_on(row)) own += next * before;
+    if (!last) own += next * before;
     input[place] = own;
-    if (counted == nullptr || counted[row]) {
+    if (counted.rows == nullptr || holds(counted, row)) {
       sums[2] += c;
       sums[1] += c * wide(z[place]);
-      if (begins[row]) sums[2] += wide(grad[place_of(heads, row, channel)]);
+      if (begins) sums[2] += wide(grad[place_of(heads, row, channel)]);
       else sums[0] += c * wide(z[place - heads.channels]);
     }
-    c = next;
+    c = next, begins = last, last = next_last;
   }
   const u64 size = static_cast<u64>((heads.rows + BAND - 1) / BAND) * heads.channels;
   for (u32 which = 0; which < 3; ++which) partial[column.partial + which * size] = sums[which];
 }
 KERNEL(depthwise_conv_backward_f32, 256, LIMIT(64, 0, 8),
-       (const f32* z, const f32* taps, const u8* begins, const u8* counted, const f32* grad, f32* input, f32* partial, u32 rows,
-        u32 width, u32 channels)) {
-  conv_back(z, taps, begins, counted, grad, input, partial, {rows, width, channels});
+       (const f32* z, const f32* taps, const i64* starts, u32 count, const i64* counted, u32 counted_count, const f32* grad,
+        f32* input, f32* partial, u32 rows, u32 width, u32 channels)) {
+  conv_back(z, taps, {starts, count}, {counted, counted_count}, grad, input, partial, {rows, width, channels});
 }
 KERNEL(depthwise_conv_backward_bf16, 256, LIMIT(64, 0, 8),
-       (const bf16* z, const f32* taps, const u8* begins, const u8* counted, const bf16* grad, f32* input, f32* partial, u32 rows,
-        u32 width, u32 channels)) {
-  conv_back(z, taps, begins, counted, grad, input, partial, {rows, width, channels});
+       (const bf16* z, const f32* taps, const i64* starts, u32 count, const i64* counted, u32 counted_count, const bf16* grad,
+        f32* input, f32* partial, u32 rows, u32 width, u32 channels)) {
+  conv_back(z, taps, {starts, count}, {counted, counted_count}, grad, input, partial, {rows, width, channels});
 }
 
 struct Groups {
   u32 tokens, queries, keys, width;  // N, H, K, d
 };
 
-// raw += bias + the mean that belongs to it of what stands in z. A thread a token, a group of heads and a dimension.
-template <typename T>
-DEVICE void means(const T* z, const f32* bias, f32* raw, Groups by) {
-  const u32 group = by.queries / by.keys;
-  each(by.tokens * by.keys, by.width, [=](u32 pair, u32 place) {
-    const u32 token = pair / by.keys, key = pair % by.keys;
-    const T* own = z + static_cast<u64>(token) * (by.queries + by.keys) * by.width + place;
-    const auto at = [=](u32 head) { return (static_cast<u64>(head) * by.tokens + token) * by.width + place; };
-    const f32 of_key = wide(own[(by.queries + key) * by.width]);
-    f32 sum = 0.0f;
-    for (u32 head = key * group; head < (key + 1) * group; ++head) {
-      const f32 mean = (wide(own[head * by.width]) + of_key) * 0.5f;
-      raw[at(head)] = raw[at(head)] + bias[head * by.width + place] + mean;
-      sum += mean;
-    }
-    const u32 head = by.queries + key;
-    raw[at(head)] = raw[at(head)] + bias[head * by.width + place] + sum / static_cast<f32>(group);
-  });
-}
-KERNEL(query_key_means_f32, 256, LIMIT(48, 0, 8),
-       (const f32* z, const f32* bias, f32* raw, u32 tokens, u32 queries, u32 keys, u32 width)) {
-  means(z, bias, raw, {tokens, queries, keys, width});
-}
-KERNEL(query_key_means_bf16, 256, LIMIT(48, 0, 8),
-       (const bf16* z, const f32* bias, f32* raw, u32 tokens, u32 queries, u32 keys, u32 width)) {
-  means(z, bias, raw, {tokens, queries, keys, width});
-}
-
 // z += what comes back through the means from the gradient of raw.
-KERNEL(query_key_means_backward, 256, LIMIT(48, 0, 8), (const f32* raw, f32* z, u32 tokens, u32 queries, u32 keys, u32 width)) {
+KERNEL(means_backward, 256, LIMIT(48, 0, 8), (const f32* raw, f32* z, u32 tokens, u32 queries, u32 keys, u32 width)) {
   const Groups by = {tokens, queries, keys, width};
   const u32 group = by.queries / by.keys;
   each(by.tokens * by.keys, by.width, [=](u32 pair, u32 place) {
@@ -149,31 +128,61 @@ KERNEL(query_key_means_backward, 256, LIMIT(48, 0, 8), (const f32* raw, f32* z, 
 
 constexpr f32 LEAST_LENGTH = 1.1920929e-7f;
 
-// out = raw made sqrt(d) long, times the temperature for keys, its first 2 r dimensions turned: i with i + r. 16 lanes a vector.
-KERNEL(query_key_turn, 256, LIMIT(48, 0, 8),
-       (const f32* raw, const f32* temperature, const f32* cosines, const f32* sines, f32* factors, f32* out, u32 tokens,
-        u32 queries, u32 keys, u32 width, u32 half)) {
-  const Row row = row_of((queries + keys) * tokens);
-  const f32* own = raw + static_cast<u64>(row.index) * width;
-  const f32 square = along_row(row, width, [=](u32 place) { return own[place] * own[place]; });
+// raw += bias + the mean that belongs to it of what stands in z; out = raw made sqrt(d) long, times the temperature for keys, its
+// first 2 r dimensions turned: i with i + r. 16 lanes a vector.
+template <typename T>
+DEVICE void query_key(const T* z, const f32* bias, f32* raw, const f32* temperature, const f32* cosines, const f32* sines,
+                      f32* factors, f32* out, Groups by, u32 half) {
+  const u32 heads = by.queries + by.keys, group = by.queries / by.keys;
+  const Row row = row_of(heads * by.tokens);
+  const u32 head = row.index / by.tokens, token = row.index % by.tokens;
+  f32* own = raw + static_cast<u64>(row.index) * by.width;
+  if (row.there) {
+    const T* from = z + static_cast<u64>(token) * heads * by.width;
+    for (u32 place = row.lane; place < by.width; place += PARTS) {
+      const auto at = [=](u32 head) { return wide(from[head * by.width + place]); };
+      f32 mean = 0.0f;
+      if (head < by.queries) {
+        mean = (at(head) + at(by.queries + head / group)) * 0.5f;
+      } else {
+        const u32 key = head - by.queries;
+        for (u32 member = key * group; member < (key + 1) * group; ++member) mean += (at(member) + at(head)) * 0.5f;
+        mean = mean / static_cast<f32>(group);
+      }
+      own[place] = own[place] + bias[head * by.width + place] + mean;
+    }
+  }
+  // A lane turns what others of its row have written.
+  barrier();
+  const f32 square = along_row(row, by.width, [=](u32 place) { return own[place] * own[place]; });
   if (!row.there) return;
-  const u32 head = row.index / tokens, token = row.index % tokens;
   const f32 length = root(square);
-  const f32 factor = 1.0f / (length > LEAST_LENGTH ? length : LEAST_LENGTH) * root(static_cast<f32>(width));
-  const f32 by = factor * (head < queries ? 1.0f : temperature[head - queries]);
+  const f32 factor = 1.0f / (length > LEAST_LENGTH ? length : LEAST_LENGTH) * root(static_cast<f32>(by.width));
+  const f32 scale = factor * (head < by.queries ? 1.0f : temperature[head - by.queries]);
   if (row.lane == 0) factors[row.index] = factor;
-  f32* to = out + static_cast<u64>(row.index) * width;
+  f32* to = out + static_cast<u64>(row.index) * by.width;
   const u64 angles = static_cast<u64>(token) * half;
   for (u32 place = row.lane; place < half; place += PARTS) {
-    const f32 a = own[place] * by, b = own[place + half] * by, cosine = cosines[angles + place], sine = sines[angles + place];
+    const f32 a = own[place] * scale, b = own[place + half] * scale;
+    const f32 cosine = cosines[angles + place], sine = sines[angles + place];
     to[place] = a * cosine - b * sine;
     to[place + half] = b * cosine + a * sine;
   }
-  for (u32 place = 2 * half + row.lane; place < width; place += PARTS) to[place] = own[place] * by;
+  for (u32 place = 2 * half + row.lane; place < by.width; place += PARTS) to[place] = own[place] * scale;
+}
+KERNEL(query_key_f32, 256, LIMIT(48, 0, 8),
+       (const f32* z, const f32* bias, f32* raw, const f32* temperature, const f32* cosines, const f32* sines, f32* factors,
+        f32* out, u32 tokens, u32 queries, u32 keys, u32 width, u32 half)) {
+  query_key(z, bias, raw, temperature, cosines, sines, factors, out, {tokens, queries, keys, width}, half);
+}
+KERNEL(query_key_bf16, 256, LIMIT(48, 0, 8),
+       (const bf16* z, const f32* bias, f32* raw, const f32* temperature, const f32* cosines, const f32* sines, f32* factors,
+        f32* out, u32 tokens, u32 queries, u32 keys, u32 width, u32 half)) {
+  query_key(z, bias, raw, temperature, cosines, sines, factors, out, {tokens, queries, keys, width}, half);
 }
 
 // Back, in the memory of grad: the gradient of raw. shares[h, t]: what a token adds to the gradient of a head's temperature.
-KERNEL(query_key_turn_backward, 256, LIMIT(48, 0, 8),
+KERNEL(query_key_backward, 256, LIMIT(48, 0, 8),
        (const f32* raw, const f32* factors, const f32* temperature, const f32* cosines, const f32* sines, f32* grad, f32* shares,
         u32 tokens, u32 queries, u32 keys, u32 width, u32 half)) {
   const Row row = row_of((queries + keys) * tokens);
@@ -210,42 +219,42 @@ KERNEL(head_sums, 256, LIMIT(32, 0, 8), (const f32* shares, f32* out, u32 heads,
 
 // out[t] = current[t] and delayed[t - 1] side by side, zeros for what comes before a document.
 template <typename T>
-DEVICE void shifted(const T* current, const T* delayed, const u8* begins, T* out, u32 rows, u32 left, u32 right) {
+DEVICE void shifted(const T* current, const T* delayed, Listed starts, T* out, u32 rows, u32 left, u32 right) {
   const u32 width = left + right;
   each(rows, width, [=](u32 row, u32 column) {
     const u64 index = static_cast<u64>(row) * width + column;
     T value = {};
     if (column < left) value = current[static_cast<u64>(row) * left + column];
-    else if (!begins[row]) value = delayed[static_cast<u64>(row - 1) * right + (column - left)];
+    else if (!holds(starts, row)) value = delayed[static_cast<u64>(row - 1) * right + (column - left)];
     out[index] = value;
   });
 }
 KERNEL(value_shift_f32, 256, LIMIT(48, 0, 8),
-       (const f32* current, const f32* delayed, const u8* begins, f32* out, u32 rows, u32 left, u32 right)) {
-  shifted(current, delayed, begins, out, rows, left, right);
+       (const f32* current, const f32* delayed, const i64* starts, u32 count, f32* out, u32 rows, u32 left, u32 right)) {
+  shifted(current, delayed, {starts, count}, out, rows, left, right);
 }
 KERNEL(value_shift_bf16, 256, LIMIT(48, 0, 8),
-       (const bf16* current, const bf16* delayed, const u8* begins, bf16* out, u32 rows, u32 left, u32 right)) {
-  shifted(current, delayed, begins, out, rows, left, right);
+       (const bf16* current, const bf16* delayed, const i64* starts, u32 count, bf16* out, u32 rows, u32 left, u32 right)) {
+  shifted(current, delayed, {starts, count}, out, rows, left, right);
 }
 
 // Back: both sides side by side again, the right one a row earlier.
 template <typename T>
-DEVICE void shifted_back(const T* grad, const u8* begins, T* out, u32 rows, u32 left, u32 right) {
+DEVICE void shifted_back(const T* grad, Listed starts, T* out, u32 rows, u32 left, u32 right) {
   const u32 width = left + right;
   each(rows, width, [=](u32 row, u32 column) {
     const u64 index = static_cast<u64>(row) * width + column;
     T value = {};
     if (column < left) value = grad[index];
-    else if (row + 1 < rows && !begins[row + 1]) value = grad[index + width];
+    else if (row + 1 < rows && !holds(starts, row + 1)) value = grad[index + width];
     out[index] = value;
   });
 }
 KERNEL(value_shift_backward_f32, 256, LIMIT(48, 0, 8),
-       (const f32* grad, const u8* begins, f32* out, u32 rows, u32 left, u32 right)) {
-  shifted_back(grad, begins, out, rows, left, right);
+       (const f32* grad, const i64* starts, u32 count, f32* out, u32 rows, u32 left, u32 right)) {
+  shifted_back(grad, {starts, count}, out, rows, left, right);
 }
 KERNEL(value_shift_backward_bf16, 256, LIMIT(48, 0, 8),
-       (const bf16* grad, const u8* begins, bf16* out, u32 rows, u32 left, u32 right)) {
-  shifted_back(grad, begins, out, rows, left, right);
+       (const bf16* grad, const i64* starts, u32 count, bf16* out, u32 rows, u32 left, u32 right)) {
+  shifted_back(grad, {starts, count}, out, rows, left, right);
 }

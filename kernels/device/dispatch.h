@@ -89,17 +89,18 @@ KERNEL(permute_bf16, 256, LIMIT(32, 0, 8), (const bf16* x, const int* order, bf1
   permuted(x, order, out, width);
 }
 
-// out[t] = x[places[t]]. A block a token.
+// out[t] = x[places[t]] + beside[t], f32. A block a token.
 template <typename T>
-DEVICE void unpermuted(const T* x, const i64* places, T* out, u32 width) {
+DEVICE void unpermuted(const T* x, const i64* places, const T* beside, f32* out, u32 width) {
   const u64 from = static_cast<u64>(places[block_index()]) * width, to = static_cast<u64>(block_index()) * width;
-  for (u32 column = thread_index(); column < width; column += BLOCK) out[to + column] = x[from + column];
+  for (u32 column = thread_index(); column < width; column += BLOCK)
+    out[to + column] = wide(x[from + column]) + wide(beside[to + column]);
 }
-KERNEL(unpermute_f32, 256, LIMIT(32, 0, 8), (const f32* x, const i64* places, f32* out, u32 width)) {
-  unpermuted(x, places, out, width);
+KERNEL(unpermute_f32, 256, LIMIT(32, 0, 8), (const f32* x, const i64* places, const f32* beside, f32* out, u32 width)) {
+  unpermuted(x, places, beside, out, width);
 }
-KERNEL(unpermute_bf16, 256, LIMIT(32, 0, 8), (const bf16* x, const i64* places, bf16* out, u32 width)) {
-  unpermuted(x, places, out, width);
+KERNEL(unpermute_bf16, 256, LIMIT(32, 0, 8), (const bf16* x, const i64* places, const bf16* beside, f32* out, u32 width)) {
+  unpermuted(x, places, beside, out, width);
 }
 
 // out[t] = x[places[t]] weight[t], f32.
@@ -116,29 +117,48 @@ KERNEL(gather_bf16, 256, LIMIT(32, 0, 8), (const bf16* x, const i64* places, con
   gathered(x, places, weight, out, width);
 }
 
-// Back: out[p] = grad[order[p]] weight[order[p]], zeros without a token; to_weight[t] = grad[t] . x[places[t]]. 16 lanes a row.
+// Back: out[places[t]] = grad[t] weight[t]; rows that nobody gathered stay as they are, zeros.
+// to_weight[t] = grad[t] . x[places[t]]. 16 lanes a token.
 template <typename T>
-DEVICE void gathered_back(const T* x, const int* order, const f32* weight, const f32* grad, f32* out, f32* to_weight, u32 rows,
+DEVICE void gathered_back(const T* x, const i64* places, const f32* weight, const f32* grad, f32* out, f32* to_weight, u32 tokens,
                           u32 width) {
-  const u32 row = block_index() * ROWS + thread_index() / PARTS, lane = thread_index() % PARTS;
-  const int token = row < rows ? order[row] : -1;
-  const u64 at = static_cast<u64>(row) * width, from = token < 0 ? 0 : static_cast<u64>(token) * width;
-  const f32 by = token < 0 ? 0.0f : weight[token];
+  const u32 token = block_index() * ROWS + thread_index() / PARTS, lane = thread_index() % PARTS;
+  const bool there = token < tokens;
+  const u64 at = there ? static_cast<u64>(places[token]) * width : 0, from = there ? static_cast<u64>(token) * width : 0;
+  const f32 by = there ? weight[token] : 0.0f;
   f32 part = 0.0f;
-  if (row < rows)
+  if (there)
     for (u32 column = lane; column < width; column += PARTS) {
-      const f32 own = token < 0 ? 0.0f : grad[from + column];
-      if (token >= 0) part += own * wide(x[at + column]);
-      out[at + column] = token < 0 ? 0.0f : own * by;
+      const f32 own = grad[from + column];
+      part += own * wide(x[at + column]);
+      out[at + column] = own * by;
     }
   part = together(part);
-  if (token >= 0 && lane == 0) to_weight[token] = part;
+  if (there && lane == 0) to_weight[token] = part;
 }
 KERNEL(gather_backward_f32, 256, LIMIT(48, 0, 8),
-       (const f32* x, const int* order, const f32* weight, const f32* grad, f32* out, f32* to_weight, u32 rows, u32 width)) {
-  gathered_back(x, order, weight, grad, out, to_weight, rows, width);
+       (const f32* x, const i64* places, const f32* weight, const f32* grad, f32* out, f32* to_weight, u32 tokens, u32 width)) {
+  gathered_back(x, places, weight, grad, out, to_weight, tokens, width);
 }
 KERNEL(gather_backward_bf16, 256, LIMIT(48, 0, 8),
-       (const bf16* x, const int* order, const f32* weight, const f32* grad, f32* out, f32* to_weight, u32 rows, u32 width)) {
-  gathered_back(x, order, weight, grad, out, to_weight, rows, width);
+       (const bf16* x, const i64* places, const f32* weight, const f32* grad, f32* out, f32* to_weight, u32 tokens, u32 width)) {
+  gathered_back(x, places, weight, grad, out, to_weight, tokens, width);
+}
+
+// Rows without an expert: into = from, or zeros where that is null; behind them stand rows without a token. A block a row.
+template <typename T>
+DEVICE void passed_by(const T* from, const int* ends, T* into, u32 experts, u32 width) {
+  if (block_index() < static_cast<u32>(ends[experts - 1])) return;
+  const u64 at = static_cast<u64>(block_index()) * width;
+  for (u32 column = thread_index(); column < width; column += BLOCK) {
+    T value = {};
+    if (from != nullptr) value = from[at + column];
+    into[at + column] = value;
+  }
+}
+KERNEL(pass_by_f32, 256, LIMIT(32, 0, 8), (const f32* from, const int* ends, f32* into, u32 experts, u32 width)) {
+  passed_by(from, ends, into, experts, width);
+}
+KERNEL(pass_by_bf16, 256, LIMIT(32, 0, 8), (const bf16* from, const int* ends, bf16* into, u32 experts, u32 width)) {
+  passed_by(from, ends, into, experts, width);
 }

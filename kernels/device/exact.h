@@ -53,6 +53,14 @@ DEVICE u64 weighed(const Piece& piece, Element element) {
   return sum;
 }
 
+// what(i) for the elements of the piece that this block has.
+template <typename Do>
+DEVICE void each_of_piece(const Piece& piece, Do what) {
+  const u64 base = static_cast<u64>(block_index() - piece.block) * ELEMENTS;
+  for (u32 place = thread_index(); place < ELEMENTS; place += BLOCK)
+    if (base + place < piece.elements) what(base + place);
+}
+
 template <typename T>
 DEVICE u64 weighed_bits(const Piece& piece) {
   const T* values = reinterpret_cast<const T*>(piece.left);
@@ -82,7 +90,7 @@ KERNEL(checksum_pieces, 256, LIMIT(32, 64, 8), (const Piece* pieces, const u64* 
   if (thread_index() == 0) out[block_index()] = sum;
 }
 
-// left += right, f32, and in partial[b] what block b adds to the checksum of the outcome.
+// left += right, f32, and in partial[b], unless it is null, what block b adds to the checksum of the outcome.
 KERNEL(add_blocks, 256, LIMIT(64, 64, 8), (const Piece* pieces, u32 count, u64* partial)) {
   SHARED(u64, groups, 8);
   const Piece piece = pieces[piece_of_block(pieces, count)];
@@ -93,6 +101,7 @@ KERNEL(add_blocks, 256, LIMIT(64, 64, 8), (const Piece* pieces, u32 count, u64* 
     left[index] = value;
     return static_cast<u64>(bits_of(value));
   });
+  if (partial == nullptr) return;
   sum = over_block(sum, groups);
   if (thread_index() == 0) partial[block_index()] = sum;
 }

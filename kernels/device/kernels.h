@@ -7,6 +7,8 @@
 #include "experts.h"
 #include "loss.h"
 #include "optimizer.h"
+#include "products.h"
 #include "router.h"
 #include "rows.h"
+#include "spans.h"
 #include "transport.h"

@@ -2,6 +2,8 @@
 // launch moves all of a model.
 #pragma once
 #include "elements.h"
+#include "products.h"
+#include "exact.h"
 
 // A tensor to be moved, f32 all of it.
 struct Move {
@@ -69,13 +71,68 @@ KERNEL(descend, 256, LIMIT(48, 0, 8), (const Move* moves, u32 count)) {
   each_of(move, [=](u64 index) { weight[index] = move.keep * weight[index] - move.rate * direction[index]; });
 }
 
-// out = x / (sqrt(squares) + eps), for each matrix of a stack by itself.
-KERNEL(newton_schulz_unit, 256, LIMIT(48, 0, 8), (const f32* x, const f64* squares, f32* out, u32 size, u32 stack, f32 eps)) {
-  each(stack, size, [=](u32 matrix, u32 place) {
-    const u64 at = static_cast<u64>(matrix) * size + place;
-    const f32 length = static_cast<f32>(root(squares[matrix])) + eps;
-    out[at] = x[at] / length;
+// right = left / (sqrt(squares) + eps), for each matrix, which is a piece.
+KERNEL(unit_blocks, 256, LIMIT(48, 0, 8), (const Piece* pieces, u32 count, const f64* squares, f32 eps)) {
+  const u32 index = piece_of_block(pieces, count);
+  const Piece piece = pieces[index];
+  const f32 length = static_cast<f32>(root(squares[index])) + eps;
+  each_of_piece(piece, [=](u64 place) {
+    reinterpret_cast<f32*>(piece.right)[place] = reinterpret_cast<const f32*>(piece.left)[place] / length;
   });
+}
+
+// right <- b left + c right, and a more on the diagonal: square matrices, which are pieces; `first` is the number of rows.
+KERNEL(polynomial_blocks, 256, LIMIT(48, 0, 8), (const Piece* pieces, u32 count, f32 a, f32 b, f32 c)) {
+  const Piece piece = pieces[piece_of_block(pieces, count)];
+  const u32 side = static_cast<u32>(piece.first);
+  each_of_piece(piece, [=](u64 place) {
+    f32& fourth = reinterpret_cast<f32*>(piece.right)[place];
+    const f32 value = b * reinterpret_cast<const f32*>(piece.left)[place] + c * fourth;
+    const u32 at = static_cast<u32>(place);
+    fourth = at / side == at % side ? value + a : value;
+  });
+}
+
+// A product of two matrices, as the host writes it into device memory: out[i, j] = sum over k of left[i, k] right[j, k]; `row`
+// and `step` are how far rows lie apart, and the elements of one. `out` lies row by row.
+struct Product {
+  u64 left, right, out;
+  u32 rows, columns, inner;
+  u32 block;  // the first of its blocks; it has one for each tile of SIDE x SIDE
+  u32 left_row, left_step, right_row, right_step;
+};
+static_assert(sizeof(Product) == 56, "as the host lays it out");
+
+// Many products in one launch. An element is one chain of fused multiplications and additions.
+KERNEL(stacked_products, 256, LIMIT(64, 8704, 7), (const Product* products, u32 count)) {
+  SHARED(f32, lefts, DEEP* PADDED);
+  SHARED(f32, rights, DEEP* PADDED);
+  u32 low = 0, high = count;
+  while (high - low > 1) {
+    const u32 middle = low + (high - low) / 2;
+    if (products[middle].block <= block_index()) low = middle;
+    else high = middle;
+  }
+  const Product by = products[low];
+  const u32 across = (by.columns + SIDE - 1) / SIDE, tile = block_index() - by.block;
+  const u32 row = tile / across * SIDE, column = tile % across * SIDE;
+  const f32 *left = reinterpret_cast<const f32*>(by.left), *right = reinterpret_cast<const f32*>(by.right);
+  f32* out = reinterpret_cast<f32*>(by.out);
+  multiply<Side::along, Side::along>(
+      lefts, rights, by.inner,
+      [=](u32 index, u32 depth) {
+        const bool there = row + index < by.rows && depth < by.inner;
+        const u64 at = static_cast<u64>(row + index) * by.left_row + static_cast<u64>(depth) * by.left_step;
+        return there ? left[at] : 0.0f;
+      },
+      [=](u32 index, u32 depth) {
+        const bool there = column + index < by.columns && depth < by.inner;
+        const u64 at = static_cast<u64>(column + index) * by.right_row + static_cast<u64>(depth) * by.right_step;
+        return there ? right[at] : 0.0f;
+      },
+      [=](u32 i, u32 j, f32 sum) {
+        if (row + i < by.rows && column + j < by.columns) out[static_cast<u64>(row + i) * by.columns + column + j] = sum;
+      });
 }
 
 // fourth <- b square + c fourth, and a more on the diagonal: a stack of square matrices of `side` rows.

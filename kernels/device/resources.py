@@ -39,7 +39,8 @@ def declared():
 
 def install():
     if not any(map(shutil.which, CLANG)):
-        done = subprocess.run(["apt-get", "install", "-y", "--no-install-recommends", "clang-19"], capture_output=True, text=True)
+        packages = ["clang-19", "lld-19"]
+        done = subprocess.run(["apt-get", "install", "-y", "--no-install-recommends", *packages], capture_output=True, text=True)
         if done.returncode:
             print(f"clang-19 could not be installed: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
     if not WHEELS.exists():

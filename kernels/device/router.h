@@ -4,22 +4,54 @@
 #include "numbers.h"
 #include "rows.h"
 
-// state = state + bias, and with the state of the layer before, + before decay.
-KERNEL(depth_average, 256, LIMIT(32, 0, 8),
-       (f32 * state, const f32* bias, const f32* before, const f32* decay, u32 rows, u32 width)) {
-  each(rows, width, [=](u32 row, u32 column) {
-    const u64 at = static_cast<u64>(row) * width + column;
-    const f32 own = state[at] + bias[column];
-    state[at] = before == nullptr ? own : own + before[at] * decay[column];
+// state = state + bias, and with the state of the layer before, + before decay; and its norm. 16 lanes a row, each of which reads
+// of the state only what it has written itself.
+KERNEL(router_norm, 256, LIMIT(48, 0, 8),
+       (f32 * state, const f32* bias, const f32* before, const f32* decay, const f32* weight, f32* out, f32* factors, u32 rows,
+        u32 width, f32 eps)) {
+  const Row row = row_of(rows);
+  const u64 at = static_cast<u64>(row.index) * width;
+  if (row.there)
+    for (u32 column = row.lane; column < width; column += PARTS) {
+      const f32 own = state[at + column] + bias[column];
+      state[at + column] = before == nullptr ? own : own + before[at + column] * decay[column];
+    }
+  norm_row(row, width, eps, weight, factors, out, [=](u32 column) { return state[at + column]; });
+}
+
+// Back: the gradient of the state, with that from the layer after it, `later`, unless it is null; and of the state before, unless
+// there is none.
+KERNEL(router_norm_backward, 256, LIMIT(48, 0, 8),
+       (const f32* state, const f32* factors, const f32* weight, const f32* grad, const f32* later, const f32* decay, f32* own,
+        f32* before, u32 rows, u32 width)) {
+  const Row row = row_of(rows);
+  const u64 at = static_cast<u64>(row.index) * width;
+  norm_row_back(row, width, state, factors, weight, grad, [=](u32 column, f32 value) {
+    if (later != nullptr) value += later[at + column];
+    own[at + column] = value;
+    if (before != nullptr) before[at + column] = value * decay[column];
   });
 }
 
-// The gradient of the state before.
-KERNEL(depth_average_backward, 256, LIMIT(32, 0, 8), (const f32* grad, const f32* decay, f32* before, u32 rows, u32 width)) {
-  each(rows, width, [=](u32 row, u32 column) {
-    const u64 at = static_cast<u64>(row) * width + column;
-    before[at] = grad[at] * decay[column];
-  });
+// In bands, [5, bands, width], the gradients of the vectors: of the norm's weight, of the bias before it, of the decay (zeros
+// without a state before), and of the biases of both hidden layers. `grad` is the gradient of what the norm came to.
+KERNEL(router_vectors, 256, LIMIT(32, 0, 8),
+       (const f32* state, const f32* factors, const f32* grad, const f32* own, const f32* before, const f32* first,
+        const f32* second, f32* partial, u32 rows, u32 width)) {
+  const Column column = column_of(rows, width);
+  if (!column.there) return;
+  f32 sums[5] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+  for (u32 row = column.first; row < column.end; ++row) {
+    const u64 at = static_cast<u64>(row) * width + column.index;
+    sums[0] += grad[at] * (state[at] * factors[row]);
+    sums[1] += own[at];
+    if (before != nullptr) sums[2] += own[at] * before[at];
+    sums[3] += first[at];
+    sums[4] += second[at];
+  }
+  const u64 size = static_cast<u64>((rows + BAND - 1) / BAND) * width;
+  UNROLL
+  for (u32 which = 0; which < 5; ++which) partial[column.partial + which * size] = sums[which];
 }
 
 // x += bias; out = gelu(x), the exact one: x times the normal distribution's integral up to x.

@@ -40,15 +40,20 @@ DEVICE Column column_of(u32 rows, u32 width) {
   return {index, first, first + BAND < last ? first + BAND : last, static_cast<u64>(band) * width + index, index < width};
 }
 
-// out[s, c] = sum of partial[s, band, c] over bands, in f64.
+// The sum of partial[s, band, c] over bands, in f64.
+DEVICE f32 over_bands(const f32* partial, u32 stack, u32 bands, u32 width, u32 column) {
+  f64 sum = 0.0;
+  for (u32 band = 0; band < bands; ++band)
+    sum += static_cast<f64>(partial[(static_cast<u64>(stack) * bands + band) * width + column]);
+  return static_cast<f32>(sum);
+}
+
+// out[s, c] = sum of partial[s, band, c] over bands.
 KERNEL(band_sums, 256, LIMIT(32, 0, 8), (const f32* partial, f32* out, u32 bands, u32 width)) {
   const u32 tiles = (width + BLOCK - 1) / BLOCK, stack = block_index() / tiles;
   const u32 column = block_index() % tiles * BLOCK + thread_index();
   if (column >= width) return;
-  f64 sum = 0.0;
-  for (u32 band = 0; band < bands; ++band)
-    sum += static_cast<f64>(partial[(static_cast<u64>(stack) * bands + band) * width + column]);
-  out[static_cast<u64>(stack) * width + column] = static_cast<f32>(sum);
+  out[static_cast<u64>(stack) * width + column] = over_bands(partial, stack, bands, width, column);
 }
 
 // partial[s, band, c] = sum of x[s, r, c] over the rows of a band.
@@ -149,10 +154,9 @@ KERNEL(residual_norm_bf16, 256, LIMIT(48, 0, 8),
   residual_and_norm(branch, residual, {scale, bias, residual_scale, residual_bias}, weight, sum, out, factors, rows, width, eps);
 }
 
-// Back through the norm, from the gradient of its outcome: that of x.
-KERNEL(rms_norm_backward, 256, LIMIT(32, 0, 8),
-       (const f32* x, const f32* factors, const f32* weight, const f32* grad, f32* input, u32 rows, u32 width)) {
-  const Row row = row_of(rows);
+// Back through a row of the norm, from the gradient of its outcome: what(column, gradient of x).
+template <typename Do>
+DEVICE void norm_row_back(Row row, u32 width, const f32* x, const f32* factors, const f32* weight, const f32* grad, Do what) {
   const u64 at = static_cast<u64>(row.index) * width;
   const f32 factor = row.there ? factors[row.index] : 0.0f;
   const f32 sum =
@@ -160,20 +164,30 @@ KERNEL(rms_norm_backward, 256, LIMIT(32, 0, 8),
   const f32 along = sum / -static_cast<f32>(width);
   if (!row.there) return;
   for (u32 column = row.lane; column < width; column += PARTS)
-    input[at + column] = (grad[at + column] * weight[column] + x[at + column] * factor * along) * factor;
+    what(column, (grad[at + column] * weight[column] + x[at + column] * factor * along) * factor);
 }
 
-// The same: that of the weight, in bands.
-KERNEL(rms_norm_weight, 256, LIMIT(32, 0, 8),
-       (const f32* x, const f32* factors, const f32* grad, f32* partial, u32 rows, u32 width)) {
-  const Column column = column_of(rows, width);
-  if (!column.there) return;
-  f32 sum = 0.0f;
-  for (u32 row = column.first; row < column.end; ++row) {
-    const u64 at = static_cast<u64>(row) * width + column.index;
-    sum += grad[at] * (x[at] * factors[row]);
+// Back through the norm: the gradient of x, with `beside` added to it unless that is null, and in bands that of the weight. A
+// block has a band.
+KERNEL(rms_norm_backward, 256, LIMIT(48, 0, 8),
+       (const f32* x, const f32* factors, const f32* weight, const f32* grad, const f32* beside, f32* input, f32* partial,
+        u32 rows, u32 width)) {
+  const u32 first = block_index() * BAND, end = first + BAND < rows ? first + BAND : rows;
+  for (u32 start = first; start < first + BAND; start += ROWS) {
+    const u32 index = start + thread_index() / PARTS;
+    const u64 at = static_cast<u64>(index) * width;
+    norm_row_back({index, thread_index() % PARTS, index < rows}, width, x, factors, weight, grad, [=](u32 column, f32 own) {
+      input[at + column] = beside == nullptr ? own : beside[at + column] + own;
+    });
   }
-  partial[column.partial] = sum;
+  for (u32 column = thread_index(); column < width; column += BLOCK) {
+    f32 sum = 0.0f;
+    for (u32 row = first; row < end; ++row) {
+      const u64 at = static_cast<u64>(row) * width + column;
+      sum += grad[at] * (x[at] * factors[row]);
+    }
+    partial[static_cast<u64>(block_index()) * width + column] = sum;
+  }
 }
 
 // Back through the residual addition: gradients of both sides, and in bands, [3, bands, width], the sums of the gradient, of
@@ -210,15 +224,16 @@ KERNEL(residual_backward_bf16, 256, LIMIT(48, 0, 8),
   residual_back(branch, residual, grad, scale, residual_scale, to_branch, to_residual, partial, rows, width);
 }
 
-// From those sums, [3, width], the gradients of bias, scale and their like for the residual: [4, width] in the order of Scaling.
+// From these bands, the gradients of bias, scale and their like for the residual: [4, width] in the order of Scaling.
 KERNEL(residual_vectors, 256, LIMIT(32, 0, 8),
-       (const f32* sums, const f32* scale, const f32* bias, const f32* residual_scale, const f32* residual_bias, f32* out,
-        u32 width)) {
+       (const f32* partial, const f32* scale, const f32* bias, const f32* residual_scale, const f32* residual_bias, f32* out,
+        u32 bands, u32 width)) {
   const u32 column = block_index() * BLOCK + thread_index();
   if (column >= width) return;
-  const f32 all = sums[column];
-  out[column] = sums[width + column] + bias[column] * all;
+  const f32 all = over_bands(partial, 0, bands, width, column), branches = over_bands(partial, 1, bands, width, column);
+  const f32 residuals = over_bands(partial, 2, bands, width, column);
+  out[column] = branches + bias[column] * all;
   out[width + column] = all * scale[column];
-  out[2 * width + column] = sums[2 * width + column] + residual_bias[column] * all;
+  out[2 * width + column] = residuals + residual_bias[column] * all;
   out[3 * width + column] = all * residual_scale[column];
 }

@@ -41,29 +41,66 @@ pub fn slice(tensor: &Tensor, first: u64, salt: u64) -> u64 {
 /// The same of many slices, of one device: on a GPU by two launches and one read, or, where our kernels cannot be compiled, by
 /// some twenty operators each.
 pub fn slices(slices: &[(&Tensor, u64, u64)]) -> Vec<u64> {
+    let Ok(found) = Vec::<i64>::try_from(&slices_there(slices)) else { return Vec::new() };
+    found.into_iter().map(i64::cast_unsigned).collect()
+}
+
+/// The same as a tensor of their bits, i64, where the slices are: on a GPU the host waits for nothing.
+pub fn slices_there(slices: &[(&Tensor, u64, u64)]) -> Tensor {
     let whole: Vec<_> = slices.iter().map(|(tensor, ..)| tensor.detach().contiguous()).collect();
     let with = || whole.iter().zip(slices);
-    let own = whole.first().and_then(|tensor| Queue::of(tensor.device()).ok());
-    if let Some(found) = own.and_then(|queue| {
+    let device = whole.first().map_or(Device::Cpu, Tensor::device);
+    if device == Device::Cpu {
+        let one = |(tensor, (_, first, salt)): (_, &(_, u64, u64))| on_cpu(tensor, *first, *salt);
+        let found: Vec<_> = with().map(one).map(u64::cast_signed).collect();
+        return Tensor::from_slice(&found);
+    }
+    if let Some(found) = Queue::of(device).ok().and_then(|queue| {
         let piece = |(tensor, (_, first, salt)): (_, &(_, u64, u64))| Piece {
             tensor,
             other: None,
             first: *first,
             salt: *salt,
         };
-        let there = with().map(piece).filter(|piece| piece.tensor.numel() > 0).collect::<Vec<_>>();
-        Vec::<i64>::try_from(&checksums(&queue, &there).ok()?).ok()
+        checksums(&queue, &with().map(piece).collect::<Vec<_>>()).ok()
     }) {
-        let mut found = found.into_iter().map(i64::cast_unsigned);
-        let of = |tensor: &Tensor| if tensor.numel() > 0 { found.next() } else { None };
-        return whole.iter().map(of).map(Option::unwrap_or_default).collect();
+        return found;
     }
-    with()
-        .map(|(tensor, (_, first, salt))| match tensor.device() {
-            Device::Cpu => on_cpu(tensor, *first, *salt),
-            _ => by_operators(tensor, *first, *salt),
-        })
-        .collect()
+    let one = |(tensor, (_, first, salt)): (_, &(_, u64, u64))| by_operators(tensor, *first, *salt);
+    Tensor::stack(&with().map(one).collect::<Vec<_>>(), 0)
+}
+
+/// A sum of checksums that grows, and may stay on a device until somebody wants to know it.
+#[derive(Debug, Default)]
+pub struct Total {
+    known: u64,
+    there: Vec<Tensor>,
+}
+
+impl Total {
+    /// Adds the checksums of some slices of one device.
+    pub fn add(&mut self, parts: &[(&Tensor, u64, u64)]) {
+        match parts.first() {
+            Some((tensor, ..)) if tensor.device() != Device::Cpu => {
+                self.there.push(slices_there(parts));
+            }
+            _ => {
+                let found = parts.iter().map(|(tensor, first, salt)| slice(tensor, *first, *salt));
+                self.known = found.fold(self.known, u64::wrapping_add);
+            }
+        }
+    }
+
+    /// What is known of it, and, i64 on a device, what has to be added to that.
+    pub fn into_parts(self) -> (u64, Vec<Tensor>) {
+        (self.known, self.there)
+    }
+
+    /// The sum; of a device the host waits for it.
+    pub fn read(self) -> u64 {
+        let all = self.there.iter().filter_map(|there| Vec::<i64>::try_from(there).ok());
+        all.flatten().map(i64::cast_unsigned).fold(self.known, u64::wrapping_add)
+    }
 }
 
 /// The checksum of bytes, element by element.
@@ -154,19 +191,20 @@ fn mixed(mut h: u32) -> u32 {
 }
 
 /// The same sum in tensor operators, for devices whose memory we cannot read, and as the reference of the fast path.
-fn by_operators(tensor: &Tensor, first: u64, salt: u64) -> u64 {
+fn by_operators(tensor: &Tensor, first: u64, salt: u64) -> Tensor {
     let flat = tensor.reshape([-1]);
-    let (mut total, count, mut done) = (0u64, flat.size()[0], 0i64);
+    let mut total = Tensor::zeros([1], (Kind::Int64, flat.device()));
+    let (count, mut done) = (flat.size()[0], 0i64);
     while done < count {
         let piece = (count - done).min(1 << 22);
         let bits = integers(&flat.narrow(0, done, piece));
-        total = total.wrapping_add(piece_by_operators(&bits, first + done as u64, salt));
+        total += piece_by_operators(&bits, first + done as u64, salt);
         done += piece;
     }
-    total
+    total.squeeze_dim(0)
 }
 
-fn piece_by_operators(bits: &Tensor, first: u64, salt: u64) -> u64 {
+fn piece_by_operators(bits: &Tensor, first: u64, salt: u64) -> Tensor {
     let index = Tensor::arange(bits.size()[0], (Kind::Int64, bits.device())) + first as i64;
     let high = index.bitwise_right_shift_tensor_scalar(32) * i64::from(HIGH_INDEX);
     let h = (index + high + i64::from(salted(salt))).bitwise_and(LOW);
@@ -174,7 +212,7 @@ fn piece_by_operators(bits: &Tensor, first: u64, salt: u64) -> u64 {
     let h = h.bitwise_xor_tensor(&h.bitwise_right_shift_tensor_scalar(15));
     let h = (h * i64::from(SECOND)).bitwise_and(LOW);
     let h = h.bitwise_xor_tensor(&h.bitwise_right_shift_tensor_scalar(13));
-    (bits * h.bitwise_or(1)).sum(Kind::Int64).int64_value(&[]) as u64
+    (bits * h.bitwise_or(1)).sum(Kind::Int64)
 }
 
 /// The bits of each element as an unsigned number in 64.
@@ -231,7 +269,10 @@ mod tests {
             let tensor = Tensor::from_slice(&values);
             let wanted = by_formula(&values, first, salt);
             prop_assert_eq!(slice(&tensor, first, salt), wanted);
-            prop_assert_eq!(by_operators(&tensor, first, salt), wanted);
+            prop_assert_eq!(by_operators(&tensor, first, salt).int64_value(&[]).cast_unsigned(), wanted);
+            let mut total = Total::default();
+            total.add(&[(&tensor, first, salt), (&tensor, first, salt)]);
+            prop_assert_eq!(total.read(), wanted.wrapping_mul(2));
         }
 
         #[test]
@@ -278,7 +319,8 @@ mod tests {
         for kind in [Kind::BFloat16, Kind::Half, Kind::Int64, Kind::Double, Kind::Uint8, Kind::Int]
         {
             let cast = square.to_kind(kind);
-            assert_eq!(tensor(&cast, 9), by_operators(&cast, 0, 9), "{kind:?}");
+            let found = by_operators(&cast, 0, 9).int64_value(&[]).cast_unsigned();
+            assert_eq!(tensor(&cast, 9), found, "{kind:?}");
         }
     }
 

@@ -10,7 +10,11 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use tch::Tensor;
+use tch::{Device, Tensor};
+
+use crate::Result;
+use crate::device::pieces::{self, Piece};
+use crate::device::queue::Queue;
 
 /// A value that can be added to its right neighbour.
 pub trait Sum {
@@ -41,6 +45,31 @@ impl<T: Sum> Sum for Vec<T> {
     fn sum(self, right: Self) -> Self {
         assert_eq!(self.len(), right.len(), "leaves of one tree have the same parts");
         self.into_iter().zip(right).map(|(left, right)| left.sum(right)).collect()
+    }
+}
+
+/// Adds to each left tensor the right one, contiguous f32 of one shape and one device: on a GPU all of them by one launch, or,
+/// where our kernels cannot be compiled, by an operator each. A sum has the bits of [`Sum`].
+pub fn add_all(pairs: &mut [(Tensor, Tensor)]) -> Result<()> {
+    let device = pairs.first().map_or(Device::Cpu, |(left, _)| left.device());
+    let fits = |(left, right): &(Tensor, Tensor)| {
+        let float = left.kind() == tch::Kind::Float && right.kind() == tch::Kind::Float;
+        float && left.size() == right.size() && left.is_contiguous() && right.is_contiguous()
+    };
+    match Queue::of(device) {
+        Ok(queue) if pairs.iter().all(fits) => {
+            let mut pieces = Vec::with_capacity(pairs.len());
+            for (left, right) in pairs.iter() {
+                pieces.push(Piece { tensor: left, other: Some(right), first: 0, salt: 0 });
+            }
+            pieces::add(&queue, &pieces)
+        }
+        _ => {
+            for (left, right) in pairs {
+                let _ = left.f_add_(right)?;
+            }
+            Ok(())
+        }
     }
 }
 
@@ -165,6 +194,30 @@ pub struct Nodes<T> {
     waiting: BTreeMap<(u32, u64), T>,
 }
 
+/// A node of the tree whose sum is known: that of the `2^level` leaves from `first` on.
+#[derive(Debug)]
+pub struct Node<T> {
+    /// Of a leaf 0.
+    pub level: u32,
+    /// Its first leaf.
+    pub first: u64,
+    /// The sum.
+    pub value: T,
+}
+
+/// A node of the tree whose halves are known.
+#[derive(Debug)]
+pub struct Pair<T> {
+    /// Its level.
+    pub level: u32,
+    /// Its first leaf.
+    pub first: u64,
+    /// What is added to.
+    pub left: T,
+    /// What is added.
+    pub right: T,
+}
+
 impl<T: Sum> Nodes<T> {
     /// For the leaves of `parts`, which ascend; no node joins two of them.
     pub fn new(parts: &[Range<u64>]) -> Self {
@@ -174,16 +227,25 @@ impl<T: Sum> Nodes<T> {
 
     /// Takes a leaf, each once.
     pub fn push(&mut self, leaf: u64, value: T) {
-        let block = self.blocks.iter().rfind(|(_, first)| *first <= leaf);
-        let top = block.map_or(0, |(level, _)| *level);
-        let (mut level, mut first, mut sum) = (0, leaf, value);
-        while level < top {
-            let other = first ^ (1 << level);
-            let Some(partner) = self.waiting.remove(&(level, other)) else { break };
-            sum = if other < first { partner.sum(sum) } else { sum.sum(partner) };
-            (level, first) = (level + 1, first.min(other));
+        let mut node = Node { level: 0, first: leaf, value };
+        while let Some(Pair { level, first, left, right }) = self.meet(node) {
+            node = Node { level, first, value: left.sum(right) };
         }
-        self.waiting.insert((level, first), sum);
+    }
+
+    /// Takes a leaf, or a sum of those of a pair that it handed out: keeps it, or hands out the pair of which it is the second to
+    /// come. Who adds a pair brings the sum back; whatever else comes meanwhile waits for it.
+    pub fn meet(&mut self, node: Node<T>) -> Option<Pair<T>> {
+        let Node { level, first, value } = node;
+        let block = self.blocks.iter().rfind(|(_, begins)| *begins <= first);
+        let (top, other) = (block.map_or(0, |(level, _)| *level), first ^ (1 << level));
+        let partner = if level < top { self.waiting.remove(&(level, other)) } else { None };
+        let Some(partner) = partner else {
+            self.waiting.insert((level, first), value);
+            return None;
+        };
+        let (left, right) = if other < first { (partner, value) } else { (value, partner) };
+        Some(Pair { level: level + 1, first: first.min(other), left, right })
     }
 
     /// The sum of the block that begins with leaf `first`; `None` before all its leaves have come.
@@ -348,6 +410,24 @@ mod tests {
                 let wanted = tree(&column);
                 prop_assert!(found.to_bits() == wanted.to_bits() || found.is_nan() && wanted.is_nan());
             }
+        }
+
+        /// Two that take turns as they like, and add outside of the tree.
+        #[test]
+        fn pairs_may_be_added_anywhere(turns in prop::collection::vec(any::<bool>(), 64), count in 2u64..24) {
+            let mut nodes = Nodes::new(std::slice::from_ref(&(0..count)));
+            let leaf = |first: u64| Node { level: 0, first, value: Term(first.to_string()) };
+            let mut left: [Vec<Node<Term>>; 2] = [(0..count).step_by(2), (1..count).step_by(2)]
+                .map(|leaves| leaves.map(leaf).collect());
+            let mut turns = turns.into_iter().cycle();
+            while left.iter().any(|left| !left.is_empty()) {
+                let own = &mut left[usize::from(turns.next().unwrap())];
+                let Some(node) = own.pop() else { continue };
+                if let Some(Pair { level, first, left, right }) = nodes.meet(node) {
+                    own.insert(own.len() / 2, Node { level, first, value: left.sum(right) });
+                }
+            }
+            prop_assert_eq!(nodes.finish(), counted((0..count).map(|leaf| Term(leaf.to_string()))));
         }
     }
 }

@@ -114,6 +114,20 @@ struct Touched {
         if (differs || adds || copies) add(pieces[i].right, copies);
       }
     }
+    const bool polynomial = name == "polynomial_blocks";
+    if (name == "unit_blocks" || polynomial) {
+      const Piece* pieces = nullptr;
+      argument(pieces, 0);
+      argument(count, 1);
+      for (u32 i = 0; i < count; ++i) add(pieces[i].left, false), add(pieces[i].right, true);
+    }
+    if (name == "stacked_products") {
+      const Product* products = nullptr;
+      argument(products, 0);
+      argument(count, 1);
+      for (u32 i = 0; i < count; ++i)
+        add(products[i].left, false), add(products[i].right, false), add(products[i].out, true);
+    }
     if (name == "adamw" || name == "nesterov" || name == "descend") {
       const Move* moves = nullptr;
       argument(moves, 0);

@@ -37,8 +37,10 @@ sources!(
     "loss.h",
     "numbers.h",
     "optimizer.h",
+    "products.h",
     "router.h",
     "rows.h",
+    "spans.h",
     "sums.h",
     "transport.h"
 );

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::queue::Queue;
+use super::queue::{Argument, Queue};
 use crate::Result;
 
 /// Elements that a block of `exact.h` takes.
@@ -22,7 +22,7 @@ pub(crate) struct Piece<'a> {
 }
 
 /// The rows, as `exact.h` lays them out, and how many blocks they have.
-fn table(pieces: &[Piece]) -> (Vec<i64>, i64) {
+pub(crate) fn table(pieces: &[Piece]) -> (Vec<i64>, i64) {
     let (mut rows, mut blocks) = (Vec::with_capacity(6 * pieces.len()), 0);
     for Piece { tensor, other, first, salt } in pieces {
         let elements = tensor.numel() as i64;
@@ -37,7 +37,7 @@ fn table(pieces: &[Piece]) -> (Vec<i64>, i64) {
 }
 
 /// The checksum of each piece, i64, on the device; their tensors must live until what is queued here is done, as those of a
-/// stream do. No piece is empty.
+/// stream do.
 pub(crate) fn checksums(queue: &Queue, pieces: &[Piece]) -> Result<Tensor> {
     let (rows, blocks) = table(pieces);
     let (rows, count) = (queue.upload(&rows)?, pieces.len() as i64);
@@ -60,6 +60,13 @@ pub(crate) fn squares(queue: &Queue, pieces: &[Piece]) -> Result<Vec<f64>> {
     let arguments = [(&rows).into(), count.into(), (&out).into()];
     queue.launch(kernel, (count + 15) / 16, &arguments)?;
     Ok(Vec::try_from(&out)?)
+}
+
+/// Adds to each piece, contiguous f32, what it goes with.
+pub(crate) fn add(queue: &Queue, pieces: &[Piece]) -> Result<()> {
+    let (rows, blocks) = table(pieces);
+    let (rows, count) = (queue.upload(&rows)?, pieces.len() as i64);
+    queue.launch(c"add_blocks", blocks, &[(&rows).into(), count.into(), Argument::Nothing])
 }
 
 /// Copies each piece, of 2 or 4 bytes an element, into what it goes with.

@@ -74,7 +74,9 @@ fn signature(text: &'static str) -> Option<(&'static str, Vec<Parameter>)> {
             ("u8", true) => Parameter::Memory(Kind::Uint8),
             ("u32" | "int", true) => Parameter::Memory(Kind::Int),
             // Tables are laid out in words of 64 bits.
-            ("u64" | "i64" | "Piece" | "Move", true) => Parameter::Memory(Kind::Int64),
+            ("u64" | "i64" | "Piece" | "Move" | "Product" | "Span", true) => {
+                Parameter::Memory(Kind::Int64)
+            }
             ("u32", false) => Parameter::Word,
             ("f32", false) => Parameter::Float,
             _ => return None,
@@ -235,6 +237,6 @@ mod tests {
                 Parameter::Word
             ]
         );
-        assert_eq!(signatures()["depth_average"][0], Parameter::Memory(Kind::Float));
+        assert_eq!(signatures()["router_norm"][0], Parameter::Memory(Kind::Float));
     }
 }

@@ -6,7 +6,8 @@
 use tch::{Kind, Tensor};
 
 use super::{
-    Attention, AttentionGrads, CrossEntropy, DepthwiseConv, QueryKey, RouterWeights, Scaling,
+    Attention, AttentionGrads, CrossEntropy, DepthwiseConv, Dispatch, QueryKey, RouterWeights,
+    Scaling,
 };
 use crate::{Error, Result};
 
@@ -35,7 +36,7 @@ impl Call {
         self.is(operand, tensor, shape, &[Kind::Int64])
     }
 
-    fn is(
+    pub(super) fn is(
         self,
         operand: &'static str,
         tensor: &Tensor,
@@ -366,6 +367,68 @@ pub(super) fn dispatch(choice: &Tensor, classes: i64) -> Result<()> {
         return Err(call.refuse("classes", format!("{classes}"), "at least 1".to_owned()));
     }
     call.i64("choice", choice, &count)
+}
+
+/// Columns of `out`, and of `rows`, of a product with the weights of experts, of which these are the dimensions of both.
+pub(super) fn grouped(
+    call: &Call,
+    by: &Dispatch,
+    rows: &Tensor,
+    weights: &Tensor,
+    [own, inner]: [usize; 2],
+    out: &Tensor,
+) -> Result<[i64; 2]> {
+    let size = call.sizes::<3>("weights", weights)?;
+    call.is("weights", weights, &[by.experts, size[1], size[2]], &[rows.kind()])?;
+    for (name, tensor, width) in [("rows", rows, size[inner]), ("out", out, size[own])] {
+        let count = call.matrix(name, tensor)?[0].max(by.computed);
+        call.float(name, tensor, &[count, width])?;
+    }
+    if out.kind() != rows.kind() {
+        return Err(call.refuse("out", format!("{:?}", out.kind()), format!("{:?}", rows.kind())));
+    }
+    Ok([size[own], size[inner]])
+}
+
+/// Columns of both sides of a product that is the gradient of the weights of experts.
+pub(super) fn grouped_weights(
+    call: &Call,
+    by: &Dispatch,
+    grad: &Tensor,
+    rows: &Tensor,
+) -> Result<[i64; 2]> {
+    let mut widths = [0; 2];
+    for (width, (name, tensor)) in widths.iter_mut().zip([("grad", grad), ("rows", rows)]) {
+        let [count, own] = call.matrix(name, tensor)?;
+        call.is(name, tensor, &[count.max(by.computed), own], &[rows.kind()])?;
+        call.float(name, tensor, &[count, own])?;
+        *width = own;
+    }
+    Ok(widths)
+}
+
+/// Tokens and columns.
+pub(super) fn unpermute(x: &Tensor, by: &Dispatch, beside: &Tensor) -> Result<[i64; 2]> {
+    let (call, tokens) = (Call("unpermute"), by.places.size()[0]);
+    let width = call.matrix("x", x)?[1];
+    call.float("x", x, &[by.rows, width])?;
+    call.is("beside", beside, &[tokens, width], &[x.kind()])?;
+    Ok([tokens, width])
+}
+
+/// Columns of rows that pass experts by.
+pub(super) fn pass_by(
+    call: &Call,
+    from: Option<&Tensor>,
+    into: &Tensor,
+    by: &Dispatch,
+) -> Result<i64> {
+    let width = call.matrix("into", into)?[1];
+    call.float("into", into, &[by.rows, width])?;
+    if let Some(from) = from {
+        call.is("from", from, &[by.rows, width], &[into.kind()])?;
+    }
+    Ok(width)
 }
 
 /// Tokens and vocabulary.

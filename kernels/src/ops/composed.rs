@@ -119,7 +119,7 @@ pub(super) fn grouped_matmul<O: Ops + ?Sized>(
     by: &Dispatch,
     out: &Tensor,
 ) -> Result<()> {
-    for &[expert, start, count] in &by.runs {
+    for &[expert, start, count] in by.runs("grouped_matmul")? {
         let weight = weights.f_get(expert)?;
         let part = |x: &Tensor| x.f_narrow(0, start, count);
         ops.matmul_into(&part(out)?, &part(rows)?, &weight.f_tr()?)?;
@@ -134,7 +134,7 @@ pub(super) fn grouped_matmul_input<O: Ops + ?Sized>(
     by: &Dispatch,
     out: &Tensor,
 ) -> Result<()> {
-    for &[expert, start, count] in &by.runs {
+    for &[expert, start, count] in by.runs("grouped_matmul_input")? {
         let part = |x: &Tensor| x.f_narrow(0, start, count);
         ops.matmul_into(&part(out)?, &part(grad)?, &weights.f_get(expert)?)?;
     }
@@ -150,7 +150,7 @@ pub(super) fn grouped_matmul_weights<O: Ops + ?Sized>(
     let shape = [by.experts, grad.size()[1], rows.size()[1]];
     let out = Tensor::f_empty(shape, (rows.kind(), rows.device()))?;
     let mut idle = 0;
-    for &[expert, start, count] in &by.runs {
+    for &[expert, start, count] in by.runs("grouped_matmul_weights")? {
         let part = |x: &Tensor| x.f_narrow(0, start, count);
         let _ = out.f_narrow(0, idle, expert - idle)?.f_zero_()?;
         ops.matmul_into(&out.f_get(expert)?, &part(grad)?.f_tr()?, &part(rows)?)?;
@@ -206,6 +206,17 @@ pub(super) fn value_shift_backward(grad: Tensor, current: i64, starts: &Tensor) 
     Ok(grad)
 }
 
-pub(super) fn unpermute(x: &Tensor, by: &Dispatch) -> Result<Tensor> {
-    Ok(x.f_index_select(0, &by.places)?)
+pub(super) fn pass_by(from: Option<&Tensor>, into: &Tensor, by: &Dispatch) -> Result<()> {
+    check::pass_by(&Call("pass_by"), from, into, by)?;
+    let rest = |x: &Tensor| x.f_narrow(0, by.computed, by.rows - by.computed);
+    match from {
+        None => drop(rest(into)?.f_zero_()?),
+        Some(from) => rest(into)?.f_copy_(&rest(from)?)?,
+    }
+    Ok(())
+}
+
+pub(super) fn unpermute(x: &Tensor, by: &Dispatch, beside: &Tensor) -> Result<Tensor> {
+    check::unpermute(x, by, beside)?;
+    Ok(x.f_index_select(0, &by.places)?.f_to_kind(Kind::Float)?.f_add(beside)?)
 }

@@ -142,7 +142,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
         composed::router_backward(self, by, x, saved, weight, state)
     }
 
-    /// Sorts tokens by the class of each, `[N]` i64 below `classes`; the last class has no expert.
+    /// Sorts tokens by the class of each, `[N]` i64 below `classes`; the last class has no expert. On a device the host waits for
+    /// nothing.
     fn dispatch(&self, choice: &Tensor, classes: i64) -> Result<Dispatch>;
 
     /// Rows of `x`, `[N, D]`, where they are computed: `[P, D]`, zeros where places are filled up.
@@ -184,9 +185,16 @@ pub trait Ops: fmt::Debug + Send + Sync {
         composed::grouped_matmul_weights(self, grad, rows, by)
     }
 
-    /// Rows `[P, D]` back in the order of tokens, `[N, D]`; those of places that are filled up are left out.
-    fn unpermute(&self, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
-        composed::unpermute(x, by)
+    /// Sets the rows of `into`, `[P, D]` float, that belong to tokens without an expert: to those of `from`, in its kind, or to
+    /// zeros. So every row that belongs to a token has a value.
+    fn pass_by(&self, from: Option<&Tensor>, into: &Tensor, by: &Dispatch) -> Result<()> {
+        composed::pass_by(from, into, by)
+    }
+
+    /// Rows `[P, D]` float back in the order of tokens, those of places that are filled up left out, with `beside` added,
+    /// `[N, D]` in their kind: `[N, D]`, f32.
+    fn unpermute(&self, x: &Tensor, by: &Dispatch, beside: &Tensor) -> Result<Tensor> {
+        composed::unpermute(x, by, beside)
     }
 
     /// The loss of each label, `[N]` f32: nats, 0 where there is none.
@@ -211,9 +219,35 @@ pub trait Ops: fmt::Debug + Send + Sync {
         grad: &Tensor,
     ) -> Result<(Tensor, Tensor)>;
 
+    /// The same where `x` has gone past the norm too: to its gradient `beside`, what came that way, is added.
+    fn rms_norm_backward_beside(
+        &self,
+        x: &Tensor,
+        factors: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+        beside: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        let (input, weight) = self.rms_norm_backward(x, factors, weight, grad)?;
+        Ok((beside.f_add(&input)?, weight))
+    }
+
     /// `(branch + bias) * scale + (residual + residual_bias) * residual_scale`, `[N, D]`: `branch` float, the others and the
     /// sum f32.
     fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor>;
+
+    /// [`Ops::residual`], and its [`Ops::rms_norm`] in the kind of `branch`: the sum, the norm, and its factors.
+    fn residual_norm(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: Scaling,
+        (weight, eps): (&Tensor, f64),
+    ) -> Result<[Tensor; 3]> {
+        let sum = self.residual(branch, residual, by)?;
+        let (out, factors) = self.rms_norm(&sum, weight, eps)?;
+        Ok([sum, out.f_to_kind(branch.kind())?, factors])
+    }
 
     /// Back through [`Ops::residual`], from the gradient of its outcome, f32.
     fn residual_backward(
@@ -310,6 +344,11 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// Each matrix of `[rows, columns]`, or of a stack of such, f32: divided by its length, then iterated, transposed where it
     /// is higher than wide. A matrix has the same bits whatever it is stacked with.
     fn newton_schulz(&self, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor>;
+
+    /// The same of many matrices of any shapes, contiguous, with the same bits.
+    fn all_newton_schulz(&self, matrices: &[Tensor], by: NewtonSchulz) -> Result<Vec<Tensor>> {
+        matrices.iter().map(|matrix| self.newton_schulz(matrix, by)).collect()
+    }
 
     /// The sum of squares of the elements, f32, in f64.
     fn squares(&self, x: &Tensor) -> Result<f64>;

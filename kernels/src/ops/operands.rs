@@ -1,7 +1,10 @@
 //! What operations take besides a tensor or two, and what they answer with.
 
+use std::cell::OnceCell;
+
 use tch::Tensor;
 
+use super::check::Call;
 use crate::Result;
 
 /// Vectors of `[D]`, f32, by which a residual addition scales and shifts both of its sides.
@@ -139,6 +142,8 @@ pub struct Attention<'a> {
     pub spans: &'a [Span],
     /// `[H, K, d]`.
     pub shape: [i64; 3],
+    /// Where a table may keep what it makes of the spans, for all layers that see the same ones.
+    pub kept: Option<&'a OnceCell<Tensor>>,
 }
 
 /// What attention comes to.
@@ -182,22 +187,43 @@ pub struct Dispatch {
     pub(super) order: Order,
     /// `[N]`, i64: the place of each token.
     pub places: Tensor,
-    /// Tokens of each expert, and those without one: what the host has asked for anyway.
-    pub counts: Vec<i64>,
+    /// `[E + 1]`, i64: tokens of each expert, and those without one.
+    pub counts: Tensor,
     /// Experts.
     pub(super) experts: i64,
-    /// Places of experts; the others follow.
-    pub routed: i64,
-    /// Tokens without an expert.
-    pub skipped: i64,
+    /// Places in all: P.
+    pub rows: i64,
+    /// The first of them, among which are all places of experts: what products are made of. Places without an expert are behind
+    /// them, or, where the host does not know how many there are, among them.
+    pub computed: i64,
+    pub(super) groups: Groups,
+}
+
+/// Places of each expert.
+#[derive(Debug)]
+pub(super) enum Groups {
     /// Experts with tokens, ascending: which, its first place, and how many it has.
-    pub(super) runs: Vec<[i64; 3]>,
+    Known(Vec<[i64; 3]>),
+    /// `[E + 1]`, i32, on the device: where the places of each class end.
+    There(Tensor),
 }
 
 impl Dispatch {
-    /// The experts that have tokens, ascending.
-    pub fn used(&self) -> impl Iterator<Item = i64> {
-        self.runs.iter().map(|[expert, ..]| *expert)
+    /// Which experts have tokens: the host asks, and waits.
+    pub fn used(&self) -> Result<Vec<bool>> {
+        let counts = Vec::<i64>::try_from(&self.counts)?;
+        Ok(counts.iter().take(self.experts as usize).map(|count| *count > 0).collect())
+    }
+
+    /// The runs of experts, for a table whose `dispatch` makes them.
+    pub(super) fn runs(&self, operation: &'static str) -> Result<&[[i64; 3]]> {
+        match &self.groups {
+            Groups::Known(runs) => Ok(runs),
+            Groups::There(_) => {
+                let found = "another table's".to_owned();
+                Err(Call(operation).refuse("by", found, "its own".to_owned()))
+            }
+        }
     }
 }
 

@@ -177,7 +177,7 @@ pub(crate) struct SharedSink<'a, 'b> {
     /// First terms that wait for second ones.
     first: BTreeMap<usize, Tensor>,
     /// Of the slices here.
-    checksum: u64,
+    checksum: checksum::Total,
 }
 
 /// A parameter's blocks of all chunks, on their way here.
@@ -194,11 +194,11 @@ impl<'a, 'b> SharedSink<'a, 'b> {
     /// Of a micro-batch whose slices go where `into` says.
     pub(crate) fn new(shared: Shared<'a>, into: Option<(&'a sum::Sum<'b>, u64)>) -> Self {
         let (under_way, first) = (VecDeque::new(), BTreeMap::new());
-        SharedSink { shared, into, under_way, first, checksum: 0 }
+        SharedSink { shared, into, under_way, first, checksum: checksum::Total::default() }
     }
 
     /// Waits for what is under way; the checksum over the slices here of the micro-batch's gradient.
-    pub(crate) fn finish(mut self) -> Result<u64> {
+    pub(crate) fn finish(mut self) -> Result<checksum::Total> {
         while let Some(travelling) = self.under_way.pop_front() {
             self.add(travelling)?;
         }
@@ -253,11 +253,10 @@ impl<'a, 'b> SharedSink<'a, 'b> {
         for range in ranges {
             let part = sum.narrow(0, at, range.end - range.start);
             at += range.end - range.start;
-            let own =
-                checksum::slice(&part, range.start as u64, salt(Part::LeafGradient, id.index()));
-            self.checksum = self.checksum.wrapping_add(own);
+            let salt = salt(Part::LeafGradient, id.index());
+            self.checksum.add(&[(&part, range.start as u64, salt)]);
         }
-        self.into.map_or(Ok(()), |(all, leaf)| all.add(id.index(), leaf, sum))
+        self.into.map_or(Ok(()), |(all, leaf)| all.add(leaf, vec![(id.index(), sum)]))
     }
 }
 

@@ -10,11 +10,12 @@ use std::sync::{Mutex, PoisonError};
 
 use contract::{Fault, Result};
 use kernels::checksum;
-use kernels::tree::Nodes;
+use kernels::tree::{self, Node, Nodes, Pair};
 use tch::{Device, Tensor};
 
 use super::sum::Sum;
 use crate::model::{ParamId, Sink};
+use crate::refusal::refused;
 use crate::state::{Part, salt};
 use crate::timing;
 
@@ -25,10 +26,11 @@ pub(crate) struct Gradients {
 
 /// The checksum over the whole gradient of a micro-batch: the sum of those of its tensors, in whatever order they come.
 #[derive(Default)]
-pub(crate) struct Checksum(pub(crate) u64);
+pub(crate) struct Checksum(checksum::Total);
 
-/// Gradients of a device whose checksums are made by one launch: they wait for each other that long.
-const TOGETHER: usize = 16;
+/// Gradients of a device whose checksums are made by one launch, and added by one: they wait for each other that long, which is
+/// about as many as a layer has.
+const TOGETHER: usize = 32;
 
 /// The sink of one micro-batch.
 pub(crate) struct LeafSink<'s, 'a> {
@@ -46,12 +48,29 @@ impl Gradients {
         Gradients { parameters: (0..parameters).map(nodes).collect() }
     }
 
-    /// Adds what micro-batch `leaf` has for a parameter.
-    pub(super) fn add(&self, parameter: usize, leaf: u64, gradient: Tensor) -> Result<()> {
+    /// Adds what micro-batch `leaf` has for some parameters: what two micro-batches or blocks of them have of each is added
+    /// together, level by level of the tree.
+    pub(super) fn add(&self, leaf: u64, gradients: Vec<(usize, Tensor)>) -> Result<()> {
         let _watch = timing::part(timing::Part::Tree);
-        let nodes = self.parameters.get(parameter);
-        let nodes = nodes.ok_or_else(|| Fault::bug("a gradient of an unknown parameter"))?;
-        nodes.lock().unwrap_or_else(PoisonError::into_inner).push(leaf, gradient);
+        let leaf = |(parameter, value)| (parameter, Node { level: 0, first: leaf, value });
+        let mut nodes: Vec<(usize, Node<Tensor>)> = gradients.into_iter().map(leaf).collect();
+        while !nodes.is_empty() {
+            let (mut places, mut pairs) = (Vec::new(), Vec::new());
+            for (parameter, node) in nodes.drain(..) {
+                let tree = self.parameters.get(parameter);
+                let tree = tree.ok_or_else(|| Fault::bug("a gradient of an unknown parameter"))?;
+                let met = tree.lock().unwrap_or_else(PoisonError::into_inner).meet(node);
+                if let Some(Pair { level, first, left, right }) = met {
+                    places.push((parameter, level, first));
+                    pairs.push((left, right));
+                }
+            }
+            tree::add_all(&mut pairs).map_err(refused)?;
+            let sums = places.into_iter().zip(pairs);
+            nodes.extend(sums.map(|((parameter, level, first), (value, _))| {
+                (parameter, Node { level, first, value })
+            }));
+        }
         Ok(())
     }
 
@@ -83,8 +102,8 @@ impl<'s, 'a> LeafSink<'s, 'a> {
         LeafSink { sum, leaf, checksum: Checksum::default(), waiting: Vec::new() }
     }
 
-    /// Over what was handed over so far, which is then handed on.
-    pub(crate) fn checksum(&mut self) -> Result<u64> {
+    /// Over all that was handed over, which is then handed on.
+    pub(crate) fn checksum(mut self) -> Result<checksum::Total> {
         self.pass()?;
         Ok(self.checksum.0)
     }
@@ -92,8 +111,8 @@ impl<'s, 'a> LeafSink<'s, 'a> {
     /// Hands on what waits: an addition may change a gradient in place, so its checksum comes first.
     fn pass(&mut self) -> Result<()> {
         self.checksum.take(&self.waiting);
-        let mut waiting = self.waiting.drain(..);
-        waiting.try_for_each(|(id, gradient)| self.sum.add(id.index(), self.leaf, gradient))
+        let waiting = self.waiting.drain(..).map(|(id, gradient)| (id.index(), gradient));
+        self.sum.add(self.leaf, waiting.collect())
     }
 }
 
@@ -104,7 +123,12 @@ impl Checksum {
         for (id, gradient) in gradients {
             slices.push((gradient, 0, salt(Part::LeafGradient, id.index())));
         }
-        self.0 = checksum::slices(&slices).into_iter().fold(self.0, u64::wrapping_add);
+        self.0.add(&slices);
+    }
+
+    /// Over all that was handed over.
+    pub(crate) fn total(self) -> checksum::Total {
+        self.0
     }
 }
 
@@ -117,7 +141,10 @@ impl Sink for Checksum {
 
 impl Sink for LeafSink<'_, '_> {
     fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
-        let together = if gradient.device() == Device::Cpu { 1 } else { TOGETHER };
+        let (mut gradient, mut together) = (gradient, 1);
+        if gradient.device() != Device::Cpu {
+            (gradient, together) = (gradient.contiguous(), TOGETHER);
+        }
         self.waiting.push((id, gradient));
         if self.waiting.len() < together { Ok(()) } else { self.pass() }
     }
@@ -179,7 +206,7 @@ mod tests {
                         let (mut sink, how) = (sum.sink(leaf), LeafOptions::default());
                         model::micro_batch(config, &params, &balance, staged, 120, how, &mut sink)
                             .unwrap();
-                        assert_eq!(sink.checksum().unwrap(), wanted[leaf as usize]);
+                        assert_eq!(sink.checksum().unwrap().read(), wanted[leaf as usize]);
                     }
                 });
             }

@@ -46,10 +46,14 @@ impl<'a> Sum<'a> {
         LeafSink::new(self, leaf)
     }
 
-    /// Takes what leaf `leaf` has for a parameter, and sends what is complete with it.
-    pub(super) fn add(&self, parameter: usize, leaf: u64, gradient: Tensor) -> Result<()> {
-        self.gradients.add(parameter, leaf, gradient)?;
-        self.gathering(|gather| gather.came(leaf, parameter, &self.gradients))
+    /// Takes what leaf `leaf` has for some parameters, and sends what is complete with it.
+    pub(super) fn add(&self, leaf: u64, gradients: Vec<(usize, Tensor)>) -> Result<()> {
+        let parameters: Vec<usize> = gradients.iter().map(|(parameter, _)| *parameter).collect();
+        self.gradients.add(leaf, gradients)?;
+        self.gathering(|gather| {
+            let mut parameters = parameters.into_iter();
+            parameters.try_for_each(|parameter| gather.came(leaf, parameter, &self.gradients))
+        })
     }
 
     /// Hears that this rank's next leaf has been computed, and has handed over its gradients.
@@ -149,7 +153,9 @@ mod tests {
             // Mostly from the last layer on, but not all of a layer before the next one.
             let mut tensors: Vec<_> = gradient(&layout, leaf).into_iter().enumerate().collect();
             tensors.sort_by_key(|(parameter, _)| (4 - parameter + leaf as usize % 2 * 2) % 5);
-            tensors.into_iter().try_for_each(|(parameter, tensor)| sum.add(parameter, leaf, tensor))
+            let (first, rest) = (tensors.remove(0), tensors);
+            sum.add(leaf, vec![first])?;
+            sum.add(leaf, rest)
         };
         Workers::new(1).fold(numbers.len() as u64, compute, |_, ()| sum.leaf()).unwrap();
         sum.computed().unwrap();

@@ -12,6 +12,8 @@
 //! order of chunks  a0 a1 a2 a3 b0 b1 b2 b3 | a4 a5 a6 a7 b4 b5 b6 b7
 //! ```
 
+use std::cell::OnceCell;
+
 use contract::{Fault, Result};
 use kernels::ops::Span;
 use tch::{Kind, Tensor};
@@ -68,6 +70,8 @@ pub(super) struct Chunk {
     pub(super) mask: Tensor,
     /// Documents, or what of them lies here; in order, covering every token.
     pub(super) spans: Vec<Span>,
+    /// What attention made of them in the first layer.
+    pub(super) attending: OnceCell<Tensor>,
     pub(super) rotary: Rotary,
     /// What it reads of other chunks; absent where there is no other.
     others: Option<Others>,
@@ -270,6 +274,7 @@ impl Chunk {
             labels: input.labels.shallow_clone(),
             mask: input.mask.shallow_clone(),
             spans: input.spans.clone(),
+            attending: OnceCell::new(),
             rotary: Rotary::new(config, &input.positions)?,
             others: None,
             starts: input.starts.shallow_clone(),
@@ -316,6 +321,7 @@ impl Chunk {
             labels: own(&input.labels)?,
             mask: own(&input.mask)?,
             spans,
+            attending: OnceCell::new(),
             rotary: Rotary::new(config, &own(&input.positions)?)?,
             others: Some(Others {
                 around: there(&around)?,

@@ -15,6 +15,7 @@ use super::fold::Folded;
 use super::gradients::{ChunkGradients, Gradients};
 use super::line::SharedRows;
 use super::param::{Declare, Weights};
+use crate::refusal::refused;
 
 /// What a micro-batch is computed with.
 pub(super) struct Pass<'a> {
@@ -58,8 +59,8 @@ pub(super) struct Forward<T, S> {
     pub(super) out: T,
     /// `[n, R]`: the router state for the layers after this one.
     pub(super) state: Option<T>,
-    /// Tokens by router class, the skip last; nothing where there is no router.
-    pub(super) counts: Vec<u64>,
+    /// Tokens by router class, the skip last, i64; nothing where there is no router.
+    pub(super) counts: Option<Tensor>,
     /// What its backward pass reads.
     pub(super) saved: S,
 }
@@ -167,14 +168,13 @@ impl<L: ByToken> Layer for L {
         x: &[Tensor],
         state: Option<Vec<Tensor>>,
     ) -> Result<Forward<Vec<Tensor>, Self::Saved>> {
-        let (mut outs, mut saved, mut states, mut counts) = (vec![], vec![], vec![], vec![]);
+        let (mut outs, mut saved, mut states, mut counts) = (vec![], vec![], vec![], None);
         for (x, state) in x.iter().zip(by_chunk(state, x.len())) {
             let made = ByToken::forward(self, pass, x, state)?;
             outs.push(made.out);
             saved.push(Some(made.saved));
             states.push(made.state);
-            counts.resize(made.counts.len(), 0);
-            counts.iter_mut().zip(made.counts).for_each(|(sum, count)| *sum += count);
+            counts = counted(counts, made.counts.as_ref())?;
         }
         Ok(Forward { out: outs, state: states.into_iter().collect(), counts, saved })
     }
@@ -198,6 +198,16 @@ impl<L: ByToken> Layer for L {
         let (x, states): (Vec<_>, Vec<_>) = found.into_iter().flatten().unzip();
         Ok(Backward { x, state: states.into_iter().collect() })
     }
+}
+
+/// What chunks counted so far, and one more: integers, so any order gives the same sum.
+pub(super) fn counted(sum: Option<Tensor>, own: Option<&Tensor>) -> Result<Option<Tensor>> {
+    let Some(own) = own else { return Ok(sum) };
+    let sum = match sum {
+        Some(sum) => sum.f_add(own).map_err(|error| refused(error.into()))?,
+        None => own.shallow_clone(),
+    };
+    Ok(Some(sum))
 }
 
 /// The state of each chunk, if there are states.

@@ -60,7 +60,7 @@ use layer::Pass;
 use tch::{Kind, Tensor};
 use zaya::Zaya;
 
-use crate::refusal::refused;
+use crate::refusal::{refused, values};
 
 /// What a leaf keeps between its forward and its backward pass. Decides memory and time, never bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -131,14 +131,27 @@ pub struct LeafOutput {
 /// What a leaf says besides its gradients; see [`LeafOutput`].
 #[derive(Debug)]
 pub struct LeafLosses {
-    /// Sum of the token losses, in nats.
-    pub loss: f64,
+    /// Sum of the token losses, in nats: one f64 where it was computed.
+    pub loss: Tensor,
     /// Tokens that had a label.
     pub labels: u64,
     /// Loss of every token.
     pub token_losses: Tensor,
-    /// Tokens by layer and router class.
-    pub counts: Vec<Vec<u64>>,
+    /// By layer, if it has a router: tokens by class, i64, where they were counted.
+    pub counts: Vec<Option<Tensor>>,
+}
+
+impl LeafLosses {
+    /// Tokens by layer and router class, which the host waits for.
+    pub fn read_counts(&self) -> Result<Vec<Vec<u64>>> {
+        let read = |counts: &Option<Tensor>| match counts {
+            Some(counts) => {
+                Ok(values::<i64>(counts)?.into_iter().map(i64::cast_unsigned).collect())
+            }
+            None => Ok(Vec::new()),
+        };
+        self.counts.iter().map(read).collect()
+    }
 }
 
 /// Computes one leaf: forward, loss and backward of `sum of token losses / divisor`.
@@ -201,8 +214,9 @@ fn collected(
     options: LeafOptions,
 ) -> Result<LeafOutput> {
     let mut gradients = Collected::default();
-    let LeafLosses { loss, labels, token_losses, counts } =
-        compute(config, weights, input, (divisor, options.into()), &mut gradients)?;
+    let found = compute(config, weights, input, (divisor, options.into()), &mut gradients)?;
+    let (loss, counts) = (number(&found.loss)?, found.read_counts()?);
+    let LeafLosses { labels, token_losses, .. } = found;
     Ok(LeafOutput { loss, labels, grads: gradients.into_vec()?, token_losses, counts })
 }
 
@@ -239,7 +253,7 @@ pub fn losses<'a>(
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
     let weights = (params, balance);
     let losses = model.with((how.into(), config), weights, &input, |pass| model.losses(pass))?;
-    total(&losses)
+    number(&total(&losses)?)
 }
 
 /// Logits of every token, `[rows * seq_len, vocab_size]`: for tests and short texts, a leaf never holds them all.
@@ -319,9 +333,13 @@ pub fn folded_bytes(parameters: &[ParamSpec], degree: u64, keep: Keep, dtype: Dt
 }
 
 /// The sum of token losses, in f64.
-fn total(losses: &Tensor) -> Result<f64> {
-    let sum = losses.f_sum(Kind::Double).and_then(|sum| sum.f_double_value(&[]));
-    sum.map_err(|error| refused(error.into()))
+fn total(losses: &Tensor) -> Result<Tensor> {
+    losses.f_sum(Kind::Double).map_err(|error| refused(error.into()))
+}
+
+/// The one number of a tensor.
+fn number(tensor: &Tensor) -> Result<f64> {
+    tensor.f_double_value(&[]).map_err(|error| refused(error.into()))
 }
 
 fn enter() -> Result<()> {

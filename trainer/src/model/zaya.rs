@@ -25,13 +25,14 @@ use super::input::Prepared;
 use super::layer::{AnyLayer, Backward, Make, Pass, Work, make};
 use super::layers::cca::Cca;
 use super::layers::head;
+use super::layers::heads::weight_copies;
 use super::layers::linear::Linear;
 use super::layers::moe::Moe;
 use super::layers::norm::{Normed, Residual, RmsNorm};
 use super::line::SharedRows;
 use super::param::{Declare, ParamId, ParamSpec, Weights};
 use super::probe::{LayerActivity, squares};
-use super::{Attention, Computing, Cut, Keep, LeafOptions, ZayaConfig};
+use super::{Attention, Computing, Keep, LeafOptions, ZayaConfig};
 use crate::refusal::refused;
 use crate::timing::{Part, part};
 
@@ -103,6 +104,8 @@ struct Flow {
     residual: Vec<Tensor>,
     /// `[n, R]`, from the first router on.
     state: Option<Vec<Tensor>>,
+    /// On the way forward, what the next norm makes of the residual, where that was made with it.
+    normed: Option<Vec<(Tensor, Normed)>>,
 }
 
 /// The final normed residual, and all that led there, by chunk but for the layers.
@@ -111,7 +114,7 @@ struct Forward {
     layers: Vec<Kept>,
     normed: Vec<Normed>,
     hidden: Vec<Tensor>,
-    counts: Vec<Vec<u64>>,
+    counts: Vec<Option<Tensor>>,
 }
 
 /// What the head comes to.
@@ -129,7 +132,7 @@ pub(super) struct Outcome {
     /// `[N]`: nats, 0 where there is no label.
     pub(super) losses: Tensor,
     /// By layer and router class.
-    pub(super) counts: Vec<Vec<u64>>,
+    pub(super) counts: Vec<Option<Tensor>>,
 }
 
 impl Zaya {
@@ -248,11 +251,12 @@ impl Zaya {
 
     fn forward(&self, pass: &Pass<'_>, keep: Keep) -> Result<Forward> {
         let (embedded, residual) = self.embedding.forward(pass)?;
-        let mut flow = Flow { residual, state: None };
+        let mut flow = Flow { residual, state: None, normed: None };
         let (mut layers, mut counts) = (Vec::new(), Vec::new());
-        for layer in &self.layers {
+        let next = self.layers.iter().skip(1).map(|layer| &layer.attention.norm);
+        for (layer, next) in self.layers.iter().zip(next.chain([&self.norm])) {
             let inputs = (keep == Keep::LayerInputs).then(|| flow.share());
-            let (after, saved, own) = layer.forward(pass, flow)?;
+            let (after, saved, own) = layer.forward(pass, flow, Some(next))?;
             flow = after;
             counts.push(own);
             layers.push(match inputs {
@@ -260,7 +264,7 @@ impl Zaya {
                 Some(inputs) => Kept::Inputs(inputs),
             });
         }
-        let (hidden, normed) = self.norm.each(pass, &flow.residual)?;
+        let (hidden, normed) = flow.normed(pass, &self.norm)?;
         Ok(Forward { embedded, layers, normed, hidden, counts })
     }
 
@@ -279,11 +283,11 @@ impl Zaya {
         });
         let residual = back.collect::<Result<_>>()?;
         drop(hidden);
-        let mut grad = Flow { residual, state: None };
+        let mut grad = Flow { residual, state: None, normed: None };
         for (layer, kept) in self.layers.iter().zip(kept).rev() {
             let saved = match kept {
                 Kept::All(saved) => *saved,
-                Kept::Inputs(inputs) => layer.forward(pass, inputs)?.1,
+                Kept::Inputs(inputs) => layer.forward(pass, inputs, None)?.1,
             };
             grad = layer.backward(pass, saved, grad, sink)?;
         }
@@ -375,25 +379,19 @@ impl Zaya {
     }
 }
 
-/// Bytes of the weights that attention copies for a micro-batch, in each layer: queries' and keys' projections one below the
-/// other, the second convolution turned; of several shards all of its weights, and those of a shard of the experts.
-fn weight_copies(config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
-    let size = |size: i64| size as u64;
-    let (width, conv, dim) =
-        (size(config.hidden_size), size(config.conv_size()), size(config.head_dim));
-    let copied = narrow * (conv * width + 2 * conv * dim);
-    if cut.shards == 1 {
-        return copied;
-    }
-    let others = narrow * width * size(config.key_size() + config.query_size());
-    let inner = 3 * width * size(config.moe_intermediate_size * config.num_experts);
-    copied + others + narrow * inner / cut.shards
-}
-
 impl Flow {
     fn share(&self) -> Flow {
         let shared = |parts: &Vec<Tensor>| parts.iter().map(Tensor::shallow_clone).collect();
-        Flow { residual: shared(&self.residual), state: self.state.as_ref().map(shared) }
+        let (residual, state) = (shared(&self.residual), self.state.as_ref().map(shared));
+        Flow { residual, state, normed: None }
+    }
+
+    /// The residual normed by `norm`, by chunk, in [`Pass::kind`].
+    fn normed(&mut self, pass: &Pass<'_>, norm: &RmsNorm) -> Result<(Vec<Tensor>, Vec<Normed>)> {
+        match self.normed.take() {
+            Some(normed) => Ok(normed.into_iter().unzip()),
+            None => norm.each(pass, &self.residual),
+        }
     }
 }
 
@@ -516,10 +514,17 @@ impl DecoderLayer {
         [&self.attention, &self.feed_forward].into_iter()
     }
 
-    /// What leaves it, what its backward pass reads, and how many tokens each class of its router got.
-    fn forward(&self, pass: &Pass<'_>, flow: Flow) -> Result<(Flow, [Saved; 2], Vec<u64>)> {
-        let (flow, attention, _) = self.attention.forward(pass, flow)?;
-        let (flow, feed_forward, counts) = self.feed_forward.forward(pass, flow)?;
+    /// What leaves it, what its backward pass reads, and how many tokens each class of its router got. The norm that comes next
+    /// is made with what leaves it, if it is wanted.
+    fn forward(
+        &self,
+        pass: &Pass<'_>,
+        flow: Flow,
+        next: Option<&RmsNorm>,
+    ) -> Result<(Flow, [Saved; 2], Option<Tensor>)> {
+        let own = Some(&self.feed_forward.norm);
+        let (flow, attention, _) = self.attention.forward(pass, flow, own)?;
+        let (flow, feed_forward, counts) = self.feed_forward.forward(pass, flow, next)?;
         Ok((flow, [attention, feed_forward], counts))
     }
 
@@ -537,16 +542,30 @@ impl DecoderLayer {
 }
 
 impl Half {
-    fn forward(&self, pass: &Pass<'_>, flow: Flow) -> Result<(Flow, Saved, Vec<u64>)> {
-        let Flow { residual, state } = flow;
+    fn forward(
+        &self,
+        pass: &Pass<'_>,
+        mut flow: Flow,
+        next: Option<&RmsNorm>,
+    ) -> Result<(Flow, Saved, Option<Tensor>)> {
         // The residual is f32; what the products of a layer see has the kind of their weights.
-        let (x, normed) = self.norm.each(pass, &residual)?;
+        let (x, normed) = flow.normed(pass, &self.norm)?;
+        let Flow { residual, state, .. } = flow;
         let made = self.layer.forward(pass, &x, state)?;
-        let after = made.out.iter().zip(&residual);
-        let after = after.map(|(out, residual)| self.scale.forward(pass, out, residual));
-        let after = after.collect::<Result<_>>()?;
+        let sides = made.out.iter().zip(&residual);
+        let (after, next) = match next {
+            None => {
+                let after = sides.map(|(out, residual)| self.scale.forward(pass, out, residual));
+                (after.collect::<Result<_>>()?, None)
+            }
+            Some(next) => {
+                let after = sides.map(|sides| self.scale.forward_norm(pass, sides, next));
+                let (after, normed) = after.collect::<Result<Vec<_>>>()?.into_iter().unzip();
+                (after, Some(normed))
+            }
+        };
         let saved = Saved { residual, normed, layer: made.saved, out: made.out };
-        Ok((Flow { residual: after, state: made.state }, saved, made.counts))
+        Ok((Flow { residual: after, state: made.state, normed: next }, saved, made.counts))
     }
 
     fn backward(
@@ -566,10 +585,10 @@ impl Half {
         drop((out, residual, grad.residual));
         let Backward { x, state } = self.layer.backward(pass, layer, &outs, grad.state, sink)?;
         for (chunk, (normed, x)) in normed.into_iter().zip(&x).enumerate() {
-            let through = self.norm.backward(pass, normed, x, &mut sink.of(chunk))?;
-            let sum = residuals[chunk].f_add(&through);
-            residuals[chunk] = sum.map_err(|error| refused(error.into()))?;
+            let both = (x, &residuals[chunk]);
+            residuals[chunk] =
+                self.norm.backward_beside(pass, normed, both, &mut sink.of(chunk))?;
         }
-        Ok(Flow { residual: residuals, state })
+        Ok(Flow { residual: residuals, state, normed: None })
     }
 }

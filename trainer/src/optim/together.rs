@@ -79,14 +79,9 @@ impl Rules {
         }
         let by = self.muon.momentum as f32;
         let directions = ops.all_nesterov(&mut momenta, by, self.scale as f32)?;
-        let turned: Vec<Tensor> = directions
-            .iter()
-            .map(|direction| {
-                ops.newton_schulz(direction, super::muon::QUINTIC)?
-                    .f_contiguous()
-                    .map_err(Into::into)
-            })
-            .collect::<Result<_>>()?;
+        let turned = ops.all_newton_schulz(&directions, super::muon::QUINTIC)?;
+        let turned = turned.iter().map(Tensor::f_contiguous);
+        let turned = turned.collect::<std::result::Result<Vec<_>, _>>()?;
         let mut moves = Vec::with_capacity(turned.len());
         for (weight, direction) in weights.into_iter().zip(&turned) {
             let longest = weight.size().into_iter().max().unwrap_or(1);

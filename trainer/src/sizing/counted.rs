@@ -249,7 +249,7 @@ fn a_micro_batch_multiplies_what_is_planned() {
             options,
             &mut sink,
         );
-        let counts = found.unwrap().counts;
+        let counts = found.unwrap().read_counts().unwrap();
         let seen = SEEN.lock().unwrap().take().unwrap();
         assert_eq!(seen.products, planned(&config, count, &counts), "{rows} x {seq_len}");
         let starts: &[u32] = if config.document_mask { &[0, 20] } else { &[0] };

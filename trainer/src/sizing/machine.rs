@@ -271,16 +271,28 @@ impl Bench {
         };
         let forward = |all: &[Tensor; 4]| {
             let (query, key, value) = by(all);
-            let operands =
-                Attention { query: &query, key: &key, value: &value, spans: &span, shape: heads };
+            let operands = Attention {
+                query: &query,
+                key: &key,
+                value: &value,
+                spans: &span,
+                shape: heads,
+                kept: None,
+            };
             ops.attention(operands)
         };
         let there = self.time(prepare, |(all, _)| forward(all).map(drop))?;
         let both = self.time(prepare, |(all, out)| {
             let saved = forward(all)?.saved;
             let (query, key, value) = by(all);
-            let operands =
-                Attention { query: &query, key: &key, value: &value, spans: &span, shape: heads };
+            let operands = Attention {
+                query: &query,
+                key: &key,
+                value: &value,
+                spans: &span,
+                shape: heads,
+                kept: None,
+            };
             let to_value = value.f_empty_like()?;
             let into = AttentionGrads { query: &out[0], key: &out[1], value: &to_value };
             ops.attention_backward(operands, saved, &all[3], into)

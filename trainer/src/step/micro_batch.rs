@@ -10,16 +10,16 @@ use kernels::share::Frozen;
 use loader::Batch;
 use tch::Tensor;
 
+use super::readout::Said;
 use crate::audit;
 use crate::mesh::context::{Shared, SharedSink};
 use crate::mesh::sink::Checksum;
 use crate::mesh::sum::Sum;
-use crate::model::{self, Computing, LeafInput, LeafLosses, PackedLeaves, Sink, StagedLeaf};
+use crate::model::{self, Computing, LeafInput, PackedLeaves, Sink, StagedLeaf};
 use crate::optim::balance::Balance;
-use crate::refusal::{caught, refused, values};
+use crate::refusal::{caught, refused};
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
-use crate::timing;
 use crate::workers::Workers;
 
 /// What the ledger keeps of a leaf, and what explains it.
@@ -101,14 +101,15 @@ pub(crate) struct MicroBatches<'a> {
 
 impl MicroBatches<'_> {
     /// Computes every one with the weights and balances of `state`; `begun` hears of each before it is computed, `sum`
-    /// gets each gradient when a layer has it, `take` the rest, in leaf order.
+    /// gets each gradient when a layer has it, `computed` hears of each in leaf order. What they say is read when all of them
+    /// have been queued: tokens by layer and router class besides.
     pub(crate) fn each(
         &self,
         state: &State,
         sum: &Sum<'_>,
         begun: impl Fn(u64) -> Result<()> + Sync,
-        mut take: impl FnMut(LeafSums, Vec<Vec<u64>>) -> Result<()> + Send,
-    ) -> Result<()> {
+        mut computed: impl FnMut() -> Result<()> + Send,
+    ) -> Result<Vec<(LeafSums, Vec<Vec<u64>>)>> {
         let MicroBatches { spec, batch, leaves, numbers, workers, shared, .. } = *self;
         let weights = products(spec, batch.step, state, workers)?;
         let biases = bias_tensors(&state.weights, &state.balance);
@@ -120,19 +121,24 @@ impl MicroBatches<'_> {
             let compute = || {
                 let weights = (&weights[..], &biases[..]);
                 let staged = leaves.take(leaf)?;
-                let (sums, counts) = self.once(leaf, weights, staged, Some(sum))?;
+                let said = self.once(leaf, weights, staged, Some(sum))?;
                 let audit = workers.audit();
                 if audit.is_some_and(|audit| audit.picks(spec.curriculum.seed, batch.step, number))
                 {
-                    self.again(leaf, weights, &sums)?;
+                    self.again(leaf, weights, &said)?;
                 }
-                Ok((sums, counts))
+                Ok(said)
             };
             caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
         };
         // What ranks that share a micro-batch exchange has one order.
         let workers = if shared.is_some() { workers.one() } else { workers };
-        workers.fold(batch.rows / batch.micro_batch, work, |_, (sums, counts)| take(sums, counts))
+        let mut all = Vec::new();
+        workers.fold(batch.rows / batch.micro_batch, work, |_, said| {
+            all.push(said);
+            computed()
+        })?;
+        Said::read(&all)
     }
 
     /// Computes a leaf, whose gradients go to `sum` if to anybody.
@@ -142,7 +148,7 @@ impl MicroBatches<'_> {
         (weights, biases): (&[Tensor], &[Tensor]),
         staged: StagedLeaf,
         sum: Option<&Sum<'_>>,
-    ) -> Result<(LeafSums, Vec<Vec<u64>>)> {
+    ) -> Result<Said> {
         let MicroBatches { spec, batch, numbers, divisor, detail, workers, shared, .. } = *self;
         let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
         let (options, number) = (workers.options().cut(*cut), numbers[leaf as usize]);
@@ -162,22 +168,23 @@ impl MicroBatches<'_> {
             }
             (None, None) => {
                 let mut sink = Checksum::default();
-                (compute(staged, options.into(), &mut sink)?, sink.0)
+                (compute(staged, options.into(), &mut sink)?, sink.total())
             }
         };
-        let sums = sums(&losses, checksum, &input(batch, leaf), detail)?;
-        Ok((sums, losses.counts))
+        Said::of(losses, checksum, &input(batch, leaf), detail)
     }
 
     /// Computes a leaf a second time, and refuses to go on where it comes out otherwise.
-    fn again(&self, leaf: u64, weights: (&[Tensor], &[Tensor]), first: &LeafSums) -> Result<()> {
+    fn again(&self, leaf: u64, weights: (&[Tensor], &[Tensor]), first: &Said) -> Result<()> {
         let config = &self.spec.model_at(self.batch.step)?.config;
         let stager = Stager::new(weights.0[0].device()).map_err(refused)?;
         let staged = input(self.batch, leaf).stage(config, &stager)?;
-        let (second, _) = self.once(leaf, weights, staged, None)?;
-        let first = audit::Outcome { loss: first.loss, gradient: first.gradient };
-        let second = audit::Outcome { loss: second.loss, gradient: second.gradient };
-        audit::compare(first, second, self.rank)
+        let second = self.once(leaf, weights, staged, None)?;
+        let outcome = |said: &Said| {
+            let LeafSums { loss, gradient, .. } = said.alone()?.0;
+            Ok(audit::Outcome { loss, gradient })
+        };
+        audit::compare(outcome(first)?, outcome(&second)?, self.rank)
     }
 }
 
@@ -205,7 +212,7 @@ pub fn leaf(
             let (mut sink, weights, biases) = (Checksum::default(), &weights, &biases);
             let losses =
                 model::micro_batch(config, weights, biases, staged, divisor, how, &mut sink)?;
-            sums(&losses, sink.0, &input, Detail::Tokens)
+            Ok(Said::of(losses, sink.total(), &input, Detail::Tokens)?.alone()?.0)
         };
         caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
     })?;
@@ -231,27 +238,6 @@ pub(crate) fn rows(batch: &Batch, rows: Range<u64>) -> LeafInput<'_> {
         rows,
         seq_len: width,
     }
-}
-
-fn sums(
-    output: &LeafLosses,
-    gradient: u64,
-    input: &LeafInput<'_>,
-    detail: Detail,
-) -> Result<LeafSums> {
-    let _watch = timing::part(timing::Part::LeafSums);
-    let token_losses = match detail {
-        Detail::Tokens => values(&output.token_losses.flatten(0, -1))?,
-        Detail::Sums => Vec::new(),
-    };
-    let by_row = output.token_losses.view([input.rows as i64, -1]);
-    let by_row = by_row.sum_dim_intlist(1, false, tch::Kind::Double);
-    let labels = |mask: &[u8]| mask.iter().map(|mask| u64::from(*mask != 0)).sum();
-    let rows = values::<f64>(&by_row)?
-        .into_iter()
-        .zip(input.mask.chunks(input.seq_len).map(labels))
-        .collect();
-    Ok(LeafSums { loss: output.loss, labels: output.labels, gradient, rows, token_losses })
 }
 
 /// The weights as the products of `step` see them: aliases where the state holds them so.

@@ -18,6 +18,7 @@ mod decide;
 mod facts;
 pub mod micro_batch;
 mod norm;
+mod readout;
 
 use std::time::{Duration, Instant};
 
@@ -169,12 +170,6 @@ pub fn gradient(
         slices: &slices,
         folded,
     });
-    let (mut kept, mut router) = (Vec::new(), Vec::new());
-    let take = |sums: LeafSums, counts: Vec<Vec<u64>>| {
-        kept.push(sums);
-        facts::add_counts(&mut router, counts);
-        sum.leaf()
-    };
     let reached = |number: u64| {
         team.group.reached(&format!("step {}, micro-batch {number}", batch.step));
         // What the others have given up is not computed to its end.
@@ -184,12 +179,17 @@ pub fn gradient(
     let rank = team.group.rank();
     let all = MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers, rank, shared };
     let start = Instant::now();
-    all.each(state, &sum, reached, take)?;
+    let found = all.each(state, &sum, reached, || sum.leaf())?;
     team.group.computed(batch.step, start.elapsed());
     sum.computed()?;
     let shared = [context, shards].map(|line| line.map_or(Ok(0), Shares::finish));
     let [shared, folded] = shared;
     let shared = [shared?, folded?];
+    let (mut kept, mut router) = (Vec::new(), Vec::new());
+    for (sums, counts) in found {
+        kept.push(sums);
+        facts::add_counts(&mut router, counts);
+    }
     let losses = facts::losses(cx, &lines, head.leaves, kept, &router)?;
     let start = Instant::now();
     let own = sum.finish(&state.owners)?;

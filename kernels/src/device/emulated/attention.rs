@@ -12,12 +12,9 @@ fn starts(rows: usize) -> Vec<i64> {
     (0..rows as i64).filter(|row| row % 7 == 0 || row % 11 == 10).collect()
 }
 
-/// A byte for each row: 1 where it stands in `marked`.
-fn marks(tape: &mut Tape, marked: &[i64], rows: usize) -> Buffer {
-    let (list, marks) = (tape.with(marked), tape.room::<u8>(rows));
-    let arguments: [Argument; 4] = [list.into(), marked.len().into(), marks.into(), rows.into()];
-    tape.launch("mark_rows", rows.div_ceil(256), &arguments);
-    marks
+/// A list of rows, as kernels take it.
+fn listed(tape: &mut Tape, rows: &[i64]) -> [Argument; 2] {
+    [tape.with(rows).into(), rows.len().into()]
 }
 
 struct Conv {
@@ -33,19 +30,19 @@ fn conv([rows, heads, width]: [usize; 3], values: Values, counted: Option<&[i64]
     let z = values.with(&mut tape, rows * channels, 1);
     let grad = values.with(&mut tape, 2 * rows * channels, 2);
     let (taps, bias) = (tape.with(&numbers(2 * channels, 3)), tape.with(&numbers(channels, 4)));
-    let begins = marks(&mut tape, &starts(rows), rows);
-    let counts = counted.map(|counted| marks(&mut tape, counted, rows));
+    let begins = listed(&mut tape, &starts(rows));
+    let none = [Argument::Null, Argument::Word(0)];
+    let counts = counted.map_or(none, |counted| listed(&mut tape, counted));
     let both = values.room(&mut tape, 2 * rows * channels);
     let sizes = [rows, width, channels].map(Argument::from);
     let blocks = (rows * channels).div_ceil(1024);
-    let places = [z, taps, bias, begins, both].map(Argument::from);
-    tape.launch(&format!("depthwise_conv_{kind}"), blocks, &[&places[..], &sizes].concat());
+    let places = [z, taps, bias].map(Argument::from);
+    let arguments = [&places[..], &begins, &[both.into()], &sizes].concat();
+    tape.launch(&format!("depthwise_conv_{kind}"), blocks, &arguments);
     let input = tape.room::<f32>(rows * channels);
-    let counts = counts.map_or(Argument::Null, Argument::from);
     let sums = banded(&mut tape, [3, rows, channels], |tape, partial, blocks| {
-        let places: [Argument; 6] =
-            [z.into(), taps.into(), begins.into(), counts, grad.into(), input.into()];
-        let arguments = [&places[..], &[partial.into()], &sizes].concat();
+        let lists = [&[z.into(), taps.into()][..], &begins, &counts].concat();
+        let arguments = [&lists[..], &[grad, input, partial].map(Argument::from), &sizes].concat();
         tape.launch(&format!("depthwise_conv_backward_{kind}"), blocks, &arguments);
     });
     Conv { tape, both, input, sums }
@@ -114,15 +111,13 @@ fn turned([tokens, queries, keys, width, half]: [usize; 5], values: Values) -> T
     let [cosines, sines] = [7, 8].map(|seed| tape.with(&numbers(tokens * half, seed)));
     let sizes = [tokens, queries, keys, width].map(Argument::from);
     let (elements, rows) = ((tokens * keys * width).div_ceil(1024), (heads * tokens).div_ceil(16));
-    let places = [z, bias, raw].map(Argument::from);
-    tape.launch(&format!("query_key_means_{kind}"), elements, &[&places[..], &sizes].concat());
     let (factors, out) = (tape.room::<f32>(heads * tokens), tape.room::<f32>(count));
     let turns = [&sizes[..], &[half.into()]].concat();
-    let places = [raw, temperature, cosines, sines, factors, out].map(Argument::from);
-    tape.launch("query_key_turn", rows, &[&places[..], &turns].concat());
+    let places = [z, bias, raw, temperature, cosines, sines, factors, out].map(Argument::from);
+    tape.launch(&format!("query_key_{kind}"), rows, &[&places[..], &turns].concat());
     let shares = tape.room::<f32>(heads * tokens);
     let places = [raw, factors, temperature, cosines, sines, grad, shares].map(Argument::from);
-    tape.launch("query_key_turn_backward", rows, &[&places[..], &turns].concat());
+    tape.launch("query_key_backward", rows, &[&places[..], &turns].concat());
     let temperatures = tape.room::<f32>(heads);
     let arguments: [Argument; 4] =
         [shares.into(), temperatures.into(), heads.into(), tokens.into()];
@@ -132,7 +127,7 @@ fn turned([tokens, queries, keys, width, half]: [usize; 5], values: Values) -> T
         tape.launch("column_sums", heads * blocks, &arguments);
     });
     let arguments = [&[raw.into(), to_z.into()][..], &sizes].concat();
-    tape.launch("query_key_means_backward", elements, &arguments);
+    tape.launch("means_backward", elements, &arguments);
     Turned { tape, raw, forward: [factors, out], grad, sums: [temperatures, biases], z: to_z }
 }
 
@@ -184,14 +179,15 @@ fn shift([rows, left, right]: [usize; 3], values: Values) -> (Tape, Buffer, Buff
     let current = values.with(&mut tape, rows * left, 1);
     let delayed = values.with(&mut tape, rows * right, 2);
     let grad = values.with(&mut tape, rows * (left + right), 3);
-    let begins = marks(&mut tape, &starts(rows), rows);
+    let begins = listed(&mut tape, &starts(rows));
     let [out, back] = [(); 2].map(|()| values.room(&mut tape, rows * (left + right)));
     let (sizes, blocks) =
         ([rows, left, right].map(Argument::from), (rows * (left + right)).div_ceil(1024));
-    let places = [current, delayed, begins, out].map(Argument::from);
-    tape.launch(&format!("value_shift_{kind}"), blocks, &[&places[..], &sizes].concat());
-    let places = [grad, begins, back].map(Argument::from);
-    tape.launch(&format!("value_shift_backward_{kind}"), blocks, &[&places[..], &sizes].concat());
+    let places = [current, delayed].map(Argument::from);
+    let arguments = [&places[..], &begins, &[out.into()], &sizes].concat();
+    tape.launch(&format!("value_shift_{kind}"), blocks, &arguments);
+    let arguments = [&[grad.into()][..], &begins, &[back.into()], &sizes].concat();
+    tape.launch(&format!("value_shift_backward_{kind}"), blocks, &arguments);
     (tape, out, back)
 }
 

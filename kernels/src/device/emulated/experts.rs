@@ -18,6 +18,8 @@ struct Dispatched {
     lists: [Buffer; 4],
     /// Permuted, unpermuted, gathered; back.
     rows: [Buffer; 3],
+    /// What passes experts by, of rows and of nothing.
+    passed: [Buffer; 2],
     back: [Buffer; 2],
 }
 
@@ -45,9 +47,11 @@ fn dispatched([tokens, classes, width]: [usize; 3], values: Values) -> Dispatche
     let (columns, width) = (width, Argument::from(width));
     let count = |rows: usize| rows * columns;
     let x = values.with(&mut tape, count(tokens), 1);
-    let [there, back] = [rows, tokens].map(|rows| values.room(&mut tape, count(rows)));
+    let there = values.room(&mut tape, count(rows));
+    let (beside, back) =
+        (values.with(&mut tape, count(tokens), 5), tape.room::<f32>(count(tokens)));
     tape.launch(&format!("permute_{kind}"), rows, &[x.into(), order.into(), there.into(), width]);
-    let arguments: [Argument; 4] = [there.into(), to.into(), back.into(), width];
+    let arguments = [&[there, to, beside, back].map(Argument::from)[..], &[width]].concat();
     tape.launch(&format!("unpermute_{kind}"), tokens, &arguments);
     let answer = values.with(&mut tape, count(rows), 2);
     let weight = tape.with(&numbers(tokens, 3));
@@ -56,14 +60,20 @@ fn dispatched([tokens, classes, width]: [usize; 3], values: Values) -> Dispatche
         [answer.into(), to.into(), weight.into(), gathered.into(), width];
     tape.launch(&format!("gather_{kind}"), tokens, &arguments);
     let grad = tape.with(&numbers(count(tokens), 4));
-    let (to_x, to_weight) = (tape.room::<f32>(count(rows)), tape.room::<f32>(tokens));
-    let lists = [answer, order, weight, grad, to_x, to_weight].map(Argument::from);
-    let arguments = [&lists[..], &[rows.into(), width]].concat();
-    tape.launch(&format!("gather_backward_{kind}"), rows.div_ceil(16), &arguments);
+    let (to_x, to_weight) = (tape.with(&vec![0f32; count(rows)]), tape.room::<f32>(tokens));
+    let lists = [answer, to, weight, grad, to_x, to_weight].map(Argument::from);
+    let arguments = [&lists[..], &[tokens.into(), width]].concat();
+    tape.launch(&format!("gather_backward_{kind}"), tokens.div_ceil(16), &arguments);
+    let passed = [(); 2].map(|()| values.room(&mut tape, count(rows)));
+    for (from, into) in [(there.into(), passed[0]), (Argument::Null, passed[1])] {
+        let arguments = [from, ends.into(), into.into(), (classes - 1).into(), width];
+        tape.launch(&format!("pass_by_{kind}"), rows, &arguments);
+    }
     Dispatched {
         tape,
         lists: [to, order, totals, ends],
         rows: [there, back, gathered],
+        passed,
         back: [to_x, to_weight],
     }
 }
@@ -82,17 +92,19 @@ fn tokens_go_where_the_cpu_sends_them() {
         let [tokens, classes, width] = shape.map(|size| size as i64);
         let choice = Tensor::from_slice(&choice(shape[0], shape[1]));
         let by = CPU.dispatch(&choice, classes).unwrap();
-        let used = (by.routed + by.skipped) as usize;
+        let used = by.rows as usize;
         let [to, _, totals, ends] = dispatched.lists;
         assert_eq!(Tensor::from_slice(&played.read::<i64>(to)), by.places);
-        assert_eq!(played.read::<i64>(totals), by.counts);
+        let counts = Vec::<i64>::try_from(&by.counts).unwrap();
+        assert_eq!(played.read::<i64>(totals), counts);
         let ends = played.read::<u32>(ends).into_iter().map(i64::from);
         let mut end = 0;
-        let wanted = by.counts.iter().enumerate().map(|(class, count)| {
+        let wanted = counts.iter().enumerate().map(|(class, count)| {
             end += if class + 1 < shape[1] { (count + 7) / 8 * 8 } else { *count };
             end
         });
-        assert_eq!(ends.collect::<Vec<_>>(), wanted.collect::<Vec<_>>());
+        let ends = ends.collect::<Vec<_>>();
+        assert_eq!(ends, wanted.collect::<Vec<_>>());
         assert_eq!(end as usize, used);
         let mut order = vec![-1; places(shape[0], shape[1])];
         for (token, place) in (0i32..).zip(Vec::<i64>::try_from(&by.places).unwrap()) {
@@ -105,7 +117,17 @@ fn tokens_go_where_the_cpu_sends_them() {
         let rows = places(shape[0], shape[1]) as i64;
         let there = values.read(&played, dispatched.rows[0], &[rows, width]);
         assert_eq!(there.narrow(0, 0, used as i64), CPU.permute(&x, &by).unwrap());
-        assert_eq!(values.read(&played, dispatched.rows[1], &[tokens, width]), x);
+        let beside = values.tensor(&[tokens, width], 5).to_kind(Kind::Float);
+        let wanted = x.to_kind(Kind::Float) + beside;
+        assert_eq!(left_bits(&played, dispatched.rows[1]), bits_of(&wanted));
+        let routed = ends[shape[1] - 2];
+        for (passed, from) in dispatched.passed.into_iter().zip([Some(&there), None]) {
+            let found = values.read(&played, passed, &[rows, width]);
+            let rest = |x: &Tensor| x.narrow(0, routed, rows - routed);
+            let wanted = from.map_or_else(|| rest(&there).zeros_like(), rest);
+            assert_eq!(rest(&found), wanted);
+            assert_eq!(found.narrow(0, 0, routed).isnan().all().int64_value(&[]), 1);
+        }
         let answer = values.tensor(&[rows, width], 2);
         let weight = tensor(&numbers(shape[0], 3), &[tokens, 1]);
         let gathered = CPU.gather(&answer, &by.places, &weight).unwrap();

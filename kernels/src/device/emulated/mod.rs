@@ -11,9 +11,11 @@ mod exact;
 mod experts;
 mod launched;
 mod on_gpu;
+mod products;
 mod proof;
 mod router;
 mod rows;
+mod spans;
 mod step;
 mod tape;
 
@@ -28,7 +30,9 @@ fn small() -> Vec<Tape> {
         exact::small(),
         experts::small(),
         router::small(),
+        products::small(),
         rows::small(),
+        spans::small(),
         step::small(),
     ];
     groups.into_iter().flatten().collect()

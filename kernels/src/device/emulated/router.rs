@@ -2,6 +2,7 @@
 
 use tch::{Kind, Tensor};
 
+use super::rows::banded;
 use super::tape::{Argument, Buffer, Tape};
 use super::{bits, bits_of, close, left_bits, numbers, tensor};
 use crate::ops::CPU;
@@ -60,7 +61,10 @@ fn embeddings_are_those_of_the_cpu() {
 
 struct Router {
     tape: Tape,
-    states: [Buffer; 3],
+    /// After averaging, without and with a state before; its norm; back to both states.
+    states: [Buffer; 5],
+    /// Gradients of the norm's weight, its bias, the decay, and two sums.
+    vectors: Buffer,
     gelu: [Buffer; 3],
     choice: [Buffer; 3],
     logits: Buffer,
@@ -76,14 +80,26 @@ fn router(rows: usize, classes: usize) -> Router {
     let state = |tape: &mut Tape| tape.with(&numbers(rows * WIDTH, 3));
     let [first, later] = [state(&mut tape), state(&mut tape)];
     let before = tape.with(&numbers(rows * WIDTH, 4));
-    let blocks = elements(rows * WIDTH);
-    let first_layer = [first.into(), bias.into(), Argument::Null, Argument::Null];
-    tape.launch("depth_average", blocks, &[&first_layer[..], &sizes].concat());
-    let places = [later, bias, before, decay].map(Argument::from);
-    tape.launch("depth_average", blocks, &[&places[..], &sizes].concat());
-    let to_before = tape.room::<f32>(rows * WIDTH);
-    let places = [later, decay, to_before].map(Argument::from);
-    tape.launch("depth_average_backward", blocks, &[&places[..], &sizes].concat());
+    let weight = tape.with(&numbers(WIDTH, 9));
+    let [normed, again, own, to_before] = [(); 4].map(|()| tape.room::<f32>(rows * WIDTH));
+    let [factors, other] = [(); 2].map(|()| tape.room::<f32>(rows));
+    let (blocks, eps) = (rows.div_ceil(16), [Argument::Float(1e-5)]);
+    let mut norm = |state: Buffer, beside: [Argument; 2], out: [Buffer; 2]| {
+        let places = [&[state.into(), bias.into()][..], &beside, &[weight.into()]].concat();
+        let arguments = [&places[..], &out.map(Argument::from), &sizes, &eps].concat();
+        tape.launch("router_norm", blocks, &arguments);
+    };
+    norm(first, [Argument::Null; 2], [again, other]);
+    norm(later, [before, decay].map(Argument::from), [normed, factors]);
+    let [grad, beyond] = [10, 11].map(|seed| tape.with(&numbers(rows * WIDTH, seed)));
+    let places = [later, factors, weight, grad, beyond, decay, own, to_before];
+    let arguments = [&places.map(Argument::from)[..], &sizes].concat();
+    tape.launch("router_norm_backward", blocks, &arguments);
+    let [one, two] = [12, 13].map(|seed| tape.with(&numbers(rows * WIDTH, seed)));
+    let vectors = banded(&mut tape, [5, rows, WIDTH], |tape, partial, blocks| {
+        let places = [later, factors, grad, own, before, one, two, partial].map(Argument::from);
+        tape.launch("router_vectors", blocks, &[&places[..], &sizes].concat());
+    });
 
     let values: Vec<f32> = numbers(rows * WIDTH, 5).iter().map(|value| value * 7.0).collect();
     let x = tape.with(&values);
@@ -106,7 +122,8 @@ fn router(rows: usize, classes: usize) -> Router {
     tape.launch("router_backward", elements(rows * classes), &[&places[..], &sizes].concat());
     Router {
         tape,
-        states: [first, later, to_before],
+        states: [first, later, normed, own, to_before],
+        vectors,
         gelu: [x, out, to_x],
         choice: [probabilities, choice, weight],
         logits: to_logits,
@@ -129,7 +146,21 @@ fn routers_agree_with_libtorch() {
         let later = &first + of(4) * &decay;
         assert_eq!(left_bits(&played, router.states[0]), bits_of(&first));
         assert_eq!(left_bits(&played, router.states[1]), bits_of(&later));
-        assert_eq!(left_bits(&played, router.states[2]), bits_of(&(later * decay)));
+        let weight = tensor(&numbers(WIDTH, 9), &shape[1..]);
+        let (normed, factors) = CPU.rms_norm(&later, &weight, 1e-5).unwrap();
+        assert_eq!(left_bits(&played, router.states[2]), bits_of(&normed));
+        let (own, of_weight) = CPU.rms_norm_backward(&later, &factors, &weight, &of(10)).unwrap();
+        let own = own + of(11);
+        assert_eq!(left_bits(&played, router.states[3]), bits_of(&own));
+        assert_eq!(left_bits(&played, router.states[4]), bits_of(&(&own * decay)));
+        let wide = |x: Tensor| x.to_kind(Kind::Double);
+        let (own, before) = (wide(own), wide(of(4)));
+        let all = [&own * before, wide(of(12)), wide(of(13))];
+        let all = all.iter().map(|x| x.sum_dim_intlist(0, false, Kind::Double));
+        let own = own.sum_dim_intlist(0, false, Kind::Double);
+        let wanted: Vec<_> = [wide(of_weight), own].into_iter().chain(all).collect();
+        let within = 1e-6 * (rows as f64).sqrt();
+        close(&played.read::<f32>(router.vectors), &Tensor::cat(&wanted, 0), within);
 
         let x = of(5) * 7.0 + bias;
         assert_eq!(left_bits(&played, router.gelu[0]), bits_of(&x));

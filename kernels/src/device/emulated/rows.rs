@@ -29,7 +29,8 @@ const SHAPES: [[usize; 2]; 5] = [[1, 1], [33, 16], [70, 37], [16, 256], [65, 300
 struct Norm {
     tape: Tape,
     out: [Buffer; 3],
-    back: [Buffer; 2],
+    /// Gradients of x, without and with what came beside the norm; and twice that of the weight.
+    back: [Buffer; 4],
 }
 
 fn norm([rows, width]: [usize; 2]) -> Norm {
@@ -46,14 +47,17 @@ fn norm([rows, width]: [usize; 2]) -> Norm {
     };
     launch(&mut tape, "rms_norm_f32", out, factors);
     launch(&mut tape, "rms_norm_bf16", narrow, again);
-    let input = tape.room::<f32>(rows * width);
-    let places = [x, factors, weight, grad, input].map(Argument::from);
-    tape.launch("rms_norm_backward", blocks, &[&places[..], &sizes[..2]].concat());
-    let to_weight = banded(&mut tape, [1, rows, width], |tape, partial, blocks| {
-        let places = [x, factors, grad, partial].map(Argument::from);
-        tape.launch("rms_norm_weight", blocks, &[&places[..], &sizes[..2]].concat());
+    let beside = tape.with(&numbers(rows * width, 4));
+    let [input, both] = [(); 2].map(|()| tape.room::<f32>(rows * width));
+    let to_weight = [(Argument::Null, input), (beside.into(), both)].map(|(beside, input)| {
+        banded(&mut tape, [1, rows, width], |tape, partial, _| {
+            let places = [x, factors, weight, grad].map(Argument::from);
+            let rest = [beside, input.into(), partial.into()];
+            let arguments = [&places[..], &rest, &sizes[..2]].concat();
+            tape.launch("rms_norm_backward", rows.div_ceil(BAND), &arguments);
+        })
     });
-    Norm { tape, out: [out, narrow, factors], back: [input, to_weight] }
+    Norm { tape, out: [out, narrow, factors], back: [input, both, to_weight[0], to_weight[1]] }
 }
 
 #[test]
@@ -72,7 +76,11 @@ fn norms_are_those_of_the_cpu() {
         assert_eq!(narrow, wanted.to_kind(tch::Kind::BFloat16));
         let (input, to_weight) = CPU.rms_norm_backward(&x, &factors, &weight, &grad).unwrap();
         assert_eq!(left_bits(&played, norm.back[0]), bits_of(&input));
-        assert_eq!(left_bits(&played, norm.back[1]), bits_of(&to_weight));
+        let beside = tensor(&numbers(rows * width, 4), &shape);
+        assert_eq!(left_bits(&played, norm.back[1]), bits_of(&(beside + input)));
+        for found in &norm.back[2..] {
+            assert_eq!(left_bits(&played, *found), bits_of(&to_weight));
+        }
         let square = x.to_kind(tch::Kind::Double).square();
         let mean = square.mean_dim([1i64].as_slice(), true, tch::Kind::Double);
         let exact = x.to_kind(tch::Kind::Double) * (mean + 1e-5).rsqrt() * weight;
@@ -110,15 +118,15 @@ fn residual([rows, width]: [usize; 2], narrow: bool) -> Residual {
     tape.launch(&format!("residual_sum_{kind}"), (rows * width).div_ceil(1024), &arguments);
     let [to_branch, to_stream] = [(); 2].map(|()| tape.room::<f32>(rows * width));
     // Three matrices of bands one behind the other, as a stack.
-    let sums = banded(&mut tape, [3, rows, width], |tape, partial, blocks| {
-        let places = [branch, stream, grad, scale, stream_scale, to_branch, to_stream, partial];
-        let arguments = [&places.map(Argument::from)[..], &sizes[..2]].concat();
-        tape.launch(&format!("residual_backward_{kind}"), blocks, &arguments);
-    });
+    let (bands, tiles) = (rows.div_ceil(BAND), width.div_ceil(256));
+    let partial = tape.room::<f32>(3 * bands * width);
+    let places = [branch, stream, grad, scale, stream_scale, to_branch, to_stream, partial];
+    let arguments = [&places.map(Argument::from)[..], &sizes[..2]].concat();
+    tape.launch(&format!("residual_backward_{kind}"), tiles * bands, &arguments);
     let found = tape.room::<f32>(4 * width);
-    let places = [sums, scale, bias, stream_scale, stream_bias, found].map(Argument::from);
-    let arguments = [&places[..], &[width.into()]].concat();
-    tape.launch("residual_vectors", width.div_ceil(256), &arguments);
+    let places = [partial, scale, bias, stream_scale, stream_bias, found].map(Argument::from);
+    let arguments = [&places[..], &[bands.into(), width.into()]].concat();
+    tape.launch("residual_vectors", tiles, &arguments);
     Residual { tape, out: [sum, out, factors], alone, back: [to_branch, to_stream, found] }
 }
 

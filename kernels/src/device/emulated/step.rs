@@ -80,47 +80,93 @@ fn optimizers_are_those_of_the_cpu() {
     }
 }
 
-/// A stack of square matrices: made of unit length, and the polynomial of a step.
-fn iteration(stack: usize, side: usize) -> (Tape, Buffer, Buffer) {
+/// What the iteration of some matrices leaves.
+struct Iteration {
+    tape: Tape,
+    /// Of unit length; times its transpose; what the polynomial made of two squares, on the table and by itself.
+    left: [Buffer; 4],
+}
+
+/// Matrices of these sizes, one behind the other.
+fn iteration(sizes: &[[usize; 2]]) -> Iteration {
     let mut tape = Tape::new("newton_schulz");
-    let size = side * side;
-    let [x, fourth] = [1, 2].map(|seed| tape.with(&numbers(stack * size, seed)));
-    let piece = |index: usize| {
-        let elements = size;
-        (
-            [index * size * 4, 0],
-            Piece { left: x, right: None, elements, first: 0, salt: 0, width: 4 },
-        )
+    let total: usize = sizes.iter().map(|[rows, columns]| rows * columns).sum();
+    let squared: usize = sizes.iter().map(|[rows, _]| rows * rows).sum();
+    let x = tape.with(&numbers(total, 1));
+    let [one, other] = [2, 3].map(|seed| tape.with(&numbers(squared, seed)));
+    let (unit, square) = (tape.room::<f32>(total), tape.room::<f32>(squared));
+    let (mut units, mut polynomials, mut products) = (Vec::new(), Vec::new(), Vec::<u32>::new());
+    let (mut at, mut square_at, mut block, mut places) = (0, 0, 0, Vec::new());
+    let piece = |left, right, elements, first| Piece {
+        left,
+        right: Some(right),
+        elements,
+        first,
+        salt: 0,
+        width: 4,
     };
-    let (table, _) = table(&mut tape, &(0..stack).map(piece).collect::<Vec<_>>());
-    let (squares, unit) = (tape.room::<f64>(stack), tape.room::<f32>(stack * size));
-    let count = stack.into();
-    tape.launch("squares", stack.div_ceil(16), &[table.into(), count, squares.into()]);
-    let blocks = (stack * size).div_ceil(1024);
-    let places = [x.into(), squares.into(), unit.into(), size.into(), count];
-    tape.launch("newton_schulz_unit", blocks, &[&places[..], &[Argument::Float(1e-7)]].concat());
-    let places: [Argument; 4] = [unit.into(), fourth.into(), side.into(), count];
+    for &[rows, columns] in sizes {
+        units.push(([4 * at; 2], piece(x, unit, rows * columns, 0)));
+        polynomials.push(([4 * square_at; 2], piece(one, other, rows * rows, rows as u64)));
+        let numbers = [rows, rows, columns, block, columns, 1, columns, 1];
+        products.extend([&[0; 6][..], &numbers.map(|number| number as u32)].concat());
+        places.push([at, square_at]);
+        block += rows.div_ceil(64).pow(2);
+        (at, square_at) = (at + rows * columns, square_at + rows * rows);
+    }
+    let count = Argument::from(sizes.len());
+    let (pieces, blocks) = table(&mut tape, &units);
+    let lengths = tape.room::<f64>(sizes.len());
+    let arguments = [pieces.into(), count, lengths.into()];
+    tape.launch("squares", sizes.len().div_ceil(16), &arguments);
+    tape.launch("unit_blocks", blocks, &[&arguments[..], &[Argument::Float(1e-7)]].concat());
+    let words = tape.with(&products);
+    for (row, [at, square_at]) in places.into_iter().enumerate() {
+        for (word, (target, at)) in [(unit, at), (unit, at), (square, square_at)].iter().enumerate()
+        {
+            tape.address(words, 56 * row + 8 * word, *target, 4 * at);
+        }
+    }
+    tape.launch("stacked_products", block, &[words.into(), count]);
     let by = [3.4445f32, -4.775, 2.0315].map(Argument::from);
-    tape.launch("newton_schulz_polynomial", blocks, &[&places[..], &by].concat());
-    (tape, unit, fourth)
+    let alone = tape.with(&numbers(sizes[0][0].pow(2), 3));
+    let places = [one.into(), alone.into(), sizes[0][0].into(), Argument::Word(1)];
+    let elements = sizes[0][0].pow(2).div_ceil(1024);
+    tape.launch("newton_schulz_polynomial", elements, &[&places[..], &by].concat());
+    let (pieces, blocks) = table(&mut tape, &polynomials);
+    tape.launch("polynomial_blocks", blocks, &[&[pieces.into(), count][..], &by].concat());
+    Iteration { tape, left: [unit, square, other, alone] }
 }
 
 #[test]
 fn iterations_are_those_of_the_cpu() {
-    for (stack, side) in [(1, 1), (3, 20), (2, 33)] {
-        let (tape, unit, fourth) = iteration(stack, side);
+    for sizes in [&[[1, 1]][..], &[[20, 33], [65, 70], [3, 1]], &[[70, 5]]] {
+        let Iteration { tape, left } = iteration(sizes);
         let played = tape.play();
-        let shape = [stack, side, side].map(|size| size as i64);
-        let [x, fourth_power] =
-            [1, 2].map(|seed| tensor(&numbers(stack * side * side, seed), &shape));
-        let lengths: Vec<f32> = (0..stack as i64)
-            .map(|index| CPU.squares(&x.get(index).contiguous()).unwrap().sqrt() as f32 + 1e-7)
-            .collect();
-        let x = x / tensor(&lengths, &[shape[0], 1, 1]);
-        assert_eq!(left_bits(&played, unit), bits_of(&x));
-        let [a, b, c] = [3.4445f32, -4.775, 2.0315].map(f64::from);
-        let ones = Tensor::eye(side as i64, (Kind::Float, Device::Cpu));
-        assert_eq!(left_bits(&played, fourth), bits_of(&(x * b + fourth_power * c + ones * a)));
+        let [unit, square, other, alone] = left;
+        let [unit, square, other] = [unit, square, other].map(|of| played.read::<f32>(of));
+        let total = unit.len();
+        let (x, one, two) = (numbers(total, 1), numbers(square.len(), 2), numbers(square.len(), 3));
+        let (mut at, mut square_at) = (0, 0);
+        for (index, &[rows, columns]) in sizes.iter().enumerate() {
+            let (here, there) = (at..at + rows * columns, square_at..square_at + rows * rows);
+            let shape = [rows as i64, columns as i64];
+            let own = tensor(&x[here.clone()], &shape);
+            let length = CPU.squares(&own).unwrap().sqrt() as f32 + 1e-7;
+            let own = own / Tensor::from(length);
+            assert_eq!(bits(&unit[here]), bits_of(&own), "{sizes:?}");
+            let exact = own.to_kind(Kind::Double);
+            close(&square[there.clone()], &exact.mm(&exact.tr()), 1e-6);
+            let [a, b, c] = [3.4445f32, -4.775, 2.0315].map(f64::from);
+            let [left, right] = [&one, &two].map(|of| tensor(&of[there.clone()], &[shape[0]; 2]));
+            let ones = Tensor::eye(shape[0], (Kind::Float, Device::Cpu));
+            let wanted = left * b + right * c + ones * a;
+            assert_eq!(bits(&other[there]), bits_of(&wanted));
+            if index == 0 {
+                assert_eq!(left_bits(&played, alone), bits_of(&wanted));
+            }
+            (at, square_at) = (at + rows * columns, square_at + rows * rows);
+        }
     }
 }
 
@@ -236,7 +282,8 @@ fn pieces_travel_whole() {
 
 pub(super) fn small() -> Vec<Tape> {
     let losses = [Values::Wide, Values::Narrow].map(|values| loss([3, 260], values).tape);
-    let mut tapes = vec![moved(&[1030, 3]).0, iteration(2, 5).0, packed(&[4100, 7]).0];
+    let mut tapes =
+        vec![moved(&[1030, 3]).0, iteration(&[[5, 7], [2, 3]]).tape, packed(&[4100, 7]).0];
     tapes.extend(losses);
     tapes
 }

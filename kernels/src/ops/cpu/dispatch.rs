@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use super::integers;
 use crate::Result;
-use crate::ops::operands::Order;
+use crate::ops::operands::{Groups, Order};
 use crate::ops::{Dispatch, check};
 
 /// Rows of an expert are filled up with zeros to a multiple of this: each number of rows is a product that oneDNN has to
@@ -42,10 +42,10 @@ pub(super) fn dispatch(choice: &Tensor, classes: i64) -> Result<Dispatch> {
     Ok(Dispatch {
         order: Order::Listed { tokens: there(&tokens)?, filled: there(&filled)? },
         places: there(&places)?,
-        counts,
-        routed: end as i64,
-        skipped,
+        counts: there(&counts)?,
+        rows: end as i64 + skipped,
+        computed: end as i64,
         experts: classes - 1,
-        runs,
+        groups: Groups::Known(runs),
     })
 }

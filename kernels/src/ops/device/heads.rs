@@ -8,23 +8,20 @@ use crate::Result;
 use crate::ops::check::Call;
 use crate::ops::{ConvGrads, DepthwiseConv, QueryKey, QueryKeyGrads, check};
 
-/// For each of so many rows, whether it stands in `list`.
-fn marks(queue: &Queue, list: &Tensor, rows: i64) -> Result<Tensor> {
-    let marks = queue.room(&[rows], Kind::Uint8)?;
-    let arguments = [list.into(), list.size()[0].into(), (&marks).into(), rows.into()];
-    queue.launch(c"mark_rows", (rows + 255) / 256, &arguments)?;
-    Ok(marks)
+/// A list of rows, as a kernel takes it.
+fn listed(list: &Tensor) -> [Argument<'_>; 2] {
+    [list.into(), list.size()[0].into()]
 }
 
 pub(super) fn depthwise_conv(queue: &Queue, z: &Tensor, by: DepthwiseConv) -> Result<Tensor> {
     let [rows, channels] = check::depthwise_conv(z, by)?;
     let [heads, width] = by.heads;
-    let begins = marks(queue, by.starts, rows)?;
     let both = queue.room(&[heads, rows, 2 * width], z.kind())?;
     let kernel = by_kind(z, [c"depthwise_conv_f32", c"depthwise_conv_bf16"]);
-    let memory = [z, by.weights, by.bias, &begins, &both].map(Argument::from);
-    let sizes = [rows, width, channels].map(Argument::from);
-    queue.launch(kernel, super::blocks(rows, channels)?, &[&memory[..], &sizes].concat())?;
+    let memory = [z, by.weights, by.bias].map(Argument::from);
+    let rest = [(&both).into(), rows.into(), width.into(), channels.into()];
+    let arguments = [&memory[..], &listed(by.starts), &rest].concat();
+    queue.launch(kernel, super::blocks(rows, channels)?, &arguments)?;
     Ok(both)
 }
 
@@ -35,17 +32,16 @@ pub(super) fn depthwise_conv_backward(
     grad: &Tensor,
 ) -> Result<ConvGrads> {
     let [rows, channels] = check::depthwise_conv_backward(z, by, grad)?;
-    let begins = marks(queue, by.starts, rows)?;
-    let counted = by.counted.map(|list| marks(queue, list, rows)).transpose()?;
     let input = queue.room(&[rows, channels], Kind::Float)?;
     let grad = grad.f_to_kind(z.kind())?;
     let kernel = by_kind(z, [c"depthwise_conv_backward_f32", c"depthwise_conv_backward_bf16"]);
     let sums = banded(queue, [3, rows, channels], |partial, blocks| {
-        let counted = counted.as_ref().map_or(Argument::Nothing, Argument::from);
-        let memory = [z, by.weights, &begins].map(Argument::from);
-        let rest = [counted, (&grad).into(), (&input).into(), partial.into()];
+        let counted = by.counted.map_or([Argument::Nothing, 0.into()], listed);
+        let memory = [z, by.weights].map(Argument::from);
+        let rest = [&grad, &input, partial].map(Argument::from);
         let sizes = [rows, by.heads[1], channels].map(Argument::from);
-        queue.launch(kernel, blocks, &[&memory[..], &rest, &sizes].concat())
+        let arguments = [&memory[..], &listed(by.starts), &counted, &rest, &sizes].concat();
+        queue.launch(kernel, blocks, &arguments)
     })?;
     let weights = sums.f_narrow(0, 0, 2)?.f_tr()?.f_contiguous()?;
     Ok(ConvGrads { input, weights: weights.f_view([channels, 1, 2])?, bias: sums.f_get(2)? })
@@ -59,18 +55,14 @@ pub(super) fn query_key(
 ) -> Result<(Tensor, Tensor)> {
     let (_, [heads, tokens, width]) = check::query_key(z, raw, by)?;
     let [queries, keys, _] = by.shape;
-    let kernel = by_kind(z, [c"query_key_means_f32", c"query_key_means_bf16"]);
-    let memory = [z, by.bias, &*raw].map(Argument::from);
-    let sizes = [tokens, queries, keys, width].map(Argument::from);
-    let blocks = super::blocks(tokens * keys, width)?;
-    queue.launch(kernel, blocks, &[&memory[..], &sizes].concat())?;
     let factors = queue.room(&[heads, tokens, 1], Kind::Float)?;
     let out = queue.room(&[heads, tokens, width], Kind::Float)?;
+    let kernel = by_kind(z, [c"query_key_f32", c"query_key_bf16"]);
     let [cosines, sines] = by.angles;
-    let memory = [&*raw, by.temperature, cosines, sines, &factors, &out].map(Argument::from);
-    let half = [cosines.size()[1].into()];
-    let arguments = [&memory[..], &sizes, &half].concat();
-    queue.launch(c"query_key_turn", lanes(heads * tokens), &arguments)?;
+    let memory = [z, by.bias, &*raw, by.temperature, cosines, sines, &factors, &out];
+    let sizes = [tokens, queries, keys, width, cosines.size()[1]].map(Argument::from);
+    let arguments = [&memory.map(Argument::from)[..], &sizes].concat();
+    queue.launch(kernel, lanes(heads * tokens), &arguments)?;
     Ok((out, factors))
 }
 
@@ -88,7 +80,7 @@ pub(super) fn query_key_backward(
     let memory = [raw, factors, by.temperature, cosines, sines, &grad, &shares].map(Argument::from);
     let sizes = [tokens, queries, keys, width, cosines.size()[1]].map(Argument::from);
     let arguments = [&memory[..], &sizes].concat();
-    queue.launch(c"query_key_turn_backward", lanes(heads * tokens), &arguments)?;
+    queue.launch(c"query_key_backward", lanes(heads * tokens), &arguments)?;
     let temperature = queue.room(&[keys], Kind::Float)?;
     let of_keys = shares.f_narrow(0, queries, keys)?;
     let arguments = [(&of_keys).into(), (&temperature).into(), keys.into(), tokens.into()];
@@ -107,7 +99,7 @@ pub(super) fn means_backward(
     let ([queries, keys, width], tokens) = (shape, z.size()[0]);
     let sizes = [tokens, queries, keys, width].map(Argument::from);
     let arguments = [&[raw.into(), z.into()][..], &sizes].concat();
-    queue.launch(c"query_key_means_backward", super::blocks(tokens * keys, width)?, &arguments)
+    queue.launch(c"means_backward", super::blocks(tokens * keys, width)?, &arguments)
 }
 
 pub(super) fn value_shift(
@@ -117,13 +109,12 @@ pub(super) fn value_shift(
     starts: &Tensor,
 ) -> Result<Tensor> {
     let [tokens, left, right] = check::value_shift(current, delayed, starts)?;
-    let begins = marks(queue, starts, tokens)?;
     let out = queue.room(&[tokens, left + right], current.kind())?;
     let kernel = by_kind(current, [c"value_shift_f32", c"value_shift_bf16"]);
-    let memory = [current, delayed, &begins, &out].map(Argument::from);
-    let sizes = [tokens, left, right].map(Argument::from);
+    let memory = [current, delayed].map(Argument::from);
+    let rest = [(&out).into(), tokens.into(), left.into(), right.into()];
     let blocks = super::blocks(tokens, left + right)?;
-    queue.launch(kernel, blocks, &[&memory[..], &sizes].concat())?;
+    queue.launch(kernel, blocks, &[&memory[..], &listed(starts), &rest].concat())?;
     Ok(out)
 }
 
@@ -136,13 +127,13 @@ pub(super) fn value_shift_backward(
     let call = Call("value_shift_backward");
     let [tokens, width] = call.matrix("grad", grad)?;
     call.float("grad", grad, &[tokens, width])?;
-    let begins = marks(queue, starts, tokens)?;
+    let count = call.sizes::<1>("starts", starts)?;
+    call.i64("starts", starts, &count)?;
     let out = queue.room(&[tokens, width], grad.kind())?;
     let kernel = by_kind(grad, [c"value_shift_backward_f32", c"value_shift_backward_bf16"]);
-    let memory = [grad, &begins, &out].map(Argument::from);
-    let sizes = [tokens, left, width - left].map(Argument::from);
+    let rest = [(&out).into(), tokens.into(), left.into(), (width - left).into()];
     let blocks = super::blocks(tokens, width)?;
-    queue.launch(kernel, blocks, &[&memory[..], &sizes].concat())?;
+    queue.launch(kernel, blocks, &[&[grad.into()][..], &listed(starts), &rest].concat())?;
     Ok(out)
 }
 

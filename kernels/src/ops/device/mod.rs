@@ -1,13 +1,15 @@
-//! The table of a GPU: our own kernels (`device/` of this crate) where there is one, libtorch's operators for products,
-//! attention and the rest.
+//! The table of a GPU: our own kernels (`device/` of this crate) where there is one, libtorch's operators for products and the
+//! rest.
 //!
-//! Tensors stay on the device, and the host waits for nothing but what an operation answers with in numbers: `squares`, and in
-//! `dispatch` how many tokens each expert has. What a kernel is given is checked by [`super::check`], as in every table, and by
-//! the launch against the kernel's own parameters.
+//! Tensors stay on the device, and the host waits for nothing but what an operation answers with in numbers: `squares`. What a
+//! kernel is given is checked by [`super::check`], as in every table, and by the launch against the kernel's own parameters.
 
+mod grouped;
 mod heads;
+mod newton_schulz;
 mod router;
 mod rows;
+mod spans;
 mod step;
 mod tokens;
 
@@ -74,7 +76,7 @@ fn by_kind<'a>(tensor: &Tensor, [wide, narrow]: [&'a CStr; 2]) -> &'a CStr {
 impl Ops for Own {
     fn name(&self) -> &'static str {
         static NAME: OnceLock<String> = OnceLock::new();
-        NAME.get_or_init(|| format!("device 1, kernels {:016x}", crate::device::kernels_digest()))
+        NAME.get_or_init(|| format!("device 2, kernels {:016x}", crate::device::kernels_digest()))
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -90,7 +92,7 @@ impl Ops for Own {
     }
 
     fn attention(&self, by: Attention) -> Result<Attended> {
-        REFERENCE.attention(by)
+        spans::attention(&self.at(by.query)?, by)
     }
 
     fn attention_backward(
@@ -100,7 +102,7 @@ impl Ops for Own {
         grad: &Tensor,
         out: AttentionGrads,
     ) -> Result<()> {
-        REFERENCE.attention_backward(by, saved, grad, out)
+        spans::attention_backward(&self.at(by.query)?, by, &saved, grad, out)
     }
 
     fn value_shift(&self, current: &Tensor, delayed: &Tensor, starts: &Tensor) -> Result<Tensor> {
@@ -161,8 +163,41 @@ impl Ops for Own {
         tokens::permute(&self.at(x)?, x, by)
     }
 
-    fn unpermute(&self, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
-        tokens::unpermute(&self.at(x)?, x, by)
+    fn grouped_matmul(
+        &self,
+        rows: &Tensor,
+        weights: &Tensor,
+        by: &Dispatch,
+        out: &Tensor,
+    ) -> Result<()> {
+        grouped::matmul(&self.at(rows)?, rows, weights, by, out)
+    }
+
+    fn grouped_matmul_input(
+        &self,
+        grad: &Tensor,
+        weights: &Tensor,
+        by: &Dispatch,
+        out: &Tensor,
+    ) -> Result<()> {
+        grouped::input(&self.at(grad)?, grad, weights, by, out)
+    }
+
+    fn grouped_matmul_weights(
+        &self,
+        grad: &Tensor,
+        rows: &Tensor,
+        by: &Dispatch,
+    ) -> Result<Tensor> {
+        grouped::weights(&self.at(rows)?, grad, rows, by)
+    }
+
+    fn pass_by(&self, from: Option<&Tensor>, into: &Tensor, by: &Dispatch) -> Result<()> {
+        grouped::pass_by(&self.at(into)?, from, into, by)
+    }
+
+    fn unpermute(&self, x: &Tensor, by: &Dispatch, beside: &Tensor) -> Result<Tensor> {
+        tokens::unpermute(&self.at(x)?, x, by, beside)
     }
 
     fn cross_entropy(&self, by: CrossEntropy) -> Result<Tensor> {
@@ -190,11 +225,32 @@ impl Ops for Own {
         weight: &Tensor,
         grad: &Tensor,
     ) -> Result<(Tensor, Tensor)> {
-        rows::rms_norm_backward(&self.at(x)?, x, factors, weight, grad)
+        rows::rms_norm_backward(&self.at(x)?, x, factors, weight, (grad, None))
+    }
+
+    fn rms_norm_backward_beside(
+        &self,
+        x: &Tensor,
+        factors: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+        beside: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        rows::rms_norm_backward(&self.at(x)?, x, factors, weight, (grad, Some(beside)))
     }
 
     fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
         rows::residual(&self.at(branch)?, branch, residual, by)
+    }
+
+    fn residual_norm(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: Scaling,
+        norm: (&Tensor, f64),
+    ) -> Result<[Tensor; 3]> {
+        rows::residual_norm(&self.at(branch)?, branch, residual, by, norm)
     }
 
     fn residual_backward(
@@ -286,7 +342,12 @@ impl Ops for Own {
     }
 
     fn newton_schulz(&self, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
-        step::newton_schulz(&self.at(stack)?, stack, by)
+        newton_schulz::newton_schulz(&self.at(stack)?, stack, by)
+    }
+
+    fn all_newton_schulz(&self, matrices: &[Tensor], by: NewtonSchulz) -> Result<Vec<Tensor>> {
+        let Some(one) = matrices.first() else { return Ok(Vec::new()) };
+        newton_schulz::all(&self.at(one)?, matrices, by)
     }
 
     fn squares(&self, x: &Tensor) -> Result<f64> {

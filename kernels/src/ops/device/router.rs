@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::rows::{lanes, products, rms_norm, rms_norm_backward, sums};
+use super::rows::{banded, lanes};
 use super::{Argument, Queue, by_kind, each};
 use crate::Result;
 use crate::ops::{
@@ -44,9 +44,12 @@ pub(super) fn router(
         (Some(decay), Some(before)) => (Argument::from(decay), Argument::from(before)),
         _ => (Argument::Nothing, Argument::Nothing),
     };
-    let memory = [(&state).into(), by.down_bias.into(), entered, decay];
-    each(queue, c"depth_average", [rows, size], &memory)?;
-    let (normed, factors) = rms_norm(queue, &state, by.norm, by.eps)?;
+    let normed = queue.room(&[rows, size], Kind::Float)?;
+    let factors = queue.room(&[rows, 1], Kind::Float)?;
+    let memory = [(&state).into(), by.down_bias.into(), entered, decay, by.norm.into()];
+    let out = [(&normed).into(), (&factors).into()];
+    let sizes = [rows.into(), size.into(), (by.eps as f32).into()];
+    queue.launch(c"router_norm", lanes(rows), &[&memory[..], &out, &sizes].concat())?;
     let first = normed.f_matmul(&by.fc1.f_tr()?)?;
     let first_out = gelu(queue, &first, by.fc1_bias)?;
     let second = first_out.f_matmul(&by.fc2.f_tr()?)?;
@@ -99,36 +102,37 @@ pub(super) fn router_backward(
     let second = gelu_backward(queue, &saved.second, &logits.f_matmul(by.out)?)?;
     let first = gelu_backward(queue, &saved.first, &second.f_matmul(by.fc2)?)?;
     let inner = first.f_matmul(by.fc1)?;
-    let (mut own, norm) = rms_norm_backward(queue, &saved.state, &saved.factors, by.norm, &inner)?;
-    if let Some(state) = state {
-        let _ = own.f_add_(state)?;
-    }
-    let columns =
-        |x: &Tensor| Ok::<_, crate::Error>(sums(queue, x, [1, rows, size])?.f_view([size])?);
+    let own = queue.room(&[rows, size], Kind::Float)?;
+    let (decay, entered) = by.decay.zip(saved.before.as_ref()).unzip();
+    let before = entered.map(|_| queue.room(&[rows, size], Kind::Float)).transpose()?;
+    let or_nothing = |tensor: Option<_>| tensor.map_or(Argument::Nothing, Argument::from);
+    let memory = [&saved.state, &saved.factors, by.norm, &inner].map(Argument::from);
+    let rest = [or_nothing(state), or_nothing(decay), (&own).into(), or_nothing(before.as_ref())];
+    let sizes = [rows, size].map(Argument::from);
+    let arguments = [&memory[..], &rest, &sizes].concat();
+    queue.launch(c"router_norm_backward", lanes(rows), &arguments)?;
+    let vectors = banded(queue, [5, rows, size], |partial, blocks| {
+        let memory = [&saved.state, &saved.factors, &inner, &own].map(Argument::from);
+        let rest = [or_nothing(entered), (&first).into(), (&second).into(), partial.into()];
+        queue.launch(c"router_vectors", blocks, &[&memory[..], &rest, &sizes].concat())
+    })?;
+    let vector = |which| vectors.f_get(which);
     let narrow = own.f_to_kind(x.kind())?;
     let down = match by.part {
         true => narrow.f_to_kind(Kind::Float)?.f_tr()?.f_matmul(&x.f_to_kind(Kind::Float)?)?,
         false => narrow.f_tr()?.f_matmul(x)?.f_to_kind(Kind::Float)?,
     };
-    let (mut decay, mut before) = (None, None);
-    if let (Some(by), Some(entered)) = (by.decay, &saved.before) {
-        decay = Some(products(queue, &own, entered)?);
-        let out = queue.room(&[rows, size], Kind::Float)?;
-        let memory = [&own, by, &out].map(Argument::from);
-        each(queue, c"depth_average_backward", [rows, size], &memory)?;
-        before = Some(out);
-    }
     Ok(RouterGrads {
         input: narrow.f_matmul(by.down)?,
         before,
         down,
-        down_bias: columns(&own)?,
-        decay,
-        norm,
+        down_bias: vector(1)?,
+        decay: decay.map(|_| vector(2)).transpose()?,
+        norm: vector(0)?,
         fc1: first.f_tr()?.f_matmul(&saved.normed)?,
-        fc1_bias: columns(&first)?,
+        fc1_bias: vector(3)?,
         fc2: second.f_tr()?.f_matmul(&saved.first_out)?,
-        fc2_bias: columns(&second)?,
+        fc2_bias: vector(4)?,
         out: logits.f_tr()?.f_matmul(&saved.second_out)?,
     })
 }

@@ -15,6 +15,10 @@ pub(super) fn lanes(rows: i64) -> i64 {
     rows.div_euclid(16) + i64::from(rows % 16 > 0)
 }
 
+fn bands(rows: i64) -> i64 {
+    (rows + BAND - 1) / BAND
+}
+
 /// Sums over the rows of each matrix of a stack, `[stack, width]`: `launch` makes those of bands of rows, into the memory and
 /// with so many blocks for one matrix.
 pub(super) fn banded(
@@ -22,7 +26,7 @@ pub(super) fn banded(
     [stack, rows, width]: [i64; 3],
     launch: impl FnOnce(&Tensor, i64) -> Result<()>,
 ) -> Result<Tensor> {
-    let (bands, tiles) = ((rows + BAND - 1) / BAND, (width + COLUMNS - 1) / COLUMNS);
+    let (bands, tiles) = (bands(rows), (width + COLUMNS - 1) / COLUMNS);
     let partial = queue.room(&[stack, bands, width], Kind::Float)?;
     let out = queue.room(&[stack, width], Kind::Float)?;
     launch(&partial, tiles * bands)?;
@@ -65,21 +69,24 @@ pub(super) fn rms_norm(
     Ok((out, factors))
 }
 
+/// From the gradient of the outcome, and what came past the norm.
 pub(super) fn rms_norm_backward(
     queue: &Queue,
     x: &Tensor,
     factors: &Tensor,
     weight: &Tensor,
-    grad: &Tensor,
+    (grad, beside): (&Tensor, Option<&Tensor>),
 ) -> Result<(Tensor, Tensor)> {
     let [rows, width] = check::rms_norm_backward(x, factors, weight, grad)?;
+    if let Some(beside) = beside {
+        check::Call("rms_norm_backward").f32("beside", beside, &[rows, width])?;
+    }
     let input = queue.room(&[rows, width], Kind::Float)?;
-    let sizes = [rows, width].map(Argument::from);
-    let memory = [x, factors, weight, grad, &input].map(Argument::from);
-    queue.launch(c"rms_norm_backward", lanes(rows), &[&memory[..], &sizes].concat())?;
-    let to_weight = banded(queue, [1, rows, width], |partial, blocks| {
-        let memory = [x, factors, grad, partial].map(Argument::from);
-        queue.launch(c"rms_norm_weight", blocks, &[&memory[..], &sizes].concat())
+    let to_weight = banded(queue, [1, rows, width], |partial, _| {
+        let beside = beside.map_or(Argument::Nothing, Argument::from);
+        let memory = [x, factors, weight, grad].map(Argument::from);
+        let rest = [beside, (&input).into(), partial.into(), rows.into(), width.into()];
+        queue.launch(c"rms_norm_backward", bands(rows), &[&memory[..], &rest].concat())
     });
     Ok((input, to_weight?.f_view([width])?))
 }
@@ -98,6 +105,27 @@ pub(super) fn residual(
     Ok(out)
 }
 
+pub(super) fn residual_norm(
+    queue: &Queue,
+    branch: &Tensor,
+    residual: &Tensor,
+    by: Scaling,
+    (weight, eps): (&Tensor, f64),
+) -> Result<[Tensor; 3]> {
+    let [rows, width] = check::residual(branch, residual, by)?;
+    check::rms_norm(residual, weight)?;
+    let sum = queue.room(&[rows, width], Kind::Float)?;
+    let out = queue.room(&[rows, width], branch.kind())?;
+    let factors = queue.room(&[rows, 1], Kind::Float)?;
+    let kernel = by_kind(branch, [c"residual_norm_f32", c"residual_norm_bf16"]);
+    let vectors = [by.scale, by.bias, by.residual_scale, by.residual_bias, weight];
+    let memory = [&[branch, residual][..], &vectors, &[&sum, &out, &factors]].concat();
+    let memory: Vec<_> = memory.into_iter().map(Argument::from).collect();
+    let sizes = [rows.into(), width.into(), (eps as f32).into()];
+    queue.launch(kernel, lanes(rows), &[&memory[..], &sizes].concat())?;
+    Ok([sum, out, factors])
+}
+
 pub(super) fn residual_backward(
     queue: &Queue,
     branch: &Tensor,
@@ -109,16 +137,17 @@ pub(super) fn residual_backward(
     let [to_branch, to_residual] = [(); 2].map(|()| queue.room(&[rows, width], Kind::Float));
     let (to_branch, to_residual) = (to_branch?, to_residual?);
     let kernel = by_kind(branch, [c"residual_backward_f32", c"residual_backward_bf16"]);
-    let sums = banded(queue, [3, rows, width], |partial, blocks| {
-        let scales = [by.scale, by.residual_scale, &to_branch, &to_residual, partial];
-        let memory = [[branch, residual, grad].as_slice(), &scales].concat();
-        let memory: Vec<_> = memory.into_iter().map(Argument::from).collect();
-        queue.launch(kernel, blocks, &[&memory[..], &[rows.into(), width.into()]].concat())
-    })?;
+    let (bands, tiles) = (bands(rows), (width + COLUMNS - 1) / COLUMNS);
+    let partial = queue.room(&[3, bands, width], Kind::Float)?;
+    let scales = [by.scale, by.residual_scale, &to_branch, &to_residual, &partial];
+    let memory = [[branch, residual, grad].as_slice(), &scales].concat();
+    let memory: Vec<_> = memory.into_iter().map(Argument::from).collect();
+    let sizes = [rows, width].map(Argument::from);
+    queue.launch(kernel, tiles * bands, &[&memory[..], &sizes].concat())?;
     let vectors = queue.room(&[4, width], Kind::Float)?;
-    let memory = [&sums, by.scale, by.bias, by.residual_scale, by.residual_bias, &vectors];
-    let arguments = [&memory.map(Argument::from)[..], &[width.into()]].concat();
-    queue.launch(c"residual_vectors", (width + COLUMNS - 1) / COLUMNS, &arguments)?;
+    let memory = [&partial, by.scale, by.bias, by.residual_scale, by.residual_bias, &vectors];
+    let arguments = [&memory.map(Argument::from)[..], &[bands.into(), width.into()]].concat();
+    queue.launch(c"residual_vectors", tiles, &arguments)?;
     let scaling = [vectors.f_get(0)?, vectors.f_get(1)?, vectors.f_get(2)?, vectors.f_get(3)?];
     Ok(ResidualGrads { branch: to_branch, residual: to_residual, scaling })
 }

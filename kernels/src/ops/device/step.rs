@@ -1,4 +1,4 @@
-//! The optimizer: elementwise passes by a table of tensors, and what stands between the products of Newton-Schulz.
+//! The optimizer: elementwise passes by a table of tensors.
 
 use std::ffi::CStr;
 
@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 use super::{Argument, Queue};
 use crate::Result;
 use crate::device::pieces::{self, Piece};
-use crate::ops::{AdamW, Moved, NewtonSchulz, check};
+use crate::ops::{AdamW, Moved, check};
 
 /// Elements of a block.
 const EACH: i64 = 1024;
@@ -127,38 +127,4 @@ pub(super) fn differences(queue: &Queue, pairs: &[[Tensor; 2]]) -> Result<Vec<f6
         .map(|[tensor, other]| Piece { tensor, other: Some(other), first: 0, salt: 0 })
         .collect();
     pieces::squares(queue, &pieces)
-}
-
-/// Each matrix by itself: a library's batch may have other bits than its members.
-pub(super) fn newton_schulz(queue: &Queue, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
-    let [rows, columns] = check::newton_schulz(stack)?;
-    if stack.dim() == 2 {
-        return one(queue, stack, by);
-    }
-    let out = stack.f_empty_like()?;
-    let (from, into) = (stack.f_view([-1, rows, columns])?, out.f_view([-1, rows, columns])?);
-    for matrix in 0..from.size()[0] {
-        into.f_get(matrix)?.f_copy_(&one(queue, &from.f_get(matrix)?, by)?)?;
-    }
-    Ok(out)
-}
-
-/// `X <- P X` with `P = a I + b A + c A A`, `A = X X^T`, which one pass makes of `A` and `A A`.
-fn one(queue: &Queue, matrix: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
-    let tall = matrix.size()[0] > matrix.size()[1];
-    let matrix = if tall { matrix.f_tr()? } else { matrix.shallow_clone() };
-    let length = matrix.f_norm()?.f_add_scalar(f64::from(by.eps))?;
-    let mut x = matrix.f_div(&length)?.f_contiguous()?;
-    let side = x.size()[0];
-    for _ in 0..by.steps {
-        let square = x.f_mm(&x.f_tr()?)?;
-        let fourth = square.f_mm(&square)?;
-        let memory = [&square, &fourth].map(Argument::from);
-        let [a, b, c] = by.coefficients.map(Argument::from);
-        let arguments = [&memory[..], &[side.into(), 1.into(), a, b, c]].concat();
-        let blocks = super::blocks(side, side)?;
-        queue.launch(c"newton_schulz_polynomial", blocks, &arguments)?;
-        x = fourth.f_mm(&x)?;
-    }
-    Ok(if tall { x.f_tr()?.f_contiguous()? } else { x })
 }

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::rows::{lanes, products, sums};
 use super::{Argument, Queue, by_kind};
 use crate::Result;
-use crate::ops::operands::Order;
+use crate::ops::operands::{Groups, Order};
 use crate::ops::{Dispatch, check};
 
 /// An expert's rows are filled up to a multiple of this (`FILL + 1` in `dispatch.h`).
@@ -48,7 +48,7 @@ pub(super) fn embedding_backward(
     Ok([to_bias, products(queue, grad, embedded)?])
 }
 
-/// Counts and places are made on the device; the host reads the counts, once.
+/// Counts and places are made on the device, and stay there: there are as many places as there can be.
 pub(super) fn dispatch(queue: &Queue, choice: &Tensor, classes: i64) -> Result<Dispatch> {
     check::dispatch(choice, classes)?;
     if classes > CLASSES {
@@ -70,19 +70,8 @@ pub(super) fn dispatch(queue: &Queue, choice: &Tensor, classes: i64) -> Result<D
     let memory = [choice, &first, &places, &order].map(Argument::from);
     queue.launch(c"dispatch_places", blocks, &[&memory[..], &sizes].concat())?;
 
-    let known = Vec::<i64>::try_from(&counts)?;
-    let (mut runs, mut end) = (Vec::new(), 0);
-    for (expert, &count) in (0i64..).zip(&known).take(classes as usize - 1) {
-        let length = (count + ROWS - 1) / ROWS * ROWS;
-        if count > 0 {
-            runs.push([expert, end, length]);
-        }
-        end += length;
-    }
-    let skipped = known[classes as usize - 1];
-    let order = Order::Marked(order.f_narrow(0, 0, end + skipped)?);
-    let experts = classes - 1;
-    Ok(Dispatch { order, places, counts: known, experts, routed: end, skipped, runs })
+    let (order, groups) = (Order::Marked(order), Groups::There(ends));
+    Ok(Dispatch { order, places, counts, experts: classes - 1, rows: most, computed: most, groups })
 }
 
 pub(super) fn permute(queue: &Queue, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
@@ -99,14 +88,17 @@ pub(super) fn permute(queue: &Queue, x: &Tensor, by: &Dispatch) -> Result<Tensor
     Ok(out)
 }
 
-pub(super) fn unpermute(queue: &Queue, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
-    let call = check::Call("unpermute");
-    let (tokens, [rows, width]) = (by.places.size()[0], call.matrix("x", x)?);
-    call.float("x", x, &[rows.max(by.routed + by.skipped), width])?;
-    let out = queue.room(&[tokens, width], x.kind())?;
+pub(super) fn unpermute(
+    queue: &Queue,
+    x: &Tensor,
+    by: &Dispatch,
+    beside: &Tensor,
+) -> Result<Tensor> {
+    let [tokens, width] = check::unpermute(x, by, beside)?;
+    let out = queue.room(&[tokens, width], Kind::Float)?;
     let kernel = by_kind(x, [c"unpermute_f32", c"unpermute_bf16"]);
-    let arguments = [x.into(), (&by.places).into(), (&out).into(), width.into()];
-    queue.launch(kernel, tokens, &arguments)?;
+    let memory = [x, &by.places, beside, &out].map(Argument::from);
+    queue.launch(kernel, tokens, &[&memory[..], &[width.into()]].concat())?;
     Ok(out)
 }
 
@@ -132,14 +124,11 @@ pub(super) fn gather_backward(
     grad: &Tensor,
 ) -> Result<[Tensor; 2]> {
     let [rows, tokens, width] = check::gather_backward(x, places, weight, grad)?;
-    let numbers = Tensor::f_arange(tokens, (Kind::Int, queue.device()))?;
-    let order = Tensor::f_full([rows], -1, (Kind::Int, queue.device()))?;
-    let order = order.f_index_copy(0, places, &numbers)?;
-    let to_x = queue.room(&[rows, width], Kind::Float)?;
+    let to_x = Tensor::f_zeros([rows, width], (Kind::Float, queue.device()))?;
     let to_weight = queue.room(&[tokens, 1], Kind::Float)?;
     let kernel = by_kind(x, [c"gather_backward_f32", c"gather_backward_bf16"]);
-    let memory = [x, &order, weight, grad, &to_x, &to_weight].map(Argument::from);
-    let sizes = [rows, width].map(Argument::from);
-    queue.launch(kernel, lanes(rows), &[&memory[..], &sizes].concat())?;
+    let memory = [x, places, weight, grad, &to_x, &to_weight].map(Argument::from);
+    let sizes = [tokens, width].map(Argument::from);
+    queue.launch(kernel, lanes(tokens), &[&memory[..], &sizes].concat())?;
     Ok([to_x, to_weight])
 }

@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use crate::Result;
-use crate::ops::operands::Order;
+use crate::ops::operands::{Groups, Order};
 use crate::ops::{Dispatch, check};
 
 /// By a stable sort where the tensors are; how many tokens each expert has is asked once.
@@ -24,10 +24,10 @@ pub(super) fn dispatch(choice: &Tensor, classes: i64) -> Result<Dispatch> {
     Ok(Dispatch {
         order: Order::Listed { tokens, filled },
         places,
-        counts: known,
-        routed: end,
-        skipped: choice.size()[0] - end,
+        counts,
+        rows: choice.size()[0],
+        computed: end,
         experts: classes - 1,
-        runs,
+        groups: Groups::Known(runs),
     })
 }

@@ -78,10 +78,17 @@ proptest! {
             let (wanted, wanted_weight) = REFERENCE.rms_norm_backward(&x, &factors, &a, &grad).unwrap();
             prop_assert!(close(&found, &wanted, 16.0) && close(&weight, &wanted_weight, 16.0));
 
+            let (beside, again) = table.rms_norm_backward_beside(&x, &factors, &a, &grad, &branch).unwrap();
+            prop_assert_eq!(&beside, &(&branch + &found));
+            prop_assert_eq!(&again, &weight);
+
             let branch = &branch.to_kind(kind);
             let by = Scaling { scale: &a, bias: &b, residual_scale: &c, residual_bias: &d };
             let found = table.residual(branch, &x, by).unwrap();
             prop_assert!(close(&found, &REFERENCE.residual(branch, &x, by).unwrap(), 4.0));
+            let [sum, normed, factors] = table.residual_norm(branch, &x, by, (&a, 1e-5)).unwrap();
+            let (wanted, wanted_factors) = table.rms_norm(&found, &a, 1e-5).unwrap();
+            prop_assert_eq!((&sum, &normed, &factors), (&found, &wanted.to_kind(kind), &wanted_factors));
             let found = table.residual_backward(branch, &x, by, &grad).unwrap();
             let wanted = REFERENCE.residual_backward(branch, &x, by, &grad).unwrap();
             prop_assert!(close(&found.branch, &wanted.branch, 1.0));

@@ -25,16 +25,19 @@ fn back(
     table.attention_backward(by, saved, grad, into).map(|()| out)
 }
 
-/// Both tables have the same heads and gradients, but for rounding.
+/// All tables have the same heads and gradients, but for rounding.
 fn agrees(by: Attention, grad: &Tensor) -> std::result::Result<(), TestCaseError> {
-    let (found, wanted) = (CPU.attention(by).unwrap(), REFERENCE.attention(by).unwrap());
-    prop_assert!(close(&found.heads, &wanted.heads, 16.0));
-    let found = back(CPU, by, found.saved, grad).unwrap();
-    let wanted = back(REFERENCE, by, wanted.saved, grad).unwrap();
+    let wanted = REFERENCE.attention(by).unwrap();
+    let wanted_back = back(REFERENCE, by, wanted.saved, grad).unwrap();
     // libtorch's kernel rounds the gradients of bf16 operands to bf16 before we widen them.
     let limit = if by.value.kind() == Kind::BFloat16 { 8.0 * 32768.0 } else { 64.0 };
-    for (found, wanted) in found.iter().zip(&wanted) {
-        prop_assert!(close(found, wanted, limit));
+    for table in OWN {
+        let found = table.attention(by).unwrap();
+        prop_assert!(close(&found.heads, &wanted.heads, 16.0));
+        let found = back(table, by, found.saved, grad).unwrap();
+        for (found, wanted) in found.iter().zip(&wanted_back) {
+            prop_assert!(close(found, wanted, limit));
+        }
     }
     Ok(())
 }
@@ -61,9 +64,79 @@ proptest! {
         let key = random(&[keys, others, width], seed + 3).to_kind(kind);
         let value = random(&[others, keys * width], seed + 1).to_kind(kind);
         let grad = random(&[tokens, keys * group * width], seed + 2).to_kind(kind);
-        let by = Attention { query: &query, key: &key, value: &value, spans: &spans, shape };
+        let by = Attention { query: &query, key: &key, value: &value, spans: &spans, shape, kept: None };
         agrees(by, &grad)?;
         prop_assert!(back(REFERENCE, by, vec![[query.copy(), query.copy()]], &grad).is_err());
+    }
+
+    /// A document's bits are its own, whatever it is in one launch with.
+    #[test]
+    fn a_document_knows_nothing_of_its_neighbours(
+        (first, len, rest) in (0i64..50, 1i64..50, 0i64..50),
+        (keys, group, width) in (1i64..3, 1i64..3, 1i64..20),
+        kind in float(),
+        seed in 0u64..1000,
+    ) {
+        let (shape, tokens) = ([keys * group, keys, width], first + len + rest);
+        let query = random(&[keys * group, tokens, width], seed).to_kind(kind);
+        let key = random(&[keys, tokens, width], seed + 1).to_kind(kind);
+        let [value, grad] = [(keys, 2), (keys * group, 3)]
+            .map(|(heads, index)| random(&[tokens, heads * width], seed + index).to_kind(kind));
+        let of = |tensors: [&Tensor; 4], spans: &[Span]| {
+            let [query, key, value, grad] = tensors;
+            let by = Attention { query, key, value, spans, shape, kept: None };
+            let attended = EMULATED.attention(by).unwrap();
+            let [to_query, to_key, to_value] = back(EMULATED, by, attended.saved, grad).unwrap();
+            [attended.heads, to_value, to_query.transpose(0, 1), to_key.transpose(0, 1)]
+        };
+        let spans = [Span::whole(0, first), Span::whole(first, len), Span::whole(first + len, rest)];
+        let spans: Vec<Span> = spans.into_iter().filter(|span| span.len > 0).collect();
+        let all = of([&query, &key, &value, &grad], &spans);
+        let [query, key] = [&query, &key].map(|x| x.narrow(1, first, len).contiguous());
+        let [value, grad] = [&value, &grad].map(|x| x.narrow(0, first, len).contiguous());
+        let alone = of([&query, &key, &value, &grad], &[Span::whole(0, len)]);
+        for (all, alone) in all.iter().zip(&alone) {
+            prop_assert_eq!(&all.narrow(0, first, len), alone);
+        }
+    }
+
+    /// So are an expert's.
+    #[test]
+    fn an_expert_knows_nothing_of_the_others(
+        choice in prop::collection::vec(0i64..4, 1..90),
+        (wide, narrow) in (1i64..70, 1i64..70),
+        kind in float(),
+        seed in 0u64..1000,
+    ) {
+        let (tokens, experts) = (choice.len() as i64, 3);
+        let x = random(&[tokens, wide], seed).to_kind(kind);
+        let weights = random(&[experts, narrow, wide], seed + 1).to_kind(kind);
+        let grad = random(&[tokens, narrow], seed + 2).to_kind(kind);
+        let of = |choice: &[i64]| {
+            let by = EMULATED.dispatch(&Tensor::from_slice(choice), experts + 1).unwrap();
+            let [rows, grads] = [&x, &grad].map(|x| EMULATED.permute(x, &by).unwrap());
+            let (out, back) = (grads.empty_like(), rows.empty_like());
+            EMULATED.grouped_matmul(&rows, &weights, &by, &out).unwrap();
+            EMULATED.grouped_matmul_input(&grads, &weights, &by, &back).unwrap();
+            for x in [&out, &back] {
+                EMULATED.pass_by(None, x, &by).unwrap();
+            }
+            let zeros = [&grad, &x].map(|x| x.zeros_like());
+            let [out, back] = [0, 1].map(|side| {
+                EMULATED.unpermute([&out, &back][side], &by, &zeros[side]).unwrap()
+            });
+            [out, back, EMULATED.grouped_matmul_weights(&grads, &rows, &by).unwrap()]
+        };
+        let all = of(&choice);
+        for expert in 0..experts {
+            let only: Vec<i64> = choice.iter().map(|own| if *own == expert { expert } else { experts }).collect();
+            let alone = of(&only);
+            prop_assert_eq!(all[2].get(expert), alone[2].get(expert));
+            for (token, _) in (0i64..).zip(&choice).filter(|(_, own)| **own == expert) {
+                prop_assert_eq!(all[0].get(token), alone[0].get(token));
+                prop_assert_eq!(all[1].get(token), alone[1].get(token));
+            }
+        }
     }
 
     /// Parts of long documents, which the table for main memory takes in blocks of queries.
@@ -82,7 +155,7 @@ proptest! {
         let key = random(&[keys, others, width], seed + 3).to_kind(kind);
         let value = random(&[others, keys * width], seed + 1).to_kind(kind);
         let grad = random(&[tokens, keys * group * width], seed + 2).to_kind(kind);
-        let by = Attention { query: &query, key: &key, value: &value, spans: &spans, shape };
+        let by = Attention { query: &query, key: &key, value: &value, spans: &spans, shape, kept: None };
         agrees(by, &grad)?;
     }
 
@@ -99,7 +172,7 @@ proptest! {
         for table in [CPU, REFERENCE, EMULATED] {
             let (whole, part) = ([Span::whole(0, tokens)], [Span { start: 0, len, before }]);
             let of = |query: &Tensor, spans: &[Span]| {
-                table.attention(Attention { query, key: &key, value: &value, spans, shape }).unwrap().heads
+                table.attention(Attention { query, key: &key, value: &value, spans, shape, kept: None }).unwrap().heads
             };
             let own = query.narrow(1, before, len).contiguous();
             let wanted = of(&query, &whole).narrow(0, before, len);
@@ -150,30 +223,35 @@ proptest! {
         let grad = random(&[tokens, narrow], seed + 2).to_kind(kind);
         for table in [CPU, REFERENCE, EMULATED] {
             let by = table.dispatch(&Tensor::from_slice(&choice), experts + 1).unwrap();
-            let counts = by.counts.clone();
+            let counts = Vec::<i64>::try_from(&by.counts).unwrap();
             let wanted: Vec<i64> = (0..=experts)
                 .map(|class| choice.iter().filter(|choice| **choice == class).count() as i64)
                 .collect();
             prop_assert_eq!(&counts, &wanted);
             let rows = table.permute(&x, &by).unwrap();
-            prop_assert_eq!(rows.size()[0], by.routed + by.skipped);
+            prop_assert_eq!(rows.size()[0], by.rows);
             prop_assert_eq!(&rows.index_select(0, &by.places), &x);
+            let back = table.unpermute(&rows, &by, &x).unwrap();
+            prop_assert_eq!(back, x.to_kind(Kind::Float) * 2.0);
             let whole = rows.to_kind(Kind::Double).abs().sum(Kind::Double).double_value(&[]);
             let once = x.to_kind(Kind::Double).abs().sum(Kind::Double).double_value(&[]);
             prop_assert!((whole - once).abs() < 1e-9, "places that are filled up hold zeros");
 
-            let out = Tensor::zeros([rows.size()[0], narrow], (kind, Device::Cpu));
+            let out = Tensor::full([rows.size()[0], narrow], f64::NAN, (kind, Device::Cpu));
             table.grouped_matmul(&rows, &weights, &by, &out).unwrap();
+            table.pass_by(None, &out, &by).unwrap();
             let out = out.index_select(0, &by.places);
             let grads = table.permute(&grad, &by).unwrap();
-            let back = Tensor::zeros([rows.size()[0], wide], (kind, Device::Cpu));
+            let back = Tensor::full([rows.size()[0], wide], f64::NAN, (kind, Device::Cpu));
             table.grouped_matmul_input(&grads, &weights, &by, &back).unwrap();
+            table.pass_by(Some(&rows), &back, &by).unwrap();
             let back = back.index_select(0, &by.places);
             let of_weights = Tensor::zeros(weights.size(), (Kind::Double, Device::Cpu));
             for (token, &class) in (0i64..).zip(&choice) {
                 let double = |x: &Tensor| x.get(token).to_kind(Kind::Double);
                 if class == experts {
                     prop_assert_eq!(double(&out).abs().sum(Kind::Double).double_value(&[]), 0.0);
+                    prop_assert_eq!(back.get(token), x.get(token));
                     continue;
                 }
                 let weight = weights.get(class).to_kind(Kind::Double);

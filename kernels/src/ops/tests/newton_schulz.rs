@@ -65,6 +65,11 @@ proptest! {
         let stack = random(&[count, rows, columns], seed);
         for table in [CPU, REFERENCE, EMULATED] {
             let together = table.newton_schulz(&stack, QUINTIC).unwrap();
+            let mut others: Vec<Tensor> = (0..count).map(|matrix| stack.get(matrix)).collect();
+            others.insert(0, random(&[columns + 3, 5], seed));
+            let found = table.all_newton_schulz(&others, QUINTIC).unwrap();
+            let found = Tensor::stack(&found[1..], 0);
+            prop_assert_eq!(&found, &together, "{}", table.name());
             for matrix in 0..count {
                 let alone = table.newton_schulz(&stack.get(matrix), QUINTIC).unwrap();
                 prop_assert_eq!(alone, together.get(matrix), "{}", table.name());

@@ -152,7 +152,7 @@ impl Layer for Cca {
     ) -> contract::Result<Forward<Vec<Tensor>, Vec<Saved>>> {
         let _watch = part(Part::Attention);
         let (out, saved) = self.compute(pass, x).map_err(refused)?;
-        Ok(Forward { out, state, counts: Vec::new(), saved })
+        Ok(Forward { out, state, counts: None, saved })
     }
 
     fn backward(
@@ -365,7 +365,8 @@ impl Seen {
 
     pub(super) fn operands<'a>(&'a self, chunk: &'a Chunk) -> Attention<'a> {
         let Seen { query, key, value, shape } = self;
-        Attention { query, key, value, spans: &chunk.spans, shape: *shape }
+        let kept = Some(&chunk.attending);
+        Attention { query, key, value, spans: &chunk.spans, shape: *shape, kept }
     }
 }
 

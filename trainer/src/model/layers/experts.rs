@@ -24,7 +24,7 @@ pub(super) struct Experts {
     skip: Skip,
 }
 
-/// What the backward pass needs; all but the weight by place, tokens of experts only.
+/// What the backward pass needs; all but the weight by place, tokens of experts only where the host knows their number.
 #[derive(Debug)]
 pub(super) struct Saved {
     order: Dispatch,
@@ -37,13 +37,15 @@ pub(super) struct Saved {
 
 /// Gradients of the experts.
 pub(super) struct Grads {
-    /// Of their input.
+    /// Of their input, in the order of experts.
     pub(super) input: Tensor,
+    /// That order.
+    pub(super) order: Dispatch,
     /// Of the routing weights, `[N, 1]`.
     pub(super) weight: Tensor,
     /// Of gate-up and down.
     pub(super) params: [Tensor; 2],
-    /// Which experts had tokens.
+    /// Which experts had tokens, where that decides the sum over chunks; of one chunk nobody asks.
     pub(super) used: Vec<bool>,
 }
 
@@ -102,7 +104,7 @@ impl Experts {
         let found = passing.into_iter().zip(x.iter().zip(routes)).map(|(chunk, (x, routes))| {
             let Passing { order, sorted, rows, inner, sum } = chunk;
             let out = total(sum, x)?;
-            self.pass_by(&order, &sorted, &out)?;
+            self.pass_by(pass, &order, &sorted, &out)?;
             let weight = routes.weight.shallow_clone();
             let mixed = pass.ops.gather(&out, &order.places, &weight)?.f_to_kind(x.kind())?;
             Ok((mixed, Saved { order, weight, rows, inner, out }))
@@ -127,11 +129,9 @@ impl Experts {
         let found = passing.into_iter().map(|chunk| {
             let PassingBack { order, rows, out, weight, params, sum, .. } = chunk;
             let input = total(sum, &rows)?;
-            self.pass_by(&order, &out, &input)?;
-            let mut used = vec![false; pass.config.num_experts as usize];
-            order.used().for_each(|expert| used[expert as usize] = true);
-            let input = pass.ops.unpermute(&input, &order)?;
-            Ok(Grads { input, weight, params: joined(&params)?, used })
+            self.pass_by(pass, &order, &out, &input)?;
+            let used = if pass.chunks.count() > 1 { order.used()? } else { Vec::new() };
+            Ok(Grads { input, order, weight, params: joined(&params)?, used })
         });
         found.collect()
     }
@@ -152,13 +152,18 @@ impl Experts {
     }
 
     /// The rows without an expert, from `from` to `into`; so do their gradients.
-    fn pass_by(&self, order: &Dispatch, from: &Tensor, into: &Tensor) -> Result<()> {
-        let rest = |x: &Tensor| x.f_narrow(0, order.routed, order.skipped);
-        match self.skip {
-            Skip::Zero => drop(rest(into)?.f_zero_()?),
-            Skip::Identity => rest(into)?.f_copy_(&rest(from)?)?,
-        }
-        Ok(())
+    fn pass_by(
+        &self,
+        pass: &Pass<'_>,
+        order: &Dispatch,
+        from: &Tensor,
+        into: &Tensor,
+    ) -> Result<()> {
+        let from = match self.skip {
+            Skip::Zero => None,
+            Skip::Identity => Some(from),
+        };
+        pass.ops.pass_by(from, into, order)
     }
 }
 
@@ -166,7 +171,7 @@ impl Passing {
     fn new(pass: &Pass<'_>, x: &Tensor, routes: &Routes) -> Result<Passing> {
         let order = pass.ops.dispatch(&routes.choice, pass.config.num_experts + 1)?;
         let sorted = pass.ops.permute(x, &order)?;
-        let rows = sorted.f_narrow(0, 0, order.routed)?;
+        let rows = sorted.f_narrow(0, 0, order.computed)?;
         Ok(Passing { order, sorted, rows, inner: Vec::new(), sum: Counter::new() })
     }
 
@@ -174,10 +179,10 @@ impl Passing {
         let Passing { order, rows, inner, sum, .. } = self;
         let (ops, hidden) = (pass.ops, pass.config.hidden_size);
         let empty = |count, width, kind| Tensor::f_empty([count, width], (kind, rows.device()));
-        let both = empty(order.routed, gate_up.size()[1], rows.kind())?;
+        let both = empty(order.computed, gate_up.size()[1], rows.kind())?;
         ops.grouped_matmul(rows, gate_up, order, &both)?;
         let product = ops.swiglu(&both)?;
-        let out = empty(order.routed + order.skipped, hidden, part_kind(pass, rows))?;
+        let out = empty(order.rows, hidden, part_kind(pass, rows))?;
         let [operand, down] = [part(pass, &product)?, part(pass, down)?];
         ops.grouped_matmul(&operand, &down, order, &out)?;
         inner.push([both, product]);
@@ -221,7 +226,7 @@ impl Saved {
     }
 
     /// Tokens of each class, the skip last.
-    pub(super) fn counts(&self) -> &[i64] {
+    pub(super) fn counts(&self) -> &Tensor {
         &self.order.counts
     }
 }

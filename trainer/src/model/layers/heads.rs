@@ -10,6 +10,7 @@ use tch::Tensor;
 
 use super::cca::Cca;
 use crate::model::ZayaConfig;
+use crate::model::cut::Cut;
 use crate::model::fold::share;
 use crate::model::layer::Pass;
 
@@ -166,4 +167,19 @@ pub(super) fn together(parts: &[Tensor], dim: i64) -> Result<Tensor> {
         [whole] => Ok(whole.shallow_clone()),
         parts => Ok(Tensor::f_cat(parts, dim)?),
     }
+}
+
+/// Bytes of the weights that attention copies for a micro-batch, in each layer: queries' and keys' projections one below the
+/// other, the second convolution turned; of several shards all of its weights, and those of a shard of the experts.
+pub(in crate::model) fn weight_copies(config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
+    let size = |size: i64| size as u64;
+    let (width, conv, dim) =
+        (size(config.hidden_size), size(config.conv_size()), size(config.head_dim));
+    let copied = narrow * (conv * width + 2 * conv * dim);
+    if cut.shards == 1 {
+        return copied;
+    }
+    let others = narrow * width * size(config.key_size() + config.query_size());
+    let inner = 3 * width * size(config.moe_intermediate_size * config.num_experts);
+    copied + others + narrow * inner / cut.shards
 }

@@ -111,7 +111,7 @@ impl Layer for Linear {
     ) -> contract::Result<Forward<Vec<Tensor>, Vec<Saved>>> {
         let _watch = part(Part::Attention);
         let (out, saved) = self.compute(pass, x).map_err(refused)?;
-        Ok(Forward { out, state, counts: Vec::new(), saved })
+        Ok(Forward { out, state, counts: None, saved })
     }
 
     fn backward(

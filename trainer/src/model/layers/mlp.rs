@@ -60,7 +60,7 @@ impl ByToken for Mlp {
         state: Option<Tensor>,
     ) -> Result<Forward<Tensor, Saved>> {
         let (out, saved) = self.compute(pass, x).map_err(refused)?;
-        Ok(Forward { out, state, counts: Vec::new(), saved })
+        Ok(Forward { out, state, counts: None, saved })
     }
 
     fn backward(

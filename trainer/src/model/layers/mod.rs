@@ -12,7 +12,7 @@ pub(super) mod cca;
 mod cca_back;
 mod experts;
 pub(super) mod head;
-mod heads;
+pub(super) mod heads;
 pub(super) mod linear;
 #[cfg(test)]
 pub(super) mod mlp;

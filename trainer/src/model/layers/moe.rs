@@ -2,14 +2,14 @@
 
 use contract::{Fault, Result};
 use kernels::ops::{RouterSaved, Routes};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::experts::{self, Experts};
 use super::router::Router;
 use crate::model::ZayaConfig;
 use crate::model::cut::Cut;
 use crate::model::gradients::{ChunkGradients, Gradients};
-use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Work, by_chunk};
+use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Work, by_chunk, counted};
 use crate::model::param::Declare;
 use crate::refusal::refused;
 use crate::timing::{Part, part};
@@ -90,8 +90,8 @@ impl Moe {
             let (bound, weight) = (self.router.bind(pass), &experts.weight);
             pass.ops.router_backward(bound, &x, router, weight, state).map_err(refused)?
         };
-        let x = experts.input.f_to_kind(Kind::Float).and_then(|x| x.f_add(&router.input));
-        let (x, state) = (x.map_err(|error| refused(error.into()))?, router.before.take());
+        let x = pass.ops.unpermute(&experts.input, &experts.order, &router.input);
+        let (x, state) = (x.map_err(refused)?, router.before.take());
         self.router.emit(router, sink)?;
         Ok((x, state))
     }
@@ -108,7 +108,7 @@ impl Layer for Moe {
         state: Option<Vec<Tensor>>,
     ) -> Result<Forward<Vec<Tensor>, Self::Saved>> {
         let mut before = by_chunk(state, x.len()).into_iter();
-        let (mut outs, mut states, mut saved, mut counts) = (vec![], vec![], vec![], vec![]);
+        let (mut outs, mut states, mut saved, mut counts) = (vec![], vec![], vec![], None);
         for group in x.chunks(Moe::together(pass, x.len())) {
             let (mut routes, mut routers) = (Vec::new(), Vec::new());
             for (x, before) in group.iter().zip(before.by_ref()) {
@@ -121,9 +121,7 @@ impl Layer for Moe {
             let made = self.experts.forward(pass, &chunks, &routes).map_err(refused)?;
             let all = made.into_iter().zip(group.iter().zip(routes.into_iter().zip(routers)));
             for ((out, experts), (x, (routes, router))) in all {
-                counts.resize(experts.counts().len(), 0);
-                let own = counts.iter_mut().zip(experts.counts());
-                own.for_each(|(sum, count)| *sum += *count as u64);
+                counts = counted(counts, Some(experts.counts()))?;
                 outs.push(out);
                 states.push(routes.state);
                 saved.push(Some(Saved { x: x.shallow_clone(), router, experts }));

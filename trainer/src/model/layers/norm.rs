@@ -69,6 +69,21 @@ impl RmsNorm {
         emit(sink, self.weight, weight)?;
         Ok(input)
     }
+
+    /// The same where the input has gone past the norm too: with what came back that way, `beside`.
+    pub(in crate::model) fn backward_beside(
+        &self,
+        pass: &Pass<'_>,
+        saved: Normed,
+        (grad, beside): (&Tensor, &Tensor),
+        sink: &mut ChunkGradients<'_, '_>,
+    ) -> Result<Tensor> {
+        let (Normed { x, factor }, weight) = (saved, &pass.weights[self.weight]);
+        let found = pass.ops.rms_norm_backward_beside(&x, &factor, weight, grad, beside);
+        let (input, weight) = found.map_err(refused)?;
+        emit(sink, self.weight, weight)?;
+        Ok(input)
+    }
 }
 
 /// `(out + hidden_bias) * hidden_scale + (residual + residual_bias) * residual_scale`.
@@ -100,6 +115,20 @@ impl Residual {
         residual: &Tensor,
     ) -> Result<Tensor> {
         pass.ops.residual(out, residual, self.scaling(pass)).map_err(refused)
+    }
+
+    /// The same, and its norm in [`Pass::kind`].
+    pub(in crate::model) fn forward_norm(
+        &self,
+        pass: &Pass<'_>,
+        (out, residual): (&Tensor, &Tensor),
+        norm: &RmsNorm,
+    ) -> Result<(Tensor, (Tensor, Normed))> {
+        let by = (&pass.weights[norm.weight], norm.eps);
+        let made = pass.ops.residual_norm(out, residual, self.scaling(pass), by);
+        let [sum, normed, factor] = made.map_err(refused)?;
+        let x = sum.shallow_clone();
+        Ok((sum, (normed, Normed { x, factor })))
     }
 
     /// From the gradient of the sum: those of `out` and of `residual`.

@@ -1,0 +1,119 @@
+//! Attention over the documents of a chunk, against f64.
+
+use tch::{Kind, Tensor};
+
+use super::tape::{Argument, Buffer, Tape};
+use super::{Values, close};
+use crate::ops::Span;
+
+/// Heads, key heads and dimensions.
+type Shape = [usize; 3];
+
+struct Attended {
+    tape: Tape,
+    out: Buffer,
+    /// Gradients of queries, keys and values, f32.
+    back: [Buffer; 3],
+}
+
+fn tokens(spans: &[Span]) -> [usize; 2] {
+    let [queries, keys] = [Span::clone, |span: &Span| Span::whole(0, span.keys())]
+        .map(|of| spans.iter().map(|span| of(span).len as usize).sum());
+    [queries, keys]
+}
+
+/// Forward and back over `spans`; numbers begin with those of `seed`.
+fn attended([heads, keys, width]: Shape, spans: &[Span], values: Values) -> Attended {
+    let kind = values.kind();
+    let mut tape = Tape::new(&format!("attention_{kind}"));
+    let [queries, all] = tokens(spans);
+    let query = values.with(&mut tape, heads * queries * width, 1);
+    let key = values.with(&mut tape, keys * all * width, 2);
+    let value = values.with(&mut tape, all * keys * width, 3);
+    let grad = values.with(&mut tape, queries * heads * width, 4);
+    let (mut words, mut first, mut tile, mut key_tile) = (Vec::<u32>::new(), 0, 0, 0);
+    let tiles = |rows: i64| (rows as usize).div_ceil(32);
+    for span in spans {
+        words.extend([span.start, span.len, span.before, first].map(|word| word as u32));
+        words.extend([tile, key_tile].map(|word| word as u32));
+        first += span.keys();
+        (tile, key_tile) = (tile + tiles(span.len), key_tile + tiles(span.keys()));
+    }
+    let table = tape.with(&words);
+    let out = values.room(&mut tape, queries * heads * width);
+    let [logs, along] = [(); 2].map(|()| tape.room::<f32>(heads * queries));
+    let back = [heads * queries, keys * all, all * keys].map(|rows| tape.room::<f32>(rows * width));
+    let sizes = [spans.len(), queries, all, heads, keys, width].map(Argument::from);
+    let numbers = [&sizes[..], &[(1.0 / (width as f32).sqrt()).into()]].concat();
+    let operands = [query, key, value, table].map(Argument::from);
+    let mut launch = |name: &str, blocks, memory: &[Argument]| {
+        let arguments = [&operands[..], memory, &numbers].concat();
+        tape.launch(&format!("{name}_{kind}"), blocks, &arguments);
+    };
+    launch("attention", heads * tile, &[out.into(), logs.into()]);
+    let memory = [out, logs, grad, back[0], along].map(Argument::from);
+    launch("attention_queries", heads * tile, &memory);
+    let memory = [logs, along, grad, back[1]].map(Argument::from);
+    let values = [Argument::Null, back[2].into()];
+    launch("attention_keys", keys * key_tile, &[&memory[..], &values].concat());
+    Attended { tape, out, back }
+}
+
+/// The same in f64, by libtorch: what attention comes to, and its gradients.
+fn exact([heads, keys, width]: Shape, spans: &[Span], values: Values) -> [Tensor; 4] {
+    let [heads, keys, width] = [heads, keys, width].map(|size| size as i64);
+    let [queries, all] = tokens(spans).map(|count| count as i64);
+    let of = |shape: &[i64], seed| {
+        let tensor = values.tensor(shape, seed).to_kind(Kind::Double);
+        tensor.set_requires_grad(true)
+    };
+    let query = of(&[heads, queries, width], 1);
+    let (key, value) = (of(&[keys, all, width], 2), of(&[all, keys, width], 3));
+    let grad = values.tensor(&[queries, heads * width], 4).to_kind(Kind::Double);
+    let (mut outs, mut first) = (Vec::new(), 0);
+    for span in spans {
+        let own = query.narrow(1, span.start, span.len).unflatten(0, [keys, heads / keys]);
+        let seen = key.narrow(1, first, span.keys()).unsqueeze(1);
+        let scores = own.matmul(&seen.transpose(-1, -2)) / (width as f64).sqrt();
+        let options = (Kind::Bool, tch::Device::Cpu);
+        let later = Tensor::ones([span.len, span.keys()], options).triu(span.before + 1);
+        let chances = scores.masked_fill(&later, f64::NEG_INFINITY).softmax(-1, Kind::Double);
+        let value = value.narrow(0, first, span.keys()).transpose(0, 1).unsqueeze(1);
+        outs.push(chances.matmul(&value).permute([2, 0, 1, 3]).reshape([span.len, -1]));
+        first += span.keys();
+    }
+    let out = Tensor::cat(&outs, 0);
+    (&out * grad).sum(Kind::Double).backward();
+    [out.detach(), query.grad(), key.grad(), value.grad()]
+}
+
+/// Documents of one token and of several tiles, parts of documents, heads wider than a slice.
+#[test]
+fn attention_is_that_of_f64() {
+    let part = |start, len, before| Span { start, len, before };
+    let cases: [(Shape, &[Span], Values); 5] = [
+        ([1, 1, 1], &[Span::whole(0, 1)], Values::Wide),
+        ([4, 2, 16], &[Span::whole(0, 33), Span::whole(33, 1), Span::whole(34, 70)], Values::Wide),
+        ([3, 1, 7], &[part(0, 40, 50), part(40, 3, 0), part(43, 5, 31)], Values::Wide),
+        ([2, 1, 130], &[part(0, 20, 37), part(20, 40, 0)], Values::Narrow),
+        ([2, 2, 256], &[Span::whole(0, 35)], Values::Wide),
+    ];
+    for (shape, spans, values) in cases {
+        let attended = attended(shape, spans, values);
+        let played = attended.tape.play();
+        let [out, query, key, value] = exact(shape, spans, values);
+        let found = values.read(&played, attended.out, &out.size()).to_kind(Kind::Float);
+        let found = Vec::<f32>::try_from(&found.reshape([-1])).unwrap();
+        let narrow = values == Values::Narrow;
+        close(&found, &out, if narrow { 2f64.powi(-8) } else { 2e-6 });
+        for (found, wanted) in attended.back.into_iter().zip([query, key, value]) {
+            // The way back reads what the way forward has rounded.
+            close(&played.read(found), &wanted, if narrow { 0.02 } else { 4e-6 });
+        }
+    }
+}
+
+pub(super) fn small() -> Vec<Tape> {
+    let spans = [Span { start: 0, len: 2, before: 31 }];
+    [Values::Wide, Values::Narrow].map(|values| attended([2, 1, 5], &spans, values).tape).into()
+}

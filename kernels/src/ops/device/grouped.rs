@@ -1,0 +1,132 @@
+//! Products of experts, all of a layer by one launch: offsets stay on the device.
+//!
+//! In f32 they are our own. In bf16 they are libtorch's grouped product, for which a device has units of its own, where rows lie
+//! as that wants them: widths are multiples of 8. Otherwise ours.
+
+use tch::{Kind, Tensor};
+
+use super::{Argument, Queue, by_kind};
+use crate::Result;
+use crate::ops::check::Call;
+use crate::ops::operands::Groups;
+use crate::ops::{Dispatch, check};
+
+/// Rows and columns of a block (`SIDE` in `products.h`).
+const SIDE: i64 = 64;
+
+/// What libtorch's grouped product wants widths to be multiples of, in bf16: 16 bytes.
+const ALIGNED: i64 = 8;
+
+/// Where the rows of each class end, i32.
+fn ends<'a>(call: &Call, by: &'a Dispatch) -> Result<&'a Tensor> {
+    match &by.groups {
+        Groups::There(ends) => Ok(ends),
+        Groups::Known(_) => {
+            Err(call.refuse("by", "another table's".to_owned(), "its own".to_owned()))
+        }
+    }
+}
+
+fn tiles(size: i64) -> i64 {
+    (size + SIDE - 1) / SIDE
+}
+
+fn by_library(x: &Tensor, widths: [i64; 2]) -> bool {
+    x.kind() == Kind::BFloat16 && widths.iter().all(|width| width % ALIGNED == 0)
+}
+
+/// `rows weights` of each expert by libtorch.
+fn library(rows: &Tensor, weights: &Tensor, ends: &Tensor, experts: i64) -> Result<Tensor> {
+    let ends = ends.f_narrow(0, 0, experts)?;
+    Ok(Tensor::f_internal_grouped_mm(rows, weights, Some(&ends), None::<&Tensor>, None)?)
+}
+
+pub(super) fn matmul(
+    queue: &Queue,
+    rows: &Tensor,
+    weights: &Tensor,
+    by: &Dispatch,
+    out: &Tensor,
+) -> Result<()> {
+    let call = Call("grouped_matmul");
+    let [width, inner] = check::grouped(&call, by, rows, weights, [1, 2], out)?;
+    let ends = ends(&call, by)?;
+    if by_library(rows, [width, inner]) {
+        let made = library(rows, &weights.f_transpose(1, 2)?, ends, by.experts)?;
+        out.shallow_clone().f_copy_(&made)?;
+        return Ok(());
+    }
+    let kernel = by_kind(rows, [c"grouped_f32", c"grouped_bf16"]);
+    launch(queue, kernel, [rows, weights, ends, out], by, [inner, width])
+}
+
+pub(super) fn input(
+    queue: &Queue,
+    grad: &Tensor,
+    weights: &Tensor,
+    by: &Dispatch,
+    out: &Tensor,
+) -> Result<()> {
+    let call = Call("grouped_matmul_input");
+    let [width, inner] = check::grouped(&call, by, grad, weights, [2, 1], out)?;
+    let ends = ends(&call, by)?;
+    if by_library(grad, [width, inner]) {
+        let made = library(grad, weights, ends, by.experts)?;
+        out.shallow_clone().f_copy_(&made)?;
+        return Ok(());
+    }
+    let kernel = by_kind(grad, [c"grouped_input_f32", c"grouped_input_bf16"]);
+    launch(queue, kernel, [grad, weights, ends, out], by, [inner, width])
+}
+
+/// As many tiles of rows as there can be: one of each expert may be begun and not filled.
+fn launch(
+    queue: &Queue,
+    kernel: &std::ffi::CStr,
+    memory: [&Tensor; 4],
+    by: &Dispatch,
+    [inner, width]: [i64; 2],
+) -> Result<()> {
+    let blocks = (by.rows / SIDE + by.experts) * tiles(width);
+    let sizes = [by.experts, inner, width].map(Argument::from);
+    queue.launch(kernel, blocks, &[&memory.map(Argument::from)[..], &sizes].concat())
+}
+
+pub(super) fn weights(
+    queue: &Queue,
+    grad: &Tensor,
+    rows: &Tensor,
+    by: &Dispatch,
+) -> Result<Tensor> {
+    let call = Call("grouped_matmul_weights");
+    let [height, width] = check::grouped_weights(&call, by, grad, rows)?;
+    let ends = ends(&call, by)?;
+    if by_library(rows, [height, width]) {
+        let made = library(&grad.f_tr()?, rows, ends, by.experts)?.f_contiguous()?;
+        let blocks = by.experts * ((height * width + 1023) / 1024);
+        let arguments = [ends.into(), (&made).into(), (height * width).into()];
+        queue.launch(c"idle_experts", blocks, &arguments)?;
+        return Ok(made);
+    }
+    let out = queue.room(&[by.experts, height, width], rows.kind())?;
+    let kernel = by_kind(rows, [c"grouped_weights_f32", c"grouped_weights_bf16"]);
+    let memory = [grad, rows, ends, &out].map(Argument::from);
+    let sizes = [height, width].map(Argument::from);
+    let blocks = by.experts * tiles(height) * tiles(width);
+    queue.launch(kernel, blocks, &[&memory[..], &sizes].concat())?;
+    Ok(out)
+}
+
+pub(super) fn pass_by(
+    queue: &Queue,
+    from: Option<&Tensor>,
+    into: &Tensor,
+    by: &Dispatch,
+) -> Result<()> {
+    let call = Call("pass_by");
+    let width = check::pass_by(&call, from, into, by)?;
+    let kernel = by_kind(into, [c"pass_by_f32", c"pass_by_bf16"]);
+    let from = from.map_or(Argument::Nothing, Argument::from);
+    let arguments = [from, ends(&call, by)?.into(), into.into(), by.experts.into(), width.into()];
+    queue.launch(kernel, by.rows, &arguments)
+}

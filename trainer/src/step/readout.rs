@@ -1,0 +1,111 @@
+//! What the micro-batches of a step have to say, in one record: it stays where they were computed until the host reads it, once
+//! a step.
+//!
+//! ```text
+//! of each micro-batch, in words of 64 bits: sum of losses (f64) | sum of losses of each row (f64)
+//!     | checksums of its gradients, to be added | tokens by router class of each layer
+//! ```
+
+use contract::{Fault, Result};
+use kernels::checksum;
+use tch::{Kind, Tensor};
+
+use super::{Detail, LeafSums};
+use crate::model::{LeafInput, LeafLosses};
+use crate::refusal::{refused, values};
+use crate::timing;
+
+/// What one micro-batch says; its numbers are not known yet.
+pub(super) struct Said {
+    words: Tensor,
+    /// What is known of the checksum: another summand.
+    gradient: u64,
+    labels: u64,
+    /// Labels of each row.
+    rows: Vec<u64>,
+    /// Words that are summands of the checksum.
+    checksums: usize,
+    /// Router classes of each layer.
+    classes: Vec<usize>,
+    /// Only where asked for.
+    token_losses: Option<Tensor>,
+}
+
+/// The same, read: and tokens by layer and router class.
+pub(super) type Read = (LeafSums, Vec<Vec<u64>>);
+
+impl Said {
+    pub(super) fn of(
+        output: LeafLosses,
+        gradient: checksum::Total,
+        input: &LeafInput<'_>,
+        detail: Detail,
+    ) -> Result<Said> {
+        let _watch = timing::part(timing::Part::LeafSums);
+        let (gradient, checksums) = gradient.into_parts();
+        let labels = |mask: &[u8]| mask.iter().map(|mask| u64::from(*mask != 0)).sum();
+        let classes = output.counts.iter().map(|counts| counts.as_ref().map_or(0, Tensor::numel));
+        let words = || {
+            let by_row = output.token_losses.f_view([input.rows as i64, -1])?;
+            let by_row = by_row.f_sum_dim_intlist(1, false, Kind::Double)?;
+            let mut words = Vec::with_capacity(2 + checksums.len() + output.counts.len());
+            for losses in [&output.loss, &by_row] {
+                words.push(losses.f_view_dtype(Kind::Int64)?.f_view([-1])?);
+            }
+            words.extend(checksums.iter().map(Tensor::shallow_clone));
+            words.extend(output.counts.iter().flatten().map(Tensor::shallow_clone));
+            Tensor::f_cat(&words, 0)
+        };
+        Ok(Said {
+            words: words().map_err(|error| refused(error.into()))?,
+            gradient,
+            labels: output.labels,
+            rows: input.mask.chunks(input.seq_len).map(labels).collect(),
+            checksums: checksums.iter().map(Tensor::numel).sum(),
+            classes: classes.collect(),
+            token_losses: (detail == Detail::Tokens).then_some(output.token_losses),
+        })
+    }
+
+    /// Reads what some micro-batches say: on a device the host waits for it here.
+    pub(super) fn read(all: &[Said]) -> Result<Vec<Read>> {
+        let _watch = timing::part(timing::Part::LeafSums);
+        if all.is_empty() {
+            return Ok(Vec::new());
+        }
+        let words: Vec<&Tensor> = all.iter().map(|said| &said.words).collect();
+        let words = Tensor::f_cat(&words, 0).map_err(|error| refused(error.into()))?;
+        let mut words = values::<i64>(&words)?.into_iter().map(i64::cast_unsigned);
+        let read = all.iter().map(|said| said.take(&mut words)).collect::<Result<_>>()?;
+        match words.next() {
+            None => Ok(read),
+            Some(_) => {
+                Err(Fault::bug("the record of a step has more words than its micro-batches"))
+            }
+        }
+    }
+
+    /// Reads one alone, in the middle of a step.
+    pub(super) fn alone(&self) -> Result<Read> {
+        let read = Said::read(std::slice::from_ref(self))?.pop();
+        read.ok_or_else(|| Fault::bug("a micro-batch has nothing to say"))
+    }
+
+    /// Takes its own words off the record.
+    fn take(&self, words: &mut impl Iterator<Item = u64>) -> Result<Read> {
+        let Said { gradient, labels, rows, checksums, classes, token_losses, .. } = self;
+        let mut next =
+            || words.next().ok_or_else(|| Fault::bug("the record of a step lacks a micro-batch"));
+        let loss = f64::from_bits(next()?);
+        let rows = rows.iter().map(|labels| Ok((f64::from_bits(next()?), *labels)));
+        let rows = rows.collect::<Result<_>>()?;
+        let gradient =
+            (0..*checksums).try_fold(*gradient, |sum, _| Ok(sum.wrapping_add(next()?)))?;
+        let layer = |classes: &usize| (0..*classes).map(|_| next()).collect::<Result<_>>();
+        let counts = classes.iter().map(layer).collect::<Result<_>>()?;
+        let token_losses =
+            token_losses.as_ref().map(|losses| values(&losses.flatten(0, -1))).transpose()?;
+        let token_losses = token_losses.unwrap_or_default();
+        Ok((LeafSums { loss, labels: *labels, gradient, rows, token_losses }, counts))
+    }
+}
