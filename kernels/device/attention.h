@@ -10,6 +10,7 @@ struct Listed {
   const i64* rows;
   u32 count;
 };
+constexpr u32 EVERY = ~0u;  // a count that stands for all rows: a list without any has no address either
 DEVICE bool holds(Listed list, u32 row) {
   u32 low = 0, high = list.count;
   while (low < high) {
@@ -56,7 +57,7 @@ KERNEL(depthwise_conv_bf16, 256, LIMIT(48, 0, 8),
 }
 
 // Back: the gradient of z, f32, and in bands, [3, bands, G d], those of taps before and now, and of the bias, over rows that are
-// counted (all where the list is null).
+// counted (all where there are EVERY).
 template <typename T>
 DEVICE void conv_back(const T* z, const f32* taps, Listed starts, Listed counted, const T* grad, f32* input, f32* partial,
                       Heads heads) {
@@ -81,7 +82,7 @@ DEVICE void conv_back(const T* z, const f32* taps, Listed starts, Listed counted
     f32 own = c * now;
     if (!last) own += next * before;
     input[place] = own;
-    if (counted.rows == nullptr || holds(counted, row)) {
+    if (counted.count == EVERY || holds(counted, row)) {
       sums[2] += c;
       sums[1] += c * wide(z[place]);
       if (begins) sums[2] += wide(grad[place_of(heads, row, channel)]);

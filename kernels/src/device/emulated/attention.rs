@@ -31,7 +31,7 @@ fn conv([rows, heads, width]: [usize; 3], values: Values, counted: Option<&[i64]
     let grad = values.with(&mut tape, 2 * rows * channels, 2);
     let (taps, bias) = (tape.with(&numbers(2 * channels, 3)), tape.with(&numbers(channels, 4)));
     let begins = listed(&mut tape, &starts(rows));
-    let none = [Argument::Null, Argument::Word(0)];
+    let none = [Argument::Null, Argument::Word(u32::MAX)];
     let counts = counted.map_or(none, |counted| listed(&mut tape, counted));
     let both = values.room(&mut tape, 2 * rows * channels);
     let sizes = [rows, width, channels].map(Argument::from);

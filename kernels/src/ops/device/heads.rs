@@ -8,6 +8,9 @@ use crate::Result;
 use crate::ops::check::Call;
 use crate::ops::{ConvGrads, DepthwiseConv, QueryKey, QueryKeyGrads, check};
 
+/// A number of rows that stands for all of them (`EVERY` in `attention.h`).
+const EVERY: i64 = u32::MAX as i64;
+
 /// A list of rows, as a kernel takes it.
 fn listed(list: &Tensor) -> [Argument<'_>; 2] {
     [list.into(), list.size()[0].into()]
@@ -36,7 +39,7 @@ pub(super) fn depthwise_conv_backward(
     let grad = grad.f_to_kind(z.kind())?;
     let kernel = by_kind(z, [c"depthwise_conv_backward_f32", c"depthwise_conv_backward_bf16"]);
     let sums = banded(queue, [3, rows, channels], |partial, blocks| {
-        let counted = by.counted.map_or([Argument::Nothing, 0.into()], listed);
+        let counted = by.counted.map_or([Argument::Nothing, EVERY.into()], listed);
         let memory = [z, by.weights].map(Argument::from);
         let rest = [&grad, &input, partial].map(Argument::from);
         let sizes = [rows, by.heads[1], channels].map(Argument::from);
