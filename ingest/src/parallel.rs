@@ -116,7 +116,8 @@ fn panicked(panic: &(dyn Any + Send)) -> Fault {
     Fault::bug("a worker panicked").found(said(panic))
 }
 
-fn no_thread(error: io::Error) -> Fault {
+/// A machine that gives no thread.
+pub(crate) fn no_thread(error: io::Error) -> Fault {
     Fault::machine(format!("cannot start a thread: {error}"))
         .hint("ask for fewer --workers, or raise the limit of threads (`ulimit -u`)")
 }

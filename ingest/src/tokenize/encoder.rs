@@ -3,6 +3,7 @@
 //! Invariant: which of the two encodes decides speed, never an id: a build stops where they differ.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
 
 use contract::guard::quietly;
 use contract::{Fault, Identity, Result, fault};
@@ -12,6 +13,7 @@ use store::Location;
 use super::chunks::Chunks;
 use super::fast::Fast;
 use super::json;
+use crate::parallel::no_thread;
 
 /// Which library encodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,18 +54,20 @@ impl Tokenizer {
     /// Reads the bytes of a `tokenizer.json`.
     pub fn new(bytes: Vec<u8>, engine: Engine) -> Result<Self> {
         // Each library takes as long to load as tens of megabytes to encode.
-        let (reference, fast) = std::thread::scope(|scope| {
-            let reference = scope.spawn(|| {
+        let (reference, fast) = thread::scope(|scope| {
+            let loader = || {
                 let reference = reference(&bytes)?;
                 let largest = largest_id(&reference)?;
                 Ok((reference, largest))
-            });
+            };
+            let reference =
+                thread::Builder::new().spawn_scoped(scope, loader).map_err(no_thread)?;
             let fast = parsed(&bytes).map(|json| match engine {
                 Engine::Reference => (None, Err("the reference was asked for".to_owned())),
                 Engine::Fastest => (Chunks::new(&json), Fast::new(json)),
             });
-            (reference.join(), fast)
-        });
+            Ok::<_, Fault>((reference.join(), fast))
+        })?;
         let (chunks, fast) = fast?;
         let (reference, largest) =
             reference.map_err(|_| Fault::bug("the loader of a tokenizer died"))??;
@@ -202,7 +206,13 @@ fn encode_reference(reference: &tokenizers::Tokenizer, text: &str) -> Result<Vec
         Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
         Ok(Err(error)) => Err(Fault::data(format!("the tokenizer refuses a document: {error}"))
             .hint("leave the document out, or use a tokenizer that knows every byte")),
-        Err(_) => Err(Fault::data("the reference tokenizer panicked on a document")
+        // Oniguruma's words, which its Rust wrapper panics with; where it does not ask what `malloc` gave, it is killed.
+        Err(panic) if panic.contains("fail to memory allocation") => {
+            Err(Fault::machine(format!("cannot encode a document: out of memory ({panic})"))
+                .hint("free some memory, raise `ulimit -v` or lower --workers, and run the same command again"))
+        }
+        Err(panic) => Err(Fault::data("the reference tokenizer panicked on a document")
+            .found(panic)
             .hint("leave the document out, or use another tokenizer")),
     }
 }
