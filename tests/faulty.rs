@@ -101,7 +101,7 @@ fn the_table_of_places_is_whole() {
 }
 
 /// A supervised run of three ranks, of which rank 1 suffers this from a moment on.
-fn begin<'a>(
+fn ready<'a>(
     fixture: &'a Fixture,
     (out, rules, fault): (&'static str, &str, &str),
     flags: &[&str],
@@ -112,7 +112,17 @@ fn begin<'a>(
     suffer(&mut command, &format!("{fault} {}", arg(&go)));
     let mut run = Supervised::of(fixture, out, command);
     run.until(5);
-    std::fs::write(&go, "").unwrap();
+    run
+}
+
+/// The same, and the moment has come.
+fn begin<'a>(
+    fixture: &'a Fixture,
+    what: (&'static str, &str, &str),
+    flags: &[&str],
+) -> Supervised<'a> {
+    let run = ready(fixture, what, flags);
+    std::fs::write(moment(fixture, what.0), "").unwrap();
     run
 }
 
@@ -140,6 +150,23 @@ fn a_rank_that_computes_a_micro_batch_otherwise_is_evicted() {
         let loss = &events(&fixture, out, "loss")[0];
         assert_eq!((numbers(&loss["lost"]), numbers(&loss["left"])), (vec![1], vec![0, 2]));
     }
+}
+
+/// After a loss ranks are numbered anew; people know them by the numbers that they were launched with.
+#[test]
+fn a_rank_is_named_as_it_was_launched() {
+    let fixture = fixture();
+    let rules = "[[crash]]\ndo = \"evict\"\n";
+    let mut run = ready(&fixture, ("named", rules, "bits 1 60"), &["--audit", "1/1"]);
+    signal("KILL", run.ranks(3)[0]);
+    run.until(lines(&fixture, "named") + 2);
+    std::fs::write(moment(&fixture, "named"), "").unwrap();
+    let said = run.assert_same();
+    let done = [of_rank("crash", 0, "evict"), of_rank("audit", 1, "evict")];
+    assert_eq!(run.done(), done, "{said}");
+    assert!(said.contains("rank 1 computed a micro-batch twice"), "{said}");
+    let loss = &events(&fixture, "named", "loss")[1];
+    assert_eq!((numbers(&loss["lost"]), numbers(&loss["left"])), (vec![1], vec![2]));
 }
 
 /// Without an audit wrong bits get into the ledger: a step that is computed again, after a loss, does not fit them.

@@ -106,6 +106,8 @@ pub struct Group {
     bulk: Bulk,
     /// `None` for a rank that is alone.
     peers: Option<Arc<Peers>>,
+    /// See [`Group::launched_as`].
+    launched_as: u32,
 }
 
 /// How tensors travel.
@@ -137,18 +139,28 @@ impl Group {
     pub fn open(place: &Place, timeout: Duration, tell: &dyn Fn(&str)) -> Result<Group> {
         let serves = place.rank_0_serves && place.rank == 0;
         let peers = Peers::open(place, serves, timeout, tell)?;
-        Ok(Group { bulk: Bulk::of(Device::Cpu), peers: Some(Arc::new(peers)) })
+        Ok(Group { peers: Some(Arc::new(peers)), ..Group::only(place.rank) })
     }
 
-    /// The same where the store is there already.
-    fn join(place: &Place, timeout: Duration, tell: &dyn Fn(&str)) -> Result<Group> {
+    /// The same where the store is there already, for a rank that was launched with another number.
+    fn join(
+        place: &Place,
+        launched_as: u32,
+        timeout: Duration,
+        tell: &dyn Fn(&str),
+    ) -> Result<Group> {
         let peers = Peers::open(place, false, timeout, tell)?;
-        Ok(Group { bulk: Bulk::of(Device::Cpu), peers: Some(Arc::new(peers)) })
+        Ok(Group { peers: Some(Arc::new(peers)), ..Group::only(launched_as) })
     }
 
     /// The group of a rank that is alone.
     pub fn alone() -> Group {
-        Group { bulk: Bulk::of(Device::Cpu), peers: None }
+        Group::only(0)
+    }
+
+    /// The group of a rank that is left alone.
+    fn only(launched_as: u32) -> Group {
+        Group { bulk: Bulk::of(Device::Cpu), peers: None, launched_as }
     }
 
     /// From here on another rank is missed after `timeout`. For the time before tensors travel.
@@ -156,6 +168,11 @@ impl Group {
         if let Some(peers) = self.peers.as_mut().and_then(Arc::get_mut) {
             peers.wait_at_most(timeout);
         }
+    }
+
+    /// The number that this rank was launched with, by which people know it: after a loss ranks are numbered anew.
+    pub fn launched_as(&self) -> u32 {
+        self.launched_as
     }
 
     /// This rank, from 0.

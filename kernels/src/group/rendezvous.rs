@@ -173,11 +173,6 @@ impl Rendezvous {
         Ok(Change { lost, joined })
     }
 
-    /// The number that this rank was launched with.
-    pub fn launched_as(&self) -> u32 {
-        self.place.rank
-    }
-
     /// Whether a rank that was started again waits for the next generation.
     pub fn is_awaited(&self) -> bool {
         // A store that is gone shows in the next exchange.
@@ -296,11 +291,11 @@ impl Rendezvous {
         let rank = self.members.iter().position(position).unwrap_or_default() as u32;
         let world = self.members.len() as u32;
         if world == 1 {
-            return Ok(Group::alone());
+            return Ok(Group::only(self.place.rank));
         }
         let name = generation_name(&self.place.name, self.generation);
         let place = Place { rank, world, name, ..self.place.clone() };
-        let mut group = Group::join(&place, timeout.min(CONNECT), tell)?;
+        let mut group = Group::join(&place, self.place.rank, timeout.min(CONNECT), tell)?;
         group.wait_at_most(timeout);
         Ok(group)
     }

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use contract::{Class, Fault, Result, Symptom};
-use kernels::group::{Change, Rendezvous};
+use kernels::group::Change;
 use serde_json::json;
 
 use super::World;
@@ -20,6 +20,10 @@ const WHILE: Duration = Duration::from_secs(3600);
 
 /// Why ranks meet anew where none was lost.
 const JOINS: &str = "a rank that was started again joins";
+
+/// What a rank that was started again knows of a loss that was before its time.
+const BEFORE: &str =
+    "told by a rank that was started again since: the output of those that were there says why";
 
 /// A loss that was survived, or the coming of a rank that was started again.
 pub(super) struct Recovery {
@@ -84,7 +88,7 @@ pub(super) fn joined(world: &mut World) -> Result<Option<Recovery>> {
     let (since, patience, change) =
         (Instant::now(), world.patience, rendezvous.stands().map_err(lost)?);
     let (members, generation) = (rendezvous.members().to_vec(), rendezvous.generation());
-    let reason = JOINS.to_owned();
+    let reason = if change.lost.is_empty() { JOINS } else { BEFORE }.to_owned();
     Ok(Some(Recovery { since, reason, change, members, generation, patience }))
 }
 
@@ -106,8 +110,7 @@ pub(super) fn recover(world: &mut World, exec: &ExecOptions, fault: Fault) -> Re
         match (exec.min_ranks, fault.symptom()) {
             // The others can do without this machine, and may end this process as soon as they hear of it.
             (Some(_), Some(Symptom::Untrusted)) => {
-                let rank = world.rendezvous.as_ref().map(Rendezvous::launched_as);
-                last_words((rank, None), &fault, true);
+                last_words((Some(world.comm.launched_as()), None), &fault, true);
                 world.comm.give_up(&fault.to_string());
             }
             // They would only see a connection close.

@@ -93,7 +93,7 @@ pub(crate) struct MicroBatches<'a> {
     pub(crate) divisor: u64,
     pub(crate) detail: Detail,
     pub(crate) workers: Workers,
-    /// This rank.
+    /// This rank, as it was launched.
     pub(crate) rank: u32,
     /// With whom it shares them, if with anybody.
     pub(crate) shared: Option<Shared<'a>>,

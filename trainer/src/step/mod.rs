@@ -176,7 +176,7 @@ pub fn gradient(
         team.group.check().map_err(lost)
     };
     let (numbers, divisor) = (&lines.leaves(head.leaves)?, head.divisor);
-    let rank = team.group.rank();
+    let rank = team.group.launched_as();
     let all = MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers, rank, shared };
     let start = Instant::now();
     let found = all.each(state, &sum, reached, || sum.leaf())?;
