@@ -23,6 +23,8 @@ pub(crate) mod train;
 pub(crate) mod watch;
 pub(crate) mod whatif;
 
+use std::ffi::c_int;
+use std::io;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -162,12 +164,23 @@ fn known_operations() -> Result<()> {
 /// The first SIGINT, SIGTERM or SIGHUP lets the step at hand end and be kept; the second one ends the process. A terminal sends
 /// its signal to a rank and to its launcher, which asks the rank to stop as well: that is no second one.
 pub(crate) fn listen(stop: &Arc<AtomicBool>) -> Result<()> {
-    let heard: Arc<AtomicBool> = Arc::default();
-    for signal in [SIGINT, SIGTERM, SIGHUP] {
-        flag::register_conditional_shutdown(signal, 130, Arc::clone(&heard))
-            .and_then(|_| flag::register(signal, Arc::clone(&heard)))
-            .and_then(|_| flag::register(signal, Arc::clone(stop)))
-            .map_err(|error| Fault::machine(format!("cannot listen to signals: {error}")))?;
+    const SIGNALS: [c_int; 3] = [SIGINT, SIGTERM, SIGHUP];
+    let heard: [Arc<AtomicBool>; SIGNALS.len()] = Default::default();
+    let second = |signal, heard| flag::register_conditional_shutdown(signal, 130, heard);
+    let listens = |place: usize| {
+        let (signal, own) = (SIGNALS[place], &heard[place]);
+        second(signal, Arc::clone(own))?;
+        flag::register(signal, Arc::clone(own))?;
+        // Two signals may interrupt each other: each says that it is there before it looks for another, so one finds the other.
+        for other in heard.iter().filter(|other| !Arc::ptr_eq(own, other)) {
+            second(signal, Arc::clone(other))?;
+        }
+        flag::register(signal, Arc::clone(stop))
+    };
+    for place in 0..SIGNALS.len() {
+        let cannot =
+            |error: io::Error| Fault::machine(format!("cannot listen to signals: {error}"));
+        listens(place).map_err(cannot)?;
     }
     Ok(())
 }
