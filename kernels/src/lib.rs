@@ -16,6 +16,7 @@
 //! Invariant: this crate depends on no other member of the workspace, and no other member says `unsafe`.
 //! Invariant: nothing here knows what a model, a batch or a step is.
 
+mod ahead;
 pub mod checksum;
 pub mod device;
 pub mod error;

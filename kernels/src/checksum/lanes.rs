@@ -2,24 +2,14 @@
 //!
 //! Three things that a compiler does not find by itself. The first product of a weight grows by a constant from element to
 //! element, so it is added. A product of 32 by 32 bits reads the low half of a lane of 64, so elements at odd places are moved down
-//! and nothing is widened. And memory is asked for [`AHEAD`] bytes before its turn: a processor that sees one stream asks for it
-//! later than a core could use it.
+//! and nothing is widened. And memory is asked for before its turn.
 
-#![expect(unsafe_code, reason = "reads whole registers, and asks for memory ahead of its turn")]
+#![expect(unsafe_code, reason = "reads whole registers")]
 
 use std::arch::x86_64::*;
 
 use super::{FIRST, SECOND, plain};
-
-/// How far ahead of a pass memory is asked for, bytes: some hundred nanoseconds of the fastest pass over it.
-const AHEAD: usize = 4096;
-
-/// Asks for the memory [`AHEAD`] bytes behind the start of `block`. Whether anything is there does not matter.
-#[inline(always)]
-fn ask_ahead<const N: usize>(block: &[u32; N]) {
-    // SAFETY: a hint; no address is wrong for it.
-    unsafe { _mm_prefetch::<_MM_HINT_T0>(block.as_ptr().wrapping_byte_add(AHEAD).cast()) }
-}
+use crate::ahead;
 
 /// By 16 elements.
 #[target_feature(enable = "avx512f")]
@@ -31,7 +21,7 @@ pub(super) fn avx512(run: &[u32], place: u32) -> u64 {
     let (mut even, mut odd) = (_mm512_setzero_si512(), _mm512_setzero_si512());
     let (blocks, rest) = run.as_chunks::<16>();
     for block in blocks {
-        ask_ahead(block);
+        ahead::ask(block);
         // SAFETY: 64 bytes that the block has.
         let elements = unsafe { _mm512_loadu_si512(block.as_ptr().cast()) };
         let h = _mm512_xor_si512(first, _mm512_srli_epi32::<15>(first));
@@ -57,7 +47,7 @@ pub(super) fn avx2(run: &[u32], place: u32) -> u64 {
     let (mut even, mut odd) = (_mm256_setzero_si256(), _mm256_setzero_si256());
     let (blocks, rest) = run.as_chunks::<8>();
     for block in blocks {
-        ask_ahead(block);
+        ahead::ask(block);
         // SAFETY: 32 bytes that the block has.
         let elements = unsafe { _mm256_loadu_si256(block.as_ptr().cast()) };
         let h = _mm256_xor_si256(first, _mm256_srli_epi32::<15>(first));

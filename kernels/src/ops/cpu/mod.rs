@@ -25,7 +25,7 @@ use super::{
     AdamW, Attended, Attention, AttentionGrads, ConvGrads, DepthwiseConv, Dispatch, NewtonSchulz,
     Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling,
 };
-use crate::{Result, product};
+use crate::{Result, ahead, product};
 use memory::{apart, empty, integers, read, to_f32, write};
 
 /// The table for main memory. Its version moves with its bits.
@@ -242,6 +242,7 @@ simd! {
         let mut parts = [0f64; PARTS];
         let (whole, rest) = values.as_chunks::<PARTS>();
         for values in whole {
+            ahead::ask(values);
             for (part, value) in parts.iter_mut().zip(values) {
                 *part += f64::from(*value) * f64::from(*value);
             }
