@@ -38,12 +38,65 @@ fn a_place_that_moved_is_known_again_and_one_that_is_gone_is_missed() {
     fs::write(moved.join("owner"), "another run").unwrap();
     let again = ["--curriculum", arg(&path), "--out", arg(&run), "--quiet"];
     for _ in 0..2 {
-        ztrain(&again).fails(4, &["moved", "another run"]);
+        ztrain(&again).fails(2, &["moved", "another run"]);
     }
     fs::write(moved.join("owner"), word).unwrap();
     let said = ztrain(&again);
     assert!(said.err.contains("after step 9 of 20"), "{}", said.err);
     said.ok();
+}
+
+#[test]
+fn of_a_run_and_its_copy_the_first_to_go_on_has_the_checkpoints() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
+    let path = curriculum(&scratch, &store, "run.toml", &[]);
+    let [run, copy, place] = ["run", "copy", "place"].map(|name| scratch.path(name));
+    kept_in(&path, &run, &place, &["--stop-after", "6"]).ok();
+    assert!(Command::new("cp").args(["-r", arg(&run), arg(&copy)]).status().unwrap().success());
+    let lock = fs::File::open(place.join("owner.lock")).unwrap();
+    lock.lock().unwrap();
+    kept_in(&path, &copy, &place, &[]).fails(6, &["place", "another run is using"]);
+    lock.unlock().unwrap();
+    kept_in(&path, &copy, &place, &["--stop-after", "9"]).ok();
+    for _ in 0..2 {
+        kept_in(&path, &run, &place, &[]).fails(2, &["place", "another run", "copy"]);
+    }
+    let kept = |step: u64| place.join(format!("step-{step}/manifest.json")).exists();
+    assert!(kept(6) && kept(9));
+    let said = kept_in(&path, &copy, &place, &[]);
+    assert!(said.err.contains("after step 9 of 20"), "{}", said.err);
+    said.ok();
+}
+
+#[test]
+fn what_somebody_wrote_into_a_run_by_hand_is_told_as_that() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
+    let path = curriculum(&scratch, &store, "run.toml", &[]);
+    let run = scratch.path("run");
+    let args = ["--curriculum", arg(&path), "--out", arg(&run), "--quiet"];
+    ztrain(&[&args[..], &["--stop-after", "6"]].concat()).ok();
+    let [own, events] = ["run.toml", "events.jsonl"].map(|name| run.join(name));
+    let text = fs::read_to_string(&own).unwrap();
+    let seed = text.lines().find(|line| line.starts_with("seed = ")).unwrap();
+    fs::write(&own, text.replace(seed, "seed = 4711")).unwrap();
+    // And a crash left half a line.
+    let torn = fs::read_to_string(&events).unwrap() + "{\"event\":\"ste";
+    fs::write(&events, &torn).unwrap();
+    let said = ztrain(&args);
+    assert!(said.err.contains("seed = 4711 is not what the recorded steps were trained by"));
+    assert!(!said.err.contains("accepted edit"), "{}", said.err);
+    said.ok();
+    assert_eq!(fs::read_to_string(&own).unwrap(), text);
+    let after = fs::read_to_string(&events).unwrap();
+    let after: Vec<serde_json::Value> = after[torn.len()..]
+        .lines()
+        .filter(|line| !line.is_empty())
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    assert!(after.iter().any(|one| one["event"] == "start"), "{after:?}");
+    assert!(after.iter().all(|one| one["event"] != "edit"), "{after:?}");
 }
 
 #[test]

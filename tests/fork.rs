@@ -7,7 +7,8 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::support::{
-    Scratch, arg, build, corpus, curriculum, json_lines, zdata, ztrain, ztrain_on_a_full_disk,
+    Ran, Scratch, arg, build, corpus, curriculum, json_lines, zdata, ztrain, ztrain_command,
+    ztrain_on_a_full_disk,
 };
 
 /// What a replay prints of the worst documents is what `zdata batch` finds in the same rows.
@@ -168,10 +169,20 @@ fn refusals(run: &Path, new: &Path, other: &Path) {
     // A change that diverges is told up to where it does, and by the exit code.
     let wild = replay(&["--step", "7", "--lr", "1e30", "--continue", "4"]);
     assert!(wild.out.contains("diverges with the change"), "{}", wild.out);
+    assert!(!wild.out.contains("ztrain fork"), "{}", wild.out);
     wild.fails(5, &[]);
 
     let fork = |more: &[&str]| ztrain(&[&["fork", arg(run)], more].concat());
     fork(&["--step", "3", "--out", arg(new)]).fails(2, &["--out", "already"]);
+    fork(&["--step", "3", "--out", arg(&run.join("checkpoints/inside"))])
+        .fails(2, &["--out", "beside its run"]);
+    let whole = other.with_extension("whole");
+    let mut command = ztrain_command(&["fork", arg(run), "--step", "3", "--out", arg(&whole)]);
+    let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let told: Ran = command.stdout(full).output().unwrap().into();
+    told.fails(6, &["is made, and whole"]);
+    assert!(whole.join("run.toml").exists());
+    ztrain(&["show", arg(run), "--last", "0"]).fails(2, &["--last"]);
     fork(&["--step", "12", "--out", arg(other)]).fails(2, &["--step", "0 to 11"]);
     replay(&["--step", "7", "--continue", "3"]).fails(2, &["--continue", "--drop-doc"]);
     replay(&["--step", "7", "--micro-batch", "0", "--lr", "1"]).fails(2, &["--micro-batch"]);

@@ -237,6 +237,8 @@ fn machines_that_do_not_add_up_are_refused_and_steps_are_measured_on_ranks() {
     let fixture = Fixture::new(&[]);
     let wrong = fixture.run("wrong", &["--nproc", "2", "--nodes", "2,1"]).output().unwrap();
     crate::support::Ran::from(wrong).fails(2, &["--nodes", "[2, 1]", "2 in all"]);
+    let alone = fixture.run("wrong", &["--nodes", "2,1"]).output().unwrap();
+    crate::support::Ran::from(alone).fails(2, &["--nodes", "[2, 1]", "--nproc"]);
     let path = arg(&fixture.curriculum);
     let bench = ["bench", "step", "--curriculum", path, "--steps", "2", "--json"];
     let table = |extra: &[&str]| {

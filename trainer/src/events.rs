@@ -17,10 +17,21 @@ pub struct Events {
 }
 
 impl Events {
-    /// Opens the file, making it if need be.
+    /// Opens the file, making it if need be. A line that a crash left half written ends there: it must not swallow the next.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = OpenOptions::new().create(true).append(true).open(path);
-        let file = file.map_err(|error| Fault::io("open", path, &error))?;
+        let opened = || {
+            let mut file = OpenOptions::new().create(true).read(true).append(true).open(path)?;
+            let mut last = [b'\n'];
+            if file.seek(SeekFrom::End(0))? > 0 {
+                file.seek(SeekFrom::End(-1))?;
+                file.read_exact(&mut last)?;
+            }
+            if last != [b'\n'] {
+                file.write_all(b"\n")?;
+            }
+            Ok(file)
+        };
+        let file = opened().map_err(|error| Fault::io("open", path, &error))?;
         Ok(Events { path: path.to_owned(), file })
     }
 

@@ -35,6 +35,9 @@ const ELSEWHERE: &str = "checkpoints.at";
 /// The file that the process that trains holds.
 const LOCK: &str = "lock";
 
+/// The same of a place for checkpoints, which may be a run's folder too.
+const PLACE_LOCK: &str = "owner.lock";
+
 /// Between two looks whether the folder is free.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -57,10 +60,77 @@ pub struct OpenRun {
     pub ledger: Ledger,
     /// What an accepted edit of the curriculum changed, for the events.
     pub edits: Vec<String>,
+    /// What `run.toml` said of recorded steps and they were not trained by: somebody has changed it by hand.
+    pub by_hand: Vec<String>,
     /// The first step that the curriculum changes against the ledger's, if there is one.
     pub changes_from: Option<u64>,
-    /// Held until the run ends.
-    _lock: File,
+    /// Held until the run ends: of the folder, and of a place for checkpoints.
+    locks: Vec<File>,
+}
+
+impl OpenRun {
+    /// Takes the place of this run's checkpoints, `wanted` or the one it has. A place serves one run: it is given a word
+    /// that only this folder knows, and refused where another word stands. By that word a place that was moved is known
+    /// again, and one that is not there (a disk that is not mounted) is not taken for an empty one; a run without
+    /// recorded steps has nothing to lose anywhere.
+    ///
+    /// In a folder of this machine the word is a new one each time, and the place is locked: of a run's folder and its copy
+    /// the first that goes on has the checkpoints, and the other is refused.
+    pub(crate) fn take_checkpoints(
+        &mut self,
+        wanted: Option<&Location>,
+        patience: Duration,
+    ) -> Result<Checkpoints> {
+        let (folder, recorded) = (self.folder.clone(), self.ledger.last_step());
+        let found = folder.elsewhere()?;
+        let Some(place) = wanted.or(found.as_ref().map(|(place, _)| place)) else {
+            return folder.checkpoints();
+        };
+        let place = place.absolute()?;
+        let checkpoints = Checkpoints::new(place.clone());
+        let has = match &found {
+            Some((found, _)) => Some(found.clone()),
+            None if folder.checkpoints()?.steps()?.is_empty() => None,
+            None => Some(folder.inside()),
+        };
+        let ours = match &found {
+            Some((_, words)) if recorded > 0 => checkpoints.knows(words)?,
+            _ => recorded == 0,
+        };
+        match has {
+            Some(has) if has != place && !ours => {
+                return Err(Fault::usage("this run has its checkpoints elsewhere")
+                    .at("--checkpoints")
+                    .found(place)
+                    .wanted(format!("{has}, or where that was moved to")));
+            }
+            Some(_) if found.is_some() && !ours && !checkpoints.has_owner()? => {
+                return Err(folder.gone(&place));
+            }
+            _ => (),
+        }
+        if let Location::Local(path) = &place {
+            fs::create_dir_all(path).map_err(|error| Fault::io("create", path, &error))?;
+            self.locks.push(lock_within(&path.join(PLACE_LOCK), patience)?);
+        }
+        let new = found.is_none();
+        let words = found.map_or_else(|| folder.word(), |(_, words)| words);
+        folder.know(&place, &words)?;
+        checkpoints.claim(&words).inspect_err(|fault| {
+            // The next command may name another place. What a bucket did without an answer is not known, so its word stays.
+            if new && (fault.class() == Class::Usage || !place.is_remote()) {
+                let _ = fs::remove_file(folder.root.join(ELSEWHERE));
+            }
+        })?;
+        if !place.is_remote() {
+            // Whenever this ends, the folder knows the word that stands there.
+            let word = folder.word();
+            folder.know(&place, &format!("{words} {word}"))?;
+            checkpoints.hand_over(&word)?;
+            folder.know(&place, &word)?;
+        }
+        Ok(checkpoints)
+    }
 }
 
 impl RunFolder {
@@ -125,7 +195,7 @@ impl RunFolder {
         Location::Local(self.root.join("checkpoints"))
     }
 
-    /// The place of checkpoints that do not lie in this folder, and the word by which it knows us.
+    /// The place of checkpoints that do not lie in this folder, and the words of which one stands there.
     fn elsewhere(&self) -> Result<Option<(Location, String)>> {
         let path = self.root.join(ELSEWHERE);
         let text = match fs::read_to_string(&path) {
@@ -134,59 +204,17 @@ impl RunFolder {
             Err(error) => return Err(Fault::io("read", &path, &error)),
         };
         match text.trim_end().rsplit_once('\n') {
-            Some((place, word)) => Ok(Some((storage::locate(place)?, word.to_owned()))),
+            Some((place, words)) => Ok(Some((storage::locate(place)?, words.to_owned()))),
             None => Err(Fault::data("this file does not say where checkpoints lie")
                 .at(path.display().to_string())
-                .wanted("a place on the first line, a word on the second")),
+                .wanted("a place on the first line, a word on the second")
+                .hint("restore the file from a backup")),
         }
     }
 
-    /// Takes the place of this run's checkpoints, `wanted` or the one it has. A place serves one run: it is given a word
-    /// that only this folder knows, and refused where another word stands. By that word a place that was moved is known
-    /// again, and one that is not there (a disk that is not mounted) is not taken for an empty one; a run without
-    /// `recorded` steps has nothing to lose anywhere.
-    pub(crate) fn take_checkpoints(
-        &self,
-        wanted: Option<&Location>,
-        recorded: u64,
-    ) -> Result<Checkpoints> {
-        let found = self.elsewhere()?;
-        let Some(place) = wanted.or(found.as_ref().map(|(place, _)| place)) else {
-            return self.checkpoints();
-        };
-        let place = place.absolute()?;
-        let checkpoints = Checkpoints::new(place.clone());
-        let has = match &found {
-            Some((found, _)) => Some(found.clone()),
-            None if self.checkpoints()?.steps()?.is_empty() => None,
-            None => Some(self.inside()),
-        };
-        let ours = match &found {
-            Some((_, word)) if recorded > 0 => checkpoints.knows(word)?,
-            _ => recorded == 0,
-        };
-        match has {
-            Some(has) if has != place && !ours => {
-                return Err(Fault::usage("this run has its checkpoints elsewhere")
-                    .at("--checkpoints")
-                    .found(place)
-                    .wanted(format!("{has}, or where that was moved to")));
-            }
-            Some(_) if found.is_some() && !ours && !checkpoints.has_owner()? => {
-                return Err(self.gone(&place));
-            }
-            _ => (),
-        }
-        let (new, path) = (found.is_none(), self.root.join(ELSEWHERE));
-        let word = found.map_or_else(|| self.word(), |(_, word)| word);
-        write_whole(&path, &format!("{place}\n{word}\n"))?;
-        checkpoints.claim(&word).inspect_err(|fault| {
-            // The next command may name another place. What a bucket did without an answer is not known, so its word stays.
-            if new && (fault.class() == Class::Mismatch || !place.is_remote()) {
-                let _ = fs::remove_file(&path);
-            }
-        })?;
-        Ok(checkpoints)
+    /// Writes down where the checkpoints lie, and the words, with spaces between them, of which one stands there.
+    fn know(&self, place: &Location, words: &str) -> Result<()> {
+        write_whole(&self.root.join(ELSEWHERE), &format!("{place}\n{words}\n"))
     }
 
     fn gone(&self, place: &Location) -> Fault {
@@ -220,7 +248,7 @@ impl RunFolder {
                 .hint("name another folder for the run with --out"));
         }
         fs::create_dir_all(&self.root).map_err(|error| Fault::io("create", &self.root, &error))?;
-        let lock = lock_within(&self.root, patience)?;
+        let lock = lock_within(&self.root.join(LOCK), patience)?;
         let head = head(spec, table)?;
         let found = Ledger::open(&self.ledger())?;
         if let Some(ledger) = &found {
@@ -230,24 +258,39 @@ impl RunFolder {
             None => None,
             Some(ledger) => accept(ledger, spec, &self.ledger())?,
         };
-        let edits = self.edits(spec)?;
+        let recorded = found.as_ref().map_or(0, Ledger::last_step);
+        let (by_hand, edits) = self.edits(spec, recorded)?;
         self.write_curriculum(spec, source)?;
         let ledger = match found {
             Some(ledger) => ledger,
             None => Ledger::create(&self.ledger(), head)?,
         };
-        Ok(OpenRun { folder: self.clone(), ledger, edits, changes_from, _lock: lock })
+        Ok(OpenRun {
+            folder: self.clone(),
+            ledger,
+            edits,
+            by_hand,
+            changes_from,
+            locks: vec![lock],
+        })
     }
 
-    /// What the curriculum changes against the one that the run was started with last, for people.
-    fn edits(&self, spec: &RunSpec) -> Result<Vec<String>> {
+    /// What the curriculum changes against the one that `run.toml` has, for people. The ledger agrees with the curriculum by
+    /// now: what it changes of `recorded` steps, first, was never trained.
+    fn edits(&self, spec: &RunSpec, recorded: u64) -> Result<(Vec<String>, Vec<String>)> {
         let path = self.curriculum();
         if !path.exists() {
-            return Ok(Vec::new());
+            return Ok(Default::default());
         }
         let text = fs::read_to_string(&path).map_err(|error| Fault::io("read", &path, &error))?;
         let last = Curriculum::parse(&text, &path.display().to_string())?;
-        Ok(last.difference(&spec.curriculum).iter().map(ToString::to_string).collect())
+        let (by_hand, edits): (Vec<_>, Vec<_>) =
+            last.difference(&spec.curriculum).into_iter().partition(|it| it.first_step <= recorded);
+        let told = |list: Vec<Difference>| list.iter().map(ToString::to_string).collect();
+        Ok((
+            by_hand.into_iter().map(|it| format!("{} = {}", it.key, it.wanted)).collect(),
+            told(edits),
+        ))
     }
 
     /// Writes `run.toml`: the curriculum that stands in `source`, with whole paths.
@@ -276,37 +319,36 @@ impl RunFolder {
     }
 }
 
-/// Takes a run's folder for this process. The operating system drops the lock with the process, however it ends.
-pub(crate) fn lock(root: &Path) -> Result<File> {
-    try_lock(root)?.ok_or_else(|| {
-        Fault::machine("another run is using this folder")
-            .at(root.display().to_string())
-            .hint("wait for it, stop it, or name another folder with --out")
-            .sign_of(Symptom::InUse)
-    })
-}
-
-/// The same, once nobody else has it.
-fn lock_within(root: &Path, patience: Duration) -> Result<File> {
+/// Takes the folder in which this lock's file lies for this process, once nobody else has it. The operating system drops the
+/// lock with the process, however it ends.
+fn lock_within(path: &Path, patience: Duration) -> Result<File> {
     let start = Instant::now();
-    while start.elapsed() < patience {
-        if let Some(file) = try_lock(root)? {
+    loop {
+        if let Some(file) = try_lock(path)? {
             return Ok(file);
+        }
+        if start.elapsed() >= patience {
+            return Err(Fault::machine("another run is using this folder")
+                .at(disk::folder_of(path).display().to_string())
+                .hint("wait for it, stop it, or name another folder with --out or --checkpoints")
+                .sign_of(Symptom::InUse));
         }
         std::thread::sleep(LOOK);
     }
-    lock(root)
 }
 
-/// The same; `None` where another process has it.
-pub(crate) fn try_lock(root: &Path) -> Result<Option<File>> {
-    let path = root.join(LOCK);
-    let file = OpenOptions::new().create(true).truncate(false).write(true).open(&path);
-    let file = file.map_err(|error| Fault::io("open", &path, &error))?;
+/// Takes a run's folder; `None` where another process has it.
+pub(crate) fn try_lock_run(root: &Path) -> Result<Option<File>> {
+    try_lock(&root.join(LOCK))
+}
+
+fn try_lock(path: &Path) -> Result<Option<File>> {
+    let file = OpenOptions::new().create(true).truncate(false).write(true).open(path);
+    let file = file.map_err(|error| Fault::io("open", path, &error))?;
     match file.try_lock() {
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => Ok(None),
-        Err(TryLockError::Error(error)) => Err(Fault::io("lock", &path, &error)),
+        Err(TryLockError::Error(error)) => Err(Fault::io("lock", path, &error)),
     }
 }
 

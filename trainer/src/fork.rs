@@ -99,6 +99,15 @@ pub fn fork(request: &Request<'_>, table: &KernelTable) -> Result<Forked> {
             .found(out.display())
             .wanted("a name that is free"));
     }
+    let folder = disk::folder_of(out);
+    let within =
+        |folder: &Path| Some(folder.canonicalize().ok()?.starts_with(run.canonicalize().ok()?));
+    if within(folder).unwrap_or(false) {
+        return Err(Fault::usage("a fork lies beside its run, of which nothing is written")
+            .at("--out")
+            .found(out.display())
+            .wanted(format!("a place outside of {}", run.display())));
+    }
     let old = Old::open(run, stores, table)?;
     old.check(step)?;
     let curriculum = amended(&old.spec, step, change, amend)?;

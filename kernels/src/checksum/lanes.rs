@@ -1,8 +1,8 @@
 //! The sum over elements of 32 bits, by the registers of a processor.
 //!
 //! Three things that a compiler does not find by itself. The first product of a weight grows by a constant from element to
-//! element, so it is added. A product of 32 by 32 bits reads the low half of a lane of 64, so elements at odd places are moved down
-//! and nothing is widened. And memory is asked for before its turn.
+//! element, so it is added. A product of 32 by 32 bits reads the low half of a lane of 64, so elements at odd places are moved
+//! down and nothing is widened. And memory is asked for before its turn.
 
 #![expect(unsafe_code, reason = "reads whole registers")]
 

@@ -64,7 +64,7 @@ impl Folder {
         };
         written()?;
         // What the disk gives back is what was meant, or the checkpoint is not made.
-        let back = fs::read(part).map_err(|error| Fault::io("read back", path, &error))?;
+        let back = fs::read(part).map_err(|error| Fault::io("verify", path, &error))?;
         if Digest::of_bytes(&back) != Digest::of_bytes(bytes) {
             return Err(Fault::machine("the disk gives back other bytes than were written")
                 .at(path.display().to_string())

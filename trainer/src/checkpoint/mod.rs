@@ -133,21 +133,29 @@ impl Checkpoints {
         self.medium.location("")
     }
 
-    /// Takes the place for the run that knows `word`; refused where another run's stands.
-    pub(crate) fn claim(&self, word: &str) -> Result<()> {
+    /// Takes the place for the run that knows one of `words`; refused where another word stands.
+    pub(crate) fn claim(&self, words: &str) -> Result<()> {
         match self.owner()? {
-            Some(found) if found == word.as_bytes() => Ok(()),
-            Some(_) => Err(Fault::mismatch("another run keeps its checkpoints here")
+            Some(found) if is_one_of(&found, words) => Ok(()),
+            Some(_) => Err(Fault::usage("another run keeps its checkpoints here")
                 .at(self.place().to_string())
-                .hint("give every run a place of its own with --checkpoints")),
+                .hint(
+                    "give every run a place of its own with --checkpoints; the copy of a run needs a copy of this place, \
+                     made with it",
+                )),
             // Nobody's: of two that come at once, a bucket takes the first.
-            None => self.medium.put(OWNER, word.as_bytes()),
+            None => self.hand_over(words.split(' ').next().unwrap_or_default()),
         }
     }
 
-    /// Whether the place is that of the run that knows `word`.
-    pub(crate) fn knows(&self, word: &str) -> Result<bool> {
-        Ok(self.owner()?.is_some_and(|found| found == word.as_bytes()))
+    /// From now on this word stands there.
+    pub(crate) fn hand_over(&self, word: &str) -> Result<()> {
+        self.medium.put(OWNER, word.as_bytes())
+    }
+
+    /// Whether the place is that of the run that knows `words`.
+    pub(crate) fn knows(&self, words: &str) -> Result<bool> {
+        Ok(self.owner()?.is_some_and(|found| is_one_of(&found, words)))
     }
 
     /// Whether the place is any run's.
@@ -327,6 +335,11 @@ const PINNED: &str = "pinned";
 
 /// The file that says whose checkpoints these are, where they lie outside of the run's folder.
 const OWNER: &str = "owner";
+
+/// Whether a word stands in a list with spaces between its words.
+fn is_one_of(word: &[u8], words: &str) -> bool {
+    words.split(' ').any(|one| one.as_bytes() == word)
+}
 
 /// The name of a file of the checkpoint of `step`.
 fn name(step: u64, file: &str) -> String {

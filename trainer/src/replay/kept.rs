@@ -93,7 +93,7 @@ impl Kept {
     fn prepare(&self, step: u64) -> Result<File> {
         fs::create_dir_all(&self.root).map_err(|error| Fault::io("create", &self.root, &error))?;
         let busy = || Fault::machine("another replay of this run keeps one at this moment");
-        let lock = folder::try_lock(&self.root)?.ok_or_else(busy)?;
+        let lock = folder::try_lock_run(&self.root)?.ok_or_else(busy)?;
         self.checkpoints.clean()?;
         self.checkpoints.remove(step)?;
         Ok(lock)

@@ -156,11 +156,11 @@ impl<'a> Opening<'a> {
         let folder = RunFolder::new(&exec.out);
         // A rank that hangs may hold the folder until somebody ends it.
         let patience = recovery.map_or(Duration::ZERO, |recovery| recovery.patience);
-        let open = folder.open(spec, &opened.file, &world.runtime, patience)?;
+        let mut open = folder.open(spec, &opened.file, &world.runtime, patience)?;
         let mut events = Events::open(&folder.events())?;
         let recorded = open.ledger.last_step();
         recovery.map_or(Ok(()), |recovery| recovery.tell(&mut events, recorded))?;
-        let checkpoints = folder.take_checkpoints(exec.checkpoints.as_ref(), recorded)?;
+        let checkpoints = open.take_checkpoints(exec.checkpoints.as_ref(), patience)?;
         let progress = Progress::new(spec.plan.steps(), exec.progress);
         checkpoints.clean()?;
         let beyond = checkpoints.steps()?.into_iter().filter(|step| *step > recorded).map(|step| {
@@ -251,6 +251,13 @@ impl<'a> Opening<'a> {
             };
             progress.note(&format!(
                 "{steps} in the ledger: {they} computed again, to the same bits{about}"
+            ));
+        }
+        for word in &open.by_hand {
+            let path = open.folder.curriculum();
+            progress.note(&format!(
+                "{}: {word} is not what the recorded steps were trained by, and was put right",
+                path.display()
             ));
         }
         for edit in &open.edits {

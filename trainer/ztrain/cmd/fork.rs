@@ -8,7 +8,7 @@ use kernels::runtime::{self, RuntimeOptions};
 use serde_json::json;
 use store::Location;
 use trainer::change::quoted;
-use trainer::fork::{Request, fork};
+use trainer::fork::{Forked, Request, fork};
 
 use super::whatif::Changes;
 
@@ -57,6 +57,13 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         amend: args.amend.as_deref(),
     };
     let forked = fork(&request, &table)?;
+    told(&args, &forked).map_err(|fault| {
+        fault.hint(format!("{} is made, and whole: only these words are lost", args.out.display()))
+    })
+}
+
+/// Says what was made.
+fn told(args: &Args, forked: &Forked) -> Result<u8> {
     let out = quoted(args.out.display().to_string().trim_end_matches('/'));
     let next = format!("ztrain --curriculum {out}/run.toml --out {out}");
     if args.json {

@@ -103,6 +103,14 @@ impl Ranks {
     /// The place of this process among others, if it has one.
     pub(crate) fn launched(&self) -> Result<Option<Launched>> {
         let mut launched = launch::place(|name| std::env::var(name).ok())?;
+        // With --nproc it is for those that are started to say.
+        let alone = launched.is_none() && self.nproc.is_none_or(|count| count == 1);
+        if alone && ![&[][..], &[1]].contains(&&self.nodes[..]) {
+            return Err(Fault::usage("the machines do not have as many ranks as there are")
+                .at("--nodes")
+                .found(format!("{:?}", self.nodes))
+                .wanted("1, or --nproc and a launcher for more ranks"));
+        }
         if let (Some(Launched { place, .. }), false) = (&mut launched, self.nodes.is_empty()) {
             let ranks = (0..).zip(&self.nodes);
             let mut ranks = ranks.flat_map(|(node, count)| (0..*count).map(move |_| node));

@@ -17,7 +17,8 @@ pub(crate) struct Args {
     #[arg(long, value_name = "A..B", value_parser = super::step_range)]
     steps: Option<Range<u64>>,
     /// How many of the last steps without --steps.
-    #[arg(long, value_name = "COUNT", default_value_t = 20, conflicts_with = "steps")]
+    #[arg(long, value_name = "COUNT", default_value_t = 20, conflicts_with = "steps",
+          value_parser = clap::value_parser!(u64).range(1..))]
     last: u64,
     /// Print JSON, one line for each step.
     #[arg(long)]

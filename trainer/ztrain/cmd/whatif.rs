@@ -81,9 +81,9 @@ pub(crate) struct Asked<'a> {
 /// Prints the steps as they were and as they would have been, and the commands that go on so.
 pub(crate) fn print(asked: &Asked<'_>, answer: &Answer) -> Result<()> {
     let Asked { run, stores, change, steps, json, plot } = asked;
-    let next = match &answer.no_fork {
-        Some(_) => Vec::new(),
-        None => next(run, stores, change, steps.start).to_vec(),
+    let next = match (&answer.no_fork, &answer.diverged) {
+        (Some(_), _) | (_, Some(_)) => Vec::new(),
+        _ => next(run, stores, change, steps.start).to_vec(),
     };
     if let Some(path) = plot {
         path.put(&chart(asked, answer).svg())?;
@@ -131,6 +131,7 @@ pub(crate) fn print(asked: &Asked<'_>, answer: &Answer) -> Result<()> {
     }
     match &answer.no_fork {
         Some(why) => tell!("no run can go on so: {}", why.replace('\n', "\n  ")),
+        None if answer.diverged.is_some() => tell!("no run can go on so: it would end there, too"),
         None => tell!("to go on so:\n  {}", next.join("\n  ")),
     }
     Ok(())
