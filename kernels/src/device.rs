@@ -30,7 +30,7 @@ use torch_sys::C_tensor;
 use crate::runtime::{guarded, number, said};
 use crate::{Error, Result};
 pub use found::{Gpu, Gpus, gpus};
-pub use leave::{Departures, Landing, Unloader};
+pub use leave::{Copies, Departures, Unloader};
 pub(crate) use own::digest as kernels_digest;
 pub use stage::{Buffer, Buffers, Staged, Stager};
 

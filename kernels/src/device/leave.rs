@@ -3,7 +3,7 @@
 //! ```text
 //! computing stream:  ... | mark --------- the next step's passes ---------- hold | writes the tensors ...
 //! side stream:           +-> after --> copies into pinned memory --> event ----^
-//! host:                                                                +--> Landing::wait: reads the copies
+//! host:                                                                +--> Copies::wait: reads them
 //! ```
 //!
 //! The copies wait for what the computing stream had to do when they were asked for, and whoever writes the tensors again waits
@@ -13,6 +13,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
+use std::slice;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::{Device, Tensor};
@@ -38,9 +39,13 @@ pub struct Unloader {
 #[derive(Debug, Default)]
 pub struct Departures(Mutex<Vec<Arc<Event>>>);
 
-/// The end of copies: who reads them waits for it.
+/// Copies in memory of the host that nobody writes any more, once they are there.
 #[derive(Debug, Default)]
-pub struct Landing(Option<Arc<Event>>);
+pub struct Copies {
+    /// Contiguous, and known to nobody else.
+    tensors: Vec<Tensor>,
+    landing: Option<Arc<Event>>,
+}
 
 impl Unloader {
     /// Of `device`, which [`super::open`] has opened.
@@ -51,13 +56,15 @@ impl Unloader {
 
     /// Copies of tensors as they are when all is done that the calling thread has queued, in plain or pinned memory of the host.
     /// On a CPU they are made at once.
-    pub fn copies(
-        &self,
-        tensors: &[Tensor],
-        departures: &Departures,
-    ) -> Result<(Vec<Tensor>, Landing)> {
+    pub fn copies(&self, tensors: &[Tensor], departures: &Departures) -> Result<Copies> {
         let Some((index, side)) = &self.side else {
-            return Ok((tensors.iter().map(Tensor::copy).collect(), Landing(None)));
+            let copy = |tensor: &Tensor| -> Result<Tensor> {
+                let mut copy = Tensor::f_empty(tensor.size(), (tensor.kind(), Device::Cpu))?;
+                copy.f_copy_(tensor)?;
+                Ok(copy)
+            };
+            let tensors = tensors.iter().map(copy).collect::<Result<_>>()?;
+            return Ok(Copies { tensors, landing: None });
         };
         if let Some(now) = mark(Device::Cuda(*index))? {
             side.after(&now)?;
@@ -77,7 +84,7 @@ impl Unloader {
         guarded("mark a stream", unsafe { shim_mark_side(side.0, &raw mut event) })?;
         let event = Arc::new(Event(event));
         departures.0.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&event));
-        Ok((copies, Landing(Some(event))))
+        Ok(Copies { tensors: copies, landing: Some(event) })
     }
 }
 
@@ -95,10 +102,26 @@ impl Departures {
     }
 }
 
-impl Landing {
-    /// The calling thread sleeps until the copies are there.
+impl Copies {
+    /// The calling thread sleeps until they are there.
     pub fn wait(&self) -> Result<()> {
-        self.0.as_ref().map_or(Ok(()), |event| event.wait())
+        self.landing.as_ref().map_or(Ok(()), |event| event.wait())
+    }
+
+    /// Waits, and gives the bytes of the elements of the copy of this number, the last dimension fastest.
+    ///
+    /// # Panics
+    /// Where there is none of that number.
+    pub fn bytes(&self, number: usize) -> Result<&[u8]> {
+        self.wait()?;
+        let tensor = &self.tensors[number];
+        let bytes = tensor.numel() * tensor.kind().elt_size_in_bytes();
+        if bytes == 0 {
+            return Ok(&[]);
+        }
+        // SAFETY: a contiguous tensor of so many bytes in memory of the host that lives while it is borrowed; only this value
+        // knows it, and what was to be written there has been.
+        Ok(unsafe { slice::from_raw_parts(tensor.data_ptr().cast::<u8>(), bytes) })
     }
 }
 
@@ -113,12 +136,14 @@ mod tests {
         let (unloader, departures) = (Unloader::new(Device::Cpu).unwrap(), Departures::default());
         let whole = Tensor::arange(6, (Kind::Float, Device::Cpu)).view([2, 3]);
         let mut tensors = [whole.shallow_clone(), whole.tr()];
-        let (copies, landing) = unloader.copies(&tensors, &departures).unwrap();
-        landing.wait().unwrap();
+        let copies = unloader.copies(&tensors, &departures).unwrap();
+        copies.wait().unwrap();
         departures.hold(Device::Cpu).unwrap();
         let _ = tensors[0].fill_(9.0);
-        let found: Vec<f32> = Vec::try_from(copies[1].contiguous().view([-1])).unwrap();
-        assert_eq!(found, [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
-        assert_eq!(f64::try_from(copies[0].sum(Kind::Double)).unwrap(), 15.0);
+        let bytes = |values: [f32; 6]| values.map(f32::to_le_bytes).concat();
+        assert_eq!(copies.bytes(0).unwrap(), bytes([0.0, 1.0, 2.0, 3.0, 4.0, 5.0]));
+        assert_eq!(copies.bytes(1).unwrap(), bytes([0.0, 3.0, 1.0, 4.0, 2.0, 5.0]));
+        let none = unloader.copies(&[whole.narrow(0, 0, 0)], &departures).unwrap();
+        assert!(none.bytes(0).unwrap().is_empty());
     }
 }

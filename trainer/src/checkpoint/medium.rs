@@ -5,18 +5,19 @@
 
 use std::fmt::Debug;
 use std::fs;
-use std::io::{self, Write as _};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use contract::{Class, Digest, Fault, Result};
-use store::Location;
-use store::disk::{self, Output};
+use store::disk::{self, Whole};
 use store::location::Object;
+use store::{FileRecord, Location};
 
 /// A place for files, named `step-7/manifest.json`.
 pub(super) trait Medium: Debug + Send + Sync {
-    /// Puts a file there. One with the same content may be there already.
-    fn put(&self, name: &str, bytes: &[u8]) -> Result<()>;
+    /// Puts a file there, which is these parts one after the other, and tells what it is. One with the same content may be
+    /// there already.
+    fn put(&self, name: &str, parts: &[&[u8]]) -> Result<Put>;
 
     /// The bytes of a file.
     fn get(&self, name: &str) -> Result<Vec<u8>>;
@@ -34,6 +35,12 @@ pub(super) trait Medium: Debug + Send + Sync {
     fn location(&self, name: &str) -> Location;
 }
 
+/// A file that was put.
+pub(super) struct Put {
+    pub(super) bytes: u64,
+    pub(super) digest: Digest,
+}
+
 /// The medium at `place`.
 pub(super) fn at(place: Location) -> Box<dyn Medium> {
     match place {
@@ -41,9 +48,6 @@ pub(super) fn at(place: Location) -> Box<dyn Medium> {
         Location::Local(folder) => Box::new(Folder(folder)),
     }
 }
-
-/// What the names of files end in that are not whole yet.
-pub(super) const PART: &str = ".part";
 
 /// A folder, which need not exist.
 #[derive(Debug)]
@@ -53,39 +57,20 @@ impl Folder {
     pub(super) fn path(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
-
-    /// Flushes a new file and gives it its name; both are on the disk then.
-    fn land(&self, part: &Path, path: &Path, bytes: &[u8]) -> Result<()> {
-        let written = || {
-            let mut file = Output::create(part)?;
-            let fault = |error| Fault::io("write", path, &error);
-            file.write_all(bytes).map_err(fault)?;
-            file.sync().map_err(fault)
-        };
-        written()?;
-        // What the disk gives back is what was meant, or the checkpoint is not made.
-        let back = fs::read(part).map_err(|error| Fault::io("verify", path, &error))?;
-        if Digest::of_bytes(&back) != Digest::of_bytes(bytes) {
-            return Err(Fault::machine("the disk gives back other bytes than were written")
-                .at(path.display().to_string())
-                .hint("check the disk before you go on"));
-        }
-        disk::rename(part, path).map_err(|error| Fault::io("rename to", path, &error))?;
-        disk::sync_folder(disk::folder_of(path))
-    }
 }
 
 impl Medium for Folder {
-    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+    fn put(&self, name: &str, parts: &[&[u8]]) -> Result<Put> {
         let path = self.path(name);
-        disk::create_folder(disk::folder_of(&path))?;
-        let part = self.path(&format!("{name}{PART}"));
-        let landed = self.land(&part, &path, bytes);
-        if landed.is_err() {
-            // A full disk needs the room; the fault at hand says more than one about this file.
-            let _ = disk::remove(&part);
-        }
-        landed
+        let folder = disk::folder_of(&path);
+        disk::create_folder(folder)?;
+        let mut file = Whole::create(&path)?;
+        parts.iter().try_for_each(|part| file.put(part))?;
+        // What the disk gives back is what was meant, or the checkpoint is not made.
+        file.prove()?;
+        let FileRecord { bytes, digest, .. } = file.commit()?;
+        disk::sync_folder(folder)?;
+        Ok(Put { bytes, digest })
     }
 
     fn get(&self, name: &str) -> Result<Vec<u8>> {
@@ -155,11 +140,13 @@ fn entries(folder: &Path) -> Result<Vec<String>> {
 pub(super) struct Bucket(pub(super) Object);
 
 impl Medium for Bucket {
-    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        self.location(name).write(bytes).map_err(|fault| match fault.class() {
+    fn put(&self, name: &str, parts: &[&[u8]]) -> Result<Put> {
+        let bytes = parts.concat();
+        self.location(name).write(&bytes).map_err(|fault| match fault.class() {
             Class::Mismatch => fault.hint("give every run a place of its own with --checkpoints"),
             _ => fault,
-        })
+        })?;
+        Ok(Put { bytes: bytes.len() as u64, digest: Digest::of_bytes(&bytes) })
     }
 
     fn get(&self, name: &str) -> Result<Vec<u8>> {
@@ -178,7 +165,7 @@ impl Medium for Bucket {
 
     fn rename(&self, from: &str, to: &str) -> Result<()> {
         let bytes = self.get(from)?;
-        self.put(to, &bytes)?;
+        self.put(to, &[&bytes])?;
         self.remove(from)
     }
 

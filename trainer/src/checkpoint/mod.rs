@@ -150,7 +150,7 @@ impl Checkpoints {
 
     /// From now on this word stands there.
     pub(crate) fn hand_over(&self, word: &str) -> Result<()> {
-        self.medium.put(OWNER, word.as_bytes())
+        self.medium.put(OWNER, &[word.as_bytes()]).map(drop)
     }
 
     /// Whether the place is that of the run that knows `words`.
@@ -191,7 +191,7 @@ impl Checkpoints {
         let (committed, files) = (self.steps()?, self.medium.list()?);
         let left = files.iter().filter(|file| {
             step_of(file).is_some_and(|(step, name)| {
-                !committed.contains(&step) || name.ends_with(medium::PART)
+                !committed.contains(&step) || name.ends_with(disk::PART)
             })
         });
         left.map(String::as_str).try_for_each(|file| self.medium.remove(file))
@@ -215,7 +215,8 @@ impl Checkpoints {
         let blobs: BTreeMap<_, _> =
             blobs.into_iter().map(|blob| (blob.name.clone(), blob)).collect();
         let manifest = Manifest::new(snapshot, digests, layout, pieces, blobs)?;
-        self.medium.put(&name(snapshot.step(), format::MANIFEST), manifest.text()?.as_bytes())
+        let text = manifest.text()?;
+        self.medium.put(&name(snapshot.step(), format::MANIFEST), &[text.as_bytes()]).map(drop)
     }
 
     /// Opens the checkpoint of `step`.
@@ -281,7 +282,7 @@ impl Checkpoints {
 
     /// Lets the checkpoint of `step` stay whatever the retention says.
     pub fn pin(&self, step: u64) -> Result<()> {
-        self.medium.put(&name(step, PINNED), b"")
+        self.medium.put(&name(step, PINNED), &[]).map(drop)
     }
 
     /// Removes the checkpoints that `retention` does not keep.
@@ -308,7 +309,7 @@ impl Checkpoints {
                 _ => false,
             };
             if !linked {
-                to.medium.put(file, &self.medium.get(file)?)?;
+                to.medium.put(file, &[&self.medium.get(file)?])?;
             }
         }
         Ok(())

@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use tch::Tensor;
 use tempfile::TempDir;
 
-use super::medium::{Folder, Medium};
+use super::medium::{Folder, Medium, Put};
 use super::region::Region;
 use super::*;
 use crate::ledger::Packed;
@@ -183,18 +183,19 @@ impl Broken {
 }
 
 impl Medium for Broken {
-    fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
+    fn put(&self, name: &str, parts: &[&[u8]]) -> Result<Put> {
         let half = || {
             let name = match self.how {
                 How::Torn => name.to_owned(),
-                How::Half => format!("{name}{}", medium::PART),
+                How::Half => format!("{name}{}", disk::PART),
                 How::Killed | How::Full => return,
             };
             let path = self.inner.path(&name);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
+            let bytes = parts.concat();
             fs::write(path, &bytes[..bytes.len() / 2]).unwrap();
         };
-        self.works(half).and_then(|()| self.inner.put(name, bytes))
+        self.works(half).and_then(|()| self.inner.put(name, parts))
     }
 
     fn get(&self, name: &str) -> Result<Vec<u8>> {
@@ -237,7 +238,7 @@ fn a_kill_in_any_phase_leaves_the_state_before_or_the_new_one() {
         assert!(passed.is_empty() || how == How::Torn, "{how:?} {left}: {passed:?}");
         passed.iter().for_each(|(step, _)| good.set_aside(*step).unwrap());
         let files = good.medium.list().unwrap();
-        assert!(!files.iter().any(|file| file.ends_with(medium::PART)), "{files:?}");
+        assert!(!files.iter().any(|file| file.ends_with(disk::PART)), "{files:?}");
         let whole = found == Some(6) && good.steps().unwrap() == [6];
         assert!(outcome.is_err() || whole, "{how:?} {left}: {found:?}");
         // Whatever was left, the next process computes the same again and keeps it.

@@ -3,13 +3,14 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use contract::{Digest, Fault, Result};
-use kernels::device::{Landing, Unloader};
-use safetensors::tensor::{Dtype, View};
+use contract::{Fault, Result};
+use kernels::device::{Copies, Unloader};
+use safetensors::SafeTensorError;
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use tch::{Device, Kind, Tensor};
 
 use super::format::{self, BlobRecord, Set};
-use super::medium::Medium;
+use super::medium::{Medium, Put};
 use super::region::Region;
 use super::{Layout, name};
 use crate::model::balance_name;
@@ -19,21 +20,18 @@ use crate::refusal::refused;
 use crate::state::ownership::Piece;
 use crate::state::{Owned, State};
 
+/// Bytes of an element.
+const F32: usize = 4;
+
 /// A copy on the host of what one writer owns of a state: nothing moves it any more. A device may still be making it.
 pub struct Snapshot {
     step: u64,
-    pieces: Vec<Held>,
-    landing: Landing,
+    /// Each with the sets that are copied of it: weight, first moment and, where there is one, second.
+    pieces: Vec<(Piece, &'static [Set])>,
+    /// Of all pieces, set by set; f32.
+    copies: Copies,
     balance: Vec<Balance>,
     windows: Option<Windows>,
-}
-
-/// One piece, in its shape or flat.
-struct Held {
-    piece: Piece,
-    weight: Tensor,
-    first: Tensor,
-    second: Option<Tensor>,
 }
 
 impl Snapshot {
@@ -53,32 +51,24 @@ impl Snapshot {
             state;
         let (mut tensors, mut pieces) = (Vec::new(), Vec::new());
         for (piece, weight, Owned { master: _, first, second }) in state.own() {
-            tensors.extend([weight, first.shallow_clone()]);
-            tensors.extend(second.as_ref().map(Tensor::shallow_clone));
-            pieces.push((piece.clone(), second.is_some()));
+            let held = [Some(&weight), Some(first), second.as_ref()];
+            tensors.extend(held.iter().flatten().map(|tensor| tensor.to_kind(Kind::Float)));
+            pieces.push((piece.clone(), &Set::ALL[..held.iter().flatten().count()]));
         }
-        let (copies, landing) = unloader.copies(&tensors, departures).map_err(refused)?;
-        let mut copies = copies.into_iter();
-        let mut next = || copies.next().ok_or_else(|| Fault::bug("a tensor was not copied"));
-        let held = |(piece, has_second): (Piece, bool)| {
-            let (weight, first) = (next()?, next()?);
-            let second = if has_second { Some(next()?) } else { None };
-            Ok(Held { piece, weight, first, second })
-        };
-        let pieces = pieces.into_iter().map(held).collect::<Result<_>>()?;
+        let copies = unloader.copies(&tensors, departures).map_err(refused)?;
         let balance = if owners.rank() == 0 { balance.clone() } else { Vec::new() };
-        Ok(Snapshot { step: *step, pieces, landing, balance, windows: windows.clone() })
+        Ok(Snapshot { step: *step, pieces, copies, balance, windows: windows.clone() })
     }
 
     /// Waits until all of it is here.
     fn arrive(&self) -> Result<()> {
-        self.landing.wait().map_err(refused)
+        self.copies.wait().map_err(refused)
     }
 
     /// One that holds nothing.
     pub(super) fn empty(step: u64) -> Self {
-        let (pieces, landing) = (Vec::new(), Landing::default());
-        Snapshot { step, pieces, landing, balance: Vec::new(), windows: None }
+        let (pieces, copies) = (Vec::new(), Copies::default());
+        Snapshot { step, pieces, copies, balance: Vec::new(), windows: None }
     }
 
     /// The step whose outcome this is.
@@ -91,31 +81,32 @@ impl Snapshot {
         self.windows.clone()
     }
 
-    /// The blobs that this writer writes, with what they hold.
-    fn blobs(&self, layout: &Layout) -> BTreeMap<String, Vec<Entry>> {
+    /// The blobs that this writer writes, with what they hold, by its name. Waits until all of it is here.
+    fn blobs(&self, layout: &Layout) -> Result<BTreeMap<String, Vec<Entry<'_>>>> {
         let mut blobs: BTreeMap<String, Vec<Entry>> = BTreeMap::new();
-        for Held { piece, weight, first, second } in &self.pieces {
+        let sets =
+            self.pieces.iter().flat_map(|(piece, sets)| sets.iter().map(move |set| (piece, *set)));
+        for (number, (piece, set)) in sets.enumerate() {
             let parameter = &layout.parameters[piece.tensor];
-            let sets = [(Set::Weights, Some(weight)), (Set::First, Some(first))];
-            for (set, tensor) in sets.into_iter().chain([(Set::Second, second.as_ref())]) {
-                let Some(flat) = tensor.map(|tensor| tensor.view([-1])) else { continue };
-                let (blob, mut at) = (blobs.entry(set.blob(piece.bundle)).or_default(), 0);
-                for region in Region::run(&parameter.shape, piece.first, piece.length()) {
-                    let values = flat.narrow(0, at, region.volume());
-                    at += region.volume();
-                    blob.push(Entry::new(set, &parameter.name, &region, values));
-                }
+            let blob = blobs.entry(set.blob(piece.bundle)).or_default();
+            let mut rest = self.copies.bytes(number).map_err(refused)?;
+            for region in Region::run(&parameter.shape, piece.first, piece.length()) {
+                let bytes = rest.split_off(..F32 * region.volume() as usize);
+                let bytes = bytes.ok_or_else(|| Fault::bug("a piece was not copied whole"))?;
+                blob.push(Entry::new(set, &parameter.name, &region, Cow::Borrowed(bytes)));
             }
         }
         for (layer, balance) in self.balance.iter().enumerate() {
             let blob = blobs.entry(format::BALANCE.to_owned()).or_default();
             for set in Set::ALL {
-                let values = Tensor::from_slice(format::values(balance, set));
-                let region = Region::whole(&values.size());
-                blob.push(Entry::new(set, &balance_name(layer as i64), &region, values));
+                let values = format::values(balance, set);
+                let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+                let region = Region::whole(&[values.len() as i64]);
+                blob.push(Entry::new(set, &balance_name(layer as i64), &region, Cow::Owned(bytes)));
             }
         }
-        blobs
+        blobs.values_mut().for_each(|blob| blob.sort_by(|one, other| one.key.cmp(&other.key)));
+        Ok(blobs)
     }
 }
 
@@ -126,46 +117,83 @@ pub(super) fn blobs(
     snapshot: &Snapshot,
 ) -> Result<Vec<BlobRecord>> {
     let put = |(blob, entries): (String, Vec<Entry>)| {
-        let named = entries.iter().map(|entry| (entry.key.as_str(), entry));
-        let bytes = safetensors::serialize(named, None)
+        let head = head(&entries)
             .map_err(|error| Fault::bug(format!("the blob {blob} cannot be written: {error}")))?;
-        medium.put(&name(snapshot.step, &blob), &bytes)?;
-        Ok(BlobRecord { name: blob, bytes: bytes.len() as u64, digest: Digest::of_bytes(&bytes) })
+        // Nothing is put together in memory, which would take as long as the way to the disk.
+        let bodies = entries.iter().map(|entry| &*entry.bytes);
+        let parts: Vec<&[u8]> = [head.as_slice()].into_iter().chain(bodies).collect();
+        let Put { bytes, digest } = medium.put(&name(snapshot.step, &blob), &parts)?;
+        Ok(BlobRecord { name: blob, bytes, digest })
     };
-    snapshot.arrive()?;
-    snapshot.blobs(layout).into_iter().map(put).collect()
+    snapshot.blobs(layout)?.into_iter().map(put).collect()
 }
 
-/// One box in a blob, whose bytes exist only while it is written.
-struct Entry {
+/// What comes before the values of a safetensors file that are those of `entries`, one after the other.
+fn head(entries: &[Entry]) -> std::result::Result<Vec<u8>, SafeTensorError> {
+    let mut end = 0;
+    let info = |Entry { key, shape, bytes }: &Entry| {
+        let (begin, shape) = (end, shape.clone());
+        end += bytes.len();
+        (key.clone(), TensorInfo { dtype: Dtype::F32, shape, data_offsets: (begin, end) })
+    };
+    let infos = entries.iter().map(info).collect();
+    let mut text = serde_json::to_vec(&Metadata::new(None, infos)?)?;
+    text.resize(text.len().next_multiple_of(8), b' ');
+    Ok([&(text.len() as u64).to_le_bytes(), text.as_slice()].concat())
+}
+
+/// One box in a blob.
+struct Entry<'a> {
     key: String,
     shape: Vec<usize>,
-    values: Tensor,
+    bytes: Cow<'a, [u8]>,
 }
 
-impl Entry {
-    fn new(set: Set, tensor: &str, region: &Region, values: Tensor) -> Self {
+impl<'a> Entry<'a> {
+    fn new(set: Set, tensor: &str, region: &Region, bytes: Cow<'a, [u8]>) -> Self {
         let shape = region.lengths.iter().map(|length| *length as usize).collect();
-        Entry { key: format::key(set, tensor, &region.offsets), shape, values }
+        Entry { key: format::key(set, tensor, &region.offsets), shape, bytes }
     }
 }
 
-impl View for &Entry {
-    fn dtype(&self) -> Dtype {
-        Dtype::F32
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use safetensors::View;
+
+    impl View for &Entry<'_> {
+        fn dtype(&self) -> Dtype {
+            Dtype::F32
+        }
+
+        fn shape(&self) -> &[usize] {
+            &self.shape
+        }
+
+        fn data(&self) -> Cow<'_, [u8]> {
+            Cow::Borrowed(&self.bytes)
+        }
+
+        fn data_len(&self) -> usize {
+            self.bytes.len()
+        }
     }
 
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        let mut bytes = vec![0; self.values.numel() * 4];
-        self.values.to_kind(Kind::Float).copy_data_u8(&mut bytes, self.values.numel());
-        Cow::Owned(bytes)
-    }
-
-    fn data_len(&self) -> usize {
-        self.values.numel() * 4
+    proptest! {
+        #[test]
+        fn a_blob_is_what_safetensors_writes(
+            shapes in prop::collection::btree_map("[a-z.]{1,9}@[0-9,]{0,5}", prop::collection::vec(1usize..5, 0..4), 0..9),
+        ) {
+            let entry = |(key, shape): (String, Vec<usize>)| {
+                let bytes = (0..F32 * shape.iter().product::<usize>()).map(|at| (at * 37) as u8);
+                Entry { key, bytes: bytes.collect(), shape }
+            };
+            let entries: Vec<Entry> = shapes.into_iter().map(entry).collect();
+            let bodies = entries.iter().flat_map(|entry| entry.bytes.to_vec());
+            let found: Vec<u8> = head(&entries).unwrap().into_iter().chain(bodies).collect();
+            let named = entries.iter().rev().map(|entry| (entry.key.as_str(), entry));
+            prop_assert_eq!(found, safetensors::serialize(named, None).unwrap());
+        }
     }
 }

@@ -6,7 +6,7 @@
 //! same either way.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Seek, SeekFrom, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use super::{Act, admit, note, synced};
@@ -31,6 +31,8 @@ pub(super) struct DirectFile {
     waiting: usize,
     /// Bytes handed to the system.
     written: u64,
+    /// Whether the bytes are on the disk, all of them.
+    finished: bool,
 }
 
 impl DirectFile {
@@ -41,7 +43,8 @@ impl DirectFile {
         let buffer = vec![0; PIECE_BYTES + ALIGNMENT];
         let aligned = buffer.as_ptr().align_offset(ALIGNMENT);
         let path = path.to_owned();
-        Ok(DirectFile { path, file, direct: false, buffer, aligned, waiting: 0, written: 0 })
+        let (direct, finished) = (false, false);
+        Ok(DirectFile { path, file, direct, buffer, aligned, waiting: 0, written: 0, finished })
     }
 
     /// Hands all bytes so far to the system, so that they can be read; the rest is written as usual.
@@ -59,8 +62,11 @@ impl DirectFile {
         Ok(())
     }
 
-    /// Ends the file; its bytes are on the disk.
+    /// Ends the file, unless that was done; its bytes are on the disk.
     pub(super) fn finish(&mut self) -> io::Result<()> {
+        if self.finished {
+            return Ok(());
+        }
         let end = self.written + self.waiting as u64;
         if self.direct {
             let whole = self.waiting.next_multiple_of(ALIGNMENT);
@@ -72,7 +78,37 @@ impl DirectFile {
             self.file.set_len(end)?;
             note(|| Act::SetLength(self.path.clone(), end));
         }
-        synced(&self.file, || Act::Sync(self.path.clone()))
+        synced(&self.file, || Act::Sync(self.path.clone()))?;
+        self.finished = true;
+        Ok(())
+    }
+
+    /// Hands the bytes of the ended file to `take`, as the disk gives them back: past the page cache where they were written so.
+    pub(super) fn read_back(&mut self, mut take: impl FnMut(&[u8])) -> io::Result<()> {
+        let mut file = File::open(&self.path)?;
+        let (length, mut at) = (file.metadata()?.len(), 0);
+        if self.direct {
+            file = direct().read(true).open(&self.path)?;
+        }
+        let piece = &mut self.buffer[self.aligned..self.aligned + PIECE_BYTES];
+        while at < length {
+            match file.read(piece) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(taken) => {
+                    take(&piece[..taken]);
+                    at += taken as u64;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // As above: a piece that leaves an odd rest.
+                Err(error) if self.direct && error.kind() == io::ErrorKind::InvalidInput => {
+                    self.direct = false;
+                    file = File::open(&self.path)?;
+                    file.seek(SeekFrom::Start(at))?;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     fn write_out(&mut self) -> io::Result<()> {
@@ -109,7 +145,7 @@ impl Write for DirectFile {
         self.waiting += taken;
         if self.waiting == PIECE_BYTES {
             if self.written == 0
-                && let Ok(file) = open_direct(&self.path)
+                && let Ok(file) = direct().write(true).open(&self.path)
             {
                 (self.file, self.direct) = (file, true);
             }
@@ -124,15 +160,12 @@ impl Write for DirectFile {
     }
 }
 
-#[cfg(target_os = "linux")]
-fn open_direct(path: &Path) -> io::Result<File> {
-    use std::os::unix::fs::OpenOptionsExt;
-    OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(path)
-}
-
-#[cfg(not(target_os = "linux"))]
-fn open_direct(_: &Path) -> io::Result<File> {
-    Err(io::ErrorKind::Unsupported.into())
+/// How a file is opened past the page cache, where the system knows that.
+fn direct() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    #[cfg(target_os = "linux")]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_DIRECT);
+    options
 }
 
 #[cfg(test)]
@@ -153,7 +186,10 @@ mod tests {
             }
         }
         file.finish().unwrap();
-        std::fs::read(path).unwrap()
+        let mut back = Vec::new();
+        file.read_back(|piece| back.extend_from_slice(piece)).unwrap();
+        assert!(back == std::fs::read(path).unwrap(), "it is read back as it is");
+        back
     }
 
     proptest! {

@@ -62,6 +62,20 @@ impl Whole {
         fs::File::open(&path).map_err(|error| Fault::io("read", &path, &error))
     }
 
+    /// Ends the file and reads it: what the disk gives back is what was put, or that is the fault.
+    pub fn prove(&mut self) -> Result<()> {
+        let mut back = Xxh3::new();
+        self.file.finish().map_err(|error| self.fault(&error))?;
+        let read = self.file.read_back(|piece| back.update(piece));
+        read.map_err(|error| Fault::io("verify", &self.path, &error))?;
+        if Digest(back.digest128()) == self.digest() {
+            return Ok(());
+        }
+        Err(Fault::machine("the disk gives back other bytes than were written")
+            .at(self.path.display().to_string())
+            .hint("check the disk before you go on"))
+    }
+
     /// Gives the file its name once its bytes are on the disk, and the mode of the one that it replaces. The name lasts
     /// when its folder is synced.
     pub fn commit(mut self) -> Result<FileRecord> {
@@ -115,9 +129,12 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<FileRecord> {
     Ok(record)
 }
 
+/// What the names of files end in that are not whole yet.
+pub const PART: &str = ".tmp";
+
 /// The name of a file that is not whole yet.
 fn temporary(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
-    name.push(".tmp");
+    name.push(PART);
     PathBuf::from(name)
 }
