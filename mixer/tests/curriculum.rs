@@ -296,6 +296,19 @@ fn windows_and_amendments_arrive() {
     assert_eq!(changed("\"abc\"", "\"abd\""), one("amendment.2", 13));
     assert_eq!(changed("step = 5\n", "step = 4\n"), one("amendment.1", 4));
     assert_eq!(changed("[7, 2]", "[7]"), one("amendment.2", 13));
+    // One between others is one, whatever it does to their numbers; and so is one that goes.
+    let between = "[[amendment]]\nstep = 9\nskip = true\n\n[[amendment]]\nstep = 13\n";
+    let between = MORE.replace("[[amendment]]\nstep = 13\n", between);
+    let between = parse(&(WHOLE.to_owned() + &between));
+    let told = |one: &Curriculum, other: &Curriculum| {
+        let told = one.difference(other);
+        told.iter().map(ToString::to_string).collect::<Vec<_>>()
+    };
+    let skip = "step = 9, skip = true";
+    let (comes, goes) = (format!("none became {skip}"), format!("{skip} became none"));
+    let at = |what: String| [format!("amendment.2: {what}, which matters from step 9")];
+    assert_eq!(told(&c, &between), at(comes));
+    assert_eq!(told(&between, &c), at(goes));
     assert_eq!(changed("sigma = 5", "sigma = 6"), one("skip_step.sigma", 1));
     assert_eq!(changed("percentile = 90", "percentile = 91"), one("auto_clip.percentile", 1));
     let plain = parse(WHOLE).difference(&c);

@@ -283,7 +283,11 @@ fn documents(stores: &Stores, args: &Args) -> Result<Vec<Found>> {
             }
         }
         if all.len() == before {
-            return Err(Fault::usage("no document that is trained on has this id")
+            let what = match &args.source {
+                Some(source) => format!("no document of {source} that is trained on has this id"),
+                None => "no document that is trained on has this id".to_owned(),
+            };
+            return Err(Fault::usage(what)
                 .at("--ban")
                 .found(format!("{id:?}"))
                 .hint("`ztrain replay` and `zdata batch` show ids; no step sees held-out text"));

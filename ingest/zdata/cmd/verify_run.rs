@@ -206,9 +206,7 @@ fn same_curriculum(ledger: &Ledger, opened: &Opened) -> Result<()> {
 impl Ledger {
     /// Reads the ledger and checks its chain; a last line without its end is passed over.
     fn read(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|error| {
-            Fault::io("read", path, &error).hint("name the folder that was given to `ztrain --out`")
-        })?;
+        let file = File::open(path).map_err(|error| Fault::io("read", path, &error))?;
         let mut lines = BufReader::new(file);
         let (mut head, mut data, mut link) = (None, Vec::new(), Digest::default());
         let (mut line, mut torn, mut number) = (Vec::new(), false, 0u64);

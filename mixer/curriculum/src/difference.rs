@@ -184,14 +184,18 @@ fn phase_differences(phases: &[Phase], others: &[Phase], list: &mut List) {
 }
 
 /// Amendments are compared in order: from the first that differs on, all of them count.
+/// What lies between those that both begin with and those that both end with.
 fn amendment_differences(amendments: &[Amendment], others: &[Amendment], list: &mut List) {
-    let pairs = amendments.iter().zip(others);
-    let same = pairs.take_while(|(one, other)| one.meaning() == other.meaning()).count();
-    for number in same..amendments.len().max(others.len()) {
-        let (one, other) = (amendments.get(number), others.get(number));
+    let same = |(one, other): &(&Amendment, &Amendment)| one.meaning() == other.meaning();
+    let first = amendments.iter().zip(others).take_while(same).count();
+    let (mine, theirs) = (&amendments[first..], &others[first..]);
+    let last = mine.iter().rev().zip(theirs.iter().rev()).take_while(same).count();
+    let (mine, theirs) = (&mine[..mine.len() - last], &theirs[..theirs.len() - last]);
+    for number in 0..mine.len().max(theirs.len()) {
+        let (one, other) = (mine.get(number), theirs.get(number));
         let show = |of: Option<&Amendment>| of.map_or("none".to_owned(), Amendment::meaning);
         let step = one.into_iter().chain(other).map(|of| of.step).min().unwrap_or(1);
-        list.compare(&format!("amendment.{}", number + 1), show(other), show(one), step);
+        list.compare(&format!("amendment.{}", first + number + 1), show(other), show(one), step);
     }
 }
 

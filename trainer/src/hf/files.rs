@@ -184,7 +184,10 @@ pub(super) fn read(
     bytes: &[u8],
     mut take: impl FnMut(&str, Tensor) -> Result<()>,
 ) -> Result<()> {
-    let damaged = |what: String| Fault::data(what).at(path.display().to_string());
+    let damaged = |what: String| {
+        let fault = Fault::data(what).at(path.display().to_string());
+        fault.hint("a copy that was cut short looks so: fetch the file again")
+    };
     let file = SafeTensors::deserialize(bytes)
         .map_err(|error| damaged(format!("this is not a safetensors file: {error}")))?;
     for (name, view) in file.iter() {

@@ -200,5 +200,7 @@ fn content(config: &ZayaConfig, weights: &[Tensor], biases: &[Vec<f32>]) -> Dige
 }
 
 fn damaged(path: &Path, what: &str) -> Fault {
-    Fault::data(format!("this start is damaged: {what}")).at(path.display().to_string())
+    Fault::data(format!("this start is damaged: {what}"))
+        .at(path.display().to_string())
+        .hint("restore the file from a backup, or make the start anew with `ztrain import`")
 }

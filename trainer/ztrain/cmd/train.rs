@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use contract::{Fault, Result};
+use kernels::group::Transport;
 use loader::{Opened, PrefetchOptions};
 use store::Location;
 use trainer::audit::Audit;
@@ -141,10 +142,13 @@ fn as_rank(
     let mut world = args.ranks.world(&args.speed, launched, (args.min_ranks, stop))?;
     let workers = args.speed.workers(launched, &world.runtime)?.auditing(args.audit);
     let exec = ExecOptions { stop: Arc::clone(stop), ..options(args, curriculum, workers) };
-    if launched.is_none() && args.min_ranks.is_some() {
+    if launched.is_none() && (args.min_ranks.is_some() || args.mirror) {
         contract::note!(
             "note: --min-ranks and --mirror are for several ranks; one has nobody to go on without it"
         );
+    }
+    if launched.is_none() && args.ranks.transport() != Transport::Auto {
+        contract::note!("note: --transport is for several ranks; one sends nothing");
     }
     if let Some(launched) = launched {
         launch::first_words(launched.place.rank);
