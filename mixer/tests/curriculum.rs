@@ -300,15 +300,14 @@ fn windows_and_amendments_arrive() {
     let between = "[[amendment]]\nstep = 9\nskip = true\n\n[[amendment]]\nstep = 13\n";
     let between = MORE.replace("[[amendment]]\nstep = 13\n", between);
     let between = parse(&(WHOLE.to_owned() + &between));
-    let told = |one: &Curriculum, other: &Curriculum| {
-        let told = one.difference(other);
-        told.iter().map(ToString::to_string).collect::<Vec<_>>()
-    };
     let skip = "step = 9, skip = true";
-    let (comes, goes) = (format!("none became {skip}"), format!("{skip} became none"));
-    let at = |what: String| [format!("amendment.2: {what}, which matters from step 9")];
-    assert_eq!(told(&c, &between), at(comes));
-    assert_eq!(told(&between, &c), at(goes));
+    for (one, other, what) in [(&c, &between, ["none", skip]), (&between, &c, [skip, "none"])] {
+        let told: Vec<_> = one.difference(other).iter().map(ToString::to_string).collect();
+        assert_eq!(
+            told,
+            [format!("amendment.2: {}, which matters from step 9", what.join(" became "))]
+        );
+    }
     assert_eq!(changed("sigma = 5", "sigma = 6"), one("skip_step.sigma", 1));
     assert_eq!(changed("percentile = 90", "percentile = 91"), one("auto_clip.percentile", 1));
     let plain = parse(WHOLE).difference(&c);

@@ -43,7 +43,7 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Place::Local)]
     engine: Place,
     /// The folder of parts; what is in it is not made again, by this build after a kill or by another one after an edit. One
-    /// that is named is kept (`zdata task prune --help` says how it is cleared) [default: OUT.work, removed when the store is whole].
+    /// that is named is kept (`zdata task prune --help`: how it is cleared) [default: OUT.work, removed when the store is whole].
     #[arg(long, value_name = "FOLDER", value_parser = super::local(super::task::WORK))]
     work: Option<PathBuf>,
     /// Bytes of input that a part is made of, which a kill can cost; a larger file is a part by itself.
