@@ -297,9 +297,8 @@ fn windows_and_amendments_arrive() {
     assert_eq!(changed("step = 5\n", "step = 4\n"), one("amendment.1", 4));
     assert_eq!(changed("[7, 2]", "[7]"), one("amendment.2", 13));
     // One between others is one, whatever it does to their numbers; and so is one that goes.
-    let between = "[[amendment]]\nstep = 9\nskip = true\n\n[[amendment]]\nstep = 13\n";
-    let between = MORE.replace("[[amendment]]\nstep = 13\n", between);
-    let between = parse(&(WHOLE.to_owned() + &between));
+    let between = "step = 9\nskip = true\n\n[[amendment]]\nstep = 13\n";
+    let between = parse(&(WHOLE.to_owned() + &MORE.replace("step = 13\n", between)));
     let skip = "step = 9, skip = true";
     for (one, other, what) in [(&c, &between, ["none", skip]), (&between, &c, [skip, "none"])] {
         let told: Vec<_> = one.difference(other).iter().map(ToString::to_string).collect();
