@@ -296,17 +296,6 @@ fn windows_and_amendments_arrive() {
     assert_eq!(changed("\"abc\"", "\"abd\""), one("amendment.2", 13));
     assert_eq!(changed("step = 5\n", "step = 4\n"), one("amendment.1", 4));
     assert_eq!(changed("[7, 2]", "[7]"), one("amendment.2", 13));
-    // One between others is one, whatever it does to their numbers; and so is one that goes.
-    let between = "step = 9\nskip = true\n\n[[amendment]]\nstep = 13\n";
-    let between = parse(&(WHOLE.to_owned() + &MORE.replace("step = 13\n", between)));
-    let skip = "step = 9, skip = true";
-    for (one, other, what) in [(&c, &between, ["none", skip]), (&between, &c, [skip, "none"])] {
-        let told: Vec<_> = one.difference(other).iter().map(ToString::to_string).collect();
-        assert_eq!(
-            told,
-            [format!("amendment.2: {}, which matters from step 9", what.join(" became "))]
-        );
-    }
     assert_eq!(changed("sigma = 5", "sigma = 6"), one("skip_step.sigma", 1));
     assert_eq!(changed("percentile = 90", "percentile = 91"), one("auto_clip.percentile", 1));
     let plain = parse(WHOLE).difference(&c);

@@ -234,3 +234,29 @@ fn phase_difference(phase: &Phase, other: &Phase, first_step: u64, list: &mut Li
         list.compare(&key(&format!("mix.{source}")), show(other), show(phase), first_step);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A curriculum with amendments that leave out these steps.
+    fn skipping(steps: &[u64]) -> Curriculum {
+        let head = "store = \"s\"\nseed = 1\n[model]\npreset = \"zaya1-nano\"\n[optimizer]\nkind = \"adamw\"\nlr = 1e-3\n\
+            [[phase]]\nname = \"all\"\nsteps = 60\nseq_len = 64\nbatch = 4\nmicro_batch = 2\nmix = { a = 1 }\n";
+        let amendment = |step: &u64| format!("[[amendment]]\nstep = {step}\nskip = true\n");
+        let amendments: String = steps.iter().map(amendment).collect();
+        Curriculum::parse(&format!("{head}{amendments}"), "c.toml").unwrap()
+    }
+
+    #[test]
+    fn an_amendment_between_others_is_one() {
+        let (few, many) = (skipping(&[5, 13, 20]), skipping(&[5, 9, 13, 20]));
+        for (one, other, what) in [
+            (&few, &many, "none became step = 9, skip = true"),
+            (&many, &few, "step = 9, skip = true became none"),
+        ] {
+            let told: Vec<_> = one.difference(other).iter().map(ToString::to_string).collect();
+            assert_eq!(told, [format!("amendment.2: {what}, which matters from step 9")]);
+        }
+    }
+}

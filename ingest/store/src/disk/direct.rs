@@ -139,6 +139,7 @@ impl DirectFile {
 
 impl Write for DirectFile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.finished = false;
         let taken = bytes.len().min(PIECE_BYTES - self.waiting);
         let start = self.aligned + self.waiting;
         self.buffer[start..start + taken].copy_from_slice(&bytes[..taken]);

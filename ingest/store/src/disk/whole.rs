@@ -138,3 +138,34 @@ fn temporary(path: &Path) -> PathBuf {
     name.push(PART);
     PathBuf::from(name)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt as _;
+
+    use super::*;
+
+    #[test]
+    fn a_disk_that_gives_back_other_bytes_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        for (size, lies) in [(3 << 20, true), (3 << 20, false), (77, false), (0, false)] {
+            let mut file = Whole::create(&path).unwrap();
+            file.put(&vec![7; size]).unwrap();
+            if lies {
+                let there = fs::OpenOptions::new().write(true).open(temporary(&path)).unwrap();
+                there.write_all_at(&[8], 4097).unwrap();
+            }
+            let proven = file.prove();
+            assert_eq!(proven.is_err(), lies);
+            if let Err(fault) = proven {
+                assert!(fault.to_string().contains("the disk gives back other bytes"), "{fault}");
+                continue;
+            }
+            let record = file.commit().unwrap();
+            let found = fs::read(&path).unwrap();
+            assert_eq!((record.bytes, record.digest), (size as u64, Digest::of_bytes(&found)));
+        }
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing half stays");
+    }
+}
