@@ -71,6 +71,23 @@ fn the_shipped_recipe_is_planned_on_published_figures() {
 }
 
 #[test]
+fn operations_are_timed_beside_libtorchs() {
+    let scratch = Scratch::new();
+    let plot = scratch.path("kernels.svg");
+    let kernels = ["bench", "kernels", "--tokens", "16", "--seconds", "0.001", "--dtype", "bf16"];
+    let told = ztrain(&[&kernels[..], &["--json", "--plot", arg(&plot)]].concat()).ok();
+    let rows: Vec<serde_json::Value> =
+        told.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(rows.len() >= 15, "{told}");
+    for row in &rows {
+        assert!(row["dtype"] == "bf16" && row["bytes"].as_u64().unwrap() > 0, "{row}");
+        let seconds = ["ours", "libtorch"].map(|by| row[by].as_f64().unwrap());
+        assert!(seconds.iter().all(|seconds| *seconds > 0.0), "{row}");
+    }
+    assert!(std::fs::read_to_string(&plot).unwrap().contains("bf16, libtorch"));
+}
+
+#[test]
 fn what_is_no_picture_and_no_cluster_stays() {
     let scratch = Scratch::new();
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("curricula/phase1.toml");
@@ -78,10 +95,12 @@ fn what_is_no_picture_and_no_cluster_stays() {
     std::fs::write(&file, "{\"kind\":\"head\"}\n").unwrap();
     let (path, kept) = (arg(&path), arg(&file));
     let memory = ["bench", "memory", "--to", "4K", "--seconds", "0.01"];
+    let kernels = ["bench", "kernels", "--tokens", "16", "--seconds", "0.001"];
     let plan = ["plan", path, "--cluster", "h100", "--simulate", "1", "--plot", kept];
     for (command, says) in [
         ([&memory[..], &["--plot", kept]].concat(), "no page and no plot"),
         ([&memory[..], &["--out", kept]].concat(), "ledger.jsonl:1"),
+        ([&kernels[..], &["--plot", kept]].concat(), "no page and no plot"),
         (plan.to_vec(), "no page and no plot"),
     ] {
         let ran = ztrain(&command);

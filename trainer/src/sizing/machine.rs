@@ -177,6 +177,17 @@ impl Bench {
         self.looks(with_product, timed)
     }
 
+    /// The same of what works on operands of so many bytes that no cache has.
+    pub(super) fn time_cold<T>(
+        self,
+        bytes: u64,
+        one: impl Fn() -> kernels::Result<T> + Sync,
+        work: impl Fn(&mut T) -> kernels::Result<()> + Sync,
+    ) -> Result<f64> {
+        let prepare = || Round::of(sets(bytes), &one);
+        self.time_between_products(prepare, |round: &mut Round<T>| work(round.next()))
+    }
+
     /// The median of what `timed` answers for so many calls, of the slowest worker.
     fn looks<T>(
         self,
@@ -209,7 +220,8 @@ impl Bench {
         }
     }
 
-    fn random(self, shape: &[i64], kind: Kind) -> kernels::Result<Tensor> {
+    /// Numbers of this shape and format.
+    pub(super) fn random(self, shape: &[i64], kind: Kind) -> kernels::Result<Tensor> {
         let count: i64 = shape.iter().product();
         let flat = Tensor::f_arange(count, (Kind::Float, self.device))?;
         Ok(flat.f_mul_scalar(0.7)?.f_sin()?.f_reshape(shape)?.f_to_kind(kind)?)

@@ -3,6 +3,7 @@
 //! ```text
 //! curve      a rate over a size                         cluster    the file: as measured here, or as published
 //! machine    measures products and memory               shapes     which products the bench measures
+//! operations  measures what lies between products
 //! products   those of a micro-batch, by part            traffic    its bytes outside of products
 //! estimate   the seconds of a step, part by part        hints      rules of thumb that a run breaks
 //! faults     failures, in closed form and simulated   degrees    ranks that share micro-batches
@@ -17,6 +18,7 @@ pub mod estimate;
 pub mod faults;
 pub mod hints;
 pub mod machine;
+pub mod operations;
 pub mod products;
 pub mod shapes;
 pub mod traffic;

@@ -32,6 +32,11 @@ enum What {
     /// Bandwidth of memory by operation: copy, scale, add, triad, the ledger's checksum, an addition of the tree.
     #[command(after_help = "Example: ztrain bench memory --out cluster.toml --plot memory.svg")]
     Memory(super::bench_machine::MemoryArgs),
+    /// What a step computes between its products, operation by operation, ours beside libtorch's.
+    #[command(
+        after_help = "Example: ztrain bench kernels --curriculum phase1.toml --dtype bf16 --plot kernels.svg"
+    )]
+    Kernels(super::bench_machine::KernelArgs),
     /// Time the exchange of bytes between ranks: libtorch's collectives, and ours that keep bits.
     #[command(
         after_help = "Example: ztrain bench collectives --nproc 4 --to 64M --plot collectives.svg"
@@ -72,6 +77,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         What::Step(args) => return super::bench_step::exec(args),
         What::Gemm(args) => return super::bench_machine::gemm(args),
         What::Memory(args) => return super::bench_machine::memory(args),
+        What::Kernels(args) => return super::bench_machine::kernels(args),
         What::Collectives(args) => args,
     };
     let (from, to) = (bytes("--from", &args.from)?, bytes("--to", &args.to)?);

@@ -1,4 +1,4 @@
-//! `ztrain bench gemm` and `ztrain bench memory`: what this machine can do, for people and for `ztrain plan --cluster`.
+//! `ztrain bench gemm`, `memory` and `kernels`: what this machine can do, for people and for `ztrain plan --cluster`.
 
 use std::path::{Path, PathBuf};
 
@@ -15,13 +15,14 @@ use trainer::model::ZayaConfig;
 use trainer::sizing::Curve;
 use trainer::sizing::cluster::{Described, Gemm, Memory};
 use trainer::sizing::machine::{Bench, By, PASSES, Pass};
+use trainer::sizing::operations::Numbers;
 use trainer::sizing::shapes::{self, Shape};
 use trainer::workers::Workers;
 
 use super::Speed;
 use super::drawing::Drawing;
 
-/// What both commands take.
+/// What all of them take.
 #[derive(clap::Args)]
 struct Common {
     /// Where to compute: cpu, cuda or cuda:1.
@@ -39,9 +40,31 @@ struct Common {
     /// Draw the rates as SVG.
     #[arg(long, value_name = "FILE", value_parser = super::local("draw into a file here"))]
     plot: Option<PathBuf>,
+}
+
+/// What those take that a plan is made from.
+#[derive(clap::Args)]
+struct Out {
     /// Write what was measured into a description of this machine for `ztrain plan --cluster`; other parts of the file stay.
     #[arg(long, value_name = "FILE", value_parser = super::local("write a file here"))]
     out: Option<PathBuf>,
+}
+
+/// Arguments of `kernels`.
+#[derive(clap::Args)]
+pub(crate) struct KernelArgs {
+    /// Take the sizes of this curriculum's model in its first phase; described stores are enough [default: zaya1-nano on a CPU,
+    /// zaya1-8b on a GPU].
+    #[arg(long, value_name = "FILE", value_parser = super::place())]
+    curriculum: Option<Location>,
+    /// Tokens of a micro-batch [default: of the curriculum's, else 1024 on a CPU, 16384 on a GPU].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(1..=1 << 20))]
+    tokens: Option<i64>,
+    /// Number formats to measure.
+    #[arg(long, value_name = "FORMAT", value_delimiter = ',', value_enum, default_values_t = [Format::F32, Format::Bf16])]
+    dtype: Vec<Format>,
+    #[command(flatten)]
+    common: Common,
 }
 
 /// Arguments of `gemm`.
@@ -64,6 +87,8 @@ pub(crate) struct GemmArgs {
     dtype: Vec<Format>,
     #[command(flatten)]
     common: Common,
+    #[command(flatten)]
+    out: Out,
 }
 
 /// Arguments of `memory`.
@@ -78,6 +103,8 @@ pub(crate) struct MemoryArgs {
     to: String,
     #[command(flatten)]
     common: Common,
+    #[command(flatten)]
+    out: Out,
 }
 
 /// A number format.
@@ -130,11 +157,24 @@ struct Bandwidth {
     bytes_per_s: f64,
 }
 
+/// A row of `kernels`.
+#[derive(Serialize)]
+struct Timed {
+    operation: &'static str,
+    dtype: &'static str,
+    /// Of what it takes and answers with.
+    bytes: u64,
+    /// Seconds, as the trainer would compute it.
+    ours: f64,
+    /// The same by libtorch's operators.
+    libtorch: f64,
+}
+
 impl Common {
     /// What measures, and where it goes: found out before minutes of measuring.
-    fn start(&self) -> Result<(Bench, Device, Results)> {
+    fn start(&self, out: Option<&Path>) -> Result<(Bench, Device, Results)> {
         let plot = self.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
-        let cluster = self.out.as_deref().map(ClusterFile::open).transpose()?;
+        let cluster = out.map(ClusterFile::open).transpose()?;
         let (device, table) = Speed::on(&self.device).start(None)?;
         let ops = table.ops().map_err(|error| Fault::machine(error.to_string()))?;
         let workers = Workers::new(usize::from(self.workers)).computing_by(ops);
@@ -193,7 +233,7 @@ impl ClusterFile {
 /// Measures products.
 pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
     let model = args.curriculum.as_ref().map(model).transpose()?;
-    let (bench, device, results) = args.common.start()?;
+    let (bench, device, results) = args.common.start(args.out.out.as_deref())?;
     let or = |given: &[i64], cpu: &[i64], gpu: &[i64]| match (given, device) {
         ([], Device::Cpu) => cpu.to_vec(),
         ([], _) => gpu.to_vec(),
@@ -391,7 +431,7 @@ fn product_chart(found: &[Product]) -> Chart {
 pub(crate) fn memory(args: MemoryArgs) -> Result<u8> {
     let (from, to) =
         (super::bench::bytes("--from", &args.from)?, super::bench::bytes("--to", &args.to)?);
-    let (bench, _, results) = args.common.start()?;
+    let (bench, _, results) = args.common.start(args.out.out.as_deref())?;
     if !args.common.json {
         let head = PASSES.map(|pass| format!("{:>14}", pass.name()));
         tell!("{:>12}{}  (GB/s of a worker, read and written)", "bytes", head.concat());
@@ -442,4 +482,80 @@ pub(crate) fn memory(args: MemoryArgs) -> Result<u8> {
         });
     })?;
     Ok(0)
+}
+
+/// Measures what lies between products.
+pub(crate) fn kernels(args: KernelArgs) -> Result<u8> {
+    let model = args.curriculum.as_ref().map(model).transpose()?;
+    let (bench, device, results) = args.common.start(None)?;
+    let (config, tokens) = match model {
+        Some(model) => model,
+        None => {
+            let (preset, tokens) = match device {
+                Device::Cpu => ("zaya1-nano", 1024),
+                _ => ("zaya1-8b", 16_384),
+            };
+            let config =
+                ZayaConfig::preset(preset).ok_or_else(|| Fault::bug("a preset is gone"))?;
+            (config, tokens)
+        }
+    };
+    let tokens = args.tokens.unwrap_or(tokens);
+    if !args.common.json {
+        let names = ["MB", "ours us", "torch us", "ours GB/s", "torch GB/s", "times as fast"];
+        let head = names.map(|name| format!("{name:>14}"));
+        tell!("{:>26} {:>5}{}  ({tokens} tokens)", "operation", "", head.concat());
+    }
+    let mut found = Vec::new();
+    for format in &args.dtype {
+        let numbers = Numbers { config: config.clone(), tokens, kind: format.kind() };
+        for of in numbers.operations() {
+            let row = Timed {
+                operation: of.name,
+                dtype: format.name(),
+                bytes: of.bytes,
+                ours: bench.operation(&numbers, &of, By::Ours)?,
+                libtorch: bench.operation(&numbers, &of, By::Libtorch)?,
+            };
+            tell_kernel(&row, &args.common)?;
+            found.push(row);
+        }
+    }
+    let points = |format: &Format, seconds: fn(&Timed) -> f64| {
+        let own = found.iter().filter(|row| row.dtype == format.name());
+        let mut points: Vec<_> =
+            own.map(|row| (row.bytes as f64, row.bytes as f64 / seconds(row) / 1e9)).collect();
+        points.sort_by(|left, right| left.0.total_cmp(&right.0));
+        points
+    };
+    let curves = args.dtype.iter().flat_map(|format| {
+        let name = format.name();
+        [
+            (format!("{name}, ours"), points(format, |row| row.ours)),
+            (format!("{name}, libtorch"), points(format, |row| row.libtorch)),
+        ]
+    });
+    let title = "operations: GB/s of a worker over bytes taken and answered, log-log".to_owned();
+    let chart = Chart { title, log: true, curves: curves.collect() };
+    results.put(&chart, |_| ())?;
+    Ok(0)
+}
+
+fn tell_kernel(row: &Timed, common: &Common) -> Result<()> {
+    if common.json {
+        return print_raw(&format!("{}\n", serde_json::json!(row)));
+    }
+    let Timed { operation, dtype, bytes, ours, libtorch } = row;
+    let rate = |seconds: &f64| *bytes as f64 / seconds / 1e9;
+    let cells = [
+        *bytes as f64 / 1e6,
+        1e6 * ours,
+        1e6 * libtorch,
+        rate(ours),
+        rate(libtorch),
+        libtorch / ours,
+    ];
+    let cells = cells.map(|cell| format!("{cell:>14.2}"));
+    tell!("{operation:>26} {dtype:>5}{}", cells.concat());
+    Ok(())
 }

@@ -1,0 +1,270 @@
+//! Operations of the table over the numbers of a micro-batch: what a step does between its products, which `machine` measures.
+//!
+//! Each is timed by the table in use, and by libtorch's operators for the same ("reference"), in the same minute and on operands
+//! that no cache has. Its bytes are those of what it takes and answers with, each once, so that a bandwidth says how far it is
+//! from what memory allows.
+
+use kernels::ops::{AdamW, CrossEntropy, DepthwiseConv, QueryKey, REFERENCE, Scaling, Table};
+use tch::Kind::{Float, Int64};
+use tch::{Kind, Tensor};
+
+use super::machine::{Bench, By};
+use crate::model::ZayaConfig;
+
+/// How many numbers there are, and in which format products have theirs.
+#[derive(Clone, Debug)]
+pub struct Numbers {
+    /// The model's sizes.
+    pub config: ZayaConfig,
+    /// Tokens of a micro-batch.
+    pub tokens: i64,
+    /// f32 or bf16.
+    pub kind: Kind,
+}
+
+/// One operation on these numbers.
+pub struct Operation {
+    /// What it is.
+    pub name: &'static str,
+    /// Bytes of what it takes and answers with.
+    pub bytes: u64,
+    /// Shape and format of each operand.
+    operands: Vec<(Vec<i64>, Kind)>,
+    work: Work,
+}
+
+type Work = fn(Table, &Numbers, &mut [Tensor]) -> kernels::Result<()>;
+
+impl Numbers {
+    /// All of them, in the order of a step.
+    pub fn operations(&self) -> Vec<Operation> {
+        let mut all = self.between();
+        all.extend(self.of_attention());
+        all.extend(self.of_experts());
+        all.extend(self.of_the_end());
+        all
+    }
+
+    /// One that takes these operands, and answers with so many numbers of each format.
+    fn operation(
+        &self,
+        name: &'static str,
+        operands: &[(&[i64], Kind)],
+        answers: &[(i64, Kind)],
+        work: Work,
+    ) -> Operation {
+        let taken = operands.iter().map(|(shape, kind)| (shape.iter().product::<i64>(), *kind));
+        let all = taken.chain(answers.iter().copied());
+        let bytes = all.map(|(count, kind)| count as u64 * kind.elt_size_in_bytes() as u64).sum();
+        let operands = operands.iter().map(|(shape, kind)| (shape.to_vec(), *kind)).collect();
+        Operation { name, bytes, operands, work }
+    }
+
+    fn between(&self) -> Vec<Operation> {
+        let (n, d, kind) = (self.tokens, self.config.hidden_size, self.kind);
+        let (rows, one) = ([n, d], [d]);
+        let vectors = [(&one[..], Float); 4];
+        let norm = [(&rows[..], Float), (&one, Float)];
+        let back = [(&rows[..], Float), (&[n, 1], Float), (&one, Float), (&rows, Float)];
+        let sum = [&[(&rows[..], kind), (&rows, Float)], &vectors[..], &[(&one, Float)]].concat();
+        let sum_back =
+            [&[(&rows[..], kind), (&rows, Float)], &vectors[..], &[(&rows, Float)]].concat();
+        vec![
+            self.operation("norm", &norm, &[(n * d, Float)], |ops, by, t| {
+                ops.rms_norm(&t[0], &t[1], by.config.rms_norm_eps).map(drop)
+            }),
+            self.operation("norm, back", &back, &[(n * d, Float)], |ops, _, t| {
+                ops.rms_norm_backward(&t[0], &t[1], &t[2], &t[3]).map(drop)
+            }),
+            self.operation(
+                "residual and norm",
+                &sum,
+                &[(n * d, Float), (n * d, kind)],
+                |ops, by, t| {
+                    let norm = (&t[6], by.config.rms_norm_eps);
+                    ops.residual_norm(&t[0], &t[1], scaling(t), norm).map(drop)
+                },
+            ),
+            self.operation("residual, back", &sum_back, &[(2 * n * d, Float)], |ops, _, t| {
+                ops.residual_backward(&t[0], &t[1], scaling(t), &t[6]).map(drop)
+            }),
+        ]
+    }
+
+    fn of_attention(&self) -> Vec<Operation> {
+        let (n, kind, channels) = (self.tokens, self.kind, self.config.conv_size());
+        let [heads, width] = self.heads();
+        let (z, raw, half) = ([n, channels], [heads, n, width], self.angles());
+        let (twice, one) = ([heads, n, 2 * width], [channels]);
+        let conv: [(&[i64], Kind); 4] =
+            [(&z, kind), (&[channels, 1, 2], Float), (&one, Float), (&[1], Int64)];
+        let conv_back = [&conv[..], &[(&twice[..], kind)]].concat();
+        let angles = [n, half];
+        let turn: [(&[i64], Kind); 6] = [
+            (&z, kind),
+            (&raw, Float),
+            (&one, Float),
+            (&[self.config.num_key_value_heads], Float),
+            (&angles, Float),
+            (&angles, Float),
+        ];
+        let all = n * channels;
+        vec![
+            self.operation("convolution", &conv, &[(2 * all, kind)], |ops, by, t| {
+                ops.depthwise_conv(&t[0], convolution(by, t)).map(drop)
+            }),
+            self.operation("convolution, back", &conv_back, &[(all, Float)], |ops, by, t| {
+                ops.depthwise_conv_backward(&t[0], convolution(by, t), &t[4]).map(drop)
+            }),
+            self.operation("queries and keys", &turn, &[(2 * all, Float)], |ops, by, t| {
+                let [z, raw, rest @ ..] = t else { return Ok(()) };
+                let config = &by.config;
+                let shape =
+                    [config.num_attention_heads, config.num_key_value_heads, config.head_dim];
+                let angles = [&rest[2], &rest[3]];
+                let turn = QueryKey { bias: &rest[0], temperature: &rest[1], angles, shape };
+                ops.query_key(z, raw, turn).map(drop)
+            }),
+        ]
+    }
+
+    fn of_experts(&self) -> Vec<Operation> {
+        let (n, d, kind) = (self.tokens, self.config.hidden_size, self.kind);
+        let inner = self.config.moe_intermediate_size;
+        let (rows, both, half) = ([n, d], [n, 2 * inner], [n, inner]);
+        let gather: [(&[i64], Kind); 3] = [(&rows, kind), (&[n], Int64), (&[n, 1], Float)];
+        let gather_back = [&gather[..], &[(&rows[..], Float)]].concat();
+        vec![
+            self.operation("gated unit", &[(&both, kind)], &[(n * inner, kind)], |ops, _, t| {
+                ops.swiglu(&t[0]).map(drop)
+            }),
+            self.operation(
+                "gated unit, back",
+                &[(&both, kind), (&half, kind)],
+                &[(2 * n * inner, kind)],
+                |ops, _, t| ops.swiglu_backward(&t[0], &t[1]).map(drop),
+            ),
+            self.operation("back to tokens", &gather, &[(n * d, Float)], |ops, _, t| {
+                ops.gather(&t[0], &t[1], &t[2]).map(drop)
+            }),
+            self.operation("back to tokens, back", &gather_back, &[(n * d, Float)], |ops, _, t| {
+                ops.gather_backward(&t[0], &t[1], &t[2], &t[3]).map(drop)
+            }),
+        ]
+    }
+
+    fn of_the_end(&self) -> Vec<Operation> {
+        let (n, d, kind) = (self.tokens, self.config.hidden_size, self.kind);
+        let (vocabulary, inner) = (self.config.vocab_size, self.config.moe_intermediate_size);
+        let weights = [vocabulary, d];
+        let head: [(&[i64], Kind); 4] =
+            [(&[n, d], kind), (&weights, kind), (&[n], Int64), (&[n], Float)];
+        let expert = [d, 2 * inner];
+        let [two, three, four] = [2, 3, 4].map(|count| vec![(&expert[..], Float); count]);
+        let size = d * 2 * inner;
+        let answers = [(n * d, kind), (vocabulary * d, Float)];
+        vec![
+            self.operation("head and loss, both ways", &head, &answers, |ops, by, t| {
+                let [hidden, weights, labels, mask] = t else { return Ok(()) };
+                // Tokens are numbered here, and a label has to be one of the vocabulary.
+                let labels = &labels.f_remainder(by.config.vocab_size)?;
+                let (chunk, shards, part) = (by.config.loss_chunk, 1, false);
+                let by = CrossEntropy { hidden, weights, labels, mask, chunk, shards, part };
+                ops.cross_entropy_backward(by, 1.0).map(drop)
+            }),
+            self.operation("AdamW", &four, &[(3 * size, Float)], |ops, _, t| {
+                let [weight, first, second, gradient] = t else { return Ok(()) };
+                // Second moments are sums of squares.
+                let by = AdamW {
+                    keep: 1.0,
+                    first: 0.1,
+                    second: 0.05,
+                    root: 1.0,
+                    eps: 2.0,
+                    rate: 1e-3,
+                    scale: 1.0,
+                };
+                ops.adamw(by, weight, [first, second], gradient)
+            }),
+            self.operation("Muon's momentum", &two, &[(2 * size, Float)], |ops, _, t| {
+                let [momentum, gradient] = t else { return Ok(()) };
+                ops.nesterov(momentum, gradient, 0.95, 1.0).map(drop)
+            }),
+            self.operation("Muon's step", &two, &[(size, Float)], |ops, _, t| {
+                let [weight, direction] = t else { return Ok(()) };
+                ops.descend(weight, direction, 1.0, 1e-3)
+            }),
+            self.operation("squares", &three[..1], &[], |ops, _, t| ops.squares(&t[0]).map(drop)),
+        ]
+    }
+
+    /// Heads of queries and keys together, and their width.
+    fn heads(&self) -> [i64; 2] {
+        let config = &self.config;
+        [config.num_attention_heads + config.num_key_value_heads, config.head_dim]
+    }
+
+    /// Pairs of numbers that a head has turned.
+    fn angles(&self) -> i64 {
+        (self.config.head_dim as f64 * self.config.partial_rotary_factor / 2.0) as i64
+    }
+}
+
+/// Operands 2 to 5 of a residual addition.
+fn scaling(t: &[Tensor]) -> Scaling<'_> {
+    Scaling { scale: &t[2], bias: &t[3], residual_scale: &t[4], residual_bias: &t[5] }
+}
+
+/// Operands 1 to 3 of a convolution.
+fn convolution<'a>(by: &Numbers, t: &'a [Tensor]) -> DepthwiseConv<'a> {
+    DepthwiseConv { weights: &t[1], bias: &t[2], starts: &t[3], counted: None, heads: by.heads() }
+}
+
+impl Bench {
+    /// Seconds of an operation, of a worker while all are at work.
+    pub fn operation(self, numbers: &Numbers, of: &Operation, by: By) -> contract::Result<f64> {
+        let ops = match by {
+            By::Ours => self.workers.ops(),
+            By::Libtorch => REFERENCE,
+        };
+        let operand = |(shape, kind): &(Vec<i64>, Kind)| match kind {
+            Int64 => Ok(Tensor::f_arange(shape.iter().product::<i64>(), (Int64, self.device))?),
+            _ => self.random(shape, *kind),
+        };
+        let one = || of.operands.iter().map(operand).collect::<kernels::Result<Vec<_>>>();
+        self.time_cold(of.bytes, one, |t| (of.work)(ops, numbers, t))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use kernels::ops::CPU;
+    use tch::Device;
+
+    use super::*;
+    use crate::workers::Workers;
+
+    #[test]
+    fn every_operation_takes_its_operands_in_both_formats() {
+        let bench = Bench {
+            device: Device::Cpu,
+            workers: Workers::new(1).computing_by(CPU),
+            seconds: 1e-6,
+        };
+        let config = ZayaConfig { vocab_size: 96, ..ZayaConfig::preset("zaya1-nano").unwrap() };
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let numbers = Numbers { config: config.clone(), tokens: 7, kind };
+            let all = numbers.operations();
+            let names: BTreeSet<_> = all.iter().map(|one| one.name).collect();
+            assert_eq!(names.len(), all.len());
+            for one in &all {
+                for by in [By::Ours, By::Libtorch] {
+                    let seconds = bench.operation(&numbers, one, by);
+                    assert!(seconds.unwrap() > 0.0, "{}", one.name);
+                }
+            }
+        }
+    }
+}
