@@ -35,6 +35,14 @@ pub struct Operation {
 
 type Work = fn(Table, &Numbers, &mut [Tensor]) -> kernels::Result<()>;
 
+impl Operation {
+    /// The narrowest format of its operands.
+    pub fn kind(&self) -> Kind {
+        let narrow = self.operands.iter().any(|(_, kind)| *kind == Kind::BFloat16);
+        if narrow { Kind::BFloat16 } else { Float }
+    }
+}
+
 impl Numbers {
     /// All of them, in the order of a step.
     pub fn operations(&self) -> Vec<Operation> {
