@@ -239,6 +239,12 @@ fn machines_that_do_not_add_up_are_refused_and_steps_are_measured_on_ranks() {
     crate::support::Ran::from(wrong).fails(2, &["--nodes", "[2, 1]", "2 in all"]);
     let alone = fixture.run("wrong", &["--nodes", "2,1"]).output().unwrap();
     crate::support::Ran::from(alone).fails(2, &["--nodes", "[2, 1]", "--nproc"]);
+    let needless = ["--mirror", "--transport", "gloo", "--stop-after", "1"];
+    let alone = crate::support::Ran::from(fixture.run("alone", &needless).output().unwrap());
+    for note in ["--min-ranks and --mirror are for several", "--transport is for several"] {
+        assert!(alone.err.contains(note), "{}", alone.err);
+    }
+    alone.ok();
     let path = arg(&fixture.curriculum);
     let bench = ["bench", "step", "--curriculum", path, "--steps", "2", "--json"];
     let table = |extra: &[&str]| {

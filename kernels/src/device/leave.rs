@@ -108,20 +108,19 @@ impl Copies {
         self.landing.as_ref().map_or(Ok(()), |event| event.wait())
     }
 
-    /// Waits, and gives the bytes of the elements of the copy of this number, the last dimension fastest.
-    ///
-    /// # Panics
-    /// Where there is none of that number.
-    pub fn bytes(&self, number: usize) -> Result<&[u8]> {
+    /// Waits, and gives the bytes of the elements of each, the last dimension fastest.
+    pub fn bytes(&self) -> Result<Vec<&[u8]>> {
         self.wait()?;
-        let tensor = &self.tensors[number];
-        let bytes = tensor.numel() * tensor.kind().elt_size_in_bytes();
-        if bytes == 0 {
-            return Ok(&[]);
-        }
-        // SAFETY: a contiguous tensor of so many bytes in memory of the host that lives while it is borrowed; only this value
-        // knows it, and what was to be written there has been.
-        Ok(unsafe { slice::from_raw_parts(tensor.data_ptr().cast::<u8>(), bytes) })
+        let bytes = |tensor: &Tensor| -> &[u8] {
+            let bytes = tensor.numel() * tensor.kind().elt_size_in_bytes();
+            if bytes == 0 {
+                return &[];
+            }
+            // SAFETY: a contiguous tensor of so many bytes in memory of the host, which lives as long as this value is borrowed;
+            // only this value knows it, and what was to be written there has been.
+            unsafe { slice::from_raw_parts(tensor.data_ptr().cast::<u8>(), bytes) }
+        };
+        Ok(self.tensors.iter().map(bytes).collect())
     }
 }
 
@@ -137,13 +136,12 @@ mod tests {
         let whole = Tensor::arange(6, (Kind::Float, Device::Cpu)).view([2, 3]);
         let mut tensors = [whole.shallow_clone(), whole.tr()];
         let copies = unloader.copies(&tensors, &departures).unwrap();
-        copies.wait().unwrap();
         departures.hold(Device::Cpu).unwrap();
         let _ = tensors[0].fill_(9.0);
         let bytes = |values: [f32; 6]| values.map(f32::to_le_bytes).concat();
-        assert_eq!(copies.bytes(0).unwrap(), bytes([0.0, 1.0, 2.0, 3.0, 4.0, 5.0]));
-        assert_eq!(copies.bytes(1).unwrap(), bytes([0.0, 3.0, 1.0, 4.0, 2.0, 5.0]));
+        let wanted = [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]];
+        assert_eq!(copies.bytes().unwrap(), wanted.map(bytes));
         let none = unloader.copies(&[whole.narrow(0, 0, 0)], &departures).unwrap();
-        assert!(none.bytes(0).unwrap().is_empty());
+        assert_eq!(none.bytes().unwrap(), [Vec::<u8>::new()]);
     }
 }

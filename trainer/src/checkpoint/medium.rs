@@ -17,7 +17,7 @@ use store::{FileRecord, Location};
 pub(super) trait Medium: Debug + Send + Sync {
     /// Puts a file there, which is these parts one after the other, and tells what it is. One with the same content may be
     /// there already.
-    fn put(&self, name: &str, parts: &[&[u8]]) -> Result<Put>;
+    fn put(&self, name: &str, parts: &[&[u8]]) -> Result<FileRecord>;
 
     /// The bytes of a file.
     fn get(&self, name: &str) -> Result<Vec<u8>>;
@@ -33,12 +33,6 @@ pub(super) trait Medium: Debug + Send + Sync {
 
     /// How people find a file.
     fn location(&self, name: &str) -> Location;
-}
-
-/// A file that was put.
-pub(super) struct Put {
-    pub(super) bytes: u64,
-    pub(super) digest: Digest,
 }
 
 /// The medium at `place`.
@@ -60,7 +54,7 @@ impl Folder {
 }
 
 impl Medium for Folder {
-    fn put(&self, name: &str, parts: &[&[u8]]) -> Result<Put> {
+    fn put(&self, name: &str, parts: &[&[u8]]) -> Result<FileRecord> {
         let path = self.path(name);
         let folder = disk::folder_of(&path);
         disk::create_folder(folder)?;
@@ -68,9 +62,9 @@ impl Medium for Folder {
         parts.iter().try_for_each(|part| file.put(part))?;
         // What the disk gives back is what was meant, or the checkpoint is not made.
         file.prove()?;
-        let FileRecord { bytes, digest, .. } = file.commit()?;
+        let record = file.commit()?;
         disk::sync_folder(folder)?;
-        Ok(Put { bytes, digest })
+        Ok(record)
     }
 
     fn get(&self, name: &str) -> Result<Vec<u8>> {
@@ -140,13 +134,14 @@ fn entries(folder: &Path) -> Result<Vec<String>> {
 pub(super) struct Bucket(pub(super) Object);
 
 impl Medium for Bucket {
-    fn put(&self, name: &str, parts: &[&[u8]]) -> Result<Put> {
+    fn put(&self, name: &str, parts: &[&[u8]]) -> Result<FileRecord> {
         let bytes = parts.concat();
         self.location(name).write(&bytes).map_err(|fault| match fault.class() {
             Class::Mismatch => fault.hint("give every run a place of its own with --checkpoints"),
             _ => fault,
         })?;
-        Ok(Put { bytes: bytes.len() as u64, digest: Digest::of_bytes(&bytes) })
+        let name = name.rsplit_once('/').map_or(name, |(_, file)| file).to_owned();
+        Ok(FileRecord { name, bytes: bytes.len() as u64, digest: Digest::of_bytes(&bytes) })
     }
 
     fn get(&self, name: &str) -> Result<Vec<u8>> {

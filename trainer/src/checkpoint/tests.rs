@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use tch::Tensor;
 use tempfile::TempDir;
 
-use super::medium::{Folder, Medium, Put};
+use super::medium::{Folder, Medium};
 use super::region::Region;
 use super::*;
 use crate::ledger::Packed;
@@ -183,7 +183,7 @@ impl Broken {
 }
 
 impl Medium for Broken {
-    fn put(&self, name: &str, parts: &[&[u8]]) -> Result<Put> {
+    fn put(&self, name: &str, parts: &[&[u8]]) -> Result<store::FileRecord> {
         let half = || {
             let name = match self.how {
                 How::Torn => name.to_owned(),

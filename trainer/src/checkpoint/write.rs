@@ -7,10 +7,11 @@ use contract::{Fault, Result};
 use kernels::device::{Copies, Unloader};
 use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use store::FileRecord;
 use tch::{Device, Kind, Tensor};
 
 use super::format::{self, BlobRecord, Set};
-use super::medium::{Medium, Put};
+use super::medium::Medium;
 use super::region::Region;
 use super::{Layout, name};
 use crate::model::balance_name;
@@ -86,10 +87,9 @@ impl Snapshot {
         let mut blobs: BTreeMap<String, Vec<Entry>> = BTreeMap::new();
         let sets =
             self.pieces.iter().flat_map(|(piece, sets)| sets.iter().map(move |set| (piece, *set)));
-        for (number, (piece, set)) in sets.enumerate() {
+        for ((piece, set), mut rest) in sets.zip(self.copies.bytes().map_err(refused)?) {
             let parameter = &layout.parameters[piece.tensor];
             let blob = blobs.entry(set.blob(piece.bundle)).or_default();
-            let mut rest = self.copies.bytes(number).map_err(refused)?;
             for region in Region::run(&parameter.shape, piece.first, piece.length()) {
                 let bytes = rest.split_off(..F32 * region.volume() as usize);
                 let bytes = bytes.ok_or_else(|| Fault::bug("a piece was not copied whole"))?;
@@ -122,8 +122,9 @@ pub(super) fn blobs(
         // Nothing is put together in memory, which would take as long as the way to the disk.
         let bodies = entries.iter().map(|entry| &*entry.bytes);
         let parts: Vec<&[u8]> = [head.as_slice()].into_iter().chain(bodies).collect();
-        let Put { bytes, digest } = medium.put(&name(snapshot.step, &blob), &parts)?;
-        Ok(BlobRecord { name: blob, bytes, digest })
+        let record = medium.put(&name(snapshot.step, &blob), &parts)?;
+        let FileRecord { name, bytes, digest } = record;
+        Ok(BlobRecord { name, bytes, digest })
     };
     snapshot.blobs(layout)?.into_iter().map(put).collect()
 }

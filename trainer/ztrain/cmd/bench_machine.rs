@@ -42,6 +42,14 @@ struct Common {
     plot: Option<PathBuf>,
 }
 
+/// Of what has operands for products.
+#[derive(clap::Args)]
+struct Formats {
+    /// Number formats to measure.
+    #[arg(long, value_name = "FORMAT", value_delimiter = ',', value_enum, default_values_t = [Format::F32, Format::Bf16])]
+    dtype: Vec<Format>,
+}
+
 /// What those take that a plan is made from.
 #[derive(clap::Args)]
 struct Out {
@@ -60,9 +68,8 @@ pub(crate) struct KernelArgs {
     /// Tokens of a micro-batch [default: of the curriculum's, else 1024 on a CPU, 16384 on a GPU].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(1..=1 << 20))]
     tokens: Option<i64>,
-    /// Number formats to measure.
-    #[arg(long, value_name = "FORMAT", value_delimiter = ',', value_enum, default_values_t = [Format::F32, Format::Bf16])]
-    dtype: Vec<Format>,
+    #[command(flatten)]
+    formats: Formats,
     #[command(flatten)]
     common: Common,
 }
@@ -82,9 +89,8 @@ pub(crate) struct GemmArgs {
     /// Tokens of the longest document of attention [default: of the curriculum's micro-batch, else 2048 on a CPU, 8192 on a GPU].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(1..=1 << 20))]
     tokens: Option<i64>,
-    /// Number formats to measure.
-    #[arg(long, value_name = "FORMAT", value_delimiter = ',', value_enum, default_values_t = [Format::F32, Format::Bf16])]
-    dtype: Vec<Format>,
+    #[command(flatten)]
+    formats: Formats,
     #[command(flatten)]
     common: Common,
     #[command(flatten)]
@@ -247,7 +253,7 @@ pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
     }
     let mut found = Vec::new();
     let mut gemm = Gemm::default();
-    for format in &args.dtype {
+    for format in &args.formats.dtype {
         let own = products(bench, *format, &all)?;
         tell_products(&own, &args.common)?;
         let points = own.iter().filter(|row| row.aligned || row.name != "width less 1");
@@ -259,11 +265,11 @@ pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
         found.extend(own);
     }
     // Of f32 operands by itself where bf16 ones were measured too.
-    for format in args.dtype.iter().rev() {
+    for format in args.formats.dtype.iter().rev() {
         let found = attention(bench, *format, &args, model.as_ref())?;
         let curve =
             |which: usize| Some(Curve::of(found.iter().map(|it| [it[0], it[which]]).collect()));
-        match args.dtype.contains(&Format::Bf16) && *format == Format::F32 {
+        match args.formats.dtype.contains(&Format::Bf16) && *format == Format::F32 {
             true => (gemm.attention_f32, gemm.attention_f32_back) = (curve(1), curve(2)),
             false => (gemm.attention, gemm.attention_back) = (curve(1), curve(2)),
         }
@@ -507,10 +513,11 @@ pub(crate) fn kernels(args: KernelArgs) -> Result<u8> {
         tell!("{:>26} {:>5}{}  ({tokens} tokens)", "operation", "", head.concat());
     }
     let mut found = Vec::new();
-    for format in &args.dtype {
+    for format in &args.formats.dtype {
         let numbers = Numbers { config: config.clone(), tokens, kind: format.kind() };
         for of in numbers.operations() {
-            let dtype = if of.kind() == Kind::Float { "f32" } else { "bf16" };
+            let narrow = [Format::F32, Format::Bf16].into_iter().find(|it| it.kind() == of.kind());
+            let dtype = narrow.unwrap_or(*format).name();
             // What is f32 in either format is measured once.
             if found.iter().any(|row: &Timed| (row.operation, row.dtype) == (of.name, dtype)) {
                 continue;
@@ -533,7 +540,7 @@ pub(crate) fn kernels(args: KernelArgs) -> Result<u8> {
         points.sort_by(|left, right| left.0.total_cmp(&right.0));
         points
     };
-    let curves = args.dtype.iter().flat_map(|format| {
+    let curves = args.formats.dtype.iter().flat_map(|format| {
         let name = format.name();
         [
             (format!("{name}, ours"), points(format, |row| row.ours)),
