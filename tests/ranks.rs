@@ -366,10 +366,15 @@ fn collectives_are_measured_and_right() {
     let scratch = Scratch::new();
     let plot = scratch.path("plot.svg");
     let args = ["bench", "collectives", "--nproc", "3", "--from", "4K", "--to", "64K"];
-    let rest = ["--seconds", "0.01", "--json", "--plot", arg(&plot)];
+    let cluster = scratch.path("cluster.toml");
+    let rest = ["--seconds", "0.01", "--json", "--plot", arg(&plot), "--out", arg(&cluster)];
     let said = ztrain(&[&args[..], &rest].concat()).ok();
-    let rows: Vec<serde_json::Value> =
+    let mut rows: Vec<serde_json::Value> =
         said.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    // Between the same work on all ranks somebody waits, and a plan reads for how long.
+    let uneven = rows.pop().unwrap()["uneven"].as_f64().unwrap();
+    let kept = fs::read_to_string(&cluster).unwrap();
+    assert!(uneven > 0.0 && kept.contains(&format!("\nuneven = {uneven:.3}")), "{uneven}: {kept}");
     assert_eq!(rows.len(), 3 * 11);
     for row in rows {
         assert_eq!(row["wrong"], 0, "{row}");

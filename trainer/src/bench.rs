@@ -43,6 +43,8 @@ pub struct StepTable {
     pub seconds: f64,
     /// Name and seconds on all workers together.
     pub parts: Vec<(String, f64)>,
+    /// Each of the steps: others may use the machine for a while, which medians show less than means.
+    pub by_step: Vec<OneStep>,
     /// Seconds in which a worker had nothing to do, or something that is in no part.
     pub idle: f64,
     /// Seconds of the parts that only check bits.
@@ -60,6 +62,15 @@ pub struct StepTable {
     pub exchanged: Option<Exchanged>,
     /// What each rank holds.
     pub memory: Vec<RankMemory>,
+}
+
+/// A step that was measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct OneStep {
+    /// Wall time, the batch left out.
+    pub seconds: f64,
+    /// Seconds of each part on all workers together, in the order of [`StepTable::parts`].
+    pub parts: Vec<f64>,
 }
 
 /// What all ranks of a step exchanged.
@@ -103,14 +114,26 @@ impl StepTable {
     }
 
     /// Fills in the seconds of each of [`PARTS`].
-    fn split(&mut self, spent: &[f64]) {
-        let named = PARTS.iter().zip(spent);
+    fn split(&mut self) {
+        let of_part = |index: usize| self.by_step.iter().map(move |step| step.parts[index]);
+        let spent: Vec<f64> = (0..PARTS.len()).map(|index| of_part(index).sum()).collect();
+        let named = PARTS.iter().zip(&spent);
         let inside = named.clone().filter(|((part, _), _)| *part != Part::Batch);
         let inside: f64 = inside.map(|(_, spent)| spent).sum();
         self.idle = self.seconds * self.workers as f64 - inside;
         let exact = named.clone().filter(|((part, _), _)| EXACTNESS.contains(part));
         self.exactness = exact.map(|(_, spent)| spent).sum();
         self.parts = named.map(|((_, name), spent)| ((*name).to_owned(), *spent)).collect();
+    }
+
+    /// Wall time of the step in the middle.
+    pub fn median_seconds(&self) -> f64 {
+        median(self.by_step.iter().map(|step| step.seconds))
+    }
+
+    /// Seconds of the part at `index` of [`StepTable::parts`] in the step in the middle of all by that part.
+    pub fn median_of(&self, index: usize) -> f64 {
+        median(self.by_step.iter().filter_map(|step| step.parts.get(index).copied()))
     }
 
     /// Tokens in a second.
@@ -121,6 +144,16 @@ impl StepTable {
     /// The model's operations over what the limit would have allowed in the same time.
     pub fn utilisation(&self) -> f64 {
         self.model_flops / (self.seconds * self.limit)
+    }
+}
+
+/// The number in the middle; of an even count the mean of the two there.
+fn median(numbers: impl Iterator<Item = f64>) -> f64 {
+    let mut all: Vec<f64> = numbers.collect();
+    all.sort_by(f64::total_cmp);
+    match all.len() {
+        0 => 0.0,
+        count => f64::midpoint(all[(count - 1) / 2], all[count / 2]),
     }
 }
 
@@ -137,22 +170,28 @@ fn timed(cx: Context<'_>, state: &mut State, number: u64) -> Result<(Stepped, f6
     Ok((stepped, begin.elapsed().as_secs_f64()))
 }
 
-/// Computes `steps` steps of a run from its beginning, after one that warms up, as one of a team, and tells what this rank
-/// saw. Nothing is written.
-pub fn step(cx: Context<'_>, device: Device, steps: u64) -> Result<StepTable> {
+/// Computes `steps` steps of a run from its beginning, after `warm_up` others, as one of a team, and tells what this rank saw.
+/// Nothing is written.
+pub fn step(cx: Context<'_>, device: Device, warm_up: u64, steps: u64) -> Result<StepTable> {
     let Context { spec, team, workers } = cx;
-    if steps == 0 || steps + 1 > spec.plan.steps() {
+    let there = spec.plan.steps();
+    if steps == 0 || warm_up.saturating_add(steps) > there {
+        let most = there.saturating_sub(warm_up);
         return Err(Fault::usage("there are not that many steps to measure")
             .at("--steps")
             .found(steps)
-            .wanted(format!("1 to {}, one less than the curriculum has", spec.plan.steps() - 1)));
+            .wanted(format!(
+                "1 to {most}: of the {there} steps of the curriculum {warm_up} warm up"
+            )));
     }
     let (rank, world) = (team.group.rank(), team.group.world());
     let dtype = spec.curriculum.dtype;
     let first_limit = limit(device, workers, dtype)?;
     let (before, _) = memory::resident();
     let mut state = State::begin(spec, device, Ownership::new(spec, rank, world), workers)?;
-    timed(cx, &mut state, 1)?;
+    for number in 1..=warm_up {
+        timed(cx, &mut state, number)?;
+    }
     kernels::memory::anew();
     kernels::memory::anew_on(device).map_err(refused)?;
     let mut table = StepTable {
@@ -162,6 +201,7 @@ pub fn step(cx: Context<'_>, device: Device, steps: u64) -> Result<StepTable> {
         tokens: 0,
         seconds: 0.0,
         parts: Vec::new(),
+        by_step: Vec::new(),
         idle: 0.0,
         exactness: 0.0,
         model_flops: 0.0,
@@ -172,30 +212,36 @@ pub fn step(cx: Context<'_>, device: Device, steps: u64) -> Result<StepTable> {
         memory: Vec::new(),
     };
     let mut dealt = [0.0; 2];
-    let (outcome, spent) = measured(|| {
-        (2..steps + 2).try_for_each(|number| {
-            let (stepped, seconds) = timed(cx, &mut state, number)?;
-            table.seconds += seconds;
-            table.exchanged(&stepped);
-            let step = spec.plan.step(number)?;
-            table.tokens += step.batch * u64::from(step.seq_len);
-            table.model_flops += model_flops(spec, number, &stepped.record.router)?;
-            uneven(cx, number, &mut dealt)
-        })
-    });
-    outcome?;
+    for number in warm_up + 1..=warm_up + steps {
+        let (outcome, parts) = measured(|| timed(cx, &mut state, number));
+        let (stepped, seconds) = outcome?;
+        table.seconds += seconds;
+        table.by_step.push(OneStep { seconds, parts });
+        table.exchanged(&stepped);
+        let step = spec.plan.step(number)?;
+        table.tokens += step.batch * u64::from(step.seq_len);
+        table.model_flops += model_flops(spec, number, &stepped.record.router)?;
+        uneven(cx, number, &mut dealt)?;
+    }
     table.uneven = if dealt[1] > 0.0 { dealt[0] / dealt[1] - 1.0 } else { 0.0 };
     let (tensors, (_, most)) = (kernels::memory::most(), memory::resident());
     let on_device = kernels::memory::most_on(device).map_err(refused)?;
-    table.memory = memory_of_all(cx, state.owners.pieces(), [before, most, tensors, on_device])?;
+    let sizes = [before, most, tensors, on_device];
+    table.memory = memory_of_all(cx, state.owners.pieces(), warm_up + 1, sizes)?;
     // The machine may be shared: the better of two looks is nearer to what it can do.
     table.limit = f64::from(world) * table.limit.max(limit(device, workers, dtype)?);
-    table.split(&spent);
+    table.split();
     Ok(table)
 }
 
-/// What each rank holds by formula, and its sizes, which each tells the others: before, at most, of tensors, and on its device.
-fn memory_of_all(cx: Context<'_>, pieces: &[Piece], sizes: [u64; 4]) -> Result<Vec<RankMemory>> {
+/// What each rank holds by formula from step `first` on, and its sizes, which each tells the others: before, at most, of tensors,
+/// and on its device.
+fn memory_of_all(
+    cx: Context<'_>,
+    pieces: &[Piece],
+    first: u64,
+    sizes: [u64; 4],
+) -> Result<Vec<RankMemory>> {
     let Context { spec, team, workers } = cx;
     let mut mine = Writer::default();
     sizes.iter().for_each(|size| {
@@ -204,12 +250,11 @@ fn memory_of_all(cx: Context<'_>, pieces: &[Piece], sizes: [u64; 4]) -> Result<V
     let heard = team.tell("the sizes of ranks", &mine)?;
     let Team { degrees, flat, schedule, .. } = *team;
     let names = team.group.nodes();
-    // The second step is the first that is measured.
-    let ranks = Ways { names, pieces, degrees, flat, schedule, workers }.at(spec, 2)?;
+    let ranks = Ways { names, pieces, degrees, flat, schedule, workers }.at(spec, first)?;
     let of = |(rank, mut heard): (u32, Reader<'_>)| {
         let (before, most) = (heard.word()?, heard.word()?);
         let (tensors, on_device) = (heard.word()?, heard.word()?);
-        let formula = ranks.holds(spec, 2, rank)?;
+        let formula = ranks.holds(spec, first, rank)?;
         Ok(RankMemory { rank, formula, before, most, tensors, on_device })
     };
     (0..).zip(heard.readers()).map(of).collect()

@@ -15,7 +15,7 @@ use tch::{Kind, Tensor};
 
 use super::words::{Reader, Writer};
 use crate::chart::Chart;
-use crate::refusal::lost;
+use crate::refusal::{lost, refused};
 
 /// Which collective, and whose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +57,7 @@ pub struct Measured {
     pub bytes: u64,
     /// How often it ran.
     pub rounds: u32,
-    /// The slowest rank's mean time.
+    /// The median of its rounds, of the slowest rank: others may use the machines.
     pub microseconds: f64,
     /// Algorithm bandwidth.
     pub algorithm_gb_per_s: f64,
@@ -153,25 +153,68 @@ pub fn measure(group: &Group, way: Way, bytes: u64, seconds: f64) -> Result<Meas
     let first = (0..2).map(|_| run(&mut output)).collect::<Result<Vec<f64>>>()?;
     let rounds = agree(group, first[1])?;
     let rounds = (seconds / rounds.max(1e-6)).clamp(3.0, 200.0) as u32;
-    let mut taken = 0.0;
-    for _ in 0..rounds {
-        taken += run(&mut output)?;
-    }
+    let mut taken = (0..rounds).map(|_| run(&mut output)).collect::<Result<Vec<f64>>>()?;
+    taken.sort_by(f64::total_cmp);
     let wrong = wrong(group, way.collective(), &output.to_device(tch::Device::Cpu), share);
-    let mean = agree(group, taken / f64::from(rounds))?;
+    let median = agree(group, taken[taken.len() / 2])?;
     let wrong = agree(group, wrong as f64)? as u64;
     let bytes = (share * world * 4) as u64;
-    let algorithm = bytes as f64 / mean / 1e9;
+    let algorithm = bytes as f64 / median / 1e9;
     Ok(Measured {
         collective: way.name(),
         by: way.by(group),
         bytes,
         rounds,
-        microseconds: mean * 1e6,
+        microseconds: median * 1e6,
         algorithm_gb_per_s: algorithm,
         bus_gb_per_s: algorithm * way.bus_share(group.world()),
         wrong,
     })
+}
+
+/// Seconds of what each rank computes between two meetings in [`uneven`]: about a step of a small model.
+const STRETCH: f64 = 0.2;
+
+/// Rows of the products there, and numbers of the passes over memory.
+const LOAD: (i64, i64) = (256, 1 << 20);
+
+/// For what share of the time that it computes a rank waits for the slowest one, where all compute the same: the median of
+/// about `seconds`, over all ranks. Others may use their machines, or a processor runs at another clock.
+pub fn uneven(group: &Group, seconds: f64) -> Result<f64> {
+    let (rows, count) = LOAD;
+    let float = (Kind::Float, group.device());
+    let (square, long) = (Tensor::ones([rows, rows], float), Tensor::ones([count], float));
+    let (out, mut sum) = (square.empty_like(), long.zeros_like());
+    let mut load = |calls: u32| -> Result<f64> {
+        let begin = Instant::now();
+        for _ in 0..calls {
+            for _ in 0..4 {
+                kernels::product::into(&out, &square, &square).map_err(refused)?;
+            }
+            sum += &long;
+        }
+        // Reading a number waits for the device.
+        sum.get(0).double_value(&[]);
+        Ok(begin.elapsed().as_secs_f64())
+    };
+    load(4)?;
+    // Every rank takes as many as the slowest does in that time.
+    let once = agree(group, load(16)? / 16.0)?;
+    let calls = (STRETCH / once).clamp(1.0, 1e6) as u32;
+    let rounds = (seconds / STRETCH).ceil().clamp(5.0, 1e3) as usize;
+    let mut shares = Vec::new();
+    for _ in 0..rounds {
+        group.barrier("a stretch of computing").map_err(lost)?;
+        let said = Writer::default().float(load(calls)?).bytes().to_vec();
+        let heard = group.all_gather("a stretch of computing", &said).map_err(lost)?;
+        let all = heard.iter().map(|heard| Reader::new(heard).float());
+        let all = all.collect::<Result<Vec<f64>>>()?;
+        let slowest = all.iter().copied().fold(0.0, f64::max);
+        let mean = all.iter().sum::<f64>() / all.len() as f64;
+        shares.push(slowest / mean - 1.0);
+    }
+    shares.sort_by(f64::total_cmp);
+    Ok(shares[rounds / 2])
 }
 
 /// The largest value that any rank has.

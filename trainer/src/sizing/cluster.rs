@@ -32,6 +32,8 @@ pub struct Described {
     pub workers: Option<usize>,
     /// The part of an exchange that computing can hide, from 0, where the processors that compute also move the bytes, to 1.
     pub overlap: Option<f64>,
+    /// How long a rank waits for the slowest one where all have computed the same, of the time that it computed itself.
+    pub uneven: Option<f64>,
     /// Operations in a second.
     pub gemm: Option<Gemm>,
     /// Bytes in a second.
@@ -131,6 +133,8 @@ pub struct Cluster {
     pub workers: usize,
     /// The part of an exchange that computing can hide: all of it, if nothing else is said.
     pub overlap: f64,
+    /// How long a rank waits for the slowest one, of the time that it computes: nothing, if nothing is said.
+    pub uneven: f64,
     /// Rates of f32 products.
     pub f32: Curve,
     /// Rates of bf16 products.
@@ -214,6 +218,9 @@ impl Described {
         }
         if found.overlap.is_some_and(|part| !(0.0..=1.0).contains(&part)) {
             return Err(wrong("overlap", "a part, from 0 to 1"));
+        }
+        if found.uneven.is_some_and(|part| !(0.0..=1e3).contains(&part)) {
+            return Err(wrong("uneven", "a share of the time that ranks compute, from 0"));
         }
         if found.memory_gib.is_some_and(|value| !positive(value)) {
             return Err(wrong("memory_gib", "a number above 0"));
@@ -324,6 +331,7 @@ impl Described {
             memory_bytes: (gib * f64::from(1 << 30)) as u64,
             workers: self.workers.unwrap_or(1),
             overlap: self.overlap.unwrap_or(1.0),
+            uneven: self.uneven.unwrap_or(0.0),
             f32,
             bf16,
             attention,
@@ -363,6 +371,12 @@ impl Described {
         line("workers", workers, "micro-batches that a rank computes at once");
         let overlap = self.overlap.map(|part| part.to_string());
         line("overlap", overlap, "the part of an exchange that computing can hide");
+        let uneven = self.uneven.map(|part| format!("{part:.3}"));
+        line(
+            "uneven",
+            uneven,
+            "how long ranks wait for the slowest, of the time that they compute",
+        );
         if self.gemm.is_some() {
             out += "\n[gemm] # [operations of a product, operations in a second], with all workers at work\n";
             out += &curves(&self.rates());
@@ -454,6 +468,7 @@ mod tests {
             ("\nranks = 0", "c.toml:2:9"),
             ("memory_gib = -1", "above 0"),
             ("overlap = 1.5", "from 0 to 1"),
+            ("uneven = -0.1", "from 0"),
             ("[gemm]\nf32 = [[2.0, 1.0], [1.0, 1.0]]", "sizes ascending"),
             ("[within]\nlatency_s = 0\nbytes_per_s = 0", "bandwidth above 0"),
             ("[faults]\nper_rank_hour = -1\nrestart_s = 0", "from 0"),

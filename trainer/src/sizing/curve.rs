@@ -22,7 +22,8 @@ impl Curve {
         let point = |group: &[[f64; 2]]| {
             let mut rates: Vec<f64> = group.iter().map(|[_, rate]| *rate).collect();
             rates.sort_by(f64::total_cmp);
-            [group[group.len() / 2][0], rates[rates.len() / 2]]
+            let (low, high) = (rates[(rates.len() - 1) / 2], rates[rates.len() / 2]);
+            [group[group.len() / 2][0], f64::midpoint(low, high)]
         };
         Curve(found.chunk_by(near).map(point).collect())
     }

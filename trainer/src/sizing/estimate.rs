@@ -4,15 +4,16 @@
 //! micro-batch   each product by the curve of its operations, attention by its own, what is left by bandwidth      x rounds
 //! exactness     checksums of each gradient, of the sum, and of the state
 //! optimizer     of the owner that needs longest: Newton-Schulz by the curve of f32 products, the rest by bandwidth
-//! exchange      bytes of `plan` by tier over the tier's bandwidth; gradients hide behind the way back of the last round;
-//!               where ranks share micro-batches, what they wait for each other (see `degrees`)
+//! exchange      bytes of `plan` by tier over the tier's bandwidth; gradients hide behind the way back of the last round
+//!               and behind waiting; what is packed and taken over, by bandwidth; where ranks share micro-batches, what they
+//!               wait for each other (see `degrees`); and for the slowest rank, a measured share of what is computed
 //! ```
 //!
-//! Left out: what reading batches takes (it hides), waiting for ranks that are slower than others, and, where `[memory]` begins
-//! above 4 KB, what calls cost whatever their size.
+//! Left out: what reading batches takes (it hides), and, where `[memory]` begins above 4 KB, what calls cost whatever their size.
 
 use contract::Result;
 use curriculum::Dtype;
+use kernels::tree::blocks;
 use serde::Serialize;
 
 use super::Curve;
@@ -56,7 +57,7 @@ pub struct StepTime {
     pub seconds: f64,
     /// Seconds of the parts that only check bits.
     pub exactness: f64,
-    /// Seconds that gradients travel, and how many of them computation hides.
+    /// Seconds that gradients travel, and how many of them are hidden by computing or waiting for the slowest rank.
     pub gradients: f64,
     /// See above.
     pub hidden: f64,
@@ -98,6 +99,10 @@ impl Seconds {
     fn of(&self, part: Part) -> f64 {
         self.0[part as usize]
     }
+
+    fn sum(&self) -> f64 {
+        self.0.iter().sum()
+    }
 }
 
 /// The step of `phase`, whose bytes `needs` tells.
@@ -118,7 +123,9 @@ pub fn step(setting: Setting<'_>, first: u64, needs: &PhaseNeeds) -> Result<Step
     whole_gradients(setting, own, standing, &mut seconds);
     if spec.dtype_at(first) == Dtype::Bf16 {
         let large = spec.parameters.iter().filter(|it| it.in_large_products);
-        let bytes = 6.0 * large.map(ParamSpec::elements).sum::<u64>() as f64;
+        // Each rank rounds what it owns.
+        let own = 1.0 / f64::from(fleet.ranks);
+        let bytes = 6.0 * own * large.map(ParamSpec::elements).sum::<u64>() as f64;
         let workers = fleet.workers.count() as f64;
         seconds.add(Part::Round, bytes / cluster.stream.at(bytes) / workers);
     }
@@ -129,14 +136,18 @@ pub fn step(setting: Setting<'_>, first: u64, needs: &PhaseNeeds) -> Result<Step
         Schedule::Subtree => way_back,
         Schedule::Streaming => way_back + (rounds - 1) as f64 / rounds as f64 * gradients,
     };
-    let hidden = cluster.overlap * gradients.min(covered);
-    seconds.add(Part::Blocks, gradients - hidden);
-    seconds.add(Part::Share, weights);
+    let mut hidden = cluster.overlap * gradients.min(covered);
     if fleet.ranks > 1 {
         let slowest = cluster.between.or(cluster.within).map_or(0.0, |link| link.latency_s);
+        // Whoever waits leaves its processor to what travels.
+        let waits = cluster.uneven * seconds.sum();
+        hidden += waits.min(gradients - hidden);
         // Facts, losses, norms, checksums; each goes to everybody in as many hops as a tree has.
-        seconds.add(Part::Peers, 4.0 * f64::from(fleet.ranks).log2().ceil() * slowest);
+        seconds.add(Part::Peers, waits + 4.0 * f64::from(fleet.ranks).log2().ceil() * slowest);
+        packing(setting, first, (own, standing), &mut seconds);
     }
+    seconds.add(Part::Blocks, gradients - hidden);
+    seconds.add(Part::Share, weights);
     let counts = Counts { own, rounds, micro_batches, standing };
     Ok(finish(setting, needs, counts, &seconds, Travel { gradients, hidden, weights }))
 }
@@ -162,7 +173,7 @@ fn finish(
     seconds: &Seconds,
     Travel { gradients, hidden, weights }: Travel,
 ) -> StepTime {
-    let all: f64 = seconds.0.iter().sum();
+    let all = seconds.sum();
     let tokens = needs.batch as f64 * f64::from(needs.seq_len);
     let ranks = f64::from(fleet.ranks);
     let Standing { together, workers, .. } = counts.standing;
@@ -233,6 +244,9 @@ fn micro_batch(
     let chunk = tokens.min(config.loss_chunk);
     let softmax = cluster.softmax.at(traffic::of_softmax(config, chunk));
     seconds.add(Part::Head, rounds * traffic::of_softmax(config, all) / softmax);
+    let [there, back] = traffic::of_gated_units(config, all);
+    seconds.add(Part::Experts, rounds * layers * again * there / cluster.softmax.at(there));
+    seconds.add(Part::ExpertsBack, rounds * layers * back / cluster.softmax.at(there));
     Ok(())
 }
 
@@ -262,6 +276,28 @@ fn whole_gradients(
     seconds.add(Part::Tree, added * once(&cluster.tree, 12.0) / workers);
 }
 
+/// What ranks copy to hand it over: each block's pieces by owner, and weights into what is sent and out of what has come.
+fn packing(
+    Setting { spec, cluster, fleet }: Setting<'_>,
+    first: u64,
+    (own, Standing { together, .. }): (u64, Standing),
+    seconds: &mut Seconds,
+) {
+    let blocks = match fleet.schedule {
+        Schedule::Subtree => blocks(0, own).len() as u64,
+        Schedule::Streaming => own,
+    };
+    // Tensor by tensor, read and written.
+    let copied = |bytes: &dyn Fn(&ParamSpec) -> f64| -> f64 {
+        let sizes = spec.parameters.iter().map(|it| 2.0 * bytes(it) * it.elements() as f64);
+        sizes.map(|bytes| bytes / cluster.stream.at(bytes)).sum()
+    };
+    seconds.add(Part::Send, blocks as f64 * copied(&|_| 4.0 / together as f64));
+    let dtype = spec.dtype_at(first);
+    let read_as = |it: &ParamSpec| it.kind(dtype).elt_size_in_bytes() as f64;
+    seconds.add(Part::Share, copied(&read_as));
+}
+
 /// What the owner that needs longest does.
 fn owners(Setting { cluster, fleet, .. }: Setting<'_>, pieces: &[Piece], seconds: &mut Seconds) {
     let workers = fleet.workers.count() as f64;
@@ -271,12 +307,14 @@ fn owners(Setting { cluster, fleet, .. }: Setting<'_>, pieces: &[Piece], seconds
         let length = piece.length() as f64;
         let sets = 2.0 + f64::from(u8::from(piece.rule.has_second_moment()));
         let stream = cluster.stream.at(12.0 * length);
+        // Moments and weights are changed in place, as a sum of the tree is.
+        let in_place = cluster.tree.at(12.0 * length);
         let checksum = |bytes: f64| bytes / cluster.checksum.at(bytes);
         own[0] += checksum(4.0 * length) + 4.0 * length / stream;
         match orthogonalized(piece) {
             // The momentum, and the weights by their direction.
-            Some(seconds) => own[1] += seconds(cluster) + 28.0 * length / stream,
-            None => own[2] += 28.0 * length / stream,
+            Some(seconds) => own[1] += seconds(cluster) + 28.0 * length / in_place,
+            None => own[2] += 28.0 * length / in_place,
         }
         own[3] += 12.0 * length / stream;
         own[4] += sets * checksum(4.0 * length);

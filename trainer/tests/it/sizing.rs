@@ -89,6 +89,31 @@ fn a_machine_twice_as_fast_takes_half_the_time() {
     assert!((parts / slow.seconds - 1.0).abs() < 1e-9 && slow.hidden <= slow.gradients);
 }
 
+#[test]
+fn who_is_faster_than_others_waits_for_them() {
+    let spec = shipped("phase1.toml");
+    let alike = Cluster { overlap: 0.0, ..published() };
+    let fleet = fleet(64);
+    let part = |time: &StepTime, name: &str| {
+        time.parts.iter().find(|(own, _)| *own == name).map_or(0.0, |(_, seconds)| *seconds)
+    };
+    let of = |uneven: f64| plan(&spec, &fleet, &Cluster { uneven, ..alike.clone() })[0].0.clone();
+    let (even, uneven, much) = (of(0.0), of(0.1), of(10.0));
+    let (wait, blocks) = ("waiting for the slowest rank", "waiting for blocks of other ranks");
+    let sent = ["blocks packed and sent", "new weights to every rank", wait, blocks];
+    let computed = even.seconds - sent.iter().map(|name| part(&even, name)).sum::<f64>();
+    let more = part(&uneven, wait) - part(&even, wait);
+    assert!((more / computed - 0.1).abs() < 1e-9, "{more} of {computed}");
+    // Who waits for the slowest does not wait for what travels meanwhile.
+    assert_eq!((even.hidden, part(&even, blocks)), (0.0, even.gradients));
+    assert_eq!((much.hidden, part(&much, blocks)), (much.gradients, 0.0));
+    assert!((uneven.hidden - more.min(uneven.gradients)).abs() < 1e-9);
+    let alone = Fleet { ranks: 1, ranks_per_node: 1, ..fleet.clone() };
+    let [left, right] = [0.0, 10.0]
+        .map(|uneven| plan(&spec, &alone, &Cluster { uneven, ..alike.clone() })[0].0.seconds);
+    assert_eq!(left, right, "one rank waits for nobody");
+}
+
 /// The third phase with sequences cut into chunks, and fewer of them in a step than ranks.
 fn long() -> RunSpec {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../curricula/phase3.toml");

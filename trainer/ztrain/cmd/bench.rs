@@ -6,7 +6,7 @@ use contract::terminal::print_raw;
 use contract::{Fault, Result};
 use tch::Device;
 use trainer::World;
-use trainer::mesh::bench::{Measured, WAYS, measure, plot};
+use trainer::mesh::bench::{Measured, WAYS, measure, plot, uneven};
 use trainer::refusal::lost;
 use trainer::sizing::cluster::{Described, Link};
 
@@ -124,24 +124,34 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         }
         size *= 4;
     }
+    let uneven = uneven(&group, 10.0 * args.seconds)?;
+    if speaks {
+        tell_uneven(uneven, args.json)?;
+    }
     group.barrier("the end").map_err(lost)?;
     if let (true, Some(drawing)) = (speaks, &drawing) {
         drawing.put(&plot(&all, group.world()))?;
     }
     if let (true, Some(cluster)) = (speaks, cluster) {
-        keep(cluster, &all, (group.world(), device))?;
+        keep(cluster, &all, uneven, (group.world(), device))?;
     }
     Ok(if all.iter().any(|one| one.wrong > 0) { 6 } else { 0 })
 }
 
 /// Writes what a plan reads of this: so many ranks, which share this machine.
-fn keep(cluster: ClusterFile, all: &[Measured], (world, device): (u32, Device)) -> Result<()> {
+fn keep(
+    cluster: ClusterFile,
+    all: &[Measured],
+    uneven: f64,
+    (world, device): (u32, Device),
+) -> Result<()> {
     let (latency_s, bytes_per_s) = link(all);
     cluster.put(|described| {
         described.ranks = Some(world);
         described.ranks_per_node = described.ranks;
         let shared = Described::of_this_machine().memory_gib;
         described.memory_gib = shared.map(|gib| gib / f64::from(world));
+        described.uneven = Some(uneven);
         described.within = Some(Link { latency_s, bytes_per_s });
         // Cores that send and add do not compute meanwhile.
         described.overlap = Some(if device == Device::Cpu { 0.0 } else { 1.0 });
@@ -154,6 +164,17 @@ fn link(all: &[Measured]) -> (f64, f64) {
     let least = ours.clone().map(|one| one.microseconds * 1e-6).fold(f64::INFINITY, f64::min);
     let most = ours.map(|one| 1e9 * one.bus_gb_per_s).fold(0.0, f64::max);
     (if least.is_finite() { least } else { 0.0 }, most)
+}
+
+fn tell_uneven(uneven: f64, json: bool) -> Result<()> {
+    if json {
+        return print_raw(&format!("{}\n", serde_json::json!({ "uneven": uneven })));
+    }
+    tell!(
+        "where all ranks compute the same, a rank waits for the slowest {:.1} % of the time that it computes",
+        100.0 * uneven
+    );
+    Ok(())
 }
 
 fn head() -> Result<()> {

@@ -22,9 +22,12 @@ pub(crate) struct Args {
     /// What to train; its store must be at hand. Nothing is written.
     #[arg(long, value_name = "FILE", value_parser = super::place())]
     curriculum: Location,
-    /// Steps to measure, after one that warms up.
+    /// Steps to measure.
     #[arg(long, value_name = "COUNT", default_value_t = 5)]
     steps: u64,
+    /// Steps before them: connections are made, and memory is touched for the first time.
+    #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    warm_up: u64,
     /// Print the table as JSON.
     #[arg(long)]
     json: bool,
@@ -49,7 +52,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let (schedule, flat) = args.ranks.ways();
     let team = Team::new(&world.comm, args.ranks.degrees(), schedule, flat)?;
     let context = Context { spec: &spec, team: &team, workers };
-    let table = step(context, world.device, args.steps)?;
+    let table = step(context, world.device, args.warm_up, args.steps)?;
     world.comm.barrier("the end").map_err(lost)?;
     if world.comm.rank() > 0 {
         return Ok(0);
@@ -71,26 +74,37 @@ fn print_table(table: &StepTable) -> Result<()> {
     let steps = table.steps as f64;
     let all = table.seconds * table.workers as f64;
     tell!(
-        "{} steps of {} tokens on {} ranks of {} workers: {:.3} s a step, {:.0} tokens/s",
+        "{} steps of {} tokens on {} ranks of {} workers: {:.3} s a step ({:.3} the median one), {:.0} tokens/s",
         table.steps,
         table.tokens / table.steps,
         table.ranks,
         table.workers,
         table.seconds / steps,
+        table.median_seconds(),
         table.rate()
     );
-    tell!("{:>10} {:>7}  part (worker time of a step, of rank 0)", "ms", "share");
-    let line = |name: &str, seconds: f64| -> Result<()> {
-        let (time, share) = (1e3 * seconds / steps, 100.0 * seconds / all);
-        tell!("{time:>10.2} {share:>6.1}%  {name}");
+    tell!(
+        "{:>10} {:>10} {:>7}  part (worker time of a step, of rank 0; its mean and its median)",
+        "ms",
+        "median",
+        "share"
+    );
+    let milliseconds = |seconds: f64| format!("{:.2}", 1e3 * seconds);
+    let line = |name: &str, seconds: f64, median: &str| -> Result<()> {
+        let (time, share) = (milliseconds(seconds / steps), 100.0 * seconds / all);
+        tell!("{time:>10} {median:>10} {share:>6.1}%  {name}");
         Ok(())
     };
-    let (read, inside) = table.parts.split_at(1);
-    for (name, time) in inside.iter().filter(|(_, seconds)| *seconds > 0.0) {
-        line(name, *time)?;
+    for (index, (name, seconds)) in table.parts.iter().enumerate().skip(1) {
+        if *seconds > 0.0 {
+            line(name, *seconds, &milliseconds(table.median_of(index)))?;
+        }
     }
-    line("nothing to do, or in no part", table.idle)?;
-    tell!("{:>10.2} {:>7}  {} (beside the step before)", 1e3 * read[0].1 / steps, "", read[0].0);
+    line("nothing to do, or in no part", table.idle, "")?;
+    if let Some((name, seconds)) = table.parts.first() {
+        let (mean, median) = (milliseconds(seconds / steps), milliseconds(table.median_of(0)));
+        tell!("{mean:>10} {median:>10} {:>7}  {name} (beside the step before)", "");
+    }
     tell!(
         "exactness: {:.1}% of a step (checksums of micro-batches, of the sum with its norm, of the state)",
         100.0 * table.exactness / all

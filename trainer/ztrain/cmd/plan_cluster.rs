@@ -228,7 +228,7 @@ impl PhaseTold {
             .push(format!("  exactness: {:.1} % of a step", 100.0 * time.exactness / time.seconds));
         if time.gradients > 0.0 {
             lines.push(format!(
-                "  exchange: gradients travel {}, of which computation hides {}; new weights {}",
+                "  exchange: gradients travel {}, of which {} are hidden; new weights {}",
                 seconds(time.gradients),
                 seconds(time.hidden),
                 seconds(time.weights)
