@@ -67,7 +67,7 @@ fn what_ranks_hold_at_most_is_the_formula() {
     let store = build(&scratch, &corpus(&scratch, 200, ""), "store");
     for Case { name, change, ranks } in CASES {
         let path = curriculum(&scratch, &store, "run.toml", &[&WIDE, change].concat());
-        let command = ["bench", "step", "--curriculum", arg(&path), "--steps", "2", "--json"];
+        let command = ["bench", "step", "--curriculum", arg(&path), "--steps", "1", "--json"];
         let told = ztrain(&[&command[..], &["--workers", "1", "--nproc"], ranks].concat()).ok();
         let told: serde_json::Value = serde_json::from_str(&told).unwrap();
         for rank in told["table"]["memory"].as_array().unwrap() {

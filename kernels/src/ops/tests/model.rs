@@ -26,12 +26,12 @@ fn back(
 }
 
 /// All tables have the same heads and gradients, but for rounding.
-fn agrees(by: Attention, grad: &Tensor) -> std::result::Result<(), TestCaseError> {
+fn agrees(own: &[Table], by: Attention, grad: &Tensor) -> std::result::Result<(), TestCaseError> {
     let wanted = REFERENCE.attention(by).unwrap();
     let wanted_back = back(REFERENCE, by, wanted.saved, grad).unwrap();
     // libtorch's kernel rounds the gradients of bf16 operands to bf16 before we widen them.
     let limit = if by.value.kind() == Kind::BFloat16 { 8.0 * 32768.0 } else { 64.0 };
-    for table in OWN {
+    for table in own {
         let found = table.attention(by).unwrap();
         prop_assert!(close(&found.heads, &wanted.heads, 16.0));
         let found = back(table, by, found.saved, grad).unwrap();
@@ -65,7 +65,7 @@ proptest! {
         let value = random(&[others, keys * width], seed + 1).to_kind(kind);
         let grad = random(&[tokens, keys * group * width], seed + 2).to_kind(kind);
         let by = Attention { query: &query, key: &key, value: &value, spans: &spans, shape, kept: None };
-        agrees(by, &grad)?;
+        agrees(&OWN, by, &grad)?;
         prop_assert!(back(REFERENCE, by, vec![[query.copy(), query.copy()]], &grad).is_err());
     }
 
@@ -156,7 +156,8 @@ proptest! {
         let value = random(&[others, keys * width], seed + 1).to_kind(kind);
         let grad = random(&[tokens, keys * group * width], seed + 2).to_kind(kind);
         let by = Attention { query: &query, key: &key, value: &value, spans: &spans, shape, kept: None };
-        agrees(by, &grad)?;
+        // To the emulator, to which blocks are nothing, a pair takes long: it computes one in eight.
+        agrees(if seed % 8 == 0 { &OWN } else { &[CPU] }, by, &grad)?;
     }
 
     /// A part of a document, with the keys and values of what came before, has the heads that it has in the whole one.

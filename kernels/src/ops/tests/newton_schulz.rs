@@ -63,7 +63,9 @@ proptest! {
         seed in 0u64..1000,
     ) {
         let stack = random(&[count, rows, columns], seed);
-        for table in [CPU, REFERENCE, EMULATED] {
+        // What is large takes the emulator long: it computes one in four.
+        let emulated = (rows * columns < 40 * 40 || seed % 4 == 0).then_some(EMULATED);
+        for table in [CPU, REFERENCE].into_iter().chain(emulated) {
             let together = table.newton_schulz(&stack, QUINTIC).unwrap();
             let mut others: Vec<Tensor> = (0..count).map(|matrix| stack.get(matrix)).collect();
             others.insert(0, random(&[columns + 3, 5], seed));
