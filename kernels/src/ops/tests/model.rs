@@ -31,7 +31,7 @@ fn agrees(own: &[Table], by: Attention, grad: &Tensor) -> std::result::Result<()
     let wanted_back = back(REFERENCE, by, wanted.saved, grad).unwrap();
     // libtorch's kernel rounds the gradients of bf16 operands to bf16 before we widen them.
     let limit = if by.value.kind() == Kind::BFloat16 { 8.0 * 32768.0 } else { 64.0 };
-    for table in own {
+    for table in own.iter().copied() {
         let found = table.attention(by).unwrap();
         prop_assert!(close(&found.heads, &wanted.heads, 16.0));
         let found = back(table, by, found.saved, grad).unwrap();
