@@ -40,20 +40,44 @@ DEVICE Column column_of(u32 rows, u32 width) {
   return {index, first, first + BAND < last ? first + BAND : last, static_cast<u64>(band) * width + index, index < width};
 }
 
-// The sum of partial[s, band, c] over bands, in f64.
-DEVICE f32 over_bands(const f32* partial, u32 stack, u32 bands, u32 width, u32 column) {
-  f64 sum = 0.0;
-  for (u32 band = 0; band < bands; ++band)
-    sum += static_cast<f64>(partial[(static_cast<u64>(stack) * bands + band) * width + column]);
-  return static_cast<f32>(sum);
+// A sum over rows from those over their bands, as the host writes it into device memory.
+struct Sum {
+  u64 partial;  // address of [bands, width], f32
+  u64 other;    // of another one's, or 0
+  u64 factor;   // of [width], f32, or 0: what the other sum is multiplied with; where there is none, the sum itself
+  u64 out;      // where column 0 goes
+  u32 bands, width;
+  u32 stride;  // from one column of the outcome to the next
+  u32 block;   // the first of its blocks; it has one for each 256 columns begun
+};
+static_assert(sizeof(Sum) == 48, "as the host lays it out");
+
+// The sum of partial[band, c] over bands, in f64.
+DEVICE f32 over_bands(u64 partial, const Sum& sum, u32 column) {
+  const f32* from = reinterpret_cast<const f32*>(partial) + column;
+  f64 all = 0.0;
+  for (u32 band = 0; band < sum.bands; ++band) all += static_cast<f64>(from[static_cast<u64>(band) * sum.width]);
+  return static_cast<f32>(all);
 }
 
-// out[s, c] = sum of partial[s, band, c] over bands.
-KERNEL(band_sums, 256, LIMIT(32, 0, 8), (const f32* partial, f32* out, u32 bands, u32 width)) {
-  const u32 tiles = (width + BLOCK - 1) / BLOCK, stack = block_index() / tiles;
-  const u32 column = block_index() % tiles * BLOCK + thread_index();
-  if (column >= width) return;
-  out[static_cast<u64>(stack) * width + column] = over_bands(partial, stack, bands, width, column);
+// out[c] = sum over bands, times the factor, or plus the factor times the other sum.
+KERNEL(add_bands, 256, LIMIT(48, 0, 8), (const Sum* sums, u32 count)) {
+  u32 low = 0, high = count;
+  while (high - low > 1) {
+    const u32 middle = low + (high - low) / 2;
+    if (sums[middle].block <= block_index()) low = middle;
+    else high = middle;
+  }
+  const Sum sum = sums[low];
+  const u32 column = (block_index() - sum.block) * BLOCK + thread_index();
+  if (column >= sum.width) return;
+  f32 all = over_bands(sum.partial, sum, column);
+  if (sum.factor != 0) {
+    const f32 factor = reinterpret_cast<const f32*>(sum.factor)[column];
+    if (sum.other != 0) all += factor * over_bands(sum.other, sum, column);
+    else all *= factor;
+  }
+  reinterpret_cast<f32*>(sum.out)[static_cast<u64>(column) * sum.stride] = all;
 }
 
 // partial[s, band, c] = sum of x[s, r, c] over the rows of a band.
@@ -222,18 +246,4 @@ KERNEL(residual_backward_bf16, 256, LIMIT(48, 0, 8),
        (const bf16* branch, const f32* residual, const f32* grad, const f32* scale, const f32* residual_scale, f32* to_branch,
         f32* to_residual, f32* partial, u32 rows, u32 width)) {
   residual_back(branch, residual, grad, scale, residual_scale, to_branch, to_residual, partial, rows, width);
-}
-
-// From these bands, the gradients of bias, scale and their like for the residual: [4, width] in the order of Scaling.
-KERNEL(residual_vectors, 256, LIMIT(32, 0, 8),
-       (const f32* partial, const f32* scale, const f32* bias, const f32* residual_scale, const f32* residual_bias, f32* out,
-        u32 bands, u32 width)) {
-  const u32 column = block_index() * BLOCK + thread_index();
-  if (column >= width) return;
-  const f32 all = over_bands(partial, 0, bands, width, column), branches = over_bands(partial, 1, bands, width, column);
-  const f32 residuals = over_bands(partial, 2, bands, width, column);
-  out[column] = branches + bias[column] * all;
-  out[width + column] = all * scale[column];
-  out[2 * width + column] = residuals + residual_bias[column] * all;
-  out[3 * width + column] = all * residual_scale[column];
 }

@@ -6,8 +6,7 @@
 use tch::{Kind, Tensor};
 
 use super::{
-    Attention, AttentionGrads, CrossEntropy, DepthwiseConv, Dispatch, QueryKey, RouterWeights,
-    Scaling,
+    Attention, AttentionGrads, ConvShift, CrossEntropy, Dispatch, QueryKey, RouterWeights, Scaling,
 };
 use crate::{Error, Result};
 
@@ -114,26 +113,31 @@ pub(super) fn residual_backward(
     Ok(shape)
 }
 
-pub(super) fn depthwise_conv(z: &Tensor, by: DepthwiseConv) -> Result<[i64; 2]> {
-    let call = Call("depthwise_conv");
-    let shape = [call.matrix("z", z)?[0], by.heads[0] * by.heads[1]];
+/// Rows, and columns of `z`.
+pub(super) fn conv_shift(z: &Tensor, by: ConvShift) -> Result<[i64; 2]> {
+    let (call, channels) = (Call("conv_shift"), by.channels());
+    let shape = [call.matrix("z", z)?[0], channels + by.shifted()];
     call.float("z", z, &shape)?;
-    call.f32("weights", by.weights, &[shape[1], 1, 2])?;
-    call.f32("bias", by.bias, &shape[1..])?;
+    call.f32("weights", by.weights, &[channels, 1, 2])?;
+    call.f32("bias", by.bias, &[channels])?;
     let list = |name, rows: &Tensor| call.i64(name, rows, &call.sizes::<1>(name, rows)?);
     list("starts", by.starts)?;
     by.counted.map_or(Ok(()), |rows| list("counted", rows))?;
     Ok(shape)
 }
 
-pub(super) fn depthwise_conv_backward(
+pub(super) fn conv_shift_backward(
     z: &Tensor,
-    by: DepthwiseConv,
-    grad: &Tensor,
+    by: ConvShift,
+    [taps, values]: [&Tensor; 2],
+    means: &Tensor,
 ) -> Result<[i64; 2]> {
-    let shape = depthwise_conv(z, by)?;
-    let call = Call("depthwise_conv_backward");
-    call.float("grad", grad, &[by.heads[0], shape[0], 2 * by.heads[1]])?;
+    let shape = conv_shift(z, by)?;
+    let (call, rows) = (Call("conv_shift_backward"), shape[0]);
+    call.is("the gradient of taps", taps, &[by.heads[0], rows, 2 * by.heads[1]], &[z.kind()])?;
+    call.is("the gradient of values", values, &[rows, by.shifted()], &[z.kind()])?;
+    let counted = by.counted.map_or(rows, |counted| counted.size()[0]);
+    call.f32("means", means, &[counted, by.channels()])?;
     Ok(shape)
 }
 
@@ -141,8 +145,9 @@ pub(super) fn depthwise_conv_backward(
 pub(super) fn query_key(z: &Tensor, raw: &Tensor, by: QueryKey) -> Result<(Call, [i64; 3])> {
     let call = Call("query_key");
     let shape = heads(call, raw, by)?;
-    call.float("z", z, &[shape[1], shape[0] * shape[2]])?;
-    call.f32("bias", by.bias, &[shape[0] * shape[2]])?;
+    let channels = shape[0] * shape[2];
+    call.float("z", z, &[shape[1], channels.max(call.matrix("z", z)?[1])])?;
+    call.f32("bias", by.bias, &[channels])?;
     Ok((call, shape))
 }
 
@@ -175,14 +180,6 @@ fn heads(call: Call, raw: &Tensor, by: QueryKey) -> Result<[i64; 3]> {
         return Err(call.refuse("angles", format!("{}", angles[1]), wanted));
     }
     Ok(shape)
-}
-
-pub(super) fn means_backward(raw: &Tensor, shape: [i64; 3], z: &Tensor) -> Result<Call> {
-    let (call, [queries, keys, width]) = (Call("means_backward"), shape);
-    let tokens = call.sizes::<3>("raw", raw)?[1];
-    call.f32("raw", raw, &[queries + keys, tokens, width])?;
-    call.f32("z", z, &[tokens, (queries + keys) * width])?;
-    Ok(call)
 }
 
 /// Rows and columns of the outcome.
@@ -276,18 +273,6 @@ pub(super) fn attention_backward(by: Attention, grad: &Tensor, out: AttentionGra
         }
     }
     Ok(())
-}
-
-/// Tokens, and the width of each side.
-pub(super) fn value_shift(current: &Tensor, delayed: &Tensor, starts: &Tensor) -> Result<[i64; 3]> {
-    let call = Call("value_shift");
-    let ([tokens, left], [_, right]) =
-        (call.matrix("current", current)?, call.matrix("delayed", delayed)?);
-    call.float("current", current, &[tokens, left])?;
-    call.is("delayed", delayed, &[tokens, right], &[current.kind()])?;
-    let count = call.sizes::<1>("starts", starts)?;
-    call.i64("starts", starts, &count)?;
-    Ok([tokens, left, right])
 }
 
 pub(super) fn embedding(

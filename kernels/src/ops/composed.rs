@@ -4,12 +4,12 @@ use tch::{Kind, Tensor};
 
 use super::check::{self, Call};
 use super::operands::Order;
-use super::{Dispatch, Ops, RouterGrads, RouterSaved, RouterWeights, Routes};
+use super::{ConvShift, Dispatch, Ops, RouterGrads, RouterSaved, RouterWeights, Routes, Summed};
 use crate::Result;
 
 /// The sum over rows.
-fn columns(x: &Tensor) -> Result<Tensor> {
-    Ok(x.f_sum_dim_intlist(0, false, Kind::Float)?)
+fn columns(x: &Tensor) -> Result<Summed> {
+    Ok(Summed::Made(x.f_sum_dim_intlist(0, false, Kind::Float)?))
 }
 
 pub(super) fn router<O: Ops + ?Sized>(
@@ -178,32 +178,37 @@ pub(super) fn embedding_backward(
     scale: &Tensor,
     grad: &Tensor,
     table: &mut Tensor,
-) -> Result<[Tensor; 2]> {
+) -> Result<[Summed; 2]> {
     check::embedding_backward(tokens, embedded, scale, grad, table)?;
     let to_scale = columns(&grad.f_mul(embedded)?)?;
-    let to_bias = columns(grad)?.f_mul(scale)?;
+    let to_bias = grad.f_sum_dim_intlist(0, false, Kind::Float)?.f_mul(scale)?;
     // Token by token in order, where one comes several times.
     let _ = table.f_index_add_(0, tokens, &grad.f_mul(scale)?)?;
-    Ok([to_bias, to_scale])
+    Ok([Summed::Made(to_bias), to_scale])
 }
 
-pub(super) fn value_shift(current: &Tensor, delayed: &Tensor, starts: &Tensor) -> Result<Tensor> {
-    let [tokens, left, right] = check::value_shift(current, delayed, starts)?;
-    let out = Tensor::f_empty([tokens, left + right], (current.kind(), current.device()))?;
-    out.f_narrow(1, 0, left)?.f_copy_(current)?;
-    let mut later = out.f_narrow(1, left, right)?;
+/// The values of [`Ops::conv_shift`].
+pub(super) fn shifted(z: &Tensor, by: ConvShift) -> Result<Tensor> {
+    let ([stay, go], tokens) = (by.values, z.size()[0]);
+    let out = Tensor::f_empty([tokens, stay + go], (z.kind(), z.device()))?;
+    let from = z.f_narrow(1, by.channels(), stay + go)?;
+    out.f_narrow(1, 0, stay)?.f_copy_(&from.f_narrow(1, 0, stay)?)?;
+    let (mut later, delayed) = (out.f_narrow(1, stay, go)?, from.f_narrow(1, stay, go)?);
     later.f_narrow(0, 1, tokens - 1)?.f_copy_(&delayed.f_narrow(0, 0, tokens - 1)?)?;
-    let _ = later.f_index_fill_(0, starts, 0.0)?;
+    let _ = later.f_index_fill_(0, by.starts, 0.0)?;
     Ok(out)
 }
 
-pub(super) fn value_shift_backward(grad: Tensor, current: i64, starts: &Tensor) -> Result<Tensor> {
-    let [tokens, width] = Call("value_shift_backward").matrix("grad", &grad)?;
-    let delayed = grad.f_narrow(1, current, width - current)?;
-    let shifted = delayed.f_index_fill(0, starts, 0.0)?;
-    delayed.f_narrow(0, 0, tokens - 1)?.f_copy_(&shifted.f_narrow(0, 1, tokens - 1)?)?;
+/// Their gradients, into the columns of that of what was shifted.
+pub(super) fn shifted_back(grad: &Tensor, by: ConvShift, into: &Tensor) -> Result<()> {
+    let ([stay, go], tokens) = (by.values, into.size()[0]);
+    let into = into.f_narrow(1, by.channels(), stay + go)?;
+    into.f_narrow(1, 0, stay)?.f_copy_(&grad.f_narrow(1, 0, stay)?)?;
+    let (later, delayed) = (grad.f_narrow(1, stay, go)?, into.f_narrow(1, stay, go)?);
+    let later = later.f_index_fill(0, by.starts, 0.0)?;
+    delayed.f_narrow(0, 0, tokens - 1)?.f_copy_(&later.f_narrow(0, 1, tokens - 1)?)?;
     let _ = delayed.f_narrow(0, tokens - 1, 1)?.f_zero_()?;
-    Ok(grad)
+    Ok(())
 }
 
 pub(super) fn pass_by(from: Option<&Tensor>, into: &Tensor, by: &Dispatch) -> Result<()> {

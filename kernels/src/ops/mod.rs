@@ -32,9 +32,9 @@ use tch::{Device, Kind, Tensor};
 use crate::device::queue::Queue;
 use crate::{Error, Result};
 pub use operands::{
-    ATTENTION_ROWS, AdamW, Attended, Attention, AttentionGrads, ConvGrads, CrossEntropy,
-    CrossEntropyGrads, DepthwiseConv, Dispatch, Moved, NewtonSchulz, QueryKey, QueryKeyGrads,
-    ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Span,
+    ATTENTION_ROWS, AdamW, Attended, Attention, AttentionGrads, Banded, ConvShift, ConvShiftGrads,
+    CrossEntropy, CrossEntropyGrads, Dispatch, Moved, NewtonSchulz, QueryKey, QueryKeyGrads,
+    ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Span, Summed,
 };
 
 /// The variable that asks for another table than the one for the device.
@@ -83,17 +83,6 @@ pub trait Ops: fmt::Debug + Send + Sync {
         out: AttentionGrads,
     ) -> Result<()>;
 
-    /// `[N, a]` and the row before of `[N, b]`, zero where a document begins, side by side: `[N, a + b]`.
-    fn value_shift(&self, current: &Tensor, delayed: &Tensor, starts: &Tensor) -> Result<Tensor> {
-        composed::value_shift(current, delayed, starts)
-    }
-
-    /// Back through [`Ops::value_shift`], from the gradient of its outcome, whose memory is used: those of both sides, the
-    /// first `current` columns wide, side by side.
-    fn value_shift_backward(&self, grad: Tensor, current: i64, starts: &Tensor) -> Result<Tensor> {
-        composed::value_shift_backward(grad, current, starts)
-    }
-
     /// Rows `tokens` of `table`, `[V, D]` float, with `bias` added; and that times `scale`: `[N, D]`, f32.
     fn embedding(
         &self,
@@ -114,7 +103,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
         scale: &Tensor,
         grad: &Tensor,
         table: &mut Tensor,
-    ) -> Result<[Tensor; 2]> {
+    ) -> Result<[Summed; 2]> {
         composed::embedding_backward(tokens, embedded, scale, grad, table)
     }
 
@@ -217,7 +206,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
         factors: &Tensor,
         weight: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Tensor, Tensor)>;
+    ) -> Result<(Tensor, Summed)>;
 
     /// The same where `x` has gone past the norm too: to its gradient `beside`, what came that way, is added.
     fn rms_norm_backward_beside(
@@ -227,9 +216,21 @@ pub trait Ops: fmt::Debug + Send + Sync {
         weight: &Tensor,
         grad: &Tensor,
         beside: &Tensor,
-    ) -> Result<(Tensor, Tensor)> {
+    ) -> Result<(Tensor, Summed)> {
         let (input, weight) = self.rms_norm_backward(x, factors, weight, grad)?;
         Ok((beside.f_add(&input)?, weight))
+    }
+
+    /// Sums over rows, of which none may still be in bands where a table makes them at once.
+    fn sums(&self, all: Vec<Summed>) -> Result<Vec<Tensor>> {
+        let made = all.into_iter().map(|one| match one {
+            Summed::Made(sum) => Ok(sum),
+            Summed::Banded(_) => {
+                let found = "another table's".to_owned();
+                Err(check::Call("sums").refuse("all", found, "its own".to_owned()))
+            }
+        });
+        made.collect()
     }
 
     /// `(branch + bias) * scale + (residual + residual_bias) * residual_scale`, `[N, D]`: `branch` float, the others and the
@@ -258,21 +259,25 @@ pub trait Ops: fmt::Debug + Send + Sync {
         grad: &Tensor,
     ) -> Result<ResidualGrads>;
 
-    /// `c_t = bias + now z_t + before z_{t-1}` of `z`, `[N, G d]` float, as `[G, N, 2 d]` in its kind: `c_{t-1}`, then `c_t`.
-    /// Before a document `c` is the bias.
-    fn depthwise_conv(&self, z: &Tensor, by: DepthwiseConv) -> Result<Tensor>;
+    /// What each token has of itself and of the one before it, of `z`, `[N, W]` float: first G d channels of queries and keys,
+    /// then a + b numbers of values. `c_t = bias + now z_t + before z_{t-1}` of the channels as `[G, N, 2 d]`, `c_{t-1}` and
+    /// `c_t` of each in turn; before a document `c` is the bias. Values as `[N, a + b]`, the last b of them those of the token
+    /// before, zeros where a document begins. Both in the kind of `z`.
+    fn conv_shift(&self, z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]>;
 
-    /// Back through [`Ops::depthwise_conv`], from the gradient of its outcome, float.
-    fn depthwise_conv_backward(
+    /// Back through [`Ops::conv_shift`], from the gradients of both its outcomes in the kind of `z`. To that of the channels goes
+    /// what comes through the means, `[M, G d]` f32, of the rows that are counted, in order.
+    fn conv_shift_backward(
         &self,
         z: &Tensor,
-        by: DepthwiseConv,
-        grad: &Tensor,
-    ) -> Result<ConvGrads>;
+        by: ConvShift,
+        grads: [&Tensor; 2],
+        means: &Tensor,
+    ) -> Result<ConvShiftGrads>;
 
-    /// Adds to each of `raw`, `[G, N, d]` f32, its bias and the mean that belongs to it of what stands in `z`, `[N, G d]`
-    /// float; makes it sqrt(d) long, multiplies keys with their temperature, and turns all: queries and keys, `[G, N, d]`, and
-    /// by what each was made longer, `[G, N, 1]`, both f32.
+    /// Adds to each of `raw`, `[G, N, d]` f32, its bias and the mean that belongs to it of what stands first in the rows of `z`,
+    /// `[N, G d and more]` float; makes it sqrt(d) long, multiplies keys with their temperature, and turns all: queries and
+    /// keys, `[G, N, d]`, and by what each was made longer, `[G, N, 1]`, both f32.
     ///
     /// ```text
     /// m_h = (q_h + k) / 2        for query head h and the key head of its group
@@ -281,8 +286,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// ```
     fn query_key(&self, z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)>;
 
-    /// Back through [`Ops::query_key`], from the gradient of its outcome, f32, whose memory may be used: all but what goes
-    /// to `z` through the means.
+    /// Back through [`Ops::query_key`], from the gradient of its outcome, f32, whose memory may be used.
     fn query_key_backward(
         &self,
         raw: &Tensor,
@@ -290,10 +294,6 @@ pub trait Ops: fmt::Debug + Send + Sync {
         by: QueryKey,
         grad: Tensor,
     ) -> Result<QueryKeyGrads>;
-
-    /// Adds to the gradient of `z`, `[N, G d]` f32, what comes through the means from that of `raw`, `[G, N, d]` f32, of
-    /// `[H, K, d]` heads.
-    fn means_backward(&self, raw: &Tensor, shape: [i64; 3], z: &mut Tensor) -> Result<()>;
 
     /// `silu(gate) * up` of `[P, 2 I]` float, the gate first: `[P, I]` in its kind.
     fn swiglu(&self, x: &Tensor) -> Result<Tensor>;

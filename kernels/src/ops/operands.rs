@@ -28,7 +28,35 @@ pub struct ResidualGrads {
     /// Of the residual, `[N, D]`, f32.
     pub residual: Tensor,
     /// Of the vectors in the order of [`Scaling`], `[D]` each.
-    pub scaling: [Tensor; 4],
+    pub scaling: [Summed; 4],
+}
+
+/// A sum over rows, f32: the gradient of a vector. [`super::Ops::sums`] makes it of many at once.
+#[derive(Debug)]
+pub enum Summed {
+    /// It is made.
+    Made(Tensor),
+    /// A device has made the sums over bands of rows, and adds those of many vectors by one launch.
+    Banded(Banded),
+}
+
+/// Sums over bands of rows that are still to be added: of several, their columns go in turn.
+#[derive(Debug)]
+pub struct Banded {
+    pub(super) sums: Vec<Bands>,
+    /// Of the outcome.
+    pub(super) shape: Vec<i64>,
+}
+
+/// Of one of them: the sum over bands, times the factor, or plus the factor times the other one.
+#[derive(Debug)]
+pub(super) struct Bands {
+    /// `[bands, width]`.
+    pub(super) partial: Tensor,
+    /// The same of another one.
+    pub(super) other: Option<Tensor>,
+    /// `[width]`.
+    pub(super) factor: Option<Tensor>,
 }
 
 impl Scaling<'_> {
@@ -39,19 +67,21 @@ impl Scaling<'_> {
         all: &Tensor,
         branch: &Tensor,
         residual: &Tensor,
-    ) -> Result<[Tensor; 4]> {
-        Ok([
+    ) -> Result<[Summed; 4]> {
+        let found = [
             branch.f_addcmul(self.bias, all)?,
             all.f_mul(self.scale)?,
             residual.f_addcmul(self.residual_bias, all)?,
             all.f_mul(self.residual_scale)?,
-        ])
+        ];
+        Ok(found.map(Summed::Made))
     }
 }
 
-/// A depthwise convolution over a token and the one before it, in `G` heads of `d` channels.
+/// What a token of compressed convolutional attention has of itself and of the one before it: a depthwise convolution of queries
+/// and keys, in `G` heads of `d` channels, and values, of which some are shifted by a token.
 #[derive(Clone, Copy, Debug)]
-pub struct DepthwiseConv<'a> {
+pub struct ConvShift<'a> {
     /// `[G d, 1, 2]`, f32: weights of the token before, and of the token. Where a document begins there is none before it,
     /// and it counts as zero.
     pub weights: &'a Tensor,
@@ -64,17 +94,31 @@ pub struct DepthwiseConv<'a> {
     pub counted: Option<&'a Tensor>,
     /// `[G, d]`.
     pub heads: [i64; 2],
+    /// `[a, b]`: numbers of values that stay with their token, and that go to the next one of its document.
+    pub values: [i64; 2],
 }
 
-/// What comes back through a [`DepthwiseConv`], f32.
+impl ConvShift<'_> {
+    /// G d.
+    pub(super) fn channels(self) -> i64 {
+        self.heads[0] * self.heads[1]
+    }
+
+    /// a + b.
+    pub(super) fn shifted(self) -> i64 {
+        self.values[0] + self.values[1]
+    }
+}
+
+/// What comes back through a [`ConvShift`].
 #[derive(Debug)]
-pub struct ConvGrads {
-    /// `[N, G d]`.
+pub struct ConvShiftGrads {
+    /// `[N, G d + a + b]`, in the kind of what was convolved.
     pub input: Tensor,
-    /// `[G d, 1, 2]`.
-    pub weights: Tensor,
-    /// `[G d]`.
-    pub bias: Tensor,
+    /// `[G d, 1, 2]`, f32.
+    pub weights: Summed,
+    /// `[G d]`, f32.
+    pub bias: Summed,
 }
 
 /// What queries and keys are made with: H query heads in K groups, then K key heads, G = H + K heads of d dimensions.
@@ -95,10 +139,12 @@ pub struct QueryKey<'a> {
 pub struct QueryKeyGrads {
     /// Of `raw`, `[G, N, d]`.
     pub raw: Tensor,
+    /// Of `z` through the means, `[N, G d]`.
+    pub means: Tensor,
     /// Of the temperature, `[K]`.
-    pub temperature: Tensor,
+    pub temperature: Summed,
     /// Of the bias, `[G d]`.
-    pub bias: Tensor,
+    pub bias: Summed,
 }
 
 /// Tokens `start..start + len` that see each other, what came before them in their document, and nothing else: a document, or
@@ -289,13 +335,13 @@ pub struct RouterGrads {
     /// Of the state before, `[N, R]`, if there was one.
     pub before: Option<Tensor>,
     pub down: Tensor,
-    pub down_bias: Tensor,
-    pub decay: Option<Tensor>,
-    pub norm: Tensor,
+    pub down_bias: Summed,
+    pub decay: Option<Summed>,
+    pub norm: Summed,
     pub fc1: Tensor,
-    pub fc1_bias: Tensor,
+    pub fc1_bias: Summed,
     pub fc2: Tensor,
-    pub fc2_bias: Tensor,
+    pub fc2_bias: Summed,
     pub out: Tensor,
 }
 

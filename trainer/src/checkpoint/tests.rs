@@ -40,6 +40,7 @@ pub(crate) fn layout_in(dtype: Dtype) -> Layout {
         init: Init::Constant(0.0),
         in_large_products: shape.len() > 1,
         sharding: None,
+        adjoins: false,
     };
     let parameters = vec![
         parameter("embedding", &[37, 8], Role::Elementwise),

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use contract::{Fault, Result};
+use kernels::ops::{Summed, Table};
 use kernels::tree::{Nodes, Sum, blocks};
 use tch::{Kind, Tensor};
 
@@ -58,6 +59,8 @@ pub(super) struct Gradients<'a> {
     waiting: BTreeMap<(usize, Term), Waiting>,
     /// First terms that wait for second ones, where all chunks are here.
     first: BTreeMap<usize, Tensor>,
+    /// Sums over rows of some chunk that are still to be made.
+    sums: Vec<(ParamId, u64, Summed)>,
 }
 
 /// The same, as a chunk sees them.
@@ -104,14 +107,24 @@ pub(crate) struct Used {
 impl<'a> Gradients<'a> {
     /// To `sink`, of the chunks that `dealt` says are here.
     pub(super) fn new(sink: &'a mut dyn Sink, dealt: Dealt) -> Self {
-        let (waiting, first) = (BTreeMap::new(), BTreeMap::new());
-        Gradients { sink, dealt, own: dealt.own(), waiting, first }
+        let (waiting, first, sums) = (BTreeMap::new(), BTreeMap::new(), Vec::new());
+        Gradients { sink, dealt, own: dealt.own(), waiting, first, sums }
     }
 
     /// Where the `at`-th chunk here hands its gradients.
     pub(super) fn of(&mut self, at: usize) -> ChunkGradients<'_, 'a> {
         let chunk = self.own[at];
         ChunkGradients { all: self, chunk }
+    }
+
+    /// Makes the sums over rows that wait, all at once, and hands them on: a layer does so at its end.
+    pub(super) fn settle(&mut self, ops: Table) -> Result<()> {
+        let (places, sums): (Vec<_>, Vec<_>) =
+            self.sums.drain(..).map(|(id, chunk, sum)| ((id, chunk), sum)).unzip();
+        let made = ops.sums(sums).map_err(refused)?;
+        places.into_iter().zip(made).try_for_each(|((id, chunk), gradient)| {
+            self.take(id, Term::Only, chunk, ChunkSum { gradient, experts: None })
+        })
     }
 
     /// Hands on a gradient that is a sum over chunks already.
@@ -175,6 +188,17 @@ impl ChunkGradients<'_, '_> {
     pub(super) fn term(&mut self, id: ParamId, term: Term, gradient: Tensor) -> Result<()> {
         let part = ChunkSum { gradient: wide(&gradient)?, experts: None };
         self.all.take(id, term, self.chunk, part)
+    }
+}
+
+/// Hands on the gradient of a vector: at once where it is made, otherwise when its layer ends.
+pub(super) fn emit_sum(sink: &mut ChunkGradients<'_, '_>, id: ParamId, sum: Summed) -> Result<()> {
+    match sum {
+        Summed::Made(gradient) => emit(sink, id, gradient),
+        waiting => {
+            sink.all.sums.push((id, sink.chunk, waiting));
+            Ok(())
+        }
     }
 }
 

@@ -64,6 +64,8 @@ pub struct ParamSpec {
     pub in_large_products: bool,
     /// How it is cut into shards that ranks hold for each other; `None` where each rank holds all of it.
     pub sharding: Option<Sharding>,
+    /// Whether it lies in memory right behind the one before it, so that a product reads both as one matrix.
+    pub adjoins: bool,
 }
 
 impl ParamSpec {
@@ -170,6 +172,7 @@ impl<'a> Declare<'a> {
             init: Init::Normal(self.deviation),
             in_large_products: true,
             sharding: None,
+            adjoins: false,
         }
     }
 
@@ -182,6 +185,11 @@ impl<'a> Declare<'a> {
     pub(super) fn cut(&mut self, id: ParamId, sharding: Sharding) -> ParamId {
         self.specs[id.0].sharding = Some(sharding);
         id
+    }
+
+    /// Lays a parameter right behind the one before it.
+    pub(super) fn adjoining(&mut self, id: ParamId) {
+        self.specs[id.0].adjoins = true;
     }
 
     fn in_f32(&mut self, id: ParamId) -> ParamId {

@@ -20,7 +20,7 @@ use contract::{Fault, Result};
 use tch::{Kind, Tensor};
 
 use super::cut::{Chunk, Chunks, joined};
-use super::gradients::{ChunkGradients, Gradients, Sink, Term, emit};
+use super::gradients::{ChunkGradients, Gradients, Sink, Term, emit_sum};
 use super::input::Prepared;
 use super::layer::{AnyLayer, Backward, Make, Pass, Work, make};
 use super::layers::cca::Cca;
@@ -290,8 +290,10 @@ impl Zaya {
                 Kept::Inputs(inputs) => layer.forward(pass, inputs, None)?.1,
             };
             grad = layer.backward(pass, saved, grad, sink)?;
+            sink.settle(pass.ops)?;
         }
-        self.embedding.backward(pass, &embedded, (&grad.residual, head), sink)
+        self.embedding.backward(pass, &embedded, (&grad.residual, head), sink)?;
+        sink.settle(pass.ops)
     }
 
     /// Operations of forward and backward over `tokens`, of which each layer sends `routed` to experts, with `pairs` of a
@@ -465,8 +467,8 @@ impl Embedding {
         let (ops, scale) = (pass.ops, &pass.weights[self.scale]);
         let found = ops.embedding_backward(&chunk.tokens, embedded, scale, residual, table);
         let [bias, scale] = found.map_err(refused)?;
-        emit(sink, self.scale, scale)?;
-        emit(sink, self.bias, bias)
+        emit_sum(sink, self.scale, scale)?;
+        emit_sum(sink, self.bias, bias)
     }
 }
 

@@ -8,8 +8,8 @@ use std::sync::Mutex;
 use kernels::Result;
 use kernels::device::Stager;
 use kernels::ops::{
-    AdamW, Attended, Attention, AttentionGrads, CPU, ConvGrads, DepthwiseConv, Dispatch,
-    NewtonSchulz, Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling,
+    AdamW, Attended, Attention, AttentionGrads, CPU, ConvShift, ConvShiftGrads, Dispatch,
+    NewtonSchulz, Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, Summed,
 };
 use tch::{Device, Tensor};
 
@@ -90,7 +90,7 @@ impl Ops for Counting {
         factors: &Tensor,
         weight: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Tensor, Tensor)> {
+    ) -> Result<(Tensor, Summed)> {
         CPU.rms_norm_backward(x, factors, weight, grad)
     }
 
@@ -108,17 +108,18 @@ impl Ops for Counting {
         CPU.residual_backward(branch, residual, by, grad)
     }
 
-    fn depthwise_conv(&self, z: &Tensor, by: DepthwiseConv) -> Result<Tensor> {
-        CPU.depthwise_conv(z, by)
+    fn conv_shift(&self, z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]> {
+        CPU.conv_shift(z, by)
     }
 
-    fn depthwise_conv_backward(
+    fn conv_shift_backward(
         &self,
         z: &Tensor,
-        by: DepthwiseConv,
-        grad: &Tensor,
-    ) -> Result<ConvGrads> {
-        CPU.depthwise_conv_backward(z, by, grad)
+        by: ConvShift,
+        grads: [&Tensor; 2],
+        means: &Tensor,
+    ) -> Result<ConvShiftGrads> {
+        CPU.conv_shift_backward(z, by, grads, means)
     }
 
     fn query_key(&self, z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
@@ -133,10 +134,6 @@ impl Ops for Counting {
         grad: Tensor,
     ) -> Result<QueryKeyGrads> {
         CPU.query_key_backward(raw, factors, by, grad)
-    }
-
-    fn means_backward(&self, raw: &Tensor, shape: [i64; 3], z: &mut Tensor) -> Result<()> {
-        CPU.means_backward(raw, shape, z)
     }
 
     fn swiglu(&self, x: &Tensor) -> Result<Tensor> {

@@ -4,7 +4,7 @@
 //! that no cache has. Its bytes are those of what it takes and answers with, each once, so that a bandwidth says how far it is
 //! from what memory allows.
 
-use kernels::ops::{AdamW, CrossEntropy, DepthwiseConv, QueryKey, REFERENCE, Scaling, Table};
+use kernels::ops::{AdamW, ConvShift, CrossEntropy, QueryKey, REFERENCE, Scaling, Table};
 use tch::Kind::{Float, Int64};
 use tch::{Kind, Tensor};
 
@@ -102,11 +102,14 @@ impl Numbers {
     fn of_attention(&self) -> Vec<Operation> {
         let (n, kind, channels) = (self.tokens, self.kind, self.config.conv_size());
         let [heads, width] = self.heads();
-        let (z, raw, half) = ([n, channels], [heads, n, width], self.angles());
+        let columns = channels + self.config.key_size();
+        let (z, raw, half) = ([n, columns], [heads, n, width], self.angles());
         let (twice, one) = ([heads, n, 2 * width], [channels]);
+        let (values, means) = ([n, self.config.key_size()], [n, channels]);
         let conv: [(&[i64], Kind); 4] =
             [(&z, kind), (&[channels, 1, 2], Float), (&one, Float), (&[1], Int64)];
-        let conv_back = [&conv[..], &[(&twice[..], kind)]].concat();
+        let grads = [(&twice[..], kind), (&values, kind), (&means, Float)];
+        let conv_back = [&conv[..], &grads].concat();
         let angles = [n, half];
         let turn: [(&[i64], Kind); 6] = [
             (&z, kind),
@@ -117,13 +120,20 @@ impl Numbers {
             (&angles, Float),
         ];
         let all = n * channels;
+        let made = [(2 * all + n * self.config.key_size(), kind)];
         vec![
-            self.operation("convolution", &conv, &[(2 * all, kind)], |ops, by, t| {
-                ops.depthwise_conv(&t[0], convolution(by, t)).map(drop)
+            self.operation("convolution and shift", &conv, &made, |ops, by, t| {
+                ops.conv_shift(&t[0], convolution(by, t)).map(drop)
             }),
-            self.operation("convolution, back", &conv_back, &[(all, Float)], |ops, by, t| {
-                ops.depthwise_conv_backward(&t[0], convolution(by, t), &t[4]).map(drop)
-            }),
+            self.operation(
+                "convolution and shift, back",
+                &conv_back,
+                &[(n * columns, kind)],
+                |ops, by, t| {
+                    let by = convolution(by, t);
+                    ops.conv_shift_backward(&t[0], by, [&t[4], &t[5]], &t[6]).map(drop)
+                },
+            ),
             self.operation("queries and keys", &turn, &[(2 * all, Float)], |ops, by, t| {
                 let [z, raw, rest @ ..] = t else { return Ok(()) };
                 let config = &by.config;
@@ -224,8 +234,10 @@ fn scaling(t: &[Tensor]) -> Scaling<'_> {
 }
 
 /// Operands 1 to 3 of a convolution.
-fn convolution<'a>(by: &Numbers, t: &'a [Tensor]) -> DepthwiseConv<'a> {
-    DepthwiseConv { weights: &t[1], bias: &t[2], starts: &t[3], counted: None, heads: by.heads() }
+fn convolution<'a>(by: &Numbers, t: &'a [Tensor]) -> ConvShift<'a> {
+    let (heads, key) = (by.heads(), by.config.key_size());
+    let (weights, bias, starts) = (&t[1], &t[2], &t[3]);
+    ConvShift { weights, bias, starts, counted: None, heads, values: [key / 2, key - key / 2] }
 }
 
 impl Bench {

@@ -126,14 +126,9 @@ fn attention(config: &ZayaConfig, n: i64, list: &mut List) {
     let place = Place { forward: Part::Attention, backward: Part::AttentionBack, wide: false };
     let (hidden, dim) = (config.hidden_size, config.head_dim);
     let (query, key, conv) = (config.query_size(), config.key_size(), config.conv_size());
-    list.linear(place, [n, hidden, conv], 1);
+    list.linear(place, [n, hidden, conv + key], 1);
     list.linear(place, [n, 2 * dim, dim], (conv / dim) as u64);
     list.linear(place, [n, query, hidden], 1);
-    // Both halves of the values: their weights' gradients are one product.
-    let there = 2 * list.count * list.forward;
-    list.put(place.forward, [n, hidden, key / 2], there, false);
-    list.put(place.backward, [n, key / 2, hidden], 2 * list.count, false);
-    list.put(place.backward, [key, n, hidden], list.count, false);
 }
 
 fn router(config: &ZayaConfig, n: i64, list: &mut List) {

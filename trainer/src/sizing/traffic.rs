@@ -29,7 +29,7 @@ pub fn of_micro_batch(config: &ZayaConfig, tokens: i64, narrow: u64) -> Vec<(Par
     // Halves of the values side by side, the first convolution, queries and keys with their means and their turn.
     let attention = 2.0 * w * key + 3.0 * w * conv + conv * (2.0 * cast + 8.0 + w);
     let attention_back =
-        hidden * (cast + 8.0) + conv * (12.0 + 2.0 * cast + 3.0 * w + 4.0 + 12.0) + 4.0 * w * key;
+        hidden * 2.0 * cast + conv * (12.0 + 2.0 * cast + 3.0 * w + 4.0 + 12.0) + 4.0 * w * key;
     // Biases, averaging, norm and both activations over the router's state.
     let (router, router_back) = (48.0 * state + CLASSES[0], 72.0 * state + CLASSES[1]);
     // There and back in the order of experts.

@@ -76,10 +76,43 @@ impl Owned {
     }
 }
 
-/// Room for the weights of these parameters as the model reads them under `dtype`.
+/// Room for the weights of these parameters as the model reads them under `dtype`, of those that adjoin each other in one piece.
 pub(crate) fn room(parameters: &[ParamSpec], dtype: Dtype, device: Device) -> Vec<Tensor> {
-    let of = |one: &ParamSpec| Tensor::empty(one.shape.as_slice(), (one.kind(dtype), device));
-    parameters.iter().map(of).collect()
+    runs(parameters).flat_map(|run| room_of_run(run, run[0].kind(dtype), device)).collect()
+}
+
+/// Parameters that adjoin each other.
+fn runs(parameters: &[ParamSpec]) -> impl Iterator<Item = &[ParamSpec]> {
+    parameters.chunk_by(|_, next| next.adjoins)
+}
+
+fn room_of_run(run: &[ParamSpec], kind: Kind, device: Device) -> Vec<Tensor> {
+    let count = |one: &ParamSpec| one.elements() as i64;
+    let all = Tensor::empty([run.iter().map(count).sum::<i64>()], (kind, device));
+    let (mut room, mut at) = (Vec::with_capacity(run.len()), 0);
+    for one in run {
+        room.push(all.narrow(0, at, count(one)).view(one.shape.as_slice()));
+        at += count(one);
+    }
+    room
+}
+
+/// The weights in the numbers of `dtype`, laid out as [`room`] does it; those that are held so already are the same tensors.
+fn moved(parameters: &[ParamSpec], dtype: Dtype, weights: &[Tensor]) -> Vec<Tensor> {
+    let (mut found, mut left) = (Vec::with_capacity(weights.len()), weights);
+    for run in runs(parameters) {
+        let (own, rest) = left.split_at(run.len());
+        left = rest;
+        let (kind, device) = (run[0].kind(dtype), own[0].device());
+        if own[0].kind() == kind {
+            found.extend(own.iter().map(Tensor::shallow_clone));
+            continue;
+        }
+        let mut room = room_of_run(run, kind, device);
+        tch::no_grad(|| room.iter_mut().zip(own).for_each(|(room, own)| room.copy_(own)));
+        found.extend(room);
+    }
+    found
 }
 
 /// Checksums of a piece: of its weights, first moments and second moments, 0 where there are none of those.
@@ -293,8 +326,10 @@ impl State {
             let kind = parameter.kind(dtype);
             if weight.kind() != kind {
                 (asks, *changed) = (asks || kind == Kind::Float, true);
-                *weight = weight.to_kind(kind);
             }
+        }
+        if changed.contains(&true) {
+            self.weights = moved(parameters, dtype, &self.weights);
         }
         let pieces: Vec<Piece> = self.owners.own().cloned().collect();
         for ((piece, owned), master) in pieces.iter().zip(&mut self.owned).zip(masters) {

@@ -1,11 +1,11 @@
-//! What stands around attention: convolution, means, length, rotation, the value shift.
+//! What stands around attention: convolution and value shift, means, length, rotation.
 
 use tch::Tensor;
 
-use super::rows::banded;
+use super::rows::{Sum, add_bands, made};
 use super::tape::{Argument, Buffer, Tape};
 use super::{Values, bits_of, left_bits, numbers, tensor};
-use crate::ops::{CPU, DepthwiseConv, QueryKey};
+use crate::ops::{CPU, ConvShift, QueryKey};
 
 /// Rows at which documents begin: the first, and every one that two small numbers meet in.
 fn starts(rows: usize) -> Vec<i64> {
@@ -19,74 +19,102 @@ fn listed(tape: &mut Tape, rows: &[i64]) -> [Argument; 2] {
 
 struct Conv {
     tape: Tape,
-    both: Buffer,
+    out: [Buffer; 2],
     input: Buffer,
-    sums: Buffer,
+    /// Gradients of the taps, and of the bias.
+    sums: [Buffer; 2],
 }
 
-fn conv([rows, heads, width]: [usize; 3], values: Values, counted: Option<&[i64]>) -> Conv {
+/// Rows, heads, their width, values that stay and that go on.
+type Shape = [usize; 5];
+
+fn conv(shape: Shape, values: Values, counted: Option<&[i64]>) -> Conv {
+    let [rows, heads, width, stay, go] = shape;
     let (channels, kind) = (heads * width, values.kind());
-    let mut tape = Tape::new(&format!("depthwise_conv_{kind}"));
-    let z = values.with(&mut tape, rows * channels, 1);
+    let columns = channels + stay + go;
+    let mut tape = Tape::new(&format!("conv_shift_{kind}"));
+    let z = values.with(&mut tape, rows * columns, 1);
     let grad = values.with(&mut tape, 2 * rows * channels, 2);
     let (taps, bias) = (tape.with(&numbers(2 * channels, 3)), tape.with(&numbers(channels, 4)));
+    let to_values = values.with(&mut tape, rows * (stay + go), 5);
+    let means = tape.with(&numbers(counted.map_or(rows, <[i64]>::len) * channels, 6));
     let begins = listed(&mut tape, &starts(rows));
     let none = [Argument::Null, Argument::Word(u32::MAX)];
     let counts = counted.map_or(none, |counted| listed(&mut tape, counted));
     let both = values.room(&mut tape, 2 * rows * channels);
-    let sizes = [rows, width, channels].map(Argument::from);
-    let blocks = (rows * channels).div_ceil(1024);
+    let shifted = values.room(&mut tape, rows * (stay + go));
+    let sizes = [rows, width, channels, channels + stay, columns].map(Argument::from);
     let places = [z, taps, bias].map(Argument::from);
-    let arguments = [&places[..], &begins, &[both.into()], &sizes].concat();
-    tape.launch(&format!("depthwise_conv_{kind}"), blocks, &arguments);
-    let input = tape.room::<f32>(rows * channels);
-    let sums = banded(&mut tape, [3, rows, channels], |tape, partial, blocks| {
-        let lists = [&[z.into(), taps.into()][..], &begins, &counts].concat();
-        let arguments = [&lists[..], &[grad, input, partial].map(Argument::from), &sizes].concat();
-        tape.launch(&format!("depthwise_conv_backward_{kind}"), blocks, &arguments);
-    });
-    Conv { tape, both, input, sums }
+    let out = [both, shifted];
+    let arguments = [&places[..], &begins, &out.map(Argument::from), &sizes].concat();
+    tape.launch(&format!("conv_shift_{kind}"), (rows * columns).div_ceil(1024), &arguments);
+    let input = values.room(&mut tape, rows * columns);
+    let bands = rows.div_ceil(32);
+    let partial = tape.room::<f32>(3 * bands * channels);
+    let lists = [&[z.into(), taps.into()][..], &begins, &counts].concat();
+    let rest = [grad, to_values, means, input, partial].map(Argument::from);
+    let arguments = [&lists[..], &rest, &sizes].concat();
+    let name = format!("conv_shift_backward_{kind}");
+    tape.launch(&name, columns.div_ceil(256) * bands, &arguments);
+    let sums = [2, 1].map(|each| tape.room::<f32>(each * channels));
+    let sum = |which, out, stride| {
+        let sum = Sum::plain((partial, which * bands * channels), out);
+        Sum { stride, ..sum }
+    };
+    let all = [sum(0, (sums[0], 0), 2), sum(1, (sums[0], 1), 2), sum(2, (sums[1], 0), 1)];
+    add_bands(&mut tape, [rows, channels], &all);
+    Conv { tape, out, input, sums }
 }
 
 #[test]
-fn convolutions_are_those_of_the_cpu() {
+fn convolutions_and_shifts_are_those_of_the_cpu() {
     let some: Vec<i64> = (0..70).filter(|row| row % 3 > 0).collect();
     let cases = [
-        ([1, 1, 1], Values::Wide, None),
-        ([70, 3, 13], Values::Wide, None),
-        ([70, 2, 9], Values::Narrow, None),
-        ([33, 2, 140], Values::Narrow, None),
-        ([70, 2, 5], Values::Wide, Some(some)),
+        ([1, 1, 1, 1, 1], Values::Wide, None),
+        ([70, 3, 13, 5, 0], Values::Wide, None),
+        ([70, 2, 9, 33, 7], Values::Narrow, None),
+        ([33, 2, 140, 0, 60], Values::Narrow, None),
+        ([70, 2, 5, 3, 4], Values::Wide, Some(some)),
     ];
     for (shape, values, counted) in cases {
         let conv = conv(shape, values, counted.as_deref());
         let played = conv.tape.play();
-        let [rows, heads, width] = shape.map(|size| size as i64);
-        let channels = heads * width;
-        let z = values.tensor(&[rows, channels], 1);
+        let [rows, heads, width, stay, go] = shape.map(|size| size as i64);
+        let (channels, shifted) = (heads * width, stay + go);
+        let columns = channels + shifted;
+        let z = values.tensor(&[rows, columns], 1);
         let grad = values.tensor(&[heads, rows, 2 * width], 2);
-        let weights = tensor(&numbers(2 * channels as usize, 3), &[channels, 1, 2]);
-        let bias = tensor(&numbers(channels as usize, 4), &[channels]);
+        let to_values = values.tensor(&[rows, shifted], 5);
+        let of = |shape: &[i64], seed| {
+            tensor(&numbers(shape.iter().product::<i64>() as usize, seed), shape)
+        };
+        let (weights, bias) = (of(&[channels, 1, 2], 3), of(&[channels], 4));
         let starts = Tensor::from_slice(&starts(rows as usize));
         let counts = counted.as_deref().map(Tensor::from_slice);
-        let by = DepthwiseConv {
+        let means = of(&[counts.as_ref().map_or(rows, |rows| rows.size()[0]), channels], 6);
+        let by = ConvShift {
             weights: &weights,
             bias: &bias,
             starts: &starts,
             counted: counts.as_ref(),
             heads: [heads, width],
+            values: [stay, go],
         };
-        let both = values.read(&played, conv.both, &[heads, rows, 2 * width]);
-        assert_eq!(both, CPU.depthwise_conv(&z, by).unwrap());
-        let wanted = CPU.depthwise_conv_backward(&z, by, &grad).unwrap();
-        assert_eq!(left_bits(&played, conv.input), bits_of(&wanted.input));
-        let taps = wanted.weights.reshape([channels, 2]).tr().contiguous();
-        let found = tensor(&played.read(conv.sums), &[3, channels]);
-        let wanted = Tensor::cat(&[taps, wanted.bias.unsqueeze(0)], 0);
-        match counts {
-            None => assert_eq!(bits_of(&found), bits_of(&wanted)),
-            // Bands are of all rows here, of those that count there.
-            Some(_) => assert!((found - wanted).abs().max().double_value(&[]) < 1e-5),
+        let [both, value] = CPU.conv_shift(&z, by).unwrap();
+        assert_eq!(values.read(&played, conv.out[0], &[heads, rows, 2 * width]), both);
+        assert_eq!(values.read(&played, conv.out[1], &[rows, shifted]), value);
+        let wanted = CPU.conv_shift_backward(&z, by, [&grad, &to_values], &means).unwrap();
+        assert_eq!(values.read(&played, conv.input, &[rows, columns]), wanted.input);
+        for (found, wanted) in conv.sums.into_iter().zip([wanted.weights, wanted.bias]) {
+            let wanted = made(wanted);
+            match counts {
+                None => assert_eq!(left_bits(&played, found), bits_of(&wanted)),
+                // Bands are of all rows here, of those that count there.
+                Some(_) => {
+                    let found = tensor(&played.read(found), &wanted.size());
+                    assert!((found - wanted).abs().max().double_value(&[]) < 1e-5);
+                }
+            }
         }
     }
 }
@@ -96,39 +124,35 @@ struct Turned {
     raw: Buffer,
     forward: [Buffer; 2],
     grad: Buffer,
+    means: Buffer,
     sums: [Buffer; 2],
-    z: Buffer,
 }
 
-/// Tokens, query heads, key heads, dimensions, dimensions that are turned.
+/// Tokens, query heads, key heads, dimensions, dimensions that are turned. Behind queries and keys stand three other columns.
 fn turned([tokens, queries, keys, width, half]: [usize; 5], values: Values) -> Turned {
     let (heads, kind) = (queries + keys, values.kind());
     let count = heads * tokens * width;
     let mut tape = Tape::new(&format!("query_key_{kind}"));
-    let z = values.with(&mut tape, count, 1);
-    let [raw, grad, to_z] = [2, 3, 4].map(|seed| tape.with(&numbers(count, seed)));
+    let z = values.with(&mut tape, tokens * (heads * width + 3), 1);
+    let [raw, grad] = [2, 3].map(|seed| tape.with(&numbers(count, seed)));
     let (bias, temperature) = (tape.with(&numbers(heads * width, 5)), tape.with(&numbers(keys, 6)));
     let [cosines, sines] = [7, 8].map(|seed| tape.with(&numbers(tokens * half, seed)));
-    let sizes = [tokens, queries, keys, width].map(Argument::from);
-    let (elements, rows) = ((tokens * keys * width).div_ceil(1024), (heads * tokens).div_ceil(16));
+    let sizes = [tokens, queries, keys, width, half].map(Argument::from);
     let (factors, out) = (tape.room::<f32>(heads * tokens), tape.room::<f32>(count));
-    let turns = [&sizes[..], &[half.into()]].concat();
     let places = [z, bias, raw, temperature, cosines, sines, factors, out].map(Argument::from);
-    tape.launch(&format!("query_key_{kind}"), rows, &[&places[..], &turns].concat());
-    let shares = tape.room::<f32>(heads * tokens);
-    let places = [raw, factors, temperature, cosines, sines, grad, shares].map(Argument::from);
-    tape.launch("query_key_backward", rows, &[&places[..], &turns].concat());
-    let temperatures = tape.room::<f32>(heads);
-    let arguments: [Argument; 4] =
-        [shares.into(), temperatures.into(), heads.into(), tokens.into()];
-    tape.launch("head_sums", heads.div_ceil(256), &arguments);
-    let biases = banded(&mut tape, [heads, tokens, width], |tape, partial, blocks| {
-        let arguments: [Argument; 4] = [grad.into(), partial.into(), tokens.into(), width.into()];
-        tape.launch("column_sums", heads * blocks, &arguments);
-    });
-    let arguments = [&[raw.into(), to_z.into()][..], &sizes].concat();
-    tape.launch("means_backward", elements, &arguments);
-    Turned { tape, raw, forward: [factors, out], grad, sums: [temperatures, biases], z: to_z }
+    let arguments = [&places[..], &sizes, &[(heads * width + 3).into()]].concat();
+    tape.launch(&format!("query_key_{kind}"), (heads * tokens).div_ceil(16), &arguments);
+    let (means, bands) = (tape.room::<f32>(count), tokens.div_ceil(32));
+    let widths = [heads * width, keys];
+    let partial = widths.map(|width| tape.room::<f32>(bands * width));
+    let places = [raw, factors, temperature, cosines, sines, grad, means].map(Argument::from);
+    let arguments = [&places[..], &partial.map(Argument::from), &sizes].concat();
+    tape.launch("query_key_backward", keys * bands, &arguments);
+    let sums = widths.map(|width| tape.room::<f32>(width));
+    for (width, (partial, out)) in widths.into_iter().zip(partial.into_iter().zip(sums)) {
+        add_bands(&mut tape, [tokens, width], &[Sum::plain((partial, 0), (out, 0))]);
+    }
+    Turned { tape, raw, forward: [factors, out], grad, means, sums }
 }
 
 #[test]
@@ -148,7 +172,7 @@ fn queries_and_keys_are_those_of_the_cpu() {
         let of = |seed, shape: &[i64]| {
             tensor(&numbers(shape.iter().product::<i64>() as usize, seed), shape)
         };
-        let z = values.tensor(&[tokens, heads * width], 1);
+        let z = values.tensor(&[tokens, heads * width + 3], 1);
         let (mut raw, grad) = (of(2, &by_head), of(3, &by_head));
         let (bias, temperature) = (of(5, &[heads * width]), of(6, &[keys]));
         let (cosines, sines) = (of(7, &[tokens, half]), of(8, &[tokens, half]));
@@ -164,49 +188,10 @@ fn queries_and_keys_are_those_of_the_cpu() {
         assert_eq!(left_bits(&played, turned.forward[1]), bits_of(&out));
         let wanted = CPU.query_key_backward(&raw, &factors, by, grad).unwrap();
         assert_eq!(left_bits(&played, turned.grad), bits_of(&wanted.raw));
-        let temperatures = left_bits(&played, turned.sums[0]);
-        assert_eq!(temperatures[queries as usize..], bits_of(&wanted.temperature));
-        assert_eq!(left_bits(&played, turned.sums[1]), bits_of(&wanted.bias));
-        let mut to_z = of(4, &[tokens, heads * width]);
-        CPU.means_backward(&raw, by.shape, &mut to_z).unwrap();
-        assert_eq!(left_bits(&played, turned.z), bits_of(&to_z));
-    }
-}
-
-fn shift([rows, left, right]: [usize; 3], values: Values) -> (Tape, Buffer, Buffer) {
-    let kind = values.kind();
-    let mut tape = Tape::new(&format!("value_shift_{kind}"));
-    let current = values.with(&mut tape, rows * left, 1);
-    let delayed = values.with(&mut tape, rows * right, 2);
-    let grad = values.with(&mut tape, rows * (left + right), 3);
-    let begins = listed(&mut tape, &starts(rows));
-    let [out, back] = [(); 2].map(|()| values.room(&mut tape, rows * (left + right)));
-    let (sizes, blocks) =
-        ([rows, left, right].map(Argument::from), (rows * (left + right)).div_ceil(1024));
-    let places = [current, delayed].map(Argument::from);
-    let arguments = [&places[..], &begins, &[out.into()], &sizes].concat();
-    tape.launch(&format!("value_shift_{kind}"), blocks, &arguments);
-    let arguments = [&[grad.into()][..], &begins, &[back.into()], &sizes].concat();
-    tape.launch(&format!("value_shift_backward_{kind}"), blocks, &arguments);
-    (tape, out, back)
-}
-
-#[test]
-fn values_shift_as_on_the_cpu() {
-    for (shape, values) in
-        [([1, 1, 1], Values::Wide), ([50, 33, 7], Values::Wide), ([40, 5, 60], Values::Narrow)]
-    {
-        let (tape, out, back) = shift(shape, values);
-        let played = tape.play();
-        let [rows, left, right] = shape.map(|size| size as i64);
-        let both = [rows, left + right];
-        let [current, delayed] =
-            [(left, 1), (right, 2)].map(|(width, seed)| values.tensor(&[rows, width], seed));
-        let starts = Tensor::from_slice(&starts(shape[0]));
-        let wanted = CPU.value_shift(&current, &delayed, &starts).unwrap();
-        assert_eq!(values.read(&played, out, &both), wanted);
-        let wanted = CPU.value_shift_backward(values.tensor(&both, 3), left, &starts).unwrap();
-        assert_eq!(values.read(&played, back, &both), wanted);
+        assert_eq!(left_bits(&played, turned.means), bits_of(&wanted.means));
+        for (found, wanted) in turned.sums.into_iter().zip([wanted.bias, wanted.temperature]) {
+            assert_eq!(left_bits(&played, found), bits_of(&made(wanted)));
+        }
     }
 }
 
@@ -216,9 +201,8 @@ pub(super) fn small() -> Vec<Tape> {
         .flat_map(|values| {
             let some = [1, 2, 5, 33];
             [
-                conv([35, 2, 5], values, Some(&some)).tape,
+                conv([35, 2, 5, 4, 3], values, Some(&some)).tape,
                 turned([9, 4, 2, 20, 7], values).tape,
-                shift([20, 9, 4], values).0,
             ]
         })
         .collect()

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::rows::banded;
+use super::rows::{banded, made};
 use super::tape::{Argument, Buffer, Tape};
 use super::{bits, bits_of, close, left_bits, numbers, tensor};
 use crate::ops::CPU;
@@ -158,7 +158,7 @@ fn routers_agree_with_libtorch() {
         let all = [&own * before, wide(of(12)), wide(of(13))];
         let all = all.iter().map(|x| x.sum_dim_intlist(0, false, Kind::Double));
         let own = own.sum_dim_intlist(0, false, Kind::Double);
-        let wanted: Vec<_> = [wide(of_weight), own].into_iter().chain(all).collect();
+        let wanted: Vec<_> = [wide(made(of_weight)), own].into_iter().chain(all).collect();
         let within = 1e-6 * (rows as f64).sqrt();
         close(&played.read::<f32>(router.vectors), &Tensor::cat(&wanted, 0), within);
 

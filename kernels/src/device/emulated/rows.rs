@@ -4,10 +4,48 @@ use tch::Tensor;
 
 use super::tape::{Argument, Buffer, Tape};
 use super::{bits_of, close, left_bits, numbers, tensor, tensor_bf16};
-use crate::ops::{CPU, Scaling};
+use crate::ops::{CPU, Scaling, Summed};
 
 /// Rows of a band, and columns and rows of a block.
 const BAND: usize = 32;
+
+/// A sum that is added from those over bands: buffers, and in numbers of 4 bytes how far in them it begins.
+pub(super) struct Sum {
+    pub(super) partial: (Buffer, usize),
+    /// The other sum.
+    pub(super) other: Option<(Buffer, usize)>,
+    pub(super) factor: Option<Buffer>,
+    pub(super) out: (Buffer, usize),
+    /// From one column of the outcome to the next.
+    pub(super) stride: usize,
+}
+
+impl Sum {
+    pub(super) fn plain(partial: (Buffer, usize), out: (Buffer, usize)) -> Sum {
+        Sum { partial, other: None, factor: None, out, stride: 1 }
+    }
+}
+
+/// Adds bands of so many rows, each of so many columns.
+pub(super) fn add_bands(tape: &mut Tape, [rows, width]: [usize; 2], sums: &[Sum]) {
+    let (bands, tiles) = (rows.div_ceil(BAND) as u64, width.div_ceil(256));
+    let words: Vec<u64> = (0..sums.len())
+        .flat_map(|at| {
+            let sizes = bands | (width as u64) << 32;
+            [0, 0, 0, 0, sizes, sums[at].stride as u64 | ((at * tiles) as u64) << 32]
+        })
+        .collect();
+    let table = tape.with(&words);
+    for (at, sum) in sums.iter().enumerate() {
+        let places = [Some(sum.partial), sum.other, sum.factor.map(|of| (of, 0)), Some(sum.out)];
+        for (place, address) in places.into_iter().enumerate() {
+            if let Some((buffer, first)) = address {
+                tape.address(table, 48 * at + 8 * place, buffer, 4 * first);
+            }
+        }
+    }
+    tape.launch("add_bands", sums.len() * tiles, &[table.into(), sums.len().into()]);
+}
 
 /// Sums over the rows of a matrix, in bands and then in f64: `launch` adds what makes the bands.
 pub(super) fn banded(
@@ -19,12 +57,17 @@ pub(super) fn banded(
     let partial = tape.room::<f32>(stack * bands * width);
     let out = tape.room::<f32>(stack * width);
     launch(tape, partial, tiles * bands);
-    let arguments: [Argument; 4] = [partial.into(), out.into(), bands.into(), width.into()];
-    tape.launch("band_sums", stack * tiles, &arguments);
+    let sum = |at| Sum::plain((partial, at * bands * width), (out, at * width));
+    add_bands(tape, [rows, width], &(0..stack).map(sum).collect::<Vec<_>>());
     out
 }
 
 const SHAPES: [[usize; 2]; 5] = [[1, 1], [33, 16], [70, 37], [16, 256], [65, 300]];
+
+/// What the table for main memory has made at once.
+pub(super) fn made(sum: Summed) -> Tensor {
+    CPU.sums(vec![sum]).unwrap().remove(0)
+}
 
 struct Norm {
     tape: Tape,
@@ -75,6 +118,7 @@ fn norms_are_those_of_the_cpu() {
         let narrow = tensor_bf16(&played.read(narrow), &shape);
         assert_eq!(narrow, wanted.to_kind(tch::Kind::BFloat16));
         let (input, to_weight) = CPU.rms_norm_backward(&x, &factors, &weight, &grad).unwrap();
+        let to_weight = made(to_weight);
         assert_eq!(left_bits(&played, norm.back[0]), bits_of(&input));
         let beside = tensor(&numbers(rows * width, 4), &shape);
         assert_eq!(left_bits(&played, norm.back[1]), bits_of(&(beside + input)));
@@ -124,9 +168,18 @@ fn residual([rows, width]: [usize; 2], narrow: bool) -> Residual {
     let arguments = [&places.map(Argument::from)[..], &sizes[..2]].concat();
     tape.launch(&format!("residual_backward_{kind}"), tiles * bands, &arguments);
     let found = tape.room::<f32>(4 * width);
-    let places = [partial, scale, bias, stream_scale, stream_bias, found].map(Argument::from);
-    let arguments = [&places[..], &[bands.into(), width.into()]].concat();
-    tape.launch("residual_vectors", tiles, &arguments);
+    let all = |which| (partial, which * bands * width);
+    let scaled = |which, other: Option<usize>, factor, at: usize| {
+        let (other, out) = (other.map(all), (found, at * width));
+        Sum { partial: all(which), other, factor: Some(factor), out, stride: 1 }
+    };
+    let sums = [
+        scaled(1, Some(0), bias, 0),
+        scaled(0, None, scale, 1),
+        scaled(2, Some(0), stream_bias, 2),
+        scaled(0, None, stream_scale, 3),
+    ];
+    add_bands(&mut tape, [rows, width], &sums);
     Residual { tape, out: [sum, out, factors], alone, back: [to_branch, to_stream, found] }
 }
 
@@ -165,7 +218,7 @@ fn residuals_are_those_of_the_cpu() {
         assert_eq!(left_bits(&played, residual.back[0]), bits_of(&grads.branch));
         assert_eq!(left_bits(&played, residual.back[1]), bits_of(&grads.residual));
         // libtorch may round `a + b c` once.
-        let wanted = Tensor::cat(&grads.scaling, 0).to_kind(tch::Kind::Double);
+        let wanted = Tensor::cat(&grads.scaling.map(made), 0).to_kind(tch::Kind::Double);
         close(&played.read::<f32>(residual.back[2]), &wanted, 1e-6 * rows as f64);
     }
 }

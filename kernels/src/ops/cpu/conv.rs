@@ -1,99 +1,109 @@
-//! A depthwise convolution over a token and the one before it, inside documents, and what a second convolution reads of it.
+//! What a token has of itself and of the one before it: a depthwise convolution inside documents, as a second convolution reads it,
+//! and values of which some are shifted.
 
 use tch::Tensor;
 
 use super::norm::Columns;
 use super::{empty, integers, read, simd, to_f32, write};
 use crate::Result;
-use crate::ops::{ConvGrads, DepthwiseConv, check};
+use crate::ops::{ConvShift, ConvShiftGrads, Summed, check, composed};
 
 /// Weights of the token before, and of the token: a vector of `[C]` each.
-fn by_tap(by: DepthwiseConv) -> Result<[Vec<f32>; 2]> {
+fn by_tap(by: ConvShift) -> Result<[Vec<f32>; 2]> {
     let weights = read(by.weights)?;
     Ok([0, 1].map(|tap| weights.iter().skip(tap).step_by(2).copied().collect()))
 }
 
-pub(super) fn depthwise_conv(z: &Tensor, by: DepthwiseConv) -> Result<Tensor> {
-    let [rows, _] = check::depthwise_conv(z, by)?;
+pub(super) fn conv_shift(z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]> {
+    let [rows, columns] = check::conv_shift(z, by)?;
     let [count, width] = by.heads;
     let (wide, mut both) = (to_f32(z)?, empty(&[count, rows, 2 * width])?);
     let [before, now] = by_tap(by)?;
     let vectors = [before.as_slice(), now.as_slice(), read(by.bias)?];
-    forward(read(&wide)?, vectors, integers(by.starts)?, width as usize, write(&mut both)?);
-    Ok(both.f_to_kind(z.kind())?)
+    let sizes = [columns as usize, width as usize];
+    forward(read(&wide)?, vectors, integers(by.starts)?, sizes, write(&mut both)?);
+    Ok([both.f_to_kind(z.kind())?, composed::shifted(z, by)?])
 }
 
 simd! {
-    fn forward(z: &[f32], by: [&[f32]; 3], starts: &[i64], width: usize, both: &mut [f32]) {
-        let [before, now, bias] = by;
-        let channels = bias.len();
-        let rows = z.len() / channels;
-        let (mut starts, mut c) = (starts.iter().peekable(), bias.to_vec());
-        for (row, z_now) in z.chunks_exact(channels).enumerate() {
+    fn forward(z: &[f32], by: [&[f32]; 3], starts: &[i64], sizes: [usize; 2], both: &mut [f32]) {
+        let ([before, now, bias], [columns, width]) = (by, sizes);
+        let rows = z.len() / columns;
+        let mut starts = starts.iter().peekable();
+        let (mut c, mut last) = (bias.to_vec(), bias.to_vec());
+        for (row, z_now) in z.chunks_exact(columns).enumerate() {
             let begins = starts.next_if(|start| **start == row as i64).is_some();
-            let last = if begins { bias } else { c.as_slice() };
-            for (head, last) in last.chunks_exact(width).enumerate() {
-                both[(head * rows + row) * 2 * width..][..width].copy_from_slice(last);
-            }
+            std::mem::swap(&mut c, &mut last);
             for (((c, bias), now), z) in c.iter_mut().zip(bias).zip(now).zip(z_now) {
                 *c = *bias + *now * *z;
             }
-            if !begins {
-                let z_before = &z[(row - 1) * channels..row * channels];
+            if begins {
+                last.copy_from_slice(bias);
+            } else {
+                let z_before = &z[(row - 1) * columns..row * columns];
                 for ((c, before), z) in c.iter_mut().zip(before).zip(z_before) {
                     *c += *before * *z;
                 }
             }
-            for (head, c) in c.chunks_exact(width).enumerate() {
-                both[((head * rows + row) * 2 + 1) * width..][..width].copy_from_slice(c);
+            for (head, (last, c)) in last.chunks_exact(width).zip(c.chunks_exact(width)).enumerate() {
+                let both = &mut both[(head * rows + row) * 2 * width..][..2 * width];
+                for ((both, last), c) in both.as_chunks_mut::<2>().0.iter_mut().zip(last).zip(c) {
+                    *both = [*last, *c];
+                }
             }
         }
     }
 }
 
-pub(super) fn depthwise_conv_backward(
+pub(super) fn conv_shift_backward(
     z: &Tensor,
-    by: DepthwiseConv,
-    grad: &Tensor,
-) -> Result<ConvGrads> {
-    let [rows, channels] = check::depthwise_conv_backward(z, by, grad)?;
-    let (z, grad, mut input) = (to_f32(z)?, to_f32(grad)?, empty(&[rows, channels])?);
+    by: ConvShift,
+    [taps, values]: [&Tensor; 2],
+    means: &Tensor,
+) -> Result<ConvShiftGrads> {
+    let [rows, columns] = check::conv_shift_backward(z, by, [taps, values], means)?;
+    let (wide, taps, mut input) = (to_f32(z)?, to_f32(taps)?, empty(&[rows, columns])?);
     let [before, now] = by_tap(by)?;
-    let mut columns = Columns::<3>::new(channels as usize);
+    let mut sums = Columns::<3>::new(now.len());
     let counted = by.counted.map(integers).transpose()?;
     backward(
-        read(&z)?,
+        (read(&wide)?, columns as usize),
         [before.as_slice(), now.as_slice()],
         (integers(by.starts)?, counted),
-        (by.heads[1] as usize, read(&grad)?),
+        (by.heads[1] as usize, read(&taps)?, read(means)?),
         write(&mut input)?,
-        &mut columns,
+        &mut sums,
     );
-    let [before, now, bias] = columns.finish();
-    let weights = Tensor::f_stack(&[before, now], 1)?.f_unsqueeze(1)?;
-    Ok(ConvGrads { input, weights, bias })
+    let input = input.f_to_kind(z.kind())?;
+    composed::shifted_back(values, by, &input)?;
+    let [before, now, bias] = sums.finish();
+    let weights = Summed::Made(Tensor::f_stack(&[before, now], 1)?.f_unsqueeze(1)?);
+    Ok(ConvShiftGrads { input, weights, bias: Summed::Made(bias) })
 }
 
 simd! {
     fn backward(
-        z: &[f32],
+        z: (&[f32], usize),
         by: [&[f32]; 2],
         rows: (&[i64], Option<&[i64]>),
-        grad: (usize, &[f32]),
+        grads: (usize, &[f32], &[f32]),
         out: &mut [f32],
-        columns: &mut Columns<3>,
+        sums: &mut Columns<3>,
     ) {
-        let ([before, now], (starts, counted), (width, grad)) = (by, rows, grad);
+        let ((z, columns), [before, now], (starts, counted), (width, grad, means)) = (z, by, rows, grads);
         let channels = now.len();
-        let rows = z.len() / channels;
+        let rows = z.len() / columns;
+        // Gradients at both taps of a head in a row.
+        let taps = |head: usize, row: usize| grad[(head * rows + row) * 2 * width..][..2 * width].as_chunks::<2>().0;
         // What a row's `c` gets from `c_t` of its own row and from `c_{t-1}` of the next one.
         let collect = |c: &mut [f32], row: usize, next_begins: bool| {
             for (head, c) in c.chunks_exact_mut(width).enumerate() {
-                let at = (head * rows + row) * 2 * width;
-                c.copy_from_slice(&grad[at + width..at + 2 * width]);
+                for (c, [_, own]) in c.iter_mut().zip(taps(head, row)) {
+                    *c = *own;
+                }
                 if !next_begins {
-                    for (c, grad) in c.iter_mut().zip(&grad[at + 2 * width..at + 3 * width]) {
-                        *c += *grad;
+                    for (c, [next, _]) in c.iter_mut().zip(taps(head, row + 1)) {
+                        *c += *next;
                     }
                 }
             }
@@ -104,29 +114,31 @@ simd! {
         let mut counts = |row: usize| {
             counted.as_mut().is_none_or(|rows| rows.next_if(|next| **next == row as i64).is_some())
         };
+        let mut means = means.chunks_exact(channels);
         let (mut c, mut c_next) = (vec![0f32; channels], vec![0f32; channels]);
         let (mut starts_here, mut starts_next) = (true, begins(1));
         collect(&mut c, 0, starts_next);
-        for (row, out) in out.chunks_exact_mut(channels).enumerate() {
-            for place in 0..channels {
-                out[place] = c[place] * now[place];
+        for (row, out) in out.chunks_exact_mut(columns).enumerate() {
+            let out = &mut out[..channels];
+            for ((out, c), now) in out.iter_mut().zip(&c).zip(now) {
+                *out = *c * *now;
             }
-            if counts(row) {
-                let [to_before, to_now, to_bias] = columns.next_row();
-                let z_now = &z[row * channels..(row + 1) * channels];
+            let counted = counts(row);
+            if counted {
+                let [to_before, to_now, to_bias] = sums.next_row();
+                let z_now = &z[row * columns..][..channels];
                 for place in 0..channels {
                     to_bias[place] += c[place];
                     to_now[place] += c[place] * z_now[place];
                 }
                 if starts_here {
                     for (head, bias) in to_bias.chunks_exact_mut(width).enumerate() {
-                        let at = (head * rows + row) * 2 * width;
-                        for (bias, grad) in bias.iter_mut().zip(&grad[at..at + width]) {
-                            *bias += *grad;
+                        for (bias, [first, _]) in bias.iter_mut().zip(taps(head, row)) {
+                            *bias += *first;
                         }
                     }
                 } else {
-                    let z_before = &z[(row - 1) * channels..row * channels];
+                    let z_before = &z[(row - 1) * columns..][..channels];
                     for ((to, c), z) in to_before.iter_mut().zip(&c).zip(z_before) {
                         *to += *c * *z;
                     }
@@ -142,6 +154,11 @@ simd! {
                 }
                 (starts_here, starts_next) = (starts_next, after_begins);
                 std::mem::swap(&mut c, &mut c_next);
+            }
+            if counted {
+                for (out, mean) in out.iter_mut().zip(means.next().unwrap_or_default()) {
+                    *out += *mean;
+                }
             }
         }
     }

@@ -22,8 +22,8 @@ use std::ops::Add;
 use tch::Tensor;
 
 use super::{
-    AdamW, Attended, Attention, AttentionGrads, ConvGrads, DepthwiseConv, Dispatch, NewtonSchulz,
-    Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling,
+    AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, Dispatch, NewtonSchulz,
+    Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, Summed,
 };
 use crate::{Result, ahead, product};
 use memory::{apart, empty, integers, read, to_f32, write};
@@ -34,7 +34,7 @@ pub(super) struct Cpu;
 
 impl Ops for Cpu {
     fn name(&self) -> &'static str {
-        "cpu 2"
+        "cpu 3"
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -84,7 +84,7 @@ impl Ops for Cpu {
         factors: &Tensor,
         weight: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Tensor, Tensor)> {
+    ) -> Result<(Tensor, Summed)> {
         norm::rms_norm_backward(x, factors, weight, grad)
     }
 
@@ -102,17 +102,18 @@ impl Ops for Cpu {
         norm::residual_backward(branch, residual, by, grad)
     }
 
-    fn depthwise_conv(&self, z: &Tensor, by: DepthwiseConv) -> Result<Tensor> {
-        conv::depthwise_conv(z, by)
+    fn conv_shift(&self, z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]> {
+        conv::conv_shift(z, by)
     }
 
-    fn depthwise_conv_backward(
+    fn conv_shift_backward(
         &self,
         z: &Tensor,
-        by: DepthwiseConv,
-        grad: &Tensor,
-    ) -> Result<ConvGrads> {
-        conv::depthwise_conv_backward(z, by, grad)
+        by: ConvShift,
+        grads: [&Tensor; 2],
+        means: &Tensor,
+    ) -> Result<ConvShiftGrads> {
+        conv::conv_shift_backward(z, by, grads, means)
     }
 
     fn query_key(&self, z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
@@ -127,10 +128,6 @@ impl Ops for Cpu {
         grad: Tensor,
     ) -> Result<QueryKeyGrads> {
         query_key::query_key_backward(raw, factors, by, grad)
-    }
-
-    fn means_backward(&self, raw: &Tensor, shape: [i64; 3], z: &mut Tensor) -> Result<()> {
-        query_key::means_backward(raw, shape, z)
     }
 
     fn swiglu(&self, x: &Tensor) -> Result<Tensor> {

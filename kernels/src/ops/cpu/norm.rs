@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use super::{PARTS, empty, read, simd, to_f32, together, write};
 use crate::Result;
-use crate::ops::{ResidualGrads, Scaling, check};
+use crate::ops::{ResidualGrads, Scaling, Summed, check};
 
 /// Rows whose part of a sum over columns is kept in f32 before it is added to an f64.
 const BLOCK: usize = 32;
@@ -36,13 +36,13 @@ pub(super) fn rms_norm_backward(
     factors: &Tensor,
     weight: &Tensor,
     grad: &Tensor,
-) -> Result<(Tensor, Tensor)> {
+) -> Result<(Tensor, Summed)> {
     let [rows, width] = check::rms_norm_backward(x, factors, weight, grad)?;
     let (mut input, mut columns) = (empty(&[rows, width])?, Columns::<1>::new(width as usize));
     let saved = (read(x)?, read(factors)?);
     norm_rows_back(saved, read(weight)?, read(grad)?, write(&mut input)?, &mut columns);
     let [weight] = columns.finish();
-    Ok((input, weight))
+    Ok((input, Summed::Made(weight)))
 }
 
 simd! {

@@ -8,7 +8,7 @@ use tch::Tensor;
 use super::norm::{Columns, dot};
 use super::{apart, empty, read, simd, to_f32, write};
 use crate::Result;
-use crate::ops::{QueryKey, QueryKeyGrads, check};
+use crate::ops::{QueryKey, QueryKeyGrads, Summed, check};
 
 /// The least length that a vector is divided by.
 const LEAST: f32 = f32::EPSILON;
@@ -18,19 +18,19 @@ pub(super) fn query_key(z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(T
     apart(call, &[raw], &[z, by.bias, by.temperature, by.angles[0], by.angles[1]])?;
     let (mut factors, mut out) = (empty(&[heads, tokens, 1])?, empty(&[heads, tokens, width])?);
     let shape = by.shape.map(|size| size as usize);
-    add_means(read(&to_f32(z)?)?, read(by.bias)?, shape, write(raw)?);
+    let sizes = (shape, z.size()[1] as usize);
+    add_means(read(&to_f32(z)?)?, read(by.bias)?, sizes, write(raw)?);
     let by = (read(by.temperature)?, [read(by.angles[0])?, read(by.angles[1])?]);
     turn(read(raw)?, by, shape, write(&mut factors)?, write(&mut out)?);
     Ok((out, factors))
 }
 
 simd! {
-    fn add_means(z: &[f32], bias: &[f32], shape: [usize; 3], raw: &mut [f32]) {
-        let [queries, keys, width] = shape;
-        let (channels, group) = ((queries + keys) * width, queries / keys);
-        let tokens = z.len() / channels;
+    fn add_means(z: &[f32], bias: &[f32], sizes: ([usize; 3], usize), raw: &mut [f32]) {
+        let ([queries, keys, width], columns) = sizes;
+        let (tokens, group) = (z.len() / columns, queries / keys);
         let mut sum = vec![0f32; width];
-        for (token, z) in z.chunks_exact(channels).enumerate() {
+        for (token, z) in z.chunks_exact(columns).enumerate() {
             for key in 0..keys {
                 let key_row = &z[(queries + key) * width..(queries + key + 1) * width];
                 sum.fill(0.0);
@@ -92,38 +92,42 @@ pub(super) fn query_key_backward(
 ) -> Result<QueryKeyGrads> {
     let (call, [_, tokens, width]) = check::query_key_backward(raw, factors, by, &grad)?;
     apart(call, &[&grad], &[raw, factors, by.temperature, by.angles[0], by.angles[1]])?;
-    let ([queries, keys, _], tokens) = (by.shape.map(|size| size as usize), tokens as usize);
+    let shape = by.shape.map(|size| size as usize);
+    let ([queries, keys, _], tokens) = (shape, tokens as usize);
     let block = tokens * width as usize;
     let angles = [read(by.angles[0])?, read(by.angles[1])?];
     let (raw, factors, scales) = (read(raw)?, read(factors)?, read(by.temperature)?);
-    let (mut temperature, mut bias) = (vec![0f32; keys], Vec::with_capacity(queries + keys));
+    let (mut temperature, mut bias) = (Vec::new(), Vec::with_capacity(queries + keys));
     for (head, grad) in write(&mut grad)?.chunks_exact_mut(block).enumerate() {
-        let mut columns = Columns::<1>::new(width as usize);
+        let (mut columns, mut dots) = (Columns::<1>::new(width as usize), Columns::<1>::new(1));
         let scale = if head < queries { 1.0 } else { scales[head - queries] };
         let of_head = (&raw[head * block..][..block], &factors[head * tokens..][..tokens]);
-        let sum = turn_back(of_head, (scale, angles), grad, &mut columns);
+        turn_back(of_head, (scale, angles), grad, &mut columns, &mut dots);
         if head >= queries {
-            temperature[head - queries] = sum as f32;
+            temperature.extend(dots.finish());
         }
         bias.extend(columns.finish());
     }
-    let (temperature, bias) = (Tensor::f_from_slice(&temperature)?, Tensor::f_cat(&bias, 0)?);
-    Ok(QueryKeyGrads { raw: grad, temperature, bias })
+    let mut means = empty(&[tokens as i64, (queries + keys) as i64 * width])?;
+    means_back(read(&grad)?, shape, write(&mut means)?);
+    let [temperature, bias] = [temperature, bias].map(|parts| Tensor::f_cat(&parts, 0));
+    let (temperature, bias) = (Summed::Made(temperature?), Summed::Made(bias?));
+    Ok(QueryKeyGrads { raw: grad, means, temperature, bias })
 }
 
 simd! {
-    /// One head: turns the gradient back, takes it through the division by the length, and returns the temperature's.
+    /// One head: turns the gradient back, and takes it through the division by the length; `dots` is the temperature's.
     fn turn_back(
         of_head: (&[f32], &[f32]),
         by: (f32, [&[f32]; 2]),
         grad: &mut [f32],
         columns: &mut Columns<1>,
-    ) -> f64 {
+        dots: &mut Columns<1>,
+    ) {
         let ((raw, factors), (scale, [cos, sin])) = (of_head, by);
         let (width, half) = (raw.len() / factors.len(), cos.len() / factors.len());
         // Where the length was clamped, the factor is a constant.
         let clamped = 0.999 * (width as f32).sqrt() / LEAST;
-        let mut temperature = 0f64;
         let angles = cos.chunks_exact(half).zip(sin.chunks_exact(half));
         let rows = raw.chunks_exact(width).zip(grad.chunks_exact_mut(width)).zip(factors);
         for (((raw, grad), factor), (cos, sin)) in rows.zip(angles) {
@@ -132,7 +136,8 @@ simd! {
                 (*a, *b) = (*a * *cos + *b * *sin, *b * *cos - *a * *sin);
             }
             let dot = dot(grad, raw, |a, b| a * b);
-            temperature += f64::from(*factor * dot);
+            let [temperature] = dots.next_row();
+            temperature[0] += *factor * dot;
             let along = if *factor >= clamped { 0.0 } else { *factor * *factor * *factor * scale * dot / -(width as f32) };
             let by = *factor * scale;
             let [sums] = columns.next_row();
@@ -141,18 +146,11 @@ simd! {
                 *sum += *grad;
             }
         }
-        temperature
     }
 }
 
-pub(super) fn means_backward(raw: &Tensor, shape: [i64; 3], z: &mut Tensor) -> Result<()> {
-    let call = check::means_backward(raw, shape, z)?;
-    apart(call, &[z], &[raw])?;
-    means_back(read(raw)?, shape.map(|size| size as usize), write(z)?);
-    Ok(())
-}
-
 simd! {
+    /// What comes back through the means from the gradient of raw.
     fn means_back(raw: &[f32], shape: [usize; 3], z: &mut [f32]) {
         let [queries, keys, width] = shape;
         let (channels, group) = ((queries + keys) * width, queries / keys);
@@ -161,12 +159,13 @@ simd! {
             let (to_queries, to_keys) = z.split_at_mut(queries * width);
             for (key, to_key) in to_keys.chunks_exact_mut(width).enumerate() {
                 let key_row = &raw[((queries + key) * tokens + token) * width..][..width];
+                to_key.fill(0.0);
                 for head in key * group..(key + 1) * group {
                     let query_row = &raw[(head * tokens + token) * width..][..width];
                     let to_query = &mut to_queries[head * width..(head + 1) * width];
                     for place in 0..width {
                         let mean = (query_row[place] + key_row[place] / group as f32) * 0.5;
-                        to_query[place] += mean;
+                        to_query[place] = mean;
                         to_key[place] += mean;
                     }
                 }

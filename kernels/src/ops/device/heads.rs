@@ -1,12 +1,11 @@
-//! What stands around attention: the depthwise convolution, queries and keys, the value shift.
+//! What stands around attention: the depthwise convolution and the value shift, queries and keys; and gates.
 
 use tch::{Kind, Tensor};
 
-use super::rows::{banded, lanes, sums};
+use super::rows::{banded, bands, lanes, of_bands, tiles};
 use super::{Argument, Queue, by_kind, each};
 use crate::Result;
-use crate::ops::check::Call;
-use crate::ops::{ConvGrads, DepthwiseConv, QueryKey, QueryKeyGrads, check};
+use crate::ops::{ConvShift, ConvShiftGrads, QueryKey, QueryKeyGrads, check};
 
 /// A number of rows that stands for all of them (`EVERY` in `attention.h`).
 const EVERY: i64 = u32::MAX as i64;
@@ -16,38 +15,44 @@ fn listed(list: &Tensor) -> [Argument<'_>; 2] {
     [list.into(), list.size()[0].into()]
 }
 
-pub(super) fn depthwise_conv(queue: &Queue, z: &Tensor, by: DepthwiseConv) -> Result<Tensor> {
-    let [rows, channels] = check::depthwise_conv(z, by)?;
-    let [heads, width] = by.heads;
-    let both = queue.room(&[heads, rows, 2 * width], z.kind())?;
-    let kernel = by_kind(z, [c"depthwise_conv_f32", c"depthwise_conv_bf16"]);
-    let memory = [z, by.weights, by.bias].map(Argument::from);
-    let rest = [(&both).into(), rows.into(), width.into(), channels.into()];
-    let arguments = [&memory[..], &listed(by.starts), &rest].concat();
-    queue.launch(kernel, super::blocks(rows, channels)?, &arguments)?;
-    Ok(both)
+/// Sizes, as kernels take them: rows, d, channels, where delayed values begin, columns.
+fn sizes([rows, columns]: [i64; 2], by: ConvShift) -> [Argument<'static>; 5] {
+    let channels = by.channels();
+    [rows, by.heads[1], channels, channels + by.values[0], columns].map(Argument::from)
 }
 
-pub(super) fn depthwise_conv_backward(
+pub(super) fn conv_shift(queue: &Queue, z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]> {
+    let [rows, columns] = check::conv_shift(z, by)?;
+    let [heads, width] = by.heads;
+    let both = queue.room(&[heads, rows, 2 * width], z.kind())?;
+    let values = queue.room(&[rows, by.shifted()], z.kind())?;
+    let kernel = by_kind(z, [c"conv_shift_f32", c"conv_shift_bf16"]);
+    let memory = [z, by.weights, by.bias].map(Argument::from);
+    let out = [&both, &values].map(Argument::from);
+    let arguments = [&memory[..], &listed(by.starts), &out, &sizes([rows, columns], by)].concat();
+    queue.launch(kernel, super::blocks(rows, columns)?, &arguments)?;
+    Ok([both, values])
+}
+
+pub(super) fn conv_shift_backward(
     queue: &Queue,
     z: &Tensor,
-    by: DepthwiseConv,
-    grad: &Tensor,
-) -> Result<ConvGrads> {
-    let [rows, channels] = check::depthwise_conv_backward(z, by, grad)?;
-    let input = queue.room(&[rows, channels], Kind::Float)?;
-    let grad = grad.f_to_kind(z.kind())?;
-    let kernel = by_kind(z, [c"depthwise_conv_backward_f32", c"depthwise_conv_backward_bf16"]);
-    let sums = banded(queue, [3, rows, channels], |partial, blocks| {
-        let counted = by.counted.map_or([Argument::Nothing, EVERY.into()], listed);
-        let memory = [z, by.weights].map(Argument::from);
-        let rest = [&grad, &input, partial].map(Argument::from);
-        let sizes = [rows, by.heads[1], channels].map(Argument::from);
-        let arguments = [&memory[..], &listed(by.starts), &counted, &rest, &sizes].concat();
-        queue.launch(kernel, blocks, &arguments)
-    })?;
-    let weights = sums.f_narrow(0, 0, 2)?.f_tr()?.f_contiguous()?;
-    Ok(ConvGrads { input, weights: weights.f_view([channels, 1, 2])?, bias: sums.f_get(2)? })
+    by: ConvShift,
+    grads: [&Tensor; 2],
+    means: &Tensor,
+) -> Result<ConvShiftGrads> {
+    let [rows, columns] = check::conv_shift_backward(z, by, grads, means)?;
+    let (input, channels) = (queue.room(&[rows, columns], z.kind())?, by.channels());
+    let kernel = by_kind(z, [c"conv_shift_backward_f32", c"conv_shift_backward_bf16"]);
+    let (partial, _) = banded(queue, [3, rows, channels])?;
+    let counted = by.counted.map_or([Argument::Nothing, EVERY.into()], listed);
+    let memory = [z, by.weights].map(Argument::from);
+    let rest = [grads[0], grads[1], means, &input, &partial].map(Argument::from);
+    let sizes = sizes([rows, columns], by);
+    let arguments = [&memory[..], &listed(by.starts), &counted, &rest, &sizes].concat();
+    queue.launch(kernel, tiles(columns) * bands(rows), &arguments)?;
+    let weights = of_bands(&partial, &[0, 1], &[channels, 1, 2])?;
+    Ok(ConvShiftGrads { input, weights, bias: of_bands(&partial, &[2], &[channels])? })
 }
 
 pub(super) fn query_key(
@@ -63,7 +68,7 @@ pub(super) fn query_key(
     let kernel = by_kind(z, [c"query_key_f32", c"query_key_bf16"]);
     let [cosines, sines] = by.angles;
     let memory = [z, by.bias, &*raw, by.temperature, cosines, sines, &factors, &out];
-    let sizes = [tokens, queries, keys, width, cosines.size()[1]].map(Argument::from);
+    let sizes = [tokens, queries, keys, width, cosines.size()[1], z.size()[1]].map(Argument::from);
     let arguments = [&memory.map(Argument::from)[..], &sizes].concat();
     queue.launch(kernel, lanes(heads * tokens), &arguments)?;
     Ok((out, factors))
@@ -77,67 +82,18 @@ pub(super) fn query_key_backward(
     grad: Tensor,
 ) -> Result<QueryKeyGrads> {
     let (_, [heads, tokens, width]) = check::query_key_backward(raw, factors, by, &grad)?;
-    let [queries, keys, _] = by.shape;
-    let shares = queue.room(&[heads, tokens], Kind::Float)?;
+    let ([queries, keys, _], channels) = (by.shape, heads * width);
+    let means = queue.room(&[tokens, channels], Kind::Float)?;
+    let [bias, temperature] = [channels, keys].map(|width| banded(queue, [1, tokens, width]));
+    let ((bias, _), (temperature, _)) = (bias?, temperature?);
     let [cosines, sines] = by.angles;
-    let memory = [raw, factors, by.temperature, cosines, sines, &grad, &shares].map(Argument::from);
+    let memory = [raw, factors, by.temperature, cosines, sines].map(Argument::from);
+    let out = [&grad, &means, &bias, &temperature].map(Argument::from);
     let sizes = [tokens, queries, keys, width, cosines.size()[1]].map(Argument::from);
-    let arguments = [&memory[..], &sizes].concat();
-    queue.launch(c"query_key_backward", lanes(heads * tokens), &arguments)?;
-    let temperature = queue.room(&[keys], Kind::Float)?;
-    let of_keys = shares.f_narrow(0, queries, keys)?;
-    let arguments = [(&of_keys).into(), (&temperature).into(), keys.into(), tokens.into()];
-    queue.launch(c"head_sums", (keys + 255) / 256, &arguments)?;
-    let bias = sums(queue, &grad, [heads, tokens, width])?.f_view([-1])?;
-    Ok(QueryKeyGrads { raw: grad, temperature, bias })
-}
-
-pub(super) fn means_backward(
-    queue: &Queue,
-    raw: &Tensor,
-    shape: [i64; 3],
-    z: &Tensor,
-) -> Result<()> {
-    check::means_backward(raw, shape, z)?;
-    let ([queries, keys, width], tokens) = (shape, z.size()[0]);
-    let sizes = [tokens, queries, keys, width].map(Argument::from);
-    let arguments = [&[raw.into(), z.into()][..], &sizes].concat();
-    queue.launch(c"means_backward", super::blocks(tokens * keys, width)?, &arguments)
-}
-
-pub(super) fn value_shift(
-    queue: &Queue,
-    current: &Tensor,
-    delayed: &Tensor,
-    starts: &Tensor,
-) -> Result<Tensor> {
-    let [tokens, left, right] = check::value_shift(current, delayed, starts)?;
-    let out = queue.room(&[tokens, left + right], current.kind())?;
-    let kernel = by_kind(current, [c"value_shift_f32", c"value_shift_bf16"]);
-    let memory = [current, delayed].map(Argument::from);
-    let rest = [(&out).into(), tokens.into(), left.into(), right.into()];
-    let blocks = super::blocks(tokens, left + right)?;
-    queue.launch(kernel, blocks, &[&memory[..], &listed(starts), &rest].concat())?;
-    Ok(out)
-}
-
-pub(super) fn value_shift_backward(
-    queue: &Queue,
-    grad: &Tensor,
-    left: i64,
-    starts: &Tensor,
-) -> Result<Tensor> {
-    let call = Call("value_shift_backward");
-    let [tokens, width] = call.matrix("grad", grad)?;
-    call.float("grad", grad, &[tokens, width])?;
-    let count = call.sizes::<1>("starts", starts)?;
-    call.i64("starts", starts, &count)?;
-    let out = queue.room(&[tokens, width], grad.kind())?;
-    let kernel = by_kind(grad, [c"value_shift_backward_f32", c"value_shift_backward_bf16"]);
-    let rest = [(&out).into(), tokens.into(), left.into(), (width - left).into()];
-    let blocks = super::blocks(tokens, width)?;
-    queue.launch(kernel, blocks, &[&[grad.into()][..], &listed(starts), &rest].concat())?;
-    Ok(out)
+    let arguments = [&memory[..], &out, &sizes].concat();
+    queue.launch(c"query_key_backward", keys * bands(tokens), &arguments)?;
+    let temperature = of_bands(&temperature, &[0], &[keys])?;
+    Ok(QueryKeyGrads { raw: grad, means, temperature, bias: of_bands(&bias, &[0], &[channels])? })
 }
 
 /// `silu(gate) * up`.

@@ -19,9 +19,9 @@ use std::sync::OnceLock;
 use tch::{Device, Kind, Tensor};
 
 use super::{
-    AdamW, Attended, Attention, AttentionGrads, ConvGrads, CrossEntropy, CrossEntropyGrads,
-    DepthwiseConv, Dispatch, Moved, NewtonSchulz, Ops, QueryKey, QueryKeyGrads, REFERENCE,
-    ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, cross_entropy,
+    AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, CrossEntropy,
+    CrossEntropyGrads, Dispatch, Moved, NewtonSchulz, Ops, QueryKey, QueryKeyGrads, REFERENCE,
+    ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Summed, cross_entropy,
 };
 use crate::device::queue::{Argument, Queue};
 use crate::{Error, Result};
@@ -105,14 +105,6 @@ impl Ops for Own {
         spans::attention_backward(&self.at(by.query)?, by, &saved, grad, out)
     }
 
-    fn value_shift(&self, current: &Tensor, delayed: &Tensor, starts: &Tensor) -> Result<Tensor> {
-        heads::value_shift(&self.at(current)?, current, delayed, starts)
-    }
-
-    fn value_shift_backward(&self, grad: Tensor, current: i64, starts: &Tensor) -> Result<Tensor> {
-        heads::value_shift_backward(&self.at(&grad)?, &grad, current, starts)
-    }
-
     fn embedding(
         &self,
         table: &Tensor,
@@ -130,7 +122,7 @@ impl Ops for Own {
         scale: &Tensor,
         grad: &Tensor,
         table: &mut Tensor,
-    ) -> Result<[Tensor; 2]> {
+    ) -> Result<[Summed; 2]> {
         tokens::embedding_backward(&self.at(grad)?, tokens, embedded, scale, grad, table)
     }
 
@@ -224,7 +216,7 @@ impl Ops for Own {
         factors: &Tensor,
         weight: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Tensor, Tensor)> {
+    ) -> Result<(Tensor, Summed)> {
         rows::rms_norm_backward(&self.at(x)?, x, factors, weight, (grad, None))
     }
 
@@ -235,8 +227,19 @@ impl Ops for Own {
         weight: &Tensor,
         grad: &Tensor,
         beside: &Tensor,
-    ) -> Result<(Tensor, Tensor)> {
+    ) -> Result<(Tensor, Summed)> {
         rows::rms_norm_backward(&self.at(x)?, x, factors, weight, (grad, Some(beside)))
+    }
+
+    fn sums(&self, all: Vec<Summed>) -> Result<Vec<Tensor>> {
+        let banded = all.iter().find_map(|one| match one {
+            Summed::Banded(banded) => banded.sums.first(),
+            Summed::Made(_) => None,
+        });
+        match banded {
+            Some(one) => rows::sums(&self.at(&one.partial)?, all),
+            None => REFERENCE.sums(all),
+        }
     }
 
     fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
@@ -263,17 +266,18 @@ impl Ops for Own {
         rows::residual_backward(&self.at(branch)?, branch, residual, by, grad)
     }
 
-    fn depthwise_conv(&self, z: &Tensor, by: DepthwiseConv) -> Result<Tensor> {
-        heads::depthwise_conv(&self.at(z)?, z, by)
+    fn conv_shift(&self, z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]> {
+        heads::conv_shift(&self.at(z)?, z, by)
     }
 
-    fn depthwise_conv_backward(
+    fn conv_shift_backward(
         &self,
         z: &Tensor,
-        by: DepthwiseConv,
-        grad: &Tensor,
-    ) -> Result<ConvGrads> {
-        heads::depthwise_conv_backward(&self.at(z)?, z, by, grad)
+        by: ConvShift,
+        grads: [&Tensor; 2],
+        means: &Tensor,
+    ) -> Result<ConvShiftGrads> {
+        heads::conv_shift_backward(&self.at(z)?, z, by, grads, means)
     }
 
     fn query_key(&self, z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
@@ -288,10 +292,6 @@ impl Ops for Own {
         grad: Tensor,
     ) -> Result<QueryKeyGrads> {
         heads::query_key_backward(&self.at(raw)?, raw, factors, by, grad)
-    }
-
-    fn means_backward(&self, raw: &Tensor, shape: [i64; 3], z: &mut Tensor) -> Result<()> {
-        heads::means_backward(&self.at(raw)?, raw, shape, z)
     }
 
     fn swiglu(&self, x: &Tensor) -> Result<Tensor> {

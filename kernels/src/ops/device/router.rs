@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::rows::{banded, lanes};
+use super::rows::{banded, lanes, of_bands};
 use super::{Argument, Queue, by_kind, each};
 use crate::Result;
 use crate::ops::{
@@ -111,12 +111,11 @@ pub(super) fn router_backward(
     let sizes = [rows, size].map(Argument::from);
     let arguments = [&memory[..], &rest, &sizes].concat();
     queue.launch(c"router_norm_backward", lanes(rows), &arguments)?;
-    let vectors = banded(queue, [5, rows, size], |partial, blocks| {
-        let memory = [&saved.state, &saved.factors, &inner, &own].map(Argument::from);
-        let rest = [or_nothing(entered), (&first).into(), (&second).into(), partial.into()];
-        queue.launch(c"router_vectors", blocks, &[&memory[..], &rest, &sizes].concat())
-    })?;
-    let vector = |which| vectors.f_get(which);
+    let (partial, blocks) = banded(queue, [5, rows, size])?;
+    let memory = [&saved.state, &saved.factors, &inner, &own].map(Argument::from);
+    let rest = [or_nothing(entered), (&first).into(), (&second).into(), (&partial).into()];
+    queue.launch(c"router_vectors", blocks, &[&memory[..], &rest, &sizes].concat())?;
+    let vector = |which| of_bands(&partial, &[which], &[size]);
     let narrow = own.f_to_kind(x.kind())?;
     let down = match by.part {
         true => narrow.f_to_kind(Kind::Float)?.f_tr()?.f_matmul(&x.f_to_kind(Kind::Float)?)?,

@@ -4,7 +4,8 @@ use tch::{Kind, Tensor};
 
 use super::{Argument, Queue, by_kind, each};
 use crate::Result;
-use crate::ops::{ResidualGrads, Scaling, check};
+use crate::ops::operands::Bands;
+use crate::ops::{Banded, ResidualGrads, Scaling, Summed, check};
 
 /// Rows whose part of a sum over rows is kept in f32, and columns of a block.
 const BAND: i64 = 32;
@@ -15,43 +16,84 @@ pub(super) fn lanes(rows: i64) -> i64 {
     rows.div_euclid(16) + i64::from(rows % 16 > 0)
 }
 
-fn bands(rows: i64) -> i64 {
+pub(super) fn bands(rows: i64) -> i64 {
     (rows + BAND - 1) / BAND
 }
 
-/// Sums over the rows of each matrix of a stack, `[stack, width]`: `launch` makes those of bands of rows, into the memory and
-/// with so many blocks for one matrix.
-pub(super) fn banded(
-    queue: &Queue,
-    [stack, rows, width]: [i64; 3],
-    launch: impl FnOnce(&Tensor, i64) -> Result<()>,
-) -> Result<Tensor> {
-    let (bands, tiles) = (bands(rows), (width + COLUMNS - 1) / COLUMNS);
-    let partial = queue.room(&[stack, bands, width], Kind::Float)?;
-    let out = queue.room(&[stack, width], Kind::Float)?;
-    launch(&partial, tiles * bands)?;
-    let arguments = [(&partial).into(), (&out).into(), bands.into(), width.into()];
-    queue.launch(c"band_sums", stack * tiles, &arguments)?;
+/// Room for sums over bands of rows, `[stack, bands, width]`, and blocks of a kernel in which a thread has a column of a band.
+pub(super) fn banded(queue: &Queue, [stack, rows, width]: [i64; 3]) -> Result<(Tensor, i64)> {
+    let partial = queue.room(&[stack, bands(rows), width], Kind::Float)?;
+    Ok((partial, tiles(width) * bands(rows)))
+}
+
+pub(super) fn tiles(width: i64) -> i64 {
+    (width + COLUMNS - 1) / COLUMNS
+}
+
+/// Those of a stack that [`banded`] made room for which are named, their columns in turn, in this shape.
+pub(super) fn of_bands(partial: &Tensor, which: &[i64], shape: &[i64]) -> Result<Summed> {
+    let bands =
+        |which: &i64| Ok(Bands { partial: partial.f_get(*which)?, other: None, factor: None });
+    let sums = which.iter().map(bands).collect::<Result<_>>()?;
+    Ok(Summed::Banded(Banded { sums, shape: shape.to_vec() }))
+}
+
+/// One of them, times the factor, or plus the factor times another one.
+fn scaled(partial: &Tensor, which: i64, other: Option<i64>, factor: &Tensor) -> Result<Summed> {
+    let other = other.map(|other| partial.f_get(other)).transpose()?;
+    let (factor, shape) = (Some(factor.shallow_clone()), factor.size());
+    let sums = vec![Bands { partial: partial.f_get(which)?, other, factor }];
+    Ok(Summed::Banded(Banded { sums, shape }))
+}
+
+/// All sums by one launch.
+pub(super) fn sums(queue: &Queue, all: Vec<Summed>) -> Result<Vec<Tensor>> {
+    let (mut out, mut rows, mut blocks) = (Vec::with_capacity(all.len()), Vec::new(), 0);
+    for one in &all {
+        let Banded { sums, shape } = match one {
+            Summed::Made(sum) => {
+                out.push(sum.shallow_clone());
+                continue;
+            }
+            Summed::Banded(banded) => banded,
+        };
+        let found = queue.room(shape, Kind::Float)?;
+        for (at, Bands { partial, other, factor }) in (0..).zip(sums) {
+            let address = |tensor: &Option<Tensor>| match tensor {
+                Some(tensor) => tensor.data_ptr() as i64,
+                None => 0,
+            };
+            let [bands, width] = check::Call("sums").matrix("bands", partial)?;
+            let place = found.data_ptr() as i64 + 4 * at;
+            rows.extend([partial.data_ptr() as i64, address(other), address(factor), place]);
+            rows.extend([bands | width << 32, sums.len() as i64 | blocks << 32]);
+            blocks += tiles(width);
+        }
+        out.push(found);
+    }
+    if !rows.is_empty() {
+        let (table, count) = (queue.upload(&rows)?, rows.len() as i64 / 6);
+        queue.launch(c"add_bands", blocks, &[(&table).into(), count.into()])?;
+    }
     Ok(out)
 }
 
-/// The sum over the rows of each matrix of a stack, `[stack, rows, width]` f32: `[stack, width]`.
-pub(super) fn sums(queue: &Queue, x: &Tensor, shape: [i64; 3]) -> Result<Tensor> {
-    let [stack, rows, width] = shape;
-    banded(queue, shape, |partial, blocks| {
-        let arguments = [x.into(), partial.into(), rows.into(), width.into()];
-        queue.launch(c"column_sums", stack * blocks, &arguments)
-    })
+/// The sum over the rows of a matrix, f32, times the factor: `[width]`.
+pub(super) fn columns(queue: &Queue, x: &Tensor, factor: &Tensor) -> Result<Summed> {
+    let [rows, width] = [x.size()[0], x.size()[1]];
+    let (partial, blocks) = banded(queue, [1, rows, width])?;
+    let arguments = [x.into(), (&partial).into(), rows.into(), width.into()];
+    queue.launch(c"column_sums", blocks, &arguments)?;
+    scaled(&partial, 0, None, factor)
 }
 
-/// The same of the products of two matrices, `[width]`.
-pub(super) fn products(queue: &Queue, x: &Tensor, y: &Tensor) -> Result<Tensor> {
+/// The same of the products of two matrices.
+pub(super) fn products(queue: &Queue, x: &Tensor, y: &Tensor) -> Result<Summed> {
     let [rows, width] = [x.size()[0], x.size()[1]];
-    let sums = banded(queue, [1, rows, width], |partial, blocks| {
-        let arguments = [x.into(), y.into(), partial.into(), rows.into(), width.into()];
-        queue.launch(c"column_products", blocks, &arguments)
-    });
-    Ok(sums?.f_view([width])?)
+    let (partial, blocks) = banded(queue, [1, rows, width])?;
+    let arguments = [x.into(), y.into(), (&partial).into(), rows.into(), width.into()];
+    queue.launch(c"column_products", blocks, &arguments)?;
+    of_bands(&partial, &[0], &[width])
 }
 
 pub(super) fn rms_norm(
@@ -76,19 +118,18 @@ pub(super) fn rms_norm_backward(
     factors: &Tensor,
     weight: &Tensor,
     (grad, beside): (&Tensor, Option<&Tensor>),
-) -> Result<(Tensor, Tensor)> {
+) -> Result<(Tensor, Summed)> {
     let [rows, width] = check::rms_norm_backward(x, factors, weight, grad)?;
     if let Some(beside) = beside {
         check::Call("rms_norm_backward").f32("beside", beside, &[rows, width])?;
     }
     let input = queue.room(&[rows, width], Kind::Float)?;
-    let to_weight = banded(queue, [1, rows, width], |partial, _| {
-        let beside = beside.map_or(Argument::Nothing, Argument::from);
-        let memory = [x, factors, weight, grad].map(Argument::from);
-        let rest = [beside, (&input).into(), partial.into(), rows.into(), width.into()];
-        queue.launch(c"rms_norm_backward", bands(rows), &[&memory[..], &rest].concat())
-    });
-    Ok((input, to_weight?.f_view([width])?))
+    let (partial, _) = banded(queue, [1, rows, width])?;
+    let beside = beside.map_or(Argument::Nothing, Argument::from);
+    let memory = [x, factors, weight, grad].map(Argument::from);
+    let rest = [beside, (&input).into(), (&partial).into(), rows.into(), width.into()];
+    queue.launch(c"rms_norm_backward", bands(rows), &[&memory[..], &rest].concat())?;
+    Ok((input, of_bands(&partial, &[0], &[width])?))
 }
 
 pub(super) fn residual(
@@ -137,17 +178,25 @@ pub(super) fn residual_backward(
     let [to_branch, to_residual] = [(); 2].map(|()| queue.room(&[rows, width], Kind::Float));
     let (to_branch, to_residual) = (to_branch?, to_residual?);
     let kernel = by_kind(branch, [c"residual_backward_f32", c"residual_backward_bf16"]);
-    let (bands, tiles) = (bands(rows), (width + COLUMNS - 1) / COLUMNS);
-    let partial = queue.room(&[3, bands, width], Kind::Float)?;
+    let (partial, blocks) = banded(queue, [3, rows, width])?;
     let scales = [by.scale, by.residual_scale, &to_branch, &to_residual, &partial];
     let memory = [[branch, residual, grad].as_slice(), &scales].concat();
     let memory: Vec<_> = memory.into_iter().map(Argument::from).collect();
     let sizes = [rows, width].map(Argument::from);
-    queue.launch(kernel, tiles * bands, &[&memory[..], &sizes].concat())?;
-    let vectors = queue.room(&[4, width], Kind::Float)?;
-    let memory = [&partial, by.scale, by.bias, by.residual_scale, by.residual_bias, &vectors];
-    let arguments = [&memory.map(Argument::from)[..], &[bands.into(), width.into()]].concat();
-    queue.launch(c"residual_vectors", tiles, &arguments)?;
-    let scaling = [vectors.f_get(0)?, vectors.f_get(1)?, vectors.f_get(2)?, vectors.f_get(3)?];
+    queue.launch(kernel, blocks, &[&memory[..], &sizes].concat())?;
+    let scaling = by.of_bands(&partial)?;
     Ok(ResidualGrads { branch: to_branch, residual: to_residual, scaling })
+}
+
+impl Scaling<'_> {
+    /// The gradients of the vectors, from the sums over bands of the gradient, of the gradient times the branch, and of the gradient
+    /// times the residual.
+    fn of_bands(self, partial: &Tensor) -> Result<[Summed; 4]> {
+        Ok([
+            scaled(partial, 1, Some(0), self.bias)?,
+            scaled(partial, 0, None, self.scale)?,
+            scaled(partial, 2, Some(0), self.residual_bias)?,
+            scaled(partial, 0, None, self.residual_scale)?,
+        ])
+    }
 }

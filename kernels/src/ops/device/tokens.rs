@@ -2,11 +2,11 @@
 
 use tch::{Kind, Tensor};
 
-use super::rows::{lanes, products, sums};
+use super::rows::{columns, lanes, products};
 use super::{Argument, Queue, by_kind};
 use crate::Result;
 use crate::ops::operands::{Groups, Order};
-use crate::ops::{Dispatch, check};
+use crate::ops::{Dispatch, Summed, check};
 
 /// An expert's rows are filled up to a multiple of this (`FILL + 1` in `dispatch.h`).
 const ROWS: i64 = 8;
@@ -38,14 +38,13 @@ pub(super) fn embedding_backward(
     scale: &Tensor,
     grad: &Tensor,
     table: &Tensor,
-) -> Result<[Tensor; 2]> {
+) -> Result<[Summed; 2]> {
     check::embedding_backward(tokens, embedded, scale, grad, table)?;
     let (count, width) = (tokens.size()[0], table.size()[1]);
     let memory = [tokens, scale, grad, table].map(Argument::from);
     let sizes = [count, width].map(Argument::from);
     queue.launch(c"embedding_backward", count, &[&memory[..], &sizes].concat())?;
-    let to_bias = sums(queue, grad, [1, count, width])?.f_view([width])?.f_mul(scale)?;
-    Ok([to_bias, products(queue, grad, embedded)?])
+    Ok([columns(queue, grad, scale)?, products(queue, grad, embedded)?])
 }
 
 /// Counts and places are made on the device, and stay there: there are as many places as there can be.

@@ -12,8 +12,8 @@ mod query_key;
 use tch::{Kind, Tensor};
 
 use super::{
-    AdamW, Attended, Attention, AttentionGrads, ConvGrads, DepthwiseConv, Dispatch, NewtonSchulz,
-    Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, check,
+    AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, Dispatch, NewtonSchulz,
+    Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, Summed, check,
 };
 use crate::Result;
 
@@ -23,7 +23,7 @@ pub(super) struct Reference;
 
 impl Ops for Reference {
     fn name(&self) -> &'static str {
-        "reference 1"
+        "reference 2"
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -67,7 +67,7 @@ impl Ops for Reference {
         factors: &Tensor,
         weight: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Tensor, Tensor)> {
+    ) -> Result<(Tensor, Summed)> {
         norm::rms_norm_backward(x, factors, weight, grad)
     }
 
@@ -85,17 +85,18 @@ impl Ops for Reference {
         norm::residual_backward(branch, residual, by, grad)
     }
 
-    fn depthwise_conv(&self, z: &Tensor, by: DepthwiseConv) -> Result<Tensor> {
-        query_key::depthwise_conv(z, by)
+    fn conv_shift(&self, z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]> {
+        query_key::conv_shift(z, by)
     }
 
-    fn depthwise_conv_backward(
+    fn conv_shift_backward(
         &self,
         z: &Tensor,
-        by: DepthwiseConv,
-        grad: &Tensor,
-    ) -> Result<ConvGrads> {
-        query_key::depthwise_conv_backward(z, by, grad)
+        by: ConvShift,
+        grads: [&Tensor; 2],
+        means: &Tensor,
+    ) -> Result<ConvShiftGrads> {
+        query_key::conv_shift_backward(z, by, grads, means)
     }
 
     fn query_key(&self, z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
@@ -110,10 +111,6 @@ impl Ops for Reference {
         grad: Tensor,
     ) -> Result<QueryKeyGrads> {
         query_key::query_key_backward(raw, factors, by, grad)
-    }
-
-    fn means_backward(&self, raw: &Tensor, shape: [i64; 3], z: &mut Tensor) -> Result<()> {
-        query_key::means_backward(raw, shape, z)
     }
 
     fn swiglu(&self, x: &Tensor) -> Result<Tensor> {

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::{columns, to_f32};
 use crate::Result;
-use crate::ops::{ResidualGrads, Scaling, check};
+use crate::ops::{ResidualGrads, Scaling, Summed, check};
 
 pub(super) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     check::rms_norm(x, weight)?;
@@ -18,13 +18,13 @@ pub(super) fn rms_norm_backward(
     factors: &Tensor,
     weight: &Tensor,
     grad: &Tensor,
-) -> Result<(Tensor, Tensor)> {
+) -> Result<(Tensor, Summed)> {
     let [_, width] = check::rms_norm_backward(x, factors, weight, grad)?;
     let unit = x.f_mul(factors)?;
     let product = grad.f_mul(&unit)?;
     let along = product.f_mv(weight)?.f_div_scalar(-(width as f64))?.f_unsqueeze(1)?;
     let input = grad.f_mul(weight)?.f_addcmul(&unit, &along)?.f_mul(factors)?;
-    Ok((input, columns(&product)?))
+    Ok((input, Summed::Made(columns(&product)?)))
 }
 
 pub(super) fn residual(branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {

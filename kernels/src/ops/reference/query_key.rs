@@ -1,33 +1,34 @@
-//! Convolution, means, norm and rotation of queries and keys.
+//! Convolution, means, norm and rotation of queries and keys, and the shift of values.
 
 use tch::{Kind, Tensor};
 
 use super::{columns, to_f32};
 use crate::Result;
-use crate::ops::{ConvGrads, DepthwiseConv, QueryKey, QueryKeyGrads, check};
+use crate::ops::{ConvShift, ConvShiftGrads, QueryKey, QueryKeyGrads, Summed, check, composed};
 
-pub(super) fn depthwise_conv(z: &Tensor, by: DepthwiseConv) -> Result<Tensor> {
-    let [rows, channels] = check::depthwise_conv(z, by)?;
+pub(super) fn conv_shift(z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]> {
+    let [rows, _] = check::conv_shift(z, by)?;
     let [heads, width] = by.heads;
-    let wide = to_f32(z)?;
+    let wide = to_f32(&z.f_narrow(1, 0, by.channels())?)?;
     let (before, now) = taps(by)?;
     let earlier = delayed(&wide, by.starts, None)?;
     let c = by.bias.f_addcmul(&wide, &now)?.f_addcmul(&earlier, &before)?;
-    let both = Tensor::f_stack(&[delayed(&c, by.starts, Some(by.bias))?, c], 1)?;
-    let both = both.f_view([rows, 2, heads, width])?.f_permute([2, 0, 1, 3])?;
-    debug_assert_eq!(channels, heads * width, "as it was checked");
-    Ok(both.f_reshape([heads, rows, 2 * width])?.f_to_kind(z.kind())?)
+    let both = Tensor::f_stack(&[delayed(&c, by.starts, Some(by.bias))?, c], 2)?;
+    let both = both.f_view([rows, heads, 2 * width])?.f_transpose(0, 1)?.f_contiguous()?;
+    Ok([both.f_to_kind(z.kind())?, composed::shifted(z, by)?])
 }
 
-pub(super) fn depthwise_conv_backward(
+pub(super) fn conv_shift_backward(
     z: &Tensor,
-    by: DepthwiseConv,
-    grad: &Tensor,
-) -> Result<ConvGrads> {
-    let [rows, channels] = check::depthwise_conv_backward(z, by, grad)?;
-    let [heads, width] = by.heads;
-    let z = to_f32(z)?;
-    let both = to_f32(grad)?.f_view([heads, rows, 2, width])?.f_permute([1, 2, 0, 3])?;
+    by: ConvShift,
+    [grad, values]: [&Tensor; 2],
+    means: &Tensor,
+) -> Result<ConvShiftGrads> {
+    let [rows, _] = check::conv_shift_backward(z, by, [grad, values], means)?;
+    let ([heads, width], channels) = (by.heads, by.channels());
+    let input = z.f_empty_like()?;
+    let z = to_f32(&z.f_narrow(1, 0, channels)?)?;
+    let both = to_f32(grad)?.f_view([heads, rows, width, 2])?.f_permute([1, 3, 0, 2])?;
     let part = |tap| both.f_select(1, tap)?.f_reshape([rows, channels]);
     let (c_before, c_now) = (part(0)?, part(1)?);
     // What stands before a document is the bias; rows that are not counted keep out of every sum.
@@ -45,15 +46,22 @@ pub(super) fn depthwise_conv_backward(
     let earlier = delayed(&z, by.starts, None)?;
     let weights = [counted(&c.f_mul(&earlier)?)?, counted(&c.f_mul(&z)?)?];
     let from_next = advanced(&c.f_mul(&before)?, by.starts)?;
-    Ok(ConvGrads {
-        input: c.f_mul(&now)?.f_add(&from_next)?,
-        weights: Tensor::f_stack(&weights, 1)?.f_unsqueeze(1)?,
-        bias: counted(&c)?.f_add(&early)?,
+    let of_channels = c.f_mul(&now)?.f_add(&from_next)?;
+    let of_channels = match by.counted {
+        None => of_channels.f_add(means)?,
+        Some(rows) => of_channels.f_index_add(0, rows, means)?,
+    };
+    input.f_narrow(1, 0, channels)?.f_copy_(&of_channels)?;
+    composed::shifted_back(values, by, &input)?;
+    Ok(ConvShiftGrads {
+        input,
+        weights: Summed::Made(Tensor::f_stack(&weights, 1)?.f_unsqueeze(1)?),
+        bias: Summed::Made(counted(&c)?.f_add(&early)?),
     })
 }
 
 /// Weights of the token before, and of the token.
-fn taps(by: DepthwiseConv) -> Result<(Tensor, Tensor)> {
+fn taps(by: ConvShift) -> Result<(Tensor, Tensor)> {
     let taps = by.weights.f_squeeze_dim(1)?;
     Ok((taps.f_select(1, 0)?, taps.f_select(1, 1)?))
 }
@@ -79,7 +87,8 @@ fn advanced(x: &Tensor, starts: &Tensor) -> Result<Tensor> {
 pub(super) fn query_key(z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
     let (_, [heads, tokens, width]) = check::query_key(z, raw, by)?;
     let _ = raw.f_add_(&by.bias.f_view([heads, 1, width])?)?;
-    let z = to_f32(z)?.f_view([tokens, heads, width])?.f_transpose(0, 1)?;
+    let z = to_f32(&z.f_narrow(1, 0, heads * width)?)?;
+    let z = z.f_reshape([tokens, heads, width])?.f_transpose(0, 1)?;
     let (q, k) = split(&z, by.shape)?;
     let mean = q.f_add(&k)?.f_mul_scalar(0.5)?;
     let (mut query, mut key) = split(raw, by.shape)?;
@@ -112,19 +121,20 @@ pub(super) fn query_key_backward(
     let along = along.f_masked_fill(&clamped, 0.0)?;
     let raw = grad.f_mul(&factors.f_mul(&scales)?)?.f_addcmul(raw, &along)?;
     let bias = raw.f_sum_dim_intlist(1, false, Kind::Float)?.f_reshape([-1])?;
-    Ok(QueryKeyGrads { raw, temperature, bias })
+    let (means, temperature) = (means_back(&raw, by.shape)?, Summed::Made(temperature));
+    Ok(QueryKeyGrads { raw, means, temperature, bias: Summed::Made(bias) })
 }
 
-pub(super) fn means_backward(raw: &Tensor, shape: [i64; 3], z: &mut Tensor) -> Result<()> {
-    check::means_backward(raw, shape, z)?;
+/// What comes back through the means from the gradient of raw: `[N, G d]`.
+fn means_back(raw: &Tensor, shape: [i64; 3]) -> Result<Tensor> {
     let (query, key) = split(raw, shape)?;
-    let group = (shape[0] / shape[1]) as f64;
+    let ([queries, ..], tokens) = (shape, raw.size()[1]);
+    let group = (queries / shape[1]) as f64;
     let mean = query.f_add(&key.f_div_scalar(group)?)?.f_mul_scalar(0.5)?;
-    let by_head = z.f_view([z.size()[0], -1, shape[2]])?.f_transpose(0, 1)?;
-    let (mut q, mut k) = split(&by_head, shape)?;
-    let _ = k.f_add_(&mean.f_sum_dim_intlist(1, true, Kind::Float)?)?;
-    let _ = q.f_add_(&mean)?;
-    Ok(())
+    let of_keys = mean.f_sum_dim_intlist(1, false, Kind::Float)?;
+    let of_queries = mean.f_reshape([queries, tokens, shape[2]])?;
+    let by_head = Tensor::f_cat(&[of_queries, of_keys], 0)?;
+    Ok(by_head.f_transpose(0, 1)?.f_reshape([tokens, -1])?)
 }
 
 /// `[G, N, d]` as queries `[K, H / K, N, d]` and keys `[K, 1, N, d]`.

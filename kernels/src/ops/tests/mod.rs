@@ -60,6 +60,11 @@ fn starts(tokens: i64, cuts: &[prop::sample::Index]) -> Tensor {
 /// Our own kernels for devices, on the emulator.
 const EMULATED: Table = &super::device::Own::on(crate::device::emulated::queue);
 
+/// One of a table's sums over rows.
+fn made(table: Table, sum: Summed) -> Tensor {
+    table.sums(vec![sum]).unwrap().remove(0)
+}
+
 /// What is held against the reference.
 const OWN: [Table; 2] = [CPU, EMULATED];
 
@@ -76,11 +81,12 @@ proptest! {
             prop_assert!(close(&found, &wanted, 16.0) && close(&factors, &wanted_factors, 16.0));
             let (found, weight) = table.rms_norm_backward(&x, &factors, &a, &grad).unwrap();
             let (wanted, wanted_weight) = REFERENCE.rms_norm_backward(&x, &factors, &a, &grad).unwrap();
+            let (weight, wanted_weight) = (made(table, weight), made(REFERENCE, wanted_weight));
             prop_assert!(close(&found, &wanted, 16.0) && close(&weight, &wanted_weight, 16.0));
 
             let (beside, again) = table.rms_norm_backward_beside(&x, &factors, &a, &grad, &branch).unwrap();
             prop_assert_eq!(&beside, &(&branch + &found));
-            prop_assert_eq!(&again, &weight);
+            prop_assert_eq!(&made(table, again), &weight);
 
             let branch = &branch.to_kind(kind);
             let by = Scaling { scale: &a, bias: &b, residual_scale: &c, residual_bias: &d };
@@ -93,35 +99,55 @@ proptest! {
             let wanted = REFERENCE.residual_backward(branch, &x, by, &grad).unwrap();
             prop_assert!(close(&found.branch, &wanted.branch, 1.0));
             prop_assert!(close(&found.residual, &wanted.residual, 1.0));
-            for (found, wanted) in found.scaling.iter().zip(&wanted.scaling) {
+            // All at once, as a layer has them made.
+            let found = table.sums(found.scaling.into()).unwrap();
+            for (found, wanted) in found.iter().zip(&REFERENCE.sums(wanted.scaling.into()).unwrap()) {
                 prop_assert!(close(found, wanted, 16.0));
             }
         }
     }
 
-    /// Wherever documents begin: in every row, or in none but the first.
+    /// Wherever documents begin: in every row, or in none but the first. Values are those of a token and of the one before it.
     #[test]
-    fn convolutions(
+    fn convolutions_and_shifts(
         tokens in 1i64..50,
         (heads, width) in (1i64..5, 1i64..20),
+        (stay, go) in (0i64..9, 0i64..9),
         cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..60),
         kind in float(),
         seed in 0u64..1000,
     ) {
-        let channels = heads * width;
+        let (channels, values) = (heads * width, [stay, go]);
         let (weights, bias) = (random(&[channels, 1, 2], seed), random(&[channels], seed + 1));
         let starts = starts(tokens, &cuts);
-        let by = DepthwiseConv { weights: &weights, bias: &bias, starts: &starts, counted: None, heads: [heads, width] };
-        let z = random(&[tokens, channels], seed + 2).to_kind(kind);
+        let by = ConvShift { weights: &weights, bias: &bias, starts: &starts, counted: None, heads: [heads, width], values };
+        let z = random(&[tokens, channels + stay + go], seed + 2).to_kind(kind);
+        let begins = Vec::<i64>::try_from(&starts).unwrap();
         for table in OWN {
-            let found = table.depthwise_conv(&z, by).unwrap();
-            prop_assert!(close(&found, &REFERENCE.depthwise_conv(&z, by).unwrap(), 2.0));
-            let grad = random(&[heads, tokens, 2 * width], seed + 3).to_kind(kind);
-            let found = table.depthwise_conv_backward(&z, by, &grad).unwrap();
-            let wanted = REFERENCE.depthwise_conv_backward(&z, by, &grad).unwrap();
+            let [taps, value] = table.conv_shift(&z, by).unwrap();
+            let [wanted, _] = REFERENCE.conv_shift(&z, by).unwrap();
+            prop_assert!(close(&taps, &wanted, 2.0));
+            let own = z.narrow(1, channels, stay + go);
+            for token in 0..tokens {
+                prop_assert_eq!(value.get(token).narrow(0, 0, stay), own.get(token).narrow(0, 0, stay));
+                let before = match begins.contains(&token) {
+                    true => own.get(token).narrow(0, stay, go).zeros_like(),
+                    false => own.get(token - 1).narrow(0, stay, go),
+                };
+                prop_assert_eq!(value.get(token).narrow(0, stay, go), before);
+            }
+            let grads = [random(taps.size().as_slice(), seed + 3), random(value.size().as_slice(), seed + 4)];
+            let grads = grads.map(|grad| grad.to_kind(kind));
+            let means = random(&[tokens, channels], seed + 5);
+            let found = table.conv_shift_backward(&z, by, grads.each_ref(), &means).unwrap();
+            let wanted = REFERENCE.conv_shift_backward(&z, by, grads.each_ref(), &means).unwrap();
             prop_assert!(close(&found.input, &wanted.input, 4.0));
-            prop_assert!(close(&found.weights, &wanted.weights, 16.0));
-            prop_assert!(close(&found.bias, &wanted.bias, 16.0));
+            prop_assert!(close(&made(table, found.weights), &made(REFERENCE, wanted.weights), 16.0));
+            prop_assert!(close(&made(table, found.bias), &made(REFERENCE, wanted.bias), 16.0));
+            let shifted = found.input.narrow(1, channels, stay + go).to_kind(Kind::Double);
+            let inner = |a: &Tensor, b: &Tensor| (a * b).sum(Kind::Double).double_value(&[]);
+            let [value, grad, own] = [&value, &grads[1], &own].map(|x| x.to_kind(Kind::Double));
+            prop_assert!((inner(&value, &grad) - inner(&own, &shifted)).abs() < 1e-4);
         }
     }
 
@@ -138,7 +164,8 @@ proptest! {
     ) {
         let (tokens, heads, width) = (counted.len() as i64, 2, 7);
         let (weights, bias) = (random(&[14, 1, 2], seed), random(&[14], seed + 1));
-        let (z, grad) = (random(&[tokens, 14], seed + 2), random(&[heads, tokens, 2 * width], seed + 3));
+        let (z, grad) = (random(&[tokens, 17], seed + 2), random(&[heads, tokens, 2 * width], seed + 3));
+        let (values, all_means) = (random(&[tokens, 3], seed + 4), random(&[tokens, 14], seed + 5));
         let starts = starts(tokens, &cuts);
         let rows = |side: bool| {
             let rows = (0i64..).zip(&counted).filter(|(_, counted)| **counted == side);
@@ -146,14 +173,20 @@ proptest! {
         };
         let (left, right) = (rows(true), rows(false));
         for table in [CPU, REFERENCE, EMULATED] {
-            let of = |counted| {
-                let by = DepthwiseConv { weights: &weights, bias: &bias, starts: &starts, counted, heads: [heads, width] };
-                table.depthwise_conv_backward(&z, by, &grad).unwrap()
+            let of = |counted: Option<&Tensor>| {
+                let heads = [heads, width];
+                let by = ConvShift { weights: &weights, bias: &bias, starts: &starts, counted, heads, values: [1, 2] };
+                let means = counted.map_or(all_means.shallow_clone(), |rows| all_means.index_select(0, rows));
+                table.conv_shift_backward(&z, by, [&grad, &values], &means).unwrap()
             };
-            let (all, left, right) = (of(None), of(Some(&left)), of(Some(&right)));
-            prop_assert_eq!(&all.input, &left.input);
-            prop_assert!(difference(&(left.weights + right.weights), &all.weights) < 1e-5);
-            prop_assert!(difference(&(left.bias + right.bias), &all.bias) < 1e-5);
+            let (all, left_side, right_side) = (of(None), of(Some(&left)), of(Some(&right)));
+            // Each has the means of its own rows.
+            prop_assert_eq!(&all.input.index_select(0, &left), &left_side.input.index_select(0, &left));
+            prop_assert_eq!(&all.input.index_select(0, &right), &right_side.input.index_select(0, &right));
+            let sums = |of: ConvShiftGrads| [made(table, of.weights), made(table, of.bias)];
+            let ([all_weights, all_bias], [a, b], [c, d]) = (sums(all), sums(left_side), sums(right_side));
+            prop_assert!(difference(&(a + c), &all_weights) < 1e-5);
+            prop_assert!(difference(&(b + d), &all_bias) < 1e-5);
         }
     }
 
@@ -172,7 +205,8 @@ proptest! {
         let (bias, temperature) = (random(&[heads * width], seed + 1), random(&[keys], seed + 2));
         let shape = [keys * group, keys, width];
         let by = QueryKey { bias: &bias, temperature: &temperature, angles: [&cos, &sin], shape };
-        let z = random(&[tokens, heads * width], seed + 3).to_kind(kind);
+        // Values stand beside them.
+        let z = random(&[tokens, heads * width + 2], seed + 3).to_kind(kind);
         let raw = random(&[heads, tokens, width], seed + 4);
         for table in OWN {
             let (mut fast, mut slow) = (raw.copy(), raw.copy());
@@ -184,13 +218,12 @@ proptest! {
             let found = table.query_key_backward(&slow, &factors, by, grad.copy()).unwrap();
             let wanted = REFERENCE.query_key_backward(&slow, &factors, by, grad.copy()).unwrap();
             prop_assert!(close(&found.raw, &wanted.raw, 64.0));
-            prop_assert!(close(&found.temperature, &wanted.temperature, 64.0));
-            prop_assert!(close(&found.bias, &wanted.bias, 64.0));
-            let z = random(&[tokens, heads * width], seed + 6);
-            let (mut fast, mut slow) = (z.copy(), z.copy());
-            table.means_backward(&wanted.raw, shape, &mut fast).unwrap();
-            REFERENCE.means_backward(&wanted.raw, shape, &mut slow).unwrap();
-            prop_assert!(close(&fast, &slow, 8.0));
+            prop_assert!(close(&found.means, &wanted.means, 64.0));
+            let sums = |table: Table, of: [Summed; 2]| table.sums(of.into()).unwrap();
+            let found = sums(table, [found.temperature, found.bias]);
+            for (found, wanted) in found.iter().zip(&sums(REFERENCE, [wanted.temperature, wanted.bias])) {
+                prop_assert!(close(found, wanted, 64.0));
+            }
         }
     }
 

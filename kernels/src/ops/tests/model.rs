@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
 use super::super::*;
-use super::{EMULATED, OWN, close, difference, float, random, starts};
+use super::{EMULATED, OWN, close, difference, float, made, random, starts};
 
 /// Documents that cover `tokens` tokens.
 fn spans(tokens: i64, cuts: &[prop::sample::Index]) -> Vec<Span> {
@@ -181,35 +181,6 @@ proptest! {
         }
     }
 
-    /// The value of a token and of the one before it, and the transpose of that.
-    #[test]
-    fn values_are_shifted(
-        tokens in 1i64..40,
-        (half, later) in (0i64..9, 0i64..9),
-        cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..20),
-        seed in 0u64..1000,
-    ) {
-        let [current, delayed, grad] =
-            [(0, half), (1, later), (2, half + later)].map(|(index, width)| random(&[tokens, width], seed + index));
-        let starts = starts(tokens, &cuts);
-        for table in OWN {
-            let found = table.value_shift(&current, &delayed, &starts).unwrap();
-            let begins = Vec::<i64>::try_from(&starts).unwrap();
-            for token in 0..tokens {
-                prop_assert_eq!(found.get(token).narrow(0, 0, half), current.get(token));
-                let before = match begins.contains(&token) {
-                    true => delayed.get(token).zeros_like(),
-                    false => delayed.get(token - 1),
-                };
-                prop_assert_eq!(found.get(token).narrow(0, half, later), before);
-            }
-            let back = table.value_shift_backward(grad.copy(), half, &starts).unwrap();
-            let inner = |a: &Tensor, b: &Tensor| (a * b).sum(Kind::Double).double_value(&[]);
-            let both = Tensor::cat(&[&current, &delayed], 1);
-            prop_assert!((inner(&found, &grad) - inner(&both, &back)).abs() < 1e-4);
-        }
-    }
-
     /// A token's row goes through its own expert and comes back, also where experts, or all of them, have no token.
     #[test]
     fn tokens_go_through_their_experts(
@@ -368,7 +339,7 @@ proptest! {
             let mut of_table = random(&[9, width], seed + 4);
             let [to_bias, to_scale] =
                 ops.embedding_backward(&tokens, &embedded, &scale, &grad, &mut of_table).unwrap();
-            [embedded, scaled, to_bias, to_scale, of_table]
+            [embedded, scaled, made(ops, to_bias), made(ops, to_scale), of_table]
         };
         for (found, wanted) in run(EMULATED).iter().zip(&run(REFERENCE)) {
             prop_assert!(close(found, wanted, 32.0));
@@ -412,12 +383,14 @@ proptest! {
         let ((found, back), (wanted, wanted_back)) = (run(EMULATED), run(REFERENCE));
         prop_assume!(found.choice == wanted.choice);
         let limit = if kind == Kind::BFloat16 { 0.05 } else { 1e-4 };
-        let all = |back: RouterGrads| {
+        let all = |ops: Table, back: RouterGrads| {
             let RouterGrads { input, before, down, down_bias, decay, norm, fc1, fc1_bias, fc2, fc2_bias, out } = back;
-            let some = [Some(input), before, decay].into_iter().flatten();
-            some.chain([down, down_bias, norm, fc1, fc1_bias, fc2, fc2_bias, out]).collect::<Vec<_>>()
+            let some = [Some(input), before].into_iter().flatten();
+            let sums = [Some(down_bias), decay, Some(norm), Some(fc1_bias), Some(fc2_bias)];
+            let sums = ops.sums(sums.into_iter().flatten().collect()).unwrap();
+            some.chain(sums).chain([down, fc1, fc2, out]).collect::<Vec<_>>()
         };
-        let pairs = all(back).into_iter().zip(all(wanted_back));
+        let pairs = all(EMULATED, back).into_iter().zip(all(REFERENCE, wanted_back));
         for (found, wanted) in pairs.chain([(found.weight, wanted.weight), (found.state, wanted.state)]) {
             prop_assert!(difference(&found, &wanted) < limit, "{}", difference(&found, &wanted));
         }

@@ -2,22 +2,22 @@
 //!
 //! Shapes: n tokens of a chunk, N of all chunks here, H query heads and K key heads of d, G = H + K, C = G d; of a shard, those
 //! of its heads. Both convolutions see the token before: their left padding is applied once, in front of the first, so that the
-//! second sees the first one's bias before a span begins.
+//! second sees the first one's bias before a span begins. Queries, keys and values are one product.
 //!
 //! A chunk takes from the others what stands beside its rows, and the keys and values before them. Where ranks share the chunks,
 //! keys and values are gathered once more on the way back, so that no rank keeps those of others. A key is made of the queries'
 //! projection too (their mean), so that it is the values that travel while queries and keys are made. The way back: `cca_back`.
 
 use kernels::Result;
-use kernels::ops::{Attended, Attention, DepthwiseConv, QueryKey};
+use kernels::ops::{Attended, Attention, ConvShift, QueryKey};
 use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
-use super::heads::{Heads, HeadsGrads, shards};
+use super::heads::{CcaGrads, Heads, HeadsGrads, shards};
 use crate::model::ZayaConfig;
 use crate::model::cut::{Chunk, Cut, joined};
 use crate::model::fold::{Sharding, Shards};
-use crate::model::gradients::{Gradients, emit};
+use crate::model::gradients::{ChunkGradients, Gradients, emit, emit_sum};
 use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Work};
 use crate::model::line::SharedRows;
 use crate::model::param::{Declare, ParamId};
@@ -41,8 +41,8 @@ pub(in crate::model) struct Cca {
 /// What the backward pass needs of a shard.
 pub(in crate::model) struct Saved {
     pub(super) heads: Heads,
-    /// `[N, C]`: projected queries and keys before the convolutions, by chunk one below the other, and below them the rows of
-    /// other ranks' that these reach.
+    /// `[N, C + K d]`: projected queries, keys and values before convolutions and shift, by chunk one below the other, and below
+    /// them the rows of other ranks' that these reach.
     pub(super) projected: Tensor,
     /// `[K, N, d]`, of the chunks here.
     pub(super) key: Tensor,
@@ -55,7 +55,7 @@ pub(in crate::model) struct Saved {
 pub(in crate::model) struct SavedChunk {
     /// `[n, D]`: the normed residual.
     pub(super) x: Tensor,
-    /// `[G, n, 2 d]`: first convolution, at the token before and at the token.
+    /// `[G, n, 2 d]`: first convolution of each channel, at the token before and at the token.
     pub(super) taps: Tensor,
     /// `[G, n, d]`: queries and keys before their norm.
     pub(super) raw: Tensor,
@@ -75,11 +75,14 @@ impl LayerKind for Cca {
         let q_proj = qkv.matrix("q_proj.weight", "linear_q.weight", [query, hidden]);
         qkv.cut(q_proj, Sharding::new(&[query, hidden], 0, 1, keys));
         let k_proj = qkv.matrix("k_proj.weight", "linear_k.weight", [key, hidden]);
+        qkv.adjoining(k_proj);
         qkv.cut(k_proj, Sharding::new(&[key, hidden], 0, 1, keys));
         let half = [key / 2, hidden];
         let v_proj_current = qkv.matrix("v_proj_current.weight", "val_proj1.weight", half);
+        qkv.adjoining(v_proj_current);
         qkv.cut(v_proj_current, Sharding::of_some(&half, keys, dim, 0));
         let v_proj_delayed = qkv.matrix("v_proj_delayed.weight", "val_proj2.weight", half);
+        qkv.adjoining(v_proj_delayed);
         qkv.cut(v_proj_delayed, Sharding::of_some(&half, keys, dim, key / 2));
         let mut own = params.inside("self_attn.qkv_proj", "self_attn.qkv.conv_qk");
         let conv_depthwise = own.depthwise("conv_qk_depthwise.weight", "0.weight", [conv, 1, 2]);
@@ -121,8 +124,9 @@ impl LayerKind for Cca {
         let (query, key, conv) =
             (size(config.query_size()), size(config.key_size()), size(config.conv_size()));
         let (heads, keys) = (size(config.num_attention_heads), size(config.num_key_value_heads));
-        // Input and output; projected, both taps, normed; the values, what each span made of them, and that in one row.
-        let products = 2 * size(config.hidden_size) + 4 * conv + key + 2 * query;
+        // Input and output; projected, both taps, normed; the values before and after their shift, what each span made of them, and
+        // that in one row.
+        let products = 2 * size(config.hidden_size) + 4 * conv + 2 * key + 2 * query;
         // The keys of all chunks in one row, which later ones read.
         let products = products + if cut.chunks > 1 { key } else { 0 };
         // Before the norm, its factors, and the logs of the softmax' denominators.
@@ -167,9 +171,7 @@ impl Layer for Cca {
         let (x, gradients) = self.compute_back(pass, saved, grad).map_err(refused)?;
         for (chunk, gradients) in gradients.into_iter().enumerate() {
             let mut sink = sink.of(chunk);
-            for (id, gradient) in self.ids().into_iter().zip(gradients) {
-                emit(&mut sink, id, gradient)?;
-            }
+            self.emit(gradients, &mut sink)?;
         }
         Ok(Backward { x, state })
     }
@@ -191,23 +193,23 @@ impl Layer for Cca {
 }
 
 impl Cca {
-    /// What has a gradient, as [`HeadsGrads::joined`] lists them.
-    fn ids(&self) -> [ParamId; 10] {
-        [
-            self.q_proj,
-            self.k_proj,
-            self.v_proj_current,
-            self.v_proj_delayed,
-            self.conv_depthwise,
-            self.conv_depthwise_bias,
-            self.conv_grouped,
-            self.conv_grouped_bias,
-            self.temp,
-            self.o_proj,
-        ]
+    /// Hands the gradients on.
+    fn emit(&self, grads: CcaGrads, sink: &mut ChunkGradients<'_, '_>) -> contract::Result<()> {
+        let [q_proj, k_proj, current, delayed, _] = self.held();
+        for (id, gradient) in [q_proj, k_proj, current, delayed].into_iter().zip(grads.projections)
+        {
+            emit(sink, id, gradient)?;
+        }
+        let vectors =
+            [self.conv_depthwise, self.conv_depthwise_bias, self.conv_grouped_bias, self.temp];
+        for (id, sum) in vectors.into_iter().zip(grads.vectors) {
+            emit_sum(sink, id, sum)?;
+        }
+        emit(sink, self.conv_grouped, grads.grouped)?;
+        emit(sink, self.o_proj, grads.o_proj)
     }
 
-    /// Of these what is cut into shards that processes hold for each other, as [`Heads::of`] takes them.
+    /// What is cut into shards that processes hold for each other, as [`Heads::of`] takes them.
     fn held(&self) -> [ParamId; 5] {
         [self.q_proj, self.k_proj, self.v_proj_current, self.v_proj_delayed, self.o_proj]
     }
@@ -235,7 +237,7 @@ impl Cca {
         pass: &Pass<'_>,
         saved: Vec<Saved>,
         grad: &[Tensor],
-    ) -> Result<(Vec<Tensor>, Vec<[Tensor; 10]>)> {
+    ) -> Result<(Vec<Tensor>, Vec<CcaGrads>)> {
         let grad = grad.iter().map(|grad| grad.f_to_kind(pass.kind));
         let grad = grad.collect::<std::result::Result<Vec<_>, _>>()?;
         let (mut inputs, mut gradients) = (Vec::new(), Vec::new());
@@ -249,7 +251,8 @@ impl Cca {
             inputs.push(input);
             gradients.iter_mut().zip(own).for_each(|(chunk, own)| chunk.push(own));
         }
-        let gradients = gradients.iter().map(|shards| HeadsGrads::joined(pass.config, shards));
+        let joined = |shards| HeadsGrads::joined(pass.config, pass.ops, shards);
+        let gradients = gradients.into_iter().map(joined);
         Ok((over_shards(inputs)?, gradients.collect::<Result<_>>()?))
     }
 }
@@ -257,25 +260,25 @@ impl Cca {
 impl Heads {
     fn forward(self, pass: &Pass<'_>, x: &[Tensor]) -> Result<(Vec<Tensor>, Saved)> {
         let (ops, all) = (pass.ops, pass.chunks);
-        let each = |of: &dyn Fn(&Tensor) -> Result<Tensor>| {
-            joined(&x.iter().map(of).collect::<Result<Vec<_>>>()?, 0)
-        };
-        // What of others the values need travels while queries and keys are projected, and the values while these are made.
-        let current = all.beside(&each(&|x| project(pass, x, &self.v_proj[0]))?, 0)?;
-        let delayed = all.beside(&each(&|x| project(pass, x, &self.v_proj[1]))?, 0)?;
-        let projected = all.beside(&each(&|x| ops.matmul(x, &self.qk_proj.f_tr()?))?, 0)?;
-        let (current, delayed) = (current.wait()?, delayed.wait()?);
-        let values = all.iter().map(|chunk| {
-            let [current, delayed] = [chunk.around(&current, 0)?, chunk.around(&delayed, 0)?];
-            chunk.own(&ops.value_shift(&current, &delayed, chunk.starts())?, 0)
-        });
-        let value = joined(&values.collect::<Result<Vec<_>>>()?, 0)?;
+        let projected = x.iter().map(|x| ops.matmul(x, &self.proj.f_tr()?));
+        let projected = joined(&projected.collect::<Result<Vec<_>>>()?, 0)?;
+        let projected = all.beside(&projected, 0)?.wait()?;
+        let (mut taps, mut values) = (Vec::new(), Vec::new());
+        for chunk in all.iter() {
+            let around = chunk.around(&projected, 0)?;
+            let [conv, value] = ops.conv_shift(&around, self.convolution(chunk))?;
+            taps.push(chunk.own(&conv, 1)?);
+            values.push(chunk.own(&value, 0)?);
+        }
+        // The values travel while queries and keys are made.
+        let value = joined(&values, 0)?;
+        drop(values);
         let values = all.earlier(&value, 0)?;
-        let projected = projected.wait()?;
         let (mut chunks, mut first) = (Vec::new(), 0);
-        for (chunk, x) in all.iter().zip(x) {
-            chunks.push(self.query_key(pass, chunk, x, &projected, first)?);
+        for ((chunk, x), taps) in all.iter().zip(x).zip(taps) {
+            let own = projected.f_narrow(0, first, x.size()[0])?;
             first += x.size()[0];
+            chunks.push(self.query_key(pass, chunk, (x, &own), taps)?);
         }
         let [queries, keys, _] = self.shape;
         let key = chunks.iter().map(|(own, _)| own.f_narrow(0, queries, keys));
@@ -292,30 +295,25 @@ impl Heads {
         Ok((outs, Saved { heads: self, projected, key, value, chunks: saved }))
     }
 
-    /// Queries and keys of a chunk whose rows of `projected` begin at `first`, and what the backward pass reads of them.
+    /// Queries and keys of a chunk, from its rows of what was projected, and what the backward pass reads of them.
     fn query_key(
         &self,
         pass: &Pass<'_>,
         chunk: &Chunk,
-        x: &Tensor,
-        projected: &Tensor,
-        first: i64,
+        (x, projected): (&Tensor, &Tensor),
+        taps: Tensor,
     ) -> Result<(Tensor, [Tensor; 4])> {
-        let ops = pass.ops;
-        let taps = ops.depthwise_conv(&chunk.around(projected, 0)?, self.convolution(chunk))?;
-        let taps = chunk.own(&taps, 1)?;
-        let raw = ops.matmul(&taps, &self.kernel.f_transpose(1, 2)?)?;
+        let raw = pass.ops.matmul(&taps, &self.kernel.f_transpose(1, 2)?)?;
         let mut raw = raw.f_to_kind(Kind::Float)?;
-        let own = projected.f_narrow(0, first, x.size()[0])?;
-        let (qk, factor) = ops.query_key(&own, &mut raw, self.turned(chunk))?;
+        let (qk, factor) = pass.ops.query_key(projected, &mut raw, self.turned(chunk))?;
         Ok((qk.f_to_kind(pass.kind)?, [x.shallow_clone(), taps, raw, factor]))
     }
 
-    pub(super) fn convolution<'a>(&'a self, chunk: &'a Chunk) -> DepthwiseConv<'a> {
+    pub(super) fn convolution<'a>(&'a self, chunk: &'a Chunk) -> ConvShift<'a> {
         let ([queries, keys, width], starts) = (self.shape, chunk.starts());
         let (weights, bias) = (&self.depthwise, &self.depthwise_bias);
-        let counted = chunk.counted();
-        DepthwiseConv { weights, bias, starts, counted, heads: [queries + keys, width] }
+        let (counted, values) = (chunk.counted(), self.values);
+        ConvShift { weights, bias, starts, counted, heads: [queries + keys, width], values }
     }
 
     pub(super) fn turned<'a>(&'a self, chunk: &'a Chunk) -> QueryKey<'a> {
@@ -367,14 +365,6 @@ impl Seen {
         let Seen { query, key, value, shape } = self;
         let kept = Some(&chunk.attending);
         Attention { query, key, value, spans: &chunk.spans, shape: *shape, kept }
-    }
-}
-
-/// `x` times the transpose of a weight that may have no rows.
-fn project(pass: &Pass<'_>, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    match weight.size()[0] {
-        0 => Ok(x.f_new_empty([x.size()[0], 0], (x.kind(), x.device()))?),
-        _ => pass.ops.matmul(x, &weight.f_tr()?),
     }
 }
 

@@ -32,56 +32,39 @@ impl Saved {
         pass: &Pass<'_>,
         grad: &[Tensor],
     ) -> Result<(Vec<Tensor>, Vec<HeadsGrads>)> {
-        let (ops, dim) = (pass.ops, pass.config.head_dim);
+        let ops = pass.ops;
         let AttentionBack { qk, value, o_proj } = self.attention(pass, grad)?;
-        let (mut taps, mut mixed) = (Vec::new(), Vec::new());
+        let (mut taps, mut turned) = (Vec::new(), Vec::new());
         for ((chunk, saved), qk) in pass.chunks.iter().zip(&self.chunks).zip(qk) {
             let own = self.heads.turned(chunk);
             let back = ops.query_key_backward(&saved.raw, &saved.factor, own, qk)?;
             let raw = back.raw.f_to_kind(pass.kind)?;
-            let weight = pass.gradient(&raw.f_transpose(1, 2)?, &saved.taps)?;
-            let weight = weight.f_view([-1, dim, 2, dim])?.f_permute([0, 1, 3, 2])?;
+            let grouped = pass.gradient(&raw.f_transpose(1, 2)?, &saved.taps)?;
             taps.push(ops.matmul(&raw, &self.heads.kernel)?);
-            mixed.push((back, weight.f_reshape([-1, dim, 2])?));
+            let grouped = grouped.f_view([-1, pass.config.head_dim, 2])?;
+            turned.push((back.means, grouped, back.bias, back.temperature));
         }
         let (taps, value) =
             (pass.chunks.beside(&joined(&taps, 1)?, 1)?, pass.chunks.beside(&value, 0)?);
         let (taps, value) = (taps.wait()?, value.wait()?);
         let (mut inputs, mut gradients) = (Vec::new(), Vec::new());
-        for (number, ((back, grouped), o_proj)) in mixed.into_iter().zip(o_proj).enumerate() {
+        for (number, (own, o_proj)) in turned.into_iter().zip(o_proj).enumerate() {
+            let (means, grouped, grouped_bias, temp) = own;
             let (chunk, x) = (pass.chunks.of(number), &self.chunks[number].x);
-            let around = [chunk.around(&self.projected, 0)?, chunk.around(&taps, 1)?];
+            let around = chunk.around(&self.projected, 0)?;
+            let grads = [chunk.around(&taps, 1)?, chunk.around(&value, 0)?];
             let by = self.heads.convolution(chunk);
-            let conv = ops.depthwise_conv_backward(&around[0], by, &around[1])?;
-            let mut projected = chunk.own(&conv.input, 0)?;
-            ops.means_backward(&back.raw, self.heads.shape, &mut projected)?;
-            let projected = projected.f_to_kind(pass.kind)?;
-            let (value, halves) = (chunk.around(&value, 0)?, self.heads.v_proj.each_ref());
-            let current = halves[0].size()[0];
-            let value = ops.value_shift_backward(value, current, chunk.starts())?;
-            let value = chunk.own(&value, 0)?;
-            let mut input =
-                pass.of_shard(&projected, &self.heads.qk_proj)?.f_to_kind(Kind::Float)?;
-            let v_proj = pass.gradient(&value.f_tr()?, x)?;
-            let mut side = |first: i64, weight: &Tensor| {
-                let rows = weight.size()[0];
-                let own = value.f_narrow(1, first, rows)?;
-                match (rows, pass.shards) {
-                    (0, _) => {}
-                    (_, 1) => ops.matmul_add(&mut input, &own, weight)?,
-                    _ => drop(input.f_add_(&ops.matmul_part(&own, weight)?)?),
-                }
-                Result::Ok(v_proj.f_narrow(0, first, rows)?)
-            };
-            let v_proj = [side(0, halves[0])?, side(current, halves[1])?];
+            let conv = ops.conv_shift_backward(&around, by, grads.each_ref(), &means)?;
+            let projected = chunk.own(&conv.input, 0)?;
+            let input = pass.of_shard(&projected, &self.heads.proj)?.f_to_kind(Kind::Float)?;
             gradients.push(HeadsGrads {
-                qk_proj: pass.gradient(&projected.f_tr()?, x)?,
-                v_proj,
+                proj: pass.gradient(&projected.f_tr()?, x)?,
+                values: self.heads.values,
                 depthwise: conv.weights,
                 depthwise_bias: conv.bias,
                 grouped,
-                grouped_bias: back.bias,
-                temp: back.temperature,
+                grouped_bias,
+                temp,
                 o_proj,
             });
             inputs.push(input);

@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use kernels::Result;
+use kernels::ops::{Summed, Table};
 use tch::Tensor;
 
 use super::cca::Cca;
@@ -16,15 +17,15 @@ use crate::model::layer::Pass;
 
 /// Heads of attention that are computed together.
 pub(super) struct Heads {
-    /// `[C', D]`: query and key projections, one below the other.
-    pub(super) qk_proj: Tensor,
-    /// `[a, D]` and `[b, D]`, `a + b = K' d`: of a shard, either may have no rows.
-    pub(super) v_proj: [Tensor; 2],
+    /// `[C' + K' d, D]`: projections of queries, keys, and both halves of values, one below the other.
+    pub(super) proj: Tensor,
+    /// Of its rows those of each half of the values: of a shard, either may have none.
+    pub(super) values: [i64; 2],
     /// `[C', 1, 2]`.
     pub(super) depthwise: Tensor,
     /// `[C']`.
     pub(super) depthwise_bias: Tensor,
-    /// `[G', d, 2 d]`: the second convolution, as one matrix per head over both taps.
+    /// `[G', d, 2 d]`: the second convolution, as one matrix per head over both taps of each channel.
     pub(super) kernel: Tensor,
     /// `[C']`.
     pub(super) grouped_bias: Tensor,
@@ -38,13 +39,23 @@ pub(super) struct Heads {
 
 /// Gradients of the same, of one chunk; the second convolution as it is stored.
 pub(super) struct HeadsGrads {
-    pub(super) qk_proj: Tensor,
-    pub(super) v_proj: [Tensor; 2],
-    pub(super) depthwise: Tensor,
-    pub(super) depthwise_bias: Tensor,
+    pub(super) proj: Tensor,
+    pub(super) values: [i64; 2],
+    pub(super) depthwise: Summed,
+    pub(super) depthwise_bias: Summed,
     pub(super) grouped: Tensor,
-    pub(super) grouped_bias: Tensor,
-    pub(super) temp: Tensor,
+    pub(super) grouped_bias: Summed,
+    pub(super) temp: Summed,
+    pub(super) o_proj: Tensor,
+}
+
+/// Gradients of all heads, of one chunk.
+pub(super) struct CcaGrads {
+    /// Of the projections of queries and keys, and of both halves of values.
+    pub(super) projections: [Tensor; 4],
+    /// Of the depthwise convolution and its bias, the bias of the grouped one, temperatures.
+    pub(super) vectors: [Summed; 4],
+    pub(super) grouped: Tensor,
     pub(super) o_proj: Tensor,
 }
 
@@ -82,13 +93,13 @@ impl Heads {
                 columns(&w[layer.o_proj], query)?,
             ],
         };
-        let by_tap = channels(&w[layer.conv_grouped])?.f_view([-1, dim, dim, 2])?;
+        let values = [current.size()[0], delayed.size()[0]];
         Ok(Heads {
-            qk_proj: Tensor::f_cat(&[q_proj, k_proj], 0)?,
-            v_proj: [current, delayed],
+            proj: below(&[q_proj, k_proj, current, delayed])?,
+            values,
             depthwise: channels(&w[layer.conv_depthwise])?,
             depthwise_bias: channels(&w[layer.conv_depthwise_bias])?,
-            kernel: by_tap.f_permute([0, 1, 3, 2])?.f_reshape([-1, dim, 2 * dim])?,
+            kernel: channels(&w[layer.conv_grouped])?.f_view([-1, dim, 2 * dim])?,
             grouped_bias: channels(&w[layer.conv_grouped_bias])?,
             temp: rows(&w[layer.temp], std::slice::from_ref(&own))?,
             o_proj,
@@ -100,50 +111,99 @@ impl Heads {
 impl Heads {
     /// Lets go of what came from another process: it comes again for the way back.
     pub(super) fn let_go(&mut self) {
-        self.qk_proj = Tensor::new();
-        self.v_proj = [Tensor::new(), Tensor::new()];
+        self.proj = Tensor::new();
         self.o_proj = Tensor::new();
     }
 }
 
 impl HeadsGrads {
     /// The gradients of all heads from those of each shard.
-    pub(super) fn joined(config: &ZayaConfig, shards: &[HeadsGrads]) -> Result<[Tensor; 10]> {
+    pub(super) fn joined(
+        config: &ZayaConfig,
+        ops: Table,
+        mut shards: Vec<HeadsGrads>,
+    ) -> Result<CcaGrads> {
         let query = config.num_attention_heads / config.num_key_value_heads;
-        // Of a shard's channels, those of queries come first: as many for each of keys as there are query heads to a key head.
-        let side = |of: &Tensor, keys: bool| {
-            let all = of.size()[0];
-            let queries = all / (query + 1) * query;
-            match keys {
-                false => of.f_narrow(0, 0, queries),
-                true => of.f_narrow(0, queries, all - queries),
+        let vectors = match &mut shards[..] {
+            [whole] => whole.vectors(),
+            several => {
+                let made = several.iter_mut().map(|shard| ops.sums(shard.vectors().into()));
+                let made = made.collect::<Result<Vec<_>>>()?;
+                let all = |which: usize| made.iter().map(move |shard| shard[which].shallow_clone());
+                let channels = |which| channels(&all(which).collect::<Vec<_>>(), query);
+                let temp = Tensor::f_cat(&all(3).collect::<Vec<_>>(), 0)?;
+                [channels(0)?, channels(1)?, channels(2)?, temp].map(Summed::Made)
             }
         };
-        let sides = |of: &dyn Fn(&HeadsGrads) -> &Tensor, keys: bool| {
-            let parts = shards.iter().map(|shard| side(of(shard), keys));
+        let rows = |which| {
+            let parts = shards.iter().map(|shard| {
+                let [current, delayed] = shard.values;
+                let [queries, keys] = split(shard.proj.size()[0] - current - delayed, query);
+                let rows = [queries, keys, current, delayed];
+                shard.proj.f_narrow(0, rows[..which].iter().sum(), rows[which])
+            });
             together(&parts.collect::<std::result::Result<Vec<_>, _>>()?, 0)
         };
-        let channels = |of: &dyn Fn(&HeadsGrads) -> &Tensor| match shards {
-            [whole] => Result::Ok(of(whole).shallow_clone()),
-            _ => Ok(Tensor::f_cat(&[sides(of, false)?, sides(of, true)?], 0)?),
+        let all = |of: fn(&HeadsGrads) -> &Tensor| {
+            shards.iter().map(|shard| of(shard).shallow_clone()).collect::<Vec<_>>()
         };
-        let all = |of: &dyn Fn(&HeadsGrads) -> &Tensor, dim| {
-            let parts: Vec<_> = shards.iter().map(|shard| of(shard).shallow_clone()).collect();
-            together(&parts, dim)
-        };
-        Ok([
-            sides(&|own| &own.qk_proj, false)?,
-            sides(&|own| &own.qk_proj, true)?,
-            all(&|own| &own.v_proj[0], 0)?,
-            all(&|own| &own.v_proj[1], 0)?,
-            channels(&|own| &own.depthwise)?,
-            channels(&|own| &own.depthwise_bias)?,
-            channels(&|own| &own.grouped)?,
-            channels(&|own| &own.grouped_bias)?,
-            all(&|own| &own.temp, 0)?,
-            all(&|own| &own.o_proj, 1)?,
-        ])
+        Ok(CcaGrads {
+            projections: [rows(0)?, rows(1)?, rows(2)?, rows(3)?],
+            vectors,
+            grouped: channels(&all(|own| &own.grouped), query)?,
+            o_proj: together(&all(|own| &own.o_proj), 1)?,
+        })
     }
+
+    /// The depthwise convolution with its bias, the bias of the grouped one, temperatures.
+    fn vectors(&mut self) -> [Summed; 4] {
+        let HeadsGrads { depthwise, depthwise_bias, grouped_bias, temp, .. } = self;
+        [depthwise, depthwise_bias, grouped_bias, temp]
+            .map(|sum| std::mem::replace(sum, Summed::Made(Tensor::new())))
+    }
+}
+
+/// Of a shard's channels, or their numbers, those of queries and of keys: queries come first, as many for each of keys as there are
+/// query heads to a key head.
+fn split(channels: i64, query: i64) -> [i64; 2] {
+    let queries = channels / (query + 1) * query;
+    [queries, channels - queries]
+}
+
+/// What shards have of their channels: all queries, then all keys.
+fn channels(parts: &[Tensor], query: i64) -> Result<Tensor> {
+    if let [whole] = parts {
+        return Ok(whole.shallow_clone());
+    }
+    let side = |keys: bool| {
+        parts.iter().map(move |part| {
+            let [queries, others] = split(part.size()[0], query);
+            match keys {
+                false => part.f_narrow(0, 0, queries),
+                true => part.f_narrow(0, queries, others),
+            }
+        })
+    };
+    let sides = side(false).chain(side(true)).collect::<std::result::Result<Vec<_>, _>>()?;
+    Ok(Tensor::f_cat(&sides, 0)?)
+}
+
+/// Matrices one below the other: where they lie so in memory, as one layer's projections do, all of them as one.
+fn below(parts: &[Tensor; 4]) -> Result<Tensor> {
+    let bytes = |part: &Tensor| part.numel() * part.kind().elt_size_in_bytes();
+    let follows = |pair: &[Tensor]| {
+        pair.iter().all(Tensor::is_contiguous)
+            && pair[0].data_ptr() as usize + bytes(&pair[0]) == pair[1].data_ptr() as usize
+    };
+    if parts.windows(2).all(follows) {
+        let rows: i64 = parts.iter().map(|part| part.size()[0]).sum();
+        let width = parts[0].size()[1];
+        // Refused where the storage of the first one ends before: then they are neighbours by chance.
+        if let Ok(all) = parts[0].f_as_strided([rows, width], [width, 1], None) {
+            return Ok(all);
+        }
+    }
+    Ok(Tensor::f_cat(parts, 0)?)
 }
 
 /// Some rows, one range below the other, in memory of their own unless they are all.
@@ -169,17 +229,40 @@ pub(super) fn together(parts: &[Tensor], dim: i64) -> Result<Tensor> {
     }
 }
 
-/// Bytes of the weights that attention copies for a micro-batch, in each layer: queries' and keys' projections one below the
-/// other, the second convolution turned; of several shards all of its weights, and those of a shard of the experts.
+/// Bytes of the weights that attention copies for a micro-batch, in each layer: nothing where they are whole; of several shards all
+/// of its weights, and those of a shard of the experts.
 pub(in crate::model) fn weight_copies(config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
     let size = |size: i64| size as u64;
     let (width, conv, dim) =
         (size(config.hidden_size), size(config.conv_size()), size(config.head_dim));
-    let copied = narrow * (conv * width + 2 * conv * dim);
     if cut.shards == 1 {
-        return copied;
+        return 0;
     }
+    let copied = narrow * (conv * width + 2 * conv * dim);
     let others = narrow * width * size(config.key_size() + config.query_size());
     let inner = 3 * width * size(config.moe_intermediate_size * config.num_experts);
     copied + others + narrow * inner / cut.shards
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    /// Neighbours in one piece of memory are read where they are; others, be they equal, are put together.
+    #[test]
+    fn neighbours_are_one_matrix() {
+        let all = Tensor::arange(24, (Kind::Float, Device::Cpu));
+        let part = |first: i64, rows: i64| all.narrow(0, 3 * first, 3 * rows).view([rows, 3]);
+        let parts = [part(1, 2), part(3, 1), part(4, 0), part(4, 3)];
+        let whole = below(&parts).unwrap();
+        assert_eq!(whole.data_ptr(), parts[0].data_ptr());
+        assert_eq!(whole, part(1, 6));
+        let apart = [part(1, 2), part(3, 1).copy(), part(4, 0), part(4, 3)];
+        let copied = below(&apart).unwrap();
+        assert!(copied.data_ptr() != apart[0].data_ptr() && copied == whole);
+        let turned = [part(3, 1), part(1, 2), part(4, 0), part(4, 3)];
+        assert_eq!(below(&turned).unwrap(), Tensor::cat(&turned, 0));
+    }
 }

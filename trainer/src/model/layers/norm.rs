@@ -5,7 +5,7 @@ use kernels::ops::Scaling;
 use tch::Tensor;
 
 use crate::model::ZayaConfig;
-use crate::model::gradients::{ChunkGradients, emit};
+use crate::model::gradients::{ChunkGradients, emit_sum};
 use crate::model::layer::Pass;
 use crate::model::param::{Declare, ParamId};
 use crate::refusal::refused;
@@ -66,7 +66,7 @@ impl RmsNorm {
         let (Normed { x, factor }, weight) = (saved, &pass.weights[self.weight]);
         let found = pass.ops.rms_norm_backward(&x, &factor, weight, grad);
         let (input, weight) = found.map_err(refused)?;
-        emit(sink, self.weight, weight)?;
+        emit_sum(sink, self.weight, weight)?;
         Ok(input)
     }
 
@@ -81,7 +81,7 @@ impl RmsNorm {
         let (Normed { x, factor }, weight) = (saved, &pass.weights[self.weight]);
         let found = pass.ops.rms_norm_backward_beside(&x, &factor, weight, grad, beside);
         let (input, weight) = found.map_err(refused)?;
-        emit(sink, self.weight, weight)?;
+        emit_sum(sink, self.weight, weight)?;
         Ok(input)
     }
 }
@@ -143,7 +143,7 @@ impl Residual {
         let found = found.map_err(refused)?;
         let ids = [self.hidden_scale, self.hidden_bias, self.residual_scale, self.residual_bias];
         for (id, gradient) in ids.into_iter().zip(found.scaling) {
-            emit(sink, id, gradient)?;
+            emit_sum(sink, id, gradient)?;
         }
         Ok((found.branch, found.residual))
     }
