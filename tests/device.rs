@@ -399,6 +399,7 @@ struct Counter {
     store: PathBuf,
     /// By our own kernels, or by libtorch alone.
     own: bool,
+    dtype: &'static str,
 }
 
 /// Operations, reads by the host, and operations by name.
@@ -422,7 +423,9 @@ impl Counter {
     fn count(&self, layers: u64, micro_batches: u64, steps: u64) -> Counted {
         let layers = format!("num_hidden_layers = {layers}");
         let batch = format!("batch = {}\nmicro_batch = 2", 2 * micro_batches);
+        let dtype = format!("dtype = \"{}\"", self.dtype);
         let change = [
+            ("dtype = \"f32\"", dtype.as_str()),
             ("num_hidden_layers = 2", layers.as_str()),
             ("batch = 8\nmicro_batch = 2", batch.as_str()),
         ];
@@ -447,10 +450,10 @@ impl Counter {
 }
 
 /// A step of 2 layers and 4 micro-batches in its parts.
-fn parts(own: bool) -> [(&'static str, Counted); 4] {
+fn parts(own: bool, dtype: &'static str) -> [(&'static str, Counted); 4] {
     let scratch = Scratch::new();
     let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
-    let counter = Counter { scratch, store, own };
+    let counter = Counter { scratch, store, own, dtype };
     let (short, long) = (counter.count(2, 4, 1), counter.count(2, 4, 2));
     let step = less(&long, &short, 1.0);
     // What runs of equal length have besides their micro-batches cancels.
@@ -477,7 +480,17 @@ fn bounded(what: &str, counted: &Counted, bound: [f64; 2]) {
 #[test]
 fn operations_of_a_step_are_bounded() {
     let bounds = [[90.0, 0.0], [45.0, 0.0], [60.0, 5.0], [950.0, 5.0]];
-    for ((what, counted), bound) in parts(true).iter().zip(bounds) {
+    for ((what, counted), bound) in parts(true, "f32").iter().zip(bounds) {
+        println!("{what}:\n{}", table(counted));
+        bounded(what, counted, bound);
+    }
+}
+
+/// What bf16 rounds is rounded by the operation that makes it, as far as that is ours.
+#[test]
+fn operations_of_a_step_in_bf16_are_bounded() {
+    let bounds = [[115.0, 6.0], [55.0, 0.0], [70.0, 5.0], [1200.0, 60.0]];
+    for ((what, counted), bound) in parts(true, "bf16").iter().zip(bounds) {
         println!("{what}:\n{}", table(counted));
         bounded(what, counted, bound);
     }
@@ -487,7 +500,7 @@ fn operations_of_a_step_are_bounded() {
 #[test]
 fn operations_of_libtorch_alone_are_bounded() {
     let bounds = [[1120.0, 2.0], [160.0, 0.0], [8000.0, 150.0], [17500.0, 170.0]];
-    for ((what, counted), bound) in parts(false).iter().zip(bounds) {
+    for ((what, counted), bound) in parts(false, "f32").iter().zip(bounds) {
         println!("{what}:\n{}", table(counted));
         bounded(what, counted, bound);
     }
