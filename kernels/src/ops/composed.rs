@@ -3,7 +3,6 @@
 use tch::{Kind, Tensor};
 
 use super::check::{self, Call};
-use super::operands::Order;
 use super::{Dispatch, Ops, RouterGrads, RouterSaved, RouterWeights, Routes};
 use crate::Result;
 
@@ -101,10 +100,7 @@ pub(super) fn router_backward<O: Ops + ?Sized>(
 }
 
 pub(super) fn permute(x: &Tensor, by: &Dispatch) -> Result<Tensor> {
-    let Order::Listed { tokens, filled } = &by.order else {
-        let found = "another table's".to_owned();
-        return Err(Call("permute").refuse("by", found, "its own".to_owned()));
-    };
+    let [tokens, filled] = by.listed("permute")?;
     let mut rows = x.f_index_select(0, tokens)?;
     if filled.size()[0] > 0 {
         let _ = rows.f_index_fill_(0, filled, 0.0)?;
@@ -206,17 +202,31 @@ pub(super) fn value_shift_backward(grad: Tensor, current: i64, starts: &Tensor) 
     Ok(grad)
 }
 
-pub(super) fn pass_by(from: Option<&Tensor>, into: &Tensor, by: &Dispatch) -> Result<()> {
-    check::pass_by(&Call("pass_by"), from, into, by)?;
+/// The row of each token, `[N, D]`: of `x`, or where no expert computes it of `passed`, or zeros.
+pub(super) fn returned(
+    operation: &'static str,
+    x: &Tensor,
+    by: &Dispatch,
+    passed: Option<&Tensor>,
+) -> Result<Tensor> {
+    let [tokens, _] = by.listed(operation)?;
+    let mut rows = x.f_index_select(0, &by.places)?;
     let rest = |x: &Tensor| x.f_narrow(0, by.computed, by.rows - by.computed);
-    match from {
-        None => drop(rest(into)?.f_zero_()?),
-        Some(from) => rest(into)?.f_copy_(&rest(from)?)?,
+    if by.rows > by.computed {
+        let _ = match passed {
+            None => rows.f_index_fill_(0, &rest(tokens)?, 0.0)?,
+            Some(passed) => rows.f_index_copy_(0, &rest(tokens)?, &rest(passed)?)?,
+        };
     }
-    Ok(())
+    Ok(rows)
 }
 
-pub(super) fn unpermute(x: &Tensor, by: &Dispatch, beside: &Tensor) -> Result<Tensor> {
-    check::unpermute(x, by, beside)?;
-    Ok(x.f_index_select(0, &by.places)?.f_to_kind(Kind::Float)?.f_add(beside)?)
+pub(super) fn unpermute(
+    x: &Tensor,
+    by: &Dispatch,
+    passed: Option<&Tensor>,
+    beside: &Tensor,
+) -> Result<Tensor> {
+    check::unpermute(x, by, passed, beside)?;
+    Ok(returned("unpermute", x, by, passed)?.f_to_kind(Kind::Float)?.f_add(beside)?)
 }

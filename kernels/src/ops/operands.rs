@@ -5,7 +5,7 @@ use std::cell::OnceCell;
 use tch::Tensor;
 
 use super::check::Call;
-use crate::Result;
+use crate::{Error, Result};
 
 /// Vectors of `[D]`, f32, by which a residual addition scales and shifts both of its sides.
 #[derive(Clone, Copy, Debug)]
@@ -219,11 +219,36 @@ impl Dispatch {
     pub(super) fn runs(&self, operation: &'static str) -> Result<&[[i64; 3]]> {
         match &self.groups {
             Groups::Known(runs) => Ok(runs),
-            Groups::There(_) => {
-                let found = "another table's".to_owned();
-                Err(Call(operation).refuse("by", found, "its own".to_owned()))
-            }
+            Groups::There(_) => Err(Dispatch::foreign(operation)),
         }
+    }
+
+    /// Where the places of each class end, for a table whose `dispatch` leaves that on the device.
+    pub(super) fn ends(&self, operation: &'static str) -> Result<&Tensor> {
+        match &self.groups {
+            Groups::There(ends) => Ok(ends),
+            Groups::Known(_) => Err(Dispatch::foreign(operation)),
+        }
+    }
+
+    /// The token at each place, and the places that are filled up, for a table whose `dispatch` lists them.
+    pub(super) fn listed(&self, operation: &'static str) -> Result<[&Tensor; 2]> {
+        match &self.order {
+            Order::Listed { tokens, filled } => Ok([tokens, filled]),
+            Order::Marked(_) => Err(Dispatch::foreign(operation)),
+        }
+    }
+
+    /// The token at each place or -1, for a table whose `dispatch` marks them.
+    pub(super) fn marked(&self, operation: &'static str) -> Result<&Tensor> {
+        match &self.order {
+            Order::Marked(order) => Ok(order),
+            Order::Listed { .. } => Err(Dispatch::foreign(operation)),
+        }
+    }
+
+    fn foreign(operation: &'static str) -> Error {
+        Call(operation).refuse("by", "another table's".to_owned(), "its own".to_owned())
     }
 }
 

@@ -76,9 +76,7 @@ pub(super) fn dispatch(queue: &Queue, choice: &Tensor, classes: i64) -> Result<D
 
 pub(super) fn permute(queue: &Queue, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
     let call = check::Call("permute");
-    let Order::Marked(order) = &by.order else {
-        return Err(call.refuse("by", "another table's".to_owned(), "its own".to_owned()));
-    };
+    let order = by.marked("permute")?;
     let (rows, tokens, width) = (order.size()[0], by.places.size()[0], call.matrix("x", x)?[1]);
     call.float("x", x, &[tokens, width])?;
     let out = queue.room(&[rows, width], x.kind())?;
@@ -88,47 +86,67 @@ pub(super) fn permute(queue: &Queue, x: &Tensor, by: &Dispatch) -> Result<Tensor
     Ok(out)
 }
 
+/// What [`unpermute`] and [`gather`] are given first: places of rows, the rows of experts, those that passed them by or nothing,
+/// and where the experts' end.
+fn returning<'a>(
+    operation: &'static str,
+    x: &'a Tensor,
+    by: &'a Dispatch,
+    passed: Option<&'a Tensor>,
+) -> Result<[Argument<'a>; 4]> {
+    let passed = passed.map_or(Argument::Nothing, Argument::from);
+    Ok([(&by.places).into(), x.into(), passed, by.ends(operation)?.into()])
+}
+
 pub(super) fn unpermute(
     queue: &Queue,
     x: &Tensor,
     by: &Dispatch,
+    passed: Option<&Tensor>,
     beside: &Tensor,
 ) -> Result<Tensor> {
-    let [tokens, width] = check::unpermute(x, by, beside)?;
+    let [tokens, width] = check::unpermute(x, by, passed, beside)?;
     let out = queue.room(&[tokens, width], Kind::Float)?;
     let kernel = by_kind(x, [c"unpermute_f32", c"unpermute_bf16"]);
-    let memory = [x, &by.places, beside, &out].map(Argument::from);
-    queue.launch(kernel, tokens, &[&memory[..], &[width.into()]].concat())?;
+    let rows = returning("unpermute", x, by, passed)?;
+    let rest = [beside.into(), (&out).into(), by.experts.into(), width.into()];
+    queue.launch(kernel, tokens, &[&rows[..], &rest].concat())?;
     Ok(out)
 }
 
 pub(super) fn gather(
     queue: &Queue,
     x: &Tensor,
-    places: &Tensor,
+    by: &Dispatch,
+    passed: Option<&Tensor>,
     weight: &Tensor,
 ) -> Result<Tensor> {
-    let [_, tokens, width] = check::gather(x, places, weight)?;
+    let [tokens, width] = check::gather(x, by, passed, weight)?;
     let out = queue.room(&[tokens, width], Kind::Float)?;
     let kernel = by_kind(x, [c"gather_f32", c"gather_bf16"]);
-    let memory = [x, places, weight, &out].map(Argument::from);
-    queue.launch(kernel, tokens, &[&memory[..], &[width.into()]].concat())?;
+    let rows = returning("gather", x, by, passed)?;
+    let rest = [weight.into(), (&out).into(), by.experts.into(), width.into()];
+    queue.launch(kernel, tokens, &[&rows[..], &rest].concat())?;
     Ok(out)
 }
 
+/// Place by place, so that those without a token get their zeros too.
 pub(super) fn gather_backward(
     queue: &Queue,
     x: &Tensor,
-    places: &Tensor,
+    by: &Dispatch,
+    passed: Option<&Tensor>,
     weight: &Tensor,
     grad: &Tensor,
 ) -> Result<[Tensor; 2]> {
-    let [rows, tokens, width] = check::gather_backward(x, places, weight, grad)?;
-    let to_x = Tensor::f_zeros([rows, width], (Kind::Float, queue.device()))?;
+    let [tokens, width] = check::gather_backward(x, by, passed, weight, grad)?;
+    let to_x = queue.room(&[by.rows, width], Kind::Float)?;
     let to_weight = queue.room(&[tokens, 1], Kind::Float)?;
     let kernel = by_kind(x, [c"gather_backward_f32", c"gather_backward_bf16"]);
-    let memory = [x, places, weight, grad, &to_x, &to_weight].map(Argument::from);
-    let sizes = [tokens, width].map(Argument::from);
-    queue.launch(kernel, lanes(tokens), &[&memory[..], &sizes].concat())?;
+    let [_, rows @ ..] = returning("gather_backward", x, by, passed)?;
+    let order = [by.marked("gather_backward")?.into()];
+    let rest = [weight, grad, &to_x, &to_weight].map(Argument::from);
+    let sizes = [by.rows, by.experts, width].map(Argument::from);
+    queue.launch(kernel, lanes(by.rows), &[&order[..], &rows, &rest, &sizes].concat())?;
     Ok([to_x, to_weight])
 }
