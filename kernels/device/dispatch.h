@@ -22,54 +22,48 @@ KERNEL(dispatch_counts, 256, LIMIT(48, 1024, 8), (const i64* choice, u32* counts
   }
 }
 
-// One block. first[b, c], in the memory of counts: the place of the first token of block b and class c; totals[c]: tokens of a
-// class, i64; ends[c]: where the rows of class c end, as a grouped product wants them; order: all places without a token.
-KERNEL(dispatch_offsets, 256, LIMIT(32, 4096, 8),
-       (u32 * counts, i64* totals, int* ends, int* order, u32 blocks, u32 classes, u32 places)) {
-  SHARED(u32, start, 1024);
-  for (u32 own = thread_index(); own < classes; own += BLOCK) {
+// places[t]: the row of token t; order[p]: the token of row p, -1 where there is none. Every block works out from the counts of all
+// of them where its tokens go. The first one writes what belongs to no token, too: totals[c], tokens of a class, i64; ends[c],
+// where the rows of class c end, as a grouped product wants them; and the rows without a token. At least one block.
+KERNEL(dispatch_places, 256, LIMIT(32, 5124, 8),
+       (const i64* choice, const u32* counts, i64* totals, int* ends, i64* places, int* order, u32 tokens, u32 classes, u32 rows)) {
+  SHARED(u32, chosen, 256);
+  SHARED(u32, start, CLASSES + 1);  // of each class, and where the last one ends
+  const u32 token = block_index() * BLOCK + thread_index(), blocks = (tokens + BLOCK - 1) / BLOCK;
+  const u32 own = token < tokens ? static_cast<u32>(choice[token]) : ~0u;
+  chosen[thread_index()] = own;
+  for (u32 each = thread_index(); each < classes; each += BLOCK) {
     u32 sum = 0;
-    for (u32 block = 0; block < blocks; ++block) sum += counts[static_cast<u64>(block) * classes + own];
-    start[own] = sum;
-    totals[own] = sum;
+    for (u32 block = 0; block < blocks; ++block) sum += counts[static_cast<u64>(block) * classes + each];
+    start[each] = sum;
+    if (block_index() == 0) totals[each] = sum;
   }
-  for (u32 place = thread_index(); place < places; place += BLOCK) order[place] = -1;
   barrier();
   if (thread_index() == 0) {
     u32 end = 0;
-    for (u32 own = 0; own < classes; ++own) {
-      const u32 count = start[own];
-      start[own] = end;
-      end += own + 1 < classes ? (count + FILL) / (FILL + 1) * (FILL + 1) : count;
-      ends[own] = static_cast<int>(end);
+    for (u32 each = 0; each < classes; ++each) {
+      const u32 count = start[each];
+      start[each] = end;
+      end += each + 1 < classes ? (count + FILL) / (FILL + 1) * (FILL + 1) : count;
     }
+    start[classes] = end;
   }
   barrier();
-  for (u32 own = thread_index(); own < classes; own += BLOCK) {
-    u32 next = start[own];
-    for (u32 block = 0; block < blocks; ++block) {
-      u32& count = counts[static_cast<u64>(block) * classes + own];
-      const u32 here = count;
-      count = next;
-      next += here;
+  if (block_index() == 0) {
+    for (u32 each = thread_index(); each < classes; each += BLOCK) {
+      const u32 end = start[each + 1];
+      ends[each] = static_cast<int>(end);
+      // The thread reads a total that it has written itself.
+      for (u32 row = start[each] + static_cast<u32>(totals[each]); row < end; ++row) order[row] = -1;
     }
+    for (u32 row = start[classes] + thread_index(); row < rows; row += BLOCK) order[row] = -1;
   }
-}
-
-// places[t]: the row of token t; order[p]: the token of row p.
-KERNEL(dispatch_places, 256, LIMIT(32, 1024, 8),
-       (const i64* choice, const u32* first, i64* places, int* order, u32 tokens, u32 classes)) {
-  SHARED(u32, chosen, 256);
-  const u32 token = block_index() * BLOCK + thread_index();
-  const u32 own = token < tokens ? static_cast<u32>(choice[token]) : ~0u;
-  chosen[thread_index()] = own;
-  barrier();
   if (token >= tokens) return;
-  u32 before = 0;
-  for (u32 place = 0; place < thread_index(); ++place) before += chosen[place] == own;
-  const u32 place = first[static_cast<u64>(block_index()) * classes + own] + before;
-  places[token] = place;
-  order[place] = static_cast<int>(token);
+  u32 row = start[own];
+  for (u32 block = 0; block < block_index(); ++block) row += counts[static_cast<u64>(block) * classes + own];
+  for (u32 before = 0; before < thread_index(); ++before) row += chosen[before] == own;
+  places[token] = row;
+  order[row] = static_cast<int>(token);
 }
 
 // out[p] = x[order[p]], zeros where there is no token. A block a row.

@@ -36,11 +36,8 @@ fn dispatched([tokens, classes, width]: [usize; 3], values: Values) -> Dispatche
     tape.launch("dispatch_counts", blocks, &[&[chosen.into(), counts.into()][..], &sizes].concat());
     let (totals, ends) = (tape.room::<i64>(classes), tape.room::<u32>(classes));
     let (order, to) = (tape.room::<u32>(rows), tape.room::<i64>(tokens));
-    let lists = [counts, totals, ends, order].map(Argument::from);
-    let arguments = [&lists[..], &[blocks.into(), classes.into(), rows.into()]].concat();
-    tape.launch("dispatch_offsets", 1, &arguments);
-    let lists = [chosen, counts, to, order].map(Argument::from);
-    tape.launch("dispatch_places", blocks, &[&lists[..], &sizes].concat());
+    let lists = [chosen, counts, totals, ends, to, order].map(Argument::from);
+    tape.launch("dispatch_places", blocks, &[&lists[..], &sizes, &[rows.into()]].concat());
 
     let (columns, width) = (width, Argument::from(width));
     let count = |rows: usize| rows * columns;
@@ -179,7 +176,7 @@ pub(super) fn small() -> Vec<Tape> {
         .into_iter()
         .flat_map(|values| {
             // Two blocks of tokens are dealt; rows, a block each, are moved of a few alone, since sanitizers take their time.
-            let dealt = dispatched([300, 5, 3], values).tape.first(3);
+            let dealt = dispatched([300, 5, 3], values).tape.first(2);
             [dealt, dispatched([9, 5, 3], values).tape, gate(9, 7, values).0]
         })
         .collect()

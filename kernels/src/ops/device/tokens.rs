@@ -11,7 +11,7 @@ use crate::ops::{Dispatch, check};
 /// An expert's rows are filled up to a multiple of this (`FILL + 1` in `dispatch.h`).
 const ROWS: i64 = 8;
 
-/// Classes that `dispatch_offsets` holds at once.
+/// Classes that `dispatch_places` holds at once.
 const CLASSES: i64 = 1024;
 
 pub(super) fn embedding(
@@ -57,19 +57,15 @@ pub(super) fn dispatch(queue: &Queue, choice: &Tensor, classes: i64) -> Result<D
     }
     let tokens = choice.size()[0];
     let (blocks, most) = ((tokens + 255) / 256, tokens + (ROWS - 1) * (classes - 1));
-    let first = queue.room(&[blocks, classes], Kind::Int)?;
+    let by_block = queue.room(&[blocks, classes], Kind::Int)?;
     let [counts, places] = [classes, tokens].map(|count| queue.room(&[count], Kind::Int64));
     let [ends, order] = [classes, most].map(|count| queue.room(&[count], Kind::Int));
     let (counts, places, ends, order) = (counts?, places?, ends?, order?);
-    let sizes = [tokens, classes].map(Argument::from);
-    let memory = [choice, &first].map(Argument::from);
-    queue.launch(c"dispatch_counts", blocks, &[&memory[..], &sizes].concat())?;
-    let memory = [&first, &counts, &ends, &order].map(Argument::from);
-    let all = [blocks, classes, most].map(Argument::from);
-    queue.launch(c"dispatch_offsets", 1, &[&memory[..], &all].concat())?;
-    let memory = [choice, &first, &places, &order].map(Argument::from);
-    queue.launch(c"dispatch_places", blocks, &[&memory[..], &sizes].concat())?;
-
+    let memory = [choice, &by_block].map(Argument::from);
+    let sizes = [tokens, classes, most].map(Argument::from);
+    queue.launch(c"dispatch_counts", blocks, &[&memory[..], &sizes[..2]].concat())?;
+    let memory = [choice, &by_block, &counts, &ends, &places, &order].map(Argument::from);
+    queue.launch(c"dispatch_places", blocks.max(1), &[&memory[..], &sizes].concat())?;
     let (order, groups) = (Order::Marked(order), Groups::There(ends));
     Ok(Dispatch { order, places, counts, experts: classes - 1, rows: most, computed: most, groups })
 }
