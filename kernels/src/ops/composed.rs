@@ -3,6 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::check::{self, Call};
+use super::operands::Inputs;
 use super::{Dispatch, Ops, RouterGrads, RouterSaved, RouterWeights, Routes};
 use crate::Result;
 
@@ -39,9 +40,8 @@ pub(super) fn router<O: Ops + ?Sized>(
         before: before.map(Tensor::shallow_clone),
         state: state.shallow_clone(),
         factors,
-        normed,
+        inputs: Inputs::Apart([normed, first_out]),
         first,
-        first_out,
         second,
         second_out,
         probabilities,
@@ -59,6 +59,7 @@ pub(super) fn router_backward<O: Ops + ?Sized>(
     state: Option<&Tensor>,
 ) -> Result<RouterGrads> {
     check::router_backward(x, weight, state, &saved.state)?;
+    let [normed, first_out] = saved.apart()?;
     let choice = saved.choice.f_unsqueeze(1)?;
     // Softmax backward of a gradient that stands in one class: p_j * ([j = c] - p_c) times p_c's gradient.
     let scaled = weight.f_mul(&saved.probabilities.f_gather(1, &choice, false)?)?;
@@ -66,9 +67,9 @@ pub(super) fn router_backward<O: Ops + ?Sized>(
     let _ = logits.f_scatter_add_(1, &choice, &scaled)?;
     let out = logits.f_tr()?.f_matmul(&saved.second_out)?;
     let second = saved.second.f_gelu_backward(&logits.f_matmul(by.out)?, "none")?;
-    let fc2 = second.f_tr()?.f_matmul(&saved.first_out)?;
+    let fc2 = second.f_tr()?.f_matmul(first_out)?;
     let first = saved.first.f_gelu_backward(&second.f_matmul(by.fc2)?, "none")?;
-    let fc1 = first.f_tr()?.f_matmul(&saved.normed)?;
+    let fc1 = first.f_tr()?.f_matmul(normed)?;
     let inner = first.f_matmul(by.fc1)?;
     let (mut own, norm) = ops.rms_norm_backward(&saved.state, &saved.factors, by.norm, &inner)?;
     if let Some(state) = state {

@@ -219,7 +219,7 @@ impl Dispatch {
     pub(super) fn runs(&self, operation: &'static str) -> Result<&[[i64; 3]]> {
         match &self.groups {
             Groups::Known(runs) => Ok(runs),
-            Groups::There(_) => Err(Dispatch::foreign(operation)),
+            Groups::There(_) => Err(foreign(operation, "by")),
         }
     }
 
@@ -227,7 +227,7 @@ impl Dispatch {
     pub(super) fn ends(&self, operation: &'static str) -> Result<&Tensor> {
         match &self.groups {
             Groups::There(ends) => Ok(ends),
-            Groups::Known(_) => Err(Dispatch::foreign(operation)),
+            Groups::Known(_) => Err(foreign(operation, "by")),
         }
     }
 
@@ -235,7 +235,7 @@ impl Dispatch {
     pub(super) fn listed(&self, operation: &'static str) -> Result<[&Tensor; 2]> {
         match &self.order {
             Order::Listed { tokens, filled } => Ok([tokens, filled]),
-            Order::Marked(_) => Err(Dispatch::foreign(operation)),
+            Order::Marked(_) => Err(foreign(operation, "by")),
         }
     }
 
@@ -243,13 +243,14 @@ impl Dispatch {
     pub(super) fn marked(&self, operation: &'static str) -> Result<&Tensor> {
         match &self.order {
             Order::Marked(order) => Ok(order),
-            Order::Listed { .. } => Err(Dispatch::foreign(operation)),
+            Order::Listed { .. } => Err(foreign(operation, "by")),
         }
     }
+}
 
-    fn foreign(operation: &'static str) -> Error {
-        Call(operation).refuse("by", "another table's".to_owned(), "its own".to_owned())
-    }
+/// What another table made cannot be read.
+fn foreign(operation: &'static str, operand: &'static str) -> Error {
+    Call(operation).refuse(operand, "another table's".to_owned(), "its own".to_owned())
 }
 
 /// Weights of a router of R numbers a token, over C classes. Its input is `[N, D]`.
@@ -296,13 +297,39 @@ pub struct RouterSaved {
     pub(super) before: Option<Tensor>,
     pub(super) state: Tensor,
     pub(super) factors: Tensor,
-    pub(super) normed: Tensor,
+    pub(super) inputs: Inputs,
     pub(super) first: Tensor,
-    pub(super) first_out: Tensor,
     pub(super) second: Tensor,
     pub(super) second_out: Tensor,
     pub(super) probabilities: Tensor,
     pub(super) choice: Tensor,
+}
+
+/// What both hidden layers of a router are given, f32, as a table's backward pass wants it.
+#[derive(Debug)]
+pub(super) enum Inputs {
+    /// `[N, R]` each.
+    Apart([Tensor; 2]),
+    /// `[2, N, R]`: one product makes the gradients of both layers' weights.
+    Stacked(Tensor),
+}
+
+impl RouterSaved {
+    /// What the hidden layers were given, for a table whose `router` keeps it apart.
+    pub(super) fn apart(&self) -> Result<[&Tensor; 2]> {
+        match &self.inputs {
+            Inputs::Apart(inputs) => Ok(inputs.each_ref()),
+            Inputs::Stacked(_) => Err(foreign("router_backward", "saved")),
+        }
+    }
+
+    /// The same for a table that stacks it.
+    pub(super) fn stacked(&self) -> Result<&Tensor> {
+        match &self.inputs {
+            Inputs::Stacked(inputs) => Ok(inputs),
+            Inputs::Apart(_) => Err(foreign("router_backward", "saved")),
+        }
+    }
 }
 
 /// What comes back through a router: named as [`RouterWeights`], f32.
