@@ -25,7 +25,7 @@ KERNEL(dispatch_counts, 256, LIMIT(48, 1024, 8), (const i64* choice, u32* counts
 // places[t]: the row of token t; order[p]: the token of row p, -1 where there is none. Every block works out from the counts of all
 // of them where its tokens go. The first one writes what belongs to no token, too: totals[c], tokens of a class, i64; ends[c],
 // where the rows of class c end, as a grouped product wants them; and the rows without a token. At least one block.
-KERNEL(dispatch_places, 256, LIMIT(32, 5124, 8),
+KERNEL(dispatch_places, 256, LIMIT(32, 5136, 8),
        (const i64* choice, const u32* counts, i64* totals, int* ends, i64* places, int* order, u32 tokens, u32 classes, u32 rows)) {
   SHARED(u32, chosen, 256);
   SHARED(u32, start, CLASSES + 1);  // of each class, and where the last one ends
