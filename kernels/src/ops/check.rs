@@ -6,8 +6,8 @@
 use tch::{Kind, Tensor};
 
 use super::{
-    Attention, AttentionGrads, CrossEntropy, DepthwiseConv, Dispatch, QueryKey, RouterWeights,
-    Scaling,
+    Attention, AttentionGrads, CrossEntropy, DepthwiseConv, Dispatch, NormBack, QueryKey,
+    RouterWeights, Scaling,
 };
 use crate::{Error, Result};
 
@@ -112,6 +112,19 @@ pub(super) fn residual_backward(
     let shape = residual(branch, stream, by)?;
     Call("residual_backward").f32("grad", grad, &shape)?;
     Ok(shape)
+}
+
+pub(super) fn residual_norm_backward(
+    branch: &Tensor,
+    residual: &Tensor,
+    by: Scaling,
+    norm: NormBack,
+) -> Result<[i64; 2]> {
+    let shape = rms_norm_backward(norm.x, norm.factors, norm.weight, norm.grad)?;
+    let call = Call("residual_norm_backward");
+    norm.beside.map_or(Ok(()), |beside| call.f32("beside", beside, &shape))?;
+    call.f32("residual", residual, &shape)?;
+    self::residual(branch, residual, by)
 }
 
 pub(super) fn depthwise_conv(z: &Tensor, by: DepthwiseConv) -> Result<[i64; 2]> {

@@ -33,8 +33,8 @@ use crate::device::queue::Queue;
 use crate::{Error, Result};
 pub use operands::{
     ATTENTION_ROWS, AdamW, Attended, Attention, AttentionGrads, ConvGrads, CrossEntropy,
-    CrossEntropyGrads, DepthwiseConv, Dispatch, Moved, NewtonSchulz, QueryKey, QueryKeyGrads,
-    ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Span,
+    CrossEntropyGrads, DepthwiseConv, Dispatch, Moved, NewtonSchulz, NormBack, QueryKey,
+    QueryKeyGrads, ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Span,
 };
 
 /// The variable that asks for another table than the one for the device.
@@ -258,6 +258,23 @@ pub trait Ops: fmt::Debug + Send + Sync {
         by: Scaling,
         grad: &Tensor,
     ) -> Result<ResidualGrads>;
+
+    /// Back through [`Ops::residual_norm`], with the bits that [`Ops::rms_norm_backward_beside`] and [`Ops::residual_backward`]
+    /// have in turn: what comes back through the addition, and the gradient of the norm's weight.
+    fn residual_norm_backward(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: Scaling,
+        norm: NormBack,
+    ) -> Result<(ResidualGrads, Tensor)> {
+        let NormBack { x, factors, weight, grad, beside } = norm;
+        let (sum, weight) = match beside {
+            None => self.rms_norm_backward(x, factors, weight, grad)?,
+            Some(beside) => self.rms_norm_backward_beside(x, factors, weight, grad, beside)?,
+        };
+        Ok((self.residual_backward(branch, residual, by, &sum)?, weight))
+    }
 
     /// `c_t = bias + now z_t + before z_{t-1}` of `z`, `[N, G d]` float, as `[G, N, 2 d]` in its kind: `c_{t-1}`, then `c_t`.
     /// Before a document `c` is the bias.

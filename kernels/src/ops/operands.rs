@@ -49,6 +49,21 @@ impl Scaling<'_> {
     }
 }
 
+/// What comes back to the norm of a sum of `[N, D]`, all f32.
+#[derive(Clone, Copy, Debug)]
+pub struct NormBack<'a> {
+    /// The sum.
+    pub x: &'a Tensor,
+    /// The norm's factors, `[N, 1]`.
+    pub factors: &'a Tensor,
+    /// `[D]`.
+    pub weight: &'a Tensor,
+    /// The gradient of what the norm came to.
+    pub grad: &'a Tensor,
+    /// That of the sum as far as it went past the norm, which is added.
+    pub beside: Option<&'a Tensor>,
+}
+
 /// A depthwise convolution over a token and the one before it, in `G` heads of `d` channels.
 #[derive(Clone, Copy, Debug)]
 pub struct DepthwiseConv<'a> {

@@ -23,7 +23,7 @@ use tch::Tensor;
 
 use super::{
     AdamW, Attended, Attention, AttentionGrads, ConvGrads, DepthwiseConv, Dispatch, NewtonSchulz,
-    Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling,
+    NormBack, Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling,
 };
 use crate::{Result, ahead, product};
 use memory::{apart, empty, integers, read, to_f32, write};
@@ -100,6 +100,16 @@ impl Ops for Cpu {
         grad: &Tensor,
     ) -> Result<ResidualGrads> {
         norm::residual_backward(branch, residual, by, grad)
+    }
+
+    fn residual_norm_backward(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: Scaling,
+        norm: NormBack,
+    ) -> Result<(ResidualGrads, Tensor)> {
+        norm::residual_norm_backward(branch, residual, by, norm)
     }
 
     fn depthwise_conv(&self, z: &Tensor, by: DepthwiseConv) -> Result<Tensor> {

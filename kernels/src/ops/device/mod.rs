@@ -20,8 +20,9 @@ use tch::{Device, Kind, Tensor};
 
 use super::{
     AdamW, Attended, Attention, AttentionGrads, ConvGrads, CrossEntropy, CrossEntropyGrads,
-    DepthwiseConv, Dispatch, Moved, NewtonSchulz, Ops, QueryKey, QueryKeyGrads, REFERENCE,
-    ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, cross_entropy,
+    DepthwiseConv, Dispatch, Moved, NewtonSchulz, NormBack, Ops, QueryKey, QueryKeyGrads,
+    REFERENCE, ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes, Scaling,
+    cross_entropy,
 };
 use crate::device::queue::{Argument, Queue};
 use crate::{Error, Result};
@@ -263,6 +264,16 @@ impl Ops for Own {
         grad: &Tensor,
     ) -> Result<ResidualGrads> {
         rows::residual_backward(&self.at(branch)?, branch, residual, by, grad)
+    }
+
+    fn residual_norm_backward(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: Scaling,
+        norm: NormBack,
+    ) -> Result<(ResidualGrads, Tensor)> {
+        rows::residual_norm_backward(&self.at(branch)?, branch, residual, by, norm)
     }
 
     fn depthwise_conv(&self, z: &Tensor, by: DepthwiseConv) -> Result<Tensor> {

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::{Argument, Queue, by_kind, each};
 use crate::Result;
-use crate::ops::{ResidualGrads, Scaling, check};
+use crate::ops::{NormBack, ResidualGrads, Scaling, check};
 
 /// Rows whose part of a sum over rows is kept in f32, and columns of a block.
 const BAND: i64 = 32;
@@ -144,10 +144,40 @@ pub(super) fn residual_backward(
     let memory: Vec<_> = memory.into_iter().map(Argument::from).collect();
     let sizes = [rows, width].map(Argument::from);
     queue.launch(kernel, tiles * bands, &[&memory[..], &sizes].concat())?;
-    let vectors = queue.room(&[4, width], Kind::Float)?;
-    let memory = [&partial, by.scale, by.bias, by.residual_scale, by.residual_bias, &vectors];
-    let arguments = [&memory.map(Argument::from)[..], &[bands.into(), width.into()]].concat();
-    queue.launch(c"residual_vectors", tiles, &arguments)?;
-    let scaling = [vectors.f_get(0)?, vectors.f_get(1)?, vectors.f_get(2)?, vectors.f_get(3)?];
+    let scaling = scaling(queue, &partial, by)?;
     Ok(ResidualGrads { branch: to_branch, residual: to_residual, scaling })
+}
+
+/// The gradients of the vectors, from sums over bands of rows, `[3, bands, width]`.
+fn scaling(queue: &Queue, partial: &Tensor, by: Scaling) -> Result<[Tensor; 4]> {
+    let [bands, width] = [partial.size()[1], partial.size()[2]];
+    let vectors = queue.room(&[4, width], Kind::Float)?;
+    let memory = [partial, by.scale, by.bias, by.residual_scale, by.residual_bias, &vectors];
+    let arguments = [&memory.map(Argument::from)[..], &[bands.into(), width.into()]].concat();
+    queue.launch(c"residual_vectors", (width + COLUMNS - 1) / COLUMNS, &arguments)?;
+    Ok([vectors.f_get(0)?, vectors.f_get(1)?, vectors.f_get(2)?, vectors.f_get(3)?])
+}
+
+pub(super) fn residual_norm_backward(
+    queue: &Queue,
+    branch: &Tensor,
+    residual: &Tensor,
+    by: Scaling,
+    norm: NormBack,
+) -> Result<(ResidualGrads, Tensor)> {
+    let [rows, width] = check::residual_norm_backward(branch, residual, by, norm)?;
+    let [to_branch, to_residual] = [(); 2].map(|()| queue.room(&[rows, width], Kind::Float));
+    let (to_branch, to_residual) = (to_branch?, to_residual?);
+    let kernel = by_kind(branch, [c"residual_norm_backward_f32", c"residual_norm_backward_bf16"]);
+    let partial = queue.room(&[3, bands(rows), width], Kind::Float)?;
+    let to_weight = banded(queue, [1, rows, width], |of_norm, _| {
+        let back = [norm.x, norm.factors, norm.weight, norm.grad].map(Argument::from);
+        let beside = [norm.beside.map_or(Argument::Nothing, Argument::from)];
+        let from = [branch, residual, by.scale, by.residual_scale].map(Argument::from);
+        let into = [&to_branch, &to_residual, of_norm, &partial].map(Argument::from);
+        let sizes = [rows, width].map(Argument::from);
+        queue.launch(kernel, bands(rows), &[&back[..], &beside, &from, &into, &sizes].concat())
+    });
+    let (to_weight, scaling) = (to_weight?.f_view([width])?, scaling(queue, &partial, by)?);
+    Ok((ResidualGrads { branch: to_branch, residual: to_residual, scaling }, to_weight))
 }

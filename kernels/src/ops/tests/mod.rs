@@ -96,6 +96,17 @@ proptest! {
             for (found, wanted) in found.scaling.iter().zip(&wanted.scaling) {
                 prop_assert!(close(found, wanted, 16.0));
             }
+            for beside in [None, Some(&beside)] {
+                let (to_sum, to_weight) = match beside {
+                    None => table.rms_norm_backward(&sum, &factors, &a, &grad).unwrap(),
+                    Some(beside) => table.rms_norm_backward_beside(&sum, &factors, &a, &grad, beside).unwrap(),
+                };
+                let wanted = table.residual_backward(branch, &x, by, &to_sum).unwrap();
+                let norm = NormBack { x: &sum, factors: &factors, weight: &a, grad: &grad, beside };
+                let (found, weight) = table.residual_norm_backward(branch, &x, by, norm).unwrap();
+                prop_assert_eq!((found.branch, found.residual, weight), (wanted.branch, wanted.residual, to_weight));
+                prop_assert_eq!(found.scaling, wanted.scaling);
+            }
         }
     }
 
