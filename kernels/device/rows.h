@@ -191,11 +191,10 @@ DEVICE void norm_row_back(Row row, u32 width, const f32* x, const f32* factors, 
     what(column, (grad[at + column] * weight[column] + x[at + column] * factor * along) * factor);
 }
 
-// Back through the norm: the gradient of x, with `beside` added to it unless that is null, and in bands that of the weight. A
-// block has a band.
-KERNEL(rms_norm_backward, 256, LIMIT(48, 0, 8),
-       (const f32* x, const f32* factors, const f32* weight, const f32* grad, const f32* beside, f32* input, f32* partial,
-        u32 rows, u32 width)) {
+// Back through a band of rows of the norm: the gradient of x, with `beside` added to it unless that is null, and that of the
+// weight. A block has a band.
+DEVICE void norm_band_back(const f32* x, const f32* factors, const f32* weight, const f32* grad, const f32* beside, f32* input,
+                           f32* partial, u32 rows, u32 width) {
   const u32 first = block_index() * BAND, end = first + BAND < rows ? first + BAND : rows;
   for (u32 start = first; start < first + BAND; start += ROWS) {
     const u32 index = start + thread_index() / PARTS;
@@ -213,14 +212,17 @@ KERNEL(rms_norm_backward, 256, LIMIT(48, 0, 8),
     partial[static_cast<u64>(block_index()) * width + column] = sum;
   }
 }
+KERNEL(rms_norm_backward, 256, LIMIT(48, 0, 8),
+       (const f32* x, const f32* factors, const f32* weight, const f32* grad, const f32* beside, f32* input, f32* partial,
+        u32 rows, u32 width)) {
+  norm_band_back(x, factors, weight, grad, beside, input, partial, rows, width);
+}
 
 // Back through the residual addition: gradients of both sides, and in bands, [3, bands, width], the sums of the gradient, of
-// the gradient times the branch, and of the gradient times the residual.
+// the gradient times the branch, and of the gradient times the residual. The gradient may stand where that of the residual goes.
 template <typename T>
-DEVICE void residual_back(const T* branch, const f32* residual, const f32* grad, const f32* scale, const f32* residual_scale,
-                          f32* to_branch, f32* to_residual, f32* partial, u32 rows, u32 width) {
-  const Column column = column_of(rows, width);
-  if (!column.there) return;
+DEVICE void residual_column_back(Column column, const T* branch, const f32* residual, const f32* grad, const f32* scale,
+                                 const f32* residual_scale, f32* to_branch, f32* to_residual, f32* partial, u32 rows, u32 width) {
   const f32 by = scale[column.index], residual_by = residual_scale[column.index];
   f32 all = 0.0f, branches = 0.0f, residuals = 0.0f;
   for (u32 row = column.first; row < column.end; ++row) {
@@ -237,6 +239,13 @@ DEVICE void residual_back(const T* branch, const f32* residual, const f32* grad,
   partial[column.partial + size] = branches;
   partial[column.partial + 2 * size] = residuals;
 }
+template <typename T>
+DEVICE void residual_back(const T* branch, const f32* residual, const f32* grad, const f32* scale, const f32* residual_scale,
+                          f32* to_branch, f32* to_residual, f32* partial, u32 rows, u32 width) {
+  const Column column = column_of(rows, width);
+  if (!column.there) return;
+  residual_column_back(column, branch, residual, grad, scale, residual_scale, to_branch, to_residual, partial, rows, width);
+}
 KERNEL(residual_backward_f32, 256, LIMIT(48, 0, 8),
        (const f32* branch, const f32* residual, const f32* grad, const f32* scale, const f32* residual_scale, f32* to_branch,
         f32* to_residual, f32* partial, u32 rows, u32 width)) {
@@ -246,4 +255,33 @@ KERNEL(residual_backward_bf16, 256, LIMIT(48, 0, 8),
        (const bf16* branch, const f32* residual, const f32* grad, const f32* scale, const f32* residual_scale, f32* to_branch,
         f32* to_residual, f32* partial, u32 rows, u32 width)) {
   residual_back(branch, residual, grad, scale, residual_scale, to_branch, to_residual, partial, rows, width);
+}
+
+// Back through the norm of a sum and the residual addition that made it, in one pass. A block has a band.
+template <typename T>
+DEVICE void residual_and_norm_back(const f32* x, const f32* factors, const f32* weight, const f32* grad, const f32* beside,
+                                   const T* branch, const f32* residual, const f32* scale, const f32* residual_scale,
+                                   f32* to_branch, f32* to_residual, f32* of_norm, f32* partial, u32 rows, u32 width) {
+  norm_band_back(x, factors, weight, grad, beside, to_residual, of_norm, rows, width);
+  barrier();
+  const u32 first = block_index() * BAND, end = first + BAND < rows ? first + BAND : rows;
+  for (u32 index = thread_index(); index < width; index += BLOCK) {
+    const Column column = {index, first, end, static_cast<u64>(block_index()) * width + index, true};
+    residual_column_back(column, branch, residual, to_residual, scale, residual_scale, to_branch, to_residual, partial, rows,
+                         width);
+  }
+}
+KERNEL(residual_norm_backward_f32, 256, LIMIT(48, 0, 8),
+       (const f32* x, const f32* factors, const f32* weight, const f32* grad, const f32* beside, const f32* branch,
+        const f32* residual, const f32* scale, const f32* residual_scale, f32* to_branch, f32* to_residual, f32* of_norm,
+        f32* partial, u32 rows, u32 width)) {
+  residual_and_norm_back(x, factors, weight, grad, beside, branch, residual, scale, residual_scale, to_branch, to_residual, of_norm,
+                         partial, rows, width);
+}
+KERNEL(residual_norm_backward_bf16, 256, LIMIT(48, 0, 8),
+       (const f32* x, const f32* factors, const f32* weight, const f32* grad, const f32* beside, const bf16* branch,
+        const f32* residual, const f32* scale, const f32* residual_scale, f32* to_branch, f32* to_residual, f32* of_norm,
+        f32* partial, u32 rows, u32 width)) {
+  residual_and_norm_back(x, factors, weight, grad, beside, branch, residual, scale, residual_scale, to_branch, to_residual, of_norm,
+                         partial, rows, width);
 }

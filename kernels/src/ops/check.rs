@@ -6,7 +6,8 @@
 use tch::{Kind, Tensor};
 
 use super::{
-    Attention, AttentionGrads, ConvShift, CrossEntropy, Dispatch, QueryKey, RouterWeights, Scaling,
+    Attention, AttentionGrads, ConvShift, CrossEntropy, Dispatch, NormBack, QueryKey,
+    RouterWeights, Scaling,
 };
 use crate::{Error, Result};
 
@@ -113,6 +114,19 @@ pub(super) fn residual_backward(
     Ok(shape)
 }
 
+pub(super) fn residual_norm_backward(
+    branch: &Tensor,
+    residual: &Tensor,
+    by: Scaling,
+    norm: NormBack,
+) -> Result<[i64; 2]> {
+    let shape = rms_norm_backward(norm.x, norm.factors, norm.weight, norm.grad)?;
+    let call = Call("residual_norm_backward");
+    norm.beside.map_or(Ok(()), |beside| call.f32("beside", beside, &shape))?;
+    call.f32("residual", residual, &shape)?;
+    self::residual(branch, residual, by)
+}
+
 /// Rows, and columns of `z`.
 pub(super) fn conv_shift(z: &Tensor, by: ConvShift) -> Result<[i64; 2]> {
     let (call, channels) = (Call("conv_shift"), by.channels());
@@ -196,25 +210,37 @@ pub(super) fn swiglu_backward(x: &Tensor, grad: &Tensor) -> Result<[i64; 2]> {
     Ok(shape)
 }
 
-/// Rows of `x`, tokens, and the width of both.
-pub(super) fn gather(x: &Tensor, places: &Tensor, weight: &Tensor) -> Result<[i64; 3]> {
+/// Tokens, and the width of their rows.
+pub(super) fn gather(
+    x: &Tensor,
+    by: &Dispatch,
+    passed: Option<&Tensor>,
+    weight: &Tensor,
+) -> Result<[i64; 2]> {
     let call = Call("gather");
-    let ([rows, width], [tokens]) = (call.matrix("x", x)?, call.sizes("places", places)?);
-    call.float("x", x, &[rows, width])?;
-    call.i64("places", places, &[tokens])?;
-    call.f32("weight", weight, &[tokens, 1])?;
-    Ok([rows, tokens, width])
+    let shape = returned(call, x, by, passed)?;
+    call.f32("weight", weight, &[shape[0], 1])?;
+    Ok(shape)
 }
 
 pub(super) fn gather_backward(
     x: &Tensor,
-    places: &Tensor,
+    by: &Dispatch,
+    passed: Option<&Tensor>,
     weight: &Tensor,
     grad: &Tensor,
-) -> Result<[i64; 3]> {
-    let shape = gather(x, places, weight)?;
-    Call("gather_backward").f32("grad", grad, &shape[1..])?;
+) -> Result<[i64; 2]> {
+    let shape = gather(x, by, passed, weight)?;
+    Call("gather_backward").f32("grad", grad, &shape)?;
     Ok(shape)
+}
+
+/// The same of rows on their way back to tokens, some of which passed experts by.
+fn returned(call: Call, x: &Tensor, by: &Dispatch, passed: Option<&Tensor>) -> Result<[i64; 2]> {
+    let shape = [by.rows, call.matrix("x", x)?[1]];
+    call.float("x", x, &shape)?;
+    passed.map_or(Ok(()), |passed| call.is("passed", passed, &shape, &[x.kind()]))?;
+    Ok([by.places.size()[0], shape[1]])
 }
 
 /// Rows and columns of each matrix.
@@ -393,27 +419,16 @@ pub(super) fn grouped_weights(
 }
 
 /// Tokens and columns.
-pub(super) fn unpermute(x: &Tensor, by: &Dispatch, beside: &Tensor) -> Result<[i64; 2]> {
-    let (call, tokens) = (Call("unpermute"), by.places.size()[0]);
-    let width = call.matrix("x", x)?[1];
-    call.float("x", x, &[by.rows, width])?;
-    call.is("beside", beside, &[tokens, width], &[x.kind()])?;
-    Ok([tokens, width])
-}
-
-/// Columns of rows that pass experts by.
-pub(super) fn pass_by(
-    call: &Call,
-    from: Option<&Tensor>,
-    into: &Tensor,
+pub(super) fn unpermute(
+    x: &Tensor,
     by: &Dispatch,
-) -> Result<i64> {
-    let width = call.matrix("into", into)?[1];
-    call.float("into", into, &[by.rows, width])?;
-    if let Some(from) = from {
-        call.is("from", from, &[by.rows, width], &[into.kind()])?;
-    }
-    Ok(width)
+    passed: Option<&Tensor>,
+    beside: &Tensor,
+) -> Result<[i64; 2]> {
+    let call = Call("unpermute");
+    let shape = returned(call, x, by, passed)?;
+    call.is("beside", beside, &shape, &[x.kind()])?;
+    Ok(shape)
 }
 
 /// Tokens and vocabulary.

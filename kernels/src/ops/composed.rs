@@ -2,8 +2,8 @@
 
 use tch::{Kind, Tensor};
 
-use super::check::{self, Call};
-use super::operands::Order;
+use super::check;
+use super::operands::Inputs;
 use super::{ConvShift, Dispatch, Ops, RouterGrads, RouterSaved, RouterWeights, Routes, Summed};
 use crate::Result;
 
@@ -40,9 +40,8 @@ pub(super) fn router<O: Ops + ?Sized>(
         before: before.map(Tensor::shallow_clone),
         state: state.shallow_clone(),
         factors,
-        normed,
+        inputs: Inputs::Apart([normed, first_out]),
         first,
-        first_out,
         second,
         second_out,
         probabilities,
@@ -60,6 +59,7 @@ pub(super) fn router_backward<O: Ops + ?Sized>(
     state: Option<&Tensor>,
 ) -> Result<RouterGrads> {
     check::router_backward(x, weight, state, &saved.state)?;
+    let [normed, first_out] = saved.apart()?;
     let choice = saved.choice.f_unsqueeze(1)?;
     // Softmax backward of a gradient that stands in one class: p_j * ([j = c] - p_c) times p_c's gradient.
     let scaled = weight.f_mul(&saved.probabilities.f_gather(1, &choice, false)?)?;
@@ -67,9 +67,9 @@ pub(super) fn router_backward<O: Ops + ?Sized>(
     let _ = logits.f_scatter_add_(1, &choice, &scaled)?;
     let out = logits.f_tr()?.f_matmul(&saved.second_out)?;
     let second = saved.second.f_gelu_backward(&logits.f_matmul(by.out)?, "none")?;
-    let fc2 = second.f_tr()?.f_matmul(&saved.first_out)?;
+    let fc2 = second.f_tr()?.f_matmul(first_out)?;
     let first = saved.first.f_gelu_backward(&second.f_matmul(by.fc2)?, "none")?;
-    let fc1 = first.f_tr()?.f_matmul(&saved.normed)?;
+    let fc1 = first.f_tr()?.f_matmul(normed)?;
     let inner = first.f_matmul(by.fc1)?;
     let (mut own, norm) = ops.rms_norm_backward(&saved.state, &saved.factors, by.norm, &inner)?;
     if let Some(state) = state {
@@ -101,10 +101,7 @@ pub(super) fn router_backward<O: Ops + ?Sized>(
 }
 
 pub(super) fn permute(x: &Tensor, by: &Dispatch) -> Result<Tensor> {
-    let Order::Listed { tokens, filled } = &by.order else {
-        let found = "another table's".to_owned();
-        return Err(Call("permute").refuse("by", found, "its own".to_owned()));
-    };
+    let [tokens, filled] = by.listed("permute")?;
     let mut rows = x.f_index_select(0, tokens)?;
     if filled.size()[0] > 0 {
         let _ = rows.f_index_fill_(0, filled, 0.0)?;
@@ -211,17 +208,31 @@ pub(super) fn shifted_back(grad: &Tensor, by: ConvShift, into: &Tensor) -> Resul
     Ok(())
 }
 
-pub(super) fn pass_by(from: Option<&Tensor>, into: &Tensor, by: &Dispatch) -> Result<()> {
-    check::pass_by(&Call("pass_by"), from, into, by)?;
+/// The row of each token, `[N, D]`: of `x`, or where no expert computes it of `passed`, or zeros.
+pub(super) fn returned(
+    operation: &'static str,
+    x: &Tensor,
+    by: &Dispatch,
+    passed: Option<&Tensor>,
+) -> Result<Tensor> {
+    let [tokens, _] = by.listed(operation)?;
+    let mut rows = x.f_index_select(0, &by.places)?;
     let rest = |x: &Tensor| x.f_narrow(0, by.computed, by.rows - by.computed);
-    match from {
-        None => drop(rest(into)?.f_zero_()?),
-        Some(from) => rest(into)?.f_copy_(&rest(from)?)?,
+    if by.rows > by.computed {
+        let _ = match passed {
+            None => rows.f_index_fill_(0, &rest(tokens)?, 0.0)?,
+            Some(passed) => rows.f_index_copy_(0, &rest(tokens)?, &rest(passed)?)?,
+        };
     }
-    Ok(())
+    Ok(rows)
 }
 
-pub(super) fn unpermute(x: &Tensor, by: &Dispatch, beside: &Tensor) -> Result<Tensor> {
-    check::unpermute(x, by, beside)?;
-    Ok(x.f_index_select(0, &by.places)?.f_to_kind(Kind::Float)?.f_add(beside)?)
+pub(super) fn unpermute(
+    x: &Tensor,
+    by: &Dispatch,
+    passed: Option<&Tensor>,
+    beside: &Tensor,
+) -> Result<Tensor> {
+    check::unpermute(x, by, passed, beside)?;
+    Ok(returned("unpermute", x, by, passed)?.f_to_kind(Kind::Float)?.f_add(beside)?)
 }

@@ -33,8 +33,9 @@ use crate::device::queue::Queue;
 use crate::{Error, Result};
 pub use operands::{
     ATTENTION_ROWS, AdamW, Attended, Attention, AttentionGrads, Banded, ConvShift, ConvShiftGrads,
-    CrossEntropy, CrossEntropyGrads, Dispatch, Moved, NewtonSchulz, QueryKey, QueryKeyGrads,
-    ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Span, Summed,
+    CrossEntropy, CrossEntropyGrads, Dispatch, Moved, NewtonSchulz, NormBack, QueryKey,
+    QueryKeyGrads, ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Span,
+    Summed,
 };
 
 /// The variable that asks for another table than the one for the device.
@@ -174,16 +175,17 @@ pub trait Ops: fmt::Debug + Send + Sync {
         composed::grouped_matmul_weights(self, grad, rows, by)
     }
 
-    /// Sets the rows of `into`, `[P, D]` float, that belong to tokens without an expert: to those of `from`, in its kind, or to
-    /// zeros. So every row that belongs to a token has a value.
-    fn pass_by(&self, from: Option<&Tensor>, into: &Tensor, by: &Dispatch) -> Result<()> {
-        composed::pass_by(from, into, by)
-    }
-
     /// Rows `[P, D]` float back in the order of tokens, those of places that are filled up left out, with `beside` added,
-    /// `[N, D]` in their kind: `[N, D]`, f32.
-    fn unpermute(&self, x: &Tensor, by: &Dispatch, beside: &Tensor) -> Result<Tensor> {
-        composed::unpermute(x, by, beside)
+    /// `[N, D]` in their kind: `[N, D]`, f32. For a token without an expert the row of `passed` stands in, `[P, D]` in their
+    /// kind, or zeros: that of `x` has no value.
+    fn unpermute(
+        &self,
+        x: &Tensor,
+        by: &Dispatch,
+        passed: Option<&Tensor>,
+        beside: &Tensor,
+    ) -> Result<Tensor> {
+        composed::unpermute(x, by, passed, beside)
     }
 
     /// The loss of each label, `[N]` f32: nats, 0 where there is none.
@@ -259,6 +261,23 @@ pub trait Ops: fmt::Debug + Send + Sync {
         grad: &Tensor,
     ) -> Result<ResidualGrads>;
 
+    /// Back through [`Ops::residual_norm`], with the bits that [`Ops::rms_norm_backward_beside`] and [`Ops::residual_backward`]
+    /// have in turn: what comes back through the addition, and the gradient of the norm's weight.
+    fn residual_norm_backward(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: Scaling,
+        norm: NormBack,
+    ) -> Result<(ResidualGrads, Summed)> {
+        let NormBack { x, factors, weight, grad, beside } = norm;
+        let (sum, weight) = match beside {
+            None => self.rms_norm_backward(x, factors, weight, grad)?,
+            Some(beside) => self.rms_norm_backward_beside(x, factors, weight, grad, beside)?,
+        };
+        Ok((self.residual_backward(branch, residual, by, &sum)?, weight))
+    }
+
     /// What each token has of itself and of the one before it, of `z`, `[N, W]` float: first G d channels of queries and keys,
     /// then a + b numbers of values. `c_t = bias + now z_t + before z_{t-1}` of the channels as `[G, N, 2 d]`, `c_{t-1}` and
     /// `c_t` of each in turn; before a document `c` is the bias. Values as `[N, a + b]`, the last b of them those of the token
@@ -301,15 +320,23 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// Back through [`Ops::swiglu`], from the gradient of its outcome in the kind of `x`: that of `x`.
     fn swiglu_backward(&self, x: &Tensor, grad: &Tensor) -> Result<Tensor>;
 
-    /// Row `places[t]` of `x`, `[P, D]` float, times `weight[t]`, `[N, 1]` f32: `[N, D]`, f32.
-    fn gather(&self, x: &Tensor, places: &Tensor, weight: &Tensor) -> Result<Tensor>;
+    /// The row of each token in `x`, `[P, D]` float, times `weight`, `[N, 1]` f32: `[N, D]`, f32. For a token without an expert
+    /// the row of `passed` stands in, `[P, D]` in the kind of `x`, or zeros: that of `x` has no value.
+    fn gather(
+        &self,
+        x: &Tensor,
+        by: &Dispatch,
+        passed: Option<&Tensor>,
+        weight: &Tensor,
+    ) -> Result<Tensor>;
 
-    /// Back through [`Ops::gather`], from the gradient of its outcome, f32: that of `x`, f32, with zeros in rows that were
-    /// not gathered, and that of `weight`. No row is gathered twice.
+    /// Back through [`Ops::gather`], from the gradient of its outcome, f32: that of the rows, `[P, D]` f32, of `x` and, where
+    /// tokens have no expert, of `passed`, with zeros where places are filled up; and that of `weight`.
     fn gather_backward(
         &self,
         x: &Tensor,
-        places: &Tensor,
+        by: &Dispatch,
+        passed: Option<&Tensor>,
         weight: &Tensor,
         grad: &Tensor,
     ) -> Result<[Tensor; 2]>;

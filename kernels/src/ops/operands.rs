@@ -5,7 +5,7 @@ use std::cell::OnceCell;
 use tch::Tensor;
 
 use super::check::Call;
-use crate::Result;
+use crate::{Error, Result};
 
 /// Vectors of `[D]`, f32, by which a residual addition scales and shifts both of its sides.
 #[derive(Clone, Copy, Debug)]
@@ -76,6 +76,21 @@ impl Scaling<'_> {
         ];
         Ok(found.map(Summed::Made))
     }
+}
+
+/// What comes back to the norm of a sum of `[N, D]`, all f32.
+#[derive(Clone, Copy, Debug)]
+pub struct NormBack<'a> {
+    /// The sum.
+    pub x: &'a Tensor,
+    /// The norm's factors, `[N, 1]`.
+    pub factors: &'a Tensor,
+    /// `[D]`.
+    pub weight: &'a Tensor,
+    /// The gradient of what the norm came to.
+    pub grad: &'a Tensor,
+    /// That of the sum as far as it went past the norm, which is added.
+    pub beside: Option<&'a Tensor>,
 }
 
 /// What a token of compressed convolutional attention has of itself and of the one before it: a depthwise convolution of queries
@@ -265,12 +280,38 @@ impl Dispatch {
     pub(super) fn runs(&self, operation: &'static str) -> Result<&[[i64; 3]]> {
         match &self.groups {
             Groups::Known(runs) => Ok(runs),
-            Groups::There(_) => {
-                let found = "another table's".to_owned();
-                Err(Call(operation).refuse("by", found, "its own".to_owned()))
-            }
+            Groups::There(_) => Err(foreign(operation, "by")),
         }
     }
+
+    /// Where the places of each class end, for a table whose `dispatch` leaves that on the device.
+    pub(super) fn ends(&self, operation: &'static str) -> Result<&Tensor> {
+        match &self.groups {
+            Groups::There(ends) => Ok(ends),
+            Groups::Known(_) => Err(foreign(operation, "by")),
+        }
+    }
+
+    /// The token at each place, and the places that are filled up, for a table whose `dispatch` lists them.
+    pub(super) fn listed(&self, operation: &'static str) -> Result<[&Tensor; 2]> {
+        match &self.order {
+            Order::Listed { tokens, filled } => Ok([tokens, filled]),
+            Order::Marked(_) => Err(foreign(operation, "by")),
+        }
+    }
+
+    /// The token at each place or -1, for a table whose `dispatch` marks them.
+    pub(super) fn marked(&self, operation: &'static str) -> Result<&Tensor> {
+        match &self.order {
+            Order::Marked(order) => Ok(order),
+            Order::Listed { .. } => Err(foreign(operation, "by")),
+        }
+    }
+}
+
+/// What another table made cannot be read.
+fn foreign(operation: &'static str, operand: &'static str) -> Error {
+    Call(operation).refuse(operand, "another table's".to_owned(), "its own".to_owned())
 }
 
 /// Weights of a router of R numbers a token, over C classes. Its input is `[N, D]`.
@@ -317,13 +358,39 @@ pub struct RouterSaved {
     pub(super) before: Option<Tensor>,
     pub(super) state: Tensor,
     pub(super) factors: Tensor,
-    pub(super) normed: Tensor,
+    pub(super) inputs: Inputs,
     pub(super) first: Tensor,
-    pub(super) first_out: Tensor,
     pub(super) second: Tensor,
     pub(super) second_out: Tensor,
     pub(super) probabilities: Tensor,
     pub(super) choice: Tensor,
+}
+
+/// What both hidden layers of a router are given, f32, as a table's backward pass wants it.
+#[derive(Debug)]
+pub(super) enum Inputs {
+    /// `[N, R]` each.
+    Apart([Tensor; 2]),
+    /// `[2, N, R]`: one product makes the gradients of both layers' weights.
+    Stacked(Tensor),
+}
+
+impl RouterSaved {
+    /// What the hidden layers were given, for a table whose `router` keeps it apart.
+    pub(super) fn apart(&self) -> Result<[&Tensor; 2]> {
+        match &self.inputs {
+            Inputs::Apart(inputs) => Ok(inputs.each_ref()),
+            Inputs::Stacked(_) => Err(foreign("router_backward", "saved")),
+        }
+    }
+
+    /// The same for a table that stacks it.
+    pub(super) fn stacked(&self) -> Result<&Tensor> {
+        match &self.inputs {
+            Inputs::Stacked(inputs) => Ok(inputs),
+            Inputs::Apart(_) => Err(foreign("router_backward", "saved")),
+        }
+    }
 }
 
 /// What comes back through a router: named as [`RouterWeights`], f32.

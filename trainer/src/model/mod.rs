@@ -18,6 +18,7 @@
 
 mod config;
 mod cut;
+mod flow;
 mod fold;
 mod gradients;
 mod grid;

@@ -20,6 +20,7 @@ use contract::{Fault, Result};
 use tch::{Kind, Tensor};
 
 use super::cut::{Chunk, Chunks, joined};
+use super::flow::{Flow, FlowBack};
 use super::gradients::{ChunkGradients, Gradients, Sink, Term, emit_sum};
 use super::input::Prepared;
 use super::layer::{AnyLayer, Backward, Make, Pass, Work, make};
@@ -28,7 +29,7 @@ use super::layers::head;
 use super::layers::heads::weight_copies;
 use super::layers::linear::Linear;
 use super::layers::moe::Moe;
-use super::layers::norm::{Normed, Residual, RmsNorm};
+use super::layers::norm::{Normed, Residual, Returned, RmsNorm};
 use super::line::SharedRows;
 use super::param::{Declare, ParamId, ParamSpec, Weights};
 use super::probe::{LayerActivity, squares};
@@ -96,16 +97,6 @@ struct Saved {
     normed: Vec<Normed>,
     layer: Box<dyn Any>,
     out: Vec<Tensor>,
-}
-
-/// What runs through the layers, and its gradients on the way back, by chunk.
-struct Flow {
-    /// `[n, D]`, f32.
-    residual: Vec<Tensor>,
-    /// `[n, R]`, from the first router on.
-    state: Option<Vec<Tensor>>,
-    /// On the way forward, what the next norm makes of the residual, where that was made with it.
-    normed: Option<Vec<(Tensor, Normed)>>,
 }
 
 /// The final normed residual, and all that led there, by chunk but for the layers.
@@ -278,21 +269,20 @@ impl Zaya {
     ) -> Result<()> {
         let Forward { embedded, layers: kept, normed, hidden: left, .. } = forward;
         drop(left);
-        let back = normed.into_iter().enumerate().zip(&hidden).map(|((chunk, normed), hidden)| {
-            self.norm.backward(pass, normed, hidden, &mut sink.of(chunk))
-        });
-        let residual = back.collect::<Result<_>>()?;
-        drop(hidden);
-        let mut grad = Flow { residual, state: None, normed: None };
+        let last = normed.into_iter().zip(hidden);
+        let residual = last.map(|(normed, grad)| Returned { normed, grad, beside: None }).collect();
+        let (mut grad, mut behind) = (FlowBack { residual, state: None }, &self.norm);
         for (layer, kept) in self.layers.iter().zip(kept).rev() {
             let saved = match kept {
                 Kept::All(saved) => *saved,
                 Kept::Inputs(inputs) => layer.forward(pass, inputs, None)?.1,
             };
-            grad = layer.backward(pass, saved, grad, sink)?;
+            grad = layer.backward(pass, saved, (grad, behind), sink)?;
             sink.settle(pass.ops)?;
+            behind = &layer.attention.norm;
         }
-        self.embedding.backward(pass, &embedded, (&grad.residual, head), sink)?;
+        let residual = grad.through(pass, behind, sink)?;
+        self.embedding.backward(pass, &embedded, (&residual, head), sink)?;
         sink.settle(pass.ops)
     }
 
@@ -377,22 +367,6 @@ impl Zaya {
                 let most = self.layers.len() as u64 * inputs + ends + head;
                 [at.fold(most, u64::max), last]
             }
-        }
-    }
-}
-
-impl Flow {
-    fn share(&self) -> Flow {
-        let shared = |parts: &Vec<Tensor>| parts.iter().map(Tensor::shallow_clone).collect();
-        let (residual, state) = (shared(&self.residual), self.state.as_ref().map(shared));
-        Flow { residual, state, normed: None }
-    }
-
-    /// The residual normed by `norm`, by chunk, in [`Pass::kind`].
-    fn normed(&mut self, pass: &Pass<'_>, norm: &RmsNorm) -> Result<(Vec<Tensor>, Vec<Normed>)> {
-        match self.normed.take() {
-            Some(normed) => Ok(normed.into_iter().unzip()),
-            None => norm.each(pass, &self.residual),
         }
     }
 }
@@ -530,16 +504,16 @@ impl DecoderLayer {
         Ok((flow, [attention, feed_forward], counts))
     }
 
-    /// From the gradients of what left it: those of what entered.
+    /// From the gradients of what left it, and the norm that they have come to: those of what entered.
     fn backward(
         &self,
         pass: &Pass<'_>,
         [attention, feed_forward]: [Saved; 2],
-        grad: Flow,
+        grad: (FlowBack, &RmsNorm),
         sink: &mut Gradients<'_>,
-    ) -> Result<Flow> {
+    ) -> Result<FlowBack> {
         let grad = self.feed_forward.backward(pass, feed_forward, grad, sink)?;
-        self.attention.backward(pass, attention, grad, sink)
+        self.attention.backward(pass, attention, (grad, &self.feed_forward.norm), sink)
     }
 }
 
@@ -574,23 +548,26 @@ impl Half {
         &self,
         pass: &Pass<'_>,
         saved: Saved,
-        grad: Flow,
+        (grad, behind): (FlowBack, &RmsNorm),
         sink: &mut Gradients<'_>,
-    ) -> Result<Flow> {
+    ) -> Result<FlowBack> {
         let Saved { residual, normed, layer, out } = saved;
-        let (mut outs, mut residuals) = (Vec::new(), Vec::new());
-        for (chunk, (sides, grad)) in out.iter().zip(&residual).zip(&grad.residual).enumerate() {
-            let (out, residual) = self.scale.backward(pass, sides, grad, &mut sink.of(chunk))?;
+        let (mut outs, mut besides) = (Vec::new(), Vec::new());
+        let sides = out.iter().zip(&residual);
+        for (chunk, (sides, returned)) in sides.zip(grad.residual).enumerate() {
+            let (mut sink, returned) = (sink.of(chunk), (behind, returned));
+            let (out, beside) = self.scale.backward_norm(pass, sides, returned, &mut sink)?;
             outs.push(out);
-            residuals.push(residual);
+            besides.push(beside);
         }
-        drop((out, residual, grad.residual));
+        drop((out, residual));
         let Backward { x, state } = self.layer.backward(pass, layer, &outs, grad.state, sink)?;
-        for (chunk, (normed, x)) in normed.into_iter().zip(&x).enumerate() {
-            let both = (x, &residuals[chunk]);
-            residuals[chunk] =
-                self.norm.backward_beside(pass, normed, both, &mut sink.of(chunk))?;
-        }
-        Ok(Flow { residual: residuals, state, normed: None })
+        let residual = normed.into_iter().zip(x).zip(besides);
+        let residual = residual.map(|((normed, grad), beside)| Returned {
+            normed,
+            grad,
+            beside: Some(beside),
+        });
+        Ok(FlowBack { residual: residual.collect(), state })
     }
 }

@@ -144,18 +144,25 @@ impl Ops for Counting {
         CPU.swiglu_backward(x, grad)
     }
 
-    fn gather(&self, x: &Tensor, places: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        CPU.gather(x, places, weight)
+    fn gather(
+        &self,
+        x: &Tensor,
+        by: &Dispatch,
+        passed: Option<&Tensor>,
+        weight: &Tensor,
+    ) -> Result<Tensor> {
+        CPU.gather(x, by, passed, weight)
     }
 
     fn gather_backward(
         &self,
         x: &Tensor,
-        places: &Tensor,
+        by: &Dispatch,
+        passed: Option<&Tensor>,
         weight: &Tensor,
         grad: &Tensor,
     ) -> Result<[Tensor; 2]> {
-        CPU.gather_backward(x, places, weight, grad)
+        CPU.gather_backward(x, by, passed, weight, grad)
     }
 
     fn adamw(

@@ -4,7 +4,7 @@
 //! that no cache has. Its bytes are those of what it takes and answers with, each once, so that a bandwidth says how far it is
 //! from what memory allows.
 
-use kernels::ops::{AdamW, ConvShift, CrossEntropy, QueryKey, REFERENCE, Scaling, Table};
+use kernels::ops::{AdamW, ConvShift, CrossEntropy, Dispatch, QueryKey, REFERENCE, Scaling, Table};
 use tch::Kind::{Float, Int64};
 use tch::{Kind, Tensor};
 
@@ -33,7 +33,18 @@ pub struct Operation {
     work: Work,
 }
 
-type Work = fn(Table, &Numbers, &mut [Tensor]) -> kernels::Result<()>;
+/// What an operation is given besides its operands.
+#[derive(Clone, Copy)]
+struct With<'a> {
+    numbers: &'a Numbers,
+    /// All tokens at one expert.
+    order: &'a Dispatch,
+}
+
+type Work = fn(Table, With<'_>, &mut [Tensor]) -> kernels::Result<()>;
+
+/// Rows of an expert beyond its tokens, at most: a table fills them up.
+const FILLED: i64 = 7;
 
 impl Operation {
     /// The narrowest format of its operands.
@@ -79,7 +90,7 @@ impl Numbers {
             [&[(&rows[..], kind), (&rows, Float)], &vectors[..], &[(&rows, Float)]].concat();
         vec![
             self.operation("norm", &norm, &[(n * d, Float)], |ops, by, t| {
-                ops.rms_norm(&t[0], &t[1], by.config.rms_norm_eps).map(drop)
+                ops.rms_norm(&t[0], &t[1], by.numbers.config.rms_norm_eps).map(drop)
             }),
             self.operation("norm, back", &back, &[(n * d, Float)], |ops, _, t| {
                 ops.rms_norm_backward(&t[0], &t[1], &t[2], &t[3]).map(drop)
@@ -89,7 +100,7 @@ impl Numbers {
                 &sum,
                 &[(n * d, Float), (n * d, kind)],
                 |ops, by, t| {
-                    let norm = (&t[6], by.config.rms_norm_eps);
+                    let norm = (&t[6], by.numbers.config.rms_norm_eps);
                     ops.residual_norm(&t[0], &t[1], scaling(t), norm).map(drop)
                 },
             ),
@@ -123,20 +134,20 @@ impl Numbers {
         let made = [(2 * all + n * self.config.key_size(), kind)];
         vec![
             self.operation("convolution and shift", &conv, &made, |ops, by, t| {
-                ops.conv_shift(&t[0], convolution(by, t)).map(drop)
+                ops.conv_shift(&t[0], convolution(by.numbers, t)).map(drop)
             }),
             self.operation(
                 "convolution and shift, back",
                 &conv_back,
                 &[(n * columns, kind)],
                 |ops, by, t| {
-                    let by = convolution(by, t);
+                    let by = convolution(by.numbers, t);
                     ops.conv_shift_backward(&t[0], by, [&t[4], &t[5]], &t[6]).map(drop)
                 },
             ),
             self.operation("queries and keys", &turn, &[(2 * all, Float)], |ops, by, t| {
                 let [z, raw, rest @ ..] = t else { return Ok(()) };
-                let config = &by.config;
+                let config = &by.numbers.config;
                 let shape =
                     [config.num_attention_heads, config.num_key_value_heads, config.head_dim];
                 let angles = [&rest[2], &rest[3]];
@@ -149,9 +160,10 @@ impl Numbers {
     fn of_experts(&self) -> Vec<Operation> {
         let (n, d, kind) = (self.tokens, self.config.hidden_size, self.kind);
         let inner = self.config.moe_intermediate_size;
-        let (rows, both, half) = ([n, d], [n, 2 * inner], [n, inner]);
-        let gather: [(&[i64], Kind); 3] = [(&rows, kind), (&[n], Int64), (&[n, 1], Float)];
-        let gather_back = [&gather[..], &[(&rows[..], Float)]].concat();
+        let (rows, both, half) = ([n + FILLED, d], [n, 2 * inner], [n, inner]);
+        let back = [n, d];
+        let gather: [(&[i64], Kind); 2] = [(&rows, kind), (&[n, 1], Float)];
+        let gather_back = [&gather[..], &[(&back[..], Float)]].concat();
         vec![
             self.operation("gated unit", &[(&both, kind)], &[(n * inner, kind)], |ops, _, t| {
                 ops.swiglu(&t[0]).map(drop)
@@ -162,12 +174,19 @@ impl Numbers {
                 &[(2 * n * inner, kind)],
                 |ops, _, t| ops.swiglu_backward(&t[0], &t[1]).map(drop),
             ),
-            self.operation("back to tokens", &gather, &[(n * d, Float)], |ops, _, t| {
-                ops.gather(&t[0], &t[1], &t[2]).map(drop)
+            self.operation("back to tokens", &gather, &[(n * d, Float)], |ops, by, t| {
+                let x = t[0].f_narrow(0, 0, by.order.rows)?;
+                ops.gather(&x, by.order, None, &t[1]).map(drop)
             }),
-            self.operation("back to tokens, back", &gather_back, &[(n * d, Float)], |ops, _, t| {
-                ops.gather_backward(&t[0], &t[1], &t[2], &t[3]).map(drop)
-            }),
+            self.operation(
+                "back to tokens, back",
+                &gather_back,
+                &[(n * d, Float)],
+                |ops, by, t| {
+                    let x = t[0].f_narrow(0, 0, by.order.rows)?;
+                    ops.gather_backward(&x, by.order, None, &t[1], &t[2]).map(drop)
+                },
+            ),
         ]
     }
 
@@ -185,8 +204,8 @@ impl Numbers {
             self.operation("head and loss, both ways", &head, &answers, |ops, by, t| {
                 let [hidden, weights, labels, mask] = t else { return Ok(()) };
                 // Tokens are numbered here, and a label has to be one of the vocabulary.
-                let labels = &labels.f_remainder(by.config.vocab_size)?;
-                let (chunk, shards, part) = (by.config.loss_chunk, 1, false);
+                let labels = &labels.f_remainder(by.numbers.config.vocab_size)?;
+                let (chunk, shards, part) = (by.numbers.config.loss_chunk, 1, false);
                 let by = CrossEntropy { hidden, weights, labels, mask, chunk, shards, part };
                 ops.cross_entropy_backward(by, 1.0).map(drop)
             }),
@@ -251,8 +270,12 @@ impl Bench {
             Int64 => Ok(Tensor::f_arange(shape.iter().product::<i64>(), (Int64, self.device))?),
             _ => self.random(shape, *kind),
         };
-        let one = || of.operands.iter().map(operand).collect::<kernels::Result<Vec<_>>>();
-        self.time_cold(of.bytes, one, |t| (of.work)(ops, numbers, t))
+        let one = || {
+            let choice = Tensor::f_zeros([numbers.tokens], (Int64, self.device))?;
+            let all = of.operands.iter().map(operand).collect::<kernels::Result<Vec<_>>>()?;
+            Ok((all, ops.dispatch(&choice, 2)?))
+        };
+        self.time_cold(of.bytes, one, |(t, order)| (of.work)(ops, With { numbers, order }, t))
     }
 }
 

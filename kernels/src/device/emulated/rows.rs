@@ -137,6 +137,8 @@ struct Residual {
     out: [Buffer; 3],
     alone: Buffer,
     back: [Buffer; 3],
+    /// Back through the norm as well: of both sides, and of the norm's weight and of the residual in bands.
+    both: [Buffer; 4],
 }
 
 /// A branch in f32, or in bf16.
@@ -180,7 +182,13 @@ fn residual([rows, width]: [usize; 2], narrow: bool) -> Residual {
         scaled(0, None, stream_scale, 3),
     ];
     add_bands(&mut tape, [rows, width], &sums);
-    Residual { tape, out: [sum, out, factors], alone, back: [to_branch, to_stream, found] }
+    let beside = tape.with(&numbers(rows * width, 9));
+    let both = [rows * width, rows * width, bands * width, 3 * bands * width];
+    let both = both.map(|count| tape.room::<f32>(count));
+    let places = [sum, factors, weight, grad, beside, branch, stream, scale, stream_scale];
+    let arguments = [&places.map(Argument::from)[..], &both.map(Argument::from), &sizes[..2]];
+    tape.launch(&format!("residual_norm_backward_{kind}"), bands, &arguments.concat());
+    Residual { tape, out: [sum, out, factors], alone, back: [to_branch, to_stream, found], both }
 }
 
 fn branch(count: usize, narrow: bool, tape: &mut Tape) -> Buffer {
@@ -217,6 +225,20 @@ fn residuals_are_those_of_the_cpu() {
         let grads = CPU.residual_backward(&branch, &stream, by, &grad).unwrap();
         assert_eq!(left_bits(&played, residual.back[0]), bits_of(&grads.branch));
         assert_eq!(left_bits(&played, residual.back[1]), bits_of(&grads.residual));
+        let back = CPU.rms_norm_backward(&sum, &factors, &weight, &grad).unwrap();
+        let to_sum = tensor(&numbers(rows * width, 9), &shape) + back.0;
+        let through = CPU.residual_backward(&branch, &stream, by, &to_sum).unwrap();
+        assert_eq!(left_bits(&played, residual.both[0]), bits_of(&through.branch));
+        assert_eq!(left_bits(&played, residual.both[1]), bits_of(&through.residual));
+        let bands = |which: usize, first: usize| {
+            let all = tensor(&played.read::<f32>(residual.both[which]), &[-1, width as i64]);
+            let count = rows.div_ceil(BAND) as i64;
+            let own = all.narrow(0, first as i64 * count, count).to_kind(tch::Kind::Double);
+            own.sum_dim_intlist(0, false, tch::Kind::Double).to_kind(tch::Kind::Float)
+        };
+        assert_eq!(bands(2, 0), made(back.1));
+        let [_, of_bias, ..] = through.scaling;
+        assert_eq!(bands(3, 0) * &a, made(of_bias));
         // libtorch may round `a + b c` once.
         let wanted = Tensor::cat(&grads.scaling.map(made), 0).to_kind(tch::Kind::Double);
         close(&played.read::<f32>(residual.back[2]), &wanted, 1e-6 * rows as f64);

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::norm::dot;
 use super::{empty, integers, read, simd, to_f32, write};
 use crate::Result;
-use crate::ops::check;
+use crate::ops::{Dispatch, check};
 
 /// f32 in one pass; bf16 by libtorch's operators, which round after each.
 pub(super) fn swiglu(x: &Tensor) -> Result<Tensor> {
@@ -93,18 +93,63 @@ fn exp(x: f32) -> f32 {
     (value * rest * rest + rest + 1.0) * f32::from_bits(exponent)
 }
 
-pub(super) fn gather(x: &Tensor, places: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    let [_, tokens, width] = check::gather(x, places, weight)?;
-    let mut out = empty(&[tokens, width])?;
-    let (x, places) = (to_f32(x)?, integers(places)?);
-    gather_rows(read(&x)?, places, read(weight)?, width as usize, write(&mut out)?);
+/// Rows of tokens, in f32: of experts, and behind those the ones that passed them by.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    x: &'a [f32],
+    /// A row of zeros for all of them, where nothing stands in.
+    passed: &'a [f32],
+    /// What lies between two of those.
+    stride: usize,
+    computed: usize,
+    width: usize,
+}
+
+impl<'a> Rows<'a> {
+    #[inline(always)]
+    fn at(self, place: usize) -> &'a [f32] {
+        match place.checked_sub(self.computed) {
+            None => &self.x[place * self.width..][..self.width],
+            Some(place) => &self.passed[place * self.stride..][..self.width],
+        }
+    }
+}
+
+/// The rows of `x` and of `passed` that have a value, in f32.
+fn returned(x: &Tensor, by: &Dispatch, passed: Option<&Tensor>) -> Result<[Tensor; 2]> {
+    let passed = match passed {
+        Some(passed) => to_f32(&passed.f_narrow(0, by.computed, by.rows - by.computed)?)?,
+        None => Tensor::f_zeros([1, x.size()[1]], (Kind::Float, x.device()))?,
+    };
+    Ok([to_f32(&x.f_narrow(0, 0, by.computed)?)?, passed])
+}
+
+fn rows<'a>(
+    [x, rest]: &'a [Tensor; 2],
+    by: &Dispatch,
+    passed: Option<&Tensor>,
+) -> Result<Rows<'a>> {
+    let (width, computed) = (x.size()[1] as usize, by.computed as usize);
+    let stride = if passed.is_some() { width } else { 0 };
+    Ok(Rows { x: read(x)?, passed: read(rest)?, stride, computed, width })
+}
+
+pub(super) fn gather(
+    x: &Tensor,
+    by: &Dispatch,
+    passed: Option<&Tensor>,
+    weight: &Tensor,
+) -> Result<Tensor> {
+    let mut out = empty(&check::gather(x, by, passed, weight)?)?;
+    let (both, places) = (returned(x, by, passed)?, integers(&by.places)?);
+    gather_rows(rows(&both, by, passed)?, places, read(weight)?, write(&mut out)?);
     Ok(out)
 }
 
 simd! {
-    fn gather_rows(x: &[f32], places: &[i64], weight: &[f32], width: usize, out: &mut [f32]) {
-        for ((out, place), weight) in out.chunks_exact_mut(width).zip(places).zip(weight) {
-            for (out, x) in out.iter_mut().zip(&x[*place as usize * width..][..width]) {
+    fn gather_rows(rows: Rows<'_>, places: &[i64], weight: &[f32], out: &mut [f32]) {
+        for ((out, place), weight) in out.chunks_exact_mut(rows.width).zip(places).zip(weight) {
+            for (out, x) in out.iter_mut().zip(rows.at(*place as usize)) {
                 *out = *x * *weight;
             }
         }
@@ -113,39 +158,38 @@ simd! {
 
 pub(super) fn gather_backward(
     x: &Tensor,
-    places: &Tensor,
+    by: &Dispatch,
+    passed: Option<&Tensor>,
     weight: &Tensor,
     grad: &Tensor,
 ) -> Result<[Tensor; 2]> {
-    let [rows, tokens, width] = check::gather_backward(x, places, weight, grad)?;
-    let (x, places) = (to_f32(x)?, integers(places)?);
-    let (mut out, mut weight_grad) = (empty(&[rows, width])?, empty(&[tokens, 1])?);
-    let width = width as usize;
-    let mut used = vec![false; rows as usize];
-    places.iter().for_each(|place| used[*place as usize] = true);
+    let [tokens, width] = check::gather_backward(x, by, passed, weight, grad)?;
+    let (both, places) = (returned(x, by, passed)?, integers(&by.places)?);
+    let (mut out, mut weight_grad) = (empty(&[by.rows, width])?, empty(&[tokens, 1])?);
+    let [_, filled] = by.listed("gather_backward")?;
     let values = write(&mut out)?;
-    for (row, _) in used.iter().enumerate().filter(|(_, used)| !**used) {
-        values[row * width..][..width].fill(0.0);
+    for row in integers(filled)? {
+        values[*row as usize * width as usize..][..width as usize].fill(0.0);
     }
-    let saved = (read(&x)?, places, read(weight)?);
-    scatter_rows(saved, read(grad)?, width, values, write(&mut weight_grad)?);
+    let saved = (rows(&both, by, passed)?, places, read(weight)?);
+    scatter_rows(saved, read(grad)?, values, write(&mut weight_grad)?);
     Ok([out, weight_grad])
 }
 
 simd! {
     fn scatter_rows(
-        saved: (&[f32], &[i64], &[f32]),
+        saved: (Rows<'_>, &[i64], &[f32]),
         grad: &[f32],
-        width: usize,
         out: &mut [f32],
         weight_grad: &mut [f32],
     ) {
-        let (x, places, weight) = saved;
+        let (rows, places, weight) = saved;
+        let width = rows.width;
         let tokens = grad.chunks_exact(width).zip(places).zip(weight).zip(weight_grad);
         for (((grad, place), weight), weight_grad) in tokens {
-            let row = *place as usize * width..(*place as usize + 1) * width;
-            *weight_grad = dot(grad, &x[row.clone()], |a, b| a * b);
-            for (out, grad) in out[row].iter_mut().zip(grad) {
+            let place = *place as usize;
+            *weight_grad = dot(grad, rows.at(place), |a, b| a * b);
+            for (out, grad) in out[place * width..][..width].iter_mut().zip(grad) {
                 *out = *grad * *weight;
             }
         }

@@ -23,7 +23,7 @@ use tch::Tensor;
 
 use super::{
     AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, Dispatch, NewtonSchulz,
-    Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, Summed,
+    NormBack, Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, Summed,
 };
 use crate::{Result, ahead, product};
 use memory::{apart, empty, integers, read, to_f32, write};
@@ -102,6 +102,16 @@ impl Ops for Cpu {
         norm::residual_backward(branch, residual, by, grad)
     }
 
+    fn residual_norm_backward(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: Scaling,
+        norm: NormBack,
+    ) -> Result<(ResidualGrads, Summed)> {
+        norm::residual_norm_backward(branch, residual, by, norm)
+    }
+
     fn conv_shift(&self, z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]> {
         conv::conv_shift(z, by)
     }
@@ -138,18 +148,25 @@ impl Ops for Cpu {
         experts::swiglu_backward(x, grad)
     }
 
-    fn gather(&self, x: &Tensor, places: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        experts::gather(x, places, weight)
+    fn gather(
+        &self,
+        x: &Tensor,
+        by: &Dispatch,
+        passed: Option<&Tensor>,
+        weight: &Tensor,
+    ) -> Result<Tensor> {
+        experts::gather(x, by, passed, weight)
     }
 
     fn gather_backward(
         &self,
         x: &Tensor,
-        places: &Tensor,
+        by: &Dispatch,
+        passed: Option<&Tensor>,
         weight: &Tensor,
         grad: &Tensor,
     ) -> Result<[Tensor; 2]> {
-        experts::gather_backward(x, places, weight, grad)
+        experts::gather_backward(x, by, passed, weight, grad)
     }
 
     fn adamw(

@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use super::{PARTS, empty, read, simd, to_f32, together, write};
 use crate::Result;
-use crate::ops::{ResidualGrads, Scaling, Summed, check};
+use crate::ops::{NormBack, ResidualGrads, Scaling, Summed, check};
 
 /// Rows whose part of a sum over columns is kept in f32 before it is added to an f64.
 const BLOCK: usize = 32;
@@ -152,6 +152,41 @@ simd! {
             }
         }
     }
+}
+
+/// A few rows at a time go back through both, so that the gradient between them stays in a cache.
+pub(super) fn residual_norm_backward(
+    branch: &Tensor,
+    residual: &Tensor,
+    by: Scaling,
+    norm: NormBack,
+) -> Result<(ResidualGrads, Summed)> {
+    let [rows, width] = check::residual_norm_backward(branch, residual, by, norm)?;
+    let (branch, width) = (to_f32(branch)?, width as usize);
+    let (mut to_branch, mut to_residual) = (empty(&residual.size())?, empty(&residual.size())?);
+    let (mut of_norm, mut columns) = (Columns::<1>::new(width), Columns::<3>::new(width));
+    let (x, factors, grad) = (read(norm.x)?, read(norm.factors)?, read(norm.grad)?);
+    let (weight, beside) = (read(norm.weight)?, norm.beside.map(read).transpose()?);
+    let (branch, stream) = (read(&branch)?, read(residual)?);
+    let scales = [read(by.scale)?, read(by.residual_scale)?];
+    let (into_branch, into_stream) = (write(&mut to_branch)?, write(&mut to_residual)?);
+    let mut sum = vec![0f32; BLOCK * width];
+    for first in (0..rows as usize).step_by(BLOCK) {
+        let end = (rows as usize).min(first + BLOCK);
+        let band = first * width..end * width;
+        let sum = &mut sum[..band.len()];
+        let saved = (&x[band.clone()], &factors[first..end]);
+        norm_rows_back(saved, weight, &grad[band.clone()], sum, &mut of_norm);
+        if let Some(beside) = beside {
+            sum.iter_mut().zip(&beside[band.clone()]).for_each(|(sum, beside)| *sum += *beside);
+        }
+        let into = [&mut into_branch[band.clone()], &mut into_stream[band.clone()]];
+        residual_rows_back([&branch[band.clone()], &stream[band], sum], scales, into, &mut columns);
+    }
+    let ([weight], [all, of_branch, of_residual]) = (of_norm.finish(), columns.finish());
+    let scaling = by.gradients(&all, &of_branch, &of_residual)?;
+    let grads = ResidualGrads { branch: to_branch, residual: to_residual, scaling };
+    Ok((grads, Summed::Made(weight)))
 }
 
 /// Sums over the rows of a matrix, a vector each: in f32 over a few rows, in f64 over those.

@@ -8,7 +8,6 @@ use tch::{Kind, Tensor};
 use super::{Argument, Queue, by_kind};
 use crate::Result;
 use crate::ops::check::Call;
-use crate::ops::operands::Groups;
 use crate::ops::{Dispatch, check};
 
 /// Rows and columns of a block (`SIDE` in `products.h`).
@@ -16,16 +15,6 @@ const SIDE: i64 = 64;
 
 /// What libtorch's grouped product wants widths to be multiples of, in bf16: 16 bytes.
 const ALIGNED: i64 = 8;
-
-/// Where the rows of each class end, i32.
-fn ends<'a>(call: &Call, by: &'a Dispatch) -> Result<&'a Tensor> {
-    match &by.groups {
-        Groups::There(ends) => Ok(ends),
-        Groups::Known(_) => {
-            Err(call.refuse("by", "another table's".to_owned(), "its own".to_owned()))
-        }
-    }
-}
 
 fn tiles(size: i64) -> i64 {
     (size + SIDE - 1) / SIDE
@@ -50,7 +39,7 @@ pub(super) fn matmul(
 ) -> Result<()> {
     let call = Call("grouped_matmul");
     let [width, inner] = check::grouped(&call, by, rows, weights, [1, 2], out)?;
-    let ends = ends(&call, by)?;
+    let ends = by.ends(call.0)?;
     if by_library(rows, [width, inner]) {
         let made = library(rows, &weights.f_transpose(1, 2)?, ends, by.experts)?;
         out.shallow_clone().f_copy_(&made)?;
@@ -69,7 +58,7 @@ pub(super) fn input(
 ) -> Result<()> {
     let call = Call("grouped_matmul_input");
     let [width, inner] = check::grouped(&call, by, grad, weights, [2, 1], out)?;
-    let ends = ends(&call, by)?;
+    let ends = by.ends(call.0)?;
     if by_library(grad, [width, inner]) {
         let made = library(grad, weights, ends, by.experts)?;
         out.shallow_clone().f_copy_(&made)?;
@@ -100,7 +89,7 @@ pub(super) fn weights(
 ) -> Result<Tensor> {
     let call = Call("grouped_matmul_weights");
     let [height, width] = check::grouped_weights(&call, by, grad, rows)?;
-    let ends = ends(&call, by)?;
+    let ends = by.ends(call.0)?;
     if by_library(rows, [height, width]) {
         let made = library(&grad.f_tr()?, rows, ends, by.experts)?.f_contiguous()?;
         let blocks = by.experts * ((height * width + 1023) / 1024);
@@ -115,18 +104,4 @@ pub(super) fn weights(
     let blocks = by.experts * tiles(height) * tiles(width);
     queue.launch(kernel, blocks, &[&memory[..], &sizes].concat())?;
     Ok(out)
-}
-
-pub(super) fn pass_by(
-    queue: &Queue,
-    from: Option<&Tensor>,
-    into: &Tensor,
-    by: &Dispatch,
-) -> Result<()> {
-    let call = Call("pass_by");
-    let width = check::pass_by(&call, from, into, by)?;
-    let kernel = by_kind(into, [c"pass_by_f32", c"pass_by_bf16"]);
-    let from = from.map_or(Argument::Nothing, Argument::from);
-    let arguments = [from, ends(&call, by)?.into(), into.into(), by.experts.into(), width.into()];
-    queue.launch(kernel, by.rows, &arguments)
 }

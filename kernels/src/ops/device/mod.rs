@@ -20,8 +20,9 @@ use tch::{Device, Kind, Tensor};
 
 use super::{
     AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, CrossEntropy,
-    CrossEntropyGrads, Dispatch, Moved, NewtonSchulz, Ops, QueryKey, QueryKeyGrads, REFERENCE,
-    ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Summed, cross_entropy,
+    CrossEntropyGrads, Dispatch, Moved, NewtonSchulz, NormBack, Ops, QueryKey, QueryKeyGrads,
+    REFERENCE, ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Summed,
+    cross_entropy,
 };
 use crate::device::queue::{Argument, Queue};
 use crate::{Error, Result};
@@ -76,7 +77,7 @@ fn by_kind<'a>(tensor: &Tensor, [wide, narrow]: [&'a CStr; 2]) -> &'a CStr {
 impl Ops for Own {
     fn name(&self) -> &'static str {
         static NAME: OnceLock<String> = OnceLock::new();
-        NAME.get_or_init(|| format!("device 2, kernels {:016x}", crate::device::kernels_digest()))
+        NAME.get_or_init(|| format!("device 3, kernels {:016x}", crate::device::kernels_digest()))
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -184,12 +185,14 @@ impl Ops for Own {
         grouped::weights(&self.at(rows)?, grad, rows, by)
     }
 
-    fn pass_by(&self, from: Option<&Tensor>, into: &Tensor, by: &Dispatch) -> Result<()> {
-        grouped::pass_by(&self.at(into)?, from, into, by)
-    }
-
-    fn unpermute(&self, x: &Tensor, by: &Dispatch, beside: &Tensor) -> Result<Tensor> {
-        tokens::unpermute(&self.at(x)?, x, by, beside)
+    fn unpermute(
+        &self,
+        x: &Tensor,
+        by: &Dispatch,
+        passed: Option<&Tensor>,
+        beside: &Tensor,
+    ) -> Result<Tensor> {
+        tokens::unpermute(&self.at(x)?, x, by, passed, beside)
     }
 
     fn cross_entropy(&self, by: CrossEntropy) -> Result<Tensor> {
@@ -266,6 +269,16 @@ impl Ops for Own {
         rows::residual_backward(&self.at(branch)?, branch, residual, by, grad)
     }
 
+    fn residual_norm_backward(
+        &self,
+        branch: &Tensor,
+        residual: &Tensor,
+        by: Scaling,
+        norm: NormBack,
+    ) -> Result<(ResidualGrads, Summed)> {
+        rows::residual_norm_backward(&self.at(branch)?, branch, residual, by, norm)
+    }
+
     fn conv_shift(&self, z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]> {
         heads::conv_shift(&self.at(z)?, z, by)
     }
@@ -302,18 +315,25 @@ impl Ops for Own {
         heads::swiglu_backward(&self.at(x)?, x, grad)
     }
 
-    fn gather(&self, x: &Tensor, places: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        tokens::gather(&self.at(x)?, x, places, weight)
+    fn gather(
+        &self,
+        x: &Tensor,
+        by: &Dispatch,
+        passed: Option<&Tensor>,
+        weight: &Tensor,
+    ) -> Result<Tensor> {
+        tokens::gather(&self.at(x)?, x, by, passed, weight)
     }
 
     fn gather_backward(
         &self,
         x: &Tensor,
-        places: &Tensor,
+        by: &Dispatch,
+        passed: Option<&Tensor>,
         weight: &Tensor,
         grad: &Tensor,
     ) -> Result<[Tensor; 2]> {
-        tokens::gather_backward(&self.at(x)?, x, places, weight, grad)
+        tokens::gather_backward(&self.at(x)?, x, by, passed, weight, grad)
     }
 
     fn adamw(

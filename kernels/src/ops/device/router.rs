@@ -5,17 +5,15 @@ use tch::{Kind, Tensor};
 use super::rows::{banded, lanes, of_bands};
 use super::{Argument, Queue, by_kind, each};
 use crate::Result;
+use crate::ops::operands::Inputs;
 use crate::ops::{
     CrossEntropy, CrossEntropyGrads, Ops, RouterGrads, RouterSaved, RouterWeights, Routes, check,
 };
 
-/// `x += bias`, and `gelu(x)`.
-fn gelu(queue: &Queue, x: &Tensor, bias: &Tensor) -> Result<Tensor> {
+/// `x += bias`, and `out = gelu(x)`.
+fn gelu(queue: &Queue, x: &Tensor, bias: &Tensor, out: &Tensor) -> Result<()> {
     let shape = [x.size()[0], x.size()[1]];
-    let out = queue.room(&shape, Kind::Float)?;
-    let memory = [x, bias, &out].map(Argument::from);
-    one(queue, c"bias_gelu", shape, &memory)?;
-    Ok(out)
+    one(queue, c"bias_gelu", shape, &[x, bias, out].map(Argument::from))
 }
 
 /// A kernel with one element a thread.
@@ -44,16 +42,18 @@ pub(super) fn router(
         (Some(decay), Some(before)) => (Argument::from(decay), Argument::from(before)),
         _ => (Argument::Nothing, Argument::Nothing),
     };
-    let normed = queue.room(&[rows, size], Kind::Float)?;
+    let inputs = queue.room(&[2, rows, size], Kind::Float)?;
+    let (normed, first_out) = (inputs.f_get(0)?, inputs.f_get(1)?);
     let factors = queue.room(&[rows, 1], Kind::Float)?;
     let memory = [(&state).into(), by.down_bias.into(), entered, decay, by.norm.into()];
     let out = [(&normed).into(), (&factors).into()];
     let sizes = [rows.into(), size.into(), (by.eps as f32).into()];
     queue.launch(c"router_norm", lanes(rows), &[&memory[..], &out, &sizes].concat())?;
     let first = normed.f_matmul(&by.fc1.f_tr()?)?;
-    let first_out = gelu(queue, &first, by.fc1_bias)?;
+    gelu(queue, &first, by.fc1_bias, &first_out)?;
     let second = first_out.f_matmul(&by.fc2.f_tr()?)?;
-    let second_out = gelu(queue, &second, by.fc2_bias)?;
+    let second_out = queue.room(&[rows, size], Kind::Float)?;
+    gelu(queue, &second, by.fc2_bias, &second_out)?;
     let logits = second_out.f_matmul(&by.out.f_tr()?)?;
     let classes = logits.size()[1];
     let probabilities = queue.room(&[rows, classes], Kind::Float)?;
@@ -66,9 +66,8 @@ pub(super) fn router(
         before: before.map(Tensor::shallow_clone),
         state: state.shallow_clone(),
         factors,
-        normed,
+        inputs: Inputs::Stacked(inputs),
         first,
-        first_out,
         second,
         second_out,
         probabilities,
@@ -77,12 +76,10 @@ pub(super) fn router(
     Ok((Routes { choice, weight, state }, saved))
 }
 
-/// Back through a GELU.
-fn gelu_backward(queue: &Queue, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
+/// Back through a GELU, into `out`.
+fn gelu_backward(queue: &Queue, x: &Tensor, grad: &Tensor, out: &Tensor) -> Result<()> {
     let shape = [x.size()[0], x.size()[1]];
-    let out = queue.room(&shape, Kind::Float)?;
-    one(queue, c"gelu_backward", shape, &[x, grad, &out].map(Argument::from))?;
-    Ok(out)
+    one(queue, c"gelu_backward", shape, &[x, grad, out].map(Argument::from))
 }
 
 pub(super) fn router_backward(
@@ -99,8 +96,11 @@ pub(super) fn router_backward(
     let logits = queue.room(&[rows, classes], Kind::Float)?;
     let memory = [&saved.probabilities, &saved.choice, weight, &logits].map(Argument::from);
     each(queue, c"router_backward", [rows, classes], &memory)?;
-    let second = gelu_backward(queue, &saved.second, &logits.f_matmul(by.out)?)?;
-    let first = gelu_backward(queue, &saved.first, &second.f_matmul(by.fc2)?)?;
+    let hidden = queue.room(&[2, rows, size], Kind::Float)?;
+    let (first, second) = (hidden.f_get(0)?, hidden.f_get(1)?);
+    gelu_backward(queue, &saved.second, &logits.f_matmul(by.out)?, &second)?;
+    gelu_backward(queue, &saved.first, &second.f_matmul(by.fc2)?, &first)?;
+    let squares = hidden.f_transpose(1, 2)?.f_bmm(saved.stacked()?)?;
     let inner = first.f_matmul(by.fc1)?;
     let own = queue.room(&[rows, size], Kind::Float)?;
     let (decay, entered) = by.decay.zip(saved.before.as_ref()).unzip();
@@ -128,9 +128,9 @@ pub(super) fn router_backward(
         down_bias: vector(1)?,
         decay: decay.map(|_| vector(2)).transpose()?,
         norm: vector(0)?,
-        fc1: first.f_tr()?.f_matmul(&saved.normed)?,
+        fc1: squares.f_get(0)?,
         fc1_bias: vector(3)?,
-        fc2: second.f_tr()?.f_matmul(&saved.first_out)?,
+        fc2: squares.f_get(1)?,
         fc2_bias: vector(4)?,
         out: logits.f_tr()?.f_matmul(&saved.second_out)?,
     })

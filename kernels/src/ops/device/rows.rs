@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::{Argument, Queue, by_kind, each};
 use crate::Result;
 use crate::ops::operands::Bands;
-use crate::ops::{Banded, ResidualGrads, Scaling, Summed, check};
+use crate::ops::{Banded, NormBack, ResidualGrads, Scaling, Summed, check};
 
 /// Rows whose part of a sum over rows is kept in f32, and columns of a block.
 const BAND: i64 = 32;
@@ -199,4 +199,27 @@ impl Scaling<'_> {
             scaled(partial, 0, None, self.residual_scale)?,
         ])
     }
+}
+
+pub(super) fn residual_norm_backward(
+    queue: &Queue,
+    branch: &Tensor,
+    residual: &Tensor,
+    by: Scaling,
+    norm: NormBack,
+) -> Result<(ResidualGrads, Summed)> {
+    let [rows, width] = check::residual_norm_backward(branch, residual, by, norm)?;
+    let [to_branch, to_residual] = [(); 2].map(|()| queue.room(&[rows, width], Kind::Float));
+    let (to_branch, to_residual) = (to_branch?, to_residual?);
+    let kernel = by_kind(branch, [c"residual_norm_backward_f32", c"residual_norm_backward_bf16"]);
+    let [of_norm, partial] = [1, 3].map(|stack| banded(queue, [stack, rows, width]));
+    let ((of_norm, _), (partial, _)) = (of_norm?, partial?);
+    let back = [norm.x, norm.factors, norm.weight, norm.grad].map(Argument::from);
+    let beside = [norm.beside.map_or(Argument::Nothing, Argument::from)];
+    let from = [branch, residual, by.scale, by.residual_scale].map(Argument::from);
+    let into = [&to_branch, &to_residual, &of_norm, &partial].map(Argument::from);
+    let sizes = [rows, width].map(Argument::from);
+    queue.launch(kernel, bands(rows), &[&back[..], &beside, &from, &into, &sizes].concat())?;
+    let (to_weight, scaling) = (of_bands(&of_norm, &[0], &[width])?, by.of_bands(&partial)?);
+    Ok((ResidualGrads { branch: to_branch, residual: to_residual, scaling }, to_weight))
 }

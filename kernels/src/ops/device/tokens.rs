@@ -11,7 +11,7 @@ use crate::ops::{Dispatch, Summed, check};
 /// An expert's rows are filled up to a multiple of this (`FILL + 1` in `dispatch.h`).
 const ROWS: i64 = 8;
 
-/// Classes that `dispatch_offsets` holds at once.
+/// Classes that `dispatch_places` holds at once.
 const CLASSES: i64 = 1024;
 
 pub(super) fn embedding(
@@ -56,28 +56,22 @@ pub(super) fn dispatch(queue: &Queue, choice: &Tensor, classes: i64) -> Result<D
     }
     let tokens = choice.size()[0];
     let (blocks, most) = ((tokens + 255) / 256, tokens + (ROWS - 1) * (classes - 1));
-    let first = queue.room(&[blocks, classes], Kind::Int)?;
+    let by_block = queue.room(&[blocks, classes], Kind::Int)?;
     let [counts, places] = [classes, tokens].map(|count| queue.room(&[count], Kind::Int64));
     let [ends, order] = [classes, most].map(|count| queue.room(&[count], Kind::Int));
     let (counts, places, ends, order) = (counts?, places?, ends?, order?);
-    let sizes = [tokens, classes].map(Argument::from);
-    let memory = [choice, &first].map(Argument::from);
-    queue.launch(c"dispatch_counts", blocks, &[&memory[..], &sizes].concat())?;
-    let memory = [&first, &counts, &ends, &order].map(Argument::from);
-    let all = [blocks, classes, most].map(Argument::from);
-    queue.launch(c"dispatch_offsets", 1, &[&memory[..], &all].concat())?;
-    let memory = [choice, &first, &places, &order].map(Argument::from);
-    queue.launch(c"dispatch_places", blocks, &[&memory[..], &sizes].concat())?;
-
+    let memory = [choice, &by_block].map(Argument::from);
+    let sizes = [tokens, classes, most].map(Argument::from);
+    queue.launch(c"dispatch_counts", blocks, &[&memory[..], &sizes[..2]].concat())?;
+    let memory = [choice, &by_block, &counts, &ends, &places, &order].map(Argument::from);
+    queue.launch(c"dispatch_places", blocks.max(1), &[&memory[..], &sizes].concat())?;
     let (order, groups) = (Order::Marked(order), Groups::There(ends));
     Ok(Dispatch { order, places, counts, experts: classes - 1, rows: most, computed: most, groups })
 }
 
 pub(super) fn permute(queue: &Queue, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
     let call = check::Call("permute");
-    let Order::Marked(order) = &by.order else {
-        return Err(call.refuse("by", "another table's".to_owned(), "its own".to_owned()));
-    };
+    let order = by.marked("permute")?;
     let (rows, tokens, width) = (order.size()[0], by.places.size()[0], call.matrix("x", x)?[1]);
     call.float("x", x, &[tokens, width])?;
     let out = queue.room(&[rows, width], x.kind())?;
@@ -87,47 +81,67 @@ pub(super) fn permute(queue: &Queue, x: &Tensor, by: &Dispatch) -> Result<Tensor
     Ok(out)
 }
 
+/// What [`unpermute`] and [`gather`] are given first: places of rows, the rows of experts, those that passed them by or nothing,
+/// and where the experts' end.
+fn returning<'a>(
+    operation: &'static str,
+    x: &'a Tensor,
+    by: &'a Dispatch,
+    passed: Option<&'a Tensor>,
+) -> Result<[Argument<'a>; 4]> {
+    let passed = passed.map_or(Argument::Nothing, Argument::from);
+    Ok([(&by.places).into(), x.into(), passed, by.ends(operation)?.into()])
+}
+
 pub(super) fn unpermute(
     queue: &Queue,
     x: &Tensor,
     by: &Dispatch,
+    passed: Option<&Tensor>,
     beside: &Tensor,
 ) -> Result<Tensor> {
-    let [tokens, width] = check::unpermute(x, by, beside)?;
+    let [tokens, width] = check::unpermute(x, by, passed, beside)?;
     let out = queue.room(&[tokens, width], Kind::Float)?;
     let kernel = by_kind(x, [c"unpermute_f32", c"unpermute_bf16"]);
-    let memory = [x, &by.places, beside, &out].map(Argument::from);
-    queue.launch(kernel, tokens, &[&memory[..], &[width.into()]].concat())?;
+    let rows = returning("unpermute", x, by, passed)?;
+    let rest = [beside.into(), (&out).into(), by.experts.into(), width.into()];
+    queue.launch(kernel, tokens, &[&rows[..], &rest].concat())?;
     Ok(out)
 }
 
 pub(super) fn gather(
     queue: &Queue,
     x: &Tensor,
-    places: &Tensor,
+    by: &Dispatch,
+    passed: Option<&Tensor>,
     weight: &Tensor,
 ) -> Result<Tensor> {
-    let [_, tokens, width] = check::gather(x, places, weight)?;
+    let [tokens, width] = check::gather(x, by, passed, weight)?;
     let out = queue.room(&[tokens, width], Kind::Float)?;
     let kernel = by_kind(x, [c"gather_f32", c"gather_bf16"]);
-    let memory = [x, places, weight, &out].map(Argument::from);
-    queue.launch(kernel, tokens, &[&memory[..], &[width.into()]].concat())?;
+    let rows = returning("gather", x, by, passed)?;
+    let rest = [weight.into(), (&out).into(), by.experts.into(), width.into()];
+    queue.launch(kernel, tokens, &[&rows[..], &rest].concat())?;
     Ok(out)
 }
 
+/// Place by place, so that those without a token get their zeros too.
 pub(super) fn gather_backward(
     queue: &Queue,
     x: &Tensor,
-    places: &Tensor,
+    by: &Dispatch,
+    passed: Option<&Tensor>,
     weight: &Tensor,
     grad: &Tensor,
 ) -> Result<[Tensor; 2]> {
-    let [rows, tokens, width] = check::gather_backward(x, places, weight, grad)?;
-    let to_x = Tensor::f_zeros([rows, width], (Kind::Float, queue.device()))?;
+    let [tokens, width] = check::gather_backward(x, by, passed, weight, grad)?;
+    let to_x = queue.room(&[by.rows, width], Kind::Float)?;
     let to_weight = queue.room(&[tokens, 1], Kind::Float)?;
     let kernel = by_kind(x, [c"gather_backward_f32", c"gather_backward_bf16"]);
-    let memory = [x, places, weight, grad, &to_x, &to_weight].map(Argument::from);
-    let sizes = [tokens, width].map(Argument::from);
-    queue.launch(kernel, lanes(tokens), &[&memory[..], &sizes].concat())?;
+    let [_, rows @ ..] = returning("gather_backward", x, by, passed)?;
+    let order = [by.marked("gather_backward")?.into()];
+    let rest = [weight, grad, &to_x, &to_weight].map(Argument::from);
+    let sizes = [by.rows, by.experts, width].map(Argument::from);
+    queue.launch(kernel, lanes(by.rows), &[&order[..], &rows, &rest, &sizes].concat())?;
     Ok([to_x, to_weight])
 }

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::to_f32;
 use crate::Result;
-use crate::ops::check;
+use crate::ops::{Dispatch, check, composed};
 
 pub(super) fn swiglu(x: &Tensor) -> Result<Tensor> {
     check::swiglu(x)?;
@@ -25,20 +25,26 @@ fn halves(x: &Tensor) -> Result<(Tensor, Tensor)> {
     Ok((x.f_narrow(1, 0, size)?, x.f_narrow(1, size, size)?))
 }
 
-pub(super) fn gather(x: &Tensor, places: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    check::gather(x, places, weight)?;
-    Ok(to_f32(x)?.f_index_select(0, places)?.f_mul(weight)?)
+pub(super) fn gather(
+    x: &Tensor,
+    by: &Dispatch,
+    passed: Option<&Tensor>,
+    weight: &Tensor,
+) -> Result<Tensor> {
+    check::gather(x, by, passed, weight)?;
+    Ok(to_f32(&composed::returned("gather", x, by, passed)?)?.f_mul(weight)?)
 }
 
 pub(super) fn gather_backward(
     x: &Tensor,
-    places: &Tensor,
+    by: &Dispatch,
+    passed: Option<&Tensor>,
     weight: &Tensor,
     grad: &Tensor,
 ) -> Result<[Tensor; 2]> {
-    check::gather_backward(x, places, weight, grad)?;
-    let x = to_f32(x)?;
-    let to_x = x.f_zeros_like()?.f_index_copy(0, places, &grad.f_mul(weight)?)?;
-    let to_weight = x.f_index_select(0, places)?.f_mul(grad)?;
+    check::gather_backward(x, by, passed, weight, grad)?;
+    let mut to_x = Tensor::f_zeros(x.size(), (Kind::Float, x.device()))?;
+    let _ = to_x.f_index_copy_(0, &by.places, &grad.f_mul(weight)?)?;
+    let to_weight = to_f32(&composed::returned("gather_backward", x, by, passed)?)?.f_mul(grad)?;
     Ok([to_x, to_weight.f_sum_dim_intlist(1, true, Kind::Float)?])
 }

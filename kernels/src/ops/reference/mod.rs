@@ -121,18 +121,25 @@ impl Ops for Reference {
         experts::swiglu_backward(x, grad)
     }
 
-    fn gather(&self, x: &Tensor, places: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        experts::gather(x, places, weight)
+    fn gather(
+        &self,
+        x: &Tensor,
+        by: &Dispatch,
+        passed: Option<&Tensor>,
+        weight: &Tensor,
+    ) -> Result<Tensor> {
+        experts::gather(x, by, passed, weight)
     }
 
     fn gather_backward(
         &self,
         x: &Tensor,
-        places: &Tensor,
+        by: &Dispatch,
+        passed: Option<&Tensor>,
         weight: &Tensor,
         grad: &Tensor,
     ) -> Result<[Tensor; 2]> {
-        experts::gather_backward(x, places, weight, grad)
+        experts::gather_backward(x, by, passed, weight, grad)
     }
 
     fn adamw(

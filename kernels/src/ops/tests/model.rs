@@ -118,12 +118,9 @@ proptest! {
             let (out, back) = (grads.empty_like(), rows.empty_like());
             EMULATED.grouped_matmul(&rows, &weights, &by, &out).unwrap();
             EMULATED.grouped_matmul_input(&grads, &weights, &by, &back).unwrap();
-            for x in [&out, &back] {
-                EMULATED.pass_by(None, x, &by).unwrap();
-            }
             let zeros = [&grad, &x].map(|x| x.zeros_like());
             let [out, back] = [0, 1].map(|side| {
-                EMULATED.unpermute([&out, &back][side], &by, &zeros[side]).unwrap()
+                EMULATED.unpermute([&out, &back][side], &by, None, &zeros[side]).unwrap()
             });
             [out, back, EMULATED.grouped_matmul_weights(&grads, &rows, &by).unwrap()]
         };
@@ -203,7 +200,7 @@ proptest! {
             let rows = table.permute(&x, &by).unwrap();
             prop_assert_eq!(rows.size()[0], by.rows);
             prop_assert_eq!(&rows.index_select(0, &by.places), &x);
-            let back = table.unpermute(&rows, &by, &x).unwrap();
+            let back = table.unpermute(&rows, &by, Some(&rows), &x).unwrap();
             prop_assert_eq!(back, x.to_kind(Kind::Float) * 2.0);
             let whole = rows.to_kind(Kind::Double).abs().sum(Kind::Double).double_value(&[]);
             let once = x.to_kind(Kind::Double).abs().sum(Kind::Double).double_value(&[]);
@@ -211,13 +208,11 @@ proptest! {
 
             let out = Tensor::full([rows.size()[0], narrow], f64::NAN, (kind, Device::Cpu));
             table.grouped_matmul(&rows, &weights, &by, &out).unwrap();
-            table.pass_by(None, &out, &by).unwrap();
-            let out = out.index_select(0, &by.places);
+            let out = table.unpermute(&out, &by, None, &grad.zeros_like()).unwrap().to_kind(kind);
             let grads = table.permute(&grad, &by).unwrap();
             let back = Tensor::full([rows.size()[0], wide], f64::NAN, (kind, Device::Cpu));
             table.grouped_matmul_input(&grads, &weights, &by, &back).unwrap();
-            table.pass_by(Some(&rows), &back, &by).unwrap();
-            let back = back.index_select(0, &by.places);
+            let back = table.unpermute(&back, &by, Some(&rows), &x.zeros_like()).unwrap().to_kind(kind);
             let of_weights = Tensor::zeros(weights.size(), (Kind::Double, Device::Cpu));
             for (token, &class) in (0i64..).zip(&choice) {
                 let double = |x: &Tensor| x.get(token).to_kind(Kind::Double);

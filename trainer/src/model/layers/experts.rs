@@ -29,7 +29,8 @@ pub(super) struct Experts {
 pub(super) struct Saved {
     order: Dispatch,
     weight: Tensor,
-    rows: Tensor,
+    /// What entered.
+    sorted: Tensor,
     /// By shard: gate and up, and their product.
     inner: Vec<[Tensor; 2]>,
     out: Tensor,
@@ -37,8 +38,9 @@ pub(super) struct Saved {
 
 /// Gradients of the experts.
 pub(super) struct Grads {
-    /// Of their input, in the order of experts.
+    /// Of their input, in the order of experts; and of what passed them by, where that came to anything.
     pub(super) input: Tensor,
+    pub(super) passed: Option<Tensor>,
     /// That order.
     pub(super) order: Dispatch,
     /// Of the routing weights, `[N, 1]`.
@@ -65,7 +67,7 @@ struct PassingBack {
     order: Dispatch,
     rows: Tensor,
     inner: Vec<[Tensor; 2]>,
-    /// Gradients of what the experts made, and of the routing weights.
+    /// Gradients of what the experts made and of what passed them by, and of the routing weights.
     out: Tensor,
     weight: Tensor,
     params: Vec<[Tensor; 2]>,
@@ -104,10 +106,10 @@ impl Experts {
         let found = passing.into_iter().zip(x.iter().zip(routes)).map(|(chunk, (x, routes))| {
             let Passing { order, sorted, rows, inner, sum } = chunk;
             let out = total(sum, x)?;
-            self.pass_by(pass, &order, &sorted, &out)?;
-            let weight = routes.weight.shallow_clone();
-            let mixed = pass.ops.gather(&out, &order.places, &weight)?.f_to_kind(x.kind())?;
-            Ok((mixed, Saved { order, weight, rows, inner, out }))
+            drop(rows);
+            let (weight, passed) = (routes.weight.shallow_clone(), self.passed(&sorted));
+            let mixed = pass.ops.gather(&out, &order, passed, &weight)?.f_to_kind(x.kind())?;
+            Ok((mixed, Saved { order, weight, sorted, inner, out }))
         });
         found.collect()
     }
@@ -119,7 +121,7 @@ impl Experts {
         saved: Vec<Saved>,
         grad: &[&Tensor],
     ) -> Result<Vec<Grads>> {
-        let passing = saved.into_iter().zip(grad).map(|(own, grad)| own.back(pass, grad));
+        let passing = saved.into_iter().zip(grad).map(|(own, grad)| self.gathered(pass, own, grad));
         let mut passing = passing.collect::<Result<Vec<_>>>()?;
         let mut shards = Shards::new(pass, [self.gate_up, self.down], pass.shards)?;
         for number in 0..pass.shards {
@@ -128,10 +130,10 @@ impl Experts {
         }
         let found = passing.into_iter().map(|chunk| {
             let PassingBack { order, rows, out, weight, params, sum, .. } = chunk;
-            let input = total(sum, &rows)?;
-            self.pass_by(pass, &order, &out, &input)?;
+            let (input, passed) =
+                (total(sum, &rows)?, self.passed(&out).map(Tensor::shallow_clone));
             let used = if pass.chunks.count() > 1 { order.used()? } else { Vec::new() };
-            Ok(Grads { input, order, weight, params: joined(&params)?, used })
+            Ok(Grads { input, passed, order, weight, params: joined(&params)?, used })
         });
         found.collect()
     }
@@ -151,19 +153,21 @@ impl Experts {
         Ok([Tensor::f_cat(&[side(0)?, side(inner)?], 1)?, down])
     }
 
-    /// The rows without an expert, from `from` to `into`; so do their gradients.
-    fn pass_by(
-        &self,
-        pass: &Pass<'_>,
-        order: &Dispatch,
-        from: &Tensor,
-        into: &Tensor,
-    ) -> Result<()> {
-        let from = match self.skip {
+    /// What stands in for the rows that no expert computes, or for their gradients; otherwise zeros do.
+    fn passed<'a>(&self, rows: &'a Tensor) -> Option<&'a Tensor> {
+        match self.skip {
             Skip::Zero => None,
-            Skip::Identity => Some(from),
-        };
-        pass.ops.pass_by(from, into, order)
+            Skip::Identity => Some(rows),
+        }
+    }
+
+    fn gathered(&self, pass: &Pass<'_>, saved: Saved, grad: &Tensor) -> Result<PassingBack> {
+        let Saved { order, weight, sorted, inner, out } = saved;
+        let passed = self.passed(&sorted);
+        let [out, weight] = pass.ops.gather_backward(&out, &order, passed, &weight, grad)?;
+        let rows = sorted.f_narrow(0, 0, order.computed)?;
+        let (out, params) = (out.f_to_kind(rows.kind())?, Vec::new());
+        Ok(PassingBack { order, rows, inner, out, weight, params, sum: Counter::new() })
     }
 }
 
@@ -218,13 +222,6 @@ impl PassingBack {
 }
 
 impl Saved {
-    fn back(self, pass: &Pass<'_>, grad: &Tensor) -> Result<PassingBack> {
-        let Saved { order, weight, rows, inner, out } = self;
-        let [out, weight] = pass.ops.gather_backward(&out, &order.places, &weight, grad)?;
-        let (out, params) = (out.f_to_kind(rows.kind())?, Vec::new());
-        Ok(PassingBack { order, rows, inner, out, weight, params, sum: Counter::new() })
-    }
-
     /// Tokens of each class, the skip last.
     pub(super) fn counts(&self) -> &Tensor {
         &self.order.counts

@@ -90,7 +90,8 @@ impl Moe {
             let (bound, weight) = (self.router.bind(pass), &experts.weight);
             pass.ops.router_backward(bound, &x, router, weight, state).map_err(refused)?
         };
-        let x = pass.ops.unpermute(&experts.input, &experts.order, &router.input);
+        let (order, passed) = (&experts.order, experts.passed.as_ref());
+        let x = pass.ops.unpermute(&experts.input, order, passed, &router.input);
         let (x, state) = (x.map_err(refused)?, router.before.take());
         self.router.emit(router, sink)?;
         Ok((x, state))

@@ -1,7 +1,7 @@
 //! RMS norm and residual scaling: forward, and backward written out.
 
 use contract::Result;
-use kernels::ops::Scaling;
+use kernels::ops::{NormBack, Scaling};
 use tch::Tensor;
 
 use crate::model::ZayaConfig;
@@ -20,6 +20,16 @@ pub(in crate::model) struct RmsNorm {
 pub(in crate::model) struct Normed {
     x: Tensor,
     factor: Tensor,
+}
+
+/// What comes back to a norm, and past it.
+pub(in crate::model) struct Returned {
+    /// What goes back through it.
+    pub(in crate::model) normed: Normed,
+    /// The gradient of what it came to, f32.
+    pub(in crate::model) grad: Tensor,
+    /// That of its input as far as it went past the norm too, f32.
+    pub(in crate::model) beside: Option<Tensor>,
 }
 
 impl RmsNorm {
@@ -55,34 +65,27 @@ impl RmsNorm {
         x.iter().map(|x| self.forward(pass, x)).collect()
     }
 
-    /// From the gradient of the output, f32: that of the input.
+    /// From what came back to it: the gradient of the input.
     pub(in crate::model) fn backward(
         &self,
         pass: &Pass<'_>,
-        saved: Normed,
-        grad: &Tensor,
+        returned: Returned,
         sink: &mut ChunkGradients<'_, '_>,
     ) -> Result<Tensor> {
-        let (Normed { x, factor }, weight) = (saved, &pass.weights[self.weight]);
-        let found = pass.ops.rms_norm_backward(&x, &factor, weight, grad);
+        let NormBack { x, factors, weight, grad, beside } = self.back(pass, &returned);
+        let found = match beside {
+            None => pass.ops.rms_norm_backward(x, factors, weight, grad),
+            Some(beside) => pass.ops.rms_norm_backward_beside(x, factors, weight, grad, beside),
+        };
         let (input, weight) = found.map_err(refused)?;
         emit_sum(sink, self.weight, weight)?;
         Ok(input)
     }
 
-    /// The same where the input has gone past the norm too: with what came back that way, `beside`.
-    pub(in crate::model) fn backward_beside(
-        &self,
-        pass: &Pass<'_>,
-        saved: Normed,
-        (grad, beside): (&Tensor, &Tensor),
-        sink: &mut ChunkGradients<'_, '_>,
-    ) -> Result<Tensor> {
-        let (Normed { x, factor }, weight) = (saved, &pass.weights[self.weight]);
-        let found = pass.ops.rms_norm_backward_beside(&x, &factor, weight, grad, beside);
-        let (input, weight) = found.map_err(refused)?;
-        emit_sum(sink, self.weight, weight)?;
-        Ok(input)
+    fn back<'a>(&self, pass: &Pass<'a>, returned: &'a Returned) -> NormBack<'a> {
+        let Returned { normed: Normed { x, factor }, grad, beside } = returned;
+        let weight = pass.weights.of(self.weight);
+        NormBack { x, factors: factor, weight, grad, beside: beside.as_ref() }
     }
 }
 
@@ -131,16 +134,18 @@ impl Residual {
         Ok((sum, (normed, Normed { x, factor })))
     }
 
-    /// From the gradient of the sum: those of `out` and of `residual`.
-    pub(in crate::model) fn backward(
+    /// From what came back to the norm of the sum: the gradients of `out` and of `residual`.
+    pub(in crate::model) fn backward_norm(
         &self,
         pass: &Pass<'_>,
         (out, residual): (&Tensor, &Tensor),
-        grad: &Tensor,
+        (norm, returned): (&RmsNorm, Returned),
         sink: &mut ChunkGradients<'_, '_>,
     ) -> Result<(Tensor, Tensor)> {
-        let found = pass.ops.residual_backward(out, residual, self.scaling(pass), grad);
-        let found = found.map_err(refused)?;
+        let (by, back) = (self.scaling(pass), norm.back(pass, &returned));
+        let found = pass.ops.residual_norm_backward(out, residual, by, back);
+        let (found, weight) = found.map_err(refused)?;
+        emit_sum(sink, norm.weight, weight)?;
         let ids = [self.hidden_scale, self.hidden_bias, self.residual_scale, self.residual_bias];
         for (id, gradient) in ids.into_iter().zip(found.scaling) {
             emit_sum(sink, id, gradient)?;
