@@ -479,7 +479,7 @@ fn bounded(what: &str, counted: &Counted, bound: [f64; 2]) {
 
 #[test]
 fn operations_of_a_step_are_bounded() {
-    let bounds = [[90.0, 0.0], [45.0, 0.0], [60.0, 5.0], [950.0, 5.0]];
+    let bounds = [[60.0, 0.0], [42.0, 0.0], [50.0, 5.0], [700.0, 5.0]];
     for ((what, counted), bound) in parts(true, "f32").iter().zip(bounds) {
         println!("{what}:\n{}", table(counted));
         bounded(what, counted, bound);
