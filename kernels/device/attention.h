@@ -153,9 +153,9 @@ DEVICE void query_key(const T* z, const f32* bias, f32* raw, const f32* temperat
   const u32 head = row.index / by.tokens, token = row.index % by.tokens;
   f32* own = raw + static_cast<u64>(row.index) * by.width;
   if (row.there) {
-    const T* from = z + static_cast<u64>(token) * columns;
+    const u32 from = token * columns;
     for (u32 place = row.lane; place < by.width; place += PARTS) {
-      const auto at = [=](u32 head) { return wide(from[head * by.width + place]); };
+      const auto at = [=](u32 head) { return wide(z[from + head * by.width + place]); };
       f32 mean = 0.0f;
       if (head < by.queries) {
         mean = (at(head) + at(by.queries + head / group)) * 0.5f;

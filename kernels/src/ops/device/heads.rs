@@ -62,6 +62,8 @@ pub(super) fn query_key(
     by: QueryKey,
 ) -> Result<(Tensor, Tensor)> {
     let (_, [heads, tokens, width]) = check::query_key(z, raw, by)?;
+    // The kernel counts the elements of `z` in 32 bits.
+    super::blocks(tokens, z.size()[1])?;
     let [queries, keys, _] = by.shape;
     let factors = queue.room(&[heads, tokens, 1], Kind::Float)?;
     let out = queue.room(&[heads, tokens, width], Kind::Float)?;

@@ -377,3 +377,15 @@ fn a_table_is_found_by_its_name() {
     let refused = EMULATED.dispatch(&Tensor::zeros([3], (Kind::Int64, Device::Cpu)), 2000);
     assert!(matches!(refused, Err(Error::Operand { operation: "dispatch", .. })));
 }
+
+#[test]
+fn no_tokens_are_sorted_too() {
+    for table in [CPU, REFERENCE, EMULATED] {
+        let by = table.dispatch(&Tensor::zeros([0], (Kind::Int64, Device::Cpu)), 4).unwrap();
+        assert_eq!(Vec::<i64>::try_from(&by.counts).unwrap(), [0; 4]);
+        let rows = table.permute(&random(&[0, 3], 1), &by).unwrap();
+        assert_eq!(rows, Tensor::zeros([by.rows, 3], (Kind::Float, Device::Cpu)));
+        let found = table.unpermute(&rows, &by, None, &random(&[0, 3], 2)).unwrap();
+        assert_eq!(found.size(), [0, 3]);
+    }
+}
