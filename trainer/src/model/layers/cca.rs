@@ -304,9 +304,8 @@ impl Heads {
         taps: Tensor,
     ) -> Result<(Tensor, [Tensor; 4])> {
         let raw = pass.ops.matmul(&taps, &self.kernel.f_transpose(1, 2)?)?;
-        let mut raw = raw.f_to_kind(Kind::Float)?;
-        let (qk, factor) = pass.ops.query_key(projected, &mut raw, self.turned(chunk))?;
-        Ok((qk.f_to_kind(pass.kind)?, [x.shallow_clone(), taps, raw, factor]))
+        let made = pass.ops.query_key(projected, raw, self.turned(chunk))?;
+        Ok((made.out, [x.shallow_clone(), taps, made.raw, made.factors]))
     }
 
     pub(super) fn convolution<'a>(&'a self, chunk: &'a Chunk) -> ConvShift<'a> {
