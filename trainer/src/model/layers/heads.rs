@@ -191,15 +191,17 @@ fn channels(parts: &[Tensor], query: i64) -> Result<Tensor> {
 /// Matrices one below the other: where they lie so in memory, as one layer's projections do, all of them as one.
 fn below(parts: &[Tensor; 4]) -> Result<Tensor> {
     let bytes = |part: &Tensor| part.numel() * part.kind().elt_size_in_bytes();
-    let follows = |pair: &[Tensor]| {
-        pair.iter().all(Tensor::is_contiguous)
-            && pair[0].data_ptr() as usize + bytes(&pair[0]) == pair[1].data_ptr() as usize
+    let follows = |pair: &[&Tensor]| {
+        pair.iter().all(|part| part.is_contiguous())
+            && pair[0].data_ptr() as usize + bytes(pair[0]) == pair[1].data_ptr() as usize
     };
-    if parts.windows(2).all(follows) {
+    // What has no rows has no place.
+    let there: Vec<&Tensor> = parts.iter().filter(|part| part.numel() > 0).collect();
+    if let (true, [first, ..]) = (there.windows(2).all(follows), &there[..]) {
         let rows: i64 = parts.iter().map(|part| part.size()[0]).sum();
-        let width = parts[0].size()[1];
+        let width = first.size()[1];
         // Refused where the storage of the first one ends before: then they are neighbours by chance.
-        if let Ok(all) = parts[0].f_as_strided([rows, width], [width, 1], None) {
+        if let Ok(all) = first.f_as_strided([rows, width], [width, 1], None) {
             return Ok(all);
         }
     }
