@@ -319,8 +319,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// Back through [`Ops::swiglu`], from the gradient of its outcome in the kind of `x`: that of `x`.
     fn swiglu_backward(&self, x: &Tensor, grad: &Tensor) -> Result<Tensor>;
 
-    /// The row of each token in `x`, `[P, D]` float, times `weight`, `[N, 1]` f32: `[N, D]`, in the kind of `x`. For a token without an expert
-    /// the row of `passed` stands in, `[P, D]` in the kind of `x`, or zeros: that of `x` has no value.
+    /// The row of each token in `x`, `[P, D]` float, times `weight`, `[N, 1]` f32: `[N, D]`, in the kind of `x`. For a token
+    /// without an expert the row of `passed` stands in, `[P, D]` in the kind of `x`, or zeros: that of `x` has no value.
     fn gather(
         &self,
         x: &Tensor,

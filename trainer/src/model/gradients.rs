@@ -120,8 +120,8 @@ impl<'a> Gradients<'a> {
         ChunkGradients { all: self, chunk }
     }
 
-    /// Makes the sums over rows that wait, all at once, and f32 of what waits in fewer bits, and hands them on: a layer does so at
-    /// its end.
+    /// Makes the sums over rows that wait, all at once, and f32 of what waits in fewer bits, and hands them on: a layer does so
+    /// at its end.
     pub(super) fn settle(&mut self, ops: Table) -> Result<()> {
         let (places, narrow): (Vec<_>, Vec<_>) = self.narrow.drain(..).unzip();
         let wide = ops.all_wide(narrow).map_err(refused)?;

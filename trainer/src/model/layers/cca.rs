@@ -124,8 +124,8 @@ impl LayerKind for Cca {
         let (query, key, conv) =
             (size(config.query_size()), size(config.key_size()), size(config.conv_size()));
         let (heads, keys) = (size(config.num_attention_heads), size(config.num_key_value_heads));
-        // Input and output; projected, both taps, normed; the values before and after their shift, what each span made of them, and
-        // that in one row.
+        // Input and output; projected, both taps, normed; the values before and after their shift, what each span made of them,
+        // and that in one row.
         let products = 2 * size(config.hidden_size) + 4 * conv + 2 * key + 2 * query;
         // The keys of all chunks in one row, which later ones read.
         let products = products + if cut.chunks > 1 { key } else { 0 };
