@@ -143,11 +143,11 @@ struct Groups {
 
 constexpr f32 LEAST_LENGTH = 1.1920929e-7f;
 
-// raw += bias + the mean that belongs to it of what stands first in the `columns` of z; out = raw made sqrt(d) long, times the
-// temperature for keys, its first 2 r dimensions turned: i with i + r. 16 lanes a vector.
+// raw = made + bias + the mean that belongs to it of what stands first in the `columns` of z; out = raw made sqrt(d) long, times
+// the temperature for keys, its first 2 r dimensions turned: i with i + r. 16 lanes a vector. `made` may be raw.
 template <typename T>
-DEVICE void query_key(const T* z, const f32* bias, f32* raw, const f32* temperature, const f32* cosines, const f32* sines,
-                      f32* factors, f32* out, Groups by, u32 half, u32 columns) {
+DEVICE void query_key(const T* z, const T* made, const f32* bias, f32* raw, const f32* temperature, const f32* cosines,
+                      const f32* sines, f32* factors, T* out, Groups by, u32 half, u32 columns) {
   const u32 heads = by.queries + by.keys, group = by.queries / by.keys;
   const Row row = row_of(heads * by.tokens);
   const u32 head = row.index / by.tokens, token = row.index % by.tokens;
@@ -164,7 +164,7 @@ DEVICE void query_key(const T* z, const f32* bias, f32* raw, const f32* temperat
         for (u32 member = key * group; member < (key + 1) * group; ++member) mean += (at(member) + at(head)) * 0.5f;
         mean = mean / static_cast<f32>(group);
       }
-      own[place] = own[place] + bias[head * by.width + place] + mean;
+      own[place] = wide(made[static_cast<u64>(row.index) * by.width + place]) + bias[head * by.width + place] + mean;
     }
   }
   // A lane turns what others of its row have written.
@@ -175,33 +175,34 @@ DEVICE void query_key(const T* z, const f32* bias, f32* raw, const f32* temperat
   const f32 factor = 1.0f / (length > LEAST_LENGTH ? length : LEAST_LENGTH) * root(static_cast<f32>(by.width));
   const f32 scale = factor * (head < by.queries ? 1.0f : temperature[head - by.queries]);
   if (row.lane == 0) factors[row.index] = factor;
-  f32* to = out + static_cast<u64>(row.index) * by.width;
+  T* to = out + static_cast<u64>(row.index) * by.width;
   const u64 angles = static_cast<u64>(token) * half;
   for (u32 place = row.lane; place < half; place += PARTS) {
     const f32 a = own[place] * scale, b = own[place + half] * scale;
     const f32 cosine = cosines[angles + place], sine = sines[angles + place];
-    to[place] = a * cosine - b * sine;
-    to[place + half] = b * cosine + a * sine;
+    put(to[place], a * cosine - b * sine);
+    put(to[place + half], b * cosine + a * sine);
   }
-  for (u32 place = 2 * half + row.lane; place < by.width; place += PARTS) to[place] = own[place] * scale;
+  for (u32 place = 2 * half + row.lane; place < by.width; place += PARTS) put(to[place], own[place] * scale);
 }
 KERNEL(query_key_f32, 256, LIMIT(48, 0, 8),
-       (const f32* z, const f32* bias, f32* raw, const f32* temperature, const f32* cosines, const f32* sines, f32* factors,
-        f32* out, u32 tokens, u32 queries, u32 keys, u32 width, u32 half, u32 columns)) {
-  query_key(z, bias, raw, temperature, cosines, sines, factors, out, {tokens, queries, keys, width}, half, columns);
+       (const f32* z, const f32* made, const f32* bias, f32* raw, const f32* temperature, const f32* cosines, const f32* sines,
+        f32* factors, f32* out, u32 tokens, u32 queries, u32 keys, u32 width, u32 half, u32 columns)) {
+  query_key(z, made, bias, raw, temperature, cosines, sines, factors, out, {tokens, queries, keys, width}, half, columns);
 }
 KERNEL(query_key_bf16, 256, LIMIT(48, 0, 8),
-       (const bf16* z, const f32* bias, f32* raw, const f32* temperature, const f32* cosines, const f32* sines, f32* factors,
-        f32* out, u32 tokens, u32 queries, u32 keys, u32 width, u32 half, u32 columns)) {
-  query_key(z, bias, raw, temperature, cosines, sines, factors, out, {tokens, queries, keys, width}, half, columns);
+       (const bf16* z, const bf16* made, const f32* bias, f32* raw, const f32* temperature, const f32* cosines, const f32* sines,
+        f32* factors, bf16* out, u32 tokens, u32 queries, u32 keys, u32 width, u32 half, u32 columns)) {
+  query_key(z, made, bias, raw, temperature, cosines, sines, factors, out, {tokens, queries, keys, width}, half, columns);
 }
 
-// Back, in the memory of grad: the gradient of raw; and that of z through the means, [N, G d]. In bands of tokens: that of the
+// Back, in the memory of grad: the gradient of raw, and the same rounded, unless there is no memory for that; and that of z
+// through the means, [N, G d]. In bands of tokens: that of the
 // bias, [bands, G d], and that of the temperature, [bands, K]. A block has a band of a key head with its query heads; 16 lanes
 // a token.
 KERNEL(query_key_backward, 256, LIMIT(64, 128, 8),
-       (const f32* raw, const f32* factors, const f32* temperature, const f32* cosines, const f32* sines, f32* grad, f32* means,
-        f32* bias, f32* temperatures, u32 tokens, u32 queries, u32 keys, u32 width, u32 half)) {
+       (const f32* raw, const f32* factors, const f32* temperature, const f32* cosines, const f32* sines, f32* grad,
+        bf16* rounded, f32* means, f32* bias, f32* temperatures, u32 tokens, u32 queries, u32 keys, u32 width, u32 half)) {
   SHARED(f32, shares, 32);
   const u32 key = block_index() % keys, band = block_index() / keys, lane = thread_index() % PARTS;
   const u32 group = queries / keys, channels = (queries + keys) * width;
@@ -232,7 +233,11 @@ KERNEL(query_key_backward, 256, LIMIT(64, 128, 8),
       const f32 along = clamped ? 0.0f : factor * factor * factor * scale * dot / -static_cast<f32>(width);
       const f32 by = factor * scale;
       if (there)
-        for (u32 place = lane; place < width; place += PARTS) to[place] = to[place] * by + own[place] * along;
+        for (u32 place = lane; place < width; place += PARTS) {
+          const f32 value = to[place] * by + own[place] * along;
+          to[place] = value;
+          if (rounded != nullptr) put(rounded[static_cast<u64>(row.index) * width + place], value);
+        }
     }
     if (there)
       for (u32 place = lane; place < width; place += PARTS) {

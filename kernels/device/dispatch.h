@@ -117,14 +117,14 @@ KERNEL(unpermute_bf16, 256, LIMIT(32, 0, 8),
   unpermuted(places, x, passed, ends, beside, out, experts, width);
 }
 
-// out[t] = the row of t times weight[t], f32. A block a token.
+// out[t] = the row of t times weight[t]. A block a token.
 template <typename T>
-DEVICE void gathered(const i64* places, const T* x, const T* passed, const int* ends, const f32* weight, f32* out, u32 experts,
+DEVICE void gathered(const i64* places, const T* x, const T* passed, const int* ends, const f32* weight, T* out, u32 experts,
                      u32 width) {
   const T* row = row_at(static_cast<u32>(places[block_index()]), x, passed, ends, experts, width);
   const u64 to = static_cast<u64>(block_index()) * width;
   const f32 by = weight[block_index()];
-  for (u32 column = thread_index(); column < width; column += BLOCK) out[to + column] = or_zero(row, column) * by;
+  for (u32 column = thread_index(); column < width; column += BLOCK) put(out[to + column], or_zero(row, column) * by);
 }
 KERNEL(gather_f32, 256, LIMIT(32, 0, 8),
        (const i64* places, const f32* x, const f32* passed, const int* ends, const f32* weight, f32* out, u32 experts,
@@ -132,7 +132,7 @@ KERNEL(gather_f32, 256, LIMIT(32, 0, 8),
   gathered(places, x, passed, ends, weight, out, experts, width);
 }
 KERNEL(gather_bf16, 256, LIMIT(32, 0, 8),
-       (const i64* places, const bf16* x, const bf16* passed, const int* ends, const f32* weight, f32* out, u32 experts,
+       (const i64* places, const bf16* x, const bf16* passed, const int* ends, const f32* weight, bf16* out, u32 experts,
         u32 width)) {
   gathered(places, x, passed, ends, weight, out, experts, width);
 }
@@ -141,7 +141,7 @@ KERNEL(gather_bf16, 256, LIMIT(32, 0, 8),
 // where there is no token. 16 lanes a place.
 template <typename T>
 DEVICE void gathered_back(const int* order, const T* x, const T* passed, const int* ends, const f32* weight, const f32* grad,
-                          f32* out, f32* to_weight, u32 places, u32 experts, u32 width) {
+                          T* out, f32* to_weight, u32 places, u32 experts, u32 width) {
   const u32 place = block_index() * ROWS + thread_index() / PARTS, lane = thread_index() % PARTS;
   const int token = place < places ? order[place] : -1;
   const bool there = token >= 0;
@@ -157,7 +157,7 @@ DEVICE void gathered_back(const int* order, const T* x, const T* passed, const i
         part += own * or_zero(row, column);
         value = own * by;
       }
-      out[to + column] = value;
+      put(out[to + column], value);
     }
   part = together(part);
   if (there && lane == 0) to_weight[token] = part;
@@ -168,7 +168,7 @@ KERNEL(gather_backward_f32, 256, LIMIT(48, 0, 8),
   gathered_back(order, x, passed, ends, weight, grad, out, to_weight, places, experts, width);
 }
 KERNEL(gather_backward_bf16, 256, LIMIT(48, 0, 8),
-       (const int* order, const bf16* x, const bf16* passed, const int* ends, const f32* weight, const f32* grad, f32* out,
+       (const int* order, const bf16* x, const bf16* passed, const int* ends, const f32* weight, const f32* grad, bf16* out,
         f32* to_weight, u32 places, u32 experts, u32 width)) {
   gathered_back(order, x, passed, ends, weight, grad, out, to_weight, places, experts, width);
 }

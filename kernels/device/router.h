@@ -4,31 +4,42 @@
 #include "numbers.h"
 #include "rows.h"
 
-// state = state + bias, and with the state of the layer before, + before decay; and its norm. 16 lanes a row, each of which reads
-// of the state only what it has written itself.
-KERNEL(router_norm, 256, LIMIT(48, 0, 8),
-       (f32 * state, const f32* bias, const f32* before, const f32* decay, const f32* weight, f32* out, f32* factors, u32 rows,
-        u32 width, f32 eps)) {
+// state = projected + bias, and with the state of the layer before, + before decay; and its norm. 16 lanes a row, each of which
+// reads of the state only what it has written itself.
+template <typename T>
+DEVICE void averaged(const T* projected, f32* state, const f32* bias, const f32* before, const f32* decay, const f32* weight,
+                     f32* out, f32* factors, u32 rows, u32 width, f32 eps) {
   const Row row = row_of(rows);
   const u64 at = static_cast<u64>(row.index) * width;
   if (row.there)
     for (u32 column = row.lane; column < width; column += PARTS) {
-      const f32 own = state[at + column] + bias[column];
+      const f32 own = wide(projected[at + column]) + bias[column];
       state[at + column] = before == nullptr ? own : own + before[at + column] * decay[column];
     }
   norm_row(row, width, eps, weight, factors, out, [=](u32 column) { return state[at + column]; });
 }
+KERNEL(router_norm_f32, 256, LIMIT(48, 0, 8),
+       (const f32* projected, f32* state, const f32* bias, const f32* before, const f32* decay, const f32* weight, f32* out,
+        f32* factors, u32 rows, u32 width, f32 eps)) {
+  averaged(projected, state, bias, before, decay, weight, out, factors, rows, width, eps);
+}
+KERNEL(router_norm_bf16, 256, LIMIT(48, 0, 8),
+       (const bf16* projected, f32* state, const f32* bias, const f32* before, const f32* decay, const f32* weight, f32* out,
+        f32* factors, u32 rows, u32 width, f32 eps)) {
+  averaged(projected, state, bias, before, decay, weight, out, factors, rows, width, eps);
+}
 
-// Back: the gradient of the state, with that from the layer after it, `later`, unless it is null; and of the state before, unless
-// there is none.
+// Back: the gradient of the state, with that from the layer after it, `later`, unless it is null; the same rounded, unless there
+// is no memory for that; and of the state before, unless there is none.
 KERNEL(router_norm_backward, 256, LIMIT(48, 0, 8),
        (const f32* state, const f32* factors, const f32* weight, const f32* grad, const f32* later, const f32* decay, f32* own,
-        f32* before, u32 rows, u32 width)) {
+        bf16* rounded, f32* before, u32 rows, u32 width)) {
   const Row row = row_of(rows);
   const u64 at = static_cast<u64>(row.index) * width;
   norm_row_back(row, width, state, factors, weight, grad, [=](u32 column, f32 value) {
     if (later != nullptr) value += later[at + column];
     own[at + column] = value;
+    if (rounded != nullptr) put(rounded[at + column], value);
     if (before != nullptr) before[at + column] = value * decay[column];
   });
 }

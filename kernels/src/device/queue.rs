@@ -237,6 +237,6 @@ mod tests {
                 Parameter::Word
             ]
         );
-        assert_eq!(signatures()["router_norm"][0], Parameter::Memory(Kind::Float));
+        assert_eq!(signatures()["router_norm_f32"][0], Parameter::Memory(Kind::Float));
     }
 }

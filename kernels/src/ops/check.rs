@@ -158,7 +158,7 @@ pub(super) fn conv_shift_backward(
 /// `[G, N, d]`.
 pub(super) fn query_key(z: &Tensor, raw: &Tensor, by: QueryKey) -> Result<(Call, [i64; 3])> {
     let call = Call("query_key");
-    let shape = heads(call, raw, by)?;
+    let shape = heads(call, raw, by, z.kind())?;
     let channels = shape[0] * shape[2];
     call.float("z", z, &[shape[1], channels.max(call.matrix("z", z)?[1])])?;
     call.f32("bias", by.bias, &[channels])?;
@@ -172,20 +172,20 @@ pub(super) fn query_key_backward(
     grad: &Tensor,
 ) -> Result<(Call, [i64; 3])> {
     let call = Call("query_key_backward");
-    let shape = heads(call, raw, by)?;
+    let shape = heads(call, raw, by, Kind::Float)?;
     call.f32("factors", factors, &[shape[0], shape[1], 1])?;
     call.f32("grad", grad, &shape)?;
     Ok((call, shape))
 }
 
-fn heads(call: Call, raw: &Tensor, by: QueryKey) -> Result<[i64; 3]> {
+fn heads(call: Call, raw: &Tensor, by: QueryKey, kind: Kind) -> Result<[i64; 3]> {
     let [queries, keys, width] = by.shape;
     if keys <= 0 || queries % keys != 0 {
         let found = format!("{queries} queries for {keys} keys");
         return Err(call.refuse("shape", found, "as many queries for each key".to_owned()));
     }
     let shape = [queries + keys, call.sizes::<3>("raw", raw)?[1], width];
-    call.f32("raw", raw, &shape)?;
+    call.is("raw", raw, &shape, &[kind])?;
     call.f32("temperature", by.temperature, &[keys])?;
     let angles = [shape[1], call.matrix("angles", by.angles[0])?[1]];
     by.angles.into_iter().try_for_each(|angle| call.f32("angles", angle, &angles))?;
@@ -380,24 +380,18 @@ pub(super) fn dispatch(choice: &Tensor, classes: i64) -> Result<()> {
     call.i64("choice", choice, &count)
 }
 
-/// Columns of `out`, and of `rows`, of a product with the weights of experts, of which these are the dimensions of both.
+/// Columns of the outcome, and of `rows`, of a product with the weights of experts, of which these are the dimensions of both.
 pub(super) fn grouped(
     call: &Call,
     by: &Dispatch,
     rows: &Tensor,
     weights: &Tensor,
     [own, inner]: [usize; 2],
-    out: &Tensor,
 ) -> Result<[i64; 2]> {
     let size = call.sizes::<3>("weights", weights)?;
     call.is("weights", weights, &[by.experts, size[1], size[2]], &[rows.kind()])?;
-    for (name, tensor, width) in [("rows", rows, size[inner]), ("out", out, size[own])] {
-        let count = call.matrix(name, tensor)?[0].max(by.computed);
-        call.float(name, tensor, &[count, width])?;
-    }
-    if out.kind() != rows.kind() {
-        return Err(call.refuse("out", format!("{:?}", out.kind()), format!("{:?}", rows.kind())));
-    }
+    let count = call.matrix("rows", rows)?[0].max(by.computed);
+    call.float("rows", rows, &[count, size[inner]])?;
     Ok([size[own], size[inner]])
 }
 

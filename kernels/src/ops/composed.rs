@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::check;
+use super::check::{self, Call};
 use super::operands::Inputs;
 use super::{ConvShift, Dispatch, Ops, RouterGrads, RouterSaved, RouterWeights, Routes, Summed};
 use crate::Result;
@@ -114,14 +114,15 @@ pub(super) fn grouped_matmul<O: Ops + ?Sized>(
     rows: &Tensor,
     weights: &Tensor,
     by: &Dispatch,
-    out: &Tensor,
-) -> Result<()> {
+) -> Result<Tensor> {
+    let [width, _] = check::grouped(&Call("grouped_matmul"), by, rows, weights, [1, 2])?;
+    let out = Tensor::f_empty([by.rows, width], (rows.kind(), rows.device()))?;
     for &[expert, start, count] in by.runs("grouped_matmul")? {
         let weight = weights.f_get(expert)?;
         let part = |x: &Tensor| x.f_narrow(0, start, count);
-        ops.matmul_into(&part(out)?, &part(rows)?, &weight.f_tr()?)?;
+        ops.matmul_into(&part(&out)?, &part(rows)?, &weight.f_tr()?)?;
     }
-    Ok(())
+    Ok(out)
 }
 
 pub(super) fn grouped_matmul_input<O: Ops + ?Sized>(
@@ -129,13 +130,14 @@ pub(super) fn grouped_matmul_input<O: Ops + ?Sized>(
     grad: &Tensor,
     weights: &Tensor,
     by: &Dispatch,
-    out: &Tensor,
-) -> Result<()> {
+) -> Result<Tensor> {
+    let [width, _] = check::grouped(&Call("grouped_matmul_input"), by, grad, weights, [2, 1])?;
+    let out = Tensor::f_empty([by.rows, width], (grad.kind(), grad.device()))?;
     for &[expert, start, count] in by.runs("grouped_matmul_input")? {
         let part = |x: &Tensor| x.f_narrow(0, start, count);
-        ops.matmul_into(&part(out)?, &part(grad)?, &weights.f_get(expert)?)?;
+        ops.matmul_into(&part(&out)?, &part(grad)?, &weights.f_get(expert)?)?;
     }
-    Ok(())
+    Ok(out)
 }
 
 pub(super) fn grouped_matmul_weights<O: Ops + ?Sized>(

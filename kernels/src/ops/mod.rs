@@ -33,9 +33,9 @@ use crate::device::queue::Queue;
 use crate::{Error, Result};
 pub use operands::{
     ATTENTION_ROWS, AdamW, Attended, Attention, AttentionGrads, Banded, ConvShift, ConvShiftGrads,
-    CrossEntropy, CrossEntropyGrads, Dispatch, Moved, NewtonSchulz, NormBack, QueryKey,
-    QueryKeyGrads, ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Span,
-    Summed,
+    CrossEntropy, CrossEntropyGrads, Dispatch, Moved, NewtonSchulz, NormBack, QueriesAndKeys,
+    QueryKey, QueryKeyGrads, ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes,
+    Scaling, Span, Summed,
 };
 
 /// The variable that asks for another table than the one for the device.
@@ -141,27 +141,20 @@ pub trait Ops: fmt::Debug + Send + Sync {
         composed::permute(x, by)
     }
 
-    /// Each expert's rows times its weights, `[E, B, A]`: `rows` and `out` are `[P, A]` and `[P, B]`, or the first rows of such;
-    /// rows of `out` without an expert stay as they are.
-    fn grouped_matmul(
-        &self,
-        rows: &Tensor,
-        weights: &Tensor,
-        by: &Dispatch,
-        out: &Tensor,
-    ) -> Result<()> {
-        composed::grouped_matmul(self, rows, weights, by, out)
+    /// Each expert's rows times its weights, `[E, B, A]`: of `rows`, `[P, A]` or the first rows of such, `[P, B]` in their kind;
+    /// rows without an expert have no value.
+    fn grouped_matmul(&self, rows: &Tensor, weights: &Tensor, by: &Dispatch) -> Result<Tensor> {
+        composed::grouped_matmul(self, rows, weights, by)
     }
 
-    /// Back through [`Ops::grouped_matmul`]: the gradient of `rows` into `out`.
+    /// Back through [`Ops::grouped_matmul`]: the gradient of `rows`, `[P, A]`, of which those without an expert have no value.
     fn grouped_matmul_input(
         &self,
         grad: &Tensor,
         weights: &Tensor,
         by: &Dispatch,
-        out: &Tensor,
-    ) -> Result<()> {
-        composed::grouped_matmul_input(self, grad, weights, by, out)
+    ) -> Result<Tensor> {
+        composed::grouped_matmul_input(self, grad, weights, by)
     }
 
     /// Back through [`Ops::grouped_matmul`]: the gradient of the weights, in the kind of `rows`; exact zeros for an expert
@@ -235,6 +228,11 @@ pub trait Ops: fmt::Debug + Send + Sync {
         made.collect()
     }
 
+    /// These tensors, float and contiguous, in f32: those that are f32 are the same.
+    fn all_wide(&self, tensors: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        tensors.into_iter().map(|tensor| Ok(tensor.f_to_kind(Kind::Float)?)).collect()
+    }
+
     /// `(branch + bias) * scale + (residual + residual_bias) * residual_scale`, `[N, D]`: `branch` float, the others and the
     /// sum f32.
     fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor>;
@@ -294,24 +292,25 @@ pub trait Ops: fmt::Debug + Send + Sync {
         means: &Tensor,
     ) -> Result<ConvShiftGrads>;
 
-    /// Adds to each of `raw`, `[G, N, d]` f32, its bias and the mean that belongs to it of what stands first in the rows of `z`,
-    /// `[N, G d and more]` float; makes it sqrt(d) long, multiplies keys with their temperature, and turns all: queries and
-    /// keys, `[G, N, d]`, and by what each was made longer, `[G, N, 1]`, both f32.
+    /// Adds to each of `raw`, `[G, N, d]` in the kind of `z` and whose memory may be used, its bias and the mean that belongs to
+    /// it of what stands first in the rows of `z`, `[N, G d and more]` float; makes it sqrt(d) long, multiplies keys with their
+    /// temperature, and turns all.
     ///
     /// ```text
     /// m_h = (q_h + k) / 2        for query head h and the key head of its group
     /// raw_h += bias_h + m_h;  raw_k += bias_k + mean of m_h over the group
     /// f = sqrt(d) / max(|raw|, 2^-23);  out = turn(raw f temperature)
     /// ```
-    fn query_key(&self, z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)>;
+    fn query_key(&self, z: &Tensor, raw: Tensor, by: QueryKey) -> Result<QueriesAndKeys>;
 
-    /// Back through [`Ops::query_key`], from the gradient of its outcome, f32, whose memory may be used.
+    /// Back through [`Ops::query_key`], from the gradient of its outcome, f32, whose memory may be used; that of `raw` in this
+    /// kind.
     fn query_key_backward(
         &self,
         raw: &Tensor,
         factors: &Tensor,
         by: QueryKey,
-        grad: Tensor,
+        grad: (Tensor, Kind),
     ) -> Result<QueryKeyGrads>;
 
     /// `silu(gate) * up` of `[P, 2 I]` float, the gate first: `[P, I]` in its kind.
@@ -320,8 +319,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// Back through [`Ops::swiglu`], from the gradient of its outcome in the kind of `x`: that of `x`.
     fn swiglu_backward(&self, x: &Tensor, grad: &Tensor) -> Result<Tensor>;
 
-    /// The row of each token in `x`, `[P, D]` float, times `weight`, `[N, 1]` f32: `[N, D]`, f32. For a token without an expert
-    /// the row of `passed` stands in, `[P, D]` in the kind of `x`, or zeros: that of `x` has no value.
+    /// The row of each token in `x`, `[P, D]` float, times `weight`, `[N, 1]` f32: `[N, D]`, in the kind of `x`. For a token
+    /// without an expert the row of `passed` stands in, `[P, D]` in the kind of `x`, or zeros: that of `x` has no value.
     fn gather(
         &self,
         x: &Tensor,
@@ -330,8 +329,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
         weight: &Tensor,
     ) -> Result<Tensor>;
 
-    /// Back through [`Ops::gather`], from the gradient of its outcome, f32: that of the rows, `[P, D]` f32, of `x` and, where
-    /// tokens have no expert, of `passed`, with zeros where places are filled up; and that of `weight`.
+    /// Back through [`Ops::gather`], from the gradient of its outcome, f32: that of the rows, `[P, D]` in the kind of `x`, of `x`
+    /// and, where tokens have no expert, of `passed`, with zeros where places are filled up; and that of `weight`.
     fn gather_backward(
         &self,
         x: &Tensor,

@@ -149,10 +149,21 @@ pub struct QueryKey<'a> {
     pub shape: [i64; 3],
 }
 
-/// What comes back through [`super::Ops::query_key`], f32.
+/// What [`super::Ops::query_key`] comes to.
+#[derive(Debug)]
+pub struct QueriesAndKeys {
+    /// `[G, N, d]`, in the kind of what was projected.
+    pub out: Tensor,
+    /// The same before it was made sqrt(d) long and turned, f32.
+    pub raw: Tensor,
+    /// By what each was made longer, `[G, N, 1]`, f32.
+    pub factors: Tensor,
+}
+
+/// What comes back through [`super::Ops::query_key`], f32 but for `raw`.
 #[derive(Debug)]
 pub struct QueryKeyGrads {
-    /// Of `raw`, `[G, N, d]`.
+    /// Of `raw`, `[G, N, d]`, in the kind that was asked for.
     pub raw: Tensor,
     /// Of `z` through the means, `[N, G d]`.
     pub means: Tensor,

@@ -6,7 +6,7 @@ use std::ops::Range;
 use contract::{Fault, Result};
 use kernels::ops::{Summed, Table};
 use kernels::tree::{Nodes, Sum, blocks};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::line::Dealt;
 use super::param::ParamId;
@@ -61,6 +61,8 @@ pub(super) struct Gradients<'a> {
     first: BTreeMap<usize, Tensor>,
     /// Sums over rows of some chunk that are still to be made.
     sums: Vec<(ParamId, u64, Summed)>,
+    /// Gradients on a device in fewer bits, where there is one chunk.
+    narrow: Vec<(ParamId, Tensor)>,
 }
 
 /// The same, as a chunk sees them.
@@ -107,8 +109,9 @@ pub(crate) struct Used {
 impl<'a> Gradients<'a> {
     /// To `sink`, of the chunks that `dealt` says are here.
     pub(super) fn new(sink: &'a mut dyn Sink, dealt: Dealt) -> Self {
-        let (waiting, first, sums) = (BTreeMap::new(), BTreeMap::new(), Vec::new());
-        Gradients { sink, dealt, own: dealt.own(), waiting, first, sums }
+        let (waiting, first) = (BTreeMap::new(), BTreeMap::new());
+        let (own, sums, narrow) = (dealt.own(), Vec::new(), Vec::new());
+        Gradients { sink, dealt, own, waiting, first, sums, narrow }
     }
 
     /// Where the `at`-th chunk here hands its gradients.
@@ -117,8 +120,12 @@ impl<'a> Gradients<'a> {
         ChunkGradients { all: self, chunk }
     }
 
-    /// Makes the sums over rows that wait, all at once, and hands them on: a layer does so at its end.
+    /// Makes the sums over rows that wait, all at once, and f32 of what waits in fewer bits, and hands them on: a layer does so
+    /// at its end.
     pub(super) fn settle(&mut self, ops: Table) -> Result<()> {
+        let (places, narrow): (Vec<_>, Vec<_>) = self.narrow.drain(..).unzip();
+        let wide = ops.all_wide(narrow).map_err(refused)?;
+        places.into_iter().zip(wide).try_for_each(|(id, wide)| self.sink.gradient(id, wide))?;
         let (places, sums): (Vec<_>, Vec<_>) =
             self.sums.drain(..).map(|(id, chunk, sum)| ((id, chunk), sum)).unzip();
         let made = ops.sums(sums).map_err(refused)?;
@@ -127,16 +134,22 @@ impl<'a> Gradients<'a> {
         })
     }
 
-    /// Hands on a gradient that is a sum over chunks already.
+    /// Hands on a gradient that is a sum over chunks already: in f32, in which everything goes on from here.
     pub(super) fn whole(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
-        self.sink.gradient(id, wide(&gradient)?)
+        if gradient.kind() == Kind::Float || gradient.device() == Device::Cpu {
+            return self.sink.gradient(id, wide(&gradient)?);
+        }
+        let gradient = gradient.f_contiguous().map_err(|error| refused(error.into()))?;
+        self.narrow.push((id, gradient));
+        Ok(())
     }
 
     fn take(&mut self, id: ParamId, term: Term, chunk: u64, part: ChunkSum) -> Result<()> {
         let dealt = self.dealt;
         if dealt.chunks == 1 {
-            return self.sink.gradient(id, part.gradient);
+            return self.whole(id, part.gradient);
         }
+        let part = ChunkSum { gradient: wide(&part.gradient)?, ..part };
         let leaves = dealt.leaves(dealt.place);
         let missing = leaves.end - leaves.start;
         let begin = || Waiting { nodes: Nodes::new(std::slice::from_ref(&leaves)), missing };
@@ -180,14 +193,16 @@ fn missing_chunk() -> Fault {
 impl ChunkGradients<'_, '_> {
     /// Of a stack of experts: `used` says which had tokens. The others have no part in the sum.
     pub(super) fn experts(&mut self, id: ParamId, gradient: Tensor, used: &[bool]) -> Result<()> {
+        if used.is_empty() {
+            return self.all.whole(id, gradient);
+        }
         let part = ChunkSum::experts(wide(&gradient)?, used);
         self.all.take(id, Term::Only, self.chunk, part)
     }
 
     /// One of several sums over chunks that make up a gradient.
     pub(super) fn term(&mut self, id: ParamId, term: Term, gradient: Tensor) -> Result<()> {
-        let part = ChunkSum { gradient: wide(&gradient)?, experts: None };
-        self.all.take(id, term, self.chunk, part)
+        self.all.take(id, term, self.chunk, ChunkSum { gradient, experts: None })
     }
 }
 
@@ -202,7 +217,7 @@ pub(super) fn emit_sum(sink: &mut ChunkGradients<'_, '_>, id: ParamId, sum: Summ
     }
 }
 
-/// Hands on a gradient in f32, in which everything goes on from here.
+/// Hands on a gradient.
 pub(super) fn emit(sink: &mut ChunkGradients<'_, '_>, id: ParamId, gradient: Tensor) -> Result<()> {
     sink.term(id, Term::Only, gradient)
 }

@@ -9,9 +9,9 @@ use kernels::Result;
 use kernels::device::Stager;
 use kernels::ops::{
     AdamW, Attended, Attention, AttentionGrads, CPU, ConvShift, ConvShiftGrads, Dispatch,
-    NewtonSchulz, Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, Summed,
+    NewtonSchulz, Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, Summed,
 };
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::products::{self, MicroBatch};
 use super::shapes::Shape;
@@ -122,7 +122,7 @@ impl Ops for Counting {
         CPU.conv_shift_backward(z, by, grads, means)
     }
 
-    fn query_key(&self, z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
+    fn query_key(&self, z: &Tensor, raw: Tensor, by: QueryKey) -> Result<QueriesAndKeys> {
         CPU.query_key(z, raw, by)
     }
 
@@ -131,7 +131,7 @@ impl Ops for Counting {
         raw: &Tensor,
         factors: &Tensor,
         by: QueryKey,
-        grad: Tensor,
+        grad: (Tensor, Kind),
     ) -> Result<QueryKeyGrads> {
         CPU.query_key_backward(raw, factors, by, grad)
     }

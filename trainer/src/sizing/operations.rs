@@ -124,7 +124,7 @@ impl Numbers {
         let angles = [n, half];
         let turn: [(&[i64], Kind); 6] = [
             (&z, kind),
-            (&raw, Float),
+            (&raw, kind),
             (&one, Float),
             (&[self.config.num_key_value_heads], Float),
             (&angles, Float),
@@ -145,15 +145,20 @@ impl Numbers {
                     ops.conv_shift_backward(&t[0], by, [&t[4], &t[5]], &t[6]).map(drop)
                 },
             ),
-            self.operation("queries and keys", &turn, &[(2 * all, Float)], |ops, by, t| {
-                let [z, raw, rest @ ..] = t else { return Ok(()) };
-                let config = &by.numbers.config;
-                let shape =
-                    [config.num_attention_heads, config.num_key_value_heads, config.head_dim];
-                let angles = [&rest[2], &rest[3]];
-                let turn = QueryKey { bias: &rest[0], temperature: &rest[1], angles, shape };
-                ops.query_key(z, raw, turn).map(drop)
-            }),
+            self.operation(
+                "queries and keys",
+                &turn,
+                &[(all, Float), (all, kind)],
+                |ops, by, t| {
+                    let [z, raw, rest @ ..] = t else { return Ok(()) };
+                    let config = &by.numbers.config;
+                    let shape =
+                        [config.num_attention_heads, config.num_key_value_heads, config.head_dim];
+                    let angles = [&rest[2], &rest[3]];
+                    let turn = QueryKey { bias: &rest[0], temperature: &rest[1], angles, shape };
+                    ops.query_key(z, raw.shallow_clone(), turn).map(drop)
+                },
+            ),
         ]
     }
 

@@ -1,11 +1,11 @@
 //! What stands around attention: convolution and value shift, means, length, rotation.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::rows::{Sum, add_bands, made};
 use super::tape::{Argument, Buffer, Tape};
 use super::{Values, bits_of, left_bits, numbers, tensor};
-use crate::ops::{CPU, ConvShift, QueryKey};
+use crate::ops::{CPU, ConvShift, QueriesAndKeys, QueryKey};
 
 /// Rows at which documents begin: the first, and every one that two small numbers meet in.
 fn starts(rows: usize) -> Vec<i64> {
@@ -121,6 +121,8 @@ fn convolutions_and_shifts_are_those_of_the_cpu() {
 
 struct Turned {
     tape: Tape,
+    /// In bf16 where the values are.
+    rounded: Option<Buffer>,
     raw: Buffer,
     forward: [Buffer; 2],
     grad: Buffer,
@@ -134,25 +136,31 @@ fn turned([tokens, queries, keys, width, half]: [usize; 5], values: Values) -> T
     let count = heads * tokens * width;
     let mut tape = Tape::new(&format!("query_key_{kind}"));
     let z = values.with(&mut tape, tokens * (heads * width + 3), 1);
-    let [raw, grad] = [2, 3].map(|seed| tape.with(&numbers(count, seed)));
+    let grad = tape.with(&numbers(count, 3));
+    let made = values.with(&mut tape, count, 2);
+    let raw = if values == Values::Wide { made } else { tape.room::<f32>(count) };
     let (bias, temperature) = (tape.with(&numbers(heads * width, 5)), tape.with(&numbers(keys, 6)));
     let [cosines, sines] = [7, 8].map(|seed| tape.with(&numbers(tokens * half, seed)));
     let sizes = [tokens, queries, keys, width, half].map(Argument::from);
-    let (factors, out) = (tape.room::<f32>(heads * tokens), tape.room::<f32>(count));
-    let places = [z, bias, raw, temperature, cosines, sines, factors, out].map(Argument::from);
+    let (factors, out) = (tape.room::<f32>(heads * tokens), values.room(&mut tape, count));
+    let places = [z, made, bias, raw, temperature, cosines, sines, factors, out];
+    let places = places.map(Argument::from);
     let arguments = [&places[..], &sizes, &[(heads * width + 3).into()]].concat();
     tape.launch(&format!("query_key_{kind}"), (heads * tokens).div_ceil(16), &arguments);
     let (means, bands) = (tape.room::<f32>(count), tokens.div_ceil(32));
     let widths = [heads * width, keys];
     let partial = widths.map(|width| tape.room::<f32>(bands * width));
-    let places = [raw, factors, temperature, cosines, sines, grad, means].map(Argument::from);
-    let arguments = [&places[..], &partial.map(Argument::from), &sizes].concat();
+    let rounded = (values == Values::Narrow).then(|| tape.room::<u16>(count));
+    let narrow = rounded.map_or(Argument::Null, Argument::from);
+    let places = [raw, factors, temperature, cosines, sines, grad].map(Argument::from);
+    let sums = partial.map(Argument::from);
+    let arguments = [&places[..], &[narrow, means.into()], &sums, &sizes].concat();
     tape.launch("query_key_backward", keys * bands, &arguments);
     let sums = widths.map(|width| tape.room::<f32>(width));
     for (width, (partial, out)) in widths.into_iter().zip(partial.into_iter().zip(sums)) {
         add_bands(&mut tape, [tokens, width], &[Sum::plain((partial, 0), (out, 0))]);
     }
-    Turned { tape, raw, forward: [factors, out], grad, means, sums }
+    Turned { tape, rounded, raw, forward: [factors, out], grad, means, sums }
 }
 
 #[test]
@@ -173,7 +181,7 @@ fn queries_and_keys_are_those_of_the_cpu() {
             tensor(&numbers(shape.iter().product::<i64>() as usize, seed), shape)
         };
         let z = values.tensor(&[tokens, heads * width + 3], 1);
-        let (mut raw, grad) = (of(2, &by_head), of(3, &by_head));
+        let (made_of, grad) = (values.tensor(&by_head, 2), of(3, &by_head));
         let (bias, temperature) = (of(5, &[heads * width]), of(6, &[keys]));
         let (cosines, sines) = (of(7, &[tokens, half]), of(8, &[tokens, half]));
         let by = QueryKey {
@@ -182,12 +190,16 @@ fn queries_and_keys_are_those_of_the_cpu() {
             angles: [&cosines, &sines],
             shape: [queries, keys, width],
         };
-        let (out, factors) = CPU.query_key(&z, &mut raw, by).unwrap();
+        let QueriesAndKeys { out, raw, factors } = CPU.query_key(&z, made_of, by).unwrap();
         assert_eq!(left_bits(&played, turned.raw), bits_of(&raw));
         assert_eq!(left_bits(&played, turned.forward[0]), bits_of(&factors));
-        assert_eq!(left_bits(&played, turned.forward[1]), bits_of(&out));
-        let wanted = CPU.query_key_backward(&raw, &factors, by, grad).unwrap();
+        assert_eq!(values.read(&played, turned.forward[1], &by_head), out);
+        let wanted = CPU.query_key_backward(&raw, &factors, by, (grad, Kind::Float)).unwrap();
         assert_eq!(left_bits(&played, turned.grad), bits_of(&wanted.raw));
+        if let Some(rounded) = turned.rounded {
+            let found = values.read(&played, rounded, &by_head);
+            assert_eq!(found, wanted.raw.to_kind(Kind::BFloat16));
+        }
         assert_eq!(left_bits(&played, turned.means), bits_of(&wanted.means));
         for (found, wanted) in turned.sums.into_iter().zip([wanted.bias, wanted.temperature]) {
             assert_eq!(left_bits(&played, found), bits_of(&made(wanted)));

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::rows::{banded, made};
 use super::tape::{Argument, Buffer, Tape};
-use super::{bits, bits_of, close, left_bits, numbers, tensor};
+use super::{bits, bits_of, close, left_bits, numbers, tensor, tensor_bf16};
 use crate::ops::CPU;
 
 struct Embedding {
@@ -63,6 +63,8 @@ struct Router {
     tape: Tape,
     /// After averaging, without and with a state before; its norm; back to both states.
     states: [Buffer; 5],
+    /// The first of these rounded; and averaging of a product in bf16.
+    narrow: [Buffer; 2],
     /// Gradients of the norm's weight, its bias, the decay, and two sums.
     vectors: Buffer,
     gelu: [Buffer; 3],
@@ -85,16 +87,25 @@ fn router(rows: usize, classes: usize) -> Router {
     let [factors, other] = [(); 2].map(|()| tape.room::<f32>(rows));
     let (blocks, eps) = (rows.div_ceil(16), [Argument::Float(1e-5)]);
     let mut norm = |state: Buffer, beside: [Argument; 2], out: [Buffer; 2]| {
-        let places = [&[state.into(), bias.into()][..], &beside, &[weight.into()]].concat();
-        let arguments = [&places[..], &out.map(Argument::from), &sizes, &eps].concat();
-        tape.launch("router_norm", blocks, &arguments);
+        let places = [&[state.into(), state.into(), bias.into()][..], &beside, &[weight.into()]];
+        let out = out.map(Argument::from);
+        let arguments = [&places.concat()[..], &out, &sizes, &eps].concat();
+        tape.launch("router_norm_f32", blocks, &arguments);
     };
     norm(first, [Argument::Null; 2], [again, other]);
     norm(later, [before, decay].map(Argument::from), [normed, factors]);
     let [grad, beyond] = [10, 11].map(|seed| tape.with(&numbers(rows * WIDTH, seed)));
-    let places = [later, factors, weight, grad, beyond, decay, own, to_before];
+    let rounded = tape.room::<u16>(rows * WIDTH);
+    let places = [later, factors, weight, grad, beyond, decay, own, rounded, to_before];
     let arguments = [&places.map(Argument::from)[..], &sizes].concat();
     tape.launch("router_norm_backward", blocks, &arguments);
+    // From a product in bf16.
+    let projected = tape.with(&super::bf16(&numbers(rows * WIDTH, 3)));
+    let [wide, narrow_normed] = [(); 2].map(|()| tape.room::<f32>(rows * WIDTH));
+    let narrow_factors = tape.room::<f32>(rows);
+    let places = [projected, wide, bias, before, decay, weight, narrow_normed, narrow_factors];
+    let arguments = [&places.map(Argument::from)[..], &sizes, &eps].concat();
+    tape.launch("router_norm_bf16", blocks, &arguments);
     let [one, two] = [12, 13].map(|seed| tape.with(&numbers(rows * WIDTH, seed)));
     let vectors = banded(&mut tape, [5, rows, WIDTH], |tape, partial, blocks| {
         let places = [later, factors, grad, own, before, one, two, partial].map(Argument::from);
@@ -123,6 +134,7 @@ fn router(rows: usize, classes: usize) -> Router {
     Router {
         tape,
         states: [first, later, normed, own, to_before],
+        narrow: [rounded, wide],
         vectors,
         gelu: [x, out, to_x],
         choice: [probabilities, choice, weight],
@@ -152,7 +164,12 @@ fn routers_agree_with_libtorch() {
         let (own, of_weight) = CPU.rms_norm_backward(&later, &factors, &weight, &of(10)).unwrap();
         let own = own + of(11);
         assert_eq!(left_bits(&played, router.states[3]), bits_of(&own));
-        assert_eq!(left_bits(&played, router.states[4]), bits_of(&(&own * decay)));
+        assert_eq!(left_bits(&played, router.states[4]), bits_of(&(&own * &decay)));
+        let rounded = tensor_bf16(&played.read(router.narrow[0]), &shape);
+        assert_eq!(rounded, own.to_kind(Kind::BFloat16));
+        let projected = of(3).to_kind(Kind::BFloat16).to_kind(Kind::Float);
+        let state = projected + &bias + of(4) * decay;
+        assert_eq!(left_bits(&played, router.narrow[1]), bits_of(&state));
         let wide = |x: Tensor| x.to_kind(Kind::Double);
         let (own, before) = (wide(own), wide(of(4)));
         let all = [&own * before, wide(of(12)), wide(of(13))];

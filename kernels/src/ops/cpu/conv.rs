@@ -1,5 +1,5 @@
-//! What a token has of itself and of the one before it: a depthwise convolution inside documents, as a second convolution reads it,
-//! and values of which some are shifted.
+//! What a token has of itself and of the one before it: a depthwise convolution inside documents, as a second convolution reads
+//! it, and values of which some are shifted.
 
 use tch::Tensor;
 
@@ -81,6 +81,48 @@ pub(super) fn conv_shift_backward(
     Ok(ConvShiftGrads { input, weights, bias: Summed::Made(bias) })
 }
 
+/// Gradients at both taps of every channel, `[G, N, d, 2]`.
+#[derive(Clone, Copy)]
+struct Taps<'a> {
+    grad: &'a [f32],
+    rows: usize,
+    width: usize,
+}
+
+impl<'a> Taps<'a> {
+    /// Those of a head in a row.
+    #[inline(always)]
+    fn of(self, head: usize, row: usize) -> &'a [[f32; 2]] {
+        let Taps { grad, rows, width } = self;
+        grad[(head * rows + row) * 2 * width..][..2 * width].as_chunks().0
+    }
+
+    /// What a row's `c` gets from `c_t` of its own row and from `c_{t-1}` of the next one.
+    #[inline(always)]
+    fn collect(self, c: &mut [f32], row: usize, next_begins: bool) {
+        for (head, c) in c.chunks_exact_mut(self.width).enumerate() {
+            for (c, [_, own]) in c.iter_mut().zip(self.of(head, row)) {
+                *c = *own;
+            }
+            if !next_begins {
+                for (c, [next, _]) in c.iter_mut().zip(self.of(head, row + 1)) {
+                    *c += *next;
+                }
+            }
+        }
+    }
+
+    /// Adds to a sum what a row has from `c_{t-1}`.
+    #[inline(always)]
+    fn add_before(self, to: &mut [f32], row: usize) {
+        for (head, to) in to.chunks_exact_mut(self.width).enumerate() {
+            for (to, [before, _]) in to.iter_mut().zip(self.of(head, row)) {
+                *to += *before;
+            }
+        }
+    }
+}
+
 simd! {
     fn backward(
         z: (&[f32], usize),
@@ -93,21 +135,7 @@ simd! {
         let ((z, columns), [before, now], (starts, counted), (width, grad, means)) = (z, by, rows, grads);
         let channels = now.len();
         let rows = z.len() / columns;
-        // Gradients at both taps of a head in a row.
-        let taps = |head: usize, row: usize| grad[(head * rows + row) * 2 * width..][..2 * width].as_chunks::<2>().0;
-        // What a row's `c` gets from `c_t` of its own row and from `c_{t-1}` of the next one.
-        let collect = |c: &mut [f32], row: usize, next_begins: bool| {
-            for (head, c) in c.chunks_exact_mut(width).enumerate() {
-                for (c, [_, own]) in c.iter_mut().zip(taps(head, row)) {
-                    *c = *own;
-                }
-                if !next_begins {
-                    for (c, [next, _]) in c.iter_mut().zip(taps(head, row + 1)) {
-                        *c += *next;
-                    }
-                }
-            }
-        };
+        let taps = Taps { grad, rows, width };
         let mut starts = starts.iter().copied().skip(1).chain([rows as i64]).peekable();
         let mut begins = |row: usize| starts.next_if_eq(&(row as i64)).is_some();
         let mut counted = counted.map(|rows| rows.iter().peekable());
@@ -117,7 +145,7 @@ simd! {
         let mut means = means.chunks_exact(channels);
         let (mut c, mut c_next) = (vec![0f32; channels], vec![0f32; channels]);
         let (mut starts_here, mut starts_next) = (true, begins(1));
-        collect(&mut c, 0, starts_next);
+        taps.collect(&mut c, 0, starts_next);
         for (row, out) in out.chunks_exact_mut(columns).enumerate() {
             let out = &mut out[..channels];
             for ((out, c), now) in out.iter_mut().zip(&c).zip(now) {
@@ -132,11 +160,7 @@ simd! {
                     to_now[place] += c[place] * z_now[place];
                 }
                 if starts_here {
-                    for (head, bias) in to_bias.chunks_exact_mut(width).enumerate() {
-                        for (bias, [first, _]) in bias.iter_mut().zip(taps(head, row)) {
-                            *bias += *first;
-                        }
-                    }
+                    taps.add_before(to_bias, row);
                 } else {
                     let z_before = &z[(row - 1) * columns..][..channels];
                     for ((to, c), z) in to_before.iter_mut().zip(&c).zip(z_before) {
@@ -146,7 +170,7 @@ simd! {
             }
             if row + 1 < rows {
                 let after_begins = begins(row + 2);
-                collect(&mut c_next, row + 1, after_begins);
+                taps.collect(&mut c_next, row + 1, after_begins);
                 if !starts_next {
                     for ((out, c), before) in out.iter_mut().zip(&c_next).zip(before) {
                         *out += *c * *before;

@@ -143,7 +143,7 @@ pub(super) fn gather(
     let mut out = empty(&check::gather(x, by, passed, weight)?)?;
     let (both, places) = (returned(x, by, passed)?, integers(&by.places)?);
     gather_rows(rows(&both, by, passed)?, places, read(weight)?, write(&mut out)?);
-    Ok(out)
+    Ok(out.f_to_kind(x.kind())?)
 }
 
 simd! {
@@ -173,7 +173,7 @@ pub(super) fn gather_backward(
     }
     let saved = (rows(&both, by, passed)?, places, read(weight)?);
     scatter_rows(saved, read(grad)?, values, write(&mut weight_grad)?);
-    Ok([out, weight_grad])
+    Ok([out.f_to_kind(x.kind())?, weight_grad])
 }
 
 simd! {

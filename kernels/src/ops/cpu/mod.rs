@@ -19,11 +19,11 @@ mod query_key;
 
 use std::ops::Add;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::{
     AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, Dispatch, NewtonSchulz,
-    NormBack, Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, Summed,
+    NormBack, Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, Summed,
 };
 use crate::{Result, ahead, product};
 use memory::{apart, empty, integers, read, to_f32, write};
@@ -126,7 +126,7 @@ impl Ops for Cpu {
         conv::conv_shift_backward(z, by, grads, means)
     }
 
-    fn query_key(&self, z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
+    fn query_key(&self, z: &Tensor, raw: Tensor, by: QueryKey) -> Result<QueriesAndKeys> {
         query_key::query_key(z, raw, by)
     }
 
@@ -135,7 +135,7 @@ impl Ops for Cpu {
         raw: &Tensor,
         factors: &Tensor,
         by: QueryKey,
-        grad: Tensor,
+        grad: (Tensor, Kind),
     ) -> Result<QueryKeyGrads> {
         query_key::query_key_backward(raw, factors, by, grad)
     }

@@ -3,26 +3,27 @@
 //! H query heads in K groups of H / K, then K key heads: G = H + K heads of d dimensions. `[N, G d]` is by token, `[G, N, d]`
 //! by head.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::norm::{Columns, dot};
 use super::{apart, empty, read, simd, to_f32, write};
 use crate::Result;
-use crate::ops::{QueryKey, QueryKeyGrads, Summed, check};
+use crate::ops::{QueriesAndKeys, QueryKey, QueryKeyGrads, Summed, check};
 
 /// The least length that a vector is divided by.
 const LEAST: f32 = f32::EPSILON;
 
-pub(super) fn query_key(z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
-    let (call, [heads, tokens, width]) = check::query_key(z, raw, by)?;
-    apart(call, &[raw], &[z, by.bias, by.temperature, by.angles[0], by.angles[1]])?;
+pub(super) fn query_key(z: &Tensor, raw: Tensor, by: QueryKey) -> Result<QueriesAndKeys> {
+    let (call, [heads, tokens, width]) = check::query_key(z, &raw, by)?;
+    apart(call, &[&raw], &[z, by.bias, by.temperature, by.angles[0], by.angles[1]])?;
+    let mut raw = to_f32(&raw)?;
     let (mut factors, mut out) = (empty(&[heads, tokens, 1])?, empty(&[heads, tokens, width])?);
     let shape = by.shape.map(|size| size as usize);
     let sizes = (shape, z.size()[1] as usize);
-    add_means(read(&to_f32(z)?)?, read(by.bias)?, sizes, write(raw)?);
+    add_means(read(&to_f32(z)?)?, read(by.bias)?, sizes, write(&mut raw)?);
     let by = (read(by.temperature)?, [read(by.angles[0])?, read(by.angles[1])?]);
-    turn(read(raw)?, by, shape, write(&mut factors)?, write(&mut out)?);
-    Ok((out, factors))
+    turn(read(&raw)?, by, shape, write(&mut factors)?, write(&mut out)?);
+    Ok(QueriesAndKeys { out: out.f_to_kind(z.kind())?, raw, factors })
 }
 
 simd! {
@@ -88,7 +89,7 @@ pub(super) fn query_key_backward(
     raw: &Tensor,
     factors: &Tensor,
     by: QueryKey,
-    mut grad: Tensor,
+    (mut grad, kind): (Tensor, Kind),
 ) -> Result<QueryKeyGrads> {
     let (call, [_, tokens, width]) = check::query_key_backward(raw, factors, by, &grad)?;
     apart(call, &[&grad], &[raw, factors, by.temperature, by.angles[0], by.angles[1]])?;
@@ -112,7 +113,7 @@ pub(super) fn query_key_backward(
     means_back(read(&grad)?, shape, write(&mut means)?);
     let [temperature, bias] = [temperature, bias].map(|parts| Tensor::f_cat(&parts, 0));
     let (temperature, bias) = (Summed::Made(temperature?), Summed::Made(bias?));
-    Ok(QueryKeyGrads { raw: grad, means, temperature, bias })
+    Ok(QueryKeyGrads { raw: grad.f_to_kind(kind)?, means, temperature, bias })
 }
 
 simd! {

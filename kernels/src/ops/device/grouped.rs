@@ -35,18 +35,17 @@ pub(super) fn matmul(
     rows: &Tensor,
     weights: &Tensor,
     by: &Dispatch,
-    out: &Tensor,
-) -> Result<()> {
+) -> Result<Tensor> {
     let call = Call("grouped_matmul");
-    let [width, inner] = check::grouped(&call, by, rows, weights, [1, 2], out)?;
+    let [width, inner] = check::grouped(&call, by, rows, weights, [1, 2])?;
     let ends = by.ends(call.0)?;
     if by_library(rows, [width, inner]) {
-        let made = library(rows, &weights.f_transpose(1, 2)?, ends, by.experts)?;
-        out.shallow_clone().f_copy_(&made)?;
-        return Ok(());
+        return library(rows, &weights.f_transpose(1, 2)?, ends, by.experts);
     }
+    let out = queue.room(&[by.rows, width], rows.kind())?;
     let kernel = by_kind(rows, [c"grouped_f32", c"grouped_bf16"]);
-    launch(queue, kernel, [rows, weights, ends, out], by, [inner, width])
+    launch(queue, kernel, [rows, weights, ends, &out], by, [inner, width])?;
+    Ok(out)
 }
 
 pub(super) fn input(
@@ -54,18 +53,17 @@ pub(super) fn input(
     grad: &Tensor,
     weights: &Tensor,
     by: &Dispatch,
-    out: &Tensor,
-) -> Result<()> {
+) -> Result<Tensor> {
     let call = Call("grouped_matmul_input");
-    let [width, inner] = check::grouped(&call, by, grad, weights, [2, 1], out)?;
+    let [width, inner] = check::grouped(&call, by, grad, weights, [2, 1])?;
     let ends = by.ends(call.0)?;
     if by_library(grad, [width, inner]) {
-        let made = library(grad, weights, ends, by.experts)?;
-        out.shallow_clone().f_copy_(&made)?;
-        return Ok(());
+        return library(grad, weights, ends, by.experts);
     }
+    let out = queue.room(&[by.rows, width], grad.kind())?;
     let kernel = by_kind(grad, [c"grouped_input_f32", c"grouped_input_bf16"]);
-    launch(queue, kernel, [grad, weights, ends, out], by, [inner, width])
+    launch(queue, kernel, [grad, weights, ends, &out], by, [inner, width])?;
+    Ok(out)
 }
 
 /// As many tiles of rows as there can be: one of each expert may be begun and not filled.

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::rows::{banded, bands, lanes, of_bands, tiles};
 use super::{Argument, Queue, by_kind, each};
 use crate::Result;
-use crate::ops::{ConvShift, ConvShiftGrads, QueryKey, QueryKeyGrads, check};
+use crate::ops::{ConvShift, ConvShiftGrads, QueriesAndKeys, QueryKey, QueryKeyGrads, check};
 
 /// A number of rows that stands for all of them (`EVERY` in `attention.h`).
 const EVERY: i64 = u32::MAX as i64;
@@ -58,22 +58,26 @@ pub(super) fn conv_shift_backward(
 pub(super) fn query_key(
     queue: &Queue,
     z: &Tensor,
-    raw: &mut Tensor,
+    made: &Tensor,
     by: QueryKey,
-) -> Result<(Tensor, Tensor)> {
-    let (_, [heads, tokens, width]) = check::query_key(z, raw, by)?;
+) -> Result<QueriesAndKeys> {
+    let (_, [heads, tokens, width]) = check::query_key(z, made, by)?;
     // The kernel counts the elements of `z` in 32 bits.
     super::blocks(tokens, z.size()[1])?;
     let [queries, keys, _] = by.shape;
     let factors = queue.room(&[heads, tokens, 1], Kind::Float)?;
-    let out = queue.room(&[heads, tokens, width], Kind::Float)?;
+    let out = queue.room(&[heads, tokens, width], z.kind())?;
+    let raw = match made.kind() {
+        Kind::Float => made.shallow_clone(),
+        _ => queue.room(&[heads, tokens, width], Kind::Float)?,
+    };
     let kernel = by_kind(z, [c"query_key_f32", c"query_key_bf16"]);
     let [cosines, sines] = by.angles;
-    let memory = [z, by.bias, &*raw, by.temperature, cosines, sines, &factors, &out];
+    let memory = [z, made, by.bias, &raw, by.temperature, cosines, sines, &factors, &out];
     let sizes = [tokens, queries, keys, width, cosines.size()[1], z.size()[1]].map(Argument::from);
     let arguments = [&memory.map(Argument::from)[..], &sizes].concat();
     queue.launch(kernel, lanes(heads * tokens), &arguments)?;
-    Ok((out, factors))
+    Ok(QueriesAndKeys { out, raw, factors })
 }
 
 pub(super) fn query_key_backward(
@@ -81,7 +85,7 @@ pub(super) fn query_key_backward(
     raw: &Tensor,
     factors: &Tensor,
     by: QueryKey,
-    grad: Tensor,
+    (grad, kind): (Tensor, Kind),
 ) -> Result<QueryKeyGrads> {
     let (_, [heads, tokens, width]) = check::query_key_backward(raw, factors, by, &grad)?;
     let ([queries, keys, _], channels) = (by.shape, heads * width);
@@ -90,12 +94,18 @@ pub(super) fn query_key_backward(
     let ((bias, _), (temperature, _)) = (bias?, temperature?);
     let [cosines, sines] = by.angles;
     let memory = [raw, factors, by.temperature, cosines, sines].map(Argument::from);
-    let out = [&grad, &means, &bias, &temperature].map(Argument::from);
+    let rounded = match kind {
+        Kind::Float => None,
+        kind => Some(queue.room(&grad.size(), kind)?),
+    };
+    let narrow = rounded.as_ref().map_or(Argument::Nothing, Argument::from);
+    let out = [(&grad).into(), narrow, (&means).into(), (&bias).into(), (&temperature).into()];
     let sizes = [tokens, queries, keys, width, cosines.size()[1]].map(Argument::from);
     let arguments = [&memory[..], &out, &sizes].concat();
     queue.launch(c"query_key_backward", keys * bands(tokens), &arguments)?;
     let temperature = of_bands(&temperature, &[0], &[keys])?;
-    Ok(QueryKeyGrads { raw: grad, means, temperature, bias: of_bands(&bias, &[0], &[channels])? })
+    let (raw, bias) = (rounded.unwrap_or(grad), of_bands(&bias, &[0], &[channels])?);
+    Ok(QueryKeyGrads { raw, means, temperature, bias })
 }
 
 /// `silu(gate) * up`.

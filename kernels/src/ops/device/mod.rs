@@ -20,9 +20,9 @@ use tch::{Device, Kind, Tensor};
 
 use super::{
     AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, CrossEntropy,
-    CrossEntropyGrads, Dispatch, Moved, NewtonSchulz, NormBack, Ops, QueryKey, QueryKeyGrads,
-    REFERENCE, ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Summed,
-    cross_entropy,
+    CrossEntropyGrads, Dispatch, Moved, NewtonSchulz, NormBack, Ops, QueriesAndKeys, QueryKey,
+    QueryKeyGrads, REFERENCE, ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes,
+    Scaling, Summed, cross_entropy,
 };
 use crate::device::queue::{Argument, Queue};
 use crate::{Error, Result};
@@ -156,14 +156,8 @@ impl Ops for Own {
         tokens::permute(&self.at(x)?, x, by)
     }
 
-    fn grouped_matmul(
-        &self,
-        rows: &Tensor,
-        weights: &Tensor,
-        by: &Dispatch,
-        out: &Tensor,
-    ) -> Result<()> {
-        grouped::matmul(&self.at(rows)?, rows, weights, by, out)
+    fn grouped_matmul(&self, rows: &Tensor, weights: &Tensor, by: &Dispatch) -> Result<Tensor> {
+        grouped::matmul(&self.at(rows)?, rows, weights, by)
     }
 
     fn grouped_matmul_input(
@@ -171,9 +165,8 @@ impl Ops for Own {
         grad: &Tensor,
         weights: &Tensor,
         by: &Dispatch,
-        out: &Tensor,
-    ) -> Result<()> {
-        grouped::input(&self.at(grad)?, grad, weights, by, out)
+    ) -> Result<Tensor> {
+        grouped::input(&self.at(grad)?, grad, weights, by)
     }
 
     fn grouped_matmul_weights(
@@ -293,8 +286,8 @@ impl Ops for Own {
         heads::conv_shift_backward(&self.at(z)?, z, by, grads, means)
     }
 
-    fn query_key(&self, z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
-        heads::query_key(&self.at(z)?, z, raw, by)
+    fn query_key(&self, z: &Tensor, raw: Tensor, by: QueryKey) -> Result<QueriesAndKeys> {
+        heads::query_key(&self.at(z)?, z, &raw, by)
     }
 
     fn query_key_backward(
@@ -302,7 +295,7 @@ impl Ops for Own {
         raw: &Tensor,
         factors: &Tensor,
         by: QueryKey,
-        grad: Tensor,
+        grad: (Tensor, Kind),
     ) -> Result<QueryKeyGrads> {
         heads::query_key_backward(&self.at(raw)?, raw, factors, by, grad)
     }
@@ -387,6 +380,13 @@ impl Ops for Own {
     fn all_copies(&self, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
         let Some(one) = tensors.first() else { return Ok(Vec::new()) };
         step::copies(&self.at(one)?, tensors)
+    }
+
+    fn all_wide(&self, tensors: Vec<Tensor>) -> Result<Vec<Tensor>> {
+        match tensors.iter().find(|tensor| tensor.kind() != Kind::Float) {
+            Some(one) => step::wide(&self.at(one)?, tensors),
+            None => Ok(tensors),
+        }
     }
 
     fn all_adamw(&self, by: AdamW, tensors: &mut [Moved]) -> Result<()> {

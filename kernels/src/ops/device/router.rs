@@ -37,7 +37,11 @@ pub(super) fn router(
 ) -> Result<(Routes, RouterSaved)> {
     check::router(by, x, before, balance)?;
     let [rows, size] = [x.size()[0], by.down.size()[0]];
-    let state = x.f_matmul(&by.down.f_tr()?)?.f_to_kind(Kind::Float)?;
+    let projected = x.f_matmul(&by.down.f_tr()?)?;
+    let state = match projected.kind() {
+        Kind::Float => projected.shallow_clone(),
+        _ => queue.room(&[rows, size], Kind::Float)?,
+    };
     let (decay, entered) = match (by.decay, before) {
         (Some(decay), Some(before)) => (Argument::from(decay), Argument::from(before)),
         _ => (Argument::Nothing, Argument::Nothing),
@@ -45,10 +49,12 @@ pub(super) fn router(
     let inputs = queue.room(&[2, rows, size], Kind::Float)?;
     let (normed, first_out) = (inputs.f_get(0)?, inputs.f_get(1)?);
     let factors = queue.room(&[rows, 1], Kind::Float)?;
-    let memory = [(&state).into(), by.down_bias.into(), entered, decay, by.norm.into()];
+    let kernel = by_kind(&projected, [c"router_norm_f32", c"router_norm_bf16"]);
+    let memory = [&projected, &state, by.down_bias].map(Argument::from);
+    let memory = [&memory[..], &[entered, decay, by.norm.into()]].concat();
     let out = [(&normed).into(), (&factors).into()];
     let sizes = [rows.into(), size.into(), (by.eps as f32).into()];
-    queue.launch(c"router_norm", lanes(rows), &[&memory[..], &out, &sizes].concat())?;
+    queue.launch(kernel, lanes(rows), &[&memory[..], &out, &sizes].concat())?;
     let first = normed.f_matmul(&by.fc1.f_tr()?)?;
     gelu(queue, &first, by.fc1_bias, &first_out)?;
     let second = first_out.f_matmul(&by.fc2.f_tr()?)?;
@@ -107,7 +113,12 @@ pub(super) fn router_backward(
     let before = entered.map(|_| queue.room(&[rows, size], Kind::Float)).transpose()?;
     let or_nothing = |tensor: Option<_>| tensor.map_or(Argument::Nothing, Argument::from);
     let memory = [&saved.state, &saved.factors, by.norm, &inner].map(Argument::from);
-    let rest = [or_nothing(state), or_nothing(decay), (&own).into(), or_nothing(before.as_ref())];
+    let rounded = match x.kind() {
+        Kind::Float => None,
+        kind => Some(queue.room(&[rows, size], kind)?),
+    };
+    let out = [Some(&own), rounded.as_ref(), before.as_ref()].map(or_nothing);
+    let rest = [&[or_nothing(state), or_nothing(decay)][..], &out].concat();
     let sizes = [rows, size].map(Argument::from);
     let arguments = [&memory[..], &rest, &sizes].concat();
     queue.launch(c"router_norm_backward", lanes(rows), &arguments)?;
@@ -116,7 +127,7 @@ pub(super) fn router_backward(
     let rest = [or_nothing(entered), (&first).into(), (&second).into(), (&partial).into()];
     queue.launch(c"router_vectors", blocks, &[&memory[..], &rest, &sizes].concat())?;
     let vector = |which| of_bands(&partial, &[which], &[size]);
-    let narrow = own.f_to_kind(x.kind())?;
+    let narrow = rounded.unwrap_or(own);
     let down = match by.part {
         true => narrow.f_to_kind(Kind::Float)?.f_tr()?.f_matmul(&x.f_to_kind(Kind::Float)?)?,
         false => narrow.f_tr()?.f_matmul(x)?.f_to_kind(Kind::Float)?,

@@ -189,8 +189,8 @@ pub(super) fn residual_backward(
 }
 
 impl Scaling<'_> {
-    /// The gradients of the vectors, from the sums over bands of the gradient, of the gradient times the branch, and of the gradient
-    /// times the residual.
+    /// The gradients of the vectors, from the sums over bands of the gradient, of the gradient times the branch, and of the
+    /// gradient times the residual.
     fn of_bands(self, partial: &Tensor) -> Result<[Summed; 4]> {
         Ok([
             scaled(partial, 1, Some(0), self.bias)?,

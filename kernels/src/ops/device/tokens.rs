@@ -117,7 +117,7 @@ pub(super) fn gather(
     weight: &Tensor,
 ) -> Result<Tensor> {
     let [tokens, width] = check::gather(x, by, passed, weight)?;
-    let out = queue.room(&[tokens, width], Kind::Float)?;
+    let out = queue.room(&[tokens, width], x.kind())?;
     let kernel = by_kind(x, [c"gather_f32", c"gather_bf16"]);
     let rows = returning("gather", x, by, passed)?;
     let rest = [weight.into(), (&out).into(), by.experts.into(), width.into()];
@@ -135,7 +135,7 @@ pub(super) fn gather_backward(
     grad: &Tensor,
 ) -> Result<[Tensor; 2]> {
     let [tokens, width] = check::gather_backward(x, by, passed, weight, grad)?;
-    let to_x = queue.room(&[by.rows, width], Kind::Float)?;
+    let to_x = queue.room(&[by.rows, width], x.kind())?;
     let to_weight = queue.room(&[tokens, 1], Kind::Float)?;
     let kernel = by_kind(x, [c"gather_backward_f32", c"gather_backward_bf16"]);
     let [_, rows @ ..] = returning("gather_backward", x, by, passed)?;

@@ -32,7 +32,8 @@ pub(super) fn gather(
     weight: &Tensor,
 ) -> Result<Tensor> {
     check::gather(x, by, passed, weight)?;
-    Ok(to_f32(&composed::returned("gather", x, by, passed)?)?.f_mul(weight)?)
+    let rows = to_f32(&composed::returned("gather", x, by, passed)?)?;
+    Ok(rows.f_mul(weight)?.f_to_kind(x.kind())?)
 }
 
 pub(super) fn gather_backward(
@@ -46,5 +47,5 @@ pub(super) fn gather_backward(
     let mut to_x = Tensor::f_zeros(x.size(), (Kind::Float, x.device()))?;
     let _ = to_x.f_index_copy_(0, &by.places, &grad.f_mul(weight)?)?;
     let to_weight = to_f32(&composed::returned("gather_backward", x, by, passed)?)?.f_mul(grad)?;
-    Ok([to_x, to_weight.f_sum_dim_intlist(1, true, Kind::Float)?])
+    Ok([to_x.f_to_kind(x.kind())?, to_weight.f_sum_dim_intlist(1, true, Kind::Float)?])
 }

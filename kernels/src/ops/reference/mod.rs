@@ -13,7 +13,7 @@ use tch::{Kind, Tensor};
 
 use super::{
     AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, Dispatch, NewtonSchulz,
-    Ops, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, Summed, check,
+    Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, Summed, check,
 };
 use crate::Result;
 
@@ -99,7 +99,7 @@ impl Ops for Reference {
         query_key::conv_shift_backward(z, by, grads, means)
     }
 
-    fn query_key(&self, z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
+    fn query_key(&self, z: &Tensor, raw: Tensor, by: QueryKey) -> Result<QueriesAndKeys> {
         query_key::query_key(z, raw, by)
     }
 
@@ -108,7 +108,7 @@ impl Ops for Reference {
         raw: &Tensor,
         factors: &Tensor,
         by: QueryKey,
-        grad: Tensor,
+        grad: (Tensor, Kind),
     ) -> Result<QueryKeyGrads> {
         query_key::query_key_backward(raw, factors, by, grad)
     }

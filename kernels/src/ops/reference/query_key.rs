@@ -4,7 +4,9 @@ use tch::{Kind, Tensor};
 
 use super::{columns, to_f32};
 use crate::Result;
-use crate::ops::{ConvShift, ConvShiftGrads, QueryKey, QueryKeyGrads, Summed, check, composed};
+use crate::ops::{
+    ConvShift, ConvShiftGrads, QueriesAndKeys, QueryKey, QueryKeyGrads, Summed, check, composed,
+};
 
 pub(super) fn conv_shift(z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]> {
     let [rows, _] = check::conv_shift(z, by)?;
@@ -84,28 +86,30 @@ fn advanced(x: &Tensor, starts: &Tensor) -> Result<Tensor> {
     Ok(x.f_index_fill(0, starts, 0.0)?.f_roll([-1], [0])?)
 }
 
-pub(super) fn query_key(z: &Tensor, raw: &mut Tensor, by: QueryKey) -> Result<(Tensor, Tensor)> {
-    let (_, [heads, tokens, width]) = check::query_key(z, raw, by)?;
+pub(super) fn query_key(z: &Tensor, raw: Tensor, by: QueryKey) -> Result<QueriesAndKeys> {
+    let (_, [heads, tokens, width]) = check::query_key(z, &raw, by)?;
+    let (mut raw, kind) = (to_f32(&raw)?, z.kind());
     let _ = raw.f_add_(&by.bias.f_view([heads, 1, width])?)?;
     let z = to_f32(&z.f_narrow(1, 0, heads * width)?)?;
     let z = z.f_reshape([tokens, heads, width])?.f_transpose(0, 1)?;
     let (q, k) = split(&z, by.shape)?;
     let mean = q.f_add(&k)?.f_mul_scalar(0.5)?;
-    let (mut query, mut key) = split(raw, by.shape)?;
+    let (mut query, mut key) = split(&raw, by.shape)?;
     let _ = key.f_add_(&mean.f_mean_dim(1, true, Kind::Float)?)?;
     let _ = query.f_add_(&mean)?;
     let length = raw.f_square()?.f_sum_dim_intlist(-1, true, Kind::Float)?.f_sqrt()?;
     let factors = length.f_clamp_min(f64::from(f32::EPSILON))?.f_reciprocal()?;
     let factors = factors.f_mul_scalar((width as f64).sqrt())?;
     let out = raw.f_mul(&factors.f_mul(&scales(by)?)?)?;
-    Ok((rotated(&out, by.angles[0], by.angles[1])?, factors))
+    let out = rotated(&out, by.angles[0], by.angles[1])?.f_to_kind(kind)?;
+    Ok(QueriesAndKeys { out, raw, factors })
 }
 
 pub(super) fn query_key_backward(
     raw: &Tensor,
     factors: &Tensor,
     by: QueryKey,
-    grad: Tensor,
+    (grad, kind): (Tensor, Kind),
 ) -> Result<QueryKeyGrads> {
     let (_, [_, _, width]) = check::query_key_backward(raw, factors, by, &grad)?;
     let [queries, keys, _] = by.shape;
@@ -122,6 +126,7 @@ pub(super) fn query_key_backward(
     let raw = grad.f_mul(&factors.f_mul(&scales)?)?.f_addcmul(raw, &along)?;
     let bias = raw.f_sum_dim_intlist(1, false, Kind::Float)?.f_reshape([-1])?;
     let (means, temperature) = (means_back(&raw, by.shape)?, Summed::Made(temperature));
+    let raw = raw.f_to_kind(kind)?;
     Ok(QueryKeyGrads { raw, means, temperature, bias: Summed::Made(bias) })
 }
 

@@ -220,17 +220,21 @@ proptest! {
         let by = QueryKey { bias: &bias, temperature: &temperature, angles: [&cos, &sin], shape };
         // Values stand beside them.
         let z = random(&[tokens, heads * width + 2], seed + 3).to_kind(kind);
-        let raw = random(&[heads, tokens, width], seed + 4);
+        let raw = random(&[heads, tokens, width], seed + 4).to_kind(kind);
         for table in OWN {
-            let (mut fast, mut slow) = (raw.copy(), raw.copy());
-            let (found, factors) = table.query_key(&z, &mut fast, by).unwrap();
-            let (wanted, wanted_factors) = REFERENCE.query_key(&z, &mut slow, by).unwrap();
-            prop_assert!(close(&fast, &slow, 8.0));
-            prop_assert!(close(&factors, &wanted_factors, 32.0) && close(&found, &wanted, 64.0));
-            let grad = random(&[heads, tokens, width], seed + 5);
-            let found = table.query_key_backward(&slow, &factors, by, grad.copy()).unwrap();
-            let wanted = REFERENCE.query_key_backward(&slow, &factors, by, grad.copy()).unwrap();
+            let found = table.query_key(&z, raw.copy(), by).unwrap();
+            let wanted = REFERENCE.query_key(&z, raw.copy(), by).unwrap();
+            prop_assert!(close(&found.raw, &wanted.raw, 8.0));
+            prop_assert!(close(&found.factors, &wanted.factors, 32.0) && close(&found.out, &wanted.out, 64.0));
+            prop_assert_eq!(found.out.kind(), kind);
+            let (raw, factors) = (wanted.raw, found.factors);
+            let back = |table: Table, kind| {
+                let grad = random(&[heads, tokens, width], seed + 5);
+                table.query_key_backward(&raw, &factors, by, (grad, kind)).unwrap()
+            };
+            let (found, wanted) = (back(table, Kind::Float), back(REFERENCE, Kind::Float));
             prop_assert!(close(&found.raw, &wanted.raw, 64.0));
+            prop_assert_eq!(back(table, kind).raw, found.raw.to_kind(kind));
             prop_assert!(close(&found.means, &wanted.means, 64.0));
             let sums = |table: Table, of: [Summed; 2]| table.sums(of.into()).unwrap();
             let found = sums(table, [found.temperature, found.bias]);
@@ -279,12 +283,12 @@ proptest! {
             let x = there(&answers, &passes.logical_not());
             let passed = identity.then(|| there(&entered, &passes));
             let found = table.gather(&x, &by, passed.as_ref(), &weight).unwrap();
-            prop_assert_eq!(found, &rows * &weight);
+            prop_assert_eq!(found, (&rows * &weight).to_kind(kind));
             let found = table.unpermute(&x, &by, passed.as_ref(), &beside).unwrap();
             prop_assert_eq!(found, &rows + &beside);
             let [to_x, to_weight] = table.gather_backward(&x, &by, passed.as_ref(), &weight, &grad).unwrap();
             let zeros = Tensor::zeros([by.rows, width], (Kind::Float, Device::Cpu));
-            prop_assert_eq!(to_x, zeros.index_copy(0, &by.places, &(&grad * &weight)));
+            prop_assert_eq!(to_x, zeros.index_copy(0, &by.places, &(&grad * &weight)).to_kind(kind));
             let wanted = (&rows * &grad).sum_dim_intlist(1, true, Kind::Float);
             prop_assert!(close(&to_weight, &wanted, 16.0));
         }

@@ -115,9 +115,8 @@ proptest! {
         let of = |choice: &[i64]| {
             let by = EMULATED.dispatch(&Tensor::from_slice(choice), experts + 1).unwrap();
             let [rows, grads] = [&x, &grad].map(|x| EMULATED.permute(x, &by).unwrap());
-            let (out, back) = (grads.empty_like(), rows.empty_like());
-            EMULATED.grouped_matmul(&rows, &weights, &by, &out).unwrap();
-            EMULATED.grouped_matmul_input(&grads, &weights, &by, &back).unwrap();
+            let out = EMULATED.grouped_matmul(&rows, &weights, &by).unwrap();
+            let back = EMULATED.grouped_matmul_input(&grads, &weights, &by).unwrap();
             let zeros = [&grad, &x].map(|x| x.zeros_like());
             let [out, back] = [0, 1].map(|side| {
                 EMULATED.unpermute([&out, &back][side], &by, None, &zeros[side]).unwrap()
@@ -206,12 +205,10 @@ proptest! {
             let once = x.to_kind(Kind::Double).abs().sum(Kind::Double).double_value(&[]);
             prop_assert!((whole - once).abs() < 1e-9, "places that are filled up hold zeros");
 
-            let out = Tensor::full([rows.size()[0], narrow], f64::NAN, (kind, Device::Cpu));
-            table.grouped_matmul(&rows, &weights, &by, &out).unwrap();
+            let out = table.grouped_matmul(&rows, &weights, &by).unwrap();
             let out = table.unpermute(&out, &by, None, &grad.zeros_like()).unwrap().to_kind(kind);
             let grads = table.permute(&grad, &by).unwrap();
-            let back = Tensor::full([rows.size()[0], wide], f64::NAN, (kind, Device::Cpu));
-            table.grouped_matmul_input(&grads, &weights, &by, &back).unwrap();
+            let back = table.grouped_matmul_input(&grads, &weights, &by).unwrap();
             let back = table.unpermute(&back, &by, Some(&rows), &x.zeros_like()).unwrap().to_kind(kind);
             let of_weights = Tensor::zeros(weights.size(), (Kind::Double, Device::Cpu));
             for (token, &class) in (0i64..).zip(&choice) {

@@ -124,8 +124,8 @@ impl LayerKind for Cca {
         let (query, key, conv) =
             (size(config.query_size()), size(config.key_size()), size(config.conv_size()));
         let (heads, keys) = (size(config.num_attention_heads), size(config.num_key_value_heads));
-        // Input and output; projected, both taps, normed; the values before and after their shift, what each span made of them, and
-        // that in one row.
+        // Input and output; projected, both taps, normed; the values before and after their shift, what each span made of them,
+        // and that in one row.
         let products = 2 * size(config.hidden_size) + 4 * conv + 2 * key + 2 * query;
         // The keys of all chunks in one row, which later ones read.
         let products = products + if cut.chunks > 1 { key } else { 0 };
@@ -304,9 +304,8 @@ impl Heads {
         taps: Tensor,
     ) -> Result<(Tensor, [Tensor; 4])> {
         let raw = pass.ops.matmul(&taps, &self.kernel.f_transpose(1, 2)?)?;
-        let mut raw = raw.f_to_kind(Kind::Float)?;
-        let (qk, factor) = pass.ops.query_key(projected, &mut raw, self.turned(chunk))?;
-        Ok((qk.f_to_kind(pass.kind)?, [x.shallow_clone(), taps, raw, factor]))
+        let made = pass.ops.query_key(projected, raw, self.turned(chunk))?;
+        Ok((made.out, [x.shallow_clone(), taps, made.raw, made.factors]))
     }
 
     pub(super) fn convolution<'a>(&'a self, chunk: &'a Chunk) -> ConvShift<'a> {

@@ -37,10 +37,10 @@ impl Saved {
         let (mut taps, mut turned) = (Vec::new(), Vec::new());
         for ((chunk, saved), qk) in pass.chunks.iter().zip(&self.chunks).zip(qk) {
             let own = self.heads.turned(chunk);
-            let back = ops.query_key_backward(&saved.raw, &saved.factor, own, qk)?;
-            let raw = back.raw.f_to_kind(pass.kind)?;
-            let grouped = pass.gradient(&raw.f_transpose(1, 2)?, &saved.taps)?;
-            taps.push(ops.matmul(&raw, &self.heads.kernel)?);
+            let grad = (qk, pass.kind);
+            let back = ops.query_key_backward(&saved.raw, &saved.factor, own, grad)?;
+            let grouped = pass.gradient(&back.raw.f_transpose(1, 2)?, &saved.taps)?;
+            taps.push(ops.matmul(&back.raw, &self.heads.kernel)?);
             let grouped = grouped.f_view([-1, pass.config.head_dim, 2])?;
             turned.push((back.means, grouped, back.bias, back.temperature));
         }

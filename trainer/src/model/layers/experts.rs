@@ -108,7 +108,7 @@ impl Experts {
             let out = total(sum, x)?;
             drop(rows);
             let (weight, passed) = (routes.weight.shallow_clone(), self.passed(&sorted));
-            let mixed = pass.ops.gather(&out, &order, passed, &weight)?.f_to_kind(x.kind())?;
+            let mixed = pass.ops.gather(&out, &order, passed, &weight)?;
             Ok((mixed, Saved { order, weight, sorted, inner, out }))
         });
         found.collect()
@@ -166,8 +166,8 @@ impl Experts {
         let passed = self.passed(&sorted);
         let [out, weight] = pass.ops.gather_backward(&out, &order, passed, &weight, grad)?;
         let rows = sorted.f_narrow(0, 0, order.computed)?;
-        let (out, params) = (out.f_to_kind(rows.kind())?, Vec::new());
-        Ok(PassingBack { order, rows, inner, out, weight, params, sum: Counter::new() })
+        let (params, sum) = (Vec::new(), Counter::new());
+        Ok(PassingBack { order, rows, inner, out, weight, params, sum })
     }
 }
 
@@ -181,16 +181,12 @@ impl Passing {
 
     fn shard(&mut self, pass: &Pass<'_>, [gate_up, down]: &[Tensor; 2]) -> Result<()> {
         let Passing { order, rows, inner, sum, .. } = self;
-        let (ops, hidden) = (pass.ops, pass.config.hidden_size);
-        let empty = |count, width, kind| Tensor::f_empty([count, width], (kind, rows.device()));
-        let both = empty(order.computed, gate_up.size()[1], rows.kind())?;
-        ops.grouped_matmul(rows, gate_up, order, &both)?;
+        let ops = pass.ops;
+        let both = ops.grouped_matmul(rows, gate_up, order)?.f_narrow(0, 0, order.computed)?;
         let product = ops.swiglu(&both)?;
-        let out = empty(order.rows, hidden, part_kind(pass, rows))?;
         let [operand, down] = [part(pass, &product)?, part(pass, down)?];
-        ops.grouped_matmul(&operand, &down, order, &out)?;
+        sum.push(ops.grouped_matmul(&operand, &down, order)?);
         inner.push([both, product]);
-        sum.push(out);
         Ok(())
     }
 }
@@ -209,14 +205,13 @@ impl PassingBack {
             1 => ops.grouped_matmul_weights(grad, rows, order),
             _ => ops.grouped_matmul_weights(&wide(grad)?, &wide(rows)?, order),
         };
-        let inner_grad = product.f_empty_like()?;
-        ops.grouped_matmul_input(out, down, order, &inner_grad)?;
+        let inner_grad = ops.grouped_matmul_input(out, down, order)?;
+        let inner_grad = inner_grad.f_narrow(0, 0, order.computed)?;
         let down = weights(out, &product)?;
         let both = ops.swiglu_backward(&both, &inner_grad)?;
-        let input = Tensor::f_empty(out.size(), (part_kind(pass, rows), rows.device()))?;
-        ops.grouped_matmul_input(&part(pass, &both)?, &part(pass, gate_up)?, order, &input)?;
+        let [operand, gate_up] = [part(pass, &both)?, part(pass, gate_up)?];
+        sum.push(ops.grouped_matmul_input(&operand, &gate_up, order)?);
         params.push([weights(&both, rows)?, down]);
-        sum.push(input);
         Ok(())
     }
 }

@@ -163,8 +163,8 @@ impl HeadsGrads {
     }
 }
 
-/// Of a shard's channels, or their numbers, those of queries and of keys: queries come first, as many for each of keys as there are
-/// query heads to a key head.
+/// Of a shard's channels, or their numbers, those of queries and of keys: queries come first, as many for each of keys as there
+/// are query heads to a key head.
 fn split(channels: i64, query: i64) -> [i64; 2] {
     let queries = channels / (query + 1) * query;
     [queries, channels - queries]
@@ -231,8 +231,8 @@ pub(super) fn together(parts: &[Tensor], dim: i64) -> Result<Tensor> {
     }
 }
 
-/// Bytes of the weights that attention copies for a micro-batch, in each layer: nothing where they are whole; of several shards all
-/// of its weights, and those of a shard of the experts.
+/// Bytes of the weights that attention copies for a micro-batch, in each layer: nothing where they are whole; of several shards
+/// all of its weights, and those of a shard of the experts.
 pub(in crate::model) fn weight_copies(config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
     let size = |size: i64| size as u64;
     let (width, conv, dim) =
