@@ -360,11 +360,15 @@ def level(check, outcomes):
     """The row for the table of levels: what this shows of the kernel table at hand."""
     held = all(outcomes.get(name, {}).get("outcome") == "ok" for name in ["kernels", "bits"])
     levels = "D L0" if held and not check.pretended else "D"
-    heads = sorted(check.work.glob("way-0/ledger.jsonl"))
-    table = json.loads(heads[0].read_text().splitlines()[0])["kernel_table"] if heads else {}
-    digest = hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
-    return (f"| `{digest}` | {check.row.get('name', '?')}, {check.row.get('architecture', '?')} | libtorch {table.get('libtorch', '?')} "
-            f"| {table.get('operations', '?')} | {levels} |")
+    run, table, digest = check.work / "way-0", {}, "none"
+    if (run / "ledger.jsonl").exists():
+        table = json.loads((run / "ledger.jsonl").read_text().splitlines()[0])["kernel_table"]
+        events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+        fingerprint = next(event["kernels"] for event in events if "kernels" in event)
+        digest = hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
+    columns = [f"`{digest}`", check.row.get("name", "?"), check.row.get("architecture") or "none", table.get("libtorch", "?"),
+               table.get("operations", "?"), levels]
+    return "| " + " | ".join(columns) + " |"
 
 
 def main():

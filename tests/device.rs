@@ -295,7 +295,7 @@ fn our_own_kernels_leave_one_ledger_too() {
         let ledger = |out: &str| {
             std::fs::read_to_string(on.fixture.scratch.path(out).join("ledger.jsonl")).unwrap()
         };
-        assert!(ledger("plain").contains("device 3, kernels "));
+        assert!(ledger("plain").contains("device 4, kernels "));
         let two = ["--workers", "2", "--recompute", "--prefetch", "5", "--stop-after", "2"];
         on.finish("two", &two);
         on.finish("two", &["--workers", "1", "--stop-after", steps]);
@@ -386,7 +386,9 @@ fn the_check_of_a_gpu_goes_to_its_end_on_a_pretended_one() {
     }
     assert_eq!(found["checks"]["bits"]["ledgers"].as_object().map(|ways| ways.len()), Some(6));
     assert!(found["checks"]["step nano bf16"]["device_mib"].as_f64().unwrap() > 1.0);
-    assert!(found["level"].as_str().unwrap().ends_with("| D |"), "nothing is shown of a GPU");
+    let row = found["level"].as_str().unwrap();
+    assert!(row.starts_with("| `") && row.ends_with("| D |"), "nothing is shown of a GPU: {row}");
+    assert_eq!(row.split('|').count(), 8, "as the table of levels has it: {row}");
     assert!(
         std::fs::read_to_string(out.join("device.txt")).unwrap().starts_with("ok       devices")
     );

@@ -97,14 +97,14 @@ DEVICE f32 or_zero(const T* row, u32 column) {
   return row == nullptr ? 0.0f : wide(row[column]);
 }
 
-// out[t] = the row of t + beside[t], f32. A block a token.
+// out[t] = the row of t + beside[t]. A block a token.
 template <typename T>
-DEVICE void unpermuted(const i64* places, const T* x, const T* passed, const int* ends, const T* beside, f32* out, u32 experts,
+DEVICE void unpermuted(const i64* places, const T* x, const T* passed, const int* ends, const T* beside, T* out, u32 experts,
                        u32 width) {
   const T* row = row_at(static_cast<u32>(places[block_index()]), x, passed, ends, experts, width);
   const u64 to = static_cast<u64>(block_index()) * width;
   for (u32 column = thread_index(); column < width; column += BLOCK)
-    out[to + column] = or_zero(row, column) + wide(beside[to + column]);
+    put(out[to + column], or_zero(row, column) + wide(beside[to + column]));
 }
 KERNEL(unpermute_f32, 256, LIMIT(32, 0, 8),
        (const i64* places, const f32* x, const f32* passed, const int* ends, const f32* beside, f32* out, u32 experts,
@@ -112,7 +112,7 @@ KERNEL(unpermute_f32, 256, LIMIT(32, 0, 8),
   unpermuted(places, x, passed, ends, beside, out, experts, width);
 }
 KERNEL(unpermute_bf16, 256, LIMIT(32, 0, 8),
-       (const i64* places, const bf16* x, const bf16* passed, const int* ends, const bf16* beside, f32* out, u32 experts,
+       (const i64* places, const bf16* x, const bf16* passed, const int* ends, const bf16* beside, bf16* out, u32 experts,
         u32 width)) {
   unpermuted(places, x, passed, ends, beside, out, experts, width);
 }
@@ -140,7 +140,7 @@ KERNEL(gather_bf16, 256, LIMIT(32, 0, 8),
 // Back, place by place: out[p] = grad[t] weight[t] of its token t = order[p], and to_weight[t] = grad[t] . the row of t; zeros
 // where there is no token. 16 lanes a place.
 template <typename T>
-DEVICE void gathered_back(const int* order, const T* x, const T* passed, const int* ends, const f32* weight, const f32* grad,
+DEVICE void gathered_back(const int* order, const T* x, const T* passed, const int* ends, const f32* weight, const T* grad,
                           T* out, f32* to_weight, u32 places, u32 experts, u32 width) {
   const u32 place = block_index() * ROWS + thread_index() / PARTS, lane = thread_index() % PARTS;
   const int token = place < places ? order[place] : -1;
@@ -153,7 +153,7 @@ DEVICE void gathered_back(const int* order, const T* x, const T* passed, const i
     for (u32 column = lane; column < width; column += PARTS) {
       f32 value = 0.0f;
       if (there) {
-        const f32 own = grad[from + column];
+        const f32 own = wide(grad[from + column]);
         part += own * or_zero(row, column);
         value = own * by;
       }
@@ -168,7 +168,7 @@ KERNEL(gather_backward_f32, 256, LIMIT(48, 0, 8),
   gathered_back(order, x, passed, ends, weight, grad, out, to_weight, places, experts, width);
 }
 KERNEL(gather_backward_bf16, 256, LIMIT(48, 0, 8),
-       (const int* order, const bf16* x, const bf16* passed, const int* ends, const f32* weight, const f32* grad, bf16* out,
+       (const int* order, const bf16* x, const bf16* passed, const int* ends, const f32* weight, const bf16* grad, bf16* out,
         f32* to_weight, u32 places, u32 experts, u32 width)) {
   gathered_back(order, x, passed, ends, weight, grad, out, to_weight, places, experts, width);
 }

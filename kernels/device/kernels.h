@@ -5,6 +5,7 @@
 #include "embedding.h"
 #include "exact.h"
 #include "experts.h"
+#include "finish.h"
 #include "loss.h"
 #include "optimizer.h"
 #include "products.h"

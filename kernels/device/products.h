@@ -180,12 +180,3 @@ KERNEL(grouped_weights_bf16, 256, LIMIT(48, 8704, 7),
   grouped_weights(grad, rows, ends, out, height, width, lefts, rights);
 }
 #undef TILES
-
-// Zeros for experts without rows, where a library may leave what stood there. A block has 1,024 elements of an expert.
-KERNEL(idle_experts, 256, LIMIT(32, 0, 8), (const int* ends, bf16* out, u32 size)) {
-  const u32 blocks = (size + 1023) / 1024, expert = block_index() / blocks;
-  if (ends[expert] != (expert > 0 ? ends[expert - 1] : 0)) return;
-  const u32 first = block_index() % blocks * 1024;
-  for (u32 place = first + thread_index(); place < first + 1024; place += BLOCK)
-    if (place < size) out[static_cast<u64>(expert) * size + place].bits = 0;
-}

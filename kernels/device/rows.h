@@ -40,46 +40,6 @@ DEVICE Column column_of(u32 rows, u32 width) {
   return {index, first, first + BAND < last ? first + BAND : last, static_cast<u64>(band) * width + index, index < width};
 }
 
-// A sum over rows from those over their bands, as the host writes it into device memory.
-struct Sum {
-  u64 partial;  // address of [bands, width], f32
-  u64 other;    // of another one's, or 0
-  u64 factor;   // of [width], f32, or 0: what the other sum is multiplied with; where there is none, the sum itself
-  u64 out;      // where column 0 goes
-  u32 bands, width;
-  u32 stride;  // from one column of the outcome to the next
-  u32 block;   // the first of its blocks; it has one for each 256 columns begun
-};
-static_assert(sizeof(Sum) == 48, "as the host lays it out");
-
-// The sum of partial[band, c] over bands, in f64.
-DEVICE f32 over_bands(u64 partial, const Sum& sum, u32 column) {
-  const f32* from = reinterpret_cast<const f32*>(partial) + column;
-  f64 all = 0.0;
-  for (u32 band = 0; band < sum.bands; ++band) all += static_cast<f64>(from[static_cast<u64>(band) * sum.width]);
-  return static_cast<f32>(all);
-}
-
-// out[c] = sum over bands, times the factor, or plus the factor times the other sum.
-KERNEL(add_bands, 256, LIMIT(48, 0, 8), (const Sum* sums, u32 count)) {
-  u32 low = 0, high = count;
-  while (high - low > 1) {
-    const u32 middle = low + (high - low) / 2;
-    if (sums[middle].block <= block_index()) low = middle;
-    else high = middle;
-  }
-  const Sum sum = sums[low];
-  const u32 column = (block_index() - sum.block) * BLOCK + thread_index();
-  if (column >= sum.width) return;
-  f32 all = over_bands(sum.partial, sum, column);
-  if (sum.factor != 0) {
-    const f32 factor = reinterpret_cast<const f32*>(sum.factor)[column];
-    if (sum.other != 0) all += factor * over_bands(sum.other, sum, column);
-    else all *= factor;
-  }
-  reinterpret_cast<f32*>(sum.out)[static_cast<u64>(column) * sum.stride] = all;
-}
-
 // partial[s, band, c] = sum of x[s, r, c] over the rows of a band.
 KERNEL(column_sums, 256, LIMIT(32, 0, 8), (const f32* x, f32* partial, u32 rows, u32 width)) {
   const Column column = column_of(rows, width);
@@ -179,21 +139,22 @@ KERNEL(residual_norm_bf16, 256, LIMIT(48, 0, 8),
 }
 
 // Back through a row of the norm, from the gradient of its outcome: what(column, gradient of x).
-template <typename Do>
-DEVICE void norm_row_back(Row row, u32 width, const f32* x, const f32* factors, const f32* weight, const f32* grad, Do what) {
+template <typename G, typename Do>
+DEVICE void norm_row_back(Row row, u32 width, const f32* x, const f32* factors, const f32* weight, const G* grad, Do what) {
   const u64 at = static_cast<u64>(row.index) * width;
   const f32 factor = row.there ? factors[row.index] : 0.0f;
   const f32 sum =
-      along_row(row, width, [=](u32 column) { return grad[at + column] * (x[at + column] * factor) * weight[column]; });
+      along_row(row, width, [=](u32 column) { return wide(grad[at + column]) * (x[at + column] * factor) * weight[column]; });
   const f32 along = sum / -static_cast<f32>(width);
   if (!row.there) return;
   for (u32 column = row.lane; column < width; column += PARTS)
-    what(column, (grad[at + column] * weight[column] + x[at + column] * factor * along) * factor);
+    what(column, (wide(grad[at + column]) * weight[column] + x[at + column] * factor * along) * factor);
 }
 
 // Back through a band of rows of the norm: the gradient of x, with `beside` added to it unless that is null, and that of the
 // weight. A block has a band.
-DEVICE void norm_band_back(const f32* x, const f32* factors, const f32* weight, const f32* grad, const f32* beside, f32* input,
+template <typename G>
+DEVICE void norm_band_back(const f32* x, const f32* factors, const f32* weight, const G* grad, const f32* beside, f32* input,
                            f32* partial, u32 rows, u32 width) {
   const u32 first = block_index() * BAND, end = first + BAND < rows ? first + BAND : rows;
   for (u32 start = first; start < first + BAND; start += ROWS) {
@@ -207,13 +168,18 @@ DEVICE void norm_band_back(const f32* x, const f32* factors, const f32* weight, 
     f32 sum = 0.0f;
     for (u32 row = first; row < end; ++row) {
       const u64 at = static_cast<u64>(row) * width + column;
-      sum += grad[at] * (x[at] * factors[row]);
+      sum += wide(grad[at]) * (x[at] * factors[row]);
     }
     partial[static_cast<u64>(block_index()) * width + column] = sum;
   }
 }
-KERNEL(rms_norm_backward, 256, LIMIT(48, 0, 8),
+KERNEL(rms_norm_backward_f32, 256, LIMIT(48, 0, 8),
        (const f32* x, const f32* factors, const f32* weight, const f32* grad, const f32* beside, f32* input, f32* partial,
+        u32 rows, u32 width)) {
+  norm_band_back(x, factors, weight, grad, beside, input, partial, rows, width);
+}
+KERNEL(rms_norm_backward_bf16, 256, LIMIT(48, 0, 8),
+       (const f32* x, const f32* factors, const f32* weight, const bf16* grad, const f32* beside, f32* input, f32* partial,
         u32 rows, u32 width)) {
   norm_band_back(x, factors, weight, grad, beside, input, partial, rows, width);
 }
@@ -222,7 +188,7 @@ KERNEL(rms_norm_backward, 256, LIMIT(48, 0, 8),
 // the gradient times the branch, and of the gradient times the residual. The gradient may stand where that of the residual goes.
 template <typename T>
 DEVICE void residual_column_back(Column column, const T* branch, const f32* residual, const f32* grad, const f32* scale,
-                                 const f32* residual_scale, f32* to_branch, f32* to_residual, f32* partial, u32 rows, u32 width) {
+                                 const f32* residual_scale, T* to_branch, f32* to_residual, f32* partial, u32 rows, u32 width) {
   const f32 by = scale[column.index], residual_by = residual_scale[column.index];
   f32 all = 0.0f, branches = 0.0f, residuals = 0.0f;
   for (u32 row = column.first; row < column.end; ++row) {
@@ -231,7 +197,7 @@ DEVICE void residual_column_back(Column column, const T* branch, const f32* resi
     all += own;
     branches += own * wide(branch[at]);
     residuals += own * residual[at];
-    to_branch[at] = own * by;
+    put(to_branch[at], own * by);
     to_residual[at] = own * residual_by;
   }
   const u64 size = static_cast<u64>((rows + BAND - 1) / BAND) * width;
@@ -241,7 +207,7 @@ DEVICE void residual_column_back(Column column, const T* branch, const f32* resi
 }
 template <typename T>
 DEVICE void residual_back(const T* branch, const f32* residual, const f32* grad, const f32* scale, const f32* residual_scale,
-                          f32* to_branch, f32* to_residual, f32* partial, u32 rows, u32 width) {
+                          T* to_branch, f32* to_residual, f32* partial, u32 rows, u32 width) {
   const Column column = column_of(rows, width);
   if (!column.there) return;
   residual_column_back(column, branch, residual, grad, scale, residual_scale, to_branch, to_residual, partial, rows, width);
@@ -252,16 +218,16 @@ KERNEL(residual_backward_f32, 256, LIMIT(48, 0, 8),
   residual_back(branch, residual, grad, scale, residual_scale, to_branch, to_residual, partial, rows, width);
 }
 KERNEL(residual_backward_bf16, 256, LIMIT(48, 0, 8),
-       (const bf16* branch, const f32* residual, const f32* grad, const f32* scale, const f32* residual_scale, f32* to_branch,
+       (const bf16* branch, const f32* residual, const f32* grad, const f32* scale, const f32* residual_scale, bf16* to_branch,
         f32* to_residual, f32* partial, u32 rows, u32 width)) {
   residual_back(branch, residual, grad, scale, residual_scale, to_branch, to_residual, partial, rows, width);
 }
 
 // Back through the norm of a sum and the residual addition that made it, in one pass. A block has a band.
 template <typename T>
-DEVICE void residual_and_norm_back(const f32* x, const f32* factors, const f32* weight, const f32* grad, const f32* beside,
+DEVICE void residual_and_norm_back(const f32* x, const f32* factors, const f32* weight, const T* grad, const f32* beside,
                                    const T* branch, const f32* residual, const f32* scale, const f32* residual_scale,
-                                   f32* to_branch, f32* to_residual, f32* of_norm, f32* partial, u32 rows, u32 width) {
+                                   T* to_branch, f32* to_residual, f32* of_norm, f32* partial, u32 rows, u32 width) {
   norm_band_back(x, factors, weight, grad, beside, to_residual, of_norm, rows, width);
   barrier();
   const u32 first = block_index() * BAND, end = first + BAND < rows ? first + BAND : rows;
@@ -279,8 +245,8 @@ KERNEL(residual_norm_backward_f32, 256, LIMIT(48, 0, 8),
                          partial, rows, width);
 }
 KERNEL(residual_norm_backward_bf16, 256, LIMIT(48, 0, 8),
-       (const f32* x, const f32* factors, const f32* weight, const f32* grad, const f32* beside, const bf16* branch,
-        const f32* residual, const f32* scale, const f32* residual_scale, f32* to_branch, f32* to_residual, f32* of_norm,
+       (const f32* x, const f32* factors, const f32* weight, const bf16* grad, const f32* beside, const bf16* branch,
+        const f32* residual, const f32* scale, const f32* residual_scale, bf16* to_branch, f32* to_residual, f32* of_norm,
         f32* partial, u32 rows, u32 width)) {
   residual_and_norm_back(x, factors, weight, grad, beside, branch, residual, scale, residual_scale, to_branch, to_residual, of_norm,
                          partial, rows, width);

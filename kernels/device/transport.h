@@ -23,11 +23,3 @@ KERNEL(narrow_blocks, 256, LIMIT(32, 0, 8), (const Piece* pieces, u32 count)) {
     if (index < piece.elements) put(reinterpret_cast<bf16*>(piece.right)[index], reinterpret_cast<const f32*>(piece.left)[index]);
   }
 }
-
-// bf16 into f32, exactly.
-KERNEL(widen_blocks, 256, LIMIT(32, 0, 8), (const Piece* pieces, u32 count)) {
-  const Piece piece = pieces[piece_of_block(pieces, count)];
-  const bf16* from = reinterpret_cast<const bf16*>(piece.left);
-  f32* to = reinterpret_cast<f32*>(piece.right);
-  each_of_piece(piece, [=](u64 index) { to[index] = wide(from[index]); });
-}

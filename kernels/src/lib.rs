@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! runtime   determinism switches, set and read back; the kernel table
+//! levels    which levels of determinism have been shown under which kernel table
 //! device    CPU, or a GPU whose library is opened at run time; staging of batches
 //! group     ranks that exchange bytes, with deadlines; between GPUs by RCCL or NCCL, opened at run time
 //! memory    bytes of tensors that are alive, counted
@@ -23,6 +24,7 @@ pub mod error;
 pub mod group;
 #[cfg(feature = "hip")]
 pub mod hip;
+pub mod levels;
 pub mod memory;
 pub mod ops;
 mod probe;

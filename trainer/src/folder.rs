@@ -25,10 +25,6 @@ use crate::events;
 use crate::ledger::{self, Head, Ledger};
 use crate::spec::RunSpec;
 
-/// What is promised on a processor, as in the README's table: bits of the data; bits of training on one machine kind; on
-/// any number of ranks; one rank replays what many trained; any number of ranks share micro-batches.
-pub const LEVELS: [&str; 5] = ["D", "L0", "L1", "L2", "L3"];
-
 /// The file that says where checkpoints lie if not in the run's folder.
 const ELSEWHERE: &str = "checkpoints.at";
 
@@ -40,11 +36,6 @@ const PLACE_LOCK: &str = "owner.lock";
 
 /// Between two looks whether the folder is free.
 const LOOK: Duration = Duration::from_millis(20);
-
-/// The levels of a run on `cpu` or `cuda`: on a GPU those of the data alone, until a check on such a device has shown more.
-pub fn levels(device: &str) -> &'static [&'static str] {
-    if device == "cpu" { &LEVELS } else { &LEVELS[..1] }
-}
 
 /// Paths in a run's folder.
 #[derive(Clone, Debug)]
@@ -416,7 +407,7 @@ pub fn head(spec: &RunSpec, table: &KernelTable) -> Result<Head> {
         curriculum: spec.canonical(),
         stores: spec.content.stores.clone(),
         tokenizer: spec.content.tokenizer,
-        levels: levels(&table.device).iter().map(|level| (*level).to_owned()).collect(),
+        levels: table.levels().into_iter().map(str::to_owned).collect(),
         parameters: spec.names(),
     })
 }

@@ -268,6 +268,12 @@ fn sharing(spec: &RunSpec, dtype: Dtype, always: Holds, holder: &Holder<'_>) -> 
     Holds { sent: mine, received: always.weights.saturating_sub(own), ..always }
 }
 
+/// Copies of its pieces that a rank holds at most: of the state that is being written down, and of recent ones.
+fn copies(pieces: &[Piece], exec: &ExecOptions, rank: u32) -> u64 {
+    let state: u64 = pieces.iter().filter(|piece| piece.owner == rank).map(Piece::kept).sum();
+    state * (1 + exec.ring.states as u64)
+}
+
 /// Refuses a run that by the formula needs more memory than the machine has: the operating system would end it without a
 /// word. `names` are the machines of all ranks, `me` is this one; of its machine all ranks count.
 pub(crate) fn refuse(spec: &RunSpec, exec: &ExecOptions, names: &[String], me: u32) -> Result<()> {
@@ -295,29 +301,37 @@ pub(crate) fn refuse(spec: &RunSpec, exec: &ExecOptions, names: &[String], me: u
             let found = ranks.holds(spec, first, rank)?;
             all += found.sum();
             all += if exec.mirror { partners.held(&pieces, rank) } else { 0 };
+            all += copies(&pieces, exec, rank);
             mine = if rank == me { found } else { mine };
         }
         if all > exec.memory {
-            return Err(too_large(&phase.name, (all, exec.memory), mine, here.len()));
+            let copies = copies(&pieces, exec, me);
+            return Err(too_large(&phase.name, (all, exec.memory), (mine, copies), here.len()));
         }
     }
     Ok(())
 }
 
-fn too_large(phase: &str, (needed, there): (u64, u64), mine: Holds, ranks: usize) -> Fault {
+fn too_large(
+    phase: &str,
+    (needed, there): (u64, u64),
+    (mine, copies): (Holds, u64),
+    ranks: usize,
+) -> Fault {
     let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64);
     let Holds { weights, masters, moments, activations, gradients, sent, received, sums } = mine;
     Fault::machine("this run needs more memory than the machine has")
         .at(format!("phase {phase:?}"))
         .found(format!(
             "{} for {ranks} ranks on this machine; of it for this one: weights {}, moments {}, activations {}, gradients {}, \
-             exchanged {}",
+             exchanged {}, copies of the state for checkpoints {}",
             gib(needed),
             gib(weights + masters),
             gib(moments),
             gib(activations),
             gib(gradients),
-            gib(sent + received + sums)
+            gib(sent + received + sums),
+            gib(copies)
         ))
         .wanted(format!("at most {}", gib(there)))
         .hint("give --recompute, fewer --workers, smaller micro-batches, or more machines with --schedule streaming")

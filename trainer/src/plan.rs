@@ -140,6 +140,9 @@ pub struct CheckpointNeeds {
     pub manifest: u64,
     /// Of the bytes, those that the rank with most of them writes.
     pub largest_part: u64,
+    /// Bytes of the copies that the ranks of the fullest machine hold in its memory while one is written, pinned where they
+    /// compute on devices.
+    pub copies: u64,
 }
 
 /// What copies of the state in the memory of other ranks take.
@@ -161,8 +164,9 @@ pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
         phase_needs(spec, fleet, &Shares { names: &names, pieces: &pieces }, (name, first, last))
     });
     let phases = phases.collect::<Result<Vec<_>>>()?;
+    let checkpoint = checkpoint(spec, &pieces, fleet)?;
     let fits = phases.iter().all(|phase| match fleet.device.as_str() {
-        "cpu" => phase.machine_bytes <= device_bytes,
+        "cpu" => phase.machine_bytes + checkpoint.copies <= device_bytes,
         _ => phase.memory.sum() <= device_bytes,
     });
     Ok(RunNeeds {
@@ -174,7 +178,7 @@ pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
         fits,
         ledger_bytes: phases.iter().map(|phase| phase.steps * phase.ledger_bytes).sum(),
         phases,
-        checkpoint: checkpoint(spec, &pieces, fleet.ranks)?,
+        checkpoint,
         mirror: mirror(&pieces, &names),
     })
 }
@@ -425,11 +429,13 @@ fn count(first: u64, end: u64) -> u64 {
 }
 
 /// Each bundle has a file of weights and one of moments; the routers' balance and the manifest have one each.
-fn checkpoint(spec: &RunSpec, pieces: &[Piece], ranks: u32) -> Result<CheckpointNeeds> {
-    let bytes =
-        |piece: &Piece| 4 * (2 + u64::from(piece.rule.has_second_moment())) * piece.length() as u64;
-    let of_rank =
-        |rank: u32| -> u64 { pieces.iter().filter(|piece| piece.owner == rank).map(bytes).sum() };
+fn checkpoint(spec: &RunSpec, pieces: &[Piece], fleet: &Fleet) -> Result<CheckpointNeeds> {
+    let of_rank = |rank: u32| -> u64 {
+        pieces.iter().filter(|piece| piece.owner == rank).map(Piece::kept).sum()
+    };
+    let ranks: Vec<u32> = (0..fleet.ranks).collect();
+    let machines = ranks.chunks(fleet.ranks_per_node as usize);
+    let copies = machines.map(|ranks| ranks.iter().copied().map(of_rank).sum()).max().unwrap_or(0);
     let of_layer = |Balance { bias, first, second }: &Balance| {
         4 * (bias.len() + first.len() + second.len()) as u64
     };
@@ -441,11 +447,12 @@ fn checkpoint(spec: &RunSpec, pieces: &[Piece], ranks: u32) -> Result<Checkpoint
         2 * bundles + if rank == 0 { 2 } else { 0 }
     };
     Ok(CheckpointNeeds {
-        bytes: pieces.iter().map(bytes).sum::<u64>() + balance,
+        bytes: pieces.iter().map(Piece::kept).sum::<u64>() + balance,
         files: 2 * bundles + 2,
-        most_files: (0..ranks).map(files).max().unwrap_or(0),
+        most_files: ranks.iter().copied().map(files).max().unwrap_or(0),
         manifest: manifest_bytes(&Layout::new(spec, Device::Cpu), pieces, spec.plan.steps())?,
-        largest_part: (0..ranks).map(of_rank).max().unwrap_or(0),
+        largest_part: ranks.iter().copied().map(of_rank).max().unwrap_or(0),
+        copies,
     })
 }
 

@@ -33,6 +33,7 @@ sources!(
     "embedding.h",
     "exact.h",
     "experts.h",
+    "finish.h",
     "ground.h",
     "loss.h",
     "numbers.h",

@@ -69,13 +69,6 @@ pub(crate) fn add(queue: &Queue, pieces: &[Piece]) -> Result<()> {
     queue.launch(c"add_blocks", blocks, &[(&rows).into(), count.into(), Argument::Nothing])
 }
 
-/// Widens each piece, bf16, into what it goes with, f32.
-pub(crate) fn widen(queue: &Queue, pieces: &[Piece]) -> Result<()> {
-    let (rows, blocks) = table(pieces);
-    let (rows, count) = (queue.upload(&rows)?, pieces.len() as i64);
-    queue.launch(c"widen_blocks", blocks, &[(&rows).into(), count.into()])
-}
-
 /// Copies each piece, of 2 or 4 bytes an element, into what it goes with.
 pub(crate) fn copy(queue: &Queue, pieces: &[Piece]) -> Result<()> {
     let (rows, blocks) = table(pieces);

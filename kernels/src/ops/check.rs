@@ -87,7 +87,7 @@ pub(super) fn rms_norm_backward(
     let shape = rms_norm(x, weight)?;
     let call = Call("rms_norm_backward");
     call.f32("factors", factors, &[shape[0], 1])?;
-    call.f32("grad", grad, &shape)?;
+    call.float("grad", grad, &shape)?;
     Ok(shape)
 }
 
@@ -122,6 +122,7 @@ pub(super) fn residual_norm_backward(
 ) -> Result<[i64; 2]> {
     let shape = rms_norm_backward(norm.x, norm.factors, norm.weight, norm.grad)?;
     let call = Call("residual_norm_backward");
+    call.is("grad", norm.grad, &shape, &[branch.kind()])?;
     norm.beside.map_or(Ok(()), |beside| call.f32("beside", beside, &shape))?;
     call.f32("residual", residual, &shape)?;
     self::residual(branch, residual, by)
@@ -231,7 +232,7 @@ pub(super) fn gather_backward(
     grad: &Tensor,
 ) -> Result<[i64; 2]> {
     let shape = gather(x, by, passed, weight)?;
-    Call("gather_backward").f32("grad", grad, &shape)?;
+    Call("gather_backward").is("grad", grad, &shape, &[x.kind()])?;
     Ok(shape)
 }
 

@@ -4,12 +4,12 @@ use tch::{Kind, Tensor};
 
 use super::check::{self, Call};
 use super::operands::Inputs;
-use super::{ConvShift, Dispatch, Ops, RouterGrads, RouterSaved, RouterWeights, Routes, Summed};
+use super::{ConvShift, Dispatch, Gradient, Ops, RouterGrads, RouterSaved, RouterWeights, Routes};
 use crate::Result;
 
 /// The sum over rows.
-fn columns(x: &Tensor) -> Result<Summed> {
-    Ok(Summed::Made(x.f_sum_dim_intlist(0, false, Kind::Float)?))
+fn columns(x: &Tensor) -> Result<Gradient> {
+    Ok(Gradient::Made(x.f_sum_dim_intlist(0, false, Kind::Float)?))
 }
 
 pub(super) fn router<O: Ops + ?Sized>(
@@ -177,13 +177,13 @@ pub(super) fn embedding_backward(
     scale: &Tensor,
     grad: &Tensor,
     table: &mut Tensor,
-) -> Result<[Summed; 2]> {
+) -> Result<[Gradient; 2]> {
     check::embedding_backward(tokens, embedded, scale, grad, table)?;
     let to_scale = columns(&grad.f_mul(embedded)?)?;
     let to_bias = grad.f_sum_dim_intlist(0, false, Kind::Float)?.f_mul(scale)?;
     // Token by token in order, where one comes several times.
     let _ = table.f_index_add_(0, tokens, &grad.f_mul(scale)?)?;
-    Ok([Summed::Made(to_bias), to_scale])
+    Ok([Gradient::Made(to_bias), to_scale])
 }
 
 /// The values of [`Ops::conv_shift`].
@@ -236,5 +236,5 @@ pub(super) fn unpermute(
     beside: &Tensor,
 ) -> Result<Tensor> {
     check::unpermute(x, by, passed, beside)?;
-    Ok(returned("unpermute", x, by, passed)?.f_to_kind(Kind::Float)?.f_add(beside)?)
+    Ok(returned("unpermute", x, by, passed)?.f_add(beside)?)
 }

@@ -36,7 +36,7 @@ pub(super) fn cross_entropy_backward<O: Ops + ?Sized>(
     let [tokens, size] = check::cross_entropy(by)?;
     let float = (Kind::Float, by.hidden.device());
     let mut weights = by.weights.f_new_zeros(by.weights.size(), float)?;
-    let hidden = by.hidden.f_new_empty(by.hidden.size(), float)?;
+    let hidden = by.hidden.f_empty_like()?;
     let losses = by.hidden.f_new_empty([tokens], float)?;
     for start in (0..tokens).step_by(by.chunk as usize) {
         let part = |x: &Tensor| x.f_narrow(0, start, by.chunk.min(tokens - start));
@@ -48,15 +48,16 @@ pub(super) fn cross_entropy_backward<O: Ops + ?Sized>(
         if by.shards > 1 {
             let logits = Logits::of(ops, by, &rows, size)?;
             part(&losses)?.f_copy_(&logits.losses(&labels, &mask)?)?;
-            to_hidden.f_copy_(&logits.backward(ops, by, &labels, &scaled, &weights)?)?;
+            let sum = logits.backward(ops, by, &labels, &scaled, &weights)?;
+            to_hidden.f_copy_(&sum.f_mul(&scale)?)?;
         } else {
             let log = logs(ops, &rows, by.weights)?;
             part(&losses)?.f_copy_(&own(&log, &labels, &mask)?)?;
             let slope = slope(log, &labels)?.f_to_kind(rows.kind())?;
             ops.matmul_into(&to_hidden, &slope, by.weights)?;
             add_weights(ops, by, &mut weights, &slope, &scaled)?;
+            let _ = to_hidden.f_mul_(&scale)?;
         }
-        let _ = to_hidden.f_mul_(&scale)?;
     }
     Ok(CrossEntropyGrads { losses, hidden, weights })
 }

@@ -33,9 +33,9 @@ use crate::device::queue::Queue;
 use crate::{Error, Result};
 pub use operands::{
     ATTENTION_ROWS, AdamW, Attended, Attention, AttentionGrads, Banded, ConvShift, ConvShiftGrads,
-    CrossEntropy, CrossEntropyGrads, Dispatch, Moved, NewtonSchulz, NormBack, QueriesAndKeys,
-    QueryKey, QueryKeyGrads, ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes,
-    Scaling, Span, Summed,
+    CrossEntropy, CrossEntropyGrads, Dispatch, Experts, Gradient, Moved, NewtonSchulz, NormBack,
+    QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, RouterGrads, RouterSaved,
+    RouterWeights, Routes, Scaling, Span,
 };
 
 /// The variable that asks for another table than the one for the device.
@@ -104,7 +104,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
         scale: &Tensor,
         grad: &Tensor,
         table: &mut Tensor,
-    ) -> Result<[Summed; 2]> {
+    ) -> Result<[Gradient; 2]> {
         composed::embedding_backward(tokens, embedded, scale, grad, table)
     }
 
@@ -157,20 +157,20 @@ pub trait Ops: fmt::Debug + Send + Sync {
         composed::grouped_matmul_input(self, grad, weights, by)
     }
 
-    /// Back through [`Ops::grouped_matmul`]: the gradient of the weights, in the kind of `rows`; exact zeros for an expert
+    /// Back through [`Ops::grouped_matmul`]: the gradient of the weights, made in the kind of `rows`; exact zeros for an expert
     /// without tokens.
     fn grouped_matmul_weights(
         &self,
         grad: &Tensor,
         rows: &Tensor,
         by: &Dispatch,
-    ) -> Result<Tensor> {
-        composed::grouped_matmul_weights(self, grad, rows, by)
+    ) -> Result<Gradient> {
+        Ok(composed::grouped_matmul_weights(self, grad, rows, by)?.into())
     }
 
     /// Rows `[P, D]` float back in the order of tokens, those of places that are filled up left out, with `beside` added,
-    /// `[N, D]` in their kind: `[N, D]`, f32. For a token without an expert the row of `passed` stands in, `[P, D]` in their
-    /// kind, or zeros: that of `x` has no value.
+    /// `[N, D]`: all of it in their kind. For a token without an expert the row of `passed` stands in, `[P, D]`, or zeros: that of
+    /// `x` has no value.
     fn unpermute(
         &self,
         x: &Tensor,
@@ -194,14 +194,14 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// `x * f * weight` with `f = 1 / sqrt(mean(x^2) + eps)` for each row of `x`, `[N, D]` f32; and `f`, `[N, 1]`.
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)>;
 
-    /// Back through [`Ops::rms_norm`], from the gradient of its outcome: that of `x`, and that of `weight`.
+    /// Back through [`Ops::rms_norm`], from the gradient of its outcome, float: that of `x`, and that of `weight`.
     fn rms_norm_backward(
         &self,
         x: &Tensor,
         factors: &Tensor,
         weight: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Tensor, Summed)>;
+    ) -> Result<(Tensor, Gradient)>;
 
     /// The same where `x` has gone past the norm too: to its gradient `beside`, what came that way, is added.
     fn rms_norm_backward_beside(
@@ -211,26 +211,21 @@ pub trait Ops: fmt::Debug + Send + Sync {
         weight: &Tensor,
         grad: &Tensor,
         beside: &Tensor,
-    ) -> Result<(Tensor, Summed)> {
+    ) -> Result<(Tensor, Gradient)> {
         let (input, weight) = self.rms_norm_backward(x, factors, weight, grad)?;
         Ok((beside.f_add(&input)?, weight))
     }
 
-    /// Sums over rows, of which none may still be in bands where a table makes them at once.
-    fn sums(&self, all: Vec<Summed>) -> Result<Vec<Tensor>> {
+    /// Gradients that this table began, each made and in f32.
+    fn finish(&self, all: Vec<Gradient>) -> Result<Vec<Tensor>> {
         let made = all.into_iter().map(|one| match one {
-            Summed::Made(sum) => Ok(sum),
-            Summed::Banded(_) => {
+            Gradient::Made(made) => Ok(made.f_to_kind(Kind::Float)?),
+            Gradient::Banded(_) | Gradient::Experts(_) => {
                 let found = "another table's".to_owned();
-                Err(check::Call("sums").refuse("all", found, "its own".to_owned()))
+                Err(check::Call("finish").refuse("all", found, "its own".to_owned()))
             }
         });
         made.collect()
-    }
-
-    /// These tensors, float and contiguous, in f32: those that are f32 are the same.
-    fn all_wide(&self, tensors: Vec<Tensor>) -> Result<Vec<Tensor>> {
-        tensors.into_iter().map(|tensor| Ok(tensor.f_to_kind(Kind::Float)?)).collect()
     }
 
     /// `(branch + bias) * scale + (residual + residual_bias) * residual_scale`, `[N, D]`: `branch` float, the others and the
@@ -259,15 +254,16 @@ pub trait Ops: fmt::Debug + Send + Sync {
         grad: &Tensor,
     ) -> Result<ResidualGrads>;
 
-    /// Back through [`Ops::residual_norm`], with the bits that [`Ops::rms_norm_backward_beside`] and [`Ops::residual_backward`]
-    /// have in turn: what comes back through the addition, and the gradient of the norm's weight.
+    /// Back through [`Ops::residual_norm`], from the gradient of the norm in its kind, with the bits that
+    /// [`Ops::rms_norm_backward_beside`] and [`Ops::residual_backward`] have in turn: what comes back through the addition, and the
+    /// gradient of the norm's weight.
     fn residual_norm_backward(
         &self,
         branch: &Tensor,
         residual: &Tensor,
         by: Scaling,
         norm: NormBack,
-    ) -> Result<(ResidualGrads, Summed)> {
+    ) -> Result<(ResidualGrads, Gradient)> {
         let NormBack { x, factors, weight, grad, beside } = norm;
         let (sum, weight) = match beside {
             None => self.rms_norm_backward(x, factors, weight, grad)?,
@@ -329,7 +325,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
         weight: &Tensor,
     ) -> Result<Tensor>;
 
-    /// Back through [`Ops::gather`], from the gradient of its outcome, f32: that of the rows, `[P, D]` in the kind of `x`, of `x`
+    /// Back through [`Ops::gather`], from the gradient of its outcome in its kind: that of the rows, `[P, D]` in the kind of `x`, of `x`
     /// and, where tokens have no expert, of `passed`, with zeros where places are filled up; and that of `weight`.
     fn gather_backward(
         &self,

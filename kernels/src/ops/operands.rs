@@ -23,21 +23,38 @@ pub struct Scaling<'a> {
 /// What comes back through a residual addition.
 #[derive(Debug)]
 pub struct ResidualGrads {
-    /// Of the branch, `[N, D]`, f32.
+    /// Of the branch, `[N, D]`, in its kind.
     pub branch: Tensor,
     /// Of the residual, `[N, D]`, f32.
     pub residual: Tensor,
     /// Of the vectors in the order of [`Scaling`], `[D]` each.
-    pub scaling: [Summed; 4],
+    pub scaling: [Gradient; 4],
 }
 
-/// A sum over rows, f32: the gradient of a vector. [`super::Ops::sums`] makes it of many at once.
+/// The gradient of a parameter. What is left to do for one, [`super::Ops::finish`] does for many at once.
 #[derive(Debug)]
-pub enum Summed {
-    /// It is made.
+pub enum Gradient {
+    /// It is made, float.
     Made(Tensor),
-    /// A device has made the sums over bands of rows, and adds those of many vectors by one launch.
+    /// Of a vector: a device has made the sums over bands of rows.
     Banded(Banded),
+    /// Of a stack of experts: a library has made it, float, of those that have rows; the others' is zero.
+    Experts(Experts),
+}
+
+impl From<Tensor> for Gradient {
+    fn from(made: Tensor) -> Self {
+        Gradient::Made(made)
+    }
+}
+
+/// A gradient of which some experts have no part.
+#[derive(Debug)]
+pub struct Experts {
+    /// `[E, B, A]`.
+    pub(super) made: Tensor,
+    /// `[E]` or more, i32: where the rows of each end.
+    pub(super) ends: Tensor,
 }
 
 /// Sums over bands of rows that are still to be added: of several, their columns go in turn.
@@ -67,14 +84,14 @@ impl Scaling<'_> {
         all: &Tensor,
         branch: &Tensor,
         residual: &Tensor,
-    ) -> Result<[Summed; 4]> {
+    ) -> Result<[Gradient; 4]> {
         let found = [
             branch.f_addcmul(self.bias, all)?,
             all.f_mul(self.scale)?,
             residual.f_addcmul(self.residual_bias, all)?,
             all.f_mul(self.residual_scale)?,
         ];
-        Ok(found.map(Summed::Made))
+        Ok(found.map(Gradient::Made))
     }
 }
 
@@ -131,9 +148,9 @@ pub struct ConvShiftGrads {
     /// `[N, G d + a + b]`, in the kind of what was convolved.
     pub input: Tensor,
     /// `[G d, 1, 2]`, f32.
-    pub weights: Summed,
+    pub weights: Gradient,
     /// `[G d]`, f32.
-    pub bias: Summed,
+    pub bias: Gradient,
 }
 
 /// What queries and keys are made with: H query heads in K groups, then K key heads, G = H + K heads of d dimensions.
@@ -168,9 +185,9 @@ pub struct QueryKeyGrads {
     /// Of `z` through the means, `[N, G d]`.
     pub means: Tensor,
     /// Of the temperature, `[K]`.
-    pub temperature: Summed,
+    pub temperature: Gradient,
     /// Of the bias, `[G d]`.
-    pub bias: Summed,
+    pub bias: Gradient,
 }
 
 /// Tokens `start..start + len` that see each other, what came before them in their document, and nothing else: a document, or
@@ -413,13 +430,13 @@ pub struct RouterGrads {
     /// Of the state before, `[N, R]`, if there was one.
     pub before: Option<Tensor>,
     pub down: Tensor,
-    pub down_bias: Summed,
-    pub decay: Option<Summed>,
-    pub norm: Summed,
+    pub down_bias: Gradient,
+    pub decay: Option<Gradient>,
+    pub norm: Gradient,
     pub fc1: Tensor,
-    pub fc1_bias: Summed,
+    pub fc1_bias: Gradient,
     pub fc2: Tensor,
-    pub fc2_bias: Summed,
+    pub fc2_bias: Gradient,
     pub out: Tensor,
 }
 
@@ -448,7 +465,7 @@ pub struct CrossEntropy<'a> {
 pub struct CrossEntropyGrads {
     /// `[N]`, f32: nats, 0 where there is no label.
     pub losses: Tensor,
-    /// `[N, D]`, f32.
+    /// `[N, D]`, in the kind of what it is of.
     pub hidden: Tensor,
     /// `[V, D]`, f32.
     pub weights: Tensor,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use contract::{Fault, Result};
-use kernels::ops::{Summed, Table};
+use kernels::ops::{Gradient, Table};
 use kernels::tree::{Nodes, Sum, blocks};
 use tch::{Device, Kind, Tensor};
 
@@ -59,10 +59,18 @@ pub(super) struct Gradients<'a> {
     waiting: BTreeMap<(usize, Term), Waiting>,
     /// First terms that wait for second ones, where all chunks are here.
     first: BTreeMap<usize, Tensor>,
-    /// Sums over rows of some chunk that are still to be made.
-    sums: Vec<(ParamId, u64, Summed)>,
-    /// Gradients on a device in fewer bits, where there is one chunk.
-    narrow: Vec<(ParamId, Tensor)>,
+    /// What is still to be finished.
+    begun: Vec<Begun>,
+}
+
+/// What a chunk adds to the gradient of a parameter, before it is finished.
+struct Begun {
+    id: ParamId,
+    term: Term,
+    chunk: u64,
+    gradient: Gradient,
+    /// Of a stack of experts, which had tokens, where that decides the sum over chunks.
+    used: Option<Vec<bool>>,
 }
 
 /// The same, as a chunk sees them.
@@ -110,8 +118,8 @@ impl<'a> Gradients<'a> {
     /// To `sink`, of the chunks that `dealt` says are here.
     pub(super) fn new(sink: &'a mut dyn Sink, dealt: Dealt) -> Self {
         let (waiting, first) = (BTreeMap::new(), BTreeMap::new());
-        let (own, sums, narrow) = (dealt.own(), Vec::new(), Vec::new());
-        Gradients { sink, dealt, own, waiting, first, sums, narrow }
+        let (own, begun) = (dealt.own(), Vec::new());
+        Gradients { sink, dealt, own, waiting, first, begun }
     }
 
     /// Where the `at`-th chunk here hands its gradients.
@@ -120,36 +128,53 @@ impl<'a> Gradients<'a> {
         ChunkGradients { all: self, chunk }
     }
 
-    /// Makes the sums over rows that wait, all at once, and f32 of what waits in fewer bits, and hands them on: a layer does so
-    /// at its end.
+    /// Finishes what was begun, all at once, and hands it on: a layer does so at its end.
     pub(super) fn settle(&mut self, ops: Table) -> Result<()> {
-        let (places, narrow): (Vec<_>, Vec<_>) = self.narrow.drain(..).unzip();
-        let wide = ops.all_wide(narrow).map_err(refused)?;
-        places.into_iter().zip(wide).try_for_each(|(id, wide)| self.sink.gradient(id, wide))?;
-        let (places, sums): (Vec<_>, Vec<_>) =
-            self.sums.drain(..).map(|(id, chunk, sum)| ((id, chunk), sum)).unzip();
-        let made = ops.sums(sums).map_err(refused)?;
-        places.into_iter().zip(made).try_for_each(|((id, chunk), gradient)| {
-            self.take(id, Term::Only, chunk, ChunkSum { gradient, experts: None })
+        let begun = std::mem::take(&mut self.begun).into_iter();
+        let (places, gradients): (Vec<_>, Vec<_>) =
+            begun.map(|one| ((one.id, one.term, one.chunk, one.used), one.gradient)).unzip();
+        let finished = ops.finish(gradients).map_err(refused)?;
+        places.into_iter().zip(finished).try_for_each(|((id, term, chunk, used), gradient)| {
+            self.finished(id, term, chunk, gradient, used.as_deref())
         })
     }
 
-    /// Hands on a gradient that is a sum over chunks already: in f32, in which everything goes on from here.
+    /// Hands on a gradient that is a sum over chunks already.
     pub(super) fn whole(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
-        if gradient.kind() == Kind::Float || gradient.device() == Device::Cpu {
-            return self.sink.gradient(id, wide(&gradient)?);
-        }
-        let gradient = gradient.f_contiguous().map_err(|error| refused(error.into()))?;
-        self.narrow.push((id, gradient));
-        Ok(())
+        self.sink.gradient(id, gradient)
     }
 
-    fn take(&mut self, id: ParamId, term: Term, chunk: u64, part: ChunkSum) -> Result<()> {
+    /// In f32, in which everything goes on: at once in main memory, on a device together with others when their layer ends.
+    fn take(&mut self, begun: Begun) -> Result<()> {
+        let Begun { id, term, chunk, gradient, used } = begun;
+        match gradient {
+            Gradient::Made(made) if made.kind() == Kind::Float || made.device() == Device::Cpu => {
+                let made = made.f_to_kind(Kind::Float).map_err(|error| refused(error.into()))?;
+                self.finished(id, term, chunk, made, used.as_deref())
+            }
+            gradient => {
+                self.begun.push(Begun { id, term, chunk, gradient, used });
+                Ok(())
+            }
+        }
+    }
+
+    fn finished(
+        &mut self,
+        id: ParamId,
+        term: Term,
+        chunk: u64,
+        gradient: Tensor,
+        used: Option<&[bool]>,
+    ) -> Result<()> {
         let dealt = self.dealt;
         if dealt.chunks == 1 {
-            return self.whole(id, part.gradient);
+            return self.whole(id, gradient);
         }
-        let part = ChunkSum { gradient: wide(&part.gradient)?, ..part };
+        let part = match used {
+            Some(used) => ChunkSum::experts(gradient, used),
+            None => ChunkSum { gradient, experts: None },
+        };
         let leaves = dealt.leaves(dealt.place);
         let missing = leaves.end - leaves.start;
         let begin = || Waiting { nodes: Nodes::new(std::slice::from_ref(&leaves)), missing };
@@ -191,39 +216,31 @@ fn missing_chunk() -> Fault {
 }
 
 impl ChunkGradients<'_, '_> {
-    /// Of a stack of experts: `used` says which had tokens. The others have no part in the sum.
-    pub(super) fn experts(&mut self, id: ParamId, gradient: Tensor, used: &[bool]) -> Result<()> {
-        if used.is_empty() {
-            return self.all.whole(id, gradient);
-        }
-        let part = ChunkSum::experts(wide(&gradient)?, used);
-        self.all.take(id, Term::Only, self.chunk, part)
+    /// Of a stack of experts: `used` says which had tokens, where there are other chunks. The others have no part in the sum.
+    pub(super) fn experts(
+        &mut self,
+        id: ParamId,
+        gradient: Gradient,
+        used: Vec<bool>,
+    ) -> Result<()> {
+        let (term, chunk, used) = (Term::Only, self.chunk, Some(used));
+        self.all.take(Begun { id, term, chunk, gradient, used })
     }
 
     /// One of several sums over chunks that make up a gradient.
-    pub(super) fn term(&mut self, id: ParamId, term: Term, gradient: Tensor) -> Result<()> {
-        self.all.take(id, term, self.chunk, ChunkSum { gradient, experts: None })
-    }
-}
-
-/// Hands on the gradient of a vector: at once where it is made, otherwise when its layer ends.
-pub(super) fn emit_sum(sink: &mut ChunkGradients<'_, '_>, id: ParamId, sum: Summed) -> Result<()> {
-    match sum {
-        Summed::Made(gradient) => emit(sink, id, gradient),
-        waiting => {
-            sink.all.sums.push((id, sink.chunk, waiting));
-            Ok(())
-        }
+    pub(super) fn term(&mut self, id: ParamId, term: Term, gradient: Gradient) -> Result<()> {
+        let chunk = self.chunk;
+        self.all.take(Begun { id, term, chunk, gradient, used: None })
     }
 }
 
 /// Hands on a gradient.
-pub(super) fn emit(sink: &mut ChunkGradients<'_, '_>, id: ParamId, gradient: Tensor) -> Result<()> {
-    sink.term(id, Term::Only, gradient)
-}
-
-fn wide(gradient: &Tensor) -> Result<Tensor> {
-    gradient.f_to_kind(Kind::Float).map_err(|error| refused(error.into()))
+pub(super) fn emit(
+    sink: &mut ChunkGradients<'_, '_>,
+    id: ParamId,
+    gradient: impl Into<Gradient>,
+) -> Result<()> {
+    sink.term(id, Term::Only, gradient.into())
 }
 
 impl ChunkSum {

@@ -67,7 +67,7 @@ pub(super) struct Forward<T, S> {
 
 /// Gradients of what entered a layer.
 pub(super) struct Backward<T> {
-    /// Of the normed residual.
+    /// Of the normed residual, in [`Pass::kind`].
     pub(super) x: T,
     /// Of the router state, if there was one.
     pub(super) state: Option<T>,

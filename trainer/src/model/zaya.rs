@@ -21,7 +21,7 @@ use tch::{Kind, Tensor};
 
 use super::cut::{Chunk, Chunks, joined};
 use super::flow::{Flow, FlowBack};
-use super::gradients::{ChunkGradients, Gradients, Sink, Term, emit_sum};
+use super::gradients::{ChunkGradients, Gradients, Sink, Term, emit};
 use super::input::Prepared;
 use super::layer::{AnyLayer, Backward, Make, Pass, Work, make};
 use super::layers::cca::Cca;
@@ -198,7 +198,9 @@ impl Zaya {
             let back = pass.ops.cross_entropy_backward(head, divisor as f64).map_err(refused)?;
             match pass.chunks.count() {
                 1 => weights = Some(back.weights),
-                _ => sink.of(chunk).term(self.embedding.tokens, Term::First, back.weights)?,
+                _ => {
+                    sink.of(chunk).term(self.embedding.tokens, Term::First, back.weights.into())?
+                }
             }
             found[chunk] = Some((back.losses, back.hidden));
         }
@@ -424,7 +426,7 @@ impl Embedding {
             let mut table = table.map_err(|error| refused(error.into()))?;
             let own = (&embedded[at], &residual[at]);
             self.looked_up(pass, chunk, own, &mut table, &mut sink)?;
-            sink.term(self.tokens, Term::Second, table)?;
+            sink.term(self.tokens, Term::Second, table.into())?;
         }
         Ok(())
     }
@@ -441,8 +443,8 @@ impl Embedding {
         let (ops, scale) = (pass.ops, &pass.weights[self.scale]);
         let found = ops.embedding_backward(&chunk.tokens, embedded, scale, residual, table);
         let [bias, scale] = found.map_err(refused)?;
-        emit_sum(sink, self.scale, scale)?;
-        emit_sum(sink, self.bias, bias)
+        emit(sink, self.scale, scale)?;
+        emit(sink, self.bias, bias)
     }
 }
 

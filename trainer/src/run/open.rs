@@ -18,7 +18,7 @@ use super::restore::{Reading, Restored};
 use crate::checkpoint::{Checkpoints, Found, Layout};
 use crate::events::{self, Events};
 use crate::exec::ExecOptions;
-use crate::folder::{OpenRun, RunFolder, levels};
+use crate::folder::{OpenRun, RunFolder};
 use crate::mesh::{Mesh, Team, copies};
 use crate::metrics::Metrics;
 use crate::progress::{Progress, clock};
@@ -276,7 +276,7 @@ impl<'a> Opening<'a> {
 
 fn describe(spec: &RunSpec, exec: &ExecOptions, world: &World, id: Digest, from: u64) -> String {
     let parameters = step::parameter_count(spec.config());
-    let shown = levels(&world.runtime.device);
+    let shown = world.runtime.levels();
     let rest = if shown.contains(&"L0") { "" } else { "; training bits: not shown on this device" };
     format!(
         "run {} | after step {from} of {} | {:.1}M parameters | {} workers on {:?} | levels {}{rest}",

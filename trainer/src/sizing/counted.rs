@@ -8,8 +8,8 @@ use std::sync::Mutex;
 use kernels::Result;
 use kernels::device::Stager;
 use kernels::ops::{
-    AdamW, Attended, Attention, AttentionGrads, CPU, ConvShift, ConvShiftGrads, Dispatch,
-    NewtonSchulz, Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, Summed,
+    AdamW, Attended, Attention, AttentionGrads, CPU, ConvShift, ConvShiftGrads, Dispatch, Gradient,
+    NewtonSchulz, Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -90,7 +90,7 @@ impl Ops for Counting {
         factors: &Tensor,
         weight: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Tensor, Summed)> {
+    ) -> Result<(Tensor, Gradient)> {
         CPU.rms_norm_backward(x, factors, weight, grad)
     }
 

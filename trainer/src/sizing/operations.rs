@@ -84,7 +84,7 @@ impl Numbers {
         let (rows, one) = ([n, d], [d]);
         let vectors = [(&one[..], Float); 4];
         let norm = [(&rows[..], Float), (&one, Float)];
-        let back = [(&rows[..], Float), (&[n, 1], Float), (&one, Float), (&rows, Float)];
+        let back = [(&rows[..], Float), (&[n, 1], Float), (&one, Float), (&rows, kind)];
         let sum = [&[(&rows[..], kind), (&rows, Float)], &vectors[..], &[(&one, Float)]].concat();
         let sum_back =
             [&[(&rows[..], kind), (&rows, Float)], &vectors[..], &[(&rows, Float)]].concat();
@@ -104,9 +104,12 @@ impl Numbers {
                     ops.residual_norm(&t[0], &t[1], scaling(t), norm).map(drop)
                 },
             ),
-            self.operation("residual, back", &sum_back, &[(2 * n * d, Float)], |ops, _, t| {
-                ops.residual_backward(&t[0], &t[1], scaling(t), &t[6]).map(drop)
-            }),
+            self.operation(
+                "residual, back",
+                &sum_back,
+                &[(n * d, kind), (n * d, Float)],
+                |ops, _, t| ops.residual_backward(&t[0], &t[1], scaling(t), &t[6]).map(drop),
+            ),
         ]
     }
 
@@ -168,7 +171,7 @@ impl Numbers {
         let (rows, both, half) = ([n + FILLED, d], [n, 2 * inner], [n, inner]);
         let back = [n, d];
         let gather: [(&[i64], Kind); 2] = [(&rows, kind), (&[n, 1], Float)];
-        let gather_back = [&gather[..], &[(&back[..], Float)]].concat();
+        let gather_back = [&gather[..], &[(&back[..], kind)]].concat();
         vec![
             self.operation("gated unit", &[(&both, kind)], &[(n * inner, kind)], |ops, _, t| {
                 ops.swiglu(&t[0]).map(drop)

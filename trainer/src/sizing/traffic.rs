@@ -23,18 +23,18 @@ pub fn of_micro_batch(config: &ZayaConfig, tokens: i64, narrow: u64) -> Vec<(Par
     let layers = f(config.num_hidden_layers);
     // The norm before a half and the residual after it: x and the normed; the branch, the residual, and their sum.
     let half = hidden * (8.0 + cast + w + 8.0);
-    // Back: gradient, branch and residual, and both gradients; x and the gradient, and that of x; their sum.
-    let half_back = hidden * (16.0 + w + 12.0 + 12.0);
+    // Back: gradient, branch and residual, and both gradients; x and the gradient, and that of x; their sum. What comes back to
+    // the norm is made f32, and what goes on to the branch is rounded.
+    let half_back = hidden * (16.0 + w + 12.0 + 12.0 + 2.0 * cast);
     let embedding = hidden * (w + 8.0 + 16.0);
     // Halves of the values side by side, the first convolution, queries and keys with their means and their turn.
     let attention = 2.0 * w * key + 3.0 * w * conv + conv * (2.0 * cast + 8.0 + w);
-    let attention_back =
-        hidden * 2.0 * cast + conv * (12.0 + 2.0 * cast + 3.0 * w + 4.0 + 12.0) + 4.0 * w * key;
+    let attention_back = conv * (12.0 + 2.0 * cast + 3.0 * w + 4.0 + 12.0) + 4.0 * w * key;
     // Biases, averaging, norm and both activations over the router's state.
     let (router, router_back) = (48.0 * state + CLASSES[0], 72.0 * state + CLASSES[1]);
     // There and back in the order of experts.
     let experts = hidden * (2.0 * w + w + 4.0 + cast);
-    let experts_back = hidden * (8.0 + w + cast + 12.0);
+    let experts_back = hidden * (8.0 + w + 2.0 * cast + 3.0 * w);
     // The weights' gradients begin as zeros, are written by products of few rows, which do little else, and are made f32.
     let weights = 3.0 * hidden * inner * f(config.num_experts) * (2.0 * w + cast);
     // Logits as products take and give them; the softmax between is counted by itself.

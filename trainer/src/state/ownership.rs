@@ -45,6 +45,11 @@ impl Piece {
         self.shape.iter().product()
     }
 
+    /// Bytes of its weights and moments, f32, as a checkpoint has them.
+    pub fn kept(&self) -> u64 {
+        4 * (2 + u64::from(self.rule.has_second_moment())) * self.length().cast_unsigned()
+    }
+
     /// Its chunks in the gradient norm.
     pub fn chunks(&self) -> usize {
         self.length().cast_unsigned().div_ceil(CHUNK.cast_unsigned()) as usize

@@ -66,6 +66,10 @@ fn more_ranks_hold_less_each_and_send_more() {
     assert!(two.phases[0].memory.moments < one.phases[0].memory.moments);
     assert!(four.phases[0].memory.moments < two.phases[0].memory.moments);
     assert_eq!(one.checkpoint.bytes, four.checkpoint.bytes);
+    // Nothing but the routers' balance is not copied; ranks of one machine have all of the state together.
+    let [alone, shared] = [&one, &four].map(|needs| needs.checkpoint.copies);
+    assert_eq!((alone, alone), (shared, one.checkpoint.largest_part));
+    assert!(alone < one.checkpoint.bytes && 100 * alone > 99 * one.checkpoint.bytes);
     assert!(one.fits && four.fits, "a model of some thousand numbers");
 }
 

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use contract::Result;
 use contract::terminal::{print_raw, say};
 use kernels::device::{self, Gpus};
+use kernels::levels;
 use kernels::runtime::KernelTable;
 use serde::Serialize;
-use trainer::folder;
 use trainer::workers::Workers;
 
 use super::Speed;
@@ -34,7 +34,7 @@ struct Row {
     bytes: Option<u64>,
     /// Releases by library, or why there is none.
     libraries: BTreeMap<&'static str, String>,
-    levels: &'static [&'static str],
+    levels: Vec<&'static str>,
 }
 
 /// Lists what is found; a machine without a GPU is no fault.
@@ -80,7 +80,7 @@ fn cpu(table: &KernelTable) -> Row {
         cores: Some(Workers::available().count()),
         bytes: None,
         libraries: libraries.map(|(name, release)| (name, release.clone())).into(),
-        levels: folder::levels("cpu"),
+        levels: table.levels(),
     }
 }
 
@@ -101,7 +101,7 @@ fn gpu_rows(gpus: &Gpus, table: &KernelTable) -> Vec<Row> {
         cores: None,
         bytes: gpu.memory,
         libraries: libraries.clone(),
-        levels: folder::levels("cuda"),
+        levels: levels::of_gpus(&gpu.architecture, &table.libtorch),
     });
     rows.collect()
 }
@@ -116,9 +116,10 @@ impl Row {
         first.retain(|part| !part.is_empty());
         let libraries: Vec<_> =
             self.libraries.iter().map(|(name, release)| format!("{name} {release}")).collect();
-        let proven = match self.levels {
+        let proven = match self.levels[..] {
             ["D"] => "data alone; that training repeats its bits here has not been shown",
-            _ => "tested",
+            _ if self.device == "cpu" => "tested",
+            _ => "shown on one like it; a run says whether its own kernel table is the one",
         };
         format!(
             "{:<8} {}\n         {}\n         levels {}: {proven}",

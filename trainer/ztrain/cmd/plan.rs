@@ -116,6 +116,11 @@ fn text(needs: &RunNeeds, fleet: &Fleet) -> String {
         size(checkpoint.largest_part),
         checkpoint.most_files
     ));
+    let pinned = if device == "cpu" { "" } else { ", pinned" };
+    lines.push(format!(
+        "  while it is written the ranks of a machine hold copies of their parts: at most {} of the host's memory{pinned}",
+        size(checkpoint.copies)
+    ));
     if *ranks > 1 {
         let MirrorNeeds { largest_rank, sent } = needs.mirror;
         lines.push(format!(

@@ -2,7 +2,8 @@
 
 use tch::{Kind, Tensor};
 
-use super::rows::{Sum, add_bands, made};
+use super::finish::{Unfinished, finish};
+use super::rows::made;
 use super::tape::{Argument, Buffer, Tape};
 use super::{Values, bits_of, left_bits, numbers, tensor};
 use crate::ops::{CPU, ConvShift, QueriesAndKeys, QueryKey};
@@ -58,11 +59,11 @@ fn conv(shape: Shape, values: Values, counted: Option<&[i64]>) -> Conv {
     tape.launch(&name, columns.div_ceil(256) * bands, &arguments);
     let sums = [2, 1].map(|each| tape.room::<f32>(each * channels));
     let sum = |which, out, stride| {
-        let sum = Sum::plain((partial, which * bands * channels), out);
-        Sum { stride, ..sum }
+        let partial = (partial, which * bands * channels);
+        Unfinished::Sum { partial, other: None, factor: None, out, stride }
     };
     let all = [sum(0, (sums[0], 0), 2), sum(1, (sums[0], 1), 2), sum(2, (sums[1], 0), 1)];
-    add_bands(&mut tape, [rows, channels], &all);
+    finish(&mut tape, [rows, channels], &all);
     Conv { tape, out, input, sums }
 }
 
@@ -158,7 +159,7 @@ fn turned([tokens, queries, keys, width, half]: [usize; 5], values: Values) -> T
     tape.launch("query_key_backward", keys * bands, &arguments);
     let sums = widths.map(|width| tape.room::<f32>(width));
     for (width, (partial, out)) in widths.into_iter().zip(partial.into_iter().zip(sums)) {
-        add_bands(&mut tape, [tokens, width], &[Sum::plain((partial, 0), (out, 0))]);
+        finish(&mut tape, [tokens, width], &[Unfinished::sum((partial, 0), (out, 0))]);
     }
     Turned { tape, rounded, raw, forward: [factors, out], grad, means, sums }
 }

@@ -44,7 +44,7 @@ fn dispatched([tokens, classes, width]: [usize; 3], values: Values) -> Dispatche
     let x = values.with(&mut tape, count(tokens), 1);
     let there = values.room(&mut tape, count(rows));
     let (beside, back) =
-        (values.with(&mut tape, count(tokens), 5), tape.room::<f32>(count(tokens)));
+        (values.with(&mut tape, count(tokens), 5), values.room(&mut tape, count(tokens)));
     tape.launch(&format!("permute_{kind}"), rows, &[x.into(), order.into(), there.into(), width]);
     let passed = values.with(&mut tape, count(rows), 6);
     let lists = [to, there, passed, ends, beside, back].map(Argument::from);
@@ -56,7 +56,7 @@ fn dispatched([tokens, classes, width]: [usize; 3], values: Values) -> Dispatche
     let lists: [Argument; 6] =
         [to.into(), answer.into(), Argument::Null, ends.into(), weight.into(), gathered.into()];
     tape.launch(&format!("gather_{kind}"), tokens, &[&lists[..], &sizes].concat());
-    let grad = tape.with(&numbers(count(tokens), 4));
+    let grad = values.with(&mut tape, count(tokens), 4);
     let (to_x, to_weight) = (values.room(&mut tape, count(rows)), tape.room::<f32>(tokens));
     let lists = [order, answer, passed, ends, weight, grad, to_x, to_weight].map(Argument::from);
     let arguments = [&lists[..], &[rows.into()], &sizes].concat();
@@ -113,11 +113,11 @@ fn tokens_go_where_the_cpu_sends_them() {
             [6, 2].map(|seed| values.tensor(&[rows, width], seed).narrow(0, 0, by.rows));
         let there = there.narrow(0, 0, by.rows);
         let wanted = CPU.unpermute(&there, &by, Some(&passed), &beside).unwrap();
-        assert_eq!(left_bits(&played, dispatched.rows[1]), bits_of(&wanted));
+        assert_eq!(values.read(&played, dispatched.rows[1], &[tokens, width]), wanted);
         let weight = tensor(&numbers(shape[0], 3), &[tokens, 1]);
         let gathered = CPU.gather(&answer, &by, None, &weight).unwrap();
         assert_eq!(values.read(&played, dispatched.rows[2], &[tokens, width]), gathered);
-        let grad = tensor(&numbers(shape[0] * shape[2], 4), &[tokens, width]);
+        let grad = values.tensor(&[tokens, width], 4);
         let back = CPU.gather_backward(&answer, &by, Some(&passed), &weight, &grad).unwrap();
         let [wanted, to_weight] = back;
         let found = values.read(&played, dispatched.back[0], &[rows, width]);

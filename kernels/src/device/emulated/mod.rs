@@ -9,6 +9,7 @@ mod attention;
 mod build;
 mod exact;
 mod experts;
+mod finish;
 mod launched;
 mod on_gpu;
 mod products;
@@ -29,6 +30,7 @@ fn small() -> Vec<Tape> {
         attention::small(),
         exact::small(),
         experts::small(),
+        finish::small(),
         router::small(),
         products::small(),
         rows::small(),

@@ -2,50 +2,13 @@
 
 use tch::Tensor;
 
+use super::finish::{Unfinished, finish};
 use super::tape::{Argument, Buffer, Tape};
-use super::{bits_of, close, left_bits, numbers, tensor, tensor_bf16};
-use crate::ops::{CPU, Scaling, Summed};
+use super::{Values, bits_of, close, left_bits, numbers, tensor};
+use crate::ops::{CPU, Gradient, Scaling};
 
 /// Rows of a band, and columns and rows of a block.
 const BAND: usize = 32;
-
-/// A sum that is added from those over bands: buffers, and in numbers of 4 bytes how far in them it begins.
-pub(super) struct Sum {
-    pub(super) partial: (Buffer, usize),
-    /// The other sum.
-    pub(super) other: Option<(Buffer, usize)>,
-    pub(super) factor: Option<Buffer>,
-    pub(super) out: (Buffer, usize),
-    /// From one column of the outcome to the next.
-    pub(super) stride: usize,
-}
-
-impl Sum {
-    pub(super) fn plain(partial: (Buffer, usize), out: (Buffer, usize)) -> Sum {
-        Sum { partial, other: None, factor: None, out, stride: 1 }
-    }
-}
-
-/// Adds bands of so many rows, each of so many columns.
-pub(super) fn add_bands(tape: &mut Tape, [rows, width]: [usize; 2], sums: &[Sum]) {
-    let (bands, tiles) = (rows.div_ceil(BAND) as u64, width.div_ceil(256));
-    let words: Vec<u64> = (0..sums.len())
-        .flat_map(|at| {
-            let sizes = bands | (width as u64) << 32;
-            [0, 0, 0, 0, sizes, sums[at].stride as u64 | ((at * tiles) as u64) << 32]
-        })
-        .collect();
-    let table = tape.with(&words);
-    for (at, sum) in sums.iter().enumerate() {
-        let places = [Some(sum.partial), sum.other, sum.factor.map(|of| (of, 0)), Some(sum.out)];
-        for (place, address) in places.into_iter().enumerate() {
-            if let Some((buffer, first)) = address {
-                tape.address(table, 48 * at + 8 * place, buffer, 4 * first);
-            }
-        }
-    }
-    tape.launch("add_bands", sums.len() * tiles, &[table.into(), sums.len().into()]);
-}
 
 /// Sums over the rows of a matrix, in bands and then in f64: `launch` adds what makes the bands.
 pub(super) fn banded(
@@ -57,16 +20,21 @@ pub(super) fn banded(
     let partial = tape.room::<f32>(stack * bands * width);
     let out = tape.room::<f32>(stack * width);
     launch(tape, partial, tiles * bands);
-    let sum = |at| Sum::plain((partial, at * bands * width), (out, at * width));
-    add_bands(tape, [rows, width], &(0..stack).map(sum).collect::<Vec<_>>());
+    let sum = |at| Unfinished::sum((partial, at * bands * width), (out, at * width));
+    finish(tape, [rows, width], &(0..stack).map(sum).collect::<Vec<_>>());
     out
 }
 
 const SHAPES: [[usize; 2]; 5] = [[1, 1], [33, 16], [70, 37], [16, 256], [65, 300]];
 
 /// What the table for main memory has made at once.
-pub(super) fn made(sum: Summed) -> Tensor {
-    CPU.sums(vec![sum]).unwrap().remove(0)
+pub(super) fn made(sum: Gradient) -> Tensor {
+    CPU.finish(vec![sum]).unwrap().remove(0)
+}
+
+/// Each shape in f32, and in bf16.
+fn both_kinds() -> impl Iterator<Item = ([usize; 2], Values)> {
+    SHAPES.into_iter().flat_map(|shape| [(shape, Values::Wide), (shape, Values::Narrow)])
 }
 
 struct Norm {
@@ -76,9 +44,12 @@ struct Norm {
     back: [Buffer; 4],
 }
 
-fn norm([rows, width]: [usize; 2]) -> Norm {
-    let mut tape = Tape::new("rms_norm");
-    let [x, grad] = [1, 2].map(|seed| tape.with(&numbers(rows * width, seed)));
+/// Back from a gradient in f32, or in bf16.
+fn norm([rows, width]: [usize; 2], values: Values) -> Norm {
+    let kind = values.kind();
+    let mut tape = Tape::new(&format!("rms_norm_{kind}"));
+    let x = tape.with(&numbers(rows * width, 1));
+    let grad = values.with(&mut tape, rows * width, 2);
     let weight = tape.with(&numbers(width, 3));
     let (out, narrow) = (tape.room::<f32>(rows * width), tape.room::<u16>(rows * width));
     let [factors, again] = [(); 2].map(|()| tape.room::<f32>(rows));
@@ -97,7 +68,7 @@ fn norm([rows, width]: [usize; 2]) -> Norm {
             let places = [x, factors, weight, grad].map(Argument::from);
             let rest = [beside, input.into(), partial.into()];
             let arguments = [&places[..], &rest, &sizes[..2]].concat();
-            tape.launch("rms_norm_backward", rows.div_ceil(BAND), &arguments);
+            tape.launch(&format!("rms_norm_backward_{kind}"), rows.div_ceil(BAND), &arguments);
         })
     });
     Norm { tape, out: [out, narrow, factors], back: [input, both, to_weight[0], to_weight[1]] }
@@ -105,17 +76,18 @@ fn norm([rows, width]: [usize; 2]) -> Norm {
 
 #[test]
 fn norms_are_those_of_the_cpu() {
-    for [rows, width] in SHAPES {
-        let norm = norm([rows, width]);
+    for ([rows, width], values) in both_kinds() {
+        let norm = norm([rows, width], values);
         let played = norm.tape.play();
         let shape = [rows as i64, width as i64];
-        let [x, grad] = [1, 2].map(|seed| tensor(&numbers(rows * width, seed), &shape));
+        let x = tensor(&numbers(rows * width, 1), &shape);
+        let grad = values.tensor(&shape, 2);
         let weight = tensor(&numbers(width, 3), &shape[1..]);
         let (wanted, factors) = CPU.rms_norm(&x, &weight, 1e-5).unwrap();
         let [out, narrow, found_factors] = norm.out;
         assert_eq!(left_bits(&played, out), bits_of(&wanted));
         assert_eq!(left_bits(&played, found_factors), bits_of(&factors));
-        let narrow = tensor_bf16(&played.read(narrow), &shape);
+        let narrow = Values::Narrow.read(&played, narrow, &shape);
         assert_eq!(narrow, wanted.to_kind(tch::Kind::BFloat16));
         let (input, to_weight) = CPU.rms_norm_backward(&x, &factors, &weight, &grad).unwrap();
         let to_weight = made(to_weight);
@@ -142,16 +114,16 @@ struct Residual {
 }
 
 /// A branch in f32, or in bf16.
-fn residual([rows, width]: [usize; 2], narrow: bool) -> Residual {
-    let kind = if narrow { "bf16" } else { "f32" };
+fn residual([rows, width]: [usize; 2], values: Values) -> Residual {
+    let kind = values.kind();
     let mut tape = Tape::new(&format!("residual_{kind}"));
-    let branch = branch(rows * width, narrow, &mut tape);
+    let branch = values.with(&mut tape, rows * width, 8);
     let [stream, grad] = [1, 2].map(|seed| tape.with(&numbers(rows * width, seed)));
     let vectors = [3, 4, 5, 6].map(|seed| tape.with(&numbers(width, seed)));
     let [scale, bias, stream_scale, stream_bias] = vectors;
     let weight = tape.with(&numbers(width, 7));
     let sum = tape.room::<f32>(rows * width);
-    let out = if narrow { tape.room::<u16>(rows * width) } else { tape.room::<f32>(rows * width) };
+    let out = values.room(&mut tape, rows * width);
     let factors = tape.room::<f32>(rows);
     let sizes = [rows.into(), width.into(), Argument::Float(1e-5)];
     let places =
@@ -162,7 +134,8 @@ fn residual([rows, width]: [usize; 2], narrow: bool) -> Residual {
     let places = [branch, stream, scale, bias, stream_scale, stream_bias, alone];
     let arguments = [&places.map(Argument::from)[..], &sizes[..2]].concat();
     tape.launch(&format!("residual_sum_{kind}"), (rows * width).div_ceil(1024), &arguments);
-    let [to_branch, to_stream] = [(); 2].map(|()| tape.room::<f32>(rows * width));
+    let to_branch = values.room(&mut tape, rows * width);
+    let to_stream = tape.room::<f32>(rows * width);
     // Three matrices of bands one behind the other, as a stack.
     let (bands, tiles) = (rows.div_ceil(BAND), width.div_ceil(256));
     let partial = tape.room::<f32>(3 * bands * width);
@@ -173,7 +146,7 @@ fn residual([rows, width]: [usize; 2], narrow: bool) -> Residual {
     let all = |which| (partial, which * bands * width);
     let scaled = |which, other: Option<usize>, factor, at: usize| {
         let (other, out) = (other.map(all), (found, at * width));
-        Sum { partial: all(which), other, factor: Some(factor), out, stride: 1 }
+        Unfinished::Sum { partial: all(which), other, factor: Some(factor), out, stride: 1 }
     };
     let sums = [
         scaled(1, Some(0), bias, 0),
@@ -181,34 +154,26 @@ fn residual([rows, width]: [usize; 2], narrow: bool) -> Residual {
         scaled(2, Some(0), stream_bias, 2),
         scaled(0, None, stream_scale, 3),
     ];
-    add_bands(&mut tape, [rows, width], &sums);
+    finish(&mut tape, [rows, width], &sums);
     let beside = tape.with(&numbers(rows * width, 9));
-    let both = [rows * width, rows * width, bands * width, 3 * bands * width];
-    let both = both.map(|count| tape.room::<f32>(count));
-    let places = [sum, factors, weight, grad, beside, branch, stream, scale, stream_scale];
+    let normed = values.with(&mut tape, rows * width, 2);
+    let [to_sum, bands_of_norm, all_bands] =
+        [rows * width, bands * width, 3 * bands * width].map(|count| tape.room::<f32>(count));
+    let both = [values.room(&mut tape, rows * width), to_sum, bands_of_norm, all_bands];
+    let places = [sum, factors, weight, normed, beside, branch, stream, scale, stream_scale];
     let arguments = [&places.map(Argument::from)[..], &both.map(Argument::from), &sizes[..2]];
     tape.launch(&format!("residual_norm_backward_{kind}"), bands, &arguments.concat());
     Residual { tape, out: [sum, out, factors], alone, back: [to_branch, to_stream, found], both }
 }
 
-fn branch(count: usize, narrow: bool, tape: &mut Tape) -> Buffer {
-    match narrow {
-        false => tape.with(&numbers(count, 8)),
-        true => tape.with(&super::bf16(&numbers(count, 8))),
-    }
-}
-
 #[test]
 fn residuals_are_those_of_the_cpu() {
-    for ([rows, width], narrow) in
-        SHAPES.into_iter().flat_map(|shape| [(shape, false), (shape, true)])
-    {
-        let residual = residual([rows, width], narrow);
+    for ([rows, width], values) in both_kinds() {
+        let residual = residual([rows, width], values);
         let played = residual.tape.play();
         let shape = [rows as i64, width as i64];
-        let kind = if narrow { tch::Kind::BFloat16 } else { tch::Kind::Float };
         let [stream, grad] = [1, 2].map(|seed| tensor(&numbers(rows * width, seed), &shape));
-        let branch = tensor(&numbers(rows * width, 8), &shape).to_kind(kind);
+        let branch = values.tensor(&shape, 8);
         let [a, b, c, d, weight] =
             [3, 4, 5, 6, 7].map(|seed| tensor(&numbers(width, seed), &shape[1..]));
         let by = Scaling { scale: &a, bias: &b, residual_scale: &c, residual_bias: &d };
@@ -216,19 +181,17 @@ fn residuals_are_those_of_the_cpu() {
         assert_eq!(left_bits(&played, residual.out[0]), bits_of(&sum));
         assert_eq!(left_bits(&played, residual.alone), bits_of(&sum));
         let (normed, factors) = CPU.rms_norm(&sum, &weight, 1e-5).unwrap();
-        let found = match narrow {
-            false => tensor(&played.read::<f32>(residual.out[1]), &shape),
-            true => tensor_bf16(&played.read(residual.out[1]), &shape),
-        };
-        assert_eq!(found, normed.to_kind(kind));
+        let found = |buffer| values.read(&played, buffer, &shape);
+        assert_eq!(found(residual.out[1]), normed.to_kind(values.of()));
         assert_eq!(left_bits(&played, residual.out[2]), bits_of(&factors));
         let grads = CPU.residual_backward(&branch, &stream, by, &grad).unwrap();
-        assert_eq!(left_bits(&played, residual.back[0]), bits_of(&grads.branch));
+        assert_eq!(found(residual.back[0]), grads.branch);
         assert_eq!(left_bits(&played, residual.back[1]), bits_of(&grads.residual));
-        let back = CPU.rms_norm_backward(&sum, &factors, &weight, &grad).unwrap();
+        let normed = values.tensor(&shape, 2);
+        let back = CPU.rms_norm_backward(&sum, &factors, &weight, &normed).unwrap();
         let to_sum = tensor(&numbers(rows * width, 9), &shape) + back.0;
         let through = CPU.residual_backward(&branch, &stream, by, &to_sum).unwrap();
-        assert_eq!(left_bits(&played, residual.both[0]), bits_of(&through.branch));
+        assert_eq!(found(residual.both[0]), through.branch);
         assert_eq!(left_bits(&played, residual.both[1]), bits_of(&through.residual));
         let bands = |which: usize, first: usize| {
             let all = tensor(&played.read::<f32>(residual.both[which]), &[-1, width as i64]);
@@ -284,9 +247,10 @@ fn columns_of_a_stack_add_up() {
 pub(super) fn small() -> Vec<Tape> {
     let columns = columns([2, 33, 5]).tape;
     vec![
-        norm([33, 37]).tape,
-        residual([33, 20], false).tape,
-        residual([17, 20], true).tape,
+        norm([33, 37], Values::Wide).tape,
+        norm([17, 20], Values::Narrow).tape,
+        residual([33, 20], Values::Wide).tape,
+        residual([17, 20], Values::Narrow).tape,
         columns,
     ]
 }

@@ -6,7 +6,7 @@ use tch::Tensor;
 use super::norm::Columns;
 use super::{empty, integers, read, simd, to_f32, write};
 use crate::Result;
-use crate::ops::{ConvShift, ConvShiftGrads, Summed, check, composed};
+use crate::ops::{ConvShift, ConvShiftGrads, Gradient, check, composed};
 
 /// Weights of the token before, and of the token: a vector of `[C]` each.
 fn by_tap(by: ConvShift) -> Result<[Vec<f32>; 2]> {
@@ -77,8 +77,8 @@ pub(super) fn conv_shift_backward(
     let input = input.f_to_kind(z.kind())?;
     composed::shifted_back(values, by, &input)?;
     let [before, now, bias] = sums.finish();
-    let weights = Summed::Made(Tensor::f_stack(&[before, now], 1)?.f_unsqueeze(1)?);
-    Ok(ConvShiftGrads { input, weights, bias: Summed::Made(bias) })
+    let weights = Gradient::Made(Tensor::f_stack(&[before, now], 1)?.f_unsqueeze(1)?);
+    Ok(ConvShiftGrads { input, weights, bias: Gradient::Made(bias) })
 }
 
 /// Gradients at both taps of every channel, `[G, N, d, 2]`.

@@ -171,8 +171,8 @@ pub(super) fn gather_backward(
     for row in integers(filled)? {
         values[*row as usize * width as usize..][..width as usize].fill(0.0);
     }
-    let saved = (rows(&both, by, passed)?, places, read(weight)?);
-    scatter_rows(saved, read(grad)?, values, write(&mut weight_grad)?);
+    let (saved, grad) = ((rows(&both, by, passed)?, places, read(weight)?), to_f32(grad)?);
+    scatter_rows(saved, read(&grad)?, values, write(&mut weight_grad)?);
     Ok([out.f_to_kind(x.kind())?, weight_grad])
 }
 

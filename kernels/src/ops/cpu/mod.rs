@@ -22,8 +22,8 @@ use std::ops::Add;
 use tch::{Kind, Tensor};
 
 use super::{
-    AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, Dispatch, NewtonSchulz,
-    NormBack, Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, Summed,
+    AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, Dispatch, Gradient,
+    NewtonSchulz, NormBack, Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling,
 };
 use crate::{Result, ahead, product};
 use memory::{apart, empty, integers, read, to_f32, write};
@@ -34,7 +34,7 @@ pub(super) struct Cpu;
 
 impl Ops for Cpu {
     fn name(&self) -> &'static str {
-        "cpu 3"
+        "cpu 4"
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -84,7 +84,7 @@ impl Ops for Cpu {
         factors: &Tensor,
         weight: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Tensor, Summed)> {
+    ) -> Result<(Tensor, Gradient)> {
         norm::rms_norm_backward(x, factors, weight, grad)
     }
 
@@ -108,7 +108,7 @@ impl Ops for Cpu {
         residual: &Tensor,
         by: Scaling,
         norm: NormBack,
-    ) -> Result<(ResidualGrads, Summed)> {
+    ) -> Result<(ResidualGrads, Gradient)> {
         norm::residual_norm_backward(branch, residual, by, norm)
     }
 

@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use super::{PARTS, empty, read, simd, to_f32, together, write};
 use crate::Result;
-use crate::ops::{NormBack, ResidualGrads, Scaling, Summed, check};
+use crate::ops::{Gradient, NormBack, ResidualGrads, Scaling, check};
 
 /// Rows whose part of a sum over columns is kept in f32 before it is added to an f64.
 const BLOCK: usize = 32;
@@ -36,13 +36,14 @@ pub(super) fn rms_norm_backward(
     factors: &Tensor,
     weight: &Tensor,
     grad: &Tensor,
-) -> Result<(Tensor, Summed)> {
+) -> Result<(Tensor, Gradient)> {
     let [rows, width] = check::rms_norm_backward(x, factors, weight, grad)?;
     let (mut input, mut columns) = (empty(&[rows, width])?, Columns::<1>::new(width as usize));
     let saved = (read(x)?, read(factors)?);
-    norm_rows_back(saved, read(weight)?, read(grad)?, write(&mut input)?, &mut columns);
+    let grad = to_f32(grad)?;
+    norm_rows_back(saved, read(weight)?, read(&grad)?, write(&mut input)?, &mut columns);
     let [weight] = columns.finish();
-    Ok((input, Summed::Made(weight)))
+    Ok((input, Gradient::Made(weight)))
 }
 
 simd! {
@@ -116,7 +117,7 @@ pub(super) fn residual_backward(
     grad: &Tensor,
 ) -> Result<ResidualGrads> {
     let shape = check::residual_backward(branch, residual, by, grad)?;
-    let branch = to_f32(branch)?;
+    let (kind, branch) = (branch.kind(), to_f32(branch)?);
     let (mut to_branch, mut to_residual) = (empty(&shape)?, empty(&shape)?);
     let mut columns = Columns::<3>::new(shape[1] as usize);
     residual_rows_back(
@@ -127,7 +128,7 @@ pub(super) fn residual_backward(
     );
     let [all, of_branch, of_residual] = columns.finish();
     let scaling = by.gradients(&all, &of_branch, &of_residual)?;
-    Ok(ResidualGrads { branch: to_branch, residual: to_residual, scaling })
+    Ok(ResidualGrads { branch: to_branch.f_to_kind(kind)?, residual: to_residual, scaling })
 }
 
 simd! {
@@ -160,12 +161,13 @@ pub(super) fn residual_norm_backward(
     residual: &Tensor,
     by: Scaling,
     norm: NormBack,
-) -> Result<(ResidualGrads, Summed)> {
+) -> Result<(ResidualGrads, Gradient)> {
     let [rows, width] = check::residual_norm_backward(branch, residual, by, norm)?;
-    let (branch, width) = (to_f32(branch)?, width as usize);
+    let (kind, branch, width) = (branch.kind(), to_f32(branch)?, width as usize);
     let (mut to_branch, mut to_residual) = (empty(&residual.size())?, empty(&residual.size())?);
     let (mut of_norm, mut columns) = (Columns::<1>::new(width), Columns::<3>::new(width));
-    let (x, factors, grad) = (read(norm.x)?, read(norm.factors)?, read(norm.grad)?);
+    let grad = to_f32(norm.grad)?;
+    let (x, factors, grad) = (read(norm.x)?, read(norm.factors)?, read(&grad)?);
     let (weight, beside) = (read(norm.weight)?, norm.beside.map(read).transpose()?);
     let (branch, stream) = (read(&branch)?, read(residual)?);
     let scales = [read(by.scale)?, read(by.residual_scale)?];
@@ -185,8 +187,9 @@ pub(super) fn residual_norm_backward(
     }
     let ([weight], [all, of_branch, of_residual]) = (of_norm.finish(), columns.finish());
     let scaling = by.gradients(&all, &of_branch, &of_residual)?;
+    let to_branch = to_branch.f_to_kind(kind)?;
     let grads = ResidualGrads { branch: to_branch, residual: to_residual, scaling };
-    Ok((grads, Summed::Made(weight)))
+    Ok((grads, Gradient::Made(weight)))
 }
 
 /// Sums over the rows of a matrix, a vector each: in f32 over a few rows, in f64 over those.

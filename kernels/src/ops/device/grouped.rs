@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 use super::{Argument, Queue, by_kind};
 use crate::Result;
 use crate::ops::check::Call;
-use crate::ops::{Dispatch, check};
+use crate::ops::{Dispatch, Experts, Gradient, check};
 
 /// Rows and columns of a block (`SIDE` in `products.h`).
 const SIDE: i64 = 64;
@@ -24,7 +24,7 @@ fn by_library(x: &Tensor, widths: [i64; 2]) -> bool {
     x.kind() == Kind::BFloat16 && widths.iter().all(|width| width % ALIGNED == 0)
 }
 
-/// `rows weights` of each expert by libtorch.
+/// `rows weights` of each expert by libtorch, which leaves what it makes for an expert without rows open.
 fn library(rows: &Tensor, weights: &Tensor, ends: &Tensor, experts: i64) -> Result<Tensor> {
     let ends = ends.f_narrow(0, 0, experts)?;
     Ok(Tensor::f_internal_grouped_mm(rows, weights, Some(&ends), None::<&Tensor>, None)?)
@@ -84,16 +84,13 @@ pub(super) fn weights(
     grad: &Tensor,
     rows: &Tensor,
     by: &Dispatch,
-) -> Result<Tensor> {
+) -> Result<Gradient> {
     let call = Call("grouped_matmul_weights");
     let [height, width] = check::grouped_weights(&call, by, grad, rows)?;
     let ends = by.ends(call.0)?;
     if by_library(rows, [height, width]) {
         let made = library(&grad.f_tr()?, rows, ends, by.experts)?.f_contiguous()?;
-        let blocks = by.experts * ((height * width + 1023) / 1024);
-        let arguments = [ends.into(), (&made).into(), (height * width).into()];
-        queue.launch(c"idle_experts", blocks, &arguments)?;
-        return Ok(made);
+        return Ok(Gradient::Experts(Experts { made, ends: ends.shallow_clone() }));
     }
     let out = queue.room(&[by.experts, height, width], rows.kind())?;
     let kernel = by_kind(rows, [c"grouped_weights_f32", c"grouped_weights_bf16"]);
@@ -101,5 +98,5 @@ pub(super) fn weights(
     let sizes = [height, width].map(Argument::from);
     let blocks = by.experts * tiles(height) * tiles(width);
     queue.launch(kernel, blocks, &[&memory[..], &sizes].concat())?;
-    Ok(out)
+    Ok(out.into())
 }

@@ -4,6 +4,7 @@
 //! Tensors stay on the device, and the host waits for nothing but what an operation answers with in numbers: `squares`. What a
 //! kernel is given is checked by [`super::check`], as in every table, and by the launch against the kernel's own parameters.
 
+mod finish;
 mod grouped;
 mod heads;
 mod newton_schulz;
@@ -20,9 +21,9 @@ use tch::{Device, Kind, Tensor};
 
 use super::{
     AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, CrossEntropy,
-    CrossEntropyGrads, Dispatch, Moved, NewtonSchulz, NormBack, Ops, QueriesAndKeys, QueryKey,
-    QueryKeyGrads, REFERENCE, ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes,
-    Scaling, Summed, cross_entropy,
+    CrossEntropyGrads, Dispatch, Gradient, Moved, NewtonSchulz, NormBack, Ops, QueriesAndKeys,
+    QueryKey, QueryKeyGrads, REFERENCE, ResidualGrads, RouterGrads, RouterSaved, RouterWeights,
+    Routes, Scaling, cross_entropy,
 };
 use crate::device::queue::{Argument, Queue};
 use crate::{Error, Result};
@@ -77,7 +78,7 @@ fn by_kind<'a>(tensor: &Tensor, [wide, narrow]: [&'a CStr; 2]) -> &'a CStr {
 impl Ops for Own {
     fn name(&self) -> &'static str {
         static NAME: OnceLock<String> = OnceLock::new();
-        NAME.get_or_init(|| format!("device 3, kernels {:016x}", crate::device::kernels_digest()))
+        NAME.get_or_init(|| format!("device 4, kernels {:016x}", crate::device::kernels_digest()))
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -123,7 +124,7 @@ impl Ops for Own {
         scale: &Tensor,
         grad: &Tensor,
         table: &mut Tensor,
-    ) -> Result<[Summed; 2]> {
+    ) -> Result<[Gradient; 2]> {
         tokens::embedding_backward(&self.at(grad)?, tokens, embedded, scale, grad, table)
     }
 
@@ -174,7 +175,7 @@ impl Ops for Own {
         grad: &Tensor,
         rows: &Tensor,
         by: &Dispatch,
-    ) -> Result<Tensor> {
+    ) -> Result<Gradient> {
         grouped::weights(&self.at(rows)?, grad, rows, by)
     }
 
@@ -212,7 +213,7 @@ impl Ops for Own {
         factors: &Tensor,
         weight: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Tensor, Summed)> {
+    ) -> Result<(Tensor, Gradient)> {
         rows::rms_norm_backward(&self.at(x)?, x, factors, weight, (grad, None))
     }
 
@@ -223,19 +224,13 @@ impl Ops for Own {
         weight: &Tensor,
         grad: &Tensor,
         beside: &Tensor,
-    ) -> Result<(Tensor, Summed)> {
+    ) -> Result<(Tensor, Gradient)> {
         rows::rms_norm_backward(&self.at(x)?, x, factors, weight, (grad, Some(beside)))
     }
 
-    fn sums(&self, all: Vec<Summed>) -> Result<Vec<Tensor>> {
-        let banded = all.iter().find_map(|one| match one {
-            Summed::Banded(banded) => banded.sums.first(),
-            Summed::Made(_) => None,
-        });
-        match banded {
-            Some(one) => rows::sums(&self.at(&one.partial)?, all),
-            None => REFERENCE.sums(all),
-        }
+    fn finish(&self, all: Vec<Gradient>) -> Result<Vec<Tensor>> {
+        let Some(one) = all.first() else { return Ok(Vec::new()) };
+        finish::finish(&self.at(one.begun())?, all)
     }
 
     fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
@@ -268,7 +263,7 @@ impl Ops for Own {
         residual: &Tensor,
         by: Scaling,
         norm: NormBack,
-    ) -> Result<(ResidualGrads, Summed)> {
+    ) -> Result<(ResidualGrads, Gradient)> {
         rows::residual_norm_backward(&self.at(branch)?, branch, residual, by, norm)
     }
 
@@ -380,13 +375,6 @@ impl Ops for Own {
     fn all_copies(&self, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
         let Some(one) = tensors.first() else { return Ok(Vec::new()) };
         step::copies(&self.at(one)?, tensors)
-    }
-
-    fn all_wide(&self, tensors: Vec<Tensor>) -> Result<Vec<Tensor>> {
-        match tensors.iter().find(|tensor| tensor.kind() != Kind::Float) {
-            Some(one) => step::wide(&self.at(one)?, tensors),
-            None => Ok(tensors),
-        }
     }
 
     fn all_adamw(&self, by: AdamW, tensors: &mut [Moved]) -> Result<()> {

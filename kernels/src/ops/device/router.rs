@@ -217,7 +217,7 @@ pub(super) fn cross_entropy_backward(
     let [tokens, _] = check::cross_entropy(by)?;
     let float = (Kind::Float, queue.device());
     let mut weights = by.weights.f_new_zeros(by.weights.size(), float)?;
-    let hidden = by.hidden.f_new_empty(by.hidden.size(), float)?;
+    let hidden = by.hidden.f_empty_like()?;
     let losses = queue.room(&[tokens], Kind::Float)?;
     for start in (0..tokens).step_by(by.chunk as usize) {
         let chunk = Chunk::of(queue, ops, by, start, &losses)?;

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::{Argument, Queue, by_kind, each};
 use crate::Result;
 use crate::ops::operands::Bands;
-use crate::ops::{Banded, NormBack, ResidualGrads, Scaling, Summed, check};
+use crate::ops::{Banded, Gradient, NormBack, ResidualGrads, Scaling, check};
 
 /// Rows whose part of a sum over rows is kept in f32, and columns of a block.
 const BAND: i64 = 32;
@@ -31,55 +31,23 @@ pub(super) fn tiles(width: i64) -> i64 {
 }
 
 /// Those of a stack that [`banded`] made room for which are named, their columns in turn, in this shape.
-pub(super) fn of_bands(partial: &Tensor, which: &[i64], shape: &[i64]) -> Result<Summed> {
+pub(super) fn of_bands(partial: &Tensor, which: &[i64], shape: &[i64]) -> Result<Gradient> {
     let bands =
         |which: &i64| Ok(Bands { partial: partial.f_get(*which)?, other: None, factor: None });
     let sums = which.iter().map(bands).collect::<Result<_>>()?;
-    Ok(Summed::Banded(Banded { sums, shape: shape.to_vec() }))
+    Ok(Gradient::Banded(Banded { sums, shape: shape.to_vec() }))
 }
 
 /// One of them, times the factor, or plus the factor times another one.
-fn scaled(partial: &Tensor, which: i64, other: Option<i64>, factor: &Tensor) -> Result<Summed> {
+fn scaled(partial: &Tensor, which: i64, other: Option<i64>, factor: &Tensor) -> Result<Gradient> {
     let other = other.map(|other| partial.f_get(other)).transpose()?;
     let (factor, shape) = (Some(factor.shallow_clone()), factor.size());
     let sums = vec![Bands { partial: partial.f_get(which)?, other, factor }];
-    Ok(Summed::Banded(Banded { sums, shape }))
-}
-
-/// All sums by one launch.
-pub(super) fn sums(queue: &Queue, all: Vec<Summed>) -> Result<Vec<Tensor>> {
-    let (mut out, mut rows, mut blocks) = (Vec::with_capacity(all.len()), Vec::new(), 0);
-    for one in &all {
-        let Banded { sums, shape } = match one {
-            Summed::Made(sum) => {
-                out.push(sum.shallow_clone());
-                continue;
-            }
-            Summed::Banded(banded) => banded,
-        };
-        let found = queue.room(shape, Kind::Float)?;
-        for (at, Bands { partial, other, factor }) in (0..).zip(sums) {
-            let address = |tensor: &Option<Tensor>| match tensor {
-                Some(tensor) => tensor.data_ptr() as i64,
-                None => 0,
-            };
-            let [bands, width] = check::Call("sums").matrix("bands", partial)?;
-            let place = found.data_ptr() as i64 + 4 * at;
-            rows.extend([partial.data_ptr() as i64, address(other), address(factor), place]);
-            rows.extend([bands | width << 32, sums.len() as i64 | blocks << 32]);
-            blocks += tiles(width);
-        }
-        out.push(found);
-    }
-    if !rows.is_empty() {
-        let (table, count) = (queue.upload(&rows)?, rows.len() as i64 / 6);
-        queue.launch(c"add_bands", blocks, &[(&table).into(), count.into()])?;
-    }
-    Ok(out)
+    Ok(Gradient::Banded(Banded { sums, shape }))
 }
 
 /// The sum over the rows of a matrix, f32, times the factor: `[width]`.
-pub(super) fn columns(queue: &Queue, x: &Tensor, factor: &Tensor) -> Result<Summed> {
+pub(super) fn columns(queue: &Queue, x: &Tensor, factor: &Tensor) -> Result<Gradient> {
     let [rows, width] = [x.size()[0], x.size()[1]];
     let (partial, blocks) = banded(queue, [1, rows, width])?;
     let arguments = [x.into(), (&partial).into(), rows.into(), width.into()];
@@ -88,7 +56,7 @@ pub(super) fn columns(queue: &Queue, x: &Tensor, factor: &Tensor) -> Result<Summ
 }
 
 /// The same of the products of two matrices.
-pub(super) fn products(queue: &Queue, x: &Tensor, y: &Tensor) -> Result<Summed> {
+pub(super) fn products(queue: &Queue, x: &Tensor, y: &Tensor) -> Result<Gradient> {
     let [rows, width] = [x.size()[0], x.size()[1]];
     let (partial, blocks) = banded(queue, [1, rows, width])?;
     let arguments = [x.into(), y.into(), (&partial).into(), rows.into(), width.into()];
@@ -118,7 +86,7 @@ pub(super) fn rms_norm_backward(
     factors: &Tensor,
     weight: &Tensor,
     (grad, beside): (&Tensor, Option<&Tensor>),
-) -> Result<(Tensor, Summed)> {
+) -> Result<(Tensor, Gradient)> {
     let [rows, width] = check::rms_norm_backward(x, factors, weight, grad)?;
     if let Some(beside) = beside {
         check::Call("rms_norm_backward").f32("beside", beside, &[rows, width])?;
@@ -128,7 +96,8 @@ pub(super) fn rms_norm_backward(
     let beside = beside.map_or(Argument::Nothing, Argument::from);
     let memory = [x, factors, weight, grad].map(Argument::from);
     let rest = [beside, (&input).into(), (&partial).into(), rows.into(), width.into()];
-    queue.launch(c"rms_norm_backward", bands(rows), &[&memory[..], &rest].concat())?;
+    let kernel = by_kind(grad, [c"rms_norm_backward_f32", c"rms_norm_backward_bf16"]);
+    queue.launch(kernel, bands(rows), &[&memory[..], &rest].concat())?;
     Ok((input, of_bands(&partial, &[0], &[width])?))
 }
 
@@ -175,8 +144,8 @@ pub(super) fn residual_backward(
     grad: &Tensor,
 ) -> Result<ResidualGrads> {
     let [rows, width] = check::residual_backward(branch, residual, by, grad)?;
-    let [to_branch, to_residual] = [(); 2].map(|()| queue.room(&[rows, width], Kind::Float));
-    let (to_branch, to_residual) = (to_branch?, to_residual?);
+    let to_branch = queue.room(&[rows, width], branch.kind())?;
+    let to_residual = queue.room(&[rows, width], Kind::Float)?;
     let kernel = by_kind(branch, [c"residual_backward_f32", c"residual_backward_bf16"]);
     let (partial, blocks) = banded(queue, [3, rows, width])?;
     let scales = [by.scale, by.residual_scale, &to_branch, &to_residual, &partial];
@@ -191,7 +160,7 @@ pub(super) fn residual_backward(
 impl Scaling<'_> {
     /// The gradients of the vectors, from the sums over bands of the gradient, of the gradient times the branch, and of the
     /// gradient times the residual.
-    fn of_bands(self, partial: &Tensor) -> Result<[Summed; 4]> {
+    fn of_bands(self, partial: &Tensor) -> Result<[Gradient; 4]> {
         Ok([
             scaled(partial, 1, Some(0), self.bias)?,
             scaled(partial, 0, None, self.scale)?,
@@ -207,10 +176,10 @@ pub(super) fn residual_norm_backward(
     residual: &Tensor,
     by: Scaling,
     norm: NormBack,
-) -> Result<(ResidualGrads, Summed)> {
+) -> Result<(ResidualGrads, Gradient)> {
     let [rows, width] = check::residual_norm_backward(branch, residual, by, norm)?;
-    let [to_branch, to_residual] = [(); 2].map(|()| queue.room(&[rows, width], Kind::Float));
-    let (to_branch, to_residual) = (to_branch?, to_residual?);
+    let to_branch = queue.room(&[rows, width], branch.kind())?;
+    let to_residual = queue.room(&[rows, width], Kind::Float)?;
     let kernel = by_kind(branch, [c"residual_norm_backward_f32", c"residual_norm_backward_bf16"]);
     let [of_norm, partial] = [1, 3].map(|stack| banded(queue, [stack, rows, width]));
     let ((of_norm, _), (partial, _)) = (of_norm?, partial?);

@@ -107,23 +107,6 @@ pub(super) fn copies(queue: &Queue, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
     Ok(out)
 }
 
-/// Those of bf16 in f32, each in memory of its own.
-pub(super) fn wide(queue: &Queue, tensors: Vec<Tensor>) -> Result<Vec<Tensor>> {
-    let call = check::Call("wide");
-    let mut out = Vec::with_capacity(tensors.len());
-    for tensor in &tensors {
-        call.float("x", tensor, &tensor.size())?;
-        out.push(match tensor.kind() {
-            Kind::Float => tensor.shallow_clone(),
-            _ => queue.room(&tensor.size(), Kind::Float)?,
-        });
-    }
-    let narrow = tensors.iter().zip(&out).filter(|(tensor, _)| tensor.kind() != Kind::Float);
-    let piece = |(tensor, out)| Piece { tensor, other: Some(out), first: 0, salt: 0 };
-    pieces::widen(queue, &narrow.map(piece).collect::<Vec<_>>())?;
-    Ok(out)
-}
-
 /// The sum of squares of each tensor, in pieces of which 16 lanes have one each.
 pub(super) fn squares(queue: &Queue, tensors: &[Tensor]) -> Result<Vec<f64>> {
     let call = check::Call("squares");

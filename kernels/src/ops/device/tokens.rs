@@ -6,7 +6,7 @@ use super::rows::{columns, lanes, products};
 use super::{Argument, Queue, by_kind};
 use crate::Result;
 use crate::ops::operands::{Groups, Order};
-use crate::ops::{Dispatch, Summed, check};
+use crate::ops::{Dispatch, Gradient, check};
 
 /// An expert's rows are filled up to a multiple of this (`FILL + 1` in `dispatch.h`).
 const ROWS: i64 = 8;
@@ -38,7 +38,7 @@ pub(super) fn embedding_backward(
     scale: &Tensor,
     grad: &Tensor,
     table: &Tensor,
-) -> Result<[Summed; 2]> {
+) -> Result<[Gradient; 2]> {
     check::embedding_backward(tokens, embedded, scale, grad, table)?;
     let (count, width) = (tokens.size()[0], table.size()[1]);
     let memory = [tokens, scale, grad, table].map(Argument::from);
@@ -101,7 +101,7 @@ pub(super) fn unpermute(
     beside: &Tensor,
 ) -> Result<Tensor> {
     let [tokens, width] = check::unpermute(x, by, passed, beside)?;
-    let out = queue.room(&[tokens, width], Kind::Float)?;
+    let out = queue.room(&[tokens, width], x.kind())?;
     let kernel = by_kind(x, [c"unpermute_f32", c"unpermute_bf16"]);
     let rows = returning("unpermute", x, by, passed)?;
     let rest = [beside.into(), (&out).into(), by.experts.into(), width.into()];

@@ -44,6 +44,7 @@ pub(super) fn gather_backward(
     grad: &Tensor,
 ) -> Result<[Tensor; 2]> {
     check::gather_backward(x, by, passed, weight, grad)?;
+    let grad = &to_f32(grad)?;
     let mut to_x = Tensor::f_zeros(x.size(), (Kind::Float, x.device()))?;
     let _ = to_x.f_index_copy_(0, &by.places, &grad.f_mul(weight)?)?;
     let to_weight = to_f32(&composed::returned("gather_backward", x, by, passed)?)?.f_mul(grad)?;

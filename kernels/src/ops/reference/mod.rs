@@ -12,8 +12,8 @@ mod query_key;
 use tch::{Kind, Tensor};
 
 use super::{
-    AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, Dispatch, NewtonSchulz,
-    Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, Summed, check,
+    AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, Dispatch, Gradient,
+    NewtonSchulz, Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, check,
 };
 use crate::Result;
 
@@ -23,7 +23,7 @@ pub(super) struct Reference;
 
 impl Ops for Reference {
     fn name(&self) -> &'static str {
-        "reference 2"
+        "reference 3"
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -67,7 +67,7 @@ impl Ops for Reference {
         factors: &Tensor,
         weight: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Tensor, Summed)> {
+    ) -> Result<(Tensor, Gradient)> {
         norm::rms_norm_backward(x, factors, weight, grad)
     }
 

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::{columns, to_f32};
 use crate::Result;
-use crate::ops::{ResidualGrads, Scaling, Summed, check};
+use crate::ops::{Gradient, ResidualGrads, Scaling, check};
 
 pub(super) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     check::rms_norm(x, weight)?;
@@ -18,13 +18,13 @@ pub(super) fn rms_norm_backward(
     factors: &Tensor,
     weight: &Tensor,
     grad: &Tensor,
-) -> Result<(Tensor, Summed)> {
+) -> Result<(Tensor, Gradient)> {
     let [_, width] = check::rms_norm_backward(x, factors, weight, grad)?;
-    let unit = x.f_mul(factors)?;
+    let (unit, grad) = (x.f_mul(factors)?, to_f32(grad)?);
     let product = grad.f_mul(&unit)?;
     let along = product.f_mv(weight)?.f_div_scalar(-(width as f64))?.f_unsqueeze(1)?;
     let input = grad.f_mul(weight)?.f_addcmul(&unit, &along)?.f_mul(factors)?;
-    Ok((input, Summed::Made(columns(&product)?)))
+    Ok((input, Gradient::Made(columns(&product)?)))
 }
 
 pub(super) fn residual(branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
@@ -40,11 +40,11 @@ pub(super) fn residual_backward(
     grad: &Tensor,
 ) -> Result<ResidualGrads> {
     check::residual_backward(branch, residual, by, grad)?;
-    let branch = to_f32(branch)?;
+    let (kind, branch) = (branch.kind(), to_f32(branch)?);
     let (of_branch, of_residual) =
         (columns(&grad.f_mul(&branch)?)?, columns(&grad.f_mul(residual)?)?);
     Ok(ResidualGrads {
-        branch: grad.f_mul(by.scale)?,
+        branch: grad.f_mul(by.scale)?.f_to_kind(kind)?,
         residual: grad.f_mul(by.residual_scale)?,
         scaling: by.gradients(&columns(grad)?, &of_branch, &of_residual)?,
     })

@@ -60,9 +60,9 @@ fn starts(tokens: i64, cuts: &[prop::sample::Index]) -> Tensor {
 /// Our own kernels for devices, on the emulator.
 const EMULATED: Table = &super::device::Own::on(crate::device::emulated::queue);
 
-/// One of a table's sums over rows.
-fn made(table: Table, sum: Summed) -> Tensor {
-    table.sums(vec![sum]).unwrap().remove(0)
+/// A gradient that a table began, finished.
+fn made(table: Table, begun: Gradient) -> Tensor {
+    table.finish(vec![begun]).unwrap().remove(0)
 }
 
 /// What is held against the reference.
@@ -74,17 +74,18 @@ proptest! {
     #[test]
     fn norms_and_residuals(rows in 1i64..80, width in 1i64..70, kind in float(), seed in 0u64..1000) {
         let [x, branch, grad] = [0, 1, 2].map(|index| random(&[rows, width], seed + index));
+        let normed_grad = grad.to_kind(kind);
         let [a, b, c, d] = [3, 4, 5, 6].map(|index| random(&[width], seed + index));
         for table in OWN {
             let (found, factors) = table.rms_norm(&x, &a, 1e-5).unwrap();
             let (wanted, wanted_factors) = REFERENCE.rms_norm(&x, &a, 1e-5).unwrap();
             prop_assert!(close(&found, &wanted, 16.0) && close(&factors, &wanted_factors, 16.0));
-            let (found, weight) = table.rms_norm_backward(&x, &factors, &a, &grad).unwrap();
-            let (wanted, wanted_weight) = REFERENCE.rms_norm_backward(&x, &factors, &a, &grad).unwrap();
+            let (found, weight) = table.rms_norm_backward(&x, &factors, &a, &normed_grad).unwrap();
+            let (wanted, wanted_weight) = REFERENCE.rms_norm_backward(&x, &factors, &a, &normed_grad).unwrap();
             let (weight, wanted_weight) = (made(table, weight), made(REFERENCE, wanted_weight));
             prop_assert!(close(&found, &wanted, 16.0) && close(&weight, &wanted_weight, 16.0));
 
-            let (beside, again) = table.rms_norm_backward_beside(&x, &factors, &a, &grad, &branch).unwrap();
+            let (beside, again) = table.rms_norm_backward_beside(&x, &factors, &a, &normed_grad, &branch).unwrap();
             prop_assert_eq!(&beside, &(&branch + &found));
             prop_assert_eq!(&made(table, again), &weight);
 
@@ -97,24 +98,25 @@ proptest! {
             prop_assert_eq!((&sum, &normed, &factors), (&found, &wanted.to_kind(kind), &wanted_factors));
             let found = table.residual_backward(branch, &x, by, &grad).unwrap();
             let wanted = REFERENCE.residual_backward(branch, &x, by, &grad).unwrap();
+            prop_assert_eq!(found.branch.kind(), kind);
             prop_assert!(close(&found.branch, &wanted.branch, 1.0));
             prop_assert!(close(&found.residual, &wanted.residual, 1.0));
             // All at once, as a layer has them made.
-            let found = table.sums(found.scaling.into()).unwrap();
-            for (found, wanted) in found.iter().zip(&REFERENCE.sums(wanted.scaling.into()).unwrap()) {
+            let found = table.finish(found.scaling.into()).unwrap();
+            for (found, wanted) in found.iter().zip(&REFERENCE.finish(wanted.scaling.into()).unwrap()) {
                 prop_assert!(close(found, wanted, 16.0));
             }
             for beside in [None, Some(&beside)] {
                 let (to_sum, to_weight) = match beside {
-                    None => table.rms_norm_backward(&sum, &factors, &a, &grad).unwrap(),
-                    Some(beside) => table.rms_norm_backward_beside(&sum, &factors, &a, &grad, beside).unwrap(),
+                    None => table.rms_norm_backward(&sum, &factors, &a, &normed_grad).unwrap(),
+                    Some(beside) => table.rms_norm_backward_beside(&sum, &factors, &a, &normed_grad, beside).unwrap(),
                 };
                 let wanted = table.residual_backward(branch, &x, by, &to_sum).unwrap();
-                let norm = NormBack { x: &sum, factors: &factors, weight: &a, grad: &grad, beside };
+                let norm = NormBack { x: &sum, factors: &factors, weight: &a, grad: &normed_grad, beside };
                 let (found, weight) = table.residual_norm_backward(branch, &x, by, norm).unwrap();
                 prop_assert_eq!((&found.branch, &found.residual), (&wanted.branch, &wanted.residual));
                 prop_assert_eq!(made(table, weight), made(table, to_weight));
-                let [found, wanted] = [found, wanted].map(|grads| table.sums(grads.scaling.into()).unwrap());
+                let [found, wanted] = [found, wanted].map(|grads| table.finish(grads.scaling.into()).unwrap());
                 prop_assert_eq!(found, wanted);
             }
         }
@@ -236,7 +238,7 @@ proptest! {
             prop_assert!(close(&found.raw, &wanted.raw, 64.0));
             prop_assert_eq!(back(table, kind).raw, found.raw.to_kind(kind));
             prop_assert!(close(&found.means, &wanted.means, 64.0));
-            let sums = |table: Table, of: [Summed; 2]| table.sums(of.into()).unwrap();
+            let sums = |table: Table, of: [Gradient; 2]| table.finish(of.into()).unwrap();
             let found = sums(table, [found.temperature, found.bias]);
             for (found, wanted) in found.iter().zip(&sums(REFERENCE, [wanted.temperature, wanted.bias])) {
                 prop_assert!(close(found, wanted, 64.0));
@@ -270,7 +272,8 @@ proptest! {
         let choice = Tensor::from_slice(&choice);
         let passes = choice.eq(experts);
         let [answers, entered, beside] = [0, 1, 2].map(|index| random(&[tokens, width], seed + index).to_kind(kind));
-        let (weight, grad) = (random(&[tokens, 1], seed + 3), random(&[tokens, width], seed + 4));
+        let (weight, grad) = (random(&[tokens, 1], seed + 3), random(&[tokens, width], seed + 4).to_kind(kind));
+        let wide = grad.to_kind(Kind::Float);
         let stand_ins = if identity { entered.copy() } else { entered.zeros_like() };
         let rows = stand_ins.where_self(&passes.unsqueeze(1), &answers).to_kind(Kind::Float);
         for table in [CPU, REFERENCE, EMULATED] {
@@ -285,11 +288,11 @@ proptest! {
             let found = table.gather(&x, &by, passed.as_ref(), &weight).unwrap();
             prop_assert_eq!(found, (&rows * &weight).to_kind(kind));
             let found = table.unpermute(&x, &by, passed.as_ref(), &beside).unwrap();
-            prop_assert_eq!(found, &rows + &beside);
+            prop_assert_eq!(found, (&rows + &beside).to_kind(kind));
             let [to_x, to_weight] = table.gather_backward(&x, &by, passed.as_ref(), &weight, &grad).unwrap();
             let zeros = Tensor::zeros([by.rows, width], (Kind::Float, Device::Cpu));
-            prop_assert_eq!(to_x, zeros.index_copy(0, &by.places, &(&grad * &weight)).to_kind(kind));
-            let wanted = (&rows * &grad).sum_dim_intlist(1, true, Kind::Float);
+            prop_assert_eq!(to_x, zeros.index_copy(0, &by.places, &(&wide * &weight)).to_kind(kind));
+            let wanted = (&rows * &wide).sum_dim_intlist(1, true, Kind::Float);
             prop_assert!(close(&to_weight, &wanted, 16.0));
         }
     }

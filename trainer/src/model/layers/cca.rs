@@ -17,7 +17,7 @@ use super::heads::{CcaGrads, Heads, HeadsGrads, shards};
 use crate::model::ZayaConfig;
 use crate::model::cut::{Chunk, Cut, joined};
 use crate::model::fold::{Sharding, Shards};
-use crate::model::gradients::{ChunkGradients, Gradients, emit, emit_sum};
+use crate::model::gradients::{ChunkGradients, Gradients, emit};
 use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Work};
 use crate::model::line::SharedRows;
 use crate::model::param::{Declare, ParamId};
@@ -203,7 +203,7 @@ impl Cca {
         let vectors =
             [self.conv_depthwise, self.conv_depthwise_bias, self.conv_grouped_bias, self.temp];
         for (id, sum) in vectors.into_iter().zip(grads.vectors) {
-            emit_sum(sink, id, sum)?;
+            emit(sink, id, sum)?;
         }
         emit(sink, self.conv_grouped, grads.grouped)?;
         emit(sink, self.o_proj, grads.o_proj)
@@ -238,8 +238,6 @@ impl Cca {
         saved: Vec<Saved>,
         grad: &[Tensor],
     ) -> Result<(Vec<Tensor>, Vec<CcaGrads>)> {
-        let grad = grad.iter().map(|grad| grad.f_to_kind(pass.kind));
-        let grad = grad.collect::<std::result::Result<Vec<_>, _>>()?;
         let (mut inputs, mut gradients) = (Vec::new(), Vec::new());
         grad.iter().for_each(|_| gradients.push(Vec::new()));
         let mut coming = Shards::new(pass, self.held(), shards(pass))?;
@@ -247,13 +245,15 @@ impl Cca {
             if let Some(came) = coming.next()? {
                 shard.heads = Heads::of(self, pass, number, Some(came))?;
             }
-            let (input, own) = shard.backward(pass, &grad)?;
+            let (input, own) = shard.backward(pass, grad)?;
             inputs.push(input);
             gradients.iter_mut().zip(own).for_each(|(chunk, own)| chunk.push(own));
         }
         let joined = |shards| HeadsGrads::joined(pass.config, pass.ops, shards);
         let gradients = gradients.into_iter().map(joined);
-        Ok((over_shards(inputs)?, gradients.collect::<Result<_>>()?))
+        let inputs = over_shards(inputs)?.into_iter().map(|input| input.f_to_kind(pass.kind));
+        let inputs = inputs.collect::<std::result::Result<_, _>>()?;
+        Ok((inputs, gradients.collect::<Result<_>>()?))
     }
 }
 

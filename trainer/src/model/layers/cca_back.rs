@@ -26,7 +26,7 @@ struct AttentionBack {
 }
 
 impl Saved {
-    /// From the gradient of the output, by chunk: that of the normed residual, f32, and those of the weights.
+    /// From the gradient of the output, by chunk: what this shard adds to that of the normed residual, and those of the weights.
     pub(super) fn backward(
         mut self,
         pass: &Pass<'_>,
@@ -56,7 +56,7 @@ impl Saved {
             let by = self.heads.convolution(chunk);
             let conv = ops.conv_shift_backward(&around, by, grads.each_ref(), &means)?;
             let projected = chunk.own(&conv.input, 0)?;
-            let input = pass.of_shard(&projected, &self.heads.proj)?.f_to_kind(Kind::Float)?;
+            let input = pass.of_shard(&projected, &self.heads.proj)?;
             gradients.push(HeadsGrads {
                 proj: pass.gradient(&projected.f_tr()?, x)?,
                 values: self.heads.values,

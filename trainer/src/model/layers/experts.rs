@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use kernels::Result;
-use kernels::ops::{Dispatch, Routes};
+use kernels::ops::{Dispatch, Gradient, Routes, Table};
 use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
@@ -46,7 +46,7 @@ pub(super) struct Grads {
     /// Of the routing weights, `[N, 1]`.
     pub(super) weight: Tensor,
     /// Of gate-up and down.
-    pub(super) params: [Tensor; 2],
+    pub(super) params: [Gradient; 2],
     /// Which experts had tokens, where that decides the sum over chunks; of one chunk nobody asks.
     pub(super) used: Vec<bool>,
 }
@@ -70,7 +70,7 @@ struct PassingBack {
     /// Gradients of what the experts made and of what passed them by, and of the routing weights.
     out: Tensor,
     weight: Tensor,
-    params: Vec<[Tensor; 2]>,
+    params: Vec<[Gradient; 2]>,
     sum: Counter<Tensor>,
 }
 
@@ -114,7 +114,7 @@ impl Experts {
         found.collect()
     }
 
-    /// From the gradients of what [`Experts::forward`] made, f32, of some chunks.
+    /// From the gradients of what [`Experts::forward`] made of some chunks.
     pub(super) fn backward(
         &self,
         pass: &Pass<'_>,
@@ -133,7 +133,7 @@ impl Experts {
             let (input, passed) =
                 (total(sum, &rows)?, self.passed(&out).map(Tensor::shallow_clone));
             let used = if pass.chunks.count() > 1 { order.used()? } else { Vec::new() };
-            Ok(Grads { input, passed, order, weight, params: joined(&params)?, used })
+            Ok(Grads { input, passed, order, weight, params: joined(pass.ops, params)?, used })
         });
         found.collect()
     }
@@ -243,17 +243,19 @@ fn total(sum: Counter<Tensor>, x: &Tensor) -> Result<Tensor> {
 }
 
 /// Gate-up and down from those of each shard: all gates, then all others; and columns side by side.
-fn joined(shards: &[[Tensor; 2]]) -> Result<[Tensor; 2]> {
-    if let [[gate_up, down]] = shards {
-        return Ok([gate_up.shallow_clone(), down.shallow_clone()]);
+fn joined(ops: Table, mut shards: Vec<[Gradient; 2]>) -> Result<[Gradient; 2]> {
+    if shards.len() == 1 {
+        return Ok(shards.remove(0));
     }
+    let shards = shards.into_iter().map(|both| ops.finish(both.into()));
+    let shards = shards.collect::<Result<Vec<_>>>()?;
     let side = |which: i64| {
-        shards.iter().map(move |[gate_up, _]| {
-            let inner = gate_up.size()[1] / 2;
-            gate_up.f_narrow(1, which * inner, inner)
+        shards.iter().map(move |both| {
+            let inner = both[0].size()[1] / 2;
+            both[0].f_narrow(1, which * inner, inner)
         })
     };
     let sides = side(0).chain(side(1)).collect::<std::result::Result<Vec<_>, _>>()?;
-    let down: Vec<_> = shards.iter().map(|[_, down]| down).collect();
-    Ok([Tensor::f_cat(&sides, 1)?, Tensor::f_cat(&down, 2)?])
+    let down: Vec<_> = shards.iter().map(|both| &both[1]).collect();
+    Ok([Tensor::f_cat(&sides, 1)?.into(), Tensor::f_cat(&down, 2)?.into()])
 }

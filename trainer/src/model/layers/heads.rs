@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use kernels::Result;
-use kernels::ops::{Summed, Table};
+use kernels::ops::{Gradient, Table};
 use tch::Tensor;
 
 use super::cca::Cca;
@@ -41,11 +41,11 @@ pub(super) struct Heads {
 pub(super) struct HeadsGrads {
     pub(super) proj: Tensor,
     pub(super) values: [i64; 2],
-    pub(super) depthwise: Summed,
-    pub(super) depthwise_bias: Summed,
+    pub(super) depthwise: Gradient,
+    pub(super) depthwise_bias: Gradient,
     pub(super) grouped: Tensor,
-    pub(super) grouped_bias: Summed,
-    pub(super) temp: Summed,
+    pub(super) grouped_bias: Gradient,
+    pub(super) temp: Gradient,
     pub(super) o_proj: Tensor,
 }
 
@@ -54,7 +54,7 @@ pub(super) struct CcaGrads {
     /// Of the projections of queries and keys, and of both halves of values.
     pub(super) projections: [Tensor; 4],
     /// Of the depthwise convolution and its bias, the bias of the grouped one, temperatures.
-    pub(super) vectors: [Summed; 4],
+    pub(super) vectors: [Gradient; 4],
     pub(super) grouped: Tensor,
     pub(super) o_proj: Tensor,
 }
@@ -127,12 +127,12 @@ impl HeadsGrads {
         let vectors = match &mut shards[..] {
             [whole] => whole.vectors(),
             several => {
-                let made = several.iter_mut().map(|shard| ops.sums(shard.vectors().into()));
+                let made = several.iter_mut().map(|shard| ops.finish(shard.vectors().into()));
                 let made = made.collect::<Result<Vec<_>>>()?;
                 let all = |which: usize| made.iter().map(move |shard| shard[which].shallow_clone());
                 let channels = |which| channels(&all(which).collect::<Vec<_>>(), query);
                 let temp = Tensor::f_cat(&all(3).collect::<Vec<_>>(), 0)?;
-                [channels(0)?, channels(1)?, channels(2)?, temp].map(Summed::Made)
+                [channels(0)?, channels(1)?, channels(2)?, temp].map(Gradient::Made)
             }
         };
         let rows = |which| {
@@ -156,10 +156,10 @@ impl HeadsGrads {
     }
 
     /// The depthwise convolution with its bias, the bias of the grouped one, temperatures.
-    fn vectors(&mut self) -> [Summed; 4] {
+    fn vectors(&mut self) -> [Gradient; 4] {
         let HeadsGrads { depthwise, depthwise_bias, grouped_bias, temp, .. } = self;
         [depthwise, depthwise_bias, grouped_bias, temp]
-            .map(|sum| std::mem::replace(sum, Summed::Made(Tensor::new())))
+            .map(|sum| std::mem::replace(sum, Gradient::Made(Tensor::new())))
     }
 }
 

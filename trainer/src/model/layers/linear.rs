@@ -185,7 +185,7 @@ impl Linear {
         let by = recurrence(pass)?;
         let (mut features, mut reads, mut gates) = (Vec::new(), Vec::new(), Vec::new());
         for (own, grad) in saved.iter().zip(grad) {
-            let (read, gate, weight) = self.gate_back(pass, own, &grad.f_to_kind(pass.kind)?)?;
+            let (read, gate, weight) = self.gate_back(pass, own, grad)?;
             features.push(own.projected.features(pass.config)?);
             reads.push(read);
             gates.push((gate, weight));
@@ -401,5 +401,6 @@ fn inputs(
     let gradient =
         |(id, grad): &(ParamId, Tensor)| Result::Ok((*id, pass.gradient(&grad.f_tr()?, x)?));
     let [a, b, c, d] = projected.each_ref().map(gradient);
-    Ok((sum.unwrap_or_default(), [a?, b?, c?, d?]))
+    let sum = sum.unwrap_or_default().f_to_kind(pass.kind)?;
+    Ok((sum, [a?, b?, c?, d?]))
 }

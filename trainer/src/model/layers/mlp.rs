@@ -102,11 +102,10 @@ impl Mlp {
         grad: &Tensor,
     ) -> kernels::Result<(Tensor, [Tensor; 3])> {
         let (ops, Saved { x, inner }) = (pass.ops, saved);
-        let grad = grad.f_to_kind(x.kind())?;
         let (mut sum, mut weights) = (Counter::new(), [const { Vec::new() }; 3]);
         for (shard, [both, product]) in (0..).zip(inner) {
             let own = self.shard(pass, shard)?;
-            let both = ops.swiglu_backward(both, &ops.matmul(&grad, &own[2])?)?;
+            let both = ops.swiglu_backward(both, &ops.matmul(grad, &own[2])?)?;
             let width = product.size()[1];
             let (gate, up) = (both.f_narrow(1, 0, width)?, both.f_narrow(1, width, width)?);
             let input = pass.of_shard(&up, &own[1])?.f_to_kind(Kind::Float)?;
@@ -117,7 +116,8 @@ impl Mlp {
         }
         let [gate, up, down] = &weights;
         let weights = [together(gate, 0)?, together(up, 0)?, together(down, 1)?];
-        Ok((sum.finish().unwrap_or_default(), weights))
+        let input = sum.finish().unwrap_or_default().f_to_kind(x.kind())?;
+        Ok((input, weights))
     }
 
     /// Gate, up and down as a shard of the inner width reads them.

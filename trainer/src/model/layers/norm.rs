@@ -5,7 +5,7 @@ use kernels::ops::{NormBack, Scaling};
 use tch::Tensor;
 
 use crate::model::ZayaConfig;
-use crate::model::gradients::{ChunkGradients, emit_sum};
+use crate::model::gradients::{ChunkGradients, emit};
 use crate::model::layer::Pass;
 use crate::model::param::{Declare, ParamId};
 use crate::refusal::refused;
@@ -26,7 +26,7 @@ pub(in crate::model) struct Normed {
 pub(in crate::model) struct Returned {
     /// What goes back through it.
     pub(in crate::model) normed: Normed,
-    /// The gradient of what it came to, f32.
+    /// The gradient of what it came to, in [`Pass::kind`].
     pub(in crate::model) grad: Tensor,
     /// That of its input as far as it went past the norm too, f32.
     pub(in crate::model) beside: Option<Tensor>,
@@ -78,7 +78,7 @@ impl RmsNorm {
             Some(beside) => pass.ops.rms_norm_backward_beside(x, factors, weight, grad, beside),
         };
         let (input, weight) = found.map_err(refused)?;
-        emit_sum(sink, self.weight, weight)?;
+        emit(sink, self.weight, weight)?;
         Ok(input)
     }
 
@@ -134,7 +134,7 @@ impl Residual {
         Ok((sum, (normed, Normed { x, factor })))
     }
 
-    /// From what came back to the norm of the sum: the gradients of `out` and of `residual`.
+    /// From what came back to the norm of the sum: the gradients of `out`, in its kind, and of `residual`.
     pub(in crate::model) fn backward_norm(
         &self,
         pass: &Pass<'_>,
@@ -145,10 +145,10 @@ impl Residual {
         let (by, back) = (self.scaling(pass), norm.back(pass, &returned));
         let found = pass.ops.residual_norm_backward(out, residual, by, back);
         let (found, weight) = found.map_err(refused)?;
-        emit_sum(sink, norm.weight, weight)?;
+        emit(sink, norm.weight, weight)?;
         let ids = [self.hidden_scale, self.hidden_bias, self.residual_scale, self.residual_bias];
         for (id, gradient) in ids.into_iter().zip(found.scaling) {
-            emit_sum(sink, id, gradient)?;
+            emit(sink, id, gradient)?;
         }
         Ok((found.branch, found.residual))
     }

@@ -8,7 +8,7 @@ use contract::Result;
 use kernels::ops::{RouterGrads, RouterWeights};
 
 use crate::model::ZayaConfig;
-use crate::model::gradients::{ChunkGradients, emit, emit_sum};
+use crate::model::gradients::{ChunkGradients, emit};
 use crate::model::layer::Pass;
 use crate::model::param::{Declare, ParamId};
 
@@ -75,15 +75,15 @@ impl Router {
     /// Hands the gradients on, in canonical order.
     pub(super) fn emit(&self, grads: RouterGrads, sink: &mut ChunkGradients<'_, '_>) -> Result<()> {
         emit(sink, self.down, grads.down)?;
-        emit_sum(sink, self.down_bias, grads.down_bias)?;
+        emit(sink, self.down_bias, grads.down_bias)?;
         if let (Some(id), Some(decay)) = (self.decay, grads.decay) {
-            emit_sum(sink, id, decay)?;
+            emit(sink, id, decay)?;
         }
-        emit_sum(sink, self.norm, grads.norm)?;
+        emit(sink, self.norm, grads.norm)?;
         emit(sink, self.fc1, grads.fc1)?;
-        emit_sum(sink, self.fc1_bias, grads.fc1_bias)?;
+        emit(sink, self.fc1_bias, grads.fc1_bias)?;
         emit(sink, self.fc2, grads.fc2)?;
-        emit_sum(sink, self.fc2_bias, grads.fc2_bias)?;
+        emit(sink, self.fc2_bias, grads.fc2_bias)?;
         emit(sink, self.out, grads.out)
     }
 }
