@@ -168,7 +168,8 @@ fn errors(fixture: &Fixture, dtype: curriculum::Dtype) -> (BTreeMap<String, f64>
 
 /// In bf16 no tensor is more than twice as far from Hugging Face's f32 as Hugging Face's own bf16 is.
 ///
-/// The mean loss is one number whose error is chance: the losses of all tokens stand for it.
+/// The mean loss is one number whose error is chance: the losses of all tokens stand for it. So are temperatures, one number a
+/// key head: those of all layers stand together.
 fn check_bf16(fixture: &Fixture) {
     let (found, out) = errors(fixture, curriculum::Dtype::Bf16);
     let counts: Vec<i32> = out.counts.iter().flatten().map(|&count| count as i32).collect();
@@ -179,10 +180,20 @@ fn check_bf16(fixture: &Fixture) {
         println!("  {ours:.1e}  {theirs:.1e}  {:.2}  {name}", ours / theirs);
         assert!(*ours > BOUND || theirs == 0.0 || name == "loss", "{name}: that was not bf16");
     }
+    let mut temperatures = [0.0; 2];
     for (name, ours) in found.iter().filter(|(name, _)| *name != "loss") {
         let theirs = fixture.bf16.get(name).copied().unwrap_or_default();
+        if name.ends_with(".temp") {
+            let length = fixture.tensors[name].norm().double_value(&[]);
+            for (sum, error) in temperatures.iter_mut().zip([*ours, theirs]) {
+                *sum += (error * length).powi(2);
+            }
+            continue;
+        }
         assert!(*ours <= 2.0 * theirs, "{name}: {ours:e}, Hugging Face's {theirs:e}");
     }
+    let [ours, theirs] = temperatures.map(f64::sqrt);
+    assert!(ours <= 2.0 * theirs, "temperatures: {ours:e}, Hugging Face's {theirs:e}");
 }
 
 #[test]
