@@ -168,9 +168,9 @@ pub trait Ops: fmt::Debug + Send + Sync {
         Ok(composed::grouped_matmul_weights(self, grad, rows, by)?.into())
     }
 
-    /// Rows `[P, D]` float back in the order of tokens, those of places that are filled up left out, with `beside` added,
-    /// `[N, D]`: all of it in their kind. For a token without an expert the row of `passed` stands in, `[P, D]`, or zeros: that of
-    /// `x` has no value.
+    /// Rows `[P, D]` float back in the order of tokens, those of places that are filled up left out, with `beside`,
+    /// `[N, D]`, added: all of it in their kind. For a token without an expert the row of `passed` stands in, `[P, D]`, or zeros:
+    /// that of `x` has no value.
     fn unpermute(
         &self,
         x: &Tensor,
@@ -255,8 +255,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
     ) -> Result<ResidualGrads>;
 
     /// Back through [`Ops::residual_norm`], from the gradient of the norm in its kind, with the bits that
-    /// [`Ops::rms_norm_backward_beside`] and [`Ops::residual_backward`] have in turn: what comes back through the addition, and the
-    /// gradient of the norm's weight.
+    /// [`Ops::rms_norm_backward_beside`] and [`Ops::residual_backward`] have in turn: what comes back through the addition, and
+    /// the gradient of the norm's weight.
     fn residual_norm_backward(
         &self,
         branch: &Tensor,
@@ -325,8 +325,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
         weight: &Tensor,
     ) -> Result<Tensor>;
 
-    /// Back through [`Ops::gather`], from the gradient of its outcome in its kind: that of the rows, `[P, D]` in the kind of `x`, of `x`
-    /// and, where tokens have no expert, of `passed`, with zeros where places are filled up; and that of `weight`.
+    /// Back through [`Ops::gather`], from the gradient of its outcome in its kind: that of the rows, `[P, D]` in the kind of `x`,
+    /// of `x` and, where tokens have no expert, of `passed`, with zeros where places are filled up; and that of `weight`.
     fn gather_backward(
         &self,
         x: &Tensor,
