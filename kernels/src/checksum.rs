@@ -18,6 +18,7 @@ mod lanes;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::Result;
 use crate::device::pieces::{Piece, checksums};
 use crate::device::queue::Queue;
 
@@ -34,43 +35,35 @@ pub fn tensor(tensor: &Tensor, salt: u64) -> u64 {
 
 /// The part that a slice adds to the checksum of its tensor, if its first element has number `first` there.
 pub fn slice(tensor: &Tensor, first: u64, salt: u64) -> u64 {
-    let tensor = tensor.detach().contiguous();
-    if tensor.device() == Device::Cpu {
-        return on_cpu(&tensor, first, salt);
-    }
-    slices(&[(&tensor, first, salt)])[0]
+    on_cpu(&tensor.detach().to_device(Device::Cpu).contiguous(), first, salt)
 }
 
-/// The same of many slices, of one device: on a GPU by two launches and one read, or, where our kernels cannot be compiled, by
-/// some twenty operators each.
-pub fn slices(slices: &[(&Tensor, u64, u64)]) -> Vec<u64> {
-    let Ok(found) = Vec::<i64>::try_from(&slices_there(slices)) else { return Vec::new() };
-    found.into_iter().map(i64::cast_unsigned).collect()
-}
-
-/// The same as a tensor of their bits, i64, where the slices are: on a GPU the host waits for nothing.
-pub fn slices_there(slices: &[(&Tensor, u64, u64)]) -> Tensor {
-    let whole: Vec<_> = slices.iter().map(|(tensor, ..)| tensor.detach().contiguous()).collect();
+/// The same of many slices, of one device, as a tensor of their bits, i64, where the slices are: on a GPU the host waits for
+/// nothing. There it takes two launches, or, where our kernels cannot be compiled, some twenty operators for each.
+///
+/// # Errors
+/// Where the device refuses, or memory ends.
+pub fn slices(slices: &[(&Tensor, u64, u64)]) -> Result<Tensor> {
+    let whole = slices.iter().map(|(tensor, ..)| Ok(tensor.detach().f_contiguous()?));
+    let whole = whole.collect::<Result<Vec<Tensor>>>()?;
     let with = || whole.iter().zip(slices);
     let device = whole.first().map_or(Device::Cpu, Tensor::device);
     if device == Device::Cpu {
         let one = |(tensor, (_, first, salt)): (_, &(_, u64, u64))| on_cpu(tensor, *first, *salt);
         let found: Vec<_> = with().map(one).map(u64::cast_signed).collect();
-        return Tensor::from_slice(&found);
+        return Ok(Tensor::f_from_slice(&found)?);
     }
-    if let Some(found) = Queue::of(device).ok().and_then(|queue| {
+    if let Ok(queue) = Queue::of(device) {
         let piece = |(tensor, (_, first, salt)): (_, &(_, u64, u64))| Piece {
             tensor,
             other: None,
             first: *first,
             salt: *salt,
         };
-        checksums(&queue, &with().map(piece).collect::<Vec<_>>()).ok()
-    }) {
-        return found;
+        return checksums(&queue, &with().map(piece).collect::<Vec<_>>());
     }
     let one = |(tensor, (_, first, salt)): (_, &(_, u64, u64))| by_operators(tensor, *first, *salt);
-    Tensor::stack(&with().map(one).collect::<Vec<_>>(), 0)
+    Ok(Tensor::f_stack(&with().map(one).collect::<Vec<_>>(), 0)?)
 }
 
 /// A sum of checksums that grows, and may stay on a device until somebody wants to know it.
@@ -82,16 +75,20 @@ pub struct Total {
 
 impl Total {
     /// Adds the checksums of some slices of one device.
-    pub fn add(&mut self, parts: &[(&Tensor, u64, u64)]) {
+    ///
+    /// # Errors
+    /// As [`slices`].
+    pub fn add(&mut self, parts: &[(&Tensor, u64, u64)]) -> Result<()> {
         match parts.first() {
             Some((tensor, ..)) if tensor.device() != Device::Cpu => {
-                self.there.push(slices_there(parts));
+                self.there.push(slices(parts)?);
             }
             _ => {
                 let found = parts.iter().map(|(tensor, first, salt)| slice(tensor, *first, *salt));
                 self.known = found.fold(self.known, u64::wrapping_add);
             }
         }
+        Ok(())
     }
 
     /// What is known of it, and, i64 on a device, what has to be added to that.
@@ -100,9 +97,15 @@ impl Total {
     }
 
     /// The sum; of a device the host waits for it.
-    pub fn read(self) -> u64 {
-        let all = self.there.iter().filter_map(|there| Vec::<i64>::try_from(there).ok());
-        all.flatten().map(i64::cast_unsigned).fold(self.known, u64::wrapping_add)
+    ///
+    /// # Errors
+    /// Where something went wrong there.
+    pub fn read(self) -> Result<u64> {
+        let add = |sum: u64, there: &Tensor| -> Result<u64> {
+            let all = Vec::<i64>::try_from(there)?.into_iter().map(i64::cast_unsigned);
+            Ok(all.fold(sum, u64::wrapping_add))
+        };
+        self.there.iter().try_fold(self.known, add)
     }
 }
 
@@ -307,8 +310,8 @@ mod tests {
             prop_assert_eq!(slice(&tensor, first, salt), wanted);
             prop_assert_eq!(by_operators(&tensor, first, salt).int64_value(&[]).cast_unsigned(), wanted);
             let mut total = Total::default();
-            total.add(&[(&tensor, first, salt), (&tensor, first, salt)]);
-            prop_assert_eq!(total.read(), wanted.wrapping_mul(2));
+            total.add(&[(&tensor, first, salt), (&tensor, first, salt)]).unwrap();
+            prop_assert_eq!(total.read().unwrap(), wanted.wrapping_mul(2));
         }
 
         /// What a processor has none of is not tried there.

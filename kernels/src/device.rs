@@ -157,6 +157,31 @@ pub(crate) fn upload(device: Device, words: &[i64]) -> Result<Tensor> {
     Ok(unsafe { Tensor::from_ptr(tensor) })
 }
 
+/// Numbers in the memory of `device`, for what the calling thread queues there; a GPU fetches them by itself.
+///
+/// # Errors
+/// Where the device refuses, or memory ends.
+pub fn integers(device: Device, numbers: &[i64]) -> Result<Tensor> {
+    match numbers {
+        [] => Ok(Tensor::f_empty([0], (tch::Kind::Int64, device))?),
+        _ => upload(device, numbers),
+    }
+}
+
+/// The same of f32.
+///
+/// # Errors
+/// As [`integers`].
+pub fn floats(device: Device, numbers: &[f32]) -> Result<Tensor> {
+    let word = |pair: &[f32]| {
+        let bits = |at: usize| pair.get(at).map_or(0, |number| i64::from(number.to_bits()));
+        bits(0) | bits(1) << 32
+    };
+    let words: Vec<i64> = numbers.chunks(2).map(word).collect();
+    let numbers = numbers.len() as i64;
+    Ok(integers(device, &words)?.f_view_dtype(tch::Kind::Float)?.f_narrow(0, 0, numbers)?)
+}
+
 /// A place in what a stream works through.
 #[derive(Debug)]
 pub(crate) struct Event(*mut c_void);

@@ -8,6 +8,7 @@
 //! memory    bytes of tensors that are alive, counted
 //! probe     what the mathematics library answers
 //! product   matrix products, by the library that has the better kernels here
+//! record    numbers that stay where they are until the host reads them, all at once
 //! tree      the one order in which leaves are added
 //! ops       the table of operations: kernels for the CPU, and the reference in libtorch
 //! checksum  order-free sums over bits, for any layout
@@ -29,6 +30,7 @@ pub mod memory;
 pub mod ops;
 mod probe;
 pub mod product;
+pub mod record;
 pub mod runtime;
 pub mod share;
 pub mod tree;

@@ -122,7 +122,7 @@ impl Validation {
                 pieces.push((source.name.clone(), first, rows));
             }
         }
-        let biases = micro_batch::bias_tensors(weights, balance);
+        let biases = micro_batch::bias_tensors(weights, balance)?;
         let weights = micro_batch::products(spec, at.step, state, workers)?;
         let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
         let config = &spec.model_at(at.step)?.config;

@@ -50,8 +50,8 @@ pub(crate) fn checksums(queue: &Queue, pieces: &[Piece]) -> Result<Tensor> {
     Ok(out)
 }
 
-/// The sum of squares of each piece, contiguous f32, in f64; where it goes with another, of their difference.
-pub(crate) fn squares(queue: &Queue, pieces: &[Piece]) -> Result<Vec<f64>> {
+/// The sum of squares of each piece, contiguous f32, in f64, on the device; where it goes with another, of their difference.
+pub(crate) fn squares(queue: &Queue, pieces: &[Piece]) -> Result<Tensor> {
     let differences = pieces.first().is_some_and(|piece| piece.other.is_some());
     let kernel = if differences { c"squared_differences" } else { c"squares" };
     let (rows, _) = table(pieces);
@@ -59,7 +59,7 @@ pub(crate) fn squares(queue: &Queue, pieces: &[Piece]) -> Result<Vec<f64>> {
     let out = queue.room(&[count], Kind::Double)?;
     let arguments = [(&rows).into(), count.into(), (&out).into()];
     queue.launch(kernel, (count + 15) / 16, &arguments)?;
-    Ok(Vec::try_from(&out)?)
+    Ok(out)
 }
 
 /// Adds to each piece, contiguous f32, what it goes with.

@@ -375,14 +375,16 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// The sum of squares of the elements, f32, in f64.
     fn squares(&self, x: &Tensor) -> Result<f64>;
 
-    /// The same of many tensors: a device reads them by one launch, and the host asks once.
-    fn all_squares(&self, tensors: &[Tensor]) -> Result<Vec<f64>> {
-        tensors.iter().map(|tensor| self.squares(tensor)).collect()
+    /// The same of many tensors, f64 `[n]`, where they are: of a device by one launch, for which the host does not wait.
+    fn all_squares(&self, tensors: &[Tensor]) -> Result<Tensor> {
+        let squares = tensors.iter().map(|tensor| self.squares(tensor));
+        Ok(Tensor::f_from_slice(&squares.collect::<Result<Vec<_>>>()?)?)
     }
 
-    /// The sum of squares of the differences of each pair, f32, in f64; with the bits that [`Ops::squares`] has of a difference.
-    fn all_differences(&self, pairs: &[[Tensor; 2]]) -> Result<Vec<f64>> {
-        pairs.iter().map(|[one, other]| self.squares(&one.f_sub(other)?)).collect()
+    /// The sum of squares of the differences of each pair, f32, as [`Ops::all_squares`] answers, with the bits of a difference's.
+    fn all_differences(&self, pairs: &[[Tensor; 2]]) -> Result<Tensor> {
+        let differences = pairs.iter().map(|[one, other]| Ok(one.f_sub(other)?));
+        self.all_squares(&differences.collect::<Result<Vec<_>>>()?)
     }
 
     /// Copies of many tensors, f32.

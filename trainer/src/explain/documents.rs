@@ -193,7 +193,7 @@ pub(super) fn gradients(
     step: StepGradient<'_>,
     workers: Workers,
 ) -> Result<(Vec<DocumentGradient>, u64)> {
-    let biases = micro_batch::bias_tensors(&state.weights, &state.balance);
+    let biases = micro_batch::bias_tensors(&state.weights, &state.balance)?;
     let weights = micro_batch::products(spec, batch.step, state, workers)?;
     let (weights, biases, own) =
         (Frozen::new(&weights), Frozen::new(&biases), Frozen::new(step.own));

@@ -133,7 +133,7 @@ pub(super) fn activities(
     batch: &Batch,
     workers: Workers,
 ) -> Result<Vec<ActivityEvidence>> {
-    let biases = micro_batch::bias_tensors(&before.weights, &before.balance);
+    let biases = micro_batch::bias_tensors(&before.weights, &before.balance)?;
     let weights = micro_batch::products(spec, batch.step, before, workers)?;
     let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
     let config = &spec.model_at(batch.step)?.config;

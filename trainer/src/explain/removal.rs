@@ -77,7 +77,7 @@ pub(super) fn loss_of(
     batch: &Batch,
     workers: Workers,
 ) -> Result<f64> {
-    let biases = micro_batch::bias_tensors(&state.weights, &state.balance);
+    let biases = micro_batch::bias_tensors(&state.weights, &state.balance)?;
     let weights = micro_batch::products(spec, batch.step, state, workers)?;
     let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
     let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;

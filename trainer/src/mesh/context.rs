@@ -254,7 +254,7 @@ impl<'a, 'b> SharedSink<'a, 'b> {
             let part = sum.narrow(0, at, range.end - range.start);
             at += range.end - range.start;
             let salt = salt(Part::LeafGradient, id.index());
-            self.checksum.add(&[(&part, range.start as u64, salt)]);
+            self.checksum.add(&[(&part, range.start as u64, salt)]).map_err(refused)?;
         }
         self.into.map_or(Ok(()), |(all, leaf)| all.add(leaf, vec![(id.index(), sum)]))
     }

@@ -110,20 +110,20 @@ impl<'s, 'a> LeafSink<'s, 'a> {
 
     /// Hands on what waits: an addition may change a gradient in place, so its checksum comes first.
     fn pass(&mut self) -> Result<()> {
-        self.checksum.take(&self.waiting);
+        self.checksum.take(&self.waiting)?;
         let waiting = self.waiting.drain(..).map(|(id, gradient)| (id.index(), gradient));
         self.sum.add(self.leaf, waiting.collect())
     }
 }
 
 impl Checksum {
-    fn take(&mut self, gradients: &[(ParamId, Tensor)]) {
+    fn take(&mut self, gradients: &[(ParamId, Tensor)]) -> Result<()> {
         let _watch = timing::part(timing::Part::LeafSums);
         let mut slices = Vec::with_capacity(gradients.len());
         for (id, gradient) in gradients {
             slices.push((gradient, 0, salt(Part::LeafGradient, id.index())));
         }
-        self.0.add(&slices);
+        self.0.add(&slices).map_err(refused)
     }
 
     /// Over all that was handed over.
@@ -134,8 +134,7 @@ impl Checksum {
 
 impl Sink for Checksum {
     fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
-        self.take(&[(id, gradient)]);
-        Ok(())
+        self.take(&[(id, gradient)])
     }
 }
 
@@ -206,7 +205,7 @@ mod tests {
                         let (mut sink, how) = (sum.sink(leaf), LeafOptions::default());
                         model::micro_batch(config, &params, &balance, staged, 120, how, &mut sink)
                             .unwrap();
-                        assert_eq!(sink.checksum().unwrap().read(), wanted[leaf as usize]);
+                        assert_eq!(sink.checksum().unwrap().read().unwrap(), wanted[leaf as usize]);
                     }
                 });
             }

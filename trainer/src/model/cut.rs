@@ -15,6 +15,7 @@
 use std::cell::OnceCell;
 
 use contract::{Fault, Result};
+use kernels::device;
 use kernels::ops::Span;
 use tch::{Kind, Tensor};
 
@@ -315,7 +316,7 @@ impl Chunk {
                 keys.extend(first..first + rows.len);
             }
         }
-        let there = |list: &[i64]| Tensor::f_from_slice(list)?.f_to_device(input.tokens.device());
+        let there = |list: &[i64]| device::integers(input.tokens.device(), list);
         Ok(Chunk {
             tokens: own(&input.tokens)?,
             labels: own(&input.labels)?,

@@ -12,6 +12,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use kernels::Result;
+use kernels::device;
 use tch::{Kind, Tensor};
 
 use super::causal_pairs;
@@ -178,13 +179,13 @@ impl Table {
                 let first = table.here(rows.chunk, rows.first);
                 first..first + rows.len
             });
-            let given = Tensor::f_from_slice(&given.collect::<Vec<_>>())?;
+            let given = device::integers(on, &given.collect::<Vec<_>>())?;
             let begin = end;
             for rows in mine.iter().filter(|rows| other && from(rows, place)) {
                 table.at.insert(rows.first, end);
                 end += rows.len;
             }
-            table.give.push(given.f_to_device(on)?);
+            table.give.push(given);
             table.take.push(end - begin);
         }
         Ok(table)

@@ -12,7 +12,9 @@ pub mod schedule;
 mod together;
 
 use contract::Result;
+use kernels::checksum;
 use kernels::ops::Ops;
+use kernels::record::Record;
 use tch::Tensor;
 
 use crate::model::{ParamSpec, Role};
@@ -90,16 +92,79 @@ impl Rule {
 }
 
 /// One piece of work: a matrix, or some chunks of a tensor.
-pub(crate) enum Item {
-    Matrix { weight: Tensor, momentum: Tensor, gradient: Tensor },
-    Flat { weight: Tensor, first: Tensor, second: Tensor, gradient: Tensor, decay: bool },
+pub(crate) struct Item {
+    weight: Tensor,
+    /// Its first moment, or momentum.
+    first: Tensor,
+    gradient: Tensor,
+    how: How,
+    sums: Sums,
+}
+
+/// Who moves it.
+enum How {
+    Muon,
+    AdamW { second: Tensor, decay: bool },
+}
+
+/// How its checksums are made.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Sums {
+    /// The number of its first element in its tensor.
+    pub(crate) first: u64,
+    /// Of weights, first and second moments.
+    pub(crate) salts: [u64; 3],
 }
 
 impl Item {
-    fn weight(&self) -> &Tensor {
-        match self {
-            Item::Matrix { weight, .. } | Item::Flat { weight, .. } => weight,
+    /// Its weights and moments, flat, as they are summed up.
+    fn parts(&self) -> Vec<(Tensor, u64)> {
+        let second = match &self.how {
+            How::Muon => None,
+            How::AdamW { second, .. } => Some(second),
+        };
+        let all = [Some(&self.weight), Some(&self.first), second].into_iter().flatten();
+        all.zip(self.sums.salts).map(|(part, salt)| (part.view([-1]), salt)).collect()
+    }
+
+    /// How many chunks it has.
+    fn chunks(&self) -> usize {
+        self.weight.numel().div_ceil(CHUNK as usize)
+    }
+}
+
+/// What pieces of work came to, for the host to read.
+pub(crate) struct Outcome {
+    record: Record,
+    /// Of each piece, in groups that were computed together: its chunks, and its tensors.
+    groups: Vec<Vec<[usize; 2]>>,
+}
+
+/// What one came to: the sum of squares of new weights minus old ones, and checksums of weights and moments, 0 where there are
+/// none of those.
+pub(crate) type Came = (f64, [u64; 3]);
+
+impl Outcome {
+    /// Reads it, if the host has not: piece by piece.
+    pub(crate) fn read(self) -> Result<Vec<Came>> {
+        let Outcome { mut record, groups } = self;
+        record.read().map_err(refused)?;
+        let mut found = Vec::new();
+        for group in groups {
+            let begins = found.len();
+            for [chunks, _] in &group {
+                let chunks = (0..*chunks).map(|_| record.float());
+                let chunks = chunks.collect::<kernels::Result<Vec<_>>>().map_err(refused)?;
+                found.push((norm::sum(&chunks), [0; 3]));
+            }
+            for ([_, parts], (_, sums)) in group.iter().zip(&mut found[begins..]) {
+                for sum in &mut sums[..*parts] {
+                    *sum = record.word().map_err(refused)?;
+                }
+            }
         }
+        record.end().map_err(refused)?;
+        Ok(found)
     }
 }
 
@@ -114,13 +179,13 @@ pub struct At {
     pub scale: f64,
 }
 
-/// Does the pieces of work on the workers, and returns for each the sum of squares of new weights minus old ones.
+/// Does the pieces of work on the workers; what they came to stands in their order.
 pub(crate) fn run(
     settings: &Settings,
     items: Vec<Item>,
     at: At,
     workers: Workers,
-) -> Result<Vec<f64>> {
+) -> Result<Outcome> {
     let (At { step, lr, scale }, ops) = (at, workers.ops());
     let muon = Muon::at(lr, settings.weight_decay, settings.momentum);
     let adamw = |decay: bool| {
@@ -132,74 +197,109 @@ pub(crate) fn run(
             settings.eps,
         )
     };
-    let (plain, decayed) = (adamw(false), adamw(true));
-    if items.first().is_some_and(|item| item.weight().device() != tch::Device::Cpu) {
-        let rules = together::Rules { muon, plain, decayed, scale };
-        return workers
-            .map(together::groups(items), |items| {
-                let _watch = part(Part::AdamW);
-                tch::no_grad(|| rules.apply(ops, items)).map_err(refused)
-            })
-            .map(|moved| moved.into_iter().flatten().collect());
-    }
-    let work = |item| match item {
-        Item::Matrix { weight, mut momentum, gradient } => {
+    let rules = together::Rules { muon, plain: adamw(false), decayed: adamw(true), scale };
+    let device = items.first().map_or(tch::Device::Cpu, |item| item.weight.device());
+    let groups = match device {
+        tch::Device::Cpu => items.into_iter().map(|item| vec![item]).collect(),
+        _ => together::groups(items),
+    };
+    let shape = |item: &Item| [item.chunks(), item.parts().len()];
+    let shapes = groups.iter().map(|group| group.iter().map(shape).collect()).collect();
+    let found = workers.map(groups, |items| {
+        tch::no_grad(|| match device {
+            tch::Device::Cpu => items.into_iter().map(|item| one(ops, rules, item)).collect(),
+            _ => rules.apply(ops, items).map(|words| vec![words]).map_err(refused),
+        })
+    })?;
+    let mut record = Record::default();
+    let mut words = found.iter().flatten().flatten();
+    words.try_for_each(|words| record.put(words)).map_err(refused)?;
+    Ok(Outcome { record, groups: shapes })
+}
+
+/// Moves one by itself, in main memory, and says what it came to: squares of its chunks, f64, and checksums, i64.
+fn one(ops: &dyn Ops, rules: together::Rules, mut item: Item) -> Result<[Tensor; 2]> {
+    let scale = rules.scale;
+    let parts = item.parts();
+    let Item { weight, first, gradient, how, sums } = &mut item;
+    let moved = Moving { ops, parts: &parts, first: sums.first };
+    match how {
+        How::Muon => {
             let _watch = part(Part::Muon);
             let longest = weight.size().into_iter().max().unwrap_or(1);
-            let direction = muon.direction(ops, &mut momentum, (&gradient, scale));
+            let direction = rules.muon.direction(ops, first, (gradient, scale));
             let direction = direction.map_err(refused)?.contiguous().view([-1]);
-            moved(ops, &weight.view([-1]), |chunk, weight| {
-                muon.descend(ops, weight, &chunk(&direction), longest)
-            })
+            moved.by(|chunk, weight| rules.muon.descend(ops, weight, &chunk(&direction), longest))
         }
-        Item::Flat { weight, first, second, gradient, decay } => {
+        How::AdamW { second, decay } => {
             let _watch = part(Part::AdamW);
-            let rule = if decay { decayed } else { plain };
-            moved(ops, &weight, |chunk, weight| {
-                let (mut first, mut second) = (chunk(&first), chunk(&second));
+            let rule = if *decay { rules.decayed } else { rules.plain };
+            moved.by(|chunk, weight| {
+                let (mut first, mut second) = (chunk(first), chunk(second));
                 let moments = [&mut first, &mut second];
-                rule.update(ops, weight, moments, (&chunk(&gradient), scale))
+                rule.update(ops, weight, moments, (&chunk(gradient), scale))
             })
         }
-    };
-    workers.map(items, |item| tch::no_grad(|| work(item)))
-}
-
-/// Moves flat weights chunk by chunk, and returns the sum of squares of new ones minus old ones. `update` is handed each
-/// chunk, and what cuts the same chunk out of tensors beside the weights.
-///
-/// The old weights of one chunk at a time are kept, in the same memory: so they are still in the cache when they are compared.
-fn moved(
-    ops: &dyn Ops,
-    weights: &Tensor,
-    mut update: impl FnMut(&dyn Fn(&Tensor) -> Tensor, &mut Tensor) -> kernels::Result<()>,
-) -> Result<f64> {
-    let (count, mut squares) = (weights.size()[0], Vec::new());
-    let memory = weights.narrow(0, 0, CHUNK.min(count)).empty_like();
-    for start in (0..count).step_by(CHUNK as usize) {
-        let length = CHUNK.min(count - start);
-        let chunk = |tensor: &Tensor| tensor.narrow(0, start, length);
-        let (mut new, mut old) = (chunk(weights), memory.narrow(0, 0, length));
-        {
-            let _watch = part(Part::Moved);
-            old.copy_(&new);
-        }
-        update(&chunk, &mut new).map_err(refused)?;
-        let _watch = part(Part::Moved);
-        let difference = old.f_sub_(&new).map_err(|error| refused(error.into()))?;
-        squares.push(ops.squares(&difference).map_err(refused)?);
     }
-    Ok(norm::sum(&squares))
 }
 
-/// The pieces of work of a tensor, or of a part of one that an owner has: whole matrices, or whole chunks.
+/// Flat weights that move, and their moments.
+struct Moving<'a> {
+    ops: &'a dyn Ops,
+    parts: &'a [(Tensor, u64)],
+    /// The number of the first element.
+    first: u64,
+}
+
+impl Moving<'_> {
+    /// Moves weights chunk by chunk: squares of new ones minus old ones by chunk, and checksums of weights and moments. `update`
+    /// is handed each chunk, and what cuts the same chunk out of tensors beside the weights.
+    ///
+    /// The old weights of one chunk at a time are kept, in the same memory: so they, and all that moved, are still in the cache
+    /// when they are compared and summed up.
+    fn by(
+        &self,
+        mut update: impl FnMut(&dyn Fn(&Tensor) -> Tensor, &mut Tensor) -> kernels::Result<()>,
+    ) -> Result<[Tensor; 2]> {
+        let weights = &self.parts[0].0;
+        let (count, mut squares) = (weights.size()[0], Vec::new());
+        let mut sums = vec![0u64; self.parts.len()];
+        let memory = weights.narrow(0, 0, CHUNK.min(count)).empty_like();
+        for start in (0..count).step_by(CHUNK as usize) {
+            let length = CHUNK.min(count - start);
+            let chunk = |tensor: &Tensor| tensor.narrow(0, start, length);
+            let (mut new, mut old) = (chunk(weights), memory.narrow(0, 0, length));
+            {
+                let _watch = part(Part::Moved);
+                old.copy_(&new);
+            }
+            update(&chunk, &mut new).map_err(refused)?;
+            {
+                let _watch = part(Part::Moved);
+                let difference = old.f_sub_(&new).map_err(|error| refused(error.into()))?;
+                squares.push(self.ops.squares(&difference).map_err(refused)?);
+            }
+            let _watch = part(Part::StateSums);
+            for (sum, (moved, salt)) in sums.iter_mut().zip(self.parts) {
+                let own = checksum::slice(&chunk(moved), self.first + start as u64, *salt);
+                *sum = sum.wrapping_add(own);
+            }
+        }
+        let sums: Vec<i64> = sums.into_iter().map(u64::cast_signed).collect();
+        Ok([Tensor::from_slice(&squares), Tensor::from_slice(&sums)])
+    }
+}
+
+/// The pieces of work of a tensor, or of a part of one that an owner has: whole matrices, or whole chunks. `sums` is that of the
+/// whole part.
 pub(crate) fn split(
     rule: Rule,
     weight: &Tensor,
     (first, second): (&Tensor, Option<&Tensor>),
-    gradient: &Tensor,
+    (gradient, sums): (&Tensor, Sums),
     items: &mut Vec<Item>,
 ) {
+    let from = |elements: i64| Sums { first: sums.first + elements as u64, ..sums };
     match (rule, second) {
         (Rule::AdamW { decay }, Some(second)) => {
             let flat = |tensor: &Tensor| tensor.view([-1]);
@@ -211,17 +311,19 @@ pub(crate) fn split(
                 let gradient =
                     gradient.reshape([-1]).narrow(0, start, (CHUNK * CHUNKS).min(length - start));
                 let (weight, first, second) = (piece(weight), piece(first), piece(second));
-                items.push(Item::Flat { weight, first, second, gradient, decay });
+                let (how, sums) = (How::AdamW { second, decay }, from(start));
+                items.push(Item { weight, first, gradient, how, sums });
             }
         }
         (Rule::MuonEach, _) => (0..weight.size()[0]).for_each(|expert| {
             let matrix = |tensor: &Tensor| tensor.select(0, expert);
-            let (weight, momentum, gradient) = (matrix(weight), matrix(first), matrix(gradient));
-            items.push(Item::Matrix { weight, momentum, gradient });
+            let (weight, first, gradient) = (matrix(weight), matrix(first), matrix(gradient));
+            let sums = from(expert * weight.numel() as i64);
+            items.push(Item { weight, first, gradient, how: How::Muon, sums });
         }),
         (Rule::Muon | Rule::AdamW { .. }, _) => {
-            let (weight, momentum) = (weight.shallow_clone(), first.shallow_clone());
-            items.push(Item::Matrix { weight, momentum, gradient: gradient.shallow_clone() });
+            let [weight, first, gradient] = [weight, first, gradient].map(Tensor::shallow_clone);
+            items.push(Item { weight, first, gradient, how: How::Muon, sums });
         }
     }
 }

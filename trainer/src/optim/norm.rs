@@ -8,19 +8,14 @@ use kernels::ops::Ops;
 use kernels::tree::Counter;
 use tch::Tensor;
 
-use crate::refusal::refused;
+use crate::refusal::{refused, values};
 
 /// Elements of a chunk: the unit of the gradient norm and of elementwise work.
 pub const CHUNK: i64 = 65_536;
 
 /// The sum of squares of a tensor, in f64.
 pub fn squares(ops: &dyn Ops, tensor: &Tensor) -> Result<f64> {
-    Ok(sum(&chunks(ops, tensor)?))
-}
-
-/// The sums of squares of a tensor's chunks, or of those of a slice that starts where one of its tensor's does.
-pub fn chunks(ops: &dyn Ops, tensor: &Tensor) -> Result<Vec<f64>> {
-    ops.all_squares(&cut(tensor)).map_err(refused)
+    Ok(sum(&values(&ops.all_squares(&cut(tensor)).map_err(refused)?)?))
 }
 
 /// The chunks of a tensor.

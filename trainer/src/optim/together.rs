@@ -1,12 +1,14 @@
 //! The update on a device: many tensors by each launch, with the bits that each has by itself.
 
 use kernels::Result;
+use kernels::checksum;
 use kernels::ops::{Moved, Ops};
 use tch::Tensor;
 
 use super::adamw::AdamW;
 use super::muon::Muon;
-use super::{Item, norm};
+use super::{How, Item, norm};
+use crate::timing::{Part, part};
 
 /// Elements that are moved together: their old weights are kept beside them, 64 MiB.
 const ELEMENTS: usize = 1 << 24;
@@ -27,7 +29,7 @@ pub(super) struct Rules {
 pub(super) fn groups(items: Vec<Item>) -> Vec<Vec<Item>> {
     let (mut groups, mut room) = (Vec::<Vec<Item>>::new(), 0);
     for item in items {
-        let elements = item.weight().numel();
+        let elements = item.weight.numel();
         match groups.last_mut().filter(|_| elements <= room) {
             Some(group) => group.push(item),
             None => {
@@ -41,26 +43,31 @@ pub(super) fn groups(items: Vec<Item>) -> Vec<Vec<Item>> {
 }
 
 impl Rules {
-    /// Moves them, and returns for each the sum of squares of new weights minus old ones.
-    pub(super) fn apply(&self, ops: &dyn Ops, mut items: Vec<Item>) -> Result<Vec<f64>> {
-        let weights: Vec<Tensor> = items.iter().map(|item| item.weight().shallow_clone()).collect();
+    /// Moves them, and says what they came to: squares of new weights minus old ones of all chunks, f64, and checksums, i64, of
+    /// each its own. The host waits for neither.
+    pub(super) fn apply(&self, ops: &dyn Ops, mut items: Vec<Item>) -> Result<[Tensor; 2]> {
+        let weights: Vec<Tensor> = items.iter().map(|item| item.weight.shallow_clone()).collect();
         let old = ops.all_copies(&weights)?;
         self.elementwise(ops, &mut items)?;
         self.matrices(ops, &mut items)?;
-        let (mut pairs, mut ends) = (Vec::new(), Vec::new());
-        for (old, new) in old.iter().zip(&weights) {
-            pairs.extend(norm::cut(old).into_iter().zip(norm::cut(new)).map(<[Tensor; 2]>::from));
-            ends.push(pairs.len());
-        }
+        let _watch = part(Part::Moved);
+        let cut = |of: &[Tensor]| of.iter().flat_map(norm::cut).collect::<Vec<_>>();
+        let pairs: Vec<_> = cut(&old).into_iter().zip(cut(&weights)).map(Into::into).collect();
         let squares = ops.all_differences(&pairs)?;
-        let starts = [0].into_iter().chain(ends.iter().copied());
-        Ok(starts.zip(&ends).map(|(start, end)| norm::sum(&squares[start..*end])).collect())
+        let _watch = part(Part::StateSums);
+        let parts: Vec<_> = items.iter().map(|item| (item.sums.first, item.parts())).collect();
+        let mut slices = Vec::with_capacity(3 * parts.len());
+        for (first, parts) in &parts {
+            slices.extend(parts.iter().map(|(part, salt)| (part, *first, *salt)));
+        }
+        Ok([squares, checksum::slices(&slices)?])
     }
 
     fn elementwise(&self, ops: &dyn Ops, items: &mut [Item]) -> Result<()> {
+        let _watch = part(Part::AdamW);
         let (mut plain, mut decayed) = (Vec::new(), Vec::new());
-        for item in items {
-            if let Item::Flat { weight, first, second, gradient, decay } = item {
+        for Item { weight, first, gradient, how, .. } in items {
+            if let How::AdamW { second, decay } = how {
                 let list = if *decay { &mut decayed } else { &mut plain };
                 list.push(Moved { weight, moments: [first, second], gradient });
             }
@@ -70,11 +77,12 @@ impl Rules {
     }
 
     fn matrices(&self, ops: &dyn Ops, items: &mut [Item]) -> Result<()> {
+        let _watch = part(Part::Muon);
         let (mut weights, mut momenta) = (Vec::new(), Vec::new());
-        for item in items {
-            if let Item::Matrix { weight, momentum, gradient } = item {
+        for Item { weight, first, gradient, how, .. } in items {
+            if let How::Muon = how {
                 weights.push(weight);
-                momenta.push((momentum, &*gradient));
+                momenta.push((first, &*gradient));
             }
         }
         let by = self.muon.momentum as f32;
@@ -96,11 +104,12 @@ mod tests {
     use super::*;
     use crate::optim::guard::Guard;
     use crate::optim::schedule::Schedule;
-    use crate::optim::{self, At, Settings};
+    use crate::optim::{self, At, Outcome, Settings, Sums};
     use crate::workers::Workers;
     use kernels::ops::CPU;
+    use kernels::record::Record;
 
-    /// Together or each by itself, in any groups: the same weights, moments and distances.
+    /// Together or each by itself, in any groups: the same weights, moments, distances and checksums.
     #[test]
     fn a_group_is_its_items() {
         let at = At { step: 3, lr: 0.01, scale: 0.7 };
@@ -110,19 +119,15 @@ mod tests {
         let settings = Settings { kind, schedule, betas, eps, momentum, weight_decay, clip, guard };
         let items = || {
             let of = |shape: &[i64], seed: u64| crate::model::random(shape, seed);
+            let sums = |first| Sums { first, salts: [first + 1, first + 2, first + 3] };
             let flat = |count: i64, seed: u64, decay| {
                 let [weight, first, gradient] = [0, 1, 2].map(|index| of(&[count], seed + index));
-                Item::Flat {
-                    weight,
-                    first,
-                    second: of(&[count], seed + 3).square(),
-                    gradient,
-                    decay,
-                }
+                let how = How::AdamW { second: of(&[count], seed + 3).square(), decay };
+                Item { weight, first, gradient, how, sums: sums(seed << 32) }
             };
             let matrix = |shape: &[i64], seed: u64| {
-                let [weight, momentum, gradient] = [0, 1, 2].map(|index| of(shape, seed + index));
-                Item::Matrix { weight, momentum, gradient }
+                let [weight, first, gradient] = [0, 1, 2].map(|index| of(shape, seed + index));
+                Item { weight, first, gradient, how: How::Muon, sums: sums(seed) }
             };
             vec![
                 flat(70_000, 1, true),
@@ -132,38 +137,39 @@ mod tests {
             ]
         };
         let numbers = |items: &[Item]| -> Vec<Tensor> {
-            let of = |item: &Item| match item {
-                Item::Matrix { weight, momentum, .. } => vec![weight.copy(), momentum.copy()],
-                Item::Flat { weight, first, second, .. } => {
-                    [weight, first, second].map(Tensor::copy).into()
+            items.iter().flat_map(Item::parts).map(|(part, _)| part.copy()).collect()
+        };
+        let alias = |item: &Item| {
+            let [weight, first, gradient] =
+                [&item.weight, &item.first, &item.gradient].map(Tensor::shallow_clone);
+            let how = match &item.how {
+                How::Muon => How::Muon,
+                How::AdamW { second, decay } => {
+                    How::AdamW { second: second.shallow_clone(), decay: *decay }
                 }
             };
-            items.iter().flat_map(of).collect()
+            Item { weight, first, gradient, how, sums: item.sums }
         };
-        let alias = |items: &[Item]| -> Vec<Item> {
-            let of = |item: &Item| match item {
-                Item::Matrix { weight, momentum, gradient } => {
-                    let [weight, momentum, gradient] =
-                        [weight, momentum, gradient].map(Tensor::shallow_clone);
-                    Item::Matrix { weight, momentum, gradient }
-                }
-                Item::Flat { weight, first, second, gradient, decay } => {
-                    let [weight, first, second, gradient] =
-                        [weight, first, second, gradient].map(Tensor::shallow_clone);
-                    Item::Flat { weight, first, second, gradient, decay: *decay }
-                }
-            };
-            items.iter().map(of).collect()
-        };
+        let aliases = |items: &[Item]| items.iter().map(alias).collect::<Vec<_>>();
         let (alone, listed) = (items(), items());
-        let moved = optim::run(&settings, alias(&alone), at, Workers::new(2)).unwrap();
+        let by_itself = optim::run(&settings, aliases(&alone), at, Workers::new(2)).unwrap();
         let muon = Muon::at(at.lr, settings.weight_decay, settings.momentum);
         let adamw = |decay| AdamW::at(at.step, at.lr, decay, settings.betas, settings.eps);
         let (plain, decayed) = (adamw(0.0), adamw(settings.weight_decay));
         let rules = Rules { muon, plain, decayed, scale: at.scale };
-        assert_eq!(rules.apply(CPU, alias(&listed)).unwrap(), moved);
+        let groups = vec![listed.iter().map(|item| [item.chunks(), item.parts().len()]).collect()];
+        let mut together = Outcome { record: Record::default(), groups };
+        let words = rules.apply(CPU, aliases(&listed)).unwrap();
+        words.iter().for_each(|words| together.record.put(words).unwrap());
+        let together = together.read().unwrap();
+        assert_eq!(together, by_itself.read().unwrap());
+        for (item, (_, sums)) in listed.iter().zip(together) {
+            let parts = item.parts().into_iter();
+            let wanted = parts.map(|(part, salt)| checksum::slice(&part, item.sums.first, salt));
+            assert!(wanted.eq(sums.into_iter().filter(|sum| *sum != 0)), "those of what it became");
+        }
         assert_eq!(numbers(&listed), numbers(&alone));
-        let sizes: Vec<usize> = groups(items()).iter().map(Vec::len).collect();
+        let sizes: Vec<usize> = super::groups(items()).iter().map(Vec::len).collect();
         assert_eq!(sizes, [4], "these are small");
     }
 }

@@ -9,21 +9,21 @@ use loader::Batch;
 
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::{self, Context, Detail, Gradient, LeafSums, micro_batch};
+use crate::step::{self, Computed, Context, Detail, LeafSums, micro_batch};
 use crate::workers::Workers;
 
 /// Computes leaves, and nothing that decides whether they are right.
 pub trait Executor {
-    /// The gradient of the step after `state`, of which `batch` is this rank's part.
-    fn gradient(
+    /// What the micro-batches of the step after `state` come to, of which `batch` is this rank's part.
+    fn compute(
         &self,
         cx: Context<'_>,
         state: &State,
         batch: &Batch,
         detail: Detail,
-    ) -> Result<Gradient> {
+    ) -> Result<Computed> {
         let leaves = micro_batch::stage(cx.spec, batch, state.weights[0].device())?;
-        step::gradient(cx, state, batch, &leaves, detail)
+        step::compute(cx, state, batch, &leaves, detail)
     }
 
     /// One leaf of it.

@@ -383,7 +383,8 @@ impl Replayer {
         let team = self.team()?;
         let cx = Context { spec, team: &team, workers: self.workers };
         step::hold(cx, state, batch.step)?;
-        let mut gradient = self.executor.gradient(cx, state, batch, detail)?;
+        let computed = self.executor.compute(cx, state, batch, detail)?;
+        let mut gradient = computed.read(cx, &state.owners)?;
         look(&gradient);
         match step::complete(cx, state, &mut gradient, Asked::default) {
             Err(fault) if fault.class() != Class::Diverged => Err(fault),
@@ -395,7 +396,7 @@ impl Replayer {
     fn gradient(&self, state: &State, batch: &Batch) -> Result<Gradient> {
         let team = self.team()?;
         let cx = Context { spec: &self.spec, team: &team, workers: self.workers };
-        self.executor.gradient(cx, state, batch, Detail::Sums)
+        self.executor.compute(cx, state, batch, Detail::Sums)?.read(cx, &state.owners)
     }
 
     /// The state before `step`; `None` where the way there comes out otherwise than the first time.

@@ -15,12 +15,13 @@ use contract::{Fault, Result};
 use curriculum::Dtype;
 use kernels::checksum;
 use kernels::device::Departures;
+use kernels::record::Record;
 use tch::{Device, Kind, Tensor};
 
 use crate::model::{self, Fold, ParamSpec};
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
-use crate::optim::{self, At, Settings, norm};
+use crate::optim::{self, At, Outcome, Settings, Sums, norm};
 use crate::refusal::refused;
 use crate::spec::RunSpec;
 use crate::timing;
@@ -117,6 +118,29 @@ fn moved(parameters: &[ParamSpec], dtype: Dtype, weights: &[Tensor]) -> Vec<Tens
 
 /// Checksums of a piece: of its weights, first moments and second moments, 0 where there are none of those.
 pub type PieceSums = [u64; 3];
+
+/// What moving this rank's pieces came to, for the host to read.
+pub(crate) struct Moved {
+    outcome: Outcome,
+    /// Behind which piece of work each of them ends.
+    ends: Vec<usize>,
+}
+
+impl Moved {
+    /// Of each piece the sum of squares of new weights minus old ones, and its checksums.
+    pub(crate) fn read(self) -> Result<Vec<(f64, PieceSums)>> {
+        let came = self.outcome.read()?;
+        let starts = [0].into_iter().chain(self.ends.iter().copied());
+        let piece = |(start, end): (usize, &usize)| {
+            let squares: Vec<f64> = came[start..*end].iter().map(|(squares, _)| *squares).collect();
+            let add = |[a, b, c]: PieceSums, (_, [d, e, f]): &(f64, PieceSums)| {
+                [a.wrapping_add(*d), b.wrapping_add(*e), c.wrapping_add(*f)]
+            };
+            (norm::sum(&squares), came[start..*end].iter().fold([0; 3], add))
+        };
+        Ok(starts.zip(&self.ends).map(piece).collect())
+    }
+}
 
 impl State {
     /// The state before the first step: drawn weights, or those of the start.
@@ -353,26 +377,28 @@ impl State {
         self.departures.hold(device).map_err(refused)
     }
 
-    /// Moves this rank's pieces by their gradients, which come in the order of its pieces, and returns for each the sum of
-    /// squares of new weights minus old ones. What `step` counts is left to the caller.
-    pub fn update(
+    /// Moves this rank's pieces by their gradients, which come in the order of its pieces. What `step` counts is left to the
+    /// caller.
+    pub(crate) fn update(
         &mut self,
         settings: &Settings,
         gradients: &[Tensor],
         at: At,
         workers: Workers,
-    ) -> Result<Vec<f64>> {
+    ) -> Result<Moved> {
         self.let_go()?;
         let (mut items, mut ends) = (Vec::new(), Vec::new());
         for ((piece, weight, owned), gradient) in self.own().zip(gradients) {
             let Owned { first, second, .. } = owned;
+            let salts = [Part::Weight, Part::First, Part::Second];
+            let salts = salts.map(|part| salt(part, piece.tensor));
+            let gradient = (gradient, Sums { first: piece.first as u64, salts });
             optim::split(piece.rule, &weight, (first, second.as_ref()), gradient, &mut items);
             ends.push(items.len());
         }
-        let moved = optim::run(settings, items, at, workers)?;
+        let outcome = optim::run(settings, items, at, workers)?;
         self.round(workers)?;
-        let starts = [0].into_iter().chain(ends.iter().copied());
-        Ok(starts.zip(&ends).map(|(start, end)| norm::sum(&moved[start..*end])).collect())
+        Ok(Moved { outcome, ends })
     }
 
     /// Checksums of this rank's pieces, in their order, computed on the workers.
@@ -390,10 +416,14 @@ impl State {
                 slices.extend([of(weight, Part::Weight), of(first, Part::First)]);
                 slices.extend(second.as_ref().map(|second| of(second, Part::Second)));
             }
-            let mut sums = checksum::slices(&slices).into_iter();
-            let mut next = || sums.next().unwrap_or_default();
-            let three = |has_second| [next(), next(), if has_second { next() } else { 0 }];
-            Ok(items.iter().map(|(.., second)| second.is_some()).map(three).collect::<Vec<_>>())
+            let mut record = Record::default();
+            record.put(&checksum::slices(&slices).map_err(refused)?).map_err(refused)?;
+            record.read().map_err(refused)?;
+            let mut next = || record.word().map_err(refused);
+            let mut three = |has_second: bool| -> Result<PieceSums> {
+                Ok([next()?, next()?, if has_second { next()? } else { 0 }])
+            };
+            items.iter().map(|(.., second)| three(second.is_some())).collect::<Result<Vec<_>>>()
         })?;
         Ok(found.into_iter().flatten().collect())
     }

@@ -8,27 +8,26 @@ use kernels::group::Sent;
 use kernels::tree::Counter;
 
 use super::decide::Decided;
-use super::norm::{self, Norms};
+use super::norm;
 use super::{Asked, Context, Gradient};
 use crate::ledger::{Packed, SourceSums, StepRecord};
 use crate::mesh::share;
 use crate::mesh::words::Writer;
 use crate::optim::balance::Balance;
 use crate::spec::RunSpec;
-use crate::state::{State, StateSums};
+use crate::state::{Moved, State, StateSums};
 
-/// Moves weights, moments and balance, if the step moves anything. Returns how far each piece of this rank has moved, as the
-/// sum of squares of new weights minus old ones.
+/// Moves weights, moments and balance, if the step moves anything: what that came to.
 pub(super) fn apply(
     cx: Context<'_>,
     state: &mut State,
     gradient: &mut Gradient,
     decided: &Decided,
-) -> Result<Vec<f64>> {
+) -> Result<Option<Moved>> {
     let own = std::mem::take(&mut gradient.own);
-    let mut moved = vec![0.0; own.len()];
+    let mut moved = None;
     if decided.decision.moves() {
-        moved = state.update(&decided.settings, &own, decided.at, cx.workers)?;
+        moved = Some(state.update(&decided.settings, &own, decided.at, cx.workers)?);
         // Gone before the weights of others come.
         drop(own);
         update_balance(cx.spec, gradient, decided.at.step, &mut state.balance)?;
@@ -84,12 +83,12 @@ pub(super) struct Settled {
 }
 
 /// The checksums of the whole state after the step, how far its layers have moved, and what all ranks say of its end;
-/// `moved` is what [`apply`] said of this rank's pieces.
+/// `moved` is what [`apply`] said of this rank's pieces, which is read here.
 pub(super) fn settle(
     cx: Context<'_>,
     state: &State,
     mine: Ended,
-    moved: &[f64],
+    moved: Option<Moved>,
 ) -> Result<(Settled, Ended)> {
     let Ended { asked, sent, shared, waited } = mine;
     let mut words = Writer::default();
@@ -100,10 +99,14 @@ pub(super) fn settle(
         .word(shared[0])
         .word(shared[1]);
     words.word(waited.as_nanos() as u64);
-    moved.iter().for_each(|squares| {
-        words.float(*squares);
+    let (squares, sums): (Vec<f64>, Vec<_>) = match moved {
+        Some(moved) => moved.read()?.into_iter().unzip(),
+        None => state.own_sums(cx.workers)?.into_iter().map(|sums| (0.0, sums)).unzip(),
+    };
+    squares.into_iter().for_each(|squares| {
+        words.float(squares);
     });
-    words.sums(&state.own_sums(cx.workers)?);
+    words.sums(&sums);
     let heard = cx.team.tell("the gathering of checksums", &words)?;
     let (mut heard, mut all) = (heard.readers(), Ended::default());
     for heard in &mut heard {
@@ -147,7 +150,6 @@ fn by_source(spec: &RunSpec, gradient: &Gradient) -> Result<BTreeMap<String, Sou
 pub(super) fn record(
     spec: &RunSpec,
     gradient: &Gradient,
-    norms: Norms,
     decided: &Decided,
     settled: Settled,
 ) -> Result<StepRecord> {
@@ -166,9 +168,9 @@ pub(super) fn record(
         sources: by_source(spec, gradient)?,
         router: gradient.router.clone(),
         leaf_gradients: Packed(leaves.iter().map(|leaf| leaf.gradient).collect()),
-        gradients: Packed(norms.checksums),
+        gradients: Packed(gradient.norms.checksums.clone()),
         norm: Packed::floats([norm]),
-        layer_gradient_norms: Packed::floats(norms.by_layer),
+        layer_gradient_norms: Packed::floats(gradient.norms.by_layer.iter().copied()),
         longest: decision.longest.map(|longest| Packed::floats([longest])),
         skipped: decision.skipped,
         lr: Packed::floats([lr]),

@@ -7,7 +7,7 @@ use loader::Batch;
 use super::{Context, LeafSums};
 use crate::mesh::axes::Axis;
 use crate::mesh::team::Lines;
-use crate::mesh::words::Writer;
+use crate::mesh::words::{Reader, Writer};
 
 /// What is known of a step before its first leaf.
 pub(super) struct Head {
@@ -63,18 +63,10 @@ pub(super) struct Losses {
     pub(super) router: Vec<Vec<u64>>,
 }
 
-/// Losses of all leaves in leaf order, and the router's counts over all ranks, from those of this rank. The losses of single
-/// tokens stay where they are: a rank that is alone has them all.
-pub(super) fn losses(
-    cx: Context<'_>,
-    lines: &Lines<'_>,
-    leaves: u64,
-    kept: Vec<LeafSums>,
-    router: &[Vec<u64>],
-) -> Result<Losses> {
-    let mut mine = Writer::default();
+/// Writes what this rank found: its micro-batches, and the router's counts over them.
+pub(super) fn write_losses(mine: &mut Writer, kept: &[LeafSums], router: &[Vec<u64>]) {
     mine.word(kept.len() as u64);
-    for LeafSums { loss, labels, gradient, rows, token_losses: _ } in &kept {
+    for LeafSums { loss, labels, gradient, rows, token_losses: _ } in kept {
         mine.float(*loss).word(*labels).word(*gradient).word(rows.len() as u64);
         rows.iter().for_each(|(loss, labels)| {
             mine.float(*loss).word(*labels);
@@ -87,9 +79,18 @@ pub(super) fn losses(
             mine.word(*count);
         });
     }
-    let heard = cx.team.tell("the gathering of losses", &mine)?;
+}
+
+/// Losses of all `leaves` in leaf order, and the router's counts over all ranks, from what each wrote. The losses of single
+/// tokens stay where they are, in `kept`: a rank that is alone has them all.
+pub(super) fn losses(
+    lines: &Lines<'_>,
+    leaves: u64,
+    kept: Vec<LeafSums>,
+    heard: &mut [Reader<'_>],
+) -> Result<Losses> {
     let (mut said, mut router) = (Vec::new(), Vec::new());
-    for mut heard in heard.readers() {
+    for heard in heard {
         let mut of_rank = Vec::new();
         for _ in 0..heard.word()? {
             let (loss, labels, gradient) = (heard.float()?, heard.word()?, heard.word()?);
@@ -108,9 +109,8 @@ pub(super) fn losses(
         if !counts.is_empty() {
             add_counts(&mut router, counts);
         }
-        heard.end()?;
     }
-    said[cx.team.group.rank() as usize] = kept;
+    said[lines.team.group.rank() as usize] = kept;
     let (leaves, mut tree) = (lines.in_order(leaves, said, joined)?, Counter::new());
     leaves.iter().for_each(|leaf| tree.push(leaf.loss));
     Ok(Losses { loss: tree.finish().unwrap_or(0.0), leaves, router })

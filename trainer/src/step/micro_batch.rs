@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use contract::{Fault, Result};
-use kernels::device::{Buffers, Stager};
+use kernels::device::{self, Buffers, Stager};
 use kernels::share::Frozen;
 use loader::Batch;
 use tch::Tensor;
@@ -101,18 +101,17 @@ pub(crate) struct MicroBatches<'a> {
 
 impl MicroBatches<'_> {
     /// Computes every one with the weights and balances of `state`; `begun` hears of each before it is computed, `sum`
-    /// gets each gradient when a layer has it, `computed` hears of each in leaf order. What they say is read when all of them
-    /// have been queued: tokens by layer and router class besides.
-    pub(crate) fn each(
+    /// gets each gradient when a layer has it, `computed` hears of each in leaf order. What they say is for others to read.
+    pub(super) fn each(
         &self,
         state: &State,
         sum: &Sum<'_>,
         begun: impl Fn(u64) -> Result<()> + Sync,
         mut computed: impl FnMut() -> Result<()> + Send,
-    ) -> Result<Vec<(LeafSums, Vec<Vec<u64>>)>> {
+    ) -> Result<Vec<Said>> {
         let MicroBatches { spec, batch, leaves, numbers, workers, shared, .. } = *self;
         let weights = products(spec, batch.step, state, workers)?;
-        let biases = bias_tensors(&state.weights, &state.balance);
+        let biases = bias_tensors(&state.weights, &state.balance)?;
         let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
         let work = |leaf: u64| {
             let number = numbers[leaf as usize];
@@ -138,7 +137,7 @@ impl MicroBatches<'_> {
             all.push(said);
             computed()
         })?;
-        Said::read(&all)
+        Ok(all)
     }
 
     /// Computes a leaf, whose gradients go to `sum` if to anybody.
@@ -196,7 +195,7 @@ pub fn leaf(
     leaf: u64,
     workers: Workers,
 ) -> Result<LeafSums> {
-    let biases = bias_tensors(&state.weights, &state.balance);
+    let biases = bias_tensors(&state.weights, &state.balance)?;
     let weights = products(spec, batch.step, state, workers)?;
     let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
     let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
@@ -251,9 +250,17 @@ pub(crate) fn products(
 }
 
 /// The balancing biases as tensors beside the weights.
-pub(crate) fn bias_tensors(weights: &[Tensor], balance: &[Balance]) -> Vec<Tensor> {
+pub(crate) fn bias_tensors(weights: &[Tensor], balance: &[Balance]) -> Result<Vec<Tensor>> {
     let device = weights.first().map_or(tch::Device::Cpu, Tensor::device);
-    balance.iter().map(|layer| Tensor::from_slice(&layer.bias).to_device(device)).collect()
+    let all: Vec<f32> = balance.iter().flat_map(|layer| layer.bias.iter().copied()).collect();
+    let (all, mut at) = (device::floats(device, &all).map_err(refused)?, 0);
+    let mut layers = Vec::with_capacity(balance.len());
+    for layer in balance {
+        let classes = layer.bias.len() as i64;
+        layers.push(all.f_narrow(0, at, classes).map_err(|error| refused(error.into()))?);
+        at += classes;
+    }
+    Ok(layers)
 }
 
 /// How a fault names a leaf: counted in the step, whatever part of it `batch` is.

@@ -4,14 +4,16 @@
 //! 1 facts        step, labels, sequence digests              everybody to everybody, small
 //! 2 micro_batch  leaves, computed by the workers; their gradients added by the tree, on the way to the owners of their
 //!                pieces: `mesh::sum`
-//! 3 facts        loss, labels and checksum of each leaf; router counts                     small
-//! 4 norm         checksum and chunk squares of each piece of G                             small
-//! 5 decide       the same on every rank: skip, clip, learning rate
-//! 6 apply        owners move their pieces and share the new weights; checksums of each piece of the state, and whether
+//! 3 record       loss, labels and checksum of each leaf, router counts, checksum and chunk squares of each piece of G:
+//!                read by the host at once, then told                                       small
+//! 4 decide       the same on every rank: skip, clip, learning rate
+//! 5 apply        owners move their pieces and share the new weights; checksums of each piece of the state, and whether
 //!                somebody was asked to stop                                                small
 //! ```
 //!
-//! A rank that is alone hears only itself: nothing is copied for it, and nothing travels.
+//! A rank that is alone hears only itself: nothing is copied for it, and nothing travels. The host reads a device twice in a
+//! step, before the decision and behind the move; one of several ranks once more, since it says how long it has computed before
+//! it waits for the others.
 
 mod apply;
 mod decide;
@@ -24,6 +26,7 @@ use std::time::{Duration, Instant};
 
 use contract::{Digest, Result};
 use kernels::group::{Group, Sent};
+use kernels::record::Record;
 use loader::Batch;
 use tch::Tensor;
 
@@ -33,16 +36,20 @@ use crate::mesh::context::{Along, Context as Shares, Shared};
 use crate::mesh::slices::Slices;
 use crate::mesh::sum::Sum;
 use crate::mesh::team::Lines;
+use crate::mesh::words::{Reader, Writer};
 use crate::mesh::{Degrees, Schedule, Team};
 use crate::model::{self, Folded, ZayaConfig};
-use crate::refusal::lost;
+use crate::refusal::{lost, refused};
 use crate::spec::RunSpec;
 use crate::state::State;
+use crate::state::ownership::Ownership;
 use crate::workers::Workers;
 use apply::Ended;
 pub(crate) use apply::hold;
 use micro_batch::MicroBatches;
 pub use micro_batch::{Detail, LeafSums, Leaves, leaf};
+use norm::Norms;
+use readout::Said;
 
 /// What is trained, and who computes a step of it.
 #[derive(Clone, Copy)]
@@ -53,6 +60,19 @@ pub struct Context<'a> {
     pub team: &'a Team<'a>,
     /// Of this rank.
     pub workers: Workers,
+}
+
+/// What the leaves of a step came to: computed, and of a rank that is alone not read.
+pub struct Computed {
+    step: u64,
+    head: facts::Head,
+    said: Vec<Said>,
+    record: Record,
+    /// The summed gradient: this rank's pieces, in their order.
+    pub own: Vec<Tensor>,
+    begun: Sent,
+    shared: [u64; 2],
+    waited: Duration,
 }
 
 /// What the leaves of a step say before anything moves.
@@ -71,6 +91,8 @@ pub struct Gradient {
     pub leaves: Vec<LeafSums>,
     /// Tokens by layer and router class.
     pub router: Vec<Vec<u64>>,
+    /// Of the summed gradient.
+    norms: Norms,
     /// What this rank had sent when the step began.
     begun: Sent,
     /// Bytes that it sent to those with whom it shares micro-batches, and of shards of weights.
@@ -136,19 +158,19 @@ pub fn advance(
 ) -> Result<Stepped> {
     cx.team.group.reached(&format!("step {}", batch.step));
     hold(cx, state, batch.step)?;
-    let mut gradient = gradient(cx, state, batch, leaves, Detail::Sums)?;
+    let mut gradient = compute(cx, state, batch, leaves, Detail::Sums)?.read(cx, &state.owners)?;
     let stepped = complete(cx, state, &mut gradient, asked);
     stepped.map_err(|fault| fault.or_at(|| format!("step {}", batch.step)))
 }
 
 /// Computes the leaves of a step and adds them up. The state stays as it is.
-pub fn gradient(
+pub fn compute(
     cx: Context<'_>,
     state: &State,
     batch: &Batch,
     leaves: &Leaves,
     detail: Detail,
-) -> Result<Gradient> {
+) -> Result<Computed> {
     let Context { spec, team, workers } = cx;
     let begun = team.group.sent();
     let cut = spec.model_at(batch.step)?.cut;
@@ -179,24 +201,59 @@ pub fn gradient(
     let rank = team.group.launched_as();
     let all = MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers, rank, shared };
     let start = Instant::now();
-    let found = all.each(state, &sum, reached, || sum.leaf())?;
+    let said = all.each(state, &sum, reached, || sum.leaf())?;
+    let mut record = Record::default();
+    said.iter().try_for_each(|said| said.put(&mut record))?;
+    if team.group.world() > 1 {
+        record.read().map_err(refused)?;
+    }
     team.group.computed(batch.step, start.elapsed());
     sum.computed()?;
     let shared = [context, shards].map(|line| line.map_or(Ok(0), Shares::finish));
     let [shared, folded] = shared;
-    let shared = [shared?, folded?];
-    let (mut kept, mut router) = (Vec::new(), Vec::new());
-    for (sums, counts) in found {
-        kept.push(sums);
-        facts::add_counts(&mut router, counts);
-    }
-    let losses = facts::losses(cx, &lines, head.leaves, kept, &router)?;
-    let start = Instant::now();
+    let (shared, start) = ([shared?, folded?], Instant::now());
     let own = sum.finish(&state.owners)?;
-    let facts::Losses { loss, leaves, router } = losses;
-    let (step, facts::Head { divisor, data, .. }) = (batch.step, head);
     let waited = start.elapsed();
-    Ok(Gradient { step, data, divisor, loss, own, leaves, router, begun, shared, waited })
+    Ok(Computed { step: batch.step, head, said, record, own, begun, shared, waited })
+}
+
+impl Computed {
+    /// Reads what was computed, with checksums and squares of the sum, and hears the same of all ranks.
+    pub fn read(self, cx: Context<'_>, owners: &Ownership) -> Result<Gradient> {
+        let Computed { step, head, said, mut record, own, begun, shared, waited } = self;
+        let mut measured = norm::measure(cx, owners, &own)?;
+        measured.put(&mut record);
+        record.read().map_err(refused)?;
+        let (mut mine, mut kept, mut router) = (Writer::default(), Vec::new(), Vec::new());
+        for said in said {
+            let (sums, counts) = said.take(&mut record)?;
+            kept.push(sums);
+            facts::add_counts(&mut router, counts);
+        }
+        facts::write_losses(&mut mine, &kept, &router);
+        measured.write(&mut record, &mut mine)?;
+        record.end().map_err(refused)?;
+        let heard = cx.team.tell("the gathering of losses", &mine)?;
+        let (mut heard, lines) = (heard.readers(), cx.team.lines(cx.spec.model_at(step)?.cut)?);
+        let losses = facts::losses(&lines, head.leaves, kept, &mut heard)?;
+        let norms = norm::norms(cx, owners, &mut heard)?;
+        heard.into_iter().try_for_each(Reader::end)?;
+        let facts::Losses { loss, leaves, router } = losses;
+        let facts::Head { divisor, data, .. } = head;
+        Ok(Gradient {
+            step,
+            data,
+            divisor,
+            loss,
+            own,
+            leaves,
+            router,
+            norms,
+            begun,
+            shared,
+            waited,
+        })
+    }
 }
 
 /// This rank's place among those that share a micro-batch.
@@ -212,17 +269,16 @@ pub(crate) fn complete(
     asked: impl Fn() -> Asked,
 ) -> Result<Stepped> {
     decide::check_losses(gradient.step, &gradient.leaves)?;
-    let norms = norm::norm_of(cx, &state.owners, &gradient.own)?;
-    decide::check_norm(gradient.step, norms.norm)?;
-    let decided = decide::decide(cx.spec, &mut state.windows, gradient, norms.norm);
-    let updates = apply::apply(cx, state, gradient, &decided)?;
+    let norm = gradient.norms.norm;
+    decide::check_norm(gradient.step, norm)?;
+    let decided = decide::decide(cx.spec, &mut state.windows, gradient, norm);
+    let moved = apply::apply(cx, state, gradient, &decided)?;
     let (now, begun) = (cx.team.group.sent(), gradient.begun);
     let between_nodes = now.between_nodes - begun.between_nodes;
     let sent = Sent { all: now.all - begun.all, between_nodes };
     let mine = Ended { asked: asked(), sent, shared: gradient.shared, waited: gradient.waited };
-    let (settled, Ended { asked, sent, shared, waited }) =
-        apply::settle(cx, state, mine, &updates)?;
-    let record = apply::record(cx.spec, gradient, norms, &decided, settled)?;
+    let (settled, Ended { asked, sent, shared, waited }) = apply::settle(cx, state, mine, moved)?;
+    let record = apply::record(cx.spec, gradient, &decided, settled)?;
     let ranks = cx.team.group.world();
     let [shared, folded] = shared;
     Ok(Stepped { record, ranks, asked, sent, shared, folded, waited })

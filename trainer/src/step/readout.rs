@@ -1,13 +1,13 @@
-//! What the micro-batches of a step have to say, in one record: it stays where they were computed until the host reads it, once
-//! a step.
+//! What a micro-batch has to say, for the record of its step: it stays where it was computed until the host reads that.
 //!
 //! ```text
 //! of each micro-batch, in words of 64 bits: sum of losses (f64) | sum of losses of each row (f64)
 //!     | checksums of its gradients, to be added | tokens by router class of each layer
 //! ```
 
-use contract::{Fault, Result};
+use contract::Result;
 use kernels::checksum;
+use kernels::record::Record;
 use tch::{Kind, Tensor};
 
 use super::{Detail, LeafSums};
@@ -67,35 +67,26 @@ impl Said {
         })
     }
 
-    /// Reads what some micro-batches say: on a device the host waits for it here.
-    pub(super) fn read(all: &[Said]) -> Result<Vec<Read>> {
-        let _watch = timing::part(timing::Part::LeafSums);
-        if all.is_empty() {
-            return Ok(Vec::new());
-        }
-        let words: Vec<&Tensor> = all.iter().map(|said| &said.words).collect();
-        let words = Tensor::f_cat(&words, 0).map_err(|error| refused(error.into()))?;
-        let mut words = values::<i64>(&words)?.into_iter().map(i64::cast_unsigned);
-        let read = all.iter().map(|said| said.take(&mut words)).collect::<Result<_>>()?;
-        match words.next() {
-            None => Ok(read),
-            Some(_) => {
-                Err(Fault::bug("the record of a step has more words than its micro-batches"))
-            }
-        }
+    /// Puts its words down, to be read with others.
+    pub(super) fn put(&self, record: &mut Record) -> Result<()> {
+        record.put(&self.words).map_err(refused)
     }
 
-    /// Reads one alone, in the middle of a step.
+    /// Reads one alone, in the middle of a step: on a device the host waits for it here.
     pub(super) fn alone(&self) -> Result<Read> {
-        let read = Said::read(std::slice::from_ref(self))?.pop();
-        read.ok_or_else(|| Fault::bug("a micro-batch has nothing to say"))
+        let _watch = timing::part(timing::Part::LeafSums);
+        let mut record = Record::default();
+        self.put(&mut record)?;
+        record.read().map_err(refused)?;
+        let read = self.take(&mut record)?;
+        record.end().map_err(refused)?;
+        Ok(read)
     }
 
-    /// Takes its own words off the record.
-    fn take(&self, words: &mut impl Iterator<Item = u64>) -> Result<Read> {
+    /// Takes its own words off a record that was read.
+    pub(super) fn take(&self, record: &mut Record) -> Result<Read> {
         let Said { gradient, labels, rows, checksums, classes, token_losses, .. } = self;
-        let mut next =
-            || words.next().ok_or_else(|| Fault::bug("the record of a step lacks a micro-batch"));
+        let mut next = || record.word().map_err(refused);
         let loss = f64::from_bits(next()?);
         let rows = rows.iter().map(|labels| Ok((f64::from_bits(next()?), *labels)));
         let rows = rows.collect::<Result<_>>()?;

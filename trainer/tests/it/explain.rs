@@ -12,7 +12,7 @@ use trainer::replay::attribute::{Effort, attribute};
 use trainer::replay::whatif::{Imagined, imagine};
 use trainer::replay::{Executor, Replayed, Replayer, ThisMachine, Together, Verdict};
 use trainer::state::State;
-use trainer::step::{Context, Detail, Gradient, LeafSums};
+use trainer::step::{Computed, Context, Detail, LeafSums};
 use trainer::workers::Workers;
 use trainer::{RunSpec, World};
 
@@ -107,14 +107,14 @@ impl Failing {
 }
 
 impl Executor for Failing {
-    fn gradient(
+    fn compute(
         &self,
         cx: Context<'_>,
         state: &State,
         batch: &Batch,
         detail: Detail,
-    ) -> Result<Gradient> {
-        let mut gradient = ThisMachine.gradient(cx, state, batch, detail)?;
+    ) -> Result<Computed> {
+        let mut gradient = ThisMachine.compute(cx, state, batch, detail)?;
         if let Some(bit) = self.wrong_bit() {
             let mut values = Vec::<f32>::try_from(gradient.own[3].reshape([-1])).unwrap();
             values[5] = f32::from_bits(values[5].to_bits() ^ (1 << bit));

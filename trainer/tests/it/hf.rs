@@ -57,7 +57,7 @@ fn a_run_begins_with_the_weights_of_another() {
         let batch = loader::batch(&spec.plan, &spec.data, 1, RankSlice::WHOLE).unwrap();
         let workers = Workers::new(1);
         let wanted = step::alone(&spec, workers, |cx| {
-            ThisMachine.gradient(cx, &state, &batch, Detail::Sums)
+            ThisMachine.compute(cx, &state, &batch, Detail::Sums)?.read(cx, &state.owners)
         });
         let wanted = wanted.unwrap();
         let ledger = Ledger::read(&scratch.path(&out).join("ledger.jsonl")).unwrap();

@@ -15,7 +15,7 @@ use trainer::change::Change;
 use trainer::replay::whatif::imagine;
 use trainer::replay::{Executor, Keep, Replayer, Together, Verdict, meet};
 use trainer::state::State;
-use trainer::step::{Context, Detail, Gradient};
+use trainer::step::{Computed, Context, Detail};
 use trainer::workers::Workers;
 
 use crate::damage::forge;
@@ -36,7 +36,7 @@ fn open(scratch: &Scratch, run: &str) -> Replayer {
 struct Idle;
 
 impl Executor for Idle {
-    fn gradient(&self, _: Context<'_>, _: &State, _: &Batch, _: Detail) -> Result<Gradient> {
+    fn compute(&self, _: Context<'_>, _: &State, _: &Batch, _: Detail) -> Result<Computed> {
         Err(Fault::bug("a step was computed"))
     }
 }

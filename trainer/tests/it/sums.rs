@@ -29,7 +29,7 @@ fn gradient(replayer: &Replayer, state: &State) -> Vec<f64> {
     let (spec, step) = (replayer.spec(), state.step + 1);
     let batch = loader::batch(&spec.plan, &spec.data, step, loader::RankSlice::WHOLE).unwrap();
     let gradient = step::alone(spec, Workers::new(1), |cx| {
-        ThisMachine.gradient(cx, state, &batch, Detail::Sums)
+        ThisMachine.compute(cx, state, &batch, Detail::Sums)?.read(cx, &state.owners)
     });
     let gradient = gradient.unwrap();
     let mut found = vec![0.0; spec.parameters.len()];

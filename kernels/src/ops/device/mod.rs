@@ -359,16 +359,16 @@ impl Ops for Own {
     }
 
     fn squares(&self, x: &Tensor) -> Result<f64> {
-        Ok(self.all_squares(std::slice::from_ref(x))?.pop().unwrap_or(0.0))
+        Ok(self.all_squares(std::slice::from_ref(x))?.f_double_value(&[0])?)
     }
 
-    fn all_squares(&self, tensors: &[Tensor]) -> Result<Vec<f64>> {
-        let Some(one) = tensors.first() else { return Ok(Vec::new()) };
+    fn all_squares(&self, tensors: &[Tensor]) -> Result<Tensor> {
+        let Some(one) = tensors.first() else { return Ok(Tensor::f_from_slice::<f64>(&[])?) };
         step::squares(&self.at(one)?, tensors)
     }
 
-    fn all_differences(&self, pairs: &[[Tensor; 2]]) -> Result<Vec<f64>> {
-        let Some([one, _]) = pairs.first() else { return Ok(Vec::new()) };
+    fn all_differences(&self, pairs: &[[Tensor; 2]]) -> Result<Tensor> {
+        let Some([one, _]) = pairs.first() else { return Ok(Tensor::f_from_slice::<f64>(&[])?) };
         step::differences(&self.at(one)?, pairs)
     }
 

@@ -108,7 +108,7 @@ pub(super) fn copies(queue: &Queue, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
 }
 
 /// The sum of squares of each tensor, in pieces of which 16 lanes have one each.
-pub(super) fn squares(queue: &Queue, tensors: &[Tensor]) -> Result<Vec<f64>> {
+pub(super) fn squares(queue: &Queue, tensors: &[Tensor]) -> Result<Tensor> {
     let call = check::Call("squares");
     tensors.iter().try_for_each(|tensor| call.f32("x", tensor, &tensor.size()))?;
     let piece = |tensor| Piece { tensor, other: None, first: 0, salt: 0 };
@@ -116,7 +116,7 @@ pub(super) fn squares(queue: &Queue, tensors: &[Tensor]) -> Result<Vec<f64>> {
 }
 
 /// The same of differences.
-pub(super) fn differences(queue: &Queue, pairs: &[[Tensor; 2]]) -> Result<Vec<f64>> {
+pub(super) fn differences(queue: &Queue, pairs: &[[Tensor; 2]]) -> Result<Tensor> {
     let call = check::Call("differences");
     for [one, other] in pairs {
         call.f32("one", one, &one.size())?;

@@ -185,7 +185,20 @@ impl Ops for Reference {
     }
 
     fn squares(&self, x: &Tensor) -> Result<f64> {
-        Ok(x.f_to_kind(Kind::Double)?.f_square()?.f_sum(Kind::Double)?.f_double_value(&[])?)
+        Ok(self.all_squares(std::slice::from_ref(x))?.f_double_value(&[0])?)
+    }
+
+    fn all_squares(&self, tensors: &[Tensor]) -> Result<Tensor> {
+        let squares = |x: &Tensor| -> Result<Tensor> {
+            Ok(x.f_to_kind(Kind::Double)?.f_square()?.f_sum(Kind::Double)?)
+        };
+        match tensors {
+            [] => Ok(Tensor::f_from_slice::<f64>(&[])?),
+            _ => {
+                let all = tensors.iter().map(squares).collect::<Result<Vec<_>>>()?;
+                Ok(Tensor::f_stack(&all, 0)?)
+            }
+        }
     }
 }
 

@@ -9,6 +9,7 @@
 //! heads, J query heads that share each, n tokens, d the width of queries and keys, e that of values. All is f32.
 
 use kernels::Result;
+use kernels::device;
 use kernels::ops::{Span, Table};
 use tch::{Device, Tensor};
 
@@ -56,7 +57,7 @@ impl Recurrence {
     pub(super) fn join(&self, own: &Tensor, state: &State, tokens: i64) -> Result<Tensor> {
         let Some(state) = state else { return Ok(own.shallow_clone()) };
         let left: Vec<f32> = self.rates.iter().map(|rate| power(*rate, tokens) as f32).collect();
-        let left = Tensor::f_from_slice(&left)?.f_to_device(own.device())?.f_view([-1, 1, 1])?;
+        let left = device::floats(own.device(), &left)?.f_view([-1, 1, 1])?;
         Ok(own.f_add(&state.f_mul(&left)?)?)
     }
 
