@@ -19,8 +19,7 @@ use store::location::LocalFile;
 use tempfile::NamedTempFile;
 use xxhash_rust::xxh3::Xxh3;
 
-/// Bytes that are kept, unless `ZDATA_CACHE_BYTES` says otherwise.
-const CACHE_BYTES: u64 = 16 << 30;
+use crate::environment;
 
 /// What the names of copies begin with that are not whole yet.
 const PART: &str = ".part-";
@@ -79,19 +78,17 @@ impl From<Copy> for LocalFile {
 
 /// Where copies are kept.
 pub(super) fn folder() -> Result<PathBuf> {
-    if let Some(folder) = std::env::var_os("ZDATA_CACHE") {
-        return Ok(PathBuf::from(folder));
-    }
-    let root = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
-    let home = || Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache"));
-    let root = root.or_else(home).ok_or_else(|| Error::other("no HOME: set ZDATA_CACHE"))?;
-    Ok(root.join("ztrain").join("s3"))
+    environment::cache_folder(&environment::here)
 }
 
 impl Cache {
     pub(super) fn open() -> Result<Self> {
-        let stated = std::env::var("ZDATA_CACHE_BYTES").ok().and_then(|text| text.parse().ok());
-        Cache::at(folder()?.join("copies"), stated.unwrap_or(CACHE_BYTES))
+        let (folder, limit) = (folder()?, environment::cache_bytes(&environment::here)?);
+        // Of the folder, and not of the object that is to be read: so never a missing file.
+        let unusable = |error: Error| {
+            Error::other(format!("the cache folder {} (ZDATA_CACHE): {error}", folder.display()))
+        };
+        Cache::at(folder.join("copies"), limit).map_err(unusable)
     }
 
     fn at(folder: PathBuf, limit: u64) -> Result<Self> {
