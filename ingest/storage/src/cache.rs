@@ -16,6 +16,7 @@ use std::time::{Duration, SystemTime};
 
 use contract::Digest;
 use store::location::LocalFile;
+use store::regular;
 use tempfile::NamedTempFile;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -111,7 +112,7 @@ impl Cache {
                 continue;
             }
             // Another process may have removed it meanwhile.
-            let Ok(file) = File::open(entry.path()) else { continue };
+            let Ok(file) = regular::open(&entry.path()) else { continue };
             let age = file.metadata()?.modified()?.elapsed().unwrap_or_default();
             if age > HOUR && is_free(&file) {
                 let _ = fs::remove_file(entry.path());
@@ -144,9 +145,9 @@ impl Cache {
 
     /// The copy that is there, if it is whole.
     fn take(&self, path: &Path, bytes: u64) -> Result<Option<Copy>> {
-        let file = match File::open(path) {
+        let file = match regular::open(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            file => file?,
+            file => file.map_err(|error| unusable(path, &error))?,
         };
         match file.lock_shared() {
             Err(error) if !is_lockless(&error) => return Err(error),
@@ -171,13 +172,12 @@ impl Cache {
         if self.known().checked.get(path) == Some(&about.ino()) {
             return Ok(true);
         }
-        let wanted = match fs::read_to_string(sum_of(path)) {
+        let sum = sum_of(path);
+        let wanted = match regular::read(&sum) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
-            // A torn one need not be text.
-            Err(error) if error.kind() == ErrorKind::InvalidData => return Ok(false),
-            wanted => wanted?,
+            wanted => wanted.map_err(|error| unusable(&sum, &error))?,
         };
-        if digest(file, bytes)?.to_string() != wanted {
+        if digest(file, bytes)?.to_string().as_bytes() != wanted {
             return Ok(false);
         }
         if about.modified()?.elapsed().is_ok_and(|age| age > HOUR) {
@@ -238,7 +238,7 @@ impl Cache {
                 if sum <= self.limit / 4 * 3 {
                     break;
                 }
-                let Ok(file) = File::open(&path) else { continue };
+                let Ok(file) = regular::open(&path) else { continue };
                 if is_free(&file) {
                     known.checked.remove(&path);
                     remove(&path);
@@ -269,6 +269,11 @@ impl Cache {
         }
         Ok(found)
     }
+}
+
+/// What stands in a copy's place and is none: the cache's trouble, and not that of the object.
+fn unusable(path: &Path, error: &Error) -> Error {
+    Error::other(format!("{} in the cache: {error}; remove it", path.display()))
 }
 
 /// Removes a copy; another process may have done so already.
@@ -340,6 +345,7 @@ fn today() -> SystemTime {
 mod tests {
     use std::cell::Cell;
     use std::io::Read as _;
+    use std::process::Command;
 
     use tempfile::TempDir;
 
@@ -398,6 +404,36 @@ mod tests {
             let after = Cache::at(before.folder.clone(), 1000).unwrap();
             assert_eq!(get(&after, "a", b"bytes"), (b"bytes".to_vec(), 1));
             assert_eq!(get(&after, "a", b"bytes"), (b"bytes".to_vec(), 0));
+        }
+    }
+
+    /// Nothing waits for a FIFO, and neither it nor a folder is said to be the object.
+    #[test]
+    fn what_is_no_file_in_a_copys_place_is_the_caches_trouble() {
+        let spoils: [fn(&Path); 4] = [
+            |path| fs::create_dir(path).unwrap(),
+            |path| assert!(Command::new("mkfifo").arg(path).status().unwrap().success()),
+            |path| {
+                fs::write(path, b"bytes").unwrap();
+                fs::create_dir(sum_of(path)).unwrap();
+            },
+            |path| {
+                fs::write(path, b"bytes").unwrap();
+                assert!(Command::new("mkfifo").arg(sum_of(path)).status().unwrap().success());
+            },
+        ];
+        for spoil in spoils {
+            let (_folder, cache) = cache(1000);
+            get(&cache, "a", b"bytes");
+            let path = copies(&cache).remove(0);
+            remove(&path);
+            spoil(&path);
+            let part = cache.folder.join(".part-x");
+            assert!(Command::new("mkfifo").arg(part).status().unwrap().success());
+            let after = Cache::at(cache.folder.clone(), 1000).unwrap();
+            let error = after.get("a", "x.jsonl", 5, |_| Ok(())).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Other);
+            assert!(error.to_string().contains("in the cache"), "{error}");
         }
     }
 
