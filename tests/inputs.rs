@@ -127,6 +127,12 @@ fn a_check_lists_every_bad_record_and_builds_nothing() {
     ran.fails(3, &["5 documents, 3 bad records"]);
     let skip = of(&scratch, "in/a.jsonl", "on_error = \"skip\"");
     assert_eq!(zdata(&["build", arg(&skip), "--check", "--json"]).ok().lines().count(), 3);
+    scratch.write("in/a.jsonl", "{\"x\": 1}\n");
+    let check = ["build", arg(&skip), "--check", "--workers", "2"];
+    zdata(&check).fails(3, &["1 file: 0 documents, 1 bad record\n", "nothing is left of source"]);
+    for ignored in ["--engine=slurm", "--encoder=reference", "--work=w", "--sbatch=-p"] {
+        zdata(&["build", arg(&skip), "--check", ignored]).fails(2, &["--check", "--"]);
+    }
 }
 
 #[test]

@@ -177,6 +177,14 @@ impl Progress {
         )
     }
 
+    /// Lets others write while the bar is away.
+    pub(crate) fn aside<T>(&self, write: impl FnOnce() -> T) -> T {
+        match &self.bar {
+            Some(bar) => bar.suspend(write),
+            None => write(),
+        }
+    }
+
     fn clear(&mut self) {
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();

@@ -107,6 +107,11 @@ impl Corpus {
         Spec::parse(&file)?.resolve(place, text, found)
     }
 
+    /// Bytes of its files.
+    pub(crate) fn bytes(&self) -> Result<u64> {
+        self.sources.iter().flat_map(|source| &source.files).map(SourceFile::size).sum()
+    }
+
     /// The corpus with one source, and nothing else of the others.
     pub(crate) fn of(&self, source: Source) -> Corpus {
         let Corpus { file, text: _, tokenizer, begin, end, sources: _, .. } = self;

@@ -14,7 +14,7 @@ mod words;
 use contract::{Digest, Fault, Key, Purpose, Ratio, Result, draw};
 use store::Location;
 
-use crate::corpus::{Corpus, SourceFile};
+use crate::corpus::Corpus;
 use crate::progress::{Measure, Progress};
 
 /// The expression that cuts text into words; the same characters as in `fastokens`, which recognises it by them.
@@ -78,7 +78,7 @@ pub fn train(corpus: &Corpus, request: &Request, options: Options) -> Result<Tra
             .wanted(format!("at least {smallest}: every byte and every special token")));
     }
     check_special(&request.special)?;
-    let mut progress = Progress::new("train", Measure::Bytes, input_bytes(corpus)?, options.quiet);
+    let mut progress = Progress::new("train", Measure::Bytes, corpus.bytes()?, options.quiet);
     let counted = words::count(corpus, request.sample, options.workers, &mut progress)?;
     if counted.words.is_empty() {
         return Err(Fault::data("the corpus has no documents to train a tokenizer on")
@@ -118,11 +118,6 @@ fn check_special(special: &[String]) -> Result<()> {
         }
     }
     Ok(())
-}
-
-fn input_bytes(corpus: &Corpus) -> Result<u64> {
-    let files = corpus.sources.iter().flat_map(|source| &source.files);
-    files.map(SourceFile::size).sum()
 }
 
 #[cfg(test)]

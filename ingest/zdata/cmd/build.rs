@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::thread;
 
-use contract::{Fault, Result, note};
+use contract::{Fault, Result, counted, note};
 use ingest::build::Options;
 use ingest::cluster::plan::TASK_BYTES;
 use ingest::cluster::{self, Stage, slurm};
 use ingest::tokenize::Engine;
-use ingest::{Corpus, Outcome, inspect};
+use ingest::{Corpus, Outcome, check, inspect};
 use storage::publish;
 use store::location::Object;
 use store::{Location, Manifest, disk, open};
@@ -28,12 +28,12 @@ pub(crate) struct Args {
     #[arg(long, required_unless_present = "check", value_parser = super::place())]
     out: Option<Location>,
     /// Build nothing: read everything, and list every record that is not a document.
-    #[arg(long, conflicts_with = "out")]
+    #[arg(long, conflicts_with_all = ["out", "encoder", "engine", "work", "task_bytes", "sbatch"])]
     check: bool,
     /// Gone: see `refuse_from`.
     #[arg(long, hide = true, value_name = "STORE", value_parser = super::place())]
     from: Option<Location>,
-    /// Threads that encode [default: one for each core]; never changes a bit.
+    /// Threads that parse and encode [default: one for each core]; never changes a bit.
     #[arg(long, value_parser = super::workers)]
     workers: Option<usize>,
     /// The library that encodes; never changes a bit.
@@ -167,10 +167,11 @@ fn refuse_from(from: &Location) -> Fault {
         .hint("what an edit does not concern is found there and not made again")
 }
 
-/// Lists every record that is not a document. It is an error where a build would stop at one.
-fn check(corpus: &Corpus, json: bool) -> Result<()> {
+/// Lists every record that is not a document. It is an error where a build would stop: at one of them, or at a source of
+/// which nothing is left.
+fn check(corpus: &Corpus, json: bool, options: check::Options) -> Result<()> {
     let mut first = None;
-    let checked = ingest::check::check(corpus, |bad| {
+    let checked = check::check(corpus, options, |bad| {
         let place = bad.fault.place().unwrap_or(bad.file);
         let reason = bad.reason.unwrap_or("unreadable");
         let what = bad.fault.what();
@@ -184,9 +185,10 @@ fn check(corpus: &Corpus, json: bool) -> Result<()> {
         }
         Ok(())
     })?;
-    let ingest::check::Checked { files, documents, bad } = checked;
-    note!("{files} files: {documents} documents, {bad} bad records");
-    first.map_or(Ok(()), |first| {
+    let check::Checked { files, documents, bad, emptied } = checked;
+    let (files, documents) = (counted(files, "file"), counted(documents, "document"));
+    note!("{files}: {documents}, {}", counted(bad, "bad record"));
+    first.or(emptied).map_or(Ok(()), |first| {
         Err(first.hint("a build would stop here; see the whole list above"))
     })
 }
@@ -197,15 +199,15 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
         return Err(refuse_from(from));
     }
     let corpus = Corpus::read(&args.corpus)?;
-    if args.check {
-        return check(&corpus, args.json);
-    }
     let cores = thread::available_parallelism().map_or(1, usize::from);
+    let workers = args.workers.unwrap_or(cores);
+    if args.check {
+        return check(&corpus, args.json, check::Options { workers, quiet });
+    }
     let engine = match args.encoder {
         Encoder::Fastest => Engine::Fastest,
         Encoder::Reference => Engine::Reference,
     };
-    let workers = args.workers.unwrap_or(cores);
     let (work, task_bytes) = (args.work.clone(), args.task_bytes);
     let options = Options { workers, engine, quiet, work, task_bytes };
     let manifest = if args.engine == Place::Slurm {
