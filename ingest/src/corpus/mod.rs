@@ -8,6 +8,7 @@
 //!
 //! Every wrong key or value is refused with its place; a key nobody knows is answered with the nearest known one.
 
+mod braces;
 mod files;
 mod parse;
 mod resolve;
