@@ -17,6 +17,7 @@ use self::request::{Head, Sides};
 use crate::cluster;
 use crate::corpus::Corpus;
 use crate::dedup::Tools;
+use crate::progress::meanwhile;
 use crate::tokenize::{Engine, Tokenizer};
 use crate::versions;
 
@@ -192,9 +193,10 @@ fn done(corpus: &Corpus, store: &Location, head: &Head) -> Result<Manifest> {
     let manifest = open::manifest(store)?;
     let sides = Sides { store };
     sides.compare_heads(&request::head_of(&manifest, head), head)?;
-    for (source, old) in corpus.sources.iter().zip(&manifest.sources) {
-        sides.compare_inputs(source, &old.inputs)?;
-    }
+    let mut sources = corpus.sources.iter().zip(&manifest.sources);
+    meanwhile("build", "reading the inputs to compare them with those of the store", || {
+        sources.try_for_each(|(source, old)| sides.compare_inputs(source, &old.inputs))
+    })?;
     request::compare_dropped(corpus, &manifest, store)?;
     store.local().map_or(Ok(()), open::finish)?;
     Ok(manifest)

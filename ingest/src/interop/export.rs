@@ -130,7 +130,7 @@ fn into_folder(
     }
     let staging = Staging::begin(folder)?;
     let tokens = chosen.iter().map(|(_, _, stream)| stream.record().tokens).sum();
-    let mut progress = Progress::new("export", Measure::Count("tokens"), tokens, request.quiet);
+    let mut progress = Progress::new("export", Measure::Count("token"), tokens, request.quiet);
     let mut streams = Vec::new();
     for (source, split, stream) in chosen {
         let stem = staging.path().join(&source.name).join(split.name());

@@ -86,8 +86,12 @@ pub fn train(corpus: &Corpus, request: &Request, options: Options) -> Result<Tra
             .found(format!("{} records that are none", counted.dropped))
             .hint("check `files` and `text` in the corpus file, and --sample"));
     }
-    progress.finish();
-    let learned = merge::learn(&counted.words, request.vocab - special);
+    drop(progress);
+    let size = request.vocab - special;
+    let mut progress =
+        Progress::new("merge", Measure::Count("token"), u64::from(size), options.quiet);
+    let learned = merge::learn(&counted.words, size, || progress.add(1));
+    drop(progress);
     let bytes = file::tokenizer_json(&learned, &request.special)?;
     Ok(Trained {
         bytes,

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use contract::{Fault, Result};
 use ingest::tokenize::Decoder;
 use loader::explain::{Piece, pieces};
-use loader::{Opened, RankSlice, Stores};
+use loader::{RankSlice, Stores};
 use mixer::{Plan, SampleSpec, StepSpec};
 use serde::Serialize;
 use store::{Location, Split};
@@ -102,7 +102,7 @@ struct Document {
 
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
-    let opened = Opened::open(&args.curriculum)?;
+    let opened = super::opened(&args.curriculum)?;
     let plan = &opened.plan;
     let spec = plan.step(args.step).map_err(|fault| fault.or_at(|| opened.file.to_string()))?;
     let rows = rows(&args, &spec)?;

@@ -1,7 +1,6 @@
 //! `zdata plan`: what a curriculum would train on, and whether it can run at all. Reads manifests, never text.
 
 use contract::Result;
-use loader::Opened;
 use mixer::{Ban, Curriculum, Makeup, PackedLength, Plan, SourceFacts};
 use serde::Serialize;
 use store::Location;
@@ -26,7 +25,7 @@ pub(crate) struct Args {
 
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
-    let opened = Opened::open(&args.curriculum)?;
+    let opened = super::opened(&args.curriculum)?;
     let report = Report::new(&opened.plan, &opened.curriculum)?;
     output::answer(args.json, &report, || report.text())
 }

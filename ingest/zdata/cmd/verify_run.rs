@@ -111,7 +111,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
 /// Recomputes each step's digest, in order, up to the first that differs.
 fn compare(ledger: &Ledger, opened: &Opened, workers: usize, quiet: bool) -> Result<()> {
     let steps = ledger.data.len() as u64;
-    let mut progress = Progress::new("verify-run", Measure::Count("steps"), steps, quiet);
+    let mut progress = Progress::new("verify-run", Measure::Count("step"), steps, quiet);
     let mut all = ledger.data.iter();
     for found in digest::digests(opened, 1..steps + 1, workers)? {
         let (step, found) = found?;

@@ -3,7 +3,8 @@
 use std::fmt::Write as _;
 
 use contract::{Fault, Result};
-use loader::{Opened, Stores};
+use ingest::progress::meanwhile;
+use loader::Stores;
 use mixer::{Plan, Visit};
 use serde::Serialize;
 use store::{DocumentRecord, Location, Split};
@@ -57,8 +58,9 @@ struct Seen {
 
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
-    let opened = Opened::open(&args.curriculum)?;
-    let found = search(&opened.plan, opened.stores()?, &args)?;
+    let opened = super::opened(&args.curriculum)?;
+    let stores = opened.stores()?;
+    let found = meanwhile("where", "searching", || search(&opened.plan, stores, &args))?;
     if found.is_empty() {
         let place =
             args.source.as_ref().map_or("any source".to_owned(), |name| format!("{name:?}"));
