@@ -39,7 +39,7 @@ fn what_a_glob_names_is_read_or_refused() {
     assert!(!out.exists());
     build("in/*.jsonl").ok();
     let seen = zdata(&["inspect", arg(&out)]).ok();
-    assert!(seen.contains("5 read from 1 files"), "{seen}");
+    assert!(seen.contains("5 read from 1 file = "), "{seen}");
     zdata(&["inspect", arg(&scratch.path("x.toml"))]).fails(2, &["x.toml", "--check"]);
 }
 
@@ -153,7 +153,7 @@ fn a_folder_of_text_becomes_a_corpus_and_a_plan() {
     let tokenizer = folder.join("tokenizer.json");
     zdata(&["tokenizer", "train", arg(&file), "--vocab", "400", "--out", arg(&tokenizer)]).ok();
     let built = zdata(&["build", arg(&file), "--out", arg(&folder.join("store"))]);
-    let none = "note: source notes: 1 documents are too few for a validation split of 1/1000: none was held out";
+    let none = "note: source notes: 1 document is too little for a validation split of 1/1000: none was held out";
     assert!(built.err.contains(none), "{built:?}");
     built.ok();
     zdata(&["init", arg(&folder)]).fails(2, &["corpus.toml", "never overwritten"]);

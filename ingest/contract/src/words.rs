@@ -11,7 +11,12 @@
 pub fn counted(count: impl TryInto<u64>, name: &str) -> String {
     // What is larger than any count is more than one, too.
     let count = count.try_into().unwrap_or(u64::MAX);
-    if count == 1 { format!("1 {name}") } else { format!("{count} {}", plural(name)) }
+    format!("{count} {}", named(count, name))
+}
+
+/// The name of so many things, for a number that is written otherwise: `named(1000, "file")` is `files`.
+pub fn named(count: u64, name: &str) -> String {
+    if count == 1 { name.to_owned() } else { plural(name) }
 }
 
 /// The plural of a name, by the rules of English and without its exceptions.

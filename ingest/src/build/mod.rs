@@ -10,7 +10,7 @@ pub(crate) mod stream;
 
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Result, note};
+use contract::{Fault, Result, counted, note};
 use store::{FORMAT, Location, Manifest, TokenizerRecord, disk, open};
 
 use self::request::{Head, Sides};
@@ -98,7 +98,8 @@ fn build_in(
     let cluster::Made { manifest, summary, audited } = cluster::make(&plan, store, options, go_on)?;
     let rescued = plan.tokenizer.rescued();
     if rescued > 0 && !options.quiet {
-        note!("note: fastokens gave up on {rescued} documents: tokenizers encoded them");
+        let documents = counted(rescued, "document");
+        note!("note: fastokens gave up on {documents}: tokenizers encoded what it did not");
     }
     let tallies = cluster::tallies(&plan)?;
     plan.close()?;

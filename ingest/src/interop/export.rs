@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use contract::{Fault, Identity, Result, fault};
+use contract::{Fault, Identity, Result, counted, fault};
 use serde::{Deserialize, Serialize};
 use storage::publish;
 use storage::staging::Staging;
@@ -160,7 +160,7 @@ fn into_folder(
 fn summary(note: &Note) -> String {
     let sum = |count: fn(&StreamNote) -> u64| note.streams.iter().map(count).sum::<u64>();
     let (documents, tokens) = (sum(|stream| stream.documents), sum(|stream| stream.tokens));
-    format!("{documents} documents, {tokens} tokens")
+    format!("{}, {}", counted(documents, "document"), counted(tokens, "token"))
 }
 
 fn bytes(note: &Note) -> Result<Vec<u8>> {

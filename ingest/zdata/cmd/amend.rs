@@ -6,7 +6,7 @@ use std::fs;
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Ratio, Result};
+use contract::{Fault, Ratio, Result, counted};
 use curriculum::{AddedStore, Amendment, Dtype, Numbers, NumbersChange};
 use loader::{Opened, Stores};
 use mixer::Plan;
@@ -419,7 +419,9 @@ impl Proof {
             let (id, origin) = (output::plain(id), output::plain(origin));
             let _ = writeln!(
                 out,
-                "  banned: {id}, document {document} of {source}, {origin}: {tokens} tokens, {labels} labels not seen"
+                "  banned: {id}, document {document} of {source}, {origin}: {}, {} not seen",
+                counted(*tokens, "token"),
+                counted(*labels, "label")
             );
         }
         for NumberRow { key, was, becomes } in &self.numbers {

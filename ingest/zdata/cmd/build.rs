@@ -89,9 +89,9 @@ fn build(corpus: &Corpus, out: &Path, options: Options) -> Result<Manifest> {
             note!("{summary}");
             tallies.iter().filter(|_| kept).for_each(|tally| note!("{tally}"));
             inspect::notes(&manifest).iter().for_each(|note| note!("{note}"));
-            note!(
-                "audit: {documents} documents ({bytes} bytes) encoded again by tokenizers, no difference"
-            );
+            let documents = counted(documents, "document");
+            let bytes = counted(bytes, "byte");
+            note!("audit: {documents} ({bytes}) encoded again by tokenizers, no difference");
             manifest
         }
     })
@@ -141,7 +141,8 @@ fn by_slurm(corpus: &Corpus, args: &Args, options: &Options) -> Result<Manifest>
     for stage in [Stage::Scan, Stage::Encode] {
         let (all, left) = (plan.tasks_of(stage).len(), plan.missing(stage)?.len());
         if all > 0 {
-            note!("{}: {left} of {all} tasks to run, in {}", stage.name(), work.display());
+            let all = counted(all, "task");
+            note!("{}: {left} of {all} to run, in {}", stage.name(), work.display());
         }
     }
     let program = std::env::current_exe();

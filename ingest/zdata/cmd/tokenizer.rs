@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use contract::{Identity, Ratio, Result, note};
+use contract::{Identity, Ratio, Result, counted, note};
 use ingest::Corpus;
 use ingest::tokenize::train::{Options, Request, Trained, train};
 use serde_json::json;
@@ -62,9 +62,15 @@ pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
 fn tell(out: &Location, request: &Request, trained: &Trained, json: bool) -> Result<()> {
     let Trained { bytes, vocab, documents, text_bytes, words, dropped } = trained;
     let identity = Identity::of_bytes(bytes);
-    note!("{vocab} tokens from {documents} documents, {text_bytes} bytes of text, {words} words");
+    note!(
+        "{} from {}, {} of text, {}",
+        counted(*vocab, "token"),
+        counted(*documents, "document"),
+        counted(*text_bytes, "byte"),
+        counted(*words, "word"),
+    );
     if *dropped > 0 {
-        note!("{dropped} records were not documents");
+        note!("dropped: {}", counted(*dropped, "record"));
     }
     if *vocab < request.vocab {
         note!("no other pair of tokens occurs twice: {} were asked for", request.vocab);

@@ -6,7 +6,9 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-use contract::{Digest, Fault, Identity, Packed, Result, SourceSums, StepSums, chain, note};
+use contract::{
+    Digest, Fault, Identity, Packed, Result, SourceSums, StepSums, chain, counted, note,
+};
 use ingest::progress::{Measure, Progress};
 use loader::Opened;
 use loader::open::no_run;
@@ -103,7 +105,8 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let answer = serde_json::json!({ "steps": steps, "chain": chain, "torn_last_line": torn });
     output::answer(args.json, &answer, || {
         format!(
-            "{steps} steps: every data digest computed again and equal; the ledger's chain holds ({chain})\n"
+            "{}: every data digest computed again and equal; the ledger's chain holds ({chain})\n",
+            counted(steps, "step")
         )
     })
 }

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, counted};
 use ingest::progress::meanwhile;
 use loader::Stores;
 use mixer::{Plan, Visit};
@@ -129,8 +129,8 @@ fn text(found: &[Found]) -> String {
     let mut out = String::new();
     for Found { id, source, split, document, origin, tokens, seen } in found {
         let (id, origin) = (output::plain(id), output::plain(origin));
-        let _ =
-            writeln!(out, "{id}: document {document} of {source}, {tokens} tokens, from {origin}");
+        let tokens = counted(*tokens, "token");
+        let _ = writeln!(out, "{id}: document {document} of {source}, {tokens}, from {origin}");
         if *split == Split::Validation.name() {
             out += "  held out for validation: no step trains on it\n";
         } else if seen.is_empty() {
