@@ -2,11 +2,12 @@
 
 use std::fs;
 use std::os::unix::fs::symlink;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
-use crate::support::{Scratch, arg, build, corpus, json_lines, zdata, zdata_command};
+use crate::support::{Scratch, arg, build, corpus, curriculum, json_lines, zdata, zdata_command};
 
 /// A corpus of whatever `files` name, with a tokenizer.
 fn of(scratch: &Scratch, files: &str, keys: &str) -> std::path::PathBuf {
@@ -41,6 +42,22 @@ fn what_a_glob_names_is_read_or_refused() {
     let seen = zdata(&["inspect", arg(&out)]).ok();
     assert!(seen.contains("5 read from 1 file = "), "{seen}");
     zdata(&["inspect", arg(&scratch.path("x.toml"))]).fails(2, &["x.toml", "--check"]);
+}
+
+#[test]
+fn a_wrong_kind_of_file_is_called_what_it_is() {
+    let scratch = Scratch::new();
+    let corpus = corpus(&scratch, 60, "");
+    let store = build(&scratch, &corpus, "store");
+    let path = curriculum(&scratch, &store, "run.toml", &[]);
+    let out = scratch.path("out");
+    zdata(&["plan", arg(&corpus)]).fails(2, &["corpus.toml: this is a corpus file, and a curri"]);
+    let build = |what: &Path| zdata(&["build", arg(what), "--out", arg(&out)]);
+    build(&path).fails(2, &["run.toml: this is a curriculum, and a corpus file"]);
+    build(&store).fails(2, &["store: this is a store, and a corpus file"]);
+    build(&scratch.path("")).fails(2, &["this is a folder, and a corpus file"]);
+    let text = fs::read_to_string(&corpus).unwrap().replace("tokenizer.json", "store");
+    build(&scratch.write("folder.toml", text)).fails(2, &["store: this is a folder, and a tok"]);
 }
 
 #[test]

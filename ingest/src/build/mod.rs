@@ -148,10 +148,14 @@ pub(crate) fn tokenizer(corpus: &Corpus, engine: Engine) -> Result<Tokenizer> {
             .at(corpus.file.to_string())
             .wanted("tokenizer = \"tokenizer.json\"")
     })?;
-    if let Err(error) = path.size()
-        && error.kind() == std::io::ErrorKind::NotFound
-    {
-        return Err(Fault::data("there is no tokenizer at this path")
+    let found = path.size().map_err(|error| error.kind());
+    if found == Err(std::io::ErrorKind::IsADirectory) {
+        return Err(Fault::usage("this is a folder, and a tokenizer is a file")
+            .at(path.to_string())
+            .hint(format!("name the file: tokenizer = \"{path}/tokenizer.json\"")));
+    }
+    if found == Err(std::io::ErrorKind::NotFound) {
+        return Err(Fault::data("this path has no tokenizer")
             .at(path.to_string())
             .wanted(
                 "the path of a Hugging Face `tokenizer.json`; the name of a model is not enough",
