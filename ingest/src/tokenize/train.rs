@@ -11,7 +11,9 @@ mod file;
 mod merge;
 mod words;
 
-use contract::{Digest, Fault, Key, Purpose, Ratio, Result, draw};
+use std::io::ErrorKind;
+
+use contract::{Digest, Fault, Identity, Key, Purpose, Ratio, Result, draw};
 use store::Location;
 
 use crate::corpus::Corpus;
@@ -61,9 +63,25 @@ pub struct Trained {
 }
 
 impl Trained {
-    /// Writes `tokenizer.json`, whole or not at all.
-    pub fn write(&self, out: impl Into<Location>) -> Result<()> {
-        out.into().write(&self.bytes)
+    /// Writes `tokenizer.json`, whole or not at all. Returns whether it is new: one with these very bytes stays as it is,
+    /// and one with others is refused, because stores may have been built by it.
+    pub fn write(&self, out: impl Into<Location>) -> Result<bool> {
+        let out = out.into();
+        match out.size() {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                return out.write(&self.bytes).map(|()| true);
+            }
+            size => size.map_err(|error| out.fault("look at", &error))?,
+        };
+        let (ours, there) = (Identity::of_bytes(&self.bytes), out.content()?.1);
+        if ours == there {
+            return Ok(false);
+        }
+        Err(Fault::usage("another file is there already, and is never overwritten")
+            .at(out.to_string())
+            .found(format!("SHA-256 {there}"))
+            .wanted(format!("SHA-256 {ours}, which this corpus and these options give"))
+            .hint("name another --out, or remove that file"))
     }
 }
 

@@ -30,7 +30,7 @@ pub(crate) struct Args {
     /// Tokens in the vocabulary, special ones included.
     #[arg(long)]
     vocab: u32,
-    /// The tokenizer to write, in Hugging Face's format: a path or s3://bucket/key.
+    /// The tokenizer to write, in Hugging Face's format: a path or s3://bucket/key. Another one there is never overwritten.
     #[arg(long, value_parser = super::place())]
     out: Location,
     /// A special token; repeat it for more. They get the last ids.
@@ -55,7 +55,9 @@ pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
     let options = Options { workers: args.workers.unwrap_or(cores), quiet };
     let request = Request { vocab: args.vocab, special: args.special, sample: args.sample };
     let trained = train(&corpus, &request, options)?;
-    trained.write(&args.out)?;
+    if !trained.write(&args.out)? {
+        note!("already there: {} has these very bytes", args.out);
+    }
     tell(&args.out, &request, &trained, args.json)
 }
 

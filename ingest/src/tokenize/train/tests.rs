@@ -235,3 +235,21 @@ fn what_cannot_be_trained_is_refused() {
     corpus.on_error = crate::corpus::OnError::Skip;
     assert_eq!(train(&corpus, &request(300), QUICK).unwrap().dropped, 1);
 }
+
+#[test]
+fn another_tokenizer_is_never_overwritten() {
+    let texts = [paragraphs(PROSE)];
+    let [one, other] = [300, 301].map(|vocab| trained(&texts, &request(vocab), 2).unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokenizer.json");
+    assert!(one.write(path.as_path()).unwrap());
+    assert!(!one.write(path.as_path()).unwrap(), "the same bytes are there already");
+    let fault = other.write(path.as_path()).unwrap_err();
+    assert_eq!(fault.class(), Class::Usage, "{fault}");
+    for bytes in [&one.bytes, &other.bytes] {
+        assert!(fault.to_string().contains(&Identity::of_bytes(bytes).to_string()), "{fault}");
+    }
+    assert_eq!(std::fs::read(&path).unwrap(), one.bytes);
+    let fault = one.write(folder.path()).unwrap_err();
+    assert_eq!(fault.class(), Class::Usage, "{fault}");
+}
