@@ -173,6 +173,8 @@ fn a_folder_of_text_becomes_a_corpus_and_a_plan() {
     let none = "note: source notes: 1 document is too little for a validation split of 1/1000: none was held out";
     assert!(built.err.contains(none), "{built:?}");
     built.ok();
+    // One of the sources is a note of six bytes.
+    zdata(&["plan", arg(&folder.join("curriculum.toml"))]).ok();
     zdata(&["init", arg(&folder)]).fails(2, &["corpus.toml", "never overwritten"]);
 }
 
