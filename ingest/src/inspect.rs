@@ -153,8 +153,8 @@ pub fn dropped(manifest: &Manifest, source: &SourceRecord, line: &Line) -> Shown
         json["kept"] = json!({"source": of, "file": file, "group": group, "row": row});
     }
     if !spans.is_empty() {
-        let lost: u64 = spans.iter().map(|(from, to)| u64::from(to - from)).sum();
-        let _ = write!(text, " (it lost {} of its bytes)", grouped(lost));
+        let removed: u64 = spans.iter().map(|(from, to)| u64::from(to - from)).sum();
+        let _ = write!(text, " (removed {} of it)", many(removed, "byte"));
         json["spans"] = json!(spans);
     }
     text.push('\n');
@@ -225,10 +225,17 @@ pub fn text(store: impl Into<Location>, manifest: &Manifest) -> String {
                 tokenizer.encoder,
             ),
         ),
-        ("unit", format!("{} tokens, validation {}", grouped(manifest.unit), manifest.validation)),
+        (
+            "unit",
+            format!(
+                "{}: the run of tokens that is shuffled as one, which every seq_len divides",
+                many(manifest.unit, "token")
+            ),
+        ),
+        ("validation", format!("{} of the documents held out", manifest.validation)),
     ];
     for (name, value) in lines {
-        let _ = writeln!(out, "{name:<10} {value}");
+        let _ = writeln!(out, "{name:<11} {value}");
     }
     let _ = writeln!(
         out,

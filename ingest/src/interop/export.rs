@@ -203,7 +203,7 @@ fn chosen<'a>(
         }
     }
     if chosen.is_empty() {
-        return Err(Fault::usage("there is nothing to export")
+        return Err(Fault::usage("nothing was chosen to export")
             .at(request.store.to_string())
             .hint("see `zdata inspect` for what the store holds"));
     }

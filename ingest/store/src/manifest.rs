@@ -77,7 +77,7 @@ pub struct PreparedRecord {
     pub read_bytes: u64,
     /// The steps that changed documents that were kept, in the order of the steps.
     pub changes: Vec<Change>,
-    /// Lists that the steps left in the source's folder: hits of evaluation sets.
+    /// Lists that the steps left in the source's folder: matches with evaluation sets.
     pub files: Vec<FileRecord>,
 }
 

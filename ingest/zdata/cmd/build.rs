@@ -161,7 +161,7 @@ fn by_slurm(corpus: &Corpus, args: &Args, options: &Options) -> Result<Manifest>
 
 /// A store is nothing to build from: parts are.
 fn refuse_from(from: &Location) -> Fault {
-    Fault::usage("`--from` is no more: parts of earlier builds are used again instead of stores")
+    Fault::usage("`--from` was removed: parts of earlier builds are used again instead of stores")
         .at("--from")
         .found(from)
         .wanted("--work FOLDER, the same one at every build")

@@ -248,7 +248,7 @@ impl Ledger {
             Some(head) => Ok(Ledger { path, head, data, edits, chain: link, torn }),
             None => Err(Fault::data("the ledger has no head")
                 .at(path.display().to_string())
-                .hint("the run had not begun: there is nothing to verify")),
+                .hint("the run had not begun, so that it read nothing")),
         }
     }
 

@@ -353,7 +353,7 @@ fn schedule(
             Err(places.missing("schedule", "final_lr", wanted))
         }
         (Some(_), 0) => {
-            let what = "`final_lr` is never reached: there are no `decay_steps`";
+            let what = "`final_lr` is never reached: `decay_steps` is missing or 0";
             let fault = places.fault("schedule.final_lr", what);
             Err(fault.hint("set `decay_steps`, or leave both out"))
         }
