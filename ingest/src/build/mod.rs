@@ -11,12 +11,13 @@ pub(crate) mod stream;
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result, counted, note};
-use store::{FORMAT, Location, Manifest, TokenizerRecord, disk, open};
+use store::{FORMAT, Location, Manifest, Split, TokenizerRecord, disk, open};
 
 use self::request::{Head, Sides};
 use crate::cluster;
 use crate::corpus::Corpus;
-use crate::dedup::Tools;
+use crate::dedup::{self, Tools};
+use crate::dropped;
 use crate::progress::meanwhile;
 use crate::tokenize::{Engine, Tokenizer};
 use crate::versions;
@@ -205,6 +206,19 @@ fn done(corpus: &Corpus, store: &Location, head: &Head) -> Result<Manifest> {
     request::compare_dropped(corpus, &manifest, store)?;
     store.local().map_or(Ok(()), open::finish)?;
     Ok(manifest)
+}
+
+/// Whether a store of these sources may have a file that is called so.
+pub fn is_of_a_store<'a>(mut sources: impl Iterator<Item = &'a str>, name: &str) -> bool {
+    let lists = [dropped::FILE, dropped::REMOVED, dedup::MATCHES];
+    match name.split('/').collect::<Vec<_>>()[..] {
+        [name] => [open::MANIFEST, open::MANIFEST_SUM, open::TOKENIZER].contains(&name),
+        [source, list] => lists.contains(&list) && sources.any(|it| it == source),
+        [source, split, _] => {
+            Split::ALL.iter().any(|it| it.name() == split) && sources.any(|it| it == source)
+        }
+        _ => false,
+    }
 }
 
 /// A store gets a folder of its own; what an older version left unfinished there is nothing that this one can go on with.

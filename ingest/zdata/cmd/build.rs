@@ -108,6 +108,8 @@ fn remote_build(corpus: &Corpus, target: &Object, options: Options) -> Result<Ma
     if url.join(open::MANIFEST).is_file()? {
         return ingest::build::built(corpus, url, options.engine).map(up_to_date);
     }
+    let sources = || corpus.sources.iter().map(|source| source.name.as_str());
+    publish::check_place(target, |name| ingest::build::is_of_a_store(sources(), name))?;
     let (scratch, quiet) = (publish::scratch(target)?, options.quiet);
     let manifest = build(corpus, &scratch, options)?;
     super::publish::publish(&scratch, target, &manifest, quiet)?;
