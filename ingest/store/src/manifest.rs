@@ -311,14 +311,6 @@ impl StreamRecord {
         }
         Some(self.shards.partition_point(|shard| shard.first_token <= index) - 1)
     }
-
-    /// The shard that holds document `index` of the stream.
-    pub fn shard_of_document(&self, index: u64) -> Option<usize> {
-        if index >= self.documents {
-            return None;
-        }
-        Some(self.shards.partition_point(|shard| shard.first_document <= index) - 1)
-    }
 }
 
 /// One link of a stream's digest: the state after a document, from the state before it, the document's tokens and its
