@@ -158,7 +158,6 @@ fn the_data_side_writes_through_one_door() {
         "ingest/store/src/disk",
         "ingest/storage/src/crash",
         "ingest/storage/src/cache.rs",
-        "ingest/src/init.rs",
     ];
     let exempt = |name: &str| {
         let tests = ["test", "benches", "crashes.rs"].iter().any(|word| name.contains(word));
