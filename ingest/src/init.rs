@@ -137,14 +137,9 @@ fn groups(files: Vec<seen::Input>) -> Vec<Group> {
         }
         let mut files: Vec<&(PathBuf, u64)> = globs.values().flatten().collect();
         files.sort();
-        let plain = named(&top);
-        let formatted = format!("{plain}-{}", format.name());
-        let numbered = (2..).map(|number| format!("{plain}-{number}"));
-        let mut names = [plain.clone(), formatted].into_iter().chain(numbered);
-        let is_free = |name: &String| groups.iter().all(|group| group.name != *name);
+        let name = free_name(&named(&top), format, &groups);
         groups.push(Group {
-            // One of the numbered ones is free.
-            name: names.find(is_free).unwrap_or(plain),
+            name,
             format,
             first: files.first().map(|(path, _)| path.clone()).unwrap_or_default(),
             files: files.len() as u64,
@@ -153,6 +148,16 @@ fn groups(files: Vec<seen::Input>) -> Vec<Group> {
         });
     }
     groups
+}
+
+/// A name that no group has yet: `plain` itself, with its format, or with a number.
+fn free_name(plain: &str, format: Format, groups: &[Group]) -> String {
+    let formatted = format!("{plain}-{}", format.name());
+    let numbered = (2..=groups.len() + 2).map(|number| format!("{plain}-{number}"));
+    let names = [plain.to_owned(), formatted].into_iter().chain(numbered);
+    let mut free = names.filter(|name| groups.iter().all(|group| group.name != *name));
+    // More names than groups: one of them is free.
+    free.next().unwrap_or_default()
 }
 
 /// The ending of a name, with that of a compression.

@@ -113,12 +113,12 @@ impl File {
         let keys: toml::Table = self.text.parse().ok()?;
         let sources = keys.get("source").and_then(Value::as_array);
         let has = |key: &str| sources.is_some_and(|all| all.iter().any(|it| it.get(key).is_some()));
-        match () {
-            () if has("files") => Some(CORPUS),
-            () if has("tokens") => Some(DESCRIPTION),
-            () if keys.contains_key("phase") => Some(CURRICULUM),
-            () => None,
-        }
+        let kinds = [
+            (CORPUS, has("files")),
+            (DESCRIPTION, has("tokens")),
+            (CURRICULUM, keys.contains_key("phase")),
+        ];
+        kinds.into_iter().find(|(_, is)| *is).map(|(kind, _)| kind)
     }
 
     /// `file:line:column` of the start of a span.
