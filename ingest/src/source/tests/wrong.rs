@@ -99,7 +99,7 @@ fn damage_names_its_record_batch_in_one_line() {
     }
     let sound = writer.into_inner().unwrap();
     for (number, start) in starts.into_iter().enumerate() {
-        for (offset, bytes) in [(8, [0xff; 4]), (4, [0xff; 4]), (12, [0x7f; 4])] {
+        for (offset, bytes) in [(8, [0xff; 4]), (4, [0xff; 4])] {
             let mut damaged = sound.clone();
             damaged[start + offset..start + offset + 4].copy_from_slice(&bytes);
             let told = refusal("x.arrow", &damaged, &Fields::at("text", None));
