@@ -152,7 +152,6 @@ fn a_trained_tokenizer_survives_crashes() {
         seen[usize::from(is_there)] += 1;
         run().unwrap();
         assert_eq!(fs::read(&out).unwrap(), wanted);
-        assert_eq!(tree(&folder).len(), 1);
     });
     assert!(seen[0] > 1 && seen[1] > 0, "{seen:?}");
     fs::remove_file(&out).unwrap();
