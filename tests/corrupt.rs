@@ -143,7 +143,14 @@ fn a_changed_tokenizer_is_another_store() {
     let corpus = corpus(&scratch, 60, "");
     let store = build(&scratch, &corpus, "store");
     let tokenizer = scratch.path("tokenizer.json");
-    zdata(&["tokenizer", "train", arg(&corpus), "--vocab", "390", "--out", arg(&tokenizer)]).ok();
+    let before = fs::read(&tokenizer).unwrap();
+    let train = ["tokenizer", "train", arg(&corpus), "--vocab", "390", "--out", arg(&tokenizer)];
+    zdata(&train).fails(2, &["tokenizer.json", "is never overwritten"]);
+    assert_eq!(fs::read(&tokenizer).unwrap(), before);
+    fs::remove_file(&tokenizer).unwrap();
+    zdata(&train).ok();
+    let again = zdata(&train);
+    assert!(again.err.contains("already there"), "{again:?}");
     zdata(&["build", arg(&corpus), "--out", arg(&store)]).fails(4, &["tokenizer"]);
 }
 

@@ -2,11 +2,12 @@
 
 use std::fs;
 use std::os::unix::fs::symlink;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
-use crate::support::{Scratch, arg, build, corpus, json_lines, zdata, zdata_command};
+use crate::support::{Scratch, arg, build, corpus, curriculum, json_lines, zdata, zdata_command};
 
 /// A corpus of whatever `files` name, with a tokenizer.
 fn of(scratch: &Scratch, files: &str, keys: &str) -> std::path::PathBuf {
@@ -39,8 +40,24 @@ fn what_a_glob_names_is_read_or_refused() {
     assert!(!out.exists());
     build("in/*.jsonl").ok();
     let seen = zdata(&["inspect", arg(&out)]).ok();
-    assert!(seen.contains("5 read from 1 files"), "{seen}");
+    assert!(seen.contains("5 read from 1 file = "), "{seen}");
     zdata(&["inspect", arg(&scratch.path("x.toml"))]).fails(2, &["x.toml", "--check"]);
+}
+
+#[test]
+fn a_wrong_kind_of_file_is_called_what_it_is() {
+    let scratch = Scratch::new();
+    let corpus = corpus(&scratch, 60, "");
+    let store = build(&scratch, &corpus, "store");
+    let path = curriculum(&scratch, &store, "run.toml", &[]);
+    let out = scratch.path("out");
+    zdata(&["plan", arg(&corpus)]).fails(2, &["corpus.toml: this is a corpus file, and a curri"]);
+    let build = |what: &Path| zdata(&["build", arg(what), "--out", arg(&out)]);
+    build(&path).fails(2, &["run.toml: this is a curriculum, and a corpus file"]);
+    build(&store).fails(2, &["store: this is a store, and a corpus file"]);
+    build(&scratch.path("")).fails(2, &["this is a folder, and a corpus file"]);
+    let text = fs::read_to_string(&corpus).unwrap().replace("tokenizer.json", "store");
+    build(&scratch.write("folder.toml", text)).fails(2, &["store: this is a folder, and a tok"]);
 }
 
 #[test]
@@ -127,6 +144,12 @@ fn a_check_lists_every_bad_record_and_builds_nothing() {
     ran.fails(3, &["5 documents, 3 bad records"]);
     let skip = of(&scratch, "in/a.jsonl", "on_error = \"skip\"");
     assert_eq!(zdata(&["build", arg(&skip), "--check", "--json"]).ok().lines().count(), 3);
+    scratch.write("in/a.jsonl", "{\"x\": 1}\n");
+    let check = ["build", arg(&skip), "--check", "--workers", "2"];
+    zdata(&check).fails(3, &["1 file: 0 documents, 1 bad record\n", "nothing is left of source"]);
+    for ignored in ["--engine=slurm", "--encoder=reference", "--work=w", "--sbatch=-p"] {
+        zdata(&["build", arg(&skip), "--check", ignored]).fails(2, &["--check", "--"]);
+    }
 }
 
 #[test]
@@ -147,9 +170,11 @@ fn a_folder_of_text_becomes_a_corpus_and_a_plan() {
     let tokenizer = folder.join("tokenizer.json");
     zdata(&["tokenizer", "train", arg(&file), "--vocab", "400", "--out", arg(&tokenizer)]).ok();
     let built = zdata(&["build", arg(&file), "--out", arg(&folder.join("store"))]);
-    let none = "note: source notes: 1 documents are too few for a validation split of 1/1000: none was held out";
+    let none = "note: source notes: 1 document is too little for a validation split of 1/1000: none was held out";
     assert!(built.err.contains(none), "{built:?}");
     built.ok();
+    // One of the sources is a note of six bytes.
+    zdata(&["plan", arg(&folder.join("curriculum.toml"))]).ok();
     zdata(&["init", arg(&folder)]).fails(2, &["corpus.toml", "never overwritten"]);
 }
 

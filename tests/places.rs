@@ -7,7 +7,7 @@ use std::fs;
 use std::path::Path;
 
 use crate::remote::Bucket;
-use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata};
+use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata, zdata_command};
 
 /// A corpus, its store and a curriculum, on this machine and as `s3://bucket/` plus the same names.
 struct Twins {
@@ -226,7 +226,8 @@ fn what_is_made_in_a_bucket_is_made_once() {
         assert!(told.ends_with(&format!("  {out}\n")), "{told}");
     }
     let other = ["tokenizer", "train", "@corpus.toml", "--vocab", "401", "--out", &out];
-    twins.remote(&other).fails(4, &[&out, "something else is there already"]);
+    let told = twins.remote(&other).fails(2, &[&out, "is never overwritten"]);
+    assert_eq!(told.matches("SHA-256").count(), 2, "{told}");
     let text = fs::read_to_string(twins.scratch.path("corpus.toml")).unwrap();
     let text = text.replace("\"tokenizer.json\"", &format!("{out:?}"));
     let corpus = twins.scratch.write("made.toml", text);
@@ -286,6 +287,7 @@ fn a_name_that_no_place_has_is_refused_before_anything_is_asked() {
         "s3://b//key",
         "s3://b/a//c",
         "s3://b/a/../c",
+        "s3://my bucket/x",
         "gs://b/key",
     ] {
         for args in [
@@ -311,6 +313,29 @@ fn a_name_that_no_place_has_is_refused_before_anything_is_asked() {
         let bad = scratch.write("bad.toml", text);
         zdata(&["build", arg(&bad), "--out", "x"]).fails(2, &["bad.toml:3:10", "wanted:", glob]);
     }
+}
+
+/// A mistake in the environment is nobody's bug: it is named before a request is made.
+#[test]
+fn a_wrong_setting_of_the_environment_is_named() {
+    let scratch = Scratch::new();
+    let cache = scratch.path("cache");
+    for (name, value, wanted) in [
+        ("AWS_ENDPOINT_URL", "localhost:9000", "localhost:9000"),
+        ("AWS_ENDPOINT_URL", "", "http://host:port"),
+        ("AWS_ENDPOINT_URL", "http://localhost ", "http://host:port"),
+        ("AWS_ACCESS_KEY_ID", "a\nb", "line break"),
+        ("ZDATA_S3_TIMEOUT", "0", "1 or more"),
+        ("ZDATA_CACHE_BYTES", "abc", "abc"),
+        ("ZDATA_CACHE", "s3://bucket/c", "a folder of this machine"),
+    ] {
+        let mut command = zdata_command(&["verify", "s3://bucket/x"]);
+        let ran: Ran = command.env("ZDATA_CACHE", &cache).env(name, value).output().unwrap().into();
+        ran.fails(2, &[name, wanted, "s3://bucket/x"]);
+    }
+    let mut command = zdata_command(&["verify", "s3://bucket/x"]);
+    let ran: Ran = command.env("ZDATA_CACHE", "/proc/nope").output().unwrap().into();
+    ran.fails(6, &["/proc/nope", "ZDATA_CACHE"]);
 }
 
 /// Keys with all that a key may hold, and relative names that lead up and down from a file in a bucket.

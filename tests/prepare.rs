@@ -210,7 +210,7 @@ fn an_edit_rebuilds_what_it_concerns() {
     assert!(!new.exists());
     let ran = in_work(&edited, &new);
     assert!(ran.err.contains("scan: made 0 of 4 parts"), "{}", ran.err);
-    assert!(ran.err.contains("encode: made 1 of 4 parts (1 files,"), "{}", ran.err);
+    assert!(ran.err.contains("encode: made 1 of 4 parts (1 file,"), "{}", ran.err);
     ran.ok();
     assert_same_tree(&build(&scratch, &edited, "fresh"), &new);
 }

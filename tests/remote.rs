@@ -243,6 +243,9 @@ fn another_store_at_the_same_place_is_refused_and_both_are_kept() {
     let other = fs::read_to_string(&far).unwrap().replace("1/50", "1/7");
     let other = scratch.write("other.toml", other);
     bucket.zdata(&["build", arg(&other), "--out", URL]).fails(2, &["validation"]);
+    // A place of other things is none for a store, as it is with a folder.
+    bucket.zdata(&["build", arg(&far), "--out", "s3://bucket/raw"]).fails(2, &["something else"]);
+    assert!(!scratch.path("served/raw/manifest.json").exists());
     // One that looked before the first had put its manifest: its files meet those that are there.
     let local = build_far_inputs(&bucket, &other, &scratch.path("other"));
     let told = bucket.zdata(&["publish", arg(&local), URL]).fails(4, &["something else is there"]);

@@ -228,7 +228,7 @@ fn after_an_edit_only_what_changed_is_made_again() {
     let all = parts();
     assert!(prune(&["--unused-days", "1"]).ok().contains("removed 0 parts"));
     let told = prune(&["--unused-days", "0", "--dry-run"]).ok();
-    assert!(told.contains(&format!("a look: removed {all} parts")) && parts() == all, "{told}");
+    assert!(told.contains(&format!("would remove {all} parts")) && parts() == all, "{told}");
     prune(&["--unused-days", "0"]).ok();
     assert_eq!(parts(), 0);
     prune(&[]).fails(2, &["--unused-days"]);

@@ -1,17 +1,27 @@
 //! `zdata build --check`: every record that is not a document, without building anything.
 //!
-//! Files are read as a build reads them, parsing in parallel, and told in their order. A file that cannot be read on is
-//! told as well, and the next one is read: one run shows all there is to mend.
+//! Files are read as a build reads them, by the same walk and on as many threads, and told in their order. A file that
+//! cannot be read on is told as well, and the next one is read: one run shows all there is to mend.
+
+use std::collections::BTreeMap;
 
 use contract::{Class, Fault, Result};
-use rayon::prelude::*;
 
+use crate::build::request::nothing_left;
 use crate::corpus::{Corpus, Source, SourceFile};
-use crate::recipe::mapping::Mapping;
-use crate::source::{self, Input, Limits, Parsed, Row, Slab};
+use crate::parallel::{self, Map};
+use crate::progress::{Measure, Progress};
+use crate::source::{Document, Parsed, Slab};
+use crate::walk::{Part, Walk, place};
 
-/// Slabs parsed at a time, for each thread: enough to keep all busy, and a bound on memory.
-const SLABS: usize = 4;
+/// What only decides how fast, and what is said meanwhile.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Threads that parse.
+    pub workers: usize,
+    /// Whether to keep silent about progress.
+    pub quiet: bool,
+}
 
 /// A record that is not a document, or a file that cannot be read on.
 #[derive(Debug)]
@@ -27,7 +37,7 @@ pub struct Bad<'a> {
 }
 
 /// What a check read.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Checked {
     /// Files.
     pub files: u64,
@@ -35,104 +45,184 @@ pub struct Checked {
     pub documents: u64,
     /// Records that are not, and files that cannot be read on.
     pub bad: u64,
+    /// The first source that has records and no document, as the error at which a build would stop.
+    pub emptied: Option<Fault>,
 }
 
-/// Reads the whole corpus, and tells what is wrong in the order of the inputs.
-pub fn check(corpus: &Corpus, mut tell: impl FnMut(Bad<'_>) -> Result<()>) -> Result<Checked> {
-    let limits = Limits { max_document_bytes: corpus.max_document_bytes, ..Limits::default() };
-    let mut checked = Checked::default();
-    for source in &corpus.sources {
-        for file in &source.files {
-            checked.files += 1;
-            let told = |reason, fault: Fault| Bad {
-                source: &source.name,
-                file: &file.shown,
-                reason,
-                fault: fault.or_at(|| file.shown.clone()),
-            };
-            let mut look = |parsed: Parsed| match parsed {
-                Parsed::Document(_) => {
-                    checked.documents += 1;
-                    Ok(())
-                }
-                Parsed::Dropped { reason, fault, .. } => {
-                    checked.bad += 1;
-                    tell(told(Some(reason), fault))
-                }
-            };
-            match one(source, file, &limits, &mut look) {
-                Err(fault) if fault.class() == Class::Data => {
-                    checked.bad += 1;
-                    tell(told(None, fault))?;
-                }
-                outcome => outcome?,
+/// What is read, for a worker.
+enum Looked {
+    /// The next part of the inputs.
+    Part(Part),
+    /// A file that cannot be read on.
+    Damaged { source: usize, file: usize, fault: Fault },
+}
+
+/// What a worker found.
+enum Found {
+    /// In a slab, up to which `raw` bytes of the file are read.
+    Records { source: usize, file: usize, raw: u64, documents: u64, bad: Vec<Dropped> },
+    /// A file that cannot be read on.
+    Damaged { source: usize, file: usize, fault: Fault },
+    /// The end of a file of so many bytes.
+    FileEnd(u64),
+    /// The end of a source.
+    SourceEnd,
+}
+
+/// A record that is not a document.
+type Dropped = (&'static str, Fault);
+
+/// Reads the whole corpus, and tells what is wrong in the order of the inputs. No step of preparation is run.
+pub fn check(
+    corpus: &Corpus,
+    options: Options,
+    mut tell: impl FnMut(Bad<'_>) -> Result<()>,
+) -> Result<Checked> {
+    let mut walk = Walk::new(corpus);
+    let next = || match walk.next() {
+        Err(fault) if fault.class() == Class::Data => {
+            let (source, file) = walk.pass_over();
+            Ok(Some(Looked::Damaged { source, file, fault }))
+        }
+        part => part.map(|part| part.map(Looked::Part)),
+    };
+    let map = Map {
+        begin: || (),
+        map: |(): &mut (), looked| look(corpus, looked),
+        place: |looked: &Looked| match looked {
+            Looked::Part(part) => place(corpus, part),
+            Looked::Damaged { source, file, .. } => {
+                corpus.sources[*source].files[*file].shown.clone()
             }
-        }
-    }
-    Ok(checked)
+        },
+    };
+    let progress = Progress::new("check", Measure::Bytes, corpus.bytes()?, options.quiet);
+    let mut count = Count {
+        corpus,
+        progress,
+        damaged: None,
+        source: 0,
+        documents: 0,
+        reasons: BTreeMap::new(),
+        checked: Checked::default(),
+    };
+    parallel::run(options.workers, next, map, |found| count.take(found, &mut tell))?;
+    count.checked.files = corpus.sources.iter().map(|source| source.files.len() as u64).sum();
+    Ok(count.checked)
 }
 
-fn one(
-    source: &Source,
-    file: &SourceFile,
-    limits: &Limits,
-    look: &mut dyn FnMut(Parsed) -> Result<()>,
-) -> Result<()> {
-    let mut input = source::open(&file.path, file.format, &source.fields, limits)?;
-    loop {
-        let (slabs, end) = some_slabs(input.as_mut(), SLABS * rayon::current_num_threads());
-        let parse = |slab: &Slab| -> Result<Vec<Parsed>> {
-            let parsed = slab.parse(&source.fields)?.into_iter();
-            Ok(parsed.map(|parsed| mapped(parsed, source.recipe.mapping.as_ref(), file)).collect())
-        };
-        let parsed: Vec<Result<Vec<Parsed>>> = slabs.par_iter().map(parse).collect();
-        for slab in parsed {
-            slab?.into_iter().try_for_each(&mut *look)?;
+/// Looks at what was read, on any thread.
+fn look(corpus: &Corpus, looked: Looked) -> Result<Found> {
+    let (slab, source, file, raw) = match looked {
+        Looked::Part(Part::Slab { slab, source, file, raw }) => (slab, source, file, raw),
+        Looked::Part(Part::FileEnd { bytes, .. }) => return Ok(Found::FileEnd(bytes)),
+        Looked::Part(Part::SourceEnd) => return Ok(Found::SourceEnd),
+        Looked::Damaged { source, file, fault } => {
+            return Ok(Found::Damaged { source, file, fault });
         }
-        if let Some(end) = end {
-            return end;
-        }
+    };
+    let of = &corpus.sources[source];
+    match records(of, &of.files[file], &slab) {
+        Ok((documents, bad)) => Ok(Found::Records { source, file, raw, documents, bad }),
+        Err(fault) if fault.class() == Class::Data => Ok(Found::Damaged { source, file, fault }),
+        Err(fault) => Err(fault),
     }
 }
 
-/// The next slabs, and how the file ended if it did: what was read before an error is looked at too.
-fn some_slabs(input: &mut dyn Input, most: usize) -> (Vec<Slab>, Option<Result<()>>) {
-    let mut slabs = Vec::new();
-    while slabs.len() < most {
-        match input.next_slab() {
-            Ok(Some(slab)) => slabs.push(slab),
-            Ok(None) => return (slabs, Some(Ok(()))),
-            Err(fault) => return (slabs, Some(Err(fault))),
+/// How many records of a slab are documents, and those that are none.
+fn records(source: &Source, file: &SourceFile, slab: &Slab) -> Result<(u64, Vec<Dropped>)> {
+    let (mut documents, mut bad) = (0, Vec::new());
+    for parsed in slab.parse(&source.fields)? {
+        match parsed {
+            Parsed::Dropped { reason, fault, .. } => bad.push((reason, fault)),
+            Parsed::Document(mut document) => match source.recipe.text(&mut document) {
+                Ok(()) => documents += 1,
+                // A record of which the template or the chat makes no text.
+                Err(none) => bad.push((none.reason, none.fault.or_at(|| at(file, &document)))),
+            },
         }
     }
-    (slabs, None)
+    Ok((documents, bad))
 }
 
-/// A record of which the template or the chat makes no text is no document either.
-fn mapped(parsed: Parsed, mapping: Option<&Mapping>, file: &SourceFile) -> Parsed {
-    let (Parsed::Document(document), Some(mapping)) = (&parsed, mapping) else { return parsed };
-    let place = || match document.group {
+/// Where a record stands.
+fn at(file: &SourceFile, document: &Document) -> String {
+    match document.group {
         Some(group) => format!("{}: row {} of group {group}", file.shown, document.row),
         None => format!("{}:{}", file.shown, document.row),
-    };
-    let (row, bytes) =
-        (Row { group: document.group, row: document.row }, document.text.len() as u64);
-    match mapping.text(&document.text) {
-        Ok(text) if !text.is_empty() => parsed,
-        Ok(_) => {
-            let fault = Fault::data("the document is empty").at(place());
-            Parsed::Dropped { reason: "empty", row, bytes, fault }
+    }
+}
+
+/// What was found so far.
+struct Count<'a> {
+    corpus: &'a Corpus,
+    progress: Progress,
+    /// The file that cannot be read on: slabs of it that were read already are not looked at.
+    damaged: Option<(usize, usize)>,
+    /// The source at hand, its documents, and its other records by reason.
+    source: usize,
+    documents: u64,
+    reasons: BTreeMap<&'static str, u64>,
+    checked: Checked,
+}
+
+impl Count<'_> {
+    /// Takes what was found next, in the order of the inputs.
+    fn take(&mut self, found: Found, tell: &mut impl FnMut(Bad<'_>) -> Result<()>) -> Result<()> {
+        match found {
+            Found::Records { source, file, .. } | Found::Damaged { source, file, .. }
+                if self.damaged == Some((source, file)) => {}
+            Found::Records { source, file, raw, documents, bad } => {
+                self.documents += documents;
+                self.checked.documents += documents;
+                for (reason, fault) in bad {
+                    *self.reasons.entry(reason).or_default() += 1;
+                    self.bad(source, file, Some(reason), fault, tell)?;
+                }
+                self.progress.within(raw);
+                self.progress.tick();
+            }
+            Found::Damaged { source, file, fault } => {
+                self.damaged = Some((source, file));
+                self.bad(source, file, None, fault, tell)?;
+            }
+            Found::FileEnd(bytes) => self.progress.add(bytes),
+            Found::SourceEnd => self.source_end(),
         }
-        Err(fault) => {
-            let fault = fault.or_at(place);
-            Parsed::Dropped { reason: "missing text", row, bytes, fault }
+        Ok(())
+    }
+
+    fn bad(
+        &mut self,
+        source: usize,
+        file: usize,
+        reason: Option<&'static str>,
+        fault: Fault,
+        tell: &mut impl FnMut(Bad<'_>) -> Result<()>,
+    ) -> Result<()> {
+        self.checked.bad += 1;
+        let source = &self.corpus.sources[source];
+        let file = source.files[file].shown.as_str();
+        let fault = fault.or_at(|| file.to_owned());
+        self.progress.aside(|| tell(Bad { source: &source.name, file, reason, fault }))
+    }
+
+    fn source_end(&mut self) {
+        let source = &self.corpus.sources[self.source];
+        let reasons = std::mem::take(&mut self.reasons);
+        if self.documents == 0 && !reasons.is_empty() {
+            let reasons = reasons.into_iter();
+            let fault = nothing_left(&source.name, reasons.map(|(reason, n)| (n, reason)));
+            self.checked.emptied.get_or_insert(fault);
         }
+        (self.source, self.documents) = (self.source + 1, 0);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::build::build;
     use crate::testing::{Workbench, json_lines};
 
     #[test]
@@ -146,7 +236,8 @@ mod tests {
         std::fs::write(&path, text).unwrap();
         let corpus = Corpus::read(&path).unwrap();
         let mut told = Vec::new();
-        let checked = check(&corpus, |bad| {
+        let options = Options { workers: 3, quiet: true };
+        let checked = check(&corpus, options, |bad| {
             let place = bad.fault.place().unwrap_or_default().to_owned();
             told.push((bad.file.to_owned(), bad.reason, place));
             Ok(())
@@ -161,7 +252,23 @@ mod tests {
         let files: Vec<_> = told.iter().filter(|(_, reason, _)| reason.is_none()).collect();
         assert!(files.len() == 1 && files[0].0 == "web-1.jsonl.gz", "{told:?}");
         // 15 of the first file, 15 of the sound second one, 10 of the other source.
-        assert_eq!(checked.unwrap(), Checked { files: 4, documents: 40, bad: 5 });
+        let wanted = Checked { files: 4, documents: 40, bad: 5, emptied: None };
+        assert_eq!(checked.unwrap(), wanted);
         assert!(!bench.path("store").exists());
+    }
+
+    /// A build stops at a source of which nothing is left, whatever `on_error` says.
+    #[test]
+    fn a_source_without_a_document_is_told_as_a_build_would() {
+        let bench = Workbench::new(30);
+        bench.write("web-0.jsonl", "{\"x\": 1}\n{\"text\": \"\"}\n".repeat(2));
+        bench.write("web-1.jsonl", "");
+        let corpus = Corpus::read(bench.corpus("on_error = \"skip\"\n")).unwrap();
+        let options = Options { workers: 1, quiet: true };
+        let emptied = check(&corpus, options, |_| Ok(())).unwrap().emptied.unwrap();
+        let told = emptied.to_string();
+        assert!(told.contains("\"web\"") && told.contains("4 records: 2 empty, 2 mis"), "{told}");
+        let built = build(&corpus, &bench.path("store"), crate::testing::options(2)).unwrap_err();
+        assert_eq!(built.to_string(), told);
     }
 }

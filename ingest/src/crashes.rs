@@ -136,31 +136,28 @@ fn a_trained_tokenizer_survives_crashes() {
     let (corpus, folder) = (corpus(&bench), bench.path("place"));
     fs::create_dir_all(&folder).unwrap();
     let out = folder.join("tokenizer.json");
-    // In place of an older one: either of the two is there at any moment, and never a piece.
-    fs::write(&out, b"{}").unwrap();
     let request = Request { vocab: 300, special: Vec::new(), sample: Ratio::new(1, 1) };
     let run = || {
         let options = train::Options { workers: 1, quiet: true };
-        train::train(&corpus, &request, options)?.write(&out)
+        train::train(&corpus, &request, options)?.write(&out).map(drop)
     };
     let (recording, ran) = Recording::of(&folder, run);
     ran.unwrap();
     let wanted = fs::read(&out).unwrap();
     let mut seen = [0, 0];
     recording.each(STATES, |_| {
-        let found = fs::read(&out).unwrap();
-        let is_new = found == wanted;
-        assert!(is_new || found == b"{}", "a piece of {} bytes", found.len());
-        seen[usize::from(is_new)] += 1;
+        // None or the whole of it, at any moment: a piece would be taken for another one and refused for ever.
+        let is_there = out.exists();
+        assert!(!is_there || fs::read(&out).unwrap() == wanted, "a piece");
+        seen[usize::from(is_there)] += 1;
         run().unwrap();
         assert_eq!(fs::read(&out).unwrap(), wanted);
-        assert_eq!(tree(&folder).len(), 1);
     });
     assert!(seen[0] > 1 && seen[1] > 0, "{seen:?}");
-    fs::write(&out, b"{}").unwrap();
+    fs::remove_file(&out).unwrap();
     let full = watch(&folder, recording.bytes() / 2);
     assert_eq!(run().unwrap_err().class(), Class::Machine);
-    assert_eq!(fs::read(&out).unwrap(), b"{}");
+    assert!(!out.exists());
     drop(full);
 }
 

@@ -3,15 +3,17 @@
 //! Every guess (which files belong together, which field is the text) is made from the first records of the first file
 //! and is said in the file itself, beside the line that it decides.
 
+mod seen;
+
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
-use std::{fs, io};
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, counted};
 use serde_json::Value;
-use store::regular;
+use store::{disk, regular};
 
+use self::seen::Seen;
 use crate::corpus::check_name;
 use crate::source::{self, Fields, Format, Limits, Parsed};
 
@@ -68,7 +70,8 @@ pub fn init(folder: &Path) -> Result<Begun> {
                 .hint("edit it, or remove it and run the same command again"));
         }
     }
-    let groups = groups(folder)?;
+    let seen = Seen::below(folder)?;
+    let groups = groups(seen.files);
     if groups.is_empty() {
         return Err(Fault::data("nothing here can become a corpus")
             .at(folder.display().to_string())
@@ -80,10 +83,18 @@ pub fn init(folder: &Path) -> Result<Begun> {
             ));
     }
     let mut notes = Vec::new();
+    if !seen.passed_over.is_empty() {
+        notes.push(format!("passed over: {}", seen::shortened(&seen.passed_over)));
+    }
     let mut guesses = Vec::new();
     for group in &groups {
         let guess = guess(group)?;
-        notes.push(format!("source {}: {}, {}", group.name, counted(group.files), guess.why));
+        notes.push(format!(
+            "source {}: {}, {}",
+            group.name,
+            counted(group.files, "file"),
+            guess.why
+        ));
         guesses.push(guess);
     }
     let corpus = corpus_text(folder, &groups, &guesses, &mut notes)?;
@@ -91,27 +102,21 @@ pub fn init(folder: &Path) -> Result<Begun> {
     let mut files = Vec::new();
     for (name, text) in [(CORPUS, corpus), (CURRICULUM, curriculum)] {
         let path = folder.join(name);
-        write_new(&path, &text).map_err(|error| Fault::io("write", &path, &error))?;
+        disk::write_whole(&path, text.as_bytes())?;
         files.push(path);
     }
     Ok(Begun { files, notes })
-}
-
-fn write_new(path: &Path, text: &str) -> io::Result<()> {
-    let mut file = fs::File::options().write(true).create_new(true).open(path)?;
-    io::Write::write_all(&mut file, text.as_bytes())
 }
 
 /// Files and their sizes, by what their names end in.
 type FilesByEnding = BTreeMap<String, Vec<(PathBuf, u64)>>;
 
 /// Files by the folder at the top and by format: a source each.
-fn groups(folder: &Path) -> Result<Vec<Group>> {
+fn groups(files: Vec<seen::Input>) -> Vec<Group> {
     let mut found: BTreeMap<(String, Format), FilesByEnding> = BTreeMap::new();
-    walk(folder, &mut Vec::new(), &mut |parts, path, bytes| {
+    for seen::Input { parts, path, bytes } in files {
         let name = parts.last().map_or("", String::as_str);
-        let ours = parts.len() == 1 && [CORPUS, CURRICULUM, "tokenizer.json"].contains(&name);
-        let Some(format) = Format::guess(Path::new(name)).filter(|_| !ours) else { return };
+        let Some(format) = Format::guess(Path::new(name)) else { continue };
         let top = if parts.len() > 1 { parts[0].clone() } else { String::new() };
         let glob = match top.as_str() {
             "" => format!("*{}", ending(name)),
@@ -120,7 +125,7 @@ fn groups(folder: &Path) -> Result<Vec<Group>> {
         };
         let globs = found.entry((top, format)).or_default();
         globs.entry(glob).or_default().push((path, bytes));
-    })?;
+    }
     let mut groups: Vec<Group> = Vec::new();
     for ((top, format), mut globs) in found {
         // `web/**/*.jsonl` names the files of `web/*.jsonl` as well.
@@ -132,8 +137,7 @@ fn groups(folder: &Path) -> Result<Vec<Group>> {
         }
         let mut files: Vec<&(PathBuf, u64)> = globs.values().flatten().collect();
         files.sort();
-        let taken = groups.iter().any(|group| group.name == named(&top));
-        let name = if taken { format!("{}-{}", named(&top), format.name()) } else { named(&top) };
+        let name = free_name(&named(&top), format, &groups);
         groups.push(Group {
             name,
             format,
@@ -143,33 +147,17 @@ fn groups(folder: &Path) -> Result<Vec<Group>> {
             globs: globs.into_keys().collect(),
         });
     }
-    Ok(groups)
+    groups
 }
 
-/// Every regular file below, by its parts; hidden names and stores are passed over.
-fn walk(
-    folder: &Path,
-    parts: &mut Vec<String>,
-    see: &mut dyn FnMut(&[String], PathBuf, u64),
-) -> Result<()> {
-    let fault = |error: io::Error| Fault::io("list", folder, &error);
-    for entry in fs::read_dir(folder).map_err(fault)? {
-        let path = entry.map_err(fault)?.path();
-        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
-        if name.starts_with('.') {
-            continue;
-        }
-        let about = fs::metadata(&path).map_err(|error| Fault::io("look at", &path, &error))?;
-        parts.push(name.to_owned());
-        // A link to a folder may lead back to one above.
-        if about.is_dir() && !path.is_symlink() && !path.join(store::open::MANIFEST).exists() {
-            walk(&path, parts, see)?;
-        } else if about.is_file() && about.len() > 0 {
-            see(parts, path, about.len());
-        }
-        parts.pop();
-    }
-    Ok(())
+/// A name that no group has yet: `plain` itself, with its format, or with a number.
+fn free_name(plain: &str, format: Format, groups: &[Group]) -> String {
+    let formatted = format!("{plain}-{}", format.name());
+    let numbered = (2..=groups.len() + 2).map(|number| format!("{plain}-{number}"));
+    let names = [plain.to_owned(), formatted].into_iter().chain(numbered);
+    let mut free = names.filter(|name| groups.iter().all(|group| group.name != *name));
+    // More names than groups: one of them is free.
+    free.next().unwrap_or_default()
 }
 
 /// The ending of a name, with that of a compression.
@@ -225,7 +213,7 @@ fn guess(group: &Group) -> Result<Guess> {
             None => {
                 return Err(Fault::data("no field of the first records holds text")
                     .at(group.first.display().to_string())
-                    .wanted("JSON objects, or columns, with a string"));
+                    .wanted("JSON objects, or columns, with a string under a name without dots"));
             }
         },
     };
@@ -254,11 +242,13 @@ fn records(path: &Path, format: Format) -> Result<Vec<Value>> {
 /// The bytes that each field of strings holds, those of objects inside too.
 fn strings(records: &[Value]) -> BTreeMap<String, usize> {
     let mut bytes = BTreeMap::new();
-    for (key, value) in records.iter().filter_map(Value::as_object).flatten() {
+    // A path cannot say a name that holds a dot itself, or none.
+    let fits = |(name, _): &(&String, &Value)| !name.is_empty() && !name.contains('.');
+    for (key, value) in records.iter().filter_map(Value::as_object).flatten().filter(fits) {
         match value {
             Value::String(text) => *bytes.entry(key.clone()).or_default() += text.len(),
             Value::Object(inner) => {
-                for (part, value) in inner {
+                for (part, value) in inner.iter().filter(fits) {
                     if let Value::String(text) = value {
                         *bytes.entry(format!("{key}.{part}")).or_default() += text.len();
                     }
@@ -267,8 +257,6 @@ fn strings(records: &[Value]) -> BTreeMap<String, usize> {
             _ => {}
         }
     }
-    // A path cannot say a name that holds a dot itself, or none.
-    bytes.retain(|path: &String, _| path.split('.').all(|part| !part.is_empty()));
     bytes
 }
 
@@ -285,11 +273,6 @@ fn quoted(text: &str) -> String {
     Value::from(text).to_string()
 }
 
-/// A number of files, in words.
-fn counted(files: u64) -> String {
-    if files == 1 { "1 file".to_owned() } else { format!("{files} files") }
-}
-
 fn corpus_text(
     folder: &Path,
     groups: &[Group],
@@ -301,7 +284,7 @@ fn corpus_text(
         Ok(_) => end_of(&tokenizer)?,
         Err(_) => {
             notes.push(format!(
-                "there is no {}: train one, or download that of a model (see {CORPUS})",
+                "{} is missing: train one, or download that of a model (see {CORPUS})",
                 tokenizer.display()
             ));
             Some(ENDS[0].to_owned())
@@ -331,7 +314,7 @@ fn corpus_text(
         let _ = write!(
             text,
             "\n# {}, {}, read as {}: {}.\n[[source]]\nname = {}\nfiles = [{}]\n",
-            counted(*files),
+            counted(*files, "file"),
             indicatif::HumanBytes(*bytes),
             format.name(),
             guess.why,
@@ -358,28 +341,51 @@ fn end_of(tokenizer: &Path) -> Result<Option<String>> {
 
 /// A curriculum that goes through about half of the text once: bytes stand for tokens, four to one.
 fn curriculum_text(groups: &[Group]) -> String {
-    let (seq_len, batch) = (256, 16);
+    let (seq_len, batch) = (256, 4);
     let tokens: u64 = groups.iter().map(|group| group.bytes / 4).sum();
     let steps = (tokens / 2 / (seq_len * batch)).clamp(1, 1000);
     let smallest = groups.iter().map(|group| group.bytes).min().unwrap_or(1).max(1);
-    let weight = |group: &Group| format!("{} = {}", quoted(&group.name), group.bytes / smallest);
-    let mix: Vec<String> = groups.iter().map(weight).collect();
-    format!(
+    let weights: Vec<u64> = groups.iter().map(|group| group.bytes / smallest).collect();
+    let mix = groups.iter().zip(&weights);
+    let mix: Vec<String> =
+        mix.map(|(group, weight)| format!("{} = {weight}", quoted(&group.name))).collect();
+    let mut text = format!(
         "# What is trained: `zdata plan {CURRICULUM}` shows it once the store is built, and says where text would run out.\n\
          # curricula/README.md lists every key.\n\
          store = \"store\"\nseed = 0\n\n\
          [model]\npreset = \"zaya1-nano\"\n\n\
-         [optimizer]\nkind = \"adamw\"\nlr = 1e-3\n\n\
-         [[phase]]\nname = \"first\"\nsteps = {steps}\nseq_len = {seq_len}\nbatch = {batch}\n\
+         [optimizer]\nlr = 4e-3\n\n\
+         [[phase]]\nname = \"first\"\nsteps = {steps}\n\
+         # Tokens in a sequence, sequences in a step, and in one forward and backward pass.\n\
+         seq_len = {seq_len}\nbatch = {batch}\nmicro_batch = 2\n\
          # Weights, here as the files' sizes: only their proportions count.\nmix = {{ {} }}\n\n\
          # How often a source may be gone through in the whole run; more is refused before it starts.\n\
          # [source.NAME]\n# max_epochs = 2\n",
         mix.join(", ")
-    )
+    );
+    let all = weights.iter().sum::<u64>().max(1);
+    for (group, weight) in groups.iter().zip(weights) {
+        // By few tokens for the bytes: a text that is shorter than a sequence is gone through for each one.
+        let each = (group.bytes / 16 / seq_len).max(1);
+        let sequences = (steps * batch * weight).div_ceil(all) + 1;
+        let epochs = sequences.div_ceil(each);
+        if epochs > 1 && group.bytes < SMALL_BYTES {
+            let name = quoted(&group.name);
+            let _ = write!(text, "\n# Little text.\n[source.{name}]\nmax_epochs = {epochs}\n");
+        }
+    }
+    text
 }
+
+/// Sources of fewer bytes are gone through several times by few steps.
+const SMALL_BYTES: u64 = 64 << 10;
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+    use std::fs;
+    use std::os::unix::fs::symlink;
+    use std::process::Command;
     use std::sync::Arc;
 
     use arrow::array::{ArrayRef, RecordBatch, StringArray};
@@ -388,6 +394,7 @@ mod tests {
 
     use super::*;
     use crate::build::{Outcome, build};
+    use crate::check;
     use crate::corpus::Corpus;
     use crate::testing::{Workbench, json_lines, options};
 
@@ -441,6 +448,41 @@ mod tests {
         fs::remove_file(bench.path(CURRICULUM)).unwrap();
         init(&bench.path("")).unwrap();
         assert_eq!(fs::read(bench.path(CORPUS)).unwrap(), before);
+    }
+
+    /// Names that become one, fields that no path can say, and what no source is made of.
+    #[test]
+    fn what_is_odd_is_named_apart_or_said() {
+        let bench = folder();
+        for top in ["a b", "a-b", "a?b"] {
+            bench.write(&format!("{top}/x.jsonl"), json_lines(0, 3));
+            bench.write(&format!("{top}/y.md"), "a note");
+        }
+        bench.write(
+            "dots/x.jsonl",
+            "{\"a.b\": \"the longest of them all\", \"c\": {\"d\": \"text\"}}\n",
+        );
+        assert!(Command::new("mkfifo").arg(bench.path("web/p.jsonl")).status().unwrap().success());
+        let begun = init(&bench.path("")).unwrap();
+        let told = begun.notes.join("\n");
+        assert!(told.contains("table.csv (no known ending), web/p.jsonl (a FIFO)"), "{told}");
+        fs::remove_file(bench.path("web/p.jsonl")).unwrap();
+        let corpus = Corpus::read(bench.path(CORPUS)).unwrap();
+        let names: BTreeSet<&str> = corpus.sources.iter().map(|it| it.name.as_str()).collect();
+        assert_eq!(names.len(), 4 + 6 + 1, "{names:?}");
+        let options = check::Options { workers: 1, quiet: true };
+        let checked = check::check(&corpus, options, |bad| Err(bad.fault)).unwrap();
+        assert_eq!(checked.documents, 1 + 3 + 18 + 2 + 3 * 4 + 1);
+        symlink("nothing", bench.path("web/z.png")).unwrap();
+        symlink("nothing", bench.path("web/z.jsonl")).unwrap();
+        for name in [CORPUS, CURRICULUM] {
+            fs::remove_file(bench.path(name)).unwrap();
+        }
+        let fault = init(&bench.path("")).unwrap_err();
+        assert_eq!(fault.class(), Class::Machine, "{fault}");
+        fs::remove_file(bench.path("web/z.jsonl")).unwrap();
+        let told = init(&bench.path("")).unwrap().notes.join("\n");
+        assert!(told.contains("web/z.png (leads nowhere)"), "{told}");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use contract::words::named;
 use contract::{Ratio, terminal};
 use serde_json::{Value, json};
 use store::{
@@ -88,10 +89,10 @@ pub fn notes(manifest: &Manifest) -> Vec<String> {
             let reasons =
                 reasons.map(|dropped| format!("{} {}", grouped(dropped.documents), dropped.reason));
             notes.push(format!(
-                "dropped of {}: {} of {} records ({})",
+                "dropped of {}: {} of {} ({})",
                 source.name,
                 grouped(accounting.dropped),
-                grouped(accounting.read),
+                many(accounting.read, "record"),
                 reasons.collect::<Vec<_>>().join(", ")
             ));
         }
@@ -112,11 +113,13 @@ fn none_held_out(manifest: &Manifest, source: &SourceRecord) -> String {
     let few = share.parse::<Ratio>().is_ok_and(|share| {
         u128::from(documents) * u128::from(share.num()) < EXPECTED * u128::from(share.den())
     });
-    let why = if few { "are too few for" } else { "hold too few different texts for" };
-    let documents = grouped(documents);
-    format!(
-        "source {name}: {documents} documents {why} a validation split of {share}: none was held out"
-    )
+    let why = match (few, documents) {
+        (true, 1) => "is too little for",
+        (true, _) => "are too few for",
+        (false, _) => "hold too few different texts for",
+    };
+    let documents = many(documents, "document");
+    format!("source {name}: {documents} {why} a validation split of {share}: none was held out")
 }
 
 /// A line of a list of dropped records, told.
@@ -150,8 +153,8 @@ pub fn dropped(manifest: &Manifest, source: &SourceRecord, line: &Line) -> Shown
         json["kept"] = json!({"source": of, "file": file, "group": group, "row": row});
     }
     if !spans.is_empty() {
-        let lost: u64 = spans.iter().map(|(from, to)| u64::from(to - from)).sum();
-        let _ = write!(text, " (it lost {} of its bytes)", grouped(lost));
+        let removed: u64 = spans.iter().map(|(from, to)| u64::from(to - from)).sum();
+        let _ = write!(text, " (removed {} of it)", many(removed, "byte"));
         json["spans"] = json!(spans);
     }
     text.push('\n');
@@ -222,10 +225,17 @@ pub fn text(store: impl Into<Location>, manifest: &Manifest) -> String {
                 tokenizer.encoder,
             ),
         ),
-        ("unit", format!("{} tokens, validation {}", grouped(manifest.unit), manifest.validation)),
+        (
+            "unit",
+            format!(
+                "{}: the run of tokens that is shuffled as one, which every seq_len divides",
+                many(manifest.unit, "token")
+            ),
+        ),
+        ("validation", format!("{} of the documents held out", manifest.validation)),
     ];
     for (name, value) in lines {
-        let _ = writeln!(out, "{name:<10} {value}");
+        let _ = writeln!(out, "{name:<11} {value}");
     }
     let _ = writeln!(
         out,
@@ -258,12 +268,13 @@ fn row(out: &mut String, name: &str, split: &str, stream: &StreamRecord) {
 
 fn accounting(out: &mut String, source: &SourceRecord) {
     let accounting = Accounting::of(source);
-    let files = source.inputs.len();
+    let files = source.inputs.len() as u64;
     let _ = write!(
         out,
-        "{:<16} {} read from {files} files = {} train + {} validation",
+        "{:<16} {} read from {} = {} train + {} validation",
         source.name,
         grouped(accounting.read),
+        many(files, "file"),
         grouped(accounting.train),
         grouped(accounting.validation),
     );
@@ -287,10 +298,11 @@ fn accounting(out: &mut String, source: &SourceRecord) {
         bytes.balance()
     );
     for Change { step, documents, added, removed } in &prepared.changes {
-        let [documents, added, removed] = [documents, added, removed].map(|n| grouped(*n));
+        let documents = many(*documents, "document");
+        let [added, removed] = [added, removed].map(|n| grouped(*n));
         let _ = writeln!(
             out,
-            "{:<16} step {step}: changed {documents} documents, {added} added, {removed} removed",
+            "{:<16} step {step}: changed {documents}, {added} added, {removed} removed",
             ""
         );
     }
@@ -307,6 +319,11 @@ pub fn grouped(number: u64) -> String {
         out.push(digit);
     }
     out
+}
+
+/// So many things of this name, the number in groups of three.
+pub fn many(number: u64, name: &str) -> String {
+    format!("{} {}", grouped(number), named(number, name))
 }
 
 fn size(bytes: u64) -> String {

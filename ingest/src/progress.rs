@@ -4,9 +4,12 @@
 
 use std::io::IsTerminal as _;
 use std::sync::Mutex;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use contract::note;
+use contract::words::plural;
+use contract::{counted, note};
 use indicatif::{HumanBytes, HumanDuration, ProgressBar, ProgressStyle};
 
 /// Time before the first plain line: what takes less says nothing.
@@ -23,7 +26,7 @@ const BAR_EVERY: Duration = Duration::from_millis(100);
 pub enum Measure {
     /// Bytes.
     Bytes,
-    /// Things of this name, in the plural.
+    /// Things of this name, in the singular.
     Count(&'static str),
 }
 
@@ -31,7 +34,7 @@ impl Measure {
     fn amount(self, count: u64) -> String {
         match self {
             Measure::Bytes => HumanBytes(count).to_string(),
-            Measure::Count(name) => format!("{count} {name}"),
+            Measure::Count(name) => counted(count, name),
         }
     }
 
@@ -39,7 +42,7 @@ impl Measure {
         let rate = count as f64 / seconds;
         match self {
             Measure::Bytes => format!("{}/s", HumanBytes(rate as u64)),
-            Measure::Count(name) => format!("{rate:.1} {name}/s"),
+            Measure::Count(name) => format!("{rate:.1} {}/s", plural(name)),
         }
     }
 }
@@ -140,19 +143,26 @@ impl Progress {
     fn line(&self, seconds: f64) -> String {
         let seconds = seconds.max(1e-3);
         let millions = |count: u64| count as f64 / 1e6;
-        let mut line = self.measure.amount(self.total);
+        let mut line = vec![self.measure.amount(self.total)];
         if self.documents > 0 {
-            line += &format!(
-                " | {} documents | {:.1} M tokens | {:.1} MB/s of text, {:.1} M tokens/s",
-                self.documents,
-                millions(self.tokens),
-                millions(self.text) / seconds,
-                millions(self.tokens) / seconds,
-            );
-        } else {
-            line += &format!(" | {}", self.measure.rate(self.done, seconds));
+            line.push(counted(self.documents, "document"));
         }
-        format!("{line} | {}", self.left(seconds))
+        // A scan makes no tokens, and an import reads no text.
+        if self.tokens > 0 {
+            line.push(format!("{:.1} M tokens", millions(self.tokens)));
+        }
+        let mut rates = Vec::new();
+        if self.text > 0 {
+            rates.push(format!("{:.1} MB/s of text", millions(self.text) / seconds));
+        }
+        if self.tokens > 0 {
+            rates.push(format!("{:.1} M tokens/s", millions(self.tokens) / seconds));
+        }
+        if rates.is_empty() {
+            rates.push(self.measure.rate(self.done, seconds));
+        }
+        line.extend([rates.join(", "), self.left(seconds)]);
+        line.join(" | ")
     }
 
     fn left(&self, seconds: f64) -> String {
@@ -167,14 +177,32 @@ impl Progress {
     /// The last word: what passed and how fast.
     pub(crate) fn finish(&mut self) -> String {
         self.clear();
-        let seconds = self.begun.elapsed().as_secs_f64().max(1e-3);
-        format!(
-            "{} documents, {} of text, {} tokens in {seconds:.1} s ({:.1} MB/s)",
-            self.documents,
-            HumanBytes(self.text),
-            self.tokens,
-            self.text as f64 / seconds / 1e6,
-        )
+        self.summary(self.begun.elapsed().as_secs_f64())
+    }
+
+    fn summary(&self, seconds: f64) -> String {
+        let seconds = seconds.max(1e-3);
+        let mut passed = vec![counted(self.documents, "document")];
+        if self.text > 0 {
+            passed.push(format!("{} of text", HumanBytes(self.text)));
+        }
+        if self.tokens > 0 {
+            passed.push(counted(self.tokens, "token"));
+        }
+        let rate = match (self.text, self.tokens) {
+            (0, 0) => String::new(),
+            (0, tokens) => format!(" ({:.1} M tokens/s)", tokens as f64 / seconds / 1e6),
+            (text, _) => format!(" ({:.1} MB/s)", text as f64 / seconds / 1e6),
+        };
+        format!("{} in {seconds:.1} s{rate}", passed.join(", "))
+    }
+
+    /// Lets others write while the bar is away.
+    pub fn aside<T>(&self, write: impl FnOnce() -> T) -> T {
+        match &self.bar {
+            Some(bar) => bar.suspend(write),
+            None => write(),
+        }
     }
 
     fn clear(&mut self) {
@@ -201,8 +229,40 @@ impl Drop for Progress {
     }
 }
 
+/// Runs `work`, of which nobody knows how far it is, and says every few seconds that it goes on: `task: what, 7 s so far`.
+pub fn meanwhile<T>(task: &str, what: &str, work: impl FnOnce() -> T) -> T {
+    let say = |passed: Duration| note!("{task}: {what}, {} s so far", passed.as_secs());
+    beating([SILENCE, LINE_EVERY], say, work)
+}
+
+/// Runs `work` and calls `say` with the time that passed: after the first of `waits`, and then after the second again and
+/// again. A machine that gives no thread says nothing.
+fn beating<T>(
+    [first, again]: [Duration; 2],
+    say: impl Fn(Duration) + Send,
+    work: impl FnOnce() -> T,
+) -> T {
+    let (done, end) = channel::<()>();
+    thread::scope(|scope| {
+        let begun = Instant::now();
+        let beat = move || {
+            let mut wait = first;
+            while end.recv_timeout(wait) == Err(RecvTimeoutError::Timeout) {
+                say(begun.elapsed());
+                wait = again;
+            }
+        };
+        let _ = thread::Builder::new().spawn_scoped(scope, beat);
+        // Let go of when the work is done, or panics: the scope waits for the beat to hear of it.
+        let _done = done;
+        work()
+    })
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
     use super::*;
 
     #[test]
@@ -212,11 +272,48 @@ mod tests {
         progress.add(1 << 28);
         assert_eq!(progress.line(2.0), "1.00 GiB | 128.00 MiB/s | 6 seconds left");
         assert_eq!(progress.percent(), 25.0);
-        let mut progress = Progress::new("merge", Measure::Count("tasks"), 10, true);
+        let mut progress = Progress::new("merge", Measure::Count("task"), 10, true);
         progress.add(5);
         assert_eq!(progress.line(10.0), "10 tasks | 0.5 tasks/s | 10 seconds left");
         progress.document(3_000_000, 1_000_000);
         let line = progress.line(1.0);
-        assert!(line.contains("1 documents | 1.0 M tokens | 3.0 MB/s of text"), "{line}");
+        assert!(line.contains("1 document | 1.0 M tokens | 3.0 MB/s of text"), "{line}");
+        assert_eq!(
+            progress.summary(1.0),
+            "1 document, 2.86 MiB of text, 1000000 tokens in 1.0 s (3.0 MB/s)"
+        );
+    }
+
+    #[test]
+    fn nothing_is_said_of_what_is_not_counted() {
+        let mut scan = Progress::new("dedup scan", Measure::Bytes, 10, true);
+        scan.document(3_000_000, 0);
+        scan.document(3_000_000, 0);
+        assert_eq!(scan.line(2.0), "10 B | 2 documents | 3.0 MB/s of text | time left unknown");
+        assert_eq!(scan.summary(2.0), "2 documents, 5.72 MiB of text in 2.0 s (3.0 MB/s)");
+        let mut import = Progress::new("import", Measure::Bytes, 10, true);
+        import.document(0, 4_000_000);
+        let line = "10 B | 1 document | 4.0 M tokens | 2.0 M tokens/s | time left unknown";
+        assert_eq!(import.line(2.0), line);
+        assert_eq!(import.summary(2.0), "1 document, 4000000 tokens in 2.0 s (2.0 M tokens/s)");
+    }
+
+    #[test]
+    fn what_takes_long_is_said_to_go_on_until_it_is_done() {
+        let said = AtomicU64::new(0);
+        let say = |_| {
+            said.fetch_add(1, Ordering::Relaxed);
+        };
+        let long = Duration::from_millis(1);
+        let count = beating([long, long], say, || {
+            while said.load(Ordering::Relaxed) < 3 {
+                thread::sleep(long);
+            }
+            7
+        });
+        assert_eq!(count, 7);
+        let begun = Instant::now();
+        beating([Duration::from_secs(60); 2], |_| panic!("it was done at once"), || ());
+        assert!(begun.elapsed() < Duration::from_secs(30), "whoever is done waits for no beat");
     }
 }

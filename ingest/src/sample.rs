@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use contract::{Digest, Fault, Key, Purpose, Result, draw, terminal};
+use contract::{Digest, Fault, Key, Purpose, Result, counted, draw, terminal};
 use serde::Serialize;
 use store::{Location, Manifest, open};
 
@@ -302,7 +302,7 @@ pub fn text(sample: &[Sampled]) -> String {
         let group = group.map_or(String::new(), |group| format!(" group {group}"));
         let id = id.as_ref().map_or(String::new(), |id| format!(" id {id:?}"));
         let _ = writeln!(out, "{source} {}{group} row {row}{id}", terminal::name(file));
-        let _ = writeln!(out, "  read     {} bytes  {}", text.len(), shortened(text));
+        let _ = writeln!(out, "  read     {}  {}", counted(text.len(), "byte"), shortened(text));
         let mut before = text.as_str();
         for effect in steps {
             let _ = write!(out, "  {:<24} {}", effect.step, effect.did);
@@ -312,13 +312,13 @@ pub fn text(sample: &[Sampled]) -> String {
             }
             if let Some(after) = &effect.text {
                 let (old, new) = difference(before, after);
-                let _ = write!(out, "  {} to {} bytes", before.len(), after.len());
+                let _ = write!(out, "  {} to {}", before.len(), counted(after.len(), "byte"));
                 let _ = write!(out, "\n    - {}\n    + {}", shortened(old), shortened(new));
                 before = after;
             }
             out.push('\n');
         }
-        let tokens = tokens.map_or(String::new(), |tokens| format!(", {tokens} tokens"));
+        let tokens = tokens.map_or(String::new(), |n| format!(", {}", counted(n, "token")));
         let _ = writeln!(out, "  = {outcome}{tokens}\n");
     }
     out

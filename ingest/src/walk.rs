@@ -65,6 +65,13 @@ impl<'a> Walk<'a> {
             return Ok(Some(Part::FileEnd { source, file: number, bytes, identity }));
         }
     }
+
+    /// Leaves the file at hand, which cannot be read on. Returns the numbers of its source and of itself.
+    pub(crate) fn pass_over(&mut self) -> (usize, usize) {
+        let at = (self.source, self.file);
+        (self.input, self.file) = (None, self.file + 1);
+        at
+    }
 }
 
 /// Where a part stands, for messages.

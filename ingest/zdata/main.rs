@@ -94,7 +94,7 @@ fn run(Cli { command, quiet }: Cli) -> Result<()> {
         Command::Publish(args) => cmd::publish::exec(args, quiet),
         Command::Plan(args) => cmd::plan::exec(args),
         Command::Batch(args) => cmd::batch::exec(args),
-        Command::Digest(args) => cmd::digest::exec(args),
+        Command::Digest(args) => cmd::digest::exec(args, quiet),
         Command::Where(args) => cmd::whereabouts::exec(args),
         Command::Amend(args) => cmd::amend::exec(args),
         Command::VerifyRun(args) => cmd::verify_run::exec(args, quiet),

@@ -34,6 +34,13 @@ use crate::{Fault, Ratio, Result};
 /// A table whose keys depend on one of its values.
 pub type Table = BTreeMap<Spanned<String>, Spanned<Value>>;
 
+/// What becomes a store.
+pub const CORPUS: &str = "a corpus file";
+/// What is trained on.
+pub const CURRICULUM: &str = "a curriculum";
+/// What stands for a store that is not there.
+pub const DESCRIPTION: &str = "a description of a store";
+
 /// The text of a file and its name, for places.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct File {
@@ -85,6 +92,33 @@ impl File {
             let path = keys(error.path());
             self.refused(&path, error.inner().message(), error.inner().span())
         })
+    }
+
+    /// Refuses a file that is of another kind by its keys: [`CURRICULUM`], [`CORPUS`] or [`DESCRIPTION`]. Otherwise the first key
+    /// that one kind does not know would be called a mistake.
+    pub fn check_kind(&self, wanted: &str) -> Result<()> {
+        let Some(found) = self.kind().filter(|found| *found != wanted) else { return Ok(()) };
+        let reader = match found {
+            CORPUS => "`zdata build` reads it",
+            CURRICULUM => "`zdata plan` and `ztrain` read it",
+            _ => "a curriculum names it as its `store`",
+        };
+        Err(Fault::usage(format!("this is {found}, and {wanted} is wanted here"))
+            .at(self.name.clone())
+            .hint(reader))
+    }
+
+    /// The kind of the file, where its keys leave no doubt.
+    fn kind(&self) -> Option<&'static str> {
+        let keys: toml::Table = self.text.parse().ok()?;
+        let sources = keys.get("source").and_then(Value::as_array);
+        let has = |key: &str| sources.is_some_and(|all| all.iter().any(|it| it.get(key).is_some()));
+        let kinds = [
+            (CORPUS, has("files")),
+            (DESCRIPTION, has("tokens")),
+            (CURRICULUM, keys.contains_key("phase")),
+        ];
+        kinds.into_iter().find(|(_, is)| *is).map(|(kind, _)| kind)
     }
 
     /// `file:line:column` of the start of a span.

@@ -10,13 +10,15 @@ pub(crate) mod stream;
 
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Result, note};
-use store::{FORMAT, Location, Manifest, TokenizerRecord, disk, open};
+use contract::{Fault, Result, counted, note};
+use store::{FORMAT, Location, Manifest, Split, TokenizerRecord, disk, open};
 
 use self::request::{Head, Sides};
 use crate::cluster;
 use crate::corpus::Corpus;
-use crate::dedup::Tools;
+use crate::dedup::{self, Tools};
+use crate::dropped;
+use crate::progress::meanwhile;
 use crate::tokenize::{Engine, Tokenizer};
 use crate::versions;
 
@@ -97,7 +99,8 @@ fn build_in(
     let cluster::Made { manifest, summary, audited } = cluster::make(&plan, store, options, go_on)?;
     let rescued = plan.tokenizer.rescued();
     if rescued > 0 && !options.quiet {
-        note!("note: fastokens gave up on {rescued} documents: tokenizers encoded them");
+        let documents = counted(rescued, "document");
+        note!("note: fastokens gave up on {documents}: tokenizers encoded what it did not");
     }
     let tallies = cluster::tallies(&plan)?;
     plan.close()?;
@@ -146,10 +149,14 @@ pub(crate) fn tokenizer(corpus: &Corpus, engine: Engine) -> Result<Tokenizer> {
             .at(corpus.file.to_string())
             .wanted("tokenizer = \"tokenizer.json\"")
     })?;
-    if let Err(error) = path.size()
-        && error.kind() == std::io::ErrorKind::NotFound
-    {
-        return Err(Fault::data("there is no tokenizer at this path")
+    let found = path.size().map_err(|error| error.kind());
+    if found == Err(std::io::ErrorKind::IsADirectory) {
+        return Err(Fault::usage("this is a folder, and a tokenizer is a file")
+            .at(path.to_string())
+            .hint(format!("name the file: tokenizer = \"{path}/tokenizer.json\"")));
+    }
+    if found == Err(std::io::ErrorKind::NotFound) {
+        return Err(Fault::data("this path has no tokenizer")
             .at(path.to_string())
             .wanted(
                 "the path of a Hugging Face `tokenizer.json`; the name of a model is not enough",
@@ -192,12 +199,26 @@ fn done(corpus: &Corpus, store: &Location, head: &Head) -> Result<Manifest> {
     let manifest = open::manifest(store)?;
     let sides = Sides { store };
     sides.compare_heads(&request::head_of(&manifest, head), head)?;
-    for (source, old) in corpus.sources.iter().zip(&manifest.sources) {
-        sides.compare_inputs(source, &old.inputs)?;
-    }
+    let mut sources = corpus.sources.iter().zip(&manifest.sources);
+    meanwhile("build", "reading the inputs to compare them with those of the store", || {
+        sources.try_for_each(|(source, old)| sides.compare_inputs(source, &old.inputs))
+    })?;
     request::compare_dropped(corpus, &manifest, store)?;
     store.local().map_or(Ok(()), open::finish)?;
     Ok(manifest)
+}
+
+/// Whether a store of these sources may have a file that is called so.
+pub fn is_of_a_store<'a>(mut sources: impl Iterator<Item = &'a str>, name: &str) -> bool {
+    let lists = [dropped::FILE, dropped::REMOVED, dedup::MATCHES];
+    match name.split('/').collect::<Vec<_>>()[..] {
+        [name] => [open::MANIFEST, open::MANIFEST_SUM, open::TOKENIZER].contains(&name),
+        [source, list] => lists.contains(&list) && sources.any(|it| it == source),
+        [source, split, _] => {
+            Split::ALL.iter().any(|it| it.name() == split) && sources.any(|it| it == source)
+        }
+        _ => false,
+    }
 }
 
 /// A store gets a folder of its own; what an older version left unfinished there is nothing that this one can go on with.

@@ -3,7 +3,7 @@
 //! Touching, moving or renaming an input is no difference: content is compared, never paths or dates.
 
 use contract::framed::quoted;
-use contract::{Fault, Framed, Identity, Result};
+use contract::{Fault, Framed, Identity, Result, counted};
 use serde::{Deserialize, Serialize};
 use store::{FORMAT, InputRecord, Location, Manifest, SourceRecord, StreamRecord, TokenizerRecord};
 
@@ -156,10 +156,7 @@ impl Sides<'_> {
             (None, Some(input)) => refused(format!("the input {:?} was taken away", input.path)),
             (None, None) => refused("the number of inputs changed".to_owned()),
         };
-        let count = |files: usize| match files {
-            1 => "1 file".to_owned(),
-            _ => format!("{files} files"),
-        };
+        let count = |files: usize| counted(files, "file");
         fault.found(count(source.files.len())).wanted(count(old.len()))
     }
 
@@ -232,18 +229,31 @@ pub(crate) fn check_kept(sources: &[SourceRecord]) -> Result<()> {
             continue;
         }
         let reasons = source.dropped.iter();
-        let reasons = reasons.map(|dropped| format!("{} {}", dropped.documents, dropped.reason));
-        let unread = source.dropped.iter().any(|dropped| !recipe::is_reason(&dropped.reason));
-        return Err(Fault::data(format!("nothing is left of source {:?}", source.name))
-            .found(format!("{read} records: {}", reasons.collect::<Vec<_>>().join(", ")))
-            .wanted("at least one document")
-            .hint(match unread {
-                true => "`zdata build CORPUS.toml --check` lists the records; check `text` of the source, \
-                         or take it out of the corpus",
-                false => "loosen the steps of the source, or take it out of the corpus",
-            }));
+        let reasons = reasons.map(|dropped| (dropped.documents, dropped.reason.as_str()));
+        return Err(nothing_left(&source.name, reasons));
     }
     Ok(())
+}
+
+/// A source whose records were all dropped: so many for each reason.
+pub(crate) fn nothing_left<'a>(
+    source: &str,
+    dropped: impl Iterator<Item = (u64, &'a str)>,
+) -> Fault {
+    let dropped: Vec<(u64, &str)> = dropped.collect();
+    let read: u64 = dropped.iter().map(|(count, _)| count).sum();
+    let reasons: Vec<String> = dropped.iter().map(|(n, reason)| format!("{n} {reason}")).collect();
+    let unread = dropped.iter().any(|(_, reason)| !recipe::is_reason(reason));
+    Fault::data(format!("nothing is left of source {source:?}"))
+        .found(format!("{}: {}", counted(read, "record"), reasons.join(", ")))
+        .wanted("at least one document")
+        .hint(match unread {
+            true => {
+                "`zdata build CORPUS.toml --check` lists the records; check `text` of the source, \
+                     or take it out of the corpus"
+            }
+            false => "loosen the steps of the source, or take it out of the corpus",
+        })
 }
 
 /// The head that a done store answers to.

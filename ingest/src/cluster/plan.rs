@@ -257,7 +257,7 @@ impl Plan {
     /// The corpus as a task sees it: one source, some of its files.
     pub(super) fn cut(&self, task: usize) -> Result<Corpus> {
         let Some((source, files)) = self.text.tasks.get(task) else {
-            return Err(Fault::usage("there is no such task")
+            return Err(Fault::usage("the plan has no such task")
                 .at(self.work.display().to_string())
                 .found(task)
                 .wanted(format!("below {}", self.tasks())));

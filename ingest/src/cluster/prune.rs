@@ -4,13 +4,12 @@
 //! early is made once more.
 
 use std::collections::BTreeSet;
-use std::fmt;
 use std::fs::{self, DirEntry, File};
 use std::io;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-use contract::{Fault, Identity, Result};
+use contract::{Fault, Identity, Result, counted};
 use indicatif::HumanBytes;
 use store::disk;
 
@@ -26,10 +25,15 @@ pub struct Pruned {
     pub kept: (u64, u64),
 }
 
-impl fmt::Display for Pruned {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let told = |(parts, bytes)| format!("{parts} parts ({})", HumanBytes(bytes));
-        write!(f, "removed {}, kept {}", told(self.removed), told(self.kept))
+impl Pruned {
+    /// For people; with `look` as what would be.
+    pub fn told(self, look: bool) -> String {
+        let [removed, kept] = [self.removed, self.kept]
+            .map(|(parts, bytes)| format!("{} ({})", counted(parts, "part"), HumanBytes(bytes)));
+        match look {
+            true => format!("would remove {removed}, and keep {kept}"),
+            false => format!("removed {removed}, kept {kept}"),
+        }
     }
 }
 
@@ -40,7 +44,7 @@ pub fn prune(work: &Path, unused: Duration, look: bool) -> Result<Pruned> {
     if !parts.is_dir() {
         return Err(Fault::usage("this folder holds no parts")
             .at(work.display().to_string())
-            .wanted("the --work folder of a build by tasks"));
+            .wanted("the --work folder of a build"));
     }
     let _lock = lock(work)?;
     let needed = needed(work)?;

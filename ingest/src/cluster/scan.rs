@@ -13,7 +13,7 @@ use super::plan::{Plan, Stage};
 use super::result::{self, TaskResult};
 use crate::dedup::{Gathered, Observed, Scan};
 use crate::dropped::{REMOVED, cut};
-use crate::progress::{Measure, Progress};
+use crate::progress::{Measure, Progress, meanwhile};
 
 /// `decided/scan.json`.
 #[derive(Serialize, Deserialize)]
@@ -48,14 +48,13 @@ pub fn decide(plan: &Plan, quiet: bool) -> Result<()> {
     let bands = folder.join(".bands");
     disk::create_folder(&bands)?;
     let mut gathered = Gathered::new(&plan.corpus, &folder, &bands)?;
-    let mut progress =
-        Progress::new("decide", Measure::Count("parts"), results.len() as u64, quiet);
+    let mut progress = Progress::new("decide", Measure::Count("part"), results.len() as u64, quiet);
     for (task, result) in plan.tasks_of(Stage::Scan).into_iter().zip(&results) {
         gather(plan, task, result, &mut gathered)?;
         progress.add(1);
     }
     drop(progress);
-    let scan = gathered.decide()?;
+    let scan = meanwhile("decide", "comparing documents", || gathered.decide())?;
     disk::remove(&bands)?;
     for (number, source) in plan.corpus.sources.iter().enumerate() {
         if source.recipe.scanned() == 0 {

@@ -1,6 +1,6 @@
 //! What a build took from earlier ones, for people.
 
-use contract::Result;
+use contract::{Result, counted};
 use indicatif::HumanBytes;
 
 use super::merge::results;
@@ -23,10 +23,10 @@ fn tally(plan: &Plan, stage: Stage) -> Result<String> {
         side.1 += result.inputs.len();
         side.2 += result.inputs.iter().map(|input| input.bytes).sum::<u64>();
     }
-    let told = |(parts, files, bytes): (u64, usize, u64), of: String| {
-        format!("{parts}{of} parts ({files} files, {})", HumanBytes(bytes))
+    let told = |(_, files, bytes): (u64, usize, u64), parts: String| {
+        format!("{parts} ({}, {})", counted(files, "file"), HumanBytes(bytes))
     };
-    let of = format!(" of {}", made.0 + reused.0);
-    let (made, reused) = (told(made, of), told(reused, String::new()));
+    let all = format!("{} of {}", made.0, counted(made.0 + reused.0, "part"));
+    let (made, reused) = (told(made, all), told(reused, counted(reused.0, "part")));
     Ok(format!("{}: made {made}, reused {reused}", stage.name()))
 }

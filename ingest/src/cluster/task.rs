@@ -18,6 +18,7 @@ use crate::corpus::{Corpus, SourceFile};
 use crate::dedup::{Observed, Seen, Tools, read_through};
 use crate::dropped::List;
 use crate::prepared::Prepared;
+use crate::progress::meanwhile;
 use crate::tokenize::audit::{self, Audit, Wanted};
 
 /// What became of a task.
@@ -196,7 +197,8 @@ impl<'a> Runner<'a> {
         if again || !self.others {
             return Ok(None);
         }
-        result::contents(files).map(Some)
+        let what = "reading inputs to find parts that are there";
+        meanwhile(stage.name(), what, || result::contents(files)).map(Some)
     }
 }
 

@@ -267,7 +267,7 @@ fn what_an_interrupted_build_did_with_other_inputs_is_done_again() {
     let first = plan(&corpus, &work, 1).unwrap();
     run(&first);
     let fault = Runner::new(&first, 1).unwrap().run(Stage::Encode, 99).unwrap_err();
-    assert!(fault.to_string().contains("no such task"), "{fault}");
+    assert!(fault.to_string().contains("has no such task"), "{fault}");
     // The same plan, since names and sizes of all files are the same.
     let file = bench.path("web-3.jsonl");
     let text = fs::read_to_string(&file).unwrap();

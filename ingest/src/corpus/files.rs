@@ -2,7 +2,7 @@
 //!
 //! A name that begins with a dot is passed over, as shells do, unless a part of the pattern begins with one too.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{Error, ErrorKind};
 use std::path::{Component, Path, PathBuf};
@@ -11,6 +11,8 @@ use contract::settings::{self, Spanned};
 use contract::{Fault, Result};
 use globset::{GlobBuilder, GlobMatcher};
 use store::{Location, regular};
+
+use super::braces::{ALTERNATIVES_MAX, alternatives};
 
 /// A glob, and where the corpus file says it.
 #[derive(Clone, Debug)]
@@ -70,19 +72,19 @@ fn named(folder: &Location, pattern: &Pattern) -> Result<Vec<(String, Location)>
         match storage::locate(glob).map_err(|it| it.at(place.clone()))? {
             Location::Object(object) => {
                 let bucket = storage::bucket(object.address().bucket());
-                let names = Walk::new(object.address().key(), place)?.remote(&bucket)?;
+                let names = each(object.address().key(), place, |walk| walk.remote(&bucket))?;
                 let whole = |name: String| (bucket.join(&name).to_string(), bucket.join(&name));
                 (names.into_iter().map(whole).collect(), REMOTE_HINT)
             }
             Location::Local(path) => match folder {
                 Location::Object(_) if !path.has_root() => {
                     let beside = |name: String| Ok((name.clone(), folder.resolve(&name)?));
-                    let names = Walk::new(glob, place)?.remote(folder)?.into_iter();
+                    let names = each(glob, place, |walk| walk.remote(folder))?.into_iter();
                     (names.map(beside).collect::<Result<_>>()?, REMOTE_HINT)
                 }
                 _ => {
                     let folder = folder.local().unwrap_or(Path::new(""));
-                    let names = Walk::new(glob, place)?.local(folder)?.into_iter();
+                    let names = each(glob, place, |walk| walk.local(folder))?.into_iter();
                     let beside = |name: String| (name.clone(), Location::Local(folder.join(name)));
                     (names.map(beside).collect(), "globs start at the folder of the corpus file")
                 }
@@ -102,11 +104,43 @@ fn named(folder: &Location, pattern: &Pattern) -> Result<Vec<(String, Location)>
 const REMOTE_HINT: &str =
     "check the bucket's name, AWS_ENDPOINT_URL and the credentials in the environment";
 
+/// The names that each alternative of a pattern finds, together.
+fn each(
+    pattern: &str,
+    place: &str,
+    names: impl Fn(&Walk) -> Result<Vec<String>>,
+) -> Result<BTreeSet<String>> {
+    // Whole at first: what is wrong is told of what was written.
+    glob(pattern).map_err(|why| refused(pattern, place, &why))?;
+    let alternatives = alternatives(pattern).ok_or_else(|| {
+        let why = format!("its braces stand for more than {ALTERNATIVES_MAX} patterns");
+        refused(pattern, place, &why)
+    })?;
+    let mut found = BTreeSet::new();
+    for alternative in alternatives {
+        found.extend(names(&Walk::new(&alternative, place)?)?);
+    }
+    Ok(found)
+}
+
+fn glob(pattern: &str) -> std::result::Result<GlobMatcher, String> {
+    let glob = GlobBuilder::new(pattern).literal_separator(true).build();
+    Ok(glob.map_err(|error| error.kind().to_string())?.compile_matcher())
+}
+
+fn refused(pattern: &str, place: &str, why: &str) -> Fault {
+    Fault::usage(format!("{pattern:?} is not a valid pattern: {why}")).at(place.to_owned())
+}
+
+/// A pattern without braces.
 struct Walk {
     /// The parts before the first that holds a wildcard.
     fixed: PathBuf,
     /// How many parts may follow: without `**`, no folder below that depth can match.
     depth: usize,
+    /// What the first of these parts match, with the fixed ones: no folder that does not match leads to a file. None from
+    /// a `**` on.
+    levels: Vec<GlobMatcher>,
     /// Whether names that begin with a dot are looked at.
     hidden: bool,
     matcher: GlobMatcher,
@@ -115,7 +149,7 @@ struct Walk {
 
 impl Walk {
     fn new(pattern: &str, place: &str) -> Result<Self> {
-        let wild = |part: &str| part.contains(['*', '?', '[', '{', '\\']);
+        let wild = |part: &str| part.contains(['*', '?', '[', '\\']);
         let parts: Vec<&str> = pattern
             .split('/')
             .enumerate()
@@ -125,19 +159,19 @@ impl Walk {
         let parts: Vec<&str> =
             if parts.first() == Some(&".") { parts[1..].to_vec() } else { parts };
         let fixed = parts.iter().position(|part| wild(part)).unwrap_or(parts.len());
-        // Braces may hold a slash: then the depth is unknown, as it is with `**`.
-        let open = parts.iter().any(|part| part.contains("**") || part.contains(['{', '[']));
-        let matcher = GlobBuilder::new(&parts.join("/"))
-            .literal_separator(true)
-            .build()
-            .map_err(|error| {
-                Fault::usage(format!("{pattern:?} is not a valid pattern: {}", error.kind()))
-                    .at(place.to_owned())
-            })?
-            .compile_matcher();
-        let depth = if open { usize::MAX } else { parts.len() - fixed };
-        let hidden = parts[fixed..].iter().any(|part| part.starts_with('.'));
-        Ok(Walk { fixed: rooted(&parts[..fixed]), depth, hidden, matcher, place: place.to_owned() })
+        // From there on the depth is unknown: after a `**`, and after a class with a slash in it, which is none to this cut.
+        let opens = |part: &&str| part.contains("**") || part.rfind('[') > part.rfind(']');
+        let open = parts.iter().position(opens);
+        let first = |count: usize| glob(&parts[..count].join("/"));
+        let levels = fixed + 1..=open.unwrap_or(parts.len());
+        Ok(Walk {
+            fixed: rooted(&parts[..fixed]),
+            depth: open.map_or(parts.len() - fixed, |_| usize::MAX),
+            levels: levels.map_while(|count| first(count).ok()).collect(),
+            hidden: parts[fixed..].iter().any(|part| part.starts_with('.')),
+            matcher: first(parts.len()).map_err(|why| refused(pattern, place, &why))?,
+            place: place.to_owned(),
+        })
     }
 
     /// Whether a name that a pattern matches is hidden from it.
@@ -177,7 +211,7 @@ impl Walk {
         let start = if start.as_os_str().is_empty() { PathBuf::from(".") } else { start };
         match fs::metadata(&start) {
             Ok(found) if found.is_dir() => {
-                self.descend(folder, &self.fixed, self.depth, &mut Vec::new(), names)
+                self.descend(folder, &self.fixed, 0, &mut Vec::new(), names)
             }
             // A pattern without wildcards names itself, whatever its characters.
             Ok(found) if self.depth == 0 => {
@@ -217,11 +251,11 @@ impl Walk {
         &self,
         folder: &Path,
         below: &Path,
-        depth: usize,
+        level: usize,
         above: &mut Vec<PathBuf>,
         names: &mut Vec<String>,
     ) -> Result<()> {
-        if depth == 0 {
+        if level == self.depth {
             return Ok(());
         }
         let here = folder.join(below);
@@ -240,10 +274,15 @@ impl Walk {
             }
             let name = below.join(entry.file_name());
             let matches = self.matcher.is_match(shown(&name));
+            // Whether a file that the pattern names may lie below.
+            let leads = level + 1 < self.depth
+                && self.levels.get(level).is_none_or(|level| level.is_match(shown(&name)));
             // Follows links.
             match fs::metadata(entry.path()) {
                 Ok(found) if found.is_dir() => {
-                    self.descend(folder, &name, depth - 1, above, names)?;
+                    if leads {
+                        self.descend(folder, &name, level + 1, above, names)?;
+                    }
                 }
                 Ok(found) if matches => {
                     self.regular(&found, &entry.path())?;
@@ -251,7 +290,7 @@ impl Walk {
                 }
                 Ok(_) => {}
                 // It might be a folder of files that the pattern names.
-                Err(error) if matches || depth > 1 => {
+                Err(error) if matches || leads => {
                     return Err(self.unseen(&entry.path(), &error));
                 }
                 Err(_) => {}
@@ -332,6 +371,11 @@ mod tests {
             (".e/*.jsonl", &[".e/f.jsonl"]),
             ("raw/.d.jsonl", &["raw/.d.jsonl"]),
             ("./raw/*.jsonl", &["raw/a.jsonl"]),
+            ("{.e,raw}/*.jsonl", &[".e/f.jsonl", "raw/a.jsonl"]),
+            ("raw/{.d,a}.jsonl", &["raw/.d.jsonl", "raw/a.jsonl"]),
+            ("raw/{a,sub/c}.jsonl", &["raw/a.jsonl", "raw/sub/c.jsonl"]),
+            ("{raw/{a,b},raw}*{.md,/*.jsonl}", &["raw/a.jsonl", "raw/b.md"]),
+            ("{raw,raw/sub,none}/[a-c].jsonl", &["raw/a.jsonl", "raw/sub/c.jsonl"]),
         ];
         for (pattern, wanted) in cases {
             assert_eq!(found(folder.path(), pattern).unwrap(), wanted, "{pattern}");
@@ -349,6 +393,21 @@ mod tests {
             assert!(told.contains("raw/z.jsonl: ") && told.contains("corpus.toml:3"), "{told}");
         }
         assert_eq!(found(folder.path(), "raw/*.md").unwrap(), ["raw/b.md"]);
+        // No alternative and no part of a pattern leads there.
+        symlink("nothing", folder.path().join("raw/sub/z.txt")).unwrap();
+        symlink("nothing", folder.path().join("z")).unwrap();
+        for pattern in ["{raw,other}/*.md", "[qr]aw/*.md", "r*/b.md", "{raw/b,x/y}.md"] {
+            assert_eq!(found(folder.path(), pattern).unwrap(), ["raw/b.md"], "{pattern}");
+        }
+    }
+
+    #[test]
+    fn a_pattern_that_cannot_be_is_refused_as_it_was_written() {
+        let fault = found(Path::new("."), &"{a,b}".repeat(12)).unwrap_err();
+        assert!(fault.to_string().contains("more than 1000 patterns"), "{fault}");
+        let fault = found(Path::new("."), "{a,b").unwrap_err();
+        assert_eq!(fault.class(), Class::Usage);
+        assert!(fault.to_string().contains("\"{a,b\""), "{fault}");
     }
 
     #[test]

@@ -8,13 +8,14 @@
 //!
 //! Every wrong key or value is refused with its place; a key nobody knows is answered with the nearest known one.
 
+mod braces;
 mod files;
 mod parse;
 mod resolve;
 mod steps;
 
 use contract::settings::File;
-use contract::{Identity, Ratio, Result};
+use contract::{Fault, Identity, Ratio, Result};
 use serde::{Deserialize, Serialize};
 use store::Location;
 
@@ -94,6 +95,15 @@ impl Corpus {
     /// Reads a corpus file and finds its inputs.
     pub fn read(file: impl Into<Location>) -> Result<Corpus> {
         let place = file.into();
+        if let Some(folder) = place.local().filter(|path| path.is_dir()) {
+            let is_store = folder.join(store::open::MANIFEST).is_file();
+            let what = if is_store { "a store" } else { "a folder" };
+            return Err(Fault::usage(format!("this is {what}, and a corpus file is wanted here"))
+                .at(place.to_string())
+                .hint(
+                    "name the TOML file that says which inputs, as in `zdata build corpus.toml`",
+                ));
+        }
         let bytes = place.read().map_err(|error| place.fault("read", &error))?;
         let file = File::from_bytes(place.to_string(), bytes)?;
         let spec = Spec::parse(&file)?;
@@ -105,6 +115,11 @@ impl Corpus {
     pub(crate) fn found(place: Location, text: &str, found: Found) -> Result<Corpus> {
         let file = File::from_bytes(place.to_string(), text.as_bytes().to_vec())?;
         Spec::parse(&file)?.resolve(place, text, found)
+    }
+
+    /// Bytes of its files.
+    pub(crate) fn bytes(&self) -> Result<u64> {
+        self.sources.iter().flat_map(|source| &source.files).map(SourceFile::size).sum()
     }
 
     /// The corpus with one source, and nothing else of the others.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 
-use contract::settings::{File, Spanned, Table, Value};
+use contract::settings::{CORPUS, File, Spanned, Table, Value};
 use contract::{Fault, Ratio, Result};
 use serde::Deserialize;
 use store::UNIT_TOKENS;
@@ -86,6 +86,7 @@ struct WrittenSource {
 impl Spec {
     /// Parses the text of a corpus file.
     pub fn parse(file: &File) -> Result<Spec> {
+        file.check_kind(CORPUS)?;
         let written: Written = file.parse()?;
         let mut sources = sources(file, &written.source)?;
         steps::steps(file, &written.prepare, &mut sources)?;

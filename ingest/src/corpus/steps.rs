@@ -92,7 +92,7 @@ pub(super) fn steps(
         for wanted in settings.texts("sources", chosen)? {
             let Some(source) = sources.iter_mut().find(|source| source.name == wanted) else {
                 let names: Vec<&str> = sources.iter().map(|source| source.name.as_str()).collect();
-                let fault = file.fault(chosen, format!("there is no source {wanted:?}"));
+                let fault = file.fault(chosen, format!("no source is called {wanted:?}"));
                 return Err(fault.one_of(&wanted, names));
             };
             if source.steps.last().is_some_and(|(last, _)| *last == number) {
@@ -156,7 +156,7 @@ fn step(settings: &Settings<'_>, name: &Spanned<Value>) -> Result<StepSpec> {
             filter(Filter::Trim(trim))
         }
         _ => {
-            let fault = settings.file.fault(name, format!("there is no step {written:?}"));
+            let fault = settings.file.fault(name, format!("no step is called {written:?}"));
             return Err(fault.one_of(written, STEPS));
         }
     };

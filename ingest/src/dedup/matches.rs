@@ -22,7 +22,7 @@ use crate::recipe::compare::Compare;
 use crate::source::Document;
 
 /// The file's name in the source's folder.
-const FILE: &str = "contaminated.jsonl";
+pub(crate) const FILE: &str = "contaminated.jsonl";
 
 /// Matches of one document that are told.
 pub(crate) const MATCHES_MAX: usize = 100;

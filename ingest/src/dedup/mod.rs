@@ -17,6 +17,7 @@ pub(crate) mod repeats;
 mod scan;
 mod tools;
 
+pub(crate) use matches::FILE as MATCHES;
 pub(crate) use observe::{Mark, Observed, contaminated};
 pub(crate) use scan::{Gathered, Scan, Seen, read_through};
 pub(crate) use tools::Tools;

@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use contract::{Fault, Identity, Result, fault};
+use contract::{Fault, Identity, Result, counted, fault};
 use serde::{Deserialize, Serialize};
 use storage::publish;
 use storage::staging::Staging;
@@ -130,7 +130,7 @@ fn into_folder(
     }
     let staging = Staging::begin(folder)?;
     let tokens = chosen.iter().map(|(_, _, stream)| stream.record().tokens).sum();
-    let mut progress = Progress::new("export", Measure::Count("tokens"), tokens, request.quiet);
+    let mut progress = Progress::new("export", Measure::Count("token"), tokens, request.quiet);
     let mut streams = Vec::new();
     for (source, split, stream) in chosen {
         let stem = staging.path().join(&source.name).join(split.name());
@@ -160,7 +160,7 @@ fn into_folder(
 fn summary(note: &Note) -> String {
     let sum = |count: fn(&StreamNote) -> u64| note.streams.iter().map(count).sum::<u64>();
     let (documents, tokens) = (sum(|stream| stream.documents), sum(|stream| stream.tokens));
-    format!("{documents} documents, {tokens} tokens")
+    format!("{}, {}", counted(documents, "document"), counted(tokens, "token"))
 }
 
 fn bytes(note: &Note) -> Result<Vec<u8>> {
@@ -203,7 +203,7 @@ fn chosen<'a>(
         }
     }
     if chosen.is_empty() {
-        return Err(Fault::usage("there is nothing to export")
+        return Err(Fault::usage("nothing was chosen to export")
             .at(request.store.to_string())
             .hint("see `zdata inspect` for what the store holds"));
     }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use contract::framed::quoted;
-use contract::{Digest, Fault, Hasher, Identity, Ratio, Result};
+use contract::{Digest, Fault, Hasher, Identity, Ratio, Result, counted};
 use storage::staging::Staging;
 use store::{
     DocumentRecord, FORMAT, InputRecord, Location, Manifest, SourceRecord, Split, TokenizerRecord,
@@ -112,7 +112,8 @@ pub fn import(request: &Import) -> Result<Imported> {
     let streams = || manifest.sources.iter().flat_map(|source| [&source.train, &source.validation]);
     let documents: u64 = streams().map(|stream| stream.documents).sum();
     let tokens: u64 = streams().map(|stream| stream.tokens).sum();
-    Ok(Imported::Done(manifest, format!("{documents} documents, {tokens} tokens")))
+    let summary = format!("{}, {}", counted(documents, "document"), counted(tokens, "token"));
+    Ok(Imported::Done(manifest, summary))
 }
 
 /// The store that is there, if it is what was asked for.

@@ -203,7 +203,7 @@ impl Reader {
         }
         let names = &shard.column_names;
         let column = names.iter().position(|name| *name == hints.column).ok_or_else(|| {
-            Fault::usage(format!("there is no column {:?}", hints.column))
+            Fault::usage(format!("this shard has no column {:?}", hints.column))
                 .at(index.display().to_string())
                 .wanted(format!("one of {}", names.join(", ")))
                 .hint("name the column of tokens: --column NAME")

@@ -223,6 +223,8 @@ pub(super) fn guarded<T, E: Error + 'static>(
     decode: impl FnOnce() -> std::result::Result<T, E>,
 ) -> Result<T> {
     let damaged = |found: String| {
+        // Some libraries say it in several lines.
+        let found = found.lines().map(str::trim).collect::<Vec<_>>().join(", ");
         Fault::data(format!("the {format} file is damaged, cut short or of an unknown kind"))
             .at(path.display().to_string())
             .found(found)

@@ -104,10 +104,9 @@ impl Messages {
     /// The next record batch; nothing after the end marker, with all that follows it checked.
     pub(super) fn next_batch(&mut self) -> Result<Option<RecordBatch>> {
         loop {
-            let first = self.exactly(4)?;
-            let first =
-                if first == CONTINUATION { [first, self.exactly(4)?].concat() } else { first };
-            let Some(message) = self.message(&first)? else { return self.finish().map(|()| None) };
+            let message = self.next_message();
+            let message = message.map_err(in_group(&self.path, "record batch", self.batches))?;
+            let Some(message) = message else { return self.finish().map(|()| None) };
             let (schema, projection) = (self.schema.clone(), self.projection.as_deref());
             let dictionaries = &mut self.dictionaries;
             let batch = guarded(&self.path, "Arrow", || {
@@ -140,6 +139,13 @@ impl Messages {
                 return Ok(batch);
             }
         }
+    }
+
+    /// Reads the next message; nothing at the end marker.
+    fn next_message(&mut self) -> Result<Option<Message>> {
+        let first = self.exactly(4)?;
+        let first = if first == CONTINUATION { [first, self.exactly(4)?].concat() } else { first };
+        self.message(&first)
     }
 
     /// Reads the message whose first bytes, marker and length or length alone, are `first`.

@@ -1,7 +1,7 @@
 //! Parquet: a string column, nested or not, row group by row group.
 //!
-//! Columns are read below the Arrow layer, as bytes: a value that is not UTF-8 is then one lost row and not a lost
-//! file, workers do the checking, and only the pages of the columns asked for are touched.
+//! Columns are read below the Arrow layer, as bytes: a value that is not UTF-8 is then one dropped row and not a
+//! damaged file, workers do the checking, and only the pages of the columns asked for are touched.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -11,10 +11,12 @@ mod file;
 mod merge;
 mod words;
 
-use contract::{Digest, Fault, Key, Purpose, Ratio, Result, draw};
+use std::io::ErrorKind;
+
+use contract::{Digest, Fault, Identity, Key, Purpose, Ratio, Result, draw};
 use store::Location;
 
-use crate::corpus::{Corpus, SourceFile};
+use crate::corpus::Corpus;
 use crate::progress::{Measure, Progress};
 
 /// The expression that cuts text into words; the same characters as in `fastokens`, which recognises it by them.
@@ -61,9 +63,25 @@ pub struct Trained {
 }
 
 impl Trained {
-    /// Writes `tokenizer.json`, whole or not at all.
-    pub fn write(&self, out: impl Into<Location>) -> Result<()> {
-        out.into().write(&self.bytes)
+    /// Writes `tokenizer.json`, whole or not at all. Returns whether it is new: one with these very bytes stays as it is,
+    /// and one with others is refused, because stores may have been built by it.
+    pub fn write(&self, out: impl Into<Location>) -> Result<bool> {
+        let out = out.into();
+        match out.size() {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                return out.write(&self.bytes).map(|()| true);
+            }
+            size => size.map_err(|error| out.fault("look at", &error))?,
+        };
+        let (ours, there) = (Identity::of_bytes(&self.bytes), out.content()?.1);
+        if ours == there {
+            return Ok(false);
+        }
+        Err(Fault::usage("another file is there already, and is never overwritten")
+            .at(out.to_string())
+            .found(format!("SHA-256 {there}"))
+            .wanted(format!("SHA-256 {ours}, which this corpus and these options give"))
+            .hint("name another --out, or remove that file"))
     }
 }
 
@@ -78,7 +96,7 @@ pub fn train(corpus: &Corpus, request: &Request, options: Options) -> Result<Tra
             .wanted(format!("at least {smallest}: every byte and every special token")));
     }
     check_special(&request.special)?;
-    let mut progress = Progress::new("train", Measure::Bytes, input_bytes(corpus)?, options.quiet);
+    let mut progress = Progress::new("train", Measure::Bytes, corpus.bytes()?, options.quiet);
     let counted = words::count(corpus, request.sample, options.workers, &mut progress)?;
     if counted.words.is_empty() {
         return Err(Fault::data("the corpus has no documents to train a tokenizer on")
@@ -86,8 +104,12 @@ pub fn train(corpus: &Corpus, request: &Request, options: Options) -> Result<Tra
             .found(format!("{} records that are none", counted.dropped))
             .hint("check `files` and `text` in the corpus file, and --sample"));
     }
-    progress.finish();
-    let learned = merge::learn(&counted.words, request.vocab - special);
+    drop(progress);
+    let size = request.vocab - special;
+    let mut progress =
+        Progress::new("merge", Measure::Count("token"), u64::from(size), options.quiet);
+    let learned = merge::learn(&counted.words, size, || progress.add(1));
+    drop(progress);
     let bytes = file::tokenizer_json(&learned, &request.special)?;
     Ok(Trained {
         bytes,
@@ -118,11 +140,6 @@ fn check_special(special: &[String]) -> Result<()> {
         }
     }
     Ok(())
-}
-
-fn input_bytes(corpus: &Corpus) -> Result<u64> {
-    let files = corpus.sources.iter().flat_map(|source| &source.files);
-    files.map(SourceFile::size).sum()
 }
 
 #[cfg(test)]

@@ -126,8 +126,11 @@ fn a_flipped_bit_in_any_byte_is_found_and_named() {
             if let Some((_, ids)) = values.as_ref().filter(|(range, _)| range.contains(&at)) {
                 let (_, block, documents) = &found[0];
                 assert_eq!(*block, Some(0));
-                let wanted =
-                    format!("{} documents: {}", ids.len(), ids[..ids.len().min(4)].join(", "));
+                let wanted = format!(
+                    "{}: {}",
+                    contract::counted(ids.len(), "document"),
+                    ids[..ids.len().min(4)].join(", ")
+                );
                 assert!(
                     documents.as_ref().is_some_and(|d| d.starts_with(&wanted)),
                     "{documents:?}"

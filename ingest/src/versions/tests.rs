@@ -1,6 +1,6 @@
 //! What holds the versions: the output of every stage and step over a generated corpus, and `Cargo.lock`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
@@ -232,30 +232,63 @@ fn what_stages_and_steps_make_changes_only_with_their_versions() {
     );
 }
 
-#[test]
-fn the_libraries_named_are_those_that_are_linked() {
+/// A package of `Cargo.lock`.
+struct Package {
+    name: String,
+    release: String,
+    /// Whether it is of this workspace.
+    ours: bool,
+    /// `name`, or `name release` where there are several.
+    needs: Vec<String>,
+}
+
+fn packages() -> Vec<Package> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../Cargo.lock");
-    let lock = fs::read_to_string(path).unwrap();
-    let value = |line: Option<&str>, key: &str| {
-        let value = line?.strip_prefix(key)?.strip_prefix(" = \"")?.strip_suffix('"')?;
-        Some(value.to_owned())
-    };
-    let packages = lock.split("[[package]]\n").filter_map(|package| {
-        let mut lines = package.lines();
-        Some((value(lines.next(), "name")?, value(lines.next(), "version")?))
+    let lock: toml::Table = toml::from_str(&fs::read_to_string(path).unwrap()).unwrap();
+    let text = |value: &toml::Value| value.as_str().unwrap().to_owned();
+    let packages = lock["package"].as_array().unwrap().iter();
+    let package = packages.map(|package| Package {
+        name: text(&package["name"]),
+        release: text(&package["version"]),
+        ours: package.get("source").is_none(),
+        needs: package
+            .get("dependencies")
+            .map_or(Vec::new(), |needs| needs.as_array().unwrap().iter().map(text).collect()),
     });
-    let packages: Vec<(String, String)> = packages.collect();
-    for (library, release) in LIBRARIES {
-        let linked: Vec<&str> = packages
-            .iter()
-            .filter(|(name, _)| name == library)
-            .map(|(_, version)| version.as_str())
-            .collect();
-        assert_eq!(
-            linked,
-            [release],
-            "Cargo.lock has another release of {library}: write it into LIBRARIES, so that parts of earlier builds \
-             are made again",
-        );
+    package.collect()
+}
+
+/// A library under this crate either decides bytes, and is in LIBRARIES by the release that is linked, or it is in `neutral.txt`,
+/// and then neither do those under it.
+#[test]
+fn every_library_that_is_linked_is_in_the_cache_keys_or_decides_nothing() {
+    let neutral: Vec<&str> = include_str!("neutral.txt")
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .flat_map(|line| line.split_once(": ").expect("a reason, then names").1.split(' '))
+        .collect();
+    let packages = packages();
+    let (mut open, mut seen) = (vec!["ingest".to_owned()], BTreeSet::new());
+    while let Some(need) = open.pop() {
+        let (name, release) = need.split_once(' ').map_or((&*need, None), |(n, r)| (n, Some(r)));
+        let fits = |it: &&Package| it.name == name && release.is_none_or(|is| it.release == is);
+        for package in packages.iter().filter(fits) {
+            let is_new = seen.insert((package.name.as_str(), package.release.as_str()));
+            let ends = neutral.contains(&name) || (package.ours && name != "ingest");
+            if is_new && !ends {
+                open.extend(package.needs.iter().cloned());
+            }
+        }
     }
+    let ours: Vec<&str> = packages.iter().filter(|it| it.ours).map(|it| it.name.as_str()).collect();
+    let decides = |(name, _): &&(&str, &str)| !ours.contains(name) && !neutral.contains(name);
+    let linked: Vec<(&str, &str)> = seen.iter().filter(decides).copied().collect();
+    assert_eq!(
+        linked, LIBRARIES,
+        "Cargo.lock has other libraries or releases: write them into LIBRARIES, so that parts of earlier builds are made \
+         again, or into versions/neutral.txt, with the reason why they decide no byte",
+    );
+    let stale = |name: &&&str| seen.iter().all(|(seen, _)| seen != *name);
+    let stale: Vec<&&str> = neutral.iter().filter(stale).collect();
+    assert!(stale.is_empty(), "versions/neutral.txt names what is not linked: {stale:?}");
 }

@@ -16,11 +16,11 @@ use std::time::{Duration, SystemTime};
 
 use contract::Digest;
 use store::location::LocalFile;
+use store::regular;
 use tempfile::NamedTempFile;
 use xxhash_rust::xxh3::Xxh3;
 
-/// Bytes that are kept, unless `ZDATA_CACHE_BYTES` says otherwise.
-const CACHE_BYTES: u64 = 16 << 30;
+use crate::environment;
 
 /// What the names of copies begin with that are not whole yet.
 const PART: &str = ".part-";
@@ -79,19 +79,17 @@ impl From<Copy> for LocalFile {
 
 /// Where copies are kept.
 pub(super) fn folder() -> Result<PathBuf> {
-    if let Some(folder) = std::env::var_os("ZDATA_CACHE") {
-        return Ok(PathBuf::from(folder));
-    }
-    let root = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
-    let home = || Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache"));
-    let root = root.or_else(home).ok_or_else(|| Error::other("no HOME: set ZDATA_CACHE"))?;
-    Ok(root.join("ztrain").join("s3"))
+    environment::cache_folder(&environment::here)
 }
 
 impl Cache {
     pub(super) fn open() -> Result<Self> {
-        let stated = std::env::var("ZDATA_CACHE_BYTES").ok().and_then(|text| text.parse().ok());
-        Cache::at(folder()?.join("copies"), stated.unwrap_or(CACHE_BYTES))
+        let (folder, limit) = (folder()?, environment::cache_bytes(&environment::here)?);
+        // Of the folder, and not of the object that is to be read: so never a missing file.
+        let unusable = |error: Error| {
+            Error::other(format!("the cache folder {} (ZDATA_CACHE): {error}", folder.display()))
+        };
+        Cache::at(folder.join("copies"), limit).map_err(unusable)
     }
 
     fn at(folder: PathBuf, limit: u64) -> Result<Self> {
@@ -114,7 +112,7 @@ impl Cache {
                 continue;
             }
             // Another process may have removed it meanwhile.
-            let Ok(file) = File::open(entry.path()) else { continue };
+            let Ok(file) = regular::open(&entry.path()) else { continue };
             let age = file.metadata()?.modified()?.elapsed().unwrap_or_default();
             if age > HOUR && is_free(&file) {
                 let _ = fs::remove_file(entry.path());
@@ -147,9 +145,9 @@ impl Cache {
 
     /// The copy that is there, if it is whole.
     fn take(&self, path: &Path, bytes: u64) -> Result<Option<Copy>> {
-        let file = match File::open(path) {
+        let file = match regular::open(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            file => file?,
+            file => file.map_err(|error| unusable(path, &error))?,
         };
         match file.lock_shared() {
             Err(error) if !is_lockless(&error) => return Err(error),
@@ -174,13 +172,12 @@ impl Cache {
         if self.known().checked.get(path) == Some(&about.ino()) {
             return Ok(true);
         }
-        let wanted = match fs::read_to_string(sum_of(path)) {
+        let sum = sum_of(path);
+        let wanted = match regular::read(&sum) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
-            // A torn one need not be text.
-            Err(error) if error.kind() == ErrorKind::InvalidData => return Ok(false),
-            wanted => wanted?,
+            wanted => wanted.map_err(|error| unusable(&sum, &error))?,
         };
-        if digest(file, bytes)?.to_string() != wanted {
+        if digest(file, bytes)?.to_string().as_bytes() != wanted {
             return Ok(false);
         }
         if about.modified()?.elapsed().is_ok_and(|age| age > HOUR) {
@@ -241,7 +238,7 @@ impl Cache {
                 if sum <= self.limit / 4 * 3 {
                     break;
                 }
-                let Ok(file) = File::open(&path) else { continue };
+                let Ok(file) = regular::open(&path) else { continue };
                 if is_free(&file) {
                     known.checked.remove(&path);
                     remove(&path);
@@ -272,6 +269,11 @@ impl Cache {
         }
         Ok(found)
     }
+}
+
+/// What stands in a copy's place and is none: the cache's trouble, and not that of the object.
+fn unusable(path: &Path, error: &Error) -> Error {
+    Error::other(format!("{} in the cache: {error}; remove it", path.display()))
 }
 
 /// Removes a copy; another process may have done so already.
@@ -343,6 +345,7 @@ fn today() -> SystemTime {
 mod tests {
     use std::cell::Cell;
     use std::io::Read as _;
+    use std::process::Command;
 
     use tempfile::TempDir;
 
@@ -401,6 +404,36 @@ mod tests {
             let after = Cache::at(before.folder.clone(), 1000).unwrap();
             assert_eq!(get(&after, "a", b"bytes"), (b"bytes".to_vec(), 1));
             assert_eq!(get(&after, "a", b"bytes"), (b"bytes".to_vec(), 0));
+        }
+    }
+
+    /// Nothing waits for a FIFO, and neither it nor a folder is said to be the object.
+    #[test]
+    fn what_is_no_file_in_a_copys_place_is_the_caches_trouble() {
+        let spoils: [fn(&Path); 4] = [
+            |path| fs::create_dir(path).unwrap(),
+            |path| assert!(Command::new("mkfifo").arg(path).status().unwrap().success()),
+            |path| {
+                fs::write(path, b"bytes").unwrap();
+                fs::create_dir(sum_of(path)).unwrap();
+            },
+            |path| {
+                fs::write(path, b"bytes").unwrap();
+                assert!(Command::new("mkfifo").arg(sum_of(path)).status().unwrap().success());
+            },
+        ];
+        for spoil in spoils {
+            let (_folder, cache) = cache(1000);
+            get(&cache, "a", b"bytes");
+            let path = copies(&cache).remove(0);
+            remove(&path);
+            spoil(&path);
+            let part = cache.folder.join(".part-x");
+            assert!(Command::new("mkfifo").arg(part).status().unwrap().success());
+            let after = Cache::at(cache.folder.clone(), 1000).unwrap();
+            let error = after.get("a", "x.jsonl", 5, |_| Ok(())).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Other);
+            assert!(error.to_string().contains("in the cache"), "{error}");
         }
     }
 

@@ -18,11 +18,13 @@ use object_store::{
 use store::location::Address;
 use tokio::runtime::Runtime;
 
+use crate::environment::{self, Access};
+
 /// How often a request is made in all, beyond what the library repeats by itself.
 const TRIES: u32 = 6;
 
-/// Seconds that a request may take, unless `ZDATA_S3_TIMEOUT` says otherwise.
-const TIMEOUT_SECONDS: u64 = 60;
+/// Where a machine of a cloud asks for its credentials: the library's last resort, which elsewhere never answers.
+const METADATA: &str = "//169.254.169.254/";
 
 /// What is compared at a time.
 const COMPARED_BYTES: u64 = 16 << 20;
@@ -53,6 +55,7 @@ pub(super) enum Put {
 
 /// One way to all buckets that the environment gives access to.
 pub(super) struct Client {
+    access: Access,
     buckets: Mutex<BTreeMap<String, Arc<AmazonS3>>>,
     known: Mutex<BTreeMap<Address, About>>,
 }
@@ -67,27 +70,29 @@ fn runtime() -> Result<&'static Runtime> {
     made.as_ref().map_err(|error| Error::other(error.clone()))
 }
 
-fn timeout() -> Duration {
-    let stated = std::env::var("ZDATA_S3_TIMEOUT").ok().and_then(|text| text.parse().ok());
-    Duration::from_secs(stated.unwrap_or(TIMEOUT_SECONDS))
-}
-
 /// An error of the library as one of a file.
 fn plain(error: object_store::Error) -> Error {
+    let text = error.to_string();
+    // The library has no kind for these, and asking again makes neither a bucket nor credentials.
+    if text.contains("<Code>NoSuchBucket</Code>") {
+        return Error::new(ErrorKind::NotFound, "the bucket does not exist");
+    }
+    if text.contains(METADATA) {
+        let what = "AWS_ACCESS_KEY_ID is not set, and the machine itself gives no credentials";
+        return Error::new(ErrorKind::InvalidInput, what);
+    }
     let kind = match &error {
-        object_store::Error::NotFound { .. } => ErrorKind::NotFound,
+        object_store::Error::NotFound { .. } => {
+            return Error::new(ErrorKind::NotFound, "the object does not exist");
+        }
         object_store::Error::AlreadyExists { .. } => ErrorKind::AlreadyExists,
         object_store::Error::Precondition { .. } => ErrorKind::StaleNetworkFileHandle,
         object_store::Error::PermissionDenied { .. }
         | object_store::Error::Unauthenticated { .. } => ErrorKind::PermissionDenied,
         object_store::Error::InvalidPath { .. } => ErrorKind::InvalidInput,
-        // The library has no kind for it, and asking again makes no bucket.
-        error if error.to_string().contains("<Code>NoSuchBucket</Code>") => {
-            return Error::new(ErrorKind::NotFound, "the bucket does not exist");
-        }
         _ => ErrorKind::Other,
     };
-    Error::new(kind, error.to_string())
+    Error::new(kind, text)
 }
 
 /// Whether asking again may help.
@@ -97,8 +102,9 @@ fn may_pass(error: &Error) -> bool {
 
 impl Client {
     pub(super) fn new() -> Result<Self> {
+        let access = Access::of(&environment::here)?;
         runtime()?;
-        Ok(Client { buckets: Mutex::default(), known: Mutex::default() })
+        Ok(Client { access, buckets: Mutex::default(), known: Mutex::default() })
     }
 
     fn bucket(&self, name: &str) -> Result<Arc<AmazonS3>> {
@@ -106,14 +112,13 @@ impl Client {
         if let Some(bucket) = buckets.get(name) {
             return Ok(Arc::clone(bucket));
         }
-        let endpoint = std::env::var("AWS_ENDPOINT_URL").or(std::env::var("AWS_ENDPOINT"));
-        let plain_http = endpoint.is_ok_and(|endpoint| endpoint.starts_with("http://"));
+        let Access { timeout, plain_http } = self.access;
         let options = ClientOptions::new()
             .with_allow_http(plain_http)
-            .with_connect_timeout(timeout().min(Duration::from_secs(10)))
-            .with_timeout(timeout());
+            .with_connect_timeout(timeout.min(Duration::from_secs(10)))
+            .with_timeout(timeout);
         let backoff = BackoffConfig { max_backoff: Duration::from_secs(5), ..Default::default() };
-        let retry = RetryConfig { backoff, max_retries: 5, retry_timeout: 4 * timeout() };
+        let retry = RetryConfig { backoff, max_retries: 5, retry_timeout: 4 * timeout };
         let bucket = AmazonS3Builder::from_env()
             .with_bucket_name(name)
             .with_client_options(options)

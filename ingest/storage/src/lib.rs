@@ -19,6 +19,7 @@ mod cache;
 mod client;
 pub mod copies;
 pub mod crash;
+mod environment;
 pub mod publish;
 pub mod staging;
 
@@ -27,6 +28,7 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
+use contract::fault::again;
 use contract::{Fault, Result};
 pub use store::Location;
 use store::location::{Address, LocalFile, Object, Remote, SCHEME};
@@ -107,7 +109,7 @@ fn s3() -> Arc<dyn Remote> {
 
 /// Object storage, reached when it is first asked: most runs never leave the machine.
 #[derive(Default)]
-struct S3(OnceLock<std::result::Result<Reader, String>>);
+struct S3(OnceLock<io::Result<Reader>>);
 
 /// Reads objects through a cache on this machine.
 struct Reader {
@@ -117,12 +119,8 @@ struct Reader {
 
 impl S3 {
     fn reader(&self) -> io::Result<&Reader> {
-        let made = self.0.get_or_init(|| {
-            let cache = Cache::open().map_err(|error| error.to_string())?;
-            let client = Client::new().map_err(|error| error.to_string())?;
-            Ok(Reader { client, cache })
-        });
-        made.as_ref().map_err(|error| io::Error::other(error.clone()))
+        let made = || Ok(Reader { client: Client::new()?, cache: Cache::open()? });
+        self.0.get_or_init(made).as_ref().map_err(again)
     }
 }
 

@@ -46,6 +46,26 @@ fn size(file: &Path) -> Result<u64> {
     Ok(fs::metadata(file).map_err(|error| Fault::io("read", file, &error))?.len())
 }
 
+/// Refuses a place below which something lies that `is_ours` does not know by its name from there: a store gets a place of its
+/// own. What an earlier run put, or was about to, is ours.
+pub fn check_place(target: &Object, is_ours: impl Fn(&str) -> bool) -> Result<()> {
+    let place = Location::Object(target.clone());
+    let names = target.list().map_err(|error| place.fault("list", &error))?;
+    // An upload in parts lies beside its place, named by what it is.
+    let whole = |name: &str| match name.strip_suffix(".part").and_then(|it| it.rsplit_once('.')) {
+        Some((whole, _)) => whole.to_owned(),
+        None => name.to_owned(),
+    };
+    match names.iter().find(|name| !is_ours(&whole(name))) {
+        None => Ok(()),
+        Some(other) => Err(Fault::usage("this place holds something else")
+            .at(place.to_string())
+            .found(other)
+            .wanted("nothing, or what was put there of a store")
+            .hint("name another place")),
+    }
+}
+
 /// Puts the files `names` of `folder` to `target`, in their order: the last is to be the one that makes the rest whole.
 /// Calls `passed` with bytes as they go, with each file's own number in all.
 pub fn publish(

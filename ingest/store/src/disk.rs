@@ -107,6 +107,12 @@ pub fn create_folder(path: &Path) -> Result<()> {
         }
         // Another process was faster.
         Err(error) if error.kind() == ErrorKind::AlreadyExists && path.is_dir() => {}
+        // Its folder is there: this is no path that was mistyped, and nothing that is missing can be found again.
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            return Err(Fault::usage(format!("this folder cannot be made here: {error}"))
+                .at(path.display().to_string())
+                .hint("name another folder; the current one may have been removed"));
+        }
         Err(error) => return Err(Fault::io("create", path, &error)),
     }
     sync_folder(above)

@@ -97,6 +97,9 @@ impl Address {
         if bucket.is_empty() {
             return Err(refused("it has no bucket"));
         }
+        if !is_bucket(bucket) {
+            return Err(refused("a bucket's name is made of letters, digits, `-`, `_` and dots"));
+        }
         let key = key.strip_suffix('/').unwrap_or(key);
         if key.is_empty() {
             return Err(refused("it has no key"));
@@ -165,6 +168,14 @@ impl Address {
         }
         Ok(at)
     }
+}
+
+/// Whether a bucket may be called so. It may become part of a host's name: nothing in it ends one or begins another part.
+fn is_bucket(name: &str) -> bool {
+    let ends = name.starts_with(|c: char| c.is_ascii_alphanumeric())
+        && name.ends_with(|c: char| c.is_ascii_alphanumeric());
+    let letter = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    ends && name.len() <= 255 && name.chars().all(letter) && !name.contains("..")
 }
 
 /// Why a part of a key is none.
@@ -393,7 +404,14 @@ impl Location {
     pub fn fault(&self, what: &str, error: &io::Error) -> Fault {
         match self {
             Location::Local(path) => Fault::io(what, path, error),
-            Location::Object(_) => Fault::io(what, Path::new(""), error).at(self.to_string()),
+            Location::Object(_) => {
+                let fault = Fault::io(what, Path::new(""), error).at(self.to_string());
+                match error.kind() {
+                    io::ErrorKind::NotFound => fault.hint("check the address and AWS_ENDPOINT_URL"),
+                    io::ErrorKind::InvalidInput => fault.hint("mend this in the environment"),
+                    _ => fault,
+                }
+            }
         }
     }
 }

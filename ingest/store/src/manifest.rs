@@ -77,7 +77,7 @@ pub struct PreparedRecord {
     pub read_bytes: u64,
     /// The steps that changed documents that were kept, in the order of the steps.
     pub changes: Vec<Change>,
-    /// Lists that the steps left in the source's folder: hits of evaluation sets.
+    /// Lists that the steps left in the source's folder: matches with evaluation sets.
     pub files: Vec<FileRecord>,
 }
 
@@ -310,14 +310,6 @@ impl StreamRecord {
             return None;
         }
         Some(self.shards.partition_point(|shard| shard.first_token <= index) - 1)
-    }
-
-    /// The shard that holds document `index` of the stream.
-    pub fn shard_of_document(&self, index: u64) -> Option<usize> {
-        if index >= self.documents {
-            return None;
-        }
-        Some(self.shards.partition_point(|shard| shard.first_document <= index) - 1)
     }
 }
 

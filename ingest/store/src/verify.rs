@@ -20,7 +20,7 @@ use crate::{
 };
 use contract::digest::block_sum;
 use contract::fault::is_of_the_moment;
-use contract::{Class, Digest, Fault, Identity, Result};
+use contract::{Class, Digest, Fault, Identity, Result, counted};
 
 /// One damaged place.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -243,7 +243,7 @@ impl Check<'_> {
             return None;
         }
         let more = if count as usize > named.len() { ", ..." } else { "" };
-        Some(format!("{count} documents: {}{more}", named.join(", ")))
+        Some(format!("{}: {}{more}", counted(count, "document"), named.join(", ")))
     }
 
     /// Ids, starts, provenance and the chain of a shard whose bytes are whole. An error is a file and what it says.

@@ -6,7 +6,7 @@ use std::fs;
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Ratio, Result};
+use contract::{Fault, Ratio, Result, counted};
 use curriculum::{AddedStore, Amendment, Dtype, Numbers, NumbersChange};
 use loader::{Opened, Stores};
 use mixer::Plan;
@@ -119,7 +119,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     // The file itself is replaced, not a link to it.
     let path = args.curriculum.canonicalize();
     let path = path.map_err(|error| Fault::io("read", &args.curriculum, &error))?;
-    let before = Opened::open(&args.curriculum)?;
+    let before = super::opened(&args.curriculum)?;
     refuse_recorded(&path, args.step, before.plan.steps())?;
     let found = match args.ban.is_empty() {
         true => Vec::new(),
@@ -419,7 +419,9 @@ impl Proof {
             let (id, origin) = (output::plain(id), output::plain(origin));
             let _ = writeln!(
                 out,
-                "  banned: {id}, document {document} of {source}, {origin}: {tokens} tokens, {labels} labels not seen"
+                "  banned: {id}, document {document} of {source}, {origin}: {}, {} not seen",
+                counted(*tokens, "token"),
+                counted(*labels, "label")
             );
         }
         for NumberRow { key, was, becomes } in &self.numbers {

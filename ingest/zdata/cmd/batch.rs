@@ -2,10 +2,10 @@
 
 use std::fmt::Write as _;
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, counted};
 use ingest::tokenize::Decoder;
 use loader::explain::{Piece, pieces};
-use loader::{Opened, RankSlice, Stores};
+use loader::{RankSlice, Stores};
 use mixer::{Plan, SampleSpec, StepSpec};
 use serde::Serialize;
 use store::{Location, Split};
@@ -102,7 +102,7 @@ struct Document {
 
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
-    let opened = Opened::open(&args.curriculum)?;
+    let opened = super::opened(&args.curriculum)?;
     let plan = &opened.plan;
     let spec = plan.step(args.step).map_err(|fault| fault.or_at(|| opened.file.to_string()))?;
     let rows = rows(&args, &spec)?;
@@ -193,7 +193,7 @@ impl Sequence {
         let parts: Vec<String> = spans.iter().map(|[from, to]| format!("{from}..{to}")).collect();
         let _ = write!(out, ", tokens {} of the source", parts.join(" + "));
         if let Some(labels) = label_count {
-            let _ = write!(out, ", {labels} labels");
+            let _ = write!(out, ", {}", counted(*labels, "label"));
         }
         if *padding > 0 {
             let _ = write!(out, ", {padding} padding");
@@ -266,10 +266,13 @@ impl Report {
         let Report { step, phase, batch, micro_batch, seq_len, first_sample, digest, sequences } =
             self;
         let phase = output::plain(phase);
+        let (sequences_of, tokens) = (counted(*batch, "sequence"), counted(*seq_len, "token"));
+        let samples = match batch {
+            1 => format!("sample {first_sample}"),
+            _ => format!("samples {first_sample} to {}", first_sample + batch - 1),
+        };
         let mut out = format!(
-            "step {step}, phase {phase}: {batch} sequences of {seq_len} tokens, {micro_batch} in a micro-batch, \
-             samples {first_sample} to {}\n",
-            first_sample + batch - 1
+            "step {step}, phase {phase}: {sequences_of} of {tokens}, {micro_batch} in a micro-batch, {samples}\n",
         );
         if let Some(digest) = digest {
             let _ = writeln!(out, "digest {digest}");

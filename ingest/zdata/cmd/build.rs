@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::thread;
 
-use contract::{Fault, Result, note};
+use contract::{Fault, Result, counted, note};
 use ingest::build::Options;
 use ingest::cluster::plan::TASK_BYTES;
 use ingest::cluster::{self, Stage, slurm};
 use ingest::tokenize::Engine;
-use ingest::{Corpus, Outcome, inspect};
+use ingest::{Corpus, Outcome, check, inspect};
 use storage::publish;
 use store::location::Object;
 use store::{Location, Manifest, disk, open};
@@ -28,12 +28,12 @@ pub(crate) struct Args {
     #[arg(long, required_unless_present = "check", value_parser = super::place())]
     out: Option<Location>,
     /// Build nothing: read everything, and list every record that is not a document.
-    #[arg(long, conflicts_with = "out")]
+    #[arg(long, conflicts_with_all = ["out", "encoder", "engine", "work", "task_bytes", "sbatch"])]
     check: bool,
     /// Gone: see `refuse_from`.
     #[arg(long, hide = true, value_name = "STORE", value_parser = super::place())]
     from: Option<Location>,
-    /// Threads that encode [default: one for each core]; never changes a bit.
+    /// Threads that parse and encode [default: one for each core]; never changes a bit.
     #[arg(long, value_parser = super::workers)]
     workers: Option<usize>,
     /// The library that encodes; never changes a bit.
@@ -89,9 +89,9 @@ fn build(corpus: &Corpus, out: &Path, options: Options) -> Result<Manifest> {
             note!("{summary}");
             tallies.iter().filter(|_| kept).for_each(|tally| note!("{tally}"));
             inspect::notes(&manifest).iter().for_each(|note| note!("{note}"));
-            note!(
-                "audit: {documents} documents ({bytes} bytes) encoded again by tokenizers, no difference"
-            );
+            let documents = counted(documents, "document");
+            let bytes = counted(bytes, "byte");
+            note!("audit: {documents} ({bytes}) encoded again by tokenizers, no difference");
             manifest
         }
     })
@@ -108,6 +108,8 @@ fn remote_build(corpus: &Corpus, target: &Object, options: Options) -> Result<Ma
     if url.join(open::MANIFEST).is_file()? {
         return ingest::build::built(corpus, url, options.engine).map(up_to_date);
     }
+    let sources = || corpus.sources.iter().map(|source| source.name.as_str());
+    publish::check_place(target, |name| ingest::build::is_of_a_store(sources(), name))?;
     let (scratch, quiet) = (publish::scratch(target)?, options.quiet);
     let manifest = build(corpus, &scratch, options)?;
     super::publish::publish(&scratch, target, &manifest, quiet)?;
@@ -141,7 +143,8 @@ fn by_slurm(corpus: &Corpus, args: &Args, options: &Options) -> Result<Manifest>
     for stage in [Stage::Scan, Stage::Encode] {
         let (all, left) = (plan.tasks_of(stage).len(), plan.missing(stage)?.len());
         if all > 0 {
-            note!("{}: {left} of {all} tasks to run, in {}", stage.name(), work.display());
+            let all = counted(all, "task");
+            note!("{}: {left} of {all} to run, in {}", stage.name(), work.display());
         }
     }
     let program = std::env::current_exe();
@@ -160,17 +163,18 @@ fn by_slurm(corpus: &Corpus, args: &Args, options: &Options) -> Result<Manifest>
 
 /// A store is nothing to build from: parts are.
 fn refuse_from(from: &Location) -> Fault {
-    Fault::usage("`--from` is no more: parts of earlier builds are used again instead of stores")
+    Fault::usage("`--from` was removed: parts of earlier builds are used again instead of stores")
         .at("--from")
         .found(from)
         .wanted("--work FOLDER, the same one at every build")
         .hint("what an edit does not concern is found there and not made again")
 }
 
-/// Lists every record that is not a document. It is an error where a build would stop at one.
-fn check(corpus: &Corpus, json: bool) -> Result<()> {
+/// Lists every record that is not a document. It is an error where a build would stop: at one of them, or at a source of
+/// which nothing is left.
+fn check(corpus: &Corpus, json: bool, options: check::Options) -> Result<()> {
     let mut first = None;
-    let checked = ingest::check::check(corpus, |bad| {
+    let checked = check::check(corpus, options, |bad| {
         let place = bad.fault.place().unwrap_or(bad.file);
         let reason = bad.reason.unwrap_or("unreadable");
         let what = bad.fault.what();
@@ -184,9 +188,10 @@ fn check(corpus: &Corpus, json: bool) -> Result<()> {
         }
         Ok(())
     })?;
-    let ingest::check::Checked { files, documents, bad } = checked;
-    note!("{files} files: {documents} documents, {bad} bad records");
-    first.map_or(Ok(()), |first| {
+    let check::Checked { files, documents, bad, emptied } = checked;
+    let (files, documents) = (counted(files, "file"), counted(documents, "document"));
+    note!("{files}: {documents}, {}", counted(bad, "bad record"));
+    first.or(emptied).map_or(Ok(()), |first| {
         Err(first.hint("a build would stop here; see the whole list above"))
     })
 }
@@ -197,15 +202,15 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
         return Err(refuse_from(from));
     }
     let corpus = Corpus::read(&args.corpus)?;
-    if args.check {
-        return check(&corpus, args.json);
-    }
     let cores = thread::available_parallelism().map_or(1, usize::from);
+    let workers = args.workers.unwrap_or(cores);
+    if args.check {
+        return check(&corpus, args.json, check::Options { workers, quiet });
+    }
     let engine = match args.encoder {
         Encoder::Fastest => Engine::Fastest,
         Encoder::Reference => Engine::Reference,
     };
-    let workers = args.workers.unwrap_or(cores);
     let (work, task_bytes) = (args.work.clone(), args.task_bytes);
     let options = Options { workers, engine, quiet, work, task_bytes };
     let manifest = if args.engine == Place::Slurm {

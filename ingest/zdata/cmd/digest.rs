@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use contract::terminal::print_raw;
 use contract::{Fault, Result};
+use ingest::progress::{Measure, Progress};
 use loader::{Batch, Opened, PrefetchOptions, Prefetcher, RankSlice};
 use store::Location;
 
@@ -37,10 +38,12 @@ pub(crate) fn default_workers() -> usize {
 }
 
 /// Does it.
-pub(crate) fn exec(args: Args) -> Result<()> {
+pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let Args { curriculum, steps, workers, json } = args;
-    let opened = Opened::open(&curriculum)?;
+    let opened = super::opened(&curriculum)?;
     let mut lines = String::new();
+    let count = steps.end - steps.start;
+    let mut progress = Progress::new("digest", Measure::Count("step"), count, quiet);
     for found in digests(&opened, steps, workers)? {
         let (step, digest) = found?;
         if json {
@@ -49,9 +52,11 @@ pub(crate) fn exec(args: Args) -> Result<()> {
             let _ = writeln!(lines, "{step} {digest}"); // A string takes everything.
         }
         if lines.len() > 1 << 14 {
-            print_raw(&std::mem::take(&mut lines))?;
+            progress.aside(|| print_raw(&std::mem::take(&mut lines)))?;
         }
+        progress.add(1);
     }
+    drop(progress);
     print_raw(&lines)
 }
 

@@ -1,6 +1,6 @@
 //! `zdata export`.
 
-use contract::{Result, note};
+use contract::{Result, counted, note};
 use ingest::interop::Peer;
 use ingest::interop::export::{Export, Exported, Note, export};
 use store::{Location, Split};
@@ -89,11 +89,11 @@ fn text(request: &Export, note: &Note) -> String {
         let (first, more) =
             (files.first().map_or("", String::as_str), files.len().saturating_sub(1));
         told += &format!(
-            "{} {}: {} documents, {} tokens in {} and {more} more\n",
+            "{} {}: {}, {} in {} and {more} more\n",
             stream.source,
             stream.split,
-            stream.documents,
-            stream.tokens,
+            counted(stream.documents, "document"),
+            counted(stream.tokens, "token"),
             request.out.join(first),
         );
     }

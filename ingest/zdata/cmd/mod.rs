@@ -21,6 +21,8 @@ use std::path::PathBuf;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use ingest::WORKERS_MAX;
+use ingest::progress::meanwhile;
+use loader::Opened;
 use store::Location;
 
 /// Reads a place: a path, or `s3://bucket/key`.
@@ -31,6 +33,11 @@ pub(crate) fn place() -> impl TypedValueParser<Value = Location> {
 /// Reads a path of this machine; `otherwise` says what to do with what lies elsewhere.
 pub(crate) fn local(otherwise: &'static str) -> impl TypedValueParser<Value = PathBuf> {
     OsStringValueParser::new().try_map(move |text| storage::local_argument(&text, otherwise))
+}
+
+/// Opens what a curriculum trains on. Documents that are packed for the first time can take long.
+pub(crate) fn opened(curriculum: &Location) -> contract::Result<Opened> {
+    meanwhile("plan", "opening stores and packing documents", || Opened::open(curriculum))
 }
 
 /// Reads a number of threads.

@@ -1,7 +1,7 @@
 //! `zdata plan`: what a curriculum would train on, and whether it can run at all. Reads manifests, never text.
 
 use contract::Result;
-use loader::Opened;
+use ingest::inspect::many;
 use mixer::{Ban, Curriculum, Makeup, PackedLength, Plan, SourceFacts};
 use serde::Serialize;
 use store::Location;
@@ -26,7 +26,7 @@ pub(crate) struct Args {
 
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
-    let opened = Opened::open(&args.curriculum)?;
+    let opened = super::opened(&args.curriculum)?;
     let report = Report::new(&opened.plan, &opened.curriculum)?;
     output::answer(args.json, &report, || report.text())
 }
@@ -212,28 +212,28 @@ impl Report {
                 out += &table(head, packed.iter().map(PackedRow::cells).collect());
                 for row in packed.iter().filter(|row| row.documents > 0 && row.taken == 0) {
                     out += &format!(
-                        "no phase reads sequences of {} tokens: the {} documents packed into them are never trained on\n",
-                        count(u64::from(row.seq_len)),
-                        count(row.documents)
+                        "no phase reads sequences of {}: {} packed into them, never trained on\n",
+                        many(u64::from(row.seq_len), "token"),
+                        many(row.documents, "document")
                     );
                 }
             }
         }
         let Report { steps, samples, tokens, padding, digest, .. } = self;
         out += &format!(
-            "\n{} steps, {} sequences, {} tokens of text, {} of padding\nplan digest {digest}\n",
-            count(*steps),
-            count(*samples),
-            count(*tokens),
+            "\n{}, {}, {} of text, {} of padding\nplan digest {digest}\n",
+            many(*steps, "step"),
+            many(*samples, "sequence"),
+            many(*tokens, "token"),
             count(*padding)
         );
         out += "[model] is not checked here: `ztrain` checks it at start\n";
         for BanRow { step, source, document, tokens, labels } in &self.banned {
             out += &format!(
-                "from step {} document {document} of {source} is banned: {} tokens, {} labels not seen\n",
+                "from step {} document {document} of {source} is banned: {}, {} not seen\n",
                 count(*step),
-                count(*tokens),
-                count(*labels)
+                many(*tokens, "token"),
+                many(*labels, "label")
             );
         }
         out
@@ -323,12 +323,12 @@ impl PhaseRow {
         let PhaseRow { name, first_step, last_step, steps, seq_len, batch, micro_batch, .. } = self;
         let name = output::plain(name);
         let mut out = format!(
-            "phase {name}: {} steps, {} to {}; {} sequences of {} tokens in a step, {} in a micro-batch{}\n",
-            count(*steps),
+            "phase {name}: {}, {} to {}; {} of {} in a step, {} in a micro-batch{}\n",
+            many(*steps, "step"),
             count(*first_step),
             count(*last_step),
-            count(*batch),
-            count(u64::from(*seq_len)),
+            many(*batch, "sequence"),
+            many(u64::from(*seq_len), "token"),
             count(*micro_batch),
             self.cut()
         );
@@ -372,9 +372,9 @@ impl PhaseRow {
             (1, 1) => String::new(),
             (chunks, shards) => {
                 format!(
-                    ", cut into {} context chunks and {} weight shards",
-                    count(chunks),
-                    count(shards)
+                    ", cut into {} and {}",
+                    many(chunks, "context chunk"),
+                    many(shards, "weight shard")
                 )
             }
         }

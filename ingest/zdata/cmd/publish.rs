@@ -30,6 +30,8 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
             .hint("a store on this machine is already where it was built"));
     };
     let manifest = open::manifest(&args.store)?;
+    let sources = || manifest.sources.iter().map(|source| source.name.as_str());
+    publish::check_place(target, |name| ingest::build::is_of_a_store(sources(), name))?;
     publish(&args.store, target, &manifest, quiet)?;
     terminal::print(&format!("{}  {}\n", manifest.digest, args.url))
 }

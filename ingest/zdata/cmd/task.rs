@@ -113,7 +113,7 @@ pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
         Command::Prune { work, unused_days, dry_run } => {
             let unused = Duration::from_secs(24 * 60 * 60 * u64::from(unused_days));
             let pruned = prune(&work, unused, dry_run)?;
-            print(&format!("{}{pruned}\n", if dry_run { "a look: " } else { "" }))
+            print(&format!("{}\n", pruned.told(dry_run)))
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use contract::{Identity, Ratio, Result, note};
+use contract::{Identity, Ratio, Result, counted, note};
 use ingest::Corpus;
 use ingest::tokenize::train::{Options, Request, Trained, train};
 use serde_json::json;
@@ -30,7 +30,7 @@ pub(crate) struct Args {
     /// Tokens in the vocabulary, special ones included.
     #[arg(long)]
     vocab: u32,
-    /// The tokenizer to write, in Hugging Face's format: a path or s3://bucket/key.
+    /// The tokenizer to write, in Hugging Face's format: a path or s3://bucket/key. Another one there is never overwritten.
     #[arg(long, value_parser = super::place())]
     out: Location,
     /// A special token; repeat it for more. They get the last ids.
@@ -55,16 +55,24 @@ pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
     let options = Options { workers: args.workers.unwrap_or(cores), quiet };
     let request = Request { vocab: args.vocab, special: args.special, sample: args.sample };
     let trained = train(&corpus, &request, options)?;
-    trained.write(&args.out)?;
+    if !trained.write(&args.out)? {
+        note!("already there: {} has these very bytes", args.out);
+    }
     tell(&args.out, &request, &trained, args.json)
 }
 
 fn tell(out: &Location, request: &Request, trained: &Trained, json: bool) -> Result<()> {
     let Trained { bytes, vocab, documents, text_bytes, words, dropped } = trained;
     let identity = Identity::of_bytes(bytes);
-    note!("{vocab} tokens from {documents} documents, {text_bytes} bytes of text, {words} words");
+    note!(
+        "{} from {}, {} of text, {}",
+        counted(*vocab, "token"),
+        counted(*documents, "document"),
+        counted(*text_bytes, "byte"),
+        counted(*words, "word"),
+    );
     if *dropped > 0 {
-        note!("{dropped} records were not documents");
+        note!("dropped: {}", counted(*dropped, "record"));
     }
     if *vocab < request.vocab {
         note!("no other pair of tokens occurs twice: {} were asked for", request.vocab);

@@ -1,7 +1,7 @@
 //! `zdata verify`.
 
 use contract::terminal::{print, print_raw};
-use contract::{Fault, Result};
+use contract::{Fault, Result, counted};
 use serde_json::json;
 use store::Location;
 use store::verify::{Damage, fault};
@@ -40,7 +40,9 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
         return Ok(());
     }
     print(&format!(
-        "{}  {} files, {} bytes: every byte as written\n",
-        report.manifest.digest, report.files, report.bytes
+        "{}  {}, {}: every byte as written\n",
+        report.manifest.digest,
+        counted(report.files, "file"),
+        counted(report.bytes, "byte"),
     ))
 }

@@ -6,7 +6,9 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-use contract::{Digest, Fault, Identity, Packed, Result, SourceSums, StepSums, chain, note};
+use contract::{
+    Digest, Fault, Identity, Packed, Result, SourceSums, StepSums, chain, counted, note,
+};
 use ingest::progress::{Measure, Progress};
 use loader::Opened;
 use loader::open::no_run;
@@ -103,7 +105,8 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let answer = serde_json::json!({ "steps": steps, "chain": chain, "torn_last_line": torn });
     output::answer(args.json, &answer, || {
         format!(
-            "{steps} steps: every data digest computed again and equal; the ledger's chain holds ({chain})\n"
+            "{}: every data digest computed again and equal; the ledger's chain holds ({chain})\n",
+            counted(steps, "step")
         )
     })
 }
@@ -111,7 +114,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
 /// Recomputes each step's digest, in order, up to the first that differs.
 fn compare(ledger: &Ledger, opened: &Opened, workers: usize, quiet: bool) -> Result<()> {
     let steps = ledger.data.len() as u64;
-    let mut progress = Progress::new("verify-run", Measure::Count("steps"), steps, quiet);
+    let mut progress = Progress::new("verify-run", Measure::Count("step"), steps, quiet);
     let mut all = ledger.data.iter();
     for found in digest::digests(opened, 1..steps + 1, workers)? {
         let (step, found) = found?;
@@ -245,7 +248,7 @@ impl Ledger {
             Some(head) => Ok(Ledger { path, head, data, edits, chain: link, torn }),
             None => Err(Fault::data("the ledger has no head")
                 .at(path.display().to_string())
-                .hint("the run had not begun: there is nothing to verify")),
+                .hint("the run had not begun, so that it read nothing")),
         }
     }
 

@@ -2,8 +2,9 @@
 
 use std::fmt::Write as _;
 
-use contract::{Fault, Result};
-use loader::{Opened, Stores};
+use contract::{Fault, Result, counted};
+use ingest::progress::meanwhile;
+use loader::Stores;
 use mixer::{Plan, Visit};
 use serde::Serialize;
 use store::{DocumentRecord, Location, Split};
@@ -57,8 +58,9 @@ struct Seen {
 
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
-    let opened = Opened::open(&args.curriculum)?;
-    let found = search(&opened.plan, opened.stores()?, &args)?;
+    let opened = super::opened(&args.curriculum)?;
+    let stores = opened.stores()?;
+    let found = meanwhile("where", "searching", || search(&opened.plan, stores, &args))?;
     if found.is_empty() {
         let place =
             args.source.as_ref().map_or("any source".to_owned(), |name| format!("{name:?}"));
@@ -127,8 +129,8 @@ fn text(found: &[Found]) -> String {
     let mut out = String::new();
     for Found { id, source, split, document, origin, tokens, seen } in found {
         let (id, origin) = (output::plain(id), output::plain(origin));
-        let _ =
-            writeln!(out, "{id}: document {document} of {source}, {tokens} tokens, from {origin}");
+        let tokens = counted(*tokens, "token");
+        let _ = writeln!(out, "{id}: document {document} of {source}, {tokens}, from {origin}");
         if *split == Split::Validation.name() {
             out += "  held out for validation: no step trains on it\n";
         } else if seen.is_empty() {

@@ -62,7 +62,7 @@ fn open(source: &str, packing: &Packing, stores: &Stores) -> Result<Arc<dyn Pack
             Err(fault) => refused = refused.or(Some(fault)),
         }
     }
-    let none = || Fault::machine("there is no folder to keep packs in");
+    let none = || Fault::machine("no folder is known to keep packs in");
     let fault = refused.unwrap_or_else(none);
     Err(fault.hint("make room beside the store, or name a folder that takes files as ZDATA_CACHE"))
 }

@@ -115,7 +115,7 @@ impl NumbersChange {
                 Err(places.fault(&key("schedule"), "the schedule has no `final_lr`").wanted(wanted))
             }
             (Some(_), _, 0) => {
-                let what = "`final_lr` is never reached: there are no `decay_steps`";
+                let what = "`final_lr` is never reached: `decay_steps` is missing or 0";
                 Err(places.fault(&key("schedule.final_lr"), what))
             }
             _ => Ok(()),

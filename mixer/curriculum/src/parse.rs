@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 
-use contract::settings::{File, Spanned, Table, Value};
+use contract::settings::{CURRICULUM, File, Spanned, Table, Value};
 use contract::{Ratio, Result};
 use serde::Deserialize;
 use toml::de::DeTable;
@@ -85,6 +85,7 @@ impl Curriculum {
     /// Reads a curriculum; `name` is what faults call it.
     pub fn parse(text: &str, name: &str) -> Result<Curriculum> {
         let file = File::new(name, text);
+        file.check_kind(CURRICULUM)?;
         renamed(&file)?;
         let raw: CurriculumText = file.parse()?;
         let places = Places::of(&file);
@@ -352,7 +353,7 @@ fn schedule(
             Err(places.missing("schedule", "final_lr", wanted))
         }
         (Some(_), 0) => {
-            let what = "`final_lr` is never reached: there are no `decay_steps`";
+            let what = "`final_lr` is never reached: `decay_steps` is missing or 0";
             let fault = places.fault("schedule.final_lr", what);
             Err(fault.hint("set `decay_steps`, or leave both out"))
         }

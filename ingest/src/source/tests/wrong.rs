@@ -83,6 +83,32 @@ fn damage_names_its_row_group() {
     }
 }
 
+/// In its first batch too, and where what is damaged is the head of its message.
+#[test]
+fn damage_names_its_record_batch_in_one_line() {
+    let batch = |number: u32| {
+        let column: ArrayRef = Arc::new(StringArray::from(vec![format!("{number}").repeat(90)]));
+        RecordBatch::try_from_iter([("text", column)]).unwrap()
+    };
+    let mut writer = StreamWriter::try_new(Vec::new(), &batch(0).schema()).unwrap();
+    let mut starts = Vec::new();
+    for number in 0..2 {
+        writer.flush().unwrap();
+        starts.push(writer.get_ref().len());
+        writer.write(&batch(number)).unwrap();
+    }
+    let sound = writer.into_inner().unwrap();
+    for (number, start) in starts.into_iter().enumerate() {
+        for (offset, bytes) in [(8, [0xff; 4]), (4, [0xff; 4])] {
+            let mut damaged = sound.clone();
+            damaged[start + offset..start + offset + 4].copy_from_slice(&bytes);
+            let told = refusal("x.arrow", &damaged, &Fields::at("text", None));
+            assert!(told.contains(&format!("x.arrow: record batch {number}: ")), "{told}");
+            assert_eq!(told.lines().count(), 3, "{told}");
+        }
+    }
+}
+
 #[test]
 fn a_field_with_a_comma_is_one_field() {
     let array: ArrayRef = Arc::new(StringArray::from(vec!["one"]));

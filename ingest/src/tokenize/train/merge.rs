@@ -57,11 +57,16 @@ struct Learner {
 }
 
 /// Learns until the vocabulary, bytes included, holds `size` tokens or no pair occurs often enough.
-pub(super) fn learn(words: &BTreeMap<Box<str>, u64>, size: u32) -> Learned {
+pub(super) fn learn(
+    words: &BTreeMap<Box<str>, u64>,
+    size: u32,
+    mut learned: impl FnMut(),
+) -> Learned {
     let mut learner = Learner::new(words);
     while (learner.learned.tokens.len() as u64) < u64::from(size) {
         let Some(pair) = learner.most_frequent() else { break };
         learner.merge(pair);
+        learned();
     }
     learner.learned
 }

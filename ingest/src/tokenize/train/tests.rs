@@ -74,7 +74,7 @@ fn hugging_face_learns_the_same_merges() {
 #[test]
 fn a_pair_may_occur_more_often_than_32_bits_count() {
     let often = 1u64 << 31;
-    let ours = learn(&BTreeMap::from([("ab".into(), often), ("cd".into(), 2)]), 300);
+    let ours = learn(&BTreeMap::from([("ab".into(), often), ("cd".into(), 2)]), 300, || ());
     let pair = |a: u8, b: u8| {
         let id = |byte| alphabet().iter().position(|known| *known == byte).unwrap() as u32;
         (id(a), id(b))
@@ -139,7 +139,7 @@ proptest! {
         size in 256u32..320,
     ) {
         let words = words.into_iter().map(|(word, count)| (word.into(), count)).collect();
-        let Learned { tokens, merges } = learn(&words, size);
+        let Learned { tokens, merges } = learn(&words, size, || ());
         let (tokens_wanted, merges_wanted) = brute_force(&words, size as usize);
         prop_assert_eq!(merges, merges_wanted);
         prop_assert_eq!(tokens, tokens_wanted);
@@ -234,4 +234,22 @@ fn what_cannot_be_trained_is_refused() {
     assert!(message.contains("1.jsonl:2"), "{message}");
     corpus.on_error = crate::corpus::OnError::Skip;
     assert_eq!(train(&corpus, &request(300), QUICK).unwrap().dropped, 1);
+}
+
+#[test]
+fn another_tokenizer_is_never_overwritten() {
+    let texts = [paragraphs(PROSE)];
+    let [one, other] = [300, 301].map(|vocab| trained(&texts, &request(vocab), 2).unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokenizer.json");
+    assert!(one.write(path.as_path()).unwrap());
+    assert!(!one.write(path.as_path()).unwrap(), "the same bytes are there already");
+    let fault = other.write(path.as_path()).unwrap_err();
+    assert_eq!(fault.class(), Class::Usage, "{fault}");
+    for bytes in [&one.bytes, &other.bytes] {
+        assert!(fault.to_string().contains(&Identity::of_bytes(bytes).to_string()), "{fault}");
+    }
+    assert_eq!(std::fs::read(&path).unwrap(), one.bytes);
+    let fault = one.write(folder.path()).unwrap_err();
+    assert_eq!(fault.class(), Class::Usage, "{fault}");
 }

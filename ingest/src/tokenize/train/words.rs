@@ -49,19 +49,22 @@ pub(super) fn count(
     let rules = Rules { corpus, tools, split, share };
     let mut walk = Walk::new(corpus);
     let tally = |tally: &mut Tally, part| match part {
-        Part::Slab { slab, source, .. } => {
-            tally.slab(&slab, &corpus.sources[source], &rules).map(|()| 0)
+        Part::Slab { slab, source, raw, .. } => {
+            tally.slab(&slab, &corpus.sources[source], &rules).map(|()| Read::Within(raw))
         }
-        Part::FileEnd { bytes, .. } => Ok(bytes),
-        Part::SourceEnd => Ok(0),
+        Part::FileEnd { bytes, .. } => Ok(Read::File(bytes)),
+        Part::SourceEnd => Ok(Read::File(0)),
     };
     let map = Map { begin: Tally::default, map: tally, place: |part: &Part| place(corpus, part) };
     let tallies = parallel::run(
         workers,
         || walk.next(),
         map,
-        |bytes| {
-            progress.file(bytes);
+        |read| {
+            match read {
+                Read::Within(bytes) => progress.within(bytes),
+                Read::File(bytes) => progress.file(bytes),
+            }
             progress.tick();
             Ok(())
         },
@@ -76,6 +79,14 @@ pub(super) fn count(
         }
     }
     Ok(counted)
+}
+
+/// How far the reader is, in bytes.
+enum Read {
+    /// Within the open file.
+    Within(u64),
+    /// At the end of a file of so many.
+    File(u64),
 }
 
 /// What decides which words of a document count, and where they end.

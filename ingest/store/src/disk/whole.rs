@@ -145,6 +145,14 @@ mod tests {
 
     use super::*;
 
+    /// Where nothing can be made, no data is missing.
+    #[test]
+    fn a_folder_that_cannot_be_made_is_wrong_use() {
+        let fault = crate::disk::create_folder(Path::new("/proc/nope/store")).unwrap_err();
+        assert_eq!(fault.class(), contract::Class::Usage, "{fault}");
+        assert!(fault.to_string().starts_with("/proc/nope: "), "{fault}");
+    }
+
     #[test]
     fn a_disk_that_gives_back_other_bytes_is_found() {
         let folder = tempfile::tempdir().unwrap();

@@ -74,6 +74,7 @@ fn object(url: &str) -> Location {
 fn an_address_has_one_spelling() {
     for (url, bucket, key) in [
         ("s3://b/key", "b", "key"),
+        ("s3://Old_b.1-2/key", "Old_b.1-2", "key"),
         ("s3://b/a/b c/100%/d%20e.jsonl", "b", "a/b c/100%/d%20e.jsonl"),
         ("s3://b/folder/", "b", "folder"),
         ("s3://b/..a/.b/c..", "b", "..a/.b/c.."),
@@ -101,6 +102,12 @@ fn an_address_has_one_spelling() {
         "S3://b/key",
         "gs://b/key",
         "/b/key",
+        "s3://my bucket/x",
+        "s3://../x",
+        "s3://a?b/x",
+        "s3://user@host:80/x",
+        "s3://-b/x",
+        "s3://b\u{e9}/x",
     ] {
         let fault = Address::parse(url).unwrap_err();
         assert_eq!(fault.class(), Class::Usage, "{url}");

@@ -1,0 +1,99 @@
+//! What lies in a folder: files that can become a source, and those that are passed over.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use contract::{Fault, Result};
+use store::{disk, regular};
+
+use super::{CORPUS, CURRICULUM};
+use crate::source::Format;
+
+/// A file that can become part of a source.
+pub(super) struct Input {
+    /// The parts of its name, from the folder on.
+    pub(super) parts: Vec<String>,
+    pub(super) path: PathBuf,
+    pub(super) bytes: u64,
+}
+
+/// What lies in a folder.
+#[derive(Default)]
+pub(super) struct Seen {
+    pub(super) files: Vec<Input>,
+    /// The other files, each with the reason.
+    pub(super) passed_over: Vec<String>,
+}
+
+impl Seen {
+    /// All that lies below `folder`.
+    pub(super) fn below(folder: &Path) -> Result<Self> {
+        let mut seen = Seen::default();
+        walk(folder, &mut Vec::new(), &mut seen)?;
+        Ok(seen)
+    }
+}
+
+/// Names that are told before the rest is counted.
+const TOLD: usize = 5;
+
+/// The first names of a list, and how many more there are.
+pub(super) fn shortened(names: &[String]) -> String {
+    let mut told = names.iter().take(TOLD).cloned().collect::<Vec<_>>().join(", ");
+    if names.len() > TOLD {
+        let _ = write!(told, " and {} more", names.len() - TOLD);
+    }
+    told
+}
+
+/// Every file below, by its parts; hidden names and stores are passed over.
+fn walk(folder: &Path, parts: &mut Vec<String>, seen: &mut Seen) -> Result<()> {
+    for path in disk::entries(folder)? {
+        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
+        if name.starts_with('.') {
+            continue;
+        }
+        parts.push(name.to_owned());
+        one(&path, parts, seen)?;
+        parts.pop();
+    }
+    Ok(())
+}
+
+/// What one name stands for.
+fn one(path: &Path, parts: &mut Vec<String>, seen: &mut Seen) -> Result<()> {
+    let (shown, name) = (parts.join("/"), parts.last().map_or("", String::as_str));
+    let ours = [CORPUS, CURRICULUM, "tokenizer.json"].contains(&name);
+    let is_input = Format::guess(Path::new(name)).is_some();
+    let mut passed_over = |why: &str| seen.passed_over.push(format!("{shown} ({why})"));
+    match fs::metadata(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound && path.is_symlink() => {
+            // The globs that are written would name it, and a build would stop there.
+            if is_input {
+                return Err(Fault::machine("this link leads nowhere")
+                    .at(path.display().to_string())
+                    .hint("mend or remove it, and run the same command again"));
+            }
+            passed_over("leads nowhere");
+        }
+        Err(error) => return Err(Fault::io("look at", path, &error)),
+        Ok(_) if parts.len() == 1 && ours => {}
+        // A link to a folder may lead back to one above.
+        Ok(found) if found.is_dir() && path.is_symlink() => passed_over("a link to a folder"),
+        Ok(found) if found.is_dir() => {
+            if !path.join(store::open::MANIFEST).exists() {
+                walk(path, parts, seen)?;
+            }
+        }
+        Ok(found) if !found.is_file() => passed_over(regular::kind(found.file_type())),
+        Ok(_) if !is_input => passed_over("no known ending"),
+        Ok(found) if found.len() == 0 => passed_over("empty"),
+        Ok(found) => {
+            let (parts, bytes) = (parts.clone(), found.len());
+            seen.files.push(Input { parts, path: path.to_owned(), bytes });
+        }
+    }
+    Ok(())
+}
