@@ -119,7 +119,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     // The file itself is replaced, not a link to it.
     let path = args.curriculum.canonicalize();
     let path = path.map_err(|error| Fault::io("read", &args.curriculum, &error))?;
-    let before = super::opened(&args.curriculum)?;
+    let before = super::opened(&Location::from(args.curriculum.as_path()))?;
     refuse_recorded(&path, args.step, before.plan.steps())?;
     let found = match args.ban.is_empty() {
         true => Vec::new(),
