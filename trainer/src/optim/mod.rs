@@ -137,7 +137,6 @@ pub(crate) fn run(
         let rules = together::Rules { muon, plain, decayed, scale };
         return workers
             .map(together::groups(items), |items| {
-                let _watch = part(Part::AdamW);
                 tch::no_grad(|| rules.apply(ops, items)).map_err(refused)
             })
             .map(|moved| moved.into_iter().flatten().collect());

@@ -7,6 +7,7 @@ use tch::Tensor;
 use super::adamw::AdamW;
 use super::muon::Muon;
 use super::{Item, norm};
+use crate::timing::{Part, part};
 
 /// Elements that are moved together: their old weights are kept beside them, 64 MiB.
 const ELEMENTS: usize = 1 << 24;
@@ -44,9 +45,12 @@ impl Rules {
     /// Moves them, and returns for each the sum of squares of new weights minus old ones.
     pub(super) fn apply(&self, ops: &dyn Ops, mut items: Vec<Item>) -> Result<Vec<f64>> {
         let weights: Vec<Tensor> = items.iter().map(|item| item.weight().shallow_clone()).collect();
+        let watch = part(Part::Moved);
         let old = ops.all_copies(&weights)?;
+        drop(watch);
         self.elementwise(ops, &mut items)?;
         self.matrices(ops, &mut items)?;
+        let _watch = part(Part::Moved);
         let (mut pairs, mut ends) = (Vec::new(), Vec::new());
         for (old, new) in old.iter().zip(&weights) {
             pairs.extend(norm::cut(old).into_iter().zip(norm::cut(new)).map(<[Tensor; 2]>::from));
@@ -58,6 +62,7 @@ impl Rules {
     }
 
     fn elementwise(&self, ops: &dyn Ops, items: &mut [Item]) -> Result<()> {
+        let _watch = part(Part::AdamW);
         let (mut plain, mut decayed) = (Vec::new(), Vec::new());
         for item in items {
             if let Item::Flat { weight, first, second, gradient, decay } = item {
@@ -70,6 +75,7 @@ impl Rules {
     }
 
     fn matrices(&self, ops: &dyn Ops, items: &mut [Item]) -> Result<()> {
+        let _watch = part(Part::Muon);
         let (mut weights, mut momenta) = (Vec::new(), Vec::new());
         for item in items {
             if let Item::Matrix { weight, momentum, gradient } = item {
