@@ -21,7 +21,7 @@ fn sources() -> PathBuf {
 }
 
 /// The folder in which the stand-in lies as `libtorch_cuda.so`; its name says from what it was made.
-fn libtorch_cuda() -> &'static Path {
+pub(crate) fn libtorch_cuda() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
         let libtorch = PathBuf::from(std::env::var_os("LIBTORCH").expect("cargo sets LIBTORCH"));
@@ -109,21 +109,21 @@ fn by_name(report: &Path) -> BTreeMap<String, f64> {
 }
 
 /// A small run on the stand-in, by libtorch's operators alone, which take a tenth of the emulator's time, or by our own kernels.
-struct OnDevice {
-    fixture: Fixture,
-    own: bool,
+pub(crate) struct OnDevice {
+    pub(crate) fixture: Fixture,
+    pub(crate) own: bool,
 }
 
 impl OnDevice {
-    fn by_libtorch() -> Self {
+    pub(crate) fn by_libtorch() -> Self {
         OnDevice { fixture: Fixture::new(&[]), own: false }
     }
 
-    fn report(&self, out: &str) -> PathBuf {
+    pub(crate) fn report(&self, out: &str) -> PathBuf {
         self.fixture.scratch.path(&format!("{out}.report"))
     }
 
-    fn command(&self, out: &str, extra: &[&str]) -> Command {
+    pub(crate) fn command(&self, out: &str, extra: &[&str]) -> Command {
         let args = [&["--device", "cuda", "--validate-every", "0", "--quiet"], extra].concat();
         let mut command = self.fixture.run(out, &args);
         pretend(&mut command, &self.report(out));
@@ -135,7 +135,7 @@ impl OnDevice {
 
     /// Runs to the end, or as far as `extra` says, and asserts that everything waited for what it needs.
     #[track_caller]
-    fn finish(&self, out: &str, extra: &[&str]) {
+    pub(crate) fn finish(&self, out: &str, extra: &[&str]) {
         let ran = Ran::from(self.command(out, extra).output().unwrap());
         assert!(!ran.err.contains("stand-in:"), "{}", ran.err);
         assert!(!ran.err.contains("Warning"), "libtorch warns: {}", ran.err);
@@ -205,7 +205,9 @@ fn devices_are_listed_with_what_is_promised_there() {
         assert_eq!(row["libraries"]["compiler of our kernels"], "nvrtc 13.0");
         assert!(row["libraries"]["libtorch"].as_str().unwrap().contains("libtorch_cuda.so"));
     }
-    assert_eq!(total(&report, "operations"), 0, "whoever lists computes nothing");
+    for what in ["operations", "contexts"] {
+        assert_eq!(total(&report, what), 0, "whoever lists computes nothing and holds nothing");
+    }
 
     // Without a GPU it says what is missing, and that is no fault.
     let mut command = ztrain_command(&["devices"]);
@@ -292,6 +294,8 @@ fn our_own_kernels_leave_one_ledger_too() {
         let on = OnDevice { fixture: Fixture::new(change), own: true };
         on.finish("plain", &["--workers", "1", "--stop-after", steps]);
         assert!(total(&on.report("plain"), "launches") > 500, "{change:?}");
+        // The driver refuses a thread without one: that of the process, and those that compute in each step.
+        assert!(total(&on.report("plain"), "contexts") > 4, "{change:?}");
         let ledger = |out: &str| {
             std::fs::read_to_string(on.fixture.scratch.path(out).join("ledger.jsonl")).unwrap()
         };

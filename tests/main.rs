@@ -32,6 +32,8 @@ mod losses;
 mod memory;
 #[cfg(feature = "train")]
 mod network;
+#[cfg(feature = "train")]
+mod own;
 mod packed;
 #[cfg(feature = "train")]
 mod page;

@@ -7,6 +7,7 @@
 // - Joining waits for every rank, without a deadline.
 // - A peer that is gone is not noticed: its transfers stay where they are until the communicator is given up.
 // - A communicator is for one thread at a time: two are the end of the process.
+// - What would add numbers up ends the process.
 //
 // Beyond the interface: hostStreamCreate, hostStreamDestroy, hostStreamQuery, which stand for a device's runtime library. Where
 // the stand-in for a GPU is in the process (kernels/device/standin), streams are that one's: it hears what a group reads and
@@ -460,6 +461,16 @@ int ncclSend(const void* data, size_t count, int type, int peer, void* handle, v
 int ncclRecv(void* data, size_t count, int type, int peer, void* handle, void* stream) {
   return queue(data, count, type, peer, handle, stream, false);
 }
+
+// Sums are never asked of such a library: their order would be its own. Whoever does ends.
+#define NO_SUMS(name)                                                     \
+  int name() {                                                            \
+    std::fprintf(stderr, "stand-in: " #name " adds up in an order of its own\n"); \
+    std::abort();                                                         \
+  }
+NO_SUMS(ncclAllReduce)
+NO_SUMS(ncclReduce)
+NO_SUMS(ncclReduceScatter)
 
 int hostStreamCreate(void** out) {
   *out = new Stream;

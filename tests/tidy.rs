@@ -125,6 +125,27 @@ fn the_mixer_sees_no_files_threads_or_clock() {
     forbid("the mixer is arithmetic", offences);
 }
 
+/// Sums have the order of the tree; a library's own would move with sizes, channels and releases.
+#[test]
+fn no_library_adds_up_across_ranks() {
+    let sums = ["Reduce", "reduce_scatter", "allreduce"];
+    let collective = [".coll", "ective("].concat();
+    let may = ["trainer/src/mesh/bench.rs", "kernels/src/group/tests.rs"];
+    let (mut offences, mut looked) = (Vec::new(), 0);
+    for (name, text) in sources() {
+        let between = name.starts_with("kernels/rccl-sys/");
+        looked += usize::from(between);
+        for (number, line) in text.lines().enumerate() {
+            let asks = line.contains(&collective) && !may.contains(&name.as_str());
+            if asks || (between && sums.iter().any(|sum| line.contains(sum))) {
+                offences.push(format!("{name}:{}: {}", number + 1, line.trim()));
+            }
+        }
+    }
+    assert!(looked > 0, "the library between devices is not where it was");
+    forbid("ranks send and receive, and their owners add up (kernels/src/tree.rs)", offences);
+}
+
 #[test]
 fn the_trainer_opens_no_shard() {
     let mut offences = Vec::new();

@@ -5,7 +5,7 @@
     resources.py --write    the same, and puts the table into kernels/README.md
     resources.py --install  first gets what is missing: clang-19 by apt where this user may, NVRTC's wheel into its own folder
 
-Exit code 1: a limit is passed, a register spilled, or arithmetic may be rearranged. A compiler that is not here is left out,
+Exit code 1: a limit is passed, a register spilled, arithmetic may be rearranged or is not exact. A compiler that is not here is left out,
 which is said; 77 where none is here. Nothing is run: this shows what a kernel takes, not how fast it is.
 """
 
@@ -26,6 +26,13 @@ HIP = ["-x", "hip", "--offload-arch=gfx942", "--offload-device-only", "--no-gpu-
 LANGUAGE = ["-O3", "-std=c++17", "-ffp-contract=off", "-Wno-pragma-once-outside-header"]
 # Flags by which LLVM may round otherwise than the text says.
 RELAXED = re.compile(r"= (?:f\w+|tail call|call) (?:[a-z]+ )*?\b(fast|reassoc|contract|arcp|afn|nnan|ninf|nsz)\b")
+# Instructions of PTX that round otherwise than IEEE 754 does: denormal numbers flushed, approximations, division within 2 units.
+INEXACT = re.compile(r"^.*\b\w+(?:\.\w+)*\.(?:ftz|approx|full)\b.*$", re.M)
+# Registers on sm_90a: at most those of the limit beside a kernel, which are gfx942's, but for these, whose sums lie in more.
+SM_90A = {"attention_bf16": 128, "attention_f32": 128, "attention_queries_bf16": 128, "attention_queries_f32": 128,
+          "attention_keys_bf16": 184, "attention_keys_f32": 184, "grouped_bf16": 64, "grouped_f32": 64,
+          "grouped_input_bf16": 64, "grouped_input_f32": 64, "grouped_weights_bf16": 64, "grouped_weights_f32": 64}
+FLAGS = [b"--std=c++17", b"--fmad=false"]
 
 
 def declared():
@@ -73,15 +80,8 @@ def gfx942():
     return kernels, relaxed
 
 
-def sm_90a():
-    """Registers, spilled bytes and shared bytes of each kernel by NVRTC; nothing where it is not here."""
-    library = next(WHEELS.glob("**/libnvrtc.so.*"), None)
-    if library is None:
-        return None
-    # Its own helper is looked for by name.
-    for helper in library.parent.glob("libnvrtc-builtins.so.*"):
-        ctypes.CDLL(str(helper), mode=ctypes.RTLD_GLOBAL)
-    nvrtc = ctypes.CDLL(str(library))
+def compiled(nvrtc, flags):
+    """A program of NVRTC that has been compiled, and what the compiler said."""
     headers = [path for path in sorted(HERE.glob("*.h"))]
     array = ctypes.c_char_p * len(headers)
     texts, names = array(*(path.read_bytes() for path in headers)), array(*(path.name.encode() for path in headers))
@@ -89,15 +89,39 @@ def sm_90a():
     source = b'#include "kernels.h"\n'
     if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels", len(headers), texts, names):
         sys.exit("NVRTC took no program")
-    flags = [b"--gpu-architecture=sm_90a", b"--std=c++17", b"--fmad=false", b"--ptxas-options=-v"]
+    flags = FLAGS + flags
     code = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
-    size = ctypes.c_size_t()
-    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value + 1)
-    nvrtc.nvrtcGetProgramLog(program, log)
-    text = log.value.decode()
+    text = taken(nvrtc, program, "ProgramLog")
     if code:
         sys.exit(text)
+    return program, text
+
+
+def taken(nvrtc, program, what):
+    """A text that a program holds."""
+    size = ctypes.c_size_t()
+    getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value + 1)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, text)
+    return text.value.decode()
+
+
+def sm_90a():
+    """Registers, spilled bytes and shared bytes of each kernel by NVRTC, and its instructions that are not exact; nothing where
+    it is not here."""
+    library = next(WHEELS.glob("**/libnvrtc.so.*"), None)
+    if library is None:
+        return None
+    # Its own helper is looked for by name.
+    for helper in library.parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(helper), mode=ctypes.RTLD_GLOBAL)
+    nvrtc = ctypes.CDLL(str(library))
+    _, text = compiled(nvrtc, [b"--gpu-architecture=sm_90a", b"--ptxas-options=-v"])
+    program, _ = compiled(nvrtc, [b"--gpu-architecture=compute_90a"])
+    code = taken(nvrtc, program, "PTX")
+    if ".entry" not in code:
+        sys.exit("NVRTC gives no PTX")
+    inexact = [line.strip() for line in INEXACT.findall(code)]
     kernels, own = {}, None
     for line in text.splitlines():
         if name := re.search(r"Compiling entry function '(\w+)'", line):
@@ -108,7 +132,7 @@ def sm_90a():
             own["registers"] = int(registers[1])
         if shared := re.search(r"(\d+) bytes smem", line):
             own["shared"] = int(shared[1])
-    return kernels
+    return kernels, inexact
 
 
 def offences(limits, amd, nvidia):
@@ -128,24 +152,42 @@ def offences(limits, amd, nvidia):
                 found.append(f"{name}: {own['Occupancy [waves/SIMD]']} waves on gfx942, at least {limit['waves']}")
             if own["VGPRs Spill"] or own["SGPRs Spill"] or own["ScratchSize [bytes/lane]"]:
                 found.append(f"{name} spills on gfx942")
-    for name, own in (nvidia or {}).items():
-        if own.get("spilled"):
-            found.append(f"{name} spills on sm_90a")
+    if nvidia is not None:
+        found += [f"arithmetic that is not exact on sm_90a: {line}" for line in nvidia[1]]
+        for name, limit in limits.items():
+            own = nvidia[0].get(name)
+            if own is None:
+                found.append(f"{name} is not in the code for sm_90a")
+                continue
+            most = {"registers": SM_90A.get(name, limit["registers"]), "shared": limit["shared"]}
+            beyond = [what for what in most if own[what] > most[what]]
+            found += [f"{name}: {own[what]} {what} on sm_90a, at most {most[what]}" for what in beyond]
+            if own.get("spilled"):
+                found.append(f"{name} spills on sm_90a")
     return found
 
 
 def table(limits, amd, nvidia):
-    rows = ["| kernel | VGPR of | LDS | waves a SIMD | registers on sm_90a |", "|---|---|---|---|---|"]
+    rows = ["| kernel | VGPR of | LDS | waves a SIMD | registers on sm_90a of |", "|---|---|---|---|---|"]
     for name in sorted(limits):
-        limit, own, other = limits[name], amd[0][name], (nvidia or {}).get(name, {})
+        limit, own, other = limits[name], amd[0][name], nvidia[0][name] if nvidia else {}
         registers = own["VGPRs"] + own["AGPRs"]
         shared, waves = own["LDS Size [bytes/block]"], own["Occupancy [waves/SIMD]"]
-        on_nvidia = other.get("registers", "not known")
+        on_nvidia = f"{other['registers']} of {SM_90A.get(name, limit['registers'])}" if other else "not known"
         rows.append(f"| `{name}` | {registers} of {limit['registers']} | {shared} | {waves} | {on_nvidia} |")
     return "\n".join(rows)
 
 
+def searches_find():
+    """What the searches are for is found by them: else an empty outcome would say nothing."""
+    inexact = ["\tdiv.full.f32 \t%f3, %f1, %f2;", "add.ftz.f32 %f1, %f2, %f3;", "@%p1 ex2.approx.ftz.f32 %f1, %f2;"]
+    exact = ["\tdiv.rn.f32 \t%f3, %f1, %f2;", "fma.rn.f32 %f1, %f2, %f3, %f4;", "sqrt.rn.f64 %fd1, %fd2;"]
+    assert all(map(INEXACT.search, inexact)) and not any(map(INEXACT.search, exact))
+    assert RELAXED.search("%3 = fmul contract float %1, %2") and not RELAXED.search("%3 = fmul float %1, %2")
+
+
 def main():
+    searches_find()
     if "--install" in sys.argv:
         install()
     limits, amd, nvidia = declared(), gfx942(), sm_90a()
@@ -157,7 +199,8 @@ def main():
     bad = offences(limits, amd, nvidia)
     if bad:
         sys.exit("\n".join(bad))
-    print(f"{len(limits)} kernels within their limits")
+    where = [what for what, report in (("gfx942", amd), ("sm_90a", nvidia)) if report is not None]
+    print(f"{len(limits)} kernels within their limits on {' and '.join(where)}")
     if "--write" in sys.argv and amd is not None:
         text = README.read_text()
         start, end = "<!-- resources -->\n", "<!-- end of resources -->"

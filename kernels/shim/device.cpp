@@ -9,8 +9,10 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstring>
 #include <memory>
+#include <stdexcept>
 #include <string>
 
 #include "shim.h"
@@ -43,6 +45,69 @@ void on_stream(const c10::Stream& stream, Body&& body) {
   guard.setDevice(device_before);
 }
 
+// The GPU half of libtorch, once it has been opened.
+std::atomic<void*> half{nullptr};
+
+// A function of the GPU half or of a library that it uses; of any in the process where it was there from the start. Null where
+// none has it.
+template <typename Function>
+Function loaded(const char* name) {
+  void* const opened = half;
+  return reinterpret_cast<Function>(dlsym(opened == nullptr ? RTLD_DEFAULT : opened, name));
+}
+
+// A driver loads and launches for a thread that has a device's context alone. libtorch's own choice makes none where the device
+// is chosen already, as the first one is on every thread, so the runtime library is asked each time. Since CUDA 12 its choice
+// makes the context; before that memory did, and to free none of it does.
+void enter_context(int index) {
+  static const bool nvidia = loaded<int (*)(int)>("cudaSetDevice") != nullptr;
+  static const auto choose = loaded<int (*)(int)>(nvidia ? "cudaSetDevice" : "hipSetDevice");
+  static const auto free_none = loaded<int (*)(void*)>(nvidia ? "cudaFree" : "hipFree");
+  thread_local int entered = -1;
+  if (choose == nullptr || free_none == nullptr) throw std::runtime_error("the runtime library has no choice of a device");
+  int answer = choose(index);
+  if (answer == 0 && entered != index) answer = free_none(nullptr);
+  if (answer != 0) throw std::runtime_error("the runtime library answers with error " + std::to_string(answer));
+  entered = index;
+}
+
+// What is said of a GPU, a line `name=value` each.
+class Lines {
+ public:
+  void add(const char* name, const std::string& value) { text_ += std::string(name) + "=" + value + "\n"; }
+  void add(const char* name, int value) { add(name, std::to_string(value)); }
+  const std::string& text() const { return text_; }
+
+  // A number of a device, which the vendors number in their own ways.
+  void attribute(const char* name, int index, int of_nvidia, int of_amd) {
+    using Ask = int (*)(int*, int, int);
+    const auto nvidia = loaded<Ask>("cudaDeviceGetAttribute");
+    const auto ask = nvidia != nullptr ? nvidia : loaded<Ask>("hipDeviceGetAttribute");
+    int value = 0;
+    if (ask != nullptr && ask(&value, nvidia != nullptr ? of_nvidia : of_amd, index) == 0) add(name, value);
+  }
+  // A release in one number, as one of two functions says it.
+  void release(const char* name, const char* of_nvidia, const char* of_amd) {
+    using Ask = int (*)(int*);
+    const auto nvidia = loaded<Ask>(of_nvidia);
+    const auto ask = nvidia != nullptr ? nvidia : loaded<Ask>(of_amd);
+    int value = 0;
+    if (ask != nullptr && ask(&value) == 0) add(name, value);
+  }
+  // A release in three parts, asked for one by one as NVIDIA's libraries have it.
+  void property(const char* name, const char* function) {
+    const auto ask = loaded<int (*)(int, int*)>(function);
+    int parts[3] = {};
+    for (int part = 0; part < 3; ++part) {
+      if (ask == nullptr || ask(part, &parts[part]) != 0) return;
+    }
+    add(name, std::to_string(parts[0]) + "." + std::to_string(parts[1]) + "." + std::to_string(parts[2]));
+  }
+
+ private:
+  std::string text_;
+};
+
 } // namespace
 
 extern "C" {
@@ -60,11 +125,14 @@ int shim_libtorch_folder() {
   });
 }
 
-// Opens a library for good, its symbols visible to those opened after it.
+// Opens the GPU half of libtorch for good, its symbols visible to those opened after it.
 int shim_open_library(const char* path) {
   return shim_guard([=] {
     // Its initialisers may throw.
-    if (dlopen(path, RTLD_NOW | RTLD_GLOBAL) != nullptr) return;
+    if (void* const opened = dlopen(path, RTLD_NOW | RTLD_GLOBAL)) {
+      half = opened;
+      return;
+    }
     const char* reason = dlerror();
     throw std::runtime_error(reason == nullptr ? "unknown reason" : reason);
   });
@@ -94,7 +162,7 @@ int shim_gpu_architecture(int index) {
     shim_say("");
     // Attributes 75 and 76 are the compute capability since CUDA 5.
     using Attribute = int (*)(int*, int, int);
-    if (auto ask = reinterpret_cast<Attribute>(dlsym(RTLD_DEFAULT, "cudaDeviceGetAttribute"))) {
+    if (auto ask = loaded<Attribute>("cudaDeviceGetAttribute")) {
       int major = 0, minor = 0;
       if (ask(&major, 75, index) == 0 && ask(&minor, 76, index) == 0) {
         return shim_say("sm_" + std::to_string(major) + std::to_string(minor));
@@ -102,10 +170,35 @@ int shim_gpu_architecture(int index) {
     }
     // The property structure changed its layout between HIP releases, the name function did not.
     using Name = int (*)(char*, int, int);
-    if (auto ask = reinterpret_cast<Name>(dlsym(RTLD_DEFAULT, "hipDeviceGetName"))) {
+    if (auto ask = loaded<Name>("hipDeviceGetName")) {
       char name[256] = {};
       if (ask(name, sizeof(name) - 1, index) == 0) shim_say(name);
     }
+  });
+}
+
+// What decides bits on GPU `index` beside its architecture, as far as driver, runtime and libraries say it: libraries choose their
+// kernels by the number of compute units and by the memory, and have other kernels in other releases.
+int shim_gpu_table(int index) {
+  return shim_guard([=] {
+    Lines lines;
+    lines.attribute("compute units", index, 16, 63);
+    lines.attribute("memory bus bits", index, 37, 59);
+    lines.attribute("memory clock kHz", index, 36, 60);
+    lines.release("driver", "cudaDriverGetVersion", "hipDriverGetVersion");
+    lines.release("runtime", "cudaRuntimeGetVersion", "hipRuntimeGetVersion");
+    lines.property("cuBLAS", "cublasGetProperty");
+    lines.property("cuBLASLt", "cublasLtGetProperty");
+    lines.property("cuDNN", "cudnnGetProperty");
+    char text[256] = {};
+    const auto rocblas = loaded<int (*)(char*, size_t)>("rocblas_get_version_string");
+    if (rocblas != nullptr && rocblas(text, sizeof(text) - 1) == 0) lines.add("rocBLAS", text);
+    size_t parts[3] = {};
+    const auto miopen = loaded<int (*)(size_t*, size_t*, size_t*)>("miopenGetVersion");
+    if (miopen != nullptr && miopen(&parts[0], &parts[1], &parts[2]) == 0) {
+      lines.add("MIOpen", std::to_string(parts[0]) + "." + std::to_string(parts[1]) + "." + std::to_string(parts[2]));
+    }
+    shim_say(lines.text());
   });
 }
 
@@ -156,9 +249,12 @@ int shim_side_after(void* side, void* event) {
   return shim_guard([&] { static_cast<c10::Event*>(event)->block(static_cast<Side*>(side)->stream); });
 }
 
-// What the calling thread calls of the vendor's own libraries is for GPU `index`.
+// What the calling thread calls of the vendor's own libraries is for GPU `index`, whose context is the thread's own from here on.
 int shim_enter_gpu(int index) {
-  return shim_guard([&] { c10::impl::VirtualGuardImpl(kGpu).setDevice(gpu(index)); });
+  return shim_guard([&] {
+    c10::impl::VirtualGuardImpl(kGpu).setDevice(gpu(index));
+    enter_context(index);
+  });
 }
 
 // Memory of the host for so many words, which GPU `index` reads without the processor.

@@ -21,6 +21,7 @@ pub(crate) mod pieces;
 pub(crate) mod queue;
 mod stage;
 
+use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::ptr;
 
@@ -37,6 +38,7 @@ pub use stage::{Buffer, Buffers, Staged, Stager};
 unsafe extern "C" {
     fn shim_gpu_count(out: *mut c_int) -> c_int;
     fn shim_gpu_architecture(index: c_int) -> c_int;
+    fn shim_gpu_table(index: c_int) -> c_int;
     fn shim_side_stream(index: c_int, out: *mut *mut c_void) -> c_int;
     fn shim_side_stream_free(side: *mut c_void);
     fn shim_side_handle(side: *mut c_void, out: *mut *mut c_void) -> c_int;
@@ -81,6 +83,19 @@ pub fn architecture(device: Device) -> Result<String> {
     // SAFETY: a plain number in.
     guarded("ask for the architecture", unsafe { shim_gpu_architecture(index as c_int) })?;
     Ok(said())
+}
+
+/// What decides bits on a device beside its architecture, by name, for the kernel table: compute units and memory, releases of
+/// driver, runtime and libraries. What nobody says is left out; nothing for a CPU.
+///
+/// NCCL and RCCL are not among it, for they move bytes and add nothing up.
+pub(crate) fn table(device: Device) -> Result<BTreeMap<String, String>> {
+    let Device::Cuda(index) = device else { return Ok(BTreeMap::new()) };
+    // SAFETY: a plain number in.
+    guarded("ask what a GPU is", unsafe { shim_gpu_table(index as c_int) })?;
+    let said = said();
+    let pairs = said.lines().filter_map(|line| line.split_once('='));
+    Ok(pairs.map(|(name, value)| (name.to_owned(), value.to_owned())).collect())
 }
 
 /// A stream of a GPU beside the one that computes.
@@ -138,7 +153,8 @@ pub(crate) fn mark(device: Device) -> Result<Option<Event>> {
     Ok(Some(Event(event)))
 }
 
-/// What the calling thread calls of a vendor's own libraries is for `device`.
+/// What the calling thread calls of a vendor's own libraries is for `device`, of which it has a context from here on. Every thread
+/// that loads, launches or sends enters first; cheap when repeated.
 pub(crate) fn enter(device: Device) -> Result<()> {
     let Device::Cuda(index) = device else { return Ok(()) };
     // SAFETY: a plain number in, this thread's own setting touched, no exception out.

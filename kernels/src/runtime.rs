@@ -55,8 +55,8 @@ const SWITCHES: [(&CStr, c_int); 13] = [
 const DEVICE_ENVIRONMENT: [(&str, &str); 2] =
     [("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("ROCBLAS_DEFAULT_ATOMICS_MODE", "0")];
 
-/// Variables that choose kernels. Their values belong to the kernel table.
-const RECORDED_ENVIRONMENT: [&str; 10] = [
+/// Variables that choose kernels of a CPU. Their values belong to the kernel table of what computes there.
+const CPU_ENVIRONMENT: [&str; 8] = [
     "ATEN_CPU_CAPABILITY",
     "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS",
@@ -65,8 +65,29 @@ const RECORDED_ENVIRONMENT: [&str; 10] = [
     "DNNL_MAX_CPU_ISA",
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "GLIBC_TUNABLES",
+];
+
+/// The same of a GPU: what its libraries choose kernels by.
+const GPU_ENVIRONMENT: [&str; 19] = [
     "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "CUBLAS_EMULATE_SINGLE_PRECISION",
+    "CUBLAS_EMULATION_STRATEGY",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    "DISABLE_ADDMM_CUDA_LT",
     "ROCBLAS_DEFAULT_ATOMICS_MODE",
+    "ROCBLAS_USE_HIPBLASLT",
+    "ROCBLAS_TENSILE_LIBPATH",
+    "HIPBLASLT_TENSILE_LIBPATH",
+    "HIPBLASLT_WORKSPACE_SIZE",
+    "TENSILE_SOLUTION_SELECTION_METHOD",
+    "TORCH_BLAS_PREFER_HIPBLASLT",
+    "DISABLE_ADDMM_HIP_LT",
+    "MIOPEN_FIND_MODE",
+    "PYTORCH_TUNABLEOP_ENABLED",
+    "PYTORCH_TUNABLEOP_FILENAME",
+    "HSA_OVERRIDE_GFX_VERSION",
 ];
 
 /// What the caller decides about the runtime.
@@ -77,24 +98,31 @@ pub struct RuntimeOptions {
 }
 
 /// Everything besides weights and data that decides the bits of a leaf.
+///
+/// On a GPU the host says nothing here, and its fields are empty: no operation of a step runs there. What the host computes it
+/// does by operations that IEEE 754 fixes, with functions of our own where the C library has some (the learning rate, the weights
+/// at the start); angles, products and sums of tensors are the device's. So a run goes on beside another processor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KernelTable {
     /// Release of libtorch, as the library itself says.
     pub libtorch: String,
-    /// Release of MKL, to which libtorch gives f32 products on a CPU; where oneDNN makes them, the switches say so.
+    /// Of a CPU: release of MKL, to which libtorch gives f32 products on a CPU; where oneDNN makes them, the switches say so.
     pub mkl: String,
-    /// Release of oneDNN.
+    /// Of a CPU: release of oneDNN.
     pub onednn: String,
-    /// Vendor, family and model of the processor: MKL chooses its kernels by them.
+    /// Of a CPU: vendor, family and model of the processor: MKL chooses its kernels by them.
     pub cpu: String,
-    /// Instruction set that libtorch's own CPU kernels use.
+    /// Of a CPU: instruction set that libtorch's own CPU kernels use.
     pub cpu_capability: String,
     /// `cpu`, or `cuda` (HIP answers to the same name).
     pub device: String,
     /// Architecture of the device; empty on CPU.
     pub architecture: String,
-    /// Digest of what the mathematics library answers, by itself and through libtorch: it decides bits, and has no release
+    /// What decides bits on a GPU beside its architecture: compute units, memory, releases of driver, runtime and libraries.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub gpu: BTreeMap<String, String>,
+    /// Of a CPU: digest of what the mathematics library answers, by itself and through libtorch: it decides bits, and has no release
     /// that one could ask for.
     pub mathematics: String,
     /// Name and version of the table of operations that computes.
@@ -129,6 +157,7 @@ impl KernelTable {
             cpu_capability,
             device,
             architecture,
+            gpu,
             mathematics,
             operations,
             compiler,
@@ -140,7 +169,8 @@ impl KernelTable {
             map.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(",")
         };
         let switches = switches.iter().map(|(name, value)| (name.clone(), value.to_string()));
-        [
+        let gpu = (!gpu.is_empty()).then(|| format!("gpu={}", pairs(gpu)));
+        let fields = [
             format!("libtorch={libtorch}"),
             format!("mkl={mkl}"),
             format!("onednn={onednn}"),
@@ -154,8 +184,8 @@ impl KernelTable {
             format!("threads={threads_per_leaf}"),
             format!("switches={}", pairs(&switches.collect())),
             format!("environment={}", pairs(environment)),
-        ]
-        .join("; ")
+        ];
+        fields.into_iter().chain(gpu).collect::<Vec<_>>().join("; ")
     }
 }
 
@@ -295,23 +325,29 @@ fn set_device_environment(options: &RuntimeOptions) {
 
 fn read_table(device: tch::Device) -> Result<KernelTable> {
     let mut switches = verify()?;
-    // SAFETY: reads this thread's settings.
+    // SAFETY: reads this thread's settings. On a GPU as well: the host adds up losses and squares.
     switches.insert("flush_denormals".to_owned(), unsafe { shim_flushes_denormals() });
-    switches.insert("f32_products_by_onednn".to_owned(), crate::product::by_onednn()?.into());
-    let environment = RECORDED_ENVIRONMENT
+    let on_cpu = device == tch::Device::Cpu;
+    if on_cpu {
+        switches.insert("f32_products_by_onednn".to_owned(), crate::product::by_onednn()?.into());
+    }
+    let variables = if on_cpu { &CPU_ENVIRONMENT[..] } else { &GPU_ENVIRONMENT[..] };
+    let environment = variables
         .iter()
         .filter_map(|&name| Some((name.to_owned(), std::env::var(name).ok()?)))
         .collect();
     let operations = ops::choose(device)?;
+    let of_cpu = |what: &CStr| if on_cpu { describe(what) } else { Ok(String::new()) };
     Ok(KernelTable {
         libtorch: libtorch_release()?,
-        mkl: describe(c"mkl")?,
-        onednn: describe(c"onednn")?,
-        cpu: describe(c"cpu")?,
-        cpu_capability: describe(c"cpu_capability")?,
+        mkl: of_cpu(c"mkl")?,
+        onednn: of_cpu(c"onednn")?,
+        cpu: of_cpu(c"cpu")?,
+        cpu_capability: of_cpu(c"cpu_capability")?,
         device: if device.is_cuda() { "cuda" } else { "cpu" }.to_owned(),
         architecture: crate::device::architecture(device)?,
-        mathematics: crate::probe::digest()?,
+        gpu: crate::device::table(device)?,
+        mathematics: if on_cpu { crate::probe::digest()? } else { String::new() },
         operations: operations.name().to_owned(),
         compiler: match operations == ops::DEVICE {
             true => Queue::of(device)?.compiler().to_owned(),
@@ -328,6 +364,12 @@ fn libtorch_release() -> Result<String> {
     let config = describe(c"config")?;
     let stated = config.split("TORCH_VERSION=").nth(1).and_then(|rest| rest.split(',').next());
     stated.map_or_else(compiled_against, |text| Ok(text.trim().to_owned()))
+}
+
+/// Vendor, family and model of the processor and the instruction set that libtorch's kernels use on it, for the log of where a run
+/// was.
+pub fn processor() -> Result<String> {
+    Ok(format!("{}, {}", describe(c"cpu")?, describe(c"cpu_capability")?))
 }
 
 /// The release of libtorch that this program was made for.

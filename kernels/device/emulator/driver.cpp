@@ -13,7 +13,15 @@
 #include <vector>
 
 namespace {
-constexpr int kInvalid = 1, kNotFound = 500, kCompilation = 6;
+constexpr int kInvalid = 1, kNotInitialized = 3, kNotFound = 500, kCompilation = 6;
+
+// What the stand-in for a GPU has to say, where one is in the process: a driver refuses a thread that has no context of a device,
+// and a stream of another device than the context's.
+int answer(void* stream) {
+  using Ask = int (*)(void*);
+  static const auto ask = reinterpret_cast<Ask>(dlsym(RTLD_DEFAULT, "standin_answer"));
+  return ask == nullptr ? 0 : ask(stream);
+}
 
 struct Program {
   std::string all, log, code;
@@ -74,6 +82,7 @@ int code(void* program, char* out) {
 }
 
 int load(void** module, const void* image) {
+  if (const int refused = answer(nullptr)) return refused;
   *module = const_cast<void*>(image);
   return memcmp(image, "\177ELF", 4) == 0 ? 0 : kInvalid;
 }
@@ -152,6 +161,7 @@ void tell(const emulator::Kernel& kernel, void** arguments, void* stream) {
 
 int launch(void* raw, unsigned blocks, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz, unsigned shared, void* stream,
            void** arguments, void** extra) {
+  if (const int refused = answer(stream)) return refused;
   const auto* kernel = static_cast<const emulator::Kernel*>(raw);
   if (y * z * ty * tz != 1 || shared != 0 || extra != nullptr || threads != kernel->threads || blocks == 0) return kInvalid;
   // Threads may launch at once, and the emulator runs one kernel at a time.
@@ -164,9 +174,14 @@ int launch(void* raw, unsigned blocks, unsigned y, unsigned z, unsigned threads,
 }  // namespace
 
 namespace {
+bool initialized = false;
+int init() {
+  initialized = true;
+  return 0;
+}
 int device(int* out, int index) {
   *out = index;
-  return 0;
+  return initialized ? 0 : kNotInitialized;
 }
 int device_name(char* out, int room, int) {
   snprintf(out, static_cast<size_t>(room), "a pretended GPU");
@@ -181,6 +196,7 @@ int total_memory(size_t* out, int) {
 #define BOTH(nvidia, amd, parameters, body)         \
   extern "C" int nvidia parameters { return body; } \
   extern "C" int amd parameters { return body; }
+BOTH(cuInit, hipInit, (unsigned), init())
 BOTH(cuDeviceGet, hipDeviceGet, (int* out, int index), device(out, index))
 BOTH(cuDeviceGetName, hipDeviceGetName, (char* out, int room, int index), device_name(out, room, index))
 BOTH(cuDeviceTotalMem_v2, hipDeviceTotalMem, (size_t* out, int index), total_memory(out, index))

@@ -71,7 +71,7 @@ struct Event {
 
 struct Totals {
   uint64_t operations = 0, launches = 0, copies = 0, to_host = 0, from_host = 0, host_reads = 0, host_waits = 0,
-           stream_waits = 0, races = 0;
+           stream_waits = 0, races = 0, contexts = 0;
   std::map<std::string, uint64_t> by_name;
 };
 
@@ -259,7 +259,7 @@ class Machine {
     number("operations", t.operations), number("launches", t.launches), number("copies", t.copies);
     number("to_host", t.to_host), number("from_host", t.from_host), number("host_reads", t.host_reads);
     number("host_waits", t.host_waits), number("stream_waits", t.stream_waits), number("races", t.races);
-    number("peak_bytes", static_cast<uint64_t>(peak_));
+    number("contexts", t.contexts), number("peak_bytes", static_cast<uint64_t>(peak_));
     line += "\"by_name\":{";
     for (const auto& [name, times] : t.by_name) number(name.c_str(), times);
     if (line.back() == ',') line.pop_back();

@@ -5,6 +5,7 @@
 // real one refuses and a CPU would not: operands on two devices. For the tests alone; variables that they set:
 // - STANDIN_REPORT: a file to which a process adds its totals when it ends, a line of JSON.
 // - STANDIN_FAULT: a fault to plant (clocks.h).
+// - STANDIN_UNITS: how many compute units it says it has.
 //
 // What it cannot show: numbers of a real device, errors that come later than the call, speed.
 #include "clocks.h"
@@ -32,6 +33,9 @@ Machine& machine() {
 }
 
 thread_local DeviceIndex current_device = 0;
+// The device whose context is this thread's own, as the driver sees it: none before the runtime library has made it so. A real
+// one does that with the first memory or kernel, too; whoever counts on that counts on an order.
+thread_local DeviceIndex context = -1;
 thread_local std::array<int, standin::kDevices> current_stream = {};
 
 int place(DeviceIndex device, int64_t stream) { return device * standin::kPerDevice + static_cast<int>(stream); }
@@ -386,9 +390,38 @@ struct Process {
 
 // What a program looks up by name in the real library and in those that come with it, and what other stand-ins ask this one.
 extern "C" {
-// An architecture that no device has: what ran here never passes for what ran on a GPU.
-int cudaDeviceGetAttribute(int* value, int, int) {
-  *value = 0;
+// libtorch's own call does nothing where the device is chosen already, as the first one is on every thread; this one makes a
+// context.
+int cudaSetDevice(int device) {
+  if (device < 0 || device >= standin::kDevices) return 101;
+  if (context != device) machine().count(&Totals::contexts);
+  current_device = context = static_cast<DeviceIndex>(device);
+  return 0;
+}
+int cudaFree(void* data) { return data == nullptr ? 0 : 1; }
+// What a driver answers to the calling thread: no context, a stream of another device's, or all is well.
+int standin_answer(void* stream) {
+  if (context < 0) return 201;
+  return stream == nullptr || place_of(stream) / standin::kPerDevice == context ? 0 : 400;
+}
+// It says no architecture (attributes 75 and 76): what ran here never passes for what ran on a GPU. Its compute units (16) are as
+// many as STANDIN_UNITS says.
+int cudaDeviceGetAttribute(int* value, int attribute, int) {
+  if (attribute == 75 || attribute == 76) return 1;
+  const char* units = std::getenv("STANDIN_UNITS");
+  *value = attribute != 16 ? 0 : units == nullptr ? 2 : std::atoi(units);
+  return 0;
+}
+int cudaDriverGetVersion(int* version) {
+  *version = 13000;
+  return 0;
+}
+int cudaRuntimeGetVersion(int* version) {
+  *version = 13000;
+  return 0;
+}
+int cublasGetProperty(int part, int* value) {
+  *value = part;
   return 0;
 }
 int aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {

@@ -3,7 +3,7 @@
 use tch::Device;
 
 use super::library::{AMD, Compiler, NVIDIA, described};
-use super::{architecture, count, enter, half};
+use super::{architecture, count, half};
 use crate::Result;
 
 /// A GPU that the driver shows.
@@ -30,7 +30,8 @@ pub struct Gpus {
     pub devices: Vec<Gpu>,
 }
 
-/// The GPUs of this machine, or why it has none that could be used. Opens the GPU half of libtorch; allocates nothing.
+/// The GPUs of this machine, or why it has none that could be used. Opens the GPU half of libtorch; allocates nothing, and
+/// makes no context.
 pub fn gpus() -> std::result::Result<Gpus, String> {
     half::open()?;
     let words = |error: crate::Error| error.to_string();
@@ -51,7 +52,6 @@ fn release(number: i32) -> String {
 
 fn gpu(index: i32) -> Result<Gpu> {
     let device = Device::Cuda(usize::try_from(index).unwrap_or_default());
-    enter(device)?;
     let (name, memory) =
         described(NVIDIA, index).or_else(|| described(AMD, index)).unwrap_or_default();
     Ok(Gpu { architecture: architecture(device)?, name, memory })

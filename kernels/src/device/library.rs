@@ -4,8 +4,10 @@
 //! NVRTC and hipRTC have one C interface under two prefixes, and so have the few functions of the drivers that are called here.
 //! Nothing of a vendor is needed to build.
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::collections::BTreeMap;
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::ptr;
+use std::sync::{PoisonError, RwLock};
 
 use rccl_sys::Opened;
 
@@ -89,6 +91,7 @@ fn open(names: &[&CStr]) -> Result<Opened> {
 
 /// Product name and bytes of memory of device `index`, as far as a driver says them; `None` where there is no such driver.
 pub(super) fn described(vendor: Vendor, index: c_int) -> Option<(Option<String>, Option<u64>)> {
+    type Init = unsafe extern "C" fn(c_uint) -> c_int;
     type Get = unsafe extern "C" fn(*mut c_int, c_int) -> c_int;
     type Name = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_int;
     type Total = unsafe extern "C" fn(*mut usize, c_int) -> c_int;
@@ -96,8 +99,10 @@ pub(super) fn described(vendor: Vendor, index: c_int) -> Option<(Option<String>,
     let prefix = vendor.driver_prefix;
     let mut device = 0;
     // SAFETY: types of both vendors' headers; out-pointers outlive the calls, and a name gets as much room as is told, of which
-    // the last byte stays zero.
+    // the last byte stays zero. A driver may be set up any number of times, which makes no context.
     unsafe {
+        let init = function::<Init>(&driver, &format!("{prefix}Init")).ok()?;
+        check("set a driver up", init(0)).ok()?;
         let get = function::<Get>(&driver, &format!("{prefix}DeviceGet")).ok()?;
         check("find a device", get(&raw mut device, index)).ok()?;
         let name =
@@ -269,6 +274,8 @@ pub(super) struct Module {
     handle: Handle,
     function: Function,
     launch: Launch,
+    /// Kernels that have been looked up: a driver takes longer to find one than to launch it.
+    found: RwLock<BTreeMap<CString, Handle>>,
     /// Name and release of the compiler that made the code.
     pub(super) compiler: String,
 }
@@ -292,10 +299,27 @@ impl Module {
             Ok(Module {
                 handle,
                 compiler,
+                found: RwLock::default(),
                 function: function(&library, &format!("{prefix}ModuleGetFunction"))?,
                 launch: function(&library, vendor.launch)?,
             })
         }
+    }
+
+    /// The kernel of this name, as the driver knows it.
+    fn kernel(&self, name: &CStr) -> Result<Handle> {
+        let found = self.found.read().unwrap_or_else(PoisonError::into_inner).get(name).copied();
+        if let Some(kernel) = found {
+            return Ok(kernel);
+        }
+        let mut kernel = ptr::null_mut();
+        // SAFETY: a loaded module, and a C string.
+        check("find a kernel", unsafe {
+            (self.function)(&raw mut kernel, self.handle, name.as_ptr())
+        })?;
+        let mut all = self.found.write().unwrap_or_else(PoisonError::into_inner);
+        all.insert(name.to_owned(), kernel);
+        Ok(kernel)
     }
 
     /// Queues a kernel on a stream of the device.
@@ -310,11 +334,7 @@ impl Module {
         arguments: &mut [*mut c_void],
         stream: *mut c_void,
     ) -> Result<()> {
-        let mut function = ptr::null_mut();
-        // SAFETY: a loaded module, and a C string.
-        check("find a kernel", unsafe {
-            (self.function)(&raw mut function, self.handle, kernel.as_ptr())
-        })?;
+        let function = self.kernel(kernel)?;
         let arguments = arguments.as_mut_ptr();
         // SAFETY: says the caller.
         let answer = unsafe {
@@ -333,5 +353,56 @@ impl Module {
             )
         };
         check("launch a kernel", answer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    static LOOKED: AtomicU32 = AtomicU32::new(0);
+
+    /// A driver that knows every kernel by the first letter of its name, but for `none`.
+    unsafe extern "C" fn look(out: *mut Handle, _: Handle, name: *const c_char) -> c_int {
+        LOOKED.fetch_add(1, Ordering::SeqCst);
+        // SAFETY: the caller's out-pointer and C string.
+        unsafe {
+            *out = ptr::without_provenance_mut(*name as usize);
+            if CStr::from_ptr(name) == c"none" { 500 } else { 0 }
+        }
+    }
+
+    unsafe extern "C" fn no_launch(
+        _: Handle,
+        _: u32,
+        _: u32,
+        _: u32,
+        _: u32,
+        _: u32,
+        _: u32,
+        _: u32,
+        _: Handle,
+        _: *mut Handle,
+        _: *mut Handle,
+    ) -> c_int {
+        1
+    }
+
+    #[test]
+    fn a_kernel_is_looked_up_once() {
+        let (found, compiler) = (RwLock::default(), String::new());
+        let handle = ptr::null_mut();
+        let module = Module { handle, function: look, launch: no_launch, found, compiler };
+        for _ in 0..3 {
+            for name in [c"adamw", c"finish"] {
+                let first = usize::from(name.to_bytes()[0]);
+                assert_eq!(module.kernel(name).unwrap().addr(), first);
+            }
+        }
+        assert_eq!(LOOKED.load(Ordering::SeqCst), 2);
+        assert!(module.kernel(c"none").is_err() && module.kernel(c"none").is_err());
+        assert_eq!(LOOKED.load(Ordering::SeqCst), 4, "what is not there is asked for again");
     }
 }

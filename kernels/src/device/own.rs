@@ -46,13 +46,24 @@ sources!(
     "transport.h"
 );
 
-/// What the source of all kernels comes to, for the kernel table.
+/// What the source of all kernels and the options of its compilers come to, for the kernel table.
 pub(crate) fn digest() -> u64 {
-    let texts = SOURCES.iter().flat_map(|(name, text)| [name, text]);
-    checksum::bytes(
-        &texts.flat_map(|text| text.to_bytes_with_nul()).copied().collect::<Vec<_>>(),
-        4,
-    )
+    digest_by(&[NVIDIA, AMD])
+}
+
+fn digest_by(vendors: &[Vendor]) -> u64 {
+    let mut whole = Vec::new();
+    for vendor in vendors {
+        for option in vendor.options.iter().copied().chain(vendor.architecture) {
+            whole.extend(option.bytes().chain([0]));
+        }
+        whole.push(0);
+    }
+    for (name, text) in SOURCES {
+        whole.extend(name.to_bytes_with_nul());
+        whole.extend(text.to_bytes_with_nul());
+    }
+    checksum::bytes(&whole, 4)
 }
 
 /// Compiles the kernels, or takes what was compiled from the same source by the same compiler, and loads them.
@@ -124,4 +135,21 @@ pub(super) fn on_gpu(index: usize) -> std::result::Result<Arc<Module>, String> {
         found.map(Arc::new)
     };
     modules.entry(index).or_insert_with(open).clone()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_option_of_a_compiler_is_in_the_digest() {
+        let contracted = Vendor { options: &["--std=c++17", "--fmad=true"], ..NVIDIA };
+        let moved = Vendor { options: &["--std=c++17--fmad=false"], ..NVIDIA };
+        let other = Vendor { options: &["-std=c++17", "-O2", "-ffp-contract=off"], ..AMD };
+        let cases = [[NVIDIA, AMD], [contracted, AMD], [moved, AMD], [NVIDIA, other]];
+        let digests: std::collections::BTreeSet<u64> =
+            cases.iter().map(|vendors| digest_by(vendors)).collect();
+        assert_eq!(digests.len(), cases.len());
+        assert!(digests.contains(&digest()));
+    }
 }

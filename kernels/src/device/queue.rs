@@ -201,14 +201,17 @@ fn current_stream(index: usize) -> Result<*mut c_void> {
     type Ask = unsafe extern "C" fn(i32, *mut *mut c_void) -> c_int;
     let refuse =
         |reason: &str| Error::Foreign { call: "ask for a stream", reason: reason.to_owned() };
-    // SAFETY: no library: the whole process is searched, where the GPU half of libtorch has been opened.
-    let found =
-        unsafe { dlsym(std::ptr::null_mut(), c"aoti_torch_get_current_cuda_stream".as_ptr()) };
-    if found.is_null() {
-        return Err(refuse("libtorch does not tell"));
-    }
-    // SAFETY: its type in libtorch's `shim.h`.
-    let ask = unsafe { std::mem::transmute::<*mut c_void, Ask>(found) };
+    // Looked for once: a search through all libraries takes longer than a launch, and this is asked before each.
+    static FOUND: OnceLock<Option<Ask>> = OnceLock::new();
+    let search = || {
+        // SAFETY: no library: the whole process is searched, where the GPU half of libtorch has been opened before it had a
+        // device.
+        let found =
+            unsafe { dlsym(std::ptr::null_mut(), c"aoti_torch_get_current_cuda_stream".as_ptr()) };
+        // SAFETY: its type in libtorch's `shim.h`; null is `None`.
+        unsafe { std::mem::transmute::<*mut c_void, Option<Ask>>(found) }
+    };
+    let ask = FOUND.get_or_init(search).ok_or_else(|| refuse("libtorch does not tell"))?;
     let mut stream = std::ptr::null_mut();
     // SAFETY: the out-pointer outlives the call.
     match unsafe { ask(index as i32, &raw mut stream) } {

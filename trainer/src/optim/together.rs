@@ -47,7 +47,9 @@ impl Rules {
     /// each its own. The host waits for neither.
     pub(super) fn apply(&self, ops: &dyn Ops, mut items: Vec<Item>) -> Result<[Tensor; 2]> {
         let weights: Vec<Tensor> = items.iter().map(|item| item.weight.shallow_clone()).collect();
+        let watch = part(Part::Moved);
         let old = ops.all_copies(&weights)?;
+        drop(watch);
         self.elementwise(ops, &mut items)?;
         self.matrices(ops, &mut items)?;
         let _watch = part(Part::Moved);

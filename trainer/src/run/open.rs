@@ -22,6 +22,7 @@ use crate::folder::{OpenRun, RunFolder};
 use crate::mesh::{Mesh, Team, copies};
 use crate::metrics::Metrics;
 use crate::progress::{Progress, clock};
+use crate::refusal::refused;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::state::ownership::{Ownership, Piece};
@@ -264,10 +265,12 @@ impl<'a> Opening<'a> {
             progress.note(&format!("accepted edit of the curriculum: {edit}"));
             events.write("edit", json!({"edit": edit, "recorded": recorded}))?;
         }
+        // No argument of what a GPU computes, so it stands here alone.
+        let processor = kernels::runtime::processor().map_err(refused)?;
         let fields = json!({
             "from_step": from, "recorded": recorded, "run": id,
             "device": format!("{:?}", world.device), "workers": exec.workers.count(), "pid": std::process::id(),
-            "kernels": world.runtime.fingerprint(),
+            "kernels": world.runtime.fingerprint(), "processor": processor,
         });
         events.write("start", fields)?;
         Ok(Book { spec, exec, open, events, metrics, progress, recovery: None, again: 0 })

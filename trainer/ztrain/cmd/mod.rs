@@ -67,7 +67,7 @@ pub(crate) struct Speed {
     /// Where to compute: cpu, cuda or cuda:1 (HIP devices answer to the same name).
     #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device_name)]
     pub(crate) device: String,
-    /// Micro-batches computed at once, one math thread each [default: the cores, shared among the ranks here].
+    /// Micro-batches computed at once, one math thread each [default: the cores, shared among the ranks here; on a GPU 1].
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     pub(crate) workers: Option<usize>,
     /// What --workers was called.
@@ -118,14 +118,18 @@ impl Speed {
     }
 
     /// Workers that compute by the operations of `table`: as many as asked for, else the cores of the machine, shared among the
-    /// ranks on it.
+    /// ranks on it. A GPU computes one micro-batch after the other: there one thread queues them, and more would only hold more
+    /// of its memory.
     pub(crate) fn workers(
         &self,
         launched: Option<&Launched>,
         table: &KernelTable,
     ) -> Result<Workers> {
         let ranks = launched.map_or(1, |launched| launched.local_world.max(1));
-        let shared = || Workers::new(Workers::available().count() / ranks as usize);
+        let shared = || match table.device.as_str() {
+            "cpu" => Workers::new(Workers::available().count() / ranks as usize),
+            _ => Workers::new(1),
+        };
         let keep = match self.recompute {
             true => model::Keep::LayerInputs,
             false => model::Keep::Everything,

@@ -1,0 +1,106 @@
+//! Fear: that on a device our own kernels lose what libtorch's operators keep there, and that a run goes on where a kernel table
+//! should have stopped it, or stops beside another processor.
+//!
+//! On the stand-in for a GPU (`device.rs`), with the emulator behind the interface of a driver.
+
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+use crate::device::{OnDevice, pretend, total};
+use crate::ranks::{Fixture, until_lines};
+use crate::support::{Ran, arg, ztrain_command};
+
+/// The ledger of a run.
+fn ledger(on: &OnDevice, out: &str) -> String {
+    std::fs::read_to_string(on.fixture.scratch.path(out).join("ledger.jsonl")).unwrap()
+}
+
+/// Killed and gone on, replayed, and by two ranks on two devices: one ledger.
+#[test]
+fn our_own_kernels_outlive_kills_and_ranks() {
+    let on = OnDevice { fixture: Fixture { every: "2", ..Fixture::new(&[]) }, own: true };
+    let last = ["--stop-after", "4"];
+    on.finish("plain", &[&["--workers", "1"][..], &last].concat());
+
+    let ways = ["--workers", "2", "--recompute", "--prefetch", "7"];
+    let mut command = on.command("killed", &[&ways[..], &last].concat());
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    until_lines(&on.fixture.scratch.path("killed"), 4, &mut child);
+    child.kill().unwrap();
+    assert_eq!(child.wait().unwrap().code(), None, "it was killed before its end");
+    on.finish("killed", &[&["--workers", "1"][..], &last].concat());
+    assert!(ledger(&on, "plain") == ledger(&on, "killed"), "the ledgers differ");
+
+    let run = on.fixture.scratch.path("plain");
+    let mut command =
+        ztrain_command(&["replay", "--run", arg(&run), "--step", "4", "--device", "cuda"]);
+    pretend(&mut command, &on.report("replayed"));
+    let said = Ran::from(command.output().unwrap()).ok();
+    assert!(said.contains("same bits"), "{said}");
+    for what in ["races", "launches"] {
+        let found = total(&on.report("replayed"), what);
+        assert_eq!(found > 500, what == "launches", "{found} {what}");
+    }
+
+    let two = ["--nproc", "2", "--workers", "1", "--transport", "rccl"];
+    let mut command = on.command("two", &[&two[..], &last].concat());
+    command.env("ZTRAIN_RCCL", crate::transport::standin());
+    let ran = Ran::from(command.output().unwrap());
+    assert!(!ran.err.contains("no kernels of our own"), "{}", ran.err);
+    ran.ok();
+    assert_eq!(total(&on.report("two"), "races"), 0);
+    assert!(ledger(&on, "plain") == ledger(&on, "two"), "the ledgers differ");
+}
+
+/// The host's processor decides nothing there, and stands in the run's events; what the device and its libraries are does.
+#[test]
+fn a_run_on_a_device_stops_at_another_device_and_not_at_another_processor() {
+    let on = OnDevice::by_libtorch();
+    on.finish("run", &["--stop-after", "2"]);
+    let head: Value = serde_json::from_str(ledger(&on, "run").lines().next().unwrap()).unwrap();
+    let table = &head["kernel_table"];
+    for of_the_host in ["cpu", "cpu_capability", "mkl", "onednn", "mathematics"] {
+        assert_eq!(table[of_the_host], "", "{of_the_host} is the host's");
+    }
+    assert!(table["switches"].get("f32_products_by_onednn").is_none(), "{table}");
+    for (name, value) in [("compute units", "2"), ("driver", "13000"), ("cuBLAS", "0.1.2")] {
+        assert_eq!(table["gpu"][name], value, "{table}");
+    }
+    assert_eq!(table["environment"]["CUBLAS_WORKSPACE_CONFIG"], ":4096:8");
+
+    let events = on.fixture.scratch.path("run").join("events.jsonl");
+    let events = std::fs::read_to_string(events).unwrap();
+    let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let start = events.into_iter().find(|event| event["event"] == "start").unwrap();
+    assert!(start["processor"].as_str().is_some_and(|name| name.len() > 3), "{start}");
+    assert_eq!(start["workers"], 1, "one thread feeds a device, whatever the machine has");
+
+    let with = |name: &str, value: &str, steps: &str| -> Ran {
+        let mut command: Command = on.command("run", &["--stop-after", steps]);
+        command.env(name, value).output().unwrap().into()
+    };
+    // A variable that chooses kernels of a processor, and none here.
+    with("GLIBC_TUNABLES", "glibc.malloc.tcache_count=7", "3").ok();
+    with("STANDIN_UNITS", "3", "4").fails(4, &["gpu.compute units", "\"3\"", "\"2\""]);
+    with("NVIDIA_TF32_OVERRIDE", "1", "4").fails(4, &["NVIDIA_TF32_OVERRIDE"]);
+    with("STANDIN_UNITS", "2", "4").ok();
+}
+
+/// Muon's part of a step is its own there, too.
+#[test]
+fn parts_of_the_optimizer_are_told_apart_on_a_device() {
+    let on = OnDevice::by_libtorch();
+    let file = arg(&on.fixture.curriculum);
+    let words = ["bench", "step", "--curriculum", file, "--steps", "1", "--device", "cuda"];
+    let mut command = ztrain_command(&[&words[..], &["--json"]].concat());
+    pretend(&mut command, &on.report("step"));
+    command.env("LD_LIBRARY_PATH", crate::device::libtorch_cuda());
+    let said = Ran::from(command.output().unwrap()).ok();
+    let found: Value = serde_json::from_str(said.lines().last().unwrap()).unwrap();
+    let parts = found["table"]["parts"].as_array().unwrap();
+    for name in ["Muon", "AdamW", "norm of the update"] {
+        let part = parts.iter().find(|part| part[0] == name).unwrap();
+        assert!(part[1].as_f64().unwrap() > 0.0, "{name}: {parts:?}");
+    }
+}
