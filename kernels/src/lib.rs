@@ -7,6 +7,7 @@
 //! group     ranks that exchange bytes, with deadlines; between GPUs by RCCL or NCCL, opened at run time
 //! memory    bytes of tensors that are alive, counted
 //! probe     what the mathematics library answers
+//! profile   what ran between two moments, by libtorch's profiler
 //! product   matrix products, by the library that has the better kernels here
 //! tree      the one order in which leaves are added
 //! ops       the table of operations: kernels for the CPU, and the reference in libtorch
@@ -29,6 +30,7 @@ pub mod memory;
 pub mod ops;
 mod probe;
 pub mod product;
+pub mod profile;
 pub mod runtime;
 pub mod share;
 pub mod tree;
