@@ -2,11 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-const SOURCES: [&str; 5] = [
+const SOURCES: [&str; 6] = [
     "shim/device.cpp",
     "shim/group.cpp",
     "shim/memory.cpp",
     "shim/product.cpp",
+    "shim/profiler.cpp",
     "shim/switches.cpp",
 ];
 

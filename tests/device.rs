@@ -362,43 +362,6 @@ fn two_devices_that_share_micro_batches_leave_the_ledger_of_one() {
     assert!(context > apart + least && folded > context, "{groups:?} groups of transfers");
 }
 
-/// `tests/device.sh`, which checks a GPU, on a pretended one: each of its checks tells something, or says why it cannot.
-#[test]
-fn the_check_of_a_gpu_goes_to_its_end_on_a_pretended_one() {
-    let scratch = Scratch::new();
-    let (out, report) = (scratch.path("out"), scratch.path("report"));
-    let programs = Path::new(env!("CARGO_BIN_EXE_ztrain")).parent().unwrap();
-    let mut command = Command::new("sh");
-    command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/device.sh"));
-    command.args([programs, &out]).args(["--steps", "3"]);
-    pretend(&mut command, &report);
-    // By libtorch's operators: our own kernels take ten times as long on the emulator.
-    command.env("LD_LIBRARY_PATH", libtorch_cuda());
-    let said = Ran::from(command.output().unwrap()).ok();
-    println!("{said}");
-    let found: Value =
-        serde_json::from_slice(&std::fs::read(out.join("device.json")).unwrap()).unwrap();
-    assert_eq!(found["pretended"], true);
-    let looked = ["devices", "bits", "tolerance", "bandwidth", "gemm", "checkpoints"];
-    for name in looked.into_iter().chain(["step nano f32", "step nano bf16"]) {
-        assert_eq!(found["checks"][name]["outcome"], "ok", "{name}");
-    }
-    for name in ["kernels", "sanitizer", "step 20m bf16", "step 1b bf16", "beside"] {
-        let check = &found["checks"][name];
-        assert_eq!(check["outcome"], "skipped", "{name}");
-        assert!(check["told"].as_str().is_some_and(|why| why.len() > 20), "{name}: {check}");
-    }
-    assert_eq!(found["checks"]["bits"]["ledgers"].as_object().map(|ways| ways.len()), Some(6));
-    assert!(found["checks"]["step nano bf16"]["device_mib"].as_f64().unwrap() > 1.0);
-    let row = found["level"].as_str().unwrap();
-    assert!(row.starts_with("| `") && row.ends_with("| D |"), "nothing is shown of a GPU: {row}");
-    assert_eq!(row.split('|').count(), 8, "as the table of levels has it: {row}");
-    assert!(
-        std::fs::read_to_string(out.join("device.txt")).unwrap().starts_with("ok       devices")
-    );
-    assert_eq!(total(&report, "races"), 0);
-}
-
 /// Operations and reads by the host that runs of one store ask a device for.
 struct Counter {
     scratch: Scratch,

@@ -15,6 +15,8 @@ mod corrupt;
 mod determinism;
 #[cfg(feature = "train")]
 mod device;
+#[cfg(feature = "train")]
+mod device_check;
 mod faults;
 #[cfg(feature = "train")]
 mod faulty;

@@ -91,6 +91,27 @@ fn operations_are_timed_beside_libtorchs() {
 }
 
 #[test]
+fn every_product_of_a_model_has_one_outcome() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 100, ""), "store");
+    let path = curriculum(&scratch, &store, "run.toml", &[]);
+    let hash = ["bench", "gemm", "--hash", "5", "--json"];
+    ztrain(&hash).fails(2, &["--curriculum"]);
+    let told = ztrain(&[&hash[..], &["--curriculum", arg(&path)]].concat()).ok();
+    let rows: Vec<serde_json::Value> =
+        told.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(rows.iter().all(|row| row["outcomes"] == 1 && row["times"] == 5), "{told}");
+    let has = |key: &str, value: &str| rows.iter().any(|row| row[key] == value);
+    for way in ["forward", "to the input", "to the weights", "Newton-Schulz"] {
+        assert!(has("way", way), "{way}: {told}");
+    }
+    for (key, value) in [("by", "ours"), ("by", "loop"), ("dtype", "f32"), ("dtype", "bf16")] {
+        assert!(has(key, value), "{key} {value}: {told}");
+    }
+    assert!(rows.iter().all(|row| row["digest"].as_str().unwrap().len() == 16), "{told}");
+}
+
+#[test]
 fn what_is_no_picture_and_no_cluster_stays() {
     let scratch = Scratch::new();
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("curricula/phase1.toml");

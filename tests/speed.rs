@@ -46,3 +46,41 @@ fn the_parts_of_a_step_are_the_step() {
     let command = ["bench", "step", "--curriculum", arg(&path), "--steps", "20"];
     ztrain(&command).fails(2, &["--steps", "19"]);
 }
+
+#[test]
+fn a_traced_step_tells_where_its_time_went() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 200, ""), "store");
+    let path = curriculum(&scratch, &store, "run.toml", &[]);
+    let file = scratch.path("step.json");
+    let command =
+        ["bench", "step", "--curriculum", arg(&path), "--steps", "2", "--trace", arg(&file)];
+    let told = ztrain(&[&command[..], &["--json", "--workers", "2"]].concat()).ok();
+    let told: serde_json::Value = serde_json::from_str(&told).unwrap();
+    assert_eq!(told["table"]["steps"], 2, "the traced one is beside those measured");
+    let trace = &told["table"]["trace"];
+    assert_eq!(trace["on_device"], false);
+    let top = trace["top"].as_array().unwrap();
+    let seconds = |share: &serde_json::Value| share["seconds"].as_f64().unwrap();
+    assert!(top.len() == 10 && top.windows(2).all(|two| seconds(&two[0]) >= seconds(&two[1])));
+    let named = |all: &serde_json::Value, name: &str| {
+        all.as_array().unwrap().iter().any(|share| share["name"] == name && seconds(share) > 0.0)
+    };
+    assert!(named(&trace["parts"], "products by a library"), "{trace}");
+    let all: f64 = trace["parts"].as_array().unwrap().iter().map(seconds).sum();
+    assert!((all - trace["busy"].as_f64().unwrap()).abs() < 1e-9, "{trace}");
+    // Two workers have at most twice the time of the step.
+    assert!(all > 0.0 && all < 2.0 * trace["seconds"].as_f64().unwrap(), "{trace}");
+    let kept: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    assert!(!kept["traceEvents"].as_array().unwrap().is_empty());
+
+    // A trace is written over, nothing else is; and the traced step is one of the curriculum.
+    let shown = ztrain(&command).ok();
+    for word in ["a traced step", "products by a library", "calls"] {
+        assert!(shown.contains(word), "no {word:?} in: {shown}");
+    }
+    let over = ["bench", "step", "--curriculum", arg(&path), "--trace", arg(&path)];
+    ztrain(&over).fails(2, &["--trace", "lose"]);
+    ztrain(&[&command[..4], &["--steps", "19", "--trace", arg(&file)]].concat())
+        .fails(2, &["--steps", "1 to 18", "one is traced"]);
+}

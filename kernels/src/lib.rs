@@ -7,6 +7,7 @@
 //! group     ranks that exchange bytes, with deadlines; between GPUs by RCCL or NCCL, opened at run time
 //! memory    bytes of tensors that are alive, counted
 //! probe     what the mathematics library answers
+//! profile   what ran between two moments, by libtorch's profiler
 //! product   matrix products, by the library that has the better kernels here
 //! record    numbers that stay where they are until the host reads them, all at once
 //! tree      the one order in which leaves are added
@@ -30,6 +31,7 @@ pub mod memory;
 pub mod ops;
 mod probe;
 pub mod product;
+pub mod profile;
 pub mod record;
 pub mod runtime;
 pub mod share;

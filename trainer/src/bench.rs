@@ -1,25 +1,28 @@
 //! What a step costs: its parts, the model's operations, and how near they come to the matrix products that this machine
 //! can do, measured in the same run.
 
+use std::path::Path;
 use std::time::Instant;
 
 use contract::{Fault, Result};
 use curriculum::Dtype;
-use kernels::runtime;
+use kernels::{profile, runtime};
 use loader::RankSlice;
 use serde::Serialize;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind};
 
 use crate::memory::{self, Holds, Ways};
 use crate::mesh::Team;
 use crate::mesh::words::{Reader, Writer};
 use crate::model::{self, Dealt};
 use crate::refusal::refused;
+use crate::sizing::repeat::numbers;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::state::ownership::{Ownership, Piece};
 use crate::step::{self, Context, Stepped, micro_batch};
 use crate::timing::{EXACTNESS, PARTS, Part, measured, part};
+use crate::trace::Trace;
 use crate::workers::Workers;
 
 /// Rows of the square products whose rate is the limit: large enough to be at it, small enough for a cache.
@@ -62,6 +65,8 @@ pub struct StepTable {
     pub exchanged: Option<Exchanged>,
     /// What each rank holds.
     pub memory: Vec<RankMemory>,
+    /// Where the time of one more step went by libtorch's profiler, of rank 0, if that was asked for.
+    pub trace: Option<Trace>,
 }
 
 /// A step that was measured.
@@ -170,20 +175,42 @@ fn timed(cx: Context<'_>, state: &mut State, number: u64) -> Result<(Stepped, f6
     Ok((stepped, begin.elapsed().as_secs_f64()))
 }
 
-/// Computes `steps` steps of a run from its beginning, after `warm_up` others, as one of a team, and tells what this rank saw.
-/// Nothing is written.
-pub fn step(cx: Context<'_>, device: Device, warm_up: u64, steps: u64) -> Result<StepTable> {
-    let Context { spec, team, workers } = cx;
-    let there = spec.plan.steps();
-    if steps == 0 || warm_up.saturating_add(steps) > there {
-        let most = there.saturating_sub(warm_up);
-        return Err(Fault::usage("there are not that many steps to measure")
-            .at("--steps")
-            .found(steps)
-            .wanted(format!(
-                "1 to {most}: of the {there} steps of the curriculum {warm_up} warm up"
-            )));
+/// Refuses to measure more steps than the curriculum has.
+fn enough(spec: &RunSpec, warm_up: u64, steps: u64, traced: bool) -> Result<()> {
+    let (there, beside) = (spec.plan.steps(), warm_up.saturating_add(u64::from(traced)));
+    if steps > 0 && beside.saturating_add(steps) <= there {
+        return Ok(());
     }
+    let most = there.saturating_sub(beside);
+    let traced = if traced { ", one is traced" } else { "" };
+    Err(Fault::usage("there are not that many steps to measure").at("--steps").found(steps).wanted(
+        format!("1 to {most}: of the {there} steps of the curriculum {warm_up} warm up{traced}"),
+    ))
+}
+
+/// Computes step `number` under libtorch's profiler, where this is rank 0, and writes all that it saw into `file`.
+fn traced(cx: Context<'_>, state: &mut State, number: u64, file: &Path) -> Result<Option<Trace>> {
+    if cx.team.group.rank() > 0 {
+        timed(cx, state, number)?;
+        return Ok(None);
+    }
+    let profile = profile::begin(state.weights[0].device()).map_err(refused)?;
+    let outcome = timed(cx, state, number);
+    let events = profile.end(file).map_err(refused)?;
+    Ok(Some(Trace::of(&events, outcome?.1)))
+}
+
+/// Computes `steps` steps of a run from its beginning, after `warm_up` others, as one of a team, and tells what this rank saw;
+/// then one more under libtorch's profiler, where `trace` names a file for what that sees. Nothing else is written.
+pub fn step(
+    cx: Context<'_>,
+    device: Device,
+    warm_up: u64,
+    steps: u64,
+    trace: Option<&Path>,
+) -> Result<StepTable> {
+    let Context { spec, team, workers } = cx;
+    enough(spec, warm_up, steps, trace.is_some())?;
     let (rank, world) = (team.group.rank(), team.group.world());
     let dtype = spec.curriculum.dtype;
     let first_limit = limit(device, workers, dtype)?;
@@ -210,6 +237,7 @@ pub fn step(cx: Context<'_>, device: Device, warm_up: u64, steps: u64) -> Result
         limit: first_limit,
         exchanged: None,
         memory: Vec::new(),
+        trace: None,
     };
     let mut dealt = [0.0; 2];
     for number in warm_up + 1..=warm_up + steps {
@@ -231,6 +259,9 @@ pub fn step(cx: Context<'_>, device: Device, warm_up: u64, steps: u64) -> Result
     // The machine may be shared: the better of two looks is nearer to what it can do.
     table.limit = f64::from(world) * table.limit.max(limit(device, workers, dtype)?);
     table.split();
+    if let Some(file) = trace {
+        table.trace = traced(cx, &mut state, warm_up + steps + 1, file)?;
+    }
     Ok(table)
 }
 
@@ -293,7 +324,8 @@ fn model_flops(spec: &RunSpec, number: u64, router: &[Vec<u64>]) -> Result<f64> 
     Ok(model::flops(config, tokens, &routed, pairs.sum()))
 }
 
-/// The rate of large products with every worker at work, each with one math thread: the best of several.
+/// The rate of large products with every worker at work, each with one math thread: the best of several. Of numbers as a model's:
+/// a device multiplies equal ones at a higher clock, since fewer of its wires change.
 fn limit(device: Device, workers: Workers, dtype: Dtype) -> Result<f64> {
     let kind = if dtype == Dtype::Bf16 { Kind::BFloat16 } else { Kind::Float };
     let count = workers.count() as u64;
@@ -302,13 +334,14 @@ fn limit(device: Device, workers: Workers, dtype: Dtype) -> Result<f64> {
         let begin = Instant::now();
         let work = |_| {
             runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
-            let square = Tensor::ones([size, size], (kind, device));
-            let out = square.empty_like();
+            let operand = |by| numbers(&[size, size], by, kind, device).map_err(refused);
+            let (left, right) = (operand(0.7)?, operand(0.9)?);
+            let out = left.empty_like();
             // What was queued before is no part of it.
-            let _ = square.get(0).get(0).double_value(&[]);
+            let _ = right.get(0).get(0).double_value(&[]);
             let begin = Instant::now();
             for _ in 0..4 {
-                kernels::product::into(&out, &square, &square).map_err(refused)?;
+                kernels::product::into(&out, &left, &right).map_err(refused)?;
             }
             // Reading a number waits for the device.
             let _ = out.get(0).get(0).double_value(&[]);

@@ -48,6 +48,7 @@ pub mod spec;
 pub mod state;
 pub mod step;
 pub mod timing;
+pub mod trace;
 pub mod validate;
 mod waiting;
 pub mod workers;

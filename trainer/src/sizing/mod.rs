@@ -6,6 +6,7 @@
 //! operations  measures what lies between products
 //! products   those of a micro-batch, by part            traffic    its bytes outside of products
 //! estimate   the seconds of a step, part by part        hints      rules of thumb that a run breaks
+//! repeat     whether each product has the same bits every time
 //! faults     failures, in closed form and simulated   degrees    ranks that share micro-batches
 //! ```
 //!
@@ -20,6 +21,7 @@ pub mod hints;
 pub mod machine;
 pub mod operations;
 pub mod products;
+pub mod repeat;
 pub mod shapes;
 pub mod traffic;
 

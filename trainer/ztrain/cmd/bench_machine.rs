@@ -16,11 +16,12 @@ use trainer::sizing::Curve;
 use trainer::sizing::cluster::{Described, Gemm, Memory};
 use trainer::sizing::machine::{Bench, By, PASSES, Pass};
 use trainer::sizing::operations::Numbers;
+use trainer::sizing::repeat::Repeats;
 use trainer::sizing::shapes::{self, Shape};
 use trainer::workers::Workers;
 
-use super::Speed;
 use super::drawing::Drawing;
+use super::{Speed, bench_hash};
 
 /// What all of them take.
 #[derive(clap::Args)]
@@ -86,6 +87,10 @@ pub(crate) struct GemmArgs {
     /// Widths of square weights [default: 64,128,256,512,1024 on a CPU, 512,1024,2048,4096,7168 on a GPU].
     #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = clap::value_parser!(i64).range(2..=1 << 17))]
     widths: Vec<i64>,
+    /// Measure nothing: compute each product of the curriculum's model so many times, with those of experts and Newton-Schulz,
+    /// and tell how many different outcomes there were. Exit 4 where there was more than one.
+    #[arg(long, value_name = "TIMES", requires = "curriculum", value_parser = clap::value_parser!(u32).range(1..))]
+    hash: Option<u32>,
     /// Tokens of the longest document of attention [default: of the curriculum's micro-batch, else 2048 on a CPU, 8192 on a GPU].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(1..=1 << 20))]
     tokens: Option<i64>,
@@ -240,6 +245,12 @@ impl ClusterFile {
 pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
     let model = args.curriculum.as_ref().map(model).transpose()?;
     let (bench, device, results) = args.common.start(args.out.out.as_deref())?;
+    if let (Some(times), Some(model)) = (args.hash, &model) {
+        let kinds = args.formats.dtype.iter().map(|format| format.kind());
+        let by = Repeats { ops: bench.workers.ops(), device, times };
+        let (config, tokens) = (&model.0, args.tokens.unwrap_or(model.1));
+        return bench_hash::tell(by, config, tokens, kinds, args.common.json);
+    }
     let or = |given: &[i64], cpu: &[i64], gpu: &[i64]| match (given, device) {
         ([], Device::Cpu) => cpu.to_vec(),
         ([], _) => gpu.to_vec(),

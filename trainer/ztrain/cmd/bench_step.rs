@@ -1,5 +1,6 @@
 //! `ztrain bench step`: where the time of a step goes.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use contract::Result;
@@ -12,9 +13,14 @@ use trainer::memory::Holds;
 use trainer::mesh::Team;
 use trainer::refusal::lost;
 use trainer::step::Context;
+use trainer::trace::{Share, Trace};
 
 use super::Speed;
+use super::drawing::Drawing;
 use super::ranks::{self, Ranks};
+
+/// With what libtorch begins a trace, beside spaces and ends of lines.
+const TRACED: &str = "{\"schemaVersion\"";
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -28,6 +34,10 @@ pub(crate) struct Args {
     /// Steps before them: connections are made, and memory is touched for the first time.
     #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     warm_up: u64,
+    /// Compute one more step under libtorch's profiler, and write what it saw into this file, for Perfetto or a browser; the
+    /// kernels, or operations on a CPU, that took most time are told.
+    #[arg(long, value_name = "FILE", value_parser = super::local("write a file here"))]
+    trace: Option<PathBuf>,
     /// Print the table as JSON.
     #[arg(long)]
     json: bool,
@@ -42,6 +52,8 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     if let Some(count) = args.ranks.to_spawn()? {
         return ranks::start_all(count);
     }
+    let trace = args.trace.as_deref();
+    trace.map_or(Ok(()), free)?;
     kernels::memory::count().map_err(lost)?;
     let launched = args.ranks.launched()?;
     let mut world = args.ranks.world(&args.speed, launched.as_ref(), (None, &Arc::default()))?;
@@ -52,7 +64,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let (schedule, flat) = args.ranks.ways();
     let team = Team::new(&world.comm, args.ranks.degrees(), schedule, flat)?;
     let context = Context { spec: &spec, team: &team, workers };
-    let table = step(context, world.device, args.warm_up, args.steps)?;
+    let table = step(context, world.device, args.warm_up, args.steps, trace)?;
     world.comm.barrier("the end").map_err(lost)?;
     if world.comm.rank() > 0 {
         return Ok(0);
@@ -66,8 +78,20 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     } else {
         print_table(&table)?;
         print_ranks(&table)?;
+        table.trace.as_ref().map_or(Ok(()), print_trace)?;
     }
     Ok(0)
+}
+
+/// Refuses a file that is no trace: libtorch would write over it. Found out before minutes of measuring.
+fn free(path: &Path) -> Result<()> {
+    let text = std::fs::read(path).unwrap_or_default();
+    let dense = text.into_iter().filter(|byte| !byte.is_ascii_whitespace());
+    let traced = dense.take(TRACED.len()).eq(TRACED.bytes());
+    match traced {
+        true => Drawing::over("--trace", path).map(drop),
+        false => Drawing::at("--trace", path).map(drop),
+    }
 }
 
 fn print_table(table: &StepTable) -> Result<()> {
@@ -117,6 +141,26 @@ fn print_table(table: &StepTable) -> Result<()> {
         table.limit / 1e9,
         100.0 * table.utilisation()
     );
+    Ok(())
+}
+
+/// Where the time of the traced step went.
+fn print_trace(trace: &Trace) -> Result<()> {
+    let Trace { on_device, seconds, busy, top, parts, exactness } = trace;
+    tell!(
+        "a traced step of {:.2} ms: {:.2} ms of {}, {:.2} ms of it only check bits",
+        1e3 * seconds,
+        1e3 * busy,
+        if *on_device { "kernels and copies on the device" } else { "libtorch's operations" },
+        1e3 * exactness
+    );
+    for (heading, shares) in [("part", parts), ("of most time", top)] {
+        tell!("{:>10} {:>7} {:>7}  {heading}", "ms", "share", "calls");
+        for Share { name, seconds, calls } in shares {
+            let share = 100.0 * seconds / busy.max(f64::MIN_POSITIVE);
+            tell!("{:>10.3} {share:>6.1}% {calls:>7}  {name}", 1e3 * seconds);
+        }
+    }
     Ok(())
 }
 

@@ -220,3 +220,13 @@ pub(super) fn small() -> Vec<Tape> {
         })
         .collect()
 }
+
+/// Heads of 128 dimensions over more rows than a band or a tile has.
+pub(super) fn large() -> Vec<Tape> {
+    let of = |values| {
+        let some: Vec<i64> = (0..130).filter(|row| row % 3 != 1).collect();
+        let conv = conv([130, 3, 128, 128, 64], values, Some(&some)).tape;
+        [conv, turned([70, 8, 2, 128, 32], values).tape]
+    };
+    [Values::Wide, Values::Narrow].into_iter().flat_map(of).collect()
+}

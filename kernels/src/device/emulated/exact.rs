@@ -188,3 +188,13 @@ pub(super) fn small() -> Vec<Tape> {
         differences(&[300, 17]).0,
     ]
 }
+
+/// Tensors of many blocks.
+pub(super) fn large() -> Vec<Tape> {
+    vec![
+        checksums(&[(300_001, 4, 7), (70_003, 2, 1), (9000, 8, 0)]).0,
+        additions(&[200_003, 9, 70_000]).0,
+        squares(&[200_003, 17]).0,
+        differences(&[100_003, 17]).0,
+    ]
+}

@@ -182,3 +182,9 @@ pub(super) fn small() -> Vec<Tape> {
         })
         .collect()
 }
+
+/// Several blocks of tokens, among more experts than a wave has threads.
+pub(super) fn large() -> Vec<Tape> {
+    let of = |values| [dispatched([700, 65, 136], values).tape, gate(300, 264, values).0];
+    [Values::Wide, Values::Narrow].into_iter().flat_map(of).collect()
+}

@@ -125,3 +125,8 @@ fn experts_without_rows_have_zeros() {
 pub(super) fn small() -> Vec<Tape> {
     vec![mixed(&[0, 3], 9, 20).0]
 }
+
+/// Experts of several blocks each.
+pub(super) fn large() -> Vec<Tape> {
+    vec![mixed(&[0, 8, 0, 16, 40], 9000, 50_000).0]
+}

@@ -40,6 +40,22 @@ fn small() -> Vec<Tape> {
     groups.into_iter().flatten().collect()
 }
 
+/// Every kernel over several blocks, tiles and documents, as wide as a model is: for a GPU, whose blocks run side by side.
+fn large() -> Vec<Tape> {
+    let groups = [
+        attention::large(),
+        exact::large(),
+        experts::large(),
+        finish::large(),
+        router::large(),
+        products::large(),
+        rows::large(),
+        spans::large(),
+        step::large(),
+    ];
+    groups.into_iter().flatten().collect()
+}
+
 /// Numbers between -1 and 1 without structure.
 fn numbers(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0xD1B5_4A32_D192_ED03;

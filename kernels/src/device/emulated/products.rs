@@ -87,3 +87,9 @@ fn products_of_experts_are_those_of_f64() {
 pub(super) fn small() -> Vec<Tape> {
     [Values::Wide, Values::Narrow].map(|values| grouped(&[0, 3, 1], [5, 3], values).tape).into()
 }
+
+/// Tiles in both directions, some of them begun and not filled, and an inner index of several parts.
+pub(super) fn large() -> Vec<Tape> {
+    let counts = [0, 70, 8, 0, 130];
+    [Values::Wide, Values::Narrow].map(|values| grouped(&counts, [136, 72], values).tape).into()
+}

@@ -5,8 +5,8 @@ use std::path::Path;
 use std::process::Command;
 
 use super::build::{Build, played, sources, texts};
-use super::small;
 use super::tape::{Argument, Tape};
+use super::{large, small};
 use crate::device::library::NVIDIA;
 
 const THREADS: Build = Build { compiler: None, flags: &["-O1", "-g1", "-fsanitize=thread"] };
@@ -31,10 +31,11 @@ fn kernels() -> BTreeSet<String> {
 
 #[test]
 fn every_kernel_is_played() {
-    let tapes = small();
-    let launched: BTreeSet<String> =
-        tapes.iter().flat_map(|tape| tape.kernels().map(str::to_owned)).collect();
-    assert_eq!(kernels(), launched);
+    for tapes in [small(), large()] {
+        let launched: BTreeSet<String> =
+            tapes.iter().flat_map(|tape| tape.kernels().map(str::to_owned)).collect();
+        assert_eq!(kernels(), launched);
+    }
 }
 
 /// Registers, shared memory and spilling by the compilers' reports; nothing that may be rearranged. And the README's table.

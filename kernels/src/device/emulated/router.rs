@@ -227,3 +227,12 @@ fn ties_go_to_the_first() {
 pub(super) fn small() -> Vec<Tape> {
     vec![embedding([40, 9, 33], false).tape, embedding([20, 5, 3], true).tape, router(20, 18).tape]
 }
+
+/// Equal tokens far apart, and as many classes as are ever routed among.
+pub(super) fn large() -> Vec<Tape> {
+    vec![
+        embedding([600, 40, 260], false).tape,
+        embedding([600, 400, 260], true).tape,
+        router(130, 65).tape,
+    ]
+}

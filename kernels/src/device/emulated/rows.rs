@@ -254,3 +254,11 @@ pub(super) fn small() -> Vec<Tape> {
         columns,
     ]
 }
+
+/// Several bands of rows that are wider than a block.
+pub(super) fn large() -> Vec<Tape> {
+    let of = |values| [norm([130, 1032], values).tape, residual([130, 520], values).tape];
+    let mut tapes: Vec<_> = [Values::Wide, Values::Narrow].into_iter().flat_map(of).collect();
+    tapes.push(columns([3, 300, 520]).tape);
+    tapes
+}

@@ -117,3 +117,10 @@ pub(super) fn small() -> Vec<Tape> {
     let spans = [Span { start: 0, len: 2, before: 31 }];
     [Values::Wide, Values::Narrow].map(|values| attended([2, 1, 5], &spans, values).tape).into()
 }
+
+/// Several documents in one launch, parts of some, over more than a tile of keys, as wide as the models' heads.
+pub(super) fn large() -> Vec<Tape> {
+    let part = Span { start: 34, len: 40, before: 50 };
+    let spans = [Span::whole(0, 33), Span::whole(33, 1), part, Span::whole(74, 70)];
+    [Values::Wide, Values::Narrow].map(|values| attended([4, 2, 128], &spans, values).tape).into()
+}

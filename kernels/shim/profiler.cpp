@@ -1,0 +1,54 @@
+// libtorch's profiler: what was computed between two calls, by every thread of the process and on its GPU.
+// Every function returns a code of `shim.h`; the events are answered through `shim_text`.
+
+#include <torch/csrc/autograd/profiler_kineto.h>
+
+#include <set>
+#include <string>
+
+#include "shim.h"
+
+namespace {
+
+using torch::profiler::impl::ActivityType;
+
+// Whatever opens a GPU of libtorch's answers to CUDA, ROCm's half too.
+std::set<ActivityType> activities(int on_device) {
+  if (on_device == 0) return {ActivityType::CPU};
+  return {ActivityType::CPU, ActivityType::CUDA};
+}
+
+}  // namespace
+
+// Begins to look.
+extern "C" int shim_profile(int on_device) {
+  return shim_guard([=] {
+    torch::profiler::impl::ExperimentalConfig more;
+    // Micro-batches are computed by threads that are started later.
+    more.profile_all_threads = true;
+    const torch::profiler::impl::ProfilerConfig config(
+        torch::profiler::impl::ProfilerState::KINETO, false, false, false, false, false, more);
+    torch::autograd::profiler::prepareProfiler(config, activities(on_device));
+    torch::autograd::profiler::enableProfiler(config, activities(on_device), {at::RecordScope::FUNCTION});
+  });
+}
+
+// Ends it, and writes all of it into `path` as browsers and Perfetto read it. The answer has a line for each event: whether it
+// ran on a device, its thread or stream, when it began, nanoseconds, name.
+extern "C" int shim_profiled(const char* path) {
+  return shim_guard([=] {
+    auto found = torch::autograd::profiler::disableProfiler();
+    std::string text;
+    for (const auto& event : found->events()) {
+      const bool there = event.deviceType() != c10::DeviceType::CPU;
+      const auto place = there ? static_cast<uint64_t>(event.deviceResourceId()) : event.startThreadId();
+      text += there ? '1' : '0';
+      for (const uint64_t number : {place, event.startNs(), event.durationNs()}) text += ' ' + std::to_string(number);
+      text += ' ';
+      for (const char letter : event.name()) text += letter == '\n' ? ' ' : letter;
+      text += '\n';
+    }
+    found->save(path);
+    shim_say(text);
+  });
+}

@@ -1,0 +1,278 @@
+//! Whether the same product, asked for many times, has the same bits each time: every shape that a step of a model has.
+//!
+//! Before each call its output, or memory of the same size, is filled with something else: what a call does not write is found,
+//! and so is what one call leaves for the next.
+
+use std::collections::BTreeSet;
+
+use kernels::ops::{Gradient, REFERENCE, Table};
+use kernels::{Result as Computed, checksum, runtime};
+use serde::Serialize;
+use tch::{Device, Kind, Tensor};
+
+use super::shapes::{self, Shape};
+use crate::model::ZayaConfig;
+use crate::optim::muon::QUINTIC;
+use crate::refusal::refused;
+
+/// What was asked for, and what came of it.
+#[derive(Clone, Debug, Serialize)]
+pub struct Repeated {
+    /// Where a model has it.
+    pub name: String,
+    /// Forward, or back to the input or to the weights; or Newton-Schulz.
+    pub way: &'static str,
+    /// Of the operands.
+    pub dtype: &'static str,
+    /// Of a product; of experts, rows of all of them together.
+    #[serde(flatten)]
+    pub shape: Shape,
+    /// Who computed: the table of operations, a loop over experts, or libtorch's grouped product.
+    pub by: &'static str,
+    /// How often.
+    pub times: u32,
+    /// How many different outcomes there were: 1 if all is well.
+    pub outcomes: usize,
+    /// Of the first one.
+    pub digest: String,
+}
+
+/// By what, where and how often.
+#[derive(Clone, Copy, Debug)]
+pub struct Repeats {
+    /// What computes.
+    pub ops: Table,
+    /// Where tensors lie.
+    pub device: Device,
+    /// How often each is computed.
+    pub times: u32,
+}
+
+/// A product of matrices of a forward pass, and both of its way back.
+const WAYS: [&str; 3] = ["forward", "to the input", "to the weights"];
+
+impl Repeats {
+    /// All of a model's micro-batch of `tokens` with operands of `kind`; Newton-Schulz, which has one kind, comes with f32.
+    ///
+    /// # Errors
+    /// Where an operation refuses, or memory ends.
+    pub fn of_model(
+        self,
+        config: &ZayaConfig,
+        tokens: i64,
+        kind: Kind,
+    ) -> contract::Result<Vec<Repeated>> {
+        let entered = runtime::enter_thread();
+        entered.and_then(|()| self.all(config, tokens, kind)).map_err(refused)
+    }
+
+    fn all(self, config: &ZayaConfig, tokens: i64, kind: Kind) -> Computed<Vec<Repeated>> {
+        let mut found = Vec::new();
+        let (experts, products): (Vec<_>, Vec<_>) = shapes::of_model(config, tokens)
+            .into_iter()
+            .partition(|(name, _)| name.starts_with("expert,"));
+        for (name, shape) in &products {
+            self.product(name, *shape, kind, &mut found)?;
+        }
+        for (name, Shape { inner, columns, .. }) in &experts {
+            let shape = Shape { rows: tokens, inner: *inner, columns: *columns };
+            self.grouped(name, shape, config.num_experts, kind, &mut found)?;
+        }
+        if kind == Kind::Float {
+            for (name, Shape { inner, columns, .. }) in products.iter().chain(&experts) {
+                // The head and the embedding are AdamW's.
+                if name != "head" {
+                    self.newton_schulz(name, [*columns, *inner], &mut found)?;
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// Asks so often, and looks at each outcome.
+    fn asked(
+        self,
+        row: Repeated,
+        call: impl Fn() -> Computed<Tensor>,
+        found: &mut Vec<Repeated>,
+    ) -> Computed<()> {
+        let (mut outcomes, mut first) = (BTreeSet::new(), None);
+        for time in 0..self.times {
+            let outcome = call()?;
+            let digest = digest(&outcome);
+            first.get_or_insert(digest);
+            outcomes.insert(digest);
+            // Freed at once, so that the next call finds this in the memory that it is given.
+            let other = outcome.f_empty_like()?.f_fill_(f64::from(time))?;
+            drop((outcome, other));
+        }
+        let digest = first.map_or_else(String::new, |digest| format!("{digest:016x}"));
+        found.push(Repeated { times: self.times, outcomes: outcomes.len(), digest, ..row });
+        Ok(())
+    }
+
+    fn product(
+        self,
+        name: &str,
+        shape: Shape,
+        kind: Kind,
+        found: &mut Vec<Repeated>,
+    ) -> Computed<()> {
+        let Shape { rows, inner, columns } = shape;
+        let x = numbers(&[rows, inner], 0.7, kind, self.device)?;
+        let weight = numbers(&[columns, inner], 0.9, kind, self.device)?;
+        let grad = numbers(&[rows, columns], 1.1, kind, self.device)?;
+        let operands = [
+            (&x, weight.f_tr()?),
+            (&grad, weight.shallow_clone()),
+            (&grad.f_tr()?, x.shallow_clone()),
+        ];
+        let shapes = [[rows, inner, columns], [rows, columns, inner], [columns, rows, inner]];
+        for ((way, (left, right)), shape) in WAYS.into_iter().zip(&operands).zip(shapes) {
+            let [rows, inner, columns] = shape;
+            let row = row(name, way, kind, Shape { rows, inner, columns }, "ours");
+            let out = Tensor::f_empty([rows, columns], (kind, self.device))?;
+            let call = || {
+                let mut out = out.shallow_clone();
+                let _ = out.f_fill_(f64::NAN)?;
+                self.ops.matmul_into(&out, left, right)?;
+                Ok(out)
+            };
+            self.asked(row, call, found)?;
+        }
+        Ok(())
+    }
+
+    /// Of experts with rows as a router leaves them, few of one and many of another.
+    fn grouped(
+        self,
+        name: &str,
+        shape: Shape,
+        experts: i64,
+        kind: Kind,
+        found: &mut Vec<Repeated>,
+    ) -> Computed<()> {
+        let Shape { rows, inner, columns } = shape;
+        let x = numbers(&[rows, inner], 0.7, kind, self.device)?;
+        let weights = numbers(&[experts, columns, inner], 0.9, kind, self.device)?;
+        let grad = numbers(&[rows, columns], 1.1, kind, self.device)?;
+        // Each has a token: what a library leaves for one without is nobody's.
+        let choice: Vec<i64> = (0..rows)
+            .map(|row| if row < experts { row } else { row * row / 3 % experts })
+            .collect();
+        let choice = Tensor::from_slice(&choice).f_to_device(self.device)?;
+        for (by, ops) in [("ours", self.ops), ("loop", REFERENCE)] {
+            let dispatch = ops.dispatch(&choice, experts + 1)?;
+            let [x, grad] = [ops.permute(&x, &dispatch)?, ops.permute(&grad, &dispatch)?];
+            // Rows that fill places up have no value.
+            let own = |out: Tensor| Ok(out.f_index_select(0, &dispatch.places)?);
+            let row = |way| row(name, way, kind, shape, by);
+            self.asked(row(WAYS[0]), || own(ops.grouped_matmul(&x, &weights, &dispatch)?), found)?;
+            let input = || own(ops.grouped_matmul_input(&grad, &weights, &dispatch)?);
+            self.asked(row(WAYS[1]), input, found)?;
+            let to_weights = || made(ops, ops.grouped_matmul_weights(&grad, &x, &dispatch)?);
+            self.asked(row(WAYS[2]), to_weights, found)?;
+        }
+        if kind == Kind::BFloat16 && [inner, columns].iter().all(|width| width % 8 == 0) {
+            let dispatch = REFERENCE.dispatch(&choice, experts + 1)?;
+            let x = REFERENCE.permute(&x, &dispatch)?.f_narrow(0, 0, rows)?;
+            let ends = dispatch.counts.f_narrow(0, 0, experts)?.f_cumsum(0, Kind::Int)?;
+            let weights = weights.f_transpose(1, 2)?;
+            let call = || {
+                Ok(Tensor::f_internal_grouped_mm(&x, &weights, Some(&ends), None::<&Tensor>, None)?)
+            };
+            self.asked(row(name, WAYS[0], kind, shape, "_grouped_mm"), call, found)?;
+        }
+        Ok(())
+    }
+
+    fn newton_schulz(
+        self,
+        name: &str,
+        [rows, columns]: [i64; 2],
+        found: &mut Vec<Repeated>,
+    ) -> Computed<()> {
+        let matrix = numbers(&[rows, columns], 0.7, Kind::Float, self.device)?;
+        let shape = Shape { rows, inner: columns, columns };
+        let row = row(name, "Newton-Schulz", Kind::Float, shape, "ours");
+        self.asked(row, || self.ops.newton_schulz(&matrix, QUINTIC), found)
+    }
+}
+
+fn row(name: &str, way: &'static str, kind: Kind, shape: Shape, by: &'static str) -> Repeated {
+    let dtype = if kind == Kind::BFloat16 { "bf16" } else { "f32" };
+    let (name, digest) = (name.to_owned(), String::new());
+    Repeated { name, way, dtype, shape, by, times: 0, outcomes: 0, digest }
+}
+
+/// Of all bits of a tensor.
+fn digest(tensor: &Tensor) -> u64 {
+    checksum::tensor(tensor, 1)
+}
+
+/// A gradient, with what is left to do for it done.
+fn made(ops: Table, gradient: Gradient) -> Computed<Tensor> {
+    let mut all = ops.finish(vec![gradient])?;
+    Ok(all.swap_remove(0))
+}
+
+/// Numbers between -1 and 1 without structure: neighbours have nothing in common.
+pub(crate) fn numbers(shape: &[i64], by: f64, kind: Kind, device: Device) -> Computed<Tensor> {
+    let count: i64 = shape.iter().product();
+    let flat = Tensor::f_arange(count, (Kind::Float, device))?.f_mul_scalar(by * 1e3)?;
+    Ok(flat.f_sin()?.f_reshape(shape)?.f_to_kind(kind)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kernels::ops::CPU;
+
+    const HERE: Repeats = Repeats { ops: CPU, device: Device::Cpu, times: 3 };
+
+    #[test]
+    fn operands_have_no_structure() {
+        let of = |by| numbers(&[64, 64], by, Kind::Float, Device::Cpu).unwrap();
+        let values = Vec::<f32>::try_from(&of(0.7).reshape([-1])).unwrap();
+        let mantissas: BTreeSet<u32> = values.iter().map(|value| value.to_bits() >> 8).collect();
+        assert!(mantissas.len() > 3900, "{} of {}", mantissas.len(), values.len());
+        assert!((of(0.7) - of(0.9)).abs().max().double_value(&[]) > 1.0);
+        assert!(of(0.7).mean(Kind::Float).double_value(&[]).abs() < 0.05);
+    }
+
+    #[test]
+    fn every_shape_of_a_model_is_asked_for() {
+        let mut config = ZayaConfig::preset("zaya1-nano").unwrap();
+        (config.vocab_size, config.num_experts) = (512, 4);
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let found = HERE.of_model(&config, 48, kind).unwrap();
+            assert!(found.iter().all(|row| row.outcomes == 1 && row.times == 3), "{found:?}");
+            for (name, shape) in shapes::of_model(&config, 48) {
+                for way in WAYS {
+                    let own = found.iter().filter(|row| row.name == name && row.way == way);
+                    assert!(own.count() > 0, "{name} {way} {shape:?}");
+                }
+            }
+            let by = |by: &str| found.iter().filter(|row| row.by == by).count();
+            assert_eq!(by("loop"), 6, "two products of experts, three ways");
+            let digests = |way: &str, by: &str| {
+                let own = found.iter().filter(|row| row.name == "head" && row.way == way);
+                own.filter(|row| row.by == by).map(|row| row.digest.clone()).next()
+            };
+            assert_ne!(digests(WAYS[0], "ours"), digests(WAYS[1], "ours"));
+        }
+    }
+
+    /// What changes from call to call is counted.
+    #[test]
+    fn another_outcome_is_found() {
+        let calls = std::cell::Cell::new(0);
+        let call = || {
+            calls.set(calls.get() + 1);
+            Ok(Tensor::from_slice(&[1f32, if calls.get() == 2 { -0.0 } else { 0.0 }]))
+        };
+        let (mut found, shape) = (Vec::new(), Shape { rows: 1, inner: 1, columns: 1 });
+        HERE.asked(row("x", WAYS[0], Kind::Float, shape, "ours"), call, &mut found).unwrap();
+        assert_eq!((found[0].outcomes, calls.get()), (2, 3));
+    }
+}

@@ -1,0 +1,244 @@
+//! Where the time of a traced step went: the names that took most, and parts, by the names of kernels. On a GPU its own time
+//! counts, kernel by kernel; on a CPU the time of libtorch's operations without those inside of them, so that our own, which
+//! libtorch does not see, are missing.
+
+use std::collections::BTreeMap;
+
+use kernels::profile::Event;
+use serde::Serialize;
+
+/// So many names are told.
+const TOLD: usize = 10;
+
+/// A traced step.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Trace {
+    /// Whether these are kernels and copies on a GPU; else operations on the host, as on a CPU.
+    pub on_device: bool,
+    /// Wall time of the step, which the tracing makes longer.
+    pub seconds: f64,
+    /// Of all that follows together.
+    pub busy: f64,
+    /// The names with most time, most first.
+    pub top: Vec<Share>,
+    /// All of it by [`part`], most first.
+    pub parts: Vec<Share>,
+    /// Seconds of those parts that only check bits: checksums, and sums of squares.
+    pub exactness: f64,
+}
+
+/// What one name took.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Share {
+    /// Of a kernel, an operation or a part.
+    pub name: String,
+    /// Seconds, without what is inside and has a name of its own.
+    pub seconds: f64,
+    /// How often it ran.
+    pub calls: u64,
+}
+
+/// Parts by the beginnings of names of our own kernels; `kernels/device` has them.
+const PARTS: [(&str, &[&str]); 10] = [
+    (CHECKSUMS, &["checksum_"]),
+    (SQUARES, &["squares", "squared_differences"]),
+    ("tree of additions", &["add_blocks"]),
+    ("attention", &["attention_", "conv_shift_", "query_key_"]),
+    ("norms, residuals, embedding", &["rms_norm_", "residual_", "column_", "embedding_"]),
+    ("gradients finished", &["finish"]),
+    (
+        "router and dispatch",
+        &[
+            "router_",
+            "dispatch_",
+            "permute_",
+            "unpermute_",
+            "gather_",
+            "scale_rows_",
+            "bias_gelu",
+            "gelu_",
+        ],
+    ),
+    ("experts, our products", &["grouped_", "swiglu_"]),
+    ("head and loss", &["cross_entropy_"]),
+    (
+        "optimizer",
+        &[
+            "adamw",
+            "nesterov",
+            "descend",
+            "newton_schulz_",
+            "unit_blocks",
+            "polynomial_blocks",
+            "stacked_products",
+        ],
+    ),
+];
+
+const CHECKSUMS: &str = "checksums";
+const SQUARES: &str = "sums of squares";
+
+/// What products of a library have in their names.
+const PRODUCTS: [&str; 14] = [
+    "gemm",
+    "cutlass",
+    "cublas",
+    "nvjet",
+    "xmma",
+    "cijk",
+    "gemv",
+    "splitk",
+    "aten::mm",
+    "aten::bmm",
+    "aten::addmm",
+    "aten::baddbmm",
+    "grouped_mm",
+    "mkldnn",
+];
+
+/// Copies, and blocks on their way between ranks.
+const COPIES: [&str; 5] = ["memcpy", "memset", "copy_", "narrow_blocks", "aten::fill_"];
+
+/// The part that a name belongs to.
+pub fn part(name: &str) -> &'static str {
+    let begins = |(_, names): &&(&str, &[&str])| names.iter().any(|begin| name.starts_with(begin));
+    if let Some((part, _)) = PARTS.iter().find(begins) {
+        return part;
+    }
+    let name = name.to_lowercase();
+    let has = |names: &[&str]| names.iter().any(|part| name.contains(part));
+    match (has(&PRODUCTS), has(&COPIES)) {
+        (true, _) => "products by a library",
+        (_, true) => "copies",
+        _ => "libtorch's other operations",
+    }
+}
+
+impl Trace {
+    /// Of what ran in a step of so many seconds.
+    pub fn of(events: &[Event], seconds: f64) -> Trace {
+        let on_device = events.iter().any(|event| event.on_device);
+        let mut own: Vec<_> = events.iter().filter(|event| event.on_device == on_device).collect();
+        own.sort_by_key(|event| (event.place, event.begin, std::cmp::Reverse(event.nanoseconds)));
+        let alone = alone(&own);
+        let (mut names, mut parts) = (BTreeMap::new(), BTreeMap::new());
+        for (event, nanoseconds) in own.iter().zip(&alone) {
+            add(&mut names, &event.name, *nanoseconds);
+            add(&mut parts, part(&event.name), *nanoseconds);
+        }
+        let (mut top, parts) = (sorted(names), sorted(parts));
+        top.truncate(TOLD);
+        let exact = parts.iter().filter(|share| [CHECKSUMS, SQUARES].contains(&&*share.name));
+        Trace {
+            on_device,
+            seconds,
+            busy: parts.iter().fold(0.0, |sum, share| sum + share.seconds),
+            exactness: exact.fold(0.0, |sum, share| sum + share.seconds),
+            top,
+            parts,
+        }
+    }
+}
+
+/// The nanoseconds of each event without those inside of it. They come by place, and an outer one before what it holds; on a
+/// device none holds another.
+fn alone(events: &[&Event]) -> Vec<u64> {
+    let mut alone: Vec<u64> = events.iter().map(|event| event.nanoseconds).collect();
+    let mut open: Vec<usize> = Vec::new();
+    for (index, event) in events.iter().enumerate() {
+        let end = |outer: &Event| outer.begin + outer.nanoseconds;
+        let within = |outer: &Event| {
+            outer.place == event.place && end(outer) >= end(event) && end(outer) > event.begin
+        };
+        while open.last().is_some_and(|last| !within(events[*last])) {
+            open.pop();
+        }
+        if let (Some(last), false) = (open.last(), event.on_device) {
+            alone[*last] = alone[*last].saturating_sub(event.nanoseconds);
+        }
+        open.push(index);
+    }
+    alone
+}
+
+fn add(to: &mut BTreeMap<String, (u64, u64)>, name: &str, nanoseconds: u64) {
+    let (all, calls) = to.entry(name.to_owned()).or_default();
+    (*all, *calls) = (*all + nanoseconds, *calls + 1);
+}
+
+/// Most seconds first; names that took the same in their own order.
+fn sorted(all: BTreeMap<String, (u64, u64)>) -> Vec<Share> {
+    let share =
+        |(name, (nanoseconds, calls))| Share { name, seconds: nanoseconds as f64 / 1e9, calls };
+    let mut found: Vec<Share> = all.into_iter().map(share).collect();
+    found.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn event(name: &str, on_device: bool, place: u64, [begin, nanoseconds]: [u64; 2]) -> Event {
+        Event { name: name.to_owned(), on_device, place, begin, nanoseconds }
+    }
+
+    #[test]
+    fn what_is_inside_counts_once() {
+        let events = [
+            event("aten::matmul", false, 1, [0, 100]),
+            event("aten::mm", false, 1, [10, 60]),
+            event("aten::copy_", false, 1, [20, 30]),
+            event("aten::mm", false, 1, [100, 50]),
+            // Another thread at the same time.
+            event("aten::mm", false, 2, [10, 7]),
+        ];
+        let trace = Trace::of(&events, 1.0);
+        let told = |name: &str, nanoseconds: f64, calls| Share {
+            name: name.to_owned(),
+            seconds: nanoseconds / 1e9,
+            calls,
+        };
+        let wanted = [("aten::mm", 87.0, 3), ("aten::matmul", 40.0, 1), ("aten::copy_", 30.0, 1)];
+        assert_eq!(trace.top, wanted.map(|(name, time, calls)| told(name, time, calls)));
+        assert!((trace.busy - 157e-9).abs() < 1e-15 && !trace.on_device);
+    }
+
+    #[test]
+    fn a_device_counts_alone_where_there_is_one() {
+        let events = [
+            event("aten::mm", false, 1, [0, 1000]),
+            event("nvjet_tst_128x64", true, 7, [50, 40]),
+            // Streams overlap, and so may a copy and a kernel of one.
+            event("checksum_blocks", true, 7, [60, 10]),
+            event("squares", true, 8, [60, 5]),
+            event("Memcpy DtoH", true, 8, [70, 20]),
+        ];
+        let trace = Trace::of(&events, 1.0);
+        let parts: Vec<_> = trace.parts.iter().map(|share| share.name.as_str()).collect();
+        assert_eq!(parts, ["products by a library", "copies", CHECKSUMS, SQUARES]);
+        assert!(trace.on_device && (trace.exactness - 15e-9).abs() < 1e-15);
+        assert!((trace.busy - 75e-9).abs() < 1e-15, "{trace:?}");
+    }
+
+    /// A kernel that is added has to be given a part.
+    #[test]
+    fn every_kernel_of_ours_has_a_part() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../kernels/device");
+        let mut count = 0;
+        for entry in ["attention", "dispatch", "embedding", "exact", "experts", "finish", "loss"]
+            .into_iter()
+            .chain(["optimizer", "products", "router", "rows", "spans", "transport"])
+        {
+            let text = std::fs::read_to_string(format!("{folder}/{entry}.h")).unwrap();
+            for name in text.split("\nKERNEL(").skip(1) {
+                let name = name.split(',').next().unwrap();
+                count += 1;
+                let part = part(name);
+                assert_ne!(part, "libtorch's other operations", "{name}");
+                assert_ne!(part, "products by a library", "{name}");
+            }
+        }
+        assert!(count > 70, "{count} kernels");
+    }
+}

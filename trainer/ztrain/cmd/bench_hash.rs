@@ -1,0 +1,39 @@
+//! `ztrain bench gemm --hash`: whether a model's products have the same bits every time.
+
+use contract::Result;
+use contract::terminal::print_raw;
+use tch::Kind;
+use trainer::model::ZayaConfig;
+use trainer::sizing::repeat::{Repeated, Repeats};
+use trainer::sizing::shapes::Shape;
+
+/// Computes each again and again, and tells a line of each. 4 where one has several outcomes.
+pub(super) fn tell(
+    by: Repeats,
+    config: &ZayaConfig,
+    tokens: i64,
+    kinds: impl Iterator<Item = Kind>,
+    json: bool,
+) -> Result<u8> {
+    let mut several = false;
+    for kind in kinds {
+        for row in by.of_model(config, tokens, kind)? {
+            several |= row.outcomes > 1;
+            match json {
+                true => print_raw(&format!("{}\n", serde_json::json!(row)))?,
+                false => tell_row(&row)?,
+            }
+        }
+    }
+    Ok(if several { 4 } else { 0 })
+}
+
+fn tell_row(row: &Repeated) -> Result<()> {
+    let Repeated { name, way, dtype, shape, by, times, outcomes, digest } = row;
+    let Shape { rows, inner, columns } = shape;
+    tell!(
+        "{outcomes:>4} of {times} {dtype:>5} {:>24}  {digest}  {name}, {way}, {by}",
+        format!("{rows} x {inner} x {columns}")
+    );
+    Ok(())
+}
