@@ -8,12 +8,13 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
+use contract::terminal::counted;
 use contract::{Fault, Result};
 use curriculum::Dtype;
 use kernels::ops::ATTENTION_ROWS;
 use kernels::tree::blocks;
 use serde::Serialize;
-use tch::Kind;
+use tch::{Device, Kind};
 
 use crate::exec::ExecOptions;
 use crate::ledger;
@@ -268,15 +269,52 @@ fn sharing(spec: &RunSpec, dtype: Dtype, always: Holds, holder: &Holder<'_>) -> 
     Holds { sent: mine, received: always.weights.saturating_sub(own), ..always }
 }
 
-/// Copies of its pieces that a rank holds at most: of the state that is being written down, and of recent ones.
-fn copies(pieces: &[Piece], exec: &ExecOptions, rank: u32) -> u64 {
-    let state: u64 = pieces.iter().filter(|piece| piece.owner == rank).map(Piece::kept).sum();
-    state * (1 + exec.ring.states as u64)
+/// What the ranks of a machine are about to hold, whatever they compute steps for.
+#[derive(Clone, Copy)]
+pub(crate) struct Demand {
+    /// How many may share a micro-batch.
+    pub(crate) degrees: Degrees,
+    /// Whether machines are passed over.
+    pub(crate) flat: bool,
+    /// How leaves are dealt.
+    pub(crate) schedule: Schedule,
+    /// Leaves that each computes at once.
+    pub(crate) workers: Workers,
+    /// Whether each keeps the state of another one.
+    pub(crate) mirror: bool,
+    /// States of its own that each holds beside the one that moves.
+    pub(crate) copies: u64,
+    /// Bytes that they may hold together.
+    pub(crate) limit: u64,
 }
 
-/// Refuses a run that by the formula needs more memory than the machine has: the operating system would end it without a
-/// word. `names` are the machines of all ranks, `me` is this one; of its machine all ranks count.
-pub(crate) fn refuse(spec: &RunSpec, exec: &ExecOptions, names: &[String], me: u32) -> Result<()> {
+impl Demand {
+    /// That of training: a copy of the state is being written down, and some recent ones stay.
+    pub(crate) fn of(exec: &ExecOptions) -> Self {
+        let ExecOptions { degrees, flat, schedule, workers, mirror, memory: limit, .. } = *exec;
+        let copies = (exec.ring.states as u64).saturating_add(1);
+        Demand { degrees, flat, schedule, workers, mirror, copies, limit }
+    }
+
+    /// Copies of its pieces that a rank holds at most, in bytes.
+    fn copied(self, pieces: &[Piece], rank: u32) -> u64 {
+        let own = pieces.iter().filter(|piece| piece.owner == rank);
+        own.map(Piece::kept).sum::<u64>().saturating_mul(self.copies)
+    }
+}
+
+/// Refuses steps that by the formula need more memory than the machine has: the operating system would end them without a
+/// word. `names` are the machines of all ranks, `me` is this one; of its machine all ranks count. On a device nothing is
+/// refused: it says itself what does not fit.
+pub(crate) fn refuse(
+    spec: &RunSpec,
+    demand: Demand,
+    (names, me): (&[String], u32),
+    device: Device,
+) -> Result<()> {
+    if device != Device::Cpu {
+        return Ok(());
+    }
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, names.len() as u32);
     let here = (0u32..).zip(names).filter(|(_, name)| **name == names[me as usize]);
     let here: Vec<u32> = here.map(|(rank, _)| rank).collect();
@@ -285,28 +323,27 @@ pub(crate) fn refuse(spec: &RunSpec, exec: &ExecOptions, names: &[String], me: u
     let amended = spec.curriculum.amendments.iter().filter(|one| one.numbers.dtype.is_some());
     let firsts = spec.plan.phases().iter().map(|phase| phase.first_step);
     let firsts: BTreeSet<u64> = firsts.chain(amended.map(|one| one.step)).collect();
+    let Demand { degrees, flat, schedule, workers, mirror, limit, .. } = demand;
     for first in firsts {
         let phase = &spec.plan.phases()[spec.plan.step(first)?.phase];
-        let (mut all, mut mine) = (0, Holds::default());
-        let ways = Ways {
-            names,
-            pieces: &pieces,
-            degrees: exec.degrees,
-            flat: exec.flat,
-            schedule: exec.schedule,
-            workers: exec.workers,
-        };
+        let (mut all, mut mine) = (0u64, Holds::default());
+        let ways = Ways { names, pieces: &pieces, degrees, flat, schedule, workers };
         let ranks = ways.at(spec, first)?;
         for rank in here.iter().copied() {
             let found = ranks.holds(spec, first, rank)?;
-            all += found.sum();
-            all += if exec.mirror { partners.held(&pieces, rank) } else { 0 };
-            all += copies(&pieces, exec, rank);
+            let mirrored = if mirror { partners.held(&pieces, rank) } else { 0 };
+            let parts = [found.sum(), mirrored, demand.copied(&pieces, rank)];
+            all = parts.into_iter().fold(all, u64::saturating_add);
             mine = if rank == me { found } else { mine };
         }
-        if all > exec.memory {
-            let copies = copies(&pieces, exec, me);
-            return Err(too_large(&phase.name, (all, exec.memory), (mine, copies), here.len()));
+        if all > limit {
+            let copies = demand.copied(&pieces, me);
+            let fault = too_large(&phase.name, (all, limit), (mine, copies), here.len());
+            // What is easiest to leave out comes first.
+            let ring = if demand.copies > 1 { "fewer states in --ring, " } else { "" };
+            return Err(fault.hint(format!(
+                "give {ring}--recompute, fewer --workers, smaller micro-batches, or more machines with --schedule streaming"
+            )));
         }
     }
     Ok(())
@@ -323,9 +360,10 @@ fn too_large(
     Fault::machine("this run needs more memory than the machine has")
         .at(format!("phase {phase:?}"))
         .found(format!(
-            "{} for {ranks} ranks on this machine; of it for this one: weights {}, moments {}, activations {}, gradients {}, \
-             exchanged {}, copies of the state for checkpoints {}",
+            "{} for {} on this machine; of it for this one: weights {}, moments {}, activations {}, gradients {}, \
+             exchanged {}, copies of the state {}",
             gib(needed),
+            counted(ranks as u64, "rank"),
             gib(weights + masters),
             gib(moments),
             gib(activations),
@@ -334,7 +372,6 @@ fn too_large(
             gib(copies)
         ))
         .wanted(format!("at most {}", gib(there)))
-        .hint("give --recompute, fewer --workers, smaller micro-batches, or more machines with --schedule streaming")
 }
 
 /// The memory that this process may use: the machine's, or what its control group leaves it. More than there can be where the

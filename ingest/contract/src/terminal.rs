@@ -40,6 +40,11 @@ fn turns(c: char) -> bool {
     matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
+/// So many things, in words: `1 file`, `2 files`. `one` is the name of one of them, whose plural ends with an s.
+pub fn counted(count: u64, one: &str) -> String {
+    format!("{count} {one}{}", if count == 1 { "" } else { "s" })
+}
+
 /// Puts text for people on standard output.
 pub fn print(text: &str) -> Result<()> {
     print_raw(&shown(text))

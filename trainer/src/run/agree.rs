@@ -6,7 +6,7 @@ use kernels::group::Carried;
 use super::World;
 use crate::checkpoint::RingOptions;
 use crate::exec::ExecOptions;
-use crate::memory;
+use crate::memory::{self, Demand};
 use crate::mesh::words::{Reader, Writer};
 use crate::mesh::{Degrees, Mesh};
 use crate::model::Cut;
@@ -25,9 +25,8 @@ pub(super) fn join(
     if !after_loss {
         refuse_unshared(spec, world.comm.world(), exec.degrees)?;
     }
-    if world.device == tch::Device::Cpu {
-        memory::refuse(spec, exec, world.comm.nodes(), world.comm.rank())?;
-    }
+    let ranks = (world.comm.nodes(), world.comm.rank());
+    memory::refuse(spec, Demand::of(exec), ranks, world.device)?;
     world.comm.carry(world.device, exec.transport).map_err(lost)
 }
 

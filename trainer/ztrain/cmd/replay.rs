@@ -135,6 +135,7 @@ fn opened(args: &Args, world: &Arc<World>, workers: Workers) -> Result<Replayer>
     ];
     let together = Together { schedule, flat, degrees: args.ranks.degrees(), asked };
     let replayer = Replayer::open_with(&args.run, &args.store, world, workers, together)?;
+    replayer.refuse_memory()?;
     Ok(replayer.keeping(args.keeping.keep()))
 }
 
