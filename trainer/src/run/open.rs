@@ -141,6 +141,10 @@ struct Opening<'a> {
     beyond: Passed,
 }
 
+/// What to do where no checkpoint can be used.
+const RESTORE: &str = "restore ledger.jsonl and the checkpoints from a copy; or give --restart: every step is computed again \
+                       from the first, and held against the ledger";
+
 /// Checkpoints that cannot be used: steps, and why.
 type Passed = Vec<(u64, Fault)>;
 
@@ -212,10 +216,17 @@ impl<'a> Opening<'a> {
             return Err(Fault::data(format!("none of this run's checkpoints can be used: {}", all.join(", ")))
                 .at(self.checkpoints.place().to_string())
                 .found(format!("step-{newest}: {}", fault.to_string().replace('\n', "\n  ")))
-                .hint(
-                    "restore ledger.jsonl and the checkpoints from a copy; or give --restart: every step is computed again \
-                     from the first, and held against the ledger",
-                ));
+                .hint(RESTORE));
+        }
+        if let (None, true, false) = (&found.state, passed.is_empty(), self.exec.restart)
+            && self.open.ledger.last_step() > 0
+            && let Some(step) = events::kept(&self.open.folder.events())
+        {
+            return Err(Fault::data("this run's checkpoints are gone")
+                .at(self.checkpoints.place().to_string())
+                .found("no checkpoint")
+                .wanted(format!("step-{step}, by {}", self.open.folder.events().display()))
+                .hint(RESTORE));
         }
         for (step, fault) in &passed {
             self.pass_over(*step, fault)?;

@@ -138,6 +138,22 @@ fn without_any_good_checkpoint_a_run_stops_until_it_is_told_to_begin_again() {
     assert!(scratch.path("run/checkpoints/damaged-step-4").exists());
 }
 
+/// A folder without checkpoints looks like that of a run that had none yet; events.jsonl knows better.
+#[test]
+fn a_run_whose_checkpoints_are_gone_does_not_begin_again_by_itself() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(4)).unwrap();
+    fs::remove_dir_all(scratch.path("run/checkpoints")).unwrap();
+    for _ in 0..2 {
+        let fault = scratch.run(&scratch.path("run.toml"), "run", |_| ()).unwrap_err();
+        assert_eq!(fault.class(), Class::Data, "{fault}");
+        for word in ["checkpoints are gone", "step-4", "events.jsonl", "--restart"] {
+            assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
+        }
+    }
+    scratch.run(&scratch.path("run.toml"), "run", |exec| exec.restart = true).unwrap();
+}
+
 #[test]
 fn a_ledger_that_was_changed_and_chained_anew_stops_the_run() {
     let scratch = Scratch::new();
