@@ -15,7 +15,7 @@ use store::disk::Output;
 
 use super::FORMAT;
 use super::index::{InForce, Index, Line, Mark, SPACING};
-use super::record::{Head, StepRecord};
+use super::record::{Checked, Head, StepRecord};
 
 /// Bytes read at a time.
 const BUFFER: usize = 1 << 16;
@@ -231,14 +231,11 @@ impl Ledger {
 
     /// The record of `step`, whose loss follows from what else it says.
     pub fn record(&self, step: u64) -> Result<StepRecord> {
-        let record: StepRecord = self.step_as(step)?;
-        let changed = |what: String| broken(&self.source.path, step as usize, &what);
-        record.check().map_err(changed)?;
-        Ok(record)
+        self.step_as(step)
     }
 
-    /// What the line of `step` says of the fields that `T` asks for.
-    pub fn step_as<T: serde::de::DeserializeOwned>(&self, step: u64) -> Result<T> {
+    /// What the line of `step` says of the fields that `T` asks for, checked.
+    pub fn step_as<T: Checked>(&self, step: u64) -> Result<T> {
         let path = &self.source.path;
         if step == 0 || step > self.last_step() {
             return Err(Fault::usage(format!("step {step} is not in the ledger"))
@@ -249,7 +246,7 @@ impl Ledger {
         let body = self.source.body(before, line.end)?;
         let (body, _) =
             body.ok_or_else(|| broken(path, step as usize, "it changed while it was in use"))?;
-        from_json(path, step as usize, &body)
+        said(path, step as usize, &body)
     }
 
     /// Appends the record of the step after the last; with the curriculum in force from it on, if that is another.
@@ -462,6 +459,12 @@ pub(super) fn broken(path: &Path, number: usize, what: &str) -> Fault {
 fn to_json(value: &impl serde::Serialize) -> Result<String> {
     serde_json::to_string(value)
         .map_err(|error| Fault::bug(format!("a ledger line cannot be written: {error}")))
+}
+
+/// What the line of a step says, once it follows from the rest of the line.
+pub(super) fn said<T: Checked>(path: &Path, number: usize, body: &str) -> Result<T> {
+    let said: T = from_json(path, number, body)?;
+    said.checked().map_err(|what| broken(path, number, &what))
 }
 
 pub(super) fn from_json<T: serde::de::DeserializeOwned>(

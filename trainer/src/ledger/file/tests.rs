@@ -216,9 +216,13 @@ fn a_loss_that_does_not_follow_from_its_parts_is_found() {
         let mut forged = record(1, 1);
         change(&mut forged);
         ledger.append(&forged, None).unwrap();
-        let fault = ledger.record(1).map(|_| ()).unwrap_err();
-        assert_eq!(fault.class(), Class::Mismatch, "{fault}");
-        assert!(fault.to_string().contains("ledger.jsonl:2"), "{fault}");
+        let (_, mut follower) = super::super::Follower::open(&path).unwrap();
+        let shown = follower.next_step::<crate::report::Seen>().map(|_| ());
+        for answer in [ledger.record(1).map(|_| ()), shown] {
+            let fault = answer.unwrap_err();
+            assert_eq!(fault.class(), Class::Mismatch, "{fault}");
+            assert!(fault.to_string().contains("ledger.jsonl:2"), "{fault}");
+        }
     }
 }
 
@@ -238,7 +242,7 @@ fn a_follower_reads_each_step_once_while_the_ledger_grows() {
             });
         }
         let Some(follower) = &mut follower else { continue };
-        while let Some(said) = follower.next_step::<Said>().unwrap() {
+        while let Some(said) = follower.next_step::<StepRecord>().unwrap() {
             steps.push(said.step);
         }
         let complete = whole[..length].iter().filter(|byte| **byte == b'\n').count() as u64;
@@ -254,7 +258,7 @@ fn a_follower_finds_a_changed_line() {
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replace("\"step\":2,", "\"step\":7,")).unwrap();
     let (_, mut follower) = super::super::Follower::open(&path).unwrap();
-    assert!(follower.next_step::<Said>().unwrap().is_some());
-    let fault = follower.next_step::<Said>().map(|_| ()).unwrap_err();
+    assert!(follower.next_step::<StepRecord>().unwrap().is_some());
+    let fault = follower.next_step::<StepRecord>().map(|_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Mismatch);
 }
