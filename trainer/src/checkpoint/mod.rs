@@ -27,6 +27,7 @@ use tch::Device;
 
 pub(crate) use format::manifest_bytes;
 pub use format::{BlobRecord, BoxRecord, Manifest, Set, TensorRecord};
+pub(crate) use read::{GO_ON, OTHER_VERSION};
 pub use read::{Reader, Want};
 pub use ring::{Ring, RingOptions};
 pub use saver::{Saver, Written};

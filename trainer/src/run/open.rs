@@ -3,19 +3,21 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use contract::terminal::counted;
 use contract::{Digest, Fault, Result};
 use kernels::group::Carried;
 use loader::Opened;
 use serde_json::json;
+use tch::Device;
 
 use super::World;
-use super::agree::{idle, meshes};
+use super::agree::{idle_ranks, meshes};
 use super::keep::Keeper;
 use super::mirror::Mirror;
 use super::record::{Book, Recorder};
 use super::recover::Recovery;
 use super::restore::{Reading, Restored};
-use crate::checkpoint::{Checkpoints, Found, Layout};
+use crate::checkpoint::{Checkpoints, Found, GO_ON, Layout, OTHER_VERSION};
 use crate::events::{self, Events};
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder};
@@ -124,7 +126,7 @@ fn say_ranks(
     });
     book.events.write("ranks", fields)?;
     book.progress.note(&format!("{world} ranks, tensors by {}", carried.words()));
-    idle(book.spec, world, team.degrees).iter().for_each(|note| book.progress.note(note));
+    idle_ranks(book.spec, world, team.degrees).iter().for_each(|note| book.progress.note(note));
     Ok(())
 }
 
@@ -212,11 +214,12 @@ impl<'a> Opening<'a> {
         passed.extend(found.passed);
         let newest = passed.iter().max_by_key(|(step, _)| *step);
         if let (None, Some((newest, fault)), false) = (&found.state, newest, self.exec.restart) {
+            let hint = if fault.what() == OTHER_VERSION { GO_ON } else { RESTORE };
             let all: Vec<String> = passed.iter().map(|(step, _)| format!("step-{step}")).collect();
             return Err(Fault::data(format!("none of this run's checkpoints can be used: {}", all.join(", ")))
                 .at(self.checkpoints.place().to_string())
                 .found(format!("step-{newest}: {}", fault.to_string().replace('\n', "\n  ")))
-                .hint(RESTORE));
+                .hint(hint));
         }
         if let (None, true, false) = (&found.state, passed.is_empty(), self.exec.restart)
             && self.open.ledger.last_step() > 0
@@ -285,17 +288,25 @@ impl<'a> Opening<'a> {
     }
 }
 
+/// A device as --device names it.
+fn device_name(device: Device) -> String {
+    match device {
+        Device::Cuda(number) => format!("cuda:{number}"),
+        other => format!("{other:?}").to_lowercase(),
+    }
+}
+
 fn describe(spec: &RunSpec, exec: &ExecOptions, world: &World, id: Digest, from: u64) -> String {
     let parameters = step::parameter_count(spec.config());
     let shown = world.runtime.levels();
     let rest = if shown.contains(&"L0") { "" } else { "; training bits: not shown on this device" };
     format!(
-        "run {} | after step {from} of {} | {:.1}M parameters | {} workers on {:?} | levels {}{rest}",
+        "run {} | after step {from} of {} | {:.1}M parameters | {} on {} | levels {}{rest}",
         id.short(),
         spec.plan.steps(),
         parameters as f64 / 1e6,
-        exec.workers.count(),
-        world.device,
+        counted(exec.workers.count() as u64, "worker"),
+        device_name(world.device),
         shown.join(", "),
     )
 }

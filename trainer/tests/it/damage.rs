@@ -155,6 +155,23 @@ fn a_run_whose_checkpoints_are_gone_does_not_begin_again_by_itself() {
 }
 
 #[test]
+fn a_checkpoint_of_another_version_is_not_called_damaged() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(3)).unwrap();
+    let manifest = scratch.path("run/checkpoints/step-3/manifest.json");
+    let text = fs::read_to_string(&manifest).unwrap();
+    assert!(text.contains("\"format\":2"), "{text}");
+    fs::write(&manifest, text.replacen("\"format\":2", "\"format\":1", 1)).unwrap();
+    let fault = scratch.run(&scratch.path("run.toml"), "run", |_| ()).unwrap_err();
+    assert_eq!(fault.class(), Class::Data, "{fault}");
+    for word in ["written by another version", "format 1", "format 2", "go on with"] {
+        assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
+    }
+    assert!(!fault.to_string().contains("damaged"), "{fault}");
+    assert!(!fault.to_string().contains("--restart"), "{fault}");
+}
+
+#[test]
 fn a_ledger_that_was_changed_and_chained_anew_stops_the_run() {
     let scratch = Scratch::new();
     scratch.run(&scratch.path("run.toml"), "run", stop_after(5)).unwrap();
