@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use contract::Result;
-use contract::terminal::print_raw;
+use contract::terminal::{counted, print_raw};
 use loader::Opened;
 use store::Location;
 use trainer::RunSpec;
@@ -39,7 +39,7 @@ pub(crate) struct Args {
 
 /// Measures.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    if let Some(count) = args.ranks.to_spawn()? {
+    if let Some(count) = args.ranks.to_spawn(&args.speed)? {
         return ranks::start_all(count);
     }
     kernels::memory::count().map_err(lost)?;
@@ -74,11 +74,11 @@ fn print_table(table: &StepTable) -> Result<()> {
     let steps = table.steps as f64;
     let all = table.seconds * table.workers as f64;
     tell!(
-        "{} steps of {} tokens on {} ranks of {} workers: {:.3} s a step ({:.3} the median one), {:.0} tokens/s",
-        table.steps,
+        "{} of {} tokens on {} of {}: {:.3} s a step ({:.3} the median one), {:.0} tokens/s",
+        counted(table.steps, "step"),
         table.tokens / table.steps,
-        table.ranks,
-        table.workers,
+        counted(table.ranks.into(), "rank"),
+        counted(table.workers as u64, "worker"),
         table.seconds / steps,
         table.median_seconds(),
         table.rate()
