@@ -456,10 +456,17 @@ fn checkpoint(spec: &RunSpec, pieces: &[Piece], fleet: &Fleet) -> Result<Checkpo
     })
 }
 
-/// The length of a ledger line like that of `step`: every array is as long as it will be, its numbers are about as long.
+/// The length of a ledger line like that of `step`: every array is as long as it will be, its numbers are about as long. Each
+/// micro-batch adds as much to it, so there need not be a number for all of them.
 fn ledger_bytes(spec: &RunSpec, step: u64) -> Result<u64> {
+    let placed = spec.plan.step(step)?;
+    let (one, two) = (line_of(spec, step, 1)?, line_of(spec, step, 2)?);
+    Ok(one + (placed.batch / placed.micro_batch - 1) * (two - one))
+}
+
+/// The same as if the step had so many micro-batches.
+fn line_of(spec: &RunSpec, step: u64, micro_batches: usize) -> Result<u64> {
     let (placed, config) = (spec.plan.step(step)?, &spec.model_at(step)?.config);
-    let micro_batches = (placed.batch / placed.micro_batch) as usize;
     let tokens = placed.batch * u64::from(placed.seq_len);
     let labels = placed.micro_batch * u64::from(placed.seq_len);
     let classes = config.router_classes() as usize;
