@@ -12,6 +12,7 @@
 
 pub mod axes;
 pub mod bench;
+pub(crate) mod behind;
 pub(crate) mod buckets;
 pub(crate) mod context;
 pub(crate) mod copies;
