@@ -142,8 +142,14 @@ impl Ledger {
         if aim == For::Checking {
             index.cut(0)?;
         }
-        let fits = |mark: &Mark| source.fits(mark, &from);
-        let newest = (1..=index.count()).rev().find_map(|number| index.mark(number).filter(fits));
+        let newest = match aim {
+            // What follows a wrong mark is made again with it.
+            For::Appending => source.last_in_order(&index, &from),
+            For::Reading | For::Checking => {
+                let fits = |mark: &Mark| source.fits(mark, &from);
+                (1..=index.count()).rev().find_map(|number| index.mark(number).filter(fits))
+            }
+        };
         index.cut(newest.map_or(0, |mark| mark.step / SPACING))?;
         let mut curriculum = head.curriculum.clone();
         if let Some(mark) = newest {
@@ -353,6 +359,23 @@ impl Source {
         let read =
             (&self.file).seek(SeekFrom::Start(place)).and_then(|_| file.read_exact(&mut bytes));
         read.is_ok() && bytes == ends.as_bytes() && mark.head == begin.head
+    }
+
+    /// The last mark before the first that is wrong.
+    fn last_in_order(&self, index: &Index, begin: &Mark) -> Option<Mark> {
+        let mut last: Option<Mark> = None;
+        for number in 1..=index.count() {
+            let mark = index.mark(number).filter(|mark| self.fits(mark, begin));
+            let known = |mark: &Mark| {
+                let before = last.map_or(begin.in_force, |last| last.in_force);
+                mark.in_force == before || matches!(self.curriculum(&mark.in_force), Ok(Some(_)))
+            };
+            match mark.filter(known) {
+                Some(mark) => last = Some(mark),
+                None => break,
+            }
+        }
+        last
     }
 
     /// The curriculum of the line that holds it; `None` where that is line 0.
