@@ -8,7 +8,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, counted};
 use serde_json::Value;
 use store::regular;
 
@@ -83,7 +83,12 @@ pub fn init(folder: &Path) -> Result<Begun> {
     let mut guesses = Vec::new();
     for group in &groups {
         let guess = guess(group)?;
-        notes.push(format!("source {}: {}, {}", group.name, counted(group.files), guess.why));
+        notes.push(format!(
+            "source {}: {}, {}",
+            group.name,
+            counted(group.files, "file"),
+            guess.why
+        ));
         guesses.push(guess);
     }
     let corpus = corpus_text(folder, &groups, &guesses, &mut notes)?;
@@ -285,11 +290,6 @@ fn quoted(text: &str) -> String {
     Value::from(text).to_string()
 }
 
-/// A number of files, in words.
-fn counted(files: u64) -> String {
-    if files == 1 { "1 file".to_owned() } else { format!("{files} files") }
-}
-
 fn corpus_text(
     folder: &Path,
     groups: &[Group],
@@ -331,7 +331,7 @@ fn corpus_text(
         let _ = write!(
             text,
             "\n# {}, {}, read as {}: {}.\n[[source]]\nname = {}\nfiles = [{}]\n",
-            counted(*files),
+            counted(*files, "file"),
             indicatif::HumanBytes(*bytes),
             format.name(),
             guess.why,

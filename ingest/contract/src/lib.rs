@@ -24,6 +24,7 @@ pub mod ratio;
 pub mod settings;
 pub mod sums;
 pub mod terminal;
+pub mod words;
 
 pub use digest::{Digest, Digestible, Hasher, Identity};
 pub use draw::{Key, Purpose, draw};
@@ -33,6 +34,7 @@ pub use packed::Packed;
 pub use permute::Permutation;
 pub use ratio::Ratio;
 pub use sums::{SourceSums, StepSums};
+pub use words::counted;
 
 /// Tokens in a unit unless `corpus.toml` says otherwise; every `seq_len` divides it.
 pub const UNIT_TOKENS: u64 = 131_072;

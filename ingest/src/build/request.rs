@@ -3,7 +3,7 @@
 //! Touching, moving or renaming an input is no difference: content is compared, never paths or dates.
 
 use contract::framed::quoted;
-use contract::{Fault, Framed, Identity, Result};
+use contract::{Fault, Framed, Identity, Result, counted};
 use serde::{Deserialize, Serialize};
 use store::{FORMAT, InputRecord, Location, Manifest, SourceRecord, StreamRecord, TokenizerRecord};
 
@@ -156,10 +156,7 @@ impl Sides<'_> {
             (None, Some(input)) => refused(format!("the input {:?} was taken away", input.path)),
             (None, None) => refused("the number of inputs changed".to_owned()),
         };
-        let count = |files: usize| match files {
-            1 => "1 file".to_owned(),
-            _ => format!("{files} files"),
-        };
+        let count = |files: usize| counted(files, "file");
         fault.found(count(source.files.len())).wanted(count(old.len()))
     }
 

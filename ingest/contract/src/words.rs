@@ -1,0 +1,45 @@
+//! Numbers with what they count, as people write them.
+
+/// So many things of this name, which is given in the singular: `1 file`, `2 files`, `0 batches`.
+///
+/// ```
+/// use contract::counted;
+/// assert_eq!(counted(1_u64, "bad record"), "1 bad record");
+/// assert_eq!(counted(0_usize, "bad record"), "0 bad records");
+/// assert_eq!(counted(2_u64, "copy"), "2 copies");
+/// ```
+pub fn counted(count: impl TryInto<u64>, name: &str) -> String {
+    // What is larger than any count is more than one, too.
+    let count = count.try_into().unwrap_or(u64::MAX);
+    if count == 1 { format!("1 {name}") } else { format!("{count} {}", plural(name)) }
+}
+
+/// The plural of a name, by the rules of English and without its exceptions.
+pub fn plural(name: &str) -> String {
+    let vowel = |c: char| "aeiou".contains(c);
+    match name.strip_suffix('y') {
+        Some(stem) if !stem.ends_with(vowel) => format!("{stem}ies"),
+        _ if ["s", "x", "ch", "sh"].iter().any(|end| name.ends_with(end)) => format!("{name}es"),
+        _ => format!("{name}s"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_is_singular_and_every_other_number_is_plural() {
+        for (count, name, wanted) in [
+            (1, "document", "1 document"),
+            (0, "document", "0 documents"),
+            (11, "document", "11 documents"),
+            (2, "copy", "2 copies"),
+            (2, "day", "2 days"),
+            (2, "batch", "2 batches"),
+            (1, "batch", "1 batch"),
+        ] {
+            assert_eq!(counted(count, name), wanted);
+        }
+    }
+}
