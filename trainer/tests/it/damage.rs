@@ -221,7 +221,7 @@ fn a_recorded_step_that_comes_out_differently_stops_the_run() {
             *counts = numbers.into_iter().map(Into::into).collect();
         }),
         ("one router counted", &|line| line["router"][1][0] = 1.into()),
-        ("those of its leaves make", &|line| {
+        ("those of its micro-batches make", &|line| {
             let text = line["leaf_losses"].as_str().unwrap().to_owned();
             line["leaf_losses"] = format!("{}{}", &text[..32], "0123456789abcdef").into();
         }),
