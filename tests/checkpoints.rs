@@ -6,7 +6,9 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use crate::support::{Ran, Scratch, arg, assert_same_tree, build, corpus, curriculum, tree, ztrain};
+use crate::support::{
+    Ran, Scratch, arg, assert_same_tree, build, corpus, curriculum, tree, ztrain,
+};
 
 /// A short run whose checkpoints lie in `place`.
 fn kept_in(path: &Path, out: &Path, place: &Path, more: &[&str]) -> Ran {

@@ -10,8 +10,7 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use contract::terminal::counted;
-use contract::{Fault, Result};
+use contract::{Fault, Result, counted};
 use curriculum::Dtype;
 use kernels::ops::ATTENTION_ROWS;
 use serde::Serialize;
@@ -184,8 +183,8 @@ impl Ranks<'_> {
     }
 }
 
-/// What `holder` holds when it holds most: while it computes micro-batches, when it has computed them, when it moves its pieces,
-/// or when new weights are shared.
+/// What `holder` holds when it holds most: while it computes micro-batches, when it has computed them, when it moves its
+/// pieces, or when new weights are shared.
 fn holds(spec: &RunSpec, dtype: Dtype, holder: &Holder<'_>) -> Holds {
     let always = always(spec, dtype, holder);
     let Ranks { workers, activations: [most, last], flight, .. } = holder.ranks;
@@ -391,7 +390,7 @@ fn too_large(
             "{} for {} on this machine; of it for this one: weights {}, moments {}, activations {}, gradients {}, \
              exchanged {}, copies of the state {}",
             gib(needed),
-            counted(ranks as u64, "rank"),
+            counted(ranks, "rank"),
             gib(weights + masters),
             gib(moments),
             gib(activations),

@@ -325,12 +325,7 @@ fn sent(
 }
 
 /// Bytes of new weights of which each rank is sent its shards: by owner and place along the folded axis.
-fn shards(
-    spec: &RunSpec,
-    shares: &Shares<'_>,
-    mesh: Mesh,
-    step: u64,
-) -> Result<Vec<Vec<u64>>> {
+fn shards(spec: &RunSpec, shares: &Shares<'_>, mesh: Mesh, step: u64) -> Result<Vec<Vec<u64>>> {
     let (dtype, shards) = (spec.dtype_at(step), spec.model_at(step)?.cut.shards);
     let fold = Fold::new(mesh.tsp, 0, &spec.parameters, shards);
     let places: Vec<Fold> = (0..mesh.tsp).map(|place| fold.at(place)).collect();

@@ -4,7 +4,8 @@
 
 use std::time::{Duration, Instant};
 
-use contract::terminal::{counted, name};
+use contract::counted;
+use contract::terminal::name;
 
 use crate::ledger::StepRecord;
 use crate::metrics::{DataStall, share};

@@ -75,7 +75,10 @@ fn refuse_many(curriculum: &Curriculum, plan: &Plan) -> Result<()> {
         if found > MICRO_BATCHES {
             return Err(Fault::usage("a step has too many micro-batches")
                 .at(curriculum.place(&format!("phase.{}.batch", phase.name)))
-                .found(format!("{found}: batch {} by micro_batch {}", phase.batch, phase.micro_batch))
+                .found(format!(
+                    "{found}: batch {} by micro_batch {}",
+                    phase.batch, phase.micro_batch
+                ))
                 .wanted(format!("at most {MICRO_BATCHES}"))
                 .hint("give a larger micro_batch, or a smaller batch"));
         }

@@ -40,17 +40,6 @@ fn turns(c: char) -> bool {
     matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// So many things, in words: `1 file`, `2 files`, `0 batches`, `3 copies`. `one` is what one of them is called.
-pub fn counted(count: u64, one: &str) -> String {
-    let vowel = |stem: &str| stem.ends_with(['a', 'e', 'i', 'o', 'u']);
-    match one.strip_suffix('y').filter(|stem| !vowel(stem)) {
-        _ if count == 1 => format!("{count} {one}"),
-        Some(stem) => format!("{count} {stem}ies"),
-        None if one.ends_with("ch") || one.ends_with(['s', 'x']) => format!("{count} {one}es"),
-        None => format!("{count} {one}s"),
-    }
-}
-
 /// Puts text for people on standard output.
 pub fn print(text: &str) -> Result<()> {
     print_raw(&shown(text))
@@ -117,14 +106,6 @@ pub fn end(outcome: Result<u8>) -> ExitCode {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-
-    #[test]
-    fn one_thing_is_told_as_one() {
-        let told = |count, one| counted(count, one);
-        assert_eq!([told(0, "file"), told(1, "file"), told(2, "file")], ["0 files", "1 file", "2 files"]);
-        assert_eq!([told(1, "batch"), told(4, "micro-batch")], ["1 batch", "4 micro-batches"]);
-        assert_eq!([told(2, "copy"), told(2, "key"), told(2, "box")], ["2 copies", "2 keys", "2 boxes"]);
-    }
 
     #[test]
     fn what_a_terminal_obeys_is_spelled_out() {

@@ -229,7 +229,7 @@ pub struct Communicator {
 }
 
 /// So often an abort looks whether the end of a group is over, before it comes beside it.
-const GRACE: u32 = 20;
+const GRACE: u32 = 50;
 
 /// How long it waits each time.
 const LOOK: Duration = Duration::from_millis(20);

@@ -104,8 +104,7 @@ impl Peers {
     ) -> Result<Peers> {
         let Place { rank, world, host, port, interface, .. } = place;
         let mine = nonce()?;
-        let met =
-            announce(&store, place, &mine).and_then(|()| meet(&store, place, timeout, tell));
+        let met = announce(&store, place, &mine).and_then(|()| meet(&store, place, timeout, tell));
         let met = met.inspect_err(|error| match error {
             Error::Mistaken { .. } => linger(place),
             _ => (),
@@ -510,10 +509,12 @@ fn linger(place: &Place) {
 /// say so: the other one would wait for the rest in vain.
 fn taken(place: &Place, reason: &str) -> Error {
     let Place { rank, host, port, name, key, .. } = place;
-    if let (Some(store), Ok(mine)) = (Store::ready(host, *port, name, key, WORD), nonce())
-        && let Err(error @ Error::Mistaken { .. }) = announce(&store, place, &mine)
-    {
-        return error;
+    if let (Some(store), Ok(mine)) = (Store::ready(host, *port, name, key, WORD), nonce()) {
+        // Where this one has said first that it is here, the other one finds it out.
+        let told = announce(&store, place, &mine).and_then(|()| store.wait("nobody", WORD));
+        if let Err(error @ Error::Mistaken { .. }) = told {
+            return error;
+        }
     }
     Error::Missing {
         what: format!(

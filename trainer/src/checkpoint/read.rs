@@ -63,11 +63,10 @@ impl<'a> Reader<'a> {
                 .wanted(format!("format {}", format::FORMAT))
                 .hint(GO_ON));
         }
-        let manifest =
-            Manifest::parse(&bytes).and_then(|manifest| match manifest.step {
-                found if found == step => Ok(manifest),
-                found => Err(format!("it is that of step {found}")),
-            });
+        let manifest = Manifest::parse(&bytes).and_then(|manifest| match manifest.step {
+            found if found == step => Ok(manifest),
+            found => Err(format!("it is that of step {found}")),
+        });
         let manifest = manifest.map_err(|what| damaged(medium.location(&file), &what))?;
         Ok(Reader { medium, manifest })
     }

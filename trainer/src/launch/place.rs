@@ -276,7 +276,12 @@ mod tests {
             &[("RANK", "0"), ("WORLD_SIZE", "2")],
             &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a")],
             &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "p")],
-            &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "0")],
+            &[
+                ("RANK", "0"),
+                ("WORLD_SIZE", "2"),
+                ("MASTER_ADDR", "localhost"),
+                ("MASTER_PORT", "0"),
+            ],
             &[
                 ("OMPI_COMM_WORLD_RANK", "1"),
                 ("OMPI_COMM_WORLD_SIZE", "4"),

@@ -1,4 +1,4 @@
-//! Reads a ledger from its first step to its end, and on as it grows: each line once, in order, its chain and its numbers checked.
+//! Reads a ledger from its first step to its end, and on as it grows: each line once, in order, its chain and numbers checked.
 //!
 //! Only one line is held, so that a ledger of a million steps costs no more memory than one of ten.
 
@@ -7,10 +7,10 @@ use std::io::{BufRead, BufReader, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Result};
 use super::file::{Source, broken, empty, opened, said};
 use super::index::Line;
 use super::record::{Checked, Head};
+use contract::{Fault, Result};
 
 /// Bytes read at a time.
 const BUFFER: usize = 1 << 18;

@@ -13,8 +13,8 @@ use crate::mesh::team::Nodes;
 use crate::spec::RunSpec;
 use crate::state::ownership::Piece;
 
-/// A place in the sharing of micro-batches: the line of gradients of the ranks that have it, as far as all of them need the same of
-/// it.
+/// A place in the sharing of micro-batches: the line of gradients of the ranks that have it, as far as it is the same to all of
+/// them.
 pub(super) struct Place<'a> {
     /// What travels along it, owned by the places of the line.
     pub(super) pieces: Cow<'a, [Piece]>,

@@ -1,5 +1,5 @@
-//! What each rank of a line owns, and what those elsewhere own whom it stands for on its machine, in bytes: each looked up at once,
-//! however many ranks there are.
+//! What each rank of a line owns, and what those elsewhere own for whom it is the gate of its machine, in bytes: looked up at
+//! once, however many ranks there are.
 
 use std::collections::BTreeMap;
 

@@ -11,8 +11,8 @@
 //! number of ranks is no argument of any bit.
 
 pub mod axes;
-pub mod bench;
 pub(crate) mod behind;
+pub mod bench;
 pub(crate) mod buckets;
 pub(crate) mod context;
 pub(crate) mod copies;

@@ -1,7 +1,8 @@
 //! Bytes that ranks send each other in a step, by sums over machines: as many ranks as there may be, each is looked at once.
 //!
-//! What is summed up is what the step does (`mesh::gather`, `mesh::share`): each block of a rank goes to the leaders of its machine,
-//! each block of a machine from a leader to the owners elsewhere, each owner's new weights to everybody, into a machine once.
+//! What is summed up is what a step does (`mesh::gather`, `mesh::share`): each block of a rank goes to the leaders of its
+//! machine, each block of a machine from a leader to the owners elsewhere, each owner's new weights to everybody, into a
+//! machine once.
 
 use std::ops::Range;
 

@@ -1,7 +1,6 @@
 //! Before anything begins: all ranks train one thing in one way, have the memory for it, and know how tensors travel.
 
-use contract::terminal::counted;
-use contract::{Digest, Fault, Result};
+use contract::{Digest, Fault, Result, counted};
 use kernels::group::Carried;
 
 use super::World;
@@ -53,7 +52,7 @@ pub fn refuse_unshared(spec: &RunSpec, world: u32, degrees: Degrees) -> Result<(
             .at("--tsp")
             .found(format!(
                 "--tsp {tsp} with {}, weight_shards {shards}, context_chunks {chunks}",
-                counted(world.into(), "rank")
+                counted(world, "rank")
             ))
             .wanted("a number from 2 to --tsp that divides the ranks and a phase's weight_shards and context_chunks")
             .hint("weight_shards = tsp and context_chunks = 2 x cp x tsp in a phase; they decide bits, cp and tsp do not"));
@@ -65,7 +64,7 @@ pub fn refuse_unshared(spec: &RunSpec, world: u32, degrees: Degrees) -> Result<(
         .at("--cp")
         .found(format!(
             "--cp {cp} with {}{}, context_chunks {chunks}",
-            counted(world.into(), "rank"),
+            counted(world, "rank"),
             if tsp > 1 { format!(" and --tsp {tsp}") } else { String::new() }
         ))
         .wanted("a number from 2 to --cp that divides the ranks and a phase's context_chunks")

@@ -252,7 +252,8 @@ mod tests {
         let slow = heard(&store, "checkpoint/6/2", 2, patience).unwrap_err();
         assert_eq!(slow.class(), Class::Machine);
         assert!(
-            slow.to_string().contains("rank 2 did not write its part of a checkpoint within 0.05 s")
+            slow.to_string()
+                .contains("rank 2 did not write its part of a checkpoint within 0.05 s")
         );
         store.set("checkpoint/6/3", &word(&Err(Fault::machine("the disk is full")))).unwrap();
         let full = heard(&store, "checkpoint/6/3", 3, patience).unwrap_err();

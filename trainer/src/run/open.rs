@@ -3,8 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use contract::terminal::counted;
-use contract::{Digest, Fault, Result};
+use contract::{Digest, Fault, Result, counted};
 use kernels::group::Carried;
 use loader::Opened;
 use serde_json::json;
@@ -216,10 +215,13 @@ impl<'a> Opening<'a> {
         if let (None, Some((newest, fault)), false) = (&found.state, newest, self.exec.restart) {
             let hint = if fault.what() == OTHER_VERSION { GO_ON } else { RESTORE };
             let all: Vec<String> = passed.iter().map(|(step, _)| format!("step-{step}")).collect();
-            return Err(Fault::data(format!("none of this run's checkpoints can be used: {}", all.join(", ")))
-                .at(self.checkpoints.place().to_string())
-                .found(format!("step-{newest}: {}", fault.to_string().replace('\n', "\n  ")))
-                .hint(hint));
+            return Err(Fault::data(format!(
+                "none of this run's checkpoints can be used: {}",
+                all.join(", ")
+            ))
+            .at(self.checkpoints.place().to_string())
+            .found(format!("step-{newest}: {}", fault.to_string().replace('\n', "\n  ")))
+            .hint(hint));
         }
         if let (None, true, false) = (&found.state, passed.is_empty(), self.exec.restart)
             && self.open.ledger.last_step() > 0
@@ -305,7 +307,7 @@ fn describe(spec: &RunSpec, exec: &ExecOptions, world: &World, id: Digest, from:
         id.short(),
         spec.plan.steps(),
         parameters as f64 / 1e6,
-        counted(exec.workers.count() as u64, "worker"),
+        counted(exec.workers.count(), "worker"),
         device_name(world.device),
         shown.join(", "),
     )

@@ -59,7 +59,8 @@ fn a_checkpoint_and_the_ledger_are_as_large_as_planned() {
 #[test]
 fn a_batch_beyond_all_measure_is_refused_and_one_within_is_planned_by_arithmetic() {
     let scratch = Scratch::new();
-    let epochs = "[source.web]\nmax_epochs = 1000000000\n[source.math]\nmax_epochs = 1000000000\n\n[model]";
+    let epochs =
+        "[source.web]\nmax_epochs = 1000000000\n[source.math]\nmax_epochs = 1000000000\n\n[model]";
     let opened = |batch: u64| {
         let batch = format!("batch = {batch}\nmicro_batch = 2");
         let edits = [("[model]", epochs), ("batch = 6\nmicro_batch = 2", &*batch)];
@@ -76,7 +77,10 @@ fn a_batch_beyond_all_measure_is_refused_and_one_within_is_planned_by_arithmetic
     };
     // Labels of two digits, and two words of sixteen; other numbers grow by some digits.
     let (short, long) = (line(2), line(2 << 20));
-    assert!((short + 35 * ((1 << 20) - 1)..short + 35 * (1 << 20)).contains(&long), "{short} {long}");
+    assert!(
+        (short + 35 * ((1 << 20) - 1)..short + 35 * (1 << 20)).contains(&long),
+        "{short} {long}"
+    );
 }
 
 #[test]

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use contract::Result;
-use contract::terminal::{counted, print_raw};
+use contract::terminal::print_raw;
+use contract::{Result, counted};
 use loader::Opened;
 use store::Location;
 use trainer::RunSpec;
@@ -77,8 +77,8 @@ fn print_table(table: &StepTable) -> Result<()> {
         "{} of {} tokens on {} of {}: {:.3} s a step ({:.3} the median one), {:.0} tokens/s",
         counted(table.steps, "step"),
         table.tokens / table.steps,
-        counted(table.ranks.into(), "rank"),
-        counted(table.workers as u64, "worker"),
+        counted(table.ranks, "rank"),
+        counted(table.workers, "worker"),
         table.seconds / steps,
         table.median_seconds(),
         table.rate()

@@ -2,8 +2,7 @@
 
 use std::path::PathBuf;
 
-use contract::Result;
-use contract::terminal::counted;
+use contract::{Result, counted};
 use trainer::hf::import::import;
 
 /// Arguments.
@@ -28,7 +27,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     }
     tell!(
         "{} in the layout of {} | skip = {:?} | content {} | {}",
-        counted(imported.tensors as u64, "tensor"),
+        counted(imported.tensors, "tensor"),
         imported.layout.name(),
         imported.start.config().skip.name(),
         imported.start.content(),
