@@ -6,7 +6,9 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use crate::support::{Ran, Scratch, arg, assert_same_tree, build, corpus, curriculum, ztrain};
+use crate::support::{
+    Ran, Scratch, arg, assert_same_tree, build, corpus, curriculum, tree, ztrain,
+};
 
 /// A short run whose checkpoints lie in `place`.
 fn kept_in(path: &Path, out: &Path, place: &Path, more: &[&str]) -> Ran {
@@ -67,6 +69,38 @@ fn of_a_run_and_its_copy_the_first_to_go_on_has_the_checkpoints() {
     let said = kept_in(&path, &copy, &place, &[]);
     assert!(said.err.contains("after step 9 of 20"), "{}", said.err);
     said.ok();
+}
+
+/// The usual place has no word of its run in it, which may be training meanwhile.
+#[test]
+fn no_run_takes_the_checkpoints_in_the_folder_of_another() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
+    let path = curriculum(&scratch, &store, "run.toml", &[]);
+    let other = curriculum(&scratch, &store, "other.toml", &[("seed = 11", "seed = 12")]);
+    let [run, second, third, moved] =
+        ["run", "second", "third", "moved"].map(|name| scratch.path(name));
+    let usual = run.join("checkpoints");
+    let plain = |path: &Path, out: &Path, more: &[&str]| {
+        let args = ["--curriculum", arg(path), "--out", arg(out), "--quiet"];
+        ztrain(&[&args[..], &["--checkpoint-every", "3"], more].concat())
+    };
+    plain(&path, &run, &["--stop-after", "6"]).ok();
+    let before = tree(&run);
+    for more in [&[][..], &["--restart"]] {
+        let said = kept_in(&other, &second, &usual, more);
+        said.fails(2, &["run/checkpoints", "another run keeps its checkpoints here"]);
+    }
+    assert!(before == tree(&run), "nothing is written there");
+    // Moved away they are nobody else's either, and the run's own where it says so.
+    fs::rename(&usual, &moved).unwrap();
+    kept_in(&other, &second, &moved, &["--restart"]).fails(2, &["moved", "another run"]);
+    let said = kept_in(&path, &run, &moved, &["--stop-after", "9"]);
+    assert!(said.err.contains("after step 6 of 20"), "{}", said.err);
+    said.ok();
+    // Nor does a run begin in a place that one had before it in its folder.
+    kept_in(&other, &second, &third.join("checkpoints"), &["--stop-after", "3"]).ok();
+    plain(&path, &third, &[]).fails(2, &["third/checkpoints", "another run"]);
 }
 
 #[test]

@@ -90,6 +90,9 @@ fn ztrain_refuses_wrong_use_once_and_before_it_starts_anything() {
         ["--ring-spike", "nan", "--ring", "2"],
         ["--workers", "0", "--nproc", "2"],
         ["--device", "abacus", "--nproc", "2"],
+        ["--loader-threads", "30000", "--nproc", "2"],
+        ["--prefetch", "18446744073709551615", "--nproc", "2"],
+        ["--nodes", "1", "--nproc", "3"],
     ] {
         let said = train(&run, &wrong).fails(2, &wrong[..2]);
         assert_eq!(said.matches("error:").count(), 1, "{said}");
@@ -151,11 +154,21 @@ fn what_would_mislead_is_refused_and_what_is_missing_is_said() {
         .fails(2, &["--cp", "context_chunks"]);
     ztrain(&["plan", arg(&path), "--tsp", "2", "--ranks", "2"])
         .fails(2, &["--tsp", "weight_shards"]);
+    let idle = ztrain(&["plan", arg(&path), "--ranks", "9"]).ok();
+    assert!(idle.contains("of 9 ranks compute none of them"), "{idle}");
     let train = ["--curriculum", arg(&path), "--out", arg(&run), "--validate-every", "0"];
-    let mut command = ztrain_command(&train);
-    let said = Ran::from(command.env("ZTRAIN_OPS", "foo").output().unwrap());
-    let said = said.fails(2, &["ZTRAIN_OPS", "foo", "reference"]);
-    assert!(!said.contains("--device"), "{said}");
+    for ranks in ["1", "3"] {
+        let mut command = ztrain_command(&[&train[..], &["--nproc", ranks]].concat());
+        let said = Ran::from(command.env("ZTRAIN_OPS", "foo").output().unwrap());
+        let said = said.fails(2, &["ZTRAIN_OPS", "foo", "reference"]);
+        assert!(!said.contains("--device"), "{said}");
+        assert_eq!(said.matches("error:").count(), 1, "{said}");
+    }
+    if !tch::Cuda::is_available() {
+        let device = ["--device", "cuda", "--nproc", "3"];
+        let said = ztrain(&[&train[..], &device].concat()).fails(6, &["--device cuda"]);
+        assert_eq!(said.matches("error:").count(), 1, "{said}");
+    }
 
     // A limit on the size of files is what a full disk is: said, and nothing that was recorded is lost.
     let limited = format!("ulimit -f 100; exec {} \"$@\"", env!("CARGO_BIN_EXE_ztrain"));

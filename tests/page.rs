@@ -115,14 +115,25 @@ fn step_line(step: u64, steps: u64) -> Value {
     let rude = 300 + (even(step, 5) * 40.0) as u64;
     let source = |labels: u64| json!({"labels": labels, "loss": floats(&[loss * labels as f64])});
     let expert = |index| 100 + (even(step, index) * 50.0) as u64;
-    let counts = |at| (0..8u64).map(|index| expert(at + index)).chain([0]).collect::<Vec<_>>();
+    // All routers see all tokens.
+    let counts = |at: u64| {
+        let seven: Vec<u64> = (0..7).map(|index| expert(at + index)).collect();
+        let last = 1_150 - seven.iter().sum::<u64>();
+        seven.into_iter().chain([last, 0]).collect::<Vec<_>>()
+    };
+    // A loss is what its sum makes, a norm what those of the layers do.
+    let sum = loss * 1020.0;
+    let loss = sum / 1020.0;
+    let layers = [norm, norm / 2.0, norm / 3.0, 0.1];
+    let norm = layers.iter().map(|norm| norm * norm).sum::<f64>().sqrt();
     let phase = if step <= steps / 2 { "<b>first</b>" } else { "second" };
     let digest = format!("{step:032x}");
     let mut line = json!({
         "kind": "step", "step": step, "phase": phase, "data": digest, "divisor": 1020, "loss": loss,
+        "leaf_labels": [1020], "leaf_losses": floats(&[sum]),
         "sources": {RUDE: source(rude), "notes": source(1020 - rude)}, "router": [counts(10), counts(30)],
         "norm": floats(&[norm]), "lr": floats(&[4e-3 * (step as f64 / 100.0).min(1.0)]),
-        "layer_gradient_norms": floats(&[norm, norm / 2.0, norm / 3.0, 0.1]),
+        "layer_gradient_norms": floats(&layers),
         "layer_update_norms": floats(&[0.1, 0.2, 0.1, 0.01]), "state": digest,
     });
     if step == 4 * steps / 5 {

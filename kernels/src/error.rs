@@ -64,6 +64,12 @@ pub enum Error {
         /// Where, and what it did.
         what: String,
     },
+    /// Ranks were started in a way that cannot work: the same commands would end like this again.
+    #[error("{what}")]
+    Mistaken {
+        /// Which ranks, and what of them does not fit together.
+        what: String,
+    },
     /// Another rank left word of why the ranks stop.
     #[error("{what}")]
     Reported {

@@ -11,7 +11,7 @@ use loader::RankSlice;
 use serde::Serialize;
 use tch::{Device, Kind};
 
-use crate::memory::{self, Holds, Ways};
+use crate::memory::{self, Demand, Holds, Ways};
 use crate::mesh::Team;
 use crate::mesh::words::{Reader, Writer};
 use crate::model::{self, Dealt};
@@ -212,6 +212,11 @@ pub fn step(
     let Context { spec, team, workers } = cx;
     enough(spec, warm_up, steps, trace.is_some())?;
     let (rank, world) = (team.group.rank(), team.group.world());
+    let Team { degrees, flat, schedule, .. } = *team;
+    let limit_here = memory::of_machine();
+    let demand =
+        Demand { degrees, flat, schedule, workers, mirror: false, copies: 0, limit: limit_here };
+    memory::refuse(spec, demand, (team.group.nodes(), rank), device)?;
     let dtype = spec.curriculum.dtype;
     let first_limit = limit(device, workers, dtype)?;
     let (before, _) = memory::resident();

@@ -11,6 +11,7 @@ use crate::chart::Chart;
 use crate::folder::{RunFolder, table_difference};
 use crate::fork::Origin;
 use crate::ledger::{Difference, Follower, Head, Ledger};
+use crate::report::Seen;
 
 /// What a comparison found.
 #[derive(Clone, Debug, PartialEq)]
@@ -64,14 +65,9 @@ pub fn chart(a: &Path, b: &Path, answer: &Answer) -> Result<Chart> {
 
 /// Steps and their losses, from a step on.
 fn losses(root: &Path, from: u64) -> Result<Vec<(f64, f64)>> {
-    #[derive(serde::Deserialize)]
-    struct Step {
-        step: u64,
-        loss: f64,
-    }
     let (_, mut follower) = Follower::open(&RunFolder::new(root).ledger())?;
     let mut points = Vec::new();
-    while let Some(Step { step, loss }) = follower.next_step()? {
+    while let Some(Seen { step, loss, .. }) = follower.next_step()? {
         if step >= from {
             points.push((step as f64, loss));
         }

@@ -103,6 +103,21 @@ pub(crate) fn ranks_at(path: &Path, step: u64) -> Option<Ranks> {
     None
 }
 
+/// The newest checkpoint that the events at `path` know of since the run last began at its beginning; `None` where they know of
+/// none.
+pub(crate) fn kept(path: &Path) -> Option<u64> {
+    let events = BufReader::new(File::open(path).ok()?).lines().map_while(std::result::Result::ok);
+    let mut newest = None;
+    for event in events.filter_map(|line| serde_json::from_str::<Value>(&line).ok()) {
+        match event["event"].as_str() {
+            Some("start") if event["from_step"] == 0 => newest = None,
+            Some("checkpoint") => newest = newest.max(event["step"].as_u64()),
+            _ => (),
+        }
+    }
+    newest
+}
+
 /// Bytes at the end of the events that [`pace`] looks at.
 const TAIL: u64 = 1 << 15;
 
@@ -137,6 +152,24 @@ mod tests {
         assert_eq!(ranks_at(&path, 2), ranks(3, 1, Schedule::Streaming));
         assert_eq!(ranks_at(&path, 3), ranks(4, 2, Schedule::Subtree));
         assert_eq!(ranks_at(&path, 4), None);
+    }
+
+    #[test]
+    fn checkpoints_are_known_since_the_run_last_began() {
+        let folder = tempfile::TempDir::new().unwrap();
+        let path = folder.path().join("events.jsonl");
+        assert_eq!(kept(&path), None);
+        let mut events = Events::open(&path).unwrap();
+        let mut said = |event: &str, fields| {
+            events.write(event, fields).unwrap();
+            kept(&path)
+        };
+        assert_eq!(said("start", json!({"from_step": 0})), None);
+        assert_eq!(said("checkpoint", json!({"step": 3})), Some(3));
+        assert_eq!(said("start", json!({"from_step": 3})), Some(3));
+        assert_eq!(said("checkpoint", json!({"step": 6})), Some(6));
+        // Somebody gave --restart, and the run was killed before its first checkpoint.
+        assert_eq!(said("start", json!({"from_step": 0})), None);
     }
 
     #[test]

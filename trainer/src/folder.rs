@@ -67,6 +67,9 @@ impl OpenRun {
     ///
     /// In a folder of this machine the word is a new one each time, and the place is locked: of a run's folder and its copy
     /// the first that goes on has the checkpoints, and the other is refused.
+    ///
+    /// The folder `checkpoints` of a run is that run's without a word; elsewhere checkpoints that nobody's word claims are this
+    /// run's if its ledger has one of them.
     pub(crate) fn take_checkpoints(
         &mut self,
         wanted: Option<&Location>,
@@ -75,7 +78,11 @@ impl OpenRun {
         let (folder, recorded) = (self.folder.clone(), self.ledger.last_step());
         let found = folder.elsewhere()?;
         let Some(place) = wanted.or(found.as_ref().map(|(place, _)| place)) else {
-            return folder.checkpoints();
+            let checkpoints = folder.checkpoints()?;
+            return match checkpoints.has_owner()? {
+                true => Err(checkpoints.of_another_run()),
+                false => Ok(checkpoints),
+            };
         };
         let place = place.absolute()?;
         let checkpoints = Checkpoints::new(place.clone());
@@ -100,6 +107,9 @@ impl OpenRun {
             }
             _ => (),
         }
+        if !checkpoints.has_owner()? && !self.may_claim(&place, &checkpoints)? {
+            return Err(checkpoints.of_another_run());
+        }
         if let Location::Local(path) = &place {
             fs::create_dir_all(path).map_err(|error| Fault::io("create", path, &error))?;
             self.locks.push(lock_within(&path.join(PLACE_LOCK), patience)?);
@@ -121,6 +131,26 @@ impl OpenRun {
             folder.know(&place, &word)?;
         }
         Ok(checkpoints)
+    }
+
+    /// Whether a place where no word stands may become this run's.
+    fn may_claim(&self, place: &Location, checkpoints: &Checkpoints) -> Result<bool> {
+        if let Location::Local(path) = place
+            && let Some(parent) = path.parent().filter(|parent| was_taken(parent))
+        {
+            // A run writes there without a word.
+            let real = |path: &Path| {
+                path.canonicalize().map_err(|error| Fault::io("resolve", path, &error))
+            };
+            return Ok(real(parent)? == real(self.folder.root())?);
+        }
+        let steps = checkpoints.steps()?;
+        let ours = |step: &u64| {
+            let chain = self.ledger.chain_at(*step);
+            let found = checkpoints.open(*step).map(|reader| reader.manifest().chain);
+            chain.is_some() && found.ok() == chain
+        };
+        Ok(steps.is_empty() || steps.iter().any(ours))
     }
 }
 

@@ -54,5 +54,5 @@ mod waiting;
 pub mod workers;
 
 pub use exec::ExecOptions;
-pub use run::{Outcome, World, refuse_unshared, train};
+pub use run::{Outcome, World, idle_ranks, refuse_unshared, train};
 pub use spec::RunSpec;

@@ -4,30 +4,32 @@
 //! arrive), and it leaves out the program with its libraries, batches, and what kernels need inside: the first is measured
 //! before anything is trained, the others are small except for what oneDNN keeps under bf16.
 
+mod line;
+
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, counted};
 use curriculum::Dtype;
 use kernels::ops::ATTENTION_ROWS;
-use kernels::tree::blocks;
 use serde::Serialize;
-use tch::Kind;
+use tch::{Device, Kind};
 
 use crate::exec::ExecOptions;
 use crate::ledger;
 use crate::mesh::axes::Axis;
-use crate::mesh::buckets::Buckets;
+use crate::mesh::behind::Owned;
 use crate::mesh::copies::Partners;
 use crate::mesh::slices::Slices;
-use crate::mesh::team::{self, Line, Nodes};
+use crate::mesh::team::{self, Line};
 use crate::mesh::{Degrees, Mesh, Schedule, gather};
 use crate::model::{self, Cut, Fold, ParamSpec};
 use crate::optim::Rule;
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::ownership::{self, Piece};
 use crate::workers::Workers;
+use line::{Place, levels};
 
 /// Bytes by what they are for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -62,32 +64,51 @@ impl Holds {
 
 /// Who holds it: a rank among those of its line of gradients, by how they work together. Unless ranks share micro-batches
 /// these are all ranks.
-pub struct Holder<'a> {
+struct Holder<'a> {
     /// Its place on the line.
-    pub rank: u32,
-    /// Who of the line owns what of the gradients that travel along it.
-    pub pieces: &'a [Piece],
-    /// Which places share a machine, as seen from this one.
-    pub nodes: &'a Nodes,
-    /// How leaves are dealt.
-    pub schedule: Schedule,
-    /// Leaves computed at once.
-    pub workers: Workers,
-    /// How many ranks share each of them.
-    pub context: u32,
+    rank: u32,
+    /// The line.
+    line: &'a Place<'a>,
+    /// All ranks.
+    ranks: &'a Ranks<'a>,
     /// Which shards of weights it holds for others.
-    pub fold: Fold,
+    fold: &'a Fold,
 }
 
-/// All ranks, as they stand in a phase.
+impl Holder<'_> {
+    /// Its pieces of the gradients that travel along the line.
+    fn own(&self) -> impl Iterator<Item = &Piece> {
+        self.line.own[self.rank as usize].iter().map(|at| &self.line.pieces[*at])
+    }
+
+    /// The elements of these.
+    fn length(&self) -> u64 {
+        self.line.owned.of(self.rank) / 4
+    }
+
+    /// Its leaves, by round.
+    fn part(&self) -> &[Range<u64>] {
+        &self.ranks.parts[self.rank as usize]
+    }
+}
+
+/// All ranks, as they stand in a phase; with all that is the same of each of them.
 pub(crate) struct Ranks<'a> {
-    names: &'a [String],
     mesh: Mesh,
-    flat: bool,
     schedule: Schedule,
     workers: Workers,
-    /// Of each line of gradients, by the place that its ranks have in the sharing of micro-batches.
-    pieces: Vec<Cow<'a, [Piece]>>,
+    /// The leaves of each place of a line of gradients, by round.
+    parts: Vec<Vec<Range<u64>>>,
+    /// By the place that ranks have in the sharing of micro-batches.
+    places: Vec<Place<'a>>,
+    /// By the place along the folded axis.
+    folds: Vec<Fold>,
+    /// Bytes of a leaf at work: at the head, and on its way back.
+    activations: [u64; 2],
+    /// Gradients that a worker has in its hands.
+    flight: Flight,
+    /// Sums that a streaming owner holds between two rounds, at most.
+    pending: u32,
 }
 
 /// How ranks work together, whatever the phase.
@@ -111,56 +132,65 @@ impl<'a> Ways<'a> {
     /// The ranks as they stand in `step`.
     pub(crate) fn at(self, spec: &RunSpec, step: u64) -> Result<Ranks<'a>> {
         let Ways { names, pieces, degrees, flat, schedule, workers } = self;
-        let mesh = Mesh::of(names.len() as u32, degrees, spec.model_at(step)?.cut);
+        let PhaseModel { config, cut, .. } = spec.model_at(step)?;
+        let (placed, dtype) = (spec.plan.step(step)?, spec.dtype_at(step));
+        let mesh = Mesh::of(names.len() as u32, degrees, *cut);
+        let workers = if mesh.together() > 1 { workers.one() } else { workers };
+        let parts = team::parts(schedule, mesh.dp, placed.batch / placed.micro_batch)?;
+        let streams = schedule == Schedule::Streaming && mesh.world() > 1;
         let slices = Slices::new(mesh, pieces, spec.parameters.len());
-        let (pieces, workers) = match mesh.together() {
-            1 => (vec![Cow::Borrowed(pieces)], workers),
-            together => {
-                let of = |place| Cow::Owned(slices.pieces(pieces, place));
-                ((0..together).map(of).collect(), workers.one())
-            }
+        let place = |place: u32| {
+            let pieces = match mesh.together() {
+                1 => Cow::Borrowed(pieces),
+                _ => Cow::Owned(slices.pieces(pieces, place)),
+            };
+            let Line { nodes, .. } = Line::data(mesh, names, place, flat)?;
+            Place::new(spec, pieces, nodes, &parts, streams)
         };
-        Ok(Ranks { names, mesh, flat, schedule, workers, pieces })
+        let places = (0..mesh.together()).map(place).collect::<Result<Vec<_>>>()?;
+        let fold = |place| Fold::new(mesh.tsp, place, &spec.parameters, cut.shards);
+        let ranks = u64::from(mesh.together());
+        let here = Cut { chunks: cut.chunks / ranks, ..*cut };
+        let tokens = placed.micro_batch * u64::from(placed.seq_len);
+        let shared = if ranks > 1 { model::gathered_bytes(config, tokens, dtype) } else { 0 };
+        // What hides later keys from the queries of a chunk, for one sequence at a time.
+        let seq_len = u64::from(placed.seq_len);
+        let pairs = ATTENTION_ROWS.unsigned_abs().min(seq_len / cut.chunks);
+        let hidden = if cut.chunks > 1 { 4 * pairs * seq_len } else { 0 };
+        let sizes = (tokens / ranks, shared + hidden);
+        let activations =
+            model::activation_bytes(config, sizes, workers.options().cut(here), dtype);
+        let after = |round: usize| parts.iter().map(|parts| parts[round].end).max().unwrap_or(0);
+        let between = 0..parts.first().map_or(0, Vec::len).saturating_sub(1);
+        let pending = between.map(|round| after(round).count_ones()).max().unwrap_or(0);
+        let (folds, flight) =
+            ((0..mesh.tsp).map(fold).collect(), Flight::new(spec, here.chunks, ranks));
+        Ok(Ranks { mesh, schedule, workers, parts, places, folds, activations, flight, pending })
     }
 }
 
 impl Ranks<'_> {
-    /// What `rank` holds in `step`.
+    /// What `rank` holds in `step`, the one that they stand in.
     pub(crate) fn holds(&self, spec: &RunSpec, step: u64, rank: u32) -> Result<Holds> {
-        let Ranks { names, mesh, flat, schedule, workers, ref pieces } = *self;
-        let Line { place, nodes, .. } = Line::data(mesh, names, rank, flat)?;
-        let pieces = &pieces[mesh.place(Axis::Sharing, rank) as usize];
-        let (nodes, context) = (&nodes, mesh.together());
-        let shards = spec.model_at(step)?.cut.shards;
-        let fold = Fold::new(mesh.tsp, mesh.place(Axis::Tsp, rank), &spec.parameters, shards);
-        let holder = Holder { rank: place, pieces, nodes, schedule, workers, context, fold };
-        holds(spec, step, &holder)
+        let mesh = self.mesh;
+        let holder = Holder {
+            rank: mesh.place(Axis::Dp, rank),
+            line: &self.places[mesh.place(Axis::Sharing, rank) as usize],
+            ranks: self,
+            fold: &self.folds[mesh.place(Axis::Tsp, rank) as usize],
+        };
+        Ok(holds(spec, spec.dtype_at(step), &holder))
     }
 }
 
-/// What `holder` holds in `step` when it holds most: while it computes micro-batches, when it has computed them, when it moves
-/// its pieces, or when new weights are shared.
-pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
-    let PhaseModel { config, cut, .. } = spec.model_at(step)?;
-    let dtype = spec.dtype_at(step);
-    let step = spec.plan.step(step)?;
+/// What `holder` holds when it holds most: while it computes micro-batches, when it has computed them, when it moves its
+/// pieces, or when new weights are shared.
+fn holds(spec: &RunSpec, dtype: Dtype, holder: &Holder<'_>) -> Holds {
     let always = always(spec, dtype, holder);
-    let leaves = step.batch / step.micro_batch;
-    let world: u32 = holder.nodes.sizes().iter().sum();
-    let parts = team::parts(holder.schedule, world, leaves)?;
-    let own = parts[holder.rank as usize].iter().map(|part| part.end - part.start).sum::<u64>();
-    let workers = own.min(holder.workers.count() as u64);
-    let (tokens, ranks) = (step.micro_batch * u64::from(step.seq_len), u64::from(holder.context));
-    let here = Cut { chunks: cut.chunks / ranks, ..*cut };
-    let options = holder.workers.options().cut(here);
-    let shared = if ranks > 1 { model::gathered_bytes(config, tokens, dtype) } else { 0 };
-    // What hides later keys from the queries of a chunk, for one sequence at a time.
-    let pairs = ATTENTION_ROWS.unsigned_abs().min(u64::from(step.seq_len) / cut.chunks);
-    let hidden = if cut.chunks > 1 { 4 * pairs * u64::from(step.seq_len) } else { 0 };
-    let sizes = (tokens / ranks, shared + hidden);
-    let [most, last] = model::activation_bytes(config, sizes, options, dtype);
-    let flight = Flight::new(spec, here.chunks, ranks);
-    let travelling = Travelling::new(spec, &parts, holder)?;
+    let Ranks { workers, activations: [most, last], flight, .. } = holder.ranks;
+    let own = holder.part().iter().map(|part| part.end - part.start).sum::<u64>();
+    let workers = own.min(workers.count() as u64);
+    let travelling = Travelling::new(holder);
     let first = Holds {
         activations: workers * most,
         gradients: travelling.waiting[0] + workers * flight.head,
@@ -179,13 +209,13 @@ pub fn holds(spec: &RunSpec, step: u64, holder: &Holder<'_>) -> Result<Holds> {
     };
     let (updating, sharing) = (updating(always, holder), sharing(spec, dtype, always, holder));
     let moments = [first, last, handing, updating, sharing];
-    Ok(moments.into_iter().max_by_key(|holds| holds.sum()).unwrap_or(always))
+    moments.into_iter().max_by_key(|holds| holds.sum()).unwrap_or(always)
 }
 
 /// What is held all the time: the state.
 fn always(spec: &RunSpec, dtype: Dtype, holder: &Holder<'_>) -> Holds {
     let (mut masters, mut moments) = (0, 0);
-    for piece in holder.pieces.iter().filter(|piece| piece.owner == holder.rank) {
+    for piece in holder.own() {
         let bytes = 4 * piece.length() as u64;
         let narrow = spec.parameters[piece.tensor].kind(dtype) != Kind::Float;
         masters += if narrow || holder.fold.cuts(piece.tensor) { bytes } else { 0 };
@@ -238,9 +268,8 @@ impl Flight {
 
 /// While pieces of a Muon matrix are moved, their direction and what it is made of stand beside the sum.
 fn updating(always: Holds, holder: &Holder<'_>) -> Holds {
-    let own = ownership::length(holder.pieces, holder.rank) as u64;
     let matrix = |piece: &&Piece| !matches!(piece.rule, Rule::AdamW { .. });
-    let matrices = holder.pieces.iter().filter(|piece| piece.owner == holder.rank).filter(matrix);
+    let matrices = holder.own().filter(matrix);
     let bytes = matrices.map(|piece| {
         let [.., rows, columns] = piece.shape[..] else { return 0 };
         4 * (rows * columns) as u64
@@ -248,35 +277,71 @@ fn updating(always: Holds, holder: &Holder<'_>) -> Holds {
     let mut bytes: Vec<u64> = bytes.collect();
     bytes.sort_unstable();
     // As many at a time as there are workers, or matrices.
-    let scratch = 4 * bytes.iter().rev().take(holder.workers.count()).sum::<u64>();
-    Holds { sums: 4 * own + scratch, ..always }
+    let scratch = 4 * bytes.iter().rev().take(holder.ranks.workers.count()).sum::<u64>();
+    Holds { sums: 4 * holder.length() + scratch, ..always }
 }
 
 /// While new weights are shared each rank has its own in one row, and those of all others on their way.
 fn sharing(spec: &RunSpec, dtype: Dtype, always: Holds, holder: &Holder<'_>) -> Holds {
-    if holder.nodes.sizes().iter().sum::<u32>() * holder.context == 1 {
+    if holder.ranks.mesh.world() == 1 {
         return always;
     }
     let bytes =
         |piece: &Piece| width(&spec.parameters[piece.tensor], dtype) * piece.length() as u64;
-    let mine = || holder.pieces.iter().filter(|piece| piece.owner == holder.rank);
     let cut = |piece: &&Piece| holder.fold.cuts(piece.tensor);
-    let shards: u64 = mine().filter(cut).map(bytes).sum();
-    let mine: u64 = mine().map(bytes).sum();
+    let shards: u64 = holder.own().filter(cut).map(bytes).sum();
+    let mine: u64 = holder.own().map(bytes).sum();
     // Of its own shards a rank keeps as many as of any.
     let own = mine - shards + shards / u64::from(holder.fold.degree());
     Holds { sent: mine, received: always.weights.saturating_sub(own), ..always }
 }
 
-/// Copies of its pieces that a rank holds at most: of the state that is being written down, and of recent ones.
-fn copies(pieces: &[Piece], exec: &ExecOptions, rank: u32) -> u64 {
-    let state: u64 = pieces.iter().filter(|piece| piece.owner == rank).map(Piece::kept).sum();
-    state * (1 + exec.ring.states as u64)
+/// What the ranks of a machine are about to hold, whatever they compute steps for.
+#[derive(Clone, Copy)]
+pub(crate) struct Demand {
+    /// How many may share a micro-batch.
+    pub(crate) degrees: Degrees,
+    /// Whether machines are passed over.
+    pub(crate) flat: bool,
+    /// How leaves are dealt.
+    pub(crate) schedule: Schedule,
+    /// Leaves that each computes at once.
+    pub(crate) workers: Workers,
+    /// Whether each keeps the state of another one.
+    pub(crate) mirror: bool,
+    /// States of its own that each holds beside the one that moves.
+    pub(crate) copies: u64,
+    /// Bytes that they may hold together.
+    pub(crate) limit: u64,
 }
 
-/// Refuses a run that by the formula needs more memory than the machine has: the operating system would end it without a
-/// word. `names` are the machines of all ranks, `me` is this one; of its machine all ranks count.
-pub(crate) fn refuse(spec: &RunSpec, exec: &ExecOptions, names: &[String], me: u32) -> Result<()> {
+impl Demand {
+    /// That of training: a copy of the state is being written down, and some recent ones stay.
+    pub(crate) fn of(exec: &ExecOptions) -> Self {
+        let ExecOptions { degrees, flat, schedule, workers, mirror, memory: limit, .. } = *exec;
+        let copies = (exec.ring.states as u64).saturating_add(1);
+        Demand { degrees, flat, schedule, workers, mirror, copies, limit }
+    }
+
+    /// Copies of its pieces that a rank holds at most, in bytes.
+    fn copied(self, pieces: &[Piece], rank: u32) -> u64 {
+        let own = pieces.iter().filter(|piece| piece.owner == rank);
+        own.map(Piece::kept).sum::<u64>().saturating_mul(self.copies)
+    }
+}
+
+/// Refuses steps that by the formula need more memory than the machine has: the operating system would end them without a
+/// word. `names` are the machines of all ranks, `me` is this one; of its machine all ranks count. On a device nothing is
+/// refused: it says itself what does not fit.
+pub(crate) fn refuse(
+    spec: &RunSpec,
+    demand: Demand,
+    (names, me): (&[String], u32),
+    device: Device,
+) -> Result<()> {
+    if device != Device::Cpu {
+        return Ok(());
+    }
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, names.len() as u32);
     let here = (0u32..).zip(names).filter(|(_, name)| **name == names[me as usize]);
     let here: Vec<u32> = here.map(|(rank, _)| rank).collect();
@@ -285,28 +350,27 @@ pub(crate) fn refuse(spec: &RunSpec, exec: &ExecOptions, names: &[String], me: u
     let amended = spec.curriculum.amendments.iter().filter(|one| one.numbers.dtype.is_some());
     let firsts = spec.plan.phases().iter().map(|phase| phase.first_step);
     let firsts: BTreeSet<u64> = firsts.chain(amended.map(|one| one.step)).collect();
+    let Demand { degrees, flat, schedule, workers, mirror, limit, .. } = demand;
     for first in firsts {
         let phase = &spec.plan.phases()[spec.plan.step(first)?.phase];
-        let (mut all, mut mine) = (0, Holds::default());
-        let ways = Ways {
-            names,
-            pieces: &pieces,
-            degrees: exec.degrees,
-            flat: exec.flat,
-            schedule: exec.schedule,
-            workers: exec.workers,
-        };
+        let (mut all, mut mine) = (0u64, Holds::default());
+        let ways = Ways { names, pieces: &pieces, degrees, flat, schedule, workers };
         let ranks = ways.at(spec, first)?;
         for rank in here.iter().copied() {
             let found = ranks.holds(spec, first, rank)?;
-            all += found.sum();
-            all += if exec.mirror { partners.held(&pieces, rank) } else { 0 };
-            all += copies(&pieces, exec, rank);
+            let mirrored = if mirror { partners.held(&pieces, rank) } else { 0 };
+            let parts = [found.sum(), mirrored, demand.copied(&pieces, rank)];
+            all = parts.into_iter().fold(all, u64::saturating_add);
             mine = if rank == me { found } else { mine };
         }
-        if all > exec.memory {
-            let copies = copies(&pieces, exec, me);
-            return Err(too_large(&phase.name, (all, exec.memory), (mine, copies), here.len()));
+        if all > limit {
+            let copies = demand.copied(&pieces, me);
+            let fault = too_large(&phase.name, (all, limit), (mine, copies), here.len());
+            // What is easiest to leave out comes first.
+            let ring = if demand.copies > 1 { "fewer states in --ring, " } else { "" };
+            return Err(fault.hint(format!(
+                "give {ring}--recompute, fewer --workers, smaller micro-batches, or more machines with --schedule streaming"
+            )));
         }
     }
     Ok(())
@@ -323,9 +387,10 @@ fn too_large(
     Fault::machine("this run needs more memory than the machine has")
         .at(format!("phase {phase:?}"))
         .found(format!(
-            "{} for {ranks} ranks on this machine; of it for this one: weights {}, moments {}, activations {}, gradients {}, \
-             exchanged {}, copies of the state for checkpoints {}",
+            "{} for {} on this machine; of it for this one: weights {}, moments {}, activations {}, gradients {}, \
+             exchanged {}, copies of the state {}",
             gib(needed),
+            counted(ranks, "rank"),
             gib(weights + masters),
             gib(moments),
             gib(activations),
@@ -334,7 +399,6 @@ fn too_large(
             gib(copies)
         ))
         .wanted(format!("at most {}", gib(there)))
-        .hint("give --recompute, fewer --workers, smaller micro-batches, or more machines with --schedule streaming")
 }
 
 /// The memory that this process may use: the machine's, or what its control group leaves it. More than there can be where the
@@ -350,6 +414,7 @@ pub(crate) fn of_machine() -> u64 {
 }
 
 /// Gradients of a rank's micro-batches and of others on their way to the owners, in bytes.
+#[derive(Default)]
 struct Travelling {
     /// Gradients that wait for a partner in the tree of this rank: while a micro-batch is at the head, on its way back, and when
     /// a block is complete and no micro-batch is at work.
@@ -363,83 +428,67 @@ struct Travelling {
 }
 
 impl Travelling {
-    fn new(spec: &RunSpec, parts: &[Vec<Range<u64>>], holder: &Holder<'_>) -> Result<Self> {
+    fn new(holder: &Holder<'_>) -> Travelling {
         // Of a gradient that ranks share each has its slice.
-        let all: u64 = holder.pieces.iter().map(|piece| 4 * piece.length() as u64).sum();
-        let mine = &parts[holder.rank as usize];
-        let alone = parts.len() == 1 && holder.context == 1;
-        if holder.schedule == Schedule::Streaming && !alone {
-            return Travelling::streaming(spec, parts, holder);
+        let all = holder.line.owned.all();
+        let alone = holder.ranks.mesh.world() == 1;
+        if holder.ranks.schedule == Schedule::Streaming && !alone {
+            return Travelling::streaming(holder);
         }
         // Blocks one after the other: those that are complete wait, in the last one a sum at each level.
-        let levels: Vec<u64> = mine.iter().flat_map(levels).map(u64::from).collect();
+        let levels: Vec<u64> = holder.part().iter().flat_map(levels).map(u64::from).collect();
         let most = |of: &dyn Fn(u64) -> u64| -> u64 {
             let blocks = (0u64..).zip(&levels);
             let bytes =
                 blocks.map(|(before, level)| all * (before * u64::from(alone) + of(*level)));
             bytes.max().unwrap_or(0)
         };
-        let several = (holder.workers.count() as u64).min(1 << levels.iter().max().unwrap_or(&0));
+        let workers = holder.ranks.workers.count() as u64;
+        let several = workers.min(1 << levels.iter().max().unwrap_or(&0));
         let more = all * (several.saturating_sub(1)).div_ceil(2);
         let at_head = most(&|level| level) + more;
         let at_end = most(&|level| level.max(1)) + more;
         let blocks = levels.len() as u64;
         if alone {
-            return Ok(Travelling {
-                waiting: [at_head, at_end, 0],
-                sent: [0; 3],
-                received: 0,
-                sums: 0,
-            });
+            return Travelling { waiting: [at_head, at_end, 0], ..Travelling::default() };
         }
         // A block's bags are filled while its sum is still there; those before it may be on their way.
         let left = all * blocks.saturating_sub(1);
-        Ok(Travelling {
+        Travelling {
             waiting: [at_head, at_end, all],
             sent: [left, left, all * blocks],
-            received: received(parts, holder, &|owner| {
-                4 * ownership::length(holder.pieces, owner) as u64
-            }),
+            received: holder.line.received(holder.rank, &holder.line.owned),
             sums: 0,
-        })
+        }
     }
 
     /// Stages of the gathering are sent and received at a time, whose shares the largest follow each other.
-    fn streaming(spec: &RunSpec, parts: &[Vec<Range<u64>>], holder: &Holder<'_>) -> Result<Self> {
-        let layers: Vec<_> =
-            ledger::layers(&spec.names()).into_iter().map(|layer| layer.parameters).collect();
-        let buckets = Buckets::by_layer(&layers);
-        let lengths = buckets.lengths(holder.pieces, parts.len())?;
-        let several = holder.nodes.count() > 1;
-        let whole: Vec<u64> =
-            lengths.iter().map(|one| 4 * one.iter().sum::<i64>() as u64).collect();
-        let came: Vec<u64> = lengths
-            .iter()
-            .map(|lengths| received(parts, holder, &|owner| 4 * lengths[owner as usize] as u64))
-            .collect();
+    fn streaming(holder: &Holder<'_>) -> Travelling {
+        let Holder { rank, line, ranks, .. } = holder;
+        let (parts, several) = (holder.part(), line.nodes.count() > 1);
+        let whole: Vec<u64> = line.buckets.iter().map(Owned::all).collect();
+        let came = line.buckets.iter().map(|bucket| line.received(*rank, bucket));
+        let came: Vec<u64> = came.collect();
         // The stages of all rounds follow each other: after the last bucket comes the first again.
         let together = |of: &[u64], count: usize| -> u64 {
-            let stages = of.len() * parts[0].len();
+            let stages = of.len() * parts.len();
             let from =
                 |first: usize| (first..stages.min(first + count)).map(|at| of[at % of.len()]);
             (0..stages).map(|first| from(first).sum::<u64>()).max().unwrap_or(0)
         };
-        let computed = parts[holder.rank as usize].iter().map(|part| part.end - part.start);
-        let idle = computed.sum::<u64>().min(holder.workers.count() as u64).saturating_sub(1);
+        let computed = parts.iter().map(|part| part.end - part.start);
+        let workers = ranks.workers.count() as u64;
+        let idle = computed.sum::<u64>().min(workers).saturating_sub(1);
         // A worker whose turn has not come keeps what it has; each bucket is complete before it leaves.
         let bucket = whole.iter().max().copied().unwrap_or(0);
         let waiting = idle * whole.iter().sum::<u64>();
-        let after = |round: usize| parts.iter().map(|parts| parts[round].end).max().unwrap_or(0);
-        let rounds = parts[0].len();
-        let pending = (0..rounds - 1).map(|round| after(round).count_ones()).max().unwrap_or(0);
-        let own = 4 * ownership::length(holder.pieces, holder.rank) as u64;
         let sent = together(&whole, gather::BEHIND);
-        Ok(Travelling {
+        Travelling {
             waiting: [waiting, waiting + bucket, bucket],
-            sent: [if rounds > 1 { sent } else { 0 }, sent, sent],
+            sent: [if parts.len() > 1 { sent } else { 0 }, sent, sent],
             received: together(&came, (1 + usize::from(several)) * gather::BEHIND + 1),
-            sums: own * u64::from(pending.max(1)),
-        })
+            sums: 4 * holder.length() * u64::from(ranks.pending.max(1)),
+        }
     }
 
     /// Beside what is held all the time.
@@ -447,28 +496,6 @@ impl Travelling {
         let Travelling { sent, received, sums, .. } = *self;
         Holds { sent: sent[0], received, sums, ..always }
     }
-}
-
-fn levels(part: &Range<u64>) -> Vec<u32> {
-    blocks(part.start, part.end).into_iter().map(|(level, _)| level).collect()
-}
-
-/// Bytes of the blocks of a round that come to a rank: from its neighbours for itself and the owners behind it, from other
-/// machines for itself; `of` is what an owner's share of a block takes.
-fn received(parts: &[Vec<Range<u64>>], holder: &Holder<'_>, of: &dyn Fn(u32) -> u64) -> u64 {
-    let Holder { rank, nodes, .. } = *holder;
-    let bag = of(rank) + nodes.behind(rank).map(of).sum::<u64>();
-    let count = |part: &Range<u64>| levels(part).len() as u64;
-    let by_round = |round: usize| {
-        let near = nodes.ranks(nodes.here()).filter(|other| *other != rank);
-        let near = near.map(|other| bag * count(&parts[other as usize][round])).sum::<u64>();
-        let part = |node: usize| {
-            let Range { start, end } = nodes.ranks(node);
-            parts[start as usize][round].start..parts[end as usize - 1][round].end
-        };
-        near + nodes.others().map(|node| of(rank) * count(&part(node))).sum::<u64>()
-    };
-    (0..parts[0].len()).map(by_round).max().unwrap_or(0)
 }
 
 /// The resident size of this process: now, and at its largest. 0 where the system does not say.

@@ -4,10 +4,11 @@
 //! Nothing here is measured. Memory is the formula of [`crate::memory`]; the other numbers follow from who owns what and
 //! from the blocks of the tree, as the step itself does.
 
+mod sent;
+
 use std::collections::BTreeSet;
 
 use contract::{Digest, Fault, Result};
-use kernels::tree::blocks;
 use mixer::SourceUse;
 use serde::Serialize;
 use tch::Device;
@@ -17,7 +18,7 @@ use crate::ledger::{self, Packed, SourceSums, StepRecord};
 use crate::memory::{self, Holds, Ways};
 use crate::mesh::copies::Partners;
 use crate::mesh::slices::Slices;
-use crate::mesh::team::{self, Line, Nodes};
+use crate::mesh::team;
 use crate::mesh::{Degrees, Mesh, Schedule, context, copies};
 use crate::model::{self, Dealt, Fold};
 use crate::optim::balance::Balance;
@@ -25,6 +26,8 @@ use crate::optim::guard::Skipped;
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::ownership::{self, Piece};
 use crate::workers::Workers;
+use sent::Sending;
+pub use sent::SentInStep;
 
 /// Devices whose memory is known, in GiB; `cpu` is this machine.
 /// Sources: AMD Instinct MI300X and MI325X data sheets, NVIDIA H100, H200 and B200 data sheets.
@@ -113,20 +116,6 @@ pub struct PhaseNeeds {
     pub ledger_bytes: u64,
 }
 
-/// Bytes of gradients and weights that all ranks together send in one step. Labels, losses and checksums, a few kilobytes
-/// from each rank to each other, are not counted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct SentInStep {
-    /// Gradients, between ranks of one machine.
-    pub gradients_within_machines: u64,
-    /// Gradients, from machine to machine.
-    pub gradients_between_machines: u64,
-    /// New weights, between ranks of one machine.
-    pub weights_within_machines: u64,
-    /// New weights, from machine to machine.
-    pub weights_between_machines: u64,
-}
-
 /// What a checkpoint takes. Only who writes what depends on the number of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct CheckpointNeeds {
@@ -185,7 +174,7 @@ pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
 
 fn mirror(pieces: &[Piece], names: &[String]) -> MirrorNeeds {
     let partners = Partners::new(names);
-    let held = (0..names.len() as u32).map(|rank| partners.held(pieces, rank));
+    let held = partners.all_held(pieces).into_iter();
     let sent = if names.len() == 1 { 0 } else { copies::sent(pieces) };
     MirrorNeeds { largest_rank: held.max().unwrap_or(0), sent }
 }
@@ -302,8 +291,7 @@ fn folded(spec: &RunSpec, fleet: &Fleet, mesh: Mesh, first: u64) -> Result<u64> 
     Ok(u64::from(mesh.cp) * line)
 }
 
-/// What all ranks together send in a step of so many micro-batches: each block of a rank to the leaders of its machine, each
-/// block of a machine from a leader to the owners elsewhere, each owner's new weights to everybody, into a machine once.
+/// What all ranks together send in `step`.
 fn sent(
     spec: &RunSpec,
     fleet: &Fleet,
@@ -313,153 +301,84 @@ fn sent(
     let (placed, dtype) = (spec.plan.step(step)?, spec.dtype_at(step));
     let parts = team::parts(fleet.schedule, mesh.dp, placed.batch / placed.micro_batch)?;
     let folds = |tensor: usize| mesh.tsp > 1 && spec.parameters[tensor].sharding.is_some();
-    // New weights travel as the model reads them.
-    let width = |piece: &Piece| spec.parameters[piece.tensor].kind(dtype).elt_size_in_bytes();
-    let bytes = |owner: u32| {
-        let whole = |piece: &&Piece| piece.owner == owner && !folds(piece.tensor);
-        let own = shares.pieces.iter().filter(whole);
-        own.map(|piece| (width(piece) as i64 * piece.length()) as u64).sum::<u64>()
-    };
-    let weights: Vec<u64> = (0..fleet.ranks).map(bytes).collect();
-    let shards = Shards::new(spec, shares, mesh, step)?;
-    let lengths: Vec<u64> =
-        (0..fleet.ranks).map(|rank| 4 * ownership::length(shares.pieces, rank) as u64).collect();
-    let mut sent = SentInStep::default();
-    for rank in 0..fleet.ranks {
-        // With `flat` all ranks count as one machine, wherever they are.
-        let mut hand = |to: u32, bytes: u64, what: What| {
-            let crosses = shares.names[rank as usize] != shares.names[to as usize];
-            *sent.of(what, crosses) += bytes;
-        };
-        let Line { ranks, place, nodes } = Line::data(mesh, shares.names, rank, fleet.flat)?;
-        let length = |place: u32| lengths[ranks[place as usize] as usize];
-        let here = nodes.ranks(nodes.here());
-        let own: u64 = parts[place as usize].iter().map(|part| count(part.start, part.end)).sum();
-        for to in here.clone().filter(|to| *to != place) {
-            let behind: u64 = nodes.behind(to).map(length).sum();
-            hand(ranks[to as usize], own * (length(to) + behind), What::Gradients);
-        }
-        let rounds = 0..parts[place as usize].len();
-        let joined: u64 = rounds
-            .map(|round| {
-                let first = parts[here.start as usize][round].start;
-                count(first, parts[here.end as usize - 1][round].end)
-            })
-            .sum();
-        for owner in nodes.behind(place) {
-            hand(ranks[owner as usize], joined * length(owner), What::Gradients);
-        }
-        let nodes = Nodes::new(shares.names, rank, fleet.flat)?;
-        let here = nodes.ranks(nodes.here());
-        let elsewhere: Vec<u32> = nodes.behind(rank).collect();
-        let others = (0..fleet.ranks).filter(|to| *to != rank);
-        for to in others.filter(|to| nodes.teller(*to, rank) == rank) {
-            hand(to, weights[rank as usize], What::Weights);
-        }
-        for owner in elsewhere {
-            for to in here.clone().filter(|to| *to != rank) {
-                hand(to, weights[owner as usize], What::Weights);
-            }
-        }
-        for to in (0..fleet.ranks).filter(|to| *to != rank) {
-            hand(to, shards.of(rank, to), What::Weights);
-        }
-    }
-    Ok(sent)
-}
-
-/// New weights of which each rank is sent its shards: by owner and place along the folded axis.
-struct Shards(Vec<Vec<u64>>);
-
-impl Shards {
-    fn new(spec: &RunSpec, shares: &Shares<'_>, mesh: Mesh, step: u64) -> Result<Shards> {
-        let (dtype, shards) = (spec.dtype_at(step), spec.model_at(step)?.cut.shards);
-        let fold = Fold::new(mesh.tsp, 0, &spec.parameters, shards);
-        let bytes = |place: u32, piece: &Piece| {
-            let common =
-                fold.at(place).common(piece.tensor, piece.first..piece.first + piece.length());
+    let ranks = fleet.ranks as usize;
+    let (mut weights, mut lengths) = (vec![0; ranks], vec![0; ranks]);
+    for piece in shares.pieces {
+        let (owner, length) = (piece.owner as usize, piece.length() as u64);
+        lengths[owner] += 4 * length;
+        if !folds(piece.tensor) {
+            // New weights travel as the model reads them.
             let width = spec.parameters[piece.tensor].kind(dtype).elt_size_in_bytes() as u64;
-            width * common.iter().map(|common| common.count() as u64).sum::<u64>()
-        };
-        let mut found = vec![vec![0; mesh.tsp as usize]; mesh.world() as usize];
-        for piece in shares.pieces.iter().filter(|piece| fold.cuts(piece.tensor)) {
-            let own = (0..).zip(&mut found[piece.owner as usize]);
-            own.for_each(|(place, sum)| *sum += bytes(place, piece));
-        }
-        Ok(Shards(found))
-    }
-
-    /// From `owner` to `rank`.
-    fn of(&self, owner: u32, rank: u32) -> u64 {
-        let places = &self.0[owner as usize];
-        places[rank as usize % places.len()]
-    }
-}
-
-#[derive(Clone, Copy)]
-enum What {
-    Gradients,
-    Weights,
-}
-
-impl SentInStep {
-    fn of(&mut self, what: What, between_machines: bool) -> &mut u64 {
-        match (what, between_machines) {
-            (What::Gradients, false) => &mut self.gradients_within_machines,
-            (What::Gradients, true) => &mut self.gradients_between_machines,
-            (What::Weights, false) => &mut self.weights_within_machines,
-            (What::Weights, true) => &mut self.weights_between_machines,
+            weights[owner] += width * length;
         }
     }
-
-    /// From machine to machine.
-    pub fn between_machines(self) -> u64 {
-        self.gradients_between_machines + self.weights_between_machines
-    }
-
-    /// In all.
-    pub fn sum(self) -> u64 {
-        self.gradients_within_machines + self.weights_within_machines + self.between_machines()
-    }
+    let sending = Sending {
+        mesh,
+        ranks_per_node: fleet.ranks_per_node,
+        flat: fleet.flat,
+        parts: &parts,
+        lengths: &lengths,
+        weights: &weights,
+        shards: &shards(spec, shares, mesh, step)?,
+    };
+    sending.sum()
 }
 
-/// How many blocks make up a run of micro-batches.
-fn count(first: u64, end: u64) -> u64 {
-    blocks(first, end).len() as u64
+/// Bytes of new weights of which each rank is sent its shards: by owner and place along the folded axis.
+fn shards(spec: &RunSpec, shares: &Shares<'_>, mesh: Mesh, step: u64) -> Result<Vec<Vec<u64>>> {
+    let (dtype, shards) = (spec.dtype_at(step), spec.model_at(step)?.cut.shards);
+    let fold = Fold::new(mesh.tsp, 0, &spec.parameters, shards);
+    let places: Vec<Fold> = (0..mesh.tsp).map(|place| fold.at(place)).collect();
+    let mut found = vec![vec![0; mesh.tsp as usize]; mesh.world() as usize];
+    for piece in shares.pieces.iter().filter(|piece| fold.cuts(piece.tensor)) {
+        let width = spec.parameters[piece.tensor].kind(dtype).elt_size_in_bytes() as u64;
+        for (fold, sum) in places.iter().zip(&mut found[piece.owner as usize]) {
+            let common = fold.common(piece.tensor, piece.first..piece.first + piece.length());
+            *sum += width * common.iter().map(|common| common.count() as u64).sum::<u64>();
+        }
+    }
+    Ok(found)
 }
 
 /// Each bundle has a file of weights and one of moments; the routers' balance and the manifest have one each.
 fn checkpoint(spec: &RunSpec, pieces: &[Piece], fleet: &Fleet) -> Result<CheckpointNeeds> {
-    let of_rank = |rank: u32| -> u64 {
-        pieces.iter().filter(|piece| piece.owner == rank).map(Piece::kept).sum()
-    };
-    let ranks: Vec<u32> = (0..fleet.ranks).collect();
-    let machines = ranks.chunks(fleet.ranks_per_node as usize);
-    let copies = machines.map(|ranks| ranks.iter().copied().map(of_rank).sum()).max().unwrap_or(0);
+    let mut kept = vec![0; fleet.ranks as usize];
+    let mut own = vec![BTreeSet::new(); fleet.ranks as usize];
+    for piece in pieces {
+        kept[piece.owner as usize] += piece.kept();
+        own[piece.owner as usize].insert(piece.bundle);
+    }
+    let machines = kept.chunks(fleet.ranks_per_node as usize);
+    let copies = machines.map(|ranks| ranks.iter().sum::<u64>()).max().unwrap_or(0);
     let of_layer = |Balance { bias, first, second }: &Balance| {
         4 * (bias.len() + first.len() + second.len()) as u64
     };
     let balance: u64 = spec.balance().iter().map(of_layer).sum();
     let bundles = pieces.last().map_or(0, |piece| piece.bundle as u64 + 1);
-    let files = |rank: u32| -> u64 {
-        let own = pieces.iter().filter(|piece| piece.owner == rank);
-        let bundles = own.map(|piece| piece.bundle).collect::<BTreeSet<_>>().len() as u64;
-        2 * bundles + if rank == 0 { 2 } else { 0 }
-    };
+    // The routers' balance and the manifest are rank 0's.
+    let files =
+        (0u32..).zip(&own).map(|(rank, own)| 2 * own.len() as u64 + 2 * u64::from(rank == 0));
     Ok(CheckpointNeeds {
         bytes: pieces.iter().map(Piece::kept).sum::<u64>() + balance,
         files: 2 * bundles + 2,
-        most_files: ranks.iter().copied().map(files).max().unwrap_or(0),
+        most_files: files.max().unwrap_or(0),
         manifest: manifest_bytes(&Layout::new(spec, Device::Cpu), pieces, spec.plan.steps())?,
-        largest_part: ranks.iter().copied().map(of_rank).max().unwrap_or(0),
+        largest_part: kept.iter().copied().max().unwrap_or(0),
         copies,
     })
 }
 
-/// The length of a ledger line like that of `step`: every array is as long as it will be, its numbers are about as long.
+/// The length of a ledger line like that of `step`: every array is as long as it will be, its numbers are about as long. Each
+/// micro-batch adds as much to it, so there need not be a number for all of them.
 fn ledger_bytes(spec: &RunSpec, step: u64) -> Result<u64> {
+    let placed = spec.plan.step(step)?;
+    let (one, two) = (line_of(spec, step, 1)?, line_of(spec, step, 2)?);
+    Ok(one + (placed.batch / placed.micro_batch - 1) * (two - one))
+}
+
+/// The same as if the step had so many micro-batches.
+fn line_of(spec: &RunSpec, step: u64, micro_batches: usize) -> Result<u64> {
     let (placed, config) = (spec.plan.step(step)?, &spec.model_at(step)?.config);
-    let micro_batches = (placed.batch / placed.micro_batch) as usize;
     let tokens = placed.batch * u64::from(placed.seq_len);
     let labels = placed.micro_batch * u64::from(placed.seq_len);
     let classes = config.router_classes() as usize;

@@ -4,6 +4,7 @@
 
 use std::time::{Duration, Instant};
 
+use contract::counted;
 use contract::terminal::name;
 
 use crate::ledger::StepRecord;
@@ -78,10 +79,10 @@ impl Progress {
 fn stall_line(stall: &DataStall) -> String {
     let DataStall { steps, first, taken, .. } = stall;
     format!(
-        "data stall: {:.1}% of {:.1} s, the time of {} steps; {:.3} s before the first",
+        "data stall: {:.1}% of {:.1} s, the time of {}; {:.3} s before the first",
         100.0 * stall.share(),
         taken.as_secs_f64(),
-        steps.saturating_sub(1),
+        counted(steps.saturating_sub(1), "step"),
         first.as_secs_f64()
     )
 }

@@ -31,6 +31,7 @@ pub fn lost(error: Error) -> Fault {
         "run the same command again, with as many ranks as you like: it goes on where it stopped";
     match error {
         Error::Missing { what } => Fault::machine(what).hint(again),
+        Error::Mistaken { what } => Fault::usage(what),
         Error::Stranger { what } => Fault::usage(what).hint(
             "give every rank of a run the same ZTRAIN_RUN_KEY or ZTRAIN_RUN_KEY_FILE, and no other run its port",
         ),
@@ -54,7 +55,10 @@ pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
 pub(crate) fn refused(error: Error) -> Fault {
     match &error {
         Error::NoMemory { reason, .. } => no_memory(reason),
-        Error::Missing { .. } | Error::Reported { .. } | Error::Stranger { .. } => lost(error),
+        Error::Missing { .. }
+        | Error::Reported { .. }
+        | Error::Mistaken { .. }
+        | Error::Stranger { .. } => lost(error),
         Error::Operand { .. } => Fault::bug(error.to_string()),
         Error::Torch(error) => said_by_libtorch(&error.to_string()),
         other => said_by_libtorch(&other.to_string()),
@@ -154,6 +158,15 @@ mod tests {
         let fault = refused(Error::Operand { operation, operand, found, wanted });
         assert_eq!(fault.class(), Class::Bug);
         assert!(fault.to_string().contains("a number is seven, wanted six"), "{fault}");
+    }
+
+    #[test]
+    fn what_fails_again_is_not_to_be_tried_again() {
+        let (what, again) = ("two processes are rank 1".to_owned(), "run the same command again");
+        let fault = lost(Error::Mistaken { what: what.clone() });
+        assert_eq!(fault.class(), Class::Usage);
+        assert!(!fault.to_string().contains(again), "{fault}");
+        assert!(lost(Error::Missing { what }).to_string().contains(again));
     }
 
     #[test]

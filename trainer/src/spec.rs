@@ -21,6 +21,9 @@ const BALANCE_LR: &str = "balance_lr";
 /// The key that names the configuration from which the others differ.
 const PRESET: &str = "preset";
 
+/// Micro-batches of a step, at most: each has its numbers in every line of the ledger, and in the memory of every rank.
+const MICRO_BATCHES: u64 = 1 << 20;
+
 /// The content that a run reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Content {
@@ -65,6 +68,24 @@ pub struct RunSpec {
     pub data: Arc<Stores>,
 }
 
+/// Refuses steps of more micro-batches than anybody can keep account of.
+fn refuse_many(curriculum: &Curriculum, plan: &Plan) -> Result<()> {
+    for phase in plan.phases() {
+        let found = phase.batch / phase.micro_batch;
+        if found > MICRO_BATCHES {
+            return Err(Fault::usage("a step has too many micro-batches")
+                .at(curriculum.place(&format!("phase.{}.batch", phase.name)))
+                .found(format!(
+                    "{found}: batch {} by micro_batch {}",
+                    phase.batch, phase.micro_batch
+                ))
+                .wanted(format!("at most {MICRO_BATCHES}"))
+                .hint("give a larger micro_batch, or a smaller batch"));
+        }
+    }
+    Ok(())
+}
+
 impl RunSpec {
     /// Resolves an opened curriculum; refuses what cannot be trained.
     pub fn new(opened: &Opened) -> Result<Self> {
@@ -98,6 +119,7 @@ impl RunSpec {
         let parameters = model::parameters(&models[0].config);
         let rules = parameters.iter().map(|parameter| Rule::of(settings.kind, parameter)).collect();
         let plan = Arc::clone(&opened.plan);
+        refuse_many(&curriculum, &plan)?;
         Ok(RunSpec { curriculum, content, start, models, settings, parameters, rules, plan, data })
     }
 

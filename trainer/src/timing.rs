@@ -66,7 +66,7 @@ pub const PARTS: [(Part, &str); 21] = [
     (Part::ExpertsBack, "experts, backward"),
     (Part::RouterBack, "router, backward"),
     (Part::AttentionBack, "attention, backward"),
-    (Part::LeafSums, "checksums of leaves"),
+    (Part::LeafSums, "checksums of micro-batches"),
     (Part::Tree, "tree of additions"),
     (Part::Send, "blocks packed and sent"),
     (Part::Blocks, "waiting for blocks of other ranks"),

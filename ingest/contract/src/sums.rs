@@ -61,12 +61,17 @@ impl StepSums<'_> {
     fn check_leaves(&self) -> Result<(), String> {
         let labels = self.leaf_labels.iter().sum::<u64>().max(1);
         if labels != self.divisor {
-            return Err(format!("its divisor is {}, its labels add up to {labels}", self.divisor));
+            return Err(format!(
+                "its label count is {}, its labels add up to {labels}",
+                self.divisor
+            ));
         }
         let mean = self.leaf_losses.tree_sum() / self.divisor as f64;
         match as_read(mean).is_some_and(|wanted| wanted.to_bits() == self.loss.to_bits()) {
             true => Ok(()),
-            false => Err(format!("its loss is {}, those of its leaves make {mean}", self.loss)),
+            false => {
+                Err(format!("its loss is {}, those of its micro-batches make {mean}", self.loss))
+            }
         }
     }
 
@@ -75,7 +80,7 @@ impl StepSums<'_> {
         let labels = self.sources.values().map(|source| source.labels).sum::<u64>().max(1);
         if labels != self.divisor {
             return Err(format!(
-                "its divisor is {}, the labels of its sources add up to {labels}",
+                "its label count is {}, the labels of its sources add up to {labels}",
                 self.divisor
             ));
         }

@@ -15,6 +15,7 @@ use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::mem::ManuallyDrop;
 use std::os::unix::ffi::OsStrExt as _;
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 use libloading::os::unix::{self, RTLD_LOCAL, RTLD_NOW};
 
@@ -227,10 +228,18 @@ pub struct Communicator {
     changed: Condvar,
 }
 
+/// So often an abort looks whether the end of a group is over, before it comes beside it.
+const GRACE: u32 = 50;
+
+/// How long it waits each time.
+const LOOK: Duration = Duration::from_millis(20);
+
 /// How far a communicator has been given up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Life {
     Alive,
+    /// A thread is on its way into the library's end of a group, or in it.
+    Ending,
     /// Somebody is in the library's abort: it may still touch the memory of transfers.
     Aborting,
     Aborted,
@@ -271,17 +280,25 @@ impl Communicator {
     /// touches no memory of transfers any more. It may hang (NVIDIA/nccl#549, #1013), so it is for a thread that can be
     /// given up, with what the transfers read and write.
     pub fn abort(&self) {
-        let mut life = self.lock();
-        match *life {
-            Life::Aborted => return,
-            Life::Aborting => {
-                while *life != Life::Aborted {
+        let (mut life, mut looks) = (self.lock(), 0);
+        loop {
+            match *life {
+                Life::Aborted => return,
+                Life::Aborting => {
                     life = self.changed.wait(life).unwrap_or_else(PoisonError::into_inner);
                 }
-                return;
+                // An abort that begins and ends before the other thread is in the library would free the handles that the open
+                // group holds. Once it is in, an abort beside it is what the library has it for. Many short waits: in each of
+                // them this process has run.
+                Life::Ending if looks < GRACE => {
+                    looks += 1;
+                    let waited = self.changed.wait_timeout(life, LOOK);
+                    life = waited.unwrap_or_else(PoisonError::into_inner).0;
+                }
+                Life::Alive | Life::Ending => break,
             }
-            Life::Alive => *life = Life::Aborting,
         }
+        *life = Life::Aborting;
         drop(life);
         // SAFETY: the communicator is alive, only this call gets here, and every later one is refused by `alive`. A call
         // that is held up may be under way on another thread: to end it is what this function is for.
@@ -298,7 +315,7 @@ impl Communicator {
     fn alive(&self) -> Result<MutexGuard<'_, Life>> {
         let life = self.lock();
         match *life {
-            Life::Alive => Ok(life),
+            Life::Alive | Life::Ending => Ok(life),
             Life::Aborting | Life::Aborted => Err("the communicator was given up".to_owned()),
         }
     }
@@ -311,9 +328,16 @@ impl Communicator {
         let queued = transfers();
         // Where the communicator was given up meanwhile, the group holds transfers of a handle that is gone: it stays open
         // on this thread, which has no other use for it.
-        drop(self.alive()?);
-        // SAFETY: takes nothing; closes what was opened above, also where a transfer was refused.
+        *self.alive()? = Life::Ending;
+        // SAFETY: takes nothing; closes what was opened above, also where a transfer was refused. An abort waits until this
+        // call is in the library.
         let ended = self.library.checked("ncclGroupEnd", unsafe { (self.library.group_end)() });
+        let mut life = self.lock();
+        if *life == Life::Ending {
+            *life = Life::Alive;
+        }
+        drop(life);
+        self.changed.notify_all();
         queued.and(ended)
     }
 
@@ -371,7 +395,6 @@ mod tests {
     use std::io::Write as _;
     use std::sync::atomic::{AtomicU32, Ordering};
     use std::thread::{scope, sleep};
-    use std::time::Duration;
 
     /// Calls of the stand-in below that used a handle, and the moments between which it was in its abort.
     static USES: AtomicU32 = AtomicU32::new(0);
@@ -438,9 +461,56 @@ mod tests {
         0
     }
 
+    /// How many ends of groups took their time, and aborts that came into one.
+    static ENDS: AtomicU32 = AtomicU32::new(0);
+    static INSIDE: AtomicU32 = AtomicU32::new(0);
+
+    extern "C" fn slow_end() -> Answer {
+        sleep(SLOW);
+        ENDS.fetch_add(1, Ordering::SeqCst);
+        0
+    }
+    extern "C" fn abort_after_end(_: Handle) -> Answer {
+        INSIDE.fetch_add(u32::from(ENDS.load(Ordering::SeqCst) == 0), Ordering::SeqCst);
+        0
+    }
+
+    /// Between its last look at the communicator and the library a thread may be held up; here that takes as long as the end of a
+    /// group that passes.
+    #[test]
+    fn an_abort_lets_the_end_of_a_group_begin() {
+        let library = Library { group_end: slow_end, comm_abort: abort_after_end, ..stand_in() };
+        let (library, handle) = (&*Box::leak(Box::new(library)), std::ptr::null_mut());
+        let (life, changed) = (Mutex::new(Life::Alive), Condvar::new());
+        let communicator = Communicator { library, handle, life, changed };
+        scope(|scope| {
+            scope.spawn(|| communicator.together(|| Ok(())));
+            while *communicator.lock() != Life::Ending {
+                sleep(SLOW / 100);
+            }
+            communicator.abort();
+        });
+        assert_eq!((ENDS.load(Ordering::SeqCst), INSIDE.load(Ordering::SeqCst)), (1, 0));
+        assert!(communicator.together(|| Ok(())).is_err(), "it was given up all the same");
+    }
+
+    /// What never ends is what an abort is for.
+    #[test]
+    fn an_abort_does_not_wait_for_the_end_of_a_group_for_ever() {
+        extern "C" fn aborted(_: Handle) -> Answer {
+            0
+        }
+        let library = Library { comm_abort: aborted, ..stand_in() };
+        let (library, handle) = (&*Box::leak(Box::new(library)), std::ptr::null_mut());
+        let (life, changed) = (Mutex::new(Life::Ending), Condvar::new());
+        let communicator = Communicator { library, handle, life, changed };
+        communicator.abort();
+        assert_eq!(*communicator.lock(), Life::Aborted);
+    }
+
     /// A library that counts.
-    fn stand_in() -> &'static Library {
-        Box::leak(Box::new(Library {
+    fn stand_in() -> Library {
+        Library {
             get_version: number,
             get_unique_id: name,
             error_string: words,
@@ -453,12 +523,12 @@ mod tests {
             send,
             recv: receive,
             host: None,
-        }))
+        }
     }
 
     #[test]
     fn nothing_uses_a_communicator_that_is_given_up_and_nobody_returns_before_it_is() {
-        let (library, handle) = (stand_in(), std::ptr::null_mut());
+        let (library, handle) = (&*Box::leak(Box::new(stand_in())), std::ptr::null_mut());
         let (life, changed) = (Mutex::new(Life::Alive), Condvar::new());
         let communicator = Communicator { library, handle, life, changed };
         communicator.together(|| Ok(())).unwrap();

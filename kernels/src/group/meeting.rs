@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::key::Bytes32;
 use super::store::{LOOK, lived};
-use super::word::Word;
+use super::word::{Word, seconds};
 use super::{Place, Store};
 use crate::{Error, Result};
 
@@ -14,14 +14,25 @@ const HERE: &str = "on ";
 /// Between two words on who is awaited.
 const PATIENCE: Duration = Duration::from_secs(5);
 
+/// What a rank has said of itself.
+#[derive(Clone)]
+struct Said {
+    node: String,
+    process: String,
+    nonce: Bytes32,
+    /// Of how many it takes itself for one.
+    world: u32,
+}
+
 /// Says that this rank is here, and what it has drawn for its proofs. Two processes that both take themselves for it are told
 /// so, and all others with them.
-pub(super) fn announce(store: &Store, rank: u32, node: &str, nonce: &Bytes32) -> Result<()> {
+pub(super) fn announce(store: &Store, place: &Place, nonce: &Bytes32) -> Result<()> {
+    let Place { rank, world, node, .. } = place;
     let key = format!("here/{rank}");
     let machine = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let process = format!("process {} on {}", std::process::id(), machine.trim());
     let nonce: String = nonce.iter().map(|byte| format!("{byte:02x}")).collect();
-    let mine = format!("{HERE}{node}\n{process}\n{nonce}");
+    let mine = format!("{HERE}{node}\n{process}\n{nonce}\n{world}");
     let first = store.first(&key, &mine)?;
     if first == mine {
         return Ok(());
@@ -30,19 +41,44 @@ pub(super) fn announce(store: &Store, rank: u32, node: &str, nonce: &Bytes32) ->
     let what = format!(
         "two processes are rank {rank}: {other} and {process}; check RANK, or how the launcher numbers its processes"
     );
-    store.leave(&Word { lost: None, text: what.clone() })?;
-    Err(Error::Missing { what })
+    store.leave(&Word::mistake(what.clone()))?;
+    Err(Error::Mistaken { what })
 }
 
-/// What a rank has said of itself: its machine, and what it has drawn.
-fn read(said: &str) -> Option<(String, Bytes32)> {
+fn read(said: &str) -> Option<Said> {
     let mut lines = said.lines();
     let node = lines.next()?.trim_start_matches(HERE).to_owned();
-    let (digits, mut nonce) = (lines.nth(1)?, Bytes32::default());
+    let process = lines.next()?.to_owned();
+    let (digits, mut nonce) = (lines.next()?, Bytes32::default());
     for (index, byte) in nonce.iter_mut().enumerate() {
         *byte = u8::from_str_radix(digits.get(2 * index..2 * index + 2)?, 16).ok()?;
     }
-    Some((node, nonce))
+    Some(Said { node, process, nonce, world: lines.next()?.parse().ok()? })
+}
+
+/// Refuses a rank that takes itself for one of another number of ranks, and tells all that are here.
+fn same_world(store: &Store, place: &Place, (rank, said): (usize, &Said)) -> Result<()> {
+    let (me, world, theirs, process) = (place.rank, place.world, said.world, &said.process);
+    if theirs == world {
+        return Ok(());
+    }
+    let what = format!(
+        "rank {me} is one of {world} ranks, rank {rank} ({process}) is one of {theirs}; start all with one WORLD_SIZE"
+    );
+    store.leave(&Word::mistake(what.clone()))?;
+    Err(Error::Mistaken { what })
+}
+
+/// Which ranks are so, for people.
+fn listed(are: &str, ranks: &[usize]) -> String {
+    match ranks {
+        [] => format!("{are} is none"),
+        [one] => format!("{are} is rank {one}"),
+        several => {
+            let numbers: Vec<String> = several.iter().map(usize::to_string).collect();
+            format!("{are} are ranks {}", numbers.join(", "))
+        }
+    }
 }
 
 /// Waits until every rank has written that it is here; what they said.
@@ -54,32 +90,33 @@ pub(super) fn meet(
 ) -> Result<Vec<(String, Bytes32)>> {
     let Place { world, host, port, .. } = place;
     let (start, mut told) = (lived(), Duration::ZERO);
-    let mut found = vec![None; *world as usize];
+    let mut found: Vec<Option<Said>> = vec![None; *world as usize];
     loop {
         for (rank, one) in found.iter_mut().enumerate().filter(|(_, one)| one.is_none()) {
             *one = store.find(&format!("here/{rank}"))?.as_deref().and_then(read);
+            one.as_ref().map_or(Ok(()), |said| same_world(store, place, (rank, said)))?;
         }
-        let absent = |(rank, one): (usize, &Option<_>)| one.is_none().then_some(rank);
+        let absent = |(rank, one): (usize, &Option<Said>)| one.is_none().then_some(rank);
         let absent: Vec<_> = found.iter().enumerate().filter_map(absent).collect();
         if absent.is_empty() {
-            return Ok(found.into_iter().flatten().collect());
+            let said = |Said { node, nonce, .. }: Said| (node, nonce);
+            return Ok(found.into_iter().flatten().map(said).collect());
         }
         if let Some(word) = store.word()? {
-            return Err(Error::Reported { what: word.text });
+            return Err(word.error());
         }
         let who = || {
-            let names =
-                |ranks: &[usize]| ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
             let here: Vec<_> = (0..found.len()).filter(|rank| !absent.contains(rank)).collect();
             let strangers = store.strangers().ok().and_then(|strangers| strangers.words());
             let strangers = strangers.map_or(String::new(), |words| format!("; {words}"));
-            format!("here are {}, missing are {}{strangers}", names(&here), names(&absent))
+            format!("{}; {}{strangers}", listed("here", &here), listed("missing", &absent))
         };
         if lived() - start > timeout {
             return Err(Error::Missing {
                 what: format!(
-                    "of {world} ranks some did not come to {host}:{port} within {timeout:?}: {}; check that they were started, \
+                    "of {world} ranks some did not come to {host}:{port} within {}: {}; check that they were started, \
                      with this MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
+                    seconds(timeout),
                     who()
                 ),
             });

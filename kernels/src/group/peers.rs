@@ -14,9 +14,9 @@ use super::exchange::{Exchange, Work};
 use super::ffi::{shim_group_free, shim_recv, shim_send};
 use super::key::{Bytes32, PROOF, nonce, same};
 use super::meeting::{announce, meet};
-use super::store::LOOK;
+use super::store::{LOOK, TAKEN};
 use super::whereabouts::Whereabouts;
-use super::word::Word;
+use super::word::{Word, seconds};
 use super::{Place, Sent, Store, Strangers, bridge};
 use crate::runtime::guarded;
 use crate::{Error, Result};
@@ -81,6 +81,7 @@ impl Peers {
         };
         let store = store.map_err(|error| match error {
             Error::Stranger { what } => Error::Stranger { what: format!("rank {rank} met a stranger: {what}") },
+            Error::Foreign { call: TAKEN, reason } => taken(place, &reason),
             error => {
                 let holder = if *rank_0_serves { "rank 0 holds" } else { "the launcher holds" };
                 Error::Missing {
@@ -101,17 +102,20 @@ impl Peers {
         timeout: Duration,
         tell: &dyn Fn(&str),
     ) -> Result<Peers> {
-        let Place { rank, world, host, port, interface, node, .. } = place;
+        let Place { rank, world, host, port, interface, .. } = place;
         let mine = nonce()?;
-        announce(&store, *rank, node, &mine)?;
-        let (nodes, nonces): (Vec<_>, Vec<_>) =
-            meet(&store, place, timeout, tell)?.into_iter().unzip();
+        let met = announce(&store, place, &mine).and_then(|()| meet(&store, place, timeout, tell));
+        let met = met.inspect_err(|error| match error {
+            Error::Mistaken { .. } => linger(place),
+            _ => (),
+        })?;
+        let (nodes, nonces): (Vec<_>, Vec<_>) = met.into_iter().unzip();
         // On one machine its own name may lead nowhere; the loopback always works.
         let device_host = if is_loopback(host) { "127.0.0.1" } else { "" };
         let store = Arc::new(store);
         let connected = bridge::connect(&store, (*rank, *world), [interface, device_host], timeout);
         let handle = connected.map_err(|error| match error {
-            Error::Reported { .. } => error,
+            Error::Reported { .. } | Error::Mistaken { .. } => error,
             error => Error::Missing {
                 what: format!(
                     "all {world} ranks came to {host}:{port}, but rank {rank} cannot connect with each of them: {error}; check \
@@ -181,7 +185,7 @@ impl Peers {
              these machines, and start again"
         );
         // Best effort: the others hear nothing from this rank either.
-        let _ = self.store.leave(&Word { lost: None, text: what.clone() });
+        let _ = self.store.leave(&Word::stops(what.clone()));
         Error::Missing { what }
     }
 
@@ -310,14 +314,11 @@ impl Peers {
 
     /// Leaves word of why this rank stops, for those who will miss it. The word of who came first stands.
     pub(super) fn report(&self, reason: &str) {
-        let word = Word { lost: None, text: format!("rank {}: {reason}", self.place.rank) };
+        let word = Word::stops(format!("rank {}: {reason}", self.place.rank));
         if self.store.leave(&word).is_ok_and(|other| other.is_none()) {
             self.spoke_first.store(true, Ordering::Relaxed);
         }
-        if self.place.rank_0_serves && self.place.rank == 0 {
-            // The store goes with this process: the others get a moment to read it.
-            std::thread::sleep(Duration::from_millis(500));
-        }
+        linger(&self.place);
     }
 
     /// Whether it is this rank that left the word: then it is the one to tell people.
@@ -414,7 +415,7 @@ impl Peers {
         };
         let lost = lost.iter().map(seen).collect::<Vec<_>>().join("; ");
         let how = if late {
-            format!("did not come within {:?}", self.timeout)
+            format!("did not come within {}", seconds(self.timeout))
         } else {
             "is gone".to_owned()
         };
@@ -424,8 +425,8 @@ impl Peers {
 
     /// What to say when this rank itself is held up in a call of a library.
     pub(super) fn held_up(&self, what: &str) -> Error {
-        let (time, here) = (self.timeout, self.here());
-        let mine = format!("a call for {what} did not return within {time:?}, at {here}");
+        let (time, here) = (seconds(self.timeout), self.here());
+        let mine = format!("a call for {what} did not return within {time}, at {here}");
         self.speak(what, Vec::new(), mine)
     }
 
@@ -437,7 +438,7 @@ impl Peers {
     /// Leaves word that this rank misses others, unless another word stands already.
     fn speak(&self, what: &str, lost: Vec<u32>, mine: String) -> Error {
         let text = format!("rank {}: {mine}", self.place.rank);
-        match self.store.leave(&Word { lost: Some(lost), text }) {
+        match self.store.leave(&Word::loses(lost, text)) {
             Err(error) => self.without_store(what, &error),
             Ok(None) => {
                 self.spoke_first.store(true, Ordering::Relaxed);
@@ -490,10 +491,36 @@ impl Peers {
     /// Leaves word that this rank is lost to the others, by its own judgement.
     pub(super) fn give_up(&self, why: &str) {
         let text = format!("rank {}: {why}", self.place.rank);
-        let word = Word { lost: Some(vec![self.place.rank]), text };
+        let word = Word::loses(vec![self.place.rank], text);
         if self.store.leave(&word).is_ok_and(|other| other.is_none()) {
             self.spoke_first.store(true, Ordering::Relaxed);
         }
+    }
+}
+
+/// Where the store goes with this process the others get a moment to read what stands in it.
+fn linger(place: &Place) {
+    if place.rank_0_serves && place.rank == 0 {
+        std::thread::sleep(Duration::from_millis(500));
+    }
+}
+
+/// What to say where the port of this rank's store is taken. If that is by another process that takes itself for this rank, both
+/// say so: the other one would wait for the rest in vain.
+fn taken(place: &Place, reason: &str) -> Error {
+    let Place { rank, host, port, name, key, .. } = place;
+    if let (Some(store), Ok(mine)) = (Store::ready(host, *port, name, key, WORD), nonce()) {
+        // Where this one has said first that it is here, the other one finds it out.
+        let told = announce(&store, place, &mine).and_then(|()| store.wait("nobody", WORD));
+        if let Err(error @ Error::Mistaken { .. }) = told {
+            return error;
+        }
+    }
+    Error::Missing {
+        what: format!(
+            "rank {rank} cannot hold the store at {host}:{port}: {TAKEN} ({reason}); is another rank 0 running, or another \
+             program? End it, or choose another MASTER_PORT"
+        ),
     }
 }
 

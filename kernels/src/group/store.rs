@@ -21,6 +21,9 @@ pub(super) const LOOK: Duration = Duration::from_millis(5);
 /// How long one attempt to connect may take.
 const ATTEMPT: Duration = Duration::from_secs(5);
 
+/// What is said where somebody listens at the port already.
+pub(super) const TAKEN: &str = "the port is taken";
+
 /// Under this key the first rank that stops leaves its word.
 pub(super) const FAULT: &str = "fault";
 
@@ -176,7 +179,7 @@ impl Store {
                 return Ok(found);
             }
             if let Some(word) = self.word()? {
-                return Err(Error::Reported { what: word.text });
+                return Err(word.error());
             }
             std::thread::sleep(LOOK);
         }
@@ -184,7 +187,7 @@ impl Store {
 
     /// Leaves word that `ranks` are lost, unless another word stands.
     pub fn lose(&self, ranks: &[u32], what: &str) -> Result<()> {
-        self.leave(&Word { lost: Some(ranks.to_vec()), text: what.to_owned() }).map(|_| ())
+        self.leave(&Word::loses(ranks.to_vec(), what.to_owned())).map(|_| ())
     }
 
     /// Leaves word of why ranks stop, unless another one stands. Returns that other one.
@@ -275,7 +278,9 @@ fn listener(host: &str, port: u16, address: IpAddr) -> Result<TcpListener> {
 }
 
 fn cannot(error: std::io::Error) -> Error {
-    Error::Foreign { call: "listen for the other ranks", reason: error.to_string() }
+    let taken = error.kind() == ErrorKind::AddrInUse;
+    let call = if taken { TAKEN } else { "listen for the other ranks" };
+    Error::Foreign { call, reason: error.to_string() }
 }
 
 /// How long this process has lived since it was first asked: the clock of every deadline between ranks.

@@ -184,7 +184,7 @@ fn a_meeting_that_fails_names_the_strangers() {
     refused(&store, 1);
     let patience = Duration::from_millis(300);
     let error = Group::open(&keyed(1, 2, store.port()), patience, &|_| ()).unwrap_err().to_string();
-    let wanted = "missing are 0; 1 connection was refused for want of this run's key, the last from 127.0.0.1:";
+    let wanted = "missing is rank 0; 1 connection was refused for want of this run's key, the last from 127.0.0.1:";
     assert!(error.contains(wanted), "{error}");
 }
 

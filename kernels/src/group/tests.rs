@@ -153,7 +153,7 @@ fn a_rank_that_never_starts_is_named() {
     let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
     let timeout = Duration::from_millis(300);
     let error = Group::open(&place(1, 3, store.port()), timeout, &|_| ()).unwrap_err().to_string();
-    assert!(error.contains("within 300ms: here are 1, missing are 0, 2"), "{error}");
+    assert!(error.contains("within 0.3 s: here is rank 1; missing are ranks 0, 2"), "{error}");
     assert!(error.contains("MASTER_ADDR"), "{error}");
     let nobody = Store::connect("127.0.0.1", 1, "test/", &RunKey::default(), timeout)
         .unwrap_err()
@@ -173,6 +173,56 @@ fn two_processes_of_one_rank_are_told_so_and_nobody_waits_for_the_rest() {
     let errors = [open(0), open(1), open(1)].map(|rank| rank.join().unwrap());
     assert!(errors.iter().all(|error| error.contains("two processes are rank 1")), "{errors:?}");
     assert!(start.elapsed() < SECONDS);
+}
+
+/// The store is the first one's; the second has nowhere to hold its own.
+#[test]
+fn two_processes_of_rank_0_are_both_told_so_at_once() {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let start = Instant::now();
+    let open = || {
+        thread::spawn(move || {
+            let place = Place { rank_0_serves: true, ..place(0, 2, free) };
+            Group::open(&place, SECONDS, &|_| ()).unwrap_err()
+        })
+    };
+    for error in [open(), open()].map(|rank| rank.join().unwrap()) {
+        assert!(matches!(error, Error::Mistaken { .. }), "{error}");
+        assert!(error.to_string().contains("two processes are rank 0"), "{error}");
+    }
+    assert!(start.elapsed() < SECONDS);
+}
+
+/// Another program has the port.
+#[test]
+fn a_port_that_is_taken_is_told_as_that() {
+    let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = other.local_addr().unwrap().port();
+    let place = Place { rank_0_serves: true, ..place(0, 2, port) };
+    let error = Group::open(&place, SECONDS, &|_| ()).unwrap_err().to_string();
+    for word in ["the port is taken", "another rank 0", "MASTER_PORT"] {
+        assert!(error.contains(word), "no {word:?} in: {error}");
+    }
+}
+
+#[test]
+fn ranks_of_different_numbers_are_told_both_of_them_at_once() {
+    for ranks in [[(0, 2), (1, 3)], [(0, 2), (2, 3)]] {
+        let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
+        let (start, port) = (Instant::now(), store.port());
+        let open = |(rank, world)| {
+            thread::spawn(move || {
+                Group::open(&place(rank, world, port), SECONDS, &|_| ()).unwrap_err()
+            })
+        };
+        for error in ranks.map(open).map(|rank| rank.join().unwrap()) {
+            assert!(matches!(error, Error::Mistaken { .. }), "{error}");
+            for word in ["one of 2", "one of 3", "WORLD_SIZE"] {
+                assert!(error.to_string().contains(word), "no {word:?} in: {error}");
+            }
+        }
+        assert!(start.elapsed() < SECONDS);
+    }
 }
 
 #[test]

@@ -16,6 +16,16 @@ use crate::state::ownership::Piece;
 /// The version of the format.
 pub(super) const FORMAT: u32 = 2;
 
+/// The version of the manifest in `bytes`, if that is another than this program's.
+pub(super) fn other_format(bytes: &[u8]) -> Option<u32> {
+    #[derive(Deserialize)]
+    struct Format {
+        format: u32,
+    }
+    let found = serde_json::from_slice::<Format>(bytes).ok()?.format;
+    (found != FORMAT).then_some(found)
+}
+
 /// The name of the manifest, which makes the files beside it a checkpoint.
 pub(super) const MANIFEST: &str = "manifest.json";
 
@@ -243,7 +253,7 @@ impl Manifest {
         let manifest: Manifest =
             serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
         if manifest.format != FORMAT {
-            return Err(format!("its format is {}, this program reads {FORMAT}", manifest.format));
+            return Err(format!("its format is {}", manifest.format));
         }
         let unsummed = Manifest { sum: Digest::default(), ..manifest.clone() };
         let (text, unsummed) = (manifest.text(), unsummed.text());

@@ -27,6 +27,7 @@ use tch::Device;
 
 pub(crate) use format::manifest_bytes;
 pub use format::{BlobRecord, BoxRecord, Manifest, Set, TensorRecord};
+pub(crate) use read::{GO_ON, OTHER_VERSION};
 pub use read::{Reader, Want};
 pub use ring::{Ring, RingOptions};
 pub use saver::{Saver, Written};
@@ -137,15 +138,17 @@ impl Checkpoints {
     pub(crate) fn claim(&self, words: &str) -> Result<()> {
         match self.owner()? {
             Some(found) if is_one_of(&found, words) => Ok(()),
-            Some(_) => Err(Fault::usage("another run keeps its checkpoints here")
-                .at(self.place().to_string())
-                .hint(
-                    "give every run a place of its own with --checkpoints; the copy of a run needs a copy of this place, \
-                     made with it",
-                )),
+            Some(_) => Err(self.of_another_run()),
             // Nobody's: of two that come at once, a bucket takes the first.
             None => self.hand_over(words.split(' ').next().unwrap_or_default()),
         }
+    }
+
+    /// The refusal of a place that is another run's.
+    pub(crate) fn of_another_run(&self) -> Fault {
+        Fault::usage("another run keeps its checkpoints here").at(self.place().to_string()).hint(
+            "give every run a place of its own with --checkpoints; the copy of a run needs a copy of this place, made with it",
+        )
     }
 
     /// From now on this word stands there.

@@ -31,6 +31,12 @@ pub struct Want {
     pub into: Tensor,
 }
 
+/// What is said of a checkpoint that this program cannot read, though it may be whole.
+pub(crate) const OTHER_VERSION: &str = "this checkpoint was written by another version";
+
+/// And what to do then.
+pub(crate) const GO_ON: &str = "go on with, replay or export it with the version that wrote it";
+
 /// A checkpoint whose manifest has been checked.
 pub struct Reader<'a> {
     medium: &'a dyn Medium,
@@ -49,11 +55,18 @@ impl<'a> Reader<'a> {
     /// Opens the checkpoint of `step`.
     pub(super) fn open(medium: &'a dyn Medium, step: u64) -> Result<Self> {
         let file = name(step, format::MANIFEST);
-        let manifest =
-            Manifest::parse(&medium.get(&file)?).and_then(|manifest| match manifest.step {
-                found if found == step => Ok(manifest),
-                found => Err(format!("it is that of step {found}")),
-            });
+        let bytes = medium.get(&file)?;
+        if let Some(format) = format::other_format(&bytes) {
+            return Err(Fault::data(OTHER_VERSION)
+                .at(medium.location(&file).to_string())
+                .found(format!("format {format}"))
+                .wanted(format!("format {}", format::FORMAT))
+                .hint(GO_ON));
+        }
+        let manifest = Manifest::parse(&bytes).and_then(|manifest| match manifest.step {
+            found if found == step => Ok(manifest),
+            found => Err(format!("it is that of step {found}")),
+        });
         let manifest = manifest.map_err(|what| damaged(medium.location(&file), &what))?;
         Ok(Reader { medium, manifest })
     }

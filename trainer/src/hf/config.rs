@@ -19,6 +19,16 @@ pub enum Layout {
     Zyphra,
 }
 
+impl Layout {
+    /// For people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Layout::Transformers => "transformers",
+            Layout::Zyphra => "Zyphra's first releases",
+        }
+    }
+}
+
 /// What a `config.json` describes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Described {

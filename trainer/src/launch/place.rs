@@ -123,7 +123,7 @@ fn store(
     world: u32,
 ) -> Result<(String, u16)> {
     let port = match variable("MASTER_PORT") {
-        Some(text) => Some(text.parse().map_err(|_| {
+        Some(text) => Some(text.parse().ok().filter(|port: &u16| *port > 0).ok_or_else(|| {
             Fault::usage("not a port").at("MASTER_PORT").found(text).wanted("1 to 65535")
         })?),
         None => None,
@@ -276,6 +276,12 @@ mod tests {
             &[("RANK", "0"), ("WORLD_SIZE", "2")],
             &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a")],
             &[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "p")],
+            &[
+                ("RANK", "0"),
+                ("WORLD_SIZE", "2"),
+                ("MASTER_ADDR", "localhost"),
+                ("MASTER_PORT", "0"),
+            ],
             &[
                 ("OMPI_COMM_WORLD_RANK", "1"),
                 ("OMPI_COMM_WORLD_SIZE", "4"),

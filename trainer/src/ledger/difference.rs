@@ -112,7 +112,7 @@ impl StepRecord {
         None.or_else(|| single("step", &self.step, &other.step))
             .or_else(|| single("phase", &self.phase, &other.phase))
             .or_else(|| single("data digest", &self.data, &other.data))
-            .or_else(|| single("loss divisor", &self.divisor, &other.divisor))
+            .or_else(|| single("label count", &self.divisor, &other.divisor))
             .or_else(|| {
                 listed("labels", &self.leaf_labels, &other.leaf_labels, leaf, u64::to_string)
             })
@@ -234,7 +234,7 @@ mod tests {
         assert_eq!(differs(&|right| right.leaf_losses.0[0] ^= 1), "loss of micro-batch 0");
         assert_eq!(differs(&|right| right.leaf_labels[0] += 1), "labels of micro-batch 0");
         assert_eq!(differs(&|right| right.leaf_labels.push(1)), "number of values of labels");
-        assert_eq!(differs(&|right| right.divisor += 1), "loss divisor");
+        assert_eq!(differs(&|right| right.divisor += 1), "label count");
         assert_eq!(differs(&|right| right.data = Digest(1)), "data digest");
     }
 }

@@ -15,7 +15,7 @@ use store::disk::Output;
 
 use super::FORMAT;
 use super::index::{InForce, Index, Line, Mark, SPACING};
-use super::record::{Head, StepRecord};
+use super::record::{Checked, Head, StepRecord};
 
 /// Bytes read at a time.
 const BUFFER: usize = 1 << 16;
@@ -142,8 +142,14 @@ impl Ledger {
         if aim == For::Checking {
             index.cut(0)?;
         }
-        let fits = |mark: &Mark| source.fits(mark, &from);
-        let newest = (1..=index.count()).rev().find_map(|number| index.mark(number).filter(fits));
+        let newest = match aim {
+            // What follows a wrong mark is made again with it.
+            For::Appending => source.last_in_order(&index, &from),
+            For::Reading | For::Checking => {
+                let fits = |mark: &Mark| source.fits(mark, &from);
+                (1..=index.count()).rev().find_map(|number| index.mark(number).filter(fits))
+            }
+        };
         index.cut(newest.map_or(0, |mark| mark.step / SPACING))?;
         let mut curriculum = head.curriculum.clone();
         if let Some(mark) = newest {
@@ -231,14 +237,11 @@ impl Ledger {
 
     /// The record of `step`, whose loss follows from what else it says.
     pub fn record(&self, step: u64) -> Result<StepRecord> {
-        let record: StepRecord = self.step_as(step)?;
-        let changed = |what: String| broken(&self.source.path, step as usize, &what);
-        record.check().map_err(changed)?;
-        Ok(record)
+        self.step_as(step)
     }
 
-    /// What the line of `step` says of the fields that `T` asks for.
-    pub fn step_as<T: serde::de::DeserializeOwned>(&self, step: u64) -> Result<T> {
+    /// What the line of `step` says of the fields that `T` asks for, checked.
+    pub fn step_as<T: Checked>(&self, step: u64) -> Result<T> {
         let path = &self.source.path;
         if step == 0 || step > self.last_step() {
             return Err(Fault::usage(format!("step {step} is not in the ledger"))
@@ -249,7 +252,7 @@ impl Ledger {
         let body = self.source.body(before, line.end)?;
         let (body, _) =
             body.ok_or_else(|| broken(path, step as usize, "it changed while it was in use"))?;
-        from_json(path, step as usize, &body)
+        said(path, step as usize, &body)
     }
 
     /// Appends the record of the step after the last; with the curriculum in force from it on, if that is another.
@@ -358,6 +361,23 @@ impl Source {
         read.is_ok() && bytes == ends.as_bytes() && mark.head == begin.head
     }
 
+    /// The last mark before the first that is wrong.
+    fn last_in_order(&self, index: &Index, begin: &Mark) -> Option<Mark> {
+        let mut last: Option<Mark> = None;
+        for number in 1..=index.count() {
+            let mark = index.mark(number).filter(|mark| self.fits(mark, begin));
+            let known = |mark: &Mark| {
+                let before = last.map_or(begin.in_force, |last| last.in_force);
+                mark.in_force == before || matches!(self.curriculum(&mark.in_force), Ok(Some(_)))
+            };
+            match mark.filter(known) {
+                Some(mark) => last = Some(mark),
+                None => break,
+            }
+        }
+        last
+    }
+
     /// The curriculum of the line that holds it; `None` where that is line 0.
     fn curriculum(&self, in_force: &InForce) -> Result<Option<String>> {
         if in_force.before == Line::default() {
@@ -462,6 +482,12 @@ pub(super) fn broken(path: &Path, number: usize, what: &str) -> Fault {
 fn to_json(value: &impl serde::Serialize) -> Result<String> {
     serde_json::to_string(value)
         .map_err(|error| Fault::bug(format!("a ledger line cannot be written: {error}")))
+}
+
+/// What the line of a step says, once it follows from the rest of the line.
+pub(super) fn said<T: Checked>(path: &Path, number: usize, body: &str) -> Result<T> {
+    let said: T = from_json(path, number, body)?;
+    said.checked().map_err(|what| broken(path, number, &what))
 }
 
 pub(super) fn from_json<T: serde::de::DeserializeOwned>(

@@ -1,4 +1,4 @@
-//! Reads a ledger from its first step to its end, and on as it grows: each line once, in order, its chain checked.
+//! Reads a ledger from its first step to its end, and on as it grows: each line once, in order, its chain and numbers checked.
 //!
 //! Only one line is held, so that a ledger of a million steps costs no more memory than one of ten.
 
@@ -7,12 +7,10 @@ use std::io::{BufRead, BufReader, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Result};
-use serde::de::DeserializeOwned;
-
-use super::file::{Source, broken, empty, from_json, opened};
+use super::file::{Source, broken, empty, opened, said};
 use super::index::Line;
-use super::record::Head;
+use super::record::{Checked, Head};
+use contract::{Fault, Result};
 
 /// Bytes read at a time.
 const BUFFER: usize = 1 << 18;
@@ -52,7 +50,7 @@ impl Follower {
 
     /// What the next line says, of the fields that `T` asks for; `None` at the end, or where the last line is still being
     /// written: then a later call reads it.
-    pub fn next_step<T: DeserializeOwned>(&mut self) -> Result<Option<T>> {
+    pub fn next_step<T: Checked>(&mut self) -> Result<Option<T>> {
         let Follower { path, reader, last, step, text } = self;
         let fault = |error| Fault::io("read", path, &error);
         text.clear();
@@ -66,7 +64,7 @@ impl Follower {
         let number = *step as usize + 1;
         let (body, chain) =
             opened(last.chain, line).ok_or_else(|| broken(path, number, "its chain is broken"))?;
-        let said = from_json(path, number, &body)?;
+        let said = said(path, number, &body)?;
         *last = Line { end: last.end + read as u64, chain };
         *step += 1;
         Ok(Some(said))

@@ -14,7 +14,7 @@ pub use difference::{Difference, Stage};
 pub use file::Ledger;
 pub use follow::Follower;
 pub use layers::{LayerParameters, layers};
-pub use record::{Head, StepRecord};
+pub use record::{Checked, Head, StepRecord};
 
 /// The version of the lines. 3: sums by source, norms by layer.
 pub const FORMAT: u32 = 3;

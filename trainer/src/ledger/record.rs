@@ -3,10 +3,17 @@
 use std::collections::BTreeMap;
 
 use contract::{Digest, Identity, StepSums};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::{Packed, SourceSums};
 use crate::optim::guard::Skipped;
+
+/// What is read of a step's line.
+pub trait Checked: DeserializeOwned {
+    /// The same, once its numbers follow from each other; else says which does not.
+    fn checked(self) -> Result<Self, String>;
+}
 
 /// Line 0: what everything after it is a function of.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -96,7 +103,7 @@ impl StepRecord {
     }
 
     /// Says what does not follow from the rest of a record that was read.
-    pub(super) fn check(&self) -> Result<(), String> {
+    fn check(&self) -> Result<(), String> {
         let StepRecord { leaf_labels, leaf_losses, sources, router, norm, .. } = self;
         let (divisor, loss, layer_gradient_norms) =
             (self.divisor, self.loss, &self.layer_gradient_norms);
@@ -121,6 +128,12 @@ impl StepRecord {
     /// The learning rate.
     pub fn lr(&self) -> f64 {
         self.lr.float()
+    }
+}
+
+impl Checked for StepRecord {
+    fn checked(self) -> Result<Self, String> {
+        self.check().map(|()| self)
     }
 }
 

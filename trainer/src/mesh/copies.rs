@@ -19,8 +19,17 @@ impl Partners {
         let away = |distance: usize| {
             (0..world).filter(|from| nodes[*from] != nodes[(from + distance) % world]).count()
         };
-        // Of equally good ones the nearest.
-        let distance = (1..world).rev().max_by_key(|distance| away(*distance)).unwrap_or(1);
+        // Of equally good ones the nearest: none is better than one by which all reach another machine, and on a single machine
+        // all are as good.
+        let several = nodes.windows(2).any(|pair| pair[0] != pair[1]);
+        let mut best = (0, 1);
+        for distance in (1..world).take_while(|_| several) {
+            best = if away(distance) > best.0 { (away(distance), distance) } else { best };
+            if best.0 == world {
+                break;
+            }
+        }
+        let distance = best.1;
         Partners { world, distance }
     }
 
@@ -29,6 +38,19 @@ impl Partners {
         let Partners { world, distance } = self;
         let rank = rank as usize;
         (((rank + distance) % world) as u32, ((rank + world - distance) % world) as u32)
+    }
+
+    /// The same of every rank.
+    pub(crate) fn all_held(self, pieces: &[Piece]) -> Vec<u64> {
+        let mut own = vec![0; self.world];
+        for piece in pieces {
+            own[piece.owner as usize] += 4 * STEPS as u64 * length(piece) as u64;
+        }
+        let partner = |rank: usize| own[self.of(rank as u32).1 as usize];
+        match self.world {
+            1 => own.iter().map(|_| 0).collect(),
+            _ => (0..self.world).map(|rank| own[rank] + partner(rank)).collect(),
+        }
     }
 
     /// Bytes of the copies that `rank` holds: of its own pieces and its partner's.

@@ -11,6 +11,7 @@
 //! number of ranks is no argument of any bit.
 
 pub mod axes;
+pub(crate) mod behind;
 pub mod bench;
 pub(crate) mod buckets;
 pub(crate) mod context;

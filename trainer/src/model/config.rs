@@ -17,6 +17,16 @@ pub enum Skip {
     Identity,
 }
 
+impl Skip {
+    /// As a curriculum writes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Skip::Zero => "zero",
+            Skip::Identity => "identity",
+        }
+    }
+}
+
 /// A kind of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -432,10 +442,7 @@ impl Digestible for ZayaConfig {
         for flag in [tie_word_embeddings, attention_bias, lm_head_bias, document_mask] {
             hasher.u64(u64::from(*flag));
         }
-        hasher.str(match skip {
-            Skip::Zero => "zero",
-            Skip::Identity => "identity",
-        });
+        hasher.str(skip.name());
         feed_attention(layers, *linear_decay, hasher);
     }
 }

@@ -5,6 +5,7 @@ use kernels::group::Transport;
 
 use super::{Replayer, Together};
 use crate::ledger::Ledger;
+use crate::memory::{self, Demand};
 use crate::mesh::words::{Reader, Writer};
 use crate::refusal::lost;
 use crate::run::{World, agree as agreement};
@@ -73,6 +74,23 @@ impl Replayer {
             said.push(numbers.iter().map(&mut leaf).collect::<Result<Vec<_>>>()?);
         }
         Ok(lines.in_order(leaves, said, |one, _| Ok(one))?.concat())
+    }
+
+    /// Refuses to compute steps for which this machine has not the memory, before a state is read.
+    pub fn refuse_memory(&self) -> Result<()> {
+        let (Together { schedule, flat, degrees, .. }, world) = (&self.together, &self.world);
+        let demand = Demand {
+            degrees: *degrees,
+            flat: *flat,
+            schedule: *schedule,
+            workers: self.workers,
+            mirror: false,
+            // The state before a step stays until what came out is compared.
+            copies: 1,
+            limit: memory::of_machine(),
+        };
+        let ranks = (world.comm.nodes(), world.comm.rank());
+        memory::refuse(&self.spec, demand, ranks, world.device)
     }
 
     /// Whether this rank tells people what came out.

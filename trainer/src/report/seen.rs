@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use contract::Digest;
+use contract::{Digest, StepSums};
 use serde::Deserialize;
 
-use crate::ledger::{Packed, SourceSums};
+use crate::ledger::{Checked, Packed, SourceSums};
 use crate::optim::guard::Skipped;
 
 /// A step as people see it.
@@ -21,6 +21,9 @@ pub struct Seen {
     pub state: Digest,
     /// Labels.
     pub divisor: u64,
+    /// Held until the line is checked.
+    leaf_labels: Vec<u64>,
+    leaf_losses: Packed,
     /// Mean loss of a label, in nats.
     pub loss: f64,
     norm: Packed,
@@ -37,6 +40,26 @@ pub struct Seen {
     /// The curriculum from here on, where it is another than before.
     #[serde(default)]
     pub curriculum: Option<String>,
+}
+
+impl Checked for Seen {
+    fn checked(mut self) -> Result<Self, String> {
+        let Seen { divisor, loss, sources, router, norm, layer_gradient_norms, .. } = &self;
+        let (leaf_labels, leaf_losses) = (&self.leaf_labels, &self.leaf_losses);
+        let sums = StepSums {
+            divisor: *divisor,
+            loss: *loss,
+            leaf_labels,
+            leaf_losses,
+            sources,
+            router,
+            norm,
+            layer_gradient_norms,
+        };
+        sums.check()?;
+        (self.leaf_labels, self.leaf_losses) = (Vec::new(), Packed(Vec::new()));
+        Ok(self)
+    }
 }
 
 impl Seen {

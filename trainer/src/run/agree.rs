@@ -1,12 +1,12 @@
 //! Before anything begins: all ranks train one thing in one way, have the memory for it, and know how tensors travel.
 
-use contract::{Digest, Fault, Result};
+use contract::{Digest, Fault, Result, counted};
 use kernels::group::Carried;
 
 use super::World;
 use crate::checkpoint::RingOptions;
 use crate::exec::ExecOptions;
-use crate::memory;
+use crate::memory::{self, Demand};
 use crate::mesh::words::{Reader, Writer};
 use crate::mesh::{Degrees, Mesh};
 use crate::model::Cut;
@@ -25,9 +25,8 @@ pub(super) fn join(
     if !after_loss {
         refuse_unshared(spec, world.comm.world(), exec.degrees)?;
     }
-    if world.device == tch::Device::Cpu {
-        memory::refuse(spec, exec, world.comm.nodes(), world.comm.rank())?;
-    }
+    let ranks = (world.comm.nodes(), world.comm.rank());
+    memory::refuse(spec, Demand::of(exec), ranks, world.device)?;
     world.comm.carry(world.device, exec.transport).map_err(lost)
 }
 
@@ -52,7 +51,8 @@ pub fn refuse_unshared(spec: &RunSpec, world: u32, degrees: Degrees) -> Result<(
         return Err(Fault::usage("no phase has weights that ranks can hold for each other")
             .at("--tsp")
             .found(format!(
-                "--tsp {tsp} with {world} ranks, weight_shards {shards}, context_chunks {chunks}"
+                "--tsp {tsp} with {}, weight_shards {shards}, context_chunks {chunks}",
+                counted(world, "rank")
             ))
             .wanted("a number from 2 to --tsp that divides the ranks and a phase's weight_shards and context_chunks")
             .hint("weight_shards = tsp and context_chunks = 2 x cp x tsp in a phase; they decide bits, cp and tsp do not"));
@@ -63,7 +63,8 @@ pub fn refuse_unshared(spec: &RunSpec, world: u32, degrees: Degrees) -> Result<(
     Err(Fault::usage("no phase has micro-batches that ranks can share")
         .at("--cp")
         .found(format!(
-            "--cp {cp} with {world} ranks{}, context_chunks {chunks}",
+            "--cp {cp} with {}{}, context_chunks {chunks}",
+            counted(world, "rank"),
             if tsp > 1 { format!(" and --tsp {tsp}") } else { String::new() }
         ))
         .wanted("a number from 2 to --cp that divides the ranks and a phase's context_chunks")
@@ -71,7 +72,7 @@ pub fn refuse_unshared(spec: &RunSpec, world: u32, degrees: Degrees) -> Result<(
 }
 
 /// What to say of phases that have not a micro-batch for each rank, or cannot be shared as widely as asked.
-pub(super) fn idle(spec: &RunSpec, world: u32, degrees: Degrees) -> Vec<String> {
+pub fn idle_ranks(spec: &RunSpec, world: u32, degrees: Degrees) -> Vec<String> {
     let few = meshes(spec, world, degrees).into_iter().zip(spec.plan.phases());
     let few = few.flat_map(|((name, mesh), phase)| {
         let Ok(step) = spec.plan.step(phase.first_step) else { return Vec::new() };
@@ -82,7 +83,8 @@ pub(super) fn idle(spec: &RunSpec, world: u32, degrees: Degrees) -> Vec<String> 
         if leaves < u64::from(dp) {
             let idle = (u64::from(dp) - leaves) * u64::from(together);
             notes.push(format!(
-                "note: phase {name:?} has {leaves} micro-batches in a step: {idle} of {world} ranks compute none of them"
+                "note: phase {name:?} has {} in a step: {idle} of {world} ranks compute none of them",
+                counted(leaves, "micro-batch")
             ));
         }
         if tsp < degrees.tsp {

@@ -223,7 +223,8 @@ fn spoken(word: &str, rank: u32) -> Result<Vec<BlobRecord>> {
 fn heard(store: &Store, key: &str, rank: u32, patience: Duration) -> Result<Vec<BlobRecord>> {
     let missing = || {
         Fault::machine(format!(
-            "rank {rank} did not write its part of a checkpoint within {patience:?}"
+            "rank {rank} did not write its part of a checkpoint within {} s",
+            patience.as_secs_f64()
         ))
         .hint("run the same command again: it goes on from the checkpoint before")
     };
@@ -251,7 +252,8 @@ mod tests {
         let slow = heard(&store, "checkpoint/6/2", 2, patience).unwrap_err();
         assert_eq!(slow.class(), Class::Machine);
         assert!(
-            slow.to_string().contains("rank 2 did not write its part of a checkpoint within 50ms")
+            slow.to_string()
+                .contains("rank 2 did not write its part of a checkpoint within 0.05 s")
         );
         store.set("checkpoint/6/3", &word(&Err(Fault::machine("the disk is full")))).unwrap();
         let full = heard(&store, "checkpoint/6/3", 3, patience).unwrap_err();

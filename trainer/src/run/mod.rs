@@ -30,7 +30,7 @@ use crate::model::PackedLeaves;
 use crate::refusal::{caught, lost};
 use crate::spec::RunSpec;
 use crate::step::{self, Asked, Context, Leaves};
-pub use agree::refuse_unshared;
+pub use agree::{idle_ranks, refuse_unshared};
 use mirror::Mirror;
 use open::{After, Begun};
 use recover::Recovery;

@@ -3,19 +3,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use contract::{Digest, Fault, Result};
+use contract::{Digest, Fault, Result, counted};
 use kernels::group::Carried;
 use loader::Opened;
 use serde_json::json;
+use tch::Device;
 
 use super::World;
-use super::agree::{idle, meshes};
+use super::agree::{idle_ranks, meshes};
 use super::keep::Keeper;
 use super::mirror::Mirror;
 use super::record::{Book, Recorder};
 use super::recover::Recovery;
 use super::restore::{Reading, Restored};
-use crate::checkpoint::{Checkpoints, Found, Layout};
+use crate::checkpoint::{Checkpoints, Found, GO_ON, Layout, OTHER_VERSION};
 use crate::events::{self, Events};
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder};
@@ -125,7 +126,7 @@ fn say_ranks(
     });
     book.events.write("ranks", fields)?;
     book.progress.note(&format!("{world} ranks, tensors by {}", carried.words()));
-    idle(book.spec, world, team.degrees).iter().for_each(|note| book.progress.note(note));
+    idle_ranks(book.spec, world, team.degrees).iter().for_each(|note| book.progress.note(note));
     Ok(())
 }
 
@@ -141,6 +142,10 @@ struct Opening<'a> {
     /// Checkpoints of steps that the ledger does not have.
     beyond: Passed,
 }
+
+/// What to do where no checkpoint can be used.
+const RESTORE: &str = "restore ledger.jsonl and the checkpoints from a copy; or give --restart: every step is computed again \
+                       from the first, and held against the ledger";
 
 /// Checkpoints that cannot be used: steps, and why.
 type Passed = Vec<(u64, Fault)>;
@@ -209,14 +214,25 @@ impl<'a> Opening<'a> {
         passed.extend(found.passed);
         let newest = passed.iter().max_by_key(|(step, _)| *step);
         if let (None, Some((newest, fault)), false) = (&found.state, newest, self.exec.restart) {
+            let hint = if fault.what() == OTHER_VERSION { GO_ON } else { RESTORE };
             let all: Vec<String> = passed.iter().map(|(step, _)| format!("step-{step}")).collect();
-            return Err(Fault::data(format!("none of this run's checkpoints can be used: {}", all.join(", ")))
+            return Err(Fault::data(format!(
+                "none of this run's checkpoints can be used: {}",
+                all.join(", ")
+            ))
+            .at(self.checkpoints.place().to_string())
+            .found(format!("step-{newest}: {}", fault.to_string().replace('\n', "\n  ")))
+            .hint(hint));
+        }
+        if let (None, true, false) = (&found.state, passed.is_empty(), self.exec.restart)
+            && self.open.ledger.last_step() > 0
+            && let Some(step) = events::kept(&self.open.folder.events())
+        {
+            return Err(Fault::data("this run's checkpoints are gone")
                 .at(self.checkpoints.place().to_string())
-                .found(format!("step-{newest}: {}", fault.to_string().replace('\n', "\n  ")))
-                .hint(
-                    "restore ledger.jsonl and the checkpoints from a copy; or give --restart: every step is computed again \
-                     from the first, and held against the ledger",
-                ));
+                .found("no checkpoint")
+                .wanted(format!("step-{step}, by {}", self.open.folder.events().display()))
+                .hint(RESTORE));
         }
         for (step, fault) in &passed {
             self.pass_over(*step, fault)?;
@@ -277,17 +293,25 @@ impl<'a> Opening<'a> {
     }
 }
 
+/// A device as --device names it.
+fn device_name(device: Device) -> String {
+    match device {
+        Device::Cuda(number) => format!("cuda:{number}"),
+        other => format!("{other:?}").to_lowercase(),
+    }
+}
+
 fn describe(spec: &RunSpec, exec: &ExecOptions, world: &World, id: Digest, from: u64) -> String {
     let parameters = step::parameter_count(spec.config());
     let shown = world.runtime.levels();
     let rest = if shown.contains(&"L0") { "" } else { "; training bits: not shown on this device" };
     format!(
-        "run {} | after step {from} of {} | {:.1}M parameters | {} workers on {:?} | levels {}{rest}",
+        "run {} | after step {from} of {} | {:.1}M parameters | {} on {} | levels {}{rest}",
         id.short(),
         spec.plan.steps(),
         parameters as f64 / 1e6,
-        exec.workers.count(),
-        world.device,
+        counted(exec.workers.count(), "worker"),
+        device_name(world.device),
         shown.join(", "),
     )
 }

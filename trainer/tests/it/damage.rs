@@ -138,6 +138,39 @@ fn without_any_good_checkpoint_a_run_stops_until_it_is_told_to_begin_again() {
     assert!(scratch.path("run/checkpoints/damaged-step-4").exists());
 }
 
+/// A folder without checkpoints looks like that of a run that had none yet; events.jsonl knows better.
+#[test]
+fn a_run_whose_checkpoints_are_gone_does_not_begin_again_by_itself() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(4)).unwrap();
+    fs::remove_dir_all(scratch.path("run/checkpoints")).unwrap();
+    for _ in 0..2 {
+        let fault = scratch.run(&scratch.path("run.toml"), "run", |_| ()).unwrap_err();
+        assert_eq!(fault.class(), Class::Data, "{fault}");
+        for word in ["checkpoints are gone", "step-4", "events.jsonl", "--restart"] {
+            assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
+        }
+    }
+    scratch.run(&scratch.path("run.toml"), "run", |exec| exec.restart = true).unwrap();
+}
+
+#[test]
+fn a_checkpoint_of_another_version_is_not_called_damaged() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(3)).unwrap();
+    let manifest = scratch.path("run/checkpoints/step-3/manifest.json");
+    let text = fs::read_to_string(&manifest).unwrap();
+    assert!(text.contains("\"format\":2"), "{text}");
+    fs::write(&manifest, text.replacen("\"format\":2", "\"format\":1", 1)).unwrap();
+    let fault = scratch.run(&scratch.path("run.toml"), "run", |_| ()).unwrap_err();
+    assert_eq!(fault.class(), Class::Data, "{fault}");
+    for word in ["written by another version", "format 1", "format 2", "go on with"] {
+        assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
+    }
+    assert!(!fault.to_string().contains("damaged"), "{fault}");
+    assert!(!fault.to_string().contains("--restart"), "{fault}");
+}
+
 #[test]
 fn a_ledger_that_was_changed_and_chained_anew_stops_the_run() {
     let scratch = Scratch::new();
@@ -188,7 +221,7 @@ fn a_recorded_step_that_comes_out_differently_stops_the_run() {
             *counts = numbers.into_iter().map(Into::into).collect();
         }),
         ("one router counted", &|line| line["router"][1][0] = 1.into()),
-        ("those of its leaves make", &|line| {
+        ("those of its micro-batches make", &|line| {
             let text = line["leaf_losses"].as_str().unwrap().to_owned();
             line["leaf_losses"] = format!("{}{}", &text[..32], "0123456789abcdef").into();
         }),

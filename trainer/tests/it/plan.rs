@@ -55,6 +55,34 @@ fn a_checkpoint_and_the_ledger_are_as_large_as_planned() {
     assert!(off < 0.05, "{lines} bytes, planned {}", needs.ledger_bytes);
 }
 
+/// A number too many in a curriculum once took all memory of the machine.
+#[test]
+fn a_batch_beyond_all_measure_is_refused_and_one_within_is_planned_by_arithmetic() {
+    let scratch = Scratch::new();
+    let epochs =
+        "[source.web]\nmax_epochs = 1000000000\n[source.math]\nmax_epochs = 1000000000\n\n[model]";
+    let opened = |batch: u64| {
+        let batch = format!("batch = {batch}\nmicro_batch = 2");
+        let edits = [("[model]", epochs), ("batch = 6\nmicro_batch = 2", &*batch)];
+        Opened::open(scratch.edited("large.toml", &edits)).unwrap()
+    };
+    let fault = RunSpec::new(&opened(1 << 33)).map(|_| ()).unwrap_err();
+    assert_eq!(fault.class(), contract::Class::Usage, "{fault}");
+    for word in ["too many micro-batches", "large.toml", "4294967296", "1048576"] {
+        assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
+    }
+    let line = |batch| {
+        let spec = RunSpec::new(&opened(batch)).unwrap();
+        needs(&spec, &fleet(8, "cpu")).unwrap().phases[0].ledger_bytes
+    };
+    // Labels of two digits, and two words of sixteen; other numbers grow by some digits.
+    let (short, long) = (line(2), line(2 << 20));
+    assert!(
+        (short + 35 * ((1 << 20) - 1)..short + 35 * (1 << 20)).contains(&long),
+        "{short} {long}"
+    );
+}
+
 #[test]
 fn more_ranks_hold_less_each_and_send_more() {
     let scratch = Scratch::new();

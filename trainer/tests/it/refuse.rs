@@ -1,13 +1,15 @@
 //! Fear: that a run goes on as another one, or that two become one.
 
 use std::fs::{self, OpenOptions};
+use std::time::Duration;
 
 use contract::Class;
 use loader::Opened;
 use tch::Device;
+use trainer::folder::RunFolder;
 use trainer::replay::Replayer;
 use trainer::workers::Workers;
-use trainer::{ExecOptions, World, train};
+use trainer::{ExecOptions, RunSpec, World, bench, step, train};
 
 use crate::support::{CURRICULUM, Scratch, stop_after, table};
 
@@ -128,6 +130,43 @@ fn what_does_not_fit_into_memory_is_refused_with_the_numbers() {
         assert!(fault.to_string().contains(word), "{fault}");
     }
     assert!(!scratch.path("run").exists(), "nothing was begun");
+}
+
+/// No machine has 10 TB; where the refusal is missing libtorch is asked for them.
+#[test]
+fn a_measured_or_replayed_step_that_does_not_fit_into_memory_is_refused_as_well() {
+    let scratch = Scratch::new();
+    let path = scratch.edited(
+        "large.toml",
+        &[
+            ("\nhidden_size = 16", "\nhidden_size = 1048576"),
+            ("moe_intermediate_size = 16", "moe_intermediate_size = 1048576"),
+        ],
+    );
+    let opened = Opened::open(&path).unwrap();
+    let (spec, workers) = (RunSpec::new(&opened).unwrap(), Workers::new(2));
+    let measured = step::alone(&spec, workers, |cx| bench::step(cx, Device::Cpu, 1, 1).map(|_| ()));
+    let folder = RunFolder::new(&scratch.path("run"));
+    drop(folder.open(&spec, &opened.file, &table(), Duration::ZERO).unwrap());
+    let replayer = Replayer::open(folder.root(), &table(), Device::Cpu, workers).unwrap();
+    for answer in [measured, replayer.refuse_memory()] {
+        let fault = answer.unwrap_err();
+        assert_eq!(fault.class(), Class::Machine, "{fault}");
+        for word in ["more memory than the machine has", "1 rank on this machine", "--recompute"] {
+            assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
+        }
+        assert!(!fault.to_string().contains("--ring"), "nothing asked for it: {fault}");
+    }
+}
+
+/// What takes the memory is what the answer advises against.
+#[test]
+fn states_that_do_not_fit_into_memory_are_refused_by_their_flag() {
+    let scratch = Scratch::new();
+    let many = |exec: &mut ExecOptions| exec.ring.states = 99_999_999;
+    let fault = scratch.run(&scratch.path("run.toml"), "run", many).unwrap_err();
+    assert_eq!(fault.class(), Class::Machine, "{fault}");
+    assert!(fault.to_string().contains("fewer states in --ring"), "{fault}");
 }
 
 #[test]

@@ -4,9 +4,11 @@ use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use contract::Class;
 use serde_json::Value;
 use trainer::report::{Happened, Table, View, Watch, page, payload};
 
+use crate::damage::forge;
 use crate::support::{Scratch, stop_after};
 
 fn lines(scratch: &Scratch, out: &str) -> Vec<Value> {
@@ -43,6 +45,22 @@ fn the_table_says_what_the_ledger_says() {
     assert_eq!(some.to_json()["step"], 3);
     assert!(Table::open(&root, Some(11..12), 1).is_err());
     assert!(Table::open(&scratch.path("none"), None, 1).is_err());
+}
+
+/// The chain is right, and the loss is a lie.
+#[test]
+fn a_forged_loss_is_not_shown() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(4)).unwrap();
+    forge(&scratch.path("run/ledger.jsonl"), 2, |line| line["loss"] = 0.125.into());
+    let root = scratch.path("run");
+    let mut table = Table::open(&root, Some(2..3), 1).unwrap();
+    let rows = table.next_step().map(|_| ());
+    for answer in [rows, View::open(&root).map(|_| ())] {
+        let fault = answer.unwrap_err();
+        assert_eq!(fault.class(), Class::Mismatch, "{fault}");
+        assert!(fault.to_string().contains("its loss is 0.125"), "{fault}");
+    }
 }
 
 #[test]

@@ -89,7 +89,8 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     }
     let drawing = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
     let cluster = args.out.as_deref().map(ClusterFile::open).transpose()?;
-    if let Some(count) = args.ranks.to_spawn()? {
+    let (speed, stop) = (Speed::on(&args.device), std::sync::Arc::default());
+    if let Some(count) = args.ranks.to_spawn(&speed)? {
         return ranks::start_all(count);
     }
     let launched = args.ranks.launched()?.ok_or_else(|| {
@@ -98,7 +99,6 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             .wanted("at least 2")
             .hint("ztrain bench collectives --nproc 2")
     })?;
-    let (speed, stop) = (Speed::on(&args.device), std::sync::Arc::default());
     let World { comm: mut group, device, .. } =
         args.ranks.world(&speed, Some(&launched), (None, &stop))?;
     let carried = group.carry(device, args.ranks.transport()).map_err(lost)?;

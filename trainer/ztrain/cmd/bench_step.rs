@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use contract::Result;
 use contract::terminal::print_raw;
+use contract::{Result, counted};
 use loader::Opened;
 use store::Location;
 use trainer::RunSpec;
@@ -49,7 +49,7 @@ pub(crate) struct Args {
 
 /// Measures.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    if let Some(count) = args.ranks.to_spawn()? {
+    if let Some(count) = args.ranks.to_spawn(&args.speed)? {
         return ranks::start_all(count);
     }
     let trace = args.trace.as_deref();
@@ -98,11 +98,11 @@ fn print_table(table: &StepTable) -> Result<()> {
     let steps = table.steps as f64;
     let all = table.seconds * table.workers as f64;
     tell!(
-        "{} steps of {} tokens on {} ranks of {} workers: {:.3} s a step ({:.3} the median one), {:.0} tokens/s",
-        table.steps,
+        "{} of {} tokens on {} of {}: {:.3} s a step ({:.3} the median one), {:.0} tokens/s",
+        counted(table.steps, "step"),
         table.tokens / table.steps,
-        table.ranks,
-        table.workers,
+        counted(table.ranks, "rank"),
+        counted(table.workers, "worker"),
         table.seconds / steps,
         table.median_seconds(),
         table.rate()

@@ -55,6 +55,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let workers = speed.workers(None, &table)?;
     let world = Arc::new(World::alone(device, table));
     let replayer = Replayer::open_with(&run, &store, &world, workers, Together::default())?;
+    replayer.refuse_memory()?;
     let mut replayer = replayer.keeping(keeping.keep());
     if let Some(kernels) = &replayer.kernels {
         contract::note!("note: {kernels}");

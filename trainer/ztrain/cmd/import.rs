@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use contract::Result;
+use contract::{Result, counted};
 use trainer::hf::import::import;
 
 /// Arguments.
@@ -26,10 +26,10 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         contract::note!("note: {note}");
     }
     tell!(
-        "{} tensors in the layout of {:?} | skip {:?} | content {} | {}",
-        imported.tensors,
-        imported.layout,
-        imported.start.config().skip,
+        "{} in the layout of {} | skip = {:?} | content {} | {}",
+        counted(imported.tensors, "tensor"),
+        imported.layout.name(),
+        imported.start.config().skip.name(),
         imported.start.content(),
         args.out.display()
     );

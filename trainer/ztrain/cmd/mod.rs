@@ -78,10 +78,10 @@ pub(crate) struct Speed {
     #[arg(long)]
     pub(crate) recompute: bool,
     /// Threads that read batches.
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = RangedU64ValueParser::<usize>::new().range(1..=1024))]
     pub(crate) loader_threads: usize,
     /// Batches that wait to be trained on.
-    #[arg(long, value_name = "N", default_value_t = 2)]
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = RangedU64ValueParser::<usize>::new().range(1..=65_536))]
     pub(crate) prefetch: usize,
 }
 
@@ -138,6 +138,15 @@ impl Speed {
         let workers = self.workers.or(self.lanes).map_or_else(shared, Workers::new);
         let ops = table.ops().map_err(|error| machine(&self.device, &error))?;
         Ok(workers.keeping(keep).computing_by(ops))
+    }
+
+    /// Refuses operations or a device that no rank of this machine has, before any of them starts.
+    pub(crate) fn refuse_missing(&self) -> Result<()> {
+        known_operations()?;
+        if self.device == "cpu" || tch::Cuda::is_available() {
+            return Ok(());
+        }
+        self.start(None).map(drop)
     }
 
     /// Puts the determinism switches in force, then opens the device. Each rank on a machine takes one of its own.

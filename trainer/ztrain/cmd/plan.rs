@@ -93,8 +93,10 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             terminal::print_raw(&format!("{both}\n"))?;
         }
         (false, told) => {
-            let told = told.map_or_else(String::new, |told| told.text());
-            terminal::print(&(text(&needs, &fleet) + &told))?;
+            // With a cluster this is among what to change.
+            let notes = || trainer::idle_ranks(&spec, fleet.ranks, fleet.degrees).join("\n") + "\n";
+            let told = told.map_or_else(notes, |told| told.text());
+            terminal::print(&(text(&needs, &fleet) + told.trim_start_matches('\n')))?;
         }
     }
     Ok(0)

@@ -88,8 +88,8 @@ impl Ranks {
         }
     }
 
-    /// How many ranks to start, if it is for this process to start them.
-    pub(crate) fn to_spawn(&self) -> Result<Option<u32>> {
+    /// How many ranks to start, if it is for this process to start them. What each of them would refuse is said here, once.
+    pub(crate) fn to_spawn(&self, speed: &Speed) -> Result<Option<u32>> {
         let Some(count) = self.nproc.filter(|_| !spawned_us()) else { return Ok(None) };
         if self.launched()?.is_some() {
             return Err(Fault::usage("a launcher has started this rank already")
@@ -97,7 +97,27 @@ impl Ranks {
                 .found(count)
                 .hint("leave --nproc out under torchrun, srun and mpirun"));
         }
+        if count > 1 {
+            self.refuse_nodes(count)?;
+            speed.refuse_missing()?;
+        }
         Ok((count > 1).then_some(count))
+    }
+
+    /// Refuses machines that have not as many ranks as there are.
+    fn refuse_nodes(&self, world: u32) -> Result<()> {
+        let ranks: u64 = self.nodes.iter().map(|count| u64::from(*count)).sum();
+        if self.nodes.is_empty() || ranks == u64::from(world) {
+            return Ok(());
+        }
+        let nodes: Vec<String> = self.nodes.iter().map(u32::to_string).collect();
+        Err(Fault::usage("the machines do not have as many ranks as there are")
+            .at("--nodes")
+            .found(nodes.join(","))
+            .wanted(match world {
+                1 => "1, or --nproc and a launcher for more ranks".to_owned(),
+                _ => format!("ranks of each machine, {world} in all"),
+            }))
     }
 
     /// The place of this process among others, if it has one.
@@ -105,28 +125,16 @@ impl Ranks {
         let mut launched = launch::place(|name| std::env::var(name).ok())?;
         // With --nproc it is for those that are started to say.
         let alone = launched.is_none() && self.nproc.is_none_or(|count| count == 1);
-        if alone && ![&[][..], &[1]].contains(&&self.nodes[..]) {
-            return Err(Fault::usage("the machines do not have as many ranks as there are")
-                .at("--nodes")
-                .found(format!("{:?}", self.nodes))
-                .wanted("1, or --nproc and a launcher for more ranks"));
+        if alone {
+            self.refuse_nodes(1)?;
         }
         if let (Some(Launched { place, .. }), false) = (&mut launched, self.nodes.is_empty()) {
-            let ranks = (0..).zip(&self.nodes);
+            self.refuse_nodes(place.world)?;
+            let ranks = (0u32..).zip(&self.nodes);
             let mut ranks = ranks.flat_map(|(node, count)| (0..*count).map(move |_| node));
-            let wrong = || {
-                Fault::usage("the machines do not have as many ranks as there are")
-                    .at("--nodes")
-                    .found(format!("{:?}", self.nodes))
-                    .wanted(format!("ranks of each machine, {} in all", place.world))
-            };
-            if self.nodes.iter().map(|count| u64::from(*count)).sum::<u64>()
-                != u64::from(place.world)
-            {
-                return Err(wrong());
-            }
-            let node: Option<u32> = ranks.nth(place.rank as usize);
-            place.node = node.ok_or_else(wrong)?.to_string();
+            let node = ranks.nth(place.rank as usize);
+            let none = || Fault::bug("a rank without a machine");
+            place.node = node.ok_or_else(none)?.to_string();
         }
         Ok(launched)
     }

@@ -97,7 +97,7 @@ pub(crate) struct Args {
 /// Replays; the worst verdict decides the exit code.
 pub(crate) fn exec(args: Args) -> Result<u8> {
     check_what_if(&args, args.changes.change().is_some())?;
-    if let Some(count) = args.ranks.to_spawn()? {
+    if let Some(count) = args.ranks.to_spawn(&args.speed)? {
         return ranks::start_all(count);
     }
     let launched = args.ranks.launched()?;
@@ -135,6 +135,7 @@ fn opened(args: &Args, world: &Arc<World>, workers: Workers) -> Result<Replayer>
     ];
     let together = Together { schedule, flat, degrees: args.ranks.degrees(), asked };
     let replayer = Replayer::open_with(&args.run, &args.store, world, workers, together)?;
+    replayer.refuse_memory()?;
     Ok(replayer.keeping(args.keeping.keep()))
 }
 

@@ -93,7 +93,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     if let Some(supervised) = &supervised {
         supervised.follow(&stop);
     }
-    if let Some(count) = args.ranks.to_spawn()? {
+    if let Some(count) = args.ranks.to_spawn(&args.speed)? {
         enough(args.min_ranks, count)?;
         if args.mirror && args.min_ranks.is_none() {
             return Err(Fault::usage("copies are for ranks that go on without others")
@@ -176,7 +176,7 @@ impl Args {
 
     /// How many ranks to start, if it is for this process to start them.
     pub(crate) fn to_spawn(&self) -> Result<Option<u32>> {
-        self.ranks.to_spawn()
+        self.ranks.to_spawn(&self.speed)
     }
 
     /// How many ranks have to be left after a loss.

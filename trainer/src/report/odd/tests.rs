@@ -13,7 +13,7 @@ fn seen(step: u64, loss: f64, norm: f64, lr: f64) -> Seen {
     serde_json::from_value(json!({
         "step": step, "phase": "a", "data": digest, "state": digest, "divisor": 100, "loss": loss,
         "norm": bits(norm), "lr": bits(lr), "router": [[5, 5, 5, 5, 1], [5, 5, 5, 5, 1]],
-        "sources": {}, "layer_gradient_norms": "", "layer_update_norms": "",
+        "sources": {}, "leaf_labels": [], "leaf_losses": "", "layer_gradient_norms": "", "layer_update_norms": "",
     }))
     .unwrap()
 }

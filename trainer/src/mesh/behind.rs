@@ -1,0 +1,75 @@
+//! What each rank of a line owns, and what those elsewhere own for whom it is the gate of its machine, in bytes: looked up at
+//! once, however many ranks there are.
+
+use std::collections::BTreeMap;
+
+use super::team::Nodes;
+
+/// What the places of a line own.
+pub(crate) struct Owned {
+    bytes: Vec<u64>,
+    all: u64,
+    /// By the number of ranks of a machine: summed up by the remainder of the place's number, which says whose gate it is
+    /// ([`Nodes::gate`]).
+    by_remainder: BTreeMap<u32, Vec<u64>>,
+}
+
+impl Owned {
+    /// Of places on these machines so many bytes each.
+    pub(crate) fn new(bytes: Vec<u64>, nodes: &Nodes) -> Owned {
+        let mut by_remainder = BTreeMap::new();
+        for size in nodes.sizes() {
+            by_remainder.entry(size).or_insert_with(|| {
+                let mut sums = vec![0; size as usize];
+                bytes.iter().enumerate().for_each(|(place, bytes)| {
+                    sums[place % size as usize] += bytes;
+                });
+                sums
+            });
+        }
+        Owned { all: bytes.iter().sum(), bytes, by_remainder }
+    }
+
+    /// Of all places.
+    pub(crate) fn all(&self) -> u64 {
+        self.all
+    }
+
+    /// Of one.
+    pub(crate) fn of(&self, place: u32) -> u64 {
+        self.bytes[place as usize]
+    }
+
+    /// Of those elsewhere for which `place` is the gate of its machine.
+    pub(crate) fn behind(&self, nodes: &Nodes, place: u32) -> u64 {
+        let here = nodes.ranks(nodes.of(place));
+        let size = here.end - here.start;
+        let remainder = place - here.start;
+        let sum = self.by_remainder.get(&size).map_or(0, |sums| sums[remainder as usize]);
+        // Of the places here one has that remainder.
+        sum - self.of(here.start + (remainder + size - here.start % size) % size)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn what_is_behind_a_place_is_what_its_machine_says(
+            sizes in prop::collection::vec(1u32..6, 1..6), bytes in prop::collection::vec(0u64..1000, 30), flat: bool,
+        ) {
+            let machines = sizes.iter().enumerate();
+            let names: Vec<String> =
+                machines.flat_map(|(node, size)| vec![node.to_string(); *size as usize]).collect();
+            let nodes = Nodes::new(&names, 0, flat).unwrap();
+            let owned = Owned::new(bytes[..names.len()].to_vec(), &nodes);
+            for place in 0..names.len() as u32 {
+                let behind: u64 = nodes.behind(place).map(|other| owned.of(other)).sum();
+                prop_assert_eq!(owned.behind(&nodes, place), behind);
+            }
+        }
+    }
+}
