@@ -145,7 +145,8 @@ fn a_measured_or_replayed_step_that_does_not_fit_into_memory_is_refused_as_well(
     );
     let opened = Opened::open(&path).unwrap();
     let (spec, workers) = (RunSpec::new(&opened).unwrap(), Workers::new(2));
-    let measured = step::alone(&spec, workers, |cx| bench::step(cx, Device::Cpu, 1, 1).map(|_| ()));
+    let measured =
+        step::alone(&spec, workers, |cx| bench::step(cx, Device::Cpu, 1, 1, None).map(|_| ()));
     let folder = RunFolder::new(&scratch.path("run"));
     drop(folder.open(&spec, &opened.file, &table(), Duration::ZERO).unwrap());
     let replayer = Replayer::open(folder.root(), &table(), Device::Cpu, workers).unwrap();
