@@ -109,9 +109,10 @@ fn iteration(sizes: &[[usize; 2]]) -> Iteration {
         units.push(([4 * at; 2], piece(x, unit, rows * columns, 0)));
         polynomials.push(([4 * square_at; 2], piece(one, other, rows * rows, rows as u64)));
         let numbers = [rows, rows, columns, block, columns, 1, columns, 1];
-        products.extend([&[0; 6][..], &numbers.map(|number| number as u32)].concat());
+        let numbers = numbers.map(|number| number as u32);
+        products.extend([&[0; 6][..], &numbers, &[1, 0]].concat());
         places.push([at, square_at]);
-        block += rows.div_ceil(64).pow(2);
+        block += rows.div_ceil(64) * (rows.div_ceil(64) + 1) / 2;
         (at, square_at) = (at + rows * columns, square_at + rows * rows);
     }
     let count = Argument::from(sizes.len());
@@ -124,7 +125,7 @@ fn iteration(sizes: &[[usize; 2]]) -> Iteration {
     for (row, [at, square_at]) in places.into_iter().enumerate() {
         for (word, (target, at)) in [(unit, at), (unit, at), (square, square_at)].iter().enumerate()
         {
-            tape.address(words, 56 * row + 8 * word, *target, 4 * at);
+            tape.address(words, 64 * row + 8 * word, *target, 4 * at);
         }
     }
     tape.launch("stacked_products", block, &[words.into(), count]);
