@@ -299,7 +299,7 @@ fn our_own_kernels_leave_one_ledger_too() {
         let ledger = |out: &str| {
             std::fs::read_to_string(on.fixture.scratch.path(out).join("ledger.jsonl")).unwrap()
         };
-        assert!(ledger("plain").contains("device 4, kernels "));
+        assert!(ledger("plain").contains("device 5, kernels "));
         let two = ["--workers", "2", "--recompute", "--prefetch", "5", "--stop-after", "2"];
         on.finish("two", &two);
         on.finish("two", &["--workers", "1", "--stop-after", steps]);

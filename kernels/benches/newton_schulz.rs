@@ -3,12 +3,16 @@
 
 #![expect(clippy::print_stdout, reason = "results go to standard output")]
 
-use kernels::ops::{CPU, NewtonSchulz, REFERENCE};
+use kernels::ops::{CPU, NewtonSchulz, NewtonSchulzForm, REFERENCE};
 use kernels::{Result, product};
 use tch::{Device, Kind, Tensor};
 
-const QUINTIC: NewtonSchulz =
-    NewtonSchulz { coefficients: [3.4445, -4.7750, 2.0315], steps: 5, eps: 1e-7 };
+const QUINTIC: NewtonSchulz = NewtonSchulz {
+    coefficients: [3.4445, -4.7750, 2.0315],
+    steps: 5,
+    eps: 1e-7,
+    form: NewtonSchulzForm::Gram,
+};
 
 fn main() -> Result<()> {
     let options = kernels::runtime::RuntimeOptions { device: "cpu".to_owned() };

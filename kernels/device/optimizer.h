@@ -98,10 +98,11 @@ KERNEL(polynomial_blocks, 256, LIMIT(48, 0, 8), (const Piece* pieces, u32 count,
 struct Product {
   u64 left, right, out;
   u32 rows, columns, inner;
-  u32 block;  // the first of its blocks; it has one for each tile of SIDE x SIDE
+  u32 block;  // the first of its blocks; it has one for each tile of SIDE x SIDE, but for those below a symmetric one's diagonal
   u32 left_row, left_step, right_row, right_step;
+  u32 symmetric, unused;  // what lies below the diagonal is copied from above it
 };
-static_assert(sizeof(Product) == 56, "as the host lays it out");
+static_assert(sizeof(Product) == 64, "as the host lays it out");
 
 // Many products in one launch. An element is one chain of fused multiplications and additions.
 KERNEL(stacked_products, 256, LIMIT(64, 8704, 7), (const Product* products, u32 count)) {
@@ -114,8 +115,11 @@ KERNEL(stacked_products, 256, LIMIT(64, 8704, 7), (const Product* products, u32 
     else high = middle;
   }
   const Product by = products[low];
-  const u32 across = (by.columns + SIDE - 1) / SIDE, tile = block_index() - by.block;
-  const u32 row = tile / across * SIDE, column = tile % across * SIDE;
+  const u32 across = (by.columns + SIDE - 1) / SIDE;
+  u32 down = 0, right_of = block_index() - by.block;
+  // A row of tiles has as many as there are columns of them, or one less than the row above.
+  for (; right_of >= across - (by.symmetric ? down : 0); ++down) right_of -= across - (by.symmetric ? down : 0);
+  const u32 row = down * SIDE, column = (by.symmetric ? down + right_of : right_of) * SIDE;
   const f32 *left = reinterpret_cast<const f32*>(by.left), *right = reinterpret_cast<const f32*>(by.right);
   f32* out = reinterpret_cast<f32*>(by.out);
   multiply<Side::along, Side::along>(
@@ -131,7 +135,10 @@ KERNEL(stacked_products, 256, LIMIT(64, 8704, 7), (const Product* products, u32 
         return there ? right[at] : 0.0f;
       },
       [=](u32 i, u32 j, f32 sum) {
-        if (row + i < by.rows && column + j < by.columns) out[static_cast<u64>(row + i) * by.columns + column + j] = sum;
+        const u32 y = row + i, x = column + j;
+        if (y >= by.rows || x >= by.columns || (by.symmetric && y > x)) return;
+        out[static_cast<u64>(y) * by.columns + x] = sum;
+        if (by.symmetric && y < x) out[static_cast<u64>(x) * by.columns + y] = sum;
       });
 }
 

@@ -13,13 +13,3 @@ KERNEL(copy_blocks, 256, LIMIT(32, 0, 8), (const Piece* pieces, u32 count)) {
     else reinterpret_cast<u16*>(piece.right)[index] = reinterpret_cast<const u16*>(piece.left)[index];
   }
 }
-
-// f32 into bf16, rounded to nearest, ties to even.
-KERNEL(narrow_blocks, 256, LIMIT(32, 0, 8), (const Piece* pieces, u32 count)) {
-  const Piece piece = pieces[piece_of_block(pieces, count)];
-  const u64 base = static_cast<u64>(block_index() - piece.block) * ELEMENTS;
-  for (u32 place = thread_index(); place < ELEMENTS; place += BLOCK) {
-    const u64 index = base + place;
-    if (index < piece.elements) put(reinterpret_cast<bf16*>(piece.right)[index], reinterpret_cast<const f32*>(piece.left)[index]);
-  }
-}

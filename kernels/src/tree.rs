@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::device::pieces::{self, Piece};
@@ -52,17 +52,10 @@ impl<T: Sum> Sum for Vec<T> {
 /// where our kernels cannot be compiled, by an operator each. A sum has the bits of [`Sum`].
 pub fn add_all(pairs: &mut [(Tensor, Tensor)]) -> Result<()> {
     let device = pairs.first().map_or(Device::Cpu, |(left, _)| left.device());
-    let fits = |(left, right): &(Tensor, Tensor)| {
-        let float = left.kind() == tch::Kind::Float && right.kind() == tch::Kind::Float;
-        float && left.size() == right.size() && left.is_contiguous() && right.is_contiguous()
-    };
     match Queue::of(device) {
         Ok(queue) if pairs.iter().all(fits) => {
-            let mut pieces = Vec::with_capacity(pairs.len());
-            for (left, right) in pairs.iter() {
-                pieces.push(Piece { tensor: left, other: Some(right), first: 0, salt: 0 });
-            }
-            pieces::add(&queue, &pieces)
+            let pieces = pairs.iter().map(|(left, right)| piece(left, right));
+            pieces::add(&queue, &pieces.collect::<Vec<_>>())
         }
         _ => {
             for (left, right) in pairs {
@@ -71,6 +64,38 @@ pub fn add_all(pairs: &mut [(Tensor, Tensor)]) -> Result<()> {
             Ok(())
         }
     }
+}
+
+/// Copies to each left tensor the right one, of one shape, kind and device: by one launch, as [`add_all`] adds, where all are
+/// contiguous f32 or bf16.
+pub fn copy_all(pairs: &mut [(Tensor, Tensor)]) -> Result<()> {
+    let device = pairs.first().map_or(Device::Cpu, |(left, _)| left.device());
+    match Queue::of(device) {
+        Ok(queue) if pairs.iter().all(copied) => {
+            let pieces = pairs.iter().map(|(left, right)| piece(right, left));
+            pieces::copy(&queue, &pieces.collect::<Vec<_>>())
+        }
+        _ => {
+            pairs.iter_mut().try_for_each(|(left, right)| left.f_copy_(right))?;
+            Ok(())
+        }
+    }
+}
+
+/// Whether a pair can be in a table of what is added.
+fn fits(pair: &(Tensor, Tensor)) -> bool {
+    pair.0.kind() == Kind::Float && copied(pair)
+}
+
+/// Whether it can be in one of what is copied.
+fn copied((left, right): &(Tensor, Tensor)) -> bool {
+    let float = [Kind::Float, Kind::BFloat16].contains(&left.kind());
+    let alike = left.kind() == right.kind() && left.size() == right.size();
+    float && alike && left.is_contiguous() && right.is_contiguous()
+}
+
+fn piece<'a>(tensor: &'a Tensor, other: &'a Tensor) -> Piece<'a> {
+    Piece { tensor, other: Some(other), first: 0, salt: 0 }
 }
 
 /// Adds leaves in the order of the tree, given in leaf order.

@@ -33,9 +33,9 @@ use crate::device::queue::Queue;
 use crate::{Error, Result};
 pub use operands::{
     ATTENTION_ROWS, AdamW, Attended, Attention, AttentionGrads, Banded, ConvShift, ConvShiftGrads,
-    CrossEntropy, CrossEntropyGrads, Dispatch, Experts, Gradient, Moved, NewtonSchulz, NormBack,
-    QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, RouterGrads, RouterSaved,
-    RouterWeights, Routes, Scaling, Span,
+    CrossEntropy, CrossEntropyGrads, Dispatch, Experts, Gradient, Moved, NewtonSchulz,
+    NewtonSchulzForm, NormBack, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads,
+    RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Span,
 };
 
 /// The variable that asks for another table than the one for the device.
@@ -363,8 +363,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// `w <- keep * w - rate * direction`, f32 of one shape.
     fn descend(&self, weight: &mut Tensor, direction: &Tensor, keep: f32, rate: f32) -> Result<()>;
 
-    /// Each matrix of `[rows, columns]`, or of a stack of such, f32: divided by its length, then iterated, transposed where it
-    /// is higher than wide. A matrix has the same bits whatever it is stacked with.
+    /// Each matrix of `[rows, columns]`, or of a stack of such, f32: divided by its length, then iterated by its form,
+    /// transposed where it is higher than wide. A matrix has the same bits whatever it is stacked with.
     fn newton_schulz(&self, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor>;
 
     /// The same of many matrices of any shapes, contiguous, with the same bits.

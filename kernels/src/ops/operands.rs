@@ -502,12 +502,31 @@ pub struct Moved<'a> {
 }
 
 /// A Newton-Schulz iteration towards the nearest orthogonal matrix.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NewtonSchulz {
-    /// `a`, `b`, `c` of `X <- a X + b A X + c A A X` with `A = X X^T`.
+    /// `a`, `b`, `c` of `X <- P X` with `P = a I + b A + c A A`, `A = X X^T`.
     pub coefficients: [f32; 3],
     /// How often.
     pub steps: usize,
     /// Added to a matrix' length before it is divided by it.
     pub eps: f32,
+    /// What is iterated.
+    pub form: NewtonSchulzForm,
+}
+
+/// What is iterated: the same in exact arithmetic, rounded otherwise.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NewtonSchulzForm {
+    /// `A` alone, of a matrix at least twice as long one way as the other: polynomials of `A` commute, so a step takes `A` to
+    /// `P A P`, and the matrix is multiplied once, with the product of all `P`.
+    Gram,
+    /// Every matrix itself.
+    Direct,
+}
+
+impl NewtonSchulz {
+    /// Whether of a matrix of this size the square alone is iterated.
+    pub fn by_gram(self, [rows, columns]: [i64; 2]) -> bool {
+        self.form == NewtonSchulzForm::Gram && rows.max(columns) >= 2 * rows.min(columns)
+    }
 }

@@ -14,12 +14,16 @@
 //! nothing to gain from them.
 
 use kernels::Result;
-use kernels::ops::{NewtonSchulz, Ops};
+use kernels::ops::{NewtonSchulz, NewtonSchulzForm, Ops};
 use tch::Tensor;
 
 /// The quintic iteration: it pushes singular values into about 0.7..1.2, fast rather than exact.
-pub const QUINTIC: NewtonSchulz =
-    NewtonSchulz { coefficients: [3.4445, -4.7750, 2.0315], steps: 5, eps: 1e-7 };
+pub const QUINTIC: NewtonSchulz = NewtonSchulz {
+    coefficients: [3.4445, -4.7750, 2.0315],
+    steps: 5,
+    eps: 1e-7,
+    form: NewtonSchulzForm::Gram,
+};
 
 /// What Muon does at one step, as plain numbers.
 #[derive(Clone, Copy, Debug)]

@@ -109,9 +109,10 @@ fn iteration(sizes: &[[usize; 2]]) -> Iteration {
         units.push(([4 * at; 2], piece(x, unit, rows * columns, 0)));
         polynomials.push(([4 * square_at; 2], piece(one, other, rows * rows, rows as u64)));
         let numbers = [rows, rows, columns, block, columns, 1, columns, 1];
-        products.extend([&[0; 6][..], &numbers.map(|number| number as u32)].concat());
+        let numbers = numbers.map(|number| number as u32);
+        products.extend([&[0; 6][..], &numbers, &[1, 0]].concat());
         places.push([at, square_at]);
-        block += rows.div_ceil(64).pow(2);
+        block += rows.div_ceil(64) * (rows.div_ceil(64) + 1) / 2;
         (at, square_at) = (at + rows * columns, square_at + rows * rows);
     }
     let count = Argument::from(sizes.len());
@@ -124,7 +125,7 @@ fn iteration(sizes: &[[usize; 2]]) -> Iteration {
     for (row, [at, square_at]) in places.into_iter().enumerate() {
         for (word, (target, at)) in [(unit, at), (unit, at), (square, square_at)].iter().enumerate()
         {
-            tape.address(words, 56 * row + 8 * word, *target, 4 * at);
+            tape.address(words, 64 * row + 8 * word, *target, 4 * at);
         }
     }
     tape.launch("stacked_products", block, &[words.into(), count]);
@@ -172,7 +173,7 @@ fn iterations_are_those_of_the_cpu() {
 
 struct Loss {
     tape: Tape,
-    found: [Buffer; 4],
+    found: [Buffer; 5],
 }
 
 fn labels(tokens: usize, size: usize) -> Vec<i64> {
@@ -185,14 +186,14 @@ fn masks(tokens: usize) -> Vec<f32> {
 
 const HIDDEN: usize = 11;
 
-fn loss([tokens, size]: [usize; 2], values: Values) -> Loss {
+fn loss([tokens, size]: [usize; 2], shards: usize, values: Values) -> Loss {
     let kind = values.kind();
     let mut tape = Tape::new(&format!("cross_entropy_{kind}"));
     let logits = values.scaled(&mut tape, tokens * size, 1, 20.0);
     let (labels, mask) = (tape.with(&labels(tokens, size)), tape.with(&masks(tokens)));
     let [log_sum, losses] = [(); 2].map(|()| tape.room::<f32>(tokens));
     let places = [logits, labels, mask, log_sum, losses].map(Argument::from);
-    let arguments = [&places[..], &[size.into()]].concat();
+    let arguments = [&places[..], &[size.into(), shards.into()]].concat();
     tape.launch(&format!("cross_entropy_{kind}"), tokens, &arguments);
     let arguments: [Argument; 4] = [logits.into(), labels.into(), log_sum.into(), size.into()];
     tape.launch(&format!("cross_entropy_slope_{kind}"), tokens, &arguments);
@@ -200,15 +201,22 @@ fn loss([tokens, size]: [usize; 2], values: Values) -> Loss {
     let out = values.room(&mut tape, tokens * HIDDEN);
     let arguments = [x.into(), mask.into(), out.into(), Argument::Float(37.0), HIDDEN.into()];
     tape.launch(&format!("scale_rows_{kind}"), tokens, &arguments);
-    Loss { tape, found: [log_sum, losses, logits, out] }
+    let x = tape.with(&numbers(tokens * HIDDEN, 2));
+    let short = tape.room::<u16>(tokens * HIDDEN);
+    let arguments = [x.into(), mask.into(), short.into(), Argument::Float(37.0), HIDDEN.into()];
+    tape.launch("scale_rows_narrow", tokens, &arguments);
+    Loss { tape, found: [log_sum, losses, logits, out, short] }
 }
 
 #[test]
 fn losses_agree_with_libtorch() {
-    for (shape, values) in
-        [([1, 1], Values::Wide), ([9, 1000], Values::Wide), ([7, 300], Values::Narrow)]
-    {
-        let loss = loss(shape, values);
+    for (shape, shards, values) in [
+        ([1, 1], 1, Values::Wide),
+        ([9, 1000], 1, Values::Wide),
+        ([9, 1000], 7, Values::Wide),
+        ([7, 300], 2, Values::Narrow),
+    ] {
+        let loss = loss(shape, shards, values);
         let played = loss.tape.play();
         let [tokens, size] = shape.map(|size| size as i64);
         let logits =
@@ -226,16 +234,42 @@ fn losses_agree_with_libtorch() {
         let within = if values == Values::Wide { 4e-6 } else { 2f64.powi(-8) };
         close(&Vec::<f32>::try_from(&found.reshape([-1])).unwrap(), &slope, within);
         let x = values.tensor(&[tokens, HIDDEN as i64], 2);
+        let wide = tensor(&numbers(shape[0] * HIDDEN, 2), &[tokens, HIDDEN as i64]);
+        let wanted = (wide * (&mask / 37.0)).to_kind(Kind::BFloat16);
+        let found = super::tensor_bf16(&played.read(loss.found[4]), &[tokens, HIDDEN as i64]);
+        assert_eq!(found, wanted);
         let wanted = (x.to_kind(Kind::Float) * (mask / 37.0)).to_kind(values.of());
         assert_eq!(values.read(&played, loss.found[3], &[tokens, HIDDEN as i64]), wanted);
     }
 }
 
-/// Packs tensors of these sizes into one buffer, unpacks it into one with a gap, and narrows it.
+/// Exponentials are added within a shard first, then over shards in the order of the tree.
+#[test]
+fn shards_of_a_vocabulary_are_added_in_the_tree() {
+    // To 1 two of these add what one does not.
+    let small = 5e-8f32.ln();
+    let unit = 2f64.powi(-23);
+    for (size, shards, units) in [(4, 4, 1.0), (6, 1, 2.0), (6, 2, 1.0), (6, 6, 2.0), (3, 3, 0.0)] {
+        let mut logits = vec![small; size];
+        logits[0] = 0.0;
+        let mut tape = Tape::new("shards");
+        let (logits, labels, mask) = (tape.with(&logits), tape.with(&[0i64]), tape.with(&[1f32]));
+        let [log_sum, losses] = [(); 2].map(|()| tape.room::<f32>(1));
+        let places = [logits, labels, mask, log_sum, losses].map(Argument::from);
+        let arguments = [&places[..], &[size.into(), shards.into()]].concat();
+        tape.launch("cross_entropy_f32", 1, &arguments);
+        let found = f64::from(tape.play().read::<f32>(losses)[0]);
+        assert!((found - units * unit).abs() < 0.01 * unit, "{size} {shards}: {found:e}");
+    }
+}
+
+/// Packs tensors of these sizes into one buffer and unpacks it into one with a gap; copies all of it in bf16.
 fn packed(sizes: &[usize]) -> (Tape, [Buffer; 3]) {
     let mut tape = Tape::new("transport");
     let total: usize = sizes.iter().sum();
-    let (flat, narrow) = (tape.room::<f32>(total), tape.room::<u16>(total));
+    let all: Vec<f32> =
+        (1..).zip(sizes).flat_map(|(seed, &elements)| numbers(elements, seed)).collect();
+    let (flat, narrow) = (tape.room::<f32>(total), tape.with(&super::bf16(&all)));
     let again = tape.room::<f32>(total + 1);
     let short = tape.room::<u16>(total);
     let (mut there, mut back, mut at) = (Vec::new(), Vec::new(), 0);
@@ -253,15 +287,10 @@ fn packed(sizes: &[usize]) -> (Tape, [Buffer; 3]) {
         back.push(([at * 4, at * 4 + 4], piece(flat, again, elements, 4)));
         at += elements;
     }
-    for (rows, kernel) in [
-        (there, "copy_blocks"),
-        (back, "copy_blocks"),
-        (vec![([0, 0], piece(flat, narrow, total, 4))], "narrow_blocks"),
-        (vec![([0, 0], piece(narrow, short, total, 2))], "copy_blocks"),
-    ] {
+    for rows in [there, back, vec![([0, 0], piece(narrow, short, total, 2))]] {
         let count = rows.len();
         let (table, blocks) = table(&mut tape, &rows);
-        tape.launch(kernel, blocks, &[table.into(), count.into()]);
+        tape.launch("copy_blocks", blocks, &[table.into(), count.into()]);
     }
     (tape, [flat, again, short])
 }
@@ -281,7 +310,7 @@ fn pieces_travel_whole() {
 }
 
 pub(super) fn small() -> Vec<Tape> {
-    let losses = [Values::Wide, Values::Narrow].map(|values| loss([3, 260], values).tape);
+    let losses = [Values::Wide, Values::Narrow].map(|values| loss([3, 260], 3, values).tape);
     let mut tapes =
         vec![moved(&[1030, 3]).0, iteration(&[[5, 7], [2, 3]]).tape, packed(&[4100, 7]).0];
     tapes.extend(losses);

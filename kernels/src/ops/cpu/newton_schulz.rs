@@ -1,4 +1,4 @@
-//! Newton-Schulz iterations, with symmetric products and, for oblong matrices, on the short side alone.
+//! Newton-Schulz iterations, with symmetric products.
 
 use tch::Tensor;
 
@@ -24,9 +24,13 @@ fn one(matrix: &[f32], rows: usize, by: NewtonSchulz, out: &mut [f32]) {
     let unit: Vec<f32> = matrix.iter().map(|value| value / length).collect();
     let x = Panels::of(&unit, rows);
     let columns = matrix.len() / rows;
-    let (short, long) = (rows.min(columns), rows.max(columns));
+    let short = rows.min(columns);
     let x = if rows > columns { x.turned() } else { x };
-    let x = if long >= 2 * short { by_square(x, short, by) } else { by_matrix(x, short, by) };
+    let x = if by.by_gram([rows, columns].map(|size| size as i64)) {
+        by_square(x, short, by)
+    } else {
+        by_matrix(x, short, by)
+    };
     let x = if rows > columns { x.turned() } else { x };
     x.unpack(out);
 }
@@ -46,8 +50,7 @@ fn by_matrix(mut x: Panels, rows: usize, by: NewtonSchulz) -> Panels {
     x
 }
 
-/// The same steps where the matrix is at least twice as wide as high. `A = X X^T` and all polynomials of it commute, so that a
-/// step takes `A` to `P A P`, and the wide matrix is met twice in all instead of twice a step.
+/// The same steps on `A = X X^T` alone: the wide matrix is met twice in all instead of twice a step.
 fn by_square(x: Panels, rows: usize, by: NewtonSchulz) -> Panels {
     let [mut square, mut factor, mut all, mut spare] = [(); 4].map(|()| Panels::zeros(rows, rows));
     let side = x.turned();

@@ -7,6 +7,7 @@
 mod finish;
 mod grouped;
 mod heads;
+mod loss;
 mod newton_schulz;
 mod router;
 mod rows;
@@ -23,7 +24,7 @@ use super::{
     AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, CrossEntropy,
     CrossEntropyGrads, Dispatch, Gradient, Moved, NewtonSchulz, NormBack, Ops, QueriesAndKeys,
     QueryKey, QueryKeyGrads, REFERENCE, ResidualGrads, RouterGrads, RouterSaved, RouterWeights,
-    Routes, Scaling, cross_entropy,
+    Routes, Scaling,
 };
 use crate::device::queue::{Argument, Queue};
 use crate::{Error, Result};
@@ -78,7 +79,7 @@ fn by_kind<'a>(tensor: &Tensor, [wide, narrow]: [&'a CStr; 2]) -> &'a CStr {
 impl Ops for Own {
     fn name(&self) -> &'static str {
         static NAME: OnceLock<String> = OnceLock::new();
-        NAME.get_or_init(|| format!("device 4, kernels {:016x}", crate::device::kernels_digest()))
+        NAME.get_or_init(|| format!("device 5, kernels {:016x}", crate::device::kernels_digest()))
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -190,17 +191,11 @@ impl Ops for Own {
     }
 
     fn cross_entropy(&self, by: CrossEntropy) -> Result<Tensor> {
-        match by.shards {
-            1 => router::cross_entropy(&self.at(by.hidden)?, self, by),
-            _ => cross_entropy::cross_entropy(self, by),
-        }
+        loss::cross_entropy(&self.at(by.hidden)?, self, by)
     }
 
     fn cross_entropy_backward(&self, by: CrossEntropy, divisor: f64) -> Result<CrossEntropyGrads> {
-        match by.shards {
-            1 => router::cross_entropy_backward(&self.at(by.hidden)?, self, by, divisor),
-            _ => cross_entropy::cross_entropy_backward(self, by, divisor),
-        }
+        loss::cross_entropy_backward(&self.at(by.hidden)?, self, by, divisor)
     }
 
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {

@@ -6,9 +6,7 @@ use super::rows::{banded, lanes, of_bands};
 use super::{Argument, Queue, by_kind, each};
 use crate::Result;
 use crate::ops::operands::Inputs;
-use crate::ops::{
-    CrossEntropy, CrossEntropyGrads, Ops, RouterGrads, RouterSaved, RouterWeights, Routes, check,
-};
+use crate::ops::{RouterGrads, RouterSaved, RouterWeights, Routes, check};
 
 /// `x += bias`, and `out = gelu(x)`.
 fn gelu(queue: &Queue, x: &Tensor, bias: &Tensor, out: &Tensor) -> Result<()> {
@@ -145,93 +143,4 @@ pub(super) fn router_backward(
         fc2_bias: vector(4)?,
         out: logits.f_tr()?.f_matmul(&saved.second_out)?,
     })
-}
-
-/// A chunk of a cross-entropy over the whole vocabulary.
-struct Chunk {
-    rows: Tensor,
-    labels: Tensor,
-    mask: Tensor,
-    /// In the kind of the rows: first logits, then their slopes.
-    logits: Tensor,
-    log_sum: Tensor,
-}
-
-impl Chunk {
-    /// Of the tokens from `start` on; their losses go into `losses`.
-    fn of(
-        queue: &Queue,
-        ops: &dyn Ops,
-        by: CrossEntropy,
-        start: i64,
-        losses: &Tensor,
-    ) -> Result<Chunk> {
-        let count = by.chunk.min(by.hidden.size()[0] - start);
-        let part = |x: &Tensor| x.f_narrow(0, start, count);
-        let (rows, labels, mask) = (part(by.hidden)?, part(by.labels)?, part(by.mask)?);
-        let logits = ops.matmul(&rows, &by.weights.f_tr()?)?;
-        let log_sum = queue.room(&[count], Kind::Float)?;
-        let kernel = by_kind(&logits, [c"cross_entropy_f32", c"cross_entropy_bf16"]);
-        let losses = part(losses)?;
-        let memory = [&logits, &labels, &mask, &log_sum, &losses].map(Argument::from);
-        let size = [logits.size()[1].into()];
-        queue.launch(kernel, count, &[&memory[..], &size].concat())?;
-        Ok(Chunk { rows, labels, mask, logits, log_sum })
-    }
-
-    /// Makes slopes of the logits.
-    fn slopes(&self, queue: &Queue) -> Result<()> {
-        let Chunk { labels, logits, log_sum, .. } = self;
-        let kernel = by_kind(logits, [c"cross_entropy_slope_f32", c"cross_entropy_slope_bf16"]);
-        let memory = [logits, labels, log_sum].map(Argument::from);
-        let arguments = [&memory[..], &[logits.size()[1].into()]].concat();
-        queue.launch(kernel, labels.size()[0], &arguments)
-    }
-
-    /// `out = x mask / divisor`, row by row; `out` may be `x`.
-    fn scaled(&self, queue: &Queue, x: &Tensor, out: &Tensor, divisor: f64) -> Result<()> {
-        let kernel = by_kind(x, [c"scale_rows_f32", c"scale_rows_bf16"]);
-        let memory = [x, &self.mask, out].map(Argument::from);
-        let sizes = [(divisor as f32).into(), x.size()[1].into()];
-        queue.launch(kernel, x.size()[0], &[&memory[..], &sizes].concat())
-    }
-}
-
-/// Losses of the whole vocabulary in one piece.
-pub(super) fn cross_entropy(queue: &Queue, ops: &dyn Ops, by: CrossEntropy) -> Result<Tensor> {
-    let [tokens, _] = check::cross_entropy(by)?;
-    let losses = queue.room(&[tokens], Kind::Float)?;
-    for start in (0..tokens).step_by(by.chunk as usize) {
-        Chunk::of(queue, ops, by, start, &losses)?;
-    }
-    Ok(losses)
-}
-
-/// The same, and gradients of their sum over `divisor`.
-pub(super) fn cross_entropy_backward(
-    queue: &Queue,
-    ops: &dyn Ops,
-    by: CrossEntropy,
-    divisor: f64,
-) -> Result<CrossEntropyGrads> {
-    let [tokens, _] = check::cross_entropy(by)?;
-    let float = (Kind::Float, queue.device());
-    let mut weights = by.weights.f_new_zeros(by.weights.size(), float)?;
-    let hidden = by.hidden.f_empty_like()?;
-    let losses = queue.room(&[tokens], Kind::Float)?;
-    for start in (0..tokens).step_by(by.chunk as usize) {
-        let chunk = Chunk::of(queue, ops, by, start, &losses)?;
-        chunk.slopes(queue)?;
-        // The mask and the divisor scale the narrow side: rows of D numbers, not of V.
-        let scaled = chunk.rows.f_empty_like()?;
-        chunk.scaled(queue, &chunk.rows, &scaled, divisor)?;
-        let to_hidden = hidden.f_narrow(0, start, chunk.rows.size()[0])?;
-        ops.matmul_into(&to_hidden, &chunk.logits, by.weights)?;
-        chunk.scaled(queue, &to_hidden, &to_hidden, divisor)?;
-        match by.part {
-            true => drop(weights.f_add_(&ops.matmul_part(&chunk.logits.f_tr()?, &scaled)?)?),
-            false => ops.matmul_add(&mut weights, &chunk.logits.f_tr()?, &scaled)?,
-        }
-    }
-    Ok(CrossEntropyGrads { losses, hidden, weights })
 }

@@ -23,7 +23,7 @@ pub(super) struct Reference;
 
 impl Ops for Reference {
     fn name(&self) -> &'static str {
-        "reference 3"
+        "reference 4"
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -31,11 +31,21 @@ impl Ops for Reference {
     }
 
     fn matmul_into(&self, out: &Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
-        Ok(out.shallow_clone().f_copy_(&left.f_matmul(right)?)?)
+        if left.kind() != out.kind() {
+            return Ok(out.shallow_clone().f_copy_(&left.f_matmul(right)?)?);
+        }
+        let _ = match left.dim() {
+            2 => left.f_mm_out(out, right)?,
+            _ => left.f_bmm_out(out, right)?,
+        };
+        Ok(())
     }
 
     fn matmul_add(&self, out: &mut Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
-        let _ = out.f_add_(&left.f_matmul(right)?)?;
+        let _ = match left.kind() == out.kind() {
+            true => out.f_addmm_(left, right)?,
+            false => out.f_add_(&left.f_matmul(right)?)?,
+        };
         Ok(())
     }
 

@@ -23,10 +23,41 @@ fn one(matrix: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
     let [a, b, c] = by.coefficients.map(f64::from);
     let length = matrix.f_norm()?.f_add_scalar(f64::from(by.eps))?;
     let mut x = matrix.f_contiguous()?.f_div(&length)?;
-    for _ in 0..by.steps {
-        let square = x.f_mm(&x.f_transpose(0, 1)?)?;
-        let factor = square.f_mul_scalar(b)?.f_add(&square.f_mm(&square)?.f_mul_scalar(c)?)?;
-        x = x.f_mul_scalar(a)?.f_add(&factor.f_mm(&x)?)?;
+    let factor = |square: &Tensor| -> Result<Tensor> {
+        Ok(square.f_mul_scalar(b)?.f_add(&square.f_mm(square)?.f_mul_scalar(c)?)?)
+    };
+    if by.by_gram([rows, columns]) {
+        x = by_square(x, by.steps, |square| {
+            let factor = factor(square)?;
+            let _ = factor.f_diagonal(0, 0, 1)?.f_add_scalar_(a)?;
+            Ok(factor)
+        })?;
+    } else {
+        for _ in 0..by.steps {
+            let factor = factor(&x.f_mm(&x.f_transpose(0, 1)?)?)?;
+            x = x.f_mul_scalar(a)?.f_add(&factor.f_mm(&x)?)?;
+        }
     }
     Ok(if tall { x.f_transpose(0, 1)? } else { x })
+}
+
+/// `A <- P A P`, so often, and `X` times the product of all `P`.
+fn by_square(
+    x: Tensor,
+    steps: usize,
+    polynomial: impl Fn(&Tensor) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let (mut square, mut all) = (x.f_mm(&x.f_transpose(0, 1)?)?, None::<Tensor>);
+    for _ in 0..steps {
+        let factor = polynomial(&square)?;
+        square = square.f_mm(&factor)?.f_mm(&factor)?;
+        all = Some(match all {
+            None => factor,
+            Some(all) => all.f_mm(&factor)?,
+        });
+    }
+    Ok(match all {
+        None => x,
+        Some(all) => all.f_mm(&x)?,
+    })
 }

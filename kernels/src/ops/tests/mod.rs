@@ -7,6 +7,7 @@ use super::*;
 
 mod model;
 mod newton_schulz;
+mod products;
 
 /// Numbers between -1 and 1 that depend on nothing but `seed`.
 pub(in crate::ops) fn random(shape: &[i64], seed: u64) -> Tensor {

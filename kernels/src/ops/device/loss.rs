@@ -1,0 +1,144 @@
+//! Cross-entropy over a vocabulary, or over shards of it, of which each has products of its own.
+//!
+//! Logits of a chunk of tokens lie side by side whatever the shards. Their largest is that of the row, exponentials are summed
+//! shard by shard and then in the tree over shards, and a slope needs but the logarithm of the sum.
+
+use std::ops::Range;
+
+use tch::{Kind, Tensor};
+
+use super::{Argument, Queue, by_kind};
+use crate::Result;
+use crate::ops::{CrossEntropy, CrossEntropyGrads, Ops, check};
+use crate::tree::Counter;
+
+/// A chunk of tokens.
+struct Chunk<'a> {
+    queue: &'a Queue,
+    ops: &'a dyn Ops,
+    by: CrossEntropy<'a>,
+    rows: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    /// In the kind of the rows: first logits, then their slopes.
+    logits: Tensor,
+    log_sum: Tensor,
+}
+
+/// The part of the vocabulary that each shard has.
+fn shards(by: CrossEntropy) -> impl Iterator<Item = Range<i64>> {
+    let size = by.weights.size()[0];
+    (0..by.shards).map(move |shard| size * shard / by.shards..size * (shard + 1) / by.shards)
+}
+
+fn narrow(x: &Tensor, dimension: i64, range: &Range<i64>) -> Result<Tensor> {
+    Ok(x.f_narrow(dimension, range.start, range.end - range.start)?)
+}
+
+impl<'a> Chunk<'a> {
+    /// Of the tokens from `start` on; their losses go into `losses`.
+    fn of(
+        queue: &'a Queue,
+        ops: &'a dyn Ops,
+        by: CrossEntropy<'a>,
+        start: i64,
+        losses: &Tensor,
+    ) -> Result<Chunk<'a>> {
+        let count = by.chunk.min(by.hidden.size()[0] - start);
+        let part = |x: &Tensor| x.f_narrow(0, start, count);
+        let (rows, labels, mask) = (part(by.hidden)?, part(by.labels)?, part(by.mask)?);
+        let logits = queue.room(&[count, by.weights.size()[0]], rows.kind())?;
+        for shard in shards(by) {
+            let weights = narrow(by.weights, 0, &shard)?;
+            ops.matmul_into(&narrow(&logits, 1, &shard)?, &rows, &weights.f_tr()?)?;
+        }
+        let log_sum = queue.room(&[count], Kind::Float)?;
+        let kernel = by_kind(&logits, [c"cross_entropy_f32", c"cross_entropy_bf16"]);
+        let losses = part(losses)?;
+        let memory = [&logits, &labels, &mask, &log_sum, &losses].map(Argument::from);
+        let size = [logits.size()[1].into(), by.shards.into()];
+        queue.launch(kernel, count, &[&memory[..], &size].concat())?;
+        Ok(Chunk { queue, ops, by, rows, labels, mask, logits, log_sum })
+    }
+
+    /// Makes slopes of the logits.
+    fn slopes(&self) -> Result<()> {
+        let Chunk { labels, logits, log_sum, .. } = self;
+        let kernel = by_kind(logits, [c"cross_entropy_slope_f32", c"cross_entropy_slope_bf16"]);
+        let memory = [logits, labels, log_sum].map(Argument::from);
+        let arguments = [&memory[..], &[logits.size()[1].into()]].concat();
+        self.queue.launch(kernel, labels.size()[0], &arguments)
+    }
+
+    /// `out = x mask / divisor`, row by row; `out` may be `x`.
+    fn scaled(&self, x: &Tensor, out: &Tensor, divisor: f64) -> Result<()> {
+        let kernel = match x.kind() == out.kind() {
+            true => by_kind(x, [c"scale_rows_f32", c"scale_rows_bf16"]),
+            false => c"scale_rows_narrow",
+        };
+        let memory = [x, &self.mask, out].map(Argument::from);
+        let sizes = [(divisor as f32).into(), x.size()[1].into()];
+        self.queue.launch(kernel, x.size()[0], &[&memory[..], &sizes].concat())
+    }
+
+    /// From slopes to the gradient of the rows; parts of several shards are added before they are rounded.
+    fn to_rows(&self, out: &Tensor, divisor: f64) -> Result<()> {
+        if self.by.shards == 1 {
+            self.ops.matmul_into(out, &self.logits, self.by.weights)?;
+            return self.scaled(out, out, divisor);
+        }
+        let mut sum = Counter::new();
+        for shard in shards(self.by) {
+            let slopes = narrow(&self.logits, 1, &shard)?;
+            sum.push(self.ops.matmul_part(&slopes, &narrow(self.by.weights, 0, &shard)?)?);
+        }
+        let sum = sum.finish().ok_or_else(|| super::unreached("cross_entropy_backward"))?;
+        self.scaled(&sum, out, divisor)
+    }
+
+    /// Adds the gradient of the weights that `rows` come to, times mask and divisor.
+    fn add_weights(&self, weights: &Tensor, rows: &Tensor) -> Result<()> {
+        for shard in shards(self.by) {
+            let (mut weights, slopes) =
+                (narrow(weights, 0, &shard)?, narrow(&self.logits, 1, &shard)?);
+            match self.by.part {
+                true => drop(weights.f_add_(&self.ops.matmul_part(&slopes.f_tr()?, rows)?)?),
+                false => self.ops.matmul_add(&mut weights, &slopes.f_tr()?, rows)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+pub(super) fn cross_entropy(queue: &Queue, ops: &dyn Ops, by: CrossEntropy) -> Result<Tensor> {
+    let [tokens, _] = check::cross_entropy(by)?;
+    let losses = queue.room(&[tokens], Kind::Float)?;
+    for start in (0..tokens).step_by(by.chunk as usize) {
+        Chunk::of(queue, ops, by, start, &losses)?;
+    }
+    Ok(losses)
+}
+
+/// The same, and gradients of their sum over `divisor`.
+pub(super) fn cross_entropy_backward(
+    queue: &Queue,
+    ops: &dyn Ops,
+    by: CrossEntropy,
+    divisor: f64,
+) -> Result<CrossEntropyGrads> {
+    let [tokens, _] = check::cross_entropy(by)?;
+    let float = (Kind::Float, queue.device());
+    let weights = by.weights.f_new_zeros(by.weights.size(), float)?;
+    let hidden = by.hidden.f_empty_like()?;
+    let losses = queue.room(&[tokens], Kind::Float)?;
+    for start in (0..tokens).step_by(by.chunk as usize) {
+        let chunk = Chunk::of(queue, ops, by, start, &losses)?;
+        chunk.slopes()?;
+        // The mask and the divisor scale the narrow side: rows of D numbers, not of V.
+        let scaled = chunk.rows.f_empty_like()?;
+        chunk.scaled(&chunk.rows, &scaled, divisor)?;
+        chunk.to_rows(&hidden.f_narrow(0, start, chunk.rows.size()[0])?, divisor)?;
+        chunk.add_weights(&weights, &scaled)?;
+    }
+    Ok(CrossEntropyGrads { losses, hidden, weights })
+}

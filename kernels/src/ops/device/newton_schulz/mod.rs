@@ -1,0 +1,49 @@
+//! Newton-Schulz: small matrices all together, by products of our own; larger ones in stacks of one shape, by the library's.
+//!
+//! Which way a matrix goes, and of how many its stack is, is decided by its shape alone. An element of our products is one
+//! chain of fused multiplications and additions; the library is always called with a whole stack, filled up with zeros. So a
+//! matrix has the same bits whatever it comes with.
+
+mod large;
+mod small;
+
+use tch::Tensor;
+
+use super::{Argument, Queue};
+use crate::Result;
+use crate::device::pieces::Piece;
+use crate::ops::{NewtonSchulz, check};
+
+/// Elements of the largest matrix that is small: of more, a library's products are worth their launches.
+const SMALL: i64 = 1 << 17;
+
+pub(super) fn newton_schulz(queue: &Queue, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
+    let [rows, columns] = check::newton_schulz(stack)?;
+    let matrices = stack.f_view([-1, rows, columns])?;
+    let matrices: Vec<Tensor> = (0..matrices.size()[0])
+        .map(|index| matrices.f_get(index))
+        .collect::<std::result::Result<_, _>>()?;
+    match (stack.dim(), all(queue, &matrices, by)?) {
+        (2, mut made) => made.pop().ok_or_else(|| super::unreached("newton_schulz")),
+        (_, made) => Ok(Tensor::f_stack(&made, 0)?),
+    }
+}
+
+/// Of many matrices.
+pub(super) fn all(queue: &Queue, matrices: &[Tensor], by: NewtonSchulz) -> Result<Vec<Tensor>> {
+    matrices.iter().try_for_each(|matrix| check::newton_schulz(matrix).map(drop))?;
+    let is_small = |matrix: &&Tensor| (1..=SMALL).contains(&(matrix.numel() as i64));
+    let (some, others): (Vec<&Tensor>, Vec<&Tensor>) = matrices.iter().partition(is_small);
+    let mut some = small::all(queue, &some, by)?.into_iter();
+    let mut others = large::all(queue, &others, by)?.into_iter();
+    let turned = matrices.iter().map(|matrix| {
+        let made = if is_small(&matrix) { some.next() } else { others.next() };
+        made.ok_or_else(|| super::unreached("newton_schulz"))
+    });
+    turned.collect()
+}
+
+/// A tensor, and another of its size.
+fn piece<'a>(tensor: &'a Tensor, other: &'a Tensor, first: u64) -> Piece<'a> {
+    Piece { tensor, other: Some(other), first, salt: 0 }
+}
