@@ -369,6 +369,8 @@ struct Counter {
     /// By our own kernels, or by libtorch alone.
     own: bool,
     dtype: &'static str,
+    /// How micro-batches are cut inside.
+    cut: &'static str,
 }
 
 /// Operations, reads by the host, and operations by name.
@@ -391,7 +393,7 @@ fn table(counted: &Counted) -> String {
 impl Counter {
     fn count(&self, layers: u64, micro_batches: u64, steps: u64) -> Counted {
         let layers = format!("num_hidden_layers = {layers}");
-        let batch = format!("batch = {}\nmicro_batch = 2", 2 * micro_batches);
+        let batch = format!("batch = {}\nmicro_batch = 2\n{}", 2 * micro_batches, self.cut);
         let dtype = format!("dtype = \"{}\"", self.dtype);
         let change = [
             ("dtype = \"f32\"", dtype.as_str()),
@@ -422,7 +424,7 @@ impl Counter {
 fn parts(own: bool, dtype: &'static str) -> [(&'static str, Counted); 4] {
     let scratch = Scratch::new();
     let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
-    let counter = Counter { scratch, store, own, dtype };
+    let counter = Counter { scratch, store, own, dtype, cut: "" };
     let (short, long) = (counter.count(2, 4, 1), counter.count(2, 4, 2));
     let step = less(&long, &short, 1.0);
     // What runs of equal length have besides their micro-batches cancels.
@@ -462,6 +464,22 @@ fn operations_of_a_step_in_bf16_are_bounded() {
     for ((what, counted), bound) in parts(true, "bf16").iter().zip(bounds) {
         println!("{what}:\n{}", table(counted));
         bounded(what, counted, bound);
+    }
+}
+
+/// A step of 2 layers and 4 micro-batches that are cut inside: sums over chunks of a layer's gradients are made together, and a
+/// vocabulary in shards costs no launch more than its products.
+#[test]
+fn operations_of_a_step_that_is_cut_are_bounded() {
+    for (cut, bound) in
+        [("context_chunks = 2", [1700.0, 21.0]), ("weight_shards = 2", [1450.0, 5.0])]
+    {
+        let scratch = Scratch::new();
+        let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
+        let counter = Counter { scratch, store, own: true, dtype: "f32", cut };
+        let step = less(&counter.count(2, 4, 2), &counter.count(2, 4, 1), 1.0);
+        println!("{cut}:\n{}", table(&step));
+        bounded(cut, &step, bound);
     }
 }
 

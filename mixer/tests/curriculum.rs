@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a failing test may panic")]
 
 use contract::{Class, Ratio};
-use curriculum::{Amendment, Dtype, OptimizerKind};
+use curriculum::{Amendment, Dtype, NewtonSchulzForm, OptimizerKind};
 use mixer::{Curriculum, Difference, Plan, SourceFacts, described_store};
 use proptest::prelude::*;
 
@@ -89,6 +89,9 @@ fn every_key_arrives() {
         (c.schedule.warmup_steps, c.schedule.decay_steps, c.schedule.final_lr),
         (3, 30, 1e-3)
     );
+    assert_eq!(c.optimizer.newton_schulz, NewtonSchulzForm::Gram);
+    let direct = parse(&edited("clip = 2", "newton_schulz = \"direct\"")).optimizer;
+    assert_eq!(direct.newton_schulz, NewtonSchulzForm::Direct);
     let [short, long] = &c.phases[..] else { panic!("two phases") };
     assert_eq!(
         (short.name.as_str(), short.steps, short.seq_len, short.batch, short.micro_batch),
@@ -156,6 +159,7 @@ fn mistakes_are_named() {
         ("store = [\"a/store\", \"b/store\"]\n", "", &["c.toml", "no `store`"]),
         ("[model]", "[model", &["c.toml:8:", "TOML"]),
         ("[model]", "[source]", &["c.toml:10:", "`hidden_size`", "a table"]),
+        ("clip = 2", "newton_schulz = \"qr\"", &["c.toml:20:", "qr", "gram", "direct"]),
         ("[optimizer]", "[optimiser]", &["c.toml:13:", "did you mean `optimizer`"]),
         ("[[phase]]", "[phase]", &["c.toml", "TOML"]),
     ];
@@ -200,6 +204,7 @@ fn mistakes_against_the_sources_are_named() {
 #[test]
 fn one_meaning_has_one_text() {
     let canonical = parse(WHOLE).canonical();
+    assert!(!canonical.contains("newton_schulz"), "runs keep the digests from before the key");
     assert_eq!(parse(&canonical).canonical(), canonical, "{canonical}");
     let same = [
         ("web = 0.7, math = \"3/10\"", "math = 0.30, web = \"7/10\""),
@@ -216,6 +221,7 @@ fn one_meaning_has_one_text() {
         ("batch = 6", "batch = 6\nmicro_batch = 1\ncontext_chunks = 1\nweight_shards = 1"),
         ("batch = 6", "batch = 6\nremainder = \"join\""),
         ("rope_theta = 1e4", "rope_theta = 10_000.0"),
+        ("clip = 2", "clip = 2\nnewton_schulz = \"gram\""),
     ];
     for (from, to) in same {
         assert_eq!(parse(&edited(from, to)).canonical(), canonical, "{to}");
@@ -236,6 +242,7 @@ fn one_meaning_has_one_text() {
         ("micro_batch = 2", "micro_batch = 2\nremainder = \"defer\""),
         ("rope_theta = 1e4", "rope_theta = 10_000"),
         ("eps = 1e-9", "eps = 1e-8"),
+        ("clip = 2", "clip = 2\nnewton_schulz = \"direct\""),
         ("rope_theta = 1e6", "rope_theta = 1e7"),
         ("hidden_size = 32", "hidden_size = 64"),
         ("max_epochs = 3", "max_epochs = 4"),
@@ -491,6 +498,10 @@ fn an_edit_matters_from_a_known_step() {
     assert_eq!(change("web = 0.7, math = \"3/10\"", "web = 7, math = 3"), []);
     assert_eq!(change("seed = 11", "seed = 12"), one("seed", 1));
     assert_eq!(change("lr = 1e-2", "lr = 2e-2"), one("optimizer.lr", 1));
+    assert_eq!(
+        change("clip = 2", "clip = 2\nnewton_schulz = \"direct\""),
+        one("optimizer.newton_schulz", 1)
+    );
     assert_eq!(change("hidden_size = 32\n", ""), one("model.hidden_size", 1));
     assert_eq!(change("warmup_steps = 3", "warmup_steps = 4"), one("schedule.warmup_steps", 1));
     assert_eq!(change("decay_steps = 30", "decay_steps = 31"), one("schedule.decay_steps", 4));

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use contract::{Digestible, Fault, Hasher, Identity, Result};
-use curriculum::{Dtype, ModelTable, Numbers, OptimizerKind};
+use curriculum::{Dtype, ModelTable, NewtonSchulzForm, Numbers, OptimizerKind};
 use loader::{Opened, Stores};
 use mixer::{Curriculum, Plan};
 
@@ -389,6 +389,10 @@ fn settings(curriculum: &Curriculum, step: u64) -> Settings {
         betas: (optimizer.betas[0], optimizer.betas[1]),
         eps: optimizer.eps,
         momentum: optimizer.momentum,
+        newton_schulz: match optimizer.newton_schulz {
+            NewtonSchulzForm::Gram => kernels::ops::NewtonSchulzForm::Gram,
+            NewtonSchulzForm::Direct => kernels::ops::NewtonSchulzForm::Direct,
+        },
         weight_decay: optimizer.weight_decay,
         clip: optimizer.clip,
         guard: Guard { skip: curriculum.skip_step, clip: curriculum.auto_clip },

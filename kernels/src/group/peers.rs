@@ -105,9 +105,10 @@ impl Peers {
         let Place { rank, world, host, port, interface, .. } = place;
         let mine = nonce()?;
         let met = announce(&store, place, &mine).and_then(|()| meet(&store, place, timeout, tell));
-        let met = met.inspect_err(|error| match error {
-            Error::Mistaken { .. } => linger(place),
-            _ => (),
+        let met = met.inspect_err(|error| {
+            if let Error::Mistaken { .. } = error {
+                linger(place);
+            }
         })?;
         let (nodes, nonces): (Vec<_>, Vec<_>) = met.into_iter().unzip();
         // On one machine its own name may lead nowhere; the loopback always works.

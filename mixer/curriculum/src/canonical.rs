@@ -7,8 +7,8 @@ use std::fmt::Write as _;
 
 use super::amendment::mix_text;
 use super::{
-    AutoClipSpec, Curriculum, ModelTable, OptimizerSpec, Phase, RemainderRule, ScheduleSpec,
-    SkipStepSpec, SourceSpec, model,
+    AutoClipSpec, Curriculum, ModelTable, NewtonSchulzForm, OptimizerSpec, Phase, RemainderRule,
+    ScheduleSpec, SkipStepSpec, SourceSpec, model,
 };
 
 impl Curriculum {
@@ -88,13 +88,18 @@ fn source_text(name: &str, spec: &SourceSpec, out: &mut Text) {
 }
 
 fn optimizer_text(optimizer: &OptimizerSpec, out: &mut Text) {
-    let OptimizerSpec { kind, lr, betas, eps, momentum, weight_decay, clip } = optimizer;
+    let OptimizerSpec { kind, lr, betas, eps, momentum, newton_schulz, weight_decay, clip } =
+        optimizer;
     out.head("[optimizer]");
     out.line("kind", quoted(kind.name()));
     out.line("lr", float(*lr));
     out.line("betas", format!("[{}, {}]", float(betas[0]), float(betas[1])));
     out.line("eps", float(*eps));
     out.line("momentum", float(*momentum));
+    // As before there was such a key.
+    if *newton_schulz != NewtonSchulzForm::default() {
+        out.line("newton_schulz", quoted(newton_schulz.name()));
+    }
     out.line("weight_decay", float(*weight_decay));
     out.line("clip", float(*clip));
 }

@@ -104,13 +104,16 @@ fn model_difference(
 }
 
 fn optimizer_difference(optimizer: &OptimizerSpec, other: &OptimizerSpec, list: &mut List) {
-    let OptimizerSpec { kind, lr, betas, eps, momentum, weight_decay, clip } = optimizer;
+    let OptimizerSpec { kind, lr, betas, eps, momentum, newton_schulz, weight_decay, clip } =
+        optimizer;
     let pair = |betas: &[f64; 2]| format!("[{}, {}]", float(betas[0]), float(betas[1]));
     list.compare("optimizer.kind", other.kind.name(), kind.name(), 1);
     list.compare("optimizer.lr", float(other.lr), float(*lr), 1);
     list.compare("optimizer.betas", pair(&other.betas), pair(betas), 1);
     list.compare("optimizer.eps", float(other.eps), float(*eps), 1);
     list.compare("optimizer.momentum", float(other.momentum), float(*momentum), 1);
+    let newton_schulz = newton_schulz.name();
+    list.compare("optimizer.newton_schulz", other.newton_schulz.name(), newton_schulz, 1);
     list.compare("optimizer.weight_decay", float(other.weight_decay), float(*weight_decay), 1);
     list.compare("optimizer.clip", float(other.clip), float(*clip), 1);
 }

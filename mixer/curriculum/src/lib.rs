@@ -124,6 +124,17 @@ pub enum OptimizerKind {
     AdamW,
 }
 
+/// What Muon's Newton-Schulz iterates: the same in exact arithmetic, rounded otherwise.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NewtonSchulzForm {
+    /// The square of the shorter side alone (its Gram matrix), of a matrix at least twice as long one way as the other.
+    #[default]
+    Gram,
+    /// Every matrix itself.
+    Direct,
+}
+
 /// `[optimizer]`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -138,6 +149,8 @@ pub struct OptimizerSpec {
     pub eps: f64,
     /// Muon's momentum.
     pub momentum: f64,
+    /// Muon's.
+    pub newton_schulz: NewtonSchulzForm,
     /// Decoupled weight decay.
     pub weight_decay: f64,
     /// The largest global gradient norm; 0 for no clipping.
@@ -247,6 +260,16 @@ impl OptimizerKind {
     }
 }
 
+impl NewtonSchulzForm {
+    /// The name in a curriculum.
+    pub fn name(self) -> &'static str {
+        match self {
+            NewtonSchulzForm::Gram => "gram",
+            NewtonSchulzForm::Direct => "direct",
+        }
+    }
+}
+
 impl Default for OptimizerSpec {
     fn default() -> Self {
         OptimizerSpec {
@@ -255,6 +278,7 @@ impl Default for OptimizerSpec {
             betas: [0.9, 0.95],
             eps: 1e-8,
             momentum: 0.95,
+            newton_schulz: NewtonSchulzForm::default(),
             weight_decay: 0.1,
             clip: 1.0,
         }

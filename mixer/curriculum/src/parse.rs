@@ -279,9 +279,9 @@ pub(super) fn mix_of(file: &File, mix: &Spanned<Table>) -> Result<BTreeMap<Strin
 }
 
 fn check_optimizer(places: &Places, optimizer: &OptimizerSpec) -> Result<()> {
-    let OptimizerSpec { kind: _, lr, betas: [first, second], eps, momentum, weight_decay, clip } =
+    let OptimizerSpec { kind: _, lr, betas, eps, momentum, newton_schulz: _, weight_decay, clip } =
         *optimizer;
-    let all = f64::INFINITY;
+    let ([first, second], all) = (betas, f64::INFINITY);
     check_numbers(
         places,
         &[

@@ -1,12 +1,13 @@
 //! What owners give to all ranks at the end of a step: their new weights, and checksums of their pieces.
 
 use contract::Result;
+use kernels::tree;
 use tch::{Device, Kind, Tensor};
 
 use super::Team;
 use super::words::Reader;
 use crate::model::{Common, Fold};
-use crate::refusal::lost;
+use crate::refusal::{lost, refused};
 use crate::state::ownership::{Ownership, Piece};
 use crate::state::{PieceSums, State};
 use crate::timing;
@@ -54,11 +55,11 @@ fn whole(team: &Team<'_>, state: &State) -> Result<()> {
                 exchange.send(1, to, &packed).map_err(lost)?;
             }
         }
-        take(state, owner, &packed);
+        take(state, owner, &packed)?;
     }
     exchange.close(1).map_err(lost)?;
     for (owner, arrival) in told {
-        take(state, owner, &arrival.wait().map_err(lost)?);
+        take(state, owner, &arrival.wait().map_err(lost)?)?;
     }
     exchange.finish().map_err(lost)
 }
@@ -81,14 +82,16 @@ fn shards(team: &Team<'_>, state: &State) -> Result<()> {
     }
     exchange.close(0).map_err(lost)?;
     for (owner, arrival) in arrivals {
-        let (packed, mut at) = (arrival.wait().map_err(lost)?, 0);
+        let (packed, mut at, mut pairs) = (arrival.wait().map_err(lost)?, 0, Vec::new());
         for (common, weight) in held(state, owner, &state.fold) {
-            let mut into = common.of_held(weight);
+            let into = common.of_held(weight);
             let length = wide(weight) * common.count();
             let part = packed.narrow(0, at, length).view_dtype(weight.kind());
             at += length;
-            tch::no_grad(|| into.copy_(&part.view(into.size().as_slice())));
+            let part = part.view(into.size().as_slice());
+            pairs.push((into, part));
         }
+        copied(&mut pairs)?;
     }
     exchange.finish().map_err(lost)
 }
@@ -164,14 +167,20 @@ fn pack(state: &State) -> Tensor {
 }
 
 /// Takes over the new weights of `owner`.
-fn take(state: &State, owner: u32, packed: &Tensor) {
-    let (weights, mut at) = (&state.weights, 0);
+fn take(state: &State, owner: u32, packed: &Tensor) -> Result<()> {
+    let (weights, mut at, mut pairs) = (&state.weights, 0, Vec::new());
     for piece in order(state, owner) {
         let (whole, length) = (&weights[piece.tensor], bytes(piece, weights));
         let part = packed.narrow(0, at, length).view_dtype(whole.kind());
         at += length;
-        tch::no_grad(|| piece.of(whole).copy_(&part.view(piece.shape.as_slice())));
+        pairs.push((piece.of(whole), part.view(piece.shape.as_slice())));
     }
+    copied(&mut pairs)
+}
+
+/// Copies what has come, all of it at once on a device.
+fn copied(pairs: &mut [(Tensor, Tensor)]) -> Result<()> {
+    tch::no_grad(|| tree::copy_all(pairs)).map_err(refused)
 }
 
 /// The checksums of all pieces in canonical order, out of what each rank said of its own, which ends with them.

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use contract::{Fault, Result};
 use kernels::ops::{Gradient, Table};
-use kernels::tree::{Nodes, Sum, blocks};
+use kernels::tree::{self, Node, Nodes, Pair, Sum, blocks};
 use tch::{Device, Kind, Tensor};
 
 use super::line::Dealt;
@@ -50,13 +50,17 @@ impl Sink for Collected {
     }
 }
 
+/// Elements of the largest gradient on a device whose sum over chunks waits for its layer's end, to be made together with others:
+/// a larger one is worth a launch of its own, and should not be kept.
+const SMALL: usize = 1 << 20;
+
 /// Gradients of the chunks that are here: each parameter's sum goes to the sink when its last chunk has come.
 pub(super) struct Gradients<'a> {
     sink: &'a mut dyn Sink,
     dealt: Dealt,
     /// The chunks here, in the order of the sequence.
     own: Vec<u64>,
-    waiting: BTreeMap<(usize, Term), Waiting>,
+    waiting: BTreeMap<Key, Waiting>,
     /// First terms that wait for second ones, where all chunks are here.
     first: BTreeMap<usize, Tensor>,
     /// What is still to be finished.
@@ -89,6 +93,9 @@ pub enum Term {
     /// Comes when the first one has come.
     Second,
 }
+
+/// A gradient, or one of the sums that make it up.
+type Key = (ParamId, Term);
 
 /// A sum over the chunks here.
 struct Waiting {
@@ -134,9 +141,43 @@ impl<'a> Gradients<'a> {
         let (places, gradients): (Vec<_>, Vec<_>) =
             begun.map(|one| ((one.id, one.term, one.chunk, one.used), one.gradient)).unzip();
         let finished = ops.finish(gradients).map_err(refused)?;
-        places.into_iter().zip(finished).try_for_each(|((id, term, chunk, used), gradient)| {
-            self.finished(id, term, chunk, gradient, used.as_deref())
-        })
+        let mut parts = Vec::new();
+        for ((id, term, chunk, used), gradient) in places.into_iter().zip(finished) {
+            match self.dealt.chunks {
+                1 => self.whole(id, gradient)?,
+                _ => parts.push(((id, term), chunk, ChunkSum::of(gradient, used.as_deref()))),
+            }
+        }
+        self.together(parts)
+    }
+
+    /// Takes what chunks add to many gradients: those that meet in the tree are added by one launch.
+    fn together(&mut self, parts: Vec<(Key, u64, ChunkSum)>) -> Result<()> {
+        let (mut complete, mut nodes) = (Vec::new(), Vec::new());
+        for (key, chunk, value) in parts {
+            nodes.push((key, Node { level: 0, first: self.dealt.leaf(chunk), value }));
+            let sum = self.waiting(key);
+            sum.missing -= 1;
+            if sum.missing == 0 {
+                complete.push(key);
+            }
+        }
+        while !nodes.is_empty() {
+            let mut pairs = Vec::new();
+            for (key, node) in nodes {
+                pairs.extend(self.waiting(key).nodes.meet(node).map(|pair| (key, pair)));
+            }
+            nodes = added(pairs)?;
+        }
+        complete.into_iter().try_for_each(|key| self.complete(key))
+    }
+
+    /// The sum over the chunks here of a gradient.
+    fn waiting(&mut self, key: Key) -> &mut Waiting {
+        let leaves = self.dealt.leaves(self.dealt.place);
+        let missing = leaves.end - leaves.start;
+        let begin = || Waiting { nodes: Nodes::new(&[leaves]), missing };
+        self.waiting.entry(key).or_insert_with(begin)
     }
 
     /// Hands on a gradient that is a sum over chunks already.
@@ -144,11 +185,12 @@ impl<'a> Gradients<'a> {
         self.sink.gradient(id, gradient)
     }
 
-    /// In f32, in which everything goes on: at once in main memory, on a device together with others when their layer ends.
+    /// In f32, in which everything goes on: at once in main memory, on a device together with others when their layer ends, but
+    /// for large ones that are f32 already.
     fn take(&mut self, begun: Begun) -> Result<()> {
         let Begun { id, term, chunk, gradient, used } = begun;
         match gradient {
-            Gradient::Made(made) if made.kind() == Kind::Float || made.device() == Device::Cpu => {
+            Gradient::Made(made) if self.at_once(&made) => {
                 let made = made.f_to_kind(Kind::Float).map_err(|error| refused(error.into()))?;
                 self.finished(id, term, chunk, made, used.as_deref())
             }
@@ -157,6 +199,11 @@ impl<'a> Gradients<'a> {
                 Ok(())
             }
         }
+    }
+
+    fn at_once(&self, made: &Tensor) -> bool {
+        let alone = self.dealt.chunks == 1 || made.numel() > SMALL;
+        made.device() == Device::Cpu || made.kind() == Kind::Float && alone
     }
 
     fn finished(
@@ -171,25 +218,15 @@ impl<'a> Gradients<'a> {
         if dealt.chunks == 1 {
             return self.whole(id, gradient);
         }
-        let part = match used {
-            Some(used) => ChunkSum::experts(gradient, used),
-            None => ChunkSum { gradient, experts: None },
-        };
-        let leaves = dealt.leaves(dealt.place);
-        let missing = leaves.end - leaves.start;
-        let begin = || Waiting { nodes: Nodes::new(std::slice::from_ref(&leaves)), missing };
-        let sum = self.waiting.entry((id.index(), term)).or_insert_with(begin);
-        sum.nodes.push(dealt.leaf(chunk), part);
+        let sum = self.waiting((id, term));
+        sum.nodes.push(dealt.leaf(chunk), ChunkSum::of(gradient, used));
         sum.missing -= 1;
-        if sum.missing > 0 {
-            return Ok(());
-        }
-        let sum = self.waiting.remove(&(id.index(), term)).ok_or_else(missing_chunk)?;
-        self.complete(id, term, sum.nodes)
+        if sum.missing > 0 { Ok(()) } else { self.complete((id, term)) }
     }
 
     /// All chunks here have come.
-    fn complete(&mut self, id: ParamId, term: Term, mut sum: Nodes<ChunkSum>) -> Result<()> {
+    fn complete(&mut self, (id, term): Key) -> Result<()> {
+        let mut sum = self.waiting.remove(&(id, term)).ok_or_else(missing_chunk)?.nodes;
         if self.dealt.degree > 1 {
             let leaves = self.dealt.leaves(self.dealt.place);
             let blocks = blocks(leaves.start, leaves.end).into_iter();
@@ -209,6 +246,21 @@ impl<'a> Gradients<'a> {
             }
         }
     }
+}
+
+/// The sums of pairs, each with the bits of [`Sum`], by a launch or two for all of them.
+fn added(pairs: Vec<(Key, Pair<ChunkSum>)>) -> Result<Vec<(Key, Node<ChunkSum>)>> {
+    let [mut adds, mut copies] = [(); 2].map(|()| Vec::new());
+    let mut nodes = Vec::with_capacity(pairs.len());
+    for (key, Pair { level, first, mut left, right }) in pairs {
+        let [added, copied] = left.takes(&right);
+        adds.extend(added);
+        copies.extend(copied);
+        nodes.push((key, Node { level, first, value: left }));
+    }
+    tree::add_all(&mut adds).map_err(refused)?;
+    tree::copy_all(&mut copies).map_err(refused)?;
+    Ok(nodes)
 }
 
 fn missing_chunk() -> Fault {
@@ -244,6 +296,36 @@ pub(super) fn emit(
 }
 
 impl ChunkSum {
+    /// Of one chunk; of a stack of experts, `used` says which had tokens.
+    fn of(gradient: Tensor, used: Option<&[bool]>) -> ChunkSum {
+        match used {
+            Some(used) => ChunkSum::experts(gradient, used),
+            None => ChunkSum { gradient, experts: None },
+        }
+    }
+
+    /// To which of its numbers others of `right` are to be added, and to which copied, as if that was done: an expert that had
+    /// tokens in one of both is copied, never added to zero.
+    fn takes(&mut self, right: &ChunkSum) -> [Vec<(Tensor, Tensor)>; 2] {
+        let ChunkSum { gradient, experts } = self;
+        let (Some(own), Some(others)) = (experts.as_mut(), &right.experts) else {
+            *experts = None;
+            return [vec![(gradient.shallow_clone(), right.gradient.shallow_clone())], Vec::new()];
+        };
+        let (all, theirs) = (gradient.view([-1]), right.gradient.reshape([-1]));
+        let [mut added, mut copied] = [(); 2].map(|()| Vec::new());
+        for (expert, first, len) in &own.spans {
+            let pair = (all.narrow(0, *first, *len), theirs.narrow(0, *first, *len));
+            match (own.flags[*expert], others.flags[*expert]) {
+                (_, false) => {}
+                (true, true) => added.push(pair),
+                (false, true) => copied.push(pair),
+            }
+        }
+        own.flags.iter_mut().zip(&others.flags).for_each(|(here, there)| *here |= *there);
+        [added, copied]
+    }
+
     fn experts(gradient: Tensor, used: &[bool]) -> ChunkSum {
         let gradient = gradient.contiguous();
         let whole = 0..gradient.numel() as i64;
@@ -286,29 +368,57 @@ impl Used {
 }
 
 impl Sum for ChunkSum {
-    /// An expert that had tokens in one of both is copied, never added to zero.
-    fn sum(self, right: ChunkSum) -> ChunkSum {
-        let ChunkSum { gradient, experts } = self;
-        let (Some(mut experts), Some(others)) = (experts, &right.experts) else {
-            return ChunkSum { gradient: gradient.sum(right.gradient), experts: None };
-        };
-        let (all, theirs) = (gradient.view([-1]), right.gradient.reshape([-1]));
-        for (expert, first, len) in &experts.spans {
-            let (mut own, other) = (all.narrow(0, *first, *len), theirs.narrow(0, *first, *len));
-            match (experts.flags[*expert], others.flags[*expert]) {
-                (_, false) => {}
-                (true, true) => drop(own.sum(other)),
-                (false, true) => own.copy_(&other),
-            }
-        }
-        experts.flags.iter_mut().zip(&others.flags).for_each(|(here, there)| *here |= *there);
-        ChunkSum { gradient, experts: Some(experts) }
+    fn sum(mut self, right: ChunkSum) -> ChunkSum {
+        let [added, copied] = self.takes(&right);
+        added.into_iter().for_each(|(left, right)| drop(left.sum(right)));
+        copied.into_iter().for_each(|(mut left, right)| left.copy_(&right));
+        self
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::config::ZayaConfig;
+    use super::super::param::Declare;
     use super::*;
+
+    /// Together or one by one, in whatever order chunks come: the same bits, to the sink in the same order.
+    #[test]
+    fn sums_that_are_made_together_are_those_made_one_by_one() {
+        struct Order(Vec<(usize, Tensor)>);
+        impl Sink for Order {
+            fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
+                self.0.push((id.index(), gradient));
+                Ok(())
+            }
+        }
+        let (config, mut specs) = (ZayaConfig::preset("zaya1-nano").unwrap(), Vec::new());
+        let mut declare = Declare::new(&config, &mut specs);
+        let ids = ["a", "b", "c"].map(|name| declare.matrix(name, name, [4, 5]));
+        let dealt = Dealt::alone(6);
+        let leaf = |id: ParamId, chunk: u64| {
+            let gradient = crate::model::random(&[4, 5], 10 * chunk + id.index() as u64);
+            let used: Vec<bool> =
+                (0..4).map(|expert| !(expert + chunk).is_multiple_of(3)).collect();
+            (gradient, (id == ids[1]).then_some(used))
+        };
+        let (mut alone, mut together) = (Order(Vec::new()), Order(Vec::new()));
+        let mut gradients = Gradients::new(&mut alone, dealt);
+        let mut others = Gradients::new(&mut together, dealt);
+        for chunks in [vec![5, 0, 3], vec![1, 4, 2]] {
+            let mut parts = Vec::new();
+            for (chunk, id) in
+                chunks.iter().flat_map(|chunk| ids.iter().map(move |id| (*chunk, *id)))
+            {
+                let (gradient, used) = leaf(id, chunk);
+                gradients.finished(id, Term::Only, chunk, gradient, used.as_deref()).unwrap();
+                let (gradient, used) = leaf(id, chunk);
+                parts.push(((id, Term::Only), chunk, ChunkSum::of(gradient, used.as_deref())));
+            }
+            others.together(parts).unwrap();
+        }
+        assert!(alone.0.len() == 3 && alone.0 == together.0);
+    }
 
     /// -0.0 of an expert that one chunk used stays what it is; zero added to it would be 0.0.
     #[test]

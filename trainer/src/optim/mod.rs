@@ -13,7 +13,7 @@ mod together;
 
 use contract::Result;
 use kernels::checksum;
-use kernels::ops::Ops;
+use kernels::ops::{NewtonSchulzForm, Ops};
 use kernels::record::Record;
 use tch::Tensor;
 
@@ -52,6 +52,8 @@ pub struct Settings {
     pub eps: f64,
     /// Muon's.
     pub momentum: f64,
+    /// Muon's.
+    pub newton_schulz: NewtonSchulzForm,
     /// Decoupled, by the learning rate shared by both.
     pub weight_decay: f64,
     /// The largest gradient norm; 0 for no clipping.
@@ -187,7 +189,8 @@ pub(crate) fn run(
     workers: Workers,
 ) -> Result<Outcome> {
     let (At { step, lr, scale }, ops) = (at, workers.ops());
-    let muon = Muon::at(lr, settings.weight_decay, settings.momentum);
+    let muon =
+        Muon::at(lr, settings.weight_decay, settings.momentum).by_form(settings.newton_schulz);
     let adamw = |decay: bool| {
         AdamW::at(
             step,

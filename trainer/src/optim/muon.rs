@@ -9,6 +9,9 @@
 //! w <- w - lr * 0.2 * sqrt(max(rows, columns)) * X   the size of an AdamW update
 //! ```
 //!
+//! Of a matrix at least twice as long one way as the other `A` alone is iterated, unless the curriculum says
+//! `newton_schulz = "direct"`: the same but for rounding.
+//!
 //! Each matrix is a work item of its own (an expert's too): its new bits are a function of that matrix alone, whichever worker
 //! or rank owns it. The table of operations takes stacks of matrices as well, under the same rule; its CPU kernels have
 //! nothing to gain from them.
@@ -34,12 +37,20 @@ pub struct Muon {
     pub keep: f64,
     /// Of the momentum.
     pub momentum: f64,
+    /// What makes the momentum nearly orthogonal.
+    pub newton_schulz: NewtonSchulz,
 }
 
 impl Muon {
     /// The numbers of a step.
     pub fn at(lr: f64, decay: f64, momentum: f64) -> Self {
-        Muon { lr, keep: 1.0 - lr * decay, momentum }
+        Muon { lr, keep: 1.0 - lr * decay, momentum, newton_schulz: QUINTIC }
+    }
+
+    /// The same with iterations of this form.
+    #[must_use]
+    pub fn by_form(self, form: NewtonSchulzForm) -> Self {
+        Muon { newton_schulz: NewtonSchulz { form, ..self.newton_schulz }, ..self }
     }
 
     /// Moves the momentum of one matrix in place, and says in which direction its weights go; `scale` is what the gradient is
@@ -51,7 +62,7 @@ impl Muon {
         (gradient, scale): (&Tensor, f64),
     ) -> Result<Tensor> {
         let direction = ops.nesterov(momentum, gradient, self.momentum as f32, scale as f32)?;
-        ops.newton_schulz(&direction, QUINTIC)
+        ops.newton_schulz(&direction, self.newton_schulz)
     }
 
     /// By what a direction is multiplied before it moves a matrix with so many rows or columns, whichever are more.
@@ -133,6 +144,22 @@ mod tests {
             let inside = values.iter().filter(|value| (0.6..1.3).contains(*value)).count();
             assert!(inside * 10 >= values.len() * 9, "{rows} x {columns}: {values:?}");
             assert!(values.iter().all(|value| *value < 1.3), "{rows} x {columns}: {values:?}");
+        }
+    }
+
+    /// The forms differ in rounding alone, and only where a matrix is twice as long one way as the other.
+    #[test]
+    fn a_form_is_the_one_that_is_asked_for() {
+        let direction = |rows, columns, form| {
+            let mut momentum = random(rows, columns, 1);
+            let muon = Muon::at(0.02, 0.1, 0.95).by_form(form);
+            muon.direction(CPU, &mut momentum, (&random(rows, columns, 2), 1.0)).unwrap()
+        };
+        for (rows, columns, differ) in [(20, 40, true), (90, 30, true), (20, 39, false)] {
+            let [gram, direct] = [NewtonSchulzForm::Gram, NewtonSchulzForm::Direct]
+                .map(|form| direction(rows, columns, form));
+            assert_eq!(gram != direct, differ, "{rows} x {columns}");
+            assert!((gram - direct).abs().max().double_value(&[]) < 1e-4, "{rows} x {columns}");
         }
     }
 

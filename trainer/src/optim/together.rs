@@ -89,7 +89,7 @@ impl Rules {
         }
         let by = self.muon.momentum as f32;
         let directions = ops.all_nesterov(&mut momenta, by, self.scale as f32)?;
-        let turned = ops.all_newton_schulz(&directions, super::muon::QUINTIC)?;
+        let turned = ops.all_newton_schulz(&directions, self.muon.newton_schulz)?;
         let turned = turned.iter().map(Tensor::f_contiguous);
         let turned = turned.collect::<std::result::Result<Vec<_>, _>>()?;
         let mut moves = Vec::with_capacity(turned.len());
@@ -108,7 +108,7 @@ mod tests {
     use crate::optim::schedule::Schedule;
     use crate::optim::{self, At, Outcome, Settings, Sums};
     use crate::workers::Workers;
-    use kernels::ops::CPU;
+    use kernels::ops::{CPU, NewtonSchulzForm};
     use kernels::record::Record;
 
     /// Together or each by itself, in any groups: the same weights, moments, distances and checksums.
@@ -118,7 +118,18 @@ mod tests {
         let schedule = Schedule { peak: 0.01, warmup_steps: 0, decay_steps: 0, last: 0.0 };
         let (kind, betas, guard) = (optim::Kind::Muon, (0.9, 0.95), Guard::default());
         let (eps, momentum, weight_decay, clip) = (1e-8, 0.95, 0.1, 1.0);
-        let settings = Settings { kind, schedule, betas, eps, momentum, weight_decay, clip, guard };
+        let newton_schulz = NewtonSchulzForm::Gram;
+        let settings = Settings {
+            kind,
+            schedule,
+            betas,
+            eps,
+            momentum,
+            newton_schulz,
+            weight_decay,
+            clip,
+            guard,
+        };
         let items = || {
             let of = |shape: &[i64], seed: u64| crate::model::random(shape, seed);
             let sums = |first| Sums { first, salts: [first + 1, first + 2, first + 3] };

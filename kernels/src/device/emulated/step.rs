@@ -319,7 +319,7 @@ pub(super) fn small() -> Vec<Tape> {
 
 /// Vocabularies of many blocks, and matrices of several tiles.
 pub(super) fn large() -> Vec<Tape> {
-    let losses = [Values::Wide, Values::Narrow].map(|values| loss([40, 5003], values).tape);
+    let losses = [Values::Wide, Values::Narrow].map(|values| loss([40, 5003], 3, values).tape);
     let shapes = [[64, 128], [65, 70], [130, 136]];
     let mut tapes =
         vec![moved(&[70_003, 300]).0, iteration(&shapes).tape, packed(&[100_003, 70_000]).0];
