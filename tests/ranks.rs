@@ -287,7 +287,7 @@ pub(crate) fn hold_one(fixture: &Fixture) {
     assert!(start.elapsed() < Duration::from_secs(15));
     let said = String::from_utf8(ended.stderr).unwrap();
     assert_eq!(ended.status.code(), Some(6), "{said}");
-    assert!(said.contains("did not come within 2s: rank 1, last seen at step"), "{said}");
+    assert!(said.contains("did not come within 2 s: rank 1, last seen at step"), "{said}");
     assert!(said.contains("missed in the "), "the collective is named: {said}");
     assert!(said.contains("run the same command again"), "{said}");
 }

@@ -44,7 +44,7 @@ fn a_rank_with_another_key_is_refused_and_one_with_the_same_is_not() {
     let other = rank(&fixture, "1", port, &[("ZTRAIN_RUN_KEY", "the secret of another run")]);
     let said = ran(other).fails(2, &["refused this rank's run key", "ZTRAIN_RUN_KEY"]);
     assert!(!said.contains("secret of"), "{said}");
-    let missing = ["missing are 1", "1 connection was refused for want of this run's key"];
+    let missing = ["missing is rank 1", "1 connection was refused for want of this run's key"];
     ran(first).fails(6, &missing);
     let port = free_port();
     let both = [

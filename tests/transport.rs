@@ -118,7 +118,8 @@ fn a_rank_that_dies_within_a_transfer_is_named_at_once() {
 #[test]
 fn a_rank_that_hangs_within_a_transfer_is_named_within_the_deadline() {
     let ended = with_fault(&carried(), "stop:1:9", 3);
-    let words = ["did not come within 3s: rank 1, last seen at step", "run the same command again"];
+    let words =
+        ["did not come within 3 s: rank 1, last seen at step", "run the same command again"];
     let said = Ran::from(ended).fails(6, &words);
     assert!(!said.contains("rank 2, last seen"), "who waits is not blamed: {said}");
 }
@@ -131,9 +132,9 @@ fn a_rank_that_hangs_between_transfers_is_named_too() {
 #[test]
 fn a_call_that_does_not_return_is_given_up() {
     let ended = with_fault(&carried(), "block:1:9", 3);
-    Ran::from(ended).fails(6, &["did not return within 3s"]);
+    Ran::from(ended).fails(6, &["did not return within 3 s"]);
     let ended = with_fault(&carried(), "join:1:0", 3);
-    Ran::from(ended).fails(6, &["open RCCL on every rank", "not all joined within 3s"]);
+    Ran::from(ended).fails(6, &["open RCCL on every rank", "not all joined within 3 s"]);
 }
 
 #[test]

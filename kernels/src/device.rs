@@ -153,8 +153,8 @@ pub(crate) fn mark(device: Device) -> Result<Option<Event>> {
     Ok(Some(Event(event)))
 }
 
-/// What the calling thread calls of a vendor's own libraries is for `device`, of which it has a context from here on. Every thread
-/// that loads, launches or sends enters first; cheap when repeated.
+/// What the calling thread calls of a vendor's own libraries is for `device`, of which it has a context from here on.
+/// Every thread that loads, launches or sends enters first; cheap when repeated.
 pub(crate) fn enter(device: Device) -> Result<()> {
     let Device::Cuda(index) = device else { return Ok(()) };
     // SAFETY: a plain number in, this thread's own setting touched, no exception out.

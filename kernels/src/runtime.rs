@@ -122,8 +122,8 @@ pub struct KernelTable {
     /// What decides bits on a GPU beside its architecture: compute units, memory, releases of driver, runtime and libraries.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub gpu: BTreeMap<String, String>,
-    /// Of a CPU: digest of what the mathematics library answers, by itself and through libtorch: it decides bits, and has no release
-    /// that one could ask for.
+    /// Of a CPU: digest of what the mathematics library answers, by itself and through libtorch: it decides bits, and
+    /// has no release that one could ask for.
     pub mathematics: String,
     /// Name and version of the table of operations that computes.
     pub operations: String,
@@ -366,8 +366,8 @@ fn libtorch_release() -> Result<String> {
     stated.map_or_else(compiled_against, |text| Ok(text.trim().to_owned()))
 }
 
-/// Vendor, family and model of the processor and the instruction set that libtorch's kernels use on it, for the log of where a run
-/// was.
+/// Vendor, family and model of the processor and the instruction set that libtorch's kernels use on it, for the log of
+/// where a run was.
 pub fn processor() -> Result<String> {
     Ok(format!("{}, {}", describe(c"cpu")?, describe(c"cpu_capability")?))
 }

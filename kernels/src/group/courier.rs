@@ -32,6 +32,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::axis::Turn;
 use super::peers::{Peers, late};
+use super::word::seconds;
 use crate::device::{self, Event, SideStream};
 use crate::{Error, Result};
 
@@ -243,7 +244,7 @@ impl Courier {
         });
         let communicator = match answer.recv_timeout(peers.timeout()) {
             Ok(joined) => joined?,
-            Err(_) => return Err(format!("not all joined within {:?}", peers.timeout())),
+            Err(_) => return Err(format!("not all joined within {}", seconds(peers.timeout()))),
         };
         let watched = match axis {
             0 => Some(Mutex::new(watch(peers, &shared).map_err(|error| error.to_string())?)),

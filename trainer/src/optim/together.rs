@@ -111,6 +111,18 @@ mod tests {
     use kernels::ops::{CPU, NewtonSchulzForm};
     use kernels::record::Record;
 
+    fn alias(item: &Item) -> Item {
+        let [weight, first, gradient] =
+            [&item.weight, &item.first, &item.gradient].map(Tensor::shallow_clone);
+        let how = match &item.how {
+            How::Muon => How::Muon,
+            How::AdamW { second, decay } => {
+                How::AdamW { second: second.shallow_clone(), decay: *decay }
+            }
+        };
+        Item { weight, first, gradient, how, sums: item.sums }
+    }
+
     /// Together or each by itself, in any groups: the same weights, moments, distances and checksums.
     #[test]
     fn a_group_is_its_items() {
@@ -151,17 +163,6 @@ mod tests {
         };
         let numbers = |items: &[Item]| -> Vec<Tensor> {
             items.iter().flat_map(Item::parts).map(|(part, _)| part.copy()).collect()
-        };
-        let alias = |item: &Item| {
-            let [weight, first, gradient] =
-                [&item.weight, &item.first, &item.gradient].map(Tensor::shallow_clone);
-            let how = match &item.how {
-                How::Muon => How::Muon,
-                How::AdamW { second, decay } => {
-                    How::AdamW { second: second.shallow_clone(), decay: *decay }
-                }
-            };
-            Item { weight, first, gradient, how, sums: item.sums }
         };
         let aliases = |items: &[Item]| items.iter().map(alias).collect::<Vec<_>>();
         let (alone, listed) = (items(), items());
