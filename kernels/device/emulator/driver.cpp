@@ -111,7 +111,7 @@ struct Touched {
       add(address, kernel.parameters.uses[i] == emulator::Use::writes);
     }
     const std::string name = kernel.name;
-    const bool adds = name == "add_blocks", copies = name == "copy_blocks" || name == "narrow_blocks";
+    const bool adds = name == "add_blocks", copies = name == "copy_blocks";
     u32 count = 0;
     const bool differs = name == "squared_differences";
     if (name == "checksum_blocks" || name == "squares" || differs || adds || copies) {
