@@ -450,7 +450,7 @@ fn bounded(what: &str, counted: &Counted, bound: [f64; 2]) {
 
 #[test]
 fn operations_of_a_step_are_bounded() {
-    let bounds = [[60.0, 0.0], [42.0, 0.0], [53.0, 2.0], [700.0, 2.0]];
+    let bounds = [[60.0, 0.0], [42.0, 0.0], [50.0, 2.0], [700.0, 2.0]];
     for ((what, counted), bound) in parts(true, "f32").iter().zip(bounds) {
         println!("{what}:\n{}", table(counted));
         bounded(what, counted, bound);
@@ -460,7 +460,7 @@ fn operations_of_a_step_are_bounded() {
 /// What bf16 rounds is rounded by the operation that makes it, as far as that is ours.
 #[test]
 fn operations_of_a_step_in_bf16_are_bounded() {
-    let bounds = [[60.0, 0.0], [43.0, 0.0], [73.0, 2.0], [720.0, 2.0]];
+    let bounds = [[60.0, 0.0], [43.0, 0.0], [70.0, 2.0], [720.0, 2.0]];
     for ((what, counted), bound) in parts(true, "bf16").iter().zip(bounds) {
         println!("{what}:\n{}", table(counted));
         bounded(what, counted, bound);
