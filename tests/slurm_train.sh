@@ -45,10 +45,14 @@ for pid in $(pgrep -f "$ztrain .*--out $dir/run"); do
 done
 [ -n "$node" ] || { echo "no process of rank 1" >&2; exit 1; }
 
-# A job given back would wait for two minutes, which are not needed here.
+# A job given back would wait for two minutes. A few seconds are needed: a node refuses what is started in the second (a
+# credential's time has no fractions) in which it was told to kill that job, and Slurm then calls the job done.
 for _ in $(seq 900); do
   [ -n "$(state)" ] || break
-  [ "$(squeue -h -j "$job" -o %r)" = BeginTime ] && scontrol update JobId="$job" StartTime=now 2>/dev/null || true
+  if [ "$(squeue -h -j "$job" -o %T,%r)" = PENDING,BeginTime ]; then
+    sleep 3
+    scontrol update JobId="$job" StartTime=now 2>/dev/null || true
+  fi
   sleep 0.1
 done
 cat "$dir/job.log"
