@@ -15,6 +15,7 @@ use super::region::Region;
 use super::{Layout, name};
 use crate::model::{Fold, ParamSpec, balance_name};
 use crate::optim::balance::Balance;
+use crate::refusal::refused;
 use crate::state::ownership::{self, Ownership, Piece};
 use crate::state::{self, Owned, State};
 use crate::workers::Workers;
@@ -181,9 +182,9 @@ impl<'a> Reader<'a> {
     /// state as a whole is checked when all ranks have read theirs.
     pub fn part(&self, layout: &Layout, owners: &Ownership, workers: Workers) -> Result<State> {
         self.compare(layout)?;
-        let empty = |shape: &[i64]| Tensor::empty(shape, (Kind::Float, layout.device));
+        let empty = |shape: &[i64]| Ok(Tensor::f_empty(shape, (Kind::Float, layout.device))?);
         let dtype = layout.dtype_after(self.manifest.step);
-        let weights = state::room(&layout.parameters, dtype, layout.device);
+        let weights = state::room(&layout.parameters, dtype, layout.device).map_err(refused)?;
         let (mut owned, mut wants) = (Vec::new(), Vec::new());
         for (parameter, weight) in layout.parameters.iter().zip(&weights) {
             let (into, region) = (weight.shallow_clone(), Region::whole(&parameter.shape));
@@ -191,6 +192,7 @@ impl<'a> Reader<'a> {
         }
         for piece in owners.own() {
             let of_piece = Owned::of(piece, &weights[piece.tensor], || empty(&piece.shape));
+            let of_piece = of_piece.map_err(refused)?;
             let parameter = &layout.parameters[piece.tensor];
             let master = of_piece.master.as_ref().into_iter();
             wants.extend(master.flat_map(|into| run(Set::Weights, parameter, piece, into)));

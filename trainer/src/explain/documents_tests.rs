@@ -90,7 +90,7 @@ impl Rows {
 
 fn gradient(input: &LeafInput<'_>, divisor: u64) -> Vec<Tensor> {
     let config = config();
-    let (params, balance) = (model::init(&config, 3), model::init_balance(&config));
+    let (params, balance) = (model::init(&config, 3).unwrap(), model::init_balance(&config));
     model::leaf(&config, &params, &balance, input, divisor).unwrap().grads
 }
 

@@ -166,7 +166,7 @@ mod tests {
     fn what_leaves_early_is_what_would_have_come_late() {
         let preset = ZayaConfig::preset("zaya1-nano").unwrap();
         let config = ZayaConfig { vocab_size: 97, num_hidden_layers: 2, ..preset };
-        let (params, balance) = (model::init(&config, 1), model::init_balance(&config));
+        let (params, balance) = (model::init(&config, 1).unwrap(), model::init_balance(&config));
         let tokens: Vec<i32> = (0..5 * 24).map(|place| place * 37 % 97).collect();
         let (positions, boundaries): (Vec<i32>, _) = ((0..24).collect(), [vec![0]]);
         let input = |leaf: u64| LeafInput {

@@ -37,7 +37,7 @@ pub(super) fn middling_of(config: ZayaConfig) -> (ZayaConfig, Vec<Tensor>, Vec<T
         Init::Constant(_) => weight,
     };
     let specs = parameters(&config);
-    let params = specs.iter().zip(init(&config, 1)).map(larger).collect();
+    let params = specs.iter().zip(init(&config, 1).unwrap()).map(larger).collect();
     let balance = init_balance(&config).into_iter().map(|biases| biases + skip_lift()).collect();
     (config, params, balance, arrays)
 }

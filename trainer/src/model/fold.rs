@@ -204,12 +204,18 @@ impl Fold {
     }
 
     /// Room for what this place holds of a parameter.
-    pub fn room(&self, spec: &ParamSpec, parameter: usize, kind: Kind, device: Device) -> Tensor {
-        match self.length(parameter) {
-            None => Tensor::empty(spec.shape.as_slice(), (kind, device)),
+    pub fn room(
+        &self,
+        spec: &ParamSpec,
+        parameter: usize,
+        kind: Kind,
+        device: Device,
+    ) -> Result<Tensor> {
+        Ok(match self.length(parameter) {
+            None => Tensor::f_empty(spec.shape.as_slice(), (kind, device))?,
             // What lies between shards is never read, but it is copied.
-            Some(length) => Tensor::zeros([length], (kind, device)),
-        }
+            Some(length) => Tensor::f_zeros([length], (kind, device))?,
+        })
     }
 
     /// What this place holds of the numbers `run` of a parameter that is cut, in an order that all places come to.

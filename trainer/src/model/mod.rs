@@ -365,7 +365,7 @@ mod tests {
     #[test]
     fn a_leaf_answers_for_every_parameter() {
         let config = ZayaConfig { vocab_size: 97, ..ZayaConfig::preset("zaya1-nano").unwrap() };
-        let (params, balance) = (init(&config, 1), init_balance(&config));
+        let (params, balance) = (init(&config, 1).unwrap(), init_balance(&config));
         let tokens: Vec<i32> = (0..64).map(|i| i * 37 % 97).collect();
         let labels: Vec<i32> = (1..65).map(|i| i * 37 % 97).collect();
         let positions: Vec<i32> = (0..64).map(|i| i % 32).collect();

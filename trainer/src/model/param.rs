@@ -218,23 +218,25 @@ impl Index<ParamId> for Weights<'_> {
 }
 
 /// A weight as products see it: what they read in fewer bits is rounded to nearest even, anything else is the same tensor.
-pub fn rounded(spec: &ParamSpec, weight: &Tensor, dtype: Dtype) -> Tensor {
-    match spec.kind(dtype) {
+pub fn rounded(spec: &ParamSpec, weight: &Tensor, dtype: Dtype) -> kernels::Result<Tensor> {
+    Ok(match spec.kind(dtype) {
         Kind::Float => weight.shallow_clone(),
-        kind => weight.to_kind(kind),
-    }
+        kind => weight.f_to_kind(kind)?,
+    })
 }
 
 /// The weights a run begins with, in f32, on CPU.
-pub fn init(config: &ZayaConfig, seed: u64) -> Vec<Tensor> {
-    let whole = |spec: &ParamSpec| initial(spec, seed, 0..spec.elements()).reshape(&spec.shape);
+pub fn init(config: &ZayaConfig, seed: u64) -> kernels::Result<Vec<Tensor>> {
+    let whole = |spec: &ParamSpec| {
+        Ok(initial(spec, seed, 0..spec.elements())?.f_reshape(spec.shape.as_slice())?)
+    };
     parameters(config).iter().map(whole).collect()
 }
 
 /// The elements `part` of what a parameter begins with, flat, in f32, on CPU.
 ///
 /// Every number is drawn at (seed, parameter name, index), so none depends on another's shape or place, or on who draws it.
-pub fn initial(spec: &ParamSpec, seed: u64, part: Range<u64>) -> Tensor {
+pub fn initial(spec: &ParamSpec, seed: u64, part: Range<u64>) -> kernels::Result<Tensor> {
     let key = Key::from_seed(seed).child("init").child(&spec.name);
     let values: Vec<f32> = match spec.init {
         Init::Constant(value) => vec![value; (part.end - part.start) as usize],
@@ -242,7 +244,7 @@ pub fn initial(spec: &ParamSpec, seed: u64, part: Range<u64>) -> Tensor {
             .map(|index| (standard_normal(draw(key, Purpose::Init, index)) * deviation) as f32)
             .collect(),
     };
-    Tensor::from_slice(&values)
+    Ok(Tensor::f_from_slice(&values)?)
 }
 
 /// The balancing biases a run begins with, one tensor per layer: 0, and -1 for the skip class.
@@ -348,10 +350,10 @@ mod tests {
     fn weights_are_drawn_by_address() {
         let small = ZayaConfig { vocab_size: 64, ..ZayaConfig::preset("zaya1-nano").unwrap() };
         let large = ZayaConfig { vocab_size: 96, num_hidden_layers: 7, ..small.clone() };
-        let (a, b) = (init(&small, 5), init(&large, 5));
+        let (a, b) = (init(&small, 5).unwrap(), init(&large, 5).unwrap());
         assert_eq!(a[0], b[0].narrow(0, 0, 64), "the first rows of an embedding");
         assert_eq!(a[20], b[20]);
-        assert_ne!(a[4], init(&small, 6)[4]);
+        assert_ne!(a[4], init(&small, 6).unwrap()[4]);
         for (spec, tensor) in parameters(&small).iter().zip(&a) {
             assert_eq!(spec.shape, tensor.size(), "{}", spec.name);
             if let (Init::Normal(deviation), 10_000..) = (spec.init, spec.elements()) {

@@ -140,7 +140,7 @@ pub(crate) fn all_rounded(
     weights: &[Tensor],
     dtype: curriculum::Dtype,
 ) -> Vec<Tensor> {
-    specs.iter().zip(weights).map(|(spec, weight)| rounded(spec, weight, dtype)).collect()
+    specs.iter().zip(weights).map(|(spec, weight)| rounded(spec, weight, dtype).unwrap()).collect()
 }
 
 /// Errors against Hugging Face's f32, by the names of the fixture, with the weights rounded to `dtype`.

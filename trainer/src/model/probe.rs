@@ -73,7 +73,7 @@ mod tests {
     fn a_temperature_scales_the_largest_logit_and_bounds_it() {
         let preset = ZayaConfig::preset("zaya1-nano").unwrap();
         let config = ZayaConfig { vocab_size: 31, num_hidden_layers: 2, ..preset };
-        let (mut params, balance) = (init(&config, 1), init_balance(&config));
+        let (mut params, balance) = (init(&config, 1).unwrap(), init_balance(&config));
         let tokens: Vec<i32> = (0..40).map(|place| place * 37 % 31).collect();
         let positions: Vec<i32> = (0..40).map(|place| place % 20).collect();
         let boundaries = [vec![0, 7], vec![0]];

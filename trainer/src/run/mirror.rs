@@ -27,7 +27,7 @@ use crate::mesh::{Team, share};
 use crate::model::Fold;
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
-use crate::refusal::lost;
+use crate::refusal::{lost, refused};
 use crate::state::ownership::{Ownership, Piece};
 use crate::state::{self, Owned, State};
 use crate::workers::Workers;
@@ -103,10 +103,12 @@ impl Mirror {
             return Ok(None);
         };
         let weights = state::room(&layout.parameters, layout.dtype_after(step), layout.device);
+        let weights = weights.map_err(refused)?;
         let (balance, windows) = (kept.balance.clone(), kept.windows.clone());
         let put =
             |(piece, packed): (&Piece, &Tensor)| unpack(piece, packed, &weights[piece.tensor]);
-        let owned = owners.own().zip(&found).map(put).collect();
+        let owned = owners.own().zip(&found).map(put).collect::<kernels::Result<_>>();
+        let owned = owned.map_err(refused)?;
         let owners = owners.clone();
         let (fold, departures) = (Fold::default(), Departures::default());
         let state = State { step, weights, fold, balance, windows, owners, owned, departures };
@@ -241,20 +243,20 @@ fn cut(owners: &Ownership, rank: u32, packed: &Tensor) -> Vec<(usize, Tensor)> {
 }
 
 /// Puts a copy of a piece back where it belongs; `weight` is the tensor that the model reads.
-fn unpack(piece: &Piece, packed: &Tensor, weight: &Tensor) -> Owned {
+fn unpack(piece: &Piece, packed: &Tensor, weight: &Tensor) -> kernels::Result<Owned> {
     let part = |number: i64| {
-        let flat = packed.narrow(0, number * piece.length(), piece.length());
-        flat.view(piece.shape.as_slice())
+        let flat = packed.f_narrow(0, number * piece.length(), piece.length())?;
+        flat.f_view(piece.shape.as_slice())
     };
-    let room = || Tensor::empty(&piece.shape, (Kind::Float, weight.device()));
-    let mut owned = Owned::of(piece, weight, room);
+    let room = || Ok(Tensor::f_empty(piece.shape.as_slice(), (Kind::Float, weight.device()))?);
+    let mut owned = Owned::of(piece, weight, room)?;
     let mut wide = owned.master.as_ref().map_or_else(|| piece.of(weight), Tensor::shallow_clone);
     tch::no_grad(|| {
-        wide.copy_(&part(0));
-        owned.first.copy_(&part(1));
-        owned.second.iter_mut().for_each(|second| second.copy_(&part(2)));
-    });
-    owned
+        wide.f_copy_(&part(0)?)?;
+        owned.first.f_copy_(&part(1)?)?;
+        owned.second.iter_mut().try_for_each(|second| second.f_copy_(&part(2)?))
+    })?;
+    Ok(owned)
 }
 
 fn empty() -> Tensor {

@@ -241,7 +241,7 @@ fn a_micro_batch_multiplies_what_is_planned() {
         };
         let staged = input.stage(&config, &Stager::new(Device::Cpu).unwrap()).unwrap();
         let options = LeafOptions { ops: &Counting, keep: Keep::Everything, ..Default::default() };
-        let (params, balance) = (model::init(&config, 1), model::init_balance(&config));
+        let (params, balance) = (model::init(&config, 1).unwrap(), model::init_balance(&config));
         *SEEN.lock().unwrap() = Some(Seen::default());
         let mut sink = Collected::default();
         let found = model::micro_batch(

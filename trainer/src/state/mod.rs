@@ -64,10 +64,15 @@ pub struct Owned {
 
 impl Owned {
     /// That of `piece`, of whose tensor the model reads `weight`; each tensor is made by `make`.
-    pub fn of(piece: &Piece, weight: &Tensor, mut make: impl FnMut() -> Tensor) -> Self {
-        let master = (weight.kind() != Kind::Float).then(&mut make);
-        let first = make();
-        Owned { master, first, second: piece.rule.has_second_moment().then(make) }
+    pub fn of(
+        piece: &Piece,
+        weight: &Tensor,
+        mut make: impl FnMut() -> kernels::Result<Tensor>,
+    ) -> kernels::Result<Self> {
+        let master = (weight.kind() != Kind::Float).then(&mut make).transpose()?;
+        let first = make()?;
+        let second = piece.rule.has_second_moment().then(make).transpose()?;
+        Ok(Owned { master, first, second })
     }
 
     fn copy(&self) -> Self {
@@ -78,8 +83,16 @@ impl Owned {
 }
 
 /// Room for the weights of these parameters as the model reads them under `dtype`, of those that adjoin each other in one piece.
-pub(crate) fn room(parameters: &[ParamSpec], dtype: Dtype, device: Device) -> Vec<Tensor> {
-    runs(parameters).flat_map(|run| room_of_run(run, run[0].kind(dtype), device)).collect()
+pub(crate) fn room(
+    parameters: &[ParamSpec],
+    dtype: Dtype,
+    device: Device,
+) -> kernels::Result<Vec<Tensor>> {
+    let mut found = Vec::with_capacity(parameters.len());
+    for run in runs(parameters) {
+        found.extend(room_of_run(run, run[0].kind(dtype), device)?);
+    }
+    Ok(found)
 }
 
 /// Parameters that adjoin each other.
@@ -87,19 +100,23 @@ fn runs(parameters: &[ParamSpec]) -> impl Iterator<Item = &[ParamSpec]> {
     parameters.chunk_by(|_, next| next.adjoins)
 }
 
-fn room_of_run(run: &[ParamSpec], kind: Kind, device: Device) -> Vec<Tensor> {
+fn room_of_run(run: &[ParamSpec], kind: Kind, device: Device) -> kernels::Result<Vec<Tensor>> {
     let count = |one: &ParamSpec| one.elements() as i64;
-    let all = Tensor::empty([run.iter().map(count).sum::<i64>()], (kind, device));
+    let all = Tensor::f_empty([run.iter().map(count).sum::<i64>()], (kind, device))?;
     let (mut room, mut at) = (Vec::with_capacity(run.len()), 0);
     for one in run {
-        room.push(all.narrow(0, at, count(one)).view(one.shape.as_slice()));
+        room.push(all.f_narrow(0, at, count(one))?.f_view(one.shape.as_slice())?);
         at += count(one);
     }
-    room
+    Ok(room)
 }
 
 /// The weights in the numbers of `dtype`, laid out as [`room`] does it; those that are held so already are the same tensors.
-fn moved(parameters: &[ParamSpec], dtype: Dtype, weights: &[Tensor]) -> Vec<Tensor> {
+fn moved(
+    parameters: &[ParamSpec],
+    dtype: Dtype,
+    weights: &[Tensor],
+) -> kernels::Result<Vec<Tensor>> {
     let (mut found, mut left) = (Vec::with_capacity(weights.len()), weights);
     for run in runs(parameters) {
         let (own, rest) = left.split_at(run.len());
@@ -109,11 +126,12 @@ fn moved(parameters: &[ParamSpec], dtype: Dtype, weights: &[Tensor]) -> Vec<Tens
             found.extend(own.iter().map(Tensor::shallow_clone));
             continue;
         }
-        let mut room = room_of_run(run, kind, device);
-        tch::no_grad(|| room.iter_mut().zip(own).for_each(|(room, own)| room.copy_(own)));
+        let mut room = room_of_run(run, kind, device)?;
+        let mut pairs = room.iter_mut().zip(own);
+        tch::no_grad(|| pairs.try_for_each(|(room, own)| room.f_copy_(own)))?;
         found.extend(room);
     }
-    found
+    Ok(found)
 }
 
 /// Checksums of a piece: of its weights, first moments and second moments, 0 where there are none of those.
@@ -151,10 +169,11 @@ impl State {
         workers: Workers,
     ) -> Result<Self> {
         let balance = spec.balance();
-        let weights = room(&spec.parameters, spec.dtype_at(1), device);
-        let zeros = |piece: &Piece| Tensor::zeros(&piece.shape, (Kind::Float, device));
+        let weights = room(&spec.parameters, spec.dtype_at(1), device).map_err(refused)?;
+        let zeros =
+            |piece: &Piece| Ok(Tensor::f_zeros(piece.shape.as_slice(), (Kind::Float, device))?);
         let of = |piece| Owned::of(piece, &weights[piece.tensor], || zeros(piece));
-        let owned = owners.own().map(of).collect();
+        let owned = owners.own().map(of).collect::<kernels::Result<_>>().map_err(refused)?;
         let windows = spec.settings.guard.windows();
         let fold = Fold::default();
         let departures = Departures::default();
@@ -272,13 +291,15 @@ impl State {
         };
         workers.map(parameters.iter().zip(weights).collect(), |(parameter, weight)| {
             let _watch = timing::part(timing::Part::Round);
-            Ok(model::rounded(parameter, &weight, dtype))
+            model::rounded(parameter, &weight, dtype).map_err(refused)
         })
     }
 
     /// All weights in f32, of a state of which this rank owns everything; aliases where they are held so.
     pub fn in_f32(&self) -> Result<Vec<Tensor>> {
-        let whole: Vec<Tensor> = self.weights.iter().map(|one| one.to_kind(Kind::Float)).collect();
+        let whole = self.weights.iter().map(|one| one.f_to_kind(Kind::Float));
+        let whole = whole.collect::<std::result::Result<Vec<_>, _>>();
+        let whole = whole.map_err(|error| refused(error.into()))?;
         for (piece, weight) in self.all() {
             if weight.kind() != Kind::Float {
                 return Err(Fault::bug("the f32 weights of another rank are asked for"));
@@ -306,21 +327,26 @@ impl State {
             self.let_go()?;
         }
         if self.fold != fold || (!same && fold.degree() > 1) {
-            self.hold_anew(parameters, dtype, fold);
+            self.hold_anew(parameters, dtype, fold).map_err(refused)?;
             return self.round(workers).map(|()| true);
         }
-        Ok(!same && self.hold_in(parameters, dtype))
+        if same { Ok(false) } else { self.hold_in(parameters, dtype).map_err(refused) }
     }
 
     /// Room for what is held under `fold`, into which this rank's pieces are put. What others own is for them to say.
-    fn hold_anew(&mut self, parameters: &[ParamSpec], dtype: Dtype, fold: Fold) {
+    fn hold_anew(
+        &mut self,
+        parameters: &[ParamSpec],
+        dtype: Dtype,
+        fold: Fold,
+    ) -> kernels::Result<()> {
         let masters: Vec<Tensor> = self.own().map(|(_, weight, _)| weight).collect();
         let mut changed = vec![false; self.weights.len()];
         for (tensor, (parameter, weight)) in parameters.iter().zip(&mut self.weights).enumerate() {
             let kind = parameter.kind(dtype);
             changed[tensor] = kind != weight.kind() || fold.cuts(tensor) || self.fold.cuts(tensor);
             if changed[tensor] {
-                *weight = fold.room(parameter, tensor, kind, weight.device());
+                *weight = fold.room(parameter, tensor, kind, weight.device())?;
             }
         }
         let pieces: Vec<Piece> = self.owners.own().cloned().collect();
@@ -338,10 +364,11 @@ impl State {
             }
         }
         self.fold = fold;
+        Ok(())
     }
 
     /// The same where all weights are whole: whether others have to say what theirs are.
-    fn hold_in(&mut self, parameters: &[ParamSpec], dtype: Dtype) -> bool {
+    fn hold_in(&mut self, parameters: &[ParamSpec], dtype: Dtype) -> kernels::Result<bool> {
         let (mut asks, mut changed) = (false, vec![false; self.weights.len()]);
         let masters: Vec<Tensor> = self.own().map(|(_, weight, _)| weight).collect();
         for ((parameter, weight), changed) in
@@ -353,7 +380,7 @@ impl State {
             }
         }
         if changed.contains(&true) {
-            self.weights = moved(parameters, dtype, &self.weights);
+            self.weights = moved(parameters, dtype, &self.weights)?;
         }
         let pieces: Vec<Piece> = self.owners.own().cloned().collect();
         for ((piece, owned), master) in pieces.iter().zip(&mut self.owned).zip(masters) {
@@ -368,7 +395,7 @@ impl State {
                 (true, _) => owned.master = Some(master.copy()),
             }
         }
-        asks
+        Ok(asks)
     }
 
     /// What is queued from here on may write this rank's pieces: a device has copied them by then.
@@ -470,9 +497,8 @@ fn drawn(spec: &RunSpec, state: &State, workers: Workers) -> Result<()> {
         }
     }
     workers.map(parts, |(parameter, part, mut into)| {
-        let values = model::initial(parameter, spec.curriculum.seed, part);
-        tch::no_grad(|| into.copy_(&values));
-        Ok(())
+        let values = model::initial(parameter, spec.curriculum.seed, part).map_err(refused)?;
+        tch::no_grad(|| into.f_copy_(&values)).map_err(|error| refused(error.into()))
     })?;
     Ok(())
 }
