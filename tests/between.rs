@@ -36,6 +36,20 @@ fn ranks_on_devices_leave_one_ledger_however_they_add() {
     }
 }
 
+/// By our own kernels too, which pack the new weights: in f32, and in bf16.
+#[test]
+fn ranks_with_our_own_kernels_leave_one_ledger() {
+    let changes: [&[(&str, &str)]; 2] = [&[], &[("dtype = \"f32\"", "dtype = \"bf16\"")]];
+    for change in changes {
+        let on = OnDevice { fixture: Fixture::new(change), own: true };
+        on.finish("alone", &["--workers", "1", "--stop-after", "2"]);
+        let two = carried(&on, "two", &["--nproc", "2", "--stop-after", "2"]).output();
+        Ran::from(two.unwrap()).ok();
+        assert_eq!(total(&on.report("two"), "races"), 0, "{change:?}");
+        assert!(ledger(&on, "alone") == ledger(&on, "two"), "the ledgers differ: {change:?}");
+    }
+}
+
 /// What orders a computation behind the tensors it needs is an event each time, and no wait of the host.
 #[test]
 fn streams_wait_for_what_comes_and_the_host_does_not() {
