@@ -97,7 +97,7 @@ pub(crate) fn total(report: &Path, name: &str) -> u64 {
 }
 
 /// The same of its operations, each by its name.
-fn by_name(report: &Path) -> BTreeMap<String, f64> {
+pub(crate) fn by_name(report: &Path) -> BTreeMap<String, f64> {
     let text = std::fs::read_to_string(report).unwrap();
     let mut found = BTreeMap::new();
     for line in text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()) {

@@ -9,6 +9,8 @@ mod support;
 
 mod amend;
 #[cfg(feature = "train")]
+mod between;
+#[cfg(feature = "train")]
 mod checkpoints;
 mod cli;
 mod corrupt;

@@ -13,8 +13,9 @@
 // the stand-in for a GPU is in the process (kernels/device/standin), streams are that one's: it hears what a group reads and
 // writes, and when it has begun and ended.
 // For the tests: STANDIN_FAULT=kill:R:N or stop:R:N does that to rank R in the middle of its N-th group;
-// STANDIN_FAULT=block:R:N has rank R's N-th ncclGroupEnd not return before the communicator is given up, and
-// STANDIN_FAULT=join:R:0 has rank R never come to join.
+// STANDIN_FAULT=block:R:N has rank R's N-th ncclGroupEnd not return before the communicator is given up,
+// STANDIN_FAULT=wrong:R:N has rank R's N-th group end in an error, its tensors not moved, STANDIN_FAULT=cling:R:N the same, and
+// its device does not come back when the communicator is given up. STANDIN_FAULT=join:R:0 has rank R never come to join.
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -214,6 +215,14 @@ void read_some(Comm& comm, Wire& wire, bool& gone) {
 // Works a group through: all of its transfers together, until the last is done or the communicator is given up.
 void run(Comm& comm, const Group& group) {
   const int number = comm.groups;
+  if (fault("wrong", comm, number) || fault("cling", comm, number)) {
+    // Whoever computes has the time to run into it.
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    comm.error = kSystem;
+    // The kernel stays until the communicator is given up.
+    while (!comm.aborted || fault("cling", comm, number)) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    return;
+  }
   for (auto& [peer, wire] : comm.wires) begin(wire, group, peer);
   size_t moved = 0;
   while (!comm.aborted && comm.error == kOk) {

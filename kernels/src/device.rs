@@ -45,6 +45,8 @@ unsafe extern "C" {
     fn shim_side_idle(side: *mut c_void, out: *mut c_int) -> c_int;
     fn shim_side_after(side: *mut c_void, event: *mut c_void) -> c_int;
     fn shim_mark(index: c_int, event: *mut *mut c_void) -> c_int;
+    fn shim_mark_side(side: *mut c_void, event: *mut *mut c_void) -> c_int;
+    fn shim_hold(index: c_int, event: *mut c_void) -> c_int;
     fn shim_enter_gpu(index: c_int) -> c_int;
     fn shim_upload(index: c_int, words: *const i64, count: i64, out: *mut *mut C_tensor) -> c_int;
     fn shim_event_over(event: *mut c_void, out: *mut c_int) -> c_int;
@@ -142,6 +144,14 @@ impl SideStream {
         // SAFETY: both handles are alive; the shim only queues a wait.
         guarded("make a stream wait", unsafe { shim_side_after(self.0, mark.0) })
     }
+
+    /// Marks what was queued on it so far.
+    pub(crate) fn mark(&self) -> Result<Event> {
+        let mut event = ptr::null_mut();
+        // SAFETY: the stream is alive; `event` outlives the call, which fills it exactly if it succeeds.
+        guarded("mark a stream", unsafe { shim_mark_side(self.0, &raw mut event) })?;
+        Ok(Event(event))
+    }
 }
 
 /// Marks what the calling thread has queued on `device` so far; nothing on a CPU, which has done it.
@@ -220,6 +230,14 @@ impl Event {
     pub(crate) fn is_over(&self) -> Result<bool> {
         // SAFETY: the event is alive and the out-pointer outlives the call.
         Ok(number("look at an event", |out| unsafe { shim_event_over(self.0, out) })? != 0)
+    }
+
+    /// What the calling thread queues on `device` from here on waits for it; the host does not, and neither does a CPU, which has
+    /// no events.
+    pub(crate) fn hold(&self, device: Device) -> Result<()> {
+        let Device::Cuda(index) = device else { return Ok(()) };
+        // SAFETY: the event is alive; the shim only queues a wait.
+        guarded("wait for an event", unsafe { shim_hold(index as c_int, self.0) })
     }
 
     /// The calling thread sleeps until a device has come to it.

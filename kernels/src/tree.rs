@@ -82,6 +82,21 @@ pub fn copy_all(pairs: &mut [(Tensor, Tensor)]) -> Result<()> {
     }
 }
 
+/// The bytes of contiguous tensors of `device` one after the other, in memory of their own: what shall travel as one. They are
+/// copied as [`copy_all`] does; those of wider numbers come first, so that each lies where its numbers may.
+pub fn pack(parts: &[Tensor], device: Device) -> Result<Tensor> {
+    let bytes = |part: &Tensor| (part.numel() * part.kind().elt_size_in_bytes()) as i64;
+    let packed = Tensor::f_empty([parts.iter().map(bytes).sum::<i64>()], (Kind::Uint8, device))?;
+    let (mut at, mut pairs) = (0, Vec::new());
+    for part in parts.iter().filter(|part| part.numel() > 0) {
+        let into = packed.f_narrow(0, at, bytes(part))?.f_view_dtype(part.kind())?;
+        at += bytes(part);
+        pairs.push((into, part.f_view([-1])?));
+    }
+    tch::no_grad(|| copy_all(&mut pairs))?;
+    Ok(packed)
+}
+
 /// Whether a pair can be in a table of what is added.
 fn fits(pair: &(Tensor, Tensor)) -> bool {
     pair.0.kind() == Kind::Float && copied(pair)

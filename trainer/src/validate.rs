@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::mesh::context::Along;
 use crate::model::{self, Computing, Folded, Line};
-use crate::refusal::caught;
+use crate::refusal::{caught, lost};
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step::{Context, micro_batch};
@@ -95,6 +95,7 @@ impl Validation {
         for line in [sharing, folded].into_iter().flatten() {
             line.finish()?;
         }
+        team.group.settled().map_err(lost)?;
         Ok(first.then_some(found))
     }
 

@@ -71,13 +71,15 @@ struct Event {
 
 struct Totals {
   uint64_t operations = 0, launches = 0, copies = 0, to_host = 0, from_host = 0, host_reads = 0, host_waits = 0,
-           stream_waits = 0, races = 0, contexts = 0;
+           stream_waits = 0, foreign_waits = 0, foreign_host_waits = 0, races = 0, contexts = 0;
   std::map<std::string, uint64_t> by_name;
 };
 
 // A fault that a test has planted: STANDIN_FAULT=wait:N loses the N-th wait of a default stream for an event, side:N that of
 // another stream, record:N the N-th record_stream, host:N the N-th wait of the host for an event, or look at one that is over;
-// 0 means all of them. Several faults are parted by commas.
+// 0 means all of them. Of events behind another library's work arrival:N loses the N-th wait of a default stream, look:N the N-th
+// look of the host at one that is over: it may free memory then, but what it queues is not after it. Several faults are parted by
+// commas.
 class Fault {
  public:
   explicit Fault(const char* what) {
@@ -144,6 +146,7 @@ class Machine {
     Memory& memory = found->second;
     Clock home = clocks_[memory.home];
     join(home, clocks_[kHost]);
+    join(home, seen_);
     const auto check = [&](Moment moment) {
       if (reached(home, moment) || memory.recorded.count(moment.place) != 0) return;
       report("freed while it may be in use", "the allocator", memory.home, memory, moment.place);
@@ -204,12 +207,19 @@ class Machine {
     passed(event);
     std::lock_guard<std::mutex> guard(mutex_);
     ++totals_.stream_waits;
-    Fault& lost = place % kPerDevice == 0 ? lost_wait_ : lost_side_wait_;
+    const bool by_default = place % kPerDevice == 0;
+    if (by_default && event.foreign > 0) {
+      ++totals_.foreign_waits;
+      if (lost_arrival_.strikes()) return;
+    }
+    Fault& lost = by_default ? lost_wait_ : lost_side_wait_;
     if (!lost.strikes()) join(clocks_[place], event.clock);
   }
   bool is_over(const Event& event) {
     std::lock_guard<std::mutex> guard(mutex_);
     if (event.place >= 0 && foreign_[event.place].done < event.foreign) return false;
+    join(seen_, event.clock);
+    if (event.foreign > 0 && lost_look_.strikes()) return true;
     if (!lost_host_wait_.strikes()) heard(event.clock);
     return true;
   }
@@ -217,6 +227,7 @@ class Machine {
     passed(event);
     std::lock_guard<std::mutex> guard(mutex_);
     ++totals_.host_waits;
+    if (event.foreign > 0) ++totals_.foreign_host_waits;
     if (!lost_host_wait_.strikes()) heard(event.clock);
   }
   bool is_idle(int place) {
@@ -232,6 +243,7 @@ class Machine {
     record(now, place);
     passed(now);
     std::lock_guard<std::mutex> guard(mutex_);
+    if (now.foreign > 0) ++totals_.foreign_host_waits;
     heard(now.clock);
   }
 
@@ -258,8 +270,9 @@ class Machine {
     };
     number("operations", t.operations), number("launches", t.launches), number("copies", t.copies);
     number("to_host", t.to_host), number("from_host", t.from_host), number("host_reads", t.host_reads);
-    number("host_waits", t.host_waits), number("stream_waits", t.stream_waits), number("races", t.races);
-    number("contexts", t.contexts), number("peak_bytes", static_cast<uint64_t>(peak_));
+    number("host_waits", t.host_waits), number("stream_waits", t.stream_waits);
+    number("foreign_waits", t.foreign_waits), number("foreign_host_waits", t.foreign_host_waits);
+    number("races", t.races), number("contexts", t.contexts), number("peak_bytes", static_cast<uint64_t>(peak_));
     line += "\"by_name\":{";
     for (const auto& [name, times] : t.by_name) number(name.c_str(), times);
     if (line.back() == ',') line.pop_back();
@@ -340,7 +353,9 @@ class Machine {
   std::map<char*, size_t> pinned_;
   std::vector<Copy> copies_;
   Totals totals_;
+  Clock seen_{};                       // what the host has ever looked at
   int64_t bytes_ = 0, peak_ = 0;
-  Fault lost_wait_{"wait"}, lost_side_wait_{"side"}, lost_record_{"record"}, lost_host_wait_{"host"};
+  Fault lost_wait_{"wait"}, lost_side_wait_{"side"}, lost_record_{"record"}, lost_host_wait_{"host"},
+      lost_arrival_{"arrival"}, lost_look_{"look"};
 };
 }  // namespace standin

@@ -25,8 +25,6 @@ use crate::runtime::guarded;
 
 unsafe extern "C" {
     fn shim_fetch(side: *mut c_void, from: *const C_tensor, out: *mut *mut C_tensor) -> c_int;
-    fn shim_mark_side(side: *mut c_void, event: *mut *mut c_void) -> c_int;
-    fn shim_hold(index: c_int, event: *mut c_void) -> c_int;
 }
 
 /// Makes copies of one device's tensors.
@@ -79,10 +77,7 @@ impl Unloader {
             // SAFETY: a new tensor that nobody else owns.
             copies.push(unsafe { Tensor::from_ptr(copy) });
         }
-        let mut event = ptr::null_mut();
-        // SAFETY: the stream is alive; `event` outlives the call, which fills it exactly if it succeeds.
-        guarded("mark a stream", unsafe { shim_mark_side(side.0, &raw mut event) })?;
-        let event = Arc::new(Event(event));
+        let event = Arc::new(side.mark()?);
         departures.0.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&event));
         Ok(Copies { tensors: copies, landing: Some(event) })
     }
@@ -92,13 +87,8 @@ impl Departures {
     /// What the calling thread queues on `device` from here on may write the tensors; a GPU waits for the copies, the host does
     /// not.
     pub fn hold(&self, device: Device) -> Result<()> {
-        let Device::Cuda(index) = device else { return Ok(()) };
         let mut events = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        for event in events.drain(..) {
-            // SAFETY: the event is alive; the shim only queues a wait.
-            guarded("wait for copies", unsafe { shim_hold(index as c_int, event.0) })?;
-        }
-        Ok(())
+        events.drain(..).try_for_each(|event| event.hold(device))
     }
 }
 

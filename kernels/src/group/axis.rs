@@ -97,7 +97,9 @@ impl Axis {
         let alone =
             || Error::Foreign { call: "exchange tensors", reason: "this rank is alone".to_owned() };
         let peers = self.peers.as_ref().ok_or_else(alone)?;
-        let (turn, courier) = (peers.next(self.axis, what)?, self.courier.as_deref());
+        let courier = self.courier.as_deref();
+        courier.map_or(Ok(()), Courier::look)?;
+        let turn = peers.next(self.axis, what)?;
         Ok(Exchange::new(peers, what, turn, self.device, courier))
     }
 }

@@ -13,27 +13,56 @@
 //!   them, and nobody who computes ever waits in one.
 //! - A kernel that waits for a rank that still computes keeps a GPU busy, and one whose rank is lost never returns. So
 //!   before a round is queued its ranks tell each other over Gloo that they have come to it. A rank that is lost before is
-//!   missed there, at once and by name. From then on the courier asks the stream whether it is done, against the deadline,
+//!   missed there, at once and by name. From then on the courier looks at the round's end, against the deadline,
 //!   looks for errors of the library and for another rank's word, and gives the communicator up if it has to. If the call
 //!   itself hangs, whoever waits for the round does so.
 //! - A rank that is lost within a round leaves no sign in the library. So each rank also keeps a receive from the next one
 //!   open over Gloo, which fails when that one's connections close ([`watch`]): one of the ranks notices at once, and its
 //!   word ends the others.
 //! - To give a communicator up may hang as well: nobody waits long for it ([`PARTING`]).
+//!
+//! **Events, not the host.** Behind each round the courier records an event on its stream. Who waits for a tensor, or for one to
+//! have left, waits until the round is queued, and has the computing stream wait for that event; the bytes may still be far
+//! away. So the host is ahead of the device, by one round: the courier queues a round when the one before it has
+//! passed. That keeps at most one under way whose ranks, deadline and errors it looks after, and bounds the memory: it keeps
+//! what a round sends and receives until it has seen the event.
+//!
+//! No ranks wait for each other for ever by that: a stream is held behind a round only where the thread would have slept until
+//! the bytes are there, and what it queues from then on would have come later too. Threads of a rank share the computing
+//! stream, so one's work may stand behind what another one waits for. Who exchanges along a line is one thread; gradients are
+//! handed over by one thread at a time in the order of rounds, so what stands behind a wait for one is sent in a later one.
+//!
+//! **Why nothing wrong reaches the ledger.** Where a round fails, its event passes once the communicator is given up, and what is
+//! computed behind it is computed from whatever lies in the memory. (Only numbers travel, never a size or an index, so
+//! it touches nothing else.) But:
+//! - The courier writes a failure down before it gives the communicator up. Whoever reads a number that was computed behind a
+//!   round that failed reads it after that, and hears of it at the next call of an exchange or of `Group::check`.
+//! - Before a rank tells the others anything ([`super::Group::all_gather`]) it asks that every round that its stream was made to
+//!   wait for has passed, without an error of the library ([`Courier::settled`]). What it tells was read behind those rounds, so
+//!   that this takes no longer than one look. A step's record is made of what ranks tell each other, last of all the
+//!   checksums of the new state, read behind all rounds of the step: a rank with a failure does not tell them, and
+//!   without them nobody has a record to write down.
+//! - A fault found in numbers that came out of a failed round (a loss that is none, a micro-batch that came out otherwise) is
+//!   told as the failure ([`super::Group::trouble`]).
+//! - If the library does not even let go of the stream, a thread may sleep for ever in a read of the device: when the exchanges
+//!   are not given up within two more deadlines the courier ends the process.
+//!
+//! **Where the host waits.** Over Gloo and over streams of plain memory, which know no events, until the bytes are there; for a
+//! round to be queued; in [`Courier::settled`], for what has been read already.
 
-use std::ffi::c_void;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use rccl_sys::{Communicator, HostStream, Library, UniqueId};
+use rccl_sys::{Communicator, UniqueId};
 use tch::{Device, Kind, Tensor};
 
 use super::axis::Turn;
+use super::lane::{Lane, Round, Ticket, refused};
 use super::peers::{Peers, late};
+use super::vanish;
 use super::word::seconds;
-use crate::device::{self, Event, SideStream};
+use crate::device::{self, Event};
 use crate::{Error, Result};
 
 /// The tag of the words that a rank has come to a round of the axis of all ranks; exchanges have smaller tags, and those of
@@ -49,96 +78,14 @@ const LONG: Duration = Duration::from_secs(365 * 24 * 3600);
 /// How long the end of the courier is waited for, and of one that failed: the other ranks wait to hear why.
 const PARTING: [Duration; 2] = [Duration::from_secs(5), Duration::from_millis(500)];
 
-/// Between two looks at a stream: the first, and the longest.
+/// Between two looks at a round: at least, and at most. Else an eighth of the time that it has taken.
 const LOOKS: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(2)];
+
+/// With what a process ends whose device does not come back: as with any fault of the machine.
+const STUCK: u8 = 6;
 
 /// Between two looks for another rank's word.
 const WORDS: Duration = Duration::from_millis(100);
-
-/// Says whether a transfer's round was closed, and as which one: 0 before.
-pub(super) type Ticket = Arc<AtomicU64>;
-
-/// Transfers that are queued as one.
-pub(super) struct Round {
-    what: String,
-    number: Turn,
-    sends: Vec<(u32, Tensor)>,
-    receives: Vec<(u32, Tensor)>,
-    /// What the computing stream had to do before it was closed.
-    ready: Option<Event>,
-    ticket: Ticket,
-}
-
-impl Round {
-    /// Of the exchange `number`.
-    pub(super) fn new(what: &str, number: Turn) -> Self {
-        let (sends, receives, ticket) = (Vec::new(), Vec::new(), Ticket::default());
-        Round { what: what.to_owned(), number, sends, receives, ready: None, ticket }
-    }
-
-    pub(super) fn send(&mut self, to: u32, tensor: &Tensor) -> Ticket {
-        self.sends.push((to, tensor.shallow_clone()));
-        Arc::clone(&self.ticket)
-    }
-
-    pub(super) fn receive(&mut self, from: u32, tensor: &Tensor) -> Ticket {
-        self.receives.push((from, tensor.shallow_clone()));
-        Arc::clone(&self.ticket)
-    }
-
-    /// The other ranks of it.
-    fn partners(&self) -> Vec<u32> {
-        let all = self.sends.iter().chain(&self.receives);
-        let mut partners: Vec<u32> = all.map(|(rank, _)| *rank).collect();
-        partners.sort_unstable();
-        partners.dedup();
-        partners
-    }
-}
-
-/// The stream on which a communicator works.
-pub(super) enum Lane {
-    /// Beside the one that computes.
-    Device(SideStream, *mut c_void),
-    /// Of the library itself, over plain memory.
-    Host(HostStream),
-}
-
-// SAFETY: a stream may be used from any thread, and the courier is the only one that does.
-unsafe impl Send for Lane {}
-
-impl Lane {
-    /// A stream for `device`, or why there is none.
-    pub(super) fn new(device: Device) -> std::result::Result<Lane, String> {
-        let library = Library::open()?;
-        let Device::Cuda(index) = device else {
-            return library.host_stream().map(Lane::Host);
-        };
-        let made = SideStream::new(index).and_then(|side| side.raw().map(|raw| (side, raw)));
-        made.map(|(side, raw)| Lane::Device(side, raw)).map_err(|error| error.to_string())
-    }
-
-    fn raw(&self) -> *mut c_void {
-        match self {
-            Lane::Device(_, raw) => *raw,
-            Lane::Host(stream) => stream.raw(),
-        }
-    }
-
-    fn idle(&self) -> Result<bool> {
-        match self {
-            Lane::Device(side, _) => side.idle(),
-            Lane::Host(stream) => stream.idle().map_err(refused),
-        }
-    }
-
-    fn after(&self, ready: Option<&Event>) -> Result<()> {
-        match (self, ready) {
-            (Lane::Device(side, _), Some(mark)) => side.after(mark),
-            _ => Ok(()),
-        }
-    }
-}
 
 /// The ranks of a communicator, which numbers them by their places here.
 #[derive(Clone, Debug)]
@@ -190,11 +137,15 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// Rounds that were closed, and of them those that are done.
+    /// Rounds that were closed; of them those that are done, and those that a computing stream was made to wait for.
     posted: u64,
     passed: u64,
+    held: u64,
+    /// What has failed, and the same until somebody hears of it.
+    why: Option<String>,
     failed: Option<Error>,
-    over: bool,
+    /// Who exchanges has given that up.
+    parted: bool,
     /// Since when the courier is in a call of the library, and for which round.
     call: Option<(Instant, String)>,
 }
@@ -206,8 +157,10 @@ impl Shared {
 
     fn fail(&self, error: Error) {
         let mut state = self.lock();
-        state.failed.get_or_insert(error);
-        state.over = true;
+        if state.why.is_none() {
+            state.why = Some(error.to_string());
+            state.failed = Some(error);
+        }
         self.changed.notify_all();
     }
 }
@@ -255,53 +208,83 @@ impl Courier {
         Ok(Courier { peers, inbox, shared, communicator, ended, watched })
     }
 
-    /// Queues a closed round.
+    /// Hands over a closed round, to be queued.
     pub(super) fn post(&self, mut round: Round, device: Device) -> Result<()> {
         round.ready = device::mark(device)?;
         let mut state = self.shared.lock();
         state.posted += 1;
-        round.ticket.store(state.posted, Ordering::Release);
+        round.ticket.close(state.posted);
         // If the thread has ended, those who wait for the round hear why.
         let _ = self.inbox.as_ref().map(|inbox| inbox.send(round));
         Ok(())
     }
 
-    /// Waits until the round is done.
-    pub(super) fn wait(&self, ticket: &Ticket) -> Result<()> {
-        let ticket = ticket.load(Ordering::Acquire);
-        assert!(ticket > 0, "only what is closed is waited for");
+    /// Has what the calling thread queues on `device` from here on wait for the round's end: sleeps until the round is queued
+    /// there. On streams of plain memory it sleeps until the round is done.
+    pub(super) fn wait(&self, ticket: &Ticket, device: Device) -> Result<()> {
+        let number = ticket.number();
+        self.until(|state| state.passed >= number || ticket.end().is_some())?;
+        if let Some(end) = ticket.end() {
+            // First this: what is queued behind it from now on may be asked to be settled by another thread.
+            let mut state = self.shared.lock();
+            state.held = state.held.max(number);
+            drop(state);
+            end.hold(device)?;
+        }
+        Ok(())
+    }
+
+    /// Sleeps until every round that a computing stream was made to wait for is done. Right after a read of what was computed
+    /// behind them, no longer than the courier takes to look.
+    pub(super) fn settled(&self) -> Result<()> {
+        let held = self.shared.lock().held;
+        self.shared.changed.notify_all();
+        self.until(|state| state.passed >= held)
+    }
+
+    /// Fails if a round has, or the watch over the next rank.
+    pub(super) fn look(&self) -> Result<()> {
         let mut state = self.shared.lock();
-        while state.passed < ticket {
-            if state.over {
-                let told = Error::Reported { what: "the exchange has failed before".to_owned() };
-                return Err(state.failed.take().unwrap_or(told));
+        if let Some(what) = state.why.clone() {
+            return Err(state.failed.take().unwrap_or(Error::Reported { what }));
+        }
+        let late = state.call.take_if(|call| call.0.elapsed() > self.peers.timeout());
+        drop(state);
+        late.map_or(Ok(()), |(_, what)| Err(self.held_up(&what)))
+    }
+
+    /// Hears that nobody exchanges any more.
+    pub(super) fn part(&self) {
+        self.shared.lock().parted = true;
+    }
+
+    /// Sleeps until the rounds are as far as that.
+    fn until(&self, far: impl Fn(&State) -> bool) -> Result<()> {
+        loop {
+            self.look()?;
+            let state = self.shared.lock();
+            if far(&state) {
+                return Ok(());
             }
-            let late = state.call.take_if(|call| call.0.elapsed() > self.peers.timeout());
-            if let Some((_, what)) = late {
-                drop(state);
-                return Err(self.held_up(&what));
+            if state.why.is_some() {
+                continue;
             }
             let changed = self.shared.changed.wait_timeout(state, WORDS);
-            let (again, slept) = changed.unwrap_or_else(PoisonError::into_inner);
-            state = again;
-            if slept.timed_out() && !state.over {
+            let (state, slept) = changed.unwrap_or_else(PoisonError::into_inner);
+            if slept.timed_out() && state.why.is_none() {
                 drop(state);
                 // The courier may be waiting for a rank that is well, and waits for the lost one itself.
-                let word = self.peers.word();
-                state = self.shared.lock();
-                if let Some(what) = word {
-                    state.over = true;
-                    state.failed.get_or_insert(Error::Reported { what });
+                if let Some(what) = self.peers.word() {
+                    self.shared.fail(Error::Reported { what });
                 }
             }
         }
-        Ok(())
     }
 
     /// The courier hangs in a call: the communicator is given up under it.
     fn held_up(&self, what: &str) -> Error {
         let error = self.peers.held_up(what);
-        self.shared.lock().over = true;
+        self.shared.lock().why.get_or_insert_with(|| error.to_string());
         let communicator = self.communicator.upgrade();
         std::thread::spawn(move || communicator.inspect(|communicator| communicator.abort()));
         error
@@ -312,7 +295,8 @@ impl Drop for Courier {
     fn drop(&mut self) {
         // The thread works off what it has, and destroys the communicator if nobody has given it up.
         self.inbox = None;
-        let over = self.shared.lock().over || self.peers.word().is_some();
+        self.part();
+        let over = self.shared.lock().why.is_some() || self.peers.word().is_some();
         let patience = PARTING[usize::from(over)];
         // Both receivers hear nothing but the end of a thread.
         let parted = |end: &mut Mutex<Receiver<()>>| {
@@ -360,7 +344,8 @@ impl Carrier {
         let answer = self.pass(&round);
         if let Err(error) = answer {
             // First the word, for giving up may hang. The tensors of the round stay until then.
-            self.shared.fail(error);
+            self.shared.fail(self.named(error, &round));
+            self.see_it_end();
             self.communicator.abort();
             return None;
         }
@@ -370,14 +355,49 @@ impl Carrier {
         Some(())
     }
 
+    /// The same error; what a library says of it names no rank.
+    fn named(&self, error: Error, round: &Round) -> Error {
+        let Error::Foreign { call, reason } = error else { return error };
+        let ranks: Vec<String> = round.partners().iter().map(u32::to_string).collect();
+        let (me, others) = (self.peers.rank(), ranks.join(", "));
+        let reason = format!("{reason}, on rank {me} in {} with ranks {others}", round.what);
+        Error::Foreign { call, reason }
+    }
+
+    /// Ends the process if the exchanges are not given up within two deadlines of a failure, for one of which somebody may be
+    /// waiting over Gloo: then a thread sleeps in a call of the device, which does not come back.
+    fn see_it_end(&self) {
+        if let Lane::Host(_) = self.lane {
+            return;
+        }
+        let (peers, shared) = (Arc::clone(&self.peers), Arc::clone(&self.shared));
+        std::thread::spawn(move || {
+            let patience = 2 * peers.timeout();
+            std::thread::sleep(patience);
+            let state = shared.lock();
+            if let Some(why) = state.why.as_ref().filter(|_| !state.parted) {
+                let text = format!(
+                    "{why}; its device did not come back for another {}",
+                    seconds(patience)
+                );
+                eprintln!("rank {}: {text}", peers.rank());
+                peers.report(&text);
+                vanish(STUCK);
+            }
+        });
+    }
+
     fn pass(&self, round: &Round) -> Result<()> {
         let partners = round.partners();
         self.meet(round, &partners)?;
         self.shared.lock().call = Some((Instant::now(), round.what.clone()));
         let queued = self.queue(round);
         let in_time = self.shared.lock().call.take().is_some();
-        queued?;
-        if in_time { self.through(round, &partners) } else { Err(refused("too late")) }
+        let end = queued?;
+        if !in_time {
+            return Err(refused("too late"));
+        }
+        self.through(round, end, &partners)
     }
 
     /// Tells the round's ranks that this one has come to it, and hears the same from them.
@@ -402,7 +422,8 @@ impl Carrier {
         Ok(())
     }
 
-    fn queue(&self, round: &Round) -> Result<()> {
+    /// Queues the transfers, and what marks their end on a device.
+    fn queue(&self, round: &Round) -> Result<Option<Event>> {
         self.lane.after(round.ready.as_ref())?;
         let (all, stream) = (&self.communicator, self.lane.raw());
         let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
@@ -423,33 +444,38 @@ impl Carrier {
             }
             Ok(())
         });
-        queued.map_err(refused)
+        queued.map_err(refused)?;
+        self.lane.mark()
     }
 
-    /// Waits until the stream has passed the round.
-    fn through(&self, round: &Round, partners: &[u32]) -> Result<()> {
-        let (start, mut looked, [mut pause, longest]) = (Instant::now(), Instant::now(), LOOKS);
-        while !self.lane.idle()? {
+    /// Tells those who wait that the round is queued, and waits until the stream has passed it.
+    fn through(&self, round: &Round, end: Option<Event>, partners: &[u32]) -> Result<()> {
+        if let Some(end) = end {
+            round.ticket.queued(end);
+            // Under the lock, so that nobody who has just looked misses it.
+            let _state = self.shared.lock();
+            self.shared.changed.notify_all();
+        }
+        let (start, mut looked, [least, most]) = (Instant::now(), Instant::now(), LOOKS);
+        while !self.lane.has_passed(round.ticket.end())? {
             self.communicator.error().map_err(refused)?;
             if start.elapsed() > self.peers.timeout() {
                 return Err(self.peers.stalled(&round.what, round.number, partners));
             }
             if looked.elapsed() > WORDS {
                 looked = Instant::now();
-                if self.shared.lock().over {
-                    return Err(refused("given up"));
-                }
                 if let Some(what) = self.peers.word() {
                     return Err(Error::Reported { what });
                 }
             }
-            std::thread::sleep(pause);
-            pause = (2 * pause).min(longest);
+            let state = self.shared.lock();
+            if state.why.is_some() {
+                return Err(refused("given up"));
+            }
+            // Whoever asks for it to be settled wakes it.
+            let pause = (start.elapsed() / 8).clamp(least, most);
+            drop(self.shared.changed.wait_timeout(state, pause));
         }
         self.communicator.error().map_err(refused)
     }
-}
-
-fn refused(reason: impl Into<String>) -> Error {
-    Error::Foreign { call: "move tensors between devices", reason: reason.into() }
 }

@@ -2,13 +2,15 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{c_int, c_void};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tch::{Device, Kind, Tensor};
 
 use super::axis::Turn;
-use super::courier::{Courier, Round, Ticket};
+use super::courier::Courier;
 use super::ffi::{shim_work_free, shim_work_wait};
+use super::lane::{Round, Ticket};
 use super::milliseconds;
 use super::peers::Peers;
 use crate::Result;
@@ -19,6 +21,9 @@ use crate::runtime::guarded;
 /// Transfers between two ranks arrive in the order in which they were begun. Each belongs to a round: both ends give it the
 /// same number, and each rank closes its rounds in ascending order. Over Gloo a transfer starts at once and rounds mean
 /// nothing; over RCCL a round is one group of transfers, queued when it is closed (see `courier`).
+///
+/// Between devices nobody sleeps until a tensor is there: the stream of the thread that waits does. What has failed meanwhile is
+/// said by the next call here, by [`super::Group::check`], or before a rank tells anything ([`super::Group::all_gather`]).
 pub struct Exchange<'a> {
     peers: &'a Peers,
     what: &'a str,
@@ -50,7 +55,7 @@ pub struct Arrival<'a> {
 /// A transfer under way.
 pub(super) enum Move<'a> {
     Plain(Work),
-    Carried(&'a Courier, Ticket),
+    Carried(&'a Courier, Arc<Ticket>),
 }
 
 /// A transfer over Gloo. The tensor is kept as long as the transfer; dropping it gives the transfer up.
@@ -92,8 +97,10 @@ impl<'a> Exchange<'a> {
         self.peers.rank()
     }
 
-    /// Starts to send `tensor`, contiguous and on the group's device. It must not be written before [`Exchange::finish`].
+    /// Starts to send `tensor`, contiguous and on the group's device. What writes it is queued after [`Exchange::finish`], or
+    /// after [`Exchange::left`] for it.
     pub fn send(&mut self, round: u64, to: u32, tensor: &Tensor) -> Result<()> {
+        self.heard()?;
         if tensor.numel() == 0 {
             return Ok(());
         }
@@ -119,11 +126,13 @@ impl<'a> Exchange<'a> {
         self.begun
     }
 
-    /// Waits until the first `count` sends have left, and lets go of their memory. Their rounds are closed.
+    /// Waits until the first `count` sends have left, and lets go of their memory. Their rounds are closed. Between devices the
+    /// computing stream does, and the courier lets go of it.
     pub fn left(&mut self, count: usize) -> Result<()> {
+        self.heard()?;
         while self.begun - self.sends.len() < count {
             let Some((to, way)) = self.sends.pop_front() else { break };
-            wait(self.peers, (self.what, self.number, to), way)?;
+            wait(self.peers, (self.what, self.number, to), way, self.device)?;
         }
         Ok(())
     }
@@ -136,6 +145,7 @@ impl<'a> Exchange<'a> {
         kind: Kind,
         count: i64,
     ) -> Result<Arrival<'a>> {
+        self.heard()?;
         let lies = if self.courier.is_some() { self.device } else { Device::Cpu };
         let tensor = Tensor::empty([count], (kind, lies));
         let way = match self.courier {
@@ -153,6 +163,7 @@ impl<'a> Exchange<'a> {
 
     /// Nothing more will be begun in the rounds up to this one: over RCCL they are queued now, in order.
     pub fn close(&mut self, round: u64) -> Result<()> {
+        self.heard()?;
         self.closed = self.closed.max(round + 1);
         while let Some(first) = self.open.first_entry().filter(|first| *first.key() <= round) {
             let round = first.remove();
@@ -163,10 +174,15 @@ impl<'a> Exchange<'a> {
         Ok(())
     }
 
-    /// Waits until everything sent has left.
+    /// Waits until everything sent has left, as [`Exchange::left`] does.
     pub fn finish(mut self) -> Result<()> {
         self.close(u64::MAX - 1)?;
         self.left(self.begun)
+    }
+
+    /// Fails if the courier has failed.
+    fn heard(&self) -> Result<()> {
+        self.courier.map_or(Ok(()), Courier::look)
     }
 
     fn round(&mut self, round: u64) -> &mut Round {
@@ -180,19 +196,25 @@ impl<'a> Exchange<'a> {
 }
 
 impl Arrival<'_> {
-    /// The tensor on the group's device, once it is here. Its round is closed.
+    /// The tensor on the group's device, once it is here; between devices what the calling thread queues from here on waits for
+    /// it, and the host may read it. Its round is closed.
     pub fn wait(self) -> Result<Tensor> {
         let Arrival { peers, what, number, from, tensor, device, way } = self;
-        way.map_or(Ok(()), |way| wait(peers, (what, number, from), way))?;
+        way.map_or(Ok(()), |way| wait(peers, (what, number, from), way, device))?;
         Ok(tensor.to_device(device))
     }
 }
 
-fn wait(peers: &Peers, (what, number, peer): (&str, Turn, u32), way: Move<'_>) -> Result<()> {
+fn wait(
+    peers: &Peers,
+    (what, number, peer): (&str, Turn, u32),
+    way: Move<'_>,
+    device: Device,
+) -> Result<()> {
     match way {
         Move::Plain(work) => {
             work.wait(peers.timeout()).map_err(|error| peers.missing(what, number, peer, &error))
         }
-        Move::Carried(courier, ticket) => courier.wait(&ticket),
+        Move::Carried(courier, ticket) => courier.wait(&ticket, device),
     }
 }

@@ -13,7 +13,8 @@
 //! rendezvous how those who are left after a loss agree on it, and meet again
 //! word       why ranks stop, as the first of them says it
 //! whereabouts how far a rank has come, for those who miss it
-//! courier    the thread that has RCCL move them
+//! courier    the thread that has RCCL move them, and why nothing wrong is written down where it fails
+//! lane       rounds of transfers, and the stream on which they are queued
 //! ```
 //!
 //! Only bytes move here; whoever receives them adds them up, in the order that the tree says. Every wait has a deadline.
@@ -30,6 +31,7 @@ mod courier;
 mod exchange;
 mod ffi;
 mod key;
+mod lane;
 mod meeting;
 mod peers;
 mod rendezvous;
@@ -46,7 +48,7 @@ mod word;
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_int};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tch::{Device, Tensor};
@@ -116,7 +118,7 @@ struct Bulk {
     /// Where they live.
     device: Device,
     /// Who moves them, if not Gloo.
-    courier: Option<Courier>,
+    courier: Option<Arc<Courier>>,
     /// Who moves them along the lines of other axes, as far as one was asked for.
     along: Mutex<Along>,
 }
@@ -226,8 +228,10 @@ impl Group {
         self.peers.iter().for_each(|peers| peers.give_up(why));
     }
 
-    /// Hands `mine` to every rank and returns what each of them handed over, by rank. Lengths may differ.
+    /// Hands `mine` to every rank and returns what each of them handed over, by rank. Lengths may differ. A rank whose tensors
+    /// did not travel as they should have hands over nothing and fails: see [`Group::settled`].
     pub fn all_gather(&self, what: &str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.settled()?;
         match &self.peers {
             Some(peers) => peers.all_gather(what, mine),
             None => Ok(vec![mine.to_vec()]),
@@ -255,8 +259,30 @@ impl Group {
         self.peers.as_ref()?.lost()
     }
 
-    /// Fails if a rank has left word that the ranks stop.
+    /// Waits until every transfer that a stream of this rank was made to wait for is done, and fails if one has failed. What was
+    /// computed from tensors of other ranks is good from then on: before somebody hears it, or it is kept. Whoever has just read
+    /// it from the device waits for nothing.
+    pub fn settled(&self) -> Result<()> {
+        self.couriers().into_iter().try_for_each(|courier| courier.settled())
+    }
+
+    /// What has failed in a transfer, if something has: then numbers that were computed since may be anything. For whoever gives
+    /// up what these ranks do because of such numbers, and exchanges nothing more.
+    pub fn trouble(&self) -> Option<Error> {
+        self.couriers().into_iter().for_each(|courier| courier.part());
+        self.settled().err()
+    }
+
+    /// Those who move tensors, along all axes.
+    fn couriers(&self) -> Vec<Arc<Courier>> {
+        let along = self.bulk.along.lock().unwrap_or_else(PoisonError::into_inner);
+        let along = along.values().map(|(_, courier)| courier);
+        self.bulk.courier.iter().chain(along).cloned().collect()
+    }
+
+    /// Fails if a transfer has failed, or a rank has left word that the ranks stop.
     pub fn check(&self) -> Result<()> {
+        self.couriers().into_iter().try_for_each(|courier| courier.look())?;
         match self.peers.as_ref().and_then(|peers| peers.word()) {
             Some(what) => Err(Error::Reported { what }),
             None => Ok(()),
@@ -288,7 +314,8 @@ impl Group {
     /// Begins an exchange that every rank begins, named for whoever misses one ("the gathering of gradients"). Tensors
     /// travel as [`Group::carry`] has agreed; before, between CPUs over Gloo.
     pub fn begin<'a>(&'a self, what: &'a str) -> Result<Exchange<'a>> {
-        let (peers, courier) = (self.peers()?, self.bulk.courier.as_ref());
+        let (peers, courier) = (self.peers()?, self.bulk.courier.as_deref());
+        courier.map_or(Ok(()), Courier::look)?;
         Ok(Exchange::new(peers, what, peers.next(0, what)?, self.device(), courier))
     }
 

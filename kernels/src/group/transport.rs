@@ -5,8 +5,9 @@ use std::sync::{Arc, PoisonError};
 use rccl_sys::{Library, UniqueId};
 use tch::{Device, Kind, Tensor};
 
-use super::courier::{Courier, Lane, Party};
+use super::courier::{Courier, Party};
 use super::exchange::Exchange;
+use super::lane::Lane;
 use super::peers::Peers;
 use super::{Bulk, Group};
 use crate::{Error, Result};
@@ -87,7 +88,7 @@ impl Group {
             courier = joined.ok().filter(|_| carried.rccl);
             carried.release = Library::open().and_then(Library::version).ok();
         }
-        self.bulk.courier = courier;
+        self.bulk.courier = courier.map(Arc::new);
         Ok(carried)
     }
 

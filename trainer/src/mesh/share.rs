@@ -29,7 +29,7 @@ fn whole(team: &Team<'_>, state: &State) -> Result<()> {
     let (owners, weights) = (&state.owners, &state.weights);
     let (group, nodes, me) = (team.group, &team.nodes, owners.rank());
     let here = |rank: &u32| nodes.of(*rank) == nodes.here();
-    let mine = pack(state);
+    let mine = pack(state)?;
     let mut exchange = group.begin("the sharing of new weights").map_err(lost)?;
     // Asked for in the order in which each rank sends: first its own, then what it passes on.
     let (direct, passed): (Vec<u32>, Vec<u32>) = (0..group.world())
@@ -67,8 +67,8 @@ fn whole(team: &Team<'_>, state: &State) -> Result<()> {
 /// The new weights of which each rank has its shards: those of one place along the axis are the same for all ranks there.
 fn shards(team: &Team<'_>, state: &State) -> Result<()> {
     let (group, degree) = (team.group, state.fold.degree());
-    let packed: Vec<Tensor> =
-        (0..degree).map(|place| packed(state, &state.fold.at(place))).collect();
+    let packed = (0..degree).map(|place| packed(state, &state.fold.at(place)));
+    let packed = packed.collect::<Result<Vec<Tensor>>>()?;
     let mut exchange = group.begin("the sharing of new shards").map_err(lost)?;
     let mut arrivals = Vec::new();
     for owner in group.others() {
@@ -118,29 +118,21 @@ fn held<'a>(
 }
 
 /// What a rank that holds what `fold` says is sent of this rank's weights, byte after byte.
-fn packed(state: &State, fold: &Fold) -> Tensor {
+fn packed(state: &State, fold: &Fold) -> Result<Tensor> {
     let mut parts = Vec::new();
     for (piece, weight, _) in state.own().filter(|(piece, ..)| state.fold.cuts(piece.tensor)) {
         let (kind, flat) = (state.weights[piece.tensor].kind(), weight.reshape([-1]));
         for common in fold.common(piece.tensor, piece.first..piece.first + piece.length()) {
-            let part = common.of_run(&flat).to_kind(kind).reshape([-1]);
-            parts.push((kind.elt_size_in_bytes(), part.view_dtype(Kind::Uint8)));
+            parts.push(common.of_run(&flat).to_kind(kind).contiguous());
         }
     }
-    parts.sort_by_key(|(wide, _)| std::cmp::Reverse(*wide));
-    let parts: Vec<Tensor> = parts.into_iter().map(|(_, part)| part).collect();
-    joined(&parts, &state.weights)
+    parts.sort_by_key(|part| std::cmp::Reverse(wide(part)));
+    tree::pack(&parts, place(&state.weights)).map_err(refused)
 }
 
-/// Bytes one after the other.
-fn joined(parts: &[Tensor], weights: &[Tensor]) -> Tensor {
-    if parts.is_empty() {
-        return Tensor::empty(
-            [0],
-            (Kind::Uint8, weights.first().map_or(Device::Cpu, Tensor::device)),
-        );
-    }
-    Tensor::cat(parts, 0)
+/// Where weights live.
+fn place(weights: &[Tensor]) -> Device {
+    weights.first().map_or(Device::Cpu, Tensor::device)
 }
 
 /// The pieces of `owner` in the order in which they travel whole: those of the widest numbers first, so that each lies where its
@@ -158,12 +150,11 @@ fn bytes(piece: &Piece, weights: &[Tensor]) -> i64 {
 }
 
 /// The weights of this rank's pieces, byte after byte.
-fn pack(state: &State) -> Tensor {
+fn pack(state: &State) -> Result<Tensor> {
     let weights = &state.weights;
     let pieces = order(state, state.owners.rank()).into_iter();
-    let flat = |piece: &Piece| piece.of(&weights[piece.tensor]).reshape([-1]);
-    let parts: Vec<Tensor> = pieces.map(|piece| flat(piece).view_dtype(Kind::Uint8)).collect();
-    joined(&parts, weights)
+    let parts = pieces.map(|piece| piece.of(&weights[piece.tensor]).contiguous());
+    tree::pack(&parts.collect::<Vec<_>>(), place(weights)).map_err(refused)
 }
 
 /// Takes over the new weights of `owner`.

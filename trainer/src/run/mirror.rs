@@ -68,6 +68,8 @@ impl Mirror {
         exchange.close(0).map_err(lost)?;
         let theirs = theirs.wait().map_err(lost)?;
         exchange.finish().map_err(lost)?;
+        // What is kept is believed when it is needed: after a loss.
+        group.settled().map_err(lost)?;
         let mut pieces = cut(owners, group.rank(), &mine);
         pieces.extend(cut(owners, from, &theirs));
         pieces.sort_by_key(|(index, _)| *index);

@@ -102,6 +102,10 @@ fn reason(fault: &Fault) -> String {
 /// Meets those who are left after `fault`, if that was the loss of a rank and may be survived; else hands it back, and tells the
 /// others.
 pub(super) fn recover(world: &mut World, exec: &ExecOptions, fault: Fault) -> Result<Recovery> {
+    // Out of tensors that did not come whole anything may have been found.
+    let found = fault.class() != Class::Machine || fault.symptom() == Some(Symptom::Untrusted);
+    let trouble = if found { world.comm.trouble() } else { None };
+    let fault = trouble.map_or(fault, lost);
     let lost_ranks = world.comm.lost().filter(|_| fault.class() == Class::Machine);
     let lost_ranks = lost_ranks.filter(|_| fault.symptom() != Some(Symptom::Untrusted));
     let (Some(least), Some(blamed), true) =

@@ -1,0 +1,146 @@
+//! Rounds of transfers, and the stream on which a courier queues them.
+
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use rccl_sys::{HostStream, Library};
+use tch::{Device, Tensor};
+
+use super::axis::Turn;
+use crate::device::{Event, SideStream};
+use crate::{Error, Result};
+
+/// How far the round of a transfer has come, for whoever waits for it.
+#[derive(Debug, Default)]
+pub(super) struct Ticket {
+    /// As which one of its courier it was closed, from 1; 0 before.
+    number: AtomicU64,
+    /// Behind it on the courier's stream, once it is queued there.
+    end: OnceLock<Event>,
+}
+
+impl Ticket {
+    /// The round was closed as this one.
+    pub(super) fn close(&self, number: u64) {
+        self.number.store(number, Ordering::Release);
+    }
+
+    /// As which one it was closed.
+    ///
+    /// # Panics
+    /// If it was not.
+    pub(super) fn number(&self) -> u64 {
+        let number = self.number.load(Ordering::Acquire);
+        assert!(number > 0, "only what is closed is waited for");
+        number
+    }
+
+    /// The round is queued.
+    pub(super) fn queued(&self, end: Event) {
+        let _ = self.end.set(end);
+    }
+
+    /// Its end, where it is queued on a stream of a device.
+    pub(super) fn end(&self) -> Option<&Event> {
+        self.end.get()
+    }
+}
+
+/// Transfers that are queued as one.
+pub(super) struct Round {
+    pub(super) what: String,
+    pub(super) number: Turn,
+    pub(super) sends: Vec<(u32, Tensor)>,
+    pub(super) receives: Vec<(u32, Tensor)>,
+    /// What the computing stream had to do before it was closed.
+    pub(super) ready: Option<Event>,
+    pub(super) ticket: Arc<Ticket>,
+}
+
+impl Round {
+    /// Of the exchange `number`.
+    pub(super) fn new(what: &str, number: Turn) -> Self {
+        let (sends, receives, ticket) = (Vec::new(), Vec::new(), Arc::default());
+        Round { what: what.to_owned(), number, sends, receives, ready: None, ticket }
+    }
+
+    pub(super) fn send(&mut self, to: u32, tensor: &Tensor) -> Arc<Ticket> {
+        self.sends.push((to, tensor.shallow_clone()));
+        Arc::clone(&self.ticket)
+    }
+
+    pub(super) fn receive(&mut self, from: u32, tensor: &Tensor) -> Arc<Ticket> {
+        self.receives.push((from, tensor.shallow_clone()));
+        Arc::clone(&self.ticket)
+    }
+
+    /// The other ranks of it.
+    pub(super) fn partners(&self) -> Vec<u32> {
+        let all = self.sends.iter().chain(&self.receives);
+        let mut partners: Vec<u32> = all.map(|(rank, _)| *rank).collect();
+        partners.sort_unstable();
+        partners.dedup();
+        partners
+    }
+}
+
+/// The stream on which a communicator works.
+pub(super) enum Lane {
+    /// Beside the one that computes.
+    Device(SideStream, *mut c_void),
+    /// Of the library itself, over plain memory.
+    Host(HostStream),
+}
+
+// SAFETY: a stream may be used from any thread, and the courier is the only one that does.
+unsafe impl Send for Lane {}
+
+impl Lane {
+    /// A stream for `device`, or why there is none.
+    pub(super) fn new(device: Device) -> std::result::Result<Lane, String> {
+        let library = Library::open()?;
+        let Device::Cuda(index) = device else {
+            return library.host_stream().map(Lane::Host);
+        };
+        let made = SideStream::new(index).and_then(|side| side.raw().map(|raw| (side, raw)));
+        made.map(|(side, raw)| Lane::Device(side, raw)).map_err(|error| error.to_string())
+    }
+
+    pub(super) fn raw(&self) -> *mut c_void {
+        match self {
+            Lane::Device(_, raw) => *raw,
+            Lane::Host(stream) => stream.raw(),
+        }
+    }
+
+    /// What is queued from here on waits for the mark.
+    pub(super) fn after(&self, ready: Option<&Event>) -> Result<()> {
+        match (self, ready) {
+            (Lane::Device(side, _), Some(mark)) => side.after(mark),
+            _ => Ok(()),
+        }
+    }
+
+    /// Marks what was queued so far, where the stream is that of a device.
+    pub(super) fn mark(&self) -> Result<Option<Event>> {
+        match self {
+            Lane::Device(side, _) => side.mark().map(Some),
+            Lane::Host(_) => Ok(None),
+        }
+    }
+
+    /// Whether it has come to the end of what was queued, which `end` marks on a device.
+    pub(super) fn has_passed(&self, end: Option<&Event>) -> Result<bool> {
+        match (self, end) {
+            (_, Some(end)) => end.is_over(),
+            (Lane::Device(side, _), None) => side.idle(),
+            (Lane::Host(stream), None) => stream.idle().map_err(refused),
+        }
+    }
+}
+
+/// What the library has refused.
+pub(super) fn refused(reason: impl Into<String>) -> Error {
+    Error::Foreign { call: "move tensors between devices", reason: reason.into() }
+}

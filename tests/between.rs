@@ -1,0 +1,124 @@
+//! Fear: that a device computes with what another one has not sent yet, or that a step is written down whose transfers failed.
+//!
+//! Ranks on pretended GPUs (`device.rs`) with the stand-in of `transport.rs` between them. Where a transfer has failed, what is
+//! computed behind it is computed from NaNs.
+
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::device::{OnDevice, by_name, total};
+use crate::ranks::Fixture;
+use crate::support::Ran;
+use crate::transport::standin;
+
+/// Ranks with one worker each, whose tensors go from device to device.
+fn carried(on: &OnDevice, out: &str, extra: &[&str]) -> Command {
+    let ranks = ["--workers", "1", "--transport", "rccl"];
+    let mut command = on.command(out, &[&ranks[..], extra].concat());
+    command.env("ZTRAIN_RCCL", standin());
+    command
+}
+
+fn ledger(on: &OnDevice, out: &str) -> String {
+    std::fs::read_to_string(on.fixture.scratch.path(out).join("ledger.jsonl")).unwrap()
+}
+
+#[test]
+fn ranks_on_devices_leave_one_ledger_however_they_add() {
+    let on = OnDevice::by_libtorch();
+    on.finish("alone", &["--workers", "1", "--stop-after", "6"]);
+    for [nodes, how] in [["2", "subtree"], ["2", "streaming"], ["1,1", "streaming"]] {
+        let ranks = ["--nproc", "2", "--nodes", nodes, "--schedule", how, "--stop-after", "6"];
+        let out = format!("{nodes}-{how}");
+        Ran::from(carried(&on, &out, &ranks).output().unwrap()).ok();
+        assert_eq!(total(&on.report(&out), "races"), 0, "{out}");
+        assert!(ledger(&on, "alone") == ledger(&on, &out), "{out}: the ledgers differ");
+    }
+}
+
+/// By our own kernels too, which pack the new weights: in f32, and in bf16.
+#[test]
+fn ranks_with_our_own_kernels_leave_one_ledger() {
+    let changes: [&[(&str, &str)]; 2] = [&[], &[("dtype = \"f32\"", "dtype = \"bf16\"")]];
+    for change in changes {
+        let on = OnDevice { fixture: Fixture::new(change), own: true };
+        on.finish("alone", &["--workers", "1", "--stop-after", "2"]);
+        let two = carried(&on, "two", &["--nproc", "2", "--stop-after", "2"]).output();
+        Ran::from(two.unwrap()).ok();
+        assert_eq!(total(&on.report("two"), "races"), 0, "{change:?}");
+        assert!(ledger(&on, "alone") == ledger(&on, "two"), "the ledgers differ: {change:?}");
+    }
+}
+
+/// What orders a computation behind the tensors it needs is an event each time, and no wait of the host.
+#[test]
+fn streams_wait_for_what_comes_and_the_host_does_not() {
+    let on = OnDevice::by_libtorch();
+    let two = |out: &str, fault: &str, steps: &str| {
+        let mut command = carried(&on, out, &["--nproc", "2", "--stop-after", steps]);
+        Ran::from(command.env("STANDIN_FAULT", fault).output().unwrap())
+    };
+    two("events", "", "3").ok();
+    let counted = |what| total(&on.report("events"), what);
+    let rounds = by_name(&on.report("events"))["ncclGroup"] as u64;
+    println!("{rounds} rounds, waited for {} times by streams", counted("foreign_waits"));
+    assert!(rounds > 0 && counted("foreign_waits") >= rounds, "a round is waited for by no stream");
+    assert_eq!(counted("foreign_host_waits"), 0, "the host sleeps until something has come");
+    assert_eq!(counted("races"), 0);
+
+    // So it is with lines of ranks that share micro-batches and shards of weights.
+    let cut = "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2";
+    let cut = OnDevice { fixture: Fixture::new(&[("micro_batch = 2", cut)]), own: false };
+    for what in ["--cp", "--tsp"] {
+        let mut command = carried(&cut, what, &["--nproc", "2", what, "2", "--stop-after", "2"]);
+        Ran::from(command.env("STANDIN_FAULT", "look:0").output().unwrap()).ok();
+        let counted = |of| total(&cut.report(what), of);
+        assert_eq!([counted("races"), counted("foreign_host_waits")], [0, 0], "{what}");
+    }
+
+    // The host hears of no end by the courier, which looks at each: what is ordered is ordered by events.
+    two("deaf", "look:0", "2").ok();
+    assert_eq!(total(&on.report("deaf"), "races"), 0, "the host orders what events should");
+    for fault in ["look:0,arrival:0", "look:0,arrival:1"] {
+        let said = two(&fault.replace([':', ','], "-"), fault, "2").err;
+        assert!(said.contains("that ncclGroup wrote is read by"), "{fault} is not found: {said}");
+    }
+}
+
+/// Two ranks with a fault in the library, which end as with any fault of the machine. Nothing but steps of `alone` is written
+/// down.
+fn faulty(on: &OnDevice, fault: &str, patience: &str) -> Ran {
+    let out = fault.replace(':', "-");
+    let mut command = carried(on, &out, &["--nproc", "2", "--rank-timeout", patience]);
+    command.env("STANDIN_FAULT", fault).stdout(Stdio::null()).stderr(Stdio::piped());
+    let ran = Ran::from(command.spawn().unwrap().wait_with_output().unwrap());
+    assert!(!ran.err.contains("not finite") && !ran.err.contains("panicked"), "{}", ran.err);
+    assert!(ledger(on, "alone").starts_with(&ledger(on, &out)), "{fault}: a wrong step is kept");
+    ran
+}
+
+#[test]
+fn a_step_whose_transfers_failed_is_not_written_down() {
+    let on = OnDevice::by_libtorch();
+    on.finish("alone", &["--workers", "1"]);
+    // A step has two rounds: its gradients, and the new weights at its end.
+    for round in 8..12 {
+        let ran = faulty(&on, &format!("wrong:1:{round}"), "60");
+        let what = ["sharing of new weights", "gathering of gradients"][round % 2];
+        let words = format!("a transfer: system error, on rank 1 in the {what} with ranks 0");
+        ran.fails(6, &[&words]);
+        let (out, line) = (format!("wrong-1-{round}"), format!("\"step\":{},", round.div_ceil(2)));
+        assert!(ledger(&on, "alone").contains(&line) && !ledger(&on, &out).contains(&line));
+        on.finish(&out, &["--workers", "1"]);
+        on.fixture.assert_same("alone", &out);
+    }
+    let start = Instant::now();
+    let said = faulty(&on, "kill:1:9", "300").fails(6, &["a rank is gone: rank 1"]);
+    assert!(said.contains("last seen at step"), "{said}");
+    assert!(start.elapsed() < Duration::from_secs(150), "nobody waits for the deadline");
+    let said = faulty(&on, "stop:1:9", "3").fails(6, &["did not come within 3 s: rank 1"]);
+    assert!(said.contains("last seen at step"), "{said}");
+    // Whoever computes sleeps in a call that nothing ends.
+    let words = ["rank 1: ", "its device did not come back for another 6 s"];
+    faulty(&on, "cling:1:9", "3").fails(6, &words);
+}
