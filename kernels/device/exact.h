@@ -106,6 +106,28 @@ KERNEL(add_blocks, 256, LIMIT(64, 64, 8), (const Piece* pieces, u32 count, u64* 
   if (thread_index() == 0) partial[block_index()] = sum;
 }
 
+// Whether an expert has rows, whose number stands at an address; what is of no expert is there.
+DEVICE bool present(u64 rows) { return rows == 0 || *reinterpret_cast<const i64*>(rows) > 0; }
+
+// left += right, f32, where both sides have a part in the sum: `first` and `salt` are addresses of how many rows each is of, or 0.
+// Without a part on the left right is copied, without one on the right left stays: nothing is added to zero, which would turn -0.0
+// into 0.0. Pieces 8 bytes wide are such numbers: their sum goes to `first`, which nobody reads in this launch.
+KERNEL(add_present, 256, LIMIT(64, 0, 8), (const Piece* pieces, u32 count)) {
+  const Piece piece = pieces[piece_of_block(pieces, count)];
+  if (piece.width == 8) {
+    const i64* left = reinterpret_cast<const i64*>(piece.left);
+    const i64* right = reinterpret_cast<const i64*>(piece.right);
+    i64* out = reinterpret_cast<i64*>(piece.first);
+    each_of_piece(piece, [=](u64 index) { out[index] = left[index] + right[index]; });
+    return;
+  }
+  if (!present(piece.salt)) return;
+  const bool here = present(piece.first);
+  f32* left = reinterpret_cast<f32*>(piece.left);
+  const f32* right = reinterpret_cast<const f32*>(piece.right);
+  each_of_piece(piece, [=](u64 index) { left[index] = here ? left[index] + right[index] : right[index]; });
+}
+
 // out[p]: the sum of the squares of value(p, i) over the elements of piece p, f32, in f64. 16 lanes a piece, so that a long tensor
 // is given in pieces: the chunks of the norm are those. The order is the CPU's.
 template <typename Value>

@@ -15,6 +15,7 @@ use tch::{Device, Kind, Tensor};
 use crate::Result;
 use crate::device::pieces::{self, Piece};
 use crate::device::queue::Queue;
+use crate::ops::check::Call;
 
 /// A value that can be added to its right neighbour.
 pub trait Sum {
@@ -95,6 +96,49 @@ pub fn pack(parts: &[Tensor], device: Device) -> Result<Tensor> {
     }
     tch::no_grad(|| copy_all(&mut pairs))?;
     Ok(packed)
+}
+
+/// Sums over chunks of which the device alone knows who has a part in them: all of them are made by one launch.
+#[derive(Debug, Default)]
+pub struct There {
+    /// As [`add_all`] takes them.
+    pub added: Vec<(Tensor, Tensor)>,
+    /// The same for an expert, and how many rows the left one and the right one are of, i64. Where only one is of any, the sum
+    /// is that one.
+    pub experts: Vec<((Tensor, Tensor), [Tensor; 2])>,
+    /// Such numbers for many experts: the third is to be the sum of the others.
+    pub rows: Vec<[Tensor; 3]>,
+}
+
+impl There {
+    /// Makes the sums.
+    ///
+    /// # Errors
+    /// A device without our kernels, a tensor of another kind or layout, and what a launch says.
+    pub fn make(&self) -> Result<()> {
+        let There { added, experts, rows } = self;
+        let mut pairs = added.iter().chain(experts.iter().map(|(pair, _)| pair));
+        let Some((one, _)) = pairs.clone().next() else { return Ok(()) };
+        let queue = Queue::of(one.device())?;
+        let whole = |tensor: &Tensor| tensor.kind() == Kind::Int64 && tensor.is_contiguous();
+        let counted = experts.iter().flat_map(|(_, rows)| rows).chain(rows.iter().flatten());
+        if !pairs.all(fits) || !counted.into_iter().all(whole) {
+            let wanted = "contiguous f32 with contiguous i64".to_owned();
+            return Err(Call("add_present").refuse("pairs", "others".to_owned(), wanted));
+        }
+        let address = |tensor: &Tensor| (tensor.data_ptr() as i64).cast_unsigned();
+        let mut pieces: Vec<Piece> = added.iter().map(|(left, right)| piece(left, right)).collect();
+        pieces.extend(experts.iter().map(|((left, right), [here, there])| Piece {
+            first: address(here),
+            salt: address(there),
+            ..piece(left, right)
+        }));
+        pieces.extend(
+            rows.iter()
+                .map(|[left, right, sum]| Piece { first: address(sum), ..piece(left, right) }),
+        );
+        pieces::add_present(&queue, &pieces)
+    }
 }
 
 /// Whether a pair can be in a table of what is added.

@@ -123,6 +123,16 @@ struct Touched {
         if (differs || adds || copies) add(pieces[i].right, copies);
       }
     }
+    if (name == "add_present") {
+      const Piece* pieces = nullptr;
+      argument(pieces, 0);
+      argument(count, 1);
+      for (u32 i = 0; i < count; ++i) {
+        const bool counts = pieces[i].width == 8;
+        add(pieces[i].left, !counts), add(pieces[i].right, false);
+        add(pieces[i].first, counts), add(pieces[i].salt, false);
+      }
+    }
     const bool polynomial = name == "polynomial_blocks";
     if (name == "unit_blocks" || polynomial) {
       const Piece* pieces = nullptr;

@@ -69,6 +69,13 @@ pub(crate) fn add(queue: &Queue, pieces: &[Piece]) -> Result<()> {
     queue.launch(c"add_blocks", blocks, &[(&rows).into(), count.into(), Argument::Nothing])
 }
 
+/// Adds to each piece what it goes with, as `add_present` of `exact.h` reads `first` and `salt`.
+pub(crate) fn add_present(queue: &Queue, pieces: &[Piece]) -> Result<()> {
+    let (rows, blocks) = table(pieces);
+    let (rows, count) = (queue.upload(&rows)?, pieces.len() as i64);
+    queue.launch(c"add_present", blocks, &[(&rows).into(), count.into()])
+}
+
 /// Copies each piece, of 2 or 4 bytes an element, into what it goes with.
 pub(crate) fn copy(queue: &Queue, pieces: &[Piece]) -> Result<()> {
     let (rows, blocks) = table(pieces);

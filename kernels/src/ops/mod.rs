@@ -34,7 +34,7 @@ use crate::{Error, Result};
 pub use operands::{
     ATTENTION_ROWS, AdamW, Attended, Attention, AttentionGrads, Banded, ConvShift, ConvShiftGrads,
     CrossEntropy, CrossEntropyGrads, Dispatch, Experts, Gradient, Moved, NewtonSchulz,
-    NewtonSchulzForm, NormBack, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads,
+    NewtonSchulzForm, NormBack, Present, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads,
     RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Span,
 };
 

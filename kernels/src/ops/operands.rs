@@ -297,11 +297,44 @@ pub(super) enum Groups {
     There(Tensor),
 }
 
+/// Which experts have tokens.
+#[derive(Debug)]
+pub enum Present {
+    /// By expert.
+    Known(Vec<bool>),
+    /// `[E]`, i64, on the device: how many tokens each has.
+    There(Tensor),
+}
+
+impl Present {
+    /// How many experts there are.
+    pub fn experts(&self) -> usize {
+        match self {
+            Present::Known(used) => used.len(),
+            Present::There(counts) => counts.numel(),
+        }
+    }
+
+    /// The same once more; what stands on a device is not copied.
+    pub fn shared(&self) -> Present {
+        match self {
+            Present::Known(used) => Present::Known(used.clone()),
+            Present::There(counts) => Present::There(counts.shallow_clone()),
+        }
+    }
+}
+
 impl Dispatch {
-    /// Which experts have tokens: the host asks, and waits.
-    pub fn used(&self) -> Result<Vec<bool>> {
-        let counts = Vec::<i64>::try_from(&self.counts)?;
-        Ok(counts.iter().take(self.experts as usize).map(|count| *count > 0).collect())
+    /// Which experts have tokens: the host asks nobody.
+    pub fn used(&self) -> Result<Present> {
+        match &self.groups {
+            Groups::Known(runs) => {
+                let mut used = vec![false; self.experts as usize];
+                runs.iter().for_each(|[expert, ..]| used[*expert as usize] = true);
+                Ok(Present::Known(used))
+            }
+            Groups::There(_) => Ok(Present::There(self.counts.f_narrow(0, 0, self.experts)?)),
+        }
     }
 
     /// The runs of experts, for a table whose `dispatch` makes them.

@@ -17,6 +17,7 @@ use std::sync::{Mutex, PoisonError};
 use contract::{Fault, Result};
 use kernels::checksum;
 use kernels::group::{self, Arrival, Exchange};
+use kernels::ops::Present;
 use kernels::tree::{Counter, Sum as _, blocks};
 use tch::{Kind, Tensor};
 
@@ -186,8 +187,8 @@ struct Travelling<'a> {
     term: Term,
     own: Vec<ChunkSum>,
     numbers: Box<dyn Coming + 'a>,
-    /// Of a stack of experts: its numbers in all, how many experts there are, and which of them each block has.
-    experts: Option<(i64, usize, Box<dyn Coming + 'a>)>,
+    /// Of a stack of experts: its numbers in all, which experts the first block here has, and which of them each other one has.
+    experts: Option<(i64, Present, Box<dyn Coming + 'a>)>,
 }
 
 impl<'a, 'b> SharedSink<'a, 'b> {
@@ -213,9 +214,7 @@ impl<'a, 'b> SharedSink<'a, 'b> {
         let length = slices.length(id.index(), dealt.place);
         let numbers = numbers.wait().map_err(refused)?;
         let experts = match experts {
-            Some((elements, count, flags)) => {
-                Some((elements, count, flags.wait().map_err(refused)?))
-            }
+            Some((elements, like, marks)) => Some((elements, like, marks.wait().map_err(refused)?)),
             None => None,
         };
         let _watch = timing::part(timing::Part::Tree);
@@ -228,12 +227,10 @@ impl<'a, 'b> SharedSink<'a, 'b> {
                 }
                 let gradient = numbers[place as usize].narrow(0, at * length, length);
                 let experts = match &experts {
-                    Some((elements, count, flags)) => {
-                        let flags =
-                            flags[place as usize].narrow(0, at * *count as i64, *count as i64);
-                        let flags = crate::refusal::values::<u8>(&flags)?;
-                        let flags = flags.into_iter().map(|flag| flag != 0).collect();
-                        Some(Used::of(flags, *elements, ranges))
+                    Some((elements, like, marks)) => {
+                        let count = like.experts() as i64;
+                        let marks = marks[place as usize].narrow(0, at * count, count);
+                        Some(Used::of(Used::marked(like, &marks)?, *elements, ranges))
                     }
                     None => None,
                 };
@@ -286,18 +283,17 @@ impl Sink for SharedSink<'_, '_> {
         let numbers = numbers.map_err(refused)?;
         let experts = match parts[0].experts.as_ref() {
             Some(used) => {
-                let flags: Vec<u8> = parts
-                    .iter()
-                    .filter_map(|part| part.experts.as_ref())
-                    .flat_map(|used| used.flags.iter().map(|flag| u8::from(*flag)))
-                    .collect();
-                let flags = Tensor::from_slice(&flags).to_device(parts[0].gradient.device());
-                let give: Vec<Tensor> = (0..dealt.degree).map(|_| flags.shallow_clone()).collect();
-                let experts = used.flags.len();
-                let take = (0..dealt.degree).map(|place| count(place) * experts as i64);
+                let device = parts[0].gradient.device();
+                let marks = parts.iter().filter_map(|part| part.experts.as_ref());
+                let marks: Vec<Tensor> = marks.map(|used| used.marks(device)).collect();
+                let marks = Tensor::cat(&marks, 0);
+                let give: Vec<Tensor> = (0..dealt.degree).map(|_| marks.shallow_clone()).collect();
+                let experts = used.present.experts() as i64;
+                let take = (0..dealt.degree).map(|place| count(place) * experts);
                 let take: Vec<i64> = take.collect();
                 let coming = line.begin("gradients of chunks", &give, &take, Kind::Uint8);
-                Some((parts[0].gradient.numel() as i64, experts, coming.map_err(refused)?))
+                let like = used.present.shared();
+                Some((parts[0].gradient.numel() as i64, like, coming.map_err(refused)?))
             }
             None => None,
         };

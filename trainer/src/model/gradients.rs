@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use contract::{Fault, Result};
-use kernels::ops::{Gradient, Table};
+use kernels::ops::{Gradient, Present, Table};
 use kernels::tree::{self, Node, Nodes, Pair, Sum, blocks};
 use tch::{Device, Kind, Tensor};
 
@@ -73,8 +73,8 @@ struct Begun {
     term: Term,
     chunk: u64,
     gradient: Gradient,
-    /// Of a stack of experts, which had tokens, where that decides the sum over chunks.
-    used: Option<Vec<bool>>,
+    /// Of a stack of experts, which had tokens: that decides the sum over chunks.
+    used: Option<Present>,
 }
 
 /// The same, as a chunk sees them.
@@ -113,10 +113,10 @@ pub struct ChunkSum {
 }
 
 /// Which experts had tokens, and where their numbers stand.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct Used {
-    /// By expert.
-    pub(crate) flags: Vec<bool>,
+    /// Them.
+    pub(crate) present: Present,
     /// Of each run of numbers of one expert: which one, where it begins, how many they are.
     spans: Vec<(usize, i64, i64)>,
 }
@@ -145,7 +145,7 @@ impl<'a> Gradients<'a> {
         for ((id, term, chunk, used), gradient) in places.into_iter().zip(finished) {
             match self.dealt.chunks {
                 1 => self.whole(id, gradient)?,
-                _ => parts.push(((id, term), chunk, ChunkSum::of(gradient, used.as_deref()))),
+                _ => parts.push(((id, term), chunk, ChunkSum::of(gradient, used))),
             }
         }
         self.together(parts)
@@ -192,7 +192,7 @@ impl<'a> Gradients<'a> {
         match gradient {
             Gradient::Made(made) if self.at_once(&made) => {
                 let made = made.f_to_kind(Kind::Float).map_err(|error| refused(error.into()))?;
-                self.finished(id, term, chunk, made, used.as_deref())
+                self.finished(id, term, chunk, made, used)
             }
             gradient => {
                 self.begun.push(Begun { id, term, chunk, gradient, used });
@@ -212,11 +212,15 @@ impl<'a> Gradients<'a> {
         term: Term,
         chunk: u64,
         gradient: Tensor,
-        used: Option<&[bool]>,
+        used: Option<Present>,
     ) -> Result<()> {
         let dealt = self.dealt;
         if dealt.chunks == 1 {
             return self.whole(id, gradient);
+        }
+        if let Some(Present::There(_)) = used {
+            let value = ChunkSum::of(gradient, used);
+            return self.together(vec![((id, term), chunk, value)]);
         }
         let sum = self.waiting((id, term));
         sum.nodes.push(dealt.leaf(chunk), ChunkSum::of(gradient, used));
@@ -250,16 +254,12 @@ impl<'a> Gradients<'a> {
 
 /// The sums of pairs, each with the bits of [`Sum`], by a launch or two for all of them.
 fn added(pairs: Vec<(Key, Pair<ChunkSum>)>) -> Result<Vec<(Key, Node<ChunkSum>)>> {
-    let [mut adds, mut copies] = [(); 2].map(|()| Vec::new());
-    let mut nodes = Vec::with_capacity(pairs.len());
+    let (mut meeting, mut nodes) = (Meeting::default(), Vec::with_capacity(pairs.len()));
     for (key, Pair { level, first, mut left, right }) in pairs {
-        let [added, copied] = left.takes(&right);
-        adds.extend(added);
-        copies.extend(copied);
+        left.takes(&right, &mut meeting);
         nodes.push((key, Node { level, first, value: left }));
     }
-    tree::add_all(&mut adds).map_err(refused)?;
-    tree::copy_all(&mut copies).map_err(refused)?;
+    meeting.make().map_err(refused)?;
     Ok(nodes)
 }
 
@@ -268,13 +268,8 @@ fn missing_chunk() -> Fault {
 }
 
 impl ChunkGradients<'_, '_> {
-    /// Of a stack of experts: `used` says which had tokens, where there are other chunks. The others have no part in the sum.
-    pub(super) fn experts(
-        &mut self,
-        id: ParamId,
-        gradient: Gradient,
-        used: Vec<bool>,
-    ) -> Result<()> {
+    /// Of a stack of experts: `used` says which had tokens. The others have no part in the sum over chunks.
+    pub(super) fn experts(&mut self, id: ParamId, gradient: Gradient, used: Present) -> Result<()> {
         let (term, chunk, used) = (Term::Only, self.chunk, Some(used));
         self.all.take(Begun { id, term, chunk, gradient, used })
     }
@@ -297,39 +292,54 @@ pub(super) fn emit(
 
 impl ChunkSum {
     /// Of one chunk; of a stack of experts, `used` says which had tokens.
-    fn of(gradient: Tensor, used: Option<&[bool]>) -> ChunkSum {
+    fn of(gradient: Tensor, used: Option<Present>) -> ChunkSum {
         match used {
             Some(used) => ChunkSum::experts(gradient, used),
             None => ChunkSum { gradient, experts: None },
         }
     }
 
-    /// To which of its numbers others of `right` are to be added, and to which copied, as if that was done: an expert that had
-    /// tokens in one of both is copied, never added to zero.
-    fn takes(&mut self, right: &ChunkSum) -> [Vec<(Tensor, Tensor)>; 2] {
+    /// Puts into `meeting` to which of its numbers others of `right` are to be added, and to which copied, as if that was done:
+    /// an expert that had tokens in one of both is copied, never added to zero.
+    fn takes(&mut self, right: &ChunkSum, meeting: &mut Meeting) {
         let ChunkSum { gradient, experts } = self;
         let (Some(own), Some(others)) = (experts.as_mut(), &right.experts) else {
             *experts = None;
-            return [vec![(gradient.shallow_clone(), right.gradient.shallow_clone())], Vec::new()];
+            meeting.added.push((gradient.shallow_clone(), right.gradient.shallow_clone()));
+            return;
         };
         let (all, theirs) = (gradient.view([-1]), right.gradient.reshape([-1]));
-        let [mut added, mut copied] = [(); 2].map(|()| Vec::new());
-        for (expert, first, len) in &own.spans {
-            let pair = (all.narrow(0, *first, *len), theirs.narrow(0, *first, *len));
-            match (own.flags[*expert], others.flags[*expert]) {
-                (_, false) => {}
-                (true, true) => added.push(pair),
-                (false, true) => copied.push(pair),
+        let spans = own.spans.iter().map(|(expert, first, len)| {
+            (*expert, (all.narrow(0, *first, *len), theirs.narrow(0, *first, *len)))
+        });
+        own.present = match (&own.present, &others.present) {
+            (Present::Known(here), Present::Known(there)) => {
+                for (expert, pair) in spans {
+                    match (here[expert], there[expert]) {
+                        (_, false) => {}
+                        (true, true) => meeting.added.push(pair),
+                        (false, true) => meeting.copied.push(pair),
+                    }
+                }
+                Present::Known(here.iter().zip(there).map(|(here, there)| here | there).collect())
             }
-        }
-        own.flags.iter_mut().zip(&others.flags).for_each(|(here, there)| *here |= *there);
-        [added, copied]
+            (here, there) => {
+                let [here, there] = [here, there].map(|own| counts(own, gradient.device()));
+                for (expert, pair) in spans {
+                    let rows = [&here, &there].map(|rows| rows.narrow(0, expert as i64, 1));
+                    meeting.there.experts.push((pair, rows));
+                }
+                let both = here.empty_like();
+                meeting.there.rows.push([here, there, both.shallow_clone()]);
+                Present::There(both)
+            }
+        };
     }
 
-    fn experts(gradient: Tensor, used: &[bool]) -> ChunkSum {
+    fn experts(gradient: Tensor, used: Present) -> ChunkSum {
         let gradient = gradient.contiguous();
         let whole = 0..gradient.numel() as i64;
-        let experts = Used::of(used.to_vec(), gradient.numel() as i64, &[whole]);
+        let experts = Used::of(used, gradient.numel() as i64, &[whole]);
         ChunkSum { gradient, experts: Some(experts) }
     }
 
@@ -345,15 +355,37 @@ impl ChunkSum {
         };
         let elements = all.numel() as i64;
         let experts =
-            self.experts.as_ref().map(|used| Used::of(used.flags.clone(), elements, ranges));
+            self.experts.as_ref().map(|used| Used::of(used.present.shared(), elements, ranges));
         ChunkSum { gradient, experts }
     }
 }
 
 impl Used {
+    /// A number for each expert, u8, on `device`: whether it had tokens.
+    pub(crate) fn marks(&self, device: Device) -> Tensor {
+        match &self.present {
+            Present::Known(used) => {
+                let marks: Vec<u8> = used.iter().map(|used| u8::from(*used)).collect();
+                Tensor::from_slice(&marks).to_device(device)
+            }
+            Present::There(counts) => counts.gt(0).to_kind(Kind::Uint8),
+        }
+    }
+
+    /// What marks say that came from elsewhere: known where `like` is.
+    pub(crate) fn marked(like: &Present, marks: &Tensor) -> Result<Present> {
+        match like {
+            Present::Known(_) => {
+                let marks = crate::refusal::values::<u8>(marks)?;
+                Ok(Present::Known(marks.into_iter().map(|mark| mark != 0).collect()))
+            }
+            Present::There(_) => Ok(Present::There(marks.to_kind(Kind::Int64))),
+        }
+    }
+
     /// Of a stack of `elements` numbers in all, of which `ranges` stand here, one after the other.
-    pub(crate) fn of(flags: Vec<bool>, elements: i64, ranges: &[Range<i64>]) -> Used {
-        let (each, mut spans, mut at) = (elements / flags.len().max(1) as i64, Vec::new(), 0);
+    pub(crate) fn of(present: Present, elements: i64, ranges: &[Range<i64>]) -> Used {
+        let (each, mut spans, mut at) = (elements / present.experts().max(1) as i64, Vec::new(), 0);
         for range in ranges {
             let mut first = range.start;
             while first < range.end {
@@ -363,15 +395,52 @@ impl Used {
                 (at, first) = (at + end - first, end);
             }
         }
-        Used { flags, spans }
+        Used { present, spans }
+    }
+}
+
+/// What is to be done where sums meet.
+#[derive(Default)]
+struct Meeting {
+    added: Vec<(Tensor, Tensor)>,
+    copied: Vec<(Tensor, Tensor)>,
+    /// What the device alone knows how to add.
+    there: tree::There,
+}
+
+impl Meeting {
+    /// By a launch or two on a device.
+    fn make(mut self) -> kernels::Result<()> {
+        if self.there.experts.is_empty() {
+            tree::add_all(&mut self.added)?;
+        } else {
+            self.there.added = self.added;
+            self.there.make()?;
+        }
+        tree::copy_all(&mut self.copied)
+    }
+}
+
+/// How many tokens experts had, as a device adds that up; only that they had some is asked for.
+fn counts(present: &Present, device: Device) -> Tensor {
+    match present {
+        Present::There(counts) => counts.shallow_clone(),
+        Present::Known(used) => {
+            let used: Vec<i64> = used.iter().map(|used| i64::from(*used)).collect();
+            Tensor::from_slice(&used).to_device(device)
+        }
     }
 }
 
 impl Sum for ChunkSum {
+    /// As other sums of tensors do, it panics where a device fails.
     fn sum(mut self, right: ChunkSum) -> ChunkSum {
-        let [added, copied] = self.takes(&right);
+        let mut meeting = Meeting::default();
+        self.takes(&right, &mut meeting);
+        let Meeting { added, copied, there } = meeting;
         added.into_iter().for_each(|(left, right)| drop(left.sum(right)));
         copied.into_iter().for_each(|(mut left, right)| left.copy_(&right));
+        there.make().expect("the device adds up what chunks have for experts");
         self
     }
 }
@@ -400,7 +469,7 @@ mod tests {
             let gradient = crate::model::random(&[4, 5], 10 * chunk + id.index() as u64);
             let used: Vec<bool> =
                 (0..4).map(|expert| !(expert + chunk).is_multiple_of(3)).collect();
-            (gradient, (id == ids[1]).then_some(used))
+            (gradient, (id == ids[1]).then_some(Present::Known(used)))
         };
         let (mut alone, mut together) = (Order(Vec::new()), Order(Vec::new()));
         let mut gradients = Gradients::new(&mut alone, dealt);
@@ -411,9 +480,9 @@ mod tests {
                 chunks.iter().flat_map(|chunk| ids.iter().map(move |id| (*chunk, *id)))
             {
                 let (gradient, used) = leaf(id, chunk);
-                gradients.finished(id, Term::Only, chunk, gradient, used.as_deref()).unwrap();
+                gradients.finished(id, Term::Only, chunk, gradient, used).unwrap();
                 let (gradient, used) = leaf(id, chunk);
-                parts.push(((id, Term::Only), chunk, ChunkSum::of(gradient, used.as_deref())));
+                parts.push(((id, Term::Only), chunk, ChunkSum::of(gradient, used)));
             }
             others.together(parts).unwrap();
         }
@@ -424,7 +493,8 @@ mod tests {
     #[test]
     fn an_expert_without_tokens_is_absent() {
         let part = |values: [f32; 3], used: [bool; 3]| {
-            ChunkSum::experts(Tensor::from_slice(&values).view([3, 1]), &used)
+            let used = Present::Known(used.to_vec());
+            ChunkSum::experts(Tensor::from_slice(&values).view([3, 1]), used)
         };
         let bits = |part: &ChunkSum| {
             let values = Vec::<f32>::try_from(part.gradient.reshape([-1])).unwrap();
@@ -433,7 +503,8 @@ mod tests {
         let [left, right] = [[true, false, true], [false, false, true]];
         let sum = part([-0.0, 0.0, 1.0], left).sum(part([0.0, 0.0, 2.0], right));
         assert_eq!(bits(&sum), [-0.0f32, 0.0, 3.0].map(f32::to_bits));
-        assert_eq!(sum.experts.as_ref().unwrap().flags, [true, false, true]);
+        let used = sum.experts.as_ref().map(|used| &used.present);
+        assert!(matches!(used, Some(Present::Known(used)) if *used == [true, false, true]));
         let sum = part([0.0, 0.0, 2.0], right).sum(part([-0.0, 0.0, 1.0], left));
         assert_eq!(bits(&sum), [-0.0f32, 0.0, 3.0].map(f32::to_bits));
     }

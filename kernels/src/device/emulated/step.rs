@@ -309,10 +309,74 @@ fn pieces_travel_whole() {
     assert_eq!(found, wanted);
 }
 
+/// What a chunk has for experts, and how many rows of each.
+type Chunk<'a> = (&'a [i64], u64);
+
+/// Adds to what a chunk has for experts of so many elements what another one has, and something that is of no expert.
+fn present((here, one): Chunk, (there, two): Chunk, each: usize) -> (Tape, [Buffer; 3]) {
+    let mut tape = Tape::new("experts of chunks");
+    let [left, right] = [one, two].map(|seed| tape.with(&parts(here.len() * each, seed)));
+    let plain = [one + 7, two + 7].map(|seed| tape.with(&numbers(each, seed)));
+    let [mine, other] = [here, there].map(|rows| tape.with(rows));
+    let both = tape.room::<i64>(here.len());
+    let piece = |left, right, elements, width| Piece {
+        left,
+        right: Some(right),
+        elements,
+        first: 0,
+        salt: 0,
+        width,
+    };
+    let experts = 0..here.len();
+    let mut rows: Vec<_> = experts
+        .clone()
+        .map(|expert| ([4 * each * expert; 2], piece(left, right, each, 4)))
+        .collect();
+    rows.push(([0, 0], piece(plain[0], plain[1], each, 4)));
+    rows.push(([0, 0], piece(mine, other, here.len(), 8)));
+    let (table, blocks) = table(&mut tape, &rows);
+    for expert in experts {
+        tape.address(table, 48 * expert + 24, mine, 8 * expert);
+        tape.address(table, 48 * expert + 32, other, 8 * expert);
+    }
+    tape.address(table, 48 * (here.len() + 1) + 24, both, 0);
+    tape.launch("add_present", blocks, &[table.into(), rows.len().into()]);
+    (tape, [left, plain[0], both])
+}
+
+/// Numbers of which every third is -0.0, which an addition of 0.0 would not leave as it is.
+fn parts(count: usize, seed: u64) -> Vec<f32> {
+    let values = numbers(count, seed).into_iter().enumerate();
+    values.map(|(at, value)| if at % 3 == 0 { -0.0 } else { value }).collect()
+}
+
+#[test]
+fn an_expert_without_rows_has_no_part_in_a_sum() {
+    for each in [1, 3, 5000] {
+        let (here, there) = ([3i64, 0, 2, 0], [0i64, 4, 1, 0]);
+        let (tape, [sum, plain, both]) = present((&here, 1), (&there, 2), each);
+        let played = tape.play();
+        let [left, right] = [1, 2].map(|seed| parts(4 * each, seed));
+        let wanted = left.iter().zip(&right).enumerate().map(|(at, (left, right))| {
+            match (here[at / each] > 0, there[at / each] > 0) {
+                (true, true) => left + right,
+                (false, true) => *right,
+                (_, false) => *left,
+            }
+        });
+        assert_eq!(left_bits(&played, sum), bits(&wanted.collect::<Vec<_>>()));
+        let [left, right] = [8, 9].map(|seed| numbers(each, seed));
+        let wanted: Vec<f32> = left.iter().zip(&right).map(|(left, right)| left + right).collect();
+        assert_eq!(left_bits(&played, plain), bits(&wanted));
+        assert_eq!(played.read::<i64>(both), [3, 4, 3, 0]);
+    }
+}
+
 pub(super) fn small() -> Vec<Tape> {
     let losses = [Values::Wide, Values::Narrow].map(|values| loss([3, 260], 3, values).tape);
     let mut tapes =
         vec![moved(&[1030, 3]).0, iteration(&[[5, 7], [2, 3]]).tape, packed(&[4100, 7]).0];
+    tapes.push(present((&[0, 2, 8], 1), (&[5, 0, 8], 2), 300).0);
     tapes.extend(losses);
     tapes
 }
@@ -323,6 +387,7 @@ pub(super) fn large() -> Vec<Tape> {
     let shapes = [[64, 128], [65, 70], [130, 136]];
     let mut tapes =
         vec![moved(&[70_003, 300]).0, iteration(&shapes).tape, packed(&[100_003, 70_000]).0];
+    tapes.push(present((&[0, 2, 8], 1), (&[5, 0, 8], 2), 70_001).0);
     tapes.extend(losses);
     tapes
 }

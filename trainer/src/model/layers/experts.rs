@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use kernels::Result;
-use kernels::ops::{Dispatch, Gradient, Routes, Table};
+use kernels::ops::{Dispatch, Gradient, Present, Routes, Table};
 use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
@@ -47,8 +47,8 @@ pub(super) struct Grads {
     pub(super) weight: Tensor,
     /// Of gate-up and down.
     pub(super) params: [Gradient; 2],
-    /// Which experts had tokens, where that decides the sum over chunks; of one chunk nobody asks.
-    pub(super) used: Vec<bool>,
+    /// Which experts had tokens, which decides the sum over chunks.
+    pub(super) used: Present,
 }
 
 /// A chunk on its way through the experts.
@@ -132,7 +132,7 @@ impl Experts {
             let PassingBack { order, rows, out, weight, params, sum, .. } = chunk;
             let (input, passed) =
                 (total(sum, &rows)?, self.passed(&out).map(Tensor::shallow_clone));
-            let used = if pass.chunks.count() > 1 { order.used()? } else { Vec::new() };
+            let used = order.used()?;
             Ok(Grads { input, passed, order, weight, params: joined(pass.ops, params)?, used })
         });
         found.collect()

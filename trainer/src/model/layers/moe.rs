@@ -83,7 +83,7 @@ impl Moe {
         sink: &mut ChunkGradients<'_, '_>,
     ) -> Result<(Tensor, Option<Tensor>)> {
         let [gate_up, down] = experts.params;
-        sink.experts(self.experts.gate_up, gate_up, experts.used.clone())?;
+        sink.experts(self.experts.gate_up, gate_up, experts.used.shared())?;
         sink.experts(self.experts.down, down, experts.used)?;
         let mut router = {
             let _watch = part(Part::RouterBack);
